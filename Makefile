@@ -1,0 +1,46 @@
+# `make quickstart` and `make test` set up what they need: a virtual
+# environment in .venv and the pinned requirements. Nothing else is assumed
+# than Python >= 3.11 and make.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+WORKDIR ?= runs/quickstart
+CONTROLS ?= 0
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: help setup quickstart test test-parity lint clean
+
+help:
+	@echo 'make quickstart             a small model learns to search (10 min)'
+	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
+	@echo 'make test                   the tests (no network, GPU or torch)'
+	@echo 'make test-parity            installs torch, compares with it live'
+	@echo 'make lint                   ruff'
+	@echo 'make clean                  removes environments and run folders'
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements.txt tools/venv.sh
+	@PYTHON=$(PYTHON) sh tools/venv.sh $(VENV) requirements.txt
+	@touch $@
+
+.venv-parity/.ready: requirements.txt requirements-parity.txt tools/venv.sh
+	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-parity requirements-parity.txt
+	@touch $@
+
+quickstart: setup
+	$(PY) -m searchrl_jax.quickstart --workdir=$(WORKDIR) \
+	  $(if $(filter-out 0,$(CONTROLS)),--controls)
+
+test: setup
+	$(PY) -m pytest
+
+test-parity: .venv-parity/.ready
+	.venv-parity/bin/python -m pytest -m parity
+
+lint: setup
+	$(PY) -m ruff check .
+
+clean:
+	rm -rf .venv .venv-parity runs .pytest_cache

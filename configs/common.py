@@ -1,0 +1,191 @@
+"""The one schema: every field that any part of the system reads.
+
+A recipe starts from `base()` and changes fields. Nothing in the library has
+a default of its own (design 5.11): what a run did is what its config says.
+"""
+
+import ast
+import difflib
+
+from ml_collections import ConfigDict
+
+
+def parse_arg(arg: str | None, **known):
+  """Parses 'a=1,b=x' (what follows `config.py:`) against typed defaults.
+
+  Only for knobs that move several fields; one field is `--config.optim.lr=`.
+  A bare word is a flag set to True. Values take the type of the default.
+
+  Raises:
+    ValueError: an unknown name (with near ones) or a value of another type.
+  """
+  out = ConfigDict(known)
+  for item in filter(None, (arg or '').split(',')):
+    name, has_value, value = item.partition('=')
+    if name not in known:
+      near = difflib.get_close_matches(name, known, n=3) or sorted(known)
+      raise ValueError(
+        f'config argument {name!r} is unknown; did you mean: '
+        f'{", ".join(near) or "(this config takes none)"}?'
+      )
+    default = known[name]
+    if not has_value:
+      value = 'True'
+    if not isinstance(default, str):
+      try:
+        value = ast.literal_eval(value)
+      except (ValueError, SyntaxError):
+        value = str(value)
+      if isinstance(default, float) and type(value) is int:
+        value = float(value)
+      if default is not None and type(value) is not type(default):
+        raise ValueError(
+          f'config argument {name}={value!r}: expected '
+          f'{type(default).__name__}, like the default {default!r}'
+        )
+    out[name] = value
+  return out
+
+
+def base() -> ConfigDict:
+  """Every field with its neutral value. Units are in the comments."""
+  c = ConfigDict()
+  c.name = 'base'
+  c.seed = 0
+
+  c.model = ConfigDict()
+  c.model.path = ''  # a Hugging Face folder; '' = from scratch, by `arch`
+  c.model.tokenizer = ''  # a Hugging Face folder; '' = model.path
+  c.model.arch = ConfigDict()  # fields of a Hugging Face config.json
+  c.model.init_scale = 0.02  # std of fresh weights
+  c.model.embed_scale = 0.02  # std of fresh embeddings
+  c.model.dtype = 'float32'  # of activations; parameters are float32
+  c.model.remat = 'none'  # none, block, dots
+  c.model.scan_unroll = 1  # layers unrolled in a step of the scan
+  c.model.attention = 'auto'  # auto, xla, cudnn
+
+  c.mesh = ConfigDict()  # devices on each axis; one may be -1, the rest
+  c.mesh.data = -1
+  c.mesh.fsdp = 1
+  c.mesh.tensor = 1
+
+  c.data = ConfigDict()
+  c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data, else the hub
+  c.data.world_seed = 0  # of a generated world, for `microworld` sets
+  c.data.prompt = 'template'  # template, as_is (the data's own messages)
+  c.data.train = ConfigDict()  # name -> {module, weight, ...its own fields}
+  c.data.eval = ConfigDict()  # name -> {module, ...its own fields}
+  c.data.shuffle = True
+
+  c.env = ConfigDict()
+  c.env.template = 'base'  # a name in prompts.py, or a file of your own
+  c.env.max_turns = 4  # generations that may search; then one that may not
+  c.env.max_turn_tokens = 256  # sampled tokens in one turn
+  c.env.max_tokens = 1024  # tokens in all, prompt and observations included
+  c.env.max_observation_tokens = 256  # of one observation, tags included
+  c.env.information = 'source'  # source, policy (SSRL)
+  c.env.train_information = False  # policy-written information in the loss
+
+  c.source = ConfigDict()
+  c.source.module = 'service'
+  c.source.url = 'http://127.0.0.1:8000'
+  c.source.k = 3  # passages for a query
+  c.source.timeout = 10.0  # seconds for one attempt
+  c.source.deadline = 60.0  # seconds for all attempts at one request
+  c.source.attempts = 4
+  c.source.batch_ms = 3.0  # wait to gather queries of other trajectories
+
+  c.engine = ConfigDict()
+  c.engine.module = 'jax_sampler'
+  c.engine.slots = 64  # sequences decoded together
+  c.engine.max_len = 1024  # tokens in a slot's cache
+  c.engine.chunk = 8  # tokens decoded on the device between host looks
+  c.engine.prefill_rows = 8  # sequences prefilled together
+  c.engine.dtype = 'float32'  # of activations and cache
+  c.engine.canary_tolerance = 1e-3  # log-prob difference that stops a run
+
+  c.rollout = ConfigDict()
+  c.rollout.questions = 32  # questions in a step
+  c.rollout.group = 8  # trajectories of one question
+  c.rollout.temperature = 1.0
+  c.rollout.top_p = 1.0
+  c.rollout.top_k = 0
+  c.rollout.concurrency = 0  # trajectories in flight; 0 = all of the step
+  c.rollout.search_attempts = 2  # searches tried on the live handle
+  c.rollout.max_failed = 0.2  # fraction of failed trajectories that stops
+
+  c.reward = ConfigDict()  # name -> {fn, weight, ...its own fields}
+
+  c.algorithm = ConfigDict()
+  c.algorithm.advantage = 'grpo'  # a function in advantages.py
+  c.algorithm.advantage_kw = ConfigDict()
+  c.algorithm.loss = 'clip'  # a function in losses.py
+  c.algorithm.clip_low = 0.2
+  c.algorithm.clip_high = 0.2
+  c.algorithm.ratio = 'token'  # token, sequence
+  c.algorithm.aggregation = 'token'  # token, sequence, sequence_sum
+  c.algorithm.horizon = 0  # divisor of sequence_sum, in tokens (Dr.GRPO)
+  c.algorithm.kl = 'none'  # none, loss, reward
+  c.algorithm.kl_estimator = 'k3'  # k1, k2, k3
+  c.algorithm.kl_coef = 0.0
+  c.algorithm.entropy_coef = 0.0
+  c.algorithm.tis = 'token'  # none, token, sequence
+  c.algorithm.tis_cap = 2.0  # largest importance weight
+  c.algorithm.minibatches = 1  # optimizer updates in a step (per epoch)
+  c.algorithm.epochs = 1  # passes over a step's trajectories
+  c.algorithm.drop_zero_variance = False  # leave such groups out of the batch
+
+  c.batch = ConfigDict()
+  c.batch.lengths = (256, 512, 1024)  # buckets, in tokens; last = the limit
+  c.batch.tokens = 8192  # tokens in one microbatch (rows x length), per step
+  c.batch.loss_fraction = 0.5  # loss tokens a microbatch holds, of its tokens
+  c.batch.head_chunk = 1024  # loss tokens scored at once by the head
+
+  c.optim = ConfigDict()
+  c.optim.lr = 1e-6
+  c.optim.schedule = 'constant'  # constant, linear, cosine
+  c.optim.warmup = 0  # updates
+  c.optim.b1 = 0.9
+  c.optim.b2 = 0.999
+  c.optim.eps = 1e-8
+  c.optim.weight_decay = 0.0
+  c.optim.clip_norm = 1.0
+  c.optim.freeze = ''  # a regex on parameter paths
+
+  c.sft = ConfigDict()
+  c.sft.data = ConfigDict()  # {module, ...its own fields}: scripted traces
+  c.sft.steps = 0
+  c.sft.rows = 32  # sequences in an update
+  c.sft.lr = 1e-3
+  c.sft.schedule = 'cosine'
+  c.sft.warmup = 20
+  c.sft.weight_decay = 0.0
+  c.sft.eval_every = 0
+
+  c.train = ConfigDict()
+  c.train.steps = 100  # rollouts; optimizer updates = steps x minibatches x epochs
+  c.train.seconds = 0.0  # stop after this time; 0 = no limit
+  c.train.init = ''  # run folder or HF folder to start from; '' = the model
+
+  c.checkpoint = ConfigDict()
+  c.checkpoint.every = 50  # steps; 0 = only at the end
+  c.checkpoint.keep = 2  # the last k
+  c.checkpoint.best = 'eval/em'  # also keep the best by this metric; '' = no
+
+  c.eval = ConfigDict()
+  c.eval.every = 50  # steps; 0 = only at the end
+  c.eval.questions = 0  # of each set; 0 = all
+  c.eval.n = 1  # samples of a question
+  c.eval.temperature = 0.0  # 0 = greedy
+  c.eval.top_p = 1.0
+  c.eval.k = ()  # pass@k for these k
+  c.eval.bootstrap = 2000  # resamples behind an interval
+  c.eval.seed = 0
+
+  c.log = ConfigDict()
+  c.log.tensorboard = True
+  c.log.wandb = 'disabled'  # disabled, offline, online
+  c.log.project = 'searchrl'
+  c.log.progress = True
+  c.log.samples = 2  # trajectories printed at each evaluation
+  return c

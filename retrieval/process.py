@@ -1,0 +1,155 @@
+"""Starts a retrieval server as a process of its own, and stops it.
+
+  with start_server('corpus.jsonl.gz', log_path='server.log') as server:
+    ... RetrievalClient(server.url) ...
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class ServerError(RuntimeError):
+  """The server did not start; the message ends with the tail of its log."""
+
+
+class ServerProcess:
+  """A running server: `url`, `pid`, `stop()`; a context manager."""
+
+  def __init__(self, process: subprocess.Popen, url: str, log_path: str):
+    self.url, self.log_path = url, log_path
+    self._process = process
+
+  @property
+  def pid(self) -> int:
+    return self._process.pid
+
+  @property
+  def running(self) -> bool:
+    return self._process.poll() is None
+
+  def stop(self, timeout_s: float = 15.0) -> int:
+    """Stops the server gracefully, by force after `timeout_s` seconds.
+
+    Returns:
+      Its exit status: 0 after a graceful stop. Stopping twice is harmless.
+    """
+    if self.running:
+      self._process.send_signal(signal.SIGTERM)
+      try:
+        self._process.wait(timeout_s)
+      except subprocess.TimeoutExpired:
+        self._process.kill()
+    return self._process.wait()
+
+  def __enter__(self) -> 'ServerProcess':
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.stop()
+
+
+def start_server(
+  corpus: str | os.PathLike,
+  *,
+  port: int = 0,
+  host: str = '127.0.0.1',
+  log_path: str | os.PathLike,
+  timeout_s: float = 300.0,
+  **server_flags: object,
+) -> ServerProcess:
+  """Starts `python -m retrieval.server` and waits until it serves.
+
+  The server ends with this process, however this process ends
+  (--parent_pid). It runs in a session of its own, so that Ctrl-C reaches the
+  caller alone, which can then save and stop it.
+
+  Args:
+    corpus: .jsonl or .jsonl.gz.
+    port: 0 takes a free one.
+    host: where it serves.
+    log_path: file that gets its output, appended.
+    timeout_s: how long reading and indexing may take, seconds.
+    **server_flags: further flags of the server: k1=0.9, topk=5, ...
+
+  Raises:
+    ServerError: it ended or was not ready in time.
+  """
+  log_path = os.path.abspath(log_path)
+  os.makedirs(os.path.dirname(log_path), exist_ok=True)
+  with tempfile.TemporaryDirectory(prefix='retrieval') as folder:
+    port_file = os.path.join(folder, 'port')
+    values = dict(
+      corpus=os.path.abspath(corpus), port=port, host=host,
+      port_file=port_file, parent_pid=os.getpid(), **server_flags,
+    )
+    command = [sys.executable, '-m', 'retrieval.server', *_argv(values)]
+    paths = [str(_ROOT), os.environ.get('PYTHONPATH')]
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    with open(log_path, 'ab') as log:
+      begin = log.tell()
+      process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+      )
+    try:
+      bound = _wait(process, port_file, timeout_s, log_path, begin)
+    except BaseException:  # Ctrl-C while waiting leaves no server either
+      process.kill()
+      process.wait()
+      raise
+  name = f'[{host}]' if ':' in host else host
+  return ServerProcess(process, f'http://{name}:{bound}', log_path)
+
+
+def _argv(values: dict[str, object]) -> list[str]:
+  return [
+    f'--{"" if value else "no"}{name}'
+    if isinstance(value, bool)
+    else f'--{name}={value}'
+    for name, value in values.items()
+  ]
+
+
+def _wait(
+  process: subprocess.Popen,
+  port_file: str,
+  timeout_s: float,
+  log_path: str,
+  begin: int,
+) -> int:
+  deadline = time.monotonic() + timeout_s
+  while not os.path.exists(port_file):
+    status = process.poll()
+    if status is not None:
+      problem = f'ended with status {status}'
+    elif time.monotonic() > deadline:
+      problem = f'was not ready after {timeout_s:g} s'
+    else:
+      time.sleep(0.02)
+      continue
+    raise ServerError(
+      f'the retrieval server {problem}; {log_path} ends:\n'
+      + _tail(log_path, begin)
+    )
+  with open(port_file) as f:
+    return int(f.read())
+
+
+def _tail(path: str, begin: int, size: int = 2000) -> str:
+  """The end of what was written to the log from byte `begin` on."""
+  with open(path, 'rb') as f:
+    f.seek(0, os.SEEK_END)
+    f.seek(max(begin, f.tell() - size))
+    text = f.read().decode('utf-8', 'replace').strip()
+  return '\n'.join('  ' + line for line in text.splitlines()) or '  (nothing)'

@@ -1,0 +1,152 @@
+"""Asks for passages from the command line; matched words are marked.
+
+  python -m retrieval.search --url=http://127.0.0.1:8000 "who wrote hamlet"
+  python -m retrieval.search --corpus=corpus.jsonl.gz "who wrote hamlet"
+
+With --corpus the index is built here and no server is needed.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+
+import rich.console
+import rich.padding
+import rich.text
+from absl import app as absl_app
+from absl import flags
+
+from retrieval.bm25 import STEMMERS, STOP_WORDS, Analyzer, BM25Index
+from retrieval.client import Hit, RetrievalError, health_sync, retrieve_sync
+from retrieval.corpus import CorpusError, read_corpus, split_contents
+
+# Passages come from outside: an escape sequence must not reach a terminal.
+_CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
+_MARK = 'bold yellow'
+
+
+def search_corpus(
+  path: str, queries: Sequence[str], k: int, **parameters: object
+) -> tuple[list[list[Hit]], Analyzer]:
+  """Indexes a corpus and ranks its passages: hits [Q][<= k], best first.
+
+  Raises:
+    CorpusError: the corpus cannot be used.
+  """
+  corpus = read_corpus(path)
+  index = BM25Index(corpus.contents, **parameters)
+  ids, scores = index.search(queries, k)
+
+  def hit(position: int, score: float) -> Hit:
+    document = corpus[position]
+    title, text = split_contents(document.contents)
+    return Hit(document.id, document.contents, title, text, score)
+
+  found = [
+    [hit(i, s) for i, s in zip(*row, strict=True) if i >= 0]
+    for row in zip(ids.tolist(), scores.tolist(), strict=True)
+  ]
+  return found, index.analyzer
+
+
+def search_server(
+  url: str, queries: Sequence[str], k: int
+) -> tuple[list[list[Hit]], Analyzer]:
+  """Asks a server; the analyzer marks words as the server compares them.
+
+  Raises:
+    RetrievalError: it gave no usable answer.
+  """
+  hits = retrieve_sync(url, queries, k, retries=1)
+  try:
+    index = health_sync(url, retries=0).get('index')
+    return hits, Analyzer(index['stemmer'], index['stop_words'])
+  except (RetrievalError, KeyError, TypeError, ValueError):
+    # Another server of the protocol: the passages are what was asked for.
+    return hits, Analyzer()
+
+
+def show(
+  console: rich.console.Console,
+  query: str,
+  hits: Sequence[Hit],
+  analyzer: Analyzer,
+) -> None:
+  """Prints ranked passages; marks by colour, by *stars* where there is none."""
+  terms = set(analyzer(query))
+  console.print(rich.text.Text(_clean(query), 'bold cyan'))
+  if not hits:
+    console.print('  no passage has any word of this query')
+  for rank, hit in enumerate(hits, 1):
+    head = rich.text.Text(f'{rank:3}. ')
+    head.append_text(_marked(hit.title or '(no title)', terms, analyzer))
+    head.append(f'  {hit.score:.3f}  id {_clean(hit.id)}', 'dim')
+    console.print(head)
+    body = _marked(hit.text, terms, analyzer, stars=not console.color_system)
+    console.print(rich.padding.Padding(body, (0, 0, 0, 5)))
+  console.print()
+
+
+def _marked(
+  text: str, terms: set[str], analyzer: Analyzer, stars: bool = False
+) -> rich.text.Text:
+  text = _clean(text)
+  out, last = rich.text.Text(), 0
+  for start, end in analyzer.spans(text, terms):
+    out.append(text[last:start])
+    word = text[start:end]
+    out.append(f'*{word}*' if stars else word, _MARK)
+    last = end
+  out.append(text[last:])
+  return out
+
+
+def _clean(text: str) -> str:
+  text = text.encode('utf-8', 'replace').decode()
+  return _CONTROL.sub('\ufffd', text)
+
+
+def define_flags() -> None:
+  """Defines the command's flags; not on import, since others import this."""
+  flags.DEFINE_string('url', None, 'A running server: http://host:port.')
+  flags.DEFINE_string('corpus', None, 'JSONL or JSONL.gz to search instead.')
+  flags.DEFINE_integer('topk', 3, 'Passages for each query.', 1)
+  flags.DEFINE_float('k1', 1.2, 'BM25, with --corpus.', 0)
+  flags.DEFINE_float('b', 0.75, 'BM25, with --corpus.', 0, 1)
+  flags.DEFINE_enum('stemmer', 'english', STEMMERS, 'With --corpus.')
+  flags.DEFINE_enum(
+    'stop_words', 'english', [*STOP_WORDS], 'With --corpus.'
+  )
+  flags.mark_flags_as_mutual_exclusive(['url', 'corpus'], required=True)
+
+
+def main(argv: Sequence[str]) -> int:
+  args, queries = flags.FLAGS, argv[1:]
+  if not queries:
+    print('error: give at least one "query" in quotes', file=sys.stderr)
+    return 2
+  try:
+    if args.url:
+      found, analyzer = search_server(args.url, queries, args.topk)
+    else:
+      found, analyzer = search_corpus(
+        args.corpus,
+        queries,
+        args.topk,
+        k1=args.k1,
+        b=args.b,
+        stemmer=args.stemmer,
+        stop_words=args.stop_words,
+      )
+  except (CorpusError, RetrievalError, ValueError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 1
+  console = rich.console.Console(highlight=False, soft_wrap=False)
+  for query, hits in zip(queries, found, strict=True):
+    show(console, query, hits, analyzer)
+  return 0
+
+
+if __name__ == '__main__':
+  define_flags()
+  absl_app.run(main)

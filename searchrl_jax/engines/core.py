@@ -1,0 +1,96 @@
+"""The engine contract: ids in, sampled ids and their log-probs out.
+
+An engine knows nothing of questions or protocols. Token ids are never
+decoded and encoded again; text is looked at only to find stop strings.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from searchrl_jax.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How to sample one completion.
+
+  temperature 0 is greedy. `stops` are strings, searched in the decoded text
+  of this completion alone; the token that completes one is kept whole (its
+  text may run past the tag). `stop_ids` end a completion and are part of it.
+  `seed` names the random stream: the draw of a token depends on (seed,
+  position in the handle) and nothing else, so arrival order cannot show.
+  """
+
+  max_tokens: int
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0
+  stops: tuple[str, ...] = ()
+  stop_ids: tuple[int, ...] = ()
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  ids: np.ndarray  # int32 [n], exactly what was sampled
+  logps: np.ndarray  # float32 [n], of the distribution sampled from
+  stop: str  # the stop string found, or 'eos', or 'length'
+  versions: np.ndarray  # int32 [n], the weights version that wrote each id
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsUpdate:
+  """kind='full': every parameter. kind='adapter': a LoRA adapter's."""
+
+  params: Any  # a pytree of arrays, or a path to a published checkpoint
+  version: int
+  kind: str = 'full'
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncReport:
+  version: int
+  seconds: float
+  tensors: int
+  bytes: int
+  canary_max_diff: float  # largest |log-prob difference| on the canary
+  manifest: Mapping[str, str]  # tensor name -> checksum of what was loaded
+
+
+class SyncError(RuntimeError):
+  """The engine does not hold the published weights; the run must stop."""
+
+
+class EngineError(RuntimeError):
+  """A call that the engine cannot serve; the message names the mend."""
+
+
+Handle = Any  # opaque; len(handle) is the number of tokens in the sequence
+
+
+class Engine(Protocol):
+  """Handles are growing sequences; the engine may keep their KV cache.
+
+  open, fork, truncate, append and close return at once; the work is done
+  when `generate` needs it. `generate` is awaitable and may be called for
+  many handles at the same time.
+  """
+
+  version: int
+  vocab_size: int
+  max_len: int  # tokens that one handle can hold
+
+  def open(self, prompt: Prompt) -> Handle: ...
+  def fork(self, handle: Handle) -> Handle: ...
+  def truncate(self, handle: Handle, n: int) -> None: ...
+  async def generate(
+    self, handle: Handle, sampling: Sampling
+  ) -> Completion: ...
+  def append(self, handle: Handle, ids) -> None: ...
+  async def score(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
+  def close(self, handle: Handle) -> None: ...
+  def sync(self, update: WeightsUpdate) -> SyncReport: ...
+  def stats(self) -> Mapping[str, float]: ...  # counters since the start

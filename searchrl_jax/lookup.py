@@ -1,0 +1,55 @@
+"""Find a module or a function by name; the error lists what exists."""
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+
+def near(name: str, names) -> str:
+  """'; did you mean x?' or the list of names, for error messages."""
+  names = sorted(names)
+  close = difflib.get_close_matches(name, names, n=3)
+  if close:
+    return f'did you mean {" or ".join(map(repr, close))}?'
+  return f'there are: {", ".join(names)}'
+
+
+def module(package: str, name: str) -> Any:
+  """Imports `package.name`, or `name` itself if it has a dot.
+
+  Raises:
+    ValueError: no such module; the message lists the ones that exist.
+  """
+  if '.' in name:
+    path = name
+  else:
+    found = importlib.import_module(package)
+    names = [m.name for m in pkgutil.iter_modules(found.__path__)]
+    names = [n for n in names if n != 'core']
+    if name not in names:
+      raise ValueError(f'no module {name!r} in {package}: {near(name, names)}')
+    path = f'{package}.{name}'
+  try:
+    return importlib.import_module(path)
+  except ModuleNotFoundError as e:
+    if e.name and path.startswith(e.name):
+      raise ValueError(f'no module {path!r} (asked for as {name!r})') from e
+    raise
+
+
+def function(package: str, name: str) -> Any:
+  """Finds 'module.function' below `package` (or a full dotted path)."""
+  mod_name, _, attr = name.rpartition('.')
+  if not mod_name:
+    raise ValueError(
+      f'{name!r} must be "module.function" (module of {package}, or a '
+      'full dotted path)'
+    )
+  mod = module(package, mod_name) if '.' not in mod_name else module('', mod_name)
+  if not hasattr(mod, attr):
+    public = [
+      n for n, v in vars(mod).items() if callable(v) and not n.startswith('_')
+    ]
+    raise ValueError(f'no {attr!r} in {mod.__name__}: {near(attr, public)}')
+  return getattr(mod, attr)

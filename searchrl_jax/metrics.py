@@ -1,0 +1,193 @@
+"""Answer metrics and their uncertainty: pure Python and numpy.
+
+`normalise`, `exact_match` and `f1` follow SQuAD's evaluation script
+(Rajpurkar et al. 2016), with one departure: text that normalises to nothing
+("The", "A", "!!!") is compared as it stands, and an empty prediction matches
+nothing. SQuAD's script, and Search-R1's after it, counts any two such texts as
+equal, and lets such a golden answer match every prediction by substring.
+"""
+
+import collections
+import math
+import re
+import string
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_PUNCTUATION = str.maketrans('', '', string.punctuation)
+_ARTICLES = re.compile(r'\b(a|an|the)\b')
+_CHUNK = 1 << 20  # draws held at once while resampling
+
+
+class Interval(NamedTuple):
+  """A mean with its bootstrap interval; n is what was resampled."""
+
+  mean: float
+  low: float
+  high: float
+  n: int
+
+
+def normalise(text: str) -> str:
+  """Lower case; ASCII punctuation and articles out; single spaces.
+
+  Punctuation is deleted, not replaced: "U.S.-based" becomes "usbased".
+  """
+  text = text.lower().translate(_PUNCTUATION)
+  return ' '.join(_ARTICLES.sub(' ', text).split())
+
+
+def key(text: str) -> str:
+  """What makes two answers the same: equal keys are an exact match.
+
+  The normal form, or the lower-case text where the normal form is empty.
+  """
+  return normalise(text) or ' '.join(text.lower().split())
+
+
+def exact_match(prediction: str | None, golds: Iterable[str]) -> float:
+  """1.0 if the prediction has the key of a golden answer, else 0.0."""
+  if not prediction or not key(prediction):
+    return 0.0
+  return float(any(key(prediction) == key(gold) for gold in golds))
+
+
+def f1(prediction: str | None, golds: Iterable[str]) -> float:
+  """Largest F1 of the bags of normalised words over the golden answers."""
+  if not prediction:
+    return 0.0
+  return max((_f1(prediction, gold) for gold in golds), default=0.0)
+
+
+def _f1(prediction: str, gold: str) -> float:
+  a, b = key(prediction).split(), key(gold).split()
+  same = sum((collections.Counter(a) & collections.Counter(b)).values())
+  return 2 * same / (len(a) + len(b)) if same else 0.0
+
+
+def sub_exact_match(prediction: str | None, golds: Iterable[str]) -> float:
+  """1.0 if a normalised golden answer is a substring of the prediction's.
+
+  Character level, as in Search-R1 ("ann" is in "annual"); a golden answer
+  that normalises to nothing never matches.
+  """
+  return float(prediction is not None and contains(prediction, golds))
+
+
+def contains(text: str, golds: Iterable[str]) -> bool:
+  """Whether `text` holds a golden answer (both normalised)."""
+  text = normalise(text)
+  return any(normal and normal in text for normal in map(normalise, golds))
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+  """Unbiased pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+
+  Raises:
+    ValueError: fewer samples than k, or a count outside 0..n.
+  """
+  if not 1 <= k <= n:
+    raise ValueError(f'pass@{k} needs 1 <= k <= n, but n={n} samples')
+  if not 0 <= correct <= n:
+    raise ValueError(f'{correct} of {n} samples cannot be correct')
+  return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def maj_at_k(
+  votes: Sequence[Hashable | None], correct: Sequence[bool], k: int
+) -> float:
+  """Expected correctness of the majority vote of k of the n samples.
+
+  Exact: the mean over all C(n, k) subsets. Ties are split evenly; None does
+  not vote, and a subset without a vote is wrong.
+
+  Args:
+    votes: n answers, equal ones as equal keys (`key`); None = no answer.
+    correct: n flags; equal votes have equal flags.
+    k: votes counted.
+
+  Raises:
+    ValueError: fewer samples than k, or equal votes with unequal flags.
+  """
+  n = len(votes)
+  if not 1 <= k <= n:
+    raise ValueError(f'maj@{k} needs 1 <= k <= n, but n={n} samples')
+  right: dict[Hashable, bool] = {}
+  for vote, flag in zip(votes, correct, strict=True):
+    if vote is not None and right.setdefault(vote, bool(flag)) != bool(flag):
+      raise ValueError(f'vote {vote!r} is both right and wrong')
+  counts = collections.Counter(v for v in votes if v is not None)
+  silent = n - counts.total()
+  won = 0.0
+  for vote in filter(right.get, counts):
+    others = [c for v, c in counts.items() if v != vote]
+    for top in range(1, min(counts[vote], k) + 1):
+      mine = math.comb(counts[vote], top)
+      for ties, ways in _at_most(others, silent, k - top, top).items():
+        won += mine * ways / (ties + 1)
+  return won / math.comb(n, k)
+
+
+def _at_most(
+  counts: list[int], silent: int, picks: int, top: int
+) -> dict[int, int]:
+  """Ways to pick from `counts`, none above `top`: by how many reach it."""
+  ways = {(0, 0): 1}  # (picked, classes at top) -> number of ways
+  for count in counts:
+    grown: dict[tuple[int, int], int] = collections.defaultdict(int)
+    for (picked, ties), number in ways.items():
+      for take in range(min(count, top, picks - picked) + 1):
+        at = (picked + take, ties + (take == top))
+        grown[at] += number * math.comb(count, take)
+    ways = grown
+  out: dict[int, int] = collections.defaultdict(int)
+  for (picked, ties), number in ways.items():
+    out[ties] += number * math.comb(silent, picks - picked)
+  return out
+
+
+def bootstrap(
+  values: Sequence[float], *, resamples: int, seed: int, level: float = 0.95
+) -> Interval:
+  """The mean of `values` [n] with its percentile bootstrap interval.
+
+  Resample what is independent: one value for each question, not for each of
+  its samples. NaN for an empty input. Deterministic in (values, seed).
+  """
+  x = np.asarray(values, np.float64)
+  if not len(x):
+    return Interval(math.nan, math.nan, math.nan, 0)
+  if resamples < 1:
+    raise ValueError(f'resamples={resamples}: a bootstrap needs at least 1')
+  rng = np.random.default_rng(seed)
+  rows = max(1, _CHUNK // len(x))
+  means = np.concatenate(
+    [
+      x[rng.integers(len(x), size=(min(rows, resamples - i), len(x)))].mean(1)
+      for i in range(0, resamples, rows)
+    ]
+  )
+  tail = (1.0 - level) / 2
+  low, high = np.quantile(means, (tail, 1.0 - tail))
+  return Interval(float(x.mean()), float(low), float(high), len(x))
+
+
+def paired_bootstrap(
+  a: Sequence[float],
+  b: Sequence[float],
+  *,
+  resamples: int,
+  seed: int,
+  level: float = 0.95,
+) -> Interval:
+  """The mean of a - b with its interval; a[i] and b[i] are one question's.
+
+  Raises:
+    ValueError: different lengths.
+  """
+  if len(a) != len(b):
+    raise ValueError(f'paired values differ in number: {len(a)} and {len(b)}')
+  difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+  return bootstrap(difference, resamples=resamples, seed=seed, level=level)

@@ -1,0 +1,332 @@
+"""One decoder for Qwen2/2.5/3 and Llama 2/3.x, chosen by flags.
+
+Axis letters: B sequences, T query tokens, S key tokens, V vocabulary, D model,
+N/K query/kv heads, H head dim, F feed-forward, L layers.
+
+The parameters are a nested dict of arrays, layers stacked on a leading L (so
+that training scans over them); `Decoder` is the NNX module that owns them.
+`block` is the one definition of a layer: training and the sampler differ in
+the `attend` function that they hand to it (full causal, or through a cache).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from searchrl_jax import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Llama 3.1's frequency scaling (arXiv 2407.21783; 'llama3' in HF)."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  vocab_size: int
+  d_model: int
+  n_layers: int
+  n_heads: int
+  n_kv_heads: int
+  head_dim: int
+  d_ff: int
+  rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
+  norm_eps: float = 1e-6
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  tied: bool = True
+  dtype: str = 'float32'  # of activations; logits are always float32
+  remat: str = 'none'  # none, block, dots
+  scan_unroll: int = 1  # layers unrolled in each step of the scan
+  attention: str = 'auto'  # auto, xla, cudnn
+
+  def __post_init__(self):
+    if self.n_heads % self.n_kv_heads:
+      raise ValueError(
+        f'n_heads={self.n_heads} is no multiple of '
+        f'n_kv_heads={self.n_kv_heads}'
+      )
+    if self.head_dim % 2:
+      raise ValueError(f'head_dim={self.head_dim} must be even for RoPE')
+    if self.remat not in REMAT:
+      raise ValueError(f'remat={self.remat!r}; there are: {sorted(REMAT)}')
+
+  @property
+  def n_params(self) -> int:
+    return sum(math.prod(s) for s, _ in param_table(self).values())
+
+
+REMAT = {
+  'none': None,
+  'block': jax.checkpoint_policies.nothing_saveable,
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
+  """Every parameter: 'path/with/slashes' -> (shape, logical axes)."""
+  L, D, F = cfg.n_layers, cfg.d_model, cfg.d_ff
+  N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
+  layers = {
+    'attn_norm': ((D,), ('norm',)),
+    'q': ((D, N, H), ('embed', 'heads', 'head_dim')),
+    'k': ((D, K, H), ('embed', 'kv_heads', 'head_dim')),
+    'v': ((D, K, H), ('embed', 'kv_heads', 'head_dim')),
+    'o': ((N, H, D), ('heads', 'head_dim', 'embed')),
+    'mlp_norm': ((D,), ('norm',)),
+    'gate': ((D, F), ('embed', 'mlp')),
+    'up': ((D, F), ('embed', 'mlp')),
+    'down': ((F, D), ('mlp', 'embed')),
+  }
+  if cfg.qkv_bias:
+    layers['q_bias'] = ((N, H), ('heads', 'head_dim'))
+    layers['k_bias'] = ((K, H), ('kv_heads', 'head_dim'))
+    layers['v_bias'] = ((K, H), ('kv_heads', 'head_dim'))
+  if cfg.qk_norm:
+    layers['q_norm'] = ((H,), ('norm',))
+    layers['k_norm'] = ((H,), ('norm',))
+  table = {'embed': ((cfg.vocab_size, D), ('vocab', 'embed'))}
+  for name, (shape, axes) in layers.items():
+    table[f'layers/{name}'] = ((L, *shape), ('layers', *axes))
+  table['final_norm'] = ((D,), ('norm',))
+  if not cfg.tied:
+    table['head'] = ((D, cfg.vocab_size), ('embed', 'vocab'))
+  return table
+
+
+def nest(flat: dict) -> dict:
+  """{'a/b': x} -> {'a': {'b': x}}."""
+  out = {}
+  for path, value in flat.items():
+    *parents, name = path.split('/')
+    node = out
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[name] = value
+  return out
+
+
+def flatten(tree: dict, prefix: str = '') -> dict:
+  """The inverse of `nest`."""
+  out = {}
+  for name, value in tree.items():
+    path = f'{prefix}{name}'
+    if isinstance(value, dict):
+      out |= flatten(value, f'{path}/')
+    else:
+      out[path] = value
+  return out
+
+
+def param_shardings(cfg: DecoderConfig, mesh) -> dict:
+  """The NamedSharding of every parameter, nested as the parameters are."""
+  return nest({
+    path: sharding.named(mesh, axes, shape)
+    for path, (shape, axes) in param_table(cfg).items()
+  })
+
+
+def init_params(
+  cfg: DecoderConfig, key, *, scale: float = 0.02,
+  embed_scale: float | None = None, dtype=jnp.float32,
+) -> dict:
+  """Fresh parameters: normal(scale), norms 1, biases 0.
+
+  `o` and `down` are divided by sqrt(2 L), as GPT-2 does. embed_scale (of the
+  embedding and an untied head) defaults to `scale`.
+  """
+  flat = {}
+  for i, (path, (shape, _)) in enumerate(param_table(cfg).items()):
+    name = path.rsplit('/', 1)[-1]
+    if name.endswith('norm'):
+      flat[path] = jnp.ones(shape, dtype)
+    elif name.endswith('bias'):
+      flat[path] = jnp.zeros(shape, dtype)
+    else:
+      std = scale
+      if name in ('embed', 'head') and embed_scale is not None:
+        std = embed_scale
+      if name in ('o', 'down'):
+        std = scale / math.sqrt(2 * cfg.n_layers)
+      k = jax.random.fold_in(key, i)
+      flat[path] = std * jax.random.normal(k, shape, dtype)
+  return nest(flat)
+
+
+def rms_norm(x, weight, eps: float):
+  """In float32 whatever the activations' dtype."""
+  x32 = x.astype(jnp.float32)
+  scale = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+  return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def rope_frequencies(cfg: DecoderConfig):
+  """float32 [H / 2]: radians per position."""
+  H = cfg.head_dim
+  freq = 1.0 / cfg.rope_theta ** (jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+  s = cfg.rope_scaling
+  if s is None:
+    return freq
+  wave = 2 * math.pi / freq
+  low = s.original_max_position / s.low_freq_factor
+  high = s.original_max_position / s.high_freq_factor
+  smooth = (s.original_max_position / wave - s.low_freq_factor) / (
+    s.high_freq_factor - s.low_freq_factor
+  )
+  mid = (1 - smooth) * freq / s.factor + smooth * freq
+  freq = jnp.where(wave > low, freq / s.factor, freq)
+  return jnp.where((wave <= low) & (wave >= high), mid, freq)
+
+
+def rope_tables(cfg: DecoderConfig, positions):
+  """cos, sin: float32 [..., H / 2] for integer positions [...]."""
+  angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(x, cos, sin):
+  """Rotates halves (HF's layout). x [B, T, heads, H]; cos, sin [B, T, H/2]."""
+  x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = cos[..., None, :], sin[..., None, :]
+  out = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+  return out.astype(x.dtype)
+
+
+def block(p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable,
+          mesh=None):
+  """One layer. p: this layer's parameters (no L). x [B, T, D].
+
+  attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; what
+  else it does with k and v (write them to a cache) is its own affair.
+  """
+  p = {k: v.astype(x.dtype) for k, v in p.items()}
+  h = rms_norm(x, p['attn_norm'], cfg.norm_eps)
+  q = jnp.einsum('BTD,DNH->BTNH', h, p['q'])
+  k = jnp.einsum('BTD,DKH->BTKH', h, p['k'])
+  v = jnp.einsum('BTD,DKH->BTKH', h, p['v'])
+  if cfg.qkv_bias:
+    q, k, v = q + p['q_bias'], k + p['k_bias'], v + p['v_bias']
+  if cfg.qk_norm:
+    q = rms_norm(q, p['q_norm'], cfg.norm_eps)
+    k = rms_norm(k, p['k_norm'], cfg.norm_eps)
+  q = apply_rope(q, cos, sin)
+  k = apply_rope(k, cos, sin)
+  q = sharding.constrain(q, mesh, 'batch', 'time', 'heads', 'head_dim')
+  k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
+  v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
+  o = attend(q, k, v)
+  x = x + jnp.einsum('BTNH,NHD->BTD', o, p['o'])
+  h = rms_norm(x, p['mlp_norm'], cfg.norm_eps)
+  h = jax.nn.silu(jnp.einsum('BTD,DF->BTF', h, p['gate'])) * jnp.einsum(
+    'BTD,DF->BTF', h, p['up']
+  )
+  h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
+  x = x + jnp.einsum('BTF,FD->BTD', h, p['down'])
+  return sharding.constrain(x, mesh, 'batch', 'time', 'features')
+
+
+def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
+  """Causal attention over right-padded rows; softmax in float32.
+
+  cuDNN on GPU in half precision, XLA elsewhere. Rows past `lengths` hold
+  finite rubbish, which no loss may touch.
+  """
+  impl = cfg.attention
+  if impl == 'auto':
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    impl = 'cudnn' if jax.default_backend() == 'gpu' and half else 'xla'
+  if impl == 'cudnn':
+    return jax.nn.dot_product_attention(
+      q, k, v, is_causal=True, implementation='cudnn',
+      query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+    )
+  # Padding is on the right, so causality alone hides it from real queries.
+  B, T, N, H = q.shape
+  K = k.shape[2]
+  q = q.reshape(B, T, K, N // K, H) * (1.0 / math.sqrt(H))
+  s = jnp.einsum(
+    'BTKGH,BSKH->BKGTS', q, k, preferred_element_type=jnp.float32
+  )
+  causal = jnp.tril(jnp.ones((T, T), bool))
+  w = jax.nn.softmax(jnp.where(causal, s, -jnp.inf), axis=-1)
+  o = jnp.einsum('BKGTS,BSKH->BTKGH', w.astype(v.dtype), v)
+  return o.reshape(B, T, N, H)
+
+
+def hidden_states(params: dict, cfg: DecoderConfig, ids, lengths=None,
+                  mesh=None):
+  """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
+
+  lengths int32 [B] (None: all T). The head is applied elsewhere, on the
+  tokens that need it (`head_weight`).
+  """
+  B, T = ids.shape
+  if lengths is None:
+    lengths = jnp.full((B,), T, jnp.int32)
+  dtype = jnp.dtype(cfg.dtype)
+  x = params['embed'][ids].astype(dtype)
+  x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
+  positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+  cos, sin = rope_tables(cfg, positions)
+  attend = functools.partial(causal_attention, cfg, lengths=lengths)
+
+  def layer(x, p):
+    return block(p, cfg, x, cos, sin, attend, mesh), None
+
+  if cfg.remat != 'none':
+    layer = jax.checkpoint(
+      layer, policy=REMAT[cfg.remat], prevent_cse=False
+    )
+  x, _ = jax.lax.scan(layer, x, params['layers'], unroll=cfg.scan_unroll)
+  return rms_norm(x, params['final_norm'], cfg.norm_eps)
+
+
+def head_weight(params: dict, cfg: DecoderConfig):
+  """The output head [D, V], tied or not."""
+  return params['embed'].T if cfg.tied else params['head']
+
+
+def logits(params: dict, cfg: DecoderConfig, hidden):
+  """float32 [..., V] from hidden [..., D]."""
+  w = head_weight(params, cfg).astype(hidden.dtype)
+  return jnp.einsum(
+    '...D,DV->...V', hidden, w, preferred_element_type=jnp.float32
+  )
+
+
+class Decoder(nnx.Module):
+  """The NNX module: owns the parameters, `model(ids)` gives logits."""
+
+  def __init__(self, cfg: DecoderConfig, params: dict | None = None, *,
+               rngs: nnx.Rngs | None = None, **init_kw):
+    """Wraps `params` (nothing is copied), or draws fresh ones from `rngs`."""
+    if params is None:
+      params = init_params(cfg, rngs.params(), **init_kw)
+    self.cfg = cfg
+    self.embed = nnx.Param(params['embed'])
+    self.layers = nnx.Dict(
+      {k: nnx.Param(v) for k, v in params['layers'].items()}
+    )
+    self.final_norm = nnx.Param(params['final_norm'])
+    if not cfg.tied:
+      self.head = nnx.Param(params['head'])
+
+  def params(self) -> dict:
+    return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+  def __call__(self, ids, lengths=None):
+    """float32 logits [B, T, V] of right-padded ids int32 [B, T]."""
+    params = self.params()
+    return logits(params, self.cfg, hidden_states(params, self.cfg, ids,
+                                                  lengths))

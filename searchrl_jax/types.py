@@ -1,0 +1,172 @@
+"""What passes between the stages: frozen records, shapes on their fields.
+
+Axis letters: B sequences, G group, T tokens, P passages, n tokens of a
+segment. Nothing here imports JAX.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+AUTHORS = ('prompt', 'policy', 'environment', 'teacher')
+KINDS = ('think', 'search', 'information', 'answer', 'other')
+# How a trajectory can end. `failed` is a service's fault (design 5.4): such a
+# trajectory is left out of its group's statistics and of the loss.
+ENDS = ('answer', 'eos', 'turns', 'tokens', 'failed')
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """One question. `answers` may be empty (unlabelled data)."""
+
+  id: str
+  text: str
+  answers: tuple[str, ...] = ()
+  source: str = ''  # the data set it comes from
+  hops: int = 0  # 0 = unknown
+  supporting: tuple[str, ...] = ()  # corpus ids of the passages that answer it
+  # A ready-made prompt (chat messages), used when data.prompt = 'as_is'.
+  messages: tuple[Mapping[str, str], ...] = ()
+  meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  ids: tuple[int, ...]
+  media: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """A run of token ids with one author and one kind, written once."""
+
+  ids: np.ndarray  # int32 [n]
+  author: str  # one of AUTHORS
+  kind: str  # one of KINDS
+  agent: str = 'policy'  # who acts: policy, proposer, solver, planner, ...
+  train: bool = False  # whether the tokens are in the loss
+  logps: np.ndarray | None = None  # float32 [n], of the sampling distribution
+  versions: np.ndarray | None = None  # int32 [n], policy updates behind it
+
+  def __post_init__(self):
+    if self.author not in AUTHORS:
+      raise ValueError(f'Segment.author={self.author!r} is none of {AUTHORS}')
+    if self.kind not in KINDS:
+      raise ValueError(f'Segment.kind={self.kind!r} is none of {KINDS}')
+    for name in ('logps', 'versions'):
+      value = getattr(self, name)
+      if value is not None and len(value) != len(self.ids):
+        raise ValueError(
+          f'Segment.{name} has {len(value)} entries for {len(self.ids)} ids'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+  id: str
+  title: str
+  text: str
+  score: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchRequest:
+  """One query and whose it is (a simulator or a log needs to know)."""
+
+  query: str
+  k: int
+  question: Question | None = None
+  trajectory: str = ''  # Trajectory.id
+  turn: int = 0
+  step: int = 0  # training step, for curricula
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+  request: SearchRequest
+  passages: tuple[Passage, ...]
+  seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchError:
+  request: SearchRequest
+  kind: str  # unreachable, timeout, overloaded, bad_response, ...
+  message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """One attempt at one question."""
+
+  question: Question
+  segments: tuple[Segment, ...]
+  searches: tuple[SearchResult | SearchError, ...]
+  end: str  # one of ENDS
+  sample: int = 0  # index within its group
+  role: str = 'solver'
+  invalid_actions: int = 0
+  turns: int = 0
+  seconds: float = 0.0
+  # Segments to train on when they differ from those it was sampled with
+  # (e.g. a hint that it was sampled with but is not trained with).
+  train_context: tuple[Segment, ...] | None = None
+  meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if self.end not in ENDS:
+      raise ValueError(f'Trajectory.end={self.end!r} is none of {ENDS}')
+
+  @property
+  def id(self) -> str:
+    return f'{self.question.id}/{self.role}/{self.sample}'
+
+  @property
+  def failed(self) -> bool:
+    return self.end == 'failed'
+
+  @property
+  def trained(self) -> tuple[Segment, ...]:
+    """The segments that the trainer sees."""
+    return self.segments if self.train_context is None else self.train_context
+
+  def __len__(self) -> int:
+    return sum(len(s.ids) for s in self.segments)
+
+
+Group = tuple[Trajectory, ...]  # the G trajectories of one question
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+  """Rewards of B trajectories, flat in the order of the groups.
+
+  at='trajectory': value float32 [B]. at='segment' or 'token': a tuple of B
+  arrays, one entry for each segment or token of the trajectory.
+  """
+
+  value: Any
+  valid: np.ndarray  # bool [B]: False = left out of statistics and loss
+  at: str = 'trajectory'
+  parts: Mapping[str, np.ndarray] = dataclasses.field(
+    default_factory=dict
+  )  # name -> float [B], what the reward is made of, for the log
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Fixed-shape arrays for one update; rows padded on the right.
+
+  Loss positions are target positions: mask[b, t] says that token t is in the
+  loss, predicted from tokens < t, so mask[:, 0] is always False.
+  """
+
+  ids: np.ndarray  # int32 [B, T]
+  lengths: np.ndarray  # int32 [B], tokens in each row (0 = an empty row)
+  mask: np.ndarray  # bool [B, T]
+  behaviour_logps: np.ndarray  # float32 [B, T], 0 outside mask
+  advantages: np.ndarray  # float32 [B, T], 0 outside mask
+  versions: np.ndarray  # int32 [B, T]
+  rows: np.ndarray  # int32 [B], index of the trajectory, -1 = an empty row

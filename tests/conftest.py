@@ -1,0 +1,48 @@
+"""Tests run on CPU, as eight devices, and promote types only on purpose."""
+
+import os
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('HF_HUB_OFFLINE', '1')
+os.environ.setdefault('WANDB_MODE', 'offline')
+_FLAG = '--xla_force_host_platform_device_count'
+if _FLAG not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}=8'
+
+import pathlib  # noqa: E402
+
+import pytest  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Models and losses must not mix dtypes by accident.
+STRICT = (
+  'tests/models', 'tests/test_losses', 'tests/test_update',
+  'tests/test_advantages', 'tests/test_masked', 'tests/engines',
+)
+
+
+def shared_data() -> pathlib.Path | None:
+  """The real data, where it is at hand (never part of the project)."""
+  for path in (os.environ.get('SEARCHRL_DATA'), ROOT.parent / 'shared/data'):
+    if path and pathlib.Path(path).is_dir():
+      return pathlib.Path(path)
+  return None
+
+
+@pytest.fixture(scope='session')
+def data_dir() -> pathlib.Path:
+  path = shared_data()
+  if path is None:
+    pytest.skip('no real data: set SEARCHRL_DATA or put it in ../shared/data')
+  return path
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion(request):
+  where = request.node.nodeid
+  if not where.startswith(STRICT):
+    yield
+    return
+  import jax
+  with jax.numpy_dtype_promotion('strict'):
+    yield
