@@ -72,6 +72,7 @@ def base() -> ConfigDict:
   c.data = ConfigDict()
   c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data, else the hub
   c.data.world_seed = 0  # of a generated world, for `microworld` sets
+  c.data.world = ConfigDict()  # its other settings (microworld.generate)
   c.data.prompt = 'template'  # template, as_is (the data's own messages)
   c.data.train = ConfigDict()  # name -> {module, weight, ...its own fields}
   c.data.eval = ConfigDict()  # name -> {module, ...its own fields}
@@ -88,7 +89,8 @@ def base() -> ConfigDict:
 
   c.source = ConfigDict()
   c.source.module = 'service'
-  c.source.url = 'http://127.0.0.1:8000'
+  c.source.url = ''  # of a running server; '' = start one over `corpus`
+  c.source.corpus = ''  # JSONL(.gz), or 'world': the generated one
   c.source.k = 3  # passages for a query
   c.source.timeout = 10.0  # seconds for one attempt
   c.source.deadline = 60.0  # seconds for all attempts at one request
@@ -160,7 +162,9 @@ def base() -> ConfigDict:
   c.sft.schedule = 'cosine'
   c.sft.warmup = 20
   c.sft.weight_decay = 0.0
-  c.sft.eval_every = 0
+  c.sft.good_only = False  # leave out traces marked as not good (a control)
+  c.sft.seconds = 0.0  # stop after this time; 0 = no limit
+  c.sft.save_every = 0  # steps; 0 = only at the end
 
   c.train = ConfigDict()
   c.train.steps = 100  # rollouts; optimizer updates = steps x minibatches x epochs

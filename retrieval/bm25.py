@@ -14,14 +14,41 @@ the query are never returned. It is also faster (see `_top`).
 """
 
 import collections
+import contextlib
+import logging
 import re
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import bm25s
 import numpy as np
 import Stemmer
-from bm25s import stopwords as bm25s_stopwords
+
+
+@contextlib.contextmanager
+def _without(*modules: str) -> Iterator[None]:
+  """Lets imports of these modules fail, those already loaded too."""
+  kept = {name: sys.modules.get(name) for name in modules}
+  sys.modules.update(dict.fromkeys(modules))
+  try:
+    yield
+  finally:
+    for name, module in kept.items():
+      if module is None:
+        del sys.modules[name]
+      else:
+        sys.modules[name] = module
+
+
+# Where JAX is installed, importing bm25s runs a computation with it: that
+# opens the accelerator and takes most of its memory from the trainer beside
+# this server, and 1.7 s. Nothing here uses it.
+with _without('jax', 'jax.lax'):
+  import bm25s
+  from bm25s import stopwords as bm25s_stopwords
+
+# It tells each step of an index at INFO.
+logging.getLogger('bm25s').setLevel(logging.WARNING)
 
 # One word of one character counts too: "Henry V", "Vitamin C".
 _WORD = re.compile(r'\w+')

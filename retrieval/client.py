@@ -13,8 +13,10 @@ import dataclasses
 import datetime
 import email.utils
 import json
+import logging
 import math
 import random
+import re
 import time
 import urllib.parse
 import weakref
@@ -24,6 +26,10 @@ from typing import Any
 import httpx
 
 from retrieval.corpus import split_contents
+
+# httpx tells every request at INFO, which absl shows: thousands in a run.
+if logging.getLogger('httpx').level == logging.NOTSET:
+  logging.getLogger('httpx').setLevel(logging.WARNING)
 
 KINDS = ('unreachable', 'timeout', 'overloaded', 'bad_response', 'rejected')
 # 502 and 504 are a proxy's words for an absent and for a slow server.
@@ -42,6 +48,7 @@ _MEND = {
   'bad_response': 'See that the URL is a retrieval server, and its log.',
   'rejected': 'Correct the request, or raise the limit that it names.',
 }
+_SURROGATE = re.compile('[\ud800-\udfff]')
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 
 
@@ -108,8 +115,8 @@ class RetrievalClient:
       timeout_s: for one attempt, from connecting to the last byte.
       deadline_s: for one call with all its attempts and pauses.
       retries: attempts after the first.
-      backoff_s: the n-th pause is uniform in 0 to backoff_s * 2**n (full
-        jitter), or what Retry-After asks if that is longer.
+      backoff_s: the n-th pause (from 0) is uniform between 0 and
+        backoff_s * 2**n (full jitter), on top of what Retry-After asks.
       max_backoff_s: the longest pause of our own.
       max_connections: open at once, for each event loop.
       max_queries: in one request; a longer call is split.
@@ -176,7 +183,7 @@ class RetrievalClient:
       RetrievalError: as `retrieve`; `rejected` (404) from a server of the
         protocol that has no /health, such as Search-R1's own.
     """
-    data, _ = await self._ask('GET', '/health', None)
+    data = await self._ask('GET', '/health', None)
     if not isinstance(data, dict):
       raise self._bad('/health', 'the answer is not a JSON object')
     return data
@@ -199,7 +206,7 @@ class RetrievalClient:
     # Returned, not raised: a TaskGroup would wrap it in an ExceptionGroup.
     try:
       body = {'queries': queries, 'topk': k, 'return_scores': True}
-      data, attempts = await self._ask('POST', '/retrieve', body)
+      data = await self._ask('POST', '/retrieve', body)
       return self._hits(data, len(queries), k)
     except RetrievalError as error:
       return error
@@ -218,22 +225,26 @@ class RetrievalClient:
 
   async def _ask(
     self, method: str, path: str, body: Mapping[str, Any] | None
-  ) -> tuple[Any, int]:
-    """The decoded answer and the number of attempts."""
+  ) -> Any:
+    """The decoded JSON of the answer, after as many attempts as it takes."""
     content = None if body is None else json.dumps(body).encode()
     end = time.monotonic() + self.deadline_s
-    attempt = 0
+    attempt, before = 0, None
     while True:
       attempt += 1
       left = end - time.monotonic()
       try:
-        return await self._once(method, path, content, left), attempt
+        return await self._once(method, path, content, left)
       except _Failure as failure:
-        pause = max(
-          failure.wait_s,
-          self._random.uniform(
-            0, min(self.max_backoff_s, self.backoff_s * 2.0**attempt)
-          ),
+        # An attempt that the deadline cut short says less than the one before.
+        if before is not None and failure.kind == 'timeout' and (
+          left < self.timeout_s
+        ):
+          failure = before
+        before = failure
+        # Added to Retry-After, which tells all clients the same moment.
+        pause = failure.wait_s + self._random.uniform(
+          0, min(self.max_backoff_s, self.backoff_s * 2.0 ** (attempt - 1))
         )
         # A pause that outlasts the deadline would only put the error off.
         late = time.monotonic() + pause >= end
@@ -364,16 +375,11 @@ def _run(function) -> Any:
 def _sendable(query: str) -> str:
   if not isinstance(query, str):
     raise TypeError(f'a query is a {type(query).__name__}, not a string')
-  return ''.join(
-    '\ufffd' if '\ud800' <= character <= '\udfff' else character
-    for character in query
-  ) if not query.isascii() else query
+  return _SURROGATE.sub('\ufffd', query)
 
 
 def _said(error: Exception) -> str:
-  return f'{type(error).__name__}: {error}' if str(error) else type(
-    error
-  ).__name__
+  return f'{type(error).__name__} {error}'.rstrip()
 
 
 def _excerpt(response: httpx.Response, size: int = 200) -> str:

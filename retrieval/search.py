@@ -73,22 +73,23 @@ def show(
   analyzer: Analyzer,
 ) -> None:
   """Prints ranked passages; marks by colour, by *stars* where there is none."""
-  terms = set(analyzer(query))
+  terms, stars = set(analyzer(query)), not console.color_system
   console.print(rich.text.Text(_clean(query), 'bold cyan'))
   if not hits:
     console.print('  no passage has any word of this query')
   for rank, hit in enumerate(hits, 1):
     head = rich.text.Text(f'{rank:3}. ')
-    head.append_text(_marked(hit.title or '(no title)', terms, analyzer))
+    title = hit.title or '(no title)'
+    head.append_text(_marked(title, terms, analyzer, stars))
     head.append(f'  {hit.score:.3f}  id {_clean(hit.id)}', 'dim')
     console.print(head)
-    body = _marked(hit.text, terms, analyzer, stars=not console.color_system)
+    body = _marked(hit.text, terms, analyzer, stars)
     console.print(rich.padding.Padding(body, (0, 0, 0, 5)))
   console.print()
 
 
 def _marked(
-  text: str, terms: set[str], analyzer: Analyzer, stars: bool = False
+  text: str, terms: set[str], analyzer: Analyzer, stars: bool
 ) -> rich.text.Text:
   text = _clean(text)
   out, last = rich.text.Text(), 0

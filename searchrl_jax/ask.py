@@ -1,0 +1,105 @@
+"""Ask one question and watch: thoughts, searches, passages, answer.
+
+  python -m searchrl_jax.ask --workdir=runs/quickstart "What is the ...?"
+  python -m searchrl_jax.ask --config=configs/wiki_nq.py \\
+    --config.model.path=/path/to/checkpoint "who wrote ...?"
+
+Without a question it reads questions line by line.
+"""
+
+import asyncio
+import sys
+import tempfile
+
+from absl import flags
+from rich import console
+from rich import text as rich_text
+
+from searchrl_jax import command
+from searchrl_jax import evaluate
+from searchrl_jax import setup
+from searchrl_jax.rollout import evaluation, rollout
+from searchrl_jax.types import Question, SearchError, SearchResult, Segment
+
+STYLES = {
+  'think': 'dim italic', 'search': 'bold cyan', 'information': 'green',
+  'answer': 'bold yellow', 'other': '',
+}
+
+
+def printer(tok, out: console.Console):
+  """on_event for a rollout: prints each thing once, as it comes."""
+
+  def show(name: str, event) -> None:
+    del name
+    if isinstance(event, Segment) and event.author != 'prompt':
+      shown = tok.decode(event.ids)
+      if event.author == 'policy' or event.kind != 'information':
+        out.print(rich_text.Text(shown, STYLES[event.kind]), end='')
+    elif isinstance(event, SearchResult):
+      out.print()
+      for i, p in enumerate(event.passages, 1):
+        body = p.text if len(p.text) <= 300 else f'{p.text[:300]}...'
+        line = rich_text.Text(f'  [{i}] ', 'green')
+        line.append(p.title, 'bold green').append(f'  {body}', 'green')
+        out.print(line)
+    elif isinstance(event, SearchError):
+      out.print(rich_text.Text(f'\n  search failed: {event.message}', 'red'))
+
+  return show
+
+
+def main():
+  config, workdir = evaluate_config(), _WORKDIR.value
+  out = console.Console()
+  with (
+    tempfile.TemporaryDirectory() as scratch,
+    evaluate.loaded(
+      config, workdir, workdir or scratch, _CHECKPOINT.value
+    ) as (tok, engine, source),
+  ):
+    env = setup.environment(config, tok)
+    asked = _QUESTION.value
+    lines = [asked] if asked else sys.stdin
+    if not asked:
+      out.print('One question a line; Ctrl-D ends.')
+    for n, line in enumerate(lines):
+      if not line.strip():
+        continue
+      question = Question(
+        id=f'ask-{n}', text=line.strip(),
+        messages=({'role': 'user', 'content': line.strip()},),
+      )
+      out.print(rich_text.Text(f'\n{question.text}', 'bold'))
+      (group,), _ = asyncio.run(rollout(
+        [question], env=env, engine=engine, source=source,
+        config=evaluation(config), seed=config.eval.seed, step=0,
+        on_event=printer(tok, out),
+      ))
+      found = env.answer(group[0])
+      out.print()
+      out.print(rich_text.Text(
+        f'answer: {found}' if found else f'no answer ({group[0].end})',
+        'bold yellow' if found else 'bold red',
+      ))
+
+
+def evaluate_config():
+  config = _CONFIG.value
+  if config is None:
+    raise setup.ConfigError('give --workdir=RUN, or --config=FILE')
+  config = config.copy_and_resolve_references()
+  config.eval.n = 1
+  # One sequence at a time needs one slot.
+  config.engine.slots = config.engine.prefill_rows = 1
+  return config
+
+
+if __name__ == '__main__':
+  _CONFIG = evaluate.define_config_or_run()
+  _WORKDIR = command.define_workdir(required=False)
+  _QUESTION = flags.DEFINE_string('question', '', 'The question.')
+  _CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', 'latest', 'latest, best, or a step'
+  )
+  command.run(main, positional=_QUESTION)

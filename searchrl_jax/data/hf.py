@@ -1,0 +1,110 @@
+"""Questions from Hugging Face `datasets`: the hub, or a local folder.
+
+HF_ENDPOINT (a mirror), HF_HOME (the cache) and HF_HUB_OFFLINE are the
+library's own and are honoured.
+"""
+
+import os
+import pathlib
+from typing import Any
+
+from searchrl_jax.data import checks
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.types import Question
+
+
+def load(
+  dataset: str,
+  folder: str,
+  split: str,
+  subset: str = '',
+  revision: str = '',
+  id: str = 'id',
+  question: str = 'question',
+  answers: str = 'golden_answers',
+  supporting: str = '',
+  source: str = '',
+  hops: str = '',
+  n: int = 0,
+  seed: int = 0,
+) -> list[Question]:
+  """Loads a split and maps its fields; n are drawn, in the split's order.
+
+  Args:
+    dataset: a name on the hub ('RUC-NLPIR/FlashRAG_datasets'), or a folder,
+      absolute or below the data folder: data files, or `save_to_disk`'s.
+    folder: the data folder, '' if there is none.
+    split: 'train', 'test[:100]', ...
+    subset: the data set's configuration ('nq'); '' = its only one.
+    revision: a branch, tag or commit of the hub; '' = the newest.
+    id: the field of the id; '' = the row's number.
+    question: the field of the question; 'a.b' reaches inside.
+    answers: the field of the answers, a str or a list; '' = unlabelled.
+    supporting: the field of the supporting corpus ids; '' = unknown.
+    source: the field of the source; '' = the set's name.
+    hops: the field of the hops; '' = unknown.
+    n: questions drawn without replacement; 0 = all.
+    seed: of the draw.
+
+  Raises:
+    DataError: the data set cannot be had (offline, misspelt), a field is
+      absent (near names), or a row is bad (its number).
+  """
+  name = f'{dataset}/{subset}' if subset else dataset
+  where = f'{name}[{split}]'
+  questions = checks.mapped(
+    _open(dataset, folder, split, subset, revision), where, id=id,
+    question=question, answers=answers, supporting=supporting, source=source,
+    hops=hops,
+  )
+  return checks.choose(questions, path=where, n=n, seed=seed)
+
+
+def _open(dataset, folder, split, subset, revision) -> Any:
+  import datasets  # slow to import
+  import httpx
+  import huggingface_hub.errors
+
+  local = pathlib.Path(folder, dataset).expanduser()
+  # 'a/b' beside the data is taken for the folder; a name on the hub is
+  # looked for only if there is none.
+  is_local = local.is_dir() and (folder or local.is_absolute())
+  path = str(local) if is_local else dataset
+  kw = {'name': subset or None, 'revision': revision or None}
+  try:
+    if is_local and (
+      (local / 'dataset_dict.json').exists()
+      or (local / 'state.json').exists()
+    ):
+      found = datasets.load_from_disk(path)
+      if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+          raise DataError(f'{path}: no split {split!r}: {", ".join(found)}')
+        found = found[split]
+      return found
+    return datasets.load_dataset(path, split=split, **kw)
+  except (
+    OSError, httpx.HTTPError, ValueError, datasets.exceptions.DatasetsError,
+    huggingface_hub.errors.HfHubHTTPError,
+  ) as e:
+    if isinstance(e, DataError):
+      raise
+    if is_local:
+      mend = 'correct the folder, the subset or the split'
+    elif os.environ.get('HF_HUB_OFFLINE') or os.environ.get(
+      'HF_DATASETS_OFFLINE'
+    ):
+      mend = (
+        'the library is offline (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is '
+        'set) and the cache (HF_HOME) lacks it: fetch it once while online, '
+        'or give a local folder'
+      )
+    else:
+      mend = (
+        'check the name, the subset, the split and the connection, point '
+        'HF_ENDPOINT at a mirror, or give a local folder'
+      )
+    raise DataError(
+      f'{path} ({split}): cannot be loaded '
+      f'({type(e).__name__}: {str(e)[:300]}); {mend}'
+    ) from e

@@ -1,0 +1,205 @@
+"""Questions from JSON lines (or a JSON array), plain or gzipped.
+
+Layouts:
+  flashrag  `{"id", "question", "golden_answers", "metadata"}` of FlashRAG's
+            datasets; our own files add `supporting_ids`, `source`, `hops`,
+            `split`. A file of your own needs `id` and `question`.
+  hotpotqa  HotpotQA's own (Yang et al., EMNLP 2018).
+  2wiki     2WikiMultihopQA's own (Ho et al., COLING 2020).
+  musique   MuSiQue's own (Trivedi et al., TACL 2022).
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from searchrl_jax import lookup
+from searchrl_jax.data import checks
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.types import Question
+
+_GZIP_MAGIC = b'\x1f\x8b'
+_ANSWERS = ('golden_answers', 'answers', 'answer')
+
+
+def load(
+  path: str,
+  layout: str = 'flashrag',
+  source: str = '',
+  hops: int = 0,
+  split: str = '',
+  n: int = 0,
+  seed: int = 0,
+) -> list[Question]:
+  """Reads a file, filters it, and draws n questions, in file order.
+
+  Args:
+    path: .jsonl, .json, or either gzipped (told by the content).
+    layout: see the top of this file.
+    source: keeps this source ('nq*' = by prefix); '' = all.
+    hops: keeps questions of so many hops; 0 = all.
+    split: keeps this split (the record's `split`); '' = all.
+    n: questions drawn without replacement; 0 = all.
+    seed: of the draw.
+
+  Raises:
+    DataError: names file and line.
+  """
+  if layout not in LAYOUTS:
+    raise DataError(f'layout {layout!r}: {lookup.near(layout, LAYOUTS)}')
+  make = LAYOUTS[layout]
+  questions = checks.unique(
+    ((where, make(record, where)) for where, record in read(path)), path
+  )
+  return checks.choose(
+    questions, path=path, source=source, hops=hops, split=split, n=n,
+    seed=seed,
+  )
+
+
+def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields ('file:line', record); for a JSON array ('file[index]', record).
+
+  Raises:
+    DataError: the file is absent, damaged or not UTF-8, or a line is not a
+      JSON object.
+  """
+  try:
+    with open(path, 'rb') as f:
+      zipped = f.read(2) == _GZIP_MAGIC
+    with (gzip.open if zipped else open)(path, 'rb') as f:
+      data = f.read()
+  except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+    raise DataError(
+      f'{path}: the gzip file is cut short or damaged ({e}); copy or '
+      'compress it again'
+    ) from None
+  except OSError as e:
+    raise DataError(f'{path}: cannot be read ({e.strerror})') from None
+  data = data.removeprefix(b'\xef\xbb\xbf')
+  if data.lstrip()[:1] == b'[':
+    try:
+      found = json.loads(data)
+    except ValueError as e:  # UnicodeDecodeError is one
+      raise DataError(f'{path}: not a JSON array: {e}') from None
+    for i, record in enumerate(found):
+      yield f'{path}[{i}]', _object(record, f'{path}[{i}]')
+    return
+  # By '\n' alone: JSON strings may hold other line separators (U+2028).
+  for i, line in enumerate(data.split(b'\n'), 1):
+    if not line.strip():
+      continue
+    where = f'{path}:{i}'
+    try:
+      record = json.loads(line)
+    except (ValueError, RecursionError) as e:
+      raise DataError(
+        f'{where}: not JSON ({e}); every line must be one whole JSON object'
+      ) from None
+    yield where, _object(record, where)
+
+
+def _object(record: Any, where: str) -> dict[str, Any]:
+  if not isinstance(record, dict):
+    raise DataError(
+      f'{where}: a JSON {type(record).__name__}, not an object; write '
+      '{"id": ..., "question": ..., "golden_answers": [...]}'
+    )
+  return record
+
+
+def _need(record: Mapping[str, Any], key: str, where: str) -> Any:
+  if record.get(key) is None:
+    raise DataError(
+      f'{where}: there is no {key!r} (found: '
+      f'{", ".join(map(repr, record)) or "nothing"}); add it, or correct '
+      'config: layout'
+    )
+  return record[key]
+
+
+def flashrag(record: Mapping[str, Any], where: str) -> Question:
+  answers = next((record[k] for k in _ANSWERS if k in record), ())
+  meta = checks.mapping(
+    record.get('metadata'), f'{where}: the metadata'
+  )
+  if record.get('split'):
+    meta['split'] = record['split']
+  return checks.make_question(
+    where,
+    id=_need(record, 'id', where),
+    text=_need(record, 'question', where),
+    answers=answers,
+    source=record.get('source', ''),
+    hops=record.get('hops', 0),
+    supporting=record.get('supporting_ids', ()),
+    meta=meta,
+  )
+
+
+def _titles(record, where):
+  # Their paragraphs have titles, not ids of a corpus.
+  return {
+    'supporting_titles': list(
+      dict.fromkeys(t for t, _ in _need(record, 'supporting_facts', where))
+    ),
+    'type': record.get('type', ''),
+  }
+
+
+def hotpotqa(record: Mapping[str, Any], where: str) -> Question:
+  return checks.make_question(
+    where,
+    id=_need(record, '_id', where),
+    text=_need(record, 'question', where),
+    answers=record.get('answer'),
+    source='hotpotqa',
+    hops=2,
+    meta=_titles(record, where),
+  )
+
+
+def two_wiki(record: Mapping[str, Any], where: str) -> Question:
+  meta = _titles(record, where)
+  return checks.make_question(
+    where,
+    id=_need(record, '_id', where),
+    text=_need(record, 'question', where),
+    answers=record.get('answer'),
+    source='2wikimultihopqa',
+    hops=4 if meta['type'] == 'bridge_comparison' else 2,
+    meta=meta,
+  )
+
+
+def musique(record: Mapping[str, Any], where: str) -> Question:
+  name = str(_need(record, 'id', where))
+  answers = checks.strings(record.get('answer'), f'{where}: the answers')
+  answers += checks.strings(
+    record.get('answer_aliases'), f'{where}: the answer_aliases'
+  )
+  paragraphs = _need(record, 'paragraphs', where)
+  return checks.make_question(
+    where,
+    id=name,
+    text=_need(record, 'question', where),
+    answers=answers,
+    source='musique',
+    hops=int(name[0]) if name[:1].isdigit() else 0,  # '2hop__...'
+    meta={
+      'supporting_titles': [
+        p['title'] for p in paragraphs if p.get('is_supporting')
+      ],
+      'answerable': record.get('answerable', True),
+    },
+  )
+
+
+LAYOUTS = {
+  'flashrag': flashrag,
+  'hotpotqa': hotpotqa,
+  '2wiki': two_wiki,
+  'musique': musique,
+}

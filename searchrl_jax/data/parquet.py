@@ -1,0 +1,149 @@
+"""Questions from the parquet files of Search-R1 and its relatives, unchanged.
+
+A row of Search-R1: data_source, prompt = [{role, content}], ability,
+reward_model = {style, ground_truth: {target: [str]}}, extra_info = {split,
+index}; its merged sets add id, question and golden_answers. SSRL's target is
+a string or a list; verl's ground_truth may be the answer itself.
+
+`prompt` already holds instructions. So `config.data.prompt` says which is
+meant, and nothing is wrapped twice:
+  as_is     the row's own messages, without a template of ours
+  template  the `question` column, in the template of config.env
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from searchrl_jax.data import checks
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.core import PROMPTS
+from searchrl_jax.types import Question
+
+_COLUMNS = (
+  'id', 'question', 'golden_answers', 'data_source', 'prompt',
+  'reward_model', 'extra_info',
+)
+
+
+def load(
+  path: str,
+  prompt: str,
+  source: str = '',
+  split: str = '',
+  n: int = 0,
+  seed: int = 0,
+) -> list[Question]:
+  """Reads a file, filters it, and draws n questions, in file order.
+
+  Ids become 'data_source/id' (id: the column, else extra_info.index, else the
+  row): merged sets count each of their sources from 0.
+
+  Args:
+    path: a .parquet file.
+    prompt: 'as_is' or 'template'; config.data.prompt unless the set says it.
+    source: keeps this data_source ('nq*' = by prefix); '' = all.
+    split: keeps this extra_info.split; '' = all.
+    n: questions drawn without replacement; 0 = all.
+    seed: of the draw.
+
+  Raises:
+    DataError: names file and row, or the column that is absent and the mend.
+  """
+  if prompt not in PROMPTS:
+    raise DataError(f'prompt={prompt!r} is none of {PROMPTS}')
+  try:
+    table = pq.ParquetFile(path)
+  except (pa.ArrowInvalid, OSError) as e:
+    raise DataError(f'{path}: not a readable parquet file ({e})') from None
+  names = table.schema_arrow.names
+  if prompt == 'template' and 'question' not in names:
+    raise DataError(
+      f"{path}: data.prompt='template' needs a column 'question', and there "
+      f'is none (columns: {", ".join(names)}); its prompts already hold '
+      "instructions, so set config.data.prompt='as_is', or add the column"
+    )
+  if prompt == 'as_is' and 'prompt' not in names:
+    raise DataError(
+      f"{path}: data.prompt='as_is' needs a column 'prompt', and there is "
+      f"none (columns: {', '.join(names)}); set config.data.prompt='template'"
+    )
+
+  def rows():
+    row = 0
+    columns = [c for c in _COLUMNS if c in names]
+    try:
+      for batch in table.iter_batches(columns=columns):
+        for record in batch.to_pylist():
+          where = f'{path} row {row}'
+          yield where, make(record, where, row, prompt)
+          row += 1
+    except pa.ArrowException as e:
+      raise DataError(f'{path} after row {row}: damaged ({e})') from None
+
+  questions = checks.unique(rows(), path)
+  return checks.choose(
+    questions, path=path, source=source, split=split, n=n, seed=seed
+  )
+
+
+def make(
+  record: Mapping[str, Any], where: str, row: int, prompt: str
+) -> Question:
+  """One row as a Question."""
+  extra = checks.mapping(record.get('extra_info'), f'{where}: extra_info')
+  source = str(record.get('data_source') or '')
+  name = record.get('id')
+  if name is None:
+    name = extra.get('index')
+  if name is None:
+    name = row
+  messages: tuple[Mapping[str, str], ...] = ()
+  text = record.get('question')
+  if prompt == 'as_is':
+    messages = _messages(record.get('prompt'), where)
+    if text is None:
+      # For logs and simulators: what the last user turn says, instructions
+      # and all, since only its author knows where the question begins.
+      text = [m['content'] for m in messages if m['role'] == 'user'][-1]
+  return checks.make_question(
+    where,
+    id=f'{source}/{name}' if source else str(name),
+    text=text,
+    answers=_answers(record, where),
+    source=source,
+    messages=messages,
+    meta={'split': extra['split']} if extra.get('split') else {},
+  )
+
+
+def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
+  if isinstance(value, str):  # a prompt without roles is the user's
+    value = [{'role': 'user', 'content': value}]
+  good = isinstance(value, list) and all(
+    isinstance(m, dict)
+    and isinstance(m.get('role'), str)
+    and isinstance(m.get('content'), str)
+    for m in value
+  )
+  if not good or not any(m['role'] == 'user' for m in value):
+    raise DataError(
+      f"{where}: 'prompt' must be a list of {{role, content}} with a user's "
+      'turn'
+    )
+  return tuple(
+    {'role': m['role'], 'content': m['content']} for m in value
+  )
+
+
+def _answers(record: Mapping[str, Any], where: str) -> Any:
+  """What the reward compares with: the target, else golden_answers."""
+  reward = checks.mapping(
+    record.get('reward_model'), f'{where}: reward_model'
+  )
+  truth = reward.get('ground_truth')
+  if isinstance(truth, Mapping):
+    truth = truth.get('target')
+  return record.get('golden_answers') if truth is None else truth

@@ -1,0 +1,80 @@
+"""`train --dry_run`: what a config costs, before anything is allocated."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from searchrl_jax import batching
+from searchrl_jax import optim
+from searchrl_jax import setup
+from searchrl_jax import update
+from searchrl_jax.models import decoder
+
+
+def report(config, vocab_size: int) -> str:
+  """Memory for each device and the arithmetic of a step, as a text table.
+
+  The update's working memory is what the compiler says of the compiled
+  program; nothing is run and no parameter is allocated.
+  """
+  setup.check(config)
+  cfg = setup.model_config(config, vocab_size)
+  mesh = setup.mesh(config)
+  shardings = decoder.flatten(decoder.param_shardings(cfg, mesh))
+  table = decoder.param_table(cfg)
+  own = sum(
+    4 * math.prod(shardings[path].shard_shape(shape))
+    for path, (shape, _) in table.items()
+  )
+  params = decoder.nest({
+    path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
+    for path, (shape, _) in table.items()
+  })
+  tx = optim.make(config.optim, max(config.train.steps, 1), params)
+  updater = update.Updater(
+    cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
+    objective=update.policy_objective(config), mesh=mesh,
+  )
+  working = max(updater.memory(params).values())
+  engine = config.engine
+  cache = (
+    2 * cfg.n_layers * engine.slots * engine.max_len * cfg.n_kv_heads
+    * cfg.head_dim * jnp.dtype(engine.dtype).itemsize
+  )
+  rows = [
+    ('parameters (float32)', own),
+    ('optimizer: two moments', 2 * own),
+    ('gradients', own),
+    ('update: activations and head', working),
+    ('engine: weights', cfg.n_params * jnp.dtype(engine.dtype).itemsize),
+    (f'engine: cache, {engine.slots} slots x {engine.max_len} tokens', cache),
+  ]
+  if config.algorithm.kl != 'none':
+    rows.insert(1, ('reference parameters', own))
+  rows.append(('in all', sum(n for _, n in rows)))
+  lines = [
+    f'{config.name}: {cfg.n_params:,} parameters, vocabulary '
+    f'{cfg.vocab_size:,}, {jax.device_count()} x '
+    f'{jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}',
+    '', 'Memory of one device (MiB)',
+  ]
+  lines += [f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in rows]
+  lines += ['', 'One step']
+  plan = batching.plan(config, updater.shards)
+  lines += [
+    f'  {name.replace("_", " "):<48}{_plain(value):>12}'
+    for name, value in plan.items()
+  ]
+  total = config.train.steps * plan['updates_per_step']
+  lines.append(f'  {"updates in the run":<48}{total:>12,}')
+  return '\n'.join(lines)
+
+
+def _plain(value) -> str:
+  if isinstance(value, tuple):
+    return ', '.join(
+      'x'.join(map(str, v)) if isinstance(v, tuple) else f'{v:,}'
+      for v in value
+    )
+  return f'{value:,}'

@@ -1,0 +1,195 @@
+"""Evaluates a run folder or a Hugging Face checkpoint; trains nothing.
+
+  python -m searchrl_jax.evaluate --workdir=runs/quickstart
+  python -m searchrl_jax.evaluate --workdir=runs/quickstart \\
+    --config.data.world_seed=7 --controls
+  python -m searchrl_jax.evaluate --config=configs/wiki_nq.py \\
+    --config.model.path=/path/to/checkpoint --out=runs/theirs
+
+With --workdir the config is the run's own; --config.* changes fields of it.
+Greedy by default (config.eval.temperature = 0): the same trajectories every
+time, in whatever order the questions come.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import pathlib
+import sys
+
+from absl import flags
+from ml_collections import config_flags
+from rich import console
+from rich import table
+
+from searchrl_jax import checkpoint
+from searchrl_jax import command
+from searchrl_jax import records
+from searchrl_jax import setup
+from searchrl_jax.data import core as data
+from searchrl_jax.evaluators import passk
+from searchrl_jax.sources.shuffled import Shuffled
+from searchrl_jax.types import Question
+from searchrl_jax.writer import Writer
+
+SHOWN = (
+  'em', 'f1', 'sub_em', 'recall_any', 'recall_all', 'parsed', 'valid_format',
+  'guessed', 'copied', 'searches', 'tokens', 'truncated',
+)
+
+
+def controls(config, sets, *, tok, engine, source, writer=None):
+  """EM without search, and with passages swapped between questions.
+
+  Yields (name, value) as an evaluator does.
+  """
+  env = setup.environment(config, tok)
+  questions = [q for qs in sets.values() for q in qs]
+  yield from passk.make(
+    config, sets, env=env, engine=engine, writer=writer,
+    source=Shuffled(source, questions), name='shuffled',
+  ).run(0)
+  off = config.copy_and_resolve_references()
+  off.env.max_turns = 0
+  yield from passk.make(
+    off, sets, env=setup.environment(off, tok), engine=engine, source=source,
+    writer=writer, name='no_search',
+  ).run(0)
+
+
+def majority(questions: list[Question]) -> float:
+  """EM of the best constant answer: the share of the most frequent one."""
+  counts = {}
+  for q in questions:
+    for a in set(q.answers):
+      counts[a] = counts.get(a, 0) + 1
+  return max(counts.values(), default=0) / max(len(questions), 1)
+
+
+@contextlib.contextmanager
+def loaded(config, workdir: str, out: str, which: str = 'latest'):
+  """(tokenizer, engine, source) of a run folder or an HF checkpoint."""
+  tok = setup.tokenizer(config, workdir or out)
+  cfg = setup.model_config(config, tok.vocab_size)
+  mesh = setup.mesh(config)
+  if workdir:
+    params = checkpoint.restore_params(workdir, cfg, mesh, which)
+  else:
+    params = setup.parameters(config, cfg, mesh)
+  engine = setup.engine(config, cfg, params, tok, mesh)
+  with setup.retrieval(config, out) as url:
+    source = setup.source(config, url)
+    asyncio.run(source.check())
+    yield tok, engine, source
+    asyncio.run(source.close())
+
+
+def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
+             with_controls: bool = False) -> dict[str, float]:
+  """Evaluates config.data.eval; writes OUT/eval.json and the trajectories."""
+  setup.check_engine(config)
+  sets = data.load_sets(config.data.eval, config.data)
+  with (
+    loaded(config, workdir, out, which) as (tok, engine, source),
+    Writer(out, config) as writer,
+  ):
+    env = setup.environment(config, tok)
+    values = dict(passk.make(
+      config, sets, env=env, engine=engine, source=source, writer=writer,
+    ).run(0))
+    if with_controls:
+      values |= dict(controls(
+        config, sets, tok=tok, engine=engine, source=source, writer=writer,
+      ))
+    writer.write(0, values)
+    records.write_json(pathlib.Path(out) / 'eval.json', values)
+  return values
+
+
+def show(values, out=None) -> None:
+  """Prints a table: a row for each slice, a column for each score."""
+  labels = [k.removesuffix('/em') for k in values if k.endswith('/em')]
+  labels = labels or [k.removesuffix('/f1') for k in values
+                      if k.endswith('/f1')]
+  shown = table.Table(title='evaluation (95% bootstrap intervals)')
+  shown.add_column('score')
+  for label in labels:
+    shown.add_column(label, justify='right')
+  extra = sorted({
+    k.rsplit('/', 1)[-1] for k in values if '@' in k.rsplit('/', 1)[-1]
+  })
+  for name in (*SHOWN, *extra):
+    if not any(f'{label}/{name}' in values for label in labels):
+      continue
+    cells = []
+    for label in labels:
+      key = f'{label}/{name}'
+      cells.append(
+        f'{values[key]:.3f} [{values[f"{key}/low"]:.3f}, '
+        f'{values[f"{key}/high"]:.3f}]' if key in values else ''
+      )
+    shown.add_row(name, *cells)
+  n = [f'{values.get(f"{label}/em/n", 0):.0f}' for label in labels]
+  shown.add_row('questions', *n)
+  (out or console.Console()).print(shown)
+
+
+def define_config_or_run():
+  """--config=FILE, or the config of --workdir with --config.* changes."""
+  given = [a for a in sys.argv[1:] if a.split('=')[0] in ('--config',
+                                                          '-config')]
+  workdir = [
+    sys.argv[i + 1] if '=' not in a else a.split('=', 1)[1]
+    for i, a in enumerate(sys.argv[1:], 1)
+    if a.split('=')[0] in ('--workdir', '-workdir')
+    and ('=' in a or i + 1 < len(sys.argv))
+  ]
+  if given or not workdir:
+    return command.define_config()
+  try:
+    return config_flags.DEFINE_config_dict(
+      'config', setup.load_config(workdir[-1])
+    )
+  except setup.ConfigError as e:
+    print(f'error: {e}', file=sys.stderr)
+    sys.exit(2)
+
+
+def default_out(config, workdir: str) -> str:
+  """A folder of its own for each set of changed fields."""
+  text = json.dumps(command.to_dict(config), sort_keys=True, default=str)
+  digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+  return str(pathlib.Path(workdir) / f'evaluate_{digest}')
+
+
+def main():
+  config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
+  if config is None:
+    raise setup.ConfigError('give --workdir=RUN, or --config=FILE and --out')
+  if not workdir and not out:
+    raise setup.ConfigError('--out is needed where there is no --workdir')
+  out = out or default_out(config, workdir)
+  values = evaluate(
+    config, workdir, out, which=_CHECKPOINT.value,
+    with_controls=_CONTROLS.value,
+  )
+  show(values)
+  print(f'trajectories and figures: {out}')
+
+
+if __name__ == '__main__':
+  _CONFIG = define_config_or_run()
+  _WORKDIR = command.define_workdir(required=False)
+  _OUT = flags.DEFINE_string(
+    'out', '', 'Where to write; default: a folder in --workdir.'
+  )
+  _CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', 'latest', 'Which checkpoint of --workdir: latest, best, or '
+    'a step.'
+  )
+  _CONTROLS = flags.DEFINE_bool(
+    'controls', False, 'Also evaluate without search, and with passages '
+    'swapped between questions.'
+  )
+  command.run(main)

@@ -1,0 +1,435 @@
+"""Answers, format and searches of trajectories: for evaluation and training.
+
+`score` gives one row for each trajectory; `Evaluator` runs the rollout and
+averages rows with bootstrap intervals; `health` gives the signs of collapse
+of a training step. Failed trajectories (a service's fault) have no scores and
+are counted apart.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from searchrl_jax import metrics, records, rollout
+from searchrl_jax.engines.core import Engine
+from searchrl_jax.env import SearchEnv
+from searchrl_jax.rewards import answer as rewards
+from searchrl_jax.sources.core import Source
+from searchrl_jax.types import (
+  Group,
+  Question,
+  SearchResult,
+  Trajectory,
+)
+from searchrl_jax.writer import Writer
+
+NAN = math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """The scores of one trajectory; NaN where a score does not apply."""
+
+  set: str  # the evaluation set
+  question: str  # its id
+  source: str
+  hops: int  # 0 = unknown
+  sample: int
+  failed: bool
+  vote: str | None  # equal votes are the same answer; None = no answer
+  # Numbers, in the order of SCORES. NaN without golden answers:
+  em: float
+  f1: float
+  sub_em: float
+  answered: float  # an answer was parsed
+  parsed: float  # ... and no action before it was invalid
+  valid_format: float  # strict, see rewards/answer.py
+  guessed: float  # answered without a search
+  searches: float
+  # NaN without a search:
+  copied: float  # share of queries that are the question, normalised
+  # NaN where the supporting passages are unknown. Over all searches:
+  recall_any: float
+  recall_all: float
+  tokens: float  # written by the policy
+  truncated: float  # ended by a limit of tokens or turns
+
+
+SCORES = (
+  'em', 'f1', 'sub_em', 'answered', 'parsed', 'valid_format', 'guessed',
+  'searches', 'copied', 'recall_any', 'recall_all', 'tokens', 'truncated',
+)  # fmt: skip
+
+
+def score(
+  trajectories: Sequence[Trajectory], env: SearchEnv, set: str = ''
+) -> list[Row]:
+  """One row for each trajectory, in order.
+
+  Args:
+    trajectories: as the environment recorded them.
+    env: reads answers and blocks.
+    set: the evaluation set, for the rows.
+  """
+  return [_row(trajectory, env, set) for trajectory in trajectories]
+
+
+def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
+  question = trajectory.question
+  row = dict(
+    set=set_name,
+    question=question.id,
+    source=question.source,
+    hops=question.hops,
+    sample=trajectory.sample,
+    failed=trajectory.failed,
+    vote=None,
+  )
+  if trajectory.failed:
+    return Row(**row, **dict.fromkeys(SCORES, NAN))
+  answer = env.answer(trajectory)
+  if answer is not None:
+    row['vote'] = metrics.key(answer) or None
+  answered = float(answer is not None)
+  golds = question.answers
+  queries = _queries(trajectory, env)
+  found = {
+    passage.id
+    for search in trajectory.searches
+    if isinstance(search, SearchResult)
+    for passage in search.passages
+  }
+  supports = [float(id in found) for id in question.supporting]
+  return Row(
+    **row,
+    em=metrics.exact_match(answer, golds) if golds else NAN,
+    f1=metrics.f1(answer, golds) if golds else NAN,
+    sub_em=metrics.sub_exact_match(answer, golds) if golds else NAN,
+    answered=answered,
+    parsed=answered * (trajectory.invalid_actions == 0),
+    valid_format=float(
+      rewards.valid_format(trajectory, env, require_think=False)
+    ),
+    guessed=answered * (not queries),
+    searches=float(len(queries)),
+    copied=_mean([_copies(query, question) for query in queries]),
+    recall_any=max(supports, default=NAN),
+    recall_all=min(supports, default=NAN),
+    tokens=float(
+      sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
+    ),
+    truncated=float(trajectory.end in ('tokens', 'turns')),
+  )
+
+
+def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
+  """Queries sent, or those that the policy answered itself."""
+  if env.config.information == 'source':
+    return [search.request.query for search in trajectory.searches]
+  return [
+    block.text
+    for block in env.blocks(trajectory)
+    if block.author == 'policy' and block.kind == 'search' and block.complete
+  ]
+
+
+def _copies(query: str, question: Question) -> float:
+  return float(metrics.key(query) == metrics.key(question.text))
+
+
+def _mean(values: Sequence[float]) -> float:
+  return sum(values) / len(values) if values else NAN
+
+
+class Evaluation(NamedTuple):
+  groups: list[Group]
+  rows: list[Row]
+  slices: dict[str, list[Row]]  # label -> rows
+  values: list[tuple[str, float]]  # what `run` yields
+
+
+class Evaluator:
+  """Runs questions and averages their rows.
+
+  Names: 'eval/em' over all questions; 'eval/source=nq/em' and
+  'eval/hops=2/em' where there is more than one, 'eval/set=dev/em' likewise.
+  Each has '/low', '/high' (95%, percentile bootstrap over questions) and
+  '/n' (questions). Several samples of a question are averaged first.
+  """
+
+  def __init__(
+    self,
+    sets: Mapping[str, Sequence[Question]],
+    *,
+    env: SearchEnv,
+    engine: Engine,
+    source: Source,
+    config: ConfigDict,
+    writer: Writer | None = None,
+    run: Callable[[Coroutine], Any] = asyncio.run,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
+    name: str = 'eval',
+  ):
+    """Chooses the questions; nothing runs yet.
+
+    Args:
+      sets: name -> questions.
+      env: the text protocol.
+      engine: writes the policy's tokens.
+      source: answers its searches.
+      config: the whole config; reads config.eval and config.rollout.
+      writer: gets the trajectories (NAME.jsonl) and, in NAME_ids.json, the
+        ids evaluated.
+      run: runs the coroutine, `asyncio.Runner().run` for instance.
+      on_trajectory: as in `rollout`.
+      name: what the names of the values, and the files, begin with.
+
+    Raises:
+      ValueError: no questions.
+    """
+    self._env, self._engine, self._source = env, engine, source
+    self._config, self._rollout = config.eval, rollout.evaluation(config)
+    self._writer, self._run_coroutine = writer, run
+    self._on_trajectory, self._name = on_trajectory, name
+    self._sets = {
+      label: _choose(questions, config.eval.questions, config.eval.seed)
+      for label, questions in sorted(sets.items())
+    }
+    if not any(self._sets.values()):
+      raise ValueError(
+        'no questions to evaluate: config.data.eval names none, or its sets '
+        'are empty'
+      )
+
+  @property
+  def ids(self) -> dict[str, list[str]]:
+    """The ids that are evaluated, by set."""
+    return {k: [q.id for q in v] for k, v in self._sets.items()}
+
+  def run(self, step: int) -> Iterator[tuple[str, float]]:
+    """Yields (name, value); see the class for the names."""
+    yield from self.collect(step).values
+
+  def collect(self, step: int) -> Evaluation:
+    """Runs the questions: trajectories, rows and values.
+
+    The random streams do not depend on `step`, nor the result on the order
+    of the questions.
+    """
+    labels = [label for label, qs in self._sets.items() for _ in qs]
+    result = self._run_coroutine(
+      rollout.rollout(
+        [q for questions in self._sets.values() for q in questions],
+        env=self._env,
+        engine=self._engine,
+        source=self._source,
+        config=self._rollout,
+        seed=self._config.seed,
+        step=0,
+        on_trajectory=self._on_trajectory,
+      )
+    )
+    rows = [
+      row
+      for label, group in zip(labels, result.groups, strict=True)
+      for row in score(group, self._env, label)
+    ]
+    if self._writer is not None:
+      self._keep(step, result.groups)
+    sliced = slices(rows, self._name)
+    values = [
+      value
+      for label, part in sliced.items()
+      for value in summary(
+        part,
+        label,
+        resamples=self._config.bootstrap,
+        seed=self._config.seed,
+      )
+    ]
+    return Evaluation(result.groups, rows, sliced, values)
+
+  def _keep(self, step: int, groups: Sequence[Group]) -> None:
+    decode = self._env.tokenizer.decode
+    self._writer.trajectories(step, groups, decode=decode, name=self._name)
+    manifest = {
+      label: {
+        'n': len(ids),
+        'sha256': hashlib.sha256('\n'.join(ids).encode()).hexdigest(),
+        'ids': ids,
+      }
+      for label, ids in self.ids.items()
+    }
+    records.write_json(
+      self._writer.folder / f'{self._name}_ids.json',
+      {'sampling': self._config, 'sets': manifest},
+    )
+
+
+def _choose(
+  questions: Sequence[Question], count: int, seed: int
+) -> list[Question]:
+  """`count` of the questions (0 = all), in the order of their ids.
+
+  Which ones depends on their ids and the seed alone.
+  """
+
+  def draw(question: Question) -> bytes:
+    return hashlib.blake2b(repr((seed, question.id)).encode()).digest()
+
+  if count:
+    questions = sorted(questions, key=draw)[:count]
+  return sorted(questions, key=lambda q: q.id)
+
+
+def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
+  """Rows by set, source and hops, where there is more than one of them."""
+  out = {name: list(rows)}
+  for field in ('set', 'source', 'hops'):
+    parts = collections.defaultdict(list)
+    for row in rows:
+      parts[getattr(row, field)].append(row)
+    if len(parts) > 1:
+      for value in sorted(parts):
+        label = value if value not in ('', 0) else 'unknown'
+        out[f'{name}/{field}={label}'] = parts[value]
+  return out
+
+
+def summary(
+  rows: Sequence[Row], label: str, *, resamples: int, seed: int
+) -> Iterator[tuple[str, float]]:
+  """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
+
+  A score that applies to no row is left out. 'LABEL/failed' counts failed
+  trajectories.
+  """
+  for name in SCORES:
+    interval = metrics.bootstrap(
+      list(by_question(rows, name).values()), resamples=resamples, seed=seed
+    )
+    if interval.n:
+      yield from named(f'{label}/{name}', interval)
+  yield f'{label}/failed', float(sum(row.failed for row in rows))
+
+
+def by_question(
+  rows: Sequence[Row], name: str
+) -> dict[tuple[str, str], float]:
+  """{(set, question id): mean over its samples}, sorted, NaN left out.
+
+  The values of two evaluations of the same questions can be paired
+  (`metrics.paired_bootstrap`) by these keys.
+  """
+  parts = collections.defaultdict(list)
+  for row in rows:
+    value = getattr(row, name)
+    if not math.isnan(value):
+      parts[row.set, row.question].append(value)
+  return {key: _mean(parts[key]) for key in sorted(parts)}
+
+
+def named(
+  name: str, interval: metrics.Interval
+) -> Iterator[tuple[str, float]]:
+  """The mean under `name`, the rest below it."""
+  yield name, interval.mean
+  yield f'{name}/low', interval.low
+  yield f'{name}/high', interval.high
+  yield f'{name}/n', float(interval.n)
+
+
+def health(
+  groups: Sequence[Group],
+  env: SearchEnv,
+  values: Sequence[float] | None = None,
+) -> dict[str, float]:
+  """Signs of collapse of a training step, 'health/NAME' (design 5.15).
+
+  Means over trajectories, failed ones left out. `think_tokens` are those that
+  the policy wrote in thoughts; `end_X` is the share that ended so.
+
+  Args:
+    groups: B trajectories in all.
+    env: reads answers and blocks.
+    values: rewards [B], for the share of groups whose rewards are all equal.
+  """
+  flat = [t for group in groups for t in group]
+  rows = [row for row in score(flat, env) if not row.failed]
+  good = [t for t in flat if not t.failed]
+  out = {'failed': float(len(flat) - len(good))}
+  for name in (
+    'answered', 'parsed', 'valid_format', 'guessed', 'searches', 'copied',
+    'tokens', 'truncated',
+  ):  # fmt: skip
+    known = [getattr(row, name) for row in rows]
+    known = [value for value in known if not math.isnan(value)]
+    if known:
+      out[name] = _mean(known)
+  if good:
+    out['invalid_actions'] = _mean([t.invalid_actions for t in good])
+    out['turns'] = _mean([t.turns for t in good])
+    out['think_tokens'] = _mean([_think_tokens(t) for t in good])
+    out['repetition'] = _mean([repetition(t) for t in good])
+    for end in ('tokens', 'turns', 'eos'):
+      out[f'end_{end}'] = _mean([float(t.end == end) for t in good])
+  if values is not None and groups:
+    out['zero_variance'] = _zero_variance(groups, np.asarray(values))
+  return {f'health/{name}': float(value) for name, value in out.items()}
+
+
+def _think_tokens(trajectory: Trajectory) -> int:
+  return sum(
+    len(s.ids)
+    for s in trajectory.segments
+    if s.author == 'policy' and s.kind == 'think'
+  )
+
+
+def repetition(trajectory: Trajectory, n: int = 4) -> float:
+  """Share of n-grams of policy tokens that stood before; 0 if there are none.
+
+  An n-gram lies within one turn's own tokens: what was said before a search
+  and after it are not neighbours.
+  """
+  seen: set[tuple[int, ...]] = set()
+  total = 0
+  for run in _policy_runs(trajectory):
+    for i in range(len(run) - n + 1):
+      seen.add(tuple(run[i : i + n]))
+      total += 1
+  return 1.0 - len(seen) / total if total else 0.0
+
+
+def _policy_runs(trajectory: Trajectory) -> Iterator[list[int]]:
+  run: list[int] = []
+  for segment in trajectory.segments:
+    if segment.author == 'policy':
+      run.extend(map(int, segment.ids))
+    elif run:
+      yield run
+      run = []
+  if run:
+    yield run
+
+
+def _zero_variance(groups: Sequence[Group], values: np.ndarray) -> float:
+  """Share of groups of two or more whose valid rewards are all equal."""
+  flags, at = [], 0
+  for group in groups:
+    kept = [
+      float(v)
+      for t, v in zip(group, values[at : at + len(group)], strict=True)
+      if not t.failed
+    ]
+    at += len(group)
+    if len(kept) > 1:
+      flags.append(float(len(set(kept)) == 1))
+  return _mean(flags) if flags else 0.0

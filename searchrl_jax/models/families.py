@@ -1,0 +1,389 @@
+"""Hugging Face families: config.json <-> decoder flags, tensor names <-> paths.
+
+Plain Python and no JAX, so that the code inside the vLLM sidecar can read it
+too. Facts come from transformers 4.x and 5.x: the former writes `rope_theta`
+and `rope_scaling` at the top of config.json, the latter `rope_parameters`;
+both are read, and both are written (with equal content), because a reader of
+the other generation would silently take theta = 10000.
+
+A field that changes the computation and that the decoder lacks is refused by
+name; a field that does not (dropout, initialisation) is left alone.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """What a `model_type` fixes, as opposed to what its config says."""
+
+  architecture: str
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  head_dim: int | None = None  # default; None = hidden_size / heads
+
+
+FAMILIES = {
+  'llama': Family('LlamaForCausalLM'),
+  'qwen2': Family('Qwen2ForCausalLM', qkv_bias=True),
+  'qwen3': Family('Qwen3ForCausalLM', qk_norm=True, head_dim=128),
+}
+
+# Set to anything but these, a field asks for what the decoder lacks.
+_NEUTRAL = {
+  'hidden_act': (None, 'silu'),
+  'attention_bias': (None, False),
+  'mlp_bias': (None, False),
+  'partial_rotary_factor': (None, 1, 1.0),
+  'quantization_config': (None,),
+  'num_experts': (None, 0),
+  'num_local_experts': (None, 0),
+  'is_causal': (None, True),
+  'logits_scaling': (None, 1, 1.0),
+  'final_logit_softcapping': (None,),
+  'attn_logit_softcapping': (None,),
+}
+
+_LLAMA3 = ('factor', 'low_freq_factor', 'high_freq_factor')
+
+
+def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields of `DecoderConfig` that a config.json states.
+
+  `rope_scaling` is None or a dict with the fields of `RopeScaling`.
+
+  Raises:
+    ValueError: an unknown `model_type`, a missing field, or one that asks for
+      what the decoder lacks; the message names the field.
+  """
+  family = _family(hf)
+  for field, neutral in _NEUTRAL.items():
+    if hf.get(field) not in neutral:
+      raise ValueError(
+        f'config.json: {field}={hf[field]!r} is not supported; it can be '
+        f'{neutral[-1]!r} or absent'
+      )
+  D = _positive(hf, 'hidden_size')
+  N = _positive(hf, 'num_attention_heads')
+  K = N
+  if hf.get('num_key_value_heads') is not None:
+    K = _positive(hf, 'num_key_value_heads')
+  H = family.head_dim or D // N
+  if hf.get('head_dim') is not None:
+    H = _positive(hf, 'head_dim')
+  L = _positive(hf, 'num_hidden_layers')
+  _refuse_sliding(hf, family, L)
+  theta, scaling = _rope(hf)
+  return {
+    'vocab_size': _positive(hf, 'vocab_size'),
+    'd_model': D,
+    'n_layers': L,
+    'n_heads': N,
+    'n_kv_heads': K,
+    'head_dim': H,
+    'd_ff': _positive(hf, 'intermediate_size'),
+    'rope_theta': theta,
+    'rope_scaling': scaling,
+    'norm_eps': float(hf.get('rms_norm_eps', 1e-6)),
+    'qkv_bias': family.qkv_bias,
+    'qk_norm': family.qk_norm,
+    'tied': bool(hf.get('tie_word_embeddings', False)),
+  }
+
+
+def format_config(fields: Mapping[str, Any], *, dtype: str = 'float32',
+                  like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+  """The inverse: a config.json that transformers and vLLM load.
+
+  Args:
+    fields: as `parse_config` gives them.
+    dtype: of the stored tensors.
+    like: a config.json whose passive fields (token ids, context length, ...)
+      are kept; None writes max_position_embeddings = 32768 and no token ids.
+
+  Raises:
+    ValueError: no family has these flags.
+  """
+  flags = (fields['qkv_bias'], fields['qk_norm'])
+  names = [
+    n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm) == flags
+  ]
+  if not names:
+    raise ValueError(
+      f'no Hugging Face family has qkv_bias={flags[0]} and '
+      f'qk_norm={flags[1]}; there are: '
+      + ', '.join(
+        f'{n} ({f.qkv_bias}, {f.qk_norm})' for n, f in FAMILIES.items()
+      )
+    )
+  name = names[0]
+  D, N = fields['d_model'], fields['n_heads']
+  if D % N and name == 'llama':
+    raise ValueError(
+      f'd_model={D} is no multiple of n_heads={N}, which transformers asks '
+      'of the Llama family'
+    )
+  theta, scaling = fields['rope_theta'], fields['rope_scaling']
+  rope = {'rope_type': 'default', 'rope_theta': theta}
+  if scaling is not None:
+    rope |= {k: scaling[k] for k in _LLAMA3} | {
+      'rope_type': 'llama3',
+      'original_max_position_embeddings': scaling['original_max_position'],
+    }
+  out = {'max_position_embeddings': 32768, 'bos_token_id': None,
+         'eos_token_id': None}
+  out |= {
+    k: v for k, v in (like or {}).items()
+    if k not in ('dtype', 'layer_types', 'transformers_version', 'auto_map')
+  }
+  out |= {
+    'architectures': [FAMILIES[name].architecture],
+    'model_type': name,
+    'torch_dtype': dtype,
+    'vocab_size': fields['vocab_size'],
+    'hidden_size': D,
+    'intermediate_size': fields['d_ff'],
+    'num_hidden_layers': fields['n_layers'],
+    'num_attention_heads': N,
+    'num_key_value_heads': fields['n_kv_heads'],
+    'head_dim': fields['head_dim'],
+    'hidden_act': 'silu',
+    'rms_norm_eps': fields['norm_eps'],
+    'tie_word_embeddings': fields['tied'],
+    'rope_theta': theta,
+    'rope_scaling': rope if scaling is not None else None,
+    'rope_parameters': rope,
+    'attention_dropout': 0.0,
+  }
+  if name != 'qwen2':
+    out['attention_bias'] = False
+  if name == 'llama':
+    out['mlp_bias'] = False
+  else:
+    out['use_sliding_window'] = False
+  return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """One tensor of a checkpoint and where it lives in the parameters.
+
+  Projections are [out, in] there and [in..., out...] here, with the heads
+  split; `n_in` is the number of our leading axes that make up `in`, and 0
+  means that nothing is transposed.
+  """
+
+  name: str  # 'model.layers.3.self_attn.q_proj.weight'
+  shape: tuple[int, ...]  # of the checkpoint's tensor
+  path: str  # 'layers/q'
+  layer: int | None  # index on the leading L of our array; None: not stacked
+  ours: tuple[int, ...]  # our shape, without L
+  n_in: int = 0
+
+  def to_ours(self, x):
+    """A view of the checkpoint's tensor in our layout (numpy)."""
+    return (x.T if self.n_in else x).reshape(self.ours)
+
+  def to_hf(self, x):
+    """The checkpoint's rows that a block of ours along `row_axis` holds."""
+    if not self.n_in:
+      return x.reshape(-1, *self.shape[1:])
+    return x.reshape(self.shape[-1], -1).T
+
+  @property
+  def row_axis(self) -> int:
+    """Our axis whose blocks are blocks of the checkpoint's rows."""
+    return self.n_in
+
+
+# Our name -> (theirs, number of our leading axes that are their `in`).
+_TOP = {
+  'embed': ('model.embed_tokens.weight', 0),
+  'final_norm': ('model.norm.weight', 0),
+  'head': ('lm_head.weight', 1),
+}
+_LAYER = {
+  'attn_norm': ('input_layernorm.weight', 0),
+  'q': ('self_attn.q_proj.weight', 1),
+  'k': ('self_attn.k_proj.weight', 1),
+  'v': ('self_attn.v_proj.weight', 1),
+  'o': ('self_attn.o_proj.weight', 2),
+  'q_bias': ('self_attn.q_proj.bias', 0),
+  'k_bias': ('self_attn.k_proj.bias', 0),
+  'v_bias': ('self_attn.v_proj.bias', 0),
+  'q_norm': ('self_attn.q_norm.weight', 0),
+  'k_norm': ('self_attn.k_norm.weight', 0),
+  'mlp_norm': ('post_attention_layernorm.weight', 0),
+  'gate': ('mlp.gate_proj.weight', 1),
+  'up': ('mlp.up_proj.weight', 1),
+  'down': ('mlp.down_proj.weight', 1),
+}
+
+# Buffers that old Llama checkpoints carry; they follow from the config.
+_IGNORED = re.compile(
+  r'(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq'
+)
+TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
+
+
+def ignored(name: str) -> bool:
+  """Whether a checkpoint's tensor carries nothing that we need."""
+  return _IGNORED.fullmatch(name) is not None
+
+
+def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+  """Every tensor of a checkpoint by its name, in the order of the layers.
+
+  Args:
+    shapes: our path -> shape, stacked, as `decoder.param_table` gives them.
+  """
+  stacked = {p: s for p, s in shapes.items() if p.startswith('layers/')}
+  out = {}
+
+  def add(path, name, n_in, layer, shape):
+    hf = tuple(shape)
+    if n_in:
+      hf = (math.prod(shape[n_in:]), math.prod(shape[:n_in]))
+    elif path.endswith('_bias'):
+      hf = (math.prod(shape),)
+    out[name] = Tensor(name, hf, path, layer, tuple(shape), n_in)
+
+  add('embed', *_TOP['embed'], None, shapes['embed'])
+  for layer in range(next(iter(stacked.values()))[0]):
+    for path, shape in stacked.items():
+      name, n_in = _LAYER[path.split('/')[1]]
+      add(path, f'model.layers.{layer}.{name}', n_in, layer, shape[1:])
+  for path in ('final_norm', 'head'):
+    if path in shapes:
+      add(path, *_TOP[path], None, shapes[path])
+  return out
+
+
+def by_path(table: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+  """Groups `tensors` by our path, each with its layers in order."""
+  groups: dict[str, list[Tensor]] = {}
+  for tensor in table.values():
+    groups.setdefault(tensor.path, []).append(tensor)
+  yield from groups.items()
+
+
+def _family(hf: Mapping[str, Any]) -> Family:
+  name = hf.get('model_type')
+  if name is None and hf.get('architectures'):
+    arch = hf['architectures'][0]
+    names = [n for n, f in FAMILIES.items() if f.architecture == arch]
+    name = names[0] if names else arch
+  if name not in FAMILIES:
+    raise ValueError(
+      f'config.json: model_type={name!r} is unknown; there are: '
+      f'{", ".join(FAMILIES)}'
+    )
+  return FAMILIES[name]
+
+
+def _positive(hf: Mapping[str, Any], field: str) -> int:
+  value = hf.get(field)
+  if type(value) is not int or value < 1:
+    raise ValueError(
+      f'config.json: {field}={value!r}; expected a positive integer'
+    )
+  return value
+
+
+def _refuse_sliding(hf: Mapping[str, Any], family: Family, n_layers: int):
+  types = hf.get('layer_types')
+  if types is not None:
+    others = sorted(set(types) - {'full_attention'})
+    if others:
+      raise ValueError(
+        f'config.json: layer_types has {others}; only full_attention is '
+        'supported'
+      )
+    return
+  # Qwen has a switch that is off unless set, and a first layer; a window in
+  # a Llama config has neither, and its readers disagree on what it means.
+  llama = family is FAMILIES['llama']
+  on = llama or hf.get('use_sliding_window', False)
+  first = 0 if llama else hf.get('max_window_layers', 28)
+  if hf.get('sliding_window') and on and first < n_layers:
+    raise ValueError(
+      f'config.json: sliding_window={hf["sliding_window"]} is in use, which '
+      'is not supported'
+    )
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+  """rope theta, and the fields of `RopeScaling` or None."""
+  theta = hf.get('rope_theta')
+  # Where both stand, the older wins in transformers 5, so that they must
+  # agree for the file to mean one thing.
+  found = {}
+  for field in ('rope_scaling', 'rope_parameters'):
+    rope = hf.get(field)
+    if rope:
+      found[field] = _rope_fields(field, rope, hf)
+  thetas = {
+    'rope_theta': theta,
+    **{f'{k}.rope_theta': t for k, (t, _) in found.items()},
+  }
+  thetas = {k: float(t) for k, t in thetas.items() if t is not None}
+  if len(set(thetas.values())) > 1:
+    raise ValueError(f'config.json: {thetas} contradict each other')
+  scalings = [s for _, s in found.values()]
+  if len(scalings) == 2 and scalings[0] != scalings[1]:
+    raise ValueError(
+      f'config.json: rope_scaling={hf["rope_scaling"]} and '
+      f'rope_parameters={hf["rope_parameters"]} contradict each other'
+    )
+  return (
+    next(iter(thetas.values()), 10_000.0),
+    scalings[0] if scalings else None,
+  )
+
+
+def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
+  """(theta or None, RopeScaling fields or None) of one dict."""
+  if any(isinstance(v, Mapping) for v in rope.values()):
+    raise ValueError(
+      f'config.json: {field} differs by layer type ({sorted(rope)}), which '
+      'is not supported'
+    )
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  if kind not in ('default', 'llama3'):
+    raise ValueError(
+      f'config.json: {field}.rope_type={kind!r} is not supported; there '
+      'are: default, llama3'
+    )
+  known = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
+  if kind == 'llama3':
+    known |= {*_LLAMA3, 'original_max_position_embeddings'}
+  for name, value in rope.items():
+    if name not in known or (
+      name == 'partial_rotary_factor' and value not in (None, 1, 1.0)
+    ):
+      raise ValueError(
+        f'config.json: {field}.{name}={value!r} is not supported with '
+        f'rope_type {kind!r}'
+      )
+  theta = rope.get('rope_theta')
+  if kind == 'default':
+    return theta, None
+  original = rope.get(
+    'original_max_position_embeddings',
+    hf.get('original_max_position_embeddings'),
+  )
+  scaling = {k: rope.get(k) for k in _LLAMA3}
+  scaling['original_max_position'] = original
+  for name, value in scaling.items():
+    if not isinstance(value, (int, float)) or value <= 0:
+      raise ValueError(
+        f'config.json: {field}.{name}={value!r}; llama3 needs a positive '
+        'number'
+      )
+  scaling = {k: float(v) for k, v in scaling.items()}
+  scaling['original_max_position'] = int(original)
+  return theta, scaling

@@ -1,0 +1,198 @@
+"""The safetensors format: folders of tensors, read and written in pieces.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and
+the raw tensors. That is little enough to own, and numpy's binding can do
+neither bfloat16 nor a file that is never whole in memory.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+INDEX = 'model.safetensors.index.json'
+SINGLE = 'model.safetensors'
+DTYPES = {
+  'F64': np.dtype(np.float64),
+  'F32': np.dtype(np.float32),
+  'F16': np.dtype(np.float16),
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """Where a tensor lies in a file."""
+
+  file: pathlib.Path
+  dtype: np.dtype | None  # None: one that we cannot read
+  dtype_name: str
+  shape: tuple[int, ...]
+  offset: int  # bytes from the start of the file
+
+  def open(self) -> np.ndarray:
+    """The tensor as pages of the file: nothing is read yet."""
+    return np.memmap(
+      self.file, self.dtype, 'r', offset=self.offset, shape=self.shape
+    )
+
+
+def read_file(file) -> dict[str, Stored]:
+  """The tensors of one file, checked against its size.
+
+  Raises:
+    ValueError: truncated or malformed; the message names file and tensor.
+  """
+  file = pathlib.Path(file)
+  size = file.stat().st_size
+  with file.open('rb') as f:
+    head = f.read(8)
+    n = int.from_bytes(head, 'little')
+    if len(head) < 8 or n > min(size - 8, _MAX_HEADER):
+      raise ValueError(
+        f'{file}: truncated or no safetensors file ({size} bytes, header of '
+        f'{n})'
+      )
+    try:
+      header = json.loads(f.read(n))
+      header.pop('__metadata__', None)
+      entries = {
+        name: (e['dtype'], tuple(e['shape']), *e['data_offsets'])
+        for name, e in header.items()
+      }
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      raise ValueError(f'{file}: malformed safetensors header: {e!r}') from e
+  out = {}
+  for name, (dtype_name, shape, begin, end) in entries.items():
+    dtype = DTYPES.get(dtype_name)
+    if 8 + n + end > size:
+      raise ValueError(
+        f'{file}: truncated: tensor {name!r} ends at byte {8 + n + end}, the '
+        f'file at {size}'
+      )
+    if begin < 0 or (
+      dtype and end - begin != math.prod(shape) * dtype.itemsize
+    ):
+      raise ValueError(
+        f'{file}: tensor {name!r} has bytes {begin} to {end} for shape '
+        f'{shape} of {dtype_name}'
+      )
+    out[name] = Stored(file, dtype, dtype_name, shape, 8 + n + begin)
+  return out
+
+
+def read_folder(path) -> dict[str, Stored]:
+  """The tensors of a checkpoint folder: one file, or a sharded index.
+
+  Raises:
+    FileNotFoundError: no safetensors there, or a shard of the index is gone.
+    ValueError: as `read_file`, or the index contradicts a shard.
+  """
+  path = pathlib.Path(path)
+  if (path / SINGLE).exists():
+    return read_file(path / SINGLE)
+  if not (path / INDEX).exists():
+    raise FileNotFoundError(
+      f'{path}: neither {SINGLE} nor {INDEX}; other formats (.bin, .gguf) '
+      'must be converted to safetensors'
+    )
+  try:
+    weight_map = json.loads((path / INDEX).read_text())['weight_map']
+    files = sorted(set(weight_map.values()))
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
+  out = {}
+  for file in files:
+    if not (path / file).exists():
+      raise FileNotFoundError(
+        f'{path / file}: no such file, but {INDEX} refers to it'
+      )
+    stored = read_file(path / file)
+    for name in stored:
+      if weight_map.get(name) != file:
+        raise ValueError(
+          f'{path / file}: holds tensor {name!r}, but {INDEX} places it in '
+          f'{weight_map.get(name)}'
+        )
+    out |= stored
+  for name, file in weight_map.items():
+    if name not in out:
+      raise ValueError(
+        f'{path / file}: tensor {name!r} is missing, but {INDEX} lists it'
+      )
+  return out
+
+
+def write_folder(path, shapes: Mapping[str, tuple[int, ...]],
+                 blocks: Callable[[str], Iterable[np.ndarray]],
+                 dtype: np.dtype, max_shard_bytes: float):
+  """Writes one file, or shards with an index, block by block.
+
+  Args:
+    shapes: name -> shape, in the order in which they are written.
+    blocks: name -> the tensor in blocks of rows, cast here.
+    max_shard_bytes: of one file; a larger tensor has a file of its own.
+  """
+  path = pathlib.Path(path)
+  shards: list[list[str]] = [[]]
+  size = total = 0
+  for name, shape in shapes.items():
+    n = math.prod(shape) * dtype.itemsize
+    if shards[-1] and size + n > max_shard_bytes:
+      shards.append([])
+      size = 0
+    shards[-1].append(name)
+    size += n
+    total += n
+  files = [SINGLE]
+  if len(shards) > 1:
+    files = [
+      f'model-{i:05d}-of-{len(shards):05d}.safetensors'
+      for i in range(1, len(shards) + 1)
+    ]
+  for file, names in zip(files, shards):
+    _write_file(path / file, {n: shapes[n] for n in names}, blocks, dtype)
+  if len(shards) > 1:
+    write_json(path / INDEX, {
+      'metadata': {'total_size': total},
+      'weight_map': {
+        name: file for file, names in zip(files, shards) for name in names
+      },
+    })
+
+
+def _write_file(file: pathlib.Path, shapes, blocks, dtype: np.dtype):
+  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  end = 0
+  for name, shape in shapes.items():
+    begin, end = end, end + math.prod(shape) * dtype.itemsize
+    header[name] = {
+      'dtype': NAMES[dtype], 'shape': shape, 'data_offsets': [begin, end],
+    }
+  raw = json.dumps(header).encode()
+  raw += b' ' * (-len(raw) % 8)  # aligns the data
+  with file.open('wb') as f:
+    f.write(len(raw).to_bytes(8, 'little'))
+    f.write(raw)
+    for name in shapes:
+      for block in blocks(name):
+        block = np.ascontiguousarray(block, dtype)
+        f.write(block.reshape(-1).view(np.uint8).data)
+    f.flush()
+    os.fsync(f.fileno())
+
+
+def write_json(file: pathlib.Path, value):
+  with file.open('w') as f:
+    json.dump(value, f, indent=2)
+    f.write('\n')
+    f.flush()
+    os.fsync(f.fileno())

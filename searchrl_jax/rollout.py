@@ -1,0 +1,379 @@
+"""Drives environment, engine and source into groups of trajectories.
+
+Each trajectory is a task of its own and waits for nobody (design 5.5): while
+one searches, the engine decodes the others, and searches that fall together
+are batched by the source. The engine's handle lives as long as its
+trajectory, so a search that is tried again finds it where it was.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
+from searchrl_jax.env import (
+  Action,
+  Done,
+  Generate,
+  Search,
+  SearchEnv,
+  State,
+)
+from searchrl_jax.sources.core import Source
+from searchrl_jax.types import (
+  Group,
+  Prompt,
+  Question,
+  SearchError,
+  SearchRequest,
+  SearchResult,
+  Segment,
+  Trajectory,
+)
+
+Event = Segment | SearchRequest | SearchResult | SearchError
+
+
+class RolloutError(RuntimeError):
+  """Too many trajectories failed; the message has the last search's error."""
+
+
+@dataclasses.dataclass
+class RolloutStats:
+  """What a rollout did and where its time went.
+
+  Waiting seconds are summed over trajectories, which wait at the same time:
+  divided by `seconds` they are the mean number of trajectories that wait.
+  """
+
+  seconds: float = 0.0  # wall time
+  trajectories: int = 0  # ended, failed ones included
+  failed: int = 0
+  generations: int = 0
+  sampled_tokens: int = 0
+  outside_tokens: int = 0  # observations and feedback, prompts not counted
+  searches: int = 0  # queries, each counted once however often it was tried
+  search_retries: int = 0  # queries tried again on the live handle
+  failed_searches: int = 0  # queries without an answer after all attempts
+  engine_seconds: float = 0.0  # waiting for the engine, summed
+  search_seconds: float = 0.0  # waiting for the source, summed
+  trajectory_seconds: float = 0.0  # from start to end, summed
+
+  def metrics(self) -> dict[str, float]:
+    """For the log; 'rollout/in_flight' is a mean over the wall time."""
+    wall = max(self.seconds, 1e-9)
+    values = dataclasses.asdict(self)
+    values |= {
+      'in_flight': self.trajectory_seconds / wall,
+      'waiting_for_engine': self.engine_seconds / wall,
+      'waiting_for_search': self.search_seconds / wall,
+      'tokens_per_second': self.sampled_tokens / wall,
+      'trajectories_per_second': self.trajectories / wall,
+      'failed_fraction': self.failed / max(self.trajectories, 1),
+    }
+    return {f'rollout/{name}': float(v) for name, v in values.items()}
+
+
+class Rollout(NamedTuple):
+  groups: list[Group]  # in the order of the questions, samples in order
+  stats: RolloutStats
+
+
+def trajectory_seed(
+  seed: int, step: int, question: str, role: str, sample: int
+) -> int:
+  """The random stream of a trajectory, in [0, 2**32).
+
+  It depends on who the trajectory is and on nothing else, so neither the
+  order of questions nor that of arrival can show in what is sampled.
+  """
+  name = repr((seed, step, question, role, sample)).encode()
+  return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
+
+
+def evaluation(config: ConfigDict) -> ConfigDict:
+  """config.rollout as an evaluation has it: sampled as config.eval says."""
+  rollout = ConfigDict(config.rollout.to_dict())
+  rollout.group = config.eval.n
+  rollout.temperature = config.eval.temperature
+  rollout.top_p = config.eval.top_p
+  rollout.top_k = 0
+  return rollout
+
+
+async def rollout(
+  questions: Sequence[Question],
+  *,
+  env: SearchEnv,
+  engine: Engine,
+  source: Source,
+  config: ConfigDict,
+  seed: int,
+  step: int,
+  role: str = 'solver',
+  on_trajectory: Callable[[Trajectory], None] | None = None,
+  on_event: Callable[[str, Event], None] | None = None,
+) -> Rollout:
+  """Samples config.group trajectories of each question.
+
+  Args:
+    questions: a question that comes twice gets further samples, in a second
+      group of its own.
+    env: the text protocol.
+    engine: writes the policy's tokens.
+    source: answers its searches.
+    config: config.rollout (or `evaluation(config)`): group, temperature,
+      top_p, top_k, concurrency (trajectories in flight, 0 = all),
+      search_attempts (tries of a search, in all), max_failed.
+    seed: config.seed, and
+    step: the training step; both name the random streams.
+    role: who acts, see `env.reset`.
+    on_trajectory: called as each trajectory ends, in order of arrival.
+    on_event: called with a trajectory's id and each segment after the
+      prompt, request and answer as it comes (`ask` prints them).
+      Neighbours may come as one segment that the record then joins.
+
+  Returns:
+    One group for each question, in order, and what it took.
+
+  Raises:
+    RolloutError: more than config.max_failed of all trajectories failed. It
+      is raised as soon as that is certain.
+    Whatever engine, environment, source or a callback raises. In every case,
+    cancellation included, the other trajectories are ended and all handles
+    closed.
+  """
+  run = _Run(
+    env, engine, source, config, seed, step, role, on_trajectory, on_event
+  )
+  begin = time.monotonic()
+  groups = await run.all(questions)
+  run.stats.seconds = time.monotonic() - begin
+  return Rollout(groups, run.stats)
+
+
+class _Prompt:
+  """The prompt of a group: opened by its first sample, forked by each."""
+
+  def __init__(self, engine: Engine, prompt: Prompt, samples: int):
+    self._engine, self._prompt, self._left = engine, prompt, samples
+    self._handle: Handle | None = None
+
+  def take(self) -> Handle:
+    if self._handle is None:
+      self._handle = self._engine.open(self._prompt)
+    self._left -= 1
+    if self._left:
+      return self._engine.fork(self._handle)
+    handle, self._handle = self._handle, None
+    return handle  # the last sample needs no copy
+
+  def close(self) -> None:
+    if self._handle is not None:
+      self._engine.close(self._handle)
+      self._handle = None
+
+
+@dataclasses.dataclass
+class _Run:
+  """One call of `rollout`."""
+
+  env: SearchEnv
+  engine: Engine
+  source: Source
+  config: ConfigDict
+  seed: int
+  step: int
+  role: str
+  on_trajectory: Callable[[Trajectory], None] | None
+  on_event: Callable[[str, Event], None] | None
+
+  def __post_init__(self):
+    for name in ('group', 'search_attempts'):
+      if self.config[name] < 1:
+        raise ValueError(
+          f'config.rollout.{name}={self.config[name]}: at least 1 is needed'
+        )
+    self.stats = RolloutStats()
+    self.total = 0
+    self.last_error: SearchError | None = None
+
+  async def all(self, questions: Sequence[Question]) -> list[Group]:
+    size = self.config.group
+    self.total = len(questions) * size
+    slots = asyncio.Semaphore(self.config.concurrency or max(self.total, 1))
+    # A prompt that does not fit is found before anything runs.
+    starts = [self.env.reset(question, self.role) for question in questions]
+    prompts, tasks, seen = [], [], {}
+    try:
+      for question, (state, action) in zip(questions, starts, strict=True):
+        first = seen.get(question.id, 0)
+        seen[question.id] = first + size
+        prompt = _Prompt(self.engine, action.prompt, size)
+        prompts.append(prompt)
+        # States are immutable: the samples start from the same one.
+        for sample in range(first, first + size):
+          tasks.append(
+            asyncio.create_task(self.one(slots, prompt, state, action, sample))
+          )
+      done = await _gather(tasks)
+    finally:
+      for prompt in prompts:
+        prompt.close()
+    return [tuple(done[i : i + size]) for i in range(0, len(done), size)]
+
+  async def one(
+    self,
+    slots: asyncio.Semaphore,
+    prompt: _Prompt,
+    state: State,
+    action: Generate,
+    sample: int,
+  ) -> Trajectory:
+    async with slots:
+      begin = time.monotonic()
+      handle = prompt.take()
+      try:
+        state = await self.play(handle, state, action, sample)
+      finally:
+        self.engine.close(handle)
+      seconds = time.monotonic() - begin
+      trajectory = self.env.trajectory(state, sample, seconds)
+    stats = self.stats
+    stats.trajectories += 1
+    stats.failed += trajectory.failed
+    stats.trajectory_seconds += trajectory.seconds
+    if self.on_trajectory is not None:
+      self.on_trajectory(trajectory)
+    self.check()
+    return trajectory
+
+  async def play(
+    self, handle: Handle, state: State, action: Action, sample: int
+  ) -> State:
+    """Environment, engine and source in turn until it is over."""
+    name = f'{state.name}/{sample}'  # Trajectory.id
+    seed = trajectory_seed(
+      self.seed, self.step, state.question.id, state.role, sample
+    )
+    told = state.length
+    while not isinstance(action, Done):
+      if isinstance(action, Generate):
+        event = await self.generate(handle, action, seed)
+      else:
+        event = await self.search(name, action)
+      state, action = self.env.step(state, event)
+      if self.on_event is not None:
+        for segment in _after(state.segments, told):
+          self.on_event(name, segment)
+        told = state.length
+    return state
+
+  async def generate(
+    self, handle: Handle, action: Generate, seed: int
+  ) -> Completion:
+    if action.append:
+      self.engine.append(handle, action.append)
+      self.stats.outside_tokens += len(action.append)
+    sampling = Sampling(
+      max_tokens=action.max_tokens,
+      temperature=self.config.temperature,
+      top_p=self.config.top_p,
+      top_k=self.config.top_k,
+      stops=action.stops,
+      stop_ids=action.stop_ids,
+      seed=seed,
+    )
+    begin = time.monotonic()
+    completion = await self.engine.generate(handle, sampling)
+    self.stats.engine_seconds += time.monotonic() - begin
+    self.stats.generations += 1
+    self.stats.sampled_tokens += len(completion.ids)
+    return completion
+
+  async def search(
+    self, name: str, action: Search
+  ) -> tuple[SearchResult | SearchError, ...]:
+    """One answer for each request; failed ones are asked again."""
+    requests = [
+      dataclasses.replace(request, trajectory=name, step=self.step)
+      for request in action.requests
+    ]
+    for request in requests:
+      self.tell(name, request)
+    answers: dict[int, SearchResult | SearchError] = {}
+    open_ = list(range(len(requests)))
+    begin = time.monotonic()
+    for attempt in range(self.config.search_attempts):
+      self.stats.search_retries += len(open_) if attempt else 0
+      found = await self.source.search([requests[i] for i in open_])
+      if len(found) != len(open_):
+        raise ValueError(
+          f'source {type(self.source).__name__} gave {len(found)} answers to '
+          f'{len(open_)} requests'
+        )
+      answers.update(zip(open_, found, strict=True))
+      open_ = [i for i in open_ if isinstance(answers[i], SearchError)]
+      if not open_:
+        break
+    self.stats.search_seconds += time.monotonic() - begin
+    self.stats.searches += len(requests)
+    self.stats.failed_searches += len(open_)
+    for i in open_:
+      self.last_error = answers[i]
+    for i in range(len(requests)):
+      self.tell(name, answers[i])
+    return tuple(answers[i] for i in range(len(requests)))
+
+  def tell(self, name: str, event: Event) -> None:
+    if self.on_event is not None:
+      self.on_event(name, event)
+
+  def check(self) -> None:
+    stats = self.stats
+    if stats.failed > self.config.max_failed * self.total:
+      error = self.last_error
+      raise RolloutError(
+        f'{stats.failed} of {self.total} trajectories failed ('
+        f'{stats.trajectories} have ended), more than '
+        f'config.rollout.max_failed={self.config.max_failed} allows; the last '
+        'search error: '
+        + (error.message if error else 'none')
+      )
+
+
+def _after(segments: Sequence[Segment], told: int) -> Iterator[Segment]:
+  """What stands after the first `told` tokens."""
+  for segment in segments:
+    n = len(segment.ids)
+    if told < n:
+      yield dataclasses.replace(
+        segment,
+        **{
+          field: getattr(segment, field)[told:]
+          for field in ('ids', 'logps', 'versions')
+          if getattr(segment, field) is not None
+        },
+      )
+    told = max(0, told - n)
+
+
+async def _gather(tasks: Sequence[asyncio.Task]) -> list[Trajectory]:
+  """The results in order; the first error ends every other task first."""
+  try:
+    if tasks:
+      await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+      for task in tasks:
+        if task.done() and not task.cancelled() and task.exception():
+          raise task.exception()
+    return [task.result() for task in tasks]
+  finally:
+    for task in tasks:
+      task.cancel()
+    # Their handles are closed once they have ended, not when told to.
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,211 @@
+"""Supervised warm start on scripted traces: the loop of train.py, simpler.
+
+    traces -> trajectories (through the environment) -> batch -> update
+
+  python -m searchrl_jax.sft --config=configs/quickstart.py --workdir=runs/warm
+
+A trace holds contents; the environment itself lays them out, so a warm start
+and the rollouts after it have one layout, one parser and one loss mask.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from searchrl_jax import batching
+from searchrl_jax import command
+from searchrl_jax import optim
+from searchrl_jax import setup
+from searchrl_jax import update
+from searchrl_jax.data import core as data
+from searchrl_jax.engines.core import Completion
+from searchrl_jax.env import Done, SearchEnv, trajectory
+from searchrl_jax.signals import Signals, Stopped
+from searchrl_jax.sources.core import SourceError
+from searchrl_jax.types import SearchRequest, SearchResult, Trajectory
+from searchrl_jax.writer import Writer
+
+
+def turns(trace: data.Trace, template):
+  """A trace as (text of the policy, passages it then reads or None), ....
+
+  A block is written `<tag> content </tag>`, blocks of a turn on lines of
+  their own.
+  """
+  said = []
+  for kind, payload in trace.actions:
+    if kind == 'information':
+      yield '\n'.join(said), payload
+      said = []
+    elif kind == 'other':
+      said.append(payload)
+    else:
+      opening, closing = template.tags[kind]
+      said.append(f'{opening} {payload} {closing}')
+  if said:
+    yield '\n'.join(said), None
+
+
+def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
+  """Drives the environment through a trace; None if it does not fit.
+
+  Raises:
+    ValueError: the trace does not follow the protocol.
+  """
+  state, action = env.reset(trace.question, sample=sample)
+  for text, passages in turns(trace, env.template):
+    if isinstance(action, Done):
+      break
+    ids = np.asarray(env.tokenizer.encode(text), np.int32)
+    if len(ids) > action.max_tokens:
+      return None
+    nothing = np.zeros(len(ids), np.float32)
+    version = np.zeros(len(ids), np.int32)
+    state, action = env.step(state, Completion(ids, nothing, 'eos', version))
+    if passages is not None and not isinstance(action, Done):
+      if not hasattr(action, 'requests'):
+        raise ValueError(
+          f'trace of {trace.question.id}: passages after {text!r}, which the '
+          'environment does not take for a search'
+        )
+      results = [SearchResult(r, tuple(passages)) for r in action.requests]
+      state, action = env.step(state, results)
+  if not isinstance(action, Done):
+    raise ValueError(f'trace of {trace.question.id} does not come to an end')
+  return trajectory(state) if action.end == 'answer' else None
+
+
+def searcher(source):
+  """(queries, k) -> passages of each, through the run's own source."""
+
+  def search(queries: Sequence[str], k: int):
+    requests = [SearchRequest(q, k) for q in queries]
+    found = asyncio.run(source.search(requests))
+    for answer in found:
+      if not isinstance(answer, SearchResult):
+        raise SourceError(
+          f'search {answer.request.query!r} failed: {answer.message}'
+        )
+    return [answer.passages for answer in found]
+
+  return search
+
+
+def examples(config, env, search) -> list[Trajectory]:
+  """The rendered traces; those that do not fit the budgets are left out.
+
+  Raises:
+    ValueError: more than a tenth does not fit.
+  """
+  traces = data.load_traces(config.sft.data, config.data, search)
+  if config.sft.good_only:
+    traces = [t for t in traces if t.good]
+  rendered = [render(t, env, i) for i, t in enumerate(traces)]
+  fitting = [t for t in rendered if t is not None]
+  if len(fitting) < 0.9 * len(traces):
+    raise ValueError(
+      f'{len(traces) - len(fitting)} of {len(traces)} traces do not fit '
+      'config.env (max_turns, max_turn_tokens, max_tokens): raise these'
+    )
+  return fitting
+
+
+def order(n: int, rows: int, steps: int, seed: int) -> np.ndarray:
+  """int [steps, rows]: each epoch takes all n traces, in a new order."""
+  epochs = -(-steps * rows // n)
+  rngs = [np.random.default_rng((seed, e)) for e in range(epochs)]
+  every = np.concatenate([rng.permutation(n) for rng in rngs])
+  return every[: steps * rows].reshape(steps, rows)
+
+
+def sft(config, workdir: str) -> dict[str, float]:
+  """Warm-starts for config.sft.steps updates; returns the last metrics."""
+  setup.check_engine(config)
+  tok = setup.tokenizer(config, workdir)
+  env = setup.environment(config, tok)
+  mesh = setup.mesh(config)
+  cfg = setup.model_config(config, tok.vocab_size)
+
+  with setup.retrieval(config, workdir) as url:
+    source = setup.source(config, url)
+    asyncio.run(source.check())
+    trajectories = examples(config, env, searcher(source))
+    asyncio.run(source.close())
+
+  params = setup.parameters(config, cfg, mesh)
+  tx = optim.make(setup.sft_optim(config), config.sft.steps, params)
+  updater = update.Updater(
+    cfg, config.batch, temperature=1.0, tx=tx,
+    objective=update.supervised_objective(), mesh=mesh,
+  )
+  state = updater.init(params)
+  saver = setup.saver(config, workdir)
+  fingerprint = dataclasses.asdict(cfg)
+  step = 0
+  if saver.latest() is not None:
+    saved = saver.restore(
+      {'state': state}, 'latest', fingerprint=fingerprint
+    )
+    state, step = saved.state['state'], saved.step
+
+  steps = config.sft.steps
+  rows = order(len(trajectories), config.sft.rows, steps, config.seed)
+  with Writer(
+    workdir, config, step=step, steps=steps,
+    about={'devices': [str(d) for d in jax.devices()],
+           'parameters': cfg.n_params, 'traces': len(trajectories)},
+  ) as writer, Signals() as signals:
+    updater.warmup(state, score=False)
+    metrics, started = {}, time.monotonic()
+    for at, chosen in enumerate(rows):
+      if at < step:
+        continue
+      with writer.timer('update'):
+        begin = time.monotonic()
+        part = [trajectories[i] for i in chosen]
+        (mini,) = batching.make(
+          part, np.ones(len(part), bool), np.arange(len(part)), config,
+          shards=updater.shards, need_logps=False, minibatches=1,
+        )
+        state, found = updater.step(state, mini)
+        seconds = time.monotonic() - begin
+      if not found['finite']:
+        raise update.NonFinite(f'sft step {at}: the loss is not finite')
+      tokens = sum(int(b.lengths.sum()) for b in mini)
+      metrics = writer.write(at, {
+        **{f'sft/{k}': v for k, v in found.items()},
+        'sft/tokens_per_second': tokens / seconds,
+      })
+      if (at + 1) % max(steps // 50, 1) == 0:
+        writer.progress(
+          metrics, loss='sft/nll', tok_s='sft/tokens_per_second'
+        )
+      late = 0 < config.sft.seconds < time.monotonic() - started
+      every = config.sft.save_every
+      if signals.stop or late or at + 1 == steps or (
+        every and (at + 1) % every == 0
+      ):
+        with writer.timer('checkpoint'):
+          saver.save(
+            at + 1, {'state': state}, extras={}, metrics={},
+            fingerprint=fingerprint,
+          )
+      if signals.stop:
+        raise Stopped(f'stopped by a signal after step {at + 1}; saved')
+      if late:
+        break
+  return metrics
+
+
+def main():
+  sft(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == '__main__':
+  _CONFIG = command.define_config()
+  _WORKDIR = command.define_workdir()
+  command.run(main)

@@ -1,0 +1,58 @@
+"""A control: every question reads the passages of another question.
+
+A policy that scores with swapped passages has not read them.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from searchrl_jax.sources.core import Source
+from searchrl_jax.types import (
+  Question,
+  SearchError,
+  SearchRequest,
+  SearchResult,
+)
+
+
+class Shuffled:
+  """Answers each query with what `source` finds for another question.
+
+  The other question is the next one in the order of the ids, of those whose
+  answers differ: the same for every query of a question.
+  """
+
+  def __init__(self, source: Source, questions: Sequence[Question]):
+    """
+    Raises:
+      ValueError: no two questions have different answers.
+    """
+    self._source = source
+    ordered = sorted(questions, key=lambda q: q.id)
+    self._other = {}
+    for i, question in enumerate(ordered):
+      for other in ordered[i + 1 :] + ordered[:i]:
+        if not set(other.answers) & set(question.answers):
+          self._other[question.id] = other.text
+          break
+      else:
+        raise ValueError('shuffled passages need two answers that differ')
+
+  async def search(
+    self, requests: Sequence[SearchRequest]
+  ) -> list[SearchResult | SearchError]:
+    swapped = [
+      dataclasses.replace(r, query=self._other[r.question.id])
+      for r in requests
+    ]
+    found = await self._source.search(swapped)
+    return [
+      dataclasses.replace(answer, request=request)
+      for answer, request in zip(found, requests, strict=True)
+    ]
+
+  async def check(self) -> Mapping[str, object]:
+    return await self._source.check()
+
+  async def close(self) -> None:
+    await self._source.close()

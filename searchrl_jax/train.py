@@ -1,0 +1,298 @@
+"""The training loop, top to bottom:
+
+    questions -> rollouts -> rewards -> advantages -> batch -> update -> sync
+
+  python -m searchrl_jax.train --config=configs/quickstart.py --workdir=runs/x
+
+The same command again goes on where the run stopped. Another scheme (self-play,
+tree search) forks this file under experiments/; it does not add flags to it.
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import time
+
+from absl import flags
+import jax
+import numpy as np
+
+from searchrl_jax import advantages
+from searchrl_jax import batching
+from searchrl_jax import command
+from searchrl_jax import dryrun
+from searchrl_jax import losses
+from searchrl_jax import optim
+from searchrl_jax import setup
+from searchrl_jax import sync
+from searchrl_jax import update
+from searchrl_jax.data import core as data
+from searchrl_jax.evaluators import answer as evaluators
+from searchrl_jax.evaluators import passk
+from searchrl_jax.rewards import core as rewards
+from searchrl_jax.rollout import RolloutError, rollout
+from searchrl_jax.signals import Signals, Stopped
+from searchrl_jax.writer import Writer
+
+
+def train(config, workdir: str) -> dict[str, float]:
+  """Trains to config.train.steps; returns the last metrics.
+
+  Raises:
+    setup.ConfigError, data.DataError, ...: before anything is trained.
+    update.NonFinite: the loss is not finite; the batch is in the run folder.
+    RolloutError: the search service failed too often; a checkpoint is saved.
+    Stopped: by a signal; a checkpoint is saved.
+  """
+  setup.check(config)
+
+  # ---- Data, tokens, environment: everything that can fail early.
+  stream = data.open_stream(config.data, config.seed)
+  heldout = data.load_sets(config.data.eval, config.data)
+  setup.check_rewards(config, stream.questions)
+  tok = setup.tokenizer(config, workdir)
+  env = setup.environment(config, tok)
+
+  # ---- Model and optimizer, on the mesh.
+  mesh = setup.mesh(config)
+  cfg = setup.model_config(config, tok.vocab_size)
+  params = setup.parameters(config, cfg, mesh)
+  updates = config.train.steps * config.algorithm.minibatches * (
+    config.algorithm.epochs
+  )
+  tx = optim.make(config.optim, updates, params)
+  updater = update.Updater(
+    cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
+    objective=update.policy_objective(config), mesh=mesh,
+  )
+  state = updater.init(params)
+  # The step donates its state, so the reference owns a copy.
+  ref = update.copy(state.params) if config.algorithm.kl != 'none' else None
+
+  # ---- Resume: the last checkpoint of this folder, if there is one.
+  saver = setup.saver(config, workdir)
+  fingerprint = dataclasses.asdict(cfg)
+  step = 0
+  if saver.latest() is not None:
+    saved = saver.restore(
+      {'state': state, 'ref': ref}, 'latest', fingerprint=fingerprint
+    )
+    state, ref = saved.state['state'], saved.state['ref']
+    stream.restore(saved.extras['stream'])
+    step = saved.step
+
+  with (
+    setup.retrieval(config, workdir) as url,
+    Writer(
+      workdir, config, step=step, steps=config.train.steps,
+      about={'devices': [str(d) for d in jax.devices()],
+             'parameters': cfg.n_params},
+    ) as writer,
+    Signals() as signals,
+  ):
+    source = setup.source(config, url)
+    asyncio.run(source.check())
+    engine = setup.engine(config, cfg, state.params, tok, mesh)
+    evaluator = passk.make(
+      config, heldout, env=env, engine=engine, source=source, writer=writer,
+      run=signals.run,
+    )
+    scores_old = (
+      updater.objective.needs_old or config.algorithm.kl == 'reward'
+    )
+    updater.warmup(state, score=scores_old or ref is not None)
+    peak = update.peak_flops(measure=True) * jax.device_count()
+    trainer_logps = sync.forward_logps(cfg, mesh)
+    canary = canary_ids(env, stream)
+    started = time.monotonic()
+
+    def publish():
+      with writer.timer('sync'):
+        return sync.sync_and_verify(
+          engine, state.params, step, canary,
+          lambda ids: trainer_logps(state.params, ids),
+          config.engine.canary_tolerance,
+        )
+
+    def evaluate():
+      with writer.timer('evaluate'):
+        return dict(evaluator.run(step))
+
+    def save(metrics):
+      if step in saver.steps():
+        return
+      with writer.timer('checkpoint'):
+        saver.save(
+          step, {'state': state, 'ref': ref}, metrics=metrics,
+          extras={'stream': stream.state(), 'version': step},
+          fingerprint=fingerprint,
+        )
+
+    publish()
+    metrics = {}
+    if step == 0 and config.eval.every:
+      metrics = evaluate()
+      writer.write(-1, metrics)
+
+    # ---- The loop.
+    while step < config.train.steps:
+      cursor = stream.state()
+      try:
+        # Questions -> groups of trajectories, through real searches.
+        with writer.timer('rollout'):
+          groups, stats = signals.run(rollout(
+            stream.next(config.rollout.questions), env=env, engine=engine,
+            source=source, config=config.rollout, seed=config.seed, step=step,
+          ))
+        # Trajectories -> rewards.
+        with writer.timer('reward'):
+          reward = signals.run(rewards.combine(
+            config.reward, groups,
+            rewards.RewardContext(step, env, tok, engine, source),
+          ))
+      except (RolloutError, Stopped):
+        # Nothing of this step was used: the next start takes it again.
+        stream.restore(cursor)
+        save(metrics)
+        raise
+      trajectories = [t for group in groups for t in group]
+      group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+
+      # Rewards -> advantages -> fixed-shape microbatches.
+      with writer.timer('batch'):
+        values, valid = advantages.returns(reward.value), reward.valid
+        kept, counts = batching.keep(
+          values, valid, group_ids,
+          drop_zero_variance=config.algorithm.drop_zero_variance,
+        )
+        batches = batching.make(
+          trajectories, kept, group_ids, config, shards=updater.shards,
+          seed=(config.seed, step),
+        )
+      # Log-probs before the step's first update, and the reference's.
+      with writer.timer('score'):
+        old = [
+          [updater.score(state.params, b) for b in mini] if scores_old else None
+          for mini in batches
+        ]
+        refs = [
+          [updater.score(ref, b) for b in mini] if ref is not None else None
+          for mini in batches
+        ]
+      if config.algorithm.kl == 'reward':
+        values = values - config.algorithm.kl_coef * kl_of_rows(
+          config, batches, old, refs, len(trajectories)
+        )
+      advantage = getattr(advantages, config.algorithm.advantage)(
+        values, valid, group_ids, **config.algorithm.advantage_kw
+      )
+      batches = [batching.set_advantages(mini, advantage) for mini in batches]
+
+      # Batch -> loss -> update.
+      with writer.timer('update'):
+        begin, flops, per_update = time.monotonic(), 0.0, []
+        for _ in range(config.algorithm.epochs):
+          for mini, mini_old, mini_ref in zip(batches, old, refs):
+            state, found = updater.step(state, mini, mini_old, mini_ref)
+            per_update.append(found)
+            flops += update.update_flops(cfg, mini)
+            if not found['finite']:
+              path = save_batch(workdir, step, mini)
+              raise update.NonFinite(
+                f'step {step}: the loss or its gradient is not finite; '
+                f'nothing was updated. The batch is in {path}'
+              )
+        seconds = time.monotonic() - begin
+      step += 1
+
+      # Updated weights -> engine, verified.
+      report = publish()
+
+      metrics = {
+        **{f'train/{k}': np.mean([m[k] for m in per_update])
+           for k in (per_update[0] if per_update else ())},
+        **{f'reward/{k}': float(np.nanmean(v))
+           for k, v in reward.parts.items()},
+        **{f'batch/{k}': v for k, v in counts.items()},
+        **stats.metrics(),
+        **evaluators.health(groups, env, values),
+        'reward': float(values[valid].mean()) if valid.any() else 0.0,
+        'train/lr': float(optim.schedule(config.optim, updates)(
+          max(step - 1, 0)
+        )),
+        'train/mfu': flops / seconds / peak if peak else 0.0,
+        'sync/canary_max_diff': report.canary_max_diff,
+      }
+      late = 0 < config.train.seconds < time.monotonic() - started
+      last = step == config.train.steps or late or signals.stop
+      every = config.eval.every
+      if every and (step % every == 0 or last) and not signals.stop:
+        metrics |= evaluate()
+      with writer.timer('write'):
+        writer.trajectories(
+          step - 1, groups, reward, decode=tok.decode, advantages=advantage
+        )
+      every = config.checkpoint.every
+      if last or (every and step % every == 0):
+        save(metrics)
+      metrics = writer.write(step - 1, metrics)
+      writer.progress(
+        metrics, reward='reward', em='reward/em', searches='health/searches',
+        tok_s='rollout/tokens_per_second', eval_em='eval/em',
+      )
+      if signals.stop:
+        raise Stopped(f'stopped by a signal after step {step}; saved')
+      if late:
+        break
+    asyncio.run(source.close())
+  return metrics
+
+
+def kl_of_rows(config, batches, old, refs, n: int) -> np.ndarray:
+  """KL to the reference, summed over each trajectory: float64 [n]."""
+  flat = [
+    (b, losses.kl(x, r, config.algorithm.kl_estimator))
+    for mini, xs, rs in zip(batches, old, refs) for b, x, r in zip(mini, xs, rs)
+  ]
+  return batching.row_sums([b for b, _ in flat], [k for _, k in flat], n)
+
+
+def canary_ids(env, stream, tokens: int = 64) -> list[int]:
+  """A fixed text for the check of every sync: prompts of the first questions."""
+  ids = []
+  for question in stream.questions[:8]:
+    state, _ = env.reset(question)
+    ids += [int(i) for s in state.segments for i in s.ids]
+  room = env.config.max_tokens - 8
+  return ids[: min(tokens, room)]
+
+
+def save_batch(workdir: str, step: int, batches) -> pathlib.Path:
+  """What a non-finite update was given, as .npz: one array a field."""
+  path = pathlib.Path(workdir) / f'nonfinite_step{step}.npz'
+  arrays = {
+    f'{i}/{name}': value
+    for i, b in enumerate(batches) for name, value in vars(b).items()
+  }
+  np.savez(path, **arrays)
+  return path
+
+
+def main():
+  config, workdir = _CONFIG.value, _WORKDIR.value
+  if _DRY_RUN.value:
+    tok = setup.tokenizer(config, workdir)
+    print(dryrun.report(config, tok.vocab_size))
+    return
+  train(config, workdir)
+
+
+if __name__ == '__main__':
+  _CONFIG = command.define_config()
+  _WORKDIR = command.define_workdir()
+  _DRY_RUN = flags.DEFINE_bool(
+    'dry_run', False,
+    'Print memory for each device and the arithmetic prompts -> trajectories '
+    '-> microbatches -> updates, then stop.',
+  )
+  command.run(main)

@@ -1,0 +1,310 @@
+"""Sets, paths, ids, the stream."""
+
+import collections
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs import common
+from searchrl_jax.data import checks, core
+from searchrl_jax.types import Passage, Question
+
+
+def data_config(**fields):
+  data = common.base().data
+  data.update(fields)
+  return data
+
+
+def questions(*ids):
+  return [Question(i, f'what is {i}?') for i in ids]
+
+
+def write(path, *rows):
+  path.write_text(''.join(json.dumps(r) + '\n' for r in rows))
+  return str(path)
+
+
+def row(i, **more):
+  return {'id': i, 'question': f'q {i}', 'golden_answers': ['a'], **more}
+
+
+def ids(found):
+  return [q.id for q in found]
+
+
+# -- sets -------------------------------------------------------------------
+
+
+def test_sets_load_by_module_and_field(tmp_path):
+  write(tmp_path / 'a.jsonl', row('1', hops=1), row('2', hops=2))
+  data = data_config(dir=str(tmp_path))
+  data.train = ConfigDict(
+    {'a': {'module': 'jsonl', 'path': 'a.jsonl', 'hops': 2, 'weight': 1.0}}
+  )
+  found = core.load_sets(data.train, data)
+  assert ids(found['a']) == ['2']
+  assert found['a'][0].source == 'a'  # the file names none
+
+
+def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
+  """Search-R1 groups by `index`, which collides when sets are merged."""
+  write(tmp_path / 'a.jsonl', row('train_0'), row('train_1'))
+  write(tmp_path / 'b.jsonl', row('train_0'), row('train_2'))
+  sets = {
+    n: {'module': 'jsonl', 'path': f'{n}.jsonl'} for n in ('a', 'b')
+  }
+  found = core.load_sets(sets, data_config(dir=str(tmp_path)))
+  assert ids(found['a']) == ['a/train_0', 'train_1']
+  assert ids(found['b']) == ['b/train_0', 'train_2']
+
+
+def test_complete_writes_every_default(tmp_path):
+  path = write(tmp_path / 'a.jsonl', row('1'))
+  sets = {'a': {'module': 'jsonl', 'path': path, 'weight': 2.0}}
+  whole = core.complete(sets, data_config(dir=str(tmp_path)))
+  assert whole == {'a': {
+    'module': 'jsonl', 'weight': 2.0, 'path': path, 'layout': 'flashrag',
+    'source': '', 'hops': 0, 'split': '', 'n': 0, 'seed': 0,
+  }}
+
+
+@pytest.mark.parametrize('fields, says', [
+  ({'module': 'jsonl', 'pth': 'a'}, "'pth'; did you mean 'path'"),
+  ({'module': 'jsonl', 'wieght': 1}, "'wieght'; did you mean 'weight'"),
+  ({'module': 'jsnl'}, "did you mean 'jsonl'"),
+  ({'path': 'a'}, 'no field module'),
+  ({'module': 'jsonl'}, "needs the field 'path'"),
+  ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
+  ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'hotpot'}, 'hotpotqa'),
+  ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions asked'),
+  ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
+])
+def test_a_bad_set_says_what_to_mend(tmp_path, fields, says):
+  write(tmp_path / 'a.jsonl', row('1', source='nq'))
+  with pytest.raises(ValueError, match=says):
+    core.load_sets({'s': fields}, data_config(dir=str(tmp_path)))
+
+
+def test_no_set():
+  with pytest.raises(core.DataError, match='there is no set'):
+    core.load_sets({}, data_config())
+
+
+def test_as_is_needs_messages(tmp_path):
+  write(tmp_path / 'a.jsonl', row('1'))
+  sets = {'s': {'module': 'jsonl', 'path': 'a.jsonl'}}
+  with pytest.raises(core.DataError, match="'1' has no messages"):
+    core.load_sets(sets, data_config(dir=str(tmp_path), prompt='as_is'))
+  with pytest.raises(core.DataError, match="'asis' is none of"):
+    core.load_sets(sets, data_config(dir=str(tmp_path), prompt='asis'))
+
+
+# -- paths ------------------------------------------------------------------
+
+
+def test_data_dir_order(tmp_path, monkeypatch):
+  first, second, third = (tmp_path / n for n in '123')
+  for folder in (first, second, third):
+    folder.mkdir()
+  monkeypatch.setattr(core, '_beside', lambda: third)
+  monkeypatch.setenv('SEARCHRL_DATA', str(second))
+  assert core.data_dir(data_config(dir=str(first))) == str(first)
+  assert core.data_dir(data_config()) == str(second)
+  monkeypatch.delenv('SEARCHRL_DATA')
+  assert core.data_dir(data_config()) == str(third)
+  third.rmdir()
+  assert core.data_dir(data_config()) == ''
+  with pytest.raises(core.DataError, match='SEARCHRL_DATA'):
+    core.resolve('x.jsonl', data_config())
+  with pytest.raises(core.DataError, match='config.data.dir'):
+    core.data_dir(data_config(dir=str(third)))
+
+
+def test_hub_path_errors_name_the_mirror(monkeypatch):
+  with pytest.raises(core.DataError, match='OWNER/NAME/FILE'):
+    core.resolve('hf://datasets/a/b', data_config())
+  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+  with pytest.raises(core.DataError, match='HF_ENDPOINT'):
+    core.resolve('hf://datasets/no/such/train.parquet', data_config())
+
+
+# -- checks -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('value, want', [
+  (None, ()), ('a', ('a',)), (['a', 'b'], ('a', 'b')), ((), ()),
+  (np.array(['a', 'b']), ('a', 'b')), (np.array(['a'], object), ('a',)),
+  ([1, 2.5], ('1', '2.5')),
+])
+def test_strings(value, want):
+  assert checks.strings(value, 'x') == want
+
+
+@pytest.mark.parametrize('value', [{'a': 1}, 3, [['a']], [None], b'a', [True]])
+def test_strings_refuses(value):
+  with pytest.raises(core.DataError, match='f:3: the answers'):
+    checks.strings(value, 'f:3: the answers')
+
+
+def test_answers_where_needed():
+  some = [Question('1', 'q', ('a',)), Question('2', 'q'),
+          Question('3', 'q', (' ',))]
+  checks.require_answers(some[:1], 'reward answer.em')
+  with pytest.raises(core.DataError, match="answer.em .* 2 .*'2', '3'"):
+    checks.require_answers(some, 'reward answer.em')
+
+
+def test_choose_draws_by_seed_in_file_order():
+  qs = questions(*map(str, range(50)))
+  a = checks.choose(qs, path='f', n=10, seed=1)
+  assert ids(a) == ids(checks.choose(qs, path='f', n=10, seed=1))
+  assert ids(a) != ids(checks.choose(qs, path='f', n=10, seed=2))
+  assert [int(q.id) for q in a] == sorted(int(q.id) for q in a)
+  # A longer draw with the same seed keeps the shorter one.
+  assert set(ids(a)) < set(ids(checks.choose(qs, path='f', n=20, seed=1)))
+
+
+def test_traces_are_checked():
+  q = questions('1')[0]
+  trace = core.Trace(q, (
+    ('search', 'x'), ('information', (Passage('1', 't', 'x'),)),
+    ('answer', 'y'),
+  ))
+  assert trace.good
+  with pytest.raises(ValueError, match="'reply' is none of"):
+    core.Trace(q, (('reply', 'x'),))
+  with pytest.raises(ValueError, match='carries str, not tuple'):
+    core.Trace(q, (('information', 'x'),))
+
+
+# -- the stream -------------------------------------------------------------
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+  sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+  seed=st.integers(0, 5),
+  shuffle=st.booleans(),
+  step=st.integers(1, 7),
+)
+def test_every_question_once_an_epoch(sizes, seed, shuffle, step):
+  sets = {
+    f's{i}': questions(*(f'{i}.{j}' for j in range(size)))
+    for i, size in enumerate(sizes)
+  }
+  stream = core.Stream(sets, seed=seed, shuffle=shuffle)
+  total = sum(sizes)
+  drawn = []
+  while len(drawn) < 3 * total:
+    got = stream.next(step)
+    assert len(set(ids(got))) == step  # groups go by id
+    drawn += [q.id.partition('#')[0] for q in got]
+  everything = sorted(q.id for qs in sets.values() for q in qs)
+  for epoch in range(3):
+    part = drawn[epoch * total:(epoch + 1) * total]
+    assert sorted(part) == everything
+    if not shuffle:
+      assert part == [q.id for qs in sets.values() for q in qs]
+
+
+def test_weights_share_the_stream_and_keep_epochs():
+  sets = {'a': questions(*(f'a{i}' for i in range(7))),
+          'b': questions(*(f'b{i}' for i in range(5)))}
+  stream = core.Stream(
+    sets, seed=0, shuffle=True, weights={'a': 3.0, 'b': 1.0}
+  )
+  drawn = [stream.next(1)[0].id for _ in range(400)]
+  count = collections.Counter(i[0] for i in drawn)
+  assert (count['a'], count['b']) == (300, 100)
+  for name, size in (('a', 7), ('b', 5)):
+    own = [i for i in drawn if i[0] == name]
+    for k in range(len(own) // size):
+      assert len(set(own[k * size:(k + 1) * size])) == size
+
+
+def test_another_set_leaves_the_order_of_the_first():
+  a, b = questions(*'abcdefgh'), questions(*'xyz')
+  alone = core.Stream({'a': a}, seed=3, shuffle=True, weights={'a': 1})
+  both = core.Stream(
+    {'a': a, 'b': b}, seed=3, shuffle=True, weights={'a': 1, 'b': 1}
+  )
+  mixed = [q.id for _ in range(16) for q in both.next(1) if q.id in 'abcdefgh']
+  assert mixed == ids(alone.next(8))
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+  before=st.integers(0, 30), after=st.integers(1, 30),
+  weighted=st.booleans(),
+)
+def test_resume_is_exact(before, after, weighted):
+  sets = {'a': questions(*'abcdefg'), 'b': questions(*'vwxyz')}
+  make = lambda: core.Stream(
+    sets, seed=1, shuffle=True,
+    weights={'a': 2, 'b': 1} if weighted else None,
+  )
+  stream = make()
+  if before:
+    stream.next(before)
+  state = json.loads(json.dumps(stream.state()))
+  want = [ids(stream.next(after)), ids(stream.next(3))]
+  other = make()
+  other.restore(state)
+  assert [ids(other.next(after)), ids(other.next(3))] == want
+
+
+def test_seeds_differ_and_shuffle_shuffles():
+  qs = questions(*map(str, range(100)))
+  first = {
+    seed: ids(core.Stream({'a': qs}, seed=seed, shuffle=True).next(100))
+    for seed in (0, 1)
+  }
+  assert first[0] != first[1]
+  stream = core.Stream({'a': qs}, seed=0, shuffle=True)
+  assert ids(stream.next(100)) == first[0] != ids(stream.next(100))
+
+
+@pytest.mark.parametrize('change', [
+  {'seed': 2}, {'shuffle': False}, {'weights': {'a': 1}},
+  {'sets': {'a': questions(*'abd')}}, {'sets': {'b': questions(*'abc')}},
+])
+def test_a_cursor_of_other_data_is_refused(change):
+  fields = {
+    'sets': {'a': questions(*'abc')}, 'seed': 1, 'shuffle': True,
+    'weights': None,
+  }
+  make = lambda sets, **kw: core.Stream(sets, **kw)
+  state = make(**fields).state()
+  make(**fields).restore(state)
+  with pytest.raises(core.DataError, match='data cursor belongs to other'):
+    make(**{**fields, **change}).restore(state)
+
+
+@pytest.mark.parametrize('sets, weights, says', [
+  ({'a': []}, None, 'no question'),
+  ({'a': questions('1'), 'b': []}, None, "'b' is empty"),
+  ({'a': questions('1'), 'b': questions('1')}, None, "'1' was already used"),
+  ({'a': questions('1'), 'b': questions('2')}, {'a': 1.0}, "'b' has weight"),
+  ({'a': questions('1')}, {'a': 0.0}, 'weight 0'),
+])
+def test_bad_streams(sets, weights, says):
+  with pytest.raises(core.DataError, match=says):
+    core.Stream(sets, seed=0, shuffle=True, weights=weights)
+
+
+def test_open_stream(tmp_path):
+  write(tmp_path / 'a.jsonl', *(row(f'a{i}') for i in range(4)))
+  write(tmp_path / 'b.jsonl', *(row(f'b{i}') for i in range(2)))
+  data = data_config(dir=str(tmp_path), shuffle=False)
+  data.train = ConfigDict({
+    'a': {'module': 'jsonl', 'path': 'a.jsonl'},
+    'b': {'module': 'jsonl', 'path': 'b.jsonl'},
+  })
+  stream = core.open_stream(data, seed=0)
+  assert ids(stream.next(6)) == ['a0', 'a1', 'a2', 'a3', 'b0', 'b1']
+  assert stream.sizes == {'a': 4, 'b': 2}

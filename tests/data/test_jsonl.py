@@ -1,0 +1,150 @@
+"""JSON lines in four layouts, and everything that can be wrong with them."""
+
+import gzip
+import json
+
+import pytest
+
+from searchrl_jax.data import jsonl
+from searchrl_jax.data.checks import DataError
+from tests.conftest import shared_data
+
+FLASHRAG = {
+  'id': 'test_0', 'question': 'who wrote it ', 'golden_answers': ['Ann', 'A'],
+  'metadata': {'level': 'hard'},
+}
+OURS = {
+  'id': 'nq_1', 'question': 'when', 'golden_answers': ['1900'],
+  'supporting_ids': ['7', '9'], 'source': 'nq', 'hops': 2, 'split': 'dev',
+}
+
+
+def write(path, *rows):
+  path.write_text(
+    ''.join((r if isinstance(r, str) else json.dumps(r)) + '\n' for r in rows)
+  )
+  return str(path)
+
+
+def test_flashrag_and_our_fields(tmp_path):
+  a, b = jsonl.load(write(tmp_path / 'x.jsonl', FLASHRAG, '', OURS))
+  assert (a.id, a.text, a.answers) == ('test_0', 'who wrote it', ('Ann', 'A'))
+  assert a.meta == {'level': 'hard'} and a.messages == ()
+  assert (b.supporting, b.source, b.hops) == (('7', '9'), 'nq', 2)
+  assert b.meta == {'split': 'dev'}
+
+
+def test_gzip_is_told_by_content_and_arrays_load(tmp_path):
+  plain = jsonl.load(write(tmp_path / 'x.jsonl', FLASHRAG, OURS))
+  named_wrong = tmp_path / 'y.jsonl'
+  named_wrong.write_bytes(
+    gzip.compress((tmp_path / 'x.jsonl').read_bytes())
+  )
+  array = write(tmp_path / 'z.json', json.dumps([FLASHRAG, OURS]))
+  assert jsonl.load(str(named_wrong)) == plain == jsonl.load(array)
+
+
+def test_line_separators_inside_strings(tmp_path):
+  odd = {**FLASHRAG, 'question': 'a\u2028b\x85c'}
+  path = tmp_path / 'x.jsonl'
+  path.write_text(json.dumps(odd, ensure_ascii=False) + '\r\n')
+  assert jsonl.load(str(path))[0].text == 'a\u2028b\x85c'
+
+
+@pytest.mark.parametrize('bad, says', [
+  ('{"id": "1", ', r'x\.jsonl:2: not JSON'),
+  ('[1]', r'x\.jsonl:2: a JSON list, not an object'),
+  ({'id': '1'}, r"x\.jsonl:2: there is no 'question' \(found: 'id'\)"),
+  ({'question': 'q'}, r"x\.jsonl:2: there is no 'id'"),
+  ({'id': '1', 'question': ' '}, r"x\.jsonl:2: question '1' has no text"),
+  ({'id': '1', 'question': 5}, r"x\.jsonl:2: question '1' has no text"),
+  ({'id': True, 'question': 'q'}, r'x\.jsonl:2: the id is True'),
+  ({'id': '', 'question': 'q'}, r'x\.jsonl:2: the id is empty'),
+  ({**FLASHRAG, 'id': '1', 'golden_answers': {'a': 1}},
+   r"x\.jsonl:2: the answers of question '1'"),
+  ({**FLASHRAG, 'id': '1', 'metadata': 'x'}, r'x\.jsonl:2: the metadata'),
+  ({**FLASHRAG, 'id': '1', 'hops': 'two'}, r'x\.jsonl:2: the hops'),
+  (FLASHRAG, r"x\.jsonl:2: id 'test_0' was already used at .*x\.jsonl:1"),
+])
+def test_bad_lines_name_file_and_line(tmp_path, bad, says):
+  with pytest.raises(DataError, match=says):
+    jsonl.load(write(tmp_path / 'x.jsonl', FLASHRAG, bad))
+
+
+def test_bad_files(tmp_path):
+  with pytest.raises(DataError, match='cannot be read'):
+    jsonl.load(str(tmp_path / 'none.jsonl'))
+  with pytest.raises(DataError, match='no question in it'):
+    jsonl.load(write(tmp_path / 'e.jsonl'))
+  cut = tmp_path / 'cut.jsonl.gz'
+  cut.write_bytes(gzip.compress(json.dumps(OURS).encode())[:-9])
+  with pytest.raises(DataError, match='cut short'):
+    jsonl.load(str(cut))
+  latin = tmp_path / 'latin.jsonl'
+  latin.write_bytes(b'{"id": "1", "question": "caf\xe9"}\n')
+  with pytest.raises(DataError, match=r'latin\.jsonl:1: not JSON'):
+    jsonl.load(str(latin))
+
+
+def test_filters(tmp_path):
+  rows = [
+    {**OURS, 'id': str(i), 'source': s, 'hops': h, 'split': p}
+    for i, (s, h, p) in enumerate(
+      [('nq_a', 1, 'dev'), ('nq_b', 1, 'train'), ('hotpot', 2, 'dev')]
+    )
+  ]
+  path = write(tmp_path / 'x.jsonl', *rows)
+  found = lambda **kw: [q.id for q in jsonl.load(path, **kw)]
+  assert found(source='nq*') == ['0', '1']
+  assert found(source='hotpot') == ['2']
+  assert found(hops=1, split='dev') == ['0']
+  assert len(found(n=2, seed=1)) == 2
+  for kw, says in (
+    ({'source': 'hotpt'}, "did you mean 'hotpot'"),
+    ({'hops': 3}, r'hops=3; there are: \[1, 2\]'),
+    ({'split': 'deb'}, "did you mean 'dev'"),
+    ({'n': -1}, 'n=-1'),
+  ):
+    with pytest.raises(DataError, match=says):
+      found(**kw)
+
+
+def test_multihop_layouts(tmp_path):
+  hotpot = {
+    '_id': 'h', 'question': 'q', 'answer': 'yes', 'type': 'bridge',
+    'supporting_facts': [['T', 0], ['T', 2], ['U', 1]], 'context': [],
+  }
+  q, = jsonl.load(
+    write(tmp_path / 'h.json', json.dumps([hotpot])), layout='hotpotqa'
+  )
+  assert (q.id, q.answers, q.hops) == ('h', ('yes',), 2)
+  assert q.meta['supporting_titles'] == ['T', 'U']
+  two = {**hotpot, 'type': 'bridge_comparison'}
+  q, = jsonl.load(write(tmp_path / 'w.jsonl', two), layout='2wiki')
+  assert (q.source, q.hops) == ('2wikimultihopqa', 4)
+  musique = {
+    'id': '3hop1__1_2_3', 'question': 'q', 'answer': 'A',
+    'answer_aliases': ['B'], 'answerable': True,
+    'paragraphs': [{'title': 'T', 'is_supporting': True},
+                   {'title': 'U', 'is_supporting': False}],
+  }
+  q, = jsonl.load(write(tmp_path / 'm.jsonl', musique), layout='musique')
+  assert (q.answers, q.hops) == (('A', 'B'), 3)
+  assert q.meta['supporting_titles'] == ['T']
+  with pytest.raises(DataError, match=r"m\.jsonl:1: there is no '_id'"):
+    jsonl.load(str(tmp_path / 'm.jsonl'), layout='hotpotqa')
+
+
+@pytest.mark.skipif(shared_data() is None, reason='no real data at hand')
+@pytest.mark.parametrize('name, layout, count', [
+  ('qa_train.jsonl.gz', 'flashrag', 7347),
+  ('qa_dev.jsonl.gz', 'flashrag', 1247),
+  ('bamboogle_test.jsonl', 'flashrag', 125),
+  ('popqa_test_1000.jsonl', 'flashrag', 1000),
+  ('multihop/hotpotqa_dev_200_distractor.json', 'hotpotqa', 200),
+  ('multihop/2wikimultihopqa_dev_200.json', '2wiki', 200),
+  ('multihop/musique_dev_200.json', 'musique', 200),
+])
+def test_real_files(name, layout, count):
+  found = jsonl.load(str(shared_data() / name), layout=layout)
+  assert len(found) == count and all(q.answers for q in found)

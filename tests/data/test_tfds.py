@@ -1,0 +1,72 @@
+"""ArrayRecord through TFDS, made and read without TensorFlow."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from searchrl_jax.data import jsonl, tfds
+from searchrl_jax.data.checks import DataError
+from tests.conftest import ROOT
+
+ROWS = [
+  {'id': f'q{i}', 'question': f'qué {i}', 'golden_answers': ['a', 'b'][:i % 3],
+   'supporting_ids': ['7'], 'source': 'nq', 'hops': 1}
+  for i in range(20)
+]
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory):
+  at = tmp_path_factory.mktemp('tfds')
+  file = at / 'x.jsonl'
+  file.write_text(''.join(json.dumps(r) + '\n' for r in ROWS))
+  path = tfds.build(
+    str(file), str(at / 'out'), name='some', split='dev', layout='flashrag'
+  )
+  return str(file), path
+
+
+def load(path, **kw):
+  fields = {'supporting': 'supporting_ids', 'source': 'source',
+            'hops': 'hops', 'split': 'dev'}
+  return tfds.load(path, **{**fields, **kw})
+
+
+def test_round_trip(prepared):
+  file, path = prepared
+  assert load(path) == jsonl.load(file)
+  assert [q.id for q in load(path, split='dev[5:8]')] == ['q5', 'q6', 'q7']
+  assert load(path, id='')[3].id == '3'
+
+
+def test_it_needs_no_tensorflow(prepared):
+  code = (
+    'import sys; from searchrl_jax.data import tfds; '
+    f'print(len(tfds.load({prepared[1]!r}, "dev")), '
+    '"tensorflow" in sys.modules)'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True
+  )
+  assert done.stdout.strip() == '20 False', done.stderr
+
+
+@pytest.mark.parametrize('fields, says', [
+  ({'split': 'train'}, "no split 'train': dev"),
+  ({'split': 'dev[:x]'}, "split 'dev\\[:x\\]'"),
+  ({'question': 'qestion'}, "row 0: no field 'qestion'; did you mean"),
+])
+def test_errors(prepared, fields, says):
+  with pytest.raises(DataError, match=says):
+    load(prepared[1], **fields)
+
+
+def test_nothing_is_overwritten(prepared, tmp_path):
+  file, path = prepared
+  folder = path.removesuffix('/some/1.0.0')
+  with pytest.raises(DataError, match='already there'):
+    tfds.build(file, folder, name='some', split='dev', layout='flashrag')
+  with pytest.raises(DataError, match='no dataset_info.json'):
+    load(str(tmp_path))

@@ -1,0 +1,160 @@
+"""Scripted traces: real searches, honest labels, deterministic."""
+
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import common
+from searchrl_jax import metrics
+from searchrl_jax.data import core, wiki
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.types import Passage
+
+PASSAGES = {
+  str(i): Passage(
+    str(i), f'Town {i} (place)',
+    f'Town {i} is a small market town of the north . Mayor John Gray{i} '
+    f'opened it on May {i + 1} , 19{i + 10} with 4{i} people .',
+  )
+  for i in range(20)
+}
+
+
+def search(queries, k):
+  """Finds 'Town i' by its number, then its neighbours."""
+  out = []
+  for query in queries:
+    numbers = [w for w in query.split() if w in PASSAGES]
+    first = int(numbers[0]) if numbers else 0
+    out.append([PASSAGES[str((first + j) % 20)] for j in range(k)])
+  return out
+
+
+def questions(tmp_path, split='train'):
+  rows = []
+  for i in range(20):
+    rows += [
+      {'id': f'w{i}', 'question': f'when was the Town {i} opened',
+       'golden_answers': [f'May {i + 1} , 19{i + 10}', 'long ' * 20]},
+      {'id': f'm{i}', 'question': f'who is the mayor of Town {i}',
+       'golden_answers': [f'John Gray{i}']},
+    ]
+  path = tmp_path / f'{split}.jsonl'
+  path.write_text(''.join(
+    json.dumps({**r, 'supporting_ids': [r['id'][1:]], 'split': split,
+                'source': 'nq'}) + '\n' for r in rows
+  ))
+  return str(path)
+
+
+def make(path, n=200, **kw):
+  fields = {'seed': 0, 'k': 2, 'good': 0.3, 'poor': 0.1, 'guess': 0.1,
+            'max_answer_words': 6, 'drills': 0}
+  return wiki.traces(path, search, n, **{**fields, **kw})
+
+
+def test_good_is_right_and_read(tmp_path):
+  found = make(questions(tmp_path))
+  good = [t for t in found if t.good]
+  assert 30 < len(good) < 90
+  for trace in good:
+    kinds = [kind for kind, _ in trace.actions]
+    assert kinds[:3] == ['think', 'search', 'information']
+    assert kinds[-2:] == ['think', 'answer']
+    answer = trace.actions[-1][1]
+    assert metrics.exact_match(answer, trace.question.answers) == 1
+    shown = [p for kind, ps in trace.actions if kind == 'information'
+             for p in ps]
+    assert any(answer in p.text and p.id in trace.question.supporting
+               for p in shown)
+
+
+def test_information_is_what_the_search_gave(tmp_path):
+  for trace in make(questions(tmp_path), n=60):
+    for (kind, query), (after, got) in zip(trace.actions, trace.actions[1:]):
+      if kind == 'search':
+        assert after == 'information'
+        assert list(got) == search([query], 2)[0]
+
+
+def test_shares(tmp_path):
+  path = questions(tmp_path)
+  searches = lambda t: sum(kind == 'search' for kind, _ in t.actions)
+  assert all(t.good for t in make(path, good=1.0, poor=0.0, guess=0.0))
+  guessed = make(path, good=0.0, poor=0.0, guess=1.0)
+  assert not any(searches(t) or t.good for t in guessed)
+  blind = make(path, good=0.0, poor=0.0, guess=0.0)
+  assert all(searches(t) >= 1 and not t.good for t in blind)
+  named = {t.actions[-2][1].split(' in ')[0] for t in blind}
+  assert named == set(wiki.KINDS)  # without a look at the question
+  for bad in ({'good': 0.9, 'poor': 0.2}, {'guess': -0.1}):
+    with pytest.raises(DataError, match='must be shares'):
+      make(path, **bad)
+
+
+def test_drills_copy_and_claim_nothing(tmp_path):
+  found = make(questions(tmp_path), n=40, drills=30)
+  assert [t for t in found if t.question.source != 'drill'] == make(
+    questions(tmp_path), n=40
+  )
+  drills = [t for t in found if t.question.source == 'drill']
+  assert len({t.question.id for t in drills}) == 30
+  text = ' '.join(p.text for p in PASSAGES.values()).lower()
+  for t in drills:
+    assert t.question.text in text
+    assert dict(t.actions)['search'] == t.question.text
+    assert dict(t.actions)['information'] == ()
+    assert t.actions[-1] == ('answer', 'unknown')
+
+
+def test_traces_repeat(tmp_path):
+  path = questions(tmp_path)
+  assert make(path, seed=3) == make(path, seed=3) != make(path, seed=4)
+
+
+def test_every_question_before_any_twice(tmp_path):
+  found = make(questions(tmp_path), n=80)
+  first, second = found[:40], found[40:]
+  assert len({t.question.id for t in first}) == 40
+  assert {t.question.id for t in first} == {t.question.id for t in second}
+
+
+def test_held_out_questions_stay_out(tmp_path):
+  with pytest.raises(DataError, match="split='train'"):
+    make(questions(tmp_path, split='dev'))
+
+
+def test_candidates():
+  p = Passage('1', 'Tone River (Japan)', (
+    'The Tone River is a large river in the Kanto region . In March 1943 , '
+    'John van Dyke crossed 3.5 million stones on 4 May 1944 .'
+  ))
+  get = lambda kind: wiki.candidates(p, 'who crossed the Tone in Kanto', kind)
+  assert get('title') == ['Tone River']
+  assert get('date') == ['March 1943', '4 May 1944']
+  assert get('number')[1] == '3.5 million'
+  # Not the title, and not what the question says already.
+  assert get('name') == ['March', 'John van Dyke', 'May']
+  assert get('lead') == ['The Tone River is a large river in the Kanto']
+  assert get('phrase') == ['large river in the Kanto region']
+  assert wiki.kind_of('Tone river', p) == 'title'
+  assert [wiki.kind_of(a, p) for a in ('May 1944', 'three', 'Bo', 'a dog')] == [
+    'date', 'number', 'name', 'phrase']
+
+
+def test_through_the_config(tmp_path):
+  path = questions(tmp_path)
+  data = common.base().data
+  data.dir = str(tmp_path)
+  fields = ConfigDict({
+    'module': 'wiki', 'path': 'train.jsonl', 'n': 10, 'seed': 0, 'k': 2,
+    'good': 0.3, 'poor': 0.1, 'guess': 0.1, 'max_answer_words': 6,
+    'drills': 0,
+  })
+  assert core.load_traces(fields, data, search) == make(path, n=10)
+  with pytest.raises(DataError, match='sft.data.*need a search'):
+    core.load_traces(fields, data)
+  fields.goood = 0.3
+  with pytest.raises(DataError, match="'goood'; did you mean 'good'"):
+    core.load_traces(fields, data, search)

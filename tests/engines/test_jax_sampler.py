@@ -1,0 +1,601 @@
+"""The in-process sampler: exact, complete, and it ends."""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from searchrl_jax import sharding
+from searchrl_jax.engines import decode
+from searchrl_jax.engines.core import (
+  EngineError, Sampling, SyncError, WeightsUpdate,
+)
+from searchrl_jax.engines.jax_sampler import JaxSampler, StopFinder
+from searchrl_jax.models import decoder
+from searchrl_jax.types import Prompt
+from tests.engines.common import CFG, Letters, make_engine, make_params
+from tests.engines.contract import EngineContract, once, prompt
+
+
+@pytest.fixture(scope='module')
+def engine():
+  return make_engine()
+
+
+@pytest.fixture
+def token_bytes():
+  return Letters().token_bytes
+
+
+class TestContract(EngineContract):
+  tolerance = 1e-5
+
+
+def full_logps(ids, temperature=1.0, params=None):
+  """Log-probs [T, V] of the next token, by the uncached decoder and numpy."""
+  params = make_params() if params is None else params
+  hidden = decoder.hidden_states(params, CFG, jnp.asarray([ids]))
+  x = np.asarray(decoder.logits(params, CFG, hidden), np.float64)[0]
+  x = x / temperature
+  x = x - x.max(-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize('temperature', [1.0, 0.6, 0.0])
+def test_cached_equals_full_forward(engine, temperature):
+  async def main():
+    handle = engine.open(prompt(engine, 20))
+    done = await engine.generate(
+      handle, Sampling(max_tokens=9, temperature=temperature, seed=1)
+    )
+    engine.append(handle, range(17))
+    more = await engine.generate(
+      handle, Sampling(max_tokens=8, temperature=temperature, seed=1)
+    )
+    ids = handle.ids
+    engine.close(handle)
+    return ids, done, more
+
+  ids, done, more = asyncio.run(main())
+  want = full_logps(ids, temperature or 1.0)
+  for start, part in ((20, done), (46, more)):
+    at = np.arange(start, start + len(part.ids))
+    assert [ids[i] for i in at] == part.ids.tolist()
+    np.testing.assert_allclose(part.logps, want[at - 1, part.ids], atol=1e-5)
+    if temperature == 0:
+      assert part.ids.tolist() == want[at - 1].argmax(-1).tolist()
+
+
+# --- The draw.
+
+
+def test_threefry_known_answers():
+  # Random123's kat_vectors, threefry2x32 with 20 rounds.
+  for key, count, want in (
+    (0x00000000, 0x00000000, (0x6B200159, 0x99BA4EFE)),
+    (0xFFFFFFFF, 0xFFFFFFFF, (0x1CB996FC, 0xBB002BE7)),
+  ):
+    k, c = jnp.uint32(key), jnp.uint32(count)
+    got = decode.threefry((k, k), (c, c))
+    assert tuple(int(w) for w in got) == want
+
+
+def draw_many(logits, n, **changes):
+  """n draws of one distribution: ids [n], logps [n]."""
+  state = decode.idle_state(n)
+  for name, value in changes.items():
+    state[name][:] = value
+  state['seed'][:, 1] = 7
+  u = decode.uniforms(jnp.asarray(state['seed']), jnp.arange(n))
+  x = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
+  state = jax.tree.map(jnp.asarray, state)
+  ids, logps = jax.jit(decode.draw)(x, u, state)
+  return np.asarray(ids), np.asarray(logps)
+
+
+def truncated(logits, temperature, top_k, top_p):
+  """The kept distribution, by sorting, in float64."""
+  x = np.asarray(logits, np.float64) / temperature
+  p = np.exp(x - x.max())
+  order = np.argsort(-p, kind='stable')
+  keep = np.zeros(len(p), bool)
+  keep[order[:top_k or len(p)]] = True
+  p = np.where(keep, p, 0) / p[keep].sum()
+  before = np.cumsum(p[order]) - p[order]
+  keep[order] &= before < top_p
+  return np.where(keep, p, 0) / p[keep].sum()
+
+
+def chi_square(ids, p):
+  """Pearson's statistic less its mean, in standard deviations."""
+  n, counts = len(ids), np.bincount(ids, minlength=len(p))
+  assert counts[p == 0].sum() == 0
+  big = n * p >= 5
+  seen = np.append(counts[big], counts[~big].sum())
+  want = np.append(n * p[big], n * p[~big].sum())
+  seen, want = seen[want > 0], want[want > 0]
+  freedom = len(want) - 1
+  stat = ((seen - want) ** 2 / want).sum()
+  return (stat - freedom) / np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize('vocab', [90, 1000])
+@pytest.mark.parametrize('temperature, top_k, top_p', [
+  (1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 12, 1.0), (1.0, 0, 0.8), (1.3, 20, 0.9),
+])
+def test_frequencies_and_logps(vocab, temperature, top_k, top_p):
+  logits = np.random.default_rng(vocab).normal(0, 2, vocab)
+  p = truncated(logits.astype(np.float32), temperature, top_k, top_p)
+  ids, logps = draw_many(
+    logits, 40_000, inv_temperature=1 / temperature, top_k=top_k, top_p=top_p
+  )
+  assert abs(chi_square(ids, p)) < 4
+  np.testing.assert_allclose(logps, np.log(p[ids]), atol=1e-5)
+
+
+def test_frequencies_through_the_engine(engine):
+  """4,000 seeds of one position, with a slot's own settings beside others."""
+  start = prompt(engine, 5)
+
+  async def main():
+    kinds = [dict(), dict(top_k=9, temperature=0.8), dict(top_p=0.7)]
+    handles = [engine.open(start) for _ in range(3)]
+    out = [[], [], []]
+
+    async def many(i):
+      for seed in range(1500):
+        done = await engine.generate(
+          handles[i], Sampling(max_tokens=1, seed=seed, **kinds[i])
+        )
+        out[i].append(int(done.ids[0]))
+        engine.truncate(handles[i], 5)
+
+    await asyncio.gather(*map(many, range(3)))
+    for h in handles:
+      engine.close(h)
+    return out
+
+  free, by_k, by_p = asyncio.run(main())
+  logits = full_logps(start.ids)[-1]
+  assert abs(chi_square(free, truncated(logits, 1.0, 0, 1.0))) < 4
+  assert abs(chi_square(by_k, truncated(logits, 0.8, 9, 1.0))) < 4
+  assert abs(chi_square(by_p, truncated(logits, 1.0, 0, 0.7))) < 4
+
+
+@pytest.mark.parametrize('vocab', [1, 9, 90])
+def test_edges_of_the_stream_never_give_an_impossible_id(vocab):
+  edge = np.float32([0.0, 2.0**-24, 0.5, 1 - 2.0**-24])
+  u = tuple(jnp.asarray(x.ravel()) for x in np.meshgrid(edge, edge))
+  state = jax.tree.map(jnp.asarray, decode.idle_state(16))
+  only = np.full(vocab, -np.inf, np.float32)
+  only[vocab // 2] = 0.0
+  peaked = np.where(np.isinf(only), np.float32(-80), only)
+  draw = jax.jit(decode.draw)
+  ids, logps = draw(jnp.tile(only, (16, 1)), u, state)
+  assert set(ids.tolist()) == {vocab // 2} and set(logps.tolist()) == {0.0}
+  ids, logps = draw(jnp.tile(peaked, (16, 1)), u, state)
+  assert set(ids.tolist()) <= set(range(vocab))
+  assert np.isfinite(np.asarray(logps)).all()
+
+
+def test_greedy_takes_the_lowest_of_ties():
+  logits = np.zeros(90)
+  logits[[17, 18, 40]] = 3.0
+  ids, logps = draw_many(logits, 3, greedy=True)
+  assert ids.tolist() == [17, 17, 17]
+  want = np.log(np.exp(3) / (3 * np.exp(3) + 87))
+  np.testing.assert_allclose(logps, want, atol=1e-6)
+
+
+# --- Stops.
+
+
+def test_stop_finder_across_tokens():
+  find = StopFinder(('</search>', '</s'))
+  assert [find(t) for t in (b'a <', b'/', b'search')] == [None, None, '</s']
+  find = StopFinder(('</search>', 'zzz'))
+  parts = (b'<', b'/se', b'</search', b'>\n')
+  assert [find(t) for t in parts] == [None, None, None, '</search>']
+
+
+class Qwen:
+  """Qwen's vocabulary, its bytes read from tokenizer.json's alphabet."""
+
+  def __init__(self, path):
+    from tokenizers import Tokenizer
+    self.raw = Tokenizer.from_file(str(path))
+    self.vocab_size = self.raw.get_vocab_size()
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    self._bytes = {chr(b): b for b in shown}
+    self._bytes |= {chr(256 + i): b for i, b in enumerate(hidden)}
+
+  def token_bytes(self, i):
+    return bytes(self._bytes[c] for c in self.raw.id_to_token(i))
+
+
+def scripted(cfg, chain):
+  """Weights that follow `chain`, a cycle of distinct ids, greedily.
+
+  The layers add nothing (o and down are 0), so that id chain[i], embedded as
+  basis vector i, meets a head whose row i prefers chain[i + 1].
+  """
+  params = decoder.init_params(cfg, jax.random.key(0), scale=0.0)
+  chain = np.asarray(chain)
+  rows = np.arange(len(chain))
+  params['embed'] = params['embed'].at[chain, rows].set(1.0)
+  params['head'] = params['head'].at[rows, np.roll(chain, -1)].set(1.0)
+  return params
+
+
+def test_stops_inside_merged_tokens_of_qwen(data_dir):
+  """`>` merges with what follows; the ids stay exactly what was sampled."""
+  path = data_dir / 'qwen_tokenizer' / 'tokenizer.json'
+  if not path.exists():
+    pytest.skip(f'no {path}')
+  tok = Qwen(path)
+  cfg = decoder.DecoderConfig(
+    tok.vocab_size, 8, 1, 1, 1, 8, 8, tied=False
+  )
+  engine = make_engine(
+    params=scripted(cfg, [0, 1]), cfg=cfg, tokenizer=tok, slots=2
+  )
+  for i, tail in enumerate(('\n', '\n\n', '.', '</')):
+    ids = tok.raw.encode(f'<search>who</search>{tail}').ids
+    who = tok.raw.encode('who').ids[0]
+    close = ids[ids.index(who) + 1:]
+    assert tok.token_bytes(close[-1]) == f'>{tail}'.encode()  # it did merge
+    engine.sync(WeightsUpdate(scripted(cfg, [who, *close]), i))
+    done = asyncio.run(once(engine, ids[:ids.index(who) + 1], Sampling(
+      max_tokens=20, temperature=0.0, stops=('</search>', '</answer>')
+    )))
+    assert done.stop == '</search>'
+    assert done.ids.tolist() == close
+  assert engine.stats()['discarded_tokens'] > 0  # the chunk had run on
+
+
+# --- Slots: shared prefixes, eviction, no deadlock.
+
+
+def test_a_group_prefills_its_prompt_once():
+  engine = make_engine()
+  start = prompt(engine, 21)
+
+  async def main():
+    first = engine.open(start)
+    handles = [engine.fork(first) for _ in range(5)]
+    handles += [engine.open(start) for _ in range(4)]
+    out = await asyncio.gather(*[
+      engine.generate(h, Sampling(max_tokens=5, seed=i))
+      for i, h in enumerate(handles)
+    ])
+    for h in (first, *handles):
+      engine.close(h)
+    return out
+
+  group = asyncio.run(main())
+  stats = engine.stats()
+  assert stats['prefilled_tokens'] == 20
+  assert stats['prefix_hits'] == 8 and stats['prefix_tokens'] == 160
+  assert stats['recomputed_tokens'] == 0
+  alone = asyncio.run(once(engine, start.ids, Sampling(max_tokens=5, seed=7)))
+  assert alone.ids.tolist() == group[7].ids.tolist()
+  assert alone.logps.tobytes() == group[7].logps.tobytes()
+
+
+async def searching(engine, i, search):
+  """Three turns with a search between them; returns every bit of it."""
+  handle = engine.open(prompt(engine, 8, seed=i // 2))
+  out = []
+  for turn in range(3):
+    done = await engine.generate(
+      handle, Sampling(max_tokens=4 + (i + turn) % 5, seed=i)
+    )
+    out.append((done.ids.tolist(), done.logps.tobytes()))
+    engine.append(handle, await search(engine, i, turn))
+  engine.close(handle)
+  return out
+
+
+async def quick(engine, i, turn):
+  await asyncio.sleep(0.001 * ((7 * i + 3 * turn) % 5))
+  return [1 + i, 2 + turn, 3]
+
+
+async def nested(engine, i, turn):
+  """A search that asks the same engine, while its caller holds a slot."""
+  done = await once(engine, [1 + i, 2 + turn], Sampling(max_tokens=3, seed=i))
+  return done.ids.tolist()
+
+
+@pytest.mark.parametrize('search', [quick, nested])
+def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
+  async def main(engine, count, order):
+    running = {
+      i: asyncio.create_task(searching(engine, i, search)) for i in order
+    }
+    out = await asyncio.wait_for(asyncio.gather(*running.values()), 120)
+    return dict(zip(running, out))
+
+  engine = make_engine(slots=4)
+  # Alone, each trajectory keeps its slot.
+  want = {
+    i: asyncio.run(main(engine, 1, [i]))[i] for i in range(11)
+  }
+  assert engine.stats()['evictions'] == 0
+  for order in (range(11), range(10, -1, -1)):
+    assert asyncio.run(main(engine, 11, order)) == want
+  stats = engine.stats()
+  assert stats['evictions'] > 0 and stats['restored_tokens'] > 0
+  assert stats['recomputed_tokens'] == 0
+
+
+def test_one_slot_is_enough():
+  """Parent, fork and a stranger take turns in a single slot."""
+  engine = make_engine(slots=1)
+
+  async def main():
+    start = prompt(engine)
+    parent, other = engine.open(start), engine.open(prompt(engine, 4, seed=9))
+    sampling = Sampling(max_tokens=5, temperature=0.0)
+    first = await engine.generate(parent, sampling)
+    child = engine.fork(parent)
+    out = await asyncio.gather(*[
+      engine.generate(h, sampling) for h in (child, other, parent)
+    ])
+    assert out[0].ids.tolist() == out[2].ids.tolist()
+    assert out[0].logps.tobytes() == out[2].logps.tobytes()
+    whole = [*start.ids, *first.ids.tolist()]
+    fresh = await once(engine, whole, sampling)
+    assert fresh.ids.tolist() == out[0].ids.tolist()
+    for h in (parent, child, other):
+      engine.close(h)
+
+  asyncio.run(asyncio.wait_for(main(), 60))
+  assert engine._table._held == {} and len(engine._table._free) == 1
+
+
+@pytest.mark.parametrize('length', [1, 2, 63])
+def test_prompts_of_every_length(length):
+  engine = make_engine(max_len=64)
+  ids = prompt(engine, length).ids
+  done = asyncio.run(once(engine, ids, Sampling(max_tokens=1, seed=2)))
+  want = full_logps(ids)[-1, done.ids[0]]
+  np.testing.assert_allclose(done.logps[0], want, atol=1e-5)
+
+
+def test_prompts_longer_than_one_prefill(monkeypatch):
+  monkeypatch.setattr(decode, 'MAX_WIDTH', 16)
+  engine = make_engine()
+  ids = prompt(engine, 50).ids
+  done = asyncio.run(once(engine, ids, Sampling(max_tokens=3, seed=2)))
+  want = full_logps([*ids, *done.ids.tolist()])
+  np.testing.assert_allclose(
+    done.logps, want[np.arange(49, 52), done.ids], atol=1e-5
+  )
+
+
+# --- The driver.
+
+
+def test_a_cancelled_call_leaves_the_handle_as_it_was(engine):
+  async def main():
+    start = prompt(engine)
+    handle = engine.open(start)
+    task = asyncio.create_task(
+      engine.generate(handle, Sampling(max_tokens=50, seed=1))
+    )
+    await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match='generating'):
+      engine.append(handle, [1])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    assert len(handle) == len(start.ids)
+    again = await engine.generate(handle, Sampling(max_tokens=9, seed=1))
+    fresh = await once(engine, start.ids, Sampling(max_tokens=9, seed=1))
+    assert again.ids.tolist() == fresh.ids.tolist()
+    engine.close(handle)
+
+  asyncio.run(main())
+  assert engine._active == {} and engine._waiting == []
+
+
+def test_a_run_that_ends_in_the_middle_harms_no_later_one():
+  engine = make_engine()
+  handle = engine.open(prompt(engine))
+
+  async def leave():
+    asyncio.ensure_future(
+      engine.generate(handle, Sampling(max_tokens=50, seed=1))
+    )
+    await asyncio.sleep(0.02)
+
+  asyncio.run(leave())  # cancels the call and the driver
+  sampling = Sampling(max_tokens=9, seed=1)
+  again = asyncio.run(engine.generate(handle, sampling))
+  fresh = asyncio.run(once(engine, handle.ids[:7], sampling))
+  assert again.ids.tolist() == fresh.ids.tolist()
+
+
+def test_a_device_failure_reaches_every_caller(monkeypatch):
+  engine = make_engine(slots=2)
+
+  def broken(state):
+    raise RuntimeError('out of memory')
+
+  async def main():
+    calls = [
+      once(engine, [i + 1, 2], Sampling(max_tokens=3)) for i in range(5)
+    ]
+    return await asyncio.gather(*calls, engine.score([1, 2]),
+                                return_exceptions=True)
+
+  with monkeypatch.context() as m:
+    m.setattr(engine._device, 'decode', broken)
+    for error in asyncio.run(asyncio.wait_for(main(), 30)):
+      assert isinstance(error, EngineError)
+      assert 'out of memory' in str(error)
+  for done in asyncio.run(main())[:5]:  # and it works again
+    assert len(done.ids) == 3
+
+
+def test_the_loop_stays_live_while_decoding(engine):
+  async def main():
+    ticks = 0
+
+    async def tick():
+      nonlocal ticks
+      while True:
+        await asyncio.sleep(0)
+        ticks += 1
+
+    ticker = asyncio.create_task(tick())
+    await once(engine, [1, 2, 3], Sampling(max_tokens=40))
+    ticker.cancel()
+    return ticks
+
+  assert asyncio.run(main()) > 100
+
+
+# --- Weights.
+
+
+def test_versions_after_a_sync_in_the_middle():
+  engine = make_engine(slots=2)
+  old, new = make_params(0), make_params(1)
+  start = prompt(engine)
+
+  async def main():
+    paused = engine.open(prompt(engine, 9, seed=3))
+    first = await engine.generate(paused, Sampling(max_tokens=4, seed=1))
+    handle = engine.open(start)
+    task = asyncio.create_task(
+      engine.generate(handle, Sampling(max_tokens=50, seed=1))
+    )
+    while engine.stats()['generated_tokens'] < 4 + 12:
+      await asyncio.sleep(0)
+    engine.sync(WeightsUpdate(new, 7))
+    done = await task
+    more = await engine.generate(paused, Sampling(max_tokens=4, seed=1))
+    ids = paused.ids
+    engine.close(handle)
+    engine.close(paused)
+    return first, done, more, ids
+
+  first, done, more, ids = asyncio.run(main())
+  assert set(first.versions.tolist()) == {0}
+  assert set(more.versions.tolist()) == {7}
+  n = int((done.versions == 0).sum())
+  assert 12 <= n < 50 and (np.diff(done.versions) >= 0).all()
+  # Each token has the log-prob of the weights that its version names, given
+  # a cache that is wholly theirs.
+  whole = [*start.ids, *done.ids.tolist()]
+  at = np.arange(6, 6 + 50)
+  want = np.where(
+    np.arange(50) < n, full_logps(whole, params=old)[at, done.ids],
+    full_logps(whole, params=new)[at, done.ids],
+  )
+  np.testing.assert_allclose(done.logps, want, atol=1e-5)
+  at = np.arange(len(ids) - 5, len(ids) - 1)
+  np.testing.assert_allclose(
+    more.logps, full_logps(ids, params=new)[at, more.ids], atol=1e-5
+  )
+  assert engine.stats()['recomputed_tokens'] > 0
+
+
+def test_weights_of_another_model_are_refused_whole():
+  engine = make_engine()
+  before = engine.manifest()
+  params = make_params(1)
+  for change, match in (
+    (lambda p: p['layers'].pop('q_bias'), "no tensor 'layers/q_bias'"),
+    (lambda p: p.update(head=p['embed']), "no tensor 'head'"),
+    (lambda p: p.update(embed=p['embed'].T), "'embed' is \\(32, 90\\)"),
+  ):
+    bad = {**params, 'layers': dict(params['layers'])}
+    change(bad)
+    with pytest.raises(SyncError, match=match):
+      engine.sync(WeightsUpdate(bad, 1))
+  with pytest.raises(EngineError, match='adapter'):
+    engine.sync(WeightsUpdate(params, 1, kind='adapter'))
+  assert engine.manifest() == before and engine.version == 0
+
+
+def test_the_engine_owns_its_weights():
+  params = make_params()
+  engine = make_engine(params=params)
+  want = asyncio.run(once(engine, [1, 2], Sampling(max_tokens=4)))
+  for leaf in jax.tree.leaves(params):
+    leaf.delete()
+  got = asyncio.run(once(engine, [1, 2], Sampling(max_tokens=4)))
+  assert got.ids.tolist() == want.ids.tolist()
+
+
+def test_on_a_mesh_it_samples_the_same():
+  if jax.device_count() < 4:
+    pytest.skip('needs four devices')
+  mesh = sharding.make_mesh(
+    data=1, fsdp=2, tensor=2, devices=jax.devices()[:4]
+  )
+  sampling = Sampling(max_tokens=12, seed=3)
+
+  async def main(engine):
+    return await asyncio.gather(*[
+      once(engine, prompt(engine, 9, seed=i).ids, sampling) for i in range(6)
+    ])
+
+  one, many = (asyncio.run(main(make_engine(mesh=m))) for m in (None, mesh))
+  for a, b in zip(one, many):
+    assert a.ids.tolist() == b.ids.tolist()
+    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
+
+
+# --- Compilation.
+
+
+def test_nothing_compiles_after_warmup():
+  engine = make_engine(slots=3, max_len=48, chunk=3)
+  engine.warmup()
+  compiled = []
+
+  def listen(name, *_, **__):
+    if name == '/jax/core/compile/backend_compile_duration':
+      compiled.append(name)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  rng = np.random.default_rng(0)
+
+  async def trajectory(seed):
+    handle = engine.open(
+      prompt(engine, int(rng.integers(1, 20)), seed=int(rng.integers(4)))
+    )
+    for turn in range(2):
+      await engine.generate(handle, Sampling(
+        max_tokens=int(rng.integers(1, 9)), seed=seed,
+        temperature=float(rng.choice([0.0, 0.5, 1.0])),
+        top_p=float(rng.choice([0.9, 1.0])), top_k=int(rng.choice([0, 5])),
+        stops=('ab',), stop_ids=(3, 4),
+      ))
+      engine.append(handle, rng.integers(0, 90, rng.integers(1, 5)))
+    await engine.score(handle.ids)
+    engine.close(handle)
+
+  async def step(n):
+    await asyncio.gather(*[trajectory(10 * n + i) for i in range(7)])
+
+  try:
+    for n in range(20):
+      asyncio.run(step(n))
+      if n % 5 == 4:
+        engine.sync(WeightsUpdate(jax.tree.map(np.asarray, make_np), n))
+    assert compiled == []
+    jax.jit(lambda x: x + n)(1.0)  # the listener does listen
+    assert compiled
+  finally:
+    jax.monitoring.clear_event_listeners()
+
+
+make_np = jax.tree.map(np.asarray, make_params(2))

@@ -1,0 +1,295 @@
+import asyncio
+import hashlib
+import io
+import json
+import math
+
+import pytest
+
+from configs import common
+from searchrl_jax import metrics, records, writer
+from searchrl_jax.evaluators import answer, passk
+from searchrl_jax.types import Question
+from tests.fakes import FakeEngine, FakeSource, make_env, run_script
+
+ENV = make_env()
+THINK = '<think>a</think>'
+
+
+def question(id='q', **kw):
+  return Question(id, 'Who is it?', ('Ann',), **kw)
+
+
+def row(*turns, question=question(), env=ENV, **kw):
+  trajectory = run_script(turns, env=env, question=question, **kw)
+  (found,) = answer.score([trajectory], env, 'dev')
+  return found
+
+
+def test_a_row():
+  found = row(
+    THINK + '<search>who is it</search>',
+    '<search>ann</search>',
+    '<answer>the Ann!</answer>',
+    question=question(
+      source='nq', hops=2, supporting=('id-ann', 'id-elsewhere')
+    ),
+  )
+  assert (found.set, found.question, found.source, found.hops) == (
+    'dev', 'q', 'nq', 2
+  )  # fmt: skip
+  assert (found.em, found.f1, found.sub_em) == (1, 1, 1)
+  assert found.vote == 'ann'
+  assert (found.answered, found.parsed, found.valid_format) == (1, 1, 1)
+  assert (found.searches, found.guessed) == (2, 0)
+  assert found.copied == 0.5  # 'Who is it?' normalised is the first query
+  assert (found.recall_any, found.recall_all) == (1, 0)
+  assert (found.truncated, found.failed) == (0, False)
+  assert found.tokens == sum(
+    len(text) for text in (
+      THINK + '<search>who is it</search>', '<search>ann</search>',
+      '<answer>the Ann!</answer>',
+    )
+  )  # one token a byte
+
+
+def test_recall_is_over_the_whole_trajectory():
+  turns = ('<search>a</search>', '<search>b</search>', '<answer>x</answer>')
+  both = row(*turns, question=question(supporting=('id-a', 'id-b')))
+  none = row(*turns, question=question(supporting=('id-c',)))
+  assert (both.recall_any, both.recall_all) == (1, 1)
+  assert (none.recall_any, none.recall_all) == (0, 0)
+
+
+def test_what_does_not_apply_is_nan():
+  found = row('<answer>x</answer>', question=Question('q', 'x?'))
+  for name in ('em', 'f1', 'sub_em', 'copied', 'recall_any', 'recall_all'):
+    assert math.isnan(getattr(found, name))
+  assert found.guessed == 1
+
+
+def test_parsed_is_stricter_than_answered():
+  found = row('hm', '<answer>x</answer>')
+  assert (found.answered, found.parsed) == (1, 0)
+  silent = row(*['hm'] * 4)
+  assert (silent.answered, silent.guessed, silent.vote) == (0, 0, None)
+
+
+def test_a_failed_trajectory_scores_nothing():
+  source = FakeSource(fails=lambda q, attempt: True)
+  found = row('<search>a</search>', source=source)
+  assert found.failed and math.isnan(found.em) and math.isnan(found.searches)
+  values = dict(answer.summary([found], 'eval', resamples=10, seed=0))
+  assert values == {'eval/failed': 1.0}
+
+
+def test_searches_of_a_policy_that_is_its_own_source():
+  env = make_env(information='policy')
+  text = '<search>a</search><information>i</information><answer>x</answer>'
+  found = row(text, env=env)
+  assert (found.searches, found.guessed) == (1, 0)
+
+
+def guesser(history, seed):
+  """Right on every second sample of questions with an even number."""
+  number = int(history.split('\n')[0].split()[-1])
+  if number == 9 and '<information>' not in history:
+    return '<search>fails</search>'
+  return f'<answer>{"yes" if number % 2 == 0 and seed % 2 else seed}</answer>'
+
+
+def sets():
+  def one(i):
+    return Question(
+      f'q{i}', f'number {i}', ('yes',), source='nq' if i < 3 else 'hot',
+      hops=1 + i % 2,
+    )  # fmt: skip
+
+  return {'b': [one(i) for i in (2, 0, 1, 3)], 'a': [one(4), one(9)]}
+
+
+def config(**fields):
+  c = common.base()
+  c.rollout.max_failed = 1.0
+  c.eval.update(dict(n=3, bootstrap=200, temperature=1.0) | fields)
+  c.log.tensorboard = False
+  return c
+
+
+def evaluator(c, sets=sets(), **kw):
+  return answer.Evaluator(
+    sets, env=ENV, engine=FakeEngine(guesser),
+    source=FakeSource(fails=lambda q, attempt: q == 'fails'), config=c, **kw,
+  )  # fmt: skip
+
+
+def test_values_are_means_over_questions_with_intervals():
+  found = evaluator(config()).collect(0)
+  values = dict(found.values)
+  rows = [r for r in found.rows if not r.failed]
+  assert len(found.rows) == 18 and len(rows) == 15
+  by_question = {}
+  for r in rows:
+    by_question.setdefault(r.question, []).append(r.em)
+  means = [sum(v) / 3 for _, v in sorted(by_question.items())]
+  assert values['eval/em'] == pytest.approx(sum(means) / 5)
+  assert values['eval/em/n'] == 5 and values['eval/failed'] == 3
+  # The order is that of sets and ids: a has q4, then b has q0 to q3.
+  interval = metrics.bootstrap(
+    [means[4], *means[:4]], resamples=200, seed=0
+  )
+  assert values['eval/em/low'] == interval.low
+  assert values['eval/em/high'] == interval.high
+  assert {k for k in values if k.endswith('/em')} == {
+    'eval/em', 'eval/set=a/em', 'eval/set=b/em', 'eval/source=nq/em',
+    'eval/source=hot/em', 'eval/hops=1/em', 'eval/hops=2/em',
+  }  # fmt: skip
+  assert values['eval/source=nq/em/n'] == 3  # q0, q1, q2
+  # No question has known supports, so nothing is said of their recall.
+  assert not any('recall' in k for k in values)
+
+
+def test_one_slice_is_not_repeated():
+  values = dict(evaluator(config(), {'b': sets()['b'][:1]}).run(0))
+  assert not any('=' in k for k in values)
+
+
+def test_the_order_of_the_questions_and_the_step_do_not_show():
+  turned = {k: v[::-1] for k, v in reversed(sets().items())}
+  a, b = evaluator(config()), evaluator(config(), turned)
+  assert list(a.run(0)) == list(b.run(7))
+
+
+def test_a_subset_is_chosen_by_id():
+  c = config(questions=2)
+  turned = {k: v[::-1] for k, v in sets().items()}
+  chosen = evaluator(c).ids
+  assert chosen == evaluator(c, turned).ids
+  assert [len(v) for v in chosen.values()] == [2, 2]
+  assert evaluator(config(questions=2, seed=3)).ids['b'] != chosen['b'] or (
+    evaluator(config(questions=2, seed=4)).ids['b'] != chosen['b']
+  )
+
+
+def test_sampling_is_that_of_the_evaluation():
+  taken = []
+
+  class Engine(FakeEngine):
+    async def generate(self, handle, sampling):
+      taken.append(sampling)
+      return await super().generate(handle, sampling)
+
+  c = config(temperature=0.0, n=1)
+  c.rollout.temperature, c.rollout.top_k = 0.7, 3
+  list(answer.Evaluator(
+    {'a': [question()]}, source=FakeSource(), config=c, env=ENV,
+    engine=Engine(lambda h, s: '<answer>Ann</answer>'),
+  ).run(0))  # fmt: skip
+  assert [(s.temperature, s.top_p, s.top_k) for s in taken] == [(0.0, 1.0, 0)]
+
+
+def test_trajectories_and_ids_are_kept(tmp_path):
+  c = config()
+  with writer.Writer(tmp_path, c, out=io.StringIO()) as w:
+    list(evaluator(c, writer=w).run(4))
+    list(evaluator(c, writer=w, name='held').run(4))
+  lines = (tmp_path / 'eval.jsonl').read_text().splitlines()
+  assert len(lines) == 18 and json.loads(lines[0])['step'] == 4
+  first = records.read_trajectory(lines[0])
+  assert first.question.id == 'q4' and ENV.answer(first) is not None
+  kept = json.loads((tmp_path / 'held_ids.json').read_text())
+  assert kept['sets']['a']['ids'] == ['q4', 'q9']
+  assert kept['sets']['a']['n'] == 2 and kept['sampling']['n'] == 3
+  assert kept['sets']['a']['sha256'] == hashlib.sha256(b'q4\nq9').hexdigest()
+  assert (tmp_path / 'held.jsonl').exists()
+
+
+def test_no_questions():
+  with pytest.raises(ValueError, match='no questions'):
+    evaluator(config(), {'a': []})
+
+
+def test_another_runner_can_be_given():
+  with asyncio.Runner() as runner:
+    values = dict(evaluator(config(), run=runner.run).run(0))
+  assert values == dict(evaluator(config()).run(0))
+
+
+def test_pass_and_majority():
+  c = config(k=(1, 2), n=3)
+  evaluation = evaluator(c).collect(0)
+  scores = passk.score(evaluation.rows, (1, 2))
+  for key, values in scores['pass@1'].items():
+    rows = [r for r in evaluation.rows if (r.set, r.question) == key]
+    right = sum(r.em == 1 for r in rows)
+    assert values == pytest.approx(right / 3)
+    assert scores['pass@2'][key] == pytest.approx(
+      1 - math.comb(3 - right, 2) / 3
+    )
+  assert ('a', 'q9') not in scores['pass@1']  # it failed: no sample
+  found = dict(passk.Evaluator(evaluator(c), c.eval).run(0))
+  assert found['eval/pass@1'] == pytest.approx(found['eval/em'])
+  assert found['eval/pass@2'] >= found['eval/pass@1']
+  assert found['eval/set=b/maj@2/n'] == 4
+  with pytest.raises(ValueError, match='config.eval.k holds 4'):
+    passk.Evaluator(evaluator(c), config(k=(4,)).eval)
+
+
+def test_one_question_in_two_sets_stays_two():
+  both = {'a': [sets()['b'][0]], 'b': [sets()['b'][0]]}
+  found = evaluator(config(k=(1,)), both).collect(0)
+  assert len({(r.set, r.question, r.sample) for r in found.rows}) == 6
+  assert len(passk.score(found.rows, (1,))['pass@1']) == 2
+
+
+def test_health():
+  question_ = Question('q', 'Who is it?', ('Ann',))
+
+  def one(*turns, **kw):
+    return run_script(turns, env=ENV, question=question_, **kw)
+
+  good = one(THINK + '<search>Who is it?</search>', '<answer>Ann</answer>')
+  cut = one('<think>' + 'abcd' * 49, *['<answer>x</answer>'])
+  failed = one(
+    '<search>a</search>', source=FakeSource(fails=lambda q, attempt: True)
+  )
+  found = answer.health([(good, cut), (failed,)], ENV, [0.5, 0.5, 0.0])
+  assert found['health/failed'] == 1
+  assert found['health/searches'] == 0.5 and found['health/copied'] == 1.0
+  assert found['health/valid_format'] == 0.5
+  assert found['health/answered'] == 1.0 and found['health/guessed'] == 0.5
+  assert found['health/invalid_actions'] == 0.5
+  # '<think>a</think>' has 16 bytes; the other thought is the turn's 200
+  # tokens, that is 7 + 193 of its bytes and more that was cut off.
+  assert found['health/think_tokens'] == (16 + 200) / 2
+  assert found['health/zero_variance'] == 1.0  # one group of two, both 0.5
+  assert set(found) >= {'health/repetition', 'health/end_tokens'}
+
+
+def test_zero_variance_looks_at_each_group_without_failed_ones():
+  def one(failed=False):
+    source = FakeSource(fails=lambda q, attempt: True) if failed else None
+    turn = '<search>a</search>' if failed else '<answer>x</answer>'
+    return run_script((turn,), env=ENV, question=question(), source=source)
+
+  a, bad = one(), one(failed=True)
+  groups = [(a, a), (a, a), (a, a, bad), (a, bad)]
+  values = [0, 1, 1, 1, 0, 0, 9, 1, 1]
+  found = answer.health(groups, ENV, values)
+  # Groups: mixed, equal, equal but for the failed one, too small: 2 of 3.
+  assert found['health/zero_variance'] == pytest.approx(2 / 3)
+
+
+def test_repetition():
+  def of(*turns):
+    trajectory = run_script(turns, env=ENV, question=question())
+    return answer.repetition(trajectory)
+
+  # 'abcdabcdabcd</...' cannot be told apart from its tags, so: 4-grams of
+  # 'xyxyxyxy' + '<answer>z</answer>'. 26 bytes give 23 4-grams; xyxy occurs 3
+  # times and yxyx 2 times, 3 repeats; the closing tag repeats 'answ', 'nswe',
+  # 'swer', 'wer>': 4 more. 7 / 23.
+  assert of('xyxyxyxy<answer>z</answer>') == pytest.approx(7 / 23)
+  # Turns are not joined, yet what was said in one counts in the next.
+  assert of('<search>a</search>', '<search>a</search>',
+            '<answer>z</answer>') > 0.3

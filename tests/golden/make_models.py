@@ -1,0 +1,91 @@
+"""Makes models.npz and stories260K.json with torch and transformers.
+
+    .venv-parity/bin/python -m tests.golden.make_models
+
+The weights are those of tests/golden/models.py, so that only logits and ids
+are committed. `tests/parity` compares the same live.
+"""
+
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+
+from tests import conftest
+from tests.golden import models
+
+HERE = pathlib.Path(__file__).resolve().parent
+PROMPT = 'Once upon a time'
+NEW_TOKENS = 200
+
+
+def reference(folder):
+  return transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32, attn_implementation='eager'
+  ).eval()
+
+
+@torch.no_grad()
+def unpadded(model, rows) -> list[np.ndarray]:
+  """float32 logits [T, V] of each row alone."""
+  return [model(torch.tensor(row)[None]).logits[0].numpy() for row in rows]
+
+
+@torch.no_grad()
+def padded(model, rows, side: str) -> list[np.ndarray]:
+  """The same from one batch, padded on the `side`."""
+  T = max(map(len, rows))
+  ids = np.zeros((len(rows), T), np.int64)
+  mask = np.zeros_like(ids)
+  for b, row in enumerate(rows):
+    at = slice(0, len(row)) if side == 'right' else slice(T - len(row), T)
+    ids[b, at] = row
+    mask[b, at] = 1
+  positions = np.maximum(mask.cumsum(-1) - 1, 0)
+  out = model(
+    torch.tensor(ids), attention_mask=torch.tensor(mask),
+    position_ids=torch.tensor(positions),
+  ).logits.numpy()
+  return [out[b][mask[b] == 1] for b in range(len(rows))]
+
+
+@torch.no_grad()
+def greedy(model, ids, n: int) -> tuple[list[int], float]:
+  """n greedy tokens after `ids`, and the smallest lead of a choice."""
+  past, step, out, lead = None, torch.tensor([ids]), [], float('inf')
+  for _ in range(n):
+    got = model(step, past_key_values=past, use_cache=True)
+    past = got.past_key_values
+    best = torch.topk(got.logits[0, -1], 2)
+    lead = min(lead, float(best.values[0] - best.values[1]))
+    out.append(int(best.indices[0]))
+    step = torch.tensor([out[-1:]])
+  return out, lead
+
+
+def main():
+  arrays = {}
+  for name in models.CONFIGS:
+    with tempfile.TemporaryDirectory() as tmp:
+      model = reference(models.write(tmp, name))
+    arrays[name] = np.concatenate(unpadded(model, models.inputs(name)))
+    print(f'{name}: logits {arrays[name].shape}, '
+          f'std {arrays[name].std():.3f}')
+  np.savez_compressed(HERE / 'models.npz', **arrays)
+  folder = conftest.shared_data() / 'stories260K'
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  prompt = [1, *tokenizer.encode(PROMPT, add_special_tokens=False)]
+  ids, lead = greedy(reference(folder), prompt, NEW_TOKENS)
+  value = {
+    'transformers': transformers.__version__, 'torch': torch.__version__,
+    'prompt': prompt, 'continuation': ids, 'smallest_lead': lead,
+  }
+  print(tokenizer.decode(ids), lead)
+  (HERE / 'stories260K.json').write_text(json.dumps(value) + '\n')
+
+
+if __name__ == '__main__':
+  main()

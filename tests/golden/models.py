@@ -1,0 +1,129 @@
+"""Tiny models of every family, with weights that only numpy and a seed make.
+
+Nothing here uses searchrl_jax: configs, tensor names and shapes are written
+out by hand, and the file by the safetensors library, so that a mistake in our
+key maps cannot hide on both sides.
+"""
+
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+
+BASE = {
+  'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 3,
+  'num_attention_heads': 4, 'num_key_value_heads': 2, 'vocab_size': 48,
+  'max_position_embeddings': 256, 'hidden_act': 'silu',
+  'rms_norm_eps': 1e-6, 'torch_dtype': 'float32',
+}
+LLAMA = BASE | {
+  'architectures': ['LlamaForCausalLM'], 'model_type': 'llama',
+  'rms_norm_eps': 1e-5, 'attention_bias': False, 'mlp_bias': False,
+}
+QWEN2 = BASE | {
+  'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2',
+  'use_sliding_window': False, 'sliding_window': 8, 'max_window_layers': 1,
+}
+QWEN3 = BASE | {
+  'architectures': ['Qwen3ForCausalLM'], 'model_type': 'qwen3',
+  'attention_bias': False, 'head_dim': 16,
+}
+# The context of the pretraining is short, so that 40 tokens reach past it.
+LLAMA3_SCALING = {
+  'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 24,
+}
+CONFIGS = {
+  # No GQA, every optional field left to its default.
+  'llama2': {
+    k: v for k, v in LLAMA.items() if k != 'num_key_value_heads'
+  } | {'rope_scaling': None},
+  'llama3': LLAMA | {'rope_theta': 500000.0, 'tie_word_embeddings': False},
+  # As transformers 4 writes it.
+  'llama3.1': LLAMA | {
+    'rope_theta': 500000.0,
+    'rope_scaling': LLAMA3_SCALING | {'rope_type': 'llama3'},
+  },
+  # As transformers 5 writes it.
+  'llama3.2': LLAMA | {
+    'head_dim': 8, 'tie_word_embeddings': True,
+    'rope_parameters': LLAMA3_SCALING | {
+      'factor': 32.0, 'rope_type': 'llama3', 'rope_theta': 500000.0,
+    },
+  },
+  'qwen2': QWEN2 | {'rope_theta': 1000000.0, 'tie_word_embeddings': False},
+  'qwen2.5': QWEN2 | {
+    'tie_word_embeddings': True, 'num_key_value_heads': 1,
+    'rope_parameters': {'rope_type': 'default', 'rope_theta': 1000000.0},
+  },
+  'qwen3': QWEN3 | {'rope_theta': 1000000.0, 'tie_word_embeddings': True},
+  'qwen3.untied': QWEN3 | {'rope_theta': 50000.0, 'head_dim': 12},
+}
+LENGTHS = (40, 17)  # tokens of the two rows of every case
+
+
+def shapes(config: dict) -> dict[str, tuple[int, ...]]:
+  """Every tensor of such a checkpoint, as the model cards list them."""
+  D, F = config['hidden_size'], config['intermediate_size']
+  N = config['num_attention_heads']
+  K = config.get('num_key_value_heads', N)
+  H = config.get('head_dim', D // N)
+  V = config['vocab_size']
+  out = {'model.embed_tokens.weight': (V, D)}
+  for i in range(config['num_hidden_layers']):
+    at = f'model.layers.{i}.'
+    out |= {
+      f'{at}input_layernorm.weight': (D,),
+      f'{at}self_attn.q_proj.weight': (N * H, D),
+      f'{at}self_attn.k_proj.weight': (K * H, D),
+      f'{at}self_attn.v_proj.weight': (K * H, D),
+      f'{at}self_attn.o_proj.weight': (D, N * H),
+      f'{at}post_attention_layernorm.weight': (D,),
+      f'{at}mlp.gate_proj.weight': (F, D),
+      f'{at}mlp.up_proj.weight': (F, D),
+      f'{at}mlp.down_proj.weight': (D, F),
+    }
+    if config['model_type'] == 'qwen2':
+      for name, n in (('q', N * H), ('k', K * H), ('v', K * H)):
+        out[f'{at}self_attn.{name}_proj.bias'] = (n,)
+    if config['model_type'] == 'qwen3':
+      out[f'{at}self_attn.q_norm.weight'] = (H,)
+      out[f'{at}self_attn.k_norm.weight'] = (H,)
+  out['model.norm.weight'] = (D,)
+  if not config.get('tie_word_embeddings', False):
+    out['lm_head.weight'] = (V, D)
+  return out
+
+
+def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
+  """float32 weights of a case; large enough that every part matters."""
+  rng = np.random.default_rng([seed, sorted(CONFIGS).index(name)])
+  out = {}
+  for key, shape in shapes(CONFIGS[name]).items():
+    x = rng.standard_normal(shape)
+    if key.endswith('norm.weight'):
+      x = 1 + 0.3 * x
+    elif 'embed' not in key and 'lm_head' not in key:
+      x = 0.3 * x
+    out[key] = x.astype(np.float32)
+  return out
+
+
+def inputs(name: str) -> list[np.ndarray]:
+  """Token ids of the two rows of a case."""
+  rng = np.random.default_rng([1, sorted(CONFIGS).index(name)])
+  return [rng.integers(0, CONFIGS[name]['vocab_size'], n) for n in LENGTHS]
+
+
+def write(folder, name: str, *, tensors=None, config=None) -> pathlib.Path:
+  """The checkpoint of a case as a folder."""
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  config = CONFIGS[name] if config is None else config
+  (folder / 'config.json').write_text(json.dumps(config))
+  safetensors.numpy.save_file(
+    weights(name) if tensors is None else tensors,
+    folder / 'model.safetensors', metadata={'format': 'pt'},
+  )
+  return folder

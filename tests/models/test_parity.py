@@ -1,0 +1,112 @@
+"""The decoder against transformers, by committed golden values.
+
+tests/golden/make_models.py made them; tests/parity compares live.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from searchrl_jax.models import decoder
+from searchrl_jax.models import hf
+from tests.golden import models
+
+GOLDEN = pathlib.Path(models.__file__).parent
+TOLERANCE = 1e-4
+
+
+@functools.cache
+def golden() -> dict[str, np.ndarray]:
+  with np.load(GOLDEN / 'models.npz') as f:
+    return dict(f)
+
+
+def right_padded(rows, rubbish: int):
+  ids = np.full((len(rows), max(map(len, rows))), rubbish, np.int32)
+  for b, row in enumerate(rows):
+    ids[b, :len(row)] = row
+  return ids, np.array([len(r) for r in rows], np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def forward(params, cfg, ids, lengths):
+  hidden = decoder.hidden_states(params, cfg, ids, lengths)
+  return decoder.logits(params, cfg, hidden)
+
+
+@pytest.mark.parametrize('name', models.CONFIGS)
+def test_logits(tmp_path, name):
+  cfg, params = hf.load(models.write(tmp_path, name))
+  rows = models.inputs(name)
+  ids, lengths = right_padded(rows, rubbish=7)
+  padded = np.asarray(forward(params, cfg, ids, lengths))
+  want = np.split(golden()[name], [len(rows[0])])
+  for b, row in enumerate(rows):
+    assert np.abs(padded[b, :len(row)] - want[b]).max() <= TOLERANCE
+  alone = np.asarray(forward(params, cfg, ids[1:, :lengths[1]], lengths[1:]))
+  assert np.abs(alone[0] - want[1]).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize('name, flags', [
+  ('llama3.1', {'rope_scaling': None}),
+  ('llama3.2', {'rope_theta': 10_000.0}),
+  ('qwen2', {'rope_theta': 10_000.0}),
+  ('llama2', {'norm_eps': 1e-2}),
+])
+def test_the_golden_values_see_every_flag(tmp_path, name, flags):
+  cfg = hf.read_config(models.write(tmp_path, name))
+  cfg, params = hf.load(tmp_path, cfg=decoder.dataclasses.replace(
+    cfg, **flags))
+  ids, lengths = right_padded(models.inputs(name), rubbish=0)
+  got = np.asarray(forward(params, cfg, ids, lengths))[0]
+  assert np.abs(got - golden()[name][:len(got)]).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize('theta', [10_000.0, 500_000.0])
+def test_llama3_scaling_against_its_formula(theta):
+  """Frequencies in float64, one by one, from the Llama 3.1 reference."""
+  H, factor, low, high, original = 64, 8.0, 1.0, 4.0, 8192
+  cfg = decoder.DecoderConfig(
+    vocab_size=8, d_model=64, n_layers=1, n_heads=1, n_kv_heads=1,
+    head_dim=H, d_ff=8, rope_theta=theta,
+    rope_scaling=decoder.RopeScaling(factor, low, high, original),
+  )
+  got = np.asarray(decoder.rope_frequencies(cfg), np.float64)
+  kinds = set()
+  for i in range(H // 2):
+    freq = theta ** (-2 * i / H)
+    wave = 2 * np.pi / freq
+    if wave < original / high:
+      want = freq
+    elif wave > original / low:
+      want = freq / factor
+    else:
+      smooth = (original / wave - low) / (high - low)
+      want = (1 - smooth) * freq / factor + smooth * freq
+    kinds.add(np.sign(want - freq / factor) + np.sign(freq - want))
+    assert got[i] == pytest.approx(want, rel=1e-5)
+  assert len(kinds) == 2  # scaled or not, and in between
+
+
+def test_greedy_continuation_of_a_trained_checkpoint(data_dir):
+  want = json.loads((GOLDEN / 'stories260K.json').read_text())
+  cfg, params = hf.load(data_dir / 'stories260K')
+
+  @jax.jit
+  def following(ids, n):
+    hidden = decoder.hidden_states(params, cfg, ids)
+    last = jax.lax.dynamic_index_in_dim(hidden, n - 1, 1)
+    return jnp.argmax(decoder.logits(params, cfg, last)[0, 0])
+
+  ids = list(want['prompt'])
+  for _ in want['continuation']:
+    row = np.zeros((1, 256), np.int32)
+    row[0, :len(ids)] = ids
+    ids.append(int(following(row, len(ids))))
+  assert len(want['continuation']) == 200
+  assert ids[len(want['prompt']):] == want['continuation']

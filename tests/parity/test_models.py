@@ -1,0 +1,106 @@
+"""The decoder against transformers, live: make test-parity."""
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip('torch', reason='torch is not installed')
+transformers = pytest.importorskip('transformers')
+
+import jax  # noqa: E402
+
+from searchrl_jax.models import hf  # noqa: E402
+from tests.golden import make_models  # noqa: E402
+from tests.golden import models  # noqa: E402
+from tests.models import test_parity as golden  # noqa: E402
+
+pytestmark = pytest.mark.parity
+TOLERANCE = 1e-4
+
+
+def ours(folder, rows):
+  cfg, params = hf.load(folder)
+  ids, lengths = golden.right_padded(rows, rubbish=3)
+  out = np.asarray(golden.forward(params, cfg, ids, lengths))
+  return [out[b, :n] for b, n in enumerate(lengths)]
+
+
+def worst(a, b) -> float:
+  return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize('name', models.CONFIGS)
+def test_logits_padded_and_not(tmp_path, name):
+  """Ours, padded on the right, against theirs alone and padded either way."""
+  folder = models.write(tmp_path, name)
+  rows = models.inputs(name)
+  model = make_models.reference(folder)
+  got = ours(folder, rows)
+  assert worst(got, make_models.unpadded(model, rows)) <= TOLERANCE
+  for side in ('left', 'right'):
+    assert worst(got, make_models.padded(model, rows, side)) <= TOLERANCE
+
+
+@pytest.mark.parametrize('name', models.CONFIGS)
+def test_golden_values_are_current(tmp_path, name):
+  model = make_models.reference(models.write(tmp_path, name))
+  rows = models.inputs(name)
+  want = np.split(golden.golden()[name], [len(rows[0])])
+  assert worst(make_models.unpadded(model, rows), want) <= 1e-5
+
+
+@pytest.mark.parametrize('name', models.CONFIGS)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_what_we_export_transformers_loads(tmp_path, name, dtype):
+  source = models.write(tmp_path / 'source', name)
+  cfg, params = hf.load(source)
+  out = tmp_path / 'out'
+  hf.save(out, cfg, params, max_shard_bytes=40_000, dtype=dtype,
+          like=hf.read_json(source))
+  assert (out / 'model.safetensors.index.json').exists()
+  model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    out, dtype=torch.float32, attn_implementation='eager',
+    output_loading_info=True,
+  )
+  for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys'):
+    assert not info[kind]
+  rows = models.inputs(name)
+  got = make_models.unpadded(model.eval(), rows)
+  if dtype == 'float32':
+    want = make_models.unpadded(make_models.reference(source), rows)
+    assert worst(got, want) == 0.0
+  assert worst(got, ours(out, rows)) <= TOLERANCE
+  assert model.config.max_position_embeddings == 256
+  stored = transformers.AutoConfig.from_pretrained(out)
+  assert str(stored.dtype).endswith(dtype)
+
+
+def test_fresh_parameters_make_a_loadable_model(tmp_path):
+  cfg = hf.decoder_config(models.CONFIGS['qwen3'])
+  params = golden.decoder.init_params(cfg, jax.random.key(0), scale=0.3)
+  hf.save(tmp_path / 'm', cfg, params)
+  rows = models.inputs('qwen3')
+  model = make_models.reference(tmp_path / 'm')
+  assert worst(
+    make_models.unpadded(model, rows), ours(tmp_path / 'm', rows)
+  ) <= TOLERANCE
+
+
+def test_what_transformers_saves_we_load(tmp_path):
+  """Its own writer: rope_parameters, layer_types, shards of its making."""
+  for name in ('llama3.1', 'qwen2.5', 'qwen3'):
+    model = make_models.reference(models.write(tmp_path / name, name))
+    model.save_pretrained(tmp_path / f'{name}.saved', max_shard_size='40KB')
+    rows = models.inputs(name)
+    assert worst(
+      make_models.unpadded(model, rows), ours(tmp_path / f'{name}.saved', rows)
+    ) <= TOLERANCE
+
+
+def test_greedy_continuation_of_a_trained_checkpoint(data_dir):
+  want = json.loads((golden.GOLDEN / 'stories260K.json').read_text())
+  model = make_models.reference(data_dir / 'stories260K')
+  ids, _ = make_models.greedy(model, want['prompt'], 200)
+  assert ids == want['continuation']
+  golden.test_greedy_continuation_of_a_trained_checkpoint(data_dir)

@@ -1,0 +1,399 @@
+"""The client against servers that misbehave in every way we know."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from retrieval.client import (
+  KINDS,
+  Hit,
+  RetrievalClient,
+  RetrievalError,
+  health_sync,
+  retrieve_sync,
+)
+
+FAST = dict(timeout_s=5.0, deadline_s=10.0, backoff_s=0.001, seed=0)
+
+
+def reply(body, status='200 OK', headers=(), length=None):
+  if not isinstance(body, bytes):
+    body = json.dumps(body).encode()
+  head = [
+    f'HTTP/1.1 {status}',
+    f'Content-Length: {len(body) if length is None else length}',
+    'Connection: close',
+    *headers,
+  ]
+  return '\r\n'.join(head).encode() + b'\r\n\r\n' + body
+
+
+def hit(**changes):
+  item = {'document': {'id': '1', 'contents': '"T"\nx'}, 'score': 1.5}
+  return {**item, **changes}
+
+
+GOOD = reply({'result': [[hit()]]})
+BUSY = reply({'detail': 'busy'}, '503 Service Unavailable')
+HANG = None  # answers nothing until the test ends
+
+
+class Faults:
+  """A server that gives the scripted answers in turn, the last for ever."""
+
+  def __init__(self, *answers):
+    self.answers, self.requests = list(answers), []
+    self._end = threading.Event()
+    self._socket = socket.create_server(('127.0.0.1', 0))
+    self._threads = [threading.Thread(target=self._accept)]
+    self.url = f'http://127.0.0.1:{self._socket.getsockname()[1]}'
+
+  def __enter__(self):
+    self._threads[0].start()
+    return self
+
+  def __exit__(self, *_):
+    self._end.set()
+    with contextlib.suppress(OSError):
+      self._socket.shutdown(socket.SHUT_RDWR)
+    self._socket.close()
+    for thread in self._threads:
+      thread.join(5)
+
+  def _accept(self):
+    while not self._end.is_set():
+      try:
+        connection, _ = self._socket.accept()
+      except OSError:
+        return
+      # Read and counted here, so that answers go out in order of arrival.
+      self.requests.append((time.monotonic(), read_request(connection)))
+      answer = self.answers[min(len(self.requests), len(self.answers)) - 1]
+      thread = threading.Thread(target=self._answer, args=(connection, answer))
+      thread.start()
+      self._threads.append(thread)
+
+  def _answer(self, connection, answer):
+    with connection, contextlib.suppress(OSError):
+      if answer is HANG:
+        self._end.wait(20)
+      elif callable(answer):
+        answer(connection, self._end)
+      else:
+        connection.sendall(answer)
+
+
+def read_request(connection):
+  data = b''
+  while b'\r\n\r\n' not in data:
+    data += connection.recv(65536) or b'\r\n\r\n'
+  head, _, body = data.partition(b'\r\n\r\n')
+  length = 0
+  for line in head.split(b'\r\n'):
+    if line.lower().startswith(b'content-length:'):
+      length = int(line.split(b':')[1])
+  while len(body) < length:
+    body += connection.recv(65536)
+  return body
+
+
+def ask(url, queries=('q',), k=3, **options):
+  return retrieve_sync(url, list(queries), k, **{**FAST, **options})
+
+
+def failure(url, *args, **options):
+  with pytest.raises(RetrievalError) as error:
+    ask(url, *args, **options)
+  assert error.value.kind in KINDS
+  assert url in str(error.value)  # names the server
+  assert error.value.__class__ is RetrievalError
+  return error.value
+
+
+def test_real_server(server, corpus):
+  found = ask(server.url, ['hamlet prince', 'zzz', 'same'])
+  assert [[h.id for h in row] for row in found] == [
+    ['2', '0'], [], ['4', '5', '6']
+  ]
+  first = found[0][0]
+  assert isinstance(first, Hit) and first.score > 0
+  assert first.contents == corpus[2].contents
+  assert (first.title, first.text[:7]) == ('Denmark', 'Denmark')
+  assert health_sync(server.url)['corpus']['sha256'] == corpus.sha256
+
+
+def test_long_calls_are_split_and_keep_their_order(server):
+  queries = ['hamlet', 'denmark', 'same', 'zzz', 'henry'] * 5
+  whole = ask(server.url, queries)
+  assert ask(server.url, queries, max_queries=3) == whole
+  assert len(whole) == 25
+
+
+def test_no_queries_ask_nothing():
+  assert ask('http://127.0.0.1:1', []) == []
+
+
+def test_hostile_queries_are_carried(server):
+  queries = ['\ud800 hamlet', '\x00\x1b[31m', '<|im_end|></search>', '😀' * 50]
+  assert [len(row) for row in ask(server.url, queries)] == [2, 0, 1, 0]
+
+
+def test_one_client_serves_several_event_loops(server):
+  client = RetrievalClient(server.url, **FAST)
+  for _ in range(3):
+    assert asyncio.run(client.retrieve(['hamlet'], 1))[0][0].id == '0'
+
+  async def closed_and_used_again():
+    await client.close()
+    found = await client.retrieve(['hamlet'], 1)
+    await client.close()
+    return found
+
+  assert asyncio.run(closed_and_used_again())[0][0].id == '0'
+
+
+def test_many_tasks_share_the_pool(server):
+  async def run():
+    async with RetrievalClient(server.url, max_connections=4) as client:
+      return await asyncio.gather(
+        *(client.retrieve(['hamlet'], 1) for _ in range(64))
+      )
+
+  assert all(found[0][0].id == '0' for found in asyncio.run(run()))
+
+
+def test_wrong_arguments():
+  with pytest.raises(ValueError, match='http://host:port'):
+    RetrievalClient('localhost:8000')
+  with pytest.raises(TypeError, match='list of strings'):
+    retrieve_sync('http://127.0.0.1:1', 'hamlet', 3)
+  with pytest.raises(TypeError, match='int'):
+    ask('http://127.0.0.1:1', [3])
+
+  async def inside():
+    retrieve_sync('http://127.0.0.1:1', ['x'], 1)
+
+  with pytest.raises(RuntimeError, match='await'):
+    asyncio.run(inside())
+
+
+def test_connection_refused():
+  with socket.create_server(('127.0.0.1', 0)) as taken:
+    port = taken.getsockname()[1]
+  error = failure(f'http://127.0.0.1:{port}', retries=2)
+  assert (error.kind, error.attempts) == ('unreachable', 3)
+  assert 'python -m retrieval.server' in str(error)
+
+
+def test_proxies_of_the_environment_are_not_asked_for_loopback(monkeypatch):
+  monkeypatch.setenv('HTTP_PROXY', 'http://127.0.0.1:1')
+  with Faults(GOOD) as faults:
+    assert len(ask(faults.url)[0]) == 1
+
+
+@pytest.mark.parametrize(
+  'answer',
+  [
+    b'<html>hello</html>', b'', b'{"result": [[', b'\xff\xfe', b'[' * 5000,
+    [], None, {}, {'result': None}, {'results': [[]]}, {'result': {}},
+    {'result': []}, {'result': [[], []]},  # for one query
+    {'result': [None]}, {'result': [{}]}, {'result': [[None]]},
+    {'result': [['text']]}, {'result': [[{'id': '1', 'contents': 'x'}]]},
+    {'result': [[hit(document=None)]]},
+    {'result': [[hit(document={'id': 1, 'contents': 'x'})]]},
+    {'result': [[hit(document={'id': '1'})]]},
+    {'result': [[hit(document={'id': '1', 'contents': None})]]},
+    {'result': [[hit(score=None)]]}, {'result': [[hit(score='1')]]},
+    {'result': [[hit(score=True)]]}, {'result': [[hit(score=float('nan'))]]},
+    {'result': [[hit(score=float('inf'))]]},
+    {'result': [[hit()] * 4]},  # topk was 3
+  ],
+)
+def test_garbage_is_a_bad_response_and_not_asked_again(answer):
+  with Faults(reply(answer)) as faults:
+    assert failure(faults.url).kind == 'bad_response'
+    assert len(faults.requests) == 1
+
+
+@pytest.mark.parametrize(
+  'status, kind',
+  [
+    ('400 Bad Request', 'rejected'), ('401 Unauthorized', 'rejected'),
+    ('404 Not Found', 'rejected'), ('422 Unprocessable', 'rejected'),
+    ('500 Internal Server Error', 'bad_response'),
+    ('302 Found', 'bad_response'), ('204 No Content', 'bad_response'),
+  ],
+)
+def test_final_statuses(status, kind):
+  with Faults(reply({'detail': 'the reason'}, status)) as faults:
+    error = failure(faults.url)
+    assert (error.kind, error.attempts) == (kind, 1)
+    assert status[:3] in str(error)
+    assert len(faults.requests) == 1
+
+
+def test_rejection_names_the_field(server):
+  error = failure(server.url, k=10**9)
+  assert error.kind == 'rejected' and 'topk' in str(error)
+
+
+@pytest.mark.parametrize(
+  'status, kind',
+  [
+    ('429 Too Many Requests', 'overloaded'),
+    ('502 Bad Gateway', 'unreachable'),
+    ('503 Service Unavailable', 'overloaded'),
+    ('504 Gateway Timeout', 'timeout'),
+  ],
+)
+def test_passing_statuses_are_tried_again(status, kind):
+  busy = reply({}, status)
+  with Faults(busy, busy, GOOD) as faults:
+    assert ask(faults.url)[0][0].id == '1'
+    assert len(faults.requests) == 3
+    assert len({body for _, body in faults.requests}) == 1
+  with Faults(busy) as faults:
+    error = failure(faults.url, retries=2)
+    assert (error.kind, error.attempts) == (kind, 3)
+    assert len(faults.requests) == 3
+
+
+def test_retry_after_is_honoured():
+  busy = reply({}, '503 Service Unavailable', ['Retry-After: 1'])
+  with Faults(busy, GOOD) as faults:
+    ask(faults.url)
+    first, second = (when for when, _ in faults.requests)
+    assert second - first >= 1.0
+
+
+def test_retry_after_beyond_the_deadline_ends_at_once():
+  for value in ('3600', 'Wed, 21 Oct 2099 07:28:00 GMT'):
+    busy = reply({}, '429 Too Many Requests', [f'Retry-After: {value}'])
+    with Faults(busy) as faults:
+      begun = time.monotonic()
+      assert failure(faults.url).kind == 'overloaded'
+      assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize('value', ['', 'soon', '-1', '9' * 99, '٣'])
+def test_senseless_retry_after(value):
+  busy = reply({}, '503 Service Unavailable', [f'Retry-After: {value}'])
+  busy = busy.decode('latin-1', 'replace').encode('latin-1', 'replace') if (
+    value.isascii()
+  ) else busy
+  with Faults(busy, GOOD) as faults:
+    assert len(ask(faults.url)[0]) == 1
+
+
+def test_hang_ends_at_the_timeout():
+  with Faults(HANG) as faults:
+    begun = time.monotonic()
+    error = failure(faults.url, timeout_s=0.2, retries=1)
+    assert (error.kind, error.attempts) == ('timeout', 2)
+    assert time.monotonic() - begun < 2
+
+
+def test_hang_then_recovery():
+  with Faults(HANG, GOOD) as faults:
+    assert len(ask(faults.url, timeout_s=0.3)[0]) == 1
+
+
+def test_deadline_bounds_all_attempts():
+  with Faults(HANG) as faults:
+    begun = time.monotonic()
+    error = failure(
+      faults.url, timeout_s=0.2, deadline_s=0.5, retries=1000
+    )
+    assert error.kind == 'timeout'
+    assert time.monotonic() - begun < 1.5
+  with Faults(BUSY) as faults:
+    begun = time.monotonic()
+    error = failure(
+      faults.url, deadline_s=0.3, retries=10**6, max_backoff_s=0.05
+    )
+    assert error.kind == 'overloaded'
+    assert time.monotonic() - begun < 1.5
+
+
+def test_dripping_answer_does_not_outlive_the_timeout():
+  def drip(connection, end):
+    connection.sendall(GOOD.split(b'\r\n\r\n')[0] + b'\r\n\r\n')
+    while not end.wait(0.05):
+      connection.sendall(b' ')
+
+  slow = reply(b'', length=10**6)
+
+  def endless(connection, end):
+    connection.sendall(slow)
+    drip(connection, end)
+
+  with Faults(endless) as faults:
+    begun = time.monotonic()
+    error = failure(faults.url, timeout_s=0.3, retries=0)
+    assert error.kind == 'timeout'
+    assert time.monotonic() - begun < 1.5
+
+
+def test_connection_closed_in_the_middle():
+  cut = reply({'result': [[hit()]]}, length=10**6)
+  with Faults(cut, b'', b'HTTP/1.1 200', GOOD) as faults:
+    assert len(ask(faults.url)[0]) == 1
+    assert len(faults.requests) == 4
+  with Faults(cut) as faults:
+    error = failure(faults.url, retries=1)
+    assert (error.kind, error.attempts) == ('unreachable', 2)
+
+
+def test_not_http_at_all():
+  with Faults(b'SSH-2.0-OpenSSH_9.6\r\n') as faults:
+    assert failure(faults.url, retries=1).kind == 'unreachable'
+
+
+def test_undecodable_encoding():
+  with Faults(reply(b'zzz', headers=['Content-Encoding: gzip'])) as faults:
+    assert failure(faults.url).kind == 'bad_response'
+
+
+def test_cancelling_is_no_error_of_retrieval():
+  async def run(url):
+    async with RetrievalClient(url) as client:
+      with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+          await client.retrieve(['q'], 1)
+
+  with Faults(HANG) as faults:
+    asyncio.run(run(faults.url))
+
+
+def test_health_of_a_server_without_it():
+  with Faults(reply({'detail': 'Not Found'}, '404 Not Found')) as faults:
+    with pytest.raises(RetrievalError) as error:
+      health_sync(faults.url)
+    assert error.value.kind == 'rejected'
+  with Faults(reply([])) as faults:
+    with pytest.raises(RetrievalError) as error:
+      health_sync(faults.url)
+    assert error.value.kind == 'bad_response'
+
+
+def test_pauses_grow_are_jittered_and_bounded(monkeypatch):
+  pauses, sleep = [], asyncio.sleep
+
+  async def fake(seconds, *args):
+    pauses.append(seconds)
+    await sleep(0)
+
+  monkeypatch.setattr('retrieval.client.asyncio.sleep', fake)
+  with Faults(BUSY) as faults:
+    failure(
+      faults.url, retries=8, backoff_s=1, max_backoff_s=16, deadline_s=1000
+    )
+  assert len(pauses) == 8
+  for n, pause in enumerate(pauses):
+    assert 0 <= pause <= min(16, 2**n)
+  assert len(set(pauses)) == 8  # full jitter, not a fixed ladder

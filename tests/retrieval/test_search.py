@@ -1,0 +1,72 @@
+import io
+import pathlib
+import subprocess
+import sys
+
+import rich.console
+
+from retrieval.bm25 import Analyzer
+from retrieval.client import Hit
+from retrieval.search import search_corpus, search_server, show
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def printed(query, hits, **options):
+  out = io.StringIO()
+  console = rich.console.Console(file=out, width=80, **options)
+  show(console, query, hits, Analyzer())
+  return out.getvalue()
+
+
+def run(*args):
+  return subprocess.run(
+    [sys.executable, '-m', 'retrieval.search', *map(str, args)],
+    cwd=ROOT, capture_output=True, text=True, timeout=60,
+  )
+
+
+def test_corpus_and_server_agree(server, corpus_path):
+  queries = ['hamlet prince', 'same', 'zzz']
+  here, _ = search_corpus(corpus_path, queries, 3)
+  there, analyzer = search_server(server.url, queries, 3)
+  assert here == there
+  assert analyzer.stemmer == 'english'
+
+
+def test_marks_by_stars_without_colour_and_by_colour_with():
+  hits = [Hit('7', '', 'Swimming', 'They swim [bold]daily[/bold].', 1.25)]
+  plain = printed('he swims', hits)
+  assert '1. *Swimming*  1.250  id 7' in plain
+  assert 'They *swim* [bold]daily[/bold].' in plain
+  colour = printed('he swims', hits, force_terminal=True,
+                   color_system='standard')
+  assert '\x1b[1;33mswim\x1b[0m' in colour and '*swim*' not in colour
+
+
+def test_escape_sequences_of_a_passage_do_not_reach_the_terminal():
+  hits = [Hit('\x1b]0;x\x07', '', 'a\x1b[2J', 'b\x9b31m\u202ec \ud800', 1.0)]
+  text = printed('\x1b[31mquery', hits)
+  assert not set(text) & set('\x1b\x07\x9b\u202e\ud800')
+
+
+def test_command(server, corpus_path):
+  for source in (f'--corpus={corpus_path}', f'--url={server.url}'):
+    done = run(source, '--topk=1', 'hamlet tragedy', 'zzz')
+    assert done.returncode == 0, done.stderr
+    assert '*Hamlet* is a *tragedy*' in done.stdout
+    assert 'no passage has any word' in done.stdout
+    assert 'HTTP Request' not in done.stderr
+
+
+def test_command_errors(tmp_path, corpus_path):
+  for args, said in (
+    (['--url=http://127.0.0.1:1', 'x'], 'unreachable'),
+    (['--url=127.0.0.1:1', 'x'], 'http://host:port'),
+    ([f'--corpus={tmp_path}/absent', 'x'], 'no such file'),
+    ([f'--corpus={corpus_path}'], 'at least one "query"'),
+    (['x'], 'url'),
+  ):
+    done = run(*args)
+    assert done.returncode != 0
+    assert said in done.stderr and 'Traceback' not in done.stderr, done.stderr

@@ -1,0 +1,286 @@
+"""The server as a process: start, stop, ports, parents, attacks by socket."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import httpx
+import pytest
+
+from retrieval.client import RetrievalClient, RetrievalError, retrieve_sync
+from retrieval.process import ServerError, start_server
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(*args, timeout=60):
+  return subprocess.run(
+    [sys.executable, '-m', 'retrieval.server', *map(str, args)],
+    cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+  )
+
+
+def wait_until(condition, seconds=15):
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end, 'waited in vain'
+    time.sleep(0.05)
+
+
+def alive(pid):
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except OSError:
+    return False
+  return stat.rpartition(')')[2].split()[0] != 'Z'
+
+
+def test_starts_answers_and_stops(corpus_path, tmp_path):
+  log = tmp_path / 'logs' / 'server.log'
+  with start_server(corpus_path, log_path=log, topk=1, k1=0.9) as server:
+    assert server.running and alive(server.pid)
+    response = httpx.post(
+      f'{server.url}/retrieve', json={'queries': ['hamlet']}
+    )
+    assert len(response.json()['result'][0]) == 1
+    assert httpx.get(f'{server.url}/health').json()['index']['k1'] == 0.9
+  assert not server.running
+  assert server.stop() == 0  # graceful, and twice is harmless
+  text = log.read_text()
+  assert '7 passages' in text and f'ready at {server.url}' in text
+  assert 'WARNING' not in text and 'Traceback' not in text
+  with pytest.raises(RetrievalError):
+    retrieve_sync(server.url, ['x'], 1, retries=0)
+
+
+def test_same_bytes_for_the_same_request(server):
+  body = json.dumps({'queries': ['hamlet', 'same'], 'return_scores': True})
+  answers = {
+    httpx.post(f'{server.url}/retrieve', content=body).content
+    for _ in range(5)
+  }
+  assert len(answers) == 1
+
+
+def test_port_taken(corpus_path, tmp_path):
+  with socket.create_server(('127.0.0.1', 0)) as taken:
+    port = taken.getsockname()[1]
+    done = run(f'--corpus={corpus_path}', f'--port={port}')
+    assert done.returncode == 1
+    assert f'127.0.0.1:{port}' in done.stderr and '--port=0' in done.stderr
+    assert 'Traceback' not in done.stderr
+    with pytest.raises(ServerError, match='in use') as error:
+      start_server(corpus_path, port=port, log_path=tmp_path / 'log')
+    assert 'status 1' in str(error.value)
+
+
+def test_port_is_free_again_at_once(corpus_path, tmp_path):
+  log = tmp_path / 'log'
+  with start_server(corpus_path, log_path=log) as server:
+    retrieve_sync(server.url, ['x'], 1)
+    port = int(server.url.rpartition(':')[2])
+  with start_server(corpus_path, port=port, log_path=log) as server:
+    assert retrieve_sync(server.url, ['hamlet'], 1)[0]
+
+
+@pytest.mark.parametrize(
+  'content, said',
+  [('', 'is empty'), ('{"id": "1"}\n', r':1: no field .contents.')],
+)
+def test_bad_corpus(tmp_path, content, said):
+  path = tmp_path / 'c.jsonl'
+  path.write_text(content)
+  with pytest.raises(ServerError, match=said) as error:
+    start_server(path, log_path=tmp_path / 'log')
+  assert str(tmp_path / 'log') in str(error.value)
+  assert 'Traceback' not in str(error.value)
+
+
+def test_bad_flags(corpus_path, tmp_path):
+  done = run()
+  assert done.returncode == 1 and 'corpus' in done.stderr
+  done = run(f'--corpus={corpus_path}', '--topk=9', '--max_topk=3')
+  assert done.returncode == 1 and '--max_topk=3' in done.stderr
+  with pytest.raises(ServerError, match='klingon'):
+    start_server(corpus_path, log_path=tmp_path / 'log', stemmer='klingon')
+
+
+def test_not_ready_in_time(corpus_path, tmp_path):
+  begun = time.monotonic()
+  with pytest.raises(ServerError, match='not ready after 0.01 s'):
+    start_server(corpus_path, log_path=tmp_path / 'log', timeout_s=0.01)
+  assert time.monotonic() - begun < 10
+
+
+def test_help_is_useful():
+  text = run('--help').stdout
+  for word in ('--corpus', '--port_file', '--parent_pid', 'curl', '8000'):
+    assert word in text
+
+
+def test_bound_elsewhere_is_loud(corpus_path, tmp_path):
+  log = tmp_path / 'log'
+  with start_server(corpus_path, log_path=log, host='0.0.0.0') as server:
+    port = server.url.rpartition(':')[2]
+    assert retrieve_sync(f'http://127.0.0.1:{port}', ['hamlet'], 1)[0]
+  assert 'WARNING: bound to 0.0.0.0' in log.read_text()
+
+
+def test_sigterm_finishes_what_it_took(corpus_path, tmp_path):
+  # 300 ms of waiting for others stand for a slow search.
+  server = start_server(
+    corpus_path, log_path=tmp_path / 'log', batch_ms=300
+  )
+  with server, concurrent.futures.ThreadPoolExecutor(4) as threads:
+    answers = [
+      threads.submit(
+        httpx.post, f'{server.url}/retrieve', json={'queries': ['hamlet']}
+      )
+      for _ in range(4)
+    ]
+    time.sleep(0.15)
+    begun = time.monotonic()
+    os.kill(server.pid, signal.SIGTERM)
+    assert [a.result().status_code for a in answers] == [200] * 4
+    assert server.stop() == 0
+    assert time.monotonic() - begun < 5
+
+
+def test_idle_connection_does_not_hold_the_stop(corpus_path, tmp_path):
+  server = start_server(corpus_path, log_path=tmp_path / 'log')
+  with server, httpx.Client() as idle:
+    idle.get(f'{server.url}/health')  # kept alive
+    begun = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize('how', ['zombie', 'SIGTERM'])
+def test_dies_with_its_parent(corpus_path, tmp_path, how):
+  """A trainer that is killed outright leaves no server behind."""
+  log, told = tmp_path / 'log', tmp_path / 'told'
+  script = textwrap.dedent(f"""
+    import os, sys, time
+    sys.path.insert(0, {str(ROOT)!r})
+    from retrieval.process import start_server
+    server = start_server({str(corpus_path)!r}, log_path={str(log)!r})
+    with open({str(told)!r} + '.part', 'w') as f:
+      f.write(f'{{server.pid}} {{server.url}}')
+    os.replace({str(told)!r} + '.part', {str(told)!r})
+    time.sleep(60)
+  """)
+  parent = subprocess.Popen([sys.executable, '-c', script])
+  try:
+    wait_until(told.exists)
+    pid, url = told.read_text().split()
+    assert retrieve_sync(url, ['hamlet'], 1)[0]
+    parent.send_signal(
+      signal.SIGTERM if how == 'SIGTERM' else signal.SIGKILL
+    )
+    if how != 'zombie':  # an unreaped parent is dead all the same
+      parent.wait()
+    wait_until(lambda: not alive(int(pid)))
+  finally:
+    parent.kill()
+    parent.wait()
+  assert '--parent_pid' in log.read_text()
+
+
+def test_parent_that_is_gone_already(corpus_path):
+  gone = subprocess.Popen([sys.executable, '-c', ''])
+  gone.wait()
+  done = run(f'--corpus={corpus_path}', '--port=0', f'--parent_pid={gone.pid}')
+  assert done.returncode == 1 and 'no process' in done.stderr
+
+
+def test_killed_and_started_again_is_survived(corpus_path, tmp_path):
+  log = tmp_path / 'log'
+  first = start_server(corpus_path, log_path=log)
+  port = int(first.url.rpartition(':')[2])
+  options = dict(backoff_s=0.2, retries=50, deadline_s=30, max_backoff_s=0.5)
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    try:
+      assert retrieve_sync(first.url, ['hamlet'], 1)[0]
+      os.kill(first.pid, signal.SIGKILL)
+      first.stop()
+      waiting = thread.submit(
+        retrieve_sync, first.url, ['hamlet'], 1, **options
+      )
+      with start_server(corpus_path, port=port, log_path=log):
+        assert waiting.result(30)[0][0].id == '0'
+    finally:
+      first.stop()
+
+
+@pytest.mark.parametrize(
+  'raw',
+  [
+    b'\x16\x03\x01\x02\x00', b'GET\r\n\r\n', b'\x00' * 1000,
+    b'POST /retrieve HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n{',
+    b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n',
+    b'POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n'
+    b'\r\nzz\r\n',
+    b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{"que',
+    b'GET /' + b'a' * 100_000 + b' HTTP/1.1\r\n\r\n',
+  ],
+)
+def test_raw_rubbish_does_not_stop_it(server, raw):
+  host, port = server.url.removeprefix('http://').split(':')
+  with socket.create_connection((host, int(port)), 5) as connection:
+    try:
+      connection.sendall(raw)
+      connection.shutdown(socket.SHUT_WR)
+      connection.settimeout(5)
+      answer = connection.recv(4096)
+    except OSError:
+      answer = b''
+  assert not re.match(rb'HTTP/1.1 5', answer)
+  assert retrieve_sync(server.url, ['hamlet'], 1)[0]
+  assert 'Traceback' not in pathlib.Path(server.log_path).read_text()
+
+
+def test_large_requests_over_http(server):
+  post = f'{server.url}/retrieve'
+  many = httpx.post(post, json={'queries': ['x'] * 10**6}, timeout=30)
+  assert many.status_code == 422 and 'queries' in many.text
+  long = httpx.post(post, json={'queries': ['x' * 100_000]}, timeout=30)
+  assert long.status_code == 422 and '--max_query_bytes' in long.text
+  full = httpx.post(post, json={'queries': ['hamlet'] * 1024}, timeout=30)
+  assert len(full.json()['result']) == 1024
+  # Nothing but words that occur everywhere, as long as may be.
+  slow = httpx.post(post, json={'queries': ['same ' * 3276]}, timeout=30)
+  assert len(slow.json()['result'][0]) == 3
+
+
+def test_retrieval_never_imports_the_trainer():
+  for path in (ROOT / 'retrieval').glob('*.py'):
+    assert 'searchrl_jax' not in path.read_text(), path
+  code = (
+    'import sys, retrieval.server, retrieval.search, retrieval.process;'
+    'sys.exit("jax" in sys.modules or "searchrl_jax" in sys.modules)'
+  )
+  assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
+  # Nor is a JAX that is loaded already disturbed.
+  code = (
+    'import jax.lax, sys; a = sys.modules["jax"]; import retrieval.bm25;'
+    'from jax._src import xla_bridge as x;'
+    'sys.exit(x.backends_are_initialized() or sys.modules["jax"] is not a)'
+  )
+  assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
+
+
+def test_client_needs_no_server_packages():
+  code = (
+    'import sys, retrieval.client;'
+    'sys.exit("fastapi" in sys.modules or "bm25s" in sys.modules)'
+  )
+  assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
+  assert RetrievalClient('http://127.0.0.1:1/').url == 'http://127.0.0.1:1'

@@ -1,0 +1,163 @@
+import asyncio
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from searchrl_jax.rewards import core
+from searchrl_jax.types import Question, Rewards, Segment, Trajectory
+
+
+def segment(n, train=True, kind='think'):
+  return Segment(
+    np.arange(n, dtype=np.int32), 'policy' if train else 'environment', kind,
+    train=train,
+  )  # fmt: skip
+
+
+def trajectory(*segments, end='answer', answers=('x',), id='q', sample=0):
+  segments = segments or (segment(2),)
+  question = Question(id, 'why?', answers)
+  return Trajectory(question, segments, (), end, sample=sample)
+
+
+def combine(config, groups):
+  return asyncio.run(
+    core.combine(ConfigDict(config), groups, core.RewardContext(step=3))
+  )
+
+
+def fn(name, weight=1.0, **fields):
+  return dict(fn=f'tests.rewards.test_core.{name}', weight=weight, **fields)
+
+
+async def length(groups, context, *, per=1.0, free=0.0):
+  assert context.step == 3
+  return core.per_trajectory(
+    groups, lambda t: {'value': len(t) * per + free, 'whole': 7.0}
+  )
+
+
+async def picky(groups, context):
+  rewards = core.per_trajectory(groups, lambda t: float('nan'))
+  return Rewards(rewards.value, np.zeros_like(rewards.valid))
+
+
+async def labelled(groups, context):
+  return core.per_trajectory(groups, lambda t: 1.0)
+
+
+labelled.needs_answers = True
+
+
+async def by_segment(groups, context):
+  values = tuple(
+    np.arange(1, len(t.trained) + 1, dtype=np.float32)
+    for t in core.flat(groups)
+  )
+  return Rewards(values, np.ones(len(values), bool), 'segment')
+
+
+async def by_token(groups, context):
+  values = tuple(np.full(len(t), 0.5, np.float32) for t in core.flat(groups))
+  return Rewards(values, np.ones(len(values), bool), 'token')
+
+
+async def wrong_length(groups, context):
+  return Rewards(np.zeros(1, np.float32), np.ones(1, bool))
+
+
+async def not_finite(groups, context):
+  return core.per_trajectory(groups, lambda t: float('inf'))
+
+
+async def wrong_shape(groups, context):
+  n = len(core.flat(groups))
+  return Rewards(tuple([np.zeros(99)] * n), np.ones(n, bool), 'token')
+
+
+GROUPS = [
+  (trajectory(), trajectory(segment(3), sample=1)),
+  (trajectory(end='failed', id='p'),),
+]
+
+
+def test_weighted_sum_parts_and_failed_trajectories():
+  found = combine(
+    {'len': fn('length', 0.5, per=2.0), 'more': fn('length', 1.0)}, GROUPS
+  )
+  # 0.5 * 2 * 2 + 2 = 4; 0.5 * 2 * 3 + 3 = 6; the failed one earns nothing.
+  np.testing.assert_array_equal(found.value, [4, 6, 0])
+  np.testing.assert_array_equal(found.valid, [True, True, False])
+  np.testing.assert_array_equal(found.parts['len'], [4, 6, np.nan])
+  np.testing.assert_array_equal(found.parts['more/whole'], [7, 7, np.nan])
+  assert found.value.dtype == np.float32 and found.at == 'trajectory'
+
+
+def test_a_trajectory_is_valid_if_every_part_is():
+  found = combine({'a': fn('length'), 'b': fn('picky')}, GROUPS)
+  assert not found.valid.any() and not found.value.any()
+  assert np.isnan(found.parts['b']).all()
+
+
+def test_places_add_up_at_the_finest():
+  one = trajectory(segment(2), segment(3, train=False), segment(1), segment(0))
+  found = combine(
+    {'s': fn('by_segment', 2.0), 't': fn('length')}, [(one,)]
+  )
+  # Segments 2*(1, 2, 3, 4); the length 6 goes to the last trained, not empty.
+  assert found.at == 'segment'
+  np.testing.assert_array_equal(found.value[0], [2, 4, 6 + 6, 8])
+
+
+def test_token_places():
+  one = trajectory(segment(2), segment(3, train=False), segment(1))
+  found = combine(
+    {'s': fn('by_segment'), 't': fn('length'), 'k': fn('by_token', 0.2)},
+    [(one,)],
+  )
+  # 0.1 everywhere; segments 1, 2, 3 at their last token; 6 at the last.
+  expected = [0.1, 1.1, 0.1, 0.1, 2.1, 0.1 + 3 + 6]
+  np.testing.assert_allclose(found.value[0], expected, rtol=1e-6)
+  # Totals are the same at every place: 0.2 * 3 + 6 + 6.
+  assert found.value[0].sum() == pytest.approx(12.6)
+  np.testing.assert_allclose(found.parts['k'], [3.0])
+
+
+def test_a_failed_one_has_zeros_of_its_shape():
+  failed = trajectory(segment(2), end='failed')
+  found = combine({'k': fn('by_token')}, [(failed,)])
+  np.testing.assert_array_equal(found.value[0], [0, 0])
+  assert not found.valid[0]
+
+
+def test_a_question_without_answers_is_named():
+  bare = trajectory(answers=(), id='nq-7')
+  config = ConfigDict({'em': fn('labelled')})
+  with pytest.raises(core.RewardError, match="'nq-7'.*config.reward.em"):
+    combine(config, [(bare,)])
+  with pytest.raises(core.RewardError, match="'nq-7'"):
+    core.check(config, [bare.question])
+  core.check(ConfigDict({'len': fn('length')}), [bare.question])
+
+
+@pytest.mark.parametrize(
+  'config, message',
+  [
+    ({}, 'config.reward is empty'),
+    ({'a': dict(weight=1.0)}, "config.reward.a has no field 'fn'"),
+    ({'a': dict(fn='answer.em')}, "no field 'weight'"),
+    ({'a': fn('length', 'x')}, 'not a number'),
+    ({'a': fn('length', float('nan'))}, 'not finite'),
+    ({'a': dict(fn='answer.emm', weight=1.0)}, "did you mean 'em'"),
+    ({'a': fn('length', pr=1.0)}, "config.reward.a.pr .*'per'"),
+    ({'a': fn('labelled', x=1.0)}, 'it has none'),
+    ({'a': dict(fn='answer.search_r1_format', weight=1.0)}, 'no field'),
+    ({'a': fn('wrong_length')}, '1 entries for 3'),
+    ({'a': fn('not_finite')}, "'q/solver/0' has the reward inf"),
+    ({'a': fn('wrong_shape')}, r'shape \(99,\)'),
+  ],
+)
+def test_errors_name_the_field(config, message):
+  with pytest.raises(core.RewardError, match=message):
+    combine(config, GROUPS)

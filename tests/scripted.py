@@ -1,0 +1,139 @@
+"""Tokenizers and a scripted policy for tests of the text protocol."""
+
+import functools
+import pathlib
+import tempfile
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+from searchrl_jax import env as envs
+from searchrl_jax import prompts
+from searchrl_jax import tokenizer as tokenizing
+from searchrl_jax.engines.core import Completion
+from searchrl_jax.types import Passage, Question, SearchResult
+from configs.common import base
+from tests.conftest import shared_data
+
+TEXTS = (
+  'The cat sat on the mat. Who wrote the book? <search> the book </search>',
+  '<think> I know </think> <answer> Paris </answer>\n\nQuestion: reply 1 2 3',
+)
+NAMES = ('bpe', 'qwen_tokenizer', 'stories260K')
+
+
+@functools.cache
+def tokenizer(name: str) -> tokenizing.Tokenizer:
+  """'bpe' is trained here; the others are real, and may be absent."""
+  if name == 'bpe':
+    folder = tempfile.mkdtemp(prefix='searchrl_bpe_')
+    return tokenizing.train_bpe(TEXTS * 4, 330, folder)
+  data = shared_data()
+  if data is None or not (data / name).is_dir():
+    pytest.skip(f'no {name}: set SEARCHRL_DATA or put it in ../shared/data')
+  return tokenizing.load(data / name)
+
+
+def word_level(folder: pathlib.Path, words) -> tokenizing.Tokenizer:
+  """Whole words with their leading space, as the generated world has."""
+  special = ['<|pad|>', '<|eos|>', '<|unk|>']
+  vocab = {w: i for i, w in enumerate([*special, *words])}
+  backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token='<|unk|>'))
+  backend.pre_tokenizer = pre_tokenizers.Split(
+    tokenizers.Regex(r'\n| ?<[|/]?\w+[|]?>| ?\w+| ?[^\w\s]'), 'isolated'
+  )
+  backend.decoder = decoders.Fuse()
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend,
+    pad_token='<|pad|>',
+    eos_token='<|eos|>',
+    unk_token='<|unk|>',
+  ).save_pretrained(folder)
+  return tokenizing.load(folder)
+
+
+def env_config(**fields):
+  config = base().env
+  config.update(max_tokens=4000, max_observation_tokens=400)
+  config.update(fields)
+  return config
+
+
+def make(tok, template='base', mode='template', k=3, **fields):
+  """A SearchEnv; `template` is a name or a Template."""
+  if isinstance(template, str):
+    template = prompts.load(template)
+  return envs.SearchEnv(tok, template, env_config(**fields), mode, k)
+
+
+QUESTION = Question('q1', 'who wrote the book', ('Ann',))
+
+
+def completion(ids, stop, first=0) -> Completion:
+  """log-probs and versions that name their position, from `first` on."""
+  n = len(ids)
+  at = np.arange(first, first + n)
+  return Completion(
+    np.asarray(ids, np.int32),
+    -(at.astype(np.float32) + 1) / 8,
+    stop,
+    at.astype(np.int32),
+  )
+
+
+def sample(env, action, script) -> Completion:
+  """What an engine returns when the policy wants to write `script`.
+
+  `script` is text, or ids; it stops like an engine: at the token that
+  completes a stop string, at a stop id, or at the limit.
+  """
+  tok = env.tokenizer
+  ids = tok.encode(script) if isinstance(script, str) else list(script)
+  text = b''
+  for n, i in enumerate(ids, 1):
+    if i in action.stop_ids:
+      return completion(ids[:n], 'eos')
+    text += tok.token_bytes(i)
+    found = [s for s in action.stops if s.encode() in text]
+    if found:
+      return completion(ids[:n], found[0])
+    if n == action.max_tokens:
+      return completion(ids[:n], 'length')
+  return completion([*ids, tok.eos_ids[0]], 'eos')
+
+
+def play(env, scripts, passages=(), question=QUESTION):
+  """Runs scripts turn by turn; returns (final state, all actions).
+
+  Checks at every step what must always hold.
+  """
+  state, action = env.reset(question)
+  actions = [action]
+  ids = list(action.prompt.ids)
+  scripts = iter(scripts)
+  while not isinstance(action, envs.Done):
+    before = state
+    if isinstance(action, envs.Generate):
+      event = sample(env, action, next(scripts))
+      ids += event.ids.tolist()
+    else:
+      event = [
+        SearchResult(r, tuple(passages[: r.k])) for r in action.requests
+      ]
+    snapshot = (before.segments, before.length, before.turn)
+    state, action = env.step(before, event)
+    assert snapshot == (before.segments, before.length, before.turn)
+    if isinstance(action, envs.Generate):
+      ids += action.append
+      assert action.max_tokens >= 1
+    actions.append(action)
+    assert [int(i) for s in state.segments for i in s.ids] == ids
+    assert state.length == len(ids) <= env.config.max_tokens
+  return state, actions
+
+
+def passage(text, title='Title', id='p') -> Passage:
+  return Passage(id, title, text)

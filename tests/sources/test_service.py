@@ -1,0 +1,250 @@
+"""ServiceSource against a scripted HTTP server of the real protocol."""
+
+import asyncio
+import http.server
+import json
+import threading
+import time
+
+import pytest
+from ml_collections import ConfigDict
+
+from searchrl_jax.sources import service
+from searchrl_jax.sources.core import SourceError
+from searchrl_jax.types import SearchError, SearchRequest, SearchResult
+
+
+class Server:
+  """Answers with one passage for each query; `poison` breaks a batch."""
+
+  def __init__(self):
+    self.batches, self.poison, self.status = [], {}, None
+    self.health, self.delay = {'passages': 3}, 0.0
+    outer = self
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+      protocol_version = 'HTTP/1.1'
+
+      def log_message(self, *_):
+        pass
+
+      def _send(self, status, value):
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+      def do_GET(self):
+        if outer.health is None:
+          self._send(404, {})
+        else:
+          self._send(200, outer.health)
+
+      def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+        queries = body['queries']
+        outer.batches.append((queries, body['topk']))
+        time.sleep(outer.delay)
+        status = outer.status or next(
+          (s for q, s in outer.poison.items() if q in queries), None
+        )
+        if status:
+          self._send(status, {'detail': 'no'})
+          return
+        result = [
+          [
+            {
+              'document': {'id': f'id-{q}', 'contents': f'"{q}"\nabout {q}'},
+              'score': 1.5,
+            }
+          ][: body['topk']]
+          for q in queries
+        ]
+        self._send(200, {'result': result})
+
+    self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    # A client that gives up breaks the pipe: expected here, not worth a trace.
+    self._server.handle_error = lambda *_: None
+    self.url = f'http://127.0.0.1:{self._server.server_port}'
+    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+  def stop(self):
+    self._server.shutdown()
+    self._server.server_close()
+
+
+@pytest.fixture
+def server():
+  server = Server()
+  yield server
+  server.stop()
+
+
+def config(url, **fields):
+  return ConfigDict(
+    dict(
+      module='service', url=url, k=3, timeout=2.0, deadline=3.0, attempts=2,
+      batch_ms=20.0,
+    )
+    | fields
+  )  # fmt: skip
+
+
+def ask(source, *queries, k=3):
+  return source.search([SearchRequest(q, k) for q in queries])
+
+
+def run(coroutine_of_source, server, **fields):
+  async def main():
+    source = service.ServiceSource(config(server.url, **fields))
+    try:
+      return await coroutine_of_source(source)
+    finally:
+      await source.close()
+
+  return asyncio.run(main())
+
+
+def test_trajectories_share_a_request_and_equal_queries_are_sent_once(server):
+  async def main(source):
+    answers = await asyncio.gather(
+      ask(source, 'a', 'b'), ask(source, 'b'), ask(source, 'c'), ask(source)
+    )
+    assert (source.queries, source.sent, source.batches) == (4, 3, 1)
+    return answers
+
+  first, second, third, none = run(main, server)
+  assert server.batches == [(['a', 'b', 'c'], 3)]
+  assert [r.request.query for r in first] == ['a', 'b']
+  assert [r.passages[0].id for r in first] == ['id-a', 'id-b']
+  assert second[0].passages == first[1].passages and none == []
+  passage = third[0].passages[0]
+  assert (passage.title, passage.text, passage.score) == ('c', 'about c', 1.5)
+  assert third[0].seconds >= 0.02
+
+
+def test_different_k_are_different_requests(server):
+  async def main(source):
+    return await asyncio.gather(ask(source, 'a', k=1), ask(source, 'a', k=5))
+
+  run(main, server)
+  assert sorted(server.batches) == [(['a'], 1), (['a'], 5)]
+
+
+def test_queries_of_later_windows_do_not_wait_for_earlier_ones(server):
+  server.delay = 0.3
+
+  async def main(source):
+    begin = time.monotonic()
+
+    async def late():
+      await asyncio.sleep(0.1)
+      return await ask(source, 'b')
+
+    await asyncio.gather(ask(source, 'a'), late())
+    return time.monotonic() - begin
+
+  assert run(main, server) < 0.55  # 0.1 + 0.02 + 0.3, not two delays in turn
+  assert len(server.batches) == 2
+
+
+@pytest.mark.parametrize('status, kind', [(422, 'rejected'), (500, 'bad_response')])
+def test_a_bad_query_harms_no_other(server, status, kind):
+  server.poison = {'bad': status}
+
+  async def main(source):
+    return await asyncio.gather(
+      ask(source, 'a', 'b', 'c'), ask(source, 'bad', 'd')
+    )
+
+  (good, mixed) = run(main, server)
+  assert all(isinstance(r, SearchResult) for r in (*good, mixed[1]))
+  assert isinstance(mixed[0], SearchError) and mixed[0].kind == kind
+  assert server.url in mixed[0].message
+  assert mixed[0].request.query == 'bad'
+
+
+def test_an_overloaded_server_is_not_asked_in_halves(server):
+  server.status = 503
+
+  async def main(source):
+    return await ask(source, *'abcdefgh')
+
+  answers = run(main, server)
+  assert {a.kind for a in answers} == {'overloaded'}
+  assert len(server.batches) == 2  # the client's two attempts
+
+
+def test_an_absent_server_is_an_error_for_each_and_check_names_the_mend():
+  async def main():
+    source = service.ServiceSource(config('http://127.0.0.1:9', attempts=1))
+    answers = await ask(source, 'a', 'b')
+    with pytest.raises(SourceError) as error:
+      await source.check()
+    await source.close()
+    return answers, str(error.value)
+
+  answers, message = asyncio.run(main())
+  assert [a.kind for a in answers] == ['unreachable', 'unreachable']
+  assert 'http://127.0.0.1:9' in message and 'Start it' in message
+  assert 'config.source.url' in message
+
+
+def test_check(server):
+  async def main(source):
+    return await source.check()
+
+  assert run(main, server) == {'passages': 3}
+  server.health = None  # Search-R1's own server has no /health
+  assert 'retrieve' in run(main, server)['health']
+  server.status = 500
+  with pytest.raises(SourceError, match='500'):
+    run(main, server)
+
+
+def test_one_source_serves_several_event_loops(server):
+  source = service.ServiceSource(config(server.url))
+  for query in 'ab':
+    (answer,) = asyncio.run(ask(source, query))
+    assert answer.passages[0].id == f'id-{query}'
+
+
+def test_a_cancelled_trajectory_leaves_the_others_their_answers(server):
+  server.delay = 0.2
+
+  async def main(source):
+    lost = asyncio.create_task(ask(source, 'a'))
+    gone = asyncio.create_task(ask(source, 'x'))
+    kept = asyncio.create_task(ask(source, 'a', 'b'))
+    await asyncio.sleep(0.005)
+    gone.cancel()  # still waiting to be sent
+    await asyncio.sleep(0.1)
+    lost.cancel()  # under way
+    return await kept
+
+  assert [a.passages[0].id for a in run(main, server)] == ['id-a', 'id-b']
+  assert server.batches == [(['a', 'b'], 3)]
+
+
+def test_close_ends_what_waits(server):
+  server.delay = 0.5
+
+  async def main():
+    source = service.ServiceSource(config(server.url))
+    sent = asyncio.create_task(ask(source, 'a'))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(ask(source, 'b'))
+    await asyncio.sleep(0)
+    await source.close()
+    return await asyncio.gather(sent, waiting, return_exceptions=True)
+
+  ends = asyncio.run(asyncio.wait_for(main(), 5))
+  assert all(isinstance(e, asyncio.CancelledError) for e in ends)
+
+
+def test_bad_configs():
+  with pytest.raises(ValueError, match='attempts'):
+    service.ServiceSource(config('http://x', attempts=0))
+  with pytest.raises(ValueError, match='http://host'):
+    service.ServiceSource(config('localhost:8000'))

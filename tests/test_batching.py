@@ -1,0 +1,294 @@
+"""Batches hold every loss token once, whatever the order of arrival."""
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from configs import common
+from searchrl_jax import batching
+from searchrl_jax.types import Question, Segment, Trajectory
+
+
+def config(**kw):
+  c = common.base()
+  c.batch.lengths, c.batch.tokens, c.env.max_tokens = (8, 16, 32), 64, 32
+  for k, v in kw.items():
+    c.update_from_flattened_dict({k: v})
+  return c
+
+
+def trajectory(question, sample, rng, n=None, end='answer'):
+  """prompt | policy | observation | policy; ids tell who wrote them."""
+  n = int(rng.integers(6, 33)) if n is None else n
+  a = int(rng.integers(1, n - 4))
+  b = int(rng.integers(1, n - a - 2))
+  c = int(rng.integers(0, n - a - b))
+  d = n - a - b - c
+
+  def policy(m):
+    return Segment(
+      rng.integers(10, 50, m).astype(np.int32), 'policy', 'think', train=True,
+      logps=-rng.random(m).astype(np.float32),
+      versions=np.full(m, 3, np.int32),
+    )
+
+  segments = (
+    Segment(np.ones(a, np.int32), 'prompt', 'other'), policy(b),
+    Segment(np.full(c, 2, np.int32), 'environment', 'information'), policy(d),
+  )
+  return Trajectory(
+    Question(question, 'x'), segments, (), end, sample=sample
+  )
+
+
+def world(seed, questions=5, group=3):
+  rng = np.random.default_rng(seed)
+  ts = [
+    trajectory(f'q{q}', s, rng) for q in range(questions) for s in range(group)
+  ]
+  return ts, np.repeat(np.arange(questions), group)
+
+
+def contents(batches):
+  """row index -> (ids, mask, logps, versions) of its own length."""
+  out = {}
+  for b in batches:
+    for i, r in enumerate(b.rows):
+      if r >= 0:
+        n = b.lengths[i]
+        assert r not in out
+        out[int(r)] = tuple(
+          x[i, :n].tobytes()
+          for x in (b.ids, b.mask, b.behaviour_logps, b.versions)
+        )
+        assert not b.mask[i, n:].any() and not b.ids[i, n:].any()
+      else:
+        assert b.lengths[i] == 0 and not b.mask[i].any()
+  return out
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]),
+       st.sampled_from([1, 2, 3]), st.sampled_from([0.1, 0.5, 1.0]))
+def test_every_token_once(seed, shards, minibatches, fraction):
+  ts, groups = world(seed)
+  c = config(**{'batch.loss_fraction': fraction,
+                'algorithm.minibatches': minibatches})
+  made = batching.make(ts, np.ones(len(ts), bool), groups, c, shards=shards)
+  assert len(made) == minibatches
+  seen = {}
+  for part in made:
+    here = contents(part)
+    # Groups are whole: all rows of a question are in one minibatch.
+    questions = [ts[i].question.id for i in here]
+    assert all(questions.count(q) == 3 for q in questions)
+    seen |= here
+    for b in part:
+      T = b.ids.shape[1]
+      assert b.ids.shape[0] == batching.rows_of(c.batch, T, shards)
+      loss = b.mask.reshape(shards, -1).sum(1)
+      assert loss.max() <= batching.capacity(c.batch, T, shards)
+  assert sorted(seen) == list(range(len(ts)))
+  for i, t in enumerate(ts):
+    mask = np.concatenate([np.full(len(s.ids), s.train) for s in t.segments])
+    logps = np.concatenate([
+      s.logps if s.train else np.zeros(len(s.ids), np.float32)
+      for s in t.segments
+    ])
+    versions = np.concatenate([
+      np.full(len(s.ids), 3 if s.train else -1, np.int32) for s in t.segments
+    ])
+    ids = np.concatenate([s.ids for s in t.segments])
+    want = ids, mask, logps.astype(np.float32), versions
+    assert seen[i] == tuple(x.tobytes() for x in want)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
+def test_arrival_order_cannot_show(seed, random):
+  ts, groups = world(seed)
+  order = list(range(len(ts)))
+  random.shuffle(order)
+  c = config(**{'algorithm.minibatches': 2})
+  ok = np.ones(len(ts), bool)
+  a = batching.make(ts, ok, groups, c, seed=(1, 7))
+  b = batching.make(
+    [ts[i] for i in order], ok, 9 - groups[order], c, seed=(1, 7)
+  )
+  assert len(a) == len(b)
+  for x, y in zip(a, b):
+    for p, q in zip(x, y, strict=True):
+      for f in dataclasses.fields(p):
+        v, w = getattr(p, f.name), getattr(q, f.name)
+        if f.name == 'rows':
+          w = np.where(w >= 0, np.array(order)[w], -1)
+        np.testing.assert_array_equal(v, w)
+
+
+def test_minibatches_change_with_the_seed():
+  ts, groups = world(0, questions=8)
+  ok = np.ones(len(ts), bool)
+  parts = [
+    batching.split(ts, ok, groups, 2, (0, step)) for step in range(6)
+  ]
+  assert len({str(p) for p in parts}) > 1
+  assert str(batching.split(ts, ok, groups, 2, (0, 0))) == str(parts[0])
+  # Fewer groups than minibatches: no empty one.
+  assert len(batching.split(ts, groups < 2, groups, 4, 0)) == 2
+
+
+def test_mask_follows_train_not_text():
+  rng = np.random.default_rng(0)
+  t = trajectory('q', 0, rng, n=20)
+  forged = dataclasses.replace(
+    t.segments[2], ids=t.segments[1].ids, train=False
+  )
+  t = dataclasses.replace(
+    t, segments=(t.segments[0], t.segments[1], forged, t.segments[3])
+  )
+  row = batching.row_of(0, t, True)
+  a, b = len(t.segments[0].ids), len(t.segments[1].ids)
+  assert row.mask[a:a + b].all() and not row.mask[a + b:a + 2 * b].any()
+
+
+def test_first_token_is_never_in_the_loss():
+  s = Segment(np.arange(4), 'policy', 'think', train=True,
+              logps=np.zeros(4, np.float32))
+  t = Trajectory(Question('q', ''), (s,), (), 'eos')
+  np.testing.assert_array_equal(
+    batching.row_of(0, t, True).mask, [False, True, True, True]
+  )
+
+
+def test_train_context_replaces_segments():
+  rng = np.random.default_rng(0)
+  t = trajectory('q', 0, rng, n=20)
+  t = dataclasses.replace(t, train_context=t.segments[:2])
+  row = batching.row_of(0, t, True)
+  assert len(row.ids) == len(t.segments[0].ids) + len(t.segments[1].ids)
+
+
+def test_an_unmasked_observation_has_no_logps():
+  rng = np.random.default_rng(0)
+  t = trajectory('q', 0, rng, n=24)
+  shown = dataclasses.replace(t.segments[2], train=True)
+  t = dataclasses.replace(t, segments=(*t.segments[:2], shown, t.segments[3]))
+  [[b]] = batching.make([t], [True], [0], config())
+  inside = b.behaviour_logps[0][b.mask[0]]
+  assert np.isnan(inside).sum() == len(shown.ids)
+
+
+def test_keep():
+  values = np.array([1.0, 0, 1, 1, 0, 9, 2, 2])
+  valid = np.array([1, 1, 1, 1, 1, 0, 1, 0], bool)
+  groups = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+  kept, counts = batching.keep(
+    values, valid, groups, drop_zero_variance=False
+  )
+  np.testing.assert_array_equal(kept, valid)
+  assert counts == {
+    'groups': 4, 'groups_zero_variance': 3, 'trajectories_invalid': 2
+  }
+  kept, _ = batching.keep(values, valid, groups, drop_zero_variance=True)
+  np.testing.assert_array_equal(np.flatnonzero(kept), [0, 1])
+
+
+def test_advantages_land_on_loss_tokens():
+  ts, groups = world(1)
+  [part] = batching.make(ts, np.ones(15, bool), groups, config())
+  advantages = np.arange(15.0)
+  for b in batching.set_advantages(part, advantages):
+    for i, r in enumerate(b.rows):
+      np.testing.assert_array_equal(
+        b.advantages[i], np.where(b.mask[i], float(r), 0.0)
+      )
+  per_token = [np.arange(len(t), dtype=np.float32) for t in ts]
+  for b in batching.set_advantages(part, per_token):
+    for i, r in enumerate(b.rows):
+      want = np.where(b.mask[i], np.arange(b.ids.shape[1]), 0)
+      np.testing.assert_array_equal(b.advantages[i], want if r >= 0 else 0)
+
+
+def test_row_sums():
+  ts, groups = world(2)
+  kept = np.ones(15, bool)
+  kept[4] = False
+  parts = batching.make(ts, kept, groups, config())
+  sums = batching.row_sums(
+    parts[0], [b.behaviour_logps for b in parts[0]], 15
+  )
+  want = [
+    sum(s.logps.astype(np.float64).sum() for s in t.segments if s.train)
+    for t in ts
+  ]
+  want[4] = 0
+  np.testing.assert_allclose(sums, want, rtol=1e-6)
+
+
+def test_leftovers_share_a_microbatch():
+  rng = np.random.default_rng(0)
+  # 8 rows of 8 or 4 of 16 in a microbatch: 9 short rows leave one, which
+  # joins the single long one.
+  ts = [trajectory(f'q{i}', 0, rng, n=8) for i in range(9)]
+  ts.append(trajectory('q9', 0, rng, n=12))
+  c = config(**{'batch.loss_fraction': 1.0})
+  [part] = batching.make(ts, np.ones(10, bool), np.arange(10), c)
+  assert [b.ids.shape for b in part] == [(8, 8), (4, 16)]
+  assert [(b.rows >= 0).sum() for b in part] == [8, 2]
+
+
+def test_loss_tokens_beyond_the_static_size_open_a_microbatch():
+  rng = np.random.default_rng(0)
+  ts = [trajectory(f'q{i}', 0, rng, n=8) for i in range(8)]
+  # A twentieth of 8 x 8 tokens is 4, but one row of 8 must fit.
+  c = config(**{'batch.loss_fraction': 0.05})
+  assert batching.capacity(c.batch, 8) == 8
+  [part] = batching.make(ts, np.ones(8, bool), np.arange(8), c)
+  assert len(part) > 1
+  assert sorted(contents(part)) == list(range(8))
+
+
+def test_errors():
+  rng = np.random.default_rng(0)
+  long = trajectory('long', 2, rng, n=40)
+  with pytest.raises(ValueError, match='40 tokens fits none of config.batch'):
+    batching.make([long], [True], [0], config())
+  failed = trajectory('q', 1, rng, end='failed')
+  with pytest.raises(ValueError, match='q/solver/1 failed'):
+    batching.make([failed], [True], [0], config())
+  bare = dataclasses.replace(long, segments=tuple(
+    dataclasses.replace(s, logps=None) for s in long.segments
+  ))
+  with pytest.raises(ValueError, match='long/solver/2: segment 1'):
+    batching.row_of(0, bare, True)
+  batching.row_of(0, bare, False)
+
+
+@pytest.mark.parametrize('field, value, message', [
+  ('env.max_tokens', 33, 'env.max_tokens=33 exceeds'),
+  ('batch.lengths', (16, 8, 32), 'increasing'),
+  ('batch.loss_fraction', 0.0, 'a share'),
+  ('batch.tokens', 0, 'config.batch.tokens=0'),
+  ('algorithm.minibatches', 33, 'between 1 and'),
+  ('algorithm.epochs', 0, 'config.algorithm.epochs=0'),
+])
+def test_check(field, value, message):
+  batching.check(config())
+  with pytest.raises(ValueError, match=message):
+    batching.check(config(**{field: value}))
+
+
+def test_plan_golden():
+  # 32 questions x 8 = 256 trajectories, 4 minibatches of 64; 64 tokens hold
+  # 8 rows of 8 or 2 rows of 32: 8 to 32 microbatches.
+  plan = batching.plan(config(**{'algorithm.minibatches': 4,
+                                 'algorithm.epochs': 2}))
+  assert plan['trajectories'] == 256
+  assert plan['trajectories_per_minibatch'] == 64
+  assert plan['microbatch_shapes_rows_x_tokens'] == ((8, 8), (4, 16), (2, 32))
+  assert plan['microbatches_per_update_least'] == 8
+  assert plan['microbatches_per_update_most'] == 32
+  assert plan['updates_per_step'] == 8

@@ -1,0 +1,151 @@
+import itertools
+import math
+import re
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from searchrl_jax import metrics
+
+
+def squad_normalise(s):
+  """SQuAD's evaluation script, step by step."""
+  s = ''.join(c for c in s.lower() if c not in set(string.punctuation))
+  return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', s).split())
+
+
+@pytest.mark.parametrize(
+  'text, normal',
+  [
+    ('The  Beatles!', 'beatles'),
+    ('U.S.-based', 'usbased'),  # deleted, not replaced by a space
+    ('an apple a day', 'apple day'),
+    ('anthem', 'anthem'),  # articles are whole words
+    ('Émile’s', 'émile’s'),  # ASCII punctuation alone
+    ('the', ''),
+    ('  \n ', ''),
+  ],
+)
+def test_normalise_golden(text, normal):
+  assert metrics.normalise(text) == normal
+
+
+@given(st.text())
+def test_normalise_is_squads(text):
+  assert metrics.normalise(text) == squad_normalise(text)
+
+
+def test_exact_match_over_several_golds():
+  assert metrics.exact_match('the Eiffel Tower.', ['Louvre', 'Eiffel tower'])
+  assert not metrics.exact_match('Eiffel', ['Louvre', 'Eiffel tower'])
+  assert not metrics.exact_match(None, ['x'])
+  assert not metrics.exact_match('x', [])
+
+
+def test_text_that_normalises_to_nothing():
+  assert metrics.exact_match('A', ['a'])  # a blood group
+  assert not metrics.exact_match('the', ['a'])  # '' == '' in SQuAD's
+  assert not metrics.exact_match('', ['the'])
+  assert not metrics.exact_match(' ', [' '])
+  assert not metrics.sub_exact_match('anything', ['the', '!!'])
+  assert not metrics.sub_exact_match('', ['the'])
+  assert metrics.f1('the', ['an']) == 0.0
+
+
+def test_f1_golden():
+  # 'tall tower paris' against 'tower in paris': 2 common words of 3 and 3:
+  # precision 2/3, recall 2/3, F1 2/3.
+  assert metrics.f1('the tall tower, Paris', ['Tower in Paris']) == (
+    pytest.approx(2 / 3)
+  )
+  # The bag keeps counts: 'x x y' and 'x z' share one x: 2*1/(3+2).
+  assert metrics.f1('x x y', ['x z']) == pytest.approx(0.4)
+  # The best gold counts.
+  assert metrics.f1('x', ['y', 'x y', 'x']) == 1.0
+
+
+def test_sub_exact_match():
+  assert metrics.sub_exact_match('It was Niels Bohr, in 1913', ['Niels Bohr'])
+  assert not metrics.sub_exact_match('Niels', ['Niels Bohr'])
+
+
+@pytest.mark.parametrize('n, c, k', [(4, 1, 2), (10, 3, 5), (6, 6, 1), (5, 0, 5)])
+def test_pass_at_k_is_the_mean_over_subsets(n, c, k):
+  flags = [True] * c + [False] * (n - c)
+  subsets = list(itertools.combinations(flags, k))
+  expected = sum(map(any, subsets)) / len(subsets)
+  assert metrics.pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_golden():
+  # 1 - C(3, 2) / C(4, 2) = 1 - 3/6.
+  assert metrics.pass_at_k(4, 1, 2) == pytest.approx(0.5)
+  assert metrics.pass_at_k(4, 3, 2) == 1.0  # any two hold a right one
+
+
+@pytest.mark.parametrize('n, c, k', [(4, 1, 5), (4, 5, 2), (4, -1, 2), (4, 1, 0)])
+def test_pass_at_k_refuses(n, c, k):
+  with pytest.raises(ValueError):
+    metrics.pass_at_k(n, c, k)
+
+
+@given(st.lists(st.sampled_from(['a', 'b', 'c', None]), min_size=1, max_size=7),
+       st.data())
+def test_maj_at_k_is_the_mean_over_subsets(votes, data):
+  k = data.draw(st.integers(1, len(votes)))
+  right = {'a', 'c'}
+  total = 0.0
+  subsets = list(itertools.combinations(votes, k))
+  for subset in subsets:
+    counts = {v: subset.count(v) for v in subset if v is not None}
+    if counts:
+      best = [v for v in counts if counts[v] == max(counts.values())]
+      total += sum(v in right for v in best) / len(best)
+  found = metrics.maj_at_k(votes, [v in right for v in votes], k)
+  assert found == pytest.approx(total / len(subsets))
+
+
+def test_maj_at_k_refuses_a_vote_right_and_wrong():
+  with pytest.raises(ValueError, match="'a' is both"):
+    metrics.maj_at_k(['a', 'a'], [True, False], 2)
+
+
+def test_bootstrap_matches_the_binomial():
+  # 400 zeros and ones with mean 0.3: the standard error is
+  # sqrt(0.3 * 0.7 / 400) = 0.0229, so 95% lie within 0.3 +- 0.0449.
+  values = [1.0] * 120 + [0.0] * 280
+  found = metrics.bootstrap(values, resamples=4000, seed=1)
+  assert found.mean == pytest.approx(0.3) and found.n == 400
+  assert found.low == pytest.approx(0.3 - 0.0449, abs=0.006)
+  assert found.high == pytest.approx(0.3 + 0.0449, abs=0.006)
+  assert found == metrics.bootstrap(values, resamples=4000, seed=1)
+  assert found != metrics.bootstrap(values, resamples=4000, seed=2)
+
+
+def test_bootstrap_chunks_do_not_show(monkeypatch):
+  values = np.arange(50.0)
+  whole = metrics.bootstrap(values, resamples=301, seed=3)
+  monkeypatch.setattr(metrics, '_CHUNK', 120)  # 2 rows at a time
+  parts = metrics.bootstrap(values, resamples=301, seed=3)
+  assert parts == whole
+
+
+def test_bootstrap_of_nothing_and_of_one():
+  assert math.isnan(metrics.bootstrap([], resamples=10, seed=0).mean)
+  assert metrics.bootstrap([2.0], resamples=10, seed=0) == (2.0, 2.0, 2.0, 1)
+  with pytest.raises(ValueError, match='resamples=0'):
+    metrics.bootstrap([1.0], resamples=0, seed=0)
+
+
+def test_paired_bootstrap_sees_what_unpaired_cannot():
+  rng = np.random.default_rng(0)
+  b = rng.normal(size=200)
+  a = b + 0.05 + 0.01 * rng.normal(size=200)
+  paired = metrics.paired_bootstrap(a, b, resamples=500, seed=0)
+  assert 0.04 < paired.low < paired.mean < paired.high < 0.06
+  assert metrics.bootstrap(a, resamples=500, seed=0).low < 0
+  with pytest.raises(ValueError, match='3 and 2'):
+    metrics.paired_bootstrap([1, 2, 3], [1, 2], resamples=5, seed=0)

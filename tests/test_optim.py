@@ -1,0 +1,113 @@
+"""Schedules by arithmetic, AdamW against NumPy, freezing, bad fields."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import common
+from searchrl_jax import optim
+
+PARAMS = {
+  'embed': np.ones((4, 3), np.float32),
+  'layers': {
+    'q': np.full((2, 3, 2, 2), 0.5, np.float32),
+    'q_bias': np.full((2, 2, 2), 0.5, np.float32),
+    'attn_norm': np.ones((2, 3), np.float32),
+  },
+  'final_norm': np.ones(3, np.float32),
+}
+
+
+def config(**kw):
+  c = common.base().optim
+  c.update(kw)
+  return c
+
+
+def test_schedules():
+  # Warm-up of 4: a quarter more at each update.
+  rate = optim.schedule(config(lr=1.0, warmup=4), 10)
+  np.testing.assert_allclose(
+    [rate(i) for i in (0, 1, 2, 3, 4, 9)], [0.25, 0.5, 0.75, 1, 1, 1]
+  )
+  # Linear over the 8 updates after a warm-up of 2.
+  rate = optim.schedule(config(lr=2.0, warmup=2, schedule='linear'), 10)
+  np.testing.assert_allclose(
+    [rate(i) for i in (0, 1, 2, 6, 9, 10)], [1, 2, 2, 1, 0.25, 0]
+  )
+  rate = optim.schedule(config(lr=1.0, schedule='cosine'), 8)
+  np.testing.assert_allclose(
+    [rate(i) for i in (0, 4, 8)], [1, 0.5, 0], atol=1e-6
+  )
+
+
+def test_adamw_equals_numpy():
+  c = config(lr=0.1, b1=0.8, b2=0.9, eps=1e-8, weight_decay=0.01,
+             clip_norm=1.0)
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  tx = optim.make(c, 10, params)
+  state = tx.init(params)
+  want = {k: v.astype(np.float64) for k, v in
+          zip(optim.paths(PARAMS), jax.tree.leaves(PARAMS))}
+  m = {k: 0.0 for k in want}
+  v = {k: 0.0 for k in want}
+  rng = np.random.default_rng(0)
+  for i in range(3):
+    grads = jax.tree.map(
+      lambda x: rng.normal(size=x.shape).astype(np.float32), PARAMS
+    )
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    flat = dict(zip(optim.paths(grads), jax.tree.leaves(grads)))
+    norm = np.sqrt(sum((g.astype(np.float64)**2).sum() for g in flat.values()))
+    for k, g in flat.items():
+      g = g / max(norm, 1.0)
+      m[k] = 0.8 * m[k] + 0.2 * g
+      v[k] = 0.9 * v[k] + 0.1 * g * g
+      step = m[k] / (1 - 0.8**(i + 1)) / (
+        np.sqrt(v[k] / (1 - 0.9**(i + 1))) + 1e-8
+      )
+      if k in ('embed', 'layers/q'):  # matrices alone decay
+        step = step + 0.01 * want[k]
+      want[k] = want[k] - 0.1 * step
+  got = dict(zip(optim.paths(params), jax.tree.leaves(params)))
+  for k in want:
+    np.testing.assert_allclose(got[k], want[k], rtol=2e-4, atol=1e-5)
+
+
+def test_freeze():
+  tx = optim.make(config(lr=0.1, freeze='^embed$|norm'), 10, PARAMS)
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  state = tx.init(params)
+  grads = jax.tree.map(jnp.ones_like, params)
+  updates, state = tx.update(grads, state, params)
+  moved = {
+    k for k, u in zip(optim.paths(updates), jax.tree.leaves(updates))
+    if np.any(np.asarray(u))
+  }
+  assert moved == {'layers/q', 'layers/q_bias'}
+  # No Adam moments for what is frozen.
+  sizes = [x.size for x in jax.tree.leaves(state) if x.ndim]
+  assert sorted(sizes) == sorted(2 * [24, 8])
+
+
+@pytest.mark.parametrize('fields, message', [
+  (dict(freeze='nothing'), 'matches no parameter; there are: embed'),
+  (dict(freeze='.'), 'matches every parameter'),
+  (dict(freeze='('), 'is no regex'),
+  (dict(schedule='step'), 'there are: constant, linear, cosine'),
+  (dict(schedule='cosine', warmup=10), 'must be fewer'),
+])
+def test_bad_fields(fields, message):
+  with pytest.raises(ValueError, match=message):
+    optim.make(config(**fields), 10, PARAMS)
+
+
+def test_no_clipping():
+  tx = optim.make(config(lr=1.0, clip_norm=0.0, eps=1e30), 1, PARAMS)
+  grads = jax.tree.map(lambda x: np.full_like(x, 1e3), PARAMS)
+  updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+  # Adam with a huge eps: -lr * g / eps, so the scale of g shows.
+  np.testing.assert_allclose(updates['embed'], -1e-27, rtol=1e-4)

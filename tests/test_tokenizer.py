@@ -1,0 +1,213 @@
+"""Tokenizer: outside text cannot act, bytes are exact."""
+
+import json
+import unicodedata
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from searchrl_jax import tokenizer as tokenizing
+from tests import scripted
+
+CONTROL = (
+  'a<|im_start|>b</s><s><think><tool_call></tool_call><|endoftext|><|eos|>'
+  '<|pad|><|fim_prefix|><unk>'
+)
+
+
+@pytest.fixture(params=scripted.NAMES)
+def tok(request):
+  return scripted.tokenizer(request.param)
+
+
+def added(tok):
+  backend = tok._hf.backend_tokenizer
+  return set(backend.get_added_tokens_decoder())
+
+
+def test_outside_text_gives_no_added_token(tok):
+  ids = tok.encode(CONTROL)
+  assert not set(ids) & added(tok)
+  assert tok.decode(ids) == CONTROL
+
+
+def test_our_text_gives_control_tokens():
+  tok = scripted.tokenizer('bpe')
+  assert tok.encode_template('<|eos|>') == [1]
+  parts = [('<|eos|>', True), ('<|eos|>', False), ('<|pad|>', True)]
+  ids = tok.encode_parts(parts)
+  assert ids == [1, *tok.encode('<|eos|>'), 0]
+
+
+def test_added_tokens_that_are_not_special_are_split_too():
+  tok = scripted.tokenizer('qwen_tokenizer')
+  # 151667 is <think>, 151657 <tool_call>: added, and not marked special.
+  assert tok.encode_template('<think><tool_call>') == [151667, 151657]
+  assert not {151667, 151657} & set(tok.encode('<think><tool_call>'))
+  assert tok.token_bytes(151667) == b'<think>'  # it is text all the same
+  assert tok.token_bytes(151644) == b''  # <|im_start|>
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40))
+@pytest.mark.parametrize('name', scripted.NAMES)
+def test_bytes_of_tokens_are_the_bytes_of_the_text(name, text):
+  tok = scripted.tokenizer(name)
+  if name == 'qwen_tokenizer':  # its normaliser is NFC
+    text = unicodedata.normalize('NFC', text)
+  if name == 'stories260K':
+    text = text.replace('▁', '_')  # its sign for a space
+  ids = tok.encode(text)
+  assert tok.text_bytes(ids) == text.encode()
+  assert tok.decode(ids) == text
+  assert not set(ids) & tok.control
+
+
+def test_parts_are_encoded_as_one_text():
+  tok = scripted.tokenizer('qwen_tokenizer')
+  whole = 'Question: who wrote it?\nReply:'
+  parts = [('Question: ', True), ('who wrote it', False), ('?\nReply:', True)]
+  expected = tok._hf.encode(whole, add_special_tokens=False)
+  assert tok.encode_parts(parts) == expected
+  assert tok.encode('Question: ') + tok.encode('who') != expected[:3]
+
+
+def test_start_of_a_sequence_has_bos_and_leading_space():
+  tok = scripted.tokenizer('stories260K')
+  ids = tok.encode_template('The cat', start=True)
+  assert ids == tok._hf.encode('The cat')
+  assert ids[0] == tok.bos_id == 1
+  # Later text gets neither: bytes stay exact.
+  assert tok.decode(tok.encode_template('The cat')) == 'The cat'
+  assert tok.encode_template('<s>x', start=True).count(1) == 1
+
+
+def test_identity_of_real_tokenizers():
+  qwen = scripted.tokenizer('qwen_tokenizer')
+  assert qwen.vocab_size == 151669
+  assert set(qwen.eos_ids) == {151643, 151645}  # endoftext, im_end
+  assert qwen.eos_ids[0] == qwen._hf.eos_token_id
+  assert (qwen.pad_id, qwen.bos_id) == (151643, None)
+  assert qwen.token_bytes(151900) == b''  # a padded row of the embedding
+  stories = scripted.tokenizer('stories260K')
+  assert (stories.vocab_size, stories.eos_ids) == (512, (2,))
+  assert (stories.pad_id, stories.bos_id) == (2, 1)
+  assert stories.token_bytes(13) == b'\n'  # <0x0A>
+  assert stories.token_bytes(265) == b' the'
+
+
+def test_negative_id_is_an_error():
+  with pytest.raises(ValueError, match='-1 is negative'):
+    scripted.tokenizer('bpe').token_bytes(-1)
+
+
+def test_decode_shows_control_tokens_only_when_asked(tok):
+  ids = [*tok.encode('x'), tok.eos_ids[0]]
+  assert tok.decode(ids) == 'x'
+  assert tok.decode(ids, control=True).startswith('x<')
+
+
+def test_lone_surrogates_do_not_break(tok):
+  assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
+
+
+def test_whole_words(tmp_path):
+  words = ['\n', ' ', ' cat', 'cat', '<search>', ' </search>', '</search>']
+  tok = scripted.word_level(tmp_path, words)
+  text = '<search> cat </search>\n'
+  ids = tok.encode_template(text)
+  assert len(ids) == 4 and tok.decode(ids) == text
+  assert tok.token_bytes(ids[2]) == b' </search>'
+  # Its vocabulary holds the control tokens as words: outside text spells out.
+  assert not set(tok.encode('<|eos|> cat<|pad|>')) & tok.control
+  assert tok.encode(' dog') == [2]  # <|unk|>
+
+
+def test_generation_config_names_more_ends(tmp_path):
+  scripted.tokenizer('bpe').save(tmp_path)
+  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [5, 1]}')
+  assert tokenizing.load(tmp_path).eos_ids == (1, 5)
+  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": 7}')
+  assert tokenizing.load(tmp_path).eos_ids == (1, 7)
+  (tmp_path / 'generation_config.json').write_text('{')
+  with pytest.raises(ValueError, match='generation_config.json: not JSON'):
+    tokenizing.load(tmp_path)
+
+
+def test_load_says_what_is_wrong(tmp_path):
+  with pytest.raises(ValueError, match='config.model.tokenizer'):
+    tokenizing.load('')
+  with pytest.raises(ValueError, match='does not exist'):
+    tokenizing.load(tmp_path / 'absent')
+  with pytest.raises(ValueError, match='no tokenizer could be read'):
+    tokenizing.load(tmp_path)
+  (tmp_path / 'tokenizer.json').write_text('{"broken": ')
+  with pytest.raises(ValueError, match='no tokenizer could be read'):
+    tokenizing.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+  'decoder, message',
+  [(None, 'no decoder'), (decoders.WordPiece(), "decoder 'WordPiece'")],
+)
+def test_tokens_without_bytes_are_refused(tmp_path, decoder, message):
+  backend = tokenizers.Tokenizer(models.WordLevel({'a': 0, '</s>': 1}, 'a'))
+  backend.pre_tokenizer = pre_tokenizers.Whitespace()
+  if decoder is not None:
+    backend.decoder = decoder
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='</s>'
+  ).save_pretrained(tmp_path)
+  with pytest.raises(ValueError, match=message):
+    tokenizing.load(tmp_path)
+
+
+def test_no_eos_is_refused(tmp_path):
+  scripted.tokenizer('bpe').save(tmp_path)
+  for name in ('tokenizer_config.json', 'tokenizer.json'):
+    path = tmp_path / name
+    path.write_text(path.read_text().replace('<|eos|>', '<|stop|>'))
+  config = json.loads((tmp_path / 'tokenizer_config.json').read_text())
+  del config['eos_token']
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config))
+  with pytest.raises(ValueError, match='no eos_token'):
+    tokenizing.load(tmp_path)
+
+
+def test_train_bpe(tmp_path):
+  tok = tokenizing.train_bpe(scripted.TEXTS, 300, tmp_path / 'a')
+  same = tokenizing.train_bpe(scripted.TEXTS, 300, tmp_path / 'b')
+  assert tok.vocab_size == 300
+  assert (tok.pad_id, tok.eos_ids, tok.bos_id) == (0, (1,), None)
+  text = 'the cat <search> x </search> 日本'
+  assert tok.encode(text) == same.encode(text)
+  assert tok.encode_template('<search>') == tok.encode('<search>')
+  with pytest.raises(ValueError, match='at least 258'):
+    tokenizing.train_bpe(scripted.TEXTS, 100, tmp_path / 'c')
+
+
+def test_no_chat_template_is_an_error():
+  tok = scripted.tokenizer('bpe')
+  assert not tok.has_chat
+  with pytest.raises(ValueError, match="no chat template.*'base'"):
+    tok.chat([{'role': 'user', 'content': 'hi'}])
+
+
+def test_chat():
+  pytest.importorskip('jinja2', reason='chat templates need jinja2')
+  tok = scripted.tokenizer('qwen_tokenizer')
+  text = tok.chat([{'role': 'user', 'content': 'hi'}])
+  assert text.endswith('<|im_start|>assistant\n') and 'hi<|im_end|>' in text
+
+
+def test_a_chat_template_that_refuses(tmp_path):
+  pytest.importorskip('jinja2', reason='chat templates need jinja2')
+  scripted.tokenizer('bpe').save(tmp_path)
+  text = "{{ raise_exception('roles must alternate') }}"
+  (tmp_path / 'chat_template.jinja').write_text(text)
+  with pytest.raises(ValueError, match=r"\['user'\]: roles must alternate"):
+    tokenizing.load(tmp_path).chat([{'role': 'user', 'content': 'hi'}])

@@ -1,0 +1,334 @@
+import dataclasses
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs import common
+from searchrl_jax import records, writer
+from searchrl_jax.records import RunError, read_trajectory
+from searchrl_jax.types import (
+  Passage,
+  Question,
+  Rewards,
+  SearchError,
+  SearchRequest,
+  SearchResult,
+  Segment,
+  Trajectory,
+)
+
+
+def config(**log):
+  c = common.base()
+  c.log.tensorboard = False
+  c.log.update(log)
+  return c
+
+
+def open_writer(folder, c=None, **kw):
+  return writer.Writer(folder, c or config(), out=io.StringIO(), **kw)
+
+
+def trajectory(sample=0, end='answer'):
+  rng = np.random.default_rng(sample)
+  question = Question(
+    'nq-1', 'who?', ('A', 'B'), 'nq', 2, ('p1', 'p2'),
+    ({'role': 'user', 'content': 'who?'},), {'year': 1912},
+  )  # fmt: skip
+  request = SearchRequest('q \u2028 ü', 3, question, 'nq-1/solver/0', 0, 5)
+  segments = (
+    Segment(np.array([1, 2, 3], np.int32), 'prompt', 'other'),
+    Segment(
+      np.array([4, 5], np.int32), 'policy', 'search', 'policy', True,
+      np.float32(-5 * rng.random(2)), np.array([7, 8], np.int32),
+    ),
+    Segment(
+      np.array([6], np.int32), 'policy', 'answer', 'policy', True,
+      np.array([-0.0], np.float32), np.array([8], np.int32),
+    ),
+  )  # fmt: skip
+  searches = (
+    SearchResult(request, (Passage('p1', 'T', 'text\n', 0.25),), 0.5),
+    SearchError(request, 'timeout', 'http://x: late'),
+  )
+  return Trajectory(
+    question, segments, searches, end, sample, 'solver', 1, 2, 0.75,
+    segments[:1], {'hint': 'none'},
+  )  # fmt: skip
+
+
+def decode(ids):
+  return ' '.join(map(str, ids))
+
+
+def same(a, b):
+  """Equality of records that hold arrays: values, types and shapes."""
+  if dataclasses.is_dataclass(a):
+    return type(a) is type(b) and all(
+      same(getattr(a, f.name), getattr(b, f.name))
+      for f in dataclasses.fields(a)
+    )
+  if isinstance(a, tuple):
+    return len(a) == len(b) and all(map(same, a, b))
+  if isinstance(a, np.ndarray):
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+  return a == b
+
+
+def lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_trajectories_come_back_exactly(tmp_path):
+  group = (trajectory(0), trajectory(1, end='failed'))
+  rewards = Rewards(
+    np.array([1.0, 0.0], np.float32),
+    np.array([True, False]),
+    parts={'em': np.array([1.0, np.nan], np.float32)},
+  )
+  with open_writer(tmp_path) as w:
+    w.trajectories(
+      3, [group], rewards, decode=decode, advantages=np.array([0.5, 0.0])
+    )
+  text = (tmp_path / 'trajectories.jsonl').read_bytes().splitlines()
+  assert len(text) == 2  # U+2028 in a query must not split a line
+  for line, written in zip(text, group, strict=True):
+    assert same(read_trajectory(line), written)
+  first, second = map(json.loads, text)
+  assert first['step'] == 3 and first['reward'] == 1.0
+  assert first['rewards'] == {'em': 1.0} and first['advantage'] == 0.5
+  assert second['valid'] is False and second['rewards'] == {'em': None}
+  assert first['segments'][1]['text'] == '4 5'
+  assert first['segments'][1]['versions'] == [7, 8]
+  assert first['segments'][2]['versions'] == 8  # one number where all agree
+
+
+def test_every_float32_survives(tmp_path):
+  rng = np.random.default_rng(0)
+  bits = rng.integers(0, 2**32, 5000, dtype=np.uint32)
+  values = bits.view(np.float32)
+  values = values[np.isfinite(values)]
+  segment = Segment(
+    np.zeros(len(values), np.int32), 'policy', 'other', logps=values
+  )
+  whole = dataclasses.replace(trajectory(), segments=(segment,))
+  line = json.dumps(records.trajectory_record(whole, decode))
+  assert same(read_trajectory(line).segments[0].logps, values)
+
+
+def test_token_rewards_are_written_by_token(tmp_path):
+  values = tuple([np.array([0.0] * 5 + [0.5], np.float32)])
+  rewards = Rewards(values, np.array([True]), 'token')
+  with open_writer(tmp_path) as w:
+    w.trajectories(0, [(trajectory(),)], rewards, decode=decode)
+  (line,) = lines(tmp_path / 'trajectories.jsonl')
+  assert line['reward'] == 0.5 and line['reward_by_token'][-1] == 0.5
+
+
+@pytest.mark.parametrize('line', ['{', '[]', '{"step": 1}', '{"question": 3}'])
+def test_a_line_that_is_no_trajectory(line):
+  with pytest.raises(ValueError):
+    read_trajectory(line)
+
+
+def test_a_resume_writes_nothing_twice(tmp_path):
+  with open_writer(tmp_path) as w:
+    w.write(-1, {'x': -9})  # an evaluation before the first step
+    for step in range(5):
+      w.write(step, {'x': step, 'bad': float('nan')})
+      w.trajectories(step, [(trajectory(step),)], decode=decode)
+  with open(tmp_path / 'metrics.jsonl', 'a') as f:
+    f.write('{"step": 5, "x"')  # the process died in the middle of a line
+  with open_writer(tmp_path, step=3) as w:
+    for step in (3, 4):
+      w.write(step, {'x': -step})
+      w.trajectories(step, [(trajectory(step),)], decode=decode)
+      w.trajectories(step, [(trajectory(step),)], decode=decode, name='eval')
+  found = lines(tmp_path / 'metrics.jsonl')
+  assert [(l['step'], l['x']) for l in found] == [
+    (-1, -9), (0, 0), (1, 1), (2, 2), (3, -3), (4, -4)
+  ]  # fmt: skip
+  assert found[1]['bad'] is None  # NaN is not JSON
+  steps = [l['step'] for l in lines(tmp_path / 'trajectories.jsonl')]
+  assert steps == [0, 1, 2, 3, 4]
+  starts = json.loads((tmp_path / 'environment.json').read_text())['starts']
+  assert [s['step'] for s in starts] == [0, 3]
+  assert 'jax' in starts[0]['packages'] and starts[0]['machine']['cores']
+
+
+def test_lines_out_of_order_are_sorted_out_too(tmp_path):
+  path = tmp_path / 'a.jsonl'
+  path.write_text(''.join(f'{{"step": {s}}}\n' for s in (0, 3, 1, 4, 2)))
+  records.JsonlFile(path, 3).close()
+  assert [l['step'] for l in lines(path)] == [0, 1, 2]
+
+
+def test_a_file_of_something_else_is_not_touched(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  path.write_text('{"loss": 1}\n')
+  with pytest.raises(RunError, match='metrics.jsonl.*--workdir'):
+    open_writer(tmp_path)
+  assert path.read_text() == '{"loss": 1}\n'
+
+
+def test_a_folder_of_another_config(tmp_path):
+  with open_writer(tmp_path):
+    pass
+  other = config()
+  other.optim.lr = 1e-3
+  with pytest.raises(RunError, match=r'config.optim.lr is 1e-06 there and 0.001'):
+    open_writer(tmp_path, other)
+  other = config()
+  other.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
+  with pytest.raises(RunError, match='config.reward.em is absent there'):
+    open_writer(tmp_path, other)
+  kept = json.loads((tmp_path / 'config.json').read_text())
+  assert kept['optim']['lr'] == 1e-6
+
+
+def test_fields_that_may_differ_are_noted(tmp_path):
+  first = config()
+  with open_writer(tmp_path, first):
+    pass
+  moved = config(samples=9)
+  moved.source.url = 'http://elsewhere:1'
+  with open_writer(tmp_path, moved):
+    pass
+  starts = json.loads((tmp_path / 'environment.json').read_text())['starts']
+  assert starts[1]['config_changed'] == {
+    'log.samples': [first.log.samples, 9],
+    'source.url': [first.source.url, 'http://elsewhere:1'],
+  }
+  # `source` as a whole may not: only the URL says where, not what.
+  moved.source.k = 9
+  with pytest.raises(RunError, match='config.source.k'):
+    open_writer(tmp_path, moved)
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path):
+  with open_writer(tmp_path):
+    with pytest.raises(RunError, match='in use by another process'):
+      open_writer(tmp_path)
+  open_writer(tmp_path).close()
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  # RLIMIT_FSIZE makes the kernel refuse bytes past a size, as a full disk
+  # does; in a process of its own, since the limit holds for all its files.
+  code = f'''
+import resource, signal, sys
+sys.path.insert(0, {os.getcwd()!r})
+from searchrl_jax.records import JsonlFile, RunError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+file = JsonlFile({str(path)!r}, 0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+file.write([{{"step": 0, "x": "a" * 50}}])
+try:
+  file.write([{{"step": 1, "x": "b" * 50}}])
+except RunError as error:
+  print(error)
+'''
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  assert str(path) in done.stdout and 'File too large' in done.stdout
+  assert 'Free disk space' in done.stdout
+  assert [l['step'] for l in lines(path)] == [0]
+
+
+def test_a_small_file_is_whole_or_absent(tmp_path, monkeypatch):
+  path = tmp_path / 'summary.json'
+  records.write_json(path, {'a': np.float32(1.5), 'b': (np.nan, np.int32(2))})
+  assert json.loads(path.read_text()) == {'a': 1.5, 'b': [None, 2]}
+
+  def full(*_):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(os, 'fsync', full)
+  with pytest.raises(RunError, match='summary.json.*No space left'):
+    records.write_json(path, {'a': 2})
+  assert json.loads(path.read_text())['a'] == 1.5
+  assert [p.name for p in tmp_path.iterdir()] == ['summary.json']
+
+
+def test_timers_and_metrics(tmp_path):
+  with open_writer(tmp_path) as w:
+    for _ in range(2):
+      with w.timer('rollout'):
+        pass
+    first = w.write(0, {'a': np.float32(2), 'flag': np.True_})
+    second = w.write(1, {})
+  assert first['a'] == 2.0 and first['flag'] == 1.0
+  assert 0 <= first['time/rollout'] <= first['time/step']
+  assert set(second) == {'time/step'}  # a phase counts in one step
+  with open_writer(tmp_path / 'b') as w:
+    with pytest.raises(ValueError, match="'v' is not one number"):
+      w.write(0, {'v': np.zeros(3)})
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_progress(tmp_path):
+  out = io.StringIO()
+  with writer.Writer(tmp_path / 'a', config(), steps=4, out=out) as w:
+    w.progress(w.write(0, {'reward': 0.51234, 'speed': 12345.6}),
+               reward='reward', em='reward/em', tokens_s='speed')
+  assert out.getvalue().startswith('step 1/4  reward 0.512  tokens s 12,346  ETA 0:')
+  assert out.getvalue().endswith('\n') and '\x1b' not in out.getvalue()
+  out = Terminal()
+  with writer.Writer(tmp_path / 'b', config(), steps=2, out=out) as w:
+    w.progress(w.write(0, {}))
+    assert out.getvalue().startswith('\r\x1b[Kstep 1/2')
+    assert not out.getvalue().endswith('\n')
+    w.progress(w.write(1, {}))
+  assert out.getvalue().endswith('\n')
+  out = io.StringIO()
+  with writer.Writer(tmp_path / 'c', config(progress=False), out=out) as w:
+    w.progress(w.write(0, {}))
+  assert not out.getvalue()
+
+
+def test_clock():
+  assert writer._clock(59.6) == '1:00'
+  assert writer._clock(3661) == '1:01:01'
+
+
+def test_tensorboard(tmp_path):
+  c = config(tensorboard=True)
+  for step in (0, 1):
+    with open_writer(tmp_path, c, step=step) as w:
+      w.write(step, {'a/b': 1.5 + step, 'nan': float('nan')})
+  from tensorboard.backend.event_processing import event_accumulator
+
+  board = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard'))
+  board.Reload()
+  assert 'nan' not in board.Tags()['scalars']
+  assert [(e.step, e.value) for e in board.Scalars('a/b')] == [(0, 1.5), (1, 2.5)]
+
+
+@pytest.mark.timeout(120)
+def test_wandb_offline(tmp_path):
+  with open_writer(tmp_path, config(wandb='offline')) as w:
+    w.write(0, {'a': 1.0})
+  assert list((tmp_path / 'wandb').glob('offline-run-*/*.wandb'))
+  assert (tmp_path / 'wandb_id.txt').read_text().strip()
+  with pytest.raises(RunError, match="config.log.wandb='on'"):
+    open_writer(tmp_path / 'b', config(wandb='on'))
+
+
+def test_environment_names_the_commit_where_there_is_one():
+  found = writer.environment()
+  commit = writer._git('rev-parse', 'HEAD')
+  assert found['commit'] == commit and found['python']
+  json.dumps(found)
