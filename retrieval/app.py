@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -206,6 +206,8 @@ class Batcher:
       batch = self._take()
       if not self._waiting:
         self._arrived.clear()
+      if not batch:
+        continue
       try:
         await self._answer(batch)
       except Exception as error:  # the index broke: this batch fails, not all
@@ -216,10 +218,18 @@ class Batcher:
         self._pending -= sum(len(queries) for queries, _, _ in batch)
 
   def _take(self) -> list:
-    """Whole requests, at most max_queries queries; one at the least."""
+    """Whole requests, at most max_queries queries; one at the least.
+
+    Without those whose client has gone; none if all have.
+    """
     batch, size = [], 0
     while self._waiting:
-      size += len(self._waiting[0][0])
+      queries, _, future = self._waiting[0]
+      if future.done():
+        self._pending -= len(queries)
+        self._waiting.popleft()
+        continue
+      size += len(queries)
       if batch and size > self._limits.max_queries:
         break
       batch.append(self._waiting.popleft())
@@ -283,7 +293,9 @@ def create_app(
   async def retrieve(http: fastapi.Request) -> Response:
     """Ranks passages for each query; see retrieval/README.md."""
     request = parse_request(await _body(http, limits.max_body_bytes), limits)
-    ranked = await batcher.search(request.queries, request.topk)
+    ranked = await _while_there(
+      http, batcher.search(request.queries, request.topk)
+    )
 
     def shown(position: int, score: float) -> dict:
       document = {
@@ -328,6 +340,28 @@ async def _body(http: fastapi.Request, limit: int) -> bytes:
   except ClientDisconnect:  # nobody reads this; it keeps the log quiet
     raise BadRequest([], 'cut short', 400) from None
   return bytes(body)
+
+
+async def _while_there(http: fastapi.Request, search: Coroutine) -> Any:
+  """The result of `search`, unless the client goes before it is there.
+
+  A client that gave up asks again: to search for both would double the load
+  that made it give up.
+  """
+
+  async def gone() -> None:
+    while (await http.receive())['type'] != 'http.disconnect':
+      pass
+
+  tasks = [asyncio.ensure_future(search), asyncio.ensure_future(gone())]
+  try:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if not tasks[0].done():
+      raise BadRequest([], 'the client has gone', 400)
+    return tasks[0].result()
+  finally:
+    for task in tasks:
+      task.cancel()
 
 
 def _openapi(limits: Limits) -> dict:

@@ -106,6 +106,7 @@ class RetrievalClient:
     max_backoff_s: float = 5.0,
     max_connections: int = 32,
     max_queries: int = 1024,
+    max_query_bytes: int = 16384,
     seed: int | None = None,
   ):
     """Makes a client; nothing is sent yet.
@@ -120,6 +121,9 @@ class RetrievalClient:
       max_backoff_s: the longest pause of our own.
       max_connections: open at once, for each event loop.
       max_queries: in one request; a longer call is split.
+      max_query_bytes: UTF-8, of one query; a longer one is sent cut, at a
+        character. A policy may write any query, and the server's refusal
+        would look like a fault of the service.
       seed: of the jitter, for tests.
 
     Raises:
@@ -134,7 +138,7 @@ class RetrievalClient:
     self.timeout_s, self.deadline_s = timeout_s, deadline_s
     self.retries = retries
     self.backoff_s, self.max_backoff_s = backoff_s, max_backoff_s
-    self.max_queries = max_queries
+    self.max_queries, self.max_query_bytes = max_queries, max_query_bytes
     # A proxy of the environment is no way to this very machine.
     self._trust_env = parts.hostname not in _LOOPBACK
     self._limits = httpx.Limits(
@@ -152,7 +156,8 @@ class RetrievalClient:
 
     Args:
       queries: [Q] texts; none sends nothing. Lone surrogates are sent as
-        U+FFFD, which matches nothing.
+        U+FFFD, which matches nothing; what is beyond max_query_bytes is not
+        sent.
       k: the most passages for one query, >= 1.
 
     Returns:
@@ -163,7 +168,7 @@ class RetrievalClient:
     """
     if isinstance(queries, str):
       raise TypeError('queries is a string; pass a list of strings')
-    queries = [_sendable(query) for query in queries]
+    queries = [_sendable(query, self.max_query_bytes) for query in queries]
     parts = [
       queries[i : i + self.max_queries]
       for i in range(0, len(queries), self.max_queries)
@@ -214,6 +219,10 @@ class RetrievalClient:
   def _pool(self) -> httpx.AsyncClient:
     loop = asyncio.get_running_loop()
     if loop not in self._pools:
+      # A pool holds its loop, so no weak reference to that ever dies: without
+      # this each loop would leave its sockets open for good.
+      for ended in [other for other in self._pools if other.is_closed()]:
+        del self._pools[ended]
       self._pools[loop] = httpx.AsyncClient(
         limits=self._limits,
         trust_env=self._trust_env,
@@ -372,10 +381,13 @@ def _run(function) -> Any:
   )
 
 
-def _sendable(query: str) -> str:
+def _sendable(query: str, most: int) -> str:
   if not isinstance(query, str):
     raise TypeError(f'a query is a {type(query).__name__}, not a string')
-  return _SURROGATE.sub('\ufffd', query)
+  query = _SURROGATE.sub('\ufffd', query)
+  if len(query) * 4 <= most:  # no character has more than 4 bytes
+    return query
+  return query.encode()[:most].decode('utf-8', 'ignore')
 
 
 def _said(error: Exception) -> str:

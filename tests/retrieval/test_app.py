@@ -291,6 +291,71 @@ def test_client_that_left_does_not_spoil_the_batch():
   assert with_batcher(index, Limits(), body) == [[(0, 0.0)]]
 
 
+def test_what_nobody_waits_for_is_not_searched():
+  index = Recorder()
+  index.go.clear()
+
+  async def body(batcher):
+    first = asyncio.create_task(batcher.search(['a'], 1))
+    await asyncio.sleep(0.05)
+    gone = [asyncio.create_task(batcher.search(['b'], 1)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in gone:
+      task.cancel()
+    index.go.set()
+    await first
+    # Room for one query: those that left no longer count.
+    return await batcher.search(['c'], 1)
+
+  limits = Limits(batch_ms=0, max_pending=4, max_queries=1)
+  with_batcher(index, limits, body)
+  assert [queries for queries, _ in index.calls] == [['a'], ['c']]
+
+
+def test_a_client_that_disconnects_gives_its_place_up(corpus):
+  index = Recorder()
+  index.go.clear()
+  app = create_app(corpus, index, Limits(batch_ms=0, max_queries=1))
+  scope = dict(
+    type='http', method='POST', path='/retrieve', raw_path=b'/retrieve',
+    query_string=b'', headers=[], http_version='1.1', scheme='http',
+    server=('x', 80), client=('x', 1), root_path='',
+  )
+
+  async def call(query, left):
+    """Posts a query and disconnects when `left` is set."""
+    sent = iter([json.dumps({'queries': [query], 'topk': 1}).encode()])
+    out = []
+
+    async def receive():
+      for data in sent:
+        return {'type': 'http.request', 'body': data, 'more_body': False}
+      await left.wait()
+      return {'type': 'http.disconnect'}
+
+    async def send(message):
+      out.append(message)
+
+    await app(dict(scope), receive, send)
+    return out[0]['status']
+
+  async def run():
+    async with app.router.lifespan_context(app):
+      stays, leaves = asyncio.Event(), asyncio.Event()
+      first = asyncio.create_task(call('a', stays))
+      await asyncio.sleep(0.05)
+      second = asyncio.create_task(call('b', leaves))
+      await asyncio.sleep(0.05)
+      leaves.set()
+      assert await asyncio.wait_for(second, 5) == 400  # while 'a' is searched
+      index.go.set()
+      assert await first == 200
+      assert await call('c', stays) == 200
+
+  asyncio.run(run())
+  assert [queries for queries, _ in index.calls] == [['a'], ['c']]
+
+
 def test_pending_queries_are_bounded():
   index = Recorder()
   index.go.clear()

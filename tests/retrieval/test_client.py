@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import json
+import os
 import socket
 import threading
 import time
@@ -155,6 +157,25 @@ def test_one_client_serves_several_event_loops(server):
     return found
 
   assert asyncio.run(closed_and_used_again())[0][0].id == '0'
+
+
+def test_loops_that_ended_leave_no_sockets_open(server):
+  client = RetrievalClient(server.url, **FAST)
+  counts = []
+  for _ in range(12):
+    asyncio.run(client.retrieve(['hamlet'], 1))
+    gc.collect()
+    counts.append(len(os.listdir('/dev/fd')))
+  assert counts[-1] <= counts[1]
+
+
+def test_a_query_longer_than_the_server_takes_is_cut(server):
+  (found,) = ask(server.url, ['hamlet ' + 'ü' * 20_000])
+  assert found == ask(server.url, ['hamlet'])[0]
+  with Faults(GOOD) as faults:
+    ask(faults.url, ['aüü'], max_query_bytes=4)
+    # 1 + 2 + 2 bytes: the second half of the last one would be beyond 4.
+    assert b'["a\\u00fc"]' in faults.requests[0][1]
 
 
 def test_many_tasks_share_the_pool(server):
