@@ -32,8 +32,11 @@ RULES = {
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
   """A (data, fsdp, tensor) mesh; one size may be -1, 'what is left'.
 
+  Sizes without a -1 may ask for fewer devices than there are: the first ones.
+
   Raises:
-    ValueError: the sizes do not multiply to the number of devices.
+    ValueError: the sizes ask for more devices than there are, or do not
+      divide them.
   """
   devices = jax.devices() if devices is None else list(devices)
   sizes = [data, fsdp, tensor]
@@ -48,12 +51,13 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
         f'config.mesh: {len(devices)} devices are not divisible by {rest}'
       )
     sizes[sizes.index(-1)] = len(devices) // rest
-  if math.prod(sizes) != len(devices):
+  count = math.prod(sizes)
+  if count > len(devices):
     raise ValueError(
-      f'config.mesh {dict(zip(AXES, sizes))} needs {math.prod(sizes)} '
-      f'devices; there are {len(devices)}'
+      f'config.mesh {dict(zip(AXES, sizes))} needs {count} devices; there '
+      f'are {len(devices)}'
     )
-  grid = np.asarray(devices).reshape(sizes)
+  grid = np.asarray(devices[:count]).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 

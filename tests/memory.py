@@ -1,5 +1,7 @@
 """Anonymous resident memory of this process, for tests of memory bounds."""
 
+import ctypes
+import gc
 import re
 import threading
 import time
@@ -13,10 +15,17 @@ def anonymous() -> int:
     return int(re.search(r'Anonymous:\s+(\d+) kB', f.read())[1]) * 1024
 
 
+def trim():
+  """Gives freed memory back, so that using it again is seen."""
+  gc.collect()
+  ctypes.CDLL('libc.so.6').malloc_trim(0)
+
+
 class Peak:
   """Samples while its block runs; `peak`, `start`, `end` in bytes."""
 
   def __enter__(self):
+    trim()
     self.start = self.peak = anonymous()
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._run)

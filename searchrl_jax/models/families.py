@@ -33,6 +33,13 @@ FAMILIES = {
   'qwen3': Family('Qwen3ForCausalLM', qk_norm=True, head_dim=128),
 }
 
+# What `parse_config` states: the architecture, not how it is run.
+FIELDS = (
+  'vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim',
+  'd_ff', 'rope_theta', 'rope_scaling', 'norm_eps', 'qkv_bias', 'qk_norm',
+  'tied',
+)
+
 # Set to anything but these, a field asks for what the decoder lacks.
 _NEUTRAL = {
   'hidden_act': (None, 'silu'),

@@ -85,6 +85,17 @@ def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
   )
 
 
+def _check_config(path, found: decoder.DecoderConfig,
+                  cfg: decoder.DecoderConfig):
+  """Raises ValueError if `cfg` describes another model than config.json."""
+  differ = [
+    f'{name}={getattr(found, name)!r} there, {getattr(cfg, name)!r} here'
+    for name in families.FIELDS if getattr(found, name) != getattr(cfg, name)
+  ]
+  if differ:
+    raise ValueError(f'{path} holds another model: {"; ".join(differ)}')
+
+
 def _check(path, table, stored):
   """Raises ValueError unless `stored` holds exactly what `table` asks for."""
   for name, tensor in table.items():
@@ -172,7 +183,8 @@ def load(path, mesh=None, dtype=jnp.float32,
     mesh: parameters are laid out by `decoder.param_shardings`; None puts them
       on the default device.
     dtype: of the parameters.
-    cfg: a config from `read_config(path, **flags)`, to set other flags.
+    cfg: a config to use instead of `read_config(path)`, with other flags
+      (activation dtype, remat, ...) but of the same architecture.
 
   Raises:
     FileNotFoundError, ValueError: an unknown architecture, a file that is
@@ -180,7 +192,9 @@ def load(path, mesh=None, dtype=jnp.float32,
       shape; the message names it.
   """
   path = pathlib.Path(path)
-  cfg = read_config(path) if cfg is None else cfg
+  found = read_config(path)
+  cfg = found if cfg is None else cfg
+  _check_config(path, found, cfg)
   table = tensor_table(cfg)
   stored = safetensors.read_folder(path)
   _check(path, table, stored)

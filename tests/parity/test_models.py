@@ -50,8 +50,10 @@ def test_golden_values_are_current(tmp_path, name):
   assert worst(make_models.unpadded(model, rows), want) <= 1e-5
 
 
-@pytest.mark.parametrize('name', models.CONFIGS)
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('name, dtype', [
+  *((name, 'float32') for name in models.CONFIGS),
+  ('llama3.1', 'bfloat16'), ('qwen2.5', 'bfloat16'), ('qwen3', 'bfloat16'),
+])
 def test_what_we_export_transformers_loads(tmp_path, name, dtype):
   source = models.write(tmp_path / 'source', name)
   cfg, params = hf.load(source)
@@ -70,7 +72,8 @@ def test_what_we_export_transformers_loads(tmp_path, name, dtype):
   if dtype == 'float32':
     want = make_models.unpadded(make_models.reference(source), rows)
     assert worst(got, want) == 0.0
-  assert worst(got, ours(out, rows)) <= TOLERANCE
+  else:
+    assert worst(got, ours(out, rows)) <= TOLERANCE
   assert model.config.max_position_embeddings == 256
   stored = transformers.AutoConfig.from_pretrained(out)
   assert str(stored.dtype).endswith(dtype)

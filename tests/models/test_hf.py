@@ -1,0 +1,349 @@
+"""Checkpoints in and out: exact, whole or not at all, in bounded memory."""
+
+import dataclasses
+import json
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from searchrl_jax import sharding
+from searchrl_jax.models import decoder
+from searchrl_jax.models import hf
+from tests.golden import models
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TIED = 'qwen2.5'
+
+
+def stacked(tensors, name):
+  """Our parameters from a case's tensors, by plain indexing."""
+  config = models.CONFIGS[name]
+  D, L = config['hidden_size'], config['num_hidden_layers']
+  N = config['num_attention_heads']
+  H = config.get('head_dim', D // N)
+
+  def each(key):
+    return [tensors[f'model.layers.{i}.{key}'] for i in range(L)]
+
+  layers = {
+    'attn_norm': each('input_layernorm.weight'),
+    'mlp_norm': each('post_attention_layernorm.weight'),
+    'q_norm': each('self_attn.q_norm.weight') if 'qwen3' in name else None,
+    'k_norm': each('self_attn.k_norm.weight') if 'qwen3' in name else None,
+  }
+  for x in ('gate', 'up', 'down'):
+    layers[x] = [w.T for w in each(f'mlp.{x}_proj.weight')]
+  for x in ('q', 'k', 'v'):
+    layers[x] = [
+      w.T.reshape(D, -1, H) for w in each(f'self_attn.{x}_proj.weight')]
+    if 'qwen2' in name:
+      layers[f'{x}_bias'] = [
+        w.reshape(-1, H) for w in each(f'self_attn.{x}_proj.bias')]
+  layers['o'] = [
+    w.T.reshape(N, H, D) for w in each('self_attn.o_proj.weight')]
+  out = {
+    'embed': tensors['model.embed_tokens.weight'],
+    'layers': {k: np.stack(v) for k, v in layers.items() if v is not None},
+    'final_norm': tensors['model.norm.weight'],
+  }
+  if 'lm_head.weight' in tensors:
+    out['head'] = tensors['lm_head.weight'].T
+  return out
+
+
+def assert_equal(a, b):
+  a, b = decoder.flatten(a), decoder.flatten(b)
+  assert a.keys() == b.keys()
+  for path in a:
+    x, y = np.asarray(a[path]), np.asarray(b[path])
+    assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), path
+
+
+@pytest.mark.parametrize('name', models.CONFIGS)
+def test_load_is_exact(tmp_path, name):
+  cfg, params = hf.load(models.write(tmp_path, name))
+  assert_equal(params, stacked(models.weights(name), name))
+  like = decoder.init_params(cfg, jax.random.key(0))
+  assert jax.tree.structure(params) == jax.tree.structure(like)
+
+
+@pytest.mark.parametrize('dtype', [np.float16, ml_dtypes.bfloat16])
+def test_other_dtypes_are_cast(tmp_path, dtype):
+  tensors = {k: v.astype(dtype) for k, v in models.weights('qwen2').items()}
+  models.write(tmp_path, 'qwen2', tensors=tensors)
+  _, params = hf.load(tmp_path)
+  assert_equal(params, stacked(
+    {k: v.astype(np.float32) for k, v in tensors.items()}, 'qwen2'))
+  _, params = hf.load(tmp_path, dtype=dtype)
+  assert_equal(params, stacked(tensors, 'qwen2'))
+
+
+@pytest.mark.parametrize('shape', [(1, 2, 4), (1, 4, 2), (2, 2, 2)])
+def test_sharded_load_and_export(tmp_path, shape):
+  """Each device holds its part; KV heads that 4 does not divide are whole."""
+  folder = models.write(tmp_path / 'm', 'llama3.1')
+  mesh = sharding.make_mesh(*shape)
+  cfg, params = hf.load(folder, mesh)
+  _, plain = hf.load(folder)
+  assert_equal(params, plain)
+  want = decoder.flatten(decoder.param_shardings(cfg, mesh))
+  for path, x in decoder.flatten(params).items():
+    assert x.sharding == want[path]
+    for shard in x.addressable_shards:
+      assert np.array_equal(
+        shard.data, np.asarray(decoder.flatten(plain)[path])[shard.index])
+  hf.save(tmp_path / 'out', cfg, params, max_shard_bytes=30_000)
+  assert len(list((tmp_path / 'out').glob('*.safetensors'))) > 2
+  assert_equal(hf.load(tmp_path / 'out')[1], plain)
+
+
+@pytest.mark.parametrize('name', models.CONFIGS)
+def test_round_trip_is_bitwise(tmp_path, name):
+  source = models.write(tmp_path / 'm', name)
+  cfg, params = hf.load(source)
+  out = tmp_path / 'deep' / 'out'
+  hf.save(out, cfg, params, like=hf.read_json(source))
+  again, params2 = hf.load(out)
+  assert again == cfg
+  assert_equal(params, params2)
+  # The library reads the same tensors, in the checkpoint's own layout.
+  theirs = safetensors.numpy.load_file(out / 'model.safetensors')
+  want = models.weights(name)
+  assert theirs.keys() == want.keys()
+  assert all(np.array_equal(theirs[k], want[k]) for k in want)
+  with safetensors.safe_open(out / 'model.safetensors', 'np') as f:
+    assert f.metadata() == {'format': 'pt'}
+
+
+def test_export_of_numpy_and_bfloat16(tmp_path):
+  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen3'))
+  hf.save(tmp_path / 'a', cfg, jax.tree.map(np.asarray, params))
+  assert_equal(hf.load(tmp_path / 'a')[1], params)
+  hf.save(tmp_path / 'b', cfg, params, dtype='bfloat16')
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  assert_equal(hf.load(tmp_path / 'b', dtype=jnp.bfloat16)[1], half)
+
+
+def test_flags_and_tokenizer_files(tmp_path):
+  source = models.write(tmp_path / 'm', 'qwen3')
+  (source / 'tokenizer.json').write_text('{"a": 1}')
+  (source / 'secret.txt').write_text('not for export')
+  cfg = hf.read_config(source, dtype='bfloat16', remat='block')
+  got, params = hf.load(source, cfg=cfg)
+  assert got is cfg and params['embed'].dtype == jnp.float32
+  hf.save(tmp_path / 'out', cfg, params, tokenizer_dir=source)
+  assert (tmp_path / 'out/tokenizer.json').read_text() == '{"a": 1}'
+  assert sorted(p.name for p in (tmp_path / 'out').iterdir()) == [
+    'config.json', 'model.safetensors', 'tokenizer.json']
+
+
+def test_another_architecture_is_named(tmp_path):
+  folder = models.write(tmp_path, 'qwen3')
+  cfg = hf.read_config(folder)
+  other = dataclasses.replace(cfg, rope_theta=5.0, dtype='bfloat16')
+  with pytest.raises(ValueError, match='rope_theta=1000000.0 there, 5.0 here'):
+    hf.load(folder, cfg=other)
+
+
+def changed(name, change):
+  tensors = models.weights(name)
+  for key, value in change.items():
+    if value is None:
+      del tensors[key]
+    else:
+      tensors[key] = value
+  return tensors
+
+
+Q = 'model.layers.2.self_attn.q_proj.weight'
+
+
+@pytest.mark.parametrize('change, named', [
+  ({Q: None}, f"{Q}' is missing"),
+  ({Q: np.zeros((32, 31), np.float32)}, rf"{Q}'.*\(32, 31\).*\(32, 32\)"),
+  ({Q: np.zeros((32, 32), np.int32)}, f"{Q}'.*I32"),
+  ({'model.layers.3.mlp.up_proj.weight': np.zeros(2, np.float32)},
+   "model.layers.3.mlp.up_proj.weight'.*surplus"),
+  ({'score.weight': np.zeros(2, np.float32)}, "score.weight'.*surplus"),
+  ({'lm_head.weight': np.zeros((48, 32), np.float32)},
+   "lm_head.weight' differs from the embedding"),
+])
+def test_a_wrong_tensor_is_named(tmp_path, monkeypatch, change, named):
+  models.write(tmp_path, TIED, tensors=changed(TIED, change))
+  monkeypatch.setattr(hf, '_place', lambda *a: pytest.fail('half-loaded'))
+  with pytest.raises(ValueError, match=named):
+    hf.load(tmp_path)
+
+
+def test_harmless_extras_are_accepted(tmp_path):
+  tensors = models.weights(TIED)
+  models.write(tmp_path, TIED, tensors=tensors | {
+    'lm_head.weight': tensors['model.embed_tokens.weight'],
+    'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(
+      4, np.float32),
+  })
+  cfg, params = hf.load(tmp_path)
+  assert cfg.tied and 'head' not in params
+
+
+def test_broken_files_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match='config.json'):
+    hf.load(tmp_path)
+  folder = models.write(tmp_path / 'm', 'qwen2')
+  file = folder / 'model.safetensors'
+  whole = file.read_bytes()
+  for size, named in ((-100, 'truncated: tensor'), (300, 'truncated'),
+                      (4, 'truncated')):
+    file.write_bytes(whole[:size])
+    with pytest.raises(ValueError, match=named) as e:
+      hf.load(folder)
+    assert str(file) in str(e.value)
+  file.write_bytes(whole[:8] + b'x' * (len(whole) - 8))
+  with pytest.raises(ValueError, match='malformed'):
+    hf.load(folder)
+  file.unlink()
+  with pytest.raises(FileNotFoundError, match='index'):
+    hf.load(folder)
+  (folder / 'config.json').write_text('{')
+  with pytest.raises(ValueError, match='config.json: not JSON'):
+    hf.load(folder)
+  (folder / 'config.json').write_text('{"model_type": "gpt2"}')
+  with pytest.raises(ValueError, match=f'{folder}.*gpt2'):
+    hf.load(folder)
+
+
+def test_a_broken_index_is_named(tmp_path):
+  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
+  out = tmp_path / 'out'
+
+  def fresh():
+    shutil.rmtree(out, ignore_errors=True)
+    hf.save(out, cfg, params, max_shard_bytes=40_000)
+    return out / 'model.safetensors.index.json'
+
+  index = fresh()
+  value = json.loads(index.read_text())
+  files = sorted(set(value['weight_map'].values()))
+  assert value['metadata']['total_size'] == 4 * cfg.n_params
+  (out / files[1]).unlink()
+  with pytest.raises(FileNotFoundError, match=files[1]):
+    hf.load(out)
+  index = fresh()
+  value['weight_map']['model.norm.weight'] = files[0]
+  index.write_text(json.dumps(value))
+  with pytest.raises(ValueError, match='model.norm.weight'):
+    hf.load(out)
+  value['weight_map']['ghost'] = files[-1]
+  value['weight_map']['model.norm.weight'] = files[-1]
+  index.write_text(json.dumps(value))
+  with pytest.raises(ValueError, match='ghost.*missing'):
+    hf.load(out)
+
+
+def test_export_refuses_other_parameters(tmp_path):
+  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
+  with pytest.raises(FileExistsError, match='out'):
+    (tmp_path / 'out').mkdir()
+    hf.save(tmp_path / 'out', cfg, params)
+  less = {k: v for k, v in params.items() if k != 'final_norm'}
+  with pytest.raises(ValueError, match="'final_norm' has shape None"):
+    hf.save(tmp_path / 'x', cfg, less)
+  with pytest.raises(ValueError, match="'extra'"):
+    hf.save(tmp_path / 'x', cfg, params | {'extra': jnp.ones(2)})
+  with pytest.raises(ValueError, match='dtype=int8'):
+    hf.save(tmp_path / 'x', cfg, params, dtype='int8')
+  assert not (tmp_path / 'x').exists()
+
+
+def test_a_full_disk_leaves_what_stood_there(tmp_path):
+  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
+  hf.save(tmp_path / 'out', cfg, params)
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+  try:
+    with pytest.raises(OSError, match='out failed.*stands'):
+      hf.save(tmp_path / 'out', cfg, params, overwrite=True)
+    with pytest.raises(OSError, match='new failed'):
+      hf.save(tmp_path / 'new', cfg, params)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert_equal(hf.load(tmp_path / 'out')[1], params)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'out']
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  hf.save(tmp_path / 'out', cfg, zeros, overwrite=True)
+  assert_equal(hf.load(tmp_path / 'out')[1], zeros)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'out']
+
+
+def test_a_writer_killed_between_its_renames(tmp_path):
+  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
+  hf.save(tmp_path / 'out', cfg, params)
+  (tmp_path / 'out').rename(tmp_path / '.out.old')
+  (tmp_path / '.out.tmp').mkdir()
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  hf.save(tmp_path / 'out', cfg, zeros)
+  assert_equal(hf.load(tmp_path / 'out')[1], zeros)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'out']
+
+
+MEMORY = '''
+import json, sys, jax, jax.numpy as jnp, numpy as np
+from searchrl_jax import sharding
+from searchrl_jax.models import decoder, hf
+from tests import memory
+cfg = decoder.DecoderConfig(
+  vocab_size=16000, d_model=1024, n_layers=20, n_heads=16, n_kv_heads=4,
+  head_dim=64, d_ff=3200, tied=False)
+shapes = {p: s for p, (s, _) in decoder.param_table(cfg).items()}
+largest = 4 * max(int(np.prod(s)) for s in shapes.values())
+at = sys.argv[1]
+jax.block_until_ready(jnp.ones(2) + 1)
+base = memory.anonymous()
+# Broadcast numbers take no memory, so that making the file needs none.
+hf.save(f'{at}/a', cfg, decoder.nest(
+  {p: np.broadcast_to(np.float32(0.5), s) for p, s in shapes.items()}),
+  max_shard_bytes=3e8)
+out = dict(bytes=4 * cfg.n_params)
+for name, mesh in ('one', None), ('mesh', sharding.make_mesh(1, 2, 4)):
+  with memory.Peak() as m:
+    _, params = hf.load(f'{at}/a', mesh)
+  held = sum(s.data.nbytes for x in jax.tree.leaves(params)
+             for s in x.addressable_shards)
+  out[f'{name}_load'] = (m.peak - base - held) / largest
+  with memory.Peak() as m:
+    hf.save(f'{at}/b', cfg, params, max_shard_bytes=3e8, overwrite=True)
+  out[f'{name}_save'] = (m.peak - base - held) / largest
+  del params
+print(json.dumps(out))
+'''
+
+
+@pytest.mark.skipif(
+  not pathlib.Path('/proc/self/smaps_rollup').exists(), reason='Linux only')
+def test_host_memory_on_a_checkpoint_of_one_gigabyte(tmp_path):
+  """In units of the largest stacked parameter, beyond the parameters."""
+  try:
+    out = subprocess.run(
+      [sys.executable, '-c', MEMORY, str(tmp_path)], cwd=ROOT,
+      check=True, stdout=subprocess.PIPE, text=True,
+      env={
+        'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu',
+        'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+      },
+    )
+  finally:
+    shutil.rmtree(tmp_path)
+  got = json.loads(out.stdout.splitlines()[-1])
+  print(got)
+  assert got.pop('bytes') >= 1e9
+  assert len(got) == 4 and max(got.values()) < 1.5
