@@ -80,6 +80,13 @@ def test_engine_and_trainer_agree_in_either_dtype():
     assert engine.manifest() == sync.manifest(params, dtype)
 
 
+def test_forward_logps_are_the_decoders():
+  params, ids = make_params(1), np.array(CANARY)
+  got = np.asarray(sync.forward_logps(CFG)(params, ids))
+  assert got.dtype == np.float32
+  np.testing.assert_allclose(got, trainer_logps(params)(ids), atol=1e-6)
+
+
 # --- Syncs.
 
 

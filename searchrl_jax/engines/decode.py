@@ -64,6 +64,26 @@ def fit(sizes: tuple[int, ...], n: int) -> int:
   return next(s for s in sizes if s >= n)
 
 
+def _home():
+  """Where everything lives without a mesh. Always named: an array that is
+  not committed to its device would be compiled for anew."""
+  return jax.config.jax_default_device or jax.local_devices()[0]
+
+
+@functools.partial(jax.jit, static_argnames=('dtype', 'layers'))
+def _split(params: dict, dtype: str, layers: int) -> dict:
+  """A copy of every parameter in `dtype`, one tree for each layer."""
+  def own(x):
+    # A copy even where neither cast nor slice makes a new buffer.
+    return jnp.copy(x.astype(dtype))
+
+  out = {k: own(v) for k, v in params.items() if k != 'layers'}
+  out['layers'] = [
+    {k: own(v[i]) for k, v in params['layers'].items()} for i in range(layers)
+  ]
+  return out
+
+
 def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
   """The engine's own copy of the trainer's parameters, sliced by layer.
 
@@ -71,32 +91,25 @@ def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
   cfg.dtype, on `mesh`. No buffer is shared with `params` (the trainer donates
   its own).
   """
-  dtype = jnp.dtype(cfg.dtype)
   table = decoder.param_table(cfg)
 
-  def place(x, axes):
-    # copy=True even where neither cast nor slice would make a new buffer.
-    x = jnp.array(x, dtype=dtype, copy=True)
-    if mesh is not None:
-      x = jax.device_put(x, sharding.named(mesh, axes, x.shape))
-    return x
+  def where(path, x):
+    if mesh is None:
+      return _home()
+    name = '/'.join(k.key for k in path if hasattr(k, 'key'))
+    axes = table[name][1]
+    return sharding.named(mesh, axes[-x.ndim:], x.shape)
 
-  out = {'layers': [{} for _ in range(cfg.n_layers)]}
-  for path, value in decoder.flatten(params).items():
-    axes = table[path][1]
-    name = path.rsplit('/', 1)[-1]
-    if path.startswith('layers/'):
-      for i in range(cfg.n_layers):
-        out['layers'][i][name] = place(value[i], axes[1:])
-    else:
-      out[name] = place(value, axes)
-  return out
+  tree = _split(params, cfg.dtype, cfg.n_layers)
+  return jax.device_put(tree, jax.tree_util.tree_map_with_path(where, tree))
 
 
 def make_caches(cfg: DecoderConfig, shape: Shape, mesh=None) -> list:
   """Zeroed caches: for each layer (k, v), each [slots, K, max_len, H]."""
   dims = (shape.slots, cfg.n_kv_heads, shape.max_len, cfg.head_dim)
-  where = None if mesh is None else sharding.named(mesh, CACHE_AXES, dims)
+  where = _home()
+  if mesh is not None:
+    where = sharding.named(mesh, CACHE_AXES, dims)
 
   def zeros():
     return jnp.zeros(dims, jnp.dtype(cfg.dtype), device=where)
@@ -376,7 +389,7 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
 
 
 def score(weights, ids, *, cfg, mesh=None):
-  """Teacher-forced log-probs float32 [R, W] of right-padded ids; [:, 0] is 0."""
+  """Teacher-forced log-probs float32 [R, W] of right-padded ids ([:, 0]: 0)."""
   R, W = ids.shape
   at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
   cos, sin = decoder.rope_tables(cfg, at)
@@ -423,7 +436,7 @@ def put_rows(caches, rows, slots):
 
 
 class Programs:
-  """The jitted programs for one model and one set of sizes."""
+  """The jitted programs for one model and one set of sizes (`programs`)."""
 
   def __init__(self, cfg: DecoderConfig, shape: Shape, mesh=None):
     jit = functools.partial(jax.jit, donate_argnums=1)
@@ -439,6 +452,10 @@ class Programs:
     self.copy_rows = jax.jit(copy_rows, donate_argnums=0)
     self.take_rows = jax.jit(take_rows)
     self.put_rows = jax.jit(put_rows, donate_argnums=0)
+
+
+# Engines of the same sizes share what is compiled.
+programs = functools.lru_cache(maxsize=None)(Programs)
 
 
 def idle_state(slots: int) -> dict:

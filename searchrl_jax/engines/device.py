@@ -16,7 +16,7 @@ class Device:
 
   def __init__(self, cfg: DecoderConfig, shape: decode.Shape, mesh, params):
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
-    self._programs = decode.Programs(cfg, shape, mesh)
+    self._programs = decode.programs(cfg, shape, mesh)
     self._weights = None
     self._caches = None
     self.load(params)

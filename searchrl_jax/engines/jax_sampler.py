@@ -194,7 +194,9 @@ class JaxSampler(core.Engine):
     handle.request = request
     self._waiting.append(request)
     try:
-      return await request.future
+      done = await request.future
+      handle.ids += request.ids
+      return done
     finally:
       handle.request = None
       if request in self._waiting:
@@ -262,9 +264,12 @@ class JaxSampler(core.Engine):
     return self._device.manifest()
 
   def warmup(self) -> None:
-    """Compiles every program, so that none compiles later (design 5.12)."""
-    with self._lock:
-      self._device.warmup()
+    """Compiles every program, so that none compiles later (design 5.12).
+
+    Call it before the first generate.
+    """
+    # In the thread that runs them: JAX's context settings are its own.
+    self._worker.submit(self._device.warmup).result()
 
   def _drop_caches(self) -> None:
     """Forgets every prefix."""
@@ -383,9 +388,8 @@ class JaxSampler(core.Engine):
       self._active[request.handle.rows.slot] = request
       admitted.add(request)
     self._waiting = [r for r in self._waiting if r not in admitted]
-    scores, self._scores = self._scores, []
     state = self._state() if self._active else None
-    return Work(plan, list(self._active.items()), state, scores)
+    return Work(plan, list(self._active.items()), state, list(self._scores))
 
   def _state(self) -> dict:
     state = decode.idle_state(self._table.slots)
@@ -407,8 +411,8 @@ class JaxSampler(core.Engine):
   def _finish(self, work: Work, result) -> None:
     """Takes in what the device did; ends the requests that are complete."""
     if result is None:  # a sync came between; everything is planned again
-      self._scores = work.scores + self._scores
       return
+    self._scores = self._scores[len(work.scores):]
     decoded, scores, version = result
     for (_, future), logps in zip(work.scores, scores):
       if not future.done():
@@ -448,11 +452,10 @@ class JaxSampler(core.Engine):
     if not stop:
       return
     handle = r.handle
-    handle.ids += r.ids
     # Whatever the chunk wrote beyond, the last token is never in the cache.
     if self._table.rows(handle) is not None:
-      handle.cached = len(handle) - 1
-    handle.computed = len(handle) - 1
+      handle.cached = r.length - 1
+    handle.computed = r.length - 1
     r.future.set_result(Completion(
       np.array(r.ids, np.int32), np.array(r.logps, np.float32), stop,
       np.array(r.versions, np.int32),
@@ -489,7 +492,4 @@ class JaxSampler(core.Engine):
       return decoded, scores, self.version
 
 
-Engine = JaxSampler  # what config.engine.module = 'jax_sampler' builds
-
-
-make = JaxSampler
+make = JaxSampler  # what config.engine.module = 'jax_sampler' builds
