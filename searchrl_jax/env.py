@@ -15,7 +15,8 @@ not fit into max_tokens ends it too ('tokens'), never exceeding it.
 
 information='policy' (SSRL): no search is sent; the policy writes its own
 information, and a generation stops at the closing answer tag alone. A stop
-inside its information is a quotation: the same turn goes on.
+inside its information is a quotation: the same turn goes on. max_turns=0 makes
+one generation of it, as the paper has.
 
 States are immutable: an older one can be stepped again (a tree). Policy ids
 are recorded as sampled and never encoded again. No JAX here.
@@ -144,6 +145,8 @@ class SearchEnv:
       raise ValueError(
         f'env.information={config.information!r} is none of {INFORMATION}'
       )
+    if k < 1:
+      raise ValueError(f'source.k={k}: at least 1 passage for a query')
     if config.max_turns < 0:
       raise ValueError(f'env.max_turns={config.max_turns} is negative')
     for field in ('max_turn_tokens', 'max_tokens'):

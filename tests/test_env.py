@@ -239,6 +239,7 @@ def test_no_room_for_the_prompt_names_the_question(tok):
     ({'information': 'both'}, 'env.information'),
     ({'max_observation_tokens': 3}, 'max_observation_tokens=3 is below'),
     ({'max_turns': -1}, 'max_turns=-1'),
+    ({'k': 0}, 'source.k=0'),
     ({'max_turn_tokens': 0}, 'max_turn_tokens=0'),
     ({'mode': 'both'}, 'data.prompt'),
   ],

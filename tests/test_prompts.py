@@ -8,7 +8,7 @@ from searchrl_jax import outside, prompts
 from searchrl_jax.types import Question
 from tests import scripted
 
-NAMES = ('base', 'chat', 'evidence', 'micro', 'search_r1')
+NAMES = sorted(p.stem for p in prompts.TEMPLATES.glob('*'))
 
 
 def own(tmp_path, **fields):
@@ -24,7 +24,7 @@ def own(tmp_path, **fields):
 
 
 def test_the_templates_of_the_package():
-  assert tuple(sorted(p.stem for p in prompts.TEMPLATES.glob('*'))) == NAMES
+  assert {'base', 'chat', 'evidence', 'micro', 'search_r1'} <= set(NAMES)
   for name in NAMES:
     template = prompts.load(name)
     assert template.name == name
