@@ -25,6 +25,7 @@ from searchrl_jax import masked
 
 # Functions that compare a trajectory with others of its question: with
 # rollout.group = 1 they would give 0 for ever.
+FUNCTIONS = ('grpo', 'dr_grpo', 'rloo', 'whitened')
 NEEDS_GROUP = ('grpo', 'dr_grpo', 'rloo')
 
 

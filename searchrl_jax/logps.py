@@ -1,10 +1,10 @@
-"""Log-probs of loss tokens: gathered hidden states, float32 head by chunk.
+"""Log-probs of loss tokens: gathered hidden states, float32 head in blocks.
 
 Logits of a whole batch are never held (design 5.8): the hidden states that
 predict loss tokens are gathered into a static size and the head runs over
-them in chunks, forward and backward. Axis letters as in `models.decoder`;
-S shards (mesh devices along data and fsdp), P = B T / S positions and C loss
-tokens of a shard.
+them in blocks of the vocabulary, forward and backward. Axis letters as in
+`models.decoder`; S shards (mesh devices along data and fsdp), P = B T / S
+positions and C loss tokens of a shard.
 """
 
 import functools
@@ -41,132 +41,160 @@ compact.defvjp(
 )
 
 
-def _chunked(x, n: int):
-  """[S, n c, ...] -> [n, S, c, ...]."""
-  S, C = x.shape[:2]
-  return jnp.moveaxis(x.reshape(S, n, C // n, *x.shape[2:]), 1, 0)
+def _blocks(w, n: int, mesh):
+  """Cuts the head [V, D] into about n runs of rows to scan over.
+
+  On a tensor axis each device cuts its own rows. A number of runs that
+  divides V needs no padding, so one is sought up to 2 n.
+
+  Returns:
+    (first [n, ways], rows [n, ways, Vb, D]) and whether there is padding.
+  """
+  V, D = w.shape
+  ways = 1 if mesh is None else mesh.shape['tensor']
+  ways = ways if V % ways == 0 else 1
+  own = V // ways
+  n = min(n, own)
+  n = next((m for m in range(n, 2 * n + 1) if own % m == 0), n)
+  Vb, padding = own // n, 0
+  if own % n:
+    # A padded head is no longer cut as it lies on the devices.
+    ways, Vb = 1, -(-V // n)
+    padding = n * Vb - V
+    w = jnp.pad(w, ((0, padding), (0, 0)))
+  rows = jnp.moveaxis(w.reshape(ways, n, Vb, D), 1, 0)
+  first = jnp.arange(n)[:, None] * Vb + jnp.arange(ways) * (n * Vb)
+  return (first, rows), padding > 0
 
 
-def _whole(x):
-  """[n, S, c, ...] -> [S, n c, ...]."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])
+def _logits(x, rows, temperature, mesh):
+  """float32 [S, C, ways, Vb] of rows [ways, Vb, D]."""
+  # Two axes, not three: see `decoder.dense`.
+  z = jnp.einsum(
+    'RD,VD->RV', x.reshape(-1, x.shape[-1]),
+    rows.reshape(-1, rows.shape[-1]).astype(x.dtype),
+    preferred_element_type=jnp.float32,
+  )
+  if temperature != 1.0:
+    z = z * (1.0 / temperature)
+  z = z.reshape(*x.shape[:2], *rows.shape[:2])
+  return sharding.constrain(z, mesh, 'batch', 'time', 'vocab', None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
-def head_logps(x, w, targets, tied: bool, temperature: float, chunk: int,
+def _average(p, rows, dtype):
+  """p [S, C, ways, Vb] times rows [ways, Vb, D] -> float32 [S, C, D]."""
+  S, C = p.shape[:2]
+  return jnp.einsum(
+    'RV,VD->RD', p.reshape(S * C, -1).astype(dtype),
+    rows.reshape(-1, rows.shape[-1]).astype(dtype),
+    preferred_element_type=jnp.float32,
+  ).reshape(S, C, -1)
+
+
+def _normaliser(x, w, temperature, chunk, mesh, average: bool):
+  """Log-sum-exp [S, C] of the logits and, if asked, a [S, C, D].
+
+  One sweep over the vocabulary with a running maximum (as in online softmax,
+  Milakov and Gimelshein, arXiv 1805.02867).
+  """
+  V = w.shape[0]
+  blocks, padded = _blocks(w, -(-x.shape[1] // chunk), mesh)
+
+  def step(carry, part):
+    top, total, a = carry
+    first, rows = part
+    z = _logits(x, rows, temperature, mesh)
+    if padded:
+      real = first[:, None] + jnp.arange(rows.shape[1]) < V
+      z = jnp.where(real, z, -jnp.inf)
+    new = jnp.maximum(top, jnp.max(z, (-2, -1)))
+    e = jnp.exp(z - new[..., None, None])
+    shrink = jnp.exp(top - new)
+    total = total * shrink + jnp.sum(e, (-2, -1))
+    if average:
+      a = a * shrink[..., None] + _average(e, rows, x.dtype)
+    return (new, total, a), None
+
+  zero = jnp.zeros(x.shape[:2], jnp.float32)
+  a = jnp.zeros(x.shape, jnp.float32) if average else None
+  (top, total, a), _ = jax.lax.scan(
+    step, (zero - jnp.inf, zero, a), blocks
+  )
+  return jnp.log(total) + top, a / total[..., None] if average else None
+
+
+def _dot(x, y, temperature):
+  """x y / temperature over D, in float32."""
+  z = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), -1)
+  return z * (1.0 / temperature)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def head_logps(x, w, targets, temperature: float, chunk: int,
                entropy_grad: bool, mesh):
-  """Log-probs of targets and entropies under softmax(x w / temperature).
+  """Log-probs of targets and entropies under softmax(x w' / temperature).
+
+  With p the softmax and a = sum_v p_v w_v,
+
+      H = log-sum-exp - x a / temperature
+      d logp_t / dx = (w_t - a) / temperature
+      d logp_t / dw_v = (1[v = t] - p_v) x / temperature
+
+  Forward and backward sweep over the vocabulary in blocks, for all tokens at
+  once: a block of the backward sweep is a finished piece of dw, so nothing
+  of the size of the head is summed up, and dx needs no logits, as `a` is
+  kept. Both sweeps compute the logits, of which chunk x S x V are held.
 
   Args:
     x: hidden states [S, C, D].
-    w: the head [D, V], or the embedding [V, D] if tied.
+    w: the head as [V, D] (an embedding, or a transposed head).
     targets: int32 [S, C].
     temperature: that of sampling; positive.
-    chunk: tokens of a shard scored at once.
+    chunk: logits held at once, in tokens of a shard.
     entropy_grad: whether the entropy passes a gradient.
     mesh: pins the layout of the logits; may be None.
 
   Returns:
-    logps and entropy, float32 [S, C], in nats. The backward pass computes the
-    logits of each chunk again, unless there is only one chunk.
+    logps and entropy, float32 [S, C], in nats.
   """
-  return _head_fwd(
-    x, w, targets, tied, temperature, chunk, entropy_grad, mesh
-  )[0]
+  return _head_fwd(x, w, targets, temperature, chunk, entropy_grad, mesh)[0]
 
 
-def _logits(x, w, tied, temperature, mesh):
-  eq = 'SCD,VD->SCV' if tied else 'SCD,DV->SCV'
-  z = jnp.einsum(
-    eq, x, w.astype(x.dtype), preferred_element_type=jnp.float32
-  )
-  if temperature != 1.0:
-    z = z * (1.0 / temperature)
-  return sharding.constrain(z, mesh, 'batch', 'time', 'vocab')
+def _head_fwd(x, w, targets, temperature, chunk, entropy_grad, mesh):
+  lse, a = _normaliser(x, w, temperature, chunk, mesh, True)
+  logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
+  entropy = lse - _dot(x, a, temperature)
+  return (logps, entropy), (x, w, targets, entropy, lse, a)
 
 
-def _split(C: int, chunk: int) -> tuple[int, int]:
-  """Number of chunks and the padding that makes them equal."""
-  n = -(-C // chunk)
-  return n, -C % n
+def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
+  x, w, targets, entropy, lse, a = saved
+  (S, C, D), V = x.shape, w.shape[0]
+  g, g_entropy = (y * (1.0 / temperature) for y in grads)
+  blocks, _ = _blocks(w, -(-C // chunk), mesh)
+  wide = lambda y: y[..., None, None]
 
-
-def _pad(x, pad: int):
-  return jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-
-
-def _is_target(z, targets):
-  vocab = jax.lax.broadcasted_iota(jnp.int32, z.shape, 2)
-  return vocab == targets[..., None]
-
-
-def _score(z, targets):
-  """logps, entropy, log-sum-exp [S, C] of logits [S, C, V]."""
-  top = jax.lax.stop_gradient(jnp.max(z, -1, keepdims=True))
-  d = z - top
-  e = jnp.exp(d)
-  total = jnp.sum(e, -1)
-  # sum p log p = sum p d - log(total), as log p = d - log(total).
-  entropy = jnp.log(total) - jnp.sum(e * d, -1) / total
-  lse = jnp.log(total) + top[..., 0]
-  hit = jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
-  return hit - lse, entropy, lse
-
-
-def _head_fwd(x, w, targets, tied, temperature, chunk, entropy_grad, mesh):
-  n, pad = _split(x.shape[1], chunk)
-  if n == 1:
-    z = _logits(x, w, tied, temperature, mesh)
-    logps, entropy, lse = _score(z, targets)
-    return (logps, entropy), (x, w, targets, z, lse, entropy)
-
-  def one(part):
-    h, t = part
-    return _score(_logits(h, w, tied, temperature, mesh), t)
-
-  parts = _chunked(_pad(x, pad), n), _chunked(_pad(targets, pad), n)
-  logps, entropy, lse = (
-    _whole(y)[:, :x.shape[1]] for y in jax.lax.map(one, parts)
-  )
-  return (logps, entropy), (x, w, targets, None, lse, entropy)
-
-
-def _head_bwd(tied, temperature, chunk, entropy_grad, mesh, saved, grads):
-  x, w, targets, z, lse, entropy = saved
-  g, g_entropy = grads
-  n, pad = _split(x.shape[1], chunk)
-  eq_x = 'SCV,VD->SCD' if tied else 'SCV,DV->SCD'
-  eq_w = 'SCV,SCD->VD' if tied else 'SCV,SCD->DV'
-
-  def one(z, h, t, lse, entropy, g, g_entropy):
-    """d logp_t / dz = onehot(t) - p;  dH / dz = -p (log p + H)."""
-    logp = z - lse[..., None]
+  def step(dx, part):
+    first, rows = part
+    logp = _logits(x, rows, temperature, mesh) - wide(lse)
     p = jnp.exp(logp)
-    dz = jnp.where(_is_target(z, t), g[..., None], 0.0) - g[..., None] * p
+    vocab = first[:, None] + jnp.arange(rows.shape[1])
+    dz = jnp.where(wide(targets) == vocab, wide(g), 0.0) - wide(g) * p
     if entropy_grad:
-      dz = dz - g_entropy[..., None] * p * (logp + entropy[..., None])
-    if temperature != 1.0:
-      dz = dz * (1.0 / temperature)
-    dz = sharding.constrain(dz, mesh, 'batch', 'time', 'vocab')
-    dz = dz.astype(h.dtype)
-    dh = jnp.einsum(eq_x, dz, w.astype(h.dtype))
-    dw = jnp.einsum(eq_w, dz, h, preferred_element_type=jnp.float32)
-    return dh.astype(x.dtype), dw
+      # dH / dz = -p (log p + H). Padding rows are zero: so is their share.
+      more = wide(g_entropy) * p * (logp + wide(entropy))
+      dz = dz - more
+      dx = dx - _average(more, rows, x.dtype)
+    dw = jnp.einsum(
+      'RV,RD->VD', dz.astype(x.dtype).reshape(S * C, -1),
+      x.reshape(S * C, D), preferred_element_type=jnp.float32,
+    )
+    return dx, dw.reshape(rows.shape).astype(w.dtype)
 
-  rows = (targets, lse, entropy, g, g_entropy)
-  if n == 1:
-    dx, dw = one(z, x, *rows)
-    return dx, dw.astype(w.dtype), None
-
-  def step(dw, part):
-    h, *rest = part
-    dh, more = one(_logits(h, w, tied, temperature, mesh), h, *rest)
-    return dw + more, dh
-
-  parts = [_chunked(_pad(y, pad), n) for y in (x, *rows)]
-  dw, dx = jax.lax.scan(step, jnp.zeros(w.shape, jnp.float32), parts)
-  return _whole(dx)[:, :x.shape[1]], dw.astype(w.dtype), None
+  dx = g[..., None] * (w[targets].astype(jnp.float32) - a)
+  dx, dw = jax.lax.scan(step, dx, blocks)
+  dw = jnp.moveaxis(dw, 0, 1).reshape(-1, D)[:V]
+  return dx.astype(x.dtype), dw, None
 
 
 head_logps.defvjp(_head_fwd, _head_bwd)
@@ -174,17 +202,19 @@ head_logps.defvjp(_head_fwd, _head_bwd)
 
 def token_logps(params, cfg: decoder.DecoderConfig, arrays: dict, *,
                 temperature: float, head_chunk: int, mesh=None,
-                entropy_grad: bool = False):
+                entropy: bool = True, entropy_grad: bool = False):
   """Log-probs and entropy of the loss tokens at the sampling temperature.
 
   Args:
     arrays: ids int32 [B, T], lengths int32 [B], and where the loss tokens
       are, index int32 [S, C] and inverse int32 [S, P] (`update.compaction`).
-    head_chunk: loss tokens scored at once, over all shards.
+    head_chunk: logits held at once, in tokens over all shards: times V.
+    entropy: whether it is wanted; costs another product with the head.
     entropy_grad: whether the entropy is differentiated.
 
   Returns:
-    logps and entropy in nats, float32 [B, T], 0 on other tokens.
+    logps and entropy in nats, float32 [B, T], 0 on other tokens; entropy is
+    None if not wanted, and then logps have no efficient gradient.
   """
   ids, index, inverse = arrays['ids'], arrays['index'], arrays['inverse']
   (B, T), (S, C) = ids.shape, index.shape
@@ -199,10 +229,14 @@ def token_logps(params, cfg: decoder.DecoderConfig, arrays: dict, *,
   x = compact(x.reshape(S, P, -1), before, after)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
   targets = _take(ids.reshape(S, P), index)
-  w = params['embed'] if cfg.tied else params['head']
+  w = params['embed'] if cfg.tied else params['head'].T
+  chunk = max(1, head_chunk // S)
+  if not entropy:
+    lse, _ = _normaliser(x, w, temperature, chunk, mesh, False)
+    logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
+    return compact(logps, inverse, index).reshape(B, T), None
   logps, entropy = head_logps(
-    x, w, targets, cfg.tied, temperature, max(1, head_chunk // S),
-    entropy_grad, mesh,
+    x, w, targets, temperature, chunk, entropy_grad, mesh
   )
   both = compact(jnp.stack([logps, entropy], -1), inverse, index)
   both = both.reshape(B, T, 2)

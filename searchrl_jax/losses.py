@@ -19,6 +19,7 @@ import numpy as np
 # verl clamps at the same place.
 MAX_LOG_RATIO = 20.0
 
+LOSSES = ('clip',)
 AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
 RATIOS = ('token', 'sequence')
 TIS = ('none', 'token', 'sequence')

@@ -247,16 +247,16 @@ class Updater:
 
   # ---- programs
 
-  def _logps(self, params, arrays):
+  def _logps(self, params, arrays, entropy: bool):
     return token_logps(
       params, self.cfg, arrays, temperature=self.temperature,
       head_chunk=self.batch_config.head_chunk, mesh=self.mesh,
-      entropy_grad=self.objective.entropy_grad,
+      entropy=entropy, entropy_grad=self.objective.entropy_grad,
     )
 
   def loss(self, params, arrays: dict, divisor):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
-    logps, entropy = self._logps(params, arrays)
+    logps, entropy = self._logps(params, arrays, True)
     mask = arrays['mask']
     per_token, sums = self.objective.fn(logps, entropy, arrays)
     loss = losses.aggregate(per_token, mask, self.objective.aggregation)
@@ -281,7 +281,12 @@ class Updater:
     }
 
   def _apply(self, state, grads, loss):
-    updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+    # optax mixes its int32 counters with floats; our own code promotes
+    # nothing by accident (tests run strictly).
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = self.tx.update(
+        grads, state.opt_state, state.params
+      )
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     params = optax.apply_updates(state.params, updates)
@@ -328,7 +333,7 @@ class Updater:
 
   def _score_program(self, params, arrays):
     def score(params, arrays):
-      return self._logps(params, arrays)[0]
+      return self._logps(params, arrays, False)[0]
     return self._program(
       ('score', arrays['ids'].shape[1]), score, (params, arrays),
       out=lambda: arrays['mask'].sharding,

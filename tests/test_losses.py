@@ -199,7 +199,7 @@ def test_an_empty_mask_is_zero_not_nan():
   args = draw(0)[:4]
   mask = np.zeros((4, 6), bool)
   for ratio in losses.RATIOS:
-    def f(x):
+    def f(x, ratio=ratio):
       loss, sums = losses.clip(x, *map(jnp.asarray, args[1:]), mask,
                                **(KW | dict(ratio=ratio)))
       return losses.aggregate(loss, mask, 'sequence'), sums

@@ -33,11 +33,17 @@ def reference():
   return out
 
 
-def run(mesh):
+def run(mesh, optimizer=False):
+  """Gradients of one minibatch; the optimizer's programs only if asked."""
   c = base.config(**KW)
   u = base.updater(c, cfg=CFG, mesh=mesh)
   params = decoder.init_params(CFG, jax.random.key(0), scale=0.3)
-  state = u.init(params)
+  if optimizer:
+    state = u.init(params)
+  else:
+    if mesh is not None:
+      params = jax.device_put(params, decoder.param_shardings(CFG, mesh))
+    state = update.TrainState(params, None, None)
   batches = base.microbatches(c, shards=u.shards)
   grads, sums = u.grads(state, batches)
   return {
@@ -80,9 +86,9 @@ def test_loss_and_gradients(shape, reference):
 @pytest.mark.parametrize('shape', [(2, 2, 2), (1, 4, 2)])
 def test_steps_and_score(shape, reference):
   """Two optimizer steps and the scorer, sharded state included."""
-  one = run(None)
+  one = run(None, optimizer=True)
   mesh = sharding.make_mesh(*shape)
-  many = run(mesh)
+  many = run(mesh, optimizer=True)
   out = []
   for r in (one, many):
     u, state = r['updater'], r['state']

@@ -102,7 +102,7 @@ def plain_logps(p, cfg, batch, temperature=1.0):
 
 
 @pytest.mark.parametrize('tied', [True, False])
-@pytest.mark.parametrize('chunk', [1000, 10])
+@pytest.mark.parametrize('chunk', [1000, 10])  # blocks: 1, many, padded
 def test_log_probs_and_their_gradients(tied, chunk):
   """Chunked and gathered = full; the hand-written gradient = autodiff."""
   cfg, p = (CFG if tied else UNTIED), params(tied)
