@@ -199,6 +199,11 @@ class _Run:
         raise ValueError(
           f'config.rollout.{name}={self.config[name]}: at least 1 is needed'
         )
+    if self.config.concurrency < 0:
+      raise ValueError(
+        f'config.rollout.concurrency={self.config.concurrency}: the '
+        'trajectories in flight, or 0 for all'
+      )
     self.stats = RolloutStats()
     self.total = 0
     self.last_error: SearchError | None = None

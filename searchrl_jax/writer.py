@@ -7,7 +7,9 @@
   tensorboard/, wandb/ the same metrics, where the config asks for them
 
 A start at step s removes the lines of steps >= s, since they will be written
-again: nothing stands twice after a resume.
+again: nothing stands twice after a resume. A start at step 0 is the first or
+takes everything again, so the lines of step -1 (an evaluation before any
+update) go too.
 """
 
 import contextlib
@@ -195,7 +197,7 @@ class Writer:
     Args:
       metrics: what `write` returned.
       **names: label='metric', in the order of the line; an absent metric is
-        left out. A rate: label of any form, printed with three digits.
+        left out. An underscore of a label is printed as a space.
     """
     if not self._log.progress:
       return
@@ -241,7 +243,7 @@ class Writer:
   def _file(self, name: str) -> JsonlFile:
     if name not in self._files:
       path = self.folder / f'{name}.jsonl'
-      self._files[name] = JsonlFile(path, self._first)
+      self._files[name] = JsonlFile(path, self._first or -1)
     return self._files[name]
 
   def _claim(self, config: ConfigDict, may_differ: Sequence[str]) -> dict:

@@ -72,7 +72,9 @@ def test_sub_exact_match():
   assert not metrics.sub_exact_match('Niels', ['Niels Bohr'])
 
 
-@pytest.mark.parametrize('n, c, k', [(4, 1, 2), (10, 3, 5), (6, 6, 1), (5, 0, 5)])
+@pytest.mark.parametrize(
+  'n, c, k', [(4, 1, 2), (10, 3, 5), (6, 6, 1), (5, 0, 5)]
+)
 def test_pass_at_k_is_the_mean_over_subsets(n, c, k):
   flags = [True] * c + [False] * (n - c)
   subsets = list(itertools.combinations(flags, k))
@@ -86,7 +88,9 @@ def test_pass_at_k_golden():
   assert metrics.pass_at_k(4, 3, 2) == 1.0  # any two hold a right one
 
 
-@pytest.mark.parametrize('n, c, k', [(4, 1, 5), (4, 5, 2), (4, -1, 2), (4, 1, 0)])
+@pytest.mark.parametrize(
+  'n, c, k', [(4, 1, 5), (4, 5, 2), (4, -1, 2), (4, 1, 0)]
+)
 def test_pass_at_k_refuses(n, c, k):
   with pytest.raises(ValueError):
     metrics.pass_at_k(n, c, k)

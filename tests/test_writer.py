@@ -163,6 +163,15 @@ def test_a_resume_writes_nothing_twice(tmp_path):
   assert 'jax' in starts[0]['packages'] and starts[0]['machine']['cores']
 
 
+def test_a_second_start_at_step_0_evaluates_anew(tmp_path):
+  for value in (1, 2):  # the first process died before its first checkpoint
+    with open_writer(tmp_path) as w:
+      w.write(-1, {'x': value})
+      w.trajectories(-1, [(trajectory(),)], decode=decode, name='eval')
+  assert [l['x'] for l in lines(tmp_path / 'metrics.jsonl')] == [2]
+  assert len(lines(tmp_path / 'eval.jsonl')) == 1
+
+
 def test_lines_out_of_order_are_sorted_out_too(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_text(''.join(f'{{"step": {s}}}\n' for s in (0, 3, 1, 4, 2)))
@@ -183,7 +192,8 @@ def test_a_folder_of_another_config(tmp_path):
     pass
   other = config()
   other.optim.lr = 1e-3
-  with pytest.raises(RunError, match=r'config.optim.lr is 1e-06 there and 0.001'):
+  message = 'config.optim.lr is 1e-06 there and 0.001'
+  with pytest.raises(RunError, match=message):
     open_writer(tmp_path, other)
   other = config()
   other.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
@@ -197,13 +207,13 @@ def test_fields_that_may_differ_are_noted(tmp_path):
   first = config()
   with open_writer(tmp_path, first):
     pass
-  moved = config(samples=9)
+  moved = config(project='another')
   moved.source.url = 'http://elsewhere:1'
   with open_writer(tmp_path, moved):
     pass
   starts = json.loads((tmp_path / 'environment.json').read_text())['starts']
   assert starts[1]['config_changed'] == {
-    'log.samples': [first.log.samples, 9],
+    'log.project': [first.log.project, 'another'],
     'source.url': [first.source.url, 'http://elsewhere:1'],
   }
   # `source` as a whole may not: only the URL says where, not what.
@@ -284,7 +294,8 @@ def test_progress(tmp_path):
   with writer.Writer(tmp_path / 'a', config(), steps=4, out=out) as w:
     w.progress(w.write(0, {'reward': 0.51234, 'speed': 12345.6}),
                reward='reward', em='reward/em', tokens_s='speed')
-  assert out.getvalue().startswith('step 1/4  reward 0.512  tokens s 12,346  ETA 0:')
+  line = 'step 1/4  reward 0.512  tokens s 12,346  ETA 0:'
+  assert out.getvalue().startswith(line)
   assert out.getvalue().endswith('\n') and '\x1b' not in out.getvalue()
   out = Terminal()
   with writer.Writer(tmp_path / 'b', config(), steps=2, out=out) as w:
@@ -314,7 +325,8 @@ def test_tensorboard(tmp_path):
   board = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard'))
   board.Reload()
   assert 'nan' not in board.Tags()['scalars']
-  assert [(e.step, e.value) for e in board.Scalars('a/b')] == [(0, 1.5), (1, 2.5)]
+  points = [(e.step, e.value) for e in board.Scalars('a/b')]
+  assert points == [(0, 1.5), (1, 2.5)]
 
 
 @pytest.mark.timeout(120)

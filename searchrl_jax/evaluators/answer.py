@@ -97,8 +97,8 @@ def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
   answer = env.answer(trajectory)
   if answer is not None:
     row['vote'] = metrics.key(answer) or None
-  answered = float(answer is not None)
-  golds = question.answers
+  answered = float(bool(answer))  # an empty block answers nothing
+  golds = [a for a in question.answers if a.strip()]
   queries = _queries(trajectory, env)
   found = {
     passage.id
@@ -192,8 +192,14 @@ class Evaluator:
       name: what the names of the values, and the files, begin with.
 
     Raises:
-      ValueError: no questions.
+      ValueError: no questions, or a field that cannot work.
     """
+    # Before the questions run, and by the name that the user gave.
+    for field in ('n', 'bootstrap'):
+      if config.eval[field] < 1:
+        raise ValueError(
+          f'config.eval.{field}={config.eval[field]}: at least 1 is needed'
+        )
     self._env, self._engine, self._source = env, engine, source
     self._config, self._rollout = config.eval, rollout.evaluation(config)
     self._writer, self._run_coroutine = writer, run

@@ -5,6 +5,7 @@ counterpart for the majority vote (`metrics.maj_at_k`). Both are means over
 questions with a bootstrap interval over questions.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
@@ -18,12 +19,12 @@ def score(
 ) -> dict[str, dict[tuple[str, str], float]]:
   """{'pass@K' or 'maj@K': {(set, question id): value}}.
 
-  Failed trajectories are no samples. A question with fewer than K samples has
-  no value at K.
+  Failed trajectories are no samples. A question with fewer than K samples, or
+  without golden answers, has no value at K.
   """
   questions: dict[tuple[str, str], list[answer.Row]] = {}
   for row in rows:
-    if not row.failed:
+    if not row.failed and not math.isnan(row.em):
       questions.setdefault((row.set, row.question), []).append(row)
   out: dict[str, dict[tuple[str, str], float]] = {}
   for count in k:
@@ -47,13 +48,19 @@ class Evaluator:
     """Reads config.eval: k, n, bootstrap, seed.
 
     Raises:
-      ValueError: a k that is not within 1..config.eval.n.
+      ValueError: a k that is not within 1..config.eval.n, or one above 1 of
+        greedy samples, which are all equal.
     """
     for k in config.k:
       if not 1 <= k <= config.n:
         raise ValueError(
           f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
           f'(it is {config.n})'
+        )
+      if k > 1 and config.temperature == 0:
+        raise ValueError(
+          f'config.eval.k holds {k}, and config.eval.temperature=0 makes all '
+          'samples of a question equal; use a temperature above 0, or k=(1,)'
         )
     self._answers, self._config = answers, config
 
@@ -68,7 +75,8 @@ class Evaluator:
           resamples=self._config.bootstrap,
           seed=self._config.seed,
         )
-        yield from answer.named(f'{label}/{name}', interval)
+        if interval.n:
+          yield from answer.named(f'{label}/{name}', interval)
 
 
 def make(config: ConfigDict, sets, **kw):

@@ -200,7 +200,7 @@ def _needs_answers(function: Callable) -> bool:
 
 
 def _require_answers(name: str, question: Question) -> None:
-  if not question.answers:
+  if not any(answer.strip() for answer in question.answers):
     raise RewardError(
       f'question {question.id!r} has no golden answers, and '
       f'config.reward.{name} needs them; leave such questions out, or use a '

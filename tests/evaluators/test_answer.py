@@ -20,7 +20,8 @@ def question(id='q', **kw):
   return Question(id, 'Who is it?', ('Ann',), **kw)
 
 
-def row(*turns, question=question(), env=ENV, **kw):
+def row(*turns, question=None, env=ENV, **kw):
+  question = question or Question('q', 'Who is it?', ('Ann',))
   trajectory = run_script(turns, env=env, question=question, **kw)
   (found,) = answer.score([trajectory], env, 'dev')
   return found
@@ -61,8 +62,9 @@ def test_recall_is_over_the_whole_trajectory():
   assert (none.recall_any, none.recall_all) == (0, 0)
 
 
-def test_what_does_not_apply_is_nan():
-  found = row('<answer>x</answer>', question=Question('q', 'x?'))
+@pytest.mark.parametrize('answers', [(), ('',)])
+def test_what_does_not_apply_is_nan(answers):
+  found = row('<answer>x</answer>', question=Question('q', 'x?', answers))
   for name in ('em', 'f1', 'sub_em', 'copied', 'recall_any', 'recall_all'):
     assert math.isnan(getattr(found, name))
   assert found.guessed == 1
@@ -116,9 +118,9 @@ def config(**fields):
   return c
 
 
-def evaluator(c, sets=sets(), **kw):
+def evaluator(c, given=None, **kw):
   return answer.Evaluator(
-    sets, env=ENV, engine=FakeEngine(guesser),
+    given or sets(), env=ENV, engine=FakeEngine(guesser),
     source=FakeSource(fails=lambda q, attempt: q == 'fails'), config=c, **kw,
   )  # fmt: skip
 
@@ -233,6 +235,27 @@ def test_pass_and_majority():
   assert found['eval/set=b/maj@2/n'] == 4
   with pytest.raises(ValueError, match='config.eval.k holds 4'):
     passk.Evaluator(evaluator(c), config(k=(4,)).eval)
+  with pytest.raises(ValueError, match='temperature=0 makes all samples'):
+    passk.Evaluator(evaluator(c), config(k=(2,), temperature=0.0).eval)
+
+
+def test_a_question_without_answers_has_no_pass_at_k():
+  bare = Question('q2', 'number 2')
+  given = {'a': [Question('q1', 'number 1', ('yes',)), bare]}
+  found = evaluator(config(k=(1,)), given).collect(0)
+  assert [q for _, q in passk.score(found.rows, (1,))['pass@1']] == ['q1']
+  only = config(k=(1,))
+  values = dict(
+    passk.Evaluator(evaluator(only, {'a': [bare]}), only.eval)
+    .run(0)
+  )
+  assert 'eval/pass@1' not in values and 'eval/answered' in values
+
+
+@pytest.mark.parametrize('field', ['n', 'bootstrap'])
+def test_bad_fields_are_named_before_anything_runs(field):
+  with pytest.raises(ValueError, match=f'config.eval.{field}=0'):
+    evaluator(config(**{field: 0}))
 
 
 def test_one_question_in_two_sets_stays_two():

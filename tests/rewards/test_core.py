@@ -131,8 +131,9 @@ def test_a_failed_one_has_zeros_of_its_shape():
   assert not found.valid[0]
 
 
-def test_a_question_without_answers_is_named():
-  bare = trajectory(answers=(), id='nq-7')
+@pytest.mark.parametrize('answers', [(), ('', ' ')])
+def test_a_question_without_answers_is_named(answers):
+  bare = trajectory(answers=answers, id='nq-7')
   config = ConfigDict({'em': fn('labelled')})
   with pytest.raises(core.RewardError, match="'nq-7'.*config.reward.em"):
     combine(config, [(bare,)])

@@ -149,7 +149,9 @@ def test_queries_of_later_windows_do_not_wait_for_earlier_ones(server):
   assert len(server.batches) == 2
 
 
-@pytest.mark.parametrize('status, kind', [(422, 'rejected'), (500, 'bad_response')])
+@pytest.mark.parametrize(
+  'status, kind', [(422, 'rejected'), (500, 'bad_response')]
+)
 def test_a_bad_query_harms_no_other(server, status, kind):
   server.poison = {'bad': status}
 
