@@ -10,9 +10,9 @@ and, if it can script a warm start,
 
 A set is a config `{module, weight, ...fields}`. Its fields are the keyword
 arguments of `load` (of `traces` for `config.sft.data`). Three arguments are
-filled from `config.data` unless the set states them: `world_seed`, `prompt`
-and `folder` (the data folder, '' if there is none). `path` is resolved
-against the data folder; `search` is handed to `traces`.
+filled from `config.data` where the set does not state them: `world_seed`,
+`prompt` and `folder` (the data folder, '' if there is none). `path` is
+resolved against the data folder; `search` is handed to `traces`.
 """
 
 import dataclasses
@@ -250,6 +250,13 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
     )
   loaded = {}
   for name, fields in sets.items():
+    # The environment renders all sets one way: another here would wrap
+    # instructions in instructions.
+    if fields.get('prompt', data.prompt) != data.prompt:
+      raise DataError(
+        f'set {name!r}: prompt={fields["prompt"]!r} is not config.data.prompt='
+        f'{data.prompt!r}; change the latter, for all sets'
+      )
     loaded[name] = [
       q if q.source else dataclasses.replace(q, source=name)
       for q in _call(name, fields, data, 'load')
@@ -257,7 +264,7 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
     if not loaded[name]:
       raise DataError(f'set {name!r} is empty; correct its fields')
     bare = next((q for q in loaded[name] if not q.messages), None)
-    if fields.get('prompt', data.prompt) == 'as_is' and bare:
+    if data.prompt == 'as_is' and bare:
       raise DataError(
         f"set {name!r}: data.prompt='as_is', and question {bare.id!r} has no "
         "messages of its own; use data.prompt='template', or a set whose "

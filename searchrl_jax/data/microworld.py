@@ -11,20 +11,17 @@ The vocabulary is fixed by the settings too, so that a model trained on one
 world can be asked about any other.
 """
 
-import collections
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.data.core import Search, Trace
-from searchrl_jax.types import Passage, Question
+from searchrl_jax.types import Question
 
 SPLITS = ('train', 'heldout')
 # Relation -> the pool of its values. Two relations share each of the pools
@@ -60,9 +57,6 @@ PAD, EOS, UNK = '<|pad|>', '<|eos|>', '<|unk|>'
 # A line break, a tag, a word or a mark; all but the first with the space
 # before it.
 SPLIT = r'\n| ?<[|/]?\w+[|]?>| ?\w+| ?[^\w\s]'
-FAVOURITES = 3  # values that a guess takes, of each pool
-# The traces' worlds begin here, far from the seeds that a user would try.
-TRACE_WORLDS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +80,7 @@ class World:
   questions: Mapping[str, tuple[Question, ...]]  # split -> questions
 
 
+@functools.cache
 def invented(n: int, kind: str) -> tuple[str, ...]:
   """n invented words of a kind, always the same; a longer list extends.
 
@@ -115,6 +110,7 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
   return tuple(out[:n])
 
 
+@functools.cache
 def names(settings: Settings, split: str) -> tuple[str, ...]:
   """Every name of a split; the splits are disjoint whatever the seed."""
   if split not in SPLITS:
@@ -261,7 +257,8 @@ def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
   for split, questions in world.questions.items():
     rows[split] = [
       {'id': q.id, 'question': q.text, 'golden_answers': list(q.answers),
-       'source': q.source, 'hops': q.hops, 'supporting': list(q.supporting)}
+       'source': q.source, 'hops': q.hops,
+       'supporting_ids': list(q.supporting)}
       for q in questions
     ]
   paths = {}
@@ -354,212 +351,3 @@ def tokenizer(
   )
   fast.save_pretrained(folder)
   return str(folder)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mix:
-  """How the scripted traces behave; good + poor + guess = 1.
-
-  Real base models guess more where they feel at home. So the fraction of
-  guesses differs with the relation asked: from guess * (1 - tilt) to guess *
-  (1 + tilt), the rest shared by good and poor searches as their fractions.
-  """
-
-  good: float  # searches for the person
-  poor: float  # searches for the first name or the relation alone
-  guess: float  # answers at once, with one of a few favourites
-  tilt: float  # 0 to 1
-  again: float  # after a poor search: searches for the person
-  short: float  # two-hop: answers from the first person's passage
-
-  def __post_init__(self):
-    fields = dataclasses.asdict(self)
-    for name, value in fields.items():
-      if not 0 <= value <= 1:
-        raise DataError(f'{name}={value} must lie between 0 and 1')
-    total = self.good + self.poor + self.guess
-    if abs(total - 1) > 1e-6:
-      raise DataError(f'good + poor + guess = {total:g}, and must be 1')
-    if self.guess * (1 + self.tilt) > 1 + 1e-6:
-      raise DataError('guess * (1 + tilt) must not exceed 1')
-
-
-def traces(
-  *,
-  world_seed: int,
-  worlds: int = 60,
-  n: int = 24_000,
-  seed: int = 0,
-  k: int = 1,
-  train: int = 400,
-  heldout: int = 150,
-  relations: int = 4,
-  good: float = 0.4,
-  poor: float = 0.2,
-  guess: float = 0.4,
-  tilt: float = 0.8,
-  again: float = 0.3,
-  short: float = 0.4,
-) -> list[Trace]:
-  """Scripted traces on train questions of several worlds.
-
-  They mix good searches, poor ones and guesses, so that RL has something to
-  select. What they read is what BM25 finds in the world's corpus. Worlds of
-  their own, none the run's: what can be learned from them is how to search
-  and to read, no facts.
-
-  Args:
-    world_seed: of the run's world; those of the traces follow from it.
-    worlds: how many worlds.
-    n: how many traces, shared evenly.
-    seed: of the behaviours.
-    k: passages for a query, as in the run.
-    train: see `generate`, as are heldout and relations.
-    heldout: see above.
-    relations: see above.
-    good: see `Mix`, as are the rest.
-    poor: see above.
-    guess: see above.
-    tilt: see above.
-    again: see above.
-    short: see above.
-
-  Raises:
-    DataError: a fraction out of range, or a world that cannot be.
-  """
-  mix = Mix(good, poor, guess, tilt, again, short)
-  if worlds < 1 or n < worlds:
-    raise DataError(f'n={n} traces of worlds={worlds}: at least one of each')
-  out = []
-  for i in range(worlds):
-    world = generate(
-      TRACE_WORLDS + world_seed * 1000 + i, train=train, heldout=heldout,
-      relations=relations,
-    )
-    count = n * (i + 1) // worlds - n * i // worlds
-    out += script(world, count, [seed, i], BM25(world).search, k, mix)
-  return out
-
-
-def script(
-  world: World, n: int, seed, search: Search, k: int, mix: Mix
-) -> list[Trace]:
-  """n traces on one world's train questions, hops alternating.
-
-  A question comes again only after all came. search(queries, k) gives the
-  passages of each query, best first.
-  """
-  pool = pick(world, 'train')
-  writer = _Script(world, np.random.default_rng(seed), search, k, mix)
-  return [writer.trace(pool[i % len(pool)]) for i in range(n)]
-
-
-class _Script:
-  """Writes the traces of one world."""
-
-  def __init__(self, world, rng, search, k, mix):
-    self.world, self.rng, self.search = world, rng, search
-    self.k, self.mix = k, mix
-    self.people = names(world.settings, 'train')
-    self.actions = []
-
-  def chance(self, p: float) -> bool:
-    return self.rng.random() < p
-
-  def trace(self, question: Question) -> Trace:
-    name, *path = question.meta['path']
-    relation = path[-1]
-    self.actions = []
-    relations = [*ATTRIBUTES, *LINKS]
-    where = 2 * relations.index(relation) / (len(relations) - 1) - 1
-    if self.chance(self.mix.guess * (1 + self.mix.tilt * where)):
-      self.guess(relation)
-      return Trace(question, tuple(self.actions), False)
-    mix = self.mix
-    good = self.chance(mix.good / max(mix.good + mix.poor, 1e-9))
-    if good or self.chance(mix.again):
-      if not good:
-        self.poor_search(name, relation)
-      read = self.look_up(f'find {name}', name)
-    else:
-      read = self.poor_search(name, relation)
-    if len(path) == 2 and path[0] in read:
-      short = self.chance(mix.short)
-      good = good and not short
-      if not short:
-        bridge = read[path[0]]
-        read = self.look_up(f'{path[0]} {bridge}', bridge)
-    if relation in read:
-      self.answer(f'{relation} {read[relation]}', read[relation])
-    else:
-      self.guess(relation)
-    right = self.actions[-1] == ('answer', question.answers[0])
-    return Trace(question, tuple(self.actions), good and right)
-
-  def poor_search(self, name: str, relation: str) -> Mapping[str, str]:
-    query = name.split()[0] if self.chance(0.5) else relation
-    return self.look_up(f'find {query}', query)
-
-  def look_up(self, thought: str, query: str) -> Mapping[str, str]:
-    """Searches; returns the facts of the first passage found."""
-    (found,) = self.search([query], self.k)
-    self.actions += [
-      ('think', thought), ('search', query), ('information', tuple(found)),
-    ]
-    return self.world.facts[found[0].title] if found else {}
-
-  def answer(self, thought: str, value: str) -> None:
-    self.actions += [('think', thought), ('answer', value)]
-
-  def guess(self, relation: str) -> None:
-    """One of a few favourites: a random value would be learned by heart."""
-    if relation in LINKS:
-      values = self.people
-    else:
-      values = pools(self.world.settings)[ATTRIBUTES[relation]]
-    value = values[self.rng.integers(FAVOURITES)]
-    self.answer(f'maybe {value}', value)
-
-
-class BM25:
-  """The retrieval server's scores over one small world, in this process.
-
-  The server's index (retrieval.bm25) with its default parameters finds the
-  same; a test compares them. Words of a world are distinct as stems and no
-  stop words, so they need no analysis but lower case.
-  """
-
-  def __init__(self, world: World, k1: float = 1.2, b: float = 0.75):
-    self.passages, words = [], []
-    for row in world.corpus:
-      title, _, text = row['contents'].partition('\n')
-      self.passages.append(Passage(row['id'], title.strip('"'), text))
-      words.append(re.findall(r'\w+', row['contents'].lower()))
-    self.rows, tf = {}, {}
-    for p, text in enumerate(words):
-      for word, count in collections.Counter(text).items():
-        self.rows.setdefault(word, []).append(p)
-        tf.setdefault(word, []).append(count)
-    length = np.array([len(w) for w in words])
-    norm = k1 * (1 - b + b * length / length.mean())
-    self.scores = {}
-    for word, rows in self.rows.items():
-      count, df = np.array(tf[word]), len(rows)
-      idf = np.log(1 + (len(words) - df + 0.5) / (df + 0.5))
-      self.scores[word] = idf * count / (count + norm[rows])
-    self._search = functools.cache(self._one)
-
-  def search(self, queries: Sequence[str], k: int) -> list[tuple[Passage, ...]]:
-    """The best k passages of each query; fewer if fewer have its words."""
-    return [self._search(query, k) for query in queries]
-
-  def _one(self, query: str, k: int) -> tuple[Passage, ...]:
-    total = np.zeros(len(self.passages))
-    for word in re.findall(r'\w+', query.lower()):
-      if word in self.rows:
-        total[self.rows[word]] += self.scores[word]
-    best = np.argsort(-total.astype(np.float32), kind='stable')[:k]
-    return tuple(
-      dataclasses.replace(self.passages[p], score=float(total[p]))
-      for p in best if total[p] > 0
-    )

@@ -43,7 +43,7 @@ def load(
 
   Args:
     path: a .parquet file.
-    prompt: 'as_is' or 'template'; config.data.prompt unless the set says it.
+    prompt: 'as_is' or 'template'; config.data.prompt.
     source: keeps this data_source ('nq*' = by prefix); '' = all.
     split: keeps this extra_info.split; '' = all.
     n: questions drawn without replacement; 0 = all.

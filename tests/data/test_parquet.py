@@ -139,3 +139,6 @@ def test_through_load_sets_the_prompt_is_the_configs(tmp_path):
   assert core.load_sets(sets, data)['a'][0].messages == ()
   data.prompt = 'as_is'
   assert core.load_sets(sets, data)['a'][0].messages != ()
+  sets['a']['prompt'] = 'template'
+  with pytest.raises(DataError, match="is not config.data.prompt='as_is'"):
+    core.load_sets(sets, data)
