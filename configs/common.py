@@ -55,7 +55,10 @@ def base() -> ConfigDict:
 
   c.model = ConfigDict()
   c.model.path = ''  # a Hugging Face folder; '' = from scratch, by `arch`
-  c.model.tokenizer = ''  # a Hugging Face folder; '' = model.path
+  # A Hugging Face folder; '' = model.path; 'world': the generated worlds'
+  # words; 'bpe': trained on source.corpus.
+  c.model.tokenizer = ''
+  c.model.bpe_vocab = 4096  # entries of a trained one
   c.model.arch = ConfigDict()  # fields of a Hugging Face config.json
   c.model.init_scale = 0.02  # std of fresh weights
   c.model.embed_scale = 0.02  # std of fresh embeddings
@@ -102,7 +105,8 @@ def base() -> ConfigDict:
   c.engine.slots = 64  # sequences decoded together
   c.engine.max_len = 1024  # tokens in a slot's cache
   c.engine.chunk = 8  # tokens decoded on the device between host looks
-  c.engine.prefill_rows = 8  # sequences prefilled together
+  # Sequences of 32 tokens prefilled together; of longer ones fewer.
+  c.engine.prefill_rows = 8
   c.engine.dtype = 'float32'  # of activations and cache
   c.engine.canary_tolerance = 1e-3  # log-prob difference that stops a run
 
@@ -167,14 +171,17 @@ def base() -> ConfigDict:
   c.sft.save_every = 0  # steps; 0 = only at the end
 
   c.train = ConfigDict()
-  c.train.steps = 100  # rollouts; optimizer updates = steps x minibatches x epochs
+  # Rollouts; optimizer updates = steps x minibatches x epochs.
+  c.train.steps = 100
   c.train.seconds = 0.0  # stop after this time; 0 = no limit
   c.train.init = ''  # run folder or HF folder to start from; '' = the model
 
   c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0 = only at the end
   c.checkpoint.keep = 2  # the last k
-  c.checkpoint.best = 'eval/em'  # also keep the best by this metric; '' = no
+  # Also keep the best by this metric (then every evaluated step is saved);
+  # '' = no.
+  c.checkpoint.best = 'eval/em'
 
   c.eval = ConfigDict()
   c.eval.every = 50  # steps; 0 = only at the end
@@ -191,5 +198,4 @@ def base() -> ConfigDict:
   c.log.wandb = 'disabled'  # disabled, offline, online
   c.log.project = 'searchrl'
   c.log.progress = True
-  c.log.samples = 2  # trajectories printed at each evaluation
   return c

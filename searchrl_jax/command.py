@@ -1,10 +1,11 @@
 """What every command shares: flags, clear errors, exit codes.
 
 An error that a user can mend is one line on stderr and exit code 2, without a
-traceback; anything else is a bug and keeps its traceback.
+traceback (--verbosity=1 shows it); anything else is a bug and keeps its own.
 """
 
-import os
+import dis
+import pathlib
 import sys
 
 from absl import app
@@ -12,9 +13,17 @@ from absl import flags
 from absl import logging
 from ml_collections import ConfigDict, config_flags
 
-
-class UserError(ValueError):
-  """Something the user can mend; the message says what and how."""
+from retrieval.process import ServerError
+from searchrl_jax import lookup
+from searchrl_jax.checkpoint import CheckpointError
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.engines.core import EngineError, SyncError
+from searchrl_jax.records import RunError
+from searchrl_jax.rewards.core import RewardError
+from searchrl_jax.rollout import RolloutError
+from searchrl_jax.setup import ConfigError
+from searchrl_jax.signals import NonFinite, Stopped
+from searchrl_jax.sources.core import SourceError
 
 
 def define_config(default: str | None = None):
@@ -35,19 +44,55 @@ def define_workdir(required: bool = True):
 
 
 def _parse(argv):
+  # ml_collections looks into sys.argv for the fields to change.
+  argv = sys.argv = _config_first(argv)
+  for arg in argv[1:2]:
+    path = arg.removeprefix('--config=').split(':')[0]
+    if path != arg and not pathlib.Path(path).is_file():
+      there = map(str, pathlib.Path(path).parent.glob('[!_]*.py'))
+      _fail(
+        f'--config={path}: no such file; '
+        + lookup.near(path, there)
+      )
   try:
     return flags.FLAGS(argv)
+  except flags.UnrecognizedFlagError as e:
+    _fail(f'{e} (--help lists the flags, --helpfull all of them)')
   except flags.Error as e:
-    _fail(str(e), 'pass --help for the flags, --helpfull for all of them')
+    # A config file that raises comes with a traceback that ends with why.
+    lines = str(e).strip().splitlines()
+    if lines[0].endswith('must have a value other than None.'):
+      lines = [f'{lines[0].split("=")[0].removeprefix("flag ")} is missing']
+    if len(lines) > 1:
+      lines = [lines[0].removesuffix('Error whilst parsing config file:'),
+               lines[-1]]
+    _fail(''.join(lines))
   except (KeyError, AttributeError) as e:
     # What ml_collections raises for a field that the config lacks.
-    lines = str(e.args[0] if e.args else e).replace('\\n', '\n')
-    _fail(
-      'a --config.* flag names no field of the config: '
-      + lines.strip('"\'').replace('\n', ' ')
-    )
+    # Its text has been through repr() twice.
+    said = str(e.args[0] if e.args else e).replace('\\n', ' ')
+    said = said.replace('\n', ' ').replace("\\'", "'").strip('"')
+    if said[:1] == said[-1:] == "'":
+      said = said[1:-1]
+    _fail(f'a --config.* flag names no field of the config: {said}')
   except (ValueError, TypeError, OSError) as e:
     _fail(f'{type(e).__name__}: {e}')
+
+
+def _config_first(argv):
+  """--config before --config.field, which ml_collections insists on."""
+  first, rest, at = [], [], 1
+  while at < len(argv):
+    arg = argv[at]
+    if arg in ('--config', '-config') and at + 1 < len(argv):
+      first.append(f'--config={argv[at + 1]}')
+      at += 1
+    elif arg.startswith(('--config=', '-config=')):
+      first.append(f'--config={arg.split("=", 1)[1]}')
+    else:
+      rest.append(arg)
+    at += 1
+  return [*argv[:1], *first, *rest]
 
 
 def _fail(*lines: str):
@@ -56,35 +101,60 @@ def _fail(*lines: str):
   sys.exit(2)
 
 
-def run(main):
-  """app.run with one-line errors for what the user can mend."""
+def run(main, positional=None):
+  """app.run with one-line errors for what the user can mend.
+
+  positional: a flag that takes what stands without a flag, joined by spaces.
+  """
 
   def guarded(argv):
     if len(argv) > 1:
-      _fail(f'unexpected argument {argv[1]!r}; flags start with --')
+      if positional is None:
+        _fail(f'unexpected argument {argv[1]!r}; flags start with --')
+      flags.FLAGS[positional.name].value = ' '.join(argv[1:])
     try:
       return main()
-    except _mendable() as e:
+    except Stopped as e:
+      print(e, file=sys.stderr)
+      sys.exit(143)  # 128 + SIGTERM, as a shell reports it
+    except Exception as e:
+      if not mendable(e):
+        raise
       logging.debug('the error below came from here', exc_info=True)
-      _fail(f'{type(e).__name__}: {e}')
+      _fail(str(e))
 
   logging.set_verbosity(logging.WARNING)
   # Passing the guard as the parser keeps `--help` as absl prints it.
   app.run(guarded, flags_parser=_parse)
 
 
-def _mendable():
-  # Imported late: a command that only parses flags needs none of them.
-  from searchrl_jax.engines.core import EngineError, SyncError
-  from searchrl_jax.sources.core import SourceError
-  return (
-    UserError, EngineError, SyncError, SourceError, FileNotFoundError,
+# Errors whose message says what to change. An OSError names its path.
+_MENDABLE = (
+  ConfigError, DataError, RewardError, RunError, CheckpointError, EngineError,
+  SyncError, SourceError, RolloutError, NonFinite, ServerError, OSError,
+)
+_PACKAGES = ('searchrl_jax', 'retrieval', 'configs', 'experiments')
+
+
+def mendable(error: BaseException) -> bool:
+  """Whether the message was written for the user.
+
+  So it was for our own classes of error, and for a ValueError that a `raise`
+  statement of ours raised: these name the field, the file or the line. One
+  that numpy, JAX or Python raised in our code is a bug.
+  """
+  if isinstance(error, _MENDABLE):
+    return True
+  tb = error.__traceback__
+  if not isinstance(error, ValueError) or tb is None:
+    return False
+  while tb.tb_next is not None:
+    tb = tb.tb_next
+  package = tb.tb_frame.f_globals.get('__name__', '').split('.')[0]
+  code = tb.tb_frame.f_code.co_code
+  return (package in _PACKAGES or package == '__main__') and (
+    dis.opname[code[tb.tb_lasti]] == 'RAISE_VARARGS'
   )
-
-
-def use_cpu_threads_quietly():
-  """Settings that must stand before JAX starts."""
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 
 def to_dict(config: ConfigDict) -> dict:

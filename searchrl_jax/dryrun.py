@@ -22,21 +22,20 @@ def report(config, vocab_size: int) -> str:
   cfg = setup.model_config(config, vocab_size)
   mesh = setup.mesh(config)
   shardings = decoder.flatten(decoder.param_shardings(cfg, mesh))
-  table = decoder.param_table(cfg)
-  own = sum(
-    4 * math.prod(shardings[path].shard_shape(shape))
-    for path, (shape, _) in table.items()
-  )
   params = decoder.nest({
     path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
-    for path, (shape, _) in table.items()
+    for path, (shape, _) in decoder.param_table(cfg).items()
   })
   tx = optim.make(config.optim, max(config.train.steps, 1), params)
   updater = update.Updater(
     cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
     objective=update.policy_objective(config), mesh=mesh,
   )
-  working = max(updater.memory(params).values())
+  own = _bytes(params, decoder.param_shardings(cfg, mesh))
+  moments = _bytes(
+    jax.eval_shape(tx.init, params), updater.shardings(params).opt_state
+  )
+  working = working_memory(updater, params)
   engine = config.engine
   cache = (
     2 * cfg.n_layers * engine.slots * engine.max_len * cfg.n_kv_heads
@@ -44,9 +43,9 @@ def report(config, vocab_size: int) -> str:
   )
   rows = [
     ('parameters (float32)', own),
-    ('optimizer: two moments', 2 * own),
-    ('gradients', own),
-    ('update: activations and head', working),
+    ('optimizer', moments),
+    ('gradients, accumulated', own),
+    ('update: activations, head, fresh gradients', working),
     ('engine: weights', cfg.n_params * jnp.dtype(engine.dtype).itemsize),
     (f'engine: cache, {engine.slots} slots x {engine.max_len} tokens', cache),
   ]
@@ -69,6 +68,38 @@ def report(config, vocab_size: int) -> str:
   total = config.train.steps * plan['updates_per_step']
   lines.append(f'  {"updates in the run":<48}{total:>12,}')
   return '\n'.join(lines)
+
+
+def working_memory(updater: update.Updater, params) -> int:
+  """Bytes that one microbatch needs beyond state and gradients.
+
+  Of one device, for the bucket that needs most, as its compiled program says
+  (0 where the backend does not tell). `params` are shapes with shardings.
+  """
+  def accumulate(params, grads, arrays):
+    fresh, _ = jax.grad(updater.loss, has_aux=True)(
+      params, arrays, jnp.float32(1)
+    )
+    return jax.tree.map(jnp.add, grads, fresh)
+
+  layout = jax.tree.map(lambda x: x.sharding, params)
+  program = jax.jit(accumulate, donate_argnums=1, out_shardings=layout)
+  most = 0
+  for length in updater.batch_config.lengths:
+    rows = batching.rows_of(updater.batch_config, length, updater.shards)
+    arrays = updater.put(batching.empty(rows, length))
+    compiled = program.lower(params, params, arrays).compile()
+    memory = compiled.memory_analysis()
+    most = max(most, getattr(memory, 'temp_size_in_bytes', 0))
+  return most
+
+
+def _bytes(shapes, shardings) -> int:
+  """Of one device."""
+  return sum(
+    x.dtype.itemsize * math.prod(s.shard_shape(x.shape))
+    for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
+  )
 
 
 def _plain(value) -> str:

@@ -23,12 +23,12 @@ from ml_collections import config_flags
 from rich import console
 from rich import table
 
-from searchrl_jax import checkpoint
 from searchrl_jax import command
 from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import passk
+from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
 from searchrl_jax.writer import Writer
@@ -37,6 +37,15 @@ SHOWN = (
   'em', 'f1', 'sub_em', 'recall_any', 'recall_all', 'parsed', 'valid_format',
   'guessed', 'copied', 'searches', 'tokens', 'truncated',
 )
+
+# What a score is, where its name does not say it; shares are of questions.
+LABELS = {
+  'em': 'exact match', 'f1': 'F1', 'sub_em': 'answer contained',
+  'recall_any': 'a support found', 'recall_all': 'all supports found',
+  'valid_format': 'valid format', 'guessed': 'answered unsearched',
+  'copied': 'queries that copy', 'searches': 'searches per question',
+  'tokens': 'tokens sampled', 'truncated': 'cut by a budget',
+}
 
 
 def controls(config, sets, *, tok, engine, source, writer=None):
@@ -74,13 +83,21 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   cfg = setup.model_config(config, tok.vocab_size)
   mesh = setup.mesh(config)
   if workdir:
-    params = checkpoint.restore_params(workdir, cfg, mesh, which)
+    params = setup.restore_params(config, workdir, cfg, mesh, which)
   else:
     params = setup.parameters(config, cfg, mesh)
   engine = setup.engine(config, cfg, params, tok, mesh)
   with setup.retrieval(config, out) as url:
     source = setup.source(config, url)
-    asyncio.run(source.check())
+    try:
+      asyncio.run(source.check())
+    except SourceError as e:
+      if not config.source.corpus:
+        raise
+      raise SourceError(
+        f'{e} Or give --config.source.url= (empty), which starts one over '
+        f'config.source.corpus={config.source.corpus!r}.'
+      ) from e
     yield tok, engine, source
     asyncio.run(source.close())
 
@@ -108,31 +125,52 @@ def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
 
 
 def show(values, out=None) -> None:
-  """Prints a table: a row for each slice, a column for each score."""
+  """Prints a table for each evaluation: a row a score, a column a slice.
+
+  A slice that holds the same questions as another one before it (a single
+  source, sources that are hops) is left out.
+  """
+  out = out or console.Console()
   labels = [k.removesuffix('/em') for k in values if k.endswith('/em')]
   labels = labels or [k.removesuffix('/f1') for k in values
                       if k.endswith('/f1')]
-  shown = table.Table(title='evaluation (95% bootstrap intervals)')
-  shown.add_column('score')
-  for label in labels:
-    shown.add_column(label, justify='right')
   extra = sorted({
     k.rsplit('/', 1)[-1] for k in values if '@' in k.rsplit('/', 1)[-1]
   })
-  for name in (*SHOWN, *extra):
-    if not any(f'{label}/{name}' in values for label in labels):
-      continue
-    cells = []
+  names = (*SHOWN, *extra)
+  for evaluation in dict.fromkeys(label.split('/')[0] for label in labels):
+    columns = {}  # scores -> label: equal columns once
     for label in labels:
-      key = f'{label}/{name}'
-      cells.append(
-        f'{values[key]:.3f} [{values[f"{key}/low"]:.3f}, '
-        f'{values[f"{key}/high"]:.3f}]' if key in values else ''
+      if label.split('/')[0] == evaluation:
+        scores = tuple(
+          values.get(f'{label}/{name}{part}')
+          for name in names for part in ('', '/low', '/high', '/n')
+        )
+        columns.setdefault(scores, label)
+    shown = table.Table(title=f'{evaluation} (95% bootstrap intervals)')
+    shown.add_column('score')
+    for label in columns.values():
+      shown.add_column(
+        label.removeprefix(f'{evaluation}/') if '/' in label else 'all',
+        justify='right',
       )
-    shown.add_row(name, *cells)
-  n = [f'{values.get(f"{label}/em/n", 0):.0f}' for label in labels]
-  shown.add_row('questions', *n)
-  (out or console.Console()).print(shown)
+    for name in names:
+      cells = [_cell(values, f'{label}/{name}') for label in columns.values()]
+      if any(cells):
+        shown.add_row(LABELS.get(name, name), *cells)
+    shown.add_row('questions', *(
+      f'{values.get(f"{label}/em/n", values.get(f"{label}/f1/n", 0)):.0f}'
+      for label in columns.values()
+    ))
+    out.print(shown)
+
+
+def _cell(values, key: str) -> str:
+  if key not in values:
+    return ''
+  digits = 1 if abs(values[key]) >= 10 else 3
+  low, high = values[f'{key}/low'], values[f'{key}/high']
+  return f'{values[key]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]'
 
 
 def define_config_or_run():

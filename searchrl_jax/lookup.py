@@ -46,7 +46,7 @@ def function(package: str, name: str) -> Any:
       f'{name!r} must be "module.function" (module of {package}, or a '
       'full dotted path)'
     )
-  mod = module(package, mod_name) if '.' not in mod_name else module('', mod_name)
+  mod = module(package, mod_name)
   if not hasattr(mod, attr):
     public = [
       n for n, v in vars(mod).items() if callable(v) and not n.startswith('_')

@@ -7,6 +7,7 @@ own flow. `check` finds what would fail later, before any model loads.
 import contextlib
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ from searchrl_jax import checkpoint
 from searchrl_jax import lookup
 from searchrl_jax import losses
 from searchrl_jax import prompts
+from searchrl_jax import records
 from searchrl_jax import sharding
 from searchrl_jax import tokenizer as tokenizers
 from searchrl_jax.data import core as data
@@ -29,7 +31,9 @@ from searchrl_jax.models import hf
 from searchrl_jax.rewards import core as rewards
 
 
-CHECKPOINTS = 'checkpoints'  # in a run folder
+# In a run folder.
+CHECKPOINTS = 'checkpoints'
+TOKENIZER = 'tokenizer'
 
 
 class ConfigError(ValueError):
@@ -43,20 +47,23 @@ def check(config: ConfigDict) -> None:
     ConfigError: names the first field that cannot work, and the mend.
   """
   a, r = config.algorithm, config.rollout
-  if not hasattr(advantages, a.advantage):
+  if a.advantage not in advantages.FUNCTIONS:
     raise ConfigError(
       f'config.algorithm.advantage={a.advantage!r}: '
-      + lookup.near(a.advantage, ('grpo', 'dr_grpo', 'rloo', 'whitened'))
+      + lookup.near(a.advantage, advantages.FUNCTIONS)
     )
   if a.advantage in advantages.NEEDS_GROUP and r.group < 2:
     raise ConfigError(
       f'config.rollout.group={r.group}: advantage {a.advantage!r} compares '
       'trajectories of one question; use 2 or more'
     )
-  if not hasattr(losses, a.loss):
+  if a.loss not in losses.LOSSES and '.' not in a.loss:
     raise ConfigError(
-      f'config.algorithm.loss={a.loss!r}: {lookup.near(a.loss, ("clip",))}'
+      f'config.algorithm.loss={a.loss!r}: {lookup.near(a.loss, losses.LOSSES)} '
+      '(or the dotted path of a function of your own)'
     )
+  if config.optim.lr <= 0:
+    raise ConfigError(f'config.optim.lr={config.optim.lr}: above 0')
   batching.check(config)
   if r.top_p < 1 or r.top_k > 0:
     raise ConfigError(
@@ -105,6 +112,29 @@ def check(config: ConfigDict) -> None:
 
 def check_engine(config: ConfigDict) -> None:
   """What evaluation needs as well."""
+  # A run folder keeps the config of its first start: wrong names must not
+  # get so far.
+  for package, name in (
+    ('engines', config.engine.module), ('sources', config.source.module),
+  ):
+    try:
+      lookup.module(f'searchrl_jax.{package}', name)
+    except ValueError as e:
+      raise ConfigError(f'config.{package[:-1]}.module: {e}') from e
+  if config.source.url and not config.source.url.startswith(
+      ('http://', 'https://')):
+    raise ConfigError(
+      f'config.source.url={config.source.url!r}: give http://HOST:PORT'
+    )
+  if config.engine.dtype != config.model.dtype and (
+    config.engine.canary_tolerance < 0.02
+  ):
+    raise ConfigError(
+      f'config.engine.dtype={config.engine.dtype} is not config.model.dtype='
+      f'{config.model.dtype}: their log-probs differ by more than config.'
+      f'engine.canary_tolerance={config.engine.canary_tolerance}; use one '
+      'dtype, or allow 0.02 or more'
+    )
   if config.env.max_tokens > config.engine.max_len:
     raise ConfigError(
       f'config.env.max_tokens={config.env.max_tokens} is above '
@@ -124,7 +154,15 @@ def load_config(workdir: str) -> ConfigDict:
       f'{path} does not exist: --workdir={workdir} is no run folder (give the '
       'folder that train or sft wrote, or --config for a Hugging Face folder)'
     )
-  return from_dict(json.loads(path.read_text()))
+  try:
+    config = from_dict(json.loads(path.read_text()))
+  except ValueError as e:
+    raise ConfigError(f'{path} is not JSON ({e}); is it cut short?') from e
+  if config.source.corpus == 'world':
+    # The config says what the world is. The server of that time is gone, or
+    # serves that world where --config.data.world_seed asks for another.
+    config.source.url = ''
+  return config
 
 
 def from_dict(fields) -> ConfigDict:
@@ -141,30 +179,89 @@ def from_dict(fields) -> ConfigDict:
 
 
 def mesh(config: ConfigDict):
+  """The mesh; and float32 means float32, where a GPU would take TF32."""
+  if config.model.dtype == 'float32':
+    jax.config.update('jax_default_matmul_precision', 'highest')
   return sharding.make_mesh(**config.mesh.to_dict())
 
 
 def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
-  """The tokenizer; a copy of it is kept in the run's folder."""
-  kept = pathlib.Path(workdir) / 'tokenizer'
-  if not kept.exists():
-    path = config.model.tokenizer or config.model.path
-    if not path:
-      raise ConfigError(
-        'config.model.tokenizer is empty: give a Hugging Face folder with a '
-        'tokenizer'
-      )
-    loaded = tokenizers.load(path)  # checks it before anything is copied
-    part = kept.with_suffix('.part')
-    shutil.rmtree(part, ignore_errors=True)
+  """The tokenizer, which is kept in the run's folder.
+
+  In this order: the folder's own; that of the run folder config.train.init;
+  config.model.tokenizer: a Hugging Face folder, 'world' (the generated worlds'
+  words) or 'bpe' (trained on config.source.corpus, config.model.bpe_vocab
+  entries); config.model.path.
+  """
+  kept = pathlib.Path(workdir) / TOKENIZER
+  if kept.exists():
+    return tokenizers.load(kept)
+  name = config.model.tokenizer or config.model.path
+  if config.train.init and (pathlib.Path(config.train.init) / TOKENIZER
+                            ).exists():
+    name = str(pathlib.Path(config.train.init) / TOKENIZER)
+  if not name:
+    raise ConfigError(
+      'config.model.tokenizer is empty: give a Hugging Face folder with a '
+      "tokenizer, 'world' or 'bpe'"
+    )
+  part = kept.with_suffix('.part')
+  shutil.rmtree(part, ignore_errors=True)
+  with records.explained(part):
     part.mkdir(parents=True)
-    for file in pathlib.Path(path).iterdir():
-      if file.is_file() and file.suffix in ('.json', '.txt', '.model',
-                                            '.jinja'):
-        shutil.copy(file, part)
-    part.rename(kept)
-    return loaded
-  return tokenizers.load(str(kept))
+  try:
+    with records.explained(kept):
+      _write_tokenizer(name, config, workdir, part)
+      part.rename(kept)
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
+  return tokenizers.load(kept)
+
+
+def _write_tokenizer(name: str, config: ConfigDict, workdir: str,
+                     out: pathlib.Path) -> None:
+  if name == 'world':
+    from searchrl_jax.data import microworld
+
+    microworld.tokenizer(out)
+  elif name == 'bpe':
+    from retrieval.corpus import read_corpus
+
+    texts = read_corpus(corpus(config, workdir)).contents
+    tokenizers.train_bpe(texts, config.model.bpe_vocab, out)
+  else:
+    name = name if pathlib.Path(name).is_dir() else local(name)
+    tokenizers.load(name).save(out)
+    generation = pathlib.Path(name) / 'generation_config.json'
+    if generation.exists():  # it names the tokens that end a turn
+      shutil.copy(generation, out)
+
+
+def local(path: str) -> str:
+  """A Hugging Face folder on this machine; a name on the hub is fetched.
+
+  Through huggingface_hub, so HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count.
+
+  Raises:
+    ConfigError: no such folder, and the hub (or its cache) has none either.
+  """
+  if pathlib.Path(path).is_dir():
+    return path
+  if not re.fullmatch(r'[\w.-]+/[\w.-]+', path):
+    raise ConfigError(f'config.model.path={path!r}: no such folder')
+  import huggingface_hub
+  import huggingface_hub.errors
+
+  try:
+    return huggingface_hub.snapshot_download(
+      path, allow_patterns=('*.json', '*.safetensors', '*.txt', '*.jinja')
+    )
+  except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
+    raise ConfigError(
+      f'config.model.path={path!r} is no folder here and could not be fetched '
+      f'from the hub ({type(e).__name__}: {e}); give a local folder, point '
+      'HF_ENDPOINT at a mirror, or HF_HOME at a cache that has it'
+    ) from e
 
 
 def model_config(config: ConfigDict, vocab_size: int):
@@ -173,7 +270,7 @@ def model_config(config: ConfigDict, vocab_size: int):
     k: config.model[k] for k in ('dtype', 'remat', 'scan_unroll', 'attention')
   }
   if config.model.path:
-    cfg = hf.read_config(config.model.path, **flags)
+    cfg = hf.read_config(local(config.model.path), **flags)
   else:
     arch = config.model.arch.to_dict()
     if not arch:
@@ -195,15 +292,9 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
   """The parameters to start from: train.init, model.path, or fresh ones."""
   init = config.train.init
   if init and (pathlib.Path(init) / CHECKPOINTS).exists():
-    return restore_params(init, cfg, mesh)
+    return restore_params(config, init, cfg, mesh)
   if init or config.model.path:
-    path = init or config.model.path
-    stored, params = hf.load(path, mesh)
-    if stored.n_params != cfg.n_params:
-      raise ConfigError(
-        f'config.train.init={init!r} holds a model of {stored.n_params:,} '
-        f'parameters; config.model describes one of {cfg.n_params:,}'
-      )
+    _, params = hf.load(local(init or config.model.path), mesh, cfg=cfg)
     return params
 
   def fresh(key):
@@ -223,16 +314,16 @@ def saver(config: ConfigDict, workdir: str) -> checkpoint.Checkpointer:
   )
 
 
-def restore_params(workdir: str, cfg, mesh, which: str = 'latest') -> dict:
+def restore_params(config: ConfigDict, workdir: str, cfg, mesh,
+                   which: str = 'latest') -> dict:
   """The parameters of a run folder: 'latest', 'best', or a step."""
-  found = checkpoint.Checkpointer(pathlib.Path(workdir) / CHECKPOINTS, 1, '')
   shardings = decoder.flatten(decoder.param_shardings(cfg, mesh))
   params = decoder.nest({
     path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
     for path, (shape, _) in decoder.param_table(cfg).items()
   })
   step = int(which) if which.isdigit() else which
-  restored = found.restore(
+  restored = saver(config, workdir).restore(
     {'state': {'params': params}}, step, fingerprint=None, partial=True
   )
   return restored.state['state']['params']
@@ -298,7 +389,8 @@ def corpus(config: ConfigDict, workdir: str) -> str:
     config.data.world_seed, **config.data.world.to_dict()
   )
   folder = pathlib.Path(workdir) / f'world_{config.data.world_seed}'
-  return microworld.write(world, folder)['corpus']
+  with records.explained(folder):
+    return microworld.write(world, folder)['corpus']
 
 
 def check_rewards(config: ConfigDict, questions) -> None:
@@ -312,11 +404,3 @@ def sft_optim(config: ConfigDict) -> ConfigDict:
   for name in ('lr', 'schedule', 'warmup', 'weight_decay'):
     out[name] = config.sft[name]
   return out
-
-
-def world_tokenizer(config: ConfigDict, workdir: str) -> str:
-  """Writes the generated worlds' tokenizer; returns its folder."""
-  from searchrl_jax.data import microworld
-
-  del config
-  return microworld.tokenizer(pathlib.Path(workdir) / 'world_tokenizer')

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+import tqdm
 
 from searchrl_jax import batching
 from searchrl_jax import command
@@ -23,8 +24,8 @@ from searchrl_jax import setup
 from searchrl_jax import update
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.env import Done, SearchEnv, trajectory
-from searchrl_jax.signals import Signals, Stopped
+from searchrl_jax.env import Done, Search, SearchEnv
+from searchrl_jax.signals import NonFinite, Signals, Stopped
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import SearchRequest, SearchResult, Trajectory
 from searchrl_jax.writer import Writer
@@ -56,7 +57,7 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
   Raises:
     ValueError: the trace does not follow the protocol.
   """
-  state, action = env.reset(trace.question, sample=sample)
+  state, action = env.reset(trace.question)
   for text, passages in turns(trace, env.template):
     if isinstance(action, Done):
       break
@@ -67,7 +68,7 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
     version = np.zeros(len(ids), np.int32)
     state, action = env.step(state, Completion(ids, nothing, 'eos', version))
     if passages is not None and not isinstance(action, Done):
-      if not hasattr(action, 'requests'):
+      if not isinstance(action, Search):
         raise ValueError(
           f'trace of {trace.question.id}: passages after {text!r}, which the '
           'environment does not take for a search'
@@ -76,7 +77,7 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
       state, action = env.step(state, results)
   if not isinstance(action, Done):
     raise ValueError(f'trace of {trace.question.id} does not come to an end')
-  return trajectory(state) if action.end == 'answer' else None
+  return env.trajectory(state, sample) if action.end == 'answer' else None
 
 
 def searcher(source):
@@ -104,7 +105,11 @@ def examples(config, env, search) -> list[Trajectory]:
   traces = data.load_traces(config.sft.data, config.data, search)
   if config.sft.good_only:
     traces = [t for t in traces if t.good]
-  rendered = [render(t, env, i) for i, t in enumerate(traces)]
+  rendered = [
+    render(t, env, i) for i, t in enumerate(
+      tqdm.tqdm(traces, 'traces', unit='trace', disable=None)
+    )
+  ]
   fitting = [t for t in rendered if t is not None]
   if len(fitting) < 0.9 * len(traces):
     raise ValueError(
@@ -114,12 +119,29 @@ def examples(config, env, search) -> list[Trajectory]:
   return fitting
 
 
-def order(n: int, rows: int, steps: int, seed: int) -> np.ndarray:
-  """int [steps, rows]: each epoch takes all n traces, in a new order."""
-  epochs = -(-steps * rows // n)
-  rngs = [np.random.default_rng((seed, e)) for e in range(epochs)]
-  every = np.concatenate([rng.permutation(n) for rng in rngs])
-  return every[: steps * rows].reshape(steps, rows)
+def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
+  """int [steps, rows]: which traces each update takes.
+
+  Each epoch takes all, in a new order. Traces of like length (in tokens) share
+  an update, so that little of it is padding: windows of 16 updates are sorted
+  by length, then the updates shuffled.
+  """
+  n, out = len(lengths), []
+  for epoch in range(-(-steps * rows // n) + 1):
+    rng = np.random.default_rng((seed, epoch))
+    every = rng.permutation(n)
+    if n < rows:
+      every = np.resize(every, rows)
+    every = every[: len(every) // rows * rows]
+    for at in range(0, len(every), 16 * rows):
+      window = every[at : at + 16 * rows]
+      every[at : at + len(window)] = window[
+        np.argsort(lengths[window], kind='stable')
+      ]
+    out.append(rng.permutation(every.reshape(-1, rows)))
+    if sum(map(len, out)) >= steps:
+      break
+  return np.concatenate(out)[:steps]
 
 
 def sft(config, workdir: str) -> dict[str, float]:
@@ -153,7 +175,8 @@ def sft(config, workdir: str) -> dict[str, float]:
     state, step = saved.state['state'], saved.step
 
   steps = config.sft.steps
-  rows = order(len(trajectories), config.sft.rows, steps, config.seed)
+  lengths = np.array([len(t) for t in trajectories])
+  rows = order(lengths, config.sft.rows, steps, config.seed)
   with Writer(
     workdir, config, step=step, steps=steps,
     about={'devices': [str(d) for d in jax.devices()],
@@ -174,7 +197,7 @@ def sft(config, workdir: str) -> dict[str, float]:
         state, found = updater.step(state, mini)
         seconds = time.monotonic() - begin
       if not found['finite']:
-        raise update.NonFinite(f'sft step {at}: the loss is not finite')
+        raise NonFinite(f'sft step {at}: the loss is not finite')
       tokens = sum(int(b.lengths.sum()) for b in mini)
       metrics = writer.write(at, {
         **{f'sft/{k}': v for k, v in found.items()},

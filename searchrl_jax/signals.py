@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: save first, then go."""
+"""Why a run stops early, and how signals are minded: save first, then go."""
 
 import asyncio
 import signal
@@ -6,6 +6,10 @@ import signal
 
 class Stopped(Exception):
   """A signal came; the run is saved, the same command goes on with it."""
+
+
+class NonFinite(RuntimeError):
+  """The loss or the gradient is not finite; nothing was updated."""
 
 
 class Signals:
@@ -52,10 +56,10 @@ class Signals:
       try:
         if self.stop:
           coroutine.close()
-          raise Stopped('stopped by a signal; saved')
+          raise Stopped('stopped by a signal')
         return await coroutine
       except asyncio.CancelledError:
-        raise Stopped('stopped by a signal in a rollout; saved') from None
+        raise Stopped('stopped by a signal in a rollout') from None
       finally:
         self._loop = self._task = None
 

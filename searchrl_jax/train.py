@@ -31,7 +31,7 @@ from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import RolloutError, rollout
-from searchrl_jax.signals import Signals, Stopped
+from searchrl_jax.signals import NonFinite, Signals, Stopped
 from searchrl_jax.writer import Writer
 
 
@@ -40,7 +40,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
   Raises:
     setup.ConfigError, data.DataError, ...: before anything is trained.
-    update.NonFinite: the loss is not finite; the batch is in the run folder.
+    NonFinite: the loss is not finite; the batch is in the run folder.
     RolloutError: the search service failed too often; a checkpoint is saved.
     Stopped: by a signal; a checkpoint is saved.
   """
@@ -100,7 +100,9 @@ def train(config, workdir: str) -> dict[str, float]:
     scores_old = (
       updater.objective.needs_old or config.algorithm.kl == 'reward'
     )
-    updater.warmup(state, score=scores_old or ref is not None)
+    with writer.timer('compile'):
+      updater.warmup(state, score=scores_old or ref is not None)
+      engine.warmup()
     peak = update.peak_flops(measure=True) * jax.device_count()
     trainer_logps = sync.forward_logps(cfg, mesh)
     canary = canary_ids(env, stream)
@@ -116,7 +118,8 @@ def train(config, workdir: str) -> dict[str, float]:
 
     def evaluate():
       with writer.timer('evaluate'):
-        return dict(evaluator.run(step))
+        # Labelled by the last step done, as the metrics are.
+        return dict(evaluator.run(step - 1))
 
     def save(metrics):
       if step in saver.steps():
@@ -150,7 +153,7 @@ def train(config, workdir: str) -> dict[str, float]:
             config.reward, groups,
             rewards.RewardContext(step, env, tok, engine, source),
           ))
-      except (RolloutError, Stopped):
+      except Exception:  # a service, a reward, a signal, a question too long
         # Nothing of this step was used: the next start takes it again.
         stream.restore(cursor)
         save(metrics)
@@ -198,7 +201,7 @@ def train(config, workdir: str) -> dict[str, float]:
             flops += update.update_flops(cfg, mini)
             if not found['finite']:
               path = save_batch(workdir, step, mini)
-              raise update.NonFinite(
+              raise NonFinite(
                 f'step {step}: the loss or its gradient is not finite; '
                 f'nothing was updated. The batch is in {path}'
               )
@@ -224,18 +227,28 @@ def train(config, workdir: str) -> dict[str, float]:
         'sync/canary_max_diff': report.canary_max_diff,
       }
       late = 0 < config.train.seconds < time.monotonic() - started
-      last = step == config.train.steps or late or signals.stop
-      every = config.eval.every
+      last = step == config.train.steps or late
+      every, evaluated = config.eval.every, False
       if every and (step % every == 0 or last) and not signals.stop:
-        metrics |= evaluate()
+        try:
+          metrics |= evaluate()
+          evaluated = True
+        except Stopped:
+          pass  # minded below, after the save
+        except RolloutError:
+          save(metrics)
+          raise
+      last = last or signals.stop
       with writer.timer('write'):
         writer.trajectories(
           step - 1, groups, reward, decode=tok.decode, advantages=advantage
         )
-      every = config.checkpoint.every
-      if last or (every and step % every == 0):
-        save(metrics)
+      # Lines first: a resume drops those of steps that were not saved.
       metrics = writer.write(step - 1, metrics)
+      every = config.checkpoint.every
+      best = evaluated and config.checkpoint.best
+      if last or best or (every and step % every == 0):
+        save(metrics)
       writer.progress(
         metrics, reward='reward', em='reward/em', searches='health/searches',
         tok_s='rollout/tokens_per_second', eval_em='eval/em',
@@ -258,7 +271,7 @@ def kl_of_rows(config, batches, old, refs, n: int) -> np.ndarray:
 
 
 def canary_ids(env, stream, tokens: int = 64) -> list[int]:
-  """A fixed text for the check of every sync: prompts of the first questions."""
+  """The text that checks every sync: prompts of the first questions."""
   ids = []
   for question in stream.questions[:8]:
     state, _ = env.reset(question)

@@ -9,7 +9,16 @@ _FLAG = '--xla_force_host_platform_device_count'
 if _FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}=8'
 
+import atexit  # noqa: E402
 import pathlib  # noqa: E402
+import shutil  # noqa: E402
+import tempfile  # noqa: E402
+
+# Several tests train the same tiny model: it compiles once a session.
+_COMPILED = tempfile.mkdtemp(prefix='searchrl_compiled_')
+os.environ['JAX_COMPILATION_CACHE_DIR'] = _COMPILED
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
+atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
 
 import pytest  # noqa: E402
 

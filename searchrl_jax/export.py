@@ -1,0 +1,43 @@
+"""Writes a run's weights as a Hugging Face checkpoint.
+
+  python -m searchrl_jax.export --workdir=runs/mine --out=exported
+
+transformers and vLLM load the folder; so does --config.model.path.
+"""
+
+from absl import flags
+
+from searchrl_jax import command
+from searchrl_jax import setup
+from searchrl_jax.models import hf
+
+
+def export(workdir: str, out: str, which: str, dtype: str) -> None:
+  """Exports checkpoint `which` ('latest', 'best' or a step) in `dtype`."""
+  config = setup.load_config(workdir)
+  tok = setup.tokenizer(config, workdir)
+  cfg = setup.model_config(config, tok.vocab_size)
+  params = setup.restore_params(config, workdir, cfg, setup.mesh(config), which)
+  like = hf.read_json(config.model.path) if config.model.path else None
+  hf.save(
+    out, cfg, params, f'{workdir}/{setup.TOKENIZER}', dtype=dtype, like=like
+  )
+
+
+def main():
+  export(_WORKDIR.value, _OUT.value, _CHECKPOINT.value, _DTYPE.value)
+  print(_OUT.value)
+
+
+if __name__ == '__main__':
+  _WORKDIR = command.define_workdir()
+  _OUT = flags.DEFINE_string(
+    'out', None, 'Folder to write; it must not exist.', required=True
+  )
+  _CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', 'latest', 'latest, best, or a step'
+  )
+  _DTYPE = flags.DEFINE_enum(
+    'dtype', 'float32', ['float32', 'bfloat16'], 'Of the tensors.'
+  )
+  command.run(main)

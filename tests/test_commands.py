@@ -1,0 +1,329 @@
+"""The commands as a user runs them: what they print, write and refuse."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+from unittest import mock
+
+from absl import flags
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from configs import common
+from searchrl_jax import command as commands
+from searchrl_jax import dryrun
+from searchrl_jax import evaluate
+from searchrl_jax import export
+from searchrl_jax import quickstart
+from searchrl_jax import setup
+from searchrl_jax import sft
+from searchrl_jax.data import core as data
+from searchrl_jax.models import decoder
+from searchrl_jax.models import hf
+from searchrl_jax.types import Passage, Question
+from tests import tiny
+from tests.conftest import ROOT
+
+CONFIGS = sorted(
+  p.stem for p in (ROOT / 'configs').glob('*.py')
+  if p.stem not in ('__init__', 'common')
+)
+
+
+def command(module, *args, status=0, stdin=''):
+  """Runs `python -m searchrl_jax.MODULE ...`; returns (stdout, stderr).
+
+  In this process, which has paid for its imports; flags that the command
+  defined are forgotten after it.
+  """
+  before = set(flags.FLAGS)
+  out, err = io.StringIO(), io.StringIO()
+  argv = [f'searchrl_jax/{module}.py', *map(str, args)]
+  with (
+    contextlib.chdir(ROOT), contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err), mock.patch('sys.argv', argv),
+    mock.patch('sys.stdin', io.StringIO(stdin)),
+    mock.patch.dict(os.environ, COLUMNS='100'),
+    # A module that is imported already is not to be warned of here.
+    mock.patch.dict(sys.modules),
+    pytest.raises(SystemExit) as end,
+  ):
+    sys.modules.pop(f'searchrl_jax.{module}', None)
+    try:
+      runpy.run_module(f'searchrl_jax.{module}', run_name='__main__')
+    finally:
+      for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+  shown = out.getvalue() + err.getvalue()
+  assert (end.value.code or 0) == status, shown
+  return out.getvalue(), err.getvalue()
+
+
+def process(module, *args):
+  """The same as a process of its own: (exit status, stdout, stderr)."""
+  done = subprocess.run(
+    [sys.executable, '-m', f'searchrl_jax.{module}', *map(str, args)],
+    cwd=ROOT, env=dict(os.environ, XLA_FLAGS=''), capture_output=True,
+    text=True, timeout=240,
+  )
+  return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """A tiny quickstart: its folder and summary."""
+  folder = tmp_path_factory.mktemp('quick')
+  config = tiny.config()
+  config.source.corpus = 'world'
+  config.reward = common.ConfigDict(dict(em=dict(fn='answer.em', weight=1.0)))
+  config.sft.data.update(dict(n=40, worlds=2, train=40, relations=3))
+  config.env.max_turns = 2
+  config.env.max_turn_tokens = 24
+  config.env.max_tokens = config.engine.max_len = 192
+  config.batch.lengths = (192,)
+  config.sft.steps = 4
+  config.sft.rows = 8
+  config.sft.warmup = 1
+  config.train.steps = 1
+  config.eval.every = 1
+  summary = quickstart.quickstart(config, str(folder), controls=True)
+  return folder, summary
+
+
+def test_quickstart_writes_what_it_promises(run):
+  folder, summary = run
+  for name in (
+    'em_before', 'em_after', 'ci95_before', 'ci95_after', 'em_one_hop',
+    'em_two_hop', 'em_sft_only', 'em_no_search', 'em_shuffled_passages',
+    'em_majority_answer', 'parse_rate_before', 'n_eval',
+    'searches_per_question', 'seconds_total', 'bars',
+  ):
+    assert summary[name] is not None, name
+  assert json.loads((folder / 'summary.json').read_text()) == summary
+  assert (folder / 'learning_curve.png').read_bytes()[:4] == b'\x89PNG'
+  shown = {bar['name'] for bar in summary['bars']}
+  assert shown == {name for name, *_ in quickstart.BARS}
+
+
+def test_evaluate_on_a_run_and_on_another_world(run):
+  folder, _ = run
+  out, _ = command('evaluate', f'--workdir={folder}',
+                   '--config.data.world_seed=9',
+                   '--config.data.eval.micro.n=2')
+  assert 'exact match' in out and 'searches per question' in out
+  where = pathlib.Path(out.rsplit('trajectories and figures: ')[1].strip())
+  record = json.loads((where / 'eval.jsonl').read_text().splitlines()[0])
+  assert record['question']['id'].startswith('micro-9-heldout')
+  assert json.loads((where / 'eval_ids.json').read_text())
+
+
+def test_ask_prints_the_answer(run):
+  folder, _ = run
+  out, _ = command('ask', f'--workdir={folder}',
+                   'What is the craft of Nobody Here?')
+  assert 'What is the craft of Nobody Here?' in out
+  assert 'answer' in out
+
+
+def test_export_loads_back(run, tmp_path):
+  folder, _ = run
+  export.export(str(folder), f'{tmp_path}/hf', 'latest', 'float32')
+  cfg, params = hf.load(f'{tmp_path}/hf')
+  config = setup.load_config(str(folder))
+  mine = setup.restore_params(config, str(folder), cfg, setup.mesh(config))
+  for (path, a), b in zip(
+    sorted(decoder.flatten(params).items()),
+    (v for _, v in sorted(decoder.flatten(mine).items())),
+  ):
+    np.testing.assert_array_equal(a, b, err_msg=path)
+  assert 'model.embed_tokens.weight' in load_file(
+    f'{tmp_path}/hf/model.safetensors'
+  )
+  assert setup.tokenizers.load(f'{tmp_path}/hf').vocab_size == cfg.vocab_size
+
+
+def test_help_helps():
+  # absl exits with 1 after --help.
+  status, out, _ = process('train', '--help')
+  assert status == 1
+  assert '--workdir' in out and '--config' in out and '--[no]dry_run' in out
+  for name in ('train', 'sft', 'evaluate', 'ask', 'export', 'quickstart'):
+    module = importlib.import_module(f'searchrl_jax.{name}')
+    assert f'python -m searchrl_jax.{name}' in module.__doc__
+
+
+@pytest.mark.parametrize('args, message', [
+  (['--config.optim.lrr=1'], 'Did you mean "lr"'),
+  (['--config.optm.lr=1'], 'Did you mean "optim"'),
+  (['--config.optim.lr=fast'], 'fast'),
+  (['--config.rollout.group=1'], 'rollout.group'),
+  (['--config.model.path=/nowhere'], 'no such folder'),
+  (['--config.source.url=http://127.0.0.1:9',
+    '--config.source.attempts=1'], '127.0.0.1:9'),
+  (['--config.data.train.micro.spilt=x'], 'spilt'),
+  (['--config.engine.module=jax_sampller'], "did you mean 'jax_sampler'"),
+  (['--config=configs/quickstar.py'], "did you mean 'configs/quickstart.py'"),
+  (['--config=configs/quickstart.py:sed=1'], 'did you mean: seed'),
+  (['--workdr=x'], 'workdir'),
+  (['stray'], 'unexpected argument'),
+])
+def test_errors_are_one_line_that_names_the_mend(tmp_path, args, message):
+  # In whatever order: a field may stand before --config.
+  if not args[0].startswith('--config='):
+    args = [*args, '--config=configs/quickstart.py']
+  _, err = command('train', f'--workdir={tmp_path}', *args, status=2)
+  assert message in err and len(err.splitlines()) == 1, err
+  assert not (tmp_path / 'tokenizer.part').exists()
+
+
+def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
+  with mock.patch(
+    'searchrl_jax.dryrun.report', side_effect=commands.Stopped('saved')
+  ):
+    _, err = command(
+      'train', '--config=configs/quickstart.py', f'--workdir={tmp_path}',
+      '--dry_run', status=143,
+    )
+  assert err == 'saved\n'
+
+
+def test_a_table_for_each_evaluation(capsys):
+  def score(value, n):
+    return {'': value, '/low': value, '/high': value, '/n': n}
+
+  values = {
+    f'{label}/{name}{part}': v
+    for label, n in (('eval', 4), ('eval/hops=1', 2), ('eval/hops=2', 2),
+                     ('eval/source=one', 2), ('shuffled', 4))
+    for name, value in (('em', 0.5 + 0.25 * label.endswith('2')),
+                        ('tokens', 23.456))
+    for part, v in score(value, n).items()
+  }
+  values['eval/hops=1/em'] = values['eval/source=one/em'] = 0.25
+  evaluate.show(values)
+  shown = capsys.readouterr().out
+  assert 'eval (95%' in shown and 'shuffled (95%' in shown
+  # The source holds the questions of one hop: one column for both.
+  assert ('hops=1' in shown) + ('source=one' in shown) == 1
+  assert 'hops=2' in shown and '0.750' in shown and '23.5' in shown
+
+
+def test_a_process_exits_with_two(tmp_path):
+  status, out, err = process(
+    'sft', '--config=configs/quickstart.py', f'--workdir={tmp_path}',
+    '--config.env.template=nowhere',
+  )
+  assert status == 2 and not out
+  assert err.startswith('error: ') and len(err.splitlines()) == 1
+  assert 'nowhere' in err
+
+
+def test_which_errors_are_the_users():
+  def caught(fn):
+    try:
+      fn()
+    except Exception as e:
+      return e
+
+  def ours():
+    setup.prompts.load('nowhere')
+
+  def numpys():
+    # Called from our code, and no message of ours.
+    setup.lookup.near('x', [1, 'a'])
+
+  def pythons():
+    decoder.nest({1: 2})
+
+  assert commands.mendable(caught(ours))
+  assert commands.mendable(caught(lambda: open('/nowhere')))
+  assert not commands.mendable(caught(numpys))
+  assert not commands.mendable(caught(pythons))
+  assert not commands.mendable(caught(lambda: np.zeros(3).reshape(2)))
+  assert not commands.mendable(caught(lambda: int('x')))
+
+
+def test_evaluate_without_a_run_says_so(tmp_path):
+  _, err = command('evaluate', f'--workdir={tmp_path}', status=2)
+  assert 'is no run folder' in err
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_every_config_passes_its_checks(name):
+  module = importlib.import_module(f'configs.{name}')
+  config = module.get_config()
+  setup.check(config)
+  assert 'python -m searchrl_jax' in module.__doc__
+
+
+def test_dry_run_counts(tmp_path):
+  config = tiny.config('http://127.0.0.1:9')
+  text = dryrun.report(config, 700)
+  cfg = setup.model_config(config, 700)
+  assert f'{cfg.n_params:,} parameters' in text
+  # 4 questions x 2 trajectories in microbatches of 384 / 96 = 4 rows.
+  lines = {
+    ' '.join(words[:-1]): words[-1]
+    for words in map(str.split, text.splitlines()) if words
+  }
+  assert lines['trajectories'] == '8'
+  assert lines['microbatches per update most'] == '2'
+  assert lines['updates in the run'] == '3'
+  assert f'{4 * cfg.n_params / 2**20:,.1f}' in text
+
+
+def test_unknown_config_arguments_are_refused():
+  with pytest.raises(ValueError, match='sed.*did you mean: seed'):
+    common.parse_arg('sed=1', seed=0)
+  with pytest.raises(ValueError, match='expected int'):
+    common.parse_arg('seed=x', seed=0)
+  assert common.parse_arg('lr=1,name=a=b', lr=0.1, name='').lr == 1.0
+
+
+def trace():
+  # In the words of a generated world, which the tokenizer knows.
+  question = Question('q', 'Who ?', ('drummer',))
+  passage = Passage('1', 'craft', 'craft drummer .')
+  return data.Trace(question, (
+    ('think', 'find'), ('search', 'craft'), ('information', (passage,)),
+    ('think', 'craft drummer'), ('answer', 'drummer'),
+  ))
+
+
+def test_a_trace_becomes_what_the_environment_would_have_seen(tmp_path):
+  config = tiny.config()
+  config.env.max_turns = 2
+  config.env.max_turn_tokens = config.env.max_tokens = 96
+  env = setup.environment(config, setup.tokenizer(config, str(tmp_path)))
+  made = sft.render(trace(), env, 3)
+  assert made.end == 'answer' and made.sample == 3
+  assert [(s.author, s.kind) for s in made.segments] == [
+    ('prompt', 'other'), ('policy', 'think'), ('policy', 'other'),
+    ('policy', 'search'), ('environment', 'information'), ('policy', 'think'),
+    ('policy', 'other'), ('policy', 'answer'),
+  ]
+  assert env.answer(made) == 'drummer'
+  assert all(s.train == (s.author == 'policy') for s in made.segments)
+  config.env.max_turn_tokens = 4
+  env = setup.environment(config, env.tokenizer)
+  assert sft.render(trace(), env, 0) is None
+
+
+def test_the_order_of_traces():
+  lengths = np.random.default_rng(0).integers(10, 200, 1000)
+  a = sft.order(lengths, 8, 125, 1)
+  assert a.shape == (125, 8)
+  assert sorted(a.ravel()) == list(range(1000))  # an epoch takes all
+  np.testing.assert_array_equal(a[:60], sft.order(lengths, 8, 60, 1))
+  assert (a != sft.order(lengths, 8, 125, 2)).any()
+  # Rows of an update are of like length: far less padding than at random.
+  padded = lengths[a].max(1).sum() * 8 / lengths[a].sum()
+  assert padded < 1.15
+  assert sft.order(lengths[:3], 8, 5, 1).shape == (5, 8)

@@ -1,0 +1,269 @@
+"""The loop end to end on a tiny model and a real retrieval server."""
+
+import json
+import os
+import pathlib
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from retrieval import process
+from searchrl_jax import evaluate
+from searchrl_jax import setup
+from searchrl_jax import signals
+from searchrl_jax import train
+from searchrl_jax import update
+from searchrl_jax.data import microworld
+from searchrl_jax.records import RunError
+from searchrl_jax.rollout import RolloutError
+from searchrl_jax.sources.core import SourceError
+from tests import tiny
+
+
+@pytest.fixture(scope='module')
+def url(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('world')
+  world = microworld.generate(3, **tiny.WORLD)
+  corpus = microworld.write(world, folder)['corpus']
+  with process.start_server(corpus, log_path=folder / 'log') as server:
+    yield server.url
+
+
+def params_of(config, workdir):
+  tok = setup.tokenizer(config, str(workdir))
+  cfg = setup.model_config(config, tok.vocab_size)
+  found = setup.restore_params(config, str(workdir), cfg, setup.mesh(config))
+  return jax.tree.map(np.asarray, found)
+
+
+def lines(path):
+  return [json.loads(line) for line in pathlib.Path(path).open()]
+
+
+@pytest.fixture(scope='module')
+def whole(url, tmp_path_factory):
+  """An uninterrupted run: (config, folder, parameters)."""
+  folder = tmp_path_factory.mktemp('whole')
+  config = tiny.config(url)
+  train.train(config, str(folder))
+  return config, folder, params_of(config, folder)
+
+
+def test_a_run_leaves_everything_behind(whole):
+  config, folder, params = whole
+  steps = lines(folder / 'metrics.jsonl')
+  assert [s['step'] for s in steps] == [-1, 0, 1, 2]
+  assert 'eval/em' in steps[0] and 'eval/em' in steps[-1]
+  for name in ('train/entropy', 'train/grad_norm', 'train/clip_high',
+               'train/mfu', 'train/mismatch_max', 'time/rollout',
+               'time/update', 'health/repetition', 'health/searches',
+               'batch/groups_zero_variance', 'reward'):
+    assert name in steps[-1], name
+  kept = lines(folder / 'trajectories.jsonl')
+  assert len(kept) == 3 * 4 * 2
+  assert {t['step'] for t in kept} == {0, 1, 2}
+  assert all('reward' in t and 'advantage' in t for t in kept)
+  started = params_of_fresh(config, folder)
+  assert any(
+    (a != b).any()
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(started))
+  ), 'training changed nothing'
+
+
+def params_of_fresh(config, folder):
+  tok = setup.tokenizer(config, str(folder))
+  cfg = setup.model_config(config, tok.vocab_size)
+  found = setup.parameters(config, cfg, setup.mesh(config))
+  return jax.tree.map(np.asarray, found)
+
+
+class Killed(BaseException):
+  """Stands for a kill: nothing in the loop catches it."""
+
+
+@pytest.mark.parametrize('where', ['update', 'rollout', 'save'])
+def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
+  config, folder, params = whole
+  with monkeypatch.context() as m:
+    owner, name, nth = {
+      'update': (update.Updater, 'step', 2),
+      'rollout': (train, 'rollout', 3),
+      'save': (train.setup.checkpoint.Checkpointer, 'save', 2),
+    }[where]
+    real, calls = getattr(owner, name), []
+
+    def killed(*args, **kw):
+      calls.append(1)
+      if len(calls) == nth:
+        raise Killed
+      return real(*args, **kw)
+
+    m.setattr(owner, name, killed)
+    with pytest.raises(Killed):
+      train.train(config, str(tmp_path))
+  train.train(config, str(tmp_path))
+  resumed = params_of(config, tmp_path)
+  for path, a in jax.tree_util.tree_leaves_with_path(params):
+    b = resumed
+    for k in path:
+      b = b[k.key]
+    np.testing.assert_array_equal(a, b, err_msg=str(path))
+
+  def sampled(where):
+    return [
+      (t['step'], t['id'], [s['ids'] for s in t['segments']])
+      for t in lines(where / 'trajectories.jsonl')
+    ]
+
+  assert sampled(folder) == sampled(tmp_path)
+
+
+def test_a_signal_saves_first(url, tmp_path, monkeypatch):
+  config = tiny.config(url)
+  real, calls = train.rollout, []
+
+  async def interrupted(*args, **kw):
+    calls.append(1)
+    if len(calls) == 2:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return await real(*args, **kw)
+
+  monkeypatch.setattr(train, 'rollout', interrupted)
+  before = signal.getsignal(signal.SIGTERM)
+  with pytest.raises(signals.Stopped):
+    train.train(config, str(tmp_path))
+  assert signal.getsignal(signal.SIGTERM) == before
+  assert setup.saver(config, str(tmp_path)).latest() == 1
+
+
+def test_a_dead_service_stops_the_run_and_saves(tmp_path):
+  config = tiny.config()
+  config.source.attempts = 1
+  config.source.deadline = 2.0
+  # Every trajectory searches: the prompt's last words are forced by a policy
+  # that stops at once and an environment that takes anything for a search.
+  with setup.retrieval(_with_corpus(config), str(tmp_path)) as url:
+    config.source.url = url
+    real = train.rollout
+
+    async def dead(*args, **kw):
+      kw['source'] = Dead()
+      kw['env'] = AlwaysSearching(kw['env'])
+      return await real(*args, **kw)
+
+    with pytest.MonkeyPatch.context() as m:
+      m.setattr(train, 'rollout', dead)
+      with pytest.raises(RolloutError, match='no route'):
+        train.train(config, str(tmp_path))
+  assert setup.saver(config, str(tmp_path)).latest() == 0
+  assert [s['step'] for s in lines(tmp_path / 'metrics.jsonl')] == [-1]
+
+
+def _with_corpus(config):
+  config.source.corpus = 'world'
+  return config
+
+
+class Dead:
+  """A source that answers nothing."""
+
+  async def search(self, requests):
+    from searchrl_jax.types import SearchError
+    return [SearchError(r, 'unreachable', 'no route') for r in requests]
+
+
+class AlwaysSearching:
+  """An environment whose every turn asks for a search."""
+
+  def __init__(self, env):
+    self._env = env
+
+  def __getattr__(self, name):
+    return getattr(self._env, name)
+
+  def step(self, state, event):
+    from searchrl_jax import env as envs
+    from searchrl_jax.engines.core import Completion
+    from searchrl_jax.types import SearchRequest
+    if not isinstance(event, Completion):
+      return self._env.step(state, event)
+    import dataclasses
+    request = SearchRequest('x', 1, state.question)
+    action = envs.Search((request,))
+    return dataclasses.replace(state, pending=action), action
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_batch(
+    url, tmp_path, monkeypatch):
+  config = tiny.config(url)
+  real = update.policy_objective
+
+  def poisoned(config):
+    import dataclasses
+    found = real(config)
+
+    def fn(logps, entropy, arrays):
+      loss, sums = found.fn(logps, entropy, arrays)
+      return loss * np.nan, sums
+
+    return dataclasses.replace(found, fn=fn)
+
+  monkeypatch.setattr(update, 'policy_objective', poisoned)
+  with pytest.raises(signals.NonFinite, match='nonfinite_step0'):
+    train.train(config, str(tmp_path))
+  with np.load(tmp_path / 'nonfinite_step0.npz') as kept:
+    assert kept['0/ids'].shape == (4, 96)
+
+
+def test_another_runs_folder_is_refused(whole, url):
+  config, folder, _ = whole
+  other = tiny.config(url)
+  other.optim.lr = 0.5
+  with pytest.raises(RunError, match='optim.lr'):
+    train.train(other, str(folder))
+
+
+def test_evaluation_repeats_itself(whole, tmp_path):
+  config, folder, _ = whole
+  first = evaluate.evaluate(config, str(folder), str(tmp_path / 'a'))
+  again = config.copy_and_resolve_references()
+  again.engine.slots = 2  # another schedule, the same trajectories
+  second = evaluate.evaluate(again, str(folder), str(tmp_path / 'b'))
+  assert first == second
+
+  def ids(name):
+    return [
+      [s['ids'] for s in t['segments']]
+      for t in lines(tmp_path / name / 'eval.jsonl')
+    ]
+
+  assert ids('a') == ids('b')
+  last = lines(folder / 'metrics.jsonl')[-1]
+  assert first['eval/tokens'] == last['eval/tokens']
+
+
+@pytest.mark.parametrize('change, message', [
+  (('rollout.group', 1), 'rollout.group'),
+  (('rollout.top_p', 0.9), 'top_p'),
+  (('rollout.temperature', 0.0), 'temperature'),
+  (('algorithm.advantage', 'grppo'), "did you mean 'grpo'"),
+  (('algorithm.kl', 'los'), "did you mean 'loss'"),
+  (('algorithm.kl_coef', 0.1), 'no effect'),
+  (('env.max_tokens', 4096), 'batch.lengths'),
+  (('engine.max_len', 16), 'engine.max_len'),
+  (('algorithm.minibatches', 99), 'minibatches'),
+])
+def test_what_cannot_work_is_refused_at_the_start(change, message):
+  config = tiny.config('http://127.0.0.1:9')
+  config.update_from_flattened_dict({change[0]: change[1]})
+  with pytest.raises(ValueError, match=message):
+    setup.check(config)
+
+
+def test_an_absent_server_is_named(tmp_path):
+  config = tiny.config('http://127.0.0.1:9')
+  config.source.attempts = 1
+  with pytest.raises(SourceError, match='127.0.0.1:9'):
+    train.train(config, str(tmp_path))

@@ -1,0 +1,54 @@
+"""A config small enough to train in a test, and its retrieval server."""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+WORLD = dict(train=40, heldout=20, relations=3)
+
+
+def config(url: str = '') -> ConfigDict:
+  """The quickstart's config, shrunk: two steps of four questions."""
+  c = quickstart.get_config()
+  c.name = 'tiny'
+  c.model.arch.update(dict(
+    hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=16, intermediate_size=64,
+  ))
+  c.mesh.data = 1
+  c.data.world_seed = 3
+  c.data.world = ConfigDict(WORLD)
+  c.data.train.micro.update(WORLD)
+  c.data.eval.micro.update(dict(WORLD, n=4))
+  c.source.url = url
+  c.env.max_turns = 1
+  c.env.max_turn_tokens = 12
+  c.env.max_tokens = 96
+  c.engine.slots = 8
+  c.engine.max_len = 96
+  c.engine.chunk = 4
+  c.engine.prefill_rows = 4
+  c.rollout.questions = 4
+  c.rollout.group = 2
+  # Something to learn from for a policy that knows nothing yet.
+  c.reward = ConfigDict(dict(length=dict(fn='tests.tiny.shortness',
+                                         weight=1.0)))
+  c.batch.lengths = (96,)
+  c.batch.tokens = 384
+  c.train.steps = 3
+  c.eval.every = 3
+  c.eval.bootstrap = 50
+  c.checkpoint.every = 1
+  c.log.tensorboard = False
+  c.log.progress = False
+  return c
+
+
+async def shortness(groups, context):
+  """A reward that differs between samples whatever they say."""
+  from searchrl_jax.rewards import core
+
+  del context
+  return core.per_trajectory(groups, lambda t: float(sum(
+    int(s.ids.sum()) % 7 for s in t.segments if s.author == 'policy'
+  )))
