@@ -13,7 +13,6 @@ parameters and metrics (entropy, KL, mismatch) on the host.
 """
 
 import json
-import pathlib
 import statistics
 import subprocess
 import sys
@@ -25,37 +24,35 @@ from absl import flags
 from experiments.benchmarks import common
 from experiments.benchmarks.update_torch import peak_bytes
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 CASES = {
   '1m': dict(
     d_model=128, layers=4, heads=4, kv_heads=2, d_ff=416, vocab=2048,
-    rows=32, length=256, head_chunk=4096, updates=4,
+    rows=32, length=256, head_chunk=1024, updates=4,
   ),
   '28m': dict(
-    d_model=512, layers=8, heads=8, kv_heads=4, d_ff=1664, vocab=2048,
-    rows=32, length=256, head_chunk=4096, updates=1,
+    d_model=512, layers=8, heads=8, kv_heads=2, d_ff=1792, vocab=2048,
+    rows=32, length=256, head_chunk=1024, updates=1,
   ),
   '152k': dict(
     d_model=128, layers=4, heads=4, kv_heads=2, d_ff=416, vocab=151_936,
-    rows=8, length=256, head_chunk=128, updates=2,
+    rows=8, length=256, head_chunk=32, updates=2,
   ),
 }
-# (bar, goal)
+# name -> (bar, goal, whether smaller is better)
 BARS = {
-  'update_1m': (1.1, 1.3), 'update_28m': (1.0, 1.3), 'update_152k': (3.0, 5.0),
-  'update_152k_memory': (0.35, 0.25),
+  'update_1m': (1.1, 1.3, False), 'update_28m': (1.0, 1.3, False),
+  'update_152k': (3.0, 5.0, False), 'update_152k_memory': (0.35, 0.25, True),
 }
 
-_OUT = flags.DEFINE_string('out', None, 'JSON file to write')
+_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
+_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
+_REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=3)
+_CASES = flags.DEFINE_list('cases', list(CASES), 'Which cases.')
 _PEER = flags.DEFINE_string(
-  'peer', '.venv-parity/bin/python', 'Python with torch and transformers'
+  'peer_python', '.venv-parity/bin/python',
+  'A Python with torch and transformers (make test-parity makes it).',
 )
-_CASES = flags.DEFINE_list('cases', list(CASES), 'which cases to run')
-_REPS = flags.DEFINE_integer('reps', 3, 'interleaved repetitions', 3)
-_WORKER = flags.DEFINE_string('worker', '', 'internal: be our side of a case')
-_ANYWAY = flags.DEFINE_bool(
-  'anyway', False, 'run on a busy machine; the figures are marked so'
-)
+_WORKER = flags.DEFINE_string('worker', '', 'Internal: be our side of a case.')
 
 
 def worker(case: dict) -> None:
@@ -79,7 +76,7 @@ def worker(case: dict) -> None:
     n_layers=case['layers'], n_heads=case['heads'],
     n_kv_heads=case['kv_heads'],
     head_dim=case['d_model'] // case['heads'], d_ff=case['d_ff'],
-    qkv_bias=True,
+    qkv_bias=True, scan_unroll=case['layers'],
   )
   params = jax.jit(
     lambda key: decoder.init_params(cfg, key)
@@ -123,15 +120,16 @@ def worker(case: dict) -> None:
 class Side:
   """A process that runs updates when told to."""
 
-  def __init__(self, name: str, command: list[str]):
-    self.name, self.seconds, self.last = name, [], {}
+  def __init__(self, name: str, command: list[str], updates: int):
+    self.name, self.updates, self.last = name, updates, {}
     self.process = subprocess.Popen(
-      command, cwd=ROOT, text=True, stdin=subprocess.PIPE,
+      command, cwd=common.ROOT, text=True, stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
     )
 
-  def run(self, updates: int) -> list[float]:
-    self.process.stdin.write(f'{updates}\n')
+  def __call__(self) -> float:
+    """Runs a few updates; the median of their seconds."""
+    self.process.stdin.write(f'{self.updates}\n')
     self.process.stdin.flush()
     line = self.process.stdout.readline()
     if not line:
@@ -140,61 +138,60 @@ class Side:
         'is above'
       )
     self.last = json.loads(line)
-    return self.last['seconds']
+    return statistics.median(self.last['seconds'])
 
   def close(self) -> None:
     self.process.stdin.close()
     self.process.wait()
 
 
-def measure(name: str, case: dict) -> dict:
-  """All sides of one case, in turns; tokens/s from the median update."""
-  peer = str(ROOT / 'experiments/benchmarks/update_torch.py')
-  if not pathlib.Path(ROOT, _PEER.value).exists():
-    raise app.UsageError(
-      f'--peer={_PEER.value} does not exist; `make test-parity` makes '
-      '.venv-parity, or name a Python with torch and transformers'
-    )
-  sides = [Side('jax', [
+def measure(name: str) -> dict:
+  """All sides of one case, in turns: a row of the report."""
+  case = CASES[name]
+  script = str(common.ROOT / 'experiments/benchmarks/update_torch.py')
+  sides = {'jax': [
     sys.executable, '-m', 'experiments.benchmarks.update', f'--worker={name}'
-  ])]
-  kinds = [('torch', False)]
-  if name == '152k':
-    kinds.append(('torch_gathered', True))
-  for kind, gathered in kinds:
-    fields = json.dumps(case | {'gathered': gathered})
+  ]}
+  for kind in ('torch', 'gathered') if name == '152k' else ('torch',):
+    fields = json.dumps(case | {'gathered': kind == 'gathered'})
     for threads in (1, 2):
-      sides.append(Side(
-        f'{kind}_{threads}', [_PEER.value, peer, fields, str(threads)]
-      ))
+      sides[f'{kind}_{threads}'] = [
+        _PEER.value, script, fields, str(threads)
+      ]
+  sides = {k: Side(k, v, case['updates']) for k, v in sides.items()}
   try:
-    for side in sides:
-      side.run(2)  # compilation, allocator, Adam's state
-    for _ in range(_REPS.value):
-      for side in sides:
-        side.seconds += side.run(case['updates'])
+    for side in sides.values():
+      side()  # compilation, allocators, Adam's moments
+    seconds = common.interleave(sides, _REPS.value)
   finally:
-    for side in sides:
+    for side in sides.values():
       side.close()
   tokens = case['rows'] * case['length']
-  out = {'tokens': tokens, **case, 'sides': {}}
-  for side in sides:
-    out['sides'][side.name] = {
-      'seconds': side.seconds,
-      'tokens_per_s': tokens / statistics.median(side.seconds),
-      'peak_bytes': side.last['peak_bytes'],
-      'parameters': side.last['parameters'],
-      'version': side.last['version'],
+  speed = {k: tokens / statistics.median(v) for k, v in seconds.items()}
+
+  def better(kind):
+    return max((f'{kind}_{n}' for n in (1, 2)), key=speed.get)
+
+  peer = better('torch')
+  peak = {k: side.last['peak_bytes'] for k, side in sides.items()}
+  row = {
+    'case': name, 'tokens_per_s': speed['jax'],
+    'torch_tokens_per_s': speed[peer], 'torch_threads': int(peer[-1]),
+    'ratio': speed['jax'] / speed[peer],
+    'peak_mb': peak['jax'] / 1e6, 'torch_peak_mb': peak[peer] / 1e6,
+    'memory_ratio': peak['jax'] / peak[peer],
+  }
+  if name == '152k':
+    careful = better('gathered')
+    row |= {
+      'gathered_ratio': speed['jax'] / speed[careful],
+      'gathered_memory_ratio': peak['jax'] / peak[careful],
     }
-  return out
-
-
-def best(case: dict, kind: str) -> dict:
-  """The better thread count of a peer."""
-  return max(
-    (v for k, v in case['sides'].items() if k.rpartition('_')[0] == kind),
-    key=lambda v: v['tokens_per_s'],
-  )
+  return row | {
+    'fields': case, 'seconds': seconds, 'peak_bytes': peak,
+    'parameters': {k: s.last['parameters'] for k, s in sides.items()},
+    'versions': {k: s.last['version'] for k, s in sides.items()},
+  }
 
 
 def main(argv):
@@ -202,19 +199,27 @@ def main(argv):
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   if _WORKER.value:
     return worker(CASES[_WORKER.value])
-  if not _OUT.value:
-    raise app.UsageError('--out=FILE.json is needed')
-  unknown = set(_CASES.value) - set(CASES)
+  unknown = sorted(set(_CASES.value) - set(CASES))
   if unknown:
-    raise app.UsageError(f'--cases: {sorted(unknown)} not in {list(CASES)}')
-  results = {name: measure(name, CASES[name]) for name in _CASES.value}
-  values = {}
-  for name, case in results.items():
-    ours, peer = case['sides']['jax'], best(case, 'torch')
-    values[f'update_{name}'] = ours['tokens_per_s'] / peer['tokens_per_s']
-    if name == '152k':
-      values['update_152k_memory'] = ours['peak_bytes'] / peer['peak_bytes']
-  return results, values
+    raise app.UsageError(f'--cases={unknown}: there are {list(CASES)}')
+  if not (common.ROOT / _PEER.value).exists():
+    raise app.UsageError(
+      f'--peer_python={_PEER.value} does not exist; `make test-parity` makes '
+      'it, or name a Python with torch and transformers'
+    )
+  common.require_idle(allow=_LOAD.value)
+  before = common.environment()
+  rows = [measure(name) for name in _CASES.value]
+  values = {f'update_{r["case"]}': r['ratio'] for r in rows}
+  values |= {
+    f'update_{r["case"]}_memory': r['memory_ratio'] for r in rows
+    if r['case'] == '152k'
+  }
+  bars = [
+    common.bar(k, v, BARS[k][0], at_most=BARS[k][2]) | {'goal': BARS[k][1]}
+    for k, v in values.items()
+  ]
+  common.report(_OUT.value, 'update', rows, bars, before)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,142 @@
+"""What every benchmark shares: an idle machine, turns, a table and a file.
+
+The JSON of a benchmark holds `environment` (machine, date, commit, load before
+the run), `rows` (all raw repetitions) and `bars`, a list of {name, value, bar,
+holds} computed from them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
+
+
+def require_idle(max_load: float = 0.3, allow: bool = False) -> float:
+  """The load of the last minute; contention spoils torch more than JAX.
+
+  allow: measure anyway (--allow_load); the load stands in the file.
+
+  Raises:
+    SystemExit: the machine is busy.
+  """
+  load = os.getloadavg()[0]
+  if load > max_load and not allow:
+    raise SystemExit(
+      f'the machine is busy: load {load:.2f}, at most {max_load} for a fair '
+      'comparison; wait, or pass --allow_load and say so beside the figures'
+    )
+  return load
+
+
+def environment() -> dict[str, Any]:
+  """Machine, date, commit and load; call it before the first repetition."""
+  commit = _run('git', 'rev-parse', 'HEAD')
+  return {
+    'date': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
+    'commit': commit or 'none',
+    'changed_files': len(_run('git', 'status', '--porcelain').splitlines()),
+    'machine': platform.platform(),
+    'cpu': _field('/proc/cpuinfo', 'model name') or platform.processor(),
+    'cores': len(os.sched_getaffinity(0)),
+    'memory': _field('/proc/meminfo', 'MemTotal'),
+    'python': platform.python_version(),
+    'packages': {p: importlib.metadata.version(p) for p in PACKAGES},
+    'load_before': round(os.getloadavg()[0], 2),
+  }
+
+
+def _run(*command: str) -> str:
+  try:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  except FileNotFoundError:  # no git: the file then says commit "none"
+    return ''
+  return done.stdout.strip() if done.returncode == 0 else ''
+
+
+def _field(path: str, name: str) -> str:
+  if not os.path.exists(path):
+    return ''
+  for line in pathlib.Path(path).read_text().splitlines():
+    key, _, value = line.partition(':')
+    if key.strip() == name:
+      return value.strip()
+  return ''
+
+
+def interleave(fns: Mapping[str, Callable[[], Any]], reps: int) -> dict:
+  """{name: [result of each call]}: all of them once, then all again.
+
+  What changes slowly on a machine (heat, neighbours) then touches every
+  side. Warm up before.
+  """
+  out = {name: [] for name in fns}
+  for _ in range(reps):
+    for name, fn in fns.items():
+      out[name].append(fn())
+  return out
+
+
+def bar(name: str, value: float, bar: float, *, at_most: bool = False) -> dict:
+  """One bar: holds if value >= bar, or value <= bar with at_most."""
+  holds = value <= bar if at_most else value >= bar
+  return {'name': name, 'value': value, 'bar': bar, 'holds': bool(holds)}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+  return {
+    'median': statistics.median(values),
+    'lowest': min(values),
+    'highest': max(values),
+  }
+
+
+def report(out: str, name: str, rows: Sequence[Mapping], bars: Sequence[dict],
+           before: Mapping | None = None) -> dict:
+  """Prints the table and the bars; writes all of it to `out` ('' = nowhere).
+
+  before: `environment()` as it was when the run started.
+  """
+  record = {
+    'benchmark': name, 'environment': dict(before or environment()),
+    'rows': list(rows), 'bars': list(bars),
+  }
+  print(table(rows))
+  for b in bars:
+    print(
+      f'{b["name"]}: {b["value"]:.4g} (bar {b["bar"]:g}) '
+      f'{"holds" if b["holds"] else "DOES NOT HOLD"}'
+    )
+  if out:
+    path = pathlib.Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f'{path.name}.part')  # never half a file
+    part.write_text(json.dumps(record, indent=2) + '\n')
+    part.replace(path)
+  return record
+
+
+def table(rows: Sequence[Mapping]) -> str:
+  """Columns of the rows' scalar fields."""
+  keys = list(dict.fromkeys(
+    k for row in rows for k, v in row.items()
+    if isinstance(v, (str, int, float))
+  ))
+  cells = [keys] + [[_cell(row.get(k, '')) for k in keys] for row in rows]
+  widths = [max(map(len, column)) for column in zip(*cells)]
+  return '\n'.join(
+    '  '.join(c.ljust(w) for c, w in zip(line, widths)).rstrip()
+    for line in cells
+  )
+
+
+def _cell(value: Any) -> str:
+  return f'{value:.4g}' if isinstance(value, float) else str(value)

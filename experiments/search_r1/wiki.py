@@ -1,0 +1,163 @@
+"""Real questions, real passages: warm start, RL, and the bare question.
+
+  python -m experiments.search_r1.wiki --workdir=runs/wiki_nq --minutes=40 \\
+    --out=experiments/search_r1/wiki.json
+
+Runs configs/wiki_nq.py from scratch: supervised warm start, GRPO, and greedy
+evaluation of both on the dev questions; in the same run, what a search with
+the bare question finds. Every stage resumes. `bars` in the JSON:
+
+  recall_nq     any supporting passage among all results on NQ, less what the
+                bare question finds (at least -0.05)
+  format_valid  strict (at least 0.95)
+  f1_gain       answer F1 of RL minus warm start, over the same questions: the
+                low end of the paired 95% interval (above 0)
+"""
+
+import asyncio
+import contextlib
+import pathlib
+import time
+
+from absl import flags
+
+from configs import wiki_nq
+from experiments.benchmarks import common
+from searchrl_jax import command
+from searchrl_jax import evaluate
+from searchrl_jax import metrics
+from searchrl_jax import records
+from searchrl_jax import setup
+from searchrl_jax import sft
+from searchrl_jax import train
+from searchrl_jax.data import core as data
+from searchrl_jax.evaluators import answer
+from searchrl_jax.types import SearchRequest, SearchResult
+
+SCORES = ('em', 'f1', 'recall_any', 'recall_all', 'valid_format', 'copied',
+          'guessed', 'searches')
+
+
+def bare(questions, source, k: int) -> dict[str, dict[str, float]]:
+  """{question id: {recall_any, recall_all}} of one search with the question."""
+  requests = [SearchRequest(q.text, k, q) for q in questions]
+  found = asyncio.run(source.search(requests))
+  out = {}
+  for q, result in zip(questions, found, strict=True):
+    if not isinstance(result, SearchResult):
+      raise RuntimeError(f'question {q.id}: {result.message}')
+    ids = {p.id for p in result.passages}
+    hits = [float(s in ids) for s in q.supporting]
+    out[q.id] = {'recall_any': max(hits, default=0.0),
+                 'recall_all': min(hits, default=0.0)}
+  return out
+
+
+def rows_of(folder: pathlib.Path, env):
+  """The scored trajectories that an evaluation wrote."""
+  with (folder / 'eval.jsonl').open() as lines:
+    trajectories = [records.read_trajectory(line) for line in lines]
+  return answer.score(trajectories, env)
+
+
+def run(workdir: str, minutes: float) -> dict:
+  config = wiki_nq.get_config()
+  folder = pathlib.Path(workdir)
+  seconds, results = {}, {}
+
+  @contextlib.contextmanager
+  def clock(name):
+    begin = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - begin
+
+  with setup.retrieval(config, workdir) as url:
+    config.source.url = url
+    warm = config.copy_and_resolve_references()
+    warm.sft.seconds = minutes * 60 * 0.6
+    with clock('warm_start'):
+      sft.sft(warm, str(folder / 'warm'))
+    learn = config.copy_and_resolve_references()
+    learn.train.init = str(folder / 'warm')
+    learn.train.seconds = minutes * 60 * 0.4
+    learn.eval.every = 0
+    with clock('reinforcement_learning'):
+      train.train(learn, str(folder / 'rl'))
+    with clock('evaluation'):
+      for name in ('warm', 'rl'):
+        evaluate.evaluate(
+          config, str(folder / name), str(folder / f'{name}_evaluation')
+        )
+    source = setup.source(config, url)
+    questions = [
+      q for qs in data.load_sets(config.data.eval, config.data).values()
+      for q in qs
+    ]
+    baseline = bare(questions, source, config.source.k)
+    asyncio.run(source.close())
+
+  env = setup.environment(config, setup.tokenizer(config, str(folder / 'rl')))
+  scored = {
+    name: rows_of(folder / f'{name}_evaluation', env) for name in ('warm', 'rl')
+  }
+  sources = ['all', *sorted({q.source for q in questions})]
+  table = []
+  for source_name in sources:
+    ids = [q.id for q in questions if source_name in ('all', q.source)]
+    row = {'source': source_name, 'n': len(ids)}
+    for score in ('recall_any', 'recall_all'):
+      found = metrics.bootstrap(
+        [baseline[i][score] for i in ids], resamples=2000, seed=0
+      )
+      row[f'bare question {score}'] = list(found)[:3]
+    for name, rows in scored.items():
+      part = [r for r in rows if r.question in set(ids)]
+      for score in SCORES:
+        values = list(answer.by_question(part, score).values())
+        if values:
+          found = metrics.bootstrap(values, resamples=2000, seed=0)
+          row[f'{name} {score}'] = list(found)[:3]
+    table.append(row)
+  f1 = {name: answer.by_question(rows, 'f1') for name, rows in scored.items()}
+  both = sorted(set(f1['rl']) & set(f1['warm']))
+  gain = metrics.paired_bootstrap(
+    [f1['rl'][k] for k in both], [f1['warm'][k] for k in both],
+    resamples=10_000, seed=0,
+  )
+  nq = next(r for r in table if r['source'].startswith('nq'))
+  results |= {
+    'table': table, 'seconds': seconds,
+    'f1_gain': list(gain)[:3], 'f1_gain_n': gain.n,
+    'bars': [
+      common.bar(
+        'recall_nq',
+        nq['rl recall_any'][0] - nq['bare question recall_any'][0], -0.05,
+      ),
+      common.bar('format_valid', table[0]['rl valid_format'][0], 0.95),
+      common.bar('f1_gain', gain.low, 0.0),
+    ],
+  }
+  return results
+
+
+def main():
+  environment = common.environment()
+  results = run(_WORKDIR.value, _MINUTES.value)
+  for row in results['table']:
+    print(f'\n{row["source"]} (n = {row["n"]})')
+    for name, value in row.items():
+      if isinstance(value, list):
+        print(f'  {name:<28}{value[0]:.3f} [{value[1]:.3f}, {value[2]:.3f}]')
+  for bar in results['bars']:
+    print(bar)
+  if _OUT.value:
+    records.write_json(_OUT.value, {'environment': environment, **results})
+
+
+if __name__ == '__main__':
+  _WORKDIR = command.define_workdir()
+  _MINUTES = flags.DEFINE_float(
+    'minutes', 40.0, 'For training: three fifths for the warm start.'
+  )
+  _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
+  command.run(main)
