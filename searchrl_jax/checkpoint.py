@@ -166,7 +166,9 @@ class Checkpointer:
     # Orbax passes on what its writers raise: OSError, ValueError (with a
     # status in the text) or JaxRuntimeError, for one and the same full disk.
     except Exception as e:
-      self._clean()
+      # Orbax may still have writers at work in the folder of this step: what
+      # they leave goes with the next save.
+      self._clean(ignore_errors=True)
       free = shutil.disk_usage(self.folder).free if (
         self.folder.exists()) else 0
       raise CheckpointError(
@@ -260,12 +262,12 @@ class Checkpointer:
         path.rename(path.with_name(f'{path.name}.deleted'))
     self._clean()
 
-  def _clean(self):
+  def _clean(self, ignore_errors: bool = False):
     """Removes what killed saves and deletions left behind."""
     if jax.process_index() == 0 and self.folder.is_dir():
       for path in self.folder.iterdir():
         if _LEFT.fullmatch(path.name):
-          shutil.rmtree(path)
+          shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 @contextlib.contextmanager
