@@ -193,7 +193,9 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
 
   dx = g[..., None] * (w[targets].astype(jnp.float32) - a)
   dx, dw = jax.lax.scan(step, dx, blocks)
-  dw = jnp.moveaxis(dw, 0, 1).reshape(-1, D)[:V]
+  if dw.shape[1] > 1:
+    dw = jnp.moveaxis(dw, 0, 1)
+  dw = dw.reshape(-1, D)[:V]
   return dx.astype(x.dtype), dw, None
 
 

@@ -27,11 +27,24 @@ from searchrl_jax.types import (
   Trajectory,
 )
 
+CHECKPOINTS = 'checkpoints'
 _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
 class RunError(RuntimeError):
   """A run folder that cannot be used; the message names it and the mend."""
+
+
+def begun(folder: os.PathLike | str) -> bool:
+  """Whether a run left anything in its folder that a start would go on with.
+
+  Before that (a first start that failed), another config may take the folder.
+  """
+  folder = pathlib.Path(folder)
+  metrics = folder / 'metrics.jsonl'
+  return (metrics.exists() and metrics.stat().st_size > 0) or any(
+    (folder / CHECKPOINTS).glob('[0-9]*')
+  )
 
 
 @contextlib.contextmanager

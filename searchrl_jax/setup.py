@@ -32,7 +32,6 @@ from searchrl_jax.rewards import core as rewards
 
 
 # In a run folder.
-CHECKPOINTS = 'checkpoints'
 TOKENIZER = 'tokenizer'
 
 
@@ -188,13 +187,13 @@ def mesh(config: ConfigDict):
 def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   """The tokenizer, which is kept in the run's folder.
 
-  In this order: the folder's own; that of the run folder config.train.init;
+  In this order: the folder's own, once the run has begun; that of the run folder config.train.init;
   config.model.tokenizer: a Hugging Face folder, 'world' (the generated worlds'
   words) or 'bpe' (trained on config.source.corpus, config.model.bpe_vocab
   entries); config.model.path.
   """
   kept = pathlib.Path(workdir) / TOKENIZER
-  if kept.exists():
+  if kept.exists() and records.begun(workdir):
     return tokenizers.load(kept)
   name = config.model.tokenizer or config.model.path
   if config.train.init and (pathlib.Path(config.train.init) / TOKENIZER
@@ -212,6 +211,7 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   try:
     with records.explained(kept):
       _write_tokenizer(name, config, workdir, part)
+      shutil.rmtree(kept, ignore_errors=True)  # of a start that failed
       part.rename(kept)
   finally:
     shutil.rmtree(part, ignore_errors=True)
@@ -291,7 +291,7 @@ def model_config(config: ConfigDict, vocab_size: int):
 def parameters(config: ConfigDict, cfg, mesh) -> dict:
   """The parameters to start from: train.init, model.path, or fresh ones."""
   init = config.train.init
-  if init and (pathlib.Path(init) / CHECKPOINTS).exists():
+  if init and (pathlib.Path(init) / records.CHECKPOINTS).exists():
     return restore_params(config, init, cfg, mesh)
   if init or config.model.path:
     _, params = hf.load(local(init or config.model.path), mesh, cfg=cfg)
@@ -309,7 +309,7 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
 
 def saver(config: ConfigDict, workdir: str) -> checkpoint.Checkpointer:
   return checkpoint.Checkpointer(
-    pathlib.Path(workdir) / CHECKPOINTS, config.checkpoint.keep,
+    pathlib.Path(workdir) / records.CHECKPOINTS, config.checkpoint.keep,
     config.checkpoint.best,
   )
 

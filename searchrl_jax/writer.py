@@ -33,6 +33,7 @@ from ml_collections import ConfigDict
 from searchrl_jax.records import (
   JsonlFile,
   RunError,
+  begun,
   explained,
   plain,
   trajectory_record,
@@ -83,8 +84,8 @@ class Writer:
       out: where progress goes; standard error if None.
 
     Raises:
-      RunError: the folder is another run's (the first differing field is
-        named), is in use, or cannot be written.
+      RunError: the folder is another run's, and that run has begun (the first
+        differing field is named); is in use; or cannot be written.
     """
     self.folder = pathlib.Path(folder)
     self._log, self._steps = config.log, steps
@@ -251,7 +252,7 @@ class Writer:
     path = self.folder / 'config.json'
     now = plain(config)
     changed = {}
-    if path.exists():
+    if path.exists() and begun(self.folder):
       try:
         before = json.loads(path.read_text(encoding='utf-8'))
       except ValueError as error:

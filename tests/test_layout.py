@@ -1,6 +1,7 @@
 """The layout holds: imports point up, and light files import no JAX."""
 
 import ast
+import os
 import pathlib
 import subprocess
 import sys
@@ -95,12 +96,39 @@ def test_retrieval_stands_alone():
   assert bad == []
 
 
-def test_packages_are_empty():
+def test_packages_import_nothing_of_weight():
   heavy = [
-    str(p) for n, p in modules()
-    if p.name == '__init__.py' and list(imported(p))
+    f'{path}:{line} imports {target}'
+    for _, path in modules() if path.name == '__init__.py'
+    for target, line in imported(path)
+    if target.split('.')[0] not in sys.stdlib_module_names
   ]
   assert heavy == []
+
+
+@pytest.mark.parametrize('given', [None, 'glibc.malloc.check=0'])
+@pytest.mark.skipif(sys.platform != 'linux', reason='a setting of glibc')
+def test_commands_take_huge_pages_unless_told(given, tmp_path):
+  (tmp_path / 'searchrl_jax').mkdir()
+  source = (ROOT / 'searchrl_jax/__init__.py').read_text()
+  (tmp_path / 'searchrl_jax/__init__.py').write_text(source)
+  (tmp_path / 'searchrl_jax/show.py').write_text(
+    'import os, sys\nprint(os.environ.get("GLIBC_TUNABLES"), sys.argv[1:])\n'
+  )
+  env = {k: v for k, v in os.environ.items() if k != 'GLIBC_TUNABLES'}
+  env |= {'GLIBC_TUNABLES': given} if given else {}
+
+  def show(*command):
+    return subprocess.run(
+      [sys.executable, *command], cwd=tmp_path, env=env, check=True,
+      capture_output=True, text=True,
+    ).stdout
+
+  huge = given or 'glibc.malloc.hugetlb=1'
+  assert show('-m', 'searchrl_jax.show', '-m', 'a b') == (
+    f"{huge} ['-m', 'a b']\n")
+  # Who imports the package keeps the process that is there.
+  assert show('-c', 'import searchrl_jax.show', 'x') == f"{given} ['x']\n"
 
 
 @pytest.mark.parametrize('name', LIGHT)

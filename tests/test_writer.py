@@ -188,8 +188,8 @@ def test_a_file_of_something_else_is_not_touched(tmp_path):
 
 
 def test_a_folder_of_another_config(tmp_path):
-  with open_writer(tmp_path):
-    pass
+  with open_writer(tmp_path) as w:
+    w.write(0, {'loss': 1.0})
   other = config()
   other.optim.lr = 1e-3
   message = 'config.optim.lr is 1e-06 there and 0.001'
@@ -203,14 +203,28 @@ def test_a_folder_of_another_config(tmp_path):
   assert kept['optim']['lr'] == 1e-6
 
 
+def test_a_start_that_failed_claims_nothing(tmp_path):
+  with open_writer(tmp_path):
+    pass  # nothing written, nothing saved
+  other = config()
+  other.optim.lr = 1e-3
+  with open_writer(tmp_path, other):
+    pass
+  kept = json.loads((tmp_path / 'config.json').read_text())
+  assert kept['optim']['lr'] == 1e-3
+  (tmp_path / 'checkpoints' / '00000001').mkdir(parents=True)
+  with pytest.raises(RunError, match='config.optim.lr is 0.001 there'):
+    open_writer(tmp_path)
+
+
 def test_fields_that_may_differ_are_noted(tmp_path):
   first = config()
-  with open_writer(tmp_path, first):
-    pass
+  with open_writer(tmp_path, first) as w:
+    w.write(0, {'loss': 1.0})
   moved = config(project='another')
   moved.source.url = 'http://elsewhere:1'
-  with open_writer(tmp_path, moved):
-    pass
+  with open_writer(tmp_path, moved) as w:
+    w.write(0, {'loss': 1.0})
   starts = json.loads((tmp_path / 'environment.json').read_text())['starts']
   assert starts[1]['config_changed'] == {
     'log.project': [first.log.project, 'another'],

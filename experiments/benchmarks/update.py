@@ -4,7 +4,9 @@
 
 Loss on half of the positions, backward, clipped norm, AdamW; float32; a
 Qwen2 layout. The peer is `update_torch.py` (its head: see there) under the
-better of 1 and 2 threads. Each side runs in a process of its own, so that
+better of 1 and 2 threads, in its default environment; `huge_pages_ratio` is
+against the same torch with the setting that our commands give themselves
+(`searchrl_jax.HUGE_PAGES`). Each side runs in a process of its own, so that
 the peak resident memory, imports and compilation included, is its own; the
 processes take turns, a few updates at a time. About ten minutes.
 
@@ -13,6 +15,7 @@ parameters and metrics (entropy, KL, mismatch) on the host.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +26,7 @@ from absl import flags
 
 from experiments.benchmarks import common
 from experiments.benchmarks.update_torch import peak_bytes
+from searchrl_jax import HUGE_PAGES
 
 CASES = {
   '1m': dict(
@@ -120,11 +124,11 @@ def worker(case: dict) -> None:
 class Side:
   """A process that runs updates when told to."""
 
-  def __init__(self, name: str, command: list[str], updates: int):
+  def __init__(self, name: str, command: list[str], updates: int, env: dict):
     self.name, self.updates, self.last = name, updates, {}
     self.process = subprocess.Popen(
       command, cwd=common.ROOT, text=True, stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
+      stdout=subprocess.PIPE, env=os.environ | env,
     )
 
   def __call__(self) -> float:
@@ -149,16 +153,18 @@ def measure(name: str) -> dict:
   """All sides of one case, in turns: a row of the report."""
   case = CASES[name]
   script = str(common.ROOT / 'experiments/benchmarks/update_torch.py')
-  sides = {'jax': [
+  ours = [
     sys.executable, '-m', 'experiments.benchmarks.update', f'--worker={name}'
-  ]}
+  ]
+  sides = {'jax': Side('jax', ours, case['updates'], HUGE_PAGES)}
   for kind in ('torch', 'gathered') if name == '152k' else ('torch',):
     fields = json.dumps(case | {'gathered': kind == 'gathered'})
-    for threads in (1, 2):
-      sides[f'{kind}_{threads}'] = [
-        _PEER.value, script, fields, str(threads)
-      ]
-  sides = {k: Side(k, v, case['updates']) for k, v in sides.items()}
+    for side, threads, env in (
+      (f'{kind}_1', 1, {}), (f'{kind}_2', 2, {}),
+      (f'{kind}_huge', 2, HUGE_PAGES),
+    ):
+      command = [_PEER.value, script, fields, str(threads)]
+      sides[side] = Side(side, command, case['updates'], env)
   try:
     for side in sides.values():
       side()  # compilation, allocators, Adam's moments
@@ -178,6 +184,7 @@ def measure(name: str) -> dict:
     'case': name, 'tokens_per_s': speed['jax'],
     'torch_tokens_per_s': speed[peer], 'torch_threads': int(peer[-1]),
     'ratio': speed['jax'] / speed[peer],
+    'huge_pages_ratio': speed['jax'] / speed['torch_huge'],
     'peak_mb': peak['jax'] / 1e6, 'torch_peak_mb': peak[peer] / 1e6,
     'memory_ratio': peak['jax'] / peak[peer],
   }

@@ -10,6 +10,7 @@ An attempt: a thought, a search, what it found, (a second search,) a thought
 that names the kind of answer and the passage, an answer of that kind.
 """
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -57,6 +58,7 @@ _PHRASE = re.compile(
 _PHRASE_WORDS = 6
 _LEAD_WORDS = 10
 _DRILL_WORDS = (4, 12)
+_DRILL_TEXT = (12, 30)
 
 
 def traces(
@@ -69,6 +71,7 @@ def traces(
   poor: float,
   guess: float,
   max_answer_words: int,
+  read: int,
   drills: int,
   source: str = '',
   split: str = 'train',
@@ -88,10 +91,14 @@ def traces(
     poor: share that searches for too little, or for something else.
     guess: share that answers without a search.
     max_answer_words: a longer golden answer is not shown.
-    drills: how many drills in copying a query to add: the question is a run
-      of words from a passage, the search repeats it and finds nothing, the
-      answer is 'unknown'. A fifth as long as a trace, they teach a model that
-      starts from nothing to copy rare words; 0 for one that can.
+    read: words of an observation that answers are taken from. What the
+      environment cuts off (config.env.max_observation_tokens) must lie
+      beyond, or the traces teach to make answers up.
+    drills: how many drills in copying to add: the question is a run of words
+      from a passage, the search repeats it and finds the first words of that
+      passage, the answer is a title, a name, ... in them. A third as long as
+      a trace, they teach a model that starts from nothing to copy rare
+      words; 0 for one that can.
     source: keeps questions of this source ('nq*' = by prefix); '' = all.
     split: keeps this split. Held-out questions must not be in it.
 
@@ -136,7 +143,7 @@ def traces(
         ('think', 'search again' if seen else 'search'), ('search', query),
         ('information', tuple(found)),
       ]
-      seen += found
+      seen += _visible(found, read)
     thought, answer, right = _answer(
       q, seen, plans[i] == 0, drawn, rng, max_answer_words
     )
@@ -256,33 +263,54 @@ def _answer(q, seen, good, others, rng, max_words):
       if shown:
         answer = min(shown, key=len)
         return _thought(kind_of(answer, p), p), answer, True
-  p = seen[0]
+  return *_blind(seen[0], q.text, rng), False
+
+
+def _blind(passage: Passage, question: str, rng) -> tuple[str, str]:
+  """(thought, answer) of a kind drawn without a look at the question."""
   for kind in rng.permutation(KINDS):
-    found = candidates(p, q.text, str(kind))
+    found = candidates(passage, question, str(kind))
     if found:
       # The first mostly: one habit of each kind is easier to learn.
       i = 0 if rng.random() < 0.8 else rng.integers(len(found))
-      return _thought(str(kind), p), found[i], False
-  return 'guess', 'unknown', False  # an empty passage offers nothing
+      return _thought(str(kind), passage), found[i]
+  return 'guess', 'unknown'  # an empty passage offers nothing
+
+
+def _visible(found: Sequence[Passage], words: int) -> list[Passage]:
+  """The passages that lie within the first `words` words; the last cut."""
+  out = []
+  for p in found:
+    words -= len(p.title.split())
+    if words <= 0:
+      break
+    text = p.text.split()[:words]
+    out.append(dataclasses.replace(p, text=' '.join(text)))
+    words -= len(text)
+  return out
 
 
 def _drills(passages: Sequence[Passage], n: int, rng) -> list[Trace]:
-  texts = [p.text.split() for p in passages]
-  texts = [words for words in texts if len(words) > _DRILL_WORDS[1]]
+  texts = [p for p in passages if len(p.text.split()) > _DRILL_WORDS[1]]
   if n and not texts:
     raise DataError('drills need a search that finds passages')
   out = []
   for i in range(n):
-    words = texts[rng.integers(len(texts))]
+    p = texts[rng.integers(len(texts))]
+    words = p.text.split()
     size = rng.integers(*_DRILL_WORDS, endpoint=True)
     start = rng.integers(len(words) - size)
     text = ' '.join(words[start : start + size]).lower()
+    size = rng.integers(*_DRILL_TEXT, endpoint=True)
+    short = dataclasses.replace(p, text=' '.join(words[:size]))
+    thought, answer = _blind(short, text, rng)
     out.append(Trace(
       Question(f'drill/{i}', text, source='drill'),
       (
-        ('think', 'search'), ('search', text), ('information', ()),
-        ('think', 'nothing'), ('answer', 'unknown'),
+        ('think', 'search'), ('search', text), ('information', (short,)),
+        ('think', thought), ('answer', answer),
       ),
+      good=False,
     ))
   return out
 

@@ -50,7 +50,7 @@ def questions(tmp_path, split='train'):
 
 def make(path, n=200, **kw):
   fields = {'seed': 0, 'k': 2, 'good': 0.3, 'poor': 0.1, 'guess': 0.1,
-            'max_answer_words': 6, 'drills': 0}
+            'max_answer_words': 6, 'read': 100, 'drills': 0}
   return wiki.traces(path, search, n, **{**fields, **kw})
 
 
@@ -93,7 +93,23 @@ def test_shares(tmp_path):
       make(path, **bad)
 
 
-def test_drills_copy_and_claim_nothing(tmp_path):
+def test_answers_lie_in_what_can_be_read(tmp_path):
+  path = questions(tmp_path)
+  # 'Town 3 (place)' and 'Town 3 is a small market town' are ten words: no
+  # mayor, no date; the number of the town and its title remain.
+  for trace in make(path, good=0.5, poor=0.0, guess=0.0, read=10):
+    p = trace.actions[2][1][0]
+    answer = trace.actions[-1][1]
+    assert not trace.good
+    assert answer in p.title or answer in ' '.join(p.text.split()[:7])
+  # Titles of 3 words, a text of 25: the 32nd word is the second text's first.
+  seen = wiki._visible([PASSAGES['1'], PASSAGES['2']], 32)
+  assert [p.id for p in seen] == ['1', '2']
+  assert (seen[0].text, seen[1].text) == (PASSAGES['1'].text, 'Town')
+  assert len(wiki._visible([PASSAGES['1'], PASSAGES['2']], 31)) == 1
+
+
+def test_drills_copy(tmp_path):
   found = make(questions(tmp_path), n=40, drills=30)
   assert [t for t in found if t.question.source != 'drill'] == make(
     questions(tmp_path), n=40
@@ -102,10 +118,12 @@ def test_drills_copy_and_claim_nothing(tmp_path):
   assert len({t.question.id for t in drills}) == 30
   text = ' '.join(p.text for p in PASSAGES.values()).lower()
   for t in drills:
-    assert t.question.text in text
-    assert dict(t.actions)['search'] == t.question.text
-    assert dict(t.actions)['information'] == ()
-    assert t.actions[-1] == ('answer', 'unknown')
+    assert t.question.text in text and not t.good
+    said = dict(t.actions)
+    assert said['search'] == t.question.text
+    (p,) = said['information']
+    assert PASSAGES[p.id].text.startswith(p.text)
+    assert said['answer'] in f'{p.title} {p.text}'
 
 
 def test_traces_repeat(tmp_path):
@@ -150,7 +168,7 @@ def test_through_the_config(tmp_path):
   fields = ConfigDict({
     'module': 'wiki', 'path': 'train.jsonl', 'n': 10, 'seed': 0, 'k': 2,
     'good': 0.3, 'poor': 0.1, 'guess': 0.1, 'max_answer_words': 6,
-    'drills': 0,
+    'read': 50, 'drills': 0,
   })
   assert core.load_traces(fields, data, search) == make(path, n=10)
   with pytest.raises(DataError, match='sft.data.*need a search'):
