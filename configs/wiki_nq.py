@@ -58,6 +58,7 @@ def get_config(arg=None):
   ))
   c.model.init_scale = 0.05
   c.model.embed_scale = 0.09
+  c.model.scan_unroll = 3
   c.env.template = a.template or 'plain'
   c.env.max_turns = 2
   c.env.max_turn_tokens = 64
@@ -72,23 +73,24 @@ def get_config(arg=None):
   c.reward.format = ConfigDict(dict(
     fn='answer.format_valid', weight=0.1, require_think=True,
   ))
-  c.batch.lengths = (96, 128, 176, 256, 384)
-  c.batch.tokens = 4096
-  c.batch.loss_fraction = 0.6
+  # 32 traces fill 1, 2, 3, 4 microbatches of these lengths.
+  c.batch.lengths = (64, 128, 176, 256, 384)
+  c.batch.tokens = 2048
+  c.batch.loss_fraction = 0.4
   c.optim.lr = 3e-4
   c.optim.b2 = 0.98
-  c.train.steps = 100
+  c.train.steps = 1000
   c.eval.every = 60
   c.checkpoint.every = 20
   c.sft.data = ConfigDict(dict(
     module='wiki', path='qa_train.jsonl.gz', n=20_000, seed=0, k=3, good=0.0,
     poor=0.1, guess=0.1, max_answer_words=8, read=45, drills=20_000,
   ))
-  c.sft.steps = 1000
+  c.sft.steps = 4000
   c.sft.rows = 32
   c.sft.lr = 2e-3
   c.sft.warmup = 50
-  c.sft.save_every = 250
+  c.sft.save_every = 1000
   return c
 
 

@@ -14,6 +14,7 @@ from searchrl_jax import prompts
 from searchrl_jax.types import Passage, Question
 
 Part = tuple[str, bool]  # text, and whether it is ours (not from outside)
+_KNOWN = 4096  # observations remembered
 
 
 # Prompts.
@@ -115,6 +116,8 @@ class Observer:
     # Tokens of the shortest observations: no room for less.
     shortest = [(template.no_results, True)], self._line(1, Passage(*'xxx'))
     self.least = max(len(self._encode(body)) for body in shortest)
+    # The samples of a question search for much the same.
+    self._known = functools.lru_cache(_KNOWN)(self._observation)
 
   def __call__(
     self, passages: Sequence[Passage], limit: int
@@ -126,17 +129,32 @@ class Observer:
     What is ours, the closing tags above all, is always there. No ids: not
     even that fits; with a limit of `least` it does.
     """
+    ids, short = self._known(tuple(passages), limit)
+    return list(ids), short
+
+  def _observation(self, passages: tuple[Passage, ...], limit: int):
     sep = (self.template.passage_separator, True)
     passages, short = self._clipped(passages, limit)
     lines = [self._line(i, p) for i, p in enumerate(passages, 1)]
     lines = lines or [[(self.template.no_results, True)]]
-    for n in range(len(lines), 0, -1):
+
+    def whole(n):
       body = list(lines[0])
       for line in lines[1:n]:
         body += [sep, *line]
       ids = self._encode(self._cleaned(body))
-      if len(ids) <= limit:
-        return ids, n < len(lines) or short
+      return ids if len(ids) <= limit else None
+
+    # All, as a rule. Else one, two, ...: mostly not even the first fits.
+    if (ids := whole(len(lines))) is not None:
+      return ids, short
+    most = None
+    for n in range(1, len(lines)):
+      if (ids := whole(n)) is None:
+        break
+      most = ids
+    if most is not None:
+      return most, True
     # Cleaned first, so that every cut is a cut of what can be shown.
     first = self._cleaned(lines[0])
     kept = self._fit(_split(first, whole_words=True), limit)

@@ -139,13 +139,14 @@ def train(config, workdir: str) -> dict[str, float]:
 
     # ---- The loop.
     while step < config.train.steps:
-      cursor = stream.state()
+      cursor, ended = stream.state(), []
       try:
         # Questions -> groups of trajectories, through real searches.
         with writer.timer('rollout'):
           groups, stats = signals.run(rollout(
             stream.next(config.rollout.questions), env=env, engine=engine,
             source=source, config=config.rollout, seed=config.seed, step=step,
+            on_trajectory=ended.append,
           ))
         # Trajectories -> rewards.
         with writer.timer('reward'):
@@ -157,6 +158,8 @@ def train(config, workdir: str) -> dict[str, float]:
         # Nothing of this step was used: the next start takes it again.
         stream.restore(cursor)
         save(metrics)
+        # For whoever looks for the cause; that start writes them anew.
+        writer.trajectories(step, [tuple(ended)], decode=tok.decode)
         raise
       trajectories = [t for group in groups for t in group]
       group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])

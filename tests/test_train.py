@@ -159,6 +159,10 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
         train.train(config, str(tmp_path))
   assert setup.saver(config, str(tmp_path)).latest() == 0
   assert [s['step'] for s in lines(tmp_path / 'metrics.jsonl')] == [-1]
+  # What had ended is there to be looked at.
+  ended = lines(tmp_path / 'trajectories.jsonl')
+  assert ended and {t['step'] for t in ended} == {0}
+  assert any(t['end'] == 'failed' for t in ended)
 
 
 def _with_corpus(config):

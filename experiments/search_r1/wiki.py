@@ -1,6 +1,6 @@
 """Real questions, real passages: warm start, RL, and the bare question.
 
-  python -m experiments.search_r1.wiki --workdir=runs/wiki_nq --minutes=40 \\
+  python -m experiments.search_r1.wiki --workdir=runs/wiki_nq --minutes=60 \\
     --out=experiments/search_r1/wiki.json
 
 Runs configs/wiki_nq.py from scratch: supervised warm start, GRPO, and greedy
@@ -74,12 +74,12 @@ def run(workdir: str, minutes: float) -> dict:
   with setup.retrieval(config, workdir) as url:
     config.source.url = url
     warm = config.copy_and_resolve_references()
-    warm.sft.seconds = minutes * 60 * 0.6
+    warm.sft.seconds = minutes * 60 * 0.7
     with clock('warm_start'):
       sft.sft(warm, str(folder / 'warm'))
     learn = config.copy_and_resolve_references()
     learn.train.init = str(folder / 'warm')
-    learn.train.seconds = minutes * 60 * 0.4
+    learn.train.seconds = minutes * 60 * 0.3
     learn.eval.every = 0
     with clock('reinforcement_learning'):
       train.train(learn, str(folder / 'rl'))
@@ -157,7 +157,7 @@ def main():
 if __name__ == '__main__':
   _WORKDIR = command.define_workdir()
   _MINUTES = flags.DEFINE_float(
-    'minutes', 40.0, 'For training: three fifths for the warm start.'
+    'minutes', 40.0, 'For training: seven tenths for the warm start.'
   )
   _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
   command.run(main)
