@@ -44,11 +44,13 @@ def get_config(arg=None):
 
   c.data.world_seed = 0
   c.data.world = ConfigDict(WORLD)
+  # By reference: questions of another world than the server's teach nothing.
+  world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.micro = ConfigDict(
-    dict(module='microworld', split='train', **WORLD)
+    dict(module='microworld', split='train', **world)
   )
   c.data.eval.micro = ConfigDict(
-    dict(module='microworld', split='heldout', n=400, **WORLD)
+    dict(module='microworld', split='heldout', n=400, **world)
   )
   c.source.corpus = 'world'
   c.source.k = 1

@@ -35,12 +35,12 @@ def get_config(arg=None):
   c.name = 'wiki_nq'
   c.source.corpus = 'corpus.jsonl.gz'
   c.source.k = 3
-  c.data.train.nq = ConfigDict(dict(
-    module='jsonl', path='qa_train.jsonl.gz', split='train',
-  ))
-  c.data.eval.dev = ConfigDict(dict(
-    module='jsonl', path='qa_dev.jsonl.gz', split='dev',
-  ))
+  # All fields of a JSONL set, so that flags can change each.
+  fields = dict(
+    module='jsonl', layout='flashrag', source='', split='', hops=0, n=0, seed=0
+  )
+  c.data.train.nq = ConfigDict(dict(fields, path='qa_train.jsonl.gz'))
+  c.data.eval.dev = ConfigDict(dict(fields, path='qa_dev.jsonl.gz'))
   c.checkpoint.best = 'eval/f1'
   c.algorithm.clip_high = 0.28
   if a.model:

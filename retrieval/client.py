@@ -129,11 +129,14 @@ class RetrievalClient:
     Raises:
       ValueError: the URL is not http(s)://host.
     """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ('http', 'https') or not parts.hostname:
-      raise ValueError(
-        f'url {url!r} is not of the form http://host:port'
-      )
+    try:
+      parts = urllib.parse.urlsplit(url)
+      usable = parts.scheme in ('http', 'https') and parts.hostname
+      parts.port  # noqa: B018, raises where it is no number up to 65535
+    except ValueError:
+      usable = False
+    if not usable:
+      raise ValueError(f'url {url!r} is not of the form http://host:port')
     self.url = url.rstrip('/')
     self.timeout_s, self.deadline_s = timeout_s, deadline_s
     self.retries = retries

@@ -1,13 +1,14 @@
 """Ask one question and watch: thoughts, searches, passages, answer.
 
   python -m searchrl_jax.ask --workdir=runs/quickstart "What is the ...?"
-  python -m searchrl_jax.ask --config=configs/wiki_nq.py \\
-    --config.model.path=/path/to/checkpoint "who wrote ...?"
+  python -m searchrl_jax.ask \\
+    --config=configs/wiki_nq.py:model=/path/to/checkpoint "who wrote ...?"
 
 Without a question it reads questions line by line.
 """
 
 import asyncio
+import re
 import sys
 import tempfile
 
@@ -18,13 +19,19 @@ from rich import text as rich_text
 from searchrl_jax import command
 from searchrl_jax import evaluate
 from searchrl_jax import setup
-from searchrl_jax.rollout import evaluation, rollout
+from searchrl_jax.rollout import RolloutError, evaluation, rollout
 from searchrl_jax.types import Question, SearchError, SearchResult, Segment
 
 STYLES = {
   'think': 'dim italic', 'search': 'bold cyan', 'information': 'green',
   'answer': 'bold yellow', 'other': '',
 }
+_CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')
+
+
+def printable(text: str) -> str:
+  """Without what a terminal would obey: a passage may hold anything."""
+  return _CONTROL.sub('\N{REPLACEMENT CHARACTER}', text)
 
 
 def printer(tok, out: console.Console):
@@ -33,15 +40,16 @@ def printer(tok, out: console.Console):
   def show(name: str, event) -> None:
     del name
     if isinstance(event, Segment) and event.author != 'prompt':
-      shown = tok.decode(event.ids)
+      shown = printable(tok.decode(event.ids))
       if event.author == 'policy' or event.kind != 'information':
         out.print(rich_text.Text(shown, STYLES[event.kind]), end='')
     elif isinstance(event, SearchResult):
       out.print()
       for i, p in enumerate(event.passages, 1):
-        body = p.text if len(p.text) <= 300 else f'{p.text[:300]}...'
+        title, body = printable(p.title), printable(p.text)
+        body = body if len(body) <= 300 else f'{body[:300]}...'
         line = rich_text.Text(f'  [{i}] ', 'green')
-        line.append(p.title, 'bold green').append(f'  {body}', 'green')
+        line.append(title, 'bold green').append(f'  {body}', 'green')
         out.print(line)
     elif isinstance(event, SearchError):
       out.print(rich_text.Text(f'\n  search failed: {event.message}', 'red'))
@@ -71,11 +79,18 @@ def main():
         messages=({'role': 'user', 'content': line.strip()},),
       )
       out.print(rich_text.Text(f'\n{question.text}', 'bold'))
-      (group,), _ = asyncio.run(rollout(
-        [question], env=env, engine=engine, source=source,
-        config=evaluation(config), seed=config.eval.seed, step=0,
-        on_event=printer(tok, out),
-      ))
+      try:
+        (group,), _ = asyncio.run(rollout(
+          [question], env=env, engine=engine, source=source,
+          config=evaluation(config), seed=config.eval.seed, step=0,
+          on_event=printer(tok, out),
+        ))
+      except (ValueError, RolloutError) as e:
+        if asked:
+          raise
+        # Too long, or its search failed: the next line may fare better.
+        out.print(rich_text.Text(f'\n{e}', 'bold red'))
+        continue
       found = env.answer(group[0])
       out.print()
       out.print(rich_text.Text(

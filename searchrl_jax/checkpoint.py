@@ -195,11 +195,11 @@ class Checkpointer:
         message names the field or the array that differs.
     """
     start = time.monotonic()
-    step = self._resolve(step)
+    step = self.resolve(step)
     path = self._path(step)
     meta = self.meta(step)
     if fingerprint is not None:
-      _compare(path, meta['fingerprint'], fingerprint)
+      compare(path, meta['fingerprint'], fingerprint)
     leaves = _leaves(target)
     wanted = {k: _describe(v) for k, v in leaves.items()}
     saved = meta['tree']
@@ -239,7 +239,12 @@ class Checkpointer:
   def _path(self, step: int) -> pathlib.Path:
     return self.folder / f'{step:08d}'
 
-  def _resolve(self, step: int | str) -> int:
+  def resolve(self, step: int | str) -> int:
+    """The step that a number, 'latest' or 'best' names.
+
+    Raises:
+      CheckpointError: there is none.
+    """
     found = step
     if step == 'latest':
       found = self.latest()
@@ -384,7 +389,7 @@ def _flat_json(value, prefix: str = '') -> dict[str, Any]:
   return out
 
 
-def _compare(path, saved, ours):
+def compare(path, saved, ours):
   """Raises CheckpointError naming the fields in which two runs differ."""
   ours = _flat_json(json.loads(json.dumps(dict(ours))))
   saved = _flat_json(saved)

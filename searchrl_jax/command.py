@@ -5,6 +5,7 @@ traceback (--verbosity=1 shows it); anything else is a bug and keeps its own.
 """
 
 import dis
+import os
 import pathlib
 import sys
 
@@ -26,12 +27,24 @@ from searchrl_jax.signals import NonFinite, Stopped
 from searchrl_jax.sources.core import SourceError
 
 
-def define_config(default: str | None = None):
-  return config_flags.DEFINE_config_file(
-    'config', default,
+def define_config(required: bool = True):
+  """--config, and --data_dir, which `run` passes on."""
+  define_data_dir()
+  holder = config_flags.DEFINE_config_file(
+    'config', None,
     'Config file and its argument: configs/NAME.py:arg=value,...; one field '
     'is --config.path.to.field=value. The file\'s docstring has the command, '
     'the runtime and the expected numbers.',
+  )
+  if required:
+    flags.mark_flag_as_required('config')
+  return holder
+
+
+def define_data_dir():
+  return flags.DEFINE_string(
+    'data_dir', '', 'Folder of the data that a config names by file; the same '
+    'as SEARCHRL_DATA. config.data.dir counts first.',
   )
 
 
@@ -112,6 +125,8 @@ def run(main, positional=None):
       if positional is None:
         _fail(f'unexpected argument {argv[1]!r}; flags start with --')
       flags.FLAGS[positional.name].value = ' '.join(argv[1:])
+    if 'data_dir' in flags.FLAGS and flags.FLAGS.data_dir:
+      os.environ['SEARCHRL_DATA'] = flags.FLAGS.data_dir
     try:
       return main()
     except Stopped as e:

@@ -21,12 +21,8 @@ def report(config, vocab_size: int) -> str:
   setup.check(config)
   cfg = setup.model_config(config, vocab_size)
   mesh = setup.mesh(config)
-  shardings = decoder.flatten(decoder.param_shardings(cfg, mesh))
-  params = decoder.nest({
-    path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
-    for path, (shape, _) in decoder.param_table(cfg).items()
-  })
-  tx = optim.make(config.optim, max(config.train.steps, 1), params)
+  params = setup.shapes(cfg, mesh)
+  tx = optim.make(config.optim, max(optim.updates(config), 1), params)
   updater = update.Updater(
     cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
     objective=update.policy_objective(config), mesh=mesh,

@@ -3,8 +3,8 @@
   python -m searchrl_jax.evaluate --workdir=runs/quickstart
   python -m searchrl_jax.evaluate --workdir=runs/quickstart \\
     --config.data.world_seed=7 --controls
-  python -m searchrl_jax.evaluate --config=configs/wiki_nq.py \\
-    --config.model.path=/path/to/checkpoint --out=runs/theirs
+  python -m searchrl_jax.evaluate \\
+    --config=configs/wiki_nq.py:model=/path/to/checkpoint --out=runs/theirs
 
 With --workdir the config is the run's own; --config.* changes fields of it.
 Greedy by default (config.eval.temperature = 0): the same trajectories every
@@ -24,6 +24,7 @@ from rich import console
 from rich import table
 
 from searchrl_jax import command
+from searchrl_jax import metrics
 from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax.data import core as data
@@ -71,7 +72,7 @@ def majority(questions: list[Question]) -> float:
   """EM of the best constant answer: the share of the most frequent one."""
   counts = {}
   for q in questions:
-    for a in set(q.answers):
+    for a in {metrics.normalise(a) for a in q.answers}:
       counts[a] = counts.get(a, 0) + 1
   return max(counts.values(), default=0) / max(len(questions), 1)
 
@@ -106,7 +107,14 @@ def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
              with_controls: bool = False) -> dict[str, float]:
   """Evaluates config.data.eval; writes OUT/eval.json and the trajectories."""
   setup.check_engine(config)
+  if (pathlib.Path(out) / records.CHECKPOINTS).exists():
+    raise setup.ConfigError(
+      f'--out={out} is the folder of a run, whose logs would be written over; '
+      'give a folder of its own'
+    )
   sets = data.load_sets(config.data.eval, config.data)
+  if with_controls:
+    Shuffled(None, [q for qs in sets.values() for q in qs])  # or an error now
   with (
     loaded(config, workdir, out, which) as (tok, engine, source),
     Writer(out, config) as writer,
@@ -120,7 +128,11 @@ def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
         config, sets, tok=tok, engine=engine, source=source, writer=writer,
       ))
     writer.write(0, values)
-    records.write_json(pathlib.Path(out) / 'eval.json', values)
+    records.write_json(
+      pathlib.Path(out) / 'eval.json',
+      values | ({'checkpoint': _step(config, workdir, which)} if workdir
+                else {}),
+    )
   return values
 
 
@@ -184,7 +196,8 @@ def define_config_or_run():
     and ('=' in a or i + 1 < len(sys.argv))
   ]
   if given or not workdir:
-    return command.define_config()
+    return command.define_config(required=False)
+  command.define_data_dir()
   try:
     return config_flags.DEFINE_config_dict(
       'config', setup.load_config(workdir[-1])
@@ -194,11 +207,18 @@ def define_config_or_run():
     sys.exit(2)
 
 
-def default_out(config, workdir: str) -> str:
-  """A folder of its own for each set of changed fields."""
+def _step(config, workdir: str, which: str) -> int:
+  return setup.saver(config, workdir).resolve(
+    int(which) if which.isdigit() else which
+  )
+
+
+def default_out(config, workdir: str, which: str) -> str:
+  """A folder of its own for each checkpoint and set of changed fields."""
   text = json.dumps(command.to_dict(config), sort_keys=True, default=str)
   digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-  return str(pathlib.Path(workdir) / f'evaluate_{digest}')
+  step = _step(config, workdir, which)
+  return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 
 
 def main():
@@ -207,7 +227,7 @@ def main():
     raise setup.ConfigError('give --workdir=RUN, or --config=FILE and --out')
   if not workdir and not out:
     raise setup.ConfigError('--out is needed where there is no --workdir')
-  out = out or default_out(config, workdir)
+  out = out or default_out(config, workdir, _CHECKPOINT.value)
   values = evaluate(
     config, workdir, out, which=_CHECKPOINT.value,
     with_controls=_CONTROLS.value,

@@ -18,7 +18,10 @@ def export(workdir: str, out: str, which: str, dtype: str) -> None:
   tok = setup.tokenizer(config, workdir)
   cfg = setup.model_config(config, tok.vocab_size)
   params = setup.restore_params(config, workdir, cfg, setup.mesh(config), which)
-  like = hf.read_json(config.model.path) if config.model.path else None
+  if config.model.path:
+    like = hf.read_json(setup.local(config.model.path))
+  else:
+    like = {**config.model.arch.to_dict(), 'eos_token_id': tok.eos_ids[0]}
   hf.save(
     out, cfg, params, f'{workdir}/{setup.TOKENIZER}', dtype=dtype, like=like
   )

@@ -51,6 +51,12 @@ def schedule(config, total_updates: int):
   return rate
 
 
+def updates(config) -> int:
+  """Optimizer updates of the whole training run of a config."""
+  a = config.algorithm
+  return config.train.steps * a.minibatches * a.epochs
+
+
 def paths(params) -> list[str]:
   """'layers/q', ...: the path of every leaf, in tree order."""
   flat, _ = jax.tree_util.tree_flatten_with_path(params)

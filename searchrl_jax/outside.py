@@ -14,7 +14,8 @@ from searchrl_jax import prompts
 from searchrl_jax.types import Passage, Question
 
 Part = tuple[str, bool]  # text, and whether it is ours (not from outside)
-_KNOWN = 4096  # observations remembered
+_KNOWN = 4096  # observations remembered,
+_SMALL = 10_000  # of at most so many characters
 
 
 # Prompts.
@@ -129,7 +130,9 @@ class Observer:
     What is ours, the closing tags above all, is always there. No ids: not
     even that fits; with a limit of `least` it does.
     """
-    ids, short = self._known(tuple(passages), limit)
+    small = sum(len(p.text) for p in passages) <= _SMALL
+    lay = self._known if small else self._observation
+    ids, short = lay(tuple(passages), limit)
     return list(ids), short
 
   def _observation(self, passages: tuple[Passage, ...], limit: int):

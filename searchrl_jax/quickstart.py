@@ -25,7 +25,7 @@ from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import sft
 from searchrl_jax import train
-from searchrl_jax.ask import STYLES
+from searchrl_jax.ask import STYLES, printable
 from searchrl_jax.data import core as data
 
 # What the project promises of this command; `summary.json` tells what came.
@@ -129,13 +129,20 @@ class Clock:
 
 def _sft_only(config, folder: pathlib.Path, seconds: dict) -> dict:
   """Good traces instead of RL, from the same warm start, as long."""
-  as_long = seconds['reinforcement_learning']
+  # Kept: a second start measures other seconds, and goes on all the same.
+  path = folder / 'sft_only.json'
+  if not path.exists():
+    as_long = seconds['reinforcement_learning']
+    records.write_json(path, {
+      'seconds': as_long,
+      # The clock ends it, before so many steps are done.
+      'steps': int(config.sft.steps * 3 * as_long / seconds['warm_start']),
+    })
+  plan = json.loads(path.read_text())
   more = config.copy_and_resolve_references()
   more.train.init = str(folder / 'warm')
   more.sft.good_only = True
-  # The clock ends it, before so many steps are done.
-  more.sft.seconds = as_long
-  more.sft.steps = int(config.sft.steps * 3 * as_long / seconds['warm_start'])
+  more.sft.seconds, more.sft.steps = plan['seconds'], plan['steps']
   more.sft.schedule = 'constant'
   more.sft.lr = config.optim.lr
   sft.sft(more, str(folder / 'sft_only'))
@@ -269,7 +276,7 @@ def _show_trajectories(out, path: pathlib.Path, count: int = 3) -> None:
       style = STYLES[segment['kind']]
       if segment['author'] == 'prompt':
         style = 'bold'
-      out.print(rich_text.Text(segment['text'], style), end='')
+      out.print(rich_text.Text(printable(segment['text']), style), end='')
     out.print()
 
 

@@ -5,16 +5,20 @@ own flow. `check` finds what would fail later, before any model loads.
 """
 
 import contextlib
+import dataclasses
+import inspect
 import json
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
+import tqdm
 
+from retrieval.client import RetrievalClient
 from searchrl_jax import advantages
 from searchrl_jax import batching
 from searchrl_jax import checkpoint
@@ -24,15 +28,21 @@ from searchrl_jax import prompts
 from searchrl_jax import records
 from searchrl_jax import sharding
 from searchrl_jax import tokenizer as tokenizers
+from searchrl_jax import update
 from searchrl_jax.data import core as data
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
 from searchrl_jax.rewards import core as rewards
+from searchrl_jax.types import Question
 
 
 # In a run folder.
 TOKENIZER = 'tokenizer'
+# What a model is; the other fields say how it is computed.
+_ARCHITECTURE = {f.name for f in dataclasses.fields(decoder.DecoderConfig)} - {
+  'dtype', 'remat', 'scan_unroll', 'attention',
+}
 
 
 class ConfigError(ValueError):
@@ -83,14 +93,11 @@ def check(config: ConfigDict) -> None:
       raise ConfigError(
         f'config.algorithm.{name}={a[name]!r}: {lookup.near(a[name], known)}'
       )
-  losses.denominator([], a.aggregation, a.horizon)
-  if a.tis != 'none' and a.tis_cap <= 0:
-    raise ConfigError(f'config.algorithm.tis_cap={a.tis_cap}: above 0')
-  if a.clip_low < 0 or a.clip_high < 0:
-    raise ConfigError(
-      f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
-      'distances from 1, not negative'
-    )
+  try:
+    update.policy_objective(config)
+  except ValueError as e:
+    raise ConfigError(str(e)) from e
+  _check_advantage(a)
   if a.kl == 'none' and a.kl_coef:
     raise ConfigError(
       f"config.algorithm.kl_coef={a.kl_coef} has no effect with kl='none'; "
@@ -109,6 +116,49 @@ def check(config: ConfigDict) -> None:
     )
 
 
+def _check_advantage(a: ConfigDict) -> None:
+  parameters = inspect.signature(
+    getattr(advantages, a.advantage)
+  ).parameters.values()
+  known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+  for name in a.advantage_kw:
+    if name not in known:
+      raise ConfigError(
+        f'config.algorithm.advantage_kw.{name}: {a.advantage} has no such '
+        'field; ' + (lookup.near(name, known) if known else 'it has none')
+      )
+  if a.kl == 'reward' and a.advantage == 'grpo':
+    raise ConfigError(
+      "config.algorithm.kl='reward' with advantage='grpo', which divides by "
+      'the spread of a group: where all of a group earn the same, the noise '
+      "of the KL estimate would become advantages of full size. Use kl='loss' "
+      "(as GRPO does), or advantage='dr_grpo' or 'rloo'"
+    )
+
+
+def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
+  """Every prompt leaves room for a reply: found now, not at some step.
+
+  Raises:
+    ConfigError: how many do not, and which.
+  """
+  long, first = [], ''
+  for q in tqdm.tqdm(
+    questions, 'prompts', unit='question', disable=None, delay=2.0
+  ):
+    try:
+      env.reset(q)
+    except ValueError as e:
+      long.append(q.id)
+      first = first or str(e)
+  if long:
+    shown = ', '.join(long[:5]) + (', ...' if len(long) > 5 else '')
+    raise ConfigError(
+      f'{len(long)} of {len(questions)} questions cannot be asked ({shown}): '
+      f'{first}'
+    )
+
+
 def check_engine(config: ConfigDict) -> None:
   """What evaluation needs as well."""
   # A run folder keeps the config of its first start: wrong names must not
@@ -117,14 +167,19 @@ def check_engine(config: ConfigDict) -> None:
     ('engines', config.engine.module), ('sources', config.source.module),
   ):
     try:
-      lookup.module(f'searchrl_jax.{package}', name)
+      found = lookup.module(f'searchrl_jax.{package}', name)
     except ValueError as e:
       raise ConfigError(f'config.{package[:-1]}.module: {e}') from e
-  if config.source.url and not config.source.url.startswith(
-      ('http://', 'https://')):
-    raise ConfigError(
-      f'config.source.url={config.source.url!r}: give http://HOST:PORT'
-    )
+    if not hasattr(found, 'make'):
+      raise ConfigError(
+        f'config.{package[:-1]}.module={name!r} has no function make: it is a '
+        'part of another one'
+      )
+  try:
+    if config.source.url:
+      RetrievalClient(config.source.url)
+  except ValueError as e:
+    raise ConfigError(f'config.source.url: {e}') from e
   if config.engine.dtype != config.model.dtype and (
     config.engine.canary_tolerance < 0.02
   ):
@@ -133,6 +188,14 @@ def check_engine(config: ConfigDict) -> None:
       f'{config.model.dtype}: their log-probs differ by more than config.'
       f'engine.canary_tolerance={config.engine.canary_tolerance}; use one '
       'dtype, or allow 0.02 or more'
+    )
+  made = config.model.tokenizer in ('world', 'bpe')
+  if config.model.path and made:
+    raise ConfigError(
+      f'config.model.path={config.model.path!r} with config.model.tokenizer='
+      f"{config.model.tokenizer!r}: a checkpoint needs the tokenizer it was "
+      "trained with; leave model.tokenizer empty (configs/wiki_nq.py:model="
+      'PATH does)'
     )
   if config.env.max_tokens > config.engine.max_len:
     raise ConfigError(
@@ -187,9 +250,10 @@ def mesh(config: ConfigDict):
 def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   """The tokenizer, which is kept in the run's folder.
 
-  In this order: the folder's own, once the run has begun; that of the run folder config.train.init;
-  config.model.tokenizer: a Hugging Face folder, 'world' (the generated worlds'
-  words) or 'bpe' (trained on config.source.corpus, config.model.bpe_vocab
+  In this order: the folder's own, once the run has begun; that of the run
+  folder config.train.init; config.model.tokenizer: a Hugging Face folder,
+  'world' (the generated worlds' words) or 'bpe' (trained on
+  config.source.corpus, config.model.bpe_vocab
   entries); config.model.path.
   """
   kept = pathlib.Path(workdir) / TOKENIZER
@@ -230,14 +294,14 @@ def _write_tokenizer(name: str, config: ConfigDict, workdir: str,
     texts = read_corpus(corpus(config, workdir)).contents
     tokenizers.train_bpe(texts, config.model.bpe_vocab, out)
   else:
-    name = name if pathlib.Path(name).is_dir() else local(name)
+    name = local(name, 'tokenizer' if config.model.tokenizer else 'path')
     tokenizers.load(name).save(out)
     generation = pathlib.Path(name) / 'generation_config.json'
     if generation.exists():  # it names the tokens that end a turn
       shutil.copy(generation, out)
 
 
-def local(path: str) -> str:
+def local(path: str, field: str = 'path') -> str:
   """A Hugging Face folder on this machine; a name on the hub is fetched.
 
   Through huggingface_hub, so HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count.
@@ -248,7 +312,7 @@ def local(path: str) -> str:
   if pathlib.Path(path).is_dir():
     return path
   if not re.fullmatch(r'[\w.-]+/[\w.-]+', path):
-    raise ConfigError(f'config.model.path={path!r}: no such folder')
+    raise ConfigError(f'config.model.{field}={path!r}: no such folder')
   import huggingface_hub
   import huggingface_hub.errors
 
@@ -258,9 +322,9 @@ def local(path: str) -> str:
     )
   except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
     raise ConfigError(
-      f'config.model.path={path!r} is no folder here and could not be fetched '
-      f'from the hub ({type(e).__name__}: {e}); give a local folder, point '
-      'HF_ENDPOINT at a mirror, or HF_HOME at a cache that has it'
+      f'config.model.{field}={path!r} is no folder here and could not be '
+      f'fetched from the hub ({type(e).__name__}: {e}); give a local folder, '
+      'point HF_ENDPOINT at a mirror, or HF_HOME at a cache that has it'
     ) from e
 
 
@@ -290,11 +354,24 @@ def model_config(config: ConfigDict, vocab_size: int):
 
 def parameters(config: ConfigDict, cfg, mesh) -> dict:
   """The parameters to start from: train.init, model.path, or fresh ones."""
-  init = config.train.init
-  if init and (pathlib.Path(init) / records.CHECKPOINTS).exists():
-    return restore_params(config, init, cfg, mesh)
-  if init or config.model.path:
-    _, params = hf.load(local(init or config.model.path), mesh, cfg=cfg)
+  init = pathlib.Path(config.train.init)
+  if config.train.init:
+    # Not looked up on the hub: it is a folder of one's own, or a slip.
+    if not init.is_dir():
+      raise ConfigError(
+        f'config.train.init={config.train.init!r}: no such folder; give the '
+        'run folder of a warm start, or a Hugging Face folder'
+      )
+    if (init / records.CHECKPOINTS).exists():
+      return restore_params(config, str(init), cfg, mesh)
+    if (init / 'environment.json').exists():
+      raise ConfigError(
+        f'config.train.init={config.train.init!r}: a run folder without a '
+        'checkpoint; let that run come to its end first'
+      )
+  if config.train.init or config.model.path:
+    folder = config.train.init or local(config.model.path)
+    _, params = hf.load(folder, mesh, cfg=cfg)
     return params
 
   def fresh(key):
@@ -316,17 +393,32 @@ def saver(config: ConfigDict, workdir: str) -> checkpoint.Checkpointer:
 
 def restore_params(config: ConfigDict, workdir: str, cfg, mesh,
                    which: str = 'latest') -> dict:
-  """The parameters of a run folder: 'latest', 'best', or a step."""
+  """The parameters of a run folder: 'latest', 'best', or a step.
+
+  Raises:
+    CheckpointError: there is none, or it is of another model.
+  """
+  kept = saver(config, workdir)
+  restored = kept.restore(
+    {'state': {'params': shapes(cfg, mesh)}},
+    int(which) if which.isdigit() else which, fingerprint=None, partial=True,
+  )
+  # Arrays of the same shapes can still be of another model (rope_theta).
+  saved = kept.meta(restored.step)['fingerprint']
+  checkpoint.compare(
+    kept.folder, {k: v for k, v in saved.items() if k in _ARCHITECTURE},
+    {k: v for k, v in dataclasses.asdict(cfg).items() if k in _ARCHITECTURE},
+  )
+  return restored.state['state']['params']
+
+
+def shapes(cfg, mesh) -> dict:
+  """The parameters as shapes with shardings; nothing is allocated."""
   shardings = decoder.flatten(decoder.param_shardings(cfg, mesh))
-  params = decoder.nest({
+  return decoder.nest({
     path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
     for path, (shape, _) in decoder.param_table(cfg).items()
   })
-  step = int(which) if which.isdigit() else which
-  restored = saver(config, workdir).restore(
-    {'state': {'params': params}}, step, fingerprint=None, partial=True
-  )
-  return restored.state['state']['params']
 
 
 def template(config: ConfigDict) -> prompts.Template:

@@ -105,6 +105,12 @@ def examples(config, env, search) -> list[Trajectory]:
   traces = data.load_traces(config.sft.data, config.data, search)
   if config.sft.good_only:
     traces = [t for t in traces if t.good]
+  if not traces:
+    raise setup.ConfigError(
+      'config.sft.data gives no trace'
+      + (' that is good, and config.sft.good_only asks for these'
+         if config.sft.good_only else '')
+    )
   rendered = [
     render(t, env, i) for i, t in enumerate(
       tqdm.tqdm(traces, 'traces', unit='trace', disable=None)
@@ -126,8 +132,8 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
   an update, so that little of it is padding: windows of 16 updates are sorted
   by length, then the updates shuffled.
   """
-  n, out = len(lengths), []
-  for epoch in range(-(-steps * rows // n) + 1):
+  n, out, epoch = len(lengths), [], 0
+  while sum(map(len, out)) < steps:
     rng = np.random.default_rng((seed, epoch))
     every = rng.permutation(n)
     if n < rows:
@@ -139,14 +145,19 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
         np.argsort(lengths[window], kind='stable')
       ]
     out.append(rng.permutation(every.reshape(-1, rows)))
-    if sum(map(len, out)) >= steps:
-      break
+    epoch += 1
   return np.concatenate(out)[:steps]
 
 
 def sft(config, workdir: str) -> dict[str, float]:
   """Warm-starts for config.sft.steps updates; returns the last metrics."""
   setup.check_engine(config)
+  c = config.sft
+  if c.warmup < 0 or (c.schedule != 'constant' and c.warmup >= c.steps):
+    raise setup.ConfigError(
+      f'config.sft.warmup={c.warmup} updates must be fewer than '
+      f'config.sft.steps={c.steps}'
+    )
   tok = setup.tokenizer(config, workdir)
   env = setup.environment(config, tok)
   mesh = setup.mesh(config)
@@ -158,21 +169,21 @@ def sft(config, workdir: str) -> dict[str, float]:
     trajectories = examples(config, env, searcher(source))
     asyncio.run(source.close())
 
-  params = setup.parameters(config, cfg, mesh)
-  tx = optim.make(setup.sft_optim(config), config.sft.steps, params)
+  shapes = setup.shapes(cfg, mesh)
+  tx = optim.make(setup.sft_optim(config), config.sft.steps, shapes)
   updater = update.Updater(
     cfg, config.batch, temperature=1.0, tx=tx,
     objective=update.supervised_objective(), mesh=mesh,
   )
-  state = updater.init(params)
   saver = setup.saver(config, workdir)
-  fingerprint = dataclasses.asdict(cfg)
-  step = 0
+  fingerprint = {'stage': 'sft', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
     saved = saver.restore(
-      {'state': state}, 'latest', fingerprint=fingerprint
+      {'state': updater.abstract(shapes)}, 'latest', fingerprint=fingerprint
     )
     state, step = saved.state['state'], saved.step
+  else:
+    state, step = updater.init(setup.parameters(config, cfg, mesh)), 0
 
   steps = config.sft.steps
   lengths = np.array([len(t) for t in trajectories])

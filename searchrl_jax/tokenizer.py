@@ -396,6 +396,12 @@ def load(path: str | os.PathLike) -> Tokenizer:
       f'no tokenizer could be read from {path}: {e}; a folder needs '
       'tokenizer.json, or vocab.json, merges.txt and tokenizer_config.json'
     ) from e
+  if len(hf) < 2 or not hf('a', add_special_tokens=False)['input_ids']:
+    raise ValueError(
+      f'{path} holds no tokenizer (a folder needs tokenizer.json, or '
+      'vocab.json, merges.txt and tokenizer_config.json); set '
+      'config.model.tokenizer to one that does'
+    )
   if not getattr(hf, 'is_fast', False):
     raise ValueError(f'tokenizer {path} is not a fast one: no tokenizer.json')
   eos: list[int] = []

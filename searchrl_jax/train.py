@@ -21,6 +21,7 @@ from searchrl_jax import advantages
 from searchrl_jax import batching
 from searchrl_jax import command
 from searchrl_jax import dryrun
+from searchrl_jax import flops
 from searchrl_jax import losses
 from searchrl_jax import optim
 from searchrl_jax import setup
@@ -48,38 +49,44 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # ---- Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
-  heldout = data.load_sets(config.data.eval, config.data)
+  heldout = (
+    data.load_sets(config.data.eval, config.data) if config.data.eval else {}
+  )
   setup.check_rewards(config, stream.questions)
   tok = setup.tokenizer(config, workdir)
   env = setup.environment(config, tok)
+  setup.check_prompts(
+    env, [*stream.questions, *(q for qs in heldout.values() for q in qs)]
+  )
 
   # ---- Model and optimizer, on the mesh.
   mesh = setup.mesh(config)
   cfg = setup.model_config(config, tok.vocab_size)
-  params = setup.parameters(config, cfg, mesh)
-  updates = config.train.steps * config.algorithm.minibatches * (
-    config.algorithm.epochs
-  )
-  tx = optim.make(config.optim, updates, params)
+  updates = optim.updates(config)
+  shapes = setup.shapes(cfg, mesh)
+  tx = optim.make(config.optim, updates, shapes)
   updater = update.Updater(
     cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
     objective=update.policy_objective(config), mesh=mesh,
   )
-  state = updater.init(params)
-  # The step donates its state, so the reference owns a copy.
-  ref = update.copy(state.params) if config.algorithm.kl != 'none' else None
+  needs_ref = config.algorithm.kl != 'none'
 
-  # ---- Resume: the last checkpoint of this folder, if there is one.
+  # ---- The last checkpoint of this folder; the start, if there is none.
   saver = setup.saver(config, workdir)
-  fingerprint = dataclasses.asdict(cfg)
-  step = 0
+  fingerprint = {'stage': 'train', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
     saved = saver.restore(
-      {'state': state, 'ref': ref}, 'latest', fingerprint=fingerprint
+      {'state': updater.abstract(shapes), 'ref': shapes if needs_ref else None},
+      'latest', fingerprint=fingerprint,
     )
     state, ref = saved.state['state'], saved.state['ref']
     stream.restore(saved.extras['stream'])
     step = saved.step
+  else:
+    state = updater.init(setup.parameters(config, cfg, mesh))
+    # The step donates its state, so the reference owns a copy.
+    ref = update.copy(state.params) if needs_ref else None
+    step = 0
 
   with (
     setup.retrieval(config, workdir) as url,
@@ -93,7 +100,7 @@ def train(config, workdir: str) -> dict[str, float]:
     source = setup.source(config, url)
     asyncio.run(source.check())
     engine = setup.engine(config, cfg, state.params, tok, mesh)
-    evaluator = passk.make(
+    evaluator = heldout and passk.make(
       config, heldout, env=env, engine=engine, source=source, writer=writer,
       run=signals.run,
     )
@@ -103,7 +110,7 @@ def train(config, workdir: str) -> dict[str, float]:
     with writer.timer('compile'):
       updater.warmup(state, score=scores_old or ref is not None)
       engine.warmup()
-    peak = update.peak_flops(measure=True) * jax.device_count()
+    peak = flops.peak_flops(measure=True) * jax.device_count()
     trainer_logps = sync.forward_logps(cfg, mesh)
     canary = canary_ids(env, stream)
     started = time.monotonic()
@@ -119,7 +126,7 @@ def train(config, workdir: str) -> dict[str, float]:
     def evaluate():
       with writer.timer('evaluate'):
         # Labelled by the last step done, as the metrics are.
-        return dict(evaluator.run(step - 1))
+        return dict(evaluator.run(step - 1)) if evaluator else {}
 
     def save(metrics):
       if step in saver.steps():
@@ -185,23 +192,25 @@ def train(config, workdir: str) -> dict[str, float]:
           [updater.score(ref, b) for b in mini] if ref is not None else None
           for mini in batches
         ]
+      penalised, kl = values, {}
       if config.algorithm.kl == 'reward':
-        values = values - config.algorithm.kl_coef * kl_of_rows(
-          config, batches, old, refs, len(trajectories)
-        )
+        kl_rows = kl_of_rows(config, batches, old, refs, len(trajectories))
+        penalised = values - config.algorithm.kl_coef * kl_rows
+        tokens = sum(int(b.mask.sum()) for mini in batches for b in mini)
+        kl = {'train/kl_ref': float(kl_rows.sum()) / max(tokens, 1)}
       advantage = getattr(advantages, config.algorithm.advantage)(
-        values, valid, group_ids, **config.algorithm.advantage_kw
+        penalised, valid, group_ids, **config.algorithm.advantage_kw
       )
       batches = [batching.set_advantages(mini, advantage) for mini in batches]
 
       # Batch -> loss -> update.
       with writer.timer('update'):
-        begin, flops, per_update = time.monotonic(), 0.0, []
+        begin, done, per_update = time.monotonic(), 0.0, []
         for _ in range(config.algorithm.epochs):
           for mini, mini_old, mini_ref in zip(batches, old, refs):
             state, found = updater.step(state, mini, mini_old, mini_ref)
             per_update.append(found)
-            flops += update.update_flops(cfg, mini)
+            done += flops.update_flops(cfg, mini)
             if not found['finite']:
               path = save_batch(workdir, step, mini)
               raise NonFinite(
@@ -215,33 +224,34 @@ def train(config, workdir: str) -> dict[str, float]:
       report = publish()
 
       metrics = {
-        **{f'train/{k}': np.mean([m[k] for m in per_update])
+        **{f'train/{k}': over(k)([m[k] for m in per_update])
            for k in (per_update[0] if per_update else ())},
+        **kl,
         **{f'reward/{k}': float(np.nanmean(v))
            for k, v in reward.parts.items()},
         **{f'batch/{k}': v for k, v in counts.items()},
         **stats.metrics(),
-        **evaluators.health(groups, env, values),
+        **evaluators.health(groups, env, values, valid),
         'reward': float(values[valid].mean()) if valid.any() else 0.0,
         'train/lr': float(optim.schedule(config.optim, updates)(
-          max(step - 1, 0)
+          max(int(state.step) - 1, 0)
         )),
-        'train/mfu': flops / seconds / peak if peak else 0.0,
+        'train/mfu': done / seconds / peak if peak else 0.0,
         'sync/canary_max_diff': report.canary_max_diff,
       }
       late = 0 < config.train.seconds < time.monotonic() - started
       last = step == config.train.steps or late
-      every, evaluated = config.eval.every, False
-      if every and (step % every == 0 or last) and not signals.stop:
+      every, evaluated, failure = config.eval.every, False, None
+      due = last or (every and step % every == 0)
+      if due and evaluator and not signals.stop:
         try:
           metrics |= evaluate()
           evaluated = True
         except Stopped:
           pass  # minded below, after the save
-        except RolloutError:
-          save(metrics)
-          raise
-      last = last or signals.stop
+        except RolloutError as e:
+          failure = e  # raised below: the step itself is whole
+      last = last or signals.stop or failure is not None
       with writer.timer('write'):
         writer.trajectories(
           step - 1, groups, reward, decode=tok.decode, advantages=advantage
@@ -256,12 +266,19 @@ def train(config, workdir: str) -> dict[str, float]:
         metrics, reward='reward', em='reward/em', searches='health/searches',
         tok_s='rollout/tokens_per_second', eval_em='eval/em',
       )
+      if failure is not None:
+        raise failure
       if signals.stop:
         raise Stopped(f'stopped by a signal after step {step}; saved')
       if late:
         break
     asyncio.run(source.close())
   return metrics
+
+
+def over(metric: str):
+  """How the updates of a step make one number of a metric."""
+  return np.max if metric.endswith('_max') else np.mean
 
 
 def kl_of_rows(config, batches, old, refs, n: int) -> np.ndarray:

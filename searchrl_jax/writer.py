@@ -373,7 +373,9 @@ def _wandb(folder: pathlib.Path, config: ConfigDict) -> Any:
   modes = ('disabled', 'offline', 'online')
   if config.log.wandb not in modes:
     raise RunError(f'config.log.wandb={config.log.wandb!r} is none of {modes}')
-  if config.log.wandb == 'disabled':
+  # What the machine's owner says counts more than a config.
+  mode = os.environ.get('WANDB_MODE') or config.log.wandb
+  if mode == 'disabled':
     return None
   try:
     import wandb
@@ -390,9 +392,9 @@ def _wandb(folder: pathlib.Path, config: ConfigDict) -> Any:
       project=config.log.project,
       name=config.name,
       id=name.read_text().strip(),
-      resume='allow' if config.log.wandb == 'online' else None,
+      resume='allow' if mode == 'online' else None,
       dir=str(folder),
-      mode=config.log.wandb,
+      mode=mode,
       config=plain(config),
       settings=wandb.Settings(silent=True),
     )

@@ -24,6 +24,8 @@ from searchrl_jax import export
 from searchrl_jax import quickstart
 from searchrl_jax import setup
 from searchrl_jax import sft
+from searchrl_jax import train
+from searchrl_jax.checkpoint import CheckpointError
 from searchrl_jax.data import core as data
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
@@ -164,7 +166,12 @@ def test_help_helps():
   (['--config.optm.lr=1'], 'Did you mean "optim"'),
   (['--config.optim.lr=fast'], 'fast'),
   (['--config.rollout.group=1'], 'rollout.group'),
-  (['--config.model.path=/nowhere'], 'no such folder'),
+  (['--config.model.path=/nowhere', '--config.model.tokenizer='],
+   'no such folder'),
+  (['--config.model.path=/nowhere'], 'needs the tokenizer it was trained'),
+  (['--config.train.init=runs/wram'], "config.train.init='runs/wram'"),
+  (['--config.source.url=http://127.0.0.1:80OO'], 'config.source.url'),
+  (['--config.source.module=shuffled'], 'no function make'),
   (['--config.source.url=http://127.0.0.1:9',
     '--config.source.attempts=1'], '127.0.0.1:9'),
   (['--config.data.train.micro.spilt=x'], 'spilt'),
@@ -297,6 +304,53 @@ def trace():
   ))
 
 
+def test_a_warm_start_without_traces_says_so(run, tmp_path):
+  folder, _ = run
+  config = setup.load_config(str(folder))
+  config.sft.good_only = True
+  config.sft.data.update(dict(good=0.0, poor=0.5, guess=0.5))
+  with pytest.raises(setup.ConfigError, match='no trace that is good'):
+    sft.sft(config, str(tmp_path))
+  config.sft.warmup = config.sft.steps
+  with pytest.raises(setup.ConfigError, match='config.sft.warmup'):
+    sft.sft(config, str(tmp_path))
+
+
+def test_a_folder_keeps_to_its_stage(run, tmp_path):
+  folder, _ = run
+  config = setup.load_config(str(folder / 'warm'))
+  with pytest.raises(CheckpointError, match="stage: 'sft' there, 'train' here"):
+    train.train(config, str(folder / 'warm'))
+
+
+def test_evaluation_leaves_a_runs_logs_alone(run, tmp_path):
+  folder, _ = run
+  before = (folder / 'metrics.jsonl').read_text()
+  _, err = command('evaluate', f'--workdir={folder}', f'--out={folder}',
+                   status=2)
+  assert 'is the folder of a run' in err
+  assert (folder / 'metrics.jsonl').read_text() == before
+
+
+def test_a_warm_start_of_another_model_is_refused(run):
+  folder, _ = run
+  config = setup.load_config(str(folder))
+  config.model.arch.rope_theta = 123.0
+  tok = setup.tokenizer(config, str(folder))
+  cfg = setup.model_config(config, tok.vocab_size)
+  with pytest.raises(CheckpointError, match='rope_theta: 100.0 there, 123.0'):
+    setup.restore_params(config, str(folder), cfg, setup.mesh(config))
+
+
+def test_the_control_goes_on_when_started_again(run):
+  folder, summary = run
+  config = setup.load_config(str(folder / 'sft_only'))
+  again = quickstart._sft_only(
+    config, folder, {'reinforcement_learning': 99.0, 'warm_start': 1.0}
+  )
+  assert again['eval/em'] == summary['em_sft_only']
+
+
 def test_a_trace_becomes_what_the_environment_would_have_seen(tmp_path):
   config = tiny.config()
   config.env.max_turns = 2
@@ -327,3 +381,5 @@ def test_the_order_of_traces():
   padded = lengths[a].max(1).sum() * 8 / lengths[a].sum()
   assert padded < 1.15
   assert sft.order(lengths[:3], 8, 5, 1).shape == (5, 8)
+  # As many as asked for, also where each epoch leaves some traces out.
+  assert sft.order(lengths[:63], 32, 100, 1).shape == (100, 32)

@@ -7,6 +7,7 @@ import signal
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 import pytest
 
 from retrieval import process
@@ -258,12 +259,58 @@ def test_evaluation_repeats_itself(whole, tmp_path):
   (('env.max_tokens', 4096), 'batch.lengths'),
   (('engine.max_len', 16), 'engine.max_len'),
   (('algorithm.minibatches', 99), 'minibatches'),
+  (('algorithm.advantage_kw', {'epss': 1e-3}), "epss.*did you mean 'eps'"),
+  (('algorithm.kl', 'reward'), 'noise'),
 ])
 def test_what_cannot_work_is_refused_at_the_start(change, message):
   config = tiny.config('http://127.0.0.1:9')
   config.update_from_flattened_dict({change[0]: change[1]})
   with pytest.raises(ValueError, match=message):
     setup.check(config)
+
+
+def test_a_prompt_that_is_too_long_is_found_at_the_start(url, tmp_path):
+  config = tiny.config(url)
+  config.env.max_tokens = 16
+  with pytest.raises(setup.ConfigError, match=r'\d+ of \d+ questions cannot'):
+    train.train(config, str(tmp_path))
+  assert not (tmp_path / 'metrics.jsonl').exists()
+
+
+def test_without_questions_to_evaluate(url, tmp_path):
+  config = tiny.config(url)
+  config.data.eval = ConfigDict()
+  config.train.steps = 1
+  metrics = train.train(config, str(tmp_path))
+  assert 'reward' in metrics and not any('eval' in k for k in metrics)
+
+
+def test_a_failed_evaluation_loses_nothing_of_its_step(url, tmp_path,
+                                                       monkeypatch):
+  config = tiny.config(url)
+  config.eval.every = 2
+
+  def fails(evaluator, step):
+    if step < 0:
+      return iter(())
+    raise RolloutError('the service is gone')
+
+  monkeypatch.setattr(train.passk, 'make', lambda *a, **kw: Fails(fails))
+  with pytest.raises(RolloutError, match='is gone'):
+    train.train(config, str(tmp_path))
+  assert setup.saver(config, str(tmp_path)).latest() == 2
+  steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
+  assert steps[-2:] == [0, 1]
+  kept = {t['step'] for t in lines(tmp_path / 'trajectories.jsonl')}
+  assert kept == {0, 1}
+
+
+class Fails:
+  def __init__(self, run):
+    self._run = run
+
+  def run(self, step):
+    return self._run(self, step)
 
 
 def test_an_absent_server_is_named(tmp_path):

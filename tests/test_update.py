@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import batching, logps, losses, optim, update
+from searchrl_jax import batching, flops, logps, losses, optim, update
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Question, Segment, Trajectory
 
@@ -384,9 +384,9 @@ def test_flops_golden():
   b.lengths[:] = 5, 3
   b.mask[0, 1:3] = True
   want = 6 * 3840 * 8 + 12 * 2 * 16 * (25 + 9) + 6 * 16 * 37 * 2
-  assert update.update_flops(CFG, [b]) == want
-  assert update.peak_flops() == 0.0  # a CPU is in no table
-  assert update.peak_flops(measure=True) > 1e8
+  assert flops.update_flops(CFG, [b]) == want
+  assert flops.peak_flops() == 0.0  # a CPU is in no table
+  assert flops.peak_flops(measure=True) > 1e8
 
 
 def test_remat_and_bfloat16():

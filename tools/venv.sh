@@ -13,9 +13,10 @@ python=${PYTHON:-python3}
   echo "Point make at another one: make PYTHON=/path/to/python3.11 ..." >&2
   exit 1
 }
-if [ ! -x "$venv/bin/python" ]; then
+# One without pip is what a first try left where python3-venv is missing.
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   echo "Making the virtual environment $venv ..."
-  "$python" -m venv "$venv"
+  "$python" -m venv --clear "$venv"
 fi
 echo "Installing $requirements into $venv ..."
 if "$venv/bin/python" -m pip install --quiet uv >/dev/null 2>&1; then

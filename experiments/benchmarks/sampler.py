@@ -68,6 +68,7 @@ class Ours:
     cfg = decoder.DecoderConfig(**case, qkv_bias=True)
     config = config_lib.base().engine
     config.slots, config.max_len, config.chunk = ROWS, PROMPT + NEW, CHUNK
+    config.prefill_rows = ROWS
     params = decoder.init_params(cfg, jax.random.key(0))
     self.parameters = cfg.n_params
     self._engine = JaxSampler(cfg, params, Ids(), config)

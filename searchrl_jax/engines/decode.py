@@ -6,8 +6,7 @@ and R rows of the vocabulary folded to [R, C].
 
 Every program has one fixed shape for a width, and nothing in it mixes rows,
 so what a row computes depends on that row alone (design 5.10). The caches,
-one (k, v) pair of [B, K, S, H] for a layer, are donated: scatters write in
-place.
+one (k, v) pair for a layer (`axes`), are donated: scatters write in place.
 """
 
 import dataclasses
@@ -23,7 +22,6 @@ from searchrl_jax.models import decoder
 from searchrl_jax.models.decoder import DecoderConfig
 
 MAX_STOP_IDS = 8  # stop ids of one slot that the device looks for
-CACHE_AXES = ('batch', 'kv_heads', 'time', 'head_dim')
 MAX_WIDTH = 512  # tokens that one prefill call takes of a row
 SCORE_TOKENS = 512  # tokens whose logits are held at once when scoring
 
@@ -70,6 +68,19 @@ def _home():
   return jax.config.jax_default_device or jax.local_devices()[0]
 
 
+def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """The axes of a layer's keys and of its values.
+
+  Values are [B, K, S, H]. Keys are [B, K, H, S] where several queries share
+  them: scores are then a plain product of matrices, on a CPU twice as fast.
+  For one query that order is a third slower, so they lie as values do.
+  """
+  values = ('batch', 'kv_heads', 'time', 'head_dim')
+  if cfg.n_heads == cfg.n_kv_heads:
+    return values, values
+  return ('batch', 'kv_heads', 'head_dim', 'time'), values
+
+
 @functools.partial(jax.jit, static_argnames=('dtype', 'layers'))
 def _split(params: dict, dtype: str, layers: int) -> dict:
   """A copy of every parameter in `dtype`, one tree for each layer."""
@@ -105,16 +116,18 @@ def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
 
 
 def make_caches(cfg: DecoderConfig, shape: Shape, mesh=None) -> list:
-  """Zeroed caches: for each layer (k, v), each [slots, K, max_len, H]."""
-  dims = (shape.slots, cfg.n_kv_heads, shape.max_len, cfg.head_dim)
-  where = _home()
-  if mesh is not None:
-    where = sharding.named(mesh, CACHE_AXES, dims)
+  """Zeroed caches: for each layer (k, v) over `slots` and `max_len`."""
+  sizes = {
+    'batch': shape.slots, 'kv_heads': cfg.n_kv_heads, 'time': shape.max_len,
+    'head_dim': cfg.head_dim,
+  }
 
-  def zeros():
+  def zeros(names):
+    dims = tuple(sizes[name] for name in names)
+    where = _home() if mesh is None else sharding.named(mesh, names, dims)
     return jnp.zeros(dims, jnp.dtype(cfg.dtype), device=where)
 
-  return [(zeros(), zeros()) for _ in range(cfg.n_layers)]
+  return [tuple(map(zeros, axes(cfg))) for _ in range(cfg.n_layers)]
 
 
 def threefry(key, count):
@@ -279,23 +292,33 @@ def grouped(cfg, q):
 
 
 def cached_attention(cfg, q, k, v, positions):
-  """q [B, T, N, H] at positions [B, T] over k, v [B, K, S, H]."""
+  """q [B, T, N, H] at positions [B, T] over rows of the caches k and v."""
   B, T, N, H = q.shape
+  keys = 'BKHS' if axes(cfg)[0][-1] == 'time' else 'BKSH'
   s = jnp.einsum(
-    'BKGTH,BKSH->BKGTS', grouped(cfg, q), k,
+    f'BKGTH,{keys}->BKGTS', grouped(cfg, q), k,
     preferred_element_type=jnp.float32,
   )
-  seen = jnp.arange(k.shape[2])[None, None] <= positions[:, :, None]
+  seen = jnp.arange(v.shape[2])[None, None] <= positions[:, :, None]
   s = jnp.where(seen[:, None, None], s, -jnp.inf)
-  w = jax.nn.softmax(s, axis=-1).astype(v.dtype)
-  o = jnp.einsum('BKGTS,BKSH->BKGTH', w, v)
-  return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+  w = jnp.exp(s - jnp.max(s, -1, keepdims=True))
+  # Divided last: H numbers a head rather than S.
+  o = jnp.einsum(
+    'BKGTS,BKSH->BKGTH', w.astype(v.dtype), v,
+    preferred_element_type=jnp.float32,
+  ) / jnp.sum(w, -1, keepdims=True)
+  return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def write(cache, slots, positions, new, mesh):
-  """cache [B, K, S, H]; new [R, T, K, H] to (slots [R], positions [R, T])."""
-  cache = cache.at[slots[:, None], :, positions].set(new, mode='drop')
-  return sharding.constrain(cache, mesh, *CACHE_AXES)
+def write(cfg, cache, slots, positions, new, mesh):
+  """new, k and v [R, T, K, H], to (slots [R], positions [R, T]) of a layer."""
+  out = []
+  for x, fresh, names in zip(cache, new, axes(cfg)):
+    where = [slice(None)] * 4
+    where[0], where[names.index('time')] = slots[:, None], positions
+    x = x.at[tuple(where)].set(fresh, mode='drop')
+    out.append(sharding.constrain(x, mesh, *names))
+  return tuple(out)
 
 
 def decode(weights, caches, state, *, cfg, shape, mesh=None):
@@ -323,12 +346,9 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     x = weights['embed'][token][:, None]
     cos, sin = decoder.rope_tables(cfg, at)
     new = []
-    for p, (k_cache, v_cache) in zip(weights['layers'], caches):
-      def attend(q, k, v):
-        new.append((
-          write(k_cache, slots, put, k, mesh),
-          write(v_cache, slots, put, v, mesh),
-        ))
+    for p, cache in zip(weights['layers'], caches):
+      def attend(q, k, v, cache=cache):
+        new.append(write(cfg, cache, slots, put, (k, v), mesh))
         return cached_attention(cfg, q, *new[-1], at)
 
       x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
@@ -365,7 +385,7 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
   sequence is always left to `decode`, so the last layer's attention and
   feed-forward are dead code here.
   """
-  S = caches[0][0].shape[2]
+  S = caches[0][1].shape[2]
   R, W = ids.shape
   index = jnp.arange(W)[None]
   at = start[:, None] + index
@@ -373,12 +393,9 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
   x = weights['embed'][ids]
   cos, sin = decoder.rope_tables(cfg, at)
   new = []
-  for p, (k_cache, v_cache) in zip(weights['layers'], caches):
-    def attend(q, k, v):
-      new.append((
-        write(k_cache, slots, put, k, mesh),
-        write(v_cache, slots, put, v, mesh),
-      ))
+  for p, cache in zip(weights['layers'], caches):
+    def attend(q, k, v, cache=cache):
+      new.append(write(cfg, cache, slots, put, (k, v), mesh))
       if fresh:
         return decoder.causal_attention(cfg, q, k, v, lengths)
       rows = [c.at[slots].get(mode='clip') for c in new[-1]]

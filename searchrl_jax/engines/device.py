@@ -120,9 +120,16 @@ class Device:
       slots = self._slots([slot for slot, _ in batch])
       taken = jax.device_get(self._programs.take_rows(self._caches, slots))
       for i, (_, box) in enumerate(batch):
-        box.data = jax.tree.map(
-          lambda c: c[i, :, :box.length].copy(), taken
-        )
+        box.data = [
+          tuple(x[i][self._upto(names, box.length)].copy()
+                for x, names in zip(pair, decode.axes(self._cfg)))
+          for pair in taken
+        ]
+
+  @staticmethod
+  def _upto(names: tuple[str, ...], n: int):
+    """The first n positions of a row, which has no batch axis."""
+    return tuple(slice(n) if a == 'time' else slice(None) for a in names[1:])
 
   def _copy(self, copies: list[Copy]) -> None:
     R, p = self._shape.prefill_rows, self._programs
@@ -132,14 +139,15 @@ class Device:
         self._slots([c.target for c in batch]),
       )
 
-    def stack(cache, *data):
-      out = np.zeros((R, *cache.shape[1:]), cache.dtype)
-      for i, d in enumerate(data):
-        out[i, :, :d.shape[1]] = d
-      return out
+    def empty(cache):
+      return np.zeros((R, *cache.shape[1:]), cache.dtype)
 
     for batch in _batches([c for c in copies if c.box is not None], R):
-      rows = jax.tree.map(stack, self._caches, *[c.box.data for c in batch])
+      rows = jax.tree.map(empty, self._caches)
+      for i, c in enumerate(batch):
+        for pair, kept in zip(rows, c.box.data):
+          for x, y, names in zip(pair, kept, decode.axes(self._cfg)):
+            x[i][self._upto(names, c.box.length)] = y
       self._caches = p.put_rows(
         self._caches, rows, self._slots([c.target for c in batch])
       )

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from searchrl_jax import metrics, records, rollout
@@ -356,6 +355,7 @@ def health(
   groups: Sequence[Group],
   env: SearchEnv,
   values: Sequence[float] | None = None,
+  valid: Sequence[bool] | None = None,
 ) -> dict[str, float]:
   """Signs of collapse of a training step, 'health/NAME' (design 5.15).
 
@@ -366,6 +366,7 @@ def health(
     groups: B trajectories in all.
     env: reads answers and blocks.
     values: rewards [B], for the share of groups whose rewards are all equal.
+    valid: [B], which of them count; None: of trajectories that did not fail.
   """
   flat = [t for group in groups for t in group]
   rows = [row for row in score(flat, env) if not row.failed]
@@ -387,7 +388,9 @@ def health(
     for end in ('tokens', 'turns', 'eos'):
       out[f'end_{end}'] = _mean([float(t.end == end) for t in good])
   if values is not None and groups:
-    out['zero_variance'] = _zero_variance(groups, np.asarray(values))
+    if valid is None:
+      valid = [not t.failed for t in flat]
+    out['zero_variance'] = _zero_variance(groups, values, valid)
   return {f'health/{name}': float(value) for name, value in out.items()}
 
 
@@ -426,14 +429,13 @@ def _policy_runs(trajectory: Trajectory) -> Iterator[list[int]]:
     yield run
 
 
-def _zero_variance(groups: Sequence[Group], values: np.ndarray) -> float:
+def _zero_variance(groups: Sequence[Group], values, valid) -> float:
   """Share of groups of two or more whose valid rewards are all equal."""
   flags, at = [], 0
   for group in groups:
+    part = slice(at, at + len(group))
     kept = [
-      float(v)
-      for t, v in zip(group, values[at : at + len(group)], strict=True)
-      if not t.failed
+      float(v) for v, ok in zip(values[part], valid[part], strict=True) if ok
     ]
     at += len(group)
     if len(kept) > 1:

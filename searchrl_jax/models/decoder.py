@@ -275,6 +275,7 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     impl = 'cudnn' if jax.default_backend() == 'gpu' and half else 'xla'
   if impl == 'cudnn':
+    lengths = jnp.maximum(lengths, 1)  # an empty row would be 0 / 0
     return jax.nn.dot_product_attention(
       q, k, v, is_causal=True, implementation='cudnn',
       query_seq_lengths=lengths, key_value_seq_lengths=lengths,

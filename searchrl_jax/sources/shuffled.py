@@ -6,7 +6,7 @@ A policy that scores with swapped passages has not read them.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from searchrl_jax.sources.core import Source
+from searchrl_jax.sources.core import Source, SourceError
 from searchrl_jax.types import (
   Question,
   SearchError,
@@ -25,7 +25,7 @@ class Shuffled:
   def __init__(self, source: Source, questions: Sequence[Question]):
     """
     Raises:
-      ValueError: no two questions have different answers.
+      SourceError: no two questions have different answers.
     """
     self._source = source
     ordered = sorted(questions, key=lambda q: q.id)
@@ -36,7 +36,7 @@ class Shuffled:
           self._other[question.id] = other.text
           break
       else:
-        raise ValueError('shuffled passages need two answers that differ')
+        raise SourceError('shuffled passages need two answers that differ')
 
   async def search(
     self, requests: Sequence[SearchRequest]

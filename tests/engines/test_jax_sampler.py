@@ -1,6 +1,7 @@
 """The in-process sampler: exact, complete, and it ends."""
 
 import asyncio
+import dataclasses
 import time
 
 import jax
@@ -14,9 +15,8 @@ from searchrl_jax.engines import decode
 from searchrl_jax.engines.core import (
   EngineError, Sampling, SyncError, WeightsUpdate,
 )
-from searchrl_jax.engines.jax_sampler import JaxSampler, StopFinder
+from searchrl_jax.engines.jax_sampler import StopFinder
 from searchrl_jax.models import decoder
-from searchrl_jax.types import Prompt
 from tests.engines.common import CFG, Letters, make_engine, make_params
 from tests.engines.contract import EngineContract, once, prompt
 
@@ -43,6 +43,29 @@ def full_logps(ids, temperature=1.0, params=None):
   x = x / temperature
   x = x - x.max(-1, keepdims=True)
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_attention_through_the_cache_in_either_layout(kv_heads):
+  """Keys lie otherwise where each query has keys of its own."""
+  cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
+  B, T, S = 3, 5, 11
+  shape = decode.Shape(slots=B, max_len=S, chunk=1, prefill_rows=1)
+  (cache, *_), at = decode.make_caches(cfg, shape), np.arange(T)
+  assert (cache[0].shape == cache[1].shape) == (kv_heads == 4)
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(rng.normal(size=(B, T, n, cfg.head_dim)), jnp.float32)
+    for n in (cfg.n_heads, kv_heads, kv_heads)
+  )
+  positions = np.tile(at, (B, 1))
+  slots = np.array([2, 0, 1])  # row r is written to slot slots[r]
+  cache = decode.write(cfg, cache, slots, positions, (k, v), None)
+  got = decode.cached_attention(
+    cfg, q, *(x[slots] for x in cache), positions
+  )
+  wanted = decoder.causal_attention(cfg, q, k, v, np.full(B, T))
+  np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.6, 0.0])
@@ -575,7 +598,7 @@ def test_nothing_compiles_after_warmup():
     handle = engine.open(
       prompt(engine, int(rng.integers(1, 28)), seed=int(rng.integers(4)))
     )
-    for turn in range(2):
+    for _ in range(2):
       await engine.generate(handle, Sampling(
         max_tokens=int(rng.integers(1, 9)), seed=seed,
         temperature=float(rng.choice([0.0, 0.5, 1.0])),

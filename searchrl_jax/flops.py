@@ -1,0 +1,66 @@
+"""Floating-point operations: of an update, and of a device at its peak.
+
+Their quotient is the model FLOPs utilisation (MFU) of the log.
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from searchrl_jax.models import decoder
+from searchrl_jax.types import Batch
+
+# Dense bfloat16 peak, FLOP/s of one device, by jax's device_kind
+# (manufacturers' data sheets).
+PEAK_FLOPS = {
+  'NVIDIA A100': 312e12, 'NVIDIA H100': 989e12, 'NVIDIA H200': 989e12,
+  'NVIDIA L4': 121e12, 'NVIDIA B200': 2250e12,
+  'TPU v4': 275e12, 'TPU v5 lite': 197e12, 'TPU v5': 459e12,
+  'TPU v6 lite': 918e12,
+}
+
+
+def peak_flops(device=None, *, measure: bool = False) -> float:
+  """Peak FLOP/s of a device: from the table, else a measured matmul, else 0.
+
+  measure: time a float32 matmul of 1024 (a fraction of a second) where the
+  table does not know the device, as on every CPU.
+  """
+  device = jax.devices()[0] if device is None else device
+  known = [k for k in PEAK_FLOPS if device.device_kind.startswith(k)]
+  if known:
+    return PEAK_FLOPS[max(known, key=len)]
+  if not measure:
+    return 0.0
+  n, best = 1024, float('inf')
+  a = jax.device_put(np.ones((n, n), np.float32), device)
+  matmul = jax.jit(jnp.matmul)
+  matmul(a, a).block_until_ready()
+  for _ in range(5):
+    start = time.perf_counter()
+    matmul(a, a).block_until_ready()
+    best = min(best, time.perf_counter() - start)
+  return 2.0 * n**3 / best
+
+
+def update_flops(cfg: decoder.DecoderConfig, batches: Sequence[Batch]) -> float:
+  """FLOPs of a forward and backward pass over the real tokens of a minibatch.
+
+  PaLM, arXiv 2204.02311, appendix B: 6 n for each parameter of the layers'
+  matrices and token, 12 L N H n for attention (causality not discounted), and
+  6 D V for each loss token, as the head runs on those alone. Recomputation,
+  padding and the optimizer are not counted: MFU = this / (seconds x devices x
+  `peak_flops`). A forward pass alone is a third.
+  """
+  D, H = cfg.d_model, cfg.head_dim
+  layer = D * H * (2 * cfg.n_heads + 2 * cfg.n_kv_heads) + 3 * D * cfg.d_ff
+  total = 0.0
+  for b in batches:
+    n = b.lengths.astype(np.float64)
+    total += 6 * cfg.n_layers * layer * n.sum()
+    total += 12 * cfg.n_layers * cfg.n_heads * H * (n * n).sum()
+    total += 6.0 * D * cfg.vocab_size * b.mask.sum()
+  return float(total)
