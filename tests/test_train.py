@@ -271,7 +271,7 @@ def test_what_cannot_work_is_refused_at_the_start(change, message):
 
 def test_a_prompt_that_is_too_long_is_found_at_the_start(url, tmp_path):
   config = tiny.config(url)
-  config.env.max_tokens = 16
+  config.env.max_tokens = 8
   with pytest.raises(setup.ConfigError, match=r'\d+ of \d+ questions cannot'):
     train.train(config, str(tmp_path))
   assert not (tmp_path / 'metrics.jsonl').exists()
