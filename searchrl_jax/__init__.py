@@ -4,8 +4,9 @@ import os
 import sys
 
 # XLA takes the temporary memory of an update from malloc and gives it back
-# each time. In pages of 4 KB the kernel then spends a quarter of an update on
-# a CPU clearing them; glibc can ask for huge ones (README, "Speed").
+# each time. In pages of 4 KB the kernel then spends a good part of an update
+# on a CPU clearing them; glibc can ask for huge ones (trials:
+# experiments/LOG.md).
 HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
 
 

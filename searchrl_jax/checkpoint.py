@@ -240,12 +240,12 @@ class Checkpointer:
     return self.folder / f'{step:08d}'
 
   def resolve(self, step: int | str) -> int:
-    """The step that a number, 'latest' or 'best' names.
+    """The step that a number, its digits, 'latest' or 'best' names.
 
     Raises:
       CheckpointError: there is none.
     """
-    found = step
+    found = int(step) if str(step).isdigit() else step
     if step == 'latest':
       found = self.latest()
     elif step == 'best':

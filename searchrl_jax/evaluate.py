@@ -130,8 +130,8 @@ def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
     writer.write(0, values)
     records.write_json(
       pathlib.Path(out) / 'eval.json',
-      values | ({'checkpoint': _step(config, workdir, which)} if workdir
-                else {}),
+      values | ({'checkpoint': setup.saver(config, workdir).resolve(which)}
+                if workdir else {}),
     )
   return values
 
@@ -207,17 +207,11 @@ def define_config_or_run():
     sys.exit(2)
 
 
-def _step(config, workdir: str, which: str) -> int:
-  return setup.saver(config, workdir).resolve(
-    int(which) if which.isdigit() else which
-  )
-
-
 def default_out(config, workdir: str, which: str) -> str:
   """A folder of its own for each checkpoint and set of changed fields."""
   text = json.dumps(command.to_dict(config), sort_keys=True, default=str)
   digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-  step = _step(config, workdir, which)
+  step = setup.saver(config, workdir).resolve(which)
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 
 

@@ -130,7 +130,7 @@ class Observer:
     What is ours, the closing tags above all, is always there. No ids: not
     even that fits; with a limit of `least` it does.
     """
-    small = sum(len(p.text) for p in passages) <= _SMALL
+    small = sum(len(p.title) + len(p.text) for p in passages) <= _SMALL
     lay = self._known if small else self._observation
     ids, short = lay(tuple(passages), limit)
     return list(ids), short

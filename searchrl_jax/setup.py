@@ -400,8 +400,8 @@ def restore_params(config: ConfigDict, workdir: str, cfg, mesh,
   """
   kept = saver(config, workdir)
   restored = kept.restore(
-    {'state': {'params': shapes(cfg, mesh)}},
-    int(which) if which.isdigit() else which, fingerprint=None, partial=True,
+    {'state': {'params': shapes(cfg, mesh)}}, which, fingerprint=None,
+    partial=True,
   )
   # Arrays of the same shapes can still be of another model (rope_theta).
   saved = kept.meta(restored.step)['fingerprint']

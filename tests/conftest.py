@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
-os.environ.setdefault('WANDB_MODE', 'offline')
+os.environ['WANDB_MODE'] = 'disabled'
 _FLAG = '--xla_force_host_platform_device_count'
 if _FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}=8'

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from configs import common
+from searchrl_jax import ask
 from searchrl_jax import command as commands
 from searchrl_jax import dryrun
 from searchrl_jax import evaluate
@@ -132,6 +133,13 @@ def test_ask_prints_the_answer(run):
                    'What is the craft of Nobody Here?')
   assert 'What is the craft of Nobody Here?' in out
   assert 'answer' in out
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+  hostile = 'a\x1b]0;owned\x07\x1b[2Jb\x9b1mc\tand\nlines'
+  shown = ask.printable(hostile)
+  assert not {'\x1b', '\x07', '\x9b'} & set(shown)
+  assert shown.endswith('c\tand\nlines')
 
 
 def test_export_loads_back(run, tmp_path):

@@ -100,6 +100,14 @@ def test_identity_of_real_tokenizers():
   assert stories.token_bytes(265) == b' the'
 
 
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(
+    {'model_type': 'qwen2', 'vocab_size': 100, 'eos_token_id': 0}
+  ))
+  with pytest.raises(ValueError, match='tokenizer'):
+    tokenizing.load(tmp_path)
+
+
 def test_negative_id_is_an_error():
   with pytest.raises(ValueError, match='-1 is negative'):
     scripted.tokenizer('bpe').token_bytes(-1)

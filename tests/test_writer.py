@@ -344,13 +344,25 @@ def test_tensorboard(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_wandb_offline(tmp_path):
+def test_wandb_offline(tmp_path, monkeypatch):
+  monkeypatch.setenv('WANDB_MODE', 'offline')
   with open_writer(tmp_path, config(wandb='offline')) as w:
     w.write(0, {'a': 1.0})
   assert list((tmp_path / 'wandb').glob('offline-run-*/*.wandb'))
   assert (tmp_path / 'wandb_id.txt').read_text().strip()
   with pytest.raises(RunError, match="config.log.wandb='on'"):
     open_writer(tmp_path / 'b', config(wandb='on'))
+
+
+def test_the_machine_decides_about_wandb(tmp_path, monkeypatch):
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  with open_writer(tmp_path / 'a', config(wandb='disabled')):
+    pass
+  assert (tmp_path / 'a' / 'wandb').exists()
+  monkeypatch.setenv('WANDB_MODE', 'disabled')
+  with open_writer(tmp_path / 'b', config(wandb='online')):
+    pass
+  assert not (tmp_path / 'b' / 'wandb').exists()
 
 
 def test_environment_names_the_commit_where_there_is_one():

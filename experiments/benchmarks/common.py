@@ -85,9 +85,11 @@ def interleave(fns: Mapping[str, Callable[[], Any]], reps: int) -> dict:
   return out
 
 
-def bar(name: str, value: float, bar: float, *, at_most: bool = False) -> dict:
-  """One bar: holds if value >= bar, or value <= bar with at_most."""
+def bar(name: str, value: float, bar: float, *, at_most: bool = False,
+        strict: bool = False) -> dict:
+  """One bar: holds if value >= bar, <= with at_most, never = with strict."""
   holds = value <= bar if at_most else value >= bar
+  holds = holds and not (strict and value == bar)
   return {'name': name, 'value': value, 'bar': bar, 'holds': bool(holds)}
 
 

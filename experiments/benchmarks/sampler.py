@@ -3,7 +3,8 @@
   python -m experiments.benchmarks.sampler --out=sampler.json
 
 64 distinct random prompts of 64 tokens, 64 new tokens each, sampled at
-temperature 1 with log-probs, prefill included, Qwen2 layout in float32. Both
+temperature 1 with log-probs, prefill included (all prompts in one call, on
+both sides), Qwen2 layout in float32. Both
 sides make a batch in turns; the peer (`sampler_torch.py`, a process of its
 own) runs with 1 and with 2 threads, and the better median counts. Tokens/s is
 new tokens by the median time.

@@ -135,8 +135,7 @@ def run(workdir: str, minutes: float) -> dict:
         nq['rl recall_any'][0] - nq['bare question recall_any'][0], -0.05,
       ),
       common.bar('format_valid', table[0]['rl valid_format'][0], 0.95),
-      common.bar('f1_gain', gain.low, 0.0)
-      | {'holds': bool(gain.low > 0)},
+      common.bar('f1_gain', gain.low, 0.0, strict=True),
     ],
   }
   return results

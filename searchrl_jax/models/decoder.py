@@ -204,7 +204,7 @@ def apply_rope(x, cos, sin):
   """Rotates halves (HF's layout). x [B, T, heads, H]; cos, sin [B, T, H/2].
 
   The gradient is the rotation back: autodiff would pad and add halves, which
-  takes a tenth of an update on a CPU. cos and sin pass none.
+  costs time on a CPU. cos and sin pass none.
   """
   return _rotate(x, cos, sin)
 

@@ -112,3 +112,27 @@ def test_greedy_continuation_of_a_trained_checkpoint(data_dir):
     ids.append(int(following(row, len(ids))))
   assert len(want['continuation']) == 200
   assert ids[len(want['prompt']):] == want['continuation']
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_gradient_of_rotary_positions_is_autodiffs(dtype):
+  """Its own gradient (rotate back) against that of the plain formula."""
+  rng = np.random.default_rng(0)
+  x, g = (
+    jnp.asarray(rng.normal(size=(2, 5, 3, 8)), dtype) for _ in range(2)
+  )
+  cfg = decoder.DecoderConfig(
+    vocab_size=8, d_model=24, n_layers=1, n_heads=3, n_kv_heads=3, head_dim=8,
+    d_ff=8,
+  )
+  tables = decoder.rope_tables(cfg, jnp.tile(jnp.arange(5), (2, 1)))
+  got, wanted = (
+    jax.vjp(lambda y, f=f: f(y, *tables), x)[1](g)[0]
+    for f in (decoder.apply_rope, decoder._rotate)
+  )
+  assert got.dtype == x.dtype
+  tolerance = 1e-6 if dtype == 'float32' else 2e-2
+  np.testing.assert_allclose(
+    np.asarray(got, np.float32), np.asarray(wanted, np.float32),
+    atol=tolerance,
+  )
