@@ -77,6 +77,9 @@ def get_config(arg=None):
   c.batch.lengths = (64, 128, 176, 256, 384)
   c.batch.tokens = 2048
   c.batch.loss_fraction = 0.4
+  # F1 pays little for a better query: without a pull back, queries drift.
+  c.algorithm.kl = 'loss'
+  c.algorithm.kl_coef = 0.05
   c.optim.lr = 3e-4
   c.optim.b2 = 0.98
   c.train.steps = 1000
