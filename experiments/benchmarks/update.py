@@ -6,11 +6,11 @@ Loss on half of the positions, backward, clipped norm, AdamW; float32; a
 Qwen2 layout. The peer is `update_torch.py` (its head: see there) under the
 better of 1 and 2 threads, in its default environment; `huge_pages_ratio` is
 against the same torch with the setting that our commands give themselves
-(`searchrl_jax.HUGE_PAGES`). Each side runs in a process of its own, so that
-the peak resident memory, imports and compilation included, is its own; the
-processes take turns, a few updates at a time; the first of each turn is not
-counted, on either side, as it pays for memory that the kernel took back while
-the others worked. About fifteen minutes.
+(`searchrl_jax.HUGE_PAGES`). The sides take turns, each turn a new process, so
+that the peak resident memory, imports and compilation included, is its own,
+and nobody holds memory while another is timed (the kernel takes back pages of
+idle processes, and to fault them in again costs either side a third). The
+first updates of a process are not counted. About twenty minutes.
 
 What is timed on our side is `Updater.step`: from NumPy microbatch to new
 parameters and metrics (entropy, KL, mismatch) on the host.
@@ -33,17 +33,18 @@ from searchrl_jax import HUGE_PAGES
 CASES = {
   '1m': dict(
     d_model=128, layers=4, heads=4, kv_heads=2, d_ff=416, vocab=2048,
-    rows=32, length=256, head_chunk=1024, updates=4,
+    rows=32, length=256, head_chunk=1024, updates=6,
   ),
   '28m': dict(
     d_model=512, layers=8, heads=8, kv_heads=2, d_ff=1792, vocab=2048,
-    rows=32, length=256, head_chunk=1024, updates=1,
+    rows=32, length=256, head_chunk=1024, updates=2,
   ),
   '152k': dict(
     d_model=128, layers=4, heads=4, kv_heads=2, d_ff=416, vocab=151_936,
-    rows=8, length=256, head_chunk=32, updates=2,
+    rows=8, length=256, head_chunk=32, updates=4,
   ),
 }
+WARM_UP = 2  # compilation, allocators, Adam's moments
 # name -> (bar, goal, whether smaller is better)
 BARS = {
   'update_1m': (1.1, 1.3, False), 'update_28m': (1.0, 1.3, False),
@@ -124,31 +125,27 @@ def worker(case: dict) -> None:
 
 
 class Side:
-  """A process that runs updates when told to."""
+  """Runs updates in a new process each turn."""
 
   def __init__(self, name: str, command: list[str], updates: int, env: dict):
     self.name, self.updates, self.last = name, updates, {}
-    self.process = subprocess.Popen(
-      command, cwd=common.ROOT, text=True, stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE, env=os.environ | env,
-    )
+    self.command, self.env = command, os.environ | env
+    self.peak_bytes = 0
 
   def __call__(self) -> float:
-    """Runs a few updates; the median of their seconds but the first."""
-    self.process.stdin.write(f'{1 + self.updates}\n')
-    self.process.stdin.flush()
-    line = self.process.stdout.readline()
-    if not line:
+    """The median seconds of the updates after the first two."""
+    done = subprocess.run(
+      self.command, cwd=common.ROOT, env=self.env, text=True,
+      input=f'{WARM_UP + self.updates}\n', stdout=subprocess.PIPE,
+    )
+    if done.returncode:
       raise RuntimeError(
-        f'{self.name} ended with status {self.process.wait()}; its message '
-        'is above'
+        f'{self.name} ended with status {done.returncode}; its message is '
+        'above'
       )
-    self.last = json.loads(line)
-    return statistics.median(self.last['seconds'][1:])
-
-  def close(self) -> None:
-    self.process.stdin.close()
-    self.process.wait()
+    self.last = json.loads(done.stdout)
+    self.peak_bytes = max(self.peak_bytes, self.last['peak_bytes'])
+    return statistics.median(self.last['seconds'][WARM_UP:])
 
 
 def measure(name: str) -> dict:
@@ -167,13 +164,7 @@ def measure(name: str) -> dict:
     ):
       command = [_PEER.value, script, fields, str(threads)]
       sides[side] = Side(side, command, case['updates'], env)
-  try:
-    for side in sides.values():
-      side()  # compilation, allocators, Adam's moments
-    seconds = common.interleave(sides, _REPS.value)
-  finally:
-    for side in sides.values():
-      side.close()
+  seconds = common.interleave(sides, _REPS.value)
   tokens = case['rows'] * case['length']
   speed = {k: tokens / statistics.median(v) for k, v in seconds.items()}
 
@@ -181,7 +172,7 @@ def measure(name: str) -> dict:
     return max((f'{kind}_{n}' for n in (1, 2)), key=speed.get)
 
   peer = better('torch')
-  peak = {k: side.last['peak_bytes'] for k, side in sides.items()}
+  peak = {k: side.peak_bytes for k, side in sides.items()}
   row = {
     'case': name, 'tokens_per_s': speed['jax'],
     'torch_tokens_per_s': speed[peer], 'torch_threads': int(peer[-1]),
