@@ -1,14 +1,19 @@
 import gzip
 import json
+import os
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from retrieval.corpus import (
   CorpusError,
+  iter_documents,
   join_contents,
   read_corpus,
   split_contents,
 )
+from tests.memory import Peak
 from tests.retrieval.conftest import PASSAGES
 
 GOOD = '{"id": "a", "contents": "x"}'
@@ -125,3 +130,138 @@ def test_split_contents(contents, parts):
 
 def test_join_is_the_inverse_of_split():
   assert split_contents(join_contents('T', 'a\nb')) == ('T', 'a\nb')
+
+
+def as_table(rows):
+  return pa.table(
+    {'id': [i for i, _ in rows], 'contents': [c for _, c in rows],
+     'other': range(len(rows))}
+  )
+
+
+@pytest.fixture(params=['parquet', 'arrow', 'dataset', 'dataset_dict', 'hf'])
+def save(request, tmp_path):
+  """Writes a table in one form; returns what names it."""
+
+  def run(table):
+    path = str(tmp_path / request.param)
+    if request.param == 'parquet':
+      pq.write_table(table, path, row_group_size=3)
+    elif request.param == 'arrow':
+      with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    elif request.param == 'hf':  # the hub's names and local folders are alike
+      os.mkdir(path)
+      pq.write_table(table, f'{path}/train.parquet')
+      return f'hf:{path}:train'
+    else:
+      import datasets
+
+      found = datasets.Dataset(table)
+      if request.param == 'dataset_dict':
+        found = datasets.DatasetDict(train=found)
+      found.save_to_disk(path)
+    return path
+
+  return run
+
+
+def test_every_form_holds_the_same_corpus(corpus, save):
+  rows = list(zip(corpus.ids, corpus.contents))
+  other = read_corpus(save(as_table(rows)))
+  assert other.ids == corpus.ids and other.contents == corpus.contents
+  assert other.sha256 == corpus.sha256
+
+
+@pytest.mark.parametrize(
+  'row, said',
+  [
+    (('b', None), "row 5: field 'contents' is None"),
+    (('', 'x'), "row 5: field 'id' is ''"),
+    ((None, 'x'), "row 5: field 'id' is None"),
+    (('a1', 'x'), "row 5: id 'a1' was already used on row 2"),
+  ],
+)
+def test_bad_row_is_named(save, row, said):
+  rows = [(f'a{i}', 'x') for i in range(8)]
+  rows[4] = row
+  path = save(as_table(rows))
+  with pytest.raises(CorpusError) as error:
+    read_corpus(path)
+  assert str(error.value).startswith(f'{path}: {said}')
+
+
+def test_columns_are_named(save):
+  table = as_table([('a', 'x')])
+  path = save(table.rename_columns(['id', 'text', 'other']))
+  with pytest.raises(CorpusError, match="no column 'contents' .*Join title"):
+    read_corpus(path)
+
+
+def test_number_columns_and_bad_text_of_parquet(tmp_path):
+  path = tmp_path / 'c.parquet'
+  pq.write_table(pa.table({'id': [7, 8], 'contents': ['x', 'y']}), path)
+  assert read_corpus(path).ids == ('7', '8')
+  bad = pa.array([b'fine', b'\xff'], pa.binary()).cast(pa.string(), safe=False)
+  pq.write_table(pa.table({'id': ['7', '8'], 'contents': bad}), path)
+  with pytest.raises(CorpusError, match='c.parquet: row 2: not UTF-8'):
+    read_corpus(path)
+
+
+@pytest.mark.parametrize('keep', [9, 0.5, 0.9])
+def test_columns_cut_short(tmp_path, keep):
+  path = tmp_path / 'c'
+  table = as_table([(str(i), f'{i:0200}') for i in range(3000)])
+  pq.write_table(table, path)
+  whole = path.read_bytes()
+  path.write_bytes(whole[: int(keep * len(whole)) if keep < 1 else keep])
+  with pytest.raises(CorpusError, match='cut short or damaged'):
+    read_corpus(path)
+  # The footer is there, what it points to is not.
+  path.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[
+    4 + len(whole) // 2:])
+  with pytest.raises(CorpusError, match='cut short or damaged'):
+    read_corpus(path)
+
+
+def test_splits_must_be_named(tmp_path):
+  import datasets
+
+  data = datasets.Dataset(as_table([('a', 'x')]))
+  path = tmp_path / 'two'
+  datasets.DatasetDict(one=data, two=data).save_to_disk(path)
+  with pytest.raises(CorpusError, match='splits one, two. Name one: .*two/one'):
+    read_corpus(path)
+  assert read_corpus(path / 'two').ids == ('a',)
+
+
+def test_a_name_that_is_not_on_the_hub_or_offline():
+  with pytest.raises(CorpusError, match='hf:nobody/nothing: .* cannot be'):
+    read_corpus('hf:nobody/nothing')
+
+
+def test_equal_hashes_are_no_equal_ids(tmp_path, monkeypatch):
+  monkeypatch.setattr('retrieval.corpus.hash', len, raising=False)
+  lines = [json.dumps({'id': i, 'contents': 'x'}) for i in ('a', 'b', 'cc')]
+  assert read_corpus(write(tmp_path, *lines)).ids == ('a', 'b', 'cc')
+  with pytest.raises(CorpusError, match=r":5: id 'b' .* on line 2\."):
+    read_corpus(write(tmp_path, *lines, '', lines[1]))
+
+
+def test_streams(tmp_path):
+  """70 MB pass through a few; Parquet in one row group, too."""
+  path = tmp_path / 'c.jsonl'
+  with open(path, 'w') as f:
+    for i in range(70_000):
+      f.write(json.dumps({'id': str(i), 'contents': f'{i:01000}'}) + '\n')
+  table = as_table([(str(i), f'{i:01000}') for i in range(70_000)])
+  pq.write_table(table, tmp_path / 'c.parquet', compression='none',
+                 use_dictionary=False)
+  del table
+  for name in ('c.jsonl', 'c.parquet'):
+    next(iter_documents(tmp_path / name))
+    with Peak() as memory:
+      for n, doc in enumerate(iter_documents(tmp_path / name)):
+        assert len(doc.contents) == 1000 and doc.id == str(n)
+    assert n == 69_999
+    assert memory.peak - memory.start < 35e6, name
