@@ -1,0 +1,407 @@
+import fcntl
+import hashlib
+import http.server
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+
+from huggingface_hub import constants
+
+from retrieval import download, transfer
+from retrieval.download import run
+from retrieval.transfer import DownloadError
+from tests.conftest import ROOT
+
+DATA = b''.join(b'%07d\n' % i for i in range(40_000))  # 320 kB
+OTHER = bytes(reversed(DATA))
+COMMIT = 'c0ffee' * 6 + 'c0ff'
+
+
+def sha256(data):
+  return hashlib.sha256(data).hexdigest()
+
+
+class Server(http.server.ThreadingHTTPServer):
+  """Serves `files`; `plan` says how each request for one goes, then well."""
+
+  daemon_threads = True
+
+  def __init__(self):
+    super().__init__(('127.0.0.1', 0), Handler)
+    self.files, self.plan, self.asked, self.sent = {}, [], [], 0
+    self.etag, self.api = 'strong', {}
+    self.url = f'http://127.0.0.1:{self.server_port}'
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+  protocol_version = 'HTTP/1.1'
+
+  def log_message(self, *args):
+    pass
+
+  def do_GET(self):
+    server, path = self.server, self.path.partition('?')[0]
+    if path in server.api:
+      return self.reply(200, json.dumps(server.api[path]).encode())
+    server.asked.append(dict(self.headers))
+    how = server.plan.pop(0) if server.plan else 'well'
+    if callable(how):
+      how = how() or 'well'
+    data = server.files.get(path)
+    if isinstance(how, int):
+      return self.reply(how, b'no', {'Retry-After': '0'})
+    if data is None:
+      return self.reply(404, b'absent')
+    tag = {
+      'strong': f'"{sha256(data)[:8]}"', 'weak': 'W/"same"', 'none': None,
+    }[server.etag]
+    headers = {'ETag': tag} if tag else {}
+    start, asked = 0, self.headers.get('Range')
+    if asked and how != 'no ranges' and (
+      self.headers.get('If-Range') in (None, tag) or how == 'careless'
+    ):
+      start = int(asked.removeprefix('bytes=').removesuffix('-'))
+      if start >= len(data):
+        headers['Content-Range'] = f'bytes */{len(data)}'
+        return self.reply(416, b'', headers)
+      headers['Content-Range'] = f'bytes {start}-{len(data) - 1}/{len(data)}'
+      if how == 'other range':
+        headers['Content-Range'] = f'bytes 0-{len(data) - 1}/{len(data)}'
+    body = data[start:]
+    cut = len(body) // 2 if how == 'cut' else len(body)
+    self.send_response(206 if asked and 'Content-Range' in headers else 200)
+    for name, value in headers.items():
+      self.send_header(name, value)
+    if how in ('chunked', 'chunked cut'):
+      self.send_header('Transfer-Encoding', 'chunked')
+      self.end_headers()
+      self.put(b'%x\r\n%s\r\n' % (len(body), body))
+      if how == 'chunked':
+        self.put(b'0\r\n\r\n')
+    elif how == 'endless':
+      self.end_headers()
+      self.put(body[:1000])
+    else:
+      if how == 'zipped':
+        self.send_header('Content-Encoding', 'gzip')
+      self.send_header('Content-Length', str(len(body)))
+      self.end_headers()
+      self.put(body[:cut], slow=how == 'slow')
+    self.close_connection = True
+
+  def reply(self, code, body, headers=()):
+    self.send_response(code)
+    for name, value in dict(headers).items():
+      self.send_header(name, value)
+    self.send_header('Content-Length', str(len(body)))
+    self.end_headers()
+    self.wfile.write(body)
+
+  def put(self, data, slow=False):
+    for i in range(0, len(data), 1 << 16):
+      self.wfile.write(data[i:i + (1 << 16)])
+      self.server.sent += len(data[i:i + (1 << 16)])
+      if slow:
+        threading.Event().wait(0.5)  # time.sleep does nothing here
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
+  monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+  monkeypatch.setattr(transfer.time, 'sleep', lambda s: None)
+  with Server() as server:
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    server.files['/f.bin'] = DATA
+    yield server
+    server.shutdown()
+    thread.join()
+
+
+def ask(server, out, **given):
+  """Runs the command; without a source: the plain file /f.bin."""
+  f = dict(
+    bundle=None, repo=None, repo_type='dataset', file=['*'], revision='main',
+    mirror=server.url, url=None, sha256=None, join=None, keep_parts=True,
+    out=str(out),
+  )
+  if not {'bundle', 'repo', 'url'} & set(given):
+    f['url'] = f'{server.url}/f.bin'
+  return run(types.SimpleNamespace(**{**f, **given}))
+
+
+def hub(server, repo, files, small=(), repo_type='datasets'):
+  """Makes the server a hub that has this repository."""
+  siblings = []
+  for name, data in files.items():
+    blob = hashlib.sha1(b'blob %d\0' % len(data) + data).hexdigest()
+    entry = {'rfilename': name, 'size': len(data), 'blobId': blob}
+    if name not in small:
+      entry['lfs'] = {
+        'sha256': sha256(data), 'size': len(data), 'pointerSize': 130
+      }
+    siblings.append(entry)
+    prefix = '' if repo_type == 'models' else f'/{repo_type}'
+    server.files[f'{prefix}/{repo}/resolve/{COMMIT}/{name}'] = data
+  server.api[f'/api/{repo_type}/{repo}/revision/main'] = {
+    'id': repo, 'sha': COMMIT, 'siblings': siblings,
+  }
+
+
+def test_plain_file_and_again_without_a_network(server, tmp_path):
+  assert ask(server, tmp_path, sha256=sha256(DATA)) == [tmp_path / 'f.bin']
+  assert (tmp_path / 'f.bin').read_bytes() == DATA
+  asked = len(server.asked)
+  server.files.clear()
+  ask(server, tmp_path, sha256=sha256(DATA))
+  assert len(server.asked) == asked == 1
+  assert not list(tmp_path.glob('*.part'))
+
+
+def test_cut_connections_go_on_where_they_were(server, tmp_path):
+  server.plan = ['cut', 'cut', 500, 'cut']
+  ask(server, tmp_path)
+  assert (tmp_path / 'f.bin').read_bytes() == DATA
+  assert server.sent == len(DATA)  # no byte twice
+  assert [a.get('Range') for a in server.asked] == [None] + [
+    f'bytes={n}-' for n in (160_000, 240_000, 240_000, 280_000)
+  ]
+  assert all(a['If-Range'] for a in server.asked[1:])
+
+
+def test_gives_up_and_keeps_what_came(server, tmp_path):
+  server.plan = ['cut'] + [503] * 100
+  with pytest.raises(DownloadError, match='503.*160000 bytes are kept'):
+    ask(server, tmp_path)
+  assert not (tmp_path / 'f.bin').exists()
+  assert (tmp_path / 'f.bin.part').read_bytes() == DATA[:160_000]
+  server.plan = []
+  ask(server, tmp_path)
+  assert server.sent == len(DATA)
+
+
+def test_file_that_changes_between_requests_is_not_mixed(server, tmp_path):
+  def change():
+    server.files['/f.bin'] = OTHER
+
+  for how in ('well', 'careless'):
+    out = tmp_path / how
+    server.files['/f.bin'] = DATA
+    server.plan = ['cut', lambda how=how: change() or how]
+    ask(server, out)
+    assert (out / 'f.bin').read_bytes() == OTHER
+
+
+@pytest.mark.parametrize('etag', ['weak', 'none'])
+def test_without_a_validator_it_starts_over(server, tmp_path, etag):
+  server.etag, server.plan = etag, ['cut', 'cut']
+  ask(server, tmp_path)
+  assert (tmp_path / 'f.bin').read_bytes() == DATA
+  assert not any('Range' in a for a in server.asked)
+
+
+def test_with_a_hash_no_validator_is_needed(server, tmp_path):
+  server.etag, server.plan = 'none', ['cut', 'cut']
+  ask(server, tmp_path, sha256=sha256(DATA))
+  assert server.sent == len(DATA)
+
+
+@pytest.mark.parametrize('how', ['no ranges', 'other range'])
+def test_servers_that_do_not_do_ranges(server, tmp_path, how):
+  server.plan = ['cut', how]
+  ask(server, tmp_path)
+  assert (tmp_path / 'f.bin').read_bytes() == DATA
+
+
+def test_wrong_hash_is_refused_and_not_resumed(server, tmp_path):
+  with pytest.raises(DownloadError) as error:
+    ask(server, tmp_path, sha256=sha256(OTHER))
+  assert sha256(OTHER) in str(error.value) and sha256(DATA) in str(error.value)
+  assert not list(tmp_path.glob('f*'))
+  server.files['/f.bin'] = OTHER
+  ask(server, tmp_path, sha256=sha256(OTHER))
+
+
+def test_part_longer_than_the_file(server, tmp_path):
+  (tmp_path / 'f.bin.part').write_bytes(b'x' * (len(DATA) + 5))  # 416
+  ask(server, tmp_path, sha256=sha256(DATA))
+  assert (tmp_path / 'f.bin').read_bytes() == DATA
+
+
+def test_whole_part_is_not_fetched_again(server, tmp_path):
+  (tmp_path / 'f.bin.part').write_bytes(DATA)  # killed before the rename
+  ask(server, tmp_path, sha256=sha256(DATA))
+  assert server.sent == 0
+
+
+@pytest.mark.parametrize(
+  'plan, said',
+  [([404], 'status 404'), ([403], 'HF_TOKEN'), (['zipped'], 'gzip'),
+   (['endless'], 'does not say how long')],
+)
+def test_refusals(server, tmp_path, plan, said):
+  server.plan = plan
+  with pytest.raises(DownloadError, match=said):
+    ask(server, tmp_path)
+  assert not (tmp_path / 'f.bin').exists()
+  assert len(server.asked) == 1
+
+
+def test_chunked_answers_show_their_end(server, tmp_path):
+  server.plan = ['chunked cut', 'chunked']
+  ask(server, tmp_path)
+  assert (tmp_path / 'f.bin').read_bytes() == DATA
+
+
+def test_no_server(server, tmp_path):
+  with pytest.raises(DownloadError, match='6 times in a row'):
+    ask(server, tmp_path, url='http://127.0.0.1:1/f.bin')
+
+
+def test_file_that_is_there_already(server, tmp_path):
+  path = tmp_path / 'f.bin'
+  path.write_bytes(DATA[:1000])
+  with pytest.raises(DownloadError, match='is there already'):
+    ask(server, tmp_path)
+  with pytest.raises(DownloadError, match='is there already'):
+    ask(server, tmp_path, sha256=sha256(DATA))
+  path.write_bytes(DATA)
+  ask(server, tmp_path, sha256=sha256(DATA))
+  assert server.asked == []
+
+
+def test_two_processes(server, tmp_path):
+  with open(tmp_path / 'f.bin.part', 'wb') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    with pytest.raises(DownloadError, match='another process'):
+      ask(server, tmp_path)
+
+
+def test_bad_requests(server, tmp_path):
+  for given, said in (
+    (dict(url='ftp://x/y'), 'not http'), (dict(url='http://x/'), 'not http'),
+    (dict(url='file:///etc/passwd'), 'not http'),
+    (dict(repo='a/b', url='http://x/y'), 'give one of'),
+    (dict(sha256='abc'), '64 hexadecimal'),
+  ):
+    with pytest.raises(DownloadError, match=said):
+      ask(server, tmp_path, **given)
+
+
+def test_hub_repository_by_its_own_hashes(server, tmp_path):
+  hub(
+    server, 'o/n', {'a/b.bin': DATA, 'README.md': b'read', 'c.txt': b'no'},
+    small=['README.md', 'c.txt'],
+  )
+  server.plan = ['well', 'cut']
+  found = ask(server, tmp_path, repo='o/n', file=['*.bin', 'README*'])
+  assert found == [tmp_path / 'README.md', tmp_path / 'a/b.bin']
+  assert (tmp_path / 'a/b.bin').read_bytes() == DATA
+  assert not (tmp_path / 'c.txt').exists()
+  assert not any('Authorization' in a for a in server.asked)  # http
+  server.files.clear(), server.api.clear()
+  assert found == ask(
+    server, tmp_path, repo='o/n', file=['*.bin', 'README*']
+  )
+
+
+@pytest.mark.parametrize('name', ['a.bin', 'small.txt'])
+def test_hub_file_of_another_hash(server, tmp_path, name):
+  hub(server, 'o/n', {name: DATA}, small=['small.txt'], repo_type='models')
+  server.files[f'/o/n/resolve/{COMMIT}/{name}'] = OTHER
+  with pytest.raises(DownloadError, match='was due; removed'):
+    ask(server, tmp_path, repo='o/n', repo_type='model')
+  server.files[f'/o/n/resolve/{COMMIT}/{name}'] = DATA + b'more'
+  with pytest.raises(DownloadError, match='should be 320000'):
+    ask(server, tmp_path, repo='o/n', repo_type='model')
+  assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize('name', ['../x', '/x', 'a/../../x', 'a\\x', 'a//x'])
+def test_names_cannot_leave_the_folder(server, tmp_path, name):
+  hub(server, 'o/n', {name: DATA})
+  with pytest.raises(DownloadError, match='refused'):
+    ask(server, tmp_path / 'out', repo='o/n')
+  assert server.asked == []
+
+
+def test_hub_errors_name_what_is_wrong(server, tmp_path):
+  with pytest.raises(DownloadError, match='o/absent at http'):
+    ask(server, tmp_path, repo='o/absent')
+  with pytest.raises(DownloadError, match='no/such/name'):
+    ask(server, tmp_path, repo='no/such/name')
+  hub(server, 'o/n', {'a\x1b[2J': DATA, 'b': DATA})
+  with pytest.raises(DownloadError, match="no file matches 'z'") as error:
+    ask(server, tmp_path, repo='o/n', file=['z'])
+  assert '\x1b' not in str(error.value)
+  with pytest.raises(DownloadError, match='is of one file, 2 match'):
+    ask(server, tmp_path, repo='o/n', sha256='0' * 64)
+
+
+def test_bundle_joins_its_parts(server, tmp_path):
+  repo, _, name = download.BUNDLES['wiki-18-e5-flat']
+  hub(server, repo, {'part_ab': DATA[150:], 'part_aa': DATA[:150], 'x': b'x'})
+  given = dict(bundle='wiki-18-e5-flat', keep_parts=False)
+  found = ask(server, tmp_path, **given)
+  assert [p.name for p in found] == [name] == ['e5_Flat.index']
+  assert found[0].read_bytes() == DATA
+  assert not list(tmp_path.glob('part_*'))
+  server.files.clear(), server.api.clear()
+  assert ask(server, tmp_path, **given) == found
+
+
+def test_cache_of_the_hub_is_used_offline_too(server, tmp_path, monkeypatch):
+  hub(server, 'o/n', {'a.bin': DATA})
+  folder = tmp_path / 'hub' / 'datasets--o--n'
+  (folder / 'blobs').mkdir(parents=True)
+  (folder / 'blobs' / sha256(DATA)).write_bytes(DATA)
+  snapshot = folder / 'snapshots' / COMMIT
+  snapshot.mkdir(parents=True)
+  (snapshot / 'a.bin').symlink_to(folder / 'blobs' / sha256(DATA))
+  (folder / 'refs').mkdir()
+  (folder / 'refs/main').write_text(COMMIT)
+  ask(server, tmp_path / 'online', repo='o/n')
+  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+  ask(server, tmp_path / 'offline', repo='o/n')
+  assert (tmp_path / 'offline/a.bin').read_bytes() == DATA
+  assert server.asked == []
+  with pytest.raises(DownloadError, match='HF_HUB_OFFLINE is set'):
+    ask(server, tmp_path / 'other', repo='o/other')
+  with pytest.raises(DownloadError, match='HF_HUB_OFFLINE is set'):
+    ask(server, tmp_path / 'other')
+
+
+def test_killed_process_goes_on(server, tmp_path):
+  server.plan = ['slow']
+  out = tmp_path / 'out'
+  command = [
+    sys.executable, '-m', 'retrieval.download', f'--url={server.url}/f.bin',
+    f'--out={out}',
+  ]
+  env = {**os.environ, 'HF_HUB_OFFLINE': '0'}
+  process = subprocess.Popen(command, cwd=ROOT, env=env)
+  part = out / 'f.bin.part'
+  for _ in itertools.count():
+    if part.exists() and part.stat().st_size >= 1 << 16:
+      break
+    assert process.poll() is None
+    threading.Event().wait(0.05)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  had = part.stat().st_size
+  assert 0 < had < len(DATA) and not (out / 'f.bin').exists()
+  done = subprocess.run(
+    command, cwd=ROOT, env=env, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip() == str(out / 'f.bin')
+  assert (out / 'f.bin').read_bytes() == DATA
+  assert server.asked[1]['Range'] == f'bytes={had}-'
