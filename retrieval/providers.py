@@ -1,0 +1,156 @@
+"""Five search APIs: how each is asked and how it answers.
+
+| provider | key (environment) | results a call | documentation |
+|---|---|---|---|
+| serpapi | SERPAPI_API_KEY | 100 | serpapi.com/search-api |
+| serper | SERPER_API_KEY | 100 | serper.dev |
+| google | GOOGLE_API_KEY, GOOGLE_CSE_ID | 10 | developers.google.com |
+| brave | BRAVE_API_KEY | 20 | api-dashboard.search.brave.com |
+| bing | BING_API_KEY | 50 | learn.microsoft.com/bing/search-apis |
+
+Google's API takes no new customers and ends on 1 January 2027. Microsoft
+retired Bing's in August 2025; the format lives on in compatible endpoints.
+"""
+
+import dataclasses
+import html
+import json
+import re
+from collections.abc import Mapping
+
+# Brave refuses longer queries; Google reads 32 words and no more.
+_CHARACTERS, _WORDS = 400, 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One result."""
+
+  title: str
+  url: str
+  text: str  # what the provider shows of the page
+
+
+@dataclasses.dataclass(frozen=True)
+class Provider:
+  """One API."""
+
+  base_url: str
+  path: str
+  keys: tuple[str, ...]  # environment variables, the secret one first
+  secret: str  # the header, or the parameter, that takes the secret
+  count: str  # the parameter that says how many results
+  most: int  # results of one call
+  rows: tuple[str, ...]  # where an answer holds its results
+  fields: tuple[str, str, str]  # of a result: title, URL, text
+  sign: tuple[str, str | None]  # what an answer without results still has
+  fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  answer_box: str = ''  # where an answer holds what stands above its results
+  method: str = 'GET'
+  in_header: bool = True  # the secret
+  escaped: bool = False  # text is HTML
+
+  def read_keys(self, environ: Mapping[str, str]) -> list[str]:
+    """The keys; ValueError names the variable, never what it holds."""
+    values = [environ.get(name, '').strip() for name in self.keys]
+    for name, value in zip(self.keys, values, strict=True):
+      if not value:
+        raise ValueError(f'the environment has no {name}. Set it to your key.')
+      if not re.fullmatch('[!-~]+', value):
+        raise ValueError(f'{name} holds a blank or a character beyond ASCII')
+    return values
+
+  def parse(self, answer: object) -> list[Row]:
+    """The results, best first, each URL once.
+
+    What Google shows above its results comes first; it need not come from a
+    page, so its URL may be ''.
+
+    Raises:
+      ValueError: not the documented shape. An answer without results has it.
+    """
+    value = answer
+    for name in self.rows:
+      value = value.get(name) if isinstance(value, dict) else None
+    name, sign = self.sign
+    empty = isinstance(answer, dict) and value is None and name in answer and (
+      sign in (None, answer[name])
+    )
+    if not isinstance(value, list) and not empty:
+      raise ValueError(f'no list {".".join(self.rows)} in {json.dumps(answer)}')
+    rows = [self._row(row) for row in value or []]
+    if rows and not any(rows):
+      raise ValueError(f'no result has a URL in {json.dumps(value)}')
+    unique: dict[str, Row] = {}
+    for row in filter(None, [self._box(answer.get(self.answer_box)), *rows]):
+      unique.setdefault(row.url, row)
+    return list(unique.values())
+
+  def _row(self, row: object) -> Row | None:
+    row = row if isinstance(row, dict) else {}
+    title, url, text = map(row.get, self.fields)
+    if not isinstance(url, str) or not url.startswith(('http://', 'https://')):
+      return None
+    return Row(self._clean(title), url, self._clean(text))
+
+  def _box(self, box: object) -> Row | None:
+    box = box[0] if isinstance(box, list) and box else box
+    if not isinstance(box, dict):
+      return None
+    parts = (self._clean(box.get(x)) for x in ('answer', 'result', 'snippet'))
+    text = '\n'.join(dict.fromkeys(filter(None, parts)))
+    row = self._row(box) or Row(self._clean(box.get('title')), '', '')
+    return dataclasses.replace(row, text=text) if text else None
+
+  def _clean(self, text: object) -> str:
+    text = text if isinstance(text, str) else ''
+    text = html.unescape(text) if self.escaped else text
+    return ' '.join(text.split())  # the title is a line of its own
+
+
+PROVIDERS = {
+  'serpapi': Provider(
+    'https://serpapi.com', '/search.json', ('SERPAPI_API_KEY',), 'api_key',
+    'num', 100, ('organic_results',), ('title', 'link', 'snippet'),
+    ('search_metadata', None), {'engine': 'google'}, 'answer_box',
+    in_header=False,
+  ),
+  'serper': Provider(
+    'https://google.serper.dev', '/search', ('SERPER_API_KEY',), 'X-API-KEY',
+    'num', 100, ('organic',), ('title', 'link', 'snippet'),
+    ('searchParameters', None), answer_box='answerBox', method='POST',
+  ),
+  'google': Provider(
+    'https://www.googleapis.com', '/customsearch/v1',
+    ('GOOGLE_API_KEY', 'GOOGLE_CSE_ID'), 'key', 'num', 10, ('items',),
+    ('title', 'link', 'snippet'), ('kind', 'customsearch#search'),
+    in_header=False,
+  ),
+  'brave': Provider(
+    'https://api.search.brave.com', '/res/v1/web/search', ('BRAVE_API_KEY',),
+    'X-Subscription-Token', 'count', 20, ('web', 'results'),
+    ('title', 'url', 'description'), ('type', 'search'),
+    {'text_decorations': 'false'}, escaped=True,
+  ),
+  'bing': Provider(
+    'https://api.bing.microsoft.com', '/v7.0/search', ('BING_API_KEY',),
+    'Ocp-Apim-Subscription-Key', 'count', 50, ('webPages', 'value'),
+    ('name', 'url', 'snippet'), ('_type', 'SearchResponse'),
+    {'textDecorations': 'false', 'textFormat': 'Raw'},
+  ),
+}
+
+# What providers say when asking again cannot help before someone pays or the
+# day is over: SerpAPI, Serper, Google (new and old), Brave, Bing.
+SPENT = re.compile(
+  'run out of searches|not enough credits|queries per day|dailyLimitExceeded|'
+  'quota_limited|out of call volume', re.I
+)
+# SerpAPI's words for an honest nothing, in the field `error`.
+NOTHING = "Google hasn't returned any results"
+
+
+def sendable(query: str) -> str:
+  """A query as APIs take it: at most 400 characters and 50 words, Unicode."""
+  query = re.sub('[\ud800-\udfff\x00]', '\ufffd', query)
+  return ' '.join(query.split()[:_WORDS])[:_CHARACTERS].strip()
