@@ -1,345 +1,313 @@
-"""The HTTP application: checks requests, batches queries, shapes answers.
+"""The HTTP application: checks requests, shapes answers, says how it is.
 
 `retrieval.server` runs it as a process; tests run it without one.
 """
 
 import asyncio
 import collections
-import concurrent.futures
+import contextlib
 import dataclasses
-import difflib
-import json
+import hmac
+import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from typing import Any
 
 import fastapi
 import numpy as np
-from fastapi.responses import JSONResponse, Response
+import prometheus_client
+import psutil
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import ClientDisconnect
 
-from retrieval.corpus import Corpus
+from retrieval import metrics, protocol
+from retrieval.batcher import Batcher
+from retrieval.core import LocalSearcher, Searcher
+from retrieval.protocol import Limits, Rejected, bad_request
 
-VERSION = '1'  # of the protocol
-
-
-class Index(Protocol):
-  """Anything that ranks: see `BM25Index.search` for the shapes."""
-
-  @property
-  def parameters(self) -> Mapping[str, object]: ...
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> tuple[np.ndarray, np.ndarray]: ...
+_OPEN = ('/health', '/ready')  # answered without the token, telling less
+# Sizes of batch and of query that are searched before /ready says so: whatever
+# compiles for a shape has then compiled.
+_WARM_QUERIES = (1, 8, 32, 128)
+_WARM_WORDS = (4, 16, 64)
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """What one request may ask for, and how requests are batched."""
+class Traffic:
+  """What passes through the application: bounds and counts it."""
 
-  topk: int = 3  # when a request names none
-  max_topk: int = 100
-  max_queries: int = 1024  # in one request
-  max_query_bytes: int = 16384  # UTF-8, of one query
-  max_pending: int = 65536  # queries taken and not yet searched, else 503
-  batch_ms: float = 2.0  # how long the first request waits for others
+  def __init__(self, limits: Limits):
+    self.limits = limits
+    self.started = time.time()
+    self.in_flight = self.bytes = 0
+    self.statuses: collections.Counter = collections.Counter()
+    # (end, seconds, queries) of the last answered requests.
+    self.recent: collections.deque = collections.deque(maxlen=4096)
 
-  @property
-  def max_body_bytes(self) -> int:
-    # A byte of a query takes up to six in JSON (\u0000).
-    return self.max_queries * (6 * self.max_query_bytes + 8) + 4096
-
-
-class BadRequest(Exception):
-  """A request that breaks the protocol: 422, or 413 for the body's size."""
-
-  def __init__(self, where: Sequence[str | int], message: str, status=422):
-    super().__init__(message)
-    self.where, self.message, self.status = list(where), message, status
-
-
-@dataclasses.dataclass(frozen=True)
-class RetrieveRequest:
-  queries: tuple[str, ...]
-  topk: int
-  return_scores: bool
-
-
-_FIELDS = tuple(f.name for f in dataclasses.fields(RetrieveRequest))
-
-
-def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
-  """Checks the body of POST /retrieve.
-
-  By hand rather than by a pydantic model: FastAPI's own 422 repeats the input,
-  and fails (500) where that is not valid Unicode.
-
-  Raises:
-    BadRequest: naming the field and the mend.
-  """
-  try:
-    data = json.loads(body.decode('utf-8'))
-  except UnicodeDecodeError as error:
-    raise BadRequest([], f'not UTF-8 at byte {error.start}') from None
-  except (ValueError, RecursionError) as error:
-    raise BadRequest([], f'not JSON: {error}') from None
-  if not isinstance(data, dict):
-    raise BadRequest([], 'must be a JSON object {"queries": [...]}')
-  for name in data:
-    if name not in _FIELDS:
-      near = difflib.get_close_matches(name, _FIELDS, 1, 0.5)
-      raise BadRequest(
-        [_printable(name)],
-        'unknown field; '
-        + (f'meant {near[0]!r}?' if near else f'known: {", ".join(_FIELDS)}'),
-      )
-  scores = data.get('return_scores')
-  if scores is not None and not isinstance(scores, bool):
-    raise BadRequest(['return_scores'], 'must be true or false')
-  return RetrieveRequest(
-    _queries(data, limits), _topk(data, limits), bool(scores)
-  )
-
-
-def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
-  if 'queries' not in data:
-    raise BadRequest(['queries'], 'is missing; send a list of strings')
-  queries = data['queries']
-  if not isinstance(queries, list):
-    raise BadRequest(['queries'], 'must be a list of strings')
-  if not 1 <= len(queries) <= limits.max_queries:
-    raise BadRequest(
-      ['queries'],
-      f'{len(queries)} queries; send 1 to {limits.max_queries} '
-      '(--max_queries)',
-    )
-  for i, query in enumerate(queries):
-    if not isinstance(query, str):
-      raise BadRequest(['queries', i], 'must be a string')
-    # surrogatepass: a lone surrogate is searched as the non-word it is.
-    size = len(query.encode('utf-8', 'surrogatepass'))
-    if size > limits.max_query_bytes:
-      raise BadRequest(
-        ['queries', i],
-        f'{size} bytes; a query has at most {limits.max_query_bytes} '
-        '(--max_query_bytes)',
-      )
-  return tuple(queries)
-
-
-def _topk(data: Mapping[str, Any], limits: Limits) -> int:
-  topk = data.get('topk')
-  if topk is None:
-    return limits.topk
-  if isinstance(topk, bool) or not isinstance(topk, int):
-    raise BadRequest(['topk'], 'must be an integer')
-  if not 1 <= topk <= limits.max_topk:
-    raise BadRequest(
-      ['topk'], f'must lie between 1 and {limits.max_topk} (--max_topk)'
-    )
-  return topk
-
-
-class Overloaded(Exception):
-  """More queries wait than `Limits.max_pending`."""
-
-
-@dataclasses.dataclass
-class Counters:
-  requests: int = 0  # accepted
-  queries: int = 0  # in them
-  searched: int = 0  # asked of the index, duplicates once
-  batches: int = 0
-
-
-class Batcher:
-  """Puts the queries of many requests to the index as one call.
-
-  The first request waits `batch_ms` for others; while the index works, those
-  that arrive gather for the next call. A query that occurs twice in a batch
-  is searched once, with the largest k: indexes order results totally, so a
-  shorter list is a prefix of a longer one.
-  """
-
-  def __init__(self, index: Index, limits: Limits):
-    self.counters = Counters()
-    self._index, self._limits = index, limits
-    self._waiting: collections.deque = collections.deque()
-    self._pending = 0
-    self._arrived = asyncio.Event()
-    # One thread: the index is at work on one batch at a time.
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'index')
-    self._task: asyncio.Task | None = None
-
-  def start(self) -> None:
-    self._task = asyncio.create_task(self._run())
-
-  async def stop(self) -> None:
-    if self._task is not None:
-      self._task.cancel()
-      await asyncio.gather(self._task, return_exceptions=True)
-    self._thread.shutdown(wait=False, cancel_futures=True)
-
-  async def search(
-    self, queries: Sequence[str], k: int
-  ) -> list[list[tuple[int, float]]]:
-    """Ranks the queries: for each, (position, score) best first, at most k.
+  @contextlib.contextmanager
+  def request(self) -> Iterator['Request']:
+    """A search request, from its head to its answer.
 
     Raises:
-      Overloaded: too many queries wait already.
+      Rejected: 429, `Limits.max_requests` are in flight.
     """
-    if self._pending + len(queries) > self._limits.max_pending:
-      raise Overloaded
-    future = asyncio.get_running_loop().create_future()
-    self.counters.requests += 1
-    self.counters.queries += len(queries)
-    self._pending += len(queries)
-    self._waiting.append((queries, k, future))
-    self._arrived.set()
-    return await future
+    if self.in_flight >= self.limits.max_requests:
+      raise Rejected(
+        429, 'requests',
+        f'{self.in_flight} requests are in flight (--max_requests); send '
+        'fewer at once, with more queries each', 1,
+      )
+    request = Request(self)
+    self.in_flight += 1
+    metrics.IN_FLIGHT.set(self.in_flight)
+    try:
+      yield request
+    finally:
+      self.in_flight -= 1
+      self.bytes -= request.bytes
+      metrics.IN_FLIGHT.set(self.in_flight)
 
-  async def _run(self) -> None:
-    while True:
-      await self._arrived.wait()
-      await asyncio.sleep(self._limits.batch_ms / 1000)
-      batch = self._take()
-      if not self._waiting:
-        self._arrived.clear()
-      if not batch:
-        continue
-      try:
-        await self._answer(batch)
-      except Exception as error:  # the index broke: this batch fails, not all
-        for _, _, future in batch:
-          if not future.done():
-            future.set_exception(error)
-      finally:
-        self._pending -= sum(len(queries) for queries, _, _ in batch)
-
-  def _take(self) -> list:
-    """Whole requests, at most max_queries queries; one at the least.
-
-    Without those whose client has gone; none if all have.
-    """
-    batch, size = [], 0
-    while self._waiting:
-      queries, _, future = self._waiting[0]
-      if future.done():
-        self._pending -= len(queries)
-        self._waiting.popleft()
-        continue
-      size += len(queries)
-      if batch and size > self._limits.max_queries:
-        break
-      batch.append(self._waiting.popleft())
-    return batch
-
-  async def _answer(self, batch: list) -> None:
-    rows = {}  # query -> its row in the call
-    for queries, _, _ in batch:
-      for query in queries:
-        rows.setdefault(query, len(rows))
-    most = max(k for _, k, _ in batch)
-    self.counters.searched += len(rows)
-    self.counters.batches += 1
-    ids, scores = await asyncio.get_running_loop().run_in_executor(
-      self._thread, self._index.search, list(rows), most
+  def stats(self) -> dict[str, object]:
+    """Of the last answered requests, at most 4096 and 60 s old."""
+    now = time.monotonic()
+    recent = [r for r in self.recent if r[0] > now - 60]
+    span = min(60.0, time.time() - self.started)
+    if len(recent) == self.recent.maxlen:  # what came before is forgotten
+      span = now - recent[0][0]
+    p50, p99 = (
+      np.percentile([r[1] for r in recent], (50, 99)) * 1000
+      if recent else (None, None)
     )
-    ranked = [
-      [(i, s) for i, s in zip(*row, strict=True) if i >= 0]
-      for row in zip(ids.tolist(), scores.tolist(), strict=True)
-    ]
-    for queries, k, future in batch:
-      if not future.done():  # the client may have gone
-        future.set_result([ranked[rows[query]][:k] for query in queries])
+    return {
+      'uptime_s': round(time.time() - self.started, 3),
+      'rss_bytes': psutil.Process().memory_info().rss,
+      'in_flight': self.in_flight,
+      'responses': {str(s): n for s, n in sorted(self.statuses.items())},
+      'recent_requests': len(recent),
+      'recent_p50_ms': p50 and round(float(p50), 3),
+      'recent_p99_ms': p99 and round(float(p99), 3),
+      'recent_queries_per_s': round(
+        sum(r[2] for r in recent) / max(span, 1e-3), 3
+      ),
+    }
+
+
+class Request:
+  """One search request under way: its bytes and its time."""
+
+  def __init__(self, traffic: Traffic):
+    self._traffic, self.bytes, self.begun = traffic, 0, time.monotonic()
+
+  async def body(self, http: fastapi.Request) -> bytes:
+    """The whole body.
+
+    Raises:
+      Rejected: it is too large, those of all requests together are, or the
+        client left before its end.
+    """
+    limits, body = self._traffic.limits, bytearray()
+    try:
+      async for chunk in http.stream():
+        body += chunk
+        self.bytes += len(chunk)
+        self._traffic.bytes += len(chunk)
+        if len(body) > limits.max_body_bytes:
+          raise bad_request(
+            ['body'],
+            f'more than {limits.max_body_bytes} bytes; send fewer queries', 413,
+          )
+        if self._traffic.bytes > limits.max_bytes:
+          raise Rejected(
+            503, 'bytes', 'too many bytes are in flight (--max_bytes)', 1
+          )
+    except ClientDisconnect:  # nobody reads this; it keeps the log quiet
+      raise bad_request(['body'], 'cut short', 400) from None
+    return bytes(body)
+
+  def done(self, queries: int) -> None:
+    now = time.monotonic()
+    metrics.REQUESTS.observe(now - self.begun)
+    self._traffic.recent.append((now, now - self.begun, queries))
+
+
+class _Guard:
+  """Outermost: asks for the token and counts the answers."""
+
+  def __init__(self, app, token: str | None, traffic: Traffic):
+    self._app, self._token, self._traffic = app, token, traffic
+
+  async def __call__(self, scope, receive, send) -> None:
+    if scope['type'] != 'http':
+      return await self._app(scope, receive, send)
+
+    async def counted(message) -> None:
+      if message['type'] == 'http.response.start':
+        self._traffic.statuses[message['status']] += 1
+        metrics.RESPONSES.labels(message['status']).inc()
+      await send(message)
+
+    known = self._token is None or _bears(scope, self._token)
+    scope.setdefault('state', {})['known'] = known
+    if known or scope['path'] in _OPEN:
+      return await self._app(scope, receive, counted)
+    refusal = JSONResponse(
+      {'detail': 'send the header Authorization: Bearer TOKEN'}, 401,
+      {'WWW-Authenticate': 'Bearer'},
+    )
+    metrics.REJECTED.labels('token').inc()
+    await refusal(scope, receive, counted)
+
+
+def _bears(scope: Mapping[str, Any], token: str) -> bool:
+  given = dict(scope['headers']).get(b'authorization', b'')
+  scheme, _, value = given.partition(b' ')
+  # In constant time: how long it takes must not tell how much was right.
+  same = hmac.compare_digest(value.strip(), token.encode())
+  return same and scheme.lower() == b'bearer'
 
 
 def create_app(
-  corpus: Corpus, index: Index, limits: Limits = Limits()
+  searcher: Searcher,
+  limits: Limits,
+  *,
+  local: LocalSearcher | None = None,
+  token: str | None = None,
 ) -> fastapi.FastAPI:
-  """The HTTP application; its lifespan starts and stops the batcher."""
-  batcher = Batcher(index, limits)
-  started = time.time()
+  """The HTTP application; its lifespan starts the batcher and warms up.
 
-  @asynccontextmanager
-  async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
+  Args:
+    searcher: what answers; closed at the end.
+    limits: the bounds.
+    local: the corpus and index behind `searcher`, which are warmed up:
+      searches that cost nothing. None: the searcher itself, if it is one.
+    token: what /retrieve, /metrics and /stats ask for; None: nothing.
+
+  Returns:
+    The application; `app.state.warm` is a task that ends when it is warm, and
+    has the exception of a warm-up that failed.
+  """
+  if local is None and isinstance(searcher, LocalSearcher):
+    local = searcher
+  batcher, traffic = Batcher(searcher, limits), Traffic(limits)
+  identity, served = dict(searcher.identity), {}
+  if local is not None:
+    served = local.identity
+    served['corpus'] = {'path': local.corpus.path, **served['corpus']}
+  not_ready = {503: protocol.response('Not warm yet.', protocol.READY)}
+  secured = {}
+  if token:
+    secured[401] = protocol.response('No token.', protocol.ERROR)
+
+  @contextlib.asynccontextmanager
+  async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
     batcher.start()
+    app.state.warm = asyncio.create_task(_warm(batcher, local, limits))
     yield
+    app.state.warm.cancel()
+    await asyncio.gather(app.state.warm, return_exceptions=True)
     await batcher.stop()
 
   app = fastapi.FastAPI(
-    title='searchrl retrieval', version=VERSION, lifespan=lifespan
+    title='searchrl retrieval', version=protocol.VERSION, lifespan=lifespan
   )
+  app.add_middleware(_Guard, token=token, traffic=traffic)
 
-  @app.exception_handler(BadRequest)
-  async def bad_request(_: fastapi.Request, error: BadRequest) -> Response:
-    detail = {
-      'loc': ['body', *error.where],
-      'msg': error.message,
-      'type': 'value_error',
-    }
-    return JSONResponse({'detail': [detail]}, error.status)
+  @app.exception_handler(Rejected)
+  async def rejected(_: fastapi.Request, error: Rejected) -> Response:
+    metrics.REJECTED.labels(error.reason).inc()
+    after = error.retry_after_s
+    headers = {'Retry-After': str(math.ceil(after))} if after > 0 else None
+    return JSONResponse({'detail': error.detail}, error.status, headers)
 
-  @app.exception_handler(Overloaded)
-  async def overloaded(_: fastapi.Request, error: Overloaded) -> Response:
-    return JSONResponse(
-      {'detail': 'too many queries are waiting; try again'},
-      503,
-      {'Retry-After': '1'},
-    )
-
-  @app.post('/retrieve', openapi_extra=_openapi(limits))
+  @app.post('/retrieve', openapi_extra=protocol.openapi(limits, bool(token)))
   async def retrieve(http: fastapi.Request) -> Response:
-    """Ranks passages for each query; see retrieval/README.md."""
-    request = parse_request(await _body(http, limits.max_body_bytes), limits)
-    ranked = await _while_there(
-      http, batcher.search(request.queries, request.topk)
-    )
+    """Ranks passages for each query; see retrieval/README.md.
 
-    def shown(position: int, score: float) -> dict:
-      document = {
-        'id': corpus.ids[position],
-        'contents': corpus.contents[position],
-      }
-      if not request.return_scores:
-        return document
-      return {'document': document, 'score': score}
-
-    result = [[shown(*found) for found in row] for row in ranked]
-    body = json.dumps({'result': result}, ensure_ascii=False, allow_nan=False)
-    return Response(body.encode(), media_type='application/json')
+    The header X-Deadline-Ms says how long the client waits, in milliseconds;
+    --deadline_s bounds it.
+    """
+    with traffic.request() as request:
+      seconds = _deadline_s(http, limits)
+      try:
+        async with asyncio.timeout(seconds):
+          asked = protocol.parse_request(await request.body(http), limits)
+          answers = await _while_there(
+            http, batcher.search(asked.queries, asked.topk)
+          )
+      except TimeoutError:
+        raise Rejected(
+          504, 'deadline', f'not answered within {seconds:g} s'
+        ) from None
+      body = protocol.answer(answers, asked.return_scores)
+      request.done(len(answers))
+      return Response(body, media_type='application/json')
 
   @app.get('/health')
-  async def health() -> dict:
-    """What is served: a client compares the hash with its expectation."""
+  async def health(http: fastapi.Request) -> dict:
+    """What is served: a client compares the identity with its expectation."""
+    if not http.state.known:
+      return {'status': 'ok', 'version': protocol.VERSION}
     return {
       'status': 'ok',
-      'version': VERSION,
-      'corpus': {
-        'path': corpus.path, 'count': len(corpus), 'sha256': corpus.sha256
-      },
-      'index': dict(index.parameters),
+      'version': protocol.VERSION,
+      **served,
+      'identity': identity,
       'limits': dataclasses.asdict(limits),
       'served': dataclasses.asdict(batcher.counters),
-      'uptime_s': round(time.time() - started, 3),
+      'uptime_s': round(time.time() - traffic.started, 3),
+    }
+
+  @app.get('/ready', responses=not_ready)
+  async def ready(http: fastapi.Request) -> Response:
+    """503 until the warm-up has ended well."""
+    warm = http.app.state.warm
+    if warm.done() and not warm.cancelled() and warm.exception() is None:
+      return JSONResponse({'ready': True})
+    return JSONResponse({'ready': False}, 503, {'Retry-After': '1'})
+
+  @app.get('/metrics', response_class=PlainTextResponse, responses=secured)
+  async def prometheus() -> Response:
+    """For Prometheus, of this process."""
+    return Response(
+      prometheus_client.generate_latest(),
+      media_type='text/plain; version=0.0.4; charset=utf-8',
+    )
+
+  @app.get('/stats', responses=secured)
+  async def stats() -> dict:
+    """For people: traffic, counters, memory."""
+    return {
+      **traffic.stats(),
+      'pending_queries': batcher.pending,
+      **dataclasses.asdict(batcher.counters),
     }
 
   return app
 
 
-async def _body(http: fastapi.Request, limit: int) -> bytes:
-  body = bytearray()
-  try:
-    async for chunk in http.stream():
-      body += chunk
-      if len(body) > limit:
-        raise BadRequest(
-          [], f'more than {limit} bytes; send fewer queries', 413
-        )
-  except ClientDisconnect:  # nobody reads this; it keeps the log quiet
-    raise BadRequest([], 'cut short', 400) from None
-  return bytes(body)
+async def _warm(
+  batcher: Batcher, local: LocalSearcher | None, limits: Limits
+) -> None:
+  if local is None:
+    return
+  sizes = {n for n in _WARM_QUERIES if n < limits.max_queries}
+  for size in sorted(sizes | {limits.max_queries}):
+    for words in _WARM_WORDS:
+      queries = [f'{i}{" warm" * (words - 1)}' for i in range(size)]
+      await batcher.call(
+        lambda: local.index.search(queries, limits.topk)  # noqa: B023
+      )
+
+
+def _deadline_s(http: fastapi.Request, limits: Limits) -> float:
+  value = http.headers.get('x-deadline-ms')
+  if value is None:
+    return limits.deadline_s
+  # No float(): it takes 'nan', 'inf' and '1_0'.
+  if not (value.isascii() and value.isdigit() and 0 < len(value) < 10):
+    raise bad_request(
+      ['header', 'x-deadline-ms'], 'must be a whole number of milliseconds'
+    )
+  return min(limits.deadline_s, int(value) / 1000)
 
 
 async def _while_there(http: fastapi.Request, search: Coroutine) -> Any:
@@ -357,47 +325,8 @@ async def _while_there(http: fastapi.Request, search: Coroutine) -> Any:
   try:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if not tasks[0].done():
-      raise BadRequest([], 'the client has gone', 400)
+      raise bad_request(['body'], 'the client has gone', 400)
     return tasks[0].result()
   finally:
     for task in tasks:
       task.cancel()
-
-
-def _openapi(limits: Limits) -> dict:
-  query = {'type': 'string', 'maxLength': limits.max_query_bytes}
-  schema = {
-    'type': 'object',
-    'required': ['queries'],
-    'additionalProperties': False,
-    'properties': {
-      'queries': {
-        'type': 'array',
-        'items': query,
-        'minItems': 1,
-        'maxItems': limits.max_queries,
-      },
-      'topk': {
-        'type': ['integer', 'null'],
-        'minimum': 1,
-        'maximum': limits.max_topk,
-      },
-      'return_scores': {'type': ['boolean', 'null'], 'default': False},
-    },
-  }
-  return {
-    'requestBody': {
-      'required': True,
-      'content': {'application/json': {'schema': schema}},
-    },
-    'responses': {
-      '413': {'description': 'The body is too large.'},
-      '422': {'description': 'The request is wrong; names the field.'},
-      '503': {'description': 'Busy; Retry-After says when to come back.'},
-    },
-  }
-
-
-def _printable(name: str) -> str:
-  """A field's name that any response can carry, however hostile."""
-  return name[:80].encode('ascii', 'backslashreplace').decode()

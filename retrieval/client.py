@@ -1,7 +1,10 @@
-"""Client of a retrieval server: deadlines, retries, typed errors.
+"""Client of retrieval servers: deadlines, retries, failover, typed errors.
 
   async with RetrievalClient('http://127.0.0.1:8000') as client:
     hits = await client.retrieve(['who wrote hamlet'], k=3)
+
+Several servers of one corpus and index (replicas) share the load; the next
+attempt at a request goes to another one.
 
 A failure is an error, never an empty list: an outage that looked like "no
 passages" would become a false reward. An empty list means that no passage has
@@ -15,23 +18,24 @@ import email.utils
 import json
 import logging
 import math
+import os
 import random
 import re
 import time
 import urllib.parse
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from retrieval.corpus import split_contents
+from retrieval.replicas import Failure, Replica, Replicas, RetrievalError
 
 # httpx tells every request at INFO, which absl shows: thousands in a run.
 if logging.getLogger('httpx').level == logging.NOTSET:
   logging.getLogger('httpx').setLevel(logging.WARNING)
 
-KINDS = ('unreachable', 'timeout', 'overloaded', 'bad_response', 'rejected')
 # 502 and 504 are a proxy's words for an absent and for a slow server.
 _RETRIED = {
   429: 'overloaded',
@@ -39,33 +43,8 @@ _RETRIED = {
   503: 'overloaded',
   504: 'timeout',
 }
-_MEND = {
-  'unreachable': (
-    'Start it (python -m retrieval.server --corpus=...) or correct the URL.'
-  ),
-  'timeout': 'See whether the server is overloaded, or raise timeout_s.',
-  'overloaded': 'Send fewer requests at once, or raise deadline_s.',
-  'bad_response': 'See that the URL is a retrieval server, and its log.',
-  'rejected': 'Correct the request, or raise the limit that it names.',
-}
 _SURROGATE = re.compile('[\ud800-\udfff]')
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
-
-
-class RetrievalError(RuntimeError):
-  """A request that got no usable answer.
-
-  Attributes:
-    kind: one of `KINDS`. `rejected` and `bad_response` were not tried again,
-      since the same request would fare the same.
-    url: what was asked.
-    attempts: how often.
-  """
-
-  def __init__(self, kind: str, url: str, problem: str, attempts: int = 1):
-    tried = f' after {attempts} attempts' if attempts > 1 else ''
-    super().__init__(f'{url}: {problem}{tried} [{kind}]. {_MEND[kind]}')
-    self.kind, self.url, self.attempts = kind, url, attempts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +58,8 @@ class Hit:
   score: float
 
 
-class _Failure(Exception):
-  """One attempt that may be repeated."""
-
-  def __init__(self, kind: str, problem: str, wait_s: float = 0.0):
-    super().__init__(problem)
-    self.kind, self.problem, self.wait_s = kind, problem, wait_s
-
-
 class RetrievalClient:
-  """Asks one server; safe to share between tasks.
+  """Asks a server or its replicas; safe to share between tasks.
 
   Connections are pooled for each event loop, since they belong to the loop
   that opened them. One client thus serves several `asyncio.run` in turn: a
@@ -97,8 +68,9 @@ class RetrievalClient:
 
   def __init__(
     self,
-    url: str,
+    url: str | Sequence[str],
     *,
+    token: str | None = None,
     timeout_s: float = 10.0,
     deadline_s: float = 60.0,
     retries: int = 4,
@@ -107,12 +79,18 @@ class RetrievalClient:
     max_connections: int = 32,
     max_queries: int = 1024,
     max_query_bytes: int = 16384,
+    failures: int = 5,
+    cooldown_s: float = 2.0,
     seed: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
   ):
     """Makes a client; nothing is sent yet.
 
     Args:
-      url: `http://host:port`; a path is kept as a prefix.
+      url: `http://host:port`, or several (a sequence, or separated by
+        commas) of servers that serve the same; a path is kept as a prefix.
+      token: sent as a bearer token; None: RETRIEVAL_TOKEN of the environment,
+        where that is set.
       timeout_s: for one attempt, from connecting to the last byte.
       deadline_s: for one call with all its attempts and pauses.
       retries: attempts after the first.
@@ -124,32 +102,39 @@ class RetrievalClient:
       max_query_bytes: UTF-8, of one query; a longer one is sent cut, at a
         character. A policy may write any query, and the server's refusal
         would look like a fault of the service.
+      failures: so many in a row open a replica's circuit: it did not answer,
+        or not in time. An overloaded server says itself when to come back.
+      cooldown_s: how long an open circuit is left alone, up to half as long
+        again (jitter), before one request probes it.
       seed: of the jitter, for tests.
+      clock: seconds, for tests.
 
     Raises:
-      ValueError: the URL is not http(s)://host.
+      ValueError: a URL is not http(s)://host, or the token cannot be sent.
     """
-    try:
-      parts = urllib.parse.urlsplit(url)
-      usable = parts.scheme in ('http', 'https') and parts.hostname
-      parts.port  # noqa: B018, raises where it is no number up to 65535
-    except ValueError:
-      usable = False
-    if not usable:
-      raise ValueError(f'url {url!r} is not of the form http://host:port')
-    self.url = url.rstrip('/')
+    urls = url.split(',') if isinstance(url, str) else url
+    self._random, self._clock = random.Random(seed), clock
+    self._replicas = Replicas(
+      [one.strip() for one in urls], failures=failures, cooldown_s=cooldown_s,
+      rng=self._random, clock=clock,
+    )
+    self.urls = tuple(replica.url for replica in self._replicas.all)
+    self.url = ','.join(self.urls)
+    token = os.environ.get('RETRIEVAL_TOKEN') if token is None else token
+    self._headers = {'Content-Type': 'application/json'}
+    if token:
+      if not all('!' <= c <= '~' for c in token):
+        raise ValueError('the token has other than visible ASCII characters')
+      self._headers['Authorization'] = f'Bearer {token}'
     self.timeout_s, self.deadline_s = timeout_s, deadline_s
     self.retries = retries
     self.backoff_s, self.max_backoff_s = backoff_s, max_backoff_s
     self.max_queries, self.max_query_bytes = max_queries, max_query_bytes
-    # A proxy of the environment is no way to this very machine.
-    self._trust_env = parts.hostname not in _LOOPBACK
     self._limits = httpx.Limits(
       max_connections=max_connections,
       max_keepalive_connections=max_connections,
       keepalive_expiry=30.0,  # below the server's 75 s
     )
-    self._random = random.Random(seed)
     self._pools: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
   async def retrieve(
@@ -179,21 +164,27 @@ class RetrievalClient:
     async with asyncio.TaskGroup() as group:
       tasks = [group.create_task(self._catch(part, k)) for part in parts]
     answers = [task.result() for task in tasks]
-    for answer in answers:
+    for i, answer in enumerate(answers):
       if isinstance(answer, RetrievalError):
+        start = i * self.max_queries
+        answer.queries = tuple(start + n for n in answer.queries)
         raise answer
     return [hits for answer in answers for hits in answer]
 
-  async def health(self) -> Mapping[str, Any]:
-    """What the server says of itself: corpus, index, limits.
+  async def health(self, url: str | None = None) -> Mapping[str, Any]:
+    """What a server says of itself: corpus, index, limits.
+
+    Args:
+      url: which of `urls`; None: any.
 
     Raises:
       RetrievalError: as `retrieve`; `rejected` (404) from a server of the
         protocol that has no /health, such as Search-R1's own.
     """
-    data = await self._ask('GET', '/health', None)
+    among = [r for r in self._replicas.all if url in (None, r.url)]
+    data, url = await self._ask('GET', '/health', None, among)
     if not isinstance(data, dict):
-      raise self._bad('/health', 'the answer is not a JSON object')
+      raise _bad(url, 'the answer is not a JSON object')
     return data
 
   async def close(self) -> None:
@@ -214,8 +205,8 @@ class RetrievalClient:
     # Returned, not raised: a TaskGroup would wrap it in an ExceptionGroup.
     try:
       body = {'queries': queries, 'topk': k, 'return_scores': True}
-      data = await self._ask('POST', '/retrieve', body)
-      return self._hits(data, len(queries), k)
+      data, url = await self._ask('POST', '/retrieve', body, self._replicas.all)
+      return _hits(data, len(queries), k, url)
     except RetrievalError as error:
       return error
 
@@ -228,7 +219,9 @@ class RetrievalClient:
         del self._pools[ended]
       self._pools[loop] = httpx.AsyncClient(
         limits=self._limits,
-        trust_env=self._trust_env,
+        # A proxy of the environment is no way to this very machine.
+        trust_env=not all(map(_is_loopback, self.urls)),
+        mounts={url: None for url in self.urls if _is_loopback(url)},
         # asyncio.timeout bounds the attempt as a whole; httpx's own bounds
         # each read, so a server that drips bytes would never reach them.
         timeout=None,
@@ -236,115 +229,141 @@ class RetrievalClient:
     return self._pools[loop]
 
   async def _ask(
-    self, method: str, path: str, body: Mapping[str, Any] | None
-  ) -> Any:
-    """The decoded JSON of the answer, after as many attempts as it takes."""
+    self, method: str, path: str, body: Mapping[str, Any] | None,
+    replicas: Sequence[Replica],
+  ) -> tuple[Any, str]:
+    """The decoded JSON of the answer and its URL, after all attempts."""
     content = None if body is None else json.dumps(body).encode()
-    end = time.monotonic() + self.deadline_s
-    attempt, before = 0, None
+    end = self._clock() + self.deadline_s
+    attempt, before, replica = 0, None, None
     while True:
+      replica, probe = await self._replicas.choose(
+        replicas, replica, end, path, attempt
+      )
       attempt += 1
-      left = end - time.monotonic()
+      url, left = replica.url + path, end - self._clock()
+      once = self._once(method, url, content, left)
       try:
-        return await self._once(method, path, content, left)
-      except _Failure as failure:
+        data = await self._replicas.watch(
+          replica, probe, once, left >= self.timeout_s
+        )
+        return data, url
+      except Failure as failure:
         # An attempt that the deadline cut short says less than the one before.
         if before is not None and failure.kind == 'timeout' and (
           left < self.timeout_s
         ):
           failure = before
         before = failure
+        now = self._clock()
         # Added to Retry-After, which tells all clients the same moment.
-        pause = failure.wait_s + self._random.uniform(
+        pause = max(0.0, min(r.busy_until for r in replicas) - now)
+        pause += self._random.uniform(
           0, min(self.max_backoff_s, self.backoff_s * 2.0 ** (attempt - 1))
         )
         # A pause that outlasts the deadline would only put the error off.
-        late = time.monotonic() + pause >= end
-        if attempt > self.retries or late:
+        if attempt > self.retries or now + pause >= end:
           raise RetrievalError(
-            failure.kind, self.url + path, failure.problem, attempt
+            failure.kind, url, failure.problem, attempt, failure.queries
           ) from failure.__cause__
         await asyncio.sleep(pause)
 
   async def _once(
-    self, method: str, path: str, content: bytes | None, left: float
+    self, method: str, url: str, content: bytes | None, left: float
   ) -> Any:
     limit = max(0.001, min(self.timeout_s, left))
+    waits = {'X-Deadline-Ms': str(math.ceil(limit * 1000))}
     try:
       async with asyncio.timeout(limit):
         response = await self._pool().request(
-          method,
-          self.url + path,
-          content=content,
-          headers={'Content-Type': 'application/json'},
+          method, url, content=content, headers=self._headers | waits
         )
     except TimeoutError as error:
-      raise _Failure('timeout', f'no answer within {limit:.3g} s') from error
+      raise Failure('timeout', f'no answer within {limit:.3g} s') from error
     except httpx.DecodingError as error:
-      raise self._bad(path, f'an undecodable answer ({error})') from error
+      raise _bad(url, f'an undecodable answer ({error})') from error
     except httpx.TransportError as error:
       # Refused, reset, or closed in the middle of the answer. Asking again is
       # safe: a search changes nothing.
-      raise _Failure('unreachable', _said(error)) from error
+      raise Failure('unreachable', _said(error)) from error
     status = response.status_code
+    problem = f'HTTP {status} {_excerpt(response)}'
+    queries = _failed_queries(response) if status in (502, 503) else ()
+    if queries and status == 502:
+      raise RetrievalError('search_failed', url, problem, queries=queries)
     if status in _RETRIED:
-      raise _Failure(
-        _RETRIED[status],
-        f'HTTP {status} {_excerpt(response)}',
-        _retry_after(response),
+      raise Failure(
+        _RETRIED[status], problem, _retry_after(response), queries
       )
+    if status in (401, 403):
+      raise RetrievalError('unauthorised', url, problem)
     if status != 200:
       kind = 'rejected' if 400 <= status < 500 else 'bad_response'
-      raise RetrievalError(
-        kind, self.url + path, f'HTTP {status} {_excerpt(response)}'
-      )
+      raise RetrievalError(kind, url, problem)
     try:
       return json.loads(response.content.decode('utf-8'))
     except (ValueError, RecursionError) as error:
-      raise self._bad(
-        path, f'the answer is not JSON ({_excerpt(response)})'
+      raise _bad(
+        url, f'the answer is not JSON ({_excerpt(response)})'
       ) from error
 
-  def _hits(self, data: Any, count: int, k: int) -> list[list[Hit]]:
-    result = data.get('result') if isinstance(data, dict) else None
-    if not isinstance(result, list):
-      raise self._bad('/retrieve', "the answer has no list 'result'")
-    if len(result) != count:
-      raise self._bad(
-        '/retrieve', f'{len(result)} results for {count} queries'
-      )
-    return [self._row(row, f'result[{i}]', k) for i, row in enumerate(result)]
 
-  def _row(self, row: Any, where: str, k: int) -> list[Hit]:
+def _hits(data: Any, count: int, k: int, url: str) -> list[list[Hit]]:
+  """The answer, checked; a passage must be whole to count as one."""
+  result = data.get('result') if isinstance(data, dict) else None
+  if not isinstance(result, list):
+    raise _bad(url, "the answer has no list 'result'")
+  if len(result) != count:
+    raise _bad(url, f'{len(result)} results for {count} queries')
+  for i, row in enumerate(result):
     if not isinstance(row, list):
-      raise self._bad('/retrieve', f'{where} is not a list')
+      raise _bad(url, f'result[{i}] is not a list')
     if len(row) > k:
-      raise self._bad(
-        '/retrieve', f'{where} has {len(row)} passages where topk was {k}'
+      raise _bad(
+        url, f'result[{i}] has {len(row)} passages where topk was {k}'
       )
-    return [self._hit(item, f'{where}[{i}]') for i, item in enumerate(row)]
+  return [
+    [_hit(item, f'result[{i}][{j}]', url) for j, item in enumerate(row)]
+    for i, row in enumerate(result)
+  ]
 
-  def _hit(self, item: Any, where: str) -> Hit:
-    document = item.get('document') if isinstance(item, dict) else None
-    if not isinstance(document, dict):
-      raise self._bad('/retrieve', f"{where} has no object 'document'")
-    for name in ('id', 'contents'):
-      if not isinstance(document.get(name), str):
-        raise self._bad('/retrieve', f'{where}.document.{name} is no string')
-    score = item.get('score')
-    if (
-      isinstance(score, bool)
-      or not isinstance(score, (int, float))
-      or not math.isfinite(score)
-    ):
-      raise self._bad('/retrieve', f'{where}.score is no finite number')
-    title, text = split_contents(document['contents'])
-    return Hit(
-      document['id'], document['contents'], title, text, float(score)
+
+def _hit(item: Any, where: str, url: str) -> Hit:
+  document = item.get('document') if isinstance(item, dict) else None
+  if not isinstance(document, dict):
+    raise _bad(url, f"{where} has no object 'document'")
+  for name in ('id', 'contents'):
+    if not isinstance(document.get(name), str):
+      raise _bad(url, f'{where}.document.{name} is no string')
+  score = item.get('score')
+  if (
+    isinstance(score, bool)
+    or not isinstance(score, (int, float))
+    or not math.isfinite(score)
+  ):
+    raise _bad(url, f'{where}.score is no finite number')
+  title, text = split_contents(document['contents'])
+  return Hit(document['id'], document['contents'], title, text, float(score))
+
+
+def _bad(url: str, problem: str) -> RetrievalError:
+  return RetrievalError('bad_response', url, problem)
+
+
+def _failed_queries(response: httpx.Response) -> tuple[int, ...]:
+  """The positions of the queries that a server of ours failed on."""
+  try:
+    return tuple(
+      int(problem['loc'][2])
+      for problem in json.loads(response.content)['detail']
+      if problem['type'] == 'search_failed'
     )
+  except (ValueError, TypeError, LookupError, RecursionError):
+    return ()  # a proxy's page, or another server's
 
-  def _bad(self, path: str, problem: str) -> RetrievalError:
-    return RetrievalError('bad_response', self.url + path, problem)
+
+def _is_loopback(url: str) -> bool:
+  return urllib.parse.urlsplit(url).hostname in _LOOPBACK
 
 
 def retrieve_sync(

@@ -15,8 +15,29 @@ _SECONDS = (
 )
 STAGES = prometheus_client.Histogram(
   'retrieval_stage_seconds',
-  'Seconds of one batch in a stage: encode, search, rerank.',
+  'Seconds of one batch in a stage: encode, search, rerank; batch is all.',
   ['stage'], buckets=_SECONDS,
+)
+REQUESTS = prometheus_client.Histogram(
+  'retrieval_request_seconds',
+  'Seconds from the first byte of a search request to the last of its answer.',
+  buckets=_SECONDS,
+)
+RESPONSES = prometheus_client.Counter(
+  'retrieval_responses', 'Answers to requests of any path.', ['status']
+)
+REJECTED = prometheus_client.Counter(
+  'retrieval_rejected', 'Requests refused, by the bound they met.', ['reason']
+)
+BATCH = prometheus_client.Histogram(
+  'retrieval_batch_queries', 'Different queries in one call of the searcher.',
+  buckets=[2**n for n in range(13)],
+)
+PENDING = prometheus_client.Gauge(
+  'retrieval_pending_queries', 'Queries taken and not yet answered.'
+)
+IN_FLIGHT = prometheus_client.Gauge(
+  'retrieval_requests_in_flight', 'Search requests taken and not yet answered.'
 )
 
 

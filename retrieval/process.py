@@ -56,7 +56,7 @@ class ServerProcess:
 
 
 def start_server(
-  corpus: str | os.PathLike,
+  corpus: str | os.PathLike | None = None,
   *,
   port: int = 0,
   host: str = '127.0.0.1',
@@ -64,19 +64,20 @@ def start_server(
   timeout_s: float = 300.0,
   **server_flags: object,
 ) -> ServerProcess:
-  """Starts `python -m retrieval.server` and waits until it serves.
+  """Starts `python -m retrieval.server` and waits until it is warm.
 
   The server ends with this process, however this process ends
   (--parent_pid). It runs in a session of its own, so that Ctrl-C reaches the
   caller alone, which can then save and stop it.
 
   Args:
-    corpus: .jsonl or .jsonl.gz.
+    corpus: .jsonl or .jsonl.gz; None: `server_flags` say what is served.
     port: 0 takes a free one.
     host: where it serves.
     log_path: file that gets its output, appended.
     timeout_s: how long reading and indexing may take, seconds.
-    **server_flags: further flags of the server: k1=0.9, topk=5, ...
+    **server_flags: further flags of the server: k1=0.9, topk=5,
+      index=['bm25', 'milvus'], ...
 
   Raises:
     ServerError: it ended or was not ready in time.
@@ -86,9 +87,11 @@ def start_server(
   with tempfile.TemporaryDirectory(prefix='retrieval') as folder:
     port_file = os.path.join(folder, 'port')
     values = dict(
-      corpus=os.path.abspath(corpus), port=port, host=host,
-      port_file=port_file, parent_pid=os.getpid(), **server_flags,
+      port=port, host=host, port_file=port_file, parent_pid=os.getpid(),
+      **server_flags,
     )
+    if corpus is not None:
+      values['corpus'] = os.path.abspath(corpus)
     command = [sys.executable, '-m', 'retrieval.server', *_argv(values)]
     paths = [str(_ROOT), os.environ.get('PYTHONPATH')]
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
@@ -113,12 +116,14 @@ def start_server(
 
 
 def _argv(values: dict[str, object]) -> list[str]:
-  return [
-    f'--{"" if value else "no"}{name}'
-    if isinstance(value, bool)
-    else f'--{name}={value}'
-    for name, value in values.items()
-  ]
+  out = []
+  for name, value in values.items():
+    if isinstance(value, bool):
+      out.append(f'--{"" if value else "no"}{name}')
+    else:
+      several = value if isinstance(value, (list, tuple)) else [value]
+      out += [f'--{name}={one}' for one in several]
+  return out
 
 
 def _wait(

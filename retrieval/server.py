@@ -1,8 +1,11 @@
-"""Retrieval server: BM25 over a corpus, Search-R1's protocol.
+"""Retrieval server: indexes over a corpus, or the web; Search-R1's protocol.
 
 Start it:
 
   python -m retrieval.server --corpus=corpus.jsonl.gz --port=8000
+  python -m retrieval.server --index_folder=wiki --index=dense_jax --encoder=e5
+  python -m retrieval.server --web=serper --record=answers.sqlite
+  python -m retrieval.server --replay=answers.sqlite
 
 Ask it:
 
@@ -12,6 +15,7 @@ Ask it:
 retrieval/README.md describes the protocol and the limits.
 """
 
+import asyncio
 import dataclasses
 import os
 import select
@@ -27,27 +31,45 @@ import uvicorn
 from absl import app as absl_app
 from absl import flags
 
-from retrieval.app import Limits, create_app
+from retrieval.app import create_app
 from retrieval.bm25 import STEMMERS, STOP_WORDS, BM25Index
-from retrieval.corpus import CorpusError, read_corpus
+from retrieval.core import LocalSearcher, Searcher
+from retrieval.corpus import read_corpus
+from retrieval.protocol import Limits
 
 LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+TOKEN = 'RETRIEVAL_TOKEN'  # the environment's name of the token
+SOURCES = ('corpus', 'index_folder', 'web', 'replay')
 _STOP_S = 10.0  # what a stop grants to requests already taken
 
 
 class _Server(uvicorn.Server):
-  """uvicorn, with a file that says when and where it serves."""
+  """uvicorn, with a file that says where it serves once it is warm."""
 
   def __init__(self, config: uvicorn.Config, url: str, port_file: str | None):
     super().__init__(config)
     self._url, self._port_file = url, port_file
+    self.problem = ''  # why it ended of itself
 
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
     await super().startup(sockets)
     if self.started:
+      _say(f'listening at {self._url}')
+      self._told = asyncio.create_task(self._tell())
+
+  async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    _exit_after(_STOP_S + 4)  # a search that never ends holds no stop up
+    await super().shutdown(sockets)
+
+  async def _tell(self) -> None:
+    try:
+      await self.config.app.state.warm
       if self._port_file:
         _write_atomically(self._port_file, self._url.rpartition(':')[2])
       _say(f'ready at {self._url}')
+    except Exception as error:
+      self.problem = f'{type(error).__name__}: {error}'
+      self.should_exit = True
 
 
 def _write_atomically(path: str, text: str) -> None:
@@ -58,7 +80,9 @@ def _write_atomically(path: str, text: str) -> None:
 
 
 def _say(message: str) -> None:
-  print(f'retrieval.server: {message}', file=sys.stderr, flush=True)
+  # A file's name or a service's error may hold an escape sequence.
+  shown = ''.join(c if c.isprintable() or c == '\n' else '?' for c in message)
+  print(f'retrieval.server: {shown}', file=sys.stderr, flush=True)
 
 
 def _fail(message: str) -> int:
@@ -116,17 +140,78 @@ def watch_parent(pid: int) -> None:
     wait()
     _say(f'process {pid} (--parent_pid) has ended: stopping')
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_STOP_S + 5)
+    _exit_after(_STOP_S + 5)
+
+  threading.Thread(target=run, daemon=True).start()
+
+
+def _exit_after(seconds: float) -> None:
+  """Ends the process if it is there still: some thread does not return."""
+
+  def run() -> None:
+    time.sleep(seconds)
+    _say('a search or request did not end: killed')
     os._exit(1)
 
   threading.Thread(target=run, daemon=True).start()
+
+
+def read_token(path: str | None) -> str | None:
+  """The token of a file, else of the environment (`TOKEN`), else None.
+
+  Raises:
+    ValueError: it cannot be read or sent; the message does not show it.
+  """
+  if path:
+    where = f'--token_file={path}'
+    try:
+      with open(path) as f:
+        token = f.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+      raise ValueError(f'{where} cannot be read: {error}') from None
+  else:
+    where, token = TOKEN, os.environ.get(TOKEN)
+    if token is None:
+      return None
+  if not token or not all('!' <= c <= '~' for c in token):
+    raise ValueError(
+      f'{where} holds no token: write visible ASCII characters without spaces'
+    )
+  return token
 
 
 def define_flags() -> None:
   """Defines the command's flags; not on import, since others import this."""
   limits = Limits()
   flags.DEFINE_string(
-    'corpus', None, 'JSONL or JSONL.gz of {"id", "contents"}.', required=True
+    'corpus', None, 'JSONL(.gz) of {"id", "contents"}: BM25 in memory.'
+  )
+  flags.DEFINE_string(
+    'index_folder', None, 'Folder of retrieval.build_index: see --index.'
+  )
+  flags.DEFINE_multi_string(
+    'index', ['bm25'], 'Index of the folder; several are fused by rank.'
+  )
+  flags.DEFINE_string('encoder', None, 'Folder of the query encoder.')
+  flags.DEFINE_enum(
+    'precision', 'float32', ['float32', 'bfloat16', 'int8'], 'Of dense_jax.'
+  )
+  flags.DEFINE_integer('nprobe', None, 'Cells searched, of FAISS IVF.', 1)
+  flags.DEFINE_integer('ef_search', None, 'Candidates kept, of HNSW.', 1)
+  flags.DEFINE_string('rerank', None, 'Folder of a cross-encoder.')
+  flags.DEFINE_integer('rerank_n', 50, 'Passages that it reranks.', 1)
+  flags.DEFINE_string('web', None, 'Web search: see retrieval/README.md.')
+  flags.DEFINE_enum('web_mode', 'snippet', ['snippet', 'page'], 'With --web.')
+  flags.DEFINE_float('web_rate', None, 'Most calls a second.', 0)
+  flags.DEFINE_integer('web_max_calls', None, 'Most calls in all.', 0)
+  flags.DEFINE_float('web_max_cost', None, 'Most money in all.', 0)
+  flags.DEFINE_float('web_price', None, 'Money for a call.', 0)
+  flags.DEFINE_string('web_ledger', None, 'File that remembers what was spent.')
+  flags.DEFINE_string('record', None, 'SQLite file that keeps all answers.')
+  flags.DEFINE_string('replay', None, 'SQLite file that answers, no other.')
+  flags.DEFINE_string(
+    'token_file', None,
+    f'File with the token that clients must send; else ${TOKEN}, else none.'
   )
   flags.DEFINE_string('host', '127.0.0.1', 'Address to serve on.')
   flags.DEFINE_integer(
@@ -148,48 +233,81 @@ def define_flags() -> None:
     ('max_queries', 'Most queries in one request, and in one batch.'),
     ('max_query_bytes', 'Longest query, in bytes of UTF-8.'),
     ('max_pending', 'Most queries waiting, before 503.'),
+    ('max_requests', 'Most requests in flight, before 429.'),
+    ('max_bytes', 'Most bytes of requests in flight, before 503.'),
   ):
     flags.DEFINE_integer(name, getattr(limits, name), text, 1)
+  flags.DEFINE_float(
+    'deadline_s', limits.deadline_s, 'Seconds for a request, else 504.', 0.001
+  )
   flags.DEFINE_float(
     'batch_ms', limits.batch_ms, 'How long a request waits for others.', 0
   )
 
 
-def main(argv: Sequence[str]) -> int:
-  if len(argv) > 1:
-    return _fail(f'arguments not understood: {" ".join(argv[1:])}')
-  args = flags.FLAGS
-  if args.topk > args.max_topk:
-    return _fail(f'--topk={args.topk} exceeds --max_topk={args.max_topk}')
-  if args.max_queries > args.max_pending:
-    return _fail(
-      f'--max_queries={args.max_queries} exceeds '
-      f'--max_pending={args.max_pending}'
-    )
-  if args.parent_pid:
-    try:
-      watch_parent(args.parent_pid)
-    except ProcessLookupError:
-      return _fail(f'no process --parent_pid={args.parent_pid}')
-  # The port first: reading a large corpus for nothing would waste minutes.
-  try:
-    sock = bind(args.host, args.port)
-  except OSError as error:
-    return _fail(
-      f'cannot serve on {args.host}:{args.port}: {error.strerror}. Stop what '
-      'holds the port, or choose another (--port=0 takes a free one).'
-    )
-  port = sock.getsockname()[1]
-  if args.host not in LOOPBACK:
+def open_searcher(args) -> tuple[Searcher, LocalSearcher | None]:
+  """What the flags name, and the corpus and index behind it.
+
+  Raises:
+    ValueError, OSError, RuntimeError: it cannot be used; the message says why.
+  """
+  if args.replay:
+    from retrieval.cache import Recorded
+
+    return Recorded(None, args.replay, 'replay'), None
+  local = None
+  if args.web:
+    searcher = _web(args)
+  else:
+    searcher = local = _corpus(args) if args.corpus else _folder(args)
+  if args.record:
+    from retrieval.cache import Recorded
+
+    searcher = Recorded(searcher, args.record, 'record')
+  return searcher, local
+
+
+def _web(args) -> Searcher:
+  from retrieval.web import WebSearcher
+
+  if args.web_max_calls is None and args.web_max_cost is None:
     _say(
-      f'WARNING: bound to {args.host}: everyone who reaches this machine can '
-      'read the whole corpus and use its CPU. There is no password. Use '
-      '--host=127.0.0.1 or a firewall.'
+      'WARNING: web searches cost money, and neither --web_max_calls nor '
+      '--web_max_cost bounds them.'
     )
-  try:
-    corpus = read_corpus(args.corpus)
-  except CorpusError as error:
-    return _fail(str(error))
+  return WebSearcher(
+    args.web, mode=args.web_mode, rate=args.web_rate,
+    max_calls=args.web_max_calls, max_cost=args.web_max_cost,
+    price=args.web_price, ledger=args.web_ledger,
+  )
+
+
+def _folder(args) -> LocalSearcher:
+  from retrieval.folder import open_folder, open_index
+
+  folder = open_folder(args.index_folder)
+  options = {
+    name: args[name].value
+    for name in ('encoder', 'precision', 'nprobe', 'ef_search')
+  }
+  indexes = [open_index(folder, name, **options) for name in args.index]
+  index = indexes[0]
+  if len(indexes) > 1:
+    from retrieval.hybrid import Hybrid
+
+    index = Hybrid(indexes)
+  if args.rerank:
+    from retrieval.rerank import CrossEncoder, Rerank
+
+    index = Rerank(
+      index, folder.corpus.contents, CrossEncoder(args.rerank), args.rerank_n
+    )
+  _say(f'{len(index)} passages of {args.index_folder}: {index.name}')
+  return LocalSearcher(folder.corpus, index)
+
+
+def _corpus(args) -> LocalSearcher:
+  corpus = read_corpus(args.corpus)
   begun = time.time()
   index = BM25Index(
     corpus.contents,
@@ -202,10 +320,63 @@ def main(argv: Sequence[str]) -> int:
     f'{len(corpus)} passages of {args.corpus} indexed in '
     f'{time.time() - begun:.1f} s'
   )
+  return LocalSearcher(corpus, index)
+
+
+def main(argv: Sequence[str]) -> int:
+  if len(argv) > 1:
+    return _fail(f'arguments not understood: {" ".join(argv[1:])}')
+  args = flags.FLAGS
+  given = [name for name in SOURCES if args[name].value]
+  if len(given) != 1:
+    return _fail(
+      f'give one of {", ".join(f"--{name}" for name in SOURCES)}; got '
+      + (' and '.join(f'--{name}' for name in given) or 'none')
+    )
+  if args.record and args.replay:
+    return _fail('--record and --replay exclude each other')
+  if args.rerank and not args.index_folder:
+    return _fail('--rerank needs --index_folder')
+  if args.topk > args.max_topk:
+    return _fail(f'--topk={args.topk} exceeds --max_topk={args.max_topk}')
+  if args.max_queries > args.max_pending:
+    return _fail(
+      f'--max_queries={args.max_queries} exceeds '
+      f'--max_pending={args.max_pending}'
+    )
+  if args.parent_pid:
+    try:
+      watch_parent(args.parent_pid)
+    except ProcessLookupError:
+      return _fail(f'no process --parent_pid={args.parent_pid}')
+  try:
+    token = read_token(args.token_file)
+  except ValueError as error:
+    return _fail(str(error))
+  # The port first: reading a large corpus for nothing would waste minutes.
+  try:
+    sock = bind(args.host, args.port)
+  except OSError as error:
+    return _fail(
+      f'cannot serve on {args.host}:{args.port}: {error.strerror}. Stop what '
+      'holds the port, or choose another (--port=0 takes a free one).'
+    )
+  port = sock.getsockname()[1]
+  if args.host not in LOOPBACK and token is None:
+    _say(
+      f'WARNING: bound to {args.host} without a token: everyone who reaches '
+      'this machine can read the whole corpus and use its CPU. Use '
+      '--host=127.0.0.1, --token_file, or a firewall.'
+    )
+  try:
+    searcher, local = open_searcher(args)
+  except (ValueError, OSError, RuntimeError) as error:
+    return _fail(str(error))
   limits = Limits(
     **{f.name: args[f.name].value for f in dataclasses.fields(Limits)}
   )
-  return _serve(create_app(corpus, index, limits), sock, args, port)
+  app = create_app(searcher, limits, local=local, token=token)
+  return _serve(app, sock, args, port)
 
 
 def _serve(app: fastapi.FastAPI, sock: socket.socket, args, port: int) -> int:
@@ -231,10 +402,9 @@ def _serve(app: fastapi.FastAPI, sock: socket.socket, args, port: int) -> int:
 
   signal.signal(signal.SIGTERM, stop)
   signal.signal(signal.SIGINT, stop)
-  try:
-    server.run(sockets=[sock])
-  except OSError as error:  # the port file cannot be written
-    return _fail(str(error))
+  server.run(sockets=[sock])
+  if server.problem:
+    return _fail(server.problem)
   _say('stopped')
   return 0
 

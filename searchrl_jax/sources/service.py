@@ -6,6 +6,7 @@ once. The client underneath has deadlines, retries and typed errors.
 
 import asyncio
 import dataclasses
+import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from searchrl_jax.types import (
   SearchResult,
 )
 
+_log = logging.getLogger(__name__)
 # Errors that one query can bring upon those it travels with (too long for the
 # server, or one that trips it), so the batch is halved and asked again. The
 # others are the server's state: halving would only add to its load.
@@ -45,11 +47,13 @@ class ServiceSource:
     """Makes a source; nothing is sent yet.
 
     Args:
-      config: config.source: url, timeout and deadline in seconds, attempts,
-        batch_ms.
+      config: config.source: url (several, of servers that serve the same,
+        are separated by commas), timeout and deadline in seconds, attempts,
+        batch_ms. A token is no field, since configs are kept: it is
+        RETRIEVAL_TOKEN of the environment.
 
     Raises:
-      ValueError: the URL is not http(s)://host, or there are no attempts.
+      ValueError: a URL is not http(s)://host, or there are no attempts.
     """
     if config.attempts < 1:
       raise ValueError(
@@ -95,24 +99,47 @@ class ServiceSource:
     ]
 
   async def check(self) -> Mapping[str, object]:
-    """What the server says of itself.
+    """What the server says of itself; of several, one that answers.
 
     A server of the protocol without /health (Search-R1's own) is asked one
     query instead.
 
     Raises:
-      SourceError: no server there, or not one that speaks the protocol.
+      SourceError: no server there, or not one that speaks the protocol; or
+        several that do not serve the same.
     """
+    found = await asyncio.gather(*map(self._check, self._client.urls))
+    good = {
+      url: answer
+      for url, answer in zip(self._client.urls, found, strict=True)
+      if not isinstance(answer, RetrievalError)
+    }
+    if not good:
+      raise SourceError(f'config.source.url: {found[0]}') from found[0]
+    for error in found:
+      if isinstance(error, RetrievalError):
+        _log.warning('goes on without a replica: %s', error)
+    served = {url: answer.get('identity') for url, answer in good.items()}
+    first, *others = served
+    for url in others:
+      if served[url] != served[first]:
+        raise SourceError(
+          f'config.source.url: {first} and {url} do not serve the same: '
+          f'{served[first]} and {served[url]}'
+        )
+    return good[first]
+
+  async def _check(self, url: str) -> Mapping[str, object] | RetrievalError:
     try:
-      try:
-        return dict(await self._client.health())
-      except RetrievalError as error:
-        if error.kind != 'rejected':
-          raise
-        await self._client.retrieve(['health'], 1)
-        return {'url': self.url, 'health': 'no /health; /retrieve answers'}
+      return dict(await self._client.health(url))
     except RetrievalError as error:
-      raise SourceError(f'config.source.url: {error}') from error
+      if error.kind != 'rejected':
+        return error
+    try:
+      await self._client.retrieve(['health'], 1)
+    except RetrievalError as error:
+      return error
+    return {'url': url, 'health': 'no /health; /retrieve answers'}
 
   async def close(self) -> None:
     """Ends what is under way in this event loop and its connections."""
@@ -167,6 +194,11 @@ class ServiceSource:
       hits = await self._client.retrieve(queries, k)
       return dict(zip(queries, hits, strict=True))
     except RetrievalError as error:
+      named = set(error.queries)
+      rest = [query for i, query in enumerate(queries) if i not in named]
+      if len(rest) < len(queries):  # the server says which it failed on
+        answers = await self._ask(rest, k) if rest else {}
+        return dict.fromkeys(queries, error) | answers
       if len(queries) == 1 or error.kind not in _HALVED:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2

@@ -1,25 +1,33 @@
 """The application without a process: protocol, bounds, batching, fuzz."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 import time
 
-import numpy as np
+import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from retrieval.app import Batcher, Limits, Overloaded, create_app
+from retrieval.app import create_app
+from retrieval.batcher import Batcher
 from retrieval.bm25 import BM25Index
+from retrieval.core import Found, LocalSearcher, SearchFailed
+from retrieval.protocol import Limits, Rejected
 
 LIMITS = Limits(max_topk=5, max_queries=8, max_query_bytes=64, batch_ms=0)
 
 
+def searcher(corpus):
+  return LocalSearcher(corpus, BM25Index(corpus.contents))
+
+
 @pytest.fixture(scope='module')
 def http(corpus):
-  app = create_app(corpus, BM25Index(corpus.contents), LIMITS)
+  app = create_app(searcher(corpus), LIMITS)
   with TestClient(app, raise_server_exceptions=False) as client:
     yield client
 
@@ -53,6 +61,7 @@ def test_topk_has_a_default_and_may_exceed_the_matches(http):
   assert len(ask(http, queries=['same'])['result'][0]) == 3
   assert len(ask(http, queries=['same'], topk=None)['result'][0]) == 3
   assert len(ask(http, queries=['denmark'], topk=5)['result'][0]) == 1
+  assert len(ask(http, queries=['same'], topk=2.0)['result'][0]) == 2
 
 
 def test_no_match_is_an_empty_list(http):
@@ -95,7 +104,7 @@ def test_health(http, corpus):
     ({'queries': ['x'], 'topk': 0}, ['topk'], 'between 1 and 5'),
     ({'queries': ['x'], 'topk': -1}, ['topk'], 'between 1 and 5'),
     ({'queries': ['x'], 'topk': 10**9}, ['topk'], 'between 1 and 5'),
-    ({'queries': ['x'], 'topk': 2.0}, ['topk'], 'integer'),
+    ({'queries': ['x'], 'topk': 2.5}, ['topk'], 'integer'),
     ({'queries': ['x'], 'topk': True}, ['topk'], 'integer'),
     ({'queries': ['x'], 'topk': '3'}, ['topk'], 'integer'),
     ({'queries': ['x'], 'return_scores': 1}, ['return_scores'], 'true or'),
@@ -200,21 +209,37 @@ def check(response, body):
 
 
 class Recorder:
-  """An index that keeps the calls, and works only when let."""
+  """A searcher that keeps the calls, and works only when let.
 
-  parameters = {'name': 'recorder'}
+  Queries may fail ('fail', 'busy'), break the call ('boom') or all of it be
+  broken. Others are answered with k passages.
+  """
+
+  identity = {'name': 'recorder'}
 
   def __init__(self):
-    self.calls, self.go = [], threading.Event()
+    self.calls, self.go, self.broken = [], threading.Event(), None
+    self.closed = 0
     self.go.set()
 
   def search(self, queries, k):
     self.calls.append((list(queries), k))
     assert self.go.wait(10)
+    if self.broken:
+      return self.broken(queries, k)
     if 'boom' in queries:
-      raise RuntimeError('the index broke')
-    ids = np.tile(np.arange(k), (len(queries), 1))
-    return ids, -ids.astype(np.float32)
+      raise RuntimeError('the index broke \x1b[31m')
+    return [self.answer(query, k) for query in queries]
+
+  def answer(self, query, k):
+    if query == 'fail':
+      return SearchFailed('no answer to it')
+    if query == 'busy':
+      return SearchFailed('not now', 2.5)
+    return [Found(str(i), query, 1.0) for i in range(k)]
+
+  def close(self):
+    self.closed += 1
 
 
 def with_batcher(index, limits, body):
@@ -226,6 +251,7 @@ def with_batcher(index, limits, body):
     finally:
       index.go.set()
       await batcher.stop()
+      assert index.closed == 1 and batcher.pending == 0
 
   return asyncio.run(run())
 
@@ -236,18 +262,31 @@ def test_requests_of_many_clients_become_one_call():
   async def body(batcher):
     answers = await asyncio.gather(
       batcher.search(['a', 'b', 'a'], 2),
-      batcher.search(['b', 'c'], 4),
-      batcher.search(['a'], 1),
+      batcher.search(['b', 'c'], 2),
+      batcher.search(['a'], 2),
     )
     return answers, batcher.counters
 
   answers, counters = with_batcher(index, Limits(batch_ms=20), body)
-  assert index.calls == [(['a', 'b', 'c'], 4)]
-  assert [[len(row) for row in answer] for answer in answers] == [
-    [2, 2, 2], [4, 4], [1]
+  assert index.calls == [(['a', 'b', 'c'], 2)]
+  assert [[row[0].contents for row in answer] for answer in answers] == [
+    ['a', 'b', 'a'], ['b', 'c'], ['a']
   ]
   assert (counters.requests, counters.queries) == (3, 6)
   assert (counters.searched, counters.batches) == (3, 1)
+
+
+def test_requests_of_different_k_do_not_meet():
+  index = Recorder()
+
+  async def body(batcher):
+    return await asyncio.gather(
+      *(batcher.search(['a'], k) for k in (3, 1, 3))
+    )
+
+  answers = with_batcher(index, Limits(batch_ms=20), body)
+  assert index.calls == [(['a'], 1), (['a'], 3)]
+  assert [len(answer[0]) for answer in answers] == [3, 1, 3]
 
 
 def test_a_batch_is_bounded_and_in_order():
@@ -269,13 +308,52 @@ def test_a_lone_request_waits_milliseconds():
   assert with_batcher(Recorder(), Limits(batch_ms=2), body) < 0.5
 
 
-def test_broken_index_fails_its_batch_only():
-  async def body(batcher):
-    with pytest.raises(RuntimeError, match='broke'):
-      await batcher.search(['boom'], 1)
-    return await batcher.search(['a'], 1)
+def test_a_query_that_breaks_the_searcher_fails_alone(caplog):
+  index = Recorder()
 
-  assert with_batcher(Recorder(), Limits(), body) == [[(0, 0.0)]]
+  async def body(batcher):
+    first, second = await asyncio.gather(
+      batcher.search(['a', 'b', 'boom', 'c'], 1), batcher.search(['d'], 1)
+    )
+    return first, second, batcher.counters.errors
+
+  first, (second,), errors = with_batcher(index, Limits(batch_ms=20), body)
+  assert [isinstance(row, SearchFailed) for row in first] == [
+    False, False, True, False
+  ]
+  assert (first[3][0].contents, second[0].contents) == ('c', 'd')
+  assert first[2].retry_after_s and 'error ' in str(first[2])
+  assert 'broke' not in str(first[2])  # the log says it, and once
+  assert errors == 1 and len(caplog.records) == 1
+  assert 'the index broke ?[31m' in caplog.text and '\x1b' not in caplog.text
+  name = str(first[2]).split('error ')[1].split(';')[0]
+  assert name in caplog.text
+
+
+@pytest.mark.parametrize(
+  'broken',
+  [
+    lambda queries, k: [[]] * (len(queries) - 1),  # too few answers
+    lambda queries, k: [[Found('1', 'x', float('nan'))]] * len(queries),
+    lambda queries, k: [[Found('1', 'x', float('inf'))]] * len(queries),
+    lambda queries, k: None,
+    lambda queries, k: (_ for _ in ()).throw(BaseException('a panic')),
+  ],
+)
+def test_a_searcher_that_is_broken_fails_every_query_and_is_asked_again(broken):
+  index = Recorder()
+  index.broken = broken
+
+  async def body(batcher):
+    failed = await batcher.search([str(i) for i in range(500)], 1)
+    calls = len(index.calls)
+    index.broken = None
+    return failed, calls, await batcher.search(['a'], 1)
+
+  failed, calls, good = with_batcher(index, Limits(batch_ms=0), body)
+  assert all(isinstance(row, SearchFailed) for row in failed)
+  assert calls < 60  # not once for each query
+  assert good[0][0].contents == 'a'
 
 
 def test_client_that_left_does_not_spoil_the_batch():
@@ -288,7 +366,7 @@ def test_client_that_left_does_not_spoil_the_batch():
     gone.cancel()
     return await stays
 
-  assert with_batcher(index, Limits(), body) == [[(0, 0.0)]]
+  assert len(with_batcher(index, Limits(), body)[0]) == 1
 
 
 def test_what_nobody_waits_for_is_not_searched():
@@ -312,10 +390,10 @@ def test_what_nobody_waits_for_is_not_searched():
   assert [queries for queries, _ in index.calls] == [['a'], ['c']]
 
 
-def test_a_client_that_disconnects_gives_its_place_up(corpus):
+def test_a_client_that_disconnects_gives_its_place_up():
   index = Recorder()
   index.go.clear()
-  app = create_app(corpus, index, Limits(batch_ms=0, max_queries=1))
+  app = create_app(index, Limits(batch_ms=0, max_queries=1))
   scope = dict(
     type='http', method='POST', path='/retrieve', raw_path=b'/retrieve',
     query_string=b'', headers=[], http_version='1.1', scheme='http',
@@ -363,7 +441,7 @@ def test_pending_queries_are_bounded():
   async def body(batcher):
     first = asyncio.create_task(batcher.search(['a', 'b'], 1))
     await asyncio.sleep(0.05)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Rejected):
       await batcher.search(['c', 'd'], 1)
     index.go.set()
     assert len(await first) == 2
@@ -374,8 +452,255 @@ def test_pending_queries_are_bounded():
 
 def test_overload_is_503_with_retry_after(corpus):
   limits = Limits(max_pending=1)
-  app = create_app(corpus, BM25Index(corpus.contents), limits)
+  app = create_app(searcher(corpus), limits)
   with TestClient(app) as client:
     response = client.post('/retrieve', json={'queries': ['a', 'b']})
   assert response.status_code == 503
   assert response.headers['Retry-After'] == '1'
+
+
+def posted(searcher, *bodies, limits=LIMITS, headers=None, **app):
+  """The answers to requests that are sent in turn."""
+  with TestClient(
+    create_app(searcher, limits, **app), raise_server_exceptions=False
+  ) as client:
+    return [
+      client.post('/retrieve', json=body, headers=headers) for body in bodies
+    ]
+
+
+def test_a_failed_query_fails_its_request_only():
+  failed, busy, both, good = posted(
+    Recorder(), {'queries': ['a', 'fail']}, {'queries': ['busy', 'a']},
+    {'queries': ['busy', 'fail']}, {'queries': ['a']},
+  )
+  assert failed.status_code == 502 and 'Retry-After' not in failed.headers
+  assert failed.json()['detail'] == [
+    {'loc': ['body', 'queries', 1], 'msg': 'no answer to it',
+     'type': 'search_failed'}
+  ]
+  assert busy.status_code == 503 and busy.headers['Retry-After'] == '3'
+  assert busy.json()['detail'][0]['loc'] == ['body', 'queries', 0]
+  assert both.status_code == 502 and len(both.json()['detail']) == 2
+  assert good.status_code == 200
+
+
+def test_others_of_the_batch_are_answered():
+  index = Recorder()
+
+  async def run():
+    app = create_app(index, Limits(batch_ms=50))
+    async with (
+      app.router.lifespan_context(app),
+      httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url='http://x'
+      ) as client,
+    ):
+      return await asyncio.gather(*(
+        client.post('/retrieve', json={'queries': queries, 'topk': 1})
+        for queries in (['a'], ['b', 'fail'], ['boom'], ['c'])
+      ))
+
+  answers = asyncio.run(run())
+  assert [answer.status_code for answer in answers] == [200, 502, 503, 200]
+  assert index.calls[0][0] == ['a', 'b', 'fail', 'boom', 'c']  # one batch
+  assert answers[3].json()['result'] == [[{'id': '0', 'contents': 'c'}]]
+
+
+def test_a_broken_searcher_is_503_and_counted():
+  app = create_app(Recorder(), LIMITS)
+  with TestClient(app, raise_server_exceptions=False) as client:
+    response = client.post('/retrieve', json={'queries': ['boom']})
+    assert response.status_code == 503 and response.headers['Retry-After']
+    assert 'broke' not in response.text and 'error ' in response.text
+    assert client.get('/health').json()['served']['errors'] == 1
+
+
+def test_a_deadline_ends_a_request_and_its_place():
+  index = Recorder()
+  index.go.clear()
+  app = create_app(index, Limits(batch_ms=0, deadline_s=30))
+
+  async def run():
+    async with (
+      app.router.lifespan_context(app),
+      httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url='http://x'
+      ) as client,
+    ):
+      def post(query, **headers):
+        return client.post(
+          '/retrieve', json={'queries': [query], 'topk': 1}, headers=headers
+        )
+
+      first = asyncio.create_task(post('a'))
+      await asyncio.sleep(0.1)
+      late = await post('b', **{'X-Deadline-Ms': '50'})
+      await asyncio.sleep(0.01)
+      stats = (await client.get('/stats')).json()
+      index.go.set()
+      return late, stats, await first, await post('c')
+
+  late, stats, first, last = asyncio.run(run())
+  assert late.status_code == 504 and '0.05 s' in late.json()['detail']
+  assert stats['pending_queries'] == 1 and stats['in_flight'] == 1
+  assert (first.status_code, last.status_code) == (200, 200)
+  assert [queries for queries, _ in index.calls] == [['a'], ['c']]
+
+
+@pytest.mark.parametrize('value', ['', '0', '-1', 'soon', '1e9', '9' * 30, '٣'])
+def test_senseless_deadline(value):
+  sent = value.encode()
+  (response,) = posted(
+    Recorder(), {'queries': ['a']}, headers={'X-Deadline-Ms': sent}
+  )
+  if value == '0':
+    assert response.status_code == 504
+  else:
+    assert response.status_code == 422
+    detail = response.json()['detail'][0]
+    assert detail['loc'] == ['header', 'x-deadline-ms']
+
+
+def test_requests_in_flight_are_bounded():
+  index = Recorder()
+  index.go.clear()
+  app = create_app(index, Limits(batch_ms=0, max_requests=2))
+
+  async def run():
+    async with (
+      app.router.lifespan_context(app),
+      httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url='http://x'
+      ) as client,
+    ):
+      def post():
+        return client.post('/retrieve', json={'queries': ['a']})
+
+      taken = [asyncio.create_task(post()) for _ in range(2)]
+      await asyncio.sleep(0.1)
+      refused, health = await post(), await client.get('/health')
+      index.go.set()
+      return refused, health, *(await asyncio.gather(*taken)), await post()
+
+  refused, health, *others = asyncio.run(run())
+  assert refused.status_code == 429 and refused.headers['Retry-After'] == '1'
+  assert '--max_requests' in refused.json()['detail']
+  assert health.status_code == 200
+  assert [other.status_code for other in others] == [200] * 3
+
+
+def test_bytes_in_flight_are_bounded():
+  big, small = {'queries': ['a' * 60] * 8}, {'queries': ['a']}
+  limits = dataclasses.replace(LIMITS, max_bytes=300)
+  refused, *good = posted(Recorder(), big, small, small, limits=limits)
+  assert refused.status_code == 503 and '--max_bytes' in refused.text
+  assert [response.status_code for response in good] == [200, 200]
+
+
+def test_the_token_guards_everything_but_health_and_ready(corpus):
+  app = create_app(searcher(corpus), LIMITS, token='s3cret')
+  with TestClient(app) as client:
+    for headers in (
+      {}, {'Authorization': 's3cret'}, {'Authorization': 'Bearer'},
+      {'Authorization': 'Bearer wrong'}, {'Authorization': 'Basic s3cret'},
+      {'Authorization': b'Bearer \xff\xfe'}, {'X-Token': 's3cret'},
+    ):
+      for method, path in (
+        ('POST', '/retrieve'), ('GET', '/metrics'), ('GET', '/stats'),
+        ('GET', '/openapi.json'), ('GET', '/docs'), ('GET', '/none'),
+      ):
+        response = client.request(
+          method, path, headers=headers,
+          json={'queries': ['hamlet']} if method == 'POST' else None,
+        )
+        assert response.status_code == 401, path
+        assert response.headers['WWW-Authenticate'] == 'Bearer'
+        assert 'hamlet' not in response.text.lower()
+    assert set(client.get('/health').json()) == {'status', 'version'}
+    assert client.get('/ready').status_code in (200, 503)
+    client.headers['Authorization'] = 'bearer s3cret'
+    assert client.post('/retrieve', json={'queries': ['a']}).status_code == 200
+    assert client.get('/health').json()['corpus']['sha256'] == corpus.sha256
+    assert client.get('/metrics').status_code == 200
+
+
+def test_ready_waits_for_the_warm_up(corpus):
+  class Cold(BM25Index):
+    go, shapes = threading.Event(), []
+
+    def search(self, queries, k):
+      assert self.go.wait(10)
+      self.shapes.append(len(queries))
+      return super().search(queries, k)
+
+  app = create_app(LocalSearcher(corpus, Cold(corpus.contents)), LIMITS)
+  with TestClient(app) as client:
+    response = client.get('/ready')
+    assert response.status_code == 503 and response.json() == {'ready': False}
+    assert client.get('/health').status_code == 200
+    Cold.go.set()
+    end = time.monotonic() + 10
+    while client.get('/ready').status_code != 200:
+      assert time.monotonic() < end
+    assert client.get('/ready').json() == {'ready': True}
+    assert set(Cold.shapes) == {1, 8}  # up to max_queries
+    assert client.get('/health').json()['served']['queries'] == 0
+
+
+def test_ready_never_comes_where_the_warm_up_fails(corpus):
+  class Broken(BM25Index):
+    def search(self, queries, k):
+      raise RuntimeError('broken')
+
+  app = create_app(LocalSearcher(corpus, Broken(corpus.contents)), LIMITS)
+  with TestClient(app, raise_server_exceptions=False) as client:
+    assert client.get('/ready').status_code == 503
+    response = client.post('/retrieve', json={'queries': ['a']})
+    assert response.status_code == 503
+    assert client.get('/ready').status_code == 503
+
+
+def test_searches_that_may_cost_are_not_warmed_up():
+  index = Recorder()
+  with TestClient(create_app(index, LIMITS)) as client:
+    assert client.get('/ready').status_code == 200
+    assert client.get('/health').json()['identity'] == index.identity
+  assert index.calls == [] and index.closed == 1
+
+
+def test_metrics_and_stats(http):
+  before = http.get('/stats').json()
+  ask(http, queries=['hamlet', 'hamlet', 'same'])
+  http.post('/retrieve', json={'queries': 3})
+  after = http.get('/stats').json()
+  assert after['queries'] - before['queries'] == 3
+  assert after['searched'] - before['searched'] == 2
+  assert after['responses']['422'] == before['responses'].get('422', 0) + 1
+  assert after['recent_p99_ms'] >= after['recent_p50_ms'] > 0
+  assert after['recent_queries_per_s'] > 0 and after['rss_bytes'] > 10**6
+  response = http.get('/metrics')
+  assert response.headers['content-type'].startswith('text/plain')
+  values = dict(
+    line.rsplit(' ', 1) for line in response.text.splitlines()
+    if not line.startswith('#')
+  )
+  for name in (
+    'retrieval_stage_seconds_count{stage="batch"}',
+    'retrieval_request_seconds_count', 'retrieval_batch_queries_count',
+    'retrieval_responses_total{status="200"}',
+    'retrieval_rejected_total{reason="request"}',
+  ):
+    assert float(values[name]) > 0, name
+  assert float(values['retrieval_pending_queries']) == 0
+  assert float(values['retrieval_requests_in_flight']) == 0
+
+
+def test_lone_surrogates_in_a_passage_are_sent_as_question_marks():
+  class Web(Recorder):
+    def answer(self, query, k):
+      return [Found('\udfff', 'a \ud800 b', 1.0)]
+
+  for scores in (False, True):
+    (response,) = posted(Web(), {'queries': ['a'], 'return_scores': scores})
+    assert response.status_code == 200 and 'a ? b' in response.text

@@ -28,7 +28,7 @@ def run(*args, timeout=60):
   )
 
 
-def wait_until(condition, seconds=15):
+def wait_until(condition, seconds=60):
   end = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < end, 'waited in vain'

@@ -1,0 +1,249 @@
+"""The protocol: requests are checked by hand, answers shaped, both described.
+
+Search-R1's shapes; retrieval/README.md has them for people.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from retrieval.core import Found, SearchFailed
+
+VERSION = '1'
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What one request may ask for, and how requests are batched."""
+
+  topk: int = 3  # when a request names none
+  max_topk: int = 100
+  max_queries: int = 1024  # in one request, and in one batch
+  max_query_bytes: int = 16384  # UTF-8, of one query
+  max_pending: int = 65536  # queries taken and not yet searched, else 503
+  max_requests: int = 1024  # in flight, else 429
+  max_bytes: int = 1 << 28  # of the bodies of all requests in flight, else 503
+  deadline_s: float = 60.0  # from a request's head to its answer, else 504
+  batch_ms: float = 2.0  # how long the first request waits for others
+
+  @property
+  def max_body_bytes(self) -> int:
+    # A byte of a query takes up to six in JSON (\u0000).
+    return self.max_queries * (6 * self.max_query_bytes + 8) + 4096
+
+
+class Rejected(Exception):
+  """A request without an answer.
+
+  Attributes:
+    status: the HTTP status.
+    detail: what the body says: a sentence, or problems as FastAPI has them.
+    reason: a word for metrics.
+    retry_after_s: when to ask again, seconds; 0: it is not said.
+  """
+
+  def __init__(
+    self, status: int, reason: str, detail: Any, retry_after_s: float = 0
+  ):
+    super().__init__(detail)
+    self.status, self.reason, self.detail = status, reason, detail
+    self.retry_after_s = retry_after_s
+
+
+def bad_request(
+  where: Sequence[str | int], message: str, status: int = 422
+) -> Rejected:
+  """A request that breaks the protocol at `where`, a path in it."""
+  detail = {'loc': list(where), 'msg': message, 'type': 'value_error'}
+  return Rejected(status, 'request', [detail])
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrieveRequest:
+  queries: tuple[str, ...]
+  topk: int
+  return_scores: bool
+
+
+_FIELDS = tuple(f.name for f in dataclasses.fields(RetrieveRequest))
+
+
+def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
+  """Checks the body of POST /retrieve.
+
+  By hand rather than by a pydantic model: FastAPI's own 422 repeats the input,
+  and fails (500) where that is not valid Unicode.
+
+  Raises:
+    Rejected: naming the field and the mend.
+  """
+  try:
+    data = json.loads(body.decode('utf-8'))
+  except UnicodeDecodeError as error:
+    raise _bad([], f'not UTF-8 at byte {error.start}') from None
+  except (ValueError, RecursionError) as error:
+    raise _bad([], f'not JSON: {error}') from None
+  if not isinstance(data, dict):
+    raise _bad([], 'must be a JSON object {"queries": [...]}')
+  for name in data:
+    if name not in _FIELDS:
+      near = difflib.get_close_matches(name, _FIELDS, 1, 0.5)
+      raise _bad(
+        [_printable(name)],
+        'unknown field; '
+        + (f'meant {near[0]!r}?' if near else f'known: {", ".join(_FIELDS)}'),
+      )
+  scores = data.get('return_scores')
+  if scores is not None and not isinstance(scores, bool):
+    raise _bad(['return_scores'], 'must be true or false')
+  return RetrieveRequest(
+    _queries(data, limits), _topk(data, limits), bool(scores)
+  )
+
+
+def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
+  if 'queries' not in data:
+    raise _bad(['queries'], 'is missing; send a list of strings')
+  queries = data['queries']
+  if not isinstance(queries, list):
+    raise _bad(['queries'], 'must be a list of strings')
+  if not 1 <= len(queries) <= limits.max_queries:
+    raise _bad(
+      ['queries'],
+      f'{len(queries)} queries; send 1 to {limits.max_queries} '
+      '(--max_queries)',
+    )
+  for i, query in enumerate(queries):
+    if not isinstance(query, str):
+      raise _bad(['queries', i], 'must be a string')
+    # surrogatepass: a lone surrogate is searched as the non-word it is.
+    size = len(query.encode('utf-8', 'surrogatepass'))
+    if size > limits.max_query_bytes:
+      raise _bad(
+        ['queries', i],
+        f'{size} bytes; a query has at most {limits.max_query_bytes} '
+        '(--max_query_bytes)',
+      )
+  return tuple(queries)
+
+
+def _topk(data: Mapping[str, Any], limits: Limits) -> int:
+  topk = data.get('topk')
+  if topk is None:
+    return limits.topk
+  if isinstance(topk, float) and topk.is_integer():
+    topk = int(topk)  # JSON has one kind of number: 3.0 is 3
+  if isinstance(topk, bool) or not isinstance(topk, int):
+    raise _bad(['topk'], 'must be an integer')
+  if not 1 <= topk <= limits.max_topk:
+    raise _bad(
+      ['topk'], f'must lie between 1 and {limits.max_topk} (--max_topk)'
+    )
+  return topk
+
+
+def _bad(where: Sequence[str | int], message: str) -> Rejected:
+  return bad_request(['body', *where], message)
+
+
+def _printable(name: str) -> str:
+  """A field's name that any response can carry, however hostile."""
+  return name[:80].encode('ascii', 'backslashreplace').decode()
+
+
+def answer(
+  found: Sequence[Sequence[Found] | SearchFailed], scores: bool
+) -> bytes:
+  """The body of a whole answer.
+
+  Raises:
+    Rejected: queries failed. 503: it is worth asking again; 502: it is not.
+  """
+  failed = {
+    i: row for i, row in enumerate(found) if isinstance(row, SearchFailed)
+  }
+  if failed:
+    waits = [row.retry_after_s for row in failed.values()]
+    final = None in waits
+    detail = [
+      {'loc': ['body', 'queries', i], 'msg': str(row), 'type': 'search_failed'}
+      for i, row in failed.items()
+    ]
+    raise Rejected(
+      502 if final else 503, 'failed', detail, 0 if final else max(1.0, *waits)
+    )
+
+  def shown(one: Found) -> dict[str, object]:
+    document = {'id': one.id, 'contents': one.contents}
+    return {'document': document, 'score': one.score} if scores else document
+
+  result = {'result': [[shown(one) for one in row] for row in found]}
+  try:
+    return orjson.dumps(result)
+  except TypeError:  # a lone surrogate, which is no character: shown as '?'
+    return json.dumps(result, ensure_ascii=False).encode('utf-8', 'replace')
+
+
+def openapi(limits: Limits, token: bool) -> dict[str, object]:
+  """What OpenAPI says of POST /retrieve."""
+  request = _object(queries={
+    'type': 'array',
+    'items': {'type': 'string', 'maxLength': limits.max_query_bytes},
+    'minItems': 1,
+    'maxItems': limits.max_queries,
+  })
+  request['properties'] |= {
+    'topk': {
+      'type': ['integer', 'null'], 'minimum': 1, 'maximum': limits.max_topk
+    },
+    'return_scores': {'type': ['boolean', 'null'], 'default': False},
+  }
+  request['additionalProperties'] = False
+  document = _object(id={'type': 'string'}, contents={'type': 'string'})
+  scored = _object(document=document, score={'type': 'number'})
+  rows = [{'type': 'array', 'items': item} for item in (document, scored)]
+  answers = _object(result={'type': 'array', 'items': {'anyOf': rows}})
+  said = {
+    '400': 'The body was cut short.',
+    '413': 'The body is too large.',
+    '422': 'The request is wrong; names the field.',
+    '429': 'Too many requests in flight; Retry-After says when to come back.',
+    '502': 'A query cannot be answered; names it.',
+    '503': 'Busy, or a query failed; Retry-After says when to come back.',
+    '504': 'Not answered within the deadline.',
+  } | ({'401': 'The token is missing or wrong.'} if token else {})
+  return {
+    'requestBody': {
+      'required': True,
+      'content': {'application/json': {'schema': request}},
+    },
+    'responses': {
+      '200': response('One list for each query, best first.', answers),
+      **{status: response(text, ERROR) for status, text in said.items()},
+    },
+  }
+
+
+def response(description: str, schema: dict) -> dict[str, object]:
+  content = {'application/json': {'schema': schema}}
+  return {'description': description, 'content': content}
+
+
+def _object(**properties: dict) -> dict:
+  return {
+    'type': 'object', 'required': [*properties], 'properties': properties
+  }
+
+
+READY = _object(ready={'type': 'boolean'})
+ERROR = _object(detail={'anyOf': [
+  {'type': 'string'},
+  {'type': 'array', 'items': _object(
+    loc={'type': 'array', 'items': {'type': ['string', 'integer']}},
+    msg={'type': 'string'}, type={'type': 'string'},
+  )},
+]})

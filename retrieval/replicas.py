@@ -1,0 +1,185 @@
+"""Servers that serve the same, and what is known of their health.
+
+A replica that failed several times in a row is left alone for a while (its
+circuit is open), then one request probes it (Nygard, Release It!, 2007).
+"""
+
+import asyncio
+import dataclasses
+import math
+import random
+import urllib.parse
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+KINDS = (
+  'unreachable', 'timeout', 'overloaded', 'bad_response', 'rejected',
+  'unauthorised', 'search_failed',
+)
+_MEND = {
+  'unreachable': (
+    'Start it (python -m retrieval.server --corpus=...) or correct the URL.'
+  ),
+  'timeout': 'See whether the server is overloaded, or raise timeout_s.',
+  'overloaded': 'Send fewer requests at once, or raise deadline_s.',
+  'bad_response': 'See that the URL is a retrieval server, and its log.',
+  'rejected': 'Correct the request, or raise the limit that it names.',
+  'unauthorised': 'Set RETRIEVAL_TOKEN to the token of the server.',
+  'search_failed': 'The server is well; it has no answer to these queries.',
+}
+
+
+class RetrievalError(RuntimeError):
+  """A request that got no usable answer.
+
+  Attributes:
+    kind: one of `KINDS`. The first three were tried again, the others not,
+      since the same request would fare the same.
+    url: what was asked last.
+    attempts: how often.
+    queries: positions of the queries that the server failed on, where it said
+      so: the others are worth asking without them.
+  """
+
+  def __init__(
+    self, kind: str, url: str, problem: str, attempts: int = 1,
+    queries: Sequence[int] = (),
+  ):
+    tried = f' after {attempts} attempts' if attempts > 1 else ''
+    super().__init__(f'{url}: {problem}{tried} [{kind}]. {_MEND[kind]}')
+    self.kind, self.url, self.attempts = kind, url, attempts
+    self.queries = tuple(queries)
+
+
+class Failure(Exception):
+  """One attempt that may be repeated."""
+
+  def __init__(
+    self, kind: str, problem: str, wait_s: float = 0.0,
+    queries: Sequence[int] = (),
+  ):
+    super().__init__(problem)
+    self.kind, self.problem, self.wait_s = kind, problem, wait_s
+    self.queries = queries
+
+
+@dataclasses.dataclass(eq=False)
+class Replica:
+  """A server and what is known of its health."""
+
+  url: str
+  in_flight: int = 0
+  failures: int = 0  # in a row
+  open_until: float = -math.inf  # left alone until then
+  probing: bool = False
+  busy_until: float = -math.inf  # as its Retry-After said
+  problem: Failure | None = None  # the last
+
+
+class Replicas:
+  """Chooses whom to ask, and learns from what came of it."""
+
+  def __init__(
+    self,
+    urls: Sequence[str],
+    *,
+    failures: int,
+    cooldown_s: float,
+    rng: random.Random,
+    clock: Callable[[], float],
+  ):
+    """See `RetrievalClient` for the arguments.
+
+    Raises:
+      ValueError: no URL, or one that is not http(s)://host.
+    """
+    if not urls:
+      raise ValueError('no url is given: give http://host:port')
+    self.all = [Replica(_checked_url(url)) for url in urls]
+    self._failures, self._cooldown_s = failures, cooldown_s
+    self._random, self._clock, self._turn = rng, clock, 0
+
+  async def choose(
+    self, replicas: Sequence[Replica], last: Replica | None, end: float,
+    path: str, attempts: int,
+  ) -> tuple[Replica, bool]:
+    """A replica to ask, and whether that is a probe: else the least busy.
+
+    Where all circuits are open it waits for the first probe: a server that is
+    started again within the deadline then costs time, while an error at once
+    would cost whoever asks its trajectory. Waiting is no attempt.
+
+    Raises:
+      RetrievalError: the deadline would pass in waiting.
+    """
+    while True:
+      now = self._clock()
+      closed = [r for r in replicas if r.failures < self._failures]
+      for r in replicas:
+        if r not in closed and not r.probing and r.open_until <= now:
+          r.probing = True
+          return r, True
+      if closed:
+        self._turn += 1  # equally busy ones take turns
+        turn = self._turn % len(closed)
+        return min(
+          closed[turn:] + closed[:turn],
+          key=lambda r: (r.busy_until > now, r is last, r.in_flight),  # noqa: B023
+        ), False
+      first = min(replicas, key=lambda r: r.open_until)
+      # Spread out: those who waited do not come back all at once.
+      pause = max(0.0, first.open_until - now) + self._random.uniform(0.01, 0.2)
+      if now + pause >= end:
+        raise RetrievalError(
+          first.problem.kind, first.url + path,
+          f'{first.problem.problem}; it failed {first.failures} times in a '
+          'row and is left alone for a while',
+          max(attempts, 1),
+        ) from first.problem
+      await asyncio.sleep(pause)
+
+  async def watch(
+    self, replica: Replica, probe: bool, attempt: Coroutine, whole: bool
+  ) -> Any:
+    """The result of an attempt, of which the replica's circuit learns.
+
+    whole: the attempt has its full time; else its timeout says little.
+    """
+    replica.in_flight += 1
+    try:
+      answer = await attempt
+    except Failure as failure:
+      replica.busy_until = self._clock() + failure.wait_s
+      if failure.kind == 'overloaded':
+        replica.failures = 0  # it answered
+      elif failure.kind != 'timeout' or whole:
+        replica.failures += 1
+        replica.problem = failure
+        # Of those that were under way together only one opens the circuit.
+        if probe or replica.failures == self._failures:
+          replica.open_until = self._clock() + (
+            self._cooldown_s * self._random.uniform(1, 1.5)
+          )
+      raise
+    except RetrievalError:
+      replica.failures = 0
+      raise
+    else:
+      replica.failures = 0
+      return answer
+    finally:
+      replica.in_flight -= 1
+      if probe:
+        replica.probing = False
+
+
+def _checked_url(url: str) -> str:
+  try:
+    parts = urllib.parse.urlsplit(url)
+    usable = parts.scheme in ('http', 'https') and parts.hostname
+    parts.port  # noqa: B018, raises where it is no number up to 65535
+  except ValueError:
+    usable = False
+  if not usable:
+    raise ValueError(f'url {url!r} is not of the form http://host:port')
+  return url.rstrip('/')
