@@ -1,28 +1,41 @@
-"""BM25 over the words of a corpus, on bm25s' precomputed scores.
+"""BM25 over the words of a corpus, on precomputed scores as bm25s has them.
 
-bm25s holds, for every word, the passages that have it and what it adds to
-each of their scores (Lucene's variant: Kamphuis et al., ECIR 2020):
+For every term, the passages that have it and what it adds to each of their
+scores (bm25s: Lu, 2024; Lucene's variant: Kamphuis et al., ECIR 2020):
 
     score(q, d) = sum over words w of q of count(w in q) * idf(w) * tf / (
         tf + k1 * (1 - b + b * |d| / mean |d|))
     idf(w) = ln(1 + (P - df + 0.5) / (df + 0.5))
 
-Adding up and choosing the best are done here rather than by `bm25s.retrieve`,
-for three reasons: equal scores come in corpus order whatever the batch, the
-order of the words in a query cannot show, and passages without any word of
-the query are never returned. It is also faster (see `_top`).
+The scores are those of bm25s to the last bit. They are computed here, block
+by block, because bm25s needs the corpus as lists of Python numbers, 40 bytes
+for each score and the vocabulary as a dictionary: too much for 21 million
+passages. Adding up and choosing the best are done here rather than by
+`bm25s.retrieve` for three reasons: equal scores come in corpus order whatever
+the batch, the order of the words in a query cannot show, and passages without
+any word of the query are never returned.
 """
 
+import array
 import collections
 import contextlib
-import logging
+import functools
+import hashlib
+import io
+import itertools
+import os
+import pathlib
 import re
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 import Stemmer
+
+from retrieval import files
 
 
 @contextlib.contextmanager
@@ -44,15 +57,24 @@ def _without(*modules: str) -> Iterator[None]:
 # opens the accelerator and takes most of its memory from the trainer beside
 # this server, and 1.7 s. Nothing here uses it.
 with _without('jax', 'jax.lax'):
-  import bm25s
   from bm25s import stopwords as bm25s_stopwords
-
-# It tells each step of an index at INFO.
-logging.getLogger('bm25s').setLevel(logging.WARNING)
 
 # One word of one character counts too: "Henry V", "Vitamin C".
 _WORD = re.compile(r'\w+')
-_GROUPS = 128  # see _top
+_GROUPS = 64  # see _top
+_BLOCK = 1 << 16  # passages counted at once, about 300 MB
+_WORDS = 1 << 20  # words whose terms are remembered, at most 150 MB
+_CACHED, _LONG = 1 << 16, 40  # words of queries remembered; longest of them
+_LEAST = np.nextafter(np.float32(0), np.float32(1))  # score above 0
+_FORMAT = 1
+# The arrays of an index with N scores of T terms.
+_ARRAYS = {
+  'values': np.float32,  # [N] what a term adds, by term, then by passage
+  'rows': np.int32,  # [N] the passage of each
+  'starts': np.int64,  # [T + 1] where each term's begin
+  'hashes': np.uint64,  # [T] of the terms, ascending
+  'terms': np.int32,  # [T] the term of each hash
+}
 
 STOP_WORDS = {
   'none': frozenset(),
@@ -138,20 +160,80 @@ class BM25Index:
     Raises:
       ValueError: no texts, or a parameter out of its range.
     """
-    if not texts:
-      raise ValueError('an index needs at least one text')
-    if not k1 >= 0:
-      raise ValueError(f'k1={k1} must be at least 0')
-    if not 0 <= b <= 1:
-      raise ValueError(f'b={b} must lie between 0 and 1')
-    self.k1, self.b = float(k1), float(b)
-    self.analyzer = Analyzer(stemmer, stop_words)
-    self._count = len(texts)
-    self._term_ids: dict[str, int] = {}
-    # Words are far fewer than their occurrences, so each is stemmed once.
-    self._word_ids: dict[str, int] = {}  # word -> term id, -1 a stop word
-    rows = [self._index_row(text) for text in texts]
-    self._load(rows)
+    self._configure(len(texts), k1, b, stemmer, stop_words)
+    self._load(_build(
+      texts, self, io.BytesIO(), lambda name, length: np.empty(
+        length, _ARRAYS[name])
+    ))
+
+  @classmethod
+  def build(
+    cls, texts: Sequence[str], folder: str | os.PathLike, **options: Any
+  ) -> 'BM25Index':
+    """Builds the index in files, to be mapped: `BM25Index(texts).save(folder)`.
+
+    Memory: 4 bytes a passage, about 100 bytes a distinct word, and 0.5 GB.
+    Disk: 8 bytes for each different word of each passage, and 12 more until
+    it is done. The folder is an index once it is whole.
+    """
+    self = cls.__new__(cls)
+    self._configure(len(texts), **options)
+    folder = _clear(folder)
+
+    def make(name: str, length: int) -> np.ndarray:
+      path = folder / f'{name}.npy'
+      # A write to mapped pages that the disk cannot hold kills the process.
+      files.need_space(path, length * np.dtype(_ARRAYS[name]).itemsize)
+      return np.lib.format.open_memmap(path, 'w+', _ARRAYS[name], (length,))
+
+    with tempfile.TemporaryFile(dir=folder) as spool:
+      arrays = _build(_watched(texts), self, spool, make)
+    for found in arrays.values():
+      found.flush()
+    self._describe(folder, arrays)
+    return cls.open(folder)
+
+  def save(self, folder: str | os.PathLike) -> None:
+    """Writes the index; the folder is one when this returns, not before."""
+    folder = _clear(folder)
+    for name, found in self._arrays.items():
+      with open(folder / f'{name}.npy', 'wb') as file:
+        np.save(file, found)
+        files.sync(file)
+    self._describe(folder, self._arrays)
+
+  @classmethod
+  def open(cls, folder: str | os.PathLike) -> 'BM25Index':
+    """Maps an index that was saved.
+
+    Raises:
+      ValueError: the folder holds no whole index of this format.
+    """
+    folder = pathlib.Path(folder)
+    mend = 'Build it again: python -m retrieval.build_index --index=bm25'
+    about = files.read_json(folder / 'bm25.json')
+    if about is None:
+      raise ValueError(f'{folder}: no whole BM25 index (no bm25.json). {mend}')
+    if about.get('format') != _FORMAT:
+      raise ValueError(
+        f'{folder}: format {about.get("format")!r} of a BM25 index, this '
+        f'version reads {_FORMAT}. {mend}'
+      )
+    self = cls.__new__(cls)
+    try:
+      self._configure(about['count'], **about['parameters'])
+      arrays = {}
+      for name, length in about['lengths'].items():
+        found = np.load(folder / f'{name}.npy', mmap_mode='r')
+        if (found.dtype, found.shape) != (_ARRAYS[name], (length,)):
+          raise ValueError(f'{name}.npy holds {found.dtype} {found.shape}')
+        arrays[name] = found.view(np.ndarray)  # whose slices are cheaper
+      self._load(arrays)
+    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+      raise ValueError(
+        f'{folder}: the BM25 index is cut short or damaged ({error}). {mend}'
+      ) from None
+    return self
 
   def __len__(self) -> int:
     return self._count
@@ -159,8 +241,11 @@ class BM25Index:
   @property
   def parameters(self) -> dict[str, object]:
     """What tells this index from another over the same corpus."""
+    return {'name': self.name, **self._options}
+
+  @property
+  def _options(self) -> dict[str, object]:
     return {
-      'name': self.name,
       'k1': self.k1,
       'b': self.b,
       'stemmer': self.analyzer.stemmer,
@@ -196,58 +281,183 @@ class BM25Index:
       totals.fill(0)
       # Sorted: float32 sums then depend on the words alone, not their order.
       for term, count in sorted(counts.items()):
-        low, high = self._starts[term], self._starts[term + 1]
-        added = self._values[low:high]
+        span = slice(self._starts[term], self._starts[term + 1])
+        added = self._values[span]
         np.add.at(
-          totals, self._rows[low:high], added if count == 1 else count * added
+          totals, self._rows[span], added if count == 1 else count * added
         )
       best = _top(totals, k)
       ids[row, : len(best)] = best
       scores[row, : len(best)] = totals[best]
     return ids, scores
 
-  def _index_row(self, text: str) -> list[int]:
-    row = []
-    for word in _WORD.findall(text.lower()):
-      term_id = self._word_ids.get(word)
-      if term_id is None:
-        term = self.analyzer.term(word)
-        term_id = -1
-        if term is not None:
-          term_id = self._term_ids.setdefault(term, len(self._term_ids))
-        self._word_ids[word] = term_id
-      if term_id >= 0:
-        row.append(term_id)
-    return row
+  def _configure(
+    self,
+    count: int,
+    k1: float = 1.2,
+    b: float = 0.75,
+    stemmer: str = 'english',
+    stop_words: str = 'english',
+  ) -> None:
+    if not count:
+      raise ValueError('an index needs at least one text')
+    if not k1 >= 0:
+      raise ValueError(f'k1={k1} must be at least 0')
+    if not 0 <= b <= 1:
+      raise ValueError(f'b={b} must lie between 0 and 1')
+    self.k1, self.b = float(k1), float(b)
+    self.analyzer = Analyzer(stemmer, stop_words)
+    self._count = count
 
-  def _load(self, rows: list[list[int]]) -> None:
-    if self._term_ids:
-      model = bm25s.BM25(k1=self.k1, b=self.b, method='lucene')
-      # A copy: bm25s keeps the vocabulary it is given.
-      model.index(
-        (rows, dict(self._term_ids)),
-        create_empty_token=False,
-        show_progress=False,
-      )
-      self._values = model.scores['data']  # float32 [N]
-      self._rows = model.scores['indices']  # int32 [N], ascending in a term
-      self._starts = model.scores['indptr'].tolist()  # [terms + 1]
-    else:  # nothing but stop words and punctuation; bm25s divides by zero
-      self._values = np.zeros(0, np.float32)
-      self._rows = np.zeros(0, np.int32)
-      self._starts = [0]
+  def _load(self, arrays: dict[str, np.ndarray]) -> None:
+    self._arrays = arrays
+    self._values, self._rows, self._starts, self._hashes, self._terms = (
+      arrays[name] for name in _ARRAYS
+    )
+    if not len(self._values) == len(self._rows) == self._starts[-1]:
+      raise ValueError('its arrays do not fit each other')
+    self._starts = memoryview(self._starts)  # of which an item is an int
+    self._cached = functools.lru_cache(_CACHED)(self._term_id)
+
+  def _describe(
+    self, folder: pathlib.Path, arrays: dict[str, np.ndarray]
+  ) -> None:
+    files.write_json(folder / 'bm25.json', {
+      'format': _FORMAT, 'count': self._count, 'parameters': self._options,
+      'lengths': {name: len(found) for name, found in arrays.items()},
+    })
 
   def _query_ids(self, query: str) -> list[int]:
-    ids = []
-    for word in _WORD.findall(query.lower()):
-      term_id = self._word_ids.get(word)
-      if term_id is None:  # not a word of the corpus, but its stem may be
-        # Not remembered: queries come from outside and never end.
-        term = self.analyzer.term(word)
-        term_id = -1 if term is None else self._term_ids.get(term, -1)
-      if term_id >= 0:
-        ids.append(term_id)
-    return ids
+    ids = (
+      # Queries come from outside: a word of a megabyte is not kept.
+      (self._cached if len(word) <= _LONG else self._term_id)(word)
+      for word in _WORD.findall(query.lower())
+    )
+    return [i for i in ids if i >= 0]
+
+  def _term_id(self, word: str) -> int:
+    """The id of the term of a word; -1: a stop word, or in no passage."""
+    term = self.analyzer.term(word)
+    if term is None:
+      return -1
+    key = np.uint64(_hash(term))
+    at = int(np.searchsorted(self._hashes, key))
+    found = at < len(self._hashes) and self._hashes[at] == key
+    return int(self._terms[at]) if found else -1
+
+
+class _TermIds(dict):
+  """Word -> id of its term, -1 for a stop word; terms numbered as they come.
+
+  Words are far fewer than their occurrences, so each is stemmed once, or
+  again where so many words have come that they were forgotten.
+  """
+
+  def __init__(self, analyzer: Analyzer):
+    super().__init__()
+    self._analyzer, self.terms = analyzer, {}
+
+  def __missing__(self, word: str) -> int:
+    if len(self) >= _WORDS:
+      self.clear()
+    term = self._analyzer.term(word)
+    found = -1
+    if term is not None:
+      found = self.terms.setdefault(term, len(self.terms))
+    self[word] = found
+    return found
+
+
+def _build(
+  texts: Iterable[str],
+  index: BM25Index,
+  spool: BinaryIO,
+  make: Callable[[str, int], np.ndarray],
+) -> dict[str, np.ndarray]:
+  """The arrays of `_ARRAYS`: counts all blocks into `spool`, then scores them.
+
+  make: an empty array for a name and a length.
+  """
+  ids = _TermIds(index.analyzer)
+  lengths, sizes = array.array('i'), np.zeros(0, np.int64)
+  for keys, counts, words in _counted(texts, ids):
+    np.save(spool, keys)
+    np.save(spool, counts)
+    lengths.frombytes(words.astype(np.int32).tobytes())
+    added = np.bincount(keys >> 32, minlength=len(ids.terms))
+    added[:len(sizes)] += sizes
+    sizes = added
+  starts = make('starts', len(sizes) + 1)
+  starts[0] = 0
+  np.cumsum(sizes, out=starts[1:])
+  values, rows = (make(name, int(starts[-1])) for name in ('values', 'rows'))
+  # As bm25s has it: idf in float32, the rest in float64.
+  idf = np.log(1 + (len(lengths) - sizes + 0.5) / (sizes + 0.5)).astype('f4')
+  lengths = np.frombuffer(lengths, np.int32)
+  mean = lengths.mean()
+  filled = starts[:-1].copy()  # where the next passage of each term goes
+  spool.seek(0)
+  for _ in range(0, len(lengths), _BLOCK):
+    keys, tf = np.load(spool), np.load(spool)
+    term, row = keys >> 32, keys & 0xFFFFFFFF
+    norm = index.k1 * ((1 - index.b) + index.b * lengths[row] / (mean or 1))
+    first = np.flatnonzero(np.diff(term, prepend=-1))  # of each term's run
+    runs = np.diff(first, append=len(term))
+    at = np.repeat(filled[term[first]] - first, runs) + np.arange(len(term))
+    values[at] = idf[term] * (tf / (norm + tf))
+    rows[at] = row
+    filled[term[first]] += runs
+  hashes = np.fromiter(map(_hash, ids.terms), np.uint64, len(sizes))
+  order = np.argsort(hashes)
+  found = {'values': values, 'rows': rows, 'starts': starts}
+  for name, content in (('hashes', hashes[order]), ('terms', order)):
+    found[name] = make(name, len(sizes))
+    found[name][:] = content
+  return found
+
+
+def _counted(
+  texts: Iterable[str], ids: _TermIds
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+  """Yields blocks: (term << 32 | passage, ascending; occurrences; lengths)."""
+  texts, first = iter(texts), 0
+  while block := list(itertools.islice(texts, _BLOCK)):
+    flat, words = array.array('i'), array.array('i')
+    for text in block:
+      found = _WORD.findall(text.lower())
+      flat.extend([ids[word] for word in found])
+      words.append(len(found))
+    term = np.frombuffer(flat, np.int32)
+    row = np.repeat(np.arange(len(block)), np.frombuffer(words, np.int32))
+    row, term = row[term >= 0], term[term >= 0]
+    keys = term.astype(np.int64) << 32 | (first + row)
+    yield (
+      *np.unique(keys, return_counts=True),
+      np.bincount(row, minlength=len(block)),
+    )
+    first += len(block)
+
+
+def _hash(term: str) -> int:
+  # 64 bits: of 10 million terms, two are alike in one of 300,000 corpora.
+  encoded = term.encode('utf-8', 'surrogatepass')
+  return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest())
+
+
+def _clear(folder: str | os.PathLike) -> pathlib.Path:
+  """Makes the folder, or what is in it no index; who has it open keeps it."""
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  for name in ('bm25.json', *(f'{name}.npy' for name in _ARRAYS)):
+    (folder / name).unlink(missing_ok=True)
+  return folder
+
+
+def _watched(texts: Sequence[str]) -> Iterator[str]:
+  with files.progress(len(texts), 'bm25', unit=' passages') as bar:
+    for text in texts:
+      yield text
+      bar.update()
 
 
 def _top(totals: np.ndarray, k: int) -> np.ndarray:
@@ -255,12 +465,15 @@ def _top(totals: np.ndarray, k: int) -> np.ndarray:
 
   The k-th largest of the groups' maxima is a lower bound of the k-th largest
   total (k groups hold one such value each), found in one vectorised pass; few
-  totals reach it, so the sort is short. A partition of all P totals is six
-  times slower here, since most of them are equal (0).
+  groups reach it, and only their totals are looked at again.
   """
-  maxima = totals.reshape(_GROUPS, -1).max(axis=0)
-  bound = np.float32(0)
+  grid = totals.reshape(_GROUPS, -1)
+  maxima = grid.max(axis=0)
+  bound = _LEAST
   if k <= len(maxima):
-    bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
-  found = np.flatnonzero(totals >= bound if bound > 0 else totals > 0)
-  return found[np.argsort(-totals[found], kind='stable')[:k]]
+    bound = max(np.partition(maxima, len(maxima) - k)[len(maxima) - k], _LEAST)
+  columns = np.flatnonzero(maxima >= bound)
+  values = grid[:, columns]
+  row, column = np.nonzero(values >= bound)  # in the order of positions
+  best = np.argsort(-values[row, column], kind='stable')[:k]
+  return row[best] * grid.shape[1] + columns[column[best]]

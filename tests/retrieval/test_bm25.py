@@ -1,4 +1,6 @@
+import json
 import math
+import tempfile
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval.bm25 import Analyzer, BM25Index
+from tests.memory import Peak
 
 TEXTS = ('red fish', 'blue fish fish', 'red red blue bird', 'green')
 PLAIN = dict(stemmer='none', stop_words='none')
@@ -83,7 +86,14 @@ def test_agrees_with_the_formula(docs, query, k, parameters):
 INDEXES = {
   'bm25': lambda texts: BM25Index(texts),
   'bm25_plain': lambda texts: BM25Index(texts, k1=0.9, b=0.4, **PLAIN),
+  'bm25_open': lambda texts: saved_and_open(texts),
 }
+
+
+def saved_and_open(texts):
+  with tempfile.TemporaryDirectory() as folder:
+    BM25Index(texts).save(folder)
+    return BM25Index.open(folder)  # mapped files outlive their names
 
 
 @pytest.fixture(params=INDEXES)
@@ -199,10 +209,154 @@ def test_spans_mark_what_matched():
   assert Analyzer().spans(text, {'swim'}) == [(0, 8), (14, 18)]
 
 
+def test_scores_are_those_of_bm25s_to_the_bit():
+  import bm25s
+
+  texts = many_texts(3000)
+  index = BM25Index(texts, k1=0.9, b=0.4, **PLAIN)
+  terms = {}
+  rows = [[terms.setdefault(w, len(terms)) for w in t.split()] for t in texts]
+  model = bm25s.BM25(k1=0.9, b=0.4, method='lucene')
+  model.index((rows, terms), create_empty_token=False, show_progress=False)
+  for word, term in terms.items():
+    want = np.zeros(len(texts), np.float32)
+    span = slice(*model.scores['indptr'][term : term + 2])
+    want[model.scores['indices'][span]] = model.scores['data'][span]
+    got = np.zeros_like(want)
+    ids, scores = index.search([word], len(texts))
+    got[ids[ids >= 0]] = scores[ids >= 0]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_blocks_do_not_show(monkeypatch):
+  texts = many_texts()
+  whole = BM25Index(texts)
+  monkeypatch.setattr('retrieval.bm25._BLOCK', 7)
+  monkeypatch.setattr('retrieval.bm25._WORDS', 5)  # words are forgotten
+  queries = [f'word{i} word{i + 1}' for i in range(50)]
+  for one, two in zip(
+    whole.search(queries, 99), BM25Index(texts).search(queries, 99)
+  ):
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.fixture(params=['save', 'build'])
+def saved(request, tmp_path):
+  """Puts an index into a folder, by either way."""
+
+  def run(texts, folder=tmp_path / 'bm25', **options):
+    if request.param == 'save':
+      BM25Index(texts, **options).save(folder)
+    else:
+      BM25Index.build(texts, folder, **options)
+    return folder
+
+  return run
+
+
+def test_an_open_index_answers_as_the_one_saved(saved):
+  texts, options = many_texts(), dict(k1=0.9, b=0.4, stop_words='none')
+  built, opened = BM25Index(texts, **options), BM25Index.open(
+    saved(texts, **options))
+  assert opened.parameters == built.parameters
+  assert len(opened) == len(built)
+  queries = ['word1 word2 word2', 'nothing', '', 'WORD3', 'wörd \ud800' * 99]
+  for one, two in zip(built.search(queries, 50), opened.search(queries, 50)):
+    np.testing.assert_array_equal(one, two)
+
+
+def test_a_corpus_without_terms_is_saved_too(saved):
+  assert ranked(BM25Index.open(saved(['the', '?!'])), 'the') == []
+
+
+def test_saving_over_an_open_index_leaves_it_what_it_was(saved):
+  folder = saved(['red fish', 'blue'])
+  opened = BM25Index.open(folder)
+  saved(many_texts(), folder)
+  assert [i for i, _ in ranked(opened, 'fish')] == [0]
+  assert len(BM25Index.open(folder)) == 1000
+
+
+@pytest.mark.parametrize(
+  'name', ['values', 'rows', 'starts', 'hashes', 'terms']
+)
+@pytest.mark.parametrize('keep', [0, 100, 0.5, -1])
+def test_an_index_cut_short_is_refused(saved, name, keep):
+  folder = saved(many_texts())
+  path = folder / f'{name}.npy'
+  whole = path.read_bytes()
+  path.write_bytes(whole[: int(keep * len(whole)) if keep == 0.5 else keep])
+  with pytest.raises(ValueError, match='cut short or damaged') as error:
+    BM25Index.open(folder)
+  assert str(folder) in str(error.value) and 'build_index' in str(error.value)
+
+
+def test_what_is_no_index_is_refused(saved):
+  folder = saved(many_texts())
+  about = folder / 'bm25.json'
+  record = json.loads(about.read_text())
+  for change, said in (
+    ({'format': 2}, 'format 2 .* reads 1'),
+    ({'lengths': record['lengths'] | {'rows': 3}}, 'damaged .rows.npy holds'),
+    ({'parameters': {'k1': -1}}, 'damaged .k1=-1'),
+    ({'parameters': {'k2': 1}}, 'damaged'),
+    ({'lengths': {}}, 'damaged'),
+  ):
+    about.write_text(json.dumps(record | change))
+    with pytest.raises(ValueError, match=said):
+      BM25Index.open(folder)
+  (folder / 'rows.npy').unlink()
+  about.write_text(json.dumps(record))
+  with pytest.raises(ValueError, match='damaged .*rows.npy'):
+    BM25Index.open(folder)
+  about.unlink()
+  with pytest.raises(ValueError, match='no whole BM25 index'):
+    BM25Index.open(folder)
+
+
+def test_a_build_that_fails_leaves_no_index(saved):
+  folder = saved(['red fish'])
+
+  class Broken(list):
+    def __iter__(self):
+      yield 'red'
+      raise OSError('gone')
+
+  with pytest.raises(OSError, match='gone'):
+    BM25Index.build(Broken('ab'), folder)
+  with pytest.raises(ValueError, match='no whole BM25 index'):
+    BM25Index.open(folder)
+
+
+def test_building_in_files_and_searching_them_take_little_memory(
+  tmp_path, monkeypatch
+):
+  """An index of 32 MB from texts that are made as they are read."""
+
+  class Texts:
+    def __len__(self):
+      return 40_000
+
+    def __iter__(self):
+      for i in range(len(self)):
+        yield ' '.join(f'w{j}' for j in range(i % 100, i % 100 + 100))
+
+  monkeypatch.setattr('retrieval.bm25._BLOCK', 2000)
+  BM25Index.build(['warm'], tmp_path / 'warm')
+  with Peak() as memory:
+    index = BM25Index.build(Texts(), tmp_path / 'bm25', **PLAIN)
+  size = sum(f.stat().st_size for f in (tmp_path / 'bm25').iterdir())
+  assert size > 31e6
+  assert memory.peak - memory.start < 28e6
+  with Peak() as memory:
+    for i in range(200):
+      index.search([f'w{i}'], 3)
+  assert memory.peak - memory.start < 8e6
+
+
 def test_ranks_the_real_corpus(data_dir):
   """Recall@3 on NQ dev is a figure of the data's README: 0.789."""
   import gzip
-  import json
 
   from retrieval.corpus import read_corpus
 
