@@ -1,0 +1,285 @@
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from retrieval import build_index, files, vectors
+from retrieval.corpus import CorpusError
+from retrieval.store import open_store
+from tests import memory
+from tests.conftest import ROOT
+from tests.retrieval.conftest import write_corpus
+from tests.retrieval.fakes import FakeEncoder, generate
+
+DEFAULTS = dict(
+  corpus=None, index=[], encoder='fake', vectors=None, block=64,
+  restart=False, adopt=[], sample=64, seed=0, k1=1.2, b=0.75,
+  stemmer='english', stop_words='english', milvus_uri=None,
+  milvus_collection='passages', **dict.fromkeys(build_index._ENCODER),
+)
+
+
+def flag_values(out, **given):
+  assert not set(given) - set(DEFAULTS)
+  return types.SimpleNamespace(out=str(out), **{**DEFAULTS, **given})
+
+
+def build(out, **given):
+  return build_index.run(flag_values(out, **given))
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+  import retrieval.encoder
+  monkeypatch.setattr(retrieval.encoder, 'Encoder', FakeEncoder)
+  monkeypatch.setattr(FakeEncoder, 'encoded', 0)
+  monkeypatch.setattr(FakeEncoder, 'pause', None)
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+  path = tmp_path_factory.mktemp('source') / 'corpus.jsonl'
+  return str(write_corpus(path, generate(500)))
+
+
+def manifest(out):
+  return json.loads((out / 'manifest.json').read_text())
+
+
+def contents(out):
+  """Bytes of every file, without what names the moment or the place."""
+  return {
+    p.relative_to(out).as_posix(): p.read_bytes()
+    for p in sorted(out.rglob('*')) if p.is_file()
+  }
+
+
+def test_rows_are_the_passages(source, tmp_path):
+  build(tmp_path, corpus=source, index=['dense_jax', 'bm25'])
+  corpus = open_store(tmp_path / 'corpus.arrow')
+  found = vectors.open_vectors(tmp_path)
+  expected = FakeEncoder().encode_passages(corpus.contents[:])
+  np.testing.assert_array_equal(found, expected)
+  encoder = FakeEncoder().parameters
+  assert manifest(tmp_path) == {
+    'format': 1,
+    'corpus': {'count': 500, 'sha256': corpus.sha256, 'source': source},
+    'vectors': {'dim': 32, 'dtype': 'float32', 'encoder': encoder},
+    'indexes': {
+      'dense_jax': {},
+      'bm25': {
+        'name': 'bm25', 'k1': 1.2, 'b': 0.75, 'stemmer': 'english',
+        'stop_words': 'english',
+      },
+    },
+  }
+
+
+def test_float16(source, tmp_path):
+  build(tmp_path, corpus=source, index=['dense_jax'], vectors='float16')
+  found = vectors.open_vectors(tmp_path)
+  assert found.dtype == 'float16' and manifest(tmp_path)['vectors'][
+    'dtype'] == 'float16'
+  corpus = open_store(tmp_path / 'corpus.arrow')
+  expected = FakeEncoder().encode_passages(corpus.contents[:20])
+  np.testing.assert_allclose(found[:20], expected, atol=1e-3)
+
+
+def test_another_index_later_encodes_nothing(source, tmp_path):
+  build(tmp_path, corpus=source, index=['dense_jax'])
+  encoded = FakeEncoder.encoded
+  assert encoded == 500
+  build(tmp_path, index=['bm25', 'dense_jax'])
+  build(tmp_path, corpus=source, index=['dense_faiss:Flat'], encoder=None)
+  assert FakeEncoder.encoded == encoded
+  assert list(manifest(tmp_path)['indexes']) == [
+    'dense_jax', 'bm25', 'dense_faiss:Flat'
+  ]
+  assert (tmp_path / 'faiss/Flat.index').exists()
+
+
+class Killed(BaseException):
+  pass
+
+
+@pytest.mark.parametrize('at', [0, 1, 4, 7])
+def test_stopped_encoding_goes_on(source, tmp_path, monkeypatch, at):
+  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+  build(whole, corpus=source, index=['dense_jax'])
+  left = [at]
+
+  def pause():
+    if not left[0]:
+      raise Killed
+    left[0] -= 1
+
+  monkeypatch.setattr(FakeEncoder, 'pause', pause)
+  with pytest.raises(Killed):
+    build(cut, corpus=source, index=['dense_jax'])
+  assert not (cut / 'manifest.json').exists()
+  monkeypatch.setattr(FakeEncoder, 'pause', None)
+  monkeypatch.setattr(FakeEncoder, 'encoded', 0)
+  build(cut, corpus=source, index=['dense_jax'])
+  assert FakeEncoder.encoded == 500 - 64 * at
+  assert contents(cut) == contents(whole)
+
+
+@pytest.mark.parametrize('change, said', [
+  (dict(encoder='other'), "encoder.sha256 was 'fake', is 'other'"),
+  (dict(pooling='cls'), "encoder.pooling was 'mean', is 'cls'"),
+  (dict(passage_prefix=''), "encoder.passage_prefix was 'passage: '"),
+  (dict(vectors='float16'), "dtype was 'float32', is 'float16'"),
+])
+def test_other_work_is_refused_by_name(source, tmp_path, change, said):
+  build(tmp_path, corpus=source, index=['dense_jax'])
+  before = contents(tmp_path)
+  with pytest.raises(vectors.VectorsError) as error:
+    build(tmp_path, corpus=source, index=['milvus'], **change)
+  assert said in str(error.value) and '--restart' in str(error.value)
+  assert contents(tmp_path) == before
+  build(tmp_path, corpus=source, index=['dense_jax'], restart=True, **change)
+
+
+def test_other_corpus_is_refused(source, tmp_path):
+  build(tmp_path / 'x', corpus=source)
+  other = write_corpus(tmp_path / 'other.jsonl', generate(500, seed=1))
+  with pytest.raises(CorpusError, match='is not the corpus in'):
+    build(tmp_path / 'x', corpus=str(other), index=['bm25'])
+  same = tmp_path / 'same.gz'
+  same.write_bytes(gzip.compress(open(source, 'rb').read()))
+  build(tmp_path / 'x', corpus=str(same), index=['bm25'])
+  with pytest.raises(CorpusError, match='Give --corpus'):
+    build(tmp_path / 'y', index=['bm25'])
+  # Vectors of one corpus beside another one's store.
+  build(tmp_path / 'x', index=['dense_jax'])
+  build(tmp_path / 'z', corpus=str(other))
+  shutil.copy(tmp_path / 'z/corpus.arrow', tmp_path / 'x/corpus.arrow')
+  with pytest.raises(CorpusError, match='manifest.json and corpus.arrow'):
+    build(tmp_path / 'x', index=['bm25'])
+
+
+@pytest.mark.parametrize('name, said', [
+  ('dense', 'not one of'), ('bm25:x', 'not one of'), ('', 'not one of'),
+  ('dense_faiss', 'not one of'), ('dense_faiss:', 'not one of'),
+])
+def test_wrong_index_is_refused_before_work(source, tmp_path, name, said):
+  with pytest.raises(ValueError, match=said):
+    build(tmp_path / 'x', corpus=source, index=['bm25', name])
+  assert not (tmp_path / 'x').exists()
+
+
+@pytest.mark.parametrize('factory', ['Foo9', 'IVF4,PQ5', ' '])
+def test_wrong_factory_is_refused_before_encoding(source, tmp_path, factory):
+  with pytest.raises(ValueError, match='no such index of 32 dimensions'):
+    build(tmp_path, corpus=source, index=[f'dense_faiss:{factory}'])
+  assert FakeEncoder.encoded == 0
+
+
+def test_dense_without_encoder(source, tmp_path):
+  with pytest.raises(ValueError, match='--encoder is missing'):
+    build(tmp_path, corpus=source, index=['dense_jax'], encoder=None)
+
+
+def test_vectors_that_are_no_numbers_name_the_passage(
+  source, tmp_path, monkeypatch
+):
+  real = FakeEncoder._encode
+
+  def broken(self, text):
+    v = real(self, text)
+    return v * np.nan if 'title333"' in text else v
+
+  monkeypatch.setattr(FakeEncoder, '_encode', broken)
+  with pytest.raises(vectors.VectorsError, match=r"passage 333 \(id '333'\)"):
+    build(tmp_path, corpus=source, index=['dense_jax'])
+
+
+def test_damaged_state(source, tmp_path):
+  build(tmp_path, corpus=source, index=['dense_jax'])
+  (tmp_path / 'manifest.json').write_text('{"format"')
+  with pytest.raises(files.FilesError, match='manifest.json: is damaged'):
+    build(tmp_path, index=['dense_jax'])
+  build(tmp_path, corpus=source, index=['dense_jax'], restart=True)
+  os.truncate(tmp_path / 'corpus.arrow', 1000)
+  with pytest.raises(CorpusError, match='corpus.arrow'):
+    build(tmp_path, index=['bm25'])
+
+
+def test_full_disk(source, tmp_path, monkeypatch):
+  usage = types.SimpleNamespace(free=1000)
+  monkeypatch.setattr(files.shutil, 'disk_usage', lambda path: usage)
+  with pytest.raises(files.FilesError, match='vectors.npy.part: needs'):
+    build(tmp_path, corpus=source, index=['dense_jax'])
+
+
+def test_memory_is_constant(tmp_path, monkeypatch):
+  rng = np.random.default_rng(0)
+  monkeypatch.setattr(  # words would take the time, not the memory
+    FakeEncoder, '_encode', lambda self, text: np.zeros(256, np.float32)
+  )
+  monkeypatch.setattr(
+    FakeEncoder, 'encode_passages',
+    lambda self, texts: rng.random((len(texts), 256), np.float32),
+  )
+  peaks = []
+  for count in (2_000, 40_000):
+    path = tmp_path / f'{count}.jsonl'
+    with open(path, 'w') as file:
+      for i in range(count):
+        file.write(json.dumps({'id': str(i), 'contents': f'{i} ' * 100}) + '\n')
+    monkeypatch.setattr(FakeEncoder, '__init__', lambda self, path, **k: vars(
+      self).update(dim=256, parameters={}))
+    build(tmp_path / f'{count}', corpus=str(path))
+    with memory.Peak() as peak:
+      build(tmp_path / f'{count}', index=['dense_jax'], block=1024)
+    peaks.append(peak.peak - peak.start)
+  # The vectors alone are 41 MB, the texts 24.
+  assert peaks[1] - peaks[0] < 8e6, peaks
+
+
+KILLED = '''
+import sys
+sys.path.insert(0, {root!r})
+import retrieval.encoder
+from tests.retrieval.fakes import FakeEncoder
+from tests.retrieval.test_build_index import flag_values
+from retrieval import build_index
+retrieval.encoder.Encoder = FakeEncoder
+calls = 0
+def pause():
+  global calls
+  calls += 1
+  if calls == 5:
+    print('here', flush=True)
+    sys.stdin.read()
+FakeEncoder.pause = pause
+build_index.run(flag_values({out!r}, corpus={source!r}, index={index!r}))
+'''
+
+
+def test_kill_9_and_again_gives_the_same_bytes(source, tmp_path):
+  cut, whole = tmp_path / 'cut', tmp_path / 'whole'
+  index = ['bm25', 'dense_jax', 'dense_faiss:Flat']
+  code = KILLED.format(
+    root=str(ROOT), out=str(cut), source=source, index=index
+  )
+  process = subprocess.Popen(
+    [sys.executable, '-c', code], stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE, cwd=ROOT,
+  )
+  assert process.stdout.readline() == b'here\n'
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  assert json.loads((cut / 'vectors.json').read_text())['done'] == 4 * 64
+  assert list(manifest(cut)['indexes']) == ['bm25']
+  build(cut, corpus=source, index=index)
+  assert FakeEncoder.encoded == 500 - 4 * 64
+  build(whole, corpus=source, index=index)
+  assert contents(cut) == contents(whole)
