@@ -26,10 +26,9 @@ from absl import flags
 
 from retrieval import files, vectors
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
+from retrieval.folder import FORMAT, KINDS, faiss_path, write_manifest
 from retrieval.store import open_store, write_store
 
-FORMAT = 1
-KINDS = ('bm25', 'dense_jax', 'milvus')
 _OWN = (  # what --restart removes
   'manifest.json', 'corpus.arrow', 'vectors.npy', 'vectors.npy.part',
   'vectors.json', 'adopted.joined', 'bm25', 'faiss', 'milvus.db',
@@ -96,7 +95,7 @@ class Folder:
     self.save()
 
   def save(self) -> None:
-    files.write_json(self.path / 'manifest.json', self.manifest)
+    write_manifest(self.path, self.manifest)
 
 
 def _say(message: str) -> None:
@@ -132,8 +131,7 @@ def check_names(names: Sequence[str]) -> None:
     kind, colon, factory = name.partition(':')
     if not (factory if kind == 'dense_faiss' else not colon and kind in KINDS):
       raise ValueError(
-        f'--index={name}: not one of bm25, dense_jax, dense_faiss:FACTORY, '
-        'milvus.'
+        f'--index={name}: not one of {", ".join(KINDS)}'
       )
 
 
@@ -152,10 +150,6 @@ def check_factories(names: Sequence[str], dim: int) -> None:
       ) from None
 
 
-def faiss_path(folder: pathlib.Path, factory: str) -> pathlib.Path:
-  return folder / 'faiss' / f'{factory.replace(",", "_")}.index'
-
-
 def build_indexes(
   folder: Folder,
   corpus: Corpus,
@@ -167,10 +161,16 @@ def build_indexes(
 ) -> None:
   """Builds the indexes that are not there yet, and states each when whole."""
   for name in names:
-    if name in folder.manifest['indexes']:
+    kind, _, factory = name.partition(':')
+    if (there := folder.manifest['indexes'].get(name)) is not None:
+      stated = {key: there.get(key) for key in bm25}
+      if kind == 'bm25' and (differ := files.differences(stated, bm25)):
+        raise ValueError(
+          f'{folder.path}: its bm25 was built otherwise: {"; ".join(differ)}. '
+          'Use another --out, or --restart.'
+        )
       continue
     _say(f'builds {name}')
-    kind, _, factory = name.partition(':')
     parameters: dict[str, Any] = {}
     # Before the import of a library: what is wrong with them is told first.
     found = None if kind == 'bm25' else get_vectors()
@@ -186,7 +186,7 @@ def build_indexes(
       parameters = {'factory': factory}
     elif kind == 'milvus':
       from retrieval import milvus
-      parameters = {'uri': uri, 'collection': collection}
+      parameters = {'collection': collection, **({'uri': uri} if uri else {})}
       milvus.build(found, uri or str(folder.path / 'milvus.db'), collection)
     folder.add_index(name, parameters)
 
@@ -237,7 +237,8 @@ def run(f: flags.FlagValues) -> Folder:
     if stored.factory:
       folder.add_index(
         f'dense_faiss:{stored.factory}',
-        {'factory': stored.factory, 'adopted': [str(p) for p in f.adopt]},
+        {'factory': stored.factory, 'adopted': [str(p) for p in f.adopt],
+         'encoder': encoder.parameters},
       )
   build_indexes(folder, corpus, f.index, functools.cache(get_vectors), {
     name: getattr(f, name) for name in ('k1', 'b', 'stemmer', 'stop_words')

@@ -12,9 +12,12 @@ import pytest
 
 from retrieval import build_index, files, vectors
 from retrieval.corpus import CorpusError
+from retrieval.encoder import Encoder
+from retrieval.folder import open_folder, open_index
 from retrieval.store import open_store
 from tests import memory
 from tests.conftest import ROOT
+from tests.golden import encoders
 from tests.retrieval.conftest import write_corpus
 from tests.retrieval.fakes import FakeEncoder, generate
 
@@ -283,3 +286,45 @@ def test_kill_9_and_again_gives_the_same_bytes(source, tmp_path):
   assert FakeEncoder.encoded == 500 - 4 * 64
   build(whole, corpus=source, index=index)
   assert contents(cut) == contents(whole)
+
+
+def test_every_index_opens_and_finds(source, tmp_path, monkeypatch):
+  import retrieval.encoder
+  monkeypatch.setattr(retrieval.encoder, 'Encoder', Encoder)  # the real one
+  model = encoders.write(tmp_path, 'e5-tiny-v2')
+  names = ['bm25', 'dense_jax', 'dense_faiss:Flat', 'dense_faiss:HNSW8',
+           'milvus']
+  # Passages, asked as queries, find themselves where both are encoded alike.
+  alike = dict(passage_length=48, query_length=48, query_prefix='passage: ')
+  given = dict(encoder=str(model), **alike)
+  build(tmp_path / 'x', corpus=source, index=names, **given)
+  folder = open_folder(tmp_path / 'x')
+  assert list(folder.manifest['indexes']) == names
+  assert folder.manifest['vectors']['encoder']['passage_length'] == 48
+  encoder = Encoder(model, **alike)
+  asked = [0, 7, 499]
+  texts = [folder.corpus.contents[i] for i in asked]
+  for name in names:
+    index = open_index(
+      folder, name, **({} if name == 'bm25' else dict(encoder=encoder))
+    )
+    assert index.search(texts, 3)[0][:, 0].tolist() == asked, name
+  del index
+  # What was built is adopted elsewhere: an index, and the vectors alone.
+  for path in ('faiss/Flat.index', 'faiss/HNSW8.index', 'vectors.npy'):
+    build(
+      tmp_path / path.replace('/', '_'), corpus=source,
+      adopt=[str(tmp_path / 'x' / path)], **given,
+    )
+    taken = open_folder(tmp_path / path.replace('/', '_'))
+    np.testing.assert_allclose(taken.vectors, folder.vectors, atol=1e-6)
+    for name in taken.manifest['indexes']:
+      index = open_index(taken, name, encoder=encoder)
+      assert index.search(texts, 3)[0][:, 0].tolist() == asked
+
+
+def test_other_options_of_bm25_are_not_passed_over(source, tmp_path):
+  build(tmp_path, corpus=source, index=['bm25'], k1=0.9)
+  with pytest.raises(ValueError, match='k1 was 0.9, is 1.2'):
+    build(tmp_path, index=['bm25'])
+  build(tmp_path, index=['bm25'], k1=0.9)
