@@ -40,6 +40,9 @@ from retrieval.protocol import Limits
 LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 TOKEN = 'RETRIEVAL_TOKEN'  # the environment's name of the token
 SOURCES = ('corpus', 'index_folder', 'web', 'replay')
+_OPTIONS = {  # kind of index -> flags that are its options
+  'dense_jax': ['precision'], 'dense_faiss': ['nprobe', 'ef_search'],
+}
 _STOP_S = 10.0  # what a stop grants to requests already taken
 
 
@@ -285,12 +288,11 @@ def _web(args) -> Searcher:
 def _folder(args) -> LocalSearcher:
   from retrieval.folder import open_folder, open_index
 
-  folder = open_folder(args.index_folder)
-  options = {
-    name: args[name].value
-    for name in ('encoder', 'precision', 'nprobe', 'ef_search')
-  }
-  indexes = [open_index(folder, name, **options) for name in args.index]
+  folder, indexes = open_folder(args.index_folder), []
+  for name in args.index:
+    taken = _OPTIONS.get(name.partition(':')[0], ())
+    options = {n: v for n in taken if (v := args[n].value) is not None}
+    indexes.append(open_index(folder, name, encoder=args.encoder, **options))
   index = indexes[0]
   if len(indexes) > 1:
     from retrieval.hybrid import Hybrid

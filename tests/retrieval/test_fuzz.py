@@ -56,6 +56,10 @@ def test_no_case_breaks_the_service(schema, method, path, mode):
     SEEN[path, response.status_code] += 1
     if path == '/ready' and response.status_code == 503:
       return  # warming up
+    if response.status_code == 413:  # schemathesis does not expect it
+      sent = response.request.headers['Content-Length']
+      assert int(sent) > LIMITS.max_body_bytes
+      return
     assert response.status_code < 500
     case.validate_response(response)
 
