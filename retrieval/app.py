@@ -29,7 +29,7 @@ _OPEN = ('/health', '/ready')  # answered without the token, telling less
 # Sizes of batch and of query that are searched before /ready says so: whatever
 # compiles for a shape has then compiled.
 _WARM_QUERIES = (1, 8, 32, 128)
-_WARM_WORDS = (4, 16, 64)
+_WARM_WORDS = (4, 16, 50)
 
 
 class Traffic:
