@@ -382,7 +382,7 @@ def _build(
   lengths, sizes = array.array('i'), np.zeros(0, np.int64)
   for keys, counts, words in _counted(texts, ids):
     np.save(spool, keys)
-    np.save(spool, counts)
+    np.save(spool, counts.astype(np.int32))
     lengths.frombytes(words.astype(np.int32).tobytes())
     added = np.bincount(keys >> 32, minlength=len(ids.terms))
     added[:len(sizes)] += sizes

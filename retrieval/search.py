@@ -2,8 +2,11 @@
 
   python -m retrieval.search --url=http://127.0.0.1:8000 "who wrote hamlet"
   python -m retrieval.search --corpus=corpus.jsonl.gz "who wrote hamlet"
+  python -m retrieval.search --index_folder=wiki --index=dense_faiss:HNSW64 \\
+    --encoder=e5-base-v2 "who wrote hamlet"
 
-With --corpus the index is built here and no server is needed.
+With --corpus a BM25 index is built here, with --index_folder one is opened
+(`retrieval.build_index` makes it); no server is needed.
 """
 
 import re
@@ -18,7 +21,9 @@ from absl import flags
 
 from retrieval.bm25 import STEMMERS, STOP_WORDS, Analyzer, BM25Index
 from retrieval.client import Hit, RetrievalError, health_sync, retrieve_sync
-from retrieval.corpus import CorpusError, read_corpus, split_contents
+from retrieval.core import Index, LocalSearcher
+from retrieval.corpus import Corpus, read_corpus, split_contents
+from retrieval.folder import open_folder, open_index
 
 # Passages come from outside: an escape sequence must not reach a terminal.
 _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
@@ -35,18 +40,31 @@ def search_corpus(
   """
   corpus = read_corpus(path)
   index = BM25Index(corpus.contents, **parameters)
-  ids, scores = index.search(queries, k)
+  return _hits(corpus, index, queries, k), index.analyzer
 
-  def hit(position: int, score: float) -> Hit:
-    document = corpus[position]
-    title, text = split_contents(document.contents)
-    return Hit(document.id, document.contents, title, text, score)
 
-  found = [
-    [hit(i, s) for i, s in zip(*row, strict=True) if i >= 0]
-    for row in zip(ids.tolist(), scores.tolist(), strict=True)
+def search_folder(
+  path: str, name: str, queries: Sequence[str], k: int,
+  encoder: str | None = None,
+) -> tuple[list[list[Hit]], Analyzer]:
+  """Asks an index of a folder; `encoder` is the model of a dense one.
+
+  Raises:
+    ValueError, RuntimeError, OSError: the folder cannot be used; says why.
+  """
+  folder = open_folder(path)
+  index = open_index(folder, name, encoder=encoder)
+  hits = _hits(folder.corpus, index, queries, k)
+  return hits, getattr(index, 'analyzer', None) or Analyzer()
+
+
+def _hits(
+  corpus: Corpus, index: Index, queries: Sequence[str], k: int
+) -> list[list[Hit]]:
+  return [
+    [Hit(f.id, f.contents, *split_contents(f.contents), f.score) for f in row]
+    for row in LocalSearcher(corpus, index).search(queries, k)
   ]
-  return found, index.analyzer
 
 
 def search_server(
@@ -110,7 +128,10 @@ def _clean(text: str) -> str:
 def define_flags() -> None:
   """Defines the command's flags; not on import, since others import this."""
   flags.DEFINE_string('url', None, 'A running server: http://host:port.')
-  flags.DEFINE_string('corpus', None, 'JSONL or JSONL.gz to search instead.')
+  flags.DEFINE_string('corpus', None, 'Corpus to search instead, with BM25.')
+  flags.DEFINE_string('index_folder', None, 'Index folder to search instead.')
+  flags.DEFINE_string('index', 'bm25', 'Which index of --index_folder.')
+  flags.DEFINE_string('encoder', None, 'Model folder, for its dense indexes.')
   flags.DEFINE_integer('topk', 3, 'Passages for each query.', 1)
   flags.DEFINE_float('k1', 1.2, 'BM25, with --corpus.', 0)
   flags.DEFINE_float('b', 0.75, 'BM25, with --corpus.', 0, 1)
@@ -118,7 +139,9 @@ def define_flags() -> None:
   flags.DEFINE_enum(
     'stop_words', 'english', [*STOP_WORDS], 'With --corpus.'
   )
-  flags.mark_flags_as_mutual_exclusive(['url', 'corpus'], required=True)
+  flags.mark_flags_as_mutual_exclusive(
+    ['url', 'corpus', 'index_folder'], required=True
+  )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,6 +152,10 @@ def main(argv: Sequence[str]) -> int:
   try:
     if args.url:
       found, analyzer = search_server(args.url, queries, args.topk)
+    elif args.index_folder:
+      found, analyzer = search_folder(
+        args.index_folder, args.index, queries, args.topk, args.encoder
+      )
     else:
       found, analyzer = search_corpus(
         args.corpus,
@@ -139,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
         stemmer=args.stemmer,
         stop_words=args.stop_words,
       )
-  except (CorpusError, RetrievalError, ValueError) as error:
+  except (RuntimeError, ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 1
   console = rich.console.Console(highlight=False, soft_wrap=False)

@@ -5,9 +5,13 @@ import sys
 
 import rich.console
 
-from retrieval.bm25 import Analyzer
+from retrieval.bm25 import Analyzer, BM25Index
 from retrieval.client import Hit
-from retrieval.search import search_corpus, search_server, show
+from retrieval.folder import write_manifest
+from retrieval.search import (
+  search_corpus, search_folder, search_server, show
+)
+from retrieval.store import write_store
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -70,3 +74,20 @@ def test_command_errors(tmp_path, corpus_path):
     done = run(*args)
     assert done.returncode != 0
     assert said in done.stderr and 'Traceback' not in done.stderr, done.stderr
+
+
+def test_an_index_folder_answers_as_the_corpus_does(corpus_path, tmp_path):
+  store = write_store(corpus_path, tmp_path / 'corpus.arrow')
+  index = BM25Index.build(store.contents, tmp_path / 'bm25')
+  write_manifest(tmp_path, {
+    'format': 1, 'vectors': None, 'indexes': {'bm25': index.parameters},
+    'corpus': {'count': len(store), 'sha256': store.sha256, 'source': 'c'},
+  })
+  queries = ['hamlet prince', 'same', 'zzz']
+  assert search_folder(tmp_path, 'bm25', queries, 3)[0] == (
+    search_corpus(corpus_path, queries, 3)[0])
+  done = run(f'--index_folder={tmp_path}', '--topk=1', 'hamlet tragedy')
+  assert '*Hamlet* is a *tragedy*' in done.stdout, done.stderr
+  done = run(f'--index_folder={tmp_path}', '--index=dense_jax', 'x')
+  assert done.returncode == 1 and 'Traceback' not in done.stderr
+  assert "no index 'dense_jax'; there are: 'bm25'" in done.stderr
