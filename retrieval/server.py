@@ -213,6 +213,9 @@ def define_flags() -> None:
   flags.DEFINE_string('record', None, 'SQLite file that keeps all answers.')
   flags.DEFINE_string('replay', None, 'SQLite file that answers, no other.')
   flags.DEFINE_string(
+    'replay_identity', None, 'Whose answers, where the file has several.'
+  )
+  flags.DEFINE_string(
     'token_file', None,
     f'File with the token that clients must send; else ${TOKEN}, else none.'
   )
@@ -257,7 +260,8 @@ def open_searcher(args) -> tuple[Searcher, LocalSearcher | None]:
   if args.replay:
     from retrieval.cache import Recorded
 
-    return Recorded(None, args.replay, 'replay'), None
+    identity = args.replay_identity
+    return Recorded(None, args.replay, 'replay', identity=identity), None
   local = None
   if args.web:
     searcher = _web(args)

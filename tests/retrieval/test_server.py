@@ -17,6 +17,7 @@ import pytest
 
 from retrieval.client import RetrievalClient, RetrievalError, retrieve_sync
 from retrieval.process import ServerError, start_server
+from tests.golden import encoders
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -107,6 +108,9 @@ def test_bad_corpus(tmp_path, content, said):
 def test_bad_flags(corpus_path, tmp_path):
   done = run()
   assert done.returncode == 1 and 'corpus' in done.stderr
+  assert '--web' in done.stderr and 'none' in done.stderr
+  done = run(f'--corpus={corpus_path}', '--replay=x', '--record=y')
+  assert done.returncode == 1 and '--corpus and --replay' in done.stderr
   done = run(f'--corpus={corpus_path}', '--topk=9', '--max_topk=3')
   assert done.returncode == 1 and '--max_topk=3' in done.stderr
   with pytest.raises(ServerError, match='klingon'):
@@ -132,6 +136,192 @@ def test_bound_elsewhere_is_loud(corpus_path, tmp_path):
     port = server.url.rpartition(':')[2]
     assert retrieve_sync(f'http://127.0.0.1:{port}', ['hamlet'], 1)[0]
   assert 'WARNING: bound to 0.0.0.0' in log.read_text()
+
+
+def test_a_token_guards_a_server_bound_elsewhere(
+  corpus_path, tmp_path, monkeypatch
+):
+  log, token = tmp_path / 'log', tmp_path / 'token'
+  token.write_text('s3cret\n')
+  monkeypatch.delenv('RETRIEVAL_TOKEN', raising=False)
+  with start_server(
+    corpus_path, log_path=log, host='0.0.0.0', token_file=token
+  ) as server:
+    url = server.url.replace('0.0.0.0', '127.0.0.1')
+    with pytest.raises(RetrievalError) as error:
+      retrieve_sync(url, ['hamlet'], 1)
+    assert error.value.kind == 'unauthorised'
+    assert retrieve_sync(url, ['hamlet'], 1, token='s3cret')[0]
+    assert httpx.get(f'{url}/ready').status_code == 200
+    assert 'corpus' not in httpx.get(f'{url}/health').json()
+    monkeypatch.setenv('RETRIEVAL_TOKEN', 's3cret')
+    assert retrieve_sync(url, ['hamlet'], 1)[0]
+  assert 'WARNING' not in log.read_text() and 's3cret' not in log.read_text()
+
+
+@pytest.mark.parametrize('content', ['', 'two words', 'ünicode'])
+def test_a_token_that_is_none(corpus_path, tmp_path, content):
+  token = tmp_path / 'token'
+  token.write_text(content)
+  done = run(f'--corpus={corpus_path}', '--port=0', f'--token_file={token}')
+  assert done.returncode == 1 and str(token) in done.stderr
+  assert content == '' or content not in done.stderr
+
+
+def test_recorded_answers_are_replayed_without_the_corpus(
+  corpus_path, tmp_path
+):
+  store, log = tmp_path / 'answers.sqlite', tmp_path / 'log'
+  body = {'queries': ['hamlet', 'zzz', 'same'], 'return_scores': True}
+  with start_server(corpus_path, log_path=log, record=store) as server:
+    recorded = httpx.post(f'{server.url}/retrieve', json=body)
+    health = httpx.get(f'{server.url}/health').json()
+    assert health['corpus']['count'] == 7 and health['index']['name'] == 'bm25'
+  assert recorded.status_code == 200
+  with start_server(log_path=log, replay=store) as server:
+    replayed = httpx.post(f'{server.url}/retrieve', json=body)
+    assert replayed.content == recorded.content
+    assert httpx.get(f'{server.url}/ready').status_code == 200
+    again = httpx.get(f'{server.url}/health').json()
+    assert again['identity'] == health['identity']
+    # A miss is an error that names the query, and spoils no other request.
+    missed = httpx.post(
+      f'{server.url}/retrieve', json={'queries': ['hamlet', 'new one']}
+    )
+    assert missed.status_code == 502
+    detail = missed.json()['detail']
+    assert [d['loc'] for d in detail] == [['body', 'queries', 1]]
+    assert 'new one' in detail[0]['msg']
+    with pytest.raises(RetrievalError) as error:
+      retrieve_sync(server.url, ['new one', 'hamlet'], 3)
+    assert error.value.kind == 'search_failed' and error.value.queries == (0,)
+    assert httpx.post(f'{server.url}/retrieve', json=body).status_code == 200
+  with pytest.raises(ServerError, match='no such file'):
+    start_server(log_path=log, replay=tmp_path / 'absent')
+
+
+@pytest.fixture(scope='module')
+def folder(corpus_path, tmp_path_factory):
+  """An index folder over the corpus, and tiny models."""
+  root = tmp_path_factory.mktemp('folder')
+  with pytest.MonkeyPatch.context() as m:  # as long as real ones
+    m.setitem(encoders.CONFIG, 'max_position_embeddings', 512)
+    encoder, reranker = (
+      encoders.write(root, name) for name in ('e5-tiny-v2', encoders.RERANKER)
+    )
+  subprocess.run(
+    [sys.executable, '-m', 'retrieval.build_index', f'--corpus={corpus_path}',
+     f'--out={root}/index', f'--encoder={encoder}', '--index=bm25',
+     '--index=dense_jax', '--index=dense_faiss:Flat'],
+    cwd=ROOT, check=True, capture_output=True, timeout=200,
+  )
+  return root / 'index', encoder, reranker
+
+
+def loaded(server):
+  """Which heavy libraries the process of a server has mapped."""
+  maps = pathlib.Path(f'/proc/{server.pid}/maps').read_text()
+  return {name for name in ('jaxlib', 'faiss', 'torch') if f'/{name}' in maps}
+
+
+BODY = {
+  'queries': ['hamlet prince', 'same', 'zzz'], 'topk': 2, 'return_scores': True
+}
+
+
+def post(server):
+  return httpx.post(f'{server.url}/retrieve', json=BODY, timeout=60)
+
+
+def test_a_folder_with_bm25_answers_like_its_corpus(folder, server, tmp_path):
+  path, *_ = folder
+  with start_server(log_path=tmp_path / 'log', index_folder=path) as other:
+    answers = [post(s) for s in (server, other)]
+    health = httpx.get(f'{other.url}/health').json()
+    assert loaded(other) == set()
+  assert answers[0].status_code == 200
+  assert answers[0].content == answers[1].content
+  assert health['corpus']['count'] == 7 and health['index']['name'] == 'bm25'
+
+
+def test_several_indexes_are_fused_and_reranked(folder, tmp_path):
+  path, encoder, reranker = folder
+  options = dict(
+    log_path=tmp_path / 'log', index_folder=path, encoder=encoder,
+    max_queries=4,
+  )
+  names = ['bm25', 'dense_faiss:Flat']
+  with start_server(index=names, **options) as server:
+    rows = post(server).json()['result']
+    index = httpx.get(f'{server.url}/health').json()['index']
+    metrics = httpx.get(f'{server.url}/metrics').text
+  assert index['name'] == 'hybrid' and [len(row) for row in rows] == [2, 2, 2]
+  assert rows[0][0]['document']['id'] in ('2', '0')
+  for stage in ('encode', 'search', 'batch'):
+    line = f'retrieval_stage_seconds_count{{stage="{stage}"}} '
+    assert float(metrics.split(line)[1].split()[0]) > 0
+  with start_server(
+    index='dense_jax', precision='int8', rerank=reranker, rerank_n=5, **options
+  ) as server:
+    index = httpx.get(f'{server.url}/health').json()['index']
+    rows = post(server).json()['result']
+    metrics = httpx.get(f'{server.url}/metrics').text
+  assert index['name'] == 'rerank' and index['n'] == 5
+  assert index['index']['precision'] == 'int8'
+  assert all(row[0]['score'] >= row[1]['score'] for row in rows)
+  assert 'stage="rerank"' in metrics
+
+
+def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
+  path, encoder, _ = folder
+  log = tmp_path / 'log'
+  for said, flags in (
+    ('no index .dense_faiss:HNSW64.', dict(index='dense_faiss:HNSW64')),
+    ('needs an encoder', dict(index='dense_jax')),
+    ('no index folder', dict(index_folder=tmp_path)),
+  ):
+    with pytest.raises(ServerError, match=said) as error:
+      start_server(log_path=log, **dict(index_folder=path) | flags)
+    assert 'Traceback' not in str(error.value)
+
+
+def test_the_web_is_not_asked_beyond_its_budget(tmp_path, monkeypatch):
+  log = tmp_path / 'log'
+  monkeypatch.delenv('SERPER_API_KEY', raising=False)
+  with pytest.raises(ServerError, match='SERPER_API_KEY'):
+    start_server(log_path=log, web='serper')
+  monkeypatch.setenv('SERPER_API_KEY', 's3cret')
+  with start_server(log_path=log, web='serper', web_max_calls=0) as server:
+    assert httpx.get(f'{server.url}/ready').status_code == 200
+    assert 'serper' in str(httpx.get(f'{server.url}/health').json()['identity'])
+    answer = httpx.post(f'{server.url}/retrieve', json={'queries': ['hamlet']})
+    assert answer.status_code == 502 and '0 calls' in answer.text
+    assert loaded(server) == set()
+  assert 's3cret' not in log.read_text() + answer.text
+
+
+def test_a_warm_up_that_fails_ends_the_start(corpus_path, tmp_path):
+  # A disk that fails only once the index is asked.
+  script = textwrap.dedent(rf'''
+    import sys
+    from absl import app
+    from retrieval import bm25, server
+    def search(*_):
+      raise OSError('a bad sector \x1b[31m')
+    bm25.BM25Index.search = search
+    server.define_flags()
+    sys.argv += ['--corpus={corpus_path}', '--port=0',
+                 '--port_file={tmp_path}/port']
+    app.run(server.main)
+  ''')
+  done = subprocess.run(
+    [sys.executable, '-c', script], cwd=ROOT, capture_output=True, text=True,
+    timeout=60,
+  )
+  assert done.returncode == 1
+  assert 'error: OSError: a bad sector ?[31m' in done.stderr
+  assert '\x1b' not in done.stderr and 'Traceback' not in done.stderr
+  assert not (tmp_path / 'port').exists()
 
 
 def test_sigterm_finishes_what_it_took(corpus_path, tmp_path):
