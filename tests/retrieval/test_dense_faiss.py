@@ -186,9 +186,13 @@ def test_no_index_of_ours(paths, tmp_path):
   refuses('no such file')
 
 
-def test_searching_text_needs_an_encoder(paths):
+def test_searches_it_cannot_make(paths):
+  index = DenseFaiss(paths['Flat'], None)
   with pytest.raises(ValueError, match='no encoder'):
-    DenseFaiss(paths['Flat'], None).search(['a'], 1)
+    index.search(['a'], 1)
+  for q in (np.zeros((2, 17)), np.zeros(16)):
+    with pytest.raises(ValueError, match=r'expected \[Q, 16\]'):
+      index.search_vectors(q, 1)
 
 
 @pytest.mark.parametrize('twins', [2, 30, 1000])
