@@ -33,6 +33,7 @@ from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import RolloutError, rollout
 from searchrl_jax.signals import NonFinite, Signals, Stopped
+from searchrl_jax.sources.core import require_same
 from searchrl_jax.writer import Writer
 
 
@@ -81,12 +82,13 @@ def train(config, workdir: str) -> dict[str, float]:
     )
     state, ref = saved.state['state'], saved.state['ref']
     stream.restore(saved.extras['stream'])
+    served = saved.extras.get('served', {})
     step = saved.step
   else:
     state = updater.init(setup.parameters(config, cfg, mesh))
     # The step donates its state, so the reference owns a copy.
     ref = update.copy(state.params) if needs_ref else None
-    step = 0
+    step, served = 0, {}
 
   with (
     setup.retrieval(config, workdir) as url,
@@ -98,7 +100,8 @@ def train(config, workdir: str) -> dict[str, float]:
     Signals() as signals,
   ):
     source = setup.source(config, url)
-    asyncio.run(source.check())
+    about = asyncio.run(source.check()).get('identity', {})
+    require_same(served, about)
     engine = setup.engine(config, cfg, state.params, tok, mesh)
     evaluator = heldout and passk.make(
       config, heldout, env=env, engine=engine, source=source, writer=writer,
@@ -134,7 +137,7 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('checkpoint'):
         saver.save(
           step, {'state': state, 'ref': ref}, metrics=metrics,
-          extras={'stream': stream.state(), 'version': step},
+          extras={'stream': stream.state(), 'served': about, 'version': step},
           fingerprint=fingerprint,
         )
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 
 import jax
@@ -20,6 +21,7 @@ from searchrl_jax.data import microworld
 from searchrl_jax.records import RunError
 from searchrl_jax.rollout import RolloutError
 from searchrl_jax.sources.core import SourceError
+from searchrl_jax.sources.service import ServiceSource
 from tests import tiny
 
 
@@ -119,6 +121,21 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
     ]
 
   assert sampled(folder) == sampled(tmp_path)
+
+
+def test_another_corpus_is_not_trained_on(whole, tmp_path, monkeypatch):
+  config, folder, _ = whole
+  shutil.copytree(folder, tmp_path / 'run')
+  real = ServiceSource.check
+
+  async def moved(self):
+    said = dict(await real(self))
+    corpus = dict(said['identity']['corpus'], sha256='0' * 64)
+    return said | {'identity': said['identity'] | {'corpus': corpus}}
+
+  monkeypatch.setattr(ServiceSource, 'check', moved)
+  with pytest.raises(SourceError, match='corpus: .*sha256.* before, .*0000'):
+    train.train(config, str(tmp_path / 'run'))
 
 
 def test_a_signal_saves_first(url, tmp_path, monkeypatch):
