@@ -13,8 +13,6 @@ any word of the query.
 
 import asyncio
 import dataclasses
-import datetime
-import email.utils
 import json
 import logging
 import math
@@ -31,6 +29,7 @@ import httpx
 
 from retrieval.corpus import split_contents
 from retrieval.replicas import Failure, Replica, Replicas, RetrievalError
+from retrieval.retry import retry_after
 
 # httpx tells every request at INFO, which absl shows: thousands in a run.
 if logging.getLogger('httpx').level == logging.NOTSET:
@@ -293,7 +292,8 @@ class RetrievalClient:
       raise RetrievalError('search_failed', url, problem, queries=queries)
     if status in _RETRIED:
       raise Failure(
-        _RETRIED[status], problem, _retry_after(response), queries
+        _RETRIED[status], problem,
+        retry_after(response.headers.get('Retry-After', '')), queries
       )
     if status in (401, 403):
       raise RetrievalError('unauthorised', url, problem)
@@ -419,18 +419,3 @@ def _said(error: Exception) -> str:
 def _excerpt(response: httpx.Response, size: int = 200) -> str:
   text = ' '.join(response.content.decode('utf-8', 'replace').split())
   return repr(text if len(text) <= size else text[: size - 3] + '...')
-
-
-def _retry_after(response: httpx.Response) -> float:
-  """Seconds that the server asks to wait, 0 where it asks nothing."""
-  value = response.headers.get('Retry-After', '').strip()
-  if value.isdecimal() and len(value) < 10:
-    return float(value)
-  try:
-    when = email.utils.parsedate_to_datetime(value)
-  except ValueError:
-    return 0.0
-  if when.tzinfo is None:
-    when = when.replace(tzinfo=datetime.UTC)
-  now = datetime.datetime.now(datetime.UTC)
-  return max(0.0, (when - now).total_seconds())

@@ -8,8 +8,6 @@ empty list means that the provider found nothing.
 import asyncio
 import collections
 import contextlib
-import datetime
-import email.utils
 import hashlib
 import json
 import logging
@@ -30,6 +28,7 @@ from retrieval.fetch import Fetcher, FetchFailed, Page, read_body
 from retrieval.providers import (
   NOTHING, PROVIDERS, SPENT, Provider, Row, sendable
 )
+from retrieval.retry import retry_after
 
 MODES = ('snippet', 'page')
 _RETRIED = (408, 429, 500, 502, 503, 504)
@@ -393,13 +392,4 @@ def _month_spent(response: httpx.Response) -> bool:
 def _retry_after(response: httpx.Response) -> float:
   """Seconds that the provider asks to wait, 0 where it asks nothing."""
   reset = response.headers.get('X-RateLimit-Reset', '').split(',')[0]
-  value = response.headers.get('Retry-After', reset).strip()
-  if value.isdecimal() and len(value) < 10:
-    return float(value)
-  try:
-    when = email.utils.parsedate_to_datetime(value)
-  except ValueError:
-    return 0.0
-  when = when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
-  now = datetime.datetime.now(datetime.UTC)
-  return max(0.0, (when - now).total_seconds())
+  return retry_after(response.headers.get('Retry-After', reset))
