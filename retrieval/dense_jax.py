@@ -1,0 +1,307 @@
+"""Exact inner-product search on the accelerators of this process.
+
+The corpus lies over all devices, in blocks. Each device scores block after
+block against all queries and keeps the best of each, so that no more than
+`score_bytes` of scores exist at once; the devices' best are merged. What
+remains is scored again in float32 from the vectors on the host: that mends
+what bfloat16 and int8 blur, and gives equal passages equal scores.
+
+The best c of a block without sorting it: the c groups of columns with the
+largest maxima hold the best c (each of these groups has a member at least as
+good as any in the others), and the groups are few and small.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from retrieval.encoder import Encoder, data_mesh, put
+from retrieval.metrics import stage
+
+PRECISIONS = ('float32', 'bfloat16', 'int8')
+_ROWS = 512  # queries scored at once
+_ALIGN = 64  # columns; a block is a multiple, so that groups divide it
+_CPU_SCORE_BYTES = 8 << 20  # stays in the cache
+_SCORE_BYTES = 128 << 20
+
+
+class DenseJax:
+  """An index over P vectors; see `retrieval.core.Index`."""
+
+  name = 'dense_jax'
+
+  def __init__(
+    self,
+    vectors: np.ndarray,
+    encoder: Encoder | None,
+    *,
+    precision: str = 'float32',
+    score_bytes: int | None = None,
+    mesh: Mesh | None = None,
+    rescore: int | None = None,
+  ):
+    """Puts the vectors on the devices.
+
+    Args:
+      vectors: float32 or float16 [P, D]; kept, and read again for the final
+        scores: a memory map stays on disk.
+      encoder: of queries; None where only `search_vectors` is used.
+      precision: of the vectors on the device: float32, bfloat16, or int8 with
+        a scale for each row.
+      score_bytes: the most that scores take on a device; None: what suits it.
+      mesh: the devices; None: all of this process.
+      rescore: candidates scored again in float32, at least k; None: 0 for
+        float32, else 64.
+
+    Raises:
+      ValueError: a shape or an option that cannot be; the message names it.
+    """
+    if vectors.ndim != 2 or not len(vectors):
+      raise ValueError(
+        f'vectors has shape {vectors.shape}; expected [P, D], P >= 1'
+      )
+    if encoder is not None and encoder.dim != vectors.shape[1]:
+      raise ValueError(
+        f'vectors have {vectors.shape[1]} dimensions, the encoder '
+        f'{encoder.dim}; encode the corpus with this encoder'
+      )
+    if precision not in PRECISIONS:
+      raise ValueError(
+        f'precision={precision!r}; expected {", ".join(PRECISIONS)}'
+      )
+    if rescore is None:
+      rescore = 0 if precision == 'float32' else 64
+    if rescore < 0:
+      raise ValueError(f'rescore={rescore}; expected >= 0')
+    cpu = jax.default_backend() == 'cpu'
+    score_bytes = score_bytes or (_CPU_SCORE_BYTES if cpu else _SCORE_BYTES)
+    columns = score_bytes // (4 * _ROWS) // _ALIGN * _ALIGN
+    if columns < 1:
+      raise ValueError(
+        f'score_bytes={score_bytes}; expected >= {4 * _ROWS * _ALIGN}'
+      )
+    self.precision, self.rescore = precision, rescore
+    self._vectors, self._encoder = vectors, encoder
+    # CPUs multiply float32 fastest, accelerators bfloat16.
+    self._dtype = jnp.bfloat16
+    if precision == 'float32' or precision == 'int8' and cpu:
+      self._dtype = jnp.float32
+    mesh = data_mesh() if mesh is None else mesh
+    self._mesh = Mesh(mesh.devices.reshape(-1), ('data',))
+    self._shard = -(-len(vectors) // self._mesh.size)  # rows of a device
+    self._blocks = -(-self._shard // columns)
+    rows = -(-self._shard // self._blocks)
+    self._block = -(-rows // _ALIGN) * _ALIGN  # rows of a block, with padding
+    self._gather_bytes = score_bytes
+    self._corpus = self._load()
+    self._params = None
+    if encoder is not None:
+      self._params = jax.device_put(
+        encoder.params, NamedSharding(self._mesh, PartitionSpec())
+      )
+    self._search = jax.jit(self._best, static_argnames='c')
+    self._encode_and_search = jax.jit(self._fused, static_argnames='c')
+
+  @property
+  def parameters(self) -> dict[str, Any]:
+    found = {
+      'name': self.name, 'precision': self.precision, 'rescore': self.rescore
+    }
+    if self._encoder is not None:
+      found |= {
+        'encoder': self._encoder.parameters,
+        'encoder_dtype': self._encoder.dtype,
+        'query_length': self._encoder.query_length,
+      }
+    return found
+
+  def __len__(self) -> int:
+    return len(self._vectors)
+
+  def search(
+    self, queries: Sequence[str], k: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """See `retrieval.core.Index.search`."""
+    if self._encoder is None:
+      raise ValueError('this index has no encoder; use search_vectors')
+    c = self._candidates(k)
+    with stage('search'):
+      found = []
+      for at, *batch in self._encoder.batches(queries, 'query'):
+        batch = put(self._mesh, *batch)
+        found.append(
+          (at, self._encode_and_search(self._params, *batch, self._corpus, c))
+        )
+      return self._finish(found, len(queries), c, k)
+
+  def search_vectors(
+    self, q: np.ndarray, k: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """The same for vectors of queries, [Q, D]."""
+    c = self._candidates(k)
+    q = np.asarray(q, np.float32)
+    with stage('search'):
+      found = []
+      for start in range(0, len(q), _ROWS):
+        part = q[start : start + _ROWS]
+        rows = min(r for r in (1, 8, 32, 128, _ROWS) if r >= len(part))
+        padded = np.zeros((rows, q.shape[1]), np.float32)
+        padded[: len(part)] = part
+        at = np.arange(start, start + len(part))
+        padded = put(self._mesh, padded)[0]
+        found.append((at, (padded, self._search(padded, self._corpus, c))))
+      return self._finish(found, len(q), c, k)
+
+  def recall(self, q: np.ndarray, k: int) -> float:
+    """The share of the k best passages that this index finds, in [0, 1].
+
+    The best are those of exact float32 scores, made in numpy block by block.
+
+    Args:
+      q: [Q, D] vectors of queries.
+      k: how many count.
+    """
+    k = min(k, len(self))
+    scores = np.empty((len(q), 0), np.float32)
+    ids = np.empty((len(q), 0), np.int64)
+    for start in range(0, len(self), self._block):
+      part = np.asarray(self._vectors[start : start + self._block], np.float32)
+      scores = np.concatenate([scores, q @ part.T], 1)
+      new = np.broadcast_to(
+        np.arange(start, start + len(part)), (len(q), len(part))
+      )
+      ids = np.concatenate([ids, new], 1)
+      if scores.shape[1] > k:
+        best = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+        scores = np.take_along_axis(scores, best, 1)
+        ids = np.take_along_axis(ids, best, 1)
+    found, _ = self.search_vectors(q, k)
+    hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), ids.tolist())]
+    return sum(hits) / (k * len(q))
+
+  def _candidates(self, k: int) -> int:
+    """How many each query gets to keep: few different ones, few programs."""
+    if k < 1:
+      raise ValueError(f'k={k} must be at least 1')
+    c = max(min(k, len(self)), self.rescore, 8)
+    return min(len(self), 1 << (c - 1).bit_length())
+
+  def _finish(self, found, queries: int, c: int, k: int):
+    """Scores the candidates again, float32 on the host, and orders them."""
+    k = min(k, len(self))
+    ids = np.empty((queries, k), np.int64)
+    scores = np.empty((queries, k), np.float32)
+    step = max(1, self._gather_bytes // (4 * c * self._vectors.shape[1]))
+    for at, (q, best) in found:
+      q, best = np.asarray(q), np.asarray(best)
+      for start in range(0, len(at), step):
+        rows = slice(start, min(start + step, len(at)))
+        near = self._vectors[best[rows]].astype(np.float32, copy=False)
+        # Not a matrix product: there a score depends on its place.
+        score = np.einsum('qd,qcd->qc', q[rows], near)
+        order = np.lexsort((best[rows], -score))[:, :k]
+        ids[at[rows]] = np.take_along_axis(best[rows], order, 1)
+        scores[at[rows]] = np.take_along_axis(score, order, 1)
+    return ids, scores
+
+  def _load(self) -> dict[str, jax.Array]:
+    """The corpus on the devices: rows [devices x blocks, block, D]."""
+    count = self._mesh.size * self._blocks
+    shape = (count, self._block, self._vectors.shape[1])
+    sharding = NamedSharding(self._mesh, PartitionSpec('data'))
+
+    def shard(index) -> np.ndarray:
+      n = (index[0].start or 0) // self._blocks
+      part = self._vectors[n * self._shard : (n + 1) * self._shard]
+      out = np.zeros((self._blocks * self._block, shape[2]), np.float32)
+      out[: len(part)] = part
+      return out.reshape(self._blocks, *shape[1:])
+
+    def scale(index) -> np.ndarray:
+      largest = np.abs(shard(index)).max(-1)
+      return np.where(largest > 0, largest, 1).astype(np.float32) / 127
+
+    def rows(index) -> np.ndarray:
+      out = shard(index)
+      if self.precision == 'int8':
+        return np.rint(out / scale(index)[..., None]).astype(np.int8)
+      if self.precision == 'bfloat16':
+        return out.astype(ml_dtypes.bfloat16)
+      return out
+
+    make = jax.make_array_from_callback
+    corpus = {'rows': make(shape, sharding, rows)}
+    if self.precision == 'int8':
+      corpus['scale'] = make(shape[:2], sharding, scale)
+    return corpus
+
+  def _fused(self, params, ids, lengths, corpus, c):
+    q = self._encoder.embed(params, ids, lengths)
+    return q, self._best(q, corpus, c)
+
+  def _best(self, q, corpus, c):
+    """int32 [R, c]: rows of the corpus that hold each query's c best."""
+    spec = PartitionSpec
+    scores, ids = jax.shard_map(
+      lambda q, corpus: self._best_of_shard(q, corpus, c),
+      mesh=self._mesh, in_specs=(spec(), spec('data')),
+      out_specs=spec(None, 'data'), check_vma=False,
+    )(q, corpus)
+    return _merge(scores, ids, c)[1]
+
+  def _best_of_shard(self, q, corpus, c):
+    if len(q) > _ROWS:  # a power of two, as all numbers of rows
+      parts = q.reshape(-1, _ROWS, q.shape[1])
+      found = jax.lax.map(lambda q: self._best_of_shard(q, corpus, c), parts)
+      return tuple(x.reshape(len(q), -1) for x in found)
+    first = jax.lax.axis_index('data') * self._shard
+    size = jnp.clip(len(self) - first, 0, self._shard)
+    q = q.astype(self._dtype)
+
+    def block(at):
+      number, part = at
+      scores = jnp.einsum(
+        'qd,pd->qp', q, part['rows'].astype(self._dtype), precision='highest',
+        preferred_element_type=jnp.float32,
+      )
+      if 'scale' in part:
+        scores *= part['scale']
+      start = number * self._block
+      inside = start + jnp.arange(self._block) < size
+      scores, columns = _top(jnp.where(inside, scores, -jnp.inf), c)
+      return scores, columns + start + first
+
+    scores, ids = jax.lax.map(block, (jnp.arange(self._blocks), corpus))
+    rows = len(q)
+    return _merge(
+      jnp.moveaxis(scores, 0, 1).reshape(rows, -1),
+      jnp.moveaxis(ids, 0, 1).reshape(rows, -1), c,
+    )
+
+
+def _merge(scores, ids, c):
+  """The best c, or all where they are fewer, of [R, N]."""
+  scores, at = jax.lax.top_k(scores, min(c, scores.shape[1]))
+  return scores, jnp.take_along_axis(ids, at, 1)
+
+
+def _top(scores, c):
+  """The best c of each row and their columns; see the module."""
+  rows, columns = scores.shape
+  c = min(c, columns)
+  # About as many groups as members of the c chosen ones.
+  members = 1 << max(0, (columns // c).bit_length() // 2)
+  members = min(members, _ALIGN)
+  groups = columns // members
+  if members == 1 or c > groups:
+    return jax.lax.top_k(scores, c)
+  grouped = scores.reshape(rows, members, groups)
+  _, best = jax.lax.top_k(grouped.max(1), c)
+  inside = jnp.take_along_axis(grouped, best[:, None], 2)
+  scores, at = jax.lax.top_k(inside.reshape(rows, -1), c)
+  return scores, at // c * groups + jnp.take_along_axis(best, at % c, 1)

@@ -1,0 +1,239 @@
+"""Exact search: against numpy, on one device and on eight."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from retrieval.dense_jax import DenseJax, _top
+from retrieval.encoder import Encoder
+from tests.conftest import ROOT
+from tests.golden import encoders
+
+TIE = 2e-6
+
+
+def unit(x):
+  return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+
+def clustered(P, D=48, seed=0):
+  """A few directions, each with many near and some equal copies."""
+  rng = np.random.default_rng(seed)
+  centres = unit(rng.normal(size=(max(1, P // 40), D)))
+  x = centres[rng.integers(len(centres), size=P)]
+  x = unit(x + rng.choice([0, 1e-7, 1e-4], (P, 1)) * rng.normal(size=(P, D)))
+  return x, unit(centres[:9] + 0.1 * rng.normal(size=(9, D))[:len(centres[:9])])
+
+
+def check(index, vectors, q, k):
+  """`search_vectors` against a sort of all scores; the Index contract."""
+  ids, scores = index.search_vectors(q, k)
+  want = q @ vectors.T
+  k = min(k, len(vectors))
+  assert ids.dtype == np.int64 and scores.dtype == np.float32
+  assert ids.shape == scores.shape == (len(q), k)
+  best = -np.sort(-want, axis=1)[:, :k]
+  np.testing.assert_allclose(scores, best, atol=TIE, rtol=0)
+  np.testing.assert_allclose(
+    np.take_along_axis(want, ids, 1), best, atol=TIE, rtol=0
+  )
+  for row, score in zip(ids.tolist(), scores):
+    assert len(set(row)) == k and 0 <= min(row) and max(row) < len(vectors)
+    assert np.all(np.diff(score) <= 0)
+    for i in np.flatnonzero(np.diff(score) == 0):
+      assert row[i] < row[i + 1]
+  return ids
+
+
+@pytest.fixture(scope='module')
+def one():
+  return Mesh(np.array(jax.devices()[:1]), ('data',))
+
+
+@pytest.mark.parametrize('P', [1, 7, 65, 2003])
+def test_float32_is_exact(one, P):
+  rng = np.random.default_rng(P)
+  vectors = unit(rng.normal(size=(P, 48)))
+  q = unit(rng.normal(size=(9, 48)))
+  small = 4 * 512 * 64  # blocks of 64 passages
+  for mesh, score_bytes in ((one, None), (None, small)):
+    index = DenseJax(vectors, None, mesh=mesh, score_bytes=score_bytes)
+    assert len(index) == P
+    for k in (3, P + 5):
+      check(index, vectors, q, k)
+
+
+@pytest.mark.parametrize('P', [40, 901])
+def test_clusters_and_ties(P):
+  vectors, q = clustered(P)
+  index = DenseJax(vectors, None, score_bytes=4 * 512 * 64)
+  for k in (1, 3, 100):
+    check(index, vectors, q, k)
+
+
+def test_equal_passages_come_in_corpus_order():
+  rng = np.random.default_rng(0)
+  vectors = unit(rng.normal(size=(300, 48)))
+  twins = [3, 64, 65, 131, 255, 299]
+  vectors[twins] = vectors[3]
+  index = DenseJax(vectors, None, score_bytes=4 * 512 * 64)
+  for k in (6, 8, 20):
+    ids, scores = index.search_vectors(vectors[:5], k)
+    assert ids[3, :6].tolist() == twins
+    assert len(set(scores[3, :6].tolist())) == 1
+
+
+def test_a_shorter_list_begins_a_longer_one():
+  vectors, q = clustered(700)
+  index = DenseJax(vectors, None)
+  long, _ = index.search_vectors(q, 8)
+  for k in (1, 2, 5):
+    assert np.array_equal(index.search_vectors(q, k)[0], long[:, :k])
+
+
+def test_many_queries_and_none():
+  rng = np.random.default_rng(0)
+  vectors = unit(rng.normal(size=(200, 16)))
+  q = unit(rng.normal(size=(1100, 16)))
+  index = DenseJax(vectors, None)
+  check(index, vectors, q, 4)
+  assert index.search_vectors(q[:0], 4)[0].shape == (0, 4)
+
+
+@pytest.mark.parametrize('columns', [64, 1024])
+@pytest.mark.parametrize('c', [1, 8, 64])
+def test_top_of_a_block_is_exact(columns, c):
+  rng = np.random.default_rng(c)
+  # Few different values: the bound between groups is met with equality.
+  scores = rng.integers(0, 30, (20, columns)).astype(np.float32)
+  scores[:, columns // 2:] = -np.inf
+  found, at = map(np.asarray, _top(scores, c))
+  c = min(c, columns)
+  np.testing.assert_array_equal(found, -np.sort(-scores, axis=1)[:, :c])
+  np.testing.assert_array_equal(np.take_along_axis(scores, at, 1), found)
+  assert all(len(set(row)) == c for row in at.tolist())
+
+
+@pytest.mark.parametrize('precision', ['bfloat16', 'int8'])
+def test_lower_precisions_find_nearly_all(precision):
+  rng = np.random.default_rng(0)
+  vectors = unit(rng.normal(size=(3000, 48)))
+  vectors[5] = 0  # no scale of its own
+  q = unit(rng.normal(size=(64, 48)))
+  blurred = DenseJax(vectors, None, precision=precision, rescore=10)
+  rescored = DenseJax(vectors, None, precision=precision)
+  assert 0.9 < blurred.recall(q, 10) <= rescored.recall(q, 10)
+  assert rescored.recall(q, 10) == 1.0
+  # What is found has its float32 score.
+  ids, scores = blurred.search_vectors(q, 10)
+  want = np.take_along_axis(q @ vectors.T, ids, 1)
+  np.testing.assert_allclose(scores, want, atol=TIE, rtol=0)
+
+
+def test_recall_counts_what_is_missing():
+  rng = np.random.default_rng(0)
+  vectors = unit(rng.normal(size=(400, 16)))
+  q = unit(rng.normal(size=(20, 16)))
+  index = DenseJax(vectors, None)
+  assert index.recall(q, 5) == 1.0
+  index._corpus['rows'] = index._corpus['rows'].at[:].multiply(-1)
+  assert index.recall(q, 5) == 0.0
+
+
+def test_scores_never_exceed_their_bytes(one):
+  vectors = unit(np.random.default_rng(0).normal(size=(40_000, 8)))
+  for score_bytes in (1 << 20, 8 << 20):
+    index = DenseJax(vectors, None, mesh=one, score_bytes=score_bytes)
+    q = np.zeros((512, 8), np.float32)
+    memory = (
+      index._search.lower(q, index._corpus, 8).compile().memory_analysis()
+    )
+    # A block, what is made of it, and the best 8 of all (number, score) twice;
+    # all scores would be 82 MB.
+    kept = 2 * 512 * index._blocks * 8 * (4 + 4)
+    assert memory.temp_size_in_bytes < 2.5 * score_bytes + kept
+
+
+def test_float16_memory_map(tmp_path):
+  vectors = unit(np.random.default_rng(0).normal(size=(100, 16)))
+  np.save(tmp_path / 'vectors.npy', vectors.astype(np.float16))
+  mapped = np.load(tmp_path / 'vectors.npy', mmap_mode='r')
+  check(DenseJax(mapped, None), mapped.astype(np.float32), vectors[:4], 3)
+
+
+@pytest.fixture(scope='module')
+def encoder(tmp_path_factory):
+  folder = encoders.write(tmp_path_factory.mktemp('models'), 'e5-tiny-v2')
+  return Encoder(folder, query_length=64, passage_length=48)
+
+
+def test_search_is_encoding_then_searching(encoder, one):
+  texts = [f'{a} {b}' for a in 'king play won the of'.split()
+           for b in 'hamlet denmark capital x1'.split()]
+  vectors = encoder.encode_passages(texts)
+  queries = ['who is the king?', '', '\ud800', *texts]
+  q = encoder.encode_queries(queries)
+  for mesh in (None, one):
+    index = DenseJax(vectors, encoder, mesh=mesh)
+    ids, scores = index.search(queries, 5)
+    want, near = index.search_vectors(q, 5)
+    np.testing.assert_allclose(scores, near, atol=TIE, rtol=0)
+    products = q @ vectors.T
+    np.testing.assert_allclose(
+      np.take_along_axis(products, ids, 1),
+      np.take_along_axis(products, want, 1), atol=2 * TIE, rtol=0,
+    )
+    assert index.search([], 5)[0].shape == (0, 5)
+  parameters = json.loads(json.dumps(index.parameters))
+  assert parameters['encoder'] == encoder.parameters
+
+
+def test_wrong_arguments(encoder):
+  vectors = np.eye(4, 32, dtype=np.float32)
+  for options, message in (
+    ({'precision': 'int4'}, "precision='int4'.*int8"),
+    ({'rescore': -1}, 'rescore=-1'),
+    ({'score_bytes': 1000}, 'score_bytes=1000; expected >= '),
+  ):
+    with pytest.raises(ValueError, match=message):
+      DenseJax(vectors, None, **options)
+  with pytest.raises(ValueError, match='no encoder'):
+    DenseJax(vectors, None).search(['a'], 1)
+  with pytest.raises(ValueError, match='16 dimensions, the encoder 32'):
+    DenseJax(vectors[:, :16], encoder)
+  with pytest.raises(ValueError, match='shape'):
+    DenseJax(vectors[:0], None)
+  for k in (0, -1):
+    with pytest.raises(ValueError, match=f'k={k}'):
+      DenseJax(vectors, encoder).search(['a'], k)
+
+
+_EIGHT = '''
+import jax, numpy as np
+from retrieval.dense_jax import DenseJax
+from tests.retrieval.test_dense_jax import check, clustered
+assert len(jax.devices()) == 8
+for P in (5, 901):
+  vectors, q = clustered(P)
+  for precision in ('float32', 'bfloat16', 'int8'):
+    index = DenseJax(vectors, None, precision=precision,
+                     score_bytes=4 * 512 * 64)
+    assert len(index._corpus['rows'].sharding.device_set) == 8
+    if precision == 'float32':
+      check(index, vectors, q, 10)
+    index.search_vectors(q, 3)
+'''
+
+
+def test_eight_devices():
+  subprocess.run(
+    [sys.executable, '-c', _EIGHT], cwd=ROOT, check=True, env={
+      'JAX_PLATFORMS': 'cpu', 'PATH': '',
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+    },
+  )

@@ -1,0 +1,251 @@
+"""The encoder against committed values; tests/parity compares live."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from retrieval import bert
+from retrieval.encoder import Encoder, tell_family
+from tests.conftest import ROOT
+from tests.golden import encoders
+
+TOLERANCE = 1e-4
+
+
+def golden():
+  return np.load(ROOT / 'tests/golden/encoders.npz')
+
+
+def load(folder, **options):
+  return Encoder(folder, **{
+    'query_length': encoders.QUERY_LENGTH,
+    'passage_length': encoders.PASSAGE_LENGTH, **options,
+  })
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return encoders.write(tmp_path_factory.mktemp('models'), 'all-MiniLM-tiny')
+
+
+@pytest.fixture(scope='module')
+def model(folder):
+  return load(folder)
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+  """A folder to spoil; its name tells nothing."""
+  return shutil.copytree(folder, tmp_path / 'model')
+
+
+def edit(file, **fields):
+  file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize('name', encoders.CHECKPOINTS)
+def test_vectors_are_those_of_the_reference(tmp_path, name):
+  found = load(encoders.write(tmp_path, name))
+  family, _ = encoders.CHECKPOINTS[name]
+  assert found.family == family and found.dim == 32
+  want = golden()
+  for kind, got in (
+    ('queries', found.encode_queries(encoders.QUERIES)),
+    ('passages', found.encode_passages(encoders.PASSAGES)),
+  ):
+    assert got.dtype == np.float32
+    assert np.abs(got - want[f'{name}/{kind}']).max() <= TOLERANCE
+    norms = np.linalg.norm(got, axis=1)
+    unit = np.allclose(norms, 1, atol=1e-5)
+    assert unit == (family != 'contriever')
+
+
+def test_a_vocabulary_alone_will_do(model, copy):
+  (copy / 'tokenizer.json').unlink()
+  found = load(copy, family='minilm').encode_passages(encoders.PASSAGES)
+  want = model.encode_passages(encoders.PASSAGES)
+  np.testing.assert_allclose(found, want, atol=1e-6)
+
+
+def test_company_and_order_change_nothing(model):
+  rng = np.random.default_rng(0)
+  texts = [
+    ' '.join(rng.choice(['king', 'hamlet', 'xy', 'the'], n))
+    for n in rng.integers(0, 60, 70)
+  ]
+  together = model.encode_passages(texts)
+  alone = np.concatenate([model.encode_passages([t]) for t in texts[:12]])
+  np.testing.assert_allclose(together[:12], alone, atol=2e-6)
+  back = model.encode_passages(texts[::-1])[::-1]
+  np.testing.assert_allclose(together, back, atol=2e-6)
+  assert len(np.unique(together.round(4), axis=0)) > 50
+
+
+def test_compiles_once_for_each_bucket(folder, monkeypatch):
+  found, traced = load(folder), []
+  inner = bert.encode
+
+  def counted(params, cfg, ids, *rest):
+    traced.append(ids.shape)
+    return inner(params, cfg, ids, *rest)
+
+  monkeypatch.setattr(bert, 'encode', counted)
+  texts = ['king ' * n for n in range(1, 40)]
+  found.encode_queries(texts)
+  shapes = list(traced)
+  assert len(shapes) == len(set(shapes)) > 3
+  found.encode_queries(texts)
+  found.encode_queries([t.replace('king', 'play') for t in texts[::-1]])
+  assert traced == shapes
+
+
+def test_batches_hold_every_text_once_with_little_padding(model):
+  rng = np.random.default_rng(0)
+  for count in (1, 2, 7, 33, 500):
+    lengths = rng.integers(3, 25, count).tolist()
+    seen, size = [], 0
+    for at, R, T in model.tokens.batches(lengths, 96):
+      assert len(at) <= R and all(lengths[i] <= T for i in at)
+      assert R * T <= 1024
+      seen += at.tolist()
+      size += R * T
+    assert sorted(seen) == list(range(count))
+    assert count < 500 or size < 1.3 * sum(lengths)
+
+
+def test_texts_are_data(model):
+  texts = ['\ud800', '\x00\x07', '[SEP] [PAD]', 'a\u0300 ' * 5000, '']
+  found = model.encode_queries(texts)
+  assert np.isfinite(found).all()
+  # A separator of the user's own would end the text for the model.
+  ids = model._kinds['query'].encode('[SEP]').ids
+  assert ids.count(encoders.VOCAB.index('[SEP]')) == 1 and len(ids) > 3
+  assert model.encode_queries([]).shape == (0, 32)
+
+
+def test_bfloat16_is_near(folder, model):
+  found = load(folder, dtype='bfloat16').encode_queries(encoders.QUERIES)
+  assert found.dtype == np.float32
+  assert (found * model.encode_queries(encoders.QUERIES)).sum(1).min() > 0.99
+
+
+def test_arguments_override_the_folder(copy):
+  found = load(
+    copy, family='bge', pooling='cls', normalise=False, query_prefix='king '
+  )
+  assert found.parameters['query_prefix'] == 'king '
+  assert found.parameters['pooling'] == 'cls'
+  plain = load(copy, family='minilm', pooling='cls', normalise=False)
+  np.testing.assert_allclose(
+    found.encode_queries(['hamlet']), plain.encode_queries(['king hamlet']),
+    atol=1e-6,
+  )
+  json.dumps(found.parameters)
+
+
+def test_modules_say_more_than_the_family(copy):
+  # Its modules.json says mean and normalised, bge's row cls.
+  assert load(copy, family='bge').usage.pooling == 'mean'
+  (copy / 'modules.json').unlink()
+  assert load(copy, family='bge').usage.pooling == 'cls'
+
+
+def test_parameters_follow_weights_and_tokenizer(copy):
+  before = load(copy, family='gte').parameters
+  assert before == load(copy, family='gte').parameters
+  file = copy / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(file)
+  tensors['embeddings.LayerNorm.bias'][0] += 1e-3
+  safetensors.numpy.save_file(tensors, file)
+  after = load(copy, family='gte').parameters
+  assert {k for k in before if before[k] != after[k]} == {'sha256'}
+
+
+@pytest.mark.parametrize('parts, base, family', [
+  ('e5-base-v2', '', 'e5'),
+  ('multilingual-e5-small', 'microsoft/MiniLM', 'e5'),
+  ('models--BAAI--bge-base-en-v1.5/snapshots/0a1b2c', '', 'bge'),
+  ('bge-small-zh', '', 'bge_zh'),
+  ('weights', 'nreimers/MiniLM-L6-H384-uncased', 'minilm'),
+  ('facebook_contriever-msmarco', '', 'contriever'),
+  ('gte-large', '', 'gte'),
+])
+def test_families_by_name(tmp_path, parts, base, family):
+  folder = tmp_path / parts
+  encoders.write_json(folder / 'config.json', {'_name_or_path': base})
+  assert tell_family(folder) == family
+
+
+def test_an_unknown_family_names_the_option(copy):
+  with pytest.raises(ValueError, match='set family to .*e5.*minilm'):
+    load(copy)
+  with pytest.raises(ValueError, match="family='t5'.*contriever"):
+    load(copy, family='t5')
+
+
+@pytest.mark.parametrize('fields, message', [
+  ({'model_type': 'xlm-roberta'}, "model_type='xlm-roberta'.*'bert'"),
+  ({'hidden_act': 'relu'}, "hidden_act='relu'"),
+  ({'position_embedding_type': 'relative_key'}, 'position_embedding_type'),
+  ({'hidden_size': None}, 'hidden_size=None; expected an integer'),
+  ({'num_attention_heads': 5}, 'no multiple'),
+  ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
+  ({'intermediate_size': 65}, r'intermediate.*has shape .*asks for \(65,'),
+  ({'num_hidden_layers': 3}, r"'encoder.layer.2.*' is missing"),
+  ({'num_hidden_layers': 1}, r"'encoder.layer.1.*surplus"),
+  ({'max_position_embeddings': 64}, 'query_length=96'),
+  ({'vocab_size': 20}, 'different models'),
+])
+def test_another_model_is_refused(copy, fields, message):
+  edit(copy / 'config.json', **fields)
+  with pytest.raises(ValueError, match=message):
+    load(copy, family='minilm')
+
+
+def test_damaged_folders_are_refused(copy):
+  weights = (copy / 'model.safetensors').read_bytes()
+  (copy / 'model.safetensors').write_bytes(weights[:-100])
+  with pytest.raises(ValueError, match='cut short'):
+    load(copy, family='minilm')
+  (copy / 'model.safetensors').unlink()
+  with pytest.raises(FileNotFoundError, match='save_pretrained'):
+    load(copy, family='minilm')
+  (copy / 'config.json').write_text('{')
+  with pytest.raises(ValueError, match='config.json: not JSON'):
+    load(copy, family='minilm')
+
+
+def test_a_folder_without_tokenizer_is_refused(copy):
+  for name in ('tokenizer.json', 'vocab.txt', 'tokenizer_config.json'):
+    (copy / name).unlink()
+  with pytest.raises(ValueError, match='no tokenizer'):
+    load(copy, family='minilm')
+
+
+@pytest.mark.parametrize('options, message', [
+  ({'dtype': 'float16'}, 'dtype'),
+  ({'pooling': 'max'}, 'pooling'),
+  ({'passage_length': 129}, 'passage_length=129; expected 3 to 128'),
+  ({'query_length': 2}, 'query_length=2'),
+])
+def test_options_out_of_range(folder, options, message):
+  with pytest.raises(ValueError, match=message):
+    load(folder, **options)
+
+
+def test_other_modules_are_refused(copy):
+  modules = json.loads((copy / 'modules.json').read_text())
+  modules.append({'type': 'sentence_transformers.models.Dense', 'path': ''})
+  (copy / 'modules.json').write_text(json.dumps(modules))
+  with pytest.raises(ValueError, match='models.Dense'):
+    load(copy, family='minilm')
+  modules.pop()
+  (copy / 'modules.json').write_text(json.dumps(modules))
+  edit(copy / '1_Pooling/config.json', pooling_mode_max_tokens=True)
+  with pytest.raises(ValueError, match='1_Pooling.*max_tokens'):
+    load(copy, family='minilm')
+
+
