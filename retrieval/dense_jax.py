@@ -8,7 +8,8 @@ what bfloat16 and int8 blur, and gives equal passages equal scores.
 
 The best c of a block without sorting it: the c groups of columns with the
 largest maxima hold the best c (each of these groups has a member at least as
-good as any in the others), and the groups are few and small.
+good as any in the others), and the groups are few and small. Of equal scores
+the first in the corpus are kept, at every step.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,9 @@ from retrieval.metrics import stage
 PRECISIONS = ('float32', 'bfloat16', 'int8')
 _ROWS = 512  # queries scored at once
 _ALIGN = 64  # columns; a block is a multiple, so that groups divide it
-_CPU_SCORE_BYTES = 8 << 20  # stays in the cache
+_CPU_SCORE_BYTES = 16 << 20  # fewer selections, and still near the cache
 _SCORE_BYTES = 128 << 20
+_GATHER_BYTES = 1 << 20  # of vectors scored again at once
 
 
 class DenseJax:
@@ -97,7 +99,6 @@ class DenseJax:
     self._blocks = -(-self._shard // columns)
     rows = -(-self._shard // self._blocks)
     self._block = -(-rows // _ALIGN) * _ALIGN  # rows of a block, with padding
-    self._gather_bytes = score_bytes
     self._corpus = self._load()
     self._params = None
     if encoder is not None:
@@ -188,15 +189,16 @@ class DenseJax:
     """How many each query gets to keep: few different ones, few programs."""
     if k < 1:
       raise ValueError(f'k={k} must be at least 1')
-    c = max(min(k, len(self)), self.rescore, 8)
-    return min(len(self), 1 << (c - 1).bit_length())
+    c = max(min(k, len(self)), self.rescore)
+    c = -(-c // 4) * 4 if c <= 16 else 1 << (c - 1).bit_length()
+    return min(len(self), c)
 
   def _finish(self, found, queries: int, c: int, k: int):
     """Scores the candidates again, float32 on the host, and orders them."""
     k = min(k, len(self))
     ids = np.empty((queries, k), np.int64)
     scores = np.empty((queries, k), np.float32)
-    step = max(1, self._gather_bytes // (4 * c * self._vectors.shape[1]))
+    step = max(1, _GATHER_BYTES // (4 * c * self._vectors.shape[1]))
     for at, (q, best) in found:
       q, best = np.asarray(q), np.asarray(best)
       for start in range(0, len(at), step):
@@ -272,8 +274,7 @@ class DenseJax:
       if 'scale' in part:
         scores *= part['scale']
       start = number * self._block
-      inside = start + jnp.arange(self._block) < size
-      scores, columns = _top(jnp.where(inside, scores, -jnp.inf), c)
+      scores, columns = _top(scores, size - start, c)
       return scores, columns + start + first
 
     scores, ids = jax.lax.map(block, (jnp.arange(self._blocks), corpus))
@@ -290,18 +291,26 @@ def _merge(scores, ids, c):
   return scores, jnp.take_along_axis(ids, at, 1)
 
 
-def _top(scores, c):
-  """The best c of each row and their columns; see the module."""
+def _top(scores, size, c):
+  """The best c of the first `size` columns of each row, equal ones in order.
+
+  Masked where they are read, not before: that would write all of them again.
+  """
   rows, columns = scores.shape
   c = min(c, columns)
   # About as many groups as members of the c chosen ones.
   members = 1 << max(0, (columns // c).bit_length() // 2)
   members = min(members, _ALIGN)
   groups = columns // members
+  number = jnp.arange(columns)
   if members == 1 or c > groups:
-    return jax.lax.top_k(scores, c)
-  grouped = scores.reshape(rows, members, groups)
-  _, best = jax.lax.top_k(grouped.max(1), c)
-  inside = jnp.take_along_axis(grouped, best[:, None], 2)
+    return jax.lax.top_k(jnp.where(number < size, scores, -jnp.inf), c)
+  grouped = scores.reshape(rows, groups, members)
+  number = number.reshape(groups, members)
+  maxima = jnp.where(number < size, grouped, -jnp.inf).max(2)
+  best = jax.lax.top_k(maxima, c)[1]
+  best = -jax.lax.top_k(-best, c)[0]  # columns in order, so that ties are too
+  inside = jnp.take_along_axis(grouped, best[:, :, None], 1)
+  inside = jnp.where(number[best] < size, inside, -jnp.inf)
   scores, at = jax.lax.top_k(inside.reshape(rows, -1), c)
-  return scores, at // c * groups + jnp.take_along_axis(best, at % c, 1)
+  return scores, jnp.take_along_axis(number[best].reshape(rows, -1), at, 1)

@@ -58,7 +58,7 @@ DTYPES = ('float32', 'bfloat16')
 # Padded lengths. On CPU padding costs as much as text; an accelerator would
 # rather have few programs.
 _CPU_LENGTHS = (
-  *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16), *range(160, 513, 32)
+  *range(8, 33, 4), *range(40, 65, 8), *range(80, 257, 16), *range(288, 513, 32)
 )
 _LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512)
 _CPU_TOKENS, _TOKENS = 1024, 32768  # of one batch

@@ -82,9 +82,9 @@ def test_equal_passages_come_in_corpus_order():
   twins = [3, 64, 65, 131, 255, 299]
   vectors[twins] = vectors[3]
   index = DenseJax(vectors, None, score_bytes=4 * 512 * 64)
-  for k in (6, 8, 20):
+  for k in (2, 4, 6, 20):
     ids, scores = index.search_vectors(vectors[:5], k)
-    assert ids[3, :6].tolist() == twins
+    assert ids[3, :6].tolist() == twins[:k]
     assert len(set(scores[3, :6].tolist())) == 1
 
 
@@ -111,12 +111,15 @@ def test_top_of_a_block_is_exact(columns, c):
   rng = np.random.default_rng(c)
   # Few different values: the bound between groups is met with equality.
   scores = rng.integers(0, 30, (20, columns)).astype(np.float32)
-  scores[:, columns // 2:] = -np.inf
-  found, at = map(np.asarray, _top(scores, c))
+  size = columns // 2 + 7  # what follows is padding, and larger
+  scores[:, size:] = 99
+  found, at = map(np.asarray, _top(scores, size, c))
   c = min(c, columns)
+  scores[:, size:] = -np.inf
   np.testing.assert_array_equal(found, -np.sort(-scores, axis=1)[:, :c])
-  np.testing.assert_array_equal(np.take_along_axis(scores, at, 1), found)
-  assert all(len(set(row)) == c for row in at.tolist())
+  first = np.argsort(-scores, axis=1, kind='stable')[:, :c]
+  valid = found > -np.inf  # in what is not, any column will do
+  np.testing.assert_array_equal(np.where(valid, at, 0), first * valid)
 
 
 @pytest.mark.parametrize('precision', ['bfloat16', 'int8'])

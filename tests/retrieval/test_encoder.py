@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import ml_dtypes  # noqa: F401, gives numpy bfloat16
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -130,6 +131,24 @@ def test_bfloat16_is_near(folder, model):
   found = load(folder, dtype='bfloat16').encode_queries(encoders.QUERIES)
   assert found.dtype == np.float32
   assert (found * model.encode_queries(encoders.QUERIES)).sum(1).min() > 0.99
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
+def test_weights_of_16_bits_and_in_parts(model, copy, dtype):
+  file = copy / 'model.safetensors'
+  tensors = {
+    name: tensor.astype(np.dtype(dtype))
+    for name, tensor in safetensors.numpy.load_file(file).items()
+  }
+  file.unlink()
+  names = sorted(tensors)
+  for part, chosen in enumerate((names[:9], names[9:]), 1):
+    safetensors.numpy.save_file(
+      {n: tensors[n] for n in chosen},
+      copy / f'model-0000{part}-of-00002.safetensors',
+    )
+  found = load(copy, family='minilm').encode_queries(['king'])
+  assert (found * model.encode_queries(['king'])).sum() > 0.99
 
 
 def test_arguments_override_the_folder(copy):
