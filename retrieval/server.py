@@ -193,7 +193,7 @@ def define_flags() -> None:
     'index_folder', None, 'Folder of retrieval.build_index: see --index.'
   )
   flags.DEFINE_multi_string(
-    'index', ['bm25'], 'Index of the folder; several are fused by rank.'
+    'index', ['bm25'], 'Index of the folder; several are fused by rank'
   )
   flags.DEFINE_string('encoder', None, 'Folder of the query encoder.')
   flags.DEFINE_enum(
@@ -203,7 +203,9 @@ def define_flags() -> None:
   flags.DEFINE_integer('ef_search', None, 'Candidates kept, of HNSW.', 1)
   flags.DEFINE_string('rerank', None, 'Folder of a cross-encoder.')
   flags.DEFINE_integer('rerank_n', 50, 'Passages that it reranks.', 1)
-  flags.DEFINE_string('web', None, 'Web search: see retrieval/README.md.')
+  flags.DEFINE_string(
+    'web', None, 'Search the web by: serpapi, serper, google, brave or bing.'
+  )
   flags.DEFINE_enum('web_mode', 'snippet', ['snippet', 'page'], 'With --web.')
   flags.DEFINE_float('web_rate', None, 'Most calls a second.', 0)
   flags.DEFINE_integer('web_max_calls', None, 'Most calls in all.', 0)
