@@ -227,9 +227,35 @@ def adopt(
     size = sum(p.stat().st_size for p in paths)
     if not whole.exists() or whole.stat().st_size != size:
       files.join(paths, whole)
+  try:
+    stored, encoder = _checked(
+      whole, corpus, make_encoder, sample, np.random.default_rng(seed)
+    )
+    if stored.exact:
+      _keep_vectors(stored, corpus, encoder, folder, dtype or stored.dtype)
+  except (AdoptError, vectors.VectorsError):
+    if whole not in paths:  # another order of the parts may be the right one
+      whole.unlink()
+    raise
+  if stored.factory:
+    final = index_path(stored.factory)
+    final.parent.mkdir(exist_ok=True)
+    files.link(whole, final)
+  if whole not in paths:
+    whole.unlink()
+  return stored, encoder
+
+
+def _checked(
+  whole: pathlib.Path,
+  corpus: Corpus,
+  make_encoder: Callable[..., Any],
+  sample: int,
+  generator: np.random.Generator,
+) -> tuple[Stored, Any]:
+  """The stored vectors and the encoder that made them; else AdoptError."""
   encoder = make_encoder()
   stored = open_stored(whole, len(corpus), encoder.dim)
-  generator = np.random.default_rng(seed)
   picked = np.sort(generator.choice(
     len(corpus), min(sample, len(corpus)), replace=False
   ))
@@ -245,14 +271,6 @@ def adopt(
     f'{whole.name}: {stored.kind}, {stored.shape[0]} x {stored.shape[1]}, '
     f'inner product\n{len(picked)} passages encoded again: {fit}'
   )
-  if stored.exact:
-    _keep_vectors(stored, corpus, encoder, folder, dtype or stored.dtype)
-  if stored.factory:
-    final = index_path(stored.factory)
-    final.parent.mkdir(exist_ok=True)
-    files.link(whole, final)
-  if whole not in paths:
-    whole.unlink()
   return stored, encoder
 
 
@@ -263,7 +281,8 @@ def _keep_vectors(
   folder: pathlib.Path,
   dtype: str,
 ) -> None:
-  about = vectors.identity(corpus, encoder.parameters, dtype)
+  about = vectors.identity(corpus, encoder, dtype)
+  vectors.check_done(folder / 'vectors.json', about)
   linkable = (
     stored.kind == f'npy {dtype}' and stored.rows(0, 2).flags.c_contiguous
   )

@@ -25,6 +25,7 @@ from retrieval.batcher import Batcher
 from retrieval.core import LocalSearcher, Searcher
 from retrieval.protocol import Limits, Rejected, bad_request
 
+LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 _OPEN = ('/health', '/ready')  # answered without the token, telling less
 # Sizes of batch and of query that are searched before /ready says so: whatever
 # compiles for a shape has then compiled.
@@ -132,8 +133,11 @@ class Request:
 class _Guard:
   """Outermost: asks for the token and counts the answers."""
 
-  def __init__(self, app, token: str | None, traffic: Traffic):
+  def __init__(
+    self, app, token: str | None, traffic: Traffic, loopback: bool
+  ):
     self._app, self._token, self._traffic = app, token, traffic
+    self._loopback = loopback
 
   async def __call__(self, scope, receive, send) -> None:
     if scope['type'] != 'http':
@@ -145,6 +149,16 @@ class _Guard:
         metrics.RESPONSES.labels(message['status']).inc()
       await send(message)
 
+    async def refuse(refusal: Response) -> None:
+      # Read to its end first: no answer can go out amid a broken body.
+      while (message := await receive())['type'] == 'http.request':
+        if not message.get('more_body'):
+          return await refusal(scope, receive, counted)
+
+    if self._token is None and self._foreign(scope):
+      # A page in a browser here reaches this server too.
+      metrics.REJECTED.labels('origin').inc()
+      return await refuse(JSONResponse({'detail': 'of another site'}, 403))
     known = self._token is None or _bears(scope, self._token)
     scope.setdefault('state', {})['known'] = known
     if known or scope['path'] in _OPEN:
@@ -154,7 +168,22 @@ class _Guard:
       {'WWW-Authenticate': 'Bearer'},
     )
     metrics.REJECTED.labels('token').inc()
-    await refusal(scope, receive, counted)
+    await refuse(refusal)
+
+  def _foreign(self, scope) -> bool:
+    """Whether a browser asks on behalf of a site that is not this server."""
+    headers = dict(scope['headers'])
+    host = headers.get(b'host', b'').decode('latin-1')
+    # A name that leads here need not be one of this machine's.
+    if self._loopback and not any(
+      host == shown or host.startswith(f'{shown}:')
+      for shown in ('127.0.0.1', 'localhost', '[::1]')
+    ):
+      return True
+    origin = headers.get(b'origin')
+    return origin is not None and (
+      origin.decode('latin-1').partition('://')[2] != host
+    )
 
 
 def _bears(scope: Mapping[str, Any], token: str) -> bool:
@@ -171,6 +200,7 @@ def create_app(
   *,
   local: LocalSearcher | None = None,
   token: str | None = None,
+  loopback: bool = False,
 ) -> fastapi.FastAPI:
   """The HTTP application; its lifespan starts the batcher and warms up.
 
@@ -179,7 +209,9 @@ def create_app(
     limits: the bounds.
     local: the corpus and index behind `searcher`, which are warmed up:
       searches that cost nothing. None: the searcher itself, if it is one.
-    token: what /retrieve, /metrics and /stats ask for; None: nothing.
+    token: what /retrieve, /metrics and /stats ask for; None: nothing, and
+      pages of other sites in a browser on this machine are refused.
+    loopback: it is reached by names of this machine alone.
 
   Returns:
     The application; `app.state.warm` is a task that ends when it is warm, and
@@ -209,7 +241,9 @@ def create_app(
   app = fastapi.FastAPI(
     title='searchrl retrieval', version=protocol.VERSION, lifespan=lifespan
   )
-  app.add_middleware(_Guard, token=token, traffic=traffic)
+  app.add_middleware(
+    _Guard, token=token, traffic=traffic, loopback=loopback
+  )
 
   @app.exception_handler(Rejected)
   async def rejected(_: fastapi.Request, error: Rejected) -> Response:

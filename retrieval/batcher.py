@@ -131,7 +131,12 @@ class Batcher:
 
   async def _answer(self, batch: list) -> None:
     for k in sorted({k for _, k, _ in batch}):
-      same = [(queries, future) for queries, n, future in batch if n == k]
+      same = [
+        (queries, future) for queries, n, future in batch
+        if n == k and not future.done()
+      ]
+      if not same:  # their clients went while another k was searched
+        continue
       asked = list(dict.fromkeys(q for queries, _ in same for q in queries))
       self.counters.searched += len(asked)
       self.counters.batches += 1

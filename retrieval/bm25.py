@@ -36,6 +36,7 @@ import numpy as np
 import Stemmer
 
 from retrieval import files
+from retrieval.metrics import stage
 
 
 @contextlib.contextmanager
@@ -184,7 +185,10 @@ class BM25Index:
       path = folder / f'{name}.npy'
       # A write to mapped pages that the disk cannot hold kills the process.
       files.need_space(path, length * np.dtype(_ARRAYS[name]).itemsize)
-      return np.lib.format.open_memmap(path, 'w+', _ARRAYS[name], (length,))
+      found = np.lib.format.open_memmap(path, 'w+', _ARRAYS[name], (length,))
+      with open(path, 'r+b') as file:  # else the file is sparse
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+      return found
 
     with tempfile.TemporaryFile(dir=folder) as spool:
       arrays = _build(_watched(texts), self, spool, make)
@@ -274,21 +278,22 @@ class BM25Index:
     scores = np.full((len(queries), k), -np.inf, np.float32)
     # Padded to whole groups; the padding never scores.
     totals = np.zeros(-(-self._count // _GROUPS) * _GROUPS, np.float32)
-    for row, query in enumerate(queries):
-      counts = collections.Counter(self._query_ids(query))
-      if not counts:
-        continue
-      totals.fill(0)
-      # Sorted: float32 sums then depend on the words alone, not their order.
-      for term, count in sorted(counts.items()):
-        span = slice(self._starts[term], self._starts[term + 1])
-        added = self._values[span]
-        np.add.at(
-          totals, self._rows[span], added if count == 1 else count * added
-        )
-      best = _top(totals, k)
-      ids[row, : len(best)] = best
-      scores[row, : len(best)] = totals[best]
+    with stage('search'):
+      for row, query in enumerate(queries):
+        counts = collections.Counter(self._query_ids(query))
+        if not counts:
+          continue
+        totals.fill(0)
+        # Sorted: float32 sums then depend on the words alone, not their order.
+        for term, count in sorted(counts.items()):
+          span = slice(self._starts[term], self._starts[term + 1])
+          added = self._values[span]
+          np.add.at(
+            totals, self._rows[span], added if count == 1 else count * added
+          )
+        best = _top(totals, k)
+        ids[row, : len(best)] = best
+        scores[row, : len(best)] = totals[best]
     return ids, scores
 
   def _configure(

@@ -1,6 +1,7 @@
 """Calls and money: counted before a call goes out, kept over restarts."""
 
 import contextlib
+import math
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -43,8 +44,8 @@ class Budget:
     for name, value in dict(
       max_calls=max_calls, max_cost=max_cost, price=price
     ).items():
-      if value is not None and not value >= 0:
-        raise ValueError(f'{name}={value} must be at least 0')
+      if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f'{name}={value} must be a number from 0 on')
     self.max_calls, self.max_cost, self.price = max_calls, max_cost, price
     self.path = ':memory:' if path is None else os.fspath(path)
     self._provider = provider

@@ -12,6 +12,8 @@ Indexes: bm25, dense_jax, dense_faiss:FACTORY (Flat, HNSW64, "IVF4096,Flat",
 "IVF4096,PQ64", ...), milvus.
 """
 
+import contextlib
+import fcntl
 import functools
 import os
 import pathlib
@@ -45,13 +47,33 @@ class Folder:
   def __init__(self, out: str | os.PathLike, *, restart: bool = False):
     self.path = pathlib.Path(out)
     self.path.mkdir(parents=True, exist_ok=True)
+    self._lock = open(self.path / '.lock', 'w')  # noqa: SIM115, until the end
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      raise files.FilesError(
+        f'{self.path}: another build is at work there. Wait until it ends, or '
+        'use another --out.'
+      ) from None
     if restart:
       self._discard()
     self.manifest: dict[str, Any] | None = files.read_json(
       self.path / 'manifest.json'
     )
 
+  def close(self) -> None:
+    """Lets another build have the folder."""
+    self._lock.close()
+
   def _discard(self) -> None:
+    # bm25/ and faiss/ of a folder that is none of ours may hold anything.
+    if any(p.name != '.lock' for p in self.path.iterdir()) and not (
+      (self.path / 'corpus.arrow').exists()
+    ):
+      raise files.FilesError(
+        f'{self.path}: holds no corpus.arrow, so it is no index folder to '
+        'discard (--restart). Use another --out, or empty it yourself.'
+      )
     for name in _OWN:
       _remove(self.path / name)
 
@@ -199,7 +221,12 @@ def run(f: flags.FlagValues) -> Folder:
       why and what would mend it.
   """
   check_names(f.index)
-  folder = Folder(f.out, restart=f.restart)
+  with contextlib.closing(Folder(f.out, restart=f.restart)) as folder:
+    _fill(f, folder)
+  return folder
+
+
+def _fill(f: flags.FlagValues, folder: Folder) -> None:
   corpus = folder.open_corpus(f.corpus)
 
   def make_encoder(**settings: Any) -> Any:
@@ -244,7 +271,6 @@ def run(f: flags.FlagValues) -> Folder:
     name: getattr(f, name) for name in ('k1', 'b', 'stemmer', 'stop_words')
   }, f.milvus_uri, f.milvus_collection)
   folder.save()
-  return folder
 
 
 def define_flags() -> None:

@@ -25,6 +25,7 @@ from retrieval.core import Found, SearchFailed, Searcher
 FORMAT = 1  # part of every key; also the file's user_version
 MODES = ('record', 'replay')
 _APPLICATION = 0x53524C31  # the file's application_id, 'SRL1'
+_PART = 64  # queries asked, then stored, at once
 _TABLES = (
   'CREATE TABLE identities (sha256 TEXT PRIMARY KEY, json BLOB NOT NULL)',
   'CREATE TABLE answers (key BLOB PRIMARY KEY, sha256 BLOB NOT NULL,'
@@ -78,6 +79,7 @@ class Recorded:
     self.path, self.mode = os.fspath(path), mode
     self.hits = self.misses = self.stored = 0
     self._searcher = searcher
+    self._unwritten: dict[bytes, list[Found]] = {}
     self._lock = threading.Lock()  # over the searcher too: one thread at once
     self._db = _open(self.path, mode)
     try:
@@ -105,16 +107,18 @@ class Recorded:
   ) -> list[list[Found] | SearchFailed]:
     """As `Searcher.search`; (query, k) is matched exactly.
 
-    A batch is stored when the searcher has answered it: a kill in between
-    loses that batch and no other.
+    Queries are asked and stored in parts of 64: a kill in between loses one
+    part. Answers that could not be stored (a full disk, a lock) are kept, and
+    stored before anything else is asked: they may have cost money.
 
     Raises:
       ValueError: k < 1.
-      StoreError: the file is damaged or locked; nothing is asked then.
+      StoreError: the file is damaged, full or locked.
     """
     if k < 1:
       raise ValueError(f'k={k} must be at least 1')
     with self._lock:
+      self._write({})
       keys = {query: self._key(query, k) for query in queries}
       answers = {query: self._read(key) for query, key in keys.items()}
       missing = [query for query, found in answers.items() if found is None]
@@ -123,11 +127,13 @@ class Recorded:
       self.hits += len(queries) - missed
       if missing and self._searcher is None:
         answers |= {query: self._miss(query, k) for query in missing}
-      elif missing:
-        fresh = self._searcher.search(missing, k)
-        answers |= dict(zip(missing, fresh, strict=True))
+      for start in range(0, len(missing) if self._searcher else 0, _PART):
+        part = missing[start : start + _PART]
+        answers |= dict(
+          zip(part, self._searcher.search(part, k), strict=True)
+        )
         good = [
-          query for query in missing
+          query for query in part
           if not isinstance(answers[query], SearchFailed)
         ]
         self._write({keys[query]: answers[query] for query in good})
@@ -160,14 +166,19 @@ class Recorded:
     return [Found(*fields) for fields in json.loads(_text(row[1]))]
 
   def _write(self, answers: Mapping[bytes, list[Found]]) -> None:
+    """Stores answers, and those that could not be stored before."""
+    self._unwritten |= answers
+    if not self._unwritten:
+      return
     rows = []
-    for key, answer in answers.items():
+    for key, answer in self._unwritten.items():
       value = _canonical([[f.id, f.contents, float(f.score)] for f in answer])
       rows.append((key, hashlib.sha256(key + value).digest(), value))
     with _named(self.path), _transaction(self._db):
       self.stored += self._db.executemany(
         'INSERT OR IGNORE INTO answers VALUES (?, ?, ?)', rows
       ).rowcount
+    self._unwritten.clear()
 
   def _miss(self, query: str, k: int) -> SearchFailed:
     shown = query if len(query) <= 200 else query[:197] + '...'

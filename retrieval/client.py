@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 
 from retrieval.corpus import split_contents
-from retrieval.replicas import Failure, Replica, Replicas, RetrievalError
+from retrieval.replicas import BROKEN, Failure, Replicas, RetrievalError
 from retrieval.retry import retry_after
 
 # httpx tells every request at INFO, which absl shows: thousands in a run.
@@ -137,7 +137,7 @@ class RetrievalClient:
     self._pools: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
   async def retrieve(
-    self, queries: Sequence[str], k: int
+    self, queries: Sequence[str], k: int, url: str | None = None
   ) -> list[list[Hit]]:
     """Finds passages for each query.
 
@@ -146,6 +146,7 @@ class RetrievalClient:
         U+FFFD, which matches nothing; what is beyond max_query_bytes is not
         sent.
       k: the most passages for one query, >= 1.
+      url: which of `urls`; None: any.
 
     Returns:
       [Q] lists of at most k hits, best first.
@@ -161,7 +162,7 @@ class RetrievalClient:
       for i in range(0, len(queries), self.max_queries)
     ]
     async with asyncio.TaskGroup() as group:
-      tasks = [group.create_task(self._catch(part, k)) for part in parts]
+      tasks = [group.create_task(self._catch(part, k, url)) for part in parts]
     answers = [task.result() for task in tasks]
     for i, answer in enumerate(answers):
       if isinstance(answer, RetrievalError):
@@ -180,11 +181,7 @@ class RetrievalClient:
       RetrievalError: as `retrieve`; `rejected` (404) from a server of the
         protocol that has no /health, such as Search-R1's own.
     """
-    among = [r for r in self._replicas.all if url in (None, r.url)]
-    data, url = await self._ask('GET', '/health', None, among)
-    if not isinstance(data, dict):
-      raise _bad(url, 'the answer is not a JSON object')
-    return data
+    return await self._ask('GET', '/health', None, url, _object)
 
   async def close(self) -> None:
     """Closes the connections of the running event loop."""
@@ -199,13 +196,15 @@ class RetrievalClient:
     await self.close()
 
   async def _catch(
-    self, queries: list[str], k: int
+    self, queries: list[str], k: int, url: str | None
   ) -> list[list[Hit]] | RetrievalError:
     # Returned, not raised: a TaskGroup would wrap it in an ExceptionGroup.
     try:
       body = {'queries': queries, 'topk': k, 'return_scores': True}
-      data, url = await self._ask('POST', '/retrieve', body, self._replicas.all)
-      return _hits(data, len(queries), k, url)
+      return await self._ask(
+        'POST', '/retrieve', body, url,
+        lambda data, url: _hits(data, len(queries), k, url),
+      )
     except RetrievalError as error:
       return error
 
@@ -229,9 +228,14 @@ class RetrievalClient:
 
   async def _ask(
     self, method: str, path: str, body: Mapping[str, Any] | None,
-    replicas: Sequence[Replica],
-  ) -> tuple[Any, str]:
-    """The decoded JSON of the answer and its URL, after all attempts."""
+    url: str | None, read: Callable[[Any, str], Any],
+  ) -> Any:
+    """What `read` makes of the answer's JSON and URL, after all attempts.
+
+    A replica that answers rubbish, or refuses the token, is passed over while
+    there are others: they may be well.
+    """
+    replicas = [r for r in self._replicas.all if url in (None, r.url)]
     content = None if body is None else json.dumps(body).encode()
     end = self._clock() + self.deadline_s
     attempt, before, replica = 0, None, None
@@ -241,12 +245,15 @@ class RetrievalClient:
       )
       attempt += 1
       url, left = replica.url + path, end - self._clock()
-      once = self._once(method, url, content, left)
+      once = self._once(method, url, content, left, read)
       try:
-        data = await self._replicas.watch(
+        return await self._replicas.watch(
           replica, probe, once, left >= self.timeout_s
         )
-        return data, url
+      except RetrievalError as error:
+        if error.kind not in BROKEN or len(replicas) == 1:
+          raise
+        replicas = [r for r in replicas if r is not replica]
       except Failure as failure:
         # An attempt that the deadline cut short says less than the one before.
         if before is not None and failure.kind == 'timeout' and (
@@ -256,7 +263,9 @@ class RetrievalClient:
         before = failure
         now = self._clock()
         # Added to Retry-After, which tells all clients the same moment.
-        pause = max(0.0, min(r.busy_until for r in replicas) - now)
+        pause = max(0.0, min(
+          max(r.busy_until, r.open_until) for r in replicas
+        ) - now)
         pause += self._random.uniform(
           0, min(self.max_backoff_s, self.backoff_s * 2.0 ** (attempt - 1))
         )
@@ -268,10 +277,11 @@ class RetrievalClient:
         await asyncio.sleep(pause)
 
   async def _once(
-    self, method: str, url: str, content: bytes | None, left: float
+    self, method: str, url: str, content: bytes | None, left: float,
+    read: Callable[[Any, str], Any],
   ) -> Any:
     limit = max(0.001, min(self.timeout_s, left))
-    waits = {'X-Deadline-Ms': str(math.ceil(limit * 1000))}
+    waits = {'X-Deadline-Ms': str(math.ceil(min(limit, 900_000) * 1000))}
     try:
       async with asyncio.timeout(limit):
         response = await self._pool().request(
@@ -301,11 +311,18 @@ class RetrievalClient:
       kind = 'rejected' if 400 <= status < 500 else 'bad_response'
       raise RetrievalError(kind, url, problem)
     try:
-      return json.loads(response.content.decode('utf-8'))
+      data = json.loads(response.content.decode('utf-8'))
     except (ValueError, RecursionError) as error:
       raise _bad(
         url, f'the answer is not JSON ({_excerpt(response)})'
       ) from error
+    return read(data, url)
+
+
+def _object(data: Any, url: str) -> Mapping[str, Any]:
+  if not isinstance(data, dict):
+    raise _bad(url, 'the answer is not a JSON object')
+  return data
 
 
 def _hits(data: Any, count: int, k: int, url: str) -> list[list[Hit]]:

@@ -169,8 +169,9 @@ def build(
 ) -> None:
   """Builds an inner-product index and writes it at once or not at all.
 
-  The memory it takes is that of the finished index, which FAISS builds in
-  memory, plus the training sample and one block; `vectors` stay on disk.
+  FAISS builds in memory, and its arrays grow by doubling: it takes up to
+  twice the finished index, plus the training sample and one block. `vectors`
+  stay on disk. A build that is killed starts over.
 
   The file carries defaults for searching, which FAISS leaves at values of
   poor recall: nprobe = sqrt(lists), efSearch = 64.

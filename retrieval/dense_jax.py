@@ -12,6 +12,8 @@ good as any in the others), and the groups are few and small. Of equal scores
 the first in the corpus are kept, at every step.
 """
 
+import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,6 +101,8 @@ class DenseJax:
     self._blocks = -(-self._shard // columns)
     rows = -(-self._shard // self._blocks)
     self._block = -(-rows // _ALIGN) * _ALIGN  # rows of a block, with padding
+    rows = np.linspace(0, len(vectors) - 1, min(64, len(vectors))).astype(int)
+    self._sample = hashlib.sha256(vectors[rows].tobytes()).hexdigest()
     self._corpus = self._load()
     self._params = None
     if encoder is not None:
@@ -111,7 +115,8 @@ class DenseJax:
   @property
   def parameters(self) -> dict[str, Any]:
     found = {
-      'name': self.name, 'precision': self.precision, 'rescore': self.rescore
+      'name': self.name, 'precision': self.precision, 'rescore': self.rescore,
+      'vectors': str(self._vectors.dtype), 'sample_sha256': self._sample,
     }
     if self._encoder is not None:
       found |= {
@@ -189,7 +194,9 @@ class DenseJax:
     """How many each query gets to keep: few different ones, few programs."""
     if k < 1:
       raise ValueError(f'k={k} must be at least 1')
-    c = max(min(k, len(self)), self.rescore)
+    # What rescoring is to mend needs candidates beyond k.
+    c = max(k if self.precision == 'float32' else 2 * k, self.rescore)
+    c = min(c, len(self))
     c = -(-c // 4) * 4 if c <= 16 else 1 << (c - 1).bit_length()
     return min(len(self), c)
 
@@ -216,31 +223,46 @@ class DenseJax:
     count = self._mesh.size * self._blocks
     shape = (count, self._block, self._vectors.shape[1])
     sharding = NamedSharding(self._mesh, PartitionSpec('data'))
+    kind = np.dtype(
+      ml_dtypes.bfloat16 if self.precision == 'bfloat16' else self.precision
+    )
+    self._require_room(math.prod(shape) * kind.itemsize // self._mesh.size)
 
-    def shard(index) -> np.ndarray:
-      n = (index[0].start or 0) // self._blocks
-      part = self._vectors[n * self._shard : (n + 1) * self._shard]
-      out = np.zeros((self._blocks * self._block, shape[2]), np.float32)
-      out[: len(part)] = part
-      return out.reshape(self._blocks, *shape[1:])
+    def filled(convert, shape, dtype):
+      # Block by block: nothing larger than what the device gets is made.
+      def shard(index) -> np.ndarray:
+        out = np.zeros((self._blocks, *shape[1:]), dtype)
+        first = (index[0].start or 0) // self._blocks * self._shard
+        end = min(first + self._shard, len(self._vectors))
+        for n, start in enumerate(range(first, end, self._block)):
+          part = self._vectors[start : min(start + self._block, end)]
+          out[n, : len(part)] = convert(np.asarray(part, np.float32))
+        return out
 
-    def scale(index) -> np.ndarray:
-      largest = np.abs(shard(index)).max(-1)
-      return np.where(largest > 0, largest, 1).astype(np.float32) / 127
+      return jax.make_array_from_callback(shape, sharding, shard)
 
-    def rows(index) -> np.ndarray:
-      out = shard(index)
-      if self.precision == 'int8':
-        return np.rint(out / scale(index)[..., None]).astype(np.int8)
-      if self.precision == 'bfloat16':
-        return out.astype(ml_dtypes.bfloat16)
-      return out
+    def scale(part):
+      largest = np.abs(part).max(-1)
+      return np.where(largest > 0, largest, 1) / np.float32(127)
 
-    make = jax.make_array_from_callback
-    corpus = {'rows': make(shape, sharding, rows)}
-    if self.precision == 'int8':
-      corpus['scale'] = make(shape[:2], sharding, scale)
-    return corpus
+    if self.precision != 'int8':
+      return {'rows': filled(lambda part: part, shape, kind)}
+    return {
+      'rows': filled(
+        lambda part: np.rint(part / scale(part)[:, None]), shape, kind
+      ),
+      'scale': filled(scale, shape[:2], np.float32),
+    }
+
+  def _require_room(self, size: int) -> None:
+    stats = self._mesh.devices[0].memory_stats() or {}  # None on CPU
+    room = stats.get('bytes_limit')
+    if room and size > room:
+      raise ValueError(
+        f'precision={self.precision!r}: the vectors take {size / 1e9:.1f} GB '
+        f'of each device, which has {room / 1e9:.1f} GB. Use bfloat16 or int8 '
+        '(--precision), more devices, or dense_faiss'
+      )
 
   def _fused(self, params, ids, lengths, corpus, c):
     q = self._encoder.embed(params, ids, lengths)

@@ -219,8 +219,8 @@ def clean(text: str) -> str:
 
 
 def sha256(path: pathlib.Path) -> str:
-  """Of the weights and the tokenizer of a checkpoint folder."""
-  digest = hashlib.sha256()
+  """Of config, weights and tokenizer of a checkpoint folder."""
+  digest = hashlib.sha256(repr(bert.read_config(path)).encode())
   files = [path / name for name in _TOKENIZER_FILES]
   for file in bert.weight_files(path) + [f for f in files if f.exists()]:
     with open(file, 'rb') as stream:

@@ -12,6 +12,7 @@ No proxies and no cookies: httpcore knows neither unless given them.
 """
 
 import asyncio
+import codecs
 import contextlib
 import dataclasses
 import ipaddress
@@ -323,6 +324,10 @@ def _decoded(body: bytes, parameters: str) -> str:
   if charset in ('iso-8859-1', 'latin-1', 'latin1', 'us-ascii', 'ascii'):
     charset = 'windows-1252'
   if not _CHARSET.fullmatch(charset):
+    charset = 'utf-8'
+  try:
+    codecs.lookup(charset)
+  except LookupError:  # one of the standard's that Python lacks
     charset = 'utf-8'
   return body.decode(charset, 'replace').removeprefix('\ufeff')
 

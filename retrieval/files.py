@@ -108,8 +108,9 @@ def read_blocks(
 
 def join(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
   """Concatenates files as `out`, in constant memory."""
-  need_space(out, sum(path.stat().st_size for path in paths))
   part = out.with_name(f'{out.name}.part')
+  part.unlink(missing_ok=True)
+  need_space(out, sum(path.stat().st_size for path in paths))
   with open(part, 'wb') as file:
     for block in read_blocks(paths, f'write {out.name}'):
       file.write(block)

@@ -155,7 +155,14 @@ def open_index(
       from retrieval.milvus import Milvus
 
       stated = indexes[name]
-      uri = options.pop('uri', None) or stated.get('uri', path / 'milvus.db')
+      uri = options.pop('uri', None)
+      if not uri and os.environ.get('MILVUS_TOKEN') and 'uri' in stated:
+        raise FolderError(
+          f'{path}: manifest.json, which may come from anywhere, names the '
+          f'server {stated["uri"]!a}. MILVUS_TOKEN is set: say yourself where '
+          'it may be sent (--milvus_uri).'
+        )
+      uri = uri or stated.get('uri', path / 'milvus.db')
       collection = options.pop('collection', stated['collection'])
       index = Milvus(str(uri), collection, encoder, **options)
   _require_same(

@@ -118,6 +118,8 @@ def start_server(
 def _argv(values: dict[str, object]) -> list[str]:
   out = []
   for name, value in values.items():
+    if value is None:
+      continue
     if isinstance(value, bool):
       out.append(f'--{"" if value else "no"}{name}')
     else:

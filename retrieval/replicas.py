@@ -16,6 +16,8 @@ KINDS = (
   'unreachable', 'timeout', 'overloaded', 'bad_response', 'rejected',
   'unauthorised', 'search_failed',
 )
+# Of a replica that answers, but not as its like should.
+BROKEN = ('bad_response', 'unauthorised')
 _MEND = {
   'unreachable': (
     'Start it (python -m retrieval.server --corpus=...) or correct the URL.'
@@ -48,6 +50,7 @@ class RetrievalError(RuntimeError):
     tried = f' after {attempts} attempts' if attempts > 1 else ''
     super().__init__(f'{url}: {problem}{tried} [{kind}]. {_MEND[kind]}')
     self.kind, self.url, self.attempts = kind, url, attempts
+    self.problem = problem
     self.queries = tuple(queries)
 
 
@@ -153,16 +156,14 @@ class Replicas:
       if failure.kind == 'overloaded':
         replica.failures = 0  # it answered
       elif failure.kind != 'timeout' or whole:
-        replica.failures += 1
-        replica.problem = failure
-        # Of those that were under way together only one opens the circuit.
-        if probe or replica.failures == self._failures:
-          replica.open_until = self._clock() + (
-            self._cooldown_s * self._random.uniform(1, 1.5)
-          )
+        self._failed(replica, probe, failure)
       raise
-    except RetrievalError:
-      replica.failures = 0
+    except RetrievalError as error:
+      # One alone goes on: it may be the query that it cannot answer.
+      if error.kind in BROKEN and len(self.all) > 1:
+        self._failed(replica, probe, Failure(error.kind, error.problem))
+      else:
+        replica.failures = 0
       raise
     else:
       replica.failures = 0
@@ -171,6 +172,15 @@ class Replicas:
       replica.in_flight -= 1
       if probe:
         replica.probing = False
+
+  def _failed(self, replica: Replica, probe: bool, failure: Failure) -> None:
+    replica.failures += 1
+    replica.problem = failure
+    # Of those that were under way together only one opens the circuit.
+    if probe or replica.failures == self._failures:
+      replica.open_until = self._clock() + (
+        self._cooldown_s * self._random.uniform(1, 1.5)
+      )
 
 
 def _checked_url(url: str) -> str:

@@ -11,11 +11,11 @@ def retry_after(value: str) -> float:
     value: seconds or a date; anything else, '' too, asks nothing: 0.
   """
   value = value.strip()
-  if value.isdecimal() and len(value) < 10:
+  if value.isascii() and value.isdigit() and len(value) < 10:
     return float(value)
   try:
     when = email.utils.parsedate_to_datetime(value)
-  except ValueError:
+  except (ValueError, OverflowError):
     return 0.0
   if when.tzinfo is None:
     when = when.replace(tzinfo=datetime.UTC)

@@ -16,12 +16,15 @@ retrieval/README.md describes the protocol and the limits.
 """
 
 import asyncio
+import atexit
 import dataclasses
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -31,17 +34,31 @@ import uvicorn
 from absl import app as absl_app
 from absl import flags
 
-from retrieval.app import create_app
+from retrieval.app import LOOPBACK, create_app
 from retrieval.bm25 import STEMMERS, STOP_WORDS, BM25Index
 from retrieval.core import LocalSearcher, Searcher
 from retrieval.corpus import read_corpus
 from retrieval.protocol import Limits
 
-LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 TOKEN = 'RETRIEVAL_TOKEN'  # the environment's name of the token
 SOURCES = ('corpus', 'index_folder', 'web', 'replay')
-_OPTIONS = {  # kind of index -> flags that are its options
-  'dense_jax': ['precision'], 'dense_faiss': ['nprobe', 'ef_search'],
+_OPTIONS = {  # kind of index -> its options, and their flags
+  'dense_jax': {'precision': 'precision'},
+  'dense_faiss': {'nprobe': 'nprobe', 'ef_search': 'ef_search'},
+  'milvus': {'uri': 'milvus_uri'},
+}
+_NEEDS = {  # flag -> flags that mean nothing without it
+  'index_folder': (
+    'index', 'encoder', 'precision', 'nprobe', 'ef_search', 'milvus_uri',
+    'rerank', 'rerank_n',
+  ),
+  'corpus': ('k1', 'b', 'stemmer', 'stop_words'),
+  'web': (
+    'web_mode', 'web_rate', 'web_concurrency', 'web_max_calls', 'web_max_cost',
+    'web_price', 'web_ledger',
+  ),
+  'replay': ('replay_identity',),
+  'rerank': ('rerank_n',),
 }
 _STOP_S = 10.0  # what a stop grants to requests already taken
 
@@ -201,6 +218,7 @@ def define_flags() -> None:
   )
   flags.DEFINE_integer('nprobe', None, 'Cells searched, of FAISS IVF.', 1)
   flags.DEFINE_integer('ef_search', None, 'Candidates kept, of HNSW.', 1)
+  flags.DEFINE_string('milvus_uri', None, 'Where milvus serves this folder.')
   flags.DEFINE_string('rerank', None, 'Folder of a cross-encoder.')
   flags.DEFINE_integer('rerank_n', 50, 'Passages that it reranks.', 1)
   flags.DEFINE_string(
@@ -208,6 +226,7 @@ def define_flags() -> None:
   )
   flags.DEFINE_enum('web_mode', 'snippet', ['snippet', 'page'], 'With --web.')
   flags.DEFINE_float('web_rate', None, 'Most calls a second.', 0)
+  flags.DEFINE_integer('web_concurrency', 8, 'Most calls at once.', 1)
   flags.DEFINE_integer('web_max_calls', None, 'Most calls in all.', 0)
   flags.DEFINE_float('web_max_cost', None, 'Most money in all.', 0)
   flags.DEFINE_float('web_price', None, 'Money for a call.', 0)
@@ -269,10 +288,16 @@ def open_searcher(args) -> tuple[Searcher, LocalSearcher | None]:
     searcher = _web(args)
   else:
     searcher = local = _corpus(args) if args.corpus else _folder(args)
-  if args.record:
+  record = args.record
+  if args.web and not record:
+    # What was paid for is not asked again because its client has gone.
+    folder = tempfile.mkdtemp(prefix='retrieval')
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    record = os.path.join(folder, 'answers.sqlite')
+  if record:
     from retrieval.cache import Recorded
 
-    searcher = Recorded(searcher, args.record, 'record')
+    searcher = Recorded(searcher, record, 'record')
   return searcher, local
 
 
@@ -286,6 +311,7 @@ def _web(args) -> Searcher:
     )
   return WebSearcher(
     args.web, mode=args.web_mode, rate=args.web_rate,
+    concurrency=args.web_concurrency,
     max_calls=args.web_max_calls, max_cost=args.web_max_cost,
     price=args.web_price, ledger=args.web_ledger,
   )
@@ -294,10 +320,18 @@ def _web(args) -> Searcher:
 def _folder(args) -> LocalSearcher:
   from retrieval.folder import open_folder, open_index
 
+  kinds = {name.partition(':')[0] for name in args.index}
+  for kind, options in _OPTIONS.items():
+    for flag in options.values():
+      if args[flag].present and kind not in kinds:
+        raise ValueError(f'--{flag} is of {kind}, which no --index names')
   folder, indexes = open_folder(args.index_folder), []
   for name in args.index:
-    taken = _OPTIONS.get(name.partition(':')[0], ())
-    options = {n: v for n in taken if (v := args[n].value) is not None}
+    taken = _OPTIONS.get(name.partition(':')[0], {})
+    options = {
+      n: args[flag].value for n, flag in taken.items()
+      if args[flag].value is not None
+    }
     indexes.append(open_index(folder, name, encoder=args.encoder, **options))
   index = indexes[0]
   if len(indexes) > 1:
@@ -343,8 +377,10 @@ def main(argv: Sequence[str]) -> int:
     )
   if args.record and args.replay:
     return _fail('--record and --replay exclude each other')
-  if args.rerank and not args.index_folder:
-    return _fail('--rerank needs --index_folder')
+  for needed, names in _NEEDS.items():
+    for name in names:
+      if args[name].present and not args[needed].value:
+        return _fail(f'--{name} needs --{needed}')
   if args.topk > args.max_topk:
     return _fail(f'--topk={args.topk} exceeds --max_topk={args.max_topk}')
   if args.max_queries > args.max_pending:
@@ -383,7 +419,10 @@ def main(argv: Sequence[str]) -> int:
   limits = Limits(
     **{f.name: args[f.name].value for f in dataclasses.fields(Limits)}
   )
-  app = create_app(searcher, limits, local=local, token=token)
+  app = create_app(
+    searcher, limits, local=local, token=token,
+    loopback=args.host in LOOPBACK,
+  )
   return _serve(app, sock, args, port)
 
 

@@ -28,16 +28,17 @@ class PassageEncoder(Protocol):
   """What writing vectors needs of `encoder.Encoder`."""
 
   dim: int
+  dtype: str  # of its arithmetic
   parameters: dict[str, Any]
 
   def encode_passages(self, passages: list[str]) -> np.ndarray: ...
 
 
-def identity(corpus: Corpus, encoder: dict[str, Any], dtype: str) -> dict:
+def identity(corpus: Corpus, encoder: PassageEncoder, dtype: str) -> dict:
   """What vectors depend on: equal identities give equal vectors."""
   return {
     'corpus': {'count': len(corpus), 'sha256': corpus.sha256},
-    'encoder': encoder,
+    'encoder': {**encoder.parameters, 'arithmetic': encoder.dtype},
     'dtype': dtype,
   }
 
@@ -74,15 +75,15 @@ def encode(
     files.FilesError: the disk is too small or a record damaged.
   """
   final, part = folder / 'vectors.npy', folder / 'vectors.npy.part'
-  record, about = folder / 'vectors.json', identity(
-    corpus, encoder.parameters, dtype
-  )
-  done = _done(record, about)
+  record = folder / 'vectors.json'
+  about = identity(corpus, encoder, dtype)
+  done = check_done(record, about)
   if final.exists() and done == len(corpus):
     return open_vectors(folder)
   shape = (len(corpus), encoder.dim)
   if not done or not part.exists():
     done = 0
+    part.unlink(missing_ok=True)  # its blocks are free again
     files.need_space(part, shape[0] * shape[1] * np.dtype(dtype).itemsize)
     np.lib.format.open_memmap(part, 'w+', dtype, shape)
     files.write_json(record, {'identity': about, 'done': 0})
@@ -125,8 +126,12 @@ def encode(
   return open_vectors(folder)
 
 
-def _done(record: pathlib.Path, about: dict) -> int:
-  """The rows that are on the disk already."""
+def check_done(record: pathlib.Path, about: dict) -> int:
+  """The rows that are on the disk already.
+
+  Raises:
+    VectorsError: they are of another identity.
+  """
   saved = files.read_json(record)
   if saved is None:
     return 0
@@ -159,6 +164,7 @@ def copy(
     VectorsError: a vector is not finite.
   """
   final, part = folder / 'vectors.npy', folder / 'vectors.npy.part'
+  part.unlink(missing_ok=True)
   files.need_space(part, shape[0] * shape[1] * np.dtype(dtype).itemsize)
   np.lib.format.open_memmap(part, 'w+', dtype, shape)
   with (

@@ -130,16 +130,20 @@ class ServiceSource:
     return good[first]
 
   async def _check(self, url: str) -> Mapping[str, object] | RetrievalError:
+    said = {'url': url, 'health': 'no /health; /retrieve answers'}
     try:
-      return dict(await self._client.health(url))
+      said = dict(await self._client.health(url))
     except RetrievalError as error:
       if error.kind != 'rejected':
         return error
+    if 'identity' in said:
+      return said
+    # A server that does not say who it is: none of ours, or the token lacks.
     try:
-      await self._client.retrieve(['health'], 1)
+      await self._client.retrieve(['health'], 1, url)
     except RetrievalError as error:
       return error
-    return {'url': url, 'health': 'no /health; /retrieve answers'}
+    return said
 
   async def close(self) -> None:
     """Ends what is under way in this event loop and its connections."""

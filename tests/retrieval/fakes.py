@@ -10,6 +10,7 @@ class FakeEncoder:
   """Sums a random vector for each word; `encoded` counts its passages."""
 
   encoded = 0
+  dtype = 'float32'
   pause = None  # called before each batch
 
   def __init__(

@@ -145,6 +145,30 @@ def test_parts_are_joined(source, right, tmp_path, form):
   assert 'Is a part missing' in said
 
 
+def test_parts_in_the_wrong_order_can_be_given_again(
+  source, right, tmp_path
+):
+  data = right.tobytes()
+  parts = [tmp_path / 'part_aa', tmp_path / 'part_ab']
+  for part, half in zip(parts, (data[:38400], data[38400:]), strict=True):
+    part.write_bytes(half)
+  with pytest.raises(AdoptError, match='in another order'):
+    take(tmp_path, source, *reversed(parts))
+  take(tmp_path, source, *parts)
+  np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'x'), right)
+
+
+def test_vectors_of_another_encoder_are_not_overwritten(
+  source, right, tmp_path
+):
+  build(tmp_path / 'x', corpus=source, index=['dense_faiss:Flat'])
+  other = encode(source, path='other')
+  np.save(tmp_path / 'other.npy', other)
+  with pytest.raises(VectorsError, match='holds vectors of something else'):
+    take(tmp_path, source, tmp_path / 'other.npy', encoder='other')
+  np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'x'), right)
+
+
 def test_across_disks_it_is_copied(source, right, tmp_path, monkeypatch):
   def link(*args):
     raise OSError(files.errno.EXDEV, 'cross-device')

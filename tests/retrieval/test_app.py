@@ -625,6 +625,30 @@ def test_the_token_guards_everything_but_health_and_ready(corpus):
     assert client.get('/metrics').status_code == 200
 
 
+def test_pages_of_other_sites_are_refused(corpus):
+  body = '{"queries": ["hamlet"]}'
+  with TestClient(
+    create_app(searcher(corpus), LIMITS, loopback=True),
+    base_url='http://127.0.0.1:8000',
+  ) as client:
+    def status(**headers):
+      return client.post('/retrieve', content=body, headers=headers).status_code
+
+    assert status() == 200
+    assert status(Host='localhost:8000') == 200
+    assert status(Origin='http://127.0.0.1:8000') == 200
+    assert status(Origin='http://evil.example') == 403
+    assert status(Origin='null') == 403
+    assert status(Host='evil.example') == 403
+    assert status(Host='localhost.evil.example') == 403
+    assert client.get('/stats', headers={'Host': 'a.b'}).status_code == 403
+  with TestClient(
+    create_app(searcher(corpus), LIMITS, loopback=True, token='t'),
+    base_url='http://tunnel.example', headers={'Authorization': 'Bearer t'},
+  ) as client:  # who has the token is no stranger
+    assert client.post('/retrieve', content=body).status_code == 200
+
+
 def test_ready_waits_for_the_warm_up(corpus):
   class Cold(BM25Index):
     go, shapes = threading.Event(), []

@@ -1,3 +1,4 @@
+import contextlib
 import gzip
 import json
 import os
@@ -60,8 +61,36 @@ def contents(out):
   """Bytes of every file, without what names the moment or the place."""
   return {
     p.relative_to(out).as_posix(): p.read_bytes()
-    for p in sorted(out.rglob('*')) if p.is_file()
+    for p in sorted(out.rglob('*')) if p.is_file() and p.name != '.lock'
   }
+
+
+def test_one_build_at_a_time(source, tmp_path):
+  with contextlib.closing(build_index.Folder(tmp_path)):
+    with pytest.raises(files.FilesError, match='another build is at work'):
+      build(tmp_path, corpus=source, index=['bm25'])
+  build(tmp_path, corpus=source, index=['bm25'])
+
+
+def test_restart_discards_index_folders_only(source, tmp_path):
+  (tmp_path / 'bm25').mkdir()
+  (tmp_path / 'bm25/of_another_program').write_text('x')
+  with pytest.raises(files.FilesError, match='no index folder to discard'):
+    build(tmp_path, corpus=source, index=['bm25'], restart=True)
+  assert (tmp_path / 'bm25/of_another_program').exists()
+
+
+def test_arithmetic_is_part_of_the_work(source, tmp_path, monkeypatch):
+  build(tmp_path, corpus=source, index=['dense_jax'])
+  real = FakeEncoder.__init__
+
+  def lower(self, *args, **settings):
+    real(self, *args, **settings)
+    self.dtype = 'bfloat16'
+
+  monkeypatch.setattr(FakeEncoder, '__init__', lower)
+  with pytest.raises(vectors.VectorsError, match='arithmetic was .float32'):
+    build(tmp_path, index=['dense_faiss:Flat'])
 
 
 def test_rows_are_the_passages(source, tmp_path):

@@ -453,7 +453,7 @@ def test_a_kill_in_the_middle_leaves_a_readable_store(path):
   assert replayed(path, queries, 3) == Source().search(queries, 3)
 
 
-def test_a_locked_store_is_an_error_and_asks_nobody(path, monkeypatch):
+def test_what_could_not_be_stored_is_not_asked_again(path):
   source = Source()
   store = Recorded(source, path, 'record')
   store._db.execute('PRAGMA busy_timeout = 10')
@@ -462,9 +462,31 @@ def test_a_locked_store_is_an_error_and_asks_nobody(path, monkeypatch):
   with pytest.raises(StoreError, match='locked') as e:
     store.search(['a'], 1)
   assert str(path) in str(e.value)
+  asked = list(source.asked)
+  with pytest.raises(StoreError, match='locked'):
+    store.search(['b'], 1)
+  assert source.asked == asked
   db.execute('ROLLBACK')
   db.close()
   assert store.search(['a'], 1)[0][0].id == 'a-1'
+  assert source.asked == asked and store.stored == 1
+  store.close()
+
+
+def test_a_long_batch_is_stored_in_parts(path):
+  source = Source()
+  whole = source.search
+
+  def breaks(queries, k):
+    if 'q99' in queries:
+      raise RuntimeError('gone')
+    return whole(queries, k)
+
+  source.search = breaks
+  store = Recorded(source, path, 'record')
+  with pytest.raises(RuntimeError, match='gone'):
+    store.search([f'q{i}' for i in range(100)], 1)
+  assert store.stored == 64
   store.close()
 
 

@@ -625,6 +625,35 @@ def test_failover_to_another_replica(server):
     assert faults.requests
 
 
+@pytest.mark.parametrize('answer', [
+  reply(b'rubbish'), reply({'result': []}), reply({}, '500 Oops'),
+  reply({}, '404 Not Found'), reply({}, '401 Unauthorized'),
+])
+def test_a_replica_that_answers_rubbish_is_passed_over(server, answer):
+  with Faults(answer) as faults:
+    async def run():
+      urls = [faults.url, server.url]
+      async with RetrievalClient(urls, **FAST, failures=3) as client:
+        return [await client.retrieve(['hamlet'], 1) for _ in range(12)]
+
+    if b' 404 ' in answer:  # the request's own fault: nobody else is asked
+      with pytest.raises(RetrievalError, match='rejected'):
+        asyncio.run(run())
+      return
+    assert [rows[0][0].id for rows in asyncio.run(run())] == ['0'] * 12
+    assert len(faults.requests) == 3  # then its circuit is open
+
+
+def test_retry_after_outlives_a_dead_replica():
+  busy = reply({}, '503 Service Unavailable', ['Retry-After: 1'])
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    dead = f'http://127.0.0.1:{free.getsockname()[1]}'
+  with Faults(busy, GOOD) as faults:
+    ask([dead, faults.url], failures=1, cooldown_s=100)
+    (first, _), (second, _) = faults.requests
+    assert second - first >= 0.99
+
+
 def test_retry_after_holds_for_its_replica_alone(server):
   busy = reply({}, '503 Service Unavailable', ['Retry-After: 3600'])
   with Faults(busy) as faults:

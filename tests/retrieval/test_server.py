@@ -113,6 +113,13 @@ def test_bad_flags(corpus_path, tmp_path):
   assert done.returncode == 1 and '--corpus and --replay' in done.stderr
   done = run(f'--corpus={corpus_path}', '--topk=9', '--max_topk=3')
   assert done.returncode == 1 and '--max_topk=3' in done.stderr
+  for flag, needed in (
+    ('--index=dense_jax', 'index_folder'), ('--web_max_calls=3', 'web'),
+    ('--replay_identity=x', 'replay'), ('--rerank_n=3', 'index_folder'),
+  ):
+    done = run(f'--corpus={corpus_path}', flag)
+    assert done.returncode == 1, flag
+    assert f'{flag.partition("=")[0]} needs --{needed}' in done.stderr
   with pytest.raises(ServerError, match='klingon'):
     start_server(corpus_path, log_path=tmp_path / 'log', stemmer='klingon')
 
