@@ -33,8 +33,9 @@ quickstart: setup
 	$(PY) -m searchrl_jax.quickstart --workdir=$(WORKDIR) \
 	  $(if $(filter-out 0,$(CONTROLS)),--controls)
 
+# Two at a time: many tests wait for a process or a compiler of one thread.
 test: setup
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity
