@@ -12,7 +12,7 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: help setup quickstart test test-parity lint clean
 
 help:
-	@echo 'make quickstart             a small model learns to search (10 min)'
+	@echo 'make quickstart             a small model learns to search (4 min)'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make test                   the tests (no network, GPU or torch)'
 	@echo 'make test-parity            installs torch, compares with it live'
