@@ -516,6 +516,27 @@ def test_a_broken_searcher_is_503_and_counted():
     assert client.get('/health').json()['served']['errors'] == 1
 
 
+def test_who_left_while_another_k_was_searched_is_not_searched():
+  index = Recorder()
+  index.go.clear()
+
+  async def run():
+    batcher = Batcher(index, Limits(batch_ms=50))  # both in one batch
+    batcher.start()
+    first = asyncio.create_task(batcher.search(['a'], 1))
+    later = asyncio.create_task(batcher.search(['gone'], 3))
+    while not index.calls:
+      await asyncio.sleep(0.01)
+    later.cancel()
+    await asyncio.gather(later, return_exceptions=True)
+    index.go.set()
+    await first
+    await batcher.stop()
+
+  asyncio.run(run())
+  assert [call[0] for call in index.calls] == [['a']]
+
+
 def test_a_deadline_ends_a_request_and_its_place():
   index = Recorder()
   index.go.clear()

@@ -15,6 +15,7 @@ import time
 import httpx
 import pytest
 
+from retrieval import process
 from retrieval.client import RetrievalClient, RetrievalError, retrieve_sync
 from retrieval.process import ServerError, start_server
 from tests.golden import encoders
@@ -103,6 +104,12 @@ def test_bad_corpus(tmp_path, content, said):
     start_server(path, log_path=tmp_path / 'log')
   assert str(tmp_path / 'log') in str(error.value)
   assert 'Traceback' not in str(error.value)
+
+
+def test_absent_options_are_no_flags():
+  assert process._argv({'record': None, 'topk': 5, 'index': ['a', 'b']}) == [
+    '--topk=5', '--index=a', '--index=b'
+  ]
 
 
 def test_bad_flags(corpus_path, tmp_path):

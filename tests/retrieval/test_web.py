@@ -538,6 +538,7 @@ def test_an_unfit_key_is_refused_and_not_shown(key):
   (dict(max_cost=1.0), 'price'),
   (dict(max_calls=-1), 'max_calls=-1'),
   (dict(max_cost=float('nan'), price=1), 'max_cost=nan'),
+  (dict(max_cost=float('inf'), price=1), 'max_cost=inf'),
   (dict(base_url='ftp://x'), 'base_url'),
   (dict(base_url='http://user:secret@x'), 'base_url'),
 ])

@@ -219,6 +219,20 @@ def test_check(server):
     run(main, server)
 
 
+def test_check_notices_a_missing_token(server, monkeypatch):
+  monkeypatch.delenv('RETRIEVAL_TOKEN', raising=False)
+  server.health = {'status': 'ok', 'version': '1'}  # all that a stranger sees
+  server.token = 's3cret'
+
+  async def main(source):
+    return await source.check()
+
+  with pytest.raises(SourceError, match='RETRIEVAL_TOKEN'):
+    run(main, server)
+  monkeypatch.setenv('RETRIEVAL_TOKEN', 's3cret')
+  assert run(main, server) == server.health
+
+
 def two(first, second, **fields):
   return config(f'{first.url}, {second.url}', **fields)
 
