@@ -531,10 +531,11 @@ def test_who_left_while_another_k_was_searched_is_not_searched():
     await asyncio.gather(later, return_exceptions=True)
     index.go.set()
     await first
+    await batcher.search(['b'], 1)  # the batch of both has ended
     await batcher.stop()
 
   asyncio.run(run())
-  assert [call[0] for call in index.calls] == [['a']]
+  assert [call[0] for call in index.calls] == [['a'], ['b']]
 
 
 def test_a_deadline_ends_a_request_and_its_place():
