@@ -1,12 +1,13 @@
 """The corpus: passages in Search-R1's layout, read as a stream and checked.
 
 A passage has a string `id` and string `contents`, `"Title"\\ntext`. It is a
-line `{"id": "7", "contents": "\\"Title\\"\\ntext"}` of a JSONL file, plain or
-gzipped, or a row of a Parquet file, of an Arrow IPC file (`store`), or of a
-Hugging Face dataset; files are told apart by their first bytes, not by their
-names. Other fields are ignored. A bad passage stops the reading with its file
-and its line or row, both from 1: an index built around it would answer with
-the wrong passages and nobody would see it.
+line `{"id": "7", "contents": "\\"Title\\"\\ntext"}` of a JSONL file, plain,
+gzipped or in a tar, or a row of a Parquet file, of an Arrow IPC file (`store`),
+or of a Hugging Face dataset; files are told apart by their first bytes, not by
+their names: Search-R1's wiki-18.jsonl.gz is a tar. Other fields are ignored. A
+bad passage stops the reading with its file and its line or row, both from 1:
+an index built around it would answer with the wrong passages and nobody would
+see it.
 """
 
 import array
@@ -18,6 +19,7 @@ import io
 import itertools
 import json
 import os
+import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ import tqdm
 _GZIP, _PARQUET, _ARROW = b'\x1f\x8b', b'PAR1', b'ARROW1'
 _COLUMNS = ['id', 'contents']
 _ROWS = 1024  # read at once
+_NAMES = 5  # of members of a tar in an error
 
 
 class CorpusError(ValueError):
@@ -108,9 +111,10 @@ def iter_documents(path: str | os.PathLike) -> Iterator[Document]:
   """Reads and checks a corpus as a stream, 8 bytes of memory a passage.
 
   Args:
-    path: a file of JSONL (plain or gzipped), Parquet or Arrow IPC; a folder
-      that `datasets.Dataset.save_to_disk` wrote; or `hf:NAME[:SPLIT]`, a
-      dataset of the Hugging Face hub or of its cache (offline too).
+    path: a file of JSONL (plain, gzipped, or the one file of a tar that is
+      either), Parquet or Arrow IPC; a folder that
+      `datasets.Dataset.save_to_disk` wrote; or `hf:NAME[:SPLIT]`, a dataset
+      of the Hugging Face hub or of its cache (offline too).
 
   Yields:
     The passages in order, at least one.
@@ -273,10 +277,10 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     size = os.fstat(raw.fileno()).st_size
     zipped = raw.read(2) == _GZIP
     raw.seek(0)
-    stream = gzip.open(raw) if zipped else raw
+    stream = io.BufferedReader(gzip.open(raw) if zipped else raw, 1 << 20)
     with _bar(size, 'B') as bar:
       try:
-        for line in io.BufferedReader(stream, 1 << 20):
+        for line in _unpacked(path, stream):
           number += 1
           if number % 4096 == 0:
             bar.update(raw.tell() - bar.n)  # of the compressed bytes
@@ -289,6 +293,41 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
           f'{path}:{number + 1}: the gzip file is cut short or damaged '
           f'({error}). Copy or compress it again.'
         ) from None
+      except tarfile.TarError as error:
+        raise CorpusError(
+          f'{path}:{number + 1}: the tar file is cut short or damaged '
+          f'({error}). Copy or write it again.'
+        ) from None
+
+
+def _unpacked(path: str, stream: io.BufferedReader) -> Iterator[bytes]:
+  """The lines of a stream, or of the one file in it where it is a tar."""
+  head = stream.read(tarfile.BLOCKSIZE)
+  stream.seek(0)
+  # JSON has no NUL, so no passage about the format is taken for a tar.
+  if head[257:262] != b'ustar' or b'\0' not in head:
+    yield from stream
+    return
+  names = []
+  with tarfile.open(fileobj=stream, mode='r|') as tar:
+    for member in tar:
+      # macOS adds ._NAME for what its files have beside their contents.
+      if not member.isreg() or os.path.basename(member.name).startswith('._'):
+        continue
+      names.append(member.name)
+      if len(names) == 1:
+        yield from tar.extractfile(member)
+      elif len(names) > _NAMES:
+        break
+  if len(names) != 1:
+    more = ', ...' if len(names) > _NAMES else ''
+    raise CorpusError(
+      f'{path}: a tar with {"several files" if names else "no file"} '
+      f'({_listed(names[:_NAMES])}{more}), not with one of JSONL. Unpack it '
+      'and name the file of the corpus.'
+    )
+  while stream.read(1 << 20):  # the end of a gzip file holds its checksum
+    pass
 
 
 def _parse(line: bytes, where: str) -> Document:

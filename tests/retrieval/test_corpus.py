@@ -1,6 +1,8 @@
 import gzip
+import io
 import json
 import os
+import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -112,6 +114,92 @@ def test_gzip_cut_short(tmp_path):
   path.write_bytes(whole[: len(whole) // 2])
   with pytest.raises(CorpusError, match=r'c.jsonl.gz:\d+: .*cut short'):
     read_corpus(path)
+
+
+def pack(files, format=tarfile.USTAR_FORMAT, zipped=True):
+  """A tar of {name: bytes}; None makes a folder."""
+  out = io.BytesIO()
+  with tarfile.open(fileobj=out, mode='w', format=format) as tar:
+    for name, data in files.items():
+      info = tarfile.TarInfo(name)
+      info.type = tarfile.DIRTYPE if data is None else tarfile.REGTYPE
+      info.size = len(data or b'')
+      tar.addfile(info, io.BytesIO(data or b''))
+  whole = out.getvalue()
+  return gzip.compress(whole) if zipped else whole
+
+
+@pytest.mark.parametrize('zipped', [True, False])
+@pytest.mark.parametrize(
+  'format', [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+)
+def test_a_tar_is_told_by_its_bytes_and_hashes_as_its_file(
+  corpus, corpus_path, tmp_path, format, zipped
+):
+  path = tmp_path / 'wiki-18.jsonl.gz'
+  path.write_bytes(pack({
+    'data': None, 'data/._wiki-18.jsonl': b'\0\5\x16\7',
+    'data/wiki-18.jsonl': corpus_path.read_bytes(), '._data': b'\0\5\x16\7',
+  }, format, zipped))
+  other = read_corpus(path)
+  assert other.ids == corpus.ids and other.contents == corpus.contents
+  assert other.sha256 == corpus.sha256
+
+
+def test_lines_of_a_tar_are_those_of_its_file(tmp_path):
+  path = tmp_path / 'c.tar'
+  path.write_bytes(pack({'c.jsonl': f'{GOOD}\n\n[]\n'.encode()}))
+  with pytest.raises(CorpusError, match=r'c.tar:3: a JSON list'):
+    read_corpus(path)
+
+
+@pytest.mark.parametrize(
+  'names, said',
+  [
+    ([], r'a tar with no file \(none\), .* Unpack it'),
+    (['a.jsonl', 'b.txt'], r"several files \('a.jsonl', 'b.txt'\), .* Unpack"),
+    ([f'{i}.jsonl' for i in range(9)], r"'4.jsonl', \.\.\.\), .* Unpack it"),
+  ],
+)
+def test_a_tar_that_holds_not_one_file_is_refused(tmp_path, names, said):
+  path = tmp_path / 'c.tar.gz'
+  path.write_bytes(pack({'folder': None} | {
+    name: f'{{"id": "{name}", "contents": "x"}}\n'.encode() for name in names
+  }))
+  with pytest.raises(CorpusError, match=f'c.tar.gz: .*{said}'):
+    read_corpus(path)
+
+
+@pytest.mark.parametrize('zipped', [True, False])
+@pytest.mark.parametrize('keep', [600, 0.5, 0.7])
+def test_a_tar_cut_short(tmp_path, zipped, keep):
+  lines = '\n'.join(
+    json.dumps({'id': str(i), 'contents': str(hash(str(i)))})
+    for i in range(5000)
+  )
+  whole = pack({'c.jsonl': lines.encode()}, zipped=False)
+  path = tmp_path / 'c.tar'
+  cut = whole[: int(keep * len(whole)) if keep < 1 else keep]
+  path.write_bytes(gzip.compress(cut) if zipped else cut)
+  with pytest.raises(CorpusError) as error:
+    read_corpus(path)
+  assert 'c.tar:' in str(error.value)
+  assert 'the tar file is cut short' in str(error.value)
+
+
+def test_the_checksum_behind_a_tar_is_read(tmp_path):
+  path = tmp_path / 'c.tar.gz'
+  # What follows the end of a tar nobody asks for, but the gzip file is cut.
+  whole = pack({'c.jsonl': GOOD.encode() + b'\n'}, zipped=False)
+  path.write_bytes(gzip.compress(whole + bytes(4 << 20))[:-6])
+  with pytest.raises(CorpusError, match=r'c.tar.gz:2: the gzip file is cut'):
+    read_corpus(path)
+
+
+def test_a_passage_that_says_ustar_is_no_tar(tmp_path):
+  line = json.dumps({'id': 'a', 'contents': 'x' * 400}).encode()
+  path = write(tmp_path, line[:257] + b'ustar' + line[262:])
+  assert 'ustar' in read_corpus(path).contents[0]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +346,9 @@ def test_streams(tmp_path):
   pq.write_table(table, tmp_path / 'c.parquet', compression='none',
                  use_dictionary=False)
   del table
-  for name in ('c.jsonl', 'c.parquet'):
+  with tarfile.open(tmp_path / 'c.tar', 'w') as tar:
+    tar.add(path, 'c.jsonl')
+  for name in ('c.jsonl', 'c.parquet', 'c.tar'):
     next(iter_documents(tmp_path / name))
     with Peak() as memory:
       for n, doc in enumerate(iter_documents(tmp_path / name)):
