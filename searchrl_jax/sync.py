@@ -62,22 +62,29 @@ async def sync_and_verify_async(
       '(the engine\'s max_len less what it generates)'
     )
   published = manifest(params, engine.dtype)
-  handle = engine.open(Prompt(tuple(canary)))
+  probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
   try:
     # Fills the cache under the old weights.
-    await engine.generate(handle, Sampling(max_tokens=1, temperature=0.0))
-    engine.truncate(handle, len(canary))
-    report = engine.sync(WeightsUpdate(params, version))
+    for replica, handle in probes:
+      await replica.generate(handle, _probe(1))
+      replica.truncate(handle, len(canary))
+    report = await engine.sync(WeightsUpdate(params, version))
     if engine.version != version or report.version != version:
       raise SyncError(
         f'version {version} was published; the engine reports '
         f'{engine.version}'
       )
     compare(published, report.manifest)
-    worst = await _check_canary(engine, canary, trainer_logps_fn, tolerance)
-    await _check_cache(engine, handle, canary, version, tolerance)
+    want = trainer_logps_fn(np.asarray(canary, np.int32))
+    worst = 0.0
+    for replica, handle in probes:
+      found = await _check_canary(replica, canary, want, tolerance)
+      worst = max(worst, found)
+      await _check_cache(replica, handle, canary, version, tolerance)
   finally:
-    engine.close(handle)
+    for replica, handle in probes:
+      replica.close(handle)
+  await engine.resume()
   return dataclasses.replace(report, canary_max_diff=worst)
 
 
@@ -106,9 +113,12 @@ def _worst(got, want) -> float:
   return float(np.max(np.where(np.isnan(diff), np.inf, diff)))
 
 
-async def _check_canary(engine, canary, trainer_logps_fn, tolerance) -> float:
+def _probe(tokens: int) -> Sampling:
+  return Sampling(max_tokens=tokens, temperature=0.0, probe=True)
+
+
+async def _check_canary(engine, canary, want, tolerance) -> float:
   got = await engine.score(canary)
-  want = trainer_logps_fn(np.asarray(canary, np.int32))
   worst = _worst(got[1:], np.asarray(want)[1:])
   if not worst <= tolerance:
     raise SyncError(
@@ -122,9 +132,7 @@ async def _check_canary(engine, canary, trainer_logps_fn, tolerance) -> float:
 async def _check_cache(engine, handle, canary, version, tolerance) -> None:
   """Generates from the prefix that was cached under the old weights."""
   before = engine.stats().get('prefilled_tokens')
-  done = await engine.generate(
-    handle, Sampling(max_tokens=CANARY_TOKENS, temperature=0.0)
-  )
+  done = await engine.generate(handle, _probe(CANARY_TOKENS))
   if before is not None:
     computed = engine.stats()['prefilled_tokens'] - before
     if computed < len(canary) - 1:

@@ -107,8 +107,8 @@ class Planted(JaxSampler):
 
   spoil = staticmethod(lambda params: params)
 
-  def sync(self, update):
-    return super().sync(
+  async def sync(self, update):
+    return await super().sync(
       WeightsUpdate(self.spoil(update.params), update.version)
     )
 
@@ -154,9 +154,8 @@ def test_the_previous_version_is_caught_though_a_small_step_away():
 
 def test_an_engine_that_does_not_load_at_all():
   class Deaf(JaxSampler):
-    def sync(self, update):
-      report = super().sync(WeightsUpdate(make_params(), self.version))
-      return report
+    async def sync(self, update):
+      return await super().sync(WeightsUpdate(make_params(), self.version))
 
   with pytest.raises(SyncError, match='version 1 was published'):
     verify(make_engine(Deaf), make_params(1))

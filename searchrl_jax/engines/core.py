@@ -5,7 +5,7 @@ decoded and encoded again; text is looked at only to find stop strings.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ class Sampling:
   text may run past the tag). `stop_ids` end a completion and are part of it.
   `seed` names the random stream: the draw of a token depends on (seed,
   position in the handle) and nothing else, so arrival order cannot show.
+  `probe` marks a check of the engine itself, which a sync does not hold.
   """
 
   max_tokens: int
@@ -31,6 +32,7 @@ class Sampling:
   stops: tuple[str, ...] = ()
   stop_ids: tuple[int, ...] = ()
   seed: int = 0
+  probe: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +79,18 @@ class Engine(Protocol):
   open, fork, truncate, append and close return at once; the work is done
   when `generate` needs it. `generate` is awaitable and may be called for
   many handles at the same time.
+
+  `sync` loads other weights and leaves the engine held: generate calls under
+  way stop where they are and go on, within the same call, after `resume`;
+  probes and `score` are served meanwhile, so that the weights can be checked
+  before anything else is written with them.
   """
 
   version: int
   vocab_size: int
   max_len: int  # tokens that one handle can hold
   dtype: str | None  # of its copy of the weights; None = the trainer's
+  replicas: Sequence['Engine']  # to be checked one by one; itself, if alone
 
   def open(self, prompt: Prompt) -> Handle: ...
   def fork(self, handle: Handle) -> Handle: ...
@@ -93,6 +101,10 @@ class Engine(Protocol):
   def append(self, handle: Handle, ids) -> None: ...
   async def score(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
   def close(self, handle: Handle) -> None: ...
-  def sync(self, update: WeightsUpdate) -> SyncReport: ...
+  async def sync(self, update: WeightsUpdate) -> SyncReport: ...
+  async def resume(self) -> None: ...
+  async def rest(self) -> None: ...  # lends its memory to the trainer's update
+  async def wake(self) -> None: ...
+  async def shutdown(self) -> None: ...  # ends what it started
   def stats(self) -> Mapping[str, float]: ...  # counters since the start
   def warmup(self) -> None: ...  # compiles whatever a run will need

@@ -29,30 +29,11 @@ from searchrl_jax.engines.core import (
 )
 from searchrl_jax.engines.device import Device
 from searchrl_jax.engines.slots import Handle, check_open
+from searchrl_jax.engines.stops import StopFinder
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.types import Prompt
 
 MIN_TEMPERATURE = 1e-4
-
-
-class StopFinder:
-  """Finds stop strings in the text of one completion, token by token."""
-
-  def __init__(self, stops: tuple[str, ...]):
-    self._stops = [(s, s.encode()) for s in stops]
-    self._longest = max((len(b) for _, b in self._stops), default=0)
-    self._tail = b''
-
-  def __call__(self, text: bytes) -> str | None:
-    """Adds one token's bytes; the stop that it completes (first to end)."""
-    text = self._tail + text
-    found = [
-      (at + len(b), -len(b), s)
-      for s, b in self._stops if (at := text.find(b)) >= 0
-    ]
-    keep = self._longest - 1
-    self._tail = text[-keep:] if keep > 0 else b''
-    return min(found)[2] if found else None
 
 
 class Request:
@@ -97,7 +78,8 @@ class JaxSampler(core.Engine):
   """
 
   def __init__(self, model_cfg: DecoderConfig, params, tokenizer, config,
-               mesh=None):
+               mesh=None, folder=None):
+    del folder
     for name in ('slots', 'max_len', 'chunk', 'prefill_rows'):
       if config[name] < 1:
         raise EngineError(f'config.engine.{name}={config[name]}: at least 1')
@@ -124,6 +106,8 @@ class JaxSampler(core.Engine):
     self._table = slots_lib.SlotTable(
       config.slots, shape.widths[-1], self._counters
     )
+    self.replicas = (self,)
+    self._held = False  # between sync and resume
     self._waiting: list[Request] = []
     self._active: dict[int, Request] = {}  # slot -> request
     self._scores: list[tuple[list[int], asyncio.Future]] = []
@@ -218,13 +202,13 @@ class JaxSampler(core.Engine):
     self._scores.append((ids, future))
     return await future
 
-  def sync(self, update: WeightsUpdate) -> SyncReport:
+  async def sync(self, update: WeightsUpdate) -> SyncReport:
     """Loads new weights (copied; the trainer may donate its own afterwards).
 
     Waits for the chunk that is running. Every cached prefix is dropped;
-    generate calls under way go on with the new weights, which their
-    Completion.versions shows. `SyncReport.manifest` is computed from what the
-    engine holds; sync.py compares it and fills in the canary.
+    generate calls under way go on with the new weights after `resume`, which
+    their Completion.versions shows. `SyncReport.manifest` is computed from
+    what the engine holds; sync.py compares it and fills in the canary.
 
     Raises:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
@@ -240,6 +224,7 @@ class JaxSampler(core.Engine):
       self._device.load(update.params)
       self._drop_caches()
       self.version = update.version
+      self._held = True
     manifest = self.manifest()
     seconds = time.perf_counter() - start
     self._counters['syncs'] += 1
@@ -248,6 +233,20 @@ class JaxSampler(core.Engine):
       update.version, seconds, len(manifest), self._device.nbytes, math.nan,
       manifest,
     )
+
+  async def resume(self) -> None:
+    self._held = False
+    if self._waiting:
+      self._enter()
+
+  async def rest(self) -> None:
+    """Nothing: its memory is the trainer's process's own."""
+
+  async def wake(self) -> None:
+    pass
+
+  async def shutdown(self) -> None:
+    self._worker.shutdown()
 
   def stats(self) -> dict[str, float]:
     """Counters since the start, in tokens, calls or seconds.
@@ -333,7 +332,7 @@ class JaxSampler(core.Engine):
 
   async def _drive(self) -> None:
     try:
-      while self._waiting or self._active or self._scores:
+      while self._ready() or self._active or self._scores:
         work = self._plan()
         result = await self._loop.run_in_executor(
           self._worker, self._execute, work
@@ -367,6 +366,12 @@ class JaxSampler(core.Engine):
       wrapped.__cause__ = error
       future.set_exception(wrapped)
 
+  def _ready(self) -> list[Request]:
+    """Who may be admitted."""
+    if not self._held:
+      return self._waiting
+    return [r for r in self._waiting if r.sampling.probe]
+
   def _plan(self) -> Work:
     """Admits requests; all bookkeeping of one round."""
     table, plan = self._table, slots_lib.Plan(self._table.epoch)
@@ -377,7 +382,7 @@ class JaxSampler(core.Engine):
     # Those that still have their slot come first, so that nobody evicts what
     # is about to be used.
     order = sorted(
-      self._waiting, key=lambda r: not table.settled(r.handle)
+      self._ready(), key=lambda r: not table.settled(r.handle)
     )
     admitted = set()
     for request in order:

@@ -15,7 +15,7 @@ from searchrl_jax.engines import decode
 from searchrl_jax.engines.core import (
   EngineError, Sampling, SyncError, WeightsUpdate,
 )
-from searchrl_jax.engines.jax_sampler import StopFinder
+from searchrl_jax.engines.stops import StopFinder
 from searchrl_jax.models import decoder
 from tests.engines.common import CFG, Letters, make_engine, make_params
 from tests.engines.contract import EngineContract, once, prompt
@@ -33,6 +33,11 @@ def token_bytes():
 
 class TestContract(EngineContract):
   tolerance = 1e-5
+
+
+async def load(engine, params, version):
+  await engine.sync(WeightsUpdate(params, version))
+  await engine.resume()
 
 
 def full_logps(ids, temperature=1.0, params=None):
@@ -256,7 +261,7 @@ def test_stops_inside_merged_tokens_of_qwen(data_dir):
     who = tok.encode('who')[0]
     close = ids[ids.index(who) + 1:]
     assert tok.token_bytes(close[-1]) == f'>{tail}'.encode()  # it did merge
-    engine.sync(WeightsUpdate(scripted(cfg, [who, *close]), i))
+    asyncio.run(load(engine, scripted(cfg, [who, *close]), i))
     done = asyncio.run(once(engine, ids[:ids.index(who) + 1], Sampling(
       max_tokens=20, temperature=0.0, stops=('</search>', '</answer>')
     )))
@@ -502,7 +507,15 @@ def test_versions_after_a_sync_in_the_middle():
     )
     while engine.stats()['generated_tokens'] < 4 + 12:
       await asyncio.sleep(0)
-    engine.sync(WeightsUpdate(new, 7))
+    await engine.sync(WeightsUpdate(new, 7))
+    assert engine.version == 7
+    written = engine.stats()['generated_tokens']
+    # Held: a probe is served, and nobody else.
+    probe = await once(engine, start.ids, Sampling(max_tokens=3, probe=True))
+    assert set(probe.versions.tolist()) == {7}
+    assert engine.stats()['generated_tokens'] == written + 3
+    assert not task.done()
+    await engine.resume()
     done = await task
     more = await engine.generate(paused, Sampling(max_tokens=4, seed=1))
     ids = paused.ids
@@ -543,9 +556,9 @@ def test_weights_of_another_model_are_refused_whole():
     bad = {**params, 'layers': dict(params['layers'])}
     change(bad)
     with pytest.raises(SyncError, match=match):
-      engine.sync(WeightsUpdate(bad, 1))
+      asyncio.run(engine.sync(WeightsUpdate(bad, 1)))
   with pytest.raises(EngineError, match='adapter'):
-    engine.sync(WeightsUpdate(params, 1, kind='adapter'))
+    asyncio.run(engine.sync(WeightsUpdate(params, 1, kind='adapter')))
   assert engine.manifest() == before and engine.version == 0
 
 
@@ -616,7 +629,7 @@ def test_nothing_compiles_after_warmup():
     for n in range(20):
       asyncio.run(step(n))
       if n % 5 == 4:
-        engine.sync(WeightsUpdate(weights, n))
+        asyncio.run(load(engine, weights, n))
     assert compiled == []
     jax.jit(lambda x: x + n)(1.0)  # the listener does listen
     assert compiled
