@@ -204,7 +204,9 @@ def build_indexes(
       from retrieval import dense_faiss
       final = faiss_path(folder.path, factory)
       final.parent.mkdir(exist_ok=True)
-      dense_faiss.build(found, factory, final)
+      dense_faiss.build(found, factory, final, identity={
+        'corpus': corpus.sha256, **folder.manifest['vectors'],
+      })
       parameters = {'factory': factory}
     elif kind == 'milvus':
       from retrieval import milvus

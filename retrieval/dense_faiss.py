@@ -7,15 +7,18 @@ that holds for vectors, codes, inverted lists and HNSW's links alike; the older
 """
 
 import hashlib
+import math
 import os
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import faiss
 import numpy as np
 
-from retrieval import files
+from retrieval import faiss_build, files
+from retrieval.faiss_build import graph, reason
 from retrieval.metrics import stage
 
 _TIES = 1024  # how far down equal scores are followed, see `ranked`
@@ -162,39 +165,48 @@ def build(
   factory: str,
   path: str | os.PathLike,
   *,
+  identity: Mapping[str, Any] | None = None,
   train: int | None = None,
   seed: int = 0,
   threads: int = 0,
   block: int = 16384,
+  shard_bytes: int = 1 << 30,
+  checkpoint_s: float = 300.0,
 ) -> None:
   """Builds an inner-product index and writes it at once or not at all.
 
-  FAISS builds in memory, and its arrays grow by doubling: it takes up to
-  twice the finished index, plus the training sample and one block. `vectors`
-  stay on disk. A build that is killed starts over.
+  Memory, beside the training sample and one block of vectors: Flat none; IVF
+  a shard; HNSW and all else the finished index (what grows by doubling there,
+  as fast-scan codes do, up to twice). A build that is killed goes on where it
+  was; see `faiss_build`. `vectors` stay on disk.
 
   The file carries defaults for searching, which FAISS leaves at values of
   poor recall: nprobe = sqrt(lists), efSearch = 64.
 
-  The same input gives the same file, but for HNSW: its graph depends on the
-  order in which threads insert, so only `threads=1` repeats it for certain.
+  The same input gives the same file, however often it was killed, but for
+  HNSW: its graph depends on the order in which threads insert, so only
+  `threads=1` repeats it for certain.
 
   Args:
     vectors: float32 or float16 [P, D], a memory map where it is large.
     factory: FAISS's factory string: 'Flat', 'HNSW64', 'IVF4096,Flat',
       'IVF4096,PQ64', ...
-    path: the file.
+    path: the file; what is not finished lies in the folder PATH.build.
+    identity: names the vectors, as JSON: a build of equal identity, shape and
+      arguments goes on, any other starts over. None: nothing is kept.
     train: vectors that train centroids and codes, drawn without replacement;
       None: 64 for each inverted list, at least 65,536; all if they are fewer.
     seed: of that draw.
     threads: of FAISS; 0: as many as it has now.
     block: vectors added at once; HNSW's graph depends on it.
+    shard_bytes: codes and ids in a shard of an IVF index.
+    checkpoint_s: the least seconds between checkpoints of HNSW and all else.
 
   Raises:
     FaissError: a factory that FAISS does not know or that does not suit the
       vectors.
     ValueError: no vectors, or one that is not finite.
-    files.FilesError: the file cannot be written.
+    files.FilesError: the file cannot be written. What is done is kept.
   """
   path = pathlib.Path(path)
   check_vectors(vectors)
@@ -204,33 +216,72 @@ def build(
   except RuntimeError as error:
     raise FaissError(
       f'factory={factory!r}: FAISS does not build it for {dim} dimensions '
-      f'({_reason(error)}); try Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64"'
+      f'({reason(error)}); try Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64"'
     ) from None
+  about = {
+    'vectors': identity, 'shape': [count, dim], 'dtype': str(vectors.dtype),
+    'factory': factory, 'train': train, 'seed': seed, 'block': block,
+    'shard_bytes': shard_bytes, 'faiss': faiss.__version__,
+  }
+  work = path.with_name(f'{path.name}.build')
   before = faiss.omp_get_max_threads()
   faiss.omp_set_num_threads(threads or before)
   try:
-    if not index.is_trained:
-      _train(index, vectors, factory, train, seed)
-    with files.progress(count, f'faiss {factory}', unit=' vectors') as bar:
-      for _, part in blocks(vectors, block):
-        index.add(part)
-        bar.update(len(part))
+    if identity is None:
+      shutil.rmtree(work, ignore_errors=True)
+      checkpoint_s = math.inf
+    faiss_build.open_work(path, about)
+    _write(
+      index, vectors, factory, path, work, (train, seed), block, shard_bytes,
+      checkpoint_s,
+    )
+  except BaseException as error:
+    if identity is None or isinstance(error, ValueError):
+      shutil.rmtree(work, ignore_errors=True)
+    if isinstance(error, OSError):
+      raise files.FilesError(
+        f'{path}: cannot be written ({error}); is there a folder, and room?'
+      ) from None
+    raise
   finally:
     faiss.omp_set_num_threads(before)
+  shutil.rmtree(work)
+
+
+def _write(
+  index: faiss.Index, vectors: np.ndarray, factory: str, path: pathlib.Path,
+  work: pathlib.Path, sample: tuple[int | None, int], block: int,
+  shard_bytes: int, checkpoint_s: float,
+) -> None:
+  def get(size: int, start: int) -> Iterator[tuple[int, np.ndarray]]:
+    return blocks(vectors, size, start)
+
+  common = {'block': block, 'what': f'faiss {factory}'}
+  if type(index) in (faiss.IndexFlat, faiss.IndexFlatIP):
+    faiss_build.copy(index, vectors.shape, get, work, path, **common)
+    return
+  start = work / 'start.index'
+  if not start.exists():
+    if not index.is_trained:
+      _train(index, vectors, factory, *sample)
+    faiss_build.save(index, start)
+  if faiss_build.empty_lists(index):
+    faiss_build.join(
+      start, len(vectors), get, _finish, work, path, shard_bytes=shard_bytes,
+      **common,
+    )
+  else:
+    faiss_build.grow(
+      start, len(vectors), get, _finish, path, checkpoint_s=checkpoint_s,
+      **common,
+    )
+
+
+def _finish(index: faiss.Index) -> None:
+  # Only now: a graph over centroids is searched when vectors are added too.
   if ivf := faiss.try_extract_index_ivf(index):
     ivf.nprobe = max(1, round(ivf.nlist ** 0.5))
   _set(index, 'efSearch', 64)
-  part = path.with_name(f'{path.name}.part')
-  try:
-    faiss.write_index(index, os.fspath(part))
-  except RuntimeError as error:
-    part.unlink(missing_ok=True)
-    raise files.FilesError(
-      f'{part}: cannot be written ({_reason(error)}); is there a folder, and '
-      'room?'
-    ) from None
-  with open(part, 'r+b') as file:
-    files.commit(file, part, path)
 
 
 def _train(
@@ -255,7 +306,7 @@ def _train(
   except RuntimeError as error:
     raise FaissError(
       f'factory={factory!r}: cannot be trained on {len(rows)} vectors '
-      f'({_reason(error)}); use Flat or HNSW64, or fewer lists (IVF) and codes'
+      f'({reason(error)}); use Flat or HNSW64, or fewer lists (IVF) and codes'
     ) from None
 
 
@@ -319,7 +370,7 @@ class DenseFaiss:
         )
     ivf = faiss.try_extract_index_ivf(index)
     self.nprobe = ivf.nprobe if ivf else None
-    hnsw = _hnsw(index)
+    hnsw = graph(index)
     self.ef_search = hnsw.efSearch if hnsw else None
     self._about = {
       'name': self.name, 'type': type(index).__name__,
@@ -370,7 +421,7 @@ def _open(path: str | os.PathLike) -> faiss.Index:
     index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP_IFC)
   except RuntimeError as error:
     raise FaissError(
-      f'{path}: no FAISS index, or one cut short ({_reason(error)}); build or '
+      f'{path}: no FAISS index, or one cut short ({reason(error)}); build or '
       'copy it again'
     ) from None
   if index.metric_type != faiss.METRIC_INNER_PRODUCT:
@@ -392,13 +443,6 @@ def _set(index: faiss.Index, name: str, value: int) -> bool:
   return True
 
 
-def _hnsw(index: faiss.Index) -> Any:
-  """The graph that finds vectors, below transforms too; None without one."""
-  while inner := getattr(index, 'index', getattr(index, 'base_index', None)):
-    index = faiss.downcast_index(inner)
-  return getattr(index, 'hnsw', None)
-
-
 def _to_gpus(index: faiss.Index, path: str | os.PathLike) -> faiss.Index:
   if not faiss.get_num_gpus():
     raise FaissError(
@@ -412,7 +456,7 @@ def _to_gpus(index: faiss.Index, path: str | os.PathLike) -> faiss.Index:
     return faiss.index_cpu_to_all_gpus(index, options)
   except RuntimeError as error:
     raise FaissError(
-      f'{path}: cannot go to the GPUs ({_reason(error)}): FAISS has Flat and '
+      f'{path}: cannot go to the GPUs ({reason(error)}): FAISS has Flat and '
       'IVF there, no HNSW, and they must have room for it'
     ) from None
 
@@ -426,9 +470,3 @@ def _sample_sha256(path: str | os.PathLike) -> str:
       file.seek(int(start))
       digest.update(file.read(1 << 16))
   return digest.hexdigest()
-
-
-def _reason(error: RuntimeError) -> str:
-  """What FAISS says, without where in its source it says so."""
-  text = str(error).strip().rpartition('\n')[2]
-  return ascii(text.partition('Error: ')[2] or text)[1:-1][-160:]

@@ -11,7 +11,9 @@ import types
 import numpy as np
 import pytest
 
-from retrieval import build_index, files, vectors
+from retrieval import (
+  build_index, dense_faiss, faiss_build, files, vectors
+)
 from retrieval.corpus import CorpusError
 from retrieval.encoder import Encoder
 from retrieval.folder import open_folder, open_index
@@ -314,6 +316,31 @@ def test_kill_9_and_again_gives_the_same_bytes(source, tmp_path):
   build(cut, corpus=source, index=index)
   assert FakeEncoder.encoded == 500 - 4 * 64
   build(whole, corpus=source, index=index)
+  assert contents(cut) == contents(whole)
+
+
+def test_a_stopped_faiss_index_goes_on(source, tmp_path, monkeypatch):
+  cut, whole = tmp_path / 'cut', tmp_path / 'whole'
+  index = ['dense_faiss:Flat', 'dense_faiss:IVF8,Flat']
+  build(whole, corpus=source, index=index)
+  real, read, stop = dense_faiss.blocks, [], [256]
+
+  def blocks(vectors, size, start=0):
+    for first, part in real(vectors, 64, start):
+      if stop and first == stop[0]:
+        raise Killed
+      read.append(first)
+      yield first, part
+
+  monkeypatch.setattr(faiss_build, '_SYNC', 1)
+  monkeypatch.setattr(dense_faiss, 'blocks', blocks)
+  with pytest.raises(Killed):
+    build(cut, corpus=source, index=index)
+  assert not (cut / 'faiss/Flat.index').exists()
+  stop.clear()
+  read.clear()
+  build(cut, index=index, encoder=None)
+  assert read == [256, 320, 384, 448, *range(0, 500, 64)]
   assert contents(cut) == contents(whole)
 
 

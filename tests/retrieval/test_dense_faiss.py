@@ -94,9 +94,13 @@ def test_build_refuses(factory, vectors, words, tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_takes_no_file(tmp_path):
-  with pytest.raises(files.FilesError, match='a.part: cannot be written'):
-    built(tmp_path / 'absent' / 'a')
+@pytest.mark.parametrize('factory', FACTORIES[:3])
+def test_a_place_that_takes_no_file(factory, tmp_path):
+  for folder in ('absent', 'file'):
+    (tmp_path / 'file').write_text('not a folder')
+    with pytest.raises(files.FilesError, match='/a: cannot be written'):
+      built(tmp_path / folder / 'a', factory)
+  assert [p.name for p in tmp_path.iterdir()] == ['file']
 
 
 def test_fewer_than_k_in_the_lists_visited(paths):
