@@ -4,7 +4,8 @@
     hits = await client.retrieve(['who wrote hamlet'], k=3)
 
 Several servers of one corpus and index (replicas) share the load; the next
-attempt at a request goes to another one.
+attempt at a request goes to another one. One that serves something else, from
+the start or after it was away, is not asked (see `replicas`).
 
 A failure is an error, never an empty list: an outage that looked like "no
 passages" would become a false reward. An empty list means that no passage has
@@ -28,7 +29,13 @@ from typing import Any
 import httpx
 
 from retrieval.corpus import split_contents
-from retrieval.replicas import BROKEN, Failure, Replicas, RetrievalError
+from retrieval.replicas import (
+  BROKEN,
+  Failure,
+  Replica,
+  Replicas,
+  RetrievalError,
+)
 from retrieval.retry import retry_after
 
 # httpx tells every request at INFO, which absl shows: thousands in a run.
@@ -43,6 +50,7 @@ _RETRIED = {
   504: 'timeout',
 }
 _SURROGATE = re.compile('[\ud800-\udfff]')
+_HEALTH = '/health'
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 
 
@@ -174,6 +182,9 @@ class RetrievalClient:
   async def health(self, url: str | None = None) -> Mapping[str, Any]:
     """What a server says of itself: corpus, index, limits.
 
+    The first one that is told is what all others, and this one when it was
+    away, must serve.
+
     Args:
       url: which of `urls`; None: any.
 
@@ -181,7 +192,7 @@ class RetrievalClient:
       RetrievalError: as `retrieve`; `rejected` (404) from a server of the
         protocol that has no /health, such as Search-R1's own.
     """
-    return await self._ask('GET', '/health', None, url, _object)
+    return await self._ask('GET', _HEALTH, None, url, _object)
 
   async def close(self) -> None:
     """Closes the connections of the running event loop."""
@@ -236,6 +247,7 @@ class RetrievalClient:
     there are others: they may be well.
     """
     replicas = [r for r in self._replicas.all if url in (None, r.url)]
+    replicas = [r for r in replicas if not r.differs] or replicas
     content = None if body is None else json.dumps(body).encode()
     end = self._clock() + self.deadline_s
     attempt, before, replica = 0, None, None
@@ -245,7 +257,7 @@ class RetrievalClient:
       )
       attempt += 1
       url, left = replica.url + path, end - self._clock()
-      once = self._once(method, url, content, left, read)
+      once = self._attempt(replica, method, path, content, left, read)
       try:
         return await self._replicas.watch(
           replica, probe, once, left >= self.timeout_s
@@ -275,6 +287,29 @@ class RetrievalClient:
             failure.kind, url, failure.problem, attempt, failure.queries
           ) from failure.__cause__
         await asyncio.sleep(pause)
+
+  async def _attempt(
+    self, replica: Replica, method: str, path: str, content: bytes | None,
+    left: float, read: Callable[[Any, str], Any],
+  ) -> Any:
+    """One attempt; a replica that is not known says first what it serves."""
+    end = self._clock() + min(self.timeout_s, left)
+    if not replica.known and path != _HEALTH:
+      url = replica.url + _HEALTH
+      try:
+        said = await self._once('GET', url, None, left, _object)
+      except RetrievalError as error:
+        if error.kind != 'rejected':
+          raise
+        said = {}  # a server of the protocol need not have it
+      self._replicas.learn(replica, said.get('identity'))
+      if replica.differs:
+        raise RetrievalError('different', url, replica.differs)
+      left = end - self._clock()
+    answer = await self._once(method, replica.url + path, content, left, read)
+    if path == _HEALTH:
+      self._replicas.learn(replica, answer.get('identity'))
+    return answer
 
   async def _once(
     self, method: str, url: str, content: bytes | None, left: float,

@@ -2,22 +2,32 @@
 
 A replica that failed several times in a row is left alone for a while (its
 circuit is open), then one request probes it (Nygard, Release It!, 2007).
+
+A server may come back with another corpus or index, and its answers would look
+as good as any. So a replica that was away, or was never asked, says first what
+it serves (the identity in its /health); what differs from what the first one
+serves is not asked again.
 """
 
 import asyncio
 import dataclasses
+import logging
 import math
 import random
 import urllib.parse
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from retrieval import files
+
+_log = logging.getLogger(__name__)
+
 KINDS = (
   'unreachable', 'timeout', 'overloaded', 'bad_response', 'rejected',
-  'unauthorised', 'search_failed',
+  'unauthorised', 'search_failed', 'different',
 )
 # Of a replica that answers, but not as its like should.
-BROKEN = ('bad_response', 'unauthorised')
+BROKEN = ('bad_response', 'unauthorised', 'different')
 _MEND = {
   'unreachable': (
     'Start it (python -m retrieval.server --corpus=...) or correct the URL.'
@@ -28,6 +38,7 @@ _MEND = {
   'rejected': 'Correct the request, or raise the limit that it names.',
   'unauthorised': 'Set RETRIEVAL_TOKEN to the token of the server.',
   'search_failed': 'The server is well; it has no answer to these queries.',
+  'different': 'Serve the corpus and index of before, and start again.',
 }
 
 
@@ -77,6 +88,8 @@ class Replica:
   probing: bool = False
   busy_until: float = -math.inf  # as its Retry-After said
   problem: Failure | None = None  # the last
+  known: bool = False  # it serves what it should
+  differs: str = ''  # how, of one that does not: it is left out for good
 
 
 class Replicas:
@@ -98,7 +111,9 @@ class Replicas:
     """
     if not urls:
       raise ValueError('no url is given: give http://host:port')
-    self.all = [Replica(_checked_url(url)) for url in urls]
+    # Of one alone there is nothing that it could differ from, at first.
+    self.all = [Replica(_checked_url(u), known=len(urls) == 1) for u in urls]
+    self._served: tuple[str, Any] | None = None  # by whom, and its identity
     self._failures, self._cooldown_s = failures, cooldown_s
     self._random, self._clock, self._turn = rng, clock, 0
 
@@ -108,37 +123,55 @@ class Replicas:
   ) -> tuple[Replica, bool]:
     """A replica to ask, and whether that is a probe: else the least busy.
 
+    A replica that is not known is probed like one whose circuit was open.
+
     Where all circuits are open it waits for the first probe: a server that is
     started again within the deadline then costs time, while an error at once
     would cost whoever asks its trajectory. Waiting is no attempt.
 
     Raises:
-      RetrievalError: the deadline would pass in waiting.
+      RetrievalError: the deadline would pass in waiting, or none is left that
+        serves what it should.
     """
+    def cost(r: Replica) -> tuple[bool, bool, int]:
+      return r.busy_until > self._clock(), r is last, r.in_flight
+
     while True:
       now = self._clock()
-      closed = [r for r in replicas if r.failures < self._failures]
-      for r in replicas:
-        if r not in closed and not r.probing and r.open_until <= now:
+      alike = [r for r in replicas if not r.differs]
+      if not alike:
+        raise RetrievalError(
+          'different', replicas[-1].url + path, replicas[-1].differs
+        )
+      closed = [r for r in alike if r.known and r.failures < self._failures]
+      ready = [
+        r for r in alike
+        if r not in closed and not r.probing and r.open_until <= now
+      ]
+      if ready:
+        r = min(ready, key=cost)
+        # One that is busy or failed just now waits while another may be well.
+        others = closed or any(other.probing for other in alike)
+        if not (others and any(cost(r)[:2])):
           r.probing = True
           return r, True
       if closed:
         self._turn += 1  # equally busy ones take turns
         turn = self._turn % len(closed)
-        return min(
-          closed[turn:] + closed[:turn],
-          key=lambda r: (r.busy_until > now, r is last, r.in_flight),  # noqa: B023
-        ), False
-      first = min(replicas, key=lambda r: r.open_until)
+        return min(closed[turn:] + closed[:turn], key=cost), False
+      first = min(alike, key=lambda r: r.open_until)
       # Spread out: those who waited do not come back all at once.
       pause = max(0.0, first.open_until - now) + self._random.uniform(0.01, 0.2)
       if now + pause >= end:
+        problem = first.problem or Failure(
+          'timeout', 'another request still asks what it serves'
+        )
         raise RetrievalError(
-          first.problem.kind, first.url + path,
-          f'{first.problem.problem}; it failed {first.failures} times in a '
-          'row and is left alone for a while',
+          problem.kind, first.url + path,
+          f'{problem.problem}; it failed {first.failures} times in a row and '
+          'is left alone for a while',
           max(attempts, 1),
-        ) from first.problem
+        ) from problem
       await asyncio.sleep(pause)
 
   async def watch(
@@ -173,11 +206,35 @@ class Replicas:
       if probe:
         replica.probing = False
 
+  def learn(self, replica: Replica, identity: Any) -> None:
+    """Compares what a replica serves with what the first one serves.
+
+    identity: of its /health; None where it has none: it then is like others
+      that have none, as Search-R1's servers are.
+    """
+    if self._served is None and identity is not None:
+      self._served = replica.url, identity
+      for other in self.all:  # those that had none
+        other.known = False
+    url, served = self._served or (replica.url, None)
+    differ = files.differences({'identity': served}, {'identity': identity})
+    replica.known = not differ
+    if differ and not replica.differs:
+      replica.differs = (
+        f'does not serve what {url} served: {"; ".join(differ)}'
+      )
+      _log.error('%s %s; it is left out for good', replica.url, replica.differs)
+
   def _failed(self, replica: Replica, probe: bool, failure: Failure) -> None:
     replica.failures += 1
     replica.problem = failure
+    # What nobody reached may be another server when it is back.
+    if failure.kind == 'unreachable' or replica.failures >= self._failures:
+      replica.known = len(self.all) == 1 and self._served is None
     # Of those that were under way together only one opens the circuit.
-    if probe or replica.failures == self._failures:
+    if replica.failures == self._failures or (
+      probe and replica.failures > self._failures
+    ):
       replica.open_until = self._clock() + (
         self._cooldown_s * self._random.uniform(1, 1.5)
       )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import os
 import random
 import socket
@@ -19,7 +20,9 @@ from retrieval.client import (
   health_sync,
   retrieve_sync,
 )
+from retrieval.process import start_server
 from retrieval.replicas import KINDS, Failure, Replicas
+from tests.retrieval.conftest import PASSAGES, write_corpus
 
 FAST = dict(timeout_s=5.0, deadline_s=10.0, backoff_s=0.001, seed=0)
 
@@ -439,12 +442,18 @@ class Clock:
     return self.now
 
 
+SERVED = {'corpus': {'sha256': 'a'}, 'index': {'k1': 1.2}}
+
+
 def replicas(clock, count=2, **options):
-  return Replicas(
+  group = Replicas(
     [f'http://r{i}' for i in range(count)],
     **dict(failures=3, cooldown_s=10.0, rng=random.Random(0), clock=clock)
     | options,
   )
+  for replica in group.all[1:] and group.all:
+    group.learn(replica, SERVED)
+  return group
 
 
 async def attempt(group, kind=None, end=1000.0, last=None, whole=True):
@@ -456,6 +465,8 @@ async def attempt(group, kind=None, end=1000.0, last=None, whole=True):
       raise RetrievalError('rejected', replica.url, 'no')
     if kind:
       raise Failure(kind, 'down')
+    if not replica.known:
+      group.learn(replica, SERVED)
 
   with contextlib.suppress(Failure, RetrievalError):
     await group.watch(replica, probe, once(), whole)
@@ -644,13 +655,134 @@ def test_a_replica_that_answers_rubbish_is_passed_over(server, answer):
     assert len(faults.requests) == 3  # then its circuit is open
 
 
+def queries_answered(url):
+  """Of the server's own counting."""
+  return health_sync(url)['served']['queries']
+
+
+def test_a_replica_that_comes_back_with_another_corpus_is_left_out(
+  corpus_path, tmp_path, caplog
+):
+  log = tmp_path / 'log'
+  other = write_corpus(tmp_path / 'other.jsonl', PASSAGES[1:])
+
+  async def ask_often(client):
+    found = [await client.retrieve(['hamlet'], 1) for _ in range(12)]
+    return {rows[0][0].id for rows in found}
+
+  with (
+    start_server(corpus_path, log_path=log) as first,
+    start_server(corpus_path, log_path=log) as second,
+  ):
+    client = RetrievalClient(
+      [first.url, second.url], **FAST, failures=2, cooldown_s=0.05,
+    )
+    assert asyncio.run(ask_often(client)) == {'0'}
+    assert queries_answered(second.url)
+    port = int(second.url.rpartition(':')[2])
+    second.stop()
+    assert asyncio.run(ask_often(client)) == {'0'}
+    with start_server(other, log_path=log, port=port) as stranger:
+      idle = queries_answered(stranger.url)
+      time.sleep(0.1)  # the cool-down
+      assert asyncio.run(ask_often(client)) == {'0'}
+      assert asyncio.run(ask_often(client)) == {'0'}
+      assert queries_answered(stranger.url) == idle
+    said = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(said) == 1
+    names = (stranger.url, first.url, 'identity.corpus.sha256', 'for good')
+    assert all(name in said[0].getMessage() for name in names)
+    # None but it is left.
+    port = int(first.url.rpartition(':')[2])
+    first.stop()
+    with pytest.raises(RetrievalError, match='unreachable'):
+      asyncio.run(client.retrieve(['hamlet'], 1))
+    with start_server(other, log_path=log, port=port) as stranger:
+      idle = queries_answered(stranger.url)
+      for _ in range(2):
+        with pytest.raises(RetrievalError, match='does not serve') as error:
+          asyncio.run(ask_often(client))
+        assert error.value.kind == 'different'
+      assert queries_answered(stranger.url) == idle
+
+
+def health(sha):
+  return reply({'identity': {'corpus': {'sha256': sha}}})
+
+
+def test_a_replica_that_was_away_at_the_start_says_first_what_it_serves():
+  with Faults(health('a'), GOOD) as well, Faults(
+    b'', b'', BUSY, health('b'), GOOD
+  ) as late:
+    async def run():
+      async with RetrievalClient(
+        [well.url, late.url], **FAST, cooldown_s=0.01
+      ) as client:
+        await client.health(well.url)
+        for _ in range(20):
+          assert await client.retrieve(['q'], 1)
+          await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert [body for _, body in late.requests] == [b''] * 4  # no query
+
+
+def test_one_server_that_said_what_it_serves_is_held_to_it():
+  answers = [health('a'), b'', b'', health('b'), GOOD]
+  with Faults(*answers) as faults:
+    async def run():
+      async with RetrievalClient(faults.url, **FAST) as client:
+        await client.health()
+        await client.retrieve(['q'], 1)
+
+    with pytest.raises(RetrievalError, match="sha256 was 'a', is 'b'") as error:
+      asyncio.run(run())
+    assert error.value.kind == 'different'
+    assert len(faults.requests) == 4
+  answers[3] = health('a')
+  with Faults(*answers) as faults:
+    asyncio.run(run())
+
+
+def test_servers_without_health_are_no_different_from_each_other():
+  absent = reply({}, '404 Not Found')
+
+  async def run(*servers):
+    urls = [server.url for server in servers]
+    async with RetrievalClient(urls, **FAST) as client:
+      for _ in range(6):
+        await client.retrieve(['q'], 1)
+
+  with Faults(absent, GOOD) as one, Faults(absent, GOOD) as two:
+    asyncio.run(run(one, two))
+    assert len(one.requests) == len(two.requests) == 4
+  # One that says what it serves shows that nobody knows it of the other.
+  with Faults(absent, GOOD, absent) as one, Faults(health('a'), GOOD) as two:
+    asyncio.run(run(one, two))
+    assert len(one.requests) == 3 and len(two.requests) == 6
+
+
+def test_what_a_replica_serves_is_asked_once_by_many():
+  with Faults(health('a'), GOOD) as one, Faults(health('a'), GOOD) as two:
+    async def run():
+      async with RetrievalClient([one.url, two.url], **FAST) as client:
+        await asyncio.gather(
+          *(client.retrieve([str(i)], 1) for i in range(20))
+        )
+
+    asyncio.run(run())
+    for faults in (one, two):
+      bodies = [body for _, body in faults.requests]
+      assert bodies.count(b'') == 1 and len(bodies) > 1
+
+
 def test_retry_after_outlives_a_dead_replica():
   busy = reply({}, '503 Service Unavailable', ['Retry-After: 1'])
   with socket.create_server(('127.0.0.1', 0)) as free:
     dead = f'http://127.0.0.1:{free.getsockname()[1]}'
   with Faults(busy, GOOD) as faults:
     ask([dead, faults.url], failures=1, cooldown_s=100)
-    (first, _), (second, _) = faults.requests
+    (first, _), (second, _), _ = faults.requests  # it is asked for its health
     assert second - first >= 0.99
 
 
