@@ -13,7 +13,7 @@ chunked zarr took 0.1 to 0.25, and took longer.
 `hf.save` exports the parameters for others to read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import contextlib
 import dataclasses
 import json
@@ -55,13 +55,13 @@ class Checkpointer:
 
   Args:
     folder: made if absent.
-    keep: how many of the last steps stay.
+    keep: how many of the last steps stay; None = all, until `delete`.
     best: the name of a metric (higher is better) whose best step stays too;
       '' = none.
   """
 
-  def __init__(self, folder, keep: int, best: str):
-    if keep < 1:
+  def __init__(self, folder, keep: int | None, best: str):
+    if keep is not None and keep < 1:
       raise ValueError(f'config.checkpoint.keep={keep}: at least 1')
     # Orbax asks for absolute paths.
     self.folder = pathlib.Path(folder).absolute()
@@ -113,7 +113,8 @@ class Checkpointer:
   def save(self, step: int, state, *, extras: Mapping[str, Any],
            metrics: Mapping[str, float],
            fingerprint: Mapping[str, Any],
-           arrays: Mapping[str, np.ndarray] | None = None) -> float:
+           arrays: Mapping[str, np.ndarray] | None = None,
+           split: tuple[str, ...] = ()) -> float:
     """Writes one step, then deletes those no longer kept. Returns seconds.
 
     Host memory: the largest array of the state plus some 0.3 GB.
@@ -124,6 +125,9 @@ class Checkpointer:
       metrics: of the last evaluation; chooses the best step.
       fingerprint: JSON; what a run must share to restore this.
       arrays: further numpy arrays by name (bytes: `np.frombuffer`).
+      split: leaves whose name starts with one of these ('state.layers.') are
+        written in chunks of one index of their first axis at most, for who
+        reads them one by one.
 
     Raises:
       FileExistsError: this step is there already.
@@ -159,7 +163,9 @@ class Checkpointer:
       with _quiet(), ocp.Checkpointer(_handler(item)) as writer:
         writer.save(path, args=ocp.args.Composite(
           arrays=ocp.args.PyTreeSave(item, save_args={
-            k: ocp.SaveArgs(chunk_byte_size=_CHUNK) for k in item
+            k: ocp.SaveArgs(
+              chunk_byte_size=_CHUNK, shard_axes=(0,) * k.startswith(split),
+            ) for k in item
           }),
           meta=ocp.args.JsonSave(meta),
         ))
@@ -177,6 +183,14 @@ class Checkpointer:
       ) from e
     self._delete_old()
     return time.monotonic() - start
+
+  def delete(self, steps: Iterable[int]) -> None:
+    """Removes checkpoints; one that is half removed is no checkpoint."""
+    if jax.process_index() == 0:
+      for step in steps:
+        path = self._path(step)
+        path.rename(path.with_name(f'{path.name}.deleted'))
+    self._clean()
 
   def restore(self, target, step: int | str, *,
               fingerprint: Mapping[str, Any] | None,
@@ -260,12 +274,10 @@ class Checkpointer:
 
   def _delete_old(self):
     steps = self.steps()
-    kept = {*steps[-self.keep:], self.best() if self.best_metric else None}
-    if jax.process_index() == 0:
-      for step in set(steps) - kept:
-        path = self._path(step)
-        path.rename(path.with_name(f'{path.name}.deleted'))
-    self._clean()
+    kept = set(steps if self.keep is None else steps[-self.keep:])
+    if self.best_metric:
+      kept.add(self.best())
+    self.delete(set(steps) - kept)
 
   def _clean(self, ignore_errors: bool = False):
     """Removes what killed saves and deletions left behind."""

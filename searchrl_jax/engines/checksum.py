@@ -4,9 +4,12 @@ A checksum is a sum, modulo 2^32, over a tensor's elements of a hash of
 (bits, linear index): it does not depend on the sharding, and the sums of the
 layers of a stacked tensor add up to the checksum of the stack, so an engine
 that holds one array for each layer can be compared with a trainer that
-stacks them. A swapped, transposed or slightly older tensor changes it.
+stacks them. A swapped, transposed or slightly older tensor changes it. -0.0
+counts as 0.0: an engine that packed a matrix away can only show its products
+with unit vectors, where the two are one.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 import functools
 
 import jax
@@ -25,6 +28,9 @@ def _sums(x, offset):
   size = x.dtype.itemsize
   kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
   bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
+  if jnp.issubdtype(x.dtype, jnp.floating):
+    minus_zero = jnp.uint32(1 << 8 * size - 1)
+    bits = jnp.where(bits == minus_zero, jnp.uint32(0), bits)
   index = jnp.full(x.shape, offset, jnp.uint32)
   stride = 1
   for axis in range(x.ndim - 1, -1, -1):
@@ -64,8 +70,36 @@ def checksums(parts: dict, dtype: str | None = None) -> dict[str, str]:
     stacked = isinstance(value, list)
     one = value[0] if stacked else value
     shape = (len(value), *one.shape) if stacked else one.shape
-    low, high = (int(v) for v in sums[name])
     kind = jnp.dtype(dtype or one.dtype).name
-    dims = ','.join(map(str, shape))
-    out[name] = f'{kind}[{dims}]:{low:08x}{high:08x}'
+    out[name] = _text(kind, shape, *(int(v) for v in sums[name]))
   return out
+
+
+def combine(parts: Iterable[Mapping[str, Sequence]]) -> dict[str, str]:
+  """The same strings from what the workers of a server hold.
+
+  parts: of each worker {name: [dtype, shape of the whole, low, high]}, sums
+  over its part. A 'head' that equals 'embed' is left out: the published model
+  ties the two, and the server computes with a copy.
+
+  Raises:
+    ValueError: workers disagree on a dtype or shape; names the tensor.
+  """
+  kinds, sums = {}, {}
+  for part in parts:
+    for name, (dtype, shape, low, high) in part.items():
+      kind = (dtype, tuple(shape))
+      if kinds.setdefault(name, kind) != kind:
+        raise ValueError(
+          f'tensor {name!r} is {kind} on one worker, {kinds[name]} on another'
+        )
+      old = sums.get(name, (0, 0))
+      sums[name] = [(a + b) % 2**32 for a, b in zip(old, (low, high))]
+  out = {name: _text(*kinds[name], *sums[name]) for name in sums}
+  if 'head' in out and out['head'] == out.get('embed'):
+    del out['head']
+  return out
+
+
+def _text(dtype: str, shape: Sequence[int], low: int, high: int) -> str:
+  return f'{dtype}[{",".join(map(str, shape))}]:{low:08x}{high:08x}'

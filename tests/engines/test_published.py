@@ -1,0 +1,146 @@
+"""What is read without JAX, and what is said of what cannot be read."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from searchrl_jax import publication
+from searchrl_jax.engines import published
+from searchrl_jax.engines.published import PublishedError
+from searchrl_jax.models import families
+from tests.conftest import ROOT
+from tests.engines.common import CFG, make_params
+
+FIELDS = {k: getattr(CFG, k) for k in families.FIELDS}
+
+
+@pytest.fixture(scope='module')
+def one(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('published')
+  return publication.Publisher(folder, CFG, 'float32').publish(
+    make_params(), 4).path
+
+
+@pytest.fixture
+def path(one, tmp_path):
+  """A publication of its own to damage."""
+  return shutil.copytree(one, tmp_path / one.name)
+
+
+def read_all(path):
+  return dict(published.open_published(path).tensors())
+
+
+def edit(path, change):
+  file = path / 'meta/meta.json'
+  meta = json.loads(file.read_text())
+  change(meta)
+  file.write_text(json.dumps(meta))
+
+
+def test_a_version_that_is_not_there_lists_those_that_are(path):
+  with pytest.raises(PublishedError, match=r'00000005: no such.*\[4\]'):
+    published.open_published(path.with_name('00000005'))
+
+
+def test_half_a_publication_is_refused(path):
+  tmp = path.with_name('00000006.orbax-checkpoint-tmp')
+  shutil.copytree(path, tmp)
+  shutil.rmtree(tmp / 'meta')
+  assert published.versions(path.parent) == [4]
+  with pytest.raises(PublishedError, match='half'):
+    published.open_published(tmp)
+  (path / 'meta/meta.json').write_text('{"extras"')
+  with pytest.raises(PublishedError, match='meta.json.*half'):
+    published.open_published(path)
+
+
+def test_a_checkpoint_of_training_is_no_publication(path):
+  edit(path, lambda meta: meta.update(extras={'version': 4}))
+  with pytest.raises(PublishedError, match='no publication'):
+    published.open_published(path)
+
+
+def test_another_format_is_refused_by_its_number(path):
+  edit(path, lambda meta: meta['extras'].update(published=99))
+  with pytest.raises(PublishedError, match='format 99; this code reads 1'):
+    published.open_published(path)
+
+
+def test_a_tensor_that_is_gone_is_named(path):
+  shutil.rmtree(path / 'arrays/state.layers.up')
+  with pytest.raises(PublishedError, match="'layers/up' is missing"):
+    read_all(path)
+
+
+def test_a_chunk_that_is_gone_is_no_zeros(path):
+  (path / 'arrays/state.layers.k/1.0.0.0').unlink()
+  with pytest.raises(PublishedError, match='layers/k.*layers.1.*k_proj'):
+    read_all(path)
+
+
+def test_a_chunk_that_is_cut_is_named(path):
+  file = path / 'arrays/state.embed/0.0'
+  file.write_bytes(file.read_bytes()[:-4])
+  with pytest.raises(PublishedError, match='embed.*damaged'):
+    read_all(path)
+
+
+def test_a_misshapen_tensor_is_named(path):
+  store = path / 'arrays/state.layers.gate/.zarray'
+  meta = json.loads(store.read_text())
+  meta['shape'][1:] = meta['shape'][:0:-1]
+  store.write_text(json.dumps(meta))
+  with pytest.raises(PublishedError, match=r"'layers/gate' is \(\(2, 48, 32"):
+    read_all(path)
+
+
+def test_an_unknown_name_is_an_error(path):
+  with pytest.raises(KeyError, match='nothing'):
+    published.open_published(path).read('nothing')
+
+
+def test_a_publication_is_read_without_jax(path):
+  code = (
+    'import sys; from searchrl_jax.engines import published\n'
+    f'print(len(dict(published.open_published({str(path)!r}).tensors())))\n'
+    'sys.exit("jax" in sys.modules or "orbax" in sys.modules)'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
+  )
+  assert (done.returncode, done.stdout) == (0, '27\n'), done.stderr
+
+
+# --- The folder that a server starts on.
+
+
+def test_a_server_starts_untied_with_the_tokenizers_files(tmp_path):
+  source = tmp_path / 'tokenizer'
+  source.mkdir()
+  for name in ('tokenizer.json', 'tokenizer_config.json', 'vocab.json'):
+    (source / name).write_text(name)
+  (source / 'model.safetensors').write_text('not this one')
+  for _ in range(2):  # a run that is resumed writes it again
+    published.write_serving_folder(
+      tmp_path / 's', FIELDS, source, 'bfloat16')
+  config = json.loads((tmp_path / 's/config.json').read_text())
+  assert config['tie_word_embeddings'] is False and FIELDS['tied'] is True
+  assert config['torch_dtype'] == 'bfloat16'
+  assert families.parse_config(config) == {**FIELDS, 'tied': False}
+  assert {p.name for p in (tmp_path / 's').iterdir()} == {
+    'config.json', 'tokenizer.json', 'tokenizer_config.json', 'vocab.json'}
+
+
+def test_what_no_server_can_hold_is_refused(tmp_path):
+  with pytest.raises(FileNotFoundError, match='no tokenizer files'):
+    published.write_serving_folder(tmp_path / 's', FIELDS, tmp_path, 'float32')
+  wide = dataclasses.replace(CFG, head_dim=16)
+  fields = {k: getattr(wide, k) for k in families.FIELDS}
+  (tmp_path / 'tokenizer.json').touch()
+  with pytest.raises(ValueError, match='head_dim=16 is 64, d_model is 32'):
+    published.write_serving_folder(tmp_path / 's', fields, tmp_path, 'float32')
