@@ -7,7 +7,8 @@ Serves the data folder's passages (corpus.jsonl.gz) from every index and asks
 1, 10, 100 and 128 questions a request, one request after another, as
 Search-R1's users do; then the encoder against sentence-transformers, exact
 search against FAISS Flat, Search-R1's own server on the same vectors, and 32
-clients at once for --load_minutes. The real MiniLM weights come with
+clients at once for --load_minutes; what each index takes to build, on disk and
+in memory (`retrieval_build`). The real MiniLM weights come with
 requirements-parity.txt. Recall is of a supporting passage among the first 3,
 on the dev questions of Natural Questions. The first run encodes all passages
 (about 7 minutes), later ones use --index_folder again. About 25 minutes.
@@ -32,6 +33,7 @@ from absl import flags
 
 from configs import wiki_nq
 from experiments.benchmarks import common
+from experiments.benchmarks import retrieval_build
 from retrieval import client as client_lib
 from retrieval import folder as folder_lib
 from retrieval import process
@@ -416,6 +418,10 @@ def main(argv):
     bars.append(
       common.bar('load_errors', rows[-1]['errors'], 0, at_most=True)
     )
+  rows += retrieval_build.rows(
+    str(pathlib.Path(_FOLDER.value).resolve()), list(INDEXES), model,
+    [q.text for q in questions[:SIZES[-1]]], _REPS.value,
+  )
   for row in rows:
     print(f'\n{row["case"]}')
     for key, value in row.items():
