@@ -4,23 +4,36 @@
 
 Generates passages of 100 words (Zipf's law, the English stop words being the
 most frequent), writes the JSONL, the store and a BM25 index of each, and asks
-it questions of 9 words. All of it at a quarter of the size and at the full
-size, each step in a process of its own: a line through the two tells what is
-fixed from what grows. Words come independently, so that a passage has about
-one and a half times as many different ones as a real passage: disk and time of
-the index, and time of a search, are overstated by that. So is what grows with
-the vocabulary, slower than a line: terms, and memory of the index build.
+it questions of 9 words; writes vectors of 768 numbers and FAISS indexes of
+them. All of it at a quarter of the size and at the full size, each step in a
+process of its own: a line through the two tells what is fixed from what grows.
+The last table is the plan for wiki-18.
+
+What the plan does not measure, it says. Vectors are generated (around 4096
+centres), since a CPU would encode a million passages for days: how fast an
+encoder of e5-base's size is, random weights, is measured on a few. `dense_jax`
+is told from shapes. IVF has as many lists at both sizes; of the 16,384 that 21
+million passages deserve, k-means takes 256 times as long (64 vectors for each
+list), and finding the list of each vector 16 times.
+
+Words come independently, so that a passage has about one and a half times as
+many different ones as a real passage: disk and time of the BM25 index, and
+time of its search, are overstated by that. So is what grows with the
+vocabulary, slower than a line: terms, and memory of the index build.
 """
 
+import contextlib
+import functools
 import json
 import os
 import pathlib
+import string
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from absl import app
@@ -29,16 +42,40 @@ from absl import flags
 from experiments.benchmarks import common
 
 WIKI = 21_015_324  # passages of wiki-18
-STEPS = ('generate', 'store', 'bm25', 'search')
+STEPS = ('generate', 'store', 'bm25', 'search', 'vectors', 'flat', 'ivf')
 _WORDS, _VOCABULARY = 100, 8_000_000
 _CHUNK = 10_000  # passages generated at once
 _QUERY_WORDS, _QUERIES = 9, 128
+_DIM, _CENTRES = 768, 4096
+_IVF = 'IVF1024,PQ64'
+_ENCODED = 64  # passages
+_E5_BASE = {
+  'vocab_size': 30522, 'hidden_size': _DIM, 'num_hidden_layers': 12,
+  'num_attention_heads': 12, 'intermediate_size': 3072,
+  'max_position_embeddings': 512,
+}
 _LETTERS = str.maketrans('0123456789abcdef', 'bcdfghjklmnpqrtv')
 
-_PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 1000)
+_PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 16_000)
 _FOLDER = flags.DEFINE_string('folder', '', 'For the files; else temporary.')
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
 _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
+
+
+def word(rank: int) -> str:
+  """The word of a rank, from 0; stop words come first."""
+  stop = _stop_words()
+  if rank < len(stop):
+    return stop[rank]
+  # Digits are letters that no stemmer takes for a suffix.
+  return f'{rank:x}'.translate(_LETTERS)
+
+
+@functools.cache
+def _stop_words() -> list[str]:
+  from retrieval.bm25 import STOP_WORDS
+
+  return sorted(STOP_WORDS['english'])
 
 
 def texts(count: int, words: int, seed: int) -> Iterator[str]:
@@ -47,9 +84,6 @@ def texts(count: int, words: int, seed: int) -> Iterator[str]:
   The bend is that of Ferrer i Cancho and Sole, 2001: 100,000 different words
   in 26,000 passages, as in Wikipedia, and 4 million in 21 million.
   """
-  from retrieval.bm25 import STOP_WORDS
-
-  stop = sorted(STOP_WORDS['english'])
   rank = np.arange(_VOCABULARY)
   shares = np.cumsum((1 + rank / 5000) ** -0.7 / (rank + 2.7))
   shares /= shares[-1]
@@ -57,10 +91,7 @@ def texts(count: int, words: int, seed: int) -> Iterator[str]:
   for first in range(0, count, _CHUNK):
     size = (min(_CHUNK, count - first), words)
     for row in np.searchsorted(shares, rng.random(size)).tolist():
-      # Rank to word: digits are letters that no stemmer takes for a suffix.
-      yield ' '.join(
-        stop[r] if r < len(stop) else f'{r:x}'.translate(_LETTERS) for r in row
-      )
+      yield ' '.join(map(word, row))
 
 
 def generate(folder: pathlib.Path, count: int) -> dict:
@@ -86,7 +117,6 @@ def bm25(folder: pathlib.Path, count: int) -> dict:
   lengths = json.loads((folder / 'bm25/bm25.json').read_text())['lengths']
   return {
     'disk_bytes': _size(folder / 'bm25'),
-    'temporary_bytes': (8 + 4) * lengths['values'],
     'scores': lengths['values'], 'terms': lengths['terms'],
   }
 
@@ -118,16 +148,133 @@ def search(folder: pathlib.Path, count: int) -> dict:
   }
 
 
+class Generated:
+  """Vectors in place of an encoder's, of length 1; see the module."""
+
+  dim, dtype, parameters = _DIM, 'float32', {'generated': 0}
+
+  def __init__(self):
+    self.seconds = 0.0
+    self._rng = np.random.default_rng(0)
+    self._centres = self._normal(_CENTRES)
+
+  def _normal(self, count: int) -> np.ndarray:
+    """[count, D], of length about 1."""
+    drawn = self._rng.standard_normal((count, _DIM), np.float32)
+    drawn *= np.float32(_DIM ** -0.5)
+    return drawn
+
+  def encode_passages(self, passages: list[str]) -> np.ndarray:
+    begun = time.perf_counter()
+    rows = self._normal(len(passages))
+    rows += self._centres[self._rng.integers(_CENTRES, size=len(rows))]
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    self.seconds += time.perf_counter() - begun
+    return rows
+
+
+def vectors(folder: pathlib.Path, count: int) -> dict:
+  from retrieval import vectors
+  from retrieval.store import open_store
+
+  corpus, generated = open_store(folder / 'corpus.arrow'), Generated()
+  begun = time.perf_counter()
+  vectors.encode(corpus, generated, folder, dtype='float16')
+  seconds = time.perf_counter() - begun
+  return {
+    'disk_bytes': _size(folder / 'vectors.npy'),
+    'work_s': seconds - generated.seconds,
+  }
+
+
+def flat(folder: pathlib.Path, count: int) -> dict:
+  return _faiss(folder, 'Flat')
+
+
+def ivf(folder: pathlib.Path, count: int) -> dict:
+  return _faiss(folder, _IVF)
+
+
+def _faiss(folder: pathlib.Path, factory: str) -> dict:
+  from retrieval import dense_faiss
+  from retrieval.vectors import open_vectors
+
+  rows, path = open_vectors(folder), folder / 'faiss.index'
+  begun = time.perf_counter()
+  dense_faiss.build(rows, factory, path)
+  seconds = time.perf_counter() - begun
+  index = dense_faiss.DenseFaiss(path, None)
+  q = rows[:: len(rows) // _QUERIES][:_QUERIES].astype(np.float32)
+  index.search_vectors(q, 3)  # pages of the index are in memory from here on
+  single = []
+  for one in q[:16]:
+    begun = time.perf_counter()
+    index.search_vectors(one[None], 3)
+    single.append(time.perf_counter() - begun)
+  begun = time.perf_counter()
+  index.search_vectors(q, 3)
+  batch = time.perf_counter() - begun
+  found = {
+    'disk_bytes': _size(path), 'work_s': seconds,
+    'one_query_s': float(np.median(single)), 'batch_128_s': batch,
+  }
+  path.unlink()
+  return found
+
+
+def encode(folder: pathlib.Path, count: int) -> dict:
+  """Passages a second of an encoder of e5-base's size; `count` is ignored."""
+  import safetensors.numpy
+  import tokenizers
+
+  from retrieval.encoder import Encoder
+  from tests.golden import encoders as golden
+
+  model = folder / 'e5-generated'
+  config = golden.CONFIG | _E5_BASE
+  golden.write_json(model / 'config.json', config)
+  safetensors.numpy.save_file(
+    golden.tensors(config), model / 'model.safetensors'
+  )
+  pieces = [c for c in string.printable if not c.isspace() and not c.isupper()]
+  vocabulary = [*golden.VOCAB[:5], *pieces, *(f'##{c}' for c in pieces)]
+  frequent = (word(rank) for rank in range(2 * config['vocab_size']))
+  vocabulary = list(dict.fromkeys([*vocabulary, *frequent]))
+  tokenizers.BertWordPieceTokenizer({
+    token: i for i, token in enumerate(vocabulary[:config['vocab_size']])
+  }).save(str(model / 'tokenizer.json'))
+  encoder = Encoder(model)
+  passages = list(texts(_ENCODED, _WORDS, 0))
+  tokens = sum(
+    int(lengths[:len(at)].sum())
+    for at, _, lengths in encoder.batches(passages, 'passage')
+  )
+  encoder.encode_passages(passages)  # compiles
+  begun = time.perf_counter()
+  encoder.encode_passages(passages)
+  seconds = time.perf_counter() - begun
+  return {
+    'passages_per_s': len(passages) / seconds,
+    'tokens_per_passage': tokens / len(passages),
+  }
+
+
 def _size(path: pathlib.Path) -> int:
   files = path.iterdir() if path.is_dir() else [path]
   return sum(file.stat().st_size for file in files)
 
 
 class Peak:
-  """The most memory that no file backs, while its block runs; Linux."""
+  """The most memory that no file backs, and disk, while its block runs.
+
+  Linux: of this process; of the files in `folder`.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    self._folder = folder
 
   def __enter__(self):
-    self.bytes, self._done = 0, threading.Event()
+    self.bytes, self.disk, self._done = 0, 0, threading.Event()
     self._thread = threading.Thread(target=self._watch)
     self._thread.start()
     return self
@@ -141,25 +288,38 @@ class Peak:
       status = pathlib.Path('/proc/self/status').read_text()
       found = int(status.partition('RssAnon:')[2].split()[0]) * 1024
       self.bytes = max(self.bytes, found)
+      self.disk = max(self.disk, _used(self._folder))
       if self._done.wait(0.02):
         return
 
 
-def child(step: str, folder: str, count: str) -> None:
-  begun = time.perf_counter()
-  with Peak() as peak:
-    found = globals()[step](pathlib.Path(folder), int(count))
+def _used(folder: pathlib.Path) -> int:
+  """Bytes that files take on the disk, holes left out."""
+  total = 0
+  for path in folder.rglob('*'):
+    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+      total += path.stat().st_blocks * 512
+  return total
+
+
+def child(step: str, name: str, count: str) -> None:
+  folder = pathlib.Path(name)
+  before, begun = _used(folder), time.perf_counter()
+  with Peak(folder) as peak:
+    found = globals()[step](folder, int(count))
   seconds = time.perf_counter() - begun
+  kept = found.get('disk_bytes', 0)
   print(json.dumps({
     'step': step, 'passages': int(count), 'seconds': seconds,
-    'peak_bytes': peak.bytes, **found,
+    'peak_bytes': peak.bytes,
+    'temporary_bytes': max(0, peak.disk - before - kept), **found,
   }))
 
 
-def run(count: int, folder: pathlib.Path) -> list[dict]:
-  """All steps at one size; a row for each."""
+def run(steps: Sequence[str], count: int, folder: pathlib.Path) -> list[dict]:
+  """Steps at one size; a row for each."""
   rows = []
-  for step in STEPS:
+  for step in steps:
     done = subprocess.run(
       [sys.executable, '-m', 'experiments.benchmarks.scale', '--child', step,
        str(folder), str(count)],
@@ -173,33 +333,97 @@ def run(count: int, folder: pathlib.Path) -> list[dict]:
 
 def extrapolate(few: list[dict], many: list[dict]) -> list[dict]:
   """The line through two sizes, at 21 million passages."""
-  plan = []
-  for a, b in zip(few, many):
+  lines = []
+  for a, b in zip(few, many, strict=True):
     for key, value in b.items():
       if key in ('step', 'passages'):
         continue
       # Nothing shrinks with the corpus: a negative slope is noise.
       slope = max(value - a[key], 0) / (b['passages'] - a['passages'])
-      plan.append({
+      lines.append({
         'what': f'{b["step"]} {key}', 'measured': float(value),
         'per_million': slope * 1e6,
         'at_21M': value + slope * (WIKI - b['passages']),
       })
-  return plan
+  return lines
+
+
+def plan(lines: list[dict], encoding: dict, count: int) -> list[dict]:
+  """Disk, memory and time of each step at 21 million passages.
+
+  Args:
+    lines: of `extrapolate`.
+    encoding: the row of `encode`.
+    count: passages of the larger run.
+  """
+  at = {line['what']: line['at_21M'] for line in lines}
+  basis = f'{count // 4:,} and {count:,} passages'
+
+  def row(name: str, step: str, seconds: str, served: float) -> dict:
+    return {
+      'step': name, 'disk_GB': at[f'{step} disk_bytes'] / 1e9,
+      'temporary_GB': at[f'{step} temporary_bytes'] / 1e9,
+      'memory_GB': at[f'{step} peak_bytes'] / 1e9,
+      'served_GB': served / 1e9, 'hours': at[f'{step} {seconds}'] / 3600,
+      'from': basis,
+    }
+
+  def resident(name: str, size: int) -> dict:
+    return {'step': f'dense_jax {name}', 'served_GB': size / 1e9,
+            'from': 'its shapes, on the device; reads vectors'}
+
+  written = row('vectors, float16', 'vectors', 'work_s', 0)
+  encoded = {
+    'step': 'vectors, encoded by e5-base on this CPU',
+    'memory_GB': encoding['peak_bytes'] / 1e9,
+    'hours': WIKI / encoding['passages_per_s'] / 3600,
+    'from': (
+      f'{_ENCODED} passages of {encoding["tokens_per_passage"]:.0f} tokens at '
+      f'{encoding["passages_per_s"]:.2f}/s'
+    ),
+  }
+  return [
+    row('corpus, JSONL', 'generate', 'seconds', 0) | {
+      'hours': '', 'memory_GB': ''},
+    row('store', 'store', 'seconds', 0),
+    row('bm25', 'bm25', 'seconds', at['bm25 disk_bytes']),
+    encoded, written,
+    row('dense_faiss Flat', 'flat', 'work_s', at['flat disk_bytes']),
+    row(f'dense_faiss {_IVF}', 'ivf', 'work_s', at['ivf disk_bytes']),
+    resident('bfloat16', WIKI * _DIM * 2),
+    resident('int8', WIKI * (_DIM + 4)),  # and a float32 scale for each
+  ]
+
+
+def markdown(rows: list[dict]) -> str:
+  keys = list(rows[0])
+  cells = [keys, ['---'] * len(keys)] + [
+    [f'{v:.3g}' if isinstance(v := row.get(k, ''), float) else v for k in keys]
+    for row in rows
+  ]
+  return '\n'.join(f'| {" | ".join(line)} |' for line in cells)
 
 
 def main(argv):
   del argv
-  if not _LOAD.value:
-    common.require_idle()
+  common.require_idle(allow=_LOAD.value)
   environment = common.environment()
-  rows = []
-  for count in (_PASSAGES.value // 4, _PASSAGES.value):
+  count, rows = _PASSAGES.value, []
+  for size in (count // 4, count):
     with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as folder:
-      rows.append(run(count, pathlib.Path(folder)))
-  plan = extrapolate(*rows)
-  raw = {'what': 'raw rows', 'steps': [*rows[0], *rows[1]]}
-  common.report(_OUT.value, 'scale', [*plan, raw], [], environment)
+      rows.append(run(STEPS, size, pathlib.Path(folder)))
+  with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as folder:
+    encoding = run(['encode'], _ENCODED, pathlib.Path(folder))
+  lines = extrapolate(*rows)
+  steps = plan(lines, encoding[0], count)
+  common.report(_OUT.value, 'scale', [
+    *lines, {'what': 'plan', 'steps': steps},
+    {'what': 'raw rows', 'steps': [*rows[0], *rows[1], *encoding]},
+  ], [], environment)
+  print(
+    f'\nPLAN for {WIKI:,} passages (memory: to build; served: of files mapped '
+    'or arrays on the device that should be in memory)\n\n' + markdown(steps)
+  )
 
 
 if __name__ == '__main__':
