@@ -67,7 +67,7 @@ class Published:
     if name == families.TIED_HEAD and self.config['tied']:
       name = next(iter(self.table))  # the embedding stands first
     tensor = self.table[name]
-    store = self._open(tensor.path)
+    store = self.open(tensor.path)
     if tensor.layer is not None:
       store = store[tensor.layer]
     try:
@@ -87,7 +87,12 @@ class Published:
     for name in self.names:
       yield name, self.read(name)
 
-  def _open(self, name: str) -> ts.TensorStore:
+  def open(self, name: str) -> ts.TensorStore:
+    """The store of a tensor by our name; reads its description only.
+
+    Raises:
+      PublishedError: it is missing or of another shape or dtype.
+    """
     folder = self.path / 'arrays' / f'{PREFIX}.{name.replace("/", ".")}'
     try:
       store = ts.open({
@@ -127,7 +132,7 @@ def open_published(path) -> Published:
 
   Raises:
     PublishedError: there is none (says which there are), or one that is half
-      written or of another format.
+      written or of another format; or a tensor is missing or misshapen.
   """
   path = pathlib.Path(path)
   if not path.is_dir():
@@ -140,32 +145,32 @@ def open_published(path) -> Published:
     meta = json.loads(file.read_text())
     extras, tree = meta['extras'], meta['tree']
     found = extras['published']
-    if found == FORMAT:
-      return Published(
-        path=path, version=extras['version'], dtype=extras['dtype'],
-        config=extras['config'], manifest=extras['manifest'],
-        shapes={
-          k.removeprefix(f'{PREFIX}.').replace('.', '/'): tuple(shape)
-          for k, (shape, _) in tree.items()
-        },
+    if found != FORMAT:
+      raise PublishedError(
+        f'{file}: a publication of format {found!r}; this code reads '
+        f'{FORMAT}: run trainer and server from the same commit'
       )
+    out = Published(
+      path=path, version=extras['version'], dtype=extras['dtype'],
+      config=extras['config'], manifest=extras['manifest'],
+      shapes={
+        k.removeprefix(f'{PREFIX}.').replace('.', '/'): tuple(shape)
+        for k, (shape, _) in tree.items()
+      },
+    )
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise PublishedError(
       f'{file}: cannot be read ({e!r}): no publication, or half of one; there '
       f'are versions {versions(path.parent)} in {path.parent}'
     ) from e
-  raise PublishedError(
-    f'{file}: a publication of format {found!r}; this code reads {FORMAT}: '
-    'run trainer and server from the same commit'
-  )
+  for name in out.shapes:
+    out.open(name)
+  return out
 
 
 def write_serving_folder(path, config: Mapping[str, Any], tokenizer_dir,
                          dtype: str) -> None:
   """What a server starts on before any weights: config.json and tokenizer.
-
-  The served model is untied whatever `config` says: vLLM on CPU reloads a
-  tied one without its output head.
 
   Args:
     config: families.FIELDS of the model.
@@ -190,9 +195,7 @@ def write_serving_folder(path, config: Mapping[str, Any], tokenizer_dir,
       f'{source}: no tokenizer files (tokenizer.json, or vocab.json and '
       'merges.txt)'
     )
-  text = json.dumps(
-    families.format_config({**config, 'tied': False}, dtype=dtype), indent=2
-  )
+  text = json.dumps(families.format_config(config, dtype=dtype), indent=2)
   path.mkdir(parents=True, exist_ok=True)
   (path / 'config.json').write_text(f'{text}\n')
   for file in files:

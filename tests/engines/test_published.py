@@ -119,7 +119,7 @@ def test_a_publication_is_read_without_jax(path):
 # --- The folder that a server starts on.
 
 
-def test_a_server_starts_untied_with_the_tokenizers_files(tmp_path):
+def test_a_server_starts_with_the_config_and_the_tokenizers_files(tmp_path):
   source = tmp_path / 'tokenizer'
   source.mkdir()
   for name in ('tokenizer.json', 'tokenizer_config.json', 'vocab.json'):
@@ -129,9 +129,8 @@ def test_a_server_starts_untied_with_the_tokenizers_files(tmp_path):
     published.write_serving_folder(
       tmp_path / 's', FIELDS, source, 'bfloat16')
   config = json.loads((tmp_path / 's/config.json').read_text())
-  assert config['tie_word_embeddings'] is False and FIELDS['tied'] is True
   assert config['torch_dtype'] == 'bfloat16'
-  assert families.parse_config(config) == {**FIELDS, 'tied': False}
+  assert families.parse_config(config) == FIELDS
   assert {p.name for p in (tmp_path / 's').iterdir()} == {
     'config.json', 'tokenizer.json', 'tokenizer_config.json', 'vocab.json'}
 

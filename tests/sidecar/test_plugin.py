@@ -1,0 +1,306 @@
+"""Each way in which a server can hold other weights is planted, and named."""
+
+import dataclasses
+import json
+import shutil
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from searchrl_jax import publication
+from searchrl_jax import sync
+from searchrl_jax.data import microworld
+from searchrl_jax.engines import checksum
+from searchrl_jax.engines import published
+from searchrl_jax.engines import sidecar
+from searchrl_jax.engines.core import SyncError
+from searchrl_jax.models import decoder
+from searchrl_jax.models import families
+from searchrl_jax.models import hf
+
+pytestmark = pytest.mark.sidecar
+
+# A vocabulary that vLLM pads, and square output projections: transposed, they
+# still fit.
+TIED = decoder.DecoderConfig(
+  vocab_size=527, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2,
+  head_dim=32, d_ff=192, qkv_bias=True,
+)
+UNTIED = dataclasses.replace(TIED, tied=False)
+IDS = [5, 17, 80, 3, 41, 500, 8, 66]
+
+
+def make_params(cfg, seed):
+  """Random biases and norms too: no tensor is what another version has."""
+  flat = decoder.flatten(
+    decoder.init_params(cfg, jax.random.key(seed), scale=0.25))
+  for i, (name, x) in enumerate(flat.items()):
+    if name.endswith(('norm', 'bias')):
+      key = jax.random.key(100 * seed + i)
+      flat[name] = x + 0.1 * jax.random.normal(key, x.shape)
+  return decoder.nest(flat)
+
+
+class Server:
+  """A server with the plugin and its faults, and a folder of publications."""
+
+  def __init__(self, folder, cfg, model, **flags):
+    self.cfg = cfg
+    self.publisher = publication.Publisher(folder / 'published', cfg,
+                                           'float32')
+    self.process = sidecar.start_sidecar(
+      model, log_file=folder / 'vllm.log', cpu=True, dtype='float32',
+      max_model_len=128, max_num_seqs=4, kv_cache_gib=0.25,
+      enforce_eager=True, plugin='tests.sidecar.faults:Worker', **flags,
+    )
+    self.http = httpx.Client(base_url=self.process.url, timeout=120)
+
+  def close(self):
+    self.http.close()
+    self.process.stop()
+
+  def call(self, method, *args, **kwargs):
+    """The result of the one worker; RuntimeError with the server's words."""
+    done = self.http.post('/collective_rpc', json={
+      'method': method, 'args': args, 'kwargs': kwargs})
+    if done.status_code != 200:
+      raise RuntimeError(done.json()['error']['message'])
+    return done.json()['results'][0]
+
+  def publish(self, version, params=None):
+    params = make_params(self.cfg, version) if params is None else params
+    return self.publisher.publish(params, version)
+
+  def load(self, version, params=None):
+    done = self.publish(version, params)
+    report = self.call('searchrl_load', str(done.path))
+    assert report['version'] == version
+    return done
+
+  def manifest(self):
+    return checksum.combine([self.call('searchrl_checksums')])
+
+  def wrong(self, done) -> set[str]:
+    """The tensors that are not those published; sync names each of them."""
+    held = self.manifest()
+    names = {
+      k for k in {*held, *done.manifest} if held.get(k) != done.manifest.get(k)
+    }
+    if names:
+      with pytest.raises(SyncError) as e:
+        sync.compare(done.manifest, held)
+      assert all(f'  {name}: published' in str(e.value) for name in names)
+    else:
+      sync.compare(done.manifest, held)
+    return names
+
+  def logps(self):
+    """The server's own log-probs of IDS[1:]."""
+    done = self.http.post('/v1/completions', json={
+      'model': 'policy', 'prompt': IDS, 'max_tokens': 1, 'temperature': 0,
+      'prompt_logprobs': 0})
+    assert done.status_code == 200, done.text
+    found = done.json()['choices'][0]['prompt_logprobs'][1:]
+    return [next(iter(x.values()))['logprob'] for x in found]
+
+  def check_logps(self, params):
+    want = sync.forward_logps(self.cfg)(params, jnp.asarray(IDS))[1:]
+    np.testing.assert_allclose(self.logps(), want, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('tokenizer')
+  microworld.tokenizer(folder)
+  return folder
+
+
+@pytest.fixture(scope='module')
+def untied(tmp_path_factory, tokenizer):
+  """A server that starts on random weights of its own."""
+  folder = tmp_path_factory.mktemp('untied')
+  fields = {k: getattr(UNTIED, k) for k in families.FIELDS}
+  published.write_serving_folder(folder / 'm', fields, tokenizer, 'float32')
+  one = Server(
+    folder, UNTIED, folder / 'm', vllm_arg=['--load-format=dummy'])
+  yield one
+  one.close()
+
+
+@pytest.fixture(scope='module')
+def tied(tmp_path_factory, tokenizer):
+  """A server that starts on a checkpoint."""
+  folder = tmp_path_factory.mktemp('tied')
+  hf.save(folder / 'm', TIED, make_params(TIED, 90), tokenizer)
+  one = Server(folder, TIED, folder / 'm')
+  yield one
+  one.close()
+
+
+@pytest.fixture(params=['untied', 'tied'])
+def server(request):
+  return request.getfixturevalue(request.param)
+
+
+# --- Stands first: it needs a server that nothing was loaded into.
+
+
+def test_a_tensor_that_stays_random_is_named(untied):
+  assert untied.call('searchrl_describe')['loaded'] is None
+  with pytest.raises(RuntimeError, match='no publication has been loaded'):
+    untied.manifest()
+  done = untied.publish(1)
+  name = 'model.layers.1.self_attn.v_proj.bias'
+  loaded = untied.call('fault_load_without', str(done.path), name)
+  assert name not in loaded and len(loaded) == 2 * 12 + 3 - 1
+  assert untied.wrong(done) == {'layers/v_bias'}
+
+
+# --- What should be.
+
+
+def test_the_server_holds_and_computes_what_was_published(server):
+  for version in (1, 2, 1):
+    done = server.load(version)
+    assert server.wrong(done) == set()
+    server.check_logps(make_params(server.cfg, version))
+
+
+def test_the_server_describes_itself(server):
+  server.load(3)
+  said = server.call('searchrl_describe')
+  assert decoder.DecoderConfig(**said['model']) == server.cfg
+  wanted = dict(
+    vocab_size=527, max_len=128, dtype='float32', rank=0, world_size=1,
+    device='cpu', loaded=3,
+  )
+  assert {k: said[k] for k in wanted} == wanted
+
+
+def test_every_bit_pattern_is_read_back_from_packed_matrices(server):
+  """Zeros of both signs, subnormal and huge numbers."""
+  rng = np.random.default_rng(0)
+  odd = np.float32([0.0, -0.0, 1e-40, -1e-42, 1.2e-38, 3e38, -1e38])
+  flat = decoder.flatten(make_params(server.cfg, 4))
+  for name, x in flat.items():
+    flat[name] = np.where(
+      rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x)
+  assert server.wrong(server.load(4, decoder.nest(flat))) == set()
+
+
+# --- Faults.
+
+
+def test_a_tied_head_that_vllm_forgets_is_named(tied, tmp_path):
+  """vLLM's own reload on CPU answers 200 and keeps the old head's packing."""
+  tied.load(5)
+  after = make_params(TIED, 6)
+  done = tied.publish(6, after)
+  hf.save(tmp_path / 'new', TIED, after)
+  tied.call('reload_weights', weights_path=str(tmp_path / 'new'))
+  assert tied.wrong(done) == {'head'}
+  tied.load(6)
+  assert tied.wrong(done) == set()
+  tied.check_logps(after)
+
+
+@pytest.mark.parametrize('name, ours', [
+  ('model.embed_tokens.weight', 'embed'),
+  ('model.layers.0.self_attn.k_proj.weight', 'layers/k'),
+  ('model.layers.0.self_attn.q_proj.bias', 'layers/q_bias'),
+  ('model.layers.1.self_attn.o_proj.weight', 'layers/o'),
+  ('model.layers.1.mlp.up_proj.weight', 'layers/up'),
+  ('model.layers.1.post_attention_layernorm.weight', 'layers/mlp_norm'),
+  ('model.norm.weight', 'final_norm'),
+  ('lm_head.weight', 'head'),
+])
+def test_a_tensor_that_was_not_loaded_is_named(untied, name, ours):
+  """A small step from the one before: half a layer's matrix stays old."""
+  before = make_params(UNTIED, 7)
+  untied.load(7, before)
+  after = jax.tree.map(lambda p: p - np.float32(1e-6) * jnp.sign(p), before)
+  done = untied.publish(8, after)
+  untied.call('fault_load_without', str(done.path), name)
+  assert untied.wrong(done) == {ours}
+
+
+def test_a_transposed_matrix_is_named(server):
+  params = make_params(server.cfg, 9)
+  right = checksum.checksums(decoder.flatten(params))
+  o = params['layers']['o']
+  params['layers']['o'] = o.reshape(2, 128, 128).swapaxes(1, 2).reshape(
+    o.shape)
+  done = server.load(9, params)
+  assert server.wrong(done) == set()  # what was loaded is what was published
+  assert server.wrong(dataclasses.replace(done, manifest=right)) == {
+    'layers/o'}
+
+
+def test_the_version_before_is_told_where_logps_are_not(server):
+  """One small step: the canary cannot see it, every tensor's sum does."""
+  before = make_params(server.cfg, 10)
+  server.load(10, before)
+  after = jax.tree.map(lambda p: p - np.float32(1e-7) * jnp.sign(p), before)
+  done = server.publish(11, after)
+  server.check_logps(after)
+  assert server.wrong(done) == set(done.manifest)
+  server.load(11, after)
+  assert server.wrong(done) == set()
+
+
+# --- Publications that cannot be loaded.
+
+
+def damaged(server, tmp_path, version=12):
+  done = server.publish(version)
+  return shutil.copytree(done.path, tmp_path / done.path.name)
+
+
+def refused(server, path, match):
+  """The error says why, and the server goes on with what it had."""
+  before = server.load(13)
+  with pytest.raises(RuntimeError, match=match):
+    server.call('searchrl_load', str(path))
+  assert server.wrong(before) == set()
+  server.check_logps(make_params(server.cfg, 13))
+
+
+def test_a_version_that_is_not_there_is_refused(server):
+  refused(server, server.publisher.path(99), 'no such version.*13')
+
+
+def test_half_a_version_is_refused(server, tmp_path):
+  path = damaged(server, tmp_path)
+  shutil.rmtree(path / 'arrays/state.layers.gate')
+  refused(server, path, "'layers/gate' is missing")
+
+
+def test_a_version_of_another_model_is_refused(server, tmp_path):
+  path = damaged(server, tmp_path)
+  file = path / 'meta/meta.json'
+  meta = json.loads(file.read_text())
+  meta['extras']['config'].update(vocab_size=528, rope_theta=5.0)
+  file.write_text(json.dumps(meta))
+  refused(server, path, 'vocab_size is 528 published, 527 served; rope_theta')
+
+
+def test_another_dtype_is_refused(server, tmp_path):
+  done = publication.Publisher(tmp_path, server.cfg, 'bfloat16').publish(
+    make_params(server.cfg, 1), 1)
+  refused(server, done.path,
+          "dtype is 'bfloat16' published, 'float32' served")
+
+
+def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):
+  path = damaged(server, tmp_path)
+  (path / 'arrays/state.layers.down/1.0.0').unlink()
+  with pytest.raises(RuntimeError, match='layers.1.mlp.down_proj'):
+    server.call('searchrl_load', str(path))
+  assert server.call('searchrl_describe')['loaded'] is None
+  with pytest.raises(RuntimeError, match='no publication has been loaded'):
+    server.manifest()
+  assert server.wrong(server.load(14)) == set()
+  server.check_logps(make_params(server.cfg, 14))
