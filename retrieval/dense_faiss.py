@@ -175,10 +175,10 @@ def build(
 ) -> None:
   """Builds an inner-product index and writes it at once or not at all.
 
-  Memory, beside the training sample and one block of vectors: Flat none; IVF
-  a shard; HNSW and all else the finished index (what grows by doubling there,
-  as fast-scan codes do, up to twice). A build that is killed goes on where it
-  was; see `faiss_build`. `vectors` stay on disk.
+  Memory, beside one block of vectors: Flat none; IVF a shard; HNSW and all
+  else the finished index (what grows by doubling there, as fast-scan codes do,
+  up to twice). Training takes its sample two to three times. A build that is
+  killed goes on where it was; see `faiss_build`. `vectors` stay on disk.
 
   The file carries defaults for searching, which FAISS leaves at values of
   poor recall: nprobe = sqrt(lists), efSearch = 64.

@@ -133,6 +133,7 @@ def copy(
   done = (files.read_json(record) or {'done': 0})['done']
   if not part.exists() or part.stat().st_size < len(head) + done * row:
     done = 0
+  if not done:
     part.write_bytes(head)
   files.need_space(part, (count - done) * row)
   with (
@@ -191,20 +192,20 @@ def join(
   rows = max(1, shard_bytes // (size * block)) * block
   paths = {n: work / f'{n:012d}.index' for n in range(0, count, rows)}
   missing = [n for n in paths if not paths[n].exists()]
-  files.need_space(final, (len(missing) * rows + count) * size)
-  with files.progress(count, what, unit=' vectors') as bar:
-    for first, path in paths.items():
+  left = sum(min(rows, count - n) for n in missing)
+  files.need_space(final, (left + count) * size)
+  with files.progress(
+    count, what, unit=' vectors', initial=count - left
+  ) as bar:
+    for first in missing:
       end = min(first + rows, count)
-      if path.exists():
-        bar.update(end - first)
-        continue
       shard = load(start)
       for at, part in blocks(block, first):
         shard.add_with_ids(part, np.arange(at, at + len(part)))
         bar.update(len(part))
         if at + len(part) == end:
           break
-      save(shard, path)
+      save(shard, paths[first])
       del shard
   finish(index)
   shards = [load(p, faiss.IO_FLAG_MMAP_IFC) for p in paths.values()]
