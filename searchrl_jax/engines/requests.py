@@ -1,0 +1,72 @@
+"""What may be asked of an engine: the checks that remote engines share."""
+
+import math
+from typing import Any
+
+from searchrl_jax.engines.core import EngineError, Sampling
+
+
+class Handle:
+  """A growing sequence of ids that its caller owns."""
+
+  def __init__(self, ids: list[int]):
+    self.ids = ids
+    self.home: Any = None  # the server that caches its prefix
+    self.busy = False  # a generate call is running
+    self.closed = False
+
+  def __len__(self) -> int:
+    return len(self.ids)
+
+
+def check_open(handle: Any) -> None:
+  """Raises EngineError for what is no open, idle handle."""
+  if not isinstance(handle, Handle):
+    raise EngineError(f'{handle!r} is no handle of this engine')
+  if handle.closed:
+    raise EngineError('the handle is closed; open or fork another')
+  if handle.busy:
+    raise EngineError(
+      'the handle is generating; await that call (or cancel it) first'
+    )
+
+
+def check_ids(ids, held: int, what: str, vocab_size: int,
+              max_len: int) -> list[int]:
+  """The ids as a list; EngineError if `held` tokens and they do not fit."""
+  ids = [int(i) for i in ids]
+  if held + len(ids) > max_len:
+    raise EngineError(
+      f'{what}: {held} + {len(ids)} tokens are more than '
+      f'config.engine.max_len={max_len}'
+    )
+  for i in ids:
+    if not 0 <= i < vocab_size:
+      raise EngineError(f'{what}: id {i} is not in 0..{vocab_size - 1}')
+  return ids
+
+
+def check_sampling(s: Sampling, held: int, max_len: int,
+                   coolest: float) -> None:
+  """EngineError unless `s` can be sampled after `held` tokens.
+
+  coolest: the least temperature above 0 that the engine tells from 0.
+  """
+  if s.max_tokens < 1:
+    raise EngineError(f'Sampling.max_tokens={s.max_tokens}: at least 1')
+  if held + s.max_tokens > max_len:
+    raise EngineError(
+      f'the handle has {held} tokens; {s.max_tokens} more exceed '
+      f'config.engine.max_len={max_len}'
+    )
+  if s.temperature != 0 and not coolest <= s.temperature < math.inf:
+    raise EngineError(
+      f'Sampling.temperature={s.temperature}: 0 (greedy) or at least '
+      f'{coolest}'
+    )
+  if not 0 < s.top_p <= 1:
+    raise EngineError(f'Sampling.top_p={s.top_p}: in (0, 1]')
+  if s.top_k < 0:
+    raise EngineError(f'Sampling.top_k={s.top_k}: 0 (all) or more')
+  if not all(s.stops):
+    raise EngineError('Sampling.stops holds an empty string')

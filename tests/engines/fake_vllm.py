@@ -1,0 +1,244 @@
+"""A server that answers as vLLM 0.32 does, with a toy for a model.
+
+What the toy says depends on the version of the weights that were loaded, so
+that a token shows which version wrote it (`toy_logps`). A real server is in
+tests/sidecar.
+"""
+
+import asyncio
+import hashlib
+import threading
+import time
+
+import fastapi
+import numpy as np
+import uvicorn
+from fastapi.responses import JSONResponse
+
+from searchrl_jax.engines import published
+
+VOCAB = 90
+BLOCK = 4  # tokens of a cached block
+DUMMY = -1  # the version of a server that was just started
+
+
+def toy_logps(version: int, ids) -> np.ndarray:
+  """Log-probs [VOCAB] of the token after `ids`."""
+  name = repr((version, list(ids)[-3:], len(ids))).encode()
+  rng = np.random.default_rng(
+    int.from_bytes(hashlib.blake2b(name, digest_size=8).digest())
+  )
+  x = rng.normal(size=VOCAB) * 2
+  return x - np.log(np.exp(x).sum())
+
+
+class FakeVllm:
+  """One server, in a thread. Fields may be changed while it runs.
+
+  faults: what happens to the next completions, one each: an HTTP status, or
+    'hang'. sums: {tensor: [low, high]} in place of what was published.
+  """
+
+  def __init__(self):
+    self.name, self.max_len, self.delay = 'searchrl-0', 65, 0.0
+    self.dev, self.tokenizer_shift, self.details = True, 0, True
+    self.queues_when_paused = True  # 0.33: answers 503
+    self.accepts_after = 0.0  # seconds from a request's arrival to its place
+    self.keeps_cache = False  # whatever it says, and whatever the salt
+    self.describes: dict = {}
+    self.faults: list = []
+    self.load_error = ''
+    self.sums: dict = {}
+    self.reset_works = True
+    self.starts = 0
+    self.port = 0
+    self.asked: list = []  # bodies of completions
+    self.calls: list = []  # names of the others
+    self._forget()
+    self.start()
+
+  @property
+  def url(self):
+    return f'http://127.0.0.1:{self.port}'
+
+  def _forget(self):
+    self.paused, self.asleep = False, False
+    self.loaded = None
+    self.cache, self.running = set(), {}
+    self.most_running = 0
+
+  # The process.
+
+  def start(self):
+    """Under a new model name, without our weights, at the same port."""
+    self._forget()
+    self.name = f'searchrl-{self.starts}'
+    self.starts += 1
+    config = uvicorn.Config(
+      self._app(), host='127.0.0.1', port=self.port, log_level='critical',
+      timeout_graceful_shutdown=0,
+    )
+    self._server = uvicorn.Server(config)
+    self._thread = threading.Thread(target=self._server.run, daemon=True)
+    self._thread.start()
+    while not self._server.started:
+      time.sleep(0.005)
+    self.port = self._server.servers[0].sockets[0].getsockname()[1]
+
+  def kill(self):
+    self._server.force_exit = self._server.should_exit = True
+    self._thread.join()
+
+  # The routes.
+
+  def _app(self):
+    app = fastapi.FastAPI()
+
+    @app.get('/v1/models')
+    async def models():
+      return {'data': [{'id': self.name, 'max_model_len': self.max_len}]}
+
+    @app.post('/v1/completions')
+    async def completions(request: fastapi.Request):
+      return await self._complete(await request.json())
+
+    @app.post('/detokenize')
+    async def detokenize(request: fastapi.Request):
+      ids = (await request.json())['tokens']
+      shift = 33 + self.tokenizer_shift
+      return {'prompt': ''.join(chr(shift + i) for i in ids)}
+
+    @app.api_route('/{route}', methods=['GET', 'POST'])
+    async def other(route: str, request: fastapi.Request):
+      if not self.dev:
+        return JSONResponse({'detail': 'Not Found'}, 404)
+      body = await request.body()
+      return self._dev(route, await request.json() if body else {})
+
+    return app
+
+  def _dev(self, route, body):
+    self.calls.append(body.get('method', route))
+    if route in ('pause', 'abort_requests'):
+      self.paused = self.paused or route == 'pause'
+      self.running = dict.fromkeys(self.running, True)
+    elif route == 'resume':
+      self.paused = False
+    elif route == 'sleep':
+      self.asleep = True
+    elif route == 'wake_up':
+      self.asleep = False
+    elif route == 'is_sleeping':
+      return {'is_sleeping': self.asleep}
+    elif route == 'reset_prefix_cache':
+      if not self.keeps_cache:
+        self.cache.clear()
+      return {'success': self.reset_works}
+    elif route == 'collective_rpc':
+      return self._rpc(body['method'], body['args'])
+    elif route != 'update_weight_version':
+      return JSONResponse({'detail': 'Not Found'}, 404)
+    return {}
+
+  def _rpc(self, method, args):
+    if method == 'searchrl_describe':
+      return {'results': [self.describes]}
+    if method == 'searchrl_load':
+      if self.running:
+        raise AssertionError('loaded under running requests')
+      if self.load_error:
+        return JSONResponse({'error': {'message': self.load_error}}, 500)
+      self.loaded = published.open_published(args[0])
+      return {'results': [{'version': self.loaded.version}]}
+    found = {}
+    names = {**self.loaded.manifest}
+    names.setdefault('head', names['embed'])
+    for name, text in names.items():
+      dtype, _, rest = text.partition('[')
+      dims, _, digits = rest.partition(']:')
+      sums = [int(digits[:8], 16), int(digits[8:], 16)]
+      shape = [int(d) for d in dims.split(',')]
+      found[name] = [dtype, shape, *self.sums.get(name, sums)]
+    # Two workers, each with a part of every sum.
+    half = {k: [d, s, a - 5, b + 7] for k, (d, s, a, b) in found.items()}
+    rest = {k: [d, s, 5, -7] for k, (d, s, _, _) in found.items()}
+    return {'results': [half, rest]}
+
+  # The model.
+
+  @property
+  def version(self):
+    return DUMMY if self.loaded is None else self.loaded.version
+
+  async def _complete(self, body):
+    if body['model'] != self.name:
+      return JSONResponse({'error': {
+        'message': f'The model `{body["model"]}` does not exist.'}}, 404)
+    self.asked.append(body)
+    await asyncio.sleep(self.accepts_after)
+    fault = self.faults.pop(0) if self.faults else None
+    if fault == 'hang':
+      await asyncio.sleep(60)
+    if fault is not None:
+      return JSONResponse({'error': {'message': 'planted'}}, fault)
+    if self.paused and not self.queues_when_paused:
+      return JSONResponse({'error': {'message': 'paused'}}, 503)
+    key = object()
+    self.running[key] = False
+    try:
+      while self.paused and not self.running[key]:
+        await asyncio.sleep(0.002)
+      self.most_running = max(self.most_running, len(self.running))
+      return await self._sample(body, key)
+    finally:
+      self.running.pop(key, None)
+
+  async def _sample(self, body, key):
+    prompt, ids, logps = body['prompt'], [], []
+    end, reason, text = 'length', None, ''
+    cached = self._cached(body)
+    rng = np.random.default_rng(body.get('seed', 0))
+    while len(ids) < body['max_tokens']:
+      await asyncio.sleep(self.delay)
+      if self.running.get(key, True):
+        end = 'abort'
+        break
+      row = toy_logps(self.version, [*prompt, *ids])
+      if body['temperature']:
+        row = row / body['temperature']
+        row -= np.log(np.exp(row).sum())
+        token = int((row - np.log(rng.exponential(size=VOCAB))).argmax())
+      else:
+        token = int(row.argmax())
+      ids.append(token)
+      logps.append(float(row[token]))
+      text += chr(33 + token)
+      stops = [s for s in body.get('stop', ()) if s in text]
+      if stops or token in body.get('stop_token_ids', ()):
+        end, reason = 'stop', stops[0] if stops else token
+        break
+    choice = dict(
+      token_ids=ids, finish_reason=end, stop_reason=reason,
+      logprobs={'token_logprobs': logps},
+    )
+    if body.get('prompt_logprobs') is not None and end != 'abort':
+      choice['prompt_logprobs'] = [None] + [
+        {str(i): {'logprob': float(toy_logps(self.version, prompt[:n])[i])}}
+        for n, i in enumerate(prompt) if n
+      ]
+    details = {'prompt_tokens_details': {'cached_tokens': cached}}
+    return {'choices': [choice], 'usage': {
+      'prompt_tokens': len(prompt), **(details if self.details else {})}}
+
+  def _cached(self, body):
+    """Tokens of the prompt whose blocks stand in the cache of this salt."""
+    prompt = body['prompt']
+    salt = None if self.keeps_cache else body.get('cache_salt')
+    ends = range(BLOCK, len(prompt), BLOCK)
+    keys = [(salt, tuple(prompt[:n])) for n in ends]
+    found = next((i for i, k in enumerate(keys) if k not in self.cache),
+                 len(keys))
+    self.cache.update(keys)
+    return 0 if body.get('prompt_logprobs') is not None else found * BLOCK
+
+

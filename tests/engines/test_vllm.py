@@ -1,0 +1,702 @@
+"""The engine of servers: nothing lost, nothing twice, versions told apart."""
+
+import asyncio
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from searchrl_jax import sync
+from searchrl_jax.engines import checksum
+from searchrl_jax.engines.core import (
+  EngineError, Sampling, SyncError, WeightsUpdate,
+)
+from searchrl_jax.engines.published import versions
+from searchrl_jax.engines.vllm import VllmEngine
+from searchrl_jax.models import families
+from searchrl_jax.types import Prompt
+from tests.engines.common import CFG, Letters, make_params
+from tests.engines.contract import EngineContract, once, prompt
+from tests.engines.fake_vllm import FakeVllm, toy_logps
+
+
+def config(**changes) -> ConfigDict:
+  fields = dict(
+    url='', venv='', device='cpu', max_len=64, slots=4, dtype='float32',
+    timeout=5.0, deadline=20.0, attempts=3, gpu_memory=0.5, kv_cache_gib=1.0,
+    block_size=32, sleep=False, start_seconds=10.0,
+  )
+  return ConfigDict(fields | changes)
+
+
+def server() -> FakeVllm:
+  fake = FakeVllm()
+  model = {k: getattr(CFG, k) for k in families.FIELDS}
+  fake.describes = {'model': {**model, 'tied': False}, 'dtype': 'float32'}
+  return fake
+
+
+@pytest.fixture
+def fakes(request):
+  made = [server() for _ in range(getattr(request, 'param', 1))]
+  yield made
+  for fake in made:
+    fake.kill()
+
+
+@pytest.fixture
+def fake(fakes):
+  return fakes[0]
+
+
+two = pytest.mark.parametrize('fakes', [2], indirect=True)
+
+
+def make(fakes, folder, **changes):
+  urls = ','.join(f.url for f in fakes)
+  return VllmEngine(
+    CFG, None, Letters(), config(url=urls, **changes), None, folder
+  )
+
+
+async def load(engine, version, seed=0):
+  """One more sync; the weights are others for each seed."""
+  report = await engine.sync(WeightsUpdate(make_params(seed), version))
+  await engine.resume()
+  return report
+
+
+def told(start, done):
+  """The log-probs that the toys of the versions named would have given."""
+  ids, out = list(start), []
+  for token, version in zip(done.ids.tolist(), done.versions.tolist()):
+    out.append(toy_logps(version, ids)[token])
+    ids.append(token)
+  return out
+
+
+def check(start, done):
+  """Every token was written by the version that it carries."""
+  np.testing.assert_allclose(done.logps, told(start, done), atol=1e-5)
+
+
+async def until(condition):
+  async with asyncio.timeout(10):
+    while not condition():
+      await asyncio.sleep(0.005)
+
+
+class TestContract(EngineContract):
+  tolerance = 1e-5
+
+  @pytest.fixture(scope='class')
+  def engine(self, tmp_path_factory):
+    fake = server()
+    engine = make([fake], tmp_path_factory.mktemp('run'))
+    asyncio.run(load(engine, 0))
+    yield engine
+    asyncio.run(engine.shutdown())
+    fake.kill()
+
+  @pytest.fixture
+  def token_bytes(self):
+    return Letters().token_bytes
+
+  def test_the_draw_depends_on_seed_and_position(self, engine):
+    """On the position where a request begins, see vllm.py."""
+    async def main():
+      start = prompt(engine)
+      a, b, c = await asyncio.gather(*[
+        once(engine, start.ids, Sampling(max_tokens=12, seed=s))
+        for s in (1, 1, 2)
+      ])
+      assert a.ids.tolist() == b.ids.tolist() != c.ids.tolist()
+      parts = []
+      for _ in range(2):
+        handle = engine.open(start)
+        parts.append([
+          (await engine.generate(handle, Sampling(max_tokens=n, seed=1))
+           ).ids.tolist() for n in (5, 7)
+        ])
+        engine.close(handle)
+      assert parts[0] == parts[1]
+      assert parts[0][0] == a.ids[:5].tolist()
+      # The second part does not repeat the draws of the first.
+      handle = engine.open(start)
+      again = await engine.generate(handle, Sampling(max_tokens=7, seed=1))
+      assert parts[0][1] != again.ids.tolist()
+      engine.close(handle)
+
+    asyncio.run(main())
+
+
+# --- Weights.
+
+
+def test_a_sync_holds_calls_and_parts_their_tokens_by_version(fake, tmp_path):
+  engine = make([fake], tmp_path)
+  start = prompt(engine)
+
+  async def main():
+    await load(engine, 3)
+    fake.delay = 0.01
+    handle = engine.open(start)
+    task = asyncio.create_task(
+      engine.generate(handle, Sampling(max_tokens=30, seed=1))
+    )
+    await until(lambda: fake.running)
+    await asyncio.sleep(0.1)
+    report = await engine.sync(WeightsUpdate(make_params(1), 7))
+    assert (report.version, engine.version) == (7, 7)
+    asked = len(fake.asked)
+    probe = await once(engine, start.ids, Sampling(max_tokens=3, probe=True))
+    assert set(probe.versions.tolist()) == {7}
+    assert len(await engine.score(start.ids)) == len(start.ids)
+    await asyncio.sleep(0.05)
+    assert len(fake.asked) == asked + 2 and not task.done()
+    await engine.resume()
+    done = await task
+    assert len(handle) == len(start.ids) + 30
+    await engine.shutdown()
+    return done
+
+  done = asyncio.run(main())
+  assert np.unique(done.versions).tolist() == [3, 7]
+  assert (np.diff(done.versions) >= 0).all() and len(done.ids) == 30
+  check(start.ids, done)
+  assert engine.stats()['aborted_requests'] == 1
+
+
+@pytest.mark.parametrize('queues', [True, False])
+def test_a_request_that_came_after_the_pause_is_not_served_by_new_weights(
+  fake, tmp_path, queues
+):
+  engine = make([fake], tmp_path)
+  start = prompt(engine)
+  fake.queues_when_paused = queues
+
+  async def main():
+    await load(engine, 1, seed=1)
+    await load(engine, 0)
+    fake.accepts_after = 0.2
+    task = asyncio.create_task(once(
+      engine, start.ids, Sampling(max_tokens=5, seed=1)
+    ))
+    await until(lambda: fake.asked)
+    # It is written already, so that the pause comes at once.
+    await engine.sync(WeightsUpdate(tmp_path / 'published/00000001', 1))
+    assert not task.done() and len(fake.asked) <= 2
+    await engine.resume()
+    done = await task
+    await engine.shutdown()
+    return done
+
+  done = asyncio.run(main())
+  assert set(done.versions.tolist()) == {1}
+  check(start.ids, done)
+
+
+def test_a_stop_that_begins_before_a_sync_and_ends_after_it_is_found(
+  fake, tmp_path
+):
+  engine = make([fake], tmp_path)
+  start = prompt(engine)
+
+  async def main():
+    await load(engine, 1)
+    fake.delay = 0.01
+
+    async def run(stops):
+      task = asyncio.create_task(once(
+        engine, start.ids, Sampling(max_tokens=40, temperature=0.0,
+                                    stops=stops)
+      ))
+      await until(lambda: fake.running)
+      await asyncio.sleep(0.1)
+      await load(engine, 1)  # the same weights: the text goes on as it was
+      return await task
+
+    free = await run(())
+    text = b''.join(map(Letters().token_bytes, free.ids.tolist())).decode()
+    # The whole completion is the stop: wherever the cut falls, it is inside.
+    stopped = await run((text[:38],))
+    await engine.shutdown()
+    return free, text, stopped
+
+  free, text, stopped = asyncio.run(main())
+  assert stopped.stop == text[:38]
+  assert stopped.ids.tolist() == free.ids[:38].tolist()
+  assert engine.stats()['aborted_requests'] == 2
+  assert engine.stats()['discarded_tokens'] == 2
+
+
+@two
+def test_versions_go_when_every_server_has_a_newer_one(fakes, tmp_path):
+  engine, folder = make(fakes, tmp_path), tmp_path / 'published'
+
+  async def main():
+    await load(engine, 1)
+    await load(engine, 2, seed=1)
+    assert versions(folder) == [2]
+    fakes[1].load_error = 'tensor embed is missing'
+    with pytest.raises(SyncError, match='embed is missing') as e:
+      await load(engine, 3, seed=2)
+    assert fakes[1].url in str(e.value) and 'version 3' in str(e.value)
+    assert versions(folder) == [2, 3]
+    assert engine.version == 2
+    fakes[1].load_error = ''
+    await load(engine, 4, seed=3)
+    assert versions(folder) == [4]
+    # A publication of somebody else's is loaded, and none is deleted.
+    await engine.sync(WeightsUpdate(folder / '00000004', 4))
+    await engine.resume()
+    with pytest.raises(EngineError, match='holds version 4.*expected.*5'):
+      await engine.sync(WeightsUpdate(folder / '00000004', 5))
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_what_a_server_holds_is_reported_as_the_trainer_sums_it(
+  fake, tmp_path
+):
+  engine, params = make([fake], tmp_path), make_params()
+
+  async def main():
+    report = await engine.sync(WeightsUpdate(params, 1))
+    await engine.shutdown()
+    return report
+
+  report = asyncio.run(main())
+  want = sync.manifest(params)
+  assert report.manifest == want == checksum.checksums(
+    {k: v for k, v in sync.decoder.flatten(params).items()})
+  assert report.tensors == len(want) and 'head' not in want
+  assert report.bytes == CFG.n_params * 4
+
+
+@pytest.mark.parametrize('name', ['layers/q', 'head'])
+def test_a_tensor_that_was_not_loaded_is_named(fake, tmp_path, name):
+  engine = make([fake], tmp_path)
+  fake.sums = {name: [1, 2]}
+
+  async def main():
+    with pytest.raises(SyncError, match=f'1 of .* differ:\n  {name}: publ'):
+      await load(engine, 1)
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_cache_that_was_not_dropped_stops_the_run(fake, tmp_path):
+  engine = make([fake], tmp_path)
+  fake.reset_works = False
+
+  async def main():
+    with pytest.raises(SyncError, match=f'{fake.url}.*prefix cache'):
+      await load(engine, 1)
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+@two
+@pytest.mark.parametrize('stale', [None, 0, 1])
+def test_each_server_is_verified(fakes, tmp_path, stale):
+  """A stale cache in either one is found, whatever the server says."""
+  engine, canary = make(fakes, tmp_path), tuple(range(1, 30))
+
+  def trainer(version):
+    return lambda ids: np.array([0.0] + [
+      toy_logps(version, ids[:n].tolist())[i] for n, i in enumerate(ids) if n
+    ])
+
+  async def main():
+    for version in (1, 2):
+      if version == 2 and stale is not None:
+        fakes[stale].keeps_cache = True
+        # Its blocks stand there without a salt.
+        await once(engine.replicas[stale], canary, Sampling(
+          max_tokens=1, temperature=0.0))
+      await sync.sync_and_verify(
+        engine, make_params(version), version, canary, trainer(version), 1e-4
+      )
+
+  if stale is None:
+    asyncio.run(main())
+  else:
+    with pytest.raises(SyncError, match='kept a cache of the old weights'):
+      asyncio.run(main())
+
+
+# --- Failures.
+
+
+@pytest.mark.parametrize('fault', [503, 500, 429, 'hang'])
+def test_a_request_that_failed_is_sent_again_as_it_was(fake, tmp_path, fault):
+  engine = make([fake], tmp_path, timeout=0.5)
+  start = prompt(engine)
+
+  async def main():
+    await load(engine, 0)
+    want = await once(engine, start.ids, Sampling(max_tokens=6, seed=9))
+    del fake.asked[:]
+    fake.faults = [fault]
+    handle = engine.open(start)
+    done = await engine.generate(handle, Sampling(max_tokens=6, seed=9))
+    assert done.ids.tolist() == want.ids.tolist()
+    assert handle.ids == [*start.ids, *done.ids.tolist()]
+    first, second = fake.asked
+    assert first == second
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert engine.stats()['retries'] == 1
+  assert engine.stats()['generated_tokens'] == 12
+
+
+def test_attempts_and_deadlines_end_a_call_with_the_reason(fake, tmp_path):
+  async def main():
+    engine = make([fake], tmp_path / 'a', attempts=2)
+    await load(engine, 0)
+    fake.faults = [503, 503, 503]
+    with pytest.raises(EngineError, match='status 503.*2 attempts'):
+      await once(engine, (1, 2), Sampling(max_tokens=2))
+    assert fake.faults == [503]
+    fake.faults = [400]
+    with pytest.raises(EngineError, match='status 400: planted'):
+      await once(engine, (1, 2), Sampling(max_tokens=2))
+    await engine.shutdown()
+    engine = make([fake], tmp_path / 'b', deadline=0.3)
+    await load(engine, 0)
+    fake.delay = 0.1
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match='config.engine.deadline=0.3'):
+      await once(engine, (1, 2), Sampling(max_tokens=60))
+    assert time.monotonic() - begin < 4
+    # A hold does not count.
+    fake.delay = 0.0
+    await engine.sync(WeightsUpdate(make_params(), 1))
+    task = asyncio.create_task(once(engine, (1, 2), Sampling(max_tokens=2)))
+    await asyncio.sleep(0.5)
+    await engine.resume()
+    assert len((await task).ids) == 2
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_cancelled_call_leaves_the_handle_and_the_server(fake, tmp_path):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 0)
+    fake.delay = 0.02
+    handle = engine.open(prompt(engine))
+    task = asyncio.create_task(
+      engine.generate(handle, Sampling(max_tokens=50))
+    )
+    await until(lambda: fake.running)
+    with pytest.raises(EngineError, match='is generating'):
+      engine.append(handle, [1])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    assert len(handle) == 7
+    fake.delay = 0.0
+    assert len((await engine.generate(handle, Sampling(max_tokens=3))).ids) == 3
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+async def trajectory(engine, i, turns=3):
+  """Generates and appends in turn; [(prefix, completion)]."""
+  handle, out = engine.open(prompt(engine, 5 + i % 3, seed=i)), []
+  for turn in range(turns):
+    before = tuple(handle.ids)
+    done = await engine.generate(handle, Sampling(max_tokens=6, seed=i))
+    assert handle.ids == [*before, *done.ids.tolist()]
+    out.append((before, done))
+    engine.append(handle, [turn, i])
+  engine.close(handle)
+  return out
+
+
+async def fleet(engine, n, **fields):
+  """n trajectories at once; every token of theirs is as its version says."""
+  ended = await asyncio.gather(*[
+    trajectory(engine, i, **fields) for i in range(n)
+  ])
+  for turns in ended:
+    for before, done in turns:
+      assert len(done.ids) == 6
+      check(before, done)
+  return ended
+
+
+def test_a_server_killed_in_the_middle_comes_back_with_the_weights(
+  fake, tmp_path
+):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 4)
+    want = await fleet(engine, 16)
+    fake.delay = 0.01
+    rollout = asyncio.create_task(fleet(engine, 16))
+    await until(lambda: len(fake.running) > 8)
+    await asyncio.to_thread(fake.kill)
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(fake.start)
+    ended = await rollout
+    await engine.shutdown()
+    return want, ended
+
+  want, ended = asyncio.run(main())
+  # The same trajectories as without the accident, each once.
+  assert [[d.ids.tolist() for _, d in t] for t in ended] == [
+    [d.ids.tolist() for _, d in t] for t in want]
+  assert {v for t in ended for _, d in t for v in d.versions.tolist()} == {4}
+  assert engine.stats()['restarts'] == 1 and fake.loaded.version == 4
+
+
+def test_a_restart_that_no_request_saw_is_told_by_the_models_name(
+  fake, tmp_path
+):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 4)
+    await once(engine, (1, 2), Sampling(max_tokens=2))
+    await asyncio.to_thread(fake.kill)
+    await asyncio.to_thread(fake.start)
+    done = await once(engine, (1, 2), Sampling(max_tokens=5))
+    check((1, 2), done)
+    # Again, and now a sync is the first to see it.
+    await asyncio.to_thread(fake.kill)
+    await asyncio.to_thread(fake.start)
+    await load(engine, 5, seed=1)
+    check((1, 2), await once(engine, (1, 2), Sampling(max_tokens=5)))
+    await engine.shutdown()
+    return done
+
+  assert set(asyncio.run(main()).versions.tolist()) == {4}
+  assert engine.stats()['restarts'] == 2
+
+
+def test_a_restarted_server_that_cannot_be_loaded_stops_the_run(
+  fake, tmp_path
+):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 4)
+    await asyncio.to_thread(fake.kill)
+    await asyncio.to_thread(fake.start)
+    fake.sums = {'final_norm': [0, 0]}
+    with pytest.raises(SyncError, match='version 4.*\n  final_norm'):
+      await fleet(engine, 4)
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+@two
+def test_the_other_server_takes_over_and_the_lost_one_comes_back(
+  fakes, tmp_path
+):
+  engine = make(fakes, tmp_path)
+
+  async def main():
+    await load(engine, 2)
+    for fake in fakes:
+      fake.delay = 0.01
+    rollout = asyncio.create_task(fleet(engine, 12))
+    await until(lambda: len(fakes[0].running) > 3)
+    await asyncio.to_thread(fakes[0].kill)
+    await rollout
+    assert fakes[1].most_running > 6
+    await asyncio.to_thread(fakes[0].start)
+    await until(lambda: fakes[0].loaded is not None)
+    del fakes[0].asked[:]
+    await asyncio.sleep(0.1)
+    await fleet(engine, 12)
+    assert len(fakes[0].asked) >= 12
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+@two
+def test_load_is_balanced_and_a_handle_stays_with_its_cache(fakes, tmp_path):
+  engine = make(fakes, tmp_path)
+
+  async def main():
+    await load(engine, 0)
+    for fake in fakes:
+      fake.delay = 0.005
+      del fake.asked[:]
+    await fleet(engine, 10)
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert [len(f.asked) for f in fakes] == [15, 15]
+  assert [f.most_running for f in fakes] == [5, 5]
+  first = [{tuple(b['prompt'][:5]) for b in f.asked} for f in fakes]
+  assert not first[0] & first[1]
+  # All but the last block of what a turn sees was seen by the turn before.
+  stats = engine.stats()
+  assert stats['prefix_tokens'] > 0.5 * stats['prefilled_tokens']
+
+
+def test_a_fork_goes_where_the_prefix_is(fakes, tmp_path):
+  engine = make(fakes, tmp_path)
+
+  async def main():
+    await load(engine, 0)
+    handle = engine.open(prompt(engine, 20))
+    await engine.generate(handle, Sampling(max_tokens=4))
+    before = engine.stats()['prefix_tokens']
+    child = engine.fork(handle)
+    await engine.generate(child, Sampling(max_tokens=4))
+    assert engine.stats()['prefix_tokens'] - before == 16
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_prefixes_are_salted_by_version(fake, tmp_path):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    for version in (1, 2):
+      await load(engine, version)
+      await once(engine, (1, 2), Sampling(max_tokens=1))
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert [b['cache_salt'] for b in fake.asked] == ['v1', 'v2']
+
+
+def test_a_sleeping_engine_holds_its_calls(fake, tmp_path):
+  engine = make([fake], tmp_path, sleep=True)
+
+  async def main():
+    await load(engine, 1)
+    fake.delay = 0.01
+    task = asyncio.create_task(trajectory(engine, 0, turns=1))
+    await until(lambda: fake.running)
+    await asyncio.sleep(0.03)
+    await engine.rest()
+    assert fake.asleep and not fake.running
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    await engine.wake()
+    assert not fake.asleep
+    (before, done), = await task
+    check(before, done)
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
+  fake.paused = fake.asleep = True
+  engine = make([fake], tmp_path)
+
+  async def main():
+    # As sync.py does: a probe of what is there comes first.
+    async with asyncio.timeout(5):
+      await once(engine, (1, 2), Sampling(max_tokens=1, probe=True))
+    await load(engine, 1)
+    check((1, 2), await once(engine, (1, 2), Sampling(max_tokens=3)))
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+# --- Strangers.
+
+
+@pytest.mark.parametrize('fields, message', [
+  (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*engines.sidecar"),
+  (dict(max_len=64), 'holds 64 tokens.*config.engine.max_len=64'),
+  (dict(dev=False), 'VLLM_SERVER_DEV_MODE=1.*engines.sidecar'),
+  (dict(tokenizer_shift=1), 'another tokenizer'),
+  (dict(vocab_size=91), 'vocab_size=91; expected 90'),
+  (dict(n_layers=3), 'n_layers=3; expected 2'),
+  (dict(dtype='bfloat16'), "dtype='bfloat16'; expected 'float32'"),
+], ids=lambda x: next(iter(x)) if isinstance(x, dict) else '')
+def test_a_server_that_is_not_ours_is_refused(fake, tmp_path, fields, message):
+  for name, value in fields.items():
+    if name in families.FIELDS:
+      fake.describes['model'][name] = value
+    elif name == 'dtype':
+      fake.describes['dtype'] = value
+    else:
+      setattr(fake, name, value)
+  engine = make([fake], tmp_path)
+
+  async def main():
+    with pytest.raises(EngineError, match=message) as e:
+      await load(engine, 1)
+    assert fake.url in str(e.value)
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert fake.loaded is None
+
+
+def test_a_server_that_hides_its_cache_is_refused(fake, tmp_path):
+  engine, fake.details = make([fake], tmp_path), False
+
+  async def main():
+    await load(engine, 1)
+    with pytest.raises(EngineError, match='prompt-tokens-details'):
+      await once(engine, (1, 2), Sampling(max_tokens=1))
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_nobody_there_and_no_url(fake, tmp_path):
+  engine = make([fake], tmp_path, start_seconds=0.5)
+  fake.kill()
+
+  async def main():
+    with pytest.raises(EngineError, match=f'{fake.url}.*start_seconds=0.5'):
+      await load(engine, 1)
+    await engine.shutdown()
+
+  asyncio.run(main())
+  fake.start()
+  with pytest.raises(EngineError, match="'127.0.0.1:80' is no URL"):
+    VllmEngine(
+      CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path
+    )
+
+
+def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    with pytest.raises(EngineError, match='call sync first'):
+      await engine.generate(
+        engine.open(Prompt((1,))), Sampling(max_tokens=1)
+      )
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert fake.asked == []
+
+
+def test_an_adapter_is_refused(fake, tmp_path):
+  engine = make([fake], tmp_path)
+  update = dataclasses.replace(
+    WeightsUpdate(make_params(), 1), kind='adapter'
+  )
+  with pytest.raises(EngineError, match='adapter'):
+    asyncio.run(engine.sync(update))
