@@ -5,12 +5,21 @@
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import hmac
 import math
+import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import (
+  AsyncIterator,
+  Callable,
+  Coroutine,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any
 
 import fastapi
@@ -20,17 +29,14 @@ import psutil
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import ClientDisconnect
 
-from retrieval import metrics, protocol
+from retrieval import files, metrics, protocol
 from retrieval.batcher import Batcher
 from retrieval.core import LocalSearcher, Searcher
 from retrieval.protocol import Limits, Rejected, bad_request
 
 LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+_COMPILERS = 8  # threads; XLA compiles one program in about one
 _OPEN = ('/health', '/ready')  # answered without the token, telling less
-# Sizes of batch and of query that are searched before /ready says so: whatever
-# compiles for a shape has then compiled.
-_WARM_QUERIES = (1, 8, 32, 128)
-_WARM_WORDS = (4, 16, 50)
 
 
 class Traffic:
@@ -199,6 +205,7 @@ def create_app(
   limits: Limits,
   *,
   local: LocalSearcher | None = None,
+  programs: Sequence[Callable[[], None]] = (),
   token: str | None = None,
   loopback: bool = False,
 ) -> fastapi.FastAPI:
@@ -209,6 +216,8 @@ def create_app(
     limits: the bounds.
     local: the corpus and index behind `searcher`, which are warmed up:
       searches that cost nothing. None: the searcher itself, if it is one.
+    programs: calls that compile what searches will run, as `DenseJax` and
+      `Encoder` list them; it is ready after them.
     token: what /retrieve, /metrics and /stats ask for; None: nothing, and
       pages of other sites in a browser on this machine are refused.
     loopback: it is reached by names of this machine alone.
@@ -232,7 +241,9 @@ def create_app(
   @contextlib.asynccontextmanager
   async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
     batcher.start()
-    app.state.warm = asyncio.create_task(_warm(batcher, local, limits))
+    app.state.warm = asyncio.create_task(
+      _warm(batcher, local, limits, programs)
+    )
     yield
     app.state.warm.cancel()
     await asyncio.gather(app.state.warm, return_exceptions=True)
@@ -319,17 +330,33 @@ def create_app(
 
 
 async def _warm(
-  batcher: Batcher, local: LocalSearcher | None, limits: Limits
+  batcher: Batcher, local: LocalSearcher | None, limits: Limits,
+  programs: Sequence[Callable[[], None]],
 ) -> None:
+  if programs:
+    await _compile(programs)
   if local is None:
     return
-  sizes = {n for n in _WARM_QUERIES if n < limits.max_queries}
-  for size in sorted(sizes | {limits.max_queries}):
-    for words in _WARM_WORDS:
-      queries = [f'{i}{" warm" * (words - 1)}' for i in range(size)]
-      await batcher.call(
-        lambda: local.index.search(queries, limits.topk)  # noqa: B023
-      )
+  for size in sorted({1, limits.max_queries}):
+    queries = [f'{i} warm' for i in range(size)]
+    await batcher.call(
+      lambda: local.index.search(queries, limits.topk)  # noqa: B023
+    )
+
+
+async def _compile(programs: Sequence[Callable[[], None]]) -> None:
+  loop = asyncio.get_running_loop()
+  pool = concurrent.futures.ThreadPoolExecutor(
+    min(_COMPILERS, os.cpu_count() or 1), 'compile'
+  )
+  try:
+    with files.progress(len(programs), 'compile', unit=' programs') as bar:
+      tasks = [loop.run_in_executor(pool, program) for program in programs]
+      for task in asyncio.as_completed(tasks):
+        await task
+        bar.update()
+  finally:
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _deadline_s(http: fastapi.Request, limits: Limits) -> float:

@@ -9,11 +9,13 @@ normalisation are what it says; arguments override both.
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
+import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -54,12 +56,15 @@ FAMILIES = {
 }
 POOLINGS = ('mean', 'cls')
 DTYPES = ('float32', 'bfloat16')
+_QUERY_LENGTH, _PASSAGE_LENGTH = 256, 180  # where the model has as many
 
 # Padded lengths. On CPU padding costs as much as text; an accelerator would
-# rather have few programs.
+# rather have few programs. So would a server for its queries, all of whose
+# programs compile before it is ready: few are longer than 32 tokens.
 _CPU_LENGTHS = (
   *range(8, 33, 4), *range(40, 65, 8), *range(80, 257, 16), *range(288, 513, 32)
 )
+_CPU_QUERY_LENGTHS = (12, 16, 24, 32, 48, 64, 128, 256, 512)
 _LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512)
 _CPU_TOKENS, _TOKENS = 1024, 32768  # of one batch
 _TOKENIZER_FILES = ('tokenizer.json', 'vocab.txt', 'tokenizer_config.json')
@@ -179,38 +184,106 @@ class Tokens:
     return tokenizer
 
   def batches(
-    self, lengths: Sequence[int], limit: int
+    self, lengths: Sequence[int], limit: int, query: bool = False
   ) -> Iterator[tuple[np.ndarray, int, int]]:
     """Splits texts into batches of few shapes, little of them padding.
 
     Args:
       lengths: [N] tokens of each text, <= limit.
       limit: the longest a text can be.
+      query: the texts are queries: fewer shapes.
 
     Yields:
       (positions [n] in `lengths`, R, T): texts for the first n <= R rows of a
       batch of R x T tokens.
     """
-    ladder = _CPU_LENGTHS if self._cpu else _LENGTHS
+    ladder = self._ladder(limit, query)
     order = np.argsort(-np.asarray(lengths), kind='stable')
     start = 0
     while start < len(order):
-      left = len(order) - start
-      longest = lengths[order[start]]
-      T = min([t for t in ladder if t >= longest] + [limit])
-      most = 1 << max(0, (self._tokens // T).bit_length() - 1)
-      sizes = [r for r in (1, 8, 32, 128, 512) if r < most] + [most]
-      R = min([r for r in sizes if r >= left], default=most)
-      # Rows of padding are free on an accelerator and cost like text on CPU.
-      if self._cpu and left < 0.75 * R:
-        R = max([r for r in sizes if r <= left])
+      T = min(t for t in ladder if t >= lengths[order[start]])
+      R = self._rows(T, len(order) - start)
       yield order[start : start + R], R, T
       start += R
+
+  def shapes(
+    self, count: int, limit: int, query: bool = False
+  ) -> list[tuple[int, int]]:
+    """Every (R, T) that `batches` makes of at most `count` texts."""
+    return sorted({
+      (self._rows(T, left), T)
+      for T in self._ladder(limit, query)
+      for left in range(1, min(count, self._most(T)) + 1)
+    })
+
+  def _ladder(self, limit: int, query: bool) -> list[int]:
+    lengths = _LENGTHS
+    if self._cpu:
+      lengths = _CPU_QUERY_LENGTHS if query else _CPU_LENGTHS
+    return [t for t in lengths if t < limit] + [limit]
+
+  def _most(self, T: int) -> int:
+    """Rows of the largest batch."""
+    return 1 << max(0, (self._tokens // T).bit_length() - 1)
+
+  def _rows(self, T: int, left: int) -> int:
+    """Rows of the next batch where `left` texts of T tokens are left."""
+    most = self._most(T)
+    sizes = [r for r in (1, 8, 32, 128, 512) if r < most] + [most]
+    # Rows of padding are free on an accelerator and cost like text on CPU.
+    if not self._cpu and len(sizes) > 1:
+      sizes.remove(1)
+    R = min([r for r in sizes if r >= left], default=most)
+    if self._cpu and left < 0.75 * R:
+      R = max([r for r in sizes if r <= left])
+    return R
 
 
 def data_mesh() -> Mesh:
   """All devices of this process in a row."""
   return Mesh(np.array(jax.local_devices()), ('data',))
+
+
+def keep_programs(folder: str | os.PathLike | None) -> None:
+  """Keeps compiled programs on the disk: the next process has them at once.
+
+  To be called before anything compiles. Processes may share the folder: an
+  entry is told by program, options, versions and device, and one that cannot
+  be read is compiled anew. Each kind of CPU has a folder of its own, since a
+  program may hold instructions that another kind lacks.
+
+  Args:
+    folder: where; '' keeps none. None: where JAX is told to
+      (JAX_COMPILATION_CACHE_DIR), else searchrl_retrieval in the user's cache
+      folder (XDG_CACHE_HOME, else ~/.cache).
+
+  Raises:
+    OSError: the folder cannot be made or written.
+  """
+  if folder is None:
+    folder = jax.config.jax_compilation_cache_dir or pathlib.Path(
+      os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache',
+      'searchrl_retrieval',
+    )
+  if not folder:
+    jax.config.update('jax_enable_compilation_cache', False)
+    return
+  cpu = platform.machine()
+  if os.path.exists('/proc/cpuinfo'):
+    with open('/proc/cpuinfo') as file:
+      cpu += ''.join(sorted({
+        line for line in file
+        if line.startswith(('model name', 'flags', 'Features', 'CPU part'))
+      }))
+  name = hashlib.sha256(cpu.encode()).hexdigest()[:16]
+  path = pathlib.Path(folder, name)
+  # Programs are run as they are: nobody else may put one here.
+  path.mkdir(mode=0o700, parents=True, exist_ok=True)
+  if not os.access(path, os.W_OK):
+    raise PermissionError(f'{path}: cannot be written')
+  jax.config.update('jax_compilation_cache_dir', str(path))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
 def clean(text: str) -> str:
@@ -236,13 +309,13 @@ class Encoder:
     path: str | os.PathLike,
     *,
     family: str = 'auto',
-    dtype: str = 'float32',
+    dtype: str = 'auto',
     pooling: str | None = None,
     normalise: bool | None = None,
     query_prefix: str | None = None,
     passage_prefix: str | None = None,
-    query_length: int = 256,
-    passage_length: int = 180,
+    query_length: int | None = None,
+    passage_length: int | None = None,
     batch: int | None = None,
   ):
     """Loads a checkpoint folder onto all devices of this process.
@@ -250,19 +323,22 @@ class Encoder:
     Args:
       path: config.json, *.safetensors, and tokenizer.json or vocab.txt.
       family: a key of `FAMILIES`, or 'auto': see the module.
-      dtype: of parameters and activations: float32, or bfloat16 for
-        accelerators. Vectors come out in float32.
+      dtype: of parameters and activations: float32, bfloat16, or auto:
+        float32 on CPU, bfloat16 on accelerators. Vectors come out in float32.
       pooling, normalise, query_prefix, passage_prefix: instead of what the
         folder and its family say.
-      query_length, passage_length: tokens kept, [CLS] and [SEP] included.
+      query_length, passage_length: tokens kept, [CLS] and [SEP] included;
+        None: 256 and 180, or all positions of a model that has fewer.
       batch: the most tokens of a batch; None: what suits the device.
 
     Raises:
       FileNotFoundError, ValueError: see `bert.load`, `tell_family`, `Tokens`.
     """
     path = pathlib.Path(path)
+    if dtype == 'auto':
+      dtype = DTYPES[jax.default_backend() != 'cpu']
     if dtype not in DTYPES:
-      raise ValueError(f'dtype={dtype!r}; expected {" or ".join(DTYPES)}')
+      raise ValueError(f'dtype={dtype!r}; expected auto, {", ".join(DTYPES)}')
     if pooling not in (None, *POOLINGS):
       raise ValueError(f'pooling={pooling!r}; expected {", ".join(POOLINGS)}')
     self.cfg = bert.read_config(path)
@@ -276,6 +352,11 @@ class Encoder:
       **_modules(path) | {k: v for k, v in given.items() if v is not None},
     )
     self.tokens = Tokens(path, self.cfg, batch)
+    positions = self.cfg.max_position_embeddings
+    if query_length is None:
+      query_length = min(_QUERY_LENGTH, positions)
+    if passage_length is None:
+      passage_length = min(_PASSAGE_LENGTH, positions)
     self._kinds = {
       'query': self.tokens.to_length('query_length', query_length),
       'passage': self.tokens.to_length('passage_length', passage_length),
@@ -339,12 +420,35 @@ class Encoder:
     found = tokenizer.encode_batch_fast([prefix + clean(t) for t in texts])
     rows = [encoding.ids for encoding in found]
     limit = tokenizer.truncation['max_length']
-    for at, R, T in self.tokens.batches([len(row) for row in rows], limit):
+    for at, R, T in self.tokens.batches(
+      [len(row) for row in rows], limit, kind == 'query'
+    ):
       ids, lengths = np.zeros((R, T), np.int32), np.ones(R, np.int32)
       for r, i in enumerate(at):
         ids[r, : len(rows[i])] = rows[i]
         lengths[r] = len(rows[i])
       yield at, ids, lengths
+
+  def shapes(self, count: int) -> list[tuple[int, int]]:
+    """Every [R, T] that `batches` makes of at most `count` queries."""
+    return self.tokens.shapes(count, self.query_length, query=True)
+
+  def programs(self, count: int) -> list[Callable[[], None]]:
+    """Calls, each of which compiles one program or loads it from the disk.
+
+    They may run in any threads. After all of them, `encode_queries` compiles
+    nothing for at most `count` queries of any length.
+    """
+    return [
+      functools.partial(self._compile, *shape) for shape in self.shapes(count)
+    ]
+
+  def _compile(self, R: int, T: int) -> None:
+    self._embed.lower(self.params, *self.blank(R, T)).compile()
+
+  def blank(self, R: int, T: int) -> tuple[jax.Array, jax.Array]:
+    """What `embed` takes, of that shape: a batch to compile for."""
+    return put(self.mesh, np.zeros((R, T), np.int32), np.ones(R, np.int32))
 
   def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
     """float32 [Q, D] of Q queries."""

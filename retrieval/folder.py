@@ -123,16 +123,7 @@ def open_index(
   """
   kind, _, factory = name.partition(':')
   path, indexes = folder.path, folder.manifest['indexes']
-  there = dict.fromkeys(indexes)
-  if folder.vectors is not None:
-    there['dense_jax'] = None  # needs nothing else
-  if name not in there:
-    raise FolderError(
-      f'{path}: no index {name!r}; there are: '
-      f'{", ".join(map(ascii, there)) or "none"}. '
-      f'Names are {", ".join(KINDS)}. Make it: '
-      + _command(folder.manifest['corpus']['source'], path, name)
-    )
+  _require_index(folder, name)
   if kind == 'bm25':
     from retrieval.bm25 import BM25Index
 
@@ -142,7 +133,7 @@ def open_index(
       path, 'bm25 was built otherwise', 'bm25.', asked, index.parameters
     )
   else:
-    encoder = _encoder(folder, name, encoder)
+    encoder = open_encoder(folder, name, encoder)
     if kind == 'dense_jax':
       from retrieval.dense_jax import DenseJax
 
@@ -172,10 +163,41 @@ def open_index(
   return index
 
 
-def _encoder(folder: IndexFolder, name: str, encoder: Any) -> Any:
-  """The encoder, of the model that made the vectors behind an index."""
+def _require_index(folder: IndexFolder, name: str) -> None:
+  there = dict.fromkeys(folder.manifest['indexes'])
+  if folder.vectors is not None:
+    there['dense_jax'] = None  # needs nothing else
+  if name not in there:
+    raise FolderError(
+      f'{folder.path}: no index {name!r}; there are: '
+      f'{", ".join(map(ascii, there)) or "none"}. '
+      f'Names are {", ".join(KINDS)}. Make it: '
+      + _command(folder.manifest['corpus']['source'], folder.path, name)
+    )
+
+
+def stated_encoder(folder: IndexFolder, name: str) -> dict[str, Any] | None:
+  """What the manifest says of the encoder behind an index."""
   stated = folder.manifest['indexes'].get(name, {}).get('encoder')
-  stated = stated or (folder.manifest['vectors'] or {}).get('encoder')
+  return stated or (folder.manifest['vectors'] or {}).get('encoder')
+
+
+def open_encoder(
+  folder: IndexFolder, name: str, encoder: Any, **options: Any
+) -> Any:
+  """The query encoder of an index: of the model that made its vectors.
+
+  Args:
+    folder: see `open_folder`.
+    name: of the index.
+    encoder: the folder of the model, or an encoder that is there already.
+    options: of one that is opened: dtype, query_length.
+
+  Raises:
+    FolderError: there is no such index, or it is not that model.
+  """
+  _require_index(folder, name)
+  stated = stated_encoder(folder, name)
   if not stated:
     raise FolderError(
       f'{folder.path}: manifest.json does not say which encoder made {name}. '
@@ -191,7 +213,7 @@ def _encoder(folder: IndexFolder, name: str, encoder: Any) -> Any:
     from retrieval.encoder import Encoder
 
     settings = {key: stated[key] for key in _SETTINGS if key in stated}
-    encoder = Encoder(encoder, **settings)
+    encoder = Encoder(encoder, **settings, **options)
   _require_same(
     folder.path, f'{name} was made with another encoder', 'encoder.', stated,
     dict(encoder.parameters),

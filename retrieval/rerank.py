@@ -5,9 +5,10 @@ BERT with a pooler and one label, as the ms-marco models have it. Scores are
 its logits; a sigmoid would not change the order.
 """
 
+import functools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +21,15 @@ from retrieval.core import Index
 from retrieval.encoder import DTYPES, Tokens, clean, data_mesh, put, sha256
 from retrieval.metrics import stage
 
+_LENGTH = 512  # tokens of a pair, where the model has as many
+
 
 class CrossEncoder:
   """Scores pairs of a query and a passage."""
 
   def __init__(
     self, path: str | os.PathLike, *, dtype: str = 'float32',
-    length: int = 512, batch: int | None = None,
+    length: int | None = None, batch: int | None = None,
   ):
     """Loads a BertForSequenceClassification of one label.
 
@@ -34,8 +37,9 @@ class CrossEncoder:
       path: a folder with config.json, *.safetensors and a tokenizer.
       dtype: of parameters and activations: float32, or bfloat16 for
         accelerators.
-      length: tokens of a pair, special ones included. The passage is cut; a
-        query only where it alone is longer.
+      length: tokens of a pair, special ones included; None: 512, or all
+        positions of a model that has fewer. The passage is cut; a query only
+        where it alone is longer.
       batch: the most tokens of a batch; None: what suits the device.
 
     Raises:
@@ -50,6 +54,8 @@ class CrossEncoder:
         f'{path}: type_vocab_size={self.cfg.type_vocab_size}; a pair needs 2'
       )
     self._tokens = Tokens(path, self.cfg, batch)
+    if length is None:
+      length = min(_LENGTH, self.cfg.max_position_embeddings)
     self._tokenizer = self._tokens.to_length('length', length)
     self._tokenizer.no_truncation()  # a pair is cut here, see _encode
     self.length, self.dtype = length, dtype
@@ -86,6 +92,22 @@ class CrossEncoder:
     for at, logits in done:
       out[at] = np.asarray(logits)[: len(at)]
     return out
+
+  def programs(self, count: int) -> list[Callable[[], None]]:
+    """Calls, each of which compiles one program or loads it from the disk.
+
+    They may run in any threads. After all of them, `score` compiles nothing
+    for at most `count` pairs.
+    """
+    return [
+      functools.partial(self._compile, *shape)
+      for shape in self._tokens.shapes(count, self.length)
+    ]
+
+  def _compile(self, R: int, T: int) -> None:
+    ids, size = np.zeros((R, T), np.int32), np.ones(R, np.int32)
+    ids, types, size = put(self._mesh, ids, ids, size)
+    self._logits.lower(self._params, ids, size, types).compile()
 
   def _encode(self, pairs: Sequence[tuple[str, str]]) -> list:
     """[CLS] query [SEP] passage [SEP], the passage cut to fit."""

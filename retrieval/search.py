@@ -23,7 +23,7 @@ from retrieval.bm25 import STEMMERS, STOP_WORDS, Analyzer, BM25Index
 from retrieval.client import Hit, RetrievalError, health_sync, retrieve_sync
 from retrieval.core import Index, LocalSearcher
 from retrieval.corpus import Corpus, read_corpus, split_contents
-from retrieval.folder import open_folder, open_index
+from retrieval.folder import open_encoder, open_folder, open_index
 
 # Passages come from outside: an escape sequence must not reach a terminal.
 _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
@@ -45,14 +45,18 @@ def search_corpus(
 
 def search_folder(
   path: str, name: str, queries: Sequence[str], k: int,
-  encoder: str | None = None,
+  encoder: str | None = None, query_length: int | None = None,
 ) -> tuple[list[list[Hit]], Analyzer]:
   """Asks an index of a folder; `encoder` is the model of a dense one.
+
+  It reads the first `query_length` tokens of a query; None: see `Encoder`.
 
   Raises:
     ValueError, RuntimeError, OSError: the folder cannot be used; says why.
   """
   folder = open_folder(path)
+  if name != 'bm25':
+    encoder = open_encoder(folder, name, encoder, query_length=query_length)
   index = open_index(folder, name, encoder=encoder)
   hits = _hits(folder.corpus, index, queries, k)
   return hits, getattr(index, 'analyzer', None) or Analyzer()
@@ -132,6 +136,9 @@ def define_flags() -> None:
   flags.DEFINE_string('index_folder', None, 'Index folder to search instead.')
   flags.DEFINE_string('index', 'bm25', 'Which index of --index_folder.')
   flags.DEFINE_string('encoder', None, 'Model folder, for its dense indexes.')
+  flags.DEFINE_integer(
+    'query_length', None, 'Tokens that it reads; 256, or all that it can.', 3
+  )
   flags.DEFINE_integer('topk', 3, 'Passages for each query.', 1)
   flags.DEFINE_float('k1', 1.2, 'BM25, with --corpus.', 0)
   flags.DEFINE_float('b', 0.75, 'BM25, with --corpus.', 0, 1)
@@ -154,7 +161,8 @@ def main(argv: Sequence[str]) -> int:
       found, analyzer = search_server(args.url, queries, args.topk)
     elif args.index_folder:
       found, analyzer = search_folder(
-        args.index_folder, args.index, queries, args.topk, args.encoder
+        args.index_folder, args.index, queries, args.topk, args.encoder,
+        args.query_length,
       )
     else:
       found, analyzer = search_corpus(

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import fastapi
 import uvicorn
@@ -52,6 +52,7 @@ _NEEDS = {  # flag -> flags that mean nothing without it
     'index', 'encoder', 'precision', 'nprobe', 'ef_search', 'milvus_uri',
     'rerank', 'rerank_n',
   ),
+  'encoder': ('dtype', 'query_length'),
   'corpus': ('k1', 'b', 'stemmer', 'stop_words'),
   'web': (
     'web_mode', 'web_rate', 'web_concurrency', 'web_max_calls', 'web_max_cost',
@@ -60,6 +61,9 @@ _NEEDS = {  # flag -> flags that mean nothing without it
   'replay': ('replay_identity',),
   'rerank': ('rerank_n',),
 }
+# With --topk, the topk whose programs compile before the server is ready.
+# Of 16 or fewer all have the programs of one of these (see `dense_jax`).
+WARM_TOPK = (1, 3, 5, 10)
 _STOP_S = 10.0  # what a stop grants to requests already taken
 
 
@@ -214,6 +218,16 @@ def define_flags() -> None:
   )
   flags.DEFINE_string('encoder', None, 'Folder of the query encoder.')
   flags.DEFINE_enum(
+    'dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'Of its arithmetic.'
+  )
+  flags.DEFINE_integer(
+    'query_length', None, 'Tokens that it reads; 256, or all that it can.', 3
+  )
+  flags.DEFINE_string(
+    'compile_cache', None, "Folder of compiled programs, '' for none; else "
+    '$JAX_COMPILATION_CACHE_DIR, or ~/.cache/searchrl_retrieval.'
+  )
+  flags.DEFINE_enum(
     'precision', 'float32', ['float32', 'bfloat16', 'int8'], 'Of dense_jax.'
   )
   flags.DEFINE_integer('nprobe', None, 'Cells searched, of FAISS IVF.', 1)
@@ -272,8 +286,10 @@ def define_flags() -> None:
   )
 
 
-def open_searcher(args) -> tuple[Searcher, LocalSearcher | None]:
-  """What the flags name, and the corpus and index behind it.
+def open_searcher(
+  args,
+) -> tuple[Searcher, LocalSearcher | None, list[Callable[[], None]]]:
+  """What the flags name, the corpus and index behind it, its programs.
 
   Raises:
     ValueError, OSError, RuntimeError: it cannot be used; the message says why.
@@ -282,12 +298,13 @@ def open_searcher(args) -> tuple[Searcher, LocalSearcher | None]:
     from retrieval.cache import Recorded
 
     identity = args.replay_identity
-    return Recorded(None, args.replay, 'replay', identity=identity), None
-  local = None
+    return Recorded(None, args.replay, 'replay', identity=identity), None, []
+  local, programs = None, []
   if args.web:
     searcher = _web(args)
   else:
-    searcher = local = _corpus(args) if args.corpus else _folder(args)
+    local, programs = _corpus(args) if args.corpus else _folder(args)
+    searcher = local
   record = args.record
   if args.web and not record:
     # What was paid for is not asked again because its client has gone.
@@ -298,7 +315,7 @@ def open_searcher(args) -> tuple[Searcher, LocalSearcher | None]:
     from retrieval.cache import Recorded
 
     searcher = Recorded(searcher, record, 'record')
-  return searcher, local
+  return searcher, local, programs
 
 
 def _web(args) -> Searcher:
@@ -317,52 +334,74 @@ def _web(args) -> Searcher:
   )
 
 
-def _folder(args) -> LocalSearcher:
-  from retrieval.folder import open_folder, open_index
+def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
+  from retrieval import folder as folders
 
-  kinds = {name.partition(':')[0] for name in args.index}
+  kinds = [name.partition(':')[0] for name in args.index]
   for kind, options in _OPTIONS.items():
     for flag in options.values():
       if args[flag].present and kind not in kinds:
         raise ValueError(f'--{flag} is of {kind}, which no --index names')
-  folder, indexes = open_folder(args.index_folder), []
-  for name in args.index:
-    taken = _OPTIONS.get(name.partition(':')[0], {})
+  if args.rerank or args.encoder and {*kinds} != {'bm25'}:
+    from retrieval.encoder import keep_programs
+
+    try:
+      keep_programs(args.compile_cache)
+    except OSError as error:
+      _say(f'WARNING: programs are not kept (--compile_cache): {error}')
+  folder = folders.open_folder(args.index_folder)
+  indexes, encoders = [], {}
+  for kind, name in zip(kinds, args.index):
     options = {
-      n: args[flag].value for n, flag in taken.items()
+      n: args[flag].value for n, flag in _OPTIONS.get(kind, {}).items()
       if args[flag].value is not None
     }
-    indexes.append(open_index(folder, name, encoder=args.encoder, **options))
-  index = indexes[0]
+    encoder = None
+    if kind != 'bm25' and args.encoder:
+      stated = repr(folders.stated_encoder(folder, name))
+      if stated not in encoders:  # one for all indexes that it made
+        encoders[stated] = folders.open_encoder(
+          folder, name, args.encoder, dtype=args.dtype,
+          query_length=args.query_length,
+        )
+      encoder = encoders[stated]
+    indexes.append(folders.open_index(folder, name, encoder=encoder, **options))
+  # What is asked of an index, and so of its programs.
+  ks = {k for k in (*WARM_TOPK, args.topk) if k <= args.max_topk}
+  index, programs = indexes[0], []
+  if args.rerank:
+    ks = {args.rerank_n}
   if len(indexes) > 1:
     from retrieval.hybrid import Hybrid
 
     index = Hybrid(indexes)
+    ks = {index.depth}
+  for kind, part in zip(kinds, indexes):
+    if kind == 'dense_jax':
+      programs += part.programs(args.max_queries, ks)
+  if {*kinds} - {'bm25', 'dense_jax'}:  # they search with ready vectors
+    for encoder in encoders.values():
+      programs += encoder.programs(args.max_queries)
   if args.rerank:
     from retrieval.rerank import CrossEncoder, Rerank
 
-    index = Rerank(
-      index, folder.corpus.contents, CrossEncoder(args.rerank), args.rerank_n
-    )
+    model = CrossEncoder(args.rerank)
+    index = Rerank(index, folder.corpus.contents, model, args.rerank_n)
+    programs += model.programs(args.max_queries * args.rerank_n)
   _say(f'{len(index)} passages of {args.index_folder}: {index.name}')
-  return LocalSearcher(folder.corpus, index)
+  return LocalSearcher(folder.corpus, index), programs
 
 
-def _corpus(args) -> LocalSearcher:
+def _corpus(args) -> tuple[LocalSearcher, list]:
   corpus = read_corpus(args.corpus)
   begun = time.time()
   index = BM25Index(
-    corpus.contents,
-    k1=args.k1,
-    b=args.b,
-    stemmer=args.stemmer,
+    corpus.contents, k1=args.k1, b=args.b, stemmer=args.stemmer,
     stop_words=args.stop_words,
   )
-  _say(
-    f'{len(corpus)} passages of {args.corpus} indexed in '
-    f'{time.time() - begun:.1f} s'
-  )
-  return LocalSearcher(corpus, index)
+  seconds = time.time() - begun
+  _say(f'{len(corpus)} passages of {args.corpus} indexed in {seconds:.1f} s')
+  return LocalSearcher(corpus, index), []
 
 
 def main(argv: Sequence[str]) -> int:
@@ -413,14 +452,14 @@ def main(argv: Sequence[str]) -> int:
       '--host=127.0.0.1, --token_file, or a firewall.'
     )
   try:
-    searcher, local = open_searcher(args)
+    searcher, local, programs = open_searcher(args)
   except (ValueError, OSError, RuntimeError) as error:
     return _fail(str(error))
   limits = Limits(
     **{f.name: args[f.name].value for f in dataclasses.fields(Limits)}
   )
   app = create_app(
-    searcher, limits, local=local, token=token,
+    searcher, limits, local=local, programs=programs, token=token,
     loopback=args.host in LOOPBACK,
   )
   return _serve(app, sock, args, port)

@@ -694,6 +694,59 @@ def test_ready_waits_for_the_warm_up(corpus):
     assert client.get('/health').json()['served']['queries'] == 0
 
 
+def test_ready_waits_for_the_programs(corpus):
+  go, ran = threading.Event(), []
+
+  def program():
+    assert go.wait(10)
+    ran.append(1)
+
+  index = BM25Index(corpus.contents)
+  app = create_app(
+    LocalSearcher(corpus, index), LIMITS, programs=[program] * 20
+  )
+  with TestClient(app) as client:
+    assert client.get('/ready').status_code == 503
+    # They keep nobody waiting who does not need them.
+    answer = client.post('/retrieve', json={'queries': ['hamlet']})
+    assert answer.status_code == 200 and not ran
+    go.set()
+    end = time.monotonic() + 10
+    while client.get('/ready').status_code != 200:
+      assert time.monotonic() < end
+    assert len(ran) == 20
+
+
+def test_a_stop_waits_for_no_program_not_begun(corpus):
+  began, go = [], threading.Event()
+
+  def program():
+    began.append(1)
+    assert go.wait(10)
+
+  app = create_app(searcher(corpus), LIMITS, programs=[program] * 50)
+  with TestClient(app) as client:
+    end = time.monotonic() + 10
+    while not began:
+      assert time.monotonic() < end
+      client.get('/health')
+  go.set()
+  assert len(began) <= 8
+
+
+def test_ready_never_comes_where_a_program_fails(corpus):
+  def program():
+    raise RuntimeError('no room')
+
+  app = create_app(searcher(corpus), LIMITS, programs=[program])
+  with TestClient(app, raise_server_exceptions=False) as client:
+    end = time.monotonic() + 10
+    while not app.state.warm.done():
+      assert time.monotonic() < end
+      assert client.get('/ready').status_code == 503
+    assert client.get('/ready').status_code == 503
+
+
 def test_ready_never_comes_where_the_warm_up_fails(corpus):
   class Broken(BM25Index):
     def search(self, queries, k):

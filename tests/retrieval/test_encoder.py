@@ -1,8 +1,13 @@
 """The encoder against committed values; tests/parity compares live."""
 
+import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 
+import jax
 import ml_dtypes  # noqa: F401, gives numpy bfloat16
 import numpy as np
 import pytest
@@ -41,6 +46,30 @@ def model(folder):
 def copy(folder, tmp_path):
   """A folder to spoil; its name tells nothing."""
   return shutil.copytree(folder, tmp_path / 'model')
+
+
+@contextlib.contextmanager
+def compiled():
+  """A list that gets what compiles, or is loaded from the disk, meanwhile."""
+  found = []
+
+  def listen(name, *_, **about):
+    if name == '/jax/core/compile/backend_compile_duration':
+      found.append(about)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield found
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def random_texts(rng, count, longest=80):
+  """Of 0 words and many: all lengths that a model tells."""
+  return [
+    ' '.join(rng.choice(['king', 'hamlet', 'xy', 'the'], n))
+    for n in rng.integers(0, longest, count)
+  ]
 
 
 def edit(file, **fields):
@@ -103,6 +132,78 @@ def test_compiles_once_for_each_bucket(folder, monkeypatch):
   assert traced == shapes
 
 
+@pytest.mark.parametrize('cpu', [True, False])
+@pytest.mark.parametrize('query', [True, False])
+def test_shapes_are_those_of_all_batches(model, monkeypatch, cpu, query):
+  monkeypatch.setattr(model.tokens, '_cpu', cpu)
+  rng = np.random.default_rng(0)
+  for most in (1, 5, 40, 300):
+    shapes, met = model.tokens.shapes(most, 96, query), set()
+    for _ in range(200):
+      lengths = rng.integers(2, 97, rng.integers(1, most + 1)).tolist()
+      met |= {s[1:] for s in model.tokens.batches(lengths, 96, query)}
+    assert met <= set(shapes)
+    assert most > 5 or len(met) > len(shapes) / 2  # not a list of anything
+
+
+def test_nothing_compiles_after_the_programs(folder):
+  model = load(folder, query_length=40)
+  rng = np.random.default_rng(0)
+  with compiled() as found:
+    for program in model.programs(70):
+      program()
+  assert len(found) == len(model.programs(70)) == len(model.shapes(70))
+  with compiled() as found:
+    for count in (0, 1, 70, *rng.integers(1, 71, 20)):
+      model.encode_queries(random_texts(rng, count))
+    assert found == []
+    model.encode_passages(['king'] * 100)
+    assert found  # the listener works
+
+
+_KEPT = """
+import sys
+import jax
+from retrieval.encoder import Encoder, keep_programs
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+keep_programs(sys.argv[1])
+Encoder(sys.argv[2], query_length=8).encode_queries(['king'])
+print(*[n.rpartition('/')[2] for n in events if 'cache_' in n])
+"""
+
+
+def test_programs_are_kept_for_the_next_process(folder, tmp_path):
+  # One device: the encoder's program then is the only one.
+  env = os.environ | {'XLA_FLAGS': ''}
+  command = [sys.executable, '-c', _KEPT, str(tmp_path / 'cache'), str(folder)]
+
+  def run():
+    done = subprocess.run(
+      command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split(), done.stderr
+
+  def programs():
+    return {f.name for f in (tmp_path / 'cache').rglob('*-cache')}
+
+  two = [
+    subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    for _ in range(2)
+  ]
+  assert [process.wait(120) for process in two] == [0, 0]
+  kept = programs()
+  assert len([name for name in kept if 'embed' in name]) == 1
+  events, _ = run()
+  assert 'cache_hits' in events and 'cache_misses' not in events
+  assert programs() == kept
+  (kind,) = (tmp_path / 'cache').iterdir()  # of this CPU, for this user alone
+  assert kind.stat().st_mode & 0o077 == 0
+  for file in kind.glob('*-cache'):  # a process was killed as it wrote
+    file.write_bytes(file.read_bytes()[:100])
+  assert 'cache_hits' not in run()[0]
+
+
 def test_batches_hold_every_text_once_with_little_padding(model):
   rng = np.random.default_rng(0)
   for count in (1, 2, 7, 33, 500):
@@ -125,6 +226,28 @@ def test_texts_are_data(model):
   ids = model._kinds['query'].encode('[SEP]').ids
   assert ids.count(encoders.VOCAB.index('[SEP]')) == 1 and len(ids) > 3
   assert model.encode_queries([]).shape == (0, 32)
+
+
+def test_the_device_says_which_dtype(folder, monkeypatch):
+  assert load(folder).dtype == 'float32'
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  found = load(folder)
+  assert found.dtype == 'bfloat16'
+  assert found.params['word'].dtype == 'bfloat16'
+  assert load(folder, dtype='float32').params['word'].dtype == 'float32'
+
+
+def test_a_model_of_few_positions_reads_as_many(copy):
+  tensors = safetensors.numpy.load_file(copy / 'model.safetensors')
+  name = 'embeddings.position_embeddings.weight'
+  tensors[name] = tensors[name][:64]
+  safetensors.numpy.save_file(tensors, copy / 'model.safetensors')
+  edit(copy / 'config.json', max_position_embeddings=64)
+  found = Encoder(copy, family='minilm')
+  assert (found.query_length, found.passage_length) == (64, 64)
+  assert np.isfinite(found.encode_queries(['king ' * 500])).all()
+  with pytest.raises(ValueError, match='query_length=65; expected 3 to 64'):
+    Encoder(copy, family='minilm', query_length=65)
 
 
 def test_bfloat16_is_near(folder, model):

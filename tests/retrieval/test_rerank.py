@@ -9,6 +9,7 @@ import safetensors.numpy
 from retrieval.rerank import CrossEncoder, Rerank
 from tests.conftest import ROOT
 from tests.golden import encoders
+from tests.retrieval.test_encoder import compiled, random_texts
 
 
 class Fixed:
@@ -150,3 +151,19 @@ def test_wrong_arguments(folder, tmp_path):
   safetensors.numpy.save_file(tensors, file)
   with pytest.raises(ValueError, match=r'classifier.weight.*\(3, 32\)'):
     CrossEncoder(labels, length=64)
+
+
+def test_nothing_compiles_after_the_programs(folder):
+  model, rng = CrossEncoder(folder, length=40), np.random.default_rng(0)
+  for program in model.programs(60):
+    program()
+  with compiled() as found:
+    for count in (0, 1, 60, *rng.integers(1, 61, 20)):
+      model.score([tuple(random_texts(rng, 2)) for _ in range(count)])
+    assert found == []
+    model.score([('king', 'hamlet')] * 100)
+    assert found  # the listener works
+
+
+def test_a_model_of_few_positions_reads_as_many(folder):
+  assert CrossEncoder(folder).length == 128

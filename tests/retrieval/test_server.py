@@ -299,6 +299,50 @@ def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
     assert 'Traceback' not in str(error.value)
 
 
+_WARM = """
+import json, sys
+import jax, numpy as np
+from absl import flags
+from retrieval import server
+from tests.retrieval.test_encoder import compiled, random_texts
+server.define_flags()
+flags.FLAGS(sys.argv)
+searcher, _, programs = server.open_searcher(flags.FLAGS)
+for program in programs:
+  program()
+rng = np.random.default_rng(0)
+with compiled() as found:
+  for count in (1, 9, *rng.integers(1, 10, 12)):
+    searcher.search(random_texts(rng, count), int(rng.integers(1, 11)))
+print(len(programs), len(found), json.dumps(searcher.identity))
+"""
+
+
+@pytest.mark.parametrize('index, rerank', [
+  (['dense_faiss:Flat'], False),
+  (['dense_jax', 'dense_faiss:Flat', 'bm25'], True),
+])
+def test_whatever_is_served_compiles_before_it_is_ready(
+  folder, tmp_path, index, rerank
+):
+  path, encoder, _ = folder
+  flags = [f'--index_folder={path}', f'--encoder={encoder}',
+           '--max_queries=9', '--query_length=24', '--dtype=bfloat16',
+           *(f'--index={name}' for name in index)]
+  if rerank:  # of fewer positions than pairs usually have
+    model = encoders.write(tmp_path, encoders.RERANKER)
+    flags += [f'--rerank={model}', '--rerank_n=3']
+  done = subprocess.run(
+    [sys.executable, '-c', _WARM, *flags], cwd=ROOT, capture_output=True,
+    text=True, timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
+  programs, compiled, identity = done.stdout.split(' ', 2)
+  assert int(programs) > 3 and int(compiled) == 0
+  assert '"encoder_dtype": "bfloat16"' in identity
+  assert '"query_length": 24' in identity
+
+
 def test_the_web_is_not_asked_beyond_its_budget(tmp_path, monkeypatch):
   log = tmp_path / 'log'
   monkeypatch.delenv('SERPER_API_KEY', raising=False)
