@@ -10,11 +10,23 @@ The best c of a block without sorting it: the c groups of columns with the
 largest maxima hold the best c (each of these groups has a member at least as
 good as any in the others), and the groups are few and small. Of equal scores
 the first in the corpus are kept, at every step.
+
+On an accelerator a selection from each block would take several times as long
+as its scores do. There a block leaves the maxima of its groups only; one
+selection, over the maxima of all blocks, finds the best groups, and their
+members are scored again. Per query of c candidates that reads c x 32 passages
+besides the corpus, and writes 4 bytes for each 32 passages. By arithmetic for
+an H200 (4.8 TB/s; 128 queries, 10M x 768 in bfloat16, c = 64): the corpus
+takes 3.2 ms, scores of 20 MB a block stay in the cache of 50 MB, maxima and
+second scores move 1.7 GB, 0.4 ms. What the loop's kernels cost beside that is
+for `experiments.benchmarks.retrieval_gpu` to tell: this path has not been run
+on an accelerator yet, on CPU it gives what the other one gives.
 """
 
+import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +42,9 @@ PRECISIONS = ('float32', 'bfloat16', 'int8')
 _ROWS = 512  # queries scored at once
 _ALIGN = 64  # columns; a block is a multiple, so that groups divide it
 _CPU_SCORE_BYTES = 16 << 20  # fewer selections, and still near the cache
-_SCORE_BYTES = 128 << 20
+_SCORE_BYTES = 32 << 20  # stays in the cache of a large GPU
+_GROUP = 32  # columns that leave one maximum; divides _ALIGN
+_MAXIMA_BYTES = 512 << 20  # of maxima, and of vectors scored again, at once
 _GATHER_BYTES = 1 << 20  # of vectors scored again at once
 
 
@@ -48,12 +62,13 @@ class DenseJax:
     score_bytes: int | None = None,
     mesh: Mesh | None = None,
     rescore: int | None = None,
+    maxima: bool | None = None,
   ):
     """Puts the vectors on the devices.
 
     Args:
-      vectors: float32 or float16 [P, D]; kept, and read again for the final
-        scores: a memory map stays on disk.
+      vectors: float32 or float16 [P, D], or a JAX array; kept, and read again
+        for the final scores: a memory map stays on disk.
       encoder: of queries; None where only `search_vectors` is used.
       precision: of the vectors on the device: float32, bfloat16, or int8 with
         a scale for each row.
@@ -61,6 +76,7 @@ class DenseJax:
       mesh: the devices; None: all of this process.
       rescore: candidates scored again in float32, at least k; None: 0 for
         float32, else 64.
+      maxima: leave maxima of blocks, see the module; None: on accelerators.
 
     Raises:
       ValueError: a shape or an option that cannot be; the message names it.
@@ -90,6 +106,7 @@ class DenseJax:
         f'score_bytes={score_bytes}; expected >= {4 * _ROWS * _ALIGN}'
       )
     self.precision, self.rescore = precision, rescore
+    self._maxima = not cpu if maxima is None else maxima
     self._vectors, self._encoder = vectors, encoder
     # CPUs multiply float32 fastest, accelerators bfloat16.
     self._dtype = jnp.bfloat16
@@ -98,11 +115,13 @@ class DenseJax:
     mesh = data_mesh() if mesh is None else mesh
     self._mesh = Mesh(mesh.devices.reshape(-1), ('data',))
     self._shard = -(-len(vectors) // self._mesh.size)  # rows of a device
-    self._blocks = -(-self._shard // columns)
+    # A power of two: for fewer queries blocks are joined into larger ones.
+    self._blocks = 1 << (-(-self._shard // columns) - 1).bit_length()
     rows = -(-self._shard // self._blocks)
     self._block = -(-rows // _ALIGN) * _ALIGN  # rows of a block, with padding
     rows = np.linspace(0, len(vectors) - 1, min(64, len(vectors))).astype(int)
-    self._sample = hashlib.sha256(vectors[rows].tobytes()).hexdigest()
+    sample = np.asarray(vectors[rows])
+    self._sample = hashlib.sha256(sample.tobytes()).hexdigest()
     self._corpus = self._load()
     self._params = None
     if encoder is not None:
@@ -144,6 +163,26 @@ class DenseJax:
           (at, self._encode_and_search(self._params, *batch, self._corpus, c))
         )
       return self._finish(found, len(queries), c, k)
+
+  def programs(
+    self, count: int, ks: Iterable[int]
+  ) -> list[Callable[[], None]]:
+    """Calls, each of which compiles one program or loads it from the disk.
+
+    They may run in any threads. After all of them, `search` compiles nothing
+    for at most `count` queries of any length and a k of `ks`.
+    """
+    return [
+      functools.partial(self._compile, R, T, c)
+      for c in sorted({self._candidates(k) for k in ks})
+      for R, T in self._encoder.shapes(count)
+    ]
+
+  def _compile(self, R: int, T: int, c: int) -> None:
+    batch = self._encoder.blank(R, T)
+    self._encode_and_search.lower(
+      self._params, *batch, self._corpus, c
+    ).compile()
 
   def search_vectors(
     self, q: np.ndarray, k: int
@@ -197,7 +236,7 @@ class DenseJax:
     # What rescoring is to mend needs candidates beyond k.
     c = max(k if self.precision == 'float32' else 2 * k, self.rescore)
     c = min(c, len(self))
-    c = -(-c // 4) * 4 if c <= 16 else 1 << (c - 1).bit_length()
+    c = 4 if c <= 4 else max(16, 1 << (c - 1).bit_length())
     return min(len(self), c)
 
   def _finish(self, found, queries: int, c: int, k: int):
@@ -210,7 +249,7 @@ class DenseJax:
       q, best = np.asarray(q), np.asarray(best)
       for start in range(0, len(at), step):
         rows = slice(start, min(start + step, len(at)))
-        near = self._vectors[best[rows]].astype(np.float32, copy=False)
+        near = np.asarray(self._vectors[best[rows]], np.float32)
         # Not a matrix product: there a score depends on its place.
         score = np.einsum('qd,qcd->qc', q[rows], near)
         order = np.lexsort((best[rows], -score))[:, :k]
@@ -286,25 +325,77 @@ class DenseJax:
     first = jax.lax.axis_index('data') * self._shard
     size = jnp.clip(len(self) - first, 0, self._shard)
     q = q.astype(self._dtype)
+    joined = min(self._blocks, 1 << (_ROWS // len(q)).bit_length() - 1)
+    corpus = {
+      name: x.reshape(-1, joined * self._block, *x.shape[2:])
+      for name, x in corpus.items()
+    }
+    best = self._by_maxima if self._maxima else self._by_blocks
+    scores, ids = best(q, corpus, size, c)
+    return scores, ids + first
+
+  def _scores(self, form, q, part):
+    scores = jnp.einsum(
+      form, q, part['rows'].astype(self._dtype), precision='highest',
+      preferred_element_type=jnp.float32,
+    )
+    return scores * part['scale'] if 'scale' in part else scores
+
+  def _by_blocks(self, q, corpus, size, c):
+    """The best c of each block, then of all."""
+    blocks, columns = corpus['rows'].shape[:2]
 
     def block(at):
-      number, part = at
-      scores = jnp.einsum(
-        'qd,pd->qp', q, part['rows'].astype(self._dtype), precision='highest',
-        preferred_element_type=jnp.float32,
-      )
-      if 'scale' in part:
-        scores *= part['scale']
-      start = number * self._block
-      scores, columns = _top(scores, size - start, c)
-      return scores, columns + start + first
+      start = at[0] * columns
+      scores = self._scores('qd,pd->qp', q, at[1])
+      scores, ids = _top(scores, size - start, c)
+      return scores, ids + start
 
-    scores, ids = jax.lax.map(block, (jnp.arange(self._blocks), corpus))
-    rows = len(q)
-    return _merge(
-      jnp.moveaxis(scores, 0, 1).reshape(rows, -1),
-      jnp.moveaxis(ids, 0, 1).reshape(rows, -1), c,
-    )
+    found = jax.lax.map(block, (jnp.arange(blocks), corpus))
+    scores, ids = (jnp.moveaxis(x, 0, 1).reshape(len(q), -1) for x in found)
+    return _merge(scores, ids, c)
+
+  def _by_maxima(self, q, corpus, size, c):
+    """The maxima of all blocks, then the best c of the best groups."""
+    (blocks, columns), rows = corpus['rows'].shape[:2], len(q)
+    groups = columns // _GROUP
+    several = max(1, _MAXIMA_BYTES // (4 * rows * groups))
+    several = min(blocks, 1 << several.bit_length() - 1)  # of one selection
+    members = {
+      name: x.reshape(blocks * groups, _GROUP, *x.shape[2:])
+      for name, x in corpus.items()
+    }
+
+    def maxima(at):
+      part = {name: x[at] for name, x in corpus.items()}
+      scores = self._scores('qd,pd->qp', q, part)
+      inside = jnp.arange(columns) < size - at * columns
+      scores = jnp.where(inside, scores, -jnp.inf)
+      return scores.reshape(rows, groups, _GROUP).max(2)
+
+    def again(at):
+      q, best = at
+      number = best[:, None] * _GROUP + jnp.arange(_GROUP)
+      part = {name: x[best] for name, x in members.items()}
+      scores = self._scores('d,cgd->cg', q, part)
+      scores = jnp.where(number < size, scores, -jnp.inf)
+      return _merge(scores.reshape(1, -1), number.reshape(1, -1), c)
+
+    def select(at):
+      start = at * several
+      found = jax.lax.map(maxima, start + jnp.arange(several))
+      found = jnp.moveaxis(found, 0, 1).reshape(rows, -1)
+      best = _top(found, found.shape[1], c)[1]
+      best = jnp.sort(best, 1) + start * groups  # in order, so that ties are
+      room = best.shape[1] * _GROUP * q.shape[1] * q.dtype.itemsize
+      found = jax.lax.map(
+        again, (q, best), batch_size=max(1, min(rows, _MAXIMA_BYTES // room))
+      )
+      return tuple(x[:, 0] for x in found)
+
+    found = jax.lax.map(select, jnp.arange(blocks // several))
+    scores, ids = (jnp.moveaxis(x, 0, 1).reshape(rows, -1) for x in found)
+    return _merge(scores, ids, c)
 
 
 def _merge(scores, ids, c):

@@ -5,14 +5,17 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from retrieval import dense_jax
 from retrieval.dense_jax import DenseJax, _top
 from retrieval.encoder import Encoder
 from tests.conftest import ROOT
 from tests.golden import encoders
+from tests.retrieval.test_encoder import compiled, random_texts
 
 TIE = 2e-6
 
@@ -55,33 +58,42 @@ def one():
   return Mesh(np.array(jax.devices()[:1]), ('data',))
 
 
+@pytest.fixture(params=[False, True], ids=['blocks', 'maxima'])
+def maxima(request, monkeypatch):
+  """Both ways to select; the second with several selections of few rows."""
+  monkeypatch.setattr(dense_jax, '_MAXIMA_BYTES', 1 << 14)
+  return request.param
+
+
 @pytest.mark.parametrize('P', [1, 7, 65, 2003])
-def test_float32_is_exact(one, P):
+def test_float32_is_exact(one, P, maxima):
   rng = np.random.default_rng(P)
   vectors = unit(rng.normal(size=(P, 48)))
   q = unit(rng.normal(size=(9, 48)))
   small = 4 * 512 * 64  # blocks of 64 passages
   for mesh, score_bytes in ((one, None), (None, small)):
-    index = DenseJax(vectors, None, mesh=mesh, score_bytes=score_bytes)
+    index = DenseJax(
+      vectors, None, mesh=mesh, score_bytes=score_bytes, maxima=maxima
+    )
     assert len(index) == P
     for k in (3, P + 5):
       check(index, vectors, q, k)
 
 
 @pytest.mark.parametrize('P', [40, 901])
-def test_clusters_and_ties(P):
+def test_clusters_and_ties(P, maxima):
   vectors, q = clustered(P)
-  index = DenseJax(vectors, None, score_bytes=4 * 512 * 64)
+  index = DenseJax(vectors, None, score_bytes=4 * 512 * 64, maxima=maxima)
   for k in (1, 3, 100):
     check(index, vectors, q, k)
 
 
-def test_equal_passages_come_in_corpus_order():
+def test_equal_passages_come_in_corpus_order(maxima):
   rng = np.random.default_rng(0)
   vectors = unit(rng.normal(size=(300, 48)))
   twins = [3, 64, 65, 131, 255, 299]
   vectors[twins] = vectors[3]
-  index = DenseJax(vectors, None, score_bytes=4 * 512 * 64)
+  index = DenseJax(vectors, None, score_bytes=4 * 512 * 64, maxima=maxima)
   for k in (2, 4, 6, 20):
     ids, scores = index.search_vectors(vectors[:5], k)
     assert ids[3, :6].tolist() == twins[:k]
@@ -96,11 +108,11 @@ def test_a_shorter_list_begins_a_longer_one():
     assert np.array_equal(index.search_vectors(q, k)[0], long[:, :k])
 
 
-def test_many_queries_and_none():
+def test_many_queries_and_none(maxima):
   rng = np.random.default_rng(0)
   vectors = unit(rng.normal(size=(200, 16)))
   q = unit(rng.normal(size=(1100, 16)))
-  index = DenseJax(vectors, None)
+  index = DenseJax(vectors, None, maxima=maxima)
   check(index, vectors, q, 4)
   assert index.search_vectors(q[:0], 4)[0].shape == (0, 4)
 
@@ -123,13 +135,15 @@ def test_top_of_a_block_is_exact(columns, c):
 
 
 @pytest.mark.parametrize('precision', ['bfloat16', 'int8'])
-def test_lower_precisions_find_nearly_all(precision):
+def test_lower_precisions_find_nearly_all(precision, maxima):
   rng = np.random.default_rng(0)
   vectors = unit(rng.normal(size=(3000, 48)))
   vectors[5] = 0  # no scale of its own
   q = unit(rng.normal(size=(64, 48)))
-  blurred = DenseJax(vectors, None, precision=precision, rescore=10)
-  rescored = DenseJax(vectors, None, precision=precision)
+  blurred = DenseJax(
+    vectors, None, precision=precision, rescore=10, maxima=maxima
+  )
+  rescored = DenseJax(vectors, None, precision=precision, maxima=maxima)
   assert 0.9 < blurred.recall(q, 10) <= rescored.recall(q, 10)
   assert rescored.recall(q, 10) == 1.0
   # What is found has its float32 score.
@@ -148,7 +162,7 @@ def test_recall_counts_what_is_missing():
   assert index.recall(q, 5) == 0.0
 
 
-def test_scores_never_exceed_their_bytes(one):
+def test_scores_never_exceed_their_bytes(one, monkeypatch):
   vectors = unit(np.random.default_rng(0).normal(size=(40_000, 8)))
   for score_bytes in (1 << 20, 8 << 20):
     index = DenseJax(vectors, None, mesh=one, score_bytes=score_bytes)
@@ -160,6 +174,22 @@ def test_scores_never_exceed_their_bytes(one):
     # all scores would be 82 MB.
     kept = 2 * 512 * index._blocks * 8 * (4 + 4)
     assert memory.temp_size_in_bytes < 2.5 * score_bytes + kept
+  # The other way: a block, and maxima and what is scored again within theirs.
+  monkeypatch.setattr(dense_jax, '_MAXIMA_BYTES', 1 << 20)
+  index = DenseJax(vectors, None, mesh=one, score_bytes=1 << 20, maxima=True)
+  memory = (
+    index._search.lower(q, index._corpus, 8).compile().memory_analysis()
+  )
+  assert memory.temp_size_in_bytes < 12 << 20
+
+
+def test_vectors_on_the_device_are_searched_as_others_are(one):
+  vectors = unit(np.random.default_rng(0).normal(size=(700, 16)))
+  rounded = jnp.asarray(vectors, jnp.bfloat16)
+  index = DenseJax(
+    rounded, None, mesh=one, precision='bfloat16', maxima=True
+  )
+  check(index, np.asarray(rounded, np.float32), vectors[:9], 5)
 
 
 def test_float16_memory_map(tmp_path):
@@ -196,6 +226,23 @@ def test_search_is_encoding_then_searching(encoder, one):
   assert parameters['encoder'] == encoder.parameters
 
 
+def test_nothing_compiles_after_the_programs(encoder):
+  rng = np.random.default_rng(0)
+  vectors = unit(rng.normal(size=(900, 32)))
+  index = DenseJax(vectors, encoder)
+  programs = index.programs(40, (1, 3, 5, 10))
+  # Those of 1 to 4 passages, and of 5 to 16.
+  assert len(programs) == 2 * len(encoder.shapes(40))
+  for program in programs:
+    program()
+  with compiled() as found:
+    for count in (0, 1, 40, *rng.integers(1, 41, 20)):
+      index.search(random_texts(rng, count), int(rng.integers(1, 17)))
+    assert found == []
+    index.search(['king'], 17)
+    assert found  # the listener works
+
+
 def test_wrong_arguments(encoder):
   vectors = np.eye(4, 32, dtype=np.float32)
   for options, message in (
@@ -221,11 +268,11 @@ import jax, numpy as np
 from retrieval.dense_jax import DenseJax
 from tests.retrieval.test_dense_jax import check, clustered
 assert len(jax.devices()) == 8
-for P in (5, 901):
+for P, maxima in ((5, False), (901, False), (5, True), (901, True)):
   vectors, q = clustered(P)
   for precision in ('float32', 'bfloat16', 'int8'):
     index = DenseJax(vectors, None, precision=precision,
-                     score_bytes=4 * 512 * 64)
+                     score_bytes=4 * 512 * 64, maxima=maxima)
     assert len(index._corpus['rows'].sharding.device_set) == 8
     if precision == 'float32':
       check(index, vectors, q, 10)

@@ -1,0 +1,146 @@
+"""Exact search over a large corpus, against the memory's speed.
+
+    python -m experiments.benchmarks.retrieval_gpu --out=FILE.json
+    python -m experiments.benchmarks.retrieval_gpu --passages=20000 --dim=64 \
+      --batch=8 --copy_mb=64 --small_encoder     # on CPU, to see that it runs
+
+Passages are random vectors in bfloat16, made on the device: 10 million of 768
+numbers are 15.4 GB, of which rounding to blocks makes a second copy. A search
+reads each of them once, so the bytes of the corpus over the seconds of a
+search is the bandwidth reached: selection, and scoring the chosen again, are
+in the seconds and not in the bytes. The measure beside it is what the device
+itself reaches in copying one large array, bytes read and written.
+
+`search` further encodes the queries (12 layers of 768, e5-base's size, random
+weights) and takes the final scores from the vectors, here from the device
+where a service has a memory map. Queries have 3 to 20 words.
+
+Written where no accelerator was at hand: it has run on CPU only.
+"""
+
+import pathlib
+import statistics
+import tempfile
+import time
+
+from absl import app
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from experiments.benchmarks import common
+from retrieval.dense_jax import DenseJax
+from retrieval.encoder import Encoder
+from tests.golden import encoders as golden
+
+_E5_BASE = {
+  'vocab_size': 30522, 'num_hidden_layers': 12, 'num_attention_heads': 12,
+  'intermediate_size': 3072, 'max_position_embeddings': 512,
+}
+
+_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
+_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
+_REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=3)
+_CALLS = flags.DEFINE_integer('calls', 10, 'Searches of one repetition.', 1)
+_PASSAGES = flags.DEFINE_integer('passages', 10_000_000, 'How many.', 1)
+_DIM = flags.DEFINE_integer('dim', 768, 'Numbers of a vector.', 32)
+_BATCH = flags.DEFINE_integer('batch', 128, 'Queries of a search.', 1)
+_K = flags.DEFINE_integer('k', 3, 'Passages for a query.', 1)
+_COPY = flags.DEFINE_integer('copy_mb', 4096, 'Of the array copied.', 1)
+_SMALL = flags.DEFINE_bool('small_encoder', False, 'Two layers, for a look.')
+
+
+def make_encoder(folder: pathlib.Path) -> Encoder:
+  """An encoder of e5-base's shape with random weights."""
+  config = golden.CONFIG | ({} if _SMALL.value else _E5_BASE)
+  config |= {'hidden_size': _DIM.value}
+  model = folder / 'e5-generated'
+  golden.write_json(model / 'config.json', config)
+  safetensors.numpy.save_file(
+    golden.tensors(config), model / 'model.safetensors'
+  )
+  golden.write_tokenizer(model)
+  return Encoder(model)
+
+
+def make_vectors(count: int, dim: int) -> jax.Array:
+  """Random bfloat16 [P, D] on the device, block by block."""
+  block = 1 << 16
+  keys = jax.random.split(jax.random.key(0), -(-count // block))
+
+  @jax.jit
+  def make(keys):
+    blocks = jax.lax.map(
+      lambda key: jax.random.normal(key, (block, dim), jnp.bfloat16), keys
+    )
+    return blocks.reshape(-1, dim)[:count]
+
+  return make(keys)
+
+
+def make_queries(count: int) -> list[str]:
+  rng = np.random.default_rng(0)
+  words = [w for w in golden.VOCAB if w.isalpha() and len(w) > 1]
+  return [
+    ' '.join(rng.choice(words, n)) for n in rng.integers(3, 21, count)
+  ]
+
+
+def seconds_of(call) -> float:
+  """Of one of `calls` calls given to the device one behind another."""
+  start = time.perf_counter()
+  done = [call() for _ in range(_CALLS.value)]
+  jax.block_until_ready(done)
+  return (time.perf_counter() - start) / _CALLS.value
+
+
+def main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments: {argv[1:]}')
+  common.require_idle(allow=_LOAD.value)
+  before = common.environment()
+  device = jax.devices()[0]
+  source = jnp.zeros(_COPY.value << 18, jnp.uint32)
+  copied = jax.jit(lambda x: x ^ 1)  # a plain copy might not be made
+  with tempfile.TemporaryDirectory() as folder:
+    encoder = make_encoder(pathlib.Path(folder))
+  index = DenseJax(
+    make_vectors(_PASSAGES.value, _DIM.value), encoder, precision='bfloat16'
+  )
+  queries = make_queries(_BATCH.value)
+  # As a service would have them: batches of one shape, of this size.
+  q = jnp.asarray(encoder.encode_queries(queries))
+  c = index._candidates(_K.value)
+  sides = {
+    'copy': lambda: seconds_of(lambda: copied(source)),
+    'pass': lambda: seconds_of(lambda: index._search(q, index._corpus, c)),
+    'search': lambda: seconds_of(lambda: index.search(queries, _K.value)[0]),
+    'encode': lambda: seconds_of(lambda: encoder.encode_queries(queries)),
+  }
+  for side in sides.values():  # compiles
+    side()
+  seconds = common.interleave(sides, _REPS.value)
+  took = {name: statistics.median(found) for name, found in seconds.items()}
+  corpus = 2 * _PASSAGES.value * _DIM.value
+  bandwidth = {
+    'copy': 2 * source.nbytes / took['copy'], 'pass': corpus / took['pass']
+  }
+  rows = [{
+    'case': name, 'ms': 1e3 * took[name],
+    'gb_per_s': bandwidth.get(name, 0) / 1e9,
+    'queries_per_s': 0 if name == 'copy' else _BATCH.value / took[name],
+    'device': device.device_kind, 'devices': jax.device_count(),
+    'passages': _PASSAGES.value, 'dim': _DIM.value, 'batch': _BATCH.value,
+    'candidates': c, 'encoder_dtype': encoder.dtype, 'seconds': seconds[name],
+  } for name in sides]
+  ratio = bandwidth['pass'] / bandwidth['copy']
+  common.report(
+    _OUT.value, 'retrieval_gpu', rows,
+    [common.bar('search_bandwidth', ratio, 0.6)], before,
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)
