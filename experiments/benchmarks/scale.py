@@ -117,6 +117,8 @@ def bm25(folder: pathlib.Path, count: int) -> dict:
   lengths = json.loads((folder / 'bm25/bm25.json').read_text())['lengths']
   return {
     'disk_bytes': _size(folder / 'bm25'),
+    # Of a file without a name, which `Peak` does not see.
+    'temporary_bytes': (8 + 4) * lengths['values'],
     'scores': lengths['values'], 'terms': lengths['terms'],
   }
 
