@@ -109,6 +109,21 @@ def base() -> ConfigDict:
   c.engine.prefill_rows = 8
   c.engine.dtype = 'float32'  # of activations and cache
   c.engine.canary_tolerance = 1e-3  # log-prob difference that stops a run
+  # What follows is for servers (module = 'vllm'). Their URLs, separated by
+  # commas; '' = start them, as a sidecar of this run.
+  c.engine.url = ''
+  c.engine.venv = '.venv-sidecar'  # where vLLM is installed (make sidecar)
+  # 'cpu', or GPUs: 'gpus:0' one server, 'gpus:0,1' one over both, 'gpus:0;1'
+  # one on each.
+  c.engine.device = 'cpu'
+  c.engine.gpu_memory = 0.9  # share of a GPU's memory that a server takes
+  c.engine.kv_cache_gib = 1.0  # GiB of cache on CPU
+  c.engine.block_size = 32  # tokens of a cached block; shorter prefixes miss
+  c.engine.sleep = False  # lends its GPU to the update (one GPU for both)
+  c.engine.start_seconds = 600.0  # that a server may take to start
+  c.engine.timeout = 120.0  # seconds for one attempt at one completion
+  c.engine.deadline = 900.0  # seconds for all attempts, restarts included
+  c.engine.attempts = 4
 
   c.rollout = ConfigDict()
   c.rollout.questions = 32  # questions in a step
@@ -119,6 +134,11 @@ def base() -> ConfigDict:
   c.rollout.concurrency = 0  # trajectories in flight; 0 = all of the step
   c.rollout.search_attempts = 2  # searches tried on the live handle
   c.rollout.max_failed = 0.2  # fraction of failed trajectories that stops
+  # Versions that a step's rollouts may begin ahead of it: 0 = synchronous.
+  c.rollout.max_staleness = 0
+  # Mean |log-prob difference| of trainer and engine in a step that pauses the
+  # run (what staleness adds counts too); 0 = no alarm.
+  c.rollout.mismatch_alarm = 0.0
 
   c.reward = ConfigDict()  # name -> {fn, weight, ...its own fields}
 
@@ -137,6 +157,8 @@ def base() -> ConfigDict:
   c.algorithm.entropy_coef = 0.0
   c.algorithm.tis = 'token'  # none, token, sequence
   c.algorithm.tis_cap = 2.0  # largest importance weight
+  c.algorithm.tis_beyond = 'cap'  # cap; mask: weight 0 outside floor..cap
+  c.algorithm.tis_floor = 0.0  # smallest weight that is not masked
   c.algorithm.minibatches = 1  # optimizer updates in a step (per epoch)
   c.algorithm.epochs = 1  # passes over a step's trajectories
   c.algorithm.drop_zero_variance = False  # leave such groups out of the batch

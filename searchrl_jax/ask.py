@@ -7,7 +7,6 @@
 Without a question it reads questions line by line.
 """
 
-import asyncio
 import re
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from absl import flags
 from rich import console
 from rich import text as rich_text
 
+from searchrl_jax import checks
 from searchrl_jax import command
 from searchrl_jax import evaluate
 from searchrl_jax import setup
@@ -64,7 +64,7 @@ def main():
     tempfile.TemporaryDirectory() as scratch,
     evaluate.loaded(
       config, workdir, workdir or scratch, _CHECKPOINT.value
-    ) as (tok, engine, source),
+    ) as (tok, engine, source, run),
   ):
     env = setup.environment(config, tok)
     asked = _QUESTION.value
@@ -80,7 +80,7 @@ def main():
       )
       out.print(rich_text.Text(f'\n{question.text}', 'bold'))
       try:
-        (group,), _ = asyncio.run(rollout(
+        (group,), _ = run(rollout(
           [question], env=env, engine=engine, source=source,
           config=evaluation(config), seed=config.eval.seed, step=0,
           on_event=printer(tok, out),
@@ -102,7 +102,7 @@ def main():
 def evaluate_config():
   config = _CONFIG.value
   if config is None:
-    raise setup.ConfigError('give --workdir=RUN, or --config=FILE')
+    raise checks.ConfigError('give --workdir=RUN, or --config=FILE')
   config = config.copy_and_resolve_references()
   config.eval.n = 1
   # One sequence at a time needs one slot.

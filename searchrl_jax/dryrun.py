@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from searchrl_jax import batching
+from searchrl_jax import checks
 from searchrl_jax import optim
 from searchrl_jax import setup
 from searchrl_jax import update
@@ -18,7 +19,7 @@ def report(config, vocab_size: int) -> str:
   The update's working memory is what the compiler says of the compiled
   program; nothing is run and no parameter is allocated.
   """
-  setup.check(config)
+  checks.check(config)
   cfg = setup.model_config(config, vocab_size)
   mesh = setup.mesh(config)
   params = setup.shapes(cfg, mesh)

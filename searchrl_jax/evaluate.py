@@ -11,7 +11,6 @@ Greedy by default (config.eval.temperature = 0): the same trajectories every
 time, in whatever order the questions come.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -23,12 +22,15 @@ from ml_collections import config_flags
 from rich import console
 from rich import table
 
+from searchrl_jax import checks
 from searchrl_jax import command
 from searchrl_jax import metrics
 from searchrl_jax import records
 from searchrl_jax import setup
+from searchrl_jax import sync
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import passk
+from searchrl_jax.signals import Loop
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
@@ -79,7 +81,10 @@ def majority(questions: list[Question]) -> float:
 
 @contextlib.contextmanager
 def loaded(config, workdir: str, out: str, which: str = 'latest'):
-  """(tokenizer, engine, source) of a run folder or an HF checkpoint."""
+  """(tokenizer, engine, source, run) of a run folder or an HF checkpoint.
+
+  `run` runs a coroutine that uses them.
+  """
   tok = setup.tokenizer(config, workdir or out)
   cfg = setup.model_config(config, tok.vocab_size)
   mesh = setup.mesh(config)
@@ -87,11 +92,23 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     params = setup.restore_params(config, workdir, cfg, mesh, which)
   else:
     params = setup.parameters(config, cfg, mesh)
-  engine = setup.engine(config, cfg, params, tok, mesh)
-  with setup.retrieval(config, out) as url:
+  with setup.retrieval(config, out) as url, Loop() as loop:
+    engine = setup.engine(config, cfg, params, tok, mesh, out)
+    loop.at_exit(engine.shutdown)
     source = setup.source(config, url)
+    loop.at_exit(source.close)
+    if engine.version is None:  # a server that holds no weights yet
+      env = setup.environment(config, tok)
+      logps = sync.forward_logps(cfg, mesh)
+      loop.run(sync.sync_and_verify(
+        engine, params, 0, sync.canary_ids(env, [Question(
+          id='canary', text='who ?',
+          messages=({'role': 'user', 'content': 'who ?'},),
+        )]),
+        lambda ids: logps(params, ids), config.engine.canary_tolerance,
+      ))
     try:
-      asyncio.run(source.check())
+      loop.run(source.check())
     except SourceError as e:
       if not config.source.corpus:
         raise
@@ -99,16 +116,15 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         f'{e} Or give --config.source.url= (empty), which starts one over '
         f'config.source.corpus={config.source.corpus!r}.'
       ) from e
-    yield tok, engine, source
-    asyncio.run(source.close())
+    yield tok, engine, source, loop.run
 
 
 def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
              with_controls: bool = False) -> dict[str, float]:
   """Evaluates config.data.eval; writes OUT/eval.json and the trajectories."""
-  setup.check_engine(config)
+  checks.check_engine(config)
   if (pathlib.Path(out) / records.CHECKPOINTS).exists():
-    raise setup.ConfigError(
+    raise checks.ConfigError(
       f'--out={out} is the folder of a run, whose logs would be written over; '
       'give a folder of its own'
     )
@@ -116,12 +132,13 @@ def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
   if with_controls:
     Shuffled(None, [q for qs in sets.values() for q in qs])  # or an error now
   with (
-    loaded(config, workdir, out, which) as (tok, engine, source),
+    loaded(config, workdir, out, which) as (tok, engine, source, run),
     Writer(out, config) as writer,
   ):
     env = setup.environment(config, tok)
     values = dict(passk.make(
       config, sets, env=env, engine=engine, source=source, writer=writer,
+      run=run,
     ).run(0))
     if with_controls:
       values |= dict(controls(
@@ -202,7 +219,7 @@ def define_config_or_run():
     return config_flags.DEFINE_config_dict(
       'config', setup.load_config(workdir[-1])
     )
-  except setup.ConfigError as e:
+  except checks.ConfigError as e:
     print(f'error: {e}', file=sys.stderr)
     sys.exit(2)
 
@@ -218,9 +235,9 @@ def default_out(config, workdir: str, which: str) -> str:
 def main():
   config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
   if config is None:
-    raise setup.ConfigError('give --workdir=RUN, or --config=FILE and --out')
+    raise checks.ConfigError('give --workdir=RUN, or --config=FILE and --out')
   if not workdir and not out:
-    raise setup.ConfigError('--out is needed where there is no --workdir')
+    raise checks.ConfigError('--out is needed where there is no --workdir')
   out = out or default_out(config, workdir, _CHECKPOINT.value)
   values = evaluate(
     config, workdir, out, which=_CHECKPOINT.value,

@@ -23,6 +23,7 @@ LOSSES = ('clip',)
 AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
 RATIOS = ('token', 'sequence')
 TIS = ('none', 'token', 'sequence')
+BEYOND = ('cap', 'mask')
 KL_PLACES = ('none', 'loss', 'reward')
 ESTIMATORS = ('k1', 'k2', 'k3')
 
@@ -74,8 +75,8 @@ def kl(logps, ref_logps, estimator: str):
 
 
 def importance_weights(old_logps, behaviour_logps, mask, *, tis: str,
-                       cap: float):
-  """Truncated importance weights min(pi_old / pi_behaviour, cap), [B, T].
+                       cap: float, floor: float, beyond: str):
+  """Truncated importance weights of pi_old / pi_behaviour, [B, T].
 
   They correct for what the engine sampled from (its numerics, its staleness)
   against what the trainer scores. 'token': a weight for each token (Yao et
@@ -83,8 +84,13 @@ def importance_weights(old_logps, behaviour_logps, mask, *, tis: str,
   training", 2025). 'sequence': the product over the loss tokens of the row,
   truncated, on every token of it. No gradient passes through.
 
+  beyond='cap': min(w, cap). beyond='mask': 0 outside [floor, cap], so that
+  what the policy of now would hardly write is not learned from at all (as
+  IcePop does, Ling team, "Every step evolves", arXiv 2510.18855); the divisor
+  of the loss stays.
+
   Returns:
-    weights [B, T] and whether each was truncated, bool [B, T].
+    weights [B, T] and whether each was truncated or masked, bool [B, T].
   """
   log_w = jnp.where(mask, old_logps - behaviour_logps, 0.0)
   if tis == 'none':
@@ -96,12 +102,15 @@ def importance_weights(old_logps, behaviour_logps, mask, *, tis: str,
       f'config.algorithm.tis={tis!r}; there are: {", ".join(TIS)}'
     )
   w = jax.lax.stop_gradient(_exp(log_w))
+  if beyond == 'mask':
+    outside = (w > cap) | (w < floor)
+    return jnp.where(outside, 0.0, w), outside & mask
   return jnp.minimum(w, cap), (w > cap) & mask
 
 
 def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
          clip_low: float, clip_high: float, ratio: str, tis: str,
-         tis_cap: float):
+         tis_cap: float, tis_floor: float, tis_beyond: str):
   """PPO's clipped objective with separate bounds, as a loss per token.
 
       loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -143,7 +152,8 @@ def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
   # share the gradient between the two branches.
   objective = jnp.where(bound < free, bound, free)
   weights, truncated = importance_weights(
-    old_logps, behaviour_logps, mask, tis=tis, cap=tis_cap
+    old_logps, behaviour_logps, mask, tis=tis, cap=tis_cap, floor=tis_floor,
+    beyond=tis_beyond,
   )
   loss = jnp.where(mask, -weights * objective, 0.0)
   sums = {

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -118,6 +118,7 @@ async def rollout(
   role: str = 'solver',
   on_trajectory: Callable[[Trajectory], None] | None = None,
   on_event: Callable[[str, Event], None] | None = None,
+  ended: Mapping[tuple[str, int], Trajectory] | None = None,
 ) -> Rollout:
   """Samples config.group trajectories of each question.
 
@@ -137,6 +138,8 @@ async def rollout(
     on_event: called with a trajectory's id and each segment after the
       prompt, request and answer as it comes (`ask` prints them).
       Neighbours may come as one segment that the record then joins.
+    ended: (question id, sample) -> trajectories of this step that a run
+      before this one finished; they are not sampled again.
 
   Returns:
     One group for each question, in order, and what it took.
@@ -149,7 +152,8 @@ async def rollout(
     closed.
   """
   run = _Run(
-    env, engine, source, config, seed, step, role, on_trajectory, on_event
+    env, engine, source, config, seed, step, role, on_trajectory, on_event,
+    ended or {},
   )
   begin = time.monotonic()
   groups = await run.all(questions)
@@ -192,6 +196,7 @@ class _Run:
   role: str
   on_trajectory: Callable[[Trajectory], None] | None
   on_event: Callable[[str, Event], None] | None
+  ended: Mapping[tuple[str, int], Trajectory]
 
   def __post_init__(self):
     for name in ('group', 'search_attempts'):
@@ -214,23 +219,28 @@ class _Run:
     slots = asyncio.Semaphore(self.config.concurrency or max(self.total, 1))
     # A prompt that does not fit is found before anything runs.
     starts = [self.env.reset(question, self.role) for question in questions]
-    prompts, tasks, seen = [], [], {}
+    prompts, tasks, seen, names = [], {}, {}, []
     try:
       for question, (state, action) in zip(questions, starts, strict=True):
         first = seen.get(question.id, 0)
         seen[question.id] = first + size
-        prompt = _Prompt(self.engine, action.prompt, size)
+        samples = [(question.id, first + i) for i in range(size)]
+        missing = [name for name in samples if name not in self.ended]
+        names += samples
+        prompt = _Prompt(self.engine, action.prompt, len(missing))
         prompts.append(prompt)
         # States are immutable: the samples start from the same one.
-        for sample in range(first, first + size):
-          tasks.append(
-            asyncio.create_task(self.one(slots, prompt, state, action, sample))
+        for name in missing:
+          tasks[name] = asyncio.create_task(
+            self.one(slots, prompt, state, action, name[1])
           )
-      done = await _gather(tasks)
+      found = await _gather(list(tasks.values()))
     finally:
       for prompt in prompts:
         prompt.close()
-    return [tuple(done[i : i + size]) for i in range(0, len(done), size)]
+    done = {**self.ended, **dict(zip(tasks, found, strict=True))}
+    flat = [done[name] for name in names]
+    return [tuple(flat[i : i + size]) for i in range(0, len(flat), size)]
 
   async def one(
     self,

@@ -1,40 +1,33 @@
 """Builds what a config names: model, tokenizer, environment, source, engine.
 
 Shared by train, sft, evaluate and ask, so that each of them shows only its
-own flow. `check` finds what would fail later, before any model loads.
+own flow.
 """
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
-import tqdm
 
-from retrieval.client import RetrievalClient
-from searchrl_jax import advantages
-from searchrl_jax import batching
 from searchrl_jax import checkpoint
 from searchrl_jax import lookup
-from searchrl_jax import losses
 from searchrl_jax import prompts
 from searchrl_jax import records
 from searchrl_jax import sharding
 from searchrl_jax import tokenizer as tokenizers
-from searchrl_jax import update
+from searchrl_jax.checks import ConfigError
 from searchrl_jax.data import core as data
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.types import Question
 
 
 # In a run folder.
@@ -43,169 +36,6 @@ TOKENIZER = 'tokenizer'
 _ARCHITECTURE = {f.name for f in dataclasses.fields(decoder.DecoderConfig)} - {
   'dtype', 'remat', 'scan_unroll', 'attention',
 }
-
-
-class ConfigError(ValueError):
-  """A field that cannot be as it is; the message names it and the mend."""
-
-
-def check(config: ConfigDict) -> None:
-  """Cross-checks fields of a training config, before anything loads.
-
-  Raises:
-    ConfigError: names the first field that cannot work, and the mend.
-  """
-  a, r = config.algorithm, config.rollout
-  if a.advantage not in advantages.FUNCTIONS:
-    raise ConfigError(
-      f'config.algorithm.advantage={a.advantage!r}: '
-      + lookup.near(a.advantage, advantages.FUNCTIONS)
-    )
-  if a.advantage in advantages.NEEDS_GROUP and r.group < 2:
-    raise ConfigError(
-      f'config.rollout.group={r.group}: advantage {a.advantage!r} compares '
-      'trajectories of one question; use 2 or more'
-    )
-  if a.loss not in losses.LOSSES and '.' not in a.loss:
-    raise ConfigError(
-      f'config.algorithm.loss={a.loss!r}: {lookup.near(a.loss, losses.LOSSES)} '
-      '(or the dotted path of a function of your own)'
-    )
-  if config.optim.lr <= 0:
-    raise ConfigError(f'config.optim.lr={config.optim.lr}: above 0')
-  batching.check(config)
-  if r.top_p < 1 or r.top_k > 0:
-    raise ConfigError(
-      f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: training samples from '
-      'the whole distribution, since the trainer scores with it; use top_p=1 '
-      'and top_k=0 (evaluation may truncate: config.eval.top_p)'
-    )
-  if r.temperature <= 0:
-    raise ConfigError(
-      f'config.rollout.temperature={r.temperature}: greedy rollouts of a group '
-      'are all equal and teach nothing; use a temperature above 0'
-    )
-  for name, known in (
-    ('kl', losses.KL_PLACES), ('tis', losses.TIS), ('ratio', losses.RATIOS),
-    ('aggregation', losses.AGGREGATIONS), ('kl_estimator', losses.ESTIMATORS),
-  ):
-    if a[name] not in known:
-      raise ConfigError(
-        f'config.algorithm.{name}={a[name]!r}: {lookup.near(a[name], known)}'
-      )
-  try:
-    update.policy_objective(config)
-  except ValueError as e:
-    raise ConfigError(str(e)) from e
-  _check_advantage(a)
-  if a.kl == 'none' and a.kl_coef:
-    raise ConfigError(
-      f"config.algorithm.kl_coef={a.kl_coef} has no effect with kl='none'; "
-      "use kl='loss' or 'reward'"
-    )
-  if a.kl != 'none' and a.kl_coef <= 0:
-    raise ConfigError(
-      f'config.algorithm.kl={a.kl!r} with kl_coef={a.kl_coef}: set a '
-      "coefficient above 0, or kl='none'"
-    )
-  check_engine(config)
-  if not config.reward:
-    raise ConfigError(
-      'config.reward is empty; for example '
-      "config.reward.em = {'fn': 'answer.em', 'weight': 1.0}"
-    )
-
-
-def _check_advantage(a: ConfigDict) -> None:
-  parameters = inspect.signature(
-    getattr(advantages, a.advantage)
-  ).parameters.values()
-  known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-  for name in a.advantage_kw:
-    if name not in known:
-      raise ConfigError(
-        f'config.algorithm.advantage_kw.{name}: {a.advantage} has no such '
-        'field; ' + (lookup.near(name, known) if known else 'it has none')
-      )
-  if a.kl == 'reward' and a.advantage == 'grpo':
-    raise ConfigError(
-      "config.algorithm.kl='reward' with advantage='grpo', which divides by "
-      'the spread of a group: where all of a group earn the same, the noise '
-      "of the KL estimate would become advantages of full size. Use kl='loss' "
-      "(as GRPO does), or advantage='dr_grpo' or 'rloo'"
-    )
-
-
-def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
-  """Every prompt leaves room for a reply: found now, not at some step.
-
-  Raises:
-    ConfigError: how many do not, and which.
-  """
-  long, first = [], ''
-  for q in tqdm.tqdm(
-    questions, 'prompts', unit='question', disable=None, delay=2.0
-  ):
-    try:
-      env.reset(q)
-    except ValueError as e:
-      long.append(q.id)
-      first = first or str(e)
-  if long:
-    shown = ', '.join(long[:5]) + (', ...' if len(long) > 5 else '')
-    raise ConfigError(
-      f'{len(long)} of {len(questions)} questions cannot be asked ({shown}): '
-      f'{first}'
-    )
-
-
-def check_engine(config: ConfigDict) -> None:
-  """What evaluation needs as well."""
-  # A run folder keeps the config of its first start: wrong names must not
-  # get so far.
-  for package, name in (
-    ('engines', config.engine.module), ('sources', config.source.module),
-  ):
-    try:
-      found = lookup.module(f'searchrl_jax.{package}', name)
-    except ValueError as e:
-      raise ConfigError(f'config.{package[:-1]}.module: {e}') from e
-    if not hasattr(found, 'make'):
-      raise ConfigError(
-        f'config.{package[:-1]}.module={name!r} has no function make: it is a '
-        'part of another one'
-      )
-  try:
-    if config.source.url:
-      RetrievalClient(config.source.url)
-  except ValueError as e:
-    raise ConfigError(f'config.source.url: {e}') from e
-  if config.engine.dtype != config.model.dtype and (
-    config.engine.canary_tolerance < 0.02
-  ):
-    raise ConfigError(
-      f'config.engine.dtype={config.engine.dtype} is not config.model.dtype='
-      f'{config.model.dtype}: their log-probs differ by more than config.'
-      f'engine.canary_tolerance={config.engine.canary_tolerance}; use one '
-      'dtype, or allow 0.02 or more'
-    )
-  made = config.model.tokenizer in ('world', 'bpe')
-  if config.model.path and made:
-    raise ConfigError(
-      f'config.model.path={config.model.path!r} with config.model.tokenizer='
-      f"{config.model.tokenizer!r}: a checkpoint needs the tokenizer it was "
-      "trained with; leave model.tokenizer empty (configs/wiki_nq.py:model="
-      'PATH does)'
-    )
-  if config.env.max_tokens > config.engine.max_len:
-    raise ConfigError(
-      f'config.env.max_tokens={config.env.max_tokens} is above '
-      f'config.engine.max_len={config.engine.max_len}; raise the latter'
-    )
-  if config.env.information not in ('source', 'policy'):
-    raise ConfigError(
-      f'config.env.information={config.env.information!r}: source or policy'
-    )
 
 
 def load_config(workdir: str) -> ConfigDict:
@@ -431,10 +261,23 @@ def environment(config: ConfigDict, tok) -> SearchEnv:
   )
 
 
-def engine(config: ConfigDict, cfg, params, tok, mesh):
-  """The engine that config.engine.module names."""
+def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
+  """The engine that config.engine.module names.
+
+  Raises:
+    ConfigError: it would share the devices of a mesh with the update.
+  """
+  shares = config.engine.module == 'jax_sampler' and mesh.size > 1
+  if shares and config.rollout.max_staleness:
+    raise ConfigError(
+      f'config.rollout.max_staleness={config.rollout.max_staleness}: two '
+      f'programs at a time on a mesh of {mesh.size} devices can wait for each '
+      "other for ever; use engine.module='vllm' or max_staleness=0"
+    )
   module = lookup.module('searchrl_jax.engines', config.engine.module)
-  return module.make(cfg, params, tok, config.engine, mesh)
+  return module.make(
+    cfg, params, tok, config.engine, mesh, pathlib.Path(workdir)
+  )
 
 
 def source(config: ConfigDict, url: str):

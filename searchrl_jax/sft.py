@@ -18,6 +18,7 @@ import numpy as np
 import tqdm
 
 from searchrl_jax import batching
+from searchrl_jax import checks
 from searchrl_jax import command
 from searchrl_jax import optim
 from searchrl_jax import setup
@@ -106,7 +107,7 @@ def examples(config, env, search) -> list[Trajectory]:
   if config.sft.good_only:
     traces = [t for t in traces if t.good]
   if not traces:
-    raise setup.ConfigError(
+    raise checks.ConfigError(
       'config.sft.data gives no trace'
       + (' that is good, and config.sft.good_only asks for these'
          if config.sft.good_only else '')
@@ -151,10 +152,10 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
 
 def sft(config, workdir: str) -> dict[str, float]:
   """Warm-starts for config.sft.steps updates; returns the last metrics."""
-  setup.check_engine(config)
+  checks.check_engine(config)
   c = config.sft
   if c.warmup < 0 or (c.schedule != 'constant' and c.warmup >= c.steps):
-    raise setup.ConfigError(
+    raise checks.ConfigError(
       f'config.sft.warmup={c.warmup} updates must be fewer than '
       f'config.sft.steps={c.steps}'
     )

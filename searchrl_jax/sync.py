@@ -8,8 +8,7 @@ trainer's. An old cache: a handle that was cached under the old weights must
 be prefilled again, and must generate what a full forward pass gives.
 """
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 
 import jax
@@ -21,9 +20,19 @@ from searchrl_jax.engines.core import (
   Engine, Sampling, SyncError, SyncReport, WeightsUpdate,
 )
 from searchrl_jax.models import decoder
-from searchrl_jax.types import Prompt
+from searchrl_jax.types import Prompt, Question
 
 CANARY_TOKENS = 4  # generated from the cached prefix after the sync
+
+
+def canary_ids(env, questions: Sequence[Question], tokens: int = 64):
+  """The text that checks every sync: prompts of the first questions."""
+  ids = []
+  for question in questions[:8]:
+    state, _ = env.reset(question)
+    ids += [int(i) for s in state.segments for i in s.ids]
+  room = env.config.max_tokens - 8
+  return ids[: min(tokens, room)]
 
 
 def manifest(params: dict, dtype: str | None = None) -> dict[str, str]:
@@ -49,11 +58,21 @@ def compare(published: Mapping[str, str], loaded: Mapping[str, str]) -> None:
     )
 
 
-async def sync_and_verify_async(
-  engine: Engine, params: dict, version: int, canary_ids,
+async def sync_and_verify(
+  engine: Engine, params: dict, version: int, canary_ids: Sequence[int],
   trainer_logps_fn: Callable, tolerance: float,
 ) -> SyncReport:
-  """`sync_and_verify` for callers that are on the engine's event loop."""
+  """Publishes `params` to the engine; returns only when all checks pass.
+
+  Until then nothing but the checks is generated; if one fails, nothing more.
+
+  canary_ids: a fixed sequence of ids. trainer_logps_fn(ids int32 [n]) ->
+  float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
+  tolerance: largest log-prob difference, config.engine.canary_tolerance.
+
+  Raises:
+    SyncError: names the tensor, or the check that failed, and the figures.
+  """
   canary = [int(i) for i in canary_ids]
   room = engine.max_len - 1 - CANARY_TOKENS
   if len(canary) < 2 or len(canary) > room:
@@ -86,25 +105,6 @@ async def sync_and_verify_async(
       replica.close(handle)
   await engine.resume()
   return dataclasses.replace(report, canary_max_diff=worst)
-
-
-def sync_and_verify(
-  engine: Engine, params: dict, version: int, canary_ids,
-  trainer_logps_fn: Callable, tolerance: float,
-) -> SyncReport:
-  """Publishes `params` to the engine; returns only when all checks pass.
-
-  canary_ids: a fixed sequence of ids. trainer_logps_fn(ids int32 [n]) ->
-  float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
-  tolerance: largest log-prob difference, config.engine.canary_tolerance.
-
-  Raises:
-    SyncError: names the tensor, or the check that failed, and the figures.
-    RuntimeError: called on a running event loop (await the other one).
-  """
-  return asyncio.run(sync_and_verify_async(
-    engine, params, version, canary_ids, trainer_logps_fn, tolerance
-  ))
 
 
 def _worst(got, want) -> float:

@@ -8,7 +8,6 @@ The same command again goes on where the run stopped. Another scheme (self-play,
 tree search) forks this file under experiments/; it does not add flags to it.
 """
 
-import asyncio
 import dataclasses
 import pathlib
 import time
@@ -19,6 +18,8 @@ import numpy as np
 
 from searchrl_jax import advantages
 from searchrl_jax import batching
+from searchrl_jax import checks
+from searchrl_jax import collector
 from searchrl_jax import command
 from searchrl_jax import dryrun
 from searchrl_jax import flops
@@ -32,7 +33,7 @@ from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import RolloutError, rollout
-from searchrl_jax.signals import NonFinite, Signals, Stopped
+from searchrl_jax.signals import Mismatch, NonFinite, Signals, Stopped
 from searchrl_jax.sources.core import require_same
 from searchrl_jax.writer import Writer
 
@@ -41,12 +42,15 @@ def train(config, workdir: str) -> dict[str, float]:
   """Trains to config.train.steps; returns the last metrics.
 
   Raises:
-    setup.ConfigError, data.DataError, ...: before anything is trained.
+    checks.ConfigError, data.DataError, ...: before anything is trained.
     NonFinite: the loss is not finite; the batch is in the run folder.
+    SyncError: the engine does not hold the weights that were published.
+    Mismatch: trainer and engine disagree beyond the alarm; a checkpoint is
+      saved.
     RolloutError: the search service failed too often; a checkpoint is saved.
     Stopped: by a signal; a checkpoint is saved.
   """
-  setup.check(config)
+  checks.check(config)
 
   # ---- Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
@@ -56,7 +60,7 @@ def train(config, workdir: str) -> dict[str, float]:
   setup.check_rewards(config, stream.questions)
   tok = setup.tokenizer(config, workdir)
   env = setup.environment(config, tok)
-  setup.check_prompts(
+  checks.check_prompts(
     env, [*stream.questions, *(q for qs in heldout.values() for q in qs)]
   )
 
@@ -83,12 +87,12 @@ def train(config, workdir: str) -> dict[str, float]:
     state, ref = saved.state['state'], saved.state['ref']
     stream.restore(saved.extras['stream'])
     served = saved.extras.get('served', {})
-    step = saved.step
+    step, ended = saved.step, saved.arrays['ended'].tobytes()
   else:
     state = updater.init(setup.parameters(config, cfg, mesh))
     # The step donates its state, so the reference owns a copy.
     ref = update.copy(state.params) if needs_ref else None
-    step, served = 0, {}
+    step, served, ended = 0, {}, b''
 
   with (
     setup.retrieval(config, workdir) as url,
@@ -100,9 +104,11 @@ def train(config, workdir: str) -> dict[str, float]:
     Signals() as signals,
   ):
     source = setup.source(config, url)
-    about = asyncio.run(source.check()).get('identity', {})
+    signals.at_exit(source.close)
+    about = signals.finish(source.check()).get('identity', {})
     require_same(served, about)
-    engine = setup.engine(config, cfg, state.params, tok, mesh)
+    engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
+    signals.at_exit(engine.shutdown)
     evaluator = heldout and passk.make(
       config, heldout, env=env, engine=engine, source=source, writer=writer,
       run=signals.run,
@@ -115,16 +121,29 @@ def train(config, workdir: str) -> dict[str, float]:
       engine.warmup()
     peak = flops.peak_flops(measure=True) * jax.device_count()
     trainer_logps = sync.forward_logps(cfg, mesh)
-    canary = canary_ids(env, stream)
+    canary = sync.canary_ids(env, stream.questions)
     started = time.monotonic()
+
+    # Questions -> groups of trajectories, through real searches: of this
+    # step, and of the next ones if config.rollout.max_staleness is above 0.
+    rollouts = collector.Collector(
+      signals, stream,
+      lambda questions, **step: rollout(
+        questions, env=env, engine=engine, source=source,
+        config=config.rollout, seed=config.seed, **step,
+      ),
+      questions=config.rollout.questions, steps=config.train.steps,
+      max_staleness=config.rollout.max_staleness,
+    )
+    rollouts.restore(ended)
 
     def publish():
       with writer.timer('sync'):
-        return sync.sync_and_verify(
+        return signals.finish(sync.sync_and_verify(
           engine, state.params, step, canary,
           lambda ids: trainer_logps(state.params, ids),
           config.engine.canary_tolerance,
-        )
+        ))
 
     def evaluate():
       with writer.timer('evaluate'):
@@ -137,7 +156,12 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('checkpoint'):
         saver.save(
           step, {'state': state, 'ref': ref}, metrics=metrics,
-          extras={'stream': stream.state(), 'served': about, 'version': step},
+          extras={
+            'stream': rollouts.cursor(), 'served': about, 'version': step
+          },
+          arrays={'ended': np.frombuffer(
+            collector.lines(rollouts.ended()), np.uint8
+          )},
           fingerprint=fingerprint,
         )
 
@@ -149,15 +173,9 @@ def train(config, workdir: str) -> dict[str, float]:
 
     # ---- The loop.
     while step < config.train.steps:
-      cursor, ended = stream.state(), []
       try:
-        # Questions -> groups of trajectories, through real searches.
         with writer.timer('rollout'):
-          groups, stats = signals.run(rollout(
-            stream.next(config.rollout.questions), env=env, engine=engine,
-            source=source, config=config.rollout, seed=config.seed, step=step,
-            on_trajectory=ended.append,
-          ))
+          groups, stats = rollouts.take(step)
         # Trajectories -> rewards.
         with writer.timer('reward'):
           reward = signals.run(rewards.combine(
@@ -166,12 +184,13 @@ def train(config, workdir: str) -> dict[str, float]:
           ))
       except Exception:  # a service, a reward, a signal, a question too long
         # Nothing of this step was used: the next start takes it again.
-        stream.restore(cursor)
+        ended = rollouts.put_back(step)
         save(metrics)
         # For whoever looks for the cause; that start writes them anew.
-        writer.trajectories(step, [tuple(ended)], decode=tok.decode)
+        writer.trajectories(step, [ended], decode=tok.decode)
         raise
-      trajectories = [t for group in groups for t in group]
+      signals.finish(engine.rest())
+      trajectories, failure = [t for group in groups for t in group], None
       group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
 
       # Rewards -> advantages -> fixed-shape microbatches.
@@ -224,6 +243,7 @@ def train(config, workdir: str) -> dict[str, float]:
       step += 1
 
       # Updated weights -> engine, verified.
+      signals.finish(engine.wake())
       report = publish()
 
       metrics = {
@@ -235,6 +255,10 @@ def train(config, workdir: str) -> dict[str, float]:
         **{f'batch/{k}': v for k, v in counts.items()},
         **stats.metrics(),
         **evaluators.health(groups, env, values, valid),
+        **collector.staleness(
+          groups, step - 1, config.rollout.max_staleness
+        ),
+        'time/engine_idle': rollouts.idle_seconds(),
         'reward': float(values[valid].mean()) if valid.any() else 0.0,
         'train/lr': float(optim.schedule(config.optim, updates)(
           max(int(state.step) - 1, 0)
@@ -242,11 +266,19 @@ def train(config, workdir: str) -> dict[str, float]:
         'train/mfu': done / seconds / peak if peak else 0.0,
         'sync/canary_max_diff': report.canary_max_diff,
       }
+      alarm = config.rollout.mismatch_alarm
+      apart = metrics.get('train/mismatch_abs', 0.0)
+      if 0 < alarm < apart:
+        failure = Mismatch(
+          f'step {step - 1}: log-probs of trainer and engine differ by {apart} '
+          f'on average (config.rollout.mismatch_alarm={alarm}); saved. Compare '
+          'dtypes, lower max_staleness, or raise the alarm to go on'
+        )
       late = 0 < config.train.seconds < time.monotonic() - started
       last = step == config.train.steps or late
-      every, evaluated, failure = config.eval.every, False, None
+      every, evaluated = config.eval.every, False
       due = last or (every and step % every == 0)
-      if due and evaluator and not signals.stop:
+      if due and evaluator and not signals.stop and failure is None:
         try:
           metrics |= evaluate()
           evaluated = True
@@ -275,7 +307,7 @@ def train(config, workdir: str) -> dict[str, float]:
         raise Stopped(f'stopped by a signal after step {step}; saved')
       if late:
         break
-    asyncio.run(source.close())
+    rollouts.stop()
   return metrics
 
 
@@ -291,16 +323,6 @@ def kl_of_rows(config, batches, old, refs, n: int) -> np.ndarray:
     for mini, xs, rs in zip(batches, old, refs) for b, x, r in zip(mini, xs, rs)
   ]
   return batching.row_sums([b for b, _ in flat], [k for _, k in flat], n)
-
-
-def canary_ids(env, stream, tokens: int = 64) -> list[int]:
-  """The text that checks every sync: prompts of the first questions."""
-  ids = []
-  for question in stream.questions[:8]:
-    state, _ = env.reset(question)
-    ids += [int(i) for s in state.segments for i in s.ids]
-  room = env.config.max_tokens - 8
-  return ids[: min(tokens, room)]
 
 
 def save_batch(workdir: str, step: int, batches) -> pathlib.Path:

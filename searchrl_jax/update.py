@@ -58,6 +58,11 @@ def policy_objective(config) -> Objective:
   losses.denominator([], a.aggregation, a.horizon)
   if a.tis != 'none' and a.tis_cap <= 0:
     raise ValueError(f'config.algorithm.tis_cap={a.tis_cap}: above 0')
+  if a.tis_floor and (a.tis_beyond != 'mask' or not 0 < a.tis_floor <= 1):
+    raise ValueError(
+      f'config.algorithm.tis_floor={a.tis_floor}: in [0, 1], and above 0 only '
+      f"with tis_beyond='mask' (it is {a.tis_beyond!r})"
+    )
   if min(a.clip_low, a.clip_high) < 0 or a.clip_low > 1:
     raise ValueError(
       f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
@@ -68,7 +73,7 @@ def policy_objective(config) -> Objective:
   needs_old = a.minibatches * a.epochs > 1
   kw = dict(
     clip_low=a.clip_low, clip_high=a.clip_high, ratio=a.ratio, tis=a.tis,
-    tis_cap=a.tis_cap,
+    tis_cap=a.tis_cap, tis_floor=a.tis_floor, tis_beyond=a.tis_beyond,
   )
   kl, estimator, kl_coef = a.kl, a.kl_estimator, a.kl_coef
   entropy_coef = a.entropy_coef

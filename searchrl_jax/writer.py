@@ -51,6 +51,17 @@ MAY_DIFFER = (
   'train.seconds',
   'checkpoint.every',
   'checkpoint.keep',
+  'rollout.mismatch_alarm',
+  # Where the engine's servers are, not what they compute.
+  'engine.url',
+  'engine.venv',
+  'engine.device',
+  'engine.gpu_memory',
+  'engine.kv_cache_gib',
+  'engine.start_seconds',
+  'engine.timeout',
+  'engine.deadline',
+  'engine.attempts',
 )
 _PACKAGES = (
   'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain',

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from configs import common
 from searchrl_jax import ask
+from searchrl_jax import checks
 from searchrl_jax import command as commands
 from searchrl_jax import dryrun
 from searchrl_jax import evaluate
@@ -274,7 +275,7 @@ def test_evaluate_without_a_run_says_so(tmp_path):
 def test_every_config_passes_its_checks(name):
   module = importlib.import_module(f'configs.{name}')
   config = module.get_config()
-  setup.check(config)
+  checks.check(config)
   assert 'python -m searchrl_jax' in module.__doc__
 
 
@@ -317,10 +318,10 @@ def test_a_warm_start_without_traces_says_so(run, tmp_path):
   config = setup.load_config(str(folder))
   config.sft.good_only = True
   config.sft.data.update(dict(good=0.0, poor=0.5, guess=0.5))
-  with pytest.raises(setup.ConfigError, match='no trace that is good'):
+  with pytest.raises(checks.ConfigError, match='no trace that is good'):
     sft.sft(config, str(tmp_path))
   config.sft.warmup = config.sft.steps
-  with pytest.raises(setup.ConfigError, match='config.sft.warmup'):
+  with pytest.raises(checks.ConfigError, match='config.sft.warmup'):
     sft.sft(config, str(tmp_path))
 
 

@@ -11,7 +11,10 @@ import pytest
 
 from searchrl_jax import losses
 
-KW = dict(clip_low=0.2, clip_high=0.3, ratio='token', tis='token', tis_cap=2.0)
+KW = dict(
+  clip_low=0.2, clip_high=0.3, ratio='token', tis='token', tis_cap=2.0,
+  tis_floor=0.0, tis_beyond='cap',
+)
 
 
 def draw(seed, B=4, T=6, spread=0.5):
@@ -24,7 +27,7 @@ def draw(seed, B=4, T=6, spread=0.5):
 
 
 def reference(logps, old, behaviour, adv, mask, clip_low, clip_high, ratio,
-              tis, tis_cap):
+              tis, tis_cap, tis_floor, tis_beyond):
   """The clipped loss of each token, one token at a time, in float64."""
   out = np.zeros(mask.shape)
   for b in range(mask.shape[0]):
@@ -36,15 +39,22 @@ def reference(logps, old, behaviour, adv, mask, clip_low, clip_high, ratio,
       r, a = math.exp(x), float(adv[b, t])
       value = min(r * a, min(max(r, 1 - clip_low), 1 + clip_high) * a)
       w = {'none': 0.0, 'token': m[t], 'sequence': sum(m.values())}[tis]
-      w = min(math.exp(w), tis_cap) if tis != 'none' else 1.0
+      w = math.exp(w) if tis != 'none' else 1.0
+      if tis != 'none' and tis_beyond == 'mask':
+        w = w if tis_floor <= w <= tis_cap else 0.0
+      elif tis != 'none':
+        w = min(w, tis_cap)
       out[b, t] = -w * value
   return out
 
 
 @pytest.mark.parametrize('ratio', losses.RATIOS)
 @pytest.mark.parametrize('tis', losses.TIS)
-def test_clip_equals_the_reference(ratio, tis):
-  kw = KW | dict(ratio=ratio, tis=tis)
+@pytest.mark.parametrize('beyond', losses.BEYOND)
+def test_clip_equals_the_reference(ratio, tis, beyond):
+  kw = KW | dict(ratio=ratio, tis=tis, tis_beyond=beyond)
+  if beyond == 'mask':
+    kw |= dict(tis_floor=0.7, tis_cap=1.5)
   for seed in range(3):
     args = draw(seed)
     got, sums = losses.clip(*map(jnp.asarray, args), **kw)

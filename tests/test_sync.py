@@ -1,5 +1,7 @@
 """Each way in which a sync can go wrong is planted, and caught."""
 
+import asyncio
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +33,13 @@ def small_step(params):
 
 
 def verify(engine, params, version=1):
-  return sync.sync_and_verify(
-    engine, params, version, CANARY, trainer_logps(params), TOLERANCE
-  )
+  return checked(engine, params, version, CANARY, trainer_logps(params))
+
+
+def checked(engine, params, version, canary, logps):
+  return asyncio.run(sync.sync_and_verify(
+    engine, params, version, canary, logps, TOLERANCE
+  ))
 
 
 # --- Checksums.
@@ -194,14 +200,12 @@ def test_wrong_numerics_are_caught():
   params = make_params(1)
   other = trainer_logps(make_params(2))
   with pytest.raises(SyncError, match='canary.*canary_tolerance=0.0001'):
-    sync.sync_and_verify(make_engine(), params, 1, CANARY, other, TOLERANCE)
+    checked(make_engine(), params, 1, CANARY, other)
   nan = lambda ids: np.full(len(ids), np.nan)  # noqa: E731
   with pytest.raises(SyncError, match='canary.* inf '):
-    sync.sync_and_verify(make_engine(), params, 1, CANARY, nan, TOLERANCE)
+    checked(make_engine(), params, 1, CANARY, nan)
 
 
 def test_a_canary_that_does_not_fit():
   with pytest.raises(SyncError, match='needs 2 to 59'):
-    sync.sync_and_verify(
-      make_engine(), make_params(), 1, [1] * 60, None, TOLERANCE
-    )
+    checked(make_engine(), make_params(), 1, [1] * 60, None)

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 import pytest
 
 from retrieval import process
+from searchrl_jax import checks
 from searchrl_jax import evaluate
 from searchrl_jax import setup
 from searchrl_jax import signals
@@ -283,13 +284,13 @@ def test_what_cannot_work_is_refused_at_the_start(change, message):
   config = tiny.config('http://127.0.0.1:9')
   config.update_from_flattened_dict({change[0]: change[1]})
   with pytest.raises(ValueError, match=message):
-    setup.check(config)
+    checks.check(config)
 
 
 def test_a_prompt_that_is_too_long_is_found_at_the_start(url, tmp_path):
   config = tiny.config(url)
   config.env.max_tokens = 8
-  with pytest.raises(setup.ConfigError, match=r'\d+ of \d+ questions cannot'):
+  with pytest.raises(checks.ConfigError, match=r'\d+ of \d+ questions cannot'):
     train.train(config, str(tmp_path))
   assert not (tmp_path / 'metrics.jsonl').exists()
 
@@ -335,3 +336,85 @@ def test_an_absent_server_is_named(tmp_path):
   config.source.attempts = 1
   with pytest.raises(SourceError, match='127.0.0.1:9'):
     train.train(config, str(tmp_path))
+
+
+# --- Steps ahead.
+
+
+@pytest.fixture(scope='module')
+def stale(url, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('stale')
+  config = tiny.config(url)
+  config.rollout.max_staleness = 2
+  config.train.steps = 5
+  train.train(config, str(folder))
+  return config, folder
+
+
+def test_rollouts_run_ahead_and_say_which_weights_wrote_what(stale):
+  config, folder = stale
+  steps = lines(folder / 'metrics.jsonl')[1:]
+  assert [s['step'] for s in steps] == [0, 1, 2, 3, 4]
+  kept = lines(folder / 'trajectories.jsonl')
+  assert len({(t['step'], t['id']) for t in kept}) == len(kept) == 5 * 4 * 2
+  for t in kept:
+    for s in t['segments']:
+      if s['author'] == 'policy':
+        versions = np.atleast_1d(s['versions'])
+        assert (np.diff(versions) >= 0).all()
+        assert t['step'] - 2 <= versions.min()
+        assert versions.max() <= t['step']
+  assert sum(s['staleness/max'] for s in steps) > 0
+  for s in steps:
+    assert s['staleness/max'] <= 2
+    shares = [s[f'staleness/share_{n}'] for n in range(3)]
+    assert sum(shares) == pytest.approx(1)
+    assert {'time/engine_idle', 'time/rollout', 'train/mismatch_ess',
+            'train/mismatch_abs', 'train/mismatch_max',
+            'train/mismatch_outside'} <= s.keys()
+
+
+def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
+  """Trajectories of the checkpoint are those trained on, not others."""
+  config = tiny.config(url)
+  config.rollout.max_staleness = 2
+  config.train.steps = 4
+  real, calls = update.Updater.step, []
+
+  def killed(*args, **kw):
+    calls.append(1)
+    if len(calls) == 2:
+      # All that may have begun by now, and was not used yet.
+      raise Killed
+    return real(*args, **kw)
+
+  with monkeypatch.context() as m:
+    m.setattr(update.Updater, 'step', killed)
+    with pytest.raises(Killed):
+      train.train(config, str(tmp_path))
+  saver = setup.saver(config, str(tmp_path))
+  arrays = saver.restore(
+    {}, 1, fingerprint=None, partial=True
+  ).arrays['ended'].tobytes()
+  saved = [json.loads(line) for line in arrays.splitlines()]
+  assert saved and {t['step'] for t in saved} <= {1, 2}
+  train.train(config, str(tmp_path))
+  kept = {
+    (t['step'], t['id']): t for t in lines(tmp_path / 'trajectories.jsonl')
+  }
+  assert len(kept) == 4 * 4 * 2
+  for t in saved:
+    assert [s['ids'] for s in kept[t['step'], t['id']]['segments']] == [
+      s['ids'] for s in t['segments']
+    ]
+
+
+def test_the_alarm_pauses_with_a_checkpoint(url, tmp_path):
+  config = tiny.config(url)
+  config.rollout.mismatch_alarm = 1e-12
+  with pytest.raises(signals.Mismatch, match='mismatch_alarm=1e-12'):
+    train.train(config, str(tmp_path))
+  assert setup.saver(config, str(tmp_path)).latest() == 1
+  config.rollout.mismatch_alarm = 0.0
+  # The same folder goes on once the alarm is raised.
+  train.train(config, str(tmp_path))

@@ -86,7 +86,7 @@ class Engine(Protocol):
   before anything else is written with them.
   """
 
-  version: int
+  version: int | None  # of the weights it holds; None: it holds none yet
   vocab_size: int
   max_len: int  # tokens that one handle can hold
   dtype: str | None  # of its copy of the weights; None = the trainer's

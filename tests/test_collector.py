@@ -1,0 +1,217 @@
+"""Steps ahead: begun in time, handed out in order, kept when a run ends."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from searchrl_jax import collector
+from searchrl_jax.rollout import Rollout, RolloutStats
+from searchrl_jax.signals import Loop, Signals, Stopped
+from searchrl_jax.types import Question, Segment, Trajectory
+
+
+class Stream:
+  """Questions q0, q1, ... by number."""
+
+  def __init__(self):
+    self.at = 0
+
+  def state(self):
+    return {'at': self.at}
+
+  def restore(self, state):
+    self.at = state['at']
+
+  def next(self, n):
+    self.at += n
+    return [Question(f'q{i}', 'who') for i in range(self.at - n, self.at)]
+
+
+def trajectory(question, sample=0, end='answer', version=0, train=True):
+  ids = np.array([5, 6], np.int32)
+  segment = Segment(
+    ids, 'policy', 'answer', train=train, logps=np.float32([-0.1, -1 / 3]),
+    versions=np.full(2, version, np.int32),
+  )
+  return Trajectory(question, (segment,), (), end, sample=sample)
+
+
+class Rollouts:
+  """Stands for `rollout`: a step ends when the test says so."""
+
+  def __init__(self):
+    self.begun, self.sampled, self.cancelled = [], [], []
+    self.go = {n: threading.Event() for n in range(9)}
+
+  async def __call__(self, questions, *, step, ended, on_trajectory):
+    self.begun.append(step)
+    groups = []
+    try:
+      for q in questions:
+        found = ended.get((q.id, 0))
+        if found is None:
+          self.sampled.append((step, q.id))
+          found = trajectory(q, end='failed' if q.id == 'q1' else 'answer')
+          on_trajectory(found)
+        groups.append((found,))
+      while not self.go[step].is_set():
+        await asyncio.sleep(0.001)
+    except asyncio.CancelledError:
+      await asyncio.sleep(0.01)  # cleaning up takes time
+      self.cancelled.append(step)
+      raise
+    return Rollout(groups, RolloutStats())
+
+
+def make(signals, stream, start, most, steps=6):
+  return collector.Collector(
+    signals, stream, start, questions=2, max_staleness=most, steps=steps
+  )
+
+
+@pytest.mark.parametrize('most', [0, 1, 3])
+def test_steps_begin_as_many_versions_ahead_as_allowed(most):
+  start, stream = Rollouts(), Stream()
+  for event in start.go.values():
+    event.set()
+  with Signals() as signals:
+    rollouts = make(signals, stream, start, most)
+    for step in range(6):
+      found = rollouts.take(step)
+      assert [g[0].question.id for g in found.groups] == [
+        f'q{2 * step}', f'q{2 * step + 1}'
+      ]
+      time.sleep(0.02)
+      # At the update of `step`: those of `most` steps beyond it, no more.
+      assert start.begun == list(range(min(step + most + 1, 6)))
+    assert rollouts.cursor() == stream.state()
+
+
+def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
+  start, stream = Rollouts(), Stream()
+  start.go[0].set()
+  with Signals() as signals:
+    rollouts = make(signals, stream, start, 2)
+    rollouts.take(0)
+    while len(start.sampled) < 6:
+      time.sleep(0.001)
+    cursor, kept = rollouts.cursor(), collector.lines(rollouts.ended())
+    rollouts.stop()
+  assert start.cancelled == [1, 2]
+  assert cursor == {'at': 2}
+
+  again, stream = Rollouts(), Stream()
+  for event in again.go.values():
+    event.set()
+  stream.restore(cursor)
+  with Signals() as signals:
+    rollouts = make(signals, stream, again, 2)
+    rollouts.restore(kept)
+    # Before its step begins it is still there, for the next checkpoint.
+    assert collector.lines(rollouts.ended()) == kept
+    first, second = rollouts.take(1), rollouts.take(2)
+  got = [g[0] for r in (first, second) for g in r.groups]
+  assert [t.question.id for t in got] == ['q2', 'q3', 'q4', 'q5']
+  assert not {(1, 'q2'), (1, 'q3'), (2, 'q4'), (2, 'q5')} & set(again.sampled)
+  np.testing.assert_array_equal(
+    got[0].segments[0].logps, np.float32([-0.1, -1 / 3])
+  )
+
+
+def test_what_a_service_failed_is_sampled_again():
+  start = Rollouts()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 0)
+    signals.start(_later(start.go[0]))
+    rollouts.take(0)
+    seen = rollouts.put_back(0)
+    assert [t.question.id for t in seen] == ['q0', 'q1']
+    assert rollouts.cursor() == {'at': 0}
+    (kept,) = rollouts.ended()[0]
+    assert kept.question.id == 'q0'  # q1 failed
+
+
+async def _later(event):
+  await asyncio.sleep(0.02)
+  event.set()
+
+
+def test_a_signal_ends_the_wait_and_keeps_the_step():
+  start = Rollouts()
+  timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 1)
+    timer.start()
+    with pytest.raises(Stopped):
+      rollouts.take(0)
+    rollouts.put_back(0)
+    assert sorted(start.cancelled) == [0, 1]  # and they have cleaned up
+    assert rollouts.cursor() == {'at': 0}
+    assert sorted(rollouts.ended()) == [0, 1]
+    with pytest.raises(Stopped):
+      signals.run(asyncio.sleep(0))
+
+
+def test_an_error_of_a_step_ahead_comes_with_its_step():
+  async def start(questions, *, step, ended, on_trajectory):
+    if step == 1:
+      raise ValueError('step 1')
+    return Rollout([], RolloutStats())
+
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 1)
+    rollouts.take(0)
+    with pytest.raises(ValueError, match='step 1'):
+      rollouts.take(1)
+
+
+def test_idle_is_when_nothing_is_under_way():
+  start = Rollouts()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 0)
+    time.sleep(0.05)
+    signals.start(_later(start.go[0]))
+    rollouts.take(0)
+    assert 0.05 <= rollouts.idle_seconds() < 0.5
+    time.sleep(0.05)
+    assert 0.05 <= rollouts.idle_seconds() < 0.5
+
+
+def test_staleness_counts_the_tokens_that_are_trained_on():
+  q = Question('q', 'who')
+  groups = [
+    (trajectory(q, version=7), trajectory(q, version=5)),
+    (trajectory(q, version=6), trajectory(q, version=1, end='failed'),
+     trajectory(q, version=2, train=False)),
+  ]
+  assert collector.staleness(groups, 7, 2) == {
+    'staleness/mean': (0 + 2 + 1) / 3, 'staleness/max': 2.0,
+    'staleness/share_0': 1 / 3, 'staleness/share_1': 1 / 3,
+    'staleness/share_2': 1 / 3,
+  }
+  assert collector.staleness([], 7, 0)['staleness/mean'] == 0.0
+
+
+def test_a_loop_ends_what_runs_then_closes_in_reverse():
+  order = []
+
+  async def close(name):
+    order.append(name)
+
+  async def forever():
+    try:
+      await asyncio.sleep(60)
+    finally:
+      order.append('ended')
+
+  with Loop() as loop:
+    loop.at_exit(lambda: close('first'))
+    loop.at_exit(lambda: close('second'))
+    loop.start(forever())
+    loop.run(asyncio.sleep(0.01))
+  assert order == ['ended', 'second', 'first']
