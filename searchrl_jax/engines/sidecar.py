@@ -55,7 +55,9 @@ class Manager:
   def run(self) -> None:
     """Raises SidecarError if the server cannot start or crashes too often."""
     try:
-      vllm_host.check_model(self.args.model)
+      vllm_host.check_model(
+        self.args.model, '--load-format=dummy' not in self.args.vllm_arg
+      )
       vllm_host.check_environment(self.args.venv, self.args.gpus)
       self.port = vllm_host.free_port(self.args.port)
       self._start()

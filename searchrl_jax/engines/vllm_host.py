@@ -48,23 +48,24 @@ class SidecarError(EngineError):
   """The server cannot start or did not stay; the message names the mend."""
 
 
-def check_model(model: str) -> None:
-  """Raises SidecarError unless `model` is a Hugging Face checkpoint folder."""
+def check_model(model: str, weights: bool) -> None:
+  """Raises SidecarError unless `model` is a Hugging Face checkpoint folder.
+
+  Args:
+    weights: whether it has to hold them.
+  """
   path = pathlib.Path(model)
   if not path.is_dir():
     raise SidecarError(
       f'--model={model}: no such folder; give a checkpoint in the format of '
       'Hugging Face (python -m searchrl_jax.export writes one)'
     )
-  for name, pattern in (
-    ('config.json', 'config.json'), ('*.safetensors', '*.safetensors'),
-    ('tokenizer.json', 'tokenizer*'),
-  ):
+  needed = ['config.json', 'tokenizer*', *['*.safetensors'] * weights]
+  for pattern in needed:
     if not any(path.glob(pattern)):
       raise SidecarError(
-        f'--model={model}: the folder has no {name}; expected a checkpoint '
-        'with config.json, *.safetensors and the tokenizer (python -m '
-        'searchrl_jax.export writes one)'
+        f'--model={model}: the folder has no {pattern}; expected a checkpoint '
+        f'with {", ".join(needed)} (python -m searchrl_jax.export writes one)'
       )
 
 

@@ -288,10 +288,16 @@ def test_a_port_in_use_is_refused(start):
   'config.json', 'model.safetensors', 'tokenizer.json',
 ])
 def test_a_folder_that_is_no_checkpoint_is_refused(model, name):
-  vllm_host.check_model(model)
+  vllm_host.check_model(model, True)
   (model / name).unlink()
   with pytest.raises(SidecarError, match='has no .*searchrl_jax.export'):
-    vllm_host.check_model(model)
+    vllm_host.check_model(model, True)
+
+
+def test_weights_that_come_later_need_not_be_there(start, model):
+  (model / 'model.safetensors').unlink()
+  with start(vllm_arg=['--load-format=dummy']) as server:
+    assert '--load-format=dummy' in facts(server)['argv']
 
 
 def test_a_folder_that_is_not_there_is_refused(venv, tmp_path):
