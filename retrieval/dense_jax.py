@@ -385,7 +385,9 @@ class DenseJax:
       start = at * several
       found = jax.lax.map(maxima, start + jnp.arange(several))
       found = jnp.moveaxis(found, 0, 1).reshape(rows, -1)
-      best = _top(found, found.shape[1], c)[1]
+      count = found.shape[1]
+      found = jnp.pad(found, ((0, 0), (0, -count % _ALIGN)))
+      best = _top(found, count, min(c, count))[1]
       best = jnp.sort(best, 1) + start * groups  # in order, so that ties are
       room = best.shape[1] * _GROUP * q.shape[1] * q.dtype.itemsize
       found = jax.lax.map(

@@ -61,11 +61,11 @@ def one():
 @pytest.fixture(params=[False, True], ids=['blocks', 'maxima'])
 def maxima(request, monkeypatch):
   """Both ways to select; the second with several selections of few rows."""
-  monkeypatch.setattr(dense_jax, '_MAXIMA_BYTES', 1 << 14)
+  monkeypatch.setattr(dense_jax, '_MAXIMA_BYTES', 1 << 15)
   return request.param
 
 
-@pytest.mark.parametrize('P', [1, 7, 65, 2003])
+@pytest.mark.parametrize('P', [1, 7, 65, 2003, 6592])
 def test_float32_is_exact(one, P, maxima):
   rng = np.random.default_rng(P)
   vectors = unit(rng.normal(size=(P, 48)))
