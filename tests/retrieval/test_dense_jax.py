@@ -88,12 +88,16 @@ def test_clusters_and_ties(P, maxima):
     check(index, vectors, q, k)
 
 
-def test_equal_passages_come_in_corpus_order(maxima):
+@pytest.mark.parametrize('devices', [1, 8])
+def test_equal_passages_come_in_corpus_order(devices, maxima):
   rng = np.random.default_rng(0)
   vectors = unit(rng.normal(size=(300, 48)))
   twins = [3, 64, 65, 131, 255, 299]
   vectors[twins] = vectors[3]
-  index = DenseJax(vectors, None, score_bytes=4 * 512 * 64, maxima=maxima)
+  mesh = Mesh(np.array(jax.devices()[:devices]), ('data',))
+  index = DenseJax(
+    vectors, None, mesh=mesh, score_bytes=4 * 512 * 64, maxima=maxima
+  )
   for k in (2, 4, 6, 20):
     ids, scores = index.search_vectors(vectors[:5], k)
     assert ids[3, :6].tolist() == twins[:k]
