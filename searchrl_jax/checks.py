@@ -91,12 +91,6 @@ def check(config: ConfigDict) -> None:
       f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'
       ': an engine that sleeps during updates has no rollouts under way; use 0'
     )
-  if r.max_staleness and a.tis == 'none':
-    raise ConfigError(
-      f"config.rollout.max_staleness={r.max_staleness} with algorithm.tis="
-      "'none': nothing would correct for older weights; use 'token' or "
-      "'sequence' (an infinite tis_cap does not truncate), or max_staleness=0"
-    )
   if not config.reward:
     raise ConfigError(
       'config.reward is empty; for example '

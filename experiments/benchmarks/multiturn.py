@@ -175,7 +175,8 @@ def barrier(engine, items, one: bool) -> None:
   asyncio.run(main())
 
 
-def make_engine(slots: int) -> JaxSampler:
+def make_engine(slots: int) -> tuple[JaxSampler, dict]:
+  """The engine, warm, and the parameters it has a copy of."""
   cfg = decoder.DecoderConfig(
     vocab_size=VOCAB, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
     head_dim=32, d_ff=512, qkv_bias=True,
@@ -186,7 +187,7 @@ def make_engine(slots: int) -> JaxSampler:
   params = decoder.init_params(cfg, jax.random.key(0))
   engine = JaxSampler(cfg, params, Ids(), config)
   engine.warmup()
-  return engine
+  return engine, params
 
 
 class Ids:
@@ -227,7 +228,7 @@ def main(argv):
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   common.require_idle(allow=_ALLOW.value)
   before = common.environment()
-  engine = make_engine(SLOTS)
+  engine, _ = make_engine(SLOTS)
   for name in DRIVERS:  # what a first use costs is not the turns' matter
     measure(engine, name, questions(SPARE, seed=0))
   items = questions(TRAJECTORIES, seed=1)
