@@ -203,14 +203,15 @@ def healthy(port: int) -> bool:
 def log_lines(path: str, start: int) -> list[str]:
   """The log's last lines from byte `start` on.
 
-  Without process, time and place, which vLLM puts before each.
+  Without process, time and place, which vLLM puts before each; without what
+  the sidecar itself wrote into the same file.
   """
   with open(path, 'rb') as f:
     f.seek(0, os.SEEK_END)
     f.seek(max(start, f.tell() - _TAIL_BYTES))
     text = f.read().decode('utf-8', 'replace')
   lines = (_PREFIX.sub('', line).rstrip() for line in text.splitlines())
-  return [line for line in lines if line]
+  return [line for line in lines if line and not line.startswith('sidecar: ')]
 
 
 def cause(lines: list[str]) -> str:

@@ -370,6 +370,7 @@ def test_the_cause_is_found_in_the_log_of_vllm(tmp_path):
   log.write_text(
     'ValueError: of the server before\n'
     '(APIServer pid=1) INFO 11-20 20:01:49 [a.py:1] fine\n'
+    'sidecar: starting vLLM, 10 s: ValueError: shown\n'
     '(Worker pid=3) ERROR 11-20 20:02:35 [b.py:9] Traceback (most recent)\n'
     '(Worker pid=3) ERROR 11-20 20:02:35 [b.py:9]     x = y\n'
     '(Worker pid=3) ERROR 11-20 20:02:35 [b.py:9] pydantic.ValidationError: '
@@ -379,6 +380,7 @@ def test_the_cause_is_found_in_the_log_of_vllm(tmp_path):
     'RuntimeError: Engine core initialization failed.\n'
   )
   lines = vllm_host.log_lines(log, 33)
+  assert lines[0] == 'fine' and len(lines) == 6
   assert vllm_host.cause(lines) == (
     '  pydantic.ValidationError: 1 error\n    head_dim: 16\n'
     '  RuntimeError: Engine core initialization failed.'

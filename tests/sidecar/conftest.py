@@ -22,8 +22,7 @@ FLAGS = dict(
   block_size=32, kv_cache_gib=0.25, enforce_eager=True, plugin=PLUGIN,
   backoff_s=0.1, vllm_arg=['--enable-prompt-tokens-details'],
 )
-# Tied, which is what a reload gets wrong; a head of 32, the smallest that
-# vLLM has on a CPU; a vocabulary that it has to pad.
+# Tied, which is what a reload gets wrong; a vocabulary that vLLM has to pad.
 CFG = decoder.DecoderConfig(
   vocab_size=300, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2,
   head_dim=32, d_ff=96, qkv_bias=True, tied=True,

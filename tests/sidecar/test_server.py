@@ -3,7 +3,6 @@
 The last tests kill it, so they stand last.
 """
 
-import dataclasses
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from searchrl_jax.engines.sidecar import SidecarError, start_sidecar
 from searchrl_jax.models import decoder
-from tests.sidecar.conftest import CFG, FLAGS, write_model
+from tests.sidecar.conftest import CFG, FLAGS
 
 pytestmark = pytest.mark.sidecar
 WAIT_S = 200
@@ -98,13 +97,13 @@ def test_no_process_of_it_loads_jax(served):
     assert not any('jaxlib' in path for path in paths)
 
 
-def test_a_head_too_small_for_the_cpu_is_named(tmp_path):
-  cfg = dataclasses.replace(CFG, head_dim=16, d_model=64)
-  write_model(tmp_path, cfg)
-  with pytest.raises(SidecarError, match='ended with .*[Hh]ead'):
-    start_sidecar(
-      tmp_path / 'model', log_file=tmp_path / 'log', **FLAGS
-    )
+def test_a_start_that_fails_in_the_worker_says_why(served, tmp_path):
+  """The root cause, out of the tracebacks of three processes."""
+  flags = FLAGS | dict(plugin='searchrl_jax.engines.nowhere:Worker')
+  with pytest.raises(SidecarError) as e:
+    start_sidecar(served.folder, log_file=tmp_path / 'log', **flags)
+  first = str(e.value).splitlines()[1]
+  assert 'ModuleNotFoundError' in first and 'engines.nowhere' in first
 
 
 @pytest.mark.parametrize('victim', ['api', 'engine'])
