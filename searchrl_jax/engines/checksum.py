@@ -39,9 +39,13 @@ def _sums(x, offset):
     stride *= x.shape[axis]
   low = _mix(bits + index * jnp.uint32(0x9E3779B1))
   high = _mix(low ^ bits)
-  return jnp.stack([
-    jnp.sum(low, dtype=jnp.uint32), jnp.sum(high, dtype=jnp.uint32)
-  ])
+  # One reduction of both: two of them would have the hashes, as large as the
+  # tensor, written to memory.
+  zero = jnp.uint32(0)
+  return jnp.stack(jax.lax.reduce(
+    (low, high), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    range(x.ndim),
+  ))
 
 
 @functools.partial(jax.jit, static_argnames='dtype')

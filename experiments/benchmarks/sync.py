@@ -1,0 +1,203 @@
+"""Seconds and memory from an update to a vLLM server that serves it, verified.
+
+  python -m experiments.benchmarks.sync --out=sync.json
+
+A real vLLM server on this machine's CPU (`make sidecar`), started on random
+weights. Each repetition changes every parameter, then: publish, pause, load,
+drop the prefix cache, set the version, compare the checksum of every tensor
+that computes with the published one, resume, and one token generated. Engine
+and trainer hold --dtype. Memory is what the process (trainer; vLLM's worker)
+held at most during the sync beyond what it held before it.
+
+Bar: at 500M parameters the trainer needs at most half a copy of the weights
+beside them (nothing is gathered); every checksum of every sync agrees.
+"""
+
+import pathlib
+import statistics
+import tempfile
+import time
+
+from absl import app
+from absl import flags
+from absl import logging
+import httpx
+import jax
+import jax.numpy as jnp
+import psutil
+
+from experiments.benchmarks import common
+from searchrl_jax import publication
+from searchrl_jax import sync
+from searchrl_jax.data import microworld
+from searchrl_jax.engines import checksum
+from searchrl_jax.engines import published
+from searchrl_jax.engines import sidecar
+from searchrl_jax.models import decoder
+from searchrl_jax.models import families
+
+_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
+_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
+_REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=1)
+_CASES = flags.DEFINE_list('cases', ['1m', '28m', '500m'], 'Which models.')
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.')
+
+BAR = 0.5  # copies of the weights
+CASES = {
+  '1m': dict(
+    vocab_size=2048, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
+    head_dim=32, d_ff=416,
+  ),
+  '28m': dict(
+    vocab_size=2048, d_model=512, n_layers=8, n_heads=8, n_kv_heads=2,
+    head_dim=64, d_ff=1792,
+  ),
+  '500m': dict(  # Qwen2.5-0.5B
+    vocab_size=151936, d_model=896, n_layers=24, n_heads=14, n_kv_heads=2,
+    head_dim=64, d_ff=4864,
+  ),
+}
+
+
+class Memory:
+  """Peak and present resident memory of a process, in bytes (Linux)."""
+
+  def __init__(self, pid: int):
+    self._folder = pathlib.Path(f'/proc/{pid}')
+
+  def start(self) -> None:
+    (self._folder / 'clear_refs').write_text('5')  # the peak starts again
+    self._before = self._read('VmRSS')
+
+  def extra(self) -> int:
+    return self.peak() - self._before
+
+  def peak(self) -> int:
+    return self._read('VmHWM')
+
+  def _read(self, field: str) -> int:
+    for line in (self._folder / 'status').read_text().splitlines():
+      if line.startswith(f'{field}:'):
+        return int(line.split()[1]) << 10
+    raise SystemExit(f'{self._folder}/status has no {field}')
+
+
+@jax.jit
+def step(params):
+  return jax.tree.map(lambda x: x * jnp.asarray(1.001, x.dtype), params)
+
+
+class Server:
+
+  def __init__(self, process):
+    self._http = httpx.Client(base_url=process.url, timeout=600)
+    tree = psutil.Process(process.server_pid).children(recursive=True)
+    worker = max(tree, key=lambda p: p.memory_info().rss)
+    self.memory = Memory(worker.pid)
+
+  def post(self, path: str, body=None, **query):
+    done = self._http.post(path, json=body, params=query)
+    if done.status_code != 200:
+      raise SystemExit(f'{path}: {done.status_code} {done.text}')
+    return done.json()
+
+  def rpc(self, method: str, *args):
+    body = {'method': method, 'args': args}
+    return self.post('/collective_rpc', body)['results']
+
+
+def once(publisher, server: Server, params, version: int) -> dict:
+  """One sync; its figures."""
+  own = Memory('self')
+  for memory in (own, server.memory):
+    memory.start()
+  seconds, last = {}, time.perf_counter()
+
+  def lap(name):
+    nonlocal last
+    now = time.perf_counter()
+    seconds[f'{name}_s'], last = now - last, now
+
+  done = publisher.publish(params, version)
+  lap('publish')
+  server.post('/pause', mode='abort')
+  lap('pause')
+  server.rpc('searchrl_load', str(done.path))
+  lap('load')
+  if not server.post('/reset_prefix_cache')['success']:
+    raise SystemExit('the server did not drop its prefix cache')
+  server.post('/update_weight_version', {'new_version': str(version)})
+  lap('reset')
+  sync.compare(done.manifest, checksum.combine(
+    server.rpc('searchrl_checksums')))
+  lap('checksums')
+  server.post('/resume')
+  server.post('/v1/completions', dict(
+    model='policy', prompt=[5, 6, 7], max_tokens=1))
+  lap('resume')
+  publisher.prune(version)
+  return {
+    'total_s': sum(seconds.values()), **seconds, 'bytes': done.bytes,
+    'tensors': len(done.manifest), 'trainer_extra_bytes': own.extra(),
+    'trainer_peak_bytes': own.peak(),
+    'server_extra_bytes': server.memory.extra(),
+    'server_peak_bytes': server.memory.peak(),
+  }
+
+
+def run(case: str, folder: pathlib.Path) -> list[dict]:
+  cfg = decoder.DecoderConfig(
+    **CASES[case], qkv_bias=True, dtype=_DTYPE.value)
+  fields = {k: getattr(cfg, k) for k in families.FIELDS}
+  published.write_serving_folder(
+    folder / 'model', fields, microworld.tokenizer(folder / 'tokenizer'),
+    _DTYPE.value,
+  )
+  publisher = publication.Publisher(folder / 'published', cfg, _DTYPE.value)
+  params = decoder.init_params(
+    cfg, jax.random.key(0), dtype=jnp.dtype(_DTYPE.value))
+  rows = []
+  with sidecar.start_sidecar(
+    folder / 'model', log_file=folder / 'vllm.log', cpu=True,
+    dtype=_DTYPE.value, max_model_len=512, max_num_seqs=8, kv_cache_gib=0.5,
+    plugin='searchrl_jax.engines.vllm_plugin:Worker',
+    vllm_arg=['--load-format=dummy'],
+  ) as process:
+    server = Server(process)
+    for rep in range(-1, _REPS.value):  # the first compiles, and is left out
+      params = jax.block_until_ready(step(params))
+      row = once(publisher, server, params, rep + 1)
+      if rep >= 0:
+        rows.append({
+          'case': case, 'parameters': cfg.n_params, 'rep': rep,
+          'dtype': _DTYPE.value, **row,
+        })
+  return rows
+
+
+def main(argv):
+  del argv
+  logging.set_verbosity(logging.WARNING)
+  load = common.require_idle(allow=_LOAD.value)
+  environment = {**common.environment(), 'load_before': round(load, 2)}
+  rows, bars = [], []
+  for case in _CASES.value:
+    with tempfile.TemporaryDirectory() as folder:
+      rows += run(case, pathlib.Path(folder))
+    own = [r for r in rows if r['case'] == case]
+    total = common.spread([r['total_s'] for r in own])
+    print(f'{case}: {total} s from an update to a token', flush=True)
+    if case == '500m':
+      copies = statistics.median(
+        r['trainer_extra_bytes'] / r['bytes'] for r in own)
+      bars.append(common.bar('sync_500m_trainer_copies', copies, BAR,
+                             at_most=True))
+  # `sync.compare` ends the run at the first that differs.
+  bars.append(common.bar('sync_verified', len(rows),
+                         _REPS.value * len(_CASES.value)))
+  common.report(_OUT.value, 'sync', rows, bars, environment)
+
+
+if __name__ == '__main__':
+  app.run(main)
