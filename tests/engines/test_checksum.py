@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.engines import checksum
+from tests import memory
 
 
 def report(text: str) -> list:
@@ -59,3 +60,12 @@ def test_minus_zero_is_zero_and_nothing_else_is(dtype):
   assert of(0.0, 1.0) != of(0.0, -1.0)
   tiny = float(jnp.finfo(dtype).tiny)
   assert of(0.0) != of(tiny) != of(-tiny)
+
+
+def test_a_checksum_writes_no_hashes_to_memory():
+  x = jnp.ones((4, 1 << 22), jnp.float32)  # 64 MiB
+  checksum.checksums({'x': x})  # compiles
+  with memory.Peak() as peak:
+    for _ in range(5):
+      checksum.checksums({'x': x})
+  assert peak.peak - peak.start < x.nbytes / 4

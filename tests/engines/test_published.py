@@ -74,7 +74,7 @@ def test_another_format_is_refused_by_its_number(path):
 def test_a_tensor_that_is_gone_is_named(path):
   shutil.rmtree(path / 'arrays/state.layers.up')
   with pytest.raises(PublishedError, match="'layers/up' is missing"):
-    read_all(path)
+    published.open_published(path)
 
 
 def test_a_chunk_that_is_gone_is_no_zeros(path):
@@ -96,7 +96,7 @@ def test_a_misshapen_tensor_is_named(path):
   meta['shape'][1:] = meta['shape'][:0:-1]
   store.write_text(json.dumps(meta))
   with pytest.raises(PublishedError, match=r"'layers/gate' is \(\(2, 48, 32"):
-    read_all(path)
+    published.open_published(path)
 
 
 def test_an_unknown_name_is_an_error(path):
