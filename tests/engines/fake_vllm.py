@@ -144,7 +144,7 @@ class FakeVllm:
     if method == 'searchrl_describe':
       return {'results': [self.describes]}
     if method == 'searchrl_load':
-      if self.running:
+      if not all(self.running.values()):  # but those that were aborted
         raise AssertionError('loaded under running requests')
       if self.load_error:
         return JSONResponse({'error': {'message': self.load_error}}, 500)

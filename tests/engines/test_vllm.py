@@ -10,12 +10,14 @@ from ml_collections import ConfigDict
 
 from searchrl_jax import sync
 from searchrl_jax.engines import checksum
+from searchrl_jax.engines import vllm
 from searchrl_jax.engines.core import (
   EngineError, Sampling, SyncError, WeightsUpdate,
 )
 from searchrl_jax.engines.published import versions
 from searchrl_jax.engines.vllm import VllmEngine
 from searchrl_jax.models import families
+from searchrl_jax.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
 from tests.engines.common import CFG, Letters, make_params
 from tests.engines.contract import EngineContract, once, prompt
@@ -700,3 +702,85 @@ def test_an_adapter_is_refused(fake, tmp_path):
   )
   with pytest.raises(EngineError, match='adapter'):
     asyncio.run(engine.sync(update))
+
+
+@pytest.mark.parametrize('device, servers', [
+  ('cpu', [{'cpu': True, 'kv_cache_gib': 1.0}]),
+  ('gpus:0', [{'gpus': '0', 'gpu_memory_utilization': 0.5}]),
+  ('gpus:0,1;2', [{'gpus': '0,1', 'gpu_memory_utilization': 0.5},
+                  {'gpus': '2', 'gpu_memory_utilization': 0.5}]),
+])
+def test_servers_are_started_on_the_devices_named(
+  monkeypatch, tmp_path, device, servers
+):
+  started, stopped = [], []
+
+  class Started:
+    failure = None
+
+    def __init__(self, model, **flags):
+      assert (model / 'config.json').exists()
+      started.append(flags)
+      self.url = f'http://127.0.0.1:{len(started)}'
+
+    def stop(self):
+      stopped.append(self.url)
+
+  monkeypatch.setattr(vllm.sidecar, 'start_sidecar', Started)
+  tok = train_bpe(['a b'], CFG.vocab_size + 200, tmp_path / 'tok')
+  cfg = dataclasses.replace(CFG, vocab_size=CFG.vocab_size + 200)
+
+  def build(device):
+    return VllmEngine(
+      cfg, None, tok, config(device=device), None, tmp_path / 'run'
+    )
+
+  engine = build(device)
+  for flags, wanted in zip(started, servers, strict=True):
+    assert wanted.items() <= flags.items()
+    assert flags['max_model_len'] == 65 and flags['max_num_seqs'] == 4
+    assert flags['dtype'] == 'float32'
+  asyncio.run(engine.shutdown())
+  assert len(stopped) == len(servers)
+  for bad in ('gpu', 'gpus:', 'gpus:0;', 'tpu:0'):
+    with pytest.raises(EngineError, match=f"device='{bad}': expected"):
+      build(bad)
+
+
+def test_one_server_that_does_not_start_takes_the_others_down(
+  monkeypatch, tmp_path
+):
+  stopped = []
+
+  class Started:
+    url, failure = 'http://127.0.0.1:1', None
+
+    def __init__(self, model, *, gpus, **flags):
+      if gpus == '1':
+        raise EngineError('no GPU 1')
+
+    def stop(self):
+      stopped.append(self)
+
+  monkeypatch.setattr(vllm.sidecar, 'start_sidecar', Started)
+  with pytest.raises(EngineError, match='no GPU 1'):
+    vllm._start(config(device='gpus:0;1;2'), tmp_path)
+  assert len(stopped) == 2
+
+
+def test_a_server_that_nobody_minds_any_more_is_given_up_at_once(
+  fake, tmp_path
+):
+  engine = make([fake], tmp_path, start_seconds=60.0)
+
+  async def main():
+    await load(engine, 1)
+    await asyncio.to_thread(fake.kill)
+    engine._fleet.servers[0].failure = lambda: 'crashed 4 times: out of memory'
+    async with asyncio.timeout(5):
+      with pytest.raises(EngineError, match='no server is left.*of memory'):
+        await once(engine, (1, 2), Sampling(max_tokens=2))
+    await engine.shutdown()
+
+  asyncio.run(main())
+  fake.start()

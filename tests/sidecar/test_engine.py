@@ -1,0 +1,368 @@
+"""The engine on the real server: the contract, restarts, both engines equal.
+
+The last test kills the server, so it stands last.
+"""
+
+import asyncio
+import functools
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from searchrl_jax import rollout as rollouts
+from searchrl_jax import sync
+from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
+from searchrl_jax.engines.jax_sampler import JaxSampler
+from searchrl_jax.engines.vllm import VllmEngine
+from searchrl_jax.models import decoder
+from searchrl_jax.publication import Publisher
+from searchrl_jax.types import Prompt, Question
+from configs.common import base
+from tests import scripted
+from tests.engines.common import config as sampler_config
+from tests.engines.contract import EngineContract, once, prompt
+from tests.engines.test_vllm import config as engine_config
+from tests.fakes import FakeSource
+from tests.sidecar.conftest import CFG
+
+pytestmark = pytest.mark.sidecar
+MAX_LEN = 512
+
+
+def weights(seed):
+  return decoder.init_params(CFG, jax.random.key(seed), scale=0.25)
+
+
+@pytest.fixture(scope='module')
+def engine(served, tmp_path_factory):
+  config = engine_config(
+    url=served.sidecar.url, max_len=MAX_LEN, timeout=60.0, deadline=240.0,
+    start_seconds=240.0, attempts=4,
+  )
+  engine = VllmEngine(
+    CFG, None, served.tokenizer, config, None, tmp_path_factory.mktemp('run')
+  )
+  load(engine, served.params, 0)
+  yield engine
+  load(engine, served.params, engine.version)  # what the others expect
+  asyncio.run(engine.shutdown())
+
+
+def load(engine, params, version):
+  async def main():
+    report = await engine.sync(WeightsUpdate(params, version))
+    await engine.resume()
+    return report
+
+  return asyncio.run(main())
+
+
+class TestContract(EngineContract):
+  """Greedy and sampled ids do not depend on the batch, here to the last bit."""
+
+  @pytest.fixture
+  def token_bytes(self, served):
+    return served.tokenizer.token_bytes
+
+  def test_the_draw_depends_on_seed_and_position(self, engine):
+    """On the position where a request begins, see vllm.py."""
+    async def main():
+      start = prompt(engine)
+      a, b, c = await asyncio.gather(*[
+        once(engine, start.ids, Sampling(max_tokens=12, seed=s))
+        for s in (1, 1, 2)
+      ])
+      assert a.ids.tolist() == b.ids.tolist() != c.ids.tolist()
+      parts = []
+      for _ in range(2):
+        handle = engine.open(start)
+        parts.append([
+          (await engine.generate(handle, Sampling(max_tokens=n, seed=1))
+           ).ids.tolist() for n in (5, 7)
+        ])
+        engine.close(handle)
+      assert parts[0] == parts[1]
+      assert parts[0][0] == a.ids[:5].tolist()
+
+    asyncio.run(main())
+
+  def test_stop_strings_keep_the_token_whole(self, engine, token_bytes):
+    """As for all engines, where the text is such that a string can name it."""
+    async def main():
+      start, seen = prompt(engine), 0
+      free = await once(engine, start.ids, Sampling(max_tokens=60, seed=4))
+      ids = free.ids.tolist()
+      text = [token_bytes(i) for i in ids]
+      for at in range(1, 60):
+        stop = b''.join(text[at - 1:at + 1])
+        if not stop or not stop.isascii():
+          continue
+        ends = next(n for n in range(61) if stop in b''.join(text[:n]))
+        done = await once(engine, start.ids, Sampling(
+          max_tokens=60, seed=4, stops=('never!', stop.decode())
+        ))
+        assert done.stop == stop.decode()
+        assert done.ids.tolist() == ids[:ends]
+        np.testing.assert_array_equal(done.logps, free.logps[:ends])
+        seen += 1
+      assert seen > 3
+
+    asyncio.run(main())
+
+
+def test_a_published_version_is_verified_end_to_end(engine):
+  """Checksums, the canary and the cache, for two versions in turn."""
+  forward, canary = sync.forward_logps(CFG), list(range(40, 90))
+  for version in (1, 2):
+    params = weights(version)
+    report = asyncio.run(sync.sync_and_verify(
+      engine, params, version, canary, functools.partial(forward, params),
+      1e-4,
+    ))
+    assert report.canary_max_diff < 1e-4
+    assert report.manifest == sync.manifest(params)
+
+
+def test_stops_end_inside_merged_tokens(engine, served):
+  """The token that completes a stop is kept whole, and is the last."""
+  token_bytes, seen = served.tokenizer.token_bytes, 0
+
+  async def main():
+    nonlocal seen
+    start = prompt(engine)
+    for seed in range(12):
+      free = await once(engine, start.ids, Sampling(max_tokens=40, seed=seed))
+      ids = free.ids.tolist()
+      text = [token_bytes(i) for i in ids]
+      for n, piece in enumerate(text):
+        if len(piece) < 2 or not piece.isascii():
+          continue
+        stop = piece[:-1].decode()  # the token runs one character past it
+        ends = next(
+          k for k in range(1, 41) if stop.encode() in b''.join(text[:k])
+        )
+        done = await once(engine, start.ids, Sampling(
+          max_tokens=40, seed=seed, stops=(stop,)
+        ))
+        assert done.stop == stop and done.ids.tolist() == ids[:ends]
+        seen += ends == n + 1
+        break
+
+  asyncio.run(main())
+  assert seen > 3
+
+
+def test_a_call_goes_on_after_an_abort_on_the_new_weights(engine, tmp_path):
+  start, params = prompt(engine), [weights(3), weights(4)]
+  load(engine, params[0], 3)
+  # Written beforehand, so that the pause comes at once.
+  newer = Publisher(tmp_path, CFG, 'float32').publish(params[1], 4)
+
+  async def main():
+    aborted = engine.stats()['aborted_requests']
+    calls = [
+      asyncio.create_task(once(engine, start.ids, Sampling(
+        max_tokens=450, temperature=0.0
+      ))) for _ in range(8)
+    ]
+    await asyncio.sleep(0.3)
+    await engine.sync(WeightsUpdate(newer.path, 4))
+    await engine.resume()
+    done = await asyncio.gather(*calls)
+    assert engine.stats()['aborted_requests'] == aborted + 8
+    return done
+
+  for done in asyncio.run(main()):
+    check_parts(start.ids, done, params)
+
+
+def check_parts(start, done, params):
+  cut = int((done.versions == 3).sum())
+  assert 0 < cut < 450 and (done.versions[cut:] == 4).all()
+  ids = np.array([*start, *done.ids.tolist()], np.int32)
+  for version, part in ((3, slice(0, cut)), (4, slice(cut, 450))):
+    want = sync.forward_logps(CFG)(params[version - 3], ids)[len(start):]
+    np.testing.assert_allclose(
+      done.logps[part], np.asarray(want)[part], atol=1e-4
+    )
+
+
+def test_turns_reuse_the_prefix(engine):
+  """What a turn computes is what the turn before left, and its own block."""
+  async def main():
+    handle = engine.open(prompt(engine, 100))
+    shares = []
+    for turn in range(4):
+      before = engine.stats()
+      await engine.generate(handle, Sampling(max_tokens=30, seed=turn))
+      after = engine.stats()
+      hits = after['prefix_tokens'] - before['prefix_tokens']
+      computed = after['prefilled_tokens'] - before['prefilled_tokens']
+      assert hits + computed == len(handle) - 30
+      shares.append(hits / (hits + computed))
+      engine.append(handle, range(1, 21))
+    engine.close(handle)
+    return shares
+
+  first, *later = asyncio.run(main())
+  print('prefix hit rate by turn:', [first, *later])
+  assert first == 0 and min(later) > 0.75
+
+
+def test_ids_that_the_server_refuses_are_an_error_here_first(engine):
+  with pytest.raises(EngineError, match=f'0..{CFG.vocab_size - 1}'):
+    engine.open(Prompt((CFG.vocab_size,)))  # a padding row there
+
+
+def sampler(served, params):
+  return JaxSampler(
+    CFG, params, served.tokenizer, sampler_config(
+      slots=32, max_len=160, chunk=16, prefill_rows=8
+    ),
+  )
+
+
+def exact(params, ids):
+  """Logits [T, V] after each id, in float64 from float32 hidden states."""
+  hidden = decoder.hidden_states(params, CFG, np.asarray([ids], np.int32))
+  return np.asarray(decoder.logits(params, CFG, hidden), np.float64)[0]
+
+
+def test_both_engines_give_the_same_greedy_ids(engine, served):
+  """100 prompts, 64 tokens, float32; ids may part at a tie, which counts."""
+  params = weights(5)
+  load(engine, params, 5)
+  rng = np.random.default_rng(0)
+  prompts = [
+    rng.integers(3, CFG.vocab_size, rng.integers(4, 60)).tolist()
+    for _ in range(100)
+  ]
+  greedy = Sampling(max_tokens=64, temperature=0.0)
+
+  async def main(which):
+    return await asyncio.gather(*[once(which, p, greedy) for p in prompts])
+
+  ours = asyncio.run(main(sampler(served, params)))
+  theirs = asyncio.run(main(engine))
+  ties, worst = 0, 0.0
+  for start, a, b in zip(prompts, ours, theirs):
+    n = len(a.ids)
+    apart = np.flatnonzero(a.ids != b.ids)
+    if apart.size:
+      n = int(apart[0])
+      row = exact(params, [*start, *a.ids[:n].tolist()])[-1]
+      gap = abs(row[a.ids[n]] - row[b.ids[n]])
+      assert gap < 1e-4, f'not a tie: {gap}'
+      ties += 1
+    worst = max(worst, float(np.abs(a.logps[:n] - b.logps[:n]).max()))
+  print(f'ties: {ties} of 100; largest log-prob difference {worst:.2e}')
+  assert ties <= 1 and worst < 1e-3
+
+
+def test_both_engines_give_the_same_log_probs(engine, served):
+  """Of ids sampled at temperature 1 by vLLM, as both engines score them."""
+  params = weights(6)
+  load(engine, params, 6)
+  start = prompt(engine, 20)
+
+  async def sampled():
+    return await asyncio.gather(*[
+      once(engine, start.ids, Sampling(max_tokens=64, seed=s))
+      for s in range(16)
+    ])
+
+  async def scored(which, done):
+    return await asyncio.gather(*[
+      which.score([*start.ids, *d.ids.tolist()]) for d in done
+    ])
+
+  done = asyncio.run(sampled())
+  ours = asyncio.run(scored(sampler(served, params), done))
+  theirs = asyncio.run(scored(engine, done))
+  told = np.stack([d.logps for d in done])
+  ours, theirs = (np.stack(x)[:, 20:] for x in (ours, theirs))
+  print(
+    'mean |difference|: sampled', np.abs(told - ours).mean(), 'scored',
+    np.abs(theirs - ours).mean(),
+  )
+  assert np.abs(told - ours).mean() < 1e-4
+  assert np.abs(theirs - ours).mean() < 1e-4
+
+
+def searching(tok, text):
+  """Weights that say `text` from wherever they are, token after token.
+
+  Every id has, or shares, a unit of the residual; the first MLP turns a unit
+  into that of the id that follows. Ids outside of the text are zero, but
+  attention's value bias adds a little of unit 0 everywhere, which only they
+  are small enough to be led by; it leads to the first id.
+  """
+  ids = tok.encode(text)
+  unit = {i: n + 1 for n, i in enumerate(dict.fromkeys(ids))}
+  follows = {unit[a]: unit[b] for a, b in zip(ids, ids[1:])}
+  # Or the text is not a function of its last id.
+  assert all(follows[unit[a]] == unit[b] for a, b in zip(ids, ids[1:]))
+  follows[0] = unit[ids[0]]
+  params = jax.tree.map(
+    lambda x: np.zeros(x.shape, np.float32),
+    decoder.init_params(CFG, jax.random.key(0), scale=0.0),
+  )
+  layers = params['layers']
+  for norm in (params['final_norm'], layers['attn_norm'], layers['mlp_norm']):
+    norm[:] = 1.0
+  params['final_norm'][:] = 4.0  # as good as greedy
+  for i, n in unit.items():
+    params['embed'][i, n] = 1.0
+  layers['v_bias'][0, 0, 0] = 0.05
+  layers['o'][0, 0, 0, 0] = 1.0
+  for n, m in follows.items():
+    layers['gate'][0, n, n] = layers['up'][0, n, n] = 1.0
+    layers['down'][0, n, m] = 1.0
+  return jax.tree.map(jax.numpy.asarray, params)
+
+
+def test_a_rollout_survives_the_death_of_the_server(engine, served):
+  """kill -9 in the middle: each trajectory ends once, on the right weights.
+
+  A server that came back without them would not search.
+  """
+  tok = served.tokenizer
+  load(engine, searching(tok, '<search> river </search>'), 9)
+  env = scripted.make(
+    tok, 'plain', max_turns=4, max_turn_tokens=24, max_tokens=500
+  )
+  restarts = engine.stats()['restarts']
+  ended, killed = [], []
+
+  def delay(query):
+    """In the second turn of some, while others generate."""
+    if len(source.asked) > 20 and not killed:
+      killed.append(served.sidecar.server_pid)
+      os.kill(killed[0], signal.SIGKILL)
+    return 0.02
+
+  source = FakeSource(delay=delay)
+  settings = base().rollout
+  settings.update(dict(group=4, max_failed=0.0))
+  questions = [Question(f'q{i}', f'which river {i} ?', ('x',))
+               for i in range(4)]
+  found = asyncio.run(rollouts.rollout(
+    questions, env=env, engine=engine, source=source, config=settings,
+    seed=0, step=0, on_trajectory=lambda t: ended.append(t.id),
+  ))
+  assert killed
+  assert sorted(ended) == [f'q{i}/solver/{s}' for i in range(4)
+                           for s in range(4)]
+  for group in found.groups:
+    for t in group:
+      assert not t.failed and len(t.searches) == 4
+      for segment in t.segments:
+        if segment.author == 'policy':
+          assert set(segment.versions) == {9}
+  assert engine.stats()['restarts'] == restarts + 1
+  # It holds the weights by its own checksums, and nothing hangs on it.
+  described, = served.rpc('searchrl_describe')
+  assert described['loaded'] == 9
