@@ -91,7 +91,11 @@ def step(params):
 class Server:
 
   def __init__(self, process):
-    self._http = httpx.Client(base_url=process.url, timeout=600)
+    # No connection is used twice: the server closes those idle for 5 s.
+    self._http = httpx.Client(
+      base_url=process.url, timeout=600, trust_env=False,
+      limits=httpx.Limits(max_keepalive_connections=0),
+    )
     tree = psutil.Process(process.server_pid).children(recursive=True)
     worker = max(tree, key=lambda p: p.memory_info().rss)
     self.memory = Memory(worker.pid)

@@ -15,22 +15,21 @@ from searchrl_jax import sync
 from searchrl_jax.data import microworld
 from searchrl_jax.engines import checksum
 from searchrl_jax.engines import published
-from searchrl_jax.engines import sidecar
 from searchrl_jax.engines.core import SyncError
+from searchrl_jax.engines.sidecar import start_sidecar
 from searchrl_jax.models import decoder
 from searchrl_jax.models import families
 from searchrl_jax.models import hf
+from tests.sidecar.conftest import FLAGS
 
 pytestmark = pytest.mark.sidecar
 
-# A vocabulary that vLLM pads, and square output projections: transposed, they
-# still fit.
-TIED = decoder.DecoderConfig(
+# Square output projections, as the shared server's: transposed, they fit.
+UNTIED = decoder.DecoderConfig(
   vocab_size=527, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2,
-  head_dim=32, d_ff=192, qkv_bias=True,
+  head_dim=32, d_ff=192, qkv_bias=True, tied=False,
 )
-UNTIED = dataclasses.replace(TIED, tied=False)
-IDS = [5, 17, 80, 3, 41, 500, 8, 66]
+IDS = [5, 17, 80, 3, 41, 250, 8, 66]
 
 
 def make_params(cfg, seed):
@@ -45,22 +44,16 @@ def make_params(cfg, seed):
 
 
 class Server:
-  """A server with the plugin and its faults, and a folder of publications."""
+  """A server with the plugin, and a folder of publications."""
 
-  def __init__(self, folder, cfg, model, **flags):
+  def __init__(self, folder, cfg, url):
     self.cfg = cfg
-    self.publisher = publication.Publisher(folder / 'published', cfg,
-                                           'float32')
-    self.process = sidecar.start_sidecar(
-      model, log_file=folder / 'vllm.log', cpu=True, dtype='float32',
-      max_model_len=128, max_num_seqs=4, kv_cache_gib=0.25,
-      enforce_eager=True, plugin='tests.sidecar.faults:Worker', **flags,
+    self.publisher = publication.Publisher(folder, cfg, 'float32')
+    # No connection is used twice: the server closes those idle for 5 s.
+    self.http = httpx.Client(
+      base_url=url, timeout=120, trust_env=False,
+      limits=httpx.Limits(max_keepalive_connections=0),
     )
-    self.http = httpx.Client(base_url=self.process.url, timeout=120)
-
-  def close(self):
-    self.http.close()
-    self.process.stop()
 
   def call(self, method, *args, **kwargs):
     """The result of the one worker; RuntimeError with the server's words."""
@@ -112,32 +105,29 @@ class Server:
 
 
 @pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('tokenizer')
-  microworld.tokenizer(folder)
-  return folder
-
-
-@pytest.fixture(scope='module')
-def untied(tmp_path_factory, tokenizer):
-  """A server that starts on random weights of its own."""
+def untied(tmp_path_factory):
+  """A server of its own, with random weights and a way to load badly."""
   folder = tmp_path_factory.mktemp('untied')
   fields = {k: getattr(UNTIED, k) for k in families.FIELDS}
-  published.write_serving_folder(folder / 'm', fields, tokenizer, 'float32')
-  one = Server(
-    folder, UNTIED, folder / 'm', vllm_arg=['--load-format=dummy'])
-  yield one
-  one.close()
+  published.write_serving_folder(
+    folder / 'model', fields, microworld.tokenizer(folder / 'tokenizer'),
+    'float32',
+  )
+  flags = FLAGS | dict(
+    plugin='tests.sidecar.faults:Worker', vllm_arg=['--load-format=dummy'])
+  with start_sidecar(
+    folder / 'model', log_file=folder / 'vllm.log', **flags
+  ) as sidecar:
+    yield Server(folder / 'published', UNTIED, sidecar.url)
 
 
 @pytest.fixture(scope='module')
-def tied(tmp_path_factory, tokenizer):
-  """A server that starts on a checkpoint."""
-  folder = tmp_path_factory.mktemp('tied')
-  hf.save(folder / 'm', TIED, make_params(TIED, 90), tokenizer)
-  one = Server(folder, TIED, folder / 'm')
+def tied(served, tmp_path_factory):
+  """The server of all tests, which gets its weights back."""
+  one = Server(
+    tmp_path_factory.mktemp('tied'), served.cfg, served.sidecar.url)
   yield one
-  one.close()
+  one.load(0, served.params)
 
 
 @pytest.fixture(params=['untied', 'tied'])
@@ -174,8 +164,8 @@ def test_the_server_describes_itself(server):
   said = server.call('searchrl_describe')
   assert decoder.DecoderConfig(**said['model']) == server.cfg
   wanted = dict(
-    vocab_size=527, max_len=128, dtype='float32', rank=0, world_size=1,
-    device='cpu', loaded=3,
+    vocab_size=server.cfg.vocab_size, max_len=FLAGS['max_model_len'],
+    dtype='float32', rank=0, world_size=1, device='cpu', loaded=3,
   )
   assert {k: said[k] for k in wanted} == wanted
 
@@ -197,9 +187,9 @@ def test_every_bit_pattern_is_read_back_from_packed_matrices(server):
 def test_a_tied_head_that_vllm_forgets_is_named(tied, tmp_path):
   """vLLM's own reload on CPU answers 200 and keeps the old head's packing."""
   tied.load(5)
-  after = make_params(TIED, 6)
+  after = make_params(tied.cfg, 6)
   done = tied.publish(6, after)
-  hf.save(tmp_path / 'new', TIED, after)
+  hf.save(tmp_path / 'new', tied.cfg, after)
   tied.call('reload_weights', weights_path=str(tmp_path / 'new'))
   assert tied.wrong(done) == {'head'}
   tied.load(6)
@@ -282,9 +272,9 @@ def test_a_version_of_another_model_is_refused(server, tmp_path):
   path = damaged(server, tmp_path)
   file = path / 'meta/meta.json'
   meta = json.loads(file.read_text())
-  meta['extras']['config'].update(vocab_size=528, rope_theta=5.0)
+  meta['extras']['config'].update(d_ff=528, rope_theta=5.0)
   file.write_text(json.dumps(meta))
-  refused(server, path, 'vocab_size is 528 published, 527 served; rope_theta')
+  refused(server, path, 'd_ff is 528 published, .* served; rope_theta')
 
 
 def test_another_dtype_is_refused(server, tmp_path):
