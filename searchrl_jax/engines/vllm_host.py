@@ -11,6 +11,7 @@ import pathlib
 import re
 import socket
 import subprocess
+import uuid
 
 from searchrl_jax.engines.core import EngineError
 
@@ -146,8 +147,10 @@ def command(args: argparse.Namespace, port: int) -> list[str]:
   out = [
     _python(args.venv), '-m', 'vllm.entrypoints.openai.api_server',
     '--model', args.model,
-    '--served-model-name', args.served_name, '--host', HOST,
-    '--port', str(port), '--seed', str(args.seed),
+    # The first name is of this start alone: a client that uses it is refused
+    # by a server that came back with other weights behind its back.
+    '--served-model-name', f'searchrl-{uuid.uuid4().hex}', args.served_name,
+    '--host', HOST, '--port', str(port), '--seed', str(args.seed),
     # Qwen's generation_config.json would shape the sampling silently.
     '--generation-config', 'vllm', '--logprobs-mode', 'processed_logprobs',
     '--enable-prefix-caching', '--disable-uvicorn-access-log',

@@ -7,6 +7,7 @@ API has its engine. tests/sidecar has the real one.
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -146,13 +147,15 @@ def test_flags_and_environment_reach_vllm(start, monkeypatch):
   ) as server:
     got = facts(server)
   line = ' '.join(got['argv'])
+  # A name of this start alone, and a steady one.
+  assert re.search('--served-model-name searchrl-[0-9a-f]{32} policy ', line)
   for part in (
     '-m vllm.entrypoints.openai.api_server ', '--host 127.0.0.1 ',
     '--generation-config vllm ', '--logprobs-mode processed_logprobs ',
     '--enable-prefix-caching ', '--dtype float32 ', '--max-model-len 512 ',
     '--max-num-seqs 8 ', '--kv-cache-memory-bytes 536870912 ', '--seed 3 ',
     '--block-size 32 ', '--worker-extension-cls a.b.C ', '--enforce-eager ',
-    '--tensor-parallel-size 1 ', '--served-model-name policy ',
+    '--tensor-parallel-size 1 ', ' policy --host',
     '--enable-scale-out --max-logprobs=0',
   ):
     assert part in line
