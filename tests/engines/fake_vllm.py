@@ -44,6 +44,7 @@ class FakeVllm:
     self.dev, self.tokenizer_shift, self.details = True, 0, True
     self.queues_when_paused = True  # 0.33: answers 503
     self.accepts_after = 0.0  # seconds from a request's arrival to its place
+    self.stalls_at = 10**9  # tokens after which a request waits to be ended
     self.keeps_cache = False  # whatever it says, and whatever the salt
     self.describes: dict = {}
     self.faults: list = []
@@ -200,6 +201,8 @@ class FakeVllm:
     rng = np.random.default_rng(body.get('seed', 0))
     while len(ids) < body['max_tokens']:
       await asyncio.sleep(self.delay)
+      while len(ids) >= self.stalls_at and not self.running.get(key, True):
+        await asyncio.sleep(0.002)
       if self.running.get(key, True):
         end = 'abort'
         break
