@@ -47,13 +47,14 @@ class Publisher:
     fields = dataclasses.asdict(cfg)
     self._config = {name: fields[name] for name in families.FIELDS}
     self._dtype = dtype
+    self._written: dict[int, dict] = {}  # the extras of what stands
 
   def publish(self, params: dict, version: int) -> Publication:
     """Writes a version, shard by shard; returns when it stands whole.
 
-    The same version again (a run resumed after a kill) is kept if it holds
-    these very weights, and else removed first: no engine may load weights
-    that this version no longer means.
+    The same version again is kept if this process wrote these very weights,
+    and else removed first: no engine may load weights that this version no
+    longer means, or what a kill or another process left of them.
 
     Raises:
       ValueError: parameters that are not those of the model, by name.
@@ -69,12 +70,14 @@ class Publisher:
     }
     path = self.path(version)
     if not self._stands(version, extras):
+      self._written.pop(version, None)
       if path.exists():
         self._files.delete([version])
       self._files.save(
         version, params, extras=extras, metrics={}, fingerprint={},
         split=(f'{published.PREFIX}.layers.',),
       )
+      self._written[version] = extras
     return Publication(
       path, version, extras['manifest'], sum(x.nbytes for x in flat.values()),
       time.monotonic() - start,
@@ -86,6 +89,11 @@ class Publisher:
   def prune(self, acknowledged: int) -> None:
     """Deletes versions before `acknowledged`, which every server has."""
     self._files.delete([v for v in self._files.steps() if v < acknowledged])
+
+  def clear(self) -> None:
+    """Deletes the versions that this process wrote."""
+    self._files.delete([v for v in self._files.steps() if v in self._written])
+    self._written.clear()
 
   def latest(self) -> int | None:
     return self._files.latest()
@@ -100,10 +108,11 @@ class Publisher:
         )
 
   def _stands(self, version: int, extras: dict) -> bool:
-    """Whether these very weights were published before."""
+    """Whether this process published these very weights, and they stand."""
+    if self._written.get(version) != extras:
+      return False
     try:
-      found = published.open_published(self.path(version))
+      published.open_published(self.path(version))
     except published.PublishedError:
       return False
-    names = ('manifest', 'dtype', 'config')
-    return all(getattr(found, name) == extras[name] for name in names)
+    return True

@@ -99,7 +99,17 @@ def test_the_same_version_again_is_kept_or_replaced(tmp_path):
   embed = published.open_published(other.path).read(
     'model.embed_tokens.weight')
   np.testing.assert_array_equal(embed, make_params(1)['embed'])
-  # Half of one, as a disk that failed leaves it.
+  # Half of one, as a disk that failed leaves it, to this process and to one
+  # that does not know how it came there.
+  chunk = next(
+    p for p in sorted((other.path / 'arrays').rglob('*'))
+    if p.is_file() and not p.name.startswith('.')
+  )
+  chunk.write_bytes(b'')
+  publisher(tmp_path).publish(make_params(1), 2)
+  got = dict(published.open_published(other.path).tensors())
+  np.testing.assert_array_equal(
+    got['model.embed_tokens.weight'], make_params(1)['embed'])
   (other.path / 'meta/meta.json').write_text('{')
   pub.publish(make_params(1), 2)
   assert published.open_published(other.path).manifest == other.manifest
@@ -122,6 +132,16 @@ def test_versions_stay_until_they_are_acknowledged(tmp_path):
   assert published.versions(tmp_path) == [2, 3]
   pub.prune(9)
   assert published.versions(tmp_path) == []
+
+
+def test_a_process_takes_away_what_it_wrote_alone(tmp_path):
+  one, other = publisher(tmp_path), publisher(tmp_path)
+  one.publish(make_params(), 1)
+  other.publish(make_params(), 2)
+  one.clear()
+  assert published.versions(tmp_path) == [2]
+  one.publish(make_params(), 1)
+  assert published.versions(tmp_path) == [1, 2]
 
 
 def test_parameters_of_another_model_are_named(tmp_path):
