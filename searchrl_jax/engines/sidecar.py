@@ -34,6 +34,7 @@ from searchrl_jax.engines import vllm_host
 from searchrl_jax.engines.group import Group
 from searchrl_jax.engines.vllm_host import HOST, SidecarError
 
+PLUGIN = 'searchrl_jax.engines.vllm_plugin:Worker'
 _POLL_S = 0.25  # between looks at the server
 _SAY_S = 10.0  # between lines while it starts
 
@@ -342,14 +343,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
   add('--model', required=True, help='Hugging Face checkpoint folder.')
   where = p.add_mutually_exclusive_group(required=True)
   where.add_argument('--cpu', action='store_true', help='Serve on the CPU.')
-  where.add_argument('--gpus', type=_gpus, help='Numbers of GPUs, as in 0,1.')
+  where.add_argument('--gpus', type=_gpus, help='Numbers of GPUs, as in 0,1; '
+                     'of those in CUDA_VISIBLE_DEVICES, if that is set.')
   add('--port', type=int, default=0, help='0 takes a free one.')
   add('--port_file', help='Gets the port when the server is ready.')
   add('--status_file', help='Gets state, port, restarts, ... as JSON.')
   add('--log_file', default='vllm.log', help='Gets the output of vLLM.')
   add('--venv', default=str(vllm_host.ROOT / '.venv-sidecar'),
       help='Virtual environment with vLLM (make sidecar).')
-  add('--plugin', help='package.module:Class mixed into vLLM\'s worker.')
+  add('--plugin', default=PLUGIN, help='package.module:Class mixed into '
+      'vLLM\'s worker; the default takes weights from a trainer.')
   add('--served_name', default='policy', help='Of the model, in requests.')
   add('--dtype', default='auto', help='float32, bfloat16, ...; auto = as '
       'the checkpoint says.')

@@ -116,12 +116,22 @@ def check_environment(venv: str, gpus: list[int] | None) -> None:
       f'--gpus={asked}, but {python} has {name} {found[name]}, a build for '
       'the CPU; expected vllm: make sidecar SIDECAR=gpu, or give --cpu'
     )
-  if max(gpus) >= found['gpus']:
+  count, shown = found['gpus'], os.environ.get('CUDA_VISIBLE_DEVICES')
+  where = 'here'
+  if shown is not None:
+    count = min(count, len(_devices(shown)))
+    where = f'under CUDA_VISIBLE_DEVICES={shown}, into which numbers point'
+  if max(gpus) >= count:
     raise SidecarError(
-      f'--gpus={asked}, but the NVIDIA driver shows {found["gpus"]} GPU(s) '
-      'here; name others, mend the driver (nvidia-smi), or give --cpu with '
-      'an environment from make sidecar SIDECAR=cpu'
+      f'--gpus={asked}, but the NVIDIA driver shows {count} GPU(s) {where}; '
+      'name others, mend the driver (nvidia-smi), or give --cpu with an '
+      'environment from make sidecar SIDECAR=cpu'
     )
+
+
+def _devices(shown: str) -> list[str]:
+  """The numbers or UUIDs in a value of CUDA_VISIBLE_DEVICES."""
+  return [x.strip() for x in shown.split(',') if x.strip()]
 
 
 def free_port(port: int) -> int:
@@ -153,7 +163,8 @@ def command(args: argparse.Namespace, port: int) -> list[str]:
     '--host', HOST, '--port', str(port), '--seed', str(args.seed),
     # Qwen's generation_config.json would shape the sampling silently.
     '--generation-config', 'vllm', '--logprobs-mode', 'processed_logprobs',
-    '--enable-prefix-caching', '--disable-uvicorn-access-log',
+    '--enable-prefix-caching', '--enable-prompt-tokens-details',
+    '--disable-uvicorn-access-log',
     '--tensor-parallel-size', str(args.tensor_parallel_size),
   ]
   for flag, value in (
@@ -187,7 +198,11 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     HF_HUB_OFFLINE='1',
   )
   if args.gpus is not None:
-    env['CUDA_VISIBLE_DEVICES'] = ','.join(map(str, args.gpus))
+    shown = os.environ.get('CUDA_VISIBLE_DEVICES')
+    names = None if shown is None else _devices(shown)
+    env['CUDA_VISIBLE_DEVICES'] = ','.join(
+      str(n) if names is None else names[n] for n in args.gpus
+    )
   return env
 
 

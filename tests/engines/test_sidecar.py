@@ -152,7 +152,8 @@ def test_flags_and_environment_reach_vllm(start, monkeypatch):
   for part in (
     '-m vllm.entrypoints.openai.api_server ', '--host 127.0.0.1 ',
     '--generation-config vllm ', '--logprobs-mode processed_logprobs ',
-    '--enable-prefix-caching ', '--dtype float32 ', '--max-model-len 512 ',
+    '--enable-prefix-caching ', '--enable-prompt-tokens-details ',
+    '--dtype float32 ', '--max-model-len 512 ',
     '--max-num-seqs 8 ', '--kv-cache-memory-bytes 536870912 ', '--seed 3 ',
     '--block-size 32 ', '--worker-extension-cls a.b.C ', '--enforce-eager ',
     '--tensor-parallel-size 1 ', ' policy --host',
@@ -167,12 +168,21 @@ def test_flags_and_environment_reach_vllm(start, monkeypatch):
   assert (path[0], path[-1]) == (str(ROOT), '/mine')
 
 
-def test_gpus_are_shown_to_vllm_alone(start, tmp_path):
+@pytest.mark.parametrize('shown, gpus', [
+  (None, '1,0'), ('3, 5', '5,3'), ('GPU-3af,GPU-b07', 'GPU-b07,GPU-3af'),
+])
+def test_gpus_are_shown_to_vllm_alone(
+  start, tmp_path, monkeypatch, shown, gpus
+):
+  """Numbers are those of the devices that we are shown ourselves."""
+  monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+  if shown:
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
   with start(
     gpus='1,0', venv=make_venv(tmp_path / 'gpu', GPU), enable_sleep=True,
   ) as server:
     got = facts(server)
-  assert got['env']['CUDA_VISIBLE_DEVICES'] == '1,0'
+  assert got['env']['CUDA_VISIBLE_DEVICES'] == gpus
   line = ' '.join(got['argv'])
   assert '--tensor-parallel-size 2 ' in line and '--enable-sleep-mode' in line
 
@@ -300,7 +310,11 @@ def test_a_folder_that_is_no_checkpoint_is_refused(model, name):
 def test_weights_that_come_later_need_not_be_there(start, model):
   (model / 'model.safetensors').unlink()
   with start(vllm_arg=['--load-format=dummy']) as server:
-    assert '--load-format=dummy' in facts(server)['argv']
+    line = ' '.join(facts(server)['argv'])
+  assert '--load-format=dummy' in line
+  # By what is in its worker unless another is named.
+  plugin = 'searchrl_jax.engines.vllm_plugin.Worker'
+  assert f'--worker-extension-cls {plugin} ' in line
 
 
 def test_a_folder_that_is_not_there_is_refused(venv, tmp_path):
@@ -318,11 +332,22 @@ def test_a_folder_that_is_not_there_is_refused(venv, tmp_path):
   (GPU, [0, 2], r'--gpus=0,2, but .* shows 2 GPU'),
 ])
 def test_what_the_environment_cannot_do_is_refused(
-  tmp_path, found, gpus, message
+  tmp_path, monkeypatch, found, gpus, message
 ):
+  monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
   venv = make_venv(tmp_path / 'other', found)
   with pytest.raises(SidecarError, match=message):
     vllm_host.check_environment(venv, gpus)
+
+
+def test_a_gpu_that_is_not_shown_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '1')
+  venv = make_venv(tmp_path / 'other', GPU)
+  vllm_host.check_environment(venv, [0])
+  with pytest.raises(
+    SidecarError, match='--gpus=1, but .* 1 GPU.* CUDA_VISIBLE_DEVICES=1'
+  ):
+    vllm_host.check_environment(venv, [1])
 
 
 def test_an_environment_that_is_not_there_is_refused(tmp_path):
