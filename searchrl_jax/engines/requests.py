@@ -1,13 +1,16 @@
-"""What may be asked of an engine: the checks that remote engines share."""
+"""What may be asked of an engine, and for how long: what engines share."""
 
+from collections.abc import Iterator
+import contextlib
 import math
+import time
 from typing import Any
 
 from searchrl_jax.engines.core import EngineError, Sampling
 
 
 class Handle:
-  """A growing sequence of ids that its caller owns."""
+  """A growing sequence of ids, held here for a remote engine."""
 
   def __init__(self, ids: list[int]):
     self.ids = ids
@@ -17,6 +20,24 @@ class Handle:
 
   def __len__(self) -> int:
     return len(self.ids)
+
+
+class Patience:
+  """The time left for a call, seconds; that of a hold does not count."""
+
+  def __init__(self, seconds: float):
+    self._until = time.monotonic() + seconds
+
+  def left(self) -> float:
+    return max(0.0, self._until - time.monotonic())
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    begin = time.monotonic()
+    try:
+      yield
+    finally:
+      self._until += time.monotonic() - begin
 
 
 def check_open(handle: Any) -> None:

@@ -36,12 +36,10 @@ from searchrl_jax.engines import sidecar
 from searchrl_jax.engines.core import (
   Completion, EngineError, Sampling, SyncReport, WeightsUpdate,
 )
-from searchrl_jax.engines.requests import Handle, check_open
+from searchrl_jax.engines.requests import Handle, Patience, check_open
 from searchrl_jax.engines.stops import StopFinder
 from searchrl_jax.engines.vllm_http import Down, Output, Refused, Restarted
-from searchrl_jax.engines.vllm_servers import (
-  Fleet, Patience, POLL, Server, unseat,
-)
+from searchrl_jax.engines.vllm_servers import Fleet, POLL, Server, unseat
 from searchrl_jax.models import families
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.types import Prompt
@@ -122,7 +120,7 @@ class VllmEngine(core.Engine):
     self.vocab_size = model_cfg.vocab_size
     self.max_len = config.max_len
     self.dtype = config.dtype
-    self.version = 0
+    self.version = None  # nothing is loaded yet
     self._counters = dict.fromkeys((
       'requests', 'retries', 'aborted_requests', 'generated_tokens',
       'discarded_tokens', 'prefilled_tokens', 'prefix_tokens',
@@ -146,7 +144,7 @@ class VllmEngine(core.Engine):
     servers = [Server(url, lambda: None) for url in urls] + [
       Server(s.url, lambda s=s: s.failure) for s in self._sidecars
     ]
-    # It is served untied in any case.
+    # It may be served untied.
     model = {k: v for k, v in model.items() if k != 'tied'}
     self._fleet = Fleet(
       servers, {**model, 'dtype': config.dtype}, tokenizer, config
@@ -200,8 +198,9 @@ class VllmEngine(core.Engine):
 
     Raises:
       EngineError: bad sampling; no server answers within config.engine.
-        deadline seconds (waiting for `resume` does not count) and config.
-        engine.attempts tries of a request; one refuses it.
+        deadline seconds (waiting for `resume`, or for a place among the
+        requests of a server, does not count) and config.engine.attempts tries
+        of a request; one refuses it.
       SyncError: a server came back and cannot be brought to the weights.
     """
     return await self._generate(handle, sampling, None)
@@ -224,7 +223,8 @@ class VllmEngine(core.Engine):
     deleted once all have it.
 
     Raises:
-      SyncError: names the server, and the tensors that differ.
+      SyncError: names the server, and the tensors that differ; or another
+        client has loaded weights into one since the last sync.
       EngineError: a server that is not there, or of another model.
       CheckpointError, PublishedError: the publication.
     """
@@ -233,6 +233,7 @@ class VllmEngine(core.Engine):
         f'vllm takes WeightsUpdate(kind="full"); got kind={update.kind!r}'
       )
     self._fleet.enter()
+    await self._fleet.check_claims()
     start = time.perf_counter()
     target = await asyncio.to_thread(self._publish, update)
     self._seconds['publish'] += time.perf_counter() - start
@@ -255,9 +256,14 @@ class VllmEngine(core.Engine):
     """With config.engine.sleep: the weights leave the GPU until `wake`.
 
     What is under way is ended, and goes on then.
+
+    Raises:
+      SyncError: another client has loaded weights into a server: what was
+        generated since the sync may be of those.
     """
+    self._fleet.enter()
+    await self._fleet.check_claims()
     if self._config.sleep:
-      self._fleet.enter()
       self._fleet.hold('rest')
       await self._fleet.sleep()
 
@@ -267,10 +273,14 @@ class VllmEngine(core.Engine):
       self._fleet.release('rest')
 
   async def shutdown(self) -> None:
-    """Closes the connections and stops the servers that it started."""
+    """Closes the connections and stops the servers that it started.
+
+    The publications go: the run's checkpoints have the weights.
+    """
     await self._fleet.close()
     for one in self._sidecars:
       await asyncio.to_thread(one.stop)
+    await asyncio.to_thread(self._publisher.clear)
 
   def stats(self) -> dict[str, float]:
     """Counters since the start, in tokens, requests or seconds.
@@ -339,8 +349,11 @@ class VllmEngine(core.Engine):
     ids = call.tokens()
 
     async def send(server: Server) -> tuple[Server, int, Output]:
-      # None before the first sync: a probe of what a server started with.
-      version = self.version if server.version is None else server.version
+      version = server.version
+      if version is None:
+        if self._fleet.current is not None:
+          raise Restarted(f'{server.url}: holds no weights of ours')
+        version = -1  # a probe, before the first sync, of what it started with
       out = await server.http.complete(
         server.name, ids, call.sampling, call.left, call.seed(), f'v{version}'
       )
@@ -370,27 +383,30 @@ class VllmEngine(core.Engine):
     pinned: Server | None, probe: bool, patience: Patience,
   ) -> Any:
     """What `send(server)` gives, from a server that is up."""
-    failures = 0
+    failures, last = 0, None
     while True:
       server = await self._fleet.take(seat, pinned, probe, patience)
-      server.in_flight += 1
-      self._counters['requests'] += 1
-      begin = time.perf_counter()
-      try:
-        async with asyncio.timeout(patience.left()):
-          return await send(server)
-      except TimeoutError as e:
-        raise self._fleet.late('a request is still under way') from e
-      except (Down, Restarted) as e:
-        self._fleet.suspect(server)
-        failures += 1
-        if failures >= self._config.attempts:
-          raise EngineError(
-            f'{e}; {failures} attempts failed (config.engine.attempts)'
-          ) from e
-      finally:
-        server.in_flight -= 1
-        self._seconds['request'] += time.perf_counter() - begin
+      async with self._fleet.place(server, probe, patience) as there:
+        if not there:
+          continue
+        server.in_flight += 1
+        self._counters['requests'] += 1
+        begin = time.perf_counter()
+        try:
+          async with asyncio.timeout(patience.left()):
+            return await send(server)
+        except TimeoutError as e:
+          raise self._fleet.late('a request is still under way', last) from e
+        except (Down, Restarted) as e:
+          self._fleet.suspect(server, e)
+          failures, last = failures + 1, e
+          if failures >= self._config.attempts:
+            raise EngineError(
+              f'{e}; {failures} attempts failed (config.engine.attempts)'
+            ) from e
+        finally:
+          server.in_flight -= 1
+          self._seconds['request'] += time.perf_counter() - begin
       self._counters['retries'] += 1
       await asyncio.sleep(min(POLL * 2 ** (failures - 1), _BACKOFF))
 
@@ -463,9 +479,7 @@ def _start(config, folder: pathlib.Path) -> list[sidecar.Sidecar]:
       max_model_len=config.max_len + 1,  # scoring samples one token
       max_num_seqs=config.slots, block_size=config.block_size,
       enable_sleep=config.sleep, start_timeout_s=config.start_seconds,
-      plugin='searchrl_jax.engines.vllm_plugin:Worker',
-      vllm_arg=['--load-format=dummy', '--enable-prompt-tokens-details'],
-      **device_flags, **devices[n],
+      vllm_arg=['--load-format=dummy'], **device_flags, **devices[n],
     )
 
   with futures.ThreadPoolExecutor(len(devices)) as pool:

@@ -7,8 +7,10 @@ VLLM_SERVER_DEV_MODE=1, and are no boundary of authorisation: servers bind
 127.0.0.1 or a network of one's own.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 from typing import Any
 
 import httpx
@@ -20,6 +22,8 @@ from searchrl_jax.engines.core import EngineError, Sampling
 _KEEPALIVE = 2.0
 _CONNECT = 10.0  # seconds, of `timeout`, that making a connection may take
 _BUSY = (429, 502, 503, 504)
+_DYING = 1.0  # seconds until a server notices that its engine is dead
+_SPARE = 32  # connections for what is not sampled: scores, pauses, looks
 _START = 'start it with: python -m searchrl_jax.engines.sidecar'
 
 
@@ -58,15 +62,16 @@ class Client:
     url: http://host:port.
     timeout: seconds that a call may take, and
     slow: that a call of `rpc` may (loading a model takes as long as it takes).
+    most: completions at the same time, as the caller sees to it.
   """
 
-  def __init__(self, url: str, timeout: float, slow: float):
+  def __init__(self, url: str, timeout: float, slow: float, most: int):
     self.url = url.rstrip('/')
     self._timeout, self._slow = timeout, slow
     self._http = httpx.AsyncClient(
       base_url=self.url,
       limits=httpx.Limits(
-        max_connections=None, max_keepalive_connections=None,
+        max_connections=most + _SPARE, max_keepalive_connections=None,
         keepalive_expiry=_KEEPALIVE,
       ),
       trust_env=False,  # never through a proxy
@@ -90,6 +95,10 @@ class Client:
         f'{self.url}/v1/models: not the answer of a vLLM server '
         f'({str(found)[:200]}); {_START}'
       ) from e
+
+  async def health(self) -> None:
+    """Raises Down if the engine behind the server is dead."""
+    await self._call('GET', '/health')
 
   async def complete(
     self, model: str, ids: Sequence[int], sampling: Sampling, max_tokens: int,
@@ -123,7 +132,7 @@ class Client:
     try:
       out = Output(
         [int(i) for i in choice['token_ids']],
-        [float(x) for x in choice['logprobs']['token_logprobs']],
+        _finite(choice['logprobs']['token_logprobs'], self.url),
         str(choice['finish_reason']),
         _cached(usage, self.url),
       )
@@ -156,9 +165,9 @@ class Client:
       first, *rest = choice['prompt_logprobs']
       if first is not None or len(rest) != len(ids) - 1:
         raise ValueError('of another length')
-      values = [
+      values = _finite([
         row[str(i)]['logprob'] for i, row in zip(ids[1:], rest, strict=True)
-      ]
+      ], self.url)
       return np.array([0.0, *values], np.float32)
     except (KeyError, TypeError, ValueError) as e:
       raise self._odd('/v1/completions', choice) from e
@@ -194,11 +203,19 @@ class Client:
     found = await self._call('POST', '/reset_prefix_cache')
     return found.get('success') is True
 
-  async def set_version(self, version: int) -> None:
-    """What /weight_info shows to whoever looks; nothing is read from it."""
+  async def set_version(self, name: str) -> None:
+    """What `version` gives until somebody sets another, or a restart."""
     await self._call(
-      'POST', '/update_weight_version', {'new_version': str(version)}
+      'POST', '/update_weight_version', {'new_version': name}
     )
+
+  async def version(self) -> str:
+    """'default' of a server that was just started."""
+    found = await self._call('GET', '/weight_info')
+    try:
+      return str(found['weight_version'])
+    except (KeyError, TypeError) as e:
+      raise self._odd('/weight_info', found) from e
 
   async def sleep(self) -> None:
     """Moves the weights to host memory and drops the KV cache."""
@@ -238,7 +255,9 @@ class Client:
     try:
       answer = await self._http.request(
         method, path, json=body, params=params,
-        timeout=httpx.Timeout(timeout, connect=min(timeout, _CONNECT)),
+        timeout=httpx.Timeout(
+          timeout, connect=min(timeout, _CONNECT), pool=None
+        ),
       )
     except httpx.TimeoutException as e:
       raise Down(
@@ -251,9 +270,12 @@ class Client:
     if status == 404:
       self._not_found(where, path, answer)
     if answer.is_error:
-      # A request that an engine takes with it as it dies ends with 500.
-      dying = status == 500 and path == '/v1/completions'
-      kind = Down if dying or status in _BUSY else Refused
+      # A request that an engine takes with it as it dies ends with 500; so
+      # does one that is refused.
+      down = status in _BUSY or status == 500 and (
+        path == '/v1/completions' or await self._dying()
+      )
+      kind = Down if down else Refused
       raise kind(f'{where}: status {status}: {_message(answer)}')
     if not answer.content:
       return {}
@@ -261,6 +283,22 @@ class Client:
       return answer.json()
     except ValueError as e:
       raise self._odd(path, answer.text) from e
+
+  async def _dying(self) -> bool:
+    """Whether a server that answered with 500 has lost its engine.
+
+    Over a connection of its own: such a server closes the one it answered on.
+    """
+    for wait in (_DYING, 0.0):
+      try:
+        async with httpx.AsyncClient(trust_env=False) as fresh:
+          answer = await fresh.get(f'{self.url}/health', timeout=_CONNECT)
+        if answer.status_code != 200:
+          return True
+      except httpx.TransportError:
+        return True
+      await asyncio.sleep(wait)
+    return False
 
   def _not_found(self, where: str, path: str, answer: httpx.Response) -> None:
     if path in ('/v1/completions', '/detokenize'):
@@ -274,6 +312,17 @@ class Client:
     return Refused(
       f'{self.url}{path}: an answer that makes no sense: {str(found)[:300]}'
     )
+
+
+def _finite(logps: Sequence[float | None], url: str) -> list[float]:
+  """The same; JSON has no NaN, and null may stand for it."""
+  out = [math.nan if x is None else float(x) for x in logps]
+  if not all(map(math.isfinite, out)):
+    raise Refused(
+      f'{url}: gives a log-prob that is not finite; look for NaN in the '
+      'weights, or for an overflow of its dtype (--dtype)'
+    )
+  return out
 
 
 def _cached(usage: Mapping[str, Any], url: str) -> int:

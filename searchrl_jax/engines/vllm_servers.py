@@ -8,13 +8,19 @@ sidecar.py), that one is loaded first.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+  AsyncIterator, Awaitable, Callable, Mapping, Sequence,
+)
 import contextlib
+import logging
 import time
 from typing import Any
+import uuid
 
+from searchrl_jax.engines import checksum
+from searchrl_jax.engines import sidecar
 from searchrl_jax.engines.core import EngineError, SyncError
-from searchrl_jax.engines.requests import Handle
+from searchrl_jax.engines.requests import Handle, Patience
 from searchrl_jax.engines.vllm_http import (
   Client, Down, Model, Refused, Restarted,
 )
@@ -24,6 +30,8 @@ NAME = 'searchrl-'  # what the names begin with that sidecar.py gives models
 POLL = 0.2  # seconds between looks at a server that is not there
 _PROBED = 256  # ids whose text tells one tokenizer from another
 _MEND = 'give config.engine.url another, or none to have servers started'
+_AHEAD = 2  # requests of a slot: that which it serves, and the next
+_log = logging.getLogger(__name__)
 
 
 class Server:
@@ -35,13 +43,16 @@ class Server:
   def __init__(self, url: str, failure: Callable[[], str | None]):
     self.url = url
     self.failure = failure
-    self.http: Client  # of the running event loop
+    self.http: Client  # of the running event loop, as is
+    self.places: asyncio.Semaphore  # for requests that sample
     self.ready = False  # may be asked
     self.name: str | None = None  # of the model, when last seen
     self.version: int | None = None  # held under that name, and checked
     self.mending: asyncio.Task | None = None
     self.error: EngineError | SyncError | None = None  # why it was given up
+    self.trouble = ''  # why it was not ready, when last looked at
     self.in_flight = 0  # requests
+    self.queued = 0  # requests that wait here for a place there
     self.handles = 0  # whose prefixes it caches
     self.prefilled = 0  # tokens computed of prompts
 
@@ -56,24 +67,6 @@ def unseat(handle: Handle) -> None:
   if handle.home is not None:
     handle.home.handles -= 1
     handle.home = None
-
-
-class Patience:
-  """The time left for a call; that of a hold does not count."""
-
-  def __init__(self, seconds: float):
-    self._until = time.monotonic() + seconds
-
-  def left(self) -> float:
-    return max(0.0, self._until - time.monotonic())
-
-  @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
-    begin = time.monotonic()
-    try:
-      yield
-    finally:
-      self._until += time.monotonic() - begin
 
 
 class Fleet:
@@ -95,6 +88,7 @@ class Fleet:
     self.restarts = 0  # servers that came back as other processes
     self.seconds_held = 0.0  # summed over calls
     self._model, self._tokenizer, self._config = model, tokenizer, config
+    self._nonce = uuid.uuid4().hex  # tells our weights from those of others
     self._loading = False  # nothing is mended meanwhile
     self._loop: asyncio.AbstractEventLoop | None = None
     self._event: asyncio.Event
@@ -107,11 +101,13 @@ class Fleet:
     if self._loop is not None and self._loop.is_running():
       raise EngineError('the engine is in use by another event loop')
     self._loop, self._event = loop, asyncio.Event()
+    most = _AHEAD * self._config.slots
     for server in self.servers:
       server.http = Client(
-        server.url, self._config.timeout, self._config.start_seconds
+        server.url, self._config.timeout, self._config.start_seconds, most
       )
-      server.mending, server.in_flight = None, 0
+      server.places = asyncio.Semaphore(most)
+      server.mending, server.in_flight, server.queued = None, 0, 0
 
   async def close(self) -> None:
     if self._loop is asyncio.get_running_loop():
@@ -143,7 +139,7 @@ class Fleet:
       up = [s for s in pool if s.ready]
       if up:
         if seat.home not in up:
-          min(up, key=lambda s: (s.in_flight, s.handles)).seat(seat)
+          min(up, key=lambda s: (s.in_flight + s.queued, s.handles)).seat(seat)
         return seat.home
       for server in pool:
         self._mend(server)
@@ -153,6 +149,28 @@ class Fleet:
       with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(self._event.wait(), patience.left())
 
+  @contextlib.asynccontextmanager
+  async def place(self, server: Server, probe: bool,
+                  patience: Patience) -> AsyncIterator[bool]:
+    """A place among the requests of a server: those wait here, in turn, that
+    would wait there, where a request's time runs. Probes pass by.
+
+    Gives whether the server may still be asked.
+    """
+    if probe:
+      yield True
+      return
+    server.queued += 1
+    try:
+      with patience.paused():
+        await server.places.acquire()
+    finally:
+      server.queued -= 1
+    try:
+      yield server.ready and not self.holds
+    finally:
+      server.places.release()
+
   def _raise_lost(self, pool: Sequence[Server]) -> None:
     lost = [s.error for s in self.servers if s.error is not None]
     for error in lost:
@@ -161,15 +179,21 @@ class Fleet:
     if all(s.error is not None for s in pool):
       raise EngineError(f'no server is left; {lost[-1]}') from lost[-1]
 
-  def late(self, why: str) -> EngineError:
+  def late(self, why: str, last: Exception | None = None) -> EngineError:
+    """last: what went wrong before, if anything did."""
+    causes = [str(last)] if last else [s.trouble for s in self.servers]
+    why = '; '.join([why, *filter(None, causes)])
     return EngineError(
       f'{", ".join(s.url for s in self.servers)}: no answer in config.engine.'
       f'deadline={self._config.deadline} s ({why})'
     )
 
-  def suspect(self, server: Server) -> None:
+  def suspect(self, server: Server, why: Exception) -> None:
     """It failed: it is looked at before it is asked again."""
-    server.ready = False
+    if server.ready:
+      _log.warning('%s is not asked until it is well again: %s', server.url,
+                   why)
+    server.ready, server.trouble = False, str(why)
     self._mend(server)
 
   def hold(self, why: str) -> None:
@@ -208,19 +232,67 @@ class Fleet:
   async def sleep(self) -> None:
     """Ends what is under way; the weights go to the host's memory."""
     self._loading = True
-    await self._end_mending()
-    for server in self.servers:
-      server.ready = False
-      await self._quiet(server)
-      await server.http.sleep()
+    try:
+      await self._end_mending()
+      await _all([self._lull(s) for s in self.servers])
+    except BaseException:
+      self._loading = False
+      raise
+
+  async def _lull(self, server: Server) -> None:
+    """One that crashed is brought back first: it would take its memory when
+    nobody expects it.
+    """
+    failures = 0
+    while True:
+      try:
+        if not server.ready:
+          await self._bring(server, self.current)
+        server.ready = False
+        await self._quiet(server)
+        return await server.http.sleep()
+      except Down as e:
+        failures += 1
+        if failures >= self._config.attempts:
+          raise EngineError(
+            f'{e}; {failures} attempts to put it to sleep failed (config.'
+            'engine.attempts)'
+          ) from e
 
   async def wake(self) -> None:
+    try:
+      await _all([self._bring(s, self.current) for s in self.servers])
+    finally:
+      self._loading = False
+      self._changed()
+
+  async def check_claims(self) -> None:
+    """Raises SyncError if another client has loaded weights into a server.
+
+    One that does not answer, or is another process now, is mended instead.
+    """
     for server in self.servers:
-      await server.http.wake()
-      await server.http.resume()
-      server.ready = True
-    self._loading = False
-    self._changed()
+      version = server.version
+      if not server.ready or version is None:
+        continue
+      try:
+        found = await server.http.version()
+        if found == self._claim(version):
+          continue
+        if (await server.http.model()).name != server.name:
+          raise Restarted(f'{server.url}: restarted')
+      except (Down, Restarted) as e:
+        self.suspect(server, e)
+        continue
+      if server.ready and server.version == version:
+        raise SyncError(
+          f'another client has loaded weights into {server.url} (it says '
+          f'{found!r}, expected {self._claim(version)!r}); give each run '
+          'servers of its own'
+        )
+
+  def _claim(self, version: int) -> str:
+    return f'{self._nonce}-{version}'
 
   def _mend(self, server: Server) -> None:
     """Brings a server back, unless that is being done or was given up."""
@@ -228,13 +300,21 @@ class Fleet:
       return
 
     async def mend():
+      lost = server.trouble
       try:
         await self._bring(server, self.current)
+        if lost:
+          _log.warning('%s is back', server.url)
       except (EngineError, SyncError) as e:
         server.error = e
+      except Exception as e:  # whoever waits for the server is told
+        server.error = EngineError(f'{server.url}: {e!r} as it was looked at')
+        server.error.__cause__ = e
       finally:
         server.mending = None
         self._changed()
+      if server.error is not None:
+        _log.warning('%s is given up: %s', server.url, server.error)
 
     server.mending = asyncio.get_running_loop().create_task(mend())
 
@@ -243,6 +323,8 @@ class Fleet:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    for server in self.servers:  # one may have ended before it began
+      server.mending = None
 
   async def _bring(self, server: Server,
                    target: Publication | None) -> dict[str, str]:
@@ -261,10 +343,11 @@ class Fleet:
           if (await server.http.model()).name != name:
             raise Restarted(f'{server.url}: restarted while it was loaded')
           server.version = target.version
-        server.ready = True
+        server.ready, server.trouble = True, ''
         self._changed()
         return found
       except (Down, Restarted) as e:
+        server.trouble = str(e)
         failures += 1
         if failures >= self._config.attempts:
           raise EngineError(
@@ -278,8 +361,10 @@ class Fleet:
     while True:
       try:
         model = await server.http.model()
+        await server.http.health()
         break
       except Down as e:
+        server.trouble = str(e)
         if (failure := server.failure()) is not None:
           raise EngineError(f'{server.url}: {failure}') from e
         if time.monotonic() > until:
@@ -293,7 +378,15 @@ class Fleet:
       await self._check(server, model)
       self.restarts += server.name is not None
       server.name = model.name
+    else:
+      await self._rouse(server)
     return model.name
+
+  async def _rouse(self, server: Server) -> None:
+    """Ends a sleep and a pause: ours, or those of a trainer that died."""
+    if await server.http.is_sleeping():
+      await server.http.wake()
+    await server.http.resume()
 
   async def _quiet(self, server: Server) -> None:
     """Returns when the server is paused and every answer is in.
@@ -307,22 +400,23 @@ class Fleet:
       await asyncio.sleep(0.02)
 
   async def _load(self, server: Server, target: Publication) -> dict[str, str]:
-    http, url = server.http, server.url
+    http = server.http
+    what = f'version {target.version} ({target.path})'
     await self._quiet(server)
     try:
       await http.rpc('searchrl_load', str(target.path))
       if not await http.reset_prefix_cache():
-        raise SyncError(f'{url}: did not drop its prefix cache; restart it')
-      await http.set_version(target.version)
+        raise SyncError(
+          f'{server.url}: did not drop its prefix cache; restart it'
+        )
+      await http.set_version(self._claim(target.version))
       await http.resume()
-      found = checksums(await http.rpc('searchrl_checksums'))
-    except Refused as e:
+      found = checksum.combine(await http.rpc('searchrl_checksums'))
+    except (Refused, ValueError) as e:
       raise SyncError(
-        f'{url}: version {target.version} could not be loaded: {e}'
+        f'{server.url}: {what} could not be loaded: {e}'
       ) from e
-    wanted = dict(target.manifest)
-    # A tied model is served untied: its head must be the embedding.
-    wanted.setdefault('head', wanted['embed'])
+    wanted = target.manifest
     wrong = [
       f'{name}: published {wanted.get(name, "absent")}, it holds '
       f'{found.get(name, "absent")}'
@@ -331,10 +425,10 @@ class Fleet:
     ]
     if wrong:
       raise SyncError(
-        f'{url} does not hold version {target.version}; {len(wrong)} of '
-        f'{len(wanted)} tensors differ:\n  ' + '\n  '.join(wrong)
+        f'{server.url} does not hold {what}; {len(wrong)} of {len(wanted)} '
+        'tensors differ:\n  ' + '\n  '.join(wrong)
       )
-    return {name: found[name] for name in target.manifest}
+    return found
 
   # Whether it is ours.
 
@@ -353,17 +447,23 @@ class Fleet:
         f'config.engine.max_len={self._config.max_len} and one more, for '
         'scoring'
       )
-    # A trainer that died may have left it so.
-    if await http.is_sleeping():
-      await http.wake()
-    await http.resume()
-    for said in await http.rpc('searchrl_describe'):
+    await self._rouse(server)
+    try:
+      workers = await http.rpc('searchrl_describe')
+    except Refused as e:
+      raise EngineError(
+        f'{url}: cannot be given weights ({e}); start it with '
+        f'--plugin={sidecar.PLUGIN}, the default of python -m '
+        'searchrl_jax.engines.sidecar'
+      ) from e
+    for said in workers:
       said = {**said['model'], 'dtype': said['dtype']}
       for field, want in self._model.items():
         if said.get(field) != want:
+          flag = ' (--dtype)' * (field == 'dtype')
           raise EngineError(
             f'{url}: serves a model with {field}={said.get(field)!r}; '
-            f'expected {want!r}; {_MEND}'
+            f'expected {want!r}{flag}; {_MEND}'
           )
     await self._check_tokenizer(server, model)
 
@@ -384,21 +484,6 @@ class Fleet:
         f'{ours[at:at + 20]!r} here reads {theirs[at:at + 20]!r} there; '
         f'{_MEND}'
       )
-
-
-def checksums(workers: Sequence[Mapping[str, Sequence]]) -> dict[str, str]:
-  """`engines.checksum.checksums` of a model from its workers' parts.
-
-  workers: what `searchrl_checksums` of our extension gives, for each.
-  """
-  out = {}
-  for name in sorted(set().union(*workers)):
-    parts = [w[name] for w in workers if name in w]
-    dtype, shape = parts[0][:2]
-    low, high = (sum(p[i] for p in parts) & 0xFFFFFFFF for i in (2, 3))
-    dims = ','.join(map(str, shape))
-    out[name] = f'{dtype}[{dims}]:{low:08x}{high:08x}'
-  return out
 
 
 async def _all(work: Sequence[Awaitable]) -> list:

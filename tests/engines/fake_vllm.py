@@ -11,11 +11,16 @@ import threading
 import time
 
 import fastapi
+from fastapi.responses import JSONResponse
+from ml_collections import ConfigDict
 import numpy as np
 import uvicorn
-from fastapi.responses import JSONResponse
 
 from searchrl_jax.engines import published
+from searchrl_jax.engines.core import WeightsUpdate
+from searchrl_jax.engines.vllm import VllmEngine
+from searchrl_jax.models import families
+from tests.engines.common import CFG, Letters, make_params
 
 VOCAB = 90
 BLOCK = 4  # tokens of a cached block
@@ -49,6 +54,8 @@ class FakeVllm:
     self.describes: dict = {}
     self.faults: list = []
     self.load_error = ''
+    self.logp_of_all: list = []  # in place of what the toy gives
+    self.late_looks = 0  # at /health, of an engine that died, that see nothing
     self.sums: dict = {}
     self.reset_works = True
     self.starts = 0
@@ -67,6 +74,8 @@ class FakeVllm:
     self.loaded = None
     self.cache, self.running = set(), {}
     self.most_running = 0
+    self.weight_version = 'default'
+    self.dies_at, self.dead = '', False  # at this call of /_dev
 
   # The process.
 
@@ -99,6 +108,13 @@ class FakeVllm:
     async def models():
       return {'data': [{'id': self.name, 'max_model_len': self.max_len}]}
 
+    @app.get('/health')
+    async def health():
+      if self.dead and not self.late_looks:
+        return fastapi.Response(status_code=503)
+      self.late_looks -= self.dead
+      return fastapi.Response()
+
     @app.post('/v1/completions')
     async def completions(request: fastapi.Request):
       return await self._complete(await request.json())
@@ -119,7 +135,11 @@ class FakeVllm:
     return app
 
   def _dev(self, route, body):
-    self.calls.append(body.get('method', route))
+    name = body.get('method', route)
+    self.calls.append(name)
+    self.dead = self.dead or name == self.dies_at
+    if self.dead:
+      return JSONResponse({'error': {'message': 'engine dead'}}, 500)
     if route in ('pause', 'abort_requests'):
       self.paused = self.paused or route == 'pause'
       self.running = dict.fromkeys(self.running, True)
@@ -137,7 +157,11 @@ class FakeVllm:
       return {'success': self.reset_works}
     elif route == 'collective_rpc':
       return self._rpc(body['method'], body['args'])
-    elif route != 'update_weight_version':
+    elif route == 'update_weight_version':
+      self.weight_version = body['new_version']
+    elif route == 'weight_info':
+      return {'weight_version': self.weight_version}
+    else:
       return JSONResponse({'detail': 'Not Found'}, 404)
     return {}
 
@@ -222,7 +246,7 @@ class FakeVllm:
         break
     choice = dict(
       token_ids=ids, finish_reason=end, stop_reason=reason,
-      logprobs={'token_logprobs': logps},
+      logprobs={'token_logprobs': self.logp_of_all * len(ids) or logps},
     )
     if body.get('prompt_logprobs') is not None and end != 'abort':
       choice['prompt_logprobs'] = [None] + [
@@ -245,3 +269,54 @@ class FakeVllm:
     return 0 if body.get('prompt_logprobs') is not None else found * BLOCK
 
 
+# An engine over it.
+
+
+def config(**changes) -> ConfigDict:
+  fields = dict(
+    url='', venv='', device='cpu', max_len=64, slots=4, dtype='float32',
+    timeout=5.0, deadline=20.0, attempts=3, gpu_memory=0.5, kv_cache_gib=1.0,
+    block_size=32, sleep=False, start_seconds=10.0,
+  )
+  return ConfigDict(fields | changes)
+
+
+def server() -> FakeVllm:
+  fake = FakeVllm()
+  model = {k: getattr(CFG, k) for k in families.FIELDS}
+  fake.describes = {'model': {**model, 'tied': False}, 'dtype': 'float32'}
+  return fake
+
+
+def make(fakes, folder, **changes):
+  urls = ','.join(f.url for f in fakes)
+  return VllmEngine(
+    CFG, None, Letters(), config(url=urls, **changes), None, folder
+  )
+
+
+async def load(engine, version, seed=0):
+  """One more sync; the weights are others for each seed."""
+  report = await engine.sync(WeightsUpdate(make_params(seed), version))
+  await engine.resume()
+  return report
+
+
+def told(start, done):
+  """The log-probs that the toys of the versions named would have given."""
+  ids, out = list(start), []
+  for token, version in zip(done.ids.tolist(), done.versions.tolist()):
+    out.append(toy_logps(version, ids)[token])
+    ids.append(token)
+  return out
+
+
+def check(start, done):
+  """Every token was written by the version that it carries."""
+  np.testing.assert_allclose(done.logps, told(start, done), atol=1e-5)
+
+
+async def until(condition):
+  async with asyncio.timeout(10):
+    while not condition():
+      await asyncio.sleep(0.005)

@@ -2,11 +2,9 @@
 
 import asyncio
 import dataclasses
-import time
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from searchrl_jax import sync
 from searchrl_jax.engines import checksum
@@ -21,77 +19,17 @@ from searchrl_jax.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
 from tests.engines.common import CFG, Letters, make_params
 from tests.engines.contract import EngineContract, once, prompt
-from tests.engines.fake_vllm import FakeVllm, toy_logps
-
-
-def config(**changes) -> ConfigDict:
-  fields = dict(
-    url='', venv='', device='cpu', max_len=64, slots=4, dtype='float32',
-    timeout=5.0, deadline=20.0, attempts=3, gpu_memory=0.5, kv_cache_gib=1.0,
-    block_size=32, sleep=False, start_seconds=10.0,
-  )
-  return ConfigDict(fields | changes)
-
-
-def server() -> FakeVllm:
-  fake = FakeVllm()
-  model = {k: getattr(CFG, k) for k in families.FIELDS}
-  fake.describes = {'model': {**model, 'tied': False}, 'dtype': 'float32'}
-  return fake
-
-
-@pytest.fixture
-def fakes(request):
-  made = [server() for _ in range(getattr(request, 'param', 1))]
-  yield made
-  for fake in made:
-    fake.kill()
-
-
-@pytest.fixture
-def fake(fakes):
-  return fakes[0]
+from tests.engines.fake_vllm import (
+  check, config, load, make, server, toy_logps, until,
+)
 
 
 two = pytest.mark.parametrize('fakes', [2], indirect=True)
 
 
-def make(fakes, folder, **changes):
-  urls = ','.join(f.url for f in fakes)
-  return VllmEngine(
-    CFG, None, Letters(), config(url=urls, **changes), None, folder
-  )
-
-
-async def load(engine, version, seed=0):
-  """One more sync; the weights are others for each seed."""
-  report = await engine.sync(WeightsUpdate(make_params(seed), version))
-  await engine.resume()
-  return report
-
-
-def told(start, done):
-  """The log-probs that the toys of the versions named would have given."""
-  ids, out = list(start), []
-  for token, version in zip(done.ids.tolist(), done.versions.tolist()):
-    out.append(toy_logps(version, ids)[token])
-    ids.append(token)
-  return out
-
-
-def check(start, done):
-  """Every token was written by the version that it carries."""
-  np.testing.assert_allclose(done.logps, told(start, done), atol=1e-5)
-
-
-async def until(condition):
-  async with asyncio.timeout(10):
-    while not condition():
-      await asyncio.sleep(0.005)
-
-
 class TestContract(EngineContract):
   tolerance = 1e-5
+  draws_by_token = False
 
   @pytest.fixture(scope='class')
   def engine(self, tmp_path_factory):
@@ -105,28 +43,6 @@ class TestContract(EngineContract):
   @pytest.fixture
   def token_bytes(self):
     return Letters().token_bytes
-
-  def test_the_draw_depends_on_seed_and_position(self, engine):
-    """On the position where a request begins, see vllm.py."""
-    async def main():
-      start = prompt(engine)
-      a, b, c = await asyncio.gather(*[
-        once(engine, start.ids, Sampling(max_tokens=12, seed=s))
-        for s in (1, 1, 2)
-      ])
-      assert a.ids.tolist() == b.ids.tolist() != c.ids.tolist()
-      parts = []
-      for _ in range(2):
-        handle = engine.open(start)
-        parts.append([
-          (await engine.generate(handle, Sampling(max_tokens=n, seed=1))
-           ).ids.tolist() for n in (5, 7)
-        ])
-        engine.close(handle)
-      assert parts[0] == parts[1]
-      assert parts[0][0] == a.ids[:5].tolist()
-
-    asyncio.run(main())
 
 
 # --- Weights.
@@ -245,6 +161,7 @@ def test_versions_go_when_every_server_has_a_newer_one(fakes, tmp_path):
     with pytest.raises(SyncError, match='embed is missing') as e:
       await load(engine, 3, seed=2)
     assert fakes[1].url in str(e.value) and 'version 3' in str(e.value)
+    assert str(folder / '00000003') in str(e.value)
     assert versions(folder) == [2, 3]
     assert engine.version == 2
     fakes[1].load_error = ''
@@ -373,10 +290,8 @@ def test_attempts_and_deadlines_end_a_call_with_the_reason(fake, tmp_path):
     engine = make([fake], tmp_path / 'b', deadline=0.3)
     await load(engine, 0)
     fake.delay = 0.1
-    begin = time.monotonic()
     with pytest.raises(EngineError, match='config.engine.deadline=0.3'):
       await once(engine, (1, 2), Sampling(max_tokens=60))
-    assert time.monotonic() - begin < 4
     # A hold does not count.
     fake.delay = 0.0
     await engine.sync(WeightsUpdate(make_params(), 1))
@@ -448,7 +363,7 @@ def test_a_server_killed_in_the_middle_comes_back_with_the_weights(
     want = await fleet(engine, 16)
     fake.delay = 0.01
     rollout = asyncio.create_task(fleet(engine, 16))
-    await until(lambda: len(fake.running) > 8)
+    await until(lambda: len(fake.running) > 6)
     await asyncio.to_thread(fake.kill)
     await asyncio.sleep(0.3)
     await asyncio.to_thread(fake.start)

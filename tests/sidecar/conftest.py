@@ -16,11 +16,10 @@ from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
 from tests.conftest import ROOT
 
-PLUGIN = 'searchrl_jax.engines.vllm_plugin:Worker'
 FLAGS = dict(
   cpu=True, dtype='float32', max_model_len=513, max_num_seqs=32,
-  block_size=32, kv_cache_gib=0.25, enforce_eager=True, plugin=PLUGIN,
-  backoff_s=0.1, vllm_arg=['--enable-prompt-tokens-details'],
+  block_size=32, kv_cache_gib=0.25, enforce_eager=True, backoff_s=0.1,
+  max_restarts=20,  # tests kill it
 )
 # Tied, which is what a reload gets wrong; a vocabulary that vLLM has to pad.
 CFG = decoder.DecoderConfig(

@@ -1,22 +1,27 @@
 """The engine on the real server: the contract, restarts, both engines equal.
 
-The last test kills the server, so it stands last.
+The last tests kill the server, so they stand last.
 """
 
 import asyncio
+import dataclasses
 import functools
 import os
 import signal
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from searchrl_jax import rollout as rollouts
 from searchrl_jax import sync
-from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
+from searchrl_jax.engines.core import (
+  EngineError, Sampling, SyncError, WeightsUpdate,
+)
 from searchrl_jax.engines.jax_sampler import JaxSampler
 from searchrl_jax.engines.vllm import VllmEngine
+from searchrl_jax.engines.vllm_http import Client
 from searchrl_jax.models import decoder
 from searchrl_jax.publication import Publisher
 from searchrl_jax.types import Prompt, Question
@@ -24,7 +29,7 @@ from configs.common import base
 from tests import scripted
 from tests.engines.common import config as sampler_config
 from tests.engines.contract import EngineContract, once, prompt
-from tests.engines.test_vllm import config as engine_config
+from tests.engines.fake_vllm import config as engine_config
 from tests.fakes import FakeSource
 from tests.sidecar.conftest import CFG
 
@@ -40,7 +45,7 @@ def weights(seed):
 def engine(served, tmp_path_factory):
   config = engine_config(
     url=served.sidecar.url, max_len=MAX_LEN, timeout=60.0, deadline=240.0,
-    start_seconds=240.0, attempts=4,
+    start_seconds=240.0, attempts=4, slots=32,
   )
   engine = VllmEngine(
     CFG, None, served.tokenizer, config, None, tmp_path_factory.mktemp('run')
@@ -63,54 +68,11 @@ def load(engine, params, version):
 class TestContract(EngineContract):
   """Greedy and sampled ids do not depend on the batch, here to the last bit."""
 
+  draws_by_token = False
+
   @pytest.fixture
   def token_bytes(self, served):
     return served.tokenizer.token_bytes
-
-  def test_the_draw_depends_on_seed_and_position(self, engine):
-    """On the position where a request begins, see vllm.py."""
-    async def main():
-      start = prompt(engine)
-      a, b, c = await asyncio.gather(*[
-        once(engine, start.ids, Sampling(max_tokens=12, seed=s))
-        for s in (1, 1, 2)
-      ])
-      assert a.ids.tolist() == b.ids.tolist() != c.ids.tolist()
-      parts = []
-      for _ in range(2):
-        handle = engine.open(start)
-        parts.append([
-          (await engine.generate(handle, Sampling(max_tokens=n, seed=1))
-           ).ids.tolist() for n in (5, 7)
-        ])
-        engine.close(handle)
-      assert parts[0] == parts[1]
-      assert parts[0][0] == a.ids[:5].tolist()
-
-    asyncio.run(main())
-
-  def test_stop_strings_keep_the_token_whole(self, engine, token_bytes):
-    """As for all engines, where the text is such that a string can name it."""
-    async def main():
-      start, seen = prompt(engine), 0
-      free = await once(engine, start.ids, Sampling(max_tokens=60, seed=4))
-      ids = free.ids.tolist()
-      text = [token_bytes(i) for i in ids]
-      for at in range(1, 60):
-        stop = b''.join(text[at - 1:at + 1])
-        if not stop or not stop.isascii():
-          continue
-        ends = next(n for n in range(61) if stop in b''.join(text[:n]))
-        done = await once(engine, start.ids, Sampling(
-          max_tokens=60, seed=4, stops=('never!', stop.decode())
-        ))
-        assert done.stop == stop.decode()
-        assert done.ids.tolist() == ids[:ends]
-        np.testing.assert_array_equal(done.logps, free.logps[:ends])
-        seen += 1
-      assert seen > 3
-
-    asyncio.run(main())
 
 
 def test_a_published_version_is_verified_end_to_end(engine):
@@ -124,6 +86,47 @@ def test_a_published_version_is_verified_end_to_end(engine):
     ))
     assert report.canary_max_diff < 1e-4
     assert report.manifest == sync.manifest(params)
+
+
+@pytest.mark.parametrize('hides', [False, True])
+def test_a_stale_prefix_cache_stops_the_run(engine, monkeypatch, hides):
+  """Nothing drops the cache, and no salt keeps versions apart.
+
+  hides: nor does the server say that it had the prefix cached; then what it
+  generates from it shows.
+  """
+  forward, canary = sync.forward_logps(CFG), list(range(40, 140))
+
+  async def verify(version):
+    params = weights(version)
+    return await sync.sync_and_verify(
+      engine, params, version, canary, functools.partial(forward, params),
+      1e-4,
+    )
+
+  complete = Client.complete
+
+  async def unsalted(self, *args):
+    out = await complete(self, *args[:-1], 'one salt')
+    return dataclasses.replace(out, cached=0) if hides else out
+
+  async def kept(self):
+    return True
+
+  async def pause(self):
+    await self._call(
+      'POST', '/pause', params={'mode': 'abort', 'clear_cache': 'false'}
+    )
+
+  asyncio.run(verify(1))
+  with monkeypatch.context() as m:
+    m.setattr(Client, 'complete', unsalted)
+    m.setattr(Client, 'reset_prefix_cache', kept)
+    m.setattr(Client, 'pause', pause)
+    found = 'a cached prefix differs' if hides else 'it computed .* tokens of'
+    with pytest.raises(SyncError, match=found):
+      asyncio.run(verify(2))
+  asyncio.run(verify(2))
 
 
 def test_stops_end_inside_merged_tokens(engine, served):
@@ -166,28 +169,31 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(engine, tmp_path):
     calls = [
       asyncio.create_task(once(engine, start.ids, Sampling(
         max_tokens=450, temperature=0.0
-      ))) for _ in range(8)
+      ))) for _ in range(32)
     ]
     await asyncio.sleep(0.3)
     await engine.sync(WeightsUpdate(newer.path, 4))
     await engine.resume()
     done = await asyncio.gather(*calls)
-    assert engine.stats()['aborted_requests'] == aborted + 8
+    assert engine.stats()['aborted_requests'] >= aborted + 8
     return done
 
-  for done in asyncio.run(main()):
-    check_parts(start.ids, done, params)
+  # Some may have ended before it, or not have begun.
+  cuts = [check_parts(start.ids, d, params) for d in asyncio.run(main())]
+  assert sum(0 < cut < 450 for cut in cuts) >= 8
 
 
 def check_parts(start, done, params):
+  """How many tokens the old weights wrote."""
   cut = int((done.versions == 3).sum())
-  assert 0 < cut < 450 and (done.versions[cut:] == 4).all()
+  assert len(done.ids) == 450 and (done.versions[cut:] == 4).all()
   ids = np.array([*start, *done.ids.tolist()], np.int32)
   for version, part in ((3, slice(0, cut)), (4, slice(cut, 450))):
     want = sync.forward_logps(CFG)(params[version - 3], ids)[len(start):]
     np.testing.assert_allclose(
       done.logps[part], np.asarray(want)[part], atol=1e-4
     )
+  return cut
 
 
 def test_turns_reuse_the_prefix(engine):
@@ -366,3 +372,36 @@ def test_a_rollout_survives_the_death_of_the_server(engine, served):
   # It holds the weights by its own checksums, and nothing hangs on it.
   described, = served.rpc('searchrl_describe')
   assert described['loaded'] == 9
+
+
+@pytest.mark.parametrize('victim, call', [
+  ('EngineCore', 'searchrl_load'), ('Worker', 'searchrl_load'),
+  ('Worker', 'searchrl_checksums'),
+])
+def test_a_sync_survives_the_death_of_the_engine(
+  engine, served, monkeypatch, victim, call
+):
+  """The API lives on for a moment and answers with errors."""
+  rpc, killed = Client.rpc, []
+
+  async def deadly(self, method, *args):
+    if method == call and not killed:
+      api = psutil.Process(served.sidecar.server_pid)
+      killed.extend(
+        p for p in api.children(recursive=True) if victim in p.name()
+      )
+      for process in killed:
+        process.kill()
+    return await rpc(self, method, *args)
+
+  monkeypatch.setattr(Client, 'rpc', deadly)
+  restarts = engine.stats()['restarts']
+  load(engine, weights(11), 11)
+  assert killed and engine.stats()['restarts'] == restarts + 1
+  described, = served.rpc('searchrl_describe')
+  assert described['loaded'] == 11
+  done = asyncio.run(once(engine, prompt(engine).ids, Sampling(max_tokens=4)))
+  want = sync.forward_logps(CFG)(
+    weights(11), np.array([*prompt(engine).ids, *done.ids], np.int32)
+  )
+  np.testing.assert_allclose(done.logps, np.asarray(want)[-4:], atol=1e-4)

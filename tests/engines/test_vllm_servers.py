@@ -1,0 +1,376 @@
+"""Servers that are full, taken by another, dying, asleep or given up."""
+
+import asyncio
+import logging
+
+from fastapi.responses import JSONResponse
+import pytest
+
+from searchrl_jax.engines.core import (
+  EngineError, Sampling, SyncError, WeightsUpdate,
+)
+from tests.engines.common import make_params
+from tests.engines.contract import once
+from tests.engines.fake_vllm import check, load, make, until
+
+two = pytest.mark.parametrize('fakes', [2], indirect=True)
+
+
+async def restart(fake):
+  await asyncio.to_thread(fake.kill)
+  await asyncio.to_thread(fake.start)
+
+
+def say(engine, n, tokens=5):
+  """n calls at once."""
+  return [
+    asyncio.create_task(
+      once(engine, (1, 2, i), Sampling(max_tokens=tokens, seed=i))
+    ) for i in range(n)
+  ]
+
+
+# --- More calls than places.
+
+
+def test_calls_wait_here_and_at_nobodys_expense(fake, tmp_path):
+  """All of them take longer than one may, each is served in time."""
+  engine = make([fake], tmp_path, slots=2, timeout=2.0, deadline=2.0)
+
+  async def main():
+    await load(engine, 1)
+    fake.delay = 0.05
+    done = await asyncio.gather(*say(engine, 48))
+    await engine.shutdown()
+    return done
+
+  for i, done in enumerate(asyncio.run(main())):
+    check((1, 2, i), done)
+  assert fake.most_running == 4 and len(fake.asked) == 48
+  assert engine.stats()['retries'] == 0
+
+
+def test_a_sync_and_its_checks_pass_those_that_wait(fake, tmp_path):
+  engine = make([fake], tmp_path, slots=2)
+
+  async def main():
+    await load(engine, 1)
+    fake.stalls_at = 2
+    calls = say(engine, 12)
+    await until(lambda: len(fake.running) == 4)
+    await asyncio.sleep(0.05)
+    assert len(await engine.score((1, 2, 3))) == 3
+    await engine.sync(WeightsUpdate(make_params(1), 2))
+    fake.stalls_at = 10**9
+    await once(engine, (1,), Sampling(max_tokens=1, probe=True))
+    await asyncio.sleep(0.05)
+    assert len(fake.asked) == 4 + 2  # no one that waits was sent
+    await engine.resume()
+    done = await asyncio.gather(*calls)
+    await engine.shutdown()
+    return done
+
+  done = asyncio.run(main())
+  for i, one in enumerate(done):
+    check((1, 2, i), one)
+  assert sum(1 in one.versions for one in done) == 4
+  assert engine.stats()['aborted_requests'] == 4
+
+
+@two
+def test_those_that_wait_for_a_dead_server_go_to_another(fakes, tmp_path):
+  engine = make(fakes, tmp_path, slots=1)
+
+  async def main():
+    await load(engine, 1)
+    for fake in fakes:
+      fake.stalls_at = 2
+    calls = say(engine, 12)
+    await until(lambda: all(len(f.running) == 2 for f in fakes))
+    await asyncio.to_thread(fakes[0].kill)
+    fakes[1].stalls_at = 10**9
+    done = await asyncio.gather(*calls)
+    await engine.shutdown()
+    return done
+
+  for i, done in enumerate(asyncio.run(main())):
+    check((1, 2, i), done)
+  assert fakes[1].most_running == 2
+
+
+# --- Another client.
+
+
+@pytest.mark.parametrize('seen_by', ['rest', 'sync'])
+def test_weights_of_another_client_stop_the_run(fake, tmp_path, seen_by):
+  ours = make([fake], tmp_path / 'ours')
+  theirs = make([fake], tmp_path / 'theirs')
+
+  async def main():
+    await load(ours, 5, seed=1)
+    await ours.rest()
+    await ours.wake()
+    await load(ours, 6, seed=1)
+    # The same version, the same weights: still not ours.
+    await load(theirs, 6, seed=1)
+    with pytest.raises(SyncError, match='servers of its own') as e:
+      await (ours.rest() if seen_by == 'rest' else load(ours, 7))
+    assert fake.url in str(e.value)
+    assert fake.loaded.version == 6
+    await theirs.rest()
+    await ours.shutdown()
+    await theirs.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_restart_is_not_taken_for_another_client(fake, tmp_path):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 5)
+    await restart(fake)
+    await engine.rest()
+    check((1, 2), await once(engine, (1, 2), Sampling(max_tokens=3)))
+    await asyncio.to_thread(fake.kill)
+    await engine.rest()
+    await asyncio.to_thread(fake.start)
+    check((1, 2), await once(engine, (1, 2), Sampling(max_tokens=3)))
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert engine.stats()['restarts'] == 2
+
+
+# --- Dying.
+
+
+@pytest.mark.parametrize('call, late_looks', [
+  ('pause', 0), ('searchrl_load', 0), ('searchrl_load', 1),
+  ('reset_prefix_cache', 0), ('searchrl_checksums', 0),
+])
+def test_an_engine_that_dies_in_a_sync_is_loaded_again(
+  fake, tmp_path, call, late_looks
+):
+  """Its API goes on for a moment, and says 500."""
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 1)
+    fake.dies_at, fake.late_looks = call, late_looks
+    sync = asyncio.create_task(load(engine, 2, seed=1))
+    await until(lambda: fake.dead and not fake.late_looks)
+    await asyncio.sleep(0.2 + 1.2 * late_looks)
+    assert not sync.done()
+    await restart(fake)
+    await sync
+    check((1, 2), await once(engine, (1, 2), Sampling(max_tokens=3)))
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert engine.stats()['restarts'] == 1 and fake.loaded.version == 2
+
+
+def test_a_server_whose_engine_is_dead_is_not_ready(fake, tmp_path):
+  """Though it still lists its model."""
+  engine = make([fake], tmp_path, start_seconds=0.5)
+
+  async def main():
+    await load(engine, 1)
+    fake.dead, fake.faults = True, [500]
+    with pytest.raises(EngineError, match='start_seconds=0.5.*/health'):
+      await once(engine, (1, 2), Sampling(max_tokens=3))
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+# --- Sleep.
+
+
+@two
+def test_a_server_that_was_being_mended_wakes_with_the_weights(
+  fakes, tmp_path, monkeypatch
+):
+  engine = make(fakes, tmp_path, sleep=True)
+  fleet = engine._fleet
+
+  async def main():
+    await load(engine, 5, seed=1)
+    await restart(fakes[1])
+    begun = asyncio.Event()
+
+    async def never(server, target):
+      begun.set()
+      await asyncio.Event().wait()
+
+    with monkeypatch.context() as m:
+      m.setattr(fleet, '_load', never)
+      fleet.suspect(fleet.servers[1], EngineError('planted'))
+      await begun.wait()
+    await engine.rest()
+    assert all(f.asleep for f in fakes)
+    await engine.wake()
+    one = engine.replicas[1]
+    check((1, 2), await once(one, (1, 2), Sampling(max_tokens=4)))
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert fakes[1].loaded.version == 5
+
+
+def test_a_server_that_crashed_asleep_is_loaded_as_it_wakes(fake, tmp_path):
+  engine = make([fake], tmp_path, sleep=True)
+
+  async def main():
+    await load(engine, 5)
+    await engine.rest()
+    await restart(fake)
+    await engine.wake()
+    assert fake.loaded.version == 5
+    check((1, 2), await once(engine, (1, 2), Sampling(max_tokens=4)))
+    await restart(fake)  # and one that crashed before it was sent to sleep
+    await engine.rest()
+    assert fake.asleep and fake.loaded.version == 5
+    await engine.wake()
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_sleep_that_fails_leaves_servers_to_be_mended(fake, tmp_path):
+  engine = make(
+    [fake], tmp_path, sleep=True, start_seconds=0.3, deadline=5.0
+  )
+
+  async def main():
+    await load(engine, 5)
+    await asyncio.to_thread(fake.kill)
+    with pytest.raises(EngineError, match='start_seconds'):
+      await engine.rest()
+    await asyncio.to_thread(fake.start)
+    done = await once(engine, (1, 2), Sampling(max_tokens=4, probe=True))
+    check((1, 2), done)
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_weights_that_were_not_checked_write_no_token(fake, tmp_path):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 5)
+    engine._fleet.servers[0].version = None
+    for probe in (True, False):
+      done = await once(engine, (1, 2), Sampling(max_tokens=4, probe=probe))
+      assert set(done.versions.tolist()) == {5}
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert fake.calls.count('searchrl_load') == 2
+
+
+# --- Said aloud.
+
+
+def test_who_is_lost_and_who_comes_back_is_logged(fake, tmp_path, caplog):
+  engine = make([fake], tmp_path, start_seconds=0.5)
+
+  async def main():
+    await load(engine, 5)
+    fake.faults = [503]
+    await once(engine, (1, 2), Sampling(max_tokens=2))
+    await asyncio.to_thread(fake.kill)
+    with pytest.raises(EngineError, match='no server is left'):
+      await once(engine, (1, 2), Sampling(max_tokens=2))
+    await engine.shutdown()
+    await asyncio.to_thread(fake.start)
+
+  with caplog.at_level(logging.WARNING):
+    asyncio.run(main())
+  said = [r.message for r in caplog.records if fake.url in r.message]
+  for line, words in zip(said, (
+    'is not asked', 'is back', 'is not asked', 'is given up',
+  ), strict=True):
+    assert words in line
+  assert '503' in said[0] and 'start_seconds=0.5' in said[3]
+
+
+def test_a_mistake_of_ours_in_mending_reaches_the_caller(
+  fake, tmp_path, monkeypatch
+):
+  engine = make([fake], tmp_path)
+
+  async def broken(server, model):
+    raise KeyError('planted')
+
+  async def main():
+    await load(engine, 5)
+    await restart(fake)
+    monkeypatch.setattr(engine._fleet, '_check', broken)
+    with pytest.raises(EngineError, match="KeyError.'planted'.") as e:
+      await once(engine, (1, 2), Sampling(max_tokens=2))
+    assert isinstance(e.value.__cause__.__cause__, KeyError)
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_deadline_names_what_went_wrong_last(fake, tmp_path):
+  engine = make([fake], tmp_path, deadline=0.5)
+
+  async def main():
+    await load(engine, 5)
+    await asyncio.to_thread(fake.kill)
+    with pytest.raises(EngineError, match='deadline=0.5.*no server.*Connect'):
+      await once(engine, (1, 2), Sampling(max_tokens=2))
+    await asyncio.to_thread(fake.start)
+    await load(engine, 6)
+    fake.faults, fake.stalls_at = [503], 0
+    with pytest.raises(EngineError, match='under way; .*status 503: planted'):
+      await once(engine, (1, 2), Sampling(max_tokens=2))
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_log_prob_that_is_no_number_is_refused(fake, tmp_path):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 5)
+    fake.logp_of_all = [None]
+    with pytest.raises(EngineError, match=f'{fake.url}.*not finite'):
+      await once(engine, (1, 2), Sampling(max_tokens=2))
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_a_server_without_the_plugin_is_told_the_flag(
+  fake, tmp_path, monkeypatch
+):
+  engine = make([fake], tmp_path)
+  monkeypatch.setattr(fake, '_rpc', lambda method, args: JSONResponse(
+    {'error': {'message': f'the worker has no {method}'}}, 500
+  ))
+
+  async def main():
+    with pytest.raises(EngineError, match='no searchrl_describe.*--plugin='):
+      await load(engine, 5)
+    await engine.shutdown()
+
+  asyncio.run(main())
+
+
+def test_nothing_published_stays_behind(fake, tmp_path):
+  engine = make([fake], tmp_path)
+
+  async def main():
+    await load(engine, 5)
+    assert [*(tmp_path / 'published').iterdir()]
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert not [*(tmp_path / 'published').iterdir()]
