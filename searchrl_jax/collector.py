@@ -9,6 +9,7 @@ Whatever has ended and was not used yet goes into the checkpoint.
 
 import dataclasses
 import json
+import pathlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
@@ -83,14 +84,21 @@ class Collector:
     for ahead in range(step, min(step + self._ahead + 1, self._steps)):
       if ahead not in self._under_way:
         self._begin(ahead)
+    self._taken = {}
     found = self._signals.wait(self._under_way[step].future)
     self._taken = {step: self._under_way.pop(step)}
     return found
 
-  def put_back(self, step: int) -> tuple[Trajectory, ...]:
-    """Ends all; `step` was not used. Returns what had ended of it."""
+  def put_back(self, step: int, *, usable: bool) -> tuple[Trajectory, ...]:
+    """Ends all; `step` was not used. Returns what had ended of it.
+
+    usable: whether what has ended may be used; if not, it is sampled again.
+    """
     self.stop()
     self._under_way |= self._taken
+    if not usable:
+      for one in self._under_way.values():
+        one.ended.clear()
     return tuple(self._under_way[step].seen)
 
   def _begin(self, step: int) -> None:
@@ -155,6 +163,19 @@ def lines(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
     ).encode() + b'\n'
     for step, trajectories in ended.items() for t in trajectories
   )
+
+
+def keep(path: pathlib.Path, step: int, kept: bytes) -> None:
+  """Puts `lines` beside the checkpoint of `step`, which has older ones."""
+  records.write_text(path, f'{step}\n{kept.decode()}')
+
+
+def kept(path: pathlib.Path, step: int) -> bytes | None:
+  """What `keep` left for the checkpoint of `step`, if it did."""
+  if not path.exists():
+    return None
+  first, _, rest = path.read_text().partition('\n')
+  return rest.encode() if first == str(step) else None
 
 
 def staleness(

@@ -43,9 +43,13 @@ def report(config, vocab_size: int) -> str:
     ('optimizer', moments),
     ('gradients, accumulated', own),
     ('update: activations, head, fresh gradients', working),
-    ('engine: weights', cfg.n_params * jnp.dtype(engine.dtype).itemsize),
-    (f'engine: cache, {engine.slots} slots x {engine.max_len} tokens', cache),
   ]
+  if engine.module == 'jax_sampler':
+    # Its own copy: the update gives the trainer's away.
+    rows += [
+      ('engine: weights', cfg.n_params * jnp.dtype(engine.dtype).itemsize),
+      (f'engine: cache, {engine.slots} slots x {engine.max_len} tokens', cache),
+    ]
   if config.algorithm.kl != 'none':
     rows.insert(1, ('reference parameters', own))
   rows.append(('in all', sum(n for _, n in rows)))
@@ -56,6 +60,11 @@ def report(config, vocab_size: int) -> str:
     '', 'Memory of one device (MiB)',
   ]
   lines += [f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in rows]
+  if engine.module != 'jax_sampler':
+    lines.append(
+      f'  (the servers of engine {engine.module!r} come on top, on '
+      f'{engine.url or engine.device})'
+    )
   lines += ['', 'One step']
   plan = batching.plan(config, updater.shards)
   lines += [

@@ -6,10 +6,14 @@ for them, or does not.
 """
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent import futures
+
+
+_log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
@@ -37,10 +41,14 @@ class Loop:
     self._tasks: set[asyncio.Task] = set()
     return self
 
-  def __exit__(self, *_):
+  def __exit__(self, kind, *_):
     """Ends what still runs, then does what `at_exit` was given."""
     try:
       self.finish(self._end())
+    except Exception as e:
+      if kind is None:
+        raise
+      _log.warning('while ending: %s', e)  # the first error tells more
     finally:
       self._loop.call_soon_threadsafe(self._loop.stop)
       self._thread.join()
@@ -78,6 +86,9 @@ class Loop:
     self._tasks.add(task)
     try:
       return await coroutine
+    except (SystemExit, KeyboardInterrupt) as e:
+      # They would end the loop, and whoever waits would wait for ever.
+      raise RuntimeError(f'{type(e).__name__} on the event loop') from e
     finally:
       self._tasks.discard(task)
 
@@ -96,8 +107,14 @@ class Loop:
     for task in others:
       task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    errors = []
     for function in reversed(self._last):
-      await function()
+      try:
+        await function()
+      except Exception as e:  # the others still have to end
+        errors.append(e)
+    if errors:
+      raise errors[0]
 
 
 class Signals(Loop):

@@ -29,10 +29,11 @@ from searchrl_jax import setup
 from searchrl_jax import sync
 from searchrl_jax import update
 from searchrl_jax.data import core as data
+from searchrl_jax.engines.core import SyncError
 from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rollout import RolloutError, rollout
+from searchrl_jax.rollout import rollout
 from searchrl_jax.signals import Mismatch, NonFinite, Signals, Stopped
 from searchrl_jax.sources.core import require_same
 from searchrl_jax.writer import Writer
@@ -78,6 +79,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # ---- The last checkpoint of this folder; the start, if there is none.
   saver = setup.saver(config, workdir)
+  aside = pathlib.Path(workdir) / 'ended.jsonl'
   fingerprint = {'stage': 'train', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
     saved = saver.restore(
@@ -87,7 +89,9 @@ def train(config, workdir: str) -> dict[str, float]:
     state, ref = saved.state['state'], saved.state['ref']
     stream.restore(saved.extras['stream'])
     served = saved.extras.get('served', {})
-    step, ended = saved.step, saved.arrays['ended'].tobytes()
+    step, ended = saved.step, collector.kept(aside, saved.step)
+    if ended is None:
+      ended = saved.arrays['ended'].tobytes()
   else:
     state = updater.init(setup.parameters(config, cfg, mesh))
     # The step donates its state, so the reference owns a copy.
@@ -151,7 +155,9 @@ def train(config, workdir: str) -> dict[str, float]:
         return dict(evaluator.run(step - 1)) if evaluator else {}
 
     def save(metrics):
+      ended = collector.lines(rollouts.ended())
       if step in saver.steps():
+        collector.keep(aside, step, ended)
         return
       with writer.timer('checkpoint'):
         saver.save(
@@ -159,9 +165,7 @@ def train(config, workdir: str) -> dict[str, float]:
           extras={
             'stream': rollouts.cursor(), 'served': about, 'version': step
           },
-          arrays={'ended': np.frombuffer(
-            collector.lines(rollouts.ended()), np.uint8
-          )},
+          arrays={'ended': np.frombuffer(ended, np.uint8)},
           fingerprint=fingerprint,
         )
 
@@ -176,21 +180,21 @@ def train(config, workdir: str) -> dict[str, float]:
       try:
         with writer.timer('rollout'):
           groups, stats = rollouts.take(step)
+        signals.finish(engine.rest())
         # Trajectories -> rewards.
         with writer.timer('reward'):
           reward = signals.run(rewards.combine(
             config.reward, groups,
             rewards.RewardContext(step, env, tok, engine, source),
           ))
-      except Exception:  # a service, a reward, a signal, a question too long
+      except Exception as e:  # a service, a signal, a question too long
         # Nothing of this step was used: the next start takes it again.
-        ended = rollouts.put_back(step)
+        ended = rollouts.put_back(step, usable=not isinstance(e, SyncError))
         save(metrics)
         # For whoever looks for the cause; that start writes them anew.
         writer.trajectories(step, [ended], decode=tok.decode)
         raise
-      signals.finish(engine.rest())
-      trajectories, failure = [t for group in groups for t in group], None
+      trajectories = [t for group in groups for t in group]
       group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
 
       # Rewards -> advantages -> fixed-shape microbatches.
@@ -242,9 +246,15 @@ def train(config, workdir: str) -> dict[str, float]:
         seconds = time.monotonic() - begin
       step += 1
 
-      # Updated weights -> engine, verified.
-      signals.finish(engine.wake())
-      report = publish()
+      # Updated weights -> engine, verified. If that fails, or a signal came,
+      # the step is kept all the same: the update is whole.
+      report, failure = None, None
+      try:
+        signals.finish(engine.wake())
+        if not signals.stop:
+          report = publish()
+      except Exception as e:
+        failure = e
 
       metrics = {
         **{f'train/{k}': over(k)([m[k] for m in per_update])
@@ -264,15 +274,16 @@ def train(config, workdir: str) -> dict[str, float]:
           max(int(state.step) - 1, 0)
         )),
         'train/mfu': done / seconds / peak if peak else 0.0,
-        'sync/canary_max_diff': report.canary_max_diff,
+        'sync/canary_max_diff': report.canary_max_diff if report else np.nan,
       }
       alarm = config.rollout.mismatch_alarm
       apart = metrics.get('train/mismatch_abs', 0.0)
-      if 0 < alarm < apart:
+      if 0 < alarm < apart and failure is None:
         failure = Mismatch(
           f'step {step - 1}: log-probs of trainer and engine differ by {apart} '
-          f'on average (config.rollout.mismatch_alarm={alarm}); saved. Compare '
-          'dtypes, lower max_staleness, or raise the alarm to go on'
+          f'on average (config.rollout.mismatch_alarm={alarm}); saved. Raise '
+          'the alarm (0 = none) to go on, or start again with a lower '
+          'rollout.max_staleness, or one dtype for model and engine'
         )
       late = 0 < config.train.seconds < time.monotonic() - started
       last = step == config.train.steps or late
@@ -284,7 +295,7 @@ def train(config, workdir: str) -> dict[str, float]:
           evaluated = True
         except Stopped:
           pass  # minded below, after the save
-        except RolloutError as e:
+        except Exception as e:
           failure = e  # raised below: the step itself is whole
       last = last or signals.stop or failure is not None
       with writer.timer('write'):

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -129,11 +130,45 @@ def test_what_a_service_failed_is_sampled_again():
     rollouts = make(signals, Stream(), start, 0)
     signals.start(_later(start.go[0]))
     rollouts.take(0)
-    seen = rollouts.put_back(0)
+    seen = rollouts.put_back(0, usable=True)
     assert [t.question.id for t in seen] == ['q0', 'q1']
     assert rollouts.cursor() == {'at': 0}
     (kept,) = rollouts.ended()[0]
     assert kept.question.id == 'q0'  # q1 failed
+
+
+def test_a_step_that_ends_early_leaves_the_one_before_it_used():
+  start = Rollouts()
+  start.go[0].set()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 0)
+    rollouts.take(0)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(Stopped):
+      rollouts.take(1)
+    rollouts.put_back(1, usable=True)
+    assert rollouts.cursor() == {'at': 2}
+    assert list(rollouts.ended()) == [1]
+
+
+def test_what_other_weights_wrote_is_sampled_again():
+  start = Rollouts()
+  start.go[0].set()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 1)
+    rollouts.take(0)
+    seen = rollouts.put_back(0, usable=False)
+    assert len(seen) == 2 and not any(rollouts.ended().values())
+    assert rollouts.cursor() == {'at': 0}
+
+
+def test_what_ended_after_a_checkpoint_lies_beside_it(tmp_path):
+  path = tmp_path / 'ended.jsonl'
+  assert collector.kept(path, 3) is None
+  lines = collector.lines({3: [trajectory(Question('q', 'wer? \u00e4'))]})
+  collector.keep(path, 3, lines)
+  assert collector.kept(path, 3) == lines
+  assert collector.kept(path, 4) is None  # of another checkpoint
 
 
 async def _later(event):
@@ -149,7 +184,7 @@ def test_a_signal_ends_the_wait_and_keeps_the_step():
     timer.start()
     with pytest.raises(Stopped):
       rollouts.take(0)
-    rollouts.put_back(0)
+    rollouts.put_back(0, usable=True)
     assert sorted(start.cancelled) == [0, 1]  # and they have cleaned up
     assert rollouts.cursor() == {'at': 0}
     assert sorted(rollouts.ended()) == [0, 1]
@@ -170,16 +205,25 @@ def test_an_error_of_a_step_ahead_comes_with_its_step():
       rollouts.take(1)
 
 
-def test_idle_is_when_nothing_is_under_way():
+def test_idle_is_when_nothing_is_under_way(monkeypatch):
+  clock = [0.0]
+  # Its own clock alone: the event loop needs the real one.
+  monkeypatch.setattr(
+    collector, 'time', types.SimpleNamespace(monotonic=lambda: clock[0])
+  )
   start = Rollouts()
   with Signals() as signals:
     rollouts = make(signals, Stream(), start, 0)
-    time.sleep(0.05)
-    signals.start(_later(start.go[0]))
+    clock[0] = 5.0  # nothing yet
+    rollouts._begin(0)
+    while not start.begun:
+      time.sleep(0.001)
+    clock[0] = 100.0  # under way
+    start.go[0].set()
     rollouts.take(0)
-    assert 0.05 <= rollouts.idle_seconds() < 0.5
-    time.sleep(0.05)
-    assert 0.05 <= rollouts.idle_seconds() < 0.5
+    assert rollouts.idle_seconds() == 5.0
+    clock[0] = 107.0
+    assert rollouts.idle_seconds() == 7.0
 
 
 def test_staleness_counts_the_tokens_that_are_trained_on():
@@ -195,6 +239,35 @@ def test_staleness_counts_the_tokens_that_are_trained_on():
     'staleness/share_2': 1 / 3,
   }
   assert collector.staleness([], 7, 0)['staleness/mean'] == 0.0
+
+
+def test_a_loop_outlives_who_wants_to_exit():
+  async def leave():
+    raise SystemExit(3)
+
+  with Loop() as loop:
+    with pytest.raises(RuntimeError, match='SystemExit'):
+      loop.run(leave())
+    loop.run(asyncio.sleep(0))
+
+
+def test_one_that_fails_to_close_does_not_keep_the_others():
+  order = []
+
+  async def close(name):
+    order.append(name)
+    if name == 'bad':
+      raise ValueError('bad')
+
+  with pytest.raises(ValueError, match='bad'):
+    with Loop() as loop:
+      loop.at_exit(lambda: close('good'))
+      loop.at_exit(lambda: close('bad'))
+  assert order == ['bad', 'good']
+  with pytest.raises(KeyError):  # the first error is told
+    with Loop() as loop:
+      loop.at_exit(lambda: close('bad'))
+      raise KeyError
 
 
 def test_a_loop_ends_what_runs_then_closes_in_reverse():

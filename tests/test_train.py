@@ -19,6 +19,7 @@ from searchrl_jax import signals
 from searchrl_jax import train
 from searchrl_jax import update
 from searchrl_jax.data import microworld
+from searchrl_jax.engines.core import SyncError
 from searchrl_jax.records import RunError
 from searchrl_jax.rollout import RolloutError
 from searchrl_jax.sources.core import SourceError
@@ -122,6 +123,48 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
     ]
 
   assert sampled(folder) == sampled(tmp_path)
+
+
+def test_resume_after_a_signal_in_a_rollout_is_bitwise(
+    whole, tmp_path, monkeypatch):
+  """With no checkpoint but the one that the signal makes."""
+  config, folder, params = whole
+  config = config.copy_and_resolve_references()
+  config.checkpoint.every = 0
+  real, calls = train.rollout, []
+
+  async def interrupted(*args, **kw):
+    calls.append(1)
+    if len(calls) == 2:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return await real(*args, **kw)
+
+  with monkeypatch.context() as m:
+    m.setattr(train, 'rollout', interrupted)
+    with pytest.raises(signals.Stopped):
+      train.train(config, str(tmp_path))
+  train.train(config, str(tmp_path))
+  resumed = params_of(config, tmp_path)
+  for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(resumed)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_failed_sync_loses_nothing_of_its_step(url, tmp_path, monkeypatch):
+  config = tiny.config(url)
+  config.checkpoint.every = 0
+  real = train.sync.sync_and_verify
+
+  async def fails(engine, params, version, *args):
+    if version == 2:
+      raise SyncError('tensor x differs')
+    return await real(engine, params, version, *args)
+
+  monkeypatch.setattr(train.sync, 'sync_and_verify', fails)
+  with pytest.raises(SyncError, match='tensor x'):
+    train.train(config, str(tmp_path))
+  assert setup.saver(config, str(tmp_path)).latest() == 2
+  steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
+  assert steps[-2:] == [0, 1]
 
 
 def test_another_corpus_is_not_trained_on(whole, tmp_path, monkeypatch):

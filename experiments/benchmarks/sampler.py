@@ -29,15 +29,6 @@ from searchrl_jax.engines.jax_sampler import JaxSampler
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Prompt
 
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-_REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=3)
-_CASES = flags.DEFINE_list('cases', ['1m', '28m'], 'Which models.')
-_PEER = flags.DEFINE_string(
-  'peer_python', '.venv-parity/bin/python',
-  'A Python with torch and transformers (make test-parity makes it).',
-)
-
 ROWS, PROMPT, NEW = 64, 64, 64
 BAR = 2.5
 CHUNK = 16  # tokens between looks of the host
@@ -172,4 +163,12 @@ def main(argv):
 
 
 if __name__ == '__main__':
+  _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
+  _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
+  _REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=3)
+  _CASES = flags.DEFINE_list('cases', ['1m', '28m'], 'Which models.')
+  _PEER = flags.DEFINE_string(
+    'peer_python', '.venv-parity/bin/python',
+    'A Python with torch and transformers (make test-parity makes it).',
+  )
   app.run(main)

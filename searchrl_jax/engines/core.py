@@ -21,7 +21,9 @@ class Sampling:
   of this completion alone; the token that completes one is kept whole (its
   text may run past the tag). `stop_ids` end a completion and are part of it.
   `seed` names the random stream: the draw of a token depends on (seed,
-  position in the handle) and nothing else, so arrival order cannot show.
+  position in the handle) and nothing else, so arrival order cannot show. (A
+  server draws a request's tokens in turn: there the position is that at which
+  the request began.)
   `probe` marks a check of the engine itself, which a sync does not hold.
   """
 
@@ -103,7 +105,9 @@ class Engine(Protocol):
   def close(self, handle: Handle) -> None: ...
   async def sync(self, update: WeightsUpdate) -> SyncReport: ...
   async def resume(self) -> None: ...
-  async def rest(self) -> None: ...  # lends its memory to the trainer's update
+  # A step's rollouts are in: that they are the synced weights' is confirmed
+  # (SyncError), and the engine may lend its memory to the update.
+  async def rest(self) -> None: ...
   async def wake(self) -> None: ...
   async def shutdown(self) -> None: ...  # ends what it started
   def stats(self) -> Mapping[str, float]: ...  # counters since the start

@@ -23,6 +23,7 @@ import numpy as np
 
 from searchrl_jax.engines import core
 from searchrl_jax.engines import decode
+from searchrl_jax.engines import requests
 from searchrl_jax.engines import slots as slots_lib
 from searchrl_jax.engines.core import (
   Completion, EngineError, Sampling, SyncReport, WeightsUpdate,
@@ -278,41 +279,15 @@ class JaxSampler(core.Engine):
   # Checks.
 
   def _checked(self, ids, held: int, what: str) -> list[int]:
-    ids = [int(i) for i in ids]
-    if held + len(ids) > self.max_len:
-      raise EngineError(
-        f'{what}: {held} + {len(ids)} tokens are more than '
-        f'config.engine.max_len={self.max_len}'
-      )
-    for i in ids:
-      if not 0 <= i < self.vocab_size:
-        raise EngineError(f'{what}: id {i} is not in 0..{self.vocab_size - 1}')
-    return ids
+    return requests.check_ids(ids, held, what, self.vocab_size, self.max_len)
 
   def _check_sampling(self, handle: Handle, s: Sampling) -> None:
-    if s.max_tokens < 1:
-      raise EngineError(f'Sampling.max_tokens={s.max_tokens}: at least 1')
-    if len(handle) + s.max_tokens > self.max_len:
-      raise EngineError(
-        f'the handle has {len(handle)} tokens; {s.max_tokens} more exceed '
-        f'config.engine.max_len={self.max_len}'
-      )
-    if s.temperature != 0 and not MIN_TEMPERATURE <= s.temperature < math.inf:
-      raise EngineError(
-        f'Sampling.temperature={s.temperature}: 0 (greedy) or at least '
-        f'{MIN_TEMPERATURE}'
-      )
-    if not 0 < s.top_p <= 1:
-      raise EngineError(f'Sampling.top_p={s.top_p}: in (0, 1]')
-    if s.top_k < 0:
-      raise EngineError(f'Sampling.top_k={s.top_k}: 0 (all) or more')
+    requests.check_sampling(s, len(handle), self.max_len, MIN_TEMPERATURE)
     if len(s.stop_ids) > decode.MAX_STOP_IDS:
       raise EngineError(
         f'Sampling.stop_ids has {len(s.stop_ids)} ids; at most '
         f'{decode.MAX_STOP_IDS}'
       )
-    if not all(s.stops):
-      raise EngineError('Sampling.stops holds an empty string')
 
   # The driver: a task that lives while there is work.
 

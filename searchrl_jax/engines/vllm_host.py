@@ -180,6 +180,10 @@ def command(args: argparse.Namespace, port: int) -> list[str]:
     out += ['--worker-extension-cls', args.plugin.replace(':', '.')]
   if args.enable_sleep:
     out.append('--enable-sleep-mode')
+  if args.gpus is None:
+    # A seeded request whose prompt is computed in parts kills vLLM 0.32 on
+    # CPU: "CPU Generator does not use offset".
+    out.append('--no-enable-chunked-prefill')
   if args.enforce_eager:
     out.append('--enforce-eager')
   return out + args.vllm_arg

@@ -237,6 +237,20 @@ def exact(params, ids):
   return np.asarray(decoder.logits(params, CFG, hidden), np.float64)[0]
 
 
+def test_more_prompts_than_a_batch_of_the_server_takes(engine):
+  """Prefilled in parts, a prompt with a seed kills vLLM 0.32 on CPU."""
+  async def main():
+    return await asyncio.gather(*(
+      once(engine, prompt(engine, 300, seed=i).ids,
+           Sampling(max_tokens=4, seed=i))
+      for i in range(24)
+    ))
+
+  before = engine.stats()['restarts']
+  assert all(len(done.ids) == 4 for done in asyncio.run(main()))
+  assert engine.stats()['restarts'] == before
+
+
 def test_both_engines_give_the_same_greedy_ids(engine, served):
   """100 prompts, 64 tokens, float32; ids may part at a tie, which counts."""
   params = weights(5)
