@@ -31,7 +31,12 @@ from starlette.requests import ClientDisconnect
 
 from retrieval import files, metrics, protocol
 from retrieval.batcher import Batcher
-from retrieval.core import LocalSearcher, Searcher
+from retrieval.core import (
+  IDENTITY_HEADER,
+  LocalSearcher,
+  Searcher,
+  identity_hash,
+)
 from retrieval.protocol import Limits, Rejected, bad_request
 
 LOOPBACK = ('127.0.0.1', 'localhost', '::1')
@@ -230,6 +235,8 @@ def create_app(
     local = searcher
   batcher, traffic = Batcher(searcher, limits), Traffic(limits)
   identity, served = dict(searcher.identity), {}
+  # With every answer: another server may take this one's place unseen.
+  said = {IDENTITY_HEADER: identity_hash(identity)}
   if local is not None:
     served = local.identity
     served['corpus'] = {'path': local.corpus.path, **served['corpus']}
@@ -260,8 +267,8 @@ def create_app(
   async def rejected(_: fastapi.Request, error: Rejected) -> Response:
     metrics.REJECTED.labels(error.reason).inc()
     after = error.retry_after_s
-    headers = {'Retry-After': str(math.ceil(after))} if after > 0 else None
-    return JSONResponse({'detail': error.detail}, error.status, headers)
+    after = {'Retry-After': str(math.ceil(after))} if after > 0 else {}
+    return JSONResponse({'detail': error.detail}, error.status, said | after)
 
   @app.post('/retrieve', openapi_extra=protocol.openapi(limits, bool(token)))
   async def retrieve(http: fastapi.Request) -> Response:
@@ -284,7 +291,7 @@ def create_app(
         ) from None
       body = protocol.answer(answers, asked.return_scores)
       request.done(len(answers))
-      return Response(body, media_type='application/json')
+      return Response(body, headers=said, media_type='application/json')
 
   @app.get('/health')
   async def health(http: fastapi.Request) -> dict:

@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from retrieval.core import IDENTITY_HEADER
 from retrieval.corpus import split_contents
 from retrieval.replicas import (
   BROKEN,
@@ -294,27 +295,38 @@ class RetrievalClient:
   ) -> Any:
     """One attempt; a replica that is not known says first what it serves."""
     end = self._clock() + min(self.timeout_s, left)
+    silent = False
     if not replica.known and path != _HEALTH:
-      url = replica.url + _HEALTH
       try:
-        said = await self._once('GET', url, None, left, _object)
+        said = await self._once(replica, 'GET', _HEALTH, None, left, _object)
+        # As one of ours to who lacks its token: the query will say so.
+        silent = 'version' in said and 'identity' not in said
       except RetrievalError as error:
         if error.kind != 'rejected':
           raise
         said = {}  # a server of the protocol need not have it
-      self._replicas.learn(replica, said.get('identity'))
-      if replica.differs:
-        raise RetrievalError('different', url, replica.differs)
+      if not silent:
+        self._learn(replica, said.get('identity'))
       left = end - self._clock()
-    answer = await self._once(method, replica.url + path, content, left, read)
-    if path == _HEALTH:
-      self._replicas.learn(replica, answer.get('identity'))
+    answer = await self._once(replica, method, path, content, left, read)
+    if silent:
+      self._learn(replica, None)
+    elif path == _HEALTH and 'identity' in answer:
+      self._replicas.learn(replica, answer['identity'])
     return answer
 
+  def _learn(self, replica: Replica, identity: Any) -> None:
+    self._replicas.learn(replica, identity)
+    if replica.differs:
+      raise RetrievalError(
+        'different', replica.url + _HEALTH, replica.differs
+      )
+
   async def _once(
-    self, method: str, url: str, content: bytes | None, left: float,
-    read: Callable[[Any, str], Any],
+    self, replica: Replica, method: str, path: str, content: bytes | None,
+    left: float, read: Callable[[Any, str], Any],
   ) -> Any:
+    url = replica.url + path
     limit = max(0.001, min(self.timeout_s, left))
     waits = {'X-Deadline-Ms': str(math.ceil(min(limit, 900_000) * 1000))}
     try:
@@ -331,6 +343,10 @@ class RetrievalClient:
       # safe: a search changes nothing.
       raise Failure('unreachable', _said(error)) from error
     status = response.status_code
+    if (found := response.headers.get(IDENTITY_HEADER)) is not None:
+      self._replicas.compare(replica, found)
+      if replica.differs:
+        raise RetrievalError('different', url, replica.differs)
     problem = f'HTTP {status} {_excerpt(response)}'
     queries = _failed_queries(response) if status in (502, 503) else ()
     if queries and status == 502:

@@ -6,6 +6,8 @@ answers around either. The server knows searchers only.
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -84,6 +86,15 @@ class Searcher(Protocol):
     """
 
   def close(self) -> None: ...
+
+
+IDENTITY_HEADER = 'X-Identity'  # of an answer: `identity_hash` of its server
+
+
+def identity_hash(identity: Mapping[str, object]) -> str:
+  """A short hash of an identity, the same after a way through JSON."""
+  text = json.dumps(identity, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class LocalSearcher:

@@ -5,8 +5,9 @@ circuit is open), then one request probes it (Nygard, Release It!, 2007).
 
 A server may come back with another corpus or index, and its answers would look
 as good as any. So a replica that was away, or was never asked, says first what
-it serves (the identity in its /health); what differs from what the first one
-serves is not asked again.
+it serves (the identity in its /health), and each answer has a hash of that in
+its head, for one that was replaced while nobody asked; what differs from what
+the first one serves is not asked again.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from retrieval import files
+from retrieval.core import identity_hash
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class Replicas:
     # Of one alone there is nothing that it could differ from, at first.
     self.all = [Replica(_checked_url(u), known=len(urls) == 1) for u in urls]
     self._served: tuple[str, Any] | None = None  # by whom, and its identity
+    self._hash: tuple[str, str] | None = None  # likewise, of an identity
     self._failures, self._cooldown_s = failures, cooldown_s
     self._random, self._clock, self._turn = rng, clock, 0
 
@@ -213,16 +216,30 @@ class Replicas:
       that have none, as Search-R1's servers are.
     """
     if self._served is None and identity is not None:
+      self.compare(replica, identity_hash(identity))
+      if replica.differs:
+        return
       self._served = replica.url, identity
       for other in self.all:  # those that had none
         other.known = False
     url, served = self._served or (replica.url, None)
     differ = files.differences({'identity': served}, {'identity': identity})
     replica.known = not differ
-    if differ and not replica.differs:
-      replica.differs = (
-        f'does not serve what {url} served: {"; ".join(differ)}'
+    if differ:
+      self._leave_out(replica, url, '; '.join(differ))
+
+  def compare(self, replica: Replica, found: str) -> None:
+    """Compares `identity_hash` of an answer with that of the first one."""
+    self._hash = self._hash or (replica.url, found)
+    url, served = self._hash
+    if found != served:
+      self._leave_out(
+        replica, url, f'the hash of its identity was {served}, is {found}'
       )
+
+  def _leave_out(self, replica: Replica, url: str, how: str) -> None:
+    if not replica.differs:
+      replica.differs = f'does not serve what {url} served: {how}'
       _log.error('%s %s; it is left out for good', replica.url, replica.differs)
 
   def _failed(self, replica: Replica, probe: bool, failure: Failure) -> None:

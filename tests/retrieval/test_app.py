@@ -15,7 +15,13 @@ from starlette.testclient import TestClient
 from retrieval.app import create_app
 from retrieval.batcher import Batcher
 from retrieval.bm25 import BM25Index
-from retrieval.core import Found, LocalSearcher, SearchFailed
+from retrieval.core import (
+  IDENTITY_HEADER,
+  Found,
+  LocalSearcher,
+  SearchFailed,
+  identity_hash,
+)
 from retrieval.protocol import Limits, Rejected
 
 LIMITS = Limits(max_topk=5, max_queries=8, max_query_bytes=64, batch_ms=0)
@@ -570,6 +576,24 @@ def test_a_deadline_ends_a_request_and_its_place():
   assert [queries for queries, _ in index.calls] == [['a'], ['c']]
 
 
+def test_every_answer_says_what_it_depends_on(corpus):
+  def said(**parameters):
+    index = BM25Index(corpus.contents, **parameters)
+    app = create_app(LocalSearcher(corpus, index), LIMITS)
+    with TestClient(app) as client:
+      answers = [
+        client.post('/retrieve', json=body)
+        for body in ({'queries': ['hamlet']}, {'queries': 3})
+      ]
+      identity = client.get('/health').json()['identity']
+    assert [answer.status_code for answer in answers] == [200, 422]
+    found = {answer.headers[IDENTITY_HEADER] for answer in answers}
+    assert found == {identity_hash(identity)}
+    return found
+
+  assert said() == said() != said(k1=0.9)
+
+
 @pytest.mark.parametrize('value', ['', '0', '-1', 'soon', '1e9', '9' * 30, '٣'])
 def test_senseless_deadline(value):
   sent = value.encode()
@@ -731,6 +755,10 @@ def test_a_stop_waits_for_no_program_not_begun(corpus):
       assert time.monotonic() < end
       client.get('/health')
   go.set()
+  for thread in threading.enumerate():
+    if thread.name.startswith('compile'):
+      thread.join(10)
+      assert not thread.is_alive()
   assert len(began) <= 8
 
 

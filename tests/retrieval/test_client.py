@@ -776,6 +776,104 @@ def test_what_a_replica_serves_is_asked_once_by_many():
       assert bodies.count(b'') == 1 and len(bodies) > 1
 
 
+def said(identity):
+  return reply({'result': [[hit()]]}, headers=[f'X-Identity: {identity}'])
+
+
+def test_a_server_replaced_while_nobody_asks_is_not_believed(caplog):
+  with Faults(said('a'), said('a'), said('b'), said('a')) as faults:
+    async def run():
+      async with RetrievalClient(faults.url, **FAST) as client:
+        for _ in range(2):
+          assert await client.retrieve(['q'], 1)
+        for _ in range(2):  # for good
+          with pytest.raises(RetrievalError, match='was a, is b') as error:
+            await client.retrieve(['q'], 1)
+          assert error.value.kind == 'different'
+
+    asyncio.run(run())
+    assert len(faults.requests) == 3
+  assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
+  # What an error says is another's too: no query has failed here.
+  named = [{'loc': ['body', 'queries', 0], 'type': 'search_failed'}]
+  failed = reply({'detail': named}, '502 Bad Gateway', ['X-Identity: b'])
+  with Faults(said('a'), failed) as faults:
+    client = RetrievalClient(faults.url, **FAST)
+    asyncio.run(client.retrieve(['q'], 1))
+    with pytest.raises(RetrievalError, match='different'):
+      asyncio.run(client.retrieve(['q'], 1))
+
+
+def test_a_replica_replaced_while_nobody_asks_is_left_out(
+  corpus_path, tmp_path
+):
+  log = tmp_path / 'log'
+  other = write_corpus(tmp_path / 'other.jsonl', PASSAGES[1:])
+
+  async def ask_often(client):
+    found = [await client.retrieve(['hamlet'], 1) for _ in range(6)]
+    return {rows[0][0].id for rows in found}
+
+  with start_server(corpus_path, log_path=log) as first:
+    second = start_server(corpus_path, log_path=log)
+    with second:
+      client = RetrievalClient([first.url, second.url], **FAST)
+      assert asyncio.run(ask_often(client)) == {'0'}
+      assert queries_answered(second.url)
+    port = int(second.url.rpartition(':')[2])
+    with start_server(other, log_path=log, port=port) as stranger:
+      assert asyncio.run(ask_often(client)) == {'0'}
+      assert asyncio.run(ask_often(client)) == {'0'}
+      # Its first answer told.
+      assert queries_answered(stranger.url) == 1
+
+
+def test_an_identity_told_later_is_that_of_the_answers_before():
+  with Faults(said('a'), health('b')) as faults:
+    async def run():
+      async with RetrievalClient(faults.url, **FAST) as client:
+        await client.retrieve(['q'], 1)
+        await client.health()
+        await client.retrieve(['q'], 1)
+
+    with pytest.raises(RetrievalError, match='hash of its identity was a'):
+      asyncio.run(run())
+
+
+def test_a_token_that_one_replica_does_not_take_is_no_difference():
+  # What /health tells one who has not the token.
+  hidden = reply({'status': 'ok', 'version': '1'})
+  refused = reply({'detail': 'send the header'}, '401 Unauthorized')
+  with Faults(health('a'), GOOD) as well, Faults(
+    hidden, refused, health('a'), GOOD
+  ) as other:
+    async def run():
+      async with RetrievalClient(
+        [well.url, other.url], **FAST, failures=1, cooldown_s=0.01
+      ) as client:
+        await client.health(well.url)
+        with pytest.raises(RetrievalError, match='send the header') as error:
+          await client.retrieve(['q'], 1, other.url)
+        for _ in range(20):
+          assert await client.retrieve(['q'], 1)
+          await asyncio.sleep(0.01)
+        return error.value
+
+    assert asyncio.run(run()).kind == 'unauthorised'
+    assert len(other.requests) > 4  # its token was mended
+  # Who lets a query in without a word of what it serves is another server.
+  with Faults(health('a'), GOOD) as well, Faults(
+    hidden, reply({'result': [[hit(score=9)]]})
+  ) as other:
+    async def run():
+      async with RetrievalClient([well.url, other.url], **FAST) as client:
+        await client.health(well.url)
+        return [await client.retrieve(['q'], 1) for _ in range(8)]
+
+    assert {rows[0][0].score for rows in asyncio.run(run())} == {1.5}
+    assert len(other.requests) == 2
+
+
 def test_retry_after_outlives_a_dead_replica():
   busy = reply({}, '503 Service Unavailable', ['Retry-After: 1'])
   with socket.create_server(('127.0.0.1', 0)) as free:
