@@ -11,14 +11,17 @@ three ways, by what its file looks like:
                first shard that is missing. Needs room for the index twice.
   all others   a graph (HNSW) or what has no such end (refined, fast-scan): it
                grows in memory, and a checkpoint is written where that takes
-               at most a tenth of the time; goes on at the checkpoint.
+               at most a tenth of the time and the disk has room; goes on at
+               the checkpoint.
 
 What is not finished lies in the folder NAME.build beside the index.
 """
 
+import math
 import os
 import pathlib
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -72,7 +75,7 @@ def save(index: faiss.Index, final: pathlib.Path) -> None:
   """Writes an index at once or not at all.
 
   Raises:
-    files.FilesError: it cannot be written in full.
+    files.FilesError, OSError: it cannot be written in full.
   """
   part = final.with_name(f'{final.name}.part')
   try:
@@ -85,8 +88,12 @@ def save(index: faiss.Index, final: pathlib.Path) -> None:
       f'{part}: cannot be written ({reason(error)}); is there a folder, and '
       'room?'
     ) from None
-  with open(part, 'r+b') as file:
-    files.commit(file, part, final)
+  try:
+    with open(part, 'r+b') as file:
+      files.commit(file, part, final)
+  except OSError:
+    part.unlink(missing_ok=True)
+    raise
 
 
 def load(path: pathlib.Path, flags: int = 0) -> faiss.Index:
@@ -193,6 +200,7 @@ def join(
   paths = {n: work / f'{n:012d}.index' for n in range(0, count, rows)}
   missing = [n for n in paths if not paths[n].exists()]
   left = sum(min(rows, count - n) for n in missing)
+  (work / 'part').unlink(missing_ok=True)  # what a kill left of the lists
   files.need_space(final, (left + count) * size)
   with files.progress(
     count, what, unit=' vectors', initial=count - left
@@ -272,13 +280,22 @@ def grow(
     checkpoint_s: the least seconds between checkpoints, see the module;
       infinity for none.
     what: the name of the progress bar.
+
+  Raises:
+    files.FilesError: the disk has no room for the index, or it cannot be
+      written in the end. A checkpoint that cannot be is done without.
   """
-  index = load(start)
+  index = load(start, faiss.IO_FLAG_MMAP_IFC)
+  if any(isinstance(part, faiss.IndexIVF) for part in _parts(index)):
+    index = load(start)  # lists that are mapped take no more
   if hnsw := graph(index):
     # A file does not say how far the draw of levels has come.
     for _ in range(index.ntotal):
       hnsw.random_level()
   _reserve(index, count)
+  row = _row_bytes(index)
+  # The checkpoint makes way for what it became.
+  files.need_space(final, count * row - start.stat().st_size)
   due = time.monotonic() + checkpoint_s
   with files.progress(
     count, what, unit=' vectors', initial=index.ntotal
@@ -287,29 +304,73 @@ def grow(
       index.add(part)
       bar.update(len(part))
       if (begin := time.monotonic()) >= due and index.ntotal < count:
-        save(index, start)
+        try:
+          files.need_space(start, index.ntotal * row)
+          save(index, start)
+        except (files.FilesError, OSError) as error:
+          bar.write(
+            f'{what}: goes on without a checkpoint: {error}', file=sys.stderr
+          )
         end = time.monotonic()
         due = end + max(checkpoint_s, 10 * (end - begin))
   finish(index)
+  if shutil.disk_usage(final.parent).free < count * row:
+    start.unlink()
   save(index, final)
 
 
+def _parts(index: faiss.Index) -> Iterator[faiss.Index]:
+  """An index and all in it, below transforms and graphs too."""
+  index = faiss.downcast_index(index)
+  yield index
+  for name in ('index', 'base_index', 'refine_index', 'storage'):
+    if inner := getattr(index, name, None):
+      yield from _parts(inner)
+
+
+def _links(hnsw: Any) -> float:
+  """Links of a vector, those that are expected of drawn levels included."""
+  m = hnsw.nb_neighbors(1)
+  return _SPARE * (hnsw.nb_neighbors(0) + m / max(1, m - 1))
+
+
+def _row_bytes(index: faiss.Index) -> int:
+  """What the file of an index takes for each vector, about."""
+  size = 0
+  for part in _parts(index):
+    size += getattr(part, 'code_size', 0)
+    if isinstance(part, faiss.IndexIVF):
+      size += 8  # the id
+    if hnsw := getattr(part, 'hnsw', None):
+      size += math.ceil(4 * _links(hnsw)) + 12  # the level, and where they are
+  return size
+
+
 def _reserve(index: faiss.Index, count: int) -> None:
-  """Makes room for count vectors; growing by doubling takes twice that."""
-  while inner := getattr(index, 'index', getattr(index, 'base_index', None)):
-    index = faiss.downcast_index(inner)
-  wanted = []
-  if hnsw := getattr(index, 'hnsw', None):
-    m = hnsw.nb_neighbors(1)
-    links = hnsw.nb_neighbors(0) + m / max(1, m - 1)  # expected of a vector
-    wanted.append((hnsw.neighbors, int(_SPARE * links * count)))
-    index = faiss.downcast_index(index.storage)
-  if hasattr(index, 'codes'):
-    wanted.append((index.codes, count * index.code_size))
-  for array, size in wanted:
-    there = array.size()
-    array.resize(max(size, there))
-    array.resize(there)  # the room stays
+  """Makes room for count vectors; growing by doubling takes twice that.
+
+  Arrays mapped from a file are copied into it: read, they would be in memory
+  beside it.
+  """
+  for part in _parts(index):
+    wanted = []
+    if hnsw := getattr(part, 'hnsw', None):
+      wanted.append((hnsw, 'neighbors', int(_links(hnsw) * count)))
+    if hasattr(part, 'codes'):
+      wanted.append((part, 'codes', count * part.code_size))
+    for owner, name, size in wanted:
+      array, mapped = getattr(owner, name), None
+      there = array.size()
+      if not getattr(array, 'is_owned', True):
+        mapped, empty = type(array)(array), type(array)()
+        setattr(owner, name, empty)
+        array = getattr(owner, name)
+      array.resize(max(size, there))
+      array.resize(there)  # the room stays
+      if mapped and there:
+        faiss.rev_swig_ptr(array.data(), there)[:] = faiss.rev_swig_ptr(
+          mapped.data(), there
+        )
 
 
 def _u64(*numbers: int) -> bytes:

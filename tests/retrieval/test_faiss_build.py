@@ -204,7 +204,7 @@ def test_a_disk_that_fills_up(factory, expected, tmp_path):
   assert build(tmp_path / 'a', factory) == expected[factory]
 
 
-@pytest.mark.parametrize('factory', ['Flat', 'IVF16,Flat'])
+@pytest.mark.parametrize('factory', ['Flat', 'IVF16,Flat', 'HNSW8'])
 def test_a_disk_too_small_is_told_first(factory, tmp_path, monkeypatch):
   usage = types.SimpleNamespace(free=1000)
   monkeypatch.setattr(files.shutil, 'disk_usage', lambda path: usage)
@@ -212,6 +212,58 @@ def test_a_disk_too_small_is_told_first(factory, tmp_path, monkeypatch):
   with pytest.raises(files.FilesError, match='needs .* are free'):
     build(tmp_path / 'a', factory)
   assert not read
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+  """A disk of `size` bytes for the files of a test."""
+  found = types.SimpleNamespace(size=1 << 30, used=lambda: sum(
+    path.stat().st_size for path in tmp_path.rglob('*') if path.is_file()
+  ))
+  monkeypatch.setattr(
+    files.shutil, 'disk_usage',
+    lambda path: types.SimpleNamespace(free=found.size - found.used()),
+  )
+  return found
+
+
+def test_lists_half_written_are_room_for_the_next_try(
+  expected, tmp_path, monkeypatch, disk
+):
+  def commit(file, part, final):
+    if part.name == 'part':
+      file.flush()
+      raise Killed
+    real(file, part, final)
+
+  real = files.commit
+  with monkeypatch.context() as m:
+    m.setattr(files, 'commit', commit)
+    with pytest.raises(Killed):
+      build(tmp_path / 'a', 'IVF16,Flat')
+  assert (tmp_path / 'a.build/part').stat().st_size > 1200 * 72
+  disk.size = disk.used()
+  assert build(tmp_path / 'a', 'IVF16,Flat') == expected['IVF16,Flat']
+
+
+@pytest.mark.parametrize('told', [True, False])
+def test_a_build_goes_on_without_a_checkpoint_that_finds_no_room(
+  told, expected, tmp_path, monkeypatch, often, disk, capfd
+):
+  def save(index, final):
+    if not told and index.ntotal > 800 and final.name == 'start.index':
+      raise files.FilesError('the disk is full')
+    saved.append((index.ntotal, (tmp_path / 'a.build/start.index').exists()))
+    real(index, final)
+
+  real, saved = faiss_build.save, []
+  monkeypatch.setattr(faiss_build, 'save', save)
+  disk.size = int(1.3 * len(expected['HNSW8'])) if told else 1 << 30
+  assert build(tmp_path / 'a', 'HNSW8') == expected['HNSW8']
+  # Two of 700 or 800 vectors find room at once, and the whole beside neither.
+  assert [n for n, _ in saved] == [*range(0, 801, 100), 1200]
+  assert saved[-1] == (1200, not told)
+  assert 'HNSW8: goes on without a checkpoint: ' in capfd.readouterr().err
 
 
 def test_checkpoints_take_a_tenth_of_the_time(tmp_path, monkeypatch):
@@ -309,3 +361,27 @@ def test_peak_memory_against_the_index(factory, share, tmp_path):
     dense_faiss.build(vectors, factory, tmp_path / 'a', **options)
   assert (tmp_path / 'a').stat().st_size > size
   assert peak.peak - peak.start < share * size + 4e6
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_a_resume_has_its_checkpoint_in_memory_once(
+  tmp_path, monkeypatch, often
+):
+  np.save(tmp_path / 'v.npy', unit(np.random.default_rng(0).standard_normal(
+    (12_000, 256), np.float32
+  )))
+  vectors = np.load(tmp_path / 'v.npy', mmap_mode='r')
+  build(tmp_path / 'b', 'HNSW4', vectors[:3000], block=1500)
+  with monkeypatch.context() as m:
+    kill_at(m, 9000)
+    with pytest.raises(Killed):
+      build(tmp_path / 'a', 'HNSW4', vectors, block=3000)
+  size = (tmp_path / 'a.build/start.index').stat().st_size
+  assert size > 0.75 * vectors.nbytes
+  read = kill_at(monkeypatch, None)
+  with memory.Peak() as peak:
+    dense_faiss.build(
+      vectors, 'HNSW4', tmp_path / 'a', **OPTIONS | {'block': 3000}
+    )
+  assert read == [9000]
+  assert peak.peak - peak.start < 1.3 * vectors.nbytes + 4e6
