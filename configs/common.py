@@ -144,11 +144,12 @@ def base() -> ConfigDict:
 
   c.algorithm = ConfigDict()
   c.algorithm.advantage = 'grpo'  # a function in advantages.py
-  c.algorithm.advantage_kw = ConfigDict()
+  c.algorithm.advantage_kw = ConfigDict()  # that function's own fields
   c.algorithm.loss = 'clip'  # a function in losses.py
   c.algorithm.clip_low = 0.2
   c.algorithm.clip_high = 0.2
-  c.algorithm.ratio = 'token'  # token, sequence
+  c.algorithm.clip_dual = 0.0  # largest ratio where advantages are negative
+  c.algorithm.ratio = 'token'  # token, sequence, product
   c.algorithm.aggregation = 'token'  # token, sequence, sequence_sum
   c.algorithm.horizon = 0  # divisor of sequence_sum, in tokens (Dr.GRPO)
   c.algorithm.kl = 'none'  # none, loss, reward

@@ -98,16 +98,45 @@ def check(config: ConfigDict) -> None:
     )
 
 
+# Arrays that an advantage may take and the loop does not have.
+_ABSENT = {
+  'greedy': (
+    'the greedy answer to each question, which rollouts do not draw; use '
+    "'reinforce' or 'rloo'"
+  ),
+  'critic': (
+    "a critic, and there is no config.critic; use one without, such as 'rloo' "
+    "or 'reinforce_pp_baseline'"
+  ),
+  'mask': (
+    "the loss tokens of each trajectory, which the loop does not hand over; "
+    "use 'whitened'"
+  ),
+}
+
+
 def _check_advantage(a: ConfigDict) -> None:
-  parameters = inspect.signature(
-    getattr(advantages, a.advantage)
-  ).parameters.values()
-  known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+  parameters = list(
+    inspect.signature(getattr(advantages, a.advantage)).parameters.values()
+  )
+  known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+  # After values, valid and group_ids.
+  arrays = [p.name for p in parameters[3:] if p.name not in known]
+  if arrays:
+    raise ConfigError(
+      f'config.algorithm.advantage={a.advantage!r} needs {_ABSENT[arrays[-1]]}'
+    )
   for name in a.advantage_kw:
     if name not in known:
       raise ConfigError(
         f'config.algorithm.advantage_kw.{name}: {a.advantage} has no such '
         'field; ' + (lookup.near(name, known) if known else 'it has none')
+      )
+  for name, p in known.items():
+    if p.default is p.empty and name not in a.advantage_kw:
+      raise ConfigError(
+        f'config.algorithm.advantage_kw.{name} is not set, and {a.advantage} '
+        'needs it; configs/algorithms.py has the usual values'
       )
   if a.kl == 'reward' and a.advantage == 'grpo':
     raise ConfigError(

@@ -11,6 +11,8 @@ in the loss; all log-probs are natural, float32, of the token at that place,
 and arbitrary outside the mask.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,9 @@ import numpy as np
 # verl clamps at the same place.
 MAX_LOG_RATIO = 20.0
 
-LOSSES = ('clip',)
+LOSSES = ('clip', 'cispo', 'reinforce')
 AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
-RATIOS = ('token', 'sequence')
+RATIOS = ('token', 'sequence', 'product')
 TIS = ('none', 'token', 'sequence')
 BEYOND = ('cap', 'mask')
 KL_PLACES = ('none', 'loss', 'reward')
@@ -45,6 +47,55 @@ def _row_tokens(mask):
   """Loss tokens in each row, at least 1: float32 [B, 1]."""
   n = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32)
   return jnp.maximum(n, 1.0)
+
+
+def fields(fn, algorithm) -> dict:
+  """The fields of config.algorithm that a policy loss takes.
+
+  They are its keyword-only parameters, by name.
+
+  Raises:
+    ValueError: it asks for a field that config.algorithm does not have.
+  """
+  names = [
+    p.name for p in inspect.signature(fn).parameters.values()
+    if p.kind is p.KEYWORD_ONLY
+  ]
+  for name in names:
+    if name not in algorithm:
+      raise ValueError(
+        f'config.algorithm.loss={algorithm.loss!r} takes the field {name!r}, '
+        f'which config.algorithm does not have; add config.algorithm.{name}'
+      )
+  return {name: algorithm[name] for name in names}
+
+
+def _masked(mask, *arrays):
+  return (jnp.where(mask, x, 0.0) for x in arrays)
+
+
+def _ratio(logps, old_logps, mask, ratio: str):
+  """pi / pi_old of each token, or of its row (see `clip`), [B, T]."""
+  log_r = logps - old_logps
+  if ratio in ('sequence', 'product'):
+    n = _row_tokens(mask) if ratio == 'sequence' else 1.0
+    log_r = jnp.broadcast_to(_per_row(log_r, mask) / n, mask.shape)
+  elif ratio != 'token':
+    raise ValueError(
+      f'config.algorithm.ratio={ratio!r}; there are: {", ".join(RATIOS)}'
+    )
+  return _exp(log_r)
+
+
+def _metrics(logps, old_logps, weights, truncated, mask):
+  """The metrics that every policy loss has, as sums over loss tokens."""
+  d = logps - old_logps
+  return {
+    # k3 of KL(old || policy): the actions are old's.
+    'kl_old': _sum(_exp(d) - 1 - d, mask),
+    'tis_weight': _sum(weights, mask),
+    'tis_truncated': _sum(truncated, mask),
+  }
 
 
 def kl(logps, ref_logps, estimator: str):
@@ -109,8 +160,8 @@ def importance_weights(old_logps, behaviour_logps, mask, *, tis: str,
 
 
 def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
-         clip_low: float, clip_high: float, ratio: str, tis: str,
-         tis_cap: float, tis_floor: float, tis_beyond: str):
+         clip_low: float, clip_high: float, clip_dual: float, ratio: str,
+         tis: str, tis_cap: float, tis_floor: float, tis_beyond: str):
   """PPO's clipped objective with separate bounds, as a loss per token.
 
       loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -118,9 +169,16 @@ def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
   PPO, arXiv 1707.06347, equation 7; separate bounds: DAPO, arXiv 2503.14476,
   equation 8. ratio='token': r = pi / pi_old of the token. ratio='sequence':
   the geometric mean over the row's loss tokens (GSPO, arXiv 2507.18071,
-  equation 7), the same on each of them. w is the truncated importance weight
-  of `importance_weights`; it multiplies the clipped term, so clipping never
-  sees the engine's mismatch and truncation never sees the policy's step.
+  equation 7), the same on each of them. ratio='product': their product, so
+  that a row is one action (RLOO, arXiv 2402.14740, as TRL has it; with
+  aggregation='sequence' the loss of a row is r A). w is the truncated
+  importance weight of `importance_weights`; it multiplies the clipped term, so
+  clipping never sees the engine's mismatch and truncation never sees the
+  policy's step.
+
+  clip_dual = c, if above 0: where A < 0 the loss is at most -w c A, so that a
+  token that became many times as likely cannot drown the others (dual clip,
+  Ye et al., arXiv 1912.09729; TRL calls it delta).
 
   Args:
     logps: [B, T] of the policy, differentiated.
@@ -132,39 +190,109 @@ def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
   Returns:
     loss [B, T], 0 outside the mask, and metrics as sums over loss tokens.
   """
-  logps, old_logps, behaviour_logps, advantages = (
-    jnp.where(mask, x, 0.0)
-    for x in (logps, old_logps, behaviour_logps, advantages)
+  logps, old_logps, behaviour_logps, advantages = _masked(
+    mask, logps, old_logps, behaviour_logps, advantages
   )
-  log_r = logps - old_logps
-  if ratio == 'sequence':
-    log_r = jnp.broadcast_to(
-      _per_row(log_r, mask) / _row_tokens(mask), mask.shape
-    )
-  elif ratio != 'token':
-    raise ValueError(
-      f'config.algorithm.ratio={ratio!r}; there are: {", ".join(RATIOS)}'
-    )
-  r = _exp(log_r)
+  r = _ratio(logps, old_logps, mask, ratio)
   free = r * advantages
   bound = jnp.clip(r, 1.0 - clip_low, 1.0 + clip_high) * advantages
   # `where`, not `minimum`: at a tie (r = 1, every first update) minimum would
   # share the gradient between the two branches.
   objective = jnp.where(bound < free, bound, free)
+  least = clip_dual * advantages
+  beyond = (advantages < 0) & (objective < least) & (clip_dual > 0)
+  objective = jnp.where(beyond, least, objective)
   weights, truncated = importance_weights(
     old_logps, behaviour_logps, mask, tis=tis, cap=tis_cap, floor=tis_floor,
     beyond=tis_beyond,
   )
   loss = jnp.where(mask, -weights * objective, 0.0)
-  sums = {
+  sums = _metrics(logps, old_logps, weights, truncated, mask) | {
     'clip_low': _sum((advantages < 0) & (r < 1 - clip_low), mask),
     'clip_high': _sum((advantages > 0) & (r > 1 + clip_high), mask),
-    # k3 of KL(old || policy): the actions are old's.
-    'kl_old': _sum(_exp(logps - old_logps) - 1 - (logps - old_logps), mask),
-    'tis_weight': _sum(weights, mask),
-    'tis_truncated': _sum(truncated, mask),
+    'clip_dual': _sum(beyond, mask),
   }
   return loss, jax.lax.stop_gradient(sums)
+
+
+def cispo(logps, old_logps, behaviour_logps, advantages, mask, *,
+          clip_low: float, clip_high: float, ratio: str, tis: str,
+          tis_cap: float, tis_floor: float, tis_beyond: str):
+  """CISPO: the ratio is a clipped weight, and no token loses its gradient.
+
+      loss = -w sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi
+
+  MiniMax-M1, arXiv 2506.13585, equations 4 and 5; sg stops the gradient. The
+  paper has no lower bound: clip_low = 1. Arrays, r, w and what is returned
+  are those of `clip`; the value of the loss means nothing, its gradient does.
+  """
+  logps, old_logps, behaviour_logps, advantages = _masked(
+    mask, logps, old_logps, behaviour_logps, advantages
+  )
+  r = _ratio(logps, old_logps, mask, ratio)
+  weights, truncated = importance_weights(
+    old_logps, behaviour_logps, mask, tis=tis, cap=tis_cap, floor=tis_floor,
+    beyond=tis_beyond,
+  )
+  bounded = jax.lax.stop_gradient(jnp.clip(r, 1 - clip_low, 1 + clip_high))
+  loss = jnp.where(mask, -weights * bounded * advantages * logps, 0.0)
+  sums = _metrics(logps, old_logps, weights, truncated, mask) | {
+    'clip_low': _sum(r < 1 - clip_low, mask),
+    'clip_high': _sum(r > 1 + clip_high, mask),
+  }
+  return loss, jax.lax.stop_gradient(sums)
+
+
+def reinforce(logps, old_logps, behaviour_logps, advantages, mask, *,
+              tis: str, tis_cap: float, tis_floor: float, tis_beyond: str):
+  """REINFORCE, weighted by how likely the policy of now is to write it.
+
+      loss = -w A log pi, w = min(pi / pi_behaviour, tis_cap), no gradient
+
+  Williams (1992), with the truncated weights of V-trace (IMPALA, arXiv
+  1802.01561, section 4.2). One weight corrects for the engine, for staleness
+  and for the updates of this step; nothing is clipped besides, and old_logps
+  is for the metrics only. tis='none': no correction, right on policy alone.
+  Arrays and what is returned: see `clip`.
+  """
+  logps, old_logps, behaviour_logps, advantages = _masked(
+    mask, logps, old_logps, behaviour_logps, advantages
+  )
+  weights, truncated = importance_weights(
+    logps, behaviour_logps, mask, tis=tis, cap=tis_cap, floor=tis_floor,
+    beyond=tis_beyond,
+  )
+  loss = jnp.where(mask, -weights * advantages * logps, 0.0)
+  sums = _metrics(logps, old_logps, weights, truncated, mask)
+  return loss, jax.lax.stop_gradient(sums)
+
+
+def value(values, old_values, targets, mask, *, clip: float):
+  """The critic's squared error, its step clipped; a loss per token, [B, T].
+
+      loss = 1/2 max((V - G)^2, (V_old + clamp(V - V_old, -clip, clip) - G)^2)
+
+  As in OpenAI's baselines (PPO2), which PPO, arXiv 1707.06347, does not
+  state, and in Search-R1 (clip 0.5), there over retrieved tokens too.
+
+  Args:
+    values: [B, T] of the critic, differentiated.
+    old_values: [B, T] before the step's first update.
+    targets: [B, T], `advantages.lambda_returns`.
+    mask: bool [B, T].
+    clip: distance in units of the return; 0 = not clipped.
+
+  Returns:
+    loss [B, T], 0 outside the mask, and metrics as sums over loss tokens.
+  """
+  values, old_values, targets = _masked(mask, values, old_values, targets)
+  error = (values - targets) ** 2
+  near = old_values + jnp.clip(values - old_values, -clip, clip)
+  bounded = (near - targets) ** 2
+  beyond = (bounded > error) & (clip > 0)
+  loss = 0.5 * jnp.where(beyond, bounded, error)
+  sums = {'value_error': _sum(error, mask), 'value_clip': _sum(beyond, mask)}
+  return jnp.where(mask, loss, 0.0), jax.lax.stop_gradient(sums)
 
 
 def mismatch(old_logps, behaviour_logps, mask):

@@ -68,13 +68,21 @@ def policy_objective(config) -> Objective:
       f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
       'distances from 1, not negative, clip_low at most 1'
     )
+  if a.clip_dual and a.clip_dual <= 1:
+    raise ValueError(
+      f'config.algorithm.clip_dual={a.clip_dual}: above 1 (3 is usual), or 0 '
+      'for none'
+    )
   name = a.loss if '.' in a.loss else f'losses.{a.loss}'
   fn = lookup.function('searchrl_jax', name)
   needs_old = a.minibatches * a.epochs > 1
-  kw = dict(
-    clip_low=a.clip_low, clip_high=a.clip_high, ratio=a.ratio, tis=a.tis,
-    tis_cap=a.tis_cap, tis_floor=a.tis_floor, tis_beyond=a.tis_beyond,
-  )
+  kw = losses.fields(fn, a)
+  for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):
+    if a[field] != neutral and field not in kw:
+      raise ValueError(
+        f'config.algorithm.{field}={a[field]!r} has no effect with loss='
+        f'{a.loss!r}; use {neutral!r}'
+      )
   kl, estimator, kl_coef = a.kl, a.kl_estimator, a.kl_coef
   entropy_coef = a.entropy_coef
 

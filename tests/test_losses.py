@@ -6,15 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
 from searchrl_jax import losses
 
 KW = dict(
-  clip_low=0.2, clip_high=0.3, ratio='token', tis='token', tis_cap=2.0,
-  tis_floor=0.0, tis_beyond='cap',
+  clip_low=0.2, clip_high=0.3, clip_dual=0.0, ratio='token', tis='token',
+  tis_cap=2.0, tis_floor=0.0, tis_beyond='cap',
 )
+POLICY = tuple(getattr(losses, name) for name in losses.LOSSES)
+
+
+def taken(fn, **kw):
+  """What `fn` takes of the fields above, some of them changed."""
+  return losses.fields(fn, ConfigDict(KW | kw | dict(loss=fn.__name__)))
 
 
 def draw(seed, B=4, T=6, spread=0.5):
@@ -26,8 +33,8 @@ def draw(seed, B=4, T=6, spread=0.5):
   return f(), f(), f(), adv, mask
 
 
-def reference(logps, old, behaviour, adv, mask, clip_low, clip_high, ratio,
-              tis, tis_cap, tis_floor, tis_beyond):
+def reference(logps, old, behaviour, adv, mask, clip_low, clip_high,
+              clip_dual, ratio, tis, tis_cap, tis_floor, tis_beyond):
   """The clipped loss of each token, one token at a time, in float64."""
   out = np.zeros(mask.shape)
   for b in range(mask.shape[0]):
@@ -35,9 +42,12 @@ def reference(logps, old, behaviour, adv, mask, clip_low, clip_high, ratio,
     d = {t: float(logps[b, t]) - float(old[b, t]) for t in at}
     m = {t: float(old[b, t]) - float(behaviour[b, t]) for t in at}
     for t in at:
-      x = sum(d.values()) / len(at) if ratio == 'sequence' else d[t]
+      whole = sum(d.values())
+      x = {'token': d[t], 'sequence': whole / len(at), 'product': whole}[ratio]
       r, a = math.exp(x), float(adv[b, t])
       value = min(r * a, min(max(r, 1 - clip_low), 1 + clip_high) * a)
+      if clip_dual and a < 0:
+        value = max(value, clip_dual * a)
       w = {'none': 0.0, 'token': m[t], 'sequence': sum(m.values())}[tis]
       w = math.exp(w) if tis != 'none' else 1.0
       if tis != 'none' and tis_beyond == 'mask':
@@ -51,8 +61,9 @@ def reference(logps, old, behaviour, adv, mask, clip_low, clip_high, ratio,
 @pytest.mark.parametrize('ratio', losses.RATIOS)
 @pytest.mark.parametrize('tis', losses.TIS)
 @pytest.mark.parametrize('beyond', losses.BEYOND)
-def test_clip_equals_the_reference(ratio, tis, beyond):
-  kw = KW | dict(ratio=ratio, tis=tis, tis_beyond=beyond)
+@pytest.mark.parametrize('dual', [0.0, 1.4])
+def test_clip_equals_the_reference(ratio, tis, beyond, dual):
+  kw = KW | dict(ratio=ratio, tis=tis, tis_beyond=beyond, clip_dual=dual)
   if beyond == 'mask':
     kw |= dict(tis_floor=0.7, tis_cap=1.5)
   for seed in range(3):
@@ -96,17 +107,20 @@ def test_weights_come_before_clipping():
   np.testing.assert_allclose(jax.grad(f)(one), [[-1.5]], rtol=1e-6)
 
 
+@pytest.mark.parametrize('fn', POLICY)
 @pytest.mark.parametrize('ratio', losses.RATIOS)
-def test_on_policy_gradient_is_the_policy_gradient(ratio):
+def test_on_policy_gradient_is_the_policy_gradient(fn, ratio):
   logps, _, _, adv, mask = draw(3)
-  kw = KW | dict(ratio=ratio, tis='none')
+  kw = taken(fn, ratio=ratio, tis='none', clip_dual=3.0)
 
   def f(x):
     old = jnp.asarray(logps)
-    loss, _ = losses.clip(x, old, old, jnp.asarray(adv), mask, **kw)
+    loss, _ = fn(x, old, old, jnp.asarray(adv), mask, **kw)
     return losses.aggregate(loss, mask, 'sequence')
 
   n = np.maximum(mask.sum(1, keepdims=True), 1)
+  if fn is losses.clip and ratio == 'product':
+    n = 1  # a row is one action: r A, whatever its length
   want = np.where(mask, -adv / n, 0)
   np.testing.assert_allclose(jax.grad(f)(logps), want, rtol=1e-5, atol=1e-7)
 
@@ -154,19 +168,20 @@ def test_aggregation_errors():
     losses.aggregate(jnp.zeros((1, 1)), np.ones((1, 1), bool), 'mean')
 
 
+@pytest.mark.parametrize('fn', POLICY)
 @pytest.mark.parametrize('mode', losses.AGGREGATIONS)
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3))
-def test_split_permute_and_pad(mode, seed, cut):
+def test_split_permute_and_pad(fn, mode, seed, cut):
   """Microbatches, the order of rows and empty rows cannot show."""
   args = draw(seed)
-  kw = KW | dict(ratio='sequence', tis='sequence')
+  kw = taken(fn, ratio='sequence', tis='sequence')
 
   def value(parts):
     d = losses.denominator([p[4] for p in parts], mode, 6)
     total, sums = 0.0, None
     for p in parts:
-      loss, more = losses.clip(*map(jnp.asarray, p), **kw)
+      loss, more = fn(*map(jnp.asarray, p), **kw)
       more = dict(more) | losses.mismatch(*map(jnp.asarray, (*p[1:3], p[4])))
       sums = more if sums is None else losses.add(sums, more)
       total += losses.aggregate(loss, p[4], mode)
@@ -186,14 +201,15 @@ def test_split_permute_and_pad(mode, seed, cut):
       np.testing.assert_allclose(sums2[k], sums[k], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize('fn', POLICY)
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6))
-def test_nothing_outside_the_mask_counts(seed):
+def test_nothing_outside_the_mask_counts(fn, seed):
   logps, old, behaviour, adv, mask = draw(seed)
   mask[1] = False
 
   def f(x, old, behaviour, adv):
-    loss, _ = losses.clip(x, old, behaviour, adv, mask, **KW)
+    loss, _ = fn(x, old, behaviour, adv, mask, **taken(fn))
     return losses.aggregate(loss, mask, 'sequence')
 
   junk = lambda x: jnp.asarray(np.where(mask, x, np.inf), jnp.float32)
@@ -205,13 +221,14 @@ def test_nothing_outside_the_mask_counts(seed):
   assert not np.asarray(g)[~mask].any()
 
 
-def test_an_empty_mask_is_zero_not_nan():
+@pytest.mark.parametrize('fn', POLICY)
+def test_an_empty_mask_is_zero_not_nan(fn):
   args = draw(0)[:4]
   mask = np.zeros((4, 6), bool)
   for ratio in losses.RATIOS:
     def f(x, ratio=ratio):
-      loss, sums = losses.clip(x, *map(jnp.asarray, args[1:]), mask,
-                               **(KW | dict(ratio=ratio)))
+      loss, sums = fn(x, *map(jnp.asarray, args[1:]), mask,
+                      **taken(fn, ratio=ratio))
       return losses.aggregate(loss, mask, 'sequence'), sums
     (value, sums), g = jax.value_and_grad(f, has_aux=True)(args[0])
     assert value == 0 and not np.asarray(g).any()
@@ -219,19 +236,21 @@ def test_an_empty_mask_is_zero_not_nan():
   assert losses.denominator([mask], 'token', 0) == 1
 
 
-def test_zero_advantage_zero_gradient():
+@pytest.mark.parametrize('fn', POLICY)
+def test_zero_advantage_zero_gradient(fn):
   logps, old, behaviour, _, mask = draw(5)
   zero = jnp.zeros_like(old)
-  g = jax.grad(lambda x: losses.clip(
-    x, old, behaviour, zero, mask, **KW)[0].sum())(logps)
+  g = jax.grad(lambda x: fn(
+    x, old, behaviour, zero, mask, **taken(fn))[0].sum())(logps)
   assert not np.asarray(g).any()
 
 
-def test_huge_ratios_stay_finite():
+@pytest.mark.parametrize('fn', POLICY)
+def test_huge_ratios_stay_finite(fn):
   x = jnp.array([[0.0, 300.0, -300.0]])
   zero, mask = jnp.zeros((1, 3)), jnp.array([[False, True, True]])
   adv = jnp.array([[0.0, -1.0, 1.0]])
-  loss, sums = losses.clip(x, zero, -x, adv, mask, **KW)
+  loss, sums = fn(x, zero, -x, adv, mask, **taken(fn))
   more = losses.mismatch(x, zero, mask)
   for v in (loss, *sums.values(), *more.values()):
     assert np.all(np.isfinite(v))
@@ -256,3 +275,128 @@ def test_mismatch_and_summary():
 def test_unknown_names(field):
   with pytest.raises(ValueError, match=f'config.algorithm.{field}='):
     losses.clip(*map(jnp.asarray, draw(0)), **(KW | {field: 'other'}))
+
+
+def test_dual_clip_golden():
+  # Ratio e^2 = 7.389. A = -1: the loss is 7.389, with c = 3 it is 3 and flat;
+  # A = 1: clipped at 1.3 as ever. Ratio e^0.5 = 1.649 < 3, A = -1: as it was.
+  logps = jnp.array([[2.0, 2.0, 0.5]])
+  zero, mask = jnp.zeros((1, 3)), jnp.ones((1, 3), bool)
+  adv = jnp.array([[-1.0, 1.0, -1.0]])
+
+  def f(x):
+    loss, sums = losses.clip(
+      x, zero, zero, adv, mask, **(KW | dict(clip_dual=3.0))
+    )
+    return loss.sum(), (loss, sums)
+
+  g, (loss, sums) = jax.grad(f, has_aux=True)(logps)
+  np.testing.assert_allclose(loss[0], [3, -1.3, math.exp(0.5)], rtol=1e-6)
+  np.testing.assert_allclose(g[0], [0, 0, math.exp(0.5)], rtol=1e-6)
+  assert sums['clip_dual'] == 1 and sums['clip_high'] == 1
+
+
+def test_cispo_golden():
+  # Ratios e^1 = 2.718 (bounded to 1.3), e^-1 = 0.368 (to 0.8), 1. The
+  # gradient is -bounded A everywhere: no token is dropped, as in `clip`.
+  logps = jnp.array([[-1.0, -3.0, -2.0]])
+  old, mask = jnp.full((1, 3), -2.0), jnp.ones((1, 3), bool)
+  adv = jnp.array([[2.0, -1.0, 1.0]])
+
+  def f(x):
+    loss, sums = losses.cispo(x, old, old, adv, mask, **taken(losses.cispo))
+    return loss.sum(), (loss, sums)
+
+  g, (loss, sums) = jax.grad(f, has_aux=True)(logps)
+  # -1.3 x 2 x -1 = 2.6; -0.8 x -1 x -3 = -2.4; -1 x 1 x -2 = 2.
+  np.testing.assert_allclose(loss[0], [2.6, -2.4, 2], rtol=1e-6)
+  np.testing.assert_allclose(g[0], [-2.6, 0.8, -1], rtol=1e-6)
+  assert sums['clip_high'] == 1 and sums['clip_low'] == 1
+
+
+def test_reinforce_golden():
+  # Weights of the policy of now against the engine: e^0.5 = 1.649, e^1 =
+  # 2.718 capped at 2, e^-1 = 0.368. Old log-probs are not asked.
+  logps = jnp.array([[-1.0, -1.0, -2.0]])
+  behaviour = jnp.array([[-1.5, -2.0, -1.0]])
+  mask, adv = jnp.ones((1, 3), bool), jnp.array([[1.0, -2.0, 3.0]])
+
+  def f(x, old):
+    loss, sums = losses.reinforce(
+      x, old, behaviour, adv, mask, **taken(losses.reinforce)
+    )
+    return loss.sum(), (loss, sums)
+
+  w = np.array([math.exp(0.5), 2.0, math.exp(-1)])
+  for old in (logps, logps - 1):
+    g, (loss, sums) = jax.grad(f, has_aux=True)(logps, old)
+    np.testing.assert_allclose(loss[0], w * [1, -2, 6], rtol=1e-6)
+    np.testing.assert_allclose(g[0], -w * [1, -2, 3], rtol=1e-6)
+    assert sums['tis_truncated'] == 1
+  # Without weights: -A log pi.
+  loss, _ = losses.reinforce(
+    logps, logps, behaviour, adv, mask, **taken(losses.reinforce, tis='none')
+  )
+  np.testing.assert_allclose(loss[0], [1, -2, 6], rtol=1e-6)
+
+
+def test_value_golden():
+  # Targets 1. V = 2, V_old = 0, clip 0.5: error 1, near 0.5 with error 0.25:
+  # the larger, 1. V = 0.9, V_old = 0: error 0.01, near 0.5 with 0.25: its
+  # gradient is 0. V = 0.2, V_old = 0: within the clip, (0.8)^2.
+  v = jnp.array([[2.0, 0.9, 0.2]])
+  zero, mask = jnp.zeros((1, 3)), jnp.ones((1, 3), bool)
+
+  def f(v, clip):
+    loss, sums = losses.value(v, zero, zero + 1, mask, clip=clip)
+    return loss.sum(), (loss, sums)
+
+  g, (loss, sums) = jax.grad(f, has_aux=True)(v, 0.5)
+  np.testing.assert_allclose(loss[0], [0.5, 0.125, 0.32], rtol=1e-6)
+  np.testing.assert_allclose(g[0], [1, 0, -0.8], rtol=1e-6)
+  np.testing.assert_allclose(sums['value_error'], 1 + 0.01 + 0.64, rtol=1e-6)
+  assert sums['value_clip'] == 1
+  g, (loss, sums) = jax.grad(f, has_aux=True)(v, 0.0)
+  np.testing.assert_allclose(loss[0], [0.5, 0.005, 0.32], rtol=1e-6)
+  np.testing.assert_allclose(g[0], [1, -0.1, -0.8], rtol=1e-5)
+  assert sums['value_clip'] == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3))
+def test_the_value_loss_splits_and_sees_no_other_token(seed, cut):
+  v, old, targets, _, mask = draw(seed)
+
+  def f(v, old, targets, mask):
+    loss, sums = losses.value(v, old, targets, mask, clip=0.3)
+    return losses.aggregate(loss, mask, 'token'), sums
+
+  whole, g = jax.value_and_grad(f, has_aux=True)(v, old, targets, mask)
+  junk = [np.where(mask, x, np.nan) for x in (v, old, targets)]
+  dirty, g2 = jax.value_and_grad(f, has_aux=True)(*junk, mask)
+  np.testing.assert_array_equal(whole[0], dirty[0])
+  np.testing.assert_array_equal(g, g2)
+  assert not np.asarray(g)[~mask].any()
+  parts = [f(*(x[s] for x in (v, old, targets, mask)))
+           for s in (slice(cut), slice(cut, None))]
+  np.testing.assert_allclose(
+    parts[0][0] + parts[1][0], whole[0], rtol=1e-5, atol=1e-6
+  )
+  sums = losses.add(parts[0][1], parts[1][1])
+  for k in sums:
+    np.testing.assert_allclose(sums[k], whole[1][k], rtol=1e-5, atol=1e-6)
+
+
+def test_fields_are_what_a_loss_asks_for():
+  config = ConfigDict(KW | dict(loss='mine.fn'))
+
+  def fn(logps, old, behaviour, advantages, mask, *, clip_high, tis):
+    pass
+
+  assert losses.fields(fn, config) == {'clip_high': 0.3, 'tis': 'token'}
+
+  def greedy(logps, *, klip):
+    pass
+
+  with pytest.raises(ValueError, match="'mine.fn' takes the field 'klip'"):
+    losses.fields(greedy, config)
