@@ -25,10 +25,9 @@ ORDER = (
   'engines.device', 'engines.jax_sampler',
   'sources.core',
   'sources.service', 'sources.shuffled', 'env', 'rollout', 'rewards.core',
-  'rewards.answer', 'batching', 'advantages', 'losses', 'logps', 'update',
-  'flops',
-  'sync', 'evaluators.answer', 'evaluators.passk', 'signals', 'collector',
-  'checks', 'setup',
+  'rewards.answer', 'rewards.length', 'batching', 'advantages', 'losses',
+  'logps', 'update', 'flops', 'sync', 'evaluators.answer', 'evaluators.passk',
+  'signals', 'collector', 'checks', 'setup',
   'command', 'dryrun', 'sft', 'train', 'evaluate',
   'export', 'ask', 'quickstart',
 )

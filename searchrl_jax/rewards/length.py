@@ -1,0 +1,45 @@
+"""Rewards of the length of what the policy wrote."""
+
+from collections.abc import Sequence
+
+from searchrl_jax.rewards.core import (
+  RewardContext,
+  RewardError,
+  per_trajectory,
+)
+from searchrl_jax.types import Group, Rewards
+
+
+async def overlong(
+  groups: Sequence[Group], context: RewardContext, *, limit: int, cache: int
+) -> Rewards:
+  """DAPO's soft punishment of long answers, arXiv 2503.14476, equation 13.
+
+      n tokens                      reward
+      n <= limit - cache            0
+      up to limit                   (limit - cache - n) / cache
+      more                          -1
+
+  n counts what the policy wrote over all turns, not what searches gave it,
+  where the paper's n is one whole answer.
+
+  Args:
+    groups: trajectories.
+    context: not used.
+    limit: tokens; the paper's L_max.
+    cache: tokens over which the punishment grows; its L_cache.
+
+  Raises:
+    RewardError: cache is not in 1..limit.
+  """
+  del context
+  if not 0 < cache <= limit:
+    raise RewardError(
+      f'overlong: cache={cache} must lie in 1..limit={limit} (tokens)'
+    )
+
+  def score(trajectory):
+    n = sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
+    return -min(max(n - (limit - cache), 0) / cache, 1.0)
+
+  return per_trajectory(groups, score)
