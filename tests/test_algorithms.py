@@ -1,0 +1,148 @@
+"""configs/algorithms.py: every dict is whole, and does what its paper says.
+
+Golden losses and gradients are torch's (tests/golden/make_algorithms.py).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import algorithms as configs
+from configs import common, quickstart
+from searchrl_jax import advantages, checks, losses, update
+from tests.conftest import ROOT
+from tests.golden import algorithms
+
+NAMES = sorted(n for n in vars(configs) if n.isupper() and n[0] != '_')
+# What is in the way of a run, and what the error says.
+REFUSED = {
+  'DR_GRPO': 'algorithm.horizon=0',
+  'PPO': "advantage='gae' needs a critic, and there is no config.critic",
+  'REMAX': "advantage='remax' needs the greedy answer",
+}
+
+
+def with_algorithm(config, name, **kw):
+  config.algorithm.update(getattr(configs, name))
+  config.update_from_flattened_dict(kw)
+  return config
+
+
+def test_every_algorithm_is_there():
+  assert {n.lower() for n in NAMES} == set(algorithms.CASES) - {'ppo_dual'}
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_dict_has_fields_of_the_schema_and_all_that_any_has(name):
+  found = getattr(configs, name)
+  assert type(found) is dict
+  assert set(found) == set(configs.GRPO)
+  assert set(found) <= set(common.base().algorithm)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_dict_passes_the_checks_or_is_refused_for_its_reason(name):
+  config = with_algorithm(quickstart.get_config(), name)
+  if name not in REFUSED:
+    checks.check(config)
+    return
+  with pytest.raises(checks.ConfigError, match=REFUSED[name]):
+    checks.check(config)
+
+
+def test_dr_grpo_runs_with_its_horizon():
+  checks.check(with_algorithm(
+    quickstart.get_config(), 'DR_GRPO', **{'algorithm.horizon': 72}
+  ))
+
+
+@pytest.mark.parametrize('name, change, message', [
+  ('LITE_PPO', {'rollout.group': 1}, 'rollout.group=1'),
+  ('REINFORCE_PP_BASELINE', {'rollout.group': 1}, 'rollout.group=1'),
+  ('CISPO', {'algorithm.clip_dual': 3.0}, 'clip_dual=3.0 has no effect'),
+  ('REINFORCE', {'algorithm.ratio': 'product'}, "ratio='product' has no"),
+  ('DAPO', {'algorithm.clip_dual': 0.5}, 'clip_dual=0.5: above 1'),
+  ('DAPO', {'algorithm.advantage': 'whitened_tokens'}, 'loss tokens of each'),
+  ('REINFORCE', {'algorithm.advantage': 'lite_ppo'}, 'kw.eps is not set'),
+  ('LITE_PPO', {'algorithm.advantage': 'rloo'}, 'kw.(eps|ddof): rloo has no'),
+])
+def test_what_cannot_work_is_refused_at_the_start(name, change, message):
+  config = with_algorithm(quickstart.get_config(), name, **change)
+  with pytest.raises(checks.ConfigError, match=message):
+    checks.check(config)
+
+
+def test_one_answer_a_question_will_do_without_groups():
+  for name in ('REINFORCE', 'REINFORCE_PP'):
+    checks.check(with_algorithm(
+      quickstart.get_config(), name, **{'rollout.group': 1}
+    ))
+
+
+def case_config(name: str):
+  """The config of a case; the engine's log-probs are the trainer's."""
+  dual = name == 'ppo_dual'
+  config = with_algorithm(common.base(), 'PPO' if dual else name.upper())
+  config.algorithm.minibatches = 2  # off policy: old log-probs count
+  config.algorithm.horizon = algorithms.HORIZON
+  config.algorithm.clip_dual = algorithms.DUAL if dual else 0.0
+  if name.startswith('ppo'):
+    config.algorithm.advantage_kw.update(
+      gamma=algorithms.GAMMA, lam=algorithms.LAM
+    )
+  return config
+
+
+def case_advantages(name: str, x) -> np.ndarray:
+  """[B, 1], or [B, T] where each token has its own."""
+  a = case_config(name).algorithm
+  arrays = {
+    'gae': [x['mask'], x['critic']], 'remax': [x['greedy']]
+  }.get(a.advantage, [])
+  found = getattr(advantages, a.advantage)(
+    x['rewards'], np.ones(len(x['rewards']), bool), x['group_ids'], *arrays,
+    **a.advantage_kw,
+  )
+  found = np.stack(found)
+  return found if found.ndim == 2 else found[:, None]
+
+
+def case_loss(name: str, x):
+  """Our loss and its gradient to the log-probs [B, T]."""
+  objective = update.policy_objective(case_config(name))
+  arrays = {
+    'mask': x['mask'], 'old_logps': x['old_logps'],
+    'behaviour_logps': x['old_logps'], 'ref_logps': x['ref_logps'],
+    'advantages': np.broadcast_to(case_advantages(name, x), x['mask'].shape),
+  }
+  arrays = {k: jnp.asarray(v) for k, v in arrays.items()}
+
+  def loss(logps):
+    value, _ = objective.fn(logps, jnp.zeros_like(logps), arrays)
+    value = losses.aggregate(value, x['mask'], objective.aggregation)
+    return value / losses.denominator(
+      [x['mask']], objective.aggregation, objective.horizon
+    )
+
+  return jax.value_and_grad(loss)(jnp.asarray(x['logps']))
+
+
+def far(a, b) -> float:
+  """The norm of the difference, relative to b's."""
+  a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+  return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize('name', algorithms.CASES)
+def test_golden_advantage_loss_and_gradient(name):
+  x = algorithms.inputs(name)
+  with np.load(ROOT / 'tests/golden/algorithms.npz') as golden:
+    want = {k: golden[f'{name}/{k}'] for k in ('advantages', 'loss', 'grad')}
+  mask = x['mask']
+  ours = np.broadcast_to(case_advantages(name, x), mask.shape)
+  theirs = np.broadcast_to(want['advantages'], mask.shape)
+  assert far(ours[mask], theirs[mask]) <= 1e-5
+  loss, grad = case_loss(name, x)
+  assert far(loss, want['loss']) <= 1e-5
+  assert far(grad, want['grad']) <= 1e-5
