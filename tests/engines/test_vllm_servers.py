@@ -75,6 +75,7 @@ def test_a_sync_and_its_checks_pass_those_that_wait(fake, tmp_path):
     check((1, 2, i), one)
   assert sum(1 in one.versions for one in done) == 4
   assert engine.stats()['aborted_requests'] == 4
+  assert engine.stats()['retries'] == 0
 
 
 @two
@@ -96,6 +97,7 @@ def test_those_that_wait_for_a_dead_server_go_to_another(fakes, tmp_path):
   for i, done in enumerate(asyncio.run(main())):
     check((1, 2, i), done)
   assert fakes[1].most_running == 2
+  assert engine.stats()['retries'] == 2  # of those that were under way
 
 
 # --- Another client.
