@@ -4,10 +4,10 @@ A passage has a string `id` and string `contents`, `"Title"\\ntext`. It is a
 line `{"id": "7", "contents": "\\"Title\\"\\ntext"}` of a JSONL file, plain,
 gzipped or in a tar, or a row of a Parquet file, of an Arrow IPC file (`store`),
 or of a Hugging Face dataset; files are told apart by their first bytes, not by
-their names: Search-R1's wiki-18.jsonl.gz is a tar. Other fields are ignored. A
-bad passage stops the reading with its file and its line or row, both from 1:
-an index built around it would answer with the wrong passages and nobody would
-see it.
+their names: Search-R1's wiki-18.jsonl.gz is said to be a tar. Other fields are
+ignored. A bad passage stops the reading with its file and its line or row,
+both from 1: an index built around it would answer with the wrong passages and
+nobody would see it.
 """
 
 import array

@@ -14,12 +14,17 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import faiss
 import numpy as np
 
-from retrieval import faiss_build, files
-from retrieval.faiss_build import graph, reason
-from retrieval.metrics import stage
+# FAISS's threads would spin after each search, on the cores that the encoder
+# of the next query wants: a query took 14.5 instead of 11.1 ms on 2 cores.
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
+
+import faiss  # noqa: E402
+
+from retrieval import faiss_build, files  # noqa: E402
+from retrieval.faiss_build import graph, reason  # noqa: E402
+from retrieval.metrics import stage  # noqa: E402
 
 _TIES = 1024  # how far down equal scores are followed, see `ranked`
 _SPARE = 8  # results beyond k that cost FAISS next to nothing
@@ -447,7 +452,7 @@ def _to_gpus(index: faiss.Index, path: str | os.PathLike) -> faiss.Index:
   if not faiss.get_num_gpus():
     raise FaissError(
       'gpu=True: this FAISS sees no GPU; install a GPU build of FAISS in place '
-      'of faiss-cpu, or leave gpu out'
+      'of faiss-cpu, or leave gpu (--faiss_gpu) out'
     )
   options = faiss.GpuMultipleClonerOptions()
   options.useFloat16 = True

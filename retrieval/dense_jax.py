@@ -35,7 +35,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from retrieval.encoder import Encoder, data_mesh, put
+from retrieval.devices import data_mesh, put
+from retrieval.encoder import Encoder
 from retrieval.metrics import stage
 
 PRECISIONS = ('float32', 'bfloat16', 'int8')
@@ -266,31 +267,45 @@ class DenseJax:
       ml_dtypes.bfloat16 if self.precision == 'bfloat16' else self.precision
     )
     self._require_room(math.prod(shape) * kind.itemsize // self._mesh.size)
-
-    def filled(convert, shape, dtype):
-      # Block by block: nothing larger than what the device gets is made.
-      def shard(index) -> np.ndarray:
-        out = np.zeros((self._blocks, *shape[1:]), dtype)
-        first = (index[0].start or 0) // self._blocks * self._shard
-        end = min(first + self._shard, len(self._vectors))
-        for n, start in enumerate(range(first, end, self._block)):
-          part = self._vectors[start : min(start + self._block, end)]
-          out[n, : len(part)] = convert(np.asarray(part, np.float32))
-        return out
-
-      return jax.make_array_from_callback(shape, sharding, shard)
-
-    def scale(part):
-      largest = np.abs(part).max(-1)
-      return np.where(largest > 0, largest, 1) / np.float32(127)
-
-    if self.precision != 'int8':
-      return {'rows': filled(lambda part: part, shape, kind)}
+    kinds = {'rows': (shape, kind)}
+    if self.precision == 'int8':
+      kinds['scale'] = shape[:2], np.dtype(np.float32)
+    shards: dict[str, list[jax.Array]] = {name: [] for name in kinds}
+    where = sharding.addressable_devices_indices_map(shape)
+    for device, index in where.items():
+      part = {
+        name: jnp.zeros((self._blocks, *shape[1:]), kind, device=device)
+        for name, (shape, kind) in kinds.items()
+      }
+      first = (index[0].start or 0) // self._blocks * self._shard
+      end = min(first + self._shard, len(self._vectors))
+      # One block on the host at a time, and no second copy on the device.
+      for n, start in enumerate(range(first, end, self._block)):
+        block = self._vectors[start : min(start + self._block, end)]
+        for name, x in self._converted(block, kind).items():
+          x = np.pad(x, [(0, self._block - len(x))] + [(0, 0)] * (x.ndim - 1))
+          part[name] = _put_block(part[name], x, np.int32(n))
+        jax.block_until_ready(part)
+      for name, x in part.items():
+        shards[name].append(x)
     return {
-      'rows': filled(
-        lambda part: np.rint(part / scale(part)[:, None]), shape, kind
-      ),
-      'scale': filled(scale, shape[:2], np.float32),
+      name: jax.make_array_from_single_device_arrays(
+        shape, sharding, shards[name]
+      )
+      for name, (shape, _) in kinds.items()
+    }
+
+  def _converted(
+    self, block: np.ndarray, kind: np.dtype
+  ) -> dict[str, np.ndarray]:
+    """Vectors [n, D] as the device has them."""
+    block = np.asarray(block, np.float32)
+    if self.precision != 'int8':
+      return {'rows': block.astype(kind)}
+    largest = np.abs(block).max(-1)
+    scale = np.where(largest > 0, largest, 1) / np.float32(127)
+    return {
+      'rows': np.rint(block / scale[:, None]).astype(kind), 'scale': scale
     }
 
   def _require_room(self, size: int) -> None:
@@ -398,6 +413,12 @@ class DenseJax:
     found = jax.lax.map(select, jnp.arange(blocks // several))
     scores, ids = (jnp.moveaxis(x, 0, 1).reshape(rows, -1) for x in found)
     return _merge(scores, ids, c)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_block(blocks, block, n):
+  """`blocks` with `block` as its n-th, in the same memory."""
+  return jax.lax.dynamic_update_index_in_dim(blocks, block, n, 0)
 
 
 def _merge(scores, ids, c):

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import pathlib
-import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from retrieval import bert
+from retrieval.devices import data_mesh, put
 from retrieval.metrics import stage
 
 
@@ -239,51 +239,17 @@ class Tokens:
     return R
 
 
-def data_mesh() -> Mesh:
-  """All devices of this process in a row."""
-  return Mesh(np.array(jax.local_devices()), ('data',))
-
-
-def keep_programs(folder: str | os.PathLike | None) -> None:
-  """Keeps compiled programs on the disk: the next process has them at once.
-
-  To be called before anything compiles. Processes may share the folder: an
-  entry is told by program, options, versions and device, and one that cannot
-  be read is compiled anew. Each kind of CPU has a folder of its own, since a
-  program may hold instructions that another kind lacks.
-
-  Args:
-    folder: where; '' keeps none. None: where JAX is told to
-      (JAX_COMPILATION_CACHE_DIR), else searchrl_retrieval in the user's cache
-      folder (XDG_CACHE_HOME, else ~/.cache).
+def tell_dtype(dtype: str) -> str:
+  """The dtype meant: auto is float32 on CPU, bfloat16 on accelerators.
 
   Raises:
-    OSError: the folder cannot be made or written.
+    ValueError: it is none of these.
   """
-  if folder is None:
-    folder = jax.config.jax_compilation_cache_dir or pathlib.Path(
-      os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache',
-      'searchrl_retrieval',
-    )
-  if not folder:
-    jax.config.update('jax_enable_compilation_cache', False)
-    return
-  cpu = platform.machine()
-  if os.path.exists('/proc/cpuinfo'):
-    with open('/proc/cpuinfo') as file:
-      cpu += ''.join(sorted({
-        line for line in file
-        if line.startswith(('model name', 'flags', 'Features', 'CPU part'))
-      }))
-  name = hashlib.sha256(cpu.encode()).hexdigest()[:16]
-  path = pathlib.Path(folder, name)
-  # Programs are run as they are: nobody else may put one here.
-  path.mkdir(mode=0o700, parents=True, exist_ok=True)
-  if not os.access(path, os.W_OK):
-    raise PermissionError(f'{path}: cannot be written')
-  jax.config.update('jax_compilation_cache_dir', str(path))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  if dtype == 'auto':
+    return DTYPES[jax.default_backend() != 'cpu']
+  if dtype not in DTYPES:
+    raise ValueError(f'dtype={dtype!r}; expected auto, {", ".join(DTYPES)}')
+  return dtype
 
 
 def clean(text: str) -> str:
@@ -323,8 +289,8 @@ class Encoder:
     Args:
       path: config.json, *.safetensors, and tokenizer.json or vocab.txt.
       family: a key of `FAMILIES`, or 'auto': see the module.
-      dtype: of parameters and activations: float32, bfloat16, or auto:
-        float32 on CPU, bfloat16 on accelerators. Vectors come out in float32.
+      dtype: of parameters and activations: float32, bfloat16, or auto, see
+        `tell_dtype`. Vectors come out in float32.
       pooling, normalise, query_prefix, passage_prefix: instead of what the
         folder and its family say.
       query_length, passage_length: tokens kept, [CLS] and [SEP] included;
@@ -335,10 +301,7 @@ class Encoder:
       FileNotFoundError, ValueError: see `bert.load`, `tell_family`, `Tokens`.
     """
     path = pathlib.Path(path)
-    if dtype == 'auto':
-      dtype = DTYPES[jax.default_backend() != 'cpu']
-    if dtype not in DTYPES:
-      raise ValueError(f'dtype={dtype!r}; expected auto, {", ".join(DTYPES)}')
+    dtype = tell_dtype(dtype)
     if pooling not in (None, *POOLINGS):
       raise ValueError(f'pooling={pooling!r}; expected {", ".join(POOLINGS)}')
     self.cfg = bert.read_config(path)
@@ -468,10 +431,3 @@ class Encoder:
     for at, vectors in done:
       out[at] = np.asarray(vectors)[: len(at)]
     return out
-
-
-def put(mesh: Mesh, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
-  """Rows spread over the devices where they divide, else on each."""
-  even = len(arrays[0]) % mesh.size == 0
-  spec = PartitionSpec(mesh.axis_names[0] if even else None)
-  return tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays)

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from retrieval import bert
 from retrieval.core import Index
-from retrieval.encoder import DTYPES, Tokens, clean, data_mesh, put, sha256
+from retrieval.devices import data_mesh, put
+from retrieval.encoder import Tokens, clean, sha256, tell_dtype
 from retrieval.metrics import stage
 
 _LENGTH = 512  # tokens of a pair, where the model has as many
@@ -28,15 +29,15 @@ class CrossEncoder:
   """Scores pairs of a query and a passage."""
 
   def __init__(
-    self, path: str | os.PathLike, *, dtype: str = 'float32',
+    self, path: str | os.PathLike, *, dtype: str = 'auto',
     length: int | None = None, batch: int | None = None,
   ):
     """Loads a BertForSequenceClassification of one label.
 
     Args:
       path: a folder with config.json, *.safetensors and a tokenizer.
-      dtype: of parameters and activations: float32, or bfloat16 for
-        accelerators.
+      dtype: of parameters and activations: float32, bfloat16, or auto, see
+        `tell_dtype`.
       length: tokens of a pair, special ones included; None: 512, or all
         positions of a model that has fewer. The passage is cut; a query only
         where it alone is longer.
@@ -45,9 +46,7 @@ class CrossEncoder:
     Raises:
       FileNotFoundError, ValueError: see `bert.load` and `encoder.Tokens`.
     """
-    path = pathlib.Path(path)
-    if dtype not in DTYPES:
-      raise ValueError(f'dtype={dtype!r}; expected {" or ".join(DTYPES)}')
+    path, dtype = pathlib.Path(path), tell_dtype(dtype)
     self.cfg, params = bert.load(path, jnp.dtype(dtype), head=True)
     if self.cfg.type_vocab_size < 2:
       raise ValueError(

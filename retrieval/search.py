@@ -46,10 +46,12 @@ def search_corpus(
 def search_folder(
   path: str, name: str, queries: Sequence[str], k: int,
   encoder: str | None = None, query_length: int | None = None,
+  **options: object,
 ) -> tuple[list[list[Hit]], Analyzer]:
   """Asks an index of a folder; `encoder` is the model of a dense one.
 
   It reads the first `query_length` tokens of a query; None: see `Encoder`.
+  `options` are those of the index, see `open_index`.
 
   Raises:
     ValueError, RuntimeError, OSError: the folder cannot be used; says why.
@@ -57,7 +59,7 @@ def search_folder(
   folder = open_folder(path)
   if name != 'bm25':
     encoder = open_encoder(folder, name, encoder, query_length=query_length)
-  index = open_index(folder, name, encoder=encoder)
+  index = open_index(folder, name, encoder=encoder, **options)
   hits = _hits(folder.corpus, index, queries, k)
   return hits, getattr(index, 'analyzer', None) or Analyzer()
 
@@ -139,6 +141,7 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'query_length', None, 'Tokens that it reads; 256, or all that it can.', 3
   )
+  flags.DEFINE_bool('faiss_gpu', False, 'FAISS on all GPUs, in float16.')
   flags.DEFINE_integer('topk', 3, 'Passages for each query.', 1)
   flags.DEFINE_float('k1', 1.2, 'BM25, with --corpus.', 0)
   flags.DEFINE_float('b', 0.75, 'BM25, with --corpus.', 0, 1)
@@ -160,9 +163,14 @@ def main(argv: Sequence[str]) -> int:
     if args.url:
       found, analyzer = search_server(args.url, queries, args.topk)
     elif args.index_folder:
+      options = {'gpu': True} if args.faiss_gpu else {}
+      if options and not args.index.startswith('dense_faiss:'):
+        raise ValueError(
+          f'--faiss_gpu is of dense_faiss, not of --index={args.index}'
+        )
       found, analyzer = search_folder(
         args.index_folder, args.index, queries, args.topk, args.encoder,
-        args.query_length,
+        args.query_length, **options,
       )
     else:
       found, analyzer = search_corpus(

@@ -16,18 +16,14 @@ retrieval/README.md describes the protocol and the limits.
 """
 
 import asyncio
-import atexit
 import dataclasses
 import os
 import select
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import fastapi
 import uvicorn
@@ -35,22 +31,16 @@ from absl import app as absl_app
 from absl import flags
 
 from retrieval.app import LOOPBACK, create_app
-from retrieval.bm25 import STEMMERS, STOP_WORDS, BM25Index
-from retrieval.core import LocalSearcher, Searcher
-from retrieval.corpus import read_corpus
+from retrieval.bm25 import STEMMERS, STOP_WORDS
 from retrieval.protocol import Limits
+from retrieval.served import open_searcher, say
 
 TOKEN = 'RETRIEVAL_TOKEN'  # the environment's name of the token
 SOURCES = ('corpus', 'index_folder', 'web', 'replay')
-_OPTIONS = {  # kind of index -> its options, and their flags
-  'dense_jax': {'precision': 'precision'},
-  'dense_faiss': {'nprobe': 'nprobe', 'ef_search': 'ef_search'},
-  'milvus': {'uri': 'milvus_uri'},
-}
 _NEEDS = {  # flag -> flags that mean nothing without it
   'index_folder': (
-    'index', 'encoder', 'precision', 'nprobe', 'ef_search', 'milvus_uri',
-    'rerank', 'rerank_n',
+    'index', 'encoder', 'precision', 'nprobe', 'ef_search', 'faiss_gpu',
+    'milvus_uri', 'rerank', 'rerank_n', 'rerank_dtype',
   ),
   'encoder': ('dtype', 'query_length'),
   'corpus': ('k1', 'b', 'stemmer', 'stop_words'),
@@ -59,11 +49,8 @@ _NEEDS = {  # flag -> flags that mean nothing without it
     'web_price', 'web_ledger',
   ),
   'replay': ('replay_identity',),
-  'rerank': ('rerank_n',),
+  'rerank': ('rerank_n', 'rerank_dtype'),
 }
-# With --topk, the topk whose programs compile before the server is ready.
-# Of 16 or fewer all have the programs of one of these (see `dense_jax`).
-WARM_TOPK = (1, 3, 5, 10)
 _STOP_S = 10.0  # what a stop grants to requests already taken
 
 
@@ -78,7 +65,7 @@ class _Server(uvicorn.Server):
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
     await super().startup(sockets)
     if self.started:
-      _say(f'listening at {self._url}')
+      say(f'listening at {self._url}')
       self._told = asyncio.create_task(self._tell())
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -90,7 +77,7 @@ class _Server(uvicorn.Server):
       await self.config.app.state.warm
       if self._port_file:
         _write_atomically(self._port_file, self._url.rpartition(':')[2])
-      _say(f'ready at {self._url}')
+      say(f'ready at {self._url}')
     except Exception as error:
       self.problem = f'{type(error).__name__}: {error}'
       self.should_exit = True
@@ -103,14 +90,8 @@ def _write_atomically(path: str, text: str) -> None:
   os.replace(part, path)
 
 
-def _say(message: str) -> None:
-  # A file's name or a service's error may hold an escape sequence.
-  shown = ''.join(c if c.isprintable() or c == '\n' else '?' for c in message)
-  print(f'retrieval.server: {shown}', file=sys.stderr, flush=True)
-
-
 def _fail(message: str) -> int:
-  _say(f'error: {message}')
+  say(f'error: {message}')
   return 1
 
 
@@ -162,7 +143,7 @@ def watch_parent(pid: int) -> None:
 
   def run() -> None:
     wait()
-    _say(f'process {pid} (--parent_pid) has ended: stopping')
+    say(f'process {pid} (--parent_pid) has ended: stopping')
     os.kill(os.getpid(), signal.SIGTERM)
     _exit_after(_STOP_S + 5)
 
@@ -174,7 +155,7 @@ def _exit_after(seconds: float) -> None:
 
   def run() -> None:
     time.sleep(seconds)
-    _say('a search or request did not end: killed')
+    say('a search or request did not end: killed')
     os._exit(1)
 
   threading.Thread(target=run, daemon=True).start()
@@ -206,7 +187,7 @@ def read_token(path: str | None) -> str | None:
 
 def define_flags() -> None:
   """Defines the command's flags; not on import, since others import this."""
-  limits = Limits()
+  limits, dtypes = Limits(), ['auto', 'float32', 'bfloat16']
   flags.DEFINE_string(
     'corpus', None, 'JSONL(.gz) of {"id", "contents"}: BM25 in memory.'
   )
@@ -217,9 +198,7 @@ def define_flags() -> None:
     'index', ['bm25'], 'Index of the folder; several are fused by rank'
   )
   flags.DEFINE_string('encoder', None, 'Folder of the query encoder.')
-  flags.DEFINE_enum(
-    'dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'Of its arithmetic.'
-  )
+  flags.DEFINE_enum('dtype', 'auto', dtypes, 'Of its arithmetic.')
   flags.DEFINE_integer(
     'query_length', None, 'Tokens that it reads; 256, or all that it can.', 3
   )
@@ -232,9 +211,13 @@ def define_flags() -> None:
   )
   flags.DEFINE_integer('nprobe', None, 'Cells searched, of FAISS IVF.', 1)
   flags.DEFINE_integer('ef_search', None, 'Candidates kept, of HNSW.', 1)
+  flags.DEFINE_bool(
+    'faiss_gpu', False, 'FAISS on all GPUs, in float16; not HNSW.'
+  )
   flags.DEFINE_string('milvus_uri', None, 'Where milvus serves this folder.')
   flags.DEFINE_string('rerank', None, 'Folder of a cross-encoder.')
   flags.DEFINE_integer('rerank_n', 50, 'Passages that it reranks.', 1)
+  flags.DEFINE_enum('rerank_dtype', 'auto', dtypes, 'Of its arithmetic.')
   flags.DEFINE_string(
     'web', None, 'Search the web by: serpapi, serper, google, brave or bing.'
   )
@@ -286,124 +269,6 @@ def define_flags() -> None:
   )
 
 
-def open_searcher(
-  args,
-) -> tuple[Searcher, LocalSearcher | None, list[Callable[[], None]]]:
-  """What the flags name, the corpus and index behind it, its programs.
-
-  Raises:
-    ValueError, OSError, RuntimeError: it cannot be used; the message says why.
-  """
-  if args.replay:
-    from retrieval.cache import Recorded
-
-    identity = args.replay_identity
-    return Recorded(None, args.replay, 'replay', identity=identity), None, []
-  local, programs = None, []
-  if args.web:
-    searcher = _web(args)
-  else:
-    local, programs = _corpus(args) if args.corpus else _folder(args)
-    searcher = local
-  record = args.record
-  if args.web and not record:
-    # What was paid for is not asked again because its client has gone.
-    folder = tempfile.mkdtemp(prefix='retrieval')
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    record = os.path.join(folder, 'answers.sqlite')
-  if record:
-    from retrieval.cache import Recorded
-
-    searcher = Recorded(searcher, record, 'record')
-  return searcher, local, programs
-
-
-def _web(args) -> Searcher:
-  from retrieval.web import WebSearcher
-
-  if args.web_max_calls is None and args.web_max_cost is None:
-    _say(
-      'WARNING: web searches cost money, and neither --web_max_calls nor '
-      '--web_max_cost bounds them.'
-    )
-  return WebSearcher(
-    args.web, mode=args.web_mode, rate=args.web_rate,
-    concurrency=args.web_concurrency,
-    max_calls=args.web_max_calls, max_cost=args.web_max_cost,
-    price=args.web_price, ledger=args.web_ledger,
-  )
-
-
-def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
-  from retrieval import folder as folders
-
-  kinds = [name.partition(':')[0] for name in args.index]
-  for kind, options in _OPTIONS.items():
-    for flag in options.values():
-      if args[flag].present and kind not in kinds:
-        raise ValueError(f'--{flag} is of {kind}, which no --index names')
-  if args.rerank or args.encoder and {*kinds} != {'bm25'}:
-    from retrieval.encoder import keep_programs
-
-    try:
-      keep_programs(args.compile_cache)
-    except OSError as error:
-      _say(f'WARNING: programs are not kept (--compile_cache): {error}')
-  folder = folders.open_folder(args.index_folder)
-  indexes, encoders = [], {}
-  for kind, name in zip(kinds, args.index):
-    options = {
-      n: args[flag].value for n, flag in _OPTIONS.get(kind, {}).items()
-      if args[flag].value is not None
-    }
-    encoder = None
-    if kind != 'bm25' and args.encoder:
-      stated = repr(folders.stated_encoder(folder, name))
-      if stated not in encoders:  # one for all indexes that it made
-        encoders[stated] = folders.open_encoder(
-          folder, name, args.encoder, dtype=args.dtype,
-          query_length=args.query_length,
-        )
-      encoder = encoders[stated]
-    indexes.append(folders.open_index(folder, name, encoder=encoder, **options))
-  # What is asked of an index, and so of its programs.
-  ks = {k for k in (*WARM_TOPK, args.topk) if k <= args.max_topk}
-  index, programs = indexes[0], []
-  if args.rerank:
-    ks = {args.rerank_n}
-  if len(indexes) > 1:
-    from retrieval.hybrid import Hybrid
-
-    index = Hybrid(indexes)
-    ks = {index.depth}
-  for kind, part in zip(kinds, indexes):
-    if kind == 'dense_jax':
-      programs += part.programs(args.max_queries, ks)
-  if {*kinds} - {'bm25', 'dense_jax'}:  # they search with ready vectors
-    for encoder in encoders.values():
-      programs += encoder.programs(args.max_queries)
-  if args.rerank:
-    from retrieval.rerank import CrossEncoder, Rerank
-
-    model = CrossEncoder(args.rerank)
-    index = Rerank(index, folder.corpus.contents, model, args.rerank_n)
-    programs += model.programs(args.max_queries * args.rerank_n)
-  _say(f'{len(index)} passages of {args.index_folder}: {index.name}')
-  return LocalSearcher(folder.corpus, index), programs
-
-
-def _corpus(args) -> tuple[LocalSearcher, list]:
-  corpus = read_corpus(args.corpus)
-  begun = time.time()
-  index = BM25Index(
-    corpus.contents, k1=args.k1, b=args.b, stemmer=args.stemmer,
-    stop_words=args.stop_words,
-  )
-  seconds = time.time() - begun
-  _say(f'{len(corpus)} passages of {args.corpus} indexed in {seconds:.1f} s')
-  return LocalSearcher(corpus, index), []
-
-
 def main(argv: Sequence[str]) -> int:
   if len(argv) > 1:
     return _fail(f'arguments not understood: {" ".join(argv[1:])}')
@@ -446,7 +311,7 @@ def main(argv: Sequence[str]) -> int:
     )
   port = sock.getsockname()[1]
   if args.host not in LOOPBACK and token is None:
-    _say(
+    say(
       f'WARNING: bound to {args.host} without a token: everyone who reaches '
       'this machine can read the whole corpus and use its CPU. Use '
       '--host=127.0.0.1, --token_file, or a firewall.'
@@ -491,7 +356,7 @@ def _serve(app: fastapi.FastAPI, sock: socket.socket, args, port: int) -> int:
   server.run(sockets=[sock])
   if server.problem:
     return _fail(server.problem)
-  _say('stopped')
+  say('stopped')
   return 0
 
 

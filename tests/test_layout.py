@@ -32,10 +32,11 @@ ORDER = (
   'export', 'ask', 'quickstart',
 )
 RETRIEVAL_ORDER = (
-  'corpus', 'files', 'store', 'core', 'metrics', 'bm25', 'bert', 'encoder',
-  'dense_jax', 'faiss_build', 'dense_faiss', 'milvus', 'hybrid', 'rerank',
-  'fetch', 'providers', 'budget', 'retry', 'web', 'cache', 'vectors', 'folder',
-  'protocol', 'batcher', 'app', 'server', 'process', 'replicas', 'client',
+  'corpus', 'files', 'store', 'core', 'metrics', 'bm25', 'bert', 'devices',
+  'encoder', 'dense_jax', 'faiss_build', 'dense_faiss', 'milvus', 'hybrid',
+  'rerank', 'fetch', 'providers', 'budget', 'retry', 'web', 'cache', 'vectors',
+  'folder', 'protocol', 'batcher', 'app', 'served', 'server', 'process',
+  'replicas', 'client',
   'adopt', 'build_index', 'transfer', 'download', 'search',
 )
 # What a sidecar or a client runs must not pull in JAX.

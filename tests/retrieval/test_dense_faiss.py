@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -307,3 +308,16 @@ print(kb() - before)
     text=True,
   ).stdout
   assert int(grown) * 1024 < 0.5 * path.stat().st_size
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='of GNU OpenMP')
+@pytest.mark.parametrize('given', [None, 'ACTIVE'])
+def test_threads_of_faiss_wait_without_spinning_unless_told(given):
+  env = {k: v for k, v in os.environ.items() if k != 'OMP_WAIT_POLICY'}
+  env |= {'OMP_DISPLAY_ENV': 'true'} | (
+    {'OMP_WAIT_POLICY': given} if given else {})
+  done = subprocess.run(
+    [sys.executable, '-c', 'import retrieval.dense_faiss'], cwd=ROOT, env=env,
+    capture_output=True, text=True, check=True,
+  )
+  assert f"OMP_WAIT_POLICY = '{given or 'PASSIVE'}'" in done.stderr

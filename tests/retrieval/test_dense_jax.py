@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from retrieval import dense_jax
 from retrieval.dense_jax import DenseJax, _top
 from retrieval.encoder import Encoder
+from tests import memory
 from tests.conftest import ROOT
 from tests.golden import encoders
 from tests.retrieval.test_encoder import compiled, random_texts
@@ -201,6 +202,32 @@ def test_float16_memory_map(tmp_path):
   np.save(tmp_path / 'vectors.npy', vectors.astype(np.float16))
   mapped = np.load(tmp_path / 'vectors.npy', mmap_mode='r')
   check(DenseJax(mapped, None), mapped.astype(np.float32), vectors[:4], 3)
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+@pytest.mark.parametrize('precision, share', [
+  ('float32', 1), ('bfloat16', 0.5), ('int8', 0.25)
+])
+def test_loading_holds_a_block_beside_the_corpus(
+  precision, share, one, tmp_path
+):
+  np.save(tmp_path / 'v.npy', np.random.default_rng(0).standard_normal(
+    (60_000, 256), np.float32
+  ))
+  vectors = np.load(tmp_path / 'v.npy', mmap_mode='r')
+
+  def load():
+    return DenseJax(
+      vectors, None, mesh=one, precision=precision, score_bytes=1 << 21
+    )
+
+  load()  # compiles
+  with memory.Peak() as peak:
+    index = load()
+  size = share * vectors.nbytes
+  assert peak.end - peak.start > 0.9 * size  # what is measured is there
+  assert peak.peak - peak.start < 1.1 * size + 8e6
+  del index
 
 
 @pytest.fixture(scope='module')

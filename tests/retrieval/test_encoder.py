@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import jax
 import ml_dtypes  # noqa: F401, gives numpy bfloat16
@@ -159,49 +156,6 @@ def test_nothing_compiles_after_the_programs(folder):
     assert found == []
     model.encode_passages(['king'] * 100)
     assert found  # the listener works
-
-
-_KEPT = """
-import sys
-import jax
-from retrieval.encoder import Encoder, keep_programs
-events = []
-jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-keep_programs(sys.argv[1])
-Encoder(sys.argv[2], query_length=8).encode_queries(['king'])
-print(*[n.rpartition('/')[2] for n in events if 'cache_' in n])
-"""
-
-
-def test_programs_are_kept_for_the_next_process(folder, tmp_path):
-  # One device: the encoder's program then is the only one.
-  env = os.environ | {'XLA_FLAGS': ''}
-  command = [sys.executable, '-c', _KEPT, str(tmp_path / 'cache'), str(folder)]
-
-  def run():
-    done = subprocess.run(
-      command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
-    )
-    return done.stdout.split(), done.stderr
-
-  def programs():
-    return {f.name for f in (tmp_path / 'cache').rglob('*-cache')}
-
-  two = [
-    subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
-    for _ in range(2)
-  ]
-  assert [process.wait(120) for process in two] == [0, 0]
-  kept = programs()
-  assert len([name for name in kept if 'embed' in name]) == 1
-  events, _ = run()
-  assert 'cache_hits' in events and 'cache_misses' not in events
-  assert programs() == kept
-  (kind,) = (tmp_path / 'cache').iterdir()  # of this CPU, for this user alone
-  assert kind.stat().st_mode & 0o077 == 0
-  for file in kind.glob('*-cache'):  # a process was killed as it wrote
-    file.write_bytes(file.read_bytes()[:100])
-  assert 'cache_hits' not in run()[0]
 
 
 def test_batches_hold_every_text_once_with_little_padding(model):

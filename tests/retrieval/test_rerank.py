@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -167,3 +168,10 @@ def test_nothing_compiles_after_the_programs(folder):
 
 def test_a_model_of_few_positions_reads_as_many(folder):
   assert CrossEncoder(folder).length == 128
+
+
+def test_the_device_says_which_dtype(folder, monkeypatch):
+  assert CrossEncoder(folder).dtype == 'float32'
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  assert CrossEncoder(folder).dtype == 'bfloat16'
+  assert CrossEncoder(folder, dtype='float32').dtype == 'float32'

@@ -91,3 +91,6 @@ def test_an_index_folder_answers_as_the_corpus_does(corpus_path, tmp_path):
   done = run(f'--index_folder={tmp_path}', '--index=dense_jax', 'x')
   assert done.returncode == 1 and 'Traceback' not in done.stderr
   assert "no index 'dense_jax'; there are: 'bm25'" in done.stderr
+  done = run(f'--index_folder={tmp_path}', '--faiss_gpu', 'x')
+  assert done.returncode == 1 and 'Traceback' not in done.stderr
+  assert '--faiss_gpu is of dense_faiss, not of --index=bm25' in done.stderr

@@ -292,6 +292,9 @@ def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
   for said, flags in (
     ('no index .dense_faiss:HNSW64.', dict(index='dense_faiss:HNSW64')),
     ('needs an encoder', dict(index='dense_jax')),
+    ('--faiss_gpu is of dense_faiss', dict(index='bm25', faiss_gpu=True)),
+    ('sees no GPU.*--faiss_gpu', dict(
+      index='dense_faiss:Flat', encoder=encoder, faiss_gpu=True)),
     ('no index folder', dict(index_folder=tmp_path)),
   ):
     with pytest.raises(ServerError, match=said) as error:
@@ -300,11 +303,14 @@ def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
 
 
 _WARM = """
-import json, sys
+import json, pathlib, sys
 import jax, numpy as np
 from absl import flags
 from retrieval import server
 from tests.retrieval.test_encoder import compiled, random_texts
+def home():
+  raise RuntimeError('no home')
+pathlib.Path.home = home
 server.define_flags()
 flags.FLAGS(sys.argv)
 searcher, _, programs = server.open_searcher(flags.FLAGS)
@@ -331,16 +337,20 @@ def test_whatever_is_served_compiles_before_it_is_ready(
            *(f'--index={name}' for name in index)]
   if rerank:  # of fewer positions than pairs usually have
     model = encoders.write(tmp_path, encoders.RERANKER)
-    flags += [f'--rerank={model}', '--rerank_n=3']
+    flags += [f'--rerank={model}', '--rerank_n=3', '--rerank_dtype=bfloat16']
+  nowhere = ('XDG_CACHE_HOME', 'JAX_COMPILATION_CACHE_DIR')
   done = subprocess.run(
     [sys.executable, '-c', _WARM, *flags], cwd=ROOT, capture_output=True,
     text=True, timeout=300,
+    env={k: v for k, v in os.environ.items() if k not in nowhere},
   )
   assert done.returncode == 0, done.stderr
+  assert 'programs are not kept (--compile_cache): no home' in done.stderr
   programs, compiled, identity = done.stdout.split(' ', 2)
   assert int(programs) > 3 and int(compiled) == 0
   assert '"encoder_dtype": "bfloat16"' in identity
   assert '"query_length": 24' in identity
+  assert not rerank or '"dtype": "bfloat16"' in identity
 
 
 def test_the_web_is_not_asked_beyond_its_budget(tmp_path, monkeypatch):
