@@ -10,8 +10,10 @@ search against FAISS Flat, Search-R1's own server on the same vectors, and 32
 clients at once for --load_minutes; what each index takes to build, on disk and
 in memory (`retrieval_build`). The real MiniLM weights come with
 requirements-parity.txt. Recall is of a supporting passage among the first 3,
-on the dev questions of Natural Questions. The first run encodes all passages
-(about 7 minutes), later ones use --index_folder again. About 25 minutes.
+on the dev questions of Natural Questions; for the precisions of dense_jax it is
+of the 10 best by float32, on the same questions (--recall_only: that alone).
+The first run encodes all passages (about 7 minutes), later ones use
+--index_folder again. About 25 minutes.
 """
 
 import asyncio
@@ -37,6 +39,7 @@ from experiments.benchmarks import retrieval_build
 from retrieval import client as client_lib
 from retrieval import folder as folder_lib
 from retrieval import process
+from retrieval.dense_jax import PRECISIONS, DenseJax
 from retrieval.encoder import Encoder
 from searchrl_jax.data import core as data
 
@@ -60,6 +63,9 @@ _PEER_VENV = flags.DEFINE_string(
 )
 _SEARCH_R1 = flags.DEFINE_string(
   'search_r1', '', "Search-R1's retrieval_server.py; '' leaves it out."
+)
+_RECALL = flags.DEFINE_bool(
+  'recall_only', False, 'Nothing that is timed: recall by precision.'
 )
 _MINUTES = flags.DEFINE_float('load_minutes', 5.0, 'Of 32 clients at once.')
 
@@ -268,6 +274,17 @@ def exact(folder, encoder, questions) -> dict:
   }
 
 
+def precisions(folder, encoder, nq) -> list[dict]:
+  """Recall of the 10 best by exact float32, of each precision."""
+  q = encoder.encode_queries([x.text for x in nq])
+  return [{
+    'case': f'dense_jax {precision}', 'queries': len(q),
+    'recall_10': DenseJax(
+      folder.vectors, None, precision=precision
+    ).recall(q, 10),
+  } for precision in PRECISIONS]
+
+
 def search_r1(model: str, corpus: str, questions, nq) -> dict:
   """Search-R1's own server on our vectors, alone on the machine."""
   port = free_port()
@@ -371,12 +388,16 @@ def main(argv):
           for part in (config.data.eval, config.data.train)]
   dev, train = ([q for qs in part for q in qs] for part in sets)
   questions, nq = dev + train, [q for q in dev if q.source.startswith('nq')]
-  common.require_idle(allow=_LOAD.value)
+  common.require_idle(allow=_LOAD.value or _RECALL.value)
   before = common.environment()
   build(corpus, model)
   rows, bars, recalls = [], [], {}
   folder = folder_lib.open_folder(_FOLDER.value)
   encoder = Encoder(model)
+  by_precision = precisions(folder, encoder, nq)
+  if _RECALL.value:
+    common.report(_OUT.value, 'retrieval', by_precision, [], before)
+    return
   log = pathlib.Path(_FOLDER.value, 'server.log')
   for name in INDEXES:
     index = folder_lib.open_index(
@@ -401,6 +422,7 @@ def main(argv):
   rows += encoded
   for row, at_least in zip(encoded, (1.2, 1.0), strict=True):
     bars.append(common.bar(row['case'], row['ratio'], at_least))
+  rows += by_precision
   rows.append(exact(folder, encoder, questions))
   bars.append(common.bar('dense_jax_faiss', rows[-1]['ratio'], 0.8))
   if _SEARCH_R1.value:

@@ -12,9 +12,12 @@ The last table is the plan for wiki-18.
 What the plan does not measure, it says. Vectors are generated (around 4096
 centres), since a CPU would encode a million passages for days: how fast an
 encoder of e5-base's size is, random weights, is measured on a few. `dense_jax`
-is told from shapes. IVF has as many lists at both sizes; of the 16,384 that 21
-million passages deserve, k-means takes 256 times as long (64 vectors for each
-list), and finding the list of each vector 16 times.
+is told from shapes. A graph (HNSW) over a million vectors takes long to build,
+so one over fewer is: its bytes grow with them, its time by their number and
+its logarithm, which leaves out that the fewer lie in the cache. IVF has as
+many lists at both sizes; of the 16,384 that 21 million passages deserve,
+k-means takes 256 times as long (64 vectors for each list), and finding the
+list of each vector 16 times.
 
 Words come independently, so that a passage has about one and a half times as
 many different ones as a real passage: disk and time of the BM25 index, and
@@ -25,6 +28,7 @@ vocabulary, slower than a line: terms, and memory of the index build.
 import contextlib
 import functools
 import json
+import math
 import os
 import pathlib
 import string
@@ -48,6 +52,7 @@ _CHUNK = 10_000  # passages generated at once
 _QUERY_WORDS, _QUERIES = 9, 128
 _DIM, _CENTRES = 768, 4096
 _IVF = 'IVF1024,PQ64'
+_HNSW, _LINKED = 'HNSW64', 65_536  # vectors in the graph
 _ENCODED = 64  # passages
 _E5_BASE = {
   'vocab_size': 30522, 'hidden_size': _DIM, 'num_hidden_layers': 12,
@@ -224,6 +229,15 @@ def _faiss(folder: pathlib.Path, factory: str) -> dict:
   return found
 
 
+def hnsw(folder: pathlib.Path, count: int) -> dict:
+  from retrieval import dense_faiss
+
+  rows, path = Generated().encode_passages([''] * count), folder / 'a.index'
+  begun = time.perf_counter()
+  dense_faiss.build(rows, _HNSW, path)
+  return {'disk_bytes': _size(path), 'work_s': time.perf_counter() - begun}
+
+
 def encode(folder: pathlib.Path, count: int) -> dict:
   """Passages a second of an encoder of e5-base's size; `count` is ignored."""
   import safetensors.numpy
@@ -350,12 +364,15 @@ def extrapolate(few: list[dict], many: list[dict]) -> list[dict]:
   return lines
 
 
-def plan(lines: list[dict], encoding: dict, count: int) -> list[dict]:
+def plan(
+  lines: list[dict], encoding: dict, linked: dict, count: int
+) -> list[dict]:
   """Disk, memory and time of each step at 21 million passages.
 
   Args:
     lines: of `extrapolate`.
     encoding: the row of `encode`.
+    linked: the row of `hnsw`.
     count: passages of the larger run.
   """
   at = {line['what']: line['at_21M'] for line in lines}
@@ -384,6 +401,14 @@ def plan(lines: list[dict], encoding: dict, count: int) -> list[dict]:
       f'{encoding["passages_per_s"]:.2f}/s'
     ),
   }
+  few = linked['passages']
+  graph = WIKI / few * linked['disk_bytes'] / 1e9
+  longer = WIKI / few * math.log(WIKI) / math.log(few)
+  in_memory = {
+    'step': f'dense_faiss {_HNSW}', 'disk_GB': graph, 'memory_GB': graph,
+    'served_GB': graph, 'hours': linked['work_s'] * longer / 3600,
+    'from': f'{few:,} vectors, at least',
+  }
   return [
     row('corpus, JSONL', 'generate', 'seconds', 0) | {
       'hours': '', 'memory_GB': ''},
@@ -392,6 +417,7 @@ def plan(lines: list[dict], encoding: dict, count: int) -> list[dict]:
     encoded, written,
     row('dense_faiss Flat', 'flat', 'work_s', at['flat disk_bytes']),
     row(f'dense_faiss {_IVF}', 'ivf', 'work_s', at['ivf disk_bytes']),
+    in_memory,
     resident('bfloat16', WIKI * _DIM * 2),
     resident('int8', WIKI * (_DIM + 4)),  # and a float32 scale for each
   ]
@@ -416,11 +442,12 @@ def main(argv):
       rows.append(run(STEPS, size, pathlib.Path(folder)))
   with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as folder:
     encoding = run(['encode'], _ENCODED, pathlib.Path(folder))
+    linked = run(['hnsw'], _LINKED, pathlib.Path(folder))
   lines = extrapolate(*rows)
-  steps = plan(lines, encoding[0], count)
+  steps = plan(lines, encoding[0], linked[0], count)
   common.report(_OUT.value, 'scale', [
     *lines, {'what': 'plan', 'steps': steps},
-    {'what': 'raw rows', 'steps': [*rows[0], *rows[1], *encoding]},
+    {'what': 'raw rows', 'steps': [*rows[0], *rows[1], *encoding, *linked]},
   ], [], environment)
   print(
     f'\nPLAN for {WIKI:,} passages (memory: to build; served: of files mapped '

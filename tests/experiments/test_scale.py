@@ -33,7 +33,7 @@ def test_the_plan_states_each_step_in_gigabytes_and_hours():
   plan = {
     line['step']: line for line in scale.plan(lines, {
       'peak_bytes': 1e9, 'passages_per_s': 10.0, 'tokens_per_passage': 99.0,
-    }, 1000)
+    }, {'passages': 1000, 'disk_bytes': 5000, 'work_s': 36.0}, 1000)
   }
   assert plan['bm25'] == {
     'step': 'bm25', 'disk_GB': pytest.approx(scale.WIKI / 1e9),
@@ -44,6 +44,10 @@ def test_the_plan_states_each_step_in_gigabytes_and_hours():
   assert plan['dense_faiss Flat']['hours'] == 0.5
   (encoded,) = [line for name, line in plan.items() if 'encoded' in name]
   assert encoded['hours'] == pytest.approx(583.76, abs=0.01)  # WIKI / 36,000
+  graph = plan['dense_faiss HNSW64']
+  assert graph['disk_GB'] == graph['memory_GB'] == 5 * scale.WIKI / 1e9
+  # 36 s, WIKI / 1000 times, and log(WIKI) / log(1000).
+  assert graph['hours'] == pytest.approx(512.9, abs=0.1)
   text = scale.markdown(list(plan.values())).splitlines()
   assert {line.count('|') for line in text} == {8}
   assert len(text) == len(plan) + 2
@@ -56,7 +60,7 @@ def test_resident_bytes_told_from_shapes_are_those_of_the_index():
   ))
   plan = scale.plan(lines, {
     'peak_bytes': 0, 'passages_per_s': 1.0, 'tokens_per_passage': 1.0,
-  }, 4)
+  }, {'passages': 2, 'disk_bytes': 0, 'work_s': 0}, 4)
   vectors = scale.Generated().encode_passages([''] * 64 * 3)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
   for line in plan[-2:]:
