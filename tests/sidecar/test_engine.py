@@ -389,8 +389,7 @@ def test_a_rollout_survives_the_death_of_the_server(engine, served):
 
 
 @pytest.mark.parametrize('victim, call', [
-  ('EngineCore', 'searchrl_load'), ('Worker', 'searchrl_load'),
-  ('Worker', 'searchrl_checksums'),
+  ('EngineCore', 'searchrl_load'), ('Worker', 'searchrl_checksums'),
 ])
 def test_a_sync_survives_the_death_of_the_engine(
   engine, served, monkeypatch, victim, call
