@@ -4,6 +4,9 @@ A warm-started model trains through a proxy that answers one request in ten
 with an error, a cut connection or rubbish and one in twenty too late, and
 fails on some queries whenever they are asked; the server behind it is killed
 twice. Then a healthy server says what every search should have found.
+
+`FAULTS=quickstart pytest -s tests/test_faults.py -o timeout=0` does it to the
+quickstart as it is: its world, model, warm start and 60 steps of 256.
 """
 
 import collections
@@ -12,6 +15,7 @@ import http.client
 import http.server
 import itertools
 import json
+import os
 import random
 import threading
 import time
@@ -23,18 +27,20 @@ from ml_collections import ConfigDict
 
 from retrieval import process
 from retrieval.client import retrieve_sync
+from configs import quickstart
 from searchrl_jax import sft
 from searchrl_jax import train
 from searchrl_jax.data import microworld
 from tests import tiny
 
+WHOLE = os.environ.get('FAULTS') == 'quickstart'
 TIMEOUT_S = 1.5
 # What happens to forty requests, in turn: 10 % fail and 5 % are late.
 TURNS = ['none'] * 40
 for at, kind in {3: 'status', 9: 'late', 14: 'cut', 20: 'rubbish',
                  27: 'status', 33: 'late'}.items():
   TURNS[at] = kind
-KILLS = (15, 40)  # after so many requests
+KILLS = (60, 400) if WHOLE else (15, 40)  # after so many requests
 
 
 class Chaos:
@@ -138,13 +144,29 @@ def poisoned(query):
 @pytest.fixture(scope='module')
 def chaos(tmp_path_factory):
   folder = tmp_path_factory.mktemp('chaos')
-  world = microworld.generate(3, **tiny.WORLD)
+  made = config_of('')
+  world = microworld.generate(made.data.world_seed, **made.data.world)
   chaos = Chaos(microworld.write(world, folder)['corpus'], folder)
   yield chaos
   chaos.stop()
 
 
 def config_of(url):
+  c = small(url)
+  if WHOLE:
+    c = quickstart.get_config()
+    c.source.url = url
+    c.log.progress = c.log.tensorboard = False
+  c.source.timeout, c.source.deadline, c.source.attempts = TIMEOUT_S, 60.0, 4
+  c.rollout.max_failed = 0.9
+  c.eval.every = 0
+  c.checkpoint.every = 0
+  c.checkpoint.best = ''
+  c.data.eval = ConfigDict()
+  return c
+
+
+def small(url):
   c = tiny.config(url)
   c.model.arch.update(dict(hidden_size=64, intermediate_size=128,
                            num_attention_heads=4, num_key_value_heads=4))
@@ -155,14 +177,8 @@ def config_of(url):
   c.sft.data.update(dict(n=600, worlds=6, train=40, relations=3, guess=0.0,
                          good=0.8, poor=0.2))
   c.sft.steps, c.sft.warmup, c.sft.rows = 120, 10, 16
-  c.source.timeout, c.source.deadline, c.source.attempts = TIMEOUT_S, 60.0, 4
   c.rollout.questions, c.rollout.group = 8, 4
-  c.rollout.max_failed = 0.9
   c.train.steps = 6
-  c.eval.every = 0
-  c.checkpoint.every = 0
-  c.checkpoint.best = ''
-  c.data.eval = ConfigDict()
   return c
 
 
@@ -200,7 +216,8 @@ def test_faults_cost_trajectories_and_never_a_false_reward(
     assert counts[kind] > 0, kind
   lines = (tmp_path / 'run' / 'trajectories.jsonl').read_text().splitlines()
   kept = [json.loads(line) for line in lines]
-  assert len(kept) == config.train.steps * 32 == len(trained) + len(failed)
+  each = config.rollout.questions * config.rollout.group
+  assert len(kept) == config.train.steps * each == len(trained) + len(failed)
 
   # Who has a search without an answer is marked, and outside the loss.
   assert failed and not any(t.failed for t in trained)
