@@ -114,7 +114,7 @@ def base() -> ConfigDict:
   c.engine.url = ''
   c.engine.venv = '.venv-sidecar'  # where vLLM is installed (make sidecar)
   # 'cpu', or GPUs: 'gpus:0' one server, 'gpus:0,1' one over both, 'gpus:0;1'
-  # one on each.
+  # one on each; numbers count those of CUDA_VISIBLE_DEVICES, if it is set.
   c.engine.device = 'cpu'
   c.engine.gpu_memory = 0.9  # share of a GPU's memory that a server takes
   c.engine.kv_cache_gib = 1.0  # GiB of cache on CPU

@@ -61,11 +61,6 @@ _E5_BASE = {
 }
 _LETTERS = str.maketrans('0123456789abcdef', 'bcdfghjklmnpqrtv')
 
-_PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 16_000)
-_FOLDER = flags.DEFINE_string('folder', '', 'For the files; else temporary.')
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-
 
 def word(rank: int) -> str:
   """The word of a rank, from 0; stop words come first."""
@@ -459,4 +454,8 @@ if __name__ == '__main__':
   if sys.argv[1:2] == ['--child']:
     child(*sys.argv[2:5])
   else:
+    _PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 16_000)
+    _FOLDER = flags.DEFINE_string('folder', '', 'For files; else temporary.')
+    _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
+    _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
     app.run(main)
