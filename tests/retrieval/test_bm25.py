@@ -348,10 +348,13 @@ def test_building_in_files_and_searching_them_take_little_memory(
   size = sum(f.stat().st_size for f in (tmp_path / 'bm25').iterdir())
   assert size > 62e6
   assert memory.peak - memory.start < 40e6
-  with Peak() as memory:
-    for i in range(200):
-      index.search([f'w{i}'], 3)
-  assert memory.peak - memory.start < 16e6
+  taken = []
+  for _ in range(2):  # what other threads take meanwhile is not meant
+    with Peak() as memory:
+      for i in range(200):
+        index.search([f'w{i}'], 3)
+    taken.append(memory.peak - memory.start)
+  assert min(taken) < 8e6
 
 
 def test_ranks_the_real_corpus(data_dir):
