@@ -434,6 +434,10 @@ def test_the_other_server_takes_over_and_the_lost_one_comes_back(
     await until(lambda: len(fakes[0].running) > 3)
     await asyncio.to_thread(fakes[0].kill)
     await rollout  # all of it: with what the lost one had under way
+    assert engine.stats()['retries'] >= 1
+    # Six trajectories are its own; it served the lost one's too.
+    served = {tuple(body['prompt'][:5]) for body in fakes[1].asked}
+    assert len(served) > 6
     await asyncio.to_thread(fakes[0].start)
     await until(lambda: fakes[0].loaded is not None)
     del fakes[0].asked[:]
