@@ -29,7 +29,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-FORMAT = 1  # of what `meta` holds and how leaves are named
+FORMAT = 2  # of what `meta` holds and how leaves are named
 _STEP = re.compile(r'\d{8}')
 _LEFT = re.compile(r'\d{8}\.(orbax-checkpoint-tmp.*|deleted)')
 _CHUNK = 32 << 20  # bytes in a file
