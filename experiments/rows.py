@@ -1,0 +1,536 @@
+"""A recipe's table of arms x seeds: run, evaluated, summed up. It resumes.
+
+  python -m experiments.rows --row=experiments.search_r1.rows \\
+    --workdir=runs/search_r1 --out=experiments/search_r1/results.json \\
+    [--only=grpo,ppo] [--seeds=0]
+
+--row names a module with ROW, a `Row`. Every warm start (one for each seed,
+shared by arms) and every arm is a process of its own, one at a time, that goes
+on where it stopped and is left out once it is done; arms of one world search
+one retrieval server. The JSON holds what is done so far, of all arms:
+
+  environment, command
+  arms   name -> seeds: seed -> {seconds, commit, values, curve}
+                 mean:  values -> {mean, low, high, n} over seeds
+  bars   [{name, value, bar, holds}]; value is null where an arm is missing
+
+`values` are {evaluation: {score: value}}: 'before' (the arm's first evaluation,
+before any update), 'after', 'gain' (after - before) and others that the arm
+has. Intervals are Student's t over seeds, 95%. curves.png lies beside it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+from absl import flags
+from ml_collections import ConfigDict
+import numpy as np
+import scipy.stats
+
+import searchrl_jax
+from experiments.benchmarks import common
+from searchrl_jax import command
+from searchrl_jax import evaluate
+from searchrl_jax import lookup
+from searchrl_jax import records
+from searchrl_jax import setup
+from searchrl_jax import sft
+from searchrl_jax import train
+from searchrl_jax import writer
+from searchrl_jax.checks import ConfigError
+from searchrl_jax.quickstart import Clock
+
+Config = Callable[[int], ConfigDict]  # of a seed
+# (config, run folder, where to write) -> scores by name.
+Evaluation = Callable[[ConfigDict, str, str], Mapping[str, float]]
+
+
+def evaluation(fields: Mapping[str, object]) -> Evaluation:
+  """`evaluate` with fields of the arm's config changed, {'env.k': value}."""
+
+  def run(config, workdir, out):
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(dict(fields))
+    return evaluate.evaluate(changed, workdir, out)
+
+  return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """A warm start: `sft`, one for each seed.
+
+  config: of a seed. init: another start that it goes on from; '' = none.
+  """
+
+  config: Config
+  init: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """One line of the table.
+
+  name: in the results, and a folder's. config: of a seed. warm: the start it
+  goes on from; '' = what its config says. train: False = the start itself is
+  evaluated. evaluations: of what came out; 'after' is compared with before.
+  """
+
+  name: str
+  config: Config
+  warm: str = ''
+  train: bool = True
+  evaluations: Mapping[str, Evaluation] = dataclasses.field(
+    default_factory=lambda: {'after': evaluation({})}
+  )
+  seeds: Sequence[int] = (0, 1, 2)
+
+
+class Missing(LookupError):
+  """An arm that a bar needs is not done."""
+
+
+class Interval(NamedTuple):
+  """Over n seeds; low and high are None for one seed."""
+
+  mean: float
+  low: float | None
+  high: float | None
+  n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+  """A promise. value: of a lookup (arm, evaluation, score) -> Interval."""
+
+  name: str
+  value: Callable[[Callable[[str, str, str], Interval]], float | None]
+  bar: float
+  at_most: bool = False
+  strict: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A recipe's table.
+
+  scores: last parts of the names that are kept ('em' of 'eval/hops=2/em').
+  curves: metric -> label, a panel of curves.png each.
+  """
+
+  warm: Mapping[str, Start]
+  arms: Sequence[Arm]
+  bars: Sequence[Bar]
+  scores: Sequence[str]
+  curves: Mapping[str, str]
+
+  def arm(self, name: str) -> Arm:
+    for arm in self.arms:
+      if arm.name == name:
+        return arm
+    raise ConfigError(
+      f'arm {name!r}: {lookup.near(name, [a.name for a in self.arms])}'
+    )
+
+  def start(self, name: str) -> Start:
+    if name not in self.warm:
+      raise ConfigError(f'warm start {name!r}: {lookup.near(name, self.warm)}')
+    return self.warm[name]
+
+
+# ---- Stages: 'warm/NAME/SEED' and 'arms/NAME/SEED', a folder each.
+
+
+def plan(row: Row, arms: Sequence[Arm], seeds: Sequence[int]) -> list[str]:
+  """The stages that `arms` need, seed by seed, each after what it needs."""
+  out = []
+  for seed in sorted({s for arm in arms for s in arm.seeds}):
+    for arm in arms:
+      if seed not in arm.seeds or (seeds and seed not in seeds):
+        continue
+      chain, name = [], arm.warm
+      while name:
+        chain.append(f'warm/{name}/{seed}')
+        name = row.start(name).init
+      out += [*reversed(chain), f'arms/{arm.name}/{seed}']
+  return list(dict.fromkeys(out))
+
+
+def config_of(row: Row, stage: str, workdir: pathlib.Path) -> ConfigDict:
+  """The stage's config, told where its warm start lies."""
+  kind, name, seed = stage.split('/')
+  one = row.start(name) if kind == 'warm' else row.arm(name)
+  config = one.config(int(seed))
+  init = one.init if kind == 'warm' else one.warm
+  if init:
+    config.train.init = str(workdir / 'warm' / init / seed / 'run')
+  return config
+
+
+def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
+  """Whether nothing is left to do for a stage.
+
+  Raises:
+    ConfigError: it was done with another config.
+  """
+  folder = workdir / stage
+  if not (folder / 'done.json').exists():
+    return False
+  before = json.loads((folder / 'done.json').read_text())['config']
+  now = records.plain(config_of(row, stage, workdir))
+  for field, (old, new) in writer.differences(before, now).items():
+    if not f'{field}.'.startswith(
+      tuple(f'{f}.' for f in (*writer.MAY_DIFFER, 'train.init'))
+    ):
+      raise ConfigError(
+        f'{folder} was run with another config: {field} was {old!r} and is '
+        f'{new!r} now; remove that folder, or give another --workdir'
+      )
+  kind, name, _ = stage.split('/')
+  return kind == 'warm' or all(
+    (folder / variant / 'values.json').exists()
+    for variant in row.arm(name).evaluations
+  )
+
+
+def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:
+  """Trains and evaluates one stage; goes on where it stopped."""
+  kind, name, _ = stage.split('/')
+  folder = workdir / stage
+  config = config_of(row, stage, workdir)
+  plain = records.plain(config)
+  config.source.url = url
+  clock = Clock(folder / 'seconds.json')
+  arm = row.arm(name) if kind == 'arms' else None
+  run = str(folder / 'run')
+  if not (folder / 'done.json').exists():
+    if arm is None or arm.train:
+      with clock('train'):
+        (sft.sft if arm is None else train.train)(config, run)
+    records.write_json(folder / 'done.json', {
+      'config': plain, 'commit': common.environment()['commit'],
+    })
+  if arm is None:
+    return
+  # What is not trained is its start, or a Hugging Face folder ('').
+  run = run if arm.train else config.train.init
+  for variant, measure in arm.evaluations.items():
+    out = folder / variant
+    if (out / 'values.json').exists():
+      continue
+    with clock('evaluate'):
+      values = measure(config, run, str(out))
+    records.write_json(out / 'values.json', values)
+
+
+class Servers:
+  """A retrieval server for each world, started when first asked for."""
+
+  def __init__(self, workdir: pathlib.Path):
+    self._folder, self._urls = workdir / 'worlds', {}
+    self._stack = contextlib.ExitStack()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    return self._stack.__exit__(*error)
+
+  def url(self, config: ConfigDict) -> str:
+    key = json.dumps(records.plain({
+      'corpus': config.source.corpus, 'url': config.source.url,
+      'dir': config.data.dir, 'seed': config.data.world_seed,
+      'world': config.data.world,
+    }))
+    if key not in self._urls:
+      folder = str(self._folder / str(len(self._urls)))
+      self._urls[key] = self._stack.enter_context(
+        setup.retrieval(config, folder)
+      )
+    return self._urls[key]
+
+
+def spawn(module: str, stage: str, workdir: pathlib.Path, url: str) -> None:
+  """`run_stage` in a process of its own, which saves and ends with this one.
+
+  Raises:
+    ConfigError: it failed; its error stands above.
+  """
+  process = subprocess.Popen(
+    [sys.executable, '-m', 'experiments.rows', f'--row={module}',
+     f'--workdir={workdir}', f'--stage={stage}', f'--url={url}'],
+    # Closed by our end, whatever ends us. Ctrl-C reaches us alone.
+    stdin=subprocess.PIPE, start_new_session=True,
+    env=searchrl_jax.HUGE_PAGES | os.environ,
+  )
+  try:
+    status = process.wait()
+  finally:
+    process.stdin.close()
+    process.wait()
+  if status:
+    raise ConfigError(
+      f'{stage} ended with status {status}; its error stands above. The same '
+      'command goes on where it stopped'
+    )
+
+
+def end_with_parent() -> None:
+  """A signal to stop once standard input is closed: see `spawn`."""
+
+  def watch():
+    while os.read(0, 1):  # sys.stdin's own lock would outlive the process
+      pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=watch, daemon=True).start()
+
+
+# ---- What came out.
+
+
+def interval(values: Sequence[float]) -> Interval:
+  """Mean and Student's t interval (95%) over seeds."""
+  n, mean = len(values), float(np.mean(values))
+  if n < 2:
+    return Interval(mean, None, None, n)
+  half = scipy.stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
+  return Interval(mean, mean - float(half), mean + float(half), n)
+
+
+def collect(row: Row, workdir: pathlib.Path) -> dict:
+  """{arm: {'seeds', 'mean'}} of everything that is done."""
+  out = {}
+  for arm in row.arms:
+    seeds = {
+      str(seed): _seed(row, arm, workdir / f'arms/{arm.name}/{seed}')
+      for seed in arm.seeds if done(row, f'arms/{arm.name}/{seed}', workdir)
+    }
+    if seeds:
+      out[arm.name] = {'seeds': seeds, 'mean': _means(seeds)}
+  return out
+
+
+def _seed(row: Row, arm: Arm, folder: pathlib.Path) -> dict:
+  def kept(values):
+    return {
+      name: value for name, value in values.items()
+      if name.rsplit('/', 1)[-1] in row.scores and value is not None
+    }
+
+  values = {
+    variant: kept(json.loads((folder / variant / 'values.json').read_text()))
+    for variant in arm.evaluations
+  }
+  curve = {}
+  if arm.train:
+    steps = list(_lines(folder / 'run' / 'metrics.jsonl'))
+    before = kept(steps[0]) if steps[0]['step'] == -1 else {}
+    if before:
+      values = {'before': before, **values, 'gain': {
+        k: v - before[k] for k, v in values['after'].items() if k in before
+      }}
+    curve = {
+      name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
+      for name in row.curves
+    }
+  return {
+    'seconds': json.loads((folder / 'seconds.json').read_text()),
+    'commit': json.loads((folder / 'done.json').read_text())['commit'],
+    'values': values, 'curve': curve,
+  }
+
+
+def _lines(path: pathlib.Path) -> Iterator[dict]:
+  with path.open() as lines:
+    yield from map(json.loads, lines)
+
+
+def _means(seeds: Mapping[str, dict]) -> dict:
+  """{evaluation: {score: Interval as a dict}}; scores that all seeds have."""
+  every = [s['values'] for s in seeds.values()]
+  return {
+    variant: {
+      score: interval([v[variant][score] for v in every])._asdict()
+      for score in values
+      if all(score in v.get(variant, {}) for v in every)
+    }
+    for variant, values in every[0].items()
+  }
+
+
+def judge(row: Row, arms: Mapping[str, dict]) -> list[dict]:
+  """The bars; one whose arm is not done has no value and does not hold."""
+
+  def look(arm: str, variant: str, score: str) -> Interval:
+    try:
+      return Interval(**arms[arm]['mean'][variant][score])
+    except KeyError as e:
+      raise Missing(f'{arm}: {variant}/{score}') from e
+
+  out = []
+  for bar in row.bars:
+    try:
+      value = bar.value(look)
+    except Missing:
+      value = None
+    out.append(
+      {'name': bar.name, 'value': None, 'bar': bar.bar, 'holds': False}
+      if value is None else common.bar(
+        bar.name, value, bar.bar, at_most=bar.at_most, strict=bar.strict
+      )
+    )
+  return out
+
+
+def plot(row: Row, arms: Mapping[str, dict], path: pathlib.Path) -> None:
+  """A panel a curve: means over seeds, shaded from lowest to highest.
+
+  An arm that was not trained is a dashed line at its score.
+  """
+  import matplotlib
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  figure, axes = pyplot.subplots(
+    1, len(row.curves), figsize=(4.2 * len(row.curves), 3.2), squeeze=False
+  )
+  for axis, (name, label) in zip(axes[0], row.curves.items()):
+    for n, (arm, found) in enumerate(arms.items()):
+      color = f'C{n % 10}'
+      runs = [
+        dict(s['curve'][name]) for s in found['seeds'].values()
+        if s['curve'].get(name)
+      ]
+      level = found['mean'].get('after', {}).get(name)
+      if runs:
+        steps = sorted(set.intersection(*map(set, runs)))
+        at = np.array([[run[s] for s in steps] for run in runs])
+        axis.plot(steps, at.mean(0), color=color, label=arm)
+        axis.fill_between(
+          steps, at.min(0), at.max(0), color=color, alpha=0.2, linewidth=0
+        )
+      elif level:
+        axis.axhline(
+          level['mean'], color=color, linestyle='--', linewidth=1, label=arm
+        )
+    axis.set(xlabel='step', ylabel=label)
+    axis.spines[['top', 'right']].set_visible(False)
+  # Under all panels: none of them has room for so many names.
+  named = dict(
+    (text, line) for axis in axes[0]
+    for line, text in zip(*axis.get_legend_handles_labels())
+  )
+  figure.tight_layout(rect=(0, 0.12, 1, 1))
+  figure.legend(
+    named.values(), named.keys(), loc='lower center', frameon=False,
+    ncol=min(len(named), 6) or 1, fontsize=8,
+  )
+  figure.savefig(path, dpi=80)
+  pyplot.close(figure)
+
+
+def show(row: Row, arms: Mapping[str, dict]) -> str:
+  """The table in markdown: after, mean and interval over seeds."""
+  names = list(dict.fromkeys(
+    score for found in arms.values()
+    for score in found['mean'].get('after', {})
+  ))
+  lines = [['arm', 'seeds', *names], ['---'] * (2 + len(names))]
+  for arm, found in arms.items():
+    after = found['mean'].get('after', {})
+    lines.append([arm, str(len(found['seeds'])), *(
+      _cell(Interval(**after[n])) if n in after else '' for n in names
+    )])
+  return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
+def _cell(value: Interval) -> str:
+  if value.low is None:
+    return f'{value.mean:.3f}'
+  return f'{value.mean:.3f} ± {value.high - value.mean:.3f}'
+
+
+def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
+  """Collects, judges, plots; writes `out` ('' = nowhere) and curves.png."""
+  arms = collect(row, workdir)
+  record = {
+    'environment': environment,
+    'command': ' '.join(['python', '-m', 'experiments.rows', *sys.argv[1:]]),
+    'arms': arms, 'bars': judge(row, arms),
+  }
+  if out:
+    records.write_json(out, record)
+    plot(row, arms, pathlib.Path(out).with_name('curves.png'))
+  return record
+
+
+def run(module: str, workdir: str, out: str = '', *, only: Sequence[str] = (),
+        seeds: Sequence[int] = ()) -> dict:
+  """Runs what is missing; returns (and writes) what there is."""
+  row, folder = load(module), pathlib.Path(workdir)
+  chosen = [row.arm(name) for name in only] or list(row.arms)
+  stages = plan(row, chosen, seeds)
+  if not stages:
+    raise ConfigError(f'--seeds={list(seeds)}: no chosen arm has such a seed')
+  environment = common.environment()
+  # All of them first: a stage of another config is found now, not at night.
+  left = [stage for stage in stages if not done(row, stage, folder)]
+  with Servers(folder) as servers:
+    for n, stage in enumerate(left, 1):
+      print(f'[{n}/{len(left)}] {stage}', flush=True)
+      spawn(module, stage, folder, servers.url(config_of(row, stage, folder)))
+      write(row, folder, out, environment)
+  return write(row, folder, out, environment)
+
+
+def load(module: str) -> Row:
+  """ROW of a module by its dotted name."""
+  try:
+    return importlib.import_module(module).ROW
+  except ModuleNotFoundError as e:
+    raise ConfigError(f'--row={module}: {e}') from e
+  except AttributeError as e:
+    raise ConfigError(f'--row={module}: it has no ROW') from e
+
+
+def main():
+  workdir = pathlib.Path(_WORKDIR.value)
+  if _STAGE.value:
+    import jax
+
+    end_with_parent()
+    # Stages compile the same programs.
+    jax.config.update('jax_compilation_cache_dir', str(workdir / 'compiled'))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+    run_stage(load(_ROW.value), _STAGE.value, workdir, _URL.value)
+    return
+  record = run(
+    _ROW.value, _WORKDIR.value, _OUT.value, only=_ONLY.value,
+    seeds=[int(s) for s in _SEEDS.value],
+  )
+  print(show(load(_ROW.value), record['arms']))
+  for bar in record['bars']:
+    print(bar)
+
+
+if __name__ == '__main__':
+  _ROW = flags.DEFINE_string('row', None, 'Module with ROW.', required=True)
+  _WORKDIR = command.define_workdir()
+  _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
+  _ONLY = flags.DEFINE_list('only', [], 'Arms to run; all if empty.')
+  _SEEDS = flags.DEFINE_list('seeds', [], 'Of their seeds; all if empty.')
+  _STAGE = flags.DEFINE_string('stage', '', 'One stage, as `run` starts it.')
+  _URL = flags.DEFINE_string('url', '', 'The retrieval server of the stage.')
+  command.define_data_dir()
+  command.run(main)

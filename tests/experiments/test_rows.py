@@ -1,0 +1,176 @@
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import rows
+from searchrl_jax.checks import ConfigError
+from tests.conftest import ROOT
+from tests.experiments import tiny_row
+
+MODULE = 'tests.experiments.tiny_row'
+
+
+def arm(name, warm='', seeds=(0, 1)):
+  return rows.Arm(name, tiny_row.config, warm, seeds=seeds)
+
+
+def table(*arms, warm=(), bars=()):
+  return dataclasses.replace(
+    tiny_row.ROW, arms=arms, warm=dict(warm), bars=bars
+  )
+
+
+def test_seeds_come_one_after_another_and_share_their_starts():
+  row = table(
+    arm('a', 'late'), arm('b', 'late', seeds=(0,)), arm('c'),
+    warm={'early': rows.Start(tiny_row.config),
+          'late': rows.Start(tiny_row.config, 'early')},
+  )
+  first = ['warm/early/0', 'warm/late/0', 'arms/a/0', 'arms/b/0', 'arms/c/0']
+  second = ['warm/early/1', 'warm/late/1', 'arms/a/1', 'arms/c/1']
+  assert rows.plan(row, row.arms, ()) == first + second
+  assert rows.plan(row, row.arms, (1,)) == second
+  assert rows.plan(row, [row.arm('c')], ()) == ['arms/c/0', 'arms/c/1']
+
+
+def test_names_that_do_not_exist_are_told_with_near_ones():
+  row = table(arm('ppo', 'wram'), warm={'warm': rows.Start(tiny_row.config)})
+  with pytest.raises(ConfigError, match="'pop'.*ppo"):
+    row.arm('pop')
+  with pytest.raises(ConfigError, match="'wram'.*warm"):
+    rows.plan(row, row.arms, ())
+  with pytest.raises(ConfigError, match='--seeds.*no chosen arm'):
+    rows.run(MODULE, 'nowhere', seeds=[7])
+  with pytest.raises(ConfigError, match='--row=tests.conftest: it has no ROW'):
+    rows.load('tests.conftest')
+
+
+def test_the_interval_over_seeds_is_students():
+  # t(0.975, 2) = 4.302653, s = 1: 4.302653 / sqrt(3) = 2.484138.
+  found = rows.interval([1.0, 2.0, 3.0])
+  assert found == pytest.approx((2.0, -0.484138, 4.484138, 3), abs=1e-6)
+  assert rows.interval([0.5]) == (0.5, None, None, 1)
+
+
+def means(**scores):
+  return {'a': {'mean': {'gain': {
+    name: rows.interval(values)._asdict() for name, values in scores.items()
+  }}}}
+
+
+def test_a_bar_is_judged_by_its_interval_and_absent_arms_hold_nothing():
+  def low(at):
+    return at('a', 'gain', 'em').low
+
+  row = table(bars=(
+    rows.Bar('gain', low, 0.0, strict=True),
+    rows.Bar('other', lambda at: at('b', 'gain', 'em').mean, 0.0),
+  ))
+  wide, narrow = means(em=[0.0, 0.1, 0.9]), means(em=[0.3, 0.3, 0.4])
+  assert [b['holds'] for b in rows.judge(row, wide)] == [False, False]
+  gain, other = rows.judge(row, narrow)
+  assert gain['holds'] and gain['value'] == pytest.approx(0.1899, abs=1e-4)
+  assert other == {'name': 'other', 'value': None, 'bar': 0.0, 'holds': False}
+  # One seed has no interval.
+  assert rows.judge(row, means(em=[0.9]))[0]['value'] is None
+
+
+def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
+  row, stage = table(arm('a')), 'arms/a/0'
+  assert not rows.done(row, stage, tmp_path)
+  config = rows.records.plain(rows.config_of(row, stage, tmp_path))
+  rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  assert not rows.done(row, stage, tmp_path)  # its evaluation is missing
+  rows.records.write_json(tmp_path / stage / 'after' / 'values.json', {})
+  assert rows.done(row, stage, tmp_path)
+  config['optim']['lr'], config['source']['url'] = 7.0, 'http://elsewhere'
+  rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  with pytest.raises(ConfigError, match='optim.lr was 7.0 and is 0.0003'):
+    rows.done(row, stage, tmp_path)
+
+
+def free(folder: pathlib.Path) -> bool:
+  """Whether no process writes a run folder."""
+  with open(folder / '.lock') as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return False
+  return True
+
+
+def wait(condition, seconds=120.0):
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end, 'waited in vain'
+    time.sleep(0.05)
+
+
+def lines(path):
+  return [json.loads(x) for x in path.open()] if path.exists() else []
+
+
+def test_a_killed_table_goes_on_and_says_all(tmp_path):
+  folder, out = tmp_path / 'runs', tmp_path / 'out' / 'results.json'
+  command = [
+    sys.executable, '-m', 'experiments.rows', f'--row={MODULE}',
+    f'--workdir={folder}', f'--out={out}',
+  ]
+  with (tmp_path / 'log').open('w') as log:
+    killed = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+  trained = folder / 'arms/trained/0'
+  try:
+    wait(lambda: killed.poll() is not None
+         or len(lines(trained / 'run/metrics.jsonl')) >= 3)
+  finally:
+    killed.send_signal(signal.SIGKILL)
+  assert killed.wait() == -signal.SIGKILL, (tmp_path / 'log').read_text()
+  # Its child minds that it is alone: it saves and ends.
+  wait(lambda: free(trained / 'run'))
+  assert not (trained / 'done.json').exists()
+  seen = json.loads(out.read_text())  # what was done is told already
+  assert list(seen['arms']) == ['untrained']
+  assert [b['value'] for b in seen['bars']] == [None, None]
+
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  # What was whole was left alone; the rest went on from its checkpoint.
+  assert '[1/1] arms/trained/0' in done.stdout
+  for run, starts in (('warm/warm/0/run', 1), ('arms/trained/0/run', 2)):
+    about = json.loads((folder / run / 'environment.json').read_text())
+    assert len(about['starts']) == starts
+  steps = lines(trained / 'run/metrics.jsonl')
+  assert [s['step'] for s in steps] == [-1, *range(12)]
+
+  found = json.loads(out.read_text())
+  assert found['command'].startswith('python -m experiments.rows --row=')
+  assert list(found['arms']) == ['untrained', 'trained']
+  one = found['arms']['trained']
+  (seed,) = one['seeds'].values()
+  assert seed['values']['before']['eval/em'] == steps[0]['eval/em']
+  assert seed['values']['short']['eval/tokens'] <= 16  # four turns of four
+  assert seed['values']['gain']['eval/tokens'] == pytest.approx(
+    seed['values']['after']['eval/tokens']
+    - seed['values']['before']['eval/tokens']
+  )
+  assert set(seed['values']['after']) == {
+    f'eval{part}/{score}' for part in ('', '/hops=1', '/hops=2')
+    for score in ('em', 'tokens')
+  } | {f'eval/source=micro_{n}hop/{score}' for n in (1, 2)
+       for score in ('em', 'tokens')}
+  assert seed['seconds']['train'] > 0 and seed['commit']
+  # Before (step 0) and every third of 12 updates.
+  assert [x for x, _ in seed['curve']['eval/em']] == [0, 3, 6, 9, 12]
+  assert len(seed['curve']['reward']) == 12
+  assert one['mean']['after']['eval/em']['n'] == 1
+  assert [b['holds'] for b in found['bars']] == [True, True]
+  assert 1000 < os.path.getsize(out.with_name('curves.png')) < 60_000
+  assert '| trained | 1 |' in done.stdout
