@@ -30,15 +30,14 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict
-import numpy as np
-import scipy.stats
 
 import searchrl_jax
+from experiments import table
 from experiments.benchmarks import common
+from experiments.table import Bar
 from searchrl_jax import command
 from searchrl_jax import evaluate
 from searchrl_jax import lookup
@@ -94,30 +93,6 @@ class Arm:
     default_factory=lambda: {'after': evaluation({})}
   )
   seeds: Sequence[int] = (0, 1, 2)
-
-
-class Missing(LookupError):
-  """An arm that a bar needs is not done."""
-
-
-class Interval(NamedTuple):
-  """Over n seeds; low and high are None for one seed."""
-
-  mean: float
-  low: float | None
-  high: float | None
-  n: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-  """A promise. value: of a lookup (arm, evaluation, score) -> Interval."""
-
-  name: str
-  value: Callable[[Callable[[str, str, str], Interval]], float | None]
-  bar: float
-  at_most: bool = False
-  strict: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,15 +274,6 @@ def end_with_parent() -> None:
 # ---- What came out.
 
 
-def interval(values: Sequence[float]) -> Interval:
-  """Mean and Student's t interval (95%) over seeds."""
-  n, mean = len(values), float(np.mean(values))
-  if n < 2:
-    return Interval(mean, None, None, n)
-  half = scipy.stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
-  return Interval(mean, mean - float(half), mean + float(half), n)
-
-
 def collect(row: Row, workdir: pathlib.Path) -> dict:
   """{arm: {'seeds', 'mean'}} of everything that is done."""
   out = {}
@@ -317,7 +283,7 @@ def collect(row: Row, workdir: pathlib.Path) -> dict:
       for seed in arm.seeds if done(row, f'arms/{arm.name}/{seed}', workdir)
     }
     if seeds:
-      out[arm.name] = {'seeds': seeds, 'mean': _means(seeds)}
+      out[arm.name] = {'seeds': seeds, 'mean': table.means(seeds)}
   return out
 
 
@@ -356,122 +322,17 @@ def _lines(path: pathlib.Path) -> Iterator[dict]:
     yield from map(json.loads, lines)
 
 
-def _means(seeds: Mapping[str, dict]) -> dict:
-  """{evaluation: {score: Interval as a dict}}; scores that all seeds have."""
-  every = [s['values'] for s in seeds.values()]
-  return {
-    variant: {
-      score: interval([v[variant][score] for v in every])._asdict()
-      for score in values
-      if all(score in v.get(variant, {}) for v in every)
-    }
-    for variant, values in every[0].items()
-  }
-
-
-def judge(row: Row, arms: Mapping[str, dict]) -> list[dict]:
-  """The bars; one whose arm is not done has no value and does not hold."""
-
-  def look(arm: str, variant: str, score: str) -> Interval:
-    try:
-      return Interval(**arms[arm]['mean'][variant][score])
-    except KeyError as e:
-      raise Missing(f'{arm}: {variant}/{score}') from e
-
-  out = []
-  for bar in row.bars:
-    try:
-      value = bar.value(look)
-    except Missing:
-      value = None
-    out.append(
-      {'name': bar.name, 'value': None, 'bar': bar.bar, 'holds': False}
-      if value is None else common.bar(
-        bar.name, value, bar.bar, at_most=bar.at_most, strict=bar.strict
-      )
-    )
-  return out
-
-
-def plot(row: Row, arms: Mapping[str, dict], path: pathlib.Path) -> None:
-  """A panel a curve: means over seeds, shaded from lowest to highest.
-
-  An arm that was not trained is a dashed line at its score.
-  """
-  import matplotlib
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(
-    1, len(row.curves), figsize=(4.2 * len(row.curves), 3.2), squeeze=False
-  )
-  for axis, (name, label) in zip(axes[0], row.curves.items()):
-    for n, (arm, found) in enumerate(arms.items()):
-      color = f'C{n % 10}'
-      runs = [
-        dict(s['curve'][name]) for s in found['seeds'].values()
-        if s['curve'].get(name)
-      ]
-      level = found['mean'].get('after', {}).get(name)
-      if runs:
-        steps = sorted(set.intersection(*map(set, runs)))
-        at = np.array([[run[s] for s in steps] for run in runs])
-        axis.plot(steps, at.mean(0), color=color, label=arm)
-        axis.fill_between(
-          steps, at.min(0), at.max(0), color=color, alpha=0.2, linewidth=0
-        )
-      elif level:
-        axis.axhline(
-          level['mean'], color=color, linestyle='--', linewidth=1, label=arm
-        )
-    axis.set(xlabel='step', ylabel=label)
-    axis.spines[['top', 'right']].set_visible(False)
-  # Under all panels: none of them has room for so many names.
-  named = dict(
-    (text, line) for axis in axes[0]
-    for line, text in zip(*axis.get_legend_handles_labels())
-  )
-  figure.tight_layout(rect=(0, 0.12, 1, 1))
-  figure.legend(
-    named.values(), named.keys(), loc='lower center', frameon=False,
-    ncol=min(len(named), 6) or 1, fontsize=8,
-  )
-  figure.savefig(path, dpi=80)
-  pyplot.close(figure)
-
-
-def show(row: Row, arms: Mapping[str, dict]) -> str:
-  """The table in markdown: after, mean and interval over seeds."""
-  names = list(dict.fromkeys(
-    score for found in arms.values()
-    for score in found['mean'].get('after', {})
-  ))
-  lines = [['arm', 'seeds', *names], ['---'] * (2 + len(names))]
-  for arm, found in arms.items():
-    after = found['mean'].get('after', {})
-    lines.append([arm, str(len(found['seeds'])), *(
-      _cell(Interval(**after[n])) if n in after else '' for n in names
-    )])
-  return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
-def _cell(value: Interval) -> str:
-  if value.low is None:
-    return f'{value.mean:.3f}'
-  return f'{value.mean:.3f} ± {value.high - value.mean:.3f}'
-
-
 def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
   """Collects, judges, plots; writes `out` ('' = nowhere) and curves.png."""
   arms = collect(row, workdir)
   record = {
     'environment': environment,
     'command': ' '.join(['python', '-m', 'experiments.rows', *sys.argv[1:]]),
-    'arms': arms, 'bars': judge(row, arms),
+    'arms': arms, 'bars': table.judge(row.bars, arms),
   }
   if out:
     records.write_json(out, record)
-    plot(row, arms, pathlib.Path(out).with_name('curves.png'))
+    table.plot(row.curves, arms, pathlib.Path(out).with_name('curves.png'))
   return record
 
 
@@ -519,7 +380,7 @@ def main():
     _ROW.value, _WORKDIR.value, _OUT.value, only=_ONLY.value,
     seeds=[int(s) for s in _SEEDS.value],
   )
-  print(show(load(_ROW.value), record['arms']))
+  print(table.show(record['arms']))
   for bar in record['bars']:
     print(bar)
 

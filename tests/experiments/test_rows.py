@@ -22,14 +22,12 @@ def arm(name, warm='', seeds=(0, 1)):
   return rows.Arm(name, tiny_row.config, warm, seeds=seeds)
 
 
-def table(*arms, warm=(), bars=()):
-  return dataclasses.replace(
-    tiny_row.ROW, arms=arms, warm=dict(warm), bars=bars
-  )
+def row_of(*arms, warm=()):
+  return dataclasses.replace(tiny_row.ROW, arms=arms, warm=dict(warm))
 
 
 def test_seeds_come_one_after_another_and_share_their_starts():
-  row = table(
+  row = row_of(
     arm('a', 'late'), arm('b', 'late', seeds=(0,)), arm('c'),
     warm={'early': rows.Start(tiny_row.config),
           'late': rows.Start(tiny_row.config, 'early')},
@@ -42,7 +40,7 @@ def test_seeds_come_one_after_another_and_share_their_starts():
 
 
 def test_names_that_do_not_exist_are_told_with_near_ones():
-  row = table(arm('ppo', 'wram'), warm={'warm': rows.Start(tiny_row.config)})
+  row = row_of(arm('ppo', 'wram'), warm={'warm': rows.Start(tiny_row.config)})
   with pytest.raises(ConfigError, match="'pop'.*ppo"):
     row.arm('pop')
   with pytest.raises(ConfigError, match="'wram'.*warm"):
@@ -53,38 +51,8 @@ def test_names_that_do_not_exist_are_told_with_near_ones():
     rows.load('tests.conftest')
 
 
-def test_the_interval_over_seeds_is_students():
-  # t(0.975, 2) = 4.302653, s = 1: 4.302653 / sqrt(3) = 2.484138.
-  found = rows.interval([1.0, 2.0, 3.0])
-  assert found == pytest.approx((2.0, -0.484138, 4.484138, 3), abs=1e-6)
-  assert rows.interval([0.5]) == (0.5, None, None, 1)
-
-
-def means(**scores):
-  return {'a': {'mean': {'gain': {
-    name: rows.interval(values)._asdict() for name, values in scores.items()
-  }}}}
-
-
-def test_a_bar_is_judged_by_its_interval_and_absent_arms_hold_nothing():
-  def low(at):
-    return at('a', 'gain', 'em').low
-
-  row = table(bars=(
-    rows.Bar('gain', low, 0.0, strict=True),
-    rows.Bar('other', lambda at: at('b', 'gain', 'em').mean, 0.0),
-  ))
-  wide, narrow = means(em=[0.0, 0.1, 0.9]), means(em=[0.3, 0.3, 0.4])
-  assert [b['holds'] for b in rows.judge(row, wide)] == [False, False]
-  gain, other = rows.judge(row, narrow)
-  assert gain['holds'] and gain['value'] == pytest.approx(0.1899, abs=1e-4)
-  assert other == {'name': 'other', 'value': None, 'bar': 0.0, 'holds': False}
-  # One seed has no interval.
-  assert rows.judge(row, means(em=[0.9]))[0]['value'] is None
-
-
 def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
-  row, stage = table(arm('a')), 'arms/a/0'
+  row, stage = row_of(arm('a')), 'arms/a/0'
   assert not rows.done(row, stage, tmp_path)
   config = rows.records.plain(rows.config_of(row, stage, tmp_path))
   rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
