@@ -12,9 +12,9 @@ Of all of them, unlike the papers:
   * where answers to a question are compared, one whose others failed gets 0.
   * the engine's mismatch is corrected by truncated weights; tis='none' is
     the papers'.
-  * a KL in the reward is summed over the trajectory before the advantage is
-    taken, where PPO and REINFORCE++ take it token by token. Coefficients of a
-    KL are where a public implementation starts.
+  * a KL in the reward is taken token by token where advantages are (PPO),
+    and summed over the trajectory elsewhere; REINFORCE++'s paper has it token
+    by token. Coefficients of a KL are where a public implementation starts.
 """
 
 _PLAIN = dict(
@@ -67,8 +67,9 @@ REINFORCE_PP_BASELINE = _PLAIN | dict(
 REMAX = _PLAIN | dict(advantage='remax', loss='reinforce')
 
 # PPO, arXiv 1707.06347, with GAE, as Search-R1 runs it: no discount, KL in the
-# reward. There the mean is over the tokens of each microbatch, and GAE and
-# whitening take in retrieved tokens: not kept.
+# reward. Needs a critic: set config.critic.lr (1e-5 there) and the rest of it.
+# There the mean is over the tokens of each microbatch, and GAE and whitening
+# take in retrieved tokens: not kept.
 PPO = _PLAIN | _IN_REWARD | dict(
   advantage='gae',
   advantage_kw=dict(gamma=1.0, lam=1.0, whiten=True, eps=1e-8),
@@ -76,9 +77,10 @@ PPO = _PLAIN | _IN_REWARD | dict(
 )
 
 # arXiv 2503.14476: clip-higher, token mean, no KL. Questions whose answers all
-# earn the same are left out; the paper samples others until the batch is full,
-# here it is smaller. Overlong shaping is a reward (rewards/length.py), and the
-# filter sees it: equally right answers of other lengths stay.
+# earn the same are left out; the paper samples others until the batch is full:
+# as many rounds of that as rollout.refill says. Overlong shaping is a reward
+# (rewards/length.py), and the filter sees it: equally right answers of other
+# lengths stay.
 DAPO = _PLAIN | dict(
   advantage='grpo', advantage_kw=dict(eps=1e-6, ddof=1), clip_high=0.28,
   drop_zero_variance=True,

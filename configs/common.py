@@ -74,6 +74,7 @@ def base() -> ConfigDict:
 
   c.data = ConfigDict()
   c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data, else the hub
+  c.data.world_module = 'microworld'  # which generates them
   c.data.world_seed = 0  # of a generated world, for `microworld` sets
   c.data.world = ConfigDict()  # its other settings (microworld.generate)
   c.data.prompt = 'template'  # template, as_is (the data's own messages)
@@ -89,6 +90,9 @@ def base() -> ConfigDict:
   c.env.max_observation_tokens = 256  # of one observation, tags included
   c.env.information = 'source'  # source, policy (SSRL)
   c.env.train_information = False  # policy-written information in the loss
+  # What the environment answers a turn with in the loss too (Search-R1's
+  # state_masking=false), its old log-probs the trainer's, weight 1.
+  c.env.train_observations = False
 
   c.source = ConfigDict()
   c.source.module = 'service'
@@ -134,6 +138,9 @@ def base() -> ConfigDict:
   c.rollout.concurrency = 0  # trajectories in flight; 0 = all of the step
   c.rollout.search_attempts = 2  # searches tried on the live handle
   c.rollout.max_failed = 0.2  # fraction of failed trajectories that stops
+  # Rounds of further questions while groups of equal rewards leave a step
+  # short (DAPO's dynamic sampling, with algorithm.drop_zero_variance).
+  c.rollout.refill = 0
   # Versions that a step's rollouts may begin ahead of it: 0 = synchronous.
   c.rollout.max_staleness = 0
   # Mean |log-prob difference| of trainer and engine in a step that pauses the
@@ -163,6 +170,16 @@ def base() -> ConfigDict:
   c.algorithm.minibatches = 1  # optimizer updates in a step (per epoch)
   c.algorithm.epochs = 1  # passes over a step's trajectories
   c.algorithm.drop_zero_variance = False  # leave such groups out of the batch
+
+  # The critic of advantage='gae': a backbone and a value head of its own.
+  c.critic = ConfigDict()
+  c.critic.path = ''  # a Hugging Face folder; '' = as the policy starts
+  c.critic.lr = 0.0  # 0 = there is none
+  c.critic.schedule = 'constant'  # as optim.schedule
+  c.critic.warmup = 0  # updates
+  c.critic.weight_decay = 0.0
+  c.critic.clip = 0.5  # largest step of a value, in returns; 0 = not clipped
+  c.critic.alone = 0  # first steps in which it alone learns
 
   c.batch = ConfigDict()
   c.batch.lengths = (256, 512, 1024)  # buckets, in tokens; last = the limit
@@ -213,6 +230,8 @@ def base() -> ConfigDict:
   c.eval.temperature = 0.0  # 0 = greedy
   c.eval.top_p = 1.0
   c.eval.k = ()  # pass@k for these k
+  # Also choose among the samples, by self-certainty: '', certainty.
+  c.eval.best_of = ''
   c.eval.bootstrap = 2000  # resamples behind an interval
   c.eval.seed = 0
 

@@ -339,16 +339,30 @@ def set_advantages(batches: Sequence[Batch], advantages) -> list[Batch]:
   return out
 
 
-def row_sums(batches: Sequence[Batch], arrays, n: int) -> np.ndarray:
-  """Sums of per-token arrays [B, T] over loss tokens: float64 [n].
+def masks(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+  """Which tokens of each trajectory are in the loss, B bool arrays [n]."""
+  return [row_of(i, t, False).mask for i, t in enumerate(trajectories)]
 
-  One entry for each trajectory, 0 for those in no batch (KL in the reward).
+
+def rows(minibatches, arrays, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+  """Arrays [B, T] of microbatches, cut to trajectories: float64 [n] each.
+
+  Args:
+    minibatches: of microbatches, as from `make`.
+    arrays: one for each microbatch, nested likewise.
+    masks: of all trajectories; see `masks`.
+
+  Returns:
+    one array for each trajectory: 0 off the loss tokens, and all 0 for a
+    trajectory that is in no batch.
   """
-  out = np.zeros(n)
-  for b, x in zip(batches, arrays, strict=True):
-    sums = np.where(b.mask, np.asarray(x, np.float64), 0.0).sum(axis=1)
-    real = b.rows >= 0
-    np.add.at(out, b.rows[real], sums[real])
+  out = [np.zeros(len(m)) for m in masks]
+  for mini, found in zip(minibatches, arrays, strict=True):
+    for b, x in zip(mini, found, strict=True):
+      x = np.where(b.mask, np.asarray(x, np.float64), 0.0)
+      for i, r in enumerate(b.rows):
+        if r >= 0:
+          out[r][:] = x[i, :len(out[r])]
   return out
 
 

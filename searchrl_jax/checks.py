@@ -9,10 +9,12 @@ import tqdm
 from retrieval.client import RetrievalClient
 from searchrl_jax import advantages
 from searchrl_jax import batching
+from searchrl_jax import credit
 from searchrl_jax import lookup
 from searchrl_jax import losses
-from searchrl_jax import update
+from searchrl_jax import objectives
 from searchrl_jax.env import SearchEnv
+from searchrl_jax.evaluators import passk
 from searchrl_jax.types import Question
 
 
@@ -66,10 +68,12 @@ def check(config: ConfigDict) -> None:
         f'config.algorithm.{name}={a[name]!r}: {lookup.near(a[name], known)}'
       )
   try:
-    update.policy_objective(config)
+    objectives.policy(config)
   except ValueError as e:
     raise ConfigError(str(e)) from e
   _check_advantage(a)
+  _check_critic(config)
+  _check_refill(config)
   if a.kl == 'none' and a.kl_coef:
     raise ConfigError(
       f"config.algorithm.kl_coef={a.kl_coef} has no effect with kl='none'; "
@@ -81,6 +85,7 @@ def check(config: ConfigDict) -> None:
       "coefficient above 0, or kl='none'"
     )
   check_engine(config)
+  passk.check(config, training=True)
   if r.max_staleness < 0 or r.mismatch_alarm < 0:
     raise ConfigError(
       f'config.rollout.max_staleness={r.max_staleness}, mismatch_alarm='
@@ -98,34 +103,53 @@ def check(config: ConfigDict) -> None:
     )
 
 
-# Arrays that an advantage may take and the loop does not have.
-_ABSENT = {
-  'greedy': (
-    'the greedy answer to each question, which rollouts do not draw; use '
-    "'reinforce' or 'rloo'"
-  ),
-  'critic': (
-    "a critic, and there is no config.critic; use one without, such as 'rloo' "
-    "or 'reinforce_pp_baseline'"
-  ),
-  'mask': (
-    "the loss tokens of each trajectory, which the loop does not hand over; "
-    "use 'whitened'"
-  ),
-}
+def _check_critic(config: ConfigDict) -> None:
+  a, c = config.algorithm, config.critic
+  needed = 'critic' in credit.needs(a.advantage)
+  if needed and c.lr <= 0:
+    raise ConfigError(
+      f'config.algorithm.advantage={a.advantage!r} needs a critic, and '
+      f'config.critic.lr={c.lr} says that there is none; set a rate (1e-5 is '
+      "Search-R1's), or use an advantage without one, such as 'rloo'"
+    )
+  if not needed and c.lr:
+    raise ConfigError(
+      f'config.critic.lr={c.lr}: advantage {a.advantage!r} has no use for a '
+      "critic; set it to 0, or use advantage='gae'"
+    )
+  if not 0 <= c.alone <= config.train.steps:
+    raise ConfigError(
+      f'config.critic.alone={c.alone}: steps in which only the critic learns, '
+      f'within 0..config.train.steps={config.train.steps}'
+    )
+  try:
+    objectives.value(config)
+  except ValueError as e:
+    raise ConfigError(str(e)) from e
+
+
+def _check_refill(config: ConfigDict) -> None:
+  r = config.rollout
+  if r.refill < 0:
+    raise ConfigError(f'config.rollout.refill={r.refill}: rounds, 0 or more')
+  if r.refill and not config.algorithm.drop_zero_variance:
+    raise ConfigError(
+      f'config.rollout.refill={r.refill} fills up for groups of equal rewards, '
+      'which config.algorithm.drop_zero_variance=False keeps; set it to True'
+    )
+  if r.refill and r.max_staleness:
+    raise ConfigError(
+      f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
+      "the next step's questions are under way before this one's are known to "
+      'be too few; use one of them'
+    )
 
 
 def _check_advantage(a: ConfigDict) -> None:
-  parameters = list(
-    inspect.signature(getattr(advantages, a.advantage)).parameters.values()
-  )
+  parameters = inspect.signature(
+    getattr(advantages, a.advantage)
+  ).parameters.values()
   known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-  # After values, valid and group_ids.
-  arrays = [p.name for p in parameters[3:] if p.name not in known]
-  if arrays:
-    raise ConfigError(
-      f'config.algorithm.advantage={a.advantage!r} needs {_ABSENT[arrays[-1]]}'
-    )
   for name in a.advantage_kw:
     if name not in known:
       raise ConfigError(

@@ -8,6 +8,7 @@ Whatever has ended and was not used yet goes into the checkpoint.
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import time
@@ -31,9 +32,16 @@ class _Step:
   """The rollouts of one step."""
 
   cursor: dict  # of the stream, before its questions
-  ended: Ended  # what may be used, and
-  seen: list[Trajectory]  # all that ended since it began
-  future: futures.Future
+  ended: Ended  # what may be used
+  asked: set[str]  # ids of its questions
+  seen: list[Trajectory] = dataclasses.field(default_factory=list)
+  future: futures.Future | None = None
+
+  def keep(self, trajectory: Trajectory) -> None:
+    self.seen.append(trajectory)
+    # What failed for the fault of a service is tried again.
+    if not trajectory.failed:
+      self.ended[trajectory.question.id, trajectory.sample] = trajectory
 
 
 class Collector:
@@ -89,6 +97,26 @@ class Collector:
     self._taken = {step: self._under_way.pop(step)}
     return found
 
+  def more(self, step: int, n: int) -> Rollout:
+    """The rollouts of n further questions for a step that was taken.
+
+    For max_staleness = 0: the questions that follow are the next step's.
+
+    Raises:
+      as `take`.
+    """
+    one = self._taken[step]
+    questions = []
+    for q in self._stream.next(n):
+      # Asked again in one step, a question has samples of their own name.
+      again = (f'{q.id}#{i}' for i in itertools.count(2))
+      name = next(
+        x for x in itertools.chain([q.id], again) if x not in one.asked
+      )
+      one.asked.add(name)
+      questions.append(dataclasses.replace(q, id=name))
+    return self._signals.wait(self._play(questions, step, one))
+
   def put_back(self, step: int, *, usable: bool) -> tuple[Trajectory, ...]:
     """Ends all; `step` was not used. Returns what had ended of it.
 
@@ -104,18 +132,16 @@ class Collector:
   def _begin(self, step: int) -> None:
     cursor = self._stream.state()
     questions = self._stream.next(self._questions)
-    ended, seen = self._saved.pop(step, {}), []
+    one = _Step(cursor, self._saved.pop(step, {}), {q.id for q in questions})
+    one.future = self._play(questions, step, one)
+    self._under_way[step] = one
 
-    def keep(trajectory: Trajectory) -> None:
-      seen.append(trajectory)
-      # What failed for the fault of a service is tried again.
-      if not trajectory.failed:
-        ended[trajectory.question.id, trajectory.sample] = trajectory
-
-    future = self._signals.start(
-      self._counted(questions, step, dict(ended), keep)
+  def _play(
+    self, questions: Sequence[Question], step: int, one: _Step
+  ) -> futures.Future:
+    return self._signals.start(
+      self._counted(questions, step, dict(one.ended), one.keep)
     )
-    self._under_way[step] = _Step(cursor, ended, seen, future)
 
   async def _counted(
     self, questions: Sequence[Question], step: int, ended: Ended, keep: Callable

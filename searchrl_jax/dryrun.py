@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from searchrl_jax import batching
 from searchrl_jax import checks
+from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax import setup
 from searchrl_jax import update
@@ -26,7 +27,7 @@ def report(config, vocab_size: int) -> str:
   tx = optim.make(config.optim, max(optim.updates(config), 1), params)
   updater = update.Updater(
     cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
-    objective=update.policy_objective(config), mesh=mesh,
+    objective=objectives.policy(config), mesh=mesh,
   )
   own = _bytes(params, decoder.param_shardings(cfg, mesh))
   moments = _bytes(

@@ -32,6 +32,7 @@ from searchrl_jax import parser as parsing
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.parser import Block, Parser
 from searchrl_jax.types import (
+  Passage,
   Prompt,
   Question,
   SearchError,
@@ -259,6 +260,11 @@ class SearchEnv:
     """The policy's last complete answer, or None. Only this can earn."""
     return parsing.answer(trajectory.segments, self.template, self.tokenizer)
 
+  def observation(self, passages: Sequence[Passage]) -> str:
+    """What these passages are told as, by the source or by the policy."""
+    limit = self.config.max_observation_tokens
+    return self.tokenizer.decode(self._observe(passages, limit)[0])
+
   # After a generation.
 
   def _completed(self, state: State, completion: Completion):
@@ -450,11 +456,13 @@ class SearchEnv:
   def _respond(self, state: State, ids: Sequence[int], kind: str):
     """The environment's part, then the next turn."""
     note = self._note_before(state.turn + 1)
-    agent = state.agent
+    agent, train = state.agent, bool(self.config.train_observations)
     segments = _join(
-      state.segments, _segment(ids, 'environment', kind, agent)
+      state.segments, _segment(ids, 'environment', kind, agent, train)
     )
-    segments = _join(segments, _segment(note, 'environment', 'other', agent))
+    segments = _join(
+      segments, _segment(note, 'environment', 'other', agent, train)
+    )
     state = dataclasses.replace(
       state,
       segments=segments,
@@ -470,8 +478,10 @@ def _next(state: State, action: Action) -> tuple[State, Action]:
   return dataclasses.replace(state, pending=action), action
 
 
-def _segment(ids, author: str, kind: str, agent: str) -> Segment:
-  return Segment(np.asarray(ids, np.int32), author, kind, agent)
+def _segment(
+  ids, author: str, kind: str, agent: str, train: bool = False
+) -> Segment:
+  return Segment(np.asarray(ids, np.int32), author, kind, agent, train)
 
 
 def _join(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:

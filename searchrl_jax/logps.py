@@ -202,21 +202,16 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
 head_logps.defvjp(_head_fwd, _head_bwd)
 
 
-def token_logps(params, cfg: decoder.DecoderConfig, arrays: dict, *,
-                temperature: float, head_chunk: int, mesh=None,
-                entropy: bool = True, entropy_grad: bool = False):
-  """Log-probs and entropy of the loss tokens at the sampling temperature.
+def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
+  """What the loss tokens are predicted from, and what takes it back.
 
   Args:
     arrays: ids int32 [B, T], lengths int32 [B], and where the loss tokens
       are, index int32 [S, C] and inverse int32 [S, P] (`update.compaction`).
-    head_chunk: logits held at once, in tokens over all shards: times V.
-    entropy: whether it is wanted; costs another product with the head.
-    entropy_grad: whether the entropy is differentiated.
 
   Returns:
-    logps and entropy in nats, float32 [B, T], 0 on other tokens; entropy is
-    None if not wanted, and then logps have no efficient gradient.
+    hidden states [S, C, D], zeros past the loss tokens, and a function of
+    x [S, C, ...] that gives [B, T, ...], zeros off the loss tokens.
   """
   ids, index, inverse = arrays['ids'], arrays['index'], arrays['inverse']
   (B, T), (S, C) = ids.shape, index.shape
@@ -230,16 +225,39 @@ def token_logps(params, cfg: decoder.DecoderConfig, arrays: dict, *,
   )
   x = compact(x.reshape(S, P, -1), before, after)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
-  targets = _take(ids.reshape(S, P), index)
+
+  def spread(y):
+    return compact(y, inverse, index).reshape(B, T, *y.shape[2:])
+
+  return x, spread
+
+
+def token_logps(params, cfg: decoder.DecoderConfig, arrays: dict, *,
+                temperature: float, head_chunk: int, mesh=None,
+                entropy: bool = True, entropy_grad: bool = False):
+  """Log-probs and entropy of the loss tokens at the sampling temperature.
+
+  Args:
+    arrays: see `gather`.
+    head_chunk: logits held at once, in tokens over all shards: times V.
+    entropy: whether it is wanted; costs another product with the head.
+    entropy_grad: whether the entropy is differentiated.
+
+  Returns:
+    logps and entropy in nats, float32 [B, T], 0 on other tokens; entropy is
+    None if not wanted, and then logps have no efficient gradient.
+  """
+  index = arrays['index']
+  S = len(index)
+  x, spread = gather(params, cfg, arrays, mesh)
+  targets = _take(arrays['ids'].reshape(S, -1), index)
   w = params['embed'] if cfg.tied else params['head'].T
   chunk = max(1, head_chunk // S)
   if not entropy:
     lse, _ = _normaliser(x, w, temperature, chunk, mesh, False)
     logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
-    return compact(logps, inverse, index).reshape(B, T), None
-  logps, entropy = head_logps(
+    return spread(logps), None
+  both = spread(jnp.stack(head_logps(
     x, w, targets, temperature, chunk, entropy_grad, mesh
-  )
-  both = compact(jnp.stack([logps, entropy], -1), inverse, index)
-  both = both.reshape(B, T, 2)
+  ), -1))
   return both[..., 0], both[..., 1]

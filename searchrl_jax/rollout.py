@@ -64,6 +64,14 @@ class RolloutStats:
   search_seconds: float = 0.0  # waiting for the source, summed
   trajectory_seconds: float = 0.0  # from start to end, summed
 
+  def __add__(self, other: 'RolloutStats') -> 'RolloutStats':
+    """Of one rollout after the other."""
+    return RolloutStats(*(
+      a + b for a, b in zip(
+        dataclasses.astuple(self), dataclasses.astuple(other), strict=True
+      )
+    ))
+
   def metrics(self) -> dict[str, float]:
     """For the log; 'rollout/in_flight' is a mean over the wall time."""
     wall = max(self.seconds, 1e-9)
@@ -103,6 +111,13 @@ def evaluation(config: ConfigDict) -> ConfigDict:
   rollout.temperature = config.eval.temperature
   rollout.top_p = config.eval.top_p
   rollout.top_k = 0
+  return rollout
+
+
+def greedy(config: ConfigDict) -> ConfigDict:
+  """config.rollout for one greedy answer to each question."""
+  rollout = ConfigDict(config.rollout.to_dict())
+  rollout.group, rollout.temperature = 1, 0.0
   return rollout
 
 

@@ -25,6 +25,7 @@ from searchrl_jax import tokenizer as tokenizers
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.data import core as data
 from searchrl_jax.env import SearchEnv
+from searchrl_jax.models import critic as critics
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
 from searchrl_jax.rewards import core as rewards
@@ -115,23 +116,23 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
 def _write_tokenizer(name: str, config: ConfigDict, workdir: str,
                      out: pathlib.Path) -> None:
   if name == 'world':
-    from searchrl_jax.data import microworld
-
-    microworld.tokenizer(out)
+    world(config).tokenizer(out)
   elif name == 'bpe':
     from retrieval.corpus import read_corpus
 
     texts = read_corpus(corpus(config, workdir)).contents
     tokenizers.train_bpe(texts, config.model.bpe_vocab, out)
   else:
-    name = local(name, 'tokenizer' if config.model.tokenizer else 'path')
+    name = local(name, 'config.model.' + (
+      'tokenizer' if config.model.tokenizer else 'path'
+    ))
     tokenizers.load(name).save(out)
     generation = pathlib.Path(name) / 'generation_config.json'
     if generation.exists():  # it names the tokens that end a turn
       shutil.copy(generation, out)
 
 
-def local(path: str, field: str = 'path') -> str:
+def local(path: str, field: str = 'config.model.path') -> str:
   """A Hugging Face folder on this machine; a name on the hub is fetched.
 
   Through huggingface_hub, so HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count.
@@ -142,7 +143,7 @@ def local(path: str, field: str = 'path') -> str:
   if pathlib.Path(path).is_dir():
     return path
   if not re.fullmatch(r'[\w.-]+/[\w.-]+', path):
-    raise ConfigError(f'config.model.{field}={path!r}: no such folder')
+    raise ConfigError(f'{field}={path!r}: no such folder')
   import huggingface_hub
   import huggingface_hub.errors
 
@@ -152,7 +153,7 @@ def local(path: str, field: str = 'path') -> str:
     )
   except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
     raise ConfigError(
-      f'config.model.{field}={path!r} is no folder here and could not be '
+      f'{field}={path!r} is no folder here and could not be '
       f'fetched from the hub ({type(e).__name__}: {e}); give a local folder, '
       'point HF_ENDPOINT at a mirror, or HF_HOME at a cache that has it'
     ) from e
@@ -242,12 +243,15 @@ def restore_params(config: ConfigDict, workdir: str, cfg, mesh,
   return restored.state['state']['params']
 
 
-def shapes(cfg, mesh) -> dict:
-  """The parameters as shapes with shardings; nothing is allocated."""
-  shardings = decoder.flatten(decoder.param_shardings(cfg, mesh))
+def shapes(cfg, mesh, model=decoder) -> dict:
+  """The parameters as shapes with shardings; nothing is allocated.
+
+  model: the module that has their table, `decoder` or `critic`.
+  """
+  shardings = decoder.flatten(model.param_shardings(cfg, mesh))
   return decoder.nest({
     path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
-    for path, (shape, _) in decoder.param_table(cfg).items()
+    for path, (shape, _) in model.param_table(cfg).items()
   })
 
 
@@ -318,14 +322,45 @@ def corpus(config: ConfigDict, workdir: str) -> str:
         'URL of a retrieval server, or a corpus to start one on'
       )
     return data.resolve(config.source.corpus, config.data)
-  from searchrl_jax.data import microworld
-
-  world = microworld.generate(
+  made = world(config)
+  generated = made.generate(
     config.data.world_seed, **config.data.world.to_dict()
   )
   folder = pathlib.Path(workdir) / f'world_{config.data.world_seed}'
   with records.explained(folder):
-    return microworld.write(world, folder)['corpus']
+    return made.write(generated, folder)['corpus']
+
+
+def world(config: ConfigDict):
+  """The module that generates the worlds of config.data.world_module."""
+  return lookup.module('searchrl_jax.data', config.data.world_module)
+
+
+def critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
+  """A fresh critic on the backbone of config.critic.path, or the policy's.
+
+  Args:
+    config: the whole.
+    cfg: the policy's; the critic has the same architecture.
+    policy: the parameters that the policy starts from.
+    mesh: for a backbone that is read here.
+
+  Raises:
+    ConfigError, ValueError: no such folder, or one of another architecture.
+  """
+  path = config.critic.path
+  if path:
+    _, policy = hf.load(local(path, 'config.critic.path'), mesh, cfg=cfg)
+  return critics.init(policy, cfg)
+
+
+def critic_optim(config: ConfigDict) -> ConfigDict:
+  """config.optim with the critic's own rate, schedule and decay."""
+  out = config.optim.copy_and_resolve_references()
+  for name in ('lr', 'schedule', 'warmup', 'weight_decay'):
+    out[name] = config.critic[name]
+  out.freeze = ''
+  return out
 
 
 def check_rewards(config: ConfigDict, questions) -> None:

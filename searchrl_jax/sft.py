@@ -5,7 +5,8 @@
   python -m searchrl_jax.sft --config=configs/quickstart.py --workdir=runs/warm
 
 A trace holds contents; the environment itself lays them out, so a warm start
-and the rollouts after it have one layout, one parser and one loss mask.
+and the rollouts after it have one layout and one parser. All that the policy
+is to write is in the loss, information of its own included.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import tqdm
 from searchrl_jax import batching
 from searchrl_jax import checks
 from searchrl_jax import command
+from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax import setup
 from searchrl_jax import update
@@ -28,19 +30,27 @@ from searchrl_jax.engines.core import Completion
 from searchrl_jax.env import Done, Search, SearchEnv
 from searchrl_jax.signals import NonFinite, Signals, Stopped
 from searchrl_jax.sources.core import SourceError
-from searchrl_jax.types import SearchRequest, SearchResult, Trajectory
+from searchrl_jax.types import (
+  Question,
+  SearchRequest,
+  SearchResult,
+  Segment,
+  Trajectory,
+)
 from searchrl_jax.writer import Writer
 
 
-def turns(trace: data.Trace, template):
+def turns(trace: data.Trace, template, recall=None):
   """A trace as (text of the policy, passages it then reads or None), ....
 
   A block is written `<tag> content </tag>`, blocks of a turn on lines of
-  their own.
+  their own. `recall`: passages -> their text, where the policy writes it.
   """
   said = []
   for kind, payload in trace.actions:
-    if kind == 'information':
+    if kind == 'information' and recall is not None:
+      said.append(recall(payload).strip())
+    elif kind == 'information':
       yield '\n'.join(said), payload
       said = []
     elif kind == 'other':
@@ -58,8 +68,13 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
   Raises:
     ValueError: the trace does not follow the protocol.
   """
+  own = env.config.information == 'policy'
+  recall = env.observation if own else None
+  if trace.question is None:
+    ((text, _),) = turns(trace, env.template, env.observation)
+    return plain(env.tokenizer.encode(text), env, sample)
   state, action = env.reset(trace.question)
-  for text, passages in turns(trace, env.template):
+  for text, passages in turns(trace, env.template, recall):
     if isinstance(action, Done):
       break
     ids = np.asarray(env.tokenizer.encode(text), np.int32)
@@ -79,6 +94,14 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
   if not isinstance(action, Done):
     raise ValueError(f'trace of {trace.question.id} does not come to an end')
   return env.trajectory(state, sample) if action.end == 'answer' else None
+
+
+def plain(ids: Sequence[int], env: SearchEnv, sample: int) -> Trajectory | None:
+  """Text without a question; None if it is above env.max_tokens."""
+  if len(ids) > env.config.max_tokens:
+    return None
+  text = Segment(np.asarray(ids, np.int32), 'teacher', 'other', train=True)
+  return Trajectory(Question('text', ''), (text,), (), 'answer', sample)
 
 
 def searcher(source):
@@ -160,7 +183,9 @@ def sft(config, workdir: str) -> dict[str, float]:
       f'config.sft.steps={c.steps}'
     )
   tok = setup.tokenizer(config, workdir)
-  env = setup.environment(config, tok)
+  taught = config.copy_and_resolve_references()
+  taught.env.train_information = True
+  env = setup.environment(taught, tok)
   mesh = setup.mesh(config)
   cfg = setup.model_config(config, tok.vocab_size)
 
@@ -174,7 +199,7 @@ def sft(config, workdir: str) -> dict[str, float]:
   tx = optim.make(setup.sft_optim(config), config.sft.steps, shapes)
   updater = update.Updater(
     cfg, config.batch, temperature=1.0, tx=tx,
-    objective=update.supervised_objective(), mesh=mesh,
+    objective=objectives.supervised(), mesh=mesh,
   )
   saver = setup.saver(config, workdir)
   fingerprint = {'stage': 'sft', **dataclasses.asdict(cfg)}

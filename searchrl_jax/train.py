@@ -21,9 +21,10 @@ from searchrl_jax import batching
 from searchrl_jax import checks
 from searchrl_jax import collector
 from searchrl_jax import command
+from searchrl_jax import credit
 from searchrl_jax import dryrun
 from searchrl_jax import flops
-from searchrl_jax import losses
+from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax import setup
 from searchrl_jax import sync
@@ -32,8 +33,9 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.evaluators import passk
+from searchrl_jax.models import critic as critics
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rollout import rollout
+from searchrl_jax.rollout import greedy, rollout
 from searchrl_jax.signals import Mismatch, NonFinite, Signals, Stopped
 from searchrl_jax.sources.core import require_same
 from searchrl_jax.writer import Writer
@@ -73,20 +75,32 @@ def train(config, workdir: str) -> dict[str, float]:
   tx = optim.make(config.optim, updates, shapes)
   updater = update.Updater(
     cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
-    objective=update.policy_objective(config), mesh=mesh,
+    objective=objectives.policy(config), mesh=mesh,
   )
   needs_ref = config.algorithm.kl != 'none'
+  critic, critic_shapes = None, None
+  if config.critic.lr:
+    critic_cfg = critics.config(cfg)
+    critic_shapes = setup.shapes(critic_cfg, mesh, critics)
+    critic = update.Updater(
+      critic_cfg, config.batch, temperature=1.0, mesh=mesh,
+      tx=optim.make(setup.critic_optim(config), updates, critic_shapes),
+      objective=objectives.value(config),
+    )
 
   # ---- The last checkpoint of this folder; the start, if there is none.
   saver = setup.saver(config, workdir)
   aside = pathlib.Path(workdir) / 'ended.jsonl'
   fingerprint = {'stage': 'train', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
-    saved = saver.restore(
-      {'state': updater.abstract(shapes), 'ref': shapes if needs_ref else None},
-      'latest', fingerprint=fingerprint,
-    )
+    like = {
+      'state': updater.abstract(shapes), 'ref': shapes if needs_ref else None
+    }
+    if critic:
+      like['critic'] = critic.abstract(critic_shapes)
+    saved = saver.restore(like, 'latest', fingerprint=fingerprint)
     state, ref = saved.state['state'], saved.state['ref']
+    critic_state = saved.state.get('critic')
     stream.restore(saved.extras['stream'])
     served = saved.extras.get('served', {})
     step, ended = saved.step, collector.kept(aside, saved.step)
@@ -96,6 +110,9 @@ def train(config, workdir: str) -> dict[str, float]:
     state = updater.init(setup.parameters(config, cfg, mesh))
     # The step donates its state, so the reference owns a copy.
     ref = update.copy(state.params) if needs_ref else None
+    critic_state = critic and critic.init(
+      setup.critic(config, critic_cfg, state.params, mesh)
+    )
     step, served, ended = 0, {}, b''
 
   with (
@@ -122,6 +139,8 @@ def train(config, workdir: str) -> dict[str, float]:
     )
     with writer.timer('compile'):
       updater.warmup(state, score=scores_old or ref is not None)
+      if critic:
+        critic.warmup(critic_state, score=True)
       engine.warmup()
     peak = flops.peak_flops(measure=True) * jax.device_count()
     trainer_logps = sync.forward_logps(cfg, mesh)
@@ -130,16 +149,58 @@ def train(config, workdir: str) -> dict[str, float]:
 
     # Questions -> groups of trajectories, through real searches: of this
     # step, and of the next ones if config.rollout.max_staleness is above 0.
-    rollouts = collector.Collector(
-      signals, stream,
-      lambda questions, **step: rollout(
+    def play(questions, config_rollout=config.rollout, **step):
+      return rollout(
         questions, env=env, engine=engine, source=source,
-        config=config.rollout, seed=config.seed, **step,
-      ),
+        config=config_rollout, seed=config.seed, **step,
+      )
+
+    rollouts = collector.Collector(
+      signals, stream, play,
       questions=config.rollout.questions, steps=config.train.steps,
       max_staleness=config.rollout.max_staleness,
     )
     rollouts.restore(ended)
+
+    # Trajectories -> rewards.
+    def rewarded(groups):
+      with writer.timer('reward'):
+        return signals.run(rewards.combine(
+          config.reward, groups,
+          rewards.RewardContext(step, env, tok, engine, source),
+        ))
+
+    def keep(reward, groups):
+      group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+      return group_ids, *batching.keep(
+        advantages.returns(reward.value), reward.valid, group_ids,
+        drop_zero_variance=config.algorithm.drop_zero_variance,
+      )
+
+    def collect():
+      with writer.timer('rollout'):
+        groups, stats = rollouts.take(step)
+      reward = rewarded(groups)
+      for _ in range(config.rollout.refill):
+        group_ids, kept, _ = keep(reward, groups)
+        short = config.rollout.questions - len(np.unique(group_ids[kept]))
+        if not short:
+          break
+        with writer.timer('rollout'):
+          more = rollouts.more(step, short)
+        reward = rewards.join(reward, rewarded(more.groups))
+        groups, stats = groups + more.groups, stats + more.stats
+      baseline = None
+      if 'greedy' in credit.needs(config.algorithm.advantage):
+        with writer.timer('greedy'):
+          found = signals.run(play(
+            [g[0].question for g in groups], greedy(config), step=step
+          ))
+        alone = rewarded(found.groups)
+        baseline = np.where(
+          alone.valid, advantages.returns(alone.value), np.nan
+        )
+      return groups, stats, reward, baseline
 
     def publish():
       with writer.timer('sync'):
@@ -161,7 +222,8 @@ def train(config, workdir: str) -> dict[str, float]:
         return
       with writer.timer('checkpoint'):
         saver.save(
-          step, {'state': state, 'ref': ref}, metrics=metrics,
+          step, {'state': state, 'ref': ref}
+          | ({'critic': critic_state} if critic else {}), metrics=metrics,
           extras={
             'stream': rollouts.cursor(), 'served': about, 'version': step
           },
@@ -178,15 +240,8 @@ def train(config, workdir: str) -> dict[str, float]:
     # ---- The loop.
     while step < config.train.steps:
       try:
-        with writer.timer('rollout'):
-          groups, stats = rollouts.take(step)
+        groups, stats, reward, baseline = collect()
         signals.finish(engine.rest())
-        # Trajectories -> rewards.
-        with writer.timer('reward'):
-          reward = signals.run(rewards.combine(
-            config.reward, groups,
-            rewards.RewardContext(step, env, tok, engine, source),
-          ))
       except Exception as e:  # a service, a signal, a question too long
         # Nothing of this step was used: the next start takes it again.
         ended = rollouts.put_back(step, usable=not isinstance(e, SyncError))
@@ -194,56 +249,53 @@ def train(config, workdir: str) -> dict[str, float]:
         # For whoever looks for the cause; that start writes them anew.
         writer.trajectories(step, [ended], decode=tok.decode)
         raise
-      trajectories = [t for group in groups for t in group]
-      group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+      trajectories = rewards.flat(groups)
 
       # Rewards -> advantages -> fixed-shape microbatches.
       with writer.timer('batch'):
         values, valid = advantages.returns(reward.value), reward.valid
-        kept, counts = batching.keep(
-          values, valid, group_ids,
-          drop_zero_variance=config.algorithm.drop_zero_variance,
-        )
+        group_ids, kept, counts = keep(reward, groups)
         batches = batching.make(
           trajectories, kept, group_ids, config, shards=updater.shards,
           seed=(config.seed, step),
         )
-      # Log-probs before the step's first update, and the reference's.
+      # Log-probs before the step's first update, the reference's, values.
       with writer.timer('score'):
-        old = [
-          [updater.score(state.params, b) for b in mini] if scores_old else None
-          for mini in batches
-        ]
-        refs = [
-          [updater.score(ref, b) for b in mini] if ref is not None else None
-          for mini in batches
-        ]
-      penalised, kl = values, {}
-      if config.algorithm.kl == 'reward':
-        kl_rows = kl_of_rows(config, batches, old, refs, len(trajectories))
-        penalised = values - config.algorithm.kl_coef * kl_rows
-        tokens = sum(int(b.mask.sum()) for mini in batches for b in mini)
-        kl = {'train/kl_ref': float(kl_rows.sum()) / max(tokens, 1)}
-      advantage = getattr(advantages, config.algorithm.advantage)(
-        penalised, valid, group_ids, **config.algorithm.advantage_kw
+        none = [None] * len(batches)
+        old = updater.scores(state.params, batches) if scores_old else none
+        refs = updater.scores(ref, batches) if ref is not None else none
+        before = critic and critic.scores(critic_state.params, batches)
+      given = credit.assign(
+        config, groups, reward, kept, group_ids, batches, old=old, ref=refs,
+        values=before, greedy=baseline,
       )
-      batches = [batching.set_advantages(mini, advantage) for mini in batches]
 
       # Batch -> loss -> update.
-      with writer.timer('update'):
-        begin, done, per_update = time.monotonic(), 0.0, []
-        for _ in range(config.algorithm.epochs):
-          for mini, mini_old, mini_ref in zip(batches, old, refs):
-            state, found = updater.step(state, mini, mini_old, mini_ref)
-            per_update.append(found)
-            done += flops.update_flops(cfg, mini)
-            if not found['finite']:
-              path = save_batch(workdir, step, mini)
-              raise NonFinite(
-                f'step {step}: the loss or its gradient is not finite; '
-                f'nothing was updated. The batch is in {path}'
+      alone = step < config.critic.alone  # the critic, of values near 0 yet
+      seconds, done, per_update = 0.0, 0.0, []
+      for _ in range(config.algorithm.epochs):
+        for i, mini in enumerate(batches):
+          found = {}
+          if critic:
+            with writer.timer('critic'):
+              critic_state, found = critic.step(
+                critic_state, batching.set_advantages(mini, given.targets),
+                before[i],
               )
-        seconds = time.monotonic() - begin
+            check_finite(found, workdir, step, mini)
+            found = objectives.explained(found)
+          if not alone:
+            begin = time.monotonic()
+            with writer.timer('update'):
+              state, learned = updater.step(
+                state, batching.set_advantages(mini, given.advantages), old[i],
+                refs[i],
+              )
+            check_finite(learned, workdir, step, mini)
+            seconds += time.monotonic() - begin
+            done += flops.update_flops(cfg, mini)
+            found |= learned
+          per_update.append(found)
       step += 1
 
       # Updated weights -> engine, verified. If that fails, or a signal came,
@@ -259,7 +311,7 @@ def train(config, workdir: str) -> dict[str, float]:
       metrics = {
         **{f'train/{k}': over(k)([m[k] for m in per_update])
            for k in (per_update[0] if per_update else ())},
-        **kl,
+        **{f'train/{k}': v for k, v in given.metrics.items()},
         **{f'reward/{k}': float(np.nanmean(v))
            for k, v in reward.parts.items()},
         **{f'batch/{k}': v for k, v in counts.items()},
@@ -273,7 +325,7 @@ def train(config, workdir: str) -> dict[str, float]:
         'train/lr': float(optim.schedule(config.optim, updates)(
           max(int(state.step) - 1, 0)
         )),
-        'train/mfu': done / seconds / peak if peak else 0.0,
+        'train/mfu': done / seconds / peak if peak and seconds else 0.0,
         'sync/canary_max_diff': report.canary_max_diff if report else np.nan,
       }
       alarm = config.rollout.mismatch_alarm
@@ -300,7 +352,8 @@ def train(config, workdir: str) -> dict[str, float]:
       last = last or signals.stop or failure is not None
       with writer.timer('write'):
         writer.trajectories(
-          step - 1, groups, reward, decode=tok.decode, advantages=advantage
+          step - 1, groups, reward, decode=tok.decode,
+          advantages=given.advantages,
         )
       # Lines first: a resume drops those of steps that were not saved.
       metrics = writer.write(step - 1, metrics)
@@ -327,13 +380,14 @@ def over(metric: str):
   return np.max if metric.endswith('_max') else np.mean
 
 
-def kl_of_rows(config, batches, old, refs, n: int) -> np.ndarray:
-  """KL to the reference, summed over each trajectory: float64 [n]."""
-  flat = [
-    (b, losses.kl(x, r, config.algorithm.kl_estimator))
-    for mini, xs, rs in zip(batches, old, refs) for b, x, r in zip(mini, xs, rs)
-  ]
-  return batching.row_sums([b for b, _ in flat], [k for _, k in flat], n)
+def check_finite(found, workdir: str, step: int, batches) -> None:
+  """Keeps the batch of an update that was not done, and stops."""
+  if not found['finite']:
+    path = save_batch(workdir, step, batches)
+    raise NonFinite(
+      f'step {step}: the loss or its gradient is not finite; nothing was '
+      f'updated. The batch is in {path}'
+    )
 
 
 def save_batch(workdir: str, step: int, batches) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""The update: objectives, gradient accumulation, one optimizer step.
+"""The update: gradient accumulation, one optimizer step.
 
 A minibatch is a list of microbatches of a few shapes (`batching`); each shape
 compiles once. Their gradients are sums with one common denominator (`losses`),
@@ -6,8 +6,7 @@ so how a minibatch is cut does not show. Axis letters: B sequences, T tokens,
 S shards (mesh devices along data and fsdp), C loss tokens of a shard.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from searchrl_jax import batching, lookup, losses, optim, sharding
+from searchrl_jax import batching, losses, optim, sharding
 from searchrl_jax.logps import token_logps
-from searchrl_jax.models import decoder
+from searchrl_jax.models import critic, decoder
+from searchrl_jax.objectives import Objective
 from searchrl_jax.types import Batch
 
 
@@ -25,91 +25,6 @@ class TrainState(NamedTuple):
   params: Any
   opt_state: Any
   step: jax.Array  # int32 scalar, optimizer updates done
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-  """A loss per token and how it is aggregated.
-
-  fn(logps [B, T], entropy [B, T], arrays) -> (loss [B, T], sums), where
-  `arrays` holds mask, behaviour_logps, advantages, old_logps and ref_logps,
-  all [B, T]. Hashable: one compiled program for each.
-  """
-
-  fn: Callable
-  aggregation: str
-  horizon: int = 0
-  entropy_grad: bool = False  # whether the loss differentiates the entropy
-  needs_old: bool = False
-  needs_ref: bool = False
-
-
-def policy_objective(config) -> Objective:
-  """The objective that config.algorithm describes.
-
-  loss = policy loss + kl_coef KL (if kl = 'loss') - entropy_coef entropy,
-  for each token. With one update in a step, the log-probs before it are the
-  policy's own: old_logps need not be scored.
-
-  Raises:
-    ValueError: an algorithm field that cannot work; names it and the mend.
-  """
-  a = config.algorithm
-  losses.denominator([], a.aggregation, a.horizon)
-  if a.tis != 'none' and a.tis_cap <= 0:
-    raise ValueError(f'config.algorithm.tis_cap={a.tis_cap}: above 0')
-  if a.tis_floor and (a.tis_beyond != 'mask' or not 0 < a.tis_floor <= 1):
-    raise ValueError(
-      f'config.algorithm.tis_floor={a.tis_floor}: in [0, 1], and above 0 only '
-      f"with tis_beyond='mask' (it is {a.tis_beyond!r})"
-    )
-  if min(a.clip_low, a.clip_high) < 0 or a.clip_low > 1:
-    raise ValueError(
-      f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
-      'distances from 1, not negative, clip_low at most 1'
-    )
-  if a.clip_dual and a.clip_dual <= 1:
-    raise ValueError(
-      f'config.algorithm.clip_dual={a.clip_dual}: above 1 (3 is usual), or 0 '
-      'for none'
-    )
-  name = a.loss if '.' in a.loss else f'losses.{a.loss}'
-  fn = lookup.function('searchrl_jax', name)
-  needs_old = a.minibatches * a.epochs > 1
-  kw = losses.fields(fn, a)
-  for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):
-    if a[field] != neutral and field not in kw:
-      raise ValueError(
-        f'config.algorithm.{field}={a[field]!r} has no effect with loss='
-        f'{a.loss!r}; use {neutral!r}'
-      )
-  kl, estimator, kl_coef = a.kl, a.kl_estimator, a.kl_coef
-  entropy_coef = a.entropy_coef
-
-  def objective(logps, entropy, arrays):
-    mask = arrays['mask']
-    if needs_old:
-      old = arrays['old_logps']
-    else:
-      old = jax.lax.stop_gradient(logps)
-    # NaN: nothing was recorded (an unmasked observation): weight 1.
-    behaviour = arrays['behaviour_logps']
-    behaviour = jnp.where(jnp.isnan(behaviour), old, behaviour)
-    loss, sums = fn(logps, old, behaviour, arrays['advantages'], mask, **kw)
-    sums = dict(sums) | losses.mismatch(old, behaviour, mask)
-    if kl == 'loss':
-      d = losses.kl(logps, arrays['ref_logps'], estimator)
-      d = jnp.where(mask, d, 0.0)
-      loss = loss + kl_coef * d
-      sums['kl_ref'] = jnp.sum(d)
-    if entropy_coef:
-      loss = loss - entropy_coef * jnp.where(mask, entropy, 0.0)
-    return loss, sums
-
-  return Objective(
-    objective, a.aggregation, a.horizon, bool(entropy_coef), needs_old,
-    kl == 'loss',
-  )
 
 
 def shards(mesh) -> int:
@@ -147,15 +62,6 @@ def compaction(mask: np.ndarray, shards: int, room: int):
   return index, inverse
 
 
-def supervised_objective(aggregation: str = 'token') -> Objective:
-  """Mean negative log-likelihood of the loss tokens."""
-  def objective(logps, entropy, arrays):
-    del entropy
-    return losses.nll(logps, arrays['mask']), {}
-
-  return Objective(objective, aggregation)
-
-
 class Updater:
   """The compiled programs of one training run.
 
@@ -164,7 +70,8 @@ class Updater:
     batch_config: config.batch.
     temperature: at which the policy was sampled (1.0 for supervised).
     tx: the optimizer (`optim.make`).
-    objective: `policy_objective(config)` or `supervised_objective()`.
+    objective: `objectives.policy(config)`, `supervised()` or `value(config)`;
+      the last is of a critic's parameters.
     mesh: None for the default device alone.
   """
 
@@ -221,7 +128,8 @@ class Updater:
     )
 
   def _param_shardings(self):
-    return decoder.param_shardings(self.cfg, self.mesh)
+    model = critic if self.objective.critic else decoder
+    return model.param_shardings(self.cfg, self.mesh)
 
   def shardings(self, params) -> TrainState | None:
     """The layout of a state with these params (arrays or shapes).
@@ -246,7 +154,7 @@ class Updater:
 
   # ---- microbatches
 
-  def put(self, batch: Batch, old_logps=None, ref_logps=None) -> dict:
+  def put(self, batch: Batch, old=None, ref=None) -> dict:
     """Arrays of a microbatch on the device(s), loss tokens indexed.
 
     Raises:
@@ -262,8 +170,8 @@ class Updater:
       'ids': batch.ids, 'lengths': batch.lengths, 'mask': batch.mask,
       'index': index, 'inverse': inverse, 'advantages': batch.advantages,
       'behaviour_logps': batch.behaviour_logps,
-      'old_logps': zeros if old_logps is None else old_logps,
-      'ref_logps': zeros if ref_logps is None else ref_logps,
+      'old': zeros if old is None else old,
+      'ref': zeros if ref is None else ref,
     }
     if self.mesh is None:
       return {k: jnp.asarray(v) for k, v in arrays.items()}
@@ -277,6 +185,8 @@ class Updater:
   # ---- programs
 
   def _logps(self, params, arrays, entropy: bool):
+    if self.objective.critic:
+      return critic.token_values(params, self.cfg, arrays, self.mesh), None
     return token_logps(
       params, self.cfg, arrays, temperature=self.temperature,
       head_chunk=self.batch_config.head_chunk, mesh=self.mesh,
@@ -292,8 +202,6 @@ class Updater:
     loss = loss / divisor
     sums = dict(sums) | {
       'loss': loss,
-      'entropy': jnp.sum(entropy),
-      'nll': -jnp.sum(logps),
       'tokens': jnp.sum(mask, dtype=jnp.float32),
       'sequences': jnp.sum(jnp.any(mask, -1), dtype=jnp.float32),
     }
@@ -402,13 +310,17 @@ class Updater:
     """Log-probs [B, T] of the loss tokens under `params`, 0 elsewhere.
 
     For log-probs before a step's first update, a reference policy, or a
-    check against the engine's.
+    check against the engine's. A critic's values.
     """
     arrays = self.put(batch)
     return np.asarray(self._score_program(params, arrays)(params, arrays))
 
-  def grads(self, state: TrainState, batches: Sequence[Batch], old_logps=None,
-            ref_logps=None):
+  def scores(self, params, minibatches) -> list[list[np.ndarray]]:
+    """`score` of every microbatch of some minibatches."""
+    return [[self.score(params, b) for b in mini] for mini in minibatches]
+
+  def grads(self, state: TrainState, batches: Sequence[Batch], old=None,
+            ref=None):
     """Gradients of a minibatch, accumulated over its microbatches.
 
     Returns:
@@ -426,8 +338,8 @@ class Updater:
       )
     o = self.objective
     for name, needed, given in (
-      ('old_logps', o.needs_old, old_logps),
-      ('ref_logps', o.needs_ref, ref_logps),
+      ('old', o.needs_old, old),
+      ('ref', o.needs_ref, ref),
     ):
       if needed and given is None:
         raise ValueError(
@@ -439,22 +351,22 @@ class Updater:
       [b.mask for b in batches], o.aggregation, o.horizon
     ))
     params, acc = state.params, None
-    for batch, old, ref in zip(
-      batches, old_logps or none, ref_logps or none, strict=True
+    for batch, before, reference in zip(
+      batches, old or none, ref or none, strict=True
     ):
-      arrays = self.put(batch, old, ref)
+      arrays = self.put(batch, before, reference)
       if acc is None:
         acc = self._zeros_program(params, arrays, divisor)(params)
       program = self._accumulate_program(params, acc, arrays, divisor)
       acc = program(params, acc, arrays, divisor)
     return acc
 
-  def step(self, state: TrainState, batches: Sequence[Batch], old_logps=None,
-           ref_logps=None) -> tuple[TrainState, dict[str, float]]:
+  def step(self, state: TrainState, batches: Sequence[Batch], old=None,
+           ref=None) -> tuple[TrainState, dict[str, float]]:
     """One optimizer update from the microbatches of a minibatch.
 
-    `state` is donated: use the returned one. old_logps and ref_logps are
-    lists of [B, T], one for each microbatch, where the objective needs them.
+    `state` is donated: use the returned one. old and ref are lists of [B, T],
+    one for each microbatch, where the objective needs them.
 
     Returns:
       the new state and metrics: means over loss tokens (`losses.summarise`),
@@ -462,7 +374,7 @@ class Updater:
       the gradient is not finite, in which case the state is what it was and
       the caller saves the batch and stops.
     """
-    grads, sums = self.grads(state, batches, old_logps, ref_logps)
+    grads, sums = self.grads(state, batches, old, ref)
     program = self._apply_program(state, grads, sums['loss'])
     state, norms = program(state, grads, sums['loss'])
     sums, norms = jax.device_get((sums, norms))

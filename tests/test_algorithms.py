@@ -10,7 +10,7 @@ import pytest
 
 from configs import algorithms as configs
 from configs import common, quickstart
-from searchrl_jax import advantages, checks, losses, update
+from searchrl_jax import advantages, checks, losses, objectives
 from tests.conftest import ROOT
 from tests.golden import algorithms
 
@@ -18,8 +18,7 @@ NAMES = sorted(n for n in vars(configs) if n.isupper() and n[0] != '_')
 # What is in the way of a run, and what the error says.
 REFUSED = {
   'DR_GRPO': 'algorithm.horizon=0',
-  'PPO': "advantage='gae' needs a critic, and there is no config.critic",
-  'REMAX': "advantage='remax' needs the greedy answer",
+  'PPO': "advantage='gae' needs a critic, and config.critic.lr=0.0",
 }
 
 
@@ -63,7 +62,12 @@ def test_dr_grpo_runs_with_its_horizon():
   ('CISPO', {'algorithm.clip_dual': 3.0}, 'clip_dual=3.0 has no effect'),
   ('REINFORCE', {'algorithm.ratio': 'product'}, "ratio='product' has no"),
   ('DAPO', {'algorithm.clip_dual': 0.5}, 'clip_dual=0.5: above 1'),
-  ('DAPO', {'algorithm.advantage': 'whitened_tokens'}, 'loss tokens of each'),
+  ('PPO', {'critic.lr': 1e-5, 'critic.clip': -1.0}, 'critic.clip=-1.0'),
+  ('PPO', {'critic.lr': 1e-5, 'critic.alone': 61}, 'critic.alone=61'),
+  ('RLOO', {'critic.lr': 1e-5}, 'critic.lr=1e-05: advantage .rloo. has no'),
+  ('GSPO', {'rollout.refill': 2}, 'drop_zero_variance=False'),
+  ('DAPO', {'rollout.refill': 2, 'rollout.max_staleness': 1}, 'staleness=1'),
+  ('DAPO', {'rollout.refill': -1}, 'refill=-1'),
   ('REINFORCE', {'algorithm.advantage': 'lite_ppo'}, 'kw.eps is not set'),
   ('LITE_PPO', {'algorithm.advantage': 'rloo'}, 'kw.(eps|ddof): rloo has no'),
 ])
@@ -71,6 +75,15 @@ def test_what_cannot_work_is_refused_at_the_start(name, change, message):
   config = with_algorithm(quickstart.get_config(), name, **change)
   with pytest.raises(checks.ConfigError, match=message):
     checks.check(config)
+
+
+def test_ppo_runs_with_a_critic_and_dapo_with_rounds():
+  checks.check(with_algorithm(
+    quickstart.get_config(), 'PPO', **{'critic.lr': 1e-5}
+  ))
+  checks.check(with_algorithm(
+    quickstart.get_config(), 'DAPO', **{'rollout.refill': 2}
+  ))
 
 
 def test_one_answer_a_question_will_do_without_groups():
@@ -110,10 +123,10 @@ def case_advantages(name: str, x) -> np.ndarray:
 
 def case_loss(name: str, x):
   """Our loss and its gradient to the log-probs [B, T]."""
-  objective = update.policy_objective(case_config(name))
+  objective = objectives.policy(case_config(name))
   arrays = {
-    'mask': x['mask'], 'old_logps': x['old_logps'],
-    'behaviour_logps': x['old_logps'], 'ref_logps': x['ref_logps'],
+    'mask': x['mask'], 'old': x['old_logps'],
+    'behaviour_logps': x['old_logps'], 'ref': x['ref_logps'],
     'advantages': np.broadcast_to(case_advantages(name, x), x['mask'].shape),
   }
   arrays = {k: jnp.asarray(v) for k, v in arrays.items()}

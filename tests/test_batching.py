@@ -212,20 +212,25 @@ def test_advantages_land_on_loss_tokens():
       np.testing.assert_array_equal(b.advantages[i], want if r >= 0 else 0)
 
 
-def test_row_sums():
+def test_rows_undo_the_batch():
   ts, groups = world(2)
   kept = np.ones(15, bool)
   kept[4] = False
-  parts = batching.make(ts, kept, groups, config())
-  sums = batching.row_sums(
-    parts[0], [b.behaviour_logps for b in parts[0]], 15
+  c = config()
+  c.algorithm.minibatches = 2
+  parts = batching.make(ts, kept, groups, c)
+  masks = batching.masks(ts)
+  found = batching.rows(
+    parts, [[b.behaviour_logps for b in mini] for mini in parts], masks
   )
-  want = [
-    sum(s.logps.astype(np.float64).sum() for s in t.segments if s.train)
-    for t in ts
-  ]
-  want[4] = 0
-  np.testing.assert_allclose(sums, want, rtol=1e-6)
+  for i, t in enumerate(ts):
+    want = np.concatenate([
+      s.logps if s.train else np.zeros(len(s.ids)) for s in t.segments
+    ])
+    np.testing.assert_array_equal(masks[i], [
+      s.train for s in t.segments for _ in s.ids
+    ])
+    np.testing.assert_allclose(found[i], want * (i != 4), rtol=1e-6)
 
 
 def test_leftovers_share_a_microbatch():

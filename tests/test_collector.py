@@ -288,3 +288,49 @@ def test_a_loop_ends_what_runs_then_closes_in_reverse():
     loop.start(forever())
     loop.run(asyncio.sleep(0.01))
   assert order == ['ended', 'second', 'first']
+
+
+def test_further_questions_of_a_step_are_its_own_when_it_is_taken_again():
+  start, stream = Rollouts(), Stream()
+  for go in start.go.values():
+    go.set()
+  with Signals() as signals:
+    one = make(signals, stream, start, 0)
+    before = one.cursor()
+    one.take(0)
+    more = one.more(0, 2)
+    assert [g[0].question.id for g in more.groups] == ['q2', 'q3']
+    ended = one.put_back(0, usable=True)
+    assert [t.question.id for t in ended] == ['q0', 'q1', 'q2', 'q3']
+    assert one.cursor() == before
+    kept = collector.lines(one.ended())
+  start, stream = Rollouts(), Stream()
+  for go in start.go.values():
+    go.set()
+  with Signals() as signals:
+    again = make(signals, stream, start, 0)
+    again.restore(kept)
+    again.take(0)
+    again.more(0, 2)
+    # The failed one alone is sampled again.
+    assert start.sampled == [(0, 'q1')]
+    assert again.cursor() == {'at': 4}
+
+
+def test_a_question_that_comes_again_in_a_step_has_samples_of_its_own():
+  class Same(Stream):
+    def next(self, n):
+      self.at += n
+      return [Question(f'q{i % 2}', 'who') for i in range(self.at - n, self.at)]
+
+  start = Rollouts()
+  for go in start.go.values():
+    go.set()
+  with Signals() as signals:
+    one = make(signals, Same(), start, 0)
+    one.take(0)
+    for want in (['q0#2', 'q1#2'], ['q0#3', 'q1#3']):
+      found = one.more(0, 2)
+      assert [g[0].question.id for g in found.groups] == want
+    one.take(1)
+    assert [g[0].question.id for g in one.more(1, 2).groups] == ['q0#2', 'q1#2']

@@ -394,6 +394,16 @@ def test_roles_and_agents():
   assert t.id == 'q1/proposer/0'
 
 
+def test_observations_enter_the_loss_if_asked_and_are_still_not_policy(tok):
+  env = make(tok, train_observations=True)
+  state, _ = play(env, ['no tag', SEARCH, ANSWER], [passage('by Ann', 'Book')])
+  t = env.trajectory(state)
+  for s in t.segments:
+    assert s.train == (s.author != 'prompt')
+    assert (s.logps is None) == (s.author != 'policy')
+  assert env.answer(t) == 'Ann'
+
+
 # information='policy' (SSRL).
 
 OWN = (

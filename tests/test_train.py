@@ -14,6 +14,7 @@ import pytest
 from retrieval import process
 from searchrl_jax import checks
 from searchrl_jax import evaluate
+from searchrl_jax import objectives
 from searchrl_jax import setup
 from searchrl_jax import signals
 from searchrl_jax import train
@@ -264,7 +265,7 @@ class AlwaysSearching:
 def test_a_loss_that_is_not_finite_stops_with_the_batch(
     url, tmp_path, monkeypatch):
   config = tiny.config(url)
-  real = update.policy_objective
+  real = objectives.policy
 
   def poisoned(config):
     import dataclasses
@@ -276,7 +277,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_batch(
 
     return dataclasses.replace(found, fn=fn)
 
-  monkeypatch.setattr(update, 'policy_objective', poisoned)
+  monkeypatch.setattr(objectives, 'policy', poisoned)
   with pytest.raises(signals.NonFinite, match='nonfinite_step0'):
     train.train(config, str(tmp_path))
   with np.load(tmp_path / 'nonfinite_step0.npz') as kept:

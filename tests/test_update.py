@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import batching, flops, logps, losses, optim, update
+from searchrl_jax import batching, flops, logps, losses, objectives, optim
+from searchrl_jax import update
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Question, Segment, Trajectory
 
@@ -83,7 +84,7 @@ def _updater(fields, cfg, supervised, mesh, temperature):
     lambda: decoder.init_params(cfg, jax.random.key(0))
   )
   objective = (
-    update.supervised_objective() if supervised else update.policy_objective(c)
+    objectives.supervised() if supervised else objectives.policy(c)
   )
   return update.Updater(
     cfg, c.batch, temperature=temperature, mesh=mesh, objective=objective,
@@ -237,7 +238,7 @@ def test_score_is_what_the_step_sees():
   ])
   np.testing.assert_allclose(m['mismatch_abs'], np.abs(diff).mean(), rtol=1e-4)
   np.testing.assert_allclose(m['mismatch_max'], np.abs(diff).max(), rtol=1e-4)
-  with pytest.raises(ValueError, match='needs old_logps'):
+  with pytest.raises(ValueError, match='needs old'):
     u.step(state, batches)
 
 
@@ -249,14 +250,14 @@ def test_kl_in_the_loss():
   batches = batching.set_advantages(microbatches(c), np.zeros(12))
   ref = [u.score(other, b) for b in batches]
   mine = [u.score(state.params, b) for b in batches]
-  state, m = u.step(state, batches, ref_logps=ref)
+  state, m = u.step(state, batches, ref=ref)
   d = np.concatenate([
     (r - x)[b.mask] for r, x, b in zip(ref, mine, batches)
   ]).astype(np.float64)
   want = (np.exp(d) - d - 1).mean()
   np.testing.assert_allclose(m['kl_ref'], want, rtol=1e-4)
   np.testing.assert_allclose(m['loss'], 0.5 * want, rtol=1e-4)
-  with pytest.raises(ValueError, match='needs ref_logps'):
+  with pytest.raises(ValueError, match='needs ref'):
     u.step(state, batches)
 
 
@@ -370,9 +371,9 @@ def test_errors():
     ('clip_low', -0.1), ('tis_cap', 0.0), ('loss', 'clap'),
   ):
     with pytest.raises(ValueError, match=field if field != 'loss' else 'clap'):
-      update.policy_objective(config(**{f'algorithm.{field}': value}))
+      objectives.policy(config(**{f'algorithm.{field}': value}))
   with pytest.raises(ValueError, match='horizon'):
-    update.policy_objective(config(**{
+    objectives.policy(config(**{
       'algorithm.aggregation': 'sequence_sum', 'algorithm.horizon': 0
     }))
 

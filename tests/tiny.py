@@ -1,6 +1,7 @@
 """A config small enough to train in a test, and its retrieval server."""
 
 from ml_collections import ConfigDict
+import numpy as np
 
 from configs import quickstart
 
@@ -42,6 +43,29 @@ def config(url: str = '') -> ConfigDict:
   c.log.tensorboard = False
   c.log.progress = False
   return c
+
+
+async def by_turn(groups, context):
+  """A reward of each segment of the policy: a test of per-turn credit."""
+  from searchrl_jax.rewards import core
+  from searchrl_jax.types import Rewards
+
+  del context
+  flat = core.flat(groups)
+  value = tuple(np.array([
+    0.1 * (int(s.ids.sum()) % 7) * (s.author == 'policy') for s in t.trained
+  ], np.float32) for t in flat)
+  return Rewards(value, np.array([not t.failed for t in flat]), 'segment')
+
+
+async def odd(groups, context):
+  """1 or 0: many groups earn all the same."""
+  from searchrl_jax.rewards import core
+
+  del context
+  return core.per_trajectory(groups, lambda t: float(
+    sum(int(s.ids.sum()) for s in t.segments if s.author == 'policy') % 2
+  ))
 
 
 async def shortness(groups, context):

@@ -77,6 +77,7 @@ def digest(folder: str) -> dict[str, str]:
 
   from searchrl_jax import setup
   from searchrl_jax import update
+  from searchrl_jax import objectives
   from searchrl_jax import optim
   from tests import tiny
 
@@ -88,7 +89,7 @@ def digest(folder: str) -> dict[str, str]:
   updater = update.Updater(
     cfg, config.batch, temperature=1.0, mesh=mesh,
     tx=optim.make(config.optim, 4, params),
-    objective=update.policy_objective(config),
+    objective=objectives.policy(config),
   )
   saved = setup.saver(config, folder).restore(
     {'state': updater.init(params)}, 'latest', fingerprint=None, partial=True

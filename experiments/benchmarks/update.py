@@ -70,6 +70,7 @@ def worker(case: dict) -> None:
 
   from configs import common as configs
   from searchrl_jax import batching
+  from searchrl_jax import objectives
   from searchrl_jax import optim
   from searchrl_jax import update
   from searchrl_jax.models import decoder
@@ -90,7 +91,7 @@ def worker(case: dict) -> None:
   )(jax.random.key(0))
   u = update.Updater(
     cfg, c.batch, temperature=1.0, tx=optim.make(c.optim, 1000, params),
-    objective=update.policy_objective(c),
+    objective=objectives.policy(c),
   )
   state = u.init(params)
   count = cfg.n_params

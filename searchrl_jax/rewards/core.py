@@ -148,6 +148,28 @@ async def combine(
   return Rewards(tuple(values), valid, at, parts)
 
 
+def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
+  """The same rewards token by token: B float32 arrays [n].
+
+  n: the tokens that the trainer sees. What a whole trajectory earns, its last
+  trained token has; what a segment earns, its last token.
+  """
+  return [
+    _place(t, value, rewards.at, 'token')
+    for t, value in zip(flat(groups), rewards.value, strict=True)
+  ]
+
+
+def join(first: Rewards, second: Rewards) -> Rewards:
+  """The rewards of two lists of groups of one step as those of both."""
+  value = (*first.value, *second.value)
+  return Rewards(
+    np.array(value, np.float32) if first.at == 'trajectory' else value,
+    np.concatenate([first.valid, second.valid]), first.at,
+    {k: np.concatenate([v, second.parts[k]]) for k, v in first.parts.items()},
+  )
+
+
 def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   """[(name, function, weight, its own fields)]."""
   if not config:

@@ -1,0 +1,156 @@
+"""What each advantage function is handed, with the arithmetic shown."""
+
+import numpy as np
+import pytest
+
+from configs import algorithms, common
+from searchrl_jax import advantages, batching, credit
+from searchrl_jax.types import Question, Rewards, Segment, Trajectory
+
+
+def trajectory(q: int, sample: int) -> Trajectory:
+  """Five tokens: a prompt of 1, 2 of the policy, 1 read, 1 of the policy."""
+  def segment(ids, author, train):
+    logps = np.full(len(ids), -1.0, np.float32) if train else None
+    return Segment(np.array(ids, np.int32), author, 'other', train=train,
+                   logps=logps)
+
+  return Trajectory(Question(f'q{q}', ''), (
+    segment([1], 'prompt', False), segment([2, 3], 'policy', True),
+    segment([4], 'environment', False), segment([5], 'policy', True),
+  ), (), 'answer', sample=sample)
+
+
+GROUPS = [tuple(trajectory(q, s) for s in range(2)) for q in range(2)]
+IDS = np.array([0, 0, 1, 1])
+MASK = np.array([False, True, True, False, True])
+
+
+def make(name, **fields):
+  c = common.base()
+  c.algorithm.update(getattr(algorithms, name))
+  c.batch.lengths, c.batch.tokens = (8,), 32
+  c.update_from_flattened_dict(fields)
+  flat = [t for g in GROUPS for t in g]
+  kept = np.ones(4, bool)
+  return c, batching.make(flat, kept, IDS, c), kept
+
+
+def arrays(minibatches, per_row):
+  """Array [B, T] for each microbatch from one [5] for each trajectory."""
+  out = []
+  for mini in minibatches:
+    out.append([])
+    for b in mini:
+      x = np.zeros(b.ids.shape, np.float32)
+      for i, r in enumerate(b.rows):
+        if r >= 0:
+          x[i, :5] = per_row[r]
+      out[-1].append(x)
+  return out
+
+
+def test_every_array_has_who_takes_it():
+  assert {name: credit.needs(name) for name in advantages.FUNCTIONS} == {
+    'grpo': (), 'dr_grpo': (), 'rloo': (), 'reinforce': (), 'whitened': (),
+    'whitened_tokens': ('mask',), 'reinforce_pp_baseline': (),
+    'lite_ppo': (), 'remax': ('greedy',), 'gae': ('mask', 'critic'),
+  }
+
+
+def test_whole_trajectories_see_returns_less_the_kl_of_all_their_tokens():
+  # k1 = old - ref = -1 + 1.5 = 0.5 for each of 3 loss tokens: 1.5, times the
+  # coefficient 0.1 is 0.15. Leave one out of rewards less 0.15: 1 - 0 = 1.
+  c, minis, kept = make('RLOO', **{'algorithm.kl_coef': 0.1})
+  reward = Rewards(np.float32([1, 0, 0, 0]), np.ones(4, bool))
+  old = arrays(minis, [np.full(5, -1.0)] * 4)
+  ref = arrays(minis, [np.full(5, -1.5)] * 2 + [np.full(5, -2.0)] * 2)
+  found = credit.assign(
+    c, GROUPS, reward, kept, IDS, minis, old=old, ref=ref, values=None,
+    greedy=None,
+  )
+  np.testing.assert_allclose(found.advantages, [1, -1, 0, 0], atol=1e-6)
+  assert found.targets is None
+  # (2 x 3 x 0.5 + 2 x 3 x 1.0) / 12 tokens
+  assert found.metrics == {'kl_ref': pytest.approx(0.75)}
+
+
+def test_gae_sees_what_each_token_earned_and_its_own_kl():
+  # No discount: returns to go. Row 0 earns 1 at its last token, 0.2 at its
+  # first; KL 0.5 a token, times 0.1: each loss token costs 0.05.
+  #   rewards 0.15, -0.05, 0.95;  to go 1.05, 0.90, 0.95;  V = 0.5
+  c, minis, kept = make('PPO', **{'algorithm.kl_coef': 0.1})
+  c.algorithm.advantage_kw.whiten = False
+  given = np.zeros((4, 5), np.float32)
+  given[0, 1], given[0, 4] = 0.2, 1.0
+  reward = Rewards(tuple(given), np.ones(4, bool), 'token')
+  old = arrays(minis, [np.full(5, -1.0)] * 4)
+  ref = arrays(minis, [np.full(5, -1.5)] * 4)
+  values = arrays(minis, [np.full(5, 0.5)] * 4)
+  found = credit.assign(
+    c, GROUPS, reward, kept, IDS, minis, old=old, ref=ref, values=values,
+    greedy=None,
+  )
+  np.testing.assert_allclose(
+    found.targets[0], [0, 1.05, 0.90, 0, 0.95], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    found.advantages[0], [0, 0.55, 0.40, 0, 0.45], rtol=1e-5
+  )
+  np.testing.assert_allclose(  # nothing earned: 3, 2, 1 times -0.05
+    found.targets[1], [0, -0.15, -0.10, 0, -0.05], rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize('at', ['trajectory', 'segment', 'token'])
+def test_the_place_of_a_reward_shows_token_by_token(at):
+  # 1 for the second turn, 0.5 for the first, where it can be told apart.
+  value = {
+    'trajectory': np.float32([1.5] * 4),
+    'segment': (np.float32([0, 0.5, 0, 1]),) * 4,
+    'token': (np.float32([0, 0, 0.5, 0, 1]),) * 4,
+  }[at]
+  c, minis, kept = make('REINFORCE_PP', **{
+    'algorithm.advantage': 'whitened_tokens', 'algorithm.kl': 'none',
+    'algorithm.kl_coef': 0.0,
+  })
+  c.algorithm.advantage_kw = dict(gamma=1.0, eps=0.0)
+  found = credit.assign(
+    c, GROUPS, Rewards(value, np.ones(4, bool), at), kept, IDS, minis,
+    old=[None], ref=[None], values=None, greedy=None,
+  ).advantages[0]
+  if at == 'trajectory':  # to go: 1.5 everywhere, no spread
+    assert not found.any()
+  else:  # to go: 1.5 1.5 1; mean 4/3, std sqrt(1/18)
+    want = np.array([0, 1 / 6, 1 / 6, 0, -1 / 3]) / np.sqrt(1 / 18)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_what_is_left_out_of_the_batch_is_in_no_statistic():
+  c, _, kept = make('PPO')
+  c.algorithm.kl, c.algorithm.kl_coef = 'none', 0.0
+  kept[2:] = False
+  flat = [t for g in GROUPS for t in g]
+  minis = batching.make(flat, kept, IDS, c)
+  values = arrays(minis, [np.zeros(5)] * 4)
+
+  def advantage(last):
+    reward = Rewards(np.float32([1, 0, last, last]), np.ones(4, bool))
+    return credit.assign(
+      c, GROUPS, reward, kept, IDS, minis, old=[None], ref=[None],
+      values=values, greedy=None,
+    ).advantages
+
+  for a, b in zip(advantage(0.0), advantage(7.0)):
+    np.testing.assert_array_equal(a, b)
+  assert not advantage(7.0)[2].any()
+
+
+def test_greedy_answers_are_remaxs_baseline():
+  c, minis, kept = make('REMAX')
+  reward = Rewards(np.float32([1, 0, 1, 1]), np.ones(4, bool))
+  found = credit.assign(
+    c, GROUPS, reward, kept, IDS, minis, old=[None], ref=[None], values=None,
+    greedy=np.array([0.25, np.nan]),
+  )
+  np.testing.assert_allclose(found.advantages, [0.75, -0.25, 0, 0])

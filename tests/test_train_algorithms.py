@@ -1,0 +1,124 @@
+"""Critic, greedy baseline, rounds and unmasked observations, through the loop.
+
+Each run is killed once and resumed: its parameters are those of a run that
+was not, bit by bit.
+"""
+
+import jax
+from ml_collections import ConfigDict
+import numpy as np
+import pytest
+
+from configs import algorithms
+from retrieval import process
+from searchrl_jax import setup, train, update
+from searchrl_jax.data import microworld
+from searchrl_jax.models import critic as critics
+from tests import tiny
+from tests.test_train import Killed, lines
+
+
+@pytest.fixture(scope='module')
+def url(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('world')
+  world = microworld.generate(3, **tiny.WORLD)
+  corpus = microworld.write(world, folder)['corpus']
+  with process.start_server(corpus, log_path=folder / 'log') as server:
+    yield server.url
+
+
+def config(url, algorithm, reward, **fields):
+  c = tiny.config(url)
+  c.algorithm.update(getattr(algorithms, algorithm))
+  c.reward = ConfigDict(dict(r=dict(fn=f'tests.tiny.{reward}', weight=1.0)))
+  c.data.eval = ConfigDict()
+  c.update_from_flattened_dict(fields)
+  return c
+
+
+def saved(c, workdir):
+  """Everything a checkpoint holds, as one list of arrays."""
+  tok = setup.tokenizer(c, str(workdir))
+  cfg = setup.model_config(c, tok.vocab_size)
+  mesh = setup.mesh(c)
+  like = {'state': {'params': setup.shapes(cfg, mesh)}}
+  if c.critic.lr:
+    like['critic'] = {
+      'params': setup.shapes(critics.config(cfg), mesh, critics)
+    }
+  found = setup.saver(c, str(workdir)).restore(
+    like, 'latest', fingerprint=None, partial=True
+  )
+  return jax.tree.map(np.asarray, found.state)
+
+
+def run_twice(c, folder, monkeypatch, nth):
+  """A whole run, and one killed at the nth update and resumed."""
+  train.train(c, str(folder / 'whole'))
+  real, calls = update.Updater.step, []
+
+  def killed(*args, **kw):
+    calls.append(1)
+    if len(calls) == nth:
+      raise Killed
+    return real(*args, **kw)
+
+  with monkeypatch.context() as m:
+    m.setattr(update.Updater, 'step', killed)
+    with pytest.raises(Killed):
+      train.train(c, str(folder / 'killed'))
+  train.train(c, str(folder / 'killed'))
+  one, two = (saved(c, folder / x) for x in ('whole', 'killed'))
+  for (path, a), b in zip(
+    jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True
+  ):
+    np.testing.assert_array_equal(a, b, err_msg=str(path))
+  a, b = (lines(folder / x / 'trajectories.jsonl') for x in ('whole', 'killed'))
+  assert [(t['step'], t['id']) for t in a] == [(t['step'], t['id']) for t in b]
+  steps = lines(folder / 'whole' / 'metrics.jsonl')
+  return one, [s for s in steps if s['step'] >= 0], a
+
+
+def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
+  c = config(url, 'PPO', 'by_turn', **{
+    'critic.lr': 1e-3, 'critic.alone': 1, 'env.train_observations': True,
+    'algorithm.minibatches': 2,
+  })
+  # Updates: two of the critic alone, then critic and policy in turns.
+  state, steps, kept = run_twice(c, tmp_path, monkeypatch, 6)
+  assert state['critic']['params']['value'].any()
+  assert 'train/entropy' not in steps[0], 'the critic alone learns at first'
+  for name in ('train/entropy', 'train/critic_loss', 'train/kl_ref',
+               'train/critic_explained_variance', 'time/critic'):
+    assert name in steps[1], name
+  # A second update of the critic in a step starts from values that are not 0.
+  assert steps[2]['train/critic_value'] != 0
+  read = [s for t in kept for s in t['segments'] if s['author'] != 'policy']
+  assert any(s['train'] for s in read if s['author'] == 'environment')
+  assert not any(s['train'] for s in read if s['author'] == 'prompt')
+  # Nothing was recorded of them: their weight is 1, their mismatch 0.
+  assert steps[2]['train/mismatch_max'] < 1e-3
+
+
+def test_remax_with_rounds(url, tmp_path, monkeypatch):
+  c = config(url, 'REMAX', 'odd', **{
+    'algorithm.drop_zero_variance': True, 'rollout.refill': 2,
+  })
+  _, steps, kept = run_twice(c, tmp_path, monkeypatch, 2)
+  for step in range(c.train.steps):
+    taken = [t for t in kept if t['step'] == step]
+    by_question = {}
+    for t in taken:
+      by_question.setdefault(t['question']['id'], []).append(t)
+    assert all(len(group) == 2 for group in by_question.values())
+    varied = sum(
+      len({t['reward'] for t in group}) > 1 for group in by_question.values()
+    )
+    assert varied <= 4
+    # Filled up, or both rounds used.
+    assert varied == 4 or len(by_question) > 6
+    for t in taken:  # the greedy answer earned 0 or 1
+      assert t['advantage'] in (t['reward'], t['reward'] - 1.0)
+    assert steps[step]['batch/groups'] == len(by_question)
+  assert any(s['batch/groups'] > 4 for s in steps)
+  assert 'time/greedy' in steps[-1]
