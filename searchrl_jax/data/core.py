@@ -44,14 +44,17 @@ class Trace:
   It holds contents only: `sft.py` renders them with the environment's own
   functions, so that warm start and rollouts have one layout.
 
+  question: None = plain text to be learnt (pretraining), of which the
+    environment sees nothing: no prompt, and an end where the actions end.
   actions: (kind, payload) in order. 'information' carries a tuple of
     Passage, everything else a str without tags. 'information' is the
-    environment's; the rest is what the policy is to write.
+    environment's, unless config.env.information says that it is the policy's;
+    the rest is what the policy is to write.
   good: it searches, reads and answers right. Controls (`sft_only`) keep
     these; a warm start mixes in others, so that RL has something to select.
   """
 
-  question: Question
+  question: Question | None
   actions: tuple[tuple[str, str | tuple[Passage, ...]], ...]
   good: bool = True
 

@@ -174,9 +174,9 @@ def generate(
       )
     people[split] = [there[i] for i in rng.permutation(len(there))[:count]]
     facts |= _facts(rng, people[split], relations, settings)
-  ids, corpus = _passages(rng, facts)
+  ids, corpus = passages(rng, facts)
   questions = {
-    split: _questions(rng, f'micro-{seed}-{split}', people[split], facts, ids)
+    split: ask(rng, f'micro-{seed}-{split}', people[split], facts, ids)
     for split in SPLITS
   }
   return World(seed, settings, corpus, facts, questions)
@@ -208,7 +208,8 @@ def _facts(rng, people, relations, settings):
   return out
 
 
-def _passages(rng, facts):
+def passages(rng, facts):
+  """(name -> id, corpus in random order): what is known of each person."""
   everyone = list(facts)
   order = [everyone[i] for i in rng.permutation(len(everyone))]
   ids = {name: str(i) for i, name in enumerate(order)}
@@ -221,7 +222,8 @@ def _passages(rng, facts):
   return ids, tuple(corpus)
 
 
-def _questions(rng, prefix, people, facts, ids):
+def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
+  """All one-hop and two-hop questions on `people`, in random order."""
   found = []
   for name in people:
     for relation, value in facts[name].items():
