@@ -64,7 +64,7 @@ def main():
     tempfile.TemporaryDirectory() as scratch,
     evaluate.loaded(
       config, workdir, workdir or scratch, _CHECKPOINT.value
-    ) as (tok, engine, source, run),
+    ) as (tok, engine, source, run, *_),
   ):
     env = setup.environment(config, tok)
     asked = _QUESTION.value

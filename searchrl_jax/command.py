@@ -117,14 +117,17 @@ def _fail(*lines: str):
 def run(main, positional=None):
   """app.run with one-line errors for what the user can mend.
 
-  positional: a flag that takes what stands without a flag, joined by spaces.
+  positional: a flag that takes what stands without a flag: all of it, if its
+    value is a list, else joined by spaces.
   """
 
   def guarded(argv):
     if len(argv) > 1:
       if positional is None:
         _fail(f'unexpected argument {argv[1]!r}; flags start with --')
-      flags.FLAGS[positional.name].value = ' '.join(argv[1:])
+      flag = flags.FLAGS[positional.name]
+      many = isinstance(flag.value, list)
+      flag.value = argv[1:] if many else ' '.join(argv[1:])
     if 'data_dir' in flags.FLAGS and flags.FLAGS.data_dir:
       os.environ['SEARCHRL_DATA'] = flags.FLAGS.data_dir
     try:

@@ -5,6 +5,8 @@
     --config.data.world_seed=7 --controls
   python -m searchrl_jax.evaluate \\
     --config=configs/wiki_nq.py:model=/path/to/checkpoint --out=runs/theirs
+  python -m searchrl_jax.evaluate --workdir=runs/other \\
+    --manifest=runs/theirs/manifest.json
 
 With --workdir the config is the run's own; --config.* changes fields of it.
 Greedy by default (config.eval.temperature = 0): the same trajectories every
@@ -16,6 +18,7 @@ import hashlib
 import json
 import pathlib
 import sys
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
@@ -26,19 +29,21 @@ from searchrl_jax import checks
 from searchrl_jax import command
 from searchrl_jax import metrics
 from searchrl_jax import records
+from searchrl_jax import scoring
 from searchrl_jax import setup
 from searchrl_jax import sync
 from searchrl_jax.data import core as data
+from searchrl_jax.evaluators import ledger
 from searchrl_jax.evaluators import passk
 from searchrl_jax.signals import Loop
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
-from searchrl_jax.writer import Writer
+from searchrl_jax.writer import Writer, environment
 
 SHOWN = (
   'em', 'f1', 'sub_em', 'recall_any', 'recall_all', 'parsed', 'valid_format',
-  'guessed', 'copied', 'searches', 'tokens', 'truncated',
+  'guessed', 'copied', 'searches', 'tokens', 'truncated', 'certainty',
 )
 
 # What a score is, where its name does not say it; shares are of questions.
@@ -48,26 +53,43 @@ LABELS = {
   'valid_format': 'valid format', 'guessed': 'answered unsearched',
   'copied': 'queries that copy', 'searches': 'searches per question',
   'tokens': 'tokens sampled', 'truncated': 'cut by a budget',
+  'certainty': 'self-certainty (nats)',
 }
 
 
-def controls(config, sets, *, tok, engine, source, writer=None):
-  """EM without search, and with passages swapped between questions.
+class Loaded(NamedTuple):
+  """What an evaluation runs with."""
 
-  Yields (name, value) as an evaluator does.
+  tok: Any
+  engine: Any
+  source: Any
+  run: Any  # runs a coroutine that uses them
+  identity: dict  # of the retrieval server; {} if it does not say
+  scorer: scoring.Scorer | None  # of these parameters, if best_of needs it
+
+
+def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
+  """{name: evaluator}: 'eval', and the controls if asked for.
+
+  The controls: passages swapped between questions, and no search.
   """
-  env = setup.environment(config, tok)
-  questions = [q for qs in sets.values() for q in qs]
-  yield from passk.make(
-    config, sets, env=env, engine=engine, writer=writer,
-    source=Shuffled(source, questions), name='shuffled',
-  ).run(0)
+  def make(name, config, source=have.source):
+    return passk.make(
+      config, sets, env=setup.environment(config, have.tok), source=source,
+      engine=have.engine, writer=writer, run=have.run, name=name,
+      scorer=have.scorer,
+    )
+
+  if not with_controls:
+    return {'eval': make('eval', config)}
   off = config.copy_and_resolve_references()
   off.env.max_turns = 0
-  yield from passk.make(
-    off, sets, env=setup.environment(off, tok), engine=engine, source=source,
-    writer=writer, name='no_search',
-  ).run(0)
+  questions = [q for qs in sets.values() for q in qs]
+  return {
+    'eval': make('eval', config),
+    'shuffled': make('shuffled', config, Shuffled(have.source, questions)),
+    'no_search': make('no_search', off),
+  }
 
 
 def majority(questions: list[Question]) -> float:
@@ -81,10 +103,7 @@ def majority(questions: list[Question]) -> float:
 
 @contextlib.contextmanager
 def loaded(config, workdir: str, out: str, which: str = 'latest'):
-  """(tokenizer, engine, source, run) of a run folder or an HF checkpoint.
-
-  `run` runs a coroutine that uses them.
-  """
+  """Yields what a run folder or an HF checkpoint is evaluated with."""
   tok = setup.tokenizer(config, workdir or out)
   cfg = setup.model_config(config, tok.vocab_size)
   mesh = setup.mesh(config)
@@ -108,7 +127,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         lambda ids: logps(params, ids), config.engine.canary_tolerance,
       ))
     try:
-      loop.run(source.check())
+      about = loop.run(source.check())
     except SourceError as e:
       if not config.source.corpus:
         raise
@@ -116,40 +135,74 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         f'{e} Or give --config.source.url= (empty), which starts one over '
         f'config.source.corpus={config.source.corpus!r}.'
       ) from e
-    yield tok, engine, source, loop.run
+    scorer = None
+    if config.eval.best_of:
+      longest = config.env.max_tokens
+      scorer = scoring.Scorer(
+        cfg, params, temperature=config.eval.temperature, mesh=mesh,
+        lengths=[n for n in config.batch.lengths if n < longest] + [longest],
+        head_chunk=config.batch.head_chunk,
+      )
+    yield Loaded(
+      tok, engine, source, loop.run, dict(about.get('identity') or {}), scorer
+    )
 
 
 def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
-             with_controls: bool = False) -> dict[str, float]:
-  """Evaluates config.data.eval; writes OUT/eval.json and the trajectories."""
+             with_controls: bool = False,
+             manifest: str = '') -> dict[str, float]:
+  """Evaluates config.data.eval; returns scores and what they cost.
+
+  Writes OUT/eval.json, where what differs from time to time stands beside
+  them (seconds, the checkpoint), OUT/manifest.json, OUT/rows.jsonl and the
+  trajectories.
+
+  Args:
+    manifest: a manifest.json: exactly its questions, on its corpus.
+  """
   checks.check_engine(config)
-  if (pathlib.Path(out) / records.CHECKPOINTS).exists():
+  passk.check(config)
+  folder = pathlib.Path(out)
+  if (folder / records.CHECKPOINTS).exists():
     raise checks.ConfigError(
       f'--out={out} is the folder of a run, whose logs would be written over; '
       'give a folder of its own'
     )
+  wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
+  if wanted:
+    sets = ledger.frozen(sets, wanted, manifest)
+    config = config.copy_and_resolve_references()
+    config.eval.questions = 0
   if with_controls:
     Shuffled(None, [q for qs in sets.values() for q in qs])  # or an error now
   with (
-    loaded(config, workdir, out, which) as (tok, engine, source, run),
+    loaded(config, workdir, out, which) as have,
     Writer(out, config) as writer,
   ):
-    env = setup.environment(config, tok)
-    values = dict(passk.make(
-      config, sets, env=env, engine=engine, source=source, writer=writer,
-      run=run,
-    ).run(0))
-    if with_controls:
-      values |= dict(controls(
-        config, sets, tok=tok, engine=engine, source=source, writer=writer,
-      ))
-    writer.write(0, values)
-    records.write_json(
-      pathlib.Path(out) / 'eval.json',
-      values | ({'checkpoint': setup.saver(config, workdir).resolve(which)}
-                if workdir else {}),
-    )
+    if wanted:
+      ledger.check_corpus(wanted, have.identity, manifest)
+    runs = evaluators(config, sets, have, writer, with_controls)
+    found = {name: evaluator.collect(0) for name, evaluator in runs.items()}
+    values, seconds = {}, {}
+    for name, evaluation in found.items():
+      values |= dict(evaluation.values)
+      values |= dict(ledger.costs(evaluation, name))
+      seconds[f'{name}/cost/seconds'] = evaluation.seconds
+    writer.write(0, values | seconds)
+    about = {}
+    if workdir:
+      about['checkpoint'] = setup.saver(config, workdir).resolve(which)
+    ledger.write_rows(folder, found)
+    records.write_json(folder / ledger.MANIFEST, ledger.manifest(
+      runs['eval'].sets, config, template=setup.template(config),
+      identity=have.identity, commit=environment()['commit'],
+      checkpoint=(
+        f'{workdir} step {about["checkpoint"]}' if workdir
+        else config.train.init or config.model.path
+      ),
+    ))
+    records.write_json(folder / 'eval.json', values | seconds | about)
   return values
 
 
@@ -157,15 +210,16 @@ def show(values, out=None) -> None:
   """Prints a table for each evaluation: a row a score, a column a slice.
 
   A slice that holds the same questions as another one before it (a single
-  source, sources that are hops) is left out.
+  source, sources that are hops) is left out. What they cost comes last.
   """
   out = out or console.Console()
   labels = [k.removesuffix('/em') for k in values if k.endswith('/em')]
   labels = labels or [k.removesuffix('/f1') for k in values
                       if k.endswith('/f1')]
-  extra = sorted({
-    k.rsplit('/', 1)[-1] for k in values if '@' in k.rsplit('/', 1)[-1]
-  })
+  extra = sorted(
+    {k.rsplit('/', 1)[-1] for k in values if '@' in k.rsplit('/', 1)[-1]},
+    key=lambda name: (name.split('@')[0], int(name.split('@')[1])),
+  )
   names = (*SHOWN, *extra)
   for evaluation in dict.fromkeys(label.split('/')[0] for label in labels):
     columns = {}  # scores -> label: equal columns once
@@ -192,6 +246,29 @@ def show(values, out=None) -> None:
       for label in columns.values()
     ))
     out.print(shown)
+  took = _costs(values)
+  if took.row_count:
+    out.print(took)
+
+
+def _costs(values) -> table.Table:
+  """What it took: a row a cost, a column an evaluation or a set of one."""
+  shown = table.Table(title='what it took, in sums')
+  shown.add_column('cost')
+  found, labels = {}, {}
+  for key, value in values.items():
+    label, _, what = key.partition('/cost/')
+    if what:
+      digits = 1 if what == 'seconds' else 0
+      found.setdefault(what, {})[label] = f'{value:,.{digits}f}'
+      labels[label] = None
+  for label in labels:
+    shown.add_column(label, justify='right')
+  for what, by in found.items():
+    shown.add_row(
+      what.replace('_', ' '), *(by.get(label, '') for label in labels)
+    )
+  return shown
 
 
 def _cell(values, key: str) -> str:
@@ -224,10 +301,10 @@ def define_config_or_run():
     sys.exit(2)
 
 
-def default_out(config, workdir: str, which: str) -> str:
-  """A folder of its own for each checkpoint and set of changed fields."""
+def default_out(config, workdir: str, which: str, manifest: str) -> str:
+  """A folder of its own for each checkpoint, manifest and changed fields."""
   text = json.dumps(command.to_dict(config), sort_keys=True, default=str)
-  digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+  digest = hashlib.sha256((text + manifest).encode()).hexdigest()[:8]
   step = setup.saver(config, workdir).resolve(which)
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 
@@ -238,12 +315,14 @@ def main():
     raise checks.ConfigError('give --workdir=RUN, or --config=FILE and --out')
   if not workdir and not out:
     raise checks.ConfigError('--out is needed where there is no --workdir')
-  out = out or default_out(config, workdir, _CHECKPOINT.value)
-  values = evaluate(
-    config, workdir, out, which=_CHECKPOINT.value,
-    with_controls=_CONTROLS.value,
+  out = out or default_out(
+    config, workdir, _CHECKPOINT.value, _MANIFEST.value
   )
-  show(values)
+  evaluate(
+    config, workdir, out, which=_CHECKPOINT.value,
+    with_controls=_CONTROLS.value, manifest=_MANIFEST.value,
+  )
+  show(json.loads((pathlib.Path(out) / 'eval.json').read_text()))
   print(f'trajectories and figures: {out}')
 
 
@@ -260,5 +339,9 @@ if __name__ == '__main__':
   _CONTROLS = flags.DEFINE_bool(
     'controls', False, 'Also evaluate without search, and with passages '
     'swapped between questions.'
+  )
+  _MANIFEST = flags.DEFINE_string(
+    'manifest', '', 'A manifest.json of an evaluation: exactly its questions, '
+    'on its corpus.'
   )
   command.run(main)

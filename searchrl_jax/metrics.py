@@ -148,6 +148,42 @@ def _at_most(
   return out
 
 
+def best_at_k(
+  scores: Sequence[float], correct: Sequence[bool], k: int
+) -> float:
+  """Expected correctness of the sample that scores highest among k of the n.
+
+  Exact: the mean over all C(n, k) subsets, in which the sample of rank r
+  (from 1, the lowest) is the best of C(r - 1, k - 1). NaN ranks lowest; of
+  equal scores the earlier sample does.
+
+  Raises:
+    ValueError: fewer samples than k.
+  """
+  n = len(scores)
+  if not 1 <= k <= n:
+    raise ValueError(f'best@{k} needs 1 <= k <= n, but n={n} samples')
+  ranked = sorted(
+    zip(scores, correct, strict=True),
+    key=lambda x: -math.inf if math.isnan(x[0]) else x[0],
+  )
+  won = sum(math.comb(r, k - 1) for r, (_, flag) in enumerate(ranked) if flag)
+  return won / math.comb(n, k)
+
+
+def sign_test(wins: int, losses: int) -> float:
+  """Two-sided exact p-value of a fair coin; ties are left out before.
+
+  Of paired right-or-wrong answers it is the exact McNemar test.
+  """
+  n = wins + losses
+  ways = tail = 1
+  for i in range(min(wins, losses)):
+    ways = ways * (n - i) // (i + 1)
+    tail += ways
+  return min(1.0, 2 * tail / 2**n)
+
+
 def bootstrap(
   values: Sequence[float], *, resamples: int, seed: int, level: float = 0.95
 ) -> Interval:

@@ -153,3 +153,31 @@ def test_paired_bootstrap_sees_what_unpaired_cannot():
   assert metrics.bootstrap(a, resamples=500, seed=0).low < 0
   with pytest.raises(ValueError, match='3 and 2'):
     metrics.paired_bootstrap([1, 2, 3], [1, 2], resamples=5, seed=0)
+
+
+def test_the_best_of_k_is_the_mean_over_all_subsets():
+  rng = np.random.default_rng(0)
+  for n in range(1, 7):
+    scores = rng.permutation(n).astype(float).tolist()
+    right = (rng.random(n) < 0.4).tolist()
+    for k in range(1, n + 1):
+      subsets = list(itertools.combinations(range(n), k))
+      want = np.mean([right[max(s, key=scores.__getitem__)] for s in subsets])
+      assert metrics.best_at_k(scores, right, k) == pytest.approx(want)
+
+
+def test_a_sample_without_a_score_is_chosen_last():
+  scores = [1.0, math.nan, 0.5]
+  assert metrics.best_at_k(scores, [False, True, False], 3) == 0.0
+  assert metrics.best_at_k(scores, [True, False, False], 3) == 1.0
+  with pytest.raises(ValueError, match='best@4'):
+    metrics.best_at_k(scores, [True] * 3, 4)
+
+
+def test_the_sign_test_is_the_exact_binomial():
+  assert metrics.sign_test(0, 0) == metrics.sign_test(5, 5) == 1.0
+  assert metrics.sign_test(5, 0) == metrics.sign_test(0, 5) == 2 / 32
+  # 2 (C(10,0) + C(10,1) + C(10,2)) / 2^10 = 2 * 56 / 1024
+  assert metrics.sign_test(8, 2) == 112 / 1024
+  assert metrics.sign_test(6, 5) == 1.0
+  assert 0 < metrics.sign_test(10600, 10000) < 1e-4  # no overflow

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from searchrl_jax import metrics, records, rollout
@@ -59,11 +60,15 @@ class Row:
   recall_all: float
   tokens: float  # written by the policy
   truncated: float  # ended by a limit of tokens or turns
+  # Self-certainty, the mean over the policy's tokens in nats; NaN unless
+  # config.eval.best_of asks for it:
+  certainty: float
 
 
 SCORES = (
   'em', 'f1', 'sub_em', 'answered', 'parsed', 'valid_format', 'guessed',
   'searches', 'copied', 'recall_any', 'recall_all', 'tokens', 'truncated',
+  'certainty',
 )  # fmt: skip
 
 
@@ -125,7 +130,38 @@ def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
       sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
     ),
     truncated=float(trajectory.end in ('tokens', 'turns')),
+    certainty=NAN,
   )
+
+
+def certainties(
+  trajectories: Sequence[Trajectory], scorer: Callable
+) -> list[float]:
+  """The mean self-certainty of the policy's tokens, in nats.
+
+  NaN for a failed trajectory and for one in which the policy wrote nothing.
+
+  Args:
+    trajectories: as they were sampled; all that stands before a token
+      conditions it, whoever wrote it.
+    scorer: `scoring.Scorer`, at the temperature that sampled.
+  """
+  good = [
+    i for i, t in enumerate(trajectories)
+    if not t.failed and any(s.author == 'policy' for s in t.segments)
+  ]
+  out = [NAN] * len(trajectories)
+  rows = [
+    np.concatenate([s.ids for s in trajectories[i].segments]) for i in good
+  ]
+  for i, stats in zip(good, scorer(rows), strict=True):
+    own = np.concatenate([
+      np.full(len(s.ids), s.author == 'policy')
+      for s in trajectories[i].segments
+    ])
+    if own.any():
+      out[i] = float(stats.certainty[own].mean())
+  return out
 
 
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
@@ -152,6 +188,7 @@ class Evaluation(NamedTuple):
   rows: list[Row]
   slices: dict[str, list[Row]]  # label -> rows
   values: list[tuple[str, float]]  # what `run` yields
+  seconds: float  # wall time of the rollout
 
 
 class Evaluator:
@@ -175,6 +212,7 @@ class Evaluator:
     run: Callable[[Coroutine], Any] = asyncio.run,
     on_trajectory: Callable[[Trajectory], None] | None = None,
     name: str = 'eval',
+    scorer: Callable | None = None,
   ):
     """Chooses the questions; nothing runs yet.
 
@@ -189,25 +227,22 @@ class Evaluator:
       run: runs the coroutine, `asyncio.Runner().run` for instance.
       on_trajectory: as in `rollout`.
       name: what the names of the values, and the files, begin with.
+      scorer: `scoring.Scorer` of the policy, if rows shall have their
+        certainty.
 
     Raises:
-      ValueError: no questions, or a field that cannot work.
+      ValueError: no questions.
     """
-    # Before the questions run, and by the name that the user gave.
-    for field in ('n', 'bootstrap'):
-      if config.eval[field] < 1:
-        raise ValueError(
-          f'config.eval.{field}={config.eval[field]}: at least 1 is needed'
-        )
     self._env, self._engine, self._source = env, engine, source
     self._config, self._rollout = config.eval, rollout.evaluation(config)
     self._writer, self._run_coroutine = writer, run
     self._on_trajectory, self._name = on_trajectory, name
-    self._sets = {
+    self._scorer = scorer
+    self.sets = {
       label: _choose(questions, config.eval.questions, config.eval.seed)
       for label, questions in sorted(sets.items())
     }
-    if not any(self._sets.values()):
+    if not any(self.sets.values()):
       raise ValueError(
         'no questions to evaluate: config.data.eval names none, or its sets '
         'are empty'
@@ -216,7 +251,7 @@ class Evaluator:
   @property
   def ids(self) -> dict[str, list[str]]:
     """The ids that are evaluated, by set."""
-    return {k: [q.id for q in v] for k, v in self._sets.items()}
+    return {k: [q.id for q in v] for k, v in self.sets.items()}
 
   def run(self, step: int) -> Iterator[tuple[str, float]]:
     """Yields (name, value); see the class for the names."""
@@ -228,10 +263,10 @@ class Evaluator:
     The random streams do not depend on `step`, nor the result on the order
     of the questions.
     """
-    labels = [label for label, qs in self._sets.items() for _ in qs]
+    labels = [label for label, qs in self.sets.items() for _ in qs]
     result = self._run_coroutine(
       rollout.rollout(
-        [q for questions in self._sets.values() for q in questions],
+        [q for questions in self.sets.values() for q in questions],
         env=self._env,
         engine=self._engine,
         source=self._source,
@@ -246,6 +281,14 @@ class Evaluator:
       for label, group in zip(labels, result.groups, strict=True)
       for row in score(group, self._env, label)
     ]
+    if self._scorer is not None:
+      flat = [t for group in result.groups for t in group]
+      rows = [
+        dataclasses.replace(row, certainty=certainty)
+        for row, certainty in zip(
+          rows, certainties(flat, self._scorer), strict=True
+        )
+      ]
     if self._writer is not None:
       self._keep(step, result.groups)
     sliced = slices(rows, self._name)
@@ -259,7 +302,9 @@ class Evaluator:
         seed=self._config.seed,
       )
     ]
-    return Evaluation(result.groups, rows, sliced, values)
+    return Evaluation(
+      result.groups, rows, sliced, values, result.stats.seconds
+    )
 
   def _keep(self, step: int, groups: Sequence[Group]) -> None:
     decode = self._env.tokenizer.decode
@@ -267,7 +312,7 @@ class Evaluator:
     manifest = {
       label: {
         'n': len(ids),
-        'sha256': hashlib.sha256('\n'.join(ids).encode()).hexdigest(),
+        'sha256': digest(ids),
         'ids': ids,
       }
       for label, ids in self.ids.items()
@@ -276,6 +321,11 @@ class Evaluator:
       self._writer.folder / f'{self._name}_ids.json',
       {'sampling': self._config, 'sets': manifest},
     )
+
+
+def digest(ids: Sequence[str]) -> str:
+  """What says that two lists of ids are the same."""
+  return hashlib.sha256('\n'.join(ids).encode()).hexdigest()
 
 
 def _choose(

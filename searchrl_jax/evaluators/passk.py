@@ -1,7 +1,9 @@
-"""pass@k and maj@k over the samples of each question.
+"""pass@k, maj@k and best-of-k over the samples of each question.
 
 pass@k is the unbiased estimator of Chen et al. 2021; maj@k is its
-counterpart for the majority vote (`metrics.maj_at_k`). Both are means over
+counterpart for the majority vote (`metrics.maj_at_k`), certainty@k that for
+the sample of greatest self-certainty (Kang et al. 2025, arXiv 2502.18581,
+whose other form, votes weighted by its rank, is not here). All are means over
 questions with a bootstrap interval over questions.
 """
 
@@ -10,26 +12,84 @@ from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import metrics
+from searchrl_jax import lookup, metrics
 from searchrl_jax.evaluators import answer
+
+
+BEST_OF = ('', 'certainty')
+
+
+def check(config: ConfigDict, training: bool = False) -> None:
+  """What config.eval cannot be, found before any model loads.
+
+  Args:
+    config: the whole config.
+    training: evaluations of a training run have no parameters beside the
+      engine's that a scorer could use.
+
+  Raises:
+    ValueError: names the field, what it is and the mend.
+  """
+  e = config.eval
+  for field, least in (
+    ('n', 1), ('bootstrap', 1), ('questions', 0), ('temperature', 0),
+  ):
+    if e[field] < least:
+      raise ValueError(
+        f'config.eval.{field}={e[field]}: at least {least} is needed'
+      )
+  if not 0 < e.top_p <= 1:
+    raise ValueError(f'config.eval.top_p={e.top_p}: above 0, at most 1')
+  for k in e.k:
+    if not 1 <= k <= e.n:
+      raise ValueError(
+        f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
+        f'(it is {e.n})'
+      )
+  drawn = [f'config.eval.k holds {k}' for k in e.k if k > 1]
+  if e.best_of:
+    if e.best_of not in BEST_OF:
+      raise ValueError(
+        f'config.eval.best_of={e.best_of!r}: {lookup.near(e.best_of, BEST_OF)}'
+      )
+    drawn.append(f'config.eval.best_of is {e.best_of!r}')
+    if e.n < 2:
+      raise ValueError(
+        f'{drawn[-1]}, which chooses among config.eval.n samples (it is '
+        f'{e.n}); use 2 or more'
+      )
+    if training:
+      raise ValueError(
+        f"{drawn[-1]}, which `evaluate` can do and a training run cannot; "
+        "leave it '' here and give it to `evaluate --workdir=RUN`"
+      )
+  if drawn and e.temperature == 0:
+    raise ValueError(
+      f'{drawn[0]}, and config.eval.temperature=0 makes all samples of a '
+      'question equal; use a temperature above 0'
+    )
 
 
 def score(
   rows: Sequence[answer.Row], k: Sequence[int]
 ) -> dict[str, dict[tuple[str, str], float]]:
-  """{'pass@K' or 'maj@K': {(set, question id): value}}.
+  """{'pass@K', 'maj@K' or 'certainty@K': {(set, question id): value}}.
 
   Failed trajectories are no samples. A question with fewer than K samples, or
-  without golden answers, has no value at K.
+  without golden answers, has no value at K. 'certainty@K' is there where rows
+  have their certainty; a sample without one is the last to be chosen.
   """
   questions: dict[tuple[str, str], list[answer.Row]] = {}
   for row in rows:
     if not row.failed and not math.isnan(row.em):
       questions.setdefault((row.set, row.question), []).append(row)
+  certain = any(not math.isnan(row.certainty) for row in rows)
   out: dict[str, dict[tuple[str, str], float]] = {}
   for count in k:
     passed = out.setdefault(f'pass@{count}', {})
     voted = out.setdefault(f'maj@{count}', {})
+    if certain:
+      chosen = out.setdefault(f'certainty@{count}', {})
     for name, samples in questions.items():
       n = len(samples)
       if n < count:
@@ -38,6 +98,10 @@ def score(
       votes = [row.vote for row in samples]
       passed[name] = metrics.pass_at_k(n, sum(right), count)
       voted[name] = metrics.maj_at_k(votes, right, count)
+      if certain:
+        chosen[name] = metrics.best_at_k(
+          [row.certainty for row in samples], right, count
+        )
   return out
 
 
@@ -45,44 +109,38 @@ class Evaluator:
   """The numbers of an answer evaluator, and pass@k of the same samples."""
 
   def __init__(self, answers: answer.Evaluator, config: ConfigDict):
-    """Reads config.eval: k, n, bootstrap, seed.
-
-    Raises:
-      ValueError: a k that is not within 1..config.eval.n, or one above 1 of
-        greedy samples, which are all equal.
-    """
-    for k in config.k:
-      if not 1 <= k <= config.n:
-        raise ValueError(
-          f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
-          f'(it is {config.n})'
-        )
-      if k > 1 and config.temperature == 0:
-        raise ValueError(
-          f'config.eval.k holds {k}, and config.eval.temperature=0 makes all '
-          'samples of a question equal; use a temperature above 0, or k=(1,)'
-        )
+    """Reads config.eval: k, n, best_of, bootstrap, seed; see `check`."""
     self._answers, self._config = answers, config
+    self.sets = answers.sets
+    more = {config.n} if config.best_of else set()
+    self._k = sorted({*config.k, *more})
 
   def run(self, step: int) -> Iterator[tuple[str, float]]:
     """Yields (name, value), names as `answer.Evaluator` with 'pass@K'."""
+    yield from self.collect(step).values
+
+  def collect(self, step: int) -> answer.Evaluation:
+    """As `answer.Evaluator.collect`, with more values."""
     evaluation = self._answers.collect(step)
-    yield from evaluation.values
     for label, rows in evaluation.slices.items():
-      for name, values in score(rows, self._config.k).items():
+      for name, values in score(rows, self._k).items():
         interval = metrics.bootstrap(
           [values[q] for q in sorted(values)],
           resamples=self._config.bootstrap,
           seed=self._config.seed,
         )
         if interval.n:
-          yield from answer.named(f'{label}/{name}', interval)
+          evaluation.values.extend(answer.named(f'{label}/{name}', interval))
+    return evaluation
 
 
 def make(config: ConfigDict, sets, **kw):
-  """The evaluator that config.eval asks for: with pass@k if eval.k names any.
+  """The evaluator that config.eval asks for, checked.
 
-  kw: as `answer.Evaluator` takes them.
+  kw: as `answer.Evaluator` takes them; config.eval.best_of needs `scorer`.
   """
+  check(config, training=kw.get('scorer') is None)
   found = answer.Evaluator(sets, config=config, **kw)
-  return Evaluator(found, config.eval) if config.eval.k else found
+  if config.eval.k or config.eval.best_of:
+    return Evaluator(found, config.eval)
+  return found

@@ -3,7 +3,9 @@ import hashlib
 import io
 import json
 import math
+import types
 
+import numpy as np
 import pytest
 
 from configs import common
@@ -233,10 +235,6 @@ def test_pass_and_majority():
   assert found['eval/pass@1'] == pytest.approx(found['eval/em'])
   assert found['eval/pass@2'] >= found['eval/pass@1']
   assert found['eval/set=b/maj@2/n'] == 4
-  with pytest.raises(ValueError, match='config.eval.k holds 4'):
-    passk.Evaluator(evaluator(c), config(k=(4,)).eval)
-  with pytest.raises(ValueError, match='temperature=0 makes all samples'):
-    passk.Evaluator(evaluator(c), config(k=(2,), temperature=0.0).eval)
 
 
 def test_a_question_without_answers_has_no_pass_at_k():
@@ -252,10 +250,95 @@ def test_a_question_without_answers_has_no_pass_at_k():
   assert 'eval/pass@1' not in values and 'eval/answered' in values
 
 
-@pytest.mark.parametrize('field', ['n', 'bootstrap'])
-def test_bad_fields_are_named_before_anything_runs(field):
-  with pytest.raises(ValueError, match=f'config.eval.{field}=0'):
-    evaluator(config(**{field: 0}))
+@pytest.mark.parametrize('fields, message', [
+  (dict(n=0), 'config.eval.n=0: at least 1'),
+  (dict(bootstrap=0), 'config.eval.bootstrap=0'),
+  (dict(questions=-1), 'config.eval.questions=-1'),
+  (dict(temperature=-1.0), 'config.eval.temperature=-1'),
+  (dict(top_p=0.0), 'config.eval.top_p=0'),
+  (dict(k=(1, 4)), 'config.eval.k holds 4, .*eval.n >= 4'),
+  (dict(k=(0,)), 'config.eval.k holds 0'),
+  (dict(k=(2,), temperature=0.0), 'k holds 2, .*temperature=0 makes all'),
+  (dict(best_of='certainty', temperature=0.0), 'best_of.*temperature=0'),
+  (dict(best_of='certainty', n=1), 'best_of.*among config.eval.n samples'),
+  (dict(best_of='certanty'), "best_of='certanty': did you mean 'certainty'"),
+])
+def test_bad_fields_are_named_before_anything_runs(fields, message):
+  with pytest.raises(ValueError, match=message):
+    passk.check(config(**fields))
+
+
+def test_a_training_run_does_not_choose_by_certainty():
+  c = config(best_of='certainty')
+  passk.check(c)
+  with pytest.raises(ValueError, match='a training run cannot'):
+    passk.check(c, training=True)
+  with pytest.raises(ValueError, match='a training run cannot'):
+    passk.make(c, sets(), env=ENV, engine=None, source=None)
+
+
+class Certain:
+  """Is as certain of each token as its row is long, but of the first."""
+
+  def __call__(self, rows):
+    self.rows = [r.tolist() for r in rows]
+    return [
+      scoring_stats(np.array([np.nan] + [float(len(r))] * (len(r) - 1)))
+      for r in rows
+    ]
+
+
+def scoring_stats(certainty):
+  return types.SimpleNamespace(certainty=certainty)
+
+
+def test_the_sample_of_greatest_certainty_is_chosen():
+  c = config(best_of='certainty', n=3)
+  scorer = Certain()
+  made = passk.make(
+    c, sets(), env=ENV, engine=FakeEngine(guesser), scorer=scorer,
+    source=FakeSource(fails=lambda q, attempt: q == 'fails'),
+  )
+  found = made.collect(0)
+  flat = [t for g in found.groups for t in g if not t.failed]
+  # Whole trajectories are scored, failed ones not.
+  assert [len(r) for r in scorer.rows] == [len(t) for t in flat]
+  questions = {}
+  for row, t in zip(
+    found.rows, [t for g in found.groups for t in g], strict=True
+  ):
+    if row.failed:
+      assert math.isnan(row.certainty)
+    else:
+      assert row.certainty == len(t)
+      questions.setdefault(row.question, []).append(row)
+  best = [
+    max(rows, key=lambda r: (r.certainty, r.sample)).em
+    for _, rows in sorted(questions.items())
+  ]
+  values = dict(found.values)
+  assert values['eval/certainty@3'] == pytest.approx(sum(best) / 5)
+  assert values['eval/certainty@3/n'] == 5  # q9 failed
+  assert {'eval/pass@3', 'eval/maj@3', 'eval/certainty'} <= values.keys()
+  assert 'eval/certainty' not in dict(evaluator(config()).run(0))
+
+
+def test_certainty_is_the_mean_over_the_policys_own_tokens():
+  trajectory = run_script(
+    ('<search>ann</search>', '<answer>Ann</answer>'), env=ENV,
+    question=question(),
+  )
+
+  def scorer(rows):
+    (row,) = rows
+    at, certainty = 0, []
+    for s in trajectory.segments:
+      certainty += [1.0 if s.author == 'policy' else 9.0] * len(s.ids)
+      at += len(s.ids)
+    assert at == len(row)
+    return [scoring_stats(np.array(certainty))]
+
+  assert answer.certainties([trajectory], scorer) == [1.0]
 
 
 def test_one_question_in_two_sets_stays_two():

@@ -1,0 +1,199 @@
+"""Compares evaluations question by question.
+
+  python -m searchrl_jax.compare runs/a/evaluate_40_1f runs/b/evaluate_40_1f
+  python -m searchrl_jax.compare BASE OTHER MORE --out=comparison.json
+  python -m searchrl_jax.compare BASE BASE:no_search   # a control of its own
+
+Each folder after the first is held against the first. A question's samples
+are averaged; the differences get a paired bootstrap interval over questions,
+and wins and losses an exact two-sided sign test, which for right-or-wrong
+answers (EM of one sample) is McNemar's. The p-values are of each test alone:
+of twenty slices one is below 0.05 by chance.
+"""
+
+from collections.abc import Sequence
+import pathlib
+from typing import Any
+
+from absl import flags
+from rich import console
+from rich import table
+
+from searchrl_jax import checks
+from searchrl_jax import command
+from searchrl_jax import lookup
+from searchrl_jax import metrics
+from searchrl_jax import records
+from searchrl_jax.evaluators import answer
+from searchrl_jax.evaluators import ledger
+from searchrl_jax.writer import differences
+
+# Of a manifest: what must be one, and what is only told.
+SAME = ('sets', 'corpus', 'sampling')
+TOLD = ('index', 'k', 'env', 'template', 'checkpoint', 'commit')
+
+
+def read(spec: str) -> tuple[dict, list[answer.Row]]:
+  """Manifest and rows of 'FOLDER' or 'FOLDER:EVALUATION'."""
+  folder, evaluation = spec, 'eval'
+  if not pathlib.Path(spec).is_dir() and ':' in spec:
+    folder, evaluation = spec.rsplit(':', 1)
+  manifest = ledger.read_manifest(pathlib.Path(folder) / ledger.MANIFEST)
+  return manifest, ledger.read_rows(folder, evaluation)
+
+
+def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
+  """
+  Raises:
+    ConfigError: they differ in what must be one; says where.
+  """
+  one, other = manifests
+  apart = {}
+  for name in SAME:
+    if name not in allow:
+      apart |= differences(one[name], other[name], name)
+  if apart:
+    # Ids that differ say more than their digests.
+    plain = [k for k in apart if not k.endswith('.sha256')]
+    lines = [
+      f'{k}: {_brief(apart[k][0], apart[k][1])} and '
+      + _brief(apart[k][1], apart[k][0]) for k in plain
+    ]
+    raise checks.ConfigError(
+      f'{a} and {b} cannot be compared; they differ in ' + '; '.join(lines)
+      + '. Evaluate one of them again with --manifest of the other and its '
+      'config.eval, or give --allow='
+      + ','.join(dict.fromkeys(k.split('.')[0] for k in apart))
+    )
+
+
+def _brief(value: Any, other: Any = None) -> str:
+  if isinstance(value, list) and isinstance(other, list):
+    alone = [v for v in value if v not in set(other)][:1]
+    return f'{len(value)} ids' + ''.join(f' ({v!r} here alone)' for v in alone)
+  text = repr(value)
+  return text if len(text) <= 60 else text[:57] + '...'
+
+
+def compare(
+  a: Sequence[answer.Row], b: Sequence[answer.Row], *, scores: Sequence[str],
+  resamples: int, seed: int,
+) -> dict[str, dict[str, dict[str, float]]]:
+  """{score: {slice: figures}} of b against a.
+
+  Slices: 'all', and by set, source and hops where there are several; one
+  with the questions of another before it is left out. Figures: n questions
+  paired and how many are `unpaired` (a score on one side only, as where all
+  samples failed), the means `a` and `b`, their `difference` b - a with `low`
+  and `high`, `wins` of b, `losses`, `ties` and `p`.
+  """
+  out = {}
+  for score in scores:
+    theirs = answer.by_question(b, score)
+    found, seen = {}, []
+    for label, rows in answer.slices(a, 'all').items():
+      questions = {(row.set, row.question) for row in rows}
+      ours = answer.by_question(rows, score)
+      keys = [key for key in ours if key in theirs]
+      if not keys or questions in seen:
+        continue
+      seen.append(questions)
+      x, y = [ours[k] for k in keys], [theirs[k] for k in keys]
+      wins = sum(v > u for u, v in zip(x, y, strict=True))
+      losses = sum(v < u for u, v in zip(x, y, strict=True))
+      interval = metrics.paired_bootstrap(
+        y, x, resamples=resamples, seed=seed
+      )
+      found[label.removeprefix('all/')] = {
+        'n': len(keys),
+        'unpaired': len(ours.keys() ^ (theirs.keys() & questions)),
+        'a': sum(x) / len(x), 'b': sum(y) / len(y),
+        'difference': interval.mean, 'low': interval.low,
+        'high': interval.high, 'wins': wins, 'losses': losses,
+        'ties': len(keys) - wins - losses,
+        'p': metrics.sign_test(wins, losses),
+      }
+    out[score] = found
+  return out
+
+
+def show(comparison: dict, out=None) -> None:
+  """A table for each score: a row a slice; what else differs below."""
+  out = out or console.Console()
+  out.print(f'A = {comparison["a"]}\nB = {comparison["b"]}', markup=False)
+  for score, slices in comparison['scores'].items():
+    shown = table.Table(title=f'{score}: B - A (95% paired bootstrap)')
+    for i, name in enumerate((
+      'questions', 'n', 'A', 'B', 'difference', 'wins', 'losses', 'ties', 'p',
+    )):
+      shown.add_column(name, justify='right' if i else 'left')
+    for label, f in slices.items():
+      shown.add_row(
+        label, f'{f["n"]}' + (f' (-{f["unpaired"]})' if f['unpaired'] else ''),
+        f'{f["a"]:.3f}', f'{f["b"]:.3f}',
+        f'{f["difference"]:+.3f} [{f["low"]:+.3f}, {f["high"]:+.3f}]',
+        *(str(f[k]) for k in ('wins', 'losses', 'ties')), f'{f["p"]:.2g}',
+      )
+    out.print(shown)
+  for path, (x, y) in comparison['differs'].items():
+    out.print(f'{path}: {_brief(x)} -> {_brief(y)}', markup=False)
+
+
+def main():
+  specs, allow = _FOLDERS.value, _ALLOW.value
+  if len(specs) < 2:
+    raise checks.ConfigError(
+      'give two or more folders that `evaluate` wrote; the first is the '
+      'baseline'
+    )
+  for name, known, what in (
+    *((s, answer.SCORES, 'scores') for s in _SCORES.value),
+    *((s, SAME, 'allow') for s in allow),
+  ):
+    if name not in known:
+      raise checks.ConfigError(f'--{what}: {lookup.near(name, known)}')
+  if _RESAMPLES.value < 1:
+    raise checks.ConfigError(f'--resamples={_RESAMPLES.value}: at least 1')
+  found = [read(spec) for spec in specs]
+  comparisons = []
+  for spec, (manifest, rows) in zip(specs[1:], found[1:], strict=True):
+    base, base_rows = found[0]
+    require_comparable(specs[0], spec, (base, manifest), allow)
+    comparisons.append({
+      'a': specs[0], 'b': spec,
+      'differs': {
+        k: v for name in (*TOLD, *allow)
+        for k, v in differences(base[name], manifest[name], name).items()
+      },
+      'scores': compare(
+        base_rows, rows, scores=_SCORES.value, resamples=_RESAMPLES.value,
+        seed=_SEED.value,
+      ),
+    })
+  for comparison in comparisons:
+    show(comparison)
+  if _OUT.value:
+    records.write_json(_OUT.value, {
+      'resamples': _RESAMPLES.value, 'seed': _SEED.value,
+      'comparisons': comparisons,
+    })
+
+
+if __name__ == '__main__':
+  _FOLDERS = flags.DEFINE_list(
+    'folders', [], 'Folders that `evaluate` wrote, or FOLDER:EVALUATION for a '
+    'control; also without the flag.'
+  )
+  _SCORES = flags.DEFINE_list(
+    'scores', ['em', 'f1', 'sub_em'], 'Scores of rows.jsonl to compare.'
+  )
+  _ALLOW = flags.DEFINE_list(
+    'allow', [], 'Parts of the manifest that may differ: sets, corpus, '
+    'sampling.'
+  )
+  _OUT = flags.DEFINE_string('out', '', 'Also write the figures as JSON.')
+  _RESAMPLES = flags.DEFINE_integer(
+    'resamples', 10000, 'Of the bootstrap.'
+  )
+  _SEED = flags.DEFINE_integer('seed', 0, 'Of the bootstrap.')
+  command.run(main, positional=_FOLDERS)

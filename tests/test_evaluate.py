@@ -1,0 +1,171 @@
+"""The evaluate and compare commands on an untrained policy."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from searchrl_jax import checks, compare, evaluate, records, setup
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.evaluators import ledger
+from searchrl_jax.models import decoder
+from tests import tiny
+from tests.test_commands import command
+
+
+@pytest.fixture(scope='module')
+def url(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('retrieval')
+  with setup.retrieval(tiny.config(), str(folder)) as found:
+    yield found
+
+
+def config(url, **fields):
+  c = tiny.config(url)
+  c.eval.n, c.eval.temperature, c.eval.k = 3, 1.0, (1, 2)
+  c.update_from_flattened_dict(fields)
+  return c
+
+
+@pytest.fixture(scope='module')
+def done(url, tmp_path_factory):
+  """An evaluation with everything: (folder, what it returned)."""
+  out = tmp_path_factory.mktemp('evaluations') / 'a'
+  c = config(url, **{'eval.best_of': 'certainty'})
+  return out, evaluate.evaluate(c, '', str(out), with_controls=True)
+
+
+def read(folder, name):
+  return json.loads((folder / name).read_text())
+
+
+def test_what_an_evaluation_leaves(done, url):
+  folder, values = done
+  manifest, kept = read(folder, 'manifest.json'), read(folder, 'eval.json')
+  [ids] = [s['ids'] for s in manifest['sets'].values()]
+  assert len(ids) == manifest['sets']['micro']['n'] == 4
+  assert len(manifest['corpus']['sha256']) == 64
+  assert manifest['sampling']['n'] == 3
+  assert kept['eval/cost/seconds'] > 0
+  repeatable = {k: v for k, v in kept.items() if not k.endswith('/seconds')}
+  assert repeatable == values
+  for name in ('eval', 'shuffled', 'no_search'):
+    rows = ledger.read_rows(folder, name)
+    assert [r.question for r in rows] == [i for i in ids for _ in range(3)]
+    tokens = sum(r.tokens for r in rows)
+    assert values[f'{name}/cost/sampled_tokens'] == tokens > 0
+    assert 0 < values[f'{name}/certainty'] < 10
+    assert {f'{name}/{x}@{k}' for x in ('pass', 'maj', 'certainty')
+            for k in (1, 2, 3)} <= values.keys()
+  assert values['no_search/cost/searches'] == 0
+
+
+def test_certainty_is_that_of_the_trainer(done, url):
+  """The mean over a row's own tokens, by full logits."""
+  folder, _ = done
+  c = config(url)
+  tok = setup.tokenizer(c, str(folder))
+  cfg = setup.model_config(c, tok.vocab_size)
+  params = setup.parameters(c, cfg, setup.mesh(c))
+  with open(folder / 'eval.jsonl') as f:
+    trajectory = records.read_trajectory(next(f))
+  ids = np.concatenate([s.ids for s in trajectory.segments])
+  z = decoder.logits(
+    params, cfg, decoder.hidden_states(params, cfg, ids[None])
+  )[0, :-1]
+  logp = jax.nn.log_softmax(z)
+  certainty = -np.log(cfg.vocab_size) - logp.mean(-1)
+  own = np.concatenate([
+    np.full(len(s.ids), s.author == 'policy') for s in trajectory.segments
+  ])
+  row = ledger.read_rows(folder)[0]
+  assert row.sample == trajectory.sample
+  assert row.certainty == pytest.approx(
+    float(certainty[own[1:]].mean()), rel=1e-4
+  )
+
+
+def test_a_manifest_fixes_the_questions(done, url, tmp_path):
+  folder, values = done
+  c = config(url, **{'eval.questions': 2})  # the manifest's four all the same
+  found = evaluate.evaluate(
+    c, '', str(tmp_path / 'b'), manifest=str(folder / 'manifest.json')
+  )
+  assert found['eval/em/n'] == 4
+  assert found['eval/tokens'] == values['eval/tokens']  # the same samples
+  same = read(tmp_path / 'b', 'manifest.json')
+  assert compare.differences(read(folder, 'manifest.json'), same) == {}
+
+
+def test_another_corpus_than_the_manifests_is_refused(done, url, tmp_path):
+  folder, _ = done
+  manifest = read(folder, 'manifest.json')
+  manifest['corpus']['sha256'] = 'f' * 64
+  (tmp_path / 'm.json').write_text(json.dumps(manifest))
+  with pytest.raises(DataError, match='another corpus: .*fff.* on the server'):
+    evaluate.evaluate(
+      config(url), '', str(tmp_path / 'c'), manifest=str(tmp_path / 'm.json')
+    )
+
+
+def test_what_cannot_be_is_refused_before_any_model_loads(
+  url, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(setup, 'tokenizer', None)
+  for fields, message in (
+    ({'eval.k': (4,)}, 'config.eval.k holds 4'),
+    ({'eval.best_of': 'certainty', 'eval.n': 1, 'eval.k': ()}, 'best_of'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      evaluate.evaluate(config(url, **fields), '', str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+      checks.check(config(url, **fields))
+
+
+def test_the_command_prints_scores_and_costs(url, tmp_path):
+  out, _ = command(
+    'evaluate', '--config=configs/quickstart.py', f'--out={tmp_path / "o"}',
+    *flags(url), '--config.eval.n=2', '--config.eval.temperature=1.0',
+    '--config.eval.best_of=certainty',
+  )
+  for text in ('certainty@2', 'self-certainty', 'what it took', 'searches',
+               'sampled tokens', 'seconds'):
+    assert text in out, out
+
+
+def flags(url):
+  c, base = tiny.config(url), tiny.quickstart.get_config()
+  now, before = (
+    dict(walk(x.to_dict(preserve_field_references=False))) for x in (c, base)
+  )
+  return [
+    f'--config.{k}={",".join(map(str, v)) if isinstance(v, tuple) else v}'
+    for k, v in now.items() if k in before and v != before[k]
+    and k != 'name'
+  ]
+
+
+def walk(tree, at=''):
+  for name, value in tree.items():
+    if isinstance(value, dict):
+      yield from walk(value, f'{at}{name}.')
+    else:
+      yield f'{at}{name}', value
+
+
+def test_two_evaluations_are_compared(done, url, tmp_path):
+  folder, values = done
+  out, _ = command(
+    'compare', folder, f'{folder}:no_search', f'--out={tmp_path / "c.json"}',
+    '--scores=em,tokens',
+  )
+  assert 'em: B - A' in out and 'tokens: B - A' in out
+  [found] = read(tmp_path, 'c.json')['comparisons']
+  figures = found['scores']['tokens']['all']
+  assert figures['a'] == pytest.approx(values['eval/tokens'])
+  assert figures['b'] == pytest.approx(values['no_search/tokens'])
+  assert figures['difference'] == pytest.approx(figures['b'] - figures['a'])
+  assert figures['wins'] + figures['losses'] + figures['ties'] == 4
+  assert pathlib.Path(found['a']) == folder
