@@ -54,7 +54,10 @@ def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
       apart |= differences(one[name], other[name], name)
   if apart:
     # Ids that differ say more than their digests.
-    plain = [k for k in apart if not k.endswith('.sha256')]
+    plain = [
+      k for k in apart
+      if not (k.endswith('sha256') and f'{k.rpartition(".")[0]}.ids' in apart)
+    ]
     lines = [
       f'{k}: {_brief(apart[k][0], apart[k][1])} and '
       + _brief(apart[k][1], apart[k][0]) for k in plain
@@ -151,7 +154,9 @@ def main():
     *((s, SAME, 'allow') for s in allow),
   ):
     if name not in known:
-      raise checks.ConfigError(f'--{what}: {lookup.near(name, known)}')
+      raise checks.ConfigError(
+        f'--{what}={name}: {lookup.near(name, known)}'
+      )
   if _RESAMPLES.value < 1:
     raise checks.ConfigError(f'--resamples={_RESAMPLES.value}: at least 1')
   found = [read(spec) for spec in specs]
