@@ -222,11 +222,11 @@ class Servers:
     return self._stack.__exit__(*error)
 
   def url(self, config: ConfigDict) -> str:
-    key = json.dumps(records.plain({
-      'corpus': config.source.corpus, 'url': config.source.url,
-      'dir': config.data.dir, 'seed': config.data.world_seed,
-      'world': config.data.world,
-    }))
+    world = {k: config.data[k] for k in (
+      'dir', 'world_module', 'world_seed', 'world')}
+    key = json.dumps(records.plain(
+      {'corpus': config.source.corpus, 'url': config.source.url, **world}
+    ))
     if key not in self._urls:
       folder = str(self._folder / str(len(self._urls)))
       self._urls[key] = self._stack.enter_context(

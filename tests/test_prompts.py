@@ -35,7 +35,7 @@ def test_the_templates_of_the_package():
 
 def test_other_layouts_are_files():
   layout = prompts.load('search_r1')
-  assert layout.passage == 'Doc {i}(Title: {title}) {text}'
+  assert layout.passage == 'Doc {i}(Title: "{title}") {text}'
   other = prompts.load('evidence')
   assert other.information == ('<observation>', '</observation>')
   assert '</original_evidence>' in other.protected

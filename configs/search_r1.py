@@ -1,0 +1,194 @@
+"""Search-R1 (Jin et al., arXiv 2503.09516): RL with searches inside a thought.
+
+  python -m searchrl_jax.sft --config=configs/search_r1.py --workdir=runs/warm
+  python -m searchrl_jax.train --config=configs/search_r1.py:algorithm=ppo \\
+    --workdir=runs/ppo --config.train.init=runs/warm
+
+is the small form: the quickstart's model and world, 4 minutes on 2 cores.
+With a checkpoint (a Hugging Face folder or name) it is the full size:
+
+  python -m searchrl_jax.train \\
+    --config=configs/search_r1.py:model=Qwen/Qwen2.5-3B,algorithm=grpo \\
+    --workdir=runs/search_r1 --config.source.url=http://127.0.0.1:8000
+
+experiments/search_r1/ has figures, memory, and each override of the original's
+scripts in our words. Arguments:
+
+  model      '' = the small form
+  algorithm  grpo, ppo, reinforce
+  template   base, chat, search_r1, or a JSON file; small: micro
+  reward     em; format: shaped by the format (of their v0.3)
+  version    released: the scripts in the root (2 searches, then an answer);
+             v0.2: 4 searches, as in the paper's figures; v0.3: those with the
+             format's rate for GRPO; paper: v0.2 with GRPO as the paper writes
+             it, each answer weighing the same
+  baseline   no_search: RL without searches; direct, cot (chain of thought), rag
+             (one search with the question): prompts alone, to evaluate
+  profile    search_r1: `evaluate` for checkpoints trained by Search-R1
+  seed
+
+The default is the released behaviour without its bugs. Otherwise than there:
+
+  * tokens are trained on as they were sampled; there they are decoded, cut and
+    encoded again, and no end of turn is ever learnt;
+  * the loss is the mean over all tokens of a minibatch; there it is a mean of
+    the means of microbatches;
+  * observations are left out of GAE, whitening and the critic as well;
+  * nucleus sampling (0.95, a default that most scripts leave) is not kept: the
+    trainer scores the whole distribution, so training samples from it;
+  * no answer is no answer; there, the template's own example is found and
+    compared, and the shaped reward pays for any text (`released` of the reward
+    brings that back);
+  * observations are cut between passages, and their closing tag stays;
+  * groups go by question; there ids of merged sets collide;
+  * evaluation is greedy; there it samples, since a flag is lost on the way;
+  * log-probs of the engine correct the loss by truncated weights (algorithm.
+    tis='none' is theirs); each epoch and minibatch is shuffled;
+  * "REINFORCE" is in their paper and README alone: here with the mean of the
+    other returns of the batch as baseline, and PPO's penalty.
+"""
+
+from configs import algorithms
+from configs import common
+from configs import quickstart
+from ml_collections import ConfigDict
+
+ALGORITHMS = {
+  'grpo': algorithms.GRPO | dict(aggregation='token', kl_coef=0.001),
+  'ppo': algorithms.PPO,
+  'reinforce': algorithms.REINFORCE | dict(
+    kl='reward', kl_estimator='k1', kl_coef=0.001
+  ),
+}
+SEVEN = (
+  'nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique',
+  'bamboogle',
+)
+VERSIONS = ('released', 'v0.2', 'v0.3', 'paper')
+BASELINES = ('', 'no_search', 'direct', 'cot', 'rag')
+REWARDS = {
+  'em': dict(fn='answer.em', weight=1.0),
+  'format': dict(
+    fn='answer.search_r1_format', weight=1.0, structure=0.2, retrieval=0.0,
+    final=0.1, require_think=True, released=False,
+  ),
+}
+
+
+def get_config(arg=None):
+  a = common.parse_arg(
+    arg, seed=0, model='', algorithm='grpo', template='', reward='em',
+    version='released', baseline='', profile='',
+  )
+  for name, known in (
+    ('algorithm', ALGORITHMS), ('reward', REWARDS), ('version', VERSIONS),
+    ('baseline', BASELINES), ('profile', ('', 'search_r1')),
+  ):
+    if a[name] not in known:
+      raise ValueError(
+        f'config argument {name}={a[name]!r}: one of '
+        f'{", ".join(map(repr, known))}'
+      )
+  if a.profile and not a.model:
+    raise ValueError(
+      f'config argument profile={a.profile!r} needs model=PATH: the checkpoint'
+    )
+  c = _full(a) if a.model else _small(a)
+  c.name = 'search_r1'
+  c.seed = a.seed
+  c.algorithm.update(ALGORITHMS[a.algorithm])
+  c.algorithm.entropy_coef = 0.001
+  if a.version == 'paper' and a.algorithm == 'grpo':
+    c.algorithm.aggregation = 'sequence'
+  c.reward = ConfigDict({a.reward: REWARDS[a.reward]})
+  if a.baseline:
+    c.env.max_turns = 0
+  if a.baseline == 'rag':
+    _one_shot(c)
+  return c
+
+
+def _small(a):
+  if a.template:
+    raise ValueError(
+      f'config argument template={a.template!r} needs model=PATH: the small '
+      "form knows the words of template 'micro' alone"
+    )
+  c = quickstart.get_config()
+  c.data.world_seed = a.seed
+  if a.baseline == 'direct':
+    c.env.template = 'micro_direct'
+  if a.algorithm != 'grpo':
+    # As many trajectories as 32 x 8, each of a question of its own.
+    c.rollout.questions = 256
+    c.rollout.group = 1
+  if a.algorithm == 'ppo':
+    c.critic.lr = 1e-3
+  return c
+
+
+def _full(a):
+  c = common.base()
+  c.model.path = a.model
+  c.model.dtype = 'bfloat16'
+  c.model.remat = 'block'
+  c.source.k = 3
+  c.env.template = a.template or {'': 'base', 'no_search': 'cot'}.get(
+    a.baseline, a.baseline
+  )
+  c.env.max_turns = 2 if a.version == 'released' else 4
+  c.env.max_turn_tokens = 500
+  c.env.max_observation_tokens = 500
+  # What a last turn may see there (4096) and write.
+  c.env.max_tokens = 4608
+  c.engine.max_len = 4608
+  c.engine.dtype = 'bfloat16'
+  c.engine.slots = 256
+  # bfloat16 log-probs of two programs differ by about this much.
+  c.engine.canary_tolerance = 0.1
+
+  c.train.steps = 1004  # the last of their 1005 is never run
+  grouped = a.algorithm == 'grpo'
+  c.rollout.questions = 512
+  c.rollout.group = 5 if grouped else 1
+  c.algorithm.minibatches = 10 if grouped else 2  # of 256 trajectories
+  # Their schedules count steps, ours updates.
+  c.optim.lr = 5e-7 if a.version == 'v0.3' and grouped else 1e-6
+  c.optim.warmup = round(0.285 * 1005) * c.algorithm.minibatches
+  c.optim.weight_decay = 0.01
+  if a.algorithm == 'ppo':
+    c.critic.lr = 1e-5
+    c.critic.warmup = round(0.015 * 1005) * c.algorithm.minibatches
+    c.critic.weight_decay = 0.01
+  c.batch.lengths = (1024, 2048, 3072, 4608)
+  c.batch.tokens = 18432
+  c.checkpoint.every = 100
+  c.eval.every = 50
+  c.eval.questions = 512  # of each set, while it trains; evaluate all with 0
+  _data(c, a)
+  return c
+
+
+def _data(c, a):
+  """Their parquet, below config.data.dir."""
+  def parquet(part, sources):
+    return {source: ConfigDict(dict(
+      module='parquet', path=f'nq_hotpotqa_train/{part}.parquet',
+      source=source, split='', n=0, seed=0,
+    )) for source in sources}
+
+  c.data.train.update(parquet('train', ('nq', 'hotpotqa')))
+  c.data.eval.update(parquet('test', SEVEN))
+  if a.profile and not a.template:
+    c.data.prompt = 'as_is'  # their prompt, from their file
+
+
+def _one_shot(c):
+  """Each question with the passages that a search with it finds."""
+  k = c.source.get_ref('k') if c.source.corpus != 'world' else 3
+  for sets in (c.data.train, c.data.eval):
+    for name, fields in sets.items():
+      sets[name] = ConfigDict(dict(
+        module='experiments.search_r1.one_shot', of=fields, k=k,
+        url=c.source.get_ref('url'),
+      ))
