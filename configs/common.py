@@ -90,6 +90,10 @@ def base() -> ConfigDict:
   c.env.max_observation_tokens = 256  # of one observation, tags included
   c.env.information = 'source'  # source, policy (SSRL)
   c.env.train_information = False  # policy-written information in the loss
+  # Evaluation of information='policy': how many of a trajectory's searches
+  # are real, the first ones; -1 = all.
+  c.env.real_searches = 0
+  c.env.search_when = 'always'  # always; entropy: where the policy is unsure
   # What the environment answers a turn with in the loss too (Search-R1's
   # state_masking=false), its old log-probs the trainer's, weight 1.
   c.env.train_observations = False

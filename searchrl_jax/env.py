@@ -18,12 +18,18 @@ information, and a generation stops at the closing answer tag alone. A stop
 inside its information is a quotation: the same turn goes on. max_turns=0 makes
 one generation of it, as the paper has.
 
+real_searches=K (sim-to-real) sends the first K searches of such a trajectory
+all the same, -1 all of them; generations stop at the closing search tag until
+then. search_when='entropy' sends, after the first, only queries that the
+policy was less sure of than of the one before: whose mean predictive entropy
+is higher. `entropy` tells it; the driver sets it.
+
 States are immutable: an older one can be stepped again (a tree). Policy ids
 are recorded as sampled and never encoded again. No JAX here.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -31,6 +37,7 @@ from searchrl_jax import outside
 from searchrl_jax import parser as parsing
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.parser import Block, Parser
+from searchrl_jax.states import Action, Done, Event, Generate, Search, State
 from searchrl_jax.types import (
   Passage,
   Prompt,
@@ -40,82 +47,14 @@ from searchrl_jax.types import (
   SearchResult,
   Segment,
   Trajectory,
+  joined,
 )
 
 INFORMATION = ('source', 'policy')
-
-
-@dataclasses.dataclass(frozen=True)
-class Generate:
-  """Let `agent` write at most max_tokens.
-
-  prompt: the sequence to open (reset alone). append: what comes before the
-  generation otherwise. Both are also the last segments of the state, whose
-  segments are always the whole sequence: to go back to an older state, cut
-  the sequence to its `length`.
-  """
-
-  agent: str
-  max_tokens: int
-  stops: tuple[str, ...]
-  stop_ids: tuple[int, ...]
-  append: tuple[int, ...] = ()
-  prompt: Prompt | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-  """Answer every request; step takes the answers in the same order.
-
-  The requests say query, k, question and turn; whose trajectory they belong
-  to, and in which training step, is the driver's to fill in.
-  """
-
-  requests: tuple[SearchRequest, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Done:
-  """It is over; `SearchEnv.trajectory(state)` is the record."""
-
-  end: str  # one of types.ENDS
-
-
-Action = Generate | Search | Done
-Event = Completion | Sequence[SearchResult | SearchError]
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-  """Everything about one attempt so far; never changed in place.
-
-  length: tokens in the sequence. turn: index of the turn, max_turns = the last
-  one. turn_tokens: sampled in this turn. pending: the action that waits for
-  its event.
-  """
-
-  question: Question
-  role: str
-  agent: str
-  segments: tuple[Segment, ...]
-  length: int
-  parser: Parser
-  pending: Action
-  turn: int = 0
-  turn_tokens: int = 0
-  generations: int = 0
-  searches: tuple[SearchResult | SearchError, ...] = ()
-  invalid_actions: int = 0
-  truncated_turns: int = 0  # ended by a token limit, without an action
-  cut_observations: int = 0  # passages left out or cut, to fit
-
-  @property
-  def name(self) -> str:
-    return f'{self.question.id}/{self.role}'
-
-  @property
-  def end(self) -> str | None:
-    return self.pending.end if isinstance(self.pending, Done) else None
+SEARCH_WHEN = ('always', 'entropy')
+# The ids of a sequence -> the entropy of the distribution that each was drawn
+# from, in nats.
+Entropy = Callable[[np.ndarray], np.ndarray]
 
 
 class SearchEnv:
@@ -146,6 +85,10 @@ class SearchEnv:
       raise ValueError(
         f'env.information={config.information!r} is none of {INFORMATION}'
       )
+    if config.search_when not in SEARCH_WHEN:
+      raise ValueError(
+        f'env.search_when={config.search_when!r} is none of {SEARCH_WHEN}'
+      )
     if k < 1:
       raise ValueError(f'source.k={k}: at least 1 passage for a query')
     if config.max_turns < 0:
@@ -155,6 +98,19 @@ class SearchEnv:
       if value < 1:
         raise ValueError(f'env.{field}={value} must be at least 1')
     self._searching = config.information == 'source'
+    self._guided = config.search_when == 'entropy'
+    if self._searching and (config.real_searches or self._guided):
+      raise ValueError(
+        f'env.real_searches={config.real_searches}, search_when='
+        f"{config.search_when!r} choose among a policy's own searches; with "
+        "information='source' all are real: use 0 and 'always'"
+      )
+    if config.real_searches < -1 or self._guided and not config.real_searches:
+      raise ValueError(
+        f'env.real_searches={config.real_searches}: how many of a trajectory, '
+        "or -1 for all; search_when='entropy' needs some"
+      )
+    self.entropy: Entropy | None = None
     self._tags = parsing.tags_of(template)
     self._observe = outside.Observer(tokenizer, template)
     self._invalid = tokenizer.encode_template(template.invalid)
@@ -163,7 +119,8 @@ class SearchEnv:
     # The shortest answer must still fit after anything that is appended.
     answer = tokenizer.encode_template(''.join(template.answer))
     self._reserve = len(answer) + 1
-    if self._searching and config.max_observation_tokens < self._observe.least:
+    reads = self._searching or config.real_searches
+    if reads and config.max_observation_tokens < self._observe.least:
       raise ValueError(
         f'env.max_observation_tokens={config.max_observation_tokens} is below '
         f'the {self._observe.least} tokens of an observation without passages '
@@ -185,10 +142,10 @@ class SearchEnv:
       self.template, question, self.prompt_mode, self.tokenizer
     )
     ids = self.tokenizer.encode_parts(parts, start=True)
-    segments = _join((), _segment(ids, 'prompt', 'other', agent))
+    segments = joined((), _segment(ids, 'prompt', 'other', agent))
     note = self._note_before(0)
     ids = (*ids, *note)
-    segments = _join(segments, _segment(note, 'environment', 'other', agent))
+    segments = joined(segments, _segment(note, 'environment', 'other', agent))
     if len(ids) >= self.config.max_tokens:
       raise ValueError(
         f'question {question.id!r}: its prompt has {len(ids)} tokens, and '
@@ -288,6 +245,11 @@ class SearchEnv:
       turn_tokens=state.turn_tokens + n,
       generations=state.generations + 1,
     )
+    if action is not None and action.kind == 'search' and self._guided:
+      entropy = self._entropy(self._written(state, completion, kinds))
+      if state.query_entropy is not None and entropy <= state.query_entropy:
+        action = None  # the policy answers it itself
+      state = dataclasses.replace(state, query_entropy=entropy)
     goes_on = action is None and self._goes_on(state, parser, completion)
     if not goes_on:
       # A token that waited stands outside all blocks; its kind is certain now.
@@ -316,7 +278,7 @@ class SearchEnv:
 
   def _action(self, state: State, found) -> Block | None:
     """The first block that acts among those that ended."""
-    may_search = self._searching and not self._last(state.turn)
+    may_search = self._may_search(state)
     for one in found:
       block = parsing.make_block(one, 'policy', state.turn)
       if block.kind == 'answer' or (
@@ -332,15 +294,32 @@ class SearchEnv:
     return found[: self.template.max_queries]
 
   def _goes_on(self, state: State, parser: Parser, completion) -> bool:
-    """A stop string quoted in policy-written information ends no turn."""
+    """A stop string quoted in policy-written information ends no turn, nor
+    does a closing search tag where no search is sent."""
+    quoted = parser.block == 'information' or (
+      completion.stop == self.template.search[1] and not parser.waiting
+    )
     return (
       not self._searching
-      and parser.block == 'information'
+      and quoted
       and completion.stop not in ('eos', 'length')
       and len(completion.ids) > 0
       and state.turn_tokens < self.config.max_turn_tokens
       and state.length < self.config.max_tokens
     )
+
+  def _entropy(self, segments: tuple[Segment, ...]) -> float:
+    """Mean entropy of the tokens of the query that was just written."""
+    if self.entropy is None:
+      raise ValueError(
+        "env.search_when='entropy' needs the entropies of the policy, which "
+        'the self-search evaluation gives: python -m searchrl_jax.evaluate'
+      )
+    ids = np.concatenate([s.ids for s in segments])
+    pieces = [self.tokenizer.token_bytes(i) for i in segments[-1].ids]
+    first = len(ids) - len(pieces)
+    found = parsing.within(pieces, *self.template.search)
+    return float(np.mean(self.entropy(ids)[[first + n for n in found]]))
 
   def _without_action(self, state: State, stop: str):
     full = state.length >= self.config.max_tokens
@@ -373,7 +352,7 @@ class SearchEnv:
         continue
       ids, logps, versions = (column[start:n] for column in columns)
       kind = kinds[start]
-      segments = _join(
+      segments = joined(
         segments,
         Segment(
           ids,
@@ -427,6 +406,12 @@ class SearchEnv:
 
   # What every step shares.
 
+  def _may_search(self, state: State) -> bool:
+    if self._searching:
+      return not self._last(state.turn)
+    real = self.config.real_searches
+    return real < 0 or len(state.searches) < real
+
   def _last(self, turn: int) -> bool:
     return turn >= self.config.max_turns
 
@@ -440,14 +425,13 @@ class SearchEnv:
     return self.config.max_tokens - state.length - note - self._reserve
 
   def _generate(self, state: State, append=(), prompt=None) -> Generate:
-    may_search = self._searching and not self._last(state.turn)
     return Generate(
       agent=state.agent,
       max_tokens=min(
         self.config.max_turn_tokens - state.turn_tokens,
         self.config.max_tokens - state.length,
       ),
-      stops=self.template.stops_for(may_search),
+      stops=self.template.stops_for(self._may_search(state)),
       stop_ids=self.tokenizer.eos_ids,
       append=tuple(append),
       prompt=prompt,
@@ -457,10 +441,10 @@ class SearchEnv:
     """The environment's part, then the next turn."""
     note = self._note_before(state.turn + 1)
     agent, train = state.agent, bool(self.config.train_observations)
-    segments = _join(
+    segments = joined(
       state.segments, _segment(ids, 'environment', kind, agent, train)
     )
-    segments = _join(
+    segments = joined(
       segments, _segment(note, 'environment', 'other', agent, train)
     )
     state = dataclasses.replace(
@@ -482,22 +466,3 @@ def _segment(
   ids, author: str, kind: str, agent: str, train: bool = False
 ) -> Segment:
   return Segment(np.asarray(ids, np.int32), author, kind, agent, train)
-
-
-def _join(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
-  """Appends a segment, into the last one where nothing tells them apart."""
-  if not len(new.ids):
-    return segments
-  same = ('author', 'kind', 'agent', 'train')
-  last = segments[-1] if segments else None
-  if last is None or any(getattr(last, f) != getattr(new, f) for f in same):
-    return (*segments, new)
-
-  def both(field):
-    a, b = getattr(last, field), getattr(new, field)
-    return None if a is None else np.concatenate([a, b])
-
-  joined = dataclasses.replace(
-    last, ids=both('ids'), logps=both('logps'), versions=both('versions')
-  )
-  return (*segments[:-1], joined)

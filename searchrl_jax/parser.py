@@ -23,6 +23,8 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from searchrl_jax.types import Segment
 
 OUTSIDE = 'other'
@@ -179,6 +181,18 @@ def start(tags: Tags, prompt: str) -> Parser:
     if kind == 'think' and text.endswith(opening):
       return Parser(tags, kind)
   return Parser(tags)
+
+
+def within(pieces: Sequence[bytes], opening: str, closing: str) -> list[int]:
+  """Which tokens hold text of the last block between these tags."""
+  data = b''.join(pieces)
+  start = data.rindex(opening.encode()) + len(opening.encode())
+  end = data.index(closing.encode(), start)
+  ends = np.cumsum([len(piece) for piece in pieces])
+  return [
+    n for n, (piece, at) in enumerate(zip(pieces, ends))
+    if at > start and at - len(piece) < end
+  ]
 
 
 def make_block(found, author: str, turn: int) -> Block:

@@ -63,6 +63,27 @@ class Segment:
         )
 
 
+def joined(
+  segments: tuple[Segment, ...], new: Segment
+) -> tuple[Segment, ...]:
+  """Appends a segment, into the last one where nothing tells them apart."""
+  if not len(new.ids):
+    return segments
+  same = ('author', 'kind', 'agent', 'train')
+  last = segments[-1] if segments else None
+  if last is None or any(getattr(last, f) != getattr(new, f) for f in same):
+    return (*segments, new)
+
+  def both(field):
+    a, b = getattr(last, field), getattr(new, field)
+    return None if a is None else np.concatenate([a, b])
+
+  whole = dataclasses.replace(
+    last, ids=both('ids'), logps=both('logps'), versions=both('versions')
+  )
+  return (*segments[:-1], whole)
+
+
 @dataclasses.dataclass(frozen=True)
 class Passage:
   id: str
