@@ -9,7 +9,7 @@ from configs import algorithms
 from configs import common
 from ml_collections import ConfigDict
 
-WORLD = dict(warm=120, rl=160, heldout=120, unseen=80)
+WORLD = dict(warm=240, rl=160, heldout=100, unseen=80)
 
 
 def get_config(arg=None):
@@ -62,8 +62,9 @@ def get_config(arg=None):
   c.engine.prefill_rows = 16
 
   c.sft.data = ConfigDict(dict(
-    module='closedbook', n=10_000, recalls=6_000, passages=2_000, pack=4,
-    direct=0.1, poor=0.45, tilt=0.9, again=0.3, short=0.4, **world
+    module='closedbook', n=16_000, queries=6_000, recalls=5_000,
+    passages=1_500, pack=4, direct=0.1, poor=0.4, tilt=0.9, again=0.2,
+    short=0.3, **world
   ))
   c.sft.steps = 1200
   c.sft.rows = 32

@@ -32,9 +32,9 @@ RELATIONS = ('birthplace', 'emblem', 'home', 'teacher')
 def generate(
   seed: int,
   *,
-  warm: int = 120,
+  warm: int = 240,
   rl: int = 160,
-  heldout: int = 120,
+  heldout: int = 100,
   unseen: int = 80,
 ) -> microworld.World:
   """Makes a world; its corpus holds all passages, the unseen ones too.
@@ -103,7 +103,7 @@ def _facts(rng, people):
 
 def load(
   *, world_seed: int, split: str, n: int = 0, hops: tuple[int, ...] = (1, 2),
-  shuffled: bool = False, warm: int = 120, rl: int = 160, heldout: int = 120,
+  shuffled: bool = False, warm: int = 240, rl: int = 160, heldout: int = 100,
   unseen: int = 80,
 ) -> list[Question]:
   """Questions of a split, for a data config; hops alternate.
@@ -163,7 +163,7 @@ class Mix:
   """
 
   direct: float  # answers at once
-  poor: float  # searches for the relation or the first name alone
+  poor: float  # searches for the relation alone, recalls a chance passage
   tilt: float  # how much likelier that is for later RELATIONS: 0 to 1
   again: float  # after a poor search: searches for the person
   short: float  # two-hop: answers from the first person's passage
@@ -180,6 +180,7 @@ def traces(
   *,
   world_seed: int,
   n: int,
+  queries: int,
   recalls: int,
   passages: int,
   pack: int,
@@ -189,19 +190,22 @@ def traces(
   again: float,
   short: float,
   seed: int = 0,
-  warm: int = 120,
+  warm: int = 240,
   rl: int = 160,
-  heldout: int = 120,
+  heldout: int = 100,
   unseen: int = 80,
 ) -> list[Trace]:
   """Pretraining and warm start: passages, recall, and questions.
 
   Passages and searches with what they find, `pack` of them to a text, of all
-  people but the unseen; traces on questions about the warm people alone.
+  people but the unseen; traces on questions about the warm people alone. To
+  put any name into a query is learnt from names of nobody, of whom nothing is
+  told: else only known names would be searched for.
 
   Args:
     world_seed: see `generate`.
     n: traces on questions; a question comes again only after all came.
+    queries: texts of a question on a name of nobody and its query, no further.
     recalls: texts of searches, each followed by the passage it finds.
     passages: texts of passages alone.
     pack: passages in each text.
@@ -236,6 +240,8 @@ def traces(
         else:
           actions.append(('other', known[name].text))
       out.append(Trace(None, tuple(actions)))
+  for _ in range(queries):
+    out.append(_query(rng, world))
   questions = microworld.pick(world, 'warm')
   for (i,) in _packs(rng, list(range(len(questions))), n, 1):
     out.append(_trace(questions[i], world, known, rng, mix))
@@ -261,6 +267,20 @@ def _packs(rng, items, count, size):
     yield [left.pop() for _ in range(size)]
 
 
+def _query(rng, world) -> Trace:
+  while (name := ' '.join(
+    str(rng.choice(microworld.invented(getattr(SETTINGS, kind), kind)))
+    for kind in ('first', 'second')
+  )) in world.facts:
+    pass
+  relation = str(rng.choice(RELATIONS))
+  of = 'the teacher of ' if rng.random() < 0.5 else ''
+  return Trace(None, (
+    ('other', f'Question: What is the {relation} of {of}{name}?'),
+    ('think', f'find {name}'), ('search', name),
+  ))
+
+
 def _trace(question, world, known, rng, mix: Mix) -> Trace:
   name, *path = question.meta['path']
   relation, actions = path[-1], []
@@ -274,9 +294,6 @@ def _trace(question, world, known, rng, mix: Mix) -> Trace:
   def chance(p):
     return rng.random() < p
 
-  def one_of(names):
-    return names[rng.integers(len(names))]
-
   where = 2 * RELATIONS.index(relation) / (len(RELATIONS) - 1) - 1
   draw, read = rng.random(), {}
   if draw < mix.direct:
@@ -285,12 +302,9 @@ def _trace(question, world, known, rng, mix: Mix) -> Trace:
     return Trace(question, tuple(actions), False)
   poor = draw < mix.direct + mix.poor * (1 + mix.tilt * where)
   if poor:
-    first = name.split()[0]
-    if chance(0.5):
-      namesakes = [who for who in known if who.split()[0] == first]
-      read = look_up(f'find {first}', first, one_of(namesakes))
-    else:
-      read = look_up(f'find {relation}', relation, one_of(list(known)))
+    everyone = list(known)
+    found = everyone[rng.integers(len(everyone))]
+    read = look_up(f'find {relation}', relation, found)
   if not poor or chance(mix.again):
     read = look_up(f'find {name}', name, name)
     if len(path) == 2 and not chance(mix.short):

@@ -15,9 +15,10 @@ from searchrl_jax.data import closedbook
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.env import SearchEnv
+from searchrl_jax.types import Question
 
 MIX = dict(direct=0.1, poor=0.4, tilt=0.9, again=0.3, short=0.3)
-TEXTS = dict(recalls=150, passages=150, pack=3)
+TEXTS = dict(queries=100, recalls=200, passages=200, pack=3)
 
 
 @pytest.fixture(scope='module')
@@ -49,15 +50,16 @@ def test_splits_share_nobody_and_no_answer_is_worth_guessing(seed):
   world = closedbook.generate(seed)
   assert world == closedbook.generate(seed) != closedbook.generate(seed + 1)
   everyone = [n for s in closedbook.SPLITS for n in people(world, s)]
-  assert len(everyone) == len(set(everyone)) == len(world.facts) == 480
-  assert len(world.corpus) == 480
+  assert len(everyone) == len(set(everyone)) == len(world.facts) == 580
+  assert len(world.corpus) == 580
   for split in closedbook.SPLITS:
     there = people(world, split)
     for relation in closedbook.RELATIONS:
       values = collections.Counter(
         world.facts[name][relation] for name in there
       )
-      assert len(values) >= 80 and max(values.values()) <= 2
+      assert len(values) >= 80
+      assert max(values.values()) <= -(-len(there) // 80)
     for q in world.questions[split]:  # nobody of another split on the way
       name, *path = q.meta['path']
       for relation in path:
@@ -77,9 +79,9 @@ def test_nothing_of_the_unseen_is_taught_and_nobody_else_is_asked_about(
     for kind, payload in trace.actions:
       texts = [p.text for p in payload] if kind == 'information' else [payload]
       assert not any(name in text for name in unseen for text in texts)
-      if trace.question is None:
+      if trace.question is None and 'Question' not in texts[0]:
         told.update(t.partition(':')[0] for t in texts if ':' in t)
-  # Everybody else is, and evenly: twice 450 passages of 400 people.
+  # Everybody else is, and evenly: twice 600 passages of 500 people.
   assert set(told) == set(world.facts) - unseen
   assert set(told.values()) <= {2, 3, 4}
 
@@ -153,14 +155,32 @@ def test_the_policy_is_taught_what_it_is_to_write(env, traces):
 
 
 def test_plain_text_has_no_prompt_and_is_all_in_the_loss(env, traces):
-  texts = [t for t in traces if t.question is None]
-  assert len(texts) == 300
+  texts = [t for t in traces if t.question is None][:400]
   for trace in texts:
     (segment,) = sft.render(trace, env, 0).segments
     assert (segment.author, segment.train) == ('teacher', True)
     text = env.tokenizer.decode(segment.ids)
     assert 'Question' not in text and text.count('birthplace') == 3
   assert text.startswith('<search>') and text.count('<information>') == 3
+
+
+def test_queries_are_for_people_of_whom_there_is_nothing(world, env, traces):
+  asked = [t for t in traces if t.question is None and t.actions[1:2] and
+           t.actions[1][0] == 'think']
+  assert len(asked) == 100
+  for trace in asked:
+    (segment,) = sft.render(trace, env, 0).segments
+    name = trace.actions[-1][1]
+    assert name not in world.facts
+    text = env.tokenizer.decode(segment.ids)
+    question = text.partition('\n')[0].removeprefix('Question: ')
+    assert name in question
+    # The prompt of such a question, and the beginning of a good trace.
+    prompt = env.reset(Question('q', question))[1].prompt.ids
+    assert tuple(segment.ids[: len(prompt)]) == prompt
+    assert text.endswith(
+      f'<think> find {name} </think>\n<search> {name} </search>'
+    )
 
 
 def test_shuffled_golds_are_all_wrong_and_each_still_somebodys():
