@@ -5,8 +5,8 @@ V vocabulary, D model, N/K query/kv heads, G = N / K, H head dim, C columns
 and R rows of the vocabulary folded to [R, C].
 
 Every program has one fixed shape for a width, and nothing in it mixes rows,
-so what a row computes depends on that row alone (design 5.10). The caches,
-one (k, v) pair for a layer (`axes`), are donated: scatters write in place.
+so what a row computes depends on that row alone (design 5.10). The caches
+(`engines.caches`) are donated.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax import sharding
+from searchrl_jax.engines import caches as kv
 from searchrl_jax.models import decoder
 from searchrl_jax.models.decoder import DecoderConfig
 
@@ -62,25 +63,6 @@ def fit(sizes: tuple[int, ...], n: int) -> int:
   return next(s for s in sizes if s >= n)
 
 
-def _home():
-  """Where everything lives without a mesh. Always named: an array that is
-  not committed to its device would be compiled for anew."""
-  return jax.config.jax_default_device or jax.local_devices()[0]
-
-
-def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """The axes of a layer's keys and of its values.
-
-  Values are [B, K, S, H]. Keys are [B, K, H, S] where several queries share
-  them: scores are then a plain product of matrices, on a CPU twice as fast.
-  For one query that order is a third slower, so they lie as values do.
-  """
-  values = ('batch', 'kv_heads', 'time', 'head_dim')
-  if cfg.n_heads == cfg.n_kv_heads:
-    return values, values
-  return ('batch', 'kv_heads', 'head_dim', 'time'), values
-
-
 @functools.partial(jax.jit, static_argnames=('dtype', 'layers'))
 def _split(params: dict, dtype: str, layers: int) -> dict:
   """A copy of every parameter in `dtype`, one tree for each layer."""
@@ -106,28 +88,13 @@ def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
 
   def where(path, x):
     if mesh is None:
-      return _home()
+      return kv.home()
     name = '/'.join(k.key for k in path if hasattr(k, 'key'))
     axes = table[name][1]
     return sharding.named(mesh, axes[-x.ndim:], x.shape)
 
   tree = _split(params, cfg.dtype, cfg.n_layers)
   return jax.device_put(tree, jax.tree_util.tree_map_with_path(where, tree))
-
-
-def make_caches(cfg: DecoderConfig, shape: Shape, mesh=None) -> list:
-  """Zeroed caches: for each layer (k, v) over `slots` and `max_len`."""
-  sizes = {
-    'batch': shape.slots, 'kv_heads': cfg.n_kv_heads, 'time': shape.max_len,
-    'head_dim': cfg.head_dim,
-  }
-
-  def zeros(names):
-    dims = tuple(sizes[name] for name in names)
-    where = _home() if mesh is None else sharding.named(mesh, names, dims)
-    return jnp.zeros(dims, jnp.dtype(cfg.dtype), device=where)
-
-  return [tuple(map(zeros, axes(cfg))) for _ in range(cfg.n_layers)]
 
 
 def threefry(key, count):
@@ -283,44 +250,6 @@ def finish(weights, cfg, x):
   return decoder.logits(weights, cfg, x)
 
 
-def grouped(cfg, q):
-  """q [B, T, N, H] scaled, as [B, K, G, T, H]."""
-  B, T, N, H = q.shape
-  K = cfg.n_kv_heads
-  q = (q * (1.0 / math.sqrt(H))).reshape(B, T, K, N // K, H)
-  return q.transpose(0, 2, 3, 1, 4)
-
-
-def cached_attention(cfg, q, k, v, positions):
-  """q [B, T, N, H] at positions [B, T] over rows of the caches k and v."""
-  B, T, N, H = q.shape
-  keys = 'BKHS' if axes(cfg)[0][-1] == 'time' else 'BKSH'
-  s = jnp.einsum(
-    f'BKGTH,{keys}->BKGTS', grouped(cfg, q), k,
-    preferred_element_type=jnp.float32,
-  )
-  seen = jnp.arange(v.shape[2])[None, None] <= positions[:, :, None]
-  s = jnp.where(seen[:, None, None], s, -jnp.inf)
-  w = jnp.exp(s - jnp.max(s, -1, keepdims=True))
-  # Divided last: H numbers a head rather than S.
-  o = jnp.einsum(
-    'BKGTS,BKSH->BKGTH', w.astype(v.dtype), v,
-    preferred_element_type=jnp.float32,
-  ) / jnp.sum(w, -1, keepdims=True)
-  return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-
-
-def write(cfg, cache, slots, positions, new, mesh):
-  """new, k and v [R, T, K, H], to (slots [R], positions [R, T]) of a layer."""
-  out = []
-  for x, fresh, names in zip(cache, new, axes(cfg)):
-    where = [slice(None)] * 4
-    where[0], where[names.index('time')] = slots[:, None], positions
-    x = x.at[tuple(where)].set(fresh, mode='drop')
-    out.append(sharding.constrain(x, mesh, *names))
-  return tuple(out)
-
-
 def decode(weights, caches, state, *, cfg, shape, mesh=None):
   """Samples up to `chunk` tokens in every active slot.
 
@@ -333,7 +262,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
   Returns caches, ids int32 [chunk, B], logps float32 [chunk, B], counts int32
   [B] (tokens sampled), ended bool [B] (the last one is a stop id).
   """
-  B, S, n = shape.slots, shape.max_len, shape.chunk
+  B, S, n = shape.slots, kv.length(shape.max_len), shape.chunk
   slots = jnp.arange(B)
   positions = state['length'] + jnp.arange(n)[:, None]
   u = uniforms(jnp.broadcast_to(state['seed'], (n, B, 2)), positions)
@@ -348,8 +277,8 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     new = []
     for p, cache in zip(weights['layers'], caches):
       def attend(q, k, v, cache=cache):
-        new.append(write(cfg, cache, slots, put, (k, v), mesh))
-        return cached_attention(cfg, q, *new[-1], at)
+        new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
+        return kv.attention(cfg, q, *new[-1], at)
 
       x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
     logits = finish(weights, cfg, x[:, 0])
@@ -395,11 +324,11 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
   new = []
   for p, cache in zip(weights['layers'], caches):
     def attend(q, k, v, cache=cache):
-      new.append(write(cfg, cache, slots, put, (k, v), mesh))
+      new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
       if fresh:
         return decoder.causal_attention(cfg, q, k, v, lengths)
       rows = [c.at[slots].get(mode='clip') for c in new[-1]]
-      return cached_attention(cfg, q, *rows, at)
+      return kv.attention(cfg, q, *rows, at)
 
     x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
   return new
@@ -432,26 +361,6 @@ def score(weights, ids, *, cfg, mesh=None):
   return jnp.pad(logps, ((0, 0), (1, 0)))
 
 
-def copy_rows(caches, source, target):
-  """Copies whole rows between slots: source, target int32 [R]."""
-  return jax.tree.map(
-    lambda c: c.at[target].set(c.at[source].get(mode='clip'), mode='drop'),
-    caches,
-  )
-
-
-def take_rows(caches, slots):
-  """The rows of `slots` int32 [R], to be kept in host memory."""
-  return jax.tree.map(lambda c: c.at[slots].get(mode='clip'), caches)
-
-
-def put_rows(caches, rows, slots):
-  """The inverse of `take_rows`: bit for bit what was taken."""
-  return jax.tree.map(
-    lambda c, r: c.at[slots].set(r, mode='drop'), caches, rows
-  )
-
-
 class Programs:
   """The jitted programs for one model and one set of sizes (`programs`)."""
 
@@ -466,9 +375,9 @@ class Programs:
       for fresh in (True, False)
     )
     self.score = jax.jit(functools.partial(score, cfg=cfg, mesh=mesh))
-    self.copy_rows = jax.jit(copy_rows, donate_argnums=0)
-    self.take_rows = jax.jit(take_rows)
-    self.put_rows = jax.jit(put_rows, donate_argnums=0)
+    self.copy_rows = jax.jit(kv.copy_rows, donate_argnums=0)
+    self.take_rows = jax.jit(kv.take_rows)
+    self.put_rows = jax.jit(kv.put_rows, donate_argnums=0)
 
 
 # Engines of the same sizes share what is compiled.

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from searchrl_jax.engines import caches as kv
 from searchrl_jax.engines import checksum
 from searchrl_jax.engines import decode
 from searchrl_jax.engines.core import SyncError
@@ -44,7 +45,9 @@ class Device:
   def reset(self) -> None:
     """Fresh zeros in the caches: no NaN of old weights stays."""
     self._caches = None
-    self._caches = decode.make_caches(self._cfg, self._shape, self._mesh)
+    self._caches = kv.make(
+      self._cfg, self._shape.slots, self._shape.max_len, self._mesh
+    )
 
   @property
   def nbytes(self) -> int:
@@ -122,7 +125,7 @@ class Device:
       for i, (_, box) in enumerate(batch):
         box.data = [
           tuple(x[i][self._upto(names, box.length)].copy()
-                for x, names in zip(pair, decode.axes(self._cfg)))
+                for x, names in zip(pair, kv.axes(self._cfg)))
           for pair in taken
         ]
 
@@ -146,7 +149,7 @@ class Device:
       rows = jax.tree.map(empty, self._caches)
       for i, c in enumerate(batch):
         for pair, kept in zip(rows, c.box.data):
-          for x, y, names in zip(pair, kept, decode.axes(self._cfg)):
+          for x, y, names in zip(pair, kept, kv.axes(self._cfg)):
             x[i][self._upto(names, c.box.length)] = y
       self._caches = p.put_rows(
         self._caches, rows, self._slots([c.target for c in batch])

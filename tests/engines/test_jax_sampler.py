@@ -11,7 +11,7 @@ import pytest
 
 from searchrl_jax import sharding
 from searchrl_jax import tokenizer
-from searchrl_jax.engines import decode
+from searchrl_jax.engines import caches, decode
 from searchrl_jax.engines.core import (
   EngineError, Sampling, SyncError, WeightsUpdate,
 )
@@ -50,14 +50,26 @@ def full_logps(ids, temperature=1.0, params=None):
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+def filled(cfg, lengths, max_len, seed=0):
+  """q [B, 1, ...] at the last positions, and caches that hold the rest."""
+  rng, B = np.random.default_rng(seed), len(lengths)
+  ((k, v), *_) = caches.make(cfg, B, max_len)
+  q = rng.normal(size=(B, 1, cfg.n_heads, cfg.head_dim)).astype(np.float32)
+  fill = lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+  return q, fill(k), fill(v), np.array(lengths)[:, None] - 1
+
+
 @pytest.mark.parametrize('kv_heads', [4, 2])
-def test_attention_through_the_cache_in_either_layout(kv_heads):
+@pytest.mark.parametrize('block', [4, 100])  # three blocks, or one
+def test_attention_through_the_cache_in_either_layout(
+    kv_heads, block, monkeypatch):
   """Keys lie otherwise where each query has keys of its own."""
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': block})
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
-  B, T, S = 3, 5, 11
-  shape = decode.Shape(slots=B, max_len=S, chunk=1, prefill_rows=1)
-  (cache, *_), at = decode.make_caches(cfg, shape), np.arange(T)
+  B, T, S = 3, 7, 11
+  (cache, *_), at = caches.make(cfg, B, S), np.arange(T)
   assert (cache[0].shape == cache[1].shape) == (kv_heads == 4)
+  assert cache[1].shape[2] == (12 if block == 4 else 11)
   rng = np.random.default_rng(0)
   q, k, v = (
     jnp.asarray(rng.normal(size=(B, T, n, cfg.head_dim)), jnp.float32)
@@ -65,12 +77,24 @@ def test_attention_through_the_cache_in_either_layout(kv_heads):
   )
   positions = np.tile(at, (B, 1))
   slots = np.array([2, 0, 1])  # row r is written to slot slots[r]
-  cache = decode.write(cfg, cache, slots, positions, (k, v), None)
-  got = decode.cached_attention(
-    cfg, q, *(x[slots] for x in cache), positions
-  )
+  cache = caches.write(cfg, cache, slots, positions, (k, v), None)
+  got = caches.attention(cfg, q, *(x[slots] for x in cache), positions)
   wanted = decoder.causal_attention(cfg, q, k, v, np.full(B, T))
   np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_how_far_other_rows_are_does_not_show_in_a_row(kv_heads, monkeypatch):
+  """Bit by bit: blocks that a row has not come to add exactly nothing."""
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
+  q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1], 160)
+  far = near.copy()
+  far[4:, 0] = 159
+  attend = jax.jit(lambda *x: caches.attention(cfg, *x))
+  a, b = attend(q, k, v, near), attend(q, k, v, far)
+  np.testing.assert_array_equal(a[:4], b[:4])
+  assert (a[4:] != b[4:]).any()
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.6, 0.0])
@@ -598,6 +622,7 @@ def test_nothing_compiles_after_warmup():
   engine = make_engine()
   engine.warmup()
   weights = make_params(2)
+  asyncio.run(load(engine, weights, 0))  # as a run does before its first step
   compiled = []
 
   def listen(name, *_, **about):
