@@ -380,7 +380,8 @@ def main():
     _ROW.value, _WORKDIR.value, _OUT.value, only=_ONLY.value,
     seeds=[int(s) for s in _SEEDS.value],
   )
-  print(table.show(record['arms']))
+  row = load(_ROW.value)
+  print(table.show(record['arms'], [f'after:{c}' for c in row.curves]))
   for bar in record['bars']:
     print(bar)
 

@@ -1,13 +1,19 @@
 """The figures of a table of arms x seeds: intervals, bars, curves, markdown.
 
-It reads plain records, as experiments/rows.py writes them to results.json.
+  python -m experiments.table experiments/search_r1/results.json \\
+    after:eval/em after:eval/hops=2/em gain:eval/hops=2/em
+
+prints some of them, for a README. Plain records, as experiments/rows.py writes
+them to results.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import json
 import pathlib
 from typing import NamedTuple
 
+from absl import app
 import numpy as np
 import scipy.stats
 
@@ -132,18 +138,19 @@ def plot(curves: Mapping[str, str], arms: Mapping[str, dict],
   pyplot.close(figure)
 
 
-def show(arms: Mapping[str, dict]) -> str:
-  """The table in markdown: after, mean and interval over seeds."""
-  names = list(dict.fromkeys(
-    score for found in arms.values()
-    for score in found['mean'].get('after', {})
-  ))
-  lines = [['arm', 'seeds', *names], ['---'] * (2 + len(names))]
+def show(arms: Mapping[str, dict], scores: Sequence[str]) -> str:
+  """Markdown: an arm a line, mean and half of the interval over seeds.
+
+  scores: 'evaluation:score'; what an arm does not have is left blank.
+  """
+  lines = [['arm', 'seeds', *scores], ['---'] * (2 + len(scores))]
   for arm, found in arms.items():
-    after = found['mean'].get('after', {})
-    lines.append([arm, str(len(found['seeds'])), *(
-      _cell(Interval(**after[n])) if n in after else '' for n in names
-    )])
+    line = [arm, str(len(found['seeds']))]
+    for name in scores:
+      variant, _, score = name.partition(':')
+      value = found['mean'].get(variant, {}).get(score)
+      line.append(_cell(Interval(**value)) if value else '')
+    lines.append(line)
   return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
@@ -151,3 +158,14 @@ def _cell(value: Interval) -> str:
   if value.low is None:
     return f'{value.mean:.3f}'
   return f'{value.mean:.3f} ± {value.high - value.mean:.3f}'
+
+
+def main(argv: Sequence[str]) -> None:
+  record = json.loads(pathlib.Path(argv[1]).read_text())
+  print(show(record['arms'], argv[2:]))
+  for bar in record['bars']:
+    print(bar)
+
+
+if __name__ == '__main__':
+  app.run(main)

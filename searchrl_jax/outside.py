@@ -128,7 +128,8 @@ class Observer:
     Whole passages from the first on, as many as fit; if not even the first
     does, its beginning, up to a word (or, if that is endless, a character).
     What is ours, the closing tags above all, is always there. No ids: not
-    even that fits; with a limit of `least` it does.
+    even that fits; with a limit of `least` it does. (Where the template's
+    cut='tokens': the first `limit` ids of all of it.)
     """
     small = sum(len(p.title) + len(p.text) for p in passages) <= _SMALL
     lay = self._known if small else self._observation
@@ -141,13 +142,19 @@ class Observer:
     lines = [self._line(i, p) for i, p in enumerate(passages, 1)]
     lines = lines or [[(self.template.no_results, True)]]
 
-    def whole(n):
+    def ids_of(n):
       body = list(lines[0])
       for line in lines[1:n]:
         body += [sep, *line]
-      ids = self._encode(self._cleaned(body))
+      return self._encode(self._cleaned(body))
+
+    def whole(n):
+      ids = ids_of(n)
       return ids if len(ids) <= limit else None
 
+    if self.template.cut == 'tokens':
+      ids = ids_of(len(lines))
+      return ids[: max(limit, 0)], short or len(ids) > limit
     # All, as a rule. Else one, two, ...: mostly not even the first fits.
     if (ids := whole(len(lines))) is not None:
       return ids, short

@@ -20,6 +20,7 @@ TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 BLOCKS = ('think', 'search', 'information', 'answer')
 SLOT = '{question}'
 PASSAGE_FIELDS = ('i', 'title', 'text', 'id')
+CUTS = ('passages', 'tokens')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Template:
     passage: one line, with {text} and any of {i} {title} {id}; i from 1.
     passage_separator: between passages.
     no_results: stands for {passages} when a search found none.
+    cut: how an observation that is too long for its budget ends. 'passages':
+      after a whole passage (a first one that is too long, after a word), and
+      closed. 'tokens': after as many tokens as fit, unclosed, as Search-R1's
+      released checkpoints saw it; to evaluate these.
     query_separator: splits a search block into parallel queries; '' = one.
     max_queries: of one search block; more are left out.
     invalid: what the policy is told after a turn without a valid action.
@@ -54,6 +59,7 @@ class Template:
   passage: str
   passage_separator: str
   no_results: str
+  cut: str
   query_separator: str
   max_queries: int
   invalid: str
@@ -161,6 +167,8 @@ def parse(data: Any, name: str, where: str) -> Template:
     fail('invalid', 'empty; without it two turns would run into each other')
   if not isinstance(data['question_mark'], bool):
     fail('question_mark', 'expected true or false')
+  if data['cut'] not in CUTS:
+    fail('cut', f'{data["cut"]!r} is none of {CUTS}')
   most = data['max_queries']
   if type(most) is not int or most < 1:
     fail('max_queries', f'expected a count of at least 1, got {most!r}')

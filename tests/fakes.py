@@ -48,6 +48,7 @@ TEMPLATE = {
   'passage': '{title}: {text}',
   'passage_separator': '\n',
   'no_results': 'nothing found',
+  'cut': 'passages',
   'query_separator': ';',
   'max_queries': 3,
   'invalid': '\nnot valid\n',

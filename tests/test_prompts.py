@@ -55,6 +55,7 @@ def test_other_layouts_are_files():
     ({'prompt': 3}, r"'prompt': expected text, or a list"),
     ({'prompt': [{'role': 'user'}]}, r"'prompt': expected \{\"role\""),
     ({'observation': '{passages}'}, r"'observation': needs <information>"),
+    ({'cut': 'words'}, r"'cut': 'words' is none of"),
     ({'passage': '{title}'}, r"'passage': needs \{text\}"),
     ({'passage': '{text} {titel}'}, r'did you mean \{title\}'),
     ({'passage': '{text} {'}, r"'passage': .*brace"),

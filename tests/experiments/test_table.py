@@ -49,11 +49,13 @@ def test_scores_that_a_seed_lacks_have_no_mean():
   assert list(after) == ['em'] and after['em']['mean'] == 0.5
 
 
-def test_the_table_shows_every_arm_and_leaves_out_what_is_not_there():
+def test_the_table_shows_what_is_asked_for_and_leaves_the_rest_blank():
   arms = {'a': found({'em': 0.5, 'f1': 0.25}), 'b': found({'f1': 0.75})}
-  assert table.show(arms).splitlines() == [
-    '| arm | seeds | em | f1 |', '| --- | --- | --- | --- |',
-    '| a | 1 | 0.500 | 0.250 |', '| b | 1 |  | 0.750 |',
+  arms['b']['mean']['after']['f1'] = table.interval([1.0, 2.0, 3.0])._asdict()
+  assert table.show(arms, ['after:f1', 'after:em', 'gain:em']).splitlines() == [
+    '| arm | seeds | after:f1 | after:em | gain:em |',
+    '| --- | --- | --- | --- | --- |',
+    '| a | 1 | 0.250 | 0.500 |  |', '| b | 1 | 2.000 ± 2.484 |  |  |',
   ]
 
 
