@@ -92,6 +92,26 @@ def mapping(value: Any, what: str) -> dict[str, Any]:
   raise DataError(f'{what} is {_shown(value)}; give an object')
 
 
+def hops_of(metadata: Mapping[str, Any]) -> int:
+  """Hops by what FlashRAG keeps of a multi-hop set; 0 = unknown.
+
+  MuSiQue: its steps. HotpotQA and 2WikiMultihopQA, which name supporting
+  facts: two, and four of a comparison of bridges.
+  """
+  steps = metadata.get('question_decomposition')
+  if steps and isinstance(steps, list):
+    return len(steps)
+  facts = metadata.get('supporting_facts')
+  if not isinstance(facts, Mapping) or not len(facts.get('title') or ()):
+    return 0
+  return 4 if metadata.get('type') == 'bridge_comparison' else 2
+
+
+# Of FlashRAG's metadata: passages, for readers that are given them. A log of
+# trajectories would hold them once a sample.
+PASSAGES = ('context', 'question_decomposition')
+
+
 def pick(record: Mapping[str, Any], field: str, where: str) -> Any:
   """record['a']['b'] for the field 'a.b'.
 

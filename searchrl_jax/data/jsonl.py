@@ -2,8 +2,9 @@
 
 Layouts:
   flashrag  `{"id", "question", "golden_answers", "metadata"}` of FlashRAG's
-            datasets; our own files add `supporting_ids`, `source`, `hops`,
-            `split`. A file of your own needs `id` and `question`.
+            datasets (hops by the metadata, whose passages are left out);
+            our own files add `supporting_ids`, `source`, `hops`, `split`. A
+            file of your own needs `id` and `question`.
   hotpotqa  HotpotQA's own (Yang et al., EMNLP 2018).
   2wiki     2WikiMultihopQA's own (Ho et al., COLING 2020).
   musique   MuSiQue's own (Trivedi et al., TACL 2022).
@@ -125,6 +126,8 @@ def flashrag(record: Mapping[str, Any], where: str) -> Question:
   meta = checks.mapping(
     record.get('metadata'), f'{where}: the metadata'
   )
+  hops = record.get('hops') or checks.hops_of(meta)
+  meta = {k: v for k, v in meta.items() if k not in checks.PASSAGES}
   if record.get('split'):
     meta['split'] = record['split']
   return checks.make_question(
@@ -133,7 +136,7 @@ def flashrag(record: Mapping[str, Any], where: str) -> Question:
     text=_need(record, 'question', where),
     answers=answers,
     source=record.get('source', ''),
-    hops=record.get('hops', 0),
+    hops=hops,
     supporting=record.get('supporting_ids', ()),
     meta=meta,
   )

@@ -2,8 +2,9 @@
 
 A row of Search-R1: data_source, prompt = [{role, content}], ability,
 reward_model = {style, ground_truth: {target: [str]}}, extra_info = {split,
-index}; its merged sets add id, question and golden_answers. SSRL's target is
-a string or a list; verl's ground_truth may be the answer itself.
+index}; its merged sets add id, question, golden_answers and metadata, which
+tells the hops. SSRL's target is a string or a list; verl's ground_truth may be
+the answer itself.
 
 `prompt` already holds instructions. So `config.data.prompt` says which is
 meant, and nothing is wrapped twice:
@@ -26,12 +27,15 @@ _COLUMNS = (
   'id', 'question', 'golden_answers', 'data_source', 'prompt',
   'reward_model', 'extra_info',
 )
+# Of the metadata; the rest is passages.
+_METADATA = ('type', 'supporting_facts', 'question_decomposition')
 
 
 def load(
   path: str,
   prompt: str,
   source: str = '',
+  hops: int = 0,
   split: str = '',
   n: int = 0,
   seed: int = 0,
@@ -45,6 +49,7 @@ def load(
     path: a .parquet file.
     prompt: 'as_is' or 'template'; config.data.prompt.
     source: keeps this data_source ('nq*' = by prefix); '' = all.
+    hops: keeps questions of so many hops; 0 = all.
     split: keeps this extra_info.split; '' = all.
     n: questions drawn without replacement; 0 = all.
     seed: of the draw.
@@ -74,6 +79,12 @@ def load(
   def rows():
     row = 0
     columns = [c for c in _COLUMNS if c in names]
+    if 'metadata' in names:
+      known = table.schema_arrow.field('metadata').type
+      columns += [
+        f'metadata.{c}' for c in _METADATA
+        if pa.types.is_struct(known) and known.get_field_index(c) >= 0
+      ]
     try:
       for batch in table.iter_batches(columns=columns):
         for record in batch.to_pylist():
@@ -85,7 +96,8 @@ def load(
 
   questions = checks.unique(rows(), path)
   return checks.choose(
-    questions, path=path, source=source, split=split, n=n, seed=seed
+    questions, path=path, source=source, hops=hops, split=split, n=n,
+    seed=seed,
   )
 
 
@@ -114,6 +126,9 @@ def make(
     text=text,
     answers=_answers(record, where),
     source=source,
+    hops=checks.hops_of(
+      checks.mapping(record.get('metadata'), f'{where}: metadata')
+    ),
     messages=messages,
     meta={'split': extra['split']} if extra.get('split') else {},
   )
