@@ -13,7 +13,9 @@ from searchrl_jax import credit
 from searchrl_jax import lookup
 from searchrl_jax import losses
 from searchrl_jax import objectives
+from searchrl_jax import optim
 from searchrl_jax.env import SearchEnv
+from searchrl_jax.sources import none
 from searchrl_jax.evaluators import passk
 from searchrl_jax.types import Question
 
@@ -96,6 +98,13 @@ def check(config: ConfigDict) -> None:
       f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'
       ': an engine that sleeps during updates has no rollouts under way; use 0'
     )
+  if config.env.real_searches and config.env.information == 'policy':
+    raise ConfigError(
+      f'config.env.real_searches={config.env.real_searches} in training: with '
+      "env.information='policy' (SSRL) a policy learns from what it recalls "
+      'itself; use 0 here, and real searches with `evaluate --workdir=RUN '
+      "--config.env.real_searches=K`, or train with env.information='source'"
+    )
   if not config.reward:
     raise ConfigError(
       'config.reward is empty; for example '
@@ -124,8 +133,9 @@ def _check_critic(config: ConfigDict) -> None:
     )
   try:
     objectives.value(config)
+    optim.schedule(c, optim.updates(config))
   except ValueError as e:
-    raise ConfigError(str(e)) from e
+    raise ConfigError(str(e).replace('.optim.', '.critic.')) from e
 
 
 def _check_refill(config: ConfigDict) -> None:
@@ -210,6 +220,15 @@ def check_engine(config: ConfigDict) -> None:
         f'config.{package[:-1]}.module={name!r} has no function make: it is a '
         'part of another one'
       )
+  env = config.env
+  if config.source.module == none.NONE and (
+    env.real_searches or env.information == 'source' and env.max_turns
+  ):
+    raise ConfigError(
+      f"config.source.module='none' answers no search, and config.env "
+      f'(information={env.information!r}, max_turns={env.max_turns}, '
+      f"real_searches={env.real_searches}) sends some; use 'service'"
+    )
   try:
     if config.source.url:
       RetrievalClient(config.source.url)

@@ -11,7 +11,7 @@ from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax import setup
 from searchrl_jax import update
-from searchrl_jax.models import decoder
+from searchrl_jax.models import critic, decoder
 
 
 def report(config, vocab_size: int) -> str:
@@ -53,6 +53,23 @@ def report(config, vocab_size: int) -> str:
     ]
   if config.algorithm.kl != 'none':
     rows.insert(1, ('reference parameters', own))
+  if config.critic.lr:
+    # Its working memory is the policy's without the head: one at a time.
+    theirs = critic.config(cfg)
+    shapes = setup.shapes(theirs, mesh, critic)
+    beside = update.Updater(
+      theirs, config.batch, temperature=1.0, mesh=mesh,
+      tx=optim.make(
+        setup.critic_optim(config), max(optim.updates(config), 1), shapes
+      ),
+      objective=objectives.value(config),
+    )
+    state = beside.abstract(shapes)
+    layout = beside.shardings(shapes)
+    rows.append(('critic: parameters, optimizer, gradients', (
+      2 * _bytes(shapes, layout.params)
+      + _bytes(state.opt_state, layout.opt_state)
+    )))
   rows.append(('in all', sum(n for _, n in rows)))
   lines = [
     f'{config.name}: {cfg.n_params:,} parameters, vocabulary '

@@ -64,6 +64,8 @@ def test_dr_grpo_runs_with_its_horizon():
   ('DAPO', {'algorithm.clip_dual': 0.5}, 'clip_dual=0.5: above 1'),
   ('PPO', {'critic.lr': 1e-5, 'critic.clip': -1.0}, 'critic.clip=-1.0'),
   ('PPO', {'critic.lr': 1e-5, 'critic.alone': 61}, 'critic.alone=61'),
+  ('PPO', {'critic.lr': 1e-5, 'critic.schedule': 'step'},
+   "critic.schedule='step'"),
   ('RLOO', {'critic.lr': 1e-5}, 'critic.lr=1e-05: advantage .rloo. has no'),
   ('GSPO', {'rollout.refill': 2}, 'drop_zero_variance=False'),
   ('DAPO', {'rollout.refill': 2, 'rollout.max_staleness': 1}, 'staleness=1'),

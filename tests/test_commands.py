@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from configs import common
+from configs import algorithms, common
 from searchrl_jax import ask
 from searchrl_jax import checks
 from searchrl_jax import command as commands
@@ -277,6 +277,23 @@ def test_every_config_passes_its_checks(name):
   config = module.get_config()
   checks.check(config)
   assert 'python -m searchrl_jax' in module.__doc__
+
+
+def test_dry_run_counts_a_critic():
+  """Parameters, gradients and two moments, as the policy has them."""
+  config = tiny.config('http://127.0.0.1:9')
+  without = dryrun.report(config, 700)
+  config.algorithm.update(algorithms.PPO)
+  config.critic.lr = 1e-5
+  lines = {
+    ' '.join(words[:-1]): words[-1]
+    for words in map(str.split, dryrun.report(config, 700).splitlines())
+    if words
+  }
+  size = setup.model_config(config, 700).n_params + 32 + 1  # the value head
+  assert lines['critic: parameters, optimizer, gradients'] == (
+    f'{4 * 4 * size / 2**20:,.1f}')
+  assert 'critic' not in without
 
 
 def test_dry_run_counts(tmp_path):
