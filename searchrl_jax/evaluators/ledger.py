@@ -200,10 +200,10 @@ def read_rows(
         name = fields.pop('evaluation')
         names[name] = None
         if name == evaluation:
-          out.append(answer.Row(**{
-            k: answer.NAN if v is None and k in answer.SCORES else v
-            for k, v in fields.items()
-          }))
+          # A score that came later than this file is unknown here.
+          unknown = dict.fromkeys(answer.SCORES, answer.NAN)
+          found = {k: v for k, v in fields.items() if v is not None}
+          out.append(answer.Row(**{'vote': None} | unknown | found))
   except OSError as e:
     raise DataError(
       f'{path}: {e.strerror}; give a folder that `evaluate` wrote'

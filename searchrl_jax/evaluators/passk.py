@@ -134,13 +134,16 @@ class Evaluator:
     return evaluation
 
 
-def make(config: ConfigDict, sets, **kw):
+def make(config: ConfigDict, sets, scorer=None, **kw):
   """The evaluator that config.eval asks for, checked.
 
-  kw: as `answer.Evaluator` takes them; config.eval.best_of needs `scorer`.
+  Args:
+    scorer: `scoring.Scorer` of the policy, which config.eval.best_of needs.
+    kw: as `answer.Evaluator` takes them.
   """
-  check(config, training=kw.get('scorer') is None)
-  found = answer.Evaluator(sets, config=config, **kw)
-  if config.eval.k or config.eval.best_of:
-    return Evaluator(found, config.eval)
-  return found
+  check(config, training=scorer is None)
+  e = config.eval
+  found = answer.Evaluator(
+    sets, config=config, scorer=scorer if e.best_of else None, **kw
+  )
+  return Evaluator(found, e) if e.k or e.best_of else found

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -75,6 +76,19 @@ def test_rows_come_back_as_they_were(tmp_path):
   assert list(map(repr, back)) == list(map(repr, found.rows))  # NaN too
   with pytest.raises(DataError, match="no rows of 'shuffled'.*'no_search'"):
     ledger.read_rows(tmp_path, 'shuffled')
+
+
+def test_rows_of_before_a_score_are_read(tmp_path):
+  found = evaluator(config()).collect(0)
+  ledger.write_rows(tmp_path, {'eval': found})
+  path = tmp_path / 'rows.jsonl'
+  lines = [json.loads(x) for x in path.read_text().splitlines()]
+  for line in lines:
+    del line['f1']
+  path.write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  for row, before in zip(ledger.read_rows(tmp_path), found.rows, strict=True):
+    assert math.isnan(row.f1)
+    assert row.em == before.em or row.failed
 
 
 def test_damaged_files_are_named(tmp_path):
