@@ -24,7 +24,10 @@ scripts in our words. Arguments:
              it, each answer weighing the same
   baseline   no_search: RL without searches; direct, cot (chain of thought), rag
              (one search with the question): prompts alone, to evaluate
-  profile    search_r1: `evaluate` for checkpoints trained by Search-R1
+  profile    search_r1: `evaluate` for checkpoints that Search-R1 trained, see
+             the README; with version=v0.2 for those of v0.2
+  layout, folder  of the questions, as configs/seven.py has them: train.parquet
+             and test.parquet as they make them, or FlashRAG's files
   seed
 
 The default is the released behaviour without its bugs. Otherwise than there:
@@ -51,6 +54,7 @@ The default is the released behaviour without its bugs. Otherwise than there:
 from configs import algorithms
 from configs import common
 from configs import quickstart
+from configs import seven
 from ml_collections import ConfigDict
 
 ALGORITHMS = {
@@ -60,10 +64,6 @@ ALGORITHMS = {
     kl='reward', kl_estimator='k1', kl_coef=0.001
   ),
 }
-SEVEN = (
-  'nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique',
-  'bamboogle',
-)
 VERSIONS = ('released', 'v0.2', 'v0.3', 'paper')
 BASELINES = ('', 'no_search', 'direct', 'cot', 'rag')
 REWARDS = {
@@ -78,7 +78,8 @@ REWARDS = {
 def get_config(arg=None):
   a = common.parse_arg(
     arg, seed=0, model='', algorithm='grpo', template='', reward='em',
-    version='released', baseline='', profile='',
+    version='released', baseline='', profile='', layout='search_r1',
+    folder='',
   )
   for name, known in (
     ('algorithm', ALGORITHMS), ('reward', REWARDS), ('version', VERSIONS),
@@ -133,9 +134,10 @@ def _full(a):
   c.model.dtype = 'bfloat16'
   c.model.remat = 'block'
   c.source.k = 3
-  c.env.template = a.template or {'': 'base', 'no_search': 'cot'}.get(
-    a.baseline, a.baseline
-  )
+  named = {'': 'base', 'no_search': 'cot'}.get(a.baseline, a.baseline)
+  if a.profile:
+    named = 'search_r1_released'
+  c.env.template = a.template or named
   c.env.max_turns = 2 if a.version == 'released' else 4
   c.env.max_turn_tokens = 500
   c.env.max_observation_tokens = 500
@@ -165,22 +167,15 @@ def _full(a):
   c.checkpoint.every = 100
   c.eval.every = 50
   c.eval.questions = 512  # of each set, while it trains; evaluate all with 0
-  _data(c, a)
+  c.data.train = seven.sets(
+    a.layout, 'train', names=('nq', 'hotpotqa'), folder=a.folder
+  )
+  c.data.eval = seven.sets(a.layout, folder=a.folder)
+  if a.profile:
+    c.eval.questions = 0
+    if not a.template:
+      c.data.prompt = 'as_is'  # their prompt, from their file
   return c
-
-
-def _data(c, a):
-  """Their parquet, below config.data.dir."""
-  def parquet(part, sources):
-    return {source: ConfigDict(dict(
-      module='parquet', path=f'nq_hotpotqa_train/{part}.parquet',
-      source=source, split='', n=0, seed=0,
-    )) for source in sources}
-
-  c.data.train.update(parquet('train', ('nq', 'hotpotqa')))
-  c.data.eval.update(parquet('test', SEVEN))
-  if a.profile and not a.template:
-    c.data.prompt = 'as_is'  # their prompt, from their file
 
 
 def _one_shot(c):

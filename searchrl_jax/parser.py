@@ -234,7 +234,9 @@ def blocks(
       if segment.kind != OUTSIDE:
         opening = template.tags[segment.kind][0].encode()
         closing = template.tags[segment.kind][1].encode()
-        text = text.partition(opening)[2].rpartition(closing)[0]
+        text = text.partition(opening)[2]
+        before, closed, _ = text.rpartition(closing)
+        text = before if closed else text  # cut='tokens' leaves some open
       if text.strip():
         found = (segment.kind, text, True)
         out.append(make_block(found, segment.author, max(turn, 0)))

@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from searchrl_jax import outside
 from searchrl_jax import prompts
-from searchrl_jax.types import Passage
+from searchrl_jax import states
+from searchrl_jax.engines.core import Completion
+from searchrl_jax.types import Passage, Question, SearchResult
 from tests import fakes
 from tests import scripted
 
@@ -42,6 +45,31 @@ def test_a_cut_does_not_let_a_passage_act(tok):
     ids, _ = first([hostile], limit)
     text = tok.decode(ids)
     assert '</information>' not in text and '<answer>' not in text
+
+
+def test_what_an_unclosed_observation_says_is_still_its_text():
+  env = fakes.make_env(max_observation_tokens=60)
+  env = type(env)(
+    env.tokenizer, dataclasses.replace(env.template, cut='tokens'), env.config,
+    'template', 3,
+  )
+  state, action = env.reset(Question('q', 'who?', ('cat',)))
+  for said in ('<search>cat</search>', '<answer>cat</answer>'):
+    ids = np.array(env.tokenizer.encode(said))
+    logps = np.zeros(len(ids), np.float32)
+    state, action = env.step(
+      state, Completion(ids, logps, '', np.zeros(len(ids), np.int32))
+    )
+    if isinstance(action, states.Search):
+      found = Passage('0', 'T', 'cat ' * 40)
+      state, action = env.step(
+        state, [SearchResult(r, (found,)) for r in action.requests]
+      )
+  assert state.cut_observations == 1
+  (read,) = [
+    b for b in env.blocks(env.trajectory(state)) if b.kind == 'information'
+  ]
+  assert read.text.startswith('T: cat cat') and len(read.text) > 30
 
 
 def test_a_passage_of_megabytes_is_cut_too(tok):

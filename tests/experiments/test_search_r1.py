@@ -9,12 +9,14 @@ from configs import search_r1
 from experiments.search_r1 import one_shot
 from experiments.search_r1 import rows
 from searchrl_jax import checks
+from searchrl_jax import outside
 from searchrl_jax import prompts
 from searchrl_jax import setup
 from searchrl_jax.data import core as data
 from searchrl_jax.data import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.types import Passage, Question
+from tests import fakes
 from tests.conftest import ROOT
 
 PAGE = ROOT / 'experiments' / 'search_r1' / 'OVERRIDES.md'
@@ -94,6 +96,16 @@ def test_full_size_counts_updates_where_the_original_counts_steps():
   assert (c.rollout.group, c.algorithm.minibatches) == (1, 2)
   assert (c.optim.warmup, c.critic.warmup) == (286 * 2, 15 * 2)
   assert (c.algorithm.kl, c.critic.lr) == ('reward', 1e-5)
+
+
+def test_full_size_trains_on_two_sets_and_evaluates_seven():
+  c = search_r1.get_config('model=m')
+  assert {n: s.path for n, s in c.data.train.items()} == dict.fromkeys(
+    ('nq', 'hotpotqa'), 'train.parquet')
+  assert len(c.data.eval) == 7
+  c = search_r1.get_config('model=m,layout=flashrag,folder=a/')
+  assert c.data.train.nq.path == 'a/nq/train.jsonl'
+  assert c.data.eval.bamboogle.path == 'a/bamboogle/test.jsonl'
 
 
 def test_versions_differ_in_what_they_say():
@@ -204,3 +216,37 @@ def test_the_arms_differ_in_what_they_are_called_for():
   reading = rows.reading(0)
   assert isinstance(reading.sft.data, ConfigDict)
   assert reading.sft.data.n == of['warm'].sft.data.n
+
+
+def test_the_profile_asks_as_the_released_checkpoints_were_asked(tmp_path):
+  c = search_r1.get_config('model=m,profile=search_r1,version=v0.2')
+  assert c.data.prompt == 'as_is'  # the prompt that their file holds
+  assert {s.path for s in c.data.eval.values()} == {'test.parquet'}
+  assert len(c.data.eval) == 7
+  assert (c.env.max_turns, c.source.k) == (4, 3)
+  assert c.env.max_observation_tokens == c.env.max_turn_tokens == 500
+  assert (c.eval.questions, c.eval.temperature) == (0, 0.0)
+  # Or a file of the user's own, around the bare question.
+  own = search_r1.get_config('model=m,profile=search_r1,template=theirs.json')
+  assert (own.env.template, own.data.prompt) == ('theirs.json', 'template')
+
+
+def test_the_profile_lays_out_observations_as_the_released_code():
+  template = prompts.load('search_r1_released')
+  tok = fakes.ByteTokenizer()
+  observe = outside.Observer(tok, template)
+  found = [Passage('0', 'A', 'one.'), Passage('1', 'B', 'two.')]
+  ids, cut = observe(found, 500)
+  whole = (
+    '\n\n<information>Doc 1(Title: "A") one.\nDoc 2(Title: "B") two.'
+    '</information>\n\n'
+  )
+  assert tok.decode(ids) == whole and not cut
+  # The first tokens, and nothing closes them.
+  assert (tok.decode(observe(found, 40)[0]), observe(found, 40)[1]) == (
+    whole[:40], True)
+  # For training the same layout, closed.
+  closed = outside.Observer(tok, prompts.load('search_r1'))
+  assert tok.decode(closed(found, 500)[0]) == whole
+  assert tok.decode(closed(found, len(whole) - 1)[0]).endswith(
+    'one.</information>\n\n')
