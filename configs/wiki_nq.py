@@ -86,7 +86,8 @@ def get_config(arg=None):
   c.eval.every = 60
   c.checkpoint.every = 20
   c.sft.data = ConfigDict(dict(
-    module='wiki', path='qa_train.jsonl.gz', n=20_000, seed=0, k=3, good=0.0,
+    module='experiments.search_r1.wiki_traces',
+    path='qa_train.jsonl.gz', n=20_000, seed=0, k=3, good=0.0,
     poor=0.1, guess=0.1, max_answer_words=8, read=45, drills=20_000,
   ))
   c.sft.steps = 4000

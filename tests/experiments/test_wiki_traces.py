@@ -7,7 +7,8 @@ from ml_collections import ConfigDict
 
 from configs import common
 from searchrl_jax import metrics
-from searchrl_jax.data import core, wiki
+from experiments.search_r1 import wiki_traces as wiki
+from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.types import Passage
 
@@ -166,7 +167,8 @@ def test_through_the_config(tmp_path):
   data = common.base().data
   data.dir = str(tmp_path)
   fields = ConfigDict({
-    'module': 'wiki', 'path': 'train.jsonl', 'n': 10, 'seed': 0, 'k': 2,
+    'module': 'experiments.search_r1.wiki_traces', 'path': 'train.jsonl',
+    'n': 10, 'seed': 0, 'k': 2,
     'good': 0.3, 'poor': 0.1, 'guess': 0.1, 'max_answer_words': 6,
     'read': 50, 'drills': 0,
   })
