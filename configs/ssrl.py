@@ -1,8 +1,47 @@
-"""SSRL: the policy is its own search engine (Fan et al., arXiv 2508.10874).
+"""SSRL (Fan et al., arXiv 2508.10874): the policy is its own search engine.
 
   python -m searchrl_jax.sft --config=configs/ssrl.py --workdir=runs/warm
   python -m searchrl_jax.train --config=configs/ssrl.py \\
     --workdir=runs/ssrl --config.train.init=runs/warm
+
+is the small form: a decoder of 0.5 million parameters that has read a world of
+invented people (data/closedbook.py), 8 minutes on 2 cores. With a checkpoint
+it is the full size, on SSRL's own parquet; no search engine is asked:
+
+  python -m searchrl_jax.train \\
+    --config=configs/ssrl.py:model=meta-llama/Llama-3.2-3B-Instruct \\
+    --workdir=runs/ssrl_3b --config.data.dir=DATA
+
+experiments/ssrl/ has figures, memory and the original's. Arguments:
+
+  model           '' = the small form
+  reward          graded: 0.9 exact match + 0.1 format_score, as released;
+                  binary: the paper's form
+  shuffled        a control: golden answers dealt anew (small form)
+  no_information  a control: turns too short to recall anything (small form)
+  seed
+
+One search differs from Search-R1 in three fields: env.information='policy',
+env.max_turns=0 (one generation holds think, search, information and answer)
+and the reward. Sim-to-real is `evaluate` with config.env.real_searches=K,
+entropy-guided search with config.env.search_when='entropy' as well.
+
+The default is the released behaviour without its bugs. Otherwise than there:
+
+  * information is found by the streaming parser, token by token. Theirs, by a
+    pattern that spans no line, leaves every block of several lines in the loss.
+    env.train_information=True puts all of it in, as paper and release do not;
+  * an answer within information earns nothing (rewards/ssrl.py has what is
+    otherwise in the format);
+  * the mask counts in advantages and KL too;
+  * log-probs of the engine correct the loss by truncated weights (algorithm.
+    tis='none' is theirs);
+  * real searches give the same k passages every time, where theirs gives a
+    random 1 to 3; generations stop at the closing tag, where theirs writes on
+    and throws away; nothing of prompt or answer is cut to 1,024 tokens;
+  * "unsure" is the entropy of the whole distribution, in nats; theirs is
+    -p log p of the sampled tokens alone (and its path crashes);
+  * an invalid action ends the trajectory; nothing is told to the policy.
 """
 
 from configs import algorithms
@@ -10,21 +49,39 @@ from configs import common
 from ml_collections import ConfigDict
 
 WORLD = dict(warm=240, rl=160, heldout=100, unseen=80)
+REWARDS = ('graded', 'binary')
 
 
 def get_config(arg=None):
-  a = common.parse_arg(arg, seed=0)
+  a = common.parse_arg(
+    arg, seed=0, model='', reward='graded', shuffled=False,
+    no_information=False,
+  )
+  if a.reward not in REWARDS:
+    raise ValueError(
+      f'config argument reward={a.reward!r}: one of {", ".join(REWARDS)}'
+    )
+  if a.model and (a.shuffled or a.no_information):
+    raise ValueError(
+      'config arguments shuffled and no_information are controls of the small '
+      'form; leave model out'
+    )
   c = common.base()
   c.name = 'ssrl'
   c.seed = a.seed
   c.env.information = 'policy'
   c.env.max_turns = 0
   c.algorithm.update(algorithms.GRPO | dict(
-    aggregation='token', kl_coef=0.001, clip_dual=3.0,
+    aggregation='token', clip_dual=3.0, kl_coef=0.001,
   ))
-  c.reward.ssrl = ConfigDict(dict(fn='ssrl.graded', weight=1.0,
-                                  format_weight=0.1))
+  c.reward.ssrl = ConfigDict(dict(
+    fn=f'ssrl.{a.reward}', weight=1.0, format_weight=0.1,
+  ))
+  (_full if a.model else _small)(c, a)
+  return c
 
+
+def _small(c, a):
   c.model.tokenizer = 'world'
   c.model.arch = ConfigDict(dict(
     model_type='qwen3', architectures=('Qwen3ForCausalLM',),
@@ -44,7 +101,7 @@ def get_config(arg=None):
   # By reference: all parts of a run ask about one world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.rl = ConfigDict(dict(
-    module='closedbook', split='rl', shuffled=False, **world
+    module='closedbook', split='rl', shuffled=a.shuffled, **world
   ))
   for split in ('heldout', 'unseen'):
     c.data.eval[split] = ConfigDict(dict(
@@ -53,7 +110,8 @@ def get_config(arg=None):
   c.source.corpus = 'world'
   c.source.k = 1
   c.env.template = 'micro'
-  c.env.max_turn_tokens = 112
+  # A whole attempt takes 30 to 85 tokens, an answer without a query 10.
+  c.env.max_turn_tokens = 14 if a.no_information else 112
   c.env.max_tokens = 128
   c.env.max_observation_tokens = 48
   c.engine.slots = 128
@@ -79,6 +137,36 @@ def get_config(arg=None):
   c.optim.lr = 3e-4
   c.optim.b2 = 0.99
   c.train.steps = 60
-  c.eval.every = 20
+  c.eval.every = 10
   c.checkpoint.every = 20
-  return c
+
+
+def _full(c, a):
+  c.model.path = a.model
+  c.model.dtype = 'bfloat16'
+  c.model.remat = 'block'
+  c.data.prompt = 'as_is'  # its prompts hold the instructions
+  fields = dict(module='parquet', source='', split='', n=0, seed=0)
+  c.data.train.ssrl = ConfigDict(dict(fields, path='ssrl/train.parquet'))
+  c.data.eval.ssrl = ConfigDict(dict(fields, path='ssrl/test.parquet'))
+  c.source.module = 'none'
+  c.source.k = 3
+  c.env.template = 'base'  # the tags, and how a real search is told
+  c.env.max_turn_tokens = 4096
+  c.env.max_tokens = 1024 + 4096
+  c.env.max_observation_tokens = 500
+  c.engine.dtype = 'bfloat16'
+  c.engine.slots = 256
+  c.engine.max_len = 1024 + 4096
+  # bfloat16 log-probs of two programs differ by about this much.
+  c.engine.canary_tolerance = 0.1
+  c.rollout.questions = 256
+  c.rollout.group = 5
+  c.batch.lengths = (1024, 2048, 3072, 5120)
+  c.batch.tokens = 20480
+  c.optim.lr = 1e-6
+  c.optim.warmup = 6  # 0.02 of the steps
+  c.optim.weight_decay = 0.01
+  c.train.steps = 300  # theirs: 5 epochs; set it to 5 x questions / 256
+  c.eval.every = 16
+  c.checkpoint.every = 50

@@ -43,7 +43,8 @@ from searchrl_jax.writer import Writer, environment
 
 SHOWN = (
   'em', 'f1', 'sub_em', 'recall_any', 'recall_all', 'parsed', 'valid_format',
-  'guessed', 'copied', 'searches', 'tokens', 'truncated', 'certainty',
+  'guessed', 'copied', 'searches', 'real_searches', 'tokens', 'truncated',
+  'certainty',
 )
 
 # What a score is, where its name does not say it; shares are of questions.
@@ -53,7 +54,7 @@ LABELS = {
   'valid_format': 'valid format', 'guessed': 'answered unsearched',
   'copied': 'queries that copy', 'searches': 'searches per question',
   'tokens': 'tokens sampled', 'truncated': 'cut by a budget',
-  'certainty': 'self-certainty (nats)',
+  'certainty': 'self-certainty (nats)', 'real_searches': 'of them real',
 }
 
 
@@ -65,7 +66,8 @@ class Loaded(NamedTuple):
   source: Any
   run: Any  # runs a coroutine that uses them
   identity: dict  # of the retrieval server; {} if it does not say
-  scorer: scoring.Scorer | None  # of these parameters, if best_of needs it
+  # Of these parameters, if best_of or search_when needs it.
+  scorer: scoring.Scorer | None
 
 
 def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
@@ -74,8 +76,11 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
   The controls: passages swapped between questions, and no search.
   """
   def make(name, config, source=have.source):
+    env = setup.environment(config, have.tok)
+    if have.scorer:  # entropy-guided search asks for it
+      env.entropy = lambda ids: have.scorer([ids])[0].entropy
     return passk.make(
-      config, sets, env=setup.environment(config, have.tok), source=source,
+      config, sets, env=env, source=source,
       engine=have.engine, writer=writer, run=have.run, name=name,
       scorer=have.scorer,
     )
@@ -136,10 +141,12 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         f'config.source.corpus={config.source.corpus!r}.'
       ) from e
     scorer = None
-    if config.eval.best_of:
+    if config.eval.best_of or config.env.search_when == 'entropy':
       longest = config.env.max_tokens
       scorer = scoring.Scorer(
-        cfg, params, temperature=config.eval.temperature, mesh=mesh,
+        cfg, params, mesh=mesh,
+        # Greedy samples have entropies too: of the policy as it is trained.
+        temperature=config.eval.temperature or config.rollout.temperature,
         lengths=[n for n in config.batch.lengths if n < longest] + [longest],
         head_chunk=config.batch.head_chunk,
       )

@@ -29,6 +29,7 @@ from searchrl_jax.models import critic as critics
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
 from searchrl_jax.rewards import core as rewards
+from searchrl_jax.sources import none
 
 
 # In a run folder.
@@ -294,13 +295,14 @@ def source(config: ConfigDict, url: str):
 
 @contextlib.contextmanager
 def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
-  """The URL to search: config.source.url, or a server of our own.
+  """The URL to search: config.source.url, or a server of our own; '' where
+  config.source.module says that nothing is searched.
 
   Without a URL a server process is started over config.source.corpus: a
   path, or 'world' for the generated world of config.data; it ends with the
   block, or with this process.
   """
-  if config.source.url:
+  if config.source.url or config.source.module == none.NONE:
     yield config.source.url
     return
   from retrieval import process  # only who starts a server needs it

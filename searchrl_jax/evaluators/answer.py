@@ -52,7 +52,8 @@ class Row:
   parsed: float  # ... and no action before it was invalid
   valid_format: float  # strict, see rewards/answer.py
   guessed: float  # answered without a search
-  searches: float
+  searches: float  # queries, those that the policy answers itself too
+  real_searches: float  # of these, answered by the source
   # NaN without a search:
   copied: float  # share of queries that are the question, normalised
   # NaN where the supporting passages are unknown. Over all searches:
@@ -67,8 +68,8 @@ class Row:
 
 SCORES = (
   'em', 'f1', 'sub_em', 'answered', 'parsed', 'valid_format', 'guessed',
-  'searches', 'copied', 'recall_any', 'recall_all', 'tokens', 'truncated',
-  'certainty',
+  'searches', 'real_searches', 'copied', 'recall_any', 'recall_all', 'tokens',
+  'truncated', 'certainty',
 )  # fmt: skip
 
 
@@ -123,6 +124,7 @@ def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
     ),
     guessed=answered * (not queries),
     searches=float(len(queries)),
+    real_searches=float(len(trajectory.searches)),
     copied=_mean([_copies(query, question) for query in queries]),
     recall_any=max(supports, default=NAN),
     recall_all=min(supports, default=NAN),

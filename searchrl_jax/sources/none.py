@@ -1,0 +1,31 @@
+"""No source: for a policy that answers all its searches itself (SSRL)."""
+
+from collections.abc import Mapping, Sequence
+
+from searchrl_jax.types import SearchError, SearchRequest
+
+NONE = 'none'  # config.source.module
+
+
+class NoSource:
+  """Every query fails: there is nothing to ask."""
+
+  async def search(
+    self, requests: Sequence[SearchRequest]
+  ) -> list[SearchError]:
+    return [
+      SearchError(r, 'unreachable', "config.source.module='none' answers no "
+                  "search; use 'service' with a URL or a corpus")
+      for r in requests
+    ]
+
+  async def check(self) -> Mapping[str, object]:
+    return {}
+
+  async def close(self) -> None:
+    pass
+
+
+def make(config, **_: object) -> NoSource:
+  """The source of `config.source` (module='none')."""
+  return NoSource()
