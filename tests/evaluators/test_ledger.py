@@ -7,7 +7,8 @@ from searchrl_jax import prompts
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import answer, ledger
 from searchrl_jax.types import Question
-from tests.evaluators.test_answer import config, evaluator, sets
+from tests.evaluators.test_answer import ENV, config, evaluator, question, sets
+from tests.fakes import run_script
 
 IDENTITY = {'corpus': {'count': 2, 'sha256': 'ab'}, 'index': {'kind': 'bm25'}}
 
@@ -128,6 +129,21 @@ def test_every_token_and_query_is_accounted_for():
     assert values[f'eval/cost/{what}'] == sum(
       values[f'eval/set={s}/cost/{what}'] for s in 'ab'
     )
+
+
+def test_an_observation_is_no_part_of_the_prompt():
+  turns = ('<search>ann</search>', '<answer>Ann</answer>')
+  trajectory = run_script(turns, env=ENV, question=question())
+  found = answer.Evaluation(
+    [(trajectory,)], answer.score([trajectory], ENV, 'a'), {}, [], 0.0
+  )
+  values = dict(ledger.costs(found, 'eval'))
+  prompt, *_ = trajectory.segments
+  # One token a byte.
+  assert values['eval/cost/sampled_tokens'] == sum(map(len, turns))
+  assert values['eval/cost/prompt_tokens'] == len(prompt.ids)
+  assert values['eval/cost/observation_tokens'] > len('id-ann')
+  assert values['eval/cost/searches'] == 1
 
 
 def test_costs_of_one_set_are_not_repeated():
