@@ -1,22 +1,32 @@
 """Search-R1's recipe: what its arguments mean, its page, and its baselines."""
 
+import json
 import re
 
+import jax
 from ml_collections import ConfigDict
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from configs import search_r1
+from configs import seven
 from experiments.search_r1 import one_shot
 from experiments.search_r1 import rows
 from searchrl_jax import checks
+from searchrl_jax import evaluate
 from searchrl_jax import outside
 from searchrl_jax import prompts
 from searchrl_jax import setup
+from searchrl_jax import tokenizer as tokenizing
 from searchrl_jax.data import core as data
 from searchrl_jax.data import microworld
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.models import decoder
+from searchrl_jax.models import hf
 from searchrl_jax.types import Passage, Question
 from tests import fakes
+from tests import scripted
 from tests.conftest import ROOT
 
 PAGE = ROOT / 'experiments' / 'search_r1' / 'OVERRIDES.md'
@@ -250,3 +260,42 @@ def test_the_profile_lays_out_observations_as_the_released_code():
   assert tok.decode(closed(found, 500)[0]) == whole
   assert tok.decode(closed(found, len(whole) - 1)[0]).endswith(
     'one.</information>\n\n')
+
+
+def test_the_profile_evaluates_a_checkpoint_on_their_parquet(server, tmp_path):
+  vocabulary = tokenizing.train_bpe(scripted.TEXTS * 4, 330, tmp_path / 'tok')
+  cfg = hf.decoder_config(dict(
+    model_type='qwen2', architectures=('Qwen2ForCausalLM',),
+    vocab_size=vocabulary.vocab_size, hidden_size=32, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+    rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=True,
+    hidden_act='silu', max_position_embeddings=512,
+  ), dtype='float32')
+  params = decoder.init_params(
+    cfg, jax.random.key(0), scale=0.02, embed_scale=0.02
+  )
+  hf.save(tmp_path / 'checkpoint', cfg, params, tmp_path / 'tok')
+  said = 'Answer inside <answer> and </answer>. Question: reply {}?\n'
+  pq.write_table(pa.Table.from_pylist([{
+    'data_source': name,
+    'prompt': [{'role': 'user', 'content': said.format(i)}],
+    'reward_model': {'style': 'rule', 'ground_truth': {'target': ['1']}},
+    'extra_info': {'split': 'test', 'index': i},
+  } for name in seven.SPLITS for i in range(2)]), tmp_path / 'test.parquet')
+  c = search_r1.get_config(
+    f'model={tmp_path}/checkpoint,profile=search_r1'
+  )
+  c.data.dir, c.source.url = str(tmp_path), server[1]
+  c.mesh.data, c.model.dtype, c.engine.dtype = 1, 'float32', 'float32'
+  c.engine.slots, c.engine.max_len, c.env.max_tokens = 8, 256, 256
+  c.env.max_turn_tokens, c.eval.bootstrap = 8, 50
+  c.log.tensorboard = c.log.progress = False
+  values = evaluate.evaluate(c, '', str(tmp_path / 'out'))
+  assert values['eval/em/n'] == 14  # none is dropped
+  assert len([k for k in values if k.startswith('eval/source=')
+              and k.endswith('/em/n')]) == 7
+  with (tmp_path / 'out' / 'eval.jsonl').open() as lines:
+    records = [json.loads(line) for line in lines]
+  # Their prompt, as it is: our template around it would tell it twice.
+  assert {r['segments'][0]['text'] for r in records} == {
+    said.format(i) for i in range(2)}
