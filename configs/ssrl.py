@@ -124,7 +124,7 @@ def _small(c, a):
     passages=1_500, pack=4, direct=0.1, poor=0.4, tilt=0.9, again=0.2,
     short=0.3, **world
   ))
-  c.sft.steps = 1200
+  c.sft.steps = 1000
   c.sft.rows = 32
   c.sft.lr = 3e-3
   c.sft.warmup = 50

@@ -175,6 +175,11 @@ class Mix:
     if self.direct + self.poor * (1 + self.tilt) > 1 + 1e-6:
       raise DataError('direct + poor * (1 + tilt) must not exceed 1')
 
+  def poorly(self, relation: str) -> float:
+    """The chance that a question on it is searched for poorly."""
+    place = RELATIONS.index(relation) / (len(RELATIONS) - 1)
+    return self.poor * (1 + self.tilt * (2 * place - 1))
+
 
 def traces(
   *,
@@ -241,7 +246,7 @@ def traces(
           actions.append(('other', known[name].text))
       out.append(Trace(None, tuple(actions)))
   for _ in range(queries):
-    out.append(_query(rng, world))
+    out.append(_query(rng, world, mix))
   questions = microworld.pick(world, 'warm')
   for (i,) in _packs(rng, list(range(len(questions))), n, 1):
     out.append(_trace(questions[i], world, known, rng, mix))
@@ -267,7 +272,7 @@ def _packs(rng, items, count, size):
     yield [left.pop() for _ in range(size)]
 
 
-def _query(rng, world) -> Trace:
+def _query(rng, world, mix) -> Trace:
   while (name := ' '.join(
     str(rng.choice(microworld.invented(getattr(SETTINGS, kind), kind)))
     for kind in ('first', 'second')
@@ -275,9 +280,10 @@ def _query(rng, world) -> Trace:
     pass
   relation = str(rng.choice(RELATIONS))
   of = 'the teacher of ' if rng.random() < 0.5 else ''
+  query = relation if rng.random() < mix.poorly(relation) else name
   return Trace(None, (
     ('other', f'Question: What is the {relation} of {of}{name}?'),
-    ('think', f'find {name}'), ('search', name),
+    ('think', f'find {query}'), ('search', query),
   ))
 
 
@@ -294,13 +300,12 @@ def _trace(question, world, known, rng, mix: Mix) -> Trace:
   def chance(p):
     return rng.random() < p
 
-  where = 2 * RELATIONS.index(relation) / (len(RELATIONS) - 1) - 1
   draw, read = rng.random(), {}
   if draw < mix.direct:
     value = question.answers[0]
     actions += [('think', f'maybe {value}'), ('answer', value)]
     return Trace(question, tuple(actions), False)
-  poor = draw < mix.direct + mix.poor * (1 + mix.tilt * where)
+  poor = draw < mix.direct + mix.poorly(relation)
   if poor:
     everyone = list(known)
     found = everyone[rng.integers(len(everyone))]

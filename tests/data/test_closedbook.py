@@ -170,17 +170,19 @@ def test_queries_are_for_people_of_whom_there_is_nothing(world, env, traces):
   assert len(asked) == 100
   for trace in asked:
     (segment,) = sft.render(trace, env, 0).segments
-    name = trace.actions[-1][1]
-    assert name not in world.facts
+    query = trace.actions[-1][1]
     text = env.tokenizer.decode(segment.ids)
     question = text.partition('\n')[0].removeprefix('Question: ')
-    assert name in question
-    # The prompt of such a question, and the beginning of a good trace.
+    assert question[:-1].rpartition(' of ')[2] not in world.facts
+    assert query in question
+    # The prompt of such a question, and the beginning of a trace.
     prompt = env.reset(Question('q', question))[1].prompt.ids
     assert tuple(segment.ids[: len(prompt)]) == prompt
     assert text.endswith(
-      f'<think> find {name} </think>\n<search> {name} </search>'
+      f'<think> find {query} </think>\n<search> {query} </search>'
     )
+  poor = sum(len(t.actions[-1][1].split()) == 1 for t in asked)
+  assert 20 <= poor <= 60  # 40 expected: as in the traces
 
 
 def test_shuffled_golds_are_all_wrong_and_each_still_somebodys():
