@@ -61,7 +61,8 @@ def _parse(argv):
   argv = sys.argv = _config_first(argv)
   for arg in argv[1:2]:
     path = arg.removeprefix('--config=').split(':')[0]
-    if path != arg and not pathlib.Path(path).is_file():
+    given = arg.startswith('--config=')
+    if given and not pathlib.Path(path).is_file():
       there = map(str, pathlib.Path(path).parent.glob('[!_]*.py'))
       _fail(
         f'--config={path}: no such file; '

@@ -119,6 +119,8 @@ def test_each_folder_is_held_against_the_first(folder, tmp_path):
   assert [x['b'] for x in kept['comparisons']] == [str(b), str(c)]
   assert [x['scores']['em']['all']['wins'] for x in kept['comparisons']] == [
     1, 2]
+  out, _ = command('compare', f'{a}:eval', b)  # no --config, whatever the colon
+  assert f'A = {a}:eval' in out
 
 
 OTHER = sets() | {'a': sets()['a'][:1]}
