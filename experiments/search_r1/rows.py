@@ -20,6 +20,7 @@ def small(arg: str = ''):
 def unmasked(seed: int):
   c = small()(seed)
   c.env.train_observations = True
+  c.batch.loss_fraction = 1.0  # all but the prompt is in the loss
   return c
 
 

@@ -75,7 +75,7 @@ def free(folder: pathlib.Path) -> bool:
   return True
 
 
-def wait(condition, seconds=120.0):
+def wait(condition, seconds=400.0):
   end = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < end, 'waited in vain'
