@@ -296,12 +296,12 @@ class SearchEnv:
   def _goes_on(self, state: State, parser: Parser, completion) -> bool:
     """A stop string quoted in policy-written information ends no turn, nor
     does a closing search tag where no search is sent."""
-    quoted = parser.block == 'information' or (
-      completion.stop == self.template.search[1] and not parser.waiting
-    )
     return (
       not self._searching
-      and quoted
+      and (
+        parser.block == 'information'
+        or completion.stop == self.template.search[1]
+      )
       and completion.stop not in ('eos', 'length')
       and len(completion.ids) > 0
       and state.turn_tokens < self.config.max_turn_tokens

@@ -14,6 +14,7 @@ from experiments.ssrl import rows
 from searchrl_jax import checks
 from searchrl_jax import evaluate
 from searchrl_jax import setup
+from searchrl_jax import sft
 from searchrl_jax.data import closedbook
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import ledger
@@ -102,6 +103,23 @@ def test_ssrls_parquet_is_read_unchanged(tmp_path, target):
   assert (first.id, second.id) == ('nq/0', 'hotpotqa/1')
   assert dict(first.messages[0]) == prompt[0]
   assert first.answers == tuple([target] if target == 'Ann' else target)
+
+
+def test_a_warm_start_learns_information_that_rl_leaves_out(
+  tmp_path, monkeypatch
+):
+  class Seen(Exception):
+    pass
+
+  def examples(config, env, search):
+    raise Seen(config.env.train_information, env.config.train_information)
+
+  monkeypatch.setattr(sft, 'examples', examples)
+  c = tiny()
+  c.source.module = 'none'
+  with pytest.raises(Seen) as found:
+    sft.sft(c, str(tmp_path))
+  assert found.value.args == (False, True)
 
 
 @pytest.fixture(scope='module')
