@@ -5,8 +5,8 @@
     --workdir=runs/ssrl --config.train.init=runs/warm
 
 is the small form: a decoder of 0.5 million parameters that has read a world of
-invented people (data/closedbook.py), 8 minutes on 2 cores. With a checkpoint
-it is the full size, on SSRL's own parquet; no search engine is asked:
+invented people (data/closedbook.py), minutes on 2 cores. With a checkpoint it
+is the full size, on SSRL's own parquet; no search engine is asked:
 
   python -m searchrl_jax.train \\
     --config=configs/ssrl.py:model=meta-llama/Llama-3.2-3B-Instruct \\
@@ -121,7 +121,7 @@ def _small(c, a):
 
   c.sft.data = ConfigDict(dict(
     module='closedbook', n=16_000, queries=6_000, recalls=5_000,
-    passages=1_500, pack=4, direct=0.1, poor=0.4, tilt=0.9, again=0.2,
+    passages=1_500, pack=4, direct=0.1, poor=0.35, tilt=0.9, again=0.2,
     short=0.3, **world
   ))
   c.sft.steps = 1000
@@ -136,9 +136,9 @@ def _small(c, a):
   c.batch.loss_fraction = 1.0
   c.optim.lr = 3e-4
   c.optim.b2 = 0.99
-  c.train.steps = 60
+  c.train.steps = 30
   c.eval.every = 10
-  c.checkpoint.every = 20
+  c.checkpoint.every = 10
 
 
 def _full(c, a):
