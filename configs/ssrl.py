@@ -5,8 +5,8 @@
     --workdir=runs/ssrl --config.train.init=runs/warm
 
 is the small form: a decoder of 0.5 million parameters that has read a world of
-invented people (data/closedbook.py), minutes on 2 cores. With a checkpoint it
-is the full size, on SSRL's own parquet; no search engine is asked:
+invented people (experiments/ssrl/closedbook.py), minutes on 2 cores. With a
+checkpoint it is the full size, on SSRL's own parquet; nothing is searched:
 
   python -m searchrl_jax.train \\
     --config=configs/ssrl.py:model=meta-llama/Llama-3.2-3B-Instruct \\
@@ -31,8 +31,8 @@ The default is the released behaviour without its bugs. Otherwise than there:
   * information is found by the streaming parser, token by token. Theirs, by a
     pattern that spans no line, leaves every block of several lines in the loss.
     env.train_information=True puts all of it in, as paper and release do not;
-  * an answer within information earns nothing (rewards/ssrl.py has what is
-    otherwise in the format);
+  * an answer within information earns nothing (experiments/ssrl/reward.py has
+    what is otherwise in the format);
   * the mask counts in advantages and KL too;
   * log-probs of the engine correct the loss by truncated weights (algorithm.
     tis='none' is theirs);
@@ -75,7 +75,7 @@ def get_config(arg=None):
     aggregation='token', clip_dual=3.0, kl_coef=0.001,
   ))
   c.reward.ssrl = ConfigDict(dict(
-    fn=f'ssrl.{a.reward}', weight=1.0, format_weight=0.1,
+    fn=f'experiments.ssrl.reward.{a.reward}', weight=1.0, format_weight=0.1,
   ))
   (_full if a.model else _small)(c, a)
   return c
@@ -95,17 +95,17 @@ def _small(c, a):
   c.model.embed_scale = 0.09
   c.model.scan_unroll = 2
 
-  c.data.world_module = 'closedbook'
+  c.data.world_module = 'experiments.ssrl.closedbook'
   c.data.world_seed = a.seed
   c.data.world = ConfigDict(WORLD)
   # By reference: all parts of a run ask about one world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.rl = ConfigDict(dict(
-    module='closedbook', split='rl', shuffled=a.shuffled, **world
+    module=c.data.world_module, split='rl', shuffled=a.shuffled, **world
   ))
   for split in ('heldout', 'unseen'):
     c.data.eval[split] = ConfigDict(dict(
-      module='closedbook', split=split, n=300, **world
+      module=c.data.world_module, split=split, n=300, **world
     ))
   c.source.corpus = 'world'
   c.source.k = 1
@@ -120,7 +120,7 @@ def _small(c, a):
   c.engine.prefill_rows = 16
 
   c.sft.data = ConfigDict(dict(
-    module='closedbook', n=16_000, queries=6_000, recalls=5_000,
+    module=c.data.world_module, n=16_000, queries=6_000, recalls=5_000,
     passages=1_500, pack=4, direct=0.1, poor=0.35, tilt=0.9, again=0.2,
     short=0.3, **world
   ))

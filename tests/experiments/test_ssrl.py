@@ -9,13 +9,13 @@ import pytest
 
 from configs import ssrl
 from experiments import rows as harness
+from experiments.ssrl import closedbook
 from experiments.ssrl import curve
 from experiments.ssrl import rows
 from searchrl_jax import checks
 from searchrl_jax import evaluate
 from searchrl_jax import setup
 from searchrl_jax import sft
-from searchrl_jax.data import closedbook
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import ledger
 from searchrl_jax.sources import none
@@ -49,7 +49,7 @@ def test_the_recipe_is_one_generation_of_its_own_information():
     assert (c.env.information, c.env.max_turns) == ('policy', 0)
     assert not c.env.train_information
     assert c.algorithm.clip_dual == 3.0 and c.algorithm.kl_coef == 0.001
-  assert full.reward.ssrl.fn == 'ssrl.binary'
+  assert full.reward.ssrl.fn == 'experiments.ssrl.reward.binary'
   with pytest.raises(ValueError, match="reward='em'.*graded, binary"):
     ssrl.get_config('reward=em')
   with pytest.raises(ValueError, match='leave model out'):
@@ -112,14 +112,18 @@ def test_a_warm_start_learns_information_that_rl_leaves_out(
     pass
 
   def examples(config, env, search):
-    raise Seen(config.env.train_information, env.config.train_information)
+    raise Seen(*(
+      (c.train_information, c.train_observations)
+      for c in (config.env, env.config)
+    ))
 
   monkeypatch.setattr(sft, 'examples', examples)
   c = tiny()
   c.source.module = 'none'
+  c.env.train_observations = True
   with pytest.raises(Seen) as found:
     sft.sft(c, str(tmp_path))
-  assert found.value.args == (False, True)
+  assert found.value.args == ((False, True), (True, False))
 
 
 @pytest.fixture(scope='module')

@@ -6,7 +6,8 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from searchrl_jax.rewards import core, ssrl
+from experiments.ssrl import reward as ssrl
+from searchrl_jax.rewards import core
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 
@@ -25,9 +26,9 @@ def said(text, env=ENV):
 
 
 def reward(text, fn='graded', weight=0.1, env=ENV):
-  config = ConfigDict(
-    {'r': dict(fn=f'ssrl.{fn}', weight=1.0, format_weight=weight)}
-  )
+  config = ConfigDict({'r': dict(
+    fn=f'experiments.ssrl.reward.{fn}', weight=1.0, format_weight=weight
+  )})
   found = asyncio.run(core.combine(
     config, [(said(text, env),)], core.RewardContext(env=env)
   ))
@@ -113,7 +114,9 @@ def test_graded_and_binary():
 
 def test_answers_are_needed_and_found_at_the_start():
   assert ssrl.graded.needs_answers and ssrl.binary.needs_answers
-  config = ConfigDict({'r': dict(fn='ssrl.graded', weight=1.0)})
+  config = ConfigDict(
+    {'r': dict(fn='experiments.ssrl.reward.graded', weight=1.0)}
+  )
   with pytest.raises(core.RewardError, match="no field 'format_weight'"):
     core.check(config)
 

@@ -11,7 +11,7 @@ from configs import ssrl
 from searchrl_jax import prompts
 from searchrl_jax import sft
 from searchrl_jax import tokenizer as tokenizers
-from searchrl_jax.data import closedbook
+from experiments.ssrl import closedbook
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.env import SearchEnv
@@ -126,7 +126,7 @@ def test_the_mix_is_what_was_asked_for(traces):
 
 
 def test_a_poor_search_is_as_well_formed_as_a_good_one(env, traces):
-  from searchrl_jax.rewards import ssrl as rewards
+  from experiments.ssrl import reward as rewards
 
   for i, t in enumerate(t for t in traces if t.question is not None):
     found = sft.render(t, env, i)
