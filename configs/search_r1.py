@@ -46,7 +46,7 @@ The default is the released behaviour without its bugs. Otherwise than there:
   * groups go by question; there ids of merged sets collide;
   * evaluation is greedy; there it samples, since a flag is lost on the way;
   * log-probs of the engine correct the loss by truncated weights (algorithm.
-    tis='none' is theirs); each epoch and minibatch is shuffled;
+    tis='none' is theirs); groups are dealt to minibatches anew each step;
   * "REINFORCE" is in their paper and README alone: here with the mean of the
     other returns of the batch as baseline, and PPO's penalty.
 """

@@ -347,6 +347,7 @@ def run(module: str, workdir: str, out: str = '', *, only: Sequence[str] = (),
   environment = common.environment()
   # All of them first: a stage of another config is found now, not at night.
   left = [stage for stage in stages if not done(row, stage, folder)]
+  collect(row, folder)  # of arms not chosen too: the figures are of all
   with Servers(folder) as servers:
     for n, stage in enumerate(left, 1):
       print(f'[{n}/{len(left)}] {stage}', flush=True)

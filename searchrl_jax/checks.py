@@ -126,20 +126,29 @@ def _check_critic(config: ConfigDict) -> None:
       f'config.critic.lr={c.lr}: advantage {a.advantage!r} has no use for a '
       "critic; set it to 0, or use advantage='gae'"
     )
-  if not 0 <= c.alone <= config.train.steps:
+  if c.alone and not needed or not 0 <= c.alone < config.train.steps:
     raise ConfigError(
-      f'config.critic.alone={c.alone}: steps in which only the critic learns, '
-      f'within 0..config.train.steps={config.train.steps}'
+      f'config.critic.alone={c.alone}: first steps in which only the critic '
+      f'learns; fewer than config.train.steps={config.train.steps}, and 0 '
+      'where there is no critic'
     )
   try:
     objectives.value(config)
-    optim.schedule(c, optim.updates(config))
+    optim.schedule(c, optim.critic_updates(config))
   except ValueError as e:
     raise ConfigError(str(e).replace('.optim.', '.critic.')) from e
 
 
 def _check_refill(config: ConfigDict) -> None:
-  r = config.rollout
+  r, advantage = config.rollout, config.algorithm.advantage
+  if config.algorithm.drop_zero_variance and (
+    advantage not in advantages.NEEDS_GROUP
+  ):
+    raise ConfigError(
+      'config.algorithm.drop_zero_variance leaves out groups of equal rewards; '
+      f'with advantage={advantage!r}, which has another baseline, they have a '
+      'gradient: set it to False'
+    )
   if r.refill < 0:
     raise ConfigError(f'config.rollout.refill={r.refill}: rounds, 0 or more')
   if r.refill and not config.algorithm.drop_zero_variance:
@@ -172,10 +181,12 @@ def _check_advantage(a: ConfigDict) -> None:
         f'config.algorithm.advantage_kw.{name} is not set, and {a.advantage} '
         'needs it; configs/algorithms.py has the usual values'
       )
-  if a.kl == 'reward' and a.advantage == 'grpo':
+  if a.kl == 'reward' and a.advantage in (
+    'grpo', 'lite_ppo', 'reinforce_pp_baseline'
+  ):
     raise ConfigError(
-      "config.algorithm.kl='reward' with advantage='grpo', which divides by "
-      'the spread of a group: where all of a group earn the same, the noise '
+      f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
+      'divides by a spread of rewards: where all earn the same, the noise '
       "of the KL estimate would become advantages of full size. Use kl='loss' "
       "(as GRPO does), or advantage='dr_grpo' or 'rloo'"
     )

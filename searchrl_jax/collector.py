@@ -97,10 +97,11 @@ class Collector:
     self._taken = {step: self._under_way.pop(step)}
     return found
 
-  def more(self, step: int, n: int) -> Rollout:
+  def more(self, step: int, n: int, **how) -> Rollout:
     """The rollouts of n further questions for a step that was taken.
 
     For max_staleness = 0: the questions that follow are the next step's.
+    how: what else `start` is told.
 
     Raises:
       as `take`.
@@ -115,7 +116,7 @@ class Collector:
       )
       one.asked.add(name)
       questions.append(dataclasses.replace(q, id=name))
-    return self._signals.wait(self._play(questions, step, one))
+    return self._signals.wait(self._play(questions, step, one, **how))
 
   def put_back(self, step: int, *, usable: bool) -> tuple[Trajectory, ...]:
     """Ends all; `step` was not used. Returns what had ended of it.
@@ -137,22 +138,18 @@ class Collector:
     self._under_way[step] = one
 
   def _play(
-    self, questions: Sequence[Question], step: int, one: _Step
+    self, questions: Sequence[Question], step: int, one: _Step, **how
   ) -> futures.Future:
-    return self._signals.start(
-      self._counted(questions, step, dict(one.ended), one.keep)
-    )
+    return self._signals.start(self._counted(
+      questions, step=step, ended=dict(one.ended), on_trajectory=one.keep, **how
+    ))
 
-  async def _counted(
-    self, questions: Sequence[Question], step: int, ended: Ended, keep: Callable
-  ) -> Rollout:
+  async def _counted(self, questions: Sequence[Question], **how) -> Rollout:
     if not self._running:
       self._idle += time.monotonic() - self._idle_since
     self._running += 1
     try:
-      return await self._start(
-        questions, step=step, ended=ended, on_trajectory=keep
-      )
+      return await self._start(questions, **how)
     finally:
       self._running -= 1
       self._idle_since = time.monotonic()

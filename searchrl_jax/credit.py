@@ -50,7 +50,7 @@ def assign(
   """
   a = config.algorithm
   taken = needs(a.advantage)
-  earned, valid = advantages.returns(reward.value), reward.valid
+  earned = advantages.returns(reward.value)
   masks = batching.masks(rewards.flat(groups))
   metrics, penalty = {}, None
   if a.kl == 'reward':
@@ -61,8 +61,7 @@ def assign(
     tokens = sum(int(b.mask.sum()) for mini in minibatches for b in mini)
     metrics['kl_ref'] = sum(x.sum() for x in penalty) / max(tokens, 1)
   if 'mask' in taken:
-    # Of tokens: those left out of the batch are in no statistic.
-    earned, valid = rewards.at_tokens(groups, reward), kept
+    earned = rewards.at_tokens(groups, reward)
     if penalty is not None:
       earned = [x - a.kl_coef * kl for x, kl in zip(earned, penalty)]
   elif penalty is not None:
@@ -70,14 +69,15 @@ def assign(
   arrays = {'mask': masks, 'greedy': greedy}
   if values is not None:
     arrays['critic'] = batching.rows(minibatches, values, masks)
+  # What is left out of the batch is in no statistic: its KL is not known.
   found = getattr(advantages, a.advantage)(
-    earned, valid, group_ids, *(arrays[name] for name in taken),
+    earned, kept, group_ids, *(arrays[name] for name in taken),
     **a.advantage_kw,
   )
   if 'critic' not in taken:
     return Credit(found, None, metrics)
   targets = advantages.lambda_returns(
-    earned, valid, masks, arrays['critic'],
+    earned, kept, masks, arrays['critic'],
     gamma=a.advantage_kw.gamma, lam=a.advantage_kw.lam,
   )
   return Credit(found, targets, metrics)

@@ -60,7 +60,8 @@ def report(config, vocab_size: int) -> str:
     beside = update.Updater(
       theirs, config.batch, temperature=1.0, mesh=mesh,
       tx=optim.make(
-        setup.critic_optim(config), max(optim.updates(config), 1), shapes
+        setup.critic_optim(config), max(optim.critic_updates(config), 1),
+        shapes,
       ),
       objective=objectives.value(config),
     )
@@ -89,7 +90,7 @@ def report(config, vocab_size: int) -> str:
     f'  {name.replace("_", " "):<48}{_plain(value):>12}'
     for name, value in plan.items()
   ]
-  total = config.train.steps * plan['updates_per_step']
+  total = optim.updates(config)
   lines.append(f'  {"updates in the run":<48}{total:>12,}')
   return '\n'.join(lines)
 

@@ -316,7 +316,10 @@ class SearchEnv:
         'the self-search evaluation gives: python -m searchrl_jax.evaluate'
       )
     ids = np.concatenate([s.ids for s in segments])
-    pieces = [self.tokenizer.token_bytes(i) for i in segments[-1].ids]
+    # A token that straddles two kinds is the earlier segment's: the tag may
+    # begin there.
+    turn = [s for s in segments if s.author == 'policy'][-2:]
+    pieces = [self.tokenizer.token_bytes(i) for s in turn for i in s.ids]
     first = len(ids) - len(pieces)
     found = parsing.within(pieces, *self.template.search)
     return float(np.mean(self.entropy(ids)[[first + n for n in found]]))

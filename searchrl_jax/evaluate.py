@@ -88,7 +88,7 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
   if not with_controls:
     return {'eval': make('eval', config)}
   off = config.copy_and_resolve_references()
-  off.env.max_turns = 0
+  off.env.update(max_turns=0, real_searches=0, search_when='always')
   questions = [q for qs in sets.values() for q in qs]
   return {
     'eval': make('eval', config),
@@ -141,6 +141,15 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         f'config.source.corpus={config.source.corpus!r}.'
       ) from e
     scorer = None
+    if config.env.search_when == 'entropy' and mesh.size > 1 and (
+      config.engine.module == 'jax_sampler'
+    ):
+      raise checks.ConfigError(
+        f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: "
+        'scoring a query and decoding the others are two programs at a time, '
+        'which can wait for each other for ever; use one device '
+        '(CUDA_VISIBLE_DEVICES), or search_when=\'always\''
+      )
     if config.eval.best_of or config.env.search_when == 'entropy':
       longest = config.env.max_tokens
       scorer = scoring.Scorer(

@@ -142,10 +142,13 @@ def explained(found: dict[str, float]) -> dict[str, float]:
   """A critic's metrics of one update, under names of their own.
 
   `explained_variance` is 1 - E (G - V)^2 / Var G over the loss tokens: 0 for a
-  critic that says the mean, 1 for one that is always right.
+  critic that says the mean, 1 for one that is always right, NaN where all
+  returns are equal.
   """
   variance = found['return_squared'] - found['return'] ** 2
-  share = found['value_error'] / variance if variance > 0 else math.nan
+  # Of float32 sums: a smaller one is rounding.
+  known = variance > 1e-5 * found['return_squared']
+  share = found['value_error'] / variance if known else math.nan
   names = ('loss', 'value', 'return', 'value_clip', 'grad_norm')
   return {'critic_explained_variance': 1.0 - share} | {
     f'critic_{name}': found[name] for name in names

@@ -52,9 +52,16 @@ def schedule(config, total_updates: int):
 
 
 def updates(config) -> int:
-  """Optimizer updates of the whole training run of a config."""
+  """The policy's optimizer updates in the whole training run of a config."""
   a = config.algorithm
-  return config.train.steps * a.minibatches * a.epochs
+  return (config.train.steps - config.critic.alone) * a.minibatches * a.epochs
+
+
+def critic_updates(config) -> int:
+  """Those of the critic, which begins `config.critic.alone` steps before."""
+  return config.train.steps * config.algorithm.minibatches * (
+    config.algorithm.epochs
+  )
 
 
 def paths(params) -> list[str]:

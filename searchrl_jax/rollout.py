@@ -115,9 +115,27 @@ def evaluation(config: ConfigDict) -> ConfigDict:
 
 
 def greedy(config: ConfigDict) -> ConfigDict:
-  """config.rollout for one greedy answer to each question."""
+  """config.rollout for one greedy answer to each question.
+
+  A question whose answer fails has no baseline; that ends no run.
+  """
   rollout = ConfigDict(config.rollout.to_dict())
-  rollout.group, rollout.temperature = 1, 0.0
+  rollout.group, rollout.temperature, rollout.max_failed = 1, 0.0, 1.0
+  return rollout
+
+
+def further(
+  config: ConfigDict, groups: Sequence[Group], n: int
+) -> ConfigDict:
+  """config.rollout for n more questions of a step that has these groups.
+
+  config.rollout.max_failed is a share of all of them.
+  """
+  rollout = ConfigDict(config.rollout.to_dict())
+  flat = [t for group in groups for t in group]
+  more = n * rollout.group
+  allowed = rollout.max_failed * (len(flat) + more)
+  rollout.max_failed = (allowed - sum(t.failed for t in flat)) / more
   return rollout
 
 

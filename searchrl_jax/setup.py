@@ -348,12 +348,15 @@ def critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
     mesh: for a backbone that is read here.
 
   Raises:
-    ConfigError, ValueError: no such folder, or one of another architecture.
+    ConfigError: no such folder, or one of another architecture.
   """
   path = config.critic.path
   if path:
-    _, policy = hf.load(local(path, 'config.critic.path'), mesh, cfg=cfg)
-  return critics.init(policy, cfg)
+    try:
+      _, policy = hf.load(local(path, 'config.critic.path'), mesh, cfg=cfg)
+    except ValueError as e:
+      raise ConfigError(f'config.critic.path={path!r}: {e}') from e
+  return critics.init(policy, critics.config(cfg))
 
 
 def critic_optim(config: ConfigDict) -> ConfigDict:

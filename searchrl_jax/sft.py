@@ -185,6 +185,7 @@ def sft(config, workdir: str) -> dict[str, float]:
   tok = setup.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
+  taught.env.train_observations = False  # the policy is not to write them
   env = setup.environment(taught, tok)
   mesh = setup.mesh(config)
   cfg = setup.model_config(config, tok.vocab_size)

@@ -35,7 +35,7 @@ from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.evaluators import passk
 from searchrl_jax.models import critic as critics
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rollout import greedy, rollout
+from searchrl_jax.rollout import further, greedy, rollout
 from searchrl_jax.signals import Mismatch, NonFinite, Signals, Stopped
 from searchrl_jax.sources.core import require_same
 from searchrl_jax.writer import Writer
@@ -84,7 +84,9 @@ def train(config, workdir: str) -> dict[str, float]:
     critic_shapes = setup.shapes(critic_cfg, mesh, critics)
     critic = update.Updater(
       critic_cfg, config.batch, temperature=1.0, mesh=mesh,
-      tx=optim.make(setup.critic_optim(config), updates, critic_shapes),
+      tx=optim.make(
+        setup.critic_optim(config), optim.critic_updates(config), critic_shapes
+      ),
       objective=objectives.value(config),
     )
 
@@ -111,7 +113,7 @@ def train(config, workdir: str) -> dict[str, float]:
     # The step donates its state, so the reference owns a copy.
     ref = update.copy(state.params) if needs_ref else None
     critic_state = critic and critic.init(
-      setup.critic(config, critic_cfg, state.params, mesh)
+      setup.critic(config, cfg, state.params, mesh)
     )
     step, served, ended = 0, {}, b''
 
@@ -187,7 +189,9 @@ def train(config, workdir: str) -> dict[str, float]:
         if not short:
           break
         with writer.timer('rollout'):
-          more = rollouts.more(step, short)
+          more = rollouts.more(
+            step, short, config_rollout=further(config, groups, short)
+          )
         reward = rewards.join(reward, rewarded(more.groups))
         groups, stats = groups + more.groups, stats + more.stats
       baseline = None
@@ -277,21 +281,19 @@ def train(config, workdir: str) -> dict[str, float]:
         for i, mini in enumerate(batches):
           found = {}
           if critic:
+            filled = batching.set_advantages(mini, given.targets)
             with writer.timer('critic'):
               critic_state, found = critic.step(
-                critic_state, batching.set_advantages(mini, given.targets),
-                before[i],
+                critic_state, filled, before[i]
               )
-            check_finite(found, workdir, step, mini)
+            check_finite(found, workdir, step, filled)
             found = objectives.explained(found)
           if not alone:
+            filled = batching.set_advantages(mini, given.advantages)
             begin = time.monotonic()
             with writer.timer('update'):
-              state, learned = updater.step(
-                state, batching.set_advantages(mini, given.advantages), old[i],
-                refs[i],
-              )
-            check_finite(learned, workdir, step, mini)
+              state, learned = updater.step(state, filled, old[i], refs[i])
+            check_finite(learned, workdir, step, filled)
             seconds += time.monotonic() - begin
             done += flops.update_flops(cfg, mini)
             found |= learned
@@ -377,7 +379,13 @@ def train(config, workdir: str) -> dict[str, float]:
 
 def over(metric: str):
   """How the updates of a step make one number of a metric."""
-  return np.max if metric.endswith('_max') else np.mean
+  return np.max if metric.endswith('_max') else mean
+
+
+def mean(values) -> float:
+  """Of those that are known."""
+  known = [v for v in values if not np.isnan(v)]
+  return float(np.mean(known)) if known else float('nan')
 
 
 def check_finite(found, workdir: str, step: int, batches) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from searchrl_jax.env import Search
 from searchrl_jax.parser import within
+from searchrl_jax.types import Segment
 from tests import scripted
 from tests.scripted import make, passage, play
 
@@ -133,6 +134,24 @@ def test_a_later_query_is_real_where_it_is_less_sure(entropies, real):
   # What was asked for is the whole sequence up to the query.
   assert all(text.endswith('</search>') for text in env.entropy.asked)
   assert env.entropy.asked[0].startswith(TOK.decode(t.segments[0].ids))
+
+
+def test_a_token_that_begins_the_tag_and_ends_a_thought(monkeypatch):
+  pieces = [b'Q', b'<think>', b'a</think', b'><', b'search>', b'q', b'r',
+            b'</search>']
+  env = selfsearch(real_searches=-1, search_when='entropy')
+  monkeypatch.setattr(env.tokenizer, 'token_bytes', pieces.__getitem__)
+  env.entropy = lambda ids: np.arange(len(ids), dtype=float)
+
+  def segment(ids, author, kind):
+    return Segment(np.array(ids, np.int32), author, kind)
+
+  # '><' is the thought's, for its first byte is; tokens 5 and 6 are the query.
+  found = env._entropy((
+    segment([0], 'prompt', 'other'), segment([1, 2, 3], 'policy', 'think'),
+    segment([4, 5, 6, 7], 'policy', 'search'),
+  ))
+  assert found == 5.5
 
 
 def test_k_bounds_the_guided_searches_too():

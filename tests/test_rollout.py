@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import random
 import time
+import types
 
 import numpy as np
 import pytest
@@ -406,3 +407,22 @@ def test_stats_are_plain_numbers():
   stats = dataclasses.asdict(play(QUESTIONS[:1]).stats)
   assert all(isinstance(v, (int, float)) for v in stats.values())
   assert np.isfinite(list(stats.values())).all()
+
+
+def test_a_round_may_fail_as_often_as_its_step_allows():
+  config = common.base()
+  config.rollout.update(group=4, max_failed=0.2)
+
+  def group(*failed):
+    return tuple(
+      types.SimpleNamespace(failed=bool(f)) for f in failed
+    )
+
+  whole = [group(0, 0, 0, 0)] * 8
+  # Of 32 + 4, 7.2 may fail: all 4 of the round.
+  assert lib.further(config, whole, 1).max_failed == pytest.approx(1.8)
+  # 6 have: 1.2 of the 4 are left.
+  worn = [group(1, 1, 1, 0)] * 2 + whole[2:]
+  assert lib.further(config, worn, 1).max_failed == pytest.approx(0.3)
+  assert config.rollout.max_failed == 0.2
+  assert lib.greedy(config).max_failed == 1.0

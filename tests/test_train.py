@@ -282,6 +282,8 @@ def test_a_loss_that_is_not_finite_stops_with_the_batch(
     train.train(config, str(tmp_path))
   with np.load(tmp_path / 'nonfinite_step0.npz') as kept:
     assert kept['0/ids'].shape == (4, 96)
+    # What the update was given, advantages and all.
+    assert any(kept[k].any() for k in kept if k.endswith('/advantages'))
 
 
 def test_another_runs_folder_is_refused(whole, url):

@@ -100,10 +100,18 @@ def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
   assert steps[2]['train/mismatch_max'] < 1e-3
 
 
-def test_remax_with_rounds(url, tmp_path, monkeypatch):
-  c = config(url, 'REMAX', 'odd', **{
-    'algorithm.drop_zero_variance': True, 'rollout.refill': 2,
-  })
+def test_remax_learns_from_greedy_answers(url, tmp_path):
+  c = config(url, 'REMAX', 'odd', **{'rollout.group': 1, 'train.steps': 2})
+  train.train(c, str(tmp_path))
+  kept = lines(tmp_path / 'trajectories.jsonl')
+  for t in kept:  # the greedy answer earned 0 or 1
+    assert t['advantage'] in (t['reward'], t['reward'] - 1.0)
+  assert len({t['advantage'] for t in kept}) > 1
+  assert 'time/greedy' in lines(tmp_path / 'metrics.jsonl')[-1]
+
+
+def test_dapo_fills_up_for_groups_of_equal_rewards(url, tmp_path, monkeypatch):
+  c = config(url, 'DAPO', 'odd', **{'rollout.refill': 2})
   _, steps, kept = run_twice(c, tmp_path, monkeypatch, 2)
   for step in range(c.train.steps):
     taken = [t for t in kept if t['step'] == step]
@@ -117,8 +125,6 @@ def test_remax_with_rounds(url, tmp_path, monkeypatch):
     assert varied <= 4
     # Filled up, or both rounds used.
     assert varied == 4 or len(by_question) > 6
-    for t in taken:  # the greedy answer earned 0 or 1
-      assert t['advantage'] in (t['reward'], t['reward'] - 1.0)
     assert steps[step]['batch/groups'] == len(by_question)
+    assert steps[step]['train/sequences'] == 2 * varied
   assert any(s['batch/groups'] > 4 for s in steps)
-  assert 'time/greedy' in steps[-1]

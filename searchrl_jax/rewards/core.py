@@ -163,10 +163,18 @@ def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
 def join(first: Rewards, second: Rewards) -> Rewards:
   """The rewards of two lists of groups of one step as those of both."""
   value = (*first.value, *second.value)
+
+  def part(rewards, name):
+    # Absent where all of them failed.
+    nothing = np.full(len(rewards.valid), np.nan, np.float32)
+    return rewards.parts.get(name, nothing)
+
   return Rewards(
     np.array(value, np.float32) if first.at == 'trajectory' else value,
-    np.concatenate([first.valid, second.valid]), first.at,
-    {k: np.concatenate([v, second.parts[k]]) for k, v in first.parts.items()},
+    np.concatenate([first.valid, second.valid]), first.at, {
+      name: np.concatenate([part(first, name), part(second, name)])
+      for name in {**first.parts, **second.parts}
+    },
   )
 
 

@@ -162,3 +162,23 @@ def test_a_question_without_answers_is_named(answers):
 def test_errors_name_the_field(config, message):
   with pytest.raises(core.RewardError, match=message):
     combine(config, GROUPS)
+
+
+def test_rewards_of_two_rounds_join():
+  one = core.Rewards(
+    np.float32([1, 0]), np.array([True, True]),
+    parts={'em': np.float32([1, 0])},
+  )
+  # All of the second round failed: nothing was scored, no part is there.
+  two = core.Rewards(np.float32([0]), np.array([False]))
+  both = core.join(one, two)
+  np.testing.assert_array_equal(both.value, [1, 0, 0])
+  np.testing.assert_array_equal(both.valid, [True, True, False])
+  np.testing.assert_array_equal(both.parts['em'], [1, 0, np.nan])
+  np.testing.assert_array_equal(
+    core.join(two, one).parts['em'], [np.nan, 1, 0]
+  )
+  tokens = core.Rewards(
+    (np.float32([0, 1]),), np.array([True]), 'token'
+  )
+  assert len(core.join(tokens, tokens).value) == 2
