@@ -35,6 +35,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import searchrl_jax
+from configs import common as schema
 from experiments import table
 from experiments.benchmarks import common
 from experiments.table import Bar
@@ -162,6 +163,8 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
   if not (folder / 'done.json').exists():
     return False
   before = json.loads((folder / 'done.json').read_text())['config']
+  # What the schema has got since was as good as there, at its neutral value.
+  before = _filled(before, records.plain(schema.base()))
   now = records.plain(config_of(row, stage, workdir))
   for field, (old, new) in writer.differences(before, now).items():
     if not f'{field}.'.startswith(
@@ -176,6 +179,16 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
     (folder / variant / 'values.json').exists()
     for variant in row.arm(name).evaluations
   )
+
+
+def _filled(fields: Mapping, neutral: Mapping) -> dict:
+  """`fields`, and those of `neutral` that they lack."""
+  return {**neutral, **{
+    name: _filled(value, neutral[name])
+    if isinstance(value, dict) and isinstance(neutral.get(name), dict)
+    else value
+    for name, value in fields.items()
+  }}
 
 
 def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:

@@ -55,6 +55,7 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
   row, stage = row_of(arm('a')), 'arms/a/0'
   assert not rows.done(row, stage, tmp_path)
   config = rows.records.plain(rows.config_of(row, stage, tmp_path))
+  del config['rollout']['refill']  # a field of the schema that came later
   rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
   assert not rows.done(row, stage, tmp_path)  # its evaluation is missing
   rows.records.write_json(tmp_path / stage / 'after' / 'values.json', {})
