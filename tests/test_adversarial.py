@@ -241,9 +241,9 @@ def test_taking_tags_off_takes_linear_time():
   clean = outside.neutraliser(prompts.load('base'), scripted.tokenizer('bpe'))
 
   def seconds(text):
-    begin = time.perf_counter()
+    begin = time.thread_time()  # whatever else the machine does
     clean.text(text)
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
   for unit in ('<', '< ', '</ ', '<s', '&lt;', '<answe', '<|im_', '<\u200b'):
     small = min(seconds(unit * 2_000) for _ in range(3))

@@ -439,9 +439,9 @@ def test_the_other_server_takes_over_and_the_lost_one_comes_back(
     served = {tuple(body['prompt'][:5]) for body in fakes[1].asked}
     assert len(served) > 6
     await asyncio.to_thread(fakes[0].start)
-    await until(lambda: fakes[0].loaded is not None)
+    # Loaded, verified and among those that are asked.
+    await until(lambda: engine._fleet.servers[0].ready)
     del fakes[0].asked[:]
-    await asyncio.sleep(0.1)
     await fleet(engine, 12)
     assert len(fakes[0].asked) >= 12
     await engine.shutdown()
