@@ -10,6 +10,7 @@ on where it stopped and is left out once it is done; arms of one world search
 one retrieval server. The JSON holds what is done so far, of all arms:
 
   environment, command
+  warm   name -> seed -> {seconds, commit}
   arms   name -> seeds: seed -> {seconds, commit, values, curve}
                  mean:  values -> {mean, low, high, n} over seeds
   bars   [{name, value, bar, holds}]; value is null where an arm is missing
@@ -300,6 +301,22 @@ def collect(row: Row, workdir: pathlib.Path) -> dict:
   return out
 
 
+def starts(row: Row, workdir: pathlib.Path) -> dict:
+  """{warm start: {seed: its seconds and commit}} of those that are done."""
+  out = {}
+  for name in row.warm:
+    for path in sorted((workdir / 'warm' / name).glob('*/done.json')):
+      out.setdefault(name, {})[path.parent.name] = _about(path.parent)
+  return out
+
+
+def _about(folder: pathlib.Path) -> dict:
+  return {
+    'seconds': json.loads((folder / 'seconds.json').read_text()),
+    'commit': json.loads((folder / 'done.json').read_text())['commit'],
+  }
+
+
 def _seed(row: Row, arm: Arm, folder: pathlib.Path) -> dict:
   def kept(values):
     return {
@@ -323,11 +340,7 @@ def _seed(row: Row, arm: Arm, folder: pathlib.Path) -> dict:
       name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
       for name in row.curves
     }
-  return {
-    'seconds': json.loads((folder / 'seconds.json').read_text()),
-    'commit': json.loads((folder / 'done.json').read_text())['commit'],
-    'values': values, 'curve': curve,
-  }
+  return {**_about(folder), 'values': values, 'curve': curve}
 
 
 def _lines(path: pathlib.Path) -> Iterator[dict]:
@@ -341,7 +354,8 @@ def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
   record = {
     'environment': environment,
     'command': ' '.join(['python', '-m', 'experiments.rows', *sys.argv[1:]]),
-    'arms': arms, 'bars': table.judge(row.bars, arms),
+    'warm': starts(row, workdir), 'arms': arms,
+    'bars': table.judge(row.bars, arms),
   }
   if out:
     records.write_json(out, record)

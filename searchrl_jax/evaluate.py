@@ -112,6 +112,16 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   tok = setup.tokenizer(config, workdir or out)
   cfg = setup.model_config(config, tok.vocab_size)
   mesh = setup.mesh(config)
+  if config.env.search_when == 'entropy' and mesh.size > 1 and (
+    config.engine.module == 'jax_sampler'
+  ):
+    raise checks.ConfigError(
+      f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: "
+      'scoring a query and decoding the others are two programs at a time, '
+      'which can wait for each other for ever; use one device '
+      '(CUDA_VISIBLE_DEVICES=0 and config.mesh.fsdp=1, tensor=1), or '
+      "search_when='always'"
+    )
   if workdir:
     params = setup.restore_params(config, workdir, cfg, mesh, which)
   else:
@@ -141,15 +151,6 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         f'config.source.corpus={config.source.corpus!r}.'
       ) from e
     scorer = None
-    if config.env.search_when == 'entropy' and mesh.size > 1 and (
-      config.engine.module == 'jax_sampler'
-    ):
-      raise checks.ConfigError(
-        f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: "
-        'scoring a query and decoding the others are two programs at a time, '
-        'which can wait for each other for ever; use one device '
-        '(CUDA_VISIBLE_DEVICES), or search_when=\'always\''
-      )
     if config.eval.best_of or config.env.search_when == 'entropy':
       longest = config.env.max_tokens
       scorer = scoring.Scorer(

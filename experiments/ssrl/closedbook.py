@@ -5,7 +5,8 @@ learnt in the warm start; questions come from one split at a time:
 
   warm     asked about in the warm start
   rl       asked about in reinforcement learning
-  heldout  never asked about: passages alone were seen
+  heldout  never asked about; passages, recall and traces that look up the
+           wrong person show their facts
   unseen   nothing of them was ever seen, though a real search finds it
 
 So an answer on held-out people is a fact recalled, on unseen ones a guess.
@@ -114,7 +115,8 @@ def load(
     n: how many in all; 0 = as many as keep the hops even.
     hops: which of 1 and 2.
     shuffled: each question has the golden answer of another one on the same
-      relation: a control, from which nothing can be learnt.
+      relation, never its own: a control, in which the right answer earns
+      nothing and a wrong one now and then.
     warm: see `generate`; so are the rest.
     rl: see above.
     heldout: see above.

@@ -57,6 +57,9 @@ def law(k, a, b):
 def guessing(questions, k: int) -> float:
   """pass@k of k draws from the golden answers to questions like this one.
 
+  questions: the whole split: of a few, each question's own answer is too
+  large a share.
+
   Alike are questions that ask for the same relation: so it is a guess by one
   who knows all answers there are and not whose they are.
   """
@@ -78,6 +81,7 @@ def measure(config, workdir: str, out: str) -> dict[str, float]:
   c.eval.n, c.eval.k, c.eval.temperature = N, KS, config.rollout.temperature
   values = evaluate.evaluate(c, workdir, out)
   found = fit(KS, [values[f'eval/pass@{k}'] for k in KS])
+  c.data.eval.heldout.n = 0
   (questions,) = data.load_sets(c.data.eval, c.data).values()
   return {
     **{name: values[f'eval/{name}'] for name in shown('pass', 'maj')},
