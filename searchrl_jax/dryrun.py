@@ -11,7 +11,7 @@ from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax import setup
 from searchrl_jax import update
-from searchrl_jax.models import critic, decoder
+from searchrl_jax.models import decoder
 
 
 def report(config, vocab_size: int) -> str:
@@ -55,18 +55,8 @@ def report(config, vocab_size: int) -> str:
     rows.insert(1, ('reference parameters', own))
   if config.critic.lr:
     # Its working memory is the policy's without the head: one at a time.
-    theirs = critic.config(cfg)
-    shapes = setup.shapes(theirs, mesh, critic)
-    beside = update.Updater(
-      theirs, config.batch, temperature=1.0, mesh=mesh,
-      tx=optim.make(
-        setup.critic_optim(config), max(optim.critic_updates(config), 1),
-        shapes,
-      ),
-      objective=objectives.value(config),
-    )
-    state = beside.abstract(shapes)
-    layout = beside.shardings(shapes)
+    critic, shapes = setup.critic_updater(config, cfg, mesh)
+    state, layout = critic.abstract(shapes), critic.shardings(shapes)
     rows.append(('critic: parameters, optimizer, gradients', (
       2 * _bytes(shapes, layout.params)
       + _bytes(state.opt_state, layout.opt_state)

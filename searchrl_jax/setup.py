@@ -18,10 +18,13 @@ from ml_collections import ConfigDict
 
 from searchrl_jax import checkpoint
 from searchrl_jax import lookup
+from searchrl_jax import objectives
+from searchrl_jax import optim
 from searchrl_jax import prompts
 from searchrl_jax import records
 from searchrl_jax import sharding
 from searchrl_jax import tokenizer as tokenizers
+from searchrl_jax import update
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.data import core as data
 from searchrl_jax.env import SearchEnv
@@ -366,6 +369,19 @@ def critic_optim(config: ConfigDict) -> ConfigDict:
     out[name] = config.critic[name]
   out.freeze = ''
   return out
+
+
+def critic_updater(config: ConfigDict, cfg, mesh):
+  """(update.Updater of the critic of a policy `cfg`, its parameters' shapes)."""
+  theirs = critics.config(cfg)
+  like = shapes(theirs, mesh, critics)
+  tx = optim.make(
+    critic_optim(config), max(optim.critic_updates(config), 1), like
+  )
+  return update.Updater(
+    theirs, config.batch, temperature=1.0, mesh=mesh, tx=tx,
+    objective=objectives.value(config),
+  ), like
 
 
 def check_rewards(config: ConfigDict, questions) -> None:

@@ -33,7 +33,6 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.evaluators import passk
-from searchrl_jax.models import critic as critics
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import further, greedy, rollout
 from searchrl_jax.signals import Mismatch, NonFinite, Signals, Stopped
@@ -78,17 +77,10 @@ def train(config, workdir: str) -> dict[str, float]:
     objective=objectives.policy(config), mesh=mesh,
   )
   needs_ref = config.algorithm.kl != 'none'
-  critic, critic_shapes = None, None
-  if config.critic.lr:
-    critic_cfg = critics.config(cfg)
-    critic_shapes = setup.shapes(critic_cfg, mesh, critics)
-    critic = update.Updater(
-      critic_cfg, config.batch, temperature=1.0, mesh=mesh,
-      tx=optim.make(
-        setup.critic_optim(config), optim.critic_updates(config), critic_shapes
-      ),
-      objective=objectives.value(config),
-    )
+  critic, critic_shapes = (
+    setup.critic_updater(config, cfg, mesh) if config.critic.lr
+    else (None, None)
+  )
 
   # ---- The last checkpoint of this folder; the start, if there is none.
   saver = setup.saver(config, workdir)

@@ -46,6 +46,20 @@ def data_dir() -> pathlib.Path:
   return path
 
 
+@pytest.fixture(scope='module')
+def url(tmp_path_factory):
+  """A real retrieval server over the world of tests/tiny.py."""
+  from retrieval import process
+  from searchrl_jax.data import microworld
+  from tests import tiny
+
+  folder = tmp_path_factory.mktemp('world')
+  world = microworld.generate(3, **tiny.WORLD)
+  corpus = microworld.write(world, folder)['corpus']
+  with process.start_server(corpus, log_path=folder / 'log') as server:
+    yield server.url
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
   where = request.node.nodeid

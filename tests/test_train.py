@@ -11,7 +11,6 @@ import numpy as np
 from ml_collections import ConfigDict
 import pytest
 
-from retrieval import process
 from searchrl_jax import checks
 from searchrl_jax import evaluate
 from searchrl_jax import objectives
@@ -19,22 +18,12 @@ from searchrl_jax import setup
 from searchrl_jax import signals
 from searchrl_jax import train
 from searchrl_jax import update
-from searchrl_jax.data import microworld
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.records import RunError
 from searchrl_jax.rollout import RolloutError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
 from tests import tiny
-
-
-@pytest.fixture(scope='module')
-def url(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('world')
-  world = microworld.generate(3, **tiny.WORLD)
-  corpus = microworld.write(world, folder)['corpus']
-  with process.start_server(corpus, log_path=folder / 'log') as server:
-    yield server.url
 
 
 def params_of(config, workdir):

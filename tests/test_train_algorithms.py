@@ -10,21 +10,10 @@ import numpy as np
 import pytest
 
 from configs import algorithms
-from retrieval import process
 from searchrl_jax import setup, train, update
-from searchrl_jax.data import microworld
 from searchrl_jax.models import critic as critics
 from tests import tiny
 from tests.test_train import Killed, lines
-
-
-@pytest.fixture(scope='module')
-def url(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('world')
-  world = microworld.generate(3, **tiny.WORLD)
-  corpus = microworld.write(world, folder)['corpus']
-  with process.start_server(corpus, log_path=folder / 'log') as server:
-    yield server.url
 
 
 def config(url, algorithm, reward, **fields):
