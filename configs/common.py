@@ -153,6 +153,16 @@ def base() -> ConfigDict:
 
   c.reward = ConfigDict()  # name -> {fn, weight, ...its own fields}
 
+  # A language model that judges answers, behind an OpenAI-compatible server:
+  # for the reward judge.correct, and beside EM and F1 in every evaluation.
+  c.judge = ConfigDict()
+  c.judge.url = ''  # '' = there is none; the token is OPENAI_API_KEY's
+  c.judge.model = ''  # '' = the one that is served
+  c.judge.timeout = 30.0  # seconds for one attempt
+  c.judge.attempts = 4
+  c.judge.concurrency = 32  # requests in flight
+  c.judge.max_failed = 0.2  # fraction of missing verdicts that stops
+
   c.algorithm = ConfigDict()
   c.algorithm.advantage = 'grpo'  # a function in advantages.py
   c.algorithm.advantage_kw = ConfigDict()  # that function's own fields

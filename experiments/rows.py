@@ -39,6 +39,7 @@ import searchrl_jax
 from configs import common as schema
 from experiments import table
 from experiments.benchmarks import common
+from experiments.quickstart.run import Clock
 from experiments.table import Bar
 from searchrl_jax import command
 from searchrl_jax import evaluate
@@ -46,10 +47,8 @@ from searchrl_jax import lookup
 from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import sft
-from searchrl_jax import train
 from searchrl_jax import writer
 from searchrl_jax.checks import ConfigError
-from searchrl_jax.quickstart import Clock
 
 Config = Callable[[int], ConfigDict]  # of a seed
 # (config, run folder, where to write) -> scores by name.
@@ -72,10 +71,16 @@ class Start:
   """A warm start: `sft`, one for each seed.
 
   config: of a seed. init: another start that it goes on from; '' = none.
+  folders: {config field: name of a start}: the field gets its run folder.
   """
 
   config: Config
   init: str = ''
+  folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  @property
+  def needs(self) -> dict[str, str]:
+    return {**({'train.init': self.init} if self.init else {}), **self.folders}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,9 @@ class Arm:
   name: in the results, and a folder's. config: of a seed. warm: the start it
   goes on from; '' = what its config says. train: False = the start itself is
   evaluated. evaluations: of what came out; 'after' is compared with before.
+  folders: {config field: name of a start}: the field gets its run folder, as
+  train.init gets that of `warm`. loop: train(config, workdir) by its dotted
+  name, for a scheme that has its own.
   """
 
   name: str
@@ -95,6 +103,12 @@ class Arm:
     default_factory=lambda: {'after': evaluation({})}
   )
   seeds: Sequence[int] = (0, 1, 2)
+  folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  loop: str = 'train.train'
+
+  @property
+  def needs(self) -> dict[str, str]:
+    return {**({'train.init': self.warm} if self.warm else {}), **self.folders}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,26 +145,28 @@ class Row:
 def plan(row: Row, arms: Sequence[Arm], seeds: Sequence[int]) -> list[str]:
   """The stages that `arms` need, seed by seed, each after what it needs."""
   out = []
+
+  def add(stage, needs, seed):
+    for name in needs.values():
+      add(f'warm/{name}/{seed}', row.start(name).needs, seed)
+    out.append(stage)
+
   for seed in sorted({s for arm in arms for s in arm.seeds}):
     for arm in arms:
-      if seed not in arm.seeds or (seeds and seed not in seeds):
-        continue
-      chain, name = [], arm.warm
-      while name:
-        chain.append(f'warm/{name}/{seed}')
-        name = row.start(name).init
-      out += [*reversed(chain), f'arms/{arm.name}/{seed}']
+      if seed in arm.seeds and (not seeds or seed in seeds):
+        add(f'arms/{arm.name}/{seed}', arm.needs, seed)
   return list(dict.fromkeys(out))
 
 
 def config_of(row: Row, stage: str, workdir: pathlib.Path) -> ConfigDict:
-  """The stage's config, told where its warm start lies."""
+  """The stage's config, told where the starts that it needs lie."""
   kind, name, seed = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)
   config = one.config(int(seed))
-  init = one.init if kind == 'warm' else one.warm
-  if init:
-    config.train.init = str(workdir / 'warm' / init / seed / 'run')
+  config.update_from_flattened_dict({
+    field: str(workdir / 'warm' / start / seed / 'run')
+    for field, start in one.needs.items()
+  })
   return config
 
 
@@ -167,18 +183,17 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
   # What the schema has got since was as good as there, at its neutral value.
   before = _filled(before, records.plain(schema.base()))
   now = records.plain(config_of(row, stage, workdir))
+  kind, name, _ = stage.split('/')
+  one = row.start(name) if kind == 'warm' else row.arm(name)
+  free = tuple(f'{field}.' for field in (*writer.MAY_DIFFER, *one.needs))
   for field, (old, new) in writer.differences(before, now).items():
-    if not f'{field}.'.startswith(
-      tuple(f'{f}.' for f in (*writer.MAY_DIFFER, 'train.init'))
-    ):
+    if not f'{field}.'.startswith(free):
       raise ConfigError(
         f'{folder} was run with another config: {field} was {old!r} and is '
         f'{new!r} now; remove that folder, or give another --workdir'
       )
-  kind, name, _ = stage.split('/')
   return kind == 'warm' or all(
-    (folder / variant / 'values.json').exists()
-    for variant in row.arm(name).evaluations
+    (folder / variant / 'values.json').exists() for variant in one.evaluations
   )
 
 
@@ -205,7 +220,8 @@ def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:
   if not (folder / 'done.json').exists():
     if arm is None or arm.train:
       with clock('train'):
-        (sft.sft if arm is None else train.train)(config, run)
+        loop = lookup.function('searchrl_jax', arm.loop) if arm else sft.sft
+        loop(config, run)
     records.write_json(folder / 'done.json', {
       'config': plain, 'commit': common.environment()['commit'],
     })

@@ -16,11 +16,13 @@ from ml_collections import ConfigDict, config_flags
 
 from retrieval.process import ServerError
 from searchrl_jax import lookup
+from searchrl_jax.chat import ChatError
 from searchrl_jax.checkpoint import CheckpointError
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import EngineError, SyncError
 from searchrl_jax.records import RunError
 from searchrl_jax.rewards.core import RewardError
+from searchrl_jax.rewards.judge import JudgeError
 from searchrl_jax.rollout import RolloutError
 from searchrl_jax.setup import ConfigError
 from searchrl_jax.signals import NonFinite, Stopped
@@ -150,7 +152,8 @@ def run(main, positional=None):
 # Errors whose message says what to change. An OSError names its path.
 _MENDABLE = (
   ConfigError, DataError, RewardError, RunError, CheckpointError, EngineError,
-  SyncError, SourceError, RolloutError, NonFinite, ServerError, OSError,
+  SyncError, SourceError, RolloutError, NonFinite, ServerError, ChatError,
+  JudgeError, OSError,
 )
 _PACKAGES = ('searchrl_jax', 'retrieval', 'configs', 'experiments')
 

@@ -44,7 +44,7 @@ from searchrl_jax.writer import Writer, environment
 SHOWN = (
   'em', 'f1', 'sub_em', 'recall_any', 'recall_all', 'parsed', 'valid_format',
   'guessed', 'copied', 'searches', 'real_searches', 'tokens', 'truncated',
-  'certainty',
+  'certainty', 'judged',
 )
 
 # What a score is, where its name does not say it; shares are of questions.
@@ -55,6 +55,7 @@ LABELS = {
   'copied': 'queries that copy', 'searches': 'searches per question',
   'tokens': 'tokens sampled', 'truncated': 'cut by a budget',
   'certainty': 'self-certainty (nats)', 'real_searches': 'of them real',
+  'judged': 'right by the judge',
 }
 
 
@@ -68,6 +69,7 @@ class Loaded(NamedTuple):
   identity: dict  # of the retrieval server; {} if it does not say
   # Of these parameters, if best_of or search_when needs it.
   scorer: scoring.Scorer | None
+  judge: Any  # rewards.judge.Judge, if config.judge.url names one
 
 
 def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
@@ -82,7 +84,7 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
     return passk.make(
       config, sets, env=env, source=source,
       engine=have.engine, writer=writer, run=have.run, name=name,
-      scorer=have.scorer,
+      scorer=have.scorer, judge=have.judge,
     )
 
   if not with_controls:
@@ -131,6 +133,10 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     loop.at_exit(engine.shutdown)
     source = setup.source(config, url)
     loop.at_exit(source.close)
+    judge = setup.judge(config)
+    if judge:
+      loop.at_exit(judge.close)
+      loop.run(judge.check())
     if engine.version is None:  # a server that holds no weights yet
       env = setup.environment(config, tok)
       logps = sync.forward_logps(cfg, mesh)
@@ -161,7 +167,8 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         head_chunk=config.batch.head_chunk,
       )
     yield Loaded(
-      tok, engine, source, loop.run, dict(about.get('identity') or {}), scorer
+      tok, engine, source, loop.run, dict(about.get('identity') or {}), scorer,
+      judge,
     )
 
 

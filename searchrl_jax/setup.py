@@ -32,6 +32,7 @@ from searchrl_jax.models import critic as critics
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
 from searchrl_jax.rewards import core as rewards
+from searchrl_jax.rewards import judge as judges
 from searchrl_jax.sources import none
 
 
@@ -372,7 +373,7 @@ def critic_optim(config: ConfigDict) -> ConfigDict:
 
 
 def critic_updater(config: ConfigDict, cfg, mesh):
-  """(update.Updater of the critic of a policy `cfg`, its parameters' shapes)."""
+  """(update.Updater of the critic of a policy `cfg`, its shapes)."""
   theirs = critics.config(cfg)
   like = shapes(theirs, mesh, critics)
   tx = optim.make(
@@ -386,7 +387,12 @@ def critic_updater(config: ConfigDict, cfg, mesh):
 
 def check_rewards(config: ConfigDict, questions) -> None:
   """Names and fields of config.reward, and answers where they need them."""
-  rewards.check(config.reward, questions)
+  rewards.check(config.reward, questions, config.judge.url)
+
+
+def judge(config: ConfigDict) -> judges.Judge | None:
+  """The judge of answers, if config.judge.url names one."""
+  return judges.Judge(config.judge) if config.judge.url else None
 
 
 def sft_optim(config: ConfigDict) -> ConfigDict:

@@ -31,7 +31,7 @@ from searchrl_jax import sync
 from searchrl_jax import update
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.evaluators import answer as evaluators
+from searchrl_jax.evaluators import health
 from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import further, greedy, rollout
@@ -120,13 +120,17 @@ def train(config, workdir: str) -> dict[str, float]:
   ):
     source = setup.source(config, url)
     signals.at_exit(source.close)
+    judge = setup.judge(config)
+    if judge:
+      signals.at_exit(judge.close)
+      signals.finish(judge.check())
     about = signals.finish(source.check()).get('identity', {})
     require_same(served, about)
     engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
     signals.at_exit(engine.shutdown)
     evaluator = heldout and passk.make(
       config, heldout, env=env, engine=engine, source=source, writer=writer,
-      run=signals.run,
+      run=signals.run, judge=judge,
     )
     scores_old = (
       updater.objective.needs_old or config.algorithm.kl == 'reward'
@@ -161,7 +165,7 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('reward'):
         return signals.run(rewards.combine(
           config.reward, groups,
-          rewards.RewardContext(step, env, tok, engine, source),
+          rewards.RewardContext(step, env, tok, engine, source, judge),
         ))
 
     def keep(reward, groups):
@@ -310,7 +314,7 @@ def train(config, workdir: str) -> dict[str, float]:
            for k, v in reward.parts.items()},
         **{f'batch/{k}': v for k, v in counts.items()},
         **stats.metrics(),
-        **evaluators.health(groups, env, values, valid),
+        **health.signs(groups, env, values, valid),
         **collector.staleness(
           groups, step - 1, config.rollout.max_staleness
         ),

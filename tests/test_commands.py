@@ -17,13 +17,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from configs import algorithms, common
+from experiments.quickstart import run as quickstart
 from searchrl_jax import ask
 from searchrl_jax import checks
 from searchrl_jax import command as commands
 from searchrl_jax import dryrun
 from searchrl_jax import evaluate
 from searchrl_jax import export
-from searchrl_jax import quickstart
 from searchrl_jax import setup
 from searchrl_jax import sft
 from searchrl_jax import train
@@ -165,9 +165,11 @@ def test_help_helps():
   status, out, _ = process('train', '--help')
   assert status == 1
   assert '--workdir' in out and '--config' in out and '--[no]dry_run' in out
-  for name in ('train', 'sft', 'evaluate', 'ask', 'export', 'quickstart'):
-    module = importlib.import_module(f'searchrl_jax.{name}')
-    assert f'python -m searchrl_jax.{name}' in module.__doc__
+  for name in (
+    'searchrl_jax.train', 'searchrl_jax.sft', 'searchrl_jax.evaluate',
+    'searchrl_jax.ask', 'searchrl_jax.export', 'experiments.quickstart.run',
+  ):
+    assert f'python -m {name}' in importlib.import_module(name).__doc__
 
 
 @pytest.mark.parametrize('args, message', [

@@ -1,9 +1,8 @@
-"""Answers, format and searches of trajectories: for evaluation and training.
+"""Answers, format and searches of trajectories.
 
 `score` gives one row for each trajectory; `Evaluator` runs the rollout and
-averages rows with bootstrap intervals; `health` gives the signs of collapse
-of a training step. Failed trajectories (a service's fault) have no scores and
-are counted apart.
+averages rows with bootstrap intervals. Failed trajectories (a service's fault)
+have no scores and are counted apart.
 """
 
 import asyncio
@@ -64,12 +63,13 @@ class Row:
   # Self-certainty, the mean over the policy's tokens in nats; NaN unless
   # config.eval.best_of asks for it:
   certainty: float
+  judged: float  # right by the judge of config.judge; NaN without a verdict
 
 
 SCORES = (
   'em', 'f1', 'sub_em', 'answered', 'parsed', 'valid_format', 'guessed',
   'searches', 'real_searches', 'copied', 'recall_any', 'recall_all', 'tokens',
-  'truncated', 'certainty',
+  'truncated', 'certainty', 'judged',
 )  # fmt: skip
 
 
@@ -133,6 +133,7 @@ def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
     ),
     truncated=float(trajectory.end in ('tokens', 'turns')),
     certainty=NAN,
+    judged=NAN,
   )
 
 
@@ -163,6 +164,34 @@ def certainties(
     ])
     if own.any():
       out[i] = float(stats.certainty[own].mean())
+  return out
+
+
+async def judged(
+  trajectories: Sequence[Trajectory], env: SearchEnv, judge
+) -> list[float]:
+  """The verdicts on their answers: 1, 0, or NaN where there is none.
+
+  No answer is 0; a failed trajectory, or a question without golden answers,
+  is NaN.
+
+  Args:
+    trajectories: as the environment recorded them.
+    env: reads answers.
+    judge: `rewards.judge.Judge`.
+  """
+  out, items = [NAN] * len(trajectories), {}
+  for i, t in enumerate(trajectories):
+    golds = tuple(a for a in t.question.answers if a.strip())
+    if t.failed or not golds:
+      continue
+    answer = env.answer(t)
+    out[i] = 0.0
+    if answer:
+      items[i] = (t.question.text, golds, answer)
+  verdicts = await judge.verdicts(items.values())
+  for i, verdict in zip(items, verdicts, strict=True):
+    out[i] = NAN if verdict is None else float(verdict)
   return out
 
 
@@ -215,6 +244,7 @@ class Evaluator:
     on_trajectory: Callable[[Trajectory], None] | None = None,
     name: str = 'eval',
     scorer: Callable | None = None,
+    judge=None,
   ):
     """Chooses the questions; nothing runs yet.
 
@@ -231,6 +261,7 @@ class Evaluator:
       name: what the names of the values, and the files, begin with.
       scorer: `scoring.Scorer` of the policy, if rows shall have their
         certainty.
+      judge: `rewards.judge.Judge`, if rows shall have its verdict.
 
     Raises:
       ValueError: no questions.
@@ -239,7 +270,7 @@ class Evaluator:
     self._config, self._rollout = config.eval, rollout.evaluation(config)
     self._writer, self._run_coroutine = writer, run
     self._on_trajectory, self._name = on_trajectory, name
-    self._scorer = scorer
+    self._scorer, self._judge = scorer, judge
     self.sets = {
       label: _choose(questions, config.eval.questions, config.eval.seed)
       for label, questions in sorted(sets.items())
@@ -283,13 +314,18 @@ class Evaluator:
       for label, group in zip(labels, result.groups, strict=True)
       for row in score(group, self._env, label)
     ]
+    flat = [t for group in result.groups for t in group]
+    more = {}
     if self._scorer is not None:
-      flat = [t for group in result.groups for t in group]
+      more['certainty'] = certainties(flat, self._scorer)
+    if self._judge is not None:
+      more['judged'] = self._run_coroutine(
+        judged(flat, self._env, self._judge)
+      )
+    for name, values in more.items():
       rows = [
-        dataclasses.replace(row, certainty=certainty)
-        for row, certainty in zip(
-          rows, certainties(flat, self._scorer), strict=True
-        )
+        dataclasses.replace(row, **{name: value})
+        for row, value in zip(rows, values, strict=True)
       ]
     if self._writer is not None:
       self._keep(step, result.groups)
@@ -401,95 +437,3 @@ def named(
   yield f'{name}/low', interval.low
   yield f'{name}/high', interval.high
   yield f'{name}/n', float(interval.n)
-
-
-def health(
-  groups: Sequence[Group],
-  env: SearchEnv,
-  values: Sequence[float] | None = None,
-  valid: Sequence[bool] | None = None,
-) -> dict[str, float]:
-  """Signs of collapse of a training step, 'health/NAME' (design 5.15).
-
-  Means over trajectories, failed ones left out. `think_tokens` are those that
-  the policy wrote in thoughts; `end_X` is the share that ended so.
-
-  Args:
-    groups: B trajectories in all.
-    env: reads answers and blocks.
-    values: rewards [B], for the share of groups whose rewards are all equal.
-    valid: [B], which of them count; None: of trajectories that did not fail.
-  """
-  flat = [t for group in groups for t in group]
-  rows = [row for row in score(flat, env) if not row.failed]
-  good = [t for t in flat if not t.failed]
-  out = {'failed': float(len(flat) - len(good))}
-  for name in (
-    'answered', 'parsed', 'valid_format', 'guessed', 'searches', 'copied',
-    'tokens', 'truncated',
-  ):  # fmt: skip
-    known = [getattr(row, name) for row in rows]
-    known = [value for value in known if not math.isnan(value)]
-    if known:
-      out[name] = _mean(known)
-  if good:
-    out['invalid_actions'] = _mean([t.invalid_actions for t in good])
-    out['turns'] = _mean([t.turns for t in good])
-    out['think_tokens'] = _mean([_think_tokens(t) for t in good])
-    out['repetition'] = _mean([repetition(t) for t in good])
-    for end in ('tokens', 'turns', 'eos'):
-      out[f'end_{end}'] = _mean([float(t.end == end) for t in good])
-  if values is not None and groups:
-    if valid is None:
-      valid = [not t.failed for t in flat]
-    out['zero_variance'] = _zero_variance(groups, values, valid)
-  return {f'health/{name}': float(value) for name, value in out.items()}
-
-
-def _think_tokens(trajectory: Trajectory) -> int:
-  return sum(
-    len(s.ids)
-    for s in trajectory.segments
-    if s.author == 'policy' and s.kind == 'think'
-  )
-
-
-def repetition(trajectory: Trajectory, n: int = 4) -> float:
-  """Share of n-grams of policy tokens that stood before; 0 if there are none.
-
-  An n-gram lies within one turn's own tokens: what was said before a search
-  and after it are not neighbours.
-  """
-  seen: set[tuple[int, ...]] = set()
-  total = 0
-  for run in _policy_runs(trajectory):
-    for i in range(len(run) - n + 1):
-      seen.add(tuple(run[i : i + n]))
-      total += 1
-  return 1.0 - len(seen) / total if total else 0.0
-
-
-def _policy_runs(trajectory: Trajectory) -> Iterator[list[int]]:
-  run: list[int] = []
-  for segment in trajectory.segments:
-    if segment.author == 'policy':
-      run.extend(map(int, segment.ids))
-    elif run:
-      yield run
-      run = []
-  if run:
-    yield run
-
-
-def _zero_variance(groups: Sequence[Group], values, valid) -> float:
-  """Share of groups of two or more whose valid rewards are all equal."""
-  flags, at = [], 0
-  for group in groups:
-    part = slice(at, at + len(group))
-    kept = [
-      float(v) for v, ok in zip(values[part], valid[part], strict=True) if ok
-    ]
-    at += len(group)
-    if len(kept) > 1:
-      flags.append(float(len(set(kept)) == 1))
-  return _mean(flags) if flags else 0.0

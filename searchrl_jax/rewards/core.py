@@ -42,6 +42,7 @@ class RewardContext:
   tokenizer: Any = None
   engine: Any = None
   source: Any = None
+  judge: Any = None  # rewards.judge.Judge, if config.judge.url names one
   meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -77,17 +78,27 @@ def per_trajectory(
   return Rewards(columns.pop('value'), valid, parts=columns)
 
 
-def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
-  """Finds what would fail later: names, fields, missing answers.
+def check(
+  config: ConfigDict, questions: Iterable[Question] = (), judge: str = ''
+) -> None:
+  """Finds what would fail later: names, fields, missing answers, no judge.
 
   Args:
     config: config.reward: name -> {fn, weight, ...fields of the function}.
     questions: those that the run will train on.
+    judge: config.judge.url.
 
   Raises:
     RewardError: it names the field, or the first question without answers.
   """
-  names = [name for name, fn, _, _ in _terms(config) if _needs_answers(fn)]
+  terms = _terms(config)
+  for name, function, _, _ in terms:
+    if getattr(function, 'needs_judge', False) and not judge:
+      raise RewardError(
+        f'config.reward.{name} asks a judge, and config.judge.url is empty: '
+        'give the URL of an OpenAI-compatible server'
+      )
+  names = [name for name, fn, _, _ in terms if _needs_answers(fn)]
   if names:
     for question in questions:
       _require_answers(names[0], question)

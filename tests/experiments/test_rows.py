@@ -39,6 +39,41 @@ def test_seeds_come_one_after_another_and_share_their_starts():
   assert rows.plan(row, [row.arm('c')], ()) == ['arms/c/0', 'arms/c/1']
 
 
+def test_folders_of_other_starts_are_made_before_and_told(tmp_path):
+  start = rows.Start(tiny_row.config)
+  row = row_of(
+    rows.Arm('a', tiny_row.config, 'policy', seeds=(1,),
+             folders={'critic.path': 'other'}),
+    warm={'base': start, 'policy': start, 'other': rows.Start(
+      tiny_row.config, folders={'model.path': 'base'})},
+  )
+  assert rows.plan(row, row.arms, ()) == [
+    'warm/policy/1', 'warm/base/1', 'warm/other/1', 'arms/a/1',
+  ]
+  config = rows.config_of(row, 'arms/a/1', tmp_path)
+  assert config.train.init == str(tmp_path / 'warm/policy/1/run')
+  assert config.critic.path == str(tmp_path / 'warm/other/1/run')
+  other = rows.config_of(row, 'warm/other/1', tmp_path)
+  assert other.model.path == str(tmp_path / 'warm/base/1/run')
+
+
+def loop(config, workdir):
+  pathlib.Path(workdir).mkdir(parents=True)
+  (pathlib.Path(workdir) / 'name').write_text(config.name)
+
+
+def test_an_arm_may_have_a_loop_of_its_own(tmp_path):
+  row = row_of(rows.Arm(
+    'a', tiny_row.config, seeds=(0,), loop=f'{__name__}.loop',
+    evaluations={'after': lambda config, run, out: {'eval/em': len(
+      (pathlib.Path(run) / 'name').read_text())}},
+  ))
+  rows.run_stage(row, 'arms/a/0', tmp_path, 'http://127.0.0.1:9')
+  values = json.loads((tmp_path / 'arms/a/0/after/values.json').read_text())
+  assert values == {'eval/em': len(tiny_row.config(0).name)}
+  assert rows.done(row, 'arms/a/0', tmp_path)
+
+
 def test_names_that_do_not_exist_are_told_with_near_ones():
   row = row_of(arm('ppo', 'wram'), warm={'warm': rows.Start(tiny_row.config)})
   with pytest.raises(ConfigError, match="'pop'.*ppo"):

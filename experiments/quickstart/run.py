@@ -1,6 +1,6 @@
 """What `make quickstart` runs: sft, train and evaluate, one after another.
 
-  python -m searchrl_jax.quickstart --workdir=runs/quickstart [--controls]
+  python -m experiments.quickstart.run --workdir=runs/quickstart [--controls]
 
 A generated world, a real retrieval server in a process of its own, a warm
 start on scripted traces, GRPO on questions and answers alone, and a greedy

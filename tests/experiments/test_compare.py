@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from searchrl_jax import compare, metrics
+from experiments import compare
+from searchrl_jax import metrics
 from searchrl_jax.evaluators import answer, ledger
 from tests.evaluators.test_answer import sets
 from tests.evaluators.test_ledger import manifest

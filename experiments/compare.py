@@ -1,8 +1,8 @@
 """Compares evaluations question by question.
 
-  python -m searchrl_jax.compare runs/a/evaluate_40_1f runs/b/evaluate_40_1f
-  python -m searchrl_jax.compare BASE OTHER MORE --out=comparison.json
-  python -m searchrl_jax.compare BASE BASE:no_search   # a control of its own
+  python -m experiments.compare runs/a/evaluate_40_1f runs/b/evaluate_40_1f
+  python -m experiments.compare BASE OTHER MORE --out=comparison.json
+  python -m experiments.compare BASE BASE:no_search   # a control of its own
 
 Each folder after the first is held against the first. A question's samples
 are averaged; the differences get a paired bootstrap interval over questions,

@@ -1,0 +1,175 @@
+"""A chat model behind an OpenAI-compatible server: a judge, a simulator.
+
+Any vLLM server is one. The `openai` package sends, waits, and tries again what
+may pass (refused connections, timeouts, 408, 409, 429, 5xx), with growing
+pauses; what fails for good is a `ChatError`, never an empty reply.
+"""
+
+import asyncio
+import os
+import urllib.parse
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from ml_collections import ConfigDict
+
+_LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+
+
+class ChatError(RuntimeError):
+  """No reply; the message names the URL and the mend.
+
+  kind: unreachable, timeout, overloaded, rejected or bad_response.
+  """
+
+  def __init__(self, kind: str, message: str):
+    super().__init__(message)
+    self.kind = kind
+
+
+class Chat:
+  """Asks one model of one server; usable in several event loops in turn.
+
+  The token is OPENAI_API_KEY of the environment, since configs are kept.
+  """
+
+  def __init__(self, config: ConfigDict, where: str = 'config.judge'):
+    """Sends nothing yet.
+
+    Args:
+      config: url (with or without /v1), model ('' = the only one served),
+        timeout in seconds of an attempt, attempts, concurrency (requests in
+        flight).
+      where: what to call `config` in errors.
+
+    Raises:
+      ValueError: names the field.
+    """
+    parts = urllib.parse.urlsplit(config.url)
+    if parts.scheme not in ('http', 'https') or not parts.hostname:
+      raise ValueError(
+        f'{where}.url={config.url!r}: expected http(s)://host[:port] of an '
+        'OpenAI-compatible server'
+      )
+    for field in ('attempts', 'concurrency'):
+      if config[field] < 1:
+        raise ValueError(f'{where}.{field}={config[field]}: at least 1')
+    if config.timeout <= 0:
+      raise ValueError(f'{where}.timeout={config.timeout}: above 0 seconds')
+    self._config, self._where = config, where
+    self.url = config.url.rstrip('/').removesuffix('/v1') + '/v1'
+    self._outside = parts.hostname not in _LOOPBACK
+    self._model = config.model
+    # Connections belong to the event loop that opened them.
+    self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+  async def reply(
+    self, messages: Sequence[Mapping[str, str]], *, max_tokens: int,
+    temperature: float, seed: int | None = None,
+    schema: Mapping[str, Any] | None = None,
+  ) -> str:
+    """What the model says next.
+
+    Args:
+      messages: {'role', 'content'} each.
+      max_tokens: of the reply; one that is cut there is a bad_response.
+      temperature: 0 = greedy.
+      seed: of the sampling, where the server knows one.
+      schema: a JSON schema that the reply shall follow. A server may ignore
+        it: what comes still has to be checked.
+
+    Raises:
+      ChatError: there is no reply.
+    """
+    import openai  # a second that who asks nobody need not wait
+
+    client, slots = self._client(openai)
+    asked = {}
+    if seed is not None:
+      asked['seed'] = seed
+    if schema is not None:
+      asked['response_format'] = {
+        'type': 'json_schema',
+        'json_schema': {'name': 'reply', 'schema': schema, 'strict': True},
+      }
+    try:
+      async with slots:
+        if not self._model:
+          self._model = (await self._served(client))[0]
+        found = await client.chat.completions.create(
+          model=self._model, messages=list(messages), max_tokens=max_tokens,
+          temperature=temperature, **asked,
+        )
+      choice = found.choices[0]
+      text = choice.message.content
+    except (openai.OpenAIError, ValueError) as e:
+      raise self._error(openai, e) from e
+    except (AttributeError, IndexError, TypeError) as e:
+      raise ChatError(
+        'bad_response', f'{self.url}: not the reply of a chat server ({e})'
+      ) from e
+    if not isinstance(text, str) or choice.finish_reason == 'length':
+      raise ChatError(
+        'bad_response', f'{self.url}: a reply that is '
+        f'{"cut" if text else "empty"} after {max_tokens} tokens'
+      )
+    return text
+
+  async def check(self) -> dict[str, object]:
+    """{'url', 'model'}: the server is there and has the model.
+
+    Raises:
+      ChatError: it is not, or has not.
+    """
+    import openai
+
+    client, _ = self._client(openai)
+    try:
+      served = await self._served(client)
+    except (openai.OpenAIError, ValueError) as e:
+      raise self._error(openai, e) from e
+    if self._config.model and self._config.model not in served:
+      raise ChatError(
+        'rejected', f'{self._where}.model={self._config.model!r} is not '
+        f'served at {self.url}, which has: {", ".join(served)}'
+      )
+    return {'url': self.url, 'model': self._config.model or served[0]}
+
+  async def close(self) -> None:
+    """Ends the connections of this event loop."""
+    found = self._clients.pop(asyncio.get_running_loop(), None)
+    if found:
+      await found[0].close()
+
+  async def _served(self, client) -> list[str]:
+    names = [getattr(m, 'id', None) for m in (await client.models.list()).data]
+    if not names or not all(isinstance(name, str) for name in names):
+      raise ValueError('it lists no models')
+    return names
+
+  def _client(self, openai):
+    loop = asyncio.get_running_loop()
+    if loop not in self._clients:
+      c = self._config
+      self._clients[loop] = openai.AsyncOpenAI(
+        base_url=self.url, api_key=os.environ.get('OPENAI_API_KEY', 'none'),
+        timeout=c.timeout, max_retries=c.attempts - 1,
+        http_client=httpx.AsyncClient(trust_env=self._outside),
+      ), asyncio.Semaphore(c.concurrency)
+    return self._clients[loop]
+
+  def _error(self, openai, e: Exception) -> ChatError:
+    kind = next((kind for error, kind in (
+      (openai.APITimeoutError, 'timeout'),  # a connection error too
+      (openai.APIConnectionError, 'unreachable'),
+      (openai.RateLimitError, 'overloaded'),
+      (openai.InternalServerError, 'overloaded'),
+      (openai.APIStatusError, 'rejected'),
+    ) if isinstance(e, error)), 'bad_response')
+    said = ' '.join(str(e).split())[:300]
+    return ChatError(
+      kind, f'{self.url}: {kind} after {self._config.attempts} attempt(s): '
+      f'{said}; start the server, or correct {self._where}'
+    )

@@ -1,0 +1,101 @@
+"""Signs of collapse, of the trajectories of a training step."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from searchrl_jax.env import SearchEnv
+from searchrl_jax.evaluators import answer
+from searchrl_jax.types import Group, Trajectory
+
+
+def signs(
+  groups: Sequence[Group],
+  env: SearchEnv,
+  values: Sequence[float] | None = None,
+  valid: Sequence[bool] | None = None,
+) -> dict[str, float]:
+  """Signs of collapse of a training step, 'health/NAME' (design 5.15).
+
+  Means over trajectories, failed ones left out. `think_tokens` are those that
+  the policy wrote in thoughts; `end_X` is the share that ended so.
+
+  Args:
+    groups: B trajectories in all.
+    env: reads answers and blocks.
+    values: rewards [B], for the share of groups whose rewards are all equal.
+    valid: [B], which of them count; None: of trajectories that did not fail.
+  """
+  flat = [t for group in groups for t in group]
+  rows = [row for row in answer.score(flat, env) if not row.failed]
+  good = [t for t in flat if not t.failed]
+  out = {'failed': float(len(flat) - len(good))}
+  for name in (
+    'answered', 'parsed', 'valid_format', 'guessed', 'searches', 'copied',
+    'tokens', 'truncated',
+  ):  # fmt: skip
+    known = [getattr(row, name) for row in rows]
+    known = [value for value in known if not math.isnan(value)]
+    if known:
+      out[name] = statistics.fmean(known)
+  if good:
+    out['invalid_actions'] = statistics.fmean([t.invalid_actions for t in good])
+    out['turns'] = statistics.fmean([t.turns for t in good])
+    out['think_tokens'] = statistics.fmean([_think_tokens(t) for t in good])
+    out['repetition'] = statistics.fmean([repetition(t) for t in good])
+    for end in ('tokens', 'turns', 'eos'):
+      out[f'end_{end}'] = statistics.fmean([float(t.end == end) for t in good])
+  if values is not None and groups:
+    if valid is None:
+      valid = [not t.failed for t in flat]
+    out['zero_variance'] = _zero_variance(groups, values, valid)
+  return {f'health/{name}': float(value) for name, value in out.items()}
+
+
+def _think_tokens(trajectory: Trajectory) -> int:
+  return sum(
+    len(s.ids)
+    for s in trajectory.segments
+    if s.author == 'policy' and s.kind == 'think'
+  )
+
+
+def repetition(trajectory: Trajectory, n: int = 4) -> float:
+  """Share of n-grams of policy tokens that stood before; 0 if there are none.
+
+  An n-gram lies within one turn's own tokens: what was said before a search
+  and after it are not neighbours.
+  """
+  seen: set[tuple[int, ...]] = set()
+  total = 0
+  for run in _policy_runs(trajectory):
+    for i in range(len(run) - n + 1):
+      seen.add(tuple(run[i : i + n]))
+      total += 1
+  return 1.0 - len(seen) / total if total else 0.0
+
+
+def _policy_runs(trajectory: Trajectory) -> Iterator[list[int]]:
+  run: list[int] = []
+  for segment in trajectory.segments:
+    if segment.author == 'policy':
+      run.extend(map(int, segment.ids))
+    elif run:
+      yield run
+      run = []
+  if run:
+    yield run
+
+
+def _zero_variance(groups: Sequence[Group], values, valid) -> float:
+  """Share of groups of two or more whose valid rewards are all equal."""
+  flags, at = [], 0
+  for group in groups:
+    part = slice(at, at + len(group))
+    kept = [
+      float(v) for v, ok in zip(values[part], valid[part], strict=True) if ok
+    ]
+    at += len(group)
+    if len(kept) > 1:
+      flags.append(float(len(set(kept)) == 1))
+  return statistics.fmean(flags) if flags else 0.0

@@ -1,0 +1,135 @@
+import asyncio
+import threading
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import common
+from searchrl_jax.chat import Chat, ChatError
+from tests import chat_server
+
+
+def config(url, **fields):
+  c = common.base().judge
+  c.update(url=url, timeout=5.0, attempts=1, **fields)
+  return c
+
+
+async def reply(chat, **how):
+  try:
+    return await chat.reply(
+      [{'role': 'user', 'content': 'hello'}], max_tokens=9, temperature=0.5,
+      **how,
+    )
+  finally:
+    await chat.close()
+
+
+def kind(config):
+  with pytest.raises(ChatError) as error:
+    asyncio.run(reply(Chat(config)))
+  assert config.url in str(error.value)
+  return error.value.kind
+
+
+def test_a_reply_and_what_was_asked(monkeypatch):
+  monkeypatch.setenv('OPENAI_API_KEY', 'secret')
+  schema = {'type': 'object'}
+  with chat_server.serve(lambda body: 'well') as chats:
+    chat = Chat(config(chats.url))
+    # Several event loops in turn, with and without /v1 in the URL.
+    assert asyncio.run(reply(chat, seed=7, schema=schema)) == 'well'
+    assert asyncio.run(reply(Chat(config(f'{chats.url}/v1/')))) == 'well'
+    assert asyncio.run(reply(chat)) == 'well'
+  first, second, _ = chats.asked
+  assert first['model'] == 'judge'
+  assert first['messages'] == [{'role': 'user', 'content': 'hello'}]
+  assert (first['max_tokens'], first['temperature']) == (9, 0.5)
+  assert first['seed'] == 7 and 'seed' not in second
+  assert first['response_format']['json_schema']['schema'] == schema
+  assert set(chats.tokens) == {'Bearer secret'}
+
+
+def test_no_reply_is_an_error_of_its_kind():
+  replies = {'said': 'x'}
+  with chat_server.serve(lambda body: replies['said']) as chats:
+    for said, expected in (
+      (503, 'overloaded'), (429, 'overloaded'), (401, 'rejected'),
+      (404, 'rejected'), (b'<html>', 'bad_response'),
+      (b'{"choices": []}', 'bad_response'), (b'[]', 'bad_response'),
+      (b'{"choices": [{"message": {"content": null}}]}', 'bad_response'),
+      (None, 'unreachable'),
+    ):
+      replies['said'] = said
+      assert kind(config(chats.url, model='m')) == expected, said
+    replies['said'], chats.finish = 'cut short', 'length'
+    assert kind(config(chats.url)) == 'bad_response'
+    closed = chats.url
+  assert kind(config(closed)) == 'unreachable'
+
+
+def test_a_slow_server_is_a_timeout():
+  release = threading.Event()
+
+  def slow(body):
+    release.wait(30)
+    return 'late'
+
+  with chat_server.serve(slow) as chats:
+    c = config(chats.url, model='m')
+    c.timeout = 0.2
+    assert kind(c) == 'timeout'
+    release.set()
+
+
+def test_what_may_pass_is_tried_again():
+  left = [503, None]
+  with chat_server.serve(lambda body: left.pop() if left else 'x') as chats:
+    c = config(chats.url, model='m')
+    c.attempts = 3
+    assert asyncio.run(reply(Chat(c))) == 'x'
+  assert len(chats.asked) == 3
+
+
+def test_no_more_requests_than_allowed_are_in_flight():
+  gate = threading.Barrier(2, timeout=20)  # breaks if two never meet
+
+  def said(body):
+    gate.wait()
+    return 'x'
+
+  async def many(chat):
+    return await asyncio.gather(*(
+      chat.reply([], max_tokens=1, temperature=0.0) for _ in range(6)
+    ))
+
+  with chat_server.serve(said) as chats:
+    c = config(chats.url, model='m', concurrency=2)
+    assert asyncio.run(many(Chat(c))) == ['x'] * 6
+  assert chats.most == 2
+
+
+def test_check_names_what_is_wrong():
+  with chat_server.serve(lambda body: 'x') as chats:
+    found = asyncio.run(Chat(config(chats.url)).check())
+    assert found == {'url': f'{chats.url}/v1', 'model': 'judge'}
+    with pytest.raises(ChatError, match="judge.model='jugde'.*has: judge"):
+      asyncio.run(Chat(config(chats.url, model='jugde')).check())
+    chats.models = []
+    with pytest.raises(ChatError, match='lists no models'):
+      asyncio.run(Chat(config(chats.url)).check())
+    url = chats.url
+  with pytest.raises(ChatError, match=f'{url}.*unreachable.*start the server'):
+    asyncio.run(Chat(config(url)).check())
+
+
+@pytest.mark.parametrize('fields, message', [
+  ({'url': 'localhost:8000'}, "judge.url='localhost:8000'"),
+  ({'attempts': 0}, 'judge.attempts=0'),
+  ({'concurrency': 0}, 'judge.concurrency=0'),
+  ({'timeout': 0.0}, 'judge.timeout=0.0'),
+])
+def test_fields_that_cannot_be_are_named(fields, message):
+  c = ConfigDict(config('http://127.0.0.1:1').to_dict() | fields)
+  with pytest.raises(ValueError, match=message):
+    Chat(c)
