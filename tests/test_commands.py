@@ -41,15 +41,15 @@ CONFIGS = sorted(
 )
 
 
-def command(module, *args, status=0, stdin=''):
-  """Runs `python -m searchrl_jax.MODULE ...`; returns (stdout, stderr).
+def command(module, *args, status=0, stdin='', package='searchrl_jax'):
+  """Runs `python -m PACKAGE.MODULE ...`; returns (stdout, stderr).
 
   In this process, which has paid for its imports; flags that the command
   defined are forgotten after it.
   """
   before = set(flags.FLAGS)
   out, err = io.StringIO(), io.StringIO()
-  argv = [f'searchrl_jax/{module}.py', *map(str, args)]
+  argv = [f'{package}/{module}.py', *map(str, args)]
   with (
     contextlib.chdir(ROOT), contextlib.redirect_stdout(out),
     contextlib.redirect_stderr(err), mock.patch('sys.argv', argv),
@@ -59,9 +59,9 @@ def command(module, *args, status=0, stdin=''):
     mock.patch.dict(sys.modules),
     pytest.raises(SystemExit) as end,
   ):
-    sys.modules.pop(f'searchrl_jax.{module}', None)
+    sys.modules.pop(f'{package}.{module}', None)
     try:
-      runpy.run_module(f'searchrl_jax.{module}', run_name='__main__')
+      runpy.run_module(f'{package}.{module}', run_name='__main__')
     finally:
       for name in set(flags.FLAGS) - before:
         delattr(flags.FLAGS, name)

@@ -9,9 +9,13 @@ import pytest
 from experiments import compare
 from searchrl_jax import metrics
 from searchrl_jax.evaluators import answer, ledger
+from tests import test_commands
 from tests.evaluators.test_answer import sets
 from tests.evaluators.test_ledger import manifest
-from tests.test_commands import command
+
+
+def command(*args, **kw):
+  return test_commands.command('compare', *args, package='experiments', **kw)
 
 
 def rows(em, name='a', hops=lambda i: 1 + i % 2):
@@ -113,14 +117,14 @@ def folder(tmp_path):
 def test_each_folder_is_held_against_the_first(folder, tmp_path):
   a, b = folder('a', [0, 0, 1]), folder('b', [1, 0, 1], commit='beef')
   c = folder('c', [1, 1, 1], checkpoint='runs/c')
-  out, _ = command('compare', a, b, c, f'--out={tmp_path}/c.json')
+  out, _ = command(a, b, c, f'--out={tmp_path}/c.json')
   assert 'commit: \'c0ffee\' -> \'beef\'' in out
   assert "'runs/a' -> 'runs/c'" in out and out.count(' em: B - A') == 2
   kept = json.loads((tmp_path / 'c.json').read_text())
   assert [x['b'] for x in kept['comparisons']] == [str(b), str(c)]
   assert [x['scores']['em']['all']['wins'] for x in kept['comparisons']] == [
     1, 2]
-  out, _ = command('compare', f'{a}:eval', b)  # no --config, whatever the colon
+  out, _ = command(f'{a}:eval', b)  # no --config, whatever the colon
   assert f'A = {a}:eval' in out
 
 
@@ -134,11 +138,11 @@ OTHER = sets() | {'a': sets()['a'][:1]}
 ])
 def test_evaluations_of_other_things_are_refused(folder, change, message):
   a, b = folder('a', [0, 1]), folder('b', [1, 1], **change)
-  _, err = command('compare', a, b, status=2)
+  _, err = command(a, b, status=2)
   assert message in err and len(err.splitlines()) == 1
   part = message.split('.')[0]
   assert f'--allow={part}' in err
-  out, _ = command('compare', a, b, f'--allow={part}')
+  out, _ = command(a, b, f'--allow={part}')
   assert part in out  # it is told all the same
 
 
@@ -155,5 +159,5 @@ def test_what_cannot_be_compared_is_one_line(folder, args, message):
   a = folder('a', [0, 1])
   args = [x.replace('a', str(a), 1) if x in ('a', 'a:shuffled') else x
           for x in args]
-  _, err = command('compare', *args, status=2)
+  _, err = command(*args, status=2)
   assert message in err and len(err.splitlines()) == 1, err
