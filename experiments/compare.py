@@ -120,6 +120,40 @@ def compare(
   return out
 
 
+def against(
+  specs: Sequence[str], *, scores: Sequence[str], resamples: int, seed: int,
+  allow: Sequence[str] = (),
+) -> list[dict]:
+  """Each of `specs` after the first, held against the first.
+
+  Args:
+    specs: FOLDER or FOLDER:EVALUATION.
+    scores, resamples, seed: as `compare` takes them.
+    allow: which of SAME may differ.
+
+  Returns:
+    {'a', 'b', 'differs': {path: (of a, of b)}, 'scores': see `compare`} each.
+
+  Raises:
+    ConfigError: two of them cannot be compared.
+  """
+  (base, base_rows), *others = map(read, specs)
+  out = []
+  for spec, (manifest, rows) in zip(specs[1:], others, strict=True):
+    require_comparable(specs[0], spec, (base, manifest), allow)
+    out.append({
+      'a': specs[0], 'b': spec,
+      'differs': {
+        k: v for name in (*TOLD, *allow)
+        for k, v in differences(base[name], manifest[name], name).items()
+      },
+      'scores': compare(
+        base_rows, rows, scores=scores, resamples=resamples, seed=seed
+      ),
+    })
+  return out
+
+
 def show(comparison: dict, out=None) -> None:
   """A table for each score: a row a slice; what else differs below."""
   out = out or console.Console()
@@ -129,7 +163,10 @@ def show(comparison: dict, out=None) -> None:
     for i, name in enumerate((
       'questions', 'n', 'A', 'B', 'difference', 'wins', 'losses', 'ties', 'p',
     )):
-      shown.add_column(name, justify='right' if i else 'left')
+      shown.add_column(
+        name, justify='right' if i else 'left',
+        overflow='ellipsis' if i else 'fold',
+      )
     for label, f in slices.items():
       shown.add_row(
         label, f'{f["n"]}' + (f' (-{f["unpaired"]})' if f['unpaired'] else ''),
@@ -159,22 +196,10 @@ def main():
       )
   if _RESAMPLES.value < 1:
     raise checks.ConfigError(f'--resamples={_RESAMPLES.value}: at least 1')
-  found = [read(spec) for spec in specs]
-  comparisons = []
-  for spec, (manifest, rows) in zip(specs[1:], found[1:], strict=True):
-    base, base_rows = found[0]
-    require_comparable(specs[0], spec, (base, manifest), allow)
-    comparisons.append({
-      'a': specs[0], 'b': spec,
-      'differs': {
-        k: v for name in (*TOLD, *allow)
-        for k, v in differences(base[name], manifest[name], name).items()
-      },
-      'scores': compare(
-        base_rows, rows, scores=_SCORES.value, resamples=_RESAMPLES.value,
-        seed=_SEED.value,
-      ),
-    })
+  comparisons = against(
+    specs, scores=_SCORES.value, allow=allow, resamples=_RESAMPLES.value,
+    seed=_SEED.value,
+  )
   for comparison in comparisons:
     show(comparison)
   if _OUT.value:

@@ -181,7 +181,7 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
     return False
   before = json.loads((folder / 'done.json').read_text())['config']
   # What the schema has got since was as good as there, at its neutral value.
-  before = _filled(before, records.plain(schema.base()))
+  before = setup.filled(before, records.plain(schema.base()))
   now = records.plain(config_of(row, stage, workdir))
   kind, name, _ = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)
@@ -195,16 +195,6 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
   return kind == 'warm' or all(
     (folder / variant / 'values.json').exists() for variant in one.evaluations
   )
-
-
-def _filled(fields: Mapping, neutral: Mapping) -> dict:
-  """`fields`, and those of `neutral` that they lack."""
-  return {**neutral, **{
-    name: _filled(value, neutral[name])
-    if isinstance(value, dict) and isinstance(neutral.get(name), dict)
-    else value
-    for name, value in fields.items()
-  }}
 
 
 def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:

@@ -10,12 +10,13 @@ import json
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from configs import common as schema
 from searchrl_jax import checkpoint
 from searchrl_jax import lookup
 from searchrl_jax import objectives
@@ -23,6 +24,7 @@ from searchrl_jax import optim
 from searchrl_jax import prompts
 from searchrl_jax import records
 from searchrl_jax import sharding
+from searchrl_jax import sync
 from searchrl_jax import tokenizer as tokenizers
 from searchrl_jax import update
 from searchrl_jax.checks import ConfigError
@@ -34,6 +36,7 @@ from searchrl_jax.models import hf
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.sources import none
+from searchrl_jax.sources import simulated
 
 
 # In a run folder.
@@ -45,7 +48,11 @@ _ARCHITECTURE = {f.name for f in dataclasses.fields(decoder.DecoderConfig)} - {
 
 
 def load_config(workdir: str) -> ConfigDict:
-  """The resolved config that a run wrote into its folder."""
+  """The resolved config that a run wrote into its folder.
+
+  What the schema has got since the run has its neutral value: that is how the
+  run was.
+  """
   path = pathlib.Path(workdir) / 'config.json'
   if not path.exists():
     raise ConfigError(
@@ -53,14 +60,25 @@ def load_config(workdir: str) -> ConfigDict:
       'folder that train or sft wrote, or --config for a Hugging Face folder)'
     )
   try:
-    config = from_dict(json.loads(path.read_text()))
+    fields = json.loads(path.read_text())
   except ValueError as e:
     raise ConfigError(f'{path} is not JSON ({e}); is it cut short?') from e
+  config = from_dict(filled(fields, records.plain(schema.base())))
   if config.source.corpus == 'world':
     # The config says what the world is. The server of that time is gone, or
     # serves that world where --config.data.world_seed asks for another.
     config.source.url = ''
   return config
+
+
+def filled(fields: Mapping, neutral: Mapping) -> dict:
+  """`fields`, and those of `neutral` that they lack."""
+  return {**neutral, **{
+    name: filled(value, neutral[name])
+    if isinstance(value, dict) and isinstance(neutral.get(name), dict)
+    else value
+    for name, value in fields.items()
+  }}
 
 
 def from_dict(fields) -> ConfigDict:
@@ -289,12 +307,75 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
   )
 
 
-def source(config: ConfigDict, url: str):
-  """The source that config.source.module names, on this URL."""
+async def first_weights(config: ConfigDict, engine, cfg, params, mesh,
+                        canary) -> None:
+  """Gives a server its weights; an engine in process has them already.
+
+  canary: int [n], ids to check them with, see `sync.sync_and_verify`.
+  """
+  if engine.version is None:
+    logps = sync.forward_logps(cfg, mesh)
+    await sync.sync_and_verify(
+      engine, params, 0, canary, lambda ids: logps(params, ids),
+      config.engine.canary_tolerance,
+    )
+
+
+def source(config: ConfigDict, url: str, engine=None, tok=None, mesh=None,
+           workdir: str = ''):
+  """The source that config.source.module names, on this URL.
+
+  What follows is for a simulator: the policy's engine, as a function that
+  gives it once it is there, its tokenizer and mesh.
+  """
   module = lookup.module('searchrl_jax.sources', config.source.module)
   fields = config.source.copy_and_resolve_references()
   fields.url = url
-  return module.make(fields)
+  return module.make(
+    fields, seed=config.seed,
+    writer=lambda: simulator(config, engine, tok, mesh, workdir),
+  )
+
+
+def simulator(config: ConfigDict, policy, tok, mesh,
+              workdir: str) -> simulated.Writer:
+  """Who writes documents: config.source.simulator.path on an engine of its
+  own, or, without a path, the policy's engine.
+
+  Raises:
+    ConfigError: two engines would share the devices of a mesh.
+  """
+  fields = config.source.simulator
+  path, folder = fields.path, pathlib.Path(workdir) / 'simulator'
+  if not path:
+    return simulated.Writer(policy, tok, None)
+  if (pathlib.Path(path) / records.CHECKPOINTS).exists():
+    theirs = load_config(path)
+    theirs.train.init = path
+  else:
+    theirs = config.copy_and_resolve_references()
+    theirs.model.update(path=path, tokenizer='')
+    theirs.train.init = ''
+  theirs.engine = config.engine.copy_and_resolve_references()
+  theirs.engine.update({'url': ''} | fields.engine.to_dict())
+  if theirs.engine.module == 'jax_sampler' and mesh.size > 1:
+    raise ConfigError(
+      f'config.source.simulator.path={path!r} on a mesh of {mesh.size} '
+      "devices: its programs and the policy's can wait for each other for "
+      "ever; use config.source.simulator.engine.module='vllm', or serve it "
+      'and give config.source.simulator.url'
+    )
+  tok = tokenizer(theirs, str(folder))
+  cfg = model_config(theirs, tok.vocab_size)
+  params = parameters(theirs, cfg, mesh)
+  made = engine(theirs, cfg, params, tok, mesh, str(folder))
+
+  async def start():
+    canary = tok.encode(fields.useful)[:64]
+    await first_weights(theirs, made, cfg, params, mesh, canary)
+    made.warmup()
+
+  return simulated.Writer(lambda: made, tok, start)
 
 
 @contextlib.contextmanager
@@ -306,7 +387,10 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
   path, or 'world' for the generated world of config.data; it ends with the
   block, or with this process.
   """
-  if config.source.url or config.source.module == none.NONE:
+  if config.source.module in (none.NONE, simulated.SIMULATED):
+    yield ''
+    return
+  if config.source.url:
     yield config.source.url
     return
   from retrieval import process  # only who starts a server needs it
@@ -387,7 +471,7 @@ def critic_updater(config: ConfigDict, cfg, mesh):
 
 def check_rewards(config: ConfigDict, questions) -> None:
   """Names and fields of config.reward, and answers where they need them."""
-  rewards.check(config.reward, questions, config.judge.url)
+  rewards.check(config.reward, questions, config.judge.url, config)
 
 
 def judge(config: ConfigDict) -> judges.Judge | None:

@@ -1,0 +1,107 @@
+"""Policies of any recipes, side by side on one manifest.
+
+  python -m experiments.versus runs/search_r1/arms/grpo/0/run \\
+    runs/ssrl/arms/grpo/0/run --out=runs/versus [--on=RUN]
+
+Every run folder is evaluated on the held-out questions and the corpus of the
+first (or of --on), sampled as config.eval says there; then each is held
+against the first, question by question (experiments/compare.py). Of its own a
+run keeps what it was trained with: model, tokenizer, template, budgets and
+passages for a query. All searches are real: of a policy that answers its own
+(SSRL), too, and of one that searched a simulator (ZeroSearch). --own_searches
+leaves the former as they were trained.
+
+A small policy knows the words of its own world; the recipes' worlds have
+names in common, and what a policy cannot read it cannot answer.
+"""
+
+import re
+from collections.abc import Sequence
+
+from absl import flags
+
+from experiments import compare
+from searchrl_jax import checks
+from searchrl_jax import command
+from searchrl_jax import evaluate
+from searchrl_jax import records
+from searchrl_jax import setup
+from searchrl_jax.evaluators import ledger
+
+# What the questions, their corpus and the sampling are.
+ASKED = ('dir', 'world_module', 'world_seed', 'world', 'eval')
+
+
+def config_for(workdir: str, on, own_searches: bool):
+  """The config of a run, asked the questions of the config `on`."""
+  config = setup.load_config(workdir)
+  for name in ASKED:
+    config.data[name] = on.data[name]
+  config.eval = on.eval
+  config.source.module = 'service'
+  for name in ('url', 'corpus'):
+    config.source[name] = on.source[name]
+  if config.env.information == 'policy' and not own_searches:
+    config.env.real_searches = -1
+  return config
+
+
+def versus(
+  workdirs: Sequence[str], on: str, out: str, *, own_searches: bool = False,
+  url: str = '',
+) -> list[str]:
+  """Evaluates run folders on the questions of `on`; returns OUT's folders.
+
+  url: a server of that corpus; '' = one is started, for all of them.
+  """
+  asked = setup.load_config(on).copy_and_resolve_references()
+  asked.source.module = 'service'
+  if url:
+    asked.source.url = url
+  folders = []
+  with setup.retrieval(asked, out) as served:
+    asked.source.url = served
+    for n, workdir in enumerate(workdirs):
+      name = re.sub(r'\W+', '_', workdir).strip('_')
+      folders.append(f'{out}/{n}_{name}')
+      print(f'[{n + 1}/{len(workdirs)}] {workdir}', flush=True)
+      evaluate.evaluate(
+        config_for(workdir, asked, own_searches), workdir, folders[-1],
+        manifest=f'{folders[0]}/{ledger.MANIFEST}' if n else '',
+      )
+  return folders
+
+
+def main():
+  workdirs = _RUNS.value
+  if len(workdirs) < 2:
+    raise checks.ConfigError(
+      'give two or more run folders; the first is the baseline'
+    )
+  folders = versus(
+    workdirs, _ON.value or workdirs[0], _OUT.value,
+    own_searches=_OWN.value, url=_URL.value,
+  )
+  found = compare.against(
+    folders, scores=('em', 'f1'), resamples=10_000, seed=0
+  )
+  for comparison in found:
+    compare.show(comparison)
+  records.write_json(f'{_OUT.value}/versus.json', found)
+
+
+if __name__ == '__main__':
+  _RUNS = flags.DEFINE_list(
+    'runs', [], 'Run folders; also without the flag. The first is the '
+    'baseline.'
+  )
+  _ON = flags.DEFINE_string(
+    'on', '', 'Run folder whose questions are asked; the first if empty.'
+  )
+  _OUT = flags.DEFINE_string('out', None, 'Folder to write.', required=True)
+  _URL = flags.DEFINE_string('url', '', 'A server of that corpus, if one runs.')
+  _OWN = flags.DEFINE_bool(
+    'own_searches', False, 'Let policies that answer their own searches do so.'
+  )
+  command.define_data_dir()
+  command.run(main, positional=_RUNS)
