@@ -89,6 +89,7 @@ def base() -> ConfigDict:
   c.env.max_tokens = 1024  # tokens in all, prompt and observations included
   c.env.max_observation_tokens = 256  # of one observation, tags included
   c.env.information = 'source'  # source, policy (SSRL)
+  c.env.answer = 'tags'  # tags; boxed: in the last \\boxed{...} (mathematics)
   c.env.train_information = False  # policy-written information in the loss
   # Evaluation of information='policy': how many of a trajectory's searches
   # are real, the first ones; -1 = all.
@@ -107,6 +108,31 @@ def base() -> ConfigDict:
   c.source.deadline = 60.0  # seconds for all attempts at one request
   c.source.attempts = 4
   c.source.batch_ms = 3.0  # wait to gather queries of other trajectories
+  # Of module='simulated': a language model writes the passages (ZeroSearch).
+  c.source.simulator = ConfigDict()
+  c.source.simulator.path = ''  # run or HF folder; '' = the policy's engine
+  c.source.simulator.engine = ConfigDict()  # what is not as in `engine`
+  # An OpenAI-compatible server instead; the token is OPENAI_API_KEY.
+  c.source.simulator.url = ''
+  c.source.simulator.model = ''  # '' = the one that is served
+  c.source.simulator.timeout = 60.0  # seconds for one attempt
+  c.source.simulator.concurrency = 64  # requests in flight
+  # At one request to a server, and at a reply with documents in it.
+  c.source.simulator.attempts = 4
+  c.source.simulator.chat = True  # the prompt is a user's message, else text
+  # Prompts with {query}, and {question}, {answers}, {k} (documents asked for).
+  c.source.simulator.useful = ''
+  c.source.simulator.noisy = ''
+  # A regular expression; its first group, or that named text, is a document,
+  # a group named title its title.
+  c.source.simulator.document = ''
+  c.source.simulator.stops = ()  # strings that end a reply and belong to it
+  c.source.simulator.max_tokens = 512  # of a reply
+  c.source.simulator.temperature = 1.0
+  # The share of noisy documents grows between these, see sources/simulated.py.
+  c.source.simulator.noise_from = 0.0
+  c.source.simulator.noise_to = 0.0
+  c.source.simulator.base = 4.0
 
   c.engine = ConfigDict()
   c.engine.module = 'jax_sampler'
@@ -227,6 +253,7 @@ def base() -> ConfigDict:
   c.train = ConfigDict()
   # Rollouts; optimizer updates = steps x minibatches x epochs.
   c.train.steps = 100
+  c.source.simulator.steps = c.train.get_ref('steps')  # at whose end it is
   c.train.seconds = 0.0  # stop after this time; 0 = no limit
   c.train.init = ''  # run folder or HF folder to start from; '' = the model
 
@@ -244,6 +271,7 @@ def base() -> ConfigDict:
   c.eval.temperature = 0.0  # 0 = greedy
   c.eval.top_p = 1.0
   c.eval.k = ()  # pass@k for these k
+  c.eval.match = 'text'  # what makes answers equal: text, math
   # Also choose among the samples, by self-certainty: '', certainty.
   c.eval.best_of = ''
   c.eval.bootstrap = 2000  # resamples behind an interval

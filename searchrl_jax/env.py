@@ -1,4 +1,4 @@
-"""The multi-turn text state machine between a policy and its searches.
+r"""The multi-turn text state machine between a policy and its searches.
 
     reset -> Generate
     Generate's Completion -> Search    a search block was closed, and may act
@@ -17,6 +17,10 @@ information='policy' (SSRL): no search is sent; the policy writes its own
 information, and a generation stops at the closing answer tag alone. A stop
 inside its information is a quotation: the same turn goes on. max_turns=0 makes
 one generation of it, as the paper has.
+
+answer='boxed' (mathematics): the answer is what stands in the last \boxed{...}
+that the policy wrote outside blocks, or in an answer block; a turn that ends by
+eos and has one ends the trajectory ('answer').
 
 real_searches=K (sim-to-real) sends the first K searches of such a trajectory
 all the same, -1 all of them; generations stop at the closing search tag until
@@ -52,6 +56,7 @@ from searchrl_jax.types import (
 
 INFORMATION = ('source', 'policy')
 SEARCH_WHEN = ('always', 'entropy')
+ANSWERS = ('tags', 'boxed')
 # The ids of a sequence -> the entropy of the distribution that each was drawn
 # from, in nats.
 Entropy = Callable[[np.ndarray], np.ndarray]
@@ -89,6 +94,8 @@ class SearchEnv:
       raise ValueError(
         f'env.search_when={config.search_when!r} is none of {SEARCH_WHEN}'
       )
+    if config.answer not in ANSWERS:
+      raise ValueError(f'env.answer={config.answer!r} is none of {ANSWERS}')
     if k < 1:
       raise ValueError(f'source.k={k}: at least 1 passage for a query')
     if config.max_turns < 0:
@@ -215,7 +222,12 @@ class SearchEnv:
 
   def answer(self, trajectory: Trajectory) -> str | None:
     """The policy's last complete answer, or None. Only this can earn."""
-    return parsing.answer(trajectory.segments, self.template, self.tokenizer)
+    return self._answer(trajectory.segments)
+
+  def _answer(self, segments: tuple[Segment, ...]) -> str | None:
+    return parsing.answer(
+      segments, self.template, self.tokenizer, self.config.answer
+    )
 
   def observation(self, passages: Sequence[Passage]) -> str:
     """What these passages are told as, by the source or by the policy."""
@@ -325,6 +337,10 @@ class SearchEnv:
     return float(np.mean(self.entropy(ids)[[first + n for n in found]]))
 
   def _without_action(self, state: State, stop: str):
+    if self.config.answer == 'boxed' and stop != 'length' and (
+      self._answer(state.segments) is not None
+    ):
+      return _next(state, Done('answer'))
     full = state.length >= self.config.max_tokens
     state = dataclasses.replace(
       state,

@@ -253,11 +253,36 @@ def blocks(
   return tuple(out)
 
 
-def answer(segments: Sequence[Segment], template, tokenizer) -> str | None:
-  """The policy's last complete answer, or None. Only this can earn."""
+def answer(
+  segments: Sequence[Segment], template, tokenizer, form: str
+) -> str | None:
+  """The policy's last complete answer, or None. Only this can earn.
+
+  form: config.env.answer. 'tags': an answer block. 'boxed': what stands in
+  \\boxed{...}, in an answer block or outside all blocks.
+  """
   found = [
-    b.text
+    b.text if form == 'tags' else boxed(b.text)
     for b in blocks(segments, template, tokenizer)
-    if b.author == 'policy' and b.kind == 'answer' and b.complete
+    if b.author == 'policy' and (
+      b.kind == 'answer' and (b.complete or form == 'boxed')
+      or b.kind == OUTSIDE and form == 'boxed'
+    )
   ]
-  return found[-1] if found else None
+  return next((text for text in reversed(found) if text is not None), None)
+
+
+_BRACES = re.compile(r'\\boxed\s*\{|\\.|[{}]', re.DOTALL)
+
+
+def boxed(text: str) -> str | None:
+  """What stands in the last \\boxed{...} whose braces balance, or None."""
+  starts, last, found = [], -1, None
+  for match in _BRACES.finditer(text):
+    if match[0] == '{' or len(match[0]) > 2:
+      starts.append(match.end() if len(match[0]) > 1 else -1)
+    elif match[0] == '}' and starts:
+      start = starts.pop()
+      if start > last:
+        last, found = start, text[start : match.start()].strip()
+  return found

@@ -502,3 +502,55 @@ def test_whole_word_template(tmp_path):
   assert env.answer(t) == 'weaver'
   # '<unk>' nowhere but where a word is unknown.
   assert 2 not in [i for s in t.segments for i in s.ids]
+
+
+BOXED = r'It is \boxed{5}.'
+
+
+def test_a_boxed_answer_ends_by_eos_and_is_no_invalid_action(tok):
+  for turns in (0, 2):
+    env = make(tok, answer='boxed', max_turns=turns)
+    state, _ = play(env, [BOXED])
+    t = env.trajectory(state)
+    assert (t.end, t.invalid_actions, env.answer(t)) == ('answer', 0, '5')
+    assert t.segments[-1].ids[-1] == tok.eos_ids[0] and t.segments[-1].train
+  env = make(tok, max_turns=0)  # by tags the same is no answer
+  t = env.trajectory(play(env, [BOXED])[0])
+  assert (t.end, t.invalid_actions, env.answer(t)) == ('eos', 1, None)
+
+
+@pytest.mark.parametrize('script, found', [
+  (r'<think>\boxed{1}</think> so \boxed{2}', '2'),
+  (r'<think>\boxed{1}</think> so', None),  # a thought is no answer
+  (r'<information>\boxed{1}</information>', None),
+  (r'<answer> it is \boxed{3} </answer>', '3'),
+  (r'<answer> 3 </answer>', None),
+  (r'\boxed{1} <answer>\boxed{4}', '4'),  # its braces balance
+])
+def test_boxes_count_outside_blocks_and_in_answers(tok, script, found):
+  env = make(tok, answer='boxed', max_turns=0)
+  t = env.trajectory(play(env, [script])[0])
+  assert env.answer(t) == found
+  acted = found is not None or '</answer>' in script
+  assert t.invalid_actions == (not acted)
+
+
+def test_boxes_of_others_are_no_answer(tok):
+  env = make(tok, answer='boxed', max_turns=1)
+  state, _ = play(
+    env, [SEARCH, 'no idea'], [passage(r'\boxed{9}')],
+    Question('q', r'Put it into \boxed{8}', ('8',)),
+  )
+  t = env.trajectory(state)
+  assert env.answer(t) is None and t.end != 'answer'
+
+
+def test_a_cut_turn_with_a_box_has_an_answer_and_did_not_end_by_it(tok):
+  env = make(tok, answer='boxed', max_turns=0, max_turn_tokens=40)
+  t = env.trajectory(play(env, [BOXED + ' And so on' * 40])[0])
+  assert (t.end, env.answer(t)) == ('turns', '5')
+
+
+def test_an_unknown_form_of_answers_is_refused(tok):
+  with pytest.raises(ValueError, match=r"env\.answer='box' is none of"):
+    make(tok, answer='box')

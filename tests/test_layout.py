@@ -12,8 +12,9 @@ from tests.conftest import ROOT
 
 # Dependency order: each file imports only files above it (design, 3).
 ORDER = (
-  'types', 'lookup', 'masked', 'metrics', 'prompts', 'tokenizer', 'outside',
-  'parser', 'records', 'writer', 'sharding', 'models.families',
+  'types', 'lookup', 'masked', 'metrics', 'equivalence', 'prompts',
+  'tokenizer', 'outside', 'parser', 'records', 'writer', 'sharding',
+  'models.families',
   'models.safetensors', 'models.decoder', 'models.lora', 'models.hf', 'optim',
   'checkpoint', 'data.checks', 'data.core', 'data.jsonl', 'data.parquet',
   'data.hf', 'data.tfds', 'data.microworld', 'data.microtraces',
@@ -22,9 +23,10 @@ ORDER = (
   'engines.stops', 'engines.requests', 'engines.vllm_http',
   'engines.vllm_servers', 'engines.vllm', 'engines.caches', 'engines.decode',
   'engines.slots', 'engines.device', 'engines.jax_sampler', 'sources.core',
-  'chat', 'sources.service', 'sources.shuffled', 'sources.none', 'states',
+  'chat', 'sources.service', 'sources.shuffled', 'sources.none',
+  'sources.simulated', 'states',
   'env', 'rollout', 'rewards.core', 'rewards.answer', 'rewards.length',
-  'rewards.judge', 'batching', 'advantages', 'losses', 'logps',
+  'rewards.vote', 'rewards.judge', 'batching', 'advantages', 'losses', 'logps',
   'models.critic', 'credit', 'objectives',
   'update', 'scoring', 'flops', 'sync', 'evaluators.answer',
   'evaluators.passk', 'evaluators.ledger', 'evaluators.health', 'signals',

@@ -1,5 +1,7 @@
 """The incremental parser against a whole-text reading of the same rules."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,3 +142,26 @@ def test_tokens_inside_a_block_are_certain_at_once():
   assert sure == ['think', 'think', 'other', 'other']
   assert blocks == [('think', b'a', True)]
   assert parser.feed([b'<sea'])[1] == []
+
+
+@pytest.mark.parametrize('text, found', [
+  (r'so \boxed{5}.', '5'),
+  (r'\boxed{1} then \boxed {2 }', '2'),
+  (r'\boxed{\frac{14}{3}}', r'\frac{14}{3}'),
+  (r'\boxed{\{1, 2\}}', r'\{1, 2\}'),
+  (r'\boxed{\left\{ x \right.} y', r'\left\{ x \right.'),
+  (r'\boxed{\boxed{7}}', '7'),
+  (r'\boxed{3} and \boxed{4', '3'),  # the last whose braces balance
+  (r'} { \boxed{3}', '3'),
+  (r'\boxed{}', ''),
+  (r'\boxed 5', None), (r'\fbox{5}', None), ('5', None), ('', None),
+])
+def test_the_last_box_whose_braces_balance(text, found):
+  assert parsing.boxed(text) == found
+
+
+def test_a_thousand_open_boxes_are_read_in_one_pass():
+  began = time.process_time()
+  assert parsing.boxed(r'\boxed{' * 100_000 + '}') == ''
+  assert parsing.boxed(r'\boxed{1} ' + r'\boxed{' * 100_000) == '1'
+  assert time.process_time() - began < 2

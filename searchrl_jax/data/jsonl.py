@@ -8,6 +8,10 @@ Layouts:
   hotpotqa  HotpotQA's own (Yang et al., EMNLP 2018).
   2wiki     2WikiMultihopQA's own (Ho et al., COLING 2020).
   musique   MuSiQue's own (Trivedi et al., TACL 2022).
+  ttrl      TTRL's (Zuo et al. 2025) of AIME, AMC, MATH-500 and GPQA: `prompt`,
+            `answer`, `source`, `id`; its MATH-L1 to L5: `unique_id`, and
+            `answer` or, without it, the box in `solution`. Prompts are bare
+            questions: as they are, they are a chat of one message.
 """
 
 import gzip
@@ -17,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from searchrl_jax import lookup
+from searchrl_jax import parser
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.types import Question
@@ -200,9 +205,25 @@ def musique(record: Mapping[str, Any], where: str) -> Question:
   )
 
 
+def ttrl(record: Mapping[str, Any], where: str) -> Question:
+  answer = record.get('answer')
+  if answer is None and isinstance(record.get('solution'), str):
+    answer = parser.boxed(record['solution'])
+  text = _need(record, 'prompt', where)
+  return checks.make_question(
+    where,
+    id=_need(record, 'id' if 'id' in record else 'unique_id', where),
+    text=text,
+    answers=None if answer is None else [answer],
+    source=record.get('source', ''),
+    messages=({'role': 'user', 'content': text},),
+  )
+
+
 LAYOUTS = {
   'flashrag': flashrag,
   'hotpotqa': hotpotqa,
   '2wiki': two_wiki,
   'musique': musique,
+  'ttrl': ttrl,
 }

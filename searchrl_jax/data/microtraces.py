@@ -14,7 +14,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Search, Trace
 from searchrl_jax.types import Passage, Question
 
-FAVOURITES = 3  # values that a guess takes, of each pool
+FAVOURITES = 3
 # The traces' worlds begin here, far from the seeds that a user would try.
 TRACE_WORLDS = 1_000_000_000
 
@@ -34,11 +34,14 @@ class Mix:
   tilt: float  # 0 to 1
   again: float  # after a poor search: searches for the person
   short: float  # two-hop: answers from the first person's passage
+  favourites: int = FAVOURITES  # values that a guess takes, of each pool
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
-      if not 0 <= value <= 1:
+      if name != 'favourites' and not 0 <= value <= 1:
         raise DataError(f'{name}={value} must lie between 0 and 1')
+    if self.favourites < 1:
+      raise DataError(f'favourites={self.favourites}: at least 1')
     total = self.good + self.poor + self.guess
     if abs(total - 1) > 1e-6:
       raise DataError(f'good + poor + guess = {total:g}, and must be 1')
@@ -61,6 +64,7 @@ def traces(
   tilt: float = 0.8,
   again: float = 0.3,
   short: float = 0.4,
+  favourites: int = FAVOURITES,
 ) -> list[Trace]:
   """Traces on train questions of several worlds.
 
@@ -81,11 +85,12 @@ def traces(
     tilt: see above.
     again: see above.
     short: see above.
+    favourites: see above.
 
   Raises:
     DataError: a fraction out of range, or a world that cannot be.
   """
-  mix = Mix(good, poor, guess, tilt, again, short)
+  mix = Mix(good, poor, guess, tilt, again, short, favourites)
   if worlds < 1 or n < worlds:
     raise DataError(f'n={n} traces of worlds={worlds}: at least one of each')
   out = []
@@ -215,5 +220,5 @@ class _Script:
     else:
       pool = microworld.ATTRIBUTES[relation]
       values = microworld.pools(self.world.settings)[pool]
-    value = values[self.rng.integers(FAVOURITES)]
+    value = values[self.rng.integers(self.mix.favourites) % len(values)]
     self.answer(f'maybe {value}', value)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from searchrl_jax import metrics, records, rollout
+from searchrl_jax import equivalence, metrics, records, rollout
 from searchrl_jax.engines.core import Engine
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.rewards import answer as rewards
@@ -74,7 +74,10 @@ SCORES = (
 
 
 def score(
-  trajectories: Sequence[Trajectory], env: SearchEnv, set: str = ''
+  trajectories: Sequence[Trajectory],
+  env: SearchEnv,
+  set: str = '',
+  match: str = 'text',
 ) -> list[Row]:
   """One row for each trajectory, in order.
 
@@ -82,11 +85,23 @@ def score(
     trajectories: as the environment recorded them.
     env: reads answers and blocks.
     set: the evaluation set, for the rows.
+    match: config.eval.match. With 'math', `em` is that of the vote: of the
+      first of the question's answers that this one is equal to.
   """
-  return [_row(trajectory, env, set) for trajectory in trajectories]
+  answers = [None if t.failed else env.answer(t) for t in trajectories]
+  asked = collections.defaultdict(list)
+  for i, trajectory in enumerate(trajectories):
+    asked[trajectory.question.id].append(i)
+  votes = {}
+  for at in asked.values():
+    votes |= zip(at, equivalence.keys([answers[i] for i in at], match))
+  return [
+    _row(trajectory, env, set, match, answers[i], votes[i])
+    for i, trajectory in enumerate(trajectories)
+  ]
 
 
-def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
+def _row(trajectory, env: SearchEnv, set_name, match, answer, vote) -> Row:
   question = trajectory.question
   row = dict(
     set=set_name,
@@ -95,13 +110,10 @@ def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
     hops=question.hops,
     sample=trajectory.sample,
     failed=trajectory.failed,
-    vote=None,
+    vote=vote,
   )
   if trajectory.failed:
     return Row(**row, **dict.fromkeys(SCORES, NAN))
-  answer = env.answer(trajectory)
-  if answer is not None:
-    row['vote'] = metrics.key(answer) or None
   answered = float(bool(answer))  # an empty block answers nothing
   golds = [a for a in question.answers if a.strip()]
   queries = _queries(trajectory, env)
@@ -114,7 +126,9 @@ def _row(trajectory: Trajectory, env: SearchEnv, set_name: str) -> Row:
   supports = [float(id in found) for id in question.supporting]
   return Row(
     **row,
-    em=metrics.exact_match(answer, golds) if golds else NAN,
+    em=equivalence.correct(
+      vote if match == 'math' else answer, golds, match
+    ) if golds else NAN,
     f1=metrics.f1(answer, golds) if golds else NAN,
     sub_em=metrics.sub_exact_match(answer, golds) if golds else NAN,
     answered=answered,
@@ -312,7 +326,7 @@ class Evaluator:
     rows = [
       row
       for label, group in zip(labels, result.groups, strict=True)
-      for row in score(group, self._env, label)
+      for row in score(group, self._env, label, self._config.match)
     ]
     flat = [t for group in result.groups for t in group]
     more = {}

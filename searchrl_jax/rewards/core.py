@@ -79,7 +79,10 @@ def per_trajectory(
 
 
 def check(
-  config: ConfigDict, questions: Iterable[Question] = (), judge: str = ''
+  config: ConfigDict,
+  questions: Iterable[Question] = (),
+  judge: str = '',
+  whole: ConfigDict | None = None,
 ) -> None:
   """Finds what would fail later: names, fields, missing answers, no judge.
 
@@ -87,12 +90,19 @@ def check(
     config: config.reward: name -> {fn, weight, ...fields of the function}.
     questions: those that the run will train on.
     judge: config.judge.url.
+    whole: the whole config, for functions that check their fields against it
+      (`fn.check(whole, fields)`).
 
   Raises:
     RewardError: it names the field, or the first question without answers.
   """
   terms = _terms(config)
-  for name, function, _, _ in terms:
+  for name, function, _, fields in terms:
+    if whole is not None and hasattr(function, 'check'):
+      try:
+        function.check(whole, fields)
+      except RewardError as e:
+        raise RewardError(f'config.reward.{name}: {e}') from e
     if getattr(function, 'needs_judge', False) and not judge:
       raise RewardError(
         f'config.reward.{name} asks a judge, and config.judge.url is empty: '
@@ -118,8 +128,9 @@ async def combine(
     Rewards at the finest place of the functions. A trajectory is valid if it
     did not fail and every function finds it valid; the value of an invalid
     one is 0. `parts` holds each function's own value without its weight,
-    summed over the trajectory, float32 [B], by the name in the config, and
-    its own parts by 'name/part'. Invalid entries of parts are NaN.
+    summed over the trajectory, float32 [B], by the name in the config, NaN
+    where it is invalid; and its own parts by 'name/part', NaN where the
+    trajectory failed or the function says so.
 
   Raises:
     RewardError: a name or field that does not exist, a question without
@@ -132,7 +143,7 @@ async def combine(
     if _needs_answers(function):
       for trajectory in trajectories:
         _require_answers(name, trajectory.question)
-  valid = np.array([not t.failed for t in trajectories], bool)
+  valid = alive = np.array([not t.failed for t in trajectories], bool)
   results, parts = [], {}
   for name, function, weight, fields in terms:
     result = await function(groups, context, **fields)
@@ -140,10 +151,11 @@ async def combine(
     valid = valid & np.asarray(result.valid, bool)
     results.append((weight, result))
     totals = np.array([np.sum(v) for v in result.value], np.float32)
-    found = {name: totals}
-    found |= {f'{name}/{part}': v for part, v in result.parts.items()}
-    for label, values in found.items():
-      parts[label] = np.where(result.valid, values, np.nan).astype(np.float32)
+    parts[name] = np.where(result.valid, totals, np.nan).astype(np.float32)
+    for part, column in result.parts.items():
+      parts[f'{name}/{part}'] = np.where(alive, column, np.nan).astype(
+        np.float32
+      )
   at = max((r.at for _, r in results), key=PLACES.index)
   values = []
   for i, trajectory in enumerate(trajectories):

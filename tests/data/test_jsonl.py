@@ -148,3 +148,46 @@ def test_multihop_layouts(tmp_path):
 def test_real_files(name, layout, count):
   found = jsonl.load(str(shared_data() / name), layout=layout)
   assert len(found) == count and all(q.answers for q in found)
+
+
+TTRL = (
+  {'prompt': 'What is $1+1$? ', 'answer': r'\frac{14}{3}', 'source': 'math',
+   'id': 'test/algebra/1.json'},  # MATH-500
+  {'prompt': 'Find n.', 'answer': '033', 'source': 'AIME2024', 'id': 60},
+  {'prompt': 'Find m.', 'answer': 142.0, 'source': 'AMC', 'id': '0'},
+  {'prompt': 'Which? A) x B) y', 'answer': 'B', 'source': 'gpqa', 'id': 'g'},
+  {'prompt': 'And?', 'unique_id': 'test/geometry/2.json', 'subject': 'g',
+   'solution': r'$\boxed{1}$, so \boxed{\frac12}.'},  # MATH-L1 to L5
+)
+
+
+def test_ttrls_json_is_read_unchanged(tmp_path):
+  path = write(tmp_path / 'test.json', json.dumps(list(TTRL)))
+  found = jsonl.load(path, layout='ttrl')
+  assert [(q.id, q.source, q.answers) for q in found] == [
+    ('test/algebra/1.json', 'math', (r'\frac{14}{3}',)),
+    ('60', 'AIME2024', ('033',)),
+    ('0', 'AMC', ('142.0',)),
+    ('g', 'gpqa', ('B',)),
+    ('test/geometry/2.json', '', (r'\frac12',)),
+  ]
+  assert found[0].text == 'What is $1+1$?'
+  # As they are, their prompts are a chat of one message.
+  assert found[0].messages == ({'role': 'user', 'content': TTRL[0]['prompt']},)
+  bare = {k: v for k, v in TTRL[0].items() if k != 'answer'}
+  (q,) = jsonl.load(write(tmp_path / 'x.jsonl', bare), layout='ttrl')
+  assert q.answers == ()  # votes need none
+
+
+@pytest.mark.parametrize('lacking', ['id', 'prompt'])
+def test_ttrls_json_without_a_field_names_it(tmp_path, lacking):
+  record = {k: v for k, v in TTRL[0].items() if k != lacking}
+  named = {'id': 'unique_id'}.get(lacking, lacking)
+  with pytest.raises(DataError, match=rf"x\.jsonl:1: there is no '{named}'"):
+    jsonl.load(write(tmp_path / 'x.jsonl', record), layout='ttrl')
+
+
+def test_math_500_as_ttrl_has_it(data_dir):
+  found = jsonl.load(str(data_dir / 'math500.json'), layout='ttrl')
+  assert len(found) == 500
+  assert found[0].answers == (r'\left( 3, \frac{\pi}{2} \right)',)

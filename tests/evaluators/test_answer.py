@@ -350,3 +350,39 @@ def test_one_question_in_two_sets_stays_two():
   found = evaluator(config(k=(1,)), both).collect(0)
   assert len({(r.set, r.question, r.sample) for r in found.rows}) == 6
   assert len(passk.score(found.rows, (1,))['pass@1']) == 2
+
+
+def boxed(*answers, golds=('0.5',)):
+  env = make_env(answer='boxed', max_turns=0)
+  question = Question('q', 'How much?', golds)
+  return env, [
+    run_script([f'\\boxed{{{a}}}'], env=env, question=question)
+    for a in answers
+  ]
+
+
+def test_mathematics_is_equal_in_value():
+  env, trajectories = boxed(r'\frac12', '0.5', 'half of it', r'\frac{2}{4}')
+  rows = answer.score(trajectories, env, 'dev', 'math')
+  assert [r.em for r in rows] == [1, 1, 0, 1]
+  assert [r.vote for r in rows] == [r'\frac12', r'\frac12', None, r'\frac12']
+  assert [r.parsed for r in rows] == [1] * 4
+  # 3 of 4 agree: any 2 of them hold one of these, and it wins.
+  assert passk.score(rows, [2])['maj@2'] == {('dev', 'q'): 1.0}
+  as_text = answer.score(trajectories, env, 'dev', 'text')
+  assert [r.em for r in as_text] == [0, 1, 0, 0]
+
+
+def test_equal_votes_are_right_or_wrong_together():
+  """50% is both 50 and 0.5 to the checker; majorities need one of them."""
+  env, trajectories = boxed('50', r'50\%', '0.5')
+  rows = answer.score(trajectories, env, 'dev', 'math')
+  assert [(r.vote, r.em) for r in rows] == [('50', 0), ('50', 0), ('0.5', 1)]
+  passk.score(rows, [3])
+
+
+def test_an_unknown_match_is_refused_with_near_ones():
+  c = common.base()
+  c.eval.match = 'maths'
+  with pytest.raises(ValueError, match=r"config\.eval\.match='maths'.*'math'"):
+    passk.check(c)

@@ -1,0 +1,162 @@
+"""Majority vote: the answer that most samples agree on is the label (TTRL).
+
+Zuo et al. 2025, arXiv 2504.16084. Of the N samples of a question all vote and
+the first M are trained on: 1 where the answer is the label, else 0. Golden
+answers reach the parts alone, never value or valid. Otherwise than released:
+  * votes are counted by what answers mean (`equivalence`); there by the exact
+    string, so that 0.5 and 1/2 split;
+  * no answer is no vote, and without any vote a question is left out; there
+    the empty string is a vote, and unparsed samples reward each other;
+  * the label is compared with the golden answer as it stands; there it is
+    extracted once more, and 14/3 becomes 3;
+  * GPQA's letter is what the box holds; there the last A to D in the text,
+    which the article "a" is;
+  * a trajectory's reward is its own; there all of a batch stand at the last
+    sample's length, which only GRPO forgives.
+
+Ties go to the class whose first vote is the earliest sample.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from searchrl_jax import equivalence, lookup, metrics
+from searchrl_jax.rewards.core import RewardContext, RewardError
+from searchrl_jax.types import Group, Question, Rewards
+
+# (a key for each vote, or None; the question; the step) -> the label's key.
+Choose = Callable[[list[str | None], Question, int], str | None]
+
+
+async def majority(
+  groups: Sequence[Group],
+  context: RewardContext,
+  *,
+  votes: int,
+  train: int,
+  match: str,
+  max_abstained: float,
+) -> Rewards:
+  """1 where the answer is the one that most of its group give.
+
+  Args:
+    groups: of `votes` samples each.
+    context: its env reads answers.
+    votes: N, as config.rollout.group.
+    train: M; of samples M and later the reward is invalid.
+    match: 'text' (normal forms, and the names that question.meta['aliases']
+      lists) or 'math'; see `equivalence`.
+    max_abstained: share of questions without a vote beyond which it raises.
+
+  Returns:
+    Parts, of all N samples but failed ones: abstained, and of questions with
+    a vote tie and majority_ratio (the label's share of N); where there are
+    golden answers, label_accuracy, maj@N, pass@N, pass@M, right (a sample's
+    own; TTRL's ground_truth_ratio) and reward_accuracy (of the M).
+
+  Raises:
+    RewardError: groups of another size, or too many questions without a vote.
+  """
+  return labelled(
+    groups, context, most_frequent, votes=votes, train=train, match=match,
+    max_abstained=max_abstained,
+  )
+
+
+def check(config, fields) -> None:
+  """What the fields of `majority` cannot be beside the whole config.
+
+  Raises:
+    RewardError: names the field, what it is and the mend.
+  """
+  n, m = fields['votes'], fields['train']
+  if n != config.rollout.group or n < 2:
+    raise RewardError(
+      f'votes={n} with config.rollout.group={config.rollout.group}: all '
+      'samples of a question vote, 2 or more; give both the same number'
+    )
+  if not 1 <= m <= n:
+    raise RewardError(f'train={m} of votes={n}: 1 to {n} samples are trained')
+  if fields['match'] not in equivalence.MATCHES:
+    raise RewardError(
+      f'match={fields["match"]!r}: '
+      f'{lookup.near(fields["match"], equivalence.MATCHES)}'
+    )
+
+
+majority.check = check
+
+
+def most_frequent(keys, question, step) -> str | None:
+  del question, step
+  found = [key for key in keys if key is not None]
+  return max(found, key=found.count) if found else None  # the first of equals
+
+
+def labelled(
+  groups: Sequence[Group],
+  context: RewardContext,
+  choose: Choose,
+  *,
+  votes: int,
+  train: int,
+  match: str,
+  max_abstained: float,
+) -> Rewards:
+  """As `majority`, with labels that `choose` takes from the votes."""
+  if context.env is None:
+    raise RewardError('votes on answers need RewardContext.env')
+  n = sum(map(len, groups))
+  value, valid = np.zeros(n, np.float32), np.zeros(n, bool)
+  parts: dict[str, np.ndarray] = {}
+  silent, at = [], 0
+
+  def note(name, where, what):
+    parts.setdefault(name, np.full(n, np.nan, np.float32))[where] = what
+
+  for group in groups:
+    if len(group) != votes:
+      raise RewardError(
+        f'question {group[0].question.id!r} has {len(group)} samples and '
+        f'votes={votes}: all of a group vote; set it to config.rollout.group'
+      )
+    question = group[0].question
+    alive = [i for i, t in enumerate(group) if not t.failed]
+    answers = [context.env.answer(group[i]) for i in alive]
+    keys = equivalence.keys(answers, match, question.meta.get('aliases', ()))
+    rows, at = at + np.array(alive, int), at + votes
+    label = choose(keys, question, context.step)
+    note('abstained', rows, label is None)
+    if alive and label is None:
+      silent.append(question.id)
+    trained = rows[np.array(alive, int) < train]
+    if label is not None:
+      valid[trained] = True
+      value[rows] = [key == label for key in keys]
+      counts = [keys.count(key) for key in set(keys) - {None}]
+      note('tie', rows, counts.count(max(counts)) > 1)
+      note('majority_ratio', rows, keys.count(label) / votes)
+    if not any(a.strip() for a in question.answers):
+      continue
+    good = {key for key, answer in zip(keys, answers) if key and (
+      equivalence.correct(answer, question.answers, match)
+    )}
+    right = [key in good for key in keys]
+    note('right', rows, right)
+    if len(alive) == votes:
+      note(f'pass@{votes}', rows, any(right))
+      note(f'pass@{train}', rows, metrics.pass_at_k(votes, sum(right), train))
+      note(f'maj@{votes}', rows, metrics.maj_at_k(keys, right, votes))
+    if label is not None:
+      note('label_accuracy', rows, label in good)
+      note('reward_accuracy', trained, (
+        value[rows] == np.array(right))[: len(trained)])
+  if len(silent) > max_abstained * len(groups):
+    raise RewardError(
+      f'{len(silent)} of {len(groups)} questions have no vote under '
+      f'match={match!r} ({", ".join(map(repr, silent[:3]))}, ...), above '
+      f'max_abstained={max_abstained}: no answer of theirs parses. Look at the '
+      'trajectories; use the match, and the config.env.answer, of such answers'
+    )
+  return Rewards(value, valid, parts=parts)
