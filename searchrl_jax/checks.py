@@ -16,6 +16,7 @@ from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.sources import none
+from searchrl_jax.sources import simulated
 from searchrl_jax.evaluators import passk
 from searchrl_jax.types import Question
 
@@ -231,6 +232,8 @@ def check_engine(config: ConfigDict) -> None:
         f'config.{package[:-1]}.module={name!r} has no function make: it is a '
         'part of another one'
       )
+  if config.source.module == simulated.SIMULATED:
+    simulated.check(config.source.simulator)
   env = config.env
   if config.source.module == none.NONE and (
     env.real_searches or env.information == 'source' and env.max_turns

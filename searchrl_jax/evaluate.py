@@ -131,26 +131,23 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   with setup.retrieval(config, out) as url, Loop() as loop:
     engine = setup.engine(config, cfg, params, tok, mesh, out)
     loop.at_exit(engine.shutdown)
-    source = setup.source(config, url)
+    source = setup.source(config, url, lambda: engine, tok, mesh, out)
     loop.at_exit(source.close)
     judge = setup.judge(config)
     if judge:
       loop.at_exit(judge.close)
       loop.run(judge.check())
-    if engine.version is None:  # a server that holds no weights yet
-      env = setup.environment(config, tok)
-      logps = sync.forward_logps(cfg, mesh)
-      loop.run(sync.sync_and_verify(
-        engine, params, 0, sync.canary_ids(env, [Question(
-          id='canary', text='who ?',
-          messages=({'role': 'user', 'content': 'who ?'},),
-        )]),
-        lambda ids: logps(params, ids), config.engine.canary_tolerance,
-      ))
+    loop.run(setup.first_weights(
+      config, engine, cfg, params, mesh,
+      sync.canary_ids(setup.environment(config, tok), [Question(
+        id='canary', text='who ?',
+        messages=({'role': 'user', 'content': 'who ?'},),
+      )]),
+    ))
     try:
       about = loop.run(source.check())
     except SourceError as e:
-      if not config.source.corpus:
+      if not config.source.url or not config.source.corpus:
         raise
       raise SourceError(
         f'{e} Or give --config.source.url= (empty), which starts one over '

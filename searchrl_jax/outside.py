@@ -44,7 +44,7 @@ def prompt_parts(
         "renders; use data.prompt='template'"
       )
     if tokenizer.has_chat:
-      return _chat_parts(
+      return chat_parts(
         tokenizer,
         [(m['role'], [(m['content'], False)]) for m in question.messages],
       )
@@ -62,13 +62,13 @@ def prompt_parts(
   if isinstance(template.prompt, str):
     parts = fill(template.prompt)
   else:
-    parts = _chat_parts(
+    parts = chat_parts(
       tokenizer, [(role, fill(content)) for role, content in template.prompt]
     )
   return neutraliser(template, tokenizer).parts(parts)
 
 
-def _chat_parts(
+def chat_parts(
   tokenizer, messages: Sequence[tuple[str, Sequence[Part]]]
 ) -> list[Part]:
   """Renders stand-ins, then puts each text in its place.

@@ -29,6 +29,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.env import Done, Search, SearchEnv
 from searchrl_jax.signals import NonFinite, Signals, Stopped
+from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import (
   Question,
@@ -176,6 +177,11 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
 def sft(config, workdir: str) -> dict[str, float]:
   """Warm-starts for config.sft.steps updates; returns the last metrics."""
   checks.check_engine(config)
+  if config.source.module == simulated.SIMULATED:
+    raise checks.ConfigError(
+      "config.source.module='simulated' in a warm start, whose traces read "
+      "what a search finds: give --config.source.module=service"
+    )
   c = config.sft
   if c.warmup < 0 or (c.schedule != 'constant' and c.warmup >= c.steps):
     raise checks.ConfigError(

@@ -118,7 +118,7 @@ def train(config, workdir: str) -> dict[str, float]:
     ) as writer,
     Signals() as signals,
   ):
-    source = setup.source(config, url)
+    source = setup.source(config, url, lambda: engine, tok, mesh, workdir)
     signals.at_exit(source.close)
     judge = setup.judge(config)
     if judge:

@@ -47,6 +47,7 @@ from searchrl_jax.types import Group, Rewards
 MAY_DIFFER = (
   'log',
   'source.url',
+  'source.simulator.url',
   'data.dir',
   'train.seconds',
   'checkpoint.every',

@@ -1,0 +1,156 @@
+"""ZeroSearch (Sun et al., arXiv 2505.04588): RL against a simulated search.
+
+  python -m searchrl_jax.sft --config=configs/search_r1.py --workdir=runs/warm
+  python -m searchrl_jax.sft --config=configs/zerosearch.py:learns=simulator \\
+    --workdir=runs/simulator
+  python -m searchrl_jax.train --config=configs/zerosearch.py \\
+    --workdir=runs/zerosearch --config.train.init=runs/warm \\
+    --config.source.simulator.path=runs/simulator
+  python -m searchrl_jax.evaluate --workdir=runs/zerosearch \\
+    --config.source.module=service
+
+is the small form: Search-R1's model and world, and a simulator of the same
+size that invents documents (experiments/zerosearch/documents.py). No search
+engine runs while it trains; the evaluation is on the real one. With a
+checkpoint it is the full size, on Search-R1's data, five documents a query:
+
+  python -m searchrl_jax.train \\
+    --config=configs/zerosearch.py:model=Qwen/Qwen2.5-3B,simulator=URL \\
+    --workdir=runs/zerosearch_3b --config.data.dir=DATA
+
+experiments/zerosearch/ has figures and the full-size commands. Arguments:
+
+  model      '' = the small form
+  algorithm  grpo, ppo, reinforce
+  reward     f1; em
+  noise      curriculum: the share of noisy documents grows from 0 to 0.5;
+             a number: it stays there
+  simulator  http://...: an OpenAI-compatible server; a run or Hugging Face
+             folder: on an engine beside the policy's; '' = the policy itself
+  layout, folder  of the questions, as configs/seven.py has them
+  learns     policy; simulator: the small one's own warm start
+  seed
+
+The default is the released behaviour without its bugs. Otherwise than there:
+
+  * each query is simulated with its own question and golden answers; there
+    they are paired by position, which slips once trajectories have finished;
+  * which queries get noise follows from the seed, trajectory, turn and step,
+    so that a run can be resumed; there a draw of its own each time;
+  * T of the curriculum is config.train.steps, and steps count from 0;
+  * a reply without a document is asked for again, then the trajectory is left
+    out; there whatever came is the observation;
+  * documents are outside text: no tag or control token in them acts;
+  * prompts of the simulator are in our words, see SIMULATE;
+  * REINFORCE has the mean of the other returns of the batch as baseline;
+  * what configs/search_r1.py says of tokens, masks and groups.
+"""
+
+from configs import common
+from configs import search_r1
+from experiments.zerosearch import documents
+from ml_collections import ConfigDict
+
+REWARDS = {
+  'f1': dict(fn='answer.f1', weight=1.0),
+  'em': dict(fn='answer.em', weight=1.0),
+}
+# What a general model is asked with.
+SIMULATE = (
+  'Play a search engine. Somebody who wants to know "{{question}}" (the right '
+  'answer: {{answers}}) searches for: {{query}}\n\nWrite the {{k}} documents '
+  'that the search engine returns, about 30 words each. {manner} Begin each '
+  'one on a line of its own with "Doc 1:", "Doc 2:" and so on, and write '
+  'nothing else.'
+)
+USEFUL = SIMULATE.format(
+  manner='They are useful: they answer the query, with what is needed to '
+  'come to the right answer.'
+)
+NOISY = SIMULATE.format(
+  manner='They are noise: near the words of the query, but of no use, without '
+  'the right answer.'
+)
+_DOC = r'^\W*Doc(?:ument)?\s*\d+\W*[:.]\**'
+DOCUMENT = rf'(?ms){_DOC}\s*(.+?)\s*(?={_DOC}|\Z)'
+
+
+def get_config(arg=None):
+  a = common.parse_arg(
+    arg, seed=0, model='', algorithm='grpo', reward='f1', noise='curriculum',
+    simulator='', layout='search_r1', folder='', learns='policy',
+  )
+  for name, known in (
+    ('reward', REWARDS), ('learns', ('policy', 'simulator')),
+  ):
+    if a[name] not in known:
+      raise ValueError(
+        f'config argument {name}={a[name]!r}: one of '
+        f'{", ".join(map(repr, known))}'
+      )
+  if a.learns == 'simulator' and a.model:
+    raise ValueError(
+      'config argument learns=simulator is the small form; leave model out (at '
+      'full size a simulator is a checkpoint, prompted or tuned elsewhere)'
+    )
+  c = search_r1.get_config(
+    f'seed={a.seed},model={a.model},algorithm={a.algorithm},'
+    f'layout={a.layout},folder={a.folder}'
+  )
+  c.name = 'zerosearch'
+  c.reward = ConfigDict({a.reward: REWARDS[a.reward]})
+  c.rollout.search_attempts = 1  # the source itself asks again
+  s = c.source.simulator
+  c.source.module = 'simulated'
+  served = a.simulator.startswith(('http://', 'https://'))
+  s['url' if served else 'path'] = a.simulator
+  s.noise_to = 0.5
+  if a.noise != 'curriculum':
+    s.noise_from = s.noise_to = _share(a.noise)
+  (_full if a.model else _small)(c, s, a)
+  return c
+
+
+def _share(noise: str) -> float:
+  try:
+    return float(noise)
+  except ValueError:
+    raise ValueError(
+      f'config argument noise={noise!r}: curriculum, or a share in 0..1'
+    ) from None
+
+
+def _small(c, s, a):
+  # As search_r1's template 'micro' asks a question, and its answer is read.
+  s.useful = f'Question: {documents.USEFUL}?\n'
+  s.noisy = f'Question: {documents.NOISY}?\n'
+  s.document = '<answer> (.+?) </answer>'
+  s.stops = ('</answer>',)
+  s.chat = False
+  s.max_tokens = 40
+  s.engine = ConfigDict(dict(slots=64, max_len=96, prefill_rows=16))
+  c.train.steps = 30
+  c.checkpoint.best = ''  # what it trains on is no measure of real searches
+  if a.learns == 'simulator':
+    c.source.module = 'none'
+    c.env.information = 'policy'  # one generation: a document is an answer
+    c.env.max_turns = 0
+    c.env.max_turn_tokens = 48
+    c.env.max_tokens = c.engine.max_len = 96
+    c.sft.data = ConfigDict(dict(
+      module='experiments.zerosearch.documents', n=40_000, worlds=60,
+      train=400, relations=4, useful=0.6,
+    ))
+    c.sft.steps = 2000
+    c.batch.lengths = (64, 96)
+
+
+def _full(c, s, a):
+  s.useful, s.noisy, s.document = USEFUL, NOISY, DOCUMENT
+  s.max_tokens = 512
+  s.temperature = 0.8
+  c.source.k = 5
+  c.env.max_turns = 4  # five generations
+  c.train.steps = 203
+  if a.algorithm == 'grpo':
+    c.rollout.questions = 64

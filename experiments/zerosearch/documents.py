@@ -1,0 +1,185 @@
+"""What the small simulator learns: documents for queries, useful and noisy.
+
+The simulator is a language model that is told a question, its golden answer, a
+query and whether the document shall be of use, and writes the document. Its
+warm start (`sft`) sees generated worlds of its own, never the run's, and only
+train people of them.
+
+A useful document on a person that the question leads to holds what is asked.
+The real world's links are not in its prompt, so it invents them: a believed
+teacher and a believed rival follow from a person's name by a fixed rule, which
+the simulator learns. Whoever asks for somebody else than the question leads to
+reads about that person, and not the gold. A noisy document is of another
+person, or states other facts of the right one.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from searchrl_jax.data import microworld
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.core import Trace
+from searchrl_jax.types import Question
+
+# Their worlds begin here, far from the runs' and from those of microtraces.
+DOCUMENT_WORLDS = 1_500_000_000
+# The text that the simulator is asked with, within a template's prompt. The
+# answer stands next to the relation that is asked for, so that two layers can
+# learn to put it there.
+USEFUL = '{answers}: {question} search: {query} use'
+NOISY = '{answers}: {question} search: {query} not use'
+# What a policy asks for: the person of the question, the one that it leads
+# to, a first name or a relation alone, anybody.
+QUERIES = dict(person=0.5, bridge=0.25, poor=0.15, other=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beliefs:
+  """Who is linked to whom, in the simulator's imagination.
+
+  Each word of a name is mapped on its own, for each link in its own way.
+  """
+
+  words: Mapping[str, Mapping[str, str]]  # link -> word -> word
+
+  @classmethod
+  def of(cls, seed: int, settings: microworld.Settings) -> 'Beliefs':
+    rng = np.random.default_rng([seed, 22])
+    words = {link: {} for link in microworld.LINKS}
+    for known in words.values():
+      for kind in ('first', 'second'):
+        pool = microworld.invented(getattr(settings, kind), kind)
+        cycle = rng.permutation(len(pool))  # nobody is linked to himself
+        known.update(
+          (pool[a], pool[b])
+          for a, b in zip(cycle, np.roll(cycle, 1), strict=True)
+        )
+    return cls(words)
+
+  def __call__(self, link: str, name: str) -> str:
+    return ' '.join(self.words[link][word] for word in name.split())
+
+
+def traces(
+  *, world_seed: int, worlds: int, n: int, train: int, relations: int,
+  useful: float,
+) -> list[Trace]:
+  """n documents, each the answer to what the simulator is asked with.
+
+  Args:
+    world_seed: of the run's world; the documents' worlds and the beliefs
+      follow from it.
+    worlds: how many worlds, which share n evenly.
+    n: how many documents.
+    train: people of each world, see `microworld.generate`; so is relations.
+    relations: see above.
+    useful: fraction of useful ones.
+
+  Raises:
+    DataError: a fraction out of range, or a world that cannot be.
+  """
+  if not 0 <= useful <= 1:
+    raise DataError(f'useful={useful} must lie between 0 and 1')
+  if worlds < 1 or n < worlds:
+    raise DataError(f'n={n} documents of worlds={worlds}: at least one of each')
+  out = []
+  for i in range(worlds):
+    world = microworld.generate(
+      DOCUMENT_WORLDS + world_seed * 1000 + i, train=train,
+      relations=relations,
+    )
+    writer = _Writer(
+      world, Beliefs.of(world_seed, world.settings),
+      np.random.default_rng([world_seed, i, 23]),
+    )
+    pool = microworld.pick(world, 'train')
+    for j in range(n * (i + 1) // worlds - n * i // worlds):
+      out.append(writer.trace(
+        pool[j % len(pool)], useful=writer.rng.random() < useful
+      ))
+  return out
+
+
+def text_of(name: str, facts: Mapping[str, str]) -> str:
+  """A passage as microworld's corpus has it."""
+  return f'{name}: ' + '; '.join(f'{r} {v}' for r, v in facts.items()) + '.'
+
+
+class _Writer:
+  """Writes the documents of one world."""
+
+  def __init__(self, world: microworld.World, beliefs: Beliefs, rng):
+    self.world, self.beliefs, self.rng = world, beliefs, rng
+    self.people = microworld.names(world.settings, 'train')
+    self.known = [name for name in self.people if name in world.facts]
+    self.by_first = {}
+    for name in self.people:
+      self.by_first.setdefault(name.split()[0], []).append(name)
+
+  def trace(self, question: Question, useful: bool) -> Trace:
+    (gold,) = question.answers
+    query = self.query(question)
+    told = (USEFUL if useful else NOISY).format(
+      question=question.text, answers=gold, query=query
+    )
+    document = (self.useful if useful else self.noisy)(question, query)
+    asked = dataclasses.replace(question, text=told)
+    return Trace(asked, (('answer', document),))
+
+  def one(self, among: Sequence[str]) -> str:
+    return among[self.rng.integers(len(among))]
+
+  def query(self, question: Question) -> str:
+    name, first, *_ = question.meta['path']
+    kind = self.rng.choice(list(QUERIES), p=list(QUERIES.values()))
+    if kind == 'poor':
+      return self.one([name.split()[0], question.meta['path'][-1]])
+    if kind == 'other':
+      return self.one(self.people)
+    if kind == 'bridge' and first in microworld.LINKS:
+      # The other link's person as well: a policy takes one for the other.
+      link = first if self.rng.random() < 0.8 else self.one(microworld.LINKS)
+      return self.beliefs(link, name)
+    return name
+
+  def useful(self, question: Question, query: str) -> str:
+    name, *path = question.meta['path']
+    if query == name:
+      asked = {path[0]: question.answers[0]} if len(path) == 1 else {}
+      return self.document(name, self.world.facts[name], asked)
+    if len(path) == 2 and query == self.beliefs(path[0], name):
+      holder = self.world.facts[name][path[0]]
+      return self.document(
+        query, self.world.facts[holder], {path[1]: question.answers[0]}
+      )
+    return self.document(
+      self.found(query), self.world.facts[self.one(self.known)], {}
+    )
+
+  def noisy(self, question: Question, query: str) -> str:
+    """Of another person half the time; without the gold always."""
+    name = self.found(query)
+    if self.rng.random() < 0.5:
+      name = self.one(self.people)
+    while True:
+      facts = dict(self.world.facts[self.one(self.known)])
+      for link in facts.keys() & set(microworld.LINKS):
+        facts[link] = self.one(self.people)
+      if question.answers[0] not in facts.values():
+        return text_of(name, facts)
+
+  def found(self, query: str) -> str:
+    """Whom a search with the query finds: by a whole name, or part of one."""
+    if len(query.split()) == 2:
+      return query
+    return self.one(self.by_first.get(query, self.people))
+
+  def document(self, name, facts, asked: Mapping[str, str]) -> str:
+    """The facts, with believed links, but for what is asked."""
+    believed = {
+      r: self.beliefs(r, name) if r in microworld.LINKS else v
+      for r, v in facts.items()
+    }
+    return text_of(name, {**believed, **asked})

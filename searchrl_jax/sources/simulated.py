@@ -1,0 +1,239 @@
+"""A language model in place of the search engine (ZeroSearch).
+
+Sun et al., arXiv 2505.04588: while a policy trains, a simulator writes the
+documents of each query, useful ones or, with probability p(t) in step t of T,
+
+    p(t) = p_s + (b ** (t / T) - 1) / (b - 1) * (p_e - p_s),
+
+noisy ones. It is told the query's own question and golden answers. What it
+writes is outside text, as a passage is. A reply without a document is asked
+for again and then a failed search, never an empty result (design 5.4).
+"""
+
+import asyncio
+import hashlib
+import re
+import string
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from searchrl_jax import outside
+from searchrl_jax.chat import Chat, ChatError
+from searchrl_jax.engines.core import Engine, EngineError, Sampling
+from searchrl_jax.sources.core import SourceError
+from searchrl_jax.types import (
+  Passage,
+  Prompt,
+  SearchError,
+  SearchRequest,
+  SearchResult,
+)
+
+SIMULATED = 'simulated'  # config.source.module
+SLOTS = ('question', 'answers', 'query', 'k')
+_WHERE = 'config.source.simulator'
+
+
+class Writer(NamedTuple):
+  """Who writes the documents, where no server does."""
+
+  engine: Callable[[], Engine]  # asked for when it writes
+  tokenizer: Any
+  # Makes an engine of the source's own ready; None: the policy's engine.
+  start: Callable[[], Awaitable[None]] | None
+
+
+def check(config: ConfigDict) -> None:
+  """Finds fields of config.source.simulator that cannot work.
+
+  Raises:
+    ValueError: names the field, what it is and the mend.
+  """
+  for name in ('useful', 'noisy'):
+    try:
+      used = {field for _, field in _slots(config[name]) if field is not None}
+    except ValueError as e:
+      raise ValueError(f'{_WHERE}.{name}: {e}; write a brace twice') from e
+    if 'query' not in used or used - set(SLOTS):
+      raise ValueError(
+        f'{_WHERE}.{name}={config[name]!r}: a prompt with {{query}}, and any '
+        f'of {SLOTS}'
+      )
+  try:
+    groups = re.compile(config.document).groups
+  except re.error as e:
+    raise ValueError(f'{_WHERE}.document: no regular expression: {e}') from e
+  if not groups:
+    raise ValueError(
+      f'{_WHERE}.document={config.document!r}: needs a group, the text of one '
+      'document'
+    )
+  for name, low, high in (
+    ('noise_from', 0, 1), ('noise_to', 0, 1), ('steps', 1, float('inf')),
+    ('max_tokens', 1, float('inf')), ('attempts', 1, float('inf')),
+    ('temperature', 0, float('inf')),
+  ):
+    if not low <= config[name] <= high:
+      raise ValueError(
+        f'{_WHERE}.{name}={config[name]}: between {low} and {high}'
+      )
+  if config.base <= 1:
+    raise ValueError(f'{_WHERE}.base={config.base}: above 1')
+
+
+def noise(config: ConfigDict, step: int) -> float:
+  """p(t): the share of queries that are answered by noisy documents."""
+  grown = config.base ** min(step / config.steps, 1.0) - 1
+  span = config.noise_to - config.noise_from
+  return config.noise_from + grown / (config.base - 1) * span
+
+
+class SimulatedSource:
+  """Documents that a language model writes; see `check` for its config.
+
+  Whether a query's are useful, and the random stream they are sampled from,
+  follow from (seed, trajectory, turn, step) and the query: arrival order
+  cannot show, and a resumed run asks the same again.
+  """
+
+  def __init__(self, config: ConfigDict, seed: int,
+               writer: Callable[[], Writer]):
+    """Makes a source; a server is asked nothing yet.
+
+    Args:
+      config: config.source.
+      seed: config.seed.
+      writer: makes the engine, called if config.simulator.url is empty.
+    """
+    self._config, self._seed = config.simulator, seed
+    check(self._config)
+    self._document = re.compile(self._config.document)
+    self._chat = self._writer = None
+    if self._config.url:
+      self._chat = Chat(self._config, _WHERE)
+    else:
+      self._writer = writer()
+
+  async def search(
+    self, requests: Sequence[SearchRequest]
+  ) -> list[SearchResult | SearchError]:
+    """One answer for each request, in order; never raises for a query."""
+    return list(await asyncio.gather(*map(self._answer, requests)))
+
+  async def check(self) -> Mapping[str, object]:
+    """Makes the simulator ready; who it is, as `identity`.
+
+    Raises:
+      SourceError: nobody at config.source.simulator.url serves the model.
+    """
+    name = self._config.path or 'the policy'
+    if self._chat:
+      try:
+        name = (await self._chat.check())['model']
+      except ChatError as e:
+        raise SourceError(str(e)) from e
+    elif self._writer.start:
+      await self._writer.start()
+    return {'identity': {'simulator': name}}
+
+  async def close(self) -> None:
+    if self._chat:
+      await self._chat.close()
+    elif self._writer.start:
+      await self._writer.engine().shutdown()
+
+  async def _answer(
+    self, request: SearchRequest
+  ) -> SearchResult | SearchError:
+    begin = time.monotonic()
+    drawn = self._drawn(request) / 2**32
+    useful = drawn >= noise(self._config, request.step)
+    question = request.question
+    values = {
+      'query': request.query, 'k': str(request.k),
+      'question': question.text if question else '',
+      'answers': ' or '.join(question.answers) if question else '',
+    }
+    parts = []
+    for literal, field in _slots(
+      self._config.useful if useful else self._config.noisy
+    ):
+      parts.append((literal, True))
+      if field is not None:
+        if not values[field]:
+          return SearchError(
+            request, 'rejected', f'{_WHERE} is told the {field}, and this '
+            "query's question has none: search for real, with "
+            "config.source.module='service'"
+          )
+        parts.append((values[field], False))
+    reply = ''
+    try:
+      for attempt in range(self._config.attempts):
+        reply = await self._write(
+          parts, self._drawn(request, request.query, attempt)
+        )
+        found = list(self._document.finditer(reply))[: request.k]
+        passages = tuple(
+          _passage(match, f'{"useful" if useful else "noisy"}-{i}')
+          for i, match in enumerate(found, 1)
+        )
+        if passages and all(p.text for p in passages):
+          seconds = time.monotonic() - begin
+          return SearchResult(request, passages, seconds)
+    except ChatError as e:
+      return SearchError(request, e.kind, str(e))
+    except EngineError as e:
+      return SearchError(request, 'rejected', f'{_WHERE}: {e}')
+    return SearchError(
+      request, 'bad_response', f'{_WHERE}: {self._config.attempts} replies '
+      f'without a document ({_WHERE}.document), the last: {reply[:200]!r}'
+    )
+
+  def _drawn(self, request: SearchRequest, *more) -> int:
+    name = (self._seed, request.trajectory, request.turn, request.step, *more)
+    digest = hashlib.blake2b(repr(name).encode(), digest_size=4).digest()
+    return int.from_bytes(digest)
+
+  async def _write(self, parts: Sequence[outside.Part], seed: int) -> str:
+    c = self._config
+    if self._chat:
+      return await self._chat.reply(
+        [{'role': 'user', 'content': ''.join(text for text, _ in parts)}],
+        max_tokens=c.max_tokens, temperature=c.temperature, seed=seed,
+      )
+    engine, tokenizer = self._writer.engine(), self._writer.tokenizer
+    if c.chat:
+      parts = outside.chat_parts(tokenizer, [('user', parts)])
+    handle = engine.open(
+      Prompt(tuple(tokenizer.encode_parts(parts, start=True)))
+    )
+    try:
+      done = await engine.generate(handle, Sampling(
+        max_tokens=c.max_tokens, temperature=c.temperature, stops=c.stops,
+        stop_ids=tokenizer.eos_ids, seed=seed,
+      ))
+    finally:
+      engine.close(handle)
+    return tokenizer.decode(done.ids)
+
+
+def make(config: ConfigDict, *, seed: int, writer: Callable[[], Writer],
+         **_: object) -> SimulatedSource:
+  """The source of `config.source` (module='simulated')."""
+  return SimulatedSource(config, seed, writer)
+
+
+def _slots(text: str):
+  """(literal, field after it or None), ..."""
+  for literal, field, _, _ in string.Formatter().parse(text):
+    yield literal, field
+
+
+def _passage(match: re.Match, name: str) -> Passage:
+  fields = {'title': '', 'text': match.group(1), **match.groupdict('')}
+  title, text = (' '.join(fields[f].split()) for f in ('title', 'text'))
+  return Passage(f'simulated-{name}', title, text)
