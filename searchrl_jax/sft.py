@@ -23,6 +23,7 @@ from searchrl_jax import checks
 from searchrl_jax import command
 from searchrl_jax import objectives
 from searchrl_jax import optim
+from searchrl_jax import prompts
 from searchrl_jax import setup
 from searchrl_jax import update
 from searchrl_jax.data import core as data
@@ -124,6 +125,8 @@ def searcher(source):
 def examples(config, env, search) -> list[Trajectory]:
   """The rendered traces; those that do not fit the budgets are left out.
 
+  env: of config.env.template; a trace's own template has one of its own.
+
   Raises:
     ValueError: more than a tenth does not fit.
   """
@@ -136,8 +139,14 @@ def examples(config, env, search) -> list[Trajectory]:
       + (' that is good, and config.sft.good_only asks for these'
          if config.sft.good_only else '')
     )
+  envs = {'': env} | {
+    name: SearchEnv(
+      env.tokenizer, prompts.load(name), env.config, env.prompt_mode, env.k
+    )
+    for name in {t.template for t in traces} if name
+  }
   rendered = [
-    render(t, env, i) for i, t in enumerate(
+    render(t, envs[t.template], i) for i, t in enumerate(
       tqdm.tqdm(traces, 'traces', unit='trace', disable=None)
     )
   ]

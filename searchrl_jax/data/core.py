@@ -52,11 +52,13 @@ class Trace:
     the rest is what the policy is to write.
   good: it searches, reads and answers right. Controls (`sft_only`) keep
     these; a warm start mixes in others, so that RL has something to select.
+  template: in place of config.env.template, for another role.
   """
 
   question: Question | None
   actions: tuple[tuple[str, str | tuple[Passage, ...]], ...]
   good: bool = True
+  template: str = ''
 
   def __post_init__(self):
     for kind, payload in self.actions:

@@ -316,20 +316,26 @@ def pick(
   return out[: n or most]
 
 
-def vocabulary(settings: Settings = Settings()) -> list[str]:
-  """Every token string, in id order; fixed by the settings."""
+def vocabulary(
+  settings: Settings = Settings(), more: Sequence[str] = ()
+) -> list[str]:
+  """Every token string, in id order; fixed by the settings.
+
+  more: words of a world of your own.
+  """
   words = [
     *WORDS, *ATTRIBUTES, *LINKS, *invented(settings.first, 'first'),
     *invented(settings.second, 'second'), *pools(settings)['town'],
     *CRAFTS, *EMBLEMS, *map(str, range(10)), *MARKS,
-    *(f'<{slash}{tag}>' for tag in TAGS for slash in ('', '/')),
+    *(f'<{slash}{tag}>' for tag in TAGS for slash in ('', '/')), *more,
   ]
   words = list(dict.fromkeys(words))
   return [PAD, EOS, UNK, '\n', ' ', *(' ' + w for w in words), *words]
 
 
 def tokenizer(
-  folder: str | os.PathLike, settings: Settings = Settings()
+  folder: str | os.PathLike, settings: Settings = Settings(),
+  more: Sequence[str] = (),
 ) -> str:
   """Writes a whole-word Hugging Face tokenizer; returns the folder.
 
@@ -341,7 +347,7 @@ def tokenizer(
   from tokenizers import decoders, models, pre_tokenizers
   import transformers
 
-  ids = {token: i for i, token in enumerate(vocabulary(settings))}
+  ids = {token: i for i, token in enumerate(vocabulary(settings, more))}
   tok = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=UNK))
   tok.pre_tokenizer = pre_tokenizers.Split(
     tokenizers.Regex(SPLIT), behavior='isolated'

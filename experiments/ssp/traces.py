@@ -1,0 +1,262 @@
+"""Warm-start traces of the three roles, on worlds and people of their own.
+
+  solver    mostly one-hop questions; of longer ones it stops short more often
+            than not, and the more often the deeper it is; now and then it goes
+            a step too far
+  proposer  90 % one-hop questions, 8 % two, 2 % three; some name a wrong
+            person (which a reader of the evidence can find out), some ask the
+            other way round (which may have several answers)
+  verifier  reads what stands in its prompt, a statement a hop, up to four; a
+            share of questions has no answer there, and it says so
+
+So all that self-play can select exists, and what it must find is rare.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.ssp import oracle
+from experiments.ssp import world as worlds
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.core import Trace
+from searchrl_jax.types import Passage, Question
+
+NOTHING = 'not found'
+FACT_TOKENS = 6  # of a statement in a passage
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+  """How the traces behave; all are chances.
+
+  solver, proposer: shares of the traces, the rest is the verifier's.
+  asked, proposed: of 1, 2, ... hops.
+  short: that the solver stops after 1, 2, ... hops though there are more.
+  long: that it goes on after the last hop.
+  wrong: that a proposal names another person; around: that it asks for who
+  points at somebody.
+  absent: that the verifier's question has no answer in its evidence.
+  """
+
+  solver: float
+  proposer: float
+  asked: Sequence[float]
+  proposed: Sequence[float]
+  short: Sequence[float]
+  long: float
+  wrong: float
+  around: float
+  absent: float
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      for p in value if isinstance(value, Sequence) else (value,):
+        if not 0 <= p <= 1:
+          raise DataError(f'{field.name}={value}: shares from 0 to 1')
+    for name in ('asked', 'proposed'):
+      if abs(sum(getattr(self, name)) - 1) > 1e-6:
+        raise DataError(f'{name}={getattr(self, name)} must sum to 1')
+    if self.solver + self.proposer > 1:
+      raise DataError('solver + proposer must not exceed 1')
+    if len(self.short) < len(self.asked) - 1:
+      raise DataError(
+        f'short={self.short} needs a chance for each hop of asked but the last'
+      )
+
+
+def traces(
+  *,
+  world_seed: int,
+  worlds: int,
+  n: int,
+  people: int,
+  bundles: int,
+  prompt_tokens: int,
+  proposer: str,
+  verifier: str,
+  mix: dict,
+  seed: int = 0,
+) -> list[Trace]:
+  """Traces of all roles, shuffled.
+
+  Args:
+    world_seed: of the run's world; those of the traces follow from it.
+    worlds: how many.
+    n: how many traces, shared evenly.
+    people: of each world, see `world.generate`.
+    bundles: most foreign bundles of passages before a verifier's question.
+    prompt_tokens: that these may fill.
+    proposer: template of its traces; the solver's is config.env.template.
+    verifier: template of its traces.
+    mix: the fields of `Mix`.
+    seed: of the behaviours.
+
+  Raises:
+    DataError: a share out of range, or a world that cannot be.
+  """
+  mix = Mix(**mix)
+  if worlds < 1 or n < worlds:
+    raise DataError(f'n={n} traces of worlds={worlds}: at least one of each')
+  out = []
+  for i in range(worlds):
+    writer = _Writer(
+      world_seed * 1000 + i, people, np.random.default_rng([seed, i, 26]), mix,
+      bundles, prompt_tokens,
+    )
+    for _ in range(n * (i + 1) // worlds - n * i // worlds):
+      draw = writer.rng.random()
+      if draw < mix.solver:
+        out.append(writer.solver())
+      elif draw < mix.solver + mix.proposer:
+        out.append(dataclasses.replace(writer.proposer(), template=proposer))
+      else:
+        out.append(dataclasses.replace(writer.verifier(), template=verifier))
+  return out
+
+
+class _Writer:
+  """Writes the traces of one world."""
+
+  def __init__(self, seed, people, rng, mix: Mix, bundles, tokens):
+    self.world = worlds.warm(worlds.TRACE_WORLDS + seed, people)
+    self.oracle = oracle.Oracle(self.world.facts)
+    self.people = list(self.world.facts)
+    self.rng, self.mix = rng, mix
+    self.bundles, self.tokens = bundles, tokens
+
+  def chance(self, p: float) -> bool:
+    return self.rng.random() < p
+
+  def one(self, items):
+    return items[self.rng.integers(len(items))]
+
+  def hops(self, shares) -> int:
+    return 1 + int(self.rng.choice(len(shares), p=shares))
+
+  def path(self, hops: int) -> tuple[str, list[tuple[str, str]]]:
+    """(an answer, a path to it that long): see `world.path`."""
+    while True:
+      answer = self.one(self.people)
+      steps = worlds.path(self.world, answer, hops, self.rng)
+      if len(steps) == hops:
+        return answer, steps
+
+  def passage(self, name: str) -> Passage:
+    return Passage(
+      self.world.ids[name], name,
+      worlds.passage(name, self.world.facts[name]),
+    )
+
+  def look_up(self, thought: str, name: str) -> list:
+    return [
+      ('think', thought), ('search', name),
+      ('information', (self.passage(name),)),
+    ]
+
+  def step(self, name: str, relation: str) -> str:
+    """Somebody that `relation` of `name` leads to."""
+    return self.one([v for r, v in self.world.facts[name] if r == relation])
+
+  # The solver.
+
+  def solver(self) -> Trace:
+    hops = self.hops(self.mix.asked)
+    if hops == 1 and self.chance(self.mix.around):
+      name = self.one(self.people)
+      relations = [self.one(self.world.facts[name])[0]]
+    else:
+      _, steps = self.path(hops)
+      name, relations = steps[-1][1], [r for r, _ in reversed(steps)]
+    question = self.asked(name, relations)
+    actions, at = self.look_up(f'find {name}', name), name
+    last = len(relations)
+    for n, relation in enumerate(relations, 1):
+      value = self.step(at, relation)
+      stops = n == last or self.chance(self.mix.short[n - 1])
+      thought, at = f'{at} {relation} {value}', value
+      if not stops or n == last and self.chance(self.mix.long):
+        actions += self.look_up(thought, value)
+        if n < last:
+          continue
+        relation, value = self.one(self.world.facts[at])
+        thought, at = f'{at} {relation} {value}', value
+      break
+    actions += [('think', thought), ('answer', at)]
+    return Trace(question, tuple(actions), at in question.answers)
+
+  def asked(self, name, relations) -> Question:
+    found = {name}
+    for relation in relations:
+      found = {
+        v for x in found for r, v in self.world.facts[x] if r == relation
+      }
+    text = worlds.text(name, relations)
+    return Question('trace', text, tuple(sorted(found)), hops=len(relations))
+
+  # The proposer.
+
+  def proposer(self) -> Trace:
+    hops, mix = self.hops(self.mix.proposed), self.mix
+    answer, steps = self.path(hops)
+    if hops == 1 and self.chance(mix.around):
+      relation, other = self.one(self.world.facts[answer])
+      steps = [(worlds.INVERSE[relation], other)]
+    actions, relations = self.look_up(answer, answer), []
+    for relation, name in steps:
+      relations.insert(0, relation)
+      actions += self.look_up(worlds.chain(name, relations), name)
+    name, good = steps[-1][1], True
+    if self.chance(mix.wrong):
+      name, good = self.one([v for _, v in self.world.facts[name]]), False
+    text = worlds.text(name, relations)
+    good = good or self.oracle.judge(text, [answer]).valid
+    actions.append(('answer', text))
+    return Trace(
+      Question('trace', answer, (answer,)), tuple(actions), good
+    )
+
+  # The verifier.
+
+  def verifier(self) -> Trace:
+    hops = self.hops([0.25] * 4)
+    answer, steps = self.path(hops)
+    own = [answer, *(name for _, name in steps)]
+    start, relations = steps[-1][1], [r for r, _ in reversed(steps)]
+    if hops == 1 and self.chance(self.mix.around):
+      relation, other = self.one(self.world.facts[answer])
+      own, start = [answer, other], other
+      relations = [worlds.INVERSE[relation]]
+    if self.chance(self.mix.absent):
+      start = self.one([v for _, v in self.world.facts[start]])
+    bundles = [own]
+    for _ in range(self.rng.integers(self.bundles + 1)):
+      other, more = self.path(self.hops([0.25] * 4))
+      bundles.append([other, *(name for _, name in more)])
+    kept, room = [], self.tokens
+    for bundle in bundles:
+      need = sum(FACT_TOKENS * len(self.world.facts[x]) for x in bundle)
+      if need <= room:
+        kept.append(bundle)
+        room -= need
+    order = [kept[i] for i in self.rng.permutation(len(kept))]
+    evidence = list(dict.fromkeys(x for bundle in order for x in bundle))
+    text = '\n'.join(
+      [self.passage(x).text for x in evidence]
+      + [f'Question: {worlds.text(start, relations)}']
+    )
+    read, at = [], start
+    for relation in relations:
+      values = [v for r, v in self.world.facts[at] if r == relation]
+      if at not in evidence or not values:
+        read, at = [*read, f'{at} {relation} {NOTHING}'], NOTHING
+        break
+      # Of several, the one that it was asked for.
+      value = answer if answer in values else self.one(values)
+      read, at = [*read, f'{at} {relation} {value}'], value
+    return Trace(
+      Question('trace', text, (at,)),
+      (('think', '; '.join(read)), ('answer', at)),
+    )
