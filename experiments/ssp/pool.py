@@ -1,0 +1,93 @@
+"""The pool of questions that stood, to fill the slots of those that do not.
+
+Kept in the checkpoint, and cut to its newest questions at intervals. A
+question that is asked again has its rate renewed; in SSP's release it is
+stored once more, so that what is reused is reused ever more often.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from searchrl_jax.checks import ConfigError
+from searchrl_jax.types import Question
+
+
+class Pool:
+  """Questions with the share of solvers that answered them, oldest first.
+
+  Args:
+    config: config.selfplay: reuse_threshold (largest share of a question that
+      is drawn), clear_every (steps; 0 = never), keep_ratio (share of
+      questions, the newest, that stay then).
+    fingerprint: of what its questions are about; `restore` wants the same.
+  """
+
+  def __init__(self, config: ConfigDict, fingerprint: str):
+    self._config, self._fingerprint = config, fingerprint
+    self._known: dict[str, tuple[Question, float]] = {}
+
+  def __len__(self) -> int:
+    return len(self._known)
+
+  def add(self, questions: Sequence[Question],
+          shares: Mapping[str, float]) -> None:
+    """Those of `questions` whose share is known."""
+    for q in questions:
+      if q.id in shares:
+        name = q.meta.get('reuse_of', q.id)
+        known = self._known.get(name, (q, 0.0))[0]
+        self._known[name] = known, shares[q.id]
+
+  def draw(self, n: int, rng) -> list[Question]:
+    """n questions at random, with replacement; none if it is empty.
+
+    Of those within the threshold; of all, if there are none.
+    """
+    most = self._config.reuse_threshold
+    fit = [q for q, share in self._known.values() if share <= most]
+    fit = fit or [q for q, _ in self._known.values()]
+    if not fit:
+      return []
+    return [fit[i] for i in rng.integers(len(fit), size=n)]
+
+  def tick(self, step: int) -> None:
+    """After `step` steps: cuts the pool, if it is time."""
+    every = self._config.clear_every
+    if every and step % every == 0:
+      kept = math.ceil(len(self) * self._config.keep_ratio)
+      self._known = dict(list(self._known.items())[len(self) - kept:])
+
+  def state(self) -> dict[str, Any]:
+    """Plain JSON."""
+    return {
+      'fingerprint': self._fingerprint,
+      'questions': [
+        {'id': name, 'text': q.text, 'answers': list(q.answers),
+         'source': q.source, 'share': share}
+        for name, (q, share) in self._known.items()
+      ],
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Takes a saved state.
+
+    Raises:
+      ConfigError: it is of other questions.
+    """
+    if state['fingerprint'] != self._fingerprint:
+      raise ConfigError(
+        'the saved pool holds questions of another config (fingerprint '
+        f'{state["fingerprint"]}, now {self._fingerprint}): its answers, '
+        'corpus or templates differ; go on with those of the saved run, or '
+        'start a new run folder'
+      )
+    self._known = {
+      r['id']: (
+        Question(r['id'], r['text'], tuple(r['answers']), r['source']),
+        r['share'],
+      )
+      for r in state['questions']
+    }
