@@ -79,7 +79,10 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
   for text, passages in turns(trace, env.template, recall):
     if isinstance(action, Done):
       break
-    ids = np.asarray(env.tokenizer.encode(text), np.int32)
+    ids = env.tokenizer.encode(text)
+    if not text.endswith(action.stops):
+      ids = [*ids, env.tokenizer.eos_ids[0]]  # what ends a boxed answer
+    ids = np.asarray(ids, np.int32)
     if len(ids) > action.max_tokens:
       return None
     nothing = np.zeros(len(ids), np.float32)

@@ -1,0 +1,136 @@
+r"""Sums over a divisor, with boxed answers: mathematics for a small decoder.
+
+  (37+48)/4  ->  7+8=15, 3+4+1=8, so \boxed{\frac{85}{4}}
+
+The box says it in one of three forms (\frac, \dfrac, a/b), none of them in
+lowest terms, as the golden answers are: only by value are they equal. Traces
+slip in one of their steps, or are hasty and name a sum near the right one,
+which they do the more where a digit carries; so wrong answers scatter. Pairs
+of summands that questions ask about are in no trace.
+"""
+
+import fractions
+import os
+import pathlib
+
+import numpy as np
+
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.core import Trace
+from searchrl_jax.types import Question
+
+SPLITS = ('test', 'heldout')
+ASKED = 400  # pairs of a split, of the 8,100
+DIVISORS = (3, 4, 5, 6, 7, 8, 9)
+FORMS = (r'\frac{%s}{%s}', r'\dfrac{%s}{%s}', '%s/%s')
+PAD, EOS, UNK = '<|pad|>', '<|eos|>', '<|unk|>'
+WORDS = (
+  'Question', ' so', r'\boxed', r'\frac', r'\dfrac', '\n', ' ', *'0123456789',
+  *'()+-=/{},:?.',
+)
+SPLIT = r'\\[a-z]+| ?[A-Za-z]+|\s|.'
+
+
+def _pairs(seed: int) -> np.ndarray:
+  """[8100, 2] pairs of summands; a split's first, then those of traces."""
+  order = np.random.default_rng([seed, 25]).permutation(8100)
+  return np.stack([order // 90 + 10, order % 90 + 10], 1)
+
+
+def load(*, world_seed: int, split: str, n: int) -> list[Question]:
+  """n questions of a split.
+
+  Args:
+    world_seed: which pairs are asked about.
+    split: 'test' or 'heldout'.
+    n: at most 400.
+
+  Raises:
+    DataError: an unknown split, or more questions than there are.
+  """
+  if split not in SPLITS:
+    raise DataError(f'split={split!r} is none of {SPLITS}')
+  if not 0 < n <= ASKED:
+    raise DataError(f'n={n} questions of {split!r}: 1 to {ASKED}')
+  at = SPLITS.index(split) * ASKED
+  out = []
+  for i, (a, b) in enumerate(_pairs(world_seed)[at : at + n].tolist()):
+    divisor = DIVISORS[i % len(DIVISORS)]
+    value = fractions.Fraction(a + b, divisor)
+    gold = str(value.numerator) if value.denominator == 1 else (
+      FORMS[0] % (value.numerator, value.denominator)
+    )
+    out.append(Question(
+      id=f'sum-{world_seed}-{split}-{i}', text=f'({a}+{b})/{divisor}',
+      answers=(gold,), source='arithmetic',
+    ))
+  return out
+
+
+def traces(
+  *, world_seed: int, n: int, slip: float, hasty: float, seed: int = 0
+) -> list[Trace]:
+  """Solutions of other sums, right, slipped or hasty.
+
+  Args:
+    world_seed: whose questions' pairs are left out.
+    n: how many.
+    slip: share of the solutions by steps in which a step is off by one.
+    hasty: share without steps; half as likely without a carry, and half again
+      as likely with one.
+    seed: of the behaviours.
+
+  Raises:
+    DataError: a share out of range.
+  """
+  if not (0 <= slip <= 1 and 0 <= hasty <= 2 / 3):
+    raise DataError(f'slip={slip} in 0..1 and hasty={hasty} in 0..2/3')
+  rng = np.random.default_rng([world_seed, seed, 26])
+  pairs = _pairs(world_seed)[len(SPLITS) * ASKED :]
+  out = []
+  for i in range(n):
+    a, b = map(int, pairs[rng.integers(len(pairs))])
+    divisor = int(rng.choice(DIVISORS))
+    carry = a % 10 + b % 10 > 9
+    if rng.random() < hasty * (1.5 if carry else 0.5):
+      steps, total = '', a + b + int(rng.choice((-20, -11, -10, -9, -2, -1, 0,
+                                                 1, 2, 9, 10, 11, 20)))
+    else:
+      steps, total = _steps(a, b, rng, slip)
+    box = str(rng.choice(FORMS)) % (total, divisor)
+    out.append(Trace(
+      Question(f'trace-{i}', f'({a}+{b})/{divisor}'),
+      (('other', f'{steps}so \\boxed{{{box}}}'),), total == a + b,
+    ))
+  return out
+
+
+def _steps(a: int, b: int, rng, slip: float):
+  """The solution by digits, and the sum that it comes to."""
+  wrong = int(rng.integers(2)) if rng.random() < slip else -1
+  off = int(rng.choice((-1, 1)))
+  ones = max(a % 10 + b % 10 + off * (wrong == 0), 0)
+  carry = ones // 10
+  tens = a // 10 + b // 10 + carry + off * (wrong == 1)
+  text = f'{a % 10}+{b % 10}={ones}, '
+  text += f'{a // 10}+{b // 10}{"+1" if carry else ""}={tens}, '
+  return text, 10 * tens + ones % 10
+
+
+def tokenizer(folder: str | os.PathLike) -> str:
+  """Writes a tokenizer of digits, marks and commands; returns the folder."""
+  import tokenizers  # heavy
+  from tokenizers import decoders, models, pre_tokenizers
+  import transformers
+
+  ids = {token: i for i, token in enumerate((PAD, EOS, UNK, *WORDS, 'so'))}
+  tok = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=UNK))
+  tok.pre_tokenizer = pre_tokenizers.Split(
+    tokenizers.Regex(SPLIT), behavior='isolated'
+  )
+  tok.decoder = decoders.Fuse()
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tok, pad_token=PAD, eos_token=EOS, unk_token=UNK,
+    clean_up_tokenization_spaces=False,
+  ).save_pretrained(folder)
+  return str(pathlib.Path(folder))

@@ -1,0 +1,62 @@
+"""Other labels in the place of the majority's: what the vote is held against.
+
+Votes, trained samples and parts are those of `rewards.vote.majority`, so that
+an arm differs in its labels alone.
+"""
+
+from collections.abc import Sequence
+import zlib
+
+import numpy as np
+
+from searchrl_jax import equivalence
+from searchrl_jax.rewards import vote
+from searchrl_jax.rewards.core import RewardContext
+from searchrl_jax.types import Group, Rewards
+
+
+async def golds(
+  groups: Sequence[Group], context: RewardContext, *, votes: int, train: int,
+  match: str, max_abstained: float,
+) -> Rewards:
+  """The golden answer: the ceiling. Where no vote has it, there is no label.
+
+  Args: see `vote.majority`.
+  """
+
+  def choose(keys, question, step):
+    return next((
+      key for key in keys
+      if equivalence.correct(key, question.answers, match)
+    ), None)
+
+  return vote.labelled(
+    groups, context, choose, votes=votes, train=train, match=match,
+    max_abstained=max_abstained,
+  )
+
+
+async def random(
+  groups: Sequence[Group], context: RewardContext, *, votes: int, train: int,
+  match: str, max_abstained: float,
+) -> Rewards:
+  """Any of the answers that the votes name, each as likely: what is learnt
+  from groups, rewards and their spread without knowing which answer is right.
+
+  Args: see `vote.majority`. The draw depends on question and step alone.
+  """
+
+  def choose(keys, question, step):
+    named = sorted(set(keys) - {None})
+    seed = zlib.crc32(repr((question.id, step)).encode())
+    return named[np.random.default_rng(seed).integers(len(named))] if (
+      named) else None
+
+  return vote.labelled(
+    groups, context, choose, votes=votes, train=train, match=match,
+    max_abstained=max_abstained,
+  )
+
+
+golds.check = random.check = vote.check
+golds.needs_answers = True
