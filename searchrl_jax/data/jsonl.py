@@ -12,10 +12,14 @@ Layouts:
             `answer`, `source`, `id`; its MATH-L1 to L5: `unique_id`, and
             `answer` or, without it, the box in `solution`. Prompts are bare
             questions: as they are, they are a chat of one message.
+  ssp       SSP's (Lu et al. 2025), answers to ask about: `ground_truth`,
+            `search_turns`, `sys_question_example`. The text is the answer,
+            the id the place in the file.
 """
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -220,10 +224,29 @@ def ttrl(record: Mapping[str, Any], where: str) -> Question:
   )
 
 
+def ssp(record: Mapping[str, Any], where: str) -> Question:
+  answers = checks.strings(
+    _need(record, 'ground_truth', where), f'{where}: the ground_truth'
+  )
+  turns = _need(record, 'search_turns', where)
+  examples = _need(record, 'sys_question_example', where)
+  return checks.make_question(
+    where,
+    id=record.get('id', f'ssp-{re.findall("[0-9]+", where)[-1]}'),
+    text=answers[0] if answers else '',
+    answers=answers,
+    source='ssp',
+    meta={'search_turns': turns, 'examples': '\n'.join(
+      checks.strings(examples, f'{where}: the sys_question_example')
+    )},
+  )
+
+
 LAYOUTS = {
   'flashrag': flashrag,
   'hotpotqa': hotpotqa,
   '2wiki': two_wiki,
   'musique': musique,
   'ttrl': ttrl,
+  'ssp': ssp,
 }

@@ -191,3 +191,35 @@ def test_math_500_as_ttrl_has_it(data_dir):
   found = jsonl.load(str(data_dir / 'math500.json'), layout='ttrl')
   assert len(found) == 500
   assert found[0].answers == (r'\left( 3, \frac{\pi}{2} \right)',)
+
+
+SSP = {
+  'ground_truth': 'Otto Hahn', 'search_turns': 3,
+  'sys_question_example': '1. Who? {a}\n2. <search> What?',
+}
+
+
+def test_answers_to_ask_about_are_read_as_ssp_has_them(tmp_path):
+  lists = SSP | {'ground_truth': ['Hahn', 'Otto Hahn'], 'search_turns': '2',
+                 'sys_question_example': ['Who?', 'What?']}
+  path = write(tmp_path / '7.jsonl', SSP, '', lists)
+  a, b = jsonl.load(path, layout='ssp')
+  assert (a.text, a.answers) == ('Otto Hahn', ('Otto Hahn',))
+  assert a.meta == {
+    'search_turns': 3, 'examples': SSP['sys_question_example']
+  }
+  assert (b.text, b.answers) == ('Hahn', ('Hahn', 'Otto Hahn'))
+  assert b.meta == {'search_turns': '2', 'examples': 'Who?\nWhat?'}
+  assert (a.id, b.id) == ('ssp-1', 'ssp-3')  # their lines
+
+
+@pytest.mark.parametrize('changed, says', [
+  ({'ground_truth': None}, "no 'ground_truth'"),
+  ({'ground_truth': []}, 'has no text'),
+  ({'ground_truth': ' '}, 'has no text'),
+  ({'search_turns': None}, "no 'search_turns'"),
+])
+def test_an_answer_that_is_absent_is_an_error(tmp_path, changed, says):
+  path = write(tmp_path / 'x.jsonl', SSP | changed)
+  with pytest.raises(DataError, match=f'x.jsonl:1.*{says}'):
+    jsonl.load(path, layout='ssp')
