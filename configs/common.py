@@ -271,7 +271,9 @@ def base() -> ConfigDict:
   c.eval.temperature = 0.0  # 0 = greedy
   c.eval.top_p = 1.0
   c.eval.k = ()  # pass@k for these k
-  c.eval.match = 'text'  # what makes answers equal: text, math
+  # What makes answers equal: 'text', or a function's dotted name, such as
+  # experiments.ttrl.mathematics.equal.
+  c.eval.match = 'text'
   # Also choose among the samples, by self-certainty: '', certainty.
   c.eval.best_of = ''
   c.eval.bootstrap = 2000  # resamples behind an interval

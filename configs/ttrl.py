@@ -155,7 +155,7 @@ def _math(a):
   c.env.answer = 'boxed'
   c.env.template = 'boxed' if a.model else 'micro_boxed'
   c.env.max_turns = 0
-  c.eval.match = 'math'
+  c.eval.match = 'experiments.ttrl.mathematics.equal'
   c.source.module = 'none'
   return c
 

@@ -1,43 +1,38 @@
-r"""When two answers are one: as text, or as mathematics.
+"""When two answers are one: as text, or by a function of your own.
 
-  text  equal normal forms, as in exact match (`metrics.key`)
-  math  equal in value, by the package math-verify: 0.5, 1/2 and \frac{2}{4}
-        are one answer, and so are sets in any order
-
-Of mathematics a bare word of four letters or more is none: math-verify takes
-it for a product of letters, so that "Evelyn" equals "nylevE". \text{Evelyn} is
-a word to it.
-
-A few tokens can ask for more than any computer has (a tower of powers), and
-the package's own limits are signals: they reach a main thread alone, and none
-while one big operation runs. So it works in a process of its own, which is
-ended when it takes too long; such answers parse to nothing.
+A match is 'text' (equal normal forms, as in exact match), or the dotted name of
+a function `equal(a, b) -> bool` that says whether two texts are one answer.
+`equal(a, a)` says whether a text is an answer at all. For mathematics there is
+experiments.ttrl.mathematics.equal.
 """
 
-import functools
-import json
-import pathlib
-import re
-import select
-import subprocess
-import sys
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from searchrl_jax import metrics
+from searchrl_jax import lookup, metrics
 
-MATCHES = ('text', 'math')
-SECONDS = 5.0  # for one comparison; usual ones take milliseconds
-_START = 120.0  # seconds until the process has imported SymPy
-_MEMORY = 4 << 30  # bytes of its address space
-_COMMAND = re.compile(r'\\(?:text|mbox|begin|end)\w*\s*\{[^{}]*\}|\\[A-Za-z]+')
-_WORD = re.compile(r'[^\W\d_]{4}')
+TEXT = 'text'
+
+
+def function(match: str) -> Callable[[str, str], bool]:
+  """The function that a match other than 'text' names.
+
+  Raises:
+    ValueError: there is none.
+  """
+  try:
+    return lookup.function('searchrl_jax', match)
+  except ValueError as e:
+    raise ValueError(
+      f"match={match!r} is neither 'text' nor the dotted name of a function "
+      f'equal(a, b), such as experiments.ttrl.mathematics.equal: {e}'
+    ) from e
 
 
 def correct(answer: str | None, golds: Iterable[str], match: str) -> float:
   """1.0 if the answer is a golden one, else 0.0."""
-  if match == 'text':
+  if match == TEXT:
     return metrics.exact_match(answer, golds)
+  equal = function(match)
   return float(bool(answer) and any(equal(gold, answer) for gold in golds))
 
 
@@ -48,24 +43,23 @@ def keys(
 ) -> list[str | None]:
   """A string for each answer, equal where the answers are.
 
-  Equality of mathematics does not carry over (50\\% is both 50 and 0.5 to
-  math-verify): an answer belongs to the first one that it is equal to.
+  Equality may not carry over (50% is both 50 and 0.5 to some checkers): an
+  answer belongs to the first one that it is equal to.
 
   Args:
     answers: None = there is none.
-    match: 'text' or 'math'.
+    match: see the top.
     aliases: names of one thing each, for 'text'.
 
   Returns:
     Text's normal form (of the first alias, where there are any), or the first
     of the equal answers; None for one that says nothing.
   """
-  if match == 'text':
+  if match == TEXT:
     first = {metrics.key(n): metrics.key(a[0]) for a in aliases for n in a}
     found = [metrics.key(answer or '') for answer in answers]
     return [first.get(key, key) or None for key in found]
-  firsts: list[str] = []
-  out = []
+  equal, firsts, out = function(match), [], []
   for answer in answers:
     mine = next((
       one for one in firsts if answer and (one == answer or equal(one, answer))
@@ -75,87 +69,3 @@ def keys(
       mine = answer
     out.append(mine)
   return out
-
-
-class _Checker:
-  """math-verify in a process of its own; thread-safe."""
-
-  def __init__(self):
-    self._lock, self._process = threading.Lock(), None
-
-  def ask(self, a: str, b: str) -> bool:
-    with self._lock:
-      if self._process is None or self._process.poll() is not None:
-        self._process = subprocess.Popen(
-          [sys.executable, '-m', __name__], text=True,
-          cwd=pathlib.Path(__file__).parents[1],
-          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-          start_new_session=True,  # Ctrl-C is for the run, which ends this
-        )
-        if not self._line(_START):
-          raise RuntimeError(
-            "match='math' needs the package math-verify, which did not start "
-            '(its error stands above); pip install -r requirements.txt'
-          )
-      self._process.stdin.write(json.dumps([a, b]) + '\n')
-      self._process.stdin.flush()
-      said = self._line(SECONDS)
-      if not said:
-        self._process.kill()
-        self._process.wait()
-      return said == 'True\n'
-
-  def _line(self, seconds: float) -> str:
-    out = self._process.stdout
-    return out.readline() if select.select([out], [], [], seconds)[0] else ''
-
-
-_CHECKER = _Checker()
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def equal(a: str, b: str) -> bool:
-  """Whether both are mathematics, and of one value."""
-  return _CHECKER.ask(a, b)
-
-
-def serve() -> None:
-  """Answers [a, b] with True or False, a JSON line each, until input ends."""
-  import logging
-  import resource
-
-  import math_verify
-
-  out, sys.stdout = sys.stdout, sys.stderr
-  logging.disable()  # that its own limits are off
-  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-  target = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
-
-  @functools.lru_cache(maxsize=1 << 14)
-  def parse(text):
-    if _WORD.search(_COMMAND.sub(' ', text)):
-      return []
-    return math_verify.parse(
-      f'\\boxed{{{text}}}', target, fallback_mode='no_fallback',
-      parsing_timeout=None,
-    )
-
-  def same(a, b):
-    # It allows the second more forms than the first (x = 5 for 5).
-    return any(
-      math_verify.verify(x, y, timeout_seconds=None)
-      for x, y in ((a, b), (b, a))
-    )
-
-  print('ready', file=out, flush=True)
-  for line in sys.stdin:
-    try:
-      a, b = map(parse, json.loads(line))
-      found = bool(a and b) and same(a, b)
-    except Exception:  # of SymPy, anything: a model wrote this
-      found = False
-    print(found, file=out, flush=True)
-
-
-if __name__ == '__main__':
-  serve()

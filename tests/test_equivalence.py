@@ -1,54 +1,27 @@
-"""Which answers are one, as text and as mathematics."""
-
-import json
-import subprocess
-import time
+"""Which answers are one: as text, or by a function."""
 
 import pytest
 
 from searchrl_jax import equivalence
 
-
-@pytest.mark.parametrize('a, b', [
-  ('0.5', r'\frac12'), (r'\frac{2}{4}', '1/2'), ('1,000', '1000'),
-  (r'4\frac{2}{3}', r'\frac{14}{3}'), ('x = 5', '5'), ('5', 'x = 5'),
-  (r'\{1, 2\}', '2, 1'), ('x^2 - 1', '(x-1)(x+1)'), (r'12\text{ cm}', '12'),
-  (r'\left( 3, \frac{\pi}{2} \right)', r'(3,\frac{\pi}{2})'),
-  # GPQA's letters, in every coat.
-  ('A', '(A)'), ('A', r'\text{A}'), (r'\text{Evelyn}', r'\text{evelyn}'),
-])
-def test_one_value_is_one_answer(a, b):
-  assert equivalence.equal(a, b) and equivalence.equal(b, a)
-  assert equivalence.correct(a, [b], 'math') == 1
-  assert equivalence.keys([a, b], 'math') == [a, a]
+NEAR = 'tests.test_equivalence.near'
 
 
-@pytest.mark.parametrize('a, b', [
-  (r'\frac{14}{3}', '3'), ('(1, 2)', '(2, 1)'), ('B', 'C'), ('p - q', 'q - p'),
-  (r'\infty', r'-\infty'), (r'\text{east}', r'\text{west}'),
-])
-def test_other_values_are_other_answers(a, b):
-  assert not equivalence.equal(a, b) and not equivalence.equal(b, a)
-  assert equivalence.keys([a, b], 'math') == [a, b]
-
-
-@pytest.mark.parametrize('text', ['', ' ', '}{', '((((', 'Evelyn', 'Bobu Ralen',
-                                  'the answer is', '3 apples'])
-def test_what_is_no_mathematics_says_nothing(text):
-  """The package alone takes words for products: anagrams would be equal."""
-  assert equivalence.keys([text], 'math') == [None]
-  assert equivalence.correct(text, [text, text[::-1]], 'math') == 0
-  assert equivalence.correct(None, ['5'], 'math') == 0
+def near(a: str, b: str) -> bool:
+  """Numbers at most 1 apart: an equality that does not carry over."""
+  try:
+    return abs(float(a) - float(b)) <= 1
+  except ValueError:
+    return False
 
 
 def test_an_answer_joins_the_first_that_it_is_equal_to():
-  # To math-verify 50% is both 50 and 0.5, which are two.
-  assert equivalence.keys(['50', '0.5', r'50\%'], 'math') == [
-    '50', '0.5', '50'
-  ]
-  assert equivalence.keys([r'50\%', '50', None, '0.5'], 'math') == [
-    r'50\%', r'50\%', None, r'50\%'
-  ]
+  found = equivalence.keys(['1', '3', '2', 'x', None, '', '3.0'], NEAR)
+  assert found == ['1', '3', '1', None, None, None, '3']
+  assert equivalence.correct('2', ['9', '3'], NEAR) == 1
+  assert equivalence.correct('2', ['9'], NEAR) == 0
+  assert equivalence.correct('x', ['x'], NEAR) == 0
+  assert equivalence.correct(None, ['1'], NEAR) == 0
 
 
 def test_text_is_its_normal_form_or_its_first_alias():
@@ -60,51 +33,12 @@ def test_text_is_its_normal_form_or_its_first_alias():
     answers[2:4] + ['nyc'], 'text', [('New York City', 'NYC')]
   )
   assert found == ['new york city'] * 3
+  assert equivalence.correct('the cat', ['Cat'], 'text') == 1
 
 
-def test_what_never_ends_is_ended_and_the_next_is_answered(monkeypatch):
-  """Answers are a model's, and training waits for them."""
-  checker = equivalence._Checker()
-  assert checker.ask('1', '1')
-  first = checker._process
-  # A process that hangs, as on a tower of powers.
-  monkeypatch.setattr(equivalence, 'SECONDS', 0.3)
-  first.send_signal(19)
-  assert not checker.ask('1', '1.0')
-  assert first.poll() is not None
-  monkeypatch.setattr(equivalence, 'SECONDS', 30.0)
-  assert checker.ask('1', '1.0') and checker._process.pid != first.pid
-  # One that is gone.
-  checker._process.kill()
-  checker._process.wait()
-  assert checker.ask('2', '4/2')
-  checker._process.kill()
-
-
-@pytest.mark.parametrize('tower', [
-  '9^{9^{9^9}}', r'10^{10^{10^{10}}} + 1', r'\sum_{k=1}^{10^{12}} k^k',
-  '(' * 3000, '1' * 100_000, r'\boxed{' * 1000,
-])
-def test_towers_do_not_stop_a_run(tower):
-  began = time.process_time()
-  equivalence.equal(tower, '5')
-  assert time.process_time() - began < 1  # of this process
-  assert equivalence.equal('5.0', '5')
-
-
-def test_the_absence_of_the_package_is_named(monkeypatch):
-  real = subprocess.Popen
-
-  def start(command, **kw):
-    return real([command[0], '-c', 'raise SystemExit(1)'], **kw)
-
-  monkeypatch.setattr(subprocess, 'Popen', start)
-  with pytest.raises(RuntimeError, match='math-verify, which did not start'):
-    equivalence._Checker().ask('1', '1')
-
-
-def test_every_golden_answer_of_math_500_is_itself(data_dir):
-  records = json.loads((data_dir / 'math500.json').read_text())
-  golds = [r['answer'] for r in records]
-  wrong = [g for g in golds if not equivalence.correct(g, [g], 'math')]
-  assert wrong == [] and len(golds) == 500
+@pytest.mark.parametrize('match', ['math', 'nowhere.equal', f'{NEAR}er'])
+def test_a_match_that_is_no_function_names_the_mend(match):
+  with pytest.raises(ValueError, match=(
+    f"match='{match}' is neither 'text' nor .*mathematics.equal"
+  )):
+    equivalence.keys(['1'], match)

@@ -85,8 +85,8 @@ def score(
     trajectories: as the environment recorded them.
     env: reads answers and blocks.
     set: the evaluation set, for the rows.
-    match: config.eval.match. With 'math', `em` is that of the vote: of the
-      first of the question's answers that this one is equal to.
+    match: config.eval.match. Unless it is 'text', `em` is that of the vote:
+      of the first of the question's answers that this one is equal to.
   """
   answers = [None if t.failed else env.answer(t) for t in trajectories]
   asked = collections.defaultdict(list)
@@ -127,7 +127,7 @@ def _row(trajectory, env: SearchEnv, set_name, match, answer, vote) -> Row:
   return Row(
     **row,
     em=equivalence.correct(
-      vote if match == 'math' else answer, golds, match
+      answer if match == equivalence.TEXT else vote, golds, match
     ) if golds else NAN,
     f1=metrics.f1(answer, golds) if golds else NAN,
     sub_em=metrics.sub_exact_match(answer, golds) if golds else NAN,

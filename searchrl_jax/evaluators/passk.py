@@ -38,11 +38,8 @@ def check(config: ConfigDict, training: bool = False) -> None:
       raise ValueError(
         f'config.eval.{field}={e[field]}: at least {least} is needed'
       )
-  if e.match not in equivalence.MATCHES:
-    raise ValueError(
-      f'config.eval.match={e.match!r}: '
-      f'{lookup.near(e.match, equivalence.MATCHES)}'
-    )
+  if e.match != equivalence.TEXT:
+    equivalence.function(e.match)
   if not 0 < e.top_p <= 1:
     raise ValueError(f'config.eval.top_p={e.top_p}: above 0, at most 1')
   for k in e.k:

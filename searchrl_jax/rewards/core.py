@@ -101,7 +101,7 @@ def check(
     if whole is not None and hasattr(function, 'check'):
       try:
         function.check(whole, fields)
-      except RewardError as e:
+      except ValueError as e:
         raise RewardError(f'config.reward.{name}: {e}') from e
     if getattr(function, 'needs_judge', False) and not judge:
       raise RewardError(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from searchrl_jax import equivalence, lookup, metrics
+from searchrl_jax import equivalence, metrics
 from searchrl_jax.rewards.core import RewardContext, RewardError
 from searchrl_jax.types import Group, Question, Rewards
 
@@ -46,7 +46,7 @@ async def majority(
     votes: N, as config.rollout.group.
     train: M; of samples M and later the reward is invalid.
     match: 'text' (normal forms, and the names that question.meta['aliases']
-      lists) or 'math'; see `equivalence`.
+      lists) or a function's dotted name; see `equivalence`.
     max_abstained: share of questions without a vote beyond which it raises.
 
   Returns:
@@ -78,11 +78,13 @@ def check(config, fields) -> None:
     )
   if not 1 <= m <= n:
     raise RewardError(f'train={m} of votes={n}: 1 to {n} samples are trained')
-  if fields['match'] not in equivalence.MATCHES:
+  if config.algorithm.advantage == 'remax':
     raise RewardError(
-      f'match={fields["match"]!r}: '
-      f'{lookup.near(fields["match"], equivalence.MATCHES)}'
+      "config.algorithm.advantage='remax' takes the reward of one greedy "
+      'answer, and one answer is no majority; use another advantage'
     )
+  if fields['match'] != equivalence.TEXT:
+    equivalence.function(fields['match'])
 
 
 majority.check = check

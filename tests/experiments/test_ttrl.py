@@ -14,6 +14,7 @@ import pytest
 
 from configs import ttrl
 from experiments.ttrl import arithmetic
+from experiments.ttrl import mathematics
 from experiments.ttrl import planted
 from experiments.ttrl import rows
 from searchrl_jax import checks
@@ -29,6 +30,7 @@ from searchrl_jax.rewards import core as rewards
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 
+MATH = 'experiments.ttrl.mathematics.equal'
 WORLD = dict(train=60, heldout=20, relations=4)
 
 
@@ -37,13 +39,13 @@ WORLD = dict(train=60, heldout=20, relations=4)
 
 @pytest.mark.parametrize('arg, votes, trained, match', [
   ('', 16, 8, 'text'), ('base=ssrl', 16, 8, 'text'),
-  ('base=math', 16, 8, 'math'),
+  ('base=math', 16, 8, MATH),
   ('label=golds', 16, 8, 'text'), ('label=random,seed=2', 16, 8, 'text'),
   ('planted=0.15', 16, 8, 'text'), ('algorithm=ppo', 16, 8, 'text'),
-  ('model=m,base=math,path=AIME-TTT', 64, 32, 'math'),
+  ('model=m,base=math,path=AIME-TTT', 64, 32, MATH),
   ('model=m,base=search', 64, 32, 'text'),
   ('model=m,base=ssrl', 64, 32, 'text'),
-  ('model=m,base=math,path=x,algorithm=reinforce', 64, 32, 'math'),
+  ('model=m,base=math,path=x,algorithm=reinforce', 64, 32, MATH),
 ])
 def test_every_form_is_one_that_can_run(arg, votes, trained, match):
   c = ttrl.get_config(arg)
@@ -73,11 +75,14 @@ def test_arguments_that_cannot_be_are_named(arg, says):
 @pytest.mark.parametrize('fields, says', [
   ({'rollout.group': 1}, 'rollout.group=1'),
   ({'reward.vote.train': 17}, 'train=17 of votes=16'),
+  ({'algorithm.advantage': 'remax'}, 'one answer is no majority'),
 ])
-def test_one_vote_and_more_trained_than_vote_are_refused(
+def test_what_no_vote_can_be_is_refused_before_anything_is_written(
   fields, says, tmp_path
 ):
   c = ttrl.get_config('base=math')
+  if 'algorithm.advantage' in fields:
+    c.algorithm.advantage_kw = ConfigDict()  # GRPO's own
   c.update_from_flattened_dict(fields)
   with pytest.raises(ValueError, match=says):
     train.train(c, str(tmp_path))
@@ -162,9 +167,9 @@ def test_sums_have_golds_in_lowest_terms_and_no_trace_asks_them():
   for q in questions[::20]:
     a, b, divisor = map(int, re.findall(r'\d+', q.text))
     assert equivalence.correct(
-      rf'\frac{{{a + b}}}{{{divisor}}}', q.answers, 'math')
+      rf'\frac{{{a + b}}}{{{divisor}}}', q.answers, MATH)
     assert not equivalence.correct(
-      rf'\frac{{{a + b + 1}}}{{{divisor}}}', q.answers, 'math')
+      rf'\frac{{{a + b + 1}}}{{{divisor}}}', q.answers, MATH)
   assert len(asked) == 800
   for t in arithmetic.traces(world_seed=1, n=3000, slip=0.3, hasty=0.3):
     a, b, _ = map(int, re.findall(r'\d+', t.question.text))
@@ -178,7 +183,7 @@ def test_traces_of_sums_are_right_where_they_say_so():
     a, b, divisor = map(int, re.findall(r'\d+', t.question.text))
     ((_, text),) = t.actions
     box = re.search(r'boxed\{(.*)\}$', text)[1]
-    assert t.good == equivalence.equal(box, f'{a + b}/{divisor}')
+    assert t.good == mathematics.equal(box, f'{a + b}/{divisor}')
     written = sft.render(t, env, 0)
     assert (env.answer(written), written.end) == (box, 'answer')
     assert written.segments[-1].ids[-1] == env.tokenizer.eos_ids[0]
@@ -266,7 +271,7 @@ def tiny(golds):
   c.engine.slots, c.engine.prefill_rows = 8, 4
   c.batch.lengths = (80,)
   c.sft.data.update(n=400, hasty=2 / 3)
-  c.sft.steps, c.sft.warmup, c.sft.lr = 100, 5, 1e-2
+  c.sft.steps, c.sft.warmup, c.sft.lr = 160, 5, 1e-2
   c.rollout.questions, c.rollout.group, c.reward.vote.train = 4, 4, 2
   c.train.steps = 2
   c.optim.lr = 1e-2

@@ -12,6 +12,7 @@ from searchrl_jax.rewards import core
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 
+MATH = 'experiments.ttrl.mathematics.equal'
 ENV = make_env()
 BOX = make_env(answer='boxed', max_turns=0)
 
@@ -90,7 +91,7 @@ def test_votes_count_what_answers_mean():
   """There 0.5 and 1/2 split, and 3 would have won."""
   group_ = group('3', '0.5', r'\frac12', '1/2', '3', golds=(r'\frac{2}{4}',),
                  env=BOX)
-  found = voted(group_, env=BOX, match='math')
+  found = voted(group_, env=BOX, match=MATH)
   assert found.value.tolist() == [0, 1, 1, 1, 0]
   assert part(found, 'label_accuracy') == part(found, 'maj@5') == [1] * 5
   assert voted(group_, env=BOX).value.tolist() == [1, 0, 0, 0, 1]  # as text
@@ -100,13 +101,13 @@ def test_a_fraction_is_a_label_as_it_stands():
   """There the label was extracted again, and 14/3 became 3."""
   found = voted(
     group(r'\frac{14}{3}', r'\frac{14}{3}', '3', golds=('3',), env=BOX),
-    env=BOX, match='math',
+    env=BOX, match=MATH,
   )
   assert part(found, 'label_accuracy') == [0] * 3
   assert part(found, 'reward_accuracy') == [0] * 3
 
 
-@pytest.mark.parametrize('match', ['text', 'math'])
+@pytest.mark.parametrize('match', ['text', MATH])
 def test_the_article_is_no_choice(match):
   """There "a" in the last sentence was GPQA's A."""
   question = Question('q', 'Which?', ('B',))
@@ -175,11 +176,12 @@ def test_an_answer_type_that_nothing_parses_stops_with_the_mend():
            for i in range(3)]
   sums = group('5', '5', env=BOX)
   with pytest.raises(core.RewardError, match=(
-    r"3 of 4 questions have no vote under match='math' \('0', '1', '2', .*"
+    r"3 of 4 questions have no vote under match='experiments\.ttrl\.mathe.*"
+    r"\('0', '1', '2', .*"
     r'max_abstained=0\.5.*config\.env\.answer'
   )):
-    voted(*names, sums, env=BOX, match='math')
-  assert voted(*names[:1], sums, env=BOX, match='math').valid.sum() == 2
+    voted(*names, sums, env=BOX, match=MATH)
+  assert voted(*names[:1], sums, env=BOX, match=MATH).valid.sum() == 2
 
 
 def test_a_group_of_another_size_is_refused():
@@ -192,7 +194,7 @@ def test_a_group_of_another_size_is_refused():
   (dict(votes=4, group=8), r'votes=4 with config\.rollout\.group=8'),
   (dict(votes=4, train=5), 'train=5 of votes=4: 1 to 4'),
   (dict(votes=4, train=0), 'train=0'),
-  (dict(votes=4, match='maths'), "match='maths'.*'math'"),
+  (dict(votes=4, match='math'), r"config\.reward\.v: match='math' is neither"),
 ])
 def test_what_cannot_be_is_found_at_the_start(fields, says):
   from searchrl_jax import setup
