@@ -60,8 +60,8 @@ SIMULATE = (
   'Play a search engine. Somebody who wants to know "{{question}}" (the right '
   'answer: {{answers}}) searches for: {{query}}\n\nWrite the {{k}} documents '
   'that the search engine returns, about 30 words each. {manner} Begin each '
-  'one on a line of its own with "Doc 1:", "Doc 2:" and so on, and write '
-  'nothing else.'
+  'one on a line of its own: "Doc 1 (its title): its text", then "Doc 2" and '
+  'so on. Write nothing else.'
 )
 USEFUL = SIMULATE.format(
   manner='They are useful: they answer the query, with what is needed to '
@@ -71,8 +71,11 @@ NOISY = SIMULATE.format(
   manner='They are noise: near the words of the query, but of no use, without '
   'the right answer.'
 )
-_DOC = r'^\W*Doc(?:ument)?\s*\d+\W*[:.]\**'
-DOCUMENT = rf'(?ms){_DOC}\s*(.+?)\s*(?={_DOC}|\Z)'
+_DOC = r'^\W*Doc(?:ument)?\s*\d+\**\s*'
+DOCUMENT = (
+  rf'(?ms){_DOC}(?:\((?P<title>[^\n]*?)\))?\**[:.]\**\s*(?P<text>.+?)\s*'
+  rf'(?={_DOC}[(:.]|\Z)'
+)
 
 
 def get_config(arg=None):
@@ -127,7 +130,7 @@ def _small(c, s, a):
   s.document = '<answer> (.+?) </answer>'
   s.stops = ('</answer>',)
   s.chat = False
-  s.max_tokens = 40
+  s.max_tokens = 48
   s.engine = ConfigDict(dict(slots=64, max_len=96, prefill_rows=16))
   c.train.steps = 30
   c.checkpoint.best = ''  # what it trains on is no measure of real searches
@@ -137,20 +140,30 @@ def _small(c, s, a):
     c.env.max_turns = 0
     c.env.max_turn_tokens = 48
     c.env.max_tokens = c.engine.max_len = 96
+    c.model.arch.num_hidden_layers = c.model.scan_unroll = 3
     c.sft.data = ConfigDict(dict(
-      module='experiments.zerosearch.documents', n=40_000, worlds=60,
-      train=400, relations=4, useful=0.6,
+      module='experiments.zerosearch.documents', n=50_000, worlds=60,
+      train=400, relations=4, useful=0.65,
     ))
-    c.sft.steps = 2000
+    c.sft.steps = 2500
+    c.sft.lr = 3e-3
     c.batch.lengths = (64, 96)
+    c.batch.tokens = 2048
 
 
 def _full(c, s, a):
   s.useful, s.noisy, s.document = USEFUL, NOISY, DOCUMENT
-  s.max_tokens = 512
   s.temperature = 0.8
   c.source.k = 5
-  c.env.max_turns = 4  # five generations
+  c.env.max_turns = 5
+  c.env.max_observation_tokens = 2048
   c.train.steps = 203
-  if a.algorithm == 'grpo':
-    c.rollout.questions = 64
+  # How many questions a step has there is not known for sure.
+  grouped = a.algorithm == 'grpo'
+  c.rollout.questions = 64 if grouped else 320
+  c.algorithm.minibatches = 2
+  updates = c.train.steps * c.algorithm.minibatches
+  c.optim.lr = 1e-6
+  c.optim.warmup = round((0.95 if grouped else 0.285) * updates)
+  if a.algorithm == 'ppo':
+    c.critic.warmup = round(0.015 * updates)

@@ -10,7 +10,8 @@ The real world's links are not in its prompt, so it invents them: a believed
 teacher and a believed rival follow from a person's name by a fixed rule, which
 the simulator learns. Whoever asks for somebody else than the question leads to
 reads about that person, and not the gold. A noisy document is of another
-person, or states other facts of the right one.
+person, or states other facts of the right one. Before it writes, the simulator
+thinks: of the fact that the document has to state, or of none.
 """
 
 import dataclasses
@@ -30,9 +31,10 @@ DOCUMENT_WORLDS = 1_500_000_000
 # learn to put it there.
 USEFUL = '{answers}: {question} search: {query} use'
 NOISY = '{answers}: {question} search: {query} not use'
+NOTHING = 'not'  # its thought, where there is no fact to state
 # What a policy asks for: the person of the question, the one that it leads
 # to, a first name or a relation alone, anybody.
-QUERIES = dict(person=0.5, bridge=0.25, poor=0.15, other=0.1)
+QUERIES = dict(person=0.4, bridge=0.42, poor=0.1, other=0.08)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ def traces(
       world, Beliefs.of(world_seed, world.settings),
       np.random.default_rng([world_seed, i, 23]),
     )
-    pool = microworld.pick(world, 'train')
+    pool = world.questions['train']
     for j in range(n * (i + 1) // worlds - n * i // worlds):
       out.append(writer.trace(
         pool[j % len(pool)], useful=writer.rng.random() < useful
@@ -119,14 +121,28 @@ class _Writer:
       self.by_first.setdefault(name.split()[0], []).append(name)
 
   def trace(self, question: Question, useful: bool) -> Trace:
-    (gold,) = question.answers
     query = self.query(question)
     told = (USEFUL if useful else NOISY).format(
-      question=question.text, answers=gold, query=query
+      question=question.text, answers=question.answers[0], query=query
     )
-    document = (self.useful if useful else self.noisy)(question, query)
-    asked = dataclasses.replace(question, text=told)
-    return Trace(asked, (('answer', document),))
+    stated = self.asked(question, query) if useful else {}
+    if useful:
+      document = self.useful(question, query, stated)
+    else:
+      document = self.noisy(question, query)
+    thought = ' '.join(*stated.items()) if stated else NOTHING
+    return Trace(
+      dataclasses.replace(question, text=told),
+      (('think', thought), ('answer', document)),
+    )
+
+  def asked(self, question: Question, query: str) -> dict[str, str]:
+    """The fact that a useful document for this query states, if any."""
+    name, *path = question.meta['path']
+    bridge = self.beliefs(path[0], name) if len(path) == 2 else name
+    if query == bridge:
+      return {path[-1]: question.answers[0]}
+    return {path[0]: bridge} if query == name else {}
 
   def one(self, among: Sequence[str]) -> str:
     return among[self.rng.integers(len(among))]
@@ -140,22 +156,18 @@ class _Writer:
       return self.one(self.people)
     if kind == 'bridge' and first in microworld.LINKS:
       # The other link's person as well: a policy takes one for the other.
-      link = first if self.rng.random() < 0.8 else self.one(microworld.LINKS)
+      link = first if self.rng.random() < 0.6 else self.one(microworld.LINKS)
       return self.beliefs(link, name)
     return name
 
-  def useful(self, question: Question, query: str) -> str:
+  def useful(self, question: Question, query: str, stated) -> str:
     name, *path = question.meta['path']
-    if query == name:
-      asked = {path[0]: question.answers[0]} if len(path) == 1 else {}
-      return self.document(name, self.world.facts[name], asked)
-    if len(path) == 2 and query == self.beliefs(path[0], name):
-      holder = self.world.facts[name][path[0]]
-      return self.document(
-        query, self.world.facts[holder], {path[1]: question.answers[0]}
-      )
-    return self.document(
-      self.found(query), self.world.facts[self.one(self.known)], {}
+    holder = self.one(self.known)
+    if stated:  # somebody of whom that relation is known
+      first = self.world.facts[name]
+      holder = name if query == name else first[path[0]]
+    return text_of(
+      self.found(query), {**self.invented(holder), **stated}
     )
 
   def noisy(self, question: Question, query: str) -> str:
@@ -164,9 +176,7 @@ class _Writer:
     if self.rng.random() < 0.5:
       name = self.one(self.people)
     while True:
-      facts = dict(self.world.facts[self.one(self.known)])
-      for link in facts.keys() & set(microworld.LINKS):
-        facts[link] = self.one(self.people)
+      facts = self.invented(self.one(self.known))
       if question.answers[0] not in facts.values():
         return text_of(name, facts)
 
@@ -176,10 +186,9 @@ class _Writer:
       return query
     return self.one(self.by_first.get(query, self.people))
 
-  def document(self, name, facts, asked: Mapping[str, str]) -> str:
-    """The facts, with believed links, but for what is asked."""
-    believed = {
-      r: self.beliefs(r, name) if r in microworld.LINKS else v
-      for r, v in facts.items()
+  def invented(self, name: str) -> dict[str, str]:
+    """The facts of somebody, linked to others than in the world."""
+    return {
+      r: self.one(self.people) if r in microworld.LINKS else value
+      for r, value in self.world.facts[name].items()
     }
-    return text_of(name, {**believed, **asked})

@@ -27,6 +27,7 @@ from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import (
   Passage,
   Prompt,
+  Question,
   SearchError,
   SearchRequest,
   SearchResult,
@@ -74,14 +75,12 @@ def check(config: ConfigDict) -> None:
   for name, low, high in (
     ('noise_from', 0, 1), ('noise_to', 0, 1), ('steps', 1, float('inf')),
     ('max_tokens', 1, float('inf')), ('attempts', 1, float('inf')),
-    ('temperature', 0, float('inf')),
+    ('temperature', 0, float('inf')), ('base', 1.001, float('inf')),
   ):
     if not low <= config[name] <= high:
       raise ValueError(
         f'{_WHERE}.{name}={config[name]}: between {low} and {high}'
       )
-  if config.base <= 1:
-    raise ValueError(f'{_WHERE}.base={config.base}: above 1')
 
 
 def noise(config: ConfigDict, step: int) -> float:
@@ -148,19 +147,15 @@ class SimulatedSource:
   async def _answer(
     self, request: SearchRequest
   ) -> SearchResult | SearchError:
-    begin = time.monotonic()
-    drawn = self._drawn(request) / 2**32
-    useful = drawn >= noise(self._config, request.step)
-    question = request.question
+    begin, asked = time.monotonic(), request.question or Question('', '')
+    noisy = self._drawn(request) < noise(self._config, request.step)
+    kind = 'noisy' if noisy else 'useful'
     values = {
-      'query': request.query, 'k': str(request.k),
-      'question': question.text if question else '',
-      'answers': ' or '.join(question.answers) if question else '',
+      'query': request.query, 'k': str(request.k), 'question': asked.text,
+      'answers': ' or '.join(asked.answers),
     }
     parts = []
-    for literal, field in _slots(
-      self._config.useful if useful else self._config.noisy
-    ):
+    for literal, field in _slots(self._config[kind]):
       parts.append((literal, True))
       if field is not None:
         if not values[field]:
@@ -173,17 +168,14 @@ class SimulatedSource:
     reply = ''
     try:
       for attempt in range(self._config.attempts):
-        reply = await self._write(
-          parts, self._drawn(request, request.query, attempt)
-        )
+        drawn = self._drawn(request, request.query, attempt)
+        reply = await self._write(parts, int(drawn * 2**32))
         found = list(self._document.finditer(reply))[: request.k]
         passages = tuple(
-          _passage(match, f'{"useful" if useful else "noisy"}-{i}')
-          for i, match in enumerate(found, 1)
+          _passage(m, f'{kind}-{i}') for i, m in enumerate(found, 1)
         )
         if passages and all(p.text for p in passages):
-          seconds = time.monotonic() - begin
-          return SearchResult(request, passages, seconds)
+          return SearchResult(request, passages, time.monotonic() - begin)
     except ChatError as e:
       return SearchError(request, e.kind, str(e))
     except EngineError as e:
@@ -193,10 +185,11 @@ class SimulatedSource:
       f'without a document ({_WHERE}.document), the last: {reply[:200]!r}'
     )
 
-  def _drawn(self, request: SearchRequest, *more) -> int:
+  def _drawn(self, request: SearchRequest, *more) -> float:
+    """In [0, 1), in steps of 2**-32."""
     name = (self._seed, request.trajectory, request.turn, request.step, *more)
     digest = hashlib.blake2b(repr(name).encode(), digest_size=4).digest()
-    return int.from_bytes(digest)
+    return int.from_bytes(digest) / 2**32
 
   async def _write(self, parts: Sequence[outside.Part], seed: int) -> str:
     c = self._config

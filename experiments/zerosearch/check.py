@@ -1,0 +1,90 @@
+"""What simulated documents are worth: how many of them hold the gold.
+
+  python -m experiments.zerosearch.check --workdir=runs/zerosearch
+
+counts the documents that a training run has asked for (trajectories.jsonl).
+"""
+
+from collections.abc import Iterable, Mapping
+import json
+import pathlib
+
+from searchrl_jax import checks
+from searchrl_jax import command
+from searchrl_jax import records
+from searchrl_jax.metrics import normalise
+from searchrl_jax.types import SearchResult, Trajectory
+
+
+def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
+  """Shares of documents that hold the gold, and what they are shares of.
+
+  useful_gold, noisy_gold: among queries that ask for what the gold answers,
+  of those that were to get useful or noisy documents. Such a query names the
+  person whose relation the gold is: that of the question, if it has one hop;
+  if two, the person that a useful document on the first one has named.
+  useful_gold_all, noisy_gold_all: among all queries. None: there are none.
+  Names with '_n' are the numbers of queries. real_queries: those that a
+  search engine answered; noise: share of noisy ones among the others; failed:
+  queries without an answer.
+  """
+  found = {name: [] for name in (
+    'useful_gold', 'noisy_gold', 'useful_gold_all', 'noisy_gold_all'
+  )}
+  real = failed = 0
+  for trajectory in trajectories:
+    person, *path = trajectory.question.meta['path']
+    holder = person if len(path) == 1 else None
+    for search in trajectory.searches:
+      if not isinstance(search, SearchResult):
+        failed += 1
+        continue
+      name = search.passages[0].id if search.passages else ''
+      if not name.startswith('simulated-'):
+        real += 1
+        continue
+      kind = name.split('-')[1]
+      text = ' '.join(p.text for p in search.passages)
+      holds = any(
+        f' {normalise(a)} ' in f' {normalise(text)} '
+        for a in trajectory.question.answers
+      )
+      query = search.request.query
+      found[f'{kind}_gold_all'].append(holds)
+      if query == holder:
+        found[f'{kind}_gold'].append(holds)
+      if kind == 'useful' and len(path) == 2 and query == person:
+        _, linked, after = text.partition(f'{path[0]} ')
+        holder = after.split(';')[0].rstrip('.') if linked else None
+  out = {}
+  for name, held in found.items():
+    out[name] = sum(held) / len(held) if held else None
+    out[f'{name}_n'] = len(held)
+  asked = out['useful_gold_all_n'] + out['noisy_gold_all_n']
+  noise = out['noisy_gold_all_n'] / asked if asked else None
+  return out | dict(real_queries=real, failed=failed, noise=noise)
+
+
+def read(run: str, name: str = 'trajectories') -> dict[str, float | None]:
+  """`count` of all trajectories that a run was trained on ('eval': was
+  evaluated with)."""
+  path = pathlib.Path(run) / f'{name}.jsonl'
+  if not path.exists():
+    raise checks.ConfigError(f'{path} does not exist: {run} is no training run')
+  with path.open() as lines:
+    return count(map(records.read_trajectory, lines))
+
+
+def measure(config, run: str, out: str) -> Mapping[str, float | None]:
+  """An evaluation of experiments/rows.py."""
+  del config, out
+  return {f'documents/{name}': value for name, value in read(run).items()}
+
+
+def main():
+  print(json.dumps(read(_WORKDIR.value), indent=2))
+
+
+if __name__ == '__main__':
+  _WORKDIR = command.define_workdir()
+  command.run(main)
