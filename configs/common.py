@@ -133,6 +133,7 @@ def base() -> ConfigDict:
   c.source.simulator.noise_from = 0.0
   c.source.simulator.noise_to = 0.0
   c.source.simulator.base = 4.0
+  c.source.simulator.steps = 100  # after which it is noise_to
 
   c.engine = ConfigDict()
   c.engine.module = 'jax_sampler'
@@ -253,7 +254,6 @@ def base() -> ConfigDict:
   c.train = ConfigDict()
   # Rollouts; optimizer updates = steps x minibatches x epochs.
   c.train.steps = 100
-  c.source.simulator.steps = c.train.get_ref('steps')  # at whose end it is
   c.train.seconds = 0.0  # stop after this time; 0 = no limit
   c.train.init = ''  # run folder or HF folder to start from; '' = the model
 

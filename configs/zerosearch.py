@@ -108,6 +108,7 @@ def get_config(arg=None):
   served = a.simulator.startswith(('http://', 'https://'))
   s['url' if served else 'path'] = a.simulator
   s.noise_to = 0.5
+  s.steps = c.train.get_ref('steps')
   if a.noise != 'curriculum':
     s.noise_from = s.noise_to = _share(a.noise)
   (_full if a.model else _small)(c, s, a)
