@@ -8,20 +8,18 @@ letters, so that "Evelyn" equals "nylevE". \text{Evelyn} is a word to it.
 A few tokens can ask for more than any computer has (a tower of powers), and
 the package's own limits are signals: they reach a main thread alone, and none
 while one big operation runs. So it works in a process of its own, which is
-ended when it takes too long; such answers are equal to nothing.
+ended when it takes too long; such an answer is equal to nothing.
 """
 
 import functools
 import json
 import pathlib
 import re
-import select
 import subprocess
 import sys
 import threading
 
 SECONDS = 5.0  # for one comparison; usual ones take milliseconds
-_START = 120.0  # seconds until the process has imported SymPy
 _MEMORY = 4 << 30  # bytes of its address space
 _COMMAND = re.compile(r'\\(?:text|mbox|begin|end)\w*\s*\{[^{}]*\}|\\[A-Za-z]+')
 _WORD = re.compile(r'[^\W\d_]{4}')
@@ -33,16 +31,17 @@ class _Checker:
   def __init__(self):
     self._lock, self._process = threading.Lock(), None
 
-  def ask(self, a: str, b: str) -> bool:
+  def ask(self, a: str, b: str) -> bool | None:
+    """Whether they are equal; None if that takes more than SECONDS."""
     with self._lock:
       if self._process is None or self._process.poll() is not None:
         self._process = subprocess.Popen(
-          [sys.executable, '-m', __name__], text=True,
+          [sys.executable, '-m', __name__, str(SECONDS)], text=True,
           cwd=pathlib.Path(__file__).parents[2],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
           start_new_session=True,  # Ctrl-C is for the run, which ends this
         )
-        if not self._line(_START):
+        if not self._process.stdout.readline():
           raise RuntimeError(
             'answers of mathematics need the package math-verify, which did '
             'not start (its error stands above); pip install -r '
@@ -50,15 +49,10 @@ class _Checker:
           )
       self._process.stdin.write(json.dumps([a, b]) + '\n')
       self._process.stdin.flush()
-      said = self._line(SECONDS)
-      if not said:
-        self._process.kill()
+      said = self._process.stdout.readline()
+      if not said:  # it has ended itself
         self._process.wait()
-      return said == 'True\n'
-
-  def _line(self, seconds: float) -> str:
-    out = self._process.stdout
-    return out.readline() if select.select([out], [], [], seconds)[0] else ''
+      return {'True\n': True, 'False\n': False}.get(said)
 
 
 _CHECKER = _Checker()
@@ -67,13 +61,25 @@ _CHECKER = _Checker()
 @functools.lru_cache(maxsize=1 << 17)
 def equal(a: str, b: str) -> bool:
   """Whether both are mathematics, and of one value."""
-  return _CHECKER.ask(a, b)
+  return known(a) and known(b) and (a == b or bool(_CHECKER.ask(a, b)))
 
 
-def serve() -> None:
-  """Answers [a, b] with True or False, a JSON line each, until input ends."""
+@functools.lru_cache(maxsize=1 << 16)
+def known(text: str) -> bool:
+  """Whether it is mathematics, of a value that can be told from another."""
+  return bool(_CHECKER.ask(text, text)) and (
+    _CHECKER.ask(text, '1') is not None
+  )
+
+
+def serve(seconds: float) -> None:
+  """Answers [a, b] with True or False, a JSON line each, until input ends.
+
+  One that takes longer ends this process, unanswered.
+  """
   import logging
   import resource
+  import signal
 
   import math_verify
 
@@ -100,13 +106,16 @@ def serve() -> None:
 
   print('ready', file=out, flush=True)
   for line in sys.stdin:
+    # Nobody handles it, so the kernel ends this process, whatever it does.
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
       a, b = map(parse, json.loads(line))
       found = bool(a and b) and same(a, b)
     except Exception:  # of SymPy, anything: a model wrote this
       found = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
     print(found, file=out, flush=True)
 
 
 if __name__ == '__main__':
-  serve()
+  serve(float(sys.argv[1]))
