@@ -20,7 +20,7 @@ experiments/ttrl/ has figures, memory and the original's. Arguments:
   path     the folder of train.json and test.json (base=math at full size)
   algorithm  grpo, ppo, reinforce
   label    majority; controls: golds (the ceiling), random (any of the answers
-           that the votes name)
+           that the votes name), random_vote (the answer of any vote)
   planted  a control: the share of test-time questions whose top passage is
            contradicted by a planted one (small search form)
   seed
@@ -53,6 +53,7 @@ LABELS = {
   'majority': 'vote.majority',
   'golds': 'experiments.ttrl.controls.golds',
   'random': 'experiments.ttrl.controls.random',
+  'random_vote': 'experiments.ttrl.controls.random_vote',
 }
 ALGORITHMS = {
   'grpo': algorithms.GRPO | dict(

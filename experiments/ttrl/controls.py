@@ -12,7 +12,7 @@ import numpy as np
 from searchrl_jax import equivalence
 from searchrl_jax.rewards import vote
 from searchrl_jax.rewards.core import RewardContext
-from searchrl_jax.types import Group, Rewards
+from searchrl_jax.types import Group, Question, Rewards
 
 
 async def golds(
@@ -47,10 +47,7 @@ async def random(
   """
 
   def choose(keys, question, step):
-    named = sorted(set(keys) - {None})
-    seed = zlib.crc32(repr((question.id, step)).encode())
-    return named[np.random.default_rng(seed).integers(len(named))] if (
-      named) else None
+    return drawn(sorted(set(keys) - {None}), question, step)
 
   return vote.labelled(
     groups, context, choose, votes=votes, train=train, match=match,
@@ -58,5 +55,30 @@ async def random(
   )
 
 
-golds.check = random.check = vote.check
+async def random_vote(
+  groups: Sequence[Group], context: RewardContext, *, votes: int, train: int,
+  match: str, max_abstained: float,
+) -> Rewards:
+  """The answer of any of the votes, so frequent answers more often: a vote of
+  one, whose mean over draws still points to the majority.
+
+  Args: see `random`.
+  """
+
+  def choose(keys, question, step):
+    return drawn([key for key in keys if key], question, step)
+
+  return vote.labelled(
+    groups, context, choose, votes=votes, train=train, match=match,
+    max_abstained=max_abstained,
+  )
+
+
+def drawn(keys: Sequence[str], question: Question, step: int) -> str | None:
+  seed = zlib.crc32(repr((question.id, step)).encode())
+  rng = np.random.default_rng(seed)
+  return keys[rng.integers(len(keys))] if keys else None
+
+
+golds.check = random.check = random_vote.check = vote.check
 golds.needs_answers = True

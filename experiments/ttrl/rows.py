@@ -66,6 +66,7 @@ ROW = rows.Row(
     arm('ttrl', '', seeds=(0, 1, 2)),
     arm('random', 'label=random', seeds=(0, 1, 2)),
     arm('golds', 'label=golds'),
+    arm('random_vote', 'label=random_vote'),
     arm('planted', 'planted=0.15'),
     arm('ssrl_warm', 'base=ssrl', 'ssrl', train=False),
     arm('ssrl', 'base=ssrl', 'ssrl'),

@@ -230,19 +230,22 @@ def test_golds_as_labels_are_the_ceiling():
   assert not voted('golds', '1121').valid.any()
 
 
-def test_a_random_label_is_any_of_the_answers_each_as_likely():
+@pytest.mark.parametrize('label, shares', [
+  ('random', (100, 100, 100)),  # each of three answers, of 300 draws
+  ('random_vote', (180, 60, 60)),  # 3, 1 and 1 of five votes
+])
+def test_a_random_label_is_drawn_among_the_answers_or_the_votes(label, shares):
   counts = dict.fromkeys('123', 0)
-  again = voted('random', '1112233', step=7).value
+  again = voted(label, '11123', step=7).value
   for step in range(300):
-    found = voted('random', '1112233', step=step)
+    found = voted(label, '11123', step=step)
     if step == 7:
       np.testing.assert_array_equal(found.value, again)
-    (label,) = {
-      a for a, v in zip('1112233', found.value, strict=True) if v
-    }
-    counts[label] += 1
-  assert all(70 < n < 130 for n in counts.values()), counts  # 100 of 300
-  assert voted('random', ('', '', '')).valid.sum() == 0
+    (drawn,) = {a for a, v in zip('11123', found.value, strict=True) if v}
+    counts[drawn] += 1
+  for n, share in zip(counts.values(), shares, strict=True):
+    assert abs(n - share) < 30, counts
+  assert voted(label, ('', '', '')).valid.sum() == 0
 
 
 # ---- Golds are for metrics alone.
