@@ -354,6 +354,7 @@ def simulator(config: ConfigDict, policy, tok, mesh,
     theirs.train.init = path
   else:
     theirs = config.copy_and_resolve_references()
+    path = local(path, 'config.source.simulator.path')
     theirs.model.update(path=path, tokenizer='')
     theirs.train.init = ''
   theirs.engine = config.engine.copy_and_resolve_references()

@@ -402,3 +402,9 @@ def test_the_real_search_engine_evaluates_what_a_simulator_taught(
   evaluate.evaluate(c, warm, str(tmp_path / 'real'))
   found = check.read(str(tmp_path / 'real'), 'eval')
   assert found['real_queries'] > 0 == found['useful_gold_all_n']
+
+
+def test_a_simulator_that_is_not_there_is_named(tmp_path):
+  c = small_run(path=str(tmp_path / 'none'))
+  with pytest.raises(checks.ConfigError, match=r'simulator\.path.*none'):
+    setup.source(c, '', None, None, setup.mesh(c), str(tmp_path))
