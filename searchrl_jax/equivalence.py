@@ -39,7 +39,7 @@ def correct(answer: str | None, golds: Iterable[str], match: str) -> float:
 def keys(
   answers: Iterable[str | None],
   match: str,
-  aliases: Iterable[Sequence[str]] = (),
+  synonyms: Iterable[Sequence[str]] = (),
 ) -> list[str | None]:
   """A string for each answer, equal where the answers are.
 
@@ -49,14 +49,14 @@ def keys(
   Args:
     answers: None = there is none.
     match: see the top.
-    aliases: names of one thing each, for 'text'.
+    synonyms: names of one thing each, for 'text'.
 
   Returns:
-    Text's normal form (of the first alias, where there are any), or the first
+    Text's normal form (of its first synonym, where it has any), or the first
     of the equal answers; None for one that says nothing.
   """
   if match == TEXT:
-    first = {metrics.key(n): metrics.key(a[0]) for a in aliases for n in a}
+    first = {metrics.key(n): metrics.key(s[0]) for s in synonyms for n in s}
     found = [metrics.key(answer or '') for answer in answers]
     return [first.get(key, key) or None for key in found]
   equal, firsts, out = function(match), [], []

@@ -24,7 +24,7 @@ def test_an_answer_joins_the_first_that_it_is_equal_to():
   assert equivalence.correct(None, ['1'], NEAR) == 0
 
 
-def test_text_is_its_normal_form_or_its_first_alias():
+def test_text_is_its_normal_form_or_its_first_synonym():
   answers = ['The Cat!', 'cat', 'N.Y.C.', 'New York City', '', None, 'A']
   assert equivalence.keys(answers, 'text') == [
     'cat', 'cat', 'nyc', 'new york city', None, None, 'a'

@@ -45,8 +45,10 @@ async def majority(
     context: its env reads answers.
     votes: N, as config.rollout.group.
     train: M; of samples M and later the reward is invalid.
-    match: 'text' (normal forms, and the names that question.meta['aliases']
-      lists) or a function's dotted name; see `equivalence`.
+    match: 'text' or a function's dotted name; see `equivalence`. Text also
+      counts names of one thing as one answer, where the data knows them:
+      question.meta['synonyms'], [[name, name, ...], ...], of anything that may
+      be answered. (Golden answers and their aliases are none of these.)
     max_abstained: share of questions without a vote beyond which it raises.
 
   Returns:
@@ -126,7 +128,7 @@ def labelled(
     question = group[0].question
     alive = [i for i, t in enumerate(group) if not t.failed]
     answers = [context.env.answer(group[i]) for i in alive]
-    keys = equivalence.keys(answers, match, question.meta.get('aliases', ()))
+    keys = equivalence.keys(answers, match, question.meta.get('synonyms', ()))
     rows, at = at + np.array(alive, int), at + votes
     label = choose(keys, question, context.step)
     note('abstained', rows, label is None)

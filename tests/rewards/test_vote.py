@@ -138,7 +138,7 @@ def test_names_of_one_thing_are_one_vote():
   assert voted(group(*answers)).value.tolist() == [0, 1, 0, 1, 0]
   known = group(
     *answers, golds=('new york city',),
-    aliases=[('New York City', 'NYC', 'Big Apple')],
+    synonyms=[('New York City', 'NYC', 'Big Apple')],
   )
   found = voted(known)
   assert found.value.tolist() == [1, 0, 1, 0, 1]
@@ -209,3 +209,12 @@ def test_what_cannot_be_is_found_at_the_start(fields, says):
   c.rollout.group = 4
   c.reward.v.update(votes=4, train=2, match='text')
   setup.check_rewards(c, [Question('q', 'who?')])  # no golds needed
+
+
+def test_aliases_of_the_golden_answer_are_no_synonyms():
+  """FlashRAG's metadata may hold them under such names."""
+  found = voted(group(
+    'NYC', 'New York City', 'Rome', 'Rome', golds=('NYC', 'New York City'),
+    aliases=[['NYC', 'New York City']], answer_aliases=['NYC'],
+  ))
+  assert found.value.tolist() == [0, 0, 1, 1]
