@@ -20,6 +20,7 @@ from searchrl_jax import equivalence, metrics, records, rollout
 from searchrl_jax.engines.core import Engine
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.rewards import answer as rewards
+from searchrl_jax.rewards import judge as judging
 from searchrl_jax.sources.core import Source
 from searchrl_jax.types import (
   Group,
@@ -184,29 +185,19 @@ def certainties(
 async def judged(
   trajectories: Sequence[Trajectory], env: SearchEnv, judge
 ) -> list[float]:
-  """The verdicts on their answers: 1, 0, or NaN where there is none.
+  """The verdicts on their answers; see `rewards.judge.grade`.
 
-  No answer is 0; a failed trajectory, or a question without golden answers,
-  is NaN.
-
-  Args:
-    trajectories: as the environment recorded them.
-    env: reads answers.
-    judge: `rewards.judge.Judge`.
+  NaN for a question without golden answers, too.
   """
-  out, items = [NAN] * len(trajectories), {}
-  for i, t in enumerate(trajectories):
-    golds = tuple(a for a in t.question.answers if a.strip())
-    if t.failed or not golds:
-      continue
-    answer = env.answer(t)
-    out[i] = 0.0
-    if answer:
-      items[i] = (t.question.text, golds, answer)
-  verdicts = await judge.verdicts(items.values())
-  for i, verdict in zip(items, verdicts, strict=True):
-    out[i] = NAN if verdict is None else float(verdict)
-  return out
+  known = [
+    i for i, t in enumerate(trajectories)
+    if any(a.strip() for a in t.question.answers)
+  ]
+  grades = await judging.grade([trajectories[i] for i in known], env, judge,
+                               after_em=False)
+  out = np.full(len(trajectories), NAN)
+  out[known] = grades
+  return out.tolist()
 
 
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:

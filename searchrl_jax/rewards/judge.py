@@ -16,8 +16,14 @@ import numpy as np
 
 from searchrl_jax import metrics
 from searchrl_jax.chat import Chat, ChatError
-from searchrl_jax.rewards.core import RewardContext, RewardError, flat
-from searchrl_jax.types import Group, Rewards
+from searchrl_jax.env import SearchEnv
+from searchrl_jax.rewards.core import (
+  RewardContext,
+  RewardError,
+  flat,
+  per_trajectory,
+)
+from searchrl_jax.types import Group, Rewards, Trajectory
 
 VERDICTS = {'correct': True, 'incorrect': False}
 SCHEMA = {
@@ -135,6 +141,37 @@ def read(reply: str) -> bool:
   return verdict
 
 
+async def grade(
+  trajectories: Sequence[Trajectory], env: SearchEnv, judge: Judge,
+  after_em: bool,
+) -> np.ndarray:
+  """float32 [B]: 1 right, 0 wrong, NaN without a verdict or for a failure.
+
+  No answer is wrong, unasked.
+
+  Args:
+    trajectories: B of them, with golden answers.
+    env: reads answers.
+    judge: judges them.
+    after_em: an exact match is right without being asked about.
+
+  Raises:
+    JudgeError: too many verdicts are missing.
+  """
+  out, items = np.full(len(trajectories), np.nan, np.float32), {}
+  for i, t in enumerate(trajectories):
+    if t.failed:
+      continue
+    answer, golds = env.answer(t), t.question.answers
+    out[i] = float(after_em and metrics.exact_match(answer, golds))
+    if answer and not out[i]:
+      items[i] = (t.question.text, golds, answer)
+  verdicts = await judge.verdicts(items.values())
+  for i, verdict in zip(items, verdicts, strict=True):
+    out[i] = np.nan if verdict is None else float(verdict)
+  return out
+
+
 async def correct(
   groups: Sequence[Group], context: RewardContext, *, after_em: bool
 ) -> Rewards:
@@ -146,36 +183,22 @@ async def correct(
     after_em: an exact match is right without being asked about.
 
   Returns:
-    Parts: 'em' and 'f1', whatever the judge says, and 'asked'.
+    Parts: 'em' and 'f1', whatever the judge says.
 
   Raises:
     RewardError: there is no judge. JudgeError: too many verdicts are missing.
   """
-  if context.judge is None or context.env is None:
+  env, judge = context.env, context.judge
+  if judge is None or env is None:
     raise RewardError(
       'judge.correct needs config.judge.url: an OpenAI-compatible server'
     )
-  trajectories = flat(groups)
-  value = np.zeros(len(trajectories), np.float32)
-  valid = np.array([not t.failed for t in trajectories], bool)
-  parts = {k: np.zeros(len(trajectories), np.float32)
-           for k in ('em', 'f1', 'asked')}
-  items = {}
-  for i, t in enumerate(trajectories):
-    answer = None if t.failed else context.env.answer(t)
-    golds = t.question.answers
-    parts['em'][i] = metrics.exact_match(answer, golds)
-    parts['f1'][i] = metrics.f1(answer, golds)
-    if after_em and parts['em'][i]:
-      value[i] = 1.0
-    elif answer:
-      items[i] = (t.question.text, golds, answer)
-  verdicts = await context.judge.verdicts(items.values())
-  for i, verdict in zip(items, verdicts, strict=True):
-    parts['asked'][i] = 1.0
-    valid[i] = verdict is not None
-    value[i] = float(bool(verdict))
-  return Rewards(value, valid, parts=parts)
+  grades = await grade(flat(groups), env, judge, after_em)
+  beside = per_trajectory(groups, lambda t: {
+    'value': 0.0, 'em': metrics.exact_match(env.answer(t), t.question.answers),
+    'f1': metrics.f1(env.answer(t), t.question.answers),
+  })
+  return Rewards(np.nan_to_num(grades), ~np.isnan(grades), parts=beside.parts)
 
 
 correct.needs_answers = True
