@@ -157,10 +157,13 @@ def train(config, workdir: str) -> dict[str, float]:
     signals.at_exit(source.close)
     about = signals.finish(source.check()).get('identity', {})
     require_same(served, about)
+    judge = setup.judge(config)
+    if judge:
+      signals.at_exit(judge.close)
+      signals.finish(judge.check())
     reader = s.verifier == 'judge' and verify.Reader(config.judge)
     if reader:
       signals.at_exit(reader.close)
-      signals.finish(reader.check())
     engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
     signals.at_exit(engine.shutdown)
     engines = {role: engine for role in envs}
@@ -172,7 +175,7 @@ def train(config, workdir: str) -> dict[str, float]:
       signals.at_exit(engines[PROPOSER].shutdown)
     evaluator = heldout and passk.make(
       config, heldout, env=envs[SOLVER], engine=engine, source=source,
-      writer=writer, run=signals.run,
+      writer=writer, run=signals.run, judge=judge,
     )
     with writer.timer('compile'):
       for role in roles.values():
@@ -207,7 +210,9 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('reward'):
         return signals.run(rewards.combine(
           config.reward, groups,
-          rewards.RewardContext(step, envs[SOLVER], tok, engine, source),
+          rewards.RewardContext(
+            step, envs[SOLVER], tok, engine, source, judge
+          ),
         ))
 
     def read(questions, stats):
