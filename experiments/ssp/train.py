@@ -164,6 +164,7 @@ def train(config, workdir: str) -> dict[str, float]:
     reader = s.verifier == 'judge' and verify.Reader(config.judge)
     if reader:
       signals.at_exit(reader.close)
+      signals.finish(reader.check())
     engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
     signals.at_exit(engine.shutdown)
     engines = {role: engine for role in envs}

@@ -144,6 +144,10 @@ class Reader:
       return e
     return _answer(reply)
 
+  async def check(self) -> None:
+    """Raises ChatError if nobody serves the model."""
+    await self._chat.check()
+
   async def close(self) -> None:
     await self._chat.close()
 
