@@ -64,8 +64,8 @@ def test_golden_votes():
 
 
 def test_a_tie_goes_to_the_earliest_vote_and_is_counted():
-  found = voted(group('Bob', 'Ann', 'Ann', 'Bob'))
-  assert found.value.tolist() == [1, 0, 0, 1]
+  found = voted(group('Bob', 'Ann', 'Bob', 'Ann'))
+  assert found.value.tolist() == [1, 0, 1, 0]
   assert part(found, 'tie') == [1] * 4
   assert part(found, 'maj@4') == [0.5] * 4
 
@@ -166,6 +166,7 @@ def test_a_failed_search_is_no_vote():
   assert found.value.tolist() == [0, 0, 1, 0, 0]  # Ann by 2 to 1
   assert found.valid.tolist() == [False, True, True, False, False]
   assert np.isnan(found.parts['v/abstained'][0])
+  assert part(found, 'majority_ratio')[1:] == pytest.approx([2 / 5] * 4)
   assert 'v/maj@5' not in found.parts  # of 5 samples
   gone = tuple(dataclasses.replace(t, end='failed') for t in rest)
   assert not voted(gone, group(*'xxxx')).valid[:4].any()
