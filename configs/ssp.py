@@ -1,21 +1,122 @@
-"""Search self-play."""
+"""SSP, search self-play (Lu et al., arXiv 2510.18821): the policy asks itself.
+
+  python -m searchrl_jax.sft --config=configs/ssp.py --workdir=runs/warm
+  python -m experiments.ssp.train --config=configs/ssp.py \\
+    --workdir=runs/ssp --config.train.init=runs/warm
+
+is the small form: a decoder of 0.4 million parameters in a world of invented
+people (experiments/ssp/world.py), minutes on 2 cores. With a checkpoint it is
+the full size, on SSP's own list of answers:
+
+  python -m experiments.ssp.train --config=configs/ssp.py:model=PATH \\
+    --workdir=runs/ssp_7b --config.source.url=http://127.0.0.1:8000
+
+A proposer gets an answer and searches until it asks a question; who cannot
+search must find the answer in what it read; a solver gets the question. It
+earns for right answers, the proposer for wrong ones; neither needs a gold
+question. experiments/ssp/ has the loop, figures, memory. Arguments:
+
+  model     '' = the small form
+  pairing   grpo+reinforce (solver + proposer), grpo+grpo, ppo+ppo
+  arm       ssp; frozen: who proposes stays as it started; no_verifier;
+            golds: RL on gold questions instead (small form; by train.py)
+  reward    the proposer's: 1-acc, intermediate_difficulty
+  layout, folder  of the seven sets that it is evaluated on, see seven.py
+  seed
+
+What the knobs of their train_ssp.sh are called here (config.selfplay, unless
+it says more):
+
+  proposer.n               n (their PROPOSER_N)
+  proposer.reward_type     reward; left, right: the same
+  proposer.format_penalty  penalty (script 0, YAML -1)
+  proposer.adv_estimator   algorithm, a whole one as config.algorithm is
+  proposer.warm_up_steps   solver_from (-1 there is 0 here)
+  use_rag_filter           verifier: 'policy', 'judge', 'none'
+  noisy_RAG_materials      noise
+  use_search_terms_filter  answer_unsearched
+  answer_pattern           tag
+  extraction_failure.strategy             invalid: 'reuse', 'dummy', 'drop'
+  .reuse_success_rate_threshold           reuse_threshold
+  .pool_clear_interval, .keep_ratio       clear_every, keep_ratio
+  dynamic_sampling.enable, .max_retry_attempts   resample, rounds; 0 = off
+  dynamic_sampling.min_valid_ratio        min_valid
+  reward_dynamic_sampling  algorithm.drop_zero_variance: such groups are left
+                           out; there the option never draws anew
+  combine_update, mini_epochs, save_freq  have none: updates are two, on one
+                           set of solvers, and every trajectory is written
+
+Otherwise than there, of what can be told from outside (each file says more):
+
+  * policy and environment are told apart by token, so no question, query,
+    evidence or answer is looked for in decoded text;
+  * the policy verifies, as the paper has it; their code asks the judge;
+  * both updates are corrected for staleness by importance weights against the
+    engine's log-probs; there the solver's data are one update old, uncorrected;
+  * a proposer's advantage is its reward less the mean of the others of the
+    step, so that a worthless question is unlearnt; theirs is the reward
+    itself. Its gradient is not scaled by 256 / 640;
+  * a slot that nothing fills is left empty ('drop'), not filled with copies;
+    what is drawn anew does not throw invalid proposals away;
+  * the pool, the noise and whatever had ended are in the checkpoint;
+  * a judge's failure leaves a question out, and too many stop the run.
+"""
 
 from configs import algorithms
 from configs import common
+from configs import seven
 from ml_collections import ConfigDict
 
 WORLD = dict(play=300, heldout=150)
 MODULE = 'experiments.ssp.world'
+HUB = 'hf://datasets/Quark-LLM/SSP/'
+# Solver, proposer.
+PAIRINGS = {
+  'grpo+reinforce': (algorithms.GRPO, algorithms.REINFORCE),
+  'grpo+grpo': (algorithms.GRPO, algorithms.GRPO),
+  'ppo+ppo': (algorithms.PPO, algorithms.PPO),
+}
+ARMS = ('ssp', 'frozen', 'no_verifier', 'golds')
 
 
 def get_config(arg=None):
-  a = common.parse_arg(arg, seed=0, model='')
+  a = common.parse_arg(
+    arg, seed=0, model='', pairing='grpo+reinforce', arm='ssp',
+    reward='1-acc', layout='flashrag', folder='',
+  )
+  for name, known in (('pairing', PAIRINGS), ('arm', ARMS)):
+    if a[name] not in known:
+      raise ValueError(
+        f'config argument {name}={a[name]!r}: one of '
+        f'{", ".join(map(repr, known))}'
+      )
+  if a.arm == 'golds' and a.model:
+    raise ValueError(
+      "config argument arm='golds' is a control of the small form, whose "
+      'questions are known; leave model out'
+    )
   c = common.base()
   c.name = 'ssp'
   c.seed = a.seed
-  c.algorithm.update(algorithms.GRPO | dict(kl='none', kl_coef=0.0))
+  c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
   c.selfplay = selfplay()
-  _small(c, a)
+  c.selfplay.reward = a.reward
+  solver, proposer = PAIRINGS[a.pairing]
+  c.algorithm.update(solver)
+  c.selfplay.algorithm.update(proposer)
+  (_full if a.model else _small)(c, a)
+  if a.pairing == 'grpo+grpo':
+    c.selfplay.n = c.rollout.group
+    c.rollout.questions //= c.rollout.group
+  if a.pairing == 'ppo+ppo':
+    c.rollout.group = 1
+    c.critic.lr = 1e-5 if a.model else 1e-3
+  if a.arm == 'frozen':
+    c.selfplay.frozen = True
+  if a.arm == 'no_verifier':
+    c.selfplay.verifier = 'none'
+  if a.arm == 'golds':
+    _golds(c)
   return c
 
 
@@ -29,7 +130,6 @@ def selfplay() -> ConfigDict:
   s.reader = 'micro_evidence'  # the verifier's template
   s.reading = '{evidence}\nQuestion: {question}'  # its prompt's slot
   s.algorithm = ConfigDict(common.base().algorithm.to_dict())  # the proposer's
-  s.algorithm.update(algorithms.REINFORCE)
   s.frozen = False  # the proposer stays as it starts (a control)
   s.solver_from = 0  # first step in which the solver learns
   # What a question must be; further rules have no field.
@@ -63,7 +163,8 @@ def _small(c, a):
     model_type='qwen3', architectures=('Qwen3ForCausalLM',),
     hidden_size=128, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=8, head_dim=16, intermediate_size=256,
-    rope_theta=100.0,  # copying is learned sooner, see configs/quickstart.py
+    # Copying from 250 tokens back; configs/quickstart.py needs 100.
+    rope_theta=1000.0,
     rms_norm_eps=1e-6, tie_word_embeddings=True, hidden_act='silu',
     max_position_embeddings=512,
   ))
@@ -77,11 +178,12 @@ def _small(c, a):
   # By reference: all parts of a run ask about one world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.answers = ConfigDict(dict(
-    module=MODULE, split='play', hops=(), **world
+    module=MODULE, split='play', n=0, hops=(), **world
   ))
-  c.data.eval.heldout = ConfigDict(dict(
-    module=MODULE, split='heldout', n=400, hops=(1, 2, 3, 4), **world
-  ))
+  for name, n, hops in (('onehop', 100, (1,)), ('multihop', 300, (2, 3, 4))):
+    c.data.eval[name] = ConfigDict(dict(
+      module=MODULE, split='heldout', n=n, hops=hops, **world
+    ))
   c.source.corpus = 'world'
   c.source.k = 1
   c.env.template = 'micro'
@@ -95,28 +197,30 @@ def _small(c, a):
   c.engine.prefill_rows = 16
 
   c.sft.data = ConfigDict(dict(
-    module='experiments.ssp.traces', n=30_000, worlds=60, people=200,
-    bundles=2, prompt_tokens=220, proposer='micro_proposer',
+    module='experiments.ssp.traces', n=40_000, worlds=400, people=100,
+    bundles=1, prompt_tokens=220, proposer='micro_proposer',
     verifier='micro_evidence', mix=dict(
-      solver=0.4, proposer=0.35, asked=(0.80, 0.12, 0.05, 0.03),
-      proposed=(0.9, 0.08, 0.02), short=(0.4, 0.6, 0.75), long=0.1, wrong=0.1,
-      around=0.15, absent=0.25,
+      solver=0.3, proposer=0.4, asked=(0.80, 0.12, 0.05, 0.03),
+      proposed=(0.9, 0.08, 0.02), short=(0.6, 0.7, 0.8), long=0.1, wrong=0.05,
+      around=0.15, absent=0.2,
     ),
   ))
-  c.sft.steps = 1500
+  c.sft.steps = 2000
   c.sft.rows = 32
-  c.sft.lr = 2e-3
+  c.sft.lr = 3e-3
   c.sft.warmup = 50
+  c.sft.save_every = 250
 
   c.selfplay.min_words = 7
-  c.selfplay.noise = 2
+  c.selfplay.noise = 1
   c.selfplay.dummy = 'What is not'
   c.selfplay.oracle = 'experiments.ssp.oracle.make'
 
   c.rollout.questions = 48
   c.rollout.group = 4
-  c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
-  c.batch.lengths = (64, 96, 128, 192, 256, 320)
+  for one in (c.algorithm, c.selfplay.algorithm):
+    one.update(dict(kl='none', kl_coef=0.0))
+  c.batch.lengths = (64, 96, 160, 320)
   c.batch.tokens = 2048
   c.batch.loss_fraction = 0.7
   c.optim.lr = 3e-4
@@ -124,3 +228,59 @@ def _small(c, a):
   c.train.steps = 30
   c.eval.every = 10
   c.checkpoint.every = 10
+
+
+def _golds(c):
+  """Gold questions of 1 to 4 hops, as many trajectories as self-play has."""
+  c.data.train.answers.update(dict(n=1200, hops=(1, 2, 3, 4)))
+  c.rollout.group += c.selfplay.n
+
+
+def _full(c, a):
+  c.model.path = a.model
+  c.model.dtype = 'bfloat16'
+  c.model.remat = 'block'
+  c.data.train.answers = ConfigDict(dict(
+    module='jsonl', layout='ssp',
+    path=HUB + 'train_answers_random_hop_50000_proposer.jsonl',
+  ))
+  c.data.eval = seven.sets(a.layout, folder=a.folder)
+  c.source.k = 3
+  c.env.template = 'search_r1'
+  s = c.selfplay
+  s.template, s.reader = 'proposer', 'rag'
+  s.brief = (
+    'Answer: {answer}\nNumber of searches: {searches}\nExamples:\n{examples}'
+  )
+  s.reading = '{evidence}\n\nQuestion: {question}'
+  s.dummy = 'There is no question. Write what you guess the answer to be.'
+  c.env.max_turns = 9  # of their ten, the last cannot use what it finds
+  c.env.max_turn_tokens = 2048
+  c.env.max_observation_tokens = 1500
+  c.env.max_tokens = 4096 + 8192
+  c.engine.dtype = 'bfloat16'
+  c.engine.slots = 256
+  c.engine.max_len = 4096 + 8192
+  # bfloat16 log-probs of two programs differ by about this much.
+  c.engine.canary_tolerance = 0.1
+
+  c.rollout.questions = 256
+  c.rollout.group = 5
+  for one in (c.algorithm, s.algorithm):
+    one.clip_high = 0.285
+    if one.loss == 'clip':
+      one.clip_dual = 3.0
+    if one.advantage != 'gae':
+      one.update(dict(kl='loss', kl_estimator='k3', kl_coef=0.01))
+      # One sequence a microbatch there: each weighs the same.
+      one.aggregation = 'sequence'
+  c.algorithm.minibatches = 2
+  c.optim.lr = 1e-6
+  c.optim.warmup = 5
+  c.optim.weight_decay = 0.01
+  c.batch.lengths = (1024, 2048, 4096, 8192, 12288)
+  c.batch.tokens = 24576
+  c.train.steps = 1950  # 10 epochs of 50,000 answers
+  c.eval.every = 5
+  c.eval.questions = 500  # of each set
+  c.checkpoint.every = 5

@@ -1,0 +1,103 @@
+"""SSP's table on the generated world: `python -m experiments.rows`.
+
+Each seed has a world, answers and held-out questions of its own; all share one
+warm start, so intervals are over worlds and runs, not over warm starts.
+README.md has the command and the figures.
+"""
+
+import json
+import pathlib
+
+from configs import ssp
+from experiments import rows
+
+MULTI = 'eval/set=multihop'
+LOOP = 'experiments.ssp.train.train'
+EDGE = 5  # steps: the first and the last ones are means over so many
+
+
+def small(arg: str = ''):
+  """seed -> configs/ssp.py with an argument."""
+  return lambda seed: ssp.get_config(f'seed={seed},{arg}')
+
+
+def game(config, run: str, out: str) -> dict[str, float]:
+  """What the accepted questions of a run were like, by the oracle.
+
+  Means over accepted questions: 'oracle_valid', 'unique' of all, and 'X_first'
+  and 'X_last' of the first and last EDGE steps; 'hops_gain' is the difference
+  of their true hops. 'distinct' and 'starts' are means over steps.
+  """
+  del config, out
+  with (pathlib.Path(run) / 'metrics.jsonl').open() as lines:
+    steps = [json.loads(line) for line in lines]
+  steps = [s for s in steps if s['step'] >= 0]
+
+  def mean(name, among, weight='stand'):
+    known = [
+      (s[f'selfplay/{name}'], s[f'selfplay/{weight}']) for s in among
+      if s.get(f'selfplay/{name}') is not None
+    ]
+    total = sum(w for _, w in known)
+    return sum(v * w for v, w in known) / total if total else None
+
+  found = {
+    name: mean(name, steps)
+    for name in ('oracle_valid', 'unique', 'distinct', 'starts')
+  }
+  for edge, among in (('first', steps[:EDGE]), ('last', steps[-EDGE:])):
+    for name in ('hops', 'oracle_valid', 'unique', 'solver_success',
+                 'share_2hop', 'share_3hop', 'share_4hop'):
+      found[f'{name}_{edge}'] = mean(name, among)
+    for name in ('valid_share', 'passes_valid', 'passes_wrong', 'searches'):
+      found[f'{name}_{edge}'] = mean(name, among, 'proposals')
+  found['hops_gain'] = found['hops_last'] - found['hops_first']
+  return {f'game/{k}': v for k, v in found.items() if v is not None}
+
+
+PLAYED = {'after': rows.evaluation({}), 'game': game}
+
+
+def played(name: str):
+  return lambda at: at('ssp', 'game', f'game/{name}').mean
+
+
+def apart(at) -> float:
+  """Between the low end of one interval and the high end of the other."""
+  mine, theirs = (at(arm, 'after', f'{MULTI}/em') for arm in ('ssp', 'frozen'))
+  return mine.low - theirs.high
+
+
+ROW = rows.Row(
+  warm={'warm': rows.Start(lambda seed: ssp.get_config())},
+  arms=(
+    rows.Arm('warm', small(), 'warm', train=False),
+    rows.Arm('ssp', small(), 'warm', evaluations=PLAYED, loop=LOOP),
+    rows.Arm('frozen', small('arm=frozen'), 'warm', evaluations=PLAYED,
+             loop=LOOP),
+    rows.Arm('no_verifier', small('arm=no_verifier'), 'warm', seeds=(0,),
+             evaluations=PLAYED, loop=LOOP),
+    rows.Arm('golds', small('arm=golds'), 'warm', seeds=(0,)),
+  ),
+  bars=(
+    rows.Bar('ssp_vs_frozen', apart, 0.0, strict=True),
+    rows.Bar('ssp_hops_gain', played('hops_gain'), 0.3),
+    rows.Bar('ssp_oracle_valid', played('oracle_valid'), 0.9),
+  ),
+  scores=(
+    'em', 'searches', 'parsed', 'tokens', 'hops_gain', 'distinct', 'starts',
+    'oracle_valid', 'unique', *(
+      f'{name}_{edge}' for edge in ('first', 'last') for name in (
+        'hops', 'oracle_valid', 'unique', 'solver_success', 'valid_share',
+        'passes_valid', 'passes_wrong', 'searches', 'share_2hop',
+        'share_3hop', 'share_4hop',
+      )
+    ),
+  ),
+  curves={
+    f'{MULTI}/em': 'exact match, two to four hops, held out',
+    'selfplay/hops': 'true hops of accepted questions',
+    'selfplay/oracle_valid': 'accepted and valid by the oracle',
+    'selfplay/solver_success': 'solver right on accepted questions',
+  },
+)

@@ -1,0 +1,310 @@
+"""The self-play loop end to end, on a tiny model whose proposer is scripted."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+
+import jax
+from ml_collections import ConfigDict
+import numpy as np
+import pytest
+
+from configs import algorithms
+from configs import ssp
+from experiments.ssp import game
+from experiments.ssp import train
+from experiments.ssp import world as worlds
+from searchrl_jax import setup
+from searchrl_jax import signals
+from searchrl_jax.checks import ConfigError
+from searchrl_jax.data.checks import DataError
+
+WORLD = dict(play=50, heldout=50)
+
+
+@pytest.fixture(scope='module')
+def url(tmp_path_factory):
+  from retrieval import process
+
+  folder = tmp_path_factory.mktemp('world')
+  corpus = worlds.write(worlds.generate(3, **WORLD), folder)['corpus']
+  with process.start_server(corpus, log_path=folder / 'log') as server:
+    yield server.url
+
+
+def tiny(url, **fields):
+  """Three steps of four answers."""
+  c = ssp.get_config()
+  c.model.arch.update(dict(
+    hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=16, intermediate_size=64,
+  ))
+  c.mesh.data = 1
+  c.data.world_seed = 3
+  c.data.world = ConfigDict(WORLD)
+  c.data.train.answers.update(WORLD)
+  c.data.eval = ConfigDict()
+  c.source.url = url
+  c.env.update(dict(max_turns=2, max_turn_tokens=16, max_tokens=192))
+  c.engine.update(dict(
+    module='tests.experiments.ssp_engine', slots=8, max_len=192, chunk=4,
+    prefill_rows=4,
+  ))
+  c.rollout.questions = 4
+  c.rollout.group = 2
+  c.reward = ConfigDict(dict(chance=dict(
+    fn='tests.experiments.ssp_engine.chance', weight=1.0
+  )))
+  c.batch.lengths = (192,)
+  c.batch.tokens = 768
+  c.train.steps = 3
+  c.optim.lr = 1e-2
+  c.eval.every = 0
+  c.checkpoint.every = 1
+  c.checkpoint.best = ''
+  c.log.tensorboard = False
+  c.log.progress = False
+  c.update_from_flattened_dict(fields)
+  return c
+
+
+def params_of(config, workdir):
+  tok = setup.tokenizer(config, str(workdir))
+  cfg = setup.model_config(config, tok.vocab_size)
+  found = setup.restore_params(config, str(workdir), cfg, setup.mesh(config))
+  return jax.tree.map(np.asarray, found)
+
+
+def same(a, b):
+  return all(
+    (x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))
+  )
+
+
+def lines(path):
+  return [json.loads(line) for line in pathlib.Path(path).open()]
+
+
+def pool_of(config, folder):
+  saver = setup.saver(config, str(folder))
+  return saver.meta(saver.latest())['extras']['pool']
+
+
+@pytest.fixture(scope='module')
+def whole(url, tmp_path_factory):
+  """An uninterrupted run: (config, folder, parameters)."""
+  folder = tmp_path_factory.mktemp('whole')
+  config = tiny(url)
+  train.train(config, str(folder))
+  return config, folder, params_of(config, folder)
+
+
+def test_a_run_plays_both_roles_and_leaves_everything_behind(whole):
+  config, folder, _ = whole
+  steps = lines(folder / 'metrics.jsonl')
+  assert [s['step'] for s in steps] == [0, 1, 2]
+  for name in ('proposer/loss', 'solver/loss', 'selfplay/valid_share',
+               'selfplay/distinct', 'selfplay/no_length',
+               'selfplay/solver_success', 'selfplay/pool', 'reward/chance',
+               'health/searches', 'time/update'):
+    assert name in steps[-1], name
+  kept = lines(folder / 'trajectories.jsonl')
+  proposed = [t for t in kept if t['role'] == 'proposer']
+  solved = [t for t in kept if t['role'] == 'solver']
+  assert len(proposed) == 3 * 4
+  stands = sum(s['selfplay/stand'] for s in steps)
+  filled = sum(
+    s['selfplay/reused'] + s['selfplay/dummies'] for s in steps
+  )
+  assert stands + filled == 12 and len(solved) == 24 and filled > 0
+  assert stands > 4  # else this file tests little
+  for t in kept:
+    assert {s['agent'] for s in t['segments']} == {t['role']}
+  # What stands is one hop by the oracle, and what it was made for.
+  judged = [s for s in steps if s['selfplay/stand']]
+  assert {s['selfplay/oracle_valid'] for s in judged} == {1.0}
+  assert {s['selfplay/hops'] for s in judged} == {1.0}
+
+
+def test_rewards_are_opposed(whole):
+  _, folder, _ = whole
+  kept = lines(folder / 'trajectories.jsonl')
+  earned = {}
+  for t in kept:
+    if t['role'] == 'solver' and '@' in t['question']['id']:
+      earned.setdefault((t['step'], t['question']['id']), []).append(
+        t['reward'])
+  seen = 0
+  for t in kept:
+    if t['role'] == 'proposer':
+      name = t['step'], f"{t['question']['id']}@{t['step']}.{t['sample']}"
+      if name in earned:
+        assert t['reward'] == pytest.approx(1 - np.mean(earned[name]))
+        seen += 1
+      else:
+        assert t['reward'] == 0.0  # config.selfplay.penalty
+  assert seen > 4
+
+
+def test_the_second_update_is_corrected_for_the_first(whole):
+  """Both roles were sampled before either update; the solver's weights,
+  against the log-probs it was sampled with, are no longer 1."""
+  _, folder, _ = whole
+  for s in lines(folder / 'metrics.jsonl'):
+    assert s['proposer/mismatch_abs'] < 1e-4
+    assert s['solver/mismatch_abs'] > 1e-3
+
+
+class Killed(BaseException):
+  """Stands for a kill: nothing in the loop catches it."""
+
+
+@pytest.mark.parametrize('where', ['between updates', 'save'])
+def test_resume_after_a_kill_is_bitwise(whole, tmp_path, monkeypatch, where):
+  config, folder, params = whole
+  owner, name, nth = {
+    'between updates': (train.update.Updater, 'step', 4),
+    'save': (train.setup.checkpoint.Checkpointer, 'save', 2),
+  }[where]
+  real, calls = getattr(owner, name), []
+
+  def killed(*args, **kw):
+    calls.append(1)
+    if len(calls) == nth:
+      raise Killed
+    return real(*args, **kw)
+
+  with monkeypatch.context() as m:
+    m.setattr(owner, name, killed)
+    with pytest.raises(Killed):
+      train.train(config, str(tmp_path))
+  train.train(config, str(tmp_path))
+  assert same(params, params_of(config, tmp_path))
+  assert pool_of(config, folder) == pool_of(config, tmp_path)
+
+
+@pytest.mark.parametrize('role', [game.VERIFIER, game.SOLVER])
+def test_resume_after_a_signal_takes_what_had_ended(
+    whole, tmp_path, monkeypatch, role):
+  config, folder, params = whole
+  config = config.copy_and_resolve_references()
+  config.checkpoint.every = 0
+  real, sampled = train.rollout, []
+
+  async def interrupted(questions, **kw):
+    if kw['role'] == role and kw['step'] == 1:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return await real(questions, **kw)
+
+  async def counted(questions, **kw):
+    sampled.append((kw['role'], kw['step'], len(kw['ended'])))
+    return await real(questions, **kw)
+
+  with monkeypatch.context() as m:
+    m.setattr(train, 'rollout', interrupted)
+    with pytest.raises(signals.Stopped):
+      train.train(config, str(tmp_path))
+    m.setattr(train, 'rollout', counted)
+    train.train(config, str(tmp_path))
+  assert sampled[0] == (game.PROPOSER, 1, 4)  # all four had ended
+  assert same(params, params_of(config, tmp_path))
+  assert pool_of(config, folder) == pool_of(config, tmp_path)
+
+
+@pytest.mark.parametrize('proposer, solver, n, group', [
+  (algorithms.PPO, algorithms.PPO, 1, 1),
+  (algorithms.GRPO, algorithms.GRPO, 2, 2),
+  (algorithms.PPO, algorithms.GRPO, 1, 2),
+])
+def test_the_other_pairings_learn_too(
+    url, tmp_path, proposer, solver, n, group):
+  config = tiny(url, **{'selfplay.n': n, 'rollout.group': group,
+                        'train.steps': 2, 'checkpoint.every': 0})
+  for own, algorithm in (
+    (config.algorithm, solver), (config.selfplay.algorithm, proposer)
+  ):
+    own.advantage_kw = ConfigDict()
+    own.update(algorithm)
+  if algorithms.PPO in (proposer, solver):
+    config.critic.lr = 1e-3
+  train.train(config, str(tmp_path))
+  last = lines(tmp_path / 'metrics.jsonl')[-1]
+  for role, how in (('proposer', proposer), ('solver', solver)):
+    assert last[f'{role}/grad_norm'] > 0
+    assert (f'{role}/critic_loss' in last) == (how is algorithms.PPO)
+
+
+def test_a_frozen_proposer_does_not_learn(whole, url, tmp_path):
+  config = tiny(url, **{'selfplay.frozen': True, 'checkpoint.every': 0})
+  train.train(config, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  assert 'solver/loss' in steps[-1] and 'proposer/loss' not in steps[-1]
+
+  def weights_behind(folder, role):
+    return [
+      {v for s in t['segments'] if s['author'] == 'policy'
+       for v in np.ravel(s['versions'])}
+      for t in lines(folder / 'trajectories.jsonl')
+      if t['role'] == role and t['step'] == 2
+    ]
+
+  assert all(v == {0} for v in weights_behind(tmp_path, 'proposer'))
+  assert all(v == {2} for v in weights_behind(tmp_path, 'solver'))
+  assert all(v == {2} for v in weights_behind(whole[1], 'proposer'))
+
+
+def test_the_solver_may_wait(url, tmp_path):
+  config = tiny(url, **{'selfplay.solver_from': 1, 'train.steps': 2,
+                        'checkpoint.every': 0})
+  train.train(config, str(tmp_path))
+  first, second = lines(tmp_path / 'metrics.jsonl')
+  assert 'solver/loss' not in first and 'solver/loss' in second
+
+
+def test_further_answers_fill_a_step_up(url, tmp_path):
+  config = tiny(url, **{
+    'selfplay.resample': 3, 'selfplay.invalid': 'drop', 'train.steps': 2,
+    'selfplay.verifier': 'none', 'checkpoint.every': 0,
+  })
+  train.train(config, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  assert max(s['selfplay/proposals'] for s in steps) > 4
+  for s in steps:
+    assert s['selfplay/stand'] >= 4
+    solved = [
+      t for t in lines(tmp_path / 'trajectories.jsonl')
+      if t['role'] == 'solver' and t['step'] == s['step']
+    ]
+    assert len(solved) == 4 * 2  # and none is one too many
+
+
+def test_a_pool_of_another_config_is_refused(whole, tmp_path, monkeypatch):
+  config, folder, _ = whole
+  shutil.copytree(folder, tmp_path / 'run')
+  monkeypatch.setattr(game, 'fingerprint', lambda *_: 'another')
+  with pytest.raises(ConfigError, match='pool holds questions of another'):
+    train.train(config, str(tmp_path / 'run'))
+
+
+def test_answers_are_needed(url, tmp_path):
+  path = tmp_path / 'questions.jsonl'
+  path.write_text(
+    '{"id": "1", "question": "Who?", "golden_answers": []}\n'
+  )
+  config = tiny(url)
+  config.data.train = ConfigDict(dict(
+    bare=dict(module='jsonl', path=str(path))
+  ))
+  with pytest.raises(DataError, match='self-play needs golden answers'):
+    train.train(config, str(tmp_path / 'run'))
+
+
+def test_a_judge_that_is_absent_is_found_at_the_start(url, tmp_path):
+  config = tiny(url, **{
+    'selfplay.verifier': 'judge', 'judge.url': 'http://127.0.0.1:9',
+    'judge.attempts': 1, 'judge.timeout': 1.0,
+  })
+  with pytest.raises(Exception, match='127.0.0.1:9'):
+    train.train(config, str(tmp_path))
