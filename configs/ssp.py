@@ -200,14 +200,14 @@ def _small(c, a):
     module='experiments.ssp.traces', n=40_000, worlds=400, people=100,
     bundles=1, prompt_tokens=220, proposer='micro_proposer',
     verifier='micro_evidence', mix=dict(
-      solver=0.3, proposer=0.4, asked=(0.80, 0.12, 0.05, 0.03),
+      solver=0.3, proposer=0.25, drill=0.15, asked=(0.80, 0.12, 0.05, 0.03),
       proposed=(0.9, 0.08, 0.02), short=(0.6, 0.7, 0.8), long=0.1, wrong=0.05,
       around=0.15, absent=0.2,
     ),
   ))
-  c.sft.steps = 2000
+  c.sft.steps = 1600
   c.sft.rows = 32
-  c.sft.lr = 3e-3
+  c.sft.lr = 2.5e-3
   c.sft.warmup = 50
   c.sft.save_every = 250
 

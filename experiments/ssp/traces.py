@@ -8,6 +8,8 @@
             other way round (which may have several answers)
   verifier  reads what stands in its prompt, a statement a hop, up to four; a
             share of questions has no answer there, and it says so
+  drill     no role: passages, then their statements in another order, which
+            teaches to look them up sooner than a statement a trace does
 
 So all that self-play can select exists, and what it must find is rare.
 """
@@ -31,7 +33,7 @@ FACT_TOKENS = 6  # of a statement in a passage
 class Mix:
   """How the traces behave; all are chances.
 
-  solver, proposer: shares of the traces, the rest is the verifier's.
+  solver, proposer, drill: shares of the traces, the rest is the verifier's.
   asked, proposed: of 1, 2, ... hops.
   short: that the solver stops after 1, 2, ... hops though there are more.
   long: that it goes on after the last hop.
@@ -42,6 +44,7 @@ class Mix:
 
   solver: float
   proposer: float
+  drill: float
   asked: Sequence[float]
   proposed: Sequence[float]
   short: Sequence[float]
@@ -59,8 +62,8 @@ class Mix:
     for name in ('asked', 'proposed'):
       if abs(sum(getattr(self, name)) - 1) > 1e-6:
         raise DataError(f'{name}={getattr(self, name)} must sum to 1')
-    if self.solver + self.proposer > 1:
-      raise DataError('solver + proposer must not exceed 1')
+    if self.solver + self.proposer + self.drill > 1:
+      raise DataError('solver + proposer + drill must not exceed 1')
     if len(self.short) < len(self.asked) - 1:
       raise DataError(
         f'short={self.short} needs a chance for each hop of asked but the last'
@@ -112,6 +115,8 @@ def traces(
         out.append(writer.solver())
       elif draw < mix.solver + mix.proposer:
         out.append(dataclasses.replace(writer.proposer(), template=proposer))
+      elif draw < mix.solver + mix.proposer + mix.drill:
+        out.append(writer.drill())
       else:
         out.append(dataclasses.replace(writer.verifier(), template=verifier))
   return out
@@ -195,6 +200,14 @@ class _Writer:
       }
     text = worlds.text(name, relations)
     return Question('trace', text, tuple(sorted(found)), hops=len(relations))
+
+  def drill(self) -> Trace:
+    names = [self.one(self.people) for _ in range(self.rng.integers(1, 6))]
+    names = list(dict.fromkeys(names))
+    facts = [f'{x} {r} {v}' for x in names for r, v in self.world.facts[x]]
+    shuffled = [facts[i] for i in self.rng.permutation(len(facts))]
+    read = '\n'.join(self.passage(x).text for x in names)
+    return Trace(None, (('other', read), ('think', '; '.join(shuffled))))
 
   # The proposer.
 

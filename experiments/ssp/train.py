@@ -165,6 +165,7 @@ def train(config, workdir: str) -> dict[str, float]:
     if reader:
       signals.at_exit(reader.close)
       signals.finish(reader.check())
+    canary = sync.canary_ids(envs[PROPOSER], briefs)
     engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
     signals.at_exit(engine.shutdown)
     engines = {role: engine for role in envs}
@@ -174,6 +175,9 @@ def train(config, workdir: str) -> dict[str, float]:
         config, cfg, first, tok, mesh, f'{workdir}/frozen'
       )
       signals.at_exit(engines[PROPOSER].shutdown)
+      signals.finish(setup.first_weights(
+        config, engines[PROPOSER], cfg, first, mesh, canary
+      ))
     evaluator = heldout and passk.make(
       config, heldout, env=envs[SOLVER], engine=engine, source=source,
       writer=writer, run=signals.run, judge=judge,
@@ -187,7 +191,6 @@ def train(config, workdir: str) -> dict[str, float]:
         one.warmup()
     peak = flops.peak_flops(measure=True) * jax.device_count()
     trainer_logps = sync.forward_logps(cfg, mesh)
-    canary = sync.canary_ids(envs[PROPOSER], briefs)
     started = time.monotonic()
 
     # ---- A step's trajectories.
