@@ -178,7 +178,7 @@ def _math_small(a):
   c.engine.max_len = 80
   c.batch.lengths = (32, 48, 80)
   c.sft.data = ConfigDict(dict(
-    module=c.data.world_module, n=24_000, slip=0.35, hasty=0.45,
+    module=c.data.world_module, n=24_000, slip=0.25, hasty=0.45,
   ))
   c.sft.steps = 1200
   c.rollout.questions = 16
