@@ -18,6 +18,7 @@ experiments/ttrl/ has figures, memory and the original's. Arguments:
   base     search: searches on a server, as configs/search_r1.py; ssrl: the
            policy's own, as configs/ssrl.py; math: boxed answers, no search
   path     the folder of train.json and test.json (base=math at full size)
+  heldout  a folder with another test.json, evaluated beside it
   algorithm  grpo, ppo, reinforce
   label    majority; controls: golds (the ceiling), random (any of the answers
            that the votes name), random_vote (the answer of any vote)
@@ -69,8 +70,8 @@ ASKED, HELDOUT = 160, 200  # questions of the small search form
 
 def get_config(arg=None):
   a = common.parse_arg(
-    arg, seed=0, model='', base='search', path='', algorithm='grpo',
-    label='majority', planted=0.0,
+    arg, seed=0, model='', base='search', path='', heldout='',
+    algorithm='grpo', label='majority', planted=0.0,
   )
   for name, known in (
     ('base', BASES), ('label', LABELS), ('algorithm', ALGORITHMS),
@@ -83,6 +84,10 @@ def get_config(arg=None):
     raise ValueError(
       f'config argument path={a.path!r}: the folder of train.json and '
       'test.json, which base=math with model=PATH needs and nothing else takes'
+    )
+  if a.heldout and not a.path:
+    raise ValueError(
+      f'config argument heldout={a.heldout!r}: a folder beside that of path'
     )
   if a.planted and (a.base != 'search' or a.model):
     raise ValueError(
@@ -192,10 +197,14 @@ def _math_full(a):
   c.model.dtype = 'bfloat16'
   c.model.remat = 'block'
   c.data.prompt = 'as_is'  # bare questions in the model's chat template
-  for part, name in ((c.data.train, 'train'), (c.data.eval, 'test')):
-    part[name] = ConfigDict(dict(
-      module='jsonl', layout='ttrl', path=f'{a.path}/{name}.json'
-    ))
+
+  def asked(folder, name):
+    return dict(module='jsonl', layout='ttrl', path=f'{folder}/{name}.json')
+
+  c.data.train = ConfigDict(dict(test=asked(a.path, 'train')))
+  c.data.eval = ConfigDict(dict(test=asked(a.path, 'test')))
+  if a.heldout:
+    c.data.eval.heldout = ConfigDict(asked(a.heldout, 'test'))
   c.env.max_turn_tokens = 3072
   c.env.max_tokens = 512 + 3072
   c.engine.dtype = 'bfloat16'

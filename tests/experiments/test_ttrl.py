@@ -65,7 +65,7 @@ def test_every_form_is_one_that_can_run(arg, votes, trained, match):
   ('base=maths', "base='maths': one of search, ssrl, math"),
   ('label=gold', "label='gold'.*golds"),
   ('model=m,base=math', "path=''"), ('path=x', "path='x'"),
-  ('planted=0.1,base=math', 'planted=0.1'),
+  ('planted=0.1,base=math', 'planted=0.1'), ('heldout=AMC', "heldout='AMC'"),
 ])
 def test_arguments_that_cannot_be_are_named(arg, says):
   with pytest.raises(ValueError, match=says):
@@ -96,6 +96,27 @@ def test_what_is_trained_on_is_what_is_tested_and_held_out_is_not():
     sets = data.load_sets(c.data.eval, c.data)
     assert {q.text for q in trained} == {q.text for q in sets['test']}
     assert not {q.text for q in trained} & {q.text for q in sets['heldout']}
+
+
+def test_at_full_size_ttrls_files_are_read_and_another_set_is_held_out(
+  tmp_path
+):
+  for folder, answer in (('AIME', '033'), ('AMC', '4')):
+    (tmp_path / folder).mkdir()
+    for name in ('train', 'test'):
+      (tmp_path / folder / f'{name}.json').write_text(json.dumps([{
+        'prompt': f'{folder}?', 'answer': answer, 'source': folder, 'id': '0',
+      }]))
+  c = ttrl.get_config('model=m,base=math,path=AIME,heldout=AMC')
+  c.data.dir = str(tmp_path)
+  (q,) = data.load_sets(c.data.train, c.data)['test']
+  assert (q.text, q.answers) == ('AIME?', ('033',))
+  found = data.load_sets(c.data.eval, c.data)
+  assert {name: [q.text for q in qs] for name, qs in found.items()} == {
+    'test': ['AIME?'], 'heldout': ['AMC?']
+  }
+  assert c.data.prompt == 'as_is'
+  assert q.messages == ({'role': 'user', 'content': 'AIME?'},)
 
 
 def test_the_rows_are_those_of_the_config():
