@@ -30,6 +30,7 @@ def real(seed: int):
   """All else equal, on the real search engine."""
   c = small()(seed)
   c.source.module = 'service'
+  c.source.simulator.temperature = 1.0  # neutral: nothing is simulated
   return c
 
 
@@ -93,6 +94,5 @@ ROW = rows.Row(
   curves={
     'reward': 'reward (F1) in training',
     'health/searches': 'searches in training',
-    'rollout/failed_searches': 'failed searches',
   },
 )

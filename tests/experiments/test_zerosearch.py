@@ -308,7 +308,7 @@ def test_the_tables_arms_differ_in_what_they_say_alone(tmp_path):
     'source.simulator.noise_from', 'source.simulator.noise_to',
   }
   assert differ('real', 'curriculum') == {
-    'source.module', 'source.simulator.path',
+    'source.module', 'source.simulator.path', 'source.simulator.temperature',
   }
   assert of('curriculum')['source']['simulator']['path'] == str(
     tmp_path / 'warm/simulator/0/run'
