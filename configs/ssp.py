@@ -1,6 +1,8 @@
 """SSP, search self-play (Lu et al., arXiv 2510.18821): the policy asks itself.
 
-  python -m searchrl_jax.sft --config=configs/ssp.py --workdir=runs/warm
+  python -m searchrl_jax.sft --config=configs/ssp.py:first --workdir=runs/first
+  python -m searchrl_jax.sft --config=configs/ssp.py --workdir=runs/warm \\
+    --config.train.init=runs/first
   python -m experiments.ssp.train --config=configs/ssp.py \\
     --workdir=runs/ssp --config.train.init=runs/warm
 
@@ -21,6 +23,8 @@ question. experiments/ssp/ has the loop, figures, memory. Arguments:
   arm       ssp; frozen: who proposes stays as it started; no_verifier;
             golds: RL on gold questions instead (small form; by train.py)
   reward    the proposer's: 1-acc, intermediate_difficulty
+  first     the first part of the warm start, in which names are copied; the
+            second adds drills to look statements up (small form)
   layout, folder  of the seven sets that it is evaluated on, see seven.py
   seed
 
@@ -82,7 +86,7 @@ ARMS = ('ssp', 'frozen', 'no_verifier', 'golds')
 def get_config(arg=None):
   a = common.parse_arg(
     arg, seed=0, model='', pairing='grpo+reinforce', arm='ssp',
-    reward='1-acc', layout='flashrag', folder='',
+    reward='1-acc', first=False, layout='flashrag', folder='',
   )
   for name, known in (('pairing', PAIRINGS), ('arm', ARMS)):
     if a[name] not in known:
@@ -90,9 +94,9 @@ def get_config(arg=None):
         f'config argument {name}={a[name]!r}: one of '
         f'{", ".join(map(repr, known))}'
       )
-  if a.arm == 'golds' and a.model:
+  if a.model and (a.arm == 'golds' or a.first):
     raise ValueError(
-      "config argument arm='golds' is a control of the small form, whose "
+      "config arguments arm='golds' and first belong to the small form, whose "
       'questions are known; leave model out'
     )
   c = common.base()
@@ -117,6 +121,10 @@ def get_config(arg=None):
     c.selfplay.verifier = 'none'
   if a.arm == 'golds':
     _golds(c)
+  if a.first:
+    c.sft.data.mix.update(dict(solver=0.3, proposer=0.4, drill=0.0))
+    c.sft.steps = 2000
+    c.sft.lr = 3e-3
   return c
 
 
@@ -205,7 +213,7 @@ def _small(c, a):
       around=0.15, absent=0.2,
     ),
   ))
-  c.sft.steps = 1600
+  c.sft.steps = 800
   c.sft.rows = 32
   c.sft.lr = 2.5e-3
   c.sft.warmup = 50

@@ -69,7 +69,10 @@ def apart(at) -> float:
 
 
 ROW = rows.Row(
-  warm={'warm': rows.Start(lambda seed: ssp.get_config())},
+  warm={
+    'first': rows.Start(lambda seed: ssp.get_config('first')),
+    'warm': rows.Start(lambda seed: ssp.get_config(), init='first'),
+  },
   arms=(
     rows.Arm('warm', small(), 'warm', train=False),
     rows.Arm('ssp', small(), 'warm', evaluations=PLAYED, loop=LOOP),
