@@ -68,6 +68,9 @@ ROW = rows.Row(
     rows.Arm('warm', real, 'warm', train=False),
     rows.Arm('curriculum', small(), **SIMULATED),
     rows.Arm('real', real, 'warm', evaluations=TRAINED),
+    rows.Arm('ppo', small('algorithm=ppo'), seeds=(0,), **SIMULATED),
+    rows.Arm('reinforce', small('algorithm=reinforce'), seeds=(0,),
+             **SIMULATED),
     rows.Arm('p0', small('noise=0'), seeds=(0,), **SIMULATED),
     rows.Arm('p1', small('noise=1'), seeds=(0,), **SIMULATED | dict(
       evaluations=TRAINED | {'before': before}
