@@ -42,8 +42,9 @@ def beyond(split: str):
   )
 
 
-def above_random(split: str):
-  return lambda at: gain('ttrl', split)(at) - gain('random', split)(at)
+def above(label: str, split: str):
+  """By how much the majority's label gains more."""
+  return lambda at: gain('ttrl', split)(at) - gain(label, split)(at)
 
 
 def ahead(split: str):
@@ -66,7 +67,7 @@ ROW = rows.Row(
     arm('ttrl', '', seeds=(0, 1, 2)),
     arm('random', 'label=random', seeds=(0, 1, 2)),
     arm('golds', 'label=golds'),
-    arm('random_vote', 'label=random_vote'),
+    arm('random_vote', 'label=random_vote', seeds=(0, 1, 2)),
     arm('planted', 'planted=0.15'),
     arm('ssrl_warm', 'base=ssrl', 'ssrl', train=False),
     arm('ssrl', 'base=ssrl', 'ssrl'),
@@ -80,8 +81,9 @@ ROW = rows.Row(
       for s in SETS),
     *(rows.Bar(f'ttrl_beyond_initial_majority ({s})', beyond(s), 0.0,
                strict=True) for s in SETS),
-    *(rows.Bar(f'ttrl_above_random_label ({s})', above_random(s), 0.0,
-               strict=True) for s in SETS),
+    *(rows.Bar(f'ttrl_above_{label}_label ({s})', above(label, s), 0.0,
+               strict=True)
+      for label in ('random', 'random_vote') for s in SETS),
   ),
   scores=('em', 'pass@1', 'maj@16', 'pass@16', 'parsed', 'searches', 'guessed'),
   curves={
