@@ -1,8 +1,9 @@
 """SSP, search self-play (Lu et al., arXiv 2510.18821): the policy asks itself.
 
-  python -m searchrl_jax.sft --config=configs/ssp.py:first --workdir=runs/first
-  python -m searchrl_jax.sft --config=configs/ssp.py --workdir=runs/warm \\
-    --config.train.init=runs/first
+  python -m searchrl_jax.sft --config=configs/ssp.py:part=1 --workdir=runs/1
+  python -m searchrl_jax.sft --config=configs/ssp.py:part=2 --workdir=runs/2 \\
+    --config.train.init=runs/1
+  (part=3 from runs/2, and part=4 from runs/3, into runs/warm)
   python -m experiments.ssp.train --config=configs/ssp.py \\
     --workdir=runs/ssp --config.train.init=runs/warm
 
@@ -22,9 +23,10 @@ question. experiments/ssp/ has the loop, figures, memory. Arguments:
   pairing   grpo+reinforce (solver + proposer), grpo+grpo, ppo+ppo
   arm       ssp; frozen: who proposes stays as it started; no_verifier;
             golds: RL on gold questions instead (small form; by train.py)
-  reward    the proposer's: 1-acc, intermediate_difficulty
-  first     the first part of the warm start, in which names are copied; the
-            second adds drills to look statements up (small form)
+  reward    the proposer's: 1-acc, intermediate_difficulty; '' = the former at
+            full size, as their script has it, the latter in the small form,
+            whose verifier a proposer learns to fool for 1-acc (README)
+  part      of the small form's warm start, 1 to 4; see PARTS
   layout, folder  of the seven sets that it is evaluated on, see seven.py
   seed
 
@@ -80,13 +82,31 @@ PAIRINGS = {
   'grpo+grpo': (algorithms.GRPO, algorithms.GRPO),
   'ppo+ppo': (algorithms.PPO, algorithms.PPO),
 }
+# What traces do (experiments/ssp/traces.py). As a proposer is to begin: mostly
+# one hop; solvers stop short.
+HABITS = dict(
+  asked=(0.80, 0.12, 0.05, 0.03), proposed=(0.9, 0.08, 0.02),
+  short=(0.6, 0.7, 0.8), long=0.1, wrong=0.05, around=0.15, absent=0.2,
+)
+SKILLS = dict(
+  asked=(0.25, 0.25, 0.25, 0.25), proposed=(0.4, 0.35, 0.25),
+  short=(0.0, 0.0, 0.0), long=0.0, wrong=0.0, around=0.1, absent=0.2,
+)
+# The warm start, part after part: to copy names, to look statements up (by
+# drills), to chain them, and the habits that self-play begins with.
+PARTS = (
+  (HABITS | dict(solver=0.3, proposer=0.4, drill=0.0), 2000, 3e-3),
+  (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 800, 2.5e-3),
+  (SKILLS | dict(solver=0.35, proposer=0.35, drill=0.1), 600, 2e-3),
+  (HABITS | dict(solver=0.3, proposer=0.3, drill=0.1), 200, 1e-3),
+)
 ARMS = ('ssp', 'frozen', 'no_verifier', 'golds')
 
 
 def get_config(arg=None):
   a = common.parse_arg(
     arg, seed=0, model='', pairing='grpo+reinforce', arm='ssp',
-    reward='1-acc', first=False, layout='flashrag', folder='',
+    reward='', part=4, layout='flashrag', folder='',
   )
   for name, known in (('pairing', PAIRINGS), ('arm', ARMS)):
     if a[name] not in known:
@@ -94,17 +114,20 @@ def get_config(arg=None):
         f'config argument {name}={a[name]!r}: one of '
         f'{", ".join(map(repr, known))}'
       )
-  if a.model and (a.arm == 'golds' or a.first):
+  if a.model and a.arm == 'golds':
     raise ValueError(
-      "config arguments arm='golds' and first belong to the small form, whose "
+      "config argument arm='golds' is a control of the small form, whose "
       'questions are known; leave model out'
     )
+  if not 1 <= a.part <= len(PARTS):
+    raise ValueError(f'config argument part={a.part}: 1 to {len(PARTS)}')
   c = common.base()
   c.name = 'ssp'
   c.seed = a.seed
   c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
   c.selfplay = selfplay()
-  c.selfplay.reward = a.reward
+  c.selfplay.reward = a.reward or (
+    '1-acc' if a.model else 'intermediate_difficulty')
   solver, proposer = PAIRINGS[a.pairing]
   c.algorithm.update(solver)
   c.selfplay.algorithm.update(proposer)
@@ -121,10 +144,6 @@ def get_config(arg=None):
     c.selfplay.verifier = 'none'
   if a.arm == 'golds':
     _golds(c)
-  if a.first:
-    c.sft.data.mix.update(dict(solver=0.3, proposer=0.4, drill=0.0))
-    c.sft.steps = 2000
-    c.sft.lr = 3e-3
   return c
 
 
@@ -204,18 +223,15 @@ def _small(c, a):
   c.engine.chunk = 8
   c.engine.prefill_rows = 16
 
+  mix, steps, lr = PARTS[a.part - 1]
   c.sft.data = ConfigDict(dict(
     module='experiments.ssp.traces', n=40_000, worlds=400, people=100,
     bundles=1, prompt_tokens=220, proposer='micro_proposer',
-    verifier='micro_evidence', mix=dict(
-      solver=0.3, proposer=0.25, drill=0.15, asked=(0.80, 0.12, 0.05, 0.03),
-      proposed=(0.9, 0.08, 0.02), short=(0.6, 0.7, 0.8), long=0.1, wrong=0.05,
-      around=0.15, absent=0.2,
-    ),
+    verifier='micro_evidence', mix=mix,
   ))
-  c.sft.steps = 800
+  c.sft.steps = steps
   c.sft.rows = 32
-  c.sft.lr = 2.5e-3
+  c.sft.lr = lr
   c.sft.warmup = 50
   c.sft.save_every = 250
 

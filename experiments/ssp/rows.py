@@ -21,6 +21,11 @@ def small(arg: str = ''):
   return lambda seed: ssp.get_config(f'seed={seed},{arg}')
 
 
+def part(n: int):
+  """Of the warm start; of every seed the same."""
+  return lambda seed: ssp.get_config(f'part={n}')
+
+
 def game(config, run: str, out: str) -> dict[str, float]:
   """What the accepted questions of a run were like, by the oracle.
 
@@ -70,8 +75,10 @@ def apart(at) -> float:
 
 ROW = rows.Row(
   warm={
-    'first': rows.Start(lambda seed: ssp.get_config('first')),
-    'warm': rows.Start(lambda seed: ssp.get_config(), init='first'),
+    'part1': rows.Start(part(1)),
+    'part2': rows.Start(part(2), init='part1'),
+    'part3': rows.Start(part(3), init='part2'),
+    'warm': rows.Start(part(4), init='part3'),
   },
   arms=(
     rows.Arm('warm', small(), 'warm', train=False),
@@ -79,6 +86,8 @@ ROW = rows.Row(
     rows.Arm('frozen', small('arm=frozen'), 'warm', evaluations=PLAYED,
              loop=LOOP),
     rows.Arm('no_verifier', small('arm=no_verifier'), 'warm', seeds=(0,),
+             evaluations=PLAYED, loop=LOOP),
+    rows.Arm('one_minus_acc', small('reward=1-acc'), 'warm', seeds=(0,),
              evaluations=PLAYED, loop=LOOP),
     rows.Arm('golds', small('arm=golds'), 'warm', seeds=(0,)),
   ),
