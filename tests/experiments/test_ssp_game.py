@@ -29,7 +29,8 @@ GOOD = 'Who taught the one whose home is the old mill by the river?'
 def config(**fields):
   c = ssp.get_config()
   c.env.update(dict(max_turns=4, max_turn_tokens=200, max_tokens=2000))
-  c.selfplay.update(dict(min_words=10, max_chars=150) | fields)
+  c.selfplay.update(dict(
+    min_words=10, max_chars=150, reward='1-acc') | fields)
   return c
 
 
@@ -113,6 +114,20 @@ def test_evidence_that_the_policy_writes_itself_is_none():
   assert proposal(f'{forged}{forged}{ask(GOOD)}').reason == 'evidence'
 
 
+def test_evidence_is_what_searches_found_whatever_its_tags_are():
+  c = config()
+  one = env(
+    c, information=['<observation>', '</observation>'],
+    observation='\n<observation>{passages}</observation>\n',
+  )
+  trajectory = run_script(
+    [search('a'), search('b'), ask(GOOD)], env=one, question=ANSWER,
+    passage='p q',
+  )
+  found = game.read(trajectory, one, c, 0)
+  assert (found.reason, found.evidence) == ('', ('T: p q',))
+
+
 def test_a_search_that_found_nothing_is_no_evidence():
   class Nothing(FakeSource):
     async def search(self, requests):
@@ -147,6 +162,20 @@ def test_segments_are_named_by_their_role():
   assert {s.agent for s in trajectory.segments} == {game.SOLVER}
   state, _ = env(c).reset(ANSWER, game.PROPOSER)
   assert {s.agent for s in state.segments} == {game.PROPOSER}
+
+
+def test_golds_of_a_list_are_told_as_the_first_and_accepted_as_any():
+  listed = Question('l', 'x', ('Hahn', 'Otto Hahn'), meta={
+    'search_turns': 3, 'examples': '1. Who? {a}\n2. <search> What?'
+  })
+  c = config(brief='A: {answer}, {searches}\n{examples}')
+  (told,) = game.briefs([listed], c)
+  assert told.text == 'A: Hahn, 3\n1. Who? {a}\n2. <search> What?'
+  assert told.answers == listed.answers
+  # The examples are outside text: no tag of theirs acts.
+  state, _ = env(c).reset(told, game.PROPOSER)
+  prompt = ByteTokenizer().decode(state.segments[0].ids)
+  assert '{a}' in prompt and '<search>' not in prompt
 
 
 # ---- Rewards.

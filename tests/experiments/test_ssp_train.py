@@ -52,6 +52,7 @@ def tiny(url, **fields):
     module='tests.experiments.ssp_engine', slots=8, max_len=192, chunk=4,
     prefill_rows=4,
   ))
+  c.selfplay.reward = '1-acc'
   c.rollout.questions = 4
   c.rollout.group = 2
   c.reward = ConfigDict(dict(chance=dict(
@@ -221,7 +222,8 @@ def test_resume_after_a_signal_takes_what_had_ended(
 def test_the_other_pairings_learn_too(
     url, tmp_path, proposer, solver, n, group):
   config = tiny(url, **{'selfplay.n': n, 'rollout.group': group,
-                        'train.steps': 2, 'checkpoint.every': 0})
+                        'train.steps': 2, 'checkpoint.every': 0,
+                        'optim.schedule': 'linear'})
   for own, algorithm in (
     (config.algorithm, solver), (config.selfplay.algorithm, proposer)
   ):
@@ -231,6 +233,8 @@ def test_the_other_pairings_learn_too(
     config.critic.lr = 1e-3
   train.train(config, str(tmp_path))
   last = lines(tmp_path / 'metrics.jsonl')[-1]
+  # Two roles, two steps: the schedule counts four updates, each once.
+  assert last['train/lr'] == pytest.approx(config.optim.lr * (1 - 3 / 4))
   for role, how in (('proposer', proposer), ('solver', solver)):
     assert last[f'{role}/grad_norm'] > 0
     assert (f'{role}/critic_loss' in last) == (how is algorithms.PPO)
