@@ -87,8 +87,8 @@ ROW = rows.Row(
   ),
   scores=('em', 'pass@1', 'maj@16', 'pass@16', 'parsed', 'searches', 'guessed'),
   curves={
-    'eval/set=test/em': 'greedy exact match, test-time set',
-    'eval/set=heldout/em': 'greedy exact match, held out',
+    'eval/set=test/em': 'greedy EM, test-time',
+    'eval/set=heldout/em': 'greedy EM, held out',
     'reward/vote/label_accuracy': 'label accuracy',
     'reward/vote/majority_ratio': 'majority ratio',
   },
