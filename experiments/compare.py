@@ -30,7 +30,9 @@ from searchrl_jax.writer import differences
 
 # Of a manifest: what must be one, and what is only told.
 SAME = ('sets', 'corpus', 'sampling')
-TOLD = ('index', 'k', 'env', 'template', 'checkpoint', 'commit')
+TOLD = (
+  'index', 'k', 'source', 'judge', 'env', 'template', 'checkpoint', 'commit',
+)
 
 
 def read(spec: str) -> tuple[dict, list[answer.Row]]:
@@ -145,7 +147,8 @@ def against(
       'a': specs[0], 'b': spec,
       'differs': {
         k: v for name in (*TOLD, *allow)
-        for k, v in differences(base[name], manifest[name], name).items()
+        for k, v in differences(
+          base.get(name), manifest.get(name), name).items()
       },
       'scores': compare(
         base_rows, rows, scores=scores, resamples=resamples, seed=seed

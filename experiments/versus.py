@@ -9,7 +9,8 @@ against the first, question by question (experiments/compare.py). Of its own a
 run keeps what it was trained with: model, tokenizer, template, budgets and
 passages for a query. All searches are real: of a policy that answers its own
 (SSRL), too, and of one that searched a simulator (ZeroSearch). --own_searches
-leaves the former as they were trained.
+leaves the former as they were trained. Questions without a corpus (TTRL's
+mathematics) are answered without searches.
 
 A small policy knows the words of its own world; the recipes' worlds have
 names in common, and what a policy cannot read it cannot answer.
@@ -38,10 +39,12 @@ def config_for(workdir: str, on, own_searches: bool):
   for name in ASKED:
     config.data[name] = on.data[name]
   config.eval = on.eval
-  config.source.module = 'service'
+  config.source.module = on.source.module
   for name in ('url', 'corpus'):
     config.source[name] = on.source[name]
-  if config.env.information == 'policy' and not own_searches:
+  if config.source.module == 'none':
+    config.env.max_turns = 0
+  elif config.env.information == 'policy' and not own_searches:
     config.env.real_searches = -1
   return config
 
@@ -55,9 +58,9 @@ def versus(
   url: a server of that corpus; '' = one is started, for all of them.
   """
   asked = setup.load_config(on).copy_and_resolve_references()
-  asked.source.module = 'service'
-  if url:
-    asked.source.url = url
+  asked.source.url = url or asked.source.url
+  searched = asked.source.url or asked.source.corpus
+  asked.source.module = 'service' if searched else 'none'
   folders = []
   with setup.retrieval(asked, out) as served:
     asked.source.url = served

@@ -16,6 +16,11 @@ import httpx
 from ml_collections import ConfigDict
 
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+_PAUSE = 10.0  # seconds, above the longest that openai waits between attempts
+
+
+# What reading a reply of another form than a chat server's raises.
+_ODD = (AttributeError, IndexError, TypeError, ValueError, TimeoutError)
 
 
 class ChatError(RuntimeError):
@@ -47,12 +52,15 @@ class Chat:
     Raises:
       ValueError: names the field.
     """
-    parts = urllib.parse.urlsplit(config.url)
-    if parts.scheme not in ('http', 'https') or not parts.hostname:
+    try:
+      parts = urllib.parse.urlsplit(config.url)
+      good = parts.scheme in ('http', 'https') and parts.hostname
+      assert good and (parts.port is None or parts.port)
+    except (ValueError, AssertionError):
       raise ValueError(
         f'{where}.url={config.url!r}: expected http(s)://host[:port] of an '
         'OpenAI-compatible server'
-      )
+      ) from None
     for field in ('attempts', 'concurrency'):
       if config[field] < 1:
         raise ValueError(f'{where}.{field}={config[field]}: at least 1')
@@ -68,7 +76,7 @@ class Chat:
   async def reply(
     self, messages: Sequence[Mapping[str, str]], *, max_tokens: int,
     temperature: float, seed: int | None = None,
-    schema: Mapping[str, Any] | None = None,
+    schema: Mapping[str, Any] | None = None, stop: Sequence[str] = (),
   ) -> str:
     """What the model says next.
 
@@ -79,6 +87,7 @@ class Chat:
       seed: of the sampling, where the server knows one.
       schema: a JSON schema that the reply shall follow. A server may ignore
         it: what comes still has to be checked.
+      stop: strings that end the reply; a server leaves them out of it.
 
     Raises:
       ChatError: there is no reply.
@@ -89,13 +98,15 @@ class Chat:
     asked = {}
     if seed is not None:
       asked['seed'] = seed
+    if stop:
+      asked['stop'] = list(stop)
     if schema is not None:
       asked['response_format'] = {
         'type': 'json_schema',
         'json_schema': {'name': 'reply', 'schema': schema, 'strict': True},
       }
     try:
-      async with slots:
+      async with slots, self._limit():
         if not self._model:
           self._model = (await self._served(client))[0]
         found = await client.chat.completions.create(
@@ -104,12 +115,8 @@ class Chat:
         )
       choice = found.choices[0]
       text = choice.message.content
-    except (openai.OpenAIError, ValueError) as e:
+    except (openai.OpenAIError, *_ODD) as e:
       raise self._error(openai, e) from e
-    except (AttributeError, IndexError, TypeError) as e:
-      raise ChatError(
-        'bad_response', f'{self.url}: not the reply of a chat server ({e})'
-      ) from e
     if not isinstance(text, str) or choice.finish_reason == 'length':
       raise ChatError(
         'bad_response', f'{self.url}: a reply that is '
@@ -127,8 +134,9 @@ class Chat:
 
     client, _ = self._client(openai)
     try:
-      served = await self._served(client)
-    except (openai.OpenAIError, ValueError) as e:
+      async with self._limit():
+        served = await self._served(client)
+    except (openai.OpenAIError, *_ODD) as e:
       raise self._error(openai, e) from e
     if self._config.model and self._config.model not in served:
       raise ChatError(
@@ -143,6 +151,11 @@ class Chat:
     if found:
       await found[0].close()
 
+  def _limit(self) -> asyncio.Timeout:
+    # A server that sends a byte now and then meets every limit of httpx.
+    c = self._config
+    return asyncio.timeout(c.attempts * (c.timeout + _PAUSE))
+
   async def _served(self, client) -> list[str]:
     names = [getattr(m, 'id', None) for m in (await client.models.list()).data]
     if not names or not all(isinstance(name, str) for name in names):
@@ -156,13 +169,16 @@ class Chat:
       self._clients[loop] = openai.AsyncOpenAI(
         base_url=self.url, api_key=os.environ.get('OPENAI_API_KEY', 'none'),
         timeout=c.timeout, max_retries=c.attempts - 1,
-        http_client=httpx.AsyncClient(trust_env=self._outside),
+        http_client=httpx.AsyncClient(
+          trust_env=self._outside, timeout=c.timeout,
+          limits=httpx.Limits(max_connections=c.concurrency),
+        ),
       ), asyncio.Semaphore(c.concurrency)
     return self._clients[loop]
 
   def _error(self, openai, e: Exception) -> ChatError:
     kind = next((kind for error, kind in (
-      (openai.APITimeoutError, 'timeout'),  # a connection error too
+      ((openai.APITimeoutError, TimeoutError), 'timeout'),
       (openai.APIConnectionError, 'unreachable'),
       (openai.RateLimitError, 'overloaded'),
       (openai.InternalServerError, 'overloaded'),

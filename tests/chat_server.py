@@ -11,7 +11,8 @@ class Chats:
   """What it was asked, and what it says.
 
   script: the request's body -> the reply's text; an int is a status instead,
-  bytes are a whole body, None hangs up.
+  bytes are a whole body, None hangs up, an event sends a byte now and then
+  until it is set. models: names of those served, or a whole body.
   """
 
   def __init__(self, script: Callable[[dict], str | int | bytes | None]):
@@ -31,6 +32,9 @@ def serve(script) -> Iterator[Chats]:
 
   class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+      if isinstance(chats.models, bytes):
+        self._send(200, chats.models)
+        return
       names = [{'id': m, 'object': 'model'} for m in chats.models]
       self._send(200, {'object': 'list', 'data': names})
 
@@ -46,6 +50,13 @@ def serve(script) -> Iterator[Chats]:
         chats.running -= 1
       if said is None:
         self.close_connection = True
+      elif isinstance(said, threading.Event):
+        self.send_response(200)
+        self.send_header('content-length', '1000')
+        self.end_headers()
+        with contextlib.suppress(OSError):
+          while not said.wait(0.1):
+            self.wfile.write(b' ')
       elif isinstance(said, int):
         self._send(said, {'error': {'message': f'status {said}'}})
       elif isinstance(said, bytes):

@@ -38,14 +38,16 @@ def test_a_reply_and_what_was_asked(monkeypatch):
   with chat_server.serve(lambda body: 'well') as chats:
     chat = Chat(config(chats.url))
     # Several event loops in turn, with and without /v1 in the URL.
-    assert asyncio.run(reply(chat, seed=7, schema=schema)) == 'well'
+    found = asyncio.run(reply(chat, seed=7, schema=schema, stop=('.',)))
+    assert found == 'well'
     assert asyncio.run(reply(Chat(config(f'{chats.url}/v1/')))) == 'well'
     assert asyncio.run(reply(chat)) == 'well'
   first, second, _ = chats.asked
   assert first['model'] == 'judge'
   assert first['messages'] == [{'role': 'user', 'content': 'hello'}]
   assert (first['max_tokens'], first['temperature']) == (9, 0.5)
-  assert first['seed'] == 7 and 'seed' not in second
+  assert first['seed'] == 7 and first['stop'] == ['.']
+  assert 'seed' not in second and 'stop' not in second
   assert first['response_format']['json_schema']['schema'] == schema
   assert set(chats.tokens) == {'Bearer secret'}
 
@@ -109,6 +111,42 @@ def test_no_more_requests_than_allowed_are_in_flight():
   assert chats.most == 2
 
 
+@pytest.mark.parametrize('body', [
+  b'<html>', b'[]', b'"x"', b'null', b'{"data": null}', b'{"data": 5}',
+  b'{"data": [{"name": "x"}]}',
+])
+def test_check_takes_nonsense_for_no_server(body):
+  with chat_server.serve(lambda body: 'x') as chats:
+    chats.models = body
+    with pytest.raises(ChatError, match=f'{chats.url}.*bad_response') as error:
+      asyncio.run(Chat(config(chats.url)).check())
+  assert error.value.kind == 'bad_response'
+
+
+def test_a_server_that_drips_is_a_timeout(monkeypatch):
+  from searchrl_jax import chat as module
+
+  monkeypatch.setattr(module, '_PAUSE', 0.0)
+  release = threading.Event()
+  with chat_server.serve(lambda body: release) as chats:
+    c = config(chats.url, model='m')
+    c.timeout = 0.5
+    assert kind(c) == 'timeout'
+    release.set()
+
+
+def test_as_many_connections_as_requests_may_be_in_flight():
+  async def limit():
+    chat = Chat(config('http://127.0.0.1:9', concurrency=512))
+    import openai
+    client, _ = chat._client(openai)
+    pool = client._client._transport._pool
+    await chat.close()
+    return pool._max_connections
+
+  assert asyncio.run(limit()) == 512
+
+
 def test_check_names_what_is_wrong():
   with chat_server.serve(lambda body: 'x') as chats:
     found = asyncio.run(Chat(config(chats.url)).check())
@@ -125,6 +163,9 @@ def test_check_names_what_is_wrong():
 
 @pytest.mark.parametrize('fields, message', [
   ({'url': 'localhost:8000'}, "judge.url='localhost:8000'"),
+  ({'url': 'http://127.0.0.1:99999'}, 'judge.url='),
+  ({'url': 'http://127.0.0.1:80OO'}, 'judge.url='),
+  ({'url': 'http://[::1'}, 'judge.url='),
   ({'attempts': 0}, 'judge.attempts=0'),
   ({'concurrency': 0}, 'judge.concurrency=0'),
   ({'timeout': 0.0}, 'judge.timeout=0.0'),

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from searchrl_jax import checks, compare, evaluate, records, setup
+from experiments import compare
+from searchrl_jax import checks, evaluate, records, setup
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import ledger
 from searchrl_jax.models import decoder
@@ -159,7 +160,7 @@ def test_two_evaluations_are_compared(done, url, tmp_path):
   folder, values = done
   out, _ = command(
     'compare', folder, f'{folder}:no_search', f'--out={tmp_path / "c.json"}',
-    '--scores=em,tokens',
+    '--scores=em,tokens', package='experiments',
   )
   assert 'em: B - A' in out and 'tokens: B - A' in out
   [found] = read(tmp_path, 'c.json')['comparisons']

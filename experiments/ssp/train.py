@@ -153,7 +153,7 @@ def train(config, workdir: str) -> dict[str, float]:
     ) as writer,
     Signals() as signals,
   ):
-    source = setup.source(config, url)
+    source = setup.source(config, url, lambda: engine, tok, mesh, workdir)
     signals.at_exit(source.close)
     about = signals.finish(source.check()).get('identity', {})
     require_same(served, about)

@@ -49,10 +49,13 @@ def manifest(
     'sets': {name: _frozen(qs) for name, qs in sorted(sets.items())},
     'corpus': identity.pop('corpus', None),
     'sampling': {
-      k: config.eval[k] for k in ('n', 'temperature', 'top_p', 'seed')
+      k: config.eval[k]
+      for k in ('n', 'temperature', 'top_p', 'seed', 'match')
     },
     'index': identity or None,
     'k': config.source.k,
+    'source': config.source.module,
+    'judge': {k: config.judge[k] for k in ('url', 'model')},
     'env': records.plain(config.env),
     'template': hashlib.sha256(repr(template).encode()).hexdigest(),
     'checkpoint': checkpoint,

@@ -70,11 +70,16 @@ class Judge:
       )
     self._known: dict[Item, bool] = {}
 
-  async def verdicts(self, items: Iterable[Item]) -> list[bool | None]:
+  async def verdicts(
+    self, items: Iterable[Item], among: int
+  ) -> list[bool | None]:
     """True, False, or None where the judge gave no verdict.
 
+    among: answers that there are, those that need no verdict too.
+
     Raises:
-      JudgeError: more than config.judge.max_failed of them are missing.
+      JudgeError: verdicts are missing for more than config.judge.max_failed
+        of these.
     """
     items = [(q, tuple(golds), a[:MOST]) for q, golds, a in items]
     new = list(dict.fromkeys(i for i in items if i not in self._known))
@@ -89,9 +94,9 @@ class Judge:
         self._known[item] = value
     while len(self._known) > KEPT:  # the oldest goes first
       del self._known[next(iter(self._known))]
-    if out.count(None) > self._most * len(out):
+    if out.count(None) > self._most * among:
       raise JudgeError(
-        f'{out.count(None)} of {len(out)} verdicts are missing, more than '
+        f'{out.count(None)} verdicts on {among} answers are missing, more than '
         f'config.judge.max_failed={self._most} allows; the last error: '
         f'{errors[-1]}'
       )
@@ -129,7 +134,7 @@ def read(reply: str) -> bool:
   word = reply.strip()
   try:
     found = json.loads(word)
-  except ValueError:
+  except (ValueError, RecursionError):
     pass
   else:
     word = found.get('verdict') if isinstance(found, dict) else found
@@ -166,7 +171,8 @@ async def grade(
     out[i] = float(after_em and metrics.exact_match(answer, golds))
     if answer and not out[i]:
       items[i] = (t.question.text, golds, answer)
-  verdicts = await judge.verdicts(items.values())
+  among = sum(not t.failed for t in trajectories)
+  verdicts = await judge.verdicts(items.values(), among)
   for i, verdict in zip(items, verdicts, strict=True):
     out[i] = np.nan if verdict is None else float(verdict)
   return out

@@ -29,8 +29,10 @@ def test_a_manifest_says_what_was_evaluated(tmp_path):
   assert made['corpus'] == IDENTITY['corpus']
   assert made['index'] == {'index': {'kind': 'bm25'}}
   assert made['sampling'] == {
-    'n': 3, 'temperature': 1.0, 'top_p': 1.0, 'seed': 0
+    'n': 3, 'temperature': 1.0, 'top_p': 1.0, 'seed': 0, 'match': 'text',
   }
+  assert made['source'] == 'service'
+  assert made['judge'] == {'url': '', 'model': ''}
   assert made['template'] != manifest(
     template=prompts.load('search_r1')
   )['template']

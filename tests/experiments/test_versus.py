@@ -61,6 +61,14 @@ def test_searches_are_real_unless_told_otherwise(runs):
   assert versus.config_for(runs[1], asked, True).env.real_searches == 0
 
 
+def test_questions_without_a_corpus_are_answered_without_searches(runs):
+  asked = versus.setup.load_config(runs[0])
+  asked.source.module = 'none'
+  config = versus.config_for(runs[0], asked, False)
+  assert (config.source.module, config.env.max_turns) == ('none', 0)
+  versus.evaluate.checks.check_engine(config)
+
+
 def test_one_run_alone_is_refused(runs, tmp_path):
   _, err = test_commands.command(
     'versus', runs[0], f'--out={tmp_path}', package='experiments', status=2

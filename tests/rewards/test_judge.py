@@ -60,6 +60,7 @@ async def rewarded(groups, url, after_em=True, **fields):
   '["correct"]', '{"verdict": "correct?"}', '{"verdict": ["correct"]}',
   '{"verdict": true}', '{"answer": "correct"}', 'true', '1',
   '{"verdict": "correct"} {"verdict": "incorrect"}', 'correct or incorrect',
+  '[' * 100_000,
 ])
 def test_nothing_else_than_a_verdict_is_one(reply):
   with pytest.raises(ChatError, match='no verdict') as error:
@@ -114,7 +115,7 @@ def test_equal_answers_are_judged_once_and_failures_again():
 
   async def twice(url):
     one = judge.Judge(config(url, max_failed=1.0))
-    return [await one.verdicts(items) for _ in range(3)]
+    return [await one.verdicts(items, 3) for _ in range(3)]
 
   with chat_server.serve(lambda body: replies.pop(0)) as chats:
     found = asyncio.run(twice(chats.url))
@@ -128,12 +129,33 @@ def test_an_outage_stops_past_the_fraction():
     found = asyncio.run(rewarded(groups, chats.url, max_failed=0.5))
     np.testing.assert_array_equal(found.valid, [False, True])
     with pytest.raises(
-      judge.JudgeError, match='1 of 2 verdicts.*max_failed=0.4.*overloaded'
+      judge.JudgeError, match='1 verdicts on 2 .*max_failed=0.4.*overloaded'
     ):
       asyncio.run(rewarded(groups, chats.url, max_failed=0.4))
     url = chats.url
-  with pytest.raises(judge.JudgeError, match=f'2 of 2.*{url}.*unreachable'):
+  with pytest.raises(
+    judge.JudgeError, match=f'2 verdicts on 2 .*{url}.*unreachable'
+  ):
     asyncio.run(rewarded(groups, url))
+
+
+def test_what_needs_no_verdict_counts_among_the_answers():
+  with chat_server.serve(lambda body: 'nonsense') as chats:
+    groups = [(*[one('Ann')] * 3, one('bob'), one(''))]  # 1 of 5, not of 1
+    found = asyncio.run(rewarded(groups, chats.url, max_failed=0.2))
+    np.testing.assert_array_equal(found.valid, [1, 1, 1, 0, 1])
+    with pytest.raises(judge.JudgeError, match='1 verdicts on 5 answers'):
+      asyncio.run(rewarded(groups, chats.url, max_failed=0.19))
+
+
+def test_the_judge_sees_so_much_of_an_answer():
+  with chat_server.serve(lambda body: verdict('incorrect')) as chats:
+    long = 'x' * (judge.MOST + 9)
+    ask = judge.Judge(config(chats.url)).verdicts([('q', ('a',), long)], 1)
+    assert asyncio.run(ask) == [False]
+  (asked,) = chats.asked
+  assert json.loads(asked['messages'][-1]['content'])['answer'] == (
+    'x' * judge.MOST)
 
 
 def test_a_failed_trajectory_is_not_judged():
