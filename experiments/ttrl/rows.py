@@ -85,7 +85,7 @@ ROW = rows.Row(
                strict=True)
       for label in ('random', 'random_vote') for s in SETS),
   ),
-  scores=('em', 'pass@1', 'maj@16', 'pass@16', 'parsed', 'searches', 'guessed'),
+  scores=('em', 'pass@1', 'maj@16', 'parsed'),
   curves={
     'eval/set=test/em': 'greedy EM, test-time',
     'eval/set=heldout/em': 'greedy EM, held out',
