@@ -17,6 +17,7 @@ answers reach the parts alone, never value or valid. Otherwise than released:
 Ties go to the class whose first vote is the earliest sample.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -113,12 +114,8 @@ def labelled(
     raise RewardError('votes on answers need RewardContext.env')
   n = sum(map(len, groups))
   value, valid = np.zeros(n, np.float32), np.zeros(n, bool)
-  parts: dict[str, np.ndarray] = {}
+  parts = collections.defaultdict(lambda: np.full(n, np.nan, np.float32))
   silent, at = [], 0
-
-  def note(name, where, what):
-    parts.setdefault(name, np.full(n, np.nan, np.float32))[where] = what
-
   for group in groups:
     if len(group) != votes:
       raise RewardError(
@@ -131,7 +128,7 @@ def labelled(
     keys = equivalence.keys(answers, match, question.meta.get('synonyms', ()))
     rows, at = at + np.array(alive, int), at + votes
     label = choose(keys, question, context.step)
-    note('abstained', rows, label is None)
+    parts['abstained'][rows] = label is None
     if alive and label is None:
       silent.append(question.id)
     trained = rows[np.array(alive, int) < train]
@@ -139,23 +136,24 @@ def labelled(
       valid[trained] = True
       value[rows] = [key == label for key in keys]
       counts = [keys.count(key) for key in set(keys) - {None}]
-      note('tie', rows, counts.count(max(counts)) > 1)
-      note('majority_ratio', rows, keys.count(label) / votes)
+      parts['tie'][rows] = counts.count(max(counts)) > 1
+      parts['majority_ratio'][rows] = keys.count(label) / votes
     if not any(a.strip() for a in question.answers):
       continue
     good = {key for key, answer in zip(keys, answers) if key and (
       equivalence.correct(answer, question.answers, match)
     )}
     right = [key in good for key in keys]
-    note('right', rows, right)
+    parts['right'][rows] = right
     if len(alive) == votes:
-      note(f'pass@{votes}', rows, any(right))
-      note(f'pass@{train}', rows, metrics.pass_at_k(votes, sum(right), train))
-      note(f'maj@{votes}', rows, metrics.maj_at_k(keys, right, votes))
+      parts[f'pass@{votes}'][rows] = any(right)
+      parts[f'pass@{train}'][rows] = metrics.pass_at_k(
+        votes, sum(right), train
+      )
+      parts[f'maj@{votes}'][rows] = metrics.maj_at_k(keys, right, votes)
     if label is not None:
-      note('label_accuracy', rows, label in good)
-      note('reward_accuracy', trained, (
-        value[rows] == np.array(right))[: len(trained)])
+      parts['label_accuracy'][rows] = label in good
+      parts['reward_accuracy'][trained] = (value[rows] == right)[: len(trained)]
   if len(silent) > max_abstained * len(groups):
     raise RewardError(
       f'{len(silent)} of {len(groups)} questions have no vote under '
@@ -163,4 +161,4 @@ def labelled(
       f'max_abstained={max_abstained}: no answer of theirs parses. Look at the '
       'trajectories; use the match, and the config.env.answer, of such answers'
     )
-  return Rewards(value, valid, parts=parts)
+  return Rewards(value, valid, parts=dict(parts))
