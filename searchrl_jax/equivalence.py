@@ -49,13 +49,20 @@ def keys(
   Args:
     answers: None = there is none.
     match: see the top.
-    synonyms: names of one thing each, for 'text'.
+    synonyms: lists of names of one thing each, for 'text'.
 
   Returns:
     Text's normal form (of its first synonym, where it has any), or the first
     of the equal answers; None for one that says nothing.
+
+  Raises:
+    ValueError: names that are not in lists.
   """
   if match == TEXT:
+    if any(isinstance(names, str) for names in synonyms):
+      raise ValueError(
+        f'synonyms={synonyms!r}: expected lists, each of the names of one thing'
+      )
     first = {metrics.key(n): metrics.key(s[0]) for s in synonyms for n in s}
     found = [metrics.key(answer or '') for answer in answers]
     return [first.get(key, key) or None for key in found]

@@ -86,8 +86,7 @@ def score(
     trajectories: as the environment recorded them.
     env: reads answers and blocks.
     set: the evaluation set, for the rows.
-    match: config.eval.match. Unless it is 'text', `em` is that of the vote:
-      of the first of the question's answers that this one is equal to.
+    match: config.eval.match.
   """
   answers = [None if t.failed else env.answer(t) for t in trajectories]
   asked = collections.defaultdict(list)
@@ -95,7 +94,10 @@ def score(
     asked[trajectory.question.id].append(i)
   votes = {}
   for at in asked.values():
-    votes |= zip(at, equivalence.keys([answers[i] for i in at], match))
+    votes |= zip(at, equivalence.keys(
+      [answers[i] for i in at], match,
+      trajectories[at[0]].question.meta.get('synonyms', ()),
+    ))
   return [
     _row(trajectory, env, set, match, answers[i], votes[i])
     for i, trajectory in enumerate(trajectories)
@@ -127,9 +129,7 @@ def _row(trajectory, env: SearchEnv, set_name, match, answer, vote) -> Row:
   supports = [float(id in found) for id in question.supporting]
   return Row(
     **row,
-    em=equivalence.correct(
-      answer if match == equivalence.TEXT else vote, golds, match
-    ) if golds else NAN,
+    em=equivalence.correct(answer, golds, match) if golds else NAN,
     f1=metrics.f1(answer, golds) if golds else NAN,
     sub_em=metrics.sub_exact_match(answer, golds) if golds else NAN,
     answered=answered,

@@ -99,7 +99,9 @@ def score(
       right = [row.em == 1.0 for row in samples]
       votes = [row.vote for row in samples]
       passed[name] = metrics.pass_at_k(n, sum(right), count)
-      voted[name] = metrics.maj_at_k(votes, right, count)
+      # Names of one thing are one vote, which any of them makes right.
+      good = {row.vote for row in samples if row.em == 1.0} - {None}
+      voted[name] = metrics.maj_at_k(votes, [v in good for v in votes], count)
       if certain:
         chosen[name] = metrics.best_at_k(
           [row.certainty for row in samples], right, count

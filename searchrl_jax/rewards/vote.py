@@ -14,7 +14,8 @@ answers reach the parts alone, never value or valid. Otherwise than released:
   * a trajectory's reward is its own; there all of a batch stand at the last
     sample's length, which only GRPO forgives.
 
-Ties go to the class whose first vote is the earliest sample.
+Ties go to the class whose first vote is the earliest sample. Where the votes
+that a service's failures took could have changed who leads, there is no label.
 """
 
 import collections
@@ -79,6 +80,11 @@ def check(config, fields) -> None:
       f'votes={n} with config.rollout.group={config.rollout.group}: all '
       'samples of a question vote, 2 or more; give both the same number'
     )
+  if config.rollout.refill:
+    raise RewardError(
+      f'votes={n} with config.rollout.refill={config.rollout.refill}: of a few '
+      'further questions the share without a vote says nothing; use 0'
+    )
   if not 1 <= m <= n:
     raise RewardError(f'train={m} of votes={n}: 1 to {n} samples are trained')
   if config.algorithm.advantage == 'remax':
@@ -127,30 +133,34 @@ def labelled(
     answers = [context.env.answer(group[i]) for i in alive]
     keys = equivalence.keys(answers, match, question.meta.get('synonyms', ()))
     rows, at = at + np.array(alive, int), at + votes
-    label = choose(keys, question, context.step)
+    counts = sorted(keys.count(key) for key in set(keys) - {None})
+    lead = counts[-1] - sum(counts[-2:-1]) if counts else 0
+    sure = len(alive) == votes or lead > votes - len(alive)
+    label = choose(keys, question, context.step) if sure else None
     parts['abstained'][rows] = label is None
-    if alive and label is None:
+    if alive and not counts:
       silent.append(question.id)
     trained = rows[np.array(alive, int) < train]
     if label is not None:
       valid[trained] = True
       value[rows] = [key == label for key in keys]
-      counts = [keys.count(key) for key in set(keys) - {None}]
-      parts['tie'][rows] = counts.count(max(counts)) > 1
+      parts['tie'][rows] = not lead
       parts['majority_ratio'][rows] = keys.count(label) / votes
     if not any(a.strip() for a in question.answers):
       continue
-    good = {key for key, answer in zip(keys, answers) if key and (
-      equivalence.correct(answer, question.answers, match)
-    )}
-    right = [key in good for key in keys]
+    right = [
+      bool(equivalence.correct(a, question.answers, match)) for a in answers
+    ]
+    good = {key for key, own in zip(keys, right) if own} - {None}
     parts['right'][rows] = right
     if len(alive) == votes:
       parts[f'pass@{votes}'][rows] = any(right)
       parts[f'pass@{train}'][rows] = metrics.pass_at_k(
         votes, sum(right), train
       )
-      parts[f'maj@{votes}'][rows] = metrics.maj_at_k(keys, right, votes)
+      parts[f'maj@{votes}'][rows] = metrics.maj_at_k(
+        keys, [key in good for key in keys], votes
+      )
     if label is not None:
       parts['label_accuracy'][rows] = label in good
       parts['reward_accuracy'][trained] = (value[rows] == right)[: len(trained)]

@@ -374,12 +374,16 @@ def test_mathematics_is_equal_in_value():
   assert [r.em for r in as_text] == [0, 1, 0, 0]
 
 
-def test_equal_votes_are_right_or_wrong_together():
-  """50% is both 50 and 0.5 to the checker; majorities need one of them."""
+def test_an_answer_is_scored_by_itself_and_votes_by_their_classes():
+  """50% is both 50 and 0.5 to the checker."""
   env, trajectories = boxed('50', r'50\%', '0.5')
   rows = answer.score(trajectories, env, 'dev', MATH)
-  assert [(r.vote, r.em) for r in rows] == [('50', 0), ('50', 0), ('0.5', 1)]
-  passk.score(rows, [3])
+  assert [(r.vote, r.em) for r in rows] == [('50', 0), ('50', 1), ('0.5', 1)]
+  found = passk.score(rows, [3])
+  assert found['pass@3'] == {('dev', 'q'): 1.0}
+  assert found['maj@3'] == {('dev', 'q'): 1.0}
+  alone = answer.score(trajectories[:1], env, 'dev', MATH)
+  assert [r.em for r in alone] == [0]
 
 
 def test_an_unknown_match_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import common
-from searchrl_jax.rewards import core
+from searchrl_jax.rewards import core, vote
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 
@@ -163,13 +163,37 @@ def test_a_failed_search_is_no_vote():
   first, *rest = group('Bob', 'Bob', 'Ann', 'Ann', None)
   failed = dataclasses.replace(first, end='failed')
   found = voted((failed, *rest), train=3)
-  assert found.value.tolist() == [0, 0, 1, 0, 0]  # Ann by 2 to 1
-  assert found.valid.tolist() == [False, True, True, False, False]
+  # Ann leads by 2 to 1, which the failed one could have made a tie.
+  assert not found.valid.any() and not found.value.any()
   assert np.isnan(found.parts['v/abstained'][0])
-  assert part(found, 'majority_ratio')[1:] == pytest.approx([2 / 5] * 4)
+  assert part(found, 'abstained')[1:] == [1] * 4
+  first, *rest = group('Bob', 'Bob', 'Ann', 'Ann', 'Ann')
+  failed = dataclasses.replace(first, end='failed')
+  found = voted((failed, *rest), train=3)
+  assert found.value.tolist() == [0, 0, 1, 0, 0]  # Ann by 3 to 1
+  assert found.valid.tolist() == [False, True, True, False, False]
+  assert part(found, 'majority_ratio')[1:] == pytest.approx([3 / 5] * 4)
   assert 'v/maj@5' not in found.parts  # of 5 samples
   gone = tuple(dataclasses.replace(t, end='failed') for t in rest)
   assert not voted(gone, group(*'xxxx')).valid[:4].any()
+
+
+def test_the_last_one_alive_is_no_majority():
+  one, *rest = group('Bob', 'Ann', 'Ann', 'Ann')
+  failed = [dataclasses.replace(t, end='failed') for t in rest]
+  assert not voted((one, *failed)).valid.any()
+
+
+def test_synonyms_that_are_no_lists_are_refused():
+  with pytest.raises(ValueError, match="synonyms=.'abc'.*: expected lists"):
+    voted(group('A', 'B', 'C', synonyms=['abc']))
+
+
+def test_further_rounds_are_refused():
+  c = common.base()
+  c.rollout.update(group=4, refill=2)
+  with pytest.raises(core.RewardError, match='rollout.refill=2'):
+    vote.check(c, dict(votes=4, train=2, match='text'))
 
 
 def test_an_answer_type_that_nothing_parses_stops_with_the_mend():
