@@ -98,7 +98,10 @@ PARTS = (
   (HABITS | dict(solver=0.3, proposer=0.4, drill=0.0), 2000, 3e-3),
   (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 800, 2.5e-3),
   (SKILLS | dict(solver=0.35, proposer=0.35, drill=0.1), 600, 2e-3),
-  (HABITS | dict(solver=0.3, proposer=0.3, drill=0.1), 200, 1e-3),
+  (HABITS | dict(
+    solver=0.35, proposer=0.35, drill=0.1, asked=(0.6, 0.2, 0.12, 0.08),
+    short=(0.4, 0.5, 0.6),
+  ), 120, 5e-4),
 )
 ARMS = ('ssp', 'frozen', 'no_verifier', 'golds')
 
