@@ -112,6 +112,10 @@ def get_config(arg=None):
   if a.noise != 'curriculum':
     s.noise_from = s.noise_to = _share(a.noise)
   (_full if a.model else _small)(c, s, a)
+  # An evaluation while it trains has simulated searches, whose writer is told
+  # the golds: no measure, and nothing to choose a checkpoint by.
+  c.checkpoint.best = ''
+  c.eval.every = 0
   return c
 
 
@@ -134,7 +138,6 @@ def _small(c, s, a):
   s.max_tokens = 48
   s.engine = ConfigDict(dict(slots=64, max_len=96, prefill_rows=16))
   c.train.steps = 30
-  c.checkpoint.best = ''  # what it trains on is no measure of real searches
   if a.learns == 'policy':
     s.temperature = 0.5  # at 1 a third of second searches lack the gold
   else:

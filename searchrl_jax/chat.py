@@ -76,7 +76,7 @@ class Chat:
   async def reply(
     self, messages: Sequence[Mapping[str, str]], *, max_tokens: int,
     temperature: float, seed: int | None = None,
-    schema: Mapping[str, Any] | None = None, stop: Sequence[str] = (),
+    schema: Mapping[str, Any] | None = None,
   ) -> str:
     """What the model says next.
 
@@ -87,7 +87,6 @@ class Chat:
       seed: of the sampling, where the server knows one.
       schema: a JSON schema that the reply shall follow. A server may ignore
         it: what comes still has to be checked.
-      stop: strings that end the reply; a server leaves them out of it.
 
     Raises:
       ChatError: there is no reply.
@@ -98,8 +97,6 @@ class Chat:
     asked = {}
     if seed is not None:
       asked['seed'] = seed
-    if stop:
-      asked['stop'] = list(stop)
     if schema is not None:
       asked['response_format'] = {
         'type': 'json_schema',

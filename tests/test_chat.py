@@ -38,16 +38,14 @@ def test_a_reply_and_what_was_asked(monkeypatch):
   with chat_server.serve(lambda body: 'well') as chats:
     chat = Chat(config(chats.url))
     # Several event loops in turn, with and without /v1 in the URL.
-    found = asyncio.run(reply(chat, seed=7, schema=schema, stop=('.',)))
-    assert found == 'well'
+    assert asyncio.run(reply(chat, seed=7, schema=schema)) == 'well'
     assert asyncio.run(reply(Chat(config(f'{chats.url}/v1/')))) == 'well'
     assert asyncio.run(reply(chat)) == 'well'
   first, second, _ = chats.asked
   assert first['model'] == 'judge'
   assert first['messages'] == [{'role': 'user', 'content': 'hello'}]
   assert (first['max_tokens'], first['temperature']) == (9, 0.5)
-  assert first['seed'] == 7 and first['stop'] == ['.']
-  assert 'seed' not in second and 'stop' not in second
+  assert first['seed'] == 7 and 'seed' not in second
   assert first['response_format']['json_schema']['schema'] == schema
   assert set(chats.tokens) == {'Bearer secret'}
 

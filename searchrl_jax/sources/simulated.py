@@ -64,13 +64,20 @@ def check(config: ConfigDict) -> None:
         f'of {SLOTS}'
       )
   try:
-    groups = re.compile(config.document).groups
+    found = re.compile(config.document)
   except re.error as e:
     raise ValueError(f'{_WHERE}.document: no regular expression: {e}') from e
-  if not groups:
+  if not found.groups or 'title' in found.groupindex and (
+    'text' not in found.groupindex
+  ):
     raise ValueError(
       f'{_WHERE}.document={config.document!r}: needs a group, the text of one '
-      'document'
+      'document; named (?P<text>...) beside a named title'
+    )
+  if config.url and (config.path or config.stops or not config.chat):
+    raise ValueError(
+      f'{_WHERE}.url={config.url!r} with path, stops or chat=False: a server '
+      'has its own model, is sent messages, and its replies are whole'
     )
   for name, low, high in (
     ('noise_from', 0, 1), ('noise_to', 0, 1), ('steps', 1, float('inf')),
@@ -126,9 +133,17 @@ class SimulatedSource:
     """Makes the simulator ready; who it is, as `identity`.
 
     Raises:
-      SourceError: nobody at config.source.simulator.url serves the model.
+      SourceError: nobody at config.source.simulator.url serves the model, or
+        the tokenizer has no chat template for a prompt that is a message.
     """
     name = self._config.path or 'the policy'
+    if self._writer and self._config.chat and not (
+      self._writer.tokenizer.has_chat
+    ):
+      raise SourceError(
+        f'{_WHERE}.chat=True, and the tokenizer of {name} has no chat '
+        'template; use chat=False'
+      )
     if self._chat:
       try:
         name = (await self._chat.check())['model']
@@ -165,24 +180,28 @@ class SimulatedSource:
             "config.source.module='service'"
           )
         parts.append((values[field], False))
-    reply = ''
-    try:
-      for attempt in range(self._config.attempts):
-        drawn = self._drawn(request, request.query, attempt)
+    said = ''
+    for attempt in range(self._config.attempts):
+      drawn = self._drawn(request, request.query, attempt)
+      try:
         reply = await self._write(parts, int(drawn * 2**32))
-        found = list(self._document.finditer(reply))[: request.k]
-        passages = tuple(
-          _passage(m, f'{kind}-{i}') for i, m in enumerate(found, 1)
-        )
-        if passages and all(p.text for p in passages):
-          return SearchResult(request, passages, time.monotonic() - begin)
-    except ChatError as e:
-      return SearchError(request, e.kind, str(e))
-    except EngineError as e:
-      return SearchError(request, 'rejected', f'{_WHERE}: {e}')
+      except ChatError as e:
+        if e.kind != 'bad_response':
+          return SearchError(request, e.kind, str(e))
+        said = str(e)
+        continue
+      except EngineError as e:
+        return SearchError(request, 'rejected', f'{_WHERE}: {e}')
+      found = list(self._document.finditer(reply))[: request.k]
+      passages = tuple(
+        _passage(m, f'{kind}-{i}') for i, m in enumerate(found, 1)
+      )
+      if passages and all(p.text for p in passages):
+        return SearchResult(request, passages, time.monotonic() - begin)
+      said = repr(reply[:200])
     return SearchError(
       request, 'bad_response', f'{_WHERE}: {self._config.attempts} replies '
-      f'without a document ({_WHERE}.document), the last: {reply[:200]!r}'
+      f'without a document ({_WHERE}.document), the last: {said}'
     )
 
   def _drawn(self, request: SearchRequest, *more) -> float:
@@ -192,12 +211,13 @@ class SimulatedSource:
     return int.from_bytes(digest) / 2**32
 
   async def _write(self, parts: Sequence[outside.Part], seed: int) -> str:
+    """A whole reply, without empty lines; ChatError if it is cut."""
     c = self._config
     if self._chat:
-      return await self._chat.reply(
+      return _dense(await self._chat.reply(
         [{'role': 'user', 'content': ''.join(text for text, _ in parts)}],
         max_tokens=c.max_tokens, temperature=c.temperature, seed=seed,
-      )
+      ))
     engine, tokenizer = self._writer.engine(), self._writer.tokenizer
     if c.chat:
       parts = outside.chat_parts(tokenizer, [('user', parts)])
@@ -211,13 +231,21 @@ class SimulatedSource:
       ))
     finally:
       engine.close(handle)
-    return tokenizer.decode(done.ids)
+    reply = tokenizer.decode(done.ids)
+    if done.stop == 'length':
+      raise ChatError('bad_response', f'cut after {c.max_tokens}: {reply!r}')
+    return _dense(reply)
 
 
 def make(config: ConfigDict, *, seed: int, writer: Callable[[], Writer],
          **_: object) -> SimulatedSource:
   """The source of `config.source` (module='simulated')."""
   return SimulatedSource(config, seed, writer)
+
+
+def _dense(reply: str) -> str:
+  # A pattern that spans lines can take minutes over hundreds of empty ones.
+  return '\n'.join(line for line in reply.splitlines() if line.strip())
 
 
 def _slots(text: str):
@@ -227,6 +255,6 @@ def _slots(text: str):
 
 
 def _passage(match: re.Match, name: str) -> Passage:
-  fields = {'title': '', 'text': match.group(1), **match.groupdict('')}
+  fields = {'title': '', 'text': match.group(1) or '', **match.groupdict('')}
   title, text = (' '.join(fields[f].split()) for f in ('title', 'text'))
   return Passage(f'simulated-{name}', title, text)

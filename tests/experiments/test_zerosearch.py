@@ -328,7 +328,7 @@ def small_run(**fields):
   c.source.simulator.update(dict(
     useful='Question: {answers} {query} use?\n',
     noisy='Question: {query} not use?\n', document='(?s)(.+)', chat=False,
-    max_tokens=6, noise_to=0.5,
+    max_tokens=24, noise_to=0.5, stops=('r', 's', 'n'),  # soon; none is cut
   ) | fields)
   c.env.max_turns = 2
   c.env.max_turn_tokens = 16

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from configs import common
+from configs import common, zerosearch
 from searchrl_jax import checks
 from searchrl_jax.engines.core import EngineError, Sampling
 from searchrl_jax.rollout import RolloutError, rollout
@@ -180,6 +180,48 @@ def test_a_reply_without_documents_is_asked_for_again_then_a_failed_search():
   assert found.passages[0].text == 'yes'
 
 
+def test_a_cut_reply_is_asked_for_again_whoever_writes():
+  long = iter(['Doc a: ' + 'x' * 50, 'Doc a: y'])
+  (found,) = ask(source(lambda *_: next(long), max_tokens=30), request())
+  assert found.passages[0].text == 'y'
+  always = source(lambda *_: 'Doc a: ' + 'x' * 50, max_tokens=30, attempts=2)
+  (error,) = ask(always, request())
+  assert error.kind == 'bad_response' and 'cut after 30' in error.message
+  with chat_server.serve(lambda body: 'Doc a: x') as chats:
+    chats.finish = 'length'
+    made = simulated.make(
+      config(url=chats.url, attempts=3, chat=True), seed=0, writer=None
+    )
+    (error,) = ask(made, request())
+  assert error.kind == 'bad_response' and len(chats.asked) == 3
+
+
+def test_empty_lines_of_a_reply_cost_nothing():
+  lines = '\n' * 5000 + ' \n' * 5000
+  full = source(
+    lambda *_: f'Doc 1: (t): x{lines}y{lines}Doc 2 (u): z', useful='{query}',
+    document=zerosearch.DOCUMENT, max_tokens=10**6,
+  )
+  (found,) = ask(full, request())
+  assert [p.text for p in found.passages] == ['(t): x y', 'z']
+
+
+def test_a_message_needs_a_chat_template():
+  with pytest.raises(SourceError, match='simulator.chat=True.*chat=False'):
+    asyncio.run(source(echo, chat=True).check())
+
+
+@pytest.mark.parametrize('fields, message', [
+  (dict(url='http://127.0.0.1:9', chat=False), 'simulator.url'),
+  (dict(url='http://127.0.0.1:9', chat=True, path='x'), 'simulator.url'),
+  (dict(url='http://127.0.0.1:9', chat=True, stops=('x',)), 'simulator.url'),
+  (dict(document='(?P<title>a)(b)'), 'beside a named title'),
+])
+def test_fields_that_do_not_go_together_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    simulated.check(config(**fields).simulator)
+
+
 def test_a_question_without_answers_is_no_question_for_a_simulator():
   none = dataclasses.replace(question(), answers=())
   (error,) = ask(source(echo), SearchRequest('a', 5, none))
@@ -329,7 +371,8 @@ def test_the_real_engine_serves_a_policy_and_its_simulator(slots):
   )
   made = source(
     None, engine=engine, tokenizer=Printable(), document='(?s)(.+)',
-    max_tokens=9, useful='u{query}', noisy='n{query}',
+    max_tokens=40, useful='u{query}', noisy='n{query}',
+    stops=tuple(chr(c) for c in range(33, 123, 2)),  # a cut one is no reply
   )
 
   async def trajectory(n):
@@ -364,7 +407,7 @@ def test_a_server_simulates_too_and_says_who_it_is():
     return f'Doc a: {message["content"]}'
 
   with chat_server.serve(script) as chats:
-    made = simulated.make(config(url=chats.url), seed=0, writer=None)
+    made = simulated.make(config(url=chats.url, chat=True), seed=0, writer=None)
 
     async def main():
       about = await made.check()
@@ -383,12 +426,12 @@ def test_a_server_simulates_too_and_says_who_it_is():
 
 def test_an_absent_server_is_told_at_the_start():
   made = simulated.make(
-    config(url='http://127.0.0.1:9', attempts=1), seed=0, writer=None
+    config(url='http://127.0.0.1:9', attempts=1, chat=True), seed=0, writer=None
   )
   with pytest.raises(SourceError, match='127.0.0.1:9.*simulator'):
     asyncio.run(made.check())
   with pytest.raises(ValueError, match=r'simulator\.url'):
-    simulated.make(config(url='localhost'), seed=0, writer=None)
+    simulated.make(config(url='localhost', chat=True), seed=0, writer=None)
 
 
 def test_a_server_that_is_late_half_of_the_time_earns_no_false_reward():
@@ -403,7 +446,9 @@ def test_a_server_that_is_late_half_of_the_time_earns_no_false_reward():
 
   with chat_server.serve(script) as chats:
     made = simulated.make(
-      config(url=chats.url, model='judge', timeout=0.5, attempts=1), seed=0,
+      config(
+        url=chats.url, model='judge', timeout=0.5, attempts=1, chat=True
+      ), seed=0,
       writer=None,
     )
     groups = played(made, questions=6)
