@@ -47,10 +47,10 @@ def get_config(arg=None):
   # By reference: questions of another world than the server's teach nothing.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.micro = ConfigDict(
-    dict(module='microworld', split='train', **world)
+    dict(module=c.data.world_module, split='train', **world)
   )
   c.data.eval.micro = ConfigDict(
-    dict(module='microworld', split='heldout', n=400, **world)
+    dict(module=c.data.world_module, split='heldout', n=400, **world)
   )
   c.source.corpus = 'world'
   c.source.k = 1
@@ -65,7 +65,8 @@ def get_config(arg=None):
   c.engine.prefill_rows = 16
 
   c.sft.data = ConfigDict(dict(
-    module='microtraces', n=24_000, worlds=60, train=400, relations=4,
+    module='experiments.worlds.microtraces', n=24_000, worlds=60, train=400,
+    relations=4,
   ))
   c.sft.steps = 1200
   c.sft.rows = 32

@@ -119,7 +119,7 @@ def _search(a):
     c.data.train = ConfigDict(dict(bamboogle=c.data.eval.bamboogle))
     return _schedule(c)
   world = {name: c.data.world.get_ref(name) for name in quickstart.WORLD}
-  asked = dict(module='microworld', split='train', n=ASKED, **world)
+  asked = dict(module=c.data.world_module, split='train', n=ASKED, **world)
   c.data.train = ConfigDict(dict(test=asked))
   c.data.eval = ConfigDict(dict(test=asked, heldout=dict(
     asked, split='heldout', n=HELDOUT

@@ -50,7 +50,7 @@ def data_dir() -> pathlib.Path:
 def url(tmp_path_factory):
   """A real retrieval server over the world of tests/tiny.py."""
   from retrieval import process
-  from searchrl_jax.data import microworld
+  from experiments.worlds import microworld
   from tests import tiny
 
   folder = tmp_path_factory.mktemp('world')

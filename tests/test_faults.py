@@ -28,9 +28,9 @@ from ml_collections import ConfigDict
 from retrieval import process
 from retrieval.client import retrieve_sync
 from configs import quickstart
+from experiments.worlds import microworld
 from searchrl_jax import sft
 from searchrl_jax import train
-from searchrl_jax.data import microworld
 from tests import tiny
 
 WHOLE = os.environ.get('FAULTS') == 'quickstart'

@@ -17,7 +17,7 @@ ORDER = (
   'models.families',
   'models.safetensors', 'models.decoder', 'models.lora', 'models.hf', 'optim',
   'checkpoint', 'data.checks', 'data.core', 'data.jsonl', 'data.parquet',
-  'data.hf', 'data.tfds', 'data.microworld', 'data.microtraces',
+  'data.hf', 'data.tfds',
   'engines.core', 'engines.published', 'engines.vllm_plugin', 'engines.group',
   'engines.vllm_host', 'engines.sidecar', 'engines.checksum', 'publication',
   'engines.stops', 'engines.requests', 'engines.vllm_http',

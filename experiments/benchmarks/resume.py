@@ -125,7 +125,7 @@ def main(argv):
     common.require_idle()
   environment = common.environment()
   from retrieval import process
-  from searchrl_jax.data import microworld
+  from experiments.worlds import microworld
   from tests import tiny
 
   with tempfile.TemporaryDirectory() as scratch:

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import psutil
 
 from experiments.benchmarks import common
+from experiments.worlds import microworld
 from searchrl_jax import publication
 from searchrl_jax import sync
-from searchrl_jax.data import microworld
 from searchrl_jax.engines import checksum
 from searchrl_jax.engines import published
 from searchrl_jax.engines import sidecar

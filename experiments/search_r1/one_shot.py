@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from configs import common
+from experiments.worlds import microtraces
+from experiments.worlds import microworld
 from searchrl_jax.data import core as data
-from searchrl_jax.data import microtraces
-from searchrl_jax.data import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
 from searchrl_jax.sft import searcher

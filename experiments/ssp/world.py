@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from searchrl_jax.data import microworld
+from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.types import Question
 

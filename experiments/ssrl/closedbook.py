@@ -18,7 +18,7 @@ import os
 
 import numpy as np
 
-from searchrl_jax.data import microworld
+from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Passage, Question

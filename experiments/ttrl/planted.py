@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from searchrl_jax.data import microworld
+from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
 
 

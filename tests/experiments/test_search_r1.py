@@ -13,6 +13,7 @@ from configs import search_r1
 from configs import seven
 from experiments.search_r1 import one_shot
 from experiments.search_r1 import rows
+from experiments.worlds import microworld
 from searchrl_jax import checks
 from searchrl_jax import evaluate
 from searchrl_jax import outside
@@ -20,7 +21,6 @@ from searchrl_jax import prompts
 from searchrl_jax import setup
 from searchrl_jax import tokenizer as tokenizing
 from searchrl_jax.data import core as data
-from searchrl_jax.data import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf

@@ -17,14 +17,14 @@ from experiments.ttrl import arithmetic
 from experiments.ttrl import mathematics
 from experiments.ttrl import planted
 from experiments.ttrl import rows
+from experiments.worlds import microtraces
+from experiments.worlds import microworld
 from searchrl_jax import checks
 from searchrl_jax import equivalence
 from searchrl_jax import setup
 from searchrl_jax import sft
 from searchrl_jax import train
 from searchrl_jax.data import core as data
-from searchrl_jax.data import microtraces
-from searchrl_jax.data import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.types import Question

@@ -7,12 +7,12 @@ import pytest
 
 from configs import search_r1, zerosearch
 from experiments import rows
+from experiments.worlds import microworld
 from experiments.zerosearch import check, documents
 from experiments.zerosearch import rows as table
 from searchrl_jax import (
   checks, evaluate, records, setup, sft, train, writer,
 )
-from searchrl_jax.data import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.sources import simulated

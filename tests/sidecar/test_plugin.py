@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.worlds import microworld
 from searchrl_jax import publication
 from searchrl_jax import sync
-from searchrl_jax.data import microworld
 from searchrl_jax.engines import checksum
 from searchrl_jax.engines import published
 from searchrl_jax.engines.core import SyncError

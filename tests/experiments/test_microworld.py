@@ -11,9 +11,9 @@ import Stemmer
 import transformers
 
 from retrieval.bm25 import STOP_WORDS
+from experiments.worlds import microtraces
+from experiments.worlds import microworld
 from searchrl_jax.data import jsonl
-from searchrl_jax.data import microtraces
-from searchrl_jax.data import microworld
 from searchrl_jax.data.checks import DataError
 
 SMALL = dict(train=60, heldout=30)

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
 
-from searchrl_jax.data import microworld
+from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Search, Trace
 from searchrl_jax.types import Passage, Question

@@ -1,0 +1,1 @@
+"""Generated worlds that several recipes share."""
