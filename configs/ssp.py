@@ -240,6 +240,7 @@ def _small(c, a):
 
   c.selfplay.min_words = 7
   c.selfplay.noise = 1
+  c.selfplay.penalty = -0.25
   c.selfplay.dummy = 'What is not'
   c.selfplay.oracle = 'experiments.ssp.oracle.make'
 
@@ -252,9 +253,9 @@ def _small(c, a):
   c.batch.loss_fraction = 0.7
   c.optim.lr = 3e-4
   c.optim.b2 = 0.99
-  c.train.steps = 30
-  c.eval.every = 10
-  c.checkpoint.every = 10
+  c.train.steps = 20
+  c.eval.every = 5
+  c.checkpoint.every = 5
 
 
 def _golds(c):

@@ -67,9 +67,11 @@ def played(name: str):
   return lambda at: at('ssp', 'game', f'game/{name}').mean
 
 
-def apart(at) -> float:
+def apart(at) -> float | None:
   """Between the low end of one interval and the high end of the other."""
   mine, theirs = (at(arm, 'after', f'{MULTI}/em') for arm in ('ssp', 'frozen'))
+  if mine.low is None or theirs.high is None:
+    return None  # of one seed
   return mine.low - theirs.high
 
 
