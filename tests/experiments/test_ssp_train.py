@@ -130,7 +130,7 @@ def test_a_run_plays_both_roles_and_leaves_everything_behind(whole):
 
 
 def test_rewards_are_opposed(whole):
-  _, folder, _ = whole
+  config, folder, _ = whole
   kept = lines(folder / 'trajectories.jsonl')
   earned = {}
   for t in kept:
@@ -145,7 +145,7 @@ def test_rewards_are_opposed(whole):
         assert t['reward'] == pytest.approx(1 - np.mean(earned[name]))
         seen += 1
       else:
-        assert t['reward'] == 0.0  # config.selfplay.penalty
+        assert t['reward'] == config.selfplay.penalty < 0
   assert seen > 4
 
 
