@@ -17,6 +17,7 @@ the question alone. Otherwise than there:
 import dataclasses
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -270,11 +271,16 @@ def _reason(trajectory, text, evidence, s) -> str:
 
 def _says(text: str, answers: Sequence[str]) -> bool:
   """Whether an answer's words stand in the text, in their order."""
-  text = f' {metrics.normalise(text)} '
+  text = _words(text)
   return any(
-    f' {normal} ' in text for normal in map(metrics.normalise, answers)
-    if normal
+    re.search(rf'(?<!\w){re.escape(answer)}s?(?!\w)', text)
+    for answer in map(_words, answers) if answer
   )
+
+
+def _words(text: str) -> str:
+  # "Mira-Dok", "Mira Dok's" and "the Mira Doks" all say "Mira Dok".
+  return metrics.normalise(re.sub(r"['\u2019]s\b|[^\w\s]", ' ', text))
 
 
 def fill(asked: Sequence[Question], slots: int, config: ConfigDict,

@@ -96,6 +96,19 @@ def test_the_answer_may_be_forbidden_in_queries():
   assert found.reason == 'answer_searched'
 
 
+@pytest.mark.parametrize('text, answer, leaks', [
+  ("Who taught Mira Dok's own brother?", 'Mira Dok', True),
+  ('What do the Mira-Dok letters say?', 'Mira Dok', True),
+  ('Who wrote of the Mira Doks?', 'mira dok', True),
+  ("Who was C. S. Lewis\u2019s wife?", 'Lewis', True),
+  ('What ended in the 1990s?', '1990', True),
+  ('What is known of Miradok?', 'Mira Dok', False),
+  ('Is it known?', 'no', False),
+])
+def test_an_answer_leaks_in_whatever_form_it_is_written(text, answer, leaks):
+  assert game._says(text, (answer,)) is leaks
+
+
 def test_an_answer_leaks_by_its_words_not_by_its_letters():
   short = Question('n', 'no', ('no',))
   turns = search('a'), search('b')
