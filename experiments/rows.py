@@ -4,10 +4,11 @@
     --workdir=runs/search_r1 --out=experiments/search_r1/results.json \\
     [--only=grpo,ppo] [--seeds=0]
 
---row names a module with ROW, a `Row`. Every warm start (one for each seed,
-shared by arms) and every arm is a process of its own, one at a time, that goes
-on where it stopped and is left out once it is done; arms of one world search
-one retrieval server. The JSON holds what is done so far, of all arms:
+--row names a module with ROW, a `Row`. Every warm start (one for each seed or
+one for all, shared by arms) and every arm is a process of its own, one at a
+time, that goes on where it stopped and is left out once it is done; arms of
+one world search one retrieval server. The JSON holds what is done so far, of
+all arms:
 
   environment, command
   warm   name -> seed -> {seconds, commit}
@@ -68,15 +69,17 @@ def evaluation(fields: Mapping[str, object]) -> Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """A warm start: `sft`, one for each seed.
+  """A warm start, by `sft`: one for each seed, or for all.
 
   config: of a seed. init: another start that it goes on from; '' = none.
   folders: {config field: name of a start}: the field gets its run folder.
+  shared: seed 0's is that of all seeds.
   """
 
   config: Config
   init: str = ''
   folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  shared: bool = False
 
   @property
   def needs(self) -> dict[str, str]:
@@ -138,6 +141,10 @@ class Row:
       raise ConfigError(f'warm start {name!r}: {lookup.near(name, self.warm)}')
     return self.warm[name]
 
+  def warm_stage(self, name: str, seed: int) -> str:
+    """The stage of a start, as who runs with `seed` needs it."""
+    return f'warm/{name}/{0 if self.start(name).shared else seed}'
+
 
 # ---- Stages: 'warm/NAME/SEED' and 'arms/NAME/SEED', a folder each.
 
@@ -146,15 +153,16 @@ def plan(row: Row, arms: Sequence[Arm], seeds: Sequence[int]) -> list[str]:
   """The stages that `arms` need, seed by seed, each after what it needs."""
   out = []
 
-  def add(stage, needs, seed):
+  def add(stage, needs):
+    seed = int(stage.rsplit('/', 1)[1])
     for name in needs.values():
-      add(f'warm/{name}/{seed}', row.start(name).needs, seed)
+      add(row.warm_stage(name, seed), row.start(name).needs)
     out.append(stage)
 
   for seed in sorted({s for arm in arms for s in arm.seeds}):
     for arm in arms:
       if seed in arm.seeds and (not seeds or seed in seeds):
-        add(f'arms/{arm.name}/{seed}', arm.needs, seed)
+        add(f'arms/{arm.name}/{seed}', arm.needs)
   return list(dict.fromkeys(out))
 
 
@@ -164,7 +172,7 @@ def config_of(row: Row, stage: str, workdir: pathlib.Path) -> ConfigDict:
   one = row.start(name) if kind == 'warm' else row.arm(name)
   config = one.config(int(seed))
   config.update_from_flattened_dict({
-    field: str(workdir / 'warm' / start / seed / 'run')
+    field: str(workdir / row.warm_stage(start, int(seed)) / 'run')
     for field, start in one.needs.items()
   })
   return config

@@ -22,7 +22,7 @@ def small(arg: str = ''):
 
 
 def part(n: int):
-  """Of the warm start; of every seed the same."""
+  """Of the warm start, which all seeds share."""
   return lambda seed: ssp.get_config(f'part={n}')
 
 
@@ -77,10 +77,10 @@ def apart(at) -> float | None:
 
 ROW = rows.Row(
   warm={
-    'part1': rows.Start(part(1)),
-    'part2': rows.Start(part(2), init='part1'),
-    'part3': rows.Start(part(3), init='part2'),
-    'warm': rows.Start(part(4), init='part3'),
+    'part1': rows.Start(part(1), shared=True),
+    'part2': rows.Start(part(2), init='part1', shared=True),
+    'part3': rows.Start(part(3), init='part2', shared=True),
+    'warm': rows.Start(part(4), init='part3', shared=True),
   },
   arms=(
     rows.Arm('warm', small(), 'warm', train=False),

@@ -39,6 +39,28 @@ def test_seeds_come_one_after_another_and_share_their_starts():
   assert rows.plan(row, [row.arm('c')], ()) == ['arms/c/0', 'arms/c/1']
 
 
+def test_a_shared_start_is_made_once_and_told_to_every_seed(tmp_path):
+  row = row_of(
+    arm('a', 'late'), arm('b', 'own', seeds=(1,)),
+    warm={'early': rows.Start(tiny_row.config, shared=True),
+          'late': rows.Start(tiny_row.config, 'early', shared=True),
+          'own': rows.Start(tiny_row.config, 'early')},
+  )
+  assert rows.plan(row, row.arms, ()) == [
+    'warm/early/0', 'warm/late/0', 'arms/a/0',
+    'arms/a/1', 'warm/own/1', 'arms/b/1',
+  ]
+  assert rows.plan(row, [row.arm('a')], (1,)) == [
+    'warm/early/0', 'warm/late/0', 'arms/a/1',
+  ]
+  for stage, start in (
+    ('arms/a/1', 'late/0'), ('warm/late/0', 'early/0'),
+    ('warm/own/1', 'early/0'), ('arms/b/1', 'own/1'),
+  ):
+    config = rows.config_of(row, stage, tmp_path)
+    assert config.train.init == str(tmp_path / 'warm' / start / 'run')
+
+
 def test_folders_of_other_starts_are_made_before_and_told(tmp_path):
   start = rows.Start(tiny_row.config)
   row = row_of(
