@@ -21,11 +21,14 @@ question. experiments/ssp/ has the loop, figures, memory. Arguments:
 
   model     '' = the small form
   pairing   grpo+reinforce (solver + proposer), grpo+grpo, ppo+ppo
-  arm       ssp; frozen: who proposes stays as it started; no_verifier;
-            golds: RL on gold questions instead (small form; by train.py)
-  reward    the proposer's: 1-acc, intermediate_difficulty; '' = the former at
-            full size, as their script has it, the latter in the small form,
-            whose verifier a proposer learns to fool for 1-acc (README)
+  arm       ssp; frozen: who proposes stays as it started; frozen_twice: and
+            each trajectory of the solver is used twice, so that there are as
+            many updates as with a proposer's; no_verifier; golds: RL on gold
+            questions instead (small form; by train.py)
+  reward    the proposer's: 1-acc, intermediate_difficulty, format_only; '' =
+            the first at full size, as their script has it, the second in the
+            small form, whose verifier a proposer learns to fool for 1-acc
+            (README)
   part      of the small form's warm start, 1 to 4; see PARTS
   layout, folder  of the seven sets that it is evaluated on, see seven.py
   seed
@@ -103,7 +106,7 @@ PARTS = (
     short=(0.4, 0.5, 0.6),
   ), 120, 5e-4),
 )
-ARMS = ('ssp', 'frozen', 'no_verifier', 'golds')
+ARMS = ('ssp', 'frozen', 'frozen_twice', 'no_verifier', 'golds')
 
 
 def get_config(arg=None):
@@ -141,8 +144,10 @@ def get_config(arg=None):
   if a.pairing == 'ppo+ppo':
     c.rollout.group = 1
     c.critic.lr = 1e-5 if a.model else 1e-3
-  if a.arm == 'frozen':
+  if a.arm in ('frozen', 'frozen_twice'):
     c.selfplay.frozen = True
+  if a.arm == 'frozen_twice':
+    c.algorithm.epochs = 2
   if a.arm == 'no_verifier':
     c.selfplay.verifier = 'none'
   if a.arm == 'golds':

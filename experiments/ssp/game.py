@@ -16,7 +16,9 @@ the question alone. Otherwise than there:
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -25,14 +27,17 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.ssp.pool import Pool
+from searchrl_jax import advantages
 from searchrl_jax import checks
 from searchrl_jax import credit
+from searchrl_jax import dryrun
 from searchrl_jax import lookup
 from searchrl_jax import metrics
 from searchrl_jax import prompts
 from searchrl_jax import records
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.env import SearchEnv
+from searchrl_jax.evaluators import health
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 
 PROPOSER, VERIFIER, SOLVER = 'proposer', 'verifier', 'solver'
@@ -42,6 +47,7 @@ REASONS = (
   'too_long', 'verification',
 )
 FAILED = 'failed'  # a service's fault
+DUMMY = 'dummy'  # the source of a question that is none
 REWARDS = ('1-acc', 'intermediate_difficulty', 'format_only')
 VERIFIERS = ('policy', 'judge', 'none')
 INVALID = ('dummy', 'reuse', 'drop')
@@ -132,6 +138,18 @@ def check(config: ConfigDict) -> None:
   for name in ('reuse_threshold', 'keep_ratio', 'min_valid'):
     if not 0 <= s[name] <= 1:
       raise ConfigError(f'config.selfplay.{name}={s[name]}: a share in 0..1')
+  if s.left < 0 or s.right < 1:
+    raise ConfigError(
+      f'config.selfplay.left={s.left}, right={s.right}: 4 (left + s) '
+      '(right - s) is to be no loss for any share s of solvers: left at least '
+      '0, right at least 1'
+    )
+  if not s.frozen and config.algorithm.tis == 'none':
+    raise ConfigError(
+      "config.algorithm.tis='none': the solver's trajectories are older than "
+      "the proposer's update, and nothing would correct for it; use 'token' "
+      "or 'sequence'"
+    )
   if s.verifier == 'judge' and not config.judge.url:
     raise ConfigError(
       "config.selfplay.verifier='judge' asks the server of config.judge.url, "
@@ -188,6 +206,16 @@ def check(config: ConfigDict) -> None:
     )
 
 
+def report(config, vocab_size: int) -> str:
+  """What both roles cost, before anything is allocated: see `dryrun`."""
+  check(config)
+  return '\n\n'.join(
+    f'As the {role}\n{dryrun.report(own, vocab_size)}'
+    for role in ((SOLVER,) if config.selfplay.frozen else (PROPOSER, SOLVER))
+    for own in [role_config(config, role)]
+  )
+
+
 def fingerprint(config: ConfigDict, stream, envs) -> str:
   """Of what questions are about and how they are asked for; see `Pool`."""
   template = dataclasses.asdict(envs[PROPOSER].template)
@@ -196,6 +224,25 @@ def fingerprint(config: ConfigDict, stream, envs) -> str:
     config.data.world_seed, config.data.world.to_dict(),
   ]
   return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def require_start(before, now, config: ConfigDict) -> None:
+  """Refuses to go on with another frozen proposer.
+
+  Args:
+    before: `sync.manifest` of its weights when the run was saved.
+    now: the same of what config.train.init or model.path holds today.
+
+  Raises:
+    ConfigError: they differ.
+  """
+  if before != now:
+    raise ConfigError(
+      f'config.train.init={config.train.init!r}, model.path='
+      f'{config.model.path!r}: its weights are not those that the frozen '
+      'proposer of this run began with; was it trained on since? Restore it, '
+      'or start a new run folder'
+    )
 
 
 def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
@@ -310,9 +357,8 @@ def fill(asked: Sequence[Question], slots: int, config: ConfigDict,
   if how == 'drop' or not lost:
     return reused, []
   return reused, [
-    Question(
-      f'dummy-{i}', s.dummy, lost[i % len(lost)].answers, 'dummy'
-    ) for i in range(left)
+    Question(f'{DUMMY}-{i}-{about.id}', s.dummy, about.answers, DUMMY)
+    for i, about in zip(range(left), itertools.cycle(lost))
   ]
 
 
@@ -372,11 +418,39 @@ def opposed(proposals: Sequence[Proposal], shares: Mapping[str, float],
 # ---- What a step was like.
 
 
+def mean_of(reward: Rewards) -> float:
+  """Over valid ones; nan if there are none."""
+  values = advantages.returns(reward.value)[reward.valid]
+  return float(values.mean()) if values.size else math.nan
+
+
+def solved(groups: Sequence[Group], reward: Rewards | None,
+           env: SearchEnv) -> dict[str, float]:
+  """Rewards and signs of collapse of the solver, on questions that are some."""
+  real = [g for g in groups if g[0].question.source != DUMMY]
+  out = health.signs(real, env)
+  if not real:
+    return out
+  rows = np.array([
+    t.question.source != DUMMY for g in groups for t in g
+  ]) & reward.valid
+  out['reward'] = mean_of(dataclasses.replace(reward, valid=rows))
+  for name, value in reward.parts.items():
+    out[f'reward/{name}'] = float(np.nanmean(value[rows])) if rows.any() else (
+      math.nan)
+  return out
+
+
 def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
   """Counts of why proposals fall, and what the questions that stand are.
 
+  Proposals that a service failed are counted as 'no_failed' and in nothing
+  else. What a mean is over stands beside it: 'proposals', 'stand', or 'X_n'.
+
   oracle: judges them, for these metrics alone; None = unknown.
   """
+  reasons = [p.reason for p in proposals]
+  proposals = [p for p in proposals if p.reason != FAILED]
   n = max(len(proposals), 1)
   stand = [p for p in proposals if not p.reason]
   out = {
@@ -385,7 +459,6 @@ def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
     'searches': np.mean([len(p.trajectory.searches) for p in proposals] or [0]),
     'distinct': len({p.question.text for p in stand}) / max(len(stand), 1),
   }
-  reasons = [p.reason for p in proposals]
   out |= {f'no_{r}': reasons.count(r) for r in (*REASONS, FAILED)}
   if oracle is None:
     return {f'selfplay/{k}': float(v) for k, v in out.items()}
@@ -400,6 +473,7 @@ def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
       'oracle_valid': len(valid) / len(kept),
       'unique': np.mean([v.unique for v in kept]),
       'hops': np.mean([v.hops for v in valid] or [0]),
+      'hops_n': len(valid),
       'starts': len({v.start for v in kept}) / len(kept),
     }
     for hops in range(1, 5):
@@ -410,5 +484,5 @@ def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
   for name, wanted in (('passes_valid', True), ('passes_wrong', False)):
     seen = [not p.reason for p, v in judged if v.valid == wanted]
     if seen:
-      out[name] = np.mean(seen)
+      out |= {name: np.mean(seen), f'{name}_n': len(seen)}
   return {f'selfplay/{k}': float(v) for k, v in out.items()}

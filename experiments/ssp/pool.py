@@ -5,7 +5,9 @@ question that is asked again has its rate renewed; in SSP's release it is
 stored once more, so that what is reused is reused ever more often.
 """
 
+import collections
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,12 +36,17 @@ class Pool:
 
   def add(self, questions: Sequence[Question],
           shares: Mapping[str, float]) -> None:
-    """Those of `questions` whose share is known."""
+    """Those of `questions` whose share is known.
+
+    One that was asked several times gets the mean of its shares.
+    """
+    found = collections.defaultdict(list)
     for q in questions:
       if q.id in shares:
-        name = q.meta.get('reuse_of', q.id)
-        known = self._known.get(name, (q, 0.0))[0]
-        self._known[name] = known, shares[q.id]
+        found[q.meta.get('reuse_of', q.id)].append((q, shares[q.id]))
+    for name, asked in found.items():
+      known = self._known.get(name, asked[0])[0]
+      self._known[name] = known, statistics.fmean(s for _, s in asked)
 
   def draw(self, n: int, rng) -> list[Question]:
     """n questions at random, with replacement; none if it is empty.

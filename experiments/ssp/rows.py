@@ -30,8 +30,10 @@ def game(config, run: str, out: str) -> dict[str, float]:
   """What the accepted questions of a run were like, by the oracle.
 
   Means over accepted questions: 'oracle_valid', 'unique' of all, and 'X_first'
-  and 'X_last' of the first and last EDGE steps; 'hops_gain' is the difference
-  of their true hops. 'distinct' and 'starts' are means over steps.
+  and 'X_last' of the first and last EDGE steps; true hops are those of valid
+  ones, and 'hops_gain' is the difference of theirs. 'distinct' and 'starts'
+  are of a step, weighted by its questions; 'passes_X', 'valid_share' and
+  'searches' are over proposals.
   """
   del config, out
   with (pathlib.Path(run) / 'metrics.jsonl').open() as lines:
@@ -51,11 +53,13 @@ def game(config, run: str, out: str) -> dict[str, float]:
     for name in ('oracle_valid', 'unique', 'distinct', 'starts')
   }
   for edge, among in (('first', steps[:EDGE]), ('last', steps[-EDGE:])):
-    for name in ('hops', 'oracle_valid', 'unique', 'solver_success',
-                 'share_2hop', 'share_3hop', 'share_4hop'):
+    for name in ('oracle_valid', 'unique', 'solver_success', 'share_2hop',
+                 'share_3hop', 'share_4hop'):
       found[f'{name}_{edge}'] = mean(name, among)
-    for name in ('valid_share', 'passes_valid', 'passes_wrong', 'searches'):
+    for name in ('valid_share', 'searches'):
       found[f'{name}_{edge}'] = mean(name, among, 'proposals')
+    for name in ('hops', 'passes_valid', 'passes_wrong'):
+      found[f'{name}_{edge}'] = mean(name, among, f'{name}_n')
   found['hops_gain'] = found['hops_last'] - found['hops_first']
   return {f'game/{k}': v for k, v in found.items() if v is not None}
 
@@ -87,11 +91,15 @@ ROW = rows.Row(
     rows.Arm('ssp', small(), 'warm', evaluations=PLAYED, loop=LOOP),
     rows.Arm('frozen', small('arm=frozen'), 'warm', evaluations=PLAYED,
              loop=LOOP),
-    rows.Arm('no_verifier', small('arm=no_verifier'), 'warm', seeds=(0,),
+    rows.Arm('frozen_twice', small('arm=frozen_twice'), 'warm',
              evaluations=PLAYED, loop=LOOP),
-    rows.Arm('one_minus_acc', small('reward=1-acc'), 'warm', seeds=(0,),
+    rows.Arm('format_only', small('reward=format_only'), 'warm',
              evaluations=PLAYED, loop=LOOP),
-    rows.Arm('golds', small('arm=golds'), 'warm', seeds=(0,)),
+    rows.Arm('no_verifier', small('arm=no_verifier'), 'warm',
+             evaluations=PLAYED, loop=LOOP),
+    rows.Arm('one_minus_acc', small('reward=1-acc'), 'warm',
+             evaluations=PLAYED, loop=LOOP),
+    rows.Arm('golds', small('arm=golds'), 'warm'),
   ),
   bars=(
     rows.Bar('ssp_vs_frozen', apart, 0.0, strict=True),

@@ -16,6 +16,7 @@ import pathlib
 import time
 from typing import NamedTuple
 
+from absl import flags
 import jax
 from ml_collections import ConfigDict
 import numpy as np
@@ -40,7 +41,6 @@ from searchrl_jax import update
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import require_answers
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.evaluators import health
 from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import RolloutStats, greedy, rollout
@@ -119,6 +119,8 @@ def train(config, workdir: str) -> dict[str, float]:
   saver = setup.saver(config, workdir)
   aside = pathlib.Path(workdir) / 'ended.jsonl'
   fingerprint = {'stage': 'selfplay', **dataclasses.asdict(cfg)}
+  first = setup.parameters(config, cfg, mesh) if s.frozen else None
+  start = first and sync.manifest(first)
   kept = {}  # (role, question id, sample) -> what has ended of this step
   if saver.latest() is not None:
     like = {
@@ -132,6 +134,7 @@ def train(config, workdir: str) -> dict[str, float]:
     stream.restore(saved.extras['stream'])
     pool.restore(saved.extras['pool'])
     served, step = saved.extras['served'], saved.step
+    game.require_start(saved.extras['frozen'], start, config)
     ended = collector.kept(aside, step)
     kept = game.ended(saved.arrays['ended'].tobytes() if ended is None
                       else ended)
@@ -161,7 +164,9 @@ def train(config, workdir: str) -> dict[str, float]:
     if judge:
       signals.at_exit(judge.close)
       signals.finish(judge.check())
-    reader = s.verifier == 'judge' and verify.Reader(config.judge)
+    reader = s.verifier == 'judge' and verify.Reader(
+      config.judge, pathlib.Path(workdir) / 'readings.jsonl'
+    )
     if reader:
       signals.at_exit(reader.close)
       signals.finish(reader.check())
@@ -170,7 +175,6 @@ def train(config, workdir: str) -> dict[str, float]:
     signals.at_exit(engine.shutdown)
     engines = {role: engine for role in envs}
     if s.frozen:  # who proposes stays as it started
-      first = setup.parameters(config, cfg, mesh)
       engines[PROPOSER] = setup.engine(
         config, cfg, first, tok, mesh, f'{workdir}/frozen'
       )
@@ -274,7 +278,7 @@ def train(config, workdir: str) -> dict[str, float]:
         **game.told(proposals, oracle),
         'selfplay/reused': len(reused), 'selfplay/dummies': len(dummies),
         'selfplay/solver_success': np.mean(new) if new else np.nan,
-        'selfplay/proposer_reward': mean_of(reward[PROPOSER]),
+        'selfplay/proposer_reward': game.mean_of(reward[PROPOSER]),
         'selfplay/pool': len(pool),
       })
 
@@ -356,7 +360,7 @@ def train(config, workdir: str) -> dict[str, float]:
           | ({'critic': critic_state} if critic else {}), metrics=metrics,
           extras={
             'stream': stream.state(), 'pool': pool.state(), 'served': about,
-            'version': step,
+            'version': step, 'frozen': start,
           },
           arrays={'ended': np.frombuffer(ended, np.uint8)},
           fingerprint=fingerprint,
@@ -391,7 +395,7 @@ def train(config, workdir: str) -> dict[str, float]:
           continue
         given[role], told = learn(role, groups[role], found.reward[role])
         learned |= told
-      pool.add([q for q in found.asked if q.source != 'dummy'], found.shares)
+      pool.add([q for q in found.asked if q.source != game.DUMMY], found.shares)
       step += 1
       pool.tick(step)
       kept.clear()
@@ -406,13 +410,9 @@ def train(config, workdir: str) -> dict[str, float]:
       except Exception as e:
         failure = e
 
-      reward = found.reward.get(SOLVER)
       metrics = {
         **learned, **found.metrics,
-        **({f'reward/{k}': float(np.nanmean(v))
-            for k, v in reward.parts.items()} if reward else {}),
-        **health.signs(found.solved, envs[SOLVER]),
-        'reward': mean_of(reward) if reward else np.nan,
+        **game.solved(found.solved, found.reward.get(SOLVER), envs[SOLVER]),
         'train/lr': float(optim.schedule(config.optim, updates)(
           max(int(state.step) - 1, 0)
         )),
@@ -445,8 +445,9 @@ def train(config, workdir: str) -> dict[str, float]:
       if last or best or (every and step % every == 0):
         save(metrics)
       writer.progress(
-        metrics, proposer='selfplay/proposer_reward', solver='reward',
-        valid='selfplay/valid_share', hops='selfplay/hops', eval_em='eval/em',
+        metrics, proposer='selfplay/proposer_reward',
+        solver='selfplay/solver_success', valid='selfplay/valid_share',
+        hops='selfplay/hops', eval_em='eval/em',
       )
       if failure is not None:
         raise failure
@@ -462,17 +463,18 @@ def needs_old(role: Role) -> bool:
   return role.updater.objective.needs_old or in_reward
 
 
-def mean_of(reward: Rewards) -> float:
-  """Over valid ones; 0 if there are none."""
-  values = advantages.returns(reward.value)[reward.valid]
-  return float(values.mean()) if values.size else 0.0
-
-
 def main():
-  train(_CONFIG.value, _WORKDIR.value)
+  config, workdir = _CONFIG.value, _WORKDIR.value
+  if _DRY_RUN.value:
+    print(game.report(config, setup.tokenizer(config, workdir).vocab_size))
+    return
+  train(config, workdir)
 
 
 if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir()
+  _DRY_RUN = flags.DEFINE_bool(
+    'dry_run', False, 'Print memory and the arithmetic of a step, then stop.'
+  )
   command.run(main)

@@ -9,13 +9,16 @@ config.judge.
 
 import asyncio
 import dataclasses
+import hashlib
 import json
+import pathlib
 from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
 from experiments.ssp.game import FAILED, VERIFIER, Proposal
 from searchrl_jax import metrics
+from searchrl_jax import records
 from searchrl_jax.chat import Chat, ChatError
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.rewards.judge import JudgeError
@@ -61,9 +64,13 @@ def readings(
       at = min(place, len(drawn))
       bundles = [*drawn[:at], p.evidence, *drawn[at:]]
       texts = dict.fromkeys(text for bundle in bundles for text in bundle)
-      question = dataclasses.replace(p.question, text=s.reading.format(
+      text = s.reading.format(
         evidence='\n'.join(texts), question=p.question.text,
-      ))
+      )
+      # By what it says: other noise, as after a failure, is another reading.
+      question = dataclasses.replace(
+        p.question, id=f'{p.question.id}#{_digest(text)}', text=text
+      )
       if _fits(env, question, room):
         out[-1] = question
       elif drawn:
@@ -111,11 +118,21 @@ def verify(
 
 
 class Reader:
-  """Reads by the server of config.judge."""
+  """Reads by the server of config.judge.
 
-  def __init__(self, config: ConfigDict):
+  What it said is kept in a file of the run folder, by what it was asked: a
+  resume takes up the same replies, whatever the server would say now.
+  """
+
+  def __init__(self, config: ConfigDict, path: pathlib.Path):
     """Sends nothing yet. Raises ValueError: names the field."""
     self._chat, self._most = Chat(config), config.max_failed
+    self._model, self._path = config.model, path
+    said = path.read_bytes() if path.exists() else b''
+    whole = said[: said.rfind(b'\n') + 1]
+    if whole != said:  # its last line was cut by a kill
+      records.write_text(path, whole.decode())
+    self._known = dict(map(json.loads, whole.splitlines()))
 
   async def answers(self, questions: Sequence[Question]) -> list:
     """A str or a ChatError for each.
@@ -123,7 +140,18 @@ class Reader:
     Raises:
       JudgeError: more than config.judge.max_failed of them failed.
     """
-    found = await asyncio.gather(*map(self._ask, questions))
+    names = [_digest(f'{self._model}\n{q.text}') for q in questions]
+    new = {
+      name: q for name, q in zip(names, questions) if name not in self._known
+    }
+    replies = dict(zip(
+      new, await asyncio.gather(*map(self._ask, new.values())), strict=True
+    ))
+    told = {k: v for k, v in replies.items() if isinstance(v, str)}
+    with self._path.open('a') as file:
+      file.writelines(f'{json.dumps(pair)}\n' for pair in told.items())
+    self._known |= told
+    found = [replies.get(name, self._known.get(name)) for name in names]
     errors = [x for x in found if isinstance(x, ChatError)]
     if len(errors) > self._most * len(found):
       raise JudgeError(
@@ -150,6 +178,10 @@ class Reader:
 
   async def close(self) -> None:
     await self._chat.close()
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _answer(reply: str) -> str | ChatError:

@@ -229,6 +229,10 @@ def ssp(record: Mapping[str, Any], where: str) -> Question:
     _need(record, 'ground_truth', where), f'{where}: the ground_truth'
   )
   turns = _need(record, 'search_turns', where)
+  if not re.fullmatch('0*[1-9][0-9]*', str(turns)):
+    raise DataError(
+      f'{where}: search_turns={turns!r}: a whole number of searches, at least 1'
+    )
   examples = _need(record, 'sys_question_example', where)
   return checks.make_question(
     where,

@@ -218,6 +218,11 @@ def test_answers_to_ask_about_are_read_as_ssp_has_them(tmp_path):
   ({'ground_truth': []}, 'has no text'),
   ({'ground_truth': ' '}, 'has no text'),
   ({'search_turns': None}, "no 'search_turns'"),
+  ({'search_turns': 0}, 'search_turns=0'),
+  ({'search_turns': -2}, 'search_turns=-2'),
+  ({'search_turns': 'three'}, "search_turns='three'"),
+  ({'search_turns': [3]}, 'search_turns=.3.'),
+  ({'search_turns': True}, 'search_turns=True'),
 ])
 def test_an_answer_that_is_absent_is_an_error(tmp_path, changed, says):
   path = write(tmp_path / 'x.jsonl', SSP | changed)

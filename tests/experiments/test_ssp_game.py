@@ -1,6 +1,5 @@
-"""The rules of self-play: filters, rewards, the pool, verification."""
+"""The rules of self-play: filters, rewards, the pool, metrics, configs."""
 
-import asyncio
 import collections
 import dataclasses
 import json
@@ -11,58 +10,14 @@ import pytest
 from configs import algorithms
 from configs import ssp
 from experiments.ssp import game
-from experiments.ssp import verify
-from experiments.ssp.game import Proposal
+from experiments.ssp import oracle as oracles
 from experiments.ssp.pool import Pool
-from searchrl_jax import prompts
-from searchrl_jax.chat import ChatError
 from searchrl_jax.checks import ConfigError
-from searchrl_jax.rewards.judge import JudgeError
 from searchrl_jax.types import Question, Rewards
-from tests import chat_server
+from tests.experiments.ssp_fakes import (
+  ANSWER, GOOD, ask, config, env, proposal, search, standing,
+)
 from tests.fakes import TEMPLATE, ByteTokenizer, FakeSource, run_script
-
-ANSWER = Question('a', 'Mira', ('Mira', 'Mira Dok'))
-GOOD = 'Who taught the one whose home is the old mill by the river?'
-
-
-def config(**fields):
-  c = ssp.get_config()
-  c.env.update(dict(max_turns=4, max_turn_tokens=200, max_tokens=2000))
-  c.selfplay.update(dict(
-    min_words=10, max_chars=150, reward='1-acc') | fields)
-  return c
-
-
-def env(c, role=game.PROPOSER, **fields):
-  template = TEMPLATE | fields
-  if role == game.PROPOSER:
-    template |= dict(
-      answer=['<question>', '</question>'], stops=['</search>', '</question>']
-    )
-  budgets = c.env.copy_and_resolve_references()
-  if role == game.VERIFIER:
-    budgets.max_turns = 0
-  return game.RoleEnv(
-    ByteTokenizer(), prompts.parse(template, 'test', 'here'), budgets,
-    'template', 1,
-  )
-
-
-def search(query):
-  return f'<think>t</think><search>{query}</search>'
-
-
-def ask(text):
-  return f'<question>{text}</question>'
-
-
-def proposal(*turns, c=None, question=ANSWER, **fields):
-  c = c or config(**fields)
-  one = env(c)
-  turns = [*turns, *[''] * 5]  # says nothing more
-  trajectory = run_script(turns, env=one, question=question, passage='p q')
-  return game.read(trajectory, one, c, 7)
 
 
 def test_a_question_that_keeps_the_rules_stands():
@@ -194,17 +149,6 @@ def test_golds_of_a_list_are_told_as_the_first_and_accepted_as_any():
 # ---- Rewards.
 
 
-def standing(n=4, reason=''):
-  base = proposal(search('a'), search('b'), ask(GOOD))
-  return [
-    Proposal(
-      base.trajectory, Question(f'q{i}', f'{GOOD} {i}', ('x',)),
-      (f'evidence {i}',), reason,
-    )
-    for i in range(n)
-  ]
-
-
 @pytest.mark.parametrize('how, expected', [
   ('1-acc', [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
   # 4 s (1 - s), and nothing at the ends: 0.64, 0.96, 0.96, 0.64.
@@ -218,8 +162,8 @@ def test_the_proposer_earns_what_the_solver_does_not(how, expected):
 
 
 def test_bounds_of_difficulty_count():
-  s = config(reward='intermediate_difficulty', left=0.1, right=0.9).selfplay
-  assert game.earned(0.5, s) == pytest.approx(4 * 0.6 * 0.4)
+  s = config(reward='intermediate_difficulty', left=0.1, right=1.2).selfplay
+  assert game.earned(0.5, s) == pytest.approx(4 * 0.6 * 0.7)
 
 
 def test_invalid_questions_earn_the_penalty_whatever_fills_their_slot():
@@ -284,6 +228,18 @@ def test_a_reused_question_renews_its_rate_and_does_not_multiply():
   }
 
 
+def test_a_question_that_was_asked_several_times_has_their_mean_share():
+  _, pool = pool_of({'a': 0.0})
+  (q,) = pool.draw(1, np.random.default_rng(0))
+  again = [
+    dataclasses.replace(q, id=f'a/{i}', meta={'reuse_of': 'a'})
+    for i in range(4)
+  ]
+  # The third's solvers all failed; (0.25 + 1 + 0.25) / 3 = 0.5.
+  pool.add(again, {'a/0': 0.25, 'a/1': 1.0, 'a/3': 0.25})
+  assert [q['share'] for q in pool.state()['questions']] == [0.5]
+
+
 @pytest.mark.parametrize('ratio, left', [(0.0, 0), (0.5, 2), (1.0, 3)])
 def test_a_reset_keeps_the_newest(ratio, left):
   _, pool = pool_of({'a': 0.0, 'b': 0.0, 'c': 0.0}, clear_every=10,
@@ -332,124 +288,86 @@ def test_slots_are_filled_as_the_config_says(fields, reused, dummies):
     assert q.text == c.selfplay.dummy and q.answers == ANSWER.answers
 
 
-# ---- Verification.
+def test_a_dummy_about_another_answer_is_another_question():
+  """What was sampled for it before a kill is of no use then."""
+  c, pool = pool_of({}, invalid='dummy')
+  other = Question('b', 'Kova', ('Kova',))
+  rng = np.random.default_rng(0)
+  for lost in ([ANSWER, other], [other, ANSWER]):
+    _, dummies = game.fill([], 3, c, pool, rng, lost)
+    assert len({q.id for q in dummies}) == 3
+    assert [q.answers for q in dummies] == [
+      lost[i % 2].answers for i in range(3)
+    ]
+    for i, q in enumerate(dummies):
+      assert q.id == f'dummy-{i}-{lost[i % 2].id}'
 
 
-def checked(proposals, answers, seed=0, **fields):
-  c = config(**fields)
-  asked = []
-
-  def answer(questions):
-    asked.extend(questions)
-    return answers(questions) if callable(answers) else answers
-
-  rng = np.random.default_rng(seed)
-  found = verify.verify(proposals, env(c, game.VERIFIER), c, rng, answer)
-  return [p.reason for p in found], [q.text for q in asked]
+# ---- What a step was like.
 
 
-def test_who_cannot_answer_from_the_evidence_turns_a_question_down():
-  fallen = standing(1, 'leak')
-  reasons, asked = checked(
-    [*standing(3), *fallen], ['x', 'y', None], noise=0
+def test_what_a_service_failed_is_in_no_statistic_of_proposals():
+  good, fallen, lost = (
+    standing(3), standing(1, 'leak'), standing(4, game.FAILED)
   )
-  assert reasons == ['', 'verification', 'verification', 'leak']
-  assert asked[0] == f'evidence 0\nQuestion: {GOOD} 0'
-  assert len(asked) == 3  # what has fallen is not asked about
+  found = game.told([*good, *fallen, *lost], None)
+  assert found['selfplay/proposals'] == 4 and found['selfplay/stand'] == 3
+  assert found['selfplay/valid_share'] == 0.75  # 3 of 4, not of 8
+  assert found['selfplay/searches'] == 2.0
+  assert found['selfplay/no_failed'] == 4 and found['selfplay/no_leak'] == 1
 
 
-def test_noise_is_other_evidence_in_any_place():
-  many = standing(8)
-  many[1] = Proposal(  # the same evidence as another one's is no noise
-    many[1].trajectory, many[1].question, many[0].evidence, ''
-  )
-  places = collections.Counter()
-  for seed in range(30):
-    _, asked = checked(many, ['x'] * 8, seed=seed, noise=4)
-    for text in asked[2:]:
-      lines = text.split('\n')[:-1]
-      assert len(lines) == len(set(lines)) == 5
-    i = asked[5].split('\n').index('evidence 5')
-    places[i] += 1
-  assert len(places) == 5
-  _, asked = checked(many[:1], ['x'], noise=4)
-  assert asked == [f'evidence 0\nQuestion: {GOOD} 0']
+class Judging:
+  """An oracle: by the last word of a question, (valid, hops)."""
+
+  def __init__(self, known):
+    self.known = known
+
+  def judge(self, text, answers):
+    del answers
+    valid, hops = self.known[text.split()[-1]]
+    return oracles.Verdict(True, valid, True, hops, text.split()[-1])
 
 
-def test_noise_that_does_not_fit_is_left_out_and_own_evidence_never():
-  many = standing(3)
-  long = [
-    Proposal(p.trajectory, p.question, (f'{i} ' + 'word ' * 230,), '')
-    for i, p in enumerate(many)
+def test_each_mean_stands_beside_what_it_is_over():
+  proposals = [
+    *standing(4), *(dataclasses.replace(p, reason='verification')
+                    for p in standing(6)[4:]),
   ]
-  reasons, asked = checked(long, ['x'] * 3, noise=2)  # of 1800 tokens
-  assert reasons == [''] * 3
-  assert all(f'\n{text}'.count('word word') == asked[0].count('word word')
-             for text in asked)
-  assert all(f'{i} word' in text for i, text in enumerate(asked))
-  huge = Proposal(many[0].trajectory, many[0].question, ('word ' * 400,), '')
-  reasons, asked = checked([huge, many[1]], ['x'], noise=2)
-  assert reasons == ['too_long', '']
+  found = game.told(proposals, Judging({
+    '0': (True, 1), '1': (True, 3), '2': (False, 0), '3': (True, 2),
+    '4': (False, 0), '5': (True, 4),
+  }))
+  # Three of the four that stand are valid: of 1, 3 and 2 hops.
+  assert found['selfplay/oracle_valid'] == 0.75
+  assert found['selfplay/hops'] == 2.0 and found['selfplay/hops_n'] == 3
+  assert found['selfplay/passes_valid'] == 0.75
+  assert found['selfplay/passes_valid_n'] == 4
+  assert found['selfplay/passes_wrong'] == 0.5
+  assert found['selfplay/passes_wrong_n'] == 2
 
 
-def test_a_reader_that_fails_is_no_verdict():
-  error = ChatError('timeout', 'late')
-  reasons, _ = checked(standing(2), [error, 'x'])
-  assert reasons == [game.FAILED, '']
-  assert game.opposed(
-    [Proposal(p.trajectory, p.question, p.evidence, r)
-     for p, r in zip(standing(2), reasons)], {'q1': 0.0}, config()
-  ).valid.tolist() == [False, True]
+def test_dummies_are_in_no_metric_of_the_solver():
+  one = env(config(), game.SOLVER)
+  base, silent = (
+    run_script(said, env=one, question=ANSWER)
+    for said in (['<answer>x</answer>'], ['no'] * 9)
+  )
 
+  def group(trajectory, source):
+    return (dataclasses.replace(
+      trajectory, question=Question('q', 'Who?', ('x',), source)),) * 2
 
-def judge_config(url, **fields):
-  c = config().judge
-  c.update(dict(url=url, attempts=1, timeout=5.0, max_failed=0.5) | fields)
-  return c
-
-
-def read_by(script, n=4, **fields):
-  with chat_server.serve(script) as server:
-    async def go():
-      reader = verify.Reader(judge_config(server.url, **fields))
-      try:
-        await reader.check()
-        return await reader.answers([
-          Question(f'q{i}', f'passage {i}\nQuestion: {i}') for i in range(n)
-        ])
-      finally:
-        await reader.close()
-
-    return asyncio.run(go())
-
-
-def test_a_judge_reads_by_a_schema_and_nonsense_is_an_error():
-  def script(body):
-    assert body['response_format']['json_schema']['schema'] == verify.SCHEMA
-    passage = body['messages'][1]['content'][8]
-    return {'0': '{"answer": "x"}', '1': 'The answer is x'}.get(
-      passage, '{"answer": ""}')
-
-  found = read_by(script)
-  assert found[0] == 'x' and found[2:] == ['', '']
-  assert isinstance(found[1], ChatError) and found[1].kind == 'bad_response'
-
-
-def test_too_many_failures_of_the_judge_stop():
-  with pytest.raises(JudgeError, match='4 of 4 .*max_failed=0.5'):
-    read_by(lambda body: 500)
-
-
-def test_an_absent_judge_is_found_at_the_start():
-  async def go():
-    reader = verify.Reader(judge_config('http://127.0.0.1:9'))
-    try:
-      await reader.check()
-    finally:
-      await reader.close()
-
-  with pytest.raises(ChatError, match='127.0.0.1:9'):
-    asyncio.run(go())
+  groups = [group(base, 'selfplay'), group(silent, game.DUMMY)]
+  value = np.array([1, 0.5, -1, -1], np.float32)
+  reward = Rewards(value, np.ones(4, bool), parts={'em': value})
+  found = game.solved(groups, reward, one)
+  assert found['reward'] == found['reward/em'] == 0.75
+  alone = game.solved(groups[:1], Rewards(
+    value[:2], np.ones(2, bool), parts={'em': value[:2]}), one)
+  assert found == pytest.approx(alone, nan_ok=True)
+  none = game.solved(groups[1:], Rewards(value[2:], np.ones(2, bool)), one)
+  assert 'reward' not in none
 
 
 # ---- Configs.
@@ -465,6 +383,9 @@ def test_an_absent_judge_is_found_at_the_start():
   ({'selfplay.reading': '{question}'}, 'lacks {evidence}'),
   ({'selfplay.reuse_threshold': 1.5}, 'reuse_threshold=1.5'),
   ({'selfplay.n': 0}, 'selfplay.n=0'),
+  ({'selfplay.left': -0.1}, 'selfplay.left=-0.1'),
+  ({'selfplay.right': 0.9}, 'right=0.9.*at least 1'),
+  ({'algorithm.tis': 'none'}, "algorithm.tis='none'.*'token'"),
   ({'selfplay.algorithm.advantage': 'grpo'}, 'config.selfplay.n=1'),
   ({'selfplay.algorithm.advantage': 'gae'}, 'selfplay.algorithm.advantage_kw'),
   ({'algorithm.advantage': 'remax'}, 'greedy answer'),
@@ -492,6 +413,12 @@ def test_a_proposer_by_ppo_needs_a_critic():
 
 def test_the_config_as_it_stands_is_none_of_these():
   game.check(ssp.get_config())
+
+
+def test_a_solver_that_learns_alone_needs_no_correction():
+  c = ssp.get_config('arm=frozen')
+  c.algorithm.tis = 'none'
+  game.check(c)
 
 
 def test_a_proposer_s_template_without_its_tag_is_refused(tmp_path):

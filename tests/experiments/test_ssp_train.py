@@ -1,8 +1,10 @@
 """The self-play loop end to end, on a tiny model whose proposer is scripted."""
 
+import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 
@@ -20,6 +22,8 @@ from searchrl_jax import setup
 from searchrl_jax import signals
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.data.checks import DataError
+from tests import chat_server
+from tests.experiments import ssp_engine
 
 WORLD = dict(play=50, heldout=50)
 
@@ -93,6 +97,27 @@ def pool_of(config, folder):
   return saver.meta(saver.latest())['extras']['pool']
 
 
+class Killed(BaseException):
+  """Stands for a kill: nothing in the loop catches it."""
+
+
+@contextlib.contextmanager
+def killed_at(nth, owner=train.update.Updater, name='step'):
+  """Kills at the nth call of a method."""
+  real, calls = getattr(owner, name), []
+
+  def call(*args, **kw):
+    calls.append(1)
+    if len(calls) == nth:
+      raise Killed
+    return real(*args, **kw)
+
+  with pytest.MonkeyPatch.context() as m:
+    m.setattr(owner, name, call)
+    with pytest.raises(Killed):
+      yield
+
+
 @pytest.fixture(scope='module')
 def whole(url, tmp_path_factory):
   """An uninterrupted run: (config, folder, parameters)."""
@@ -149,38 +174,60 @@ def test_rewards_are_opposed(whole):
   assert seen > 4
 
 
-def test_the_second_update_is_corrected_for_the_first(whole):
+def test_the_second_update_is_corrected_for_the_first(
+    whole, tmp_path, monkeypatch):
   """Both roles were sampled before either update; the solver's weights,
   against the log-probs it was sampled with, are no longer 1."""
-  _, folder, _ = whole
+  config, folder, params = whole
   for s in lines(folder / 'metrics.jsonl'):
     assert s['proposer/mismatch_abs'] < 1e-4
+    assert s['proposer/tis_weight'] == pytest.approx(1, abs=1e-4)
     assert s['solver/mismatch_abs'] > 1e-3
+    assert abs(s['solver/tis_weight'] - 1) > 1e-4
+  # They reach the parameters. (Without them nothing would start.)
+  config = config.copy_and_resolve_references()
+  config.algorithm.tis = 'none'
+  monkeypatch.setattr(game, 'check', lambda config: None)
+  train.train(config, str(tmp_path))
+  assert not same(params, params_of(config, tmp_path))
 
 
-class Killed(BaseException):
-  """Stands for a kill: nothing in the loop catches it."""
+def test_a_resume_takes_up_what_the_judge_had_read(url, tmp_path):
+  said = ['']
+
+  def script(body):
+    text = body['messages'][1]['content']
+    answer = re.search('> (.*) <', ssp_engine.read(text))[1]
+    return json.dumps({'answer': said[0] or answer})
+
+  with chat_server.serve(script) as server:
+    config = tiny(url, **{
+      'selfplay.verifier': 'judge', 'judge.url': server.url, 'train.steps': 2,
+    })
+    train.train(config, str(tmp_path / 'whole'))
+    stood = [
+      s['selfplay/stand']
+      for s in lines(tmp_path / 'whole' / 'metrics.jsonl')
+    ]
+    assert sum(stood) > 2
+    with killed_at(3):  # the second step's first update
+      train.train(config, str(tmp_path / 'killed'))
+    said[0] = 'Somebody Else'  # says the server from now on
+    asked = len(server.asked)
+    train.train(config, str(tmp_path / 'killed'))
+    assert len(server.asked) == asked
+  found = [params_of(config, tmp_path / name) for name in ('whole', 'killed')]
+  assert same(*found)
 
 
 @pytest.mark.parametrize('where', ['between updates', 'save'])
-def test_resume_after_a_kill_is_bitwise(whole, tmp_path, monkeypatch, where):
+def test_resume_after_a_kill_is_bitwise(whole, tmp_path, where):
   config, folder, params = whole
-  owner, name, nth = {
-    'between updates': (train.update.Updater, 'step', 4),
-    'save': (train.setup.checkpoint.Checkpointer, 'save', 2),
-  }[where]
-  real, calls = getattr(owner, name), []
-
-  def killed(*args, **kw):
-    calls.append(1)
-    if len(calls) == nth:
-      raise Killed
-    return real(*args, **kw)
-
-  with monkeypatch.context() as m:
-    m.setattr(owner, name, killed)
-    with pytest.raises(Killed):
-      train.train(config, str(tmp_path))
+  with killed_at(*{
+    'between updates': (4,),
+    'save': (2, train.setup.checkpoint.Checkpointer, 'save'),
+  }[where]):
+    train.train(config, str(tmp_path))
   train.train(config, str(tmp_path))
   assert same(params, params_of(config, tmp_path))
   assert pool_of(config, folder) == pool_of(config, tmp_path)
@@ -257,6 +304,32 @@ def test_a_frozen_proposer_does_not_learn(whole, url, tmp_path):
   assert all(v == {0} for v in weights_behind(tmp_path, 'proposer'))
   assert all(v == {2} for v in weights_behind(tmp_path, 'solver'))
   assert all(v == {2} for v in weights_behind(whole[1], 'proposer'))
+
+
+def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
+  start, run = str(tmp_path / 'start'), str(tmp_path / 'run')
+  config = tiny(url, **{'train.steps': 2})
+  with killed_at(3):
+    train.train(config, start)
+  frozen = tiny(url, **{
+    'selfplay.frozen': True, 'train.init': start, 'train.steps': 2,
+  })
+  with killed_at(2):
+    train.train(frozen, run)
+  train.train(config, start)
+  with pytest.raises(ConfigError, match='train.init=.*trained on since'):
+    train.train(frozen, run)
+
+
+def test_a_dry_run_tells_what_both_roles_cost():
+  config = ssp.get_config('pairing=grpo+grpo')
+  found = game.report(config, 300)
+  proposer, solver = found.split('As the solver')
+  assert proposer.startswith('As the proposer')
+  for text in (proposer, solver):
+    assert 'Memory of one device' in text and 'updates in the run' in text
+  frozen = game.report(ssp.get_config('arm=frozen'), 300)
+  assert 'proposer' not in frozen
 
 
 def test_the_solver_may_wait(url, tmp_path):
