@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 _PAUSE = 10.0  # seconds, above the longest that openai waits between attempts
-
+_START = 'searchrl-'  # what engines/vllm_host.py names a start
 
 # What reading a reply of another form than a chat server's raises.
 _ODD = (AttributeError, IndexError, TypeError, ValueError, TimeoutError)
@@ -157,6 +157,13 @@ class Chat:
     names = [getattr(m, 'id', None) for m in (await client.models.list()).data]
     if not names or not all(isinstance(name, str) for name in names):
       raise ValueError('it lists no models')
+    # Those that last: a server of ours has a name for each start, too.
+    names = [name for name in names if not name.startswith(_START)]
+    if not self._config.model and len(names) != 1:
+      raise ChatError(
+        'rejected', f'{self.url} serves {", ".join(names) or "no model"}: say '
+        f'which by {self._where}.model'
+      )
     return names
 
   def _client(self, openai):

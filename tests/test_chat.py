@@ -172,3 +172,26 @@ def test_fields_that_cannot_be_are_named(fields, message):
   c = ConfigDict(config('http://127.0.0.1:1').to_dict() | fields)
   with pytest.raises(ValueError, match=message):
     Chat(c)
+
+
+def test_a_model_is_asked_by_the_name_that_outlives_a_restart():
+  """A sidecar's first name is of its start alone (engines/vllm_host.py)."""
+  with chat_server.serve(lambda body: 'well') as chats:
+    chats.models = ['searchrl-0a', 'policy']
+    chat = Chat(config(chats.url))
+    assert asyncio.run(chat.check())['model'] == 'policy'
+    asyncio.run(reply(chat))
+    chats.models = ['searchrl-0b', 'policy']
+    asyncio.run(reply(chat))
+  assert [body['model'] for body in chats.asked] == ['policy'] * 2
+
+
+def test_of_several_models_one_has_to_be_named():
+  with chat_server.serve(lambda body: 'well') as chats:
+    chats.models = ['small', 'large']
+    with pytest.raises(ChatError, match='small, large: say.*judge.model'):
+      asyncio.run(Chat(config(chats.url)).check())
+    with pytest.raises(ChatError, match='small, large'):
+      asyncio.run(reply(Chat(config(chats.url))))
+    asyncio.run(reply(Chat(config(chats.url, model='large'))))
+  assert [body['model'] for body in chats.asked] == ['large']
