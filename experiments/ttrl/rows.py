@@ -55,6 +55,15 @@ def ahead(split: str):
   )
 
 
+def start(score: str):
+  """Of 16 samples of the warm start on the questions it will train on."""
+  return lambda at: at('warm', 'sampled', f'eval/set=test/{score}').mean
+
+
+def below_0_85(at) -> float:
+  return 0.85 - start('maj@16')(at)
+
+
 ROW = rows.Row(
   warm={
     'warm': rows.Start(small()), 'ssrl': rows.Start(
@@ -75,6 +84,9 @@ ROW = rows.Row(
     arm('math', 'base=math', 'math'),
   ),
   bars=(
+    rows.Bar('ttrl_start_label_accuracy', start('maj@16'), 0.5),
+    rows.Bar('ttrl_start_label_accuracy_below_0.85', below_0_85, 0.0),
+    rows.Bar('ttrl_start_parsed', start('parsed'), 0.95),
     *(rows.Bar(f'ttrl_start_majority_ahead ({s})', ahead(s), 0.05)
       for s in SETS),
     *(rows.Bar(f'ttrl_greedy_gain ({s})', gain('ttrl', s), 0.10)

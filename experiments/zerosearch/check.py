@@ -22,7 +22,8 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
   useful_gold, noisy_gold: among queries that ask for what the gold answers,
   of those that were to get useful or noisy documents. Such a query names the
   person whose relation the gold is: that of the question, if it has one hop;
-  if two, the person that a useful document on the first one has named.
+  if two, the person that a useful document on the first one has named. Only
+  generated worlds know (meta['path']); of others these two are None.
   useful_gold_all, noisy_gold_all: among all queries. None: there are none.
   Names with '_n' are the numbers of queries. real_queries: those that a
   search engine answered; noise: share of noisy ones among the others; failed:
@@ -33,7 +34,7 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
   )}
   real = failed = 0
   for trajectory in trajectories:
-    person, *path = trajectory.question.meta['path']
+    person, *path = trajectory.question.meta.get('path', (None,))
     holder = person if len(path) == 1 else None
     for search in trajectory.searches:
       if not isinstance(search, SearchResult):

@@ -217,6 +217,16 @@ def test_gold_shares_are_of_what_was_asked_for():
   assert none['useful_gold'] is None and none['useful_gold_n'] == 0
 
 
+def test_of_questions_without_a_path_all_documents_are_counted():
+  one = Question('1', 'Who?', ('Fern',))
+  found = check.count([searched(
+    one, ('who', 'simulated-useful', 'Fern.'),
+    ('who', 'simulated-noisy', 'elm.'),
+  )])
+  assert (found['useful_gold_all'], found['noisy_gold_all']) == (1.0, 0.0)
+  assert found['useful_gold'] is None and found['noisy_gold'] is None
+
+
 def test_a_folder_without_trajectories_is_told(tmp_path):
   with pytest.raises(checks.ConfigError, match='no training run'):
     check.read(str(tmp_path))
