@@ -193,9 +193,10 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
   now = records.plain(config_of(row, stage, workdir))
   kind, name, _ = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)
-  free = tuple(f'{field}.' for field in (*writer.MAY_DIFFER, *one.needs))
+  free = tuple(f'{field}.' for field in writer.MAY_DIFFER)
   for field, (old, new) in writer.differences(before, now).items():
-    if not f'{field}.'.startswith(free):
+    moved = field in one.needs and _within(old) == _within(new)
+    if not moved and not f'{field}.'.startswith(free):
       raise ConfigError(
         f'{folder} was run with another config: {field} was {old!r} and is '
         f'{new!r} now; remove that folder, or give another --workdir'
@@ -203,6 +204,11 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
   return kind == 'warm' or all(
     (folder / variant / 'values.json').exists() for variant in one.evaluations
   )
+
+
+def _within(run: str) -> tuple[str, ...]:
+  """warm/NAME/SEED/run, wherever the table's folder lies."""
+  return pathlib.PurePath(run).parts[-4:]
 
 
 def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:
@@ -318,9 +324,10 @@ def collect(row: Row, workdir: pathlib.Path) -> dict:
 def starts(row: Row, workdir: pathlib.Path) -> dict:
   """{warm start: {seed: its seconds and commit}} of those that are done."""
   out = {}
-  for name in row.warm:
-    for path in sorted((workdir / 'warm' / name).glob('*/done.json')):
-      out.setdefault(name, {})[path.parent.name] = _about(path.parent)
+  for stage in plan(row, row.arms, ()):
+    kind, name, seed = stage.split('/')
+    if kind == 'warm' and (workdir / stage / 'done.json').exists():
+      out.setdefault(name, {})[seed] = _about(workdir / stage)
   return out
 
 

@@ -15,9 +15,7 @@ the question alone. Otherwise than there:
 """
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 import re
 import zlib
@@ -28,10 +26,7 @@ from ml_collections import ConfigDict
 
 from experiments.ssp.pool import Pool
 from searchrl_jax import advantages
-from searchrl_jax import checks
 from searchrl_jax import credit
-from searchrl_jax import dryrun
-from searchrl_jax import lookup
 from searchrl_jax import metrics
 from searchrl_jax import prompts
 from searchrl_jax import records
@@ -48,9 +43,6 @@ REASONS = (
 )
 FAILED = 'failed'  # a service's fault
 DUMMY = 'dummy'  # the source of a question that is none
-REWARDS = ('1-acc', 'intermediate_difficulty', 'format_only')
-VERIFIERS = ('policy', 'judge', 'none')
-INVALID = ('dummy', 'reuse', 'drop')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,135 +106,6 @@ def role_config(config: ConfigDict, role: str) -> ConfigDict:
   if 'critic' not in credit.needs(out.algorithm.advantage):
     out.critic.lr = 0.0
   return out
-
-
-def check(config: ConfigDict) -> None:
-  """What cannot be, before anything loads.
-
-  Raises:
-    ConfigError: names the field, and the mend.
-  """
-  s = config.selfplay
-  for name, known in (
-    ('reward', REWARDS), ('verifier', VERIFIERS), ('invalid', INVALID),
-    ('empty_pool', ('dummy', 'drop')),
-  ):
-    if s[name] not in known:
-      raise ConfigError(
-        f'config.selfplay.{name}={s[name]!r}: {lookup.near(s[name], known)}'
-      )
-  for name, least in (('n', 1), ('noise', 0), ('resample', 0),
-                      ('clear_every', 0), ('min_searches', 0)):
-    if s[name] < least:
-      raise ConfigError(f'config.selfplay.{name}={s[name]}: at least {least}')
-  for name in ('reuse_threshold', 'keep_ratio', 'min_valid'):
-    if not 0 <= s[name] <= 1:
-      raise ConfigError(f'config.selfplay.{name}={s[name]}: a share in 0..1')
-  if s.left < 0 or s.right < 1:
-    raise ConfigError(
-      f'config.selfplay.left={s.left}, right={s.right}: 4 (left + s) '
-      '(right - s) is to be no loss for any share s of solvers: left at least '
-      '0, right at least 1'
-    )
-  if not s.frozen and config.algorithm.tis == 'none':
-    raise ConfigError(
-      "config.algorithm.tis='none': the solver's trajectories are older than "
-      "the proposer's update, and nothing would correct for it; use 'token' "
-      "or 'sequence'"
-    )
-  if s.verifier == 'judge' and not config.judge.url:
-    raise ConfigError(
-      "config.selfplay.verifier='judge' asks the server of config.judge.url, "
-      "which is empty; give its URL, or use 'policy'"
-    )
-  try:
-    s.brief.format(answer='', searches=0, examples='')
-    s.reading.format(evidence='', question='')
-  except (KeyError, IndexError, ValueError) as e:
-    raise ConfigError(
-      f'config.selfplay.brief={s.brief!r}, reading={s.reading!r}: the former '
-      'has the fields {answer}, {searches}, {examples}, the latter {evidence} '
-      f'and {{question}} ({e})'
-    ) from e
-  for needed, field, text in (
-    ('{answer}', 'brief', s.brief), ('{question}', 'reading', s.reading),
-    ('{evidence}', 'reading', s.reading),
-  ):
-    if needed not in text:
-      raise ConfigError(f'config.selfplay.{field}={text!r} lacks {needed}')
-  if config.data.prompt != 'template' or config.env.information != 'source':
-    raise ConfigError(
-      f'config.data.prompt={config.data.prompt!r}, env.information='
-      f"{config.env.information!r}: self-play needs 'template' (it writes its "
-      "own questions) and 'source' (evidence is what a search found)"
-    )
-  if config.rollout.max_staleness or config.rollout.refill:
-    raise ConfigError(
-      f'config.rollout.max_staleness={config.rollout.max_staleness}, refill='
-      f'{config.rollout.refill}: self-play is synchronous, and draws anew by '
-      'selfplay.resample; use 0'
-    )
-  for advantage in (config.algorithm.advantage, s.algorithm.advantage):
-    if advantage == 'remax':
-      raise ConfigError(
-        "advantage='remax' compares with a greedy answer, which self-play does "
-        "not sample; use 'grpo', 'rloo', 'reinforce' or 'gae'"
-      )
-  learners = [role_config(config, SOLVER)]
-  checks.check(learners[0])
-  if not s.frozen:
-    learners.append(role_config(config, PROPOSER))
-    try:
-      checks.check(learners[1])
-    except ConfigError as e:
-      raise ConfigError(
-        str(e).replace('.algorithm', '.selfplay.algorithm')
-        .replace('.rollout.group', '.selfplay.n')
-      ) from e
-  if config.critic.lr and not any(c.critic.lr for c in learners):
-    raise ConfigError(
-      f'config.critic.lr={config.critic.lr}: neither role has a use for a '
-      "critic; set it to 0, or use advantage='gae'"
-    )
-
-
-def report(config, vocab_size: int) -> str:
-  """What both roles cost, before anything is allocated: see `dryrun`."""
-  check(config)
-  return '\n\n'.join(
-    f'As the {role}\n{dryrun.report(own, vocab_size)}'
-    for role in ((SOLVER,) if config.selfplay.frozen else (PROPOSER, SOLVER))
-    for own in [role_config(config, role)]
-  )
-
-
-def fingerprint(config: ConfigDict, stream, envs) -> str:
-  """Of what questions are about and how they are asked for; see `Pool`."""
-  template = dataclasses.asdict(envs[PROPOSER].template)
-  about = [
-    stream.fingerprint, config.selfplay.brief, template, config.source.corpus,
-    config.data.world_seed, config.data.world.to_dict(),
-  ]
-  return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-
-
-def require_start(before, now, config: ConfigDict) -> None:
-  """Refuses to go on with another frozen proposer.
-
-  Args:
-    before: `sync.manifest` of its weights when the run was saved.
-    now: the same of what config.train.init or model.path holds today.
-
-  Raises:
-    ConfigError: they differ.
-  """
-  if before != now:
-    raise ConfigError(
-      f'config.train.init={config.train.init!r}, model.path='
-      f'{config.model.path!r}: its weights are not those that the frozen '
-      'proposer of this run began with; was it trained on since? Restore it, '
-      'or start a new run folder'
-    )
 
 
 def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
@@ -318,16 +181,22 @@ def _reason(trajectory, text, evidence, s) -> str:
 
 def _says(text: str, answers: Sequence[str]) -> bool:
   """Whether an answer's words stand in the text, in their order."""
-  text = _words(text)
   return any(
-    re.search(rf'(?<!\w){re.escape(answer)}s?(?!\w)', text)
-    for answer in map(_words, answers) if answer
+    re.search(rf'(?<!{_LETTER}){re.escape(form(answer))}s?(?!{_LETTER})',
+              form(text))
+    for form in (metrics.normalise, _words) for answer in answers
+    if form(answer)
   )
 
 
+# Of scripts that part words; Thai, Japanese and Chinese do not.
+_LETTER = r'[^\W_\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]'
+
+
 def _words(text: str) -> str:
-  # "Mira-Dok", "Mira Dok's" and "the Mira Doks" all say "Mira Dok".
-  return metrics.normalise(re.sub(r"['\u2019]s\b|[^\w\s]", ' ', text))
+  # "Mira-Dok", "Mira Dok's" and "the Mira Doks" all say "Mira Dok", as "US"
+  # says "U.S." by the normal form.
+  return metrics.normalise(re.sub(r"['\u2019]s\b|[^\w\s]|_", ' ', text))
 
 
 def fill(asked: Sequence[Question], slots: int, config: ConfigDict,
@@ -366,7 +235,7 @@ def fill(asked: Sequence[Question], slots: int, config: ConfigDict,
 
 
 def rates(groups: Sequence[Group], reward: Rewards) -> dict[str, float]:
-  """Question id -> share of its solvers that earned anything.
+  """Question id -> share of its solvers that were right, their mean reward.
 
   Solvers that failed are not counted; a question whose all failed is absent.
   """
@@ -377,7 +246,7 @@ def rates(groups: Sequence[Group], reward: Rewards) -> dict[str, float]:
     at += len(group)
     known = values[rows][reward.valid[rows]]
     if known.size:
-      out[group[0].question.id] = float((known > 0).mean())
+      out[group[0].question.id] = float(known.clip(0, 1).mean())
   return out
 
 
@@ -451,13 +320,17 @@ def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
   """
   reasons = [p.reason for p in proposals]
   proposals = [p for p in proposals if p.reason != FAILED]
-  n = max(len(proposals), 1)
   stand = [p for p in proposals if not p.reason]
+
+  def mean(values):
+    return np.mean(values) if values else math.nan
+
   out = {
     'proposals': len(proposals), 'stand': len(stand),
-    'valid_share': len(stand) / n,
-    'searches': np.mean([len(p.trajectory.searches) for p in proposals] or [0]),
-    'distinct': len({p.question.text for p in stand}) / max(len(stand), 1),
+    'valid_share': mean([not p.reason for p in proposals]),
+    'searches': mean([len(p.trajectory.searches) for p in proposals]),
+    'distinct': len({p.question.text for p in stand}) / len(stand)
+                if stand else math.nan,
   }
   out |= {f'no_{r}': reasons.count(r) for r in (*REASONS, FAILED)}
   if oracle is None:
@@ -472,7 +345,7 @@ def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
     out |= {
       'oracle_valid': len(valid) / len(kept),
       'unique': np.mean([v.unique for v in kept]),
-      'hops': np.mean([v.hops for v in valid] or [0]),
+      'hops': mean([v.hops for v in valid]),
       'hops_n': len(valid),
       'starts': len({v.start for v in kept}) / len(kept),
     }

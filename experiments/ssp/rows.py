@@ -60,7 +60,8 @@ def game(config, run: str, out: str) -> dict[str, float]:
       found[f'{name}_{edge}'] = mean(name, among, 'proposals')
     for name in ('hops', 'passes_valid', 'passes_wrong'):
       found[f'{name}_{edge}'] = mean(name, among, f'{name}_n')
-  found['hops_gain'] = found['hops_last'] - found['hops_first']
+  if None not in (found['hops_first'], found['hops_last']):
+    found['hops_gain'] = found['hops_last'] - found['hops_first']
   return {f'game/{k}': v for k, v in found.items() if v is not None}
 
 

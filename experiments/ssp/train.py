@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.ssp import game
+from experiments.ssp import start
 from experiments.ssp import verify
 from experiments.ssp.game import PROPOSER, SOLVER, VERIFIER
 from experiments.ssp.pool import Pool
@@ -75,7 +76,7 @@ def train(config, workdir: str) -> dict[str, float]:
     checks.ConfigError, data.DataError, ...: before anything is trained.
     The rest as searchrl_jax.train.train; JudgeError where a judge verifies.
   """
-  game.check(config)
+  start.check(config)
   s = config.selfplay
 
   # ---- Data, tokens, environments: everything that can fail early.
@@ -90,7 +91,7 @@ def train(config, workdir: str) -> dict[str, float]:
   briefs = game.briefs(stream.questions, config)
   checks.check_prompts(envs[PROPOSER], briefs)
   checks.check_prompts(envs[SOLVER], [q for qs in heldout.values() for q in qs])
-  pool = Pool(s, game.fingerprint(config, stream, envs))
+  pool = Pool(s, start.fingerprint(config, stream, envs))
   oracle = s.oracle and lookup.function('searchrl_jax', s.oracle)(config)
 
   # ---- Model and optimizer, on the mesh.
@@ -120,8 +121,9 @@ def train(config, workdir: str) -> dict[str, float]:
   aside = pathlib.Path(workdir) / 'ended.jsonl'
   fingerprint = {'stage': 'selfplay', **dataclasses.asdict(cfg)}
   first = setup.parameters(config, cfg, mesh) if s.frozen else None
-  start = first and sync.manifest(first)
+  asks = first and sync.manifest(first)  # who proposes, if it is frozen
   kept = {}  # (role, question id, sample) -> what has ended of this step
+  seen = []  # and all of it, failures too
   if saver.latest() is not None:
     like = {
       'state': updater.abstract(shapes), 'ref': shapes if needs_ref else None
@@ -134,7 +136,7 @@ def train(config, workdir: str) -> dict[str, float]:
     stream.restore(saved.extras['stream'])
     pool.restore(saved.extras['pool'])
     served, step = saved.extras['served'], saved.step
-    game.require_start(saved.extras['frozen'], start, config)
+    start.require_start(saved.extras.get('frozen'), asks, config)
     ended = collector.kept(aside, step)
     kept = game.ended(saved.arrays['ended'].tobytes() if ended is None
                       else ended)
@@ -200,6 +202,7 @@ def train(config, workdir: str) -> dict[str, float]:
     # ---- A step's trajectories.
     def play(role, questions, config_rollout, stats):
       def keep(t):
+        seen.append(t)
         if not t.failed:  # for the fault of a service: is tried again
           kept[role, t.question.id, t.sample] = t
 
@@ -360,7 +363,7 @@ def train(config, workdir: str) -> dict[str, float]:
           | ({'critic': critic_state} if critic else {}), metrics=metrics,
           extras={
             'stream': stream.state(), 'pool': pool.state(), 'served': about,
-            'version': step, 'frozen': start,
+            'version': step, 'frozen': asks,
           },
           arrays={'ended': np.frombuffer(ended, np.uint8)},
           fingerprint=fingerprint,
@@ -375,6 +378,7 @@ def train(config, workdir: str) -> dict[str, float]:
     # ---- The loop.
     while step < config.train.steps:
       cursor = stream.state()
+      seen[:] = kept.values()
       try:
         found = collect()
         signals.finish(engine.rest())
@@ -384,7 +388,7 @@ def train(config, workdir: str) -> dict[str, float]:
         if isinstance(e, SyncError):
           kept.clear()
         save(metrics)
-        writer.trajectories(step, [list(kept.values())], decode=tok.decode)
+        writer.trajectories(step, [seen], decode=tok.decode)
         raise
 
       # The proposer's update first, as the game has it.
@@ -466,7 +470,7 @@ def needs_old(role: Role) -> bool:
 def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
-    print(game.report(config, setup.tokenizer(config, workdir).vocab_size))
+    print(start.report(config, setup.tokenizer(config, workdir).vocab_size))
     return
   train(config, workdir)
 

@@ -173,8 +173,8 @@ class Reader:
     return _answer(reply)
 
   async def check(self) -> None:
-    """Raises ChatError if nobody serves the model."""
-    await self._chat.check()
+    """Finds out who reads. Raises ChatError if nobody serves the model."""
+    self._model = (await self._chat.check())['model']
 
   async def close(self) -> None:
     await self._chat.close()

@@ -123,6 +123,32 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
     rows.done(row, stage, tmp_path)
 
 
+def test_an_arm_of_another_start_is_not_done(tmp_path):
+  row = row_of(
+    arm('a', 'warm', seeds=(1,)),
+    warm={'warm': rows.Start(tiny_row.config, shared=True)},
+  )
+  stage = tmp_path / 'arms/a/1'
+  config = rows.records.plain(rows.config_of(row, 'arms/a/1', tmp_path))
+  rows.records.write_json(stage / 'after' / 'values.json', {})
+  # The table's folder may have moved since.
+  config['train']['init'] = '/elsewhere/warm/warm/0/run'
+  rows.records.write_json(stage / 'done.json', {'config': config})
+  assert rows.done(row, 'arms/a/1', tmp_path)
+  config['train']['init'] = str(tmp_path / 'warm/warm/1/run')
+  rows.records.write_json(stage / 'done.json', {'config': config})
+  with pytest.raises(ConfigError, match='train.init was .*warm/1/run'):
+    rows.done(row, 'arms/a/1', tmp_path)
+  # Nor is a start told that no arm goes on from.
+  for seed in '01':
+    folder = tmp_path / 'warm/warm' / seed
+    rows.records.write_json(folder / 'done.json', {'commit': seed})
+    rows.records.write_json(folder / 'seconds.json', {})
+  assert rows.starts(row, tmp_path) == {
+    'warm': {'0': {'seconds': {}, 'commit': '0'}}
+  }
+
+
 def free(folder: pathlib.Path) -> bool:
   """Whether no process writes a run folder."""
   with open(folder / '.lock') as lock:

@@ -11,6 +11,7 @@ from configs import algorithms
 from configs import ssp
 from experiments.ssp import game
 from experiments.ssp import oracle as oracles
+from experiments.ssp import start
 from experiments.ssp.pool import Pool
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.types import Question, Rewards
@@ -57,6 +58,12 @@ def test_the_answer_may_be_forbidden_in_queries():
   ('Who wrote of the Mira Doks?', 'mira dok', True),
   ("Who was C. S. Lewis\u2019s wife?", 'Lewis', True),
   ('What ended in the 1990s?', '1990', True),
+  ('What does the US army do?', 'U.S.', True),
+  ('Who had 1000 ships?', '1,000', True),
+  ("Who was OBrien's wife?", "O'Brien", True),
+  ('Who calls it Mira_Dok?', 'Mira Dok', True),
+  ('\u8c01\u4f4f\u5728\u5317\u4eac\u57ce\u91cc\uff1f', '\u5317\u4eac', True),
+  ('\u0413\u0434\u0435 \u0442\u043e\u043d?', '\u043e\u043d', False),
   ('What is known of Miradok?', 'Mira Dok', False),
   ('Is it known?', 'no', False),
 ])
@@ -188,7 +195,7 @@ def test_success_is_counted_over_solvers_that_did_not_fail():
     np.array([1, 1, 0, 1, 1, 1, 0, 0, 0], bool),
   )
   assert game.rates(groups, reward) == {
-    'a': 0.5, 'b': pytest.approx(2 / 3)
+    'a': 0.5, 'b': pytest.approx((0.5 + 0 + 1) / 3)
   }
 
 
@@ -359,14 +366,19 @@ def test_dummies_are_in_no_metric_of_the_solver():
       trajectory, question=Question('q', 'Who?', ('x',), source)),) * 2
 
   groups = [group(base, 'selfplay'), group(silent, game.DUMMY)]
-  value = np.array([1, 0.5, -1, -1], np.float32)
-  reward = Rewards(value, np.ones(4, bool), parts={'em': value})
+  # A fifth failed: it is in no mean either.
+  lost = dataclasses.replace(groups[0][0], end='failed')
+  groups[0] = (*groups[0], lost)
+  value = np.array([1, 0.5, 0, -1, -1], np.float32)
+  reward = Rewards(
+    value, np.array([1, 1, 0, 1, 1], bool), parts={'em': value}
+  )
   found = game.solved(groups, reward, one)
   assert found['reward'] == found['reward/em'] == 0.75
   alone = game.solved(groups[:1], Rewards(
-    value[:2], np.ones(2, bool), parts={'em': value[:2]}), one)
+    value[:3], reward.valid[:3], parts={'em': value[:3]}), one)
   assert found == pytest.approx(alone, nan_ok=True)
-  none = game.solved(groups[1:], Rewards(value[2:], np.ones(2, bool)), one)
+  none = game.solved(groups[1:], Rewards(value[3:], np.ones(2, bool)), one)
   assert 'reward' not in none
 
 
@@ -390,35 +402,50 @@ def test_dummies_are_in_no_metric_of_the_solver():
   ({'selfplay.algorithm.advantage': 'gae'}, 'selfplay.algorithm.advantage_kw'),
   ({'algorithm.advantage': 'remax'}, 'greedy answer'),
   ({'critic.lr': 1e-4}, 'neither role'),
+  ({'selfplay.left': float('nan')}, 'left=nan'),
+  ({'selfplay.penalty': float('nan')}, 'penalty=nan'),
+  ({'selfplay.penalty': 0.5}, 'penalty=0.5.*0, or less'),
+  ({'selfplay.min_searches': 6}, 'min_searches=6 of env.max_turns=5'),
+  ({'selfplay.min_chars': 1001}, 'min_chars=1001'),
+  ({'selfplay.min_words': 502}, 'min_words=502'),
+  ({'selfplay.solver_from': 20}, 'solver_from=20 of train.steps=20'),
+  ({'selfplay.frozen': True, 'engine.url': 'http://127.0.0.1:8000'},
+   'cannot share servers'),
+  ({'reward.em.weight': 0.5}, 'one term, of weight 1'),
+  ({'reward': {'em': {'fn': 'answer.em', 'weight': 1.0},
+               'format': {'fn': 'answer.format_valid', 'weight': 0.2}}},
+   'config.reward has em, format.*one term'),
+  ({'rollout.mismatch_alarm': 0.1}, 'mismatch_alarm=0.1.*one update old'),
+  ({'env.answer': 'boxed'}, "env.answer='boxed'.*'tags'"),
   ({'rollout.max_staleness': 1}, 'synchronous'),
   ({'data.prompt': 'as_is'}, "needs 'template'"),
-  ({'env.information': 'policy'}, "needs 'template'"),
+  ({'env.information': 'policy'}, "env.information.*needs 'source'"),
 ])
 def test_what_cannot_be_is_refused_before_anything_loads(fields, message):
   c = ssp.get_config()
   c.algorithm.advantage_kw = {}
   c.update_from_flattened_dict(fields)
   with pytest.raises(ConfigError, match=message):
-    game.check(c)
+    start.check(c)
 
 
 def test_a_proposer_by_ppo_needs_a_critic():
   c = ssp.get_config()
   c.selfplay.algorithm.update(algorithms.PPO)
   with pytest.raises(ConfigError, match='needs a critic'):
-    game.check(c)
+    start.check(c)
   c.critic.lr = 1e-3  # the solver, by GRPO, has no use for it
-  game.check(c)
+  start.check(c)
 
 
 def test_the_config_as_it_stands_is_none_of_these():
-  game.check(ssp.get_config())
+  start.check(ssp.get_config())
 
 
 def test_a_solver_that_learns_alone_needs_no_correction():
   c = ssp.get_config('arm=frozen')
   c.algorithm.tis = 'none'
-  game.check(c)
+  start.check(c)
 
 
 def test_a_proposer_s_template_without_its_tag_is_refused(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from configs import algorithms
 from configs import ssp
 from experiments.ssp import game
+from experiments.ssp import start
 from experiments.ssp import train
 from experiments.ssp import world as worlds
 from searchrl_jax import setup
@@ -187,7 +188,7 @@ def test_the_second_update_is_corrected_for_the_first(
   # They reach the parameters. (Without them nothing would start.)
   config = config.copy_and_resolve_references()
   config.algorithm.tis = 'none'
-  monkeypatch.setattr(game, 'check', lambda config: None)
+  monkeypatch.setattr(train.start, 'check', lambda config: None)
   train.train(config, str(tmp_path))
   assert not same(params, params_of(config, tmp_path))
 
@@ -323,12 +324,15 @@ def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
 
 def test_a_dry_run_tells_what_both_roles_cost():
   config = ssp.get_config('pairing=grpo+grpo')
-  found = game.report(config, 300)
+  found = start.report(config, 300)
   proposer, solver = found.split('As the solver')
   assert proposer.startswith('As the proposer')
   for text in (proposer, solver):
     assert 'Memory of one device' in text and 'updates in the run' in text
-  frozen = game.report(ssp.get_config('arm=frozen'), 300)
+  # 12 answers, of which 4 questions each, of which 4 answers each.
+  for text, n in ((proposer, 48), (solver, 192)):
+    assert re.search(rf'trajectories +{n}\n', text), text
+  frozen = start.report(ssp.get_config('arm=frozen'), 300)
   assert 'proposer' not in frozen
 
 
@@ -360,7 +364,7 @@ def test_further_answers_fill_a_step_up(url, tmp_path):
 def test_a_pool_of_another_config_is_refused(whole, tmp_path, monkeypatch):
   config, folder, _ = whole
   shutil.copytree(folder, tmp_path / 'run')
-  monkeypatch.setattr(game, 'fingerprint', lambda *_: 'another')
+  monkeypatch.setattr(train.start, 'fingerprint', lambda *_: 'another')
   with pytest.raises(ConfigError, match='pool holds questions of another'):
     train.train(config, str(tmp_path / 'run'))
 
