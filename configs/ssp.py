@@ -59,7 +59,8 @@ Otherwise than there, of what can be told from outside (each file says more):
 
   * policy and environment are told apart by token, so no question, query,
     evidence or answer is looked for in decoded text;
-  * the policy verifies, as the paper has it; their code asks the judge;
+  * the policy verifies, as the paper has it; their code asks the judge. Either
+    way exact match decides; there a judge's grade has the last word;
   * both updates are corrected for staleness by importance weights against the
     engine's log-probs; there the solver's data are one update old, uncorrected;
   * a proposer's advantage is its reward less the mean of the others of the
@@ -99,7 +100,7 @@ SKILLS = dict(
 # drills), to chain them, and the habits that self-play begins with.
 PARTS = (
   (HABITS | dict(solver=0.3, proposer=0.4, drill=0.0), 2000, 3e-3),
-  (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 800, 2.5e-3),
+  (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 1200, 2.5e-3),
   (SKILLS | dict(solver=0.35, proposer=0.35, drill=0.1), 600, 2e-3),
   (HABITS | dict(
     solver=0.35, proposer=0.35, drill=0.1, asked=(0.6, 0.2, 0.12, 0.08),
