@@ -101,7 +101,7 @@ SKILLS = dict(
 PARTS = (
   (HABITS | dict(solver=0.3, proposer=0.4, drill=0.0), 2000, 3e-3),
   (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 1200, 2.5e-3),
-  (SKILLS | dict(solver=0.35, proposer=0.35, drill=0.1), 600, 2e-3),
+  (SKILLS | dict(solver=0.3, proposer=0.25, drill=0.1), 900, 2e-3),
   (HABITS | dict(
     solver=0.35, proposer=0.35, drill=0.1, asked=(0.6, 0.2, 0.12, 0.08),
     short=(0.4, 0.5, 0.6),
@@ -261,7 +261,7 @@ def _small(c, a):
   c.batch.loss_fraction = 0.7
   c.optim.lr = 3e-4
   c.optim.b2 = 0.99
-  c.train.steps = 20
+  c.train.steps = 30
   c.eval.every = 5
   c.checkpoint.every = 5
 

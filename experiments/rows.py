@@ -146,6 +146,9 @@ class Row:
     return f'warm/{name}/{0 if self.start(name).shared else seed}'
 
 
+# Fields that `sft` does not read: a warm start is the same whatever they are.
+UNREAD = ('eval', 'judge', 'reward', 'selfplay', 'train.steps')
+
 # ---- Stages: 'warm/NAME/SEED' and 'arms/NAME/SEED', a folder each.
 
 
@@ -193,7 +196,8 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
   now = records.plain(config_of(row, stage, workdir))
   kind, name, _ = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)
-  free = tuple(f'{field}.' for field in writer.MAY_DIFFER)
+  free = (*writer.MAY_DIFFER, *(UNREAD if kind == 'warm' else ()))
+  free = tuple(f'{field}.' for field in free)
   for field, (old, new) in writer.differences(before, now).items():
     moved = field in one.needs and _within(old) == _within(new)
     if not moved and not f'{field}.'.startswith(free):

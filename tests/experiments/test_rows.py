@@ -123,6 +123,24 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
     rows.done(row, stage, tmp_path)
 
 
+def test_a_warm_start_stays_when_only_what_comes_after_it_changes(tmp_path):
+  row = row_of(arm('a', 'warm', seeds=(0,)),
+               warm={'warm': rows.Start(tiny_row.config)})
+  for stage in ('warm/warm/0', 'arms/a/0'):
+    config = rows.records.plain(rows.config_of(row, stage, tmp_path))
+    config['train']['steps'] += 1
+    rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  assert rows.done(row, 'warm/warm/0', tmp_path)
+  with pytest.raises(ConfigError, match='train.steps was'):
+    rows.done(row, 'arms/a/0', tmp_path)
+  config['sft']['steps'] += 1
+  rows.records.write_json(
+    tmp_path / 'warm/warm/0/done.json', {'config': config}
+  )
+  with pytest.raises(ConfigError, match='sft.steps was'):
+    rows.done(row, 'warm/warm/0', tmp_path)
+
+
 def test_an_arm_of_another_start_is_not_done(tmp_path):
   row = row_of(
     arm('a', 'warm', seeds=(1,)),
