@@ -7,7 +7,7 @@
   python -m experiments.ssp.train --config=configs/ssp.py \\
     --workdir=runs/ssp --config.train.init=runs/warm
 
-is the small form: a decoder of 0.5 million parameters in a world of invented
+is the small form: a decoder of 0.4 million parameters in a world of invented
 people (experiments/ssp/world.py), minutes on 2 cores. With a checkpoint it is
 the full size, on SSP's own list of answers:
 
@@ -100,8 +100,8 @@ SKILLS = dict(
 # drills), to chain them, and the habits that self-play begins with.
 PARTS = (
   (HABITS | dict(solver=0.3, proposer=0.4, drill=0.0), 2000, 3e-3),
-  (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 1200, 2.5e-3),
-  (SKILLS | dict(solver=0.3, proposer=0.25, drill=0.1), 900, 2e-3),
+  (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 800, 2.5e-3),
+  (SKILLS | dict(solver=0.35, proposer=0.35, drill=0.1), 600, 2e-3),
   (HABITS | dict(
     solver=0.35, proposer=0.35, drill=0.1, asked=(0.6, 0.2, 0.12, 0.08),
     short=(0.4, 0.5, 0.6),
@@ -198,11 +198,9 @@ def _small(c, a):
   c.model.arch = ConfigDict(dict(
     model_type='qwen3', architectures=('Qwen3ForCausalLM',),
     hidden_size=128, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=8, intermediate_size=256,
-    # To find a word 250 tokens back; configs/quickstart.py needs 100. With a
-    # head_dim of 16 and a theta of 1000 few of a head's numbers are alike from
-    # so far, and a warm start found its way for some orders of traces alone.
-    head_dim=32, rope_theta=10_000.0,
+    num_key_value_heads=8, head_dim=16, intermediate_size=256,
+    # Copying from 250 tokens back; configs/quickstart.py needs 100.
+    rope_theta=1000.0,
     rms_norm_eps=1e-6, tie_word_embeddings=True, hidden_act='silu',
     max_position_embeddings=512,
   ))
@@ -261,7 +259,7 @@ def _small(c, a):
   c.batch.loss_fraction = 0.7
   c.optim.lr = 3e-4
   c.optim.b2 = 0.99
-  c.train.steps = 30
+  c.train.steps = 20
   c.eval.every = 5
   c.checkpoint.every = 5
 

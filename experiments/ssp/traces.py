@@ -260,22 +260,16 @@ class _Writer:
       [self.passage(x).text for x in evidence]
       + [f'Question: {worlds.text(start, relations)}']
     )
-    read, at = self.read(start, relations, evidence)
-    return Trace(
-      Question('trace', text, (at,)),
-      (('think', '; '.join(read)), ('answer', at)),
-    )
-
-  def read(self, start, relations, evidence) -> tuple[list[str], str]:
-    """(statements, the person they lead to) of who sees `evidence` alone.
-
-    Where several are right, one of those that it holds a passage of.
-    """
     read, at = [], start
     for relation in relations:
       values = [v for r, v in self.world.facts[at] if r == relation]
       if at not in evidence or not values:
-        return [*read, f'{at} {relation} {NOTHING}'], NOTHING
-      value = self.one([v for v in values if v in evidence] or values)
+        read, at = [*read, f'{at} {relation} {NOTHING}'], NOTHING
+        break
+      # Of several, the one that it was asked for.
+      value = answer if answer in values else self.one(values)
       read, at = [*read, f'{at} {relation} {value}'], value
-    return read, at
+    return Trace(
+      Question('trace', text, (at,)),
+      (('think', '; '.join(read)), ('answer', at)),
+    )

@@ -408,7 +408,7 @@ def test_dummies_are_in_no_metric_of_the_solver():
   ({'selfplay.min_searches': 6}, 'min_searches=6 of env.max_turns=5'),
   ({'selfplay.min_chars': 1001}, 'min_chars=1001'),
   ({'selfplay.min_words': 502}, 'min_words=502'),
-  ({'selfplay.solver_from': 30}, 'solver_from=30 of train.steps=30'),
+  ({'selfplay.solver_from': 20}, 'solver_from=20 of train.steps=20'),
   ({'selfplay.frozen': True, 'engine.url': 'http://127.0.0.1:8000'},
    'cannot share servers'),
   ({'reward.em.weight': 0.5}, 'one term, of weight 1'),

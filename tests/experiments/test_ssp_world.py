@@ -227,24 +227,6 @@ def test_a_verifier_reads_what_stands_there_and_says_what_does_not(traces):
   assert 0.1 < nothing / len(of(traces, 'verifier')) < 0.35
 
 
-def test_of_several_right_ones_a_verifier_says_what_it_read_about():
-  given = fields()
-  given['mix'] |= dict(around=1.0)
-  seen = 0
-  for t in of(scripts.traces(**given), 'verifier'):
-    (_, thought), (_, answer) = t.actions
-    name, relations = oracles.parse(
-      t.question.text.rpartition('Question: ')[2])
-    right = {v for r, v in graph(t).facts[name] if r == relations[0]}
-    if len(relations) > 1 or len(right) < 2 or answer == scripts.NOTHING:
-      continue
-    passages = t.question.text.split('\n')[:-1]
-    read_of = {x for x in right if any(p.startswith(x) for p in passages)}
-    assert answer in (read_of or right) and thought.endswith(answer)
-    seen += bool(read_of) and read_of != right
-  assert seen > 3
-
-
 def test_a_drill_states_again_what_stands_there(traces):
   drills = of(traces, 'drill')
   assert drills
