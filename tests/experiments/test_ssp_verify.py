@@ -110,8 +110,10 @@ def judge_config(url, **fields):
   return c
 
 
-def read_by(script, path, n=4, **fields):
+def read_by(script, path, n=4, model='judge', **fields):
   with chat_server.serve(script) as server:
+    server.models = [model]
+
     async def go():
       reader = verify.Reader(judge_config(server.url, **fields), path)
       try:
@@ -161,7 +163,7 @@ def test_what_a_judge_read_is_kept_and_what_failed_is_asked_again(path):
   assert len(asked) == 2
   assert read_by(lambda body: 500, path) == ['early', 'early', 'late', 'late']
   # Another judge is another reader.
-  assert read_by(later, path, model='judge')[0] == 'late'
+  assert read_by(later, path, model='another')[0] == 'late'
 
 
 def test_too_many_failures_of_the_judge_stop(path):
