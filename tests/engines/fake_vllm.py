@@ -48,7 +48,7 @@ class FakeVllm:
     self.name, self.max_len, self.delay = 'searchrl-0', 65, 0.0
     self.dev, self.tokenizer_shift, self.details = True, 0, True
     self.queues_when_paused = True  # 0.33: answers 503
-    self.accepts_after = 0.0  # seconds from a request's arrival to its place
+    self.late = False  # the next request gets its place after the next pause
     self.stalls_at = 10**9  # tokens after which a request waits to be ended
     self.keeps_cache = False  # whatever it says, and whatever the salt
     self.describes: dict = {}
@@ -200,7 +200,9 @@ class FakeVllm:
       return JSONResponse({'error': {
         'message': f'The model `{body["model"]}` does not exist.'}}, 404)
     self.asked.append(body)
-    await asyncio.sleep(self.accepts_after)
+    late, self.late = self.late, False
+    while late and not self.paused:
+      await asyncio.sleep(0.002)
     fault = self.faults.pop(0) if self.faults else None
     if fault == 'hang':
       await asyncio.sleep(60)

@@ -94,7 +94,7 @@ def test_a_request_that_came_after_the_pause_is_not_served_by_new_weights(
   async def main():
     await load(engine, 1, seed=1)
     await load(engine, 0)
-    fake.accepts_after = 0.2
+    fake.late = True
     task = asyncio.create_task(once(
       engine, start.ids, Sampling(max_tokens=5, seed=1)
     ))
