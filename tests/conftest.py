@@ -14,15 +14,11 @@ import pathlib  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
 
-# Several tests train the same tiny model: it compiles once a session, whose
-# workers inherit what is set here. A largest size, which is never reached,
-# makes JAX lock the folder: without it a reader may find half a file.
-if 'PYTEST_XDIST_WORKER' not in os.environ:
-  _COMPILED = tempfile.mkdtemp(prefix='searchrl_compiled_')
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = _COMPILED
-  os.environ['JAX_COMPILATION_CACHE_MAX_SIZE'] = str(10 * 2**30)
-  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
-  atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
+# Several tests train the same tiny model: it compiles once a session.
+_COMPILED = tempfile.mkdtemp(prefix='searchrl_compiled_')
+os.environ['JAX_COMPILATION_CACHE_DIR'] = _COMPILED
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
+atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
 
 import pytest  # noqa: E402
 
