@@ -261,13 +261,13 @@ def test_nothing_compiles_after_the_programs(encoder):
   rng = np.random.default_rng(0)
   vectors = unit(rng.normal(size=(900, 32)))
   index = DenseJax(vectors, encoder)
-  programs = index.programs(40, (1, 3, 5, 10))
+  programs = index.programs(9, (1, 3, 5, 10))
   # Those of 1 to 4 passages, and of 5 to 16.
-  assert len(programs) == 2 * len(encoder.shapes(40))
+  assert len(programs) == 2 * len(encoder.shapes(9))
   for program in programs:
     program()
   with compiled() as found:
-    for count in (0, 1, 40, *rng.integers(1, 41, 20)):
+    for count in (0, 1, 9, *rng.integers(1, 10, 20)):
       index.search(random_texts(rng, count), int(rng.integers(1, 17)))
     assert found == []
     index.search(['king'], 17)

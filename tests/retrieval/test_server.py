@@ -262,7 +262,7 @@ def test_several_indexes_are_fused_and_reranked(folder, tmp_path):
   path, encoder, reranker = folder
   options = dict(
     log_path=tmp_path / 'log', index_folder=path, encoder=encoder,
-    max_queries=4,
+    max_queries=3, query_length=24,
   )
   names = ['bm25', 'dense_faiss:Flat']
   with start_server(index=names, **options) as server:
@@ -275,12 +275,12 @@ def test_several_indexes_are_fused_and_reranked(folder, tmp_path):
     line = f'retrieval_stage_seconds_count{{stage="{stage}"}} '
     assert float(metrics.split(line)[1].split()[0]) > 0
   with start_server(
-    index='dense_jax', precision='int8', rerank=reranker, rerank_n=5, **options
+    index='dense_jax', precision='int8', rerank=reranker, rerank_n=2, **options
   ) as server:
     index = httpx.get(f'{server.url}/health').json()['index']
     rows = post(server).json()['result']
     metrics = httpx.get(f'{server.url}/metrics').text
-  assert index['name'] == 'rerank' and index['n'] == 5
+  assert index['name'] == 'rerank' and index['n'] == 2
   assert index['index']['precision'] == 'int8'
   assert all(row[0]['score'] >= row[1]['score'] for row in rows)
   assert 'stage="rerank"' in metrics
@@ -318,22 +318,23 @@ for program in programs:
   program()
 rng = np.random.default_rng(0)
 with compiled() as found:
-  for count in (1, 9, *rng.integers(1, 10, 12)):
+  most = flags.FLAGS.max_queries
+  for count in (1, most, *rng.integers(1, most + 1, 12)):
     searcher.search(random_texts(rng, count), int(rng.integers(1, 11)))
 print(len(programs), len(found), json.dumps(searcher.identity))
 """
 
 
-@pytest.mark.parametrize('index, rerank', [
-  (['dense_faiss:Flat'], False),
-  (['dense_jax', 'dense_faiss:Flat', 'bm25'], True),
+@pytest.mark.parametrize('index, rerank, most', [
+  (['dense_faiss:Flat'], False, 9),
+  (['dense_jax', 'dense_faiss:Flat', 'bm25'], True, 5),
 ])
 def test_whatever_is_served_compiles_before_it_is_ready(
-  folder, tmp_path, index, rerank
+  folder, tmp_path, index, rerank, most
 ):
   path, encoder, _ = folder
   flags = [f'--index_folder={path}', f'--encoder={encoder}',
-           '--max_queries=9', '--query_length=24', '--dtype=bfloat16',
+           f'--max_queries={most}', '--query_length=24', '--dtype=bfloat16',
            *(f'--index={name}' for name in index)]
   if rerank:  # of fewer positions than pairs usually have
     model = encoders.write(tmp_path, encoders.RERANKER)
