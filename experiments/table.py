@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
+import textwrap
 from typing import NamedTuple
 
 from absl import app
@@ -122,7 +123,8 @@ def plot(curves: Mapping[str, str], arms: Mapping[str, dict],
         axis.axhline(
           level['mean'], color=color, linestyle='--', linewidth=1, label=arm
         )
-    axis.set(xlabel='step', ylabel=label)
+    # A longer line would be taller than its panel.
+    axis.set(xlabel='step', ylabel=textwrap.fill(label, 30))
     axis.spines[['top', 'right']].set_visible(False)
   # Under all panels: none of them has room for so many names.
   named = dict(
