@@ -37,8 +37,8 @@ pytestmark = pytest.mark.sidecar
 MAX_LEN = 512
 
 
-def weights(seed):
-  return decoder.init_params(CFG, jax.random.key(seed), scale=0.25)
+def weights(seed, scale=0.25):
+  return decoder.init_params(CFG, jax.random.key(seed), scale=scale)
 
 
 @pytest.fixture(scope='module')
@@ -159,7 +159,14 @@ def test_stops_end_inside_merged_tokens(engine, served):
 
 
 def test_a_call_goes_on_after_an_abort_on_the_new_weights(engine, tmp_path):
-  start, params = prompt(engine), [weights(3), weights(4)]
+  """The cut falls where it may: the server minds a pause when it gets to it.
+
+  Three times as many calls as it serves at once: some are being written
+  however late that is. Where the cut falls decides the text; of one in twenty
+  texts, float32 misses a log-prob by more than 1e-4 at a scale of 0.25, and
+  by 2e-5 at most at this one.
+  """
+  start, params = prompt(engine), [weights(3, 0.15), weights(4, 0.15)]
   load(engine, params[0], 3)
   # Written beforehand, so that the pause comes at once.
   newer = Publisher(tmp_path, CFG, 'float32').publish(params[1], 4)
@@ -169,7 +176,7 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(engine, tmp_path):
     calls = [
       asyncio.create_task(once(engine, start.ids, Sampling(
         max_tokens=450, temperature=0.0
-      ))) for _ in range(32)
+      ))) for _ in range(96)
     ]
     await asyncio.sleep(0.3)
     await engine.sync(WeightsUpdate(newer.path, 4))
@@ -178,20 +185,27 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(engine, tmp_path):
     assert engine.stats()['aborted_requests'] >= aborted + 8
     return done
 
+  @functools.cache
+  def wanted(version, ids):
+    forward = sync.forward_logps(CFG)
+    return np.asarray(forward(params[version - 3], np.array(ids, np.int32)))
+
   # Some may have ended before it, or not have begun.
-  cuts = [check_parts(start.ids, d, params) for d in asyncio.run(main())]
+  cuts = [check_parts(start.ids, d, wanted) for d in asyncio.run(main())]
   assert sum(0 < cut < 450 for cut in cuts) >= 8
 
 
-def check_parts(start, done, params):
-  """How many tokens the old weights wrote."""
+def check_parts(start, done, wanted):
+  """How many tokens the old weights wrote.
+
+  wanted: (version, ids) -> the log-probs of ids.
+  """
   cut = int((done.versions == 3).sum())
   assert len(done.ids) == 450 and (done.versions[cut:] == 4).all()
-  ids = np.array([*start, *done.ids.tolist()], np.int32)
+  ids = (*start, *done.ids.tolist())
   for version, part in ((3, slice(0, cut)), (4, slice(cut, 450))):
-    want = sync.forward_logps(CFG)(params[version - 3], ids)[len(start):]
     np.testing.assert_allclose(
-      done.logps[part], np.asarray(want)[part], atol=1e-4
+      done.logps[part], wanted(version, ids)[len(start):][part], atol=1e-4
     )
   return cut
 
