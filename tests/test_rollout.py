@@ -17,6 +17,7 @@ from searchrl_jax.types import (
   SearchResult,
   Segment,
 )
+from tests.clock import until
 from tests.fakes import FakeEngine, FakeSource, make_env, searcher
 
 QUESTIONS = [Question(f'q{i}', f'what is {i}', (str(i),)) for i in range(6)]
@@ -379,8 +380,9 @@ def test_cancellation_closes_all_handles():
         config=config(concurrency=5), seed=0, step=0,
       )
     )  # fmt: skip
-    await asyncio.sleep(0.05)
     # 5 in flight, and the prompt of the group that is half begun.
+    await until(lambda: len(engine.handles) >= 6)
+    await asyncio.sleep(0.05)
     assert len(engine.handles) == 6
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -72,7 +72,7 @@ class FakeVllm:
   def _forget(self):
     self.paused, self.asleep = False, False
     self.loaded = None
-    self.cache, self.running = set(), {}
+    self.cache, self.running, self.stalled = set(), {}, set()
     self.most_running = 0
     self.weight_version = 'default'
     self.dies_at, self.dead = '', False  # at this call of /_dev
@@ -219,6 +219,7 @@ class FakeVllm:
       return await self._sample(body, key)
     finally:
       self.running.pop(key, None)
+      self.stalled.discard(key)
 
   async def _sample(self, body, key):
     prompt, ids, logps = body['prompt'], [], []
@@ -228,6 +229,7 @@ class FakeVllm:
     while len(ids) < body['max_tokens']:
       await asyncio.sleep(self.delay)
       while len(ids) >= self.stalls_at and not self.running.get(key, True):
+        self.stalled.add(key)
         await asyncio.sleep(0.002)
       if self.running.get(key, True):
         end = 'abort'
@@ -316,9 +318,3 @@ def told(start, done):
 def check(start, done):
   """Every token was written by the version that it carries."""
   np.testing.assert_allclose(done.logps, told(start, done), atol=1e-5)
-
-
-async def until(condition):
-  async with asyncio.timeout(10):
-    while not condition():
-      await asyncio.sleep(0.005)

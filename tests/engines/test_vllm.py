@@ -17,10 +17,11 @@ from searchrl_jax.engines.vllm import VllmEngine
 from searchrl_jax.models import families
 from searchrl_jax.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
+from tests.clock import until
 from tests.engines.common import CFG, Letters, make_params
 from tests.engines.contract import EngineContract, once, prompt
 from tests.engines.fake_vllm import (
-  check, config, load, make, server, toy_logps, until,
+  check, config, load, make, server, toy_logps,
 )
 
 
@@ -59,8 +60,7 @@ def test_a_sync_holds_calls_and_parts_their_tokens_by_version(fake, tmp_path):
     task = asyncio.create_task(
       engine.generate(handle, Sampling(max_tokens=30, seed=1))
     )
-    await until(lambda: fake.running)
-    await asyncio.sleep(0.05)
+    await until(lambda: fake.stalled)
     report = await engine.sync(WeightsUpdate(make_params(1), 7))
     fake.stalls_at = 10**9
     assert (report.version, engine.version) == (7, 7)
@@ -127,8 +127,7 @@ def test_a_stop_that_begins_before_a_sync_and_ends_after_it_is_found(
         engine, start.ids, Sampling(max_tokens=40, temperature=0.0,
                                     stops=stops)
       ))
-      await until(lambda: fake.running)
-      await asyncio.sleep(0.05)
+      await until(lambda: fake.stalled)
       # The same weights: the text goes on as it was.
       await engine.sync(WeightsUpdate(make_params(), 1))
       fake.stalls_at = 10**9
@@ -287,16 +286,16 @@ def test_attempts_and_deadlines_end_a_call_with_the_reason(fake, tmp_path):
     with pytest.raises(EngineError, match='status 400: planted'):
       await once(engine, (1, 2), Sampling(max_tokens=2))
     await engine.shutdown()
-    engine = make([fake], tmp_path / 'b', deadline=0.3)
+    engine = make([fake], tmp_path / 'b', deadline=1.0)
     await load(engine, 0)
     fake.delay = 0.1
-    with pytest.raises(EngineError, match='config.engine.deadline=0.3'):
+    with pytest.raises(EngineError, match='config.engine.deadline=1.0'):
       await once(engine, (1, 2), Sampling(max_tokens=60))
     # A hold does not count.
     fake.delay = 0.0
     await engine.sync(WeightsUpdate(make_params(), 1))
     task = asyncio.create_task(once(engine, (1, 2), Sampling(max_tokens=2)))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.2)
     await engine.resume()
     assert len((await task).ids) == 2
     await engine.shutdown()
@@ -522,7 +521,7 @@ def test_a_sleeping_engine_holds_its_calls(fake, tmp_path):
     await load(engine, 1)
     fake.stalls_at = 3
     task = asyncio.create_task(trajectory(engine, 0, turns=1))
-    await until(lambda: fake.running)
+    await until(lambda: fake.stalled)
     await engine.rest()
     fake.stalls_at = 10**9
     assert fake.asleep and not fake.running

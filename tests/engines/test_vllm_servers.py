@@ -9,9 +9,10 @@ import pytest
 from searchrl_jax.engines.core import (
   EngineError, Sampling, SyncError, WeightsUpdate,
 )
+from tests.clock import until
 from tests.engines.common import make_params
 from tests.engines.contract import once
-from tests.engines.fake_vllm import check, load, make, until
+from tests.engines.fake_vllm import check, load, make
 
 two = pytest.mark.parametrize('fakes', [2], indirect=True)
 
@@ -57,8 +58,7 @@ def test_a_sync_and_its_checks_pass_those_that_wait(fake, tmp_path):
     await load(engine, 1)
     fake.stalls_at = 2
     calls = say(engine, 12)
-    await until(lambda: len(fake.running) == 4)
-    await asyncio.sleep(0.05)
+    await until(lambda: len(fake.stalled) == 4)
     assert len(await engine.score((1, 2, 3))) == 3
     await engine.sync(WeightsUpdate(make_params(1), 2))
     fake.stalls_at = 10**9
@@ -320,12 +320,12 @@ def test_a_mistake_of_ours_in_mending_reaches_the_caller(
 
 
 def test_a_deadline_names_what_went_wrong_last(fake, tmp_path):
-  engine = make([fake], tmp_path, deadline=0.5)
+  engine = make([fake], tmp_path, deadline=1.5)
 
   async def main():
     await load(engine, 5)
     await asyncio.to_thread(fake.kill)
-    with pytest.raises(EngineError, match='deadline=0.5.*no server.*Connect'):
+    with pytest.raises(EngineError, match='deadline=1.5.*no server.*Connect'):
       await once(engine, (1, 2), Sampling(max_tokens=2))
     await asyncio.to_thread(fake.start)
     await load(engine, 6)

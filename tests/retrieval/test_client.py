@@ -22,6 +22,7 @@ from retrieval.client import (
 )
 from retrieval.process import start_server
 from retrieval.replicas import KINDS, Failure, Replicas
+from tests.clock import within
 from tests.retrieval.conftest import PASSAGES, write_corpus
 
 FAST = dict(timeout_s=5.0, deadline_s=10.0, backoff_s=0.001, seed=0)
@@ -301,9 +302,8 @@ def test_retry_after_beyond_the_deadline_ends_at_once():
   for value in ('3600', 'Wed, 21 Oct 2099 07:28:00 GMT'):
     busy = reply({}, '429 Too Many Requests', [f'Retry-After: {value}'])
     with Faults(busy) as faults:
-      begun = time.monotonic()
-      assert failure(faults.url).kind == 'overloaded'
-      assert time.monotonic() - begun < 2
+      error = within(2, lambda: failure(faults.url))
+      assert error.kind == 'overloaded'
 
 
 @pytest.mark.parametrize('value', ['', 'soon', '-1', '9' * 99, '٣'])
@@ -318,10 +318,8 @@ def test_senseless_retry_after(value):
 
 def test_hang_ends_at_the_timeout():
   with Faults(HANG) as faults:
-    begun = time.monotonic()
-    error = failure(faults.url, timeout_s=0.2, retries=1)
+    error = within(2, lambda: failure(faults.url, timeout_s=0.2, retries=1))
     assert (error.kind, error.attempts) == ('timeout', 2)
-    assert time.monotonic() - begun < 2
 
 
 def test_hang_then_recovery():
@@ -331,19 +329,15 @@ def test_hang_then_recovery():
 
 def test_deadline_bounds_all_attempts():
   with Faults(HANG) as faults:
-    begun = time.monotonic()
-    error = failure(
+    error = within(1.5, lambda: failure(
       faults.url, timeout_s=0.2, deadline_s=0.5, retries=1000
-    )
+    ))
     assert error.kind == 'timeout'
-    assert time.monotonic() - begun < 1.5
   with Faults(BUSY) as faults:
-    begun = time.monotonic()
-    error = failure(
+    error = within(3, lambda: failure(
       faults.url, deadline_s=1.0, retries=10**6, max_backoff_s=0.05
-    )
+    ))
     assert error.kind == 'overloaded'
-    assert time.monotonic() - begun < 3
 
 
 def test_dripping_answer_does_not_outlive_the_timeout():
@@ -359,10 +353,8 @@ def test_dripping_answer_does_not_outlive_the_timeout():
     drip(connection, end)
 
   with Faults(endless) as faults:
-    begun = time.monotonic()
-    error = failure(faults.url, timeout_s=0.3, retries=0)
+    error = within(1.5, lambda: failure(faults.url, timeout_s=0.3, retries=0))
     assert error.kind == 'timeout'
-    assert time.monotonic() - begun < 1.5
 
 
 def test_connection_closed_in_the_middle():
