@@ -36,6 +36,7 @@ from searchrl_jax.engines.vllm_host import HOST, SidecarError
 
 PLUGIN = 'searchrl_jax.engines.vllm_plugin:Worker'
 _POLL_S = 0.25  # between looks at the server
+_CLOSED_S = 5.0  # for a server that no longer listens to end
 _SAY_S = 10.0  # between lines while it starts
 
 
@@ -89,7 +90,7 @@ class Manager:
       waited = time.monotonic() - begin
       if (status := self._group.poll()) is not None:
         raise SidecarError(self._failure(f'ended with {_status(status)}'))
-      if vllm_host.healthy(self.port):
+      if vllm_host.health(self.port) == 200:
         say(f'ready after {waited:.0f} s: {self.url} (log: {args.log_file})')
         return
       if waited > args.start_timeout_s:
@@ -107,8 +108,13 @@ class Manager:
     while not self.stop.wait(_POLL_S):
       if (status := self._group.poll()) is not None:
         return self._failure(f'ended with {_status(status)}')
-      if vllm_host.healthy(self.port):
+      health = vllm_host.health(self.port)
+      if health == 200:
         answered = time.monotonic()
+      elif health == 503:  # for good: there is no use in waiting
+        return self._failure('says that its engine is dead')
+      elif health < 0 and time.monotonic() - answered > _CLOSED_S:
+        return self._failure('closed its port and did not end')
       elif time.monotonic() - answered > self.args.health_timeout_s:
         return self._failure(
           f'gave no sign of health for {self.args.health_timeout_s:g} s '

@@ -210,14 +210,17 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
   return env
 
 
-def healthy(port: int) -> bool:
-  """Whether the server on `port` says that its engine lives."""
+def health(port: int) -> int:
+  """What the server on `port` says: 200 well, 503 that its engine is dead;
+  0 nothing, -1 nobody listens there."""
   connection = http.client.HTTPConnection(HOST, port, timeout=_HEALTH_S)
   try:
     connection.request('GET', '/health')
-    return connection.getresponse().status == 200
+    return connection.getresponse().status
+  except ConnectionRefusedError:
+    return -1
   except (OSError, http.client.HTTPException):
-    return False
+    return 0
   finally:
     connection.close()
 

