@@ -48,8 +48,15 @@ quickstart: setup
 	  $(if $(filter-out 0,$(CONTROLS)),--controls)
 
 # Two at a time: many tests wait for a process or a compiler of one thread.
+# Programs that run once for a moment are not worth XLA's optimizations, which
+# took half of all the time; `make test TEST_XLA_FLAGS=` runs with them, as
+# test-parity, test-sidecar and whoever uses the package do.
+TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
+  --xla_cpu_use_fusion_emitters=false
+
 test: setup
-	$(PY) -m pytest -n 2 --dist loadfile
+	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
+	  $(PY) -m pytest -n 2 --dist loadfile
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity
