@@ -20,7 +20,11 @@ os.environ['JAX_COMPILATION_CACHE_DIR'] = _COMPILED
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
 atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+hypothesis.settings.register_profile('untimed', deadline=None)
+hypothesis.settings.load_profile('untimed')
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Models and losses must not mix dtypes by accident.

@@ -56,9 +56,9 @@ class Rollouts:
       for q in questions:
         found = ended.get((q.id, 0))
         if found is None:
-          self.sampled.append((step, q.id))
           found = trajectory(q, end='failed' if q.id == 'q1' else 'answer')
           on_trajectory(found)
+          self.sampled.append((step, q.id))
         groups.append((found,))
       while not self.go[step].is_set():
         await asyncio.sleep(0.001)

@@ -104,16 +104,18 @@ class Manager:
 
   def _mind(self) -> str | None:
     """Returns what is wrong with the server; None when `stop` is set."""
-    answered = time.monotonic()
+    answered = listened = time.monotonic()
     while not self.stop.wait(_POLL_S):
       if (status := self._group.poll()) is not None:
         return self._failure(f'ended with {_status(status)}')
       health = vllm_host.health(self.port)
+      if health >= 0:
+        listened = time.monotonic()
       if health == 200:
         answered = time.monotonic()
       elif health == 503:  # for good: there is no use in waiting
         return self._failure('says that its engine is dead')
-      elif health < 0 and time.monotonic() - answered > _CLOSED_S:
+      elif time.monotonic() - listened > _CLOSED_S:
         return self._failure('closed its port and did not end')
       elif time.monotonic() - answered > self.args.health_timeout_s:
         return self._failure(

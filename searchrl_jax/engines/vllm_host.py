@@ -211,8 +211,10 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def health(port: int) -> int:
-  """What the server on `port` says: 200 well, 503 that its engine is dead;
-  0 nothing, -1 nobody listens there."""
+  """What the server on `port` says; 0: nothing, -1: nobody listens there.
+
+  200 is well, 503 that its engine is dead (or scaled, which none of ours is).
+  """
   connection = http.client.HTTPConnection(HOST, port, timeout=_HEALTH_S)
   try:
     connection.request('GET', '/health')

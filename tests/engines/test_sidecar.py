@@ -30,7 +30,7 @@ WAIT_S = 30  # until something has to be so, on a machine that is busy
 # that ignores SIGTERM, as an engine that is busy does. `fate` says what
 # happens to it: a file beside the model, read at each start.
 SERVER = '''
-import http.server, json, os, signal, subprocess, sys, time
+import json, os, signal, sys, time
 argv = sys.argv[1:]
 if argv[0] == '-c':
   print(json.dumps({FOUND}))
@@ -45,6 +45,7 @@ if fate == 'refuses':
 if fate == 'sleeps':
   print('loading ...', flush=True)
   time.sleep(600)
+import http.server, subprocess
 child = subprocess.Popen([sys.executable, '-c',
   'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'])
 facts = dict(argv=argv, env=dict(os.environ), child=child.pid)
@@ -53,6 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     sick = value('--model') + '/sick'
     status = int(open(sick).read()) if os.path.exists(sick) else 200
     if not status:
+      os.unlink(sick)
       return self.server.shutdown()
     self.send_response(status)
     self.end_headers()
@@ -216,7 +218,7 @@ def test_a_server_that_is_not_well_is_started_again(
     (model / 'ill').write_text(str(status))
     (model / 'ill').rename(model / 'sick')
     until(lambda: server.restarts == 1)
-    (model / 'sick').unlink()
+    (model / 'sick').unlink(missing_ok=True)
     back(server, server.restarts)
     assert gone(pid)
   assert said in (tmp_path / 'vllm.log').read_text()
@@ -299,7 +301,7 @@ def test_a_start_that_fails_shows_the_cause(start, model):
 def test_a_start_takes_its_time_and_no_more(start, model):
   (model / 'fate').write_text('sleeps')
   with pytest.raises(SidecarError, match=r'not ready.*\n  loading'):
-    start(start_timeout_s=1)
+    start(start_timeout_s=3)
 
 
 def test_a_port_in_use_is_refused(start):

@@ -253,7 +253,7 @@ def test_each_server_is_verified(fakes, tmp_path, stale):
 
 @pytest.mark.parametrize('fault', [503, 500, 429, 'hang'])
 def test_a_request_that_failed_is_sent_again_as_it_was(fake, tmp_path, fault):
-  engine = make([fake], tmp_path, timeout=0.5)
+  engine = make([fake], tmp_path, timeout=2.0 if fault == 'hang' else 5.0)
   start = prompt(engine)
 
   async def main():
@@ -360,10 +360,11 @@ def test_a_server_killed_in_the_middle_comes_back_with_the_weights(
   async def main():
     await load(engine, 4)
     want = await fleet(engine, 16)
-    fake.delay = 0.01
+    fake.stalls_at = 3
     rollout = asyncio.create_task(fleet(engine, 16))
-    await until(lambda: len(fake.running) > 6)
+    await until(lambda: len(fake.stalled) > 6)
     await asyncio.to_thread(fake.kill)
+    fake.stalls_at = 10**9
     await asyncio.sleep(0.3)
     await asyncio.to_thread(fake.start)
     ended = await rollout
@@ -428,10 +429,12 @@ def test_the_other_server_takes_over_and_the_lost_one_comes_back(
   async def main():
     await load(engine, 2)
     for fake in fakes:
-      fake.delay = 0.01
+      fake.stalls_at = 3
     rollout = asyncio.create_task(fleet(engine, 12))
-    await until(lambda: len(fakes[0].running) > 3)
+    await until(lambda: len(fakes[0].stalled) > 3)
     await asyncio.to_thread(fakes[0].kill)
+    for fake in fakes:
+      fake.stalls_at = 10**9
     await rollout  # all of it: with what the lost one had under way
     assert engine.stats()['retries'] >= 1
     # Six trajectories are its own; it served the lost one's too.
@@ -455,9 +458,13 @@ def test_load_is_balanced_and_a_handle_stays_with_its_cache(fakes, tmp_path):
   async def main():
     await load(engine, 0)
     for fake in fakes:
-      fake.delay = 0.005
+      fake.stalls_at = 2
       del fake.asked[:]
-    await fleet(engine, 10)
+    all_of_them = asyncio.create_task(fleet(engine, 10))
+    await until(lambda: [len(f.stalled) for f in fakes] == [5, 5])
+    for fake in fakes:
+      fake.stalls_at = 10**9
+    await all_of_them
     await engine.shutdown()
 
   asyncio.run(main())

@@ -7,8 +7,10 @@ import asyncio
 import dataclasses
 import functools
 import os
+import re
 import signal
 
+import httpx
 import jax
 import numpy as np
 import psutil
@@ -158,36 +160,50 @@ def test_stops_end_inside_merged_tokens(engine, served):
   assert seen > 3
 
 
-def test_a_call_goes_on_after_an_abort_on_the_new_weights(engine, tmp_path):
+def test_a_call_goes_on_after_an_abort_on_the_new_weights(
+  engine, served, tmp_path
+):
   """The cut falls where it may: the server minds a pause when it gets to it.
 
-  Three times as many calls as it serves at once: some are being written
-  however late that is. Where the cut falls decides the text; of one in twenty
-  texts, float32 misses a log-prob by more than 1e-4 at a scale of 0.25, and
-  by 2e-5 at most at this one.
+  Three times as many calls as it serves at once, so that some are being
+  written if that is seconds later. Where the cut falls decides the text; of
+  one in twenty texts, float32 misses a log-prob by more than 1e-4 at a scale
+  of 0.25, and by 2e-5 at most at this one.
   """
   start, params = prompt(engine), [weights(3, 0.15), weights(4, 0.15)]
   load(engine, params[0], 3)
   # Written beforehand, so that the pause comes at once.
   newer = Publisher(tmp_path, CFG, 'float32').publish(params[1], 4)
 
+  async def written(client):
+    """Tokens that the server has generated since its start."""
+    text = (await client.get(f'{served.sidecar.url}/metrics', timeout=60)).text
+    return float(re.search(
+      r'^vllm:generation_tokens_total\S* (\S+)$', text, re.M
+    )[1])
+
   async def main():
     aborted = engine.stats()['aborted_requests']
+    async with httpx.AsyncClient(trust_env=False) as client:
+      before = await written(client)
     calls = [
       asyncio.create_task(once(engine, start.ids, Sampling(
         max_tokens=450, temperature=0.0
       ))) for _ in range(96)
     ]
-    await asyncio.sleep(0.3)
+    async with httpx.AsyncClient(trust_env=False) as client:
+      while await written(client) < before + 32:
+        await asyncio.sleep(0.05)
     await engine.sync(WeightsUpdate(newer.path, 4))
     await engine.resume()
     done = await asyncio.gather(*calls)
     assert engine.stats()['aborted_requests'] >= aborted + 8
     return done
 
+  forward = sync.forward_logps(CFG)
+
   @functools.cache
   def wanted(version, ids):
-    forward = sync.forward_logps(CFG)
     return np.asarray(forward(params[version - 3], np.array(ids, np.int32)))
 
   # Some may have ended before it, or not have begun.

@@ -447,7 +447,7 @@ def test_a_server_that_is_late_half_of_the_time_earns_no_false_reward():
   with chat_server.serve(script) as chats:
     made = simulated.make(
       config(
-        url=chats.url, model='judge', timeout=0.5, attempts=1, chat=True
+        url=chats.url, model='judge', timeout=2.0, attempts=1, chat=True
       ), seed=0,
       writer=None,
     )
