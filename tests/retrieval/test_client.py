@@ -636,7 +636,9 @@ def test_a_replica_that_answers_rubbish_is_passed_over(server, answer):
   with Faults(answer) as faults:
     async def run():
       urls = [faults.url, server.url]
-      async with RetrievalClient(urls, **FAST, failures=3) as client:
+      async with RetrievalClient(
+        urls, **FAST, failures=3, cooldown_s=1000.0
+      ) as client:
         return [await client.retrieve(['hamlet'], 1) for _ in range(12)]
 
     if b' 404 ' in answer:  # the request's own fault: nobody else is asked
