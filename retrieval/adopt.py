@@ -26,7 +26,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from retrieval import files, vectors
+from retrieval import faiss_build, files, vectors
 from retrieval.corpus import Corpus
 
 _BLOCK = 16384  # rows in memory at once
@@ -111,7 +111,7 @@ def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
 
 def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
   try:
-    index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP_IFC)
+    index = faiss_build.read(path)
   except RuntimeError as error:
     reason = str(error).partition('Error: ')[2] or str(error)
     raise AdoptError(
@@ -196,7 +196,6 @@ def adopt(
   *,
   dtype: str | None = None,
   sample: int = 64,
-  seed: int = 0,
 ) -> tuple[Stored, Any]:
   """Checks vectors of a user and brings them into an index folder.
 
@@ -207,8 +206,7 @@ def adopt(
     folder: of the index.
     index_path: where an index of a FAISS factory string lies in it.
     dtype: of vectors.npy; None: as stored.
-    sample: passages to encode again.
-    seed: which ones.
+    sample: passages to encode again, the same each time.
 
   Returns:
     What was adopted, and the encoder that it fits. Exact vectors are in
@@ -228,9 +226,7 @@ def adopt(
     if not whole.exists() or whole.stat().st_size != size:
       files.join(paths, whole)
   try:
-    stored, encoder = _checked(
-      whole, corpus, make_encoder, sample, np.random.default_rng(seed)
-    )
+    stored, encoder = _checked(whole, corpus, make_encoder, sample)
     if stored.exact:
       _keep_vectors(stored, corpus, encoder, folder, dtype or stored.dtype)
   except (AdoptError, vectors.VectorsError):
@@ -241,6 +237,11 @@ def adopt(
     final = index_path(stored.factory)
     final.parent.mkdir(exist_ok=True)
     files.link(whole, final)
+    lists, ours = map(faiss_build.lists_path, (whole, final))
+    if lists.exists():
+      files.link(lists, ours)
+    else:
+      ours.unlink(missing_ok=True)
   if whole not in paths:
     whole.unlink()
   return stored, encoder
@@ -251,12 +252,11 @@ def _checked(
   corpus: Corpus,
   make_encoder: Callable[..., Any],
   sample: int,
-  generator: np.random.Generator,
 ) -> tuple[Stored, Any]:
   """The stored vectors and the encoder that made them; else AdoptError."""
   encoder = make_encoder()
   stored = open_stored(whole, len(corpus), encoder.dim)
-  picked = np.sort(generator.choice(
+  picked = np.sort(np.random.default_rng(0).choice(
     len(corpus), min(sample, len(corpus)), replace=False
   ))
   texts = [corpus.contents[int(i)] for i in picked]
@@ -292,7 +292,7 @@ def _keep_vectors(
       folder / 'vectors.json', {'identity': about, 'done': len(corpus)}
     )
   else:
-    vectors.copy(stored.blocks(), stored.shape, dtype, about, folder)
+    vectors.write(stored.blocks(), stored.shape, about, folder)
 
 
 def _why(

@@ -4,11 +4,11 @@
 """
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import hmac
+import logging
 import math
 import os
 import time
@@ -23,9 +23,7 @@ from collections.abc import (
 from typing import Any
 
 import fastapi
-import numpy as np
 import prometheus_client
-import psutil
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import ClientDisconnect
 
@@ -40,24 +38,24 @@ from retrieval.core import (
 from retrieval.protocol import Limits, Rejected, bad_request
 
 LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+_log = logging.getLogger(__name__)
 _COMPILERS = 8  # threads; XLA compiles one program in about one
 _OPEN = ('/health', '/ready')  # answered without the token, telling less
+_CHUNK = 1 << 16  # bytes of an answer given to the transport at once
+_LINGER_S = 2.0  # what a refused client may go on sending, unread
+_WARM = 8  # queries of the warm-up
 
 
 class Traffic:
   """What passes through the application: bounds and counts it."""
 
   def __init__(self, limits: Limits):
-    self.limits = limits
-    self.started = time.time()
+    self.limits, self.started = limits, time.time()
     self.in_flight = self.bytes = 0
-    self.statuses: collections.Counter = collections.Counter()
-    # (end, seconds, queries) of the last answered requests.
-    self.recent: collections.deque = collections.deque(maxlen=4096)
 
   @contextlib.contextmanager
   def request(self) -> Iterator['Request']:
-    """A search request, from its head to its answer.
+    """A search request, from its head to the last byte of its answer.
 
     Raises:
       Rejected: 429, `Limits.max_requests` are in flight.
@@ -72,42 +70,19 @@ class Traffic:
     self.in_flight += 1
     metrics.IN_FLIGHT.set(self.in_flight)
     try:
-      yield request
+      with metrics.REQUESTS.time():
+        yield request
     finally:
       self.in_flight -= 1
       self.bytes -= request.bytes
       metrics.IN_FLIGHT.set(self.in_flight)
 
-  def stats(self) -> dict[str, object]:
-    """Of the last answered requests, at most 4096 and 60 s old."""
-    now = time.monotonic()
-    recent = [r for r in self.recent if r[0] > now - 60]
-    span = min(60.0, time.time() - self.started)
-    if len(recent) == self.recent.maxlen:  # what came before is forgotten
-      span = now - recent[0][0]
-    p50, p99 = (
-      np.percentile([r[1] for r in recent], (50, 99)) * 1000
-      if recent else (None, None)
-    )
-    return {
-      'uptime_s': round(time.time() - self.started, 3),
-      'rss_bytes': psutil.Process().memory_info().rss,
-      'in_flight': self.in_flight,
-      'responses': {str(s): n for s, n in sorted(self.statuses.items())},
-      'recent_requests': len(recent),
-      'recent_p50_ms': p50 and round(float(p50), 3),
-      'recent_p99_ms': p99 and round(float(p99), 3),
-      'recent_queries_per_s': round(
-        sum(r[2] for r in recent) / max(span, 1e-3), 3
-      ),
-    }
-
 
 class Request:
-  """One search request under way: its bytes and its time."""
+  """One search request under way: its bytes, both ways."""
 
   def __init__(self, traffic: Traffic):
-    self._traffic, self.bytes, self.begun = traffic, 0, time.monotonic()
+    self._traffic, self.bytes = traffic, 0
 
   async def body(self, http: fastapi.Request) -> bytes:
     """The whole body.
@@ -120,35 +95,43 @@ class Request:
     try:
       async for chunk in http.stream():
         body += chunk
-        self.bytes += len(chunk)
-        self._traffic.bytes += len(chunk)
         if len(body) > limits.max_body_bytes:
           raise bad_request(
             ['body'],
-            f'more than {limits.max_body_bytes} bytes; send fewer queries', 413,
+            f'more than {limits.max_body_bytes} bytes; send fewer queries '
+            '(--max_body_bytes)', 413,
           )
-        if self._traffic.bytes > limits.max_bytes:
-          raise Rejected(
-            503, 'bytes', 'too many bytes are in flight (--max_bytes)', 1
-          )
+        self.hold(len(chunk))
     except ClientDisconnect:  # nobody reads this; it keeps the log quiet
       raise bad_request(['body'], 'cut short', 400) from None
     return bytes(body)
 
-  def done(self, queries: int) -> None:
-    now = time.monotonic()
-    metrics.REQUESTS.observe(now - self.begun)
-    self._traffic.recent.append((now, now - self.begun, queries))
+  def hold(self, count: int) -> None:
+    """Counts bytes as in flight until the request has ended.
+
+    Raises:
+      Rejected: 503, with them there are too many.
+    """
+    self.bytes += count
+    self._traffic.bytes += count
+    if self._traffic.bytes > self._traffic.limits.max_bytes:
+      raise Rejected(
+        503, 'bytes', 'too many bytes are in flight (--max_bytes)', 1
+      )
+
+
+class _Unread(Exception):
+  """The client did not read its answer in time."""
 
 
 class _Guard:
-  """Outermost: asks for the token and counts the answers."""
+  """Outermost: asks for the token, counts the answers and sees them sent."""
 
   def __init__(
-    self, app, token: str | None, traffic: Traffic, loopback: bool
+    self, app, token: str | None, traffic: Traffic, hosts: Sequence[str] | None
   ):
     self._app, self._token, self._traffic = app, token, traffic
-    self._loopback = loopback
+    self._hosts = hosts
 
   async def __call__(self, scope, receive, send) -> None:
     if scope['type'] != 'http':
@@ -156,45 +139,77 @@ class _Guard:
 
     async def counted(message) -> None:
       if message['type'] == 'http.response.start':
-        self._traffic.statuses[message['status']] += 1
         metrics.RESPONSES.labels(message['status']).inc()
-      await send(message)
+        return await send(message)
+      # Each call waits until the client has read most of what went before.
+      body = memoryview(message.get('body', b''))
+      more = message.get('more_body', False)
+      try:
+        async with asyncio.timeout(self._traffic.limits.deadline_s):
+          while len(body) > _CHUNK:
+            part, body = body[:_CHUNK], body[_CHUNK:]
+            await send(message | {'body': part, 'more_body': True})
+          await send(message | {'body': body, 'more_body': more})
+      except TimeoutError:
+        raise _Unread from None
 
-    async def refuse(refusal: Response) -> None:
-      # Read to its end first: no answer can go out amid a broken body.
-      while (message := await receive())['type'] == 'http.request':
-        if not message.get('more_body'):
-          return await refusal(scope, receive, counted)
+    async def linger(message) -> None:
+      # The answer goes out at once. What the client goes on sending is thrown
+      # away for a moment: a connection that is closed with bytes unread is
+      # reset, and the client might lose the answer.
+      if message['type'] == 'http.response.body':
+        await counted(message | {'more_body': True})
+        message = message | {'body': b''}
+        with contextlib.suppress(TimeoutError):
+          async with asyncio.timeout(_LINGER_S):
+            while (await receive()).get('more_body'):
+              pass
+      await counted(message)
 
-    if self._token is None and self._foreign(scope):
+    async def refuse(reason: str, status: int, detail: str, **headers) -> None:
+      metrics.REJECTED.labels(reason).inc()
+      headers['Connection'] = 'close'
+      answer = JSONResponse({'detail': detail}, status, headers)
+      await answer(scope, receive, linger)
+
+    if self._token is None and (problem := self._foreign(scope)):
       # A page in a browser here reaches this server too.
-      metrics.REJECTED.labels('origin').inc()
-      return await refuse(JSONResponse({'detail': 'of another site'}, 403))
+      return await refuse('origin', 403, problem)
     known = self._token is None or _bears(scope, self._token)
-    scope.setdefault('state', {})['known'] = known
-    if known or scope['path'] in _OPEN:
-      return await self._app(scope, receive, counted)
-    refusal = JSONResponse(
-      {'detail': 'send the header Authorization: Bearer TOKEN'}, 401,
-      {'WWW-Authenticate': 'Bearer'},
-    )
-    metrics.REJECTED.labels('token').inc()
-    await refuse(refusal)
+    if not known and scope['path'] not in _OPEN:
+      return await refuse(
+        'token', 401, 'send the header Authorization: Bearer TOKEN',
+        **{'WWW-Authenticate': 'Bearer'},
+      )
+    with contextlib.ExitStack() as held:
+      scope.setdefault('state', {}).update(known=known, held=held)
+      try:
+        await self._app(scope, receive, counted)
+      except _Unread:  # without a whole answer, uvicorn closes the connection
+        metrics.REJECTED.labels('unread').inc()
 
-  def _foreign(self, scope) -> bool:
-    """Whether a browser asks on behalf of a site that is not this server."""
+  def _foreign(self, scope) -> str:
+    """Why this may be a browser that asks for another site's page, or ''."""
     headers = dict(scope['headers'])
     host = headers.get(b'host', b'').decode('latin-1')
     # A name that leads here need not be one of this machine's.
-    if self._loopback and not any(
-      host == shown or host.startswith(f'{shown}:')
-      for shown in ('127.0.0.1', 'localhost', '[::1]')
+    if self._hosts is not None and not any(
+      host == shown or host.startswith(f'{shown}:') for shown in self._hosts
     ):
-      return True
+      return (
+        f'the header Host is {host[:80]!r}; without a token, a browser being '
+        f'able to use any name, only {", ".join(self._hosts)} are answered: '
+        'start the server with --allow_host=NAME, or with --token_file'
+      )
     origin = headers.get(b'origin')
-    return origin is not None and (
+    if origin is not None and (
       origin.decode('latin-1').partition('://')[2] != host
-    )
+    ):
+      return (
+        'the header Origin names another site than Host; to serve pages of '
+        'other sites, start the server with --token_file'
+      )
+    return ''
 
 
 def _bears(scope: Mapping[str, Any], token: str) -> bool:
@@ -212,7 +227,7 @@ def create_app(
   local: LocalSearcher | None = None,
   programs: Sequence[Callable[[], None]] = (),
   token: str | None = None,
-  loopback: bool = False,
+  hosts: Sequence[str] | None = None,
 ) -> fastapi.FastAPI:
   """The HTTP application; its lifespan starts the batcher and warms up.
 
@@ -223,9 +238,9 @@ def create_app(
       searches that cost nothing. None: the searcher itself, if it is one.
     programs: calls that compile what searches will run, as `DenseJax` and
       `Encoder` list them; it is ready after them.
-    token: what /retrieve, /metrics and /stats ask for; None: nothing, and
+    token: what all but /health and /ready ask for; None: nothing, and
       pages of other sites in a browser on this machine are refused.
-    loopback: it is reached by names of this machine alone.
+    hosts: names by which it may be reached without a token; None: any.
 
   Returns:
     The application; `app.state.warm` is a task that ends when it is warm, and
@@ -234,7 +249,11 @@ def create_app(
   if local is None and isinstance(searcher, LocalSearcher):
     local = searcher
   batcher, traffic = Batcher(searcher, limits), Traffic(limits)
-  identity, served = dict(searcher.identity), {}
+  # Two servers that cut queries otherwise do not answer alike.
+  identity = {**searcher.identity, 'query': {
+    'max_bytes': limits.max_query_bytes, 'max_terms': limits.max_query_terms,
+  }}
+  served = {}
   # With every answer: another server may take this one's place unseen.
   said = {IDENTITY_HEADER: identity_hash(identity)}
   if local is not None:
@@ -248,6 +267,7 @@ def create_app(
   @contextlib.asynccontextmanager
   async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
     batcher.start()
+    app.state.batcher = batcher
     app.state.warm = asyncio.create_task(
       _warm(batcher, local, limits, programs)
     )
@@ -260,7 +280,7 @@ def create_app(
     title='searchrl retrieval', version=protocol.VERSION, lifespan=lifespan
   )
   app.add_middleware(
-    _Guard, token=token, traffic=traffic, loopback=loopback
+    _Guard, token=token, traffic=traffic, hosts=hosts
   )
 
   @app.exception_handler(Rejected)
@@ -277,21 +297,23 @@ def create_app(
     The header X-Deadline-Ms says how long the client waits, in milliseconds;
     --deadline_s bounds it.
     """
-    with traffic.request() as request:
-      seconds = _deadline_s(http, limits)
-      try:
-        async with asyncio.timeout(seconds):
-          asked = protocol.parse_request(await request.body(http), limits)
-          answers = await _while_there(
-            http, batcher.search(asked.queries, asked.topk)
-          )
-      except TimeoutError:
-        raise Rejected(
-          504, 'deadline', f'not answered within {seconds:g} s'
-        ) from None
-      body = protocol.answer(answers, asked.return_scores)
-      request.done(len(answers))
-      return Response(body, headers=said, media_type='application/json')
+    # It is held until the answer has been sent.
+    request = http.state.held.enter_context(traffic.request())
+    seconds = _deadline_s(http, limits)
+    try:
+      async with asyncio.timeout(seconds):
+        asked = protocol.parse_request(await request.body(http), limits)
+        answers = await _while_there(
+          http, batcher.search(asked.queries, asked.topk)
+        )
+    except TimeoutError:
+      raise Rejected(
+        504, 'deadline', f'not answered within {seconds:g} s (--deadline_s, '
+        'or X-Deadline-Ms of the request)'
+      ) from None
+    body = protocol.answer(answers, asked.return_scores)
+    request.hold(len(body))
+    return Response(body, headers=said, media_type='application/json')
 
   @app.get('/health')
   async def health(http: fastapi.Request) -> dict:
@@ -305,6 +327,9 @@ def create_app(
       'identity': identity,
       'limits': dataclasses.asdict(limits),
       'served': dataclasses.asdict(batcher.counters),
+      'waiting': {
+        'requests': traffic.in_flight, 'queries': batcher.pending
+      },
       'uptime_s': round(time.time() - traffic.started, 3),
     }
 
@@ -324,15 +349,6 @@ def create_app(
       media_type='text/plain; version=0.0.4; charset=utf-8',
     )
 
-  @app.get('/stats', responses=secured)
-  async def stats() -> dict:
-    """For people: traffic, counters, memory."""
-    return {
-      **traffic.stats(),
-      'pending_queries': batcher.pending,
-      **dataclasses.asdict(batcher.counters),
-    }
-
   return app
 
 
@@ -344,11 +360,19 @@ async def _warm(
     await _compile(programs)
   if local is None:
     return
-  for size in sorted({1, limits.max_queries}):
-    queries = [f'{i} warm' for i in range(size)]
-    await batcher.call(
-      lambda: local.index.search(queries, limits.topk)  # noqa: B023
-    )
+  queries = [f'{i} warm' for i in range(min(_WARM, limits.max_batch))]
+
+  def search() -> None:
+    with batcher.pace.timed(len(queries)):
+      local.index.search(queries, limits.topk)
+
+  task = asyncio.ensure_future(batcher.call(search))
+  if (await asyncio.wait([task], timeout=limits.warm_s))[0]:
+    return task.result()
+  _log.warning(
+    'the first search took more than %g s (--warm_s): requests wait behind '
+    'it', limits.warm_s,
+  )
 
 
 async def _compile(programs: Sequence[Callable[[], None]]) -> None:

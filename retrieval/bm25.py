@@ -14,55 +14,40 @@ passages. Adding up and choosing the best are done here rather than by
 `bm25s.retrieve` for three reasons: equal scores come in corpus order whatever
 the batch, the order of the words in a query cannot show, and passages without
 any word of the query are never returned.
+
+Threads search shards: of every query, every range of `_SHARD` passages. There
+is one for each core, or as many as $NUMBA_NUM_THREADS says. Numba compiles the
+loop over postings, at the first search, so that it runs without Python's
+global lock; NumPy releases that lock in the rest.
 """
 
 import array
 import collections
-import contextlib
+import concurrent.futures
 import functools
 import hashlib
 import io
 import itertools
 import os
 import pathlib
-import re
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+import numba
 import numpy as np
-import Stemmer
+from absl import flags
 
 from retrieval import files
+from retrieval.analyzer import STEMMERS, STOP_WORDS, WORD, Analyzer
 from retrieval.metrics import stage
 
-
-@contextlib.contextmanager
-def _without(*modules: str) -> Iterator[None]:
-  """Lets imports of these modules fail, those already loaded too."""
-  kept = {name: sys.modules.get(name) for name in modules}
-  sys.modules.update(dict.fromkeys(modules))
-  try:
-    yield
-  finally:
-    for name, module in kept.items():
-      if module is None:
-        del sys.modules[name]
-      else:
-        sys.modules[name] = module
-
-
-# Where JAX is installed, importing bm25s runs a computation with it: that
-# opens the accelerator and takes most of its memory from the trainer beside
-# this server, and 1.7 s. Nothing here uses it.
-with _without('jax', 'jax.lax'):
-  from bm25s import stopwords as bm25s_stopwords
-
-# One word of one character counts too: "Henry V", "Vitamin C".
-_WORD = re.compile(r'\w+')
 _GROUPS = 64  # see _top
+# Passages whose scores a thread holds at once: 16 MB, so that its memory does
+# not grow with the corpus and much of it stays in the cache. A multiple of 64.
+_SHARD = 1 << 22
+_FEW = 1 << 17  # passages that threads would not search faster
+_TINY = 1 << 9  # passages, of a web page say, that are not worth compiling for
 _BLOCK = 1 << 16  # passages counted at once, about 300 MB
 _WORDS = 1 << 20  # words whose terms are remembered, at most 150 MB
 _CACHED, _LONG = 1 << 16, 40  # words of queries remembered; longest of them
@@ -76,63 +61,37 @@ _ARRAYS = {
   'hashes': np.uint64,  # [T] of the terms, ascending
   'terms': np.int32,  # [T] the term of each hash
 }
-
-STOP_WORDS = {
-  'none': frozenset(),
-  'english': frozenset(bm25s_stopwords.STOPWORDS_EN),
-  'english_plus': frozenset(bm25s_stopwords.STOPWORDS_EN_PLUS),
+PRESETS = {  # k1, b
+  'lucene': (1.2, 0.75),
+  'search_r1': (0.9, 0.4),  # Pyserini's, which Search-R1's server leaves as is
 }
-STEMMERS = ('none', *Stemmer.algorithms())
 
 
-class Analyzer:
-  """Text to the terms that are compared: lower case, stop words, stems."""
+def define_flags(note: str = '') -> None:
+  """Flags of the parameters; `note` says when they matter."""
+  note = f'BM25{note}: '
+  flags.DEFINE_enum('bm25_preset', 'lucene', [*PRESETS], f'{note}k1 and b.')
+  flags.DEFINE_float(
+    'k1', None, f'{note}saturation of repeated words; else the preset.', 0
+  )
+  flags.DEFINE_float(
+    'b', None, f'{note}discount of long passages; else the preset.', 0, 1
+  )
+  flags.DEFINE_enum('stemmer', 'english', STEMMERS, f'{note}word stems.')
+  flags.DEFINE_enum(
+    'stop_words', 'english', [*STOP_WORDS], f'{note}words left out.'
+  )
 
-  def __init__(self, stemmer: str = 'english', stop_words: str = 'english'):
-    """Makes an analyzer.
 
-    Args:
-      stemmer: 'none' or the name of a Snowball algorithm (`STEMMERS`).
-      stop_words: a key of `STOP_WORDS`.
-
-    Raises:
-      ValueError: an unknown name; the message lists those that exist.
-    """
-    if stemmer not in STEMMERS:
-      raise ValueError(f'stemmer {stemmer!r} is none of {", ".join(STEMMERS)}')
-    if stop_words not in STOP_WORDS:
-      raise ValueError(
-        f'stop_words {stop_words!r} is none of {", ".join(STOP_WORDS)}'
-      )
-    self.stemmer, self.stop_words = stemmer, stop_words
-    self._stop = STOP_WORDS[stop_words]
-    self._stem = (
-      None if stemmer == 'none' else Stemmer.Stemmer(stemmer).stemWord
-    )
-    self._lock = threading.Lock()  # a Stemmer is not thread-safe
-
-  def term(self, word: str) -> str | None:
-    """The term of one word, None for a stop word."""
-    word = word.lower()
-    if word in self._stop:
-      return None
-    if self._stem is None:
-      return word
-    with self._lock:
-      return self._stem(word)
-
-  def __call__(self, text: str) -> list[str]:
-    """The terms of `text`, in order, repetitions kept."""
-    terms = (self.term(word) for word in _WORD.findall(text))
-    return [term for term in terms if term is not None]
-
-  def spans(self, text: str, terms: set[str]) -> list[tuple[int, int]]:
-    """The (start, end) of the words of `text` whose term is in `terms`."""
-    return [
-      match.span()
-      for match in _WORD.finditer(text)
-      if self.term(match.group()) in terms
-    ]
+def options(args: Any) -> dict[str, Any]:
+  """The keywords of `BM25Index` that the flags of `define_flags` name."""
+  k1, b = PRESETS[args.bm25_preset]
+  return {
+    'k1': k1 if args.k1 is None else args.k1,
+    'b': b if args.b is None else args.b,
+    'stemmer': args.stemmer,
+    'stop_words': args.stop_words,
+  }
 
 
 class BM25Index:
@@ -171,7 +130,7 @@ class BM25Index:
   def build(
     cls, texts: Sequence[str], folder: str | os.PathLike, **options: Any
   ) -> 'BM25Index':
-    """Builds the index in files, to be mapped: `BM25Index(texts).save(folder)`.
+    """Builds the index in files, and maps them.
 
     Memory: 4 bytes a passage, about 100 bytes a distinct word, and 0.5 GB.
     Disk: 8 bytes for each different word of each passage, and 12 more until
@@ -194,21 +153,15 @@ class BM25Index:
       arrays = _build(_watched(texts), self, spool, make)
     for found in arrays.values():
       found.flush()
-    self._describe(folder, arrays)
+    files.write_json(folder / 'bm25.json', {
+      'format': _FORMAT, 'count': self._count, 'parameters': self._options,
+      'lengths': {name: len(found) for name, found in arrays.items()},
+    })
     return cls.open(folder)
-
-  def save(self, folder: str | os.PathLike) -> None:
-    """Writes the index; the folder is one when this returns, not before."""
-    folder = _clear(folder)
-    for name, found in self._arrays.items():
-      with open(folder / f'{name}.npy', 'wb') as file:
-        np.save(file, found)
-        files.sync(file)
-    self._describe(folder, self._arrays)
 
   @classmethod
   def open(cls, folder: str | os.PathLike) -> 'BM25Index':
-    """Maps an index that was saved.
+    """Maps an index that was built.
 
     Raises:
       ValueError: the folder holds no whole index of this format.
@@ -276,24 +229,35 @@ class BM25Index:
     k = min(k, self._count)
     ids = np.full((len(queries), k), -1, np.int64)
     scores = np.full((len(queries), k), -np.inf, np.float32)
-    # Padded to whole groups; the padding never scores.
-    totals = np.zeros(-(-self._count // _GROUPS) * _GROUPS, np.float32)
+    shards = range(len(self._borders) - 1)
+    found = [[None] * len(shards) for _ in queries]
+    add = _add.py_func if self._count <= _TINY else _add
     with stage('search'):
-      for row, query in enumerate(queries):
-        counts = collections.Counter(self._query_ids(query))
-        if not counts:
-          continue
-        totals.fill(0)
-        # Sorted: float32 sums then depend on the words alone, not their order.
-        for term, count in sorted(counts.items()):
-          span = slice(self._starts[term], self._starts[term + 1])
-          added = self._values[span]
-          np.add.at(
-            totals, self._rows[span], added if count == 1 else count * added
-          )
-        best = _top(totals, k)
-        ids[row, : len(best)] = best
-        scores[row, : len(best)] = totals[best]
+      asked = [self._postings(query) for query in queries]
+      todo = [(row, shard) for row in range(len(queries)) for shard in shards]
+      rest = iter(todo)
+
+      def work(_: int) -> None:
+        # Padded to whole groups; the padding never scores.
+        size = min(_SHARD, -(-self._count // _GROUPS) * _GROUPS)
+        totals = np.empty(size, np.float32)
+        for row, shard in rest:  # whichever no other thread has taken
+          edges, counts = asked[row]
+          first = self._borders[shard]
+          add(self._rows, self._values, edges, shard, counts, first, totals)
+          best = _top(totals, k)
+          found[row][shard] = first + best, totals[best]
+
+      threads = min(len(todo), 1 if self._count < _FEW else self._threads)
+      if threads > 1:
+        list(self._pool.map(work, range(threads)))
+      else:
+        work(0)
+      for row, parts in enumerate(found):
+        best, total = map(np.concatenate, zip(*parts))
+        order = np.argsort(-total, kind='stable')[:k]
+        ids[row, : len(order)] = best[order]
+        scores[row, : len(order)] = total[order]
     return ids, scores
 
   def _configure(
@@ -315,40 +279,55 @@ class BM25Index:
     self._count = count
 
   def _load(self, arrays: dict[str, np.ndarray]) -> None:
-    self._arrays = arrays
+    for found in arrays.values():  # as mapped files are: `_add` compiles once
+      found.setflags(write=False)
     self._values, self._rows, self._starts, self._hashes, self._terms = (
       arrays[name] for name in _ARRAYS
     )
     if not len(self._values) == len(self._rows) == self._starts[-1]:
       raise ValueError('its arrays do not fit each other')
     self._starts = memoryview(self._starts)  # of which an item is an int
-    self._cached = functools.lru_cache(_CACHED)(self._term_id)
+    shards = range(0, self._count, _SHARD)
+    # int32 as `rows`: for another type NumPy would convert all rows.
+    self._borders = np.array([*shards, self._count], np.int32)
+    self._cached = functools.lru_cache(_CACHED)(self._edges)
+    self._threads = numba.config.NUMBA_NUM_THREADS
+    self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, 'bm25')
 
-  def _describe(
-    self, folder: pathlib.Path, arrays: dict[str, np.ndarray]
-  ) -> None:
-    files.write_json(folder / 'bm25.json', {
-      'format': _FORMAT, 'count': self._count, 'parameters': self._options,
-      'lengths': {name: len(found) for name, found in arrays.items()},
-    })
+  def _postings(self, query: str) -> tuple[np.ndarray, np.ndarray]:
+    """Edges [T, shards + 1] and counts float32 [T] of a query's terms.
 
-  def _query_ids(self, query: str) -> list[int]:
-    ids = (
+    In the order of the terms: float32 sums then depend on the words alone, not
+    on their order in the query.
+    """
+    counts = collections.Counter(
       # Queries come from outside: a word of a megabyte is not kept.
-      (self._cached if len(word) <= _LONG else self._term_id)(word)
-      for word in _WORD.findall(query.lower())
+      (self._cached if len(word) <= _LONG else self._edges)(word)
+      for word in WORD.findall(query.lower())
     )
-    return [i for i in ids if i >= 0]
+    del counts[()]
+    edges = sorted(counts)
+    return (
+      np.array(edges, np.int64).reshape(-1, len(self._borders)),
+      np.array([counts[e] for e in edges], np.float32),
+    )
 
-  def _term_id(self, word: str) -> int:
-    """The id of the term of a word; -1: a stop word, or in no passage."""
+  def _edges(self, word: str) -> tuple[int, ...]:
+    """Where the postings of a word's term begin in each shard, and end.
+
+    () for a stop word, and for a term of no passage.
+    """
     term = self.analyzer.term(word)
     if term is None:
-      return -1
+      return ()
     key = np.uint64(_hash(term))
     at = int(np.searchsorted(self._hashes, key))
-    found = at < len(self._hashes) and self._hashes[at] == key
-    return int(self._terms[at]) if found else -1
+    if at == len(self._hashes) or self._hashes[at] != key:
+      return ()
+    term = int(self._terms[at])
+    first, end = self._starts[term], self._starts[term + 1]
+    inner = self._rows[first:end].searchsorted(self._borders[1:-1])
+    return (first, *(first + inner).tolist(), end)
 
 
 class _TermIds(dict):
@@ -429,7 +408,7 @@ def _counted(
   while block := list(itertools.islice(texts, _BLOCK)):
     flat, words = array.array('i'), array.array('i')
     for text in block:
-      found = _WORD.findall(text.lower())
+      found = WORD.findall(text.lower())
       flat.extend([ids[word] for word in found])
       words.append(len(found))
     term = np.frombuffer(flat, np.int32)
@@ -463,6 +442,19 @@ def _watched(texts: Sequence[str]) -> Iterator[str]:
     for text in texts:
       yield text
       bar.update()
+
+
+@numba.njit(nogil=True)
+def _add(rows, values, edges, shard, counts, first, totals):
+  """Sets `totals` of a shard, which starts at passage `first`.
+
+  Term by term in float32: the bits of the sums are those of NumPy.
+  """
+  totals[:] = 0
+  for term in range(len(edges)):
+    for i in range(edges[term, shard], edges[term, shard + 1]):
+      # Unsigned: a negative index would be checked for.
+      totals[np.uint64(rows[i] - first)] += counts[term] * values[i]
 
 
 def _top(totals: np.ndarray, k: int) -> np.ndarray:

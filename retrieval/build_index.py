@@ -26,14 +26,17 @@ import numpy as np
 from absl import app as absl_app
 from absl import flags
 
+from retrieval import bm25 as bm25_lib
 from retrieval import files, vectors
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
-from retrieval.folder import FORMAT, KINDS, faiss_path, write_manifest
+from retrieval.folder import (
+  FORMAT, KINDS, faiss_path, open_vectors, write_manifest
+)
 from retrieval.store import open_store, write_store
 
 _OWN = (  # what --restart removes
   'manifest.json', 'corpus.arrow', 'vectors.npy', 'vectors.npy.part',
-  'vectors.json', 'adopted.joined', 'bm25', 'faiss', 'milvus.db',
+  'vectors.json', 'adopted.joined', 'bm25', 'faiss',
 )
 _ENCODER = (  # flags that are keywords of Encoder
   'family', 'dtype', 'pooling', 'normalise', 'query_prefix', 'passage_prefix',
@@ -108,13 +111,24 @@ class Folder:
 
   def add_vectors(self, found: Any, encoder: dict[str, Any]) -> None:
     self.manifest['vectors'] = {
-      'dim': found.shape[1], 'dtype': str(found.dtype), 'encoder': encoder,
+      'dim': found.shape[1], 'dtype': str(found.dtype),
+      'sample_sha256': files.sample_sha256(self.path / 'vectors.npy'),
+      'encoder': encoder,
     }
     self.save()
 
   def add_index(self, name: str, parameters: dict[str, Any]) -> None:
     self.manifest['indexes'][name] = parameters
     self.save()
+
+  def add_faiss(self, factory: str, **about: Any) -> None:
+    """States an index file that is there, and how it is to be searched."""
+    from retrieval.dense_faiss import DenseFaiss
+    found = DenseFaiss(faiss_path(self.path, factory), None).parameters
+    stated = ('sample_sha256', 'nprobe', 'ef_search')
+    self.add_index(f'dense_faiss:{factory}', {
+      'factory': factory, **{k: found[k] for k in stated if found[k]}, **about
+    })
 
   def save(self) -> None:
     write_manifest(self.path, self.manifest)
@@ -184,7 +198,10 @@ def build_indexes(
   """Builds the indexes that are not there yet, and states each when whole."""
   for name in names:
     kind, _, factory = name.partition(':')
-    if (there := folder.manifest['indexes'].get(name)) is not None:
+    there = folder.manifest['indexes'].get(name)
+    if there is not None and (  # else of an earlier version
+      kind != 'dense_faiss' or 'sample_sha256' in there
+    ):
       stated = {key: there.get(key) for key in bm25}
       if kind == 'bm25' and (differ := files.differences(stated, bm25)):
         raise ValueError(
@@ -197,8 +214,9 @@ def build_indexes(
     # Before the import of a library: what is wrong with them is told first.
     found = None if kind == 'bm25' else get_vectors()
     if kind == 'bm25':
-      from retrieval.bm25 import BM25Index
-      index = BM25Index.build(corpus.contents, folder.path / 'bm25', **bm25)
+      index = bm25_lib.BM25Index.build(
+        corpus.contents, folder.path / 'bm25', **bm25
+      )
       parameters = dict(index.parameters)
     elif kind == 'dense_faiss':
       from retrieval import dense_faiss
@@ -207,11 +225,12 @@ def build_indexes(
       dense_faiss.build(found, factory, final, identity={
         'corpus': corpus.sha256, **folder.manifest['vectors'],
       })
-      parameters = {'factory': factory}
+      folder.add_faiss(factory)
+      continue
     elif kind == 'milvus':
       from retrieval import milvus
-      parameters = {'collection': collection, **({'uri': uri} if uri else {})}
-      milvus.build(found, uri or str(folder.path / 'milvus.db'), collection)
+      parameters = {'collection': collection, 'uri': uri}
+      milvus.build(found, uri, collection)
     folder.add_index(name, parameters)
 
 
@@ -223,6 +242,8 @@ def run(f: flags.FlagValues) -> Folder:
       why and what would mend it.
   """
   check_names(f.index)
+  if 'milvus' in f.index and not f.milvus_uri:
+    raise ValueError('--index=milvus needs --milvus_uri=http://HOST:19530')
   with contextlib.closing(Folder(f.out, restart=f.restart)) as folder:
     _fill(f, folder)
   return folder
@@ -242,8 +263,9 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
 
   def get_vectors() -> np.ndarray:
     stated = folder.manifest['vectors']
-    if stated and f.encoder is None and not f.vectors:
-      return vectors.open_vectors(folder.path)
+    whole = stated and 'sample_sha256' in stated  # else of an earlier version
+    if whole and f.encoder is None and not f.vectors:
+      return open_vectors(folder.path, stated, len(corpus))
     encoder = make_encoder()
     check_factories(f.index, encoder.dim)
     found = vectors.encode(
@@ -258,20 +280,20 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
     stored, encoder = adopt(
       f.adopt, corpus, make_encoder, folder.path,
       lambda factory: faiss_path(folder.path, factory),
-      dtype=f.vectors, sample=f.sample, seed=f.seed,
+      dtype=f.vectors, sample=f.sample,
     )
     if stored.exact:
       found = vectors.open_vectors(folder.path)
       folder.add_vectors(found, encoder.parameters)
     if stored.factory:
-      folder.add_index(
-        f'dense_faiss:{stored.factory}',
-        {'factory': stored.factory, 'adopted': [str(p) for p in f.adopt],
-         'encoder': encoder.parameters},
+      folder.add_faiss(
+        stored.factory, adopted=[str(p) for p in f.adopt],
+        encoder=encoder.parameters,
       )
-  build_indexes(folder, corpus, f.index, functools.cache(get_vectors), {
-    name: getattr(f, name) for name in ('k1', 'b', 'stemmer', 'stop_words')
-  }, f.milvus_uri, f.milvus_collection)
+  build_indexes(
+    folder, corpus, f.index, functools.cache(get_vectors),
+    bm25_lib.options(f), f.milvus_uri, f.milvus_collection,
+  )
   folder.save()
 
 
@@ -298,7 +320,6 @@ def define_flags() -> None:
     'in order, where it has parts.'
   )
   flags.DEFINE_integer('sample', 64, 'Passages to check --adopt with.', 8)
-  flags.DEFINE_integer('seed', 0, 'Which passages these are.')
   flags.DEFINE_string('family', None, 'Of the encoder; told from its name.')
   flags.DEFINE_string('dtype', None, 'Of its arithmetic: float32, bfloat16.')
   flags.DEFINE_string('pooling', None, 'mean or cls, instead of its own.')
@@ -309,13 +330,10 @@ def define_flags() -> None:
   flags.DEFINE_integer('passage_length', None, 'Tokens of a passage.')
   flags.DEFINE_integer('batch', None, 'Most tokens of a batch.')
   flags.DEFINE_string(
-    'milvus_uri', None, 'Of a Milvus server; milvus.db in --out if not given.'
+    'milvus_uri', None, 'Of the Milvus server that holds the index milvus.'
   )
   flags.DEFINE_string('milvus_collection', 'passages', 'The name there.')
-  flags.DEFINE_float('k1', 1.2, 'BM25: saturation of repeated words.', 0)
-  flags.DEFINE_float('b', 0.75, 'BM25: discount of length.', 0, 1)
-  flags.DEFINE_string('stemmer', 'english', 'BM25: Snowball algorithm, none.')
-  flags.DEFINE_string('stop_words', 'english', 'BM25: english, none, ...')
+  bm25_lib.define_flags()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,9 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from retrieval.core import Found, SearchFailed, Searcher
 
 FORMAT = 1  # part of every key; also the file's user_version
-MODES = ('record', 'replay')
 _APPLICATION = 0x53524C31  # the file's application_id, 'SRL1'
-_PART = 64  # queries asked, then stored, at once
 _TABLES = (
   'CREATE TABLE identities (sha256 TEXT PRIMARY KEY, json BLOB NOT NULL)',
   'CREATE TABLE answers (key BLOB PRIMARY KEY, sha256 BLOB NOT NULL,'
@@ -41,47 +39,38 @@ class Recorded:
   """A `Searcher` that answers from a store, and stores what it asks.
 
   Attributes:
-    hits: queries answered by what was stored before.
-    misses: queries that were not in the store.
-    stored: answers written, duplicates once, failures never.
+    identity: that of the searcher, today's or the recorded one.
+    threads: as many may search at once as may ask the searcher.
   """
 
   def __init__(
     self,
     searcher: Searcher | None,
     path: str | os.PathLike,
-    mode: str,
     *,
     identity: str | None = None,
   ):
-    """Opens a store; `record` makes it where there is none.
+    """Opens a store.
 
     Args:
-      searcher: whom to ask; None in replay, where nobody is asked.
-      path: the SQLite file.
-      mode: 'record' answers from the store and asks for the rest; 'replay'
-        answers from the store alone, a miss is a `SearchFailed`.
+      searcher: whom to ask for what the store lacks; the store is made where
+        there is none. None: replay, which asks nobody and writes nothing.
+      path: the SQLite file; '' makes a temporary one.
       identity: in replay, the first letters of the SHA-256 of the identity
         to answer for; needed only where the store holds several.
 
     Raises:
-      ValueError: an unknown mode, or a searcher missing or in excess.
       StoreError: the file is absent in replay, damaged, no store, or leaves
         open for whom to answer.
     """
-    if mode not in MODES:
-      raise ValueError(f'mode {mode!r} is none of {", ".join(MODES)}')
-    if (searcher is None) != (mode == 'replay'):
-      raise ValueError(
-        'record needs a searcher' if searcher is None
-        else 'replay asks no searcher; pass None'
-      )
-    self.path, self.mode = os.fspath(path), mode
-    self.hits = self.misses = self.stored = 0
+    self.path = os.fspath(path)
+    self.threads = getattr(searcher, 'threads', 1)
     self._searcher = searcher
     self._unwritten: dict[bytes, list[Found]] = {}
-    self._lock = threading.Lock()  # over the searcher too: one thread at once
-    self._db = _open(self.path, mode)
+    self._lock = threading.Lock()  # over the store
+    # Over asking, by the first byte of a key.
+    self._asking = [threading.Lock() for _ in range(256)]
+    self._db = _open(self.path, replay=searcher is None)
     try:
       with _named(self.path):
         if searcher is not None:
@@ -95,21 +84,18 @@ class Recorded:
     except BaseException:
       self._db.close()
       raise
-    self._identity = json.loads(_text(self._json))
-
-  @property
-  def identity(self) -> Mapping[str, object]:
-    """That of the searcher, today's or the recorded one."""
-    return self._identity
+    self.identity: Mapping[str, object] = json.loads(_text(self._json))
 
   def search(
     self, queries: Sequence[str], k: int
   ) -> list[list[Found] | SearchFailed]:
     """As `Searcher.search`; (query, k) is matched exactly.
 
-    Queries are asked and stored in parts of 64: a kill in between loses one
-    part. Answers that could not be stored (a full disk, a lock) are kept, and
-    stored before anything else is asked: they may have cost money.
+    What threads ask at the same time is asked once. Failures are not stored,
+    nor are answers of which a part was had only this time
+    (`Found.transient`). Answers that could not be stored (a full disk, a
+    lock) are kept, and stored before anything else is asked: they may have
+    cost money. In replay a miss is a `SearchFailed`.
 
     Raises:
       ValueError: k < 1.
@@ -117,29 +103,17 @@ class Recorded:
     """
     if k < 1:
       raise ValueError(f'k={k} must be at least 1')
-    with self._lock:
-      self._write({})
-      keys = {query: self._key(query, k) for query in queries}
-      answers = {query: self._read(key) for query, key in keys.items()}
-      missing = [query for query, found in answers.items() if found is None]
-      missed = sum(answers[query] is None for query in queries)
-      self.misses += missed
-      self.hits += len(queries) - missed
-      if missing and self._searcher is None:
-        answers |= {query: self._miss(query, k) for query in missing}
-      for start in range(0, len(missing) if self._searcher else 0, _PART):
-        part = missing[start : start + _PART]
-        answers |= dict(
-          zip(part, self._searcher.search(part, k), strict=True)
-        )
-        good = [
-          query for query in part
-          if not isinstance(answers[query], SearchFailed)
-        ]
-        self._write({keys[query]: answers[query] for query in good})
-        # Read back: two processes that asked at once give one answer, the
-        # one that a replay will give.
-        answers |= {query: self._read(keys[query]) for query in good}
+    keys = {query: self._key(query, k) for query in queries}
+    with contextlib.ExitStack() as asking:
+      # In order: two threads never wait for each other.
+      for i in sorted({key[0] for key in keys.values()}):
+        asking.enter_context(self._asking[i])
+      with self._lock:
+        self._write({})
+        answers = {query: self._read(key) for query, key in keys.items()}
+      missing = {q: keys[q] for q, found in answers.items() if found is None}
+      if missing:
+        answers |= self._ask(missing, k)
     return [answers[query] for query in queries]
 
   def close(self) -> None:
@@ -165,6 +139,27 @@ class Recorded:
         raise sqlite3.DatabaseError('an answer does not match its SHA-256')
     return [Found(*fields) for fields in json.loads(_text(row[1]))]
 
+  def _ask(
+    self, keys: Mapping[str, bytes], k: int
+  ) -> dict[str, list[Found] | SearchFailed]:
+    """Asks the searcher, and stores what it answers for good."""
+    if self._searcher is None:
+      return {query: self._miss(query, k) for query in keys}
+    found = self._searcher.search([*keys], k)
+    answers = dict(zip(keys, found, strict=True))
+    good = {
+      key: answers[query] for query, key in keys.items()
+      if not isinstance(answers[query], SearchFailed)
+      and not any(one.transient for one in answers[query])
+    }
+    with self._lock:
+      self._write(good)
+      # Read back: two processes that asked at once give one answer, the one
+      # that a replay will give.
+      return answers | {
+        query: self._read(key) for query, key in keys.items() if key in good
+      }
+
   def _write(self, answers: Mapping[bytes, list[Found]]) -> None:
     """Stores answers, and those that could not be stored before."""
     self._unwritten |= answers
@@ -175,16 +170,16 @@ class Recorded:
       value = _canonical([[f.id, f.contents, float(f.score)] for f in answer])
       rows.append((key, hashlib.sha256(key + value).digest(), value))
     with _named(self.path), _transaction(self._db):
-      self.stored += self._db.executemany(
+      self._db.executemany(
         'INSERT OR IGNORE INTO answers VALUES (?, ?, ?)', rows
-      ).rowcount
+      )
     self._unwritten.clear()
 
   def _miss(self, query: str, k: int) -> SearchFailed:
     shown = query if len(query) <= 200 else query[:197] + '...'
     return SearchFailed(
-      f'{self.path}: no recorded answer to {shown!r} with k={k}. Record it '
-      '(mode record), or replay what was recorded.'
+      f'{self.path}: no recorded answer to {shown!r} with k={k}. Record it, '
+      'or replay what was recorded.'
     )
 
   def _chosen(self, prefix: str) -> bytes:
@@ -216,31 +211,31 @@ def _text(value: bytes) -> str:
   return value.decode('utf-8', 'surrogatepass')
 
 
-def _open(path: str, mode: str) -> sqlite3.Connection:
-  if mode == 'replay' and not os.path.isfile(path):
+def _open(path: str, replay: bool) -> sqlite3.Connection:
+  if replay and not os.path.isfile(path):
     raise StoreError(f'{path}: no such file. Record first, or mend the path.')
-  flags = '?mode=rwc' if mode == 'record' else '?mode=ro'
+  flags = '?mode=ro' if replay else '?mode=rwc'
   # WAL wants to write beside the file even to read it; where nobody can,
   # nobody changes it either.
   folder = os.path.dirname(os.path.abspath(path))
-  if mode == 'replay' and not (
+  if replay and not (
     os.access(folder, os.W_OK) or os.path.exists(path + '-wal')
   ):
     flags += '&immutable=1'
   with _named(path):
     db = sqlite3.connect(
-      'file:' + urllib.parse.quote(os.path.abspath(path)) + flags, uri=True,
-      timeout=30.0, isolation_level=None, check_same_thread=False,
+      f'file:{path and urllib.parse.quote(os.path.abspath(path))}{flags}',
+      uri=True, timeout=30.0, isolation_level=None, check_same_thread=False,
     )
     try:
-      _check(db, path, mode)
+      _check(db, path, replay)
     except BaseException:
       db.close()
       raise
   return db
 
 
-def _check(db: sqlite3.Connection, path: str, mode: str) -> None:
+def _check(db: sqlite3.Connection, path: str, replay: bool) -> None:
   """Makes a new file a store; refuses what is none."""
 
   def pragma(name: str) -> int:
@@ -249,7 +244,7 @@ def _check(db: sqlite3.Connection, path: str, mode: str) -> None:
   def foreign() -> bool:
     return pragma('application_id') != _APPLICATION
 
-  if mode == 'record' and foreign() and not pragma('schema_version'):
+  if not replay and foreign() and not pragma('schema_version'):
     db.execute('PRAGMA journal_mode = WAL')
     with _transaction(db):
       if foreign():  # another process may have been first

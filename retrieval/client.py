@@ -20,6 +20,7 @@ import math
 import os
 import random
 import re
+import ssl
 import time
 import urllib.parse
 import weakref
@@ -86,7 +87,7 @@ class RetrievalClient:
     max_backoff_s: float = 5.0,
     max_connections: int = 32,
     max_queries: int = 1024,
-    max_query_bytes: int = 16384,
+    ca_file: str | None = None,
     failures: int = 5,
     cooldown_s: float = 2.0,
     seed: int | None = None,
@@ -107,9 +108,8 @@ class RetrievalClient:
       max_backoff_s: the longest pause of our own.
       max_connections: open at once, for each event loop.
       max_queries: in one request; a longer call is split.
-      max_query_bytes: UTF-8, of one query; a longer one is sent cut, at a
-        character. A policy may write any query, and the server's refusal
-        would look like a fault of the service.
+      ca_file: certificates (PEM) that an https server's must follow from;
+        None: RETRIEVAL_CA_FILE of the environment, else the usual ones.
       failures: so many in a row open a replica's circuit: it did not answer,
         or not in time. An overloaded server says itself when to come back.
       cooldown_s: how long an open circuit is left alone, up to half as long
@@ -118,7 +118,8 @@ class RetrievalClient:
       clock: seconds, for tests.
 
     Raises:
-      ValueError: a URL is not http(s)://host, or the token cannot be sent.
+      ValueError: a URL is not http(s)://host, the token cannot be sent, or
+        ca_file cannot be read.
     """
     urls = url.split(',') if isinstance(url, str) else url
     self._random, self._clock = random.Random(seed), clock
@@ -137,7 +138,16 @@ class RetrievalClient:
     self.timeout_s, self.deadline_s = timeout_s, deadline_s
     self.retries = retries
     self.backoff_s, self.max_backoff_s = backoff_s, max_backoff_s
-    self.max_queries, self.max_query_bytes = max_queries, max_query_bytes
+    self.max_queries = max_queries
+    ca_file = ca_file or os.environ.get('RETRIEVAL_CA_FILE')
+    try:
+      self._verify = (
+        ssl.create_default_context(cafile=ca_file) if ca_file else True
+      )
+    except OSError as error:
+      raise ValueError(
+        f'ca_file={ca_file!r} (RETRIEVAL_CA_FILE) cannot be read: {error}'
+      ) from None
     self._limits = httpx.Limits(
       max_connections=max_connections,
       max_keepalive_connections=max_connections,
@@ -152,8 +162,7 @@ class RetrievalClient:
 
     Args:
       queries: [Q] texts; none sends nothing. Lone surrogates are sent as
-        U+FFFD, which matches nothing; what is beyond max_query_bytes is not
-        sent.
+        U+FFFD, which matches nothing.
       k: the most passages for one query, >= 1.
       url: which of `urls`; None: any.
 
@@ -165,7 +174,7 @@ class RetrievalClient:
     """
     if isinstance(queries, str):
       raise TypeError('queries is a string; pass a list of strings')
-    queries = [_sendable(query, self.max_query_bytes) for query in queries]
+    queries = [_sendable(query) for query in queries]
     parts = [
       queries[i : i + self.max_queries]
       for i in range(0, len(queries), self.max_queries)
@@ -229,6 +238,7 @@ class RetrievalClient:
         del self._pools[ended]
       self._pools[loop] = httpx.AsyncClient(
         limits=self._limits,
+        verify=self._verify,
         # A proxy of the environment is no way to this very machine.
         trust_env=not all(map(_is_loopback, self.urls)),
         mounts={url: None for url in self.urls if _is_loopback(url)},
@@ -443,41 +453,26 @@ def retrieve_sync(
     RetrievalError: as `retrieve`.
     RuntimeError: called from a coroutine; await `retrieve` there.
   """
-
-  async def run() -> list[list[Hit]]:
-    async with RetrievalClient(url, **options) as client:
-      return await client.retrieve(queries, k)
-
-  return _run(run)
+  return _run(url, options, lambda client: client.retrieve(queries, k))
 
 
 def health_sync(url: str, **options: Any) -> Mapping[str, Any]:
   """`RetrievalClient(url, **options).health` for scripts."""
+  return _run(url, options, RetrievalClient.health)
 
-  async def run() -> Mapping[str, Any]:
+
+def _run(url: str, options: Mapping[str, Any], ask: Callable) -> Any:
+  async def run() -> Any:
     async with RetrievalClient(url, **options) as client:
-      return await client.health()
+      return await ask(client)
 
-  return _run(run)
-
-
-def _run(function) -> Any:
-  try:
-    asyncio.get_running_loop()
-  except RuntimeError:
-    return asyncio.run(function())
-  raise RuntimeError(
-    'an event loop is running; await RetrievalClient.retrieve instead'
-  )
+  return asyncio.run(run())
 
 
-def _sendable(query: str, most: int) -> str:
+def _sendable(query: str) -> str:
   if not isinstance(query, str):
     raise TypeError(f'a query is a {type(query).__name__}, not a string')
-  query = _SURROGATE.sub('\ufffd', query)
-  if len(query) * 4 <= most:  # no character has more than 4 bytes
-    return query
-  return query.encode()[:most].decode('utf-8', 'ignore')
+  return _SURROGATE.sub('\ufffd', query)
 
 
 def _said(error: Exception) -> str:

@@ -55,6 +55,7 @@ class Found:
   id: str
   contents: str  # `"Title"\ntext`, see `corpus.split_contents`
   score: float  # finite; larger is better
+  transient: bool = False  # asked again, it may be another; not recorded
 
 
 class SearchFailed(Exception):
@@ -70,7 +71,12 @@ class SearchFailed(Exception):
 
 
 class Searcher(Protocol):
-  """Answers queries with documents."""
+  """Answers queries with documents.
+
+  One that mostly waits has an attribute `threads`: as many may search at once,
+  and queries are best asked one by one. Without it, one thread asks at a time,
+  with as many queries as there are.
+  """
 
   @property
   def identity(self) -> Mapping[str, object]:
@@ -81,8 +87,7 @@ class Searcher(Protocol):
   ) -> list[list[Found] | SearchFailed]:
     """[Q] answers, at most k passages each, best first; blocks.
 
-    Called from one thread at a time. A query's failure is in its place; what
-    is raised failed the whole batch.
+    A query's failure is in its place; what is raised failed the whole batch.
     """
 
   def close(self) -> None: ...

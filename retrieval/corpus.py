@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,7 @@ import tqdm
 _GZIP, _PARQUET, _ARROW = b'\x1f\x8b', b'PAR1', b'ARROW1'
 _COLUMNS = ['id', 'contents']
 _ROWS = 1024  # read at once
+MOST = 2_000_000  # passages to index in memory: more take minutes each time
 _NAMES = 5  # of members of a tar in an error
 
 
@@ -95,10 +97,22 @@ class Digest:
     return self._hash.hexdigest()
 
 
-def read_corpus(path: str | os.PathLike) -> Corpus:
-  """Reads and checks a whole corpus into memory; see `iter_documents`."""
+def read_corpus(path: str | os.PathLike, most: int | None = None) -> Corpus:
+  """Reads and checks a whole corpus into memory; see `iter_documents`.
+
+  Raises:
+    CorpusError: see there; or it has more than `most` passages.
+  """
   ids, contents, digest = [], [], Digest()
   for doc in iter_documents(path):
+    if len(ids) == most:
+      source = shlex.quote(f'--corpus={os.fspath(path)}')
+      raise CorpusError(
+        f'{path}: more than {most:,} passages, too many to be indexed in '
+        'memory at each start (--corpus). Build an index once: python -m '
+        f'retrieval.build_index {source} --out=INDEX --index=bm25. Then give '
+        '--index_folder=INDEX --index=bm25 instead of --corpus.'
+      )
     ids.append(doc.id)
     contents.append(doc.contents)
     digest.update(doc)

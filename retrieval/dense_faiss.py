@@ -3,11 +3,11 @@
 An index file is opened as a memory map (`IO_FLAG_MMAP_IFC`): pages come from
 disk as they are needed and are shared between processes. In faiss-cpu 1.15.1
 that holds for vectors, codes, inverted lists and HNSW's links alike; the older
-`IO_FLAG_MMAP` maps inverted lists only and reads the rest into memory.
+`IO_FLAG_MMAP` maps inverted lists only and reads the rest into memory. Lists
+in a file of their own (`faiss_build`) are mapped too.
 """
 
-import hashlib
-import math
+import functools
 import os
 import pathlib
 import shutil
@@ -176,17 +176,14 @@ def build(
   threads: int = 0,
   block: int = 16384,
   shard_bytes: int = 1 << 30,
-  checkpoint_s: float = 300.0,
 ) -> None:
   """Builds an inner-product index and writes it at once or not at all.
 
   Memory, beside one block of vectors: Flat none; IVF a shard; HNSW and all
   else the finished index (what grows by doubling there, as fast-scan codes do,
   up to twice). Training takes its sample two to three times. A build that is
-  killed goes on where it was; see `faiss_build`. `vectors` stay on disk.
-
-  The file carries defaults for searching, which FAISS leaves at values of
-  poor recall: nprobe = sqrt(lists), efSearch = 64.
+  killed keeps what `faiss_build` says; the files are named there too.
+  `vectors` stay on disk.
 
   The same input gives the same file, however often it was killed, but for
   HNSW: its graph depends on the order in which threads insert, so only
@@ -205,7 +202,6 @@ def build(
     threads: of FAISS; 0: as many as it has now.
     block: vectors added at once; HNSW's graph depends on it.
     shard_bytes: codes and ids in a shard of an IVF index.
-    checkpoint_s: the least seconds between checkpoints of HNSW and all else.
 
   Raises:
     FaissError: a factory that FAISS does not know or that does not suit the
@@ -234,12 +230,23 @@ def build(
   try:
     if identity is None:
       shutil.rmtree(work, ignore_errors=True)
-      checkpoint_s = math.inf
     faiss_build.open_work(path, about)
-    _write(
-      index, vectors, factory, path, work, (train, seed), block, shard_bytes,
-      checkpoint_s,
-    )
+    common = {'block': block, 'what': f'faiss {factory}'}
+    get = functools.partial(blocks, vectors)
+    start = work / 'start.index'
+    if type(index) in (faiss.IndexFlat, faiss.IndexFlatIP):
+      faiss_build.copy(index, vectors, get, work, path, **common)
+    else:
+      if not start.exists():
+        if not index.is_trained:
+          _train(index, vectors, factory, train, seed)
+        faiss_build.save(index, start)
+      if faiss_build.has_lists(index):
+        faiss_build.join(
+          start, count, get, path, shard_bytes=shard_bytes, **common
+        )
+      else:
+        faiss_build.grow(start, count, get, path, **common)
   except BaseException as error:
     if identity is None or isinstance(error, ValueError):
       shutil.rmtree(work, ignore_errors=True)
@@ -253,40 +260,14 @@ def build(
   shutil.rmtree(work)
 
 
-def _write(
-  index: faiss.Index, vectors: np.ndarray, factory: str, path: pathlib.Path,
-  work: pathlib.Path, sample: tuple[int | None, int], block: int,
-  shard_bytes: int, checkpoint_s: float,
-) -> None:
-  def get(size: int, start: int) -> Iterator[tuple[int, np.ndarray]]:
-    return blocks(vectors, size, start)
-
-  common = {'block': block, 'what': f'faiss {factory}'}
-  if type(index) in (faiss.IndexFlat, faiss.IndexFlatIP):
-    faiss_build.copy(index, vectors.shape, get, work, path, **common)
-    return
-  start = work / 'start.index'
-  if not start.exists():
-    if not index.is_trained:
-      _train(index, vectors, factory, *sample)
-    faiss_build.save(index, start)
-  if faiss_build.empty_lists(index):
-    faiss_build.join(
-      start, len(vectors), get, _finish, work, path, shard_bytes=shard_bytes,
-      **common,
-    )
-  else:
-    faiss_build.grow(
-      start, len(vectors), get, _finish, path, checkpoint_s=checkpoint_s,
-      **common,
-    )
-
-
-def _finish(index: faiss.Index) -> None:
-  # Only now: a graph over centroids is searched when vectors are added too.
+def defaults(index: faiss.Index) -> dict[str, int]:
+  """How an index ought to be searched; FAISS's 1 list and 16 find little."""
+  found = {}
   if ivf := faiss.try_extract_index_ivf(index):
-    ivf.nprobe = max(1, round(ivf.nlist ** 0.5))
-  _set(index, 'efSearch', 64)
+    found['nprobe'] = max(1, round(ivf.nlist ** 0.5))
+  if graph(index):
+    found['ef_search'] = 64
+  return found
 
 
 def _train(
@@ -345,8 +326,8 @@ class DenseFaiss:
     Args:
       path: what `build` or any FAISS wrote, metric inner product.
       encoder: of queries; None where only `search_vectors` is used.
-      nprobe: inverted lists visited, for IVF; None: as the file has it.
-      ef_search: width of the search, for HNSW; None: as the file has it.
+      nprobe: inverted lists visited, for IVF; None: see `defaults`.
+      ef_search: width of the search, for HNSW; None: likewise.
       gpu: search on all GPUs, vectors as float16 and sharded over them.
 
     Raises:
@@ -360,10 +341,12 @@ class DenseFaiss:
         f'{path}: holds vectors of {index.d} dimensions, the encoder makes '
         f'{encoder.dim}; use the encoder that the index was built with'
       )
+    usual = defaults(index)
     for option, name, value, kind in (
       ('nprobe', 'nprobe', nprobe, 'inverted lists (IVF)'),
       ('ef_search', 'efSearch', ef_search, 'a graph (HNSW)'),
     ):
+      value = usual.get(option) if value is None else value
       if value is None:
         continue
       if value < 1:
@@ -375,11 +358,11 @@ class DenseFaiss:
         )
     ivf = faiss.try_extract_index_ivf(index)
     self.nprobe = ivf.nprobe if ivf else None
-    hnsw = graph(index)
-    self.ef_search = hnsw.efSearch if hnsw else None
+    linked = graph(index)
+    self.ef_search = linked.hnsw.efSearch if linked else None
     self._about = {
       'name': self.name, 'type': type(index).__name__,
-      'sample_sha256': _sample_sha256(path), 'nprobe': self.nprobe,
+      'sample_sha256': sample_sha256(path), 'nprobe': self.nprobe,
       'ef_search': self.ef_search, 'gpu': self._gpu,
     }
     self._index = _to_gpus(index, path) if gpu else index
@@ -423,7 +406,7 @@ def _open(path: str | os.PathLike) -> faiss.Index:
   if not os.path.isfile(path):
     raise FaissError(f'{path}: no such file; build the index first')
   try:
-    index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP_IFC)
+    index = faiss_build.read(pathlib.Path(path))
   except RuntimeError as error:
     raise FaissError(
       f'{path}: no FAISS index, or one cut short ({reason(error)}); build or '
@@ -466,12 +449,8 @@ def _to_gpus(index: faiss.Index, path: str | os.PathLike) -> faiss.Index:
     ) from None
 
 
-def _sample_sha256(path: str | os.PathLike) -> str:
-  """Tells an index file from others: size, and 64 pieces over its length."""
-  size = os.path.getsize(path)
-  digest = hashlib.sha256(str(size).encode())
-  with open(path, 'rb') as file:
-    for start in np.linspace(0, max(0, size - (1 << 16)), 64, dtype=np.int64):
-      file.seek(int(start))
-      digest.update(file.read(1 << 16))
-  return digest.hexdigest()
+def sample_sha256(path: str | os.PathLike) -> str:
+  """Tells an index from others, by a sample of its file or files."""
+  path = pathlib.Path(path)
+  both = (path, faiss_build.lists_path(path))
+  return files.sample_sha256(*(p for p in both if p.exists()))

@@ -4,30 +4,25 @@
   python -m retrieval.download --bundle=wiki-18-e5-flat --out=DATA
   python -m retrieval.download --repo=intfloat/e5-base-v2 --repo_type=model \\
     --file='*.json' --file='*.txt' --file=model.safetensors --out=DATA/e5
-  python -m retrieval.download --url=https://HOST/corpus.jsonl.gz \\
-    --sha256=... --out=DATA
 
 A file arrives as NAME.part and gets its name when its size and hash are
-right: those that the hub states for it, or --sha256. Gzip stays gzip. Killed
-or cut off, the same command asks for the missing bytes alone. What is there is
-kept, and the same command then needs no network.
+right: those that the hub states for it. Gzip stays gzip. Killed or cut off,
+the same command asks for the missing bytes alone. What is there is kept, and
+the same command then needs no network.
 
-HF_ENDPOINT (or --mirror), HF_HOME (cache and token), HF_TOKEN and
-HF_HUB_OFFLINE work as in huggingface_hub. Its own hf_hub_download starts each
-file anew after a kill (2.x), which costs days on files of 43 GB; the listing,
-the hashes and the cache are asked of it.
+HF_ENDPOINT (or --mirror), HF_HOME (the token) and HF_TOKEN work as in
+huggingface_hub. Its own hf_hub_download starts each file anew after a kill
+(2.x), which costs days on files of 43 GB; the listing and the hashes are asked
+of it.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import fnmatch
 import hashlib
 import logging
 import pathlib
-import re
 import sys
-import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 
 import httpx
@@ -67,8 +62,6 @@ def list_hub(
   Raises:
     DownloadError: no such repository or file, or the hub does not answer.
   """
-  if constants.HF_HUB_OFFLINE:
-    return _list_cache(repo, patterns, revision, repo_type)
   api = huggingface_hub.HfApi(endpoint=endpoint, token=_token(endpoint))
   try:
     info = api.repo_info(
@@ -85,9 +78,6 @@ def list_hub(
     if not any(fnmatch.fnmatchcase(name, p) for p in patterns):
       continue
     local_path(pathlib.Path(), name)  # refuses what would lead elsewhere
-    cached = huggingface_hub.try_to_load_from_cache(
-      repo, name, revision=info.sha, repo_type=repo_type
-    )
     found.append(Remote(
       name,
       huggingface_hub.hf_hub_url(
@@ -95,7 +85,6 @@ def list_hub(
       ),
       file.size,
       f'sha256:{file.lfs.sha256}' if file.lfs else f'git:{file.blob_id}',
-      cached if isinstance(cached, str) else None,
     ))
   for pattern in patterns:
     if not any(fnmatch.fnmatchcase(r.name, pattern) for r in found):
@@ -111,37 +100,9 @@ def _token(endpoint: str) -> bool | None:
   return None if endpoint.startswith('https:') else False
 
 
-def _list_cache(
-  repo: str, patterns: Sequence[str], revision: str, repo_type: str
-) -> list[Remote]:
-  """What HF_HOME holds of a repository; a blob's name there is its hash."""
-  try:
-    folder = pathlib.Path(huggingface_hub.snapshot_download(
-      repo, revision=revision, repo_type=repo_type, local_files_only=True,
-    ))
-  except OSError:
-    folder = None
-  found = []
-  for path in sorted(folder.rglob('*')) if folder else ():
-    name, blob = path.relative_to(folder).as_posix(), path.resolve().name
-    if path.is_file() and any(fnmatch.fnmatchcase(name, p) for p in patterns):
-      kind = 'sha256' if len(blob) == 64 else 'git'
-      found.append(
-        Remote(name, repo, path.stat().st_size, f'{kind}:{blob}', str(path))
-      )
-  if not found:
-    raise DownloadError(
-      f'{repo}: HF_HUB_OFFLINE is set, and neither --out nor the cache of '
-      'HF_HOME holds it. Run once with a network.'
-    )
-  return found
-
-
 @contextlib.contextmanager
-def record_of(out: pathlib.Path, source: str) -> Iterator[
-  tuple[dict, Callable[[], None]]
-]:
-  """What is recorded of one source in OUT/.downloads, and how to save it."""
+def record_of(out: pathlib.Path, source: str) -> Iterator[pathlib.Path]:
+  """Where OUT/.downloads records what of one source is there; one at a time."""
   folder = out / '.downloads'
   folder.mkdir(parents=True, exist_ok=True)
   name = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -152,9 +113,7 @@ def record_of(out: pathlib.Path, source: str) -> Iterator[
       raise DownloadError(
         f'{out}: another process downloads {clean(source)} there. Wait for it.'
       ) from None
-    path = folder / f'{name}.json'
-    record = files.read_json(path) or {'source': source, 'files': {}}
-    yield record, lambda: files.write_json(path, record)
+    yield folder / f'{name}.json'
 
 
 def download(
@@ -179,26 +138,22 @@ def download(
   Returns:
     The files, or the joined one.
   """
-  with record_of(out, source) as (record, save):
-    done = record.get('done')
+  with record_of(out, source) as record:
+    done = (files.read_json(record) or {}).get('done')
     if done and all(
       p.exists() and p.stat().st_size == size
       for p, size in ((local_path(out, n), s) for n, s in done.items())
     ):
       return [local_path(out, name) for name in done]
-    paths = []
-    for remote in remotes():
-      state = record['files'].setdefault(remote.name, {})
-      paths.append(fetch(remote, out, state, save, headers))
+    paths = [fetch(remote, out, headers) for remote in remotes()]
     kept = paths
     if join:
       target = local_path(out, join)
       files.join(paths, target)
       kept = [target] + (paths if keep_parts else [])
-    record['done'] = {
+    files.write_json(record, {'source': source, 'done': {
       p.relative_to(out).as_posix(): p.stat().st_size for p in kept
-    }
-    save()
+    }})
     if join and not keep_parts:
       for path in paths:
         path.unlink()
@@ -221,8 +176,6 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'mirror', None, 'Base URL instead of HF_ENDPOINT. A token goes to https.'
   )
-  flags.DEFINE_string('url', None, 'A plain http(s) file instead.')
-  flags.DEFINE_string('sha256', None, 'What the one file must hash to.')
   flags.DEFINE_string('join', None, 'Joins the files, by name, as this one.')
   flags.DEFINE_bool('keep_parts', True, 'Keeps the parts that were joined.')
   flags.DEFINE_string('out', None, 'The folder.', required=True)
@@ -234,42 +187,17 @@ def run(f: flags.FlagValues) -> list[pathlib.Path]:
   Raises:
     DownloadError: it cannot be done.
   """
-  out, join = pathlib.Path(f.out), f.join
-  if sum(x is not None for x in (f.bundle, f.repo, f.url)) != 1:
-    raise DownloadError('give one of --bundle, --repo and --url')
-  if f.sha256 and not re.fullmatch('[0-9a-fA-F]{64}', f.sha256):
-    raise DownloadError('--sha256 is 64 hexadecimal digits')
-  sha256 = f.sha256 and f'sha256:{f.sha256.lower()}'
-  if f.url:
-    parts = urllib.parse.urlsplit(f.url)
-    name = urllib.parse.unquote(parts.path.rpartition('/')[2])
-    if parts.scheme not in ('http', 'https') or not parts.netloc or not name:
-      raise DownloadError(f'--url={clean(f.url)}: not http(s)://HOST/FILE')
-    source, headers = f.url, {}
-
-    def remotes() -> list[Remote]:
-      if constants.HF_HUB_OFFLINE:
-        raise DownloadError(f'{clean(f.url)}: HF_HUB_OFFLINE is set')
-      return [Remote(name, f.url, digest=sha256)]
-  else:
-    repo, patterns = f.repo, f.file
-    if f.bundle:
-      repo, patterns, join = BUNDLES[f.bundle]
-    endpoint = (f.mirror or constants.ENDPOINT).rstrip('/')
-    source = f'{f.repo_type} {repo}@{f.revision} {patterns} {join}'
-    headers = build_hf_headers(token=_token(endpoint))
-
-    def remotes() -> list[Remote]:
-      found = list_hub(repo, patterns, f.revision, f.repo_type, endpoint)
-      if sha256 and len(found) > 1:
-        raise DownloadError(
-          f'--sha256 is of one file, {len(found)} match: name one by --file'
-        )
-      return [
-        dataclasses.replace(r, digest=sha256 or r.digest) for r in found
-      ]
+  repo, patterns, join = f.repo, f.file, f.join
+  if (f.bundle is None) == (repo is None):
+    raise DownloadError('give one of --bundle and --repo')
+  if f.bundle:
+    repo, patterns, join = BUNDLES[f.bundle]
+  endpoint = (f.mirror or constants.ENDPOINT).rstrip('/')
   return download(
-    f'{source} {sha256}', out, remotes, headers=headers, join=join,
+    f'{f.repo_type} {repo}@{f.revision} {patterns} {join}',
+    pathlib.Path(f.out),
+    lambda: list_hub(repo, patterns, f.revision, f.repo_type, endpoint),
+    headers=build_hf_headers(token=_token(endpoint)), join=join,
     keep_parts=f.keep_parts,
   )
 

@@ -12,7 +12,7 @@ No proxies and no cookies: httpcore knows neither unless given them.
 """
 
 import asyncio
-import codecs
+import concurrent.futures
 import contextlib
 import dataclasses
 import ipaddress
@@ -24,10 +24,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 import httpcore
 import httpx
 
-KINDS = (
-  'refused',  # by the rules here: address, scheme, port, redirects
-  'unreachable', 'timeout', 'status', 'media_type', 'too_large', 'broken'
-)
+TRANSIENT = ('unreachable', 'timeout', 'busy', 'broken')  # kinds that may pass
 MEDIA_TYPES = ('text/html', 'text/plain')
 _REDIRECTS = (301, 302, 303, 307, 308)
 # IANA's special-purpose registries (RFC 6890 and after); ipaddress.is_global
@@ -52,12 +49,21 @@ _META_CHARSET = re.compile(
   rb'<meta[^>]{0,200}charset=["\']?([\w-]{1,20})', re.I
 )
 
+# A name may hang for as long as the resolver likes, so names have threads of
+# their own: asyncio's few serve the rest of the process.
+_NAMES = concurrent.futures.ThreadPoolExecutor(64, 'names')
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class FetchFailed(Exception):
-  """No page; `kind` is one of `KINDS`."""
+  """No page.
+
+  Attributes:
+    kind: one of `TRANSIENT`, or 'refused' (by the rules here: address, scheme,
+      port, redirects), 'status', 'media_type', 'too_large'.
+  """
 
   def __init__(self, kind: str, message: str):
     super().__init__(message)
@@ -98,8 +104,8 @@ def is_public(address: Address, allow: Sequence[Network] = ()) -> bool:
 
 async def resolve(host: str, port: int) -> list[str]:
   """The addresses of a name, in the system's order of preference."""
-  found = await asyncio.get_running_loop().getaddrinfo(
-    host, port, type=socket.SOCK_STREAM
+  found = await asyncio.get_running_loop().run_in_executor(
+    _NAMES, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
   )
   return list(dict.fromkeys(entry[4][0] for entry in found))
 
@@ -151,7 +157,7 @@ class Fetcher:
         return await self._fetch(url)
     except TimeoutError:
       raise FetchFailed(
-        'timeout', f'{_shown(url)}: no page within {self.timeout_s:g} s'
+        'timeout', f'{shown(url)}: no page within {self.timeout_s:g} s'
       ) from None
 
   async def _fetch(self, url: str) -> Page:
@@ -160,17 +166,17 @@ class Fetcher:
       try:
         page = await self._request(target)
       except FetchFailed as error:
-        raise FetchFailed(error.kind, f'{_shown(url)}: {error}') from None
+        raise FetchFailed(error.kind, f'{shown(url)}: {error}') from None
       if isinstance(page, Page):
         return page
       try:
         url = str(target.join(page))
       except (httpx.InvalidURL, ValueError):
         raise FetchFailed(
-          'refused', f'{_shown(url)}: redirects to no URL, {_shown(page)}'
+          'refused', f'{shown(url)}: redirects to no URL, {shown(page)}'
         ) from None
     raise FetchFailed(
-      'refused', f'{_shown(url)}: more than {self.max_redirects} redirects'
+      'refused', f'{shown(url)}: more than {self.max_redirects} redirects'
     )
 
   def _checked(self, url: str) -> httpx.URL:
@@ -180,7 +186,7 @@ class Fetcher:
       if port is None:
         port = {'http': 80, 'https': 443}.get(parsed.scheme)
     except (httpx.InvalidURL, ValueError):
-      raise FetchFailed('refused', f'{_shown(url)}: no URL') from None
+      raise FetchFailed('refused', f'{shown(url)}: no URL') from None
     # A percent sign is an escape, which no name has, or the scope of an
     # address of this network.
     if parsed.scheme not in ('http', 'https') or not parsed.host or (
@@ -193,7 +199,7 @@ class Fetcher:
       problem = f'port {port} is not allowed'
     else:
       return parsed
-    raise FetchFailed('refused', f'{_shown(url)}: {problem}')
+    raise FetchFailed('refused', f'{shown(url)}: {problem}')
 
   async def _request(self, url: httpx.URL) -> Page | str:
     """The page, or where it redirects to."""
@@ -226,7 +232,10 @@ class Fetcher:
     if response.status in _REDIRECTS and 'Location' in headers:
       return headers['Location']
     if response.status != 200:
-      raise FetchFailed('status', f'HTTP {response.status}')
+      busy = response.status in (408, 425, 429) or response.status >= 500
+      raise FetchFailed(
+        'busy' if busy else 'status', f'HTTP {response.status}'
+      )
     media_type, _, parameters = headers.get('Content-Type', '').partition(';')
     media_type = media_type.strip().lower()
     if media_type not in MEDIA_TYPES:
@@ -252,15 +261,15 @@ class _Checked(httpcore.AsyncNetworkBackend):
       addresses = [ipaddress.ip_address(address) for address in found]
     except (OSError, ValueError, UnicodeError) as error:
       raise FetchFailed(
-        'unreachable', f'{_shown(host)} has no address: {_said(error)}'
+        'unreachable', f'{shown(host)} has no address: {_said(error)}'
       ) from None
     # All of them: a name with one private address is up to something.
     for address in addresses:
       if not is_public(address, self._fetcher.allow):
         raise FetchFailed(
-          'refused', f'{_shown(host)} is at {address}, which is not public'
+          'refused', f'{shown(host)} is at {address}, which is not public'
         )
-    failure = httpcore.ConnectError(f'{_shown(host)} has no address')
+    failure = httpcore.ConnectError(f'{shown(host)} has no address')
     # A share of the time each, or one dead address would take it all.
     options['timeout'] = self._fetcher.timeout_s / max(1, len(addresses))
     for address in addresses:
@@ -269,12 +278,6 @@ class _Checked(httpcore.AsyncNetworkBackend):
       except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
         failure = error
     raise failure
-
-  async def connect_unix_socket(self, path, **options):
-    raise FetchFailed('refused', 'a socket of this machine')
-
-  async def sleep(self, seconds):
-    await asyncio.sleep(seconds)
 
 
 async def read_body(
@@ -326,15 +329,16 @@ def _decoded(body: bytes, parameters: str) -> str:
   if not _CHARSET.fullmatch(charset):
     charset = 'utf-8'
   try:
-    codecs.lookup(charset)
+    text = body.decode(charset, 'replace')
   except LookupError:  # one of the standard's that Python lacks
-    charset = 'utf-8'
-  return body.decode(charset, 'replace').removeprefix('\ufeff')
+    text = body.decode('utf-8', 'replace')
+  return text.removeprefix('\ufeff')
 
 
-def _shown(text: str) -> str:
-  return ascii(text if len(text) <= 200 else text[:197] + '...')[1:-1]
+def shown(text: str, size: int = 200) -> str:
+  """Text of a stranger, as it may reach a terminal."""
+  return ascii(text if len(text) <= size else text[: size - 3] + '...')[1:-1]
 
 
 def _said(error: Exception) -> str:
-  return _shown(f'{type(error).__name__} {error}'.rstrip())
+  return shown(f'{type(error).__name__} {error}'.rstrip())

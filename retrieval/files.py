@@ -5,6 +5,7 @@ file under its own name is complete.
 """
 
 import errno
+import hashlib
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 import tqdm
 
 BLOCK = 1 << 24  # bytes read or written at once
+_PIECE = 1 << 16  # bytes of a sample
 
 
 class FilesError(RuntimeError):
@@ -91,6 +93,19 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   if not isinstance(value, dict):
     raise FilesError(f'{path}: is damaged: not a JSON object. Remove it.')
   return value
+
+
+def sample_sha256(*paths: pathlib.Path) -> str:
+  """Tells files from others: their sizes, and 64 pieces over each length."""
+  digest = hashlib.sha256()
+  for path in paths:
+    size = path.stat().st_size
+    digest.update(str(size).encode())
+    with open(path, 'rb') as file:
+      for piece in range(64):
+        file.seek(max(0, size - _PIECE) * piece // 63)
+        digest.update(file.read(_PIECE))
+  return digest.hexdigest()
 
 
 def read_blocks(

@@ -4,12 +4,15 @@
   FOLDER/corpus.arrow    the passages, see `store`
   FOLDER/vectors.npy     [P, D] float32 or float16, of every dense index
   FOLDER/bm25/           see `bm25`
-  FOLDER/faiss/*.index   one file for each factory string
-  FOLDER/milvus.db       Milvus' embedded database
+  FOLDER/faiss/*.index   one for each factory string; of IVF built here also
+                         *.index.ivfdata
 
 The manifest: {"format": 1, "corpus": {"count", "sha256", "source"}, "vectors":
-null or {"dim", "dtype", "encoder": Encoder.parameters}, "indexes": {name:
-parameters}}. Names are bm25, dense_jax, dense_faiss:FACTORY and milvus.
+null or {"dim", "dtype", "sample_sha256", "encoder": Encoder.parameters},
+"indexes": {name: parameters}}. Names are bm25, dense_jax, dense_faiss:FACTORY
+and milvus, whose collection is in a Milvus server. Those of FAISS state
+"sample_sha256" too, and how they are searched unless the flags say otherwise:
+"nprobe", "ef_search".
 
 An index over another corpus, or asked in another encoder's space, answers
 with the wrong passages and nobody sees it: what does not match is refused.
@@ -34,7 +37,9 @@ KINDS = ('bm25', 'dense_jax', 'dense_faiss:FACTORY', 'milvus')
 # What the manifest must hold: field -> its type.
 _FIELDS = {
   'corpus': {'count': int, 'sha256': str, 'source': str},
-  'vectors': {'dim': int, 'dtype': str, 'encoder': dict},
+  'vectors': {
+    'dim': int, 'dtype': str, 'sample_sha256': str, 'encoder': dict
+  },
 }
 # Settings of an Encoder that its parameters state.
 _SETTINGS = (
@@ -93,14 +98,37 @@ def open_folder(path: str | os.PathLike) -> IndexFolder:
   )
   vectors = None
   if stated := manifest['vectors']:
-    shape = [len(corpus), stated['dim']]
-    vectors = _vectors(path / 'vectors.npy')
-    _require_same(
-      path, 'vectors.npy is not that of manifest.json', 'vectors.',
-      {'shape': shape, 'dtype': stated['dtype']},
-      {'shape': list(vectors.shape), 'dtype': str(vectors.dtype)},
-    )
+    vectors = open_vectors(path, stated, len(corpus))
   return IndexFolder(path, manifest, corpus, vectors)
+
+
+def open_vectors(
+  folder: pathlib.Path, stated: Mapping[str, Any], count: int
+) -> np.ndarray:
+  """vectors.npy, [P, D], memory-mapped.
+
+  Args:
+    folder: of the index.
+    stated: what the manifest says of them.
+    count: P.
+
+  Raises:
+    FolderError: they are others, absent or damaged.
+  """
+  file = folder / 'vectors.npy'
+  vectors = _vectors(file)
+  _require_same(
+    folder, 'vectors.npy is not that of manifest.json', 'vectors.',
+    {
+      'shape': [count, stated['dim']], 'dtype': stated['dtype'],
+      'sample_sha256': stated['sample_sha256'],
+    },
+    {
+      'shape': list(vectors.shape), 'dtype': str(vectors.dtype),
+      'sample_sha256': files.sample_sha256(file),
+    },
+  )
+  return vectors
 
 
 def open_index(
@@ -141,7 +169,15 @@ def open_index(
     elif kind == 'dense_faiss':
       from retrieval.dense_faiss import DenseFaiss
 
-      index = DenseFaiss(faiss_path(path, factory), encoder, **options)
+      stated = indexes[name]
+      file = faiss_path(path, factory)
+      usual = {k: stated[k] for k in ('nprobe', 'ef_search') if k in stated}
+      index = DenseFaiss(file, encoder, **usual | options)
+      _require_same(
+        path, f'faiss/{file.name} is not that of manifest.json', f'{name}.',
+        {'sample_sha256': stated.get('sample_sha256')},
+        {'sample_sha256': index.parameters['sample_sha256']},
+      )
     else:
       from retrieval.milvus import Milvus
 
@@ -153,9 +189,9 @@ def open_index(
           f'server {stated["uri"]!a}. MILVUS_TOKEN is set: say yourself where '
           'it may be sent (--milvus_uri).'
         )
-      uri = uri or stated.get('uri', path / 'milvus.db')
+      uri = uri or stated.get('uri', '')
       collection = options.pop('collection', stated['collection'])
-      index = Milvus(str(uri), collection, encoder, **options)
+      index = Milvus(uri, collection, encoder, **options)
   _require_same(
     path, f'{name} is not an index over corpus.arrow', 'corpus.',
     {'count': len(folder.corpus)}, {'count': len(index)},

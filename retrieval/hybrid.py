@@ -1,9 +1,9 @@
 """Reciprocal rank fusion: several indexes over one corpus, as one.
 
-  score(p) = sum over lists that hold p of weight / (constant + rank of p)
+  score(p) = sum over lists that hold p of 1 / (60 + rank of p)
 
-with ranks from 1 (Cormack, Clarke & Buettcher, SIGIR 2009, where constant is
-60). Scores of different kinds, BM25's and cosines, thus need no common scale.
+with ranks from 1 (Cormack, Clarke & Buettcher, SIGIR 2009). Scores of
+different kinds, BM25's and cosines, thus need no common scale.
 """
 
 from collections.abc import Sequence
@@ -14,31 +14,24 @@ import numpy as np
 from retrieval.core import Index
 
 
+_CONSTANT = 60
+
+
 class Hybrid:
   """An index made of others; see `retrieval.core.Index`."""
 
   name = 'hybrid'
 
-  def __init__(
-    self,
-    indexes: Sequence[Index],
-    *,
-    constant: float = 60,
-    depth: int = 100,
-    weights: Sequence[float] | None = None,
-  ):
+  def __init__(self, indexes: Sequence[Index], *, depth: int = 100):
     """Joins indexes.
 
     Args:
       indexes: over the same corpus.
-      constant: the larger, the less the first ranks count for; >= 0.
       depth: passages taken from each, whatever k is: a short list is then
         the beginning of a longer one.
-      weights: of the indexes, > 0; None: 1 each.
 
     Raises:
-      ValueError: no index, indexes of different lengths, or a parameter out
-        of its range.
+      ValueError: no index, indexes of different lengths, or depth < 1.
     """
     if not indexes:
       raise ValueError('hybrid needs at least one index')
@@ -49,25 +42,14 @@ class Hybrid:
         f'the indexes hold different numbers of passages ({named}); build all '
         'from one corpus'
       )
-    if not 0 <= constant < np.inf:
-      raise ValueError(f'constant={constant}; expected a number of at least 0')
     if depth < 1:
       raise ValueError(f'depth={depth} must be at least 1')
-    weights = [1.0] * len(indexes) if weights is None else list(weights)
-    if len(weights) != len(indexes):
-      raise ValueError(
-        f'{len(weights)} weights for {len(indexes)} indexes; give one for each'
-      )
-    if not all(0 < weight < np.inf for weight in weights):
-      raise ValueError(f'weights={weights}; expected numbers above 0')
-    self._indexes, self._weights = tuple(indexes), weights
-    self.constant, self.depth = float(constant), depth
+    self._indexes, self.depth = tuple(indexes), depth
 
   @property
   def parameters(self) -> dict[str, Any]:
     return {
-      'name': self.name, 'constant': self.constant, 'depth': self.depth,
-      'weights': [float(weight) for weight in self._weights],
+      'name': self.name, 'constant': _CONSTANT, 'depth': self.depth,
       'indexes': [dict(index.parameters) for index in self._indexes],
     }
 
@@ -87,14 +69,11 @@ class Hybrid:
     lists = [index.search(queries, self.depth)[0] for index in self._indexes]
     ids = np.full((len(queries), k), -1, np.int64)
     scores = np.full((len(queries), k), -np.inf, np.float32)
-    gains = [
-      weight / (self.constant + 1 + np.arange(found.shape[1]))
-      for weight, found in zip(self._weights, lists)
-    ]
+    gain_at = 1 / (_CONSTANT + 1 + np.arange(self.depth))
     for row in range(len(queries)):
       held = [found[row] >= 0 for found in lists]
       found = np.concatenate([x[row][h] for x, h in zip(lists, held)])
-      gain = np.concatenate([g[h] for g, h in zip(gains, held)])
+      gain = np.concatenate([gain_at[: len(h)][h] for h in held])
       # Sorted: a sum then does not depend on which list gave which rank.
       order = np.lexsort((gain, found))
       passages, at = np.unique(found, return_inverse=True)

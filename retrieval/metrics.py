@@ -39,6 +39,12 @@ PENDING = prometheus_client.Gauge(
 IN_FLIGHT = prometheus_client.Gauge(
   'retrieval_requests_in_flight', 'Search requests taken and not yet answered.'
 )
+# Of results in page mode: pages show their text; fallbacks the snippet, for
+# lack of text; transient the snippet, since the page was not to be had now.
+WEB = prometheus_client.Counter(
+  'retrieval_web', 'Web search: calls, failed queries; results, by what they '
+  'show: pages (their text), fallbacks and transient (a snippet).', ['event']
+)
 
 
 def stage(name: str) -> contextlib.AbstractContextManager:

@@ -1,11 +1,7 @@
-"""Dense search in Milvus: a file on this machine, or a cluster by its URL.
+"""Dense search in a Milvus cluster, by its URL (http://host:19530).
 
-A path that ends in .db is opened by milvus-lite inside this process: the same
-code as for a cluster, without its speed. milvus-lite 3 is written in Python
-and goes over all passages in loops for every request, so it suits corpora of
-up to some 100,000 passages, and one process at a time may hold the file.
-Anything with :// is a Milvus server (http://host:19530); its token comes from
-the environment, `MILVUS_TOKEN`.
+The token comes from the environment, `MILVUS_TOKEN`. Tests run this code on
+milvus-lite, which speaks Milvus' protocol.
 
 A passage's primary key is its position in the corpus.
 """
@@ -13,7 +9,7 @@ A passage's primary key is its position in the corpus.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -27,10 +23,8 @@ from retrieval.dense_faiss import (
 )
 from retrieval.metrics import stage
 
-# They print a traceback for every error that is raised anyway; the last is
-# milvus-lite's server, for calls of pymilvus that it does not know.
-for _name in ('pymilvus', 'milvus_lite', 'grpc._server'):
-  logging.getLogger(_name).setLevel(logging.CRITICAL)
+# It prints a traceback for every error that is raised anyway.
+logging.getLogger('pymilvus').setLevel(logging.CRITICAL)
 
 # Milvus' own limits: topk and nq of a request, and 64 MB of a message, of
 # which half is left for overhead.
@@ -39,8 +33,6 @@ _QUERIES = 16384
 _MESSAGE_BYTES = 32 << 20
 _RESULTS = 1 << 20  # of one request, all queries together
 _VECTOR = 'vector'
-# milvus-lite takes any name and searches without an index for those it lacks.
-_LITE_TYPES = ('FLAT', 'HNSW', 'HNSW_SQ', 'IVF_FLAT', 'IVF_SQ8')
 
 
 class MilvusError(RuntimeError):
@@ -48,51 +40,35 @@ class MilvusError(RuntimeError):
 
 
 def build(
-  vectors: np.ndarray,
-  uri: str,
-  collection: str,
-  *,
-  index_type: str = 'FLAT',
-  index_params: Mapping[str, Any] | None = None,
-  block: int = 4096,
+  vectors: np.ndarray, uri: str, collection: str, *, block: int = 4096
 ) -> None:
   """Writes a collection, or what is missing of it after a kill.
+
+  Its index is FLAT, which is exact. A collection that is there, empty and
+  with the fields id and vector, keeps the index that it has.
 
   Args:
     vectors: float32 or float16 [P, D], a memory map where it is large; one
       block is in memory at a time.
-    uri: a path ending in .db, or the URL of a server; see the module.
+    uri: the URL of a server; see the module.
     collection: its name in Milvus.
-    index_type: FLAT is exact. milvus-lite has FLAT, HNSW, HNSW_SQ, IVF_FLAT
-      and IVF_SQ8; a server what its release knows.
-    index_params: of the index, such as {'M': 16, 'efConstruction': 200}.
     block: vectors sent at once, fewer where a message would be too large.
 
   Raises:
     MilvusError: no server, a collection of something else, a name or an index
       that Milvus refuses, or fewer rows arrived than were sent.
-    ValueError: vectors that cannot be indexed, or an index_type that
-      milvus-lite lacks.
+    ValueError: vectors that cannot be indexed.
   """
   check_vectors(vectors)
   count, dim = vectors.shape
-  lite, params = '://' not in uri, dict(index_params or {})
-  if lite and index_type not in _LITE_TYPES:
-    raise ValueError(
-      f'index_type={index_type!r}: milvus-lite has {", ".join(_LITE_TYPES)}'
-    )
-  if lite:  # it reads its parameters here, a server one level up
-    params['params'] = dict(params)
   block = max(1, min(block, _MESSAGE_BYTES // (4 * dim)))
-  with _told(uri), _connected(uri) as client:
+  with _told(uri), contextlib.closing(_connect(uri)) as client:
     if not client.has_collection(collection):
       schema = client.create_schema(auto_id=False)
       schema.add_field('id', pymilvus.DataType.INT64, is_primary=True)
       schema.add_field(_VECTOR, pymilvus.DataType.FLOAT_VECTOR, dim=dim)
       index = client.prepare_index_params()
-      index.add_index(
-        _VECTOR, index_type=index_type, metric_type='IP', params=params
-      )
+      index.add_index(_VECTOR, index_type='FLAT', metric_type='IP')
       client.create_collection(collection, schema=schema, index_params=index)
     client.load_collection(collection)
     done = _resumed(client, uri, collection, vectors)
@@ -155,31 +131,22 @@ class Milvus:
   name = 'milvus'
 
   def __init__(
-    self,
-    uri: str,
-    collection: str,
-    encoder: QueryEncoder | None,
-    *,
-    search_params: Mapping[str, Any] | None = None,
+    self, uri: str, collection: str, encoder: QueryEncoder | None, *,
     timeout_s: float = 60,
   ):
     """Connects, and loads the collection into the server's memory.
 
     Args:
-      uri: a path ending in .db, or the URL of a server; see the module.
+      uri: the URL of a server; see the module.
       collection: what `build` wrote.
       encoder: of queries; None where only `search_vectors` is used.
-      search_params: of its index, such as {'ef': 128} or {'nprobe': 16}.
       timeout_s: for each request.
 
     Raises:
       MilvusError: no server, no such collection, or one of another layout,
         dimension or metric.
     """
-    if '://' not in uri and not os.path.exists(uri):
-      raise MilvusError(f'{uri}: no such file; build the index first')
     self._uri, self._collection, self._encoder = uri, collection, encoder
-    self._params = dict(search_params or {})
     self._timeout_s = timeout_s
     with _told(uri):
       self._client = _connect(uri, timeout_s)
@@ -217,7 +184,7 @@ class Milvus:
   def parameters(self) -> dict[str, Any]:
     return {
       'name': self.name, 'collection': self._collection,
-      'index_type': self._index_type, 'search_params': self._params,
+      'index_type': self._index_type,
     } | encoder_parameters(self._encoder)
 
   def __len__(self) -> int:
@@ -241,20 +208,19 @@ class Milvus:
     k, q = check_search(k, q, len(self), self.dim, _K)
     most = min(len(self), _K, k + 1024)
     with stage('search'), _told(self._uri):
-      # milvus-lite takes its time for each result: one more shows a tie.
+      # Each result travels: one more shows a tie.
       return ranked(self._ask, q, k, spare=1, most=most)
 
   def _ask(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     ids = np.full((len(q), n), -1, np.int64)
     scores = np.full((len(q), n), -np.inf, np.float32)
-    step = max(1, min(
-      _QUERIES, _RESULTS // n, _MESSAGE_BYTES // (4 * self.dim)
-    ))
+    most = (_QUERIES, _RESULTS // n, _MESSAGE_BYTES // (4 * self.dim))
+    step = max(1, min(most))
     for start in range(0, len(q), step):
       answers = self._client.search(
         self._collection, list(q[start:start + step]), limit=n,
         output_fields=['id'], anns_field=_VECTOR, timeout=self._timeout_s,
-        search_params={'metric_type': 'IP', 'params': self._params},
+        search_params={'metric_type': 'IP'},
       )
       for row, hits in enumerate(answers, start):
         ids[row, :len(hits)] = [hit['id'] for hit in hits]
@@ -263,28 +229,13 @@ class Milvus:
 
 
 def _connect(uri: str, timeout_s: float = 60) -> pymilvus.MilvusClient:
-  if '://' in uri:
-    token = os.environ.get('MILVUS_TOKEN', '')
-    return pymilvus.MilvusClient(uri, token=token, timeout=timeout_s)
-  if not uri.endswith('.db'):
+  if '://' not in uri:
     raise MilvusError(
-      f'{uri}: neither a path ending in .db nor a URL such as '
-      'http://host:19530'
+      f'{uri!r} is not the URL of a Milvus server, such as http://host:19530 '
+      '(--milvus_uri)'
     )
-  return pymilvus.MilvusClient(uri)
-
-
-@contextlib.contextmanager
-def _connected(uri: str) -> Iterator[pymilvus.MilvusClient]:
-  """A client for a while; a file can then be moved or opened elsewhere."""
-  client = _connect(uri)
-  try:
-    yield client
-  finally:
-    client.close()
-    if '://' not in uri:  # closing leaves the file locked
-      from milvus_lite.server_manager import server_manager_instance
-      server_manager_instance.release_server(uri)
+  token = os.environ.get('MILVUS_TOKEN', '')
+  return pymilvus.MilvusClient(uri, token=token, timeout=timeout_s)
 
 
 def _count(client: pymilvus.MilvusClient, collection: str) -> int:
@@ -312,8 +263,6 @@ def _told(uri: str) -> Iterator[None]:
     yield
   except (pymilvus.MilvusException, grpc.RpcError) as error:
     reason = ascii(getattr(error, 'message', '') or str(error))[1:-1][:300]
-    mend = (
-      'is the server up, and MILVUS_TOKEN right?' if '://' in uri else
-      'does its folder exist, and does no other process hold the file?'
-    )
-    raise MilvusError(f'{uri}: Milvus: {reason}; {mend}') from None
+    raise MilvusError(
+      f'{uri}: Milvus: {reason}; is the server up, and MILVUS_TOKEN right?'
+    ) from None

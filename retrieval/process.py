@@ -112,7 +112,8 @@ def start_server(
       process.wait()
       raise
   name = f'[{host}]' if ':' in host else host
-  return ServerProcess(process, f'http://{name}:{bound}', log_path)
+  scheme = 'https' if server_flags.get('tls_cert') else 'http'
+  return ServerProcess(process, f'{scheme}://{name}:{bound}', log_path)
 
 
 def _argv(values: dict[str, object]) -> list[str]:

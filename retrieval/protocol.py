@@ -5,7 +5,9 @@ Search-R1's shapes; retrieval/README.md has them for people.
 
 import dataclasses
 import difflib
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,26 +16,42 @@ import orjson
 from retrieval.core import Found, SearchFailed
 
 VERSION = '1'
+_TERM = re.compile(r'\w+')
+
+
+def _limit(default: float, text: str) -> Any:
+  return dataclasses.field(default=default, metadata={'help': text})
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one request may ask for, and how requests are batched."""
+  """What one request may ask for, and how requests are batched: flags."""
 
-  topk: int = 3  # when a request names none
-  max_topk: int = 100
-  max_queries: int = 1024  # in one request, and in one batch
-  max_query_bytes: int = 16384  # UTF-8, of one query
-  max_pending: int = 65536  # queries taken and not yet searched, else 503
-  max_requests: int = 1024  # in flight, else 429
-  max_bytes: int = 1 << 28  # of the bodies of all requests in flight, else 503
-  deadline_s: float = 60.0  # from a request's head to its answer, else 504
-  batch_ms: float = 2.0  # how long the first request waits for others
-
-  @property
-  def max_body_bytes(self) -> int:
-    # Escapes may take more; nobody sends the most queries at their longest.
-    return self.max_queries * (self.max_query_bytes + 8) + 65536
+  topk: int = _limit(3, 'Passages for a query when a request names no topk.')
+  max_topk: int = _limit(100, 'Largest topk.')
+  max_queries: int = _limit(4096, 'Most queries in one request, else 422.')
+  max_batch: int = _limit(1024, 'Most queries in one call of the index.')
+  max_query_bytes: int = _limit(16384, 'Bytes (UTF-8) read of a query.')
+  max_query_terms: int = _limit(256, 'Words read of a query.')
+  max_pending: int = _limit(65536, 'Most queries not yet answered, else 503.')
+  max_requests: int = _limit(1024, 'Most requests in flight, else 429.')
+  max_body_bytes: int = _limit(1 << 25, 'Most bytes of one request, else 413.')
+  max_bytes: int = _limit(
+    1 << 28, 'Most bytes of all requests and answers in flight, else 503.'
+  )
+  deadline_s: float = _limit(
+    60.0, "Seconds from a request's head to its answer, else 504; and then to "
+    'its last byte.'
+  )
+  head_s: float = _limit(10.0, "Seconds to send a request's head.")
+  batch_ms: float = _limit(2.0, 'How long a request waits for others.')
+  piece_ms: float = _limit(
+    250.0, 'How long one call of the index should take. Between two, requests '
+    'that were given up are dropped.'
+  )
+  warm_s: float = _limit(
+    60.0, 'Most seconds that the first search holds up the start.'
+  )
 
 
 class Rejected(Exception):
@@ -73,7 +91,10 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(RetrieveRequest))
 
 
 def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
-  """Checks the body of POST /retrieve.
+  """Checks the body of POST /retrieve, and cuts queries that are too long.
+
+  A policy may write any query; to refuse it would fail all queries that it
+  travels with.
 
   By hand rather than by a pydantic model: FastAPI's own 422 repeats the input,
   and fails (500) where that is not valid Unicode.
@@ -91,9 +112,10 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
     raise _bad([], 'must be a JSON object {"queries": [...]}')
   for name in data:
     if name not in _FIELDS:
-      near = difflib.get_close_matches(name[:40], _FIELDS, 1, 0.5)
+      near = difflib.get_close_matches(name[:40].lower(), _FIELDS, 1, 0.5)
       raise _bad(
-        [_printable(name)],
+        # No response can carry a lone surrogate.
+        [name[:80].encode('utf-8', 'replace').decode()],
         'unknown field; '
         + (f'meant {near[0]!r}?' if near else f'known: {", ".join(_FIELDS)}'),
       )
@@ -111,24 +133,29 @@ def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
   queries = data['queries']
   if not isinstance(queries, list):
     raise _bad(['queries'], 'must be a list of strings')
-  if not 1 <= len(queries) <= limits.max_queries:
+  if len(queries) > limits.max_queries:
     raise _bad(
       ['queries'],
-      f'{len(queries)} queries; send 1 to {limits.max_queries} '
+      f'{len(queries)} queries; send at most {limits.max_queries} '
       '(--max_queries)',
     )
   for i, query in enumerate(queries):
     if not isinstance(query, str):
       raise _bad(['queries', i], 'must be a string')
-    # surrogatepass: a lone surrogate is searched as the non-word it is.
-    size = len(query.encode('utf-8', 'surrogatepass'))
-    if size > limits.max_query_bytes:
-      raise _bad(
-        ['queries', i],
-        f'{size} bytes; a query has at most {limits.max_query_bytes} '
-        '(--max_query_bytes)',
-      )
-  return tuple(queries)
+  return tuple(_cut(query, limits) for query in queries)
+
+
+def _cut(query: str, limits: Limits) -> str:
+  """The beginning of a query, as much of it as is searched."""
+  if len(query) * 4 > limits.max_query_bytes:  # most bytes of a character: 4
+    # A lone surrogate is searched as the non-word it is.
+    data = query.encode('utf-8', 'replace')[:limits.max_query_bytes]
+    query = data.decode('utf-8', 'ignore')
+  if len(query) > 2 * limits.max_query_terms:  # no two words touch
+    ends = (word.end() for word in _TERM.finditer(query))
+    end = next(itertools.islice(ends, limits.max_query_terms - 1, None), None)
+    query = query[:end]
+  return query
 
 
 def _topk(data: Mapping[str, Any], limits: Limits) -> int:
@@ -148,11 +175,6 @@ def _topk(data: Mapping[str, Any], limits: Limits) -> int:
 
 def _bad(where: Sequence[str | int], message: str) -> Rejected:
   return bad_request(['body', *where], message)
-
-
-def _printable(name: str) -> str:
-  """A field's name that any response can carry, however hostile."""
-  return name[:80].encode('ascii', 'backslashreplace').decode()
 
 
 def answer(
@@ -192,8 +214,7 @@ def openapi(limits: Limits, token: bool) -> dict[str, object]:
   """What OpenAPI says of POST /retrieve."""
   request = _object(queries={
     'type': 'array',
-    'items': {'type': 'string', 'maxLength': limits.max_query_bytes},
-    'minItems': 1,
+    'items': {'type': 'string'},
     'maxItems': limits.max_queries,
   })
   request['properties'] |= {

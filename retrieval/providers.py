@@ -1,15 +1,13 @@
-"""Five search APIs: how each is asked and how it answers.
+"""Three search APIs: how each is asked and how it answers.
 
 | provider | key (environment) | results a call | documentation |
 |---|---|---|---|
 | serpapi | SERPAPI_API_KEY | 100 | serpapi.com/search-api |
 | serper | SERPER_API_KEY | 100 | serper.dev |
-| google | GOOGLE_API_KEY, GOOGLE_CSE_ID | 10 | developers.google.com |
 | brave | BRAVE_API_KEY | 20 | api-dashboard.search.brave.com |
-| bing | BING_API_KEY | 50 | learn.microsoft.com/bing/search-apis |
 
-Google's API takes no new customers and ends on 1 January 2027. Microsoft
-retired Bing's in August 2025; the format lives on in compatible endpoints.
+Google's own API takes no new customers and ends on 1 January 2027: the first
+two ask Google.
 """
 
 import dataclasses
@@ -18,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 
-# Brave refuses longer queries; Google reads 32 words and no more.
+# Brave refuses longer queries.
 _CHARACTERS, _WORDS = 400, 50
 
 
@@ -37,8 +35,8 @@ class Provider:
 
   base_url: str
   path: str
-  keys: tuple[str, ...]  # environment variables, the secret one first
-  secret: str  # the header, or the parameter, that takes the secret
+  variable: str  # of the environment, with the key
+  secret: str  # the header, or the parameter, that takes the key
   count: str  # the parameter that says how many results
   most: int  # results of one call
   rows: tuple[str, ...]  # where an answer holds its results
@@ -47,18 +45,18 @@ class Provider:
   fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
   answer_box: str = ''  # where an answer holds what stands above its results
   method: str = 'GET'
-  in_header: bool = True  # the secret
+  in_header: bool = True  # the key
   escaped: bool = False  # text is HTML
 
-  def read_keys(self, environ: Mapping[str, str]) -> list[str]:
-    """The keys; ValueError names the variable, never what it holds."""
-    values = [environ.get(name, '').strip() for name in self.keys]
-    for name, value in zip(self.keys, values, strict=True):
-      if not value:
-        raise ValueError(f'the environment has no {name}. Set it to your key.')
-      if not re.fullmatch('[!-~]+', value):
-        raise ValueError(f'{name} holds a blank or a character beyond ASCII')
-    return values
+  def read_key(self, environ: Mapping[str, str]) -> str:
+    """The key; ValueError names the variable, never what it holds."""
+    name = self.variable
+    key = environ.get(name, '').strip()
+    if not key:
+      raise ValueError(f'the environment has no {name}. Set it to your key.')
+    if not re.fullmatch('[!-~]+', key):
+      raise ValueError(f'{name} holds a blank or a character beyond ASCII')
+    return key
 
   def parse(self, answer: object) -> list[Row]:
     """The results, best first, each URL once.
@@ -110,41 +108,28 @@ class Provider:
 
 PROVIDERS = {
   'serpapi': Provider(
-    'https://serpapi.com', '/search.json', ('SERPAPI_API_KEY',), 'api_key',
+    'https://serpapi.com', '/search.json', 'SERPAPI_API_KEY', 'api_key',
     'num', 100, ('organic_results',), ('title', 'link', 'snippet'),
     ('search_metadata', None), {'engine': 'google'}, 'answer_box',
     in_header=False,
   ),
   'serper': Provider(
-    'https://google.serper.dev', '/search', ('SERPER_API_KEY',), 'X-API-KEY',
+    'https://google.serper.dev', '/search', 'SERPER_API_KEY', 'X-API-KEY',
     'num', 100, ('organic',), ('title', 'link', 'snippet'),
     ('searchParameters', None), answer_box='answerBox', method='POST',
   ),
-  'google': Provider(
-    'https://www.googleapis.com', '/customsearch/v1',
-    ('GOOGLE_API_KEY', 'GOOGLE_CSE_ID'), 'key', 'num', 10, ('items',),
-    ('title', 'link', 'snippet'), ('kind', 'customsearch#search'),
-    in_header=False,
-  ),
   'brave': Provider(
-    'https://api.search.brave.com', '/res/v1/web/search', ('BRAVE_API_KEY',),
+    'https://api.search.brave.com', '/res/v1/web/search', 'BRAVE_API_KEY',
     'X-Subscription-Token', 'count', 20, ('web', 'results'),
     ('title', 'url', 'description'), ('type', 'search'),
     {'text_decorations': 'false'}, escaped=True,
   ),
-  'bing': Provider(
-    'https://api.bing.microsoft.com', '/v7.0/search', ('BING_API_KEY',),
-    'Ocp-Apim-Subscription-Key', 'count', 50, ('webPages', 'value'),
-    ('name', 'url', 'snippet'), ('_type', 'SearchResponse'),
-    {'textDecorations': 'false', 'textFormat': 'Raw'},
-  ),
 }
 
-# What providers say when asking again cannot help before someone pays or the
-# day is over: SerpAPI, Serper, Google (new and old), Brave, Bing.
+# What providers say when asking again cannot help before someone pays: SerpAPI,
+# Serper, Brave.
 SPENT = re.compile(
-  'run out of searches|not enough credits|queries per day|dailyLimitExceeded|'
-  'quota_limited|out of call volume', re.I
+  'run out of searches|not enough credits|quota_limited', re.I
 )
 # SerpAPI's words for an honest nothing, in the field `error`.
 NOTHING = "Google hasn't returned any results"

@@ -32,7 +32,8 @@ KINDS = (
 BROKEN = ('bad_response', 'unauthorised', 'different')
 _MEND = {
   'unreachable': (
-    'Start it (python -m retrieval.server --corpus=...) or correct the URL.'
+    'Start it (python -m retrieval.server --corpus=...) or correct the URL; '
+    'RETRIEVAL_CA_FILE names the certificate of an https server of your own.'
   ),
   'timeout': 'See whether the server is overloaded, or raise timeout_s.',
   'overloaded': 'Send fewer requests at once, or raise deadline_s.',

@@ -3,17 +3,14 @@
 Libraries of indexes that the flags do not name are not imported.
 """
 
-import atexit
-import os
-import shutil
+import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
-from retrieval.bm25 import BM25Index
+from retrieval import bm25, gpu_memory
 from retrieval.core import LocalSearcher, Searcher
-from retrieval.corpus import read_corpus
+from retrieval.corpus import MOST, read_corpus
 
 _OPTIONS = {  # kind of index -> its options, and their flags
   'dense_jax': {'precision': 'precision'},
@@ -46,23 +43,18 @@ def open_searcher(
     from retrieval.cache import Recorded
 
     identity = args.replay_identity
-    return Recorded(None, args.replay, 'replay', identity=identity), None, []
+    return Recorded(None, args.replay, identity=identity), None, []
   local, programs = None, []
   if args.web:
     searcher = _web(args)
   else:
     local, programs = _corpus(args) if args.corpus else _folder(args)
     searcher = local
-  record = args.record
-  if args.web and not record:
-    # What was paid for is not asked again because its client has gone.
-    folder = tempfile.mkdtemp(prefix='retrieval')
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    record = os.path.join(folder, 'answers.sqlite')
-  if record:
+  # What was paid for is not asked again because its client has gone.
+  if args.record or args.web:
     from retrieval.cache import Recorded
 
-    searcher = Recorded(searcher, record, 'record')
+    searcher = Recorded(searcher, args.record or '')
   return searcher, local, programs
 
 
@@ -90,14 +82,16 @@ def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
     for flag in options.values():
       if args[flag].present and kind not in kinds:
         raise ValueError(f'--{flag} is of {kind}, which no --index names')
+  folder = folders.open_folder(args.index_folder)
   if args.rerank or args.encoder and {*kinds} != {'bm25'}:
+    if said := gpu_memory.limit(*_bytes(args, folder, kinds)):
+      say(said)
     from retrieval.devices import keep_programs
 
     try:
       keep_programs(args.compile_cache)
     except (OSError, RuntimeError) as error:
       say(f'WARNING: programs are not kept (--compile_cache): {error}')
-  folder = folders.open_folder(args.index_folder)
   indexes, encoders = [], {}
   for kind, name in zip(kinds, args.index):
     options = {
@@ -126,27 +120,36 @@ def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
     ks = {index.depth}
   for kind, part in zip(kinds, indexes):
     if kind == 'dense_jax':
-      programs += part.programs(args.max_queries, ks)
+      programs += part.programs(args.max_batch, ks)
   if {*kinds} - {'bm25', 'dense_jax'}:  # they search with ready vectors
     for encoder in encoders.values():
-      programs += encoder.programs(args.max_queries)
+      programs += encoder.programs(args.max_batch)
   if args.rerank:
     from retrieval.rerank import CrossEncoder, Rerank
 
     model = CrossEncoder(args.rerank, dtype=args.rerank_dtype)
     index = Rerank(index, folder.corpus.contents, model, args.rerank_n)
-    programs += model.programs(args.max_queries * args.rerank_n)
+    programs += model.programs(args.max_batch * args.rerank_n)
   say(f'{len(index)} passages of {args.index_folder}: {index.name}')
   return LocalSearcher(folder.corpus, index), programs
 
 
-def _corpus(args) -> tuple[LocalSearcher, list]:
-  corpus = read_corpus(args.corpus)
-  begun = time.time()
-  index = BM25Index(
-    corpus.contents, k1=args.k1, b=args.b, stemmer=args.stemmer,
-    stop_words=args.stop_words,
+def _bytes(args, folder, kinds: list[str]) -> tuple[int, int]:
+  """Of vectors on all GPUs together, and of models on each."""
+  vectors = 0
+  if folder.vectors is not None:
+    width = {'float32': 4, 'int8': 1}.get(args.precision, 2)
+    vectors = kinds.count('dense_jax') * folder.vectors.size * width
+  return vectors, sum(
+    file.stat().st_size for path in (args.encoder, args.rerank) if path
+    for file in pathlib.Path(path).glob('*.safetensors')
   )
+
+
+def _corpus(args) -> tuple[LocalSearcher, list]:
+  corpus = read_corpus(args.corpus, MOST)
+  begun = time.time()
+  index = bm25.BM25Index(corpus.contents, **bm25.options(args))
   seconds = time.time() - begun
   say(f'{len(corpus)} passages of {args.corpus} indexed in {seconds:.1f} s')
   return LocalSearcher(corpus, index), []

@@ -16,22 +16,26 @@ retrieval/README.md describes the protocol and the limits.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import os
-import select
+import pathlib
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Sequence
 
 import fastapi
 import uvicorn
+from uvicorn.protocols.http import h11_impl
 from absl import app as absl_app
 from absl import flags
 
+from retrieval import bm25, files
 from retrieval.app import LOOPBACK, create_app
-from retrieval.bm25 import STEMMERS, STOP_WORDS
 from retrieval.protocol import Limits
 from retrieval.served import open_searcher, say
 
@@ -43,15 +47,54 @@ _NEEDS = {  # flag -> flags that mean nothing without it
     'milvus_uri', 'rerank', 'rerank_n', 'rerank_dtype',
   ),
   'encoder': ('dtype', 'query_length'),
-  'corpus': ('k1', 'b', 'stemmer', 'stop_words'),
+  'corpus': ('bm25_preset', 'k1', 'b', 'stemmer', 'stop_words'),
   'web': (
     'web_mode', 'web_rate', 'web_concurrency', 'web_max_calls', 'web_max_cost',
     'web_price', 'web_ledger',
   ),
   'replay': ('replay_identity',),
+  'tls_cert': ('tls_key',),
   'rerank': ('rerank_n', 'rerank_dtype'),
 }
+_NAMES = ['127.0.0.1', 'localhost', '[::1]']  # of this machine, as Host
 _STOP_S = 10.0  # what a stop grants to requests already taken
+
+
+class _Protocol(h11_impl.H11Protocol):
+  """HTTP/1.1, with a time for the head of a request.
+
+  uvicorn's own timer of an idle connection stops at the first byte.
+  """
+
+  def __init__(self, *args, head_s: float, **kwargs):
+    super().__init__(*args, **kwargs)
+    self._head_s, self._due = head_s, None
+
+  def connection_made(self, transport) -> None:
+    super().connection_made(transport)
+    self._await_head()
+
+  def data_received(self, data: bytes) -> None:
+    super().data_received(data)
+    self._await_head()
+
+  def _await_head(self) -> None:
+    if self.cycle and not self.cycle.response_complete:
+      self._due = None  # it is the application's turn
+    elif self.timeout_keep_alive_task is None:
+      self._due = self._due or self.loop.time() + self._head_s
+      self.timeout_keep_alive_task = self.loop.call_at(
+        self._due, self.timeout_keep_alive_handler
+      )
+
+  def send_400_response(self, msg: str) -> None:
+    # The body is broken: h11 takes no other answer to this request.
+    if self.cycle and not self.cycle.response_complete:
+      self.cycle.disconnected = True
+      self.cycle.message_event.set()
+      if self.cycle.response_started:
+        return self.transport.close()
+    super().send_400_response(msg)
 
 
 class _Server(uvicorn.Server):
@@ -76,18 +119,12 @@ class _Server(uvicorn.Server):
     try:
       await self.config.app.state.warm
       if self._port_file:
-        _write_atomically(self._port_file, self._url.rpartition(':')[2])
+        port = int(self._url.rpartition(':')[2])
+        files.write_json(pathlib.Path(self._port_file), port)
       say(f'ready at {self._url}')
     except Exception as error:
       self.problem = f'{type(error).__name__}: {error}'
       self.should_exit = True
-
-
-def _write_atomically(path: str, text: str) -> None:
-  part = f'{path}.{os.getpid()}.part'
-  with open(part, 'w') as f:
-    f.write(text + '\n')
-  os.replace(part, path)
 
 
 def _fail(message: str) -> int:
@@ -119,30 +156,14 @@ def watch_parent(pid: int) -> None:
   Raises:
     ProcessLookupError: there is no such process.
   """
-  try:
-    descriptor = os.pidfd_open(pid)  # Linux: no confusion by a reused pid
-
-    def wait() -> None:
-      poll = select.poll()
-      poll.register(descriptor, select.POLLIN)
-      poll.poll()
-
-  except (AttributeError, PermissionError, NotImplementedError):
-    os.kill(pid, 0)
-    child = os.getppid() == pid
-
-    def wait() -> None:
-      while True:
-        try:
-          os.kill(pid, 0)
-        except ProcessLookupError:
-          return
-        if child and os.getppid() != pid:  # a zombie still takes signals
-          return
-        time.sleep(0.5)
+  os.kill(pid, 0)
+  child = os.getppid() == pid
 
   def run() -> None:
-    wait()
+    with contextlib.suppress(ProcessLookupError):
+      while not child or os.getppid() == pid:  # a zombie still takes signals
+        os.kill(pid, 0)
+        time.sleep(0.5)
     say(f'process {pid} (--parent_pid) has ended: stopping')
     os.kill(os.getpid(), signal.SIGTERM)
     _exit_after(_STOP_S + 5)
@@ -187,7 +208,7 @@ def read_token(path: str | None) -> str | None:
 
 def define_flags() -> None:
   """Defines the command's flags; not on import, since others import this."""
-  limits, dtypes = Limits(), ['auto', 'float32', 'bfloat16']
+  dtypes = ['auto', 'float32', 'bfloat16']
   flags.DEFINE_string(
     'corpus', None, 'JSONL(.gz) of {"id", "contents"}: BM25 in memory.'
   )
@@ -207,7 +228,8 @@ def define_flags() -> None:
     '$JAX_COMPILATION_CACHE_DIR, or ~/.cache/searchrl_retrieval.'
   )
   flags.DEFINE_enum(
-    'precision', 'float32', ['float32', 'bfloat16', 'int8'], 'Of dense_jax.'
+    'precision', None, ['float32', 'float16', 'bfloat16', 'int8'],
+    'Of dense_jax; float32 on CPU, float16 on GPUs, bfloat16 on TPUs.'
   )
   flags.DEFINE_integer('nprobe', None, 'Cells searched, of FAISS IVF.', 1)
   flags.DEFINE_integer('ef_search', None, 'Candidates kept, of HNSW.', 1)
@@ -219,7 +241,7 @@ def define_flags() -> None:
   flags.DEFINE_integer('rerank_n', 50, 'Passages that it reranks.', 1)
   flags.DEFINE_enum('rerank_dtype', 'auto', dtypes, 'Of its arithmetic.')
   flags.DEFINE_string(
-    'web', None, 'Search the web by: serpapi, serper, google, brave or bing.'
+    'web', None, 'Search the web by: serpapi, serper or brave.'
   )
   flags.DEFINE_enum('web_mode', 'snippet', ['snippet', 'page'], 'With --web.')
   flags.DEFINE_float('web_rate', None, 'Most calls a second.', 0)
@@ -241,64 +263,61 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     'port', 8000, 'Port to serve on; 0 takes a free one.', 0, 65535
   )
+  flags.DEFINE_multi_string(
+    'allow_host', [], 'Name that the header Host may have, beside those of '
+    'this machine, without a token; where --host is this machine.'
+  )
+  flags.DEFINE_string('tls_cert', None, 'Certificate chain (PEM): https.')
+  flags.DEFINE_string('tls_key', None, 'Its private key, if not in there.')
   flags.DEFINE_string(
     'port_file', None, 'File that gets the port once the server is ready.'
   )
   flags.DEFINE_integer(
     'parent_pid', None, 'Stop when this process ends (no orphans).', 1
   )
-  flags.DEFINE_float('k1', 1.2, 'BM25: saturation of repeated words.', 0)
-  flags.DEFINE_float('b', 0.75, 'BM25: discount of long passages.', 0, 1)
-  flags.DEFINE_enum('stemmer', 'english', STEMMERS, 'Word stems.')
-  flags.DEFINE_enum('stop_words', 'english', [*STOP_WORDS], 'Words left out.')
-  for name, text in (
-    ('topk', 'Passages for a query when a request names no topk.'),
-    ('max_topk', 'Largest topk.'),
-    ('max_queries', 'Most queries in one request, and in one batch.'),
-    ('max_query_bytes', 'Longest query, in bytes of UTF-8.'),
-    ('max_pending', 'Most queries waiting, before 503.'),
-    ('max_requests', 'Most requests in flight, before 429.'),
-    ('max_bytes', 'Most bytes of requests in flight, before 503.'),
-  ):
-    flags.DEFINE_integer(name, getattr(limits, name), text, 1)
-  flags.DEFINE_float(
-    'deadline_s', limits.deadline_s, 'Seconds for a request, else 504.', 0.001
-  )
-  flags.DEFINE_float(
-    'batch_ms', limits.batch_ms, 'How long a request waits for others.', 0
-  )
+  bm25.define_flags(' with --corpus')
+  for field in dataclasses.fields(Limits):
+    define = flags.DEFINE_integer if field.type is int else flags.DEFINE_float
+    define(field.name, field.default, field.metadata['help'], field.type is int)
+
+
+def check(args: flags.FlagValues, sources: Sequence[str] = SOURCES) -> None:
+  """Refuses flags that do not go together.
+
+  Raises:
+    ValueError: says which.
+  """
+  given = [f'--{name}' for name in sources if args[name].value]
+  if len(given) != 1:
+    raise ValueError(
+      f'give one of {", ".join(f"--{name}" for name in sources)}; got '
+      + (' and '.join(given) or 'none')
+    )
+  if args.record and args.replay:
+    raise ValueError('--record and --replay exclude each other')
+  for needed, names in _NEEDS.items():
+    for name in names:
+      if args[name].present and not args[needed].value:
+        raise ValueError(f'--{name} needs --{needed}')
+  for less, more in (('topk', 'max_topk'), ('max_queries', 'max_pending')):
+    if args[less].value > args[more].value:
+      raise ValueError(
+        f'--{less}={args[less].value} exceeds --{more}={args[more].value}'
+      )
 
 
 def main(argv: Sequence[str]) -> int:
   if len(argv) > 1:
     return _fail(f'arguments not understood: {" ".join(argv[1:])}')
   args = flags.FLAGS
-  given = [name for name in SOURCES if args[name].value]
-  if len(given) != 1:
-    return _fail(
-      f'give one of {", ".join(f"--{name}" for name in SOURCES)}; got '
-      + (' and '.join(f'--{name}' for name in given) or 'none')
-    )
-  if args.record and args.replay:
-    return _fail('--record and --replay exclude each other')
-  for needed, names in _NEEDS.items():
-    for name in names:
-      if args[name].present and not args[needed].value:
-        return _fail(f'--{name} needs --{needed}')
-  if args.topk > args.max_topk:
-    return _fail(f'--topk={args.topk} exceeds --max_topk={args.max_topk}')
-  if args.max_queries > args.max_pending:
-    return _fail(
-      f'--max_queries={args.max_queries} exceeds '
-      f'--max_pending={args.max_pending}'
-    )
-  if args.parent_pid:
-    try:
-      watch_parent(args.parent_pid)
-    except ProcessLookupError:
-      return _fail(f'no process --parent_pid={args.parent_pid}')
   try:
+    check(args)
+    if args.parent_pid:
+      watch_parent(args.parent_pid)
     token = read_token(args.token_file)
+    tls = args.tls_cert and _tls(args.tls_cert, args.tls_key)
+  except ProcessLookupError:
+    return _fail(f'no process --parent_pid={args.parent_pid}')
   except ValueError as error:
     return _fail(str(error))
   # The port first: reading a large corpus for nothing would waste minutes.
@@ -325,12 +344,27 @@ def main(argv: Sequence[str]) -> int:
   )
   app = create_app(
     searcher, limits, local=local, programs=programs, token=token,
-    loopback=args.host in LOOPBACK,
+    hosts=_NAMES + args.allow_host if args.host in LOOPBACK else None,
   )
-  return _serve(app, sock, args, port)
+  return _serve(app, sock, args, port, tls)
 
 
-def _serve(app: fastapi.FastAPI, sock: socket.socket, args, port: int) -> int:
+def _tls(cert: str, key: str | None) -> ssl.SSLContext:
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+  try:
+    context.load_cert_chain(cert, key)
+  except OSError as error:
+    raise ValueError(
+      f'--tls_cert={cert} --tls_key={key}: not a certificate chain and its '
+      f'key in PEM: {error}'
+    ) from None
+  return context
+
+
+def _serve(
+  app: fastapi.FastAPI, sock: socket.socket, args, port: int,
+  tls: ssl.SSLContext | None,
+) -> int:
   try:
     sock.listen(2048)
   except OSError as error:  # taken between bind and now
@@ -343,8 +377,11 @@ def _serve(app: fastapi.FastAPI, sock: socket.socket, args, port: int) -> int:
     # Longer than clients keep idle connections: else they meet ours closing.
     timeout_keep_alive=75,
     timeout_graceful_shutdown=int(_STOP_S),
+    http=functools.partial(_Protocol, head_s=args.head_s),
+    ssl_context_factory=(lambda *_: tls) if tls else None,
   )
-  server = _Server(config, f'http://{host}:{port}', args.port_file)
+  scheme = 'https' if tls else 'http'
+  server = _Server(config, f'{scheme}://{host}:{port}', args.port_file)
 
   # uvicorn raises a caught signal again after its graceful stop; the stop was
   # asked for, so the process then ends with 0.

@@ -74,56 +74,24 @@ def encode(
       or the encoder gave a vector that is not finite.
     files.FilesError: the disk is too small or a record damaged.
   """
-  final, part = folder / 'vectors.npy', folder / 'vectors.npy.part'
-  record = folder / 'vectors.json'
   about = identity(corpus, encoder, dtype)
-  done = check_done(record, about)
-  if final.exists() and done == len(corpus):
+  done = check_done(folder / 'vectors.json', about)
+  if (folder / 'vectors.npy').exists() and done == len(corpus):
     return open_vectors(folder)
-  shape = (len(corpus), encoder.dim)
-  if not done or not part.exists():
+  if not (folder / 'vectors.npy.part').exists():
     done = 0
-    part.unlink(missing_ok=True)  # its blocks are free again
-    files.need_space(part, shape[0] * shape[1] * np.dtype(dtype).itemsize)
-    np.lib.format.open_memmap(part, 'w+', dtype, shape)
-    files.write_json(record, {'identity': about, 'done': 0})
-  rows = np.lib.format.open_memmap(part, 'r')
-  if rows.shape != shape or rows.dtype != dtype:
-    raise VectorsError(
-      f'{part}: holds {rows.shape} {rows.dtype}, not {shape} {dtype}. Use '
-      '--restart.'
-    )
-  start, row_bytes = rows.offset, rows.strides[0]
-  del rows
-  # Written, not mapped: a full disk is then an error instead of a SIGBUS.
-  with (
-    open(part, 'r+b') as file,
-    files.progress(
-      len(corpus), 'encode', unit=' passages', initial=done
-    ) as bar,
-  ):
-    while done < len(corpus):
-      texts = corpus.contents[done:done + block]
-      vectors = np.empty((len(texts), encoder.dim), dtype)
+
+  def blocks():
+    for start in range(done, len(corpus), block):
+      texts = corpus.contents[start:start + block]
+      vectors = np.empty((len(texts), encoder.dim), np.float32)
       # The longest first: too little memory shows at once.
       order = np.argsort([-len(t) for t in texts], kind='stable')
       for few in np.split(order, range(_CALL, len(order), _CALL)):
         vectors[few] = encoder.encode_passages([texts[i] for i in few])
-        bar.update(len(few))
-      bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-      if len(bad):
-        raise VectorsError(
-          f'passage {done + int(bad[0])} (id {corpus.ids[done + bad[0]]!r}): '
-          f'its vector is not finite in {dtype}. Try --vectors=float32, or '
-          '--dtype=float32 for the encoder.'
-        )
-      file.seek(start + done * row_bytes)
-      file.write(vectors)
-      files.sync(file)
-      done += len(texts)
-      files.write_json(record, {'identity': about, 'done': done})
-    files.commit(file, part, final)
-  return open_vectors(folder)
+      yield vectors
+
+  return write(blocks(), (len(corpus), encoder.dim), about, folder, done)
 
 
 def check_done(record: pathlib.Path, about: dict) -> int:
@@ -144,46 +112,59 @@ def check_done(record: pathlib.Path, about: dict) -> int:
   return saved['done']
 
 
-def copy(
+def write(
   rows: Iterator[np.ndarray],
   shape: tuple[int, int],
-  dtype: str,
   about: dict,
   folder: pathlib.Path,
+  done: int = 0,
 ) -> np.ndarray:
-  """Writes vectors that exist already, block by block, as vectors.npy.
+  """Writes vectors.npy block by block; each that is written stays.
 
   Args:
-    rows: blocks [n, D] in corpus order.
+    rows: blocks [n, D] in corpus order, from row `done` on.
     shape: [P, D].
-    dtype: of the file.
-    about: see `identity`.
+    about: see `identity`; its dtype is that of the file.
     folder: of the index.
+    done: rows that are there already.
 
   Raises:
     VectorsError: a vector is not finite.
+    files.FilesError: the disk is too small.
   """
   final, part = folder / 'vectors.npy', folder / 'vectors.npy.part'
-  part.unlink(missing_ok=True)
-  files.need_space(part, shape[0] * shape[1] * np.dtype(dtype).itemsize)
-  np.lib.format.open_memmap(part, 'w+', dtype, shape)
+  record, dtype = folder / 'vectors.json', about['dtype']
+  if not done:
+    part.unlink(missing_ok=True)  # its blocks are free again
+    files.need_space(part, shape[0] * shape[1] * np.dtype(dtype).itemsize)
+    np.lib.format.open_memmap(part, 'w+', dtype, shape)
+    files.write_json(record, {'identity': about, 'done': 0})
+  mapped = np.lib.format.open_memmap(part, 'r')
+  if mapped.shape != shape or mapped.dtype != dtype:
+    raise VectorsError(
+      f'{part}: holds {mapped.shape} {mapped.dtype}, not {shape} {dtype}. Use '
+      '--restart.'
+    )
+  # Written, not mapped: a full disk is then an error instead of a SIGBUS.
   with (
     open(part, 'r+b') as file,
-    files.progress(shape[0], 'copy', unit=' vectors') as bar,
+    files.progress(shape[0], 'write', unit=' vectors', initial=done) as bar,
   ):
-    file.seek(np.lib.format.open_memmap(part, 'r').offset)
+    file.seek(mapped.offset + done * mapped.strides[0])
     for block in rows:
-      block = np.ascontiguousarray(block, dtype)
-      if not np.isfinite(block).all():
-        bad = np.flatnonzero(~np.isfinite(block).all(axis=1))[0]
+      with np.errstate(over='ignore'):
+        block = np.ascontiguousarray(block, dtype)
+      bad = np.flatnonzero(~np.isfinite(block).all(axis=1))
+      if len(bad):
         raise VectorsError(
-          f'vector {bar.n + bad} is not finite in {dtype}: the file is '
-          'damaged, or was written in another number format.'
+          f'vector {done + bad[0]}, counted from 0, is not finite in {dtype}. '
+          'Try --vectors=float32, or --dtype=float32 for the encoder; a file '
+          'that was adopted is damaged, or of another number format.'
         )
       file.write(block)
+      files.sync(file)
+      done += len(block)
       bar.update(len(block))
+      files.write_json(record, {'identity': about, 'done': done})
     files.commit(file, part, final)
-  files.write_json(
-    folder / 'vectors.json', {'identity': about, 'done': shape[0]}
-  )
   return open_vectors(folder)

@@ -6,25 +6,31 @@ empty list means that the provider found nothing.
 """
 
 import asyncio
-import collections
+import concurrent.futures
 import contextlib
-import hashlib
+import functools
 import json
 import logging
+import math
+import multiprocessing
 import os
 import random
 import re
+import resource
+import signal
+import threading
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import httpx
 
+from retrieval import metrics
 from retrieval.bm25 import BM25Index
 from retrieval.budget import Budget
 from retrieval.core import Found, SearchFailed
 from retrieval.corpus import join_contents
-from retrieval.fetch import Fetcher, FetchFailed, Page, read_body
+from retrieval.fetch import TRANSIENT, Fetcher, FetchFailed, read_body, shown
 from retrieval.providers import (
   NOTHING, PROVIDERS, SPENT, Provider, Row, sendable
 )
@@ -33,22 +39,23 @@ from retrieval.retry import retry_after
 MODES = ('snippet', 'page')
 _RETRIED = (408, 429, 500, 502, 503, 504)
 _PASSAGE = 400  # characters: what a page is cut into before it is ranked
+# A process that has loaded these forks one for each page. Besides the parser
+# it is what retrieval.server imports: multiprocessing runs the main module in
+# each process, so that it would import them anew for each page.
+LOADED = (
+  'absl.app', 'retrieval.app', 'retrieval.served', 'retrieval.web',
+  'trafilatura', 'uvicorn.protocols.http.h11_impl',
+)
+_FORKS = multiprocessing.get_context('forkserver')
+_FORKS.set_forkserver_preload([*LOADED])
 
 
-class _Retry(Exception):
-  """One attempt failed, another may not."""
-
-  def __init__(self, message: str, wait_s: float = 0.0):
-    super().__init__(message)
-    self.wait_s = wait_s
-
-
-class _Keyed(httpx.AsyncBaseTransport):
+class _Keyed(httpx.AsyncHTTPTransport):
   """Adds the key below httpx, whose log and errors show each URL."""
 
   def __init__(self, provider: Provider, key: str):
+    super().__init__()
     self._provider, self._key = provider, key
-    self._inner = httpx.AsyncHTTPTransport()
 
   async def handle_async_request(self, request):
     url, headers = request.url, request.headers
@@ -56,22 +63,19 @@ class _Keyed(httpx.AsyncBaseTransport):
       headers = {**headers, self._provider.secret: self._key}
     else:
       url = url.copy_set_param(self._provider.secret, self._key)
-    return await self._inner.handle_async_request(httpx.Request(
+    return await super().handle_async_request(httpx.Request(
       request.method, url, headers=headers, stream=request.stream,
       extensions=request.extensions,
     ))
-
-  async def aclose(self):
-    await self._inner.aclose()
 
 
 class WebSearcher:
   """A `Searcher` over a search API; a Found's id is its URL.
 
   Attributes:
-    counts: calls, retries, failed (queries), pages (fetched), fallbacks
-      (pages that could not be had; their snippet stands in).
     budget: what was spent.
+    identity: what answers depend on; the web itself changes all the same.
+    threads: that may search at once.
   """
 
   def __init__(
@@ -94,6 +98,7 @@ class WebSearcher:
     concurrency: int = 8,
     page_chars: int = 1000,
     page_concurrency: int = 16,
+    page_cpu_s: int = 3,
     fetcher: Fetcher | None = None,
     environ: Mapping[str, str] = os.environ,
   ):
@@ -117,12 +122,13 @@ class WebSearcher:
       concurrency: calls under way at once.
       page_chars: of one page, in page mode.
       page_concurrency: pages fetched at once.
+      page_cpu_s: of the process that reads one page, before it is killed.
       fetcher: of the pages.
       environ: where the keys are.
 
     Raises:
       ValueError: an unknown provider or mode, a key missing or unfit, or a
-        parameter out of its range.
+        rate or bound of the budget out of its range.
       RuntimeError: the ledger cannot be used.
     """
     if provider not in PROVIDERS:
@@ -133,32 +139,28 @@ class WebSearcher:
       raise ValueError(f'mode {mode!r} is none of {", ".join(MODES)}')
     if rate is not None and not rate > 0:
       raise ValueError(f'rate={rate} must be above 0 calls a second')
-    for name, value in dict(
-      concurrency=concurrency, page_concurrency=page_concurrency,
-      page_chars=page_chars, max_bytes=max_bytes,
-    ).items():
-      if value < 1:
-        raise ValueError(f'{name}={value} must be at least 1')
     self._api = api = PROVIDERS[provider]
-    keys = api.read_keys(environ)
+    key = api.read_key(environ)
     self.provider, self.mode = provider, mode
     self.base_url = (base_url or api.base_url).rstrip('/')
     if not re.fullmatch(r'https?://[^@?#\s]+', self.base_url):
       raise ValueError('base_url is not of the form http(s)://host:port/path')
     self._options = {**api.fixed, **(options or {})}
-    if provider == 'google':
-      self._options['cx'] = keys[1]
-    self._secrets = tuple(
-      form for key in keys for form in (key, urllib.parse.quote(key, ''))
-    )
+    self.identity = {
+      'web': provider, 'url': self.base_url, 'mode': mode,
+      'options': self._options,
+      **({'page_chars': page_chars} if mode == 'page' else {}),
+    }
+    self._secrets = key, urllib.parse.quote(key, '')
     self._pause_s = 1 / rate if rate else 0.0
     self._next = 0.0  # when the next call may go out, of time.monotonic
     self.timeout_s, self.retries = timeout_s, retries
     self.backoff_s, self.max_wait_s = backoff_s, max_wait_s
     self.max_bytes, self.page_chars = max_bytes, page_chars
+    self.page_cpu_s = page_cpu_s
+    self.threads = concurrency + page_concurrency
     self._calls = asyncio.Semaphore(concurrency)
     self._fetches = asyncio.Semaphore(page_concurrency)
-    self.counts: collections.Counter[str] = collections.Counter()
     self.budget = Budget(
       provider, max_calls=max_calls, max_cost=max_cost, price=price,
       path=ledger,
@@ -166,28 +168,23 @@ class WebSearcher:
     # No proxy of the environment: the transport is ours. No timeout: that of
     # httpx is for each read, which a drip of bytes never reaches.
     self._client = httpx.AsyncClient(
-      transport=_Keyed(api, keys[0]), timeout=None,
+      transport=_Keyed(api, key), timeout=None,
       headers={'Accept': 'application/json', 'Accept-Encoding': 'gzip'},
     )
+    # Runs all searches, whichever thread asks.
+    self._loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+    self._thread.start()
+    # The last pages, since other queries may find them too.
+    self._page = functools.lru_cache(64)(
+      lambda url: self._loop.create_task(self._read(url))
+    )
+    # Threads that wait for a page's process.
+    self._readers = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
     if mode == 'page':
       self._fetcher = fetcher or Fetcher()
-      _extractor()  # now, not within the first query's time
-    # Kept over calls, for its connections.
-    self._loop = asyncio.new_event_loop()
-
-  @property
-  def identity(self) -> dict[str, object]:
-    """What answers depend on; the web itself changes all the same."""
-    options = dict(self._options)
-    if 'cx' in options:
-      options['cx'] = hashlib.sha256(options['cx'].encode()).hexdigest()[:16]
-    identity = {
-      'web': self.provider, 'url': self.base_url, 'options': options,
-      'mode': self.mode,
-    }
-    if self.mode == 'page':
-      identity['page_chars'] = self.page_chars
-    return identity
+      # Starts the process that forks: not within the first query's time.
+      self._readers.submit(self._apart, str)
 
   def search(
     self, queries: Sequence[str], k: int
@@ -203,27 +200,29 @@ class WebSearcher:
     """
     if k < 1:
       raise ValueError(f'k={k} must be at least 1')
-    return self._loop.run_until_complete(self._search(queries, k))
+    return self._run(self._search(queries, k))
 
   def close(self) -> None:
-    self._loop.run_until_complete(self._client.aclose())
+    self._run(self._client.aclose())
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join()
     self._loop.close()
+    self._readers.shutdown()
     self.budget.close()
+
+  def _run(self, work: Coroutine):
+    return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
   async def _search(
     self, queries: Sequence[str], k: int
   ) -> list[list[Found] | SearchFailed]:
-    pages: dict[str, asyncio.Task] = {}  # each page once for a batch
-    different = list(dict.fromkeys(queries))
-    answers = await asyncio.gather(
-      *(self._answer(query, k, pages) for query in different)
-    )
-    found = dict(zip(different, answers, strict=True))
-    return [found[query] for query in queries]
+    different = {
+      query: self._loop.create_task(self._answer(query, k))
+      for query in dict.fromkeys(queries)
+    }
+    return [await different[query] for query in queries]
 
-  async def _answer(
-    self, query: str, k: int, pages: dict
-  ) -> list[Found] | SearchFailed:
+  async def _answer(self, query: str, k: int) -> list[Found] | SearchFailed:
     sent = sendable(query)
     if not sent:
       return []
@@ -231,18 +230,14 @@ class WebSearcher:
       async with self._calls:
         rows = (await self._ask(sent, k))[:k]
     except SearchFailed as error:
-      self.counts['failed'] += 1
+      metrics.WEB.labels('failed').inc()
       return error
-    texts = [row.text for row in rows]
-    if self.mode == 'page':
-      texts = await asyncio.gather(
-        *(self._page_text(row, query, pages) for row in rows)
-      )
+    texts = await asyncio.gather(*(self._text(row, query) for row in rows))
     return [
       # An answer that Google gives by itself has no URL.
       Found(row.url or f'{self.provider}:answer_box',
-            join_contents(row.title, text), 1 / rank)
-      for rank, (row, text) in enumerate(zip(rows, texts, strict=True), 1)
+            join_contents(row.title, text), 1 / rank, transient)
+      for rank, (row, (text, transient)) in enumerate(zip(rows, texts), 1)
     ]
 
   async def _ask(self, query: str, k: int) -> list[Row]:
@@ -255,88 +250,112 @@ class WebSearcher:
       now = time.monotonic()
       self._next = max(now, self._next) + self._pause_s
       await asyncio.sleep(self._next - self._pause_s - now)
-      self.counts['calls'] += 1
-      self.counts['retries'] += attempt > 0
+      metrics.WEB.labels('calls').inc()
       try:
         async with asyncio.timeout(self.timeout_s):
           return await self._once({place: fields})
       except TimeoutError:
-        failure = _Retry(f'no answer within {self.timeout_s:g} s')
+        failure = SearchFailed(f'no answer within {self.timeout_s:g} s', 0)
       except httpx.TransportError as error:
-        failure = _Retry(f'{type(error).__name__} {error}'.rstrip())
-      except _Retry as error:
+        failure = SearchFailed(f'{type(error).__name__} {error}'.rstrip(), 0)
+      except FetchFailed as error:
+        failure = SearchFailed(f'unusable answer: {error}')
+      except SearchFailed as error:
         failure = error
+      wait = failure.retry_after_s
+      if wait is None:
+        break
       # Half to one and a half: clients that failed together come apart.
       own = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-      wait = max(failure.wait_s, min(own, self.max_wait_s))
+      wait = max(wait, min(own, self.max_wait_s))
       if attempt == self.retries or wait > self.max_wait_s:
         break
       await asyncio.sleep(wait)
-    tried = f' after {attempt + 1} attempts' if attempt else ''
-    raise self._failed(f'{failure}{tried}', max(1.0, wait))
+    problem = f'{failure}' + f' after {attempt + 1} attempts' * (attempt > 0)
+    for secret in self._secrets:
+      problem = problem.replace(secret, '***')
+    raise SearchFailed(
+      f'{self.provider}, {self.base_url}: {shown(problem, 300)}',
+      wait if wait is None else max(1.0, wait),
+    )
 
   async def _once(self, fields: Mapping[str, object]) -> list[Row]:
+    """The results of one attempt, or why there are none, in raw words."""
     async with self._client.stream(
       self._api.method, self.base_url + self._api.path, **fields
     ) as response:
-      try:
-        body = await read_body(
-          response.aiter_raw(), response.headers.get('Content-Encoding', ''),
-          self.max_bytes,
-        )
-      except FetchFailed as error:
-        raise self._failed(f'unusable answer: {error}') from None
-    status = response.status_code
+      body = await read_body(
+        response.aiter_raw(), response.headers.get('Content-Encoding', ''),
+        self.max_bytes,
+      )
+    status, headers = response.status_code, response.headers
     said = ' '.join(body.decode('utf-8', 'replace').split())
     problem = f'HTTP {status} {said}'
     if status != 200:
-      # Google says with 403 what others say with 429.
-      limited = status == 403 and 'ratelimitexceeded' in said.lower()
-      if SPENT.search(said) or _month_spent(response):
-        raise self._failed(f'the quota is used up: {problem}')
-      if status in _RETRIED or limited:
-        raise _Retry(problem, _retry_after(response))
-      raise self._failed(problem)
+      # Brave's limits are by the second and by the month, in this order.
+      _, month, left = headers.get('X-RateLimit-Remaining', '').rpartition(',')
+      if SPENT.search(said) or status == 429 and month and left.strip() == '0':
+        raise SearchFailed(f'the quota is used up: {problem}')
+      reset = headers.get('X-RateLimit-Reset', '').split(',')[0]
+      if status in _RETRIED:
+        raise SearchFailed(
+          problem, retry_after(headers.get('Retry-After', reset))
+        )
+      raise SearchFailed(problem)
     try:
       answer = json.loads(body)
       error = answer.get('error') if isinstance(answer, dict) else None
       # SerpAPI reports some failures, and nothing found, with 200.
       if error and not str(error).startswith(NOTHING):
-        raise _Retry(f'error: {error}')
+        raise SearchFailed(f'error: {error}', 0)
       return self._api.parse(answer)
     except (ValueError, RecursionError) as error:
-      raise self._failed(f'not as documented: {error}') from None
+      raise SearchFailed(f'not as documented: {error}') from None
 
-  async def _page_text(self, row: Row, query: str, pages: dict) -> str:
-    if not row.url:
-      return row.text
-    if row.url not in pages:
-      pages[row.url] = asyncio.ensure_future(self._page(row.url))
-    text = await pages[row.url]
-    return cut(text, query, self.page_chars) if text else row.text
+  async def _text(self, row: Row, query: str) -> tuple[str, bool]:
+    """What a result shows, and whether it may show more another time."""
+    if self.mode == 'snippet' or not row.url:
+      return row.text, False
+    try:
+      text = await self._page(row.url)
+      if len(text) > self.page_chars:
+        text = await self._loop.run_in_executor(
+          self._readers, self._apart, cut, text, query, self.page_chars
+        )
+      shows = 'pages' if text else 'fallbacks'
+    # Whatever a stranger's page brings about fails this page, not the batch.
+    except Exception as error:
+      lasting = isinstance(error, FetchFailed) and error.kind not in TRANSIENT
+      text, shows = '', 'fallbacks' if lasting else 'transient'
+      if not lasting:
+        self._page.cache_clear()
+    metrics.WEB.labels(shows).inc()
+    return text or row.text, shows == 'transient'
 
-  async def _page(self, url: str) -> str:
+  async def _read(self, url: str) -> str:
     """The main text of a page, empty where there is none."""
-    text = ''
-    # Exception: whatever a stranger's page makes of the parser, it is this
-    # page's failure and not the batch's.
-    with contextlib.suppress(Exception):
-      async with self._fetches:
-        page = await self._fetcher.fetch(url)
-        async with asyncio.timeout(self.timeout_s):
-          text = await asyncio.to_thread(_main_text, page)
-    self.counts['pages' if text else 'fallbacks'] += 1
-    return text
+    async with self._fetches:
+      page = await self._fetcher.fetch(url)
+      if page.media_type == 'text/plain':
+        return page.text.strip()
+      return await self._loop.run_in_executor(
+        self._readers, self._apart, _main_text, page.text
+      )
 
-  def _failed(self, problem: str, after: float | None = None) -> SearchFailed:
-    for secret in self._secrets:
-      problem = problem.replace(secret, '***')
-    if len(problem) > 300:
-      problem = problem[:297] + '...'
-    # No bytes of a stranger reach a terminal raw.
-    problem = problem.encode('ascii', 'backslashreplace').decode()
-    problem = re.sub(r'[\x00-\x1f\x7f]', '?', problem)
-    return SearchFailed(f'{self.provider}, {self.base_url}: {problem}', after)
+  def _apart(self, function: Callable[..., str], *args: object) -> str:
+    """What a function returns in a process of its own; '' if it raises.
+
+    Raises:
+      EOFError: the process ran out of time.
+    """
+    pipe, theirs = _FORKS.Pipe(duplex=False)
+    limits = self.page_cpu_s, math.ceil(self.timeout_s)
+    with pipe:
+      _FORKS.Process(
+        target=_work, args=(theirs, *limits, function, args), daemon=True
+      ).start()
+      theirs.close()
+      return pipe.recv_bytes().decode('utf-8', 'surrogatepass')
 
 
 def cut(text: str, query: str, size: int) -> str:
@@ -367,29 +386,18 @@ def cut(text: str, query: str, size: int) -> str:
   return '\n'.join(taken[i] for i in sorted(taken)) or text[:size]
 
 
-def _extractor():
-  """trafilatura takes seconds to import; snippet mode does without."""
+def _work(pipe, cpu_s: int, wall_s: int, function, args) -> None:
+  # The system kills it: no parser in C can hold that up.
+  resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+  signal.alarm(wall_s)
+  text = ''
+  with contextlib.suppress(Exception):
+    text = function(*args)
+  pipe.send_bytes(text.encode('utf-8', 'surrogatepass'))
+
+
+def _main_text(html: str) -> str:
   import trafilatura
   # It reports each odd page, strangers' bytes included.
   logging.getLogger('trafilatura').setLevel(logging.CRITICAL)
-  return trafilatura
-
-
-def _main_text(page: Page) -> str:
-  if page.media_type == 'text/plain':
-    return page.text.strip()
-  return _extractor().extract(page.text, include_comments=False) or ''
-
-
-def _month_spent(response: httpx.Response) -> bool:
-  """Brave's limits are by the second and by the month, in this order."""
-  left = response.headers.get('X-RateLimit-Remaining', '').split(',')
-  return response.status_code == 429 and len(left) > 1 and (
-    left[-1].strip() == '0'
-  )
-
-
-def _retry_after(response: httpx.Response) -> float:
-  """Seconds that the provider asks to wait, 0 where it asks nothing."""
-  reset = response.headers.get('X-RateLimit-Reset', '').split(',')[0]
-  return retry_after(response.headers.get('Retry-After', reset))
+  return trafilatura.extract(html, include_comments=False) or ''

@@ -1,6 +1,8 @@
 """A small corpus, and one real server over it for the whole session."""
 
 import json
+import logging
+from unittest import mock
 
 import pytest
 
@@ -42,3 +44,30 @@ def server(corpus_path, tmp_path_factory):
   log = tmp_path_factory.mktemp('server') / 'server.log'
   with start_server(corpus_path, log_path=log, timeout_s=60) as process:
     yield process
+
+
+@pytest.fixture(scope='session')
+def milvus_url(tmp_path_factory):
+  """milvus-lite behind Milvus' own protocol: it stands for a cluster."""
+  import grpc
+  import pymilvus.client.connection_manager  # noqa: F401, of its own
+  from milvus_lite.adapter.grpc.server import start_server_in_thread
+
+  # It prints a traceback for calls of pymilvus that it does not know.
+  logging.getLogger('grpc._server').setLevel(logging.CRITICAL)
+  path = tmp_path_factory.mktemp('milvus') / 'a.db'
+  make = grpc.server
+
+  def permitting_pings(pool, options):
+    # As a cluster does. pymilvus pings an idle connection every 10 s, which
+    # grpc's own limit (5 min) answers by closing it.
+    return make(pool, options=[
+      *options, ('grpc.keepalive_permit_without_calls', 1),
+      ('grpc.http2.min_ping_interval_without_data_ms', 5000),
+    ])
+
+  with mock.patch.object(grpc, 'server', permitting_pings):
+    server, db, port = start_server_in_thread(str(path))
+  yield f'http://127.0.0.1:{port}'
+  server.stop(grace=0).wait()
+  db.close()

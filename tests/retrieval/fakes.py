@@ -1,13 +1,21 @@
-"""An encoder without a model: texts with words in common are near."""
+"""Stand-ins: an encoder without a model, a searcher without an index.
+
+Processes that tests kill import this: it imports no conftest.
+"""
 
 import functools
 import zlib
 
 import numpy as np
 
+from retrieval.core import Found
+
 
 class FakeEncoder:
-  """Sums a random vector for each word; `encoded` counts its passages."""
+  """Sums a random vector for each word: texts with words in common are near.
+
+  `encoded` counts its passages.
+  """
 
   encoded = 0
   dtype = 'float32'
@@ -57,3 +65,23 @@ def generate(count, seed=0, words=300):
     ))
     for i in range(count)
   ]
+
+
+class Source:
+  """A searcher that answers from a dict, and counts what it is asked."""
+
+  def __init__(self, answers=None, identity=None):
+    self.answers, self.asked = answers or {}, []
+    self.identity = identity or {'index': 'source', 'v': 1}
+    self.closed = False
+
+  def search(self, queries, k):
+    self.asked += [(query, k) for query in queries]
+    return [
+      self.answers[query] if query in self.answers else
+      [Found(f'{query}-{i}', f'"T"\n{query}', 1 / i) for i in range(1, k + 1)]
+      for query in queries
+    ]
+
+  def close(self):
+    self.closed = True

@@ -1,9 +1,12 @@
+import types
+
 import faiss
 import numpy as np
 import pytest
 
 from retrieval import files, vectors
 from retrieval.adopt import AdoptError, compare
+from retrieval.folder import open_folder, open_index
 from retrieval.store import open_store
 from retrieval.vectors import VectorsError
 from tests import memory
@@ -76,7 +79,8 @@ def test_faiss_index(source, right, tmp_path, capsys, factory, name):
   np.testing.assert_allclose(found, right, atol=1e-6)
   about = manifest(tmp_path / 'x')
   assert about['vectors'] == {
-    'dim': DIM, 'dtype': 'float32', 'encoder': FakeEncoder().parameters
+    'dim': DIM, 'dtype': 'float32', 'encoder': FakeEncoder().parameters,
+    'sample_sha256': files.sample_sha256(tmp_path / 'x/vectors.npy'),
   }
   assert list(about['indexes']) == [f'dense_faiss:{name}', 'dense_jax']
   # Only the sample was encoded, and nothing of it again later.
@@ -85,6 +89,21 @@ def test_faiss_index(source, right, tmp_path, capsys, factory, name):
   assert FakeEncoder.encoded == 64
   linked = next((tmp_path / 'x/faiss').iterdir())
   assert linked.samefile(path)
+  # FAISS's own defaults are 1 list, and 16.
+  searched = {'HNSW8': {'ef_search': 64}, 'IVF8,Flat': {'nprobe': 3}}
+  stated = about['indexes'][f'dense_faiss:{name}']
+  encoder = types.SimpleNamespace(
+    dim=DIM, dtype='float32', query_length=9, parameters=stated['encoder']
+  )
+  for option, value in searched.get(name, {}).items():
+    assert stated[option] == value
+    folder = open_folder(tmp_path / 'x')
+    folder.manifest['indexes'][f'dense_faiss:{name}'][option] = 5
+    for given, used in (({}, 5), ({option: 7}, 7)):
+      index = open_index(
+        folder, f'dense_faiss:{name}', encoder=encoder, **given
+      )
+      assert index.parameters[option] == used
 
 
 def test_lossy_index_gives_no_vectors(source, right, tmp_path):
@@ -251,7 +270,7 @@ def test_wrong_files(source, right, tmp_path, form, said):
 def test_rows_that_are_no_numbers(source, right, tmp_path):
   x = right.copy()
   x[377, 3] = np.inf
-  with pytest.raises(VectorsError, match='vector 377 is not finite'):
+  with pytest.raises(VectorsError, match='vector 377, counted from 0, is not'):
     take(tmp_path, source, write_raw(tmp_path / 'emb', x), sample=8)
 
 
@@ -277,7 +296,8 @@ def test_memory_is_constant(source, tmp_path, monkeypatch):
   stored = adopt.open_stored(path, 60_000, dim)
   with memory.Peak() as peak:
     stored = adopt.open_stored(path, 60_000, dim)
-    vectors.copy(stored.blocks(), stored.shape, 'float32', {}, tmp_path)
+    about = {'dtype': 'float32'}
+    vectors.write(stored.blocks(), stored.shape, about, tmp_path)
   assert peak.peak - peak.start < 10e6  # of 61 MB
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from retrieval.app import create_app
-from retrieval.batcher import Batcher
+from retrieval.batcher import Batcher, Pace
 from retrieval.bm25 import BM25Index
 from retrieval.core import (
   IDENTITY_HEADER,
@@ -25,7 +25,13 @@ from retrieval.core import (
 from retrieval.protocol import Limits, Rejected
 from tests.clock import until, within
 
-LIMITS = Limits(max_topk=5, max_queries=8, max_query_bytes=64, batch_ms=0)
+LIMITS = Limits(
+  max_topk=5, max_queries=8, max_batch=8, max_query_bytes=64,
+  max_query_terms=4, max_body_bytes=70_000, batch_ms=0,
+)
+
+
+HOSTS = ['127.0.0.1', 'localhost', 'gpu01']
 
 
 def searcher(corpus):
@@ -103,11 +109,9 @@ def test_health(http, corpus):
   [
     ({}, ['queries'], 'missing'),
     ({'queries': 'hamlet'}, ['queries'], 'list of strings'),
-    ({'queries': []}, ['queries'], '0 queries'),
-    ({'queries': ['x'] * 9}, ['queries'], '9 queries; send 1 to 8'),
+    ({'queries': ['x'] * 9}, ['queries'], '9 queries; send at most 8'),
     ({'queries': ['x', None]}, ['queries', 1], 'string'),
     ({'queries': ['x', ['y']]}, ['queries', 1], 'string'),
-    ({'queries': ['é' * 33]}, ['queries', 0], '66 bytes'),
     ({'queries': ['x'], 'topk': 0}, ['topk'], 'between 1 and 5'),
     ({'queries': ['x'], 'topk': -1}, ['topk'], 'between 1 and 5'),
     ({'queries': ['x'], 'topk': 10**9}, ['topk'], 'between 1 and 5'),
@@ -117,6 +121,8 @@ def test_health(http, corpus):
     ({'queries': ['x'], 'return_scores': 1}, ['return_scores'], 'true or'),
     ({'queries': ['x'], 'top_k': 3}, ['top_k'], "meant 'topk'"),
     ({'queries': ['x'], 'zebra': 3}, ['zebra'], 'known: queries'),
+    ({'queries': ['x'], 'TOPK': 3}, ['TOPK'], "meant 'topk'"),
+    ({'queries': ['x'], 'größe': 3}, ['größe'], 'unknown field'),
     ([], [], 'object'),
   ],
 )
@@ -150,9 +156,19 @@ def test_lone_surrogates_are_searched_as_no_word(http):
   assert [bool(row) for row in response.json()['result']] == [True, False]
 
 
+def test_a_long_query_is_cut_and_fails_nobody():
+  index = Recorder()
+  long = ['one two three four five', 'x' * 99, 'é' * 60, 'a-b/c.d.e', 'ok']
+  (answer,) = posted(index, {'queries': long, 'topk': 1})
+  assert answer.status_code == 200
+  assert index.calls == [(
+    ['one two three four', 'x' * 64, 'é' * 32, 'a-b/c.d', 'ok'], 1
+  )]
+
+
 def test_body_too_large(http):
   response = http.post('/retrieve', content=b' ' * (LIMITS.max_body_bytes + 1))
-  assert response.status_code == 413
+  assert response.status_code == 413 and '--max_body_bytes' in response.text
 
 
 def test_other_paths_and_methods(http):
@@ -292,7 +308,7 @@ def test_requests_of_different_k_do_not_meet():
     )
 
   answers = with_batcher(index, Limits(batch_ms=20), body)
-  assert index.calls == [(['a'], 1), (['a'], 3)]
+  assert index.calls == [(['a'], 3), (['a'], 1)]
   assert [len(answer[0]) for answer in answers] == [3, 1, 3]
 
 
@@ -302,8 +318,8 @@ def test_a_batch_is_bounded_and_in_order():
   async def body(batcher):
     await asyncio.gather(*(batcher.search([str(i)] * 2, 1) for i in range(4)))
 
-  with_batcher(index, Limits(batch_ms=20, max_queries=4), body)
-  assert [queries for queries, _ in index.calls] == [['0', '1'], ['2', '3']]
+  with_batcher(index, Limits(batch_ms=20, max_batch=3), body)
+  assert [queries for queries, _ in index.calls] == [['0', '1', '2'], ['3']]
 
 
 def test_a_lone_request_waits_milliseconds():
@@ -358,7 +374,7 @@ def test_a_searcher_that_is_broken_fails_every_query_and_is_asked_again(broken):
 
   failed, calls, good = with_batcher(index, Limits(batch_ms=0), body)
   assert all(isinstance(row, SearchFailed) for row in failed)
-  assert calls < 60  # not once for each query
+  assert calls < 120  # not once for each query
   assert good[0][0].contents == 'a'
 
 
@@ -396,48 +412,170 @@ def test_what_nobody_waits_for_is_not_searched():
   assert [queries for queries, _ in index.calls] == [['a'], ['c']]
 
 
-def test_a_client_that_disconnects_gives_its_place_up():
-  index = Recorder()
-  index.go.clear()
-  app = create_app(index, Limits(batch_ms=0, max_queries=1))
+async def call(app, queries, left=None, send=None, **body):
+  """Posts queries as uvicorn does, and disconnects when `left` is set.
+
+  `send` gets the messages of the answer; the whole answer comes back.
+  """
   scope = dict(
     type='http', method='POST', path='/retrieve', raw_path=b'/retrieve',
     query_string=b'', headers=[], http_version='1.1', scheme='http',
     server=('x', 80), client=('x', 1), root_path='',
   )
+  body = json.dumps({'queries': queries, 'topk': 1, **body}).encode()
+  sent, out = iter([body]), []
 
-  async def call(query, left):
-    """Posts a query and disconnects when `left` is set."""
-    sent = iter([json.dumps({'queries': [query], 'topk': 1}).encode()])
-    out = []
+  async def receive():
+    for data in sent:
+      return {'type': 'http.request', 'body': data, 'more_body': False}
+    await (left or asyncio.Event()).wait()
+    return {'type': 'http.disconnect'}
 
-    async def receive():
-      for data in sent:
-        return {'type': 'http.request', 'body': data, 'more_body': False}
-      await left.wait()
-      return {'type': 'http.disconnect'}
+  async def keep(message):
+    out.append(message)
+    if send:
+      await send(message)
 
-    async def send(message):
-      out.append(message)
+  await app(scope, receive, keep)
+  return out[0]['status'], b''.join(m['body'] for m in out[1:])
 
-    await app(dict(scope), receive, send)
-    return out[0]['status']
+
+def test_a_client_that_disconnects_gives_its_place_up():
+  index = Recorder()
+  index.go.clear()
+  app = create_app(index, Limits(batch_ms=0))
 
   async def run():
     async with app.router.lifespan_context(app):
-      stays, leaves = asyncio.Event(), asyncio.Event()
-      first = asyncio.create_task(call('a', stays))
+      left = asyncio.Event()
+      first = asyncio.create_task(call(app, ['a']))
       await until(lambda: index.calls)
-      second = asyncio.create_task(call('b', leaves))
+      second = asyncio.create_task(call(app, ['b'], left))
       await asyncio.sleep(0.05)
-      leaves.set()
-      assert await asyncio.wait_for(second, 5) == 400  # while 'a' is searched
+      left.set()
+      status, _ = await asyncio.wait_for(second, 5)  # while 'a' is searched
+      assert status == 400
       index.go.set()
-      assert await first == 200
-      assert await call('c', stays) == 200
+      assert (await first)[0] == (await call(app, ['c']))[0] == 200
 
   asyncio.run(run())
   assert [queries for queries, _ in index.calls] == [['a'], ['c']]
+
+
+@pytest.mark.parametrize('how', ['disconnects', 'deadline'])
+def test_what_was_given_up_is_dropped_between_pieces(how):
+  index = Recorder()
+  index.go.clear()
+  app = create_app(index, Limits(batch_ms=0))
+  many = [str(i) for i in range(100)]
+
+  async def run():
+    async with app.router.lifespan_context(app):
+      left = asyncio.Event()
+      big = asyncio.create_task(call(app, [*many, 'shared'], left))
+      await until(lambda: index.calls)  # its first piece is being searched
+      small = asyncio.create_task(call(app, ['mine', 'shared']))
+      await until(lambda: app.state.batcher.pending == 103)
+      if how == 'deadline':
+        big.cancel()
+      left.set()
+      await asyncio.wait([big])
+      index.go.set()
+      assert (await asyncio.wait_for(small, 10))[0] == 200
+
+  asyncio.run(run())
+  first, *others = [queries for queries, _ in index.calls]
+  assert len(first) == 8 and first == many[:8]
+  # What another waits for too is searched, nothing else of the request.
+  assert others == [['shared', 'mine']]
+
+
+class Slow(Recorder):
+  """A call of n queries takes `fixed` + n `each` seconds of its own clock."""
+
+  def __init__(self, fixed, each):
+    super().__init__()
+    self.fixed, self.each, self.now = fixed, each, 0.0
+
+  def search(self, queries, k):
+    self.now += self.fixed + self.each * len(queries)
+    return super().search(queries, k)
+
+  def sizes(self, counts, **limits):
+    """Numbers of queries in the calls that requests of `counts` make."""
+    async def run():
+      limit = Limits(batch_ms=0, **limits)
+      batcher = Batcher(self, limit, clock=lambda: self.now)
+      batcher.start()
+      for count in counts:
+        await batcher.search([str(i) for i in range(count)], 1)
+      await batcher.stop()
+
+    asyncio.run(run())
+    return [len(queries) for queries, _ in self.calls]
+
+
+def test_pieces_take_as_long_as_they_should():
+  sizes = Slow(0, 0.01).sizes([500], piece_ms=250)
+  assert sum(sizes) == 500 and sizes[:2] == [8, 16]
+  assert {*sizes[2:-1]} <= {24, 25}
+  # A query that takes longer than a piece should goes alone.
+  assert Slow(0, 3).sizes([20], piece_ms=250) == [8] + [1] * 12
+
+
+def test_single_queries_do_not_keep_pieces_small():
+  # Calls of one size do not tell a call's fixed cost from a query's.
+  sizes = Slow(0.2, 0.0005).sizes([1] * 40 + [256], piece_ms=250)
+  assert sizes[40:44] != [1] * 4 and len(sizes) < 60
+
+
+def test_an_index_that_got_slower_gets_less_at_once():
+  now = [0.0]
+  pace, sizes = Pace(0.25, 1024, lambda: now[0]), []
+  for each in [0.001] * 12 + [0.05] * 12:
+    sizes.append(pace.size)
+    with pace.timed(sizes[-1]):
+      now[0] += each * sizes[-1]
+  assert sizes[11:13] == [250, 250] and sizes[-1] <= 6
+
+
+def test_pieces_are_no_smaller_than_what_each_costs_at_least():
+  # An exact pass over all vectors: 12 s for one query, 20 ms for another.
+  sizes = Slow(12, 0.02).sizes([4000], piece_ms=250, max_batch=1024)
+  assert sizes[-2:] == [1024, sum(sizes) % 1024] or max(sizes) == 1024
+  assert len(sizes) < 20
+  # Where a further query costs a twelfth of the first, 4 times that go along.
+  sizes = Slow(12, 1).sizes([400], piece_ms=250)
+  assert 40 <= sizes[-2] <= 60
+
+
+def test_a_large_request_is_answered_whole_and_in_order():
+  queries = [str(i % 700) for i in range(2560)]
+  index = Recorder()
+
+  async def body(batcher):
+    return await batcher.search(queries, 1)
+
+  answers = with_batcher(index, Limits(batch_ms=0, max_batch=100), body)
+  assert [row[0].contents for row in answers] == queries
+  assert max(len(asked) for asked, _ in index.calls) <= 100
+  assert sum(len(asked) for asked, _ in index.calls) == 700
+
+
+def test_a_searcher_that_waits_is_asked_by_several_threads():
+  index = Recorder()
+  index.threads = 3
+  index.go.clear()
+
+  async def body(batcher):
+    asked = asyncio.create_task(batcher.search(list('abcd'), 1))
+    await until(lambda: len(index.calls) == 3)
+    index.go.set()
+    return await asked
+
+  answers = with_batcher(index, Limits(), body)
+  assert [row[0].contents for row in answers] == list('abcd')
+  assert all(len(queries) == 1 for queries, _ in index.calls)
 
 
 def test_pending_queries_are_bounded():
@@ -564,13 +702,13 @@ def test_a_deadline_ends_a_request_and_its_place():
       await until(lambda: index.calls)
       late = await post('b', **{'X-Deadline-Ms': '50'})
       await asyncio.sleep(0.01)
-      stats = (await client.get('/stats')).json()
+      health = (await client.get('/health')).json()
       index.go.set()
-      return late, stats, await first, await post('c')
+      return late, health, await first, await post('c')
 
-  late, stats, first, last = asyncio.run(run())
+  late, health, first, last = asyncio.run(run())
   assert late.status_code == 504 and '0.05 s' in late.json()['detail']
-  assert stats['pending_queries'] == 1 and stats['in_flight'] == 1
+  assert health['waiting'] == {'requests': 1, 'queries': 1}
   assert (first.status_code, last.status_code) == (200, 200)
   assert [queries for queries, _ in index.calls] == [['a'], ['c']]
 
@@ -624,7 +762,7 @@ def test_requests_in_flight_are_bounded():
 
       taken = [asyncio.create_task(post()) for _ in range(2)]
       await until(lambda: index.calls)
-      while (await client.get('/stats')).json()['in_flight'] < 2:
+      while (await client.get('/health')).json()['waiting']['requests'] < 2:
         await asyncio.sleep(0.01)
       refused, health = await post(), await client.get('/health')
       index.go.set()
@@ -645,6 +783,55 @@ def test_bytes_in_flight_are_bounded():
   assert [response.status_code for response in good] == [200, 200]
 
 
+class Long(Recorder):
+  """Answers with passages of 1 MB."""
+
+  def answer(self, query, k):
+    return [Found('0', 'x' * 1_000_000, 1.0)]
+
+
+def test_bytes_of_an_answer_are_in_flight_until_they_are_sent():
+  limits = Limits(batch_ms=0, max_bytes=1_500_000)
+  app, sizes = create_app(Long(), limits), []
+
+  async def run():
+    async with app.router.lifespan_context(app):
+      begun, read = asyncio.Event(), asyncio.Event()
+
+      async def send(message):
+        sizes.append(len(message.get('body', b'')))
+        if len(sizes) == 3:
+          begun.set()
+          await read.wait()  # a client that does not read
+
+      slow = asyncio.create_task(call(app, ['a'], send=send))
+      await asyncio.wait_for(begun.wait(), 10)
+      refused = await call(app, ['b'])
+      read.set()
+      return refused, await slow, await call(app, ['b'])
+
+  refused, first, second = asyncio.run(run())
+  assert refused[0] == 503 and b'--max_bytes' in refused[1]
+  assert first == second and first[0] == 200 and len(first[1]) > 1_000_000
+  assert max(sizes) <= 1 << 16  # so that the transport can hold it back
+
+
+def test_who_does_not_read_an_answer_gives_its_bytes_back():
+  limits = Limits(batch_ms=0, max_bytes=1_500_000, deadline_s=0.2)
+  app = create_app(Long(), limits)
+
+  async def run():
+    async with app.router.lifespan_context(app):
+      async def send(message):
+        if message.get('body'):
+          await asyncio.Event().wait()
+
+      await asyncio.wait_for(call(app, ['a'], send=send), 20)
+      return await call(app, ['b'])
+
+  assert asyncio.run(run())[0] == 200
+
+
 def test_the_token_guards_everything_but_health_and_ready(corpus):
   app = create_app(searcher(corpus), LIMITS, token='s3cret')
   with TestClient(app) as client:
@@ -654,7 +841,7 @@ def test_the_token_guards_everything_but_health_and_ready(corpus):
       {'Authorization': b'Bearer \xff\xfe'}, {'X-Token': 's3cret'},
     ):
       for method, path in (
-        ('POST', '/retrieve'), ('GET', '/metrics'), ('GET', '/stats'),
+        ('POST', '/retrieve'), ('GET', '/metrics'),
         ('GET', '/openapi.json'), ('GET', '/docs'), ('GET', '/none'),
       ):
         response = client.request(
@@ -675,7 +862,7 @@ def test_the_token_guards_everything_but_health_and_ready(corpus):
 def test_pages_of_other_sites_are_refused(corpus):
   body = '{"queries": ["hamlet"]}'
   with TestClient(
-    create_app(searcher(corpus), LIMITS, loopback=True),
+    create_app(searcher(corpus), LIMITS, hosts=HOSTS),
     base_url='http://127.0.0.1:8000',
   ) as client:
     def status(**headers):
@@ -688,9 +875,14 @@ def test_pages_of_other_sites_are_refused(corpus):
     assert status(Origin='null') == 403
     assert status(Host='evil.example') == 403
     assert status(Host='localhost.evil.example') == 403
-    assert client.get('/stats', headers={'Host': 'a.b'}).status_code == 403
+    assert client.get('/metrics', headers={'Host': 'a.b'}).status_code == 403
+    assert status(Host='gpu01:8000') == 200  # --allow_host
+    named = client.get('/metrics', headers={'Host': 'a.b:80'}).json()['detail']
+    assert "'a.b:80'" in named and '--allow_host=NAME' in named
+    other = client.get('/metrics', headers={'Origin': 'http://a.b'}).json()
+    assert 'Origin' in other['detail'] and '--token_file' in other['detail']
   with TestClient(
-    create_app(searcher(corpus), LIMITS, loopback=True, token='t'),
+    create_app(searcher(corpus), LIMITS, hosts=HOSTS, token='t'),
     base_url='http://tunnel.example', headers={'Authorization': 'Bearer t'},
   ) as client:  # who has the token is no stranger
     assert client.post('/retrieve', content=body).status_code == 200
@@ -715,8 +907,30 @@ def test_ready_waits_for_the_warm_up(corpus):
     while client.get('/ready').status_code != 200:
       assert time.monotonic() < end
     assert client.get('/ready').json() == {'ready': True}
-    assert set(Cold.shapes) == {1, 8}  # up to max_queries
+    assert Cold.shapes == [8]  # one small batch
     assert client.get('/health').json()['served']['queries'] == 0
+
+
+def test_a_first_search_that_takes_long_does_not_hold_the_start(
+  corpus, caplog
+):
+  go = threading.Event()
+
+  class Cold(BM25Index):
+    def search(self, queries, k):
+      assert go.wait(30)
+      return super().search(queries, k)
+
+  limits = dataclasses.replace(LIMITS, warm_s=0.01)
+  app = create_app(LocalSearcher(corpus, Cold(corpus.contents)), limits)
+  with TestClient(app) as client:
+    end = time.monotonic() + 20
+    while client.get('/ready').status_code != 200:  # while it is at work
+      assert time.monotonic() < end
+    assert '--warm_s' in caplog.text
+    go.set()
+    answer = client.post('/retrieve', json={'queries': ['hamlet']})
+    assert answer.status_code == 200 and answer.json()['result'][0]
 
 
 def test_ready_waits_for_the_programs(corpus):
@@ -793,20 +1007,19 @@ def test_searches_that_may_cost_are_not_warmed_up():
   index = Recorder()
   with TestClient(create_app(index, LIMITS)) as client:
     assert client.get('/ready').status_code == 200
-    assert client.get('/health').json()['identity'] == index.identity
+    assert client.get('/health').json()['identity'] == index.identity | {
+      'query': {'max_bytes': 64, 'max_terms': 4}
+    }
   assert index.calls == [] and index.closed == 1
 
 
-def test_metrics_and_stats(http):
-  before = http.get('/stats').json()
+def test_metrics(http):
+  before = http.get('/health').json()['served']
   ask(http, queries=['hamlet', 'hamlet', 'same'])
   http.post('/retrieve', json={'queries': 3})
-  after = http.get('/stats').json()
+  after = http.get('/health').json()['served']
   assert after['queries'] - before['queries'] == 3
   assert after['searched'] - before['searched'] == 2
-  assert after['responses']['422'] == before['responses'].get('422', 0) + 1
-  assert after['recent_p99_ms'] >= after['recent_p50_ms'] > 0
-  assert after['recent_queries_per_s'] > 0 and after['rss_bytes'] > 10**6
   response = http.get('/metrics')
   assert response.headers['content-type'].startswith('text/plain')
   values = dict(
@@ -817,6 +1030,7 @@ def test_metrics_and_stats(http):
     'retrieval_stage_seconds_count{stage="batch"}',
     'retrieval_request_seconds_count', 'retrieval_batch_queries_count',
     'retrieval_responses_total{status="200"}',
+    'retrieval_responses_total{status="422"}',
     'retrieval_rejected_total{reason="request"}',
   ):
     assert float(values[name]) > 0, name

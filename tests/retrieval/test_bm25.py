@@ -1,8 +1,11 @@
+import collections
 import concurrent.futures
 import json
 import math
 import multiprocessing
 import tempfile
+import threading
+import types
 
 import numpy as np
 import pytest
@@ -42,6 +45,24 @@ def test_golden_score():
   assert found[1][1] == pytest.approx(0.343142, abs=1e-6)
   # A word twice in the query counts twice.
   assert ranked(index, 'fish FISH')[0][1] == pytest.approx(0.820292, abs=1e-6)
+
+
+def test_golden_score_of_search_r1():
+  # The same texts with k1 = 0.9, b = 0.4.
+  # Text 1: norm = 0.9 * (1 - 0.4 + 0.4 * 3 / 2.5) = 0.9 * 1.08 = 0.972
+  #   score = ln 2 * 2 / (2 + 0.972) = 0.693147 * 0.672948 = 0.466452
+  # Text 0: norm = 0.9 * (0.6 + 0.4 * 2 / 2.5) = 0.9 * 0.92 = 0.828
+  #   score = ln 2 / 1.828 = 0.379183
+  given = dict(bm25_preset='search_r1', k1=None, b=None, **PLAIN)
+  options = bm25.options(types.SimpleNamespace(**given))
+  assert options == dict(k1=0.9, b=0.4, **PLAIN)
+  found = ranked(BM25Index(TEXTS, **options), 'fish')
+  assert [i for i, _ in found] == [1, 0]
+  assert found[0][1] == pytest.approx(0.466452, abs=1e-6)
+  assert found[1][1] == pytest.approx(0.379183, abs=1e-6)
+  # A parameter that is given goes before the preset, 0 too.
+  given |= dict(b=0.0)
+  assert bm25.options(types.SimpleNamespace(**given))['b'] == 0
 
 
 def reference(texts, query, k1, b):
@@ -89,14 +110,13 @@ def test_agrees_with_the_formula(docs, query, k, parameters):
 INDEXES = {
   'bm25': lambda texts: BM25Index(texts),
   'bm25_plain': lambda texts: BM25Index(texts, k1=0.9, b=0.4, **PLAIN),
-  'bm25_open': lambda texts: saved_and_open(texts),
+  'bm25_mapped': lambda texts: mapped(texts),
 }
 
 
-def saved_and_open(texts):
+def mapped(texts):
   with tempfile.TemporaryDirectory() as folder:
-    BM25Index(texts).save(folder)
-    return BM25Index.open(folder)  # mapped files outlive their names
+    return BM25Index.build(texts, folder)  # mapped files outlive their names
 
 
 @pytest.fixture(params=INDEXES)
@@ -243,15 +263,104 @@ def test_blocks_do_not_show(monkeypatch):
     np.testing.assert_array_equal(one, two)
 
 
-@pytest.fixture(params=['save', 'build'])
-def saved(request, tmp_path):
-  """Puts an index into a folder, by either way."""
+def added_up(texts, queries, k):
+  """BM25Index.search by NumPy over the whole corpus, term by term."""
+  index = BM25Index(texts, **PLAIN)
+  ids = np.full((len(queries), k), -1)
+  scores = np.full((len(queries), k), -np.inf, np.float32)
+  for row, query in enumerate(queries):
+    counts = collections.Counter(query.split())
+    totals = np.zeros(len(texts), np.float32)
+    for span, count in sorted((index._edges(w), n) for w, n in counts.items()):
+      part = slice(span[0], span[-1])
+      added = index._values[part]
+      totals[index._rows[part]] += added if count == 1 else count * added
+    best = np.argsort(-totals, kind='stable')[:k]
+    best = best[totals[best] > 0]
+    ids[row, : len(best)], scores[row, : len(best)] = best, totals[best]
+  return ids, scores
+
+
+@pytest.mark.parametrize('shard, few', [(64, 0), (448, 0), (1 << 22, 9999)])
+def test_shards_and_threads_do_not_show(monkeypatch, shard, few):
+  texts = many_texts()  # 1000, no multiple of 448
+  queries = [f'word{i} word{i + 1} word{i * i % 50}' for i in range(49)]
+  queries += ['word1 ' * 3 + 'word2', ' '.join(f'word{i}' for i in range(50))]
+  for k in (1, 10, 1000):
+    want = added_up(texts, queries, k)
+    monkeypatch.setattr(bm25, '_SHARD', shard)
+    monkeypatch.setattr(bm25, '_FEW', few)
+    got = BM25Index(texts, **PLAIN).search(queries, k)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1], want[1])
+
+
+def test_a_tiny_index_compiles_nothing_and_adds_up_the_same(monkeypatch):
+  texts, queries = many_texts()[:300], ['word1 word2', 'word3', 'nothing']
+  got = BM25Index(texts, **PLAIN).search(queries, 300)
+  monkeypatch.setattr(bm25, '_TINY', 0)
+  want = BM25Index(texts, **PLAIN).search(queries, 300)
+  np.testing.assert_array_equal(got[0], want[0])
+  np.testing.assert_array_equal(got[1], want[1])
+  monkeypatch.undo()
+  fresh = bm25.numba.njit(nogil=True)(bm25._add.py_func)
+  monkeypatch.setattr(bm25, '_add', fresh)
+  assert (BM25Index(texts, **PLAIN).search(queries, 3)[0][0] >= 0).all()
+  assert not fresh.signatures
+
+
+@pytest.mark.parametrize('queries', [['word1'], ['word1', 'word2']])
+def test_threads_search_at_once(monkeypatch, queries):
+  """The shards of one query, and the queries of a batch on one shard."""
+  monkeypatch.setattr(bm25, '_FEW', 0)
+  monkeypatch.setattr(bm25.numba.config, 'NUMBA_NUM_THREADS', 2)
+  monkeypatch.setattr(bm25, '_SHARD', 512 if len(queries) == 1 else 1024)
+  index = BM25Index(many_texts(), **PLAIN)
+  met, add = threading.Barrier(2, timeout=60), bm25._add
+
+  def wait(*args):
+    met.wait()
+    add(*args)
+
+  monkeypatch.setattr(bm25, '_add', wait)
+  assert (index.search(queries, 3)[0] >= 0).all()
+
+
+def test_a_query_without_terms_compiles_all_that_others_need(
+  monkeypatch, tmp_path
+):
+  # A server's warm-up asks for words that no passage may have.
+  fresh = bm25.numba.njit(nogil=True)(bm25._add.py_func)
+  monkeypatch.setattr(bm25, '_add', fresh)
+  index = BM25Index.build(many_texts(), tmp_path, **PLAIN)
+  assert ranked(index, 'nothing') == []
+  assert ranked(index, 'word1') and ranked(BM25Index(TEXTS, **PLAIN), 'fish')
+  assert len(fresh.signatures) == 1
+
+
+def test_a_search_that_fails_leaves_the_next_one_whole(monkeypatch):
+  monkeypatch.setattr(bm25, '_FEW', 0)
+  index = BM25Index(many_texts(), **PLAIN)
+  queries = [f'word{i}' for i in range(20)]
+  want = index.search(queries, 5)
+
+  def fail(*args):
+    raise MemoryError('no room')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(bm25, '_top', fail)
+    with pytest.raises(MemoryError, match='no room'):
+      index.search(queries, 5)
+  np.testing.assert_array_equal(index.search(queries, 5), want)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  """Puts an index into a folder."""
 
   def run(texts, folder=tmp_path / 'bm25', **options):
-    if request.param == 'save':
-      BM25Index(texts, **options).save(folder)
-    else:
-      BM25Index.build(texts, folder, **options)
+    BM25Index.build(texts, folder, **options)
     return folder
 
   return run
@@ -345,7 +454,8 @@ class Texts:
 def memory_of(folder):
   """(bytes of an index, those that building it took, a search of it)."""
   bm25._BLOCK = 2000
-  BM25Index.build(['warm'], folder / 'warm')
+  # Compiles, which a tiny index would not.
+  BM25Index.build(['warm'] * 999, folder / 'warm').search(['warm'], 1)
   with Peak() as building:
     index = BM25Index.build(Texts(), folder / 'bm25', **PLAIN)
   size = sum(f.stat().st_size for f in (folder / 'bm25').iterdir())

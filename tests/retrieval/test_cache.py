@@ -1,5 +1,6 @@
 """Recorded answers: exact, shared, kept through kills, never made up."""
 
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -18,26 +19,7 @@ from hypothesis import strategies as st
 from retrieval.cache import FORMAT, Recorded, StoreError
 from retrieval.core import Found, LocalSearcher, SearchFailed
 from tests.conftest import ROOT
-
-
-class Source:
-  """A searcher that answers from a dict, and counts what it is asked."""
-
-  def __init__(self, answers=None, identity=None):
-    self.answers, self.asked = answers or {}, []
-    self.identity = identity or {'index': 'source', 'v': 1}
-    self.closed = False
-
-  def search(self, queries, k):
-    self.asked += [(query, k) for query in queries]
-    return [
-      self.answers[query] if query in self.answers else
-      [Found(f'{query}-{i}', f'"T"\n{query}', 1 / i) for i in range(1, k + 1)]
-      for query in queries
-    ]
-
-  def close(self):
-    self.closed = True
+from tests.retrieval.fakes import Source
 
 
 @pytest.fixture
@@ -46,7 +28,7 @@ def path(tmp_path):
 
 
 def replayed(path, queries, k, **options):
-  store = Recorded(None, path, 'replay', **options)
+  store = Recorded(None, path, **options)
   try:
     return store.search(queries, k)
   finally:
@@ -54,7 +36,7 @@ def replayed(path, queries, k, **options):
 
 
 def recorded(source, path, queries, k):
-  store = Recorded(source, path, 'record')
+  store = Recorded(source, path)
   try:
     return store.search(queries, k)
   finally:
@@ -71,13 +53,11 @@ def exact(answers):
 
 def test_a_recorded_answer_is_not_asked_for_again(path):
   source = Source()
-  store = Recorded(source, path, 'record')
+  store = Recorded(source, path)
   first = store.search(['a', 'b', 'a'], 2)
   assert source.asked == [('a', 2), ('b', 2)]
-  assert (store.hits, store.misses, store.stored) == (0, 3, 2)
   assert store.search(['b', 'c', 'a'], 2)[::2] == [first[1], first[0]]
   assert source.asked[2:] == [('c', 2)]
-  assert (store.hits, store.misses, store.stored) == (2, 4, 3)
   store.close()
   assert source.closed
 
@@ -85,10 +65,9 @@ def test_a_recorded_answer_is_not_asked_for_again(path):
 def test_replay_answers_alone_and_the_same(path):
   queries = ['a', 'b', '', 'a']
   answers = recorded(Source(), path, queries, 3)
-  store = Recorded(None, path, 'replay')
+  store = Recorded(None, path)
   assert store.identity == Source().identity
   assert exact(store.search(queries, 3)) == exact(answers)
-  assert (store.hits, store.misses, store.stored) == (4, 0, 0)
   store.close()
 
 
@@ -112,13 +91,12 @@ def test_a_miss_in_replay_is_a_failure_that_names_it(path, query, k):
 
 def test_a_miss_leaves_the_rest_of_the_batch(path):
   (answer,) = recorded(Source(), path, ['a'], 2)
-  store = Recorded(None, path, 'replay')
+  store = Recorded(None, path)
   got = store.search(['x', 'a', 'x\x1b[31m\n' + 'y' * 999], 2)
   assert got[1] == answer
   assert isinstance(got[0], SearchFailed)
   text = str(got[2])
   assert '\x1b' not in text and '\n' not in text and len(text) < 500
-  assert (store.hits, store.misses) == (1, 2)
   store.close()
 
 
@@ -131,14 +109,27 @@ def test_an_honest_empty_answer_is_recorded(path):
 def test_failures_are_handed_on_and_never_stored(path):
   failed = SearchFailed('quota', 5.0)
   source = Source({'bad': failed})
-  store = Recorded(source, path, 'record')
+  store = Recorded(source, path)
   got = store.search(['bad', 'good'], 1)
   assert got[0] is failed and got[1][0].id == 'good-1'
-  assert store.stored == 1
+  assert isinstance(replayed(path, ['bad'], 1)[0], SearchFailed)
   source.answers.clear()  # it works again
   assert store.search(['bad'], 1)[0][0].id == 'bad-1'
   store.close()
   assert replayed(path, ['bad'], 1)[0][0].id == 'bad-1'
+
+
+def test_what_may_be_another_next_time_is_not_stored(path):
+  found = [Found('1', 'text', 1.0), Found('2', 'snippet', 0.5, transient=True)]
+  source = Source({'a': found})
+  store = Recorded(source, path)
+  assert store.search(['a', 'b'], 2)[0] is found
+  assert isinstance(replayed(path, ['a'], 2)[0], SearchFailed)
+  source.answers.clear()
+  assert store.search(['a', 'b'], 2)[0][0].id == 'a-1'
+  assert [query for query, _ in source.asked] == ['a', 'b', 'a']
+  store.close()
+  assert replayed(path, ['a'], 2)[0][0].id == 'a-1'
 
 
 def test_a_searcher_that_raises_stores_nothing(path):
@@ -200,7 +191,7 @@ def test_any_answer_comes_back_to_the_byte(answers, k, identity):
     assert exact(recorded(source, path, queries, k)) == (
       exact(answers.values()))
     assert exact(replayed(path, queries, k)) == exact(answers.values())
-    store = Recorded(None, path, 'replay')
+    store = Recorded(None, path)
     assert store.identity == {'i': identity}
     store.close()
 
@@ -218,13 +209,13 @@ def test_identities_do_not_mix(path):
   for source in (one, two):
     assert recorded(source, path, ['a'], 1) == [source.answers['a']]
   with pytest.raises(StoreError, match='2 of the recorded identities') as e:
-    Recorded(None, path, 'replay')
+    Recorded(None, path)
   assert '{"index":1}' in str(e.value) and str(path) in str(e.value)
   sha256 = hashlib.sha256(b'{"index":2}').hexdigest()
   for name in (sha256, sha256[:8]):
     assert replayed(path, ['a'], 1, identity=name)[0][0].id == 'two'
   with pytest.raises(StoreError, match="0 of .* begin with 'xyz'"):
-    Recorded(None, path, 'replay', identity='xyz')
+    Recorded(None, path, identity='xyz')
 
 
 def test_the_order_of_an_identity_does_not_count(path):
@@ -235,24 +226,17 @@ def test_the_order_of_an_identity_does_not_count(path):
   assert other.asked == []
 
 
-def test_wrong_arguments_are_named(path):
-  with pytest.raises(ValueError, match="'rplay' is none of record, replay"):
-    Recorded(None, path, 'rplay')
-  with pytest.raises(ValueError, match='record needs a searcher'):
-    Recorded(None, path, 'record')
-  with pytest.raises(ValueError, match='replay asks no searcher'):
-    Recorded(Source(), path, 'replay')
-  assert not path.exists()
+def test_a_wrong_k_is_named(path):
   with pytest.raises(ValueError, match='k=0'):
     recorded(Source(), path, ['a'], 0)
 
 
 def test_an_absent_store_is_not_replayed(path):
   with pytest.raises(StoreError, match='no such file'):
-    Recorded(None, path, 'replay')
+    Recorded(None, path)
   assert not path.exists()
-  Recorded(Source(), path, 'record').close()
-  recorded_nothing = Recorded(None, path, 'replay')
+  Recorded(Source(), path).close()
+  recorded_nothing = Recorded(None, path)
   assert isinstance(recorded_nothing.search(['a'], 1)[0], SearchFailed)
   recorded_nothing.close()
 
@@ -260,7 +244,7 @@ def test_an_absent_store_is_not_replayed(path):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
   path = tmp_path / 'no' / 'a.db'
   with pytest.raises(StoreError, match='unable to open') as e:
-    Recorded(Source(), path, 'record')
+    Recorded(Source(), path)
   assert str(path) in str(e.value)
 
 
@@ -271,25 +255,25 @@ def test_odd_paths_are_paths(tmp_path):
   assert replayed(path, ['a'], 1)[0][0].id == 'a-1'
 
 
-@pytest.mark.parametrize('mode', ['record', 'replay'])
+@pytest.mark.parametrize('source', [Source(), None])
 @pytest.mark.parametrize('content', [b'{"id": "0"}\n' * 99, b'\x00' * 4096])
-def test_a_file_that_is_no_database_is_left_alone(path, mode, content):
+def test_a_file_that_is_no_database_is_left_alone(path, source, content):
   path.write_bytes(content)
   with pytest.raises(StoreError) as e:
-    Recorded(Source() if mode == 'record' else None, path, mode)
+    Recorded(source, path)
   assert str(path) in str(e.value)
   assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize('mode', ['record', 'replay'])
-def test_a_foreign_database_is_left_alone(path, mode):
+@pytest.mark.parametrize('source', [Source(), None])
+def test_a_foreign_database_is_left_alone(path, source):
   db = sqlite3.connect(path)
   db.execute('CREATE TABLE answers (mine TEXT)')
   db.commit()
   db.close()
   before = path.read_bytes()
   with pytest.raises(StoreError, match='no store of answers') as e:
-    Recorded(Source() if mode == 'record' else None, path, mode)
+    Recorded(source, path)
   assert str(path) in str(e.value)
   assert path.read_bytes() == before
 
@@ -300,7 +284,7 @@ def test_another_format_is_refused(path):
   db.execute(f'PRAGMA user_version = {FORMAT + 1}')
   db.close()
   with pytest.raises(StoreError, match=f'format {FORMAT + 1}'):
-    Recorded(None, path, 'replay')
+    Recorded(None, path)
 
 
 def test_a_changed_bit_is_noticed(path):
@@ -347,7 +331,7 @@ def test_a_folder_nobody_may_write_is_replayed(path, monkeypatch):
   recorded(Source(), path, ['a'], 1)
   monkeypatch.setattr(os, 'access', lambda *_: False)
   before = sorted(os.listdir(path.parent))
-  store = Recorded(None, path, 'replay')
+  store = Recorded(None, path)
   assert store.search(['a'], 1)[0][0].id == 'a-1'
   assert sorted(os.listdir(path.parent)) == before
   store.close()
@@ -362,12 +346,12 @@ def test_a_replay_writes_nothing(path):
 
 def test_many_threads_share_one_store(path):
   source, errors = Source(), []
-  shared = Recorded(source, path, 'record')
+  shared = Recorded(source, path)
   queries = [f'q{i}' for i in range(40)]
 
   def work(mine):
     try:
-      store = shared if mine % 2 else Recorded(Source(), path, 'record')
+      store = shared if mine % 2 else Recorded(Source(), path)
       for query in queries[mine:] + queries[:mine]:
         assert store.search([query], 2)[0][0].id == f'{query}-1'
       if store is not shared:
@@ -388,16 +372,15 @@ def test_many_threads_share_one_store(path):
 
 def test_whoever_stores_first_answers_for_all(path):
   """Two that ask at once must both give what a replay will give."""
-  two = Recorded(Source({'a': [Found('two', '', 1.0)]}), path, 'record')
+  two = Recorded(Source({'a': [Found('two', '', 1.0)]}), path)
 
   class Slow(Source):
     def search(self, queries, k):
       assert two.search(['a'], 1)[0][0].id == 'two'  # overtakes
       return [[Found('one', '', 1.0)]]
 
-  one = Recorded(Slow(), path, 'record')
+  one = Recorded(Slow(), path)
   assert one.search(['a'], 1)[0][0].id == 'two'
-  assert (one.stored, two.stored) == (0, 1)
   one.close()
   two.close()
   assert replayed(path, ['a'], 1)[0][0].id == 'two'
@@ -406,8 +389,8 @@ def test_whoever_stores_first_answers_for_all(path):
 WRITER = '''
 import sys
 from retrieval.cache import Recorded
-from tests.retrieval.test_cache import Source
-store = Recorded(Source(), sys.argv[1], 'record')
+from tests.retrieval.fakes import Source
+store = Recorded(Source(), sys.argv[1])
 print('ready', flush=True)
 sys.stdin.readline()
 for i in range(int(sys.argv[2]), int(sys.argv[3])):
@@ -455,7 +438,7 @@ def test_a_kill_in_the_middle_leaves_a_readable_store(path):
 
 def test_what_could_not_be_stored_is_not_asked_again(path):
   source = Source()
-  store = Recorded(source, path, 'record')
+  store = Recorded(source, path)
   store._db.execute('PRAGMA busy_timeout = 10')
   db = sqlite3.connect(path, isolation_level=None)
   db.execute('BEGIN EXCLUSIVE')
@@ -469,25 +452,53 @@ def test_what_could_not_be_stored_is_not_asked_again(path):
   db.execute('ROLLBACK')
   db.close()
   assert store.search(['a'], 1)[0][0].id == 'a-1'
-  assert source.asked == asked and store.stored == 1
+  assert source.asked == asked
   store.close()
 
 
-def test_a_long_batch_is_stored_in_parts(path):
-  source = Source()
+def test_a_batch_is_asked_whole(path):
+  source, sizes = Source(), []
   whole = source.search
+  source.search = lambda queries, k: (
+    sizes.append(len(queries)) or whole(queries, k))
+  queries = [f'q{i}' for i in range(1000)]
+  recorded(source, path, queries, 1)
+  recorded(source, path, [*queries, 'more'], 1)
+  assert sizes == [1000, 1]
 
-  def breaks(queries, k):
-    if 'q99' in queries:
-      raise RuntimeError('gone')
-    return whole(queries, k)
 
-  source.search = breaks
-  store = Recorded(source, path, 'record')
-  with pytest.raises(RuntimeError, match='gone'):
-    store.search([f'q{i}' for i in range(100)], 1)
-  assert store.stored == 64
+def test_threads_ask_together_but_nothing_twice(path):
+  source = Source()
+  source.threads = 3
+  whole, both, go = source.search, threading.Barrier(3), threading.Event()
+
+  def search(queries, k):
+    found = whole(queries, k)
+    both.wait(60)  # 'a' and 'b' are under way at once
+    go.wait(60)
+    return found
+
+  source.search = search
+  store = Recorded(source, path)
+  assert store.threads == 3
+  with concurrent.futures.ThreadPoolExecutor(3) as pool:
+    answers = [pool.submit(store.search, [query], 1) for query in 'aba']
+    both.wait(60)
+    go.set()
+    first, _, again = (answer.result(60) for answer in answers)
+  assert first == again and sorted(source.asked) == [('a', 1), ('b', 1)]
   store.close()
+
+
+def test_without_a_path_the_store_is_temporary(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('SQLITE_TMPDIR', str(tmp_path))
+  source = Source()
+  store = Recorded(source, '')
+  first = store.search(['a'], 2)
+  assert store.search(['a'], 2) == first and source.asked == [('a', 2)]
+  store.close()
+  assert os.listdir(tmp_path) == []
 
 
 def test_keys_are_hashes_of_canonical_json(path):

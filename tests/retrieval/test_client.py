@@ -174,13 +174,9 @@ def test_loops_that_ended_leave_no_sockets_open(server):
   assert counts[-1] <= counts[1]
 
 
-def test_a_query_longer_than_the_server_takes_is_cut(server):
+def test_a_query_longer_than_the_server_reads_is_cut(server):
   (found,) = ask(server.url, ['hamlet ' + 'ü' * 20_000])
   assert found == ask(server.url, ['hamlet'])[0]
-  with Faults(GOOD) as faults:
-    ask(faults.url, ['aüü'], max_query_bytes=4)
-    # 1 + 2 + 2 bytes: the second half of the last one would be beyond 4.
-    assert b'["a\\u00fc"]' in faults.requests[0][1]
 
 
 def test_many_tasks_share_the_pool(server):
@@ -204,7 +200,7 @@ def test_wrong_arguments():
   async def inside():
     retrieve_sync('http://127.0.0.1:1', ['x'], 1)
 
-  with pytest.raises(RuntimeError, match='await'):
+  with pytest.raises(RuntimeError, match='running event loop'):
     asyncio.run(inside())
 
 

@@ -61,7 +61,7 @@ def _bm25(folder):
 
 def _bm25_folder(folder):
   if not folder.exists():
-    BM25Index(TEXTS).save(folder)
+    BM25Index.build(TEXTS, folder)
   return BM25Index.open(folder)
 
 
@@ -73,12 +73,9 @@ def _faiss(factory, folder, **options):
   return dense_faiss.DenseFaiss(path, ENCODER, **options)
 
 
-def _milvus(folder):
-  folder.mkdir(exist_ok=True)
-  uri = str(folder / 'a.db')
-  if not (folder / 'a.db').exists():
-    milvus.build(VECTORS, uri, 'passages')
-  return milvus.Milvus(uri, 'passages', ENCODER)
+def _milvus(url):
+  milvus.build(VECTORS, url, 'contract')  # nothing where it is there
+  return milvus.Milvus(url, 'contract', ENCODER)
 
 
 def _hybrid(folder):
@@ -114,10 +111,12 @@ EXACT = ('bm25', 'bm25_folder', *(n for n, bar in DENSE.items() if bar == 1))
 
 
 @pytest.fixture(scope='module')
-def make(tmp_path_factory):
+def make(tmp_path_factory, milvus_url):
   """Opens an index by name, a new instance for each call."""
   root = tmp_path_factory.mktemp('indexes')
-  return lambda name: MAKERS[name](root / name)
+  return lambda name: MAKERS[name](
+    milvus_url if name == 'milvus' else root / name
+  )
 
 
 @pytest.fixture(scope='module', params=MAKERS)
@@ -241,15 +240,15 @@ def test_recall(make, dense, queries):
 
 
 @pytest.mark.parametrize('dense', [n for n, bar in DENSE.items() if bar == 1])
-def test_clustered_vectors_are_told_apart(dense, tmp_path):
+def test_clustered_vectors_are_told_apart(dense, tmp_path, milvus_url):
   vectors = clustered(1500, 24, spread=1e-3)
   q = clustered(40, 24, spread=1e-3, seed=0)
   if dense == 'faiss_flat':
     dense_faiss.build(vectors, 'Flat', tmp_path / 'a.index')
     index = dense_faiss.DenseFaiss(tmp_path / 'a.index', None)
   elif dense == 'milvus':
-    milvus.build(vectors, str(tmp_path / 'a.db'), 'passages')
-    index = milvus.Milvus(str(tmp_path / 'a.db'), 'passages', None)
+    milvus.build(vectors, milvus_url, 'clustered')
+    index = milvus.Milvus(milvus_url, 'clustered', None)
   else:
     index = DenseJax(vectors, None)
   assert_exact(index.search_vectors(q, 20), vectors, q, 20)

@@ -3,11 +3,13 @@ import io
 import json
 import os
 import tarfile
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from retrieval import served
 from retrieval.corpus import (
   CorpusError,
   iter_documents,
@@ -43,6 +45,22 @@ def test_gzip_is_told_by_its_bytes_and_hashes_the_same(
   other = read_corpus(path)
   assert other.contents == corpus.contents
   assert other.sha256 == corpus.sha256
+
+
+def test_a_large_corpus_is_sent_to_build_index(tmp_path, monkeypatch):
+  source = tmp_path / 'a corpus'
+  source.write_text(''.join(f'{{"id": "{i}", "contents": "x"}}\n'
+                            for i in range(4)))
+  monkeypatch.setattr(served, 'MOST', 3)
+  with pytest.raises(CorpusError) as error:
+    served._corpus(types.SimpleNamespace(corpus=str(source)))
+  said = str(error.value)
+  assert 'more than 3 passages' in said and '(--corpus)' in said
+  assert (
+    f"python -m retrieval.build_index '--corpus={source}' --out=INDEX "
+    '--index=bm25. Then give --index_folder=INDEX --index=bm25'
+  ) in said
+  assert len(read_corpus(source, 4)) == 4
 
 
 def test_hash_sees_each_change(tmp_path):

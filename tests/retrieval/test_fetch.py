@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from retrieval import fetch as fetch_lib
 from retrieval.fetch import FetchFailed, Fetcher, is_public, read_body
 
 HOME = ['127.0.0.0/8']  # what tests allow
@@ -393,6 +394,19 @@ def test_a_resolver_that_hangs_is_left():
     'http://slow.example/', resolve=resolve, timeout_s=0.2).kind == 'timeout'
 
 
+def test_names_do_not_wait_for_other_threads():
+  async def run():
+    go, loop = threading.Event(), asyncio.get_running_loop()
+    busy = [loop.run_in_executor(None, go.wait) for _ in range(64)]
+    try:
+      return await asyncio.wait_for(fetch_lib.resolve('localhost', 80), 60)
+    finally:
+      go.set()
+      await asyncio.gather(*busy)
+
+  assert '127.0.0.1' in asyncio.run(run())
+
+
 def test_the_environment_names_no_proxy(monkeypatch):
   with Site() as proxy, Site({'/': reply(b'direct')}) as site:
     for name in ('http_proxy', 'HTTP_PROXY', 'all_proxy', 'ALL_PROXY'):
@@ -566,13 +580,15 @@ def test_other_media_types_are_refused(kind):
     assert failure(site.url + '/').kind == 'media_type'
 
 
-@pytest.mark.parametrize('status', [
-  '204 No Content', '304 Not Modified', '401 Unauthorized', '404 Not Found',
-  '500 Error', '302 Found'])
-def test_other_statuses_are_errors(status):
+@pytest.mark.parametrize('status, kind', [
+  ('204 No Content', 'status'), ('304 Not Modified', 'status'),
+  ('401 Unauthorized', 'status'), ('404 Not Found', 'status'),
+  ('302 Found', 'status'), ('429 Too Many Requests', 'busy'),
+  ('500 Error', 'busy'), ('503 Service Unavailable', 'busy')])
+def test_other_statuses_are_errors(status, kind):
   with Site({'/': reply(b'', status)}) as site:
     error = failure(site.url + '/')
-  assert error.kind == 'status' and status[:3] in str(error)
+  assert error.kind == kind and status[:3] in str(error)
 
 
 def test_nobody_there():

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from retrieval import files
 from retrieval.bm25 import BM25Index
 from retrieval.core import LocalSearcher
 from retrieval.corpus import CorpusError
@@ -21,7 +22,7 @@ DENSE = ('dense_jax', 'dense_faiss:Flat', 'dense_faiss:IVF1,Flat', 'milvus')
 
 
 @pytest.fixture(scope='session')
-def made(corpus_path, tmp_path_factory):
+def made(corpus_path, tmp_path_factory, milvus_url):
   """A folder with every index but one."""
   from retrieval import dense_faiss, milvus
 
@@ -34,7 +35,7 @@ def made(corpus_path, tmp_path_factory):
   (path / 'faiss').mkdir()
   for factory in ('Flat', 'IVF1,Flat'):
     dense_faiss.build(vectors, factory, faiss_path(path, factory))
-  milvus.build(vectors, str(path / 'milvus.db'), 'passages')
+  milvus.build(vectors, milvus_url, 'folder')
   write_manifest(path, {
     'format': 1,
     'corpus': {
@@ -42,12 +43,15 @@ def made(corpus_path, tmp_path_factory):
     },
     'vectors': {
       'dim': ENCODER.dim, 'dtype': 'float32', 'encoder': ENCODER.parameters,
+      'sample_sha256': files.sample_sha256(path / 'vectors.npy'),
     },
     'indexes': {
       'bm25': index.parameters,
-      'dense_faiss:Flat': {'factory': 'Flat'},
-      'dense_faiss:IVF1,Flat': {'factory': 'IVF1,Flat'},
-      'milvus': {'collection': 'passages'},
+      **{f'dense_faiss:{factory}': {
+        'factory': factory,
+        'sample_sha256': dense_faiss.sample_sha256(faiss_path(path, factory)),
+      } for factory in ('Flat', 'IVF1,Flat')},
+      'milvus': {'collection': 'folder', 'uri': milvus_url},
     },
   })
   return path
@@ -174,8 +178,28 @@ def test_another_corpus_is_refused(spoiled, tmp_path):
   assert 'count' not in str(e.value)  # which is the same
 
 
+def test_swapped_files_of_equal_shape_are_refused(spoiled):
+  vectors = np.load(spoiled / 'vectors.npy')
+  from retrieval import dense_faiss
+
+  dense_faiss.build(-vectors, 'Flat', faiss_path(spoiled, 'Flat'))
+  dense_faiss.build(-vectors, 'IVF1,Flat', faiss_path(spoiled, 'IVF1,Flat'))
+  folder = open_folder(spoiled)
+  for factory, file in (('Flat', 'Flat'), ('IVF1,Flat', 'IVF1_Flat')):
+    with pytest.raises(
+      FolderError,
+      match=f'faiss/{file}.index is not that .*Flat.sample_sha256 was',
+    ):
+      open_index(folder, f'dense_faiss:{factory}', encoder=ENCODER)
+  np.save(spoiled / 'vectors.npy', vectors[::-1].copy())
+  with pytest.raises(
+    FolderError, match='vectors.npy is not that .*vectors.sample_sha256 was'
+  ):
+    open_folder(spoiled)
+
+
 def test_an_index_over_another_number_of_passages_is_refused(spoiled):
-  BM25Index(['one', 'two'], b=0.5).save(spoiled / 'bm25')
+  BM25Index.build(['one', 'two'], spoiled / 'bm25', b=0.5)
   with pytest.raises(FolderError, match=r'bm25 .*corpus.count was 7, is 2'):
     open_index(open_folder(spoiled), 'bm25')
 
@@ -185,7 +209,7 @@ def test_bm25_built_otherwise_is_refused(spoiled):
   assert open_index(folder, 'bm25', b=0.5, stemmer='english').b == 0.5
   with pytest.raises(FolderError, match=r'bm25.b was 0.75, is 0.5'):
     open_index(folder, 'bm25', b=0.75)
-  BM25Index(folder.corpus.contents, k1=2).save(spoiled / 'bm25')
+  BM25Index.build(folder.corpus.contents, spoiled / 'bm25', k1=2)
   with pytest.raises(FolderError, match=r'bm25.k1 was 1.2, is 2.0; bm25.b was'):
     open_index(folder, 'bm25')
 
@@ -212,7 +236,10 @@ def test_a_model_is_used_as_the_manifest_says(spoiled, tmp_path, monkeypatch):
   np.save(spoiled / 'vectors.npy', vectors)
 
   def edit(m):
-    m['vectors'] |= {'dim': encoder.dim, 'encoder': encoder.parameters}
+    m['vectors'] |= {
+      'dim': encoder.dim, 'encoder': encoder.parameters,
+      'sample_sha256': files.sample_sha256(spoiled / 'vectors.npy'),
+    }
 
   change(spoiled, edit)
   folder = open_folder(spoiled)

@@ -37,7 +37,7 @@ def schema(corpus):
   'method, path',
   [
     ('POST', '/retrieve'), ('GET', '/health'), ('GET', '/ready'),
-    ('GET', '/metrics'), ('GET', '/stats'),
+    ('GET', '/metrics'),
   ],
 )
 def test_no_case_breaks_the_service(schema, method, path, mode):

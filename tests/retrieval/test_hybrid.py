@@ -46,13 +46,6 @@ def test_golden():
     [0.0325225, 0.0320020, 0.0163934, 0.0158730], abs=1e-7)
 
 
-def test_constant_and_weights():
-  # constant 0, weights 1 and 3: 1/1 for 0, 3/1 for 1, both + the other's.
-  lists = [Listed([0, 1]), Listed([1, 0])]
-  found = ranked(Hybrid(lists, constant=0, weights=[1, 3]))
-  assert found == [(1, 3.5), (0, 2.5)]
-
-
 def test_ties_in_corpus_order_whatever_the_lists_order():
   # Each of 3, 6, 9 holds ranks 1, 2 and 3 once.
   lists = [Listed([9, 3, 6]), Listed([6, 9, 3]), Listed([3, 6, 9])]
@@ -84,9 +77,9 @@ def test_each_is_asked_once_for_depth(k):
 
 def test_parameters_name_the_parts():
   lists = [Listed([1]), Listed([2])]
-  parameters = Hybrid(lists, constant=7, depth=5, weights=[1, 2]).parameters
+  parameters = Hybrid(lists, depth=5).parameters
   assert parameters == {
-    'name': 'hybrid', 'constant': 7.0, 'depth': 5, 'weights': [1.0, 2.0],
+    'name': 'hybrid', 'constant': 60, 'depth': 5,
     'indexes': [{'name': 'listed', 'ids': [1]}, {'name': 'listed', 'ids': [2]}],
   }
 
@@ -94,12 +87,7 @@ def test_parameters_name_the_parts():
 @pytest.mark.parametrize('lists, options, words', [
   ([], {}, 'at least one index'),
   ([Listed([0]), Listed([0], count=9)], {}, 'listed 10, listed 9'),
-  ([Listed([0])], dict(constant=-1), 'constant=-1'),
-  ([Listed([0])], dict(constant=float('nan')), 'constant=nan'),
   ([Listed([0])], dict(depth=0), 'depth=0 must be at least 1'),
-  ([Listed([0])], dict(weights=[1, 2]), '2 weights for 1 indexes'),
-  ([Listed([0])], dict(weights=[0]), 'expected numbers above 0'),
-  ([Listed([0])], dict(weights=[float('nan')]), 'expected numbers above 0'),
 ])
 def test_refuses(lists, options, words):
   with pytest.raises(ValueError, match=words):

@@ -8,9 +8,7 @@ import rich.console
 from retrieval.bm25 import Analyzer, BM25Index
 from retrieval.client import Hit
 from retrieval.folder import write_manifest
-from retrieval.search import (
-  search_corpus, search_folder, search_server, show
-)
+from retrieval.search import search_server, show
 from retrieval.store import write_store
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -30,11 +28,9 @@ def run(*args):
   )
 
 
-def test_corpus_and_server_agree(server, corpus_path):
-  queries = ['hamlet prince', 'same', 'zzz']
-  here, _ = search_corpus(corpus_path, queries, 3)
-  there, analyzer = search_server(server.url, queries, 3)
-  assert here == there
+def test_words_are_marked_as_the_server_compares_them(server):
+  found, analyzer = search_server(server.url, ['hamlet prince', 'zzz'], 3)
+  assert [hit.id for hit in found[0]] == ['2', '0'] and found[1] == []
   assert analyzer.stemmer == 'english'
 
 
@@ -55,12 +51,15 @@ def test_escape_sequences_of_a_passage_do_not_reach_the_terminal():
 
 
 def test_command(server, corpus_path):
+  said = []
   for source in (f'--corpus={corpus_path}', f'--url={server.url}'):
-    done = run(source, '--topk=1', 'hamlet tragedy', 'zzz')
+    done = run(source, '--topk=2', 'hamlet tragedy', 'zzz')
     assert done.returncode == 0, done.stderr
     assert '*Hamlet* is a *tragedy*' in done.stdout
     assert 'no passage has any word' in done.stdout
     assert 'HTTP Request' not in done.stderr
+    said.append(done.stdout)
+  assert said[0] == said[1]
 
 
 def test_command_errors(tmp_path, corpus_path):
@@ -69,7 +68,8 @@ def test_command_errors(tmp_path, corpus_path):
     (['--url=127.0.0.1:1', 'x'], 'http://host:port'),
     ([f'--corpus={tmp_path}/absent', 'x'], 'no such file'),
     ([f'--corpus={corpus_path}'], 'at least one "query"'),
-    (['x'], 'url'),
+    (['x'], '--url, --corpus'),
+    ([f'--corpus={corpus_path}', '--nprobe=3', 'x'], 'needs --index_folder'),
   ):
     done = run(*args)
     assert done.returncode != 0
@@ -83,14 +83,16 @@ def test_an_index_folder_answers_as_the_corpus_does(corpus_path, tmp_path):
     'format': 1, 'vectors': None, 'indexes': {'bm25': index.parameters},
     'corpus': {'count': len(store), 'sha256': store.sha256, 'source': 'c'},
   })
-  queries = ['hamlet prince', 'same', 'zzz']
-  assert search_folder(tmp_path, 'bm25', queries, 3)[0] == (
-    search_corpus(corpus_path, queries, 3)[0])
-  done = run(f'--index_folder={tmp_path}', '--topk=1', 'hamlet tragedy')
-  assert '*Hamlet* is a *tragedy*' in done.stdout, done.stderr
-  done = run(f'--index_folder={tmp_path}', '--index=dense_jax', 'x')
-  assert done.returncode == 1 and 'Traceback' not in done.stderr
-  assert "no index 'dense_jax'; there are: 'bm25'" in done.stderr
-  done = run(f'--index_folder={tmp_path}', '--faiss_gpu', 'x')
-  assert done.returncode == 1 and 'Traceback' not in done.stderr
-  assert '--faiss_gpu is of dense_faiss, not of --index=bm25' in done.stderr
+  there = [
+    run(source, '--topk=2', 'hamlet tragedy', 'same')
+    for source in (f'--corpus={corpus_path}', f'--index_folder={tmp_path}')
+  ]
+  assert '*Hamlet* is a *tragedy*' in there[0].stdout, there[0].stderr
+  assert there[0].stdout == there[1].stdout
+  for flag, said in (
+    ('--index=dense_jax', "no index 'dense_jax'; there are: 'bm25'"),
+    ('--faiss_gpu', '--faiss_gpu is of dense_faiss'),
+  ):
+    done = run(f'--index_folder={tmp_path}', flag, 'x')
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert said in done.stderr

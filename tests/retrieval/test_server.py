@@ -47,13 +47,16 @@ def alive(pid):
 
 def test_starts_answers_and_stops(corpus_path, tmp_path):
   log = tmp_path / 'logs' / 'server.log'
-  with start_server(corpus_path, log_path=log, topk=1, k1=0.9) as server:
+  with start_server(
+    corpus_path, log_path=log, topk=1, bm25_preset='search_r1', b=0.5
+  ) as server:
     assert server.running and alive(server.pid)
     response = httpx.post(
       f'{server.url}/retrieve', json={'queries': ['hamlet']}
     )
     assert len(response.json()['result'][0]) == 1
-    assert httpx.get(f'{server.url}/health').json()['index']['k1'] == 0.9
+    index = httpx.get(f'{server.url}/health').json()['index']
+    assert (index['k1'], index['b']) == (0.9, 0.5)
   assert not server.running
   assert server.stop() == 0  # graceful, and twice is harmless
   text = log.read_text()
@@ -258,11 +261,18 @@ def test_a_folder_with_bm25_answers_like_its_corpus(folder, server, tmp_path):
   assert health['corpus']['count'] == 7 and health['index']['name'] == 'bm25'
 
 
-def test_several_indexes_are_fused_and_reranked(folder, tmp_path):
+def test_several_indexes_are_fused_and_reranked(
+  folder, tmp_path, monkeypatch
+):
   path, encoder, reranker = folder
+  smi = tmp_path / 'nvidia-smi'
+  smi.write_text('#!/bin/sh\necho 81559\n')
+  smi.chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+  monkeypatch.delenv('JAX_PLATFORMS', raising=False)
   options = dict(
     log_path=tmp_path / 'log', index_folder=path, encoder=encoder,
-    max_queries=3, query_length=24,
+    max_batch=3, query_length=24,
   )
   names = ['bm25', 'dense_faiss:Flat']
   with start_server(index=names, **options) as server:
@@ -282,6 +292,9 @@ def test_several_indexes_are_fused_and_reranked(folder, tmp_path):
     metrics = httpx.get(f'{server.url}/metrics').text
   assert index['name'] == 'rerank' and index['n'] == 2
   assert index['index']['precision'] == 'int8'
+  # A GPU would be taken in that part, had JAX found one.
+  share = (tmp_path / 'log').read_text().split('MEM_FRACTION=')[1].split(':')[0]
+  assert 0.03 < float(share) < 0.05
   assert all(row[0]['score'] >= row[1]['score'] for row in rows)
   assert 'stage="rerank"' in metrics
 
@@ -318,7 +331,7 @@ for program in programs:
   program()
 rng = np.random.default_rng(0)
 with compiled() as found:
-  most = flags.FLAGS.max_queries
+  most = flags.FLAGS.max_batch
   for count in (1, most, *rng.integers(1, most + 1, 12)):
     searcher.search(random_texts(rng, count), int(rng.integers(1, 11)))
 print(len(programs), len(found), json.dumps(searcher.identity))
@@ -334,7 +347,7 @@ def test_whatever_is_served_compiles_before_it_is_ready(
 ):
   path, encoder, _ = folder
   flags = [f'--index_folder={path}', f'--encoder={encoder}',
-           f'--max_queries={most}', '--query_length=24', '--dtype=bfloat16',
+           f'--max_batch={most}', '--query_length=24', '--dtype=bfloat16',
            *(f'--index={name}' for name in index)]
   if rerank:  # of fewer positions than pairs usually have
     model = encoders.write(tmp_path, encoders.RERANKER)
@@ -518,9 +531,7 @@ def test_large_requests_over_http(server):
   many = httpx.post(post, json={'queries': ['x'] * 10**6}, timeout=30)
   assert many.status_code == 422 and 'queries' in many.text
   long = httpx.post(post, json={'queries': ['x' * 100_000]}, timeout=30)
-  assert long.status_code == 422 and '--max_query_bytes' in long.text
-  full = httpx.post(post, json={'queries': ['hamlet'] * 1024}, timeout=30)
-  assert len(full.json()['result']) == 1024
+  assert long.status_code == 200 and long.json() == {'result': [[]]}  # cut
   # Nothing but words that occur everywhere, as long as may be.
   slow = httpx.post(post, json={'queries': ['same ' * 3276]}, timeout=30)
   assert len(slow.json()['result'][0]) == 3
