@@ -140,8 +140,12 @@ def base() -> ConfigDict:
   c.engine.slots = 64  # sequences decoded together
   c.engine.max_len = 1024  # tokens in a slot's cache
   c.engine.chunk = 8  # tokens decoded on the device between host looks
-  # Sequences of 32 tokens prefilled together; of longer ones fewer.
+  # Sequences of 32 tokens prefilled together; of longer ones fewer: for n
+  # observations at a time, n * env.max_observation_tokens / 32.
   c.engine.prefill_rows = 8
+  # GiB of host memory for the caches of sequences that wait for a search. Those
+  # that have begun fit into slots and this, each with env.max_tokens tokens.
+  c.engine.host_gib = 16.0
   c.engine.dtype = 'float32'  # of activations and cache
   c.engine.canary_tolerance = 1e-3  # log-prob difference that stops a run
   # What follows is for servers (module = 'vllm'). Their URLs, separated by
@@ -166,7 +170,10 @@ def base() -> ConfigDict:
   c.rollout.temperature = 1.0
   c.rollout.top_p = 1.0
   c.rollout.top_k = 0
-  c.rollout.concurrency = 0  # trajectories in flight; 0 = all of the step
+  # Trajectories of a step in flight; 0 = as many as the engine can serve
+  # without computing twice: those that slots and engine.host_gib hold, or, of
+  # servers, two for each of their slots.
+  c.rollout.concurrency = 0
   c.rollout.search_attempts = 2  # searches tried on the live handle
   c.rollout.max_failed = 0.2  # fraction of failed trajectories that stops
   # Rounds of further questions while groups of equal rewards leave a step
@@ -260,9 +267,10 @@ def base() -> ConfigDict:
   c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0 = only at the end
   c.checkpoint.keep = 2  # the last k
-  # Also keep the best by this metric (then every evaluated step is saved);
-  # '' = no.
-  c.checkpoint.best = 'eval/em'
+  # Also keep the best by this metric (then every evaluated step is saved):
+  # eval/set=NAME/em, where NAME of data.eval is there to select by and not to
+  # be reported. '' = no.
+  c.checkpoint.best = ''
 
   c.eval = ConfigDict()
   c.eval.every = 50  # steps; 0 = only at the end
@@ -284,4 +292,7 @@ def base() -> ConfigDict:
   c.log.wandb = 'disabled'  # disabled, offline, online
   c.log.project = 'searchrl'
   c.log.progress = True
+  # Steps between those whose trajectories are written; 1 = all, 0 = none.
+  # Evaluations, and what an error leaves, are written in any case.
+  c.log.trajectories_every = 1
   return c

@@ -13,7 +13,7 @@ A decoder of 0.4 million parameters, from scratch. The warm start teaches the
 protocol and to read, on traces that mix good searches, poor ones and guesses;
 it takes worlds of its own and asks about other people. GRPO then selects: 32
 questions x 8 trajectories a step, exact match the only reward. The README has
-the figures of a run.
+the figures of a run, those of its last checkpoint: none is selected.
 """
 
 from configs import common
@@ -27,6 +27,7 @@ def get_config(arg=None):
   c = common.base()
   c.name = 'quickstart'
   c.seed = a.seed
+  c.checkpoint.best = ''  # the last one is reported
   c.model.tokenizer = 'world'
   c.model.arch = ConfigDict(dict(
     model_type='qwen3', architectures=('Qwen3ForCausalLM',),

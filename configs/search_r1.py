@@ -11,8 +11,9 @@ With a checkpoint (a Hugging Face folder or name) it is the full size:
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-3B,algorithm=grpo \\
     --workdir=runs/search_r1 --config.source.url=http://127.0.0.1:8000
 
-experiments/search_r1/ has figures, memory, and each override of the original's
-scripts in our words. Arguments:
+experiments/search_r1/ has figures (of the last checkpoint: none is selected, by
+the sets that are reported or others), memory, and each override of the
+original's scripts in our words. Arguments:
 
   model      '' = the small form
   algorithm  grpo, ppo, reinforce
@@ -97,6 +98,7 @@ def get_config(arg=None):
   c = _full(a) if a.model else _small(a)
   c.name = 'search_r1'
   c.seed = a.seed
+  c.checkpoint.best = ''  # the last one is reported
   c.algorithm.update(ALGORITHMS[a.algorithm])
   c.algorithm.entropy_coef = 0.001
   if a.version == 'paper' and a.algorithm == 'grpo':
@@ -147,6 +149,8 @@ def _full(a):
   c.engine.max_len = 4608
   c.engine.dtype = 'bfloat16'
   c.engine.slots = 256
+  # 16 observations in one prefill call.
+  c.engine.prefill_rows = c.env.get_ref('max_observation_tokens') // 2
   # bfloat16 log-probs of two programs differ by about this much.
   c.engine.canary_tolerance = 0.1
 

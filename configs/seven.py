@@ -21,7 +21,8 @@ server holds the passages (retrieval/README.md). Arguments:
 2WikiMultihopQA is the set `two_wiki` (a flag could not name one that begins
 with a digit): --config.data.eval.two_wiki.n=100. Hops are known for HotpotQA,
 2WikiMultihopQA and MuSiQue, whose records tell them.
-experiments/EVALUATION.md explains the figures.
+experiments/EVALUATION.md explains the figures. Nothing is trained, and no
+checkpoint selected.
 """
 
 from configs import common

@@ -69,7 +69,9 @@ Otherwise than there, of what can be told from outside (each file says more):
   * a slot that nothing fills is left empty ('drop'), not filled with copies;
     what is drawn anew does not throw invalid proposals away;
   * the pool, the noise and whatever had ended are in the checkpoint;
-  * a judge's failure leaves a question out, and too many stop the run.
+  * a judge's failure leaves a question out, and too many stop the run; one that
+    has no answer to give turns it down;
+  * figures are of the last checkpoint: none is selected.
 """
 
 from configs import algorithms
@@ -131,6 +133,7 @@ def get_config(arg=None):
   c = common.base()
   c.name = 'ssp'
   c.seed = a.seed
+  c.checkpoint.best = ''  # the last one is reported
   c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
   c.selfplay = selfplay()
   c.selfplay.reward = a.reward or (
@@ -294,6 +297,8 @@ def _full(c, a):
   c.env.max_tokens = 4096 + 8192
   c.engine.dtype = 'bfloat16'
   c.engine.slots = 256
+  # 4 observations in one prefill call.
+  c.engine.prefill_rows = c.env.get_ref('max_observation_tokens') // 8
   c.engine.max_len = 4096 + 8192
   # bfloat16 log-probs of two programs differ by about this much.
   c.engine.canary_tolerance = 0.1

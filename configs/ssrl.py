@@ -12,7 +12,8 @@ checkpoint it is the full size, on SSRL's own parquet; nothing is searched:
     --config=configs/ssrl.py:model=meta-llama/Llama-3.2-3B-Instruct \\
     --workdir=runs/ssrl_3b --config.data.dir=DATA
 
-experiments/ssrl/ has figures, memory and the original's. Arguments:
+experiments/ssrl/ has figures (of the last checkpoint: none is selected), memory
+and the original's. Arguments:
 
   model           '' = the small form
   reward          graded: 0.9 exact match + 0.1 format_score, as released;
@@ -69,6 +70,7 @@ def get_config(arg=None):
   c = common.base()
   c.name = 'ssrl'
   c.seed = a.seed
+  c.checkpoint.best = ''  # the last one is reported
   c.env.information = 'policy'
   c.env.max_turns = 0
   c.algorithm.update(algorithms.GRPO | dict(
@@ -157,6 +159,7 @@ def _full(c, a):
   c.env.max_observation_tokens = 500
   c.engine.dtype = 'bfloat16'
   c.engine.slots = 256
+  c.engine.prefill_rows = 256  # 16 prompts of 512 tokens in one call
   c.engine.max_len = 1024 + 4096
   # bfloat16 log-probs of two programs differ by about this much.
   c.engine.canary_tolerance = 0.1

@@ -28,7 +28,9 @@ experiments/ttrl/ has figures, memory and the original's. Arguments:
 
 The test-time set is trained on without its golden answers, which only the
 metrics see, and evaluated; a held-out set of the same kind is evaluated beside
-it. The original trains and evaluates on one file and has no other.
+it. The original trains and evaluates on one file and has no other. No
+checkpoint is selected: golds would select on what is reported, so that is the
+last one, and none is written but those of checkpoint.every.
 
 Votes are rollout.group = N, of which reward.vote.train = M are trained on: 64
 and 32 at full size, 16 and 8 in the small forms, so that they take minutes.
@@ -97,6 +99,7 @@ def get_config(arg=None):
   c = {'search': _search, 'ssrl': _ssrl, 'math': _math}[a.base](a)
   c.name = 'ttrl'
   c.seed = a.seed
+  c.checkpoint.best = ''  # the last one is reported
   c.algorithm = common.base().algorithm
   c.algorithm.update(ALGORITHMS[a.algorithm])
   c.algorithm.minibatches = 8 if a.model else 1
@@ -210,6 +213,7 @@ def _math_full(a):
   c.engine.dtype = 'bfloat16'
   c.engine.max_len = 512 + 3072
   c.engine.slots = 512
+  c.engine.prefill_rows = 256  # 16 prompts of 512 tokens in one call
   # bfloat16 log-probs of two programs differ by about this much.
   c.engine.canary_tolerance = 0.1
   c.batch.lengths = (1024, 2048, 3584)

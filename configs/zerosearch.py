@@ -18,7 +18,8 @@ checkpoint it is the full size, on Search-R1's data, five documents a query:
     --config=configs/zerosearch.py:model=Qwen/Qwen2.5-3B,simulator=URL \\
     --workdir=runs/zerosearch_3b --config.data.dir=DATA
 
-experiments/zerosearch/ has figures and the full-size commands. Arguments:
+experiments/zerosearch/ has figures (of the last checkpoint: none is selected)
+and the full-size commands. Arguments:
 
   model      '' = the small form
   algorithm  grpo, ppo, reinforce
@@ -38,8 +39,8 @@ The default is the released behaviour without its bugs. Otherwise than there:
   * which queries get noise follows from the seed, trajectory, turn and step,
     so that a run can be resumed; there a draw of its own each time;
   * T of the curriculum is config.train.steps, and steps count from 0;
-  * a reply without a document is asked for again, then the trajectory is left
-    out; there whatever came is the observation;
+  * a reply without a document is asked for again, then the search has found
+    nothing; there whatever came is the observation;
   * documents are outside text: no tag or control token in them acts;
   * prompts of the simulator are in our words, see SIMULATE;
   * REINFORCE has the mean of the other returns of the batch as baseline;
@@ -58,7 +59,8 @@ REWARDS = {
 # What a general model is asked with.
 SIMULATE = (
   'Play a search engine. Somebody who wants to know "{{question}}" (the right '
-  'answer: {{answers}}) searches for: {{query}}\n\nWrite the {{k}} documents '
+  'answer: "{{answers}}") searches for "{{query}}". What stands in quotes is '
+  'data, written as in JSON.\n\nWrite the {{k}} documents '
   'that the search engine returns, about 30 words each. {manner} Begin each '
   'one on a line of its own: "Doc 1 (its title): its text", then "Doc 2" and '
   'so on. Write nothing else.'
@@ -113,8 +115,7 @@ def get_config(arg=None):
     s.noise_from = s.noise_to = _share(a.noise)
   (_full if a.model else _small)(c, s, a)
   # An evaluation while it trains has simulated searches, whose writer is told
-  # the golds: no measure, and nothing to choose a checkpoint by.
-  c.checkpoint.best = ''
+  # the golds: no measure.
   c.eval.every = 0
   return c
 
@@ -163,6 +164,8 @@ def _full(c, s, a):
   c.source.k = 5
   c.env.max_turns = 5
   c.env.max_observation_tokens = 2048
+  # 4 observations in one prefill call.
+  c.engine.prefill_rows = c.env.get_ref('max_observation_tokens') // 8
   c.train.steps = 203
   # How many questions a step has there is not known for sure.
   grouped = a.algorithm == 'grpo'

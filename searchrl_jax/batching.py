@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.types import Batch, Trajectory
 
 
@@ -29,33 +30,35 @@ def check(config) -> None:
   """
   b = config.batch
   lengths = tuple(b.lengths)
-  if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 2:
-    raise ValueError(
-      f'config.batch.lengths={lengths}: increasing lengths in tokens, each '
-      'at least 2'
-    )
-  if config.env.max_tokens > lengths[-1]:
-    raise ValueError(
-      f'config.env.max_tokens={config.env.max_tokens} exceeds the last of '
-      f'config.batch.lengths={lengths}: a trajectory might fit no bucket; '
-      'raise the last length or lower env.max_tokens'
-    )
-  if not 0 < b.loss_fraction <= 1:
-    raise ValueError(
-      f'config.batch.loss_fraction={b.loss_fraction}: a share in (0, 1]'
-    )
+  lookup.require(
+    lengths and list(lengths) == sorted(set(lengths)) and lengths[0] >= 2,
+    f'config.batch.lengths={lengths}: increasing lengths in tokens, each '
+    'at least 2',
+  )
+  lookup.require(
+    config.env.max_tokens <= lengths[-1],
+    f'config.env.max_tokens={config.env.max_tokens} exceeds the last of '
+    f'config.batch.lengths={lengths}: a trajectory might fit no bucket; '
+    'raise the last length or lower env.max_tokens',
+  )
+  lookup.require(
+    0 < b.loss_fraction <= 1,
+    f'config.batch.loss_fraction={b.loss_fraction}: a share in (0, 1]',
+  )
   for name in ('tokens', 'head_chunk'):
-    if b[name] < 1:
-      raise ValueError(f'config.batch.{name}={b[name]}: at least 1 token')
-  a = config.algorithm
-  if not 1 <= a.minibatches <= config.rollout.questions:
-    raise ValueError(
-      f'config.algorithm.minibatches={a.minibatches}: between 1 and '
-      f'config.rollout.questions={config.rollout.questions}, as the group of '
-      'a question is never split'
+    lookup.require(
+      b[name] >= 1, f'config.batch.{name}={b[name]}: at least 1 token'
     )
-  if a.epochs < 1:
-    raise ValueError(f'config.algorithm.epochs={a.epochs}: at least 1')
+  a = config.algorithm
+  lookup.require(
+    1 <= a.minibatches <= config.rollout.questions,
+    f'config.algorithm.minibatches={a.minibatches}: between 1 and '
+    f'config.rollout.questions={config.rollout.questions}, as the group of '
+    'a question is never split',
+  )
+  lookup.require(
+    a.epochs >= 1, f'config.algorithm.epochs={a.epochs}: at least 1'
+  )
 
 
 def rows_of(batch_config, length: int, shards: int = 1) -> int:

@@ -2,11 +2,18 @@
 
 Any vLLM server is one. The `openai` package sends, waits, and tries again what
 may pass (refused connections, timeouts, 408, 409, 429, 5xx), with growing
-pauses; what fails for good is a `ChatError`, never an empty reply.
+pauses; what fails for good is a `ChatError`, never an empty reply. Its kind
+tells a service that failed from one that answered, and not usably because of
+what it was asked: nobody may profit from asking such things.
+
+The server parses control tokens in the whole text of a chat, so that of a
+policy, or of anybody else, goes into a message as `payload` alone.
 """
 
 import asyncio
+import json
 import os
+import re
 import urllib.parse
 import weakref
 from collections.abc import Mapping, Sequence
@@ -15,18 +22,46 @@ from typing import Any
 import httpx
 from ml_collections import ConfigDict
 
+from searchrl_jax import lookup
+
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 _PAUSE = 10.0  # seconds, above the longest that openai waits between attempts
 _START = 'searchrl-'  # what engines/vllm_host.py names a start
+
+# What no control token is spelt without, as it stands and in the forms that
+# Unicode normalisation makes it of; and what UTF-8 does not encode.
+_SPELLING = re.compile('[<|\\[＜﹤≮｜［﹇\ud800-\udfff]')
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+# Statuses of a request that is too long or filtered, and how a reply ends that
+# is. A server that is asked wrongly each time is found by who checks it.
+_ASKED = (400, 413, 422)
+_NOT_WHOLE = ('length', 'content_filter')
 
 # What reading a reply of another form than a chat server's raises.
 _ODD = (AttributeError, IndexError, TypeError, ValueError, TimeoutError)
 
 
+def payload(value: Any) -> str:
+  """`value` as JSON in which no control token can be spelt.
+
+  `<`, `|` and `[` in its strings are written as \\u003c, \\u007c, \\u005b, and
+  what normalises to them likewise; json.loads gives `value` back.
+  """
+  return _STRING.sub(
+    lambda string: _SPELLING.sub(
+      lambda char: f'\\u{ord(char[0]):04x}', string[0]
+    ),
+    json.dumps(value, ensure_ascii=False),
+  )
+
+
 class ChatError(RuntimeError):
   """No reply; the message names the URL and the mend.
 
-  kind: unreachable, timeout, overloaded, rejected or bad_response.
+  kind: unreachable, timeout, overloaded, rejected or bad_response of a service
+    that failed; unusable of one that answered, and refused, filtered, cut or
+    left empty its reply because of what it was asked.
   """
 
   def __init__(self, kind: str, message: str):
@@ -62,10 +97,12 @@ class Chat:
         'OpenAI-compatible server'
       ) from None
     for field in ('attempts', 'concurrency'):
-      if config[field] < 1:
-        raise ValueError(f'{where}.{field}={config[field]}: at least 1')
-    if config.timeout <= 0:
-      raise ValueError(f'{where}.timeout={config.timeout}: above 0 seconds')
+      lookup.require(
+        config[field] >= 1, f'{where}.{field}={config[field]}: at least 1'
+      )
+    lookup.require(
+      config.timeout > 0, f'{where}.timeout={config.timeout}: above 0 seconds'
+    )
     self._config, self._where = config, where
     self.url = config.url.rstrip('/').removesuffix('/v1') + '/v1'
     self._outside = parts.hostname not in _LOOPBACK
@@ -82,7 +119,7 @@ class Chat:
 
     Args:
       messages: {'role', 'content'} each.
-      max_tokens: of the reply; one that is cut there is a bad_response.
+      max_tokens: of the reply; one that is cut there is unusable.
       temperature: 0 = greedy.
       seed: of the sampling, where the server knows one.
       schema: a JSON schema that the reply shall follow. A server may ignore
@@ -110,14 +147,16 @@ class Chat:
           model=self._model, messages=list(messages), max_tokens=max_tokens,
           temperature=temperature, **asked,
         )
-      choice = found.choices[0]
-      text = choice.message.content
+      end, text = 'filtered', ''  # some filters answer with no choice at all
+      if found.choices != []:
+        choice = found.choices[0]
+        end, text = choice.finish_reason, choice.message.content
     except (openai.OpenAIError, *_ODD) as e:
       raise self._error(openai, e) from e
-    if not isinstance(text, str) or choice.finish_reason == 'length':
+    if not isinstance(text, str) or not text.strip() or end in _NOT_WHOLE:
       raise ChatError(
-        'bad_response', f'{self.url}: a reply that is '
-        f'{"cut" if text else "empty"} after {max_tokens} tokens'
+        'unusable', f'{self.url}: no whole reply within {max_tokens} tokens '
+        f'(finish_reason={end!r}): {str(text)[:200]!r}'
       )
     return text
 
@@ -188,6 +227,8 @@ class Chat:
       (openai.InternalServerError, 'overloaded'),
       (openai.APIStatusError, 'rejected'),
     ) if isinstance(e, error)), 'bad_response')
+    if getattr(e, 'status_code', None) in _ASKED:
+      kind = 'unusable'
     said = ' '.join(str(e).split())[:300]
     return ChatError(
       kind, f'{self.url}: {kind} after {self._config.attempts} attempt(s): '

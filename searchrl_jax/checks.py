@@ -1,6 +1,5 @@
 """What a config cannot be, found before any model loads."""
 
-import inspect
 from collections.abc import Sequence
 
 from ml_collections import ConfigDict
@@ -15,14 +14,11 @@ from searchrl_jax import losses
 from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax.env import SearchEnv
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.sources import none
 from searchrl_jax.sources import simulated
 from searchrl_jax.evaluators import passk
 from searchrl_jax.types import Question
-
-
-class ConfigError(ValueError):
-  """A field that cannot be as it is; the message names it and the mend."""
 
 
 def check(config: ConfigDict) -> None:
@@ -32,107 +28,128 @@ def check(config: ConfigDict) -> None:
     ConfigError: names the first field that cannot work, and the mend.
   """
   a, r = config.algorithm, config.rollout
-  if a.advantage not in advantages.FUNCTIONS:
-    raise ConfigError(
-      f'config.algorithm.advantage={a.advantage!r}: '
-      + lookup.near(a.advantage, advantages.FUNCTIONS)
-    )
-  if a.advantage in advantages.NEEDS_GROUP and r.group < 2:
-    raise ConfigError(
-      f'config.rollout.group={r.group}: advantage {a.advantage!r} compares '
-      'trajectories of one question; use 2 or more'
-    )
-  if a.loss not in losses.LOSSES and '.' not in a.loss:
-    raise ConfigError(
-      f'config.algorithm.loss={a.loss!r}: {lookup.near(a.loss, losses.LOSSES)} '
-      '(or the dotted path of a function of your own)'
-    )
-  if config.optim.lr <= 0:
-    raise ConfigError(f'config.optim.lr={config.optim.lr}: above 0')
+  lookup.require(
+    a.advantage in advantages.FUNCTIONS,
+    f'config.algorithm.advantage={a.advantage!r}: '
+    + lookup.near(a.advantage, advantages.FUNCTIONS),
+  )
+  lookup.require(
+    a.advantage not in advantages.NEEDS_GROUP or r.group >= 2,
+    f'config.rollout.group={r.group}: advantage {a.advantage!r} compares '
+    'trajectories of one question; use 2 or more',
+  )
+  lookup.require(
+    a.loss in losses.LOSSES or '.' in a.loss,
+    f'config.algorithm.loss={a.loss!r}: {lookup.near(a.loss, losses.LOSSES)} '
+    '(or the dotted path of a function of your own)',
+  )
+  lookup.require(
+    config.optim.lr > 0, f'config.optim.lr={config.optim.lr}: above 0'
+  )
   batching.check(config)
-  if r.top_p < 1 or r.top_k > 0:
-    raise ConfigError(
-      f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: training samples from '
-      'the whole distribution, since the trainer scores with it; use top_p=1 '
-      'and top_k=0 (evaluation may truncate: config.eval.top_p)'
-    )
-  if r.temperature <= 0:
-    raise ConfigError(
-      f'config.rollout.temperature={r.temperature}: greedy rollouts of a group '
-      'are all equal and teach nothing; use a temperature above 0'
-    )
+  lookup.require(
+    r.top_p >= 1 and r.top_k <= 0,
+    f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: training samples from '
+    'the whole distribution, since the trainer scores with it; use top_p=1 '
+    'and top_k=0 (evaluation may truncate: config.eval.top_p)',
+  )
+  lookup.require(
+    r.temperature > 0,
+    f'config.rollout.temperature={r.temperature}: greedy rollouts of a group '
+    'are all equal and teach nothing; use a temperature above 0',
+  )
   for name, known in (
     ('kl', losses.KL_PLACES), ('tis', losses.TIS), ('ratio', losses.RATIOS),
     ('aggregation', losses.AGGREGATIONS), ('kl_estimator', losses.ESTIMATORS),
     ('tis_beyond', losses.BEYOND),
   ):
-    if a[name] not in known:
-      raise ConfigError(
-        f'config.algorithm.{name}={a[name]!r}: {lookup.near(a[name], known)}'
-      )
-  try:
-    objectives.policy(config)
-  except ValueError as e:
-    raise ConfigError(str(e)) from e
+    lookup.require(
+      a[name] in known,
+      f'config.algorithm.{name}={a[name]!r}: {lookup.near(a[name], known)}',
+    )
+  objectives.policy(config)
   _check_advantage(a)
   _check_critic(config)
   _check_refill(config)
-  if a.kl == 'none' and a.kl_coef:
-    raise ConfigError(
-      f"config.algorithm.kl_coef={a.kl_coef} has no effect with kl='none'; "
-      "use kl='loss' or 'reward'"
-    )
-  if a.kl != 'none' and a.kl_coef <= 0:
-    raise ConfigError(
-      f'config.algorithm.kl={a.kl!r} with kl_coef={a.kl_coef}: set a '
-      "coefficient above 0, or kl='none'"
-    )
+  lookup.require(
+    a.kl != 'none' or not a.kl_coef,
+    f"config.algorithm.kl_coef={a.kl_coef} has no effect with kl='none'; "
+    "use kl='loss' or 'reward'",
+  )
+  lookup.require(
+    a.kl == 'none' or a.kl_coef > 0,
+    f'config.algorithm.kl={a.kl!r} with kl_coef={a.kl_coef}: set a '
+    "coefficient above 0, or kl='none'",
+  )
   check_engine(config)
   passk.check(config, training=True)
-  if r.max_staleness < 0 or r.mismatch_alarm < 0:
-    raise ConfigError(
-      f'config.rollout.max_staleness={r.max_staleness}, mismatch_alarm='
-      f'{r.mismatch_alarm}: 0 or more'
-    )
-  if r.max_staleness and config.engine.sleep:
-    raise ConfigError(
-      f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'
-      ': an engine that sleeps during updates has no rollouts under way; use 0'
-    )
-  if config.env.real_searches and config.env.information == 'policy':
-    raise ConfigError(
-      f'config.env.real_searches={config.env.real_searches} in training: with '
-      "env.information='policy' (SSRL) a policy learns from what it recalls "
-      'itself; use 0 here, and real searches with `evaluate --workdir=RUN '
-      "--config.env.real_searches=K`, or train with env.information='source'"
-    )
-  if not config.reward:
-    raise ConfigError(
-      'config.reward is empty; for example '
-      "config.reward.em = {'fn': 'answer.em', 'weight': 1.0}"
-    )
+  lookup.require(
+    r.max_staleness >= 0 and r.mismatch_alarm >= 0,
+    f'config.rollout.max_staleness={r.max_staleness}, mismatch_alarm='
+    f'{r.mismatch_alarm}: 0 or more',
+  )
+  lookup.require(
+    not (r.max_staleness and config.engine.sleep),
+    f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'
+    ': an engine that sleeps during updates has no rollouts under way; use 0',
+  )
+  lookup.require(
+    not (config.env.real_searches and config.env.information == 'policy'),
+    f'config.env.real_searches={config.env.real_searches} in training: with '
+    "env.information='policy' (SSRL) a policy learns from what it recalls "
+    'itself; use 0 here, and real searches with `evaluate --workdir=RUN '
+    "--config.env.real_searches=K`, or train with env.information='source'",
+  )
+  best = selecting(config)
+  lookup.require(
+    not best or (best in config.data.eval and len(config.data.eval) > 1),
+    f'config.checkpoint.best={config.checkpoint.best!r}: the set {best!r} '
+    'has to be in config.data.eval, beside those that are reported',
+  )
+  lookup.require(
+    config.reward,
+    'config.reward is empty; for example '
+    "config.reward.em = {'fn': 'answer.em', 'weight': 1.0}",
+  )
+
+
+def selecting(config: ConfigDict) -> str:
+  """The set that config.checkpoint.best selects by; '' = none.
+
+  Raises:
+    ConfigError: it selects by what is reported (design 5.13).
+  """
+  best = config.checkpoint.best
+  name, _, score = best.removeprefix('eval/set=').partition('/')
+  lookup.require(
+    not best or (best.startswith('eval/set=') and name and score),
+    f'config.checkpoint.best={best!r} would select by the sets that are '
+    "reported; use 'eval/set=NAME/em' of a set of config.data.eval that is "
+    "not, or '' (the last checkpoint is reported)",
+  )
+  return name
 
 
 def _check_critic(config: ConfigDict) -> None:
   a, c = config.algorithm, config.critic
   needed = 'critic' in credit.needs(a.advantage)
-  if needed and c.lr <= 0:
-    raise ConfigError(
-      f'config.algorithm.advantage={a.advantage!r} needs a critic, and '
-      f'config.critic.lr={c.lr} says that there is none; set a rate (1e-5 is '
-      "Search-R1's), or use an advantage without one, such as 'rloo'"
-    )
-  if not needed and c.lr:
-    raise ConfigError(
-      f'config.critic.lr={c.lr}: advantage {a.advantage!r} has no use for a '
-      "critic; set it to 0, or use advantage='gae'"
-    )
-  if c.alone and not needed or not 0 <= c.alone < config.train.steps:
-    raise ConfigError(
-      f'config.critic.alone={c.alone}: first steps in which only the critic '
-      f'learns; fewer than config.train.steps={config.train.steps}, and 0 '
-      'where there is no critic'
-    )
+  lookup.require(
+    not needed or c.lr > 0,
+    f'config.algorithm.advantage={a.advantage!r} needs a critic, and '
+    f'config.critic.lr={c.lr} says that there is none; set a rate (1e-5 is '
+    "Search-R1's), or use an advantage without one, such as 'rloo'",
+  )
+  lookup.require(
+    needed or not c.lr,
+    f'config.critic.lr={c.lr}: advantage {a.advantage!r} has no use for a '
+    "critic; set it to 0, or use advantage='gae'",
+  )
+  lookup.require(
+    0 <= c.alone < config.train.steps and (needed or not c.alone),
+    f'config.critic.alone={c.alone}: first steps in which only the critic '
+    f'learns; fewer than config.train.steps={config.train.steps}, and 0 '
+    'where there is no critic',
+  )
   try:
     objectives.value(config)
     optim.schedule(c, optim.critic_updates(config))
@@ -142,55 +159,43 @@ def _check_critic(config: ConfigDict) -> None:
 
 def _check_refill(config: ConfigDict) -> None:
   r, advantage = config.rollout, config.algorithm.advantage
-  if config.algorithm.drop_zero_variance and (
-    advantage not in advantages.NEEDS_GROUP
-  ):
-    raise ConfigError(
-      'config.algorithm.drop_zero_variance leaves out groups of equal rewards; '
-      f'with advantage={advantage!r}, which has another baseline, they have a '
-      'gradient: set it to False'
-    )
-  if r.refill < 0:
-    raise ConfigError(f'config.rollout.refill={r.refill}: rounds, 0 or more')
-  if r.refill and not config.algorithm.drop_zero_variance:
-    raise ConfigError(
-      f'config.rollout.refill={r.refill} fills up for groups of equal rewards, '
-      'which config.algorithm.drop_zero_variance=False keeps; set it to True'
-    )
-  if r.refill and r.max_staleness:
-    raise ConfigError(
-      f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
-      "the next step's questions are under way before this one's are known to "
-      'be too few; use one of them'
-    )
+  lookup.require(
+    advantage in advantages.NEEDS_GROUP
+    or not config.algorithm.drop_zero_variance,
+    'config.algorithm.drop_zero_variance leaves out groups of equal rewards; '
+    f'with advantage={advantage!r}, which has another baseline, they have a '
+    'gradient: set it to False',
+  )
+  lookup.require(
+    r.refill >= 0, f'config.rollout.refill={r.refill}: rounds, 0 or more'
+  )
+  lookup.require(
+    not r.refill or config.algorithm.drop_zero_variance,
+    f'config.rollout.refill={r.refill} fills up for groups of equal rewards, '
+    'which config.algorithm.drop_zero_variance=False keeps; set it to True',
+  )
+  lookup.require(
+    not (r.refill and r.max_staleness),
+    f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
+    "the next step's questions are under way before this one's are known to "
+    'be too few; use one of them',
+  )
 
 
 def _check_advantage(a: ConfigDict) -> None:
-  parameters = inspect.signature(
-    getattr(advantages, a.advantage)
-  ).parameters.values()
-  known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-  for name in a.advantage_kw:
-    if name not in known:
-      raise ConfigError(
-        f'config.algorithm.advantage_kw.{name}: {a.advantage} has no such '
-        'field; ' + (lookup.near(name, known) if known else 'it has none')
-      )
-  for name, p in known.items():
-    if p.default is p.empty and name not in a.advantage_kw:
-      raise ConfigError(
-        f'config.algorithm.advantage_kw.{name} is not set, and {a.advantage} '
-        'needs it; configs/algorithms.py has the usual values'
-      )
-  if a.kl == 'reward' and a.advantage in (
-    'grpo', 'lite_ppo', 'reinforce_pp_baseline'
-  ):
-    raise ConfigError(
-      f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
-      'divides by a spread of rewards: where all earn the same, the noise '
-      "of the KL estimate would become advantages of full size. Use kl='loss' "
-      "(as GRPO does), or advantage='dr_grpo' or 'rloo'"
-    )
+  lookup.require_fields(
+    'config.algorithm.advantage_kw', getattr(advantages, a.advantage),
+    a.advantage_kw, ConfigError,
+  )
+  lookup.require(
+    a.kl != 'reward' or a.advantage not in (
+      'grpo', 'lite_ppo', 'reinforce_pp_baseline'
+    ),
+    f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
+    'divides by a spread of rewards: where all earn the same, the noise '
+    "of the KL estimate would become advantages of full size. Use kl='loss' "
+    "(as GRPO does), or advantage='dr_grpo' or 'rloo'",
+  )
 
 
 def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
@@ -227,50 +232,45 @@ def check_engine(config: ConfigDict) -> None:
       found = lookup.module(f'searchrl_jax.{package}', name)
     except ValueError as e:
       raise ConfigError(f'config.{package[:-1]}.module: {e}') from e
-    if not hasattr(found, 'make'):
-      raise ConfigError(
-        f'config.{package[:-1]}.module={name!r} has no function make: it is a '
-        'part of another one'
-      )
+    lookup.require(
+      hasattr(found, 'make'),
+      f'config.{package[:-1]}.module={name!r} has no function make: it is a '
+      'part of another one',
+    )
   if config.source.module == simulated.SIMULATED:
     simulated.check(config.source.simulator)
   env = config.env
-  if config.source.module == none.NONE and (
-    env.real_searches or env.information == 'source' and env.max_turns
-  ):
-    raise ConfigError(
-      f"config.source.module='none' answers no search, and config.env "
-      f'(information={env.information!r}, max_turns={env.max_turns}, '
-      f"real_searches={env.real_searches}) sends some; use 'service'"
-    )
+  lookup.require(
+    config.source.module != none.NONE or not (
+      env.real_searches or env.information == 'source' and env.max_turns
+    ),
+    f"config.source.module='none' answers no search, and config.env "
+    f'(information={env.information!r}, max_turns={env.max_turns}, '
+    f"real_searches={env.real_searches}) sends some; use 'service'",
+  )
   try:
     if config.source.url:
       RetrievalClient(config.source.url)
   except ValueError as e:
     raise ConfigError(f'config.source.url: {e}') from e
-  if config.engine.dtype != config.model.dtype and (
-    config.engine.canary_tolerance < 0.02
-  ):
-    raise ConfigError(
-      f'config.engine.dtype={config.engine.dtype} is not config.model.dtype='
-      f'{config.model.dtype}: their log-probs differ by more than config.'
-      f'engine.canary_tolerance={config.engine.canary_tolerance}; use one '
-      'dtype, or allow 0.02 or more'
-    )
+  lookup.require(
+    config.engine.dtype == config.model.dtype
+    or config.engine.canary_tolerance >= 0.02,
+    f'config.engine.dtype={config.engine.dtype} is not config.model.dtype='
+    f'{config.model.dtype}: their log-probs differ by more than config.'
+    f'engine.canary_tolerance={config.engine.canary_tolerance}; use one '
+    'dtype, or allow 0.02 or more',
+  )
   made = config.model.tokenizer in ('world', 'bpe')
-  if config.model.path and made:
-    raise ConfigError(
-      f'config.model.path={config.model.path!r} with config.model.tokenizer='
-      f"{config.model.tokenizer!r}: a checkpoint needs the tokenizer it was "
-      "trained with; leave model.tokenizer empty (configs/wiki_nq.py:model="
-      'PATH does)'
-    )
-  if config.env.max_tokens > config.engine.max_len:
-    raise ConfigError(
-      f'config.env.max_tokens={config.env.max_tokens} is above '
-      f'config.engine.max_len={config.engine.max_len}; raise the latter'
-    )
-  if config.env.information not in ('source', 'policy'):
-    raise ConfigError(
-      f'config.env.information={config.env.information!r}: source or policy'
-    )
+  lookup.require(
+    not (config.model.path and made),
+    f'config.model.path={config.model.path!r} with config.model.tokenizer='
+    f"{config.model.tokenizer!r}: a checkpoint needs the tokenizer it was "
+    "trained with; leave model.tokenizer empty (configs/wiki_nq.py:model="
+    'PATH does)',
+  )
+  lookup.require(
+    config.env.max_tokens <= config.engine.max_len,
+    f'config.env.max_tokens={config.env.max_tokens} is above '
+    f'config.engine.max_len={config.engine.max_len}; raise the latter',
+  )

@@ -9,7 +9,6 @@ Whatever has ended and was not used yet goes into the checkpoint.
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -75,13 +74,11 @@ class Collector:
     self._running = 0
     self._idle, self._idle_since = 0.0, time.monotonic()
 
-  def restore(self, lines: bytes) -> None:
+  def restore(self, data: bytes) -> None:
     """Takes what `ended` of a checkpoint has; before the first `take`."""
-    for line in lines.splitlines():
-      record = json.loads(line)
-      trajectory = records.read_trajectory(record)
-      ended = self._saved.setdefault(record['step'], {})
-      ended[trajectory.question.id, trajectory.sample] = trajectory
+    for record in records.read(data):
+      t = record.trajectory
+      self._saved.setdefault(record.step, {})[t.question.id, t.sample] = t
 
   def take(self, step: int) -> Rollout:
     """The rollouts of `step`; starts those that may begin by now.
@@ -178,27 +175,25 @@ class Collector:
     return {n: list(dict(ended).values()) for n, ended in sorted(steps.items())}
 
 
-def lines(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
-  """`Collector.ended` as `Collector.restore` reads it."""
-  return b''.join(
-    json.dumps(
-      {'step': step, **records.trajectory_record(t, lambda ids: '')}
-    ).encode() + b'\n'
+def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
+  """`Collector.ended` as `Collector.restore` reads it, to the last bit."""
+  return records.encode([
+    records.Record(step, t)
     for step, trajectories in ended.items() for t in trajectories
-  )
+  ], exact=True)
 
 
 def keep(path: pathlib.Path, step: int, kept: bytes) -> None:
-  """Puts `lines` beside the checkpoint of `step`, which has older ones."""
-  records.write_text(path, f'{step}\n{kept.decode()}')
+  """Puts `encode` beside the checkpoint of `step`, which has an older one."""
+  records.write_bytes(path, f'{step}\n'.encode() + kept)
 
 
 def kept(path: pathlib.Path, step: int) -> bytes | None:
   """What `keep` left for the checkpoint of `step`, if it did."""
   if not path.exists():
     return None
-  first, _, rest = path.read_text().partition('\n')
-  return rest.encode() if first == str(step) else None
+  first, _, rest = path.read_bytes().partition(b'\n')
+  return rest if first == str(step).encode() else None
 
 
 def staleness(

@@ -4,29 +4,19 @@ An error that a user can mend is one line on stderr and exit code 2, without a
 traceback (--verbosity=1 shows it); anything else is a bug and keeps its own.
 """
 
-import dis
+import linecache
 import os
 import pathlib
 import sys
+import traceback
 
 from absl import app
 from absl import flags
 from absl import logging
 from ml_collections import ConfigDict, config_flags
 
-from retrieval.process import ServerError
 from searchrl_jax import lookup
-from searchrl_jax.chat import ChatError
-from searchrl_jax.checkpoint import CheckpointError
-from searchrl_jax.data.checks import DataError
-from searchrl_jax.engines.core import EngineError, SyncError
-from searchrl_jax.records import RunError
-from searchrl_jax.rewards.core import RewardError
-from searchrl_jax.rewards.judge import JudgeError
-from searchrl_jax.rollout import RolloutError
-from searchrl_jax.setup import ConfigError
-from searchrl_jax.signals import NonFinite, Stopped
-from searchrl_jax.sources.core import SourceError
+from searchrl_jax.signals import Stopped
 
 
 def define_config(required: bool = True):
@@ -59,8 +49,10 @@ def define_workdir(required: bool = True):
 
 
 def _parse(argv):
-  # ml_collections looks into sys.argv for the fields to change.
-  argv = sys.argv = _config_first(argv)
+  # ml_collections looks into sys.argv for the fields to change, and wants the
+  # file before them.
+  rest = sorted(argv[1:], key=lambda x: not x.startswith('--config='))
+  argv = sys.argv = [*argv[:1], *rest]
   for arg in argv[1:2]:
     path = arg.removeprefix('--config=').split(':')[0]
     given = arg.startswith('--config=')
@@ -93,22 +85,6 @@ def _parse(argv):
     _fail(f'a --config.* flag names no field of the config: {said}')
   except (ValueError, TypeError, OSError) as e:
     _fail(f'{type(e).__name__}: {e}')
-
-
-def _config_first(argv):
-  """--config before --config.field, which ml_collections insists on."""
-  first, rest, at = [], [], 1
-  while at < len(argv):
-    arg = argv[at]
-    if arg in ('--config', '-config') and at + 1 < len(argv):
-      first.append(f'--config={argv[at + 1]}')
-      at += 1
-    elif arg.startswith(('--config=', '-config=')):
-      first.append(f'--config={arg.split("=", 1)[1]}')
-    else:
-      rest.append(arg)
-    at += 1
-  return [*argv[:1], *first, *rest]
 
 
 def _fail(*lines: str):
@@ -149,34 +125,26 @@ def run(main, positional=None):
   app.run(guarded, flags_parser=_parse)
 
 
-# Errors whose message says what to change. An OSError names its path.
-_MENDABLE = (
-  ConfigError, DataError, RewardError, RunError, CheckpointError, EngineError,
-  SyncError, SourceError, RolloutError, NonFinite, ServerError, ChatError,
-  JudgeError, OSError,
+_PACKAGES = (
+  '__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments',
 )
-_PACKAGES = ('searchrl_jax', 'retrieval', 'configs', 'experiments')
 
 
 def mendable(error: BaseException) -> bool:
   """Whether the message was written for the user.
 
-  So it was for our own classes of error, and for a ValueError that a `raise`
-  statement of ours raised: these name the field, the file or the line. One
-  that numpy, JAX or Python raised in our code is a bug.
+  So it was for an OSError, which names its path, for error classes of our
+  packages, and for a ValueError of a `raise` statement there: these name the
+  field, the file or the line. One that a function of Python, numpy or JAX
+  raised is a bug.
   """
-  if isinstance(error, _MENDABLE):
-    return True
-  tb = error.__traceback__
-  if not isinstance(error, ValueError) or tb is None:
-    return False
-  while tb.tb_next is not None:
-    tb = tb.tb_next
-  package = tb.tb_frame.f_globals.get('__name__', '').split('.')[0]
-  code = tb.tb_frame.f_code.co_code
-  return (package in _PACKAGES or package == '__main__') and (
-    dis.opname[code[tb.tb_lasti]] == 'RAISE_VARARGS'
-  )
+  source = type(error).__module__
+  if type(error) is ValueError:
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    source = frame.f_globals['__name__']
+    said = linecache.getline(frame.f_code.co_filename, line)
+    source = source if said.lstrip().startswith('raise ') else ''
+  return isinstance(error, OSError) or source.split('.')[0] in _PACKAGES
 
 
 def to_dict(config: ConfigDict) -> dict:

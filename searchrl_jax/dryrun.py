@@ -1,5 +1,6 @@
 """`train --dry_run`: what a config costs, before anything is allocated."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,15 +8,24 @@ import jax.numpy as jnp
 
 from searchrl_jax import batching
 from searchrl_jax import checks
+from searchrl_jax import lookup
 from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax import setup
+from searchrl_jax import sharding
 from searchrl_jax import update
+from searchrl_jax.engines import caches
+from searchrl_jax.engines import decode
+from searchrl_jax.engines import device
 from searchrl_jax.models import decoder
+
+# Of a sampled token in a trajectory: its id, log-prob and version.
+TOKEN_BYTES = 4 + 4 + 4
 
 
 def report(config, vocab_size: int) -> str:
-  """Memory for each device and the arithmetic of a step, as a text table.
+  """Memory for each device and of the host, and the arithmetic of a step, as a
+  text table.
 
   The update's working memory is what the compiler says of the compiled
   program; nothing is run and no parameter is allocated.
@@ -34,11 +44,14 @@ def report(config, vocab_size: int) -> str:
     jax.eval_shape(tx.init, params), updater.shardings(params).opt_state
   )
   working = working_memory(updater, params)
-  engine = config.engine
-  cache = (
-    2 * cfg.n_layers * engine.slots * engine.max_len * cfg.n_kv_heads
-    * cfg.head_dim * jnp.dtype(engine.dtype).itemsize
+  engine, limit = config.engine, config.env.max_tokens
+  flying = min(
+    config.rollout.concurrency or lookup.module(
+      'searchrl_jax.engines', engine.module
+    ).capacity(cfg, engine, limit),
+    config.rollout.questions * config.rollout.group,
   )
+  steps = 1 + config.rollout.max_staleness
   rows = [
     ('parameters (float32)', own),
     ('optimizer', moments),
@@ -47,9 +60,13 @@ def report(config, vocab_size: int) -> str:
   ]
   if engine.module == 'jax_sampler':
     # Its own copy: the update gives the trainer's away.
+    own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
     rows += [
-      ('engine: weights', cfg.n_params * jnp.dtype(engine.dtype).itemsize),
-      (f'engine: cache, {engine.slots} slots x {engine.max_len} tokens', cache),
+      ('engine: weights', _bytes(decode.abstract(own_cfg, mesh))),
+      (f'engine: cache, {engine.slots} slots x {engine.max_len} tokens',
+       _bytes(caches.abstract(
+         own_cfg, engine.slots, engine.max_len, mesh
+       ))),
     ]
   if config.algorithm.kl != 'none':
     rows.insert(1, ('reference parameters', own))
@@ -74,8 +91,33 @@ def report(config, vocab_size: int) -> str:
       f'  (the servers of engine {engine.module!r} come on top, on '
       f'{engine.url or engine.device})'
     )
+  lines += ['', 'Memory of the host, of one process (MiB)']
+  host = [(
+    f'trajectories, {steps} steps at {limit} tokens each',
+    steps * config.rollout.questions * config.rollout.group * limit
+    * TOKEN_BYTES,
+  )]
+  if engine.module == 'jax_sampler':
+    room = device.room(own_cfg, engine)
+    paused = min(steps * flying, room.capacity(limit)) - engine.slots
+    host.insert(0, (
+      f'engine: {max(paused, 0):,} paused sequences at {limit} tokens each, '
+      f'of host_gib={engine.host_gib:g}',
+      max(paused, 0) * room.size(limit) * device.bytes_per_token(own_cfg),
+    ))
+  lines += [f'  {name:<68}{n / 2**20:>12,.1f}' for name, n in host]
   lines += ['', 'One step']
-  plan = batching.plan(config, updater.shards)
+  plan = {'trajectories in flight, at most': flying}
+  if engine.module == 'jax_sampler':
+    shape = decode.Shape(
+      engine.slots, engine.max_len, engine.chunk, engine.prefill_rows,
+      sharding.parts(mesh, engine.slots),
+    )
+    tokens = min(config.env.max_observation_tokens, shape.widths[-1])
+    plan[f'texts of {tokens} tokens prefilled together'] = shape.rows(
+      decode.fit(shape.widths, tokens)
+    )
+  plan |= batching.plan(config, updater.shards)
   lines += [
     f'  {name.replace("_", " "):<48}{_plain(value):>12}'
     for name, value in plan.items()
@@ -109,8 +151,10 @@ def working_memory(updater: update.Updater, params) -> int:
   return most
 
 
-def _bytes(shapes, shardings) -> int:
-  """Of one device."""
+def _bytes(shapes, shardings=None) -> int:
+  """Of one device. shardings: None = the shapes' own."""
+  if shardings is None:
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
   return sum(
     x.dtype.itemsize * math.prod(s.shard_shape(x.shape))
     for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))

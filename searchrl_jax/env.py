@@ -33,10 +33,12 @@ are recorded as sampled and never encoded again. No JAX here.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax import outside
 from searchrl_jax import parser as parsing
 from searchrl_jax.engines.core import Completion
@@ -82,41 +84,43 @@ class SearchEnv:
     self.config = config
     self.prompt_mode = prompt_mode
     self.k = k
-    if prompt_mode not in ('template', 'as_is'):
-      raise ValueError(
-        f"data.prompt={prompt_mode!r} is neither 'template' nor 'as_is'"
-      )
-    if config.information not in INFORMATION:
-      raise ValueError(
-        f'env.information={config.information!r} is none of {INFORMATION}'
-      )
-    if config.search_when not in SEARCH_WHEN:
-      raise ValueError(
-        f'env.search_when={config.search_when!r} is none of {SEARCH_WHEN}'
-      )
-    if config.answer not in ANSWERS:
-      raise ValueError(f'env.answer={config.answer!r} is none of {ANSWERS}')
-    if k < 1:
-      raise ValueError(f'source.k={k}: at least 1 passage for a query')
-    if config.max_turns < 0:
-      raise ValueError(f'env.max_turns={config.max_turns} is negative')
+    lookup.require(
+      prompt_mode in ('template', 'as_is'),
+      f"data.prompt={prompt_mode!r} is neither 'template' nor 'as_is'",
+    )
+    lookup.require(
+      config.information in INFORMATION,
+      f'env.information={config.information!r} is none of {INFORMATION}',
+    )
+    lookup.require(
+      config.search_when in SEARCH_WHEN,
+      f'env.search_when={config.search_when!r} is none of {SEARCH_WHEN}',
+    )
+    lookup.require(
+      config.answer in ANSWERS,
+      f'env.answer={config.answer!r} is none of {ANSWERS}',
+    )
+    lookup.require(k >= 1, f'source.k={k}: at least 1 passage for a query')
+    lookup.require(
+      config.max_turns >= 0, f'env.max_turns={config.max_turns} is negative'
+    )
     for field in ('max_turn_tokens', 'max_tokens'):
       value = getattr(config, field)
-      if value < 1:
-        raise ValueError(f'env.{field}={value} must be at least 1')
+      lookup.require(value >= 1, f'env.{field}={value} must be at least 1')
     self._searching = config.information == 'source'
     self._guided = config.search_when == 'entropy'
-    if self._searching and (config.real_searches or self._guided):
-      raise ValueError(
-        f'env.real_searches={config.real_searches}, search_when='
-        f"{config.search_when!r} choose among a policy's own searches; with "
-        "information='source' all are real: use 0 and 'always'"
-      )
-    if config.real_searches < -1 or self._guided and not config.real_searches:
-      raise ValueError(
-        f'env.real_searches={config.real_searches}: how many of a trajectory, '
-        "or -1 for all; search_when='entropy' needs some"
-      )
+    lookup.require(
+      not (self._searching and (config.real_searches or self._guided)),
+      f'env.real_searches={config.real_searches}, search_when='
+      f"{config.search_when!r} choose among a policy's own searches; with "
+      "information='source' all are real: use 0 and 'always'",
+    )
+    lookup.require(
+      config.real_searches >= -1
+      and (config.real_searches or not self._guided),
+      f'env.real_searches={config.real_searches}: how many of a trajectory, '
+      "or -1 for all; search_when='entropy' needs some",
+    )
     self.entropy: Entropy | None = None
     self._tags = parsing.tags_of(template)
     self._observe = outside.Observer(tokenizer, template)
@@ -127,12 +131,12 @@ class SearchEnv:
     answer = tokenizer.encode_template(''.join(template.answer))
     self._reserve = len(answer) + 1
     reads = self._searching or config.real_searches
-    if reads and config.max_observation_tokens < self._observe.least:
-      raise ValueError(
-        f'env.max_observation_tokens={config.max_observation_tokens} is below '
-        f'the {self._observe.least} tokens of an observation without passages '
-        f'in template {template.name!r}'
-      )
+    lookup.require(
+      not reads or config.max_observation_tokens >= self._observe.least,
+      f'env.max_observation_tokens={config.max_observation_tokens} is below '
+      f'the {self._observe.least} tokens of an observation without passages '
+      f'in template {template.name!r}',
+    )
 
   # The contract.
 
@@ -198,7 +202,7 @@ class SearchEnv:
         f'trajectory {state.name} is not over: it waits for the event of '
         f'{type(state.pending).__name__}'
       )
-    return Trajectory(
+    out = Trajectory(
       question=state.question,
       segments=state.segments,
       searches=state.searches,
@@ -213,21 +217,27 @@ class SearchEnv:
         'cut_observations': state.cut_observations,
       },
     )
+    self.blocks(out)  # while others are sampled, not when all have ended
+    return out
 
   # What rewards read.
 
   def blocks(self, trajectory: Trajectory) -> tuple[Block, ...]:
-    """What follows the prompt, block by block; see parser.blocks."""
-    return parsing.blocks(trajectory.segments, self.template, self.tokenizer)
+    """What follows the prompt, block by block; see parser.blocks.
+
+    A trajectory is parsed once and keeps the result.
+    """
+    known = trajectory.parsed
+    if self not in known:
+      known[self] = self._blocks(trajectory.segments)
+    return known[self]
 
   def answer(self, trajectory: Trajectory) -> str | None:
     """The policy's last complete answer, or None. Only this can earn."""
-    return self._answer(trajectory.segments)
+    return parsing.answer(self.blocks(trajectory), self.config.answer)
 
-  def _answer(self, segments: tuple[Segment, ...]) -> str | None:
-    return parsing.answer(
-      segments, self.template, self.tokenizer, self.config.answer
-    )
+  def _blocks(self, segments: tuple[Segment, ...]) -> tuple[Block, ...]:
+    return parsing.blocks(segments, self.template, self.tokenizer)
 
   def observation(self, passages: Sequence[Passage]) -> str:
     """What these passages are told as, by the source or by the policy."""
@@ -248,7 +258,8 @@ class SearchEnv:
         f'trajectory {state.name}: {n} ids with {len(completion.logps)} logps '
         f'and {len(completion.versions)} versions'
       )
-    pieces = [self.tokenizer.token_bytes(i) for i in completion.ids]
+    ids = np.asarray(completion.ids, np.int32)
+    pieces = [*map(self.tokenizer.token_bytes, ids.tolist())]
     parser, kinds, blocks = state.parser.feed(pieces)
     action = self._action(state, blocks)
     state = dataclasses.replace(
@@ -338,7 +349,7 @@ class SearchEnv:
 
   def _without_action(self, state: State, stop: str):
     if self.config.answer == 'boxed' and stop != 'length' and (
-      self._answer(state.segments) is not None
+      parsing.answer(self._blocks(state.segments), 'boxed') is not None
     ):
       return _next(state, Done('answer'))
     full = state.length >= self.config.max_tokens
@@ -366,11 +377,9 @@ class SearchEnv:
       np.asarray(completion.versions, np.int32),
     )
     start = 0
-    for n in range(1, len(kinds) + 1):
-      if n < len(kinds) and kinds[n] == kinds[start]:
-        continue
-      ids, logps, versions = (column[start:n] for column in columns)
-      kind = kinds[start]
+    for kind, run in itertools.groupby(kinds):
+      part = slice(start, start := start + len([*run]))
+      ids, logps, versions = (column[part] for column in columns)
       segments = joined(
         segments,
         Segment(
@@ -383,7 +392,6 @@ class SearchEnv:
           versions=versions,
         ),
       )
-      start = n
     return segments
 
   def _trained(self, kind: str) -> bool:

@@ -27,6 +27,7 @@ from rich import table
 
 from searchrl_jax import checks
 from searchrl_jax import command
+from searchrl_jax import lookup
 from searchrl_jax import metrics
 from searchrl_jax import records
 from searchrl_jax import scoring
@@ -114,16 +115,15 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   tok = setup.tokenizer(config, workdir or out)
   cfg = setup.model_config(config, tok.vocab_size)
   mesh = setup.mesh(config)
-  if config.env.search_when == 'entropy' and mesh.size > 1 and (
-    config.engine.module == 'jax_sampler'
-  ):
-    raise checks.ConfigError(
-      f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: "
-      'scoring a query and decoding the others are two programs at a time, '
-      'which can wait for each other for ever; use one device '
-      '(CUDA_VISIBLE_DEVICES=0 and config.mesh.fsdp=1, tensor=1), or '
-      "search_when='always'"
-    )
+  lookup.require(
+    config.env.search_when != 'entropy' or mesh.size == 1
+    or config.engine.module != 'jax_sampler',
+    f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: "
+    'scoring a query and decoding the others are two programs at a time, '
+    'which can wait for each other for ever; use one device '
+    '(CUDA_VISIBLE_DEVICES=0 and config.mesh.fsdp=1, tensor=1), or '
+    "search_when='always'",
+  )
   if workdir:
     params = setup.restore_params(config, workdir, cfg, mesh, which)
   else:
@@ -179,22 +179,25 @@ def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
   trajectories.
 
   Args:
+    which: 'latest', a step, or 'best': without the set that selected it.
     manifest: a manifest.json: exactly its questions, on its corpus.
   """
   checks.check_engine(config)
   passk.check(config)
   folder = pathlib.Path(out)
-  if (folder / records.CHECKPOINTS).exists():
-    raise checks.ConfigError(
-      f'--out={out} is the folder of a run, whose logs would be written over; '
-      'give a folder of its own'
-    )
+  lookup.require(
+    not (folder / records.CHECKPOINTS).exists(),
+    f'--out={out} is the folder of a run, whose logs would be written over; '
+    'give a folder of its own',
+  )
   wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
   if wanted:
     sets = ledger.frozen(sets, wanted, manifest)
     config = config.copy_and_resolve_references()
     config.eval.questions = 0
+  if which == 'best':
+    sets.pop(checks.selecting(config), None)
   if with_controls:
     Shuffled(None, [q for qs in sets.values() for q in qs])  # or an error now
   with (
@@ -332,10 +335,10 @@ def default_out(config, workdir: str, which: str, manifest: str) -> str:
 
 def main():
   config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
-  if config is None:
-    raise checks.ConfigError('give --workdir=RUN, or --config=FILE and --out')
-  if not workdir and not out:
-    raise checks.ConfigError('--out is needed where there is no --workdir')
+  lookup.require(
+    config is not None, 'give --workdir=RUN, or --config=FILE and --out'
+  )
+  lookup.require(workdir or out, '--out is needed where there is no --workdir')
   out = out or default_out(
     config, workdir, _CHECKPOINT.value, _MANIFEST.value
   )

@@ -1,9 +1,23 @@
-"""Find a module or a function by name; the error lists what exists."""
+"""Find a module, function or field by name; check what a config asks for."""
 
 import difflib
 import importlib
+import inspect
 import pkgutil
+from collections.abc import Callable, Collection
 from typing import Any
+
+
+class ConfigError(ValueError):
+  """An invalid config field; the message names it and says how to fix it."""
+
+
+def require(
+  good: Any, message: str, error: type[Exception] = ConfigError
+) -> None:
+  """Raises `error` unless `good`; `message` names field and fix."""
+  if not good:
+    raise error(message)
 
 
 def near(name: str, names) -> str:
@@ -53,3 +67,29 @@ def function(package: str, name: str) -> Any:
     ]
     raise ValueError(f'no {attr!r} in {mod.__name__}: {near(attr, public)}')
   return getattr(mod, attr)
+
+
+def fields(fn: Callable) -> dict[str, inspect.Parameter]:
+  """The keyword-only parameters of a function: fields of its config."""
+  parameters = inspect.signature(fn).parameters.values()
+  return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def require_fields(
+  where: str, fn: Callable, given: Collection[str], error: type[Exception]
+) -> None:
+  """Every given field is one of the function's, and none of its own lacks."""
+  known = fields(fn)
+  for name in given:
+    require(
+      name in known,
+      f'{where}.{name} is no field of {fn.__name__}: '
+      + (near(name, known) if known else 'it has none'),
+      error,
+    )
+  for name, parameter in known.items():
+    require(
+      name in given or parameter.default is not parameter.empty,
+      f'{where} has no field {name!r}, which {fn.__name__} needs',
+      error,
+    )

@@ -11,11 +11,11 @@ in the loss; all log-probs are natural, float32, of the token at that place,
 and arbitrary outside the mask.
 """
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from searchrl_jax import lookup
 
 # exp() of a log-ratio beyond this would overflow or drown every other token;
 # verl clamps at the same place.
@@ -57,16 +57,13 @@ def fields(fn, algorithm) -> dict:
   Raises:
     ValueError: it asks for a field that config.algorithm does not have.
   """
-  names = [
-    p.name for p in inspect.signature(fn).parameters.values()
-    if p.kind is p.KEYWORD_ONLY
-  ]
+  names = lookup.fields(fn)
   for name in names:
-    if name not in algorithm:
-      raise ValueError(
-        f'config.algorithm.loss={algorithm.loss!r} takes the field {name!r}, '
-        f'which config.algorithm does not have; add config.algorithm.{name}'
-      )
+    lookup.require(
+      name in algorithm,
+      f'config.algorithm.loss={algorithm.loss!r} takes the field {name!r}, '
+      f'which config.algorithm does not have; add config.algorithm.{name}',
+    )
   return {name: algorithm[name] for name in names}
 
 
@@ -351,11 +348,11 @@ def denominator(masks, aggregation: str, horizon: int) -> float:
   if aggregation == 'sequence':
     return float(max(rows, 1))
   if aggregation == 'sequence_sum':
-    if horizon <= 0:
-      raise ValueError(
-        f'config.algorithm.horizon={horizon}: aggregation=sequence_sum '
-        'divides by it; set it to the largest number of sampled tokens'
-      )
+    lookup.require(
+      horizon > 0,
+      f'config.algorithm.horizon={horizon}: aggregation=sequence_sum '
+      'divides by it; set it to the largest number of sampled tokens',
+    )
     return float(max(rows, 1) * horizon)
   raise ValueError(
     f'config.algorithm.aggregation={aggregation!r}; there are: '

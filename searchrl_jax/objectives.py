@@ -43,33 +43,35 @@ def policy(config) -> Objective:
   """
   a = config.algorithm
   losses.denominator([], a.aggregation, a.horizon)
-  if a.tis != 'none' and a.tis_cap <= 0:
-    raise ValueError(f'config.algorithm.tis_cap={a.tis_cap}: above 0')
-  if a.tis_floor and (a.tis_beyond != 'mask' or not 0 < a.tis_floor <= 1):
-    raise ValueError(
-      f'config.algorithm.tis_floor={a.tis_floor}: in [0, 1], and above 0 only '
-      f"with tis_beyond='mask' (it is {a.tis_beyond!r})"
-    )
-  if min(a.clip_low, a.clip_high) < 0 or a.clip_low > 1:
-    raise ValueError(
-      f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
-      'distances from 1, not negative, clip_low at most 1'
-    )
-  if a.clip_dual and a.clip_dual <= 1:
-    raise ValueError(
-      f'config.algorithm.clip_dual={a.clip_dual}: above 1 (3 is usual), or 0 '
-      'for none'
-    )
+  lookup.require(
+    a.tis == 'none' or a.tis_cap > 0,
+    f'config.algorithm.tis_cap={a.tis_cap}: above 0',
+  )
+  lookup.require(
+    not a.tis_floor or (a.tis_beyond == 'mask' and 0 < a.tis_floor <= 1),
+    f'config.algorithm.tis_floor={a.tis_floor}: in [0, 1], and above 0 only '
+    f"with tis_beyond='mask' (it is {a.tis_beyond!r})",
+  )
+  lookup.require(
+    min(a.clip_low, a.clip_high) >= 0 and a.clip_low <= 1,
+    f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
+    'distances from 1, not negative, clip_low at most 1',
+  )
+  lookup.require(
+    not a.clip_dual or a.clip_dual > 1,
+    f'config.algorithm.clip_dual={a.clip_dual}: above 1 (3 is usual), or 0 '
+    'for none',
+  )
   name = a.loss if '.' in a.loss else f'losses.{a.loss}'
   fn = lookup.function('searchrl_jax', name)
   needs_old = a.minibatches * a.epochs > 1
   kw = losses.fields(fn, a)
   for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):
-    if a[field] != neutral and field not in kw:
-      raise ValueError(
-        f'config.algorithm.{field}={a[field]!r} has no effect with loss='
-        f'{a.loss!r}; use {neutral!r}'
-      )
+    lookup.require(
+      a[field] == neutral or field in kw,
+      f'config.algorithm.{field}={a[field]!r} has no effect with loss='
+      f'{a.loss!r}; use {neutral!r}',
+    )
   kl, estimator, kl_coef = a.kl, a.kl_estimator, a.kl_coef
   entropy_coef = a.entropy_coef
 
@@ -119,10 +121,10 @@ def value(config) -> Objective:
     ValueError: config.critic.clip is negative.
   """
   clip = config.critic.clip
-  if clip < 0:
-    raise ValueError(
-      f'config.critic.clip={clip}: a distance, in units of the return; 0 = none'
-    )
+  lookup.require(
+    clip >= 0,
+    f'config.critic.clip={clip}: a distance, in units of the return; 0 = none',
+  )
 
   def objective(values, entropy, arrays):
     del entropy

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from searchrl_jax import lookup
+
 SCHEDULES = ('constant', 'linear', 'cosine')
 
 
@@ -25,15 +27,15 @@ def schedule(config, total_updates: int):
     ValueError: an unknown schedule, or a warm-up as long as the run.
   """
   lr, warmup, kind = config.lr, config.warmup, config.schedule
-  if kind not in SCHEDULES:
-    raise ValueError(
-      f'config.optim.schedule={kind!r}; there are: {", ".join(SCHEDULES)}'
-    )
-  if warmup < 0 or (kind != 'constant' and warmup >= total_updates):
-    raise ValueError(
-      f'config.optim.warmup={warmup} updates must be fewer than the '
-      f'{total_updates} of the run'
-    )
+  lookup.require(
+    kind in SCHEDULES,
+    f'config.optim.schedule={kind!r}; there are: {", ".join(SCHEDULES)}',
+  )
+  lookup.require(
+    warmup >= 0 and (kind == 'constant' or warmup < total_updates),
+    f'config.optim.warmup={warmup} updates must be fewer than the '
+    f'{total_updates} of the run',
+  )
   span = max(total_updates - warmup, 1)
 
   def rate(step):

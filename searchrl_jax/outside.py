@@ -2,12 +2,12 @@
 
 A question goes into its prompt, passages into an observation. Outside text is
 told apart from ours to the last character: control tokens are parsed in ours
-alone (tokenizer.encode_parts), protocol tags are taken off the rest.
+alone (tokenizer.encode_parts), the protocol's tags are taken apart in the rest.
 """
 
 import functools
+import itertools
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 
 from searchrl_jax import prompts
@@ -65,7 +65,7 @@ def prompt_parts(
     parts = chat_parts(
       tokenizer, [(role, fill(content)) for role, content in template.prompt]
     )
-  return neutraliser(template, tokenizer).parts(parts)
+  return neutraliser(template).parts(parts)
 
 
 def chat_parts(
@@ -111,7 +111,7 @@ class Observer:
   def __init__(self, tokenizer, template):
     self.tokenizer = tokenizer
     self.template = template
-    self._clean = neutraliser(template, tokenizer)
+    self._clean = neutraliser(template)
     before, _, after = template.observation.partition('{passages}')
     self._before, self._after = (before, True), (after, True)
     # Tokens of the shortest observations: no room for less.
@@ -190,7 +190,7 @@ class Observer:
 
     def clip(text: str) -> str:
       nonlocal short
-      if len(text) <= limit:
+      if len(text) <= 8 * limit:  # short enough to work on all of it
         return text
       most = text[: limit * self.tokenizer.max_token_bytes]
       ids = self.tokenizer.encode(most)
@@ -257,148 +257,46 @@ def _take(pieces: Sequence[Part], n: int) -> list[Part]:
 
 # Outside text.
 
-_LEFT = '‹〈⟨❬❮❰˂ᐸ⧼«《⟪'
-_RIGHT = '›〉⟩❭❯❱˃ᐳ⧽»》⟫'
-_ALIKE = {
-  **dict.fromkeys(map(ord, _LEFT), '<'),
-  **dict.fromkeys(map(ord, _RIGHT), '>'),
-  **dict.fromkeys(map(ord, '∕⁄⧸╱'), '/'),
-  **dict.fromkeys(map(ord, '∣│ǀ'), '|'),
-  # Letters and symbols that show nothing.
-  **dict.fromkeys((0x115F, 0x1160, 0x3164, 0xFFA0, 0x2800), None),
-  # Cyrillic and Greek letters that look Latin (lower case: text is folded).
-  **{
-    ord(a): b
-    for a, b in zip('аеорсхуікһѕјαοινρε', 'aeopcxyikhsjaoivpe', strict=True)
-  },
-}
-_ENTITY = {'<': '&lt;?|&#0*60;?|&#x0*3c;?', '>': '&gt;?|&#0*62;?|&#x0*3e;?',
-           '/': '&#0*47;?|&#x0*2f;?|&sol;'}  # fmt: skip
-# Characters that show nothing and could hide a tag, an instruction or a
-# terminal command: controls but \n \t, bidi overrides, the tags block.
+# Characters that show nothing and could hide an instruction or a terminal
+# command: controls but \n \t, bidi overrides, the tags block.
 _HIDDEN = re.compile(
   '[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069'
   '\U000e0000-\U000e007f\ue000\ue001]'
 )
-
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
-def _folded(text: str) -> str:
-  """Lower case, look-alikes mapped, marks and invisible characters gone."""
-  text = unicodedata.normalize('NFKD', text).casefold()
-  text = unicodedata.normalize('NFKD', text).translate(_ALIKE)
-  if text.isascii():
-    return text
-  return ''.join(c for c in text if unicodedata.category(c) not in _UNSEEN)
-
-
-_UNSEEN = frozenset({'Mn', 'Me', 'Cf'})
-
-
-def _one(char: str) -> str:
-  return f'(?:{re.escape(char)}|{_ENTITY[char]})' if char in _ENTITY else (
-    re.escape(char)
-  )
-
-
-def _tag_pattern(tag: str, loose: bool) -> str:
-  """A regex on folded text for variants of a tag, spaces inside included.
-
-  `loose`: the opening half is enough (the other half may come from what
-  stands next to it), and slashes and repetitions are taken along; 8 of them,
-  so that a passage of nothing but `<` takes linear time.
-  """
-  tag = _folded(tag)
-  match = re.fullmatch(r'(\W+)(\w(?:.*\w)?)(\W*)', tag, re.DOTALL)
-  if not match:
-    return r'\s*'.join(map(_one, tag))
-  lead, core, trail = match.groups()
-  core = r'\s*'.join(map(_one, core))
-  if not loose:
-    return r'\s*'.join([*map(_one, lead), core, *map(_one, trail)])
-  lead = '|'.join(map(_one, dict.fromkeys(lead.replace('/', '') or lead)))
-  slash = _one('/')
-  trail = '|'.join(map(_one, dict.fromkeys(trail))) or '(?!)'
-  return (
-    rf'(?:{lead})(?:{lead}|{slash}|\s){{0,8}}{core}(?!\w)'
-    rf'(?:(?:\s|{slash}){{0,8}}(?:{trail})(?:{trail}|{slash}|\s){{0,8}})?'
-  )
-
-
 class Neutraliser:
-  """Takes the delimiters off tags in outside text; ours stays as it is.
+  """Puts spaces for the delimiters of the protocol's tags in outside text.
 
-  `</information>`, `< /Search\\n>`, `＜answer＞`, `<se\\u200barch>` and
-  `&lt;answer&gt;` all become bare words. Matches are looked for in the whole
-  text, so that a tag split over a title and a text, or over the border to
-  our own text, is found too. Only delimiters go: no word of a passage is
-  lost.
+  Tags as the parser matches them, to the character: what only looks like one
+  acts nowhere, since every token has its author, and no control token comes of
+  outside text (tokenizer.encode_parts). They are looked for in the whole text,
+  so that a tag split over a title and a text, or over the border to our own
+  text, is found too. Ours stays as it is, and no word is lost.
   """
 
-  def __init__(self, tags: Iterable[str], control: Iterable[str] = ()):
-    """`tags` of the protocol; `control`: names of the tokenizer's tokens."""
-    tags, control = list(tags), list(control)
-    patterns = {_tag_pattern(t, True) for t in tags}
-    patterns |= {_tag_pattern(t, False) for t in control}
-    # What a match can start with, looked at before the many patterns are.
-    first = {c for t in tags for c in re.match(r'\W*', _folded(t)).group()}
-    first |= {_folded(t)[:1] for t in [*tags, *control]} | {'&'}
-    first = ''.join(map(re.escape, sorted(first)))
-    # Longest first: of two tags that start alike the longer is taken.
-    patterns = '|'.join(sorted(patterns, key=len, reverse=True))
-    self._re = re.compile(f'(?=[{first}])(?:{patterns})')
+  def __init__(self, tags: Iterable[str]):
+    self._re = re.compile('|'.join(map(re.escape, tags)))
 
   def text(self, text: str) -> str:
-    return ''.join(t for t, _ in self.parts([(text, False)]))
+    return self.parts([(text, False)])[0][0]
 
   def parts(self, parts: Iterable[Part]) -> list[Part]:
-    parts = [(t if ours else _clean(t), ours) for t, ours in parts]
-    # Taking delimiters off can bring others together, a few levels deep at
-    # most in honest text; whoever nests deeper loses all delimiters.
-    for _ in range(4):
-      spans = self._find(parts)
-      if not spans:
-        return parts
-      parts = _without(parts, spans)
-    bare = re.compile(f'[<>|/&{_LEFT}{_RIGHT}＜＞﹤﹥]')
-    while self._find(parts):
-      parts = [(t if ours else bare.sub(' ', t), ours) for t, ours in parts]
-      bare = re.compile(r'[^\w\s]|_')
-    return parts
-
-  def _find(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Ranges of characters of outside text, in the joined text, to drop."""
-    whole = ''.join(t for t, _ in parts)
-    if not self._re.search(_folded(whole)):
-      return []
-    chars: list[str] = []
-    where: list[int] = []
-    for n, char in enumerate(whole):
-      for c in _folded(char):
-        chars.append(c)
-        where.append(n)
-    ours: list[bool] = []
-    for text, mine in parts:
-      ours += [mine] * len(text)
-    drop = []
-    for match in self._re.finditer(''.join(chars)):
-      at = where[match.start() : match.end()]
-      if all(ours[n] for n in at):
-        continue
-      shown = match.group()
-      entities = {
-        k
-        for e in re.finditer('|'.join(_ENTITY.values()), shown)
-        for k in range(*e.span())
-      }
-      drop += [
-        n
-        for k, n in enumerate(at)
-        if not ours[n]
-        and (k in entities or not (shown[k].isalnum() or shown[k].isspace()))
-      ]
-    return _ranges(sorted(set(drop)))
+    parts = [(t if mine else _clean(t), mine) for t, mine in parts]
+    whole, before = ''.join(t for t, _ in parts), None
+    if not self._re.search(whole):
+      return parts
+    ours = [mine for t, mine in parts for _ in t]
+    while whole != before:  # a tag of several words may form anew
+      before, chars = whole, list(whole)
+      for match in self._re.finditer(whole):
+        for n in range(*match.span()):
+          if not (ours[n] or chars[n].isalnum()):
+            chars[n] = ' '
+      whole = ''.join(chars)
+    rest = iter(whole)
+    return [(''.join(itertools.islice(rest, len(t))), m) for t, m in parts]
 
 
 def _clean(text: str) -> str:
@@ -406,35 +304,6 @@ def _clean(text: str) -> str:
   return _SURROGATE.sub('\ufffd', _HIDDEN.sub('', text))
 
 
-def _ranges(places: Sequence[int]) -> list[tuple[int, int]]:
-  out: list[tuple[int, int]] = []
-  for n in places:
-    if out and out[-1][1] == n:
-      out[-1] = (out[-1][0], n + 1)
-    else:
-      out.append((n, n + 1))
-  return out
-
-
-def _without(
-  parts: Sequence[Part], spans: Sequence[tuple[int, int]]
-) -> list[Part]:
-  """Puts one space for each span, which lies in outside text."""
-  out = []
-  at = 0
-  for text, ours in parts:
-    end = at + len(text)
-    pieces, last = [], at
-    for a, b in spans:
-      a, b = max(a, at), min(b, end)
-      if a < b:
-        pieces += [text[last - at : a - at], ' ']
-        last = b
-    out.append((''.join([*pieces, text[last - at :]]), ours))
-    at = end
-  return out
-
-
 @functools.lru_cache(maxsize=64)
-def neutraliser(template, tokenizer) -> Neutraliser:
-  return Neutraliser(template.protected, tokenizer.control_texts)
+def neutraliser(template) -> Neutraliser:
+  return Neutraliser(template.protected)

@@ -20,6 +20,7 @@ blocks a token waits while its first byte may still turn out to open a tag.
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -97,14 +98,13 @@ class Parser:
     return self._advance((), final=True)
 
   def _advance(self, pieces, final):
-    starts = list(self.waiting)
-    at = len(self.tail)
-    for piece in pieces:
-      starts.append(at)
-      at += len(piece)
     data = self.tail + b''.join(pieces)
+    ends = itertools.accumulate(map(len, pieces), initial=len(self.tail))
+    starts = np.array([*self.waiting, *ends])  # the last: the end of all
+    lengths, starts = np.diff(starts), starts[:-1]
     tags, block, inner = self.tags, self.block, self.inner
-    spans = []  # (end, kind of its bytes, block open after it)
+    # (end, kind of its bytes, block open after it)
+    spans = [(0, self.block, self.block)]
     blocks = []
     at = 0
     while True:
@@ -146,30 +146,21 @@ class Parser:
     if block != OUTSIDE:  # a closing tag belongs to the block as its text does
       sure = len(data)
       spans.append((sure, block, block))
-    kinds = []
-    lengths = [b - a for a, b in zip(starts, [*starts[1:], len(data)])]
-    n = 0
-    for start, length in zip(starts, lengths):
-      if start > sure or (start == sure and length):
-        break
-      # A token with bytes is where its first byte is; one without stands
-      # after the bytes before it.
-      while n < len(spans) and spans[n][0] < start + bool(length):
-        n += 1
-      if length:
-        kinds.append(spans[n][1])
-      elif start <= 0:
-        kinds.append(self.block)
-      else:
-        end, inside, after = spans[n]
-        kinds.append(after if end == start else inside)
+    # A token with bytes is where its first byte is; one without stands after
+    # the bytes before it.
+    first = starts + (lengths > 0)
+    known = int(np.searchsorted(first, sure, 'right'))
+    ends, inside, after = (np.array(x) for x in zip(*spans))
+    n = np.searchsorted(ends, first[:known])
+    between = (lengths[:known] == 0) & (ends[n] == starts[:known])
+    kinds = np.where(between, after[n], inside[n]).tolist()
     if final:
       if block != OUTSIDE:
         blocks.append((block, inner, False))
       elif inner.strip():
         blocks.append((OUTSIDE, inner, True))
       block, inner = OUTSIDE, b''
-    left = tuple(s - at for s in starts[len(kinds) :])
+    left = tuple((starts[known:] - at).tolist())
     return Parser(tags, block, inner, data[at:], left), kinds, blocks
 
 
@@ -214,20 +205,20 @@ def blocks(
   tags = tags_of(template)
   out: list[Block] = []
   turn = -1
-  last = None
   prompt = b''
-
-  def flush():
-    if last == 'policy':
-      found = parser.finish()[2]
+  for own, run in itertools.groupby(segments, lambda s: s.author == 'policy'):
+    if own:
+      turn += 1
+      parser = Parser(tags)
+      if turn == 0:
+        parser = start(tags, prompt.decode('utf-8', 'replace'))
+      ids = itertools.chain.from_iterable(s.ids.tolist() for s in run)
+      # All of it as one piece: whose kind is which is recorded already.
+      found = parser._advance([_bytes(ids, tokenizer)], final=True)[2]
       out.extend(make_block(f, 'policy', turn) for f in found)
-
-  for segment in segments:
-    pieces = [tokenizer.token_bytes(i) for i in segment.ids]
-    if segment.author != 'policy':
-      flush()
-      last = segment.author
-      text = b''.join(pieces)
+      continue
+    for segment in run:
+      text = _bytes(segment.ids.tolist(), tokenizer)
       if segment.author == 'prompt':
         prompt += text
         continue
@@ -240,36 +231,28 @@ def blocks(
       if text.strip():
         found = (segment.kind, text, True)
         out.append(make_block(found, segment.author, max(turn, 0)))
-      continue
-    if last != 'policy':
-      turn += 1
-      parser = Parser(tags)
-      if turn == 0:
-        parser = start(tags, prompt.decode('utf-8', 'replace'))
-    last = 'policy'
-    parser, _, found = parser.feed(pieces)
-    out.extend(make_block(f, 'policy', turn) for f in found)
-  flush()
   return tuple(out)
 
 
-def answer(
-  segments: Sequence[Segment], template, tokenizer, form: str
-) -> str | None:
-  """The policy's last complete answer, or None. Only this can earn.
+def _bytes(ids: Iterable[int], tokenizer) -> bytes:
+  return b''.join(map(tokenizer.token_bytes, ids))
 
-  form: config.env.answer. 'tags': an answer block. 'boxed': what stands in
-  \\boxed{...}, in an answer block or outside all blocks.
+
+def answer(found: Iterable[Block], form: str) -> str | None:
+  """The policy's last complete answer in `blocks`, or None.
+
+  Only this can earn. form: config.env.answer. 'tags': an answer block.
+  'boxed': what stands in \\boxed{...}, in an answer block or outside all.
   """
-  found = [
+  answers = [
     b.text if form == 'tags' else boxed(b.text)
-    for b in blocks(segments, template, tokenizer)
+    for b in found
     if b.author == 'policy' and (
       b.kind == 'answer' and (b.complete or form == 'boxed')
       or b.kind == OUTSIDE and form == 'boxed'
     )
   ]
-  return next((text for text in reversed(found) if text is not None), None)
+  return next((text for text in reversed(answers) if text is not None), None)
 
 
 _BRACES = re.compile(r'\\boxed\s*\{|\\.|[{}]', re.DOTALL)

@@ -47,14 +47,13 @@ class Publisher:
     fields = dataclasses.asdict(cfg)
     self._config = {name: fields[name] for name in families.FIELDS}
     self._dtype = dtype
-    self._written: dict[int, dict] = {}  # the extras of what stands
+    self._written: set[int] = set()  # versions
 
   def publish(self, params: dict, version: int) -> Publication:
     """Writes a version, shard by shard; returns when it stands whole.
 
-    The same version again is kept if this process wrote these very weights,
-    and else removed first: no engine may load weights that this version no
-    longer means, or what a kill or another process left of them.
+    What stands of the same version is removed first: no engine may load
+    weights that this version no longer means, or what a kill left of them.
 
     Raises:
       ValueError: parameters that are not those of the model, by name.
@@ -69,15 +68,13 @@ class Publisher:
       'config': self._config, 'manifest': checksum.checksums(flat),
     }
     path = self.path(version)
-    if not self._stands(version, extras):
-      self._written.pop(version, None)
-      if path.exists():
-        self._files.delete([version])
-      self._files.save(
-        version, params, extras=extras, metrics={}, fingerprint={},
-        split=(f'{published.PREFIX}.layers.',),
-      )
-      self._written[version] = extras
+    if path.exists():
+      self._files.delete([version])
+    self._files.save(
+      version, params, extras=extras, metrics={}, fingerprint={},
+      split=(f'{published.PREFIX}.layers.',),
+    )
+    self._written.add(version)
     return Publication(
       path, version, extras['manifest'], sum(x.nbytes for x in flat.values()),
       time.monotonic() - start,
@@ -95,9 +92,6 @@ class Publisher:
     self._files.delete([v for v in self._files.steps() if v in self._written])
     self._written.clear()
 
-  def latest(self) -> int | None:
-    return self._files.latest()
-
   def _check(self, flat: dict) -> None:
     for name in sorted(self._shapes.keys() | flat.keys()):
       want = self._shapes.get(name)
@@ -106,13 +100,3 @@ class Publisher:
         raise ValueError(
           f'parameter {name!r} has shape {have}; the config asks for {want}'
         )
-
-  def _stands(self, version: int, extras: dict) -> bool:
-    """Whether this process published these very weights, and they stand."""
-    if self._written.get(version) != extras:
-      return False
-    try:
-      published.open_published(self.path(version))
-    except published.PublishedError:
-      return False
-    return True

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from searchrl_jax import lookup
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
 from searchrl_jax.env import (
   Action,
@@ -60,6 +61,7 @@ class RolloutStats:
   searches: int = 0  # queries, each counted once however often it was tried
   search_retries: int = 0  # queries tried again on the live handle
   failed_searches: int = 0  # queries without an answer after all attempts
+  empty_searches: int = 0  # queries that found nothing, or were of no use
   engine_seconds: float = 0.0  # waiting for the engine, summed
   search_seconds: float = 0.0  # waiting for the source, summed
   trajectory_seconds: float = 0.0  # from start to end, summed
@@ -162,8 +164,9 @@ async def rollout(
     engine: writes the policy's tokens.
     source: answers its searches.
     config: config.rollout (or `evaluation(config)`): group, temperature,
-      top_p, top_k, concurrency (trajectories in flight, 0 = all),
-      search_attempts (tries of a search, in all), max_failed.
+      top_p, top_k, concurrency (trajectories in flight; 0: as many as the
+      engine has capacity for), search_attempts (tries of a search, in all),
+      max_failed.
     seed: config.seed, and
     step: the training step; both name the random streams.
     role: who acts, see `env.reset`.
@@ -233,15 +236,15 @@ class _Run:
 
   def __post_init__(self):
     for name in ('group', 'search_attempts'):
-      if self.config[name] < 1:
-        raise ValueError(
-          f'config.rollout.{name}={self.config[name]}: at least 1 is needed'
-        )
-    if self.config.concurrency < 0:
-      raise ValueError(
-        f'config.rollout.concurrency={self.config.concurrency}: the '
-        'trajectories in flight, or 0 for all'
+      lookup.require(
+        self.config[name] >= 1,
+        f'config.rollout.{name}={self.config[name]}: at least 1 is needed',
       )
+    lookup.require(
+      self.config.concurrency >= 0,
+      f'config.rollout.concurrency={self.config.concurrency}: the '
+      'trajectories in flight, or 0 for as many as the engine serves',
+    )
     self.stats = RolloutStats()
     self.total = 0
     self.last_error: SearchError | None = None
@@ -249,7 +252,10 @@ class _Run:
   async def all(self, questions: Sequence[Question]) -> list[Group]:
     size = self.config.group
     self.total = len(questions) * size
-    slots = asyncio.Semaphore(self.config.concurrency or max(self.total, 1))
+    slots = asyncio.Semaphore(
+      self.config.concurrency
+      or self.engine.capacity(self.env.config.max_tokens)
+    )
     # A prompt that does not fit is found before anything runs.
     starts = [self.env.reset(question, self.role) for question in questions]
     prompts, tasks, seen, names = [], {}, {}, []
@@ -336,6 +342,8 @@ class _Run:
       stops=action.stops,
       stop_ids=action.stop_ids,
       seed=seed,
+      limit=self.env.config.max_tokens,
+      priority=self.step,
     )
     begin = time.monotonic()
     completion = await self.engine.generate(handle, sampling)
@@ -372,6 +380,9 @@ class _Run:
     self.stats.search_seconds += time.monotonic() - begin
     self.stats.searches += len(requests)
     self.stats.failed_searches += len(open_)
+    self.stats.empty_searches += sum(
+      isinstance(a, SearchResult) and not a.passages for a in answers.values()
+    )
     for i in open_:
       self.last_error = answers[i]
     for i in range(len(requests)):

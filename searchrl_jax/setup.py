@@ -54,11 +54,11 @@ def load_config(workdir: str) -> ConfigDict:
   run was.
   """
   path = pathlib.Path(workdir) / 'config.json'
-  if not path.exists():
-    raise ConfigError(
-      f'{path} does not exist: --workdir={workdir} is no run folder (give the '
-      'folder that train or sft wrote, or --config for a Hugging Face folder)'
-    )
+  lookup.require(
+    path.exists(),
+    f'{path} does not exist: --workdir={workdir} is no run folder (give the '
+    'folder that train or sft wrote, or --config for a Hugging Face folder)',
+  )
   try:
     fields = json.loads(path.read_text())
   except ValueError as e:
@@ -117,11 +117,11 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   if config.train.init and (pathlib.Path(config.train.init) / TOKENIZER
                             ).exists():
     name = str(pathlib.Path(config.train.init) / TOKENIZER)
-  if not name:
-    raise ConfigError(
-      'config.model.tokenizer is empty: give a Hugging Face folder with a '
-      "tokenizer, 'world' or 'bpe'"
-    )
+  lookup.require(
+    name,
+    'config.model.tokenizer is empty: give a Hugging Face folder with a '
+    "tokenizer, 'world' or 'bpe'",
+  )
   part = kept.with_suffix('.part')
   shutil.rmtree(part, ignore_errors=True)
   with records.explained(part):
@@ -165,8 +165,9 @@ def local(path: str, field: str = 'config.model.path') -> str:
   """
   if pathlib.Path(path).is_dir():
     return path
-  if not re.fullmatch(r'[\w.-]+/[\w.-]+', path):
-    raise ConfigError(f'{field}={path!r}: no such folder')
+  lookup.require(
+    re.fullmatch(r'[\w.-]+/[\w.-]+', path), f'{field}={path!r}: no such folder'
+  )
   import huggingface_hub
   import huggingface_hub.errors
 
@@ -191,18 +192,18 @@ def model_config(config: ConfigDict, vocab_size: int):
     cfg = hf.read_config(local(config.model.path), **flags)
   else:
     arch = config.model.arch.to_dict()
-    if not arch:
-      raise ConfigError(
-        'config.model needs a path (a Hugging Face folder) or an arch '
-        '(fields of a Hugging Face config.json)'
-      )
+    lookup.require(
+      arch,
+      'config.model needs a path (a Hugging Face folder) or an arch '
+      '(fields of a Hugging Face config.json)',
+    )
     arch.setdefault('vocab_size', vocab_size)
     cfg = hf.decoder_config(arch, **flags)
-  if cfg.vocab_size < vocab_size:
-    raise ConfigError(
-      f'the tokenizer has {vocab_size} entries and the model '
-      f'{cfg.vocab_size}: config.model.tokenizer does not belong to the model'
-    )
+  lookup.require(
+    cfg.vocab_size >= vocab_size,
+    f'the tokenizer has {vocab_size} entries and the model '
+    f'{cfg.vocab_size}: config.model.tokenizer does not belong to the model',
+  )
   return cfg
 
 
@@ -211,18 +212,18 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
   init = pathlib.Path(config.train.init)
   if config.train.init:
     # Not looked up on the hub: it is a folder of one's own, or a slip.
-    if not init.is_dir():
-      raise ConfigError(
-        f'config.train.init={config.train.init!r}: no such folder; give the '
-        'run folder of a warm start, or a Hugging Face folder'
-      )
+    lookup.require(
+      init.is_dir(),
+      f'config.train.init={config.train.init!r}: no such folder; give the '
+      'run folder of a warm start, or a Hugging Face folder',
+    )
     if (init / records.CHECKPOINTS).exists():
       return restore_params(config, str(init), cfg, mesh)
-    if (init / 'environment.json').exists():
-      raise ConfigError(
-        f'config.train.init={config.train.init!r}: a run folder without a '
-        'checkpoint; let that run come to its end first'
-      )
+    lookup.require(
+      not (init / 'environment.json').exists(),
+      f'config.train.init={config.train.init!r}: a run folder without a '
+      'checkpoint; let that run come to its end first',
+    )
   if config.train.init or config.model.path:
     folder = config.train.init or local(config.model.path)
     _, params = hf.load(folder, mesh, cfg=cfg)
@@ -295,12 +296,12 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
     ConfigError: it would share the devices of a mesh with the update.
   """
   shares = config.engine.module == 'jax_sampler' and mesh.size > 1
-  if shares and config.rollout.max_staleness:
-    raise ConfigError(
-      f'config.rollout.max_staleness={config.rollout.max_staleness}: two '
-      f'programs at a time on a mesh of {mesh.size} devices can wait for each '
-      "other for ever; use engine.module='vllm' or max_staleness=0"
-    )
+  lookup.require(
+    not (shares and config.rollout.max_staleness),
+    f'config.rollout.max_staleness={config.rollout.max_staleness}: two '
+    f'programs at a time on a mesh of {mesh.size} devices can wait for each '
+    "other for ever; use engine.module='vllm' or max_staleness=0",
+  )
   module = lookup.module('searchrl_jax.engines', config.engine.module)
   return module.make(
     cfg, params, tok, config.engine, mesh, pathlib.Path(workdir)
@@ -407,11 +408,11 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
 def corpus(config: ConfigDict, workdir: str) -> str:
   """Path of the corpus to serve; a generated world is written first."""
   if config.source.corpus != 'world':
-    if not config.source.corpus:
-      raise ConfigError(
-        'config.source.url and config.source.corpus are both empty: give the '
-        'URL of a retrieval server, or a corpus to start one on'
-      )
+    lookup.require(
+      config.source.corpus,
+      'config.source.url and config.source.corpus are both empty: give the '
+      'URL of a retrieval server, or a corpus to start one on',
+    )
     return data.resolve(config.source.corpus, config.data)
   made = world(config)
   generated = made.generate(
@@ -448,12 +449,11 @@ def critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
   return critics.init(policy, critics.config(cfg))
 
 
-def critic_optim(config: ConfigDict) -> ConfigDict:
-  """config.optim with the critic's own rate, schedule and decay."""
+def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:
+  """config.optim with the rate, schedule and decay of `part` of the config."""
   out = config.optim.copy_and_resolve_references()
   for name in ('lr', 'schedule', 'warmup', 'weight_decay'):
-    out[name] = config.critic[name]
-  out.freeze = ''
+    out[name] = part[name]
   return out
 
 
@@ -461,9 +461,9 @@ def critic_updater(config: ConfigDict, cfg, mesh):
   """(update.Updater of the critic of a policy `cfg`, its shapes)."""
   theirs = critics.config(cfg)
   like = shapes(theirs, mesh, critics)
-  tx = optim.make(
-    critic_optim(config), max(optim.critic_updates(config), 1), like
-  )
+  fields = own_optim(config, config.critic)
+  fields.freeze = ''
+  tx = optim.make(fields, max(optim.critic_updates(config), 1), like)
   return update.Updater(
     theirs, config.batch, temperature=1.0, mesh=mesh, tx=tx,
     objective=objectives.value(config),
@@ -478,11 +478,3 @@ def check_rewards(config: ConfigDict, questions) -> None:
 def judge(config: ConfigDict) -> judges.Judge | None:
   """The judge of answers, if config.judge.url names one."""
   return judges.Judge(config.judge) if config.judge.url else None
-
-
-def sft_optim(config: ConfigDict) -> ConfigDict:
-  """config.optim with the warm start's own rate, schedule and decay."""
-  out = config.optim.copy_and_resolve_references()
-  for name in ('lr', 'schedule', 'warmup', 'weight_decay'):
-    out[name] = config.sft[name]
-  return out

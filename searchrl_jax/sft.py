@@ -6,11 +6,14 @@
 
 A trace holds contents; the environment itself lays them out, so a warm start
 and the rollouts after it have one layout and one parser. All that the policy
-is to write is in the loss, information of its own included.
+is to write is in the loss, information of its own included. Its tags are
+tokenised as it would sample them (Qwen3 has one token for `<think>`), contents
+as text, whatever they spell.
 """
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections.abc import Sequence
 
@@ -21,6 +24,7 @@ import tqdm
 from searchrl_jax import batching
 from searchrl_jax import checks
 from searchrl_jax import command
+from searchrl_jax import lookup
 from searchrl_jax import objectives
 from searchrl_jax import optim
 from searchrl_jax import prompts
@@ -29,6 +33,7 @@ from searchrl_jax import update
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.env import Done, Search, SearchEnv
+from searchrl_jax.outside import Part
 from searchrl_jax.signals import NonFinite, Signals, Stopped
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
@@ -43,25 +48,35 @@ from searchrl_jax.writer import Writer
 
 
 def turns(trace: data.Trace, template, recall=None):
-  """A trace as (text of the policy, passages it then reads or None), ....
+  """A trace as (parts that the policy writes, passages it then reads or None).
 
   A block is written `<tag> content </tag>`, blocks of a turn on lines of
   their own. `recall`: passages -> their text, where the policy writes it.
   """
-  said = []
+  said: list[Part] = []
   for kind, payload in trace.actions:
-    if kind == 'information' and recall is not None:
-      said.append(recall(payload).strip())
-    elif kind == 'information':
-      yield '\n'.join(said), payload
+    if kind == 'information' and recall is None:
+      yield said, payload
       said = []
+      continue
+    if said:
+      said = [*said, ('\n', True)]
+    if kind == 'information':
+      said += _tagged(recall(payload).strip(), template)
     elif kind == 'other':
-      said.append(payload)
+      said += [(payload, False)]
     else:
       opening, closing = template.tags[kind]
-      said.append(f'{opening} {payload} {closing}')
+      said += [(opening, True), (f' {payload} ', False), (closing, True)]
   if said:
-    yield '\n'.join(said), None
+    yield said, None
+
+
+def _tagged(text: str, template) -> list[Part]:
+  """An observation, in which passages hold no tags."""
+  tags = [re.escape(tag) for pair in template.tags.values() for tag in pair]
+  pieces = re.split(f'({"|".join(tags)})', text)
+  return [(piece, n % 2 == 1) for n, piece in enumerate(pieces)]
 
 
 def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
@@ -73,13 +88,14 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
   own = env.config.information == 'policy'
   recall = env.observation if own else None
   if trace.question is None:
-    ((text, _),) = turns(trace, env.template, env.observation)
-    return plain(env.tokenizer.encode(text), env, sample)
+    ((parts, _),) = turns(trace, env.template, env.observation)
+    return plain(env.tokenizer.encode_parts(parts), env, sample)
   state, action = env.reset(trace.question)
-  for text, passages in turns(trace, env.template, recall):
+  for parts, passages in turns(trace, env.template, recall):
     if isinstance(action, Done):
       break
-    ids = env.tokenizer.encode(text)
+    ids = env.tokenizer.encode_parts(parts)
+    text = ''.join(text for text, _ in parts)
     if not text.endswith(action.stops):
       ids = [*ids, env.tokenizer.eos_ids[0]]  # what ends a boxed answer
     ids = np.asarray(ids, np.int32)
@@ -189,17 +205,17 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
 def sft(config, workdir: str) -> dict[str, float]:
   """Warm-starts for config.sft.steps updates; returns the last metrics."""
   checks.check_engine(config)
-  if config.source.module == simulated.SIMULATED:
-    raise checks.ConfigError(
-      "config.source.module='simulated' in a warm start, whose traces read "
-      "what a search finds: give --config.source.module=service"
-    )
+  lookup.require(
+    config.source.module != simulated.SIMULATED,
+    "config.source.module='simulated' in a warm start, whose traces read "
+    "what a search finds: give --config.source.module=service",
+  )
   c = config.sft
-  if c.warmup < 0 or (c.schedule != 'constant' and c.warmup >= c.steps):
-    raise checks.ConfigError(
-      f'config.sft.warmup={c.warmup} updates must be fewer than '
-      f'config.sft.steps={c.steps}'
-    )
+  lookup.require(
+    c.warmup >= 0 and (c.schedule == 'constant' or c.warmup < c.steps),
+    f'config.sft.warmup={c.warmup} updates must be fewer than '
+    f'config.sft.steps={c.steps}',
+  )
   tok = setup.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
@@ -215,7 +231,9 @@ def sft(config, workdir: str) -> dict[str, float]:
     asyncio.run(source.close())
 
   shapes = setup.shapes(cfg, mesh)
-  tx = optim.make(setup.sft_optim(config), config.sft.steps, shapes)
+  tx = optim.make(
+    setup.own_optim(config, config.sft), config.sft.steps, shapes
+  )
   updater = update.Updater(
     cfg, config.batch, temperature=1.0, tx=tx,
     objective=objectives.supervised(), mesh=mesh,

@@ -84,7 +84,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # ---- The last checkpoint of this folder; the start, if there is none.
   saver = setup.saver(config, workdir)
-  aside = pathlib.Path(workdir) / 'ended.jsonl'
+  aside = pathlib.Path(workdir) / 'ended.bin'
   fingerprint = {'stage': 'train', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
     like = {
@@ -216,11 +216,12 @@ def train(config, workdir: str) -> dict[str, float]:
         return dict(evaluator.run(step - 1)) if evaluator else {}
 
     def save(metrics):
-      ended = collector.lines(rollouts.ended())
+      ended = collector.encode(rollouts.ended())
       if step in saver.steps():
         collector.keep(aside, step, ended)
         return
       with writer.timer('checkpoint'):
+        writer.flush()
         saver.save(
           step, {'state': state, 'ref': ref}
           | ({'critic': critic_state} if critic else {}), metrics=metrics,
@@ -247,7 +248,7 @@ def train(config, workdir: str) -> dict[str, float]:
         ended = rollouts.put_back(step, usable=not isinstance(e, SyncError))
         save(metrics)
         # For whoever looks for the cause; that start writes them anew.
-        writer.trajectories(step, [ended], decode=tok.decode)
+        writer.trajectories(step, [ended])
         raise
       trajectories = rewards.flat(groups)
 
@@ -350,10 +351,13 @@ def train(config, workdir: str) -> dict[str, float]:
       last = last or signals.stop or failure is not None
       with writer.timer('write'):
         writer.trajectories(
-          step - 1, groups, reward, decode=tok.decode,
-          advantages=given.advantages,
+          step - 1, groups, reward, kept=kept, advantages=given.advantages,
+          trainer_logps=batching.rows(
+            batches, old, batching.masks(trajectories)
+          ) if scores_old else None,
+          every=config.log.trajectories_every,
         )
-      # Lines first: a resume drops those of steps that were not saved.
+      # Before the save: a resume drops what is of steps that were not saved.
       metrics = writer.write(step - 1, metrics)
       every = config.checkpoint.every
       best = evaluated and config.checkpoint.best

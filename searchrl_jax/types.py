@@ -135,6 +135,10 @@ class Trajectory:
   # (e.g. a hint that it was sampled with but is not trained with).
   train_context: tuple[Segment, ...] | None = None
   meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # Environment -> the blocks that it reads in it (`SearchEnv.blocks`).
+  parsed: dict = dataclasses.field(
+    default_factory=dict, init=False, repr=False, compare=False
+  )
 
   def __post_init__(self):
     if self.end not in ENDS:

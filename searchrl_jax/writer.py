@@ -3,13 +3,17 @@
   config.json          the resolved config
   environment.json     each start: versions, commit, machine, changed fields
   metrics.jsonl        one line a step
-  trajectories.jsonl   one line a trajectory (`read_trajectory` reads it back)
+  trajectories/, eval/ one file a step (`records.read` gives them back)
   tensorboard/, wandb/ the same metrics, where the config asks for them
 
-A start at step s removes the lines of steps >= s, since they will be written
-again: nothing stands twice after a resume. A start at step 0 is the first or
-takes everything again, so the lines of step -1 (an evaluation before any
+A start at step s removes lines and files of steps >= s, since they will be
+written again: nothing stands twice after a resume. A start at step 0 is the
+first or takes everything again, so those of step -1 (an evaluation before any
 update) go too.
+
+Trajectories are written by a thread, one step at a time: whoever writes the
+next step waits until the last one is on disk, and gets its error. `flush`
+before a checkpoint, so that a resume finds all steps before its own.
 """
 
 import contextlib
@@ -24,7 +28,8 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, TextIO
 
 import numpy as np
@@ -32,11 +37,15 @@ from ml_collections import ConfigDict
 
 from searchrl_jax.records import (
   JsonlFile,
+  Record,
   RunError,
   begun,
+  drop_steps,
+  encode,
   explained,
   plain,
-  trajectory_record,
+  step_file,
+  write_bytes,
   write_json,
   write_text,
 )
@@ -58,6 +67,7 @@ MAY_DIFFER = (
   'engine.venv',
   'engine.device',
   'engine.gpu_memory',
+  'engine.host_gib',
   'engine.kv_cache_gib',
   'engine.start_seconds',
   'engine.timeout',
@@ -103,7 +113,8 @@ class Writer:
     self._log, self._steps = config.log, steps
     self._out = sys.stderr if out is None else out
     self._seconds: dict[str, float] = {}
-    self._files: dict[str, JsonlFile] = {}
+    self._thread = futures.ThreadPoolExecutor(1, 'writer')
+    self._pending: futures.Future | None = None
     self._start = self._last = time.monotonic()
     self._first = self._step = step
     with explained(self.folder):
@@ -120,8 +131,8 @@ class Writer:
     try:
       changed = self._claim(config, may_differ)
       self._note_start(step, changed, about or {})
-      self._file('metrics')
-      self._file('trajectories')
+      self._metrics = JsonlFile(self.folder / 'metrics.jsonl', step or -1)
+      drop_steps(self.folder, step or -1)
       self._board = _Board(self.folder, step) if self._log.tensorboard else None
       self._wandb = _wandb(self.folder, config)
     except BaseException:
@@ -142,7 +153,7 @@ class Writer:
     seconds['time/step'] = now - self._last
     self._last, self._seconds, self._step = now, {}, step
     values = {k: _number(k, v) for k, v in {**metrics, **seconds}.items()}
-    self._file('metrics').write([{'step': step, **plain(values)}])
+    self._metrics.write([{'step': step, **plain(values)}])
     finite = {k: v for k, v in values.items() if math.isfinite(v)}
     if self._board is not None:
       self._board.write(step, finite)
@@ -156,43 +167,63 @@ class Writer:
     groups: Sequence[Group],
     rewards: Rewards | None = None,
     *,
-    decode: Callable[[Sequence[int]], str],
-    advantages: np.ndarray | None = None,
+    kept: Sequence[bool] | None = None,
+    advantages: Sequence | None = None,
+    trainer_logps: Sequence[np.ndarray] | None = None,
     name: str = 'trajectories',
+    part: str = '',
+    every: int = 1,
   ) -> None:
-    """Writes each trajectory, in order, to NAME.jsonl.
+    """Has the thread write each trajectory, in order, to a file of the step.
 
     Args:
       step: training step.
       groups: B trajectories in all.
       rewards: theirs, if they have any.
-      decode: ids -> text, for people: `read_trajectory` reads the ids.
-      advantages: [B] or [B, T], if they have any; [B, T] as its row means
-        over entries that are not zero.
-      name: of the file, so that evaluations keep theirs apart.
+      kept: bool [B], which of them the step was trained on, if it was.
+      advantages: [B], or B arrays [n], if they have any.
+      trainer_logps: B arrays [n], if the trainer scored them.
+      name: of the folder, so that evaluations keep theirs apart.
+      part: of the step, where it writes several files.
+      every: writes only in steps that it divides; 0 = never.
+
+    Raises:
+      RunError: what was to be written before could not be.
     """
-    flat = [t for group in groups for t in group]
-    records = []
-    for i, trajectory in enumerate(flat):
+    self.flush()
+    if not every or step % every:
+      return
+    found = []
+    for i, t in enumerate(t for group in groups for t in group):
       earned = {}
       if rewards is not None:
-        earned['reward'] = np.sum(rewards.value[i])
-        earned['valid'] = rewards.valid[i]
-        earned['rewards'] = {k: v[i] for k, v in rewards.parts.items()}
-        if rewards.at != 'trajectory':
-          earned[f'reward_by_{rewards.at}'] = rewards.value[i]
-      if advantages is not None:
-        row = np.atleast_1d(advantages[i])
-        row = row[row != 0]
-        earned['advantage'] = row.mean() if len(row) else 0.0
-      records.append(
-        {
-          'step': step,
-          **trajectory_record(trajectory, decode),
-          **plain(earned),
+        earned = {
+          'reward': np.sum(rewards.value[i]), 'valid': rewards.valid[i],
+          'rewards': {k: v[i] for k, v in rewards.parts.items()},
         }
-      )
-    self._file(name).write(records)
+        if rewards.at != 'trajectory':
+          earned |= {'earned': rewards.value[i], 'earned_at': rewards.at}
+      for column, values in (
+        ('kept', kept), ('advantages', advantages),
+        ('trainer_logps', trainer_logps),
+      ):
+        if values is not None:
+          earned[column] = values[i]
+      found.append(Record(step, t, **earned))
+    path = step_file(self.folder / name, step, part)
+    self._pending = self._thread.submit(
+      lambda: write_bytes(path, encode(found))
+    )
+
+  def flush(self) -> None:
+    """Waits until all trajectories are on disk.
+
+    Raises:
+      RunError: they could not be written.
+    """
+    pending, self._pending = self._pending, None
+    if pending is not None:
+      pending.result()
 
   @contextlib.contextmanager
   def timer(self, name: str) -> Iterator[None]:
@@ -239,25 +270,27 @@ class Writer:
 
   def close(self) -> None:
     """Flushes and closes every file and lets the folder go."""
-    for file in self._files.values():
-      file.close()
-    if self._board is not None:
-      self._board.close()
-    if self._wandb is not None:
-      self._wandb.finish()
-    self._lock.close()
+    try:
+      self.flush()
+    finally:
+      self._thread.shutdown()
+      self._metrics.close()
+      if self._board is not None:
+        self._board.close()
+      if self._wandb is not None:
+        self._wandb.finish()
+      self._lock.close()
 
   def __enter__(self) -> 'Writer':
     return self
 
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def _file(self, name: str) -> JsonlFile:
-    if name not in self._files:
-      path = self.folder / f'{name}.jsonl'
-      self._files[name] = JsonlFile(path, self._first or -1)
-    return self._files[name]
+  def __exit__(self, kind: object, error: BaseException | None, _: object):
+    try:
+      self.close()
+    except RunError as failure:
+      if error is None:
+        raise
+      error.add_note(str(failure))  # what ended the run comes first
 
   def _claim(self, config: ConfigDict, may_differ: Sequence[str]) -> dict:
     """Writes config.json, or compares it: {field: [before, now]}."""

@@ -221,30 +221,32 @@ def choose(
       else (lambda s: s == source)
     )
     kept = [q for q in kept if match(q.source)]
-    if not kept:
-      raise DataError(
-        f'{path}: no question of source={source!r}: '
-        f'{lookup.near(source, {q.source for q in questions})}'
-      )
+    lookup.require(
+      kept,
+      f'{path}: no question of source={source!r}: '
+      f'{lookup.near(source, {q.source for q in questions})}', DataError,
+    )
   if hops:
     has = sorted({q.hops for q in kept})
     kept = [q for q in kept if q.hops == hops]
-    if not kept:
-      raise DataError(f'{path}: no question of hops={hops}; there are: {has}')
+    lookup.require(
+      kept, f'{path}: no question of hops={hops}; there are: {has}', DataError
+    )
   if split:
     has = {str(q.meta.get('split', '')) for q in kept}
     kept = [q for q in kept if q.meta.get('split') == split]
-    if not kept:
-      raise DataError(
-        f'{path}: no question of split={split!r}: {lookup.near(split, has)}'
-      )
-  if n < 0:
-    raise DataError(f'{path}: n={n} must be 0 (all) or more')
+    lookup.require(
+      kept,
+      f'{path}: no question of split={split!r}: {lookup.near(split, has)}',
+      DataError,
+    )
+  lookup.require(n >= 0, f'{path}: n={n} must be 0 (all) or more', DataError)
   if n:
-    if n > len(kept):
-      raise DataError(
-        f'{path}: n={n} questions asked for, {len(kept)} there; n=0 takes all'
-      )
+    lookup.require(
+      n <= len(kept),
+      f'{path}: n={n} questions asked for, {len(kept)} there; n=0 takes all',
+      DataError,
+    )
     drawn = np.random.default_rng(seed).permutation(len(kept))[:n]
     kept = [kept[i] for i in sorted(drawn)]
   return kept
@@ -260,12 +262,13 @@ def require_answers(questions: Iterable[Question], what: str) -> None:
     DataError: names the first questions without one.
   """
   bare = [q.id for q in questions if not any(a.strip() for a in q.answers)]
-  if bare:
-    raise DataError(
-      f'{what} needs golden answers, and {len(bare)} questions have none: '
-      f'{", ".join(map(repr, bare[:5]))}{", ..." if len(bare) > 5 else ""}; '
-      'add them, leave these questions out, or choose a reward without them'
-    )
+  lookup.require(
+    not bare,
+    f'{what} needs golden answers, and {len(bare)} questions have none: '
+    f'{", ".join(map(repr, bare[:5]))}{", ..." if len(bare) > 5 else ""}; '
+    'add them, leave these questions out, or choose a reward without them',
+    DataError,
+  )
 
 
 def _shown(value: Any) -> str:

@@ -92,8 +92,10 @@ def data_dir(data) -> str:
   ):
     if value:
       folder = pathlib.Path(value).expanduser()
-      if not folder.is_dir():
-        raise DataError(f'{name}={value!r} is not a folder; correct the path')
+      lookup.require(
+        folder.is_dir(),
+        f'{name}={value!r} is not a folder; correct the path', DataError,
+      )
       return str(folder.resolve())
   beside = _beside()
   return str(beside) if beside.is_dir() else ''
@@ -133,8 +135,10 @@ def resolve(path: str, data) -> str:
 
 def _from_hub(path: str) -> str:
   parts = path.removeprefix('hf://').split('/')
-  if len(parts) < 4 or parts[0] != 'datasets' or not all(parts):
-    raise DataError(f'{path!r} must be hf://datasets/OWNER/NAME/FILE')
+  lookup.require(
+    len(parts) >= 4 and parts[0] == 'datasets' and all(parts),
+    f'{path!r} must be hf://datasets/OWNER/NAME/FILE', DataError,
+  )
   import huggingface_hub  # only who reads from the hub needs it
   import huggingface_hub.errors
 
@@ -175,41 +179,40 @@ def complete(sets, data, function: str = 'load') -> dict[str, dict[str, Any]]:
 
 
 def _fields(name, fields, data, function):
-  if 'module' not in fields:
-    raise DataError(f'set {name!r} has no field module (jsonl, parquet, ...)')
+  lookup.require(
+    'module' in fields,
+    f'set {name!r} has no field module (jsonl, parquet, ...)', DataError,
+  )
   call = _function(fields['module'], function)
-  known = inspect.signature(call).parameters
-  whole = {k: fields[k] for k in ('module', 'weight') if k in fields}
-  filled = {
-    'world_seed': data.world_seed, 'prompt': data.prompt,
-    'folder': data_dir(data),
-  }
+  known, extra = inspect.signature(call).parameters, ('module', 'weight')
   for key in fields:
-    if key not in known and key not in ('module', 'weight'):
-      raise DataError(
-        f'set {name!r}: module {fields["module"]!r} has no field {key!r}; '
-        f'{lookup.near(key, {*known, "module", "weight"} - {"search"})}'
-      )
-  for key, parameter in known.items():
-    if key == 'search':  # a callable, handed over at the call
-      continue
-    if key in fields:
-      whole[key] = fields[key]
-    elif key in filled:
-      whole[key] = filled[key]
-    elif parameter.default is not inspect.Parameter.empty:
-      whole[key] = parameter.default
-    else:
-      raise DataError(
-        f'set {name!r}: module {fields["module"]!r} needs the field {key!r}'
-      )
-  return whole
+    lookup.require(
+      key in known or key in extra,
+      f'set {name!r}: module {fields["module"]!r} has no field {key!r}; '
+      f'{lookup.near(key, {*known, *extra} - {"search"})}', DataError,
+    )
+  # What the set states, else config.data, else the module's default.
+  given = {p.name: p.default for p in known.values() if p.default != p.empty}
+  given |= {
+    'world_seed': data.world_seed, 'prompt': data.prompt,
+    'folder': data_dir(data), **fields,
+  }
+  names = [*extra, *(key for key in known if key != 'search')]
+  for key in names:  # a search is a callable, handed over at the call
+    lookup.require(
+      key in given or key in extra,
+      f'set {name!r}: module {fields["module"]!r} needs the field {key!r}',
+      DataError,
+    )
+  return {key: given[key] for key in names if key in given}
 
 
 def _function(module: str, function: str) -> Callable[..., Any]:
   found = lookup.module(PACKAGE, module)
-  if not hasattr(found, function):
-    raise DataError(f'data module {module!r} has no function {function}()')
+  lookup.require(
+    hasattr(found, function),
+    f'data module {module!r} has no function {function}()', DataError,
+  )
   return getattr(found, function)
 
 
@@ -217,8 +220,10 @@ def _call(name, fields, data, function, **handed):
   whole = _fields(name, dict(fields), data, function)
   call = _function(whole['module'], function)
   if 'search' in inspect.signature(call).parameters:
-    if handed.get('search') is None:
-      raise DataError(f'set {name!r}: its traces need a search')
+    lookup.require(
+      handed.get('search') is not None,
+      f'set {name!r}: its traces need a search', DataError,
+    )
     whole['search'] = handed['search']
   kw = {k: v for k, v in whole.items() if k not in ('module', 'weight')}
   try:
@@ -244,15 +249,15 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
     DataError: no set, an unknown field, absent file, bad record; the message
       starts with the set's name.
   """
-  if data.prompt not in PROMPTS:
-    raise DataError(
-      f'config.data.prompt={data.prompt!r} is none of {PROMPTS}'
-    )
-  if not sets:
-    raise DataError(
-      'there is no set; add one: config.data.train.NAME = {module: jsonl, '
-      'path: FILE}'
-    )
+  lookup.require(
+    data.prompt in PROMPTS,
+    f'config.data.prompt={data.prompt!r} is none of {PROMPTS}', DataError,
+  )
+  lookup.require(
+    sets,
+    'there is no set; add one: config.data.train.NAME = {module: jsonl, '
+    'path: FILE}', DataError,
+  )
   loaded = {}
   for name, fields in sets.items():
     # The environment renders all sets one way: another here would wrap
@@ -266,8 +271,9 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
       q if q.source else dataclasses.replace(q, source=name)
       for q in _call(name, fields, data, 'load')
     ]
-    if not loaded[name]:
-      raise DataError(f'set {name!r} is empty; correct its fields')
+    lookup.require(
+      loaded[name], f'set {name!r} is empty; correct its fields', DataError
+    )
     bare = next((q for q in loaded[name] if not q.messages), None)
     if data.prompt == 'as_is' and bare:
       raise DataError(
@@ -302,8 +308,9 @@ def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
       `traces` takes `search`.
   """
   found = _call('sft.data', fields, data, 'traces', search=search)
-  if not found:
-    raise DataError('sft.data gave no trace; correct its fields')
+  lookup.require(
+    found, 'sft.data gave no trace; correct its fields', DataError
+  )
   return list(found)
 
 
@@ -348,15 +355,14 @@ class Stream:
       ((f'set {n!r}', q) for n, qs in sets.items() for q in qs), 'the sets'
     )
     for name, questions in sets.items():
-      if not questions:
-        raise DataError(f'set {name!r} is empty')
+      lookup.require(questions, f'set {name!r} is empty', DataError)
     if weights is not None:
       for name in sets:
-        if not weights.get(name, 0) > 0:
-          raise DataError(
-            f'set {name!r} has weight {weights.get(name)!r}; give every set '
-            'a weight above 0, or none of them (then: by size)'
-          )
+        lookup.require(
+          weights.get(name, 0) > 0,
+          f'set {name!r} has weight {weights.get(name)!r}; give every set '
+          'a weight above 0, or none of them (then: by size)', DataError,
+        )
 
     def endless(name, questions):
       # A seed of its own for each set: adding one leaves the others alone.
@@ -389,8 +395,7 @@ class Stream:
     epoch and the start of the next) gets '#2' after its id the second time:
     its two groups must not be taken for one.
     """
-    if n < 1:
-      raise ValueError(f'n={n} must be at least 1')
+    lookup.require(n >= 1, f'n={n} must be at least 1')
     out, times = [], {}
     for i in range(self.position, self.position + n):
       q = self._ds[i]
@@ -411,13 +416,13 @@ class Stream:
     Raises:
       DataError: the state is of other questions, weights, seed or shuffle.
     """
-    if state['fingerprint'] != self.fingerprint:
-      raise DataError(
-        'the saved data cursor belongs to other questions, weights, seed or '
-        f'shuffle (fingerprint {state["fingerprint"]}, now '
-        f'{self.fingerprint}); resume with the data of the saved run, or '
-        'start a new run folder'
-      )
+    lookup.require(
+      state['fingerprint'] == self.fingerprint,
+      'the saved data cursor belongs to other questions, weights, seed or '
+      f'shuffle (fingerprint {state["fingerprint"]}, now '
+      f'{self.fingerprint}); resume with the data of the saved run, or '
+      'start a new run folder', DataError,
+    )
     self.position = int(state['position'])
 
 

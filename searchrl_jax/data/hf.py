@@ -4,7 +4,6 @@ HF_ENDPOINT (a mirror), HF_HOME (the cache) and HF_HUB_OFFLINE are the
 library's own and are honoured.
 """
 
-import os
 import pathlib
 from typing import Any
 
@@ -89,22 +88,15 @@ def _open(dataset, folder, split, subset, revision) -> Any:
   ) as e:
     if isinstance(e, DataError):
       raise
-    if is_local:
-      mend = 'correct the folder, the subset or the split'
-    elif os.environ.get('HF_HUB_OFFLINE') or os.environ.get(
-      'HF_DATASETS_OFFLINE'
-    ):
-      mend = (
-        'the library is offline (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is '
-        'set) and the cache (HF_HOME) lacks it: fetch it once while online, '
-        'or give a local folder'
-      )
-    else:
-      mend = (
+    fix = 'correct the folder, the subset or the split'
+    if not is_local:
+      fix = (
         'check the name, the subset, the split and the connection, point '
-        'HF_ENDPOINT at a mirror, or give a local folder'
+        'HF_ENDPOINT at a mirror, fetch it once while online where the '
+        'library is offline (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE) and the '
+        'cache (HF_HOME) lacks it, or give a local folder'
       )
     raise DataError(
       f'{path} ({split}): cannot be loaded '
-      f'({type(e).__name__}: {str(e)[:300]}); {mend}'
+      f'({type(e).__name__}: {str(e)[:300]}); {fix}'
     ) from e

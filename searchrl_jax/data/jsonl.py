@@ -57,8 +57,10 @@ def load(
   Raises:
     DataError: names file and line.
   """
-  if layout not in LAYOUTS:
-    raise DataError(f'layout {layout!r}: {lookup.near(layout, LAYOUTS)}')
+  lookup.require(
+    layout in LAYOUTS,
+    f'layout {layout!r}: {lookup.near(layout, LAYOUTS)}', DataError,
+  )
   make = LAYOUTS[layout]
   questions = checks.unique(
     ((where, make(record, where)) for where, record in read(path)), path
@@ -151,39 +153,33 @@ def flashrag(record: Mapping[str, Any], where: str) -> Question:
   )
 
 
-def _titles(record, where):
-  # Their paragraphs have titles, not ids of a corpus.
-  return {
-    'supporting_titles': list(
-      dict.fromkeys(t for t, _ in _need(record, 'supporting_facts', where))
-    ),
-    'type': record.get('type', ''),
-  }
+def _titled(
+  record: Mapping[str, Any], where: str, source: str, hops: int
+) -> Question:
+  """A question whose paragraphs have titles, not ids of a corpus."""
+  return checks.make_question(
+    where,
+    id=_need(record, '_id', where),
+    text=_need(record, 'question', where),
+    answers=record.get('answer'),
+    source=source,
+    hops=hops,
+    meta={
+      'supporting_titles': list(
+        dict.fromkeys(t for t, _ in _need(record, 'supporting_facts', where))
+      ),
+      'type': record.get('type', ''),
+    },
+  )
 
 
 def hotpotqa(record: Mapping[str, Any], where: str) -> Question:
-  return checks.make_question(
-    where,
-    id=_need(record, '_id', where),
-    text=_need(record, 'question', where),
-    answers=record.get('answer'),
-    source='hotpotqa',
-    hops=2,
-    meta=_titles(record, where),
-  )
+  return _titled(record, where, 'hotpotqa', 2)
 
 
 def two_wiki(record: Mapping[str, Any], where: str) -> Question:
-  meta = _titles(record, where)
-  return checks.make_question(
-    where,
-    id=_need(record, '_id', where),
-    text=_need(record, 'question', where),
-    answers=record.get('answer'),
-    source='2wikimultihopqa',
-    hops=4 if meta['type'] == 'bridge_comparison' else 2,
-    meta=meta,
-  )
+  hops = 4 if record.get('type') == 'bridge_comparison' else 2
+  return _titled(record, where, '2wikimultihopqa', hops)
 
 
 def musique(record: Mapping[str, Any], where: str) -> Question:
@@ -229,10 +225,11 @@ def ssp(record: Mapping[str, Any], where: str) -> Question:
     _need(record, 'ground_truth', where), f'{where}: the ground_truth'
   )
   turns = _need(record, 'search_turns', where)
-  if not re.fullmatch('0*[1-9][0-9]*', str(turns)):
-    raise DataError(
-      f'{where}: search_turns={turns!r}: a whole number of searches, at least 1'
-    )
+  lookup.require(
+    re.fullmatch('0*[1-9][0-9]*', str(turns)),
+    f'{where}: search_turns={turns!r}: a whole number of searches, at least 1',
+    DataError,
+  )
   examples = _need(record, 'sys_question_example', where)
   return checks.make_question(
     where,

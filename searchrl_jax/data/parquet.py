@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from searchrl_jax import lookup
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import PROMPTS
@@ -57,24 +58,27 @@ def load(
   Raises:
     DataError: names file and row, or the column that is absent and the mend.
   """
-  if prompt not in PROMPTS:
-    raise DataError(f'prompt={prompt!r} is none of {PROMPTS}')
+  lookup.require(
+    prompt in PROMPTS, f'prompt={prompt!r} is none of {PROMPTS}', DataError
+  )
   try:
     table = pq.ParquetFile(path)
   except (pa.ArrowInvalid, OSError) as e:
     raise DataError(f'{path}: not a readable parquet file ({e})') from None
   names = table.schema_arrow.names
-  if prompt == 'template' and 'question' not in names:
-    raise DataError(
-      f"{path}: data.prompt='template' needs a column 'question', and there "
-      f'is none (columns: {", ".join(names)}); its prompts already hold '
-      "instructions, so set config.data.prompt='as_is', or add the column"
-    )
-  if prompt == 'as_is' and 'prompt' not in names:
-    raise DataError(
-      f"{path}: data.prompt='as_is' needs a column 'prompt', and there is "
-      f"none (columns: {', '.join(names)}); set config.data.prompt='template'"
-    )
+  lookup.require(
+    prompt != 'template' or 'question' in names,
+    f"{path}: data.prompt='template' needs a column 'question', and there "
+    f'is none (columns: {", ".join(names)}); its prompts already hold '
+    "instructions, so set config.data.prompt='as_is', or add the column",
+    DataError,
+  )
+  lookup.require(
+    prompt != 'as_is' or 'prompt' in names,
+    f"{path}: data.prompt='as_is' needs a column 'prompt', and there is "
+    f"none (columns: {', '.join(names)}); set config.data.prompt='template'",
+    DataError,
+  )
 
   def rows():
     row = 0

@@ -5,12 +5,11 @@ G = N / K, H head dim. The caches, one (k, v) pair for a layer (`axes`), are
 donated by the programs of `engines.decode`: scatters write in place.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from searchrl_jax import sharding
+from searchrl_jax.models import decoder
 from searchrl_jax.models.decoder import DecoderConfig
 
 # Positions of a cache that attention takes at once (`attention`): on a
@@ -29,10 +28,13 @@ def length(max_len: int) -> int:
   return max_len if max_len <= 2 * block else -(-max_len // block) * block
 
 
-def home():
-  """Where everything lives without a mesh. Always named: an array that is
-  not committed to its device would be compiled for anew."""
-  return jax.config.jax_default_device or jax.local_devices()[0]
+def place(mesh, axes, shape) -> jax.sharding.Sharding:
+  """Where an array lives. Without a mesh its device is named all the same: an
+  array that is not committed to one would be compiled for anew."""
+  if mesh is not None:
+    return sharding.named(mesh, axes, shape)
+  device = jax.config.jax_default_device or jax.local_devices()[0]
+  return jax.sharding.SingleDeviceSharding(device)
 
 
 def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -48,27 +50,27 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
   return ('batch', 'kv_heads', 'head_dim', 'time'), values
 
 
-def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
-  """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`."""
+def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
+  """Shapes of what `make` gives, with the place of each array."""
   sizes = {
     'batch': slots, 'kv_heads': cfg.n_kv_heads, 'time': length(max_len),
     'head_dim': cfg.head_dim,
   }
 
-  def zeros(names):
+  def leaf(names):
     dims = tuple(sizes[name] for name in names)
-    where = home() if mesh is None else sharding.named(mesh, names, dims)
-    return jnp.zeros(dims, jnp.dtype(cfg.dtype), device=where)
+    where = place(mesh, names, dims)
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(cfg.dtype), sharding=where)
 
-  return [tuple(map(zeros, axes(cfg))) for _ in range(cfg.n_layers)]
+  return [tuple(map(leaf, axes(cfg)))] * cfg.n_layers
 
 
-def _grouped(cfg, q):
-  """q [B, T, N, H] scaled, as [B, K, G, T, H]."""
-  B, T, N, H = q.shape
-  K = cfg.n_kv_heads
-  q = (q * (1.0 / math.sqrt(H))).reshape(B, T, K, N // K, H)
-  return q.transpose(0, 2, 3, 1, 4)
+def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
+  """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`."""
+  return jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+    abstract(cfg, slots, max_len, mesh),
+  )
 
 
 def attention(cfg, q, k, v, positions):
@@ -82,13 +84,12 @@ def attention(cfg, q, k, v, positions):
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
   keys = 'BKHS' if time == 3 else 'BKSH'
-  q, S, block = _grouped(cfg, q), v.shape[2], block_size()
+  q, S = decoder.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
+  block = block_size()
 
   def attend(k, v, first, top):
     """Weights of one run of positions, relative to a maximum."""
-    s = jnp.einsum(
-      f'BKGTH,{keys}->BKGTS', q, k, preferred_element_type=jnp.float32
-    )
+    s = decoder.scores(f'BKGTH,{keys}->BKGTS', q, k)
     seen = first + jnp.arange(v.shape[2])[None, None] <= positions[:, :, None]
     s = jnp.where(seen[:, None, None], s, -jnp.inf)
     top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
@@ -129,23 +130,3 @@ def write(cfg, cache, slots, positions, new, mesh):
     x = x.at[tuple(where)].set(fresh, mode='drop')
     out.append(sharding.constrain(x, mesh, *names))
   return tuple(out)
-
-
-def copy_rows(caches, source, target):
-  """Copies whole rows between slots: source, target int32 [R]."""
-  return jax.tree.map(
-    lambda c: c.at[target].set(c.at[source].get(mode='clip'), mode='drop'),
-    caches,
-  )
-
-
-def take_rows(caches, slots):
-  """The rows of `slots` int32 [R], to be kept in host memory."""
-  return jax.tree.map(lambda c: c.at[slots].get(mode='clip'), caches)
-
-
-def put_rows(caches, rows, slots):
-  """The inverse of `take_rows`: bit for bit what was taken."""
-  return jax.tree.map(
-    lambda c, r: c.at[slots].set(r, mode='drop'), caches, rows
-  )

@@ -25,6 +25,12 @@ class Sampling:
   server draws a request's tokens in turn: there the position is that at which
   the request began.)
   `probe` marks a check of the engine itself, which a sync does not hold.
+  `limit`: tokens that the handle will hold at most, with all of its later
+  calls; an engine that keeps caches begins it when it has room for so many.
+  0: this is its last call, on which another handle may be waiting.
+  `priority`: the training step. Where calls wait for an engine, probes come
+  first, then handles that have begun, then lower priorities. (A server takes
+  requests as they arrive.)
   """
 
   max_tokens: int
@@ -35,6 +41,8 @@ class Sampling:
   stop_ids: tuple[int, ...] = ()
   seed: int = 0
   probe: bool = False
+  limit: int = 0
+  priority: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +109,10 @@ class Engine(Protocol):
     self, handle: Handle, sampling: Sampling
   ) -> Completion: ...
   def append(self, handle: Handle, ids) -> None: ...
+  # How many handles of up to so many tokens it serves without computing
+  # twice what a paused one had cached. The module has a function of the same
+  # name and of (model_cfg, config.engine, tokens), for a dry run.
+  def capacity(self, tokens: int) -> int: ...
   async def score(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
   def close(self, handle: Handle) -> None: ...
   async def sync(self, update: WeightsUpdate) -> SyncReport: ...

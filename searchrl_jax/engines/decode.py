@@ -35,6 +35,7 @@ class Shape:
   max_len: int
   chunk: int
   prefill_rows: int
+  parts: int = 1  # that the slots are cut into over devices (sharding.parts)
 
   @property
   def widths(self) -> tuple[int, ...]:
@@ -55,7 +56,8 @@ class Shape:
 
   def rows(self, width: int) -> int:
     """Rows of a prefill call: about the same tokens at every width."""
-    return max(1, self.prefill_rows * 32 // max(width, 32))
+    tokens = self.prefill_rows * 32 // self.parts
+    return self.parts * max(1, tokens // max(width, 32))
 
 
 def fit(sizes: tuple[int, ...], n: int) -> int:
@@ -77,24 +79,37 @@ def _split(params: dict, dtype: str, layers: int) -> dict:
   return out
 
 
+def abstract(cfg: DecoderConfig, mesh=None) -> dict:
+  """Shapes of what `load` gives, with the place of each array.
+
+  On a mesh, weights are cut along the axis `tensor` alone, or every token
+  would wait for what the other devices hold.
+  """
+  def leaf(shape, axes):
+    axes = [None if a == 'embed' else a for a in axes]
+    return jax.ShapeDtypeStruct(
+      shape, jnp.dtype(cfg.dtype), sharding=kv.place(mesh, axes, shape)
+    )
+
+  out = {}
+  for name, (shape, axes) in decoder.param_table(cfg).items():
+    first = int(axes[0] == 'layers')
+    out[name] = leaf(shape[first:], axes[first:])
+  out = decoder.nest(out)
+  return out | {'layers': [out['layers']] * cfg.n_layers}
+
+
 def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
   """The engine's own copy of the trainer's parameters, sliced by layer.
 
   Returns {'embed', 'final_norm', ['head'], 'layers': [{...} per layer]} in
-  cfg.dtype, on `mesh`. No buffer is shared with `params` (the trainer donates
-  its own).
+  cfg.dtype, placed as in `abstract`. No buffer is shared with `params` (the
+  trainer donates its own).
   """
-  table = decoder.param_table(cfg)
-
-  def where(path, x):
-    if mesh is None:
-      return kv.home()
-    name = '/'.join(k.key for k in path if hasattr(k, 'key'))
-    axes = table[name][1]
-    return sharding.named(mesh, axes[-x.ndim:], x.shape)
-
   tree = _split(params, cfg.dtype, cfg.n_layers)
-  return jax.device_put(tree, jax.tree_util.tree_map_with_path(where, tree))
+  return jax.device_put(
+    tree, jax.tree.map(lambda x: x.sharding, abstract(cfg, mesh))
+  )
 
 
 def threefry(key, count):
@@ -212,7 +227,11 @@ def draw(logits, u, state):
   truncates = (state['top_p'] < 1.0) | (state['top_k'] > 0)
   cut = jax.lax.cond(
     jnp.any(truncates),
-    lambda: truncation(x, state['top_k'], state['top_p']),
+    # Not x: what a branch takes is written to memory, taken or not.
+    lambda: truncation(
+      logits * state['inv_temperature'][:, None], state['top_k'],
+      state['top_p'],
+    ),
     lambda: jnp.full((B,), jnp.iinfo(jnp.int32).min, jnp.int32),
   )
   if V % C:
@@ -260,9 +279,10 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
   [B, MAX_STOP_IDS] (-1 = none).
 
   Returns caches, ids int32 [chunk, B], logps float32 [chunk, B], counts int32
-  [B] (tokens sampled), ended bool [B] (the last one is a stop id).
+  [B] (tokens sampled), ended bool [B] (the last one is a stop id), and the
+  steps that were run, int32 [1].
   """
-  B, S, n = shape.slots, kv.length(shape.max_len), shape.chunk
+  B, S, n = len(state['token']), kv.length(shape.max_len), shape.chunk
   slots = jnp.arange(B)
   positions = state['length'] + jnp.arange(n)[:, None]
   u = uniforms(jnp.broadcast_to(state['seed'], (n, B, 2)), positions)
@@ -281,7 +301,9 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
         return kv.attention(cfg, q, *new[-1], at)
 
       x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
+    # Whole rows for the draw: what it branches on may hold no collective.
     logits = finish(weights, cfg, x[:, 0])
+    logits = sharding.constrain(logits, mesh, 'batch', 'features')
     # An active slot has sampled in every step so far: counts == t.
     token_, logp = draw(logits, (u[0][t], u[1][t]), state)
     token = jnp.where(active, token_, token)
@@ -292,9 +314,13 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     counts = counts + active.astype(jnp.int32)
     return t + 1, token, counts, ended, new, ids, logps
 
+  # Parts of the batch end on their own, unless they must meet in collectives.
+  together = shape.parts > 1 and mesh.shape['tensor'] > 1
+
   def go(carry):
     t, _, counts, ended, *_ = carry
-    return (t < n) & jnp.any((counts < state['left']) & ~ended)
+    active = (counts < state['left']) & ~ended
+    return (t < n) & (together | jnp.any(active))
 
   carry = (
     jnp.int32(0), state['token'], jnp.zeros((B,), jnp.int32),
@@ -302,7 +328,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     jnp.zeros((n, B), jnp.float32),
   )
   t, _, counts, ended, caches, ids, logps = jax.lax.while_loop(go, step, carry)
-  return caches, ids, logps, counts, ended, t
+  return caches, ids, logps, counts, ended, t[None]
 
 
 def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
@@ -314,8 +340,9 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
   sequence is always left to `decode`, so the last layer's attention and
   feed-forward are dead code here.
   """
-  S = caches[0][1].shape[2]
+  B, _, S, _ = caches[0][1].shape
   R, W = ids.shape
+  slots = sharding.own_rows(slots, B)
   index = jnp.arange(W)[None]
   at = start[:, None] + index
   put = jnp.where(index < lengths[:, None], at, S)
@@ -365,19 +392,23 @@ class Programs:
   """The jitted programs for one model and one set of sizes (`programs`)."""
 
   def __init__(self, cfg: DecoderConfig, shape: Shape, mesh=None):
-    jit = functools.partial(jax.jit, donate_argnums=1)
-    self.cfg, self.shape, self.mesh = cfg, shape, mesh
-    self.decode = jit(
-      functools.partial(decode, cfg=cfg, shape=shape, mesh=mesh)
+    if shape.parts > 1 and mesh.shape['tensor'] > 1:
+      # cuDNN's partitioner fails where `by_rows` leaves it the axis tensor.
+      cfg = dataclasses.replace(cfg, attention='xla')
+
+    def program(f, ins, outs, donate=1, **static):
+      f = functools.partial(f, cfg=cfg, mesh=mesh, **static)
+      f = sharding.by_rows(f, mesh, shape.slots, ins, outs)
+      return jax.jit(f, donate_argnums=donate)
+
+    self.decode = program(
+      decode, (-1, 0, 0), (0, 1, 1, 0, 0, 0), shape=shape
     )
     self.fresh, self.extend = (
-      jit(functools.partial(prefill, cfg=cfg, fresh=fresh, mesh=mesh))
+      program(prefill, (-1, 0, 0, 0, 0, 0), 0, fresh=fresh)
       for fresh in (True, False)
     )
-    self.score = jax.jit(functools.partial(score, cfg=cfg, mesh=mesh))
-    self.copy_rows = jax.jit(kv.copy_rows, donate_argnums=0)
-    self.take_rows = jax.jit(kv.take_rows)
-    self.put_rows = jax.jit(kv.put_rows, donate_argnums=0)
+    self.score = program(score, (-1, 0), 0, donate=())
 
 
 # Engines of the same sizes share what is compiled.

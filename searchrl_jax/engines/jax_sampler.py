@@ -13,9 +13,11 @@ several event loops, one after another.
 """
 
 import asyncio
+import bisect
 from concurrent import futures
 import dataclasses
 import math
+import operator
 import threading
 import time
 
@@ -28,35 +30,15 @@ from searchrl_jax.engines import slots as slots_lib
 from searchrl_jax.engines.core import (
   Completion, EngineError, Sampling, SyncReport, WeightsUpdate,
 )
-from searchrl_jax.engines.device import Device
-from searchrl_jax.engines.slots import Handle, check_open
-from searchrl_jax.engines.stops import StopFinder
+from searchrl_jax.engines.device import Device, bytes_per_token, room
+from searchrl_jax.engines.slots import (
+  BEGUN, CALL, NEW, PROBE, Handle, Request, check_open,
+)
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.types import Prompt
 
 MIN_TEMPERATURE = 1e-4
-
-
-class Request:
-  """One generate call."""
-
-  def __init__(self, handle: Handle, sampling: Sampling, future):
-    self.handle = handle
-    self.sampling = sampling
-    self.future = future
-    self.ids: list[int] = []
-    self.logps: list[float] = []
-    self.versions: list[int] = []
-    self.find = StopFinder(sampling.stops) if sampling.stops else None
-    seed = sampling.seed & (2**64 - 1)
-    self.seed = (seed >> 32, seed & (2**32 - 1))
-
-  @property
-  def length(self) -> int:
-    return len(self.handle.ids) + len(self.ids)
-
-  def tokens(self) -> list[int]:
-    return self.handle.ids + self.ids
+_rank = operator.attrgetter('rank')
 
 
 @dataclasses.dataclass
@@ -100,26 +82,27 @@ class JaxSampler(core.Engine):
     self._counters = dict.fromkeys((
       'generated_tokens', 'discarded_tokens', 'prefilled_tokens',
       'recomputed_tokens', 'prefix_hits', 'prefix_tokens', 'evictions',
-      'evicted_tokens', 'restored_tokens', 'scored_tokens', 'decode_steps',
-      'decode_slots', 'prefill_calls', 'syncs',
+      'evicted_tokens', 'restored_tokens', 'paused_tokens', 'scored_tokens',
+      'decode_steps', 'decode_slots', 'prefill_calls', 'syncs',
     ), 0)
     self._seconds = {'decode': 0.0, 'prefill': 0.0, 'score': 0.0, 'sync': 0.0}
+    model_cfg = dataclasses.replace(
+      model_cfg, dtype=config.dtype, remat='none'
+    )
+    self._token_bytes = bytes_per_token(model_cfg)
     self._table = slots_lib.SlotTable(
-      config.slots, shape.widths[-1], self._counters
+      room(model_cfg, config), shape.widths[-1], self._counters
     )
     self.replicas = (self,)
     self._held = False  # between sync and resume
-    self._waiting: list[Request] = []
+    self._waiting: list[Request] = []  # by rank, then by arrival
     self._active: dict[int, Request] = {}  # slot -> request
     self._scores: list[tuple[list[int], asyncio.Future]] = []
     self._driver: asyncio.Task | None = None
     self._loop: asyncio.AbstractEventLoop | None = None
     self._lock = threading.Lock()  # held while the device state changes
     self._worker = futures.ThreadPoolExecutor(1, 'jax_sampler')
-    self._device = Device(
-      dataclasses.replace(model_cfg, dtype=config.dtype, remat='none'),
-      shape, mesh, params,
-    )
+    self._device = Device(model_cfg, shape, mesh, params)
 
   # The contract.
 
@@ -159,6 +142,10 @@ class JaxSampler(core.Engine):
     check_open(handle, idle=True)
     self._table.remove(handle)
     handle.closed = True
+    self._stir()
+
+  def capacity(self, tokens: int) -> int:
+    return self._table.room.capacity(tokens)
 
   async def generate(self, handle: Handle, sampling: Sampling) -> Completion:
     """Samples up to sampling.max_tokens ids and appends them to the handle.
@@ -177,7 +164,7 @@ class JaxSampler(core.Engine):
     loop = self._enter()
     request = Request(handle, sampling, loop.create_future())
     handle.request = request
-    self._waiting.append(request)
+    self._enqueue(request)
     try:
       done = await request.future
       handle.ids += request.ids
@@ -190,6 +177,7 @@ class JaxSampler(core.Engine):
         if other is request:
           del self._active[slot]
       self._table.rewind(handle)
+      self._stir()
 
   async def score(self, ids) -> np.ndarray:
     """Log-prob of each id given those before it: float32 [n], [0] is 0.
@@ -237,8 +225,7 @@ class JaxSampler(core.Engine):
 
   async def resume(self) -> None:
     self._held = False
-    if self._waiting:
-      self._enter()
+    self._stir()
 
   async def rest(self) -> None:
     """Nothing: its memory is the trainer's process's own."""
@@ -254,10 +241,12 @@ class JaxSampler(core.Engine):
 
     recomputed_tokens: prefilled again for the same handle (only a sync makes
     it grow). discarded_tokens: decoded past a stop in the same chunk.
-    decode_slots: slots that sampled, summed over decode_steps.
+    decode_slots: slots that sampled, summed over decode_steps. host_bytes: the
+    most that paused sequences took of host memory at once.
     """
     seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
-    return {**self._counters, **seconds}
+    host = self._counters['paused_tokens'] * self._token_bytes
+    return {**self._counters, **seconds, 'host_bytes': host}
 
   def manifest(self) -> dict[str, str]:
     """Checksums of the weights in use, named as the trainer's parameters."""
@@ -305,10 +294,17 @@ class JaxSampler(core.Engine):
     self._driver = loop.create_task(self._drive())
     return loop
 
+  def _stir(self) -> None:
+    """Has the driver look again: what somebody waits for may be free."""
+    if self._waiting and self._loop.is_running():
+      self._enter()
+
   async def _drive(self) -> None:
     try:
       while self._ready() or self._active or self._scores:
         work = self._plan()
+        if not (work.slots or work.scores):
+          return  # whoever waits, waits for a handle to be closed
         result = await self._loop.run_in_executor(
           self._worker, self._execute, work
         )
@@ -341,38 +337,67 @@ class JaxSampler(core.Engine):
       wrapped.__cause__ = error
       future.set_exception(wrapped)
 
+  def _enqueue(self, request: Request) -> None:
+    """By rank; among equals earlier steps come first, then who came first."""
+    s = request.sampling
+    rank = NEW if s.limit else CALL
+    if self._table.begun(request.handle):
+      rank = BEGUN
+    request.rank = (PROBE if s.probe else rank, s.priority)
+    bisect.insort(self._waiting, request, key=_rank)
+
+  def _begin(self, r: Request) -> bool:
+    # A probe asks for no room: calls that wait for its sync may hold all of it.
+    return r.sampling.probe or self._table.begin(
+      r.handle, r.limit, not r.sampling.limit
+    )
+
+  def _before(self, rank: int) -> int:
+    """How many of those that wait come before a rank."""
+    return bisect.bisect_left(self._waiting, (rank,), key=_rank)
+
   def _ready(self) -> list[Request]:
     """Who may be admitted."""
-    if not self._held:
-      return self._waiting
-    return [r for r in self._waiting if r.sampling.probe]
+    return self._waiting[:self._before(BEGUN)] if self._held else self._waiting
 
   def _plan(self) -> Work:
     """Admits requests; all bookkeeping of one round."""
     table, plan = self._table, slots_lib.Plan(self._table.epoch)
     for slot, request in list(self._active.items()):
-      if table.rows(request.handle) is None:  # a sync took its cache
+      if request.handle.rows is None:  # a sync took its cache
         del self._active[slot]
-        self._waiting.insert(0, request)
-    # Those that still have their slot come first, so that nobody evicts what
-    # is about to be used.
-    order = sorted(
-      self._ready(), key=lambda r: not table.settled(r.handle)
-    )
+        self._enqueue(request)
+    ready, probes = self._ready(), self._before(BEGUN)
+    for request in ready[self._before(CALL):]:
+      if not self._begin(request):
+        break
+      self._waiting.remove(request)
+      self._enqueue(request)
     admitted = set()
-    for request in order:
-      if not table.admit(
+
+    def admit(request: Request) -> bool:
+      if not self._begin(request) or not table.admit(
         request.handle, request.tokens(), plan, self._active
       ):
-        break  # no slot is left, and all that follow need one
+        return False
       self._active[request.handle.rows.slot] = request
       admitted.add(request)
+      return True
+
+    for request in ready[:probes]:
+      admit(request)
+    # Those that still have their slot come before those that need one, so that
+    # nobody evicts what is about to be used; the first that gets none ends it.
+    all(map(admit, sorted(
+      ready[probes:self._before(CALL)],
+      key=lambda r: not table.settled(r.handle),
+    )))
     self._waiting = [r for r in self._waiting if r not in admitted]
     state = self._state() if self._active else None
     return Work(plan, list(self._active.items()), state, list(self._scores))
 
   def _state(self) -> dict:
-    state = decode.idle_state(self._table.slots)
+    state = decode.idle_state(self._table.room.slots)
     for slot, r in self._active.items():
       s = r.sampling
       state['token'][slot] = r.ids[-1] if r.ids else r.handle.ids[-1]
@@ -416,7 +441,7 @@ class JaxSampler(core.Engine):
     stop, n = '', len(ids)
     if r.find is not None:
       for i, token in enumerate(ids):
-        found = r.find(self._bytes(token))
+        found = r.find(requests.token_bytes(self._tokenizer, token))
         if found is not None:
           stop, n = found, i + 1
           break
@@ -433,19 +458,13 @@ class JaxSampler(core.Engine):
       return
     handle = r.handle
     # Whatever the chunk wrote beyond, the last token is never in the cache.
-    if self._table.rows(handle) is not None:
+    if handle.rows is not None:
       handle.cached = r.length - 1
     handle.computed = r.length - 1
     r.future.set_result(Completion(
       np.array(r.ids, np.int32), np.array(r.logps, np.float32), stop,
       np.array(r.versions, np.int32),
     ))
-
-  def _bytes(self, token: int) -> bytes:
-    """b'' for the padding ids of a model with more ids than its tokenizer."""
-    if token >= self._tokenizer.vocab_size:
-      return b''
-    return self._tokenizer.token_bytes(token)
 
   # In the worker thread.
 
@@ -470,6 +489,12 @@ class JaxSampler(core.Engine):
       for name, a, b in zip(('prefill', 'decode', 'score'), times, times[1:]):
         self._seconds[name] += b - a
       return decoded, scores, self.version
+
+
+def capacity(model_cfg: DecoderConfig, config, tokens: int) -> int:
+  """Sequences of so many tokens that slots and host memory hold."""
+  cfg = dataclasses.replace(model_cfg, dtype=config.dtype)
+  return room(cfg, config).capacity(tokens)
 
 
 make = JaxSampler  # what config.engine.module = 'jax_sampler' builds

@@ -8,6 +8,8 @@ from typing import Any
 
 from searchrl_jax.engines.core import EngineError, Sampling
 
+AHEAD = 2  # requests of a server's slot: that which it serves, and the next
+
 
 class Handle:
   """A growing sequence of ids, held here for a remote engine."""
@@ -52,6 +54,13 @@ def check_open(handle: Any) -> None:
     )
 
 
+def token_bytes(tokenizer, token: int) -> bytes:
+  """b'' for the padding ids of a model with more ids than its tokenizer."""
+  if token >= tokenizer.vocab_size:
+    return b''
+  return tokenizer.token_bytes(token)
+
+
 def check_ids(ids, held: int, what: str, vocab_size: int,
               max_len: int) -> list[int]:
   """The ids as a list; EngineError if `held` tokens and they do not fit."""
@@ -79,6 +88,11 @@ def check_sampling(s: Sampling, held: int, max_len: int,
     raise EngineError(
       f'the handle has {held} tokens; {s.max_tokens} more exceed '
       f'config.engine.max_len={max_len}'
+    )
+  if s.limit and not held + s.max_tokens <= s.limit <= max_len:
+    raise EngineError(
+      f'Sampling.limit={s.limit}: the handle has {held} tokens and may get '
+      f'{s.max_tokens} more, of config.engine.max_len={max_len} in all'
     )
   if s.temperature != 0 and not coolest <= s.temperature < math.inf:
     raise EngineError(

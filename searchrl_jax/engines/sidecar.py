@@ -9,16 +9,15 @@ or, from a program,
 
 vLLM lives in a virtual environment of its own (`make sidecar`). It serves on
 127.0.0.1 alone: its routes for development, which change weights, ask nobody
-for a password. After a crash it is started again, under the same address and
-with the weights of --model; who had sent it newer ones must send them again
-(GET /weight_info says 'default' then).
+for a password. After a crash it is started again, once (--max_restarts), under
+the same address and with the weights of --model; who had sent it newer ones
+must send them again (GET /weight_info says 'default' then).
 
 This module needs no JAX: any Python with psutil can run it, that of the
 virtual environment too.
 """
 
 import argparse
-import collections
 import json
 import os
 import pathlib
@@ -47,7 +46,6 @@ class Manager:
     self.args, self.stop = args, stop
     self.port = self.restarts = 0
     self._group: Group | None = None
-    self._crashes: collections.deque[float] = collections.deque()
     self._log_start = 0  # byte of the log where this server's part begins
 
   @property
@@ -125,28 +123,16 @@ class Manager:
     return None
 
   def _restart(self, problem: str) -> None:
-    args = self.args
-    while not self.stop.is_set():
-      self._end()
-      now = time.monotonic()
-      self._crashes.append(now)
-      while self._crashes[0] < now - args.restart_window_s:
-        self._crashes.popleft()
-      if len(self._crashes) > args.max_restarts:
-        raise SidecarError(
-          f'{len(self._crashes)} crashes within {args.restart_window_s:g} s '
-          f'(--max_restarts={args.max_restarts}); the last: {problem}'
-        )
-      self.restarts += 1
-      self._report('restarting')
-      say(f'{problem}\nsidecar: starting it again ({self.restarts})')
-      # 1, 2, 4, ... s: memory of a device is not always free at once.
-      self.stop.wait(args.backoff_s * 2 ** (len(self._crashes) - 1))
-      try:
-        self._start()
-        return
-      except SidecarError as e:
-        problem = str(e)
+    self._end()
+    if self.restarts >= self.args.max_restarts:
+      raise SidecarError(
+        f'crash {self.restarts + 1} (--max_restarts={self.args.max_restarts}): '
+        f'{problem}'
+      )
+    self.restarts += 1
+    self._report('restarting')
+    say(f'{problem}\nsidecar: starting it again ({self.restarts})')
+    self._start()
 
   def _end(self) -> None:
     if self._group:
@@ -384,11 +370,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
       help='From SIGTERM to SIGKILL.')
   add('--health_timeout_s', type=float, default=120.0,
       help='A server that gives no answer for so long is started again.')
-  add('--max_restarts', type=int, default=3,
-      help='Most restarts within --restart_window_s.')
-  add('--restart_window_s', type=float, default=1800.0)
-  add('--backoff_s', type=float, default=1.0,
-      help='Wait before a restart; doubles with each.')
+  add('--max_restarts', type=int, default=1,
+      help='Times that a server which crashed is started again.')
   add('--parent_pid', type=int, help='Stop when this process ends.')
   args = p.parse_args(argv)
   if args.tensor_parallel_size is None:

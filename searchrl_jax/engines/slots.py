@@ -12,13 +12,51 @@ What is in a cache must not depend on the order of arrival (design 5.10):
   the chunk that sampled it ended, and `decode` always computes it;
 * an evicted prefix goes to host memory and comes back bit for bit. It is
   never computed again, because prefill and decode may differ in last bits.
+
+So host memory has to suffice, and admission sees to it: a sequence begins only
+if slots and host memory can then hold all that have begun, each at its limit.
 """
 
 import dataclasses
 import heapq
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
-from searchrl_jax.engines.core import EngineError
+from searchrl_jax.engines.core import EngineError, Sampling
+from searchrl_jax.engines.stops import StopFinder
+
+# Who gets a slot first: a check of the engine, what has begun; and who begins
+# first: a call that a trajectory waits for, a trajectory.
+PROBE, BEGUN, CALL, NEW = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+  """What slots and host memory hold; host memory is counted in tokens."""
+
+  slots: int
+  tokens: int  # of host memory
+  piece: int  # tokens of a sequence that are copied, and counted, together
+  max_len: int
+
+  def size(self, tokens: int) -> int:
+    """Tokens of host memory that a sequence of `tokens` takes."""
+    return -(-tokens // self.piece) * self.piece
+
+  def holds(self, sizes: Iterable[int]) -> bool:
+    """Whether sequences of these sizes fit, whichever of them are in slots."""
+    return sum(sorted(sizes)[self.slots:]) <= self.tokens
+
+  def capacity(self, tokens: int) -> int:
+    """Sequences of `tokens` that may have begun at the same time.
+
+    Beside them there is room for one more of max_len: a call that one of them
+    waits for (a simulator's reply) can always be served, so nobody waits for
+    ever.
+    """
+    free = self.tokens - self.size(self.max_len)
+    return self.slots + free // self.size(tokens)
 
 
 class Handle:
@@ -37,13 +75,36 @@ class Handle:
     return len(self.ids)
 
 
+class Request:
+  """One generate call."""
+
+  def __init__(self, handle: Handle, sampling: Sampling, future):
+    self.handle = handle
+    self.sampling = sampling
+    self.future = future
+    self.rank = (NEW, 0)  # with its step, see JaxSampler._enqueue
+    self.limit = sampling.limit or len(handle) + sampling.max_tokens
+    self.ids: list[int] = []
+    self.logps: list[float] = []
+    self.versions: list[int] = []
+    self.find = StopFinder(sampling.stops) if sampling.stops else None
+    seed = sampling.seed & (2**64 - 1)
+    self.seed = (seed >> 32, seed & (2**32 - 1))
+
+  @property
+  def length(self) -> int:
+    return len(self.handle.ids) + len(self.ids)
+
+  def tokens(self) -> list[int]:
+    return self.handle.ids + self.ids
+
+
 class Rows:
   """The K/V of one prefix, in `slot`, or in host memory (`box`)."""
 
-  def __init__(self, slot: int, epoch: int, owner: Handle):
+  def __init__(self, slot: int, owner: Handle):
     self.slot: int | None = slot
     self.box: Box | None = None
-    self.epoch = epoch
     self.owner: Handle | None = owner  # the one that may write
     self.users = {owner}
     self.used = 0  # when it last decoded, for LRU
@@ -54,7 +115,7 @@ class Box:
 
   def __init__(self, length: int):
     self.length = length  # positions worth keeping
-    self.data: list | None = None  # [(k, v) per layer], each [K, length, H]
+    self.data: list = []  # the (k, v) of each piece, see engines/device.py
 
 
 @dataclasses.dataclass
@@ -64,6 +125,7 @@ class Copy:
   source: int | None
   box: Box | None
   target: int
+  length: int  # positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +155,24 @@ class Plan:
 class SlotTable:
   """Assigns slots; every method runs between device calls."""
 
-  def __init__(self, slots: int, max_width: int, counters: dict):
-    self.slots = slots
+  def __init__(self, room: Room, max_width: int, counters: dict):
+    self.room = room
     self._max_width = max_width
     self._counters = counters
     self._clock = 0
     self._prompts: dict[tuple[int, ...], set[Handle]] = {}
+    self._sizes: dict[Handle, int] = {}  # of those that have begun
     self.epoch = 0
     self.reset()
 
   def reset(self) -> None:
     """Forgets every cached prefix (the weights or the caches are new)."""
     self.epoch += 1
-    self._free = list(range(self.slots))
+    for handle in itertools.chain.from_iterable(self._prompts.values()):
+      handle.rows, handle.cached = None, 0
+    self._free = list(range(self.room.slots))
     self._held: dict[int, Rows] = {}  # slot -> rows
+    self._paused = 0  # tokens in host memory
 
   # Handles.
 
@@ -115,6 +181,7 @@ class SlotTable:
 
   def remove(self, handle: Handle) -> None:
     self.drop(handle)
+    self._sizes.pop(handle, None)
     group = self._prompts[handle.prompt]
     group.discard(handle)
     if not group:
@@ -122,9 +189,9 @@ class SlotTable:
 
   def fork(self, handle: Handle) -> Handle:
     child = Handle(list(handle.ids), handle.prompt)
-    rows = self.rows(handle)
-    if rows is not None:
-      self._share(child, rows, handle.cached)
+    if handle.rows is not None:
+      self._share(child, handle.rows, handle.cached)
+      self._sizes[child] = self._sizes.get(handle, 0)  # what they share
     self.add(child)
     return child
 
@@ -142,22 +209,20 @@ class SlotTable:
     handle.cached = min(handle.cached, len(handle) - 1)
     handle.computed = min(handle.computed, len(handle) - 1)
 
-  def rows(self, handle: Handle) -> Rows | None:
-    """The handle's rows if they are of the present weights."""
-    if handle.rows is not None and handle.rows.epoch != self.epoch:
-      handle.rows, handle.cached = None, 0
-    return handle.rows
-
   def drop(self, handle: Handle) -> None:
     """The handle lets go of its rows; the last user frees the slot."""
-    rows = self.rows(handle)
+    rows = handle.rows
     handle.rows, handle.cached = None, 0
     if rows is None:
       return
     rows.users.discard(handle)
     if rows.owner is handle:
       rows.owner = None
-    if not rows.users and rows.slot is not None:
+    if rows.users:
+      return
+    if rows.slot is None:
+      self._paused -= self.room.size(rows.box.length)
+    else:
       del self._held[rows.slot]
       heapq.heappush(self._free, rows.slot)
 
@@ -172,8 +237,27 @@ class SlotTable:
 
   def settled(self, handle: Handle) -> bool:
     """Whether the handle can go on in the slot that it has."""
-    rows = self.rows(handle)
+    rows = handle.rows
     return rows is not None and rows.slot is not None and self._own(handle)
+
+  def begun(self, handle: Handle) -> bool:
+    """Whether there is room for the handle, in a slot or host memory."""
+    return handle in self._sizes
+
+  def begin(self, handle: Handle, limit: int, last: bool) -> bool:
+    """Keeps room for a handle of at most `limit` tokens, if there is room.
+
+    last: it ends with this call; then it may take what is kept for the calls
+    that others wait for.
+    """
+    size, spare = self.room.size(limit), self.room.size(self.room.max_len)
+    more = [size] if last else [size, spare]
+    if not self.begun(handle) and not self.room.holds(
+      [*self._sizes.values(), *more]
+    ):
+      return False
+    self._sizes[handle] = max(self._sizes.get(handle, 0), size)
+    return True
 
   def _own(self, handle: Handle) -> bool:
     """Whether the handle may write to its rows; takes them if nobody does."""
@@ -185,7 +269,8 @@ class SlotTable:
     return rows.owner is handle
 
   def admit(self, handle: Handle, tokens, plan: Plan, busy) -> bool:
-    """Plans what `handle` needs to decode; False if no slot can be had.
+    """Plans what `handle`, which has begun, needs to decode; False if no slot
+    can be had.
 
     tokens: the whole sequence. busy: the slots that are decoding.
     """
@@ -204,17 +289,17 @@ class SlotTable:
 
   def _place(self, handle: Handle, plan: Plan, busy) -> bool:
     """Gives the handle a slot, with whatever prefix exists."""
-    rows = self.rows(handle)
+    slot = self._take(plan, busy)
+    if slot is None:
+      return False
+    rows = handle.rows
     if rows is None:
       rows = self._sibling(handle)
       if rows is not None:
         self._share(handle, rows, len(handle.prompt) - 1)
-    slot = self._take(plan, busy)
-    if slot is None:
-      return False
     cached = handle.cached
     if rows is not None:
-      copy = Copy(rows.slot, rows.box, slot)
+      copy = Copy(rows.slot, rows.box, slot, cached)
       if rows.slot is None:
         self._counters['restored_tokens'] += cached
       level = plan.ready.get(rows, 0) + 1
@@ -222,11 +307,12 @@ class SlotTable:
       if len(rows.users) > 1:
         self.drop(handle)  # the others keep it
       else:
+        self._paused -= self.room.size(rows.box.length)
         rows.slot, rows.box, rows.owner = slot, None, handle
         self._held[slot] = rows
         plan.ready[rows] = level
         return True
-    handle.rows, handle.cached = Rows(slot, self.epoch, handle), cached
+    handle.rows, handle.cached = Rows(slot, handle), cached
     self._held[slot] = handle.rows
     if rows is not None:
       plan.ready[handle.rows] = level
@@ -236,9 +322,8 @@ class SlotTable:
     """Rows of a live handle that hold the whole of the same prompt."""
     need = len(handle.prompt) - 1
     for other in self._prompts[handle.prompt] if need else ():
-      rows = self.rows(other)
-      if rows is not None and other.cached >= need:
-        return rows
+      if other.rows is not None and other.cached >= need:
+        return other.rows
     return None
 
   def _take(self, plan: Plan, busy) -> int | None:
@@ -260,6 +345,9 @@ class SlotTable:
           copy.source, copy.box = None, rows.box
     self._counters['evictions'] += 1
     self._counters['evicted_tokens'] += rows.box.length
+    self._paused += self.room.size(rows.box.length)
+    most = max(self._counters['paused_tokens'], self._paused)
+    self._counters['paused_tokens'] = most
     return slot
 
   def _prefill(self, handle, tokens, end: int, level: int, plan: Plan) -> int:

@@ -1,9 +1,8 @@
 """The engine of vLLM servers: this process keeps the ids, they keep caches.
 
 A handle is a list of ids held here; every request sends all of it, and the
-server's prefix cache spares the computing. So a request that was lost is sent
-again, to any server, and nothing depends on one process: what counts is the
-one answer that is taken.
+server's prefix cache spares the computing. So a lost request is sent again, to
+any server: what counts is the one answer that is taken.
 
 Tokens of two versions never mix unseen: a server is loaded only after each
 request sent to it has come back. What was under way is ended, its tokens are
@@ -72,7 +71,7 @@ class _Call:
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
-  def take(self, out: Output, version: int, token_bytes) -> int:
+  def take(self, out: Output, version: int, tokenizer) -> int:
     """Adds a request's tokens up to the end; returns how many were left over.
 
     The end is found here, by the rule of all engines: a stop may begin in one
@@ -82,7 +81,7 @@ class _Call:
       self.ids.append(token)
       self.logps.append(logp)
       self.versions.append(version)
-      self.stop = self._find(token_bytes(token)) or ''
+      self.stop = self._find(requests.token_bytes(tokenizer, token)) or ''
       if not self.stop and token in self.sampling.stop_ids:
         self.stop = 'eos'
       if not self.stop and not self.left:
@@ -300,6 +299,9 @@ class VllmEngine(core.Engine):
   def warmup(self) -> None:
     """Nothing: a server compiles what it needs before it answers."""
 
+  def capacity(self, tokens: int) -> int:
+    return capacity(None, self._config, tokens)
+
   # What a replica asks of one server.
 
   async def _generate(self, handle: Handle, sampling: Sampling,
@@ -368,7 +370,7 @@ class VllmEngine(core.Engine):
       raise Refused(
         f'{server.url}: sampled ids outside of 0..{self.vocab_size - 1}'
       )
-    over = call.take(out, version, self._bytes)
+    over = call.take(out, version, self._tokenizer)
     counters = self._counters
     counters['aborted_requests'] += out.end == 'abort'
     counters['generated_tokens'] += len(out.ids) - over
@@ -412,12 +414,6 @@ class VllmEngine(core.Engine):
 
   def _checked(self, ids, held: int, what: str) -> list[int]:
     return requests.check_ids(ids, held, what, self.vocab_size, self.max_len)
-
-  def _bytes(self, token: int) -> bytes:
-    """b'' for the padding ids of a model with more ids than its tokenizer."""
-    if token >= self._tokenizer.vocab_size:
-      return b''
-    return self._tokenizer.token_bytes(token)
 
   def _publish(self, update: WeightsUpdate) -> publication.Publication:
     if isinstance(update.params, Mapping):
@@ -491,6 +487,13 @@ def _start(config, folder: pathlib.Path) -> list[sidecar.Sidecar]:
         job.result().stop()
     raise errors[0]
   return [job.result() for job in jobs]
+
+
+def capacity(model_cfg, config, tokens: int) -> int:
+  """As many as are sent to the servers at once. They compute again what falls
+  out of their caches, whatever the sequences' number."""
+  more = config.url.count(',') if config.url else config.device.count(';')
+  return requests.AHEAD * config.slots * (1 + more)
 
 
 make = VllmEngine  # what config.engine.module = 'vllm' builds

@@ -7,8 +7,8 @@ VLLM_SERVER_DEV_MODE=1, and are no boundary of authorisation: servers bind
 127.0.0.1 or a network of one's own.
 """
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -22,7 +22,6 @@ from searchrl_jax.engines.core import EngineError, Sampling
 _KEEPALIVE = 2.0
 _CONNECT = 10.0  # seconds, of `timeout`, that making a connection may take
 _BUSY = (429, 502, 503, 504)
-_DYING = 1.0  # seconds until a server notices that its engine is dead
 _SPARE = 32  # connections for what is not sampled: scores, pauses, looks
 _START = 'start it with: python -m searchrl_jax.engines.sidecar'
 
@@ -129,15 +128,13 @@ class Client:
       'cache_salt': salt,
     }
     choice, usage = await self._completion(body)
-    try:
+    with self._reading('/v1/completions', choice):
       out = Output(
         [int(i) for i in choice['token_ids']],
         _finite(choice['logprobs']['token_logprobs'], self.url),
         str(choice['finish_reason']),
         _cached(usage, self.url),
       )
-    except (KeyError, TypeError, ValueError) as e:
-      raise self._odd('/v1/completions', choice) from e
     if len(out.ids) != len(out.logps) or (
       out.end not in ('stop', 'length', 'abort')
     ) or (out.end == 'length' and len(out.ids) != max_tokens):
@@ -161,7 +158,7 @@ class Client:
     })
     if choice.get('finish_reason') == 'abort':
       return None
-    try:
+    with self._reading('/v1/completions', choice):
       first, *rest = choice['prompt_logprobs']
       if first is not None or len(rest) != len(ids) - 1:
         raise ValueError('of another length')
@@ -169,8 +166,6 @@ class Client:
         row[str(i)]['logprob'] for i, row in zip(ids[1:], rest, strict=True)
       ], self.url)
       return np.array([0.0, *values], np.float32)
-    except (KeyError, TypeError, ValueError) as e:
-      raise self._odd('/v1/completions', choice) from e
 
   async def rpc(self, method: str, *args: Any) -> list[Any]:
     """What each worker's `method` gives; that of our extension of vLLM.
@@ -182,10 +177,8 @@ class Client:
       'POST', '/collective_rpc', {'method': method, 'args': list(args)},
       timeout=self._slow,
     )
-    try:
+    with self._reading('/collective_rpc', found):
       return list(found['results'])
-    except (KeyError, TypeError) as e:
-      raise self._odd('/collective_rpc', found) from e
 
   async def pause(self) -> None:
     """Ends what is under way; what comes later waits in the server."""
@@ -212,10 +205,8 @@ class Client:
   async def version(self) -> str:
     """'default' of a server that was just started."""
     found = await self._call('GET', '/weight_info')
-    try:
+    with self._reading('/weight_info', found):
       return str(found['weight_version'])
-    except (KeyError, TypeError) as e:
-      raise self._odd('/weight_info', found) from e
 
   async def sleep(self) -> None:
     """Moves the weights to host memory and drops the KV cache."""
@@ -236,11 +227,9 @@ class Client:
   async def _completion(self, body: Mapping[str, Any]) -> tuple[dict, dict]:
     """(the choice, usage) of /v1/completions."""
     found = await self._call('POST', '/v1/completions', body)
-    try:
+    with self._reading('/v1/completions', found):
       choice, usage = found['choices'][0], found['usage']
       read = usage['prompt_tokens']
-    except (KeyError, IndexError, TypeError) as e:
-      raise self._odd('/v1/completions', found) from e
     if read != len(body['prompt']):
       raise Refused(
         f'{self.url}/v1/completions read {read} prompt tokens of the '
@@ -270,35 +259,14 @@ class Client:
     if status == 404:
       self._not_found(where, path, answer)
     if answer.is_error:
-      # A request that an engine takes with it as it dies ends with 500; so
-      # does one that is refused.
-      down = status in _BUSY or status == 500 and (
-        path == '/v1/completions' or await self._dying()
-      )
+      # A request that an engine takes with it as it dies ends with 500.
+      down = status in _BUSY or status == 500 and path == '/v1/completions'
       kind = Down if down else Refused
       raise kind(f'{where}: status {status}: {_message(answer)}')
     if not answer.content:
       return {}
-    try:
+    with self._reading(path, answer.text):
       return answer.json()
-    except ValueError as e:
-      raise self._odd(path, answer.text) from e
-
-  async def _dying(self) -> bool:
-    """Whether a server that answered with 500 has lost its engine.
-
-    Over a connection of its own: such a server closes the one it answered on.
-    """
-    for wait in (_DYING, 0.0):
-      try:
-        async with httpx.AsyncClient(trust_env=False) as fresh:
-          answer = await fresh.get(f'{self.url}/health', timeout=_CONNECT)
-        if answer.status_code != 200:
-          return True
-      except httpx.TransportError:
-        return True
-      await asyncio.sleep(wait)
-    return False
 
   def _not_found(self, where: str, path: str, answer: httpx.Response) -> None:
     if path in ('/v1/completions', '/detokenize'):
@@ -307,6 +275,14 @@ class Client:
     if path == '/v1/models':
       lacks = 'no list of models: it is no vLLM server'
     raise Refused(f'{where}: status 404: the server has {lacks}; {_START}')
+
+  @contextlib.contextmanager
+  def _reading(self, path: str, found: Any) -> Iterator[None]:
+    """Raises Refused for an answer of another form than vLLM's."""
+    try:
+      yield
+    except (LookupError, TypeError, ValueError) as e:
+      raise self._odd(path, found) from e
 
   def _odd(self, path: str, found: Any) -> Refused:
     return Refused(

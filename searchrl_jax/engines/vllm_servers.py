@@ -1,10 +1,11 @@
-"""The servers behind the vLLM engine: found, checked, loaded, mended.
+"""The servers behind the vLLM engine: found, checked, loaded.
 
 A server may be asked once it is `ready`: it serves our model, under a name
 that this process has seen, and holds the weights of the last sync, by its own
 checksums. One that fails is looked at before anything else is sent to it: if
 another process has come in its place (its model has another name then, see
-sidecar.py), that one is loaded first.
+sidecar.py, which starts a server a second time and no more), that one is loaded
+first. One that does not come back, or dies while it is loaded, stops the run.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import uuid
 from searchrl_jax.engines import checksum
 from searchrl_jax.engines import sidecar
 from searchrl_jax.engines.core import EngineError, SyncError
-from searchrl_jax.engines.requests import Handle, Patience
+from searchrl_jax.engines.requests import AHEAD, Handle, Patience
 from searchrl_jax.engines.vllm_http import (
   Client, Down, Model, Refused, Restarted,
 )
@@ -30,7 +31,6 @@ NAME = 'searchrl-'  # what the names begin with that sidecar.py gives models
 POLL = 0.2  # seconds between looks at a server that is not there
 _PROBED = 256  # ids whose text tells one tokenizer from another
 _MEND = 'give config.engine.url another, or none to have servers started'
-_AHEAD = 2  # requests of a slot: that which it serves, and the next
 _log = logging.getLogger(__name__)
 
 
@@ -48,8 +48,8 @@ class Server:
     self.ready = False  # may be asked
     self.name: str | None = None  # of the model, when last seen
     self.version: int | None = None  # held under that name, and checked
-    self.mending: asyncio.Task | None = None
-    self.error: EngineError | SyncError | None = None  # why it was given up
+    self.coming: asyncio.Task | None = None  # that brings it back
+    self.error: EngineError | SyncError | None = None  # why it cannot be
     self.trouble = ''  # why it was not ready, when last looked at
     self.in_flight = 0  # requests
     self.queued = 0  # requests that wait here for a place there
@@ -89,7 +89,7 @@ class Fleet:
     self.seconds_held = 0.0  # summed over calls
     self._model, self._tokenizer, self._config = model, tokenizer, config
     self._nonce = uuid.uuid4().hex  # tells our weights from those of others
-    self._loading = False  # nothing is mended meanwhile
+    self._loading = False  # nothing is brought back meanwhile
     self._loop: asyncio.AbstractEventLoop | None = None
     self._event: asyncio.Event
 
@@ -101,17 +101,17 @@ class Fleet:
     if self._loop is not None and self._loop.is_running():
       raise EngineError('the engine is in use by another event loop')
     self._loop, self._event = loop, asyncio.Event()
-    most = _AHEAD * self._config.slots
+    most = AHEAD * self._config.slots
     for server in self.servers:
       server.http = Client(
         server.url, self._config.timeout, self._config.start_seconds, most
       )
       server.places = asyncio.Semaphore(most)
-      server.mending, server.in_flight, server.queued = None, 0, 0
+      server.coming, server.in_flight, server.queued = None, 0, 0
 
   async def close(self) -> None:
     if self._loop is asyncio.get_running_loop():
-      await self._end_mending()
+      await self._end_coming()
       for server in self.servers:
         await server.http.close()
       self._loop = None
@@ -125,11 +125,14 @@ class Fleet:
     Waits while all are held (unless `probe`), and for one that is up.
 
     Raises:
-      EngineError: none is up in time, or all were given up.
+      EngineError: none is up in time, or one does not come back.
       SyncError: one cannot be brought to the weights.
     """
     pool = self.servers if pinned is None else [pinned]
     while True:
+      for server in self.servers:
+        if server.error is not None:
+          raise type(server.error)(str(server.error)) from server.error
       if self.holds and not probe:
         begin = time.monotonic()
         with patience.paused():
@@ -142,8 +145,7 @@ class Fleet:
           min(up, key=lambda s: (s.in_flight + s.queued, s.handles)).seat(seat)
         return seat.home
       for server in pool:
-        self._mend(server)
-      self._raise_lost(pool)
+        self._bring_back(server)
       if not patience.left():
         raise self.late('no server is up')
       with contextlib.suppress(TimeoutError):
@@ -171,14 +173,6 @@ class Fleet:
     finally:
       server.places.release()
 
-  def _raise_lost(self, pool: Sequence[Server]) -> None:
-    lost = [s.error for s in self.servers if s.error is not None]
-    for error in lost:
-      if isinstance(error, SyncError):
-        raise SyncError(str(error)) from error
-    if all(s.error is not None for s in pool):
-      raise EngineError(f'no server is left; {lost[-1]}') from lost[-1]
-
   def late(self, why: str, last: Exception | None = None) -> EngineError:
     """last: what went wrong before, if anything did."""
     causes = [str(last)] if last else [s.trouble for s in self.servers]
@@ -194,7 +188,7 @@ class Fleet:
       _log.warning('%s is not asked until it is well again: %s', server.url,
                    why)
     server.ready, server.trouble = False, str(why)
-    self._mend(server)
+    self._bring_back(server)
 
   def hold(self, why: str) -> None:
     self.holds.add(why)
@@ -219,7 +213,7 @@ class Fleet:
     """
     self._loading = True
     try:
-      await self._end_mending()
+      await self._end_coming()
       for server in self.servers:
         server.ready, server.version = False, None
       found = await _all([self._bring(s, target) for s in self.servers])
@@ -233,7 +227,7 @@ class Fleet:
     """Ends what is under way; the weights go to the host's memory."""
     self._loading = True
     try:
-      await self._end_mending()
+      await self._end_coming()
       await _all([self._lull(s) for s in self.servers])
     except BaseException:
       self._loading = False
@@ -243,21 +237,10 @@ class Fleet:
     """One that crashed is brought back first: it would take its memory when
     nobody expects it.
     """
-    failures = 0
-    while True:
-      try:
-        if not server.ready:
-          await self._bring(server, self.current)
-        server.ready = False
-        await self._quiet(server)
-        return await server.http.sleep()
-      except Down as e:
-        failures += 1
-        if failures >= self._config.attempts:
-          raise EngineError(
-            f'{e}; {failures} attempts to put it to sleep failed (config.'
-            'engine.attempts)'
-          ) from e
+    await self._bring(server, self.current)
+    server.ready = False
+    await self._quiet(server)
+    await server.http.sleep()
 
   async def wake(self) -> None:
     try:
@@ -269,7 +252,7 @@ class Fleet:
   async def check_claims(self) -> None:
     """Raises SyncError if another client has loaded weights into a server.
 
-    One that does not answer, or is another process now, is mended instead.
+    One that does not answer, or is another process now, is brought back.
     """
     for server in self.servers:
       version = server.version
@@ -294,12 +277,12 @@ class Fleet:
   def _claim(self, version: int) -> str:
     return f'{self._nonce}-{version}'
 
-  def _mend(self, server: Server) -> None:
-    """Brings a server back, unless that is being done or was given up."""
-    if server.mending or server.error or self._loading:
+  def _bring_back(self, server: Server) -> None:
+    """Begins to, unless that is being done, or cannot be."""
+    if server.coming or server.error or self._loading:
       return
 
-    async def mend():
+    async def come():
       lost = server.trouble
       try:
         await self._bring(server, self.current)
@@ -311,20 +294,18 @@ class Fleet:
         server.error = EngineError(f'{server.url}: {e!r} as it was looked at')
         server.error.__cause__ = e
       finally:
-        server.mending = None
+        server.coming = None
         self._changed()
-      if server.error is not None:
-        _log.warning('%s is given up: %s', server.url, server.error)
 
-    server.mending = asyncio.get_running_loop().create_task(mend())
+    server.coming = asyncio.get_running_loop().create_task(come())
 
-  async def _end_mending(self) -> None:
-    tasks = [s.mending for s in self.servers if s.mending]
+  async def _end_coming(self) -> None:
+    tasks = [s.coming for s in self.servers if s.coming]
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for server in self.servers:  # one may have ended before it began
-      server.mending = None
+      server.coming = None
 
   async def _bring(self, server: Server,
                    target: Publication | None) -> dict[str, str]:
@@ -332,36 +313,33 @@ class Fleet:
 
     Returns the checksums of what it holds; {} if there was nothing to load:
     no target yet, or the same process with these weights.
+
+    Raises:
+      EngineError: it is not there, not ours, or died while it was loaded.
+      SyncError: it does not hold the weights.
     """
     server.error = None
-    until, failures = time.monotonic() + self._config.start_seconds, 0
-    while True:
-      try:
-        name, found = await self._connect(server, until), {}
-        if target is not None and server.version is None:
-          found = await self._load(server, target)
-          if (await server.http.model()).name != name:
-            raise Restarted(f'{server.url}: restarted while it was loaded')
-          server.version = target.version
-        server.ready, server.trouble = True, ''
-        self._changed()
-        return found
-      except (Down, Restarted) as e:
-        server.trouble = str(e)
-        failures += 1
-        if failures >= self._config.attempts:
-          raise EngineError(
-            f'{e}; {failures} attempts to load it failed (config.engine.'
-            'attempts)'
-          ) from e
-        await asyncio.sleep(POLL)
+    name, found = await self._connect(server), {}
+    if target is not None and server.version is None:
+      found = await self._load(server, target)
+      if (await server.http.model()).name != name:
+        raise Restarted(f'{server.url}: restarted while it was loaded')
+      server.version = target.version
+    server.ready, server.trouble = True, ''
+    self._changed()
+    return found
 
-  async def _connect(self, server: Server, until: float) -> str:
+  async def _connect(self, server: Server) -> str:
     """The name under which it serves our model; waits for it to be there."""
+    until = time.monotonic() + self._config.start_seconds
     while True:
       try:
         model = await server.http.model()
         await server.http.health()
+        # Ends a sleep and a pause: ours, or those of a trainer that died.
+        if await server.http.is_sleeping():
+          await server.http.wake()
+        await server.http.resume()
         break
       except Down as e:
         server.trouble = str(e)
@@ -378,15 +356,7 @@ class Fleet:
       await self._check(server, model)
       self.restarts += server.name is not None
       server.name = model.name
-    else:
-      await self._rouse(server)
     return model.name
-
-  async def _rouse(self, server: Server) -> None:
-    """Ends a sleep and a pause: ours, or those of a trainer that died."""
-    if await server.http.is_sleeping():
-      await server.http.wake()
-    await server.http.resume()
 
   async def _quiet(self, server: Server) -> None:
     """Returns when the server is paused and every answer is in.
@@ -447,7 +417,6 @@ class Fleet:
         f'config.engine.max_len={self._config.max_len} and one more, for '
         'scoring'
       )
-    await self._rouse(server)
     try:
       workers = await http.rpc('searchrl_describe')
     except Refused as e:

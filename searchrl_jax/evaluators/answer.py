@@ -193,8 +193,9 @@ async def judged(
     i for i, t in enumerate(trajectories)
     if any(a.strip() for a in t.question.answers)
   ]
-  grades = await judging.grade([trajectories[i] for i in known], env, judge,
-                               after_em=False)
+  grades, _ = await judging.grade(
+    [trajectories[i] for i in known], env, judge, after_em=False
+  )
   out = np.full(len(trajectories), NAN)
   out[known] = grades
   return out.tolist()
@@ -259,7 +260,7 @@ class Evaluator:
       engine: writes the policy's tokens.
       source: answers its searches.
       config: the whole config; reads config.eval and config.rollout.
-      writer: gets the trajectories (NAME.jsonl) and, in NAME_ids.json, the
+      writer: gets the trajectories (NAME/) and, in NAME_ids.json, the
         ids evaluated.
       run: runs the coroutine, `asyncio.Runner().run` for instance.
       on_trajectory: as in `rollout`.
@@ -350,8 +351,7 @@ class Evaluator:
     )
 
   def _keep(self, step: int, groups: Sequence[Group]) -> None:
-    decode = self._env.tokenizer.decode
-    self._writer.trajectories(step, groups, decode=decode, name=self._name)
+    self._writer.trajectories(step, groups, name=self._name)
     manifest = {
       label: {
         'n': len(ids),

@@ -2,7 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.evaluators import answer
@@ -66,25 +68,23 @@ def repetition(trajectory: Trajectory, n: int = 4) -> float:
   An n-gram lies within one turn's own tokens: what was said before a search
   and after it are not neighbours.
   """
-  seen: set[tuple[int, ...]] = set()
-  total = 0
-  for run in _policy_runs(trajectory):
-    for i in range(len(run) - n + 1):
-      seen.add(tuple(run[i : i + n]))
-      total += 1
-  return 1.0 - len(seen) / total if total else 0.0
-
-
-def _policy_runs(trajectory: Trajectory) -> Iterator[list[int]]:
-  run: list[int] = []
-  for segment in trajectory.segments:
-    if segment.author == 'policy':
-      run.extend(map(int, segment.ids))
-    elif run:
-      yield run
-      run = []
-  if run:
-    yield run
+  runs, run = [], 0  # tokens of the policy, and in which of its runs they are
+  for s in trajectory.segments:
+    if s.author == 'policy':
+      runs.append((s.ids, np.full(len(s.ids), run)))
+    else:
+      run += 1
+  if sum(len(ids) for ids, _ in runs) < n:
+    return 0.0
+  ids, run = (np.concatenate(x) for x in zip(*runs))
+  distinct, ids = np.unique(ids, return_inverse=True)
+  grams = ids  # each as one number, exact: numbered anew before it overflows
+  for i in range(1, n):
+    if int(grams.max() + 1) * len(distinct) >= 2**63:
+      grams = np.unique(grams, return_inverse=True)[1]
+    grams = grams[:-1] * len(distinct) + ids[i:]
+  grams = grams[run[: len(run) - n + 1] == run[n - 1 :]]
+  return 1.0 - len(np.unique(grams)) / len(grams) if len(grams) else 0.0
 
 
 def _zero_variance(groups: Sequence[Group], values, valid) -> float:

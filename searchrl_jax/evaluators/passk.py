@@ -34,42 +34,43 @@ def check(config: ConfigDict, training: bool = False) -> None:
   for field, least in (
     ('n', 1), ('bootstrap', 1), ('questions', 0), ('temperature', 0),
   ):
-    if e[field] < least:
-      raise ValueError(
-        f'config.eval.{field}={e[field]}: at least {least} is needed'
-      )
+    lookup.require(
+      e[field] >= least,
+      f'config.eval.{field}={e[field]}: at least {least} is needed',
+    )
   if e.match != equivalence.TEXT:
     equivalence.function(e.match)
-  if not 0 < e.top_p <= 1:
-    raise ValueError(f'config.eval.top_p={e.top_p}: above 0, at most 1')
+  lookup.require(
+    0 < e.top_p <= 1, f'config.eval.top_p={e.top_p}: above 0, at most 1'
+  )
   for k in e.k:
-    if not 1 <= k <= e.n:
-      raise ValueError(
-        f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
-        f'(it is {e.n})'
-      )
+    lookup.require(
+      1 <= k <= e.n,
+      f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
+      f'(it is {e.n})',
+    )
   drawn = [f'config.eval.k holds {k}' for k in e.k if k > 1]
   if e.best_of:
-    if e.best_of not in BEST_OF:
-      raise ValueError(
-        f'config.eval.best_of={e.best_of!r}: {lookup.near(e.best_of, BEST_OF)}'
-      )
-    drawn.append(f'config.eval.best_of is {e.best_of!r}')
-    if e.n < 2:
-      raise ValueError(
-        f'{drawn[-1]}, which chooses among config.eval.n samples (it is '
-        f'{e.n}); use 2 or more'
-      )
-    if training:
-      raise ValueError(
-        f"{drawn[-1]}, which `evaluate` can do and a training run cannot; "
-        "leave it '' here and give it to `evaluate --workdir=RUN`"
-      )
-  if drawn and e.temperature == 0:
-    raise ValueError(
-      f'{drawn[0]}, and config.eval.temperature=0 makes all samples of a '
-      'question equal; use a temperature above 0'
+    lookup.require(
+      e.best_of in BEST_OF,
+      f'config.eval.best_of={e.best_of!r}: {lookup.near(e.best_of, BEST_OF)}',
     )
+    drawn.append(f'config.eval.best_of is {e.best_of!r}')
+    lookup.require(
+      e.n >= 2,
+      f'{drawn[-1]}, which chooses among config.eval.n samples (it is '
+      f'{e.n}); use 2 or more',
+    )
+    lookup.require(
+      not training,
+      f"{drawn[-1]}, which `evaluate` can do and a training run cannot; "
+      "leave it '' here and give it to `evaluate --workdir=RUN`",
+    )
+  lookup.require(
+    e.temperature > 0 or not drawn,
+    f'{", ".join(drawn)}, and config.eval.temperature=0 makes all samples of '
+    'a question equal; use a temperature above 0',
+  )
 
 
 def score(

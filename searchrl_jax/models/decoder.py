@@ -18,7 +18,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from searchrl_jax import sharding
+from searchrl_jax import lookup, sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +52,21 @@ class DecoderConfig:
   attention: str = 'auto'  # auto, xla, cudnn
 
   def __post_init__(self):
-    if self.n_heads % self.n_kv_heads:
-      raise ValueError(
-        f'n_heads={self.n_heads} is no multiple of '
-        f'n_kv_heads={self.n_kv_heads}'
-      )
-    if self.head_dim % 2:
-      raise ValueError(f'head_dim={self.head_dim} must be even for RoPE')
-    if self.attention not in ('auto', 'xla', 'cudnn'):
-      raise ValueError(
-        f'attention={self.attention!r}; there are: auto, cudnn, xla'
-      )
-    if self.remat not in REMAT:
-      raise ValueError(f'remat={self.remat!r}; there are: {sorted(REMAT)}')
+    lookup.require(
+      self.n_heads % self.n_kv_heads == 0,
+      f'n_heads={self.n_heads} is no multiple of '
+      f'n_kv_heads={self.n_kv_heads}',
+    )
+    lookup.require(
+      self.head_dim % 2 == 0, f'head_dim={self.head_dim} must be even for RoPE'
+    )
+    lookup.require(
+      self.attention in ('auto', 'xla', 'cudnn'),
+      f'attention={self.attention!r}; there are: auto, cudnn, xla',
+    )
+    lookup.require(
+      self.remat in REMAT, f'remat={self.remat!r}; there are: {sorted(REMAT)}'
+    )
 
   @property
   def n_params(self) -> int:
@@ -282,9 +284,7 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
     )
   # Padding is on the right, so causality alone hides it from real queries.
   B, T, N, H = q.shape
-  K = k.shape[2]
-  q = (q * (1.0 / math.sqrt(H))).reshape(B, T, K, N // K, H)
-  q = q.transpose(0, 2, 3, 1, 4)  # BKGTH: batch dimensions lead
+  q = grouped_queries(q, k.shape[2])
   k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
   # A block of queries meets the keys up to its own end alone: almost half of
   # the scores are never computed, and those of a block stay in the cache of a
@@ -299,14 +299,34 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
+def grouped_queries(q, kv_heads: int):
+  """q [B, T, N, H] as [B, K, G, T, H]: batch dimensions lead.
+
+  float32 comes scaled by 1 / sqrt(H), so that `scores` has nothing to do.
+  """
+  B, T, N, H = q.shape
+  if q.dtype == jnp.float32:
+    q = q * (1.0 / math.sqrt(H))
+  q = q.reshape(B, T, kv_heads, N // kv_heads, H)
+  return q.transpose(0, 2, 3, 1, 4)
+
+
+def scores(axes: str, q, k):
+  """float32 attention scores of `grouped_queries`; axes: of the einsum.
+
+  Half precision is scaled after the product, as cuDNN does: a scaled q would
+  have been rounded once more.
+  """
+  s = jnp.einsum(axes, q, k, preferred_element_type=jnp.float32)
+  return s if q.dtype == jnp.float32 else s * (1.0 / math.sqrt(q.shape[-1]))
+
+
 def _attend_block(q, k, v, start: int):
   """q [B, K, G, T, H], whose first position is `start`; k, v [B, K, S, H]."""
   B, K, G, T, H = q.shape
   S = k.shape[2]
-  s = jnp.einsum(
-    'BKMH,BKSH->BKMS', q.reshape(B, K, G * T, H), k,
-    preferred_element_type=jnp.float32,
-  ).reshape(B, K, G, T, S)
+  s = scores('BKMH,BKSH->BKMS', q.reshape(B, K, G * T, H), k)
+  s = s.reshape(B, K, G, T, S)
   at = start + jnp.arange(T)[:, None]
   s = jnp.where(at >= jnp.arange(S), s, -1e30)
   w = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))

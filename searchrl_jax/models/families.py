@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from searchrl_jax import lookup
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -69,11 +71,11 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
   """
   family = _family(hf)
   for field, neutral in _NEUTRAL.items():
-    if hf.get(field) not in neutral:
-      raise ValueError(
-        f'config.json: {field}={hf[field]!r} is not supported; it can be '
-        f'{neutral[-1]!r} or absent'
-      )
+    lookup.require(
+      hf.get(field) in neutral,
+      f'config.json: {field}={hf.get(field)!r} is not supported; it can be '
+      f'{neutral[-1]!r} or absent',
+    )
   D = _positive(hf, 'hidden_size')
   N = _positive(hf, 'num_attention_heads')
   K = N
@@ -129,11 +131,11 @@ def format_config(fields: Mapping[str, Any], *, dtype: str = 'float32',
     )
   name = names[0]
   D, N = fields['d_model'], fields['n_heads']
-  if D % N and name == 'llama':
-    raise ValueError(
-      f'd_model={D} is no multiple of n_heads={N}, which transformers asks '
-      'of the Llama family'
-    )
+  lookup.require(
+    D % N == 0 or name != 'llama',
+    f'd_model={D} is no multiple of n_heads={N}, which transformers asks '
+    'of the Llama family',
+  )
   theta, scaling = fields['rope_theta'], fields['rope_scaling']
   rope = {'rope_type': 'default', 'rope_theta': theta}
   if scaling is not None:
@@ -284,20 +286,20 @@ def _family(hf: Mapping[str, Any]) -> Family:
     arch = hf['architectures'][0]
     names = [n for n, f in FAMILIES.items() if f.architecture == arch]
     name = names[0] if names else arch
-  if name not in FAMILIES:
-    raise ValueError(
-      f'config.json: model_type={name!r} is unknown; there are: '
-      f'{", ".join(FAMILIES)}'
-    )
+  lookup.require(
+    name in FAMILIES,
+    f'config.json: model_type={name!r} is unknown; there are: '
+    f'{", ".join(FAMILIES)}',
+  )
   return FAMILIES[name]
 
 
 def _positive(hf: Mapping[str, Any], field: str) -> int:
   value = hf.get(field)
-  if type(value) is not int or value < 1:
-    raise ValueError(
-      f'config.json: {field}={value!r}; expected a positive integer'
-    )
+  lookup.require(
+    type(value) is int and value >= 1,
+    f'config.json: {field}={value!r}; expected a positive integer',
+  )
   return value
 
 
@@ -305,11 +307,11 @@ def _refuse_sliding(hf: Mapping[str, Any], family: Family, n_layers: int):
   types = hf.get('layer_types')
   if types is not None:
     others = sorted(set(types) - {'full_attention'})
-    if others:
-      raise ValueError(
-        f'config.json: layer_types has {others}; only full_attention is '
-        'supported'
-      )
+    lookup.require(
+      not others,
+      f'config.json: layer_types has {others}; only full_attention is '
+      'supported',
+    )
     return
   # Qwen has a switch that is off unless set, and a first layer; a window in
   # a Llama config has neither, and its readers disagree on what it means.
@@ -338,8 +340,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     **{f'{k}.rope_theta': t for k, (t, _) in found.items()},
   }
   thetas = {k: float(t) for k, t in thetas.items() if t is not None}
-  if len(set(thetas.values())) > 1:
-    raise ValueError(f'config.json: {thetas} contradict each other')
+  lookup.require(
+    len(set(thetas.values())) <= 1,
+    f'config.json: {thetas} contradict each other',
+  )
   scalings = [s for _, s in found.values()]
   if len(scalings) == 2 and scalings[0] != scalings[1]:
     raise ValueError(
@@ -354,28 +358,28 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   """(theta or None, RopeScaling fields or None) of one dict."""
-  if any(isinstance(v, Mapping) for v in rope.values()):
-    raise ValueError(
-      f'config.json: {field} differs by layer type ({sorted(rope)}), which '
-      'is not supported'
-    )
+  lookup.require(
+    not any(isinstance(v, Mapping) for v in rope.values()),
+    f'config.json: {field} differs by layer type ({sorted(rope)}), which '
+    'is not supported',
+  )
   kind = rope.get('rope_type', rope.get('type', 'default'))
-  if kind not in ('default', 'llama3'):
-    raise ValueError(
-      f'config.json: {field}.rope_type={kind!r} is not supported; there '
-      'are: default, llama3'
-    )
+  lookup.require(
+    kind in ('default', 'llama3'),
+    f'config.json: {field}.rope_type={kind!r} is not supported; there '
+    'are: default, llama3',
+  )
   known = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
   if kind == 'llama3':
     known |= {*_LLAMA3, 'original_max_position_embeddings'}
   for name, value in rope.items():
-    if name not in known or (
-      name == 'partial_rotary_factor' and value not in (None, 1, 1.0)
-    ):
-      raise ValueError(
-        f'config.json: {field}.{name}={value!r} is not supported with '
-        f'rope_type {kind!r}'
-      )
+    lookup.require(
+      name in known and (
+        name != 'partial_rotary_factor' or value in (None, 1, 1.0)
+      ),
+      f'config.json: {field}.{name}={value!r} is not supported with '
+      f'rope_type {kind!r}',
+    )
   theta = rope.get('rope_theta')
   if kind == 'default':
     return theta, None
@@ -386,11 +390,11 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   scaling = {k: rope.get(k) for k in _LLAMA3}
   scaling['original_max_position'] = original
   for name, value in scaling.items():
-    if not isinstance(value, (int, float)) or value <= 0:
-      raise ValueError(
-        f'config.json: {field}.{name}={value!r}; llama3 needs a positive '
-        'number'
-      )
+    lookup.require(
+      isinstance(value, (int, float)) and value > 0,
+      f'config.json: {field}.{name}={value!r}; llama3 needs a positive '
+      'number',
+    )
   scaling = {k: float(v) for k, v in scaling.items()}
   scaling['original_max_position'] = int(original)
   return theta, scaling

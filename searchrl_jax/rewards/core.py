@@ -14,7 +14,6 @@ The sum over a trajectory is the same at every place.
 """
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -103,11 +102,11 @@ def check(
         function.check(whole, fields)
       except ValueError as e:
         raise RewardError(f'config.reward.{name}: {e}') from e
-    if getattr(function, 'needs_judge', False) and not judge:
-      raise RewardError(
-        f'config.reward.{name} asks a judge, and config.judge.url is empty: '
-        'give the URL of an OpenAI-compatible server'
-      )
+    lookup.require(
+      not getattr(function, 'needs_judge', False) or judge,
+      f'config.reward.{name} asks a judge, and config.judge.url is empty: '
+      'give the URL of an OpenAI-compatible server', RewardError,
+    )
   names = [name for name, fn, _, _ in terms if _needs_answers(fn)]
   if names:
     for question in questions:
@@ -203,11 +202,11 @@ def join(first: Rewards, second: Rewards) -> Rewards:
 
 def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   """[(name, function, weight, its own fields)]."""
-  if not config:
-    raise RewardError(
-      "config.reward is empty; give it a function, as in config.reward.em = "
-      "dict(fn='answer.em', weight=1.0)"
-    )
+  lookup.require(
+    config,
+    "config.reward is empty; give it a function, as in config.reward.em = "
+    "dict(fn='answer.em', weight=1.0)", RewardError,
+  )
   return [(name, *_term(name, config[name])) for name in sorted(config)]
 
 
@@ -215,37 +214,24 @@ def _term(name: str, entry: ConfigDict) -> tuple[Callable, float, dict]:
   where = f'config.reward.{name}'
   fields = dict(entry)
   for field in ('fn', 'weight'):
-    if field not in fields:
-      raise RewardError(f'{where} has no field {field!r}')
+    lookup.require(
+      field in fields, f'{where} has no field {field!r}', RewardError
+    )
   weight = fields.pop('weight')
-  if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-    raise RewardError(f'{where}.weight={weight!r} is not a number')
-  if not math.isfinite(weight):
-    raise RewardError(f'{where}.weight={weight!r} is not finite')
+  lookup.require(
+    not isinstance(weight, bool) and isinstance(weight, (int, float)),
+    f'{where}.weight={weight!r} is not a number', RewardError,
+  )
+  lookup.require(
+    math.isfinite(weight),
+    f'{where}.weight={weight!r} is not finite', RewardError,
+  )
   try:
     function = lookup.function(_PACKAGE, fields.pop('fn'))
   except ValueError as error:
     raise RewardError(f'{where}.fn: {error}') from error
-  _match(where, function, fields)
+  lookup.require_fields(where, function, fields, RewardError)
   return function, float(weight), fields
-
-
-def _match(where: str, function: Callable, fields: Mapping) -> None:
-  """Every field is one of the function's, and none of its own is absent."""
-  known = {
-    name: parameter
-    for name, parameter in inspect.signature(function).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-  }
-  for field in fields:
-    if field not in known:
-      raise RewardError(
-        f'{where}.{field} is no field of {function.__name__}: '
-        + (lookup.near(field, known) if known else 'it has none')
-      )
-  for field, parameter in known.items():
-    if parameter.default is inspect.Parameter.empty and field not in fields:
-      raise RewardError(f'{where} has no field {field!r}')
 
 
 def _needs_answers(function: Callable) -> bool:
@@ -253,12 +239,12 @@ def _needs_answers(function: Callable) -> bool:
 
 
 def _require_answers(name: str, question: Question) -> None:
-  if not any(answer.strip() for answer in question.answers):
-    raise RewardError(
-      f'question {question.id!r} has no golden answers, and '
-      f'config.reward.{name} needs them; leave such questions out, or use a '
-      'reward without answers'
-    )
+  lookup.require(
+    any(answer.strip() for answer in question.answers),
+    f'question {question.id!r} has no golden answers, and '
+    f'config.reward.{name} needs them; leave such questions out, or use a '
+    'reward without answers', RewardError,
+  )
 
 
 def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:

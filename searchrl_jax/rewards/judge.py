@@ -3,8 +3,12 @@
 The verdict is structured: {"verdict": "correct"} or {"verdict": "incorrect"},
 or that word alone. Nothing is looked for in longer text, so "incorrect" can
 never read as "correct", and question, golden answers and answer reach the
-judge as JSON strings, which an answer cannot break out of. No verdict is no
-reward: such a trajectory is left out (design 5.4) and counted.
+judge as JSON strings, which an answer cannot break out of, and in which it
+cannot spell a control token (`chat.payload`).
+
+A judge that fails gives no reward: such a trajectory is left out (design 5.4)
+and counted. One that answers, and not with a verdict, was brought to it by the
+answer: that is wrong, and counted as `unusable`.
 """
 
 import asyncio
@@ -15,7 +19,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax import metrics
-from searchrl_jax.chat import Chat, ChatError
+from searchrl_jax.chat import Chat, ChatError, payload
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.rewards.core import (
   RewardContext,
@@ -45,6 +49,7 @@ MOST = 2000  # characters of an answer that the judge sees
 KEPT = 1_000_000  # verdicts
 _TOKENS = 32  # of a reply
 Item = tuple[str, tuple[str, ...], str]  # question, golden answers, answer
+_KNOWN = ('What is 1 + 1?', ('2',), 'two')  # a judge has a verdict on it
 
 
 class JudgeError(RuntimeError):
@@ -72,48 +77,52 @@ class Judge:
 
   async def verdicts(
     self, items: Iterable[Item], among: int
-  ) -> list[bool | None]:
-    """True, False, or None where the judge gave no verdict.
+  ) -> list[bool | ChatError]:
+    """True, False, or why there is no verdict (its kind tells whose fault).
 
     among: answers that there are, those that need no verdict too.
 
     Raises:
-      JudgeError: verdicts are missing for more than config.judge.max_failed
-        of these.
+      JudgeError: the judge failed on more than config.judge.max_failed of
+        these; what is `unusable` does not count.
     """
     items = [(q, tuple(golds), a[:MOST]) for q, golds, a in items]
     new = list(dict.fromkeys(i for i in items if i not in self._known))
     found = dict(zip(
       new, await asyncio.gather(*map(self._ask, new)), strict=True
     ))
-    errors = [v for v in found.values() if isinstance(v, ChatError)]
     out = [found.get(i, self._known.get(i)) for i in items]
-    out = [None if isinstance(v, ChatError) else v for v in out]
     for item, value in found.items():
-      if not isinstance(value, ChatError):
+      if isinstance(value, bool):
         self._known[item] = value
     while len(self._known) > KEPT:  # the oldest goes first
       del self._known[next(iter(self._known))]
-    if out.count(None) > self._most * among:
+    errors = [
+      v for v in out if isinstance(v, ChatError) and v.kind != 'unusable'
+    ]
+    if len(errors) > self._most * among:
       raise JudgeError(
-        f'{out.count(None)} verdicts on {among} answers are missing, more than '
+        f'{len(errors)} verdicts on {among} answers are missing, more than '
         f'config.judge.max_failed={self._most} allows; the last error: '
         f'{errors[-1]}'
       )
     return out
 
   async def check(self) -> Mapping[str, object]:
-    """Raises ChatError if nobody serves the model."""
-    return await self._chat.check()
+    """Raises ChatError if nobody serves the model, or it gives no verdict."""
+    about, verdict = await self._chat.check(), await self._ask(_KNOWN)
+    if isinstance(verdict, ChatError):
+      raise verdict
+    return about
 
   async def close(self) -> None:
     await self._chat.close()
 
   async def _ask(self, item: Item) -> bool | ChatError:
     question, golds, answer = item
-    asked = json.dumps({
+    asked = payload({
       'question': question, 'golden_answers': golds, 'answer': answer,
-    }, ensure_ascii=False)
+    })
     try:
       reply = await self._chat.reply(
         [{'role': 'system', 'content': SYSTEM},
@@ -142,17 +151,19 @@ def read(reply: str) -> bool:
   verdict = VERDICTS.get(word.strip('. ').lower()) if (
     isinstance(word, str)) else None
   if verdict is None:
-    raise ChatError('bad_response', f'no verdict: {reply[:200]!r}')
+    raise ChatError('unusable', f'no verdict: {reply[:200]!r}')
   return verdict
 
 
 async def grade(
   trajectories: Sequence[Trajectory], env: SearchEnv, judge: Judge,
   after_em: bool,
-) -> np.ndarray:
-  """float32 [B]: 1 right, 0 wrong, NaN without a verdict or for a failure.
+) -> tuple[np.ndarray, np.ndarray]:
+  """(grades, unusable), float32 [B].
 
-  No answer is wrong, unasked.
+  grades: 1 right, 0 wrong, NaN for a failure, the trajectory's or the judge's.
+  No answer is wrong, unasked; so is one that the judge has no verdict on,
+  which `unusable` marks by 1.
 
   Args:
     trajectories: B of them, with golden answers.
@@ -164,6 +175,7 @@ async def grade(
     JudgeError: too many verdicts are missing.
   """
   out, items = np.full(len(trajectories), np.nan, np.float32), {}
+  unusable = np.zeros(len(trajectories), np.float32)
   for i, t in enumerate(trajectories):
     if t.failed:
       continue
@@ -174,8 +186,11 @@ async def grade(
   among = sum(not t.failed for t in trajectories)
   verdicts = await judge.verdicts(items.values(), among)
   for i, verdict in zip(items, verdicts, strict=True):
-    out[i] = np.nan if verdict is None else float(verdict)
-  return out
+    if isinstance(verdict, ChatError):
+      unusable[i] = verdict.kind == 'unusable'
+      verdict = False if unusable[i] else np.nan
+    out[i] = verdict
+  return out, unusable
 
 
 async def correct(
@@ -189,7 +204,8 @@ async def correct(
     after_em: an exact match is right without being asked about.
 
   Returns:
-    Parts: 'em' and 'f1', whatever the judge says.
+    Parts: 'em' and 'f1', whatever the judge says; 'unusable', the answers
+    that the judge had no verdict on.
 
   Raises:
     RewardError: there is no judge. JudgeError: too many verdicts are missing.
@@ -199,12 +215,15 @@ async def correct(
     raise RewardError(
       'judge.correct needs config.judge.url: an OpenAI-compatible server'
     )
-  grades = await grade(flat(groups), env, judge, after_em)
+  grades, unusable = await grade(flat(groups), env, judge, after_em)
   beside = per_trajectory(groups, lambda t: {
     'value': 0.0, 'em': metrics.exact_match(env.answer(t), t.question.answers),
     'f1': metrics.f1(env.answer(t), t.question.answers),
   })
-  return Rewards(np.nan_to_num(grades), ~np.isnan(grades), parts=beside.parts)
+  return Rewards(
+    np.nan_to_num(grades), ~np.isnan(grades),
+    parts={**beside.parts, 'unusable': unusable},
+  )
 
 
 correct.needs_answers = True

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from searchrl_jax import equivalence, metrics
+from searchrl_jax import equivalence, lookup, metrics
 from searchrl_jax.rewards.core import RewardContext, RewardError
 from searchrl_jax.types import Group, Question, Rewards
 
@@ -75,23 +75,28 @@ def check(config, fields) -> None:
     RewardError: names the field, what it is and the mend.
   """
   n, m = fields['votes'], fields['train']
-  if n != config.rollout.group or n < 2:
-    raise RewardError(
-      f'votes={n} with config.rollout.group={config.rollout.group}: all '
-      'samples of a question vote, 2 or more; give both the same number'
-    )
-  if config.rollout.refill:
-    raise RewardError(
-      f'votes={n} with config.rollout.refill={config.rollout.refill}: of a few '
-      'further questions the share without a vote says nothing; use 0'
-    )
-  if not 1 <= m <= n:
-    raise RewardError(f'train={m} of votes={n}: 1 to {n} samples are trained')
-  if config.algorithm.advantage == 'remax':
-    raise RewardError(
-      "config.algorithm.advantage='remax' takes the reward of one greedy "
-      'answer, and one answer is no majority; use another advantage'
-    )
+  lookup.require(
+    n == config.rollout.group and n >= 2,
+    f'votes={n} with config.rollout.group={config.rollout.group}: all '
+    'samples of a question vote, 2 or more; give both the same number',
+    RewardError,
+  )
+  lookup.require(
+    not config.rollout.refill,
+    f'votes={n} with config.rollout.refill={config.rollout.refill}: of a few '
+    'further questions the share without a vote says nothing; use 0',
+    RewardError,
+  )
+  lookup.require(
+    1 <= m <= n,
+    f'train={m} of votes={n}: 1 to {n} samples are trained', RewardError,
+  )
+  lookup.require(
+    config.algorithm.advantage != 'remax',
+    "config.algorithm.advantage='remax' takes the reward of one greedy "
+    'answer, and one answer is no majority; use another advantage',
+    RewardError,
+  )
   if fields['match'] != equivalence.TEXT:
     equivalence.function(fields['match'])
 
@@ -116,8 +121,9 @@ def labelled(
   max_abstained: float,
 ) -> Rewards:
   """As `majority`, with labels that `choose` takes from the votes."""
-  if context.env is None:
-    raise RewardError('votes on answers need RewardContext.env')
+  lookup.require(
+    context.env, 'votes on answers need RewardContext.env', RewardError
+  )
   n = sum(map(len, groups))
   value, valid = np.zeros(n, np.float32), np.zeros(n, bool)
   parts = collections.defaultdict(lambda: np.full(n, np.nan, np.float32))

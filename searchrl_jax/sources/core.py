@@ -1,9 +1,10 @@
 """The source contract: queries in, one answer each out.
 
 An answer is a SearchResult or a SearchError, in the order of the requests; a
-source never raises for one bad query, and never turns a failure into an
-empty result. `fatal` errors of set-up (absent server at the start) raise
-SourceError.
+source never raises for one bad query, and never turns a failure of its service
+into an empty result. A service that is well, and cannot use the query, has
+found nothing: or policies could leave the loss by what they search for.
+`fatal` errors of set-up (absent server at the start) raise SourceError.
 """
 
 from collections.abc import Mapping, Sequence

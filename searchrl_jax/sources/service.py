@@ -203,6 +203,10 @@ class ServiceSource:
       if len(rest) < len(queries):  # the server says which it failed on
         answers = await self._ask(rest, k) if rest else {}
         return dict.fromkeys(queries, error) | answers
+      if error.kind == 'rejected' and len(queries) == 1 and (
+        await self._well(k)
+      ):
+        return {queries[0]: []}  # it is the query that cannot be asked
       if len(queries) == 1 or error.kind not in _HALVED:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2
@@ -210,6 +214,13 @@ class ServiceSource:
       self._ask(queries[:half], k), self._ask(queries[half:], k)
     )
     return first | second
+
+  async def _well(self, k: int) -> bool:
+    """Whether the server answers a query that nothing is wrong with."""
+    try:
+      return bool(await self._client.retrieve(['health'], k))
+    except RetrievalError:
+      return False
 
 
 def make(config: ConfigDict, **_: object) -> ServiceSource:

@@ -7,11 +7,14 @@ documents of each query, useful ones or, with probability p(t) in step t of T,
 
 noisy ones. It is told the query's own question and golden answers. What it
 writes is outside text, as a passage is. A reply without a document is asked
-for again and then a failed search, never an empty result (design 5.4).
+for again; if none has one, the search has found nothing. A server that does
+not reply is a failed search (design 5.4). To a server, the query and what else
+stands in a prompt's slots goes as the inside of a JSON string (chat.payload).
 """
 
 import asyncio
 import hashlib
+import logging
 import re
 import string
 import time
@@ -20,8 +23,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import outside
-from searchrl_jax.chat import Chat, ChatError
+from searchrl_jax import lookup, outside
+from searchrl_jax.chat import Chat, ChatError, payload
 from searchrl_jax.engines.core import Engine, EngineError, Sampling
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import (
@@ -36,6 +39,8 @@ from searchrl_jax.types import (
 SIMULATED = 'simulated'  # config.source.module
 SLOTS = ('question', 'answers', 'query', 'k')
 _WHERE = 'config.source.simulator'
+_ASKED = Question('check', 'What is the capital of France?', ('Paris',))
+_log = logging.getLogger(__name__)
 
 
 class Writer(NamedTuple):
@@ -58,36 +63,35 @@ def check(config: ConfigDict) -> None:
       used = {field for _, field in _slots(config[name]) if field is not None}
     except ValueError as e:
       raise ValueError(f'{_WHERE}.{name}: {e}; write a brace twice') from e
-    if 'query' not in used or used - set(SLOTS):
-      raise ValueError(
-        f'{_WHERE}.{name}={config[name]!r}: a prompt with {{query}}, and any '
-        f'of {SLOTS}'
-      )
+    lookup.require(
+      'query' in used and used <= set(SLOTS),
+      f'{_WHERE}.{name}={config[name]!r}: a prompt with {{query}}, and any '
+      f'of {SLOTS}',
+    )
   try:
     found = re.compile(config.document)
   except re.error as e:
     raise ValueError(f'{_WHERE}.document: no regular expression: {e}') from e
-  if not found.groups or 'title' in found.groupindex and (
-    'text' not in found.groupindex
-  ):
-    raise ValueError(
-      f'{_WHERE}.document={config.document!r}: needs a group, the text of one '
-      'document; named (?P<text>...) beside a named title'
-    )
-  if config.url and (config.path or config.stops or not config.chat):
-    raise ValueError(
-      f'{_WHERE}.url={config.url!r} with path, stops or chat=False: a server '
-      'has its own model, is sent messages, and its replies are whole'
-    )
+  named = found.groupindex
+  lookup.require(
+    found.groups and ('text' in named or 'title' not in named),
+    f'{_WHERE}.document={config.document!r}: needs a group, the text of one '
+    'document; named (?P<text>...) beside a named title',
+  )
+  lookup.require(
+    not config.url or (config.chat and not (config.path or config.stops)),
+    f'{_WHERE}.url={config.url!r} with path, stops or chat=False: a server '
+    'has its own model, is sent messages, and its replies are whole',
+  )
   for name, low, high in (
     ('noise_from', 0, 1), ('noise_to', 0, 1), ('steps', 1, float('inf')),
     ('max_tokens', 1, float('inf')), ('attempts', 1, float('inf')),
     ('temperature', 0, float('inf')), ('base', 1.001, float('inf')),
   ):
-    if not low <= config[name] <= high:
-      raise ValueError(
-        f'{_WHERE}.{name}={config[name]}: between {low} and {high}'
-      )
+    lookup.require(
+      low <= config[name] <= high,
+      f'{_WHERE}.{name}={config[name]}: between {low} and {high}',
+    )
 
 
 def noise(config: ConfigDict, step: int) -> float:
@@ -134,21 +138,29 @@ class SimulatedSource:
 
     Raises:
       SourceError: nobody at config.source.simulator.url serves the model, or
-        the tokenizer has no chat template for a prompt that is a message.
+        it writes no document; or the tokenizer has no chat template for a
+        prompt that is a message.
     """
     name = self._config.path or 'the policy'
-    if self._writer and self._config.chat and not (
-      self._writer.tokenizer.has_chat
-    ):
-      raise SourceError(
-        f'{_WHERE}.chat=True, and the tokenizer of {name} has no chat '
-        'template; use chat=False'
-      )
+    lookup.require(
+      self._chat or not self._config.chat or self._writer.tokenizer.has_chat,
+      f'{_WHERE}.chat=True, and the tokenizer of {name} has no chat template; '
+      'use chat=False', SourceError,
+    )
     if self._chat:
       try:
         name = (await self._chat.check())['model']
       except ChatError as e:
         raise SourceError(str(e)) from e
+      found = await self._answer(SearchRequest('capital France', 1, _ASKED))
+      if isinstance(found, SearchError) or not found.passages:
+        raise SourceError(
+          f'{_WHERE}.url={self._config.url!r} answers the query '
+          f'{found.request.query!r} with no document: '
+          + (found.message if isinstance(found, SearchError) else (
+            f'look at {_WHERE}.document and its prompts'
+          ))
+        )
     elif self._writer.start:
       await self._writer.start()
     return {'identity': {'simulator': name}}
@@ -180,15 +192,14 @@ class SimulatedSource:
             "config.source.module='service'"
           )
         parts.append((values[field], False))
-    said = ''
     for attempt in range(self._config.attempts):
       drawn = self._drawn(request, request.query, attempt)
       try:
         reply = await self._write(parts, int(drawn * 2**32))
       except ChatError as e:
-        if e.kind != 'bad_response':
+        if e.kind not in ('bad_response', 'unusable'):
           return SearchError(request, e.kind, str(e))
-        said = str(e)
+        last = e
         continue
       except EngineError as e:
         return SearchError(request, 'rejected', f'{_WHERE}: {e}')
@@ -198,11 +209,15 @@ class SimulatedSource:
       )
       if passages and all(p.text for p in passages):
         return SearchResult(request, passages, time.monotonic() - begin)
-      said = repr(reply[:200])
-    return SearchError(
-      request, 'bad_response', f'{_WHERE}: {self._config.attempts} replies '
-      f'without a document ({_WHERE}.document), the last: {said}'
+      last = ChatError('unusable', repr(reply[:200]))
+    said = (
+      f'{_WHERE}: {self._config.attempts} replies without a document '
+      f'({_WHERE}.document), the last: {last}'
     )
+    if last.kind != 'unusable':
+      return SearchError(request, last.kind, said)
+    _log.debug('%r: %s', request.query, said)
+    return SearchResult(request, (), time.monotonic() - begin)
 
   def _drawn(self, request: SearchRequest, *more) -> float:
     """In [0, 1), in steps of 2**-32."""
@@ -211,19 +226,30 @@ class SimulatedSource:
     return int.from_bytes(digest) / 2**32
 
   async def _write(self, parts: Sequence[outside.Part], seed: int) -> str:
-    """A whole reply, without empty lines; ChatError if it is cut."""
+    """A whole reply, without empty lines.
+
+    Raises:
+      ChatError: 'unusable' if it is cut, or the prompt leaves no room for it.
+    """
     c = self._config
     if self._chat:
+      said = ''.join(
+        text if ours else payload(text)[1:-1] for text, ours in parts
+      )
       return _dense(await self._chat.reply(
-        [{'role': 'user', 'content': ''.join(text for text, _ in parts)}],
+        [{'role': 'user', 'content': said}],
         max_tokens=c.max_tokens, temperature=c.temperature, seed=seed,
       ))
     engine, tokenizer = self._writer.engine(), self._writer.tokenizer
     if c.chat:
       parts = outside.chat_parts(tokenizer, [('user', parts)])
-    handle = engine.open(
-      Prompt(tuple(tokenizer.encode_parts(parts, start=True)))
-    )
+    ids = tokenizer.encode_parts(parts, start=True)
+    if len(ids) + c.max_tokens > engine.max_len:
+      raise ChatError('unusable', (
+        f'a prompt of {len(ids)} tokens, {_WHERE}.max_tokens={c.max_tokens} '
+        f'and an engine of {engine.max_len}'
+      ))
+    handle = engine.open(Prompt(tuple(ids)))
     try:
       done = await engine.generate(handle, Sampling(
         max_tokens=c.max_tokens, temperature=c.temperature, stops=c.stops,
@@ -233,7 +259,7 @@ class SimulatedSource:
       engine.close(handle)
     reply = tokenizer.decode(done.ids)
     if done.stop == 'length':
-      raise ChatError('bad_response', f'cut after {c.max_tokens}: {reply!r}')
+      raise ChatError('unusable', f'cut after {c.max_tokens}: {reply!r}')
     return _dense(reply)
 
 
