@@ -9,6 +9,12 @@ WORKDIR ?= runs/quickstart
 SIDECAR ?=
 CONTROLS ?= 0
 export JAX_PLATFORMS ?= cpu
+# XLA takes the temporary memory of an update from malloc and gives it back
+# each time: in pages of 4 KB the kernel spends a good part of an update on a
+# CPU clearing them (trials: experiments/LOG.md). glibc reads this at the start.
+ifeq ($(shell uname -s),Linux)
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+endif
 
 .PHONY: help setup quickstart sidecar test test-parity test-sidecar lint clean
 

@@ -14,11 +14,17 @@ import pathlib  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
 
-# Several tests train the same tiny model: it compiles once a session.
-_COMPILED = tempfile.mkdtemp(prefix='searchrl_compiled_')
-os.environ['JAX_COMPILATION_CACHE_DIR'] = _COMPILED
+# The temporary directory of the session and all its processes, which must be
+# empty at the end. pytest's own folders stay where they are.
+_WORKER = 'PYTEST_XDIST_WORKER' in os.environ
+if not _WORKER:
+  os.environ.setdefault('PYTEST_DEBUG_TEMPROOT', tempfile.gettempdir())
+  os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(prefix='searchrl_')
+  atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+# Several tests train the same tiny model: it compiles once a worker.
+_COMPILED = 'compiled_'
+os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix=_COMPILED)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
-atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -32,6 +38,22 @@ STRICT = (
   'tests/models', 'tests/test_losses', 'tests/test_update',
   'tests/test_advantages', 'tests/test_masked', 'tests/engines',
 )
+
+
+@pytest.hookimpl(trylast=True)  # the workers have ended
+def pytest_sessionfinish(session, exitstatus):
+  left = [
+    path for path in sorted(pathlib.Path(tempfile.gettempdir()).iterdir())
+    if not path.name.startswith(_COMPILED)
+  ]
+  # torch and vLLM, which the other suites run, keep caches there.
+  ours = 'not parity' in session.config.option.markexpr
+  if left and ours and not _WORKER and exitstatus == 0:
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    reporter = session.config.pluginmanager.get_plugin('terminalreporter')
+    reporter.write_line(
+      f'\nFAILED: the tests left {", ".join(path.name for path in left)} in '
+      'the temporary directory; use tmp_path, or remove it', red=True)
 
 
 def shared_data() -> pathlib.Path | None:

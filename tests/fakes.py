@@ -20,7 +20,7 @@ class ByteTokenizer:
   """One token for each byte, and eos."""
 
   path, vocab_size, eos_ids, max_token_bytes = 'bytes', 257, (EOS,), 1
-  control_texts, has_chat = ('<|eos|>',), False
+  has_chat = False
 
   def encode_parts(self, parts, start=False):
     return list(''.join(text for text, _ in parts).encode())
@@ -72,7 +72,7 @@ class FakeEngine:
   `delay(text)`: seconds of a generation. `slots`: generations at a time.
   """
 
-  vocab_size, max_len = 257, 10**6
+  vocab_size, max_len, holds = 257, 10**6, 10**6
 
   def __init__(self, script, delay=lambda text: 0.0, slots=10**6):
     self.script, self.delay, self.slots = script, delay, slots
@@ -86,6 +86,9 @@ class FakeEngine:
     self.names += 1
     self.handles[self.names] = list(ids)
     return self.names
+
+  def capacity(self, tokens):
+    return self.holds
 
   def open(self, prompt):
     self.opened += 1

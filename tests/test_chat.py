@@ -56,14 +56,19 @@ def test_no_reply_is_an_error_of_its_kind():
     for said, expected in (
       (503, 'overloaded'), (429, 'overloaded'), (401, 'rejected'),
       (404, 'rejected'), (b'<html>', 'bad_response'),
-      (b'{"choices": []}', 'bad_response'), (b'[]', 'bad_response'),
-      (b'{"choices": [{"message": {"content": null}}]}', 'bad_response'),
+      (b'{"choices": null}', 'bad_response'), (b'[]', 'bad_response'),
       (None, 'unreachable'),
+      # It answered: what it was asked is to blame.
+      (400, 'unusable'), (413, 'unusable'), (422, 'unusable'),
+      (b'{"choices": []}', 'unusable'), ('', 'unusable'), (' \n', 'unusable'),
+      (b'{"choices": [{"message": {"content": null, "refusal": "No."}}]}',
+       'unusable'),
     ):
       replies['said'] = said
       assert kind(config(chats.url, model='m')) == expected, said
-    replies['said'], chats.finish = 'cut short', 'length'
-    assert kind(config(chats.url)) == 'bad_response'
+    for chats.finish in ('length', 'content_filter'):
+      replies['said'] = 'cut short'
+      assert kind(config(chats.url)) == 'unusable'
     closed = chats.url
   assert kind(config(closed)) == 'unreachable'
 

@@ -105,7 +105,7 @@ def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
     rollouts.take(0)
     while len(start.sampled) < 6:
       time.sleep(0.001)
-    cursor, kept = rollouts.cursor(), collector.lines(rollouts.ended())
+    cursor, kept = rollouts.cursor(), collector.encode(rollouts.ended())
     rollouts.stop()
   assert start.cancelled == [1, 2]
   assert cursor == {'at': 2}
@@ -118,7 +118,7 @@ def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
     rollouts = make(signals, stream, again, 2)
     rollouts.restore(kept)
     # Before its step begins it is still there, for the next checkpoint.
-    assert collector.lines(rollouts.ended()) == kept
+    assert collector.encode(rollouts.ended()) == kept
     first, second = rollouts.take(1), rollouts.take(2)
   got = [g[0] for r in (first, second) for g in r.groups]
   assert [t.question.id for t in got] == ['q2', 'q3', 'q4', 'q5']
@@ -167,11 +167,11 @@ def test_what_other_weights_wrote_is_sampled_again():
 
 
 def test_what_ended_after_a_checkpoint_lies_beside_it(tmp_path):
-  path = tmp_path / 'ended.jsonl'
+  path = tmp_path / 'ended.bin'
   assert collector.kept(path, 3) is None
-  lines = collector.lines({3: [trajectory(Question('q', 'wer? \u00e4'))]})
-  collector.keep(path, 3, lines)
-  assert collector.kept(path, 3) == lines
+  ended = collector.encode({3: [trajectory(Question('q', 'wer? \u00e4'))]})
+  collector.keep(path, 3, ended)
+  assert collector.kept(path, 3) == ended
   assert collector.kept(path, 4) is None  # of another checkpoint
 
 
@@ -307,7 +307,7 @@ def test_further_questions_of_a_step_are_its_own_when_it_is_taken_again():
     ended = one.put_back(0, usable=True)
     assert [t.question.id for t in ended] == ['q0', 'q1', 'q2', 'q3']
     assert one.cursor() == before
-    kept = collector.lines(one.ended())
+    kept = collector.encode(one.ended())
   start, stream = Rollouts(), Stream()
   for go in start.go.values():
     go.set()

@@ -12,6 +12,7 @@ import sys
 from unittest import mock
 
 from absl import flags
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -24,11 +25,13 @@ from searchrl_jax import command as commands
 from searchrl_jax import dryrun
 from searchrl_jax import evaluate
 from searchrl_jax import export
+from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import sft
 from searchrl_jax import train
 from searchrl_jax.checkpoint import CheckpointError
 from searchrl_jax.data import core as data
+from searchrl_jax.engines import device
 from searchrl_jax.models import decoder
 from searchrl_jax.models import hf
 from searchrl_jax.types import Passage, Question
@@ -123,8 +126,8 @@ def test_evaluate_on_a_run_and_on_another_world(run):
                    '--config.data.eval.micro.n=2')
   assert 'exact match' in out and 'searches per question' in out
   where = pathlib.Path(out.rsplit('trajectories and figures: ')[1].strip())
-  record = json.loads((where / 'eval.jsonl').read_text().splitlines()[0])
-  assert record['question']['id'].startswith('micro-9-heldout')
+  record = next(records.read(where / 'eval'))
+  assert record.trajectory.question.id.startswith('micro-9-heldout')
   assert json.loads((where / 'eval_ids.json').read_text())
 
 
@@ -296,6 +299,55 @@ def test_dry_run_counts_a_critic():
   assert lines['critic: parameters, optimizer, gradients'] == (
     f'{4 * 4 * size / 2**20:,.1f}')
   assert 'critic' not in without
+
+
+def report(config) -> dict[str, str]:
+  """A dry run's names and values."""
+  lines = map(str.split, dryrun.report(config, 700).splitlines())
+  return {' '.join(words[:-1]): words[-1] for words in lines if words}
+
+
+def test_dry_run_counts_the_engine_as_it_lies_on_the_mesh():
+  if jax.device_count() < 8:
+    pytest.skip('needs eight devices')
+  config = tiny.config('http://127.0.0.1:9')
+  config.model.arch.hidden_size = 2048  # MiB, nearly all embeddings
+  config.engine.update(slots=64, max_len=2048)
+  one = report(config)
+  config.mesh.update(data=2, fsdp=2, tensor=2)
+  many = report(config)
+
+  def ratio(name):
+    return float(many[name]) / float(one[name])
+
+  # Cut along `tensor` alone; the rows of the cache lie with data and fsdp.
+  assert ratio('engine: weights') == pytest.approx(1 / 2, rel=0.05)
+  assert ratio('parameters (float32)') == pytest.approx(1 / 4, rel=0.05)
+  assert ratio('engine: cache, 64 slots x 2048 tokens') == pytest.approx(
+    1 / 8, rel=0.05)
+  tokens = config.env.max_observation_tokens
+  name = f'texts of {tokens} tokens prefilled together'
+  # 4 x 32 tokens hold 2 texts of 48; of 4 parts each takes at least 1.
+  assert (one[name], many[name]) == ('2', '4')
+
+
+def test_dry_run_counts_host_memory_and_what_is_in_flight():
+  config = tiny.config('http://127.0.0.1:9')
+  config.engine.slots = 2
+  size = 96 * device.bytes_per_token(setup.model_config(config, 700))
+  config.engine.host_gib = 4 * size / 2**30
+  lines = report(config)
+  # Two in slots, three paused, and room for a call that one of them waits for.
+  assert lines['trajectories in flight, at most'] == '5'
+  (name,) = [n for n in lines if n.startswith('engine: 3 paused sequences')]
+  assert lines[name] == f'{3 * size / 2**20:,.1f}'
+  config.rollout.concurrency = 4
+  assert report(config)['trajectories in flight, at most'] == '4'
+  config.engine.update(module='vllm', slots=1, device='gpus:0;1')
+  config.rollout.concurrency = 0
+  lines = report(config)
+  assert lines['trajectories in flight, at most'] == '4'  # 2 servers x 2
+  assert not any('paused' in name for name in lines)
 
 
 def test_dry_run_counts(tmp_path):

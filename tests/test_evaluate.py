@@ -42,6 +42,15 @@ def read(folder, name):
   return json.loads((folder / name).read_text())
 
 
+def test_what_selected_a_checkpoint_does_not_report_on_it(url, tmp_path):
+  c = config(url, **{'checkpoint.best': 'eval/set=micro/em', 'eval.k': ()})
+  c.data.eval.other = dict(c.data.eval.micro, split='train')
+  evaluate.evaluate(c, '', str(tmp_path / 'e'), which='best')
+  assert {row['set'] for row in map(
+    json.loads, (tmp_path / 'e/rows.jsonl').open()
+  )} == {'other'}
+
+
 def test_what_an_evaluation_leaves(done, url):
   folder, values = done
   manifest, kept = read(folder, 'manifest.json'), read(folder, 'eval.json')
@@ -70,8 +79,7 @@ def test_certainty_is_that_of_the_trainer(done, url):
   tok = setup.tokenizer(c, str(folder))
   cfg = setup.model_config(c, tok.vocab_size)
   params = setup.parameters(c, cfg, setup.mesh(c))
-  with open(folder / 'eval.jsonl') as f:
-    trajectory = records.read_trajectory(next(f))
+  trajectory = next(records.read(folder / 'eval')).trajectory
   ids = np.concatenate([s.ids for s in trajectory.segments])
   z = decoder.logits(
     params, cfg, decoder.hidden_states(params, cfg, ids[None])

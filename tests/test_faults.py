@@ -29,8 +29,10 @@ from retrieval import process
 from retrieval.client import retrieve_sync
 from configs import quickstart
 from experiments.worlds import microworld
+from searchrl_jax import records
 from searchrl_jax import sft
 from searchrl_jax import train
+from searchrl_jax.types import SearchError
 from tests import tiny
 
 WHOLE = os.environ.get('FAULTS') == 'quickstart'
@@ -214,18 +216,18 @@ def test_faults_cost_trajectories_and_never_a_false_reward(
   assert counts['restarts'] == 2 and counts['down'] > 0
   for kind in (*TURNS, 'poisoned'):
     assert counts[kind] > 0, kind
-  lines = (tmp_path / 'run' / 'trajectories.jsonl').read_text().splitlines()
-  kept = [json.loads(line) for line in lines]
+  kept = [*records.read(tmp_path / 'run' / 'trajectories')]
   each = config.rollout.questions * config.rollout.group
   assert len(kept) == config.train.steps * each == len(trained) + len(failed)
 
   # Who has a search without an answer is marked, and outside the loss.
   assert failed and not any(t.failed for t in trained)
   for record in kept:
-    errors = ['error' in search for search in record['searches']]
-    assert any(errors) == (record['end'] == 'failed')
+    t = record.trajectory
+    errors = [isinstance(search, SearchError) for search in t.searches]
+    assert any(errors) == t.failed
     if any(errors):
-      assert record['advantage'] == 0
+      assert not record.kept and record.advantages is None
 
   # What was trained on is what a healthy server finds; an outage that looked
   # like "no passages" would be here.

@@ -35,11 +35,12 @@ ORDER = (
   'ask',
 )
 RETRIEVAL_ORDER = (
-  'corpus', 'files', 'store', 'core', 'metrics', 'bm25', 'bert', 'devices',
-  'encoder', 'dense_jax', 'faiss_build', 'dense_faiss', 'milvus', 'hybrid',
+  'corpus', 'files', 'store', 'core', 'metrics', 'analyzer', 'bm25', 'bert',
+  'devices', 'encoder', 'dense_programs', 'dense_jax', 'faiss_build',
+  'dense_faiss', 'milvus', 'hybrid',
   'rerank', 'fetch', 'providers', 'budget', 'retry', 'web', 'cache', 'vectors',
-  'folder', 'protocol', 'batcher', 'app', 'served', 'server', 'process',
-  'replicas', 'client',
+  'folder', 'protocol', 'batcher', 'app', 'gpu_memory', 'served', 'server',
+  'process', 'replicas', 'client',
   'adopt', 'build_index', 'transfer', 'download', 'search',
 )
 # What a sidecar or a client runs must not pull in JAX.
@@ -142,27 +143,18 @@ def test_packages_import_nothing_of_weight():
 
 @pytest.mark.parametrize('given', [None, 'glibc.malloc.check=0'])
 @pytest.mark.skipif(sys.platform != 'linux', reason='a setting of glibc')
-def test_commands_take_huge_pages_unless_told(given, tmp_path):
-  (tmp_path / 'searchrl_jax').mkdir()
-  source = (ROOT / 'searchrl_jax/__init__.py').read_text()
-  (tmp_path / 'searchrl_jax/__init__.py').write_text(source)
-  (tmp_path / 'searchrl_jax/show.py').write_text(
-    'import os, sys\nprint(os.environ.get("GLIBC_TUNABLES"), sys.argv[1:])\n'
+def test_make_asks_for_huge_pages_unless_told(given, tmp_path):
+  (tmp_path / 'show.mk').write_text(
+    'show:\n\t@echo $$GLIBC_TUNABLES\n'
   )
   env = {k: v for k, v in os.environ.items() if k != 'GLIBC_TUNABLES'}
   env |= {'GLIBC_TUNABLES': given} if given else {}
-
-  def show(*command):
-    return subprocess.run(
-      [sys.executable, *command], cwd=tmp_path, env=env, check=True,
-      capture_output=True, text=True,
-    ).stdout
-
-  huge = given or 'glibc.malloc.hugetlb=1'
-  assert show('-m', 'searchrl_jax.show', '-m', 'a b') == (
-    f"{huge} ['-m', 'a b']\n")
-  # Who imports the package keeps the process that is there.
-  assert show('-c', 'import searchrl_jax.show', 'x') == f"{given} ['x']\n"
+  done = subprocess.run(
+    ['make', '--no-print-directory', '-f', 'Makefile', '-f',
+     tmp_path / 'show.mk', 'show'],
+    cwd=ROOT, env=env, check=True, capture_output=True, text=True,
+  )
+  assert done.stdout.strip() == (given or 'glibc.malloc.hugetlb=1')
 
 
 @pytest.mark.parametrize('name', LIGHT)

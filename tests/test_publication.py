@@ -29,13 +29,6 @@ def publisher(folder, cfg=CFG, dtype='float32'):
   return publication.Publisher(folder, cfg, dtype)
 
 
-def files(path):
-  return {
-    str(p.relative_to(path)): (p.read_bytes(), p.stat().st_ino)
-    for p in path.rglob('*') if p.is_file()
-  }
-
-
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('cfg', [CFG, UNTIED], ids=['tied', 'untied'])
 def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
@@ -87,12 +80,10 @@ def test_sharded_parameters_are_written_and_cast_where_they_lie(tmp_path):
     assert name == other and x.tobytes() == y.tobytes()
 
 
-def test_the_same_version_again_is_kept_or_replaced(tmp_path):
+def test_the_same_version_again_replaces_it(tmp_path):
   pub = publisher(tmp_path)
   first = pub.publish(make_params(0), 2)
-  before = files(first.path)
   assert pub.publish(make_params(0), 2).manifest == first.manifest
-  assert files(first.path) == before  # not written again
   # A run that was resumed trains otherwise from here.
   other = pub.publish(make_params(1), 2)
   assert other.manifest != first.manifest
@@ -124,10 +115,9 @@ def test_another_dtype_of_the_same_version_replaces_it(tmp_path):
 
 def test_versions_stay_until_they_are_acknowledged(tmp_path):
   pub = publisher(tmp_path)
-  assert pub.latest() is None
   for version in (0, 1, 2, 3):
     pub.publish(make_params(version), version)
-  assert pub.latest() == 3 and published.versions(tmp_path) == [0, 1, 2, 3]
+  assert published.versions(tmp_path) == [0, 1, 2, 3]
   pub.prune(2)
   assert published.versions(tmp_path) == [2, 3]
   pub.prune(9)

@@ -230,6 +230,10 @@ def test_concurrency_bounds_trajectories_in_flight():
   engine = FakeEngine(searcher, delay=lambda _: 0.001)
   found = play(engine=engine, concurrency=3)
   assert engine.most_running <= 3
+  few = FakeEngine(searcher, delay=lambda _: 0.001)
+  few.holds = 2  # what 0 stands for
+  play(engine=few, concurrency=0)
+  assert few.most_running == 2
   # Mean in flight counts who holds a place, not who waits for one.
   assert found.stats.metrics()['rollout/in_flight'] <= 3.01
 

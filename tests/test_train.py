@@ -14,6 +14,7 @@ import pytest
 from searchrl_jax import checks
 from searchrl_jax import evaluate
 from searchrl_jax import objectives
+from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import signals
 from searchrl_jax import train
@@ -56,10 +57,16 @@ def test_a_run_leaves_everything_behind(whole):
                'time/update', 'health/repetition', 'health/searches',
                'batch/groups_zero_variance', 'reward'):
     assert name in steps[-1], name
-  kept = lines(folder / 'trajectories.jsonl')
+  kept = [*records.read(folder / 'trajectories')]
   assert len(kept) == 3 * 4 * 2
-  assert {t['step'] for t in kept} == {0, 1, 2}
-  assert all('reward' in t and 'advantage' in t for t in kept)
+  assert {r.step for r in kept} == {0, 1, 2}
+  for r in kept:
+    learnt = np.concatenate(
+      [np.full(len(s.ids), s.train) for s in r.trajectory.segments])
+    assert r.kept and r.reward is not None and learnt.any()
+    assert (np.isfinite(r.advantages) == learnt).all()
+    # One update a step: the trainer had no reason to score.
+    assert r.trainer_logps is None
   started = params_of_fresh(config, folder)
   assert any(
     (a != b).any()
@@ -108,8 +115,8 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
 
   def sampled(where):
     return [
-      (t['step'], t['id'], [s['ids'] for s in t['segments']])
-      for t in lines(where / 'trajectories.jsonl')
+      (r.step, r.trajectory.id, [s.ids.tolist() for s in r.trajectory.segments])
+      for r in records.read(where / 'trajectories')
     ]
 
   assert sampled(folder) == sampled(tmp_path)
@@ -212,9 +219,9 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
   assert setup.saver(config, str(tmp_path)).latest() == 0
   assert [s['step'] for s in lines(tmp_path / 'metrics.jsonl')] == [-1]
   # What had ended is there to be looked at.
-  ended = lines(tmp_path / 'trajectories.jsonl')
-  assert ended and {t['step'] for t in ended} == {0}
-  assert any(t['end'] == 'failed' for t in ended)
+  ended = [*records.read(tmp_path / 'trajectories')]
+  assert ended and {r.step for r in ended} == {0}
+  assert any(r.trajectory.failed for r in ended)
 
 
 def _with_corpus(config):
@@ -293,8 +300,8 @@ def test_evaluation_repeats_itself(whole, tmp_path):
 
   def ids(name):
     return [
-      [s['ids'] for s in t['segments']]
-      for t in lines(tmp_path / name / 'eval.jsonl')
+      [s.ids.tolist() for s in r.trajectory.segments]
+      for r in records.read(tmp_path / name / 'eval')
     ]
 
   assert ids('a') == ids('b')
@@ -354,7 +361,7 @@ def test_a_failed_evaluation_loses_nothing_of_its_step(url, tmp_path,
   assert setup.saver(config, str(tmp_path)).latest() == 2
   steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
   assert steps[-2:] == [0, 1]
-  kept = {t['step'] for t in lines(tmp_path / 'trajectories.jsonl')}
+  kept = {r.step for r in records.read(tmp_path / 'trajectories')}
   assert kept == {0, 1}
 
 
@@ -390,15 +397,15 @@ def test_rollouts_run_ahead_and_say_which_weights_wrote_what(stale):
   config, folder = stale
   steps = lines(folder / 'metrics.jsonl')[1:]
   assert [s['step'] for s in steps] == [0, 1, 2, 3, 4]
-  kept = lines(folder / 'trajectories.jsonl')
-  assert len({(t['step'], t['id']) for t in kept}) == len(kept) == 5 * 4 * 2
-  for t in kept:
-    for s in t['segments']:
-      if s['author'] == 'policy':
-        versions = np.atleast_1d(s['versions'])
-        assert (np.diff(versions) >= 0).all()
-        assert t['step'] - 2 <= versions.min()
-        assert versions.max() <= t['step']
+  kept = [*records.read(folder / 'trajectories')]
+  names = {(r.step, r.trajectory.id) for r in kept}
+  assert len(names) == len(kept) == 5 * 4 * 2
+  for r in kept:
+    for s in r.trajectory.segments:
+      if s.author == 'policy':
+        assert (np.diff(s.versions) >= 0).all()
+        assert r.step - 2 <= s.versions.min()
+        assert s.versions.max() <= r.step
   assert sum(s['staleness/max'] for s in steps) > 0
   for s in steps:
     assert s['staleness/max'] <= 2
@@ -431,17 +438,18 @@ def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
   arrays = saver.restore(
     {}, 1, fingerprint=None, partial=True
   ).arrays['ended'].tobytes()
-  saved = [json.loads(line) for line in arrays.splitlines()]
-  assert saved and {t['step'] for t in saved} <= {1, 2}
+  saved = [*records.read(arrays)]
+  assert saved and {r.step for r in saved} <= {1, 2}
   train.train(config, str(tmp_path))
   kept = {
-    (t['step'], t['id']): t for t in lines(tmp_path / 'trajectories.jsonl')
+    (r.step, r.trajectory.id): r.trajectory.segments
+    for r in records.read(tmp_path / 'trajectories')
   }
   assert len(kept) == 4 * 4 * 2
-  for t in saved:
-    assert [s['ids'] for s in kept[t['step'], t['id']]['segments']] == [
-      s['ids'] for s in t['segments']
-    ]
+  for r in saved:
+    for a, b in zip(kept[r.step, r.trajectory.id], r.trajectory.segments,
+                    strict=True):
+      assert (a.ids == b.ids).all()
 
 
 def test_the_alarm_pauses_with_a_checkpoint(url, tmp_path):

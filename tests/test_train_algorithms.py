@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs import algorithms
-from searchrl_jax import setup, train, update
+from searchrl_jax import records, setup, train, update
 from searchrl_jax.models import critic as critics
 from tests import tiny
 from tests.test_train import Killed, lines
@@ -62,8 +62,11 @@ def run_twice(c, folder, monkeypatch, nth):
     jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True
   ):
     np.testing.assert_array_equal(a, b, err_msg=str(path))
-  a, b = (lines(folder / x / 'trajectories.jsonl') for x in ('whole', 'killed'))
-  assert [(t['step'], t['id']) for t in a] == [(t['step'], t['id']) for t in b]
+  a, b = (
+    [*records.read(folder / x / 'trajectories')] for x in ('whole', 'killed')
+  )
+  assert [(r.step, r.trajectory.id) for r in a] == [
+    (r.step, r.trajectory.id) for r in b]
   steps = lines(folder / 'whole' / 'metrics.jsonl')
   return one, [s for s in steps if s['step'] >= 0], a
 
@@ -82,9 +85,22 @@ def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
     assert name in steps[1], name
   # A second update of the critic in a step starts from values that are not 0.
   assert steps[2]['train/critic_value'] != 0
-  read = [s for t in kept for s in t['segments'] if s['author'] != 'policy']
-  assert any(s['train'] for s in read if s['author'] == 'environment')
-  assert not any(s['train'] for s in read if s['author'] == 'prompt')
+  read = [
+    s for r in kept for s in r.trajectory.segments if s.author != 'policy']
+  assert any(s.train for s in read if s.author == 'environment')
+  assert not any(s.train for s in read if s.author == 'prompt')
+  # Two updates a step: the trainer scores before the first, observations in
+  # the loss included, and about as the engine did.
+  for r in kept:
+    logps = np.concatenate([
+      np.full(len(s.ids), np.nan) if s.logps is None else s.logps
+      for s in r.trajectory.segments])
+    learnt = np.concatenate(
+      [np.full(len(s.ids), s.train) for s in r.trajectory.segments])
+    assert (np.isfinite(r.trainer_logps) == learnt).all()
+    both = np.isfinite(logps)
+    np.testing.assert_allclose(
+      r.trainer_logps[both], logps[both], rtol=2e-3, atol=1e-3)
   # Nothing was recorded of them: their weight is 1, their mismatch 0.
   assert steps[2]['train/mismatch_max'] < 1e-3
 
@@ -92,10 +108,13 @@ def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
 def test_remax_learns_from_greedy_answers(url, tmp_path):
   c = config(url, 'REMAX', 'odd', **{'rollout.group': 1, 'train.steps': 2})
   train.train(c, str(tmp_path))
-  kept = lines(tmp_path / 'trajectories.jsonl')
-  for t in kept:  # the greedy answer earned 0 or 1
-    assert t['advantage'] in (t['reward'], t['reward'] - 1.0)
-  assert len({t['advantage'] for t in kept}) > 1
+  kept = [
+    (r.reward, np.nanmax(r.advantages), np.nanmin(r.advantages))
+    for r in records.read(tmp_path / 'trajectories')
+  ]
+  for reward, most, least in kept:  # the greedy answer earned 0 or 1
+    assert most == least and most in (reward, reward - 1.0)
+  assert len({most for _, most, _ in kept}) > 1
   assert 'time/greedy' in lines(tmp_path / 'metrics.jsonl')[-1]
 
 
@@ -103,14 +122,19 @@ def test_dapo_fills_up_for_groups_of_equal_rewards(url, tmp_path, monkeypatch):
   c = config(url, 'DAPO', 'odd', **{'rollout.refill': 2})
   _, steps, kept = run_twice(c, tmp_path, monkeypatch, 2)
   for step in range(c.train.steps):
-    taken = [t for t in kept if t['step'] == step]
     by_question = {}
-    for t in taken:
-      by_question.setdefault(t['question']['id'], []).append(t)
+    for r in kept:
+      if r.step == step:
+        by_question.setdefault(r.trajectory.question.id, []).append(r)
     assert all(len(group) == 2 for group in by_question.values())
-    varied = sum(
-      len({t['reward'] for t in group}) > 1 for group in by_question.values()
-    )
+    varied = [
+      len({r.reward for r in group}) > 1 for group in by_question.values()
+    ]
+    # What all earned alike was left out, and says so.
+    for group, differs in zip(by_question.values(), varied, strict=True):
+      assert {r.kept for r in group} == {differs}
+      assert {r.advantages is not None for r in group} == {differs}
+    varied = sum(varied)
     assert varied <= 4
     # Filled up, or both rounds used.
     assert varied == 4 or len(by_question) > 6

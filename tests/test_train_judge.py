@@ -77,6 +77,7 @@ def test_an_outage_stops_the_run_saved_and_it_goes_on(
     with pytest.raises(JudgeError, match='max_failed=0.2.*overloaded'):
       train.train(c, str(tmp_path / 'run'))
     assert len(lines(tmp_path / 'run/metrics.jsonl')) == 1
+    up['up'] = True
     train.train(c, str(tmp_path / 'run'))
   runs = [lines(tmp_path / f'{r}/metrics.jsonl') for r in ('whole', 'run')]
   assert [s['reward'] for s in runs[0]] == [s['reward'] for s in runs[1]]

@@ -18,6 +18,7 @@ from configs import common
 from configs import wiki_nq
 from retrieval import process
 from searchrl_jax import export
+from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import train
 from searchrl_jax.data.checks import DataError
@@ -110,16 +111,18 @@ def test_the_recipe_trains_a_hugging_face_checkpoint(
   assert metrics['train/grad_norm'] > 0
   assert abs(metrics['train/kl_ref']) < 1e-2  # the reference: the checkpoint
 
-  kept = lines(tmp_path / 'run' / 'trajectories.jsonl')
+  kept = [*records.read(tmp_path / 'run' / 'trajectories')]
   assert len(kept) == 4
-  for t in kept:
-    prompt = t['segments'][0]
-    # Its own chat template, once, around our instructions. (Text that is for
-    # people has no control tokens.)
-    assert prompt['text'].count('user\n') == 1
-    assert prompt['ids'][0] == IM_START
-    assert t['question']['text'] in prompt['text']
-    assert max(i for s in t['segments'] for i in s['ids']) < 151936
+  tok = setup.tokenizer(config, str(tmp_path / 'run'))
+  for t in (r.trajectory for r in kept):
+    ids = t.segments[0].ids
+    prompt = tok.decode(ids)
+    # Its own chat template, once, around our instructions. (Control tokens
+    # have no text.)
+    assert prompt.count('user\n') == 1
+    assert ids[0] == IM_START
+    assert t.question.text in prompt
+    assert max(s.ids.max() for s in t.segments) < 151936
 
   # What was trained leaves as a checkpoint of the same layout.
   out = tmp_path / 'exported'
@@ -148,7 +151,7 @@ def test_evaluate_takes_a_hugging_face_checkpoint(
   assert scores['eval/em/n'] == 2
   assert 0 <= scores['eval/f1/low'] <= scores['eval/f1/high'] <= 1
   assert 'eval/recall_any' in scores and 'eval/valid_format' in scores
-  assert len(lines(tmp_path / 'out' / 'eval.jsonl')) == 2
+  assert len([*records.read(tmp_path / 'out' / 'eval')]) == 2
 
 
 # A row as Search-R1's scripts/data_process/nq_search.py writes it.
@@ -194,13 +197,16 @@ def test_search_r1s_parquet_is_read_as_it_is(corpus, server, tmp_path):
   config = on_parquet(corpus, path, 'as_is')
   config.source.url = server.url
   train.train(config, str(tmp_path / 'run'))
-  found = lines(tmp_path / 'run' / 'trajectories.jsonl')
+  found = [*records.read(tmp_path / 'run' / 'trajectories')]
   assert len(found) == 8
-  for t in found:
-    i = t['question']['id'].removeprefix('nq/')
-    assert t['segments'][0]['text'] == f'{INSTRUCTIONS}who was {i}?\n'
-    assert t['question']['answers'] == [f'a{i}']
-    assert np.isfinite(t['reward'])
+  tok = setup.tokenizer(config, str(tmp_path / 'run'))
+  for r in found:
+    question = r.trajectory.question
+    i = question.id.removeprefix('nq/')
+    prompt = tok.decode(r.trajectory.segments[0].ids)
+    assert prompt == f'{INSTRUCTIONS}who was {i}?\n'
+    assert question.answers == (f'a{i}',)
+    assert np.isfinite(r.reward)
 
 
 def test_the_template_needs_the_bare_question(corpus, tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from ml_collections import ConfigDict
 
 from configs import common
 from searchrl_jax import records, writer
-from searchrl_jax.records import RunError, read_trajectory
+from searchrl_jax.records import Record, RunError
 from searchrl_jax.types import (
   Passage,
   Question,
@@ -64,10 +65,6 @@ def trajectory(sample=0, end='answer'):
   )  # fmt: skip
 
 
-def decode(ids):
-  return ' '.join(map(str, ids))
-
-
 def same(a, b):
   """Equality of records that hold arrays: values, types and shapes."""
   if dataclasses.is_dataclass(a):
@@ -86,31 +83,60 @@ def lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_trajectories_come_back_exactly(tmp_path):
-  group = (trajectory(0), trajectory(1, end='failed'))
+def same_but_halves(found, written):
+  """Equality of trajectories whose log-probs went through float16."""
+  def half(segments):
+    return segments and tuple(
+      dataclasses.replace(
+        s, logps=s.logps.astype(np.float16).astype(np.float32)
+      ) if s.logps is not None else s for s in segments
+    )
+  return same(found, dataclasses.replace(
+    written, segments=half(written.segments),
+    train_context=half(written.train_context),
+  ))
+
+
+def test_trajectories_come_back(tmp_path):
+  """Ids, authors, kinds, versions and searches exactly, the rest as float16."""
+  plain = dataclasses.replace(trajectory(2), train_context=None)
+  group = (trajectory(0), trajectory(1, end='failed'), plain)
   rewards = Rewards(
-    np.array([1.0, 0.0], np.float32),
-    np.array([True, False]),
-    parts={'em': np.array([1.0, np.nan], np.float32)},
+    np.array([1.0, 0.0, 0.5], np.float32),
+    np.array([True, False, True]),
+    parts={'em': np.array([1.0, np.nan, 0.5], np.float32)},
   )
+  by_token = [np.arange(3.0), np.arange(3.0), np.arange(6.0)]
   with open_writer(tmp_path) as w:
     w.trajectories(
-      3, [group], rewards, decode=decode, advantages=np.array([0.5, 0.0])
+      3, [group], rewards, kept=rewards.valid, advantages=np.array([0.5, 0, 2]),
+      trainer_logps=[-x for x in by_token],
     )
-  text = (tmp_path / 'trajectories.jsonl').read_bytes().splitlines()
-  assert len(text) == 2  # U+2028 in a query must not split a line
-  for line, written in zip(text, group, strict=True):
-    assert same(read_trajectory(line), written)
-  first, second = map(json.loads, text)
-  assert first['step'] == 3 and first['reward'] == 1.0
-  assert first['rewards'] == {'em': 1.0} and first['advantage'] == 0.5
-  assert second['valid'] is False and second['rewards'] == {'em': None}
-  assert first['segments'][1]['text'] == '4 5'
-  assert first['segments'][1]['versions'] == [7, 8]
-  assert first['segments'][2]['versions'] == 8  # one number where all agree
+    # Without an update, and where tokens have advantages of their own.
+    w.trajectories(4, [group], name='eval')
+    w.trajectories(5, [group], rewards, kept=[True] * 3, advantages=by_token)
+  found = [*records.read(tmp_path / 'trajectories')]
+  assert [r.step for r in found] == [3, 3, 3, 5, 5, 5]
+  for r, written in zip(found, (*group, *group), strict=True):
+    assert same_but_halves(r.trajectory, written)
+  first, second, third, *_, last = found
+  assert (first.reward, first.valid, first.kept) == (1.0, True, True)
+  assert first.rewards == {'em': 1.0} and np.isnan(second.rewards['em'])
+  assert not second.valid and not second.kept and second.advantages is None
+  # What the trainer saw of the first (a prompt alone) is not in the loss.
+  assert first.advantages is first.trainer_logps is None
+  nan = np.nan
+  np.testing.assert_array_equal(third.advantages, [nan, nan, nan, 2, 2, 2])
+  np.testing.assert_array_equal(
+    third.trainer_logps, [nan, nan, nan, -3, -4, -5])
+  np.testing.assert_array_equal(last.advantages, [nan, nan, nan, 3, 4, 5])
+  assert last.trainer_logps is None  # the trainer did not score
+  (*_, last) = records.read(tmp_path / 'eval')
+  assert same_but_halves(last.trajectory, plain)
+  assert last.reward is last.kept is last.advantages is None
 
 
-def test_every_float32_survives(tmp_path):
+def test_every_float32_survives_for_a_resume():
   rng = np.random.default_rng(0)
   bits = rng.integers(0, 2**32, 5000, dtype=np.uint32)
   values = bits.view(np.float32)
@@ -119,23 +145,91 @@ def test_every_float32_survives(tmp_path):
     np.zeros(len(values), np.int32), 'policy', 'other', logps=values
   )
   whole = dataclasses.replace(trajectory(), segments=(segment,))
-  line = json.dumps(records.trajectory_record(whole, decode))
-  assert same(read_trajectory(line).segments[0].logps, values)
+  data = records.encode([Record(7, whole), Record(8, trajectory())], exact=True)
+  first, second = records.read(data)
+  assert same(first.trajectory, whole) and first.step == 7
+  assert same(second.trajectory, trajectory()) and second.step == 8
+  assert not [*records.read(records.encode([]))]
 
 
-def test_token_rewards_are_written_by_token(tmp_path):
+def test_a_lone_surrogate_ends_no_run():
+  passage = Passage('p', 'half a \ud83d', 'x')
+  t = dataclasses.replace(trajectory(), searches=(
+    SearchResult(SearchRequest('q', 1), (passage,)),
+  ))
+  record = Record(0, t, rewards={'em': 1.0})
+  (found,) = records.read(records.encode([record]))
+  assert found.trajectory.searches[0].passages[0].title == 'half a ?'
+  assert found.rewards == {'em': 1.0}
+
+
+def test_rewards_by_token_are_written_by_token(tmp_path):
   values = tuple([np.array([0.0] * 5 + [0.5], np.float32)])
   rewards = Rewards(values, np.array([True]), 'token')
   with open_writer(tmp_path) as w:
-    w.trajectories(0, [(trajectory(),)], rewards, decode=decode)
-  (line,) = lines(tmp_path / 'trajectories.jsonl')
-  assert line['reward'] == 0.5 and line['reward_by_token'][-1] == 0.5
+    w.trajectories(0, [(trajectory(),)], rewards)
+  (found,) = records.read(tmp_path / 'trajectories')
+  assert found.reward == 0.5 and found.earned_at == 'token'
+  np.testing.assert_array_equal(found.earned, values[0])
 
 
-@pytest.mark.parametrize('line', ['{', '[]', '{"step": 1}', '{"question": 3}'])
-def test_a_line_that_is_no_trajectory(line):
-  with pytest.raises(ValueError):
-    read_trajectory(line)
+def test_what_holds_no_trajectories(tmp_path):
+  with pytest.raises(RunError, match='trajectories_every'):
+    next(records.read(tmp_path))
+  (tmp_path / 'a.parquet').write_bytes(b'none')
+  with pytest.raises(RunError, match='a.parquet is no file of trajectories'):
+    next(records.read(tmp_path / 'a.parquet'))
+
+
+@pytest.mark.parametrize('every, steps', [(1, 5), (2, 3), (3, 2), (0, 0)])
+def test_trajectories_of_some_steps(tmp_path, every, steps):
+  with open_writer(tmp_path) as w:
+    for step in range(5):
+      w.trajectories(step, [(trajectory(step),)], every=every)
+  assert len([*tmp_path.glob('trajectories/*')]) == steps
+
+
+def test_a_thread_writes_and_its_error_comes_with_the_next_step(
+    tmp_path, monkeypatch):
+  """The loop does not wait for the disk; nothing is lost, errors neither."""
+  real, may_write = writer.write_bytes, threading.Event()
+
+  def slow(path, data):
+    assert may_write.wait(60)
+    real(path, data)
+
+  monkeypatch.setattr(writer, 'write_bytes', slow)
+  with open_writer(tmp_path) as w:
+    w.trajectories(0, [(trajectory(),)])  # returns, while nothing can write
+    assert not [*tmp_path.glob('trajectories/*')]
+    w.write(0, {})
+    may_write.set()
+    w.flush()
+    assert len([*tmp_path.glob('trajectories/*')]) == 1
+    w.trajectories(1, [(trajectory(),)])
+  # The end of the run, be it by an error, waits for what is under way.
+  with pytest.raises(KeyError):
+    with open_writer(tmp_path, step=2) as w:
+      w.trajectories(2, [(trajectory(),)])
+      raise KeyError
+  assert [r.step for r in records.read(tmp_path / 'trajectories')] == [0, 1, 2]
+
+  def full(*_):
+    raise RunError('no space left')
+
+  monkeypatch.setattr(writer, 'write_bytes', full)
+  with open_writer(tmp_path, step=3) as w:
+    w.trajectories(3, [(trajectory(),)])
+    with pytest.raises(RunError, match='no space'):
+      w.trajectories(4, [(trajectory(),)])
+  with pytest.raises(RunError, match='no space'):
+    with open_writer(tmp_path, step=3) as w:
+      w.trajectories(3, [(trajectory(),)])
+  with pytest.raises(KeyError) as caught:  # what ended the run comes first
+    with open_writer(tmp_path, step=3) as w:
+      w.trajectories(3, [(trajectory(),)])
+      raise KeyError
+  assert caught.value.__notes__ == ['no space left']
 
 
 def test_a_resume_writes_nothing_twice(tmp_path):
@@ -143,21 +237,27 @@ def test_a_resume_writes_nothing_twice(tmp_path):
     w.write(-1, {'x': -9})  # an evaluation before the first step
     for step in range(5):
       w.write(step, {'x': step, 'bad': float('nan')})
-      w.trajectories(step, [(trajectory(step),)], decode=decode)
+      w.trajectories(step, [(trajectory(step),)])
+      w.trajectories(step, [(trajectory(step),)], part='solver')
+      w.trajectories(step, [(trajectory(step),)], name='eval')
+  (tmp_path / 'trajectories' / '.step_5.parquet.part').write_text('half of')
   with open(tmp_path / 'metrics.jsonl', 'a') as f:
     f.write('{"step": 5, "x"')  # the process died in the middle of a line
   with open_writer(tmp_path, step=3) as w:
     for step in (3, 4):
       w.write(step, {'x': -step})
-      w.trajectories(step, [(trajectory(step),)], decode=decode)
-      w.trajectories(step, [(trajectory(step),)], decode=decode, name='eval')
+      w.trajectories(step, [(trajectory(9),)])
   found = lines(tmp_path / 'metrics.jsonl')
   assert [(l['step'], l['x']) for l in found] == [
     (-1, -9), (0, 0), (1, 1), (2, 2), (3, -3), (4, -4)
   ]  # fmt: skip
   assert found[1]['bad'] is None  # NaN is not JSON
-  steps = [l['step'] for l in lines(tmp_path / 'trajectories.jsonl')]
-  assert steps == [0, 1, 2, 3, 4]
+  found = [*records.read(tmp_path / 'trajectories')]
+  assert [(r.step, r.trajectory.sample) for r in found] == [
+    (0, 0), (0, 0), (1, 1), (1, 1), (2, 2), (2, 2), (3, 9), (4, 9)
+  ]  # fmt: skip
+  assert [r.step for r in records.read(tmp_path / 'eval')] == [0, 1, 2]
+  assert not [*(tmp_path / 'trajectories').glob('.*')]
   starts = json.loads((tmp_path / 'environment.json').read_text())['starts']
   assert [s['step'] for s in starts] == [0, 3]
   assert 'jax' in starts[0]['packages'] and starts[0]['machine']['cores']
@@ -167,16 +267,9 @@ def test_a_second_start_at_step_0_evaluates_anew(tmp_path):
   for value in (1, 2):  # the first process died before its first checkpoint
     with open_writer(tmp_path) as w:
       w.write(-1, {'x': value})
-      w.trajectories(-1, [(trajectory(),)], decode=decode, name='eval')
+      w.trajectories(-1, [(trajectory(),)], name='eval')
   assert [l['x'] for l in lines(tmp_path / 'metrics.jsonl')] == [2]
-  assert len(lines(tmp_path / 'eval.jsonl')) == 1
-
-
-def test_lines_out_of_order_are_sorted_out_too(tmp_path):
-  path = tmp_path / 'a.jsonl'
-  path.write_text(''.join(f'{{"step": {s}}}\n' for s in (0, 3, 1, 4, 2)))
-  records.JsonlFile(path, 3).close()
-  assert [l['step'] for l in lines(path)] == [0, 1, 2]
+  assert [r.step for r in records.read(tmp_path / 'eval')] == [-1]
 
 
 def test_a_file_of_something_else_is_not_touched(tmp_path):

@@ -29,7 +29,7 @@ def make_params(seed=0, cfg=CFG):
 def config(**changes) -> ConfigDict:
   fields = dict(
     slots=4, max_len=64, chunk=4, prefill_rows=2, dtype='float32',
-    canary_tolerance=1e-3,
+    canary_tolerance=1e-3, host_gib=1.0,
   )
   return ConfigDict(fields | changes)
 

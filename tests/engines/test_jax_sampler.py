@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax import sharding
 from searchrl_jax import tokenizer
-from searchrl_jax.engines import caches, decode
+from searchrl_jax.engines import caches, decode, device
 from searchrl_jax.engines.core import (
   EngineError, Sampling, SyncError, WeightsUpdate,
 )
 from searchrl_jax.engines.stops import StopFinder
 from searchrl_jax.models import decoder
+from tests.clock import until
 from tests.engines.common import CFG, Letters, make_engine, make_params
 from tests.engines.contract import EngineContract, once, prompt
 
@@ -323,13 +323,13 @@ def test_a_group_prefills_its_prompt_once():
   assert alone.logps.tobytes() == group[7].logps.tobytes()
 
 
-async def searching(engine, i, search):
+async def searching(engine, i, search, limit=0):
   """Three turns with a search between them; returns every bit of it."""
   handle = engine.open(prompt(engine, 8, seed=i // 2))
   out = []
   for turn in range(3):
     done = await engine.generate(
-      handle, Sampling(max_tokens=4 + (i + turn) % 5, seed=i)
+      handle, Sampling(max_tokens=4 + (i + turn) % 5, seed=i, limit=limit)
     )
     out.append((done.ids.tolist(), done.logps.tobytes()))
     engine.append(handle, await search(engine, i, turn))
@@ -368,6 +368,163 @@ def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
   stats = engine.stats()
   assert stats['evictions'] > 0 and stats['restored_tokens'] > 0
   assert stats['recomputed_tokens'] == 0
+
+
+@pytest.mark.parametrize('search', [quick, nested])
+@pytest.mark.parametrize('slots, paused', [(1, 0), (2, 3)])
+def test_what_begins_fits_into_slots_and_host_memory(
+    search, slots, paused, monkeypatch):
+  """Nobody waits for ever, whatever the searches of the others wait for."""
+  monkeypatch.setattr(device, 'PIECE', 16)
+  limit, size, own = 48, 48, 64  # tokens; `own` of a call that others wait for
+  budget = (paused * size + own) * device.bytes_per_token(CFG)
+  engine = make_engine(slots=slots, host_gib=budget / 2**30)
+  assert engine.capacity(limit) == slots + paused
+  away, most = set(), [0]
+
+  async def counted(engine, i, turn):
+    away.add(i)
+    most[0] = max(most[0], len(away))
+    try:
+      return await search(engine, i, turn)
+    finally:
+      away.discard(i)
+
+  async def main(engine, limit, order):
+    found = await asyncio.wait_for(asyncio.gather(*[
+      searching(engine, i, counted, limit) for i in order
+    ]), 300)
+    return dict(zip(order, found))
+
+  want, ample = {}, make_engine(slots=slots)
+  for i in range(9):
+    want |= asyncio.run(main(ample, 0, [i]))
+  most[0] = 0
+  for order in (range(9), range(8, -1, -1)):
+    assert asyncio.run(main(engine, limit, order)) == want
+  stats = engine.stats()
+  assert stats['host_bytes'] <= budget and stats['recomputed_tokens'] == 0
+  assert 0 < most[0] <= slots + paused
+  assert (stats['evictions'] > 0) == (paused > 0 or search is nested)
+  assert engine._table._sizes == {} and engine._table._paused == 0
+
+
+def test_host_memory_for_less_than_one_sequence_is_refused():
+  with pytest.raises(EngineError, match='host_gib=1e-06: at least 1.53e-05'):
+    make_engine(host_gib=1e-6)
+
+
+@pytest.mark.parametrize('length, pieces', [(15, 1), (16, 1), (17, 2)])
+def test_an_eviction_moves_what_is_cached_and_no_more(
+    length, pieces, monkeypatch):
+  monkeypatch.setattr(device, 'PIECE', 16)
+  engine = make_engine(slots=1)
+
+  async def main():
+    handle = engine.open(prompt(engine, length))
+    # The last token of a sequence is not in the cache.
+    await engine.generate(handle, Sampling(max_tokens=1))
+    await once(engine, [1, 2], Sampling(max_tokens=1))
+    moved = engine.stats()['host_bytes']
+    engine.close(handle)
+    return moved
+
+  moved = asyncio.run(main())
+  assert moved == pieces * 16 * device.bytes_per_token(CFG)
+
+
+def test_paused_sequences_leave_host_memory_with_their_weights():
+  engine = make_engine(slots=1)
+
+  async def main():
+    handle = engine.open(prompt(engine))
+    await engine.generate(handle, Sampling(max_tokens=2))
+    await once(engine, [1, 2], Sampling(max_tokens=1))
+    assert handle.rows.box is not None
+    await load(engine, make_params(1), 1)
+    assert handle.rows is None and engine._table._paused == 0
+    engine.close(handle)
+
+  asyncio.run(main())
+
+
+def test_probes_come_first_and_earlier_steps_before_later_ones():
+  engine, order = make_engine(), []
+
+  async def call(step, **more):
+    await once(engine, [1, 2], Sampling(
+      max_tokens=6, limit=12, priority=step, **more
+    ))
+    order.append(step)
+
+  async def main():
+    calls = [asyncio.create_task(call(5)) for _ in range(400)]
+    await until(lambda: engine._active)
+    calls += [asyncio.create_task(call(4)) for _ in range(40)]
+    calls.append(asyncio.create_task(call(9, probe=True)))
+    await asyncio.sleep(0)
+    begun = len(order) + len(engine._active)
+    await asyncio.wait_for(asyncio.gather(*calls), 300)
+    return begun
+
+  # Beside the last of them, other slots may decode what comes next.
+  begun = asyncio.run(main()) + 3
+  assert begun < 40 and len(order) == 441
+  assert order.index(9) <= begun
+  last = len(order) - order[::-1].index(4)
+  assert order[:last].count(5) <= begun
+
+
+def test_a_probe_is_served_where_calls_hold_all_room(monkeypatch):
+  """Or a sync that a call waits for would wait for that call."""
+  monkeypatch.setattr(device, 'PIECE', 16)
+  size = device.bytes_per_token(CFG) * 64 / 2**30
+  engine = make_engine(slots=2, max_len=64, host_gib=2 * size)
+
+  async def main():
+    for i in range(engine.capacity(64)):
+      await engine.generate(
+        engine.open(prompt(engine, 3, i)),
+        Sampling(max_tokens=2, seed=i, limit=64),
+      )
+    call = asyncio.create_task(once(
+      engine, [5, 6], Sampling(max_tokens=60, seed=9)
+    ))
+    await until(lambda: engine._active)
+    await engine.sync(WeightsUpdate(make_params(1), 1))
+    assert not call.done()
+    await asyncio.wait_for(once(
+      engine, [7, 8], Sampling(max_tokens=2, temperature=0.0, probe=True)
+    ), 60)
+    await engine.resume()
+    await asyncio.wait_for(call, 60)
+
+  asyncio.run(main())
+
+
+def test_what_has_begun_goes_on_before_anything_begins(monkeypatch):
+  """With room for one: it comes back from its search, and the others wait."""
+  monkeypatch.setattr(device, 'PIECE', 16)
+  tokens = 64 * device.bytes_per_token(CFG)
+  engine, order = make_engine(slots=1, host_gib=tokens / 2**30), []
+
+  async def play(step):
+    handle = engine.open(prompt(engine, 8, seed=step))
+    for turn in range(2):
+      await engine.generate(
+        handle, Sampling(max_tokens=4, limit=32, priority=step)
+      )
+      order.append((step, turn))
+      await asyncio.sleep(0.01)
+    engine.close(handle)
+
+  async def main():
+    await asyncio.gather(*[play(step) for step in (2, 1, 0)])
+
+  asyncio.run(asyncio.wait_for(main(), 300))
+  first = order[0][0]
+  rest = sorted({0, 1, 2} - {first})
+  assert order == [(s, turn) for s in (first, *rest) for turn in (0, 1)]
 
 
 def test_one_slot_is_enough():
@@ -596,29 +753,11 @@ def test_the_engine_owns_its_weights():
   assert got.ids.tolist() == want.ids.tolist()
 
 
-def test_on_a_mesh_it_samples_the_same():
-  if jax.device_count() < 4:
-    pytest.skip('needs four devices')
-  mesh = sharding.make_mesh(
-    data=1, fsdp=2, tensor=2, devices=jax.devices()[:4]
-  )
-  sampling = Sampling(max_tokens=12, seed=3)
-
-  async def main(engine):
-    return await asyncio.gather(*[
-      once(engine, prompt(engine, 9, seed=i).ids, sampling) for i in range(6)
-    ])
-
-  one, many = (asyncio.run(main(make_engine(mesh=m))) for m in (None, mesh))
-  for a, b in zip(one, many):
-    assert a.ids.tolist() == b.ids.tolist()
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
-
-
 # --- Compilation.
 
 
-def test_nothing_compiles_after_warmup():
+def test_nothing_compiles_after_warmup(monkeypatch):
+  monkeypatch.setattr(device, 'PIECE', 16)
   engine = make_engine()
   engine.warmup()
   weights = make_params(2)
@@ -644,6 +783,7 @@ def test_nothing_compiles_after_warmup():
         stops=('ab',), stop_ids=(3, 4),
       ))
       engine.append(handle, rng.integers(0, 90, rng.integers(1, 5)))
+      await asyncio.sleep(0.01)  # others take its slot
     await engine.score(handle.ids)
     engine.close(handle)
 
@@ -656,6 +796,8 @@ def test_nothing_compiles_after_warmup():
       if n % 5 == 4:
         asyncio.run(load(engine, weights, n))
     assert compiled == []
+    stats = engine.stats()
+    assert stats['restored_tokens'] > 0 and stats['prefix_hits'] > 0
     jax.jit(lambda x: x + n)(1.0)  # the listener does listen
     assert compiled
   finally:

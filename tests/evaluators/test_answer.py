@@ -198,15 +198,15 @@ def test_trajectories_and_ids_are_kept(tmp_path):
   with writer.Writer(tmp_path, c, out=io.StringIO()) as w:
     list(evaluator(c, writer=w).run(4))
     list(evaluator(c, writer=w, name='held').run(4))
-  lines = (tmp_path / 'eval.jsonl').read_text().splitlines()
-  assert len(lines) == 18 and json.loads(lines[0])['step'] == 4
-  first = records.read_trajectory(lines[0])
+  found = [*records.read(tmp_path / 'eval')]
+  assert len(found) == 18 and found[0].step == 4
+  first = found[0].trajectory
   assert first.question.id == 'q4' and ENV.answer(first) is not None
   kept = json.loads((tmp_path / 'held_ids.json').read_text())
   assert kept['sets']['a']['ids'] == ['q4', 'q9']
   assert kept['sets']['a']['n'] == 2 and kept['sampling']['n'] == 3
   assert kept['sets']['a']['sha256'] == hashlib.sha256(b'q4\nq9').hexdigest()
-  assert (tmp_path / 'held.jsonl').exists()
+  assert len([*records.read(tmp_path / 'held')]) == 18
 
 
 def test_no_questions():

@@ -1,7 +1,15 @@
+import asyncio
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
 import pytest
 
+from searchrl_jax import parser as parsing
 from searchrl_jax.evaluators import health
-from searchrl_jax.types import Question
+from searchrl_jax.rewards import answer
+from searchrl_jax.rewards import core as rewards
+from searchrl_jax.types import Question, Segment, Trajectory
 from tests.fakes import FakeSource, make_env, run_script
 
 ENV = make_env()
@@ -63,3 +71,66 @@ def test_repetition():
   # Turns are not joined, yet what was said in one counts in the next.
   assert of('<search>a</search>', '<search>a</search>',
             '<answer>z</answer>') > 0.3
+
+
+def plain_repetition(segments, n):
+  """The definition, gram by gram."""
+  runs = [[]]
+  for author, ids in segments:
+    if author == 'policy':
+      runs[-1] += ids
+    else:
+      runs.append([])
+  grams = [
+    tuple(run[i:i + n]) for run in runs for i in range(len(run) - n + 1)]
+  return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@hypothesis.given(
+  st.lists(st.tuples(
+    st.sampled_from(['policy', 'policy', 'environment', 'prompt']),
+    st.lists(st.sampled_from([0, 1, 2, 151_668, 2**31 - 1]), max_size=12),
+  ), max_size=6),
+  st.integers(1, 5),
+)
+def test_repetition_is_that_of_the_definition(segments, n):
+  found = Trajectory(question(), tuple(
+    Segment(np.array(ids, np.int32), author, 'other')
+    for author, ids in segments
+  ), (), 'eos')
+  assert health.repetition(found, n) == plain_repetition(segments, n)
+
+
+def test_long_grams_of_many_tokens_do_not_overflow():
+  ids = list(range(2**12)) * 2  # 4,096 ** 8 = 2 ** 96
+  found = Trajectory(question(), (
+    Segment(np.array(ids, np.int32), 'policy', 'other'),), (), 'eos')
+  assert health.repetition(found, 8) == plain_repetition(
+    [('policy', ids)], 8)
+
+
+def test_a_trajectory_is_parsed_once(monkeypatch):
+  """By rewards, signs of collapse and evaluation together."""
+  real, calls = parsing.blocks, []
+
+  def blocks(*args):
+    calls.append(args)
+    return real(*args)
+
+  monkeypatch.setattr(parsing, 'blocks', blocks)
+  found = run_script(
+    (THINK + '<search>b</search>', '<answer>Ann</answer>'), env=ENV,
+    question=question(), passage='x',
+  )
+  context = rewards.RewardContext(0, ENV)
+  for reward in (answer.em, answer.f1):
+    asyncio.run(reward([(found,)], context))
+  assert asyncio.run(
+    answer.format_valid([(found,)], context, require_think=False)
+  ).value == [1.0]
+  health.signs([(found,)], ENV)
+  assert ENV.blocks(found) == real(found.segments, ENV.template, ENV.tokenizer)
+  assert len(calls) == 1
+  # Another environment has other tags.
+  other = make_env()
+  assert other.blocks(found) == ENV.blocks(found) and len(calls) == 2

@@ -1,6 +1,5 @@
 """Search-R1's recipe: what its arguments mean, its page, and its baselines."""
 
-import json
 import re
 
 import jax
@@ -18,6 +17,7 @@ from searchrl_jax import checks
 from searchrl_jax import evaluate
 from searchrl_jax import outside
 from searchrl_jax import prompts
+from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import tokenizer as tokenizing
 from searchrl_jax.data import core as data
@@ -294,8 +294,10 @@ def test_the_profile_evaluates_a_checkpoint_on_their_parquet(server, tmp_path):
   assert values['eval/em/n'] == 14  # none is dropped
   assert len([k for k in values if k.startswith('eval/source=')
               and k.endswith('/em/n')]) == 7
-  with (tmp_path / 'out' / 'eval.jsonl').open() as lines:
-    records = [json.loads(line) for line in lines]
+  tok = setup.tokenizer(c, str(tmp_path / 'out'))
   # Their prompt, as it is: our template around it would tell it twice.
-  assert {r['segments'][0]['text'] for r in records} == {
+  assert {
+    tok.decode(r.trajectory.segments[0].ids)
+    for r in records.read(tmp_path / 'out' / 'eval')
+  } == {
     said.format(i) for i in range(2)}

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -110,8 +111,17 @@ def judge_config(url, **fields):
   return c
 
 
+def passage(body):
+  """Its number, in a request about one of ours."""
+  return json.loads(body['messages'][1]['content'])[8]
+
+
 def read_by(script, path, n=4, model='judge', **fields):
-  with chat_server.serve(script) as server:
+  def well(body):
+    asked = json.loads(body['messages'][1]['content'])
+    return script(body) if asked.startswith('passage') else '{"answer": "x"}'
+
+  with chat_server.serve(well) as server:
     server.models = [model]
 
     async def go():
@@ -132,22 +142,30 @@ def path(tmp_path):
   return tmp_path / 'readings.jsonl'
 
 
-def test_a_judge_reads_by_a_schema_and_nonsense_is_an_error(path):
+def test_a_judge_reads_by_a_schema_and_nonsense_is_no_answer(path):
+  """Of the proposal's making, which fails: it could excuse itself else."""
   def script(body):
     assert body['response_format']['json_schema']['schema'] == verify.SCHEMA
-    passage = body['messages'][1]['content'][8]
-    return {'0': '{"answer": "x"}', '1': 'The answer is x'}.get(
-      passage, '{"answer": ""}')
+    return {'0': '{"answer": "x"}', '1': 'The answer is x', '2': 400}.get(
+      passage(body), '{"answer": ""}')
 
-  found = read_by(script, path)
-  assert found[0] == 'x' and found[2:] == ['', '']
-  assert isinstance(found[1], ChatError) and found[1].kind == 'bad_response'
+  found = read_by(script, path, max_failed=0.0)
+  assert found == ['x', None, None, '']
+  assert read_by(lambda body: 500, path) == found  # as it was, on a resume
+  reasons, _ = checked(standing(2), [None, 'x'])
+  assert reasons == ['verification', '']
+
+
+def test_a_reader_that_cannot_be_asked_is_found_at_the_start(path):
+  with chat_server.serve(lambda body: 'The sky is blue.') as server:
+    reader = verify.Reader(judge_config(server.url), path)
+    with pytest.raises(ChatError, match='no answer to.*config.judge'):
+      asyncio.run(reader.check())
 
 
 def test_what_a_judge_read_is_kept_and_what_failed_is_asked_again(path):
   def script(body):
-    passage = int(body['messages'][1]['content'][8])
-    return '{"answer": "early"}' if passage < 2 else 500
+    return '{"answer": "early"}' if int(passage(body)) < 2 else 500
 
   first = read_by(script, path)
   assert first[:2] == ['early'] * 2 and isinstance(first[2], ChatError)

@@ -21,6 +21,7 @@ from experiments.worlds import microtraces
 from experiments.worlds import microworld
 from searchrl_jax import checks
 from searchrl_jax import equivalence
+from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import sft
 from searchrl_jax import train
@@ -334,8 +335,8 @@ def test_golds_change_no_reward_and_no_parameter(runs, golds):
   start = parameters(tiny('own'), runs / 'warm')
   assert any((a != b).any() for a, b in zip(own, start, strict=True))
   own, other = (
-    [(t['id'], t['step'], t['reward']) for t in lines(
-      runs / g / 'trajectories.jsonl')] for g in ('own', golds)
+    [(r.trajectory.id, r.step, r.reward) for r in records.read(
+      runs / g / 'trajectories')] for g in ('own', golds)
   )
   assert own == other and len({r for _, _, r in own}) > 1
 

@@ -151,6 +151,8 @@ def test_the_simulator_is_asked_with_the_prompts_that_it_has_learnt(
   asked = []
 
   class Engine:
+    max_len = 96
+
     def open(self, prompt):
       assert microworld.UNK not in tok.decode(prompt.ids)
       asked.append(list(prompt.ids))
@@ -228,7 +230,7 @@ def test_of_questions_without_a_path_all_documents_are_counted():
 
 
 def test_a_folder_without_trajectories_is_told(tmp_path):
-  with pytest.raises(checks.ConfigError, match='no training run'):
+  with pytest.raises(records.RunError, match='holds no trajectories'):
     check.read(str(tmp_path))
 
 
@@ -382,11 +384,9 @@ def test_a_run_on_simulated_documents_resumes_bit_for_bit(
   assert found == check.read(parts)
   assert found['useful_gold_all_n'] > 0 and found['failed'] == 0
   assert found['real_queries'] == 0
-  lines = [
-    [records.read_trajectory(line) for line in open(f'{run}/{name}')]
-    for run in (whole, parts) for name in ('trajectories.jsonl',)
-  ]
-  for a, b in zip(*lines, strict=True):
+  runs = (records.read(f'{run}/trajectories') for run in (whole, parts))
+  for a, b in zip(*runs, strict=True):
+    a, b = a.trajectory, b.trajectory
     assert [s.passages for s in a.searches] == [s.passages for s in b.searches]
   mesh = setup.mesh(c)
   cfg = setup.model_config(c, setup.tokenizer(c, whole).vocab_size)

@@ -65,7 +65,7 @@ async def rewarded(groups, url, after_em=True, **fields):
 def test_nothing_else_than_a_verdict_is_one(reply):
   with pytest.raises(ChatError, match='no verdict') as error:
     judge.read(reply)
-  assert error.value.kind == 'bad_response'
+  assert error.value.kind == 'unusable'
 
 
 @pytest.mark.parametrize('reply, value', [
@@ -83,8 +83,9 @@ def test_the_judge_decides_where_the_match_is_not_exact():
     groups = [tuple(one(a) for a in ('Ann', 'annie', 'bob', 'eve', ''))]
     found = asyncio.run(rewarded(groups, chats.url, max_failed=0.5))
     np.testing.assert_array_equal(found.value, [1, 1, 0, 0, 0])
-    # Without a verdict there is no reward; without an answer there is: 0.
-    np.testing.assert_array_equal(found.valid, [1, 1, 1, 0, 1])
+    # An answer that leaves the judge without a verdict is wrong.
+    np.testing.assert_array_equal(found.valid, [1, 1, 1, 1, 1])
+    np.testing.assert_array_equal(found.parts['unusable'], [0, 0, 0, 1, 0])
     np.testing.assert_array_equal(found.parts['em'], [1, 0, 0, 0, 0])
     assert len(chats.asked) == 3  # neither the exact match nor the empty one
     format = chats.asked[0]['response_format']['json_schema']
@@ -109,6 +110,34 @@ def test_an_answer_cannot_speak_to_the_judge():
   }
 
 
+@pytest.mark.parametrize('said', [
+  400, 413, '', 'I cannot help with that.',
+  b'{"choices": [{"finish_reason": "content_filter", "message": {}}]}',
+  b'{"choices": [{"finish_reason": "length", "message": {"content": "x"}}]}',
+])
+def test_what_an_answer_provokes_earns_nothing_and_excuses_nobody(said):
+  with chat_server.serve(by_answer(bob=said)) as chats:
+    found = asyncio.run(
+      rewarded([(one('bob'), one('Ann'))], chats.url, max_failed=0.0)
+    )
+  np.testing.assert_array_equal(found.valid, [True, True])
+  np.testing.assert_array_equal(found.value, [0, 1])
+  np.testing.assert_array_equal(found.parts['unusable'], [1, 0])
+
+
+def test_a_judge_that_gives_no_verdict_is_found_at_the_start():
+  for said, kind in (('who knows', 'unusable'), (400, 'unusable'),
+                     (500, 'overloaded')):
+    with chat_server.serve(lambda body, said=said: said) as chats:
+      with pytest.raises(ChatError) as error:
+        asyncio.run(judge.Judge(config(chats.url)).check())
+    assert error.value.kind == kind
+  with chat_server.serve(lambda body: verdict('correct')) as chats:
+    assert asyncio.run(judge.Judge(config(chats.url)).check()) == {
+      'url': f'{chats.url}/v1', 'model': 'judge',
+    }
+
+
 def test_equal_answers_are_judged_once_and_failures_again():
   replies = ['nonsense', verdict('correct')]
   items = [('q', ('a',), 'b')] * 3
@@ -119,7 +148,9 @@ def test_equal_answers_are_judged_once_and_failures_again():
 
   with chat_server.serve(lambda body: replies.pop(0)) as chats:
     found = asyncio.run(twice(chats.url))
-  assert found == [[None] * 3, [True] * 3, [True] * 3]
+  first, *rest = found
+  assert {error.kind for error in first} == {'unusable'} and len(first) == 3
+  assert rest == [[True] * 3, [True] * 3]
   assert not replies and len(chats.asked) == 2
 
 
@@ -140,7 +171,7 @@ def test_an_outage_stops_past_the_fraction():
 
 
 def test_what_needs_no_verdict_counts_among_the_answers():
-  with chat_server.serve(lambda body: 'nonsense') as chats:
+  with chat_server.serve(lambda body: 500) as chats:
     groups = [(*[one('Ann')] * 3, one('bob'), one(''))]  # 1 of 5, not of 1
     found = asyncio.run(rewarded(groups, chats.url, max_failed=0.2))
     np.testing.assert_array_equal(found.valid, [1, 1, 1, 0, 1])
@@ -192,7 +223,7 @@ def test_an_evaluation_has_verdicts_beside_its_scores():
     )
 
   with chat_server.serve(by_answer(
-    annie=verdict('correct'), bob=verdict('incorrect'), eve='?',
+    annie=verdict('correct'), bob=verdict('incorrect'), eve=500,
   )) as chats:
     found = asyncio.run(verdicts(chats.url))
   np.testing.assert_array_equal(found, [1, 0, np.nan, 0, np.nan])

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 
 FLAGS = dict(
   cpu=True, dtype='float32', max_model_len=513, max_num_seqs=32,
-  block_size=32, kv_cache_gib=0.25, enforce_eager=True, backoff_s=0.1,
+  block_size=32, kv_cache_gib=0.25, enforce_eager=True,
   max_restarts=20,  # tests kill it
 )
 # Tied, which is what a reload gets wrong; a vocabulary that vLLM has to pad.

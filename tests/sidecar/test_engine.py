@@ -9,6 +9,7 @@ import functools
 import os
 import re
 import signal
+import time
 
 import httpx
 import jax
@@ -421,7 +422,7 @@ def test_a_rollout_survives_the_death_of_the_server(engine, served):
 @pytest.mark.parametrize('victim, call', [
   ('EngineCore', 'searchrl_load'), ('Worker', 'searchrl_checksums'),
 ])
-def test_a_sync_survives_the_death_of_the_engine(
+def test_a_death_in_a_sync_ends_it_and_the_next_one_loads(
   engine, served, monkeypatch, victim, call
 ):
   """The API lives on for a moment and answers with errors."""
@@ -438,13 +439,20 @@ def test_a_sync_survives_the_death_of_the_engine(
     return await rpc(self, method, *args)
 
   monkeypatch.setattr(Client, 'rpc', deadly)
-  restarts = engine.stats()['restarts']
-  load(engine, weights(11), 11)
-  assert killed and engine.stats()['restarts'] == restarts + 1
+  before = served.sidecar.restarts
+  with pytest.raises((EngineError, SyncError), match=served.sidecar.url):
+    load(engine, weights(11), 11)
+  deadline = time.monotonic() + 240
+  while (served.sidecar.restarts, served.sidecar.status()['state']) != (
+    before + 1, 'ready'
+  ):
+    assert served.sidecar.running and time.monotonic() < deadline
+    time.sleep(0.5)
+  load(engine, weights(12), 12)
   described, = served.rpc('searchrl_describe')
-  assert described['loaded'] == 11
+  assert killed and described['loaded'] == 12
   done = asyncio.run(once(engine, prompt(engine).ids, Sampling(max_tokens=4)))
   want = sync.forward_logps(CFG)(
-    weights(11), np.array([*prompt(engine).ids, *done.ids], np.int32)
+    weights(12), np.array([*prompt(engine).ids, *done.ids], np.int32)
   )
   np.testing.assert_allclose(done.logps, np.asarray(want)[-4:], atol=1e-4)

@@ -1,10 +1,9 @@
 """The loop over a vLLM server that it starts: trained, killed, resumed."""
 
-import json
 
-import numpy as np
 import pytest
 
+from searchrl_jax import records
 from searchrl_jax import setup
 from searchrl_jax import train
 from searchrl_jax import update
@@ -54,11 +53,10 @@ def test_a_run_is_killed_and_goes_on_with_the_checkpoints_version(
   assert syncs == [0, 1, 2, 2, 3]
   assert metrics['sync/canary_max_diff'] < 1e-3
   assert metrics['train/mismatch_max'] < 0.5
-  with (tmp_path / 'trajectories.jsonl').open() as lines:
-    kept = [json.loads(line) for line in lines]
-  assert len({(t['step'], t['id']) for t in kept}) == len(kept) == 3 * 4 * 2
-  for t in kept:
-    for s in t['segments']:
-      if s['author'] == 'policy':
-        versions = np.atleast_1d(s['versions'])
-        assert t['step'] - 1 <= versions.min() <= versions.max() <= t['step']
+  kept = [*records.read(tmp_path / 'trajectories')]
+  names = {(r.step, r.trajectory.id) for r in kept}
+  assert len(names) == len(kept) == 3 * 4 * 2
+  for r in kept:
+    for s in r.trajectory.segments:
+      if s.author == 'policy':
+        assert r.step - 1 <= s.versions.min() <= s.versions.max() <= r.step

@@ -167,11 +167,23 @@ def test_queries_of_later_windows_do_not_wait_for_earlier_ones(server):
   assert len(server.batches) == server.most_running == 2
 
 
-@pytest.mark.parametrize(
-  'status, kind', [(422, 'rejected'), (500, 'bad_response')]
-)
-def test_a_bad_query_harms_no_other(server, status, kind):
-  server.poison = {'bad': status}
+def test_a_query_that_the_server_refuses_has_found_nothing(server):
+  """Or a policy could leave the loss by writing it."""
+  server.poison = {'bad': 422}
+
+  async def main(source):
+    return await ask(source, 'a', 'bad', 'c')
+
+  first, bad, last = run(main, server)
+  assert isinstance(bad, SearchResult) and bad.passages == ()
+  assert first.passages and last.passages
+  server.poison['health'] = 422  # whatever it is asked
+  alone = run(lambda source: ask(source, 'bad'), server)
+  assert isinstance(alone[0], SearchError) and alone[0].kind == 'rejected'
+
+
+def test_a_bad_query_harms_no_other(server):
+  server.poison = {'bad': 500}
 
   async def main(source):
     return await asyncio.gather(
@@ -180,7 +192,8 @@ def test_a_bad_query_harms_no_other(server, status, kind):
 
   (good, mixed) = run(main, server)
   assert all(isinstance(r, SearchResult) for r in (*good, mixed[1]))
-  assert isinstance(mixed[0], SearchError) and mixed[0].kind == kind
+  assert isinstance(mixed[0], SearchError)
+  assert mixed[0].kind == 'bad_response'
   assert server.url in mixed[0].message
   assert mixed[0].request.query == 'bad'
 

@@ -160,21 +160,23 @@ def test_fields_that_cannot_work_are_named_at_the_start(field, value, said):
 # Failures (design 5.4).
 
 
-def test_a_reply_without_documents_is_asked_for_again_then_a_failed_search():
+def nothing(answer):
+  return isinstance(answer, SearchResult) and answer.passages == ()
+
+
+def test_a_reply_without_documents_is_asked_for_again_then_found_nothing():
   seeds = []
 
   def nonsense(prompt, seed):
     seeds.append(seed)
     return 'I cannot do that.'
 
-  (error,) = ask(source(nonsense, attempts=3), request())
-  assert isinstance(error, SearchError) and error.kind == 'bad_response'
-  assert 'simulator.document' in error.message
-  assert 'I cannot do that.' in error.message
+  (found,) = ask(source(nonsense, attempts=3), request())
+  assert nothing(found) and found.request.query == 'find'
   assert len(seeds) == len(set(seeds)) == 3
   for said in ('', 'Doc a: ', 'Doc a:   \n Doc b: x'):
-    (error,) = ask(source(lambda *_, said=said: said), request())
-    assert isinstance(error, SearchError), said
+    (found,) = ask(source(lambda *_, said=said: said), request())
+    assert nothing(found), said
   at_last = iter(['no', 'Doc a: yes'])
   (found,) = ask(source(lambda *_: next(at_last)), request())
   assert found.passages[0].text == 'yes'
@@ -185,22 +187,42 @@ def test_a_cut_reply_is_asked_for_again_whoever_writes():
   (found,) = ask(source(lambda *_: next(long), max_tokens=30), request())
   assert found.passages[0].text == 'y'
   always = source(lambda *_: 'Doc a: ' + 'x' * 50, max_tokens=30, attempts=2)
-  (error,) = ask(always, request())
-  assert error.kind == 'bad_response' and 'cut after 30' in error.message
-  with chat_server.serve(lambda body: 'Doc a: x') as chats:
-    chats.finish = 'length'
+  (found,) = ask(always, request())
+  assert nothing(found)
+
+
+@pytest.mark.parametrize('said, finish', [
+  ('Doc a: x', 'length'), ('Doc a: x', 'content_filter'), ('', 'stop'),
+  (400, ''), (413, ''), (422, ''), (b'{"choices": []}', ''),
+  ('I will not write about that.', 'stop'),
+])
+def test_what_a_query_provokes_of_a_server_is_an_empty_result(said, finish):
+  """And what fails the same server is an error."""
+  script = lambda body: said if 'bomb' in str(body) else 503
+  with chat_server.serve(script) as chats:
+    chats.finish = finish
     made = simulated.make(
-      config(url=chats.url, attempts=3, chat=True), seed=0, writer=None
+      config(url=chats.url, attempts=1, chat=True), seed=0, writer=None
     )
-    (error,) = ask(made, request())
-  assert error.kind == 'bad_response' and len(chats.asked) == 3
+    provoked, down = ask(made, request('bomb'), request('tree'))
+  assert nothing(provoked)
+  assert isinstance(down, SearchError) and down.kind == 'overloaded'
+
+
+def test_a_query_too_long_for_the_engine_has_found_nothing():
+  engine = fakes.FakeEngine(lambda *_: 'Doc a: y')
+  engine.max_len = 100
+  long, short = ask(
+    source(None, engine=engine, max_tokens=50), request('x' * 99), request()
+  )
+  assert nothing(long) and short.passages and not engine.handles
 
 
 def test_empty_lines_of_a_reply_cost_nothing():
   lines = '\n' * 5000 + ' \n' * 5000
   full = source(
     lambda *_: f'Doc 1: (t): x{lines}y{lines}Doc 2 (u): z', useful='{query}',
-    document=zerosearch.DOCUMENT, max_tokens=10**6,
+    document=zerosearch.DOCUMENT, max_tokens=10**5,
   )
   (found,) = ask(full, request())
   assert [p.text for p in found.passages] == ['(t): x y', 'z']
@@ -246,17 +268,21 @@ def test_what_the_engine_cannot_serve_fails_that_query_alone():
   assert engine.handles == {}
 
 
-def played(made, script=None, questions=4, group=2, **fields):
+def played(*args, **fields):
+  return rolled(*args, **fields).groups
+
+
+def rolled(made, script=None, questions=4, group=2, policy=None, **fields):
   """A rollout of policies that search twice, on this source."""
   c = common.base().rollout
   c.update(dict(group=group, search_attempts=1, max_failed=1.0) | fields)
-  engine = fakes.FakeEngine(
+  engine = policy or fakes.FakeEngine(
     script or fakes.searcher, delay=lambda text: random.random() / 100
   )
   return asyncio.run(asyncio.wait_for(rollout(
     [question(n) for n in range(questions)], env=fakes.make_env(),
     engine=engine, source=made, config=c, seed=0, step=0,
-  ), 60)).groups
+  ), 60))
 
 
 def test_each_query_keeps_its_question_when_others_have_finished():
@@ -280,12 +306,24 @@ def test_each_query_keeps_its_question_when_others_have_finished():
   assert lengths == {1, 2, 3}
 
 
-def test_nonsense_leaves_trajectories_out_and_past_a_share_stops():
-  made = source(lambda *_: 'nonsense')
-  groups = played(made)
-  assert all(t.end == 'failed' for group in groups for t in group)
-  with pytest.raises(RolloutError, match='without a document'):
-    played(made, max_failed=0.5)
+def test_nonsense_is_read_as_nothing_and_counted():
+  """A policy that brings a simulator to it stays in the loss."""
+  found = rolled(source(lambda *_: 'nonsense'), max_failed=0.0)
+  env = fakes.make_env()
+  for t in (t for group in found.groups for t in group):
+    assert t.end == 'answer' and len(t.searches) == 2
+    read = [b.text for b in env.blocks(t) if b.kind == 'information']
+    assert read == ['nothing found'] * 2
+  assert found.stats.empty_searches == 16 and not found.stats.failed
+  assert found.stats.metrics()['rollout/empty_searches'] == 16
+
+
+def test_a_simulator_that_fails_stops_past_a_share():
+  made = source(None, engine=fakes.FakeEngine(lambda *_: EngineError('gone')))
+  c = dict(policy=fakes.FakeEngine(fakes.searcher))
+  assert all(t.failed for group in rolled(made, **c).groups for t in group)
+  with pytest.raises(RolloutError, match='gone'):
+    rolled(made, max_failed=0.5, **c)
 
 
 def test_what_a_simulator_writes_is_outside_text():
@@ -421,7 +459,19 @@ def test_a_server_simulates_too_and_says_who_it_is():
     f'useful [{q}|who is {n}?|gold{n} or alias{n}|5]'
     for n, q in ((1, 'x'), (2, 'y'))
   ]
-  assert len({body['seed'] for body in chats.asked}) == 2
+  first, *asked = chats.asked  # the first asks whether it writes documents
+  assert 'capital of France' in first['messages'][0]['content']
+  assert len({body['seed'] for body in asked}) == len(asked) == 2
+
+
+def test_a_server_that_writes_no_document_is_told_at_the_start():
+  for said in ('nonsense', 400, 500):
+    with chat_server.serve(lambda body, said=said: said) as chats:
+      made = simulated.make(
+        config(url=chats.url, chat=True, attempts=1), seed=0, writer=None
+      )
+      with pytest.raises(SourceError, match='simulator.url=.*no document'):
+        asyncio.run(made.check())
 
 
 def test_an_absent_server_is_told_at_the_start():

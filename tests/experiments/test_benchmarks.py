@@ -1,0 +1,37 @@
+"""What all benchmarks share: the machine is judged before they load it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+CODE = """
+import os, sys
+heavy = []
+def load():
+  heavy.append({'jax', 'numpy', 'absl'} & {*sys.modules})
+  return len(heavy) / 10, 0, 0
+os.getloadavg = load
+import experiments.benchmarks.NAME
+from experiments.benchmarks import common
+print(heavy, common.require_idle(max_load=0.15))
+print(common.environment()['load_before'])
+"""
+
+
+@pytest.mark.parametrize('name', ['common', 'sampler', 'resume'])
+def test_the_load_is_read_before_heavy_imports(name):
+  done = subprocess.run(
+    [sys.executable, '-c', CODE.replace('NAME', name)], cwd=ROOT,
+    capture_output=True, text=True)
+  assert done.stdout.split('\n')[:2] == ['[set()] 0.1', '0.1'], done.stderr
+
+
+def test_no_benchmark_reads_the_load_itself():
+  reading = [
+    path.name for path in (ROOT / 'experiments/benchmarks').glob('*.py')
+    if 'getloadavg' in path.read_text()
+  ]
+  assert reading == ['__init__.py']

@@ -1,0 +1,64 @@
+"""Every recipe: what its config says of itself."""
+
+import importlib
+
+import pytest
+
+from searchrl_jax import checks
+from tests import tiny
+from tests.conftest import ROOT
+
+FULL = 'model=x'
+RECIPES = {
+  'quickstart': ('',),
+  'search_r1': ('', 'algorithm=ppo', FULL, f'{FULL},baseline=rag'),
+  'seven': ('', FULL),
+  'ssp': ('', 'arm=golds', FULL),
+  'ssrl': ('', FULL),
+  'ttrl': ('', 'base=ssrl', 'base=math', FULL, f'{FULL},base=ssrl',
+           f'{FULL},base=math,path=AIME,heldout=AMC'),
+  'wiki_nq': ('', FULL),
+  'zerosearch': ('', 'learns=simulator', FULL),
+}
+
+
+def test_every_recipe_is_here():
+  files = (ROOT / 'configs').glob('*.py')
+  assert sorted(RECIPES) == sorted(
+    p.stem for p in files if 'def get_config' in p.read_text()
+  )
+
+
+@pytest.mark.parametrize(
+  'name, arg', [(name, arg) for name, args in RECIPES.items() for arg in args]
+)
+def test_no_recipe_selects_by_what_it_reports(name, arg):
+  """All of data.eval is reported (design 5.13)."""
+  module = importlib.import_module(f'configs.{name}')
+  c = module.get_config(arg)
+  assert checks.selecting(c) not in c.data.eval
+  assert 'selected' in module.__doc__
+  # The whole state is written at these steps alone.
+  assert c.checkpoint.best == '' and c.checkpoint.every >= 5
+
+
+@pytest.mark.parametrize('best', [
+  'eval/em', 'eval/f1', 'eval/set=micro', 'reward/em', 'eval/hops=2/em',
+])
+def test_selecting_by_all_that_is_reported_is_refused(best):
+  c = tiny.config()
+  c.checkpoint.best = best
+  with pytest.raises(checks.ConfigError, match=f"best='{best}'.*set=NAME/em"):
+    checks.check(c)
+
+
+def test_a_set_may_be_kept_to_select_by():
+  c = tiny.config()
+  for best in ('micro', 'absent'):
+    c.checkpoint.best = f'eval/set={best}/em'
+    with pytest.raises(checks.ConfigError, match='beside those.*reported'):
+      checks.check(c)
+  c.data.eval.other = c.data.eval.micro
+  c.checkpoint.best = 'eval/set=micro/em'
+  checks.check(c)
+  assert checks.selecting(c) == 'micro'

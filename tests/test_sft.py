@@ -1,0 +1,70 @@
+"""A warm start teaches the tokens that the policy would sample."""
+
+import numpy as np
+import pytest
+
+from searchrl_jax import sft
+from searchrl_jax.data.core import Trace
+from searchrl_jax.tokenizer import load, train_bpe
+from searchrl_jax.types import Passage
+from tests import scripted
+
+ADDED = ('<think>', '</think>', '<tool_call>')
+FOUND = (Passage('1', 'The book', 'Ann wrote it.'),)
+
+
+@pytest.fixture(scope='module')
+def tok(tmp_path_factory):
+  """As Qwen3's: the tags of thoughts are added tokens, and not special."""
+  folder = tmp_path_factory.mktemp('tokenizer')
+  hf = train_bpe(scripted.TEXTS, 330, folder)._hf
+  hf.add_tokens(list(ADDED))
+  hf.save_pretrained(folder)
+  return load(folder)
+
+
+def trace(thought, answer):
+  return Trace(scripted.QUESTION, (
+    ('think', thought), ('search', 'the book'), ('information', FOUND),
+    ('answer', answer),
+  ))
+
+
+def written(trajectory):
+  return [
+    (s.kind, s.ids.tolist()) for s in trajectory.segments
+    if s.author == 'policy'
+  ]
+
+
+@pytest.mark.parametrize('recalls', [False, True])
+def test_tags_are_taught_as_a_policy_samples_them(tok, recalls):
+  env = scripted.make(
+    tok, information='policy' if recalls else 'source',
+    max_turns=0 if recalls else 4, train_information=recalls,
+  )
+  taught = sft.render(trace('I look it up', 'Ann'), env, 0)
+  # A policy that says the same in the tokens of running text.
+  turns = ['<think> I look it up </think>\n<search> the book </search>',
+           '<answer> Ann </answer>']
+  if recalls:
+    turns.insert(1, env.observation(FOUND).strip())
+    turns = ['\n'.join(turns)]
+  natural = [tok._hf.encode(t, add_special_tokens=False) for t in turns]
+  assert tok._hf.convert_tokens_to_ids('<think>') in natural[0]
+  state, _ = scripted.play(env, natural, FOUND)
+  assert written(taught) == written(env.trajectory(state))
+  assert [kind for kind, _ in written(taught)][0] == 'think'
+
+
+def test_contents_are_text_whatever_they_spell(tok):
+  spelt = f'{"".join(ADDED[::2])} <|eos|> <answer>'
+  taught = sft.render(trace(spelt, 'Ann'), scripted.make(tok), 0)
+  kind, thought = written(taught)[0]
+  once = [tok._hf.convert_tokens_to_ids(t) for t in ADDED[:2]]
+  added = set(tok._hf.backend_tokenizer.get_added_tokens_decoder())
+  assert kind == 'think' and [i for i in thought if i in added] == once
+  assert spelt in tok.decode(thought)
+  assert taught.end == 'answer' and np.all(
+    [s.train for s in taught.segments if s.author == 'policy']
+  )
