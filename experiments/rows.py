@@ -36,7 +36,6 @@ import threading
 from absl import flags
 from ml_collections import ConfigDict
 
-import searchrl_jax
 from configs import common as schema
 from experiments import table
 from experiments.benchmarks import common
@@ -284,7 +283,6 @@ def spawn(module: str, stage: str, workdir: pathlib.Path, url: str) -> None:
      f'--workdir={workdir}', f'--stage={stage}', f'--url={url}'],
     # Closed by our end, whatever ends us. Ctrl-C reaches us alone.
     stdin=subprocess.PIPE, start_new_session=True,
-    env=searchrl_jax.HUGE_PAGES | os.environ,
   )
   try:
     status = process.wait()

@@ -16,29 +16,30 @@ import statistics
 import subprocess
 from typing import Any
 
+from experiments.benchmarks import LOAD
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
 
 
 def require_idle(max_load: float = 0.3, allow: bool = False) -> float:
-  """The load of the last minute; contention spoils torch more than JAX.
+  """The load before this process; contention spoils torch more than JAX.
 
   allow: measure anyway (--allow_load); the load stands in the file.
 
   Raises:
     SystemExit: the machine is busy.
   """
-  load = os.getloadavg()[0]
-  if load > max_load and not allow:
+  if LOAD > max_load and not allow:
     raise SystemExit(
-      f'the machine is busy: load {load:.2f}, at most {max_load} for a fair '
+      f'the machine is busy: load {LOAD:.2f}, at most {max_load} for a fair '
       'comparison; wait, or pass --allow_load and say so beside the figures'
     )
-  return load
+  return LOAD
 
 
 def environment() -> dict[str, Any]:
-  """Machine, date, commit and load; call it before the first repetition."""
+  """Machine, date and commit; the load is that before this process."""
   commit = _run('git', 'rev-parse', 'HEAD')
   return {
     'date': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
@@ -50,7 +51,7 @@ def environment() -> dict[str, Any]:
     'memory': _field('/proc/meminfo', 'MemTotal'),
     'python': platform.python_version(),
     'packages': {p: importlib.metadata.version(p) for p in PACKAGES},
-    'load_before': round(os.getloadavg()[0], 2),
+    'load_before': round(LOAD, 2),
   }
 
 

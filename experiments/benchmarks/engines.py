@@ -109,7 +109,7 @@ class Side:
     )
     return self._timed(rollout(
       items, env=multiturn.ScriptedEnv(), engine=self.engine,
-      source=multiturn.SlowSource(), config=config, seed=0, step=0,
+      source=multiturn.SlowSource(0.2), config=config, seed=0, step=0,
     ))
 
   def _timed(self, coroutine) -> dict:
@@ -130,9 +130,7 @@ def measure(case: str, folder: pathlib.Path, reps: int) -> list[dict]:
   tok = make_tokenizer(folder / 'tokenizer')
   config = config_lib.base().engine
   config.slots, config.chunk, config.prefill_rows = ROWS, 16, ROWS
-  config.max_len = PROMPT + (
-    multiturn.SEARCHES * (multiturn.OBSERVATION + multiturn.LONGEST)
-  ) + multiturn.LONGEST
+  config.max_len = multiturn.LIMIT
   canary = np.random.default_rng(1).integers(VOCAB, size=64).tolist()
   logps = sync.forward_logps(cfg)
   sides, rows = {}, []

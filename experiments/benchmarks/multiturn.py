@@ -2,22 +2,26 @@
 
   python -m experiments.benchmarks.multiturn --out=multiturn.json
 
-Both drive the same engine, prompts, lengths and searches. `rollout` lets each
-trajectory go its own way; the barrier is Search-R1's loop: all trajectories
-generate, all search, all go on. A search takes 200 ms +- 100 ms, uniform. The
-barrier is measured twice: its turn's searches take that time each, and it
-waits for the slowest (`each`, the bar); or all of them together take it once,
-as from a server that answers a whole batch at once (`one`, printed beside it,
-kinder to the barrier; ours still waits for each search by itself).
+256 trajectories of 1 to 4 searches go through 32 slots, by `rollout`, which
+lets each go its own way, at several values of config.rollout.concurrency
+(`free_slots` = the slots, ..., `free_default` = 0, as many as slots and
+config.engine.host_gib hold), and with a host memory that holds 31 paused
+sequences (`free_tight`). A search takes 0.5 s +- 0.25 s, uniform.
 
-Lengths are drawn once (geometric, as a policy's are) and the model is random:
-what it says does not matter here, only how long it takes. 96 trajectories of
-1 to 4 searches go through 32 slots. `multiturn_recomputed_tokens` is counted
-with slots to spare, where no token should be prefilled twice.
+The barrier is Search-R1's loop: all trajectories generate, all search, all go
+on. It is measured twice: its turn's searches take that time each, and it waits
+for the slowest (`each`, the bar); or all of them together take it once, as from
+a server that answers a whole batch at once (`one`, printed beside it, kinder to
+the barrier; ours still waits for each search by itself).
+
+Engine, prompts, lengths and searches are the same everywhere. Lengths are drawn
+once (geometric, as a policy's are) and the model is random: what it says does
+not matter here, only how long it takes.
 """
 
 import asyncio
 import dataclasses
+import functools
 import statistics
 import time
 from typing import Any
@@ -25,9 +29,11 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags
+from ml_collections import ConfigDict
 
 from configs import common as config_lib
 from experiments.benchmarks import common
+from searchrl_jax.engines import device
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax_sampler import JaxSampler
 from searchrl_jax.env import Done, Generate, Search
@@ -44,8 +50,13 @@ from searchrl_jax.types import (
 VOCAB, PROMPT, OBSERVATION = 2048, 64, 32  # ids, tokens, tokens
 SEARCHES = 4  # of one trajectory at most; it has 1 to 4
 MEAN, LONGEST = 32, 128  # sampled tokens of a turn
-TRAJECTORIES, SLOTS = 96, 32  # as in a step of several times the slots
-SPARE = 24  # trajectories where slots are to spare
+LIMIT = PROMPT + SEARCHES * (OBSERVATION + LONGEST) + LONGEST
+SLOTS, TRAJECTORIES = 32, 256  # eight for each slot
+MODEL = decoder.DecoderConfig(
+  vocab_size=VOCAB, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
+  head_dim=32, d_ff=512, qkv_bias=True,
+)  # fmt: skip
+SECONDS = 0.5  # a search takes half to one and a half times as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +74,8 @@ class State:
 
 class ScriptedEnv:
   """Turns of given lengths with a search after each but the last."""
+
+  config = ConfigDict(dict(max_tokens=LIMIT))
 
   def reset(self, question: Question, role: str):
     ids = tuple(int(i) for i in question.meta['prompt'])
@@ -90,11 +103,17 @@ class ScriptedEnv:
 
 
 class SlowSource:
-  """Each query takes 100 to 300 ms, given by whose and which it is."""
+  """Each query takes its own time, given by whose and which it is.
+
+  mean: seconds; between half of it and one and a half times as long.
+  """
+
+  def __init__(self, mean: float = SECONDS):
+    self._mean = mean
 
   async def search(self, requests, one: bool = False):
     seconds = [
-      0.1 + 0.2 * _uniform(r.question.id, r.trajectory, r.turn)
+      self._mean * (0.5 + _uniform(r.question.id, r.trajectory, r.turn))
       for r in requests
     ]
     await asyncio.sleep(seconds[0] if one else max(seconds))
@@ -125,10 +144,10 @@ def questions(count: int, seed: int) -> list[Question]:
   return [one(i) for i in range(count)]
 
 
-def free(engine, items) -> None:
+def free(engine, items, concurrency: int = 0) -> None:
   """`rollout`: no barrier."""
   config = config_lib.base().rollout
-  config.group = 1
+  config.group, config.concurrency = 1, concurrency
   asyncio.run(
     rollout(
       items, env=ScriptedEnv(), engine=engine, source=SlowSource(),
@@ -175,17 +194,12 @@ def barrier(engine, items, one: bool) -> None:
   asyncio.run(main())
 
 
-def make_engine(slots: int) -> tuple[JaxSampler, dict]:
+def make_engine(slots: int, host_gib: float = 1.0) -> tuple[JaxSampler, dict]:
   """The engine, warm, and the parameters it has a copy of."""
-  cfg = decoder.DecoderConfig(
-    vocab_size=VOCAB, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
-    head_dim=32, d_ff=512, qkv_bias=True,
-  )  # fmt: skip
   config = config_lib.base().engine
-  config.slots = slots
-  config.max_len = PROMPT + SEARCHES * (OBSERVATION + LONGEST) + LONGEST
-  params = decoder.init_params(cfg, jax.random.key(0))
-  engine = JaxSampler(cfg, params, Ids(), config)
+  config.slots, config.max_len, config.host_gib = slots, LIMIT, host_gib
+  params = decoder.init_params(MODEL, jax.random.key(0))
+  engine = JaxSampler(MODEL, params, Ids(), config)
   engine.warmup()
   return engine, params
 
@@ -200,26 +214,30 @@ class Ids:
 
 
 DRIVERS = {
-  'free': free,
-  'barrier_one': lambda engine, items: barrier(engine, items, one=True),
-  'barrier_each': lambda engine, items: barrier(engine, items, one=False),
+  'free_slots': lambda *x: free(*x, SLOTS),
+  'free_2x': lambda *x: free(*x, 2 * SLOTS),
+  'free_4x': lambda *x: free(*x, 4 * SLOTS),
+  'free_default': free,
+  'free_tight': free,
+  'barrier_one': lambda *x: barrier(*x, one=True),
+  'barrier_each': lambda *x: barrier(*x, one=False),
 }
 
 
-def measure(engine, name: str, items) -> dict[str, float]:
+def measure(name: str, engine, items) -> dict[str, float]:
   """One repetition: trajectories/s and what the engine counted meanwhile."""
   before = engine.stats()
   begin = time.monotonic()
   DRIVERS[name](engine, items)
   seconds = time.monotonic() - begin
-  counted = {k: v - before[k] for k, v in engine.stats().items()}
+  after = engine.stats()
   return {
     'seconds': seconds,
     'trajectories_per_s': len(items) / seconds,
-    **{
-      k: counted[k]
-      for k in ('generated_tokens', 'recomputed_tokens', 'evictions')
-    },
+    **{k: after[k] - before[k] for k in (
+      'generated_tokens', 'recomputed_tokens', 'evictions', 'decode_steps',
+    )},
+    'host_bytes': after['host_bytes'],  # the most so far, of all repetitions
   }
 
 
@@ -228,18 +246,19 @@ def main(argv):
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   common.require_idle(allow=_ALLOW.value)
   before = common.environment()
-  engine, _ = make_engine(SLOTS)
-  for name in DRIVERS:  # what a first use costs is not the turns' matter
-    measure(engine, name, questions(SPARE, seed=0))
+  tight = (31 + 1) * row_bytes() / 2**30
+  engines = {
+    name: make_engine(SLOTS, tight if name == 'free_tight' else 1.0)[0]
+    for name in DRIVERS
+  }
+  for name, engine in engines.items():  # the first use of each costs more
+    measure(name, engine, questions(SLOTS // 2, seed=0))
   items = questions(TRAJECTORIES, seed=1)
   found = common.interleave(
-    {name: lambda name=name: measure(engine, name, items) for name in DRIVERS},
+    {name: functools.partial(measure, name, engine, items)
+     for name, engine in engines.items()},
     _REPS.value,
   )
-  found['free_spare_slots'] = [
-    measure(engine, 'free', questions(SPARE, seed=2 + i))
-    for i in range(_REPS.value)
-  ]
   rows = [
     {'driver': name, 'repetition': i, **row}
     for name, repetitions in found.items()
@@ -249,23 +268,40 @@ def main(argv):
     name: statistics.median(row['trajectories_per_s'] for row in repetitions)
     for name, repetitions in found.items()
   }
-  recomputed = sum(
-    row['recomputed_tokens'] for row in found['free_spare_slots']
-  )
+  free_rows = [row for row in rows if row['driver'].startswith('free')]
+  default = speed['free_default']
   bars = [
-    common.bar('multiturn_barrier', speed['free'] / speed['barrier_each'], 1.5),
-    common.bar('multiturn_recomputed_tokens', recomputed, 0, at_most=True),
+    common.bar('multiturn_barrier', default / speed['barrier_each'], 1.5),
+    common.bar('multiturn_default', default / speed['free_slots'], 1.0),
+    common.bar('multiturn_default_of_best', default / max(
+      speed[row['driver']] for row in free_rows
+    ), 0.95),
+    common.bar(
+      'multiturn_host', found['free_tight'][-1]['host_bytes'] / 2**30 / tight,
+      1.0, at_most=True,
+    ),
+    common.bar('multiturn_recomputed_tokens', sum(
+      row['recomputed_tokens'] for row in free_rows
+    ), 0, at_most=True),
   ]
   print(
     'against a barrier whose searches of a turn take their time once: '
-    f'{speed["free"] / speed["barrier_one"]:.2f}x'
+    f'{default / speed["barrier_one"]:.2f}x; with host memory for 31 '
+    f'sequences: {speed["free_tight"] / default:.2f}x of the default'
   )
   common.report(_OUT.value, 'multiturn', rows, bars, before)
 
 
+def row_bytes() -> int:
+  """Of one paused sequence of LIMIT tokens."""
+  config = config_lib.base().engine
+  config.max_len = LIMIT
+  return device.room(MODEL, config).size(LIMIT) * device.bytes_per_token(MODEL)
+
+
 if __name__ == '__main__':
   _OUT = flags.DEFINE_string('out', '', 'JSON file to write')
-  _REPS = flags.DEFINE_integer('reps', 3, 'interleaved repetitions', 3)
+  _REPS = flags.DEFINE_integer('reps', 3, 'interleaved repetitions', 2)
   _ALLOW = flags.DEFINE_bool(
     'allow_load', False, 'run on a busy machine; the load stands in the file'
   )

@@ -42,7 +42,8 @@ from searchrl_jax.rollout import rollout
 from searchrl_jax.signals import Signals
 
 STEPS, WARM = 8, 2  # of one run; those not counted
-TRAJECTORIES, SLOTS = 48, 48
+SLOTS, TRAJECTORIES = 48, 192  # four for each slot
+SECONDS = 0.2  # a search
 BAR = 1.4
 ARMS = ((0, 'token'), (1, 'token'), (1, 'none'), (4, 'token'), (4, 'none'))
 
@@ -99,7 +100,7 @@ def steps(engine, params, update, max_staleness: int, seconds: float) -> dict:
       signals, Stream(),
       lambda questions, **step: rollout(
         questions, env=multiturn.ScriptedEnv(), engine=engine,
-        source=multiturn.SlowSource(), config=config, seed=0, **step,
+        source=multiturn.SlowSource(SECONDS), config=config, seed=0, **step,
       ),
       questions=TRAJECTORIES, max_staleness=max_staleness, steps=count,
     )

@@ -9,7 +9,6 @@ for bit. Bar: resume_bitwise = 3 of 3.
 """
 
 import hashlib
-import json
 import os
 import pathlib
 import signal
@@ -75,6 +74,7 @@ def digest(folder: str) -> dict[str, str]:
   import jax
   import numpy as np
 
+  from searchrl_jax import records
   from searchrl_jax import setup
   from searchrl_jax import update
   from searchrl_jax import objectives
@@ -98,12 +98,12 @@ def digest(folder: str) -> dict[str, str]:
   for leaf in jax.tree.leaves(saved.state):
     state.update(np.asarray(leaf).tobytes())
   sampled = hashlib.sha256()
-  for line in (pathlib.Path(folder) / 'trajectories.jsonl').open():
-    record = json.loads(line)
-    sampled.update(json.dumps([
-      record['step'], record['id'],
-      [[s['ids'], s['logps']] for s in record['segments']],
-    ]).encode())
+  for record in records.read(pathlib.Path(folder) / 'trajectories'):
+    t = record.trajectory
+    sampled.update(f'{record.step} {t.id}'.encode())
+    for s in t.segments:
+      sampled.update(s.ids.tobytes())
+      sampled.update(b'' if s.logps is None else s.logps.tobytes())
   return {'step': saved.step, 'state': state.hexdigest(),
           'sampled': sampled.hexdigest()}
 

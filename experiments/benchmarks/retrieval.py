@@ -279,9 +279,9 @@ def precisions(folder, encoder, nq) -> list[dict]:
   q = encoder.encode_queries([x.text for x in nq])
   return [{
     'case': f'dense_jax {precision}', 'queries': len(q),
-    'recall_10': DenseJax(
-      folder.vectors, None, precision=precision
-    ).recall(q, 10),
+    'recall_10': retrieval_build.recall_of_exact(
+      DenseJax(folder.vectors, None, precision=precision), folder.vectors, q, 10
+    ),
   } for precision in PRECISIONS]
 
 

@@ -23,6 +23,8 @@ import tempfile
 import threading
 import time
 
+import numpy as np
+
 from experiments.benchmarks import common
 
 K = 3
@@ -117,6 +119,33 @@ def serve(out: str, name: str, model: str, queries: list[str]) -> dict:
   index = folder_lib.open_index(folder, name, encoder=encoder)
   index.search(queries, K)
   return grown(before)
+
+
+def recall_of_exact(index, vectors, q, k: int, block: int = 16384) -> float:
+  """The share of the k best passages that an index finds, in [0, 1].
+
+  The best are those of exact float32 scores, made in numpy block by block.
+
+  Args:
+    index: over the vectors, with `search_vectors`.
+    vectors: [P, D].
+    q: [Q, D] vectors of queries.
+    k: how many count.
+    block: passages scored at once.
+  """
+  k = min(k, len(vectors))
+  scores = np.empty((len(q), 0), np.float32)
+  ids = np.empty((len(q), 0), np.int64)
+  for start in range(0, len(vectors), block):
+    part = np.asarray(vectors[start : start + block], np.float32)
+    scores = np.concatenate([scores, q @ part.T], 1)
+    new = np.arange(start, start + len(part))
+    ids = np.concatenate([ids, np.tile(new, (len(q), 1))], 1)
+    best = np.argsort(-scores, axis=1, kind='stable')[:, :k]
+    scores, ids = (np.take_along_axis(x, best, 1) for x in (scores, ids))
+  found, _ = index.search_vectors(q, k)
+  hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), ids.tolist())]
+  return sum(hits) / (k * len(q))
 
 
 def rows(

@@ -4,18 +4,18 @@
     python -m experiments.benchmarks.retrieval_gpu --passages=20000 --dim=64 \
       --batch=8 --copy_mb=64 --small_encoder     # on CPU, to see that it runs
 
-Passages are random vectors in bfloat16, made on the device: 10 million of 768
-numbers are 15.4 GB, of which rounding to blocks makes a second copy. A search
-reads each of them once, so the bytes of the corpus over the seconds of a
+Passages are random vectors in float16, made on the device: 10 million of 768
+numbers are 15.4 GB, of which the index makes a second copy. A search reads
+each of them once, so the bytes of the corpus over the seconds of a
 search is the bandwidth reached: selection, and scoring the chosen again, are
 in the seconds and not in the bytes. The measure beside it is what the device
 itself reaches in copying one large array, bytes read and written.
 
 `search` further encodes the queries (12 layers of 768, e5-base's size, random
-weights) and takes the final scores from the vectors, here from the device
-where a service has a memory map. Queries have 3 to 20 words.
+weights) and brings the answers to the host. Queries have 3 to 20 words.
 
 Written where no accelerator was at hand: it has run on CPU only.
+`retrieval_aot` compiles the same program without one.
 """
 
 import pathlib
@@ -66,14 +66,14 @@ def make_encoder(folder: pathlib.Path) -> Encoder:
 
 
 def make_vectors(count: int, dim: int) -> jax.Array:
-  """Random bfloat16 [P, D] on the device, block by block."""
+  """Random float16 [P, D] on the device, block by block."""
   block = 1 << 16
   keys = jax.random.split(jax.random.key(0), -(-count // block))
 
   @jax.jit
   def make(keys):
     blocks = jax.lax.map(
-      lambda key: jax.random.normal(key, (block, dim), jnp.bfloat16), keys
+      lambda key: jax.random.normal(key, (block, dim), jnp.float16), keys
     )
     return blocks.reshape(-1, dim)[:count]
 
@@ -108,7 +108,7 @@ def main(argv):
   with tempfile.TemporaryDirectory() as folder:
     encoder = make_encoder(pathlib.Path(folder))
   index = DenseJax(
-    make_vectors(_PASSAGES.value, _DIM.value), encoder, precision='bfloat16'
+    make_vectors(_PASSAGES.value, _DIM.value), encoder, precision='float16'
   )
   queries = make_queries(_BATCH.value)
   # As a service would have them: batches of one shape, of this size.

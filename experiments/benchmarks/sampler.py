@@ -8,9 +8,16 @@ both sides), Qwen2 layout in float32. Both
 sides make a batch in turns; the peer (`sampler_torch.py`, a process of its
 own) runs with 1 and with 2 threads, and the better median counts. Tokens/s is
 new tokens by the median time.
+
+`bare` is what no sampler can beat with these products of matrices: one loop of
+64 steps over weights and caches of the same sizes, without prefill, positions,
+writes to the caches, draw, or a look of the host. `of_bare` is the sampler's
+share of its tokens/s; `host` is the share of a batch in which the device had
+no work.
 """
 
 import asyncio
+import functools
 import json
 import pathlib
 import statistics
@@ -20,10 +27,13 @@ import time
 from absl import app
 from absl import flags
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from configs import common as config_lib
 from experiments.benchmarks import common
+from searchrl_jax.engines import caches as kv
+from searchrl_jax.engines import decode
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax_sampler import JaxSampler
 from searchrl_jax.models import decoder
@@ -65,6 +75,7 @@ class Ours:
     self.parameters = cfg.n_params
     self._engine = JaxSampler(cfg, params, Ids(), config)
     self._rng = np.random.default_rng(0)
+    self.host = []  # seconds of each batch outside the device's calls
 
   def __call__(self) -> float:
     prompts = self._rng.integers(Ids.vocab_size, size=(ROWS, PROMPT)).tolist()
@@ -81,11 +92,48 @@ class Ours:
     async def main():
       return await asyncio.gather(*map(one, prompts, seeds))
 
-    start = time.perf_counter()
+    before, start = self._device(), time.perf_counter()
     counts = asyncio.run(main())
     seconds = time.perf_counter() - start
+    self.host.append(seconds - (self._device() - before))
     assert counts == [NEW] * ROWS
     return seconds
+
+  def _device(self) -> float:
+    stats = self._engine.stats()
+    return stats['seconds_prefill'] + stats['seconds_decode']
+
+
+class Bare:
+  """The products of matrices of NEW steps, and little else."""
+
+  def __init__(self, case: dict):
+    cfg = decoder.DecoderConfig(**case, qkv_bias=True)
+    weights = decode.load(decoder.init_params(cfg, jax.random.key(0)), cfg)
+    caches = kv.make(cfg, ROWS, PROMPT + NEW)
+    last = np.full((ROWS, 1), PROMPT + NEW - 1)
+
+    @jax.jit
+    def loop(weights, caches, x):
+      def step(_, x):
+        for p, cache in zip(weights['layers'], caches):
+          q, k, v = (decoder.dense(x, p[name]) for name in 'qkv')
+          o = kv.attention(cfg, q, *cache, last)
+          o = o + jnp.repeat(k + v, cfg.n_heads // cfg.n_kv_heads, 2)
+          x = x + decoder.dense(o, p['o'], 2)
+          h = decoder.dense(x, p['gate']) * decoder.dense(x, p['up'])
+          x = x + decoder.dense(h, p['down'])
+        return x + decoder.logits(weights, cfg, x)[..., :cfg.d_model]
+
+      return jax.lax.fori_loop(0, NEW, step, x)
+
+    x = jnp.zeros((ROWS, 1, cfg.d_model))
+    self._loop = functools.partial(loop, weights, caches, x)
+
+  def __call__(self) -> float:
+    start = time.perf_counter()
+    self._loop().block_until_ready()
+    return time.perf_counter() - start
 
 
 class Peer:
@@ -121,7 +169,7 @@ class Peer:
 
 def measure(name: str) -> dict:
   case = CASES[name]
-  sides = {'jax': Ours(case)}
+  sides = {'jax': Ours(case), 'bare': Bare(case)}
   try:
     for threads in (1, 2):
       sides[f'torch_{threads}'] = Peer(case, threads)
@@ -141,6 +189,12 @@ def measure(name: str) -> dict:
     'peer_parameters': sides['torch_1'].about['parameters'],
     **{f'{k}_tokens_per_s': v for k, v in speed.items()},
     'ratio': speed['jax'] / max(speed['torch_1'], speed['torch_2']),
+    'of_bare': speed['jax'] / speed['bare'],
+    'host': statistics.median(
+      host / total for host, total in zip(
+        sides['jax'].host[-_REPS.value:], seconds['jax'], strict=True
+      )
+    ),
     'model': case, 'seconds': seconds, 'peer': sides['torch_1'].about,
   }
 

@@ -183,8 +183,8 @@ def run(case: str, folder: pathlib.Path) -> list[dict]:
 def main(argv):
   del argv
   logging.set_verbosity(logging.WARNING)
-  load = common.require_idle(allow=_LOAD.value)
-  environment = {**common.environment(), 'load_before': round(load, 2)}
+  common.require_idle(allow=_LOAD.value)
+  environment = common.environment()
   rows, bars = [], []
   for case in _CASES.value:
     with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,8 @@
 Loss on half of the positions, backward, clipped norm, AdamW; float32; a
 Qwen2 layout. The peer is `update_torch.py` (its head: see there) under the
 better of 1 and 2 threads, in its default environment; `huge_pages_ratio` is
-against the same torch with the setting that our commands give themselves
-(`searchrl_jax.HUGE_PAGES`). The sides take turns, each turn a new process, so
+against the same torch with the setting that our Makefile exports
+(`HUGE_PAGES`). The sides take turns, each turn a new process, so
 that the peak resident memory, imports and compilation included, is its own,
 and nobody holds memory while another is timed (the kernel takes back pages of
 idle processes, and to fault them in again costs either side a third). The
@@ -28,8 +28,8 @@ from absl import flags
 
 from experiments.benchmarks import common
 from experiments.benchmarks.update_torch import peak_bytes
-from searchrl_jax import HUGE_PAGES
 
+HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
 CASES = {
   '1m': dict(
     d_model=128, layers=4, heads=4, kv_heads=2, d_ff=416, vocab=2048,

@@ -102,7 +102,8 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
     })
   records.write_json(folder / 'summary.json', summary)
   _plot(steps, folder / 'learning_curve.png')
-  _show_trajectories(out, folder / 'evaluation' / 'eval.jsonl')
+  tok = setup.tokenizer(config, workdir)
+  _show_trajectories(out, folder / 'evaluation' / 'eval', tok)
   _show_table(out, before, after, summary)
   out.print(f'learning curve: {folder / "learning_curve.png"}')
   out.print(f'figures:        {folder / "summary.json"}')
@@ -263,20 +264,20 @@ def _plot(steps, path: pathlib.Path) -> None:
   pyplot.close(figure)
 
 
-def _show_trajectories(out, path: pathlib.Path, count: int = 3) -> None:
+def _show_trajectories(out, path: pathlib.Path, tok, count: int = 3) -> None:
   """The first few, their first two hops first, coloured by kind."""
-  with path.open() as lines:
-    every = [json.loads(line) for line in lines]
-  two = [r for r in every if r['question']['hops'] == 2]
-  one = [r for r in every if r['question']['hops'] == 1]
-  for record in (two[:1] + one)[:count]:
-    golds = ', '.join(record['question']['answers'])
-    out.rule(f'[dim]{record["question"]["id"]}[/] (answer: {golds})')
-    for segment in record['segments']:
-      style = STYLES[segment['kind']]
-      if segment['author'] == 'prompt':
+  every = [record.trajectory for record in records.read(path)]
+  two = [t for t in every if t.question.hops == 2]
+  one = [t for t in every if t.question.hops == 1]
+  for trajectory in (two[:1] + one)[:count]:
+    question = trajectory.question
+    out.rule(f'[dim]{question.id}[/] (answer: {", ".join(question.answers)})')
+    for segment in trajectory.segments:
+      style = STYLES[segment.kind]
+      if segment.author == 'prompt':
         style = 'bold'
-      out.print(rich_text.Text(printable(segment['text']), style), end='')
+      text = printable(tok.decode(segment.ids))
+      out.print(rich_text.Text(text, style), end='')
     out.print()
 
 

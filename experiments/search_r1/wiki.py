@@ -56,9 +56,8 @@ def bare(questions, source, k: int) -> dict[str, dict[str, float]]:
 
 def rows_of(folder: pathlib.Path, env):
   """The scored trajectories that an evaluation wrote."""
-  with (folder / 'eval.jsonl').open() as lines:
-    trajectories = [records.read_trajectory(line) for line in lines]
-  return answer.score(trajectories, env)
+  found = records.read(folder / 'eval')
+  return answer.score([record.trajectory for record in found], env)
 
 
 def run(workdir: str, minutes: float) -> dict:

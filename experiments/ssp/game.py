@@ -113,9 +113,9 @@ def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
   return np.random.default_rng([config.seed, step, zlib.crc32(what.encode())])
 
 
-def ended(lines: bytes) -> dict[tuple[str, str, int], Trajectory]:
-  """`collector.lines` of a step, by (role, question id, sample)."""
-  found = [records.read_trajectory(line) for line in lines.splitlines()]
+def ended(data: bytes) -> dict[tuple[str, str, int], Trajectory]:
+  """`collector.encode` of a step, by (role, question id, sample)."""
+  found = [r.trajectory for r in records.read(data)]
   return {(t.role, t.question.id, t.sample): t for t in found}
 
 

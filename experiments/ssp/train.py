@@ -118,7 +118,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # ---- The last checkpoint of this folder; the start, if there is none.
   saver = setup.saver(config, workdir)
-  aside = pathlib.Path(workdir) / 'ended.jsonl'
+  aside = pathlib.Path(workdir) / 'ended.bin'
   fingerprint = {'stage': 'selfplay', **dataclasses.asdict(cfg)}
   first = setup.parameters(config, cfg, mesh) if s.frozen else None
   asks = first and sync.manifest(first)  # who proposes, if it is frozen
@@ -332,7 +332,12 @@ def train(config, workdir: str) -> dict[str, float]:
             done += flops.update_flops(cfg, mini)
             found |= learned
           per_update.append(found)
-      return given, {
+      return {
+        'kept': usable, 'advantages': given.advantages,
+        'trainer_logps': batching.rows(
+          batches, old, batching.masks(trajectories)
+        ) if needs_old(roles[role]) else None,
+      }, {
         **{f'{role}/{k}': over(k)([m[k] for m in per_update])
            for k in (per_update[0] if per_update else ())},
         **{f'{role}/{k}': v for k, v in given.metrics.items()},
@@ -353,11 +358,12 @@ def train(config, workdir: str) -> dict[str, float]:
         return dict(evaluator.run(step - 1)) if evaluator else {}
 
     def save(metrics):
-      ended = collector.lines({step: list(kept.values())})
+      ended = collector.encode({step: list(kept.values())})
       if step in saver.steps():
         collector.keep(aside, step, ended)
         return
       with writer.timer('checkpoint'):
+        writer.flush()
         saver.save(
           step, {'state': state, 'ref': ref}
           | ({'critic': critic_state} if critic else {}), metrics=metrics,
@@ -388,7 +394,7 @@ def train(config, workdir: str) -> dict[str, float]:
         if isinstance(e, SyncError):
           kept.clear()
         save(metrics)
-        writer.trajectories(step, [seen], decode=tok.decode)
+        writer.trajectories(step, [seen])
         raise
 
       # The proposer's update first, as the game has it.
@@ -439,10 +445,10 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('write'):
         for role in groups:
           writer.trajectories(
-            step - 1, groups[role], found.reward.get(role), decode=tok.decode,
-            advantages=given[role].advantages if role in given else None,
+            step - 1, groups[role], found.reward.get(role), part=role,
+            every=config.log.trajectories_every, **given.get(role, {}),
           )
-      # Lines first: a resume drops those of steps that were not saved.
+      # Before the save: a resume drops what is of steps that were not saved.
       metrics = writer.write(step - 1, metrics)
       every = config.checkpoint.every
       best = evaluated and config.checkpoint.best

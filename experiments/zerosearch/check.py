@@ -2,14 +2,13 @@
 
   python -m experiments.zerosearch.check --workdir=runs/zerosearch
 
-counts the documents that a training run has asked for (trajectories.jsonl).
+counts the documents that a training run has asked for (its trajectories).
 """
 
 from collections.abc import Iterable, Mapping
 import json
 import pathlib
 
-from searchrl_jax import checks
 from searchrl_jax import command
 from searchrl_jax import records
 from searchrl_jax.metrics import normalise
@@ -69,11 +68,8 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
 def read(run: str, name: str = 'trajectories') -> dict[str, float | None]:
   """`count` of all trajectories that a run was trained on ('eval': was
   evaluated with)."""
-  path = pathlib.Path(run) / f'{name}.jsonl'
-  if not path.exists():
-    raise checks.ConfigError(f'{path} does not exist: {run} is no training run')
-  with path.open() as lines:
-    return count(map(records.read_trajectory, lines))
+  found = records.read(pathlib.Path(run) / name)
+  return count(record.trajectory for record in found)
 
 
 def measure(config, run: str, out: str) -> Mapping[str, float | None]:

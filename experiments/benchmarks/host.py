@@ -1,0 +1,322 @@
+"""Host time, memory and disk of a training step at full size.
+
+  python -m experiments.benchmarks.host --out=host.json
+
+Everything that a step of searchrl_jax/train.py does outside the model runs
+here by the same functions, in the same order: rollouts (environment, parser,
+observations), rewards, batches, advantages, signs of collapse, records. Only
+the model and the retrieval server are scripts: the engine hands out
+completions made beforehand, the source passages chosen beforehand, and the
+trainer's log-probs are the engine's with the noise of bfloat16. The sizes are
+those of configs/search_r1.py:version=v0.2 (512 questions x 5 trajectories of
+about 4k tokens, of which the policy writes half).
+
+Text is real where the data folder exists (`--data_dir`, SEARCHRL_DATA or
+../shared/data): thoughts are cut from its passages at random places, and each
+search finds three passages that hardly another search finds, which is the
+worst case for the disk. Else it is generated, and `host_bytes_per_token` says
+nothing about real text.
+
+CPU seconds are of all threads and of the whole step (`host_seconds`). What the
+loop waits for (`host_wait_seconds`) is the wall time between the end of the
+rollouts and the next step's, without the model: neither what the environment
+does for a trajectory while the others are sampled, nor what the writer's
+thread does meanwhile. Memory is the largest resident size of the step beyond
+that after the rollouts, when all trajectories are there.
+"""
+
+import gzip
+import json
+import os
+import pathlib
+import tempfile
+import time
+
+from absl import app, flags
+from ml_collections import ConfigDict
+import numpy as np
+
+from configs import search_r1
+from experiments.benchmarks import common
+from searchrl_jax import advantages
+from searchrl_jax import batching
+from searchrl_jax import collector
+from searchrl_jax import credit
+from searchrl_jax import prompts
+from searchrl_jax import tokenizer
+from searchrl_jax.engines.core import Completion
+from searchrl_jax.env import SearchEnv
+from searchrl_jax.evaluators import health
+from searchrl_jax.rewards import core as rewards
+from searchrl_jax.rollout import rollout, trajectory_seed
+from searchrl_jax.signals import Loop
+from searchrl_jax.types import Passage, Question, SearchResult
+from searchrl_jax.writer import Writer
+
+SEARCHES = 5  # of each trajectory
+THOUGHT = 280, 440  # tokens of a thought, from and to
+
+
+def load_passages(folder: pathlib.Path | None) -> list[tuple[str, str]]:
+  """(title, text) of the data folder's corpus, or of random words.
+
+  Of at most 100 words, as wiki-18 has them.
+  """
+  if folder is not None:
+    with gzip.open(folder / 'corpus.jsonl.gz', 'rt') as lines:
+      found = [json.loads(line)['contents'].split('\n', 1) for line in lines]
+    return [
+      (title.strip('"'), ' '.join(words[at:at + 100]))
+      for title, text in found for words in [text.split()]
+      for at in range(0, len(words), 100)
+    ]
+  rng = np.random.default_rng(0)
+  letters = np.array(list('abcdefghijklmnopqrstuvwxyz'))
+  words = [''.join(rng.choice(letters, n)) for n in rng.integers(2, 10, 20000)]
+  order = (rng.zipf(1.3, (20000, 100)) - 1) % len(words)
+  return [(' '.join(words[i] for i in row[:3]),
+           ' '.join(words[i] for i in row)) for row in order]
+
+
+class Script:
+  """What the policy says, what is found, and what the trainer scores."""
+
+  def __init__(self, tok, template, passages, questions, group, seed=0):
+    rng = self._rng = np.random.default_rng(seed)
+    words = ' '.join(text for _, text in passages).split()
+    ids = np.array(tok.encode(' '.join(words)), np.int32)
+    self._passages = [
+      Passage(str(i), title, text, 1.0)
+      for i, (title, text) in enumerate(passages)
+    ]
+    self.questions, self._turns, self._found = [], {}, {}
+
+    def some(n):
+      at = int(rng.integers(len(words) - n))
+      return ' '.join(words[at:at + n])
+
+    for q in range(questions):
+      answer = some(2)
+      self.questions.append(Question(f'q{q}', some(12), (answer,), 'benchmark'))
+      for sample in range(group):
+        said = []
+        for turn in range(SEARCHES + 1):
+          n = int(rng.integers(*THOUGHT))
+          at = int(rng.integers(len(ids) - n))
+          last = turn == SEARCHES
+          opening, closing = template.answer if last else template.search
+          act = some(2 if last else 8)
+          if last and rng.random() < 0.4:
+            act = answer
+          said.append((np.concatenate([
+            tok.encode_template(template.think[0]), ids[at:at + n],
+            tok.encode_template(
+              f'{template.think[1]}\n{opening}{act}{closing}'
+            ),
+          ]).astype(np.int32), closing))
+          self._found[f'q{q}/solver/{sample}', turn] = rng.integers(
+            len(passages), size=3)
+        name = trajectory_seed(0, 0, f'q{q}', 'solver', sample)
+        self._turns[name] = [Completion(
+          x, self._logps(len(x)), stop, np.zeros(len(x), np.int32)
+        ) for x, stop in said]
+
+  def _logps(self, n: int) -> np.ndarray:
+    """Most tokens are all but certain, some are not."""
+    return -np.exp(self._rng.normal(-3.0, 2.5, n)).clip(0, 20).astype(
+      np.float32)
+
+  def scores(self, batches) -> list[list[np.ndarray]]:
+    """The engine's log-probs with the noise of another program."""
+    return [[np.where(
+      b.mask, b.behaviour_logps * self._rng.normal(1, 0.02, b.mask.shape), 0
+    ).astype(np.float32) for b in mini] for mini in batches]
+
+  # The contracts of an engine and of a source.
+
+  def open(self, prompt):
+    del prompt
+    return [0]
+
+  def fork(self, handle):
+    return list(handle)
+
+  def capacity(self, tokens):
+    del tokens
+    return len(self._turns)  # all trajectories
+
+  def append(self, handle, ids):
+    pass
+
+  def close(self, handle):
+    pass
+
+  async def generate(self, handle, sampling):
+    handle[0] += 1
+    said, n = self._turns[sampling.seed][handle[0] - 1], sampling.max_tokens
+    if len(said.ids) <= n:
+      return said
+    return Completion(said.ids[:n], said.logps[:n], 'length', said.versions[:n])
+
+  async def search(self, requests):
+    return [SearchResult(r, tuple(
+      self._passages[i] for i in self._found[r.trajectory, r.turn]
+    )) for r in requests]
+
+
+class Stages:
+  """CPU and wall seconds by name, and the peak of the resident memory."""
+
+  def __init__(self):
+    self.rows = []
+    pathlib.Path('/proc/self/clear_refs').write_text('5')  # peak: from now on
+
+  def __call__(self, name: str, fn):
+    wall, cpu = time.monotonic(), time.process_time()
+    out = fn()
+    self.rows.append({
+      'stage': name, 'cpu_seconds': time.process_time() - cpu,
+      'wall_seconds': time.monotonic() - wall,
+    })
+    return out
+
+  def total(self, what: str) -> float:
+    return sum(row[what] for row in self.rows)
+
+
+def _memory(field: str) -> int:
+  """A field of this process's status, in bytes."""
+  status = pathlib.Path('/proc/self/status').read_text()
+  return int(status.split(f'{field}:')[1].split()[0]) * 1024
+
+
+def step(config, env, tok, script, questions, writer, loop) -> dict:
+  """One step, as searchrl_jax/train.py does it around the model."""
+  stage = Stages()
+  groups, stats = stage('rollout', lambda: loop.run(rollout(
+    questions, env=env, engine=script, source=script,
+    config=config.rollout, seed=0, step=0,
+  )))
+  held = _memory('VmRSS')
+  reward = stage('reward', lambda: loop.run(rewards.combine(
+    config.reward, groups, rewards.RewardContext(0, env, tok)
+  )))
+  trajectories = rewards.flat(groups)
+  group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+
+  def batch():
+    kept, _ = batching.keep(
+      advantages.returns(reward.value), reward.valid, group_ids,
+      drop_zero_variance=config.algorithm.drop_zero_variance,
+    )
+    return kept, batching.make(
+      trajectories, kept, group_ids, config, seed=(0, 0)
+    )
+
+  kept, batches = stage('batch', batch)
+  old = script.scores(batches)
+  given = stage('credit', lambda: credit.assign(
+    config, groups, reward, kept, group_ids, batches, old=old,
+    ref=[None] * len(batches), values=None, greedy=None,
+  ))
+  for mini in batches:
+    stage('advantages', lambda mini=mini: batching.set_advantages(
+      mini, given.advantages
+    ))
+  metrics = stage('health', lambda: {
+    **stats.metrics(),
+    **health.signs(
+      groups, env, advantages.returns(reward.value), reward.valid
+    ),
+    **collector.staleness(groups, 0, 0),
+  })
+  stage('write', lambda: (
+    writer.trajectories(
+      0, groups, reward, kept=kept, advantages=given.advantages,
+      trainer_logps=batching.rows(
+        batches, old, batching.masks(trajectories)
+      ),
+      every=config.log.trajectories_every,
+    ),
+    writer.write(0, metrics),
+  ))
+  waited = stage.total('wall_seconds') - stage.rows[0]['wall_seconds']
+  stage('background', writer.close)
+  tokens = sum(len(t) for t in trajectories)
+  files = writer.folder.glob('trajectories*/*')
+  rows = {}
+  for row in stage.rows:  # minibatches of a stage add up
+    have = rows.setdefault(row['stage'], dict(row))
+    if have != row:
+      have.update({k: have[k] + row[k] for k in row if k != 'stage'})
+  return {
+    'stages': list(rows.values()),
+    'trajectories': len(trajectories), 'tokens': tokens,
+    'policy_tokens': sum(
+      len(s.ids) for t in trajectories for s in t.segments
+      if s.author == 'policy'
+    ),
+    'cpu_seconds': stage.total('cpu_seconds'), 'wait_seconds': waited,
+    'memory_bytes': max(_memory('VmHWM') - held, 0),
+    'disk_bytes': sum(f.stat().st_size for f in files),
+    'health': {k: v for k, v in metrics.items() if k.startswith('health/')},
+  }
+
+
+def main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments: {argv[1:]}')
+  common.require_idle(allow=_ALLOW.value)
+  before = common.environment()
+  config = search_r1.get_config('model=none,version=v0.2')
+  config.model.path = ''
+  config.log.tensorboard = False
+  config.env.max_turns = SEARCHES
+  config.rollout.questions = _QUESTIONS.value
+  config.algorithm.kl = 'none'  # the reference is the model's matter
+  config.data.train = config.data.eval = ConfigDict()
+  folder = _DATA.value or os.environ.get('SEARCHRL_DATA') or (
+    common.ROOT.parent / 'shared/data'
+  )
+  folder = pathlib.Path(folder)
+  if not folder.is_dir():
+    folder = None
+  passages = load_passages(folder)
+  with tempfile.TemporaryDirectory() as scratch:
+    tok = tokenizer.load(folder / 'qwen_tokenizer') if folder else (
+      tokenizer.train_bpe((t for _, t in passages), 32000, f'{scratch}/bpe')
+    )
+    env = SearchEnv(
+      tok, prompts.load(config.env.template), config.env, 'template',
+      config.source.k,
+    )
+    script = Script(
+      tok, env.template, passages, _QUESTIONS.value, config.rollout.group
+    )
+    # One question first: what is imported once is not a step's matter.
+    for questions in script.questions[:1], script.questions:
+      writer = Writer(f'{scratch}/{len(questions)}', config, step=0, steps=1)
+      with Loop() as loop:
+        found = step(config, env, tok, script, questions, writer, loop)
+  rows = [{'text': 'real' if folder else 'generated', **found}]
+  print(common.table(found.pop('stages')))
+  common.report(_OUT.value, 'host', rows, [
+    common.bar('host_seconds', found['cpu_seconds'], 20, at_most=True),
+    common.bar('host_wait_seconds', found['wait_seconds'], 5, at_most=True),
+    common.bar(
+      'host_memory_gb', found['memory_bytes'] / 1e9, 1, at_most=True),
+    common.bar('host_bytes_per_token', found['disk_bytes'] / found['tokens'],
+               5, at_most=True),
+  ], before)
+
+
+if __name__ == '__main__':
+  _OUT = flags.DEFINE_string('out', '', 'JSON file to write')
+  _DATA = flags.DEFINE_string('data_dir', '', 'the folder of real data')
+  _QUESTIONS = flags.DEFINE_integer(
+    'questions', 512, 'questions of the step, 5 trajectories each', 1
+  )
+  _ALLOW = flags.DEFINE_bool(
+    'allow_load', False, 'run on a busy machine; the load stands in the file'
+  )
+  app.run(main)
