@@ -110,10 +110,15 @@ class Request:
     """Counts bytes as in flight until the request has ended.
 
     Raises:
-      Rejected: 503, with them there are too many.
+      Rejected: 413, they are too many even alone; 503, together with others.
     """
     self.bytes += count
     self._traffic.bytes += count
+    if self.bytes > self._traffic.limits.max_bytes:
+      raise bad_request(
+        ['body'], f'{self.bytes} bytes with the answer, more than --max_bytes='
+        f'{self._traffic.limits.max_bytes}; send fewer queries', 413,
+      )
     if self._traffic.bytes > self._traffic.limits.max_bytes:
       raise Rejected(
         503, 'bytes', 'too many bytes are in flight (--max_bytes)', 1

@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from retrieval import metrics
@@ -60,11 +60,20 @@ class Pace:
     self._sums = (0.0,) * 5  # of 1, n, t, n n and n t
 
   @contextlib.contextmanager
-  def timed(self, n: int) -> Iterator[None]:
-    """Learns from a call of n queries, unless it raises."""
+  def timed(self, n: int, asked: Callable[[], int] | None = None):
+    """Learns from a call of n queries, unless it raises.
+
+    Args:
+      n: of the call.
+      asked: how many of them went to the index, known after the call; a store
+        of answers takes no time for the rest.
+    """
     begun = self._clock()
     yield
     t = self._clock() - begun
+    n = n if asked is None else asked()
+    if not n:
+      return
     new = (1, n, t, n * n, n * t)
     self._sums = tuple(s / 2 + x for s, x in zip(self._sums, new))
     count, ns, ts, nn, nt = self._sums
@@ -228,7 +237,10 @@ class Batcher:
 
   def _ask(self, queries: list[str], k: int) -> list[Answer] | BaseException:
     try:
-      with metrics.stage('batch'), self.pace.timed(len(queries)):
+      count = len(queries)
+      with metrics.stage('batch'), self.pace.timed(
+        count, lambda: getattr(self._searcher, 'asked', count)
+      ):
         answers = self._searcher.search(queries, k)
       if len(answers) != len(queries):
         raise ValueError(f'{len(answers)} answers to {len(queries)} queries')

@@ -41,6 +41,7 @@ class Recorded:
   Attributes:
     identity: that of the searcher, today's or the recorded one.
     threads: as many may search at once as may ask the searcher.
+    asked: queries of the last search that the store lacked.
   """
 
   def __init__(
@@ -65,7 +66,7 @@ class Recorded:
     """
     self.path = os.fspath(path)
     self.threads = getattr(searcher, 'threads', 1)
-    self._searcher = searcher
+    self._searcher, self.asked = searcher, 0
     self._unwritten: dict[bytes, list[Found]] = {}
     self._lock = threading.Lock()  # over the store
     # Over asking, by the first byte of a key.
@@ -112,6 +113,7 @@ class Recorded:
         self._write({})
         answers = {query: self._read(key) for query, key in keys.items()}
       missing = {q: keys[q] for q, found in answers.items() if found is None}
+      self.asked = len(missing)
       if missing:
         answers |= self._ask(missing, k)
     return [answers[query] for query in queries]

@@ -131,6 +131,7 @@ PROVIDERS = {
 SPENT = re.compile(
   'run out of searches|not enough credits|quota_limited', re.I
 )
+KEY_REFUSED = 'SUBSCRIPTION_TOKEN_INVALID'  # Brave's word, with 422
 # SerpAPI's words for an honest nothing, in the field `error`.
 NOTHING = "Google hasn't returned any results"
 

@@ -299,7 +299,10 @@ def check(args: flags.FlagValues, sources: Sequence[str] = SOURCES) -> None:
     for name in names:
       if args[name].present and not args[needed].value:
         raise ValueError(f'--{name} needs --{needed}')
-  for less, more in (('topk', 'max_topk'), ('max_queries', 'max_pending')):
+  for less, more in (
+    ('topk', 'max_topk'), ('max_queries', 'max_pending'),
+    ('max_body_bytes', 'max_bytes'),
+  ):
     if args[less].value > args[more].value:
       raise ValueError(
         f'--{less}={args[less].value} exceeds --{more}={args[more].value}'

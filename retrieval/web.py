@@ -2,7 +2,8 @@
 
 Each query is one paid call, counted before it goes out (`retrieval.budget`).
 A failure is a `SearchFailed` in its query's place, never an empty list: an
-empty list means that the provider found nothing.
+empty list means that the provider found nothing, or that it refuses this query
+where it has answered others.
 """
 
 import asyncio
@@ -32,12 +33,13 @@ from retrieval.core import Found, SearchFailed
 from retrieval.corpus import join_contents
 from retrieval.fetch import TRANSIENT, Fetcher, FetchFailed, read_body, shown
 from retrieval.providers import (
-  NOTHING, PROVIDERS, SPENT, Provider, Row, sendable
+  KEY_REFUSED, NOTHING, PROVIDERS, SPENT, Provider, Row, sendable
 )
 from retrieval.retry import retry_after
 
 MODES = ('snippet', 'page')
 _RETRIED = (408, 429, 500, 502, 503, 504)
+_REFUSED = (400, 413, 422)  # of a query, where others are answered
 _PASSAGE = 400  # characters: what a page is cut into before it is ranked
 # A process that has loaded these forks one for each page. Besides the parser
 # it is what retrieval.server imports: multiprocessing runs the main module in
@@ -153,6 +155,7 @@ class WebSearcher:
     }
     self._secrets = key, urllib.parse.quote(key, '')
     self._pause_s = 1 / rate if rate else 0.0
+    self._answered = False  # some query
     self._next = 0.0  # when the next call may go out, of time.monotonic
     self.timeout_s, self.retries = timeout_s, retries
     self.backoff_s, self.max_wait_s = backoff_s, max_wait_s
@@ -301,6 +304,9 @@ class WebSearcher:
         raise SearchFailed(
           problem, retry_after(headers.get('Retry-After', reset))
         )
+      if status in _REFUSED and self._answered and KEY_REFUSED not in said:
+        metrics.WEB.labels('refused').inc()
+        return []
       raise SearchFailed(problem)
     try:
       answer = json.loads(body)
@@ -308,7 +314,9 @@ class WebSearcher:
       # SerpAPI reports some failures, and nothing found, with 200.
       if error and not str(error).startswith(NOTHING):
         raise SearchFailed(f'error: {error}', 0)
-      return self._api.parse(answer)
+      rows = self._api.parse(answer)
+      self._answered = True
+      return rows
     except (ValueError, RecursionError) as error:
       raise SearchFailed(f'not as documented: {error}') from None
 

@@ -366,8 +366,10 @@ def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
       np.float32 if exact and name in _LOGPS else np.float16
     )
     known = [np.zeros(0, dtype), *(p for p in parts if p is not None)]
-    values = np.concatenate(known).astype(dtype)
-    columns[name] = _nested(parts, pa.array(values))
+    values = np.concatenate(known)
+    if dtype == np.float16:  # a sum of rewards may lie beyond its range
+      values = values.clip(-65504, 65504)
+    columns[name] = _nested(parts, pa.array(values.astype(dtype)))
   return _nested(rows, pa.StructArray.from_arrays(
     list(columns.values()), list(columns)
   ))

@@ -158,6 +158,9 @@ class Tokenizer:
     self._start = self._backend
     if first != inner:
       self._start = tokenizers.Tokenizer.from_str(json.dumps(first))
+    # Its 10,000 words are few for passages: a third of their time was merging.
+    if hasattr(self._backend.model, '_resize_cache'):  # BPE and Unigram
+      self._backend.model._resize_cache(1 << 17)
     self.token_bytes = functools.cache(self._find_bytes)
 
     special = {self._added[i]: i for i in self.control}

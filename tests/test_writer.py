@@ -136,6 +136,17 @@ def test_trajectories_come_back(tmp_path):
   assert last.reward is last.kept is last.advantages is None
 
 
+def test_advantages_beyond_float16_stay_finite(tmp_path):
+  rewards = Rewards(np.array([1e6], np.float32), np.array([True]))
+  plain = dataclasses.replace(trajectory(2), train_context=None)
+  with open_writer(tmp_path) as w:
+    w.trajectories(
+      0, [(plain,)], rewards, kept=[True], advantages=np.array([-1e6])
+    )
+  (found,) = records.read(tmp_path / 'trajectories')
+  assert found.reward == 1e6 and np.nanmax(found.advantages) == -65504
+
+
 def test_every_float32_survives_for_a_resume():
   rng = np.random.default_rng(0)
   bits = rng.integers(0, 2**32, 5000, dtype=np.uint32)

@@ -104,8 +104,7 @@ class Peer:
   """The same index, one query after another on one core."""
 
   def __init__(self, index: bm25.BM25Index):
-    arrays = index._arrays
-    self._values, self._rows = arrays['values'], arrays['rows']
+    self._values, self._rows = index._values, index._rows
     self._index, self._size = index, -(-len(index) // 64) * 64
 
   def search(self, queries: list[str], k: int):

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from retrieval.app import create_app
 from retrieval.batcher import Batcher, Pace
 from retrieval.bm25 import BM25Index
+from retrieval.cache import Recorded
 from retrieval.core import (
   IDENTITY_HEADER,
   Found,
@@ -539,6 +540,26 @@ def test_an_index_that_got_slower_gets_less_at_once():
   assert sizes[11:13] == [250, 250] and sizes[-1] <= 6
 
 
+def test_recorded_answers_do_not_teach_what_a_search_costs(tmp_path):
+  index, known = Slow(0, 0.05), [str(i) for i in range(900)]
+  store = Recorded(index, tmp_path / 'store')
+  store.search(known, 1)
+  index.calls.clear()
+
+  async def run():
+    batcher = Batcher(
+      store, Limits(batch_ms=0, piece_ms=250), clock=lambda: index.now
+    )
+    batcher.start()
+    for queries in known, [f'new {i}' for i in range(60)]:
+      await batcher.search(queries, 1)
+    await batcher.stop()
+
+  asyncio.run(run())
+  sizes = [len(queries) for queries, _ in index.calls]
+  assert sum(sizes) == 60 and max(sizes) <= 8
+
+
 def test_pieces_are_no_smaller_than_what_each_costs_at_least():
   # An exact pass over all vectors: 12 s for one query, 20 ms for another.
   sizes = Slow(12, 0.02).sizes([4000], piece_ms=250, max_batch=1024)
@@ -779,7 +800,8 @@ def test_bytes_in_flight_are_bounded():
   big, small = {'queries': ['a' * 60] * 8}, {'queries': ['a']}
   limits = dataclasses.replace(LIMITS, max_bytes=300)
   refused, *good = posted(Recorder(), big, small, small, limits=limits)
-  assert refused.status_code == 503 and '--max_bytes' in refused.text
+  # Trying again could not help.
+  assert refused.status_code == 413 and '--max_bytes' in refused.text
   assert [response.status_code for response in good] == [200, 200]
 
 

@@ -296,6 +296,27 @@ def test_an_answer_of_another_shape_is_a_failure(body):
   assert len(api.requests) == 1 and len(str(failed)) < 500
 
 
+def test_a_query_that_the_provider_refuses_finds_nothing():
+  refusal = (422, {'error': 'the query is not well formed'})
+  with Api(refusal, (200, ANSWERS['serper']), refusal, refusal) as api:
+    # The first may be refused for what is wrong with every call.
+    answers, counts = searching(
+      api, ['x', 'y', 'z', 'z2'], concurrency=1
+    )
+  first, second, *refused = answers
+  assert isinstance(first, SearchFailed) and len(second) == 2
+  assert refused == [[], []] and (counts['calls'], counts['failed']) == (4, 1)
+
+
+def test_a_key_that_is_refused_later_fails_every_query():
+  answer = (200, ANSWERS['brave'])
+  with Api(answer, BAD_KEY['brave']) as api:
+    answers, _ = searching(
+      api, ['x', 'y'], provider='brave', concurrency=1
+    )
+  assert isinstance(answers[1], SearchFailed)
+
+
 @every_provider
 def test_an_error_with_status_200_is_no_empty_answer(provider):
   with Api((200, {'error': {'code': 'X'}})) as api:
