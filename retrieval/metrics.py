@@ -43,7 +43,8 @@ IN_FLIGHT = prometheus_client.Gauge(
 # lack of text; transient the snippet, since the page was not to be had now.
 WEB = prometheus_client.Counter(
   'retrieval_web', 'Web search: calls, failed and refused queries; results, by '
-  'what they show: pages (their text), fallbacks and transient (a snippet).', ['event']
+  'what they show: pages (their text), fallbacks and transient (a snippet).',
+  ['event'],
 )
 
 
