@@ -16,8 +16,9 @@ questions x 8 trajectories a step, exact match the only reward. The README has
 the figures of a run, those of its last checkpoint: none is selected.
 """
 
-from configs import common
 from ml_collections import ConfigDict
+
+from configs import common
 
 WORLD = dict(train=400, heldout=150, relations=4)
 
@@ -29,16 +30,25 @@ def get_config(arg=None):
   c.seed = a.seed
   c.checkpoint.best = ''  # the last one is reported
   c.model.tokenizer = 'world'
-  c.model.arch = ConfigDict(dict(
-    model_type='qwen3', architectures=('Qwen3ForCausalLM',),
-    hidden_size=128, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=8, head_dim=16, intermediate_size=256,
-    # Sharp positions early: the step back to the previous token, which
-    # copying is made of, is learned sooner than with 10,000.
-    rope_theta=100.0,
-    rms_norm_eps=1e-6, tie_word_embeddings=True, hidden_act='silu',
-    max_position_embeddings=512,
-  ))
+  c.model.arch = ConfigDict(
+    dict(
+      model_type='qwen3',
+      architectures=('Qwen3ForCausalLM',),
+      hidden_size=128,
+      num_hidden_layers=2,
+      num_attention_heads=8,
+      num_key_value_heads=8,
+      head_dim=16,
+      intermediate_size=256,
+      # Sharp positions early: the step back to the previous token, which
+      # copying is made of, is learned sooner than with 10,000.
+      rope_theta=100.0,
+      rms_norm_eps=1e-6,
+      tie_word_embeddings=True,
+      hidden_act='silu',
+      max_position_embeddings=512,
+    )
+  )
   c.model.init_scale = 0.05
   c.model.embed_scale = 0.09
   c.model.scan_unroll = 2
@@ -65,10 +75,15 @@ def get_config(arg=None):
   c.engine.chunk = 8
   c.engine.prefill_rows = 16
 
-  c.sft.data = ConfigDict(dict(
-    module='experiments.worlds.microtraces', n=24_000, worlds=60, train=400,
-    relations=4,
-  ))
+  c.sft.data = ConfigDict(
+    dict(
+      module='experiments.worlds.microtraces',
+      n=24_000,
+      worlds=60,
+      train=400,
+      relations=4,
+    )
+  )
   c.sft.steps = 1200
   c.sft.rows = 32
   c.sft.lr = 2e-3

@@ -52,39 +52,52 @@ The default is the released behaviour without its bugs. Otherwise than there:
     other returns of the batch as baseline, and PPO's penalty.
 """
 
-from configs import algorithms
-from configs import common
-from configs import quickstart
-from configs import seven
 from ml_collections import ConfigDict
+
+from configs import algorithms, common, quickstart, seven
 
 ALGORITHMS = {
   'grpo': algorithms.GRPO | dict(aggregation='token', kl_coef=0.001),
   'ppo': algorithms.PPO,
-  'reinforce': algorithms.REINFORCE | dict(
-    kl='reward', kl_estimator='k1', kl_coef=0.001
-  ),
+  'reinforce': algorithms.REINFORCE
+  | dict(kl='reward', kl_estimator='k1', kl_coef=0.001),
 }
 VERSIONS = ('released', 'v0.2', 'v0.3', 'paper')
 BASELINES = ('', 'no_search', 'direct', 'cot', 'rag')
 REWARDS = {
   'em': dict(fn='answer.em', weight=1.0),
   'format': dict(
-    fn='answer.search_r1_format', weight=1.0, structure=0.2, retrieval=0.0,
-    final=0.1, require_think=True, released=False,
+    fn='answer.search_r1_format',
+    weight=1.0,
+    structure=0.2,
+    retrieval=0.0,
+    final=0.1,
+    require_think=True,
+    released=False,
   ),
 }
 
 
 def get_config(arg=None):
   a = common.parse_arg(
-    arg, seed=0, model='', algorithm='grpo', template='', reward='em',
-    version='released', baseline='', profile='', layout='search_r1',
+    arg,
+    seed=0,
+    model='',
+    algorithm='grpo',
+    template='',
+    reward='em',
+    version='released',
+    baseline='',
+    profile='',
+    layout='search_r1',
     folder='',
   )
   for name, known in (
-    ('algorithm', ALGORITHMS), ('reward', REWARDS), ('version', VERSIONS),
-    ('baseline', BASELINES), ('profile', ('', 'search_r1')),
+    ('algorithm', ALGORITHMS),
+    ('reward', REWARDS),
+    ('version', VERSIONS),
+    ('baseline', BASELINES),
+    ('profile', ('', 'search_r1')),
   ):
     if a[name] not in known:
       raise ValueError(
@@ -188,7 +201,11 @@ def _one_shot(c):
   k = c.source.get_ref('k') if c.source.corpus != 'world' else 3
   for sets in (c.data.train, c.data.eval):
     for name, fields in sets.items():
-      sets[name] = ConfigDict(dict(
-        module='experiments.search_r1.one_shot', of=fields, k=k,
-        url=c.source.get_ref('url'),
-      ))
+      sets[name] = ConfigDict(
+        dict(
+          module='experiments.search_r1.one_shot',
+          of=fields,
+          k=k,
+          url=c.source.get_ref('url'),
+        )
+      )

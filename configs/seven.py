@@ -25,9 +25,9 @@ experiments/EVALUATION.md explains the figures. Nothing is trained, and no
 checkpoint selected.
 """
 
-from configs import common
-from configs import wiki_nq
 from ml_collections import ConfigDict
+
+from configs import common, wiki_nq
 
 # Splits that FlashRAG publishes; the last is the one evaluated on.
 SPLITS = {
@@ -54,8 +54,9 @@ def get_config(arg=None):
   return c
 
 
-def sets(layout: str, split: str = '', *, names=tuple(SPLITS), folder='',
-         n: int = 0) -> ConfigDict:
+def sets(
+  layout: str, split: str = '', *, names=tuple(SPLITS), folder='', n: int = 0
+) -> ConfigDict:
   """config.data.eval (or train) for sets of the seven, all fields written.
 
   Args:
@@ -67,12 +68,15 @@ def sets(layout: str, split: str = '', *, names=tuple(SPLITS), folder='',
   """
   if layout not in LAYOUTS:
     raise ValueError(f'layout={layout!r}: one of {", ".join(LAYOUTS)}')
-  out = ConfigDict({
-    'two_wiki' if name == '2wikimultihopqa' else name: dict(
-      LAYOUTS[layout](folder, name, split or SPLITS[name][-1]), n=n, seed=0
-    )
-    for name in names if not split or split in SPLITS[name]
-  })
+  out = ConfigDict(
+    {
+      'two_wiki' if name == '2wikimultihopqa' else name: dict(
+        LAYOUTS[layout](folder, name, split or SPLITS[name][-1]), n=n, seed=0
+      )
+      for name in names
+      if not split or split in SPLITS[name]
+    }
+  )
   if not out:
     raise ValueError(
       f'split={split!r}: none of {", ".join(names)} has it; train, dev, test '
@@ -83,8 +87,12 @@ def sets(layout: str, split: str = '', *, names=tuple(SPLITS), folder='',
 
 def _flashrag(folder, name, split):
   return dict(
-    module='jsonl', path=f'{folder}{name}/{split}.jsonl', layout='flashrag',
-    source='', hops=0, split='',
+    module='jsonl',
+    path=f'{folder}{name}/{split}.jsonl',
+    layout='flashrag',
+    source='',
+    hops=0,
+    split='',
   )
 
 
@@ -92,16 +100,25 @@ def _search_r1(folder, name, split):
   # What is tested on stands in one file, whatever split it came from.
   file = 'train' if split == 'train' else 'test'
   return dict(
-    module='parquet', path=f'{folder}{file}.parquet', source=name, hops=0,
+    module='parquet',
+    path=f'{folder}{file}.parquet',
+    source=name,
+    hops=0,
     split='',
   )
 
 
 def _tfds(folder, name, split):
   return dict(
-    module='tfds', path=f'{folder}{name}/1.0.0', split=split, id='id',
-    question='question', answers='golden_answers',
-    supporting='supporting_ids', source='source', hops='hops',
+    module='tfds',
+    path=f'{folder}{name}/1.0.0',
+    split=split,
+    id='id',
+    question='question',
+    answers='golden_answers',
+    supporting='supporting_ids',
+    source='source',
+    hops='hops',
   )
 
 

@@ -74,10 +74,9 @@ Otherwise than there, of what can be told from outside (each file says more):
   * figures are of the last checkpoint: none is selected.
 """
 
-from configs import algorithms
-from configs import common
-from configs import seven
 from ml_collections import ConfigDict
+
+from configs import algorithms, common, seven
 
 WORLD = dict(play=300, heldout=150)
 MODULE = 'experiments.ssp.world'
@@ -91,12 +90,22 @@ PAIRINGS = {
 # What traces do (experiments/ssp/traces.py). As a proposer is to begin: mostly
 # one hop; solvers stop short.
 HABITS = dict(
-  asked=(0.80, 0.12, 0.05, 0.03), proposed=(0.9, 0.08, 0.02),
-  short=(0.6, 0.7, 0.8), long=0.1, wrong=0.05, around=0.15, absent=0.2,
+  asked=(0.80, 0.12, 0.05, 0.03),
+  proposed=(0.9, 0.08, 0.02),
+  short=(0.6, 0.7, 0.8),
+  long=0.1,
+  wrong=0.05,
+  around=0.15,
+  absent=0.2,
 )
 SKILLS = dict(
-  asked=(0.25, 0.25, 0.25, 0.25), proposed=(0.4, 0.35, 0.25),
-  short=(0.0, 0.0, 0.0), long=0.0, wrong=0.0, around=0.1, absent=0.2,
+  asked=(0.25, 0.25, 0.25, 0.25),
+  proposed=(0.4, 0.35, 0.25),
+  short=(0.0, 0.0, 0.0),
+  long=0.0,
+  wrong=0.0,
+  around=0.1,
+  absent=0.2,
 )
 # The warm start, part after part: to copy names, to look statements up (by
 # drills), to chain them, and the habits that self-play begins with.
@@ -104,18 +113,33 @@ PARTS = (
   (HABITS | dict(solver=0.3, proposer=0.4, drill=0.0), 2000, 3e-3),
   (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 800, 2.5e-3),
   (SKILLS | dict(solver=0.35, proposer=0.35, drill=0.1), 600, 2e-3),
-  (HABITS | dict(
-    solver=0.35, proposer=0.35, drill=0.1, asked=(0.6, 0.2, 0.12, 0.08),
-    short=(0.4, 0.5, 0.6),
-  ), 120, 5e-4),
+  (
+    HABITS
+    | dict(
+      solver=0.35,
+      proposer=0.35,
+      drill=0.1,
+      asked=(0.6, 0.2, 0.12, 0.08),
+      short=(0.4, 0.5, 0.6),
+    ),
+    120,
+    5e-4,
+  ),
 )
 ARMS = ('ssp', 'frozen', 'frozen_twice', 'no_verifier', 'golds')
 
 
 def get_config(arg=None):
   a = common.parse_arg(
-    arg, seed=0, model='', pairing='grpo+reinforce', arm='ssp',
-    reward='', part=4, layout='flashrag', folder='',
+    arg,
+    seed=0,
+    model='',
+    pairing='grpo+reinforce',
+    arm='ssp',
+    reward='',
+    part=4,
+    layout='flashrag',
+    folder='',
   )
   for name, known in (('pairing', PAIRINGS), ('arm', ARMS)):
     if a[name] not in known:
@@ -137,7 +161,8 @@ def get_config(arg=None):
   c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
   c.selfplay = selfplay()
   c.selfplay.reward = a.reward or (
-    '1-acc' if a.model else 'intermediate_difficulty')
+    '1-acc' if a.model else 'intermediate_difficulty'
+  )
   solver, proposer = PAIRINGS[a.pairing]
   c.algorithm.update(solver)
   c.selfplay.algorithm.update(proposer)
@@ -198,15 +223,24 @@ def selfplay() -> ConfigDict:
 
 def _small(c, a):
   c.model.tokenizer = 'world'
-  c.model.arch = ConfigDict(dict(
-    model_type='qwen3', architectures=('Qwen3ForCausalLM',),
-    hidden_size=128, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=8, head_dim=16, intermediate_size=256,
-    # Copying from 250 tokens back; configs/quickstart.py needs 100.
-    rope_theta=1000.0,
-    rms_norm_eps=1e-6, tie_word_embeddings=True, hidden_act='silu',
-    max_position_embeddings=512,
-  ))
+  c.model.arch = ConfigDict(
+    dict(
+      model_type='qwen3',
+      architectures=('Qwen3ForCausalLM',),
+      hidden_size=128,
+      num_hidden_layers=2,
+      num_attention_heads=8,
+      num_key_value_heads=8,
+      head_dim=16,
+      intermediate_size=256,
+      # Copying from 250 tokens back; configs/quickstart.py needs 100.
+      rope_theta=1000.0,
+      rms_norm_eps=1e-6,
+      tie_word_embeddings=True,
+      hidden_act='silu',
+      max_position_embeddings=512,
+    )
+  )
   c.model.init_scale = 0.05
   c.model.embed_scale = 0.09
   c.model.scan_unroll = 2
@@ -216,13 +250,13 @@ def _small(c, a):
   c.data.world = ConfigDict(WORLD)
   # By reference: all parts of a run ask about one world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
-  c.data.train.answers = ConfigDict(dict(
-    module=MODULE, split='play', n=0, hops=(), **world
-  ))
+  c.data.train.answers = ConfigDict(
+    dict(module=MODULE, split='play', n=0, hops=(), **world)
+  )
   for name, n, hops in (('onehop', 100, (1,)), ('multihop', 300, (2, 3, 4))):
-    c.data.eval[name] = ConfigDict(dict(
-      module=MODULE, split='heldout', n=n, hops=hops, **world
-    ))
+    c.data.eval[name] = ConfigDict(
+      dict(module=MODULE, split='heldout', n=n, hops=hops, **world)
+    )
   c.source.corpus = 'world'
   c.source.k = 1
   c.env.template = 'micro'
@@ -236,11 +270,19 @@ def _small(c, a):
   c.engine.prefill_rows = 16
 
   mix, steps, lr = PARTS[a.part - 1]
-  c.sft.data = ConfigDict(dict(
-    module='experiments.ssp.traces', n=40_000, worlds=400, people=100,
-    bundles=1, prompt_tokens=220, proposer='micro_proposer',
-    verifier='micro_evidence', mix=mix,
-  ))
+  c.sft.data = ConfigDict(
+    dict(
+      module='experiments.ssp.traces',
+      n=40_000,
+      worlds=400,
+      people=100,
+      bundles=1,
+      prompt_tokens=220,
+      proposer='micro_proposer',
+      verifier='micro_evidence',
+      mix=mix,
+    )
+  )
   c.sft.steps = steps
   c.sft.rows = 32
   c.sft.lr = lr
@@ -277,10 +319,13 @@ def _full(c, a):
   c.model.path = a.model
   c.model.dtype = 'bfloat16'
   c.model.remat = 'block'
-  c.data.train.answers = ConfigDict(dict(
-    module='jsonl', layout='ssp',
-    path=HUB + 'train_answers_random_hop_50000_proposer.jsonl',
-  ))
+  c.data.train.answers = ConfigDict(
+    dict(
+      module='jsonl',
+      layout='ssp',
+      path=HUB + 'train_answers_random_hop_50000_proposer.jsonl',
+    )
+  )
   c.data.eval = seven.sets(a.layout, folder=a.folder)
   c.source.k = 3
   c.env.template = 'search_r1'

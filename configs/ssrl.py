@@ -45,9 +45,9 @@ The default is the released behaviour without its bugs. Otherwise than there:
   * an invalid action ends the trajectory; nothing is told to the policy.
 """
 
-from configs import algorithms
-from configs import common
 from ml_collections import ConfigDict
+
+from configs import algorithms, common
 
 WORLD = dict(warm=240, rl=160, heldout=100, unseen=80)
 REWARDS = ('graded', 'binary')
@@ -55,8 +55,7 @@ REWARDS = ('graded', 'binary')
 
 def get_config(arg=None):
   a = common.parse_arg(
-    arg, seed=0, model='', reward='graded', shuffled=False,
-    no_information=False,
+    arg, seed=0, model='', reward='graded', shuffled=False, no_information=False
   )
   if a.reward not in REWARDS:
     raise ValueError(
@@ -73,26 +72,37 @@ def get_config(arg=None):
   c.checkpoint.best = ''  # the last one is reported
   c.env.information = 'policy'
   c.env.max_turns = 0
-  c.algorithm.update(algorithms.GRPO | dict(
-    aggregation='token', clip_dual=3.0, kl_coef=0.001,
-  ))
-  c.reward.ssrl = ConfigDict(dict(
-    fn=f'experiments.ssrl.reward.{a.reward}', weight=1.0, format_weight=0.1,
-  ))
+  c.algorithm.update(
+    algorithms.GRPO | dict(aggregation='token', clip_dual=3.0, kl_coef=0.001)
+  )
+  c.reward.ssrl = ConfigDict(
+    dict(
+      fn=f'experiments.ssrl.reward.{a.reward}', weight=1.0, format_weight=0.1
+    )
+  )
   (_full if a.model else _small)(c, a)
   return c
 
 
 def _small(c, a):
   c.model.tokenizer = 'world'
-  c.model.arch = ConfigDict(dict(
-    model_type='qwen3', architectures=('Qwen3ForCausalLM',),
-    hidden_size=128, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=8, head_dim=16, intermediate_size=384,
-    rope_theta=100.0,  # copying is learned sooner, see configs/quickstart.py
-    rms_norm_eps=1e-6, tie_word_embeddings=True, hidden_act='silu',
-    max_position_embeddings=512,
-  ))
+  c.model.arch = ConfigDict(
+    dict(
+      model_type='qwen3',
+      architectures=('Qwen3ForCausalLM',),
+      hidden_size=128,
+      num_hidden_layers=2,
+      num_attention_heads=8,
+      num_key_value_heads=8,
+      head_dim=16,
+      intermediate_size=384,
+      rope_theta=100.0,  # copying is learned sooner, see configs/quickstart.py
+      rms_norm_eps=1e-6,
+      tie_word_embeddings=True,
+      hidden_act='silu',
+      max_position_embeddings=512,
+    )
+  )
   c.model.init_scale = 0.05
   c.model.embed_scale = 0.09
   c.model.scan_unroll = 2
@@ -102,13 +112,13 @@ def _small(c, a):
   c.data.world = ConfigDict(WORLD)
   # By reference: all parts of a run ask about one world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
-  c.data.train.rl = ConfigDict(dict(
-    module=c.data.world_module, split='rl', shuffled=a.shuffled, **world
-  ))
+  c.data.train.rl = ConfigDict(
+    dict(module=c.data.world_module, split='rl', shuffled=a.shuffled, **world)
+  )
   for split in ('heldout', 'unseen'):
-    c.data.eval[split] = ConfigDict(dict(
-      module=c.data.world_module, split=split, n=300, **world
-    ))
+    c.data.eval[split] = ConfigDict(
+      dict(module=c.data.world_module, split=split, n=300, **world)
+    )
   c.source.corpus = 'world'
   c.source.k = 1
   c.env.template = 'micro'
@@ -121,11 +131,22 @@ def _small(c, a):
   c.engine.chunk = 8
   c.engine.prefill_rows = 16
 
-  c.sft.data = ConfigDict(dict(
-    module=c.data.world_module, n=16_000, queries=6_000, recalls=5_000,
-    passages=1_500, pack=4, direct=0.1, poor=0.35, tilt=0.9, again=0.2,
-    short=0.3, **world
-  ))
+  c.sft.data = ConfigDict(
+    dict(
+      module=c.data.world_module,
+      n=16_000,
+      queries=6_000,
+      recalls=5_000,
+      passages=1_500,
+      pack=4,
+      direct=0.1,
+      poor=0.35,
+      tilt=0.9,
+      again=0.2,
+      short=0.3,
+      **world,
+    )
+  )
   c.sft.steps = 1000
   c.sft.rows = 32
   c.sft.lr = 3e-3

@@ -44,12 +44,9 @@ rewards/vote.py has what is otherwise than in the released code; besides,
     tis='none' is theirs).
 """
 
-from configs import algorithms
-from configs import common
-from configs import quickstart
-from configs import search_r1
-from configs import ssrl
 from ml_collections import ConfigDict
+
+from configs import algorithms, common, quickstart, search_r1, ssrl
 
 BASES = ('search', 'ssrl', 'math')
 LABELS = {
@@ -59,24 +56,31 @@ LABELS = {
   'random_vote': 'experiments.ttrl.controls.random_vote',
 }
 ALGORITHMS = {
-  'grpo': algorithms.GRPO | dict(
-    aggregation='token', clip_dual=3.0, kl_coef=0.001
-  ),
+  'grpo': algorithms.GRPO
+  | dict(aggregation='token', clip_dual=3.0, kl_coef=0.001),
   'ppo': algorithms.PPO,
-  'reinforce': algorithms.REINFORCE | dict(
-    kl='reward', kl_estimator='k1', kl_coef=0.001
-  ),
+  'reinforce': algorithms.REINFORCE
+  | dict(kl='reward', kl_estimator='k1', kl_coef=0.001),
 }
 ASKED, HELDOUT = 160, 200  # questions of the small search form
 
 
 def get_config(arg=None):
   a = common.parse_arg(
-    arg, seed=0, model='', base='search', path='', heldout='',
-    algorithm='grpo', label='majority', planted=0.0,
+    arg,
+    seed=0,
+    model='',
+    base='search',
+    path='',
+    heldout='',
+    algorithm='grpo',
+    label='majority',
+    planted=0.0,
   )
   for name, known in (
-    ('base', BASES), ('label', LABELS), ('algorithm', ALGORITHMS),
+    ('base', BASES),
+    ('label', LABELS),
+    ('algorithm', ALGORITHMS),
   ):
     if a[name] not in known:
       raise ValueError(
@@ -106,13 +110,19 @@ def get_config(arg=None):
   if a.algorithm == 'ppo':
     c.critic.lr = 1e-5 if a.model else 1e-3
   c.rollout.group = 64 if a.model else 16
-  c.reward = ConfigDict(dict(vote=dict(
-    fn=LABELS[a.label], weight=1.0, votes=c.rollout.get_ref('group'),
-    train=32 if a.model else 8,
-    match=c.eval.get_ref('match'),
-    # Golds are a label for few votes; where all are wrong there is none.
-    max_abstained=1.0 if a.label == 'golds' else 0.5,
-  )))
+  c.reward = ConfigDict(
+    dict(
+      vote=dict(
+        fn=LABELS[a.label],
+        weight=1.0,
+        votes=c.rollout.get_ref('group'),
+        train=32 if a.model else 8,
+        match=c.eval.get_ref('match'),
+        # Golds are a label for few votes; where all are wrong there is none.
+        max_abstained=1.0 if a.label == 'golds' else 0.5,
+      )
+    )
+  )
   return c
 
 
@@ -124,15 +134,20 @@ def _search(a):
   world = {name: c.data.world.get_ref(name) for name in quickstart.WORLD}
   asked = dict(module=c.data.world_module, split='train', n=ASKED, **world)
   c.data.train = ConfigDict(dict(test=asked))
-  c.data.eval = ConfigDict(dict(test=asked, heldout=dict(
-    asked, split='heldout', n=HELDOUT
-  )))
+  c.data.eval = ConfigDict(
+    dict(test=asked, heldout=dict(asked, split='heldout', n=HELDOUT))
+  )
   if a.planted:
     c.data.world_module = 'experiments.ttrl.planted'
     c.data.world.update(asked=ASKED, share=a.planted)
   # Guesses scatter over many values, where the quickstart's favour three.
   c.sft.data.update(
-    good=0.58, poor=0.1, guess=0.32, tilt=0.8, short=0.3, again=0.5,
+    good=0.58,
+    poor=0.1,
+    guess=0.32,
+    tilt=0.8,
+    short=0.3,
+    again=0.5,
     favourites=24,
   )
   c.sft.steps = 1500
@@ -150,10 +165,12 @@ def _ssrl(a):
   # People whose facts the policy has read, and was never asked about.
   c.data.train = ConfigDict(dict(test=c.data.eval.heldout))
   c.data.train.test.n = ASKED
-  c.data.eval = ConfigDict(dict(
-    test=c.data.train.test,
-    heldout=dict(c.data.eval.heldout, split='rl', n=HELDOUT),
-  ))
+  c.data.eval = ConfigDict(
+    dict(
+      test=c.data.train.test,
+      heldout=dict(c.data.eval.heldout, split='rl', n=HELDOUT),
+    )
+  )
   c.rollout.questions = 16
   c.train.steps = 30
   return c
@@ -185,9 +202,9 @@ def _math_small(a):
   c.env.max_tokens = 80
   c.engine.max_len = 80
   c.batch.lengths = (32, 48, 80)
-  c.sft.data = ConfigDict(dict(
-    module=c.data.world_module, n=24_000, slip=0.25, hasty=0.45,
-  ))
+  c.sft.data = ConfigDict(
+    dict(module=c.data.world_module, n=24_000, slip=0.25, hasty=0.45)
+  )
   c.sft.steps = 1200
   c.rollout.questions = 16
   c.train.steps = 40

@@ -26,8 +26,9 @@ matches are too rare to learn from. No checkpoint is selected by the dev set,
 which is reported: the last one counts.
 """
 
-from configs import common
 from ml_collections import ConfigDict
+
+from configs import common
 
 
 def get_config(arg=None):
@@ -49,14 +50,23 @@ def get_config(arg=None):
 
   c.model.tokenizer = 'bpe'
   c.model.bpe_vocab = 4096
-  c.model.arch = ConfigDict(dict(
-    model_type='qwen3', architectures=('Qwen3ForCausalLM',),
-    hidden_size=128, num_hidden_layers=3, num_attention_heads=8,
-    num_key_value_heads=8, head_dim=16, intermediate_size=384,
-    rope_theta=100.0,  # copying is learned sooner, see configs/quickstart.py
-    rms_norm_eps=1e-6, tie_word_embeddings=True,
-    hidden_act='silu', max_position_embeddings=1024,
-  ))
+  c.model.arch = ConfigDict(
+    dict(
+      model_type='qwen3',
+      architectures=('Qwen3ForCausalLM',),
+      hidden_size=128,
+      num_hidden_layers=3,
+      num_attention_heads=8,
+      num_key_value_heads=8,
+      head_dim=16,
+      intermediate_size=384,
+      rope_theta=100.0,  # copying is learned sooner, see configs/quickstart.py
+      rms_norm_eps=1e-6,
+      tie_word_embeddings=True,
+      hidden_act='silu',
+      max_position_embeddings=1024,
+    )
+  )
   c.model.init_scale = 0.05
   c.model.embed_scale = 0.09
   c.model.scan_unroll = 3
@@ -71,9 +81,9 @@ def get_config(arg=None):
   c.rollout.questions = 24
   c.rollout.group = 8
   c.reward.f1 = ConfigDict(dict(fn='answer.f1', weight=1.0))
-  c.reward.format = ConfigDict(dict(
-    fn='answer.format_valid', weight=0.1, require_think=True,
-  ))
+  c.reward.format = ConfigDict(
+    dict(fn='answer.format_valid', weight=0.1, require_think=True)
+  )
   # 32 traces fill 1, 2, 3, 4 microbatches of these lengths.
   c.batch.lengths = (64, 128, 176, 256, 384)
   c.batch.tokens = 2048
@@ -86,11 +96,21 @@ def get_config(arg=None):
   c.train.steps = 1000
   c.eval.every = 60
   c.checkpoint.every = 20
-  c.sft.data = ConfigDict(dict(
-    module='experiments.search_r1.wiki_traces',
-    path='qa_train.jsonl.gz', n=20_000, seed=0, k=3, good=0.0,
-    poor=0.1, guess=0.1, max_answer_words=8, read=45, drills=20_000,
-  ))
+  c.sft.data = ConfigDict(
+    dict(
+      module='experiments.search_r1.wiki_traces',
+      path='qa_train.jsonl.gz',
+      n=20_000,
+      seed=0,
+      k=3,
+      good=0.0,
+      poor=0.1,
+      guess=0.1,
+      max_answer_words=8,
+      read=45,
+      drills=20_000,
+    )
+  )
   c.sft.steps = 4000
   c.sft.rows = 32
   c.sft.lr = 2e-3

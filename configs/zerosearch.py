@@ -47,10 +47,10 @@ The default is the released behaviour without its bugs. Otherwise than there:
   * what configs/search_r1.py says of tokens, masks and groups.
 """
 
-from configs import common
-from configs import search_r1
-from experiments.zerosearch import documents
 from ml_collections import ConfigDict
+
+from configs import common, search_r1
+from experiments.zerosearch import documents
 
 REWARDS = {
   'f1': dict(fn='answer.f1', weight=1.0),
@@ -82,12 +82,18 @@ DOCUMENT = (
 
 def get_config(arg=None):
   a = common.parse_arg(
-    arg, seed=0, model='', algorithm='grpo', reward='f1', noise='curriculum',
-    simulator='', layout='search_r1', folder='', learns='policy',
+    arg,
+    seed=0,
+    model='',
+    algorithm='grpo',
+    reward='f1',
+    noise='curriculum',
+    simulator='',
+    layout='search_r1',
+    folder='',
+    learns='policy',
   )
-  for name, known in (
-    ('reward', REWARDS), ('learns', ('policy', 'simulator')),
-  ):
+  for name, known in (('reward', REWARDS), ('learns', ('policy', 'simulator'))):
     if a[name] not in known:
       raise ValueError(
         f'config argument {name}={a[name]!r}: one of '
@@ -148,10 +154,16 @@ def _small(c, s, a):
     c.env.max_turn_tokens = 48
     c.env.max_tokens = c.engine.max_len = 96
     c.model.arch.num_hidden_layers = c.model.scan_unroll = 3
-    c.sft.data = ConfigDict(dict(
-      module='experiments.zerosearch.documents', n=50_000, worlds=60,
-      train=400, relations=4, useful=0.65,
-    ))
+    c.sft.data = ConfigDict(
+      dict(
+        module='experiments.zerosearch.documents',
+        n=50_000,
+        worlds=60,
+        train=400,
+        relations=4,
+        useful=0.65,
+      )
+    )
     c.sft.steps = 2500
     c.sft.lr = 3e-3
     c.batch.lengths = (64, 96)

@@ -16,22 +16,23 @@ import pathlib
 from typing import Any
 
 from absl import flags
-from rich import console
-from rich import table
+from rich import console, table
 
-from searchrl_jax import checks
-from searchrl_jax import command
-from searchrl_jax import lookup
-from searchrl_jax import metrics
-from searchrl_jax import records
-from searchrl_jax.evaluators import answer
-from searchrl_jax.evaluators import ledger
+from searchrl_jax import checks, command, lookup, metrics, records
+from searchrl_jax.evaluators import answer, ledger
 from searchrl_jax.writer import differences
 
 # Of a manifest: what must be one, and what is only told.
 SAME = ('sets', 'corpus', 'sampling')
 TOLD = (
-  'index', 'k', 'source', 'judge', 'env', 'template', 'checkpoint', 'commit',
+  'index',
+  'k',
+  'source',
+  'judge',
+  'env',
+  'template',
+  'checkpoint',
+  'commit',
 )
 
 
@@ -57,15 +58,18 @@ def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
   if apart:
     # Ids that differ say more than their digests.
     plain = [
-      k for k in apart
+      k
+      for k in apart
       if not (k.endswith('sha256') and f'{k.rpartition(".")[0]}.ids' in apart)
     ]
     lines = [
       f'{k}: {_brief(apart[k][0], apart[k][1])} and '
-      + _brief(apart[k][1], apart[k][0]) for k in plain
+      + _brief(apart[k][1], apart[k][0])
+      for k in plain
     ]
     raise checks.ConfigError(
-      f'{a} and {b} cannot be compared; they differ in ' + '; '.join(lines)
+      f'{a} and {b} cannot be compared; they differ in '
+      + '; '.join(lines)
       + '. Evaluate one of them again with --manifest of the other and its '
       'config.eval, or give --allow='
       + ','.join(dict.fromkeys(k.split('.')[0] for k in apart))
@@ -81,8 +85,12 @@ def _brief(value: Any, other: Any = None) -> str:
 
 
 def compare(
-  a: Sequence[answer.Row], b: Sequence[answer.Row], *, scores: Sequence[str],
-  resamples: int, seed: int,
+  a: Sequence[answer.Row],
+  b: Sequence[answer.Row],
+  *,
+  scores: Sequence[str],
+  resamples: int,
+  seed: int,
 ) -> dict[str, dict[str, dict[str, float]]]:
   """{score: {slice: figures}} of b against a.
 
@@ -106,15 +114,17 @@ def compare(
       x, y = [ours[k] for k in keys], [theirs[k] for k in keys]
       wins = sum(v > u for u, v in zip(x, y, strict=True))
       losses = sum(v < u for u, v in zip(x, y, strict=True))
-      interval = metrics.paired_bootstrap(
-        y, x, resamples=resamples, seed=seed
-      )
+      interval = metrics.paired_bootstrap(y, x, resamples=resamples, seed=seed)
       found[label.removeprefix('all/')] = {
         'n': len(keys),
         'unpaired': len(ours.keys() ^ (theirs.keys() & questions)),
-        'a': sum(x) / len(x), 'b': sum(y) / len(y),
-        'difference': interval.mean, 'low': interval.low,
-        'high': interval.high, 'wins': wins, 'losses': losses,
+        'a': sum(x) / len(x),
+        'b': sum(y) / len(y),
+        'difference': interval.mean,
+        'low': interval.low,
+        'high': interval.high,
+        'wins': wins,
+        'losses': losses,
         'ties': len(keys) - wins - losses,
         'p': metrics.sign_test(wins, losses),
       }
@@ -123,7 +133,11 @@ def compare(
 
 
 def against(
-  specs: Sequence[str], *, scores: Sequence[str], resamples: int, seed: int,
+  specs: Sequence[str],
+  *,
+  scores: Sequence[str],
+  resamples: int,
+  seed: int,
   allow: Sequence[str] = (),
 ) -> list[dict]:
   """Each of `specs` after the first, held against the first.
@@ -143,17 +157,22 @@ def against(
   out = []
   for spec, (manifest, rows) in zip(specs[1:], others, strict=True):
     require_comparable(specs[0], spec, (base, manifest), allow)
-    out.append({
-      'a': specs[0], 'b': spec,
-      'differs': {
-        k: v for name in (*TOLD, *allow)
-        for k, v in differences(
-          base.get(name), manifest.get(name), name).items()
-      },
-      'scores': compare(
-        base_rows, rows, scores=scores, resamples=resamples, seed=seed
-      ),
-    })
+    out.append(
+      {
+        'a': specs[0],
+        'b': spec,
+        'differs': {
+          k: v
+          for name in (*TOLD, *allow)
+          for k, v in differences(
+            base.get(name), manifest.get(name), name
+          ).items()
+        },
+        'scores': compare(
+          base_rows, rows, scores=scores, resamples=resamples, seed=seed
+        ),
+      }
+    )
   return out
 
 
@@ -163,19 +182,23 @@ def show(comparison: dict, out=None) -> None:
   out.print(f'A = {comparison["a"]}\nB = {comparison["b"]}', markup=False)
   for score, slices in comparison['scores'].items():
     shown = table.Table(title=f'{score}: B - A (95% paired bootstrap)')
-    for i, name in enumerate((
-      'questions', 'n', 'A', 'B', 'difference', 'wins', 'losses', 'ties', 'p',
-    )):
+    for i, name in enumerate(
+      ('questions', 'n', 'A', 'B', 'difference', 'wins', 'losses', 'ties', 'p')
+    ):
       shown.add_column(
-        name, justify='right' if i else 'left',
+        name,
+        justify='right' if i else 'left',
         overflow='ellipsis' if i else 'fold',
       )
     for label, f in slices.items():
       shown.add_row(
-        label, f'{f["n"]}' + (f' (-{f["unpaired"]})' if f['unpaired'] else ''),
-        f'{f["a"]:.3f}', f'{f["b"]:.3f}',
+        label,
+        f'{f["n"]}' + (f' (-{f["unpaired"]})' if f['unpaired'] else ''),
+        f'{f["a"]:.3f}',
+        f'{f["b"]:.3f}',
         f'{f["difference"]:+.3f} [{f["low"]:+.3f}, {f["high"]:+.3f}]',
-        *(str(f[k]) for k in ('wins', 'losses', 'ties')), f'{f["p"]:.2g}',
+        *(str(f[k]) for k in ('wins', 'losses', 'ties')),
+        f'{f["p"]:.2g}',
       )
     out.print(shown)
   for path, (x, y) in comparison['differs'].items():
@@ -194,39 +217,45 @@ def main():
     *((s, SAME, 'allow') for s in allow),
   ):
     if name not in known:
-      raise checks.ConfigError(
-        f'--{what}={name}: {lookup.near(name, known)}'
-      )
+      raise checks.ConfigError(f'--{what}={name}: {lookup.near(name, known)}')
   if _RESAMPLES.value < 1:
     raise checks.ConfigError(f'--resamples={_RESAMPLES.value}: at least 1')
   comparisons = against(
-    specs, scores=_SCORES.value, allow=allow, resamples=_RESAMPLES.value,
+    specs,
+    scores=_SCORES.value,
+    allow=allow,
+    resamples=_RESAMPLES.value,
     seed=_SEED.value,
   )
   for comparison in comparisons:
     show(comparison)
   if _OUT.value:
-    records.write_json(_OUT.value, {
-      'resamples': _RESAMPLES.value, 'seed': _SEED.value,
-      'comparisons': comparisons,
-    })
+    records.write_json(
+      _OUT.value,
+      {
+        'resamples': _RESAMPLES.value,
+        'seed': _SEED.value,
+        'comparisons': comparisons,
+      },
+    )
 
 
 if __name__ == '__main__':
   _FOLDERS = flags.DEFINE_list(
-    'folders', [], 'Folders that `evaluate` wrote, or FOLDER:EVALUATION for a '
-    'control; also without the flag.'
+    'folders',
+    [],
+    'Folders that `evaluate` wrote, or FOLDER:EVALUATION for a '
+    'control; also without the flag.',
   )
   _SCORES = flags.DEFINE_list(
     'scores', ['em', 'f1', 'sub_em'], 'Scores of rows.jsonl to compare.'
   )
   _ALLOW = flags.DEFINE_list(
-    'allow', [], 'Parts of the manifest that may differ: sets, corpus, '
-    'sampling.'
+    'allow',
+    [],
+    'Parts of the manifest that may differ: sets, corpus, sampling.',
   )
   _OUT = flags.DEFINE_string('out', '', 'Also write the figures as JSON.')
-  _RESAMPLES = flags.DEFINE_integer(
-    'resamples', 10000, 'Of the bootstrap.'
-  )
+  _RESAMPLES = flags.DEFINE_integer('resamples', 10000, 'Of the bootstrap.')
   _SEED = flags.DEFINE_integer('seed', 0, 'Of the bootstrap.')
   command.run(main, positional=_FOLDERS)

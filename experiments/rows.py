@@ -41,13 +41,7 @@ from experiments import table
 from experiments.benchmarks import common
 from experiments.quickstart.run import Clock
 from experiments.table import Bar
-from searchrl_jax import command
-from searchrl_jax import evaluate
-from searchrl_jax import lookup
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import sft
-from searchrl_jax import writer
+from searchrl_jax import command, evaluate, lookup, records, setup, sft, writer
 from searchrl_jax.checks import ConfigError
 
 Config = Callable[[int], ConfigDict]  # of a seed
@@ -173,10 +167,12 @@ def config_of(row: Row, stage: str, workdir: pathlib.Path) -> ConfigDict:
   kind, name, seed = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)
   config = one.config(int(seed))
-  config.update_from_flattened_dict({
-    field: str(workdir / row.warm_stage(start, int(seed)) / 'run')
-    for field, start in one.needs.items()
-  })
+  config.update_from_flattened_dict(
+    {
+      field: str(workdir / row.warm_stage(start, int(seed)) / 'run')
+      for field, start in one.needs.items()
+    }
+  )
   return config
 
 
@@ -229,9 +225,10 @@ def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:
       with clock('train'):
         loop = lookup.function('searchrl_jax', arm.loop) if arm else sft.sft
         loop(config, run)
-    records.write_json(folder / 'done.json', {
-      'config': plain, 'commit': common.environment()['commit'],
-    })
+    records.write_json(
+      folder / 'done.json',
+      {'config': plain, 'commit': common.environment()['commit']},
+    )
   if arm is None:
     return
   # What is not trained is its start, or a Hugging Face folder ('').
@@ -259,11 +256,14 @@ class Servers:
     return self._stack.__exit__(*error)
 
   def url(self, config: ConfigDict) -> str:
-    world = {k: config.data[k] for k in (
-      'dir', 'world_module', 'world_seed', 'world')}
-    key = json.dumps(records.plain(
-      {'corpus': config.source.corpus, 'url': config.source.url, **world}
-    ))
+    world = {
+      k: config.data[k] for k in ('dir', 'world_module', 'world_seed', 'world')
+    }
+    key = json.dumps(
+      records.plain(
+        {'corpus': config.source.corpus, 'url': config.source.url, **world}
+      )
+    )
     if key not in self._urls:
       folder = str(self._folder / str(len(self._urls)))
       self._urls[key] = self._stack.enter_context(
@@ -279,10 +279,18 @@ def spawn(module: str, stage: str, workdir: pathlib.Path, url: str) -> None:
     ConfigError: it failed; its error stands above.
   """
   process = subprocess.Popen(
-    [sys.executable, '-m', 'experiments.rows', f'--row={module}',
-     f'--workdir={workdir}', f'--stage={stage}', f'--url={url}'],
+    [
+      sys.executable,
+      '-m',
+      'experiments.rows',
+      f'--row={module}',
+      f'--workdir={workdir}',
+      f'--stage={stage}',
+      f'--url={url}',
+    ],
     # Closed by our end, whatever ends us. Ctrl-C reaches us alone.
-    stdin=subprocess.PIPE, start_new_session=True,
+    stdin=subprocess.PIPE,
+    start_new_session=True,
   )
   try:
     status = process.wait()
@@ -316,7 +324,8 @@ def collect(row: Row, workdir: pathlib.Path) -> dict:
   for arm in row.arms:
     seeds = {
       str(seed): _seed(row, arm, workdir / f'arms/{arm.name}/{seed}')
-      for seed in arm.seeds if done(row, f'arms/{arm.name}/{seed}', workdir)
+      for seed in arm.seeds
+      if done(row, f'arms/{arm.name}/{seed}', workdir)
     }
     if seeds:
       out[arm.name] = {'seeds': seeds, 'mean': table.means(seeds)}
@@ -343,7 +352,8 @@ def _about(folder: pathlib.Path) -> dict:
 def _seed(row: Row, arm: Arm, folder: pathlib.Path) -> dict:
   def kept(values):
     return {
-      name: value for name, value in values.items()
+      name: value
+      for name, value in values.items()
       if name.rsplit('/', 1)[-1] in row.scores and value is not None
     }
 
@@ -356,9 +366,13 @@ def _seed(row: Row, arm: Arm, folder: pathlib.Path) -> dict:
     steps = list(_lines(folder / 'run' / 'metrics.jsonl'))
     before = kept(steps[0]) if steps[0]['step'] == -1 else {}
     if before:
-      values = {'before': before, **values, 'gain': {
-        k: v - before[k] for k, v in values['after'].items() if k in before
-      }}
+      values = {
+        'before': before,
+        **values,
+        'gain': {
+          k: v - before[k] for k, v in values['after'].items() if k in before
+        },
+      }
     curve = {
       name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
       for name in row.curves
@@ -377,7 +391,8 @@ def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
   record = {
     'environment': environment,
     'command': ' '.join(['python', '-m', 'experiments.rows', *sys.argv[1:]]),
-    'warm': starts(row, workdir), 'arms': arms,
+    'warm': starts(row, workdir),
+    'arms': arms,
     'bars': table.judge(row.bars, arms),
   }
   if out:
@@ -386,8 +401,14 @@ def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
   return record
 
 
-def run(module: str, workdir: str, out: str = '', *, only: Sequence[str] = (),
-        seeds: Sequence[int] = ()) -> dict:
+def run(
+  module: str,
+  workdir: str,
+  out: str = '',
+  *,
+  only: Sequence[str] = (),
+  seeds: Sequence[int] = (),
+) -> dict:
   """Runs what is missing; returns (and writes) what there is."""
   row, folder = load(module), pathlib.Path(workdir)
   chosen = [row.arm(name) for name in only] or list(row.arms)
@@ -428,7 +449,10 @@ def main():
     run_stage(load(_ROW.value), _STAGE.value, workdir, _URL.value)
     return
   record = run(
-    _ROW.value, _WORKDIR.value, _OUT.value, only=_ONLY.value,
+    _ROW.value,
+    _WORKDIR.value,
+    _OUT.value,
+    only=_ONLY.value,
     seeds=[int(s) for s in _SEEDS.value],
   )
   row = load(_ROW.value)

@@ -84,20 +84,23 @@ def judge(bars: Sequence[Bar], arms: Mapping[str, dict]) -> list[dict]:
       value = None
     out.append(
       {'name': bar.name, 'value': None, 'bar': bar.bar, 'holds': False}
-      if value is None else common.bar(
+      if value is None
+      else common.bar(
         bar.name, value, bar.bar, at_most=bar.at_most, strict=bar.strict
       )
     )
   return out
 
 
-def plot(curves: Mapping[str, str], arms: Mapping[str, dict],
-         path: pathlib.Path) -> None:
+def plot(
+  curves: Mapping[str, str], arms: Mapping[str, dict], path: pathlib.Path
+) -> None:
   """A panel a curve: means over seeds, shaded from lowest to highest.
 
   An arm that was not trained is a dashed line at its score.
   """
   import matplotlib
+
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
@@ -108,7 +111,8 @@ def plot(curves: Mapping[str, str], arms: Mapping[str, dict],
     for n, (arm, found) in enumerate(arms.items()):
       color = f'C{n % 10}'
       runs = [
-        dict(s['curve'][name]) for s in found['seeds'].values()
+        dict(s['curve'][name])
+        for s in found['seeds'].values()
         if s['curve'].get(name)
       ]
       level = found['mean'].get('after', {}).get(name)
@@ -128,13 +132,18 @@ def plot(curves: Mapping[str, str], arms: Mapping[str, dict],
     axis.spines[['top', 'right']].set_visible(False)
   # Under all panels: none of them has room for so many names.
   named = dict(
-    (text, line) for axis in axes[0]
+    (text, line)
+    for axis in axes[0]
     for line, text in zip(*axis.get_legend_handles_labels())
   )
   figure.tight_layout(rect=(0, 0.12, 1, 1))
   figure.legend(
-    named.values(), named.keys(), loc='lower center', frameon=False,
-    ncol=min(len(named), 6) or 1, fontsize=8,
+    named.values(),
+    named.keys(),
+    loc='lower center',
+    frameon=False,
+    ncol=min(len(named), 6) or 1,
+    fontsize=8,
   )
   figure.savefig(path, dpi=80)
   pyplot.close(figure)

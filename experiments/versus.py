@@ -16,17 +16,13 @@ A small policy knows the words of its own world; the recipes' worlds have
 names in common, and what a policy cannot read it cannot answer.
 """
 
-import re
 from collections.abc import Sequence
+import re
 
 from absl import flags
 
 from experiments import compare
-from searchrl_jax import checks
-from searchrl_jax import command
-from searchrl_jax import evaluate
-from searchrl_jax import records
-from searchrl_jax import setup
+from searchrl_jax import checks, command, evaluate, records, setup
 from searchrl_jax.evaluators import ledger
 
 # What the questions, their corpus and the sampling are.
@@ -50,7 +46,11 @@ def config_for(workdir: str, on, own_searches: bool):
 
 
 def versus(
-  workdirs: Sequence[str], on: str, out: str, *, own_searches: bool = False,
+  workdirs: Sequence[str],
+  on: str,
+  out: str,
+  *,
+  own_searches: bool = False,
   url: str = '',
 ) -> list[str]:
   """Evaluates run folders on the questions of `on`; returns OUT's folders.
@@ -69,7 +69,9 @@ def versus(
       folders.append(f'{out}/{n}_{name}')
       print(f'[{n + 1}/{len(workdirs)}] {workdir}', flush=True)
       evaluate.evaluate(
-        config_for(workdir, asked, own_searches), workdir, folders[-1],
+        config_for(workdir, asked, own_searches),
+        workdir,
+        folders[-1],
         manifest=f'{folders[0]}/{ledger.MANIFEST}' if n else '',
       )
   return folders
@@ -82,8 +84,11 @@ def main():
       'give two or more run folders; the first is the baseline'
     )
   folders = versus(
-    workdirs, _ON.value or workdirs[0], _OUT.value,
-    own_searches=_OWN.value, url=_URL.value,
+    workdirs,
+    _ON.value or workdirs[0],
+    _OUT.value,
+    own_searches=_OWN.value,
+    url=_URL.value,
   )
   found = compare.against(
     folders, scores=('em', 'f1'), resamples=10_000, seed=0
@@ -95,8 +100,7 @@ def main():
 
 if __name__ == '__main__':
   _RUNS = flags.DEFINE_list(
-    'runs', [], 'Run folders; also without the flag. The first is the '
-    'baseline.'
+    'runs', [], 'Run folders; also without the flag. The first is the baseline.'
   )
   _ON = flags.DEFINE_string(
     'on', '', 'Run folder whose questions are asked; the first if empty.'

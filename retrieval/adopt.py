@@ -17,10 +17,10 @@ What falls short is refused, with what was measured and the setting, order or
 shift under which it would fit, where one is found.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import faiss
@@ -84,7 +84,8 @@ def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
     try:
       array = (
         np.memmap(path, sizes[size], 'r', shape=(count, dim))
-        if magic != b'\x93NUMPY' else np.load(path, mmap_mode='r')
+        if magic != b'\x93NUMPY'
+        else np.load(path, mmap_mode='r')
       )
     except ValueError as error:
       raise AdoptError(f'{path}: {error}') from None
@@ -95,8 +96,11 @@ def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
       )
     form = 'npy' if magic == b'\x93NUMPY' else 'raw'
     stored = Stored(
-      path, f'{form} {array.dtype}', array.shape,
-      lambda start, n: array[start:start + n], str(array.dtype),
+      path,
+      f'{form} {array.dtype}',
+      array.shape,
+      lambda start, n: array[start : start + n],
+      str(array.dtype),
     )
   else:
     stored = _open_faiss(path, count, dim, size)
@@ -143,8 +147,11 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
       'and IVF-PQ. Give the saved embeddings instead.'
     )
   return Stored(
-    path, f'FAISS {factory}', (index.ntotal, index.d),
-    lambda start, n: index.reconstruct_n(start, n), exact=exact,
+    path,
+    f'FAISS {factory}',
+    (index.ntotal, index.d),
+    lambda start, n: index.reconstruct_n(start, n),
+    exact=exact,
     factory=factory,
   )
 
@@ -165,8 +172,10 @@ class Fit:
     if not exact:
       return self.median >= 0.7 and self.nearest >= 0.9
     return (
-      self.median >= 0.999 and np.mean(self.cosines < 0.99) <= 0.1
-      and self.nearest >= 0.95 and abs(self.length - 1) <= 0.01
+      self.median >= 0.999
+      and np.mean(self.cosines < 0.99) <= 0.1
+      and self.nearest >= 0.95
+      and abs(self.length - 1) <= 0.01
     )
 
   def __str__(self) -> str:
@@ -182,7 +191,8 @@ def compare(stored: np.ndarray, encoded: np.ndarray) -> Fit:
   near = (encoded / lengths[1][:, None]) @ (stored / lengths[0][:, None]).T
   own = near.diagonal()
   return Fit(
-    own, float(np.mean(own >= near.max(axis=1) - 1e-6)),
+    own,
+    float(np.mean(own >= near.max(axis=1) - 1e-6)),
     float(np.median(lengths[0] / lengths[1])),
   )
 
@@ -256,9 +266,11 @@ def _checked(
   """The stored vectors and the encoder that made them; else AdoptError."""
   encoder = make_encoder()
   stored = open_stored(whole, len(corpus), encoder.dim)
-  picked = np.sort(np.random.default_rng(0).choice(
-    len(corpus), min(sample, len(corpus)), replace=False
-  ))
+  picked = np.sort(
+    np.random.default_rng(0).choice(
+      len(corpus), min(sample, len(corpus)), replace=False
+    )
+  )
   texts = [corpus.contents[int(i)] for i in picked]
   encoded = encoder.encode_passages(texts)
   fit = compare(stored.pick(picked), encoded)
@@ -275,11 +287,7 @@ def _checked(
 
 
 def _keep_vectors(
-  stored: Stored,
-  corpus: Corpus,
-  encoder: Any,
-  folder: pathlib.Path,
-  dtype: str,
+  stored: Stored, corpus: Corpus, encoder: Any, folder: pathlib.Path, dtype: str
 ) -> None:
   about = vectors.identity(corpus, encoder, dtype)
   vectors.check_done(folder / 'vectors.json', about)
@@ -317,9 +325,10 @@ def _why(
   best, at, start = np.full(len(picked), -1.0), picked.copy(), 0
   for block in stored.blocks(_SCAN):
     block = np.asarray(block, np.float32)
-    near = unit @ (
-      block / np.linalg.norm(block, axis=1, keepdims=True).clip(1e-30)
-    ).T
+    near = (
+      unit
+      @ (block / np.linalg.norm(block, axis=1, keepdims=True).clip(1e-30)).T
+    )
     top = near.argmax(axis=1)
     value = near[np.arange(len(picked)), top]
     at = np.where(value > best, start + top, at)
@@ -338,7 +347,8 @@ def _why(
     if stored.exact and other.passes(True):
       return (
         f'With {settings} it fits ({other}): give '
-        + ' '.join(f'--{k}={v!r}' for k, v in settings.items()) + '.'
+        + ' '.join(f'--{k}={v!r}' for k, v in settings.items())
+        + '.'
       )
   fit = compare(rows, encoded)
   if abs(fit.length - 1) > 0.01 and fit.median >= 0.999:

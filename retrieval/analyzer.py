@@ -1,10 +1,10 @@
 """Text to the terms that BM25 compares."""
 
+from collections.abc import Iterator
 import contextlib
 import re
 import sys
 import threading
-from collections.abc import Iterator
 
 import Stemmer
 

@@ -4,14 +4,6 @@
 """
 
 import asyncio
-import concurrent.futures
-import contextlib
-import dataclasses
-import hmac
-import logging
-import math
-import os
-import time
 from collections.abc import (
   AsyncIterator,
   Callable,
@@ -20,11 +12,19 @@ from collections.abc import (
   Mapping,
   Sequence,
 )
+import concurrent.futures
+import contextlib
+import dataclasses
+import hmac
+import logging
+import math
+import os
+import time
 from typing import Any
 
 import fastapi
-import prometheus_client
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+import prometheus_client
 from starlette.requests import ClientDisconnect
 
 from retrieval import files, metrics, protocol
@@ -62,9 +62,11 @@ class Traffic:
     """
     if self.in_flight >= self.limits.max_requests:
       raise Rejected(
-        429, 'requests',
+        429,
+        'requests',
         f'{self.in_flight} requests are in flight (--max_requests); send '
-        'fewer at once, with more queries each', 1,
+        'fewer at once, with more queries each',
+        1,
       )
     request = Request(self)
     self.in_flight += 1
@@ -99,7 +101,8 @@ class Request:
           raise bad_request(
             ['body'],
             f'more than {limits.max_body_bytes} bytes; send fewer queries '
-            '(--max_body_bytes)', 413,
+            '(--max_body_bytes)',
+            413,
           )
         self.hold(len(chunk))
     except ClientDisconnect:  # nobody reads this; it keeps the log quiet
@@ -116,8 +119,10 @@ class Request:
     self._traffic.bytes += count
     if self.bytes > self._traffic.limits.max_bytes:
       raise bad_request(
-        ['body'], f'{self.bytes} bytes with the answer, more than --max_bytes='
-        f'{self._traffic.limits.max_bytes}; send fewer queries', 413,
+        ['body'],
+        f'{self.bytes} bytes with the answer, more than --max_bytes='
+        f'{self._traffic.limits.max_bytes}; send fewer queries',
+        413,
       )
     if self._traffic.bytes > self._traffic.limits.max_bytes:
       raise Rejected(
@@ -183,7 +188,9 @@ class _Guard:
     known = self._token is None or _bears(scope, self._token)
     if not known and scope['path'] not in _OPEN:
       return await refuse(
-        'token', 401, 'send the header Authorization: Bearer TOKEN',
+        'token',
+        401,
+        'send the header Authorization: Bearer TOKEN',
         **{'WWW-Authenticate': 'Bearer'},
       )
     with contextlib.ExitStack() as held:
@@ -255,9 +262,13 @@ def create_app(
     local = searcher
   batcher, traffic = Batcher(searcher, limits), Traffic(limits)
   # Two servers that cut queries otherwise do not answer alike.
-  identity = {**searcher.identity, 'query': {
-    'max_bytes': limits.max_query_bytes, 'max_terms': limits.max_query_terms,
-  }}
+  identity = {
+    **searcher.identity,
+    'query': {
+      'max_bytes': limits.max_query_bytes,
+      'max_terms': limits.max_query_terms,
+    },
+  }
   served = {}
   # With every answer: another server may take this one's place unseen.
   said = {IDENTITY_HEADER: identity_hash(identity)}
@@ -284,9 +295,7 @@ def create_app(
   app = fastapi.FastAPI(
     title='searchrl retrieval', version=protocol.VERSION, lifespan=lifespan
   )
-  app.add_middleware(
-    _Guard, token=token, traffic=traffic, hosts=hosts
-  )
+  app.add_middleware(_Guard, token=token, traffic=traffic, hosts=hosts)
 
   @app.exception_handler(Rejected)
   async def rejected(_: fastapi.Request, error: Rejected) -> Response:
@@ -313,8 +322,10 @@ def create_app(
         )
     except TimeoutError:
       raise Rejected(
-        504, 'deadline', f'not answered within {seconds:g} s (--deadline_s, '
-        'or X-Deadline-Ms of the request)'
+        504,
+        'deadline',
+        f'not answered within {seconds:g} s (--deadline_s, '
+        'or X-Deadline-Ms of the request)',
       ) from None
     body = protocol.answer(answers, asked.return_scores)
     request.hold(len(body))
@@ -332,9 +343,7 @@ def create_app(
       'identity': identity,
       'limits': dataclasses.asdict(limits),
       'served': dataclasses.asdict(batcher.counters),
-      'waiting': {
-        'requests': traffic.in_flight, 'queries': batcher.pending
-      },
+      'waiting': {'requests': traffic.in_flight, 'queries': batcher.pending},
       'uptime_s': round(time.time() - traffic.started, 3),
     }
 
@@ -358,7 +367,9 @@ def create_app(
 
 
 async def _warm(
-  batcher: Batcher, local: LocalSearcher | None, limits: Limits,
+  batcher: Batcher,
+  local: LocalSearcher | None,
+  limits: Limits,
   programs: Sequence[Callable[[], None]],
 ) -> None:
   if programs:
@@ -375,8 +386,8 @@ async def _warm(
   if (await asyncio.wait([task], timeout=limits.warm_s))[0]:
     return task.result()
   _log.warning(
-    'the first search took more than %g s (--warm_s): requests wait behind '
-    'it', limits.warm_s,
+    'the first search took more than %g s (--warm_s): requests wait behind it',
+    limits.warm_s,
   )
 
 

@@ -5,6 +5,7 @@ it raises is answered in their place, named in the log, and it is asked again.
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -14,7 +15,6 @@ import math
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from retrieval import metrics
@@ -51,9 +51,7 @@ class Pace:
   nothing, so b n may come to 4 a: at least 0.8 of the throughput stays.
   """
 
-  def __init__(
-    self, piece_s: float, most: int, clock: Callable[[], float]
-  ):
+  def __init__(self, piece_s: float, most: int, clock: Callable[[], float]):
     self.size = min(_FIRST, most)
     self._piece_s, self._most, self._clock = piece_s, most, clock
     self._tried = self.size / 2  # twice as many may be next
@@ -118,7 +116,9 @@ class Batcher:
   """
 
   def __init__(
-    self, searcher: Searcher, limits: Limits,
+    self,
+    searcher: Searcher,
+    limits: Limits,
     clock: Callable[[], float] = time.perf_counter,
   ):
     self.counters = Counters()
@@ -211,7 +211,8 @@ class Batcher:
     parts, failed = [piece], None
     while parts:
       part = [
-        (query, requests) for query, requests in parts.pop()
+        (query, requests)
+        for query, requests in parts.pop()
         if not all(request.future.done() for request in requests)
       ]
       if not part:  # their clients have gone
@@ -238,8 +239,9 @@ class Batcher:
   def _ask(self, queries: list[str], k: int) -> list[Answer] | BaseException:
     try:
       count = len(queries)
-      with metrics.stage('batch'), self.pace.timed(
-        count, lambda: getattr(self._searcher, 'asked', count)
+      with (
+        metrics.stage('batch'),
+        self.pace.timed(count, lambda: getattr(self._searcher, 'asked', count)),
       ):
         answers = self._searcher.search(queries, k)
       if len(answers) != len(queries):

@@ -5,11 +5,11 @@ type `bert` (Devlin et al., NAACL 2019): absolute positions, exact GELU,
 post-layer-norm. Every tensor is accounted for before the first is used.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,8 +19,11 @@ import safetensors
 
 # What this network does; a config.json that asks for more is refused.
 _ARCHITECTURE = {
-  'model_type': 'bert', 'hidden_act': 'gelu', 'is_decoder': False,
-  'position_embedding_type': 'absolute', 'add_cross_attention': False,
+  'model_type': 'bert',
+  'hidden_act': 'gelu',
+  'is_decoder': False,
+  'position_embedding_type': 'absolute',
+  'add_cross_attention': False,
 }
 # In checkpoints, but no weight of an encoder: a buffer, and the next-sentence
 # head, which neither mean nor cls pooling reads.
@@ -82,12 +85,13 @@ def read_config(path: pathlib.Path) -> BertConfig:
     small = 0 if field.name == 'pad_token_id' else 1
     if not (
       isinstance(value, float) and value > 0
-      if field.type is float else whole and value >= small
+      if field.type is float
+      else whole and value >= small
     ):
       raise ValueError(
         f'{path}: {field.name}={value!r}; expected a number > 0'
-        if field.type is float else
-        f'{path}: {field.name}={value!r}; expected an integer >= {small}'
+        if field.type is float
+        else f'{path}: {field.name}={value!r}; expected an integer >= {small}'
       )
     fields[field.name] = value
   cfg = BertConfig(**fields)
@@ -134,7 +138,7 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
   if not files:
     raise FileNotFoundError(
       f'{path}: no model.safetensors; convert other weights with '
-      "transformers: AutoModel.from_pretrained(path).save_pretrained(path)"
+      'transformers: AutoModel.from_pretrained(path).save_pretrained(path)'
     )
   return files
 
@@ -160,8 +164,10 @@ def load(
   shapes = _shapes(cfg, prefix)
   if head:
     shapes |= {
-      'bert.pooler.dense.weight': (h, h), 'bert.pooler.dense.bias': (h,),
-      'classifier.weight': (1, h), 'classifier.bias': (1,),
+      'bert.pooler.dense.weight': (h, h),
+      'bert.pooler.dense.bias': (h,),
+      'classifier.weight': (1, h),
+      'classifier.bias': (1,),
     }
   tensors = {}
   for file in weight_files(path):
@@ -218,16 +224,18 @@ def _arrange(cfg: BertConfig, tensors: Mapping, prefix: str) -> dict[str, Any]:
   for i in range(cfg.num_hidden_layers):
     layer = f'encoder.layer.{i}.'
     self = f'{layer}attention.self.'
-    layers.append({
-      'qkv': linear(
-        self + 'query', self + 'key', self + 'value', scale=scale
-      ),
-      'out': linear(f'{layer}attention.output.dense'),
-      'norm1': norm(f'{layer}attention.output.LayerNorm'),
-      'up': linear(f'{layer}intermediate.dense'),
-      'down': linear(f'{layer}output.dense'),
-      'norm2': norm(f'{layer}output.LayerNorm'),
-    })
+    layers.append(
+      {
+        'qkv': linear(
+          self + 'query', self + 'key', self + 'value', scale=scale
+        ),
+        'out': linear(f'{layer}attention.output.dense'),
+        'norm1': norm(f'{layer}attention.output.LayerNorm'),
+        'up': linear(f'{layer}intermediate.dense'),
+        'down': linear(f'{layer}output.dense'),
+        'norm2': norm(f'{layer}output.LayerNorm'),
+      }
+    )
   params = {
     name: tensors[f'{prefix}embeddings.{name}_embeddings.weight']
     for name in ('word', 'position', 'token_type')
@@ -236,7 +244,8 @@ def _arrange(cfg: BertConfig, tensors: Mapping, prefix: str) -> dict[str, Any]:
   if 'classifier.weight' in tensors:
     params['pooler'] = linear('pooler.dense')
     params['classifier'] = {
-      'w': tensors['classifier.weight'].T, 'b': tensors['classifier.bias']
+      'w': tensors['classifier.weight'].T,
+      'b': tensors['classifier.bias'],
     }
   return params
 
@@ -277,14 +286,15 @@ def encode(params, cfg: BertConfig, ids, lengths, types=None):
     qkv = _linear(p['qkv'], x).reshape(B, T, 3, heads, -1)
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     scores = jnp.einsum(
-      'bqhd,bkhd->bhqk', q, k, precision='highest',
+      'bqhd,bkhd->bhqk',
+      q,
+      k,
+      precision='highest',
       preferred_element_type=jnp.float32,
     )
     weights = jax.nn.softmax(scores + bias, axis=-1).astype(x.dtype)
     mixed = jnp.einsum('bhqk,bkhd->bqhd', weights, v, precision='highest')
-    x = _norm(
-      p['norm1'], x + _linear(p['out'], mixed.reshape(B, T, -1)), eps
-    )
+    x = _norm(p['norm1'], x + _linear(p['out'], mixed.reshape(B, T, -1)), eps)
     inner = jax.nn.gelu(_linear(p['up'], x), approximate=False)
     x = _norm(p['norm2'], x + _linear(p['down'], inner), eps)
   return x

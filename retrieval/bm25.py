@@ -23,6 +23,7 @@ global lock; NumPy releases that lock in the rest.
 
 import array
 import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
 import functools
 import hashlib
@@ -31,12 +32,11 @@ import itertools
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from absl import flags
 import numba
 import numpy as np
-from absl import flags
 
 from retrieval import files
 from retrieval.analyzer import STEMMERS, STOP_WORDS, WORD, Analyzer
@@ -121,10 +121,14 @@ class BM25Index:
       ValueError: no texts, or a parameter out of its range.
     """
     self._configure(len(texts), k1, b, stemmer, stop_words)
-    self._load(_build(
-      texts, self, io.BytesIO(), lambda name, length: np.empty(
-        length, _ARRAYS[name])
-    ))
+    self._load(
+      _build(
+        texts,
+        self,
+        io.BytesIO(),
+        lambda name, length: np.empty(length, _ARRAYS[name]),
+      )
+    )
 
   @classmethod
   def build(
@@ -153,10 +157,15 @@ class BM25Index:
       arrays = _build(_watched(texts), self, spool, make)
     for found in arrays.values():
       found.flush()
-    files.write_json(folder / 'bm25.json', {
-      'format': _FORMAT, 'count': self._count, 'parameters': self._options,
-      'lengths': {name: len(found) for name, found in arrays.items()},
-    })
+    files.write_json(
+      folder / 'bm25.json',
+      {
+        'format': _FORMAT,
+        'count': self._count,
+        'parameters': self._options,
+        'lengths': {name: len(found) for name, found in arrays.items()},
+      },
+    )
     return cls.open(folder)
 
   @classmethod
@@ -369,7 +378,7 @@ def _build(
     np.save(spool, counts.astype(np.int32))
     lengths.frombytes(words.astype(np.int32).tobytes())
     added = np.bincount(keys >> 32, minlength=len(ids.terms))
-    added[:len(sizes)] += sizes
+    added[: len(sizes)] += sizes
     sizes = added
   starts = make('starts', len(sizes) + 1)
   starts[0] = 0

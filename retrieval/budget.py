@@ -1,10 +1,10 @@
 """Calls and money: counted before a call goes out, kept over restarts."""
 
+from collections.abc import Iterator
 import contextlib
 import math
 import os
 import sqlite3
-from collections.abc import Iterator
 
 from retrieval.core import SearchFailed
 
@@ -87,8 +87,12 @@ class Budget:
           ' WHERE provider = :provider'
           ' AND (:calls IS NULL OR calls + 1 <= :calls)'
           ' AND (:most IS NULL OR nano + :price <= :most)',
-          dict(price=self._price, provider=self._provider,
-               calls=self.max_calls, most=self._most),
+          dict(
+            price=self._price,
+            provider=self._provider,
+            calls=self.max_calls,
+            most=self._most,
+          ),
         ).rowcount
       if not taken:
         calls, cost = self.spent

@@ -12,6 +12,7 @@ Indexes: bm25, dense_jax, dense_faiss:FACTORY (Flat, HNSW64, "IVF4096,Flat",
 "IVF4096,PQ64", ...), milvus.
 """
 
+from collections.abc import Callable, Sequence
 import contextlib
 import fcntl
 import functools
@@ -19,28 +20,44 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from absl import app as absl_app
 from absl import flags
+import numpy as np
 
 from retrieval import bm25 as bm25_lib
 from retrieval import files, vectors
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
 from retrieval.folder import (
-  FORMAT, KINDS, faiss_path, open_vectors, write_manifest
+  FORMAT,
+  KINDS,
+  faiss_path,
+  open_vectors,
+  write_manifest,
 )
 from retrieval.store import open_store, write_store
 
 _OWN = (  # what --restart removes
-  'manifest.json', 'corpus.arrow', 'vectors.npy', 'vectors.npy.part',
-  'vectors.json', 'adopted.joined', 'bm25', 'faiss',
+  'manifest.json',
+  'corpus.arrow',
+  'vectors.npy',
+  'vectors.npy.part',
+  'vectors.json',
+  'adopted.joined',
+  'bm25',
+  'faiss',
 )
 _ENCODER = (  # flags that are keywords of Encoder
-  'family', 'dtype', 'pooling', 'normalise', 'query_prefix', 'passage_prefix',
-  'query_length', 'passage_length', 'batch',
+  'family',
+  'dtype',
+  'pooling',
+  'normalise',
+  'query_prefix',
+  'passage_prefix',
+  'query_length',
+  'passage_length',
+  'batch',
 )
 
 
@@ -98,8 +115,10 @@ class Folder:
     about = {'count': len(corpus), 'sha256': corpus.sha256}
     if self.manifest is None:
       self.manifest = {
-        'format': FORMAT, 'corpus': {**about, 'source': source or str(store)},
-        'vectors': None, 'indexes': {},
+        'format': FORMAT,
+        'corpus': {**about, 'source': source or str(store)},
+        'vectors': None,
+        'indexes': {},
       }
     stated = {key: self.manifest['corpus'].get(key) for key in about}
     if differ := files.differences(stated, about, 'corpus.'):
@@ -111,7 +130,8 @@ class Folder:
 
   def add_vectors(self, found: Any, encoder: dict[str, Any]) -> None:
     self.manifest['vectors'] = {
-      'dim': found.shape[1], 'dtype': str(found.dtype),
+      'dim': found.shape[1],
+      'dtype': str(found.dtype),
       'sample_sha256': files.sample_sha256(self.path / 'vectors.npy'),
       'encoder': encoder,
     }
@@ -124,11 +144,17 @@ class Folder:
   def add_faiss(self, factory: str, **about: Any) -> None:
     """States an index file that is there, and how it is to be searched."""
     from retrieval.dense_faiss import DenseFaiss
+
     found = DenseFaiss(faiss_path(self.path, factory), None).parameters
     stated = ('sample_sha256', 'nprobe', 'ef_search')
-    self.add_index(f'dense_faiss:{factory}', {
-      'factory': factory, **{k: found[k] for k in stated if found[k]}, **about
-    })
+    self.add_index(
+      f'dense_faiss:{factory}',
+      {
+        'factory': factory,
+        **{k: found[k] for k in stated if found[k]},
+        **about,
+      },
+    )
 
   def save(self) -> None:
     write_manifest(self.path, self.manifest)
@@ -166,9 +192,7 @@ def check_names(names: Sequence[str]) -> None:
   for name in names:
     kind, colon, factory = name.partition(':')
     if not (factory if kind == 'dense_faiss' else not colon and kind in KINDS):
-      raise ValueError(
-        f'--index={name}: not one of {", ".join(KINDS)}'
-      )
+      raise ValueError(f'--index={name}: not one of {", ".join(KINDS)}')
 
 
 def check_factories(names: Sequence[str], dim: int) -> None:
@@ -220,15 +244,20 @@ def build_indexes(
       parameters = dict(index.parameters)
     elif kind == 'dense_faiss':
       from retrieval import dense_faiss
+
       final = faiss_path(folder.path, factory)
       final.parent.mkdir(exist_ok=True)
-      dense_faiss.build(found, factory, final, identity={
-        'corpus': corpus.sha256, **folder.manifest['vectors'],
-      })
+      dense_faiss.build(
+        found,
+        factory,
+        final,
+        identity={'corpus': corpus.sha256, **folder.manifest['vectors']},
+      )
       folder.add_faiss(factory)
       continue
     elif kind == 'milvus':
       from retrieval import milvus
+
       parameters = {'collection': collection, 'uri': uri}
       milvus.build(found, uri, collection)
     folder.add_index(name, parameters)
@@ -256,10 +285,12 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
     if f.encoder is None:
       raise ValueError('--encoder is missing: dense indexes need one')
     from retrieval.encoder import Encoder
+
     given = {name: getattr(f, name) for name in _ENCODER}
-    return Encoder(f.encoder, **{
-      k: v for k, v in {**given, **settings}.items() if v is not None
-    })
+    return Encoder(
+      f.encoder,
+      **{k: v for k, v in {**given, **settings}.items() if v is not None},
+    )
 
   def get_vectors() -> np.ndarray:
     stated = folder.manifest['vectors']
@@ -269,7 +300,10 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
     encoder = make_encoder()
     check_factories(f.index, encoder.dim)
     found = vectors.encode(
-      corpus, encoder, folder.path, block=f.block,
+      corpus,
+      encoder,
+      folder.path,
+      block=f.block,
       dtype=f.vectors or (stated or {}).get('dtype', vectors.DTYPES[0]),
     )
     folder.add_vectors(found, encoder.parameters)
@@ -277,22 +311,33 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
 
   if f.adopt:
     from retrieval.adopt import adopt
+
     stored, encoder = adopt(
-      f.adopt, corpus, make_encoder, folder.path,
+      f.adopt,
+      corpus,
+      make_encoder,
+      folder.path,
       lambda factory: faiss_path(folder.path, factory),
-      dtype=f.vectors, sample=f.sample,
+      dtype=f.vectors,
+      sample=f.sample,
     )
     if stored.exact:
       found = vectors.open_vectors(folder.path)
       folder.add_vectors(found, encoder.parameters)
     if stored.factory:
       folder.add_faiss(
-        stored.factory, adopted=[str(p) for p in f.adopt],
+        stored.factory,
+        adopted=[str(p) for p in f.adopt],
         encoder=encoder.parameters,
       )
   build_indexes(
-    folder, corpus, f.index, functools.cache(get_vectors),
-    bm25_lib.options(f), f.milvus_uri, f.milvus_collection,
+    folder,
+    corpus,
+    f.index,
+    functools.cache(get_vectors),
+    bm25_lib.options(f),
+    f.milvus_uri,
+    f.milvus_collection,
   )
   folder.save()
 
@@ -307,7 +352,9 @@ def define_flags() -> None:
   )
   flags.DEFINE_string('encoder', None, 'Folder of the model, for dense ones.')
   flags.DEFINE_enum(
-    'vectors', None, vectors.DTYPES,
+    'vectors',
+    None,
+    vectors.DTYPES,
     'Numbers of vectors.npy: P x D x 4 bytes or half. float32 if not given; '
     'with --adopt, as it is.',
   )
@@ -316,8 +363,10 @@ def define_flags() -> None:
   )
   flags.DEFINE_bool('restart', False, 'Discards what --out holds.')
   flags.DEFINE_multi_string(
-    'adopt', [], 'FAISS index, .npy or raw embeddings to take over; its parts '
-    'in order, where it has parts.'
+    'adopt',
+    [],
+    'FAISS index, .npy or raw embeddings to take over; its parts '
+    'in order, where it has parts.',
   )
   flags.DEFINE_integer('sample', 64, 'Passages to check --adopt with.', 8)
   flags.DEFINE_string('family', None, 'Of the encoder; told from its name.')

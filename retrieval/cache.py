@@ -11,6 +11,7 @@ with its lone surrogates. Text is therefore kept as UTF-8 with surrogates
 passed, not as JSON escapes, in which two lone surrogates become one character.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import hashlib
 import json
@@ -18,9 +19,8 @@ import os
 import sqlite3
 import threading
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
 
-from retrieval.core import Found, SearchFailed, Searcher
+from retrieval.core import Found, Searcher, SearchFailed
 
 FORMAT = 1  # part of every key; also the file's user_version
 _APPLICATION = 0x53524C31  # the file's application_id, 'SRL1'
@@ -150,7 +150,8 @@ class Recorded:
     found = self._searcher.search([*keys], k)
     answers = dict(zip(keys, found, strict=True))
     good = {
-      key: answers[query] for query, key in keys.items()
+      key: answers[query]
+      for query, key in keys.items()
       if not isinstance(answers[query], SearchFailed)
       and not any(one.transient for one in answers[query])
     }
@@ -203,7 +204,10 @@ class Recorded:
 
 def _canonical(value: object) -> bytes:
   text = json.dumps(
-    value, ensure_ascii=False, allow_nan=False, sort_keys=True,
+    value,
+    ensure_ascii=False,
+    allow_nan=False,
+    sort_keys=True,
     separators=(',', ':'),
   )
   return text.encode('utf-8', 'surrogatepass')
@@ -227,7 +231,10 @@ def _open(path: str, replay: bool) -> sqlite3.Connection:
   with _named(path):
     db = sqlite3.connect(
       f'file:{path and urllib.parse.quote(os.path.abspath(path))}{flags}',
-      uri=True, timeout=30.0, isolation_level=None, check_same_thread=False,
+      uri=True,
+      timeout=30.0,
+      isolation_level=None,
+      check_same_thread=False,
     )
     try:
       _check(db, path, replay)

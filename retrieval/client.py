@@ -13,6 +13,7 @@ any word of the query.
 """
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import logging
@@ -22,10 +23,9 @@ import random
 import re
 import ssl
 import time
+from typing import Any
 import urllib.parse
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import httpx
 
@@ -124,8 +124,11 @@ class RetrievalClient:
     urls = url.split(',') if isinstance(url, str) else url
     self._random, self._clock = random.Random(seed), clock
     self._replicas = Replicas(
-      [one.strip() for one in urls], failures=failures, cooldown_s=cooldown_s,
-      rng=self._random, clock=clock,
+      [one.strip() for one in urls],
+      failures=failures,
+      cooldown_s=cooldown_s,
+      rng=self._random,
+      clock=clock,
     )
     self.urls = tuple(replica.url for replica in self._replicas.all)
     self.url = ','.join(self.urls)
@@ -223,7 +226,10 @@ class RetrievalClient:
     try:
       body = {'queries': queries, 'topk': k, 'return_scores': True}
       return await self._ask(
-        'POST', '/retrieve', body, url,
+        'POST',
+        '/retrieve',
+        body,
+        url,
         lambda data, url: _hits(data, len(queries), k, url),
       )
     except RetrievalError as error:
@@ -249,8 +255,12 @@ class RetrievalClient:
     return self._pools[loop]
 
   async def _ask(
-    self, method: str, path: str, body: Mapping[str, Any] | None,
-    url: str | None, read: Callable[[Any, str], Any],
+    self,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    url: str | None,
+    read: Callable[[Any, str], Any],
   ) -> Any:
     """What `read` makes of the answer's JSON and URL, after all attempts.
 
@@ -279,16 +289,18 @@ class RetrievalClient:
         replicas = [r for r in replicas if r is not replica]
       except Failure as failure:
         # An attempt that the deadline cut short says less than the one before.
-        if before is not None and failure.kind == 'timeout' and (
-          left < self.timeout_s
+        if (
+          before is not None
+          and failure.kind == 'timeout'
+          and (left < self.timeout_s)
         ):
           failure = before
         before = failure
         now = self._clock()
         # Added to Retry-After, which tells all clients the same moment.
-        pause = max(0.0, min(
-          max(r.busy_until, r.open_until) for r in replicas
-        ) - now)
+        pause = max(
+          0.0, min(max(r.busy_until, r.open_until) for r in replicas) - now
+        )
         pause += self._random.uniform(
           0, min(self.max_backoff_s, self.backoff_s * 2.0 ** (attempt - 1))
         )
@@ -300,8 +312,13 @@ class RetrievalClient:
         await asyncio.sleep(pause)
 
   async def _attempt(
-    self, replica: Replica, method: str, path: str, content: bytes | None,
-    left: float, read: Callable[[Any, str], Any],
+    self,
+    replica: Replica,
+    method: str,
+    path: str,
+    content: bytes | None,
+    left: float,
+    read: Callable[[Any, str], Any],
   ) -> Any:
     """One attempt; a replica that is not known says first what it serves."""
     end = self._clock() + min(self.timeout_s, left)
@@ -328,13 +345,16 @@ class RetrievalClient:
   def _learn(self, replica: Replica, identity: Any) -> None:
     self._replicas.learn(replica, identity)
     if replica.differs:
-      raise RetrievalError(
-        'different', replica.url + _HEALTH, replica.differs
-      )
+      raise RetrievalError('different', replica.url + _HEALTH, replica.differs)
 
   async def _once(
-    self, replica: Replica, method: str, path: str, content: bytes | None,
-    left: float, read: Callable[[Any, str], Any],
+    self,
+    replica: Replica,
+    method: str,
+    path: str,
+    content: bytes | None,
+    left: float,
+    read: Callable[[Any, str], Any],
   ) -> Any:
     url = replica.url + path
     limit = max(0.001, min(self.timeout_s, left))
@@ -363,8 +383,10 @@ class RetrievalClient:
       raise RetrievalError('search_failed', url, problem, queries=queries)
     if status in _RETRIED:
       raise Failure(
-        _RETRIED[status], problem,
-        retry_after(response.headers.get('Retry-After', '')), queries
+        _RETRIED[status],
+        problem,
+        retry_after(response.headers.get('Retry-After', '')),
+        queries,
       )
     if status in (401, 403):
       raise RetrievalError('unauthorised', url, problem)
@@ -397,9 +419,7 @@ def _hits(data: Any, count: int, k: int, url: str) -> list[list[Hit]]:
     if not isinstance(row, list):
       raise _bad(url, f'result[{i}] is not a list')
     if len(row) > k:
-      raise _bad(
-        url, f'result[{i}] has {len(row)} passages where topk was {k}'
-      )
+      raise _bad(url, f'result[{i}] has {len(row)} passages where topk was {k}')
   return [
     [_hit(item, f'result[{i}][{j}]', url) for j, item in enumerate(row)]
     for i, row in enumerate(result)

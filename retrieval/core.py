@@ -5,10 +5,10 @@ a corpus behind an index (`LocalSearcher`), the web, or a store of recorded
 answers around either. The server knows searchers only.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np

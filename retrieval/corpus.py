@@ -11,6 +11,7 @@ nobody would see it.
 """
 
 import array
+from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import gzip
@@ -21,9 +22,8 @@ import json
 import os
 import shlex
 import tarfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+import zlib
 
 import numpy as np
 import tqdm
@@ -279,7 +279,11 @@ def _magic(path: str) -> bytes:
 def _bar(total: int, unit: str) -> tqdm.tqdm:
   # disable=None: no bar where stderr is a file.
   return tqdm.tqdm(
-    total=total, unit=unit, unit_scale=True, desc='corpus', disable=None,
+    total=total,
+    unit=unit,
+    unit_scale=True,
+    desc='corpus',
+    disable=None,
     delay=1.0,
   )
 

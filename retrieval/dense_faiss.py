@@ -7,11 +7,11 @@ that holds for vectors, codes, inverted lists and HNSW's links alike; the older
 in a file of their own (`faiss_build`) are mapped too.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,7 +80,7 @@ def blocks(
     ValueError: a vector that is not finite.
   """
   for first in range(start, len(vectors), size):
-    part = np.ascontiguousarray(vectors[first:first + size], np.float32)
+    part = np.ascontiguousarray(vectors[first : first + size], np.float32)
     bad = np.flatnonzero(~np.isfinite(part).all(axis=1))
     if len(bad):
       raise ValueError(
@@ -145,6 +145,7 @@ def ranked(
     ids: int64 [Q, k], -1 at the end of a row where there are no more.
     scores: float32 [Q, k], -inf where ids is -1.
   """
+
   def sort(q, n):
     ids, scores = ask(q, n)
     ids = np.asarray(ids, np.int64)
@@ -220,9 +221,15 @@ def build(
       f'({reason(error)}); try Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64"'
     ) from None
   about = {
-    'vectors': identity, 'shape': [count, dim], 'dtype': str(vectors.dtype),
-    'factory': factory, 'train': train, 'seed': seed, 'block': block,
-    'shard_bytes': shard_bytes, 'faiss': faiss.__version__,
+    'vectors': identity,
+    'shape': [count, dim],
+    'dtype': str(vectors.dtype),
+    'factory': factory,
+    'train': train,
+    'seed': seed,
+    'block': block,
+    'shard_bytes': shard_bytes,
+    'faiss': faiss.__version__,
   }
   work = path.with_name(f'{path.name}.build')
   before = faiss.omp_get_max_threads()
@@ -264,14 +271,17 @@ def defaults(index: faiss.Index) -> dict[str, int]:
   """How an index ought to be searched; FAISS's 1 list and 16 find little."""
   found = {}
   if ivf := faiss.try_extract_index_ivf(index):
-    found['nprobe'] = max(1, round(ivf.nlist ** 0.5))
+    found['nprobe'] = max(1, round(ivf.nlist**0.5))
   if graph(index):
     found['ef_search'] = 64
   return found
 
 
 def _train(
-  index: faiss.Index, vectors: np.ndarray, factory: str, train: int | None,
+  index: faiss.Index,
+  vectors: np.ndarray,
+  factory: str,
+  train: int | None,
   seed: int,
 ) -> None:
   ivf = faiss.try_extract_index_ivf(index)
@@ -361,9 +371,12 @@ class DenseFaiss:
     linked = graph(index)
     self.ef_search = linked.hnsw.efSearch if linked else None
     self._about = {
-      'name': self.name, 'type': type(index).__name__,
-      'sample_sha256': sample_sha256(path), 'nprobe': self.nprobe,
-      'ef_search': self.ef_search, 'gpu': self._gpu,
+      'name': self.name,
+      'type': type(index).__name__,
+      'sample_sha256': sample_sha256(path),
+      'nprobe': self.nprobe,
+      'ef_search': self.ef_search,
+      'gpu': self._gpu,
     }
     self._index = _to_gpus(index, path) if gpu else index
 

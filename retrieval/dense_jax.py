@@ -8,19 +8,22 @@ own vectors: that gives what rounding blurred, and gives equal passages equal
 scores.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
 
 from retrieval.dense_programs import (
-  PRECISIONS, ROWS, Programs, default_precision
+  PRECISIONS,
+  ROWS,
+  Programs,
+  default_precision,
 )
 from retrieval.devices import data_mesh, put
 from retrieval.encoder import Encoder
@@ -74,9 +77,7 @@ class DenseJax:
     mesh = data_mesh() if mesh is None else mesh
     if precision is None:
       precision = default_precision(mesh.devices.flat[0].platform)
-    self._plan = plan = Programs(
-      *vectors.shape, mesh, precision, maxima=maxima
-    )
+    self._plan = plan = Programs(*vectors.shape, mesh, precision, maxima=maxima)
     if rescore is None:
       rescore = 0 if precision == 'float32' else 64 if plan.host else 16
     if rescore < 0:
@@ -98,8 +99,11 @@ class DenseJax:
   @property
   def parameters(self) -> dict[str, Any]:
     found = {
-      'name': self.name, 'precision': self.precision, 'rescore': self.rescore,
-      'vectors': str(self._vectors.dtype), 'sample_sha256': self._sample,
+      'name': self.name,
+      'precision': self.precision,
+      'rescore': self.rescore,
+      'vectors': str(self._vectors.dtype),
+      'sample_sha256': self._sample,
     }
     if self._encoder is not None:
       found |= {
@@ -128,9 +132,7 @@ class DenseJax:
         )
       return self._finish(found, len(queries), c, k)
 
-  def programs(
-    self, count: int, ks: Iterable[int]
-  ) -> list[Callable[[], None]]:
+  def programs(self, count: int, ks: Iterable[int]) -> list[Callable[[], None]]:
     """Calls, each of which compiles one program or loads it from the disk.
 
     They may run in any threads. After all of them, `search` compiles nothing
@@ -270,4 +272,3 @@ class DenseJax:
 def _put_block(blocks, block, n):
   """`blocks` with `block` as its n-th, in the same memory."""
   return jax.lax.dynamic_update_index_in_dim(blocks, block, n, 0)
-

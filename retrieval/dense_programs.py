@@ -24,9 +24,9 @@ Of equal scores the first in the corpus are kept, at every step.
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 PRECISIONS = ('float32', 'float16', 'bfloat16', 'int8')
@@ -149,8 +149,10 @@ class Programs:
     q = jnp.pad(q, ((0, 0), (0, self.dim - q.shape[1])))
     scores, ids = jax.shard_map(
       lambda q, corpus: self._best_of_shard(q, corpus, c),
-      mesh=self.mesh, in_specs=(spec(), spec('data')),
-      out_specs=spec(None, 'data'), check_vma=False,
+      mesh=self.mesh,
+      in_specs=(spec(), spec('data')),
+      out_specs=spec(None, 'data'),
+      check_vma=False,
     )(q, corpus)
     return _merge(scores, ids, c)
 
@@ -177,7 +179,10 @@ class Programs:
     def block(at):
       start, part = at[0] * columns, at[1]
       scores = jnp.einsum(
-        'qd,pd->qp', q, part['rows'].astype(self._dtype), precision='highest',
+        'qd,pd->qp',
+        q,
+        part['rows'].astype(self._dtype),
+        precision='highest',
         preferred_element_type=jnp.float32,
       )
       if 'scale' in part:
@@ -185,9 +190,7 @@ class Programs:
       scores, ids = _top(scores, size - start, c)
       return scores, ids + start
 
-    found = jax.lax.map(
-      block, (jnp.arange(self.blocks // joined), corpus)
-    )
+    found = jax.lax.map(block, (jnp.arange(self.blocks // joined), corpus))
     scores, ids = (jnp.moveaxis(x, 0, 1).reshape(len(q), -1) for x in found)
     return _merge(scores, ids, c)
 
@@ -236,8 +239,11 @@ class Programs:
       def add(n, scores):
         at = (slice(None), pl.ds(n * step, step))
         return scores + jax.lax.dot_general(
-          rows[at].astype(q.dtype), q[at], (((1,), (1,)), ((), ())),
-          precision=exact, preferred_element_type=jnp.float32,
+          rows[at].astype(q.dtype),
+          q[at],
+          (((1,), (1,)), ((), ())),
+          precision=exact,
+          preferred_element_type=jnp.float32,
         )
 
       scores = jax.lax.fori_loop(
@@ -270,7 +276,8 @@ class Programs:
         (tile // GROUP, queries),
         lambda i: (jax.lax.div(i, turns), jax.lax.rem(i, turns)),
       ),
-      interpret=self.platform == 'cpu', **options,
+      interpret=self.platform == 'cpu',
+      **options,
     )(padded, *parts)
     return maxima.T[: len(q)]
 

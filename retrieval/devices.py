@@ -7,8 +7,8 @@ import platform
 import stat
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
 
 _KEPT_BYTES = 1 << 30  # of programs on the disk; a small model's take 5 MB
 
@@ -56,10 +56,15 @@ def keep_programs(folder: str | os.PathLike | None) -> None:
   cpu = platform.machine()
   if os.path.exists('/proc/cpuinfo'):
     with open('/proc/cpuinfo') as file:
-      cpu += ''.join(sorted({
-        line for line in file
-        if line.startswith(('model name', 'flags', 'Features', 'CPU part'))
-      }))
+      cpu += ''.join(
+        sorted(
+          {
+            line
+            for line in file
+            if line.startswith(('model name', 'flags', 'Features', 'CPU part'))
+          }
+        )
+      )
   name = hashlib.sha256(cpu.encode()).hexdigest()[:16]
   path = pathlib.Path(folder, name)
   for one in (path.parent, path):

@@ -16,6 +16,7 @@ huggingface_hub. Its own hf_hub_download starts each file anew after a kill
 of it.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import fcntl
 import fnmatch
@@ -23,28 +24,29 @@ import hashlib
 import logging
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
 
-import httpx
-import huggingface_hub
 from absl import app as absl_app
 from absl import flags
+import httpx
+import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
 from retrieval import files
-from retrieval.transfer import (
-  DownloadError, Remote, clean, fetch, local_path
-)
+from retrieval.transfer import DownloadError, Remote, clean, fetch, local_path
 
 # As Search-R1's docs/retriever.md names them; parts as its users join them.
 BUNDLES = {
   'wiki-18-corpus': ('PeterJinGo/wiki-18-corpus', ('wiki-18.jsonl.gz',), None),
   'wiki-18-e5-flat': (
-    'PeterJinGo/wiki-18-e5-index', ('part_*',), 'e5_Flat.index'
+    'PeterJinGo/wiki-18-e5-index',
+    ('part_*',),
+    'e5_Flat.index',
   ),
   'wiki-18-e5-hnsw64': (
-    'PeterJinGo/wiki-18-e5-index-HNSW64', ('part_*',), 'e5_HNSW64.index'
+    'PeterJinGo/wiki-18-e5-index-HNSW64',
+    ('part_*',),
+    'e5_HNSW64.index',
   ),
   'wiki-18-bm25': ('PeterJinGo/wiki-18-bm25-index', ('*',), None),
 }
@@ -78,14 +80,16 @@ def list_hub(
     if not any(fnmatch.fnmatchcase(name, p) for p in patterns):
       continue
     local_path(pathlib.Path(), name)  # refuses what would lead elsewhere
-    found.append(Remote(
-      name,
-      huggingface_hub.hf_hub_url(
-        repo, name, revision=info.sha, repo_type=repo_type, endpoint=endpoint
-      ),
-      file.size,
-      f'sha256:{file.lfs.sha256}' if file.lfs else f'git:{file.blob_id}',
-    ))
+    found.append(
+      Remote(
+        name,
+        huggingface_hub.hf_hub_url(
+          repo, name, revision=info.sha, repo_type=repo_type, endpoint=endpoint
+        ),
+        file.size,
+        f'sha256:{file.lfs.sha256}' if file.lfs else f'git:{file.blob_id}',
+      )
+    )
   for pattern in patterns:
     if not any(fnmatch.fnmatchcase(r.name, pattern) for r in found):
       raise DownloadError(
@@ -151,9 +155,13 @@ def download(
       target = local_path(out, join)
       files.join(paths, target)
       kept = [target] + (paths if keep_parts else [])
-    files.write_json(record, {'source': source, 'done': {
-      p.relative_to(out).as_posix(): p.stat().st_size for p in kept
-    }})
+    files.write_json(
+      record,
+      {
+        'source': source,
+        'done': {p.relative_to(out).as_posix(): p.stat().st_size for p in kept},
+      },
+    )
     if join and not keep_parts:
       for path in paths:
         path.unlink()
@@ -162,7 +170,9 @@ def download(
 
 def define_flags() -> None:
   flags.DEFINE_enum(
-    'bundle', None, sorted(BUNDLES),
+    'bundle',
+    None,
+    sorted(BUNDLES),
     "A part of Search-R1's data: the corpus wiki-18 (gzipped, about 5 GB); "
     'its e5-base-v2 vectors as a FAISS index, Flat (64.6 GB) or HNSW64, parts '
     'joined; a Lucene index, for its own server (ours builds bm25 itself).',
@@ -197,7 +207,8 @@ def run(f: flags.FlagValues) -> list[pathlib.Path]:
     f'{f.repo_type} {repo}@{f.revision} {patterns} {join}',
     pathlib.Path(f.out),
     lambda: list_hub(repo, patterns, f.revision, f.repo_type, endpoint),
-    headers=build_hf_headers(token=_token(endpoint)), join=join,
+    headers=build_hf_headers(token=_token(endpoint)),
+    join=join,
     keep_parts=f.keep_parts,
   )
 
@@ -210,8 +221,13 @@ def main(argv: Sequence[str]) -> int:
   try:
     for path in run(flags.FLAGS):
       print(path)
-  except (DownloadError, files.FilesError, OSError, httpx.HTTPError,
-          httpx.InvalidURL) as error:
+  except (
+    DownloadError,
+    files.FilesError,
+    OSError,
+    httpx.HTTPError,
+    httpx.InvalidURL,
+  ) as error:
     print(f'retrieval.download: error: {error}', file=sys.stderr)
     return 1
   return 0

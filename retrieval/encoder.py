@@ -8,20 +8,20 @@ Where sentence-transformers' modules.json is present, pooling and
 normalisation are what it says; arguments override both.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import hashlib
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import tokenizers
-from jax.sharding import NamedSharding, PartitionSpec
 
 from retrieval import bert
 from retrieval.devices import data_mesh, put
@@ -47,7 +47,9 @@ FAMILIES = {
     ('bge', 'zh'), 'cls', True, '为这个句子生成表示以用于检索相关文章：'
   ),
   'bge': Family(
-    ('bge',), 'cls', True,
+    ('bge',),
+    'cls',
+    True,
     'Represent this sentence for searching relevant passages: ',
   ),
   'contriever': Family(('contriever',), 'mean', False),
@@ -62,7 +64,10 @@ _QUERY_LENGTH, _PASSAGE_LENGTH = 256, 180  # where the model has as many
 # rather have few programs. So would a server for its queries, all of whose
 # programs compile before it is ready: few are longer than 32 tokens.
 _CPU_LENGTHS = (
-  *range(8, 33, 4), *range(40, 65, 8), *range(80, 257, 16), *range(288, 513, 32)
+  *range(8, 33, 4),
+  *range(40, 65, 8),
+  *range(80, 257, 16),
+  *range(288, 513, 32),
 )
 _CPU_QUERY_LENGTHS = (12, 16, 24, 32, 48, 64, 128, 256, 512)
 _LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -132,8 +137,9 @@ class Tokens:
   Texts are data: '[SEP]' in one is five characters, no separator.
   """
 
-  def __init__(self, path: pathlib.Path, cfg: bert.BertConfig,
-               tokens: int | None):
+  def __init__(
+    self, path: pathlib.Path, cfg: bert.BertConfig, tokens: int | None
+  ):
     """Reads tokenizer.json, or with transformers what else there is.
 
     Raises:
@@ -210,11 +216,13 @@ class Tokens:
     self, count: int, limit: int, query: bool = False
   ) -> list[tuple[int, int]]:
     """Every (R, T) that `batches` makes of at most `count` texts."""
-    return sorted({
-      (self._rows(T, left), T)
-      for T in self._ladder(limit, query)
-      for left in range(1, min(count, self._most(T)) + 1)
-    })
+    return sorted(
+      {
+        (self._rows(T, left), T)
+        for T in self._ladder(limit, query)
+        for left in range(1, min(count, self._most(T)) + 1)
+      }
+    )
 
   def _ladder(self, limit: int, query: bool) -> list[int]:
     lengths = _LENGTHS
@@ -307,8 +315,10 @@ class Encoder:
     self.cfg = bert.read_config(path)
     self.family = tell_family(path, family)
     given = {
-      'pooling': pooling, 'normalise': normalise,
-      'query_prefix': query_prefix, 'passage_prefix': passage_prefix,
+      'pooling': pooling,
+      'normalise': normalise,
+      'query_prefix': query_prefix,
+      'passage_prefix': passage_prefix,
     }
     self.usage = dataclasses.replace(
       FAMILIES[self.family],
@@ -339,11 +349,13 @@ class Encoder:
   def parameters(self) -> dict[str, Any]:
     """What passage vectors depend on, for JSON."""
     return {
-      'family': self.family, 'pooling': self.usage.pooling,
+      'family': self.family,
+      'pooling': self.usage.pooling,
       'normalise': self.usage.normalise,
       'query_prefix': self.usage.query_prefix,
       'passage_prefix': self.usage.passage_prefix,
-      'passage_length': self.passage_length, 'dim': self.dim,
+      'passage_length': self.passage_length,
+      'dim': self.dim,
       'sha256': self._sha256,
     }
 

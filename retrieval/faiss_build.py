@@ -16,16 +16,16 @@ three ways, by what it is:
 What is not finished lies in the folder NAME.build beside the index.
 """
 
+from collections.abc import Callable, Iterator, Mapping
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import faiss
-import numpy as np
 from faiss.contrib.ondisk import merge_ondisk
+import numpy as np
 
 from retrieval import files
 
@@ -181,7 +181,8 @@ def copy(
   if not mapped:
     vectors = np.memmap(rows, np.float32, 'r', shape=vectors.shape)
   index.codes = type(index.codes).create_view(
-    faiss.swig_ptr(vectors.reshape(-1).view(np.uint8)), vectors.nbytes,
+    faiss.swig_ptr(vectors.reshape(-1).view(np.uint8)),
+    vectors.nbytes,
     index.codes.owner,
   )
   index.ntotal = len(vectors)
@@ -235,8 +236,9 @@ def join(
   for path in paths.values():
     load(path, faiss.IO_FLAG_MMAP)  # names the one that is damaged
   try:
-    merge_ondisk(index, [os.fspath(path) for path in paths.values()],
-                 os.fspath(part))
+    merge_ondisk(
+      index, [os.fspath(path) for path in paths.values()], os.fspath(part)
+    )
   except RuntimeError as error:
     raise files.FilesError(
       f'{part}: cannot be written ({reason(error)}); is there room?'
@@ -278,7 +280,8 @@ def _reserve(index: faiss.IndexHNSW, count: int) -> int:
   m = hnsw.nb_neighbors(1)
   links = math.ceil(_SPARE * (hnsw.nb_neighbors(0) + m / max(1, m - 1)))
   for array, size in (
-    (storage.codes, storage.code_size), (hnsw.neighbors, links)
+    (storage.codes, storage.code_size),
+    (hnsw.neighbors, links),
   ):
     array.resize(size * count)
     array.resize(0)  # the room stays

@@ -12,6 +12,7 @@ No proxies and no cookies: httpcore knows neither unless given them.
 """
 
 import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -19,7 +20,6 @@ import ipaddress
 import re
 import socket
 import zlib
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 
 import httpcore
 import httpx
@@ -29,14 +29,33 @@ MEDIA_TYPES = ('text/html', 'text/plain')
 _REDIRECTS = (301, 302, 303, 307, 308)
 # IANA's special-purpose registries (RFC 6890 and after); ipaddress.is_global
 # differs between versions of Python, and holds multicast for global.
-_REFUSED = tuple(map(ipaddress.ip_network, (
-  '0.0.0.0/8', '10.0.0.0/8', '100.64.0.0/10', '127.0.0.0/8',
-  '169.254.0.0/16', '172.16.0.0/12', '192.0.0.0/24', '192.0.2.0/24',
-  '192.88.99.0/24', '192.168.0.0/16', '198.18.0.0/15', '198.51.100.0/24',
-  '203.0.113.0/24', '224.0.0.0/4', '240.0.0.0/4',
-  '168.63.129.16/32',  # Azure's host agent: public by number, not by nature
-  '2001::/23', '2001:db8::/32', '2002::/16', '3fff::/20',
-)))
+_REFUSED = tuple(
+  map(
+    ipaddress.ip_network,
+    (
+      '0.0.0.0/8',
+      '10.0.0.0/8',
+      '100.64.0.0/10',
+      '127.0.0.0/8',
+      '169.254.0.0/16',
+      '172.16.0.0/12',
+      '192.0.0.0/24',
+      '192.0.2.0/24',
+      '192.88.99.0/24',
+      '192.168.0.0/16',
+      '198.18.0.0/15',
+      '198.51.100.0/24',
+      '203.0.113.0/24',
+      '224.0.0.0/4',
+      '240.0.0.0/4',
+      '168.63.129.16/32',  # Azure's host agent: public by number, not by nature
+      '2001::/23',
+      '2001:db8::/32',
+      '2002::/16',
+      '3fff::/20',
+    ),
+  )
+)
 _GLOBAL_V6 = ipaddress.ip_network('2000::/3')  # all that IANA gives out
 _NAT64 = ipaddress.ip_network('64:ff9b::/96')  # the last 32 bits are IPv4
 # The charsets of the WHATWG's standard that pages still use. Not any codec
@@ -189,8 +208,10 @@ class Fetcher:
       raise FetchFailed('refused', f'{shown(url)}: no URL') from None
     # A percent sign is an escape, which no name has, or the scope of an
     # address of this network.
-    if parsed.scheme not in ('http', 'https') or not parsed.host or (
-      b'%' in parsed.raw_host
+    if (
+      parsed.scheme not in ('http', 'https')
+      or not parsed.host
+      or (b'%' in parsed.raw_host)
     ):
       problem = 'not of the form http(s)://host'
     elif parsed.userinfo:
@@ -211,7 +232,9 @@ class Fetcher:
       'Connection': 'close',
     }
     target = httpcore.URL(
-      scheme=url.raw_scheme, host=url.raw_host, port=url.port,
+      scheme=url.raw_scheme,
+      host=url.raw_host,
+      port=url.port,
       target=url.raw_path,
     )
     try:
@@ -233,9 +256,7 @@ class Fetcher:
       return headers['Location']
     if response.status != 200:
       busy = response.status in (408, 425, 429) or response.status >= 500
-      raise FetchFailed(
-        'busy' if busy else 'status', f'HTTP {response.status}'
-      )
+      raise FetchFailed('busy' if busy else 'status', f'HTTP {response.status}')
     media_type, _, parameters = headers.get('Content-Type', '').partition(';')
     media_type = media_type.strip().lower()
     if media_type not in MEDIA_TYPES:
@@ -243,7 +264,8 @@ class Fetcher:
         'media_type', f'media type {media_type[:60]!r}, not a page'
       )
     body = await read_body(
-      response.aiter_stream(), headers.get('Content-Encoding', ''),
+      response.aiter_stream(),
+      headers.get('Content-Encoding', ''),
       self.max_bytes,
     )
     return Page(str(url), media_type, _decoded(body, parameters))

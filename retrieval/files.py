@@ -4,6 +4,7 @@ What takes long is written as NAME.part, flushed to the disk and renamed: a
 file under its own name is complete.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 import errno
 import hashlib
 import json
@@ -11,7 +12,6 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import tqdm
@@ -44,10 +44,16 @@ def progress(
   """A bar with rate and ETA on stderr; twice a minute a line in a log."""
   terminal = sys.stderr.isatty()
   return tqdm.tqdm(
-    total=total, desc=what, unit=unit, unit_scale=True, initial=initial,
+    total=total,
+    desc=what,
+    unit=unit,
+    unit_scale=True,
+    initial=initial,
     file=sys.stderr if terminal else _Lines(sys.stderr),
-    mininterval=0.2 if terminal else 30.0, maxinterval=60.0,
-    ncols=None if terminal else 80, delay=1.0,
+    mininterval=0.2 if terminal else 30.0,
+    maxinterval=60.0,
+    ncols=None if terminal else 80,
+    delay=1.0,
   )
 
 
@@ -108,9 +114,7 @@ def sample_sha256(*paths: pathlib.Path) -> str:
   return digest.hexdigest()
 
 
-def read_blocks(
-  paths: Sequence[pathlib.Path], what: str
-) -> Iterator[bytes]:
+def read_blocks(paths: Sequence[pathlib.Path], what: str) -> Iterator[bytes]:
   """The bytes of files, one after the other, with a bar named `what`."""
   total = sum(path.stat().st_size for path in paths)
   with progress(total, what) as bar:
@@ -142,8 +146,12 @@ def link(path: pathlib.Path, out: pathlib.Path) -> None:
     # A rename onto a link to the same file does nothing and leaves both.
     part.unlink(missing_ok=True)
   except OSError as error:
-    if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP,
-                           errno.EMLINK):
+    if error.errno not in (
+      errno.EXDEV,
+      errno.EPERM,
+      errno.EOPNOTSUPP,
+      errno.EMLINK,
+    ):
       raise
     join([path], out)
 

@@ -18,11 +18,11 @@ An index over another corpus, or asked in another encoder's space, answers
 with the wrong passages and nobody sees it: what does not match is refused.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import os
 import pathlib
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,15 @@ KINDS = ('bm25', 'dense_jax', 'dense_faiss:FACTORY', 'milvus')
 # What the manifest must hold: field -> its type.
 _FIELDS = {
   'corpus': {'count': int, 'sha256': str, 'source': str},
-  'vectors': {
-    'dim': int, 'dtype': str, 'sample_sha256': str, 'encoder': dict
-  },
+  'vectors': {'dim': int, 'dtype': str, 'sample_sha256': str, 'encoder': dict},
 }
 # Settings of an Encoder that its parameters state.
 _SETTINGS = (
-  'family', 'pooling', 'normalise', 'query_prefix', 'passage_prefix',
+  'family',
+  'pooling',
+  'normalise',
+  'query_prefix',
+  'passage_prefix',
   'passage_length',
 )
 
@@ -92,7 +94,9 @@ def open_folder(path: str | os.PathLike) -> IndexFolder:
   _check_manifest(path, manifest)
   corpus, stated = open_store(path / 'corpus.arrow'), manifest['corpus']
   _require_same(
-    path, 'corpus.arrow is not the corpus of manifest.json', 'corpus.',
+    path,
+    'corpus.arrow is not the corpus of manifest.json',
+    'corpus.',
     {'count': stated['count'], 'sha256': stated['sha256']},
     {'count': len(corpus), 'sha256': corpus.sha256},
   )
@@ -118,13 +122,17 @@ def open_vectors(
   file = folder / 'vectors.npy'
   vectors = _vectors(file)
   _require_same(
-    folder, 'vectors.npy is not that of manifest.json', 'vectors.',
+    folder,
+    'vectors.npy is not that of manifest.json',
+    'vectors.',
     {
-      'shape': [count, stated['dim']], 'dtype': stated['dtype'],
+      'shape': [count, stated['dim']],
+      'dtype': stated['dtype'],
       'sample_sha256': stated['sample_sha256'],
     },
     {
-      'shape': list(vectors.shape), 'dtype': str(vectors.dtype),
+      'shape': list(vectors.shape),
+      'dtype': str(vectors.dtype),
       'sample_sha256': files.sample_sha256(file),
     },
   )
@@ -174,7 +182,9 @@ def open_index(
       usual = {k: stated[k] for k in ('nprobe', 'ef_search') if k in stated}
       index = DenseFaiss(file, encoder, **usual | options)
       _require_same(
-        path, f'faiss/{file.name} is not that of manifest.json', f'{name}.',
+        path,
+        f'faiss/{file.name} is not that of manifest.json',
+        f'{name}.',
         {'sample_sha256': stated.get('sample_sha256')},
         {'sample_sha256': index.parameters['sample_sha256']},
       )
@@ -193,8 +203,11 @@ def open_index(
       collection = options.pop('collection', stated['collection'])
       index = Milvus(uri, collection, encoder, **options)
   _require_same(
-    path, f'{name} is not an index over corpus.arrow', 'corpus.',
-    {'count': len(folder.corpus)}, {'count': len(index)},
+    path,
+    f'{name} is not an index over corpus.arrow',
+    'corpus.',
+    {'count': len(folder.corpus)},
+    {'count': len(index)},
   )
   return index
 
@@ -251,7 +264,10 @@ def open_encoder(
     settings = {key: stated[key] for key in _SETTINGS if key in stated}
     encoder = Encoder(encoder, **settings, **options)
   _require_same(
-    folder.path, f'{name} was made with another encoder', 'encoder.', stated,
+    folder.path,
+    f'{name} was made with another encoder',
+    'encoder.',
+    stated,
     dict(encoder.parameters),
   )
   return encoder

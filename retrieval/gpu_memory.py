@@ -10,8 +10,10 @@ import subprocess
 
 _WORK = 3 << 30  # bytes for programs, and for what a batch needs meanwhile
 _USERS = (  # of these one that is set is a decision of the user's
-  'XLA_PYTHON_CLIENT_PREALLOCATE', 'XLA_PYTHON_CLIENT_MEM_FRACTION',
-  'XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_ALLOCATOR',
+  'XLA_PYTHON_CLIENT_PREALLOCATE',
+  'XLA_PYTHON_CLIENT_MEM_FRACTION',
+  'XLA_CLIENT_MEM_FRACTION',
+  'XLA_PYTHON_CLIENT_ALLOCATOR',
 )
 
 
@@ -45,7 +47,9 @@ def limit(spread: int, each: int) -> str:
 def _sizes() -> list[int]:
   """Bytes of each GPU that this process sees; [] where nobody says."""
   command = [
-    'nvidia-smi', '--query-gpu=memory.total', '--format=csv,noheader,nounits'
+    'nvidia-smi',
+    '--query-gpu=memory.total',
+    '--format=csv,noheader,nounits',
   ]
   if (seen := os.environ.get('CUDA_VISIBLE_DEVICES')) is not None:
     command.append(f'--id={seen}')

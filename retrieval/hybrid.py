@@ -13,7 +13,6 @@ import numpy as np
 
 from retrieval.core import Index
 
-
 _CONSTANT = 60
 
 
@@ -49,7 +48,9 @@ class Hybrid:
   @property
   def parameters(self) -> dict[str, Any]:
     return {
-      'name': self.name, 'constant': _CONSTANT, 'depth': self.depth,
+      'name': self.name,
+      'constant': _CONSTANT,
+      'depth': self.depth,
       'indexes': [dict(index.parameters) for index in self._indexes],
     }
 
@@ -81,6 +82,6 @@ class Hybrid:
       np.add.at(sums, at[order], gain[order])
       sums = sums.astype(np.float32)
       best = np.lexsort((passages, -sums))[:k]
-      ids[row, :len(best)] = passages[best]
-      scores[row, :len(best)] = sums[best]
+      ids[row, : len(best)] = passages[best]
+      scores[row, : len(best)] = sums[best]
     return ids, scores

@@ -6,10 +6,10 @@ milvus-lite, which speaks Milvus' protocol.
 A passage's primary key is its position in the corpus.
 """
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -18,8 +18,13 @@ import pymilvus
 
 from retrieval import files
 from retrieval.dense_faiss import (
-  QueryEncoder, blocks, check_search, check_vectors, encode,
-  encoder_parameters, ranked,
+  QueryEncoder,
+  blocks,
+  check_search,
+  check_vectors,
+  encode,
+  encoder_parameters,
+  ranked,
 )
 from retrieval.metrics import stage
 
@@ -74,9 +79,7 @@ def build(
     done = _resumed(client, uri, collection, vectors)
     # The block at which a build was killed may be there in part.
     start = done - done % block
-    with files.progress(
-      count, 'milvus', unit=' vectors', initial=start
-    ) as bar:
+    with files.progress(count, 'milvus', unit=' vectors', initial=start) as bar:
       for first, part in blocks(vectors, block, start):
         rows = [
           {'id': first + i, _VECTOR: vector} for i, vector in enumerate(part)
@@ -107,8 +110,12 @@ def _resumed(
       row['id']: row[_VECTOR]
       for row in client.get(collection, ids, output_fields=['id', _VECTOR])
     }
-    same = dim == vectors.shape[1] and done <= len(vectors) and all(
-      np.array_equal(held[i], np.asarray(vectors[i], np.float32)) for i in ids
+    same = (
+      dim == vectors.shape[1]
+      and done <= len(vectors)
+      and all(
+        np.array_equal(held[i], np.asarray(vectors[i], np.float32)) for i in ids
+      )
     )
   except KeyError:
     same = False
@@ -131,7 +138,11 @@ class Milvus:
   name = 'milvus'
 
   def __init__(
-    self, uri: str, collection: str, encoder: QueryEncoder | None, *,
+    self,
+    uri: str,
+    collection: str,
+    encoder: QueryEncoder | None,
+    *,
     timeout_s: float = 60,
   ):
     """Connects, and loads the collection into the server's memory.
@@ -183,7 +194,8 @@ class Milvus:
   @property
   def parameters(self) -> dict[str, Any]:
     return {
-      'name': self.name, 'collection': self._collection,
+      'name': self.name,
+      'collection': self._collection,
       'index_type': self._index_type,
     } | encoder_parameters(self._encoder)
 
@@ -218,13 +230,17 @@ class Milvus:
     step = max(1, min(most))
     for start in range(0, len(q), step):
       answers = self._client.search(
-        self._collection, list(q[start:start + step]), limit=n,
-        output_fields=['id'], anns_field=_VECTOR, timeout=self._timeout_s,
+        self._collection,
+        list(q[start : start + step]),
+        limit=n,
+        output_fields=['id'],
+        anns_field=_VECTOR,
+        timeout=self._timeout_s,
         search_params={'metric_type': 'IP'},
       )
       for row, hits in enumerate(answers, start):
-        ids[row, :len(hits)] = [hit['id'] for hit in hits]
-        scores[row, :len(hits)] = [hit['distance'] for hit in hits]
+        ids[row, : len(hits)] = [hit['id'] for hit in hits]
+        scores[row, : len(hits)] = [hit['distance'] for hit in hits]
     return ids, scores
 
 
@@ -240,7 +256,9 @@ def _connect(uri: str, timeout_s: float = 60) -> pymilvus.MilvusClient:
 
 def _count(client: pymilvus.MilvusClient, collection: str) -> int:
   rows = client.query(
-    collection, filter='', output_fields=['count(*)'],
+    collection,
+    filter='',
+    output_fields=['count(*)'],
     consistency_level='Strong',
   )
   return int(rows[0]['count(*)'])

@@ -1,7 +1,7 @@
 """Starts a retrieval server as a process of its own, and stops it.
 
-  with start_server('corpus.jsonl.gz', log_path='server.log') as server:
-    ... RetrievalClient(server.url) ...
+with start_server('corpus.jsonl.gz', log_path='server.log') as server:
+  ... RetrievalClient(server.url) ...
 """
 
 import os
@@ -87,7 +87,10 @@ def start_server(
   with tempfile.TemporaryDirectory(prefix='retrieval') as folder:
     port_file = os.path.join(folder, 'port')
     values = dict(
-      port=port, host=host, port_file=port_file, parent_pid=os.getpid(),
+      port=port,
+      host=host,
+      port_file=port_file,
+      parent_pid=os.getpid(),
       **server_flags,
     )
     if corpus is not None:

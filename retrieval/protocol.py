@@ -3,12 +3,12 @@
 Search-R1's shapes; retrieval/README.md has them for people.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import difflib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -40,14 +40,16 @@ class Limits:
     1 << 28, 'Most bytes of all requests and answers in flight, else 503.'
   )
   deadline_s: float = _limit(
-    60.0, "Seconds from a request's head to its answer, else 504; and then to "
-    'its last byte.'
+    60.0,
+    "Seconds from a request's head to its answer, else 504; and then to "
+    'its last byte.',
   )
   head_s: float = _limit(10.0, "Seconds to send a request's head.")
   batch_ms: float = _limit(2.0, 'How long a request waits for others.')
   piece_ms: float = _limit(
-    250.0, 'How long one call of the index should take. Between two, requests '
-    'that were given up are dropped.'
+    250.0,
+    'How long one call of the index should take. Between two, requests '
+    'that were given up are dropped.',
   )
   warm_s: float = _limit(
     60.0, 'Most seconds that the first search holds up the start.'
@@ -149,7 +151,7 @@ def _cut(query: str, limits: Limits) -> str:
   """The beginning of a query, as much of it as is searched."""
   if len(query) * 4 > limits.max_query_bytes:  # most bytes of a character: 4
     # A lone surrogate is searched as the non-word it is.
-    data = query.encode('utf-8', 'replace')[:limits.max_query_bytes]
+    data = query.encode('utf-8', 'replace')[: limits.max_query_bytes]
     query = data.decode('utf-8', 'ignore')
   if len(query) > 2 * limits.max_query_terms:  # no two words touch
     ends = (word.end() for word in _TERM.finditer(query))
@@ -212,14 +214,18 @@ def answer(
 
 def openapi(limits: Limits, token: bool) -> dict[str, object]:
   """What OpenAPI says of POST /retrieve."""
-  request = _object(queries={
-    'type': 'array',
-    'items': {'type': 'string'},
-    'maxItems': limits.max_queries,
-  })
+  request = _object(
+    queries={
+      'type': 'array',
+      'items': {'type': 'string'},
+      'maxItems': limits.max_queries,
+    }
+  )
   request['properties'] |= {
     'topk': {
-      'type': ['integer', 'null'], 'minimum': 1, 'maximum': limits.max_topk
+      'type': ['integer', 'null'],
+      'minimum': 1,
+      'maximum': limits.max_topk,
     },
     'return_scores': {'type': ['boolean', 'null'], 'default': False},
   }
@@ -255,16 +261,22 @@ def response(description: str, schema: dict) -> dict[str, object]:
 
 
 def _object(**properties: dict) -> dict:
-  return {
-    'type': 'object', 'required': [*properties], 'properties': properties
-  }
+  return {'type': 'object', 'required': [*properties], 'properties': properties}
 
 
 READY = _object(ready={'type': 'boolean'})
-ERROR = _object(detail={'anyOf': [
-  {'type': 'string'},
-  {'type': 'array', 'items': _object(
-    loc={'type': 'array', 'items': {'type': ['string', 'integer']}},
-    msg={'type': 'string'}, type={'type': 'string'},
-  )},
-]})
+ERROR = _object(
+  detail={
+    'anyOf': [
+      {'type': 'string'},
+      {
+        'type': 'array',
+        'items': _object(
+          loc={'type': 'array', 'items': {'type': ['string', 'integer']}},
+          msg={'type': 'string'},
+          type={'type': 'string'},
+        ),
+      },
+    ]
+  }
+)

@@ -10,11 +10,11 @@ Google's own API takes no new customers and ends on 1 January 2027: the first
 two ask Google.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import html
 import json
 import re
-from collections.abc import Mapping
 
 # Brave refuses longer queries.
 _CHARACTERS, _WORDS = 400, 50
@@ -71,8 +71,11 @@ class Provider:
     for name in self.rows:
       value = value.get(name) if isinstance(value, dict) else None
     name, sign = self.sign
-    empty = isinstance(answer, dict) and value is None and name in answer and (
-      sign in (None, answer[name])
+    empty = (
+      isinstance(answer, dict)
+      and value is None
+      and name in answer
+      and (sign in (None, answer[name]))
     )
     if not isinstance(value, list) and not empty:
       raise ValueError(f'no list {".".join(self.rows)} in {json.dumps(answer)}')
@@ -108,29 +111,50 @@ class Provider:
 
 PROVIDERS = {
   'serpapi': Provider(
-    'https://serpapi.com', '/search.json', 'SERPAPI_API_KEY', 'api_key',
-    'num', 100, ('organic_results',), ('title', 'link', 'snippet'),
-    ('search_metadata', None), {'engine': 'google'}, 'answer_box',
+    'https://serpapi.com',
+    '/search.json',
+    'SERPAPI_API_KEY',
+    'api_key',
+    'num',
+    100,
+    ('organic_results',),
+    ('title', 'link', 'snippet'),
+    ('search_metadata', None),
+    {'engine': 'google'},
+    'answer_box',
     in_header=False,
   ),
   'serper': Provider(
-    'https://google.serper.dev', '/search', 'SERPER_API_KEY', 'X-API-KEY',
-    'num', 100, ('organic',), ('title', 'link', 'snippet'),
-    ('searchParameters', None), answer_box='answerBox', method='POST',
+    'https://google.serper.dev',
+    '/search',
+    'SERPER_API_KEY',
+    'X-API-KEY',
+    'num',
+    100,
+    ('organic',),
+    ('title', 'link', 'snippet'),
+    ('searchParameters', None),
+    answer_box='answerBox',
+    method='POST',
   ),
   'brave': Provider(
-    'https://api.search.brave.com', '/res/v1/web/search', 'BRAVE_API_KEY',
-    'X-Subscription-Token', 'count', 20, ('web', 'results'),
-    ('title', 'url', 'description'), ('type', 'search'),
-    {'text_decorations': 'false'}, escaped=True,
+    'https://api.search.brave.com',
+    '/res/v1/web/search',
+    'BRAVE_API_KEY',
+    'X-Subscription-Token',
+    'count',
+    20,
+    ('web', 'results'),
+    ('title', 'url', 'description'),
+    ('type', 'search'),
+    {'text_decorations': 'false'},
+    escaped=True,
   ),
 }
 
 # What providers say when asking again cannot help before someone pays: SerpAPI,
 # Serper, Brave.
-SPENT = re.compile(
-  'run out of searches|not enough credits|quota_limited', re.I
-)
+SPENT = re.compile('run out of searches|not enough credits|quota_limited', re.I)
 KEY_REFUSED = 'SUBSCRIPTION_TOKEN_INVALID'  # Brave's word, with 422
 # SerpAPI's words for an honest nothing, in the field `error`.
 NOTHING = "Google hasn't returned any results"

@@ -11,13 +11,13 @@ the first one serves is not asked again.
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 import dataclasses
 import logging
 import math
 import random
-import urllib.parse
-from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+import urllib.parse
 
 from retrieval import files
 from retrieval.core import identity_hash
@@ -25,8 +25,14 @@ from retrieval.core import identity_hash
 _log = logging.getLogger(__name__)
 
 KINDS = (
-  'unreachable', 'timeout', 'overloaded', 'bad_response', 'rejected',
-  'unauthorised', 'search_failed', 'different',
+  'unreachable',
+  'timeout',
+  'overloaded',
+  'bad_response',
+  'rejected',
+  'unauthorised',
+  'search_failed',
+  'different',
 )
 # Of a replica that answers, but not as its like should.
 BROKEN = ('bad_response', 'unauthorised', 'different')
@@ -58,7 +64,11 @@ class RetrievalError(RuntimeError):
   """
 
   def __init__(
-    self, kind: str, url: str, problem: str, attempts: int = 1,
+    self,
+    kind: str,
+    url: str,
+    problem: str,
+    attempts: int = 1,
     queries: Sequence[int] = (),
   ):
     tried = f' after {attempts} attempts' if attempts > 1 else ''
@@ -72,7 +82,10 @@ class Failure(Exception):
   """One attempt that may be repeated."""
 
   def __init__(
-    self, kind: str, problem: str, wait_s: float = 0.0,
+    self,
+    kind: str,
+    problem: str,
+    wait_s: float = 0.0,
     queries: Sequence[int] = (),
   ):
     super().__init__(problem)
@@ -122,8 +135,12 @@ class Replicas:
     self._random, self._clock, self._turn = rng, clock, 0
 
   async def choose(
-    self, replicas: Sequence[Replica], last: Replica | None, end: float,
-    path: str, attempts: int,
+    self,
+    replicas: Sequence[Replica],
+    last: Replica | None,
+    end: float,
+    path: str,
+    attempts: int,
   ) -> tuple[Replica, bool]:
     """A replica to ask, and whether that is a probe: else the least busy.
 
@@ -137,6 +154,7 @@ class Replicas:
       RetrievalError: the deadline would pass in waiting, or none is left that
         serves what it should.
     """
+
     def cost(r: Replica) -> tuple[bool, bool, int]:
       return r.busy_until > self._clock(), r is last, r.in_flight
 
@@ -149,7 +167,8 @@ class Replicas:
         )
       closed = [r for r in alike if r.known and r.failures < self._failures]
       ready = [
-        r for r in alike
+        r
+        for r in alike
         if r not in closed and not r.probing and r.open_until <= now
       ]
       if ready:
@@ -171,7 +190,8 @@ class Replicas:
           'timeout', 'another request still asks what it serves'
         )
         raise RetrievalError(
-          problem.kind, first.url + path,
+          problem.kind,
+          first.url + path,
           f'{problem.problem}; it failed {first.failures} times in a row and '
           'is left alone for a while',
           max(attempts, 1),

@@ -5,16 +5,16 @@ BERT with a pooler and one label, as the ms-marco models have it. Scores are
 its logits; a sigmoid would not change the order.
 """
 
+from collections.abc import Callable, Sequence
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
 
 from retrieval import bert
 from retrieval.core import Index
@@ -29,8 +29,12 @@ class CrossEncoder:
   """Scores pairs of a query and a passage."""
 
   def __init__(
-    self, path: str | os.PathLike, *, dtype: str = 'auto',
-    length: int | None = None, batch: int | None = None,
+    self,
+    path: str | os.PathLike,
+    *,
+    dtype: str = 'auto',
+    length: int | None = None,
+    batch: int | None = None,
   ):
     """Loads a BertForSequenceClassification of one label.
 
@@ -70,9 +74,7 @@ class CrossEncoder:
   @property
   def parameters(self) -> dict[str, Any]:
     """What scores depend on, for JSON."""
-    return {
-      'length': self.length, 'dtype': self.dtype, 'sha256': self._sha256
-    }
+    return {'length': self.length, 'dtype': self.dtype, 'sha256': self._sha256}
 
   def score(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
     """Logits of (query, passage) pairs, float32 [N]; larger is better."""
@@ -136,7 +138,10 @@ class Rerank:
   name = 'rerank'
 
   def __init__(
-    self, index: Index, contents: Sequence[str], cross_encoder: CrossEncoder,
+    self,
+    index: Index,
+    contents: Sequence[str],
+    cross_encoder: CrossEncoder,
     n: int,
   ):
     """Wraps an index.
@@ -163,7 +168,8 @@ class Rerank:
   @property
   def parameters(self) -> dict[str, Any]:
     return {
-      'name': self.name, 'n': self.n,
+      'name': self.name,
+      'n': self.n,
       'index': dict(self._index.parameters),
       'cross_encoder': self._cross_encoder.parameters,
     }
@@ -181,10 +187,12 @@ class Rerank:
     rows, columns = np.nonzero(first >= 0)
     with stage('rerank'):
       scores = np.full(first.shape, -np.inf, np.float32)
-      scores[rows, columns] = self._cross_encoder.score([
-        (queries[row], self._contents[i])
-        for row, i in zip(rows.tolist(), first[rows, columns].tolist())
-      ])
+      scores[rows, columns] = self._cross_encoder.score(
+        [
+          (queries[row], self._contents[i])
+          for row, i in zip(rows.tolist(), first[rows, columns].tolist())
+        ]
+      )
     order = np.lexsort((first, -scores))[:, :k]
     ids = np.full((len(queries), min(k, len(self))), -1, np.int64)
     best = np.full(ids.shape, -np.inf, np.float32)

@@ -9,15 +9,15 @@ Without --url no server is needed: the flags are those of `retrieval.server`,
 and what it would serve is searched here.
 """
 
+from collections.abc import Sequence
 import re
 import sys
-from collections.abc import Sequence
 
+from absl import app as absl_app
+from absl import flags
 import rich.console
 import rich.padding
 import rich.text
-from absl import app as absl_app
-from absl import flags
 
 from retrieval import server
 from retrieval.bm25 import Analyzer

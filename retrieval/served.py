@@ -3,10 +3,10 @@
 Libraries of indexes that the flags do not name are not imported.
 """
 
+from collections.abc import Callable
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 
 from retrieval import bm25, gpu_memory
 from retrieval.core import LocalSearcher, Searcher
@@ -15,7 +15,9 @@ from retrieval.corpus import MOST, read_corpus
 _OPTIONS = {  # kind of index -> its options, and their flags
   'dense_jax': {'precision': 'precision'},
   'dense_faiss': {
-    'nprobe': 'nprobe', 'ef_search': 'ef_search', 'gpu': 'faiss_gpu'
+    'nprobe': 'nprobe',
+    'ef_search': 'ef_search',
+    'gpu': 'faiss_gpu',
   },
   'milvus': {'uri': 'milvus_uri'},
 }
@@ -67,10 +69,14 @@ def _web(args) -> Searcher:
       '--web_max_cost bounds them.'
     )
   return WebSearcher(
-    args.web, mode=args.web_mode, rate=args.web_rate,
+    args.web,
+    mode=args.web_mode,
+    rate=args.web_rate,
     concurrency=args.web_concurrency,
-    max_calls=args.web_max_calls, max_cost=args.web_max_cost,
-    price=args.web_price, ledger=args.web_ledger,
+    max_calls=args.web_max_calls,
+    max_cost=args.web_max_cost,
+    price=args.web_price,
+    ledger=args.web_ledger,
   )
 
 
@@ -95,7 +101,8 @@ def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
   indexes, encoders = [], {}
   for kind, name in zip(kinds, args.index):
     options = {
-      n: args[flag].value for n, flag in _OPTIONS.get(kind, {}).items()
+      n: args[flag].value
+      for n, flag in _OPTIONS.get(kind, {}).items()
       if args[flag].value is not None
     }
     encoder = None
@@ -103,7 +110,10 @@ def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
       stated = repr(folders.stated_encoder(folder, name))
       if stated not in encoders:  # one for all indexes that it made
         encoders[stated] = folders.open_encoder(
-          folder, name, args.encoder, dtype=args.dtype,
+          folder,
+          name,
+          args.encoder,
+          dtype=args.dtype,
           query_length=args.query_length,
         )
       encoder = encoders[stated]
@@ -141,7 +151,9 @@ def _bytes(args, folder, kinds: list[str]) -> tuple[int, int]:
     width = {'float32': 4, 'int8': 1}.get(args.precision, 2)
     vectors = kinds.count('dense_jax') * folder.vectors.size * width
   return vectors, sum(
-    file.stat().st_size for path in (args.encoder, args.rerank) if path
+    file.stat().st_size
+    for path in (args.encoder, args.rerank)
+    if path
     for file in pathlib.Path(path).glob('*.safetensors')
   )
 

@@ -16,6 +16,7 @@ retrieval/README.md describes the protocol and the limits.
 """
 
 import asyncio
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -26,13 +27,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
 
+from absl import app as absl_app
+from absl import flags
 import fastapi
 import uvicorn
 from uvicorn.protocols.http import h11_impl
-from absl import app as absl_app
-from absl import flags
 
 from retrieval import bm25, files
 from retrieval.app import LOOPBACK, create_app
@@ -43,14 +43,27 @@ TOKEN = 'RETRIEVAL_TOKEN'  # the environment's name of the token
 SOURCES = ('corpus', 'index_folder', 'web', 'replay')
 _NEEDS = {  # flag -> flags that mean nothing without it
   'index_folder': (
-    'index', 'encoder', 'precision', 'nprobe', 'ef_search', 'faiss_gpu',
-    'milvus_uri', 'rerank', 'rerank_n', 'rerank_dtype',
+    'index',
+    'encoder',
+    'precision',
+    'nprobe',
+    'ef_search',
+    'faiss_gpu',
+    'milvus_uri',
+    'rerank',
+    'rerank_n',
+    'rerank_dtype',
   ),
   'encoder': ('dtype', 'query_length'),
   'corpus': ('bm25_preset', 'k1', 'b', 'stemmer', 'stop_words'),
   'web': (
-    'web_mode', 'web_rate', 'web_concurrency', 'web_max_calls', 'web_max_cost',
-    'web_price', 'web_ledger',
+    'web_mode',
+    'web_rate',
+    'web_concurrency',
+    'web_max_calls',
+    'web_max_cost',
+    'web_price',
+    'web_ledger',
   ),
   'replay': ('replay_identity',),
   'tls_cert': ('tls_key',),
@@ -224,12 +237,16 @@ def define_flags() -> None:
     'query_length', None, 'Tokens that it reads; 256, or all that it can.', 3
   )
   flags.DEFINE_string(
-    'compile_cache', None, "Folder of compiled programs, '' for none; else "
-    '$JAX_COMPILATION_CACHE_DIR, or ~/.cache/searchrl_retrieval.'
+    'compile_cache',
+    None,
+    "Folder of compiled programs, '' for none; else "
+    '$JAX_COMPILATION_CACHE_DIR, or ~/.cache/searchrl_retrieval.',
   )
   flags.DEFINE_enum(
-    'precision', None, ['float32', 'float16', 'bfloat16', 'int8'],
-    'Of dense_jax; float32 on CPU, float16 on GPUs, bfloat16 on TPUs.'
+    'precision',
+    None,
+    ['float32', 'float16', 'bfloat16', 'int8'],
+    'Of dense_jax; float32 on CPU, float16 on GPUs, bfloat16 on TPUs.',
   )
   flags.DEFINE_integer('nprobe', None, 'Cells searched, of FAISS IVF.', 1)
   flags.DEFINE_integer('ef_search', None, 'Candidates kept, of HNSW.', 1)
@@ -256,16 +273,19 @@ def define_flags() -> None:
     'replay_identity', None, 'Whose answers, where the file has several.'
   )
   flags.DEFINE_string(
-    'token_file', None,
-    f'File with the token that clients must send; else ${TOKEN}, else none.'
+    'token_file',
+    None,
+    f'File with the token that clients must send; else ${TOKEN}, else none.',
   )
   flags.DEFINE_string('host', '127.0.0.1', 'Address to serve on.')
   flags.DEFINE_integer(
     'port', 8000, 'Port to serve on; 0 takes a free one.', 0, 65535
   )
   flags.DEFINE_multi_string(
-    'allow_host', [], 'Name that the header Host may have, beside those of '
-    'this machine, without a token; where --host is this machine.'
+    'allow_host',
+    [],
+    'Name that the header Host may have, beside those of '
+    'this machine, without a token; where --host is this machine.',
   )
   flags.DEFINE_string('tls_cert', None, 'Certificate chain (PEM): https.')
   flags.DEFINE_string('tls_key', None, 'Its private key, if not in there.')
@@ -300,7 +320,8 @@ def check(args: flags.FlagValues, sources: Sequence[str] = SOURCES) -> None:
       if args[name].present and not args[needed].value:
         raise ValueError(f'--{name} needs --{needed}')
   for less, more in (
-    ('topk', 'max_topk'), ('max_queries', 'max_pending'),
+    ('topk', 'max_topk'),
+    ('max_queries', 'max_pending'),
     ('max_body_bytes', 'max_bytes'),
   ):
     if args[less].value > args[more].value:
@@ -346,7 +367,11 @@ def main(argv: Sequence[str]) -> int:
     **{f.name: args[f.name].value for f in dataclasses.fields(Limits)}
   )
   app = create_app(
-    searcher, limits, local=local, programs=programs, token=token,
+    searcher,
+    limits,
+    local=local,
+    programs=programs,
+    token=token,
     hosts=_NAMES + args.allow_host if args.host in LOOPBACK else None,
   )
   return _serve(app, sock, args, port, tls)
@@ -365,7 +390,10 @@ def _tls(cert: str, key: str | None) -> ssl.SSLContext:
 
 
 def _serve(
-  app: fastapi.FastAPI, sock: socket.socket, args, port: int,
+  app: fastapi.FastAPI,
+  sock: socket.socket,
+  args,
+  port: int,
   tls: ssl.SSLContext | None,
 ) -> int:
   try:

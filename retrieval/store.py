@@ -6,8 +6,8 @@ short has no footer and is refused. Open, it takes no memory but the pages of
 the file that are in use, which the system drops when it needs them.
 """
 
-import os
 from collections.abc import Iterator, Sequence
+import os
 
 import pyarrow as pa
 

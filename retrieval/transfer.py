@@ -54,8 +54,10 @@ def clean(text: object) -> str:
 
 def digest_of(path: pathlib.Path, kind: str) -> str:
   """'sha256:...' or, as git hashes a file, 'git:...'; with a bar."""
-  found = hashlib.sha256() if kind == 'sha256' else hashlib.sha1(
-    b'blob %d\0' % path.stat().st_size
+  found = (
+    hashlib.sha256()
+    if kind == 'sha256'
+    else hashlib.sha1(b'blob %d\0' % path.stat().st_size)
   )
   for block in files.read_blocks([path], f'check {path.name}'):
     found.update(block)
@@ -144,7 +146,7 @@ def _fetch_bytes(
             f'{failed} times in a row; {file.tell()} bytes are kept in '
             f'{part.name}. Run again to go on from there.'
           ) from None
-        own = min(2.0 ** failed, 30.0) * random.uniform(0.25, 0.5)
+        own = min(2.0**failed, 30.0) * random.uniform(0.25, 0.5)
         time.sleep(min(getattr(error, 'wait', 0.0) or own, 120.0))
 
 
@@ -166,8 +168,9 @@ def _request(
       raise _Broken(f'status {code}', retry_after(after))
     if code not in (200, 206):
       advice = (
-        'Set HF_TOKEN to a token that may read it.' if code in (401, 403) else
-        'Check the names of repository, revision and file, and the mirror.'
+        'Set HF_TOKEN to a token that may read it.'
+        if code in (401, 403)
+        else 'Check the names of repository, revision and file, and the mirror.'
       )
       raise DownloadError(f'{clean(remote.url)}: status {code}. {advice}')
     if code == 206:

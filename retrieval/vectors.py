@@ -7,8 +7,8 @@ as done. That record also names corpus and encoder: what goes on is the same
 work or an error.
 """
 
-import pathlib
 from collections.abc import Iterator
+import pathlib
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,7 +83,7 @@ def encode(
 
   def blocks():
     for start in range(done, len(corpus), block):
-      texts = corpus.contents[start:start + block]
+      texts = corpus.contents[start : start + block]
       vectors = np.empty((len(texts), encoder.dim), np.float32)
       # The longest first: too little memory shows at once.
       order = np.argsort([-len(t) for t in texts], kind='stable')

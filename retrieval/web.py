@@ -7,6 +7,7 @@ where it has answered others.
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import functools
@@ -22,7 +23,6 @@ import signal
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import httpx
 
@@ -33,7 +33,13 @@ from retrieval.core import Found, SearchFailed
 from retrieval.corpus import join_contents
 from retrieval.fetch import TRANSIENT, Fetcher, FetchFailed, read_body, shown
 from retrieval.providers import (
-  KEY_REFUSED, NOTHING, PROVIDERS, SPENT, Provider, Row, sendable
+  KEY_REFUSED,
+  NOTHING,
+  PROVIDERS,
+  SPENT,
+  Provider,
+  Row,
+  sendable,
 )
 from retrieval.retry import retry_after
 
@@ -45,8 +51,12 @@ _PASSAGE = 400  # characters: what a page is cut into before it is ranked
 # it is what retrieval.server imports: multiprocessing runs the main module in
 # each process, so that it would import them anew for each page.
 LOADED = (
-  'absl.app', 'retrieval.app', 'retrieval.served', 'retrieval.web',
-  'trafilatura', 'uvicorn.protocols.http.h11_impl',
+  'absl.app',
+  'retrieval.app',
+  'retrieval.served',
+  'retrieval.web',
+  'trafilatura',
+  'uvicorn.protocols.http.h11_impl',
 )
 _FORKS = multiprocessing.get_context('forkserver')
 _FORKS.set_forkserver_preload([*LOADED])
@@ -65,10 +75,15 @@ class _Keyed(httpx.AsyncHTTPTransport):
       headers = {**headers, self._provider.secret: self._key}
     else:
       url = url.copy_set_param(self._provider.secret, self._key)
-    return await super().handle_async_request(httpx.Request(
-      request.method, url, headers=headers, stream=request.stream,
-      extensions=request.extensions,
-    ))
+    return await super().handle_async_request(
+      httpx.Request(
+        request.method,
+        url,
+        headers=headers,
+        stream=request.stream,
+        extensions=request.extensions,
+      )
+    )
 
 
 class WebSearcher:
@@ -149,7 +164,9 @@ class WebSearcher:
       raise ValueError('base_url is not of the form http(s)://host:port/path')
     self._options = {**api.fixed, **(options or {})}
     self.identity = {
-      'web': provider, 'url': self.base_url, 'mode': mode,
+      'web': provider,
+      'url': self.base_url,
+      'mode': mode,
       'options': self._options,
       **({'page_chars': page_chars} if mode == 'page' else {}),
     }
@@ -165,13 +182,13 @@ class WebSearcher:
     self._calls = asyncio.Semaphore(concurrency)
     self._fetches = asyncio.Semaphore(page_concurrency)
     self.budget = Budget(
-      provider, max_calls=max_calls, max_cost=max_cost, price=price,
-      path=ledger,
+      provider, max_calls=max_calls, max_cost=max_cost, price=price, path=ledger
     )
     # No proxy of the environment: the transport is ours. No timeout: that of
     # httpx is for each read, which a drip of bytes never reaches.
     self._client = httpx.AsyncClient(
-      transport=_Keyed(api, key), timeout=None,
+      transport=_Keyed(api, key),
+      timeout=None,
       headers={'Accept': 'application/json', 'Accept-Encoding': 'gzip'},
     )
     # Runs all searches, whichever thread asks.
@@ -238,8 +255,12 @@ class WebSearcher:
     texts = await asyncio.gather(*(self._text(row, query) for row in rows))
     return [
       # An answer that Google gives by itself has no URL.
-      Found(row.url or f'{self.provider}:answer_box',
-            join_contents(row.title, text), 1 / rank, transient)
+      Found(
+        row.url or f'{self.provider}:answer_box',
+        join_contents(row.title, text),
+        1 / rank,
+        transient,
+      )
       for rank, (row, (text, transient)) in enumerate(zip(rows, texts), 1)
     ]
 
@@ -288,7 +309,8 @@ class WebSearcher:
       self._api.method, self.base_url + self._api.path, **fields
     ) as response:
       body = await read_body(
-        response.aiter_raw(), response.headers.get('Content-Encoding', ''),
+        response.aiter_raw(),
+        response.headers.get('Content-Encoding', ''),
         self.max_bytes,
       )
     status, headers = response.status_code, response.headers
@@ -406,6 +428,7 @@ def _work(pipe, cpu_s: int, wall_s: int, function, args) -> None:
 
 def _main_text(html: str) -> str:
   import trafilatura
+
   # It reports each odd page, strangers' bytes included.
   logging.getLogger('trafilatura').setLevel(logging.CRITICAL)
   return trafilatura.extract(html, include_comments=False) or ''

@@ -41,8 +41,16 @@ import numpy as np
 from searchrl_jax import masked
 
 FUNCTIONS = (
-  'grpo', 'dr_grpo', 'rloo', 'reinforce', 'whitened', 'whitened_tokens',
-  'reinforce_pp_baseline', 'lite_ppo', 'remax', 'gae',
+  'grpo',
+  'dr_grpo',
+  'rloo',
+  'reinforce',
+  'whitened',
+  'whitened_tokens',
+  'reinforce_pp_baseline',
+  'lite_ppo',
+  'remax',
+  'gae',
 )
 # Functions that compare a trajectory with others of its question: with
 # rollout.group = 1 they would give 0 for ever.
@@ -107,9 +115,7 @@ def _whiten(v: np.ndarray, eps: float, ddof: int) -> np.ndarray:
   s = np.sort(v)
   if not s.size or s[0] == s[-1]:
     return np.zeros_like(v)
-  return (v - masked.mean(s, np.ones(s.shape, bool))) / (
-    _spread(v, ddof) + eps
-  )
+  return (v - masked.mean(s, np.ones(s.shape, bool))) / (_spread(v, ddof) + eps)
 
 
 def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
@@ -119,7 +125,9 @@ def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
   unbiased standard deviation, and eps 1e-6 are Search-R1's and verl's.
   """
   return _by_group(
-    values, valid, group_ids,
+    values,
+    valid,
+    group_ids,
     lambda s, v: (v - s.mean()) / (s.std(ddof=ddof) + eps),
   ).astype(np.float32)
 
@@ -130,9 +138,9 @@ def dr_grpo(values, valid, group_ids):
   Dr. GRPO, arXiv 2503.20783, equation 3; goes with
   `aggregation = 'sequence_sum'`, which divides by a constant.
   """
-  return _by_group(
-    values, valid, group_ids, lambda s, v: v - s.mean()
-  ).astype(np.float32)
+  return _by_group(values, valid, group_ids, lambda s, v: v - s.mean()).astype(
+    np.float32
+  )
 
 
 def rloo(values, valid, group_ids):
@@ -141,7 +149,9 @@ def rloo(values, valid, group_ids):
   Leave-one-out, arXiv 2402.14740, section 3.3 (Kool et al., 2019).
   """
   return _by_group(
-    values, valid, group_ids,
+    values,
+    valid,
+    group_ids,
     lambda s, v: (v - s.mean()) * (len(s) / (len(s) - 1)),
   ).astype(np.float32)
 
@@ -170,9 +180,7 @@ def whitened(values, valid, group_ids, *, eps: float = 1e-8, ddof: int = 0):
   return out
 
 
-def reinforce_pp_baseline(
-  values, valid, group_ids, *, eps: float, ddof: int
-):
+def reinforce_pp_baseline(values, valid, group_ids, *, eps: float, ddof: int):
   """A = C / (std(C) + eps), C = R - mean(R) within the group, std over all.
 
   REINFORCE++ with baseline, arXiv 2501.03262. Over trajectories, where verl
@@ -251,22 +259,22 @@ def lambda_returns(
     ValueError: arrays of one row that differ in length, or a value of the
       critic that is not finite.
   """
-  steps = [np.flatnonzero(m) if ok else [] for m, ok in zip(
-    mask, valid, strict=True
-  )]
+  steps = [
+    np.flatnonzero(m) if ok else [] for m, ok in zip(mask, valid, strict=True)
+  ]
   longest = max(map(len, steps), default=0)
   # One column more: what follows the last step.
   r, v, g = np.zeros((3, len(steps), longest + 1))
   for i, at in enumerate(steps):
     if len(at):
-      r[i, :len(at)] = np.add.reduceat(_earned(values[i], mask[i], i), at)
-      v[i, :len(at)] = _at(critic[i], mask[i], i)
+      r[i, : len(at)] = np.add.reduceat(_earned(values[i], mask[i], i), at)
+      v[i, : len(at)] = _at(critic[i], mask[i], i)
   for t in reversed(range(longest)):
     g[:, t] = r[:, t] + gamma * ((1 - lam) * v[:, t + 1] + lam * g[:, t + 1])
   out = []
   for i, at in enumerate(steps):
     row = np.zeros(len(mask[i]))
-    row[at] = g[i, :len(at)]
+    row[at] = g[i, : len(at)]
     out.append(row)
   return out
 
@@ -333,8 +341,16 @@ def whitened_tokens(
 
 
 def gae(
-  values, valid, group_ids, mask, critic, *, gamma: float, lam: float,
-  whiten: bool, eps: float,
+  values,
+  valid,
+  group_ids,
+  mask,
+  critic,
+  *,
+  gamma: float,
+  lam: float,
+  whiten: bool,
+  eps: float,
 ):
   """A_t = sum of (gamma lam)^l delta_(t+l), delta_t = r_t + gamma V_u - V_t.
 

@@ -15,16 +15,16 @@ from absl import flags
 from rich import console
 from rich import text as rich_text
 
-from searchrl_jax import checks
-from searchrl_jax import command
-from searchrl_jax import evaluate
-from searchrl_jax import setup
+from searchrl_jax import checks, command, evaluate, setup
 from searchrl_jax.rollout import RolloutError, evaluation, rollout
 from searchrl_jax.types import Question, SearchError, SearchResult, Segment
 
 STYLES = {
-  'think': 'dim italic', 'search': 'bold cyan', 'information': 'green',
-  'answer': 'bold yellow', 'other': '',
+  'think': 'dim italic',
+  'search': 'bold cyan',
+  'information': 'green',
+  'answer': 'bold yellow',
+  'other': '',
 }
 _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')
 
@@ -62,9 +62,13 @@ def main():
   out = console.Console()
   with (
     tempfile.TemporaryDirectory() as scratch,
-    evaluate.loaded(
-      config, workdir, workdir or scratch, _CHECKPOINT.value
-    ) as (tok, engine, source, run, *_),
+    evaluate.loaded(config, workdir, workdir or scratch, _CHECKPOINT.value) as (
+      tok,
+      engine,
+      source,
+      run,
+      *_,
+    ),
   ):
     env = setup.environment(config, tok)
     asked = _QUESTION.value
@@ -75,16 +79,24 @@ def main():
       if not line.strip():
         continue
       question = Question(
-        id=f'ask-{n}', text=line.strip(),
+        id=f'ask-{n}',
+        text=line.strip(),
         messages=({'role': 'user', 'content': line.strip()},),
       )
       out.print(rich_text.Text(f'\n{question.text}', 'bold'))
       try:
-        (group,), _ = run(rollout(
-          [question], env=env, engine=engine, source=source,
-          config=evaluation(config), seed=config.eval.seed, step=0,
-          on_event=printer(tok, out),
-        ))
+        (group,), _ = run(
+          rollout(
+            [question],
+            env=env,
+            engine=engine,
+            source=source,
+            config=evaluation(config),
+            seed=config.eval.seed,
+            step=0,
+            on_event=printer(tok, out),
+          )
+        )
       except (ValueError, RolloutError) as e:
         if asked:
           raise
@@ -93,10 +105,12 @@ def main():
         continue
       found = env.answer(group[0])
       out.print()
-      out.print(rich_text.Text(
-        f'answer: {found}' if found else f'no answer ({group[0].end})',
-        'bold yellow' if found else 'bold red',
-      ))
+      out.print(
+        rich_text.Text(
+          f'answer: {found}' if found else f'no answer ({group[0].end})',
+          'bold yellow' if found else 'bold red',
+        )
+      )
 
 
 def evaluate_config():

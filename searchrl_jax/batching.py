@@ -12,9 +12,9 @@ never crosses devices.
 Units: `rows` are trajectories, `tokens` are ids, `lengths` are tokens.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -117,14 +117,12 @@ def row_of(index: int, trajectory: Trajectory, need_logps: bool) -> Row:
     n = len(s.ids)
     if need_logps and s.train and s.author == 'policy' and s.logps is None:
       raise ValueError(
-        f'trajectory {trajectory.id}: segment {i} is the policy\'s and in '
+        f"trajectory {trajectory.id}: segment {i} is the policy's and in "
         'the loss but has no log-probs; the engine must return them'
       )
     ids.append(np.asarray(s.ids, np.int32))
     mask.append(np.full(n, s.train))
-    logps.append(
-      np.full(n, np.nan) if s.logps is None else np.asarray(s.logps)
-    )
+    logps.append(np.full(n, np.nan) if s.logps is None else np.asarray(s.logps))
     versions.append(
       np.full(n, -1) if s.versions is None else np.asarray(s.versions)
     )
@@ -175,9 +173,11 @@ def keep(values, valid, group_ids, *, drop_zero_variance: bool):
 
 def _order(trajectories, indices):
   """By (question, role, sample): the order of arrival cannot show."""
+
   def key(i):
     t = trajectories[i]
     return t.question.id, t.role, t.sample
+
   return sorted(indices, key=key)
 
 
@@ -203,7 +203,8 @@ def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
   parts = np.array_split(np.arange(len(groups)), minibatches)
   return [
     _order(trajectories, [i for g in part for i in groups[g]])
-    for part in parts if len(part)
+    for part in parts
+    if len(part)
   ]
 
 
@@ -290,9 +291,17 @@ def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
   return out
 
 
-def make(trajectories: Sequence[Trajectory], kept, group_ids, config, *,
-         shards: int = 1, seed=0, need_logps: bool = True,
-         minibatches: int | None = None) -> list[list[Batch]]:
+def make(
+  trajectories: Sequence[Trajectory],
+  kept,
+  group_ids,
+  config,
+  *,
+  shards: int = 1,
+  seed=0,
+  need_logps: bool = True,
+  minibatches: int | None = None,
+) -> list[list[Batch]]:
   """Trajectories -> minibatches of microbatches, advantages still 0.
 
   Args:
@@ -311,7 +320,7 @@ def make(trajectories: Sequence[Trajectory], kept, group_ids, config, *,
   for i in np.flatnonzero(kept):
     if trajectories[i].failed:
       raise ValueError(
-        f'trajectory {trajectories[i].id} failed (a service\'s fault) and '
+        f"trajectory {trajectories[i].id} failed (a service's fault) and "
         'cannot be trained on; mark it as not valid'
       )
   if minibatches is None:
@@ -365,7 +374,7 @@ def rows(minibatches, arrays, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
       x = np.where(b.mask, np.asarray(x, np.float64), 0.0)
       for i, r in enumerate(b.rows):
         if r >= 0:
-          out[r][:] = x[i, :len(out[r])]
+          out[r][:] = x[i, : len(out[r])]
   return out
 
 

@@ -11,13 +11,13 @@ policy, or of anybody else, goes into a message as `payload` alone.
 """
 
 import asyncio
+from collections.abc import Mapping, Sequence
 import json
 import os
 import re
+from typing import Any
 import urllib.parse
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import httpx
 from ml_collections import ConfigDict
@@ -111,8 +111,12 @@ class Chat:
     self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
   async def reply(
-    self, messages: Sequence[Mapping[str, str]], *, max_tokens: int,
-    temperature: float, seed: int | None = None,
+    self,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None = None,
     schema: Mapping[str, Any] | None = None,
   ) -> str:
     """What the model says next.
@@ -144,8 +148,11 @@ class Chat:
         if not self._model:
           self._model = (await self._served(client))[0]
         found = await client.chat.completions.create(
-          model=self._model, messages=list(messages), max_tokens=max_tokens,
-          temperature=temperature, **asked,
+          model=self._model,
+          messages=list(messages),
+          max_tokens=max_tokens,
+          temperature=temperature,
+          **asked,
         )
       end, text = 'filtered', ''  # some filters answer with no choice at all
       if found.choices != []:
@@ -155,8 +162,9 @@ class Chat:
       raise self._error(openai, e) from e
     if not isinstance(text, str) or not text.strip() or end in _NOT_WHOLE:
       raise ChatError(
-        'unusable', f'{self.url}: no whole reply within {max_tokens} tokens '
-        f'(finish_reason={end!r}): {str(text)[:200]!r}'
+        'unusable',
+        f'{self.url}: no whole reply within {max_tokens} tokens '
+        f'(finish_reason={end!r}): {str(text)[:200]!r}',
       )
     return text
 
@@ -176,8 +184,9 @@ class Chat:
       raise self._error(openai, e) from e
     if self._config.model and self._config.model not in served:
       raise ChatError(
-        'rejected', f'{self._where}.model={self._config.model!r} is not '
-        f'served at {self.url}, which has: {", ".join(served)}'
+        'rejected',
+        f'{self._where}.model={self._config.model!r} is not '
+        f'served at {self.url}, which has: {", ".join(served)}',
       )
     return {'url': self.url, 'model': self._config.model or served[0]}
 
@@ -200,8 +209,9 @@ class Chat:
     names = [name for name in names if not name.startswith(_START)]
     if not self._config.model and len(names) != 1:
       raise ChatError(
-        'rejected', f'{self.url} serves {", ".join(names) or "no model"}: say '
-        f'which by {self._where}.model'
+        'rejected',
+        f'{self.url} serves {", ".join(names) or "no model"}: say '
+        f'which by {self._where}.model',
       )
     return names
 
@@ -209,28 +219,42 @@ class Chat:
     loop = asyncio.get_running_loop()
     if loop not in self._clients:
       c = self._config
-      self._clients[loop] = openai.AsyncOpenAI(
-        base_url=self.url, api_key=os.environ.get('OPENAI_API_KEY', 'none'),
-        timeout=c.timeout, max_retries=c.attempts - 1,
-        http_client=httpx.AsyncClient(
-          trust_env=self._outside, timeout=c.timeout,
-          limits=httpx.Limits(max_connections=c.concurrency),
+      self._clients[loop] = (
+        openai.AsyncOpenAI(
+          base_url=self.url,
+          api_key=os.environ.get('OPENAI_API_KEY', 'none'),
+          timeout=c.timeout,
+          max_retries=c.attempts - 1,
+          http_client=httpx.AsyncClient(
+            trust_env=self._outside,
+            timeout=c.timeout,
+            limits=httpx.Limits(max_connections=c.concurrency),
+          ),
         ),
-      ), asyncio.Semaphore(c.concurrency)
+        asyncio.Semaphore(c.concurrency),
+      )
     return self._clients[loop]
 
   def _error(self, openai, e: Exception) -> ChatError:
-    kind = next((kind for error, kind in (
-      ((openai.APITimeoutError, TimeoutError), 'timeout'),
-      (openai.APIConnectionError, 'unreachable'),
-      (openai.RateLimitError, 'overloaded'),
-      (openai.InternalServerError, 'overloaded'),
-      (openai.APIStatusError, 'rejected'),
-    ) if isinstance(e, error)), 'bad_response')
+    kind = next(
+      (
+        kind
+        for error, kind in (
+          ((openai.APITimeoutError, TimeoutError), 'timeout'),
+          (openai.APIConnectionError, 'unreachable'),
+          (openai.RateLimitError, 'overloaded'),
+          (openai.InternalServerError, 'overloaded'),
+          (openai.APIStatusError, 'rejected'),
+        )
+        if isinstance(e, error)
+      ),
+      'bad_response',
+    )
     if getattr(e, 'status_code', None) in _ASKED:
       kind = 'unusable'
     said = ' '.join(str(e).split())[:300]
     return ChatError(
-      kind, f'{self.url}: {kind} after {self._config.attempts} attempt(s): '
-      f'{said}; start the server, or correct {self._where}'
+      kind,
+      f'{self.url}: {kind} after {self._config.attempts} attempt(s): '
+      f'{said}; start the server, or correct {self._where}',
     )

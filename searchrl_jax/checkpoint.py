@@ -73,7 +73,8 @@ class Checkpointer:
     if not self.folder.is_dir():
       return []
     return sorted(
-      int(p.name) for p in self.folder.iterdir()
+      int(p.name)
+      for p in self.folder.iterdir()
       if _STEP.fullmatch(p.name) and p.is_dir()
     )
 
@@ -83,9 +84,10 @@ class Checkpointer:
   def best(self) -> int | None:
     """The step with the best metric (of equals, the last), if any has it."""
     scored = [
-      (value, step) for step in self.steps()
-      if (value := self.meta(step)['metrics'].get(self.best_metric))
-      is not None and math.isfinite(value)
+      (value, step)
+      for step in self.steps()
+      if (value := self.meta(step)['metrics'].get(self.best_metric)) is not None
+      and math.isfinite(value)
     ]
     return max(scored)[1] if scored else None
 
@@ -105,16 +107,21 @@ class Checkpointer:
       ) from e
     if meta.get('format') != FORMAT:
       raise CheckpointError(
-        f'{file}: format version {meta.get("format")}; this code reads '
-        f'{FORMAT}'
+        f'{file}: format version {meta.get("format")}; this code reads {FORMAT}'
       )
     return meta
 
-  def save(self, step: int, state, *, extras: Mapping[str, Any],
-           metrics: Mapping[str, float],
-           fingerprint: Mapping[str, Any],
-           arrays: Mapping[str, np.ndarray] | None = None,
-           split: tuple[str, ...] = ()) -> float:
+  def save(
+    self,
+    step: int,
+    state,
+    *,
+    extras: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    fingerprint: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray] | None = None,
+    split: tuple[str, ...] = (),
+  ) -> float:
     """Writes one step, then deletes those no longer kept. Returns seconds.
 
     Host memory: the largest array of the state plus some 0.3 GB.
@@ -144,7 +151,9 @@ class Checkpointer:
     if len(extra_arrays) != len(arrays or {}):
       raise ValueError(f'names of arrays collide: {sorted(arrays)}')
     meta = {
-      'format': FORMAT, 'step': step, 'extras': dict(extras),
+      'format': FORMAT,
+      'step': step,
+      'extras': dict(extras),
       'metrics': {k: float(v) for k, v in metrics.items()},
       'fingerprint': dict(fingerprint),
       'tree': {k: _describe(v) for k, v in leaves.items()},
@@ -154,29 +163,35 @@ class Checkpointer:
       },
     }
     meta = json.loads(json.dumps(meta))  # or a TypeError, before any write
-    item = {
-      k: v for k, v in (leaves | extra_arrays).items() if _size(v)
-    }
+    item = {k: v for k, v in (leaves | extra_arrays).items() if _size(v)}
     self._clean()
     try:
       self.folder.mkdir(parents=True, exist_ok=True)
       with _quiet(), ocp.Checkpointer(_handler(item)) as writer:
-        writer.save(path, args=ocp.args.Composite(
-          arrays=ocp.args.PyTreeSave(item, save_args={
-            k: ocp.SaveArgs(
-              chunk_byte_size=_CHUNK, shard_axes=(0,) * k.startswith(split),
-            ) for k in item
-          }),
-          meta=ocp.args.JsonSave(meta),
-        ))
+        writer.save(
+          path,
+          args=ocp.args.Composite(
+            arrays=ocp.args.PyTreeSave(
+              item,
+              save_args={
+                k: ocp.SaveArgs(
+                  chunk_byte_size=_CHUNK, shard_axes=(0,) * k.startswith(split)
+                )
+                for k in item
+              },
+            ),
+            meta=ocp.args.JsonSave(meta),
+          ),
+        )
     # Orbax passes on what its writers raise: OSError, ValueError (with a
     # status in the text) or JaxRuntimeError, for one and the same full disk.
     except Exception as e:
       # Orbax may still have writers at work in the folder of this step: what
       # they leave goes with the next save.
       self._clean(ignore_errors=True)
-      free = shutil.disk_usage(self.folder).free if (
-        self.folder.exists()) else 0
+      free = (
+        shutil.disk_usage(self.folder).free if (self.folder.exists()) else 0
+      )
       raise CheckpointError(
         f'saving step {step} to {path} failed ({free / 1e9:.2f} GB free '
         f'there): {e}; checkpoints {self.steps()} are intact'
@@ -192,9 +207,14 @@ class Checkpointer:
         path.rename(path.with_name(f'{path.name}.deleted'))
     self._clean()
 
-  def restore(self, target, step: int | str, *,
-              fingerprint: Mapping[str, Any] | None,
-              partial: bool = False) -> Restored:
+  def restore(
+    self,
+    target,
+    step: int | str,
+    *,
+    fingerprint: Mapping[str, Any] | None,
+    partial: bool = False,
+  ) -> Restored:
     """Reads a step into the structure, types and shardings of `target`.
 
     Args:
@@ -224,16 +244,20 @@ class Checkpointer:
     item = {k: v for k, v in leaves.items() if _size(v)}
     item |= {
       key: np.empty(shape, dtype)
-      for key, shape, dtype in arrays.values() if math.prod(shape)
+      for key, shape, dtype in arrays.values()
+      if math.prod(shape)
     }
     with ocp.Checkpointer(_handler(item)) as reader:
-      found = reader.restore(path, args=ocp.args.Composite(
-        arrays=ocp.args.PyTreeRestore(
-          item=item,
-          restore_args={k: _restore_args(v) for k, v in item.items()},
-          partial_restore=True,
+      found = reader.restore(
+        path,
+        args=ocp.args.Composite(
+          arrays=ocp.args.PyTreeRestore(
+            item=item,
+            restore_args={k: _restore_args(v) for k, v in item.items()},
+            partial_restore=True,
+          )
         ),
-      ))['arrays']
+      )['arrays']
     flat = [
       _as_target(found.get(name), leaves[name], leaf)
       for name, leaf in zip(leaves, jax.tree.leaves(target))
@@ -274,7 +298,7 @@ class Checkpointer:
 
   def _delete_old(self):
     steps = self.steps()
-    kept = set(steps if self.keep is None else steps[-self.keep:])
+    kept = set(steps if self.keep is None else steps[-self.keep :])
     if self.best_metric:
       kept.add(self.best())
     self.delete(set(steps) - kept)
@@ -301,8 +325,9 @@ def _quiet():
 
 def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
   """Reads and writes with a bound on what is on its way through the host."""
-  largest = max((_size(v) * _dtype(v).itemsize for v in item.values()),
-                default=0)
+  largest = max(
+    (_size(v) * _dtype(v).itemsize for v in item.values()), default=0
+  )
   options = {
     'use_ocdbt': False,
     'use_zarr3': False,
@@ -341,8 +366,11 @@ def _leaves(tree) -> dict[str, Any]:
       leaf = np.asarray(leaf)
     elif _is_key(leaf):
       data = jax.random.key_data
-      leaf = data(leaf) if isinstance(leaf, jax.Array) else (
-        jax.eval_shape(data, leaf))
+      leaf = (
+        data(leaf)
+        if isinstance(leaf, jax.Array)
+        else (jax.eval_shape(data, leaf))
+      )
     out[name] = leaf
   return out
 
@@ -372,7 +400,9 @@ def _restore_args(x):
   if sharding is None:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   return ocp.ArrayRestoreArgs(
-    restore_type=jax.Array, dtype=x.dtype, sharding=sharding,
+    restore_type=jax.Array,
+    dtype=x.dtype,
+    sharding=sharding,
     global_shape=x.shape,
   )
 
@@ -386,8 +416,11 @@ def _as_target(value, stored, leaf):
   if isinstance(leaf, (bool, int, float, np.generic)):
     return type(leaf)(value.item())
   if _is_key(leaf):
-    impl = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else (
-      leaf.dtype._impl)  # a ShapeDtypeStruct has no public way to say it
+    impl = (
+      jax.random.key_impl(leaf)
+      if isinstance(leaf, jax.Array)
+      else (leaf.dtype._impl)
+    )  # a ShapeDtypeStruct has no public way to say it
     return jax.random.wrap_key_data(value, impl=impl)
   return value
 
@@ -407,8 +440,7 @@ def compare(path, saved, ours):
   saved = _flat_json(saved)
   absent = object()
   lines = [
-    f'{k}: {saved.get(k, "(absent)")!r} there, '
-    f'{ours.get(k, "(absent)")!r} here'
+    f'{k}: {saved.get(k, "(absent)")!r} there, {ours.get(k, "(absent)")!r} here'
     for k in sorted(saved.keys() | ours.keys())
     if saved.get(k, absent) != ours.get(k, absent)
   ]

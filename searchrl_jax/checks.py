@@ -6,18 +6,19 @@ from ml_collections import ConfigDict
 import tqdm
 
 from retrieval.client import RetrievalClient
-from searchrl_jax import advantages
-from searchrl_jax import batching
-from searchrl_jax import credit
-from searchrl_jax import lookup
-from searchrl_jax import losses
-from searchrl_jax import objectives
-from searchrl_jax import optim
+from searchrl_jax import (
+  advantages,
+  batching,
+  credit,
+  lookup,
+  losses,
+  objectives,
+  optim,
+)
 from searchrl_jax.env import SearchEnv
-from searchrl_jax.lookup import ConfigError
-from searchrl_jax.sources import none
-from searchrl_jax.sources import simulated
 from searchrl_jax.evaluators import passk
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.sources import none, simulated
 from searchrl_jax.types import Question
 
 
@@ -59,8 +60,11 @@ def check(config: ConfigDict) -> None:
     'are all equal and teach nothing; use a temperature above 0',
   )
   for name, known in (
-    ('kl', losses.KL_PLACES), ('tis', losses.TIS), ('ratio', losses.RATIOS),
-    ('aggregation', losses.AGGREGATIONS), ('kl_estimator', losses.ESTIMATORS),
+    ('kl', losses.KL_PLACES),
+    ('tis', losses.TIS),
+    ('ratio', losses.RATIOS),
+    ('aggregation', losses.AGGREGATIONS),
+    ('kl_estimator', losses.ESTIMATORS),
     ('tis_beyond', losses.BEYOND),
   ):
     lookup.require(
@@ -184,13 +188,14 @@ def _check_refill(config: ConfigDict) -> None:
 
 def _check_advantage(a: ConfigDict) -> None:
   lookup.require_fields(
-    'config.algorithm.advantage_kw', getattr(advantages, a.advantage),
-    a.advantage_kw, ConfigError,
+    'config.algorithm.advantage_kw',
+    getattr(advantages, a.advantage),
+    a.advantage_kw,
+    ConfigError,
   )
   lookup.require(
-    a.kl != 'reward' or a.advantage not in (
-      'grpo', 'lite_ppo', 'reinforce_pp_baseline'
-    ),
+    a.kl != 'reward'
+    or a.advantage not in ('grpo', 'lite_ppo', 'reinforce_pp_baseline'),
     f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
     'divides by a spread of rewards: where all earn the same, the noise '
     "of the KL estimate would become advantages of full size. Use kl='loss' "
@@ -226,7 +231,8 @@ def check_engine(config: ConfigDict) -> None:
   # A run folder keeps the config of its first start: wrong names must not
   # get so far.
   for package, name in (
-    ('engines', config.engine.module), ('sources', config.source.module),
+    ('engines', config.engine.module),
+    ('sources', config.source.module),
   ):
     try:
       found = lookup.module(f'searchrl_jax.{package}', name)
@@ -241,9 +247,8 @@ def check_engine(config: ConfigDict) -> None:
     simulated.check(config.source.simulator)
   env = config.env
   lookup.require(
-    config.source.module != none.NONE or not (
-      env.real_searches or env.information == 'source' and env.max_turns
-    ),
+    config.source.module != none.NONE
+    or not (env.real_searches or env.information == 'source' and env.max_turns),
     f"config.source.module='none' answers no search, and config.env "
     f'(information={env.information!r}, max_turns={env.max_turns}, '
     f"real_searches={env.real_searches}) sends some; use 'service'",
@@ -265,8 +270,8 @@ def check_engine(config: ConfigDict) -> None:
   lookup.require(
     not (config.model.path and made),
     f'config.model.path={config.model.path!r} with config.model.tokenizer='
-    f"{config.model.tokenizer!r}: a checkpoint needs the tokenizer it was "
-    "trained with; leave model.tokenizer empty (configs/wiki_nq.py:model="
+    f'{config.model.tokenizer!r}: a checkpoint needs the tokenizer it was '
+    'trained with; leave model.tokenizer empty (configs/wiki_nq.py:model='
     'PATH does)',
   )
   lookup.require(

@@ -7,12 +7,12 @@ as these are published, between the turns of a trajectory and within them.
 Whatever has ended and was not used yet goes into the checkpoint.
 """
 
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent import futures
 
 import numpy as np
 
@@ -137,9 +137,15 @@ class Collector:
   def _play(
     self, questions: Sequence[Question], step: int, one: _Step, **how
   ) -> futures.Future:
-    return self._signals.start(self._counted(
-      questions, step=step, ended=dict(one.ended), on_trajectory=one.keep, **how
-    ))
+    return self._signals.start(
+      self._counted(
+        questions,
+        step=step,
+        ended=dict(one.ended),
+        on_trajectory=one.keep,
+        **how,
+      )
+    )
 
   async def _counted(self, questions: Sequence[Question], **how) -> Rollout:
     if not self._running:
@@ -177,10 +183,14 @@ class Collector:
 
 def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
   """`Collector.ended` as `Collector.restore` reads it, to the last bit."""
-  return records.encode([
-    records.Record(step, t)
-    for step, trajectories in ended.items() for t in trajectories
-  ], exact=True)
+  return records.encode(
+    [
+      records.Record(step, t)
+      for step, trajectories in ended.items()
+      for t in trajectories
+    ],
+    exact=True,
+  )
 
 
 def keep(path: pathlib.Path, step: int, kept: bytes) -> None:
@@ -206,8 +216,12 @@ def staleness(
     that are 0..most versions old as 'staleness/share_N'.
   """
   written = [
-    s.versions for group in groups for t in group if not t.failed
-    for s in t.trained if s.train and s.versions is not None
+    s.versions
+    for group in groups
+    for t in group
+    if not t.failed
+    for s in t.trained
+    if s.train and s.versions is not None
   ]
   ages = version - np.concatenate(written) if written else np.zeros(0, int)
   n = max(len(ages), 1)

@@ -10,9 +10,7 @@ import pathlib
 import sys
 import traceback
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from searchrl_jax import lookup
@@ -23,9 +21,10 @@ def define_config(required: bool = True):
   """--config, and --data_dir, which `run` passes on."""
   define_data_dir()
   holder = config_flags.DEFINE_config_file(
-    'config', None,
+    'config',
+    None,
     'Config file and its argument: configs/NAME.py:arg=value,...; one field '
-    'is --config.path.to.field=value. The file\'s docstring has the command, '
+    "is --config.path.to.field=value. The file's docstring has the command, "
     'the runtime and the expected numbers.',
   )
   if required:
@@ -35,16 +34,20 @@ def define_config(required: bool = True):
 
 def define_data_dir():
   return flags.DEFINE_string(
-    'data_dir', '', 'Folder of the data that a config names by file; the same '
+    'data_dir',
+    '',
+    'Folder of the data that a config names by file; the same '
     'as SEARCHRL_DATA. config.data.dir counts first.',
   )
 
 
 def define_workdir(required: bool = True):
   return flags.DEFINE_string(
-    'workdir', None,
+    'workdir',
+    None,
     'Run folder: config, metrics, trajectories, checkpoints. The same folder '
-    'again goes on where the run stopped.', required=required,
+    'again goes on where the run stopped.',
+    required=required,
   )
 
 
@@ -58,10 +61,7 @@ def _parse(argv):
     given = arg.startswith('--config=')
     if given and not pathlib.Path(path).is_file():
       there = map(str, pathlib.Path(path).parent.glob('[!_]*.py'))
-      _fail(
-        f'--config={path}: no such file; '
-        + lookup.near(path, there)
-      )
+      _fail(f'--config={path}: no such file; ' + lookup.near(path, there))
   try:
     return flags.FLAGS(argv)
   except flags.UnrecognizedFlagError as e:
@@ -72,8 +72,10 @@ def _parse(argv):
     if lines[0].endswith('must have a value other than None.'):
       lines = [f'{lines[0].split("=")[0].removeprefix("flag ")} is missing']
     if len(lines) > 1:
-      lines = [lines[0].removesuffix('Error whilst parsing config file:'),
-               lines[-1]]
+      lines = [
+        lines[0].removesuffix('Error whilst parsing config file:'),
+        lines[-1],
+      ]
     _fail(''.join(lines))
   except (KeyError, AttributeError) as e:
     # What ml_collections raises for a field that the config lacks.
@@ -125,9 +127,7 @@ def run(main, positional=None):
   app.run(guarded, flags_parser=_parse)
 
 
-_PACKAGES = (
-  '__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments',
-)
+_PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
 
 
 def mendable(error: BaseException) -> bool:

@@ -5,8 +5,8 @@ those of tokens (they take `mask`) see what each token earned. A KL in the
 reward goes the same way: summed over a trajectory, or token by token.
 """
 
-import inspect
 from collections.abc import Sequence
+import inspect
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +31,17 @@ class Credit(NamedTuple):
 
 
 def assign(
-  config, groups: Sequence[Group], reward: Rewards, kept: np.ndarray,
-  group_ids: np.ndarray, minibatches, *, old, ref, values, greedy,
+  config,
+  groups: Sequence[Group],
+  reward: Rewards,
+  kept: np.ndarray,
+  group_ids: np.ndarray,
+  minibatches,
+  *,
+  old,
+  ref,
+  values,
+  greedy,
 ) -> Credit:
   """The advantages of a step's trajectories, and what its critic learns.
 
@@ -54,10 +63,14 @@ def assign(
   masks = batching.masks(rewards.flat(groups))
   metrics, penalty = {}, None
   if a.kl == 'reward':
-    penalty = batching.rows(minibatches, [
-      [losses.kl(x, r, a.kl_estimator) for x, r in zip(xs, rs)]
-      for xs, rs in zip(old, ref)
-    ], masks)
+    penalty = batching.rows(
+      minibatches,
+      [
+        [losses.kl(x, r, a.kl_estimator) for x, r in zip(xs, rs)]
+        for xs, rs in zip(old, ref)
+      ],
+      masks,
+    )
     tokens = sum(int(b.mask.sum()) for mini in minibatches for b in mini)
     metrics['kl_ref'] = sum(x.sum() for x in penalty) / max(tokens, 1)
   if 'mask' in taken:
@@ -71,13 +84,16 @@ def assign(
     arrays['critic'] = batching.rows(minibatches, values, masks)
   # What is left out of the batch is in no statistic: its KL is not known.
   found = getattr(advantages, a.advantage)(
-    earned, kept, group_ids, *(arrays[name] for name in taken),
-    **a.advantage_kw,
+    earned, kept, group_ids, *(arrays[name] for name in taken), **a.advantage_kw
   )
   if 'critic' not in taken:
     return Credit(found, None, metrics)
   targets = advantages.lambda_returns(
-    earned, kept, masks, arrays['critic'],
-    gamma=a.advantage_kw.gamma, lam=a.advantage_kw.lam,
+    earned,
+    kept,
+    masks,
+    arrays['critic'],
+    gamma=a.advantage_kw.gamma,
+    lam=a.advantage_kw.lam,
   )
   return Credit(found, targets, metrics)

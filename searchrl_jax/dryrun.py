@@ -6,17 +6,17 @@ import math
 import jax
 import jax.numpy as jnp
 
-from searchrl_jax import batching
-from searchrl_jax import checks
-from searchrl_jax import lookup
-from searchrl_jax import objectives
-from searchrl_jax import optim
-from searchrl_jax import setup
-from searchrl_jax import sharding
-from searchrl_jax import update
-from searchrl_jax.engines import caches
-from searchrl_jax.engines import decode
-from searchrl_jax.engines import device
+from searchrl_jax import (
+  batching,
+  checks,
+  lookup,
+  objectives,
+  optim,
+  setup,
+  sharding,
+  update,
+)
+from searchrl_jax.engines import caches, decode, device
 from searchrl_jax.models import decoder
 
 # Of a sampled token in a trajectory: its id, log-prob and version.
@@ -36,8 +36,12 @@ def report(config, vocab_size: int) -> str:
   params = setup.shapes(cfg, mesh)
   tx = optim.make(config.optim, max(optim.updates(config), 1), params)
   updater = update.Updater(
-    cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
-    objective=objectives.policy(config), mesh=mesh,
+    cfg,
+    config.batch,
+    temperature=config.rollout.temperature,
+    tx=tx,
+    objective=objectives.policy(config),
+    mesh=mesh,
   )
   own = _bytes(params, decoder.param_shardings(cfg, mesh))
   moments = _bytes(
@@ -46,9 +50,10 @@ def report(config, vocab_size: int) -> str:
   working = working_memory(updater, params)
   engine, limit = config.engine, config.env.max_tokens
   flying = min(
-    config.rollout.concurrency or lookup.module(
-      'searchrl_jax.engines', engine.module
-    ).capacity(cfg, engine, limit),
+    config.rollout.concurrency
+    or lookup.module('searchrl_jax.engines', engine.module).capacity(
+      cfg, engine, limit
+    ),
     config.rollout.questions * config.rollout.group,
   )
   steps = 1 + config.rollout.max_staleness
@@ -63,10 +68,10 @@ def report(config, vocab_size: int) -> str:
     own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
     rows += [
       ('engine: weights', _bytes(decode.abstract(own_cfg, mesh))),
-      (f'engine: cache, {engine.slots} slots x {engine.max_len} tokens',
-       _bytes(caches.abstract(
-         own_cfg, engine.slots, engine.max_len, mesh
-       ))),
+      (
+        f'engine: cache, {engine.slots} slots x {engine.max_len} tokens',
+        _bytes(caches.abstract(own_cfg, engine.slots, engine.max_len, mesh)),
+      ),
     ]
   if config.algorithm.kl != 'none':
     rows.insert(1, ('reference parameters', own))
@@ -74,16 +79,22 @@ def report(config, vocab_size: int) -> str:
     # Its working memory is the policy's without the head: one at a time.
     critic, shapes = setup.critic_updater(config, cfg, mesh)
     state, layout = critic.abstract(shapes), critic.shardings(shapes)
-    rows.append(('critic: parameters, optimizer, gradients', (
-      2 * _bytes(shapes, layout.params)
-      + _bytes(state.opt_state, layout.opt_state)
-    )))
+    rows.append(
+      (
+        'critic: parameters, optimizer, gradients',
+        (
+          2 * _bytes(shapes, layout.params)
+          + _bytes(state.opt_state, layout.opt_state)
+        ),
+      )
+    )
   rows.append(('in all', sum(n for _, n in rows)))
   lines = [
     f'{config.name}: {cfg.n_params:,} parameters, vocabulary '
     f'{cfg.vocab_size:,}, {jax.device_count()} x '
     f'{jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}',
-    '', 'Memory of one device (MiB)',
+    '',
+    'Memory of one device (MiB)',
   ]
   lines += [f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in rows]
   if engine.module != 'jax_sampler':
@@ -92,25 +103,36 @@ def report(config, vocab_size: int) -> str:
       f'{engine.url or engine.device})'
     )
   lines += ['', 'Memory of the host, of one process (MiB)']
-  host = [(
-    f'trajectories, {steps} steps at {limit} tokens each',
-    steps * config.rollout.questions * config.rollout.group * limit
-    * TOKEN_BYTES,
-  )]
+  host = [
+    (
+      f'trajectories, {steps} steps at {limit} tokens each',
+      steps
+      * config.rollout.questions
+      * config.rollout.group
+      * limit
+      * TOKEN_BYTES,
+    )
+  ]
   if engine.module == 'jax_sampler':
     room = device.room(own_cfg, engine)
     paused = min(steps * flying, room.capacity(limit)) - engine.slots
-    host.insert(0, (
-      f'engine: {max(paused, 0):,} paused sequences at {limit} tokens each, '
-      f'of host_gib={engine.host_gib:g}',
-      max(paused, 0) * room.size(limit) * device.bytes_per_token(own_cfg),
-    ))
+    host.insert(
+      0,
+      (
+        f'engine: {max(paused, 0):,} paused sequences at {limit} tokens each, '
+        f'of host_gib={engine.host_gib:g}',
+        max(paused, 0) * room.size(limit) * device.bytes_per_token(own_cfg),
+      ),
+    )
   lines += [f'  {name:<68}{n / 2**20:>12,.1f}' for name, n in host]
   lines += ['', 'One step']
   plan = {'trajectories in flight, at most': flying}
   if engine.module == 'jax_sampler':
     shape = decode.Shape(
-      engine.slots, engine.max_len, engine.chunk, engine.prefill_rows,
+      engine.slots,
+      engine.max_len,
+      engine.chunk,
+      engine.prefill_rows,
       sharding.parts(mesh, engine.slots),
     )
     tokens = min(config.env.max_observation_tokens, shape.widths[-1])
@@ -133,6 +155,7 @@ def working_memory(updater: update.Updater, params) -> int:
   Of one device, for the bucket that needs most, as its compiled program says
   (0 where the backend does not tell). `params` are shapes with shardings.
   """
+
   def accumulate(params, grads, arrays):
     fresh, _ = jax.grad(updater.loss, has_aux=True)(
       params, arrays, jnp.float32(1)
@@ -164,7 +187,6 @@ def _bytes(shapes, shardings=None) -> int:
 def _plain(value) -> str:
   if isinstance(value, tuple):
     return ', '.join(
-      'x'.join(map(str, v)) if isinstance(v, tuple) else f'{v:,}'
-      for v in value
+      'x'.join(map(str, v)) if isinstance(v, tuple) else f'{v:,}' for v in value
     )
   return f'{value:,}'

@@ -32,14 +32,13 @@ States are immutable: an older one can be stepped again (a tree). Policy ids
 are recorded as sampled and never encoded again. No JAX here.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from searchrl_jax import lookup
-from searchrl_jax import outside
+from searchrl_jax import lookup, outside
 from searchrl_jax import parser as parsing
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.parser import Block, Parser
@@ -116,8 +115,7 @@ class SearchEnv:
       "information='source' all are real: use 0 and 'always'",
     )
     lookup.require(
-      config.real_searches >= -1
-      and (config.real_searches or not self._guided),
+      config.real_searches >= -1 and (config.real_searches or not self._guided),
       f'env.real_searches={config.real_searches}: how many of a trajectory, '
       "or -1 for all; search_when='entropy' needs some",
     )
@@ -279,9 +277,7 @@ class SearchEnv:
       parser, more, _ = parser.finish()
       kinds = kinds + more
     state = dataclasses.replace(
-      state,
-      parser=parser,
-      segments=self._written(state, completion, kinds),
+      state, parser=parser, segments=self._written(state, completion, kinds)
     )
     if goes_on:
       return _next(state, self._generate(state))
@@ -348,8 +344,10 @@ class SearchEnv:
     return float(np.mean(self.entropy(ids)[[first + n for n in found]]))
 
   def _without_action(self, state: State, stop: str):
-    if self.config.answer == 'boxed' and stop != 'length' and (
-      parsing.answer(self._blocks(state.segments), 'boxed') is not None
+    if (
+      self.config.answer == 'boxed'
+      and stop != 'length'
+      and (parsing.answer(self._blocks(state.segments), 'boxed') is not None)
     ):
       return _next(state, Done('answer'))
     full = state.length >= self.config.max_tokens

@@ -68,9 +68,14 @@ def keys(
     return [first.get(key, key) or None for key in found]
   equal, firsts, out = function(match), [], []
   for answer in answers:
-    mine = next((
-      one for one in firsts if answer and (one == answer or equal(one, answer))
-    ), None)
+    mine = next(
+      (
+        one
+        for one in firsts
+        if answer and (one == answer or equal(one, answer))
+      ),
+      None,
+    )
     if answer and mine is None and equal(answer, answer):
       firsts.append(answer)
       mine = answer

@@ -22,20 +22,20 @@ from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
-from rich import console
-from rich import table
+from rich import console, table
 
-from searchrl_jax import checks
-from searchrl_jax import command
-from searchrl_jax import lookup
-from searchrl_jax import metrics
-from searchrl_jax import records
-from searchrl_jax import scoring
-from searchrl_jax import setup
-from searchrl_jax import sync
+from searchrl_jax import (
+  checks,
+  command,
+  lookup,
+  metrics,
+  records,
+  scoring,
+  setup,
+  sync,
+)
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluators import ledger
-from searchrl_jax.evaluators import passk
+from searchrl_jax.evaluators import ledger, passk
 from searchrl_jax.signals import Loop
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.shuffled import Shuffled
@@ -43,19 +43,38 @@ from searchrl_jax.types import Question
 from searchrl_jax.writer import Writer, environment
 
 SHOWN = (
-  'em', 'f1', 'sub_em', 'recall_any', 'recall_all', 'parsed', 'valid_format',
-  'guessed', 'copied', 'searches', 'real_searches', 'tokens', 'truncated',
-  'certainty', 'judged',
+  'em',
+  'f1',
+  'sub_em',
+  'recall_any',
+  'recall_all',
+  'parsed',
+  'valid_format',
+  'guessed',
+  'copied',
+  'searches',
+  'real_searches',
+  'tokens',
+  'truncated',
+  'certainty',
+  'judged',
 )
 
 # What a score is, where its name does not say it; shares are of questions.
 LABELS = {
-  'em': 'exact match', 'f1': 'F1', 'sub_em': 'answer contained',
-  'recall_any': 'a support found', 'recall_all': 'all supports found',
-  'valid_format': 'valid format', 'guessed': 'answered unsearched',
-  'copied': 'queries that copy', 'searches': 'searches per question',
-  'tokens': 'tokens sampled', 'truncated': 'cut by a budget',
-  'certainty': 'self-certainty (nats)', 'real_searches': 'of them real',
+  'em': 'exact match',
+  'f1': 'F1',
+  'sub_em': 'answer contained',
+  'recall_any': 'a support found',
+  'recall_all': 'all supports found',
+  'valid_format': 'valid format',
+  'guessed': 'answered unsearched',
+  'copied': 'queries that copy',
+  'searches': 'searches per question',
+  'tokens': 'tokens sampled',
+  'truncated': 'cut by a budget',
+  'certainty': 'self-certainty (nats)',
+  'real_searches': 'of them real',
   'judged': 'right by the judge',
 }
 
@@ -78,14 +97,22 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
 
   The controls: passages swapped between questions, and no search.
   """
+
   def make(name, config, source=have.source):
     env = setup.environment(config, have.tok)
     if have.scorer:  # entropy-guided search asks for it
       env.entropy = lambda ids: have.scorer([ids])[0].entropy
     return passk.make(
-      config, sets, env=env, source=source,
-      engine=have.engine, writer=writer, run=have.run, name=name,
-      scorer=have.scorer, judge=have.judge,
+      config,
+      sets,
+      env=env,
+      source=source,
+      engine=have.engine,
+      writer=writer,
+      run=have.run,
+      name=name,
+      scorer=have.scorer,
+      judge=have.judge,
     )
 
   if not with_controls:
@@ -116,7 +143,8 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   cfg = setup.model_config(config, tok.vocab_size)
   mesh = setup.mesh(config)
   lookup.require(
-    config.env.search_when != 'entropy' or mesh.size == 1
+    config.env.search_when != 'entropy'
+    or mesh.size == 1
     or config.engine.module != 'jax_sampler',
     f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: "
     'scoring a query and decoding the others are two programs at a time, '
@@ -137,13 +165,25 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     if judge:
       loop.at_exit(judge.close)
       loop.run(judge.check())
-    loop.run(setup.first_weights(
-      config, engine, cfg, params, mesh,
-      sync.canary_ids(setup.environment(config, tok), [Question(
-        id='canary', text='who ?',
-        messages=({'role': 'user', 'content': 'who ?'},),
-      )]),
-    ))
+    loop.run(
+      setup.first_weights(
+        config,
+        engine,
+        cfg,
+        params,
+        mesh,
+        sync.canary_ids(
+          setup.environment(config, tok),
+          [
+            Question(
+              id='canary',
+              text='who ?',
+              messages=({'role': 'user', 'content': 'who ?'},),
+            )
+          ],
+        ),
+      )
+    )
     try:
       about = loop.run(source.check())
     except SourceError as e:
@@ -157,21 +197,34 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     if config.eval.best_of or config.env.search_when == 'entropy':
       longest = config.env.max_tokens
       scorer = scoring.Scorer(
-        cfg, params, mesh=mesh,
+        cfg,
+        params,
+        mesh=mesh,
         # Greedy samples have entropies too: of the policy as it is trained.
         temperature=config.eval.temperature or config.rollout.temperature,
         lengths=[n for n in config.batch.lengths if n < longest] + [longest],
         head_chunk=config.batch.head_chunk,
       )
     yield Loaded(
-      tok, engine, source, loop.run, dict(about.get('identity') or {}), scorer,
+      tok,
+      engine,
+      source,
+      loop.run,
+      dict(about.get('identity') or {}),
+      scorer,
       judge,
     )
 
 
-def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
-             with_controls: bool = False,
-             manifest: str = '') -> dict[str, float]:
+def evaluate(
+  config,
+  workdir: str,
+  out: str,
+  *,
+  which: str = 'latest',
+  with_controls: bool = False,
+  manifest: str = '',
+) -> dict[str, float]:
   """Evaluates config.data.eval; returns scores and what they cost.
 
   Writes OUT/eval.json, where what differs from time to time stands beside
@@ -218,14 +271,21 @@ def evaluate(config, workdir: str, out: str, *, which: str = 'latest',
     if workdir:
       about['checkpoint'] = setup.saver(config, workdir).resolve(which)
     ledger.write_rows(folder, found)
-    records.write_json(folder / ledger.MANIFEST, ledger.manifest(
-      runs['eval'].sets, config, template=setup.template(config),
-      identity=have.identity, commit=environment()['commit'],
-      checkpoint=(
-        f'{workdir} step {about["checkpoint"]}' if workdir
-        else config.train.init or config.model.path
+    records.write_json(
+      folder / ledger.MANIFEST,
+      ledger.manifest(
+        runs['eval'].sets,
+        config,
+        template=setup.template(config),
+        identity=have.identity,
+        commit=environment()['commit'],
+        checkpoint=(
+          f'{workdir} step {about["checkpoint"]}'
+          if workdir
+          else config.train.init or config.model.path
+        ),
       ),
-    ))
+    )
     records.write_json(folder / 'eval.json', values | seconds | about)
   return values
 
@@ -238,8 +298,9 @@ def show(values, out=None) -> None:
   """
   out = out or console.Console()
   labels = [k.removesuffix('/em') for k in values if k.endswith('/em')]
-  labels = labels or [k.removesuffix('/f1') for k in values
-                      if k.endswith('/f1')]
+  labels = labels or [
+    k.removesuffix('/f1') for k in values if k.endswith('/f1')
+  ]
   extra = sorted(
     {k.rsplit('/', 1)[-1] for k in values if '@' in k.rsplit('/', 1)[-1]},
     key=lambda name: (name.split('@')[0], int(name.split('@')[1])),
@@ -251,7 +312,8 @@ def show(values, out=None) -> None:
       if label.split('/')[0] == evaluation:
         scores = tuple(
           values.get(f'{label}/{name}{part}')
-          for name in names for part in ('', '/low', '/high', '/n')
+          for name in names
+          for part in ('', '/low', '/high', '/n')
         )
         columns.setdefault(scores, label)
     shown = table.Table(title=f'{evaluation} (95% bootstrap intervals)')
@@ -265,10 +327,13 @@ def show(values, out=None) -> None:
       cells = [_cell(values, f'{label}/{name}') for label in columns.values()]
       if any(cells):
         shown.add_row(LABELS.get(name, name), *cells)
-    shown.add_row('questions', *(
-      f'{values.get(f"{label}/em/n", values.get(f"{label}/f1/n", 0)):.0f}'
-      for label in columns.values()
-    ))
+    shown.add_row(
+      'questions',
+      *(
+        f'{values.get(f"{label}/em/n", values.get(f"{label}/f1/n", 0)):.0f}'
+        for label in columns.values()
+      ),
+    )
     out.print(shown)
   took = _costs(values)
   if took.row_count:
@@ -305,8 +370,9 @@ def _cell(values, key: str) -> str:
 
 def define_config_or_run():
   """--config=FILE, or the config of --workdir with --config.* changes."""
-  given = [a for a in sys.argv[1:] if a.split('=')[0] in ('--config',
-                                                          '-config')]
+  given = [
+    a for a in sys.argv[1:] if a.split('=')[0] in ('--config', '-config')
+  ]
   workdir = [
     sys.argv[i + 1] if '=' not in a else a.split('=', 1)[1]
     for i, a in enumerate(sys.argv[1:], 1)
@@ -339,12 +405,14 @@ def main():
     config is not None, 'give --workdir=RUN, or --config=FILE and --out'
   )
   lookup.require(workdir or out, '--out is needed where there is no --workdir')
-  out = out or default_out(
-    config, workdir, _CHECKPOINT.value, _MANIFEST.value
-  )
+  out = out or default_out(config, workdir, _CHECKPOINT.value, _MANIFEST.value)
   evaluate(
-    config, workdir, out, which=_CHECKPOINT.value,
-    with_controls=_CONTROLS.value, manifest=_MANIFEST.value,
+    config,
+    workdir,
+    out,
+    which=_CHECKPOINT.value,
+    with_controls=_CONTROLS.value,
+    manifest=_MANIFEST.value,
   )
   show(json.loads((pathlib.Path(out) / 'eval.json').read_text()))
   print(f'trajectories and figures: {out}')
@@ -357,15 +425,19 @@ if __name__ == '__main__':
     'out', '', 'Where to write; default: a folder in --workdir.'
   )
   _CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', 'latest', 'Which checkpoint of --workdir: latest, best, or '
-    'a step.'
+    'checkpoint',
+    'latest',
+    'Which checkpoint of --workdir: latest, best, or a step.',
   )
   _CONTROLS = flags.DEFINE_bool(
-    'controls', False, 'Also evaluate without search, and with passages '
-    'swapped between questions.'
+    'controls',
+    False,
+    'Also evaluate without search, and with passages '
+    'swapped between questions.',
   )
   _MANIFEST = flags.DEFINE_string(
-    'manifest', '', 'A manifest.json of an evaluation: exactly its questions, '
-    'on its corpus.'
+    'manifest',
+    '',
+    'A manifest.json of an evaluation: exactly its questions, on its corpus.',
   )
   command.run(main)

@@ -7,8 +7,7 @@ transformers and vLLM load the folder; so does --config.model.path.
 
 from absl import flags
 
-from searchrl_jax import command
-from searchrl_jax import setup
+from searchrl_jax import command, setup
 from searchrl_jax.models import hf
 
 

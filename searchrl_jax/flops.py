@@ -3,8 +3,8 @@
 Their quotient is the model FLOPs utilisation (MFU) of the log.
 """
 
-import time
 from collections.abc import Sequence
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,14 @@ from searchrl_jax.types import Batch
 # Dense bfloat16 peak, FLOP/s of one device, by jax's device_kind
 # (manufacturers' data sheets).
 PEAK_FLOPS = {
-  'NVIDIA A100': 312e12, 'NVIDIA H100': 989e12, 'NVIDIA H200': 989e12,
-  'NVIDIA L4': 121e12, 'NVIDIA B200': 2250e12,
-  'TPU v4': 275e12, 'TPU v5 lite': 197e12, 'TPU v5': 459e12,
+  'NVIDIA A100': 312e12,
+  'NVIDIA H100': 989e12,
+  'NVIDIA H200': 989e12,
+  'NVIDIA L4': 121e12,
+  'NVIDIA B200': 2250e12,
+  'TPU v4': 275e12,
+  'TPU v5 lite': 197e12,
+  'TPU v5': 459e12,
   'TPU v6 lite': 918e12,
 }
 

@@ -18,9 +18,7 @@ from searchrl_jax.models import decoder
 
 def _take(x, index):
   """x [S, P, ...] at index [S, C]; zeros where the index is P or more."""
-  return jax.vmap(lambda a, i: a.at[i].get(mode='fill', fill_value=0))(
-    x, index
-  )
+  return jax.vmap(lambda a, i: a.at[i].get(mode='fill', fill_value=0))(x, index)
 
 
 @jax.custom_vjp
@@ -71,7 +69,8 @@ def _logits(x, rows, temperature, mesh):
   """float32 [S, C, ways, Vb] of rows [ways, Vb, D]."""
   # Two axes, not three: see `decoder.dense`.
   z = jnp.einsum(
-    'RD,VD->RV', x.reshape(-1, x.shape[-1]),
+    'RD,VD->RV',
+    x.reshape(-1, x.shape[-1]),
     rows.reshape(-1, rows.shape[-1]).astype(x.dtype),
     preferred_element_type=jnp.float32,
   )
@@ -85,7 +84,8 @@ def _average(p, rows, dtype):
   """p [S, C, ways, Vb] times rows [ways, Vb, D] -> float32 [S, C, D]."""
   S, C = p.shape[:2]
   return jnp.einsum(
-    'RV,VD->RD', p.reshape(S * C, -1).astype(dtype),
+    'RV,VD->RD',
+    p.reshape(S * C, -1).astype(dtype),
     rows.reshape(-1, rows.shape[-1]).astype(dtype),
     preferred_element_type=jnp.float32,
   ).reshape(S, C, -1)
@@ -117,9 +117,7 @@ def _normaliser(x, w, temperature, chunk, mesh, average: bool):
 
   zero = jnp.zeros(x.shape[:2], jnp.float32)
   a = jnp.zeros(x.shape, jnp.float32) if average else None
-  (top, total, a), _ = jax.lax.scan(
-    step, (zero - jnp.inf, zero, a), blocks
-  )
+  (top, total, a), _ = jax.lax.scan(step, (zero - jnp.inf, zero, a), blocks)
   return jnp.log(total) + top, a / total[..., None] if average else None
 
 
@@ -130,8 +128,9 @@ def _dot(x, y, temperature):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def head_logps(x, w, targets, temperature: float, chunk: int,
-               entropy_grad: bool, mesh):
+def head_logps(
+  x, w, targets, temperature: float, chunk: int, entropy_grad: bool, mesh
+):
   """Log-probs of targets and entropies under softmax(x w' / temperature).
 
   With p the softmax and a = sum_v p_v w_v,
@@ -186,8 +185,10 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
       dz = dz - more
       dx = dx - _average(more, rows, x.dtype)
     dw = jnp.einsum(
-      'RV,RD->VD', dz.astype(x.dtype).reshape(S * C, -1),
-      x.reshape(S * C, D), preferred_element_type=jnp.float32,
+      'RV,RD->VD',
+      dz.astype(x.dtype).reshape(S * C, -1),
+      x.reshape(S * C, D),
+      preferred_element_type=jnp.float32,
     )
     return dx, dw.reshape(rows.shape).astype(w.dtype)
 
@@ -232,9 +233,17 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   return x, spread
 
 
-def token_logps(params, cfg: decoder.DecoderConfig, arrays: dict, *,
-                temperature: float, head_chunk: int, mesh=None,
-                entropy: bool = True, entropy_grad: bool = False):
+def token_logps(
+  params,
+  cfg: decoder.DecoderConfig,
+  arrays: dict,
+  *,
+  temperature: float,
+  head_chunk: int,
+  mesh=None,
+  entropy: bool = True,
+  entropy_grad: bool = False,
+):
   """Log-probs and entropy of the loss tokens at the sampling temperature.
 
   Args:
@@ -257,7 +266,9 @@ def token_logps(params, cfg: decoder.DecoderConfig, arrays: dict, *,
     lse, _ = _normaliser(x, w, temperature, chunk, mesh, False)
     logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
     return spread(logps), None
-  both = spread(jnp.stack(head_logps(
-    x, w, targets, temperature, chunk, entropy_grad, mesh
-  ), -1))
+  both = spread(
+    jnp.stack(
+      head_logps(x, w, targets, temperature, chunk, entropy_grad, mesh), -1
+    )
+  )
   return both[..., 0], both[..., 1]

@@ -1,10 +1,10 @@
 """Find a module, function or field by name; check what a config asks for."""
 
+from collections.abc import Callable, Collection
 import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Collection
 from typing import Any
 
 

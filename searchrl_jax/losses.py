@@ -122,8 +122,16 @@ def kl(logps, ref_logps, estimator: str):
   )
 
 
-def importance_weights(old_logps, behaviour_logps, mask, *, tis: str,
-                       cap: float, floor: float, beyond: str):
+def importance_weights(
+  old_logps,
+  behaviour_logps,
+  mask,
+  *,
+  tis: str,
+  cap: float,
+  floor: float,
+  beyond: str,
+):
   """Truncated importance weights of pi_old / pi_behaviour, [B, T].
 
   They correct for what the engine sampled from (its numerics, its staleness)
@@ -156,9 +164,22 @@ def importance_weights(old_logps, behaviour_logps, mask, *, tis: str,
   return jnp.minimum(w, cap), (w > cap) & mask
 
 
-def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
-         clip_low: float, clip_high: float, clip_dual: float, ratio: str,
-         tis: str, tis_cap: float, tis_floor: float, tis_beyond: str):
+def clip(
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  clip_low: float,
+  clip_high: float,
+  clip_dual: float,
+  ratio: str,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_beyond: str,
+):
   """PPO's clipped objective with separate bounds, as a loss per token.
 
       loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -200,7 +221,12 @@ def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
   beyond = (advantages < 0) & (objective < least) & (clip_dual > 0)
   objective = jnp.where(beyond, least, objective)
   weights, truncated = importance_weights(
-    old_logps, behaviour_logps, mask, tis=tis, cap=tis_cap, floor=tis_floor,
+    old_logps,
+    behaviour_logps,
+    mask,
+    tis=tis,
+    cap=tis_cap,
+    floor=tis_floor,
     beyond=tis_beyond,
   )
   loss = jnp.where(mask, -weights * objective, 0.0)
@@ -212,9 +238,21 @@ def clip(logps, old_logps, behaviour_logps, advantages, mask, *,
   return loss, jax.lax.stop_gradient(sums)
 
 
-def cispo(logps, old_logps, behaviour_logps, advantages, mask, *,
-          clip_low: float, clip_high: float, ratio: str, tis: str,
-          tis_cap: float, tis_floor: float, tis_beyond: str):
+def cispo(
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  clip_low: float,
+  clip_high: float,
+  ratio: str,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_beyond: str,
+):
   """CISPO: the ratio is a clipped weight, and no token loses its gradient.
 
       loss = -w sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi
@@ -228,7 +266,12 @@ def cispo(logps, old_logps, behaviour_logps, advantages, mask, *,
   )
   r = _ratio(logps, old_logps, mask, ratio)
   weights, truncated = importance_weights(
-    old_logps, behaviour_logps, mask, tis=tis, cap=tis_cap, floor=tis_floor,
+    old_logps,
+    behaviour_logps,
+    mask,
+    tis=tis,
+    cap=tis_cap,
+    floor=tis_floor,
     beyond=tis_beyond,
   )
   bounded = jax.lax.stop_gradient(jnp.clip(r, 1 - clip_low, 1 + clip_high))
@@ -240,8 +283,18 @@ def cispo(logps, old_logps, behaviour_logps, advantages, mask, *,
   return loss, jax.lax.stop_gradient(sums)
 
 
-def reinforce(logps, old_logps, behaviour_logps, advantages, mask, *,
-              tis: str, tis_cap: float, tis_floor: float, tis_beyond: str):
+def reinforce(
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_beyond: str,
+):
   """REINFORCE, weighted by how likely the policy of now is to write it.
 
       loss = -w A log pi, w = min(pi / pi_behaviour, tis_cap), no gradient
@@ -256,7 +309,12 @@ def reinforce(logps, old_logps, behaviour_logps, advantages, mask, *,
     mask, logps, old_logps, behaviour_logps, advantages
   )
   weights, truncated = importance_weights(
-    logps, behaviour_logps, mask, tis=tis, cap=tis_cap, floor=tis_floor,
+    logps,
+    behaviour_logps,
+    mask,
+    tis=tis,
+    cap=tis_cap,
+    floor=tis_floor,
     beyond=tis_beyond,
   )
   loss = jnp.where(mask, -weights * advantages * logps, 0.0)
@@ -300,13 +358,15 @@ def mismatch(old_logps, behaviour_logps, mask):
   """
   d = jnp.where(mask, old_logps - behaviour_logps, 0.0)
   w = _exp(d)
-  return jax.lax.stop_gradient({
-    'mismatch_abs': jnp.sum(jnp.abs(d)),
-    'mismatch_max': jnp.max(jnp.abs(d), initial=0.0),
-    'mismatch_outside': _sum((w < 0.9) | (w > 1.1), mask),
-    'mismatch_w': _sum(w, mask),
-    'mismatch_w2': _sum(w * w, mask),
-  })
+  return jax.lax.stop_gradient(
+    {
+      'mismatch_abs': jnp.sum(jnp.abs(d)),
+      'mismatch_max': jnp.max(jnp.abs(d), initial=0.0),
+      'mismatch_outside': _sum((w < 0.9) | (w > 1.1), mask),
+      'mismatch_w': _sum(w, mask),
+      'mismatch_w2': _sum(w * w, mask),
+    }
+  )
 
 
 def nll(logps, mask):
@@ -363,8 +423,7 @@ def denominator(masks, aggregation: str, horizon: int) -> float:
 def add(a: dict, b: dict) -> dict:
   """Joins the metrics of two microbatches: sums add, `_max` takes the max."""
   return {
-    k: jnp.maximum(a[k], b[k]) if k.endswith('_max') else a[k] + b[k]
-    for k in a
+    k: jnp.maximum(a[k], b[k]) if k.endswith('_max') else a[k] + b[k] for k in a
   }
 
 

@@ -8,10 +8,10 @@ equal, and lets such a golden answer match every prediction by substring.
 """
 
 import collections
+from collections.abc import Hashable, Iterable, Sequence
 import math
 import re
 import string
-from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np

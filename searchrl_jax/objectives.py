@@ -1,8 +1,8 @@
 """What an update minimises: a loss per token, and what it needs besides."""
 
+from collections.abc import Callable
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,11 @@ def policy(config) -> Objective:
     return loss, sums
 
   return Objective(
-    objective, a.aggregation, a.horizon, bool(entropy_coef), needs_old,
+    objective,
+    a.aggregation,
+    a.horizon,
+    bool(entropy_coef),
+    needs_old,
     kl == 'loss',
   )
 
@@ -108,6 +112,7 @@ def _spread(logps, entropy) -> dict:
 
 def supervised(aggregation: str = 'token') -> Objective:
   """Mean negative log-likelihood of the loss tokens."""
+
   def objective(logps, entropy, arrays):
     return losses.nll(logps, arrays['mask']), _spread(logps, entropy)
 
@@ -133,8 +138,9 @@ def value(config) -> Objective:
     # For the explained variance, 1 - E (G - V)^2 / Var G.
     returns = jnp.where(mask, returns, 0.0)
     return loss, dict(sums) | {
-      'value': jnp.sum(values), 'return': jnp.sum(returns),
-      'return_squared': jnp.sum(returns ** 2),
+      'value': jnp.sum(values),
+      'return': jnp.sum(returns),
+      'return_squared': jnp.sum(returns**2),
     }
 
   return Objective(objective, 'token', needs_old=True, critic=True)

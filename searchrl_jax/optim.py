@@ -61,8 +61,10 @@ def updates(config) -> int:
 
 def critic_updates(config) -> int:
   """Those of the critic, which begins `config.critic.alone` steps before."""
-  return config.train.steps * config.algorithm.minibatches * (
-    config.algorithm.epochs
+  return (
+    config.train.steps
+    * config.algorithm.minibatches
+    * (config.algorithm.epochs)
   )
 
 

@@ -5,10 +5,10 @@ told apart from ours to the last character: control tokens are parsed in ours
 alone (tokenizer.encode_parts), the protocol's tags are taken apart in the rest.
 """
 
+from collections.abc import Iterable, Sequence
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
 
 from searchrl_jax import prompts
 from searchrl_jax.types import Passage, Question

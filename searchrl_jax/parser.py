@@ -18,11 +18,11 @@ token, which has no bytes, to the block that is open where it stands. Outside
 blocks a token waits while its first byte may still turn out to open a tag.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -181,7 +181,8 @@ def within(pieces: Sequence[bytes], opening: str, closing: str) -> list[int]:
   end = data.index(closing.encode(), start)
   ends = np.cumsum([len(piece) for piece in pieces])
   return [
-    n for n, (piece, at) in enumerate(zip(pieces, ends))
+    n
+    for n, (piece, at) in enumerate(zip(pieces, ends))
     if at > start and at - len(piece) < end
   ]
 
@@ -247,9 +248,12 @@ def answer(found: Iterable[Block], form: str) -> str | None:
   answers = [
     b.text if form == 'tags' else boxed(b.text)
     for b in found
-    if b.author == 'policy' and (
-      b.kind == 'answer' and (b.complete or form == 'boxed')
-      or b.kind == OUTSIDE and form == 'boxed'
+    if b.author == 'policy'
+    and (
+      b.kind == 'answer'
+      and (b.complete or form == 'boxed')
+      or b.kind == OUTSIDE
+      and form == 'boxed'
     )
   ]
   return next((text for text in reversed(answers) if text is not None), None)

@@ -16,10 +16,8 @@ import time
 import jax
 
 from searchrl_jax import checkpoint
-from searchrl_jax.engines import checksum
-from searchrl_jax.engines import published
-from searchrl_jax.models import decoder
-from searchrl_jax.models import families
+from searchrl_jax.engines import checksum, published
+from searchrl_jax.models import decoder, families
 from searchrl_jax.models.decoder import DecoderConfig
 
 
@@ -64,19 +62,29 @@ class Publisher:
     params = jax.tree.map(lambda x: x.astype(self._dtype), params)
     flat = decoder.flatten(params)
     extras = {
-      'published': published.FORMAT, 'version': version, 'dtype': self._dtype,
-      'config': self._config, 'manifest': checksum.checksums(flat),
+      'published': published.FORMAT,
+      'version': version,
+      'dtype': self._dtype,
+      'config': self._config,
+      'manifest': checksum.checksums(flat),
     }
     path = self.path(version)
     if path.exists():
       self._files.delete([version])
     self._files.save(
-      version, params, extras=extras, metrics={}, fingerprint={},
+      version,
+      params,
+      extras=extras,
+      metrics={},
+      fingerprint={},
       split=(f'{published.PREFIX}.layers.',),
     )
     self._written.add(version)
     return Publication(
-      path, version, extras['manifest'], sum(x.nbytes for x in flat.values()),
+      path,
+      version,
+      extras['manifest'],
+      sum(x.nbytes for x in flat.values()),
       time.monotonic() - start,
     )
 

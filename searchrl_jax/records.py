@@ -28,6 +28,7 @@ position, everything else (passages, kinds, versions) by dictionary, and zstd
 compresses both.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import io
@@ -37,13 +38,12 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from ml_collections import ConfigDict
 
 from searchrl_jax.types import (
   Passage,
@@ -197,9 +197,7 @@ def _kept(path: pathlib.Path, line: bytes, step: int) -> bool:
   return int(match[1]) < step
 
 
-def step_file(
-  folder: pathlib.Path, step: int, part: str = ''
-) -> pathlib.Path:
+def step_file(folder: pathlib.Path, step: int, part: str = '') -> pathlib.Path:
   """Where the trajectories of a step are; `part` where it has several."""
   return folder / f'step_{step:08d}{part and f"_{part}"}.parquet'
 
@@ -238,30 +236,56 @@ def _list(element: pa.DataType) -> pa.DataType:
 
 
 _TEXT, _TEXTS = pa.string(), _list(pa.string())
-_QUESTION = pa.struct({
-  'id': _TEXT, 'text': _TEXT, 'answers': _TEXTS, 'source': _TEXT,
-  'hops': pa.int32(), 'supporting': _TEXTS, 'messages': _TEXT, 'meta': _TEXT,
-})
-_SEARCH = pa.struct({
-  'query': _TEXT, 'k': pa.int32(), 'turn': pa.int32(), 'step': pa.int32(),
-  'trajectory': _TEXT, 'seconds': pa.float64(),
-  'passages': _list(pa.struct({
-    'id': _TEXT, 'title': _TEXT, 'text': _TEXT, 'score': pa.float64(),
-  })),
-  'error': pa.struct({'kind': _TEXT, 'message': _TEXT}),
-})
-_ROW = pa.schema({
-  'step': pa.int32(), 'id': _TEXT, 'question': _QUESTION, 'role': _TEXT,
-  'sample': pa.int32(), 'end': _TEXT, 'turns': pa.int32(),
-  'invalid_actions': pa.int32(), 'seconds': pa.float64(), 'meta': _TEXT,
-  'reward': pa.float32(), 'valid': pa.bool_(),
-  'rewards': pa.map_(_TEXT, pa.float32()),
-  'earned': _list(pa.float32()), 'earned_at': _TEXT, 'kept': pa.bool_(),
-  'searches': _list(_SEARCH),
-})
-_SEGMENT = {
-  'author': _TEXT, 'kind': _TEXT, 'agent': _TEXT, 'train': pa.bool_()
-}
+_QUESTION = pa.struct(
+  {
+    'id': _TEXT,
+    'text': _TEXT,
+    'answers': _TEXTS,
+    'source': _TEXT,
+    'hops': pa.int32(),
+    'supporting': _TEXTS,
+    'messages': _TEXT,
+    'meta': _TEXT,
+  }
+)
+_SEARCH = pa.struct(
+  {
+    'query': _TEXT,
+    'k': pa.int32(),
+    'turn': pa.int32(),
+    'step': pa.int32(),
+    'trajectory': _TEXT,
+    'seconds': pa.float64(),
+    'passages': _list(
+      pa.struct(
+        {'id': _TEXT, 'title': _TEXT, 'text': _TEXT, 'score': pa.float64()}
+      )
+    ),
+    'error': pa.struct({'kind': _TEXT, 'message': _TEXT}),
+  }
+)
+_ROW = pa.schema(
+  {
+    'step': pa.int32(),
+    'id': _TEXT,
+    'question': _QUESTION,
+    'role': _TEXT,
+    'sample': pa.int32(),
+    'end': _TEXT,
+    'turns': pa.int32(),
+    'invalid_actions': pa.int32(),
+    'seconds': pa.float64(),
+    'meta': _TEXT,
+    'reward': pa.float32(),
+    'valid': pa.bool_(),
+    'rewards': pa.map_(_TEXT, pa.float32()),
+    'earned': _list(pa.float32()),
+    'earned_at': _TEXT,
+    'kept': pa.bool_(),
+    'searches': _list(_SEARCH),
+  }
+)
+_SEGMENT = {'author': _TEXT, 'kind': _TEXT, 'agent': _TEXT, 'train': pa.bool_()}
 _MADE = ('trainer_logps', 'advantages')  # by a step, of its trajectories
 _LOGPS = ('logps', 'trainer_logps')
 _TOKENS = ('ids', 'versions', 'logps', *_MADE)
@@ -289,10 +313,14 @@ def encode(records: Sequence[Record], exact: bool = False) -> bytes:
   leaves = {column.path for column in pq.read_metadata(out).schema}
   split = {p for p in leaves if p.endswith(_SPLIT)}
   pq.write_table(
-    table, out := io.BytesIO(), compression='zstd', compression_level=3,
+    table,
+    out := io.BytesIO(),
+    compression='zstd',
+    compression_level=3,
     use_dictionary=[*leaves - split],
     column_encoding=dict.fromkeys(split, 'BYTE_STREAM_SPLIT'),
-    dictionary_pagesize_limit=1 << 28, write_statistics=False,
+    dictionary_pagesize_limit=1 << 28,
+    write_statistics=False,
   )
   return out.getvalue()
 
@@ -305,7 +333,8 @@ def _row(record: Record) -> dict[str, Any]:
     **{name: getattr(t, name) for name in _TRAJECTORY},
     'id': t.id,
     'meta': json.dumps(plain(t.meta)),
-    'question': vars(q) | {
+    'question': vars(q)
+    | {
       'messages': json.dumps(plain(q.messages)),
       'meta': json.dumps(plain(q.meta)),
     },
@@ -319,7 +348,8 @@ def _search(search: SearchResult | SearchError) -> dict[str, Any]:
   if isinstance(search, SearchError):
     return out | {'error': {'kind': search.kind, 'message': search.message}}
   return out | {
-    'seconds': search.seconds, 'passages': [vars(p) for p in search.passages]
+    'seconds': search.seconds,
+    'passages': [vars(p) for p in search.passages],
   }
 
 
@@ -362,24 +392,28 @@ def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
   }
   for name in _TOKENS:
     parts = [s[name] for s in flat]
-    dtype = np.int32 if name in ('ids', 'versions') else (
-      np.float32 if exact and name in _LOGPS else np.float16
+    dtype = (
+      np.int32
+      if name in ('ids', 'versions')
+      else (np.float32 if exact and name in _LOGPS else np.float16)
     )
     known = [np.zeros(0, dtype), *(p for p in parts if p is not None)]
     values = np.concatenate(known)
     if dtype == np.float16:  # a sum of rewards may lie beyond its range
       values = values.clip(-65504, 65504)
     columns[name] = _nested(parts, pa.array(values.astype(dtype)))
-  return _nested(rows, pa.StructArray.from_arrays(
-    list(columns.values()), list(columns)
-  ))
+  return _nested(
+    rows, pa.StructArray.from_arrays(list(columns.values()), list(columns))
+  )
 
 
 def _nested(parts: Sequence, values: pa.Array) -> pa.Array:
   """Lists as long as `parts` of values in a row; null where a part is None."""
   ends = np.cumsum([0, *(0 if p is None else len(p) for p in parts)])
   return pa.ListArray.from_arrays(
-    pa.array(ends, pa.int32()), values, _list(values.type),
+    pa.array(ends, pa.int32()),
+    values,
+    _list(values.type),
     mask=pa.array([p is None for p in parts], pa.bool_()),
   )
 
@@ -396,8 +430,10 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
     files = [io.BytesIO(source)] if source else []
   else:
     source = pathlib.Path(source)
-    files = sorted(source.glob('step_*.parquet')) if source.is_dir() else (
-      [source] * source.exists()
+    files = (
+      sorted(source.glob('step_*.parquet'))
+      if source.is_dir()
+      else ([source] * source.exists())
     )
     if not files:
       raise RunError(
@@ -447,10 +483,14 @@ def _joined(segments, name: str) -> np.ndarray | None:
   """By token, NaN for segments without; None if no segment has any."""
   if all(more[name] is None for _, more in segments):
     return None
-  return np.concatenate([
-    np.full(len(s.ids), np.nan, np.float32) if more[name] is None
-    else more[name] for s, more in segments
-  ])
+  return np.concatenate(
+    [
+      np.full(len(s.ids), np.nan, np.float32)
+      if more[name] is None
+      else more[name]
+      for s, more in segments
+    ]
+  )
 
 
 def _unpack(array: pa.ListArray) -> list[list[tuple[Segment, dict]] | None]:
@@ -465,7 +505,8 @@ def _unpack(array: pa.ListArray) -> list[list[tuple[Segment, dict]] | None]:
       values = values.astype(np.float32)
     ends = lists.offsets.to_numpy()
     columns[name] = [
-      values[a:b] if known else None for known, a, b in zip(
+      values[a:b] if known else None
+      for known, a, b in zip(
         lists.is_valid().to_pylist(), ends[:-1], ends[1:], strict=True
       )
     ]
@@ -474,7 +515,8 @@ def _unpack(array: pa.ListArray) -> list[list[tuple[Segment, dict]] | None]:
   flat = [(Segment(**r), m) for r, m in zip(rows, more, strict=True)]
   ends = array.offsets.to_pylist()
   return [
-    flat[a:b] if known else None for known, a, b in zip(
+    flat[a:b] if known else None
+    for known, a, b in zip(
       array.is_valid().to_pylist(), ends[:-1], ends[1:], strict=True
     )
   ]

@@ -7,24 +7,17 @@ trajectory, so a search that is tried again finds it where it was.
 """
 
 import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from searchrl_jax import lookup
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
-from searchrl_jax.env import (
-  Action,
-  Done,
-  Generate,
-  Search,
-  SearchEnv,
-  State,
-)
+from searchrl_jax.env import Action, Done, Generate, Search, SearchEnv, State
 from searchrl_jax.sources.core import Source
 from searchrl_jax.types import (
   Group,
@@ -68,11 +61,14 @@ class RolloutStats:
 
   def __add__(self, other: 'RolloutStats') -> 'RolloutStats':
     """Of one rollout after the other."""
-    return RolloutStats(*(
-      a + b for a, b in zip(
-        dataclasses.astuple(self), dataclasses.astuple(other), strict=True
+    return RolloutStats(
+      *(
+        a + b
+        for a, b in zip(
+          dataclasses.astuple(self), dataclasses.astuple(other), strict=True
+        )
       )
-    ))
+    )
 
   def metrics(self) -> dict[str, float]:
     """For the log; 'rollout/in_flight' is a mean over the wall time."""
@@ -126,9 +122,7 @@ def greedy(config: ConfigDict) -> ConfigDict:
   return rollout
 
 
-def further(
-  config: ConfigDict, groups: Sequence[Group], n: int
-) -> ConfigDict:
+def further(config: ConfigDict, groups: Sequence[Group], n: int) -> ConfigDict:
   """config.rollout for n more questions of a step that has these groups.
 
   config.rollout.max_failed is a share of all of them.
@@ -188,7 +182,15 @@ async def rollout(
     closed.
   """
   run = _Run(
-    env, engine, source, config, seed, step, role, on_trajectory, on_event,
+    env,
+    engine,
+    source,
+    config,
+    seed,
+    step,
+    role,
+    on_trajectory,
+    on_event,
     ended or {},
   )
   begin = time.monotonic()
@@ -401,8 +403,7 @@ class _Run:
         f'{stats.failed} of {self.total} trajectories failed ('
         f'{stats.trajectories} have ended), more than '
         f'config.rollout.max_failed={self.config.max_failed} allows; the last '
-        'search error: '
-        + (error.message if error else 'none')
+        'search error: ' + (error.message if error else 'none')
       )
 
 

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from searchrl_jax import sharding
-from searchrl_jax import update
+from searchrl_jax import sharding, update
 from searchrl_jax.logps import head_logps
 from searchrl_jax.models import decoder
 
@@ -37,9 +36,16 @@ class Scorer:
   each shard of the mesh.
   """
 
-  def __init__(self, cfg: decoder.DecoderConfig, params: dict, *,
-               temperature: float, mesh=None, lengths: Sequence[int],
-               head_chunk: int):
+  def __init__(
+    self,
+    cfg: decoder.DecoderConfig,
+    params: dict,
+    *,
+    temperature: float,
+    mesh=None,
+    lengths: Sequence[int],
+    head_chunk: int,
+  ):
     """Compiles nothing yet.
 
     Args:
@@ -80,17 +86,17 @@ class Scorer:
     for length, members in buckets.items():
       B = self.lengths[-1] // length * self._shards
       for at in range(0, len(members), B):
-        part = members[at:at + B]
+        part = members[at : at + B]
         ids = np.zeros((B, length), np.int32)
         lengths = np.zeros((B,), np.int32)
         for b, i in enumerate(part):
           lengths[b] = len(rows[i])
-          ids[b, :lengths[b]] = rows[i]
-        found = np.asarray(self._program(
-          self.params, self._put(ids), self._put(lengths)
-        ))
+          ids[b, : lengths[b]] = rows[i]
+        found = np.asarray(
+          self._program(self.params, self._put(ids), self._put(lengths))
+        )
         for b, i in enumerate(part):
-          out[i] = Stats(*found[:, b, :lengths[b]])
+          out[i] = Stats(*found[:, b, : lengths[b]])
     return out
 
   def _put(self, x):
@@ -115,9 +121,7 @@ class Scorer:
     # In the dtype that the logits were made in, as they must cancel.
     w = w.astype(x.dtype).astype(jnp.float32)
     lean = jnp.sum(x.astype(jnp.float32) * (w[targets] - w.mean(0)), -1)
-    certainty = (
-      lean / self.temperature - logps - jnp.log(jnp.float32(len(w)))
-    )
+    certainty = lean / self.temperature - logps - jnp.log(jnp.float32(len(w)))
     stats = jnp.stack([logps, entropy, certainty]).reshape(3, B, T)
     return jnp.pad(
       stats[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=jnp.nan

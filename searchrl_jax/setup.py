@@ -4,46 +4,48 @@ Shared by train, sft, evaluate and ask, so that each of them shows only its
 own flow.
 """
 
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import json
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from configs import common as schema
-from searchrl_jax import checkpoint
-from searchrl_jax import lookup
-from searchrl_jax import objectives
-from searchrl_jax import optim
-from searchrl_jax import prompts
-from searchrl_jax import records
-from searchrl_jax import sharding
-from searchrl_jax import sync
+from searchrl_jax import (
+  checkpoint,
+  lookup,
+  objectives,
+  optim,
+  prompts,
+  records,
+  sharding,
+  sync,
+  update,
+)
 from searchrl_jax import tokenizer as tokenizers
-from searchrl_jax import update
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.data import core as data
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.models import critic as critics
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
-from searchrl_jax.sources import none
-from searchrl_jax.sources import simulated
-
+from searchrl_jax.sources import none, simulated
 
 # In a run folder.
 TOKENIZER = 'tokenizer'
 # What a model is; the other fields say how it is computed.
 _ARCHITECTURE = {f.name for f in dataclasses.fields(decoder.DecoderConfig)} - {
-  'dtype', 'remat', 'scan_unroll', 'attention',
+  'dtype',
+  'remat',
+  'scan_unroll',
+  'attention',
 }
 
 
@@ -73,12 +75,15 @@ def load_config(workdir: str) -> ConfigDict:
 
 def filled(fields: Mapping, neutral: Mapping) -> dict:
   """`fields`, and those of `neutral` that they lack."""
-  return {**neutral, **{
-    name: filled(value, neutral[name])
-    if isinstance(value, dict) and isinstance(neutral.get(name), dict)
-    else value
-    for name, value in fields.items()
-  }}
+  return {
+    **neutral,
+    **{
+      name: filled(value, neutral[name])
+      if isinstance(value, dict) and isinstance(neutral.get(name), dict)
+      else value
+      for name, value in fields.items()
+    },
+  }
 
 
 def from_dict(fields) -> ConfigDict:
@@ -114,8 +119,9 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   if kept.exists() and records.begun(workdir):
     return tokenizers.load(kept)
   name = config.model.tokenizer or config.model.path
-  if config.train.init and (pathlib.Path(config.train.init) / TOKENIZER
-                            ).exists():
+  if (
+    config.train.init and (pathlib.Path(config.train.init) / TOKENIZER).exists()
+  ):
     name = str(pathlib.Path(config.train.init) / TOKENIZER)
   lookup.require(
     name,
@@ -136,8 +142,9 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   return tokenizers.load(kept)
 
 
-def _write_tokenizer(name: str, config: ConfigDict, workdir: str,
-                     out: pathlib.Path) -> None:
+def _write_tokenizer(
+  name: str, config: ConfigDict, workdir: str, out: pathlib.Path
+) -> None:
   if name == 'world':
     world(config).tokenizer(out)
   elif name == 'bpe':
@@ -146,9 +153,10 @@ def _write_tokenizer(name: str, config: ConfigDict, workdir: str,
     texts = read_corpus(corpus(config, workdir)).contents
     tokenizers.train_bpe(texts, config.model.bpe_vocab, out)
   else:
-    name = local(name, 'config.model.' + (
-      'tokenizer' if config.model.tokenizer else 'path'
-    ))
+    name = local(
+      name,
+      'config.model.' + ('tokenizer' if config.model.tokenizer else 'path'),
+    )
     tokenizers.load(name).save(out)
     generation = pathlib.Path(name) / 'generation_config.json'
     if generation.exists():  # it names the tokens that end a turn
@@ -231,7 +239,9 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
 
   def fresh(key):
     return decoder.init_params(
-      cfg, key, scale=config.model.init_scale,
+      cfg,
+      key,
+      scale=config.model.init_scale,
       embed_scale=config.model.embed_scale,
     )
 
@@ -241,13 +251,15 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
 
 def saver(config: ConfigDict, workdir: str) -> checkpoint.Checkpointer:
   return checkpoint.Checkpointer(
-    pathlib.Path(workdir) / records.CHECKPOINTS, config.checkpoint.keep,
+    pathlib.Path(workdir) / records.CHECKPOINTS,
+    config.checkpoint.keep,
     config.checkpoint.best,
   )
 
 
-def restore_params(config: ConfigDict, workdir: str, cfg, mesh,
-                   which: str = 'latest') -> dict:
+def restore_params(
+  config: ConfigDict, workdir: str, cfg, mesh, which: str = 'latest'
+) -> dict:
   """The parameters of a run folder: 'latest', 'best', or a step.
 
   Raises:
@@ -255,13 +267,16 @@ def restore_params(config: ConfigDict, workdir: str, cfg, mesh,
   """
   kept = saver(config, workdir)
   restored = kept.restore(
-    {'state': {'params': shapes(cfg, mesh)}}, which, fingerprint=None,
+    {'state': {'params': shapes(cfg, mesh)}},
+    which,
+    fingerprint=None,
     partial=True,
   )
   # Arrays of the same shapes can still be of another model (rope_theta).
   saved = kept.meta(restored.step)['fingerprint']
   checkpoint.compare(
-    kept.folder, {k: v for k, v in saved.items() if k in _ARCHITECTURE},
+    kept.folder,
+    {k: v for k, v in saved.items() if k in _ARCHITECTURE},
     {k: v for k, v in dataclasses.asdict(cfg).items() if k in _ARCHITECTURE},
   )
   return restored.state['state']['params']
@@ -273,10 +288,12 @@ def shapes(cfg, mesh, model=decoder) -> dict:
   model: the module that has their table, `decoder` or `critic`.
   """
   shardings = decoder.flatten(model.param_shardings(cfg, mesh))
-  return decoder.nest({
-    path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
-    for path, (shape, _) in model.param_table(cfg).items()
-  })
+  return decoder.nest(
+    {
+      path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
+      for path, (shape, _) in model.param_table(cfg).items()
+    }
+  )
 
 
 def template(config: ConfigDict) -> prompts.Template:
@@ -308,8 +325,9 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
   )
 
 
-async def first_weights(config: ConfigDict, engine, cfg, params, mesh,
-                        canary) -> None:
+async def first_weights(
+  config: ConfigDict, engine, cfg, params, mesh, canary
+) -> None:
   """Gives a server its weights; an engine in process has them already.
 
   canary: int [n], ids to check them with, see `sync.sync_and_verify`.
@@ -317,13 +335,23 @@ async def first_weights(config: ConfigDict, engine, cfg, params, mesh,
   if engine.version is None:
     logps = sync.forward_logps(cfg, mesh)
     await sync.sync_and_verify(
-      engine, params, 0, canary, lambda ids: logps(params, ids),
+      engine,
+      params,
+      0,
+      canary,
+      lambda ids: logps(params, ids),
       config.engine.canary_tolerance,
     )
 
 
-def source(config: ConfigDict, url: str, engine=None, tok=None, mesh=None,
-           workdir: str = ''):
+def source(
+  config: ConfigDict,
+  url: str,
+  engine=None,
+  tok=None,
+  mesh=None,
+  workdir: str = '',
+):
   """The source that config.source.module names, on this URL.
 
   What follows is for a simulator: the policy's engine, as a function that
@@ -333,13 +361,15 @@ def source(config: ConfigDict, url: str, engine=None, tok=None, mesh=None,
   fields = config.source.copy_and_resolve_references()
   fields.url = url
   return module.make(
-    fields, seed=config.seed,
+    fields,
+    seed=config.seed,
     writer=lambda: simulator(config, engine, tok, mesh, workdir),
   )
 
 
-def simulator(config: ConfigDict, policy, tok, mesh,
-              workdir: str) -> simulated.Writer:
+def simulator(
+  config: ConfigDict, policy, tok, mesh, workdir: str
+) -> simulated.Writer:
   """Who writes documents: config.source.simulator.path on an engine of its
   own, or, without a path, the policy's engine.
 
@@ -465,7 +495,11 @@ def critic_updater(config: ConfigDict, cfg, mesh):
   fields.freeze = ''
   tx = optim.make(fields, max(optim.critic_updates(config), 1), like)
   return update.Updater(
-    theirs, config.batch, temperature=1.0, mesh=mesh, tx=tx,
+    theirs,
+    config.batch,
+    temperature=1.0,
+    mesh=mesh,
+    tx=tx,
     objective=objectives.value(config),
   ), like
 

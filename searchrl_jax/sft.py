@@ -12,24 +12,26 @@ as text, whatever they spell.
 """
 
 import asyncio
+from collections.abc import Sequence
 import dataclasses
 import re
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 import tqdm
 
-from searchrl_jax import batching
-from searchrl_jax import checks
-from searchrl_jax import command
-from searchrl_jax import lookup
-from searchrl_jax import objectives
-from searchrl_jax import optim
-from searchrl_jax import prompts
-from searchrl_jax import setup
-from searchrl_jax import update
+from searchrl_jax import (
+  batching,
+  checks,
+  command,
+  lookup,
+  objectives,
+  optim,
+  prompts,
+  setup,
+  update,
+)
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.env import Done, Search, SearchEnv
@@ -155,17 +157,22 @@ def examples(config, env, search) -> list[Trajectory]:
   if not traces:
     raise checks.ConfigError(
       'config.sft.data gives no trace'
-      + (' that is good, and config.sft.good_only asks for these'
-         if config.sft.good_only else '')
+      + (
+        ' that is good, and config.sft.good_only asks for these'
+        if config.sft.good_only
+        else ''
+      )
     )
   envs = {'': env} | {
     name: SearchEnv(
       env.tokenizer, prompts.load(name), env.config, env.prompt_mode, env.k
     )
-    for name in {t.template for t in traces} if name
+    for name in {t.template for t in traces}
+    if name
   }
   rendered = [
-    render(t, envs[t.template], i) for i, t in enumerate(
+    render(t, envs[t.template], i)
+    for i, t in enumerate(
       tqdm.tqdm(traces, 'traces', unit='trace', disable=None)
     )
   ]
@@ -208,7 +215,7 @@ def sft(config, workdir: str) -> dict[str, float]:
   lookup.require(
     config.source.module != simulated.SIMULATED,
     "config.source.module='simulated' in a warm start, whose traces read "
-    "what a search finds: give --config.source.module=service",
+    'what a search finds: give --config.source.module=service',
   )
   c = config.sft
   lookup.require(
@@ -231,12 +238,14 @@ def sft(config, workdir: str) -> dict[str, float]:
     asyncio.run(source.close())
 
   shapes = setup.shapes(cfg, mesh)
-  tx = optim.make(
-    setup.own_optim(config, config.sft), config.sft.steps, shapes
-  )
+  tx = optim.make(setup.own_optim(config, config.sft), config.sft.steps, shapes)
   updater = update.Updater(
-    cfg, config.batch, temperature=1.0, tx=tx,
-    objective=objectives.supervised(), mesh=mesh,
+    cfg,
+    config.batch,
+    temperature=1.0,
+    tx=tx,
+    objective=objectives.supervised(),
+    mesh=mesh,
   )
   saver = setup.saver(config, workdir)
   fingerprint = {'stage': 'sft', **dataclasses.asdict(cfg)}
@@ -251,11 +260,20 @@ def sft(config, workdir: str) -> dict[str, float]:
   steps = config.sft.steps
   lengths = np.array([len(t) for t in trajectories])
   rows = order(lengths, config.sft.rows, steps, config.seed)
-  with Writer(
-    workdir, config, step=step, steps=steps,
-    about={'devices': [str(d) for d in jax.devices()],
-           'parameters': cfg.n_params, 'traces': len(trajectories)},
-  ) as writer, Signals() as signals:
+  with (
+    Writer(
+      workdir,
+      config,
+      step=step,
+      steps=steps,
+      about={
+        'devices': [str(d) for d in jax.devices()],
+        'parameters': cfg.n_params,
+        'traces': len(trajectories),
+      },
+    ) as writer,
+    Signals() as signals,
+  ):
     updater.warmup(state, score=False)
     metrics, started = {}, time.monotonic()
     for at, chosen in enumerate(rows):
@@ -265,30 +283,42 @@ def sft(config, workdir: str) -> dict[str, float]:
         begin = time.monotonic()
         part = [trajectories[i] for i in chosen]
         (mini,) = batching.make(
-          part, np.ones(len(part), bool), np.arange(len(part)), config,
-          shards=updater.shards, need_logps=False, minibatches=1,
+          part,
+          np.ones(len(part), bool),
+          np.arange(len(part)),
+          config,
+          shards=updater.shards,
+          need_logps=False,
+          minibatches=1,
         )
         state, found = updater.step(state, mini)
         seconds = time.monotonic() - begin
       if not found['finite']:
         raise NonFinite(f'sft step {at}: the loss is not finite')
       tokens = sum(int(b.lengths.sum()) for b in mini)
-      metrics = writer.write(at, {
-        **{f'sft/{k}': v for k, v in found.items()},
-        'sft/tokens_per_second': tokens / seconds,
-      })
+      metrics = writer.write(
+        at,
+        {
+          **{f'sft/{k}': v for k, v in found.items()},
+          'sft/tokens_per_second': tokens / seconds,
+        },
+      )
       if (at + 1) % max(steps // 50, 1) == 0:
-        writer.progress(
-          metrics, loss='sft/nll', tok_s='sft/tokens_per_second'
-        )
+        writer.progress(metrics, loss='sft/nll', tok_s='sft/tokens_per_second')
       late = 0 < config.sft.seconds < time.monotonic() - started
       every = config.sft.save_every
-      if signals.stop or late or at + 1 == steps or (
-        every and (at + 1) % every == 0
+      if (
+        signals.stop
+        or late
+        or at + 1 == steps
+        or (every and (at + 1) % every == 0)
       ):
         with writer.timer('checkpoint'):
           saver.save(
-            at + 1, {'state': state}, extras={}, metrics={},
+            at + 1,
+            {'state': state},
+            extras={},
+            metrics={},
             fingerprint=fingerprint,
           )
       if signals.stop:

@@ -120,10 +120,12 @@ def by_rows(f, mesh: Mesh | None, rows: int, ins, outs):
     (ins, outs),
   )
   return jax.shard_map(
-    f, mesh=mesh, in_specs=ins, out_specs=outs,
-    axis_names={
-      a for a in AXES if a in RULES['batch'] or mesh.shape[a] == 1
-    }, check_vma=False,
+    f,
+    mesh=mesh,
+    in_specs=ins,
+    out_specs=outs,
+    axis_names={a for a in AXES if a in RULES['batch'] or mesh.shape[a] == 1},
+    check_vma=False,
   )
 
 

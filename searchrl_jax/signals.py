@@ -6,12 +6,11 @@ for them, or does not.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent import futures
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent import futures
-
 
 _log = logging.getLogger(__name__)
 
@@ -131,8 +130,7 @@ class Signals(Loop):
   def __enter__(self):
     super().__enter__()
     self._before = {
-      s: signal.signal(s, self._handle)
-      for s in (signal.SIGTERM, signal.SIGINT)
+      s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)
     }
     return self
 

@@ -4,8 +4,8 @@
 and a `Search` with results, until `Done`.
 """
 
-import dataclasses
 from collections.abc import Sequence
+import dataclasses
 
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.parser import Parser

@@ -17,7 +17,11 @@ import numpy as np
 
 from searchrl_jax.engines import checksum
 from searchrl_jax.engines.core import (
-  Engine, Sampling, SyncError, SyncReport, WeightsUpdate,
+  Engine,
+  Sampling,
+  SyncError,
+  SyncReport,
+  WeightsUpdate,
 )
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Prompt, Question
@@ -59,8 +63,12 @@ def compare(published: Mapping[str, str], loaded: Mapping[str, str]) -> None:
 
 
 async def sync_and_verify(
-  engine: Engine, params: dict, version: int, canary_ids: Sequence[int],
-  trainer_logps_fn: Callable, tolerance: float,
+  engine: Engine,
+  params: dict,
+  version: int,
+  canary_ids: Sequence[int],
+  trainer_logps_fn: Callable,
+  tolerance: float,
 ) -> SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
@@ -78,7 +86,7 @@ async def sync_and_verify(
   if len(canary) < 2 or len(canary) > room:
     raise SyncError(
       f'the canary has {len(canary)} tokens; it needs 2 to {room} '
-      '(the engine\'s max_len less what it generates)'
+      "(the engine's max_len less what it generates)"
     )
   published = manifest(params, engine.dtype)
   probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
@@ -90,8 +98,7 @@ async def sync_and_verify(
     report = await engine.sync(WeightsUpdate(params, version))
     if engine.version != version or report.version != version:
       raise SyncError(
-        f'version {version} was published; the engine reports '
-        f'{engine.version}'
+        f'version {version} was published; the engine reports {engine.version}'
       )
     compare(published, report.manifest)
     want = trainer_logps_fn(np.asarray(canary, np.int32))
@@ -122,7 +129,7 @@ async def _check_canary(engine, canary, want, tolerance) -> float:
   worst = _worst(got[1:], np.asarray(want)[1:])
   if not worst <= tolerance:
     raise SyncError(
-      f'canary: the engine\'s log-probs differ from the trainer\'s by {worst} '
+      f"canary: the engine's log-probs differ from the trainer's by {worst} "
       f'(config.engine.canary_tolerance={tolerance}) although it holds the '
       'same weights; compare dtype and attention of engine and trainer'
     )
@@ -146,7 +153,7 @@ async def _check_cache(engine, handle, canary, version, tolerance) -> None:
       f'{np.unique(done.versions)}, not {version}'
     )
   scored = await engine.score([*canary, *done.ids.tolist()])
-  worst = _worst(done.logps, scored[len(canary):])
+  worst = _worst(done.logps, scored[len(canary) :])
   if not worst <= tolerance:
     raise SyncError(
       f'a generation from a cached prefix differs from a full forward pass '

@@ -10,12 +10,12 @@ still parses added tokens that are not marked special, such as Qwen3's
 tags can be found without decoding whole sequences again.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 import functools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # transformers says on every import that torch is absent; nothing here needs
@@ -23,8 +23,8 @@ from typing import Any
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 import tokenizers
-import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+import transformers
 
 from searchrl_jax import lookup
 

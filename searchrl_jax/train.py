@@ -16,23 +16,24 @@ from absl import flags
 import jax
 import numpy as np
 
-from searchrl_jax import advantages
-from searchrl_jax import batching
-from searchrl_jax import checks
-from searchrl_jax import collector
-from searchrl_jax import command
-from searchrl_jax import credit
-from searchrl_jax import dryrun
-from searchrl_jax import flops
-from searchrl_jax import objectives
-from searchrl_jax import optim
-from searchrl_jax import setup
-from searchrl_jax import sync
-from searchrl_jax import update
+from searchrl_jax import (
+  advantages,
+  batching,
+  checks,
+  collector,
+  command,
+  credit,
+  dryrun,
+  flops,
+  objectives,
+  optim,
+  setup,
+  sync,
+  update,
+)
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.evaluators import health
-from searchrl_jax.evaluators import passk
+from searchrl_jax.evaluators import health, passk
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import further, greedy, rollout
 from searchrl_jax.signals import Mismatch, NonFinite, Signals, Stopped
@@ -73,12 +74,17 @@ def train(config, workdir: str) -> dict[str, float]:
   shapes = setup.shapes(cfg, mesh)
   tx = optim.make(config.optim, updates, shapes)
   updater = update.Updater(
-    cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
-    objective=objectives.policy(config), mesh=mesh,
+    cfg,
+    config.batch,
+    temperature=config.rollout.temperature,
+    tx=tx,
+    objective=objectives.policy(config),
+    mesh=mesh,
   )
   needs_ref = config.algorithm.kl != 'none'
   critic, critic_shapes = (
-    setup.critic_updater(config, cfg, mesh) if config.critic.lr
+    setup.critic_updater(config, cfg, mesh)
+    if config.critic.lr
     else (None, None)
   )
 
@@ -88,7 +94,8 @@ def train(config, workdir: str) -> dict[str, float]:
   fingerprint = {'stage': 'train', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
     like = {
-      'state': updater.abstract(shapes), 'ref': shapes if needs_ref else None
+      'state': updater.abstract(shapes),
+      'ref': shapes if needs_ref else None,
     }
     if critic:
       like['critic'] = critic.abstract(critic_shapes)
@@ -112,9 +119,14 @@ def train(config, workdir: str) -> dict[str, float]:
   with (
     setup.retrieval(config, workdir) as url,
     Writer(
-      workdir, config, step=step, steps=config.train.steps,
-      about={'devices': [str(d) for d in jax.devices()],
-             'parameters': cfg.n_params},
+      workdir,
+      config,
+      step=step,
+      steps=config.train.steps,
+      about={
+        'devices': [str(d) for d in jax.devices()],
+        'parameters': cfg.n_params,
+      },
     ) as writer,
     Signals() as signals,
   ):
@@ -129,12 +141,16 @@ def train(config, workdir: str) -> dict[str, float]:
     engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
     signals.at_exit(engine.shutdown)
     evaluator = heldout and passk.make(
-      config, heldout, env=env, engine=engine, source=source, writer=writer,
-      run=signals.run, judge=judge,
+      config,
+      heldout,
+      env=env,
+      engine=engine,
+      source=source,
+      writer=writer,
+      run=signals.run,
+      judge=judge,
     )
-    scores_old = (
-      updater.objective.needs_old or config.algorithm.kl == 'reward'
-    )
+    scores_old = updater.objective.needs_old or config.algorithm.kl == 'reward'
     with writer.timer('compile'):
       updater.warmup(state, score=scores_old or ref is not None)
       if critic:
@@ -149,13 +165,21 @@ def train(config, workdir: str) -> dict[str, float]:
     # step, and of the next ones if config.rollout.max_staleness is above 0.
     def play(questions, config_rollout=config.rollout, **step):
       return rollout(
-        questions, env=env, engine=engine, source=source,
-        config=config_rollout, seed=config.seed, **step,
+        questions,
+        env=env,
+        engine=engine,
+        source=source,
+        config=config_rollout,
+        seed=config.seed,
+        **step,
       )
 
     rollouts = collector.Collector(
-      signals, stream, play,
-      questions=config.rollout.questions, steps=config.train.steps,
+      signals,
+      stream,
+      play,
+      questions=config.rollout.questions,
+      steps=config.train.steps,
       max_staleness=config.rollout.max_staleness,
     )
     rollouts.restore(ended)
@@ -163,15 +187,20 @@ def train(config, workdir: str) -> dict[str, float]:
     # Trajectories -> rewards.
     def rewarded(groups):
       with writer.timer('reward'):
-        return signals.run(rewards.combine(
-          config.reward, groups,
-          rewards.RewardContext(step, env, tok, engine, source, judge),
-        ))
+        return signals.run(
+          rewards.combine(
+            config.reward,
+            groups,
+            rewards.RewardContext(step, env, tok, engine, source, judge),
+          )
+        )
 
     def keep(reward, groups):
       group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
       return group_ids, *batching.keep(
-        advantages.returns(reward.value), reward.valid, group_ids,
+        advantages.returns(reward.value),
+        reward.valid,
+        group_ids,
         drop_zero_variance=config.algorithm.drop_zero_variance,
       )
 
@@ -193,9 +222,9 @@ def train(config, workdir: str) -> dict[str, float]:
       baseline = None
       if 'greedy' in credit.needs(config.algorithm.advantage):
         with writer.timer('greedy'):
-          found = signals.run(play(
-            [g[0].question for g in groups], greedy(config), step=step
-          ))
+          found = signals.run(
+            play([g[0].question for g in groups], greedy(config), step=step)
+          )
         alone = rewarded(found.groups)
         baseline = np.where(
           alone.valid, advantages.returns(alone.value), np.nan
@@ -204,11 +233,16 @@ def train(config, workdir: str) -> dict[str, float]:
 
     def publish():
       with writer.timer('sync'):
-        return signals.finish(sync.sync_and_verify(
-          engine, state.params, step, canary,
-          lambda ids: trainer_logps(state.params, ids),
-          config.engine.canary_tolerance,
-        ))
+        return signals.finish(
+          sync.sync_and_verify(
+            engine,
+            state.params,
+            step,
+            canary,
+            lambda ids: trainer_logps(state.params, ids),
+            config.engine.canary_tolerance,
+          )
+        )
 
     def evaluate():
       with writer.timer('evaluate'):
@@ -223,10 +257,14 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('checkpoint'):
         writer.flush()
         saver.save(
-          step, {'state': state, 'ref': ref}
-          | ({'critic': critic_state} if critic else {}), metrics=metrics,
+          step,
+          {'state': state, 'ref': ref}
+          | ({'critic': critic_state} if critic else {}),
+          metrics=metrics,
           extras={
-            'stream': rollouts.cursor(), 'served': about, 'version': step
+            'stream': rollouts.cursor(),
+            'served': about,
+            'version': step,
           },
           arrays={'ended': np.frombuffer(ended, np.uint8)},
           fingerprint=fingerprint,
@@ -257,7 +295,11 @@ def train(config, workdir: str) -> dict[str, float]:
         values, valid = advantages.returns(reward.value), reward.valid
         group_ids, kept, counts = keep(reward, groups)
         batches = batching.make(
-          trajectories, kept, group_ids, config, shards=updater.shards,
+          trajectories,
+          kept,
+          group_ids,
+          config,
+          shards=updater.shards,
           seed=(config.seed, step),
         )
       # Log-probs before the step's first update, the reference's, values.
@@ -267,8 +309,16 @@ def train(config, workdir: str) -> dict[str, float]:
         refs = updater.scores(ref, batches) if ref is not None else none
         before = critic and critic.scores(critic_state.params, batches)
       given = credit.assign(
-        config, groups, reward, kept, group_ids, batches, old=old, ref=refs,
-        values=before, greedy=baseline,
+        config,
+        groups,
+        reward,
+        kept,
+        group_ids,
+        batches,
+        old=old,
+        ref=refs,
+        values=before,
+        greedy=baseline,
       )
 
       # Batch -> loss -> update.
@@ -280,9 +330,7 @@ def train(config, workdir: str) -> dict[str, float]:
           if critic:
             filled = batching.set_advantages(mini, given.targets)
             with writer.timer('critic'):
-              critic_state, found = critic.step(
-                critic_state, filled, before[i]
-              )
+              critic_state, found = critic.step(critic_state, filled, before[i])
             check_finite(found, workdir, step, filled)
             found = objectives.explained(found)
           if not alone:
@@ -308,22 +356,23 @@ def train(config, workdir: str) -> dict[str, float]:
         failure = e
 
       metrics = {
-        **{f'train/{k}': over(k)([m[k] for m in per_update])
-           for k in (per_update[0] if per_update else ())},
+        **{
+          f'train/{k}': over(k)([m[k] for m in per_update])
+          for k in (per_update[0] if per_update else ())
+        },
         **{f'train/{k}': v for k, v in given.metrics.items()},
-        **{f'reward/{k}': float(np.nanmean(v))
-           for k, v in reward.parts.items()},
+        **{
+          f'reward/{k}': float(np.nanmean(v)) for k, v in reward.parts.items()
+        },
         **{f'batch/{k}': v for k, v in counts.items()},
         **stats.metrics(),
         **health.signs(groups, env, values, valid),
-        **collector.staleness(
-          groups, step - 1, config.rollout.max_staleness
-        ),
+        **collector.staleness(groups, step - 1, config.rollout.max_staleness),
         'time/engine_idle': rollouts.idle_seconds(),
         'reward': float(values[valid].mean()) if valid.any() else 0.0,
-        'train/lr': float(optim.schedule(config.optim, updates)(
-          max(int(state.step) - 1, 0)
-        )),
+        'train/lr': float(
+          optim.schedule(config.optim, updates)(max(int(state.step) - 1, 0))
+        ),
         'train/mfu': done / seconds / peak if peak and seconds else 0.0,
         'sync/canary_max_diff': report.canary_max_diff if report else np.nan,
       }
@@ -351,10 +400,16 @@ def train(config, workdir: str) -> dict[str, float]:
       last = last or signals.stop or failure is not None
       with writer.timer('write'):
         writer.trajectories(
-          step - 1, groups, reward, kept=kept, advantages=given.advantages,
+          step - 1,
+          groups,
+          reward,
+          kept=kept,
+          advantages=given.advantages,
           trainer_logps=batching.rows(
             batches, old, batching.masks(trajectories)
-          ) if scores_old else None,
+          )
+          if scores_old
+          else None,
           every=config.log.trajectories_every,
         )
       # Before the save: a resume drops what is of steps that were not saved.
@@ -364,8 +419,12 @@ def train(config, workdir: str) -> dict[str, float]:
       if last or best or (every and step % every == 0):
         save(metrics)
       writer.progress(
-        metrics, reward='reward', em='reward/em', searches='health/searches',
-        tok_s='rollout/tokens_per_second', eval_em='eval/em',
+        metrics,
+        reward='reward',
+        em='reward/em',
+        searches='health/searches',
+        tok_s='rollout/tokens_per_second',
+        eval_em='eval/em',
       )
       if failure is not None:
         raise failure
@@ -403,7 +462,8 @@ def save_batch(workdir: str, step: int, batches) -> pathlib.Path:
   path = pathlib.Path(workdir) / f'nonfinite_step{step}.npz'
   arrays = {
     f'{i}/{name}': value
-    for i, b in enumerate(batches) for name, value in vars(b).items()
+    for i, b in enumerate(batches)
+    for name, value in vars(b).items()
   }
   np.savez(path, **arrays)
   return path
@@ -422,7 +482,8 @@ if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir()
   _DRY_RUN = flags.DEFINE_bool(
-    'dry_run', False,
+    'dry_run',
+    False,
     'Print memory for each device and the arithmetic prompts -> trajectories '
     '-> microbatches -> updates, then stop.',
   )

@@ -4,8 +4,8 @@ Axis letters: B sequences, G group, T tokens, P passages, n tokens of a
 segment. Nothing here imports JAX.
 """
 
-import dataclasses
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,7 @@ class Segment:
         )
 
 
-def joined(
-  segments: tuple[Segment, ...], new: Segment
-) -> tuple[Segment, ...]:
+def joined(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
   """Appends a segment, into the last one where nothing tells them apart."""
   if not len(new.ids):
     return segments

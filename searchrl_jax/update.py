@@ -57,7 +57,7 @@ def compaction(mask: np.ndarray, shards: int, room: int):
         f'config.batch.loss_fraction leaves room for {room}: make batches '
         'with batching.make for this config and mesh'
       )
-    index[s, :len(at)] = at
+    index[s, : len(at)] = at
     inverse[s, at] = np.arange(len(at))
   return index, inverse
 
@@ -75,12 +75,20 @@ class Updater:
     mesh: None for the default device alone.
   """
 
-  def __init__(self, cfg: decoder.DecoderConfig, batch_config, *,
-               temperature: float, tx: optax.GradientTransformation,
-               objective: Objective, mesh=None):
+  def __init__(
+    self,
+    cfg: decoder.DecoderConfig,
+    batch_config,
+    *,
+    temperature: float,
+    tx: optax.GradientTransformation,
+    objective: Objective,
+    mesh=None,
+  ):
     if temperature <= 0:
-      raise ValueError(f'temperature={temperature}: scoring needs a positive '
-                       'one')
+      raise ValueError(
+        f'temperature={temperature}: scoring needs a positive one'
+      )
     self.cfg, self.mesh, self.tx = cfg, mesh, tx
     self.batch_config, self.objective = batch_config, objective
     self.temperature = float(temperature)
@@ -116,7 +124,8 @@ class Updater:
     What a checkpoint is restored into: nothing is allocated twice.
     """
     state = TrainState(
-      shapes, jax.eval_shape(self.tx.init, shapes),
+      shapes,
+      jax.eval_shape(self.tx.init, shapes),
       jax.ShapeDtypeStruct((), jnp.int32),
     )
     layout = self.shardings(shapes)
@@ -124,7 +133,8 @@ class Updater:
       return state
     return jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      state, layout,
+      state,
+      layout,
     )
 
   def _param_shardings(self):
@@ -161,14 +171,16 @@ class Updater:
       ValueError: more loss tokens than the bucket's capacity (a batch not
         made by `batching` for this config and mesh).
     """
-    room = batching.capacity(
-      self.batch_config, batch.ids.shape[1], self.shards
-    )
+    room = batching.capacity(self.batch_config, batch.ids.shape[1], self.shards)
     index, inverse = compaction(batch.mask, self.shards, room)
     zeros = np.zeros(batch.ids.shape, np.float32)
     arrays = {
-      'ids': batch.ids, 'lengths': batch.lengths, 'mask': batch.mask,
-      'index': index, 'inverse': inverse, 'advantages': batch.advantages,
+      'ids': batch.ids,
+      'lengths': batch.lengths,
+      'mask': batch.mask,
+      'index': index,
+      'inverse': inverse,
+      'advantages': batch.advantages,
       'behaviour_logps': batch.behaviour_logps,
       'old': zeros if old is None else old,
       'ref': zeros if ref is None else ref,
@@ -176,9 +188,10 @@ class Updater:
     if self.mesh is None:
       return {k: jnp.asarray(v) for k, v in arrays.items()}
     return {
-      k: jax.device_put(v, sharding.named(
-        self.mesh, ('batch',) + (None,) * (v.ndim - 1), v.shape
-      ))
+      k: jax.device_put(
+        v,
+        sharding.named(self.mesh, ('batch',) + (None,) * (v.ndim - 1), v.shape),
+      )
       for k, v in arrays.items()
     }
 
@@ -188,9 +201,14 @@ class Updater:
     if self.objective.critic:
       return critic.token_values(params, self.cfg, arrays, self.mesh), None
     return token_logps(
-      params, self.cfg, arrays, temperature=self.temperature,
-      head_chunk=self.batch_config.head_chunk, mesh=self.mesh,
-      entropy=entropy, entropy_grad=self.objective.entropy_grad,
+      params,
+      self.cfg,
+      arrays,
+      temperature=self.temperature,
+      head_chunk=self.batch_config.head_chunk,
+      mesh=self.mesh,
+      entropy=entropy,
+      entropy_grad=self.objective.entropy_grad,
     )
 
   def loss(self, params, arrays: dict, divisor):
@@ -221,9 +239,7 @@ class Updater:
     # optax mixes its int32 counters with floats; our own code promotes
     # nothing by accident (tests run strictly).
     with jax.numpy_dtype_promotion('standard'):
-      updates, opt_state = self.tx.update(
-        grads, state.opt_state, state.params
-      )
+      updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     params = optax.apply_updates(state.params, updates)
@@ -257,13 +273,17 @@ class Updater:
   def _accumulate_program(self, params, acc, arrays, divisor):
     args = params, acc, arrays, divisor
     return self._program(
-      ('accumulate', arrays['ids'].shape[1]), self._accumulate, args,
-      donate=(1,), out=self._acc_shardings,
+      ('accumulate', arrays['ids'].shape[1]),
+      self._accumulate,
+      args,
+      donate=(1,),
+      out=self._acc_shardings,
     )
 
   def _apply_program(self, state, grads, loss):
     def out():
       return self.shardings(state.params), sharding.replicated(self.mesh)
+
     return self._program(
       ('apply', 0), self._apply, (state, grads, loss), donate=(0,), out=out
     )
@@ -271,8 +291,11 @@ class Updater:
   def _score_program(self, params, arrays):
     def score(params, arrays):
       return self._logps(params, arrays, False)[0]
+
     return self._program(
-      ('score', arrays['ids'].shape[1]), score, (params, arrays),
+      ('score', arrays['ids'].shape[1]),
+      score,
+      (params, arrays),
       out=lambda: arrays['mask'].sharding,
     )
 
@@ -319,8 +342,9 @@ class Updater:
     """`score` of every microbatch of some minibatches."""
     return [[self.score(params, b) for b in mini] for mini in minibatches]
 
-  def grads(self, state: TrainState, batches: Sequence[Batch], old=None,
-            ref=None):
+  def grads(
+    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
+  ):
     """Gradients of a minibatch, accumulated over its microbatches.
 
     Returns:
@@ -347,9 +371,9 @@ class Updater:
           'microbatch, from Updater.score'
         )
     none = [None] * len(batches)
-    divisor = np.float32(losses.denominator(
-      [b.mask for b in batches], o.aggregation, o.horizon
-    ))
+    divisor = np.float32(
+      losses.denominator([b.mask for b in batches], o.aggregation, o.horizon)
+    )
     params, acc = state.params, None
     for batch, before, reference in zip(
       batches, old or none, ref or none, strict=True
@@ -361,8 +385,9 @@ class Updater:
       acc = program(params, acc, arrays, divisor)
     return acc
 
-  def step(self, state: TrainState, batches: Sequence[Batch], old=None,
-           ref=None) -> tuple[TrainState, dict[str, float]]:
+  def step(
+    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
+  ) -> tuple[TrainState, dict[str, float]]:
     """One optimizer update from the microbatches of a minibatch.
 
     `state` is donated: use the returned one. old and ref are lists of [B, T],

@@ -16,6 +16,8 @@ next step waits until the last one is on disk, and gets its error. `flush`
 before a checkpoint, so that a resume finds all steps before its own.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 import contextlib
 import fcntl
 import importlib.metadata
@@ -28,12 +30,10 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent import futures
 from typing import Any, TextIO
 
-import numpy as np
 from ml_collections import ConfigDict
+import numpy as np
 
 from searchrl_jax.records import (
   JsonlFile,
@@ -198,13 +198,15 @@ class Writer:
       earned = {}
       if rewards is not None:
         earned = {
-          'reward': np.sum(rewards.value[i]), 'valid': rewards.valid[i],
+          'reward': np.sum(rewards.value[i]),
+          'valid': rewards.valid[i],
           'rewards': {k: v[i] for k, v in rewards.parts.items()},
         }
         if rewards.at != 'trajectory':
           earned |= {'earned': rewards.value[i], 'earned_at': rewards.at}
       for column, values in (
-        ('kept', kept), ('advantages', advantages),
+        ('kept', kept),
+        ('advantages', advantages),
         ('trainer_logps', trainer_logps),
       ):
         if values is not None:

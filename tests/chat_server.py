@@ -1,10 +1,10 @@
 """An OpenAI-compatible server of scripted replies, for tests."""
 
+from collections.abc import Callable, Iterator
 import contextlib
 import http.server
 import json
 import threading
-from collections.abc import Callable, Iterator
 
 
 class Chats:
@@ -62,13 +62,22 @@ def serve(script) -> Iterator[Chats]:
       elif isinstance(said, bytes):
         self._send(200, said)
       else:
-        self._send(200, {
-          'id': 'x', 'object': 'chat.completion', 'created': 0,
-          'model': body['model'], 'choices': [{
-            'index': 0, 'finish_reason': chats.finish,
-            'message': {'role': 'assistant', 'content': said},
-          }],
-        })
+        self._send(
+          200,
+          {
+            'id': 'x',
+            'object': 'chat.completion',
+            'created': 0,
+            'model': body['model'],
+            'choices': [
+              {
+                'index': 0,
+                'finish_reason': chats.finish,
+                'message': {'role': 'assistant', 'content': said},
+              }
+            ],
+          },
+        )
 
     def _send(self, status, body):
       data = body if isinstance(body, bytes) else json.dumps(body).encode()

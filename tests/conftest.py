@@ -35,15 +35,20 @@ hypothesis.settings.load_profile('untimed')
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Models and losses must not mix dtypes by accident.
 STRICT = (
-  'tests/models', 'tests/test_losses', 'tests/test_update',
-  'tests/test_advantages', 'tests/test_masked', 'tests/engines',
+  'tests/models',
+  'tests/test_losses',
+  'tests/test_update',
+  'tests/test_advantages',
+  'tests/test_masked',
+  'tests/engines',
 )
 
 
 @pytest.hookimpl(trylast=True)  # the workers have ended
 def pytest_sessionfinish(session, exitstatus):
   left = [
-    path for path in sorted(pathlib.Path(tempfile.gettempdir()).iterdir())
+    path
+    for path in sorted(pathlib.Path(tempfile.gettempdir()).iterdir())
     if not path.name.startswith(_COMPILED)
   ]
   # torch and vLLM, which the other suites run, keep caches there.
@@ -53,7 +58,9 @@ def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.get_plugin('terminalreporter')
     reporter.write_line(
       f'\nFAILED: the tests left {", ".join(path.name for path in left)} in '
-      'the temporary directory; use tmp_path, or remove it', red=True)
+      'the temporary directory; use tmp_path, or remove it',
+      red=True,
+    )
 
 
 def shared_data() -> pathlib.Path | None:
@@ -75,8 +82,8 @@ def data_dir() -> pathlib.Path:
 @pytest.fixture(scope='module')
 def url(tmp_path_factory):
   """A real retrieval server over the world of tests/tiny.py."""
-  from retrieval import process
   from experiments.worlds import microworld
+  from retrieval import process
   from tests import tiny
 
   folder = tmp_path_factory.mktemp('world')
@@ -93,5 +100,6 @@ def _strict_promotion(request):
     yield
     return
   import jax
+
   with jax.numpy_dtype_promotion('strict'):
     yield

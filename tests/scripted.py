@@ -7,15 +7,15 @@ import tempfile
 import numpy as np
 import pytest
 import tokenizers
-import transformers
 from tokenizers import decoders, models, pre_tokenizers
+import transformers
 
+from configs.common import base
 from searchrl_jax import env as envs
 from searchrl_jax import prompts
 from searchrl_jax import tokenizer as tokenizing
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.types import Passage, Question, SearchResult
-from configs.common import base
 from tests.conftest import shared_data
 
 TEXTS = (
@@ -120,9 +120,7 @@ def play(env, scripts, passages=(), question=QUESTION):
       event = sample(env, action, next(scripts))
       ids += event.ids.tolist()
     else:
-      event = [
-        SearchResult(r, tuple(passages[: r.k])) for r in action.requests
-      ]
+      event = [SearchResult(r, tuple(passages[: r.k])) for r in action.requests]
     snapshot = (before.segments, before.length, before.turn)
     state, action = env.step(before, event)
     assert snapshot == (before.segments, before.length, before.turn)

@@ -16,10 +16,12 @@ BATCH = dict(eps=1e-6, ddof=1)
 ROWS = {
   **{name: getattr(advantages, name) for name in WHOLE},
   'reinforce_pp_baseline': functools.partial(
-    advantages.reinforce_pp_baseline, **BATCH),
+    advantages.reinforce_pp_baseline, **BATCH
+  ),
   'lite_ppo': functools.partial(advantages.lite_ppo, **BATCH),
   'remax': lambda values, valid, group_ids: advantages.remax(
-    values, valid, group_ids, np.linspace(-1, 1, 8)),
+    values, valid, group_ids, np.linspace(-1, 1, 8)
+  ),
 }
 ALL = tuple(ROWS.values())
 GROUPED = tuple(ROWS[n] for n in advantages.NEEDS_GROUP)
@@ -103,9 +105,9 @@ def test_bad_values_are_named(fn):
 @settings(max_examples=40, deadline=None)
 @given(
   st.lists(
-    st.tuples(
-      st.floats(-10, 10, width=32), st.booleans(), st.integers(0, 3)
-    ), min_size=1, max_size=24,
+    st.tuples(st.floats(-10, 10, width=32), st.booleans(), st.integers(0, 3)),
+    min_size=1,
+    max_size=24,
   ),
   st.randoms(use_true_random=False),
 )
@@ -203,8 +205,10 @@ def test_golden_batch_deviations():
 def test_golden_remax():
   # Group 0 against 1, group 1 against 0.5, group 2 failed its greedy answer.
   got = advantages.remax(
-    np.array([1.0, 0, 2, 3]), np.array([True, True, True, True]),
-    np.array([1, 0, 0, 2]), np.array([1.0, 0.5, np.nan]),
+    np.array([1.0, 0, 2, 3]),
+    np.array([True, True, True, True]),
+    np.array([1, 0, 0, 2]),
+    np.array([1.0, 0.5, np.nan]),
   )
   np.testing.assert_allclose(got, [0.5, -1, 1, 0], rtol=1e-6)
   ok = np.ones(2, bool)
@@ -266,8 +270,9 @@ def tokens(seed, B=5):
   mask = [rng.random(n) < 0.6 for n in lengths]
   for m in mask:
     m[0] = False
-  values = [np.where(rng.random(n) < 0.4, rng.normal(size=n), 0.0)
-            for n in lengths]
+  values = [
+    np.where(rng.random(n) < 0.4, rng.normal(size=n), 0.0) for n in lengths
+  ]
   return values, mask, [rng.normal(size=n) for n in lengths]
 
 
@@ -276,9 +281,15 @@ GAE = dict(gamma=0.9, lam=0.7, eps=1e-8)
 
 def token_functions():
   """fn(values, valid, mask, critic) of those with a mask."""
+
   def gae(values, valid, mask, critic, whiten):
     return advantages.gae(
-      values, valid, np.zeros(len(mask), int), mask, critic, whiten=whiten,
+      values,
+      valid,
+      np.zeros(len(mask), int),
+      mask,
+      critic,
+      whiten=whiten,
       **GAE,
     )
 
@@ -288,7 +299,8 @@ def token_functions():
     )
 
   return [
-    functools.partial(gae, whiten=False), functools.partial(gae, whiten=True),
+    functools.partial(gae, whiten=False),
+    functools.partial(gae, whiten=True),
     whitened,
   ]
 
@@ -328,15 +340,16 @@ def test_properties_per_token(seed):
     for a, b in zip(again, pick(got)):
       np.testing.assert_array_equal(a, b)
     # Nor what the critic says off the loss tokens, nor rows not valid.
-    junk = [np.where(m & ok, v, np.nan)
-            for m, ok, v in zip(mask, valid, critic)]
+    junk = [
+      np.where(m & ok, v, np.nan) for m, ok, v in zip(mask, valid, critic)
+    ]
     other = [v if ok else v + 99 for ok, v in zip(valid, values)]
     for a, b in zip(fn(other, valid, mask, junk), got):
       np.testing.assert_array_equal(a, b)
     # Padding cannot show: arrays [B, T] give the same.
     padded = fn(pad(values), valid, pad(mask), pad(critic))
     for a, b in zip(padded, got):
-      np.testing.assert_allclose(a[:len(b)], b, rtol=1e-5, atol=1e-6)
+      np.testing.assert_allclose(a[: len(b)], b, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=15, deadline=None)
@@ -355,8 +368,9 @@ def test_observations_are_skipped_not_decayed_through(seed, extra):
   valid = np.ones(5, bool)
   for fn in token_functions():
     short = fn(values, valid, mask, critic)
-    long = fn(longer(values, 0.0), valid, longer(mask, False),
-              longer(critic, np.nan))
+    long = fn(
+      longer(values, 0.0), valid, longer(mask, False), longer(critic, np.nan)
+    )
     for a, b, m, n in zip(short, long, mask, longer(mask, False)):
       np.testing.assert_allclose(b[n], a[m], rtol=1e-5, atol=1e-6)
 
@@ -365,19 +379,23 @@ def test_gae_limits():
   """lam = gamma = 1: return less value; lam = 0: one step."""
   values, mask, critic = tokens(4)
   valid, g = np.ones(5, bool), np.zeros(5, int)
-  one = advantages.gae(values, valid, g, mask, critic, gamma=1.0, lam=1.0,
-                       whiten=False, eps=0.0)
+  one = advantages.gae(
+    values, valid, g, mask, critic, gamma=1.0, lam=1.0, whiten=False, eps=0.0
+  )
   for row, value, m, v in zip(one, values, mask, critic):
     at = np.flatnonzero(m)
     want = [value[t:].sum() - v[t] for t in at]
     np.testing.assert_allclose(row[m], want, rtol=1e-5, atol=1e-6)
-  step = advantages.gae(values, valid, g, mask, critic, gamma=0.5, lam=0.0,
-                        whiten=False, eps=0.0)
+  step = advantages.gae(
+    values, valid, g, mask, critic, gamma=0.5, lam=0.0, whiten=False, eps=0.0
+  )
   for row, value, m, v in zip(step, values, mask, critic):
     at = np.flatnonzero(m)
     follows = [*v[at][1:], 0.0]
-    want = [value[a:b].sum() + 0.5 * u - v[a]
-            for a, b, u in zip(at, [*at[1:], len(m)], follows)]
+    want = [
+      value[a:b].sum() + 0.5 * u - v[a]
+      for a, b, u in zip(at, [*at[1:], len(m)], follows)
+    ]
     np.testing.assert_allclose(row[m], want, rtol=1e-5, atol=1e-6)
   # With a critic that knows nothing: REINFORCE's returns to go.
   flat = advantages.lambda_returns(

@@ -51,35 +51,52 @@ def test_a_dict_passes_the_checks_or_is_refused_for_its_reason(name):
 
 
 def test_dr_grpo_runs_with_its_horizon():
-  checks.check(with_algorithm(
-    quickstart.get_config(), 'DR_GRPO', **{'algorithm.horizon': 72}
-  ))
+  checks.check(
+    with_algorithm(
+      quickstart.get_config(), 'DR_GRPO', **{'algorithm.horizon': 72}
+    )
+  )
 
 
-@pytest.mark.parametrize('name, change, message', [
-  ('LITE_PPO', {'rollout.group': 1}, 'rollout.group=1'),
-  ('REINFORCE_PP_BASELINE', {'rollout.group': 1}, 'rollout.group=1'),
-  ('CISPO', {'algorithm.clip_dual': 3.0}, 'clip_dual=3.0 has no effect'),
-  ('REINFORCE', {'algorithm.ratio': 'product'}, "ratio='product' has no"),
-  ('DAPO', {'algorithm.clip_dual': 0.5}, 'clip_dual=0.5: above 1'),
-  ('PPO', {'critic.lr': 1e-5, 'critic.clip': -1.0}, 'critic.clip=-1.0'),
-  ('PPO', {'critic.lr': 1e-5, 'critic.alone': 60}, 'critic.alone=60'),
-  ('GRPO', {'critic.alone': 5}, 'critic.alone=5.*0 where there is no critic'),
-  ('LITE_PPO', {'algorithm.kl': 'reward', 'algorithm.kl_coef': 0.1},
-   "kl='reward' with advantage='lite_ppo'"),
-  ('REMAX', {'algorithm.drop_zero_variance': True}, "advantage='remax'"),
-  ('REINFORCE', {'algorithm.drop_zero_variance': True, 'rollout.group': 1},
-   'drop_zero_variance leaves out'),
-  ('PPO', {'critic.lr': 1e-5, 'critic.schedule': 'step'},
-   "critic.schedule='step'"),
-  ('RLOO', {'critic.lr': 1e-5}, 'critic.lr=1e-05: advantage .rloo. has no'),
-  ('GSPO', {'rollout.refill': 2}, 'drop_zero_variance=False'),
-  ('DAPO', {'rollout.refill': 2, 'rollout.max_staleness': 1}, 'staleness=1'),
-  ('DAPO', {'rollout.refill': -1}, 'refill=-1'),
-  ('REINFORCE', {'algorithm.advantage': 'lite_ppo'}, "kw has no field 'eps'"),
-  ('LITE_PPO', {'algorithm.advantage': 'rloo'},
-   'kw.(eps|ddof) is no field of rloo'),
-])
+@pytest.mark.parametrize(
+  'name, change, message',
+  [
+    ('LITE_PPO', {'rollout.group': 1}, 'rollout.group=1'),
+    ('REINFORCE_PP_BASELINE', {'rollout.group': 1}, 'rollout.group=1'),
+    ('CISPO', {'algorithm.clip_dual': 3.0}, 'clip_dual=3.0 has no effect'),
+    ('REINFORCE', {'algorithm.ratio': 'product'}, "ratio='product' has no"),
+    ('DAPO', {'algorithm.clip_dual': 0.5}, 'clip_dual=0.5: above 1'),
+    ('PPO', {'critic.lr': 1e-5, 'critic.clip': -1.0}, 'critic.clip=-1.0'),
+    ('PPO', {'critic.lr': 1e-5, 'critic.alone': 60}, 'critic.alone=60'),
+    ('GRPO', {'critic.alone': 5}, 'critic.alone=5.*0 where there is no critic'),
+    (
+      'LITE_PPO',
+      {'algorithm.kl': 'reward', 'algorithm.kl_coef': 0.1},
+      "kl='reward' with advantage='lite_ppo'",
+    ),
+    ('REMAX', {'algorithm.drop_zero_variance': True}, "advantage='remax'"),
+    (
+      'REINFORCE',
+      {'algorithm.drop_zero_variance': True, 'rollout.group': 1},
+      'drop_zero_variance leaves out',
+    ),
+    (
+      'PPO',
+      {'critic.lr': 1e-5, 'critic.schedule': 'step'},
+      "critic.schedule='step'",
+    ),
+    ('RLOO', {'critic.lr': 1e-5}, 'critic.lr=1e-05: advantage .rloo. has no'),
+    ('GSPO', {'rollout.refill': 2}, 'drop_zero_variance=False'),
+    ('DAPO', {'rollout.refill': 2, 'rollout.max_staleness': 1}, 'staleness=1'),
+    ('DAPO', {'rollout.refill': -1}, 'refill=-1'),
+    ('REINFORCE', {'algorithm.advantage': 'lite_ppo'}, "kw has no field 'eps'"),
+    (
+      'LITE_PPO',
+      {'algorithm.advantage': 'rloo'},
+      'kw.(eps|ddof) is no field of rloo',
+    ),
+  ],
+)
 def test_what_cannot_work_is_refused_at_the_start(name, change, message):
   config = with_algorithm(quickstart.get_config(), name, **change)
   with pytest.raises(checks.ConfigError, match=message):
@@ -87,19 +104,19 @@ def test_what_cannot_work_is_refused_at_the_start(name, change, message):
 
 
 def test_ppo_runs_with_a_critic_and_dapo_with_rounds():
-  checks.check(with_algorithm(
-    quickstart.get_config(), 'PPO', **{'critic.lr': 1e-5}
-  ))
-  checks.check(with_algorithm(
-    quickstart.get_config(), 'DAPO', **{'rollout.refill': 2}
-  ))
+  checks.check(
+    with_algorithm(quickstart.get_config(), 'PPO', **{'critic.lr': 1e-5})
+  )
+  checks.check(
+    with_algorithm(quickstart.get_config(), 'DAPO', **{'rollout.refill': 2})
+  )
 
 
 def test_one_answer_a_question_will_do_without_groups():
   for name in ('REINFORCE', 'REINFORCE_PP'):
-    checks.check(with_algorithm(
-      quickstart.get_config(), name, **{'rollout.group': 1}
-    ))
+    checks.check(
+      with_algorithm(quickstart.get_config(), name, **{'rollout.group': 1})
+    )
 
 
 def case_config(name: str):
@@ -119,11 +136,14 @@ def case_config(name: str):
 def case_advantages(name: str, x) -> np.ndarray:
   """[B, 1], or [B, T] where each token has its own."""
   a = case_config(name).algorithm
-  arrays = {
-    'gae': [x['mask'], x['critic']], 'remax': [x['greedy']]
-  }.get(a.advantage, [])
+  arrays = {'gae': [x['mask'], x['critic']], 'remax': [x['greedy']]}.get(
+    a.advantage, []
+  )
   found = getattr(advantages, a.advantage)(
-    x['rewards'], np.ones(len(x['rewards']), bool), x['group_ids'], *arrays,
+    x['rewards'],
+    np.ones(len(x['rewards']), bool),
+    x['group_ids'],
+    *arrays,
     **a.advantage_kw,
   )
   found = np.stack(found)
@@ -134,8 +154,10 @@ def case_loss(name: str, x):
   """Our loss and its gradient to the log-probs [B, T]."""
   objective = objectives.policy(case_config(name))
   arrays = {
-    'mask': x['mask'], 'old': x['old_logps'],
-    'behaviour_logps': x['old_logps'], 'ref': x['ref_logps'],
+    'mask': x['mask'],
+    'old': x['old_logps'],
+    'behaviour_logps': x['old_logps'],
+    'ref': x['ref_logps'],
     'advantages': np.broadcast_to(case_advantages(name, x), x['mask'].shape),
   }
   arrays = {k: jnp.asarray(v) for k, v in arrays.items()}

@@ -30,18 +30,21 @@ def trajectory(question, sample, rng, n=None, end='answer'):
 
   def policy(m):
     return Segment(
-      rng.integers(10, 50, m).astype(np.int32), 'policy', 'think', train=True,
+      rng.integers(10, 50, m).astype(np.int32),
+      'policy',
+      'think',
+      train=True,
       logps=-rng.random(m).astype(np.float32),
       versions=np.full(m, 3, np.int32),
     )
 
   segments = (
-    Segment(np.ones(a, np.int32), 'prompt', 'other'), policy(b),
-    Segment(np.full(c, 2, np.int32), 'environment', 'information'), policy(d),
+    Segment(np.ones(a, np.int32), 'prompt', 'other'),
+    policy(b),
+    Segment(np.full(c, 2, np.int32), 'environment', 'information'),
+    policy(d),
   )
-  return Trajectory(
-    Question(question, 'x'), segments, (), end, sample=sample
-  )
+  return Trajectory(Question(question, 'x'), segments, (), end, sample=sample)
 
 
 def world(seed, questions=5, group=3):
@@ -71,12 +74,17 @@ def contents(batches):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]),
-       st.sampled_from([1, 2, 3]), st.sampled_from([0.1, 0.5, 1.0]))
+@given(
+  st.integers(0, 10**6),
+  st.sampled_from([1, 2, 4]),
+  st.sampled_from([1, 2, 3]),
+  st.sampled_from([0.1, 0.5, 1.0]),
+)
 def test_every_token_once(seed, shards, minibatches, fraction):
   ts, groups = world(seed)
-  c = config(**{'batch.loss_fraction': fraction,
-                'algorithm.minibatches': minibatches})
+  c = config(
+    **{'batch.loss_fraction': fraction, 'algorithm.minibatches': minibatches}
+  )
   made = batching.make(ts, np.ones(len(ts), bool), groups, c, shards=shards)
   assert len(made) == minibatches
   seen = {}
@@ -94,13 +102,15 @@ def test_every_token_once(seed, shards, minibatches, fraction):
   assert sorted(seen) == list(range(len(ts)))
   for i, t in enumerate(ts):
     mask = np.concatenate([np.full(len(s.ids), s.train) for s in t.segments])
-    logps = np.concatenate([
-      s.logps if s.train else np.zeros(len(s.ids), np.float32)
-      for s in t.segments
-    ])
-    versions = np.concatenate([
-      np.full(len(s.ids), 3 if s.train else -1, np.int32) for s in t.segments
-    ])
+    logps = np.concatenate(
+      [
+        s.logps if s.train else np.zeros(len(s.ids), np.float32)
+        for s in t.segments
+      ]
+    )
+    versions = np.concatenate(
+      [np.full(len(s.ids), 3 if s.train else -1, np.int32) for s in t.segments]
+    )
     ids = np.concatenate([s.ids for s in t.segments])
     want = ids, mask, logps.astype(np.float32), versions
     assert seen[i] == tuple(x.tobytes() for x in want)
@@ -131,9 +141,7 @@ def test_arrival_order_cannot_show(seed, random):
 def test_minibatches_change_with_the_seed():
   ts, groups = world(0, questions=8)
   ok = np.ones(len(ts), bool)
-  parts = [
-    batching.split(ts, ok, groups, 2, (0, step)) for step in range(6)
-  ]
+  parts = [batching.split(ts, ok, groups, 2, (0, step)) for step in range(6)]
   assert len({str(p) for p in parts}) > 1
   assert str(batching.split(ts, ok, groups, 2, (0, 0))) == str(parts[0])
   # Fewer groups than minibatches: no empty one.
@@ -151,12 +159,13 @@ def test_mask_follows_train_not_text():
   )
   row = batching.row_of(0, t, True)
   a, b = len(t.segments[0].ids), len(t.segments[1].ids)
-  assert row.mask[a:a + b].all() and not row.mask[a + b:a + 2 * b].any()
+  assert row.mask[a : a + b].all() and not row.mask[a + b : a + 2 * b].any()
 
 
 def test_first_token_is_never_in_the_loss():
-  s = Segment(np.arange(4), 'policy', 'think', train=True,
-              logps=np.zeros(4, np.float32))
+  s = Segment(
+    np.arange(4), 'policy', 'think', train=True, logps=np.zeros(4, np.float32)
+  )
   t = Trajectory(Question('q', ''), (s,), (), 'eos')
   np.testing.assert_array_equal(
     batching.row_of(0, t, True).mask, [False, True, True, True]
@@ -185,12 +194,12 @@ def test_keep():
   values = np.array([1.0, 0, 1, 1, 0, 9, 2, 2])
   valid = np.array([1, 1, 1, 1, 1, 0, 1, 0], bool)
   groups = np.array([0, 0, 1, 1, 2, 2, 3, 3])
-  kept, counts = batching.keep(
-    values, valid, groups, drop_zero_variance=False
-  )
+  kept, counts = batching.keep(values, valid, groups, drop_zero_variance=False)
   np.testing.assert_array_equal(kept, valid)
   assert counts == {
-    'groups': 4, 'groups_zero_variance': 3, 'trajectories_invalid': 2
+    'groups': 4,
+    'groups_zero_variance': 3,
+    'trajectories_invalid': 2,
   }
   kept, _ = batching.keep(values, valid, groups, drop_zero_variance=True)
   np.testing.assert_array_equal(np.flatnonzero(kept), [0, 1])
@@ -224,12 +233,12 @@ def test_rows_undo_the_batch():
     parts, [[b.behaviour_logps for b in mini] for mini in parts], masks
   )
   for i, t in enumerate(ts):
-    want = np.concatenate([
-      s.logps if s.train else np.zeros(len(s.ids)) for s in t.segments
-    ])
-    np.testing.assert_array_equal(masks[i], [
-      s.train for s in t.segments for _ in s.ids
-    ])
+    want = np.concatenate(
+      [s.logps if s.train else np.zeros(len(s.ids)) for s in t.segments]
+    )
+    np.testing.assert_array_equal(
+      masks[i], [s.train for s in t.segments for _ in s.ids]
+    )
     np.testing.assert_allclose(found[i], want * (i != 4), rtol=1e-6)
 
 
@@ -264,22 +273,26 @@ def test_errors():
   failed = trajectory('q', 1, rng, end='failed')
   with pytest.raises(ValueError, match='q/solver/1 failed'):
     batching.make([failed], [True], [0], config())
-  bare = dataclasses.replace(long, segments=tuple(
-    dataclasses.replace(s, logps=None) for s in long.segments
-  ))
+  bare = dataclasses.replace(
+    long,
+    segments=tuple(dataclasses.replace(s, logps=None) for s in long.segments),
+  )
   with pytest.raises(ValueError, match='long/solver/2: segment 1'):
     batching.row_of(0, bare, True)
   batching.row_of(0, bare, False)
 
 
-@pytest.mark.parametrize('field, value, message', [
-  ('env.max_tokens', 33, 'env.max_tokens=33 exceeds'),
-  ('batch.lengths', (16, 8, 32), 'increasing'),
-  ('batch.loss_fraction', 0.0, 'a share'),
-  ('batch.tokens', 0, 'config.batch.tokens=0'),
-  ('algorithm.minibatches', 33, 'between 1 and'),
-  ('algorithm.epochs', 0, 'config.algorithm.epochs=0'),
-])
+@pytest.mark.parametrize(
+  'field, value, message',
+  [
+    ('env.max_tokens', 33, 'env.max_tokens=33 exceeds'),
+    ('batch.lengths', (16, 8, 32), 'increasing'),
+    ('batch.loss_fraction', 0.0, 'a share'),
+    ('batch.tokens', 0, 'config.batch.tokens=0'),
+    ('algorithm.minibatches', 33, 'between 1 and'),
+    ('algorithm.epochs', 0, 'config.algorithm.epochs=0'),
+  ],
+)
 def test_check(field, value, message):
   batching.check(config())
   with pytest.raises(ValueError, match=message):
@@ -289,8 +302,9 @@ def test_check(field, value, message):
 def test_plan_golden():
   # 32 questions x 8 = 256 trajectories, 4 minibatches of 64; 64 tokens hold
   # 8 rows of 8 or 2 rows of 32: 8 to 32 microbatches.
-  plan = batching.plan(config(**{'algorithm.minibatches': 4,
-                                 'algorithm.epochs': 2}))
+  plan = batching.plan(
+    config(**{'algorithm.minibatches': 4, 'algorithm.epochs': 2})
+  )
   assert plan['trajectories'] == 256
   assert plan['trajectories_per_minibatch'] == 64
   assert plan['microbatch_shapes_rows_x_tokens'] == ((8, 8), (4, 16), (2, 32))

@@ -1,8 +1,8 @@
 import asyncio
 import threading
 
-import pytest
 from ml_collections import ConfigDict
+import pytest
 
 from configs import common
 from searchrl_jax.chat import Chat, ChatError
@@ -18,7 +18,9 @@ def config(url, **fields):
 async def reply(chat, **how):
   try:
     return await chat.reply(
-      [{'role': 'user', 'content': 'hello'}], max_tokens=9, temperature=0.5,
+      [{'role': 'user', 'content': 'hello'}],
+      max_tokens=9,
+      temperature=0.5,
       **how,
     )
   finally:
@@ -54,15 +56,25 @@ def test_no_reply_is_an_error_of_its_kind():
   replies = {'said': 'x'}
   with chat_server.serve(lambda body: replies['said']) as chats:
     for said, expected in (
-      (503, 'overloaded'), (429, 'overloaded'), (401, 'rejected'),
-      (404, 'rejected'), (b'<html>', 'bad_response'),
-      (b'{"choices": null}', 'bad_response'), (b'[]', 'bad_response'),
+      (503, 'overloaded'),
+      (429, 'overloaded'),
+      (401, 'rejected'),
+      (404, 'rejected'),
+      (b'<html>', 'bad_response'),
+      (b'{"choices": null}', 'bad_response'),
+      (b'[]', 'bad_response'),
       (None, 'unreachable'),
       # It answered: what it was asked is to blame.
-      (400, 'unusable'), (413, 'unusable'), (422, 'unusable'),
-      (b'{"choices": []}', 'unusable'), ('', 'unusable'), (' \n', 'unusable'),
-      (b'{"choices": [{"message": {"content": null, "refusal": "No."}}]}',
-       'unusable'),
+      (400, 'unusable'),
+      (413, 'unusable'),
+      (422, 'unusable'),
+      (b'{"choices": []}', 'unusable'),
+      ('', 'unusable'),
+      (' \n', 'unusable'),
+      (
+        b'{"choices": [{"message": {"content": null, "refusal": "No."}}]}',
+        'unusable',
+      ),
     ):
       replies['said'] = said
       assert kind(config(chats.url, model='m')) == expected, said
@@ -104,9 +116,9 @@ def test_no_more_requests_than_allowed_are_in_flight():
     return 'x'
 
   async def many(chat):
-    return await asyncio.gather(*(
-      chat.reply([], max_tokens=1, temperature=0.0) for _ in range(6)
-    ))
+    return await asyncio.gather(
+      *(chat.reply([], max_tokens=1, temperature=0.0) for _ in range(6))
+    )
 
   with chat_server.serve(said) as chats:
     c = config(chats.url, model='m', concurrency=2)
@@ -114,10 +126,18 @@ def test_no_more_requests_than_allowed_are_in_flight():
   assert chats.most == 2
 
 
-@pytest.mark.parametrize('body', [
-  b'<html>', b'[]', b'"x"', b'null', b'{"data": null}', b'{"data": 5}',
-  b'{"data": [{"name": "x"}]}',
-])
+@pytest.mark.parametrize(
+  'body',
+  [
+    b'<html>',
+    b'[]',
+    b'"x"',
+    b'null',
+    b'{"data": null}',
+    b'{"data": 5}',
+    b'{"data": [{"name": "x"}]}',
+  ],
+)
 def test_check_takes_nonsense_for_no_server(body):
   with chat_server.serve(lambda body: 'x') as chats:
     chats.models = body
@@ -142,6 +162,7 @@ def test_as_many_connections_as_requests_may_be_in_flight():
   async def limit():
     chat = Chat(config('http://127.0.0.1:9', concurrency=512))
     import openai
+
     client, _ = chat._client(openai)
     pool = client._client._transport._pool
     await chat.close()
@@ -164,15 +185,18 @@ def test_check_names_what_is_wrong():
     asyncio.run(Chat(config(url)).check())
 
 
-@pytest.mark.parametrize('fields, message', [
-  ({'url': 'localhost:8000'}, "judge.url='localhost:8000'"),
-  ({'url': 'http://127.0.0.1:99999'}, 'judge.url='),
-  ({'url': 'http://127.0.0.1:80OO'}, 'judge.url='),
-  ({'url': 'http://[::1'}, 'judge.url='),
-  ({'attempts': 0}, 'judge.attempts=0'),
-  ({'concurrency': 0}, 'judge.concurrency=0'),
-  ({'timeout': 0.0}, 'judge.timeout=0.0'),
-])
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'url': 'localhost:8000'}, "judge.url='localhost:8000'"),
+    ({'url': 'http://127.0.0.1:99999'}, 'judge.url='),
+    ({'url': 'http://127.0.0.1:80OO'}, 'judge.url='),
+    ({'url': 'http://[::1'}, 'judge.url='),
+    ({'attempts': 0}, 'judge.attempts=0'),
+    ({'concurrency': 0}, 'judge.concurrency=0'),
+    ({'timeout': 0.0}, 'judge.timeout=0.0'),
+  ],
+)
 def test_fields_that_cannot_be_are_named(fields, message):
   c = ConfigDict(config('http://127.0.0.1:1').to_dict() | fields)
   with pytest.raises(ValueError, match=message):

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from searchrl_jax import checkpoint
-from searchrl_jax import sharding
+from searchrl_jax import checkpoint, sharding
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FINGERPRINT = {'model': {'d_model': 64, 'tied': True}, 'seed': 0}
@@ -34,16 +33,22 @@ def state(seed=0, dtype=jnp.float32):
   }
   tx = optax.chain(
     optax.clip_by_global_norm(1.0),
-    optax.masked(optax.adamw(1e-3), {
-      'embed': True, 'layers': {'q': True, 'o': False, 'none': True},
-    }),
+    optax.masked(
+      optax.adamw(1e-3),
+      {'embed': True, 'layers': {'q': True, 'o': False, 'none': True}},
+    ),
   )
   opt = tx.init(params)
   grads = jax.tree.map(lambda x: jnp.ones_like(x) / 3, params)
   _, opt = tx.update(grads, opt, params)
   return {
-    'params': params, 'opt_state': opt, 'step': jnp.int32(7),
-    'rng': jax.random.key(seed), 'version': 11, 'lr': 0.1, 'flag': True,
+    'params': params,
+    'opt_state': opt,
+    'step': jnp.int32(7),
+    'rng': jax.random.key(seed),
+    'version': 11,
+    'lr': 0.1,
+    'flag': True,
     'host': np.arange(5, dtype=np.int64) << 40,
   }
 
@@ -55,7 +60,8 @@ def save(ckpt, step, tree, **kw):
 
 def raw(x):
   if isinstance(x, jax.Array) and jax.dtypes.issubdtype(
-      x.dtype, jax.dtypes.prng_key):
+    x.dtype, jax.dtypes.prng_key
+  ):
     x = jax.random.key_data(x)
   return type(x), np.asarray(x).dtype, np.asarray(x).tobytes()
 
@@ -75,8 +81,9 @@ def test_round_trip_is_bitwise_and_keeps_structure(tmp_path):
     'nothing': np.zeros((0, 2), np.int32),
     'logps': np.array([-0.0, np.nan, 1e-40], np.float32),
   }
-  seconds = save(ckpt, 5, tree, extras=extras, arrays=arrays,
-                 metrics={'eval/em': 0.5})
+  seconds = save(
+    ckpt, 5, tree, extras=extras, arrays=arrays, metrics={'eval/em': 0.5}
+  )
   assert 0 < seconds < 60
   got = ckpt.restore(state(seed=1), 'latest', fingerprint=FINGERPRINT)
   assert_same(got.state, tree)
@@ -91,13 +98,15 @@ def test_restores_from_shapes_alone(tmp_path):
   ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
   tree = state()
   save(ckpt, 1, tree)
-  shapes = jax.eval_shape(lambda: {
-    k: v for k, v in tree.items() if k not in ('version', 'lr', 'flag',
-                                              'host')
-  })
+  shapes = jax.eval_shape(
+    lambda: {
+      k: v
+      for k, v in tree.items()
+      if k not in ('version', 'lr', 'flag', 'host')
+    }
+  )
   shapes |= {k: tree[k] for k in ('version', 'lr', 'flag', 'host')}
-  assert_same(
-    ckpt.restore(shapes, 1, fingerprint=FINGERPRINT).state, tree)
+  assert_same(ckpt.restore(shapes, 1, fingerprint=FINGERPRINT).state, tree)
 
 
 def test_a_part_can_be_restored(tmp_path):
@@ -128,15 +137,16 @@ def test_keeps_the_last_and_the_best(tmp_path):
   best = ckpt.restore(tree, 'best', fingerprint=None)
   assert best.step == 5 and best.state['x'][0] == 5.0
   assert sorted(p.name for p in tmp_path.iterdir()) == [
-    '00000005', '00000007', '00000008']
+    '00000005',
+    '00000007',
+    '00000008',
+  ]
 
 
 @pytest.mark.parametrize('shape', [(1, 2, 4), (2, 4, 1), None])
 def test_reshards_on_restore(tmp_path, shape):
   specs = {'q': ('embed', 'heads'), 'norm': ('norm',)}
-  tree = {
-    'q': jnp.arange(64.0).reshape(8, 8), 'norm': jnp.arange(8.0) / 3,
-  }
+  tree = {'q': jnp.arange(64.0).reshape(8, 8), 'norm': jnp.arange(8.0) / 3}
   mesh = sharding.make_mesh(1, 4, 2)
   saved = {
     k: jax.device_put(v, sharding.named(mesh, specs[k], v.shape))
@@ -184,7 +194,7 @@ def test_another_model_or_config_is_named(tmp_path):
     ckpt.restore(typed, 1, fingerprint=None)
   more = {'params': tree['params'] | {'v': jnp.ones(1)}}
   with pytest.raises(
-    checkpoint.CheckpointError, match='state.params.v: absent there',
+    checkpoint.CheckpointError, match='state.params.v: absent there'
   ):
     ckpt.restore(more, 1, fingerprint=None)
 
@@ -227,7 +237,10 @@ def test_what_killed_processes_left_is_no_checkpoint(tmp_path):
   save(ckpt, 2, tree)
   assert ckpt.steps() == [1, 2]
   assert {p.name for p in tmp_path.iterdir()} == {
-    '00000001', '00000002', 'notes'}
+    '00000001',
+    '00000002',
+    'notes',
+  }
 
 
 def test_full_disk_is_clear_and_harmless(tmp_path):
@@ -257,14 +270,13 @@ def test_no_space_is_passed_on(tmp_path, monkeypatch):
   ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
   save(ckpt, 1, {'x': jnp.ones(2)})
   monkeypatch.setattr(checkpoint.ocp.JsonCheckpointHandler, 'save', write)
-  monkeypatch.setattr(
-    checkpoint.ocp.JsonCheckpointHandler, 'async_save', write)
+  monkeypatch.setattr(checkpoint.ocp.JsonCheckpointHandler, 'async_save', write)
   with pytest.raises(checkpoint.CheckpointError, match='No space left'):
     save(ckpt, 2, {'x': jnp.ones(2)})
   assert ckpt.steps() == [1]
 
 
-KILLED = '''
+KILLED = """
 import sys
 import jax.numpy as jnp
 from searchrl_jax import checkpoint
@@ -274,13 +286,15 @@ tree = {f'x{i}': jnp.full((2048, 2048), float(i)) for i in range(12)}
 ckpt.save(1, tree, **kw)
 print('saved', flush=True)
 ckpt.save(2, tree, **kw)
-'''
+"""
 
 
 def test_a_kill_in_the_middle_of_a_save(tmp_path):
   child = subprocess.Popen(
-    [sys.executable, '-c', KILLED, str(tmp_path)], cwd=ROOT,
-    stdout=subprocess.PIPE, text=True,
+    [sys.executable, '-c', KILLED, str(tmp_path)],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    text=True,
   )
   try:
     assert child.stdout.readline() == 'saved\n'
@@ -302,7 +316,7 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path):
   assert not list(tmp_path.glob('*.orbax*'))
 
 
-MEMORY = '''
+MEMORY = """
 import json, sys, jax, jax.numpy as jnp
 from searchrl_jax import checkpoint
 from tests import memory
@@ -321,15 +335,19 @@ with memory.Peak() as m:
   got = ckpt.restore(shapes, 1, fingerprint={})
 assert all(float(got.state[f'x{i}'][-1, -1, -1]) == 1 + i for i in range(8))
 print(json.dumps(out | dict(restore_seconds=got.seconds)))
-'''
+"""
 
 
 @pytest.mark.skipif(
-  not pathlib.Path('/proc/self/smaps_rollup').exists(), reason='Linux only')
+  not pathlib.Path('/proc/self/smaps_rollup').exists(), reason='Linux only'
+)
 def test_host_memory_of_a_save_of_one_gigabyte(tmp_path):
   out = subprocess.run(
-    [sys.executable, '-c', MEMORY, str(tmp_path)], cwd=ROOT, check=True,
-    stdout=subprocess.PIPE, text=True,
+    [sys.executable, '-c', MEMORY, str(tmp_path)],
+    cwd=ROOT,
+    check=True,
+    stdout=subprocess.PIPE,
+    text=True,
     env={'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu'},
   )
   got = json.loads(out.stdout.splitlines()[-1])

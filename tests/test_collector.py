@@ -36,7 +36,11 @@ class Stream:
 def trajectory(question, sample=0, end='answer', version=0, train=True):
   ids = np.array([5, 6], np.int32)
   segment = Segment(
-    ids, 'policy', 'answer', train=train, logps=np.float32([-0.1, -1 / 3]),
+    ids,
+    'policy',
+    'answer',
+    train=train,
+    logps=np.float32([-0.1, -1 / 3]),
     versions=np.full(2, version, np.int32),
   )
   return Trajectory(question, (segment,), (), end, sample=sample)
@@ -85,7 +89,8 @@ def test_steps_begin_as_many_versions_ahead_as_allowed(most):
     for step in range(6):
       found = rollouts.take(step)
       assert [g[0].question.id for g in found.groups] == [
-        f'q{2 * step}', f'q{2 * step + 1}'
+        f'q{2 * step}',
+        f'q{2 * step + 1}',
       ]
       # At the update of `step`: those of `most` steps beyond it, no more.
       wanted = list(range(min(step + most + 1, 6)))
@@ -234,12 +239,17 @@ def test_staleness_counts_the_tokens_that_are_trained_on():
   q = Question('q', 'who')
   groups = [
     (trajectory(q, version=7), trajectory(q, version=5)),
-    (trajectory(q, version=6), trajectory(q, version=1, end='failed'),
-     trajectory(q, version=2, train=False)),
+    (
+      trajectory(q, version=6),
+      trajectory(q, version=1, end='failed'),
+      trajectory(q, version=2, train=False),
+    ),
   ]
   assert collector.staleness(groups, 7, 2) == {
-    'staleness/mean': (0 + 2 + 1) / 3, 'staleness/max': 2.0,
-    'staleness/share_0': 1 / 3, 'staleness/share_1': 1 / 3,
+    'staleness/mean': (0 + 2 + 1) / 3,
+    'staleness/max': 2.0,
+    'staleness/share_0': 1 / 3,
+    'staleness/share_1': 1 / 3,
     'staleness/share_2': 1 / 3,
   }
   assert collector.staleness([], 7, 0)['staleness/mean'] == 0.0

@@ -19,27 +19,29 @@ from safetensors.numpy import load_file
 
 from configs import algorithms, common
 from experiments.quickstart import run as quickstart
-from searchrl_jax import ask
-from searchrl_jax import checks
+from searchrl_jax import (
+  ask,
+  checks,
+  dryrun,
+  evaluate,
+  export,
+  records,
+  setup,
+  sft,
+  train,
+)
 from searchrl_jax import command as commands
-from searchrl_jax import dryrun
-from searchrl_jax import evaluate
-from searchrl_jax import export
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import sft
-from searchrl_jax import train
 from searchrl_jax.checkpoint import CheckpointError
 from searchrl_jax.data import core as data
 from searchrl_jax.engines import device
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from searchrl_jax.types import Passage, Question
 from tests import tiny
 from tests.conftest import ROOT
 
 CONFIGS = sorted(
-  p.stem for p in (ROOT / 'configs').glob('*.py')
+  p.stem
+  for p in (ROOT / 'configs').glob('*.py')
   if p.stem not in ('__init__', 'common', 'algorithms')
 )
 
@@ -54,8 +56,10 @@ def command(module, *args, status=0, stdin='', package='searchrl_jax'):
   out, err = io.StringIO(), io.StringIO()
   argv = [f'{package}/{module}.py', *map(str, args)]
   with (
-    contextlib.chdir(ROOT), contextlib.redirect_stdout(out),
-    contextlib.redirect_stderr(err), mock.patch('sys.argv', argv),
+    contextlib.chdir(ROOT),
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+    mock.patch('sys.argv', argv),
     mock.patch('sys.stdin', io.StringIO(stdin)),
     mock.patch.dict(os.environ, COLUMNS='100'),
     # A module that is imported already is not to be warned of here.
@@ -77,8 +81,11 @@ def process(module, *args):
   """The same as a process of its own: (exit status, stdout, stderr)."""
   done = subprocess.run(
     [sys.executable, '-m', f'searchrl_jax.{module}', *map(str, args)],
-    cwd=ROOT, env=dict(os.environ, XLA_FLAGS=''), capture_output=True,
-    text=True, timeout=240,
+    cwd=ROOT,
+    env=dict(os.environ, XLA_FLAGS=''),
+    capture_output=True,
+    text=True,
+    timeout=240,
   )
   return done.returncode, done.stdout, done.stderr
 
@@ -107,10 +114,21 @@ def run(tmp_path_factory):
 def test_quickstart_writes_what_it_promises(run):
   folder, summary = run
   for name in (
-    'em_before', 'em_after', 'ci95_before', 'ci95_after', 'em_one_hop',
-    'em_two_hop', 'em_sft_only', 'em_no_search', 'em_shuffled_passages',
-    'em_majority_answer', 'parse_rate_before', 'n_eval',
-    'searches_per_question', 'seconds_total', 'bars',
+    'em_before',
+    'em_after',
+    'ci95_before',
+    'ci95_after',
+    'em_one_hop',
+    'em_two_hop',
+    'em_sft_only',
+    'em_no_search',
+    'em_shuffled_passages',
+    'em_majority_answer',
+    'parse_rate_before',
+    'n_eval',
+    'searches_per_question',
+    'seconds_total',
+    'bars',
   ):
     assert summary[name] is not None, name
   assert json.loads((folder / 'summary.json').read_text()) == summary
@@ -121,9 +139,12 @@ def test_quickstart_writes_what_it_promises(run):
 
 def test_evaluate_on_a_run_and_on_another_world(run):
   folder, _ = run
-  out, _ = command('evaluate', f'--workdir={folder}',
-                   '--config.data.world_seed=9',
-                   '--config.data.eval.micro.n=2')
+  out, _ = command(
+    'evaluate',
+    f'--workdir={folder}',
+    '--config.data.world_seed=9',
+    '--config.data.eval.micro.n=2',
+  )
   assert 'exact match' in out and 'searches per question' in out
   where = pathlib.Path(out.rsplit('trajectories and figures: ')[1].strip())
   record = next(records.read(where / 'eval'))
@@ -133,8 +154,9 @@ def test_evaluate_on_a_run_and_on_another_world(run):
 
 def test_ask_prints_the_answer(run):
   folder, _ = run
-  out, _ = command('ask', f'--workdir={folder}',
-                   'What is the craft of Nobody Here?')
+  out, _ = command(
+    'ask', f'--workdir={folder}', 'What is the craft of Nobody Here?'
+  )
   assert 'What is the craft of Nobody Here?' in out
   assert 'answer' in out
 
@@ -169,32 +191,43 @@ def test_help_helps():
   assert status == 1
   assert '--workdir' in out and '--config' in out and '--[no]dry_run' in out
   for name in (
-    'searchrl_jax.train', 'searchrl_jax.sft', 'searchrl_jax.evaluate',
-    'searchrl_jax.ask', 'searchrl_jax.export', 'experiments.quickstart.run',
+    'searchrl_jax.train',
+    'searchrl_jax.sft',
+    'searchrl_jax.evaluate',
+    'searchrl_jax.ask',
+    'searchrl_jax.export',
+    'experiments.quickstart.run',
   ):
     assert f'python -m {name}' in importlib.import_module(name).__doc__
 
 
-@pytest.mark.parametrize('args, message', [
-  (['--config.optim.lrr=1'], 'Did you mean "lr"'),
-  (['--config.optm.lr=1'], 'Did you mean "optim"'),
-  (['--config.optim.lr=fast'], 'fast'),
-  (['--config.rollout.group=1'], 'rollout.group'),
-  (['--config.model.path=/nowhere', '--config.model.tokenizer='],
-   'no such folder'),
-  (['--config.model.path=/nowhere'], 'needs the tokenizer it was trained'),
-  (['--config.train.init=runs/wram'], "config.train.init='runs/wram'"),
-  (['--config.source.url=http://127.0.0.1:80OO'], 'config.source.url'),
-  (['--config.source.module=shuffled'], 'no function make'),
-  (['--config.source.url=http://127.0.0.1:9',
-    '--config.source.attempts=1'], '127.0.0.1:9'),
-  (['--config.data.train.micro.spilt=x'], 'spilt'),
-  (['--config.engine.module=jax_sampller'], "did you mean 'jax_sampler'"),
-  (['--config=configs/quickstar.py'], "did you mean 'configs/quickstart.py'"),
-  (['--config=configs/quickstart.py:sed=1'], 'did you mean: seed'),
-  (['--workdr=x'], 'workdir'),
-  (['stray'], 'unexpected argument'),
-])
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['--config.optim.lrr=1'], 'Did you mean "lr"'),
+    (['--config.optm.lr=1'], 'Did you mean "optim"'),
+    (['--config.optim.lr=fast'], 'fast'),
+    (['--config.rollout.group=1'], 'rollout.group'),
+    (
+      ['--config.model.path=/nowhere', '--config.model.tokenizer='],
+      'no such folder',
+    ),
+    (['--config.model.path=/nowhere'], 'needs the tokenizer it was trained'),
+    (['--config.train.init=runs/wram'], "config.train.init='runs/wram'"),
+    (['--config.source.url=http://127.0.0.1:80OO'], 'config.source.url'),
+    (['--config.source.module=shuffled'], 'no function make'),
+    (
+      ['--config.source.url=http://127.0.0.1:9', '--config.source.attempts=1'],
+      '127.0.0.1:9',
+    ),
+    (['--config.data.train.micro.spilt=x'], 'spilt'),
+    (['--config.engine.module=jax_sampller'], "did you mean 'jax_sampler'"),
+    (['--config=configs/quickstar.py'], "did you mean 'configs/quickstart.py'"),
+    (['--config=configs/quickstart.py:sed=1'], 'did you mean: seed'),
+    (['--workdr=x'], 'workdir'),
+    (['stray'], 'unexpected argument'),
+  ],
+)
 def test_errors_are_one_line_that_names_the_mend(tmp_path, args, message):
   # In whatever order: a field may stand before --config.
   if not args[0].startswith('--config='):
@@ -209,8 +242,11 @@ def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
     'searchrl_jax.dryrun.report', side_effect=commands.Stopped('saved')
   ):
     _, err = command(
-      'train', '--config=configs/quickstart.py', f'--workdir={tmp_path}',
-      '--dry_run', status=143,
+      'train',
+      '--config=configs/quickstart.py',
+      f'--workdir={tmp_path}',
+      '--dry_run',
+      status=143,
     )
   assert err == 'saved\n'
 
@@ -221,10 +257,17 @@ def test_a_table_for_each_evaluation(capsys):
 
   values = {
     f'{label}/{name}{part}': v
-    for label, n in (('eval', 4), ('eval/hops=1', 2), ('eval/hops=2', 2),
-                     ('eval/source=one', 2), ('shuffled', 4))
-    for name, value in (('em', 0.5 + 0.25 * label.endswith('2')),
-                        ('tokens', 23.456))
+    for label, n in (
+      ('eval', 4),
+      ('eval/hops=1', 2),
+      ('eval/hops=2', 2),
+      ('eval/source=one', 2),
+      ('shuffled', 4),
+    )
+    for name, value in (
+      ('em', 0.5 + 0.25 * label.endswith('2')),
+      ('tokens', 23.456),
+    )
     for part, v in score(value, n).items()
   }
   values['eval/hops=1/em'] = values['eval/source=one/em'] = 0.25
@@ -238,7 +281,9 @@ def test_a_table_for_each_evaluation(capsys):
 
 def test_a_process_exits_with_two(tmp_path):
   status, out, err = process(
-    'sft', '--config=configs/quickstart.py', f'--workdir={tmp_path}',
+    'sft',
+    '--config=configs/quickstart.py',
+    f'--workdir={tmp_path}',
     '--config.env.template=nowhere',
   )
   assert status == 2 and not out
@@ -297,7 +342,8 @@ def test_dry_run_counts_a_critic():
   }
   size = setup.model_config(config, 700).n_params + 32 + 1  # the value head
   assert lines['critic: parameters, optimizer, gradients'] == (
-    f'{4 * 4 * size / 2**20:,.1f}')
+    f'{4 * 4 * size / 2**20:,.1f}'
+  )
   assert 'critic' not in without
 
 
@@ -324,7 +370,8 @@ def test_dry_run_counts_the_engine_as_it_lies_on_the_mesh():
   assert ratio('engine: weights') == pytest.approx(1 / 2, rel=0.05)
   assert ratio('parameters (float32)') == pytest.approx(1 / 4, rel=0.05)
   assert ratio('engine: cache, 64 slots x 2048 tokens') == pytest.approx(
-    1 / 8, rel=0.05)
+    1 / 8, rel=0.05
+  )
   tokens = config.env.max_observation_tokens
   name = f'texts of {tokens} tokens prefilled together'
   # 4 x 32 tokens hold 2 texts of 48; of 4 parts each takes at least 1.
@@ -358,7 +405,8 @@ def test_dry_run_counts(tmp_path):
   # 4 questions x 2 trajectories in microbatches of 384 / 96 = 4 rows.
   lines = {
     ' '.join(words[:-1]): words[-1]
-    for words in map(str.split, text.splitlines()) if words
+    for words in map(str.split, text.splitlines())
+    if words
   }
   assert lines['trajectories'] == '8'
   assert lines['microbatches per update most'] == '2'
@@ -378,10 +426,16 @@ def trace():
   # In the words of a generated world, which the tokenizer knows.
   question = Question('q', 'Who ?', ('drummer',))
   passage = Passage('1', 'craft', 'craft drummer .')
-  return data.Trace(question, (
-    ('think', 'find'), ('search', 'craft'), ('information', (passage,)),
-    ('think', 'craft drummer'), ('answer', 'drummer'),
-  ))
+  return data.Trace(
+    question,
+    (
+      ('think', 'find'),
+      ('search', 'craft'),
+      ('information', (passage,)),
+      ('think', 'craft drummer'),
+      ('answer', 'drummer'),
+    ),
+  )
 
 
 def test_a_warm_start_without_traces_says_so(run, tmp_path):
@@ -406,8 +460,9 @@ def test_a_folder_keeps_to_its_stage(run, tmp_path):
 def test_evaluation_leaves_a_runs_logs_alone(run, tmp_path):
   folder, _ = run
   before = (folder / 'metrics.jsonl').read_text()
-  _, err = command('evaluate', f'--workdir={folder}', f'--out={folder}',
-                   status=2)
+  _, err = command(
+    'evaluate', f'--workdir={folder}', f'--out={folder}', status=2
+  )
   assert 'is the folder of a run' in err
   assert (folder / 'metrics.jsonl').read_text() == before
 
@@ -439,9 +494,14 @@ def test_a_trace_becomes_what_the_environment_would_have_seen(tmp_path):
   made = sft.render(trace(), env, 3)
   assert made.end == 'answer' and made.sample == 3
   assert [(s.author, s.kind) for s in made.segments] == [
-    ('prompt', 'other'), ('policy', 'think'), ('policy', 'other'),
-    ('policy', 'search'), ('environment', 'information'), ('policy', 'think'),
-    ('policy', 'other'), ('policy', 'answer'),
+    ('prompt', 'other'),
+    ('policy', 'think'),
+    ('policy', 'other'),
+    ('policy', 'search'),
+    ('environment', 'information'),
+    ('policy', 'think'),
+    ('policy', 'other'),
+    ('policy', 'answer'),
   ]
   assert env.answer(made) == 'drummer'
   assert all(s.train == (s.author == 'policy') for s in made.segments)

@@ -15,8 +15,14 @@ RECIPES = {
   'seven': ('', FULL),
   'ssp': ('', 'arm=golds', FULL),
   'ssrl': ('', FULL),
-  'ttrl': ('', 'base=ssrl', 'base=math', FULL, f'{FULL},base=ssrl',
-           f'{FULL},base=math,path=AIME,heldout=AMC'),
+  'ttrl': (
+    '',
+    'base=ssrl',
+    'base=math',
+    FULL,
+    f'{FULL},base=ssrl',
+    f'{FULL},base=math,path=AIME,heldout=AMC',
+  ),
   'wiki_nq': ('', FULL),
   'zerosearch': ('', 'learns=simulator', FULL),
 }
@@ -42,9 +48,10 @@ def test_no_recipe_selects_by_what_it_reports(name, arg):
   assert c.checkpoint.best == '' and c.checkpoint.every >= 5
 
 
-@pytest.mark.parametrize('best', [
-  'eval/em', 'eval/f1', 'eval/set=micro', 'reward/em', 'eval/hops=2/em',
-])
+@pytest.mark.parametrize(
+  'best',
+  ['eval/em', 'eval/f1', 'eval/set=micro', 'reward/em', 'eval/hops=2/em'],
+)
 def test_selecting_by_all_that_is_reported_is_refused(best):
   c = tiny.config()
   c.checkpoint.best = best

@@ -10,15 +10,25 @@ from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
 def trajectory(q: int, sample: int) -> Trajectory:
   """Five tokens: a prompt of 1, 2 of the policy, 1 read, 1 of the policy."""
+
   def segment(ids, author, train):
     logps = np.full(len(ids), -1.0, np.float32) if train else None
-    return Segment(np.array(ids, np.int32), author, 'other', train=train,
-                   logps=logps)
+    return Segment(
+      np.array(ids, np.int32), author, 'other', train=train, logps=logps
+    )
 
-  return Trajectory(Question(f'q{q}', ''), (
-    segment([1], 'prompt', False), segment([2, 3], 'policy', True),
-    segment([4], 'environment', False), segment([5], 'policy', True),
-  ), (), 'answer', sample=sample)
+  return Trajectory(
+    Question(f'q{q}', ''),
+    (
+      segment([1], 'prompt', False),
+      segment([2, 3], 'policy', True),
+      segment([4], 'environment', False),
+      segment([5], 'policy', True),
+    ),
+    (),
+    'answer',
+    sample=sample,
+  )
 
 
 GROUPS = [tuple(trajectory(q, s) for s in range(2)) for q in range(2)]
@@ -52,9 +62,16 @@ def arrays(minibatches, per_row):
 
 def test_every_array_has_who_takes_it():
   assert {name: credit.needs(name) for name in advantages.FUNCTIONS} == {
-    'grpo': (), 'dr_grpo': (), 'rloo': (), 'reinforce': (), 'whitened': (),
-    'whitened_tokens': ('mask',), 'reinforce_pp_baseline': (),
-    'lite_ppo': (), 'remax': ('greedy',), 'gae': ('mask', 'critic'),
+    'grpo': (),
+    'dr_grpo': (),
+    'rloo': (),
+    'reinforce': (),
+    'whitened': (),
+    'whitened_tokens': ('mask',),
+    'reinforce_pp_baseline': (),
+    'lite_ppo': (),
+    'remax': ('greedy',),
+    'gae': ('mask', 'critic'),
   }
 
 
@@ -66,7 +83,15 @@ def test_whole_trajectories_see_returns_less_the_kl_of_all_their_tokens():
   old = arrays(minis, [np.full(5, -1.0)] * 4)
   ref = arrays(minis, [np.full(5, -1.5)] * 2 + [np.full(5, -2.0)] * 2)
   found = credit.assign(
-    c, GROUPS, reward, kept, IDS, minis, old=old, ref=ref, values=None,
+    c,
+    GROUPS,
+    reward,
+    kept,
+    IDS,
+    minis,
+    old=old,
+    ref=ref,
+    values=None,
     greedy=None,
   )
   np.testing.assert_allclose(found.advantages, [1, -1, 0, 0], atol=1e-6)
@@ -88,7 +113,15 @@ def test_gae_sees_what_each_token_earned_and_its_own_kl():
   ref = arrays(minis, [np.full(5, -1.5)] * 4)
   values = arrays(minis, [np.full(5, 0.5)] * 4)
   found = credit.assign(
-    c, GROUPS, reward, kept, IDS, minis, old=old, ref=ref, values=values,
+    c,
+    GROUPS,
+    reward,
+    kept,
+    IDS,
+    minis,
+    old=old,
+    ref=ref,
+    values=values,
     greedy=None,
   )
   np.testing.assert_allclose(
@@ -110,14 +143,26 @@ def test_the_place_of_a_reward_shows_token_by_token(at):
     'segment': (np.float32([0, 0.5, 0, 1]),) * 4,
     'token': (np.float32([0, 0, 0.5, 0, 1]),) * 4,
   }[at]
-  c, minis, kept = make('REINFORCE_PP', **{
-    'algorithm.advantage': 'whitened_tokens', 'algorithm.kl': 'none',
-    'algorithm.kl_coef': 0.0,
-  })
+  c, minis, kept = make(
+    'REINFORCE_PP',
+    **{
+      'algorithm.advantage': 'whitened_tokens',
+      'algorithm.kl': 'none',
+      'algorithm.kl_coef': 0.0,
+    },
+  )
   c.algorithm.advantage_kw = dict(gamma=1.0, eps=0.0)
   found = credit.assign(
-    c, GROUPS, Rewards(value, np.ones(4, bool), at), kept, IDS, minis,
-    old=[None], ref=[None], values=None, greedy=None,
+    c,
+    GROUPS,
+    Rewards(value, np.ones(4, bool), at),
+    kept,
+    IDS,
+    minis,
+    old=[None],
+    ref=[None],
+    values=None,
+    greedy=None,
   ).advantages[0]
   if at == 'trajectory':  # to go: 1.5 everywhere, no spread
     assert not found.any()
@@ -137,8 +182,16 @@ def test_what_is_left_out_of_the_batch_is_in_no_statistic():
   def advantage(last):
     reward = Rewards(np.float32([1, 0, last, last]), np.ones(4, bool))
     return credit.assign(
-      c, GROUPS, reward, kept, IDS, minis, old=[None], ref=[None],
-      values=values, greedy=None,
+      c,
+      GROUPS,
+      reward,
+      kept,
+      IDS,
+      minis,
+      old=[None],
+      ref=[None],
+      values=values,
+      greedy=None,
     ).advantages
 
   for a, b in zip(advantage(0.0), advantage(7.0)):
@@ -150,7 +203,15 @@ def test_greedy_answers_are_remaxs_baseline():
   c, minis, kept = make('REMAX')
   reward = Rewards(np.float32([1, 0, 1, 1]), np.ones(4, bool))
   found = credit.assign(
-    c, GROUPS, reward, kept, IDS, minis, old=[None], ref=[None], values=None,
+    c,
+    GROUPS,
+    reward,
+    kept,
+    IDS,
+    minis,
+    old=[None],
+    ref=[None],
+    values=None,
     greedy=np.array([0.25, np.nan]),
   )
   np.testing.assert_allclose(found.advantages, [0.75, -0.25, 0, 0])

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 from searchrl_jax import env as envs
 from searchrl_jax import prompts
@@ -497,7 +497,8 @@ def test_whole_word_template(tmp_path):
   assert tok.decode([i for s in t.segments for i in s.ids]) == (
     'Question: who?\n' + think + '<search> Mira </search>'
     '\n<information> Mira weaver </information>\n last turn answer now\n'
-    + think + '<answer> weaver </answer>'
+    + think
+    + '<answer> weaver </answer>'
   )
   assert env.answer(t) == 'weaver'
   # '<unk>' nowhere but where a word is unknown.
@@ -519,14 +520,17 @@ def test_a_boxed_answer_ends_by_eos_and_is_no_invalid_action(tok):
   assert (t.end, t.invalid_actions, env.answer(t)) == ('eos', 1, None)
 
 
-@pytest.mark.parametrize('script, found', [
-  (r'<think>\boxed{1}</think> so \boxed{2}', '2'),
-  (r'<think>\boxed{1}</think> so', None),  # a thought is no answer
-  (r'<information>\boxed{1}</information>', None),
-  (r'<answer> it is \boxed{3} </answer>', '3'),
-  (r'<answer> 3 </answer>', None),
-  (r'\boxed{1} <answer>\boxed{4}', '4'),  # its braces balance
-])
+@pytest.mark.parametrize(
+  'script, found',
+  [
+    (r'<think>\boxed{1}</think> so \boxed{2}', '2'),
+    (r'<think>\boxed{1}</think> so', None),  # a thought is no answer
+    (r'<information>\boxed{1}</information>', None),
+    (r'<answer> it is \boxed{3} </answer>', '3'),
+    (r'<answer> 3 </answer>', None),
+    (r'\boxed{1} <answer>\boxed{4}', '4'),  # its braces balance
+  ],
+)
 def test_boxes_count_outside_blocks_and_in_answers(tok, script, found):
   env = make(tok, answer='boxed', max_turns=0)
   t = env.trajectory(play(env, [script])[0])
@@ -538,7 +542,9 @@ def test_boxes_count_outside_blocks_and_in_answers(tok, script, found):
 def test_boxes_of_others_are_no_answer(tok):
   env = make(tok, answer='boxed', max_turns=1)
   state, _ = play(
-    env, [SEARCH, 'no idea'], [passage(r'\boxed{9}')],
+    env,
+    [SEARCH, 'no idea'],
+    [passage(r'\boxed{9}')],
     Question('q', r'Put it into \boxed{8}', ('8',)),
   )
   t = env.trajectory(state)

@@ -1,8 +1,9 @@
 """information='policy' with real searches: how many, which, and what stays."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from searchrl_jax.env import Search
 from searchrl_jax.parser import within
@@ -36,7 +37,8 @@ def searched(env, scripts):
 
 def informed(env, trajectory):
   return [
-    (b.author, b.text) for b in env.blocks(trajectory)
+    (b.author, b.text)
+    for b in env.blocks(trajectory)
     if b.kind == 'information'
   ]
 
@@ -53,8 +55,7 @@ def test_the_first_k_searches_are_real(real):
   rest = ''.join(own(n) for n in (1, 2, 3)[count:]) + END
   t, sent = searched(env, [*heads, rest])
   assert sent == ['query 1', 'query 2', 'query 3'][:count]
-  assert informed(env, t) == [
-    ('environment', '[1] Title: found')] * count + [
+  assert informed(env, t) == [('environment', '[1] Title: found')] * count + [
     ('policy', f'told {n}') for n in (1, 2, 3)[count:]
   ]
   assert (t.end, env.answer(t), t.invalid_actions) == ('answer', 'Ann', 0)
@@ -69,24 +70,29 @@ def test_without_real_searches_nothing_changes():
   state, actions = play(env, [WHOLE])
   assert [type(a).__name__ for a in actions] == ['Generate', 'Done']
   assert actions[0].stops == ('</answer>',)
-  state, actions = play(selfsearch(real_searches=-1), [
-    own(1).partition('<information>')[0], END,
-  ])
+  state, actions = play(
+    selfsearch(real_searches=-1), [own(1).partition('<information>')[0], END]
+  )
   assert actions[0].stops == ('</search>', '</answer>')
 
 
-@pytest.mark.parametrize('quoted', [
-  '<think>a </search> b</think>', '<information>x</search>y</information>',
-  'loose </search> text',
-])
+@pytest.mark.parametrize(
+  'quoted',
+  [
+    '<think>a </search> b</think>',
+    '<information>x</search>y</information>',
+    'loose </search> text',
+  ],
+)
 def test_a_quoted_search_tag_ends_no_turn(quoted):
   env = selfsearch(real_searches=-1)
   head, _, tail = quoted.partition('</search>')
   t, sent = searched(env, [head + '</search>', tail + END])
   assert (sent, env.answer(t), t.invalid_actions) == ([], 'Ann', 0)
-  assert TOK.decode(
-    [i for s in t.segments if s.author == 'policy' for i in s.ids]
-  ) == quoted + END
+  assert (
+    TOK.decode([i for s in t.segments if s.author == 'policy' for i in s.ids])
+    == quoted + END
+  )
 
 
 class Unsure:
@@ -110,25 +116,33 @@ class Unsure:
     return out
 
 
-@pytest.mark.parametrize('entropies, real', [
-  ((1.0, 2.0, 3.0), [1, 2, 3]),
-  ((3.0, 2.0, 1.0), [1]),
-  ((1.0, 1.0, 2.0), [1, 3]),  # not above the one before: not asked
-  ((2.0, 1.0, 1.5), [1, 3]),  # the one before counts, real or not
-])
+@pytest.mark.parametrize(
+  'entropies, real',
+  [
+    ((1.0, 2.0, 3.0), [1, 2, 3]),
+    ((3.0, 2.0, 1.0), [1]),
+    ((1.0, 1.0, 2.0), [1, 3]),  # not above the one before: not asked
+    ((2.0, 1.0, 1.5), [1, 3]),  # the one before counts, real or not
+  ],
+)
 def test_a_later_query_is_real_where_it_is_less_sure(entropies, real):
   env = selfsearch(real_searches=-1, search_when='entropy')
   env.entropy = Unsure(*entropies)
   scripts, text = [], ''
   for n in (1, 2, 3):
     scripts.append(text + own(n).partition('<information>')[0])
-    text = '' if n in real else '<information>' + own(n).partition(
-      '<information>')[2]
+    text = (
+      ''
+      if n in real
+      else '<information>' + own(n).partition('<information>')[2]
+    )
   t, sent = searched(env, [*scripts, text + END])
   assert sent == [f'query {n}' for n in real]
   assert informed(env, t) == [
-    ('environment', '[1] Title: found') if n in real else
-    ('policy', f'told {n}') for n in (1, 2, 3)
+    ('environment', '[1] Title: found')
+    if n in real
+    else ('policy', f'told {n}')
+    for n in (1, 2, 3)
   ]
   assert len(env.entropy.asked) == 3 and t.end == 'answer'
   # What was asked for is the whole sequence up to the query.
@@ -137,8 +151,16 @@ def test_a_later_query_is_real_where_it_is_less_sure(entropies, real):
 
 
 def test_a_token_that_begins_the_tag_and_ends_a_thought(monkeypatch):
-  pieces = [b'Q', b'<think>', b'a</think', b'><', b'search>', b'q', b'r',
-            b'</search>']
+  pieces = [
+    b'Q',
+    b'<think>',
+    b'a</think',
+    b'><',
+    b'search>',
+    b'q',
+    b'r',
+    b'</search>',
+  ]
   env = selfsearch(real_searches=-1, search_when='entropy')
   monkeypatch.setattr(env.tokenizer, 'token_bytes', pieces.__getitem__)
   env.entropy = lambda ids: np.arange(len(ids), dtype=float)
@@ -147,19 +169,20 @@ def test_a_token_that_begins_the_tag_and_ends_a_thought(monkeypatch):
     return Segment(np.array(ids, np.int32), author, kind)
 
   # '><' is the thought's, for its first byte is; tokens 5 and 6 are the query.
-  found = env._entropy((
-    segment([0], 'prompt', 'other'), segment([1, 2, 3], 'policy', 'think'),
-    segment([4, 5, 6, 7], 'policy', 'search'),
-  ))
+  found = env._entropy(
+    (
+      segment([0], 'prompt', 'other'),
+      segment([1, 2, 3], 'policy', 'think'),
+      segment([4, 5, 6, 7], 'policy', 'search'),
+    )
+  )
   assert found == 5.5
 
 
 def test_k_bounds_the_guided_searches_too():
   env = selfsearch(real_searches=1, search_when='entropy')
   env.entropy = Unsure(1.0, 2.0)
-  _, sent = searched(
-    env, [own(1).partition('<information>')[0], own(2) + END]
-  )
+  _, sent = searched(env, [own(1).partition('<information>')[0], own(2) + END])
   assert sent == ['query 1'] and len(env.entropy.asked) == 1
 
 
@@ -169,15 +192,20 @@ def test_without_the_policys_entropies_it_says_who_gives_them():
     play(env, [own(1)])
 
 
-@pytest.mark.parametrize('fields, message', [
-  (dict(real_searches=1), "information='source' all are real"),
-  (dict(search_when='entropy'), "information='source' all are real"),
-  (dict(information='policy', real_searches=-2), 'or -1 for all'),
-  (dict(information='policy', search_when='entropy'), 'needs some'),
-  (dict(information='policy', search_when='never'), "'never' is none of"),
-  (dict(information='policy', real_searches=1, max_observation_tokens=2),
-   'max_observation_tokens=2'),
-])
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (dict(real_searches=1), "information='source' all are real"),
+    (dict(search_when='entropy'), "information='source' all are real"),
+    (dict(information='policy', real_searches=-2), 'or -1 for all'),
+    (dict(information='policy', search_when='entropy'), 'needs some'),
+    (dict(information='policy', search_when='never'), "'never' is none of"),
+    (
+      dict(information='policy', real_searches=1, max_observation_tokens=2),
+      'max_observation_tokens=2',
+    ),
+  ],
+)
 def test_fields_that_cannot_be(fields, message):
   with pytest.raises(ValueError, match=message):
     make(TOK, **fields)

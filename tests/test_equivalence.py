@@ -27,7 +27,13 @@ def test_an_answer_joins_the_first_that_it_is_equal_to():
 def test_text_is_its_normal_form_or_its_first_synonym():
   answers = ['The Cat!', 'cat', 'N.Y.C.', 'New York City', '', None, 'A']
   assert equivalence.keys(answers, 'text') == [
-    'cat', 'cat', 'nyc', 'new york city', None, None, 'a'
+    'cat',
+    'cat',
+    'nyc',
+    'new york city',
+    None,
+    None,
+    'a',
   ]
   found = equivalence.keys(
     answers[2:4] + ['nyc'], 'text', [('New York City', 'NYC')]
@@ -38,7 +44,8 @@ def test_text_is_its_normal_form_or_its_first_synonym():
 
 @pytest.mark.parametrize('match', ['math', 'nowhere.equal', f'{NEAR}er'])
 def test_a_match_that_is_no_function_names_the_mend(match):
-  with pytest.raises(ValueError, match=(
-    f"match='{match}' is neither 'text' nor .*mathematics.equal"
-  )):
+  with pytest.raises(
+    ValueError,
+    match=(f"match='{match}' is neither 'text' nor .*mathematics.equal"),
+  ):
     equivalence.keys(['1'], match)

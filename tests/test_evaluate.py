@@ -46,9 +46,9 @@ def test_what_selected_a_checkpoint_does_not_report_on_it(url, tmp_path):
   c = config(url, **{'checkpoint.best': 'eval/set=micro/em', 'eval.k': ()})
   c.data.eval.other = dict(c.data.eval.micro, split='train')
   evaluate.evaluate(c, '', str(tmp_path / 'e'), which='best')
-  assert {row['set'] for row in map(
-    json.loads, (tmp_path / 'e/rows.jsonl').open()
-  )} == {'other'}
+  assert {
+    row['set'] for row in map(json.loads, (tmp_path / 'e/rows.jsonl').open())
+  } == {'other'}
 
 
 def test_what_an_evaluation_leaves(done, url):
@@ -67,8 +67,9 @@ def test_what_an_evaluation_leaves(done, url):
     tokens = sum(r.tokens for r in rows)
     assert values[f'{name}/cost/sampled_tokens'] == tokens > 0
     assert 0 < values[f'{name}/certainty'] < 10
-    assert {f'{name}/{x}@{k}' for x in ('pass', 'maj', 'certainty')
-            for k in (1, 2, 3)} <= values.keys()
+    assert {
+      f'{name}/{x}@{k}' for x in ('pass', 'maj', 'certainty') for k in (1, 2, 3)
+    } <= values.keys()
   assert values['no_search/cost/searches'] == 0
 
 
@@ -86,9 +87,9 @@ def test_certainty_is_that_of_the_trainer(done, url):
   )[0, :-1]
   logp = jax.nn.log_softmax(z)
   certainty = -np.log(cfg.vocab_size) - logp.mean(-1)
-  own = np.concatenate([
-    np.full(len(s.ids), s.author == 'policy') for s in trajectory.segments
-  ])
+  own = np.concatenate(
+    [np.full(len(s.ids), s.author == 'policy') for s in trajectory.segments]
+  )
   row = ledger.read_rows(folder)[0]
   assert row.sample == trajectory.sample
   assert row.certainty == pytest.approx(
@@ -135,12 +136,22 @@ def test_what_cannot_be_is_refused_before_any_model_loads(
 
 def test_the_command_prints_scores_and_costs(url, tmp_path):
   out, _ = command(
-    'evaluate', '--config=configs/quickstart.py', f'--out={tmp_path / "o"}',
-    *flags(url), '--config.eval.n=2', '--config.eval.temperature=1.0',
+    'evaluate',
+    '--config=configs/quickstart.py',
+    f'--out={tmp_path / "o"}',
+    *flags(url),
+    '--config.eval.n=2',
+    '--config.eval.temperature=1.0',
     '--config.eval.best_of=certainty',
   )
-  for text in ('certainty@2', 'self-certainty', 'what it took', 'searches',
-               'sampled tokens', 'seconds'):
+  for text in (
+    'certainty@2',
+    'self-certainty',
+    'what it took',
+    'searches',
+    'sampled tokens',
+    'seconds',
+  ):
     assert text in out, out
 
 
@@ -151,8 +162,8 @@ def flags(url):
   )
   return [
     f'--config.{k}={",".join(map(str, v)) if isinstance(v, tuple) else v}'
-    for k, v in now.items() if k in before and v != before[k]
-    and k != 'name'
+    for k, v in now.items()
+    if k in before and v != before[k] and k != 'name'
   ]
 
 
@@ -167,8 +178,12 @@ def walk(tree, at=''):
 def test_two_evaluations_are_compared(done, url, tmp_path):
   folder, values = done
   out, _ = command(
-    'compare', folder, f'{folder}:no_search', f'--out={tmp_path / "c.json"}',
-    '--scores=em,tokens', package='experiments',
+    'compare',
+    folder,
+    f'{folder}:no_search',
+    f'--out={tmp_path / "c.json"}',
+    '--scores=em,tokens',
+    package='experiments',
   )
   assert 'em: B - A' in out and 'tokens: B - A' in out
   [found] = read(tmp_path, 'c.json')['comparisons']

@@ -20,18 +20,15 @@ import random
 import threading
 import time
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from ml_collections import ConfigDict
-
-from retrieval import process
-from retrieval.client import retrieve_sync
 from configs import quickstart
 from experiments.worlds import microworld
-from searchrl_jax import records
-from searchrl_jax import sft
-from searchrl_jax import train
+from retrieval import process
+from retrieval.client import retrieve_sync
+from searchrl_jax import records, sft, train
 from searchrl_jax.types import SearchError
 from tests import tiny
 
@@ -39,8 +36,14 @@ WHOLE = os.environ.get('FAULTS') == 'quickstart'
 TIMEOUT_S = 1.5
 # What happens to forty requests, in turn: 10 % fail and 5 % are late.
 TURNS = ['none'] * 40
-for at, kind in {3: 'status', 9: 'late', 14: 'cut', 20: 'rubbish',
-                 27: 'status', 33: 'late'}.items():
+for at, kind in {
+  3: 'status',
+  9: 'late',
+  14: 'cut',
+  20: 'rubbish',
+  27: 'status',
+  33: 'late',
+}.items():
   TURNS[at] = kind
 KILLS = (60, 400) if WHOLE else (15, 40)  # after so many requests
 
@@ -170,14 +173,21 @@ def config_of(url):
 
 def small(url):
   c = tiny.config(url)
-  c.model.arch.update(dict(hidden_size=64, intermediate_size=128,
-                           num_attention_heads=4, num_key_value_heads=4))
+  c.model.arch.update(
+    dict(
+      hidden_size=64,
+      intermediate_size=128,
+      num_attention_heads=4,
+      num_key_value_heads=4,
+    )
+  )
   c.env.max_turns, c.env.max_turn_tokens = 3, 24
   c.env.max_tokens = c.engine.max_len = 192
   c.batch.lengths = (192,)
   c.batch.tokens = 1536
-  c.sft.data.update(dict(n=600, worlds=6, train=40, relations=3, guess=0.0,
-                         good=0.8, poor=0.2))
+  c.sft.data.update(
+    dict(n=600, worlds=6, train=40, relations=3, guess=0.0, good=0.8, poor=0.2)
+  )
   c.sft.steps, c.sft.warmup, c.sft.rows = 120, 10, 16
   c.rollout.questions, c.rollout.group = 8, 4
   c.train.steps = 6
@@ -211,8 +221,10 @@ def test_faults_cost_trajectories_and_never_a_false_reward(
 
   # All of it happened.
   counts = chaos.counts
-  print(f'{seconds:.0f} s, {dict(counts)}, {len(trained)} trained on, '
-        f'{len(failed)} failed')
+  print(
+    f'{seconds:.0f} s, {dict(counts)}, {len(trained)} trained on, '
+    f'{len(failed)} failed'
+  )
   assert counts['restarts'] == 2 and counts['down'] > 0
   for kind in (*TURNS, 'poisoned'):
     assert counts[kind] > 0, kind
@@ -234,11 +246,14 @@ def test_faults_cost_trajectories_and_never_a_false_reward(
   chaos.calm = True
   searches = [s for t in trained for s in t.searches]
   queries = sorted({s.request.query for s in searches})
-  healthy = dict(zip(
-    queries, retrieve_sync(chaos.url, queries, config.source.k), strict=True
-  ))
+  healthy = dict(
+    zip(
+      queries, retrieve_sync(chaos.url, queries, config.source.k), strict=True
+    )
+  )
   false = [
-    s for s in searches
+    s
+    for s in searches
     if [(p.id, p.title, p.text, p.score) for p in s.passages]
     != [(h.id, h.title, h.text, h.score) for h in healthy[s.request.query]]
   ]

@@ -12,44 +12,151 @@ from tests.conftest import ROOT
 
 # Dependency order: each file imports only files above it (design, 3).
 ORDER = (
-  'types', 'lookup', 'masked', 'metrics', 'equivalence', 'prompts',
-  'tokenizer', 'outside', 'parser', 'records', 'writer', 'sharding',
+  'types',
+  'lookup',
+  'masked',
+  'metrics',
+  'equivalence',
+  'prompts',
+  'tokenizer',
+  'outside',
+  'parser',
+  'records',
+  'writer',
+  'sharding',
   'models.families',
-  'models.safetensors', 'models.decoder', 'models.lora', 'models.hf', 'optim',
-  'checkpoint', 'data.checks', 'data.core', 'data.jsonl', 'data.parquet',
-  'data.hf', 'data.tfds',
-  'engines.core', 'engines.published', 'engines.vllm_plugin', 'engines.group',
-  'engines.vllm_host', 'engines.sidecar', 'engines.checksum', 'publication',
-  'engines.stops', 'engines.requests', 'engines.vllm_http',
-  'engines.vllm_servers', 'engines.vllm', 'engines.caches', 'engines.decode',
-  'engines.slots', 'engines.device', 'engines.jax_sampler', 'sources.core',
-  'chat', 'sources.service', 'sources.shuffled', 'sources.none',
-  'sources.simulated', 'states',
-  'env', 'rollout', 'rewards.core', 'rewards.answer', 'rewards.length',
-  'rewards.vote', 'rewards.judge', 'batching', 'advantages', 'losses', 'logps',
-  'models.critic', 'credit', 'objectives',
-  'update', 'scoring', 'flops', 'sync', 'evaluators.answer',
-  'evaluators.passk', 'evaluators.ledger', 'evaluators.health', 'signals',
-  'collector', 'checks',
-  'setup', 'command', 'dryrun', 'sft', 'train', 'evaluate', 'export',
+  'models.safetensors',
+  'models.decoder',
+  'models.lora',
+  'models.hf',
+  'optim',
+  'checkpoint',
+  'data.checks',
+  'data.core',
+  'data.jsonl',
+  'data.parquet',
+  'data.hf',
+  'data.tfds',
+  'engines.core',
+  'engines.published',
+  'engines.vllm_plugin',
+  'engines.group',
+  'engines.vllm_host',
+  'engines.sidecar',
+  'engines.checksum',
+  'publication',
+  'engines.stops',
+  'engines.requests',
+  'engines.vllm_http',
+  'engines.vllm_servers',
+  'engines.vllm',
+  'engines.caches',
+  'engines.decode',
+  'engines.slots',
+  'engines.device',
+  'engines.jax_sampler',
+  'sources.core',
+  'chat',
+  'sources.service',
+  'sources.shuffled',
+  'sources.none',
+  'sources.simulated',
+  'states',
+  'env',
+  'rollout',
+  'rewards.core',
+  'rewards.answer',
+  'rewards.length',
+  'rewards.vote',
+  'rewards.judge',
+  'batching',
+  'advantages',
+  'losses',
+  'logps',
+  'models.critic',
+  'credit',
+  'objectives',
+  'update',
+  'scoring',
+  'flops',
+  'sync',
+  'evaluators.answer',
+  'evaluators.passk',
+  'evaluators.ledger',
+  'evaluators.health',
+  'signals',
+  'collector',
+  'checks',
+  'setup',
+  'command',
+  'dryrun',
+  'sft',
+  'train',
+  'evaluate',
+  'export',
   'ask',
 )
 RETRIEVAL_ORDER = (
-  'corpus', 'files', 'store', 'core', 'metrics', 'analyzer', 'bm25', 'bert',
-  'devices', 'encoder', 'dense_programs', 'dense_jax', 'faiss_build',
-  'dense_faiss', 'milvus', 'hybrid',
-  'rerank', 'fetch', 'providers', 'budget', 'retry', 'web', 'cache', 'vectors',
-  'folder', 'protocol', 'batcher', 'app', 'gpu_memory', 'served', 'server',
-  'process', 'replicas', 'client',
-  'adopt', 'build_index', 'transfer', 'download', 'search',
+  'corpus',
+  'files',
+  'store',
+  'core',
+  'metrics',
+  'analyzer',
+  'bm25',
+  'bert',
+  'devices',
+  'encoder',
+  'dense_programs',
+  'dense_jax',
+  'faiss_build',
+  'dense_faiss',
+  'milvus',
+  'hybrid',
+  'rerank',
+  'fetch',
+  'providers',
+  'budget',
+  'retry',
+  'web',
+  'cache',
+  'vectors',
+  'folder',
+  'protocol',
+  'batcher',
+  'app',
+  'gpu_memory',
+  'served',
+  'server',
+  'process',
+  'replicas',
+  'client',
+  'adopt',
+  'build_index',
+  'transfer',
+  'download',
+  'search',
 )
 # What a sidecar or a client runs must not pull in JAX.
 LIGHT = (
-  'types', 'lookup', 'metrics', 'prompts', 'tokenizer', 'models.families',
-  'engines.core', 'sources.core', 'sources.service', 'env', 'data.core',
+  'types',
+  'lookup',
+  'metrics',
+  'prompts',
+  'tokenizer',
+  'models.families',
+  'engines.core',
+  'sources.core',
+  'sources.service',
+  'env',
+  'data.core',
   'rewards.answer',
-  'collector', 'signals', 'engines.published', 'engines.vllm_plugin',
-  'engines.sidecar', 'engines.vllm_http',
+  'collector',
+  'signals',
+  'engines.published',
+  'engines.vllm_plugin',
+  'engines.sidecar',
+  'engines.vllm_http',
 )
 
 
@@ -115,8 +222,10 @@ def test_imports_of_retrieval_point_up():
   for name in names:
     for target, line in imported(folder / f'{name}.py'):
       parts = target.split('.')
-      if parts[0] == 'retrieval' and parts[1] != '__init__' and (
-        RETRIEVAL_ORDER.index(parts[1]) >= RETRIEVAL_ORDER.index(name)
+      if (
+        parts[0] == 'retrieval'
+        and parts[1] != '__init__'
+        and (RETRIEVAL_ORDER.index(parts[1]) >= RETRIEVAL_ORDER.index(name))
       ):
         down.append(f'{name}.py:{line} imports {target}')
   assert down == []
@@ -134,7 +243,8 @@ def test_retrieval_stands_alone():
 def test_packages_import_nothing_of_weight():
   heavy = [
     f'{path}:{line} imports {target}'
-    for _, path in modules() if path.name == '__init__.py'
+    for _, path in modules()
+    if path.name == '__init__.py'
     for target, line in imported(path)
     if target.split('.')[0] not in sys.stdlib_module_names
   ]
@@ -144,15 +254,24 @@ def test_packages_import_nothing_of_weight():
 @pytest.mark.parametrize('given', [None, 'glibc.malloc.check=0'])
 @pytest.mark.skipif(sys.platform != 'linux', reason='a setting of glibc')
 def test_make_asks_for_huge_pages_unless_told(given, tmp_path):
-  (tmp_path / 'show.mk').write_text(
-    'show:\n\t@echo $$GLIBC_TUNABLES\n'
-  )
+  (tmp_path / 'show.mk').write_text('show:\n\t@echo $$GLIBC_TUNABLES\n')
   env = {k: v for k, v in os.environ.items() if k != 'GLIBC_TUNABLES'}
   env |= {'GLIBC_TUNABLES': given} if given else {}
   done = subprocess.run(
-    ['make', '--no-print-directory', '-f', 'Makefile', '-f',
-     tmp_path / 'show.mk', 'show'],
-    cwd=ROOT, env=env, check=True, capture_output=True, text=True,
+    [
+      'make',
+      '--no-print-directory',
+      '-f',
+      'Makefile',
+      '-f',
+      tmp_path / 'show.mk',
+      'show',
+    ],
+    cwd=ROOT,
+    env=env,
+    check=True,
+    capture_output=True,
+    text=True,
   )
   assert done.stdout.strip() == (given or 'glibc.malloc.hugetlb=1')
 
@@ -175,9 +294,14 @@ def code_lines(folder: str) -> int:
     # Unparsed without docstrings, each statement on as few lines as it needs.
     for node in ast.walk(tree):
       body = getattr(node, 'body', None)
-      if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and (
-        isinstance(getattr(body[0], 'value', None), ast.Constant)
-        and isinstance(body[0].value.value, str)
+      if (
+        isinstance(body, list)
+        and body
+        and isinstance(body[0], ast.Expr)
+        and (
+          isinstance(getattr(body[0], 'value', None), ast.Constant)
+          and isinstance(body[0].value.value, str)
+        )
       ):
         node.body = body[1:] or [ast.Pass()]
     total += len([x for x in ast.unparse(tree).splitlines() if x.strip()])

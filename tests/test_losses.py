@@ -13,8 +13,14 @@ import pytest
 from searchrl_jax import losses
 
 KW = dict(
-  clip_low=0.2, clip_high=0.3, clip_dual=0.0, ratio='token', tis='token',
-  tis_cap=2.0, tis_floor=0.0, tis_beyond='cap',
+  clip_low=0.2,
+  clip_high=0.3,
+  clip_dual=0.0,
+  ratio='token',
+  tis='token',
+  tis_cap=2.0,
+  tis_floor=0.0,
+  tis_beyond='cap',
 )
 POLICY = tuple(getattr(losses, name) for name in losses.LOSSES)
 
@@ -33,8 +39,21 @@ def draw(seed, B=4, T=6, spread=0.5):
   return f(), f(), f(), adv, mask
 
 
-def reference(logps, old, behaviour, adv, mask, clip_low, clip_high,
-              clip_dual, ratio, tis, tis_cap, tis_floor, tis_beyond):
+def reference(
+  logps,
+  old,
+  behaviour,
+  adv,
+  mask,
+  clip_low,
+  clip_high,
+  clip_dual,
+  ratio,
+  tis,
+  tis_cap,
+  tis_floor,
+  tis_beyond,
+):
   """The clipped loss of each token, one token at a time, in float64."""
   out = np.zeros(mask.shape)
   for b in range(mask.shape[0]):
@@ -82,8 +101,9 @@ def test_clip_golden():
   adv = jnp.array([[0.0, 1.0, -1.0, 1.0]])
   mask = jnp.array([[False, True, True, True]])
   loss, sums = losses.clip(logps, zero, zero, adv, mask, **KW)
-  np.testing.assert_allclose(loss[0], [0, -1.3, 0.8, -math.exp(-0.5)],
-                             rtol=1e-6)
+  np.testing.assert_allclose(
+    loss[0], [0, -1.3, 0.8, -math.exp(-0.5)], rtol=1e-6
+  )
   assert sums['clip_high'] == 1 and sums['clip_low'] == 1
   # k3 of old || new: r - 1 - log r.
   want = (math.exp(0.5) - 1.5) + 2 * (math.exp(-0.5) - 0.5)
@@ -99,11 +119,13 @@ def test_weights_come_before_clipping():
   )
   np.testing.assert_allclose(loss[0, 0], -2.6, rtol=1e-6)
   assert sums['tis_truncated'] == 1 and sums['tis_weight'] == 2
+
   # No gradient through the weight: on policy d loss / d logp = -w A.
   def f(x):
     return losses.clip(
       x, jax.lax.stop_gradient(x), x - math.log(1.5), one, one > 0, **KW
     )[0].sum()
+
   np.testing.assert_allclose(jax.grad(f)(one), [[-1.5]], rtol=1e-6)
 
 
@@ -152,7 +174,9 @@ def test_aggregations_golden():
   # Loss tokens 1 2 3 | 5: sum 11 of 4 tokens; means 2 and 5 of 2 rows;
   # horizon 10: 11 / 20.
   for mode, want in (
-    ('token', 11 / 4), ('sequence', 7 / 2), ('sequence_sum', 11 / 20)
+    ('token', 11 / 4),
+    ('sequence', 7 / 2),
+    ('sequence_sum', 11 / 20),
   ):
     n = losses.aggregate(loss, mask, mode)
     d = losses.denominator([mask], mode, 10)
@@ -213,8 +237,9 @@ def test_nothing_outside_the_mask_counts(fn, seed):
     return losses.aggregate(loss, mask, 'sequence')
 
   junk = lambda x: jnp.asarray(np.where(mask, x, np.inf), jnp.float32)
-  clean, g = jax.value_and_grad(f)(*map(jnp.asarray,
-                                        (logps, old, behaviour, adv)))
+  clean, g = jax.value_and_grad(f)(
+    *map(jnp.asarray, (logps, old, behaviour, adv))
+  )
   dirty, g2 = jax.value_and_grad(f)(*map(junk, (logps, old, behaviour, adv)))
   np.testing.assert_allclose(clean, dirty, rtol=1e-6)
   np.testing.assert_allclose(g, g2, rtol=1e-6)
@@ -226,10 +251,13 @@ def test_an_empty_mask_is_zero_not_nan(fn):
   args = draw(0)[:4]
   mask = np.zeros((4, 6), bool)
   for ratio in losses.RATIOS:
+
     def f(x, ratio=ratio):
-      loss, sums = fn(x, *map(jnp.asarray, args[1:]), mask,
-                      **taken(fn, ratio=ratio))
+      loss, sums = fn(
+        x, *map(jnp.asarray, args[1:]), mask, **taken(fn, ratio=ratio)
+      )
       return losses.aggregate(loss, mask, 'sequence'), sums
+
     (value, sums), g = jax.value_and_grad(f, has_aux=True)(args[0])
     assert value == 0 and not np.asarray(g).any()
     assert all(np.isfinite(v) for v in sums.values())
@@ -240,8 +268,9 @@ def test_an_empty_mask_is_zero_not_nan(fn):
 def test_zero_advantage_zero_gradient(fn):
   logps, old, behaviour, _, mask = draw(5)
   zero = jnp.zeros_like(old)
-  g = jax.grad(lambda x: fn(
-    x, old, behaviour, zero, mask, **taken(fn))[0].sum())(logps)
+  g = jax.grad(
+    lambda x: fn(x, old, behaviour, zero, mask, **taken(fn))[0].sum()
+  )(logps)
   assert not np.asarray(g).any()
 
 
@@ -377,8 +406,10 @@ def test_the_value_loss_splits_and_sees_no_other_token(seed, cut):
   np.testing.assert_array_equal(whole[0], dirty[0])
   np.testing.assert_array_equal(g, g2)
   assert not np.asarray(g)[~mask].any()
-  parts = [f(*(x[s] for x in (v, old, targets, mask)))
-           for s in (slice(cut), slice(cut, None))]
+  parts = [
+    f(*(x[s] for x in (v, old, targets, mask)))
+    for s in (slice(cut), slice(cut, None))
+  ]
   np.testing.assert_allclose(
     parts[0][0] + parts[1][0], whole[0], rtol=1e-5, atol=1e-6
   )

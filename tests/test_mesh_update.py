@@ -10,19 +10,33 @@ from tests import test_update as base
 
 MESHES = [
   (d, f, t)
-  for n in (1, 2, 4, 8) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8)
-  for t in (1, 2, 4, 8) if d * f * t == n
+  for n in (1, 2, 4, 8)
+  for d in (1, 2, 4, 8)
+  for f in (1, 2, 4, 8)
+  for t in (1, 2, 4, 8)
+  if d * f * t == n
 ]
 # Two KV heads: replicated where tensor is 4 or 8. Dimensions that 8 divides
 # elsewhere, so that every axis really shards something.
 CFG = decoder.DecoderConfig(
-  vocab_size=40, d_model=16, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=4,
-  d_ff=24, qkv_bias=True, qk_norm=True,
+  vocab_size=40,
+  d_model=16,
+  n_layers=2,
+  n_heads=8,
+  n_kv_heads=2,
+  head_dim=4,
+  d_ff=24,
+  qkv_bias=True,
+  qk_norm=True,
 )
 KW = {
-  'batch.lengths': (16,), 'batch.tokens': 64, 'batch.loss_fraction': 0.75,
-  'batch.head_chunk': 16, 'algorithm.aggregation': 'sequence',
-  'algorithm.ratio': 'sequence', 'algorithm.entropy_coef': 0.01,
+  'batch.lengths': (16,),
+  'batch.tokens': 64,
+  'batch.loss_fraction': 0.75,
+  'batch.head_chunk': 16,
+  'algorithm.aggregation': 'sequence',
+  'algorithm.ratio': 'sequence',
+  'algorithm.entropy_coef': 0.01,
 }
 
 
@@ -47,14 +61,20 @@ def run(mesh, optimizer=False):
   batches = base.microbatches(c, shards=u.shards)
   grads, sums = u.grads(state, batches)
   return {
-    'grads': grads, 'sums': sums, 'microbatches': len(batches),
-    'updater': u, 'state': state, 'batches': batches,
+    'grads': grads,
+    'sums': sums,
+    'microbatches': len(batches),
+    'updater': u,
+    'state': state,
+    'batches': batches,
   }
 
 
 def close(got, want, tol=1e-5):
   for path, x, y in zip(
-    update.optim.paths(want), jax.tree.leaves(got), jax.tree.leaves(want),
+    update.optim.paths(want),
+    jax.tree.leaves(got),
+    jax.tree.leaves(want),
     strict=True,
   ):
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -66,8 +86,10 @@ def close(got, want, tol=1e-5):
 def test_loss_and_gradients(shape, reference):
   n = int(np.prod(shape))
   if len(jax.devices()) < n:
-    pytest.skip(f'{n} devices need XLA_FLAGS=--xla_force_host_platform_device'
-                '_count=8 before JAX starts')
+    pytest.skip(
+      f'{n} devices need XLA_FLAGS=--xla_force_host_platform_device'
+      '_count=8 before JAX starts'
+    )
   mesh = sharding.make_mesh(*shape, devices=jax.devices()[:n])
   got = run(mesh)
   if shape[0] * shape[1] == 1:
@@ -78,8 +100,12 @@ def test_loss_and_gradients(shape, reference):
   close(got['grads'], reference['grads'])
   layout = decoder.param_shardings(CFG, mesh)
   jax.tree.map(
-    lambda g, s: g.sharding.is_equivalent_to(s, g.ndim) or pytest.fail(
-      f'{g.sharding} is not {s}'), got['grads'], layout,
+    lambda g, s: (
+      g.sharding.is_equivalent_to(s, g.ndim)
+      or pytest.fail(f'{g.sharding} is not {s}')
+    ),
+    got['grads'],
+    layout,
   )
 
 
@@ -102,18 +128,15 @@ def test_steps_and_score(shape, reference):
     out.append((scores, state, metrics))
   np.testing.assert_allclose(out[1][0], out[0][0], rtol=1e-5, atol=1e-5)
   for k in ('loss', 'entropy', 'grad_norm', 'mismatch_abs', 'mismatch_ess'):
-    np.testing.assert_allclose(
-      out[1][2][k], out[0][2][k], rtol=1e-4, err_msg=k
-    )
+    np.testing.assert_allclose(out[1][2][k], out[0][2][k], rtol=1e-4, err_msg=k)
   # Adam's moments are sharded as their parameters are.
   state = out[1][1]
   moments = [
-    x for x in jax.tree.leaves(state.opt_state)
+    x
+    for x in jax.tree.leaves(state.opt_state)
     if x.shape == state.params['embed'].shape
   ]
   assert len(moments) == 2
   for x in moments:
-    assert x.sharding.is_equivalent_to(
-      state.params['embed'].sharding, x.ndim
-    )
+    assert x.sharding.is_equivalent_to(state.params['embed'].sharding, x.ndim)
     assert not x.sharding.is_fully_replicated

@@ -3,10 +3,10 @@ import math
 import re
 import string
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 from searchrl_jax import metrics
 
@@ -96,8 +96,10 @@ def test_pass_at_k_refuses(n, c, k):
     metrics.pass_at_k(n, c, k)
 
 
-@given(st.lists(st.sampled_from(['a', 'b', 'c', None]), min_size=1, max_size=7),
-       st.data())
+@given(
+  st.lists(st.sampled_from(['a', 'b', 'c', None]), min_size=1, max_size=7),
+  st.data(),
+)
 def test_maj_at_k_is_the_mean_over_subsets(votes, data):
   k = data.draw(st.integers(1, len(votes)))
   right = {'a', 'c'}

@@ -44,13 +44,14 @@ def test_schedules():
 
 
 def test_adamw_equals_numpy():
-  c = config(lr=0.1, b1=0.8, b2=0.9, eps=1e-8, weight_decay=0.01,
-             clip_norm=1.0)
+  c = config(lr=0.1, b1=0.8, b2=0.9, eps=1e-8, weight_decay=0.01, clip_norm=1.0)
   params = jax.tree.map(jnp.asarray, PARAMS)
   tx = optim.make(c, 10, params)
   state = tx.init(params)
-  want = {k: v.astype(np.float64) for k, v in
-          zip(optim.paths(PARAMS), jax.tree.leaves(PARAMS))}
+  want = {
+    k: v.astype(np.float64)
+    for k, v in zip(optim.paths(PARAMS), jax.tree.leaves(PARAMS))
+  }
   m = {k: 0.0 for k in want}
   v = {k: 0.0 for k in want}
   rng = np.random.default_rng(0)
@@ -61,13 +62,17 @@ def test_adamw_equals_numpy():
     updates, state = tx.update(grads, state, params)
     params = optax.apply_updates(params, updates)
     flat = dict(zip(optim.paths(grads), jax.tree.leaves(grads)))
-    norm = np.sqrt(sum((g.astype(np.float64)**2).sum() for g in flat.values()))
+    norm = np.sqrt(
+      sum((g.astype(np.float64) ** 2).sum() for g in flat.values())
+    )
     for k, g in flat.items():
       g = g / max(norm, 1.0)
       m[k] = 0.8 * m[k] + 0.2 * g
       v[k] = 0.9 * v[k] + 0.1 * g * g
-      step = m[k] / (1 - 0.8**(i + 1)) / (
-        np.sqrt(v[k] / (1 - 0.9**(i + 1))) + 1e-8
+      step = (
+        m[k]
+        / (1 - 0.8 ** (i + 1))
+        / (np.sqrt(v[k] / (1 - 0.9 ** (i + 1))) + 1e-8)
       )
       if k in ('embed', 'layers/q'):  # matrices alone decay
         step = step + 0.01 * want[k]
@@ -84,7 +89,8 @@ def test_freeze():
   grads = jax.tree.map(jnp.ones_like, params)
   updates, state = tx.update(grads, state, params)
   moved = {
-    k for k, u in zip(optim.paths(updates), jax.tree.leaves(updates))
+    k
+    for k, u in zip(optim.paths(updates), jax.tree.leaves(updates))
     if np.any(np.asarray(u))
   }
   assert moved == {'layers/q', 'layers/q_bias'}
@@ -93,13 +99,16 @@ def test_freeze():
   assert sorted(sizes) == sorted(2 * [24, 8])
 
 
-@pytest.mark.parametrize('fields, message', [
-  (dict(freeze='nothing'), 'matches no parameter; there are: embed'),
-  (dict(freeze='.'), 'matches every parameter'),
-  (dict(freeze='('), 'is no regex'),
-  (dict(schedule='step'), 'there are: constant, linear, cosine'),
-  (dict(schedule='cosine', warmup=10), 'must be fewer'),
-])
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (dict(freeze='nothing'), 'matches no parameter; there are: embed'),
+    (dict(freeze='.'), 'matches every parameter'),
+    (dict(freeze='('), 'is no regex'),
+    (dict(schedule='step'), 'there are: constant, linear, cosine'),
+    (dict(schedule='cosine', warmup=10), 'must be fewer'),
+  ],
+)
 def test_bad_fields(fields, message):
   with pytest.raises(ValueError, match=message):
     optim.make(config(**fields), 10, PARAMS)

@@ -5,16 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from searchrl_jax import outside
-from searchrl_jax import prompts
-from searchrl_jax import states
+from searchrl_jax import outside, prompts, states
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.types import Passage, Question, SearchResult
-from tests import fakes
-from tests import scripted
+from tests import fakes, scripted
 
-TOKENIZERS = {'bytes': fakes.ByteTokenizer, 'bpe': lambda: scripted.tokenizer(
-  'bpe')}
+TOKENIZERS = {
+  'bytes': fakes.ByteTokenizer,
+  'bpe': lambda: scripted.tokenizer('bpe'),
+}
 
 
 @pytest.fixture(params=TOKENIZERS)
@@ -69,8 +68,11 @@ def test_a_cut_does_not_let_a_passage_act(tok):
 def test_what_an_unclosed_observation_says_is_still_its_text():
   env = fakes.make_env(max_observation_tokens=60)
   env = type(env)(
-    env.tokenizer, dataclasses.replace(env.template, cut='tokens'), env.config,
-    'template', 3,
+    env.tokenizer,
+    dataclasses.replace(env.template, cut='tokens'),
+    env.config,
+    'template',
+    3,
   )
   state, action = env.reset(Question('q', 'who?', ('cat',)))
   for said in ('<search>cat</search>', '<answer>cat</answer>'):

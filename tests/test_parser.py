@@ -2,9 +2,9 @@
 
 import time
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import pytest
 
 from searchrl_jax import parser as parsing
 from searchrl_jax import prompts
@@ -144,18 +144,24 @@ def test_tokens_inside_a_block_are_certain_at_once():
   assert parser.feed([b'<sea'])[1] == []
 
 
-@pytest.mark.parametrize('text, found', [
-  (r'so \boxed{5}.', '5'),
-  (r'\boxed{1} then \boxed {2 }', '2'),
-  (r'\boxed{\frac{14}{3}}', r'\frac{14}{3}'),
-  (r'\boxed{\{1, 2\}}', r'\{1, 2\}'),
-  (r'\boxed{\left\{ x \right.} y', r'\left\{ x \right.'),
-  (r'\boxed{\boxed{7}}', '7'),
-  (r'\boxed{3} and \boxed{4', '3'),  # the last whose braces balance
-  (r'} { \boxed{3}', '3'),
-  (r'\boxed{}', ''),
-  (r'\boxed 5', None), (r'\fbox{5}', None), ('5', None), ('', None),
-])
+@pytest.mark.parametrize(
+  'text, found',
+  [
+    (r'so \boxed{5}.', '5'),
+    (r'\boxed{1} then \boxed {2 }', '2'),
+    (r'\boxed{\frac{14}{3}}', r'\frac{14}{3}'),
+    (r'\boxed{\{1, 2\}}', r'\{1, 2\}'),
+    (r'\boxed{\left\{ x \right.} y', r'\left\{ x \right.'),
+    (r'\boxed{\boxed{7}}', '7'),
+    (r'\boxed{3} and \boxed{4', '3'),  # the last whose braces balance
+    (r'} { \boxed{3}', '3'),
+    (r'\boxed{}', ''),
+    (r'\boxed 5', None),
+    (r'\fbox{5}', None),
+    ('5', None),
+    ('', None),
+  ],
+)
 def test_the_last_box_whose_braces_balance(text, found):
   assert parsing.boxed(text) == found
 

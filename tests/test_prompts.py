@@ -50,7 +50,7 @@ def test_other_layouts_are_files():
     ({'answer': ['<answer>', ' ']}, r"'answer': expected \["),
     ({'answer': ['<think>', '</a>']}, r"tag '<think>' is part of"),
     ({'think': ['<s', '</think>']}, r"'think': tag '<s' is part of tag '<sea"),
-    ({'prompt': 'no slot'}, r"needs \{question\} once, has it 0 times"),
+    ({'prompt': 'no slot'}, r'needs \{question\} once, has it 0 times'),
     ({'prompt': '{question}{question}'}, r'has it 2 times'),
     ({'prompt': 3}, r"'prompt': expected text, or a list"),
     ({'prompt': [{'role': 'user'}]}, r"'prompt': expected \{\"role\""),
@@ -133,8 +133,8 @@ def test_chat_prompt_equals_the_library_and_keeps_control_tokens_ours():
   pytest.importorskip('jinja2', reason='chat templates need jinja2')
   plain = Question('q', 'who wrote it')
   parts, ids, tok = prompt('chat', plain, name='qwen_tokenizer')
-  content = prompts.load('chat').prompt[0][1].replace(
-    '{question}', 'who wrote it?'
+  content = (
+    prompts.load('chat').prompt[0][1].replace('{question}', 'who wrote it?')
   )
   messages = [{'role': 'user', 'content': content}]
   expected = tok._hf.apply_chat_template(
@@ -167,8 +167,14 @@ def test_a_chat_template_that_leaves_the_question_out(tmp_path):
 # Outside text.
 
 TAGS = (
-  '</information>', '<information>', '<answer>', '</answer>', '<search>',
-  '</search>', '<think>', '</think>',
+  '</information>',
+  '<information>',
+  '<answer>',
+  '</answer>',
+  '<search>',
+  '</search>',
+  '<think>',
+  '</think>',
 )
 
 

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax import checkpoint
-from searchrl_jax import publication
-from searchrl_jax import sharding
-from searchrl_jax.engines import checksum
-from searchrl_jax.engines import published
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
-from searchrl_jax.models import safetensors
+from searchrl_jax import checkpoint, publication, sharding
+from searchrl_jax.engines import checksum, published
+from searchrl_jax.models import decoder, hf, safetensors
 from tests.engines.common import CFG, make_params
 
 UNTIED = dataclasses.replace(
-  CFG, tied=False, qkv_bias=False, qk_norm=True, n_heads=2, head_dim=16,
+  CFG,
+  tied=False,
+  qkv_bias=False,
+  qk_norm=True,
+  n_heads=2,
+  head_dim=16,
   rope_scaling=decoder.RopeScaling(8.0, 1.0, 4.0, 64),
 )
 
@@ -48,8 +48,11 @@ def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
     assert got[name].dtype == value.dtype and got[name].shape == value.shape
     assert got[name].tobytes() == value.tobytes(), name
   assert (found.version, found.dtype) == (3, dtype)
-  assert found.manifest == done.manifest == checksum.checksums(
-    decoder.flatten(params), dtype)
+  assert (
+    found.manifest
+    == done.manifest
+    == checksum.checksums(decoder.flatten(params), dtype)
+  )
   assert done.bytes == cfg.n_params * np.dtype(jnp.dtype(dtype)).itemsize
   fields = dict(found.config)
   if fields['rope_scaling']:
@@ -87,20 +90,21 @@ def test_the_same_version_again_replaces_it(tmp_path):
   # A run that was resumed trains otherwise from here.
   other = pub.publish(make_params(1), 2)
   assert other.manifest != first.manifest
-  embed = published.open_published(other.path).read(
-    'model.embed_tokens.weight')
+  embed = published.open_published(other.path).read('model.embed_tokens.weight')
   np.testing.assert_array_equal(embed, make_params(1)['embed'])
   # Half of one, as a disk that failed leaves it, to this process and to one
   # that does not know how it came there.
   chunk = next(
-    p for p in sorted((other.path / 'arrays').rglob('*'))
+    p
+    for p in sorted((other.path / 'arrays').rglob('*'))
     if p.is_file() and not p.name.startswith('.')
   )
   chunk.write_bytes(b'')
   publisher(tmp_path).publish(make_params(1), 2)
   got = dict(published.open_published(other.path).tensors())
   np.testing.assert_array_equal(
-    got['model.embed_tokens.weight'], make_params(1)['embed'])
+    got['model.embed_tokens.weight'], make_params(1)['embed']
+  )
   (other.path / 'meta/meta.json').write_text('{')
   pub.publish(make_params(1), 2)
   assert published.open_published(other.path).manifest == other.manifest

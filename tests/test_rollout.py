@@ -3,9 +3,9 @@ import dataclasses
 import random
 import types
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from configs import common
 from searchrl_jax import rollout as lib
@@ -105,8 +105,16 @@ def test_sampling_is_the_configs_and_the_environments():
       taken.append(sampling)
       return await super().generate(handle, sampling)
 
-  play(QUESTIONS[:1], engine=Engine(searcher), temperature=0.5, top_p=0.9,
-       top_k=7, group=1, seed=9, step=2)
+  play(
+    QUESTIONS[:1],
+    engine=Engine(searcher),
+    temperature=0.5,
+    top_p=0.9,
+    top_k=7,
+    group=1,
+    seed=9,
+    step=2,
+  )
   assert {(s.temperature, s.top_p, s.top_k) for s in taken} == {(0.5, 0.9, 7)}
   assert taken[0].stops == ('</search>', '</answer>')
   assert taken[0].stop_ids == (256,)
@@ -323,12 +331,14 @@ def test_events_come_as_they_happen():
       return '<answer>a</answer>'
     return '<think>hm</think><search>x</search>'
 
-  play(QUESTIONS[:1], engine=FakeEngine(script), group=1,
-       on_event=lambda name, event: events.append((name, event)))
+  play(
+    QUESTIONS[:1],
+    engine=FakeEngine(script),
+    group=1,
+    on_event=lambda name, event: events.append((name, event)),
+  )
   assert {name for name, _ in events} == {'q0/solver/0'}
-  kinds = [
-    e.kind if isinstance(e, Segment) else type(e) for _, e in events
-  ]
+  kinds = [e.kind if isinstance(e, Segment) else type(e) for _, e in events]
   assert kinds == [
     'think', 'search', SearchRequest, SearchResult, 'information', 'answer'
   ]  # fmt: skip
@@ -432,9 +442,7 @@ def test_a_round_may_fail_as_often_as_its_step_allows():
   config.rollout.update(group=4, max_failed=0.2)
 
   def group(*failed):
-    return tuple(
-      types.SimpleNamespace(failed=bool(f)) for f in failed
-    )
+    return tuple(types.SimpleNamespace(failed=bool(f)) for f in failed)
 
   whole = [group(0, 0, 0, 0)] * 8
   # Of 32 + 4, 7.2 may fail: all 4 of the round.

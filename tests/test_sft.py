@@ -24,15 +24,21 @@ def tok(tmp_path_factory):
 
 
 def trace(thought, answer):
-  return Trace(scripted.QUESTION, (
-    ('think', thought), ('search', 'the book'), ('information', FOUND),
-    ('answer', answer),
-  ))
+  return Trace(
+    scripted.QUESTION,
+    (
+      ('think', thought),
+      ('search', 'the book'),
+      ('information', FOUND),
+      ('answer', answer),
+    ),
+  )
 
 
 def written(trajectory):
   return [
-    (s.kind, s.ids.tolist()) for s in trajectory.segments
+    (s.kind, s.ids.tolist())
+    for s in trajectory.segments
     if s.author == 'policy'
   ]
 
@@ -40,13 +46,17 @@ def written(trajectory):
 @pytest.mark.parametrize('recalls', [False, True])
 def test_tags_are_taught_as_a_policy_samples_them(tok, recalls):
   env = scripted.make(
-    tok, information='policy' if recalls else 'source',
-    max_turns=0 if recalls else 4, train_information=recalls,
+    tok,
+    information='policy' if recalls else 'source',
+    max_turns=0 if recalls else 4,
+    train_information=recalls,
   )
   taught = sft.render(trace('I look it up', 'Ann'), env, 0)
   # A policy that says the same in the tokens of running text.
-  turns = ['<think> I look it up </think>\n<search> the book </search>',
-           '<answer> Ann </answer>']
+  turns = [
+    '<think> I look it up </think>\n<search> the book </search>',
+    '<answer> Ann </answer>',
+  ]
   if recalls:
     turns.insert(1, env.observation(FOUND).strip())
     turns = ['\n'.join(turns)]

@@ -37,9 +37,9 @@ def verify(engine, params, version=1):
 
 
 def checked(engine, params, version, canary, logps):
-  return asyncio.run(sync.sync_and_verify(
-    engine, params, version, canary, logps, TOLERANCE
-  ))
+  return asyncio.run(
+    sync.sync_and_verify(engine, params, version, canary, logps, TOLERANCE)
+  )
 
 
 # --- Checksums.
@@ -133,11 +133,15 @@ def transposed(params):
   return {**params, 'layers': {**params['layers'], 'q': turned}}
 
 
-@pytest.mark.parametrize('spoil, match', [
-  (lambda p: without(p, 'k_bias'), "no tensor 'layers/k_bias'"),
-  (transposed, 'layers/q: published'),
-  (lambda p: {**p, 'embed': p['embed'].T}, "tensor 'embed' is"),
-], ids=['missing', 'transposed', 'misshapen'])
+@pytest.mark.parametrize(
+  'spoil, match',
+  [
+    (lambda p: without(p, 'k_bias'), "no tensor 'layers/k_bias'"),
+    (transposed, 'layers/q: published'),
+    (lambda p: {**p, 'embed': p['embed'].T}, "tensor 'embed' is"),
+  ],
+  ids=['missing', 'transposed', 'misshapen'],
+)
 def test_a_spoilt_tensor_is_named(spoil, match):
   engine = make_engine(Planted)
   engine.spoil = spoil

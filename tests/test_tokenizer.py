@@ -3,12 +3,12 @@
 import json
 import unicodedata
 
-import pytest
-import tokenizers
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import pytest
+import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+import transformers
 
 from searchrl_jax import tokenizer as tokenizing
 from tests import scripted
@@ -101,9 +101,9 @@ def test_identity_of_real_tokenizers():
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
-  (tmp_path / 'config.json').write_text(json.dumps(
-    {'model_type': 'qwen2', 'vocab_size': 100, 'eos_token_id': 0}
-  ))
+  (tmp_path / 'config.json').write_text(
+    json.dumps({'model_type': 'qwen2', 'vocab_size': 100, 'eos_token_id': 0})
+  )
   with pytest.raises(ValueError, match='tokenizer'):
     tokenizing.load(tmp_path)
 

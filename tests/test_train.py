@@ -7,18 +7,20 @@ import shutil
 import signal
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
+import numpy as np
 import pytest
 
-from searchrl_jax import checks
-from searchrl_jax import evaluate
-from searchrl_jax import objectives
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import signals
-from searchrl_jax import train
-from searchrl_jax import update
+from searchrl_jax import (
+  checks,
+  evaluate,
+  objectives,
+  records,
+  setup,
+  signals,
+  train,
+  update,
+)
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.records import RunError
 from searchrl_jax.rollout import RolloutError
@@ -52,17 +54,27 @@ def test_a_run_leaves_everything_behind(whole):
   steps = lines(folder / 'metrics.jsonl')
   assert [s['step'] for s in steps] == [-1, 0, 1, 2]
   assert 'eval/em' in steps[0] and 'eval/em' in steps[-1]
-  for name in ('train/entropy', 'train/grad_norm', 'train/clip_high',
-               'train/mfu', 'train/mismatch_max', 'time/rollout',
-               'time/update', 'health/repetition', 'health/searches',
-               'batch/groups_zero_variance', 'reward'):
+  for name in (
+    'train/entropy',
+    'train/grad_norm',
+    'train/clip_high',
+    'train/mfu',
+    'train/mismatch_max',
+    'time/rollout',
+    'time/update',
+    'health/repetition',
+    'health/searches',
+    'batch/groups_zero_variance',
+    'reward',
+  ):
     assert name in steps[-1], name
   kept = [*records.read(folder / 'trajectories')]
   assert len(kept) == 3 * 4 * 2
   assert {r.step for r in kept} == {0, 1, 2}
   for r in kept:
     learnt = np.concatenate(
-      [np.full(len(s.ids), s.train) for s in r.trajectory.segments])
+      [np.full(len(s.ids), s.train) for s in r.trajectory.segments]
+    )
     assert r.kept and r.reward is not None and learnt.any()
     assert (np.isfinite(r.advantages) == learnt).all()
     # One update a step: the trainer had no reason to score.
@@ -123,7 +135,8 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
 
 
 def test_resume_after_a_signal_in_a_rollout_is_bitwise(
-    whole, tmp_path, monkeypatch):
+  whole, tmp_path, monkeypatch
+):
   """With no checkpoint but the one that the signal makes."""
   config, folder, params = whole
   config = config.copy_and_resolve_references()
@@ -234,6 +247,7 @@ class Dead:
 
   async def search(self, requests):
     from searchrl_jax.types import SearchError
+
     return [SearchError(r, 'unreachable', 'no route') for r in requests]
 
 
@@ -250,21 +264,25 @@ class AlwaysSearching:
     from searchrl_jax import env as envs
     from searchrl_jax.engines.core import Completion
     from searchrl_jax.types import SearchRequest
+
     if not isinstance(event, Completion):
       return self._env.step(state, event)
     import dataclasses
+
     request = SearchRequest('x', 1, state.question)
     action = envs.Search((request,))
     return dataclasses.replace(state, pending=action), action
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_batch(
-    url, tmp_path, monkeypatch):
+  url, tmp_path, monkeypatch
+):
   config = tiny.config(url)
   real = objectives.policy
 
   def poisoned(config):
     import dataclasses
+
     found = real(config)
 
     def fn(logps, entropy, arrays):
@@ -309,19 +327,22 @@ def test_evaluation_repeats_itself(whole, tmp_path):
   assert first['eval/tokens'] == last['eval/tokens']
 
 
-@pytest.mark.parametrize('change, message', [
-  (('rollout.group', 1), 'rollout.group'),
-  (('rollout.top_p', 0.9), 'top_p'),
-  (('rollout.temperature', 0.0), 'temperature'),
-  (('algorithm.advantage', 'grppo'), "did you mean 'grpo'"),
-  (('algorithm.kl', 'los'), "did you mean 'loss'"),
-  (('algorithm.kl_coef', 0.1), 'no effect'),
-  (('env.max_tokens', 4096), 'batch.lengths'),
-  (('engine.max_len', 16), 'engine.max_len'),
-  (('algorithm.minibatches', 99), 'minibatches'),
-  (('algorithm.advantage_kw', {'epss': 1e-3}), "epss.*did you mean 'eps'"),
-  (('algorithm.kl', 'reward'), 'noise'),
-])
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (('rollout.group', 1), 'rollout.group'),
+    (('rollout.top_p', 0.9), 'top_p'),
+    (('rollout.temperature', 0.0), 'temperature'),
+    (('algorithm.advantage', 'grppo'), "did you mean 'grpo'"),
+    (('algorithm.kl', 'los'), "did you mean 'loss'"),
+    (('algorithm.kl_coef', 0.1), 'no effect'),
+    (('env.max_tokens', 4096), 'batch.lengths'),
+    (('engine.max_len', 16), 'engine.max_len'),
+    (('algorithm.minibatches', 99), 'minibatches'),
+    (('algorithm.advantage_kw', {'epss': 1e-3}), "epss.*did you mean 'eps'"),
+    (('algorithm.kl', 'reward'), 'noise'),
+  ],
+)
 def test_what_cannot_work_is_refused_at_the_start(change, message):
   config = tiny.config('http://127.0.0.1:9')
   config.update_from_flattened_dict({change[0]: change[1]})
@@ -345,8 +366,9 @@ def test_without_questions_to_evaluate(url, tmp_path):
   assert 'reward' in metrics and not any('eval' in k for k in metrics)
 
 
-def test_a_failed_evaluation_loses_nothing_of_its_step(url, tmp_path,
-                                                       monkeypatch):
+def test_a_failed_evaluation_loses_nothing_of_its_step(
+  url, tmp_path, monkeypatch
+):
   config = tiny.config(url)
   config.eval.every = 2
 
@@ -411,9 +433,14 @@ def test_rollouts_run_ahead_and_say_which_weights_wrote_what(stale):
     assert s['staleness/max'] <= 2
     shares = [s[f'staleness/share_{n}'] for n in range(3)]
     assert sum(shares) == pytest.approx(1)
-    assert {'time/engine_idle', 'time/rollout', 'train/mismatch_ess',
-            'train/mismatch_abs', 'train/mismatch_max',
-            'train/mismatch_outside'} <= s.keys()
+    assert {
+      'time/engine_idle',
+      'time/rollout',
+      'train/mismatch_ess',
+      'train/mismatch_abs',
+      'train/mismatch_max',
+      'train/mismatch_outside',
+    } <= s.keys()
 
 
 def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
@@ -435,9 +462,11 @@ def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
     with pytest.raises(Killed):
       train.train(config, str(tmp_path))
   saver = setup.saver(config, str(tmp_path))
-  arrays = saver.restore(
-    {}, 1, fingerprint=None, partial=True
-  ).arrays['ended'].tobytes()
+  arrays = (
+    saver.restore({}, 1, fingerprint=None, partial=True)
+    .arrays['ended']
+    .tobytes()
+  )
   saved = [*records.read(arrays)]
   assert saved and {r.step for r in saved} <= {1, 2}
   train.train(config, str(tmp_path))
@@ -447,8 +476,9 @@ def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
   }
   assert len(kept) == 4 * 4 * 2
   for r in saved:
-    for a, b in zip(kept[r.step, r.trajectory.id], r.trajectory.segments,
-                    strict=True):
+    for a, b in zip(
+      kept[r.step, r.trajectory.id], r.trajectory.segments, strict=True
+    ):
       assert (a.ids == b.ids).all()
 
 

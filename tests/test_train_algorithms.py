@@ -66,41 +66,60 @@ def run_twice(c, folder, monkeypatch, nth):
     [*records.read(folder / x / 'trajectories')] for x in ('whole', 'killed')
   )
   assert [(r.step, r.trajectory.id) for r in a] == [
-    (r.step, r.trajectory.id) for r in b]
+    (r.step, r.trajectory.id) for r in b
+  ]
   steps = lines(folder / 'whole' / 'metrics.jsonl')
   return one, [s for s in steps if s['step'] >= 0], a
 
 
 def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
-  c = config(url, 'PPO', 'by_turn', **{
-    'critic.lr': 1e-3, 'critic.alone': 1, 'env.train_observations': True,
-    'algorithm.minibatches': 2,
-  })
+  c = config(
+    url,
+    'PPO',
+    'by_turn',
+    **{
+      'critic.lr': 1e-3,
+      'critic.alone': 1,
+      'env.train_observations': True,
+      'algorithm.minibatches': 2,
+    },
+  )
   # Updates: two of the critic alone, then critic and policy in turns.
   state, steps, kept = run_twice(c, tmp_path, monkeypatch, 6)
   assert state['critic']['params']['value'].any()
   assert 'train/entropy' not in steps[0], 'the critic alone learns at first'
-  for name in ('train/entropy', 'train/critic_loss', 'train/kl_ref',
-               'train/critic_explained_variance', 'time/critic'):
+  for name in (
+    'train/entropy',
+    'train/critic_loss',
+    'train/kl_ref',
+    'train/critic_explained_variance',
+    'time/critic',
+  ):
     assert name in steps[1], name
   # A second update of the critic in a step starts from values that are not 0.
   assert steps[2]['train/critic_value'] != 0
   read = [
-    s for r in kept for s in r.trajectory.segments if s.author != 'policy']
+    s for r in kept for s in r.trajectory.segments if s.author != 'policy'
+  ]
   assert any(s.train for s in read if s.author == 'environment')
   assert not any(s.train for s in read if s.author == 'prompt')
   # Two updates a step: the trainer scores before the first, observations in
   # the loss included, and about as the engine did.
   for r in kept:
-    logps = np.concatenate([
-      np.full(len(s.ids), np.nan) if s.logps is None else s.logps
-      for s in r.trajectory.segments])
+    logps = np.concatenate(
+      [
+        np.full(len(s.ids), np.nan) if s.logps is None else s.logps
+        for s in r.trajectory.segments
+      ]
+    )
     learnt = np.concatenate(
-      [np.full(len(s.ids), s.train) for s in r.trajectory.segments])
+      [np.full(len(s.ids), s.train) for s in r.trajectory.segments]
+    )
     assert (np.isfinite(r.trainer_logps) == learnt).all()
     both = np.isfinite(logps)
     np.testing.assert_allclose(
-      r.trainer_logps[both], logps[both], rtol=2e-3, atol=1e-3)
+      r.trainer_logps[both], logps[both], rtol=2e-3, atol=1e-3
+    )
   # Nothing was recorded of them: their weight is 1, their mismatch 0.
   assert steps[2]['train/mismatch_max'] < 1e-3
 

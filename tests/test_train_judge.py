@@ -90,4 +90,5 @@ def test_an_absent_judge_is_told_at_the_start(url, tmp_path):
   with pytest.raises(ChatError, match=f'{absent}.*start the server'):
     train.train(config(url, absent), str(tmp_path / 'run'))
   assert not (tmp_path / 'run/metrics.jsonl').exists() or not lines(
-    tmp_path / 'run/metrics.jsonl')
+    tmp_path / 'run/metrics.jsonl'
+  )

@@ -11,14 +11,27 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import batching, flops, logps, losses, objectives, optim
-from searchrl_jax import update
+from searchrl_jax import (
+  batching,
+  flops,
+  logps,
+  losses,
+  objectives,
+  optim,
+  update,
+)
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Question, Segment, Trajectory
 
 CFG = decoder.DecoderConfig(
-  vocab_size=37, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4,
-  d_ff=24, qkv_bias=True,
+  vocab_size=37,
+  d_model=16,
+  n_layers=2,
+  n_heads=4,
+  n_kv_heads=2,
+  head_dim=4,
+  d_ff=24,
+  qkv_bias=True,
 )
 
 
@@ -50,16 +63,24 @@ def world(seed=0, questions=4, group=3, most=16):
       n = int(rng.integers(4, most + 1))
       k = int(rng.integers(1, n - 1))
       ids = rng.integers(0, CFG.vocab_size, n).astype(np.int32)
-      out.append(Trajectory(
-        Question(f'q{q}', ''),
-        (
-          Segment(ids[:k], 'prompt', 'other'),
-          Segment(
-            ids[k:], 'policy', 'think', train=True,
-            logps=rng.normal(-3.5, 0.3, n - k).astype(np.float32),
+      out.append(
+        Trajectory(
+          Question(f'q{q}', ''),
+          (
+            Segment(ids[:k], 'prompt', 'other'),
+            Segment(
+              ids[k:],
+              'policy',
+              'think',
+              train=True,
+              logps=rng.normal(-3.5, 0.3, n - k).astype(np.float32),
+            ),
           ),
-        ), (), 'answer', sample=s,
-      ))
+          (),
+          'answer',
+          sample=s,
+        )
+      )
   ids = np.repeat(np.arange(questions), group)
   return out, ids, rng.normal(size=len(out))
 
@@ -80,14 +101,14 @@ def updater(c, *, cfg=CFG, supervised=False, mesh=None, temperature=1.0):
 @functools.cache
 def _updater(fields, cfg, supervised, mesh, temperature):
   c = ConfigDict(json.loads(fields))
-  shapes = jax.eval_shape(
-    lambda: decoder.init_params(cfg, jax.random.key(0))
-  )
-  objective = (
-    objectives.supervised() if supervised else objectives.policy(c)
-  )
+  shapes = jax.eval_shape(lambda: decoder.init_params(cfg, jax.random.key(0)))
+  objective = objectives.supervised() if supervised else objectives.policy(c)
   return update.Updater(
-    cfg, c.batch, temperature=temperature, mesh=mesh, objective=objective,
+    cfg,
+    c.batch,
+    temperature=temperature,
+    mesh=mesh,
+    objective=objective,
     tx=optim.make(c.optim, 100, shapes),
   )
 
@@ -113,8 +134,12 @@ def test_log_probs_and_their_gradients(tied, chunk):
   index, inverse = update.compaction(
     batch.mask, 1, batching.capacity(c.batch, T)
   )
-  arrays = {'ids': batch.ids, 'lengths': batch.lengths, 'index': index,
-            'inverse': inverse}
+  arrays = {
+    'ids': batch.ids,
+    'lengths': batch.lengths,
+    'index': index,
+    'inverse': inverse,
+  }
   rng = np.random.default_rng(0)
   u, v = rng.normal(size=(2, *batch.ids.shape)).astype(np.float32)
 
@@ -146,8 +171,11 @@ def close(a, b, tol=1e-5):
 @pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
 def test_microbatches_cannot_show(aggregation):
   """A minibatch cut by other budgets and buckets: same loss and gradient."""
-  kw = {'algorithm.aggregation': aggregation, 'algorithm.tis': 'sequence',
-        'algorithm.entropy_coef': 0.01}
+  kw = {
+    'algorithm.aggregation': aggregation,
+    'algorithm.tis': 'sequence',
+    'algorithm.entropy_coef': 0.01,
+  }
   reference = None
   for shape in (
     {'batch.lengths': (16,), 'batch.tokens': 16 * 12},
@@ -170,8 +198,14 @@ def test_microbatches_cannot_show(aggregation):
 
 
 def test_loss_and_gradient_equal_plain_autodiff():
-  c = config(**{'batch.lengths': (16,), 'batch.tokens': 16 * 12,
-                'algorithm.aggregation': 'sequence', 'algorithm.tis': 'none'})
+  c = config(
+    **{
+      'batch.lengths': (16,),
+      'batch.tokens': 16 * 12,
+      'algorithm.aggregation': 'sequence',
+      'algorithm.tis': 'none',
+    }
+  )
   [batch] = microbatches(c)
   u = updater(c)
   state = u.init(update.copy(params()))
@@ -233,9 +267,9 @@ def test_score_is_what_the_step_sees():
   # The second update has moved away from `old`.
   state, m = u.step(state, batches, old)
   assert m['kl_old'] > 1e-6
-  diff = np.concatenate([
-    (x - b.behaviour_logps)[b.mask] for b, x in zip(batches, old)
-  ])
+  diff = np.concatenate(
+    [(x - b.behaviour_logps)[b.mask] for b, x in zip(batches, old)]
+  )
   np.testing.assert_allclose(m['mismatch_abs'], np.abs(diff).mean(), rtol=1e-4)
   np.testing.assert_allclose(m['mismatch_max'], np.abs(diff).max(), rtol=1e-4)
   with pytest.raises(ValueError, match='needs old'):
@@ -251,9 +285,9 @@ def test_kl_in_the_loss():
   ref = [u.score(other, b) for b in batches]
   mine = [u.score(state.params, b) for b in batches]
   state, m = u.step(state, batches, ref=ref)
-  d = np.concatenate([
-    (r - x)[b.mask] for r, x, b in zip(ref, mine, batches)
-  ]).astype(np.float64)
+  d = np.concatenate(
+    [(r - x)[b.mask] for r, x, b in zip(ref, mine, batches)]
+  ).astype(np.float64)
   want = (np.exp(d) - d - 1).mean()
   np.testing.assert_allclose(m['kl_ref'], want, rtol=1e-4)
   np.testing.assert_allclose(m['loss'], 0.5 * want, rtol=1e-4)
@@ -288,7 +322,8 @@ def test_unmasked_observations_weigh_one():
   bare = [
     dataclasses.replace(
       b, behaviour_logps=np.where(b.mask, np.nan, 0).astype(np.float32)
-    ) for b in batches
+    )
+    for b in batches
   ]
   _, m = u.step(state, bare)
   assert m['finite'] == 1 and m['mismatch_abs'] == 0 and m['tis_weight'] == 1
@@ -319,7 +354,11 @@ def test_twenty_random_steps_compile_nothing():
   state = u.init(update.copy(params()))
   memory = u.warmup(state, score=True)
   assert set(memory) == {
-    'zeros/0', 'apply/0', 'score/8', 'score/16', 'accumulate/8',
+    'zeros/0',
+    'apply/0',
+    'score/8',
+    'score/16',
+    'accumulate/8',
     'accumulate/16',
   }
   assert memory['accumulate/16'] > 0
@@ -367,15 +406,15 @@ def test_errors():
     u.put(full)
   with pytest.raises(ValueError, match='temperature=0'):
     updater(c, temperature=0.0)
-  for field, value in (
-    ('clip_low', -0.1), ('tis_cap', 0.0), ('loss', 'clap'),
-  ):
+  for field, value in (('clip_low', -0.1), ('tis_cap', 0.0), ('loss', 'clap')):
     with pytest.raises(ValueError, match=field if field != 'loss' else 'clap'):
       objectives.policy(config(**{f'algorithm.{field}': value}))
   with pytest.raises(ValueError, match='horizon'):
-    objectives.policy(config(**{
-      'algorithm.aggregation': 'sequence_sum', 'algorithm.horizon': 0
-    }))
+    objectives.policy(
+      config(
+        **{'algorithm.aggregation': 'sequence_sum', 'algorithm.horizon': 0}
+      )
+    )
 
 
 def test_flops_golden():
@@ -396,7 +435,9 @@ def test_remat_and_bfloat16():
   batches = microbatches(c)
   out = {}
   for name, kw in (
-    ('plain', {}), ('block', {'remat': 'block'}), ('dots', {'remat': 'dots'}),
+    ('plain', {}),
+    ('block', {'remat': 'block'}),
+    ('dots', {'remat': 'dots'}),
     ('bf16', {'dtype': 'bfloat16'}),
   ):
     cfg = decoder.DecoderConfig(**{**vars(CFG), **kw})

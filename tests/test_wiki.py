@@ -14,38 +14,51 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import common
-from configs import wiki_nq
+from configs import common, wiki_nq
 from retrieval import process
-from searchrl_jax import export
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import train
+from searchrl_jax import export, records, setup, train
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from tests import tiny
 from tests.test_commands import command
 
 # Qwen2.5-0.5B's config.json with small sizes. Its embedding has more rows
 # (padding) than the tokenizer has entries, 151,665.
 QWEN = dict(
-  model_type='qwen2', architectures=('Qwen2ForCausalLM',), vocab_size=151936,
-  hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-  num_key_value_heads=2, intermediate_size=64, rope_theta=1000000.0,
-  rms_norm_eps=1e-6, tie_word_embeddings=True, hidden_act='silu',
+  model_type='qwen2',
+  architectures=('Qwen2ForCausalLM',),
+  vocab_size=151936,
+  hidden_size=32,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  intermediate_size=64,
+  rope_theta=1000000.0,
+  rms_norm_eps=1e-6,
+  tie_word_embeddings=True,
+  hidden_act='silu',
   max_position_embeddings=32768,
 )
 IM_START = 151644  # opens each turn of its chat template
 # What makes a run of the recipe small; as flags, `evaluate` takes them too.
 SMALL = {
-  'mesh.data': 1, 'model.dtype': 'float32', 'model.remat': 'none',
-  'engine.dtype': 'float32', 'engine.slots': 4, 'engine.max_len': 320,
-  'engine.chunk': 4, 'engine.prefill_rows': 4,
-  'engine.canary_tolerance': 1e-3, 'env.max_turns': 1,
-  'env.max_turn_tokens': 8, 'env.max_tokens': 320,
-  'env.max_observation_tokens': 64, 'eval.questions': 2,
-  'eval.bootstrap': 50, 'log.tensorboard': False, 'log.progress': False,
+  'mesh.data': 1,
+  'model.dtype': 'float32',
+  'model.remat': 'none',
+  'engine.dtype': 'float32',
+  'engine.slots': 4,
+  'engine.max_len': 320,
+  'engine.chunk': 4,
+  'engine.prefill_rows': 4,
+  'engine.canary_tolerance': 1e-3,
+  'env.max_turns': 1,
+  'env.max_turn_tokens': 8,
+  'env.max_tokens': 320,
+  'env.max_observation_tokens': 64,
+  'eval.questions': 2,
+  'eval.bootstrap': 50,
+  'log.tensorboard': False,
+  'log.progress': False,
 }
 
 
@@ -88,10 +101,12 @@ def small(checkpoint, server):
   c.batch.tokens = 640
   c.batch.head_chunk = 64
   # Random weights earn no exact match: this differs between samples.
-  c.reward = common.ConfigDict(dict(
-    em=dict(fn='answer.em', weight=1.0),
-    length=dict(fn='tests.tiny.shortness', weight=1.0),
-  ))
+  c.reward = common.ConfigDict(
+    dict(
+      em=dict(fn='answer.em', weight=1.0),
+      length=dict(fn='tests.tiny.shortness', weight=1.0),
+    )
+  )
   c.optim.lr = 1e-3
   c.optim.warmup = 0
   c.train.steps = 1
@@ -105,7 +120,8 @@ def lines(path):
 
 
 def test_the_recipe_trains_a_hugging_face_checkpoint(
-    checkpoint, server, tmp_path):
+  checkpoint, server, tmp_path
+):
   config = small(checkpoint, server)
   metrics = train.train(config, str(tmp_path / 'run'))
   assert metrics['train/grad_norm'] > 0
@@ -139,12 +155,14 @@ def test_the_recipe_trains_a_hugging_face_checkpoint(
   )
 
 
-def test_evaluate_takes_a_hugging_face_checkpoint(
-    checkpoint, server, tmp_path):
+def test_evaluate_takes_a_hugging_face_checkpoint(checkpoint, server, tmp_path):
   flags = [f'--config.{k}={v}' for k, v in SMALL.items()]
   out, _ = command(
-    'evaluate', f'--config=configs/wiki_nq.py:model={checkpoint}',
-    f'--out={tmp_path}/out', f'--config.source.url={server.url}', *flags,
+    'evaluate',
+    f'--config=configs/wiki_nq.py:model={checkpoint}',
+    f'--out={tmp_path}/out',
+    f'--config.source.url={server.url}',
+    *flags,
   )
   assert 'exact match' in out and f'{tmp_path}/out' in out.replace('\n', '')
   scores = json.loads((tmp_path / 'out' / 'eval.json').read_text())
@@ -162,14 +180,17 @@ INSTRUCTIONS = (
 
 
 def parquet(path, n=4, **columns):
-  rows = [{
-    'data_source': 'nq',
-    'prompt': [{'role': 'user', 'content': f'{INSTRUCTIONS}who was {i}?\n'}],
-    'ability': 'fact-reasoning',
-    'reward_model': {'style': 'rule', 'ground_truth': {'target': [f'a{i}']}},
-    'extra_info': {'split': 'train', 'index': i},
-    **{k: v(i) for k, v in columns.items()},
-  } for i in range(n)]
+  rows = [
+    {
+      'data_source': 'nq',
+      'prompt': [{'role': 'user', 'content': f'{INSTRUCTIONS}who was {i}?\n'}],
+      'ability': 'fact-reasoning',
+      'reward_model': {'style': 'rule', 'ground_truth': {'target': [f'a{i}']}},
+      'extra_info': {'split': 'train', 'index': i},
+      **{k: v(i) for k, v in columns.items()},
+    }
+    for i in range(n)
+  ]
   pq.write_table(pa.Table.from_pylist(rows), path)
   return path
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 import threading
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from configs import common
 from searchrl_jax import records, writer
@@ -85,16 +85,25 @@ def lines(path):
 
 def same_but_halves(found, written):
   """Equality of trajectories whose log-probs went through float16."""
+
   def half(segments):
     return segments and tuple(
       dataclasses.replace(
         s, logps=s.logps.astype(np.float16).astype(np.float32)
-      ) if s.logps is not None else s for s in segments
+      )
+      if s.logps is not None
+      else s
+      for s in segments
     )
-  return same(found, dataclasses.replace(
-    written, segments=half(written.segments),
-    train_context=half(written.train_context),
-  ))
+
+  return same(
+    found,
+    dataclasses.replace(
+      written,
+      segments=half(written.segments),
+      train_context=half(written.train_context),
+    ),
+  )
 
 
 def test_trajectories_come_back(tmp_path):
@@ -109,7 +118,11 @@ def test_trajectories_come_back(tmp_path):
   by_token = [np.arange(3.0), np.arange(3.0), np.arange(6.0)]
   with open_writer(tmp_path) as w:
     w.trajectories(
-      3, [group], rewards, kept=rewards.valid, advantages=np.array([0.5, 0, 2]),
+      3,
+      [group],
+      rewards,
+      kept=rewards.valid,
+      advantages=np.array([0.5, 0, 2]),
       trainer_logps=[-x for x in by_token],
     )
     # Without an update, and where tokens have advantages of their own.
@@ -128,7 +141,8 @@ def test_trajectories_come_back(tmp_path):
   nan = np.nan
   np.testing.assert_array_equal(third.advantages, [nan, nan, nan, 2, 2, 2])
   np.testing.assert_array_equal(
-    third.trainer_logps, [nan, nan, nan, -3, -4, -5])
+    third.trainer_logps, [nan, nan, nan, -3, -4, -5]
+  )
   np.testing.assert_array_equal(last.advantages, [nan, nan, nan, 3, 4, 5])
   assert last.trainer_logps is None  # the trainer did not score
   (*_, last) = records.read(tmp_path / 'eval')
@@ -165,9 +179,9 @@ def test_every_float32_survives_for_a_resume():
 
 def test_a_lone_surrogate_ends_no_run():
   passage = Passage('p', 'half a \ud83d', 'x')
-  t = dataclasses.replace(trajectory(), searches=(
-    SearchResult(SearchRequest('q', 1), (passage,)),
-  ))
+  t = dataclasses.replace(
+    trajectory(), searches=(SearchResult(SearchRequest('q', 1), (passage,)),)
+  )
   record = Record(0, t, rewards={'em': 1.0})
   (found,) = records.read(records.encode([record]))
   assert found.trajectory.searches[0].passages[0].title == 'half a ?'
@@ -201,7 +215,8 @@ def test_trajectories_of_some_steps(tmp_path, every, steps):
 
 
 def test_a_thread_writes_and_its_error_comes_with_the_next_step(
-    tmp_path, monkeypatch):
+  tmp_path, monkeypatch
+):
   """The loop does not wait for the disk; nothing is lost, errors neither."""
   real, may_write = writer.write_bytes, threading.Event()
 
@@ -351,7 +366,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   # RLIMIT_FSIZE makes the kernel refuse bytes past a size, as a full disk
   # does; in a process of its own, since the limit holds for all its files.
-  code = f'''
+  code = f"""
 import resource, signal, sys
 sys.path.insert(0, {os.getcwd()!r})
 from searchrl_jax.records import JsonlFile, RunError
@@ -363,7 +378,7 @@ try:
   file.write([{{"step": 1, "x": "b" * 50}}])
 except RunError as error:
   print(error)
-'''
+"""
   done = subprocess.run(
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
   )
@@ -410,8 +425,12 @@ class Terminal(io.StringIO):
 def test_progress(tmp_path):
   out = io.StringIO()
   with writer.Writer(tmp_path / 'a', config(), steps=4, out=out) as w:
-    w.progress(w.write(0, {'reward': 0.51234, 'speed': 12345.6}),
-               reward='reward', em='reward/em', tokens_s='speed')
+    w.progress(
+      w.write(0, {'reward': 0.51234, 'speed': 12345.6}),
+      reward='reward',
+      em='reward/em',
+      tokens_s='speed',
+    )
   line = 'step 1/4  reward 0.512  tokens s 12,346  ETA 0:'
   assert out.getvalue().startswith(line)
   assert out.getvalue().endswith('\n') and '\x1b' not in out.getvalue()

@@ -12,10 +12,16 @@ def config(url: str = '') -> ConfigDict:
   """The quickstart's config, shrunk: two steps of four questions."""
   c = quickstart.get_config()
   c.name = 'tiny'
-  c.model.arch.update(dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=16, intermediate_size=64,
-  ))
+  c.model.arch.update(
+    dict(
+      hidden_size=32,
+      num_hidden_layers=1,
+      num_attention_heads=2,
+      num_key_value_heads=2,
+      head_dim=16,
+      intermediate_size=64,
+    )
+  )
   c.mesh.data = 1
   c.data.world_seed = 3
   c.data.world = ConfigDict(WORLD)
@@ -32,8 +38,9 @@ def config(url: str = '') -> ConfigDict:
   c.rollout.questions = 4
   c.rollout.group = 2
   # Something to learn from for a policy that knows nothing yet.
-  c.reward = ConfigDict(dict(length=dict(fn='tests.tiny.shortness',
-                                         weight=1.0)))
+  c.reward = ConfigDict(
+    dict(length=dict(fn='tests.tiny.shortness', weight=1.0))
+  )
   c.batch.lengths = (96,)
   c.batch.tokens = 384
   c.train.steps = 3
@@ -52,9 +59,15 @@ async def by_turn(groups, context):
 
   del context
   flat = core.flat(groups)
-  value = tuple(np.array([
-    0.1 * (int(s.ids.sum()) % 7) * (s.author == 'policy') for s in t.trained
-  ], np.float32) for t in flat)
+  value = tuple(
+    np.array(
+      [
+        0.1 * (int(s.ids.sum()) % 7) * (s.author == 'policy') for s in t.trained
+      ],
+      np.float32,
+    )
+    for t in flat
+  )
   return Rewards(value, np.array([not t.failed for t in flat]), 'segment')
 
 
@@ -63,9 +76,12 @@ async def odd(groups, context):
   from searchrl_jax.rewards import core
 
   del context
-  return core.per_trajectory(groups, lambda t: float(
-    sum(int(s.ids.sum()) for s in t.segments if s.author == 'policy') % 2
-  ))
+  return core.per_trajectory(
+    groups,
+    lambda t: float(
+      sum(int(s.ids.sum()) for s in t.segments if s.author == 'policy') % 2
+    ),
+  )
 
 
 async def shortness(groups, context):
@@ -73,6 +89,9 @@ async def shortness(groups, context):
   from searchrl_jax.rewards import core
 
   del context
-  return core.per_trajectory(groups, lambda t: float(sum(
-    int(s.ids.sum()) % 7 for s in t.segments if s.author == 'policy'
-  )))
+  return core.per_trajectory(
+    groups,
+    lambda t: float(
+      sum(int(s.ids.sum()) % 7 for s in t.segments if s.author == 'policy')
+    ),
+  )

@@ -19,10 +19,10 @@ import pathlib
 import subprocess
 import tempfile
 
+from absl import app, flags
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 
 from configs import common as config_lib
 from experiments.benchmarks import common
@@ -40,6 +40,7 @@ PROMPTS, LENGTH, NEW, TIE = 100, 32, 64, 1e-5
 
 async def sample(engine, prompts, temperature: float):
   """(ids, log-probs) of each prompt, [64] each."""
+
   async def one(i, ids):
     handle = engine.open(Prompt(tuple(ids)))
     try:
@@ -81,19 +82,27 @@ def measure(dtype: str, folder: pathlib.Path, peer: str) -> list[dict]:
   config = config_lib.base().engine
   config.dtype, config.max_len = dtype, LENGTH + NEW
   config.canary_tolerance = 1e-3 if dtype == 'float32' else 0.2
-  prompts = np.random.default_rng(2).integers(
-    cfg.vocab_size, size=(PROMPTS, LENGTH)
-  ).tolist()
+  prompts = (
+    np.random.default_rng(2)
+    .integers(cfg.vocab_size, size=(PROMPTS, LENGTH))
+    .tolist()
+  )
   logps, rows = sync.forward_logps(cfg), []
   with Loop() as loop:
     engines = {}
     for name, module in (('jax_sampler', jax_sampler), ('vllm', vllm)):
       engine = module.make(cfg, params, tok, config, None, folder / name)
       loop.at_exit(engine.shutdown)
-      loop.run(sync.sync_and_verify(
-        engine, params, 1, prompts[0], lambda ids: logps(params, ids),
-        config.canary_tolerance,
-      ))
+      loop.run(
+        sync.sync_and_verify(
+          engine,
+          params,
+          1,
+          prompts[0],
+          lambda ids: logps(params, ids),
+          config.canary_tolerance,
+        )
+      )
       engines[name] = engine
     ours, theirs = engines['jax_sampler'], engines['vllm']
     if dtype == 'float32':
@@ -101,47 +110,61 @@ def measure(dtype: str, folder: pathlib.Path, peer: str) -> list[dict]:
         name: loop.run(sample(engine, prompts, 0.0))[0]
         for name, engine in engines.items()
       }
-      greedy['transformers'] = transformers(
-        cfg, params, prompts, folder, peer
-      )
+      greedy['transformers'] = transformers(cfg, params, prompts, folder, peer)
       for name in ('vllm', 'transformers'):
         parted = partings(
           cfg, params, prompts, greedy['jax_sampler'], greedy[name]
         )
-        rows.append({
-          'what': f'greedy ids, jax_sampler and {name}', 'dtype': dtype,
-          'same': PROMPTS - len(parted),
-          'ties': sum(p['tie'] for p in parted), 'partings': parted,
-        })
+        rows.append(
+          {
+            'what': f'greedy ids, jax_sampler and {name}',
+            'dtype': dtype,
+            'same': PROMPTS - len(parted),
+            'ties': sum(p['tie'] for p in parted),
+            'partings': parted,
+          }
+        )
 
     async def compare():
       ids, recorded = await sample(theirs, prompts, 1.0)
-      scored = await asyncio.gather(*(
-        ours.score([*p, *c]) for p, c in zip(prompts, ids, strict=True)
-      ))
-      return np.concatenate([
-        np.abs(np.asarray(a, np.float64) - b[LENGTH:])
-        for a, b in zip(recorded, scored, strict=True)
-      ])
+      scored = await asyncio.gather(
+        *(ours.score([*p, *c]) for p, c in zip(prompts, ids, strict=True))
+      )
+      return np.concatenate(
+        [
+          np.abs(np.asarray(a, np.float64) - b[LENGTH:])
+          for a, b in zip(recorded, scored, strict=True)
+        ]
+      )
 
     apart = loop.run(compare())
-  rows.append({
-    'what': 'log-probs of what vllm sampled, by jax_sampler', 'dtype': dtype,
-    'mean_abs': float(apart.mean()), 'max_abs': float(apart.max()),
-    'tokens': len(apart),
-    'outside_10_percent': float((apart > np.log(1.1)).mean()),
-  })
+  rows.append(
+    {
+      'what': 'log-probs of what vllm sampled, by jax_sampler',
+      'dtype': dtype,
+      'mean_abs': float(apart.mean()),
+      'max_abs': float(apart.max()),
+      'tokens': len(apart),
+      'outside_10_percent': float((apart > np.log(1.1)).mean()),
+    }
+  )
   return rows
 
 
 def transformers(cfg, params, prompts, folder, peer: str) -> list[list[int]]:
   hf.save(folder / 'exported', cfg, params)
   (folder / 'prompts.json').write_text(json.dumps(prompts))
-  subprocess.run([
-    peer, str(pathlib.Path(__file__).with_name('agreement_torch.py')),
-    str(folder / 'exported'), str(folder / 'prompts.json'), str(NEW),
-    str(folder / 'greedy.json'),
-  ], check=True)
+  subprocess.run(
+    [
+      peer,
+      str(pathlib.Path(__file__).with_name('agreement_torch.py')),
+      str(folder / 'exported'),
+      str(folder / 'prompts.json'),
+      str(NEW),
+      str(folder / 'greedy.json'),
+    ],
+    check=True,
+  )
   return json.loads((folder / 'greedy.json').read_text())
 
 
@@ -158,12 +181,15 @@ def main(argv):
     with tempfile.TemporaryDirectory() as folder:
       rows += measure(dtype, pathlib.Path(folder), _PEER.value)
   bars = [
-    common.bar(f'agreement_{r["what"].split()[-1]}', r['same'] + r['ties'],
-               PROMPTS)
-    for r in rows if 'same' in r
+    common.bar(
+      f'agreement_{r["what"].split()[-1]}', r['same'] + r['ties'], PROMPTS
+    )
+    for r in rows
+    if 'same' in r
   ] + [
     common.bar('agreement_logps', r['mean_abs'], 1e-4, at_most=True)
-    for r in rows if 'mean_abs' in r and r['dtype'] == 'float32'
+    for r in rows
+    if 'mean_abs' in r and r['dtype'] == 'float32'
   ]
   common.report(_OUT.value, 'agreement', rows, bars, before)
 
@@ -171,7 +197,8 @@ def main(argv):
 if __name__ == '__main__':
   _OUT = flags.DEFINE_string('out', '', 'JSON file to write')
   _PEER = flags.DEFINE_string(
-    'peer_python', '.venv-parity/bin/python',
+    'peer_python',
+    '.venv-parity/bin/python',
     'a Python with torch and transformers (make test-parity makes it)',
   )
   app.run(main)

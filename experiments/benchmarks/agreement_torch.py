@@ -1,6 +1,6 @@
 """Greedy continuations by transformers, for `agreement`; runs under torch.
 
-  python agreement_torch.py CHECKPOINT PROMPTS.json NEW OUT.json
+python agreement_torch.py CHECKPOINT PROMPTS.json NEW OUT.json
 """
 
 import json
@@ -15,9 +15,13 @@ with open(prompts) as f:
   ids = torch.tensor(json.load(f))
 with torch.no_grad():
   found = model.generate(
-    ids, attention_mask=torch.ones_like(ids), do_sample=False,
-    max_new_tokens=int(new), min_new_tokens=int(new), pad_token_id=0,
+    ids,
+    attention_mask=torch.ones_like(ids),
+    do_sample=False,
+    max_new_tokens=int(new),
+    min_new_tokens=int(new),
+    pad_token_id=0,
     eos_token_id=None,
   )
 with open(out, 'w') as f:
-  json.dump(found[:, ids.shape[1]:].tolist(), f)
+  json.dump(found[:, ids.shape[1] :].tolist(), f)

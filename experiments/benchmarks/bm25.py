@@ -19,20 +19,18 @@ questions are generated too.
 """
 
 import collections
+from collections.abc import Callable, Iterator
 import gzip
 import json
 import pathlib
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
 
+from absl import app, flags
 import numpy as np
-from absl import app
-from absl import flags
 
-from experiments.benchmarks import common
-from experiments.benchmarks import scale
+from experiments.benchmarks import common, scale
 from retrieval import bm25
 
 K, BATCH = 10, 128
@@ -51,6 +49,7 @@ _FOLDER = flags.DEFINE_string(
 
 def read(folder: str) -> tuple[list[str], list[str]]:
   """The words of a data folder, most frequent first, and its questions."""
+
   def rows(name: str) -> Iterator[dict]:
     with gzip.open(pathlib.Path(folder, name), 'rt') as f:
       yield from map(json.loads, f)
@@ -86,10 +85,12 @@ class Passages:
         ranks[rows, at] = ranks[rows, source[rows, at]]
       lengths = rng.normal(_MEAN, _SPREAD, size[0]).clip(20, _MOST)
       for row, length in zip(ranks.tolist(), lengths.astype(int)):
-        yield ' '.join([
-          words[rank] if rank < known else scale.word(rank)
-          for rank in row[:length]
-        ])
+        yield ' '.join(
+          [
+            words[rank] if rank < known else scale.word(rank)
+            for rank in row[:length]
+          ]
+        )
 
 
 def open_index(count: int, words: list[str]) -> bm25.BM25Index:
@@ -147,19 +148,24 @@ def measure(count: int, words: list[str], questions: list[str]) -> dict:
   index = open_index(count, words)
   peer = Peer(index)
   (ids, scores), (want, expected) = (
-    side.search(questions, K) for side in (index, peer)  # and warms both up
+    side.search(questions, K)
+    for side in (index, peer)  # and warms both up
   )
   postings = [
     int((edges[:, -1] - edges[:, 0]).sum())
     for edges, _ in map(index._postings, questions)
   ]
-  runs = common.interleave({
-    'batch': lambda: seconds(index.search, questions, BATCH),
-    'one': lambda: seconds(index.search, questions, 1),
-    'peer': lambda: seconds(peer.search, questions, BATCH),
-  }, _REPS.value)
+  runs = common.interleave(
+    {
+      'batch': lambda: seconds(index.search, questions, BATCH),
+      'one': lambda: seconds(index.search, questions, 1),
+      'peer': lambda: seconds(peer.search, questions, BATCH),
+    },
+    _REPS.value,
+  )
   row = {
-    'passages': count, 'questions': len(questions),
+    'passages': count,
+    'questions': len(questions),
     'postings_per_query': statistics.fmean(postings),
     # Where scores are equal to the bit, ties have one order: the corpus's.
     'same_ids': float((ids == want).all(axis=1).mean()),
@@ -182,22 +188,28 @@ def measure(count: int, words: list[str], questions: list[str]) -> dict:
 
 def followed(few: dict, many: dict) -> dict:
   """Milliseconds at 21 million passages, by the line through two sizes."""
-  times = (scale.WIKI - many['passages']) / (
-    many['passages'] - few['passages'])
+  times = (scale.WIKI - many['passages']) / (many['passages'] - few['passages'])
   return {'passages': scale.WIKI, 'extrapolated': True} | {
     name: many[name] + times * (many[name] - few[name])
-    for name in ('postings_per_query', *(
-      f'{side}_{unit}' for side in ('batch', 'one', 'peer')
-      for unit in ('ms', 'cpu_ms')
-    ))
+    for name in (
+      'postings_per_query',
+      *(
+        f'{side}_{unit}'
+        for side in ('batch', 'one', 'peer')
+        for unit in ('ms', 'cpu_ms')
+      ),
+    )
   }
 
 
 def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  words, questions = read(_DATA.value) if _DATA.value else (
-    [], list(scale.texts(_QUESTIONS, 9, 1)))
+  words, questions = (
+    read(_DATA.value)
+    if _DATA.value
+    else ([], list(scale.texts(_QUESTIONS, 9, 1)))
+  )
   sizes = (_PASSAGES.value // 4, _PASSAGES.value)
   for count in sizes:
     open_index(count, words)
@@ -205,10 +217,16 @@ def main(argv):
   before = common.environment()
   rows = [measure(count, words, questions) for count in sizes]
   rows.append(followed(*rows))
-  common.report(_OUT.value, 'bm25', rows, [
-    common.bar('bm25_1m', rows[1]['ratio'], 2),
-    common.bar('bm25_same_ids', rows[1]['same_ids'], 1),
-  ], before)
+  common.report(
+    _OUT.value,
+    'bm25',
+    rows,
+    [
+      common.bar('bm25_1m', rows[1]['ratio'], 2),
+      common.bar('bm25_same_ids', rows[1]['same_ids'], 1),
+    ],
+    before,
+  )
 
 
 if __name__ == '__main__':

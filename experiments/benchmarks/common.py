@@ -86,8 +86,14 @@ def interleave(fns: Mapping[str, Callable[[], Any]], reps: int) -> dict:
   return out
 
 
-def bar(name: str, value: float, bar: float, *, at_most: bool = False,
-        strict: bool = False) -> dict:
+def bar(
+  name: str,
+  value: float,
+  bar: float,
+  *,
+  at_most: bool = False,
+  strict: bool = False,
+) -> dict:
   """One bar: holds if value >= bar, <= with at_most, never = with strict."""
   holds = value <= bar if at_most else value >= bar
   holds = holds and not (strict and value == bar)
@@ -102,15 +108,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
   }
 
 
-def report(out: str, name: str, rows: Sequence[Mapping], bars: Sequence[dict],
-           before: Mapping | None = None) -> dict:
+def report(
+  out: str,
+  name: str,
+  rows: Sequence[Mapping],
+  bars: Sequence[dict],
+  before: Mapping | None = None,
+) -> dict:
   """Prints the table and the bars; writes all of it to `out` ('' = nowhere).
 
   before: `environment()` as it was when the run started.
   """
   record = {
-    'benchmark': name, 'environment': dict(before or environment()),
-    'rows': list(rows), 'bars': list(bars),
+    'benchmark': name,
+    'environment': dict(before or environment()),
+    'rows': list(rows),
+    'bars': list(bars),
   }
   print(table(rows))
   for b in bars:
@@ -129,10 +142,14 @@ def report(out: str, name: str, rows: Sequence[Mapping], bars: Sequence[dict],
 
 def table(rows: Sequence[Mapping]) -> str:
   """Columns of the rows' scalar fields."""
-  keys = list(dict.fromkeys(
-    k for row in rows for k, v in row.items()
-    if isinstance(v, (str, int, float))
-  ))
+  keys = list(
+    dict.fromkeys(
+      k
+      for row in rows
+      for k, v in row.items()
+      if isinstance(v, (str, int, float))
+    )
+  )
   cells = [keys] + [[_cell(row.get(k, '')) for k in keys] for row in rows]
   widths = [max(map(len, column)) for column in zip(*cells)]
   return '\n'.join(

@@ -16,17 +16,17 @@ project uses it, so it is in the figure.
 """
 
 import asyncio
+from collections.abc import Iterator
 import contextlib
 import os
 import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 
+from absl import app, flags
 import jax
 import numpy as np
-from absl import app, flags
 
 from configs import common as config_lib
 from experiments.benchmarks import common, multiturn
@@ -107,10 +107,17 @@ class Side:
     items = multiturn.questions(
       TRAJECTORIES, seed=int(self._rng.integers(2**31))
     )
-    return self._timed(rollout(
-      items, env=multiturn.ScriptedEnv(), engine=self.engine,
-      source=multiturn.SlowSource(0.2), config=config, seed=0, step=0,
-    ))
+    return self._timed(
+      rollout(
+        items,
+        env=multiturn.ScriptedEnv(),
+        engine=self.engine,
+        source=multiturn.SlowSource(0.2),
+        config=config,
+        seed=0,
+        step=0,
+      )
+    )
 
   def _timed(self, coroutine) -> dict:
     before = self.engine.stats()
@@ -119,7 +126,8 @@ class Side:
     seconds = time.monotonic() - begin
     counted = {k: v - before[k] for k, v in self.engine.stats().items()}
     return {
-      'seconds': seconds, 'tokens': counted['generated_tokens'],
+      'seconds': seconds,
+      'tokens': counted['generated_tokens'],
       'prefilled_tokens': counted['prefilled_tokens'],
     }
 
@@ -142,10 +150,16 @@ def measure(case: str, folder: pathlib.Path, reps: int) -> list[dict]:
         engine = module.make(cfg, params, tok, config, None, folder / name)
       loop.at_exit(engine.shutdown)
       engine.warmup()
-      loop.run(sync.sync_and_verify(
-        engine, params, 1, canary, lambda ids: logps(params, ids),
-        config.canary_tolerance,
-      ))
+      loop.run(
+        sync.sync_and_verify(
+          engine,
+          params,
+          1,
+          canary,
+          lambda ids: logps(params, ids),
+          config.canary_tolerance,
+        )
+      )
       sides[name] = Side(loop, engine)
     for kind in ('single', 'multi'):
       for side in sides.values():
@@ -157,12 +171,17 @@ def measure(case: str, folder: pathlib.Path, reps: int) -> list[dict]:
         name: statistics.median(r['tokens'] / r['seconds'] for r in runs)
         for name, runs in found.items()
       }
-      rows.append({
-        'case': case, 'turns': kind, 'parameters': cfg.n_params,
-        **{f'{name}_tokens_per_s': rate for name, rate in rates.items()},
-        'ratio': rates['jax'] / max(rates['vllm_1'], rates['vllm_2']),
-        'repetitions': found, 'model': CASES[case],
-      })
+      rows.append(
+        {
+          'case': case,
+          'turns': kind,
+          'parameters': cfg.n_params,
+          **{f'{name}_tokens_per_s': rate for name, rate in rates.items()},
+          'ratio': rates['jax'] / max(rates['vllm_1'], rates['vllm_2']),
+          'repetitions': found,
+          'model': CASES[case],
+        }
+      )
       print(common.table(rows[-1:]), flush=True)
   return rows
 
@@ -178,7 +197,8 @@ def main(argv):
   # The bar is for the single turn; the rest stands beside it.
   bars = [
     common.bar(f'engines_{r["case"]}', r['ratio'], BAR)
-    for r in rows if r['turns'] == 'single'
+    for r in rows
+    if r['turns'] == 'single'
   ]
   common.report(_OUT.value, 'engines', rows, bars, before)
 

@@ -38,12 +38,14 @@ import numpy as np
 
 from configs import search_r1
 from experiments.benchmarks import common
-from searchrl_jax import advantages
-from searchrl_jax import batching
-from searchrl_jax import collector
-from searchrl_jax import credit
-from searchrl_jax import prompts
-from searchrl_jax import tokenizer
+from searchrl_jax import (
+  advantages,
+  batching,
+  collector,
+  credit,
+  prompts,
+  tokenizer,
+)
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.evaluators import health
@@ -66,16 +68,19 @@ def load_passages(folder: pathlib.Path | None) -> list[tuple[str, str]]:
     with gzip.open(folder / 'corpus.jsonl.gz', 'rt') as lines:
       found = [json.loads(line)['contents'].split('\n', 1) for line in lines]
     return [
-      (title.strip('"'), ' '.join(words[at:at + 100]))
-      for title, text in found for words in [text.split()]
+      (title.strip('"'), ' '.join(words[at : at + 100]))
+      for title, text in found
+      for words in [text.split()]
       for at in range(0, len(words), 100)
     ]
   rng = np.random.default_rng(0)
   letters = np.array(list('abcdefghijklmnopqrstuvwxyz'))
   words = [''.join(rng.choice(letters, n)) for n in rng.integers(2, 10, 20000)]
   order = (rng.zipf(1.3, (20000, 100)) - 1) % len(words)
-  return [(' '.join(words[i] for i in row[:3]),
-           ' '.join(words[i] for i in row)) for row in order]
+  return [
+    (' '.join(words[i] for i in row[:3]), ' '.join(words[i] for i in row))
+    for row in order
+  ]
 
 
 class Script:
@@ -93,7 +98,7 @@ class Script:
 
     def some(n):
       at = int(rng.integers(len(words) - n))
-      return ' '.join(words[at:at + n])
+      return ' '.join(words[at : at + n])
 
     for q in range(questions):
       answer = some(2)
@@ -108,29 +113,46 @@ class Script:
           act = some(2 if last else 8)
           if last and rng.random() < 0.4:
             act = answer
-          said.append((np.concatenate([
-            tok.encode_template(template.think[0]), ids[at:at + n],
-            tok.encode_template(
-              f'{template.think[1]}\n{opening}{act}{closing}'
-            ),
-          ]).astype(np.int32), closing))
+          said.append(
+            (
+              np.concatenate(
+                [
+                  tok.encode_template(template.think[0]),
+                  ids[at : at + n],
+                  tok.encode_template(
+                    f'{template.think[1]}\n{opening}{act}{closing}'
+                  ),
+                ]
+              ).astype(np.int32),
+              closing,
+            )
+          )
           self._found[f'q{q}/solver/{sample}', turn] = rng.integers(
-            len(passages), size=3)
+            len(passages), size=3
+          )
         name = trajectory_seed(0, 0, f'q{q}', 'solver', sample)
-        self._turns[name] = [Completion(
-          x, self._logps(len(x)), stop, np.zeros(len(x), np.int32)
-        ) for x, stop in said]
+        self._turns[name] = [
+          Completion(x, self._logps(len(x)), stop, np.zeros(len(x), np.int32))
+          for x, stop in said
+        ]
 
   def _logps(self, n: int) -> np.ndarray:
     """Most tokens are all but certain, some are not."""
-    return -np.exp(self._rng.normal(-3.0, 2.5, n)).clip(0, 20).astype(
-      np.float32)
+    return (
+      -np.exp(self._rng.normal(-3.0, 2.5, n)).clip(0, 20).astype(np.float32)
+    )
 
   def scores(self, batches) -> list[list[np.ndarray]]:
     """The engine's log-probs with the noise of another program."""
-    return [[np.where(
-      b.mask, b.behaviour_logps * self._rng.normal(1, 0.02, b.mask.shape), 0
-    ).astype(np.float32) for b in mini] for mini in batches]
+    return [
+      [
+        np.where(
+          b.mask, b.behaviour_logps * self._rng.normal(1, 0.02, b.mask.shape), 0
+        ).astype(np.float32)
+        for b in mini
+      ]
+      for mini in batches
+    ]
 
   # The contracts of an engine and of a source.
 
@@ -159,9 +181,12 @@ class Script:
     return Completion(said.ids[:n], said.logps[:n], 'length', said.versions[:n])
 
   async def search(self, requests):
-    return [SearchResult(r, tuple(
-      self._passages[i] for i in self._found[r.trajectory, r.turn]
-    )) for r in requests]
+    return [
+      SearchResult(
+        r, tuple(self._passages[i] for i in self._found[r.trajectory, r.turn])
+      )
+      for r in requests
+    ]
 
 
 class Stages:
@@ -174,10 +199,13 @@ class Stages:
   def __call__(self, name: str, fn):
     wall, cpu = time.monotonic(), time.process_time()
     out = fn()
-    self.rows.append({
-      'stage': name, 'cpu_seconds': time.process_time() - cpu,
-      'wall_seconds': time.monotonic() - wall,
-    })
+    self.rows.append(
+      {
+        'stage': name,
+        'cpu_seconds': time.process_time() - cpu,
+        'wall_seconds': time.monotonic() - wall,
+      }
+    )
     return out
 
   def total(self, what: str) -> float:
@@ -193,20 +221,35 @@ def _memory(field: str) -> int:
 def step(config, env, tok, script, questions, writer, loop) -> dict:
   """One step, as searchrl_jax/train.py does it around the model."""
   stage = Stages()
-  groups, stats = stage('rollout', lambda: loop.run(rollout(
-    questions, env=env, engine=script, source=script,
-    config=config.rollout, seed=0, step=0,
-  )))
+  groups, stats = stage(
+    'rollout',
+    lambda: loop.run(
+      rollout(
+        questions,
+        env=env,
+        engine=script,
+        source=script,
+        config=config.rollout,
+        seed=0,
+        step=0,
+      )
+    ),
+  )
   held = _memory('VmRSS')
-  reward = stage('reward', lambda: loop.run(rewards.combine(
-    config.reward, groups, rewards.RewardContext(0, env, tok)
-  )))
+  reward = stage(
+    'reward',
+    lambda: loop.run(
+      rewards.combine(config.reward, groups, rewards.RewardContext(0, env, tok))
+    ),
+  )
   trajectories = rewards.flat(groups)
   group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
 
   def batch():
     kept, _ = batching.keep(
-      advantages.returns(reward.value), reward.valid, group_ids,
+      advantages.returns(reward.value),
+      reward.valid,
+      group_ids,
       drop_zero_variance=config.algorithm.drop_zero_variance,
     )
     return kept, batching.make(
@@ -215,31 +258,51 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
 
   kept, batches = stage('batch', batch)
   old = script.scores(batches)
-  given = stage('credit', lambda: credit.assign(
-    config, groups, reward, kept, group_ids, batches, old=old,
-    ref=[None] * len(batches), values=None, greedy=None,
-  ))
+  given = stage(
+    'credit',
+    lambda: credit.assign(
+      config,
+      groups,
+      reward,
+      kept,
+      group_ids,
+      batches,
+      old=old,
+      ref=[None] * len(batches),
+      values=None,
+      greedy=None,
+    ),
+  )
   for mini in batches:
-    stage('advantages', lambda mini=mini: batching.set_advantages(
-      mini, given.advantages
-    ))
-  metrics = stage('health', lambda: {
-    **stats.metrics(),
-    **health.signs(
-      groups, env, advantages.returns(reward.value), reward.valid
-    ),
-    **collector.staleness(groups, 0, 0),
-  })
-  stage('write', lambda: (
-    writer.trajectories(
-      0, groups, reward, kept=kept, advantages=given.advantages,
-      trainer_logps=batching.rows(
-        batches, old, batching.masks(trajectories)
+    stage(
+      'advantages',
+      lambda mini=mini: batching.set_advantages(mini, given.advantages),
+    )
+  metrics = stage(
+    'health',
+    lambda: {
+      **stats.metrics(),
+      **health.signs(
+        groups, env, advantages.returns(reward.value), reward.valid
       ),
-      every=config.log.trajectories_every,
+      **collector.staleness(groups, 0, 0),
+    },
+  )
+  stage(
+    'write',
+    lambda: (
+      writer.trajectories(
+        0,
+        groups,
+        reward,
+        kept=kept,
+        advantages=given.advantages,
+        trainer_logps=batching.rows(batches, old, batching.masks(trajectories)),
+        every=config.log.trajectories_every,
+      ),
+      writer.write(0, metrics),
     ),
-    writer.write(0, metrics),
-  ))
+  )
   waited = stage.total('wall_seconds') - stage.rows[0]['wall_seconds']
   stage('background', writer.close)
   tokens = sum(len(t) for t in trajectories)
@@ -251,12 +314,16 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
       have.update({k: have[k] + row[k] for k in row if k != 'stage'})
   return {
     'stages': list(rows.values()),
-    'trajectories': len(trajectories), 'tokens': tokens,
+    'trajectories': len(trajectories),
+    'tokens': tokens,
     'policy_tokens': sum(
-      len(s.ids) for t in trajectories for s in t.segments
+      len(s.ids)
+      for t in trajectories
+      for s in t.segments
       if s.author == 'policy'
     ),
-    'cpu_seconds': stage.total('cpu_seconds'), 'wait_seconds': waited,
+    'cpu_seconds': stage.total('cpu_seconds'),
+    'wait_seconds': waited,
     'memory_bytes': max(_memory('VmHWM') - held, 0),
     'disk_bytes': sum(f.stat().st_size for f in files),
     'health': {k: v for k, v in metrics.items() if k.startswith('health/')},
@@ -275,19 +342,28 @@ def main(argv):
   config.rollout.questions = _QUESTIONS.value
   config.algorithm.kl = 'none'  # the reference is the model's matter
   config.data.train = config.data.eval = ConfigDict()
-  folder = _DATA.value or os.environ.get('SEARCHRL_DATA') or (
-    common.ROOT.parent / 'shared/data'
+  folder = (
+    _DATA.value
+    or os.environ.get('SEARCHRL_DATA')
+    or (common.ROOT.parent / 'shared/data')
   )
   folder = pathlib.Path(folder)
   if not folder.is_dir():
     folder = None
   passages = load_passages(folder)
   with tempfile.TemporaryDirectory() as scratch:
-    tok = tokenizer.load(folder / 'qwen_tokenizer') if folder else (
-      tokenizer.train_bpe((t for _, t in passages), 32000, f'{scratch}/bpe')
+    tok = (
+      tokenizer.load(folder / 'qwen_tokenizer')
+      if folder
+      else (
+        tokenizer.train_bpe((t for _, t in passages), 32000, f'{scratch}/bpe')
+      )
     )
     env = SearchEnv(
-      tok, prompts.load(config.env.template), config.env, 'template',
+      tok,
+      prompts.load(config.env.template),
+      config.env,
+      'template',
       config.source.k,
     )
     script = Script(
@@ -300,14 +376,25 @@ def main(argv):
         found = step(config, env, tok, script, questions, writer, loop)
   rows = [{'text': 'real' if folder else 'generated', **found}]
   print(common.table(found.pop('stages')))
-  common.report(_OUT.value, 'host', rows, [
-    common.bar('host_seconds', found['cpu_seconds'], 20, at_most=True),
-    common.bar('host_wait_seconds', found['wait_seconds'], 5, at_most=True),
-    common.bar(
-      'host_memory_gb', found['memory_bytes'] / 1e9, 1, at_most=True),
-    common.bar('host_bytes_per_token', found['disk_bytes'] / found['tokens'],
-               5, at_most=True),
-  ], before)
+  common.report(
+    _OUT.value,
+    'host',
+    rows,
+    [
+      common.bar('host_seconds', found['cpu_seconds'], 20, at_most=True),
+      common.bar('host_wait_seconds', found['wait_seconds'], 5, at_most=True),
+      common.bar(
+        'host_memory_gb', found['memory_bytes'] / 1e9, 1, at_most=True
+      ),
+      common.bar(
+        'host_bytes_per_token',
+        found['disk_bytes'] / found['tokens'],
+        5,
+        at_most=True,
+      ),
+    ],
+    before,
+  )
 
 
 if __name__ == '__main__':

@@ -26,10 +26,10 @@ import statistics
 import time
 from typing import Any
 
-import jax
-import numpy as np
 from absl import app, flags
+import jax
 from ml_collections import ConfigDict
+import numpy as np
 
 from configs import common as config_lib
 from experiments.benchmarks import common
@@ -234,9 +234,15 @@ def measure(name: str, engine, items) -> dict[str, float]:
   return {
     'seconds': seconds,
     'trajectories_per_s': len(items) / seconds,
-    **{k: after[k] - before[k] for k in (
-      'generated_tokens', 'recomputed_tokens', 'evictions', 'decode_steps',
-    )},
+    **{
+      k: after[k] - before[k]
+      for k in (
+        'generated_tokens',
+        'recomputed_tokens',
+        'evictions',
+        'decode_steps',
+      )
+    },
     'host_bytes': after['host_bytes'],  # the most so far, of all repetitions
   }
 
@@ -255,8 +261,10 @@ def main(argv):
     measure(name, engine, questions(SLOTS // 2, seed=0))
   items = questions(TRAJECTORIES, seed=1)
   found = common.interleave(
-    {name: functools.partial(measure, name, engine, items)
-     for name, engine in engines.items()},
+    {
+      name: functools.partial(measure, name, engine, items)
+      for name, engine in engines.items()
+    },
     _REPS.value,
   )
   rows = [
@@ -273,16 +281,23 @@ def main(argv):
   bars = [
     common.bar('multiturn_barrier', default / speed['barrier_each'], 1.5),
     common.bar('multiturn_default', default / speed['free_slots'], 1.0),
-    common.bar('multiturn_default_of_best', default / max(
-      speed[row['driver']] for row in free_rows
-    ), 0.95),
     common.bar(
-      'multiturn_host', found['free_tight'][-1]['host_bytes'] / 2**30 / tight,
-      1.0, at_most=True,
+      'multiturn_default_of_best',
+      default / max(speed[row['driver']] for row in free_rows),
+      0.95,
     ),
-    common.bar('multiturn_recomputed_tokens', sum(
-      row['recomputed_tokens'] for row in free_rows
-    ), 0, at_most=True),
+    common.bar(
+      'multiturn_host',
+      found['free_tight'][-1]['host_bytes'] / 2**30 / tight,
+      1.0,
+      at_most=True,
+    ),
+    common.bar(
+      'multiturn_recomputed_tokens',
+      sum(row['recomputed_tokens'] for row in free_rows),
+      0,
+      at_most=True,
+    ),
   ]
   print(
     'against a barrier whose searches of a turn take their time once: '

@@ -30,8 +30,8 @@ if __name__ == '__main__' and not any('--curves' in a for a in sys.argv):
   os.sched_setaffinity(0, CORES[:1])
 
 # ruff: noqa: E402
-import numpy as np
 from absl import app, flags
+import numpy as np
 
 from configs import common as config_lib
 from configs import quickstart
@@ -47,7 +47,7 @@ SECONDS = 0.2  # a search
 BAR = 1.4
 ARMS = ((0, 'token'), (1, 'token'), (1, 'none'), (4, 'token'), (4, 'none'))
 
-_UPDATE = '''
+_UPDATE = """
 import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})
 for line in sys.stdin:
@@ -55,7 +55,7 @@ for line in sys.stdin:
   while time.process_time() < until:
     pass
   print(flush=True)
-'''
+"""
 
 
 class Update:
@@ -63,8 +63,10 @@ class Update:
 
   def __init__(self, core: int):
     self._process = subprocess.Popen(
-      [sys.executable, '-c', _UPDATE, str(core)], stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE, text=True,
+      [sys.executable, '-c', _UPDATE, str(core)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
 
   def __call__(self, seconds: float) -> None:
@@ -97,12 +99,20 @@ def steps(engine, params, update, max_staleness: int, seconds: float) -> dict:
   count, rolled = WARM + STEPS, []
   with Signals() as signals:
     rollouts = collector.Collector(
-      signals, Stream(),
+      signals,
+      Stream(),
       lambda questions, **step: rollout(
-        questions, env=multiturn.ScriptedEnv(), engine=engine,
-        source=multiturn.SlowSource(SECONDS), config=config, seed=0, **step,
+        questions,
+        env=multiturn.ScriptedEnv(),
+        engine=engine,
+        source=multiturn.SlowSource(SECONDS),
+        config=config,
+        seed=0,
+        **step,
       ),
-      questions=TRAJECTORIES, max_staleness=max_staleness, steps=count,
+      questions=TRAJECTORIES,
+      max_staleness=max_staleness,
+      steps=count,
     )
     for step in range(count):
       if step == WARM:
@@ -119,7 +129,8 @@ def steps(engine, params, update, max_staleness: int, seconds: float) -> dict:
     total = time.monotonic() - begin
     idle = rollouts.idle_seconds()
   return {
-    'step_s': total / STEPS, 'engine_idle_s': idle / STEPS,
+    'step_s': total / STEPS,
+    'engine_idle_s': idle / STEPS,
     'rollout_s': statistics.median(rolled[WARM:]),
   }
 
@@ -129,21 +140,21 @@ def timing(reps: int) -> tuple[list, list]:
   update = Update(CORES[-1])
   try:
     alone = steps(engine, params, update, 0, 0.0)['rollout_s']
-    found = common.interleave({
-      n: lambda n=n: steps(engine, params, update, n, alone) for n in (0, 1)
-    }, reps)
+    found = common.interleave(
+      {n: lambda n=n: steps(engine, params, update, n, alone) for n in (0, 1)},
+      reps,
+    )
   finally:
     update.close()
   rows = [
     {'max_staleness': n, 'repetition': i, 'update_s': alone, **row}
-    for n, runs in found.items() for i, row in enumerate(runs)
+    for n, runs in found.items()
+    for i, row in enumerate(runs)
   ]
   medians = {
     n: statistics.median(r['step_s'] for r in runs) for n, runs in found.items()
   }
-  return rows, [
-    common.bar('overlap_speedup', medians[0] / medians[1], BAR)
-  ]
+  return rows, [common.bar('overlap_speedup', medians[0] / medians[1], BAR)]
 
 
 def curves(folder: pathlib.Path, seeds: int, length: int) -> list[dict]:
@@ -167,46 +178,56 @@ def curves(folder: pathlib.Path, seeds: int, length: int) -> list[dict]:
         train.train(config, str(arm))
         lines = [json.loads(x) for x in (arm / 'metrics.jsonl').open()]
         trained = [x for x in lines if 'reward' in x]
-        rows.append({
-          'max_staleness': staleness, 'correction': tis, 'seed': seed,
-          'em': next(
-            x['eval/em'] for x in reversed(lines) if 'eval/em' in x
-          ),
-          'staleness': float(np.mean([x['staleness/mean'] for x in trained])),
-          'mismatch': float(
-            np.mean([x['train/mismatch_abs'] for x in trained])
-          ),
-          'ess': float(np.mean([x['train/mismatch_ess'] for x in trained])),
-          'reward_curve': [x['reward'] for x in trained],
-          'em_curve': [
-            [x['step'] + 1, x['eval/em']] for x in lines if 'eval/em' in x
-          ],
-        })
+        rows.append(
+          {
+            'max_staleness': staleness,
+            'correction': tis,
+            'seed': seed,
+            'em': next(x['eval/em'] for x in reversed(lines) if 'eval/em' in x),
+            'staleness': float(np.mean([x['staleness/mean'] for x in trained])),
+            'mismatch': float(
+              np.mean([x['train/mismatch_abs'] for x in trained])
+            ),
+            'ess': float(np.mean([x['train/mismatch_ess'] for x in trained])),
+            'reward_curve': [x['reward'] for x in trained],
+            'em_curve': [
+              [x['step'] + 1, x['eval/em']] for x in lines if 'eval/em' in x
+            ],
+          }
+        )
   return rows
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
   import matplotlib
+
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
   figure, axis = pyplot.subplots(figsize=(6, 4))
   for staleness, tis in ARMS:
     own = [
-      r['reward_curve'] for r in rows
+      r['reward_curve']
+      for r in rows
       if (r['max_staleness'], r['correction']) == (staleness, tis)
     ]
     mean = np.mean(own, 0)
     smooth = np.convolve(mean, np.ones(5) / 5, 'valid')
     axis.plot(
-      np.arange(len(smooth)) + 5, smooth, '--' if tis == 'none' else '-',
+      np.arange(len(smooth)) + 5,
+      smooth,
+      '--' if tis == 'none' else '-',
       color=f'C{staleness}',
       label=f'staleness {staleness}'
       + (', not corrected' if tis == 'none' else ''),
     )
     axis.fill_between(
-      np.arange(len(mean)) + 1, np.min(own, 0), np.max(own, 0),
-      color=f'C{staleness}', alpha=0.06, linewidth=0,
+      np.arange(len(mean)) + 1,
+      np.min(own, 0),
+      np.max(own, 0),
+      color=f'C{staleness}',
+      alpha=0.06,
+      linewidth=0,
     )
   axis.set(xlabel='step', ylabel='reward (mean of 5 steps, 3 seeds)')
   axis.legend(frameon=False)
@@ -221,8 +242,10 @@ def main(argv):
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   before = common.environment()
   if _CURVES.value:
-    rows, bars = curves(pathlib.Path(_CURVES.value), _SEEDS.value,
-                        _STEPS.value), []
+    rows, bars = (
+      curves(pathlib.Path(_CURVES.value), _SEEDS.value, _STEPS.value),
+      [],
+    )
     if _OUT.value:
       plot(rows, pathlib.Path(_OUT.value).with_suffix('.png'))
   else:

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 from experiments.benchmarks import common
 
@@ -31,9 +30,7 @@ def child(place: str, folder: str, url: str) -> None:
   """Trains; kills itself once it is inside `place`, unless it was killed."""
   import threading
 
-  from searchrl_jax import checkpoint
-  from searchrl_jax import train
-  from searchrl_jax import update
+  from searchrl_jax import checkpoint, train, update
   from tests import tiny
 
   config = tiny.config(url)
@@ -46,6 +43,7 @@ def child(place: str, folder: str, url: str) -> None:
       def die():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
       threading.Timer(seconds, die).start()
 
     def doomed(owner, name, nth, seconds):
@@ -74,11 +72,7 @@ def digest(folder: str) -> dict[str, str]:
   import jax
   import numpy as np
 
-  from searchrl_jax import records
-  from searchrl_jax import setup
-  from searchrl_jax import update
-  from searchrl_jax import objectives
-  from searchrl_jax import optim
+  from searchrl_jax import objectives, optim, records, setup, update
   from tests import tiny
 
   config = tiny.config()
@@ -87,7 +81,10 @@ def digest(folder: str) -> dict[str, str]:
   mesh = setup.mesh(config)
   params = setup.parameters(config, cfg, mesh)
   updater = update.Updater(
-    cfg, config.batch, temperature=1.0, mesh=mesh,
+    cfg,
+    config.batch,
+    temperature=1.0,
+    mesh=mesh,
     tx=optim.make(config.optim, 4, params),
     objective=objectives.policy(config),
   )
@@ -104,8 +101,11 @@ def digest(folder: str) -> dict[str, str]:
     for s in t.segments:
       sampled.update(s.ids.tobytes())
       sampled.update(b'' if s.logps is None else s.logps.tobytes())
-  return {'step': saved.step, 'state': state.hexdigest(),
-          'sampled': sampled.hexdigest()}
+  return {
+    'step': saved.step,
+    'state': state.hexdigest(),
+    'sampled': sampled.hexdigest(),
+  }
 
 
 def run_child(place: str, folder: str, url: str) -> int:
@@ -113,9 +113,18 @@ def run_child(place: str, folder: str, url: str) -> int:
   compiled = pathlib.Path(folder).parent / 'compiled'
   env = dict(os.environ, JAX_COMPILATION_CACHE_DIR=str(compiled))
   return subprocess.run(
-    [sys.executable, '-m', 'experiments.benchmarks.resume', '--child',
-     place, folder, url],
-    env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    [
+      sys.executable,
+      '-m',
+      'experiments.benchmarks.resume',
+      '--child',
+      place,
+      folder,
+      url,
+    ],
+    env=env,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
   ).returncode
 
 
@@ -124,8 +133,8 @@ def main(argv):
   if not _LOAD.value:
     common.require_idle()
   environment = common.environment()
-  from retrieval import process
   from experiments.worlds import microworld
+  from retrieval import process
   from tests import tiny
 
   with tempfile.TemporaryDirectory() as scratch:
@@ -144,10 +153,15 @@ def main(argv):
         killed = run_child(place, folder, server.url)
         resumed = run_child(place, folder, server.url)
         got = digest(folder)
-        rows.append({
-          'killed in': place, 'status': killed, 'resumed': resumed,
-          'bitwise': killed == -signal.SIGKILL and got == wanted, **got,
-        })
+        rows.append(
+          {
+            'killed in': place,
+            'status': killed,
+            'resumed': resumed,
+            'bitwise': killed == -signal.SIGKILL and got == wanted,
+            **got,
+          }
+        )
   held = sum(r['bitwise'] for r in rows)
   bars = [common.bar('resume_bitwise', held, 3)]
   common.report(_OUT.value, 'resume', rows, bars, environment)

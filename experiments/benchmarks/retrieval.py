@@ -29,13 +29,11 @@ import threading
 import time
 import urllib.parse
 
+from absl import app, flags
 import numpy as np
-from absl import app
-from absl import flags
 
 from configs import wiki_nq
-from experiments.benchmarks import common
-from experiments.benchmarks import retrieval_build
+from experiments.benchmarks import common, retrieval_build
 from retrieval import client as client_lib
 from retrieval import folder as folder_lib
 from retrieval import process
@@ -43,9 +41,7 @@ from retrieval.dense_jax import PRECISIONS, DenseJax
 from retrieval.encoder import Encoder
 from searchrl_jax.data import core as data
 
-INDEXES = (
-  'bm25', 'dense_faiss:HNSW64', 'dense_faiss:Flat', 'dense_jax',
-)
+INDEXES = ('bm25', 'dense_faiss:HNSW64', 'dense_faiss:Flat', 'dense_jax')
 SIZES = (1, 10, 100, 128)  # queries in a request
 K = 3
 PEER = pathlib.Path(__file__).with_name('retrieval_torch.py')
@@ -72,8 +68,12 @@ _MINUTES = flags.DEFINE_float('load_minutes', 5.0, 'Of 32 clients at once.')
 
 def build(corpus: str, encoder: str) -> None:
   command = [
-    sys.executable, '-m', 'retrieval.build_index', f'--corpus={corpus}',
-    f'--out={_FOLDER.value}', f'--encoder={encoder}',
+    sys.executable,
+    '-m',
+    'retrieval.build_index',
+    f'--corpus={corpus}',
+    f'--out={_FOLDER.value}',
+    f'--encoder={encoder}',
     *(f'--index={name}' for name in INDEXES),
   ]
   subprocess.run(command, cwd=common.ROOT, check=True)
@@ -82,9 +82,7 @@ def build(corpus: str, encoder: str) -> None:
 def requests(questions, size: int, count: int, seed: int) -> list[list[str]]:
   """Distinct questions in each request."""
   rng = random.Random(seed)
-  return [
-    [q.text for q in rng.sample(questions, size)] for _ in range(count)
-  ]
+  return [[q.text for q in rng.sample(questions, size)] for _ in range(count)]
 
 
 class Post:
@@ -188,8 +186,10 @@ class Peer:
   def __init__(self, model: str, threads: int):
     python = str(common.ROOT / _PEER_VENV.value / 'bin/python')
     self.process = subprocess.Popen(
-      [python, str(PEER), 'encode', model, str(threads)], text=True,
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+      [python, str(PEER), 'encode', model, str(threads)],
+      text=True,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
       env=os.environ | {'HF_HUB_OFFLINE': '1'},
     )
 
@@ -207,15 +207,22 @@ def encoders(model: str, encoder: Encoder, questions, corpus) -> list[dict]:
   """Texts/s of ours and of the peer, queries and passages, in turns."""
   rng = random.Random(1)
   work = {
-    'encode_queries': ([q.text for q in questions], 512,
-                       encoder.encode_queries),
-    'encode_passages': ([corpus[i].contents for i in rng.sample(
-      range(len(corpus)), 2000)], 128, encoder.encode_passages),
+    'encode_queries': (
+      [q.text for q in questions],
+      512,
+      encoder.encode_queries,
+    ),
+    'encode_passages': (
+      [corpus[i].contents for i in rng.sample(range(len(corpus)), 2000)],
+      128,
+      encoder.encode_passages,
+    ),
   }
   peers = {f'torch_{n}': Peer(model, n) for n in (1, 2)}
   rows = []
   try:
     for name, (texts, size, ours) in work.items():
+
       def timed(part, ours=ours):
         start = time.perf_counter()
         ours(part)
@@ -232,11 +239,16 @@ def encoders(model: str, encoder: Encoder, questions, corpus) -> list[dict]:
           seconds[side].append(run(part))
       speed = {s: size / statistics.median(v) for s, v in seconds.items()}
       best = max(peers, key=speed.get)
-      rows.append({
-        'case': name, 'texts_per_s': speed['jax'],
-        'torch_texts_per_s': speed[best], 'torch_threads': int(best[-1]),
-        'ratio': speed['jax'] / speed[best], 'seconds': seconds,
-      })
+      rows.append(
+        {
+          'case': name,
+          'texts_per_s': speed['jax'],
+          'torch_texts_per_s': speed[best],
+          'torch_threads': int(best[-1]),
+          'ratio': speed['jax'] / speed[best],
+          'seconds': seconds,
+        }
+      )
   finally:
     for peer in peers.values():
       peer.close()
@@ -259,7 +271,8 @@ def exact(folder, encoder, questions) -> dict:
     return time.perf_counter() - start
 
   sides = {
-    'jax': lambda: timed(ours), 'faiss_1': lambda: timed(flat, 1),
+    'jax': lambda: timed(ours),
+    'faiss_1': lambda: timed(flat, 1),
     'faiss_2': lambda: timed(flat, 2),
   }
   for side in sides.values():
@@ -268,21 +281,31 @@ def exact(folder, encoder, questions) -> dict:
   speed = {k: len(q) / statistics.median(v) for k, v in seconds.items()}
   best = max(('faiss_1', 'faiss_2'), key=speed.get)
   return {
-    'case': 'exact search', 'queries_per_s': speed['jax'],
-    'faiss_queries_per_s': speed[best], 'faiss_threads': int(best[-1]),
-    'ratio': speed['jax'] / speed[best], 'seconds': seconds,
+    'case': 'exact search',
+    'queries_per_s': speed['jax'],
+    'faiss_queries_per_s': speed[best],
+    'faiss_threads': int(best[-1]),
+    'ratio': speed['jax'] / speed[best],
+    'seconds': seconds,
   }
 
 
 def precisions(folder, encoder, nq) -> list[dict]:
   """Recall of the 10 best by exact float32, of each precision."""
   q = encoder.encode_queries([x.text for x in nq])
-  return [{
-    'case': f'dense_jax {precision}', 'queries': len(q),
-    'recall_10': retrieval_build.recall_of_exact(
-      DenseJax(folder.vectors, None, precision=precision), folder.vectors, q, 10
-    ),
-  } for precision in PRECISIONS]
+  return [
+    {
+      'case': f'dense_jax {precision}',
+      'queries': len(q),
+      'recall_10': retrieval_build.recall_of_exact(
+        DenseJax(folder.vectors, None, precision=precision),
+        folder.vectors,
+        q,
+        10,
+      ),
+    }
+    for precision in PRECISIONS
+  ]
 
 
 def search_r1(model: str, corpus: str, questions, nq) -> dict:
@@ -291,10 +314,19 @@ def search_r1(model: str, corpus: str, questions, nq) -> dict:
   python = str(common.ROOT / _PEER_VENV.value / 'bin/python')
   index = next(pathlib.Path(_FOLDER.value).glob('faiss/Flat*.index'))
   peer = subprocess.Popen(
-    [python, str(PEER), 'serve', _SEARCH_R1.value, model, str(index), corpus,
-     str(port)],
+    [
+      python,
+      str(PEER),
+      'serve',
+      _SEARCH_R1.value,
+      model,
+      str(index),
+      corpus,
+      str(port),
+    ],
     env=os.environ | {'HF_HUB_OFFLINE': '1', 'CUDA_VISIBLE_DEVICES': ''},
-    stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.STDOUT,
   )
   ask = Post(f'http://127.0.0.1:{port}')
   try:
@@ -315,6 +347,7 @@ def search_r1(model: str, corpus: str, questions, nq) -> dict:
 
 def free_port() -> int:
   import socket
+
   with socket.socket() as s:
     s.bind(('127.0.0.1', 0))
     return s.getsockname()[1]
@@ -360,12 +393,15 @@ def under_load(server, questions, clients: int = 32) -> dict:
   slope = float(np.polyfit(*np.array(late).T, 1)[0]) * 60
   times = [s for s, _ in seconds]
   return {
-    'case': f'{clients} clients', 'errors': len(errors),
-    'first_error': errors[0] if errors else '', 'requests': len(times),
+    'case': f'{clients} clients',
+    'errors': len(errors),
+    'first_error': errors[0] if errors else '',
+    'requests': len(times),
     'queries_per_s': sum(n for _, n in seconds) / (60 * _MINUTES.value),
     'p50_ms': 1e3 * statistics.median(times),
     'p99_ms': 1e3 * float(np.percentile(times, 99)),
-    'resident_mb': late[-1][1], 'resident_mb_per_minute': slope,
+    'resident_mb': late[-1][1],
+    'resident_mb_per_minute': slope,
     'memory': memory,
   }
 
@@ -384,8 +420,10 @@ def main(argv):
   if _DATA.value:
     config.data.dir = _DATA.value
   corpus = str(data.resolve(config.source.corpus, config.data))
-  sets = [data.load_sets(part, config.data).values()
-          for part in (config.data.eval, config.data.train)]
+  sets = [
+    data.load_sets(part, config.data).values()
+    for part in (config.data.eval, config.data.train)
+  ]
   dev, train = ([q for qs in part for q in qs] for part in sets)
   questions, nq = dev + train, [q for q in dev if q.source.startswith('nq')]
   common.require_idle(allow=_LOAD.value or _RECALL.value)
@@ -428,21 +466,26 @@ def main(argv):
   if _SEARCH_R1.value:
     row = search_r1(model, corpus, questions, nq)
     flat = next(r for r in rows if r['case'] == 'dense_faiss:Flat')
-    rows.append({
-      'case': "Search-R1's server", **row, 'search_r1_server':
-      flat['queries_per_s_128'] / row['queries_per_s_128'],
-    })
+    rows.append(
+      {
+        'case': "Search-R1's server",
+        **row,
+        'search_r1_server': flat['queries_per_s_128']
+        / row['queries_per_s_128'],
+      }
+    )
   if _MINUTES.value:
     with process.start_server(
       index_folder=_FOLDER.value, index='bm25', log_path=log
     ) as server:
       rows.append(under_load(server, questions))
-    bars.append(
-      common.bar('load_errors', rows[-1]['errors'], 0, at_most=True)
-    )
+    bars.append(common.bar('load_errors', rows[-1]['errors'], 0, at_most=True))
   rows += retrieval_build.rows(
-    str(pathlib.Path(_FOLDER.value).resolve()), list(INDEXES), model,
-    [q.text for q in questions[:SIZES[-1]]], _REPS.value,
+    str(pathlib.Path(_FOLDER.value).resolve()),
+    list(INDEXES),
+    model,
+    [q.text for q in questions[: SIZES[-1]]],
+    _REPS.value,
   )
   for row in rows:
     print(f'\n{row["case"]}')

@@ -26,8 +26,7 @@ import sys
 import tempfile
 import time
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 _DUMP = tempfile.TemporaryDirectory(prefix='retrieval_aot')
 os.environ['XLA_FLAGS'] = (
@@ -35,16 +34,16 @@ os.environ['XLA_FLAGS'] = (
 )
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
+import jax.numpy as jnp
 from jax.sharding import Mesh
+import numpy as np
 
 from experiments.benchmarks import common
 from retrieval import dense_programs
 from retrieval.dense_programs import GROUP, Programs
 
-_H200 = '''
+_H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024   threads_per_warp: 32
   shared_memory_per_block: 49152  shared_memory_per_core: 233472
@@ -65,14 +64,18 @@ gpu_device_info {
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200 141GB HBM3e"
-'''
+"""
 # A second of an H200: bytes of memory, bytes of the L2 (NVIDIA names none: an
 # assumption), multiplications and additions in 16 bits.
 _MEMORY, _CACHE, _FLOPS = 4.8e12, 5.5e12, 989e12
 # Precision, queries of a batch, passages for a query.
 _CASES = (
-  ('float16', 128, 3), ('float16', 512, 3), ('float16', 8, 3),
-  ('float16', 128, 100), ('bfloat16', 128, 3), ('int8', 128, 3),
+  ('float16', 128, 3),
+  ('float16', 512, 3),
+  ('float16', 8, 3),
+  ('float16', 128, 100),
+  ('bfloat16', 128, 3),
+  ('int8', 128, 3),
 )
 _CANDIDATES = {3: 16, 100: 256}  # as DenseJax keeps them; int8: 64
 
@@ -106,14 +109,19 @@ def buffers(text: str) -> list[tuple[int, str, str]]:
 def kernel() -> dict:
   """What ptxas says of the kernel over the corpus that was dumped last."""
   ptxas = next(glob.iglob(f'{sys.prefix}/**/bin/ptxas', recursive=True), None)
-  ptx = [p for p in glob.glob(f'{_DUMP.name}/*.ptx')
-         if '.entry kernel(' in open(p).read()]
+  ptx = [
+    p
+    for p in glob.glob(f'{_DUMP.name}/*.ptx')
+    if '.entry kernel(' in open(p).read()
+  ]
   if not ptxas or len(ptx) != 1:
     return {}
   code = open(ptx[0]).read()
   said = subprocess.run(
     [ptxas, '-v', '-arch=sm_90a', ptx[0], '-o', os.devnull],
-    capture_output=True, text=True, check=True,
+    capture_output=True,
+    text=True,
+    check=True,
   ).stderr
   (thunks,) = glob.glob(f'{_DUMP.name}/*thunk_sequence.txt')
   shared = re.search(r' kernel grid.*shared_memory: (\d+)', open(thunks).read())
@@ -132,9 +140,11 @@ def case(mesh: Mesh, precision: str, queries: int, k: int) -> dict:
   for path in glob.glob(f'{_DUMP.name}/*'):
     os.unlink(path)
   begun = time.perf_counter()
-  compiled = jax.jit(plan.search, static_argnums=2).lower(
-    jax.ShapeDtypeStruct((queries, D), jnp.float32), plan.arrays(), c
-  ).compile()
+  compiled = (
+    jax.jit(plan.search, static_argnums=2)
+    .lower(jax.ShapeDtypeStruct((queries, D), jnp.float32), plan.arrays(), c)
+    .compile()
+  )
   seconds = time.perf_counter() - begun
   memory, found = compiled.memory_analysis(), buffers(compiled.as_text())
   scores = 4 * max(queries, 16) * P  # the kernel multiplies 16 at least
@@ -144,25 +154,31 @@ def case(mesh: Mesh, precision: str, queries: int, k: int) -> dict:
   again = queries * c * GROUP * plan.dim * width
   columns = min(max(queries, 16), dense_programs._TILE_QUERIES)
   tiles = rows // dense_programs._TILE * max(1, queries // columns)
-  cache = tiles * plan.dim * (
-    dense_programs._TILE * width + columns * 2
-  )
+  cache = tiles * plan.dim * (dense_programs._TILE * width + columns * 2)
   read = corpus + 2 * maxima + again
   flops = rows * plan.dim * scores // (2 * P)
   ms = {
-    'memory': 1e3 * read / _MEMORY, 'cache': 1e3 * cache / _CACHE,
+    'memory': 1e3 * read / _MEMORY,
+    'cache': 1e3 * cache / _CACHE,
     'products': 1e3 * flops / _FLOPS,
   }
   return {
-    'case': f'{precision} {queries} x {k}', 'candidates': c,
-    'passages': P, 'dim': D,
+    'case': f'{precision} {queries} x {k}',
+    'candidates': c,
+    'passages': P,
+    'dim': D,
     'argument_gb': memory.argument_size_in_bytes / 1e9,
     'temp_mb': memory.temp_size_in_bytes / 1e6,
-    'largest_mb': found[0][0] / 1e6, 'all_scores_mb': scores / 1e6,
+    'largest_mb': found[0][0] / 1e6,
+    'all_scores_mb': scores / 1e6,
     'written_of_scores': found[0][0] / scores,
-    'memory_gb': read / 1e9, 'cache_gb': cache / 1e9,
-    'estimate_ms': max(ms.values()), 'bound_by': max(ms, key=ms.get),
-    **kernel(), 'estimates_ms': ms, 'compile_s': seconds,
+    'memory_gb': read / 1e9,
+    'cache_gb': cache / 1e9,
+    'estimate_ms': max(ms.values()),
+    'bound_by': max(ms, key=ms.get),
+    **kernel(),
+    'estimates_ms': ms,
+    'compile_s': seconds,
     'largest': [f'{shape} {name}' for _, shape, name in found[:5]],
   }
 
@@ -172,29 +188,39 @@ def main(argv):
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   before = common.environment()
   topology = topologies.get_topology_desc(
-    platform='cuda', topology_name='h200', target_config=_H200,
-    topology='1x1x1',
+    platform='cuda', topology_name='h200', target_config=_H200, topology='1x1x1'
   )
   mesh = Mesh(np.array(topology.devices), ('data',))
   rows = [case(mesh, *which) for which in _CASES]
   plain = [r for r in rows if not r['case'].startswith('int8')]
-  common.report(_OUT.value, 'retrieval_aot', rows, [
-    # Maxima are 1/64 of the scores; for 100 passages a query what is scored
-    # again is as much.
-    common.bar(
-      'largest_buffer_of_scores', max(r['written_of_scores'] for r in rows),
-      1 / 60, at_most=True,
-    ),
-    common.bar(
-      'temporaries_of_corpus',
-      max(r['temp_mb'] / 1e3 / r['argument_gb'] for r in plain), 0.03,
-      at_most=True,
-    ),
-    common.bar(
-      'spilled_bytes', max(r.get('spilled_bytes', 0) for r in rows), 0,
-      at_most=True,
-    ),
-  ], before)
+  common.report(
+    _OUT.value,
+    'retrieval_aot',
+    rows,
+    [
+      # Maxima are 1/64 of the scores; for 100 passages a query what is scored
+      # again is as much.
+      common.bar(
+        'largest_buffer_of_scores',
+        max(r['written_of_scores'] for r in rows),
+        1 / 60,
+        at_most=True,
+      ),
+      common.bar(
+        'temporaries_of_corpus',
+        max(r['temp_mb'] / 1e3 / r['argument_gb'] for r in plain),
+        0.03,
+        at_most=True,
+      ),
+      common.bar(
+        'spilled_bytes',
+        max(r.get('spilled_bytes', 0) for r in rows),
+        0,
+        at_most=True,
+      ),
+    ],
+    before,
+  )
 
 
 if __name__ == '__main__':

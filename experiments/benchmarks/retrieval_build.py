@@ -75,7 +75,8 @@ class Peak:
 
 def build(folder: str, out: str, name: str) -> dict:
   """Builds one index in `out`: seconds, peak MB, and the MB of its files."""
-  from retrieval import build_index, folder as folder_lib
+  from retrieval import build_index
+  from retrieval import folder as folder_lib
 
   found = folder_lib.open_folder(folder)
   for file in _READY:
@@ -90,7 +91,10 @@ def build(folder: str, out: str, name: str) -> dict:
   with Peak() as peak:
     start = time.perf_counter()
     build_index.build_indexes(
-      target, corpus, [name], lambda: found.vectors,
+      target,
+      corpus,
+      [name],
+      lambda: found.vectors,
       {k: v for k, v in settings.items() if k != 'name'},
     )
     seconds = time.perf_counter() - start
@@ -99,7 +103,8 @@ def build(folder: str, out: str, name: str) -> dict:
   if name == 'dense_jax':  # searches the vectors as they are
     made = [pathlib.Path(out, 'vectors.npy')]
   return {
-    'seconds': seconds, 'build_mb': peak.mb,
+    'seconds': seconds,
+    'build_mb': peak.mb,
     'disk_mb': sum(p.stat().st_size for p in made if p.is_file()) / 2**20,
   }
 
@@ -161,18 +166,26 @@ def rows(
     reps: builds of each.
   """
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
-    built = common.interleave({
-      name: lambda name=name: _build_once(folder, scratch, name)
-      for name in names
-    }, reps)
+    built = common.interleave(
+      {
+        name: lambda name=name: _build_once(folder, scratch, name)
+        for name in names
+      },
+      reps,
+    )
     return [
       {
         'case': f'build {name}',
         'build_s': statistics.median(b['seconds'] for b in built[name]),
         'build_mb': max(b['build_mb'] for b in built[name]),
         'disk_mb': built[name][-1]['disk_mb'],
-        **_child('serve', built[name][-1]['out'], name, model,
-                 given=json.dumps(queries)),
+        **_child(
+          'serve',
+          built[name][-1]['out'],
+          name,
+          model,
+          given=json.dumps(queries),
+        ),
         'seconds': [b['seconds'] for b in built[name]],
       }
       for name in names
@@ -186,9 +199,17 @@ def _build_once(folder: str, scratch: str, name: str) -> dict:
 
 def _child(*arguments: str, given: str = '') -> dict:
   done = subprocess.run(
-    [sys.executable, '-m', 'experiments.benchmarks.retrieval_build',
-     *arguments], cwd=common.ROOT, input=given, stdout=subprocess.PIPE,
-    text=True, check=True,
+    [
+      sys.executable,
+      '-m',
+      'experiments.benchmarks.retrieval_build',
+      *arguments,
+    ],
+    cwd=common.ROOT,
+    input=given,
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
   )
   return json.loads(done.stdout.splitlines()[-1])
 

@@ -23,8 +23,7 @@ import statistics
 import tempfile
 import time
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +35,11 @@ from retrieval.encoder import Encoder
 from tests.golden import encoders as golden
 
 _E5_BASE = {
-  'vocab_size': 30522, 'num_hidden_layers': 12, 'num_attention_heads': 12,
-  'intermediate_size': 3072, 'max_position_embeddings': 512,
+  'vocab_size': 30522,
+  'num_hidden_layers': 12,
+  'num_attention_heads': 12,
+  'intermediate_size': 3072,
+  'max_position_embeddings': 512,
 }
 
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
@@ -83,9 +85,7 @@ def make_vectors(count: int, dim: int) -> jax.Array:
 def make_queries(count: int) -> list[str]:
   rng = np.random.default_rng(0)
   words = [w for w in golden.VOCAB if w.isalpha() and len(w) > 1]
-  return [
-    ' '.join(rng.choice(words, n)) for n in rng.integers(3, 21, count)
-  ]
+  return [' '.join(rng.choice(words, n)) for n in rng.integers(3, 21, count)]
 
 
 def seconds_of(call) -> float:
@@ -126,20 +126,33 @@ def main(argv):
   took = {name: statistics.median(found) for name, found in seconds.items()}
   corpus = 2 * _PASSAGES.value * _DIM.value
   bandwidth = {
-    'copy': 2 * source.nbytes / took['copy'], 'pass': corpus / took['pass']
+    'copy': 2 * source.nbytes / took['copy'],
+    'pass': corpus / took['pass'],
   }
-  rows = [{
-    'case': name, 'ms': 1e3 * took[name],
-    'gb_per_s': bandwidth.get(name, 0) / 1e9,
-    'queries_per_s': 0 if name == 'copy' else _BATCH.value / took[name],
-    'device': device.device_kind, 'devices': jax.device_count(),
-    'passages': _PASSAGES.value, 'dim': _DIM.value, 'batch': _BATCH.value,
-    'candidates': c, 'encoder_dtype': encoder.dtype, 'seconds': seconds[name],
-  } for name in sides]
+  rows = [
+    {
+      'case': name,
+      'ms': 1e3 * took[name],
+      'gb_per_s': bandwidth.get(name, 0) / 1e9,
+      'queries_per_s': 0 if name == 'copy' else _BATCH.value / took[name],
+      'device': device.device_kind,
+      'devices': jax.device_count(),
+      'passages': _PASSAGES.value,
+      'dim': _DIM.value,
+      'batch': _BATCH.value,
+      'candidates': c,
+      'encoder_dtype': encoder.dtype,
+      'seconds': seconds[name],
+    }
+    for name in sides
+  ]
   ratio = bandwidth['pass'] / bandwidth['copy']
   common.report(
-    _OUT.value, 'retrieval_gpu', rows,
-    [common.bar('search_bandwidth', ratio, 0.6)], before,
+    _OUT.value,
+    'retrieval_gpu',
+    rows,
+    [common.bar('search_bandwidth', ratio, 0.6)],
+    before,
   )
 
 

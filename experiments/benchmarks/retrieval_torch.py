@@ -17,8 +17,8 @@ import time
 
 
 def encode(path: str, threads: int) -> None:
-  import torch
   from sentence_transformers import SentenceTransformer
+  import torch
 
   torch.set_num_threads(threads)
   model = SentenceTransformer(path, device='cpu')
@@ -41,8 +41,12 @@ def serve(server: str, model: str, index: str, corpus: str, port: int) -> None:
     app, host='127.0.0.1', port=port, log_level='warning'
   )
   sys.argv = [
-    server, f'--index_path={index}', f'--corpus_path={corpus}', '--topk=3',
-    '--retriever_name=minilm', f'--retriever_model={model}',
+    server,
+    f'--index_path={index}',
+    f'--corpus_path={corpus}',
+    '--topk=3',
+    '--retriever_name=minilm',
+    f'--retriever_model={model}',
   ]
   runpy.run_path(server, run_name='__main__')
 

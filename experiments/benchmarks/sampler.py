@@ -24,8 +24,7 @@ import statistics
 import subprocess
 import time
 
-from absl import app
-from absl import flags
+from absl import app, flags
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,12 +43,22 @@ BAR = 2.5
 CHUNK = 16  # tokens between looks of the host
 CASES = {
   '1m': dict(
-    vocab_size=2048, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
-    head_dim=32, d_ff=416,
+    vocab_size=2048,
+    d_model=128,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=32,
+    d_ff=416,
   ),
   '28m': dict(
-    vocab_size=2048, d_model=512, n_layers=8, n_heads=8, n_kv_heads=2,
-    head_dim=64, d_ff=1792,
+    vocab_size=2048,
+    d_model=512,
+    n_layers=8,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=64,
+    d_ff=1792,
   ),
 }
 
@@ -123,7 +132,7 @@ class Bare:
           x = x + decoder.dense(o, p['o'], 2)
           h = decoder.dense(x, p['gate']) * decoder.dense(x, p['up'])
           x = x + decoder.dense(h, p['down'])
-        return x + decoder.logits(weights, cfg, x)[..., :cfg.d_model]
+        return x + decoder.logits(weights, cfg, x)[..., : cfg.d_model]
 
       return jax.lax.fori_loop(0, NEW, step, x)
 
@@ -144,7 +153,9 @@ class Peer:
     script = pathlib.Path(__file__).with_name('sampler_torch.py')
     self._process = subprocess.Popen(
       [_PEER.value, str(script), json.dumps(fields), str(threads)],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
     self.about = self._read()
 
@@ -181,21 +192,23 @@ def measure(name: str) -> dict:
     for side in sides.values():
       if isinstance(side, Peer):
         side.close()
-  speed = {
-    k: ROWS * NEW / statistics.median(v) for k, v in seconds.items()
-  }
+  speed = {k: ROWS * NEW / statistics.median(v) for k, v in seconds.items()}
   return {
-    'case': name, 'parameters': sides['jax'].parameters,
+    'case': name,
+    'parameters': sides['jax'].parameters,
     'peer_parameters': sides['torch_1'].about['parameters'],
     **{f'{k}_tokens_per_s': v for k, v in speed.items()},
     'ratio': speed['jax'] / max(speed['torch_1'], speed['torch_2']),
     'of_bare': speed['jax'] / speed['bare'],
     'host': statistics.median(
-      host / total for host, total in zip(
-        sides['jax'].host[-_REPS.value:], seconds['jax'], strict=True
+      host / total
+      for host, total in zip(
+        sides['jax'].host[-_REPS.value :], seconds['jax'], strict=True
       )
     ),
-    'model': case, 'seconds': seconds, 'peer': sides['torch_1'].about,
+    'model': case,
+    'seconds': seconds,
+    'peer': sides['torch_1'].about,
   }
 
 
@@ -222,7 +235,8 @@ if __name__ == '__main__':
   _REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=3)
   _CASES = flags.DEFINE_list('cases', ['1m', '28m'], 'Which models.')
   _PEER = flags.DEFINE_string(
-    'peer_python', '.venv-parity/bin/python',
+    'peer_python',
+    '.venv-parity/bin/python',
     'A Python with torch and transformers (make test-parity makes it).',
   )
   app.run(main)

@@ -25,6 +25,7 @@ time of its search, are overstated by that. So is what grows with the
 vocabulary, slower than a line: terms, and memory of the index build.
 """
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
 import json
@@ -37,11 +38,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
 
+from absl import app, flags
 import numpy as np
-from absl import app
-from absl import flags
 
 from experiments.benchmarks import common
 
@@ -55,8 +54,11 @@ _IVF = 'IVF1024,PQ64'
 _HNSW, _LINKED = 'HNSW64', 65_536  # vectors in the graph
 _ENCODED = 64  # passages
 _E5_BASE = {
-  'vocab_size': 30522, 'hidden_size': _DIM, 'num_hidden_layers': 12,
-  'num_attention_heads': 12, 'intermediate_size': 3072,
+  'vocab_size': 30522,
+  'hidden_size': _DIM,
+  'num_hidden_layers': 12,
+  'num_attention_heads': 12,
+  'intermediate_size': 3072,
   'max_position_embeddings': 512,
 }
 _LETTERS = str.maketrans('0123456789abcdef', 'bcdfghjklmnpqrtv')
@@ -123,7 +125,8 @@ def bm25(folder: pathlib.Path, count: int) -> dict:
     'disk_bytes': _size(folder / 'bm25'),
     # Of a file without a name, which `Peak` does not see.
     'temporary_bytes': (8 + 4) * lengths['values'],
-    'scores': lengths['values'], 'terms': lengths['terms'],
+    'scores': lengths['values'],
+    'terms': lengths['terms'],
   }
 
 
@@ -149,8 +152,10 @@ def search(folder: pathlib.Path, count: int) -> dict:
   index.search(queries, 3)
   batch = time.perf_counter() - begun
   return {
-    'open_s': opened, 'one_query_s': float(np.median(single)),
-    'one_query_p99_s': float(np.quantile(single, 0.99)), 'batch_128_s': batch,
+    'open_s': opened,
+    'one_query_s': float(np.median(single)),
+    'one_query_p99_s': float(np.quantile(single, 0.99)),
+    'batch_128_s': batch,
   }
 
 
@@ -167,7 +172,7 @@ class Generated:
   def _normal(self, count: int) -> np.ndarray:
     """[count, D], of length about 1."""
     drawn = self._rng.standard_normal((count, _DIM), np.float32)
-    drawn *= np.float32(_DIM ** -0.5)
+    drawn *= np.float32(_DIM**-0.5)
     return drawn
 
   def encode_passages(self, passages: list[str]) -> np.ndarray:
@@ -221,8 +226,10 @@ def _faiss(folder: pathlib.Path, factory: str) -> dict:
   index.search_vectors(q, 3)
   batch = time.perf_counter() - begun
   found = {
-    'disk_bytes': sum(map(_size, made)), 'work_s': seconds,
-    'one_query_s': float(np.median(single)), 'batch_128_s': batch,
+    'disk_bytes': sum(map(_size, made)),
+    'work_s': seconds,
+    'one_query_s': float(np.median(single)),
+    'batch_128_s': batch,
   }
   for part in made:
     part.unlink()
@@ -256,13 +263,13 @@ def encode(folder: pathlib.Path, count: int) -> dict:
   vocabulary = [*golden.VOCAB[:5], *pieces, *(f'##{c}' for c in pieces)]
   frequent = (word(rank) for rank in range(2 * config['vocab_size']))
   vocabulary = list(dict.fromkeys([*vocabulary, *frequent]))
-  tokenizers.BertWordPieceTokenizer({
-    token: i for i, token in enumerate(vocabulary[:config['vocab_size']])
-  }).save(str(model / 'tokenizer.json'))
+  tokenizers.BertWordPieceTokenizer(
+    {token: i for i, token in enumerate(vocabulary[: config['vocab_size']])}
+  ).save(str(model / 'tokenizer.json'))
   encoder = Encoder(model)
   passages = list(texts(_ENCODED, _WORDS, 0))
   tokens = sum(
-    int(lengths[:len(at)].sum())
+    int(lengths[: len(at)].sum())
     for at, _, lengths in encoder.batches(passages, 'passage')
   )
   encoder.encode_passages(passages)  # compiles
@@ -325,11 +332,18 @@ def child(step: str, name: str, count: str) -> None:
     found = globals()[step](folder, int(count))
   seconds = time.perf_counter() - begun
   kept = found.get('disk_bytes', 0)
-  print(json.dumps({
-    'step': step, 'passages': int(count), 'seconds': seconds,
-    'peak_bytes': peak.bytes,
-    'temporary_bytes': max(0, peak.disk - before - kept), **found,
-  }))
+  print(
+    json.dumps(
+      {
+        'step': step,
+        'passages': int(count),
+        'seconds': seconds,
+        'peak_bytes': peak.bytes,
+        'temporary_bytes': max(0, peak.disk - before - kept),
+        **found,
+      }
+    )
+  )
 
 
 def run(steps: Sequence[str], count: int, folder: pathlib.Path) -> list[dict]:
@@ -337,9 +351,19 @@ def run(steps: Sequence[str], count: int, folder: pathlib.Path) -> list[dict]:
   rows = []
   for step in steps:
     done = subprocess.run(
-      [sys.executable, '-m', 'experiments.benchmarks.scale', '--child', step,
-       str(folder), str(count)],
-      cwd=common.ROOT, stdout=subprocess.PIPE, text=True, check=True,
+      [
+        sys.executable,
+        '-m',
+        'experiments.benchmarks.scale',
+        '--child',
+        step,
+        str(folder),
+        str(count),
+      ],
+      cwd=common.ROOT,
+      stdout=subprocess.PIPE,
+      text=True,
+      check=True,
       env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
     )
     rows.append(json.loads(done.stdout.splitlines()[-1]))
@@ -356,11 +380,14 @@ def extrapolate(few: list[dict], many: list[dict]) -> list[dict]:
         continue
       # Nothing shrinks with the corpus: a negative slope is noise.
       slope = max(value - a[key], 0) / (b['passages'] - a['passages'])
-      lines.append({
-        'what': f'{b["step"]} {key}', 'measured': float(value),
-        'per_million': slope * 1e6,
-        'at_21M': value + slope * (WIKI - b['passages']),
-      })
+      lines.append(
+        {
+          'what': f'{b["step"]} {key}',
+          'measured': float(value),
+          'per_million': slope * 1e6,
+          'at_21M': value + slope * (WIKI - b['passages']),
+        }
+      )
   return lines
 
 
@@ -380,16 +407,21 @@ def plan(
 
   def row(name: str, step: str, seconds: str, served: float) -> dict:
     return {
-      'step': name, 'disk_GB': at[f'{step} disk_bytes'] / 1e9,
+      'step': name,
+      'disk_GB': at[f'{step} disk_bytes'] / 1e9,
       'temporary_GB': at[f'{step} temporary_bytes'] / 1e9,
       'memory_GB': at[f'{step} peak_bytes'] / 1e9,
-      'served_GB': served / 1e9, 'hours': at[f'{step} {seconds}'] / 3600,
+      'served_GB': served / 1e9,
+      'hours': at[f'{step} {seconds}'] / 3600,
       'from': basis,
     }
 
   def resident(name: str, size: int) -> dict:
-    return {'step': f'dense_jax {name}', 'served_GB': size / 1e9,
-            'from': 'its shapes, on the device; reads vectors'}
+    return {
+      'step': f'dense_jax {name}',
+      'served_GB': size / 1e9,
+      'from': 'its shapes, on the device; reads vectors',
+    }
 
   written = row('vectors, float16', 'vectors', 'work_s', 0)
   encoded = {
@@ -405,16 +437,20 @@ def plan(
   graph = WIKI / few * linked['disk_bytes'] / 1e9
   longer = WIKI / few * math.log(WIKI) / math.log(few)
   in_memory = {
-    'step': f'dense_faiss {_HNSW}', 'disk_GB': graph, 'memory_GB': graph,
-    'served_GB': graph, 'hours': linked['work_s'] * longer / 3600,
+    'step': f'dense_faiss {_HNSW}',
+    'disk_GB': graph,
+    'memory_GB': graph,
+    'served_GB': graph,
+    'hours': linked['work_s'] * longer / 3600,
     'from': f'{few:,} vectors, at least',
   }
   return [
-    row('corpus, JSONL', 'generate', 'seconds', 0) | {
-      'hours': '', 'memory_GB': ''},
+    row('corpus, JSONL', 'generate', 'seconds', 0)
+    | {'hours': '', 'memory_GB': ''},
     row('store', 'store', 'seconds', 0),
     row('bm25', 'bm25', 'seconds', at['bm25 disk_bytes']),
-    encoded, written,
+    encoded,
+    written,
     row('dense_faiss Flat', 'flat', 'work_s', at['flat disk_bytes']),
     row(f'dense_faiss {_IVF}', 'ivf', 'work_s', at['ivf disk_bytes']),
     in_memory,
@@ -445,10 +481,17 @@ def main(argv):
     linked = run(['hnsw'], _LINKED, pathlib.Path(folder))
   lines = extrapolate(*rows)
   steps = plan(lines, encoding[0], linked[0], count)
-  common.report(_OUT.value, 'scale', [
-    *lines, {'what': 'plan', 'steps': steps},
-    {'what': 'raw rows', 'steps': [*rows[0], *rows[1], *encoding, *linked]},
-  ], [], environment)
+  common.report(
+    _OUT.value,
+    'scale',
+    [
+      *lines,
+      {'what': 'plan', 'steps': steps},
+      {'what': 'raw rows', 'steps': [*rows[0], *rows[1], *encoding, *linked]},
+    ],
+    [],
+    environment,
+  )
   print(
     f'\nPLAN for {WIKI:,} passages (memory: to build; served: of files mapped '
     'or arrays on the device that should be in memory)\n\n' + markdown(steps)

@@ -48,16 +48,20 @@ def measure(folder: pathlib.Path, steps: int) -> list[dict]:
       lines = [json.loads(x) for x in (home / 'metrics.jsonl').open()]
       seen = [x for x in lines if 'eval/em' in x]
       trained = [x for x in lines if 'reward' in x]
-      rows.append({
-        'engine': module, 'em_before': seen[0]['eval/em'],
-        'em_after': seen[-1]['eval/em'],
-        'low': seen[-1]['eval/em/low'], 'high': seen[-1]['eval/em/high'],
-        'seconds': time.monotonic() - begin,
-        'mismatch_max': max(x['train/mismatch_max'] for x in trained),
-        'canary_max_diff': max(x['sync/canary_max_diff'] for x in trained),
-        'sync_s': sum(x['time/sync'] for x in trained) / len(trained),
-        'em_curve': [[x['step'] + 1, x['eval/em']] for x in seen],
-      })
+      rows.append(
+        {
+          'engine': module,
+          'em_before': seen[0]['eval/em'],
+          'em_after': seen[-1]['eval/em'],
+          'low': seen[-1]['eval/em/low'],
+          'high': seen[-1]['eval/em/high'],
+          'seconds': time.monotonic() - begin,
+          'mismatch_max': max(x['train/mismatch_max'] for x in trained),
+          'canary_max_diff': max(x['sync/canary_max_diff'] for x in trained),
+          'sync_s': sum(x['time/sync'] for x in trained) / len(trained),
+          'em_curve': [[x['step'] + 1, x['eval/em']] for x in seen],
+        }
+      )
       print(common.table(rows[-1:]), flush=True)
   return rows
 
@@ -73,8 +77,11 @@ def main(argv):
     or there['low'] <= here['em_after'] <= there['high']
   )
   common.report(
-    _OUT.value, 'sidecar_quickstart', rows,
-    [common.bar('sidecar_quickstart', float(within), 1.0)], before,
+    _OUT.value,
+    'sidecar_quickstart',
+    rows,
+    [common.bar('sidecar_quickstart', float(within), 1.0)],
+    before,
   )
 
 

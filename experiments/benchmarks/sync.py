@@ -18,9 +18,7 @@ import statistics
 import tempfile
 import time
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 import httpx
 import jax
 import jax.numpy as jnp
@@ -28,34 +26,46 @@ import psutil
 
 from experiments.benchmarks import common
 from experiments.worlds import microworld
-from searchrl_jax import publication
-from searchrl_jax import sync
-from searchrl_jax.engines import checksum
-from searchrl_jax.engines import published
-from searchrl_jax.engines import sidecar
-from searchrl_jax.models import decoder
-from searchrl_jax.models import families
+from searchrl_jax import publication, sync
+from searchrl_jax.engines import checksum, published, sidecar
+from searchrl_jax.models import decoder, families
 
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
 _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
 _REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=1)
 _CASES = flags.DEFINE_list('cases', ['1m', '28m', '500m'], 'Which models.')
 _DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.')
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.'
+)
 
 BAR = 0.5  # copies of the weights
 CASES = {
   '1m': dict(
-    vocab_size=2048, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
-    head_dim=32, d_ff=416,
+    vocab_size=2048,
+    d_model=128,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=32,
+    d_ff=416,
   ),
   '28m': dict(
-    vocab_size=2048, d_model=512, n_layers=8, n_heads=8, n_kv_heads=2,
-    head_dim=64, d_ff=1792,
+    vocab_size=2048,
+    d_model=512,
+    n_layers=8,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=64,
+    d_ff=1792,
   ),
   '500m': dict(  # Qwen2.5-0.5B
-    vocab_size=151936, d_model=896, n_layers=24, n_heads=14, n_kv_heads=2,
-    head_dim=64, d_ff=4864,
+    vocab_size=151936,
+    d_model=896,
+    n_layers=24,
+    n_heads=14,
+    n_kv_heads=2,
+    head_dim=64,
+    d_ff=4864,
   ),
 }
 
@@ -89,11 +99,12 @@ def step(params):
 
 
 class Server:
-
   def __init__(self, process):
     # No connection is used twice: the server closes those idle for 5 s.
     self._http = httpx.Client(
-      base_url=process.url, timeout=600, trust_env=False,
+      base_url=process.url,
+      timeout=600,
+      trust_env=False,
       limits=httpx.Limits(max_keepalive_connections=0),
     )
     tree = psutil.Process(process.server_pid).children(recursive=True)
@@ -133,17 +144,22 @@ def once(publisher, server: Server, params, version: int) -> dict:
     raise SystemExit('the server did not drop its prefix cache')
   server.post('/update_weight_version', {'new_version': str(version)})
   lap('reset')
-  sync.compare(done.manifest, checksum.combine(
-    server.rpc('searchrl_checksums')))
+  sync.compare(
+    done.manifest, checksum.combine(server.rpc('searchrl_checksums'))
+  )
   lap('checksums')
   server.post('/resume')
-  server.post('/v1/completions', dict(
-    model='policy', prompt=[5, 6, 7], max_tokens=1))
+  server.post(
+    '/v1/completions', dict(model='policy', prompt=[5, 6, 7], max_tokens=1)
+  )
   lap('resume')
   publisher.prune(version)
   return {
-    'total_s': sum(seconds.values()), **seconds, 'bytes': done.bytes,
-    'tensors': len(done.manifest), 'trainer_extra_bytes': own.extra(),
+    'total_s': sum(seconds.values()),
+    **seconds,
+    'bytes': done.bytes,
+    'tensors': len(done.manifest),
+    'trainer_extra_bytes': own.extra(),
     'trainer_peak_bytes': own.peak(),
     'server_extra_bytes': server.memory.extra(),
     'server_peak_bytes': server.memory.peak(),
@@ -151,20 +167,27 @@ def once(publisher, server: Server, params, version: int) -> dict:
 
 
 def run(case: str, folder: pathlib.Path) -> list[dict]:
-  cfg = decoder.DecoderConfig(
-    **CASES[case], qkv_bias=True, dtype=_DTYPE.value)
+  cfg = decoder.DecoderConfig(**CASES[case], qkv_bias=True, dtype=_DTYPE.value)
   fields = {k: getattr(cfg, k) for k in families.FIELDS}
   published.write_serving_folder(
-    folder / 'model', fields, microworld.tokenizer(folder / 'tokenizer'),
+    folder / 'model',
+    fields,
+    microworld.tokenizer(folder / 'tokenizer'),
     _DTYPE.value,
   )
   publisher = publication.Publisher(folder / 'published', cfg, _DTYPE.value)
   params = decoder.init_params(
-    cfg, jax.random.key(0), dtype=jnp.dtype(_DTYPE.value))
+    cfg, jax.random.key(0), dtype=jnp.dtype(_DTYPE.value)
+  )
   rows = []
   with sidecar.start_sidecar(
-    folder / 'model', log_file=folder / 'vllm.log', cpu=True,
-    dtype=_DTYPE.value, max_model_len=512, max_num_seqs=8, kv_cache_gib=0.5,
+    folder / 'model',
+    log_file=folder / 'vllm.log',
+    cpu=True,
+    dtype=_DTYPE.value,
+    max_model_len=512,
+    max_num_seqs=8,
+    kv_cache_gib=0.5,
     plugin='searchrl_jax.engines.vllm_plugin:Worker',
     vllm_arg=['--load-format=dummy'],
   ) as process:
@@ -173,10 +196,15 @@ def run(case: str, folder: pathlib.Path) -> list[dict]:
       params = jax.block_until_ready(step(params))
       row = once(publisher, server, params, rep + 1)
       if rep >= 0:
-        rows.append({
-          'case': case, 'parameters': cfg.n_params, 'rep': rep,
-          'dtype': _DTYPE.value, **row,
-        })
+        rows.append(
+          {
+            'case': case,
+            'parameters': cfg.n_params,
+            'rep': rep,
+            'dtype': _DTYPE.value,
+            **row,
+          }
+        )
   return rows
 
 
@@ -194,12 +222,15 @@ def main(argv):
     print(f'{case}: {total} s from an update to a token', flush=True)
     if case == '500m':
       copies = statistics.median(
-        r['trainer_extra_bytes'] / r['bytes'] for r in own)
-      bars.append(common.bar('sync_500m_trainer_copies', copies, BAR,
-                             at_most=True))
+        r['trainer_extra_bytes'] / r['bytes'] for r in own
+      )
+      bars.append(
+        common.bar('sync_500m_trainer_copies', copies, BAR, at_most=True)
+      )
   # `sync.compare` ends the run at the first that differs.
-  bars.append(common.bar('sync_verified', len(rows),
-                         _REPS.value * len(_CASES.value)))
+  bars.append(
+    common.bar('sync_verified', len(rows), _REPS.value * len(_CASES.value))
+  )
   common.report(_OUT.value, 'sync', rows, bars, environment)
 
 

@@ -23,8 +23,7 @@ import subprocess
 import sys
 import time
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 from experiments.benchmarks import common
 from experiments.benchmarks.update_torch import peak_bytes
@@ -32,23 +31,49 @@ from experiments.benchmarks.update_torch import peak_bytes
 HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
 CASES = {
   '1m': dict(
-    d_model=128, layers=4, heads=4, kv_heads=2, d_ff=416, vocab=2048,
-    rows=32, length=256, head_chunk=1024, updates=6,
+    d_model=128,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    d_ff=416,
+    vocab=2048,
+    rows=32,
+    length=256,
+    head_chunk=1024,
+    updates=6,
   ),
   '28m': dict(
-    d_model=512, layers=8, heads=8, kv_heads=2, d_ff=1792, vocab=2048,
-    rows=32, length=256, head_chunk=1024, updates=2,
+    d_model=512,
+    layers=8,
+    heads=8,
+    kv_heads=2,
+    d_ff=1792,
+    vocab=2048,
+    rows=32,
+    length=256,
+    head_chunk=1024,
+    updates=2,
   ),
   '152k': dict(
-    d_model=128, layers=4, heads=4, kv_heads=2, d_ff=416, vocab=151_936,
-    rows=8, length=256, head_chunk=32, updates=4,
+    d_model=128,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    d_ff=416,
+    vocab=151_936,
+    rows=8,
+    length=256,
+    head_chunk=32,
+    updates=4,
   ),
 }
 WARM_UP = 2  # compilation, allocators, Adam's moments
 # name -> (bar, goal, whether smaller is better)
 BARS = {
-  'update_1m': (1.1, 1.3, False), 'update_28m': (1.0, 1.3, False),
-  'update_152k': (3.0, 5.0, False), 'update_152k_memory': (0.35, 0.25, True),
+  'update_1m': (1.1, 1.3, False),
+  'update_28m': (1.0, 1.3, False),
+  'update_152k': (3.0, 5.0, False),
+  'update_152k_memory': (0.35, 0.25, True),
 }
 
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
@@ -56,7 +81,8 @@ _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
 _REPS = flags.DEFINE_integer('reps', 4, 'Repetitions.', lower_bound=3)
 _CASES = flags.DEFINE_list('cases', list(CASES), 'Which cases.')
 _PEER = flags.DEFINE_string(
-  'peer_python', '.venv-parity/bin/python',
+  'peer_python',
+  '.venv-parity/bin/python',
   'A Python with torch and transformers (make test-parity makes it).',
 )
 _WORKER = flags.DEFINE_string('worker', '', 'Internal: be our side of a case.')
@@ -69,10 +95,7 @@ def worker(case: dict) -> None:
   import numpy as np
 
   from configs import common as configs
-  from searchrl_jax import batching
-  from searchrl_jax import objectives
-  from searchrl_jax import optim
-  from searchrl_jax import update
+  from searchrl_jax import batching, objectives, optim, update
   from searchrl_jax.models import decoder
 
   c = configs.base()
@@ -80,17 +103,22 @@ def worker(case: dict) -> None:
   c.batch.lengths, c.batch.tokens = (T,), B * T
   c.batch.loss_fraction, c.batch.head_chunk = 0.5, case['head_chunk']
   cfg = decoder.DecoderConfig(
-    vocab_size=case['vocab'], d_model=case['d_model'],
-    n_layers=case['layers'], n_heads=case['heads'],
+    vocab_size=case['vocab'],
+    d_model=case['d_model'],
+    n_layers=case['layers'],
+    n_heads=case['heads'],
     n_kv_heads=case['kv_heads'],
-    head_dim=case['d_model'] // case['heads'], d_ff=case['d_ff'],
-    qkv_bias=True, scan_unroll=case['layers'],
+    head_dim=case['d_model'] // case['heads'],
+    d_ff=case['d_ff'],
+    qkv_bias=True,
+    scan_unroll=case['layers'],
   )
-  params = jax.jit(
-    lambda key: decoder.init_params(cfg, key)
-  )(jax.random.key(0))
+  params = jax.jit(lambda key: decoder.init_params(cfg, key))(jax.random.key(0))
   u = update.Updater(
-    cfg, c.batch, temperature=1.0, tx=optim.make(c.optim, 1000, params),
+    cfg,
+    c.batch,
+    temperature=1.0,
+    tx=optim.make(c.optim, 1000, params),
     objective=objectives.policy(c),
   )
   state = u.init(params)
@@ -119,7 +147,9 @@ def worker(case: dict) -> None:
       if not metrics['finite']:
         raise RuntimeError(f'the update is not finite: {metrics}')
     out = {
-      'seconds': seconds, 'peak_bytes': peak_bytes(), 'parameters': count,
+      'seconds': seconds,
+      'peak_bytes': peak_bytes(),
+      'parameters': count,
       'version': f'jax {jax.__version__}',
     }
     print(json.dumps(out), flush=True)
@@ -136,13 +166,16 @@ class Side:
   def __call__(self) -> float:
     """The median seconds of the updates after the first two."""
     done = subprocess.run(
-      self.command, cwd=common.ROOT, env=self.env, text=True,
-      input=f'{WARM_UP + self.updates}\n', stdout=subprocess.PIPE,
+      self.command,
+      cwd=common.ROOT,
+      env=self.env,
+      text=True,
+      input=f'{WARM_UP + self.updates}\n',
+      stdout=subprocess.PIPE,
     )
     if done.returncode:
       raise RuntimeError(
-        f'{self.name} ended with status {done.returncode}; its message is '
-        'above'
+        f'{self.name} ended with status {done.returncode}; its message is above'
       )
     self.last = json.loads(done.stdout)
     self.peak_bytes = max(self.peak_bytes, self.last['peak_bytes'])
@@ -154,13 +187,17 @@ def measure(name: str) -> dict:
   case = CASES[name]
   script = str(common.ROOT / 'experiments/benchmarks/update_torch.py')
   ours = [
-    sys.executable, '-m', 'experiments.benchmarks.update', f'--worker={name}'
+    sys.executable,
+    '-m',
+    'experiments.benchmarks.update',
+    f'--worker={name}',
   ]
   sides = {'jax': Side('jax', ours, case['updates'], HUGE_PAGES)}
   for kind in ('torch', 'gathered') if name == '152k' else ('torch',):
     fields = json.dumps(case | {'gathered': kind == 'gathered'})
     for side, threads, env in (
-      (f'{kind}_1', 1, {}), (f'{kind}_2', 2, {}),
+      (f'{kind}_1', 1, {}),
+      (f'{kind}_2', 2, {}),
       (f'{kind}_huge', 2, HUGE_PAGES),
     ):
       command = [_PEER.value, script, fields, str(threads)]
@@ -175,11 +212,14 @@ def measure(name: str) -> dict:
   peer = better('torch')
   peak = {k: side.peak_bytes for k, side in sides.items()}
   row = {
-    'case': name, 'tokens_per_s': speed['jax'],
-    'torch_tokens_per_s': speed[peer], 'torch_threads': int(peer[-1]),
+    'case': name,
+    'tokens_per_s': speed['jax'],
+    'torch_tokens_per_s': speed[peer],
+    'torch_threads': int(peer[-1]),
     'ratio': speed['jax'] / speed[peer],
     'huge_pages_ratio': speed['jax'] / speed['torch_huge'],
-    'peak_mb': peak['jax'] / 1e6, 'torch_peak_mb': peak[peer] / 1e6,
+    'peak_mb': peak['jax'] / 1e6,
+    'torch_peak_mb': peak[peer] / 1e6,
     'memory_ratio': peak['jax'] / peak[peer],
   }
   if name == '152k':
@@ -189,7 +229,9 @@ def measure(name: str) -> dict:
       'gathered_memory_ratio': peak['jax'] / peak[careful],
     }
   return row | {
-    'fields': case, 'seconds': seconds, 'peak_bytes': peak,
+    'fields': case,
+    'seconds': seconds,
+    'peak_bytes': peak,
     'parameters': {k: s.last['parameters'] for k, s in sides.items()},
     'versions': {k: s.last['version'] for k, s in sides.items()},
   }
@@ -213,7 +255,8 @@ def main(argv):
   rows = [measure(name) for name in _CASES.value]
   values = {f'update_{r["case"]}': r['ratio'] for r in rows}
   values |= {
-    f'update_{r["case"]}_memory': r['memory_ratio'] for r in rows
+    f'update_{r["case"]}_memory': r['memory_ratio']
+    for r in rows
     if r['case'] == '152k'
   }
   bars = [

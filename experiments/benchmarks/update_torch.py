@@ -36,11 +36,16 @@ def main():
   torch.set_num_threads(threads)
   torch.manual_seed(0)
   config = transformers.Qwen2Config(
-    vocab_size=case['vocab'], hidden_size=case['d_model'],
-    num_hidden_layers=case['layers'], num_attention_heads=case['heads'],
-    num_key_value_heads=case['kv_heads'], intermediate_size=case['d_ff'],
-    max_position_embeddings=case['length'], tie_word_embeddings=True,
-    attn_implementation='sdpa', use_cache=False,
+    vocab_size=case['vocab'],
+    hidden_size=case['d_model'],
+    num_hidden_layers=case['layers'],
+    num_attention_heads=case['heads'],
+    num_key_value_heads=case['kv_heads'],
+    intermediate_size=case['d_ff'],
+    max_position_embeddings=case['length'],
+    tie_word_embeddings=True,
+    attn_implementation='sdpa',
+    use_cache=False,
   )
   model = transformers.Qwen2ForCausalLM(config).float().train()
   optimizer = torch.optim.AdamW(
@@ -67,9 +72,10 @@ def main():
     old = logps.detach()
     ratio = torch.exp(logps - old)
     weight = torch.exp(old - behaviour).clamp(max=2.0)
-    loss = -(weight * torch.minimum(
-      ratio * advantages, ratio.clamp(0.8, 1.2) * advantages
-    )).mean()
+    loss = -(
+      weight
+      * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    ).mean()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -80,10 +86,11 @@ def main():
   for line in sys.stdin:
     seconds = [update() for _ in range(int(line))]
     out = {
-      'seconds': seconds, 'peak_bytes': peak_bytes(),
+      'seconds': seconds,
+      'peak_bytes': peak_bytes(),
       'parameters': sum(p.numel() for p in model.parameters()),
       'version': f'torch {torch.__version__}, transformers '
-                 f'{transformers.__version__}',
+      f'{transformers.__version__}',
     }
     print(json.dumps(out), flush=True)
 

@@ -14,17 +14,11 @@ import time
 
 from absl import flags
 import jax
-from rich import console
-from rich import table
+from rich import console, table
 from rich import text as rich_text
 
 from configs import quickstart as recipe
-from searchrl_jax import command
-from searchrl_jax import evaluate
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import sft
-from searchrl_jax import train
+from searchrl_jax import command, evaluate, records, setup, sft, train
 from searchrl_jax.ask import STYLES, printable
 from searchrl_jax.data import core as data
 
@@ -97,9 +91,9 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   for name, sense, bar in BARS:
     value = summary[name]
     holds = value >= bar if sense == 'at least' else value <= bar
-    summary['bars'].append({
-      'name': name, 'value': value, 'sense': sense, 'bar': bar, 'holds': holds,
-    })
+    summary['bars'].append(
+      {'name': name, 'value': value, 'sense': sense, 'bar': bar, 'holds': holds}
+    )
   records.write_json(folder / 'summary.json', summary)
   _plot(steps, folder / 'learning_curve.png')
   tok = setup.tokenizer(config, workdir)
@@ -134,11 +128,14 @@ def _sft_only(config, folder: pathlib.Path, seconds: dict) -> dict:
   path = folder / 'sft_only.json'
   if not path.exists():
     as_long = seconds['reinforcement_learning']
-    records.write_json(path, {
-      'seconds': as_long,
-      # The clock ends it, before so many steps are done.
-      'steps': int(config.sft.steps * 3 * as_long / seconds['warm_start']),
-    })
+    records.write_json(
+      path,
+      {
+        'seconds': as_long,
+        # The clock ends it, before so many steps are done.
+        'steps': int(config.sft.steps * 3 * as_long / seconds['warm_start']),
+      },
+    )
   plan = json.loads(path.read_text())
   more = config.copy_and_resolve_references()
   more.train.init = str(folder / 'warm')
@@ -188,7 +185,9 @@ def _show_table(out, before, after, summary) -> None:
 
   def row(label, key):
     shown.add_row(
-      label, f'{before[key]:.3f}', f'{after[key]:.3f}',
+      label,
+      f'{before[key]:.3f}',
+      f'{after[key]:.3f}',
       f'{after[f"{key}/low"]:.3f} to {after[f"{key}/high"]:.3f}',
     )
 
@@ -199,11 +198,14 @@ def _show_table(out, before, after, summary) -> None:
   row('guessed without a search', 'eval/guessed')
   row('searches per question', 'eval/searches')
   for label, name in (
-    ('search off', 'no_search'), ('passages swapped', 'shuffled'),
+    ('search off', 'no_search'),
+    ('passages swapped', 'shuffled'),
   ):
     key = f'{name}/em'
     shown.add_row(
-      label, '', f'{after[key]:.3f}',
+      label,
+      '',
+      f'{after[key]:.3f}',
       f'{after[f"{key}/low"]:.3f} to {after[f"{key}/high"]:.3f}',
     )
   shown.add_row(
@@ -212,7 +214,9 @@ def _show_table(out, before, after, summary) -> None:
   if summary['em_sft_only'] is not None:
     low, high = summary['ci95_sft_only']
     shown.add_row(
-      'good traces instead of RL', '', f'{summary["em_sft_only"]:.3f}',
+      'good traces instead of RL',
+      '',
+      f'{summary["em_sft_only"]:.3f}',
       f'{low:.3f} to {high:.3f}',
     )
   out.print(shown)
@@ -228,14 +232,19 @@ def _show_table(out, before, after, summary) -> None:
 def _plot(steps, path: pathlib.Path) -> None:
   # Here and not above: matplotlib takes a second that --help need not wait.
   import matplotlib
+
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
   trained = [s for s in steps if 'reward/em' in s]
   at = [s['step'] + 1 for s in trained]
-  left.plot(at, [s['reward/em'] for s in trained], color='0.7',
-            label='sampled, train questions')
+  left.plot(
+    at,
+    [s['reward/em'] for s in trained],
+    color='0.7',
+    label='sampled, train questions',
+  )
   seen = [s for s in steps if 'eval/em' in s]
   for key, label, color in (
     ('eval/hops=1/em', 'greedy, held out, one hop', 'C0'),
@@ -244,8 +253,12 @@ def _plot(steps, path: pathlib.Path) -> None:
     x = [s['step'] + 1 for s in seen]
     left.plot(x, [s[key] for s in seen], 'o-', color=color, label=label)
     left.fill_between(
-      x, [s[f'{key}/low'] for s in seen], [s[f'{key}/high'] for s in seen],
-      color=color, alpha=0.15, linewidth=0,
+      x,
+      [s[f'{key}/low'] for s in seen],
+      [s[f'{key}/high'] for s in seen],
+      color=color,
+      alpha=0.15,
+      linewidth=0,
     )
   left.set(xlabel='GRPO step', ylabel='exact match', ylim=(0, 1))
   left.legend(frameon=False, loc='lower right')
@@ -283,7 +296,8 @@ def _show_trajectories(out, path: pathlib.Path, tok, count: int = 3) -> None:
 
 def main():
   quickstart(
-    recipe.get_config(_CONFIG_ARG.value), _WORKDIR.value,
+    recipe.get_config(_CONFIG_ARG.value),
+    _WORKDIR.value,
     controls=_CONTROLS.value,
   )
 

@@ -13,8 +13,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from configs import common
-from experiments.worlds import microtraces
-from experiments.worlds import microworld
+from experiments.worlds import microtraces, microworld
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
@@ -104,7 +103,8 @@ def traces(
   for i in range(worlds):
     world = microworld.generate(
       microtraces.TRACE_WORLDS + world_seed * 1000 + i,
-      train=train, relations=relations,
+      train=train,
+      relations=relations,
     )
     pool = microworld.pick(world, 'train')
     count = n * (i + 1) // worlds - n * i // worlds

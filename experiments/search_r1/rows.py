@@ -28,10 +28,16 @@ def reading(seed: int):
   """A warm start of its own: it reads the passages in its prompt."""
   c = small('baseline=no_search')(seed)
   world = c.sft.data
-  c.sft.data = ConfigDict(dict(
-    module='experiments.search_r1.one_shot', n=world.n, worlds=world.worlds,
-    train=world.train, relations=world.relations, k=3,
-  ))
+  c.sft.data = ConfigDict(
+    dict(
+      module='experiments.search_r1.one_shot',
+      n=world.n,
+      worlds=world.worlds,
+      train=world.train,
+      relations=world.relations,
+      k=3,
+    )
+  )
   return c
 
 
@@ -48,23 +54,31 @@ ROW = rows.Row(
     rows.Arm('ppo', small('algorithm=ppo'), 'warm'),
     rows.Arm('reinforce', small('algorithm=reinforce'), 'warm'),
     rows.Arm('no_search', small('baseline=no_search'), 'warm', seeds=(0,)),
-    rows.Arm('one_shot', small('baseline=rag'), 'reading', train=False,
-             seeds=(0,)),
+    rows.Arm(
+      'one_shot', small('baseline=rag'), 'reading', train=False, seeds=(0,)
+    ),
     rows.Arm('cot', small('baseline=cot'), 'warm', train=False),
     rows.Arm('direct', small('baseline=direct'), 'warm', train=False),
     rows.Arm('unmasked', unmasked, 'warm', seeds=(0,)),
   ),
   bars=(
-    rows.Bar('search_r1_grpo_gain',
-             lambda at: at('grpo', 'gain', f'{HOPS}/em').mean, 0.20),
-    rows.Bar('search_r1_grpo_searches',
-             lambda at: at('grpo', 'after', f'{HOPS}/searches').mean, 1.8),
+    rows.Bar(
+      'search_r1_grpo_gain',
+      lambda at: at('grpo', 'gain', f'{HOPS}/em').mean,
+      0.20,
+    ),
+    rows.Bar(
+      'search_r1_grpo_searches',
+      lambda at: at('grpo', 'after', f'{HOPS}/searches').mean,
+      1.8,
+    ),
     rows.Bar('search_r1_ppo_gain', gain('ppo'), 0.0, strict=True),
     rows.Bar('search_r1_reinforce_gain', gain('reinforce'), 0.0, strict=True),
   ),
   scores=('em', 'f1', 'searches', 'guessed', 'parsed', 'tokens'),
   curves={
-    'eval/em': 'exact match', f'{HOPS}/em': 'exact match, two hops',
+    'eval/em': 'exact match',
+    f'{HOPS}/em': 'exact match, two hops',
     f'{HOPS}/searches': 'searches, two hops',
   },
 )

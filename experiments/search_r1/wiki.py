@@ -24,19 +24,21 @@ from ml_collections import ConfigDict
 
 from configs import wiki_nq
 from experiments.benchmarks import common
-from searchrl_jax import command
-from searchrl_jax import evaluate
-from searchrl_jax import metrics
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import sft
-from searchrl_jax import train
+from searchrl_jax import command, evaluate, metrics, records, setup, sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import answer
 from searchrl_jax.types import SearchRequest, SearchResult
 
-SCORES = ('em', 'f1', 'recall_any', 'recall_all', 'valid_format', 'copied',
-          'guessed', 'searches')
+SCORES = (
+  'em',
+  'f1',
+  'recall_any',
+  'recall_all',
+  'valid_format',
+  'copied',
+  'guessed',
+  'searches',
+)
 
 
 def bare(questions, source, k: int) -> dict[str, dict[str, float]]:
@@ -49,8 +51,10 @@ def bare(questions, source, k: int) -> dict[str, dict[str, float]]:
       raise RuntimeError(f'question {q.id}: {result.message}')
     ids = {p.id for p in result.passages}
     hits = [float(s in ids) for s in q.supporting]
-    out[q.id] = {'recall_any': max(hits, default=0.0),
-                 'recall_all': min(hits, default=0.0)}
+    out[q.id] = {
+      'recall_any': max(hits, default=0.0),
+      'recall_all': min(hits, default=0.0),
+    }
   return out
 
 
@@ -90,7 +94,8 @@ def run(workdir: str, minutes: float) -> dict:
         )
     source = setup.source(config, url)
     questions = [
-      q for qs in data.load_sets(config.data.eval, config.data).values()
+      q
+      for qs in data.load_sets(config.data.eval, config.data).values()
       for q in qs
     ]
     baseline = bare(questions, source, config.source.k)
@@ -121,17 +126,22 @@ def run(workdir: str, minutes: float) -> dict:
   f1 = {name: answer.by_question(rows, 'f1') for name, rows in scored.items()}
   both = sorted(set(f1['rl']) & set(f1['warm']))
   gain = metrics.paired_bootstrap(
-    [f1['rl'][k] for k in both], [f1['warm'][k] for k in both],
-    resamples=10_000, seed=0,
+    [f1['rl'][k] for k in both],
+    [f1['warm'][k] for k in both],
+    resamples=10_000,
+    seed=0,
   )
   nq = next(r for r in table if r['source'].startswith('nq'))
   results |= {
-    'table': table, 'seconds': seconds,
-    'f1_gain': list(gain)[:3], 'f1_gain_n': gain.n,
+    'table': table,
+    'seconds': seconds,
+    'f1_gain': list(gain)[:3],
+    'f1_gain_n': gain.n,
     'bars': [
       common.bar(
         'recall_nq',
-        nq['rl recall_any'][0] - nq['bare question recall_any'][0], -0.05,
+        nq['rl recall_any'][0] - nq['bare question recall_any'][0],
+        -0.05,
       ),
       common.bar('format_valid', table[0]['rl valid_format'][0], 0.95),
       common.bar('f1_gain', gain.low, 0.0, strict=True),

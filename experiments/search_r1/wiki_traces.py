@@ -10,9 +10,9 @@ An attempt: a thought, a search, what it found, (a second search,) a thought
 that names the kind of answer and the passage, an answer of that kind.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,11 +25,13 @@ from searchrl_jax.types import Passage, Question
 load = jsonl.load
 
 KINDS = ('title', 'name', 'date', 'number', 'phrase', 'lead')
-STOP_WORDS = frozenset((
-  'a an the of in on at to for by with from is are was were be been do does '
-  'did has have had who what when where which whom whose why how many much '
-  'and or as that this it its there s'
-).split())
+STOP_WORDS = frozenset(
+  (
+    'a an the of in on at to for by with from is are was were be been do does '
+    'did has have had who what when where which whom whose why how many much '
+    'and or as that this it its there s'
+  ).split()
+)
 _MONTHS = (
   'January|February|March|April|May|June|July|August|September|October|'
   'November|December'
@@ -45,13 +47,13 @@ _NUMBER = re.compile(
   r'(?: (?:million|billion|hundred|thousand)\b)?'
 )
 _CAPITAL = r"[A-Z][\w.'-]*\w"
-_NAME = re.compile(
-  rf'\b{_CAPITAL}(?: (?:(?:of|the|de|von|van) )?{_CAPITAL})*'
+_NAME = re.compile(rf'\b{_CAPITAL}(?: (?:(?:of|the|de|von|van) )?{_CAPITAL})*')
+_OPENERS = frozenset(
+  (
+    'The A An In On At As By After For It He She His Her They This These '
+    'When While Although During'
+  ).split()
 )
-_OPENERS = frozenset((
-  'The A An In On At As By After For It He She His Her They This These '
-  'When While Although During'
-).split())
 _PHRASE = re.compile(
   r'\b(?:is|was|are|were)(?: (?:a|an|the))? ([^.,;()]{3,80})'
 )
@@ -114,9 +116,9 @@ def traces(
   if not any(q.answers for q in questions):
     raise DataError(f'{path}: no question has an answer to script from')
   rng = np.random.default_rng(seed)
-  order = np.concatenate([
-    rng.permutation(len(questions)) for _ in range(-(-n // len(questions)))
-  ])[:n]
+  order = np.concatenate(
+    [rng.permutation(len(questions)) for _ in range(-(-n // len(questions)))]
+  )[:n]
   drawn = [questions[i] for i in order]
   plans = rng.choice(
     4, size=n, p=[good, poor, guess, max(0.0, 1 - good - poor - guess)]
@@ -140,7 +142,8 @@ def traces(
       if not query:
         continue
       actions += [
-        ('think', 'search again' if seen else 'search'), ('search', query),
+        ('think', 'search again' if seen else 'search'),
+        ('search', query),
         ('information', tuple(found)),
       ]
       seen += _visible(found, read)
@@ -256,9 +259,9 @@ def _answer(q, seen, good, others, rng, max_words):
       if q.supporting and p.id not in q.supporting:
         continue
       shown = [
-        a for a in q.answers
-        if a and (a in p.text or a in p.title)
-        and len(a.split()) <= max_words
+        a
+        for a in q.answers
+        if a and (a in p.text or a in p.title) and len(a.split()) <= max_words
       ]
       if shown:
         answer = min(shown, key=len)
@@ -304,14 +307,19 @@ def _drills(passages: Sequence[Passage], n: int, rng) -> list[Trace]:
     size = rng.integers(*_DRILL_TEXT, endpoint=True)
     short = dataclasses.replace(p, text=' '.join(words[:size]))
     thought, answer = _blind(short, text, rng)
-    out.append(Trace(
-      Question(f'drill/{i}', text, source='drill'),
-      (
-        ('think', 'search'), ('search', text), ('information', (short,)),
-        ('think', thought), ('answer', answer),
-      ),
-      good=False,
-    ))
+    out.append(
+      Trace(
+        Question(f'drill/{i}', text, source='drill'),
+        (
+          ('think', 'search'),
+          ('search', text),
+          ('information', (short,)),
+          ('think', thought),
+          ('answer', answer),
+        ),
+        good=False,
+      )
+    )
   return out
 
 

@@ -14,22 +14,18 @@ the question alone. Otherwise than there:
   * a failed search is nobody's fault: such a trajectory is in no statistic.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
 
-import numpy as np
 from ml_collections import ConfigDict
+import numpy as np
 
 from experiments.ssp.pool import Pool
-from searchrl_jax import advantages
-from searchrl_jax import credit
-from searchrl_jax import metrics
-from searchrl_jax import prompts
-from searchrl_jax import records
+from searchrl_jax import advantages, credit, metrics, prompts, records
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.evaluators import health
@@ -38,8 +34,15 @@ from searchrl_jax.types import Group, Question, Rewards, Trajectory
 PROPOSER, VERIFIER, SOLVER = 'proposer', 'verifier', 'solver'
 # Why a proposal does not stand, in the order in which it is looked for.
 REASONS = (
-  'tag', 'length', 'leak', 'evidence', 'searches', 'repeat', 'answer_searched',
-  'too_long', 'verification',
+  'tag',
+  'length',
+  'leak',
+  'evidence',
+  'searches',
+  'repeat',
+  'answer_searched',
+  'too_long',
+  'verification',
 )
 FAILED = 'failed'  # a service's fault
 DUMMY = 'dummy'  # the source of a question that is none
@@ -75,7 +78,9 @@ def environments(config: ConfigDict, tok) -> dict[str, SearchEnv]:
   """
   s = config.selfplay
   templates = {
-    SOLVER: config.env.template, PROPOSER: s.template, VERIFIER: s.reader
+    SOLVER: config.env.template,
+    PROPOSER: s.template,
+    VERIFIER: s.reader,
   }
   templates = {role: prompts.load(t) for role, t in templates.items()}
   wanted = f'<{s.tag}>', f'</{s.tag}>'
@@ -86,8 +91,9 @@ def environments(config: ConfigDict, tok) -> dict[str, SearchEnv]:
       f'{"...".join(wanted)} (config.selfplay.tag={s.tag!r}): put these tags '
       "in the template's field 'answer' and among its 'stops'"
     )
-  budgets = {role: config.env.copy_and_resolve_references()
-             for role in templates}
+  budgets = {
+    role: config.env.copy_and_resolve_references() for role in templates
+  }
   budgets[VERIFIER].max_turns = 0
   return {
     role: RoleEnv(
@@ -125,30 +131,38 @@ def ended(data: bytes) -> dict[tuple[str, str, int], Trajectory]:
 def briefs(answers: Sequence[Question], config: ConfigDict) -> list[Question]:
   """What the proposer is told: each answer in config.selfplay.brief."""
   return [
-    dataclasses.replace(q, text=config.selfplay.brief.format(
-      answer=q.answers[0], searches=q.meta.get('search_turns', ''),
-      examples=q.meta.get('examples', ''),
-    ))
+    dataclasses.replace(
+      q,
+      text=config.selfplay.brief.format(
+        answer=q.answers[0],
+        searches=q.meta.get('search_turns', ''),
+        examples=q.meta.get('examples', ''),
+      ),
+    )
     for q in answers
   ]
 
 
-def read(trajectory: Trajectory, env: SearchEnv, config: ConfigDict,
-         step: int) -> Proposal:
+def read(
+  trajectory: Trajectory, env: SearchEnv, config: ConfigDict, step: int
+) -> Proposal:
   """A proposal as the rules find it; verification comes after."""
   text = None if trajectory.failed else env.answer(trajectory)
   source = trajectory.question
   question = text and Question(
-    f'{source.id}@{step}.{trajectory.sample}', text, source.answers,
-    'selfplay',
+    f'{source.id}@{step}.{trajectory.sample}', text, source.answers, 'selfplay'
   )
   evidence = [
-    b.text for b in env.blocks(trajectory)
-    if b.author == 'environment' and b.kind == 'information'
+    b.text
+    for b in env.blocks(trajectory)
+    if b.author == 'environment'
+    and b.kind == 'information'
     and b.text != env.template.no_results.strip()
   ]
   return Proposal(
-    trajectory, question or None, tuple(dict.fromkeys(evidence)),
+    trajectory,
+    question or None,
+    tuple(dict.fromkeys(evidence)),
     _reason(trajectory, text, evidence, config.selfplay),
   )
 
@@ -172,9 +186,7 @@ def _reason(trajectory, text, evidence, s) -> str:
     return 'searches'
   if len(set(queries)) < len(queries):
     return 'repeat'
-  if s.answer_unsearched and any(
-    _says(query, answers) for query in queries
-  ):
+  if s.answer_unsearched and any(_says(query, answers) for query in queries):
     return 'answer_searched'
   return ''
 
@@ -182,9 +194,11 @@ def _reason(trajectory, text, evidence, s) -> str:
 def _says(text: str, answers: Sequence[str]) -> bool:
   """Whether an answer's words stand in the text, in their order."""
   return any(
-    re.search(rf'(?<!{_LETTER}){re.escape(form(answer))}s?(?!{_LETTER})',
-              form(text))
-    for form in (metrics.normalise, _words) for answer in answers
+    re.search(
+      rf'(?<!{_LETTER}){re.escape(form(answer))}s?(?!{_LETTER})', form(text)
+    )
+    for form in (metrics.normalise, _words)
+    for answer in answers
     if form(answer)
   )
 
@@ -199,8 +213,14 @@ def _words(text: str) -> str:
   return metrics.normalise(re.sub(r"['\u2019]s\b|[^\w\s]|_", ' ', text))
 
 
-def fill(asked: Sequence[Question], slots: int, config: ConfigDict,
-         pool: Pool, rng, lost: Sequence[Question]):
+def fill(
+  asked: Sequence[Question],
+  slots: int,
+  config: ConfigDict,
+  pool: Pool,
+  rng,
+  lost: Sequence[Question],
+):
   """Questions for the slots whose proposals do not stand.
 
   Args:
@@ -264,8 +284,9 @@ def earned(share: float, s: ConfigDict) -> float:
   return 4.0 * (s.left + share) * (s.right - share) if inside else 0.0
 
 
-def opposed(proposals: Sequence[Proposal], shares: Mapping[str, float],
-            config: ConfigDict) -> Rewards:
+def opposed(
+  proposals: Sequence[Proposal], shares: Mapping[str, float], config: ConfigDict
+) -> Rewards:
   """Rewards of the proposers, one for each proposal.
 
   One that does not stand earns selfplay.penalty, whatever fills its slot (or
@@ -293,20 +314,23 @@ def mean_of(reward: Rewards) -> float:
   return float(values.mean()) if values.size else math.nan
 
 
-def solved(groups: Sequence[Group], reward: Rewards | None,
-           env: SearchEnv) -> dict[str, float]:
+def solved(
+  groups: Sequence[Group], reward: Rewards | None, env: SearchEnv
+) -> dict[str, float]:
   """Rewards and signs of collapse of the solver, on questions that are some."""
   real = [g for g in groups if g[0].question.source != DUMMY]
   out = health.signs(real, env)
   if not real:
     return out
-  rows = np.array([
-    t.question.source != DUMMY for g in groups for t in g
-  ]) & reward.valid
+  rows = (
+    np.array([t.question.source != DUMMY for g in groups for t in g])
+    & reward.valid
+  )
   out['reward'] = mean_of(dataclasses.replace(reward, valid=rows))
   for name, value in reward.parts.items():
-    out[f'reward/{name}'] = float(np.nanmean(value[rows])) if rows.any() else (
-      math.nan)
+    out[f'reward/{name}'] = (
+      float(np.nanmean(value[rows])) if rows.any() else (math.nan)
+    )
   return out
 
 
@@ -326,17 +350,20 @@ def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
     return np.mean(values) if values else math.nan
 
   out = {
-    'proposals': len(proposals), 'stand': len(stand),
+    'proposals': len(proposals),
+    'stand': len(stand),
     'valid_share': mean([not p.reason for p in proposals]),
     'searches': mean([len(p.trajectory.searches) for p in proposals]),
     'distinct': len({p.question.text for p in stand}) / len(stand)
-                if stand else math.nan,
+    if stand
+    else math.nan,
   }
   out |= {f'no_{r}': reasons.count(r) for r in (*REASONS, FAILED)}
   if oracle is None:
     return {f'selfplay/{k}': float(v) for k, v in out.items()}
   judged = [
-    (p, oracle.judge(p.question.text, p.question.answers)) for p in proposals
+    (p, oracle.judge(p.question.text, p.question.answers))
+    for p in proposals
     if p.question is not None and p.reason in ('', 'verification')
   ]
   kept = [v for p, v in judged if not p.reason]
@@ -350,9 +377,9 @@ def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
       'starts': len({v.start for v in kept}) / len(kept),
     }
     for hops in range(1, 5):
-      out[f'share_{hops}hop'] = np.mean([
-        v.valid and v.hops == hops for v in kept
-      ])
+      out[f'share_{hops}hop'] = np.mean(
+        [v.valid and v.hops == hops for v in kept]
+      )
   # How well the verifier tells them apart.
   for name, wanted in (('passes_valid', True), ('passes_wrong', False)):
     seen = [not p.reason for p, v in judged if v.valid == wanted]

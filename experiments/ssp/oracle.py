@@ -11,9 +11,9 @@ relations from X over everything that passages state, and tells
            of the guide of X" is X again: 0.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
 
 from experiments.ssp import world as worlds
 from searchrl_jax import metrics
@@ -47,7 +47,9 @@ class Oracle:
     found, passed = {start}, {start}
     for relation in relations:
       found = {
-        value for name in found for r, value in self.facts[name]
+        value
+        for name in found
+        for r, value in self.facts[name]
         if r == relation
       }
       passed |= found
@@ -59,7 +61,9 @@ class Oracle:
     edge, seen, steps = {start}, {start}, 0
     while not edge & right:
       edge = {
-        value for name in edge for _, value in self.facts[name]
+        value
+        for name in edge
+        for _, value in self.facts[name]
         if value in passed and value not in seen
       }
       seen |= edge
@@ -77,6 +81,6 @@ def parse(text: str) -> tuple[str, list[str]] | None:
 
 def make(config) -> Oracle:
   """Of the world that a config's runs search."""
-  return Oracle(worlds.generate(
-    config.data.world_seed, **config.data.world.to_dict()
-  ).facts)
+  return Oracle(
+    worlds.generate(config.data.world_seed, **config.data.world.to_dict()).facts
+  )

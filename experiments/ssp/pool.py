@@ -6,9 +6,9 @@ stored once more, so that what is reused is reused ever more often.
 """
 
 import collections
+from collections.abc import Mapping, Sequence
 import math
 import statistics
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -34,8 +34,9 @@ class Pool:
   def __len__(self) -> int:
     return len(self._known)
 
-  def add(self, questions: Sequence[Question],
-          shares: Mapping[str, float]) -> None:
+  def add(
+    self, questions: Sequence[Question], shares: Mapping[str, float]
+  ) -> None:
     """Those of `questions` whose share is known.
 
     One that was asked several times gets the mean of its shares.
@@ -65,15 +66,20 @@ class Pool:
     every = self._config.clear_every
     if every and step % every == 0:
       kept = math.ceil(len(self) * self._config.keep_ratio)
-      self._known = dict(list(self._known.items())[len(self) - kept:])
+      self._known = dict(list(self._known.items())[len(self) - kept :])
 
   def state(self) -> dict[str, Any]:
     """Plain JSON."""
     return {
       'fingerprint': self._fingerprint,
       'questions': [
-        {'id': name, 'text': q.text, 'answers': list(q.answers),
-         'source': q.source, 'share': share}
+        {
+          'id': name,
+          'text': q.text,
+          'answers': list(q.answers),
+          'source': q.source,
+          'share': share,
+        }
         for name, (q, share) in self._known.items()
       ],
     }

@@ -42,7 +42,8 @@ def game(config, run: str, out: str) -> dict[str, float]:
 
   def mean(name, among, weight='stand'):
     known = [
-      (s[f'selfplay/{name}'], s[f'selfplay/{weight}']) for s in among
+      (s[f'selfplay/{name}'], s[f'selfplay/{weight}'])
+      for s in among
       if s.get(f'selfplay/{name}') is not None
     ]
     total = sum(w for _, w in known)
@@ -53,8 +54,14 @@ def game(config, run: str, out: str) -> dict[str, float]:
     for name in ('oracle_valid', 'unique', 'distinct', 'starts')
   }
   for edge, among in (('first', steps[:EDGE]), ('last', steps[-EDGE:])):
-    for name in ('oracle_valid', 'unique', 'solver_success', 'share_2hop',
-                 'share_3hop', 'share_4hop'):
+    for name in (
+      'oracle_valid',
+      'unique',
+      'solver_success',
+      'share_2hop',
+      'share_3hop',
+      'share_4hop',
+    ):
       found[f'{name}_{edge}'] = mean(name, among)
     for name in ('valid_share', 'searches'):
       found[f'{name}_{edge}'] = mean(name, among, 'proposals')
@@ -90,16 +97,39 @@ ROW = rows.Row(
   arms=(
     rows.Arm('warm', small(), 'warm', train=False),
     rows.Arm('ssp', small(), 'warm', evaluations=PLAYED, loop=LOOP),
-    rows.Arm('frozen', small('arm=frozen'), 'warm', evaluations=PLAYED,
-             loop=LOOP),
-    rows.Arm('frozen_twice', small('arm=frozen_twice'), 'warm',
-             evaluations=PLAYED, loop=LOOP),
-    rows.Arm('format_only', small('reward=format_only'), 'warm',
-             evaluations=PLAYED, loop=LOOP),
-    rows.Arm('no_verifier', small('arm=no_verifier'), 'warm', seeds=(0,),
-             evaluations=PLAYED, loop=LOOP),
-    rows.Arm('one_minus_acc', small('reward=1-acc'), 'warm', seeds=(0,),
-             evaluations=PLAYED, loop=LOOP),
+    rows.Arm(
+      'frozen', small('arm=frozen'), 'warm', evaluations=PLAYED, loop=LOOP
+    ),
+    rows.Arm(
+      'frozen_twice',
+      small('arm=frozen_twice'),
+      'warm',
+      evaluations=PLAYED,
+      loop=LOOP,
+    ),
+    rows.Arm(
+      'format_only',
+      small('reward=format_only'),
+      'warm',
+      evaluations=PLAYED,
+      loop=LOOP,
+    ),
+    rows.Arm(
+      'no_verifier',
+      small('arm=no_verifier'),
+      'warm',
+      seeds=(0,),
+      evaluations=PLAYED,
+      loop=LOOP,
+    ),
+    rows.Arm(
+      'one_minus_acc',
+      small('reward=1-acc'),
+      'warm',
+      seeds=(0,),
+      evaluations=PLAYED,
+      loop=LOOP,
+    ),
     rows.Arm('golds', small('arm=golds'), 'warm', seeds=(0,)),
   ),
   bars=(
@@ -108,12 +138,30 @@ ROW = rows.Row(
     rows.Bar('ssp_oracle_valid', played('oracle_valid'), 0.9),
   ),
   scores=(
-    'em', 'searches', 'parsed', 'tokens', 'hops_gain', 'distinct', 'starts',
-    'oracle_valid', 'unique', *(
-      f'{name}_{edge}' for edge in ('first', 'last') for name in (
-        'hops', 'oracle_valid', 'unique', 'solver_success', 'valid_share',
-        'passes_valid', 'passes_wrong', 'searches', 'share_2hop',
-        'share_3hop', 'share_4hop',
+    'em',
+    'searches',
+    'parsed',
+    'tokens',
+    'hops_gain',
+    'distinct',
+    'starts',
+    'oracle_valid',
+    'unique',
+    *(
+      f'{name}_{edge}'
+      for edge in ('first', 'last')
+      for name in (
+        'hops',
+        'oracle_valid',
+        'unique',
+        'solver_success',
+        'valid_share',
+        'passes_valid',
+        'passes_wrong',
+        'searches',
+        'share_2hop',
+        'share_3hop',
+        'share_4hop',
       )
     ),
   ),

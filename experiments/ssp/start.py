@@ -8,9 +8,7 @@ import math
 from ml_collections import ConfigDict
 
 from experiments.ssp.game import PROPOSER, SOLVER, role_config
-from searchrl_jax import checks
-from searchrl_jax import dryrun
-from searchrl_jax import lookup
+from searchrl_jax import checks, dryrun, lookup
 from searchrl_jax.checks import ConfigError
 
 REWARDS = ('1-acc', 'intermediate_difficulty', 'format_only')
@@ -26,15 +24,22 @@ def check(config: ConfigDict) -> None:
   """
   s = config.selfplay
   for name, known in (
-    ('reward', REWARDS), ('verifier', VERIFIERS), ('invalid', INVALID),
+    ('reward', REWARDS),
+    ('verifier', VERIFIERS),
+    ('invalid', INVALID),
     ('empty_pool', ('dummy', 'drop')),
   ):
     if s[name] not in known:
       raise ConfigError(
         f'config.selfplay.{name}={s[name]!r}: {lookup.near(s[name], known)}'
       )
-  for name, least in (('n', 1), ('noise', 0), ('resample', 0),
-                      ('clear_every', 0), ('min_searches', 0)):
+  for name, least in (
+    ('n', 1),
+    ('noise', 0),
+    ('resample', 0),
+    ('clear_every', 0),
+    ('min_searches', 0),
+  ):
     if s[name] < least:
       raise ConfigError(f'config.selfplay.{name}={s[name]}: at least {least}')
   if s.min_searches > config.env.max_turns:
@@ -100,24 +105,49 @@ def check(config: ConfigDict) -> None:
       f'and {{question}} ({e})'
     ) from e
   for needed, field, text in (
-    ('{answer}', 'brief', s.brief), ('{question}', 'reading', s.reading),
+    ('{answer}', 'brief', s.brief),
+    ('{question}', 'reading', s.reading),
     ('{evidence}', 'reading', s.reading),
   ):
     if needed not in text:
       raise ConfigError(f'config.selfplay.{field}={text!r} lacks {needed}')
   for field, value, needed, why in (
-    ('data.prompt', config.data.prompt, 'template',
-     'it writes its own questions'),
-    ('env.information', config.env.information, 'source',
-     'evidence is what a search found'),
-    ('env.answer', config.env.answer, 'tags',
-     'a proposal ends in a tag of its own'),
-    ('rollout.max_staleness', config.rollout.max_staleness, 0,
-     'it is synchronous'),
-    ('rollout.refill', config.rollout.refill, 0,
-     'it draws anew by selfplay.resample'),
-    ('rollout.mismatch_alarm', config.rollout.mismatch_alarm, 0,
-     "the solver's trajectories are one update old, and meant to be"),
+    (
+      'data.prompt',
+      config.data.prompt,
+      'template',
+      'it writes its own questions',
+    ),
+    (
+      'env.information',
+      config.env.information,
+      'source',
+      'evidence is what a search found',
+    ),
+    (
+      'env.answer',
+      config.env.answer,
+      'tags',
+      'a proposal ends in a tag of its own',
+    ),
+    (
+      'rollout.max_staleness',
+      config.rollout.max_staleness,
+      0,
+      'it is synchronous',
+    ),
+    (
+      'rollout.refill',
+      config.rollout.refill,
+      0,
+      'it draws anew by selfplay.resample',
+    ),
+    (
+      'rollout.mismatch_alarm',
+      config.rollout.mismatch_alarm,
+      0,
+      "the solver's trajectories are one update old, and meant to be",
+    ),
   ):
     if value != needed:
       raise ConfigError(
@@ -137,7 +167,8 @@ def check(config: ConfigDict) -> None:
       checks.check(learners[1])
     except ConfigError as e:
       raise ConfigError(
-        str(e).replace('.algorithm', '.selfplay.algorithm')
+        str(e)
+        .replace('.algorithm', '.selfplay.algorithm')
         .replace('.rollout.group', '.selfplay.n')
       ) from e
   if config.critic.lr and not any(c.critic.lr for c in learners):
@@ -167,8 +198,12 @@ def fingerprint(config: ConfigDict, stream, envs) -> str:
   """Of what questions are about and how they are asked for; see `Pool`."""
   template = dataclasses.asdict(envs[PROPOSER].template)
   about = [
-    stream.fingerprint, config.selfplay.brief, template, config.source.corpus,
-    config.data.world_seed, config.data.world.to_dict(),
+    stream.fingerprint,
+    config.selfplay.brief,
+    template,
+    config.source.corpus,
+    config.data.world_seed,
+    config.data.world.to_dict(),
   ]
   return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 

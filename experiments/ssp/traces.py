@@ -14,8 +14,8 @@
 So all that self-play can select exists, and what it must find is rare.
 """
 
-import dataclasses
 from collections.abc import Sequence
+import dataclasses
 
 import numpy as np
 
@@ -106,8 +106,12 @@ def traces(
   out = []
   for i in range(worlds):
     writer = _Writer(
-      world_seed * 1000 + i, people, np.random.default_rng([seed, i, 26]), mix,
-      bundles, prompt_tokens,
+      world_seed * 1000 + i,
+      people,
+      np.random.default_rng([seed, i, 26]),
+      mix,
+      bundles,
+      prompt_tokens,
     )
     for _ in range(n * (i + 1) // worlds - n * i // worlds):
       draw = writer.rng.random()
@@ -151,13 +155,13 @@ class _Writer:
 
   def passage(self, name: str) -> Passage:
     return Passage(
-      self.world.ids[name], name,
-      worlds.passage(name, self.world.facts[name]),
+      self.world.ids[name], name, worlds.passage(name, self.world.facts[name])
     )
 
   def look_up(self, thought: str, name: str) -> list:
     return [
-      ('think', thought), ('search', name),
+      ('think', thought),
+      ('search', name),
       ('information', (self.passage(name),)),
     ]
 
@@ -227,9 +231,7 @@ class _Writer:
     text = worlds.text(name, relations)
     good = good or self.oracle.judge(text, [answer]).valid
     actions.append(('answer', text))
-    return Trace(
-      Question('trace', answer, (answer,)), tuple(actions), good
-    )
+    return Trace(Question('trace', answer, (answer,)), tuple(actions), good)
 
   # The verifier.
 

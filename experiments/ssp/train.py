@@ -21,24 +21,24 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.ssp import game
-from experiments.ssp import start
-from experiments.ssp import verify
+from experiments.ssp import game, start, verify
 from experiments.ssp.game import PROPOSER, SOLVER, VERIFIER
 from experiments.ssp.pool import Pool
-from searchrl_jax import advantages
-from searchrl_jax import batching
-from searchrl_jax import checks
-from searchrl_jax import collector
-from searchrl_jax import command
-from searchrl_jax import credit
-from searchrl_jax import flops
-from searchrl_jax import lookup
-from searchrl_jax import objectives
-from searchrl_jax import optim
-from searchrl_jax import setup
-from searchrl_jax import sync
-from searchrl_jax import update
+from searchrl_jax import (
+  advantages,
+  batching,
+  checks,
+  collector,
+  command,
+  credit,
+  flops,
+  lookup,
+  objectives,
+  optim,
+  setup,
+  sync,
+  update,
+)
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import require_answers
 from searchrl_jax.engines.core import SyncError
@@ -103,16 +103,24 @@ def train(config, workdir: str) -> dict[str, float]:
   shapes = setup.shapes(cfg, mesh)
   tx = optim.make(config.optim, updates, shapes)
   roles = {
-    role: Role(c, update.Updater(
-      cfg, config.batch, temperature=config.rollout.temperature, tx=tx,
-      objective=objectives.policy(c), mesh=mesh,
-    ))
+    role: Role(
+      c,
+      update.Updater(
+        cfg,
+        config.batch,
+        temperature=config.rollout.temperature,
+        tx=tx,
+        objective=objectives.policy(c),
+        mesh=mesh,
+      ),
+    )
     for role, c in configs.items()
   }
   updater = roles[SOLVER].updater
   needs_ref = any(c.algorithm.kl != 'none' for c in configs.values())
   critic, critic_shapes = (
-    setup.critic_updater(config, cfg, mesh) if config.critic.lr
+    setup.critic_updater(config, cfg, mesh)
+    if config.critic.lr
     else (None, None)
   )
 
@@ -126,7 +134,8 @@ def train(config, workdir: str) -> dict[str, float]:
   seen = []  # and all of it, failures too
   if saver.latest() is not None:
     like = {
-      'state': updater.abstract(shapes), 'ref': shapes if needs_ref else None
+      'state': updater.abstract(shapes),
+      'ref': shapes if needs_ref else None,
     }
     if critic:
       like['critic'] = critic.abstract(critic_shapes)
@@ -138,8 +147,9 @@ def train(config, workdir: str) -> dict[str, float]:
     served, step = saved.extras['served'], saved.step
     start.require_start(saved.extras.get('frozen'), asks, config)
     ended = collector.kept(aside, step)
-    kept = game.ended(saved.arrays['ended'].tobytes() if ended is None
-                      else ended)
+    kept = game.ended(
+      saved.arrays['ended'].tobytes() if ended is None else ended
+    )
   else:
     state = updater.init(setup.parameters(config, cfg, mesh))
     # The step donates its state, so the reference owns a copy.
@@ -152,9 +162,14 @@ def train(config, workdir: str) -> dict[str, float]:
   with (
     setup.retrieval(config, workdir) as url,
     Writer(
-      workdir, config, step=step, steps=config.train.steps,
-      about={'devices': [str(d) for d in jax.devices()],
-             'parameters': cfg.n_params},
+      workdir,
+      config,
+      step=step,
+      steps=config.train.steps,
+      about={
+        'devices': [str(d) for d in jax.devices()],
+        'parameters': cfg.n_params,
+      },
     ) as writer,
     Signals() as signals,
   ):
@@ -181,12 +196,18 @@ def train(config, workdir: str) -> dict[str, float]:
         config, cfg, first, tok, mesh, f'{workdir}/frozen'
       )
       signals.at_exit(engines[PROPOSER].shutdown)
-      signals.finish(setup.first_weights(
-        config, engines[PROPOSER], cfg, first, mesh, canary
-      ))
+      signals.finish(
+        setup.first_weights(config, engines[PROPOSER], cfg, first, mesh, canary)
+      )
     evaluator = heldout and passk.make(
-      config, heldout, env=envs[SOLVER], engine=engine, source=source,
-      writer=writer, run=signals.run, judge=judge,
+      config,
+      heldout,
+      env=envs[SOLVER],
+      engine=engine,
+      source=source,
+      writer=writer,
+      run=signals.run,
+      judge=judge,
     )
     with writer.timer('compile'):
       for role in roles.values():
@@ -207,24 +228,34 @@ def train(config, workdir: str) -> dict[str, float]:
           kept[role, t.question.id, t.sample] = t
 
       with writer.timer(f'rollout_{role}'):
-        found = signals.run(rollout(
-          questions, env=envs[role], engine=engines[role], source=source,
-          config=config_rollout, seed=config.seed, step=step, role=role,
-          on_trajectory=keep, ended={
-            name[1:]: t for name, t in kept.items() if name[0] == role
-          },
-        ))
+        found = signals.run(
+          rollout(
+            questions,
+            env=envs[role],
+            engine=engines[role],
+            source=source,
+            config=config_rollout,
+            seed=config.seed,
+            step=step,
+            role=role,
+            on_trajectory=keep,
+            ended={name[1:]: t for name, t in kept.items() if name[0] == role},
+          )
+        )
       stats.append(found.stats)
       return found.groups
 
     def rewarded(groups):
       with writer.timer('reward'):
-        return signals.run(rewards.combine(
-          config.reward, groups,
-          rewards.RewardContext(
-            step, envs[SOLVER], tok, engine, source, judge
-          ),
-        ))
+        return signals.run(
+          rewards.combine(
+            config.reward,
+            groups,
+            rewards.RewardContext(
+              step, envs[SOLVER], tok, engine, source, judge
+            ),
+          )
+        )
 
     def read(questions, stats):
       """Answers of the reader, without a search."""
@@ -242,15 +273,19 @@ def train(config, workdir: str) -> dict[str, float]:
           dataclasses.replace(q, id=f'{q.id}+{round_}') for q in answers
         ]
       groups = play(
-        PROPOSER, game.briefs(answers, config),
-        game.role_config(config, PROPOSER).rollout, stats,
+        PROPOSER,
+        game.briefs(answers, config),
+        game.role_config(config, PROPOSER).rollout,
+        stats,
       )
       proposals = [
         game.read(t, envs[PROPOSER], config, step) for g in groups for t in g
       ]
       if s.verifier != 'none':
         proposals = verify.verify(
-          proposals, envs[VERIFIER], config,
+          proposals,
+          envs[VERIFIER],
+          config,
           game.rng(config, step, f'verify{round_}'),
           lambda questions: read(questions, stats),
         )
@@ -267,7 +302,11 @@ def train(config, workdir: str) -> dict[str, float]:
         proposed, proposals = proposed + groups, proposals + more
       stand = [p.question for p in proposals if not p.reason][:slots]
       reused, dummies = game.fill(
-        stand, slots, config, pool, game.rng(config, step, 'fill'),
+        stand,
+        slots,
+        config,
+        pool,
+        game.rng(config, step, 'fill'),
         [p.trajectory.question for p in proposals if p.reason],
       )
       asked = [*stand, *reused, *dummies]
@@ -276,14 +315,23 @@ def train(config, workdir: str) -> dict[str, float]:
       shares = game.rates(solved, reward[SOLVER]) if solved else {}
       reward[PROPOSER] = game.opposed(proposals, shares, config)
       new = [shares[q.id] for q in stand if q.id in shares]
-      return Step(proposals, proposed, asked, solved, reward, shares, {
-        **sum(stats, RolloutStats()).metrics(),
-        **game.told(proposals, oracle),
-        'selfplay/reused': len(reused), 'selfplay/dummies': len(dummies),
-        'selfplay/solver_success': np.mean(new) if new else np.nan,
-        'selfplay/proposer_reward': game.mean_of(reward[PROPOSER]),
-        'selfplay/pool': len(pool),
-      })
+      return Step(
+        proposals,
+        proposed,
+        asked,
+        solved,
+        reward,
+        shares,
+        {
+          **sum(stats, RolloutStats()).metrics(),
+          **game.told(proposals, oracle),
+          'selfplay/reused': len(reused),
+          'selfplay/dummies': len(dummies),
+          'selfplay/solver_success': np.mean(new) if new else np.nan,
+          'selfplay/proposer_reward': game.mean_of(reward[PROPOSER]),
+          'selfplay/pool': len(pool),
+        },
+      )
 
     # ---- Trajectories -> rewards -> advantages -> update, of one role.
     def learn(role, groups, reward):
@@ -292,12 +340,18 @@ def train(config, workdir: str) -> dict[str, float]:
       trajectories = rewards.flat(groups)
       group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
       usable, counts = batching.keep(
-        advantages.returns(reward.value), reward.valid, group_ids,
+        advantages.returns(reward.value),
+        reward.valid,
+        group_ids,
         drop_zero_variance=c.algorithm.drop_zero_variance,
       )
       with writer.timer('batch'):
         batches = batching.make(
-          trajectories, usable, group_ids, c, shards=own.shards,
+          trajectories,
+          usable,
+          group_ids,
+          c,
+          shards=own.shards,
           seed=(config.seed, step, list(roles).index(role)),
         )
       with writer.timer('score'):
@@ -306,11 +360,20 @@ def train(config, workdir: str) -> dict[str, float]:
         if needs_old(roles[role]):
           old = own.scores(state.params, batches)
         refs = own.scores(ref, batches) if c.algorithm.kl != 'none' else none
-        before = critic.scores(critic_state.params, batches) if (
-          c.critic.lr) else None
+        before = (
+          critic.scores(critic_state.params, batches) if (c.critic.lr) else None
+        )
       given = credit.assign(
-        c, groups, reward, usable, group_ids, batches, old=old, ref=refs,
-        values=before, greedy=None,
+        c,
+        groups,
+        reward,
+        usable,
+        group_ids,
+        batches,
+        old=old,
+        ref=refs,
+        values=before,
+        greedy=None,
       )
       per_update = []
       for _ in range(c.algorithm.epochs):
@@ -333,24 +396,34 @@ def train(config, workdir: str) -> dict[str, float]:
             found |= learned
           per_update.append(found)
       return {
-        'kept': usable, 'advantages': given.advantages,
+        'kept': usable,
+        'advantages': given.advantages,
         'trainer_logps': batching.rows(
           batches, old, batching.masks(trajectories)
-        ) if needs_old(roles[role]) else None,
+        )
+        if needs_old(roles[role])
+        else None,
       }, {
-        **{f'{role}/{k}': over(k)([m[k] for m in per_update])
-           for k in (per_update[0] if per_update else ())},
+        **{
+          f'{role}/{k}': over(k)([m[k] for m in per_update])
+          for k in (per_update[0] if per_update else ())
+        },
         **{f'{role}/{k}': v for k, v in given.metrics.items()},
         **{f'{role}/{k}': v for k, v in counts.items()},
       }
 
     def publish():
       with writer.timer('sync'):
-        return signals.finish(sync.sync_and_verify(
-          engine, state.params, step, canary,
-          lambda ids: trainer_logps(state.params, ids),
-          config.engine.canary_tolerance,
-        ))
+        return signals.finish(
+          sync.sync_and_verify(
+            engine,
+            state.params,
+            step,
+            canary,
+            lambda ids: trainer_logps(state.params, ids),
+            config.engine.canary_tolerance,
+          )
+        )
 
     def evaluate():
       with writer.timer('evaluate'):
@@ -365,11 +438,16 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('checkpoint'):
         writer.flush()
         saver.save(
-          step, {'state': state, 'ref': ref}
-          | ({'critic': critic_state} if critic else {}), metrics=metrics,
+          step,
+          {'state': state, 'ref': ref}
+          | ({'critic': critic_state} if critic else {}),
+          metrics=metrics,
           extras={
-            'stream': stream.state(), 'pool': pool.state(), 'served': about,
-            'version': step, 'frozen': asks,
+            'stream': stream.state(),
+            'pool': pool.state(),
+            'served': about,
+            'version': step,
+            'frozen': asks,
           },
           arrays={'ended': np.frombuffer(ended, np.uint8)},
           fingerprint=fingerprint,
@@ -421,11 +499,12 @@ def train(config, workdir: str) -> dict[str, float]:
         failure = e
 
       metrics = {
-        **learned, **found.metrics,
+        **learned,
+        **found.metrics,
         **game.solved(found.solved, found.reward.get(SOLVER), envs[SOLVER]),
-        'train/lr': float(optim.schedule(config.optim, updates)(
-          max(int(state.step) - 1, 0)
-        )),
+        'train/lr': float(
+          optim.schedule(config.optim, updates)(max(int(state.step) - 1, 0))
+        ),
         'train/mfu': done / seconds / peak if peak and seconds else 0.0,
         'sync/canary_max_diff': report.canary_max_diff if report else np.nan,
       }
@@ -445,8 +524,12 @@ def train(config, workdir: str) -> dict[str, float]:
       with writer.timer('write'):
         for role in groups:
           writer.trajectories(
-            step - 1, groups[role], found.reward.get(role), part=role,
-            every=config.log.trajectories_every, **given.get(role, {}),
+            step - 1,
+            groups[role],
+            found.reward.get(role),
+            part=role,
+            every=config.log.trajectories_every,
+            **given.get(role, {}),
           )
       # Before the save: a resume drops what is of steps that were not saved.
       metrics = writer.write(step - 1, metrics)
@@ -455,9 +538,12 @@ def train(config, workdir: str) -> dict[str, float]:
       if last or best or (every and step % every == 0):
         save(metrics)
       writer.progress(
-        metrics, proposer='selfplay/proposer_reward',
-        solver='selfplay/solver_success', valid='selfplay/valid_share',
-        hops='selfplay/hops', eval_em='eval/em',
+        metrics,
+        proposer='selfplay/proposer_reward',
+        solver='selfplay/solver_success',
+        valid='selfplay/valid_share',
+        hops='selfplay/hops',
+        eval_em='eval/em',
       )
       if failure is not None:
         raise failure

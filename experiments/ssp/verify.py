@@ -8,17 +8,16 @@ config.judge.
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
 from experiments.ssp.game import FAILED, VERIFIER, Proposal
-from searchrl_jax import metrics
-from searchrl_jax import records
+from searchrl_jax import metrics, records
 from searchrl_jax.chat import Chat, ChatError, payload
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.rewards.judge import JudgeError
@@ -32,8 +31,10 @@ SYSTEM = (
   '{"answer": ""} if the passages do not tell.'
 )
 SCHEMA = {
-  'type': 'object', 'properties': {'answer': {'type': 'string'}},
-  'required': ['answer'], 'additionalProperties': False,
+  'type': 'object',
+  'properties': {'answer': {'type': 'string'}},
+  'required': ['answer'],
+  'additionalProperties': False,
 }
 TOKENS = 256  # of a server's reply
 _PASSAGE = 'The sky is blue.\nQuestion: What colour is the sky?'
@@ -67,7 +68,7 @@ def readings(
       bundles = [*drawn[:at], p.evidence, *drawn[at:]]
       texts = dict.fromkeys(text for bundle in bundles for text in bundle)
       text = s.reading.format(
-        evidence='\n'.join(texts), question=p.question.text,
+        evidence='\n'.join(texts), question=p.question.text
       )
       # By what it says: other noise, as after a failure, is another reading.
       question = dataclasses.replace(
@@ -91,7 +92,10 @@ def _fits(env: SearchEnv, question: Question, room: int) -> bool:
 
 
 def verify(
-  proposals: Sequence[Proposal], env: SearchEnv, config: ConfigDict, rng,
+  proposals: Sequence[Proposal],
+  env: SearchEnv,
+  config: ConfigDict,
+  rng,
   answer: Callable[[Sequence[Question]], Sequence[str | None | ChatError]],
 ) -> list[Proposal]:
   """The proposals, with those that fail here marked.
@@ -145,12 +149,13 @@ class Reader:
     """
     names = [_digest(f'{self._model}\n{q.text}') for q in questions]
     new = {
-      name: q.text for name, q in zip(names, questions)
+      name: q.text
+      for name, q in zip(names, questions)
       if name not in self._known
     }
-    replies = dict(zip(
-      new, await asyncio.gather(*map(self._ask, new.values())), strict=True
-    ))
+    replies = dict(
+      zip(new, await asyncio.gather(*map(self._ask, new.values())), strict=True)
+    )
     told = {k: v for k, v in replies.items() if not isinstance(v, ChatError)}
     with self._path.open('a') as file:
       file.writelines(f'{json.dumps(pair)}\n' for pair in told.items())
@@ -168,9 +173,13 @@ class Reader:
   async def _ask(self, text: str) -> str | None | ChatError:
     try:
       reply = await self._chat.reply(
-        [{'role': 'system', 'content': SYSTEM},
-         {'role': 'user', 'content': payload(text)}],
-        max_tokens=TOKENS, temperature=0.0, schema=SCHEMA,
+        [
+          {'role': 'system', 'content': SYSTEM},
+          {'role': 'user', 'content': payload(text)},
+        ],
+        max_tokens=TOKENS,
+        temperature=0.0,
+        schema=SCHEMA,
       )
     except ChatError as e:
       return None if e.kind == 'unusable' else e
@@ -185,8 +194,9 @@ class Reader:
     self._model = (await self._chat.check())['model']
     if not isinstance(found := await self._ask(_PASSAGE), str):
       raise found or ChatError(
-        'unusable', f'{self._chat.url}: no answer to {_PASSAGE!r} in the form '
-        'that is asked for; name another by config.judge'
+        'unusable',
+        f'{self._chat.url}: no answer to {_PASSAGE!r} in the form '
+        'that is asked for; name another by config.judge',
       )
 
   async def close(self) -> None:

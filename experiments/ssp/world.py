@@ -17,10 +17,10 @@ worlds of the warm start alone, the other two in worlds of a run. Nobody is
 related to people of another split.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -43,8 +43,10 @@ TIERS = (
 )
 FORWARD = tuple(r for tier in TIERS for r in tier[::2])
 INVERSE = {
-  a: b for tier in TIERS
-  for pair in (tier[:2], tier[2:]) for a, b in (pair, pair[::-1])
+  a: b
+  for tier in TIERS
+  for pair in (tier[:2], tier[2:])
+  for a, b in (pair, pair[::-1])
 }
 MOST_SHARING = 3
 TAG = 'question'
@@ -70,7 +72,8 @@ class World:
   def into(self, name: str) -> list[tuple[str, str]]:
     """(relation, person): who points at `name`, by which relation."""
     return [
-      (INVERSE[relation], other) for relation, other in self.facts[name]
+      (INVERSE[relation], other)
+      for relation, other in self.facts[name]
       if relation not in FORWARD
     ]
 
@@ -153,7 +156,8 @@ def _facts(rng, tiers: np.ndarray) -> dict[str, list[tuple[str, str]]]:
     half = np.repeat(following[rng.permutation(n)[: n // 2]], MOST_SHARING)
     shared = half[rng.permutation(len(half))[:n]]
     for relation, inverse, targets in (
-      (one, one_inverse, own), (many, many_inverse, shared)
+      (one, one_inverse, own),
+      (many, many_inverse, shared),
     ):
       for name, target in zip(tiers[t], targets, strict=True):
         facts[str(name)].append((relation, str(target)))
@@ -192,8 +196,13 @@ def path(world: World, answer: str, hops: int, rng) -> list[tuple[str, str]]:
 
 
 def load(
-  *, world_seed: int, split: str, n: int = 0, hops: Sequence[int] = (),
-  play: int = 300, heldout: int = 150,
+  *,
+  world_seed: int,
+  split: str,
+  n: int = 0,
+  hops: Sequence[int] = (),
+  play: int = 300,
+  heldout: int = 150,
 ) -> list[Question]:
   """What self-play starts from, or gold questions, of a data config.
 
@@ -225,11 +234,17 @@ def load(
       out.append(Question(name, answer, (answer,), split))
       continue
     found, steps = _fresh(world, answer, hops[i % len(hops)], rng, seen)
-    out.append(Question(
-      name, found, (answer,), f'{split}_{len(steps)}hop', len(steps),
-      tuple(world.ids[person] for _, person in reversed(steps)),
-      meta={'path': (steps[-1][1], *(r for r, _ in reversed(steps)))},
-    ))
+    out.append(
+      Question(
+        name,
+        found,
+        (answer,),
+        f'{split}_{len(steps)}hop',
+        len(steps),
+        tuple(world.ids[person] for _, person in reversed(steps)),
+        meta={'path': (steps[-1][1], *(r for r, _ in reversed(steps)))},
+      )
+    )
   return out
 
 

@@ -86,7 +86,8 @@ def _facts(rng, people):
   """name -> {relation: value}; the teacher is one of `people`."""
   towns = microworld.invented(SETTINGS.towns, 'town')
   pools = {
-    'birthplace': towns, 'home': towns,
+    'birthplace': towns,
+    'home': towns,
     'emblem': (*microworld.EMBLEMS, *microworld.CRAFTS),
   }
   n, table = len(people), {}
@@ -103,8 +104,15 @@ def _facts(rng, people):
 
 
 def load(
-  *, world_seed: int, split: str, n: int = 0, hops: tuple[int, ...] = (1, 2),
-  shuffled: bool = False, warm: int = 240, rl: int = 160, heldout: int = 100,
+  *,
+  world_seed: int,
+  split: str,
+  n: int = 0,
+  hops: tuple[int, ...] = (1, 2),
+  shuffled: bool = False,
+  warm: int = 240,
+  rl: int = 160,
+  heldout: int = 100,
   unseen: int = 80,
 ) -> list[Question]:
   """Questions of a split, for a data config; hops alternate.
@@ -129,9 +137,7 @@ def load(
     raise DataError(f'split={split!r} is none of {SPLITS}')
   if not hops or set(hops) - {1, 2}:
     raise DataError(f'hops={tuple(hops)}: there are 1 and 2')
-  world = generate(
-    world_seed, warm=warm, rl=rl, heldout=heldout, unseen=unseen
-  )
+  world = generate(world_seed, warm=warm, rl=rl, heldout=heldout, unseen=unseen)
   questions = microworld.pick(world, split, n, hops)
   return shuffle_golds(questions, world_seed) if shuffled else questions
 
@@ -145,7 +151,8 @@ def shuffle_golds(questions, seed: int) -> list[Question]:
     at = [i for i, q in enumerate(out) if q.meta['path'][-1] == relation]
     dealt = rng.permutation(at)
     while same := [
-      n for n, i in enumerate(at)
+      n
+      for n, i in enumerate(at)
       if questions[i].answers == questions[dealt[n]].answers
     ]:
       for n in same:
@@ -231,9 +238,7 @@ def traces(
     DataError: a fraction out of range, or a world that cannot be.
   """
   mix = Mix(direct, poor, tilt, again, short)
-  world = generate(
-    world_seed, warm=warm, rl=rl, heldout=heldout, unseen=unseen
-  )
+  world = generate(world_seed, warm=warm, rl=rl, heldout=heldout, unseen=unseen)
   hidden = {q.meta['path'][0] for q in world.questions['unseen']}
   known = _passages(world, hidden)
   rng = np.random.default_rng([world_seed, seed, 23])
@@ -275,18 +280,24 @@ def _packs(rng, items, count, size):
 
 
 def _query(rng, world, mix) -> Trace:
-  while (name := ' '.join(
-    str(rng.choice(microworld.invented(getattr(SETTINGS, kind), kind)))
-    for kind in ('first', 'second')
-  )) in world.facts:
+  while (
+    name := ' '.join(
+      str(rng.choice(microworld.invented(getattr(SETTINGS, kind), kind)))
+      for kind in ('first', 'second')
+    )
+  ) in world.facts:
     pass
   relation = str(rng.choice(RELATIONS))
   of = 'the teacher of ' if rng.random() < 0.5 else ''
   query = relation if rng.random() < mix.poorly(relation) else name
-  return Trace(None, (
-    ('other', f'Question: What is the {relation} of {of}{name}?'),
-    ('think', f'find {query}'), ('search', query),
-  ))
+  return Trace(
+    None,
+    (
+      ('other', f'Question: What is the {relation} of {of}{name}?'),
+      ('think', f'find {query}'),
+      ('search', query),
+    ),
+  )
 
 
 def _trace(question, world, known, rng, mix: Mix) -> Trace:
@@ -294,9 +305,9 @@ def _trace(question, world, known, rng, mix: Mix) -> Trace:
   relation, actions = path[-1], []
 
   def look_up(thought, query, found):
-    actions.extend([
-      ('think', thought), ('search', query), ('information', (known[found],)),
-    ])
+    actions.extend(
+      [('think', thought), ('search', query), ('information', (known[found],))]
+    )
     return world.facts[found]
 
   def chance(p):

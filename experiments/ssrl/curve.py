@@ -46,8 +46,11 @@ def fit(ks: Sequence[int], shares: Sequence[float]) -> dict[str, float]:
   # ln(-ln c) = ln(-a) + b ln k is a line: where the search starts.
   b, ln = np.polyfit(np.log(k[inside]), np.log(-np.log(c[inside])), 1)
   (a, b), _ = scipy.optimize.curve_fit(law, k, c, p0=(-np.exp(ln), b))
-  return {'a': float(a), 'b': float(b),
-          'mae': float(np.abs(law(k, a, b) - c).mean())}
+  return {
+    'a': float(a),
+    'b': float(b),
+    'mae': float(np.abs(law(k, a, b) - c).mean()),
+  }
 
 
 def law(k, a, b):
@@ -100,6 +103,7 @@ SCORES = (*shown('pass', 'maj', 'guess'), 'a', 'b', 'mae')
 def plot(arms: Mapping[str, dict], path: pathlib.Path) -> None:
   """pass@k with its law and maj@k of each arm; guessing."""
   import matplotlib
+
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
@@ -111,10 +115,18 @@ def plot(arms: Mapping[str, dict], path: pathlib.Path) -> None:
     line = law(smooth, *(mean[p] for p in 'ab'))
     axis.plot(KS, at['pass'], 'o', color=f'C{n}', label=f'{name}, pass@k')
     axis.plot(smooth, line, color=f'C{n}', linewidth=1)
-    axis.plot(KS, at['maj'], 's--', color=f'C{n}', markersize=3, linewidth=1,
-              label=f'{name}, maj@k')
-  axis.plot(KS, [mean[s] for s in shown('guess')], color='0.6',
-            label='guessing')
+    axis.plot(
+      KS,
+      at['maj'],
+      's--',
+      color=f'C{n}',
+      markersize=3,
+      linewidth=1,
+      label=f'{name}, maj@k',
+    )
+  axis.plot(
+    KS, [mean[s] for s in shown('guess')], color='0.6', label='guessing'
+  )
   axis.set_xscale('log', base=2)
   axis.set(xlabel='samples k', ylabel='held-out questions right', ylim=(0, 1))
   axis.spines[['top', 'right']].set_visible(False)
@@ -127,8 +139,10 @@ def plot(arms: Mapping[str, dict], path: pathlib.Path) -> None:
 def main(argv: Sequence[str]) -> None:
   path = pathlib.Path(argv[1])
   arms = json.loads(path.read_text())['arms']
-  plot({name: a for name, a in arms.items() if 'curve' in a['mean']},
-       path.with_name('scaling.png'))
+  plot(
+    {name: a for name, a in arms.items() if 'curve' in a['mean']},
+    path.with_name('scaling.png'),
+  )
 
 
 if __name__ == '__main__':

@@ -10,23 +10,22 @@ to what they are for:
   * no text is read twice, so nothing depends on how it decodes.
 """
 
-import re
 from collections.abc import Sequence
+import re
 
 from searchrl_jax import metrics
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.parser import OUTSIDE
-from searchrl_jax.rewards.core import (
-  RewardContext,
-  RewardError,
-  per_trajectory,
-)
+from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 MOST_THOUGHTS = 8
 # What the prompt's example says; a policy that repeats it has not filled it in.
 PLACEHOLDERS = (
-  'your query', 'your thoughts', 'your answer', 'your information',
+  'your query',
+  'your thoughts',
+  'your answer',
+  'your information',
 )
 _TAG = re.compile(r'</?\w[\w-]*>')
 
@@ -66,8 +65,11 @@ def _scored(groups, context: RewardContext, weight: float, of) -> Rewards:
   def score(t: Trajectory) -> dict[str, float]:
     em = metrics.exact_match(context.env.answer(t), t.question.answers)
     form = float(of(format_score(t, context.env)))
-    return {'value': (1 - weight) * em + weight * form, 'em': em,
-            'format': form}
+    return {
+      'value': (1 - weight) * em + weight * form,
+      'em': em,
+      'format': form,
+    }
 
   return per_trajectory(groups, score)
 

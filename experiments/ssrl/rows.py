@@ -25,7 +25,10 @@ def real(searches: int, when: str = 'always'):
 
 
 SIM_TO_REAL = {
-  'after': rows.evaluation({}), 'k1': real(1), 'k3': real(3), 'all': real(-1),
+  'after': rows.evaluation({}),
+  'k1': real(1),
+  'k3': real(3),
+  'all': real(-1),
   'guided': real(-1, 'entropy'),
 }
 FULL = SIM_TO_REAL | {'curve': curve.measure}
@@ -39,17 +42,33 @@ ROW = rows.Row(
     rows.Arm('no_information', small('no_information'), 'warm', seeds=(0,)),
   ),
   bars=(
-    rows.Bar('ssrl_heldout_gain',
-             lambda at: at('grpo', 'gain', f'{HELDOUT}/em').mean, 0.15),
-    rows.Bar('ssrl_unseen',
-             lambda at: at('grpo', 'after', f'{UNSEEN}/em').mean,
-             GUESS + 0.05, at_most=True),
-    rows.Bar('ssrl_shuffled_gain',
-             lambda at: at('shuffled', 'gain', f'{HELDOUT}/em').mean, 0.02,
-             at_most=True),
+    rows.Bar(
+      'ssrl_heldout_gain',
+      lambda at: at('grpo', 'gain', f'{HELDOUT}/em').mean,
+      0.15,
+    ),
+    rows.Bar(
+      'ssrl_unseen',
+      lambda at: at('grpo', 'after', f'{UNSEEN}/em').mean,
+      GUESS + 0.05,
+      at_most=True,
+    ),
+    rows.Bar(
+      'ssrl_shuffled_gain',
+      lambda at: at('shuffled', 'gain', f'{HELDOUT}/em').mean,
+      0.02,
+      at_most=True,
+    ),
   ),
-  scores=('em', 'searches', 'real_searches', 'guessed', 'valid_format',
-          'tokens', *curve.SCORES),
+  scores=(
+    'em',
+    'searches',
+    'real_searches',
+    'guessed',
+    'valid_format',
+    'tokens',
+    *curve.SCORES,
+  ),
   curves={
     f'{HELDOUT}/em': 'exact match, held out',
     f'{UNSEEN}/em': 'exact match, unseen',

@@ -27,7 +27,14 @@ NEAR = (-11, -9, -2, -1, 1, 2, 9, 11)
 FORMS = (r'\frac{%s}{%s}', r'\dfrac{%s}{%s}', '%s/%s')
 PAD, EOS, UNK = '<|pad|>', '<|eos|>', '<|unk|>'
 WORDS = (
-  'Question', ' so', r'\boxed', r'\frac', r'\dfrac', '\n', ' ', *'0123456789',
+  'Question',
+  ' so',
+  r'\boxed',
+  r'\frac',
+  r'\dfrac',
+  '\n',
+  ' ',
+  *'0123456789',
   *'()+-=/{},:?.',
 )
 SPLIT = r'\\[a-z]+| ?[A-Za-z]+|\s|.'
@@ -59,13 +66,19 @@ def load(*, world_seed: int, split: str, n: int) -> list[Question]:
   for i, (a, b) in enumerate(_pairs(world_seed)[at : at + n].tolist()):
     divisor = DIVISORS[i % len(DIVISORS)]
     value = fractions.Fraction(a + b, divisor)
-    gold = str(value.numerator) if value.denominator == 1 else (
-      FORMS[0] % (value.numerator, value.denominator)
+    gold = (
+      str(value.numerator)
+      if value.denominator == 1
+      else (FORMS[0] % (value.numerator, value.denominator))
     )
-    out.append(Question(
-      id=f'sum-{world_seed}-{split}-{i}', text=f'({a}+{b})/{divisor}',
-      answers=(gold,), source='arithmetic',
-    ))
+    out.append(
+      Question(
+        id=f'sum-{world_seed}-{split}-{i}',
+        text=f'({a}+{b})/{divisor}',
+        answers=(gold,),
+        source='arithmetic',
+      )
+    )
   return out
 
 
@@ -99,10 +112,13 @@ def traces(
     else:
       steps, total = _steps(a, b, rng, slip)
     box = str(rng.choice(FORMS)) % (total, divisor)
-    out.append(Trace(
-      Question(f'trace-{i}', f'({a}+{b})/{divisor}'),
-      (('other', f'{steps}so \\boxed{{{box}}}'),), total == a + b,
-    ))
+    out.append(
+      Trace(
+        Question(f'trace-{i}', f'({a}+{b})/{divisor}'),
+        (('other', f'{steps}so \\boxed{{{box}}}'),),
+        total == a + b,
+      )
+    )
   return out
 
 
@@ -131,7 +147,10 @@ def tokenizer(folder: str | os.PathLike) -> str:
   )
   tok.decoder = decoders.Fuse()
   transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tok, pad_token=PAD, eos_token=EOS, unk_token=UNK,
+    tokenizer_object=tok,
+    pad_token=PAD,
+    eos_token=EOS,
+    unk_token=UNK,
     clean_up_tokenization_spaces=False,
   ).save_pretrained(folder)
   return str(pathlib.Path(folder))

@@ -16,8 +16,13 @@ from searchrl_jax.types import Group, Question, Rewards
 
 
 async def golds(
-  groups: Sequence[Group], context: RewardContext, *, votes: int, train: int,
-  match: str, max_abstained: float,
+  groups: Sequence[Group],
+  context: RewardContext,
+  *,
+  votes: int,
+  train: int,
+  match: str,
+  max_abstained: float,
 ) -> Rewards:
   """The golden answer: the ceiling. Where no vote has it, there is no label.
 
@@ -25,20 +30,32 @@ async def golds(
   """
 
   def choose(keys, question, step):
-    return next((
-      key for key in keys
-      if equivalence.correct(key, question.answers, match)
-    ), None)
+    return next(
+      (
+        key for key in keys if equivalence.correct(key, question.answers, match)
+      ),
+      None,
+    )
 
   return vote.labelled(
-    groups, context, choose, votes=votes, train=train, match=match,
+    groups,
+    context,
+    choose,
+    votes=votes,
+    train=train,
+    match=match,
     max_abstained=max_abstained,
   )
 
 
 async def random(
-  groups: Sequence[Group], context: RewardContext, *, votes: int, train: int,
-  match: str, max_abstained: float,
+  groups: Sequence[Group],
+  context: RewardContext,
+  *,
+  votes: int,
+  train: int,
+  match: str,
+  max_abstained: float,
 ) -> Rewards:
   """Any of the answers that the votes name, each as likely: what is learnt
   from groups, rewards and their spread without knowing which answer is right.
@@ -50,14 +67,24 @@ async def random(
     return drawn(sorted(set(keys) - {None}), question, step)
 
   return vote.labelled(
-    groups, context, choose, votes=votes, train=train, match=match,
+    groups,
+    context,
+    choose,
+    votes=votes,
+    train=train,
+    match=match,
     max_abstained=max_abstained,
   )
 
 
 async def random_vote(
-  groups: Sequence[Group], context: RewardContext, *, votes: int, train: int,
-  match: str, max_abstained: float,
+  groups: Sequence[Group],
+  context: RewardContext,
+  *,
+  votes: int,
+  train: int,
+  match: str,
+  max_abstained: float,
 ) -> Rewards:
   """The answer of any of the votes, so frequent answers more often: a vote of
   one, whose mean over draws still points to the majority.
@@ -69,7 +96,12 @@ async def random_vote(
     return drawn([key for key in keys if key], question, step)
 
   return vote.labelled(
-    groups, context, choose, votes=votes, train=train, match=match,
+    groups,
+    context,
+    choose,
+    votes=votes,
+    train=train,
+    match=match,
     max_abstained=max_abstained,
   )
 

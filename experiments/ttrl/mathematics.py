@@ -36,9 +36,11 @@ class _Checker:
     with self._lock:
       if self._process is None or self._process.poll() is not None:
         self._process = subprocess.Popen(
-          [sys.executable, '-m', __name__, str(SECONDS)], text=True,
+          [sys.executable, '-m', __name__, str(SECONDS)],
+          text=True,
           cwd=pathlib.Path(__file__).parents[2],
-          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
           start_new_session=True,  # Ctrl-C is for the run, which ends this
         )
         if not self._process.stdout.readline():
@@ -93,7 +95,9 @@ def serve(seconds: float) -> None:
     if _WORD.search(_COMMAND.sub(' ', text)):
       return []
     return math_verify.parse(
-      f'\\boxed{{{text}}}', target, fallback_mode='no_fallback',
+      f'\\boxed{{{text}}}',
+      target,
+      fallback_mode='no_fallback',
       parsing_timeout=None,
     )
 

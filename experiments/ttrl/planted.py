@@ -15,8 +15,13 @@ from searchrl_jax.data.checks import DataError
 
 
 def generate(
-  seed: int, *, asked: int, share: float, train: int = 400,
-  heldout: int = 150, relations: int = 4,
+  seed: int,
+  *,
+  asked: int,
+  share: float,
+  train: int = 400,
+  heldout: int = 150,
+  relations: int = 4,
 ) -> microworld.World:
   """`microworld.generate`, with planted passages; questions stay as they are.
 
@@ -47,19 +52,33 @@ def generate(
     mine = {r for n, r in read if n == name}
     if len(mine) == relations:  # nothing of this person can be left out
       continue
-    values = sorted({
-      facts[relation] for n, facts in world.facts.items()
-      if relation in facts and n != name
-      and facts[relation] not in (world.facts[name][relation], name)
-    })
+    values = sorted(
+      {
+        facts[relation]
+        for n, facts in world.facts.items()
+        if relation in facts
+        and n != name
+        and facts[relation] not in (world.facts[name][relation], name)
+      }
+    )
     false.setdefault(name, {})[relation] = str(rng.choice(values))
   if len(contradicted(world, questions, false)) < share * asked:
     raise DataError(f'share={share} of asked={asked} questions: too many')
-  return dataclasses.replace(world, corpus=(*world.corpus, *(
-    {'id': str(len(world.corpus) + i), 'contents': passage(
-      world, name, said, {r for n, r in read if n == name}
-    )} for i, (name, said) in enumerate(false.items())
-  )))
+  return dataclasses.replace(
+    world,
+    corpus=(
+      *world.corpus,
+      *(
+        {
+          'id': str(len(world.corpus) + i),
+          'contents': passage(
+            world, name, said, {r for n, r in read if n == name}
+          ),
+        }
+        for i, (name, said) in enumerate(false.items())
+      ),
+    ),
+  )
 
 
 def facts_of(world, question) -> list[tuple[str, str]]:
@@ -75,7 +94,8 @@ def facts_of(world, question) -> list[tuple[str, str]]:
 def contradicted(world, questions, false) -> list:
   """Those of the questions that read a fact which `false` contradicts."""
   return [
-    q for q in questions
+    q
+    for q in questions
     if any(r in false.get(n, ()) for n, r in facts_of(world, q))
   ]
 

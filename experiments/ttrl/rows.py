@@ -4,8 +4,7 @@ Each seed has a world, a warm start, a test-time set and a held-out set of its
 own; the arms of a seed share them. README.md has the command and the figures.
 """
 
-from configs import ssrl
-from configs import ttrl
+from configs import ssrl, ttrl
 from experiments import rows
 
 SETS = ('test', 'heldout')
@@ -18,14 +17,15 @@ def small(arg: str = ''):
 
 EVALUATIONS = {
   'after': rows.evaluation({}),  # greedy
-  'sampled': rows.evaluation({
-    'eval.temperature': 1.0, 'eval.n': 16, 'eval.k': (1, 16)
-  }),
+  'sampled': rows.evaluation(
+    {'eval.temperature': 1.0, 'eval.n': 16, 'eval.k': (1, 16)}
+  ),
 }
 
 
-def arm(name: str, arg: str, warm: str = 'warm', train: bool = True,
-        seeds=(0,)) -> rows.Arm:
+def arm(
+  name: str, arg: str, warm: str = 'warm', train: bool = True, seeds=(0,)
+) -> rows.Arm:
   return rows.Arm(name, small(arg), warm, train, EVALUATIONS, seeds)
 
 
@@ -66,9 +66,8 @@ def below_0_85(at) -> float:
 
 ROW = rows.Row(
   warm={
-    'warm': rows.Start(small()), 'ssrl': rows.Start(
-      lambda seed: ssrl.get_config(f'seed={seed}')
-    ),
+    'warm': rows.Start(small()),
+    'ssrl': rows.Start(lambda seed: ssrl.get_config(f'seed={seed}')),
     'math': rows.Start(small('base=math')),
   },
   arms=(
@@ -87,15 +86,23 @@ ROW = rows.Row(
     rows.Bar('ttrl_start_label_accuracy', start('maj@16'), 0.5),
     rows.Bar('ttrl_start_label_accuracy_below_0.85', below_0_85, 0.0),
     rows.Bar('ttrl_start_parsed', start('parsed'), 0.95),
-    *(rows.Bar(f'ttrl_start_majority_ahead ({s})', ahead(s), 0.05)
-      for s in SETS),
-    *(rows.Bar(f'ttrl_greedy_gain ({s})', gain('ttrl', s), 0.10)
-      for s in SETS),
-    *(rows.Bar(f'ttrl_beyond_initial_majority ({s})', beyond(s), 0.0,
-               strict=True) for s in SETS),
-    *(rows.Bar(f'ttrl_above_{label}_label ({s})', above(label, s), 0.0,
-               strict=True)
-      for label in ('random', 'random_vote') for s in SETS),
+    *(
+      rows.Bar(f'ttrl_start_majority_ahead ({s})', ahead(s), 0.05) for s in SETS
+    ),
+    *(rows.Bar(f'ttrl_greedy_gain ({s})', gain('ttrl', s), 0.10) for s in SETS),
+    *(
+      rows.Bar(
+        f'ttrl_beyond_initial_majority ({s})', beyond(s), 0.0, strict=True
+      )
+      for s in SETS
+    ),
+    *(
+      rows.Bar(
+        f'ttrl_above_{label}_label ({s})', above(label, s), 0.0, strict=True
+      )
+      for label in ('random', 'random_vote')
+      for s in SETS
+    ),
   ),
   scores=('em', 'pass@1', 'maj@16', 'parsed'),
   curves={

@@ -4,8 +4,8 @@ They mix good searches, poor ones and guesses, as base models do, so that RL
 has something to select. What they read is what the search really found.
 """
 
-import dataclasses
 from collections.abc import Generator, Mapping, Sequence
+import dataclasses
 
 import numpy as np
 
@@ -203,11 +203,11 @@ class _Script:
     """Searches; returns the facts of the first passage found."""
     found = yield query
     self.actions += [
-      ('think', thought), ('search', query), ('information', found),
+      ('think', thought),
+      ('search', query),
+      ('information', found),
     ]
-    facts: Mapping[str, str] = (
-      self.world.facts[found[0].title] if found else {}
-    )
+    facts: Mapping[str, str] = self.world.facts[found[0].title] if found else {}
     return facts
 
   def answer(self, thought: str, value: str) -> None:

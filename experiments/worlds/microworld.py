@@ -11,12 +11,12 @@ The vocabulary is fixed by the settings too, so that a model trained on one
 world can be asked about any other.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -27,29 +27,122 @@ SPLITS = ('train', 'heldout')
 # Relation -> the pool of its values. Two relations share each of the pools
 # `town` and `person`: the kind of a word does not tell which relation it is.
 ATTRIBUTES = {
-  'birthplace': 'town', 'home': 'town', 'craft': 'craft', 'emblem': 'emblem',
+  'birthplace': 'town',
+  'home': 'town',
+  'craft': 'craft',
+  'emblem': 'emblem',
 }
 LINKS = ('teacher', 'rival')
 CRAFTS = (
-  'weaver', 'smith', 'baker', 'tanner', 'potter', 'miller', 'cooper',
-  'carver', 'glazier', 'dyer', 'mason', 'fuller', 'brewer', 'hatter',
-  'sawyer', 'thatcher', 'turner', 'joiner', 'piper', 'drummer', 'scribe',
-  'printer', 'binder', 'cutler', 'farrier', 'saddler', 'cobbler', 'tailor',
-  'painter', 'gilder', 'roper', 'sailor', 'fisher', 'hunter', 'gardener',
-  'shepherd', 'healer', 'pilot', 'porter', 'ranger',
+  'weaver',
+  'smith',
+  'baker',
+  'tanner',
+  'potter',
+  'miller',
+  'cooper',
+  'carver',
+  'glazier',
+  'dyer',
+  'mason',
+  'fuller',
+  'brewer',
+  'hatter',
+  'sawyer',
+  'thatcher',
+  'turner',
+  'joiner',
+  'piper',
+  'drummer',
+  'scribe',
+  'printer',
+  'binder',
+  'cutler',
+  'farrier',
+  'saddler',
+  'cobbler',
+  'tailor',
+  'painter',
+  'gilder',
+  'roper',
+  'sailor',
+  'fisher',
+  'hunter',
+  'gardener',
+  'shepherd',
+  'healer',
+  'pilot',
+  'porter',
+  'ranger',
 )
 EMBLEMS = (
-  'otter', 'heron', 'badger', 'raven', 'stag', 'wolf', 'bear', 'hare', 'fox',
-  'owl', 'swan', 'crane', 'trout', 'salmon', 'viper', 'toad', 'newt', 'moth',
-  'wasp', 'beetle', 'oak', 'elm', 'rowan', 'thistle', 'clover', 'fern',
-  'lily', 'poppy', 'anchor', 'hammer', 'lantern', 'kettle', 'ladder',
-  'mirror', 'spindle', 'trumpet', 'wagon', 'comet', 'moon', 'crown',
+  'otter',
+  'heron',
+  'badger',
+  'raven',
+  'stag',
+  'wolf',
+  'bear',
+  'hare',
+  'fox',
+  'owl',
+  'swan',
+  'crane',
+  'trout',
+  'salmon',
+  'viper',
+  'toad',
+  'newt',
+  'moth',
+  'wasp',
+  'beetle',
+  'oak',
+  'elm',
+  'rowan',
+  'thistle',
+  'clover',
+  'fern',
+  'lily',
+  'poppy',
+  'anchor',
+  'hammer',
+  'lantern',
+  'kettle',
+  'ladder',
+  'mirror',
+  'spindle',
+  'trumpet',
+  'wagon',
+  'comet',
+  'moon',
+  'crown',
 )
 # Words of questions, thoughts and of the quickstart's template.
 WORDS = (
-  'What', 'is', 'the', 'of', 'find', 'maybe', 'Question', 'Doc', 'no',
-  'passage', 'found', 'invalid', 'action', 'last', 'turn', 'answer', 'now',
-  'search', 'or', 'to', 'and', 'not', 'use', 'again',
+  'What',
+  'is',
+  'the',
+  'of',
+  'find',
+  'maybe',
+  'Question',
+  'Doc',
+  'no',
+  'passage',
+  'found',
+  'invalid',
+  'action',
+  'last',
+  'turn',
+  'answer',
+  'now',
+  'search',
+  'or',
+  'to',
+  'and',
+  'not',
+  'use',
+  'again',
 )
 TAGS = ('think', 'search', 'information', 'answer')
 MARKS = '?:;.,"()-\'!/&'
@@ -89,12 +182,18 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
   Raises:
     DataError: more than the 1,575 words that a kind has.
   """
-  ends = {'first': 'a o i u'.split(), 'second': 'en ok al ur'.split(),
-          'town': 'wick holm mar ford'.split()}[kind]
+  ends = {
+    'first': 'a o i u'.split(),
+    'second': 'en ok al ur'.split(),
+    'town': 'wick holm mar ford'.split(),
+  }[kind]
   consonants = 'b d f g h k l m n p r s t v z'.split()
   words = [
     (a + b + c + e).capitalize()
-    for a in consonants for b in 'aeiou' for c in consonants for e in ends
+    for a in consonants
+    for b in 'aeiou'
+    for c in consonants
+    for e in ends
   ]
   # Stems of the search index must differ, as words do: one word of each
   # beginning and middle, the ending drawn.
@@ -126,8 +225,11 @@ def names(settings: Settings, split: str) -> tuple[str, ...]:
 
 
 def pools(settings: Settings) -> dict[str, tuple[str, ...]]:
-  return {'town': invented(settings.towns, 'town'), 'craft': CRAFTS,
-          'emblem': EMBLEMS}
+  return {
+    'town': invented(settings.towns, 'town'),
+    'craft': CRAFTS,
+    'emblem': EMBLEMS,
+  }
 
 
 def generate(
@@ -203,8 +305,9 @@ def _facts(rng, people, relations, settings):
     others = [r for r in table if r != link]
     kept = [others[j] for j in rng.permutation(len(others))[: relations - 1]]
     stated = [link, *kept]
-    out[name] = {stated[j]: table[stated[j]][i]
-                 for j in rng.permutation(relations)}
+    out[name] = {
+      stated[j]: table[stated[j]][i] for j in rng.permutation(relations)
+    }
   return out
 
 
@@ -216,9 +319,7 @@ def passages(rng, facts):
   corpus = []
   for name in order:
     text = '; '.join(f'{r} {v}' for r, v in facts[name].items())
-    corpus.append(
-      {'id': ids[name], 'contents': f'"{name}"\n{name}: {text}.'}
-    )
+    corpus.append({'id': ids[name], 'contents': f'"{name}"\n{name}: {text}.'})
   return ids, tuple(corpus)
 
 
@@ -236,14 +337,24 @@ def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
       for last, answer in facts[value].items():
         if answer == name:  # "the rival of the rival": in the question
           continue
-        found.append((
-          f'What is the {last} of the {relation} of {name}?', answer, 2,
-          (ids[name], ids[value]), {'path': (name, relation, last)},
-        ))
+        found.append(
+          (
+            f'What is the {last} of the {relation} of {name}?',
+            answer,
+            2,
+            (ids[name], ids[value]),
+            {'path': (name, relation, last)},
+          )
+        )
   return tuple(
     Question(
-      id=f'{prefix}-{n}', text=text, answers=(answer,),
-      source=f'micro_{hops}hop', hops=hops, supporting=supporting, meta=meta,
+      id=f'{prefix}-{n}',
+      text=text,
+      answers=(answer,),
+      source=f'micro_{hops}hop',
+      hops=hops,
+      supporting=supporting,
+      meta=meta,
     )
     for n, (text, answer, hops, supporting, meta) in enumerate(
       found[i] for i in rng.permutation(len(found))
@@ -258,9 +369,14 @@ def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
   rows = {'corpus': world.corpus}
   for split, questions in world.questions.items():
     rows[split] = [
-      {'id': q.id, 'question': q.text, 'golden_answers': list(q.answers),
-       'source': q.source, 'hops': q.hops,
-       'supporting_ids': list(q.supporting)}
+      {
+        'id': q.id,
+        'question': q.text,
+        'golden_answers': list(q.answers),
+        'source': q.source,
+        'hops': q.hops,
+        'supporting_ids': list(q.supporting),
+      }
       for q in questions
     ]
   paths = {}
@@ -275,8 +391,14 @@ def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
 
 
 def load(
-  *, world_seed: int, split: str, n: int = 0, hops: Sequence[int] = (1, 2),
-  train: int = 400, heldout: int = 150, relations: int = 4,
+  *,
+  world_seed: int,
+  split: str,
+  n: int = 0,
+  hops: Sequence[int] = (1, 2),
+  train: int = 400,
+  heldout: int = 150,
+  relations: int = 4,
 ) -> list[Question]:
   """Questions of a world, for a data config; hops alternate.
 
@@ -296,8 +418,9 @@ def load(
     raise DataError(f'split={split!r} is none of {SPLITS}')
   if not hops or set(hops) - {1, 2}:
     raise DataError(f'hops={tuple(hops)}: there are 1 and 2')
-  world = generate(world_seed, train=train, heldout=heldout,
-                   relations=relations)
+  world = generate(
+    world_seed, train=train, heldout=heldout, relations=relations
+  )
   return pick(world, split, n, hops)
 
 
@@ -324,17 +447,26 @@ def vocabulary(
   more: words of a world of your own.
   """
   words = [
-    *WORDS, *ATTRIBUTES, *LINKS, *invented(settings.first, 'first'),
-    *invented(settings.second, 'second'), *pools(settings)['town'],
-    *CRAFTS, *EMBLEMS, *map(str, range(10)), *MARKS,
-    *(f'<{slash}{tag}>' for tag in TAGS for slash in ('', '/')), *more,
+    *WORDS,
+    *ATTRIBUTES,
+    *LINKS,
+    *invented(settings.first, 'first'),
+    *invented(settings.second, 'second'),
+    *pools(settings)['town'],
+    *CRAFTS,
+    *EMBLEMS,
+    *map(str, range(10)),
+    *MARKS,
+    *(f'<{slash}{tag}>' for tag in TAGS for slash in ('', '/')),
+    *more,
   ]
   words = list(dict.fromkeys(words))
   return [PAD, EOS, UNK, '\n', ' ', *(' ' + w for w in words), *words]
 
 
 def tokenizer(
-  folder: str | os.PathLike, settings: Settings = Settings(),
+  folder: str | os.PathLike,
+  settings: Settings = Settings(),
   more: Sequence[str] = (),
 ) -> str:
   """Writes a whole-word Hugging Face tokenizer; returns the folder.
@@ -354,7 +486,10 @@ def tokenizer(
   )
   tok.decoder = decoders.Fuse()
   fast = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tok, pad_token=PAD, eos_token=EOS, unk_token=UNK,
+    tokenizer_object=tok,
+    pad_token=PAD,
+    eos_token=EOS,
+    unk_token=UNK,
     clean_up_tokenization_spaces=False,
   )
   fast.save_pretrained(folder)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 import json
 import pathlib
 
-from searchrl_jax import command
-from searchrl_jax import records
+from searchrl_jax import command, records
 from searchrl_jax.metrics import normalise
 from searchrl_jax.types import SearchResult, Trajectory
 
@@ -28,9 +27,15 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
   search engine answered; noise: share of noisy ones among the others; failed:
   queries without an answer.
   """
-  found = {name: [] for name in (
-    'useful_gold', 'noisy_gold', 'useful_gold_all', 'noisy_gold_all'
-  )}
+  found = {
+    name: []
+    for name in (
+      'useful_gold',
+      'noisy_gold',
+      'useful_gold_all',
+      'noisy_gold_all',
+    )
+  }
   real = failed = 0
   for trajectory in trajectories:
     person, *path = trajectory.question.meta.get('path', (None,))

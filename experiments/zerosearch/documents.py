@@ -14,8 +14,8 @@ person, or states other facts of the right one. Before it writes, the simulator
 thinks: of the fact that the document has to state, or of none.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+import dataclasses
 
 import numpy as np
 
@@ -65,7 +65,12 @@ class Beliefs:
 
 
 def traces(
-  *, world_seed: int, worlds: int, n: int, train: int, relations: int,
+  *,
+  world_seed: int,
+  worlds: int,
+  n: int,
+  train: int,
+  relations: int,
   useful: float,
 ) -> list[Trace]:
   """n documents, each the answer to what the simulator is asked with.
@@ -89,18 +94,18 @@ def traces(
   out = []
   for i in range(worlds):
     world = microworld.generate(
-      DOCUMENT_WORLDS + world_seed * 1000 + i, train=train,
-      relations=relations,
+      DOCUMENT_WORLDS + world_seed * 1000 + i, train=train, relations=relations
     )
     writer = _Writer(
-      world, Beliefs.of(world_seed, world.settings),
+      world,
+      Beliefs.of(world_seed, world.settings),
       np.random.default_rng([world_seed, i, 23]),
     )
     pool = world.questions['train']
     for j in range(n * (i + 1) // worlds - n * i // worlds):
-      out.append(writer.trace(
-        pool[j % len(pool)], useful=writer.rng.random() < useful
-      ))
+      out.append(
+        writer.trace(pool[j % len(pool)], useful=writer.rng.random() < useful)
+      )
   return out
 
 
@@ -166,9 +171,7 @@ class _Writer:
     if stated:  # somebody of whom that relation is known
       first = self.world.facts[name]
       holder = name if query == name else first[path[0]]
-    return text_of(
-      self.found(query), {**self.invented(holder), **stated}
-    )
+    return text_of(self.found(query), {**self.invented(holder), **stated})
 
   def noisy(self, question: Question, query: str) -> str:
     """Of another person half the time; without the gold always."""

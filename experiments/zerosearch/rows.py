@@ -5,8 +5,7 @@ share. All arms but `real` train on documents of one simulator, and all are
 evaluated on the real search engine. README.md has the figures.
 """
 
-from configs import search_r1
-from configs import zerosearch
+from configs import search_r1, zerosearch
 from experiments import rows
 from experiments.zerosearch import check
 from searchrl_jax import evaluate
@@ -44,7 +43,8 @@ def before(config, run: str, out: str):
 REAL = rows.evaluation({'source.module': 'service'})
 TRAINED = {'after': REAL, 'documents': check.measure}
 SIMULATED = dict(
-  warm='warm', evaluations=TRAINED,
+  warm='warm',
+  evaluations=TRAINED,
   folders={'source.simulator.path': 'simulator'},
 )
 
@@ -69,30 +69,54 @@ ROW = rows.Row(
     rows.Arm('curriculum', small(), **SIMULATED),
     rows.Arm('real', real, 'warm', evaluations=TRAINED),
     rows.Arm('ppo', small('algorithm=ppo'), seeds=(0,), **SIMULATED),
-    rows.Arm('reinforce', small('algorithm=reinforce'), seeds=(0,),
-             **SIMULATED),
+    rows.Arm(
+      'reinforce', small('algorithm=reinforce'), seeds=(0,), **SIMULATED
+    ),
     rows.Arm('p0', small('noise=0'), seeds=(0,), **SIMULATED),
-    rows.Arm('p1', small('noise=1'), seeds=(0,), **SIMULATED | dict(
-      evaluations=TRAINED | {'before': before}
-    )),
+    rows.Arm(
+      'p1',
+      small('noise=1'),
+      seeds=(0,),
+      **SIMULATED | dict(evaluations=TRAINED | {'before': before}),
+    ),
   ),
   bars=(
-    rows.Bar('zerosearch_gap',
-             lambda at: em('real')(at) - em('curriculum')(at), 0.10,
-             at_most=True),
-    rows.Bar('zerosearch_real_queries', documents('real_queries'), 0.0,
-             at_most=True),
+    rows.Bar(
+      'zerosearch_gap',
+      lambda at: em('real')(at) - em('curriculum')(at),
+      0.10,
+      at_most=True,
+    ),
+    rows.Bar(
+      'zerosearch_real_queries', documents('real_queries'), 0.0, at_most=True
+    ),
     rows.Bar('zerosearch_useful', documents('useful_gold'), 0.9),
     rows.Bar('zerosearch_noisy', documents('noisy_gold'), 0.1, at_most=True),
-    rows.Bar('zerosearch_noise_alone_gain',
-             lambda at: em('p1')(at) - em('p1', 'before')(at), 0.02,
-             at_most=True),
+    rows.Bar(
+      'zerosearch_noise_alone_gain',
+      lambda at: em('p1')(at) - em('p1', 'before')(at),
+      0.02,
+      at_most=True,
+    ),
   ),
   scores=(
-    'em', 'f1', 'searches', 'guessed', 'parsed', 'tokens', 'useful_gold',
-    'noisy_gold', 'useful_gold_all', 'noisy_gold_all', 'useful_gold_n',
-    'noisy_gold_n', 'useful_gold_all_n', 'noisy_gold_all_n', 'real_queries',
-    'noise', 'failed',
+    'em',
+    'f1',
+    'searches',
+    'guessed',
+    'parsed',
+    'tokens',
+    'useful_gold',
+    'noisy_gold',
+    'useful_gold_all',
+    'noisy_gold_all',
+    'useful_gold_n',
+    'noisy_gold_n',
+    'useful_gold_all_n',
+    'noisy_gold_all_n',
+    'real_queries',
+    'noise',
+    'failed',
   ),
   curves={
     'reward': 'reward (F1) in training',

@@ -1,7 +1,7 @@
 """Raw fields to checked Questions: what every data module shares."""
 
-import types
 from collections.abc import Iterable, Mapping, Sequence
+import types
 from typing import Any
 
 import numpy as np
@@ -152,26 +152,29 @@ def mapped(
       message names the row.
   """
   fields = {
-    'answers': answers, 'supporting': supporting, 'source': source,
+    'answers': answers,
+    'supporting': supporting,
+    'source': source,
     'hops': hops,
   }
 
   def made():
     for i, row in enumerate(rows):
       at = f'{where} row {i}'
-      yield at, make_question(
+      yield (
         at,
-        id=pick(row, id, at) if id else i,
-        text=pick(row, question, at),
-        **{k: pick(row, name, at) for k, name in fields.items() if name},
+        make_question(
+          at,
+          id=pick(row, id, at) if id else i,
+          text=pick(row, question, at),
+          **{k: pick(row, name, at) for k, name in fields.items() if name},
+        ),
       )
 
   return unique(made(), where)
 
 
-def unique(
-  found: Iterable[tuple[str, Question]], path: str
-) -> list[Question]:
+def unique(found: Iterable[tuple[str, Question]], path: str) -> list[Question]:
   """Keeps (where, question) pairs whose ids are all different.
 
   Raises:
@@ -217,14 +220,16 @@ def choose(
   kept = list(questions)
   if source:
     match = (
-      (lambda s: s.startswith(source[:-1])) if source.endswith('*')
+      (lambda s: s.startswith(source[:-1]))
+      if source.endswith('*')
       else (lambda s: s == source)
     )
     kept = [q for q in kept if match(q.source)]
     lookup.require(
       kept,
       f'{path}: no question of source={source!r}: '
-      f'{lookup.near(source, {q.source for q in questions})}', DataError,
+      f'{lookup.near(source, {q.source for q in questions})}',
+      DataError,
     )
   if hops:
     has = sorted({q.hops for q in kept})

@@ -15,15 +15,15 @@ filled from `config.data` where the set does not state them: `world_seed`,
 resolved against the data folder; `search` is handed to `traces`.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
 import inspect
 import json
 import os
 import pathlib
-import zlib
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+import zlib
 
 from searchrl_jax import lookup
 from searchrl_jax.data.checks import DataError, unique
@@ -94,7 +94,8 @@ def data_dir(data) -> str:
       folder = pathlib.Path(value).expanduser()
       lookup.require(
         folder.is_dir(),
-        f'{name}={value!r} is not a folder; correct the path', DataError,
+        f'{name}={value!r} is not a folder; correct the path',
+        DataError,
       )
       return str(folder.resolve())
   beside = _beside()
@@ -137,7 +138,8 @@ def _from_hub(path: str) -> str:
   parts = path.removeprefix('hf://').split('/')
   lookup.require(
     len(parts) >= 4 and parts[0] == 'datasets' and all(parts),
-    f'{path!r} must be hf://datasets/OWNER/NAME/FILE', DataError,
+    f'{path!r} must be hf://datasets/OWNER/NAME/FILE',
+    DataError,
   )
   import huggingface_hub  # only who reads from the hub needs it
   import huggingface_hub.errors
@@ -181,7 +183,8 @@ def complete(sets, data, function: str = 'load') -> dict[str, dict[str, Any]]:
 def _fields(name, fields, data, function):
   lookup.require(
     'module' in fields,
-    f'set {name!r} has no field module (jsonl, parquet, ...)', DataError,
+    f'set {name!r} has no field module (jsonl, parquet, ...)',
+    DataError,
   )
   call = _function(fields['module'], function)
   known, extra = inspect.signature(call).parameters, ('module', 'weight')
@@ -189,13 +192,16 @@ def _fields(name, fields, data, function):
     lookup.require(
       key in known or key in extra,
       f'set {name!r}: module {fields["module"]!r} has no field {key!r}; '
-      f'{lookup.near(key, {*known, *extra} - {"search"})}', DataError,
+      f'{lookup.near(key, {*known, *extra} - {"search"})}',
+      DataError,
     )
   # What the set states, else config.data, else the module's default.
   given = {p.name: p.default for p in known.values() if p.default != p.empty}
   given |= {
-    'world_seed': data.world_seed, 'prompt': data.prompt,
-    'folder': data_dir(data), **fields,
+    'world_seed': data.world_seed,
+    'prompt': data.prompt,
+    'folder': data_dir(data),
+    **fields,
   }
   names = [*extra, *(key for key in known if key != 'search')]
   for key in names:  # a search is a callable, handed over at the call
@@ -211,7 +217,8 @@ def _function(module: str, function: str) -> Callable[..., Any]:
   found = lookup.module(PACKAGE, module)
   lookup.require(
     hasattr(found, function),
-    f'data module {module!r} has no function {function}()', DataError,
+    f'data module {module!r} has no function {function}()',
+    DataError,
   )
   return getattr(found, function)
 
@@ -222,7 +229,8 @@ def _call(name, fields, data, function, **handed):
   if 'search' in inspect.signature(call).parameters:
     lookup.require(
       handed.get('search') is not None,
-      f'set {name!r}: its traces need a search', DataError,
+      f'set {name!r}: its traces need a search',
+      DataError,
     )
     whole['search'] = handed['search']
   kw = {k: v for k, v in whole.items() if k not in ('module', 'weight')}
@@ -251,12 +259,14 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
   """
   lookup.require(
     data.prompt in PROMPTS,
-    f'config.data.prompt={data.prompt!r} is none of {PROMPTS}', DataError,
+    f'config.data.prompt={data.prompt!r} is none of {PROMPTS}',
+    DataError,
   )
   lookup.require(
     sets,
     'there is no set; add one: config.data.train.NAME = {module: jsonl, '
-    'path: FILE}', DataError,
+    'path: FILE}',
+    DataError,
   )
   loaded = {}
   for name, fields in sets.items():
@@ -308,9 +318,7 @@ def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
       `traces` takes `search`.
   """
   found = _call('sft.data', fields, data, 'traces', search=search)
-  lookup.require(
-    found, 'sft.data gave no trace; correct its fields', DataError
-  )
+  lookup.require(found, 'sft.data gave no trace; correct its fields', DataError)
   return list(found)
 
 
@@ -361,7 +369,8 @@ class Stream:
         lookup.require(
           weights.get(name, 0) > 0,
           f'set {name!r} has weight {weights.get(name)!r}; give every set '
-          'a weight above 0, or none of them (then: by size)', DataError,
+          'a weight above 0, or none of them (then: by size)',
+          DataError,
         )
 
     def endless(name, questions):
@@ -421,7 +430,8 @@ class Stream:
       'the saved data cursor belongs to other questions, weights, seed or '
       f'shuffle (fingerprint {state["fingerprint"]}, now '
       f'{self.fingerprint}); resume with the data of the saved run, or '
-      'start a new run folder', DataError,
+      'start a new run folder',
+      DataError,
     )
     self.position = int(state['position'])
 

@@ -52,8 +52,13 @@ def load(
   name = f'{dataset}/{subset}' if subset else dataset
   where = f'{name}[{split}]'
   questions = checks.mapped(
-    _open(dataset, folder, split, subset, revision), where, id=id,
-    question=question, answers=answers, supporting=supporting, source=source,
+    _open(dataset, folder, split, subset, revision),
+    where,
+    id=id,
+    question=question,
+    answers=answers,
+    supporting=supporting,
+    source=source,
     hops=hops,
   )
   return checks.choose(questions, path=where, n=n, seed=seed)
@@ -72,8 +77,7 @@ def _open(dataset, folder, split, subset, revision) -> Any:
   kw = {'name': subset or None, 'revision': revision or None}
   try:
     if is_local and (
-      (local / 'dataset_dict.json').exists()
-      or (local / 'state.json').exists()
+      (local / 'dataset_dict.json').exists() or (local / 'state.json').exists()
     ):
       found = datasets.load_from_disk(path)
       if isinstance(found, datasets.DatasetDict):
@@ -83,7 +87,10 @@ def _open(dataset, folder, split, subset, revision) -> Any:
       return found
     return datasets.load_dataset(path, split=split, **kw)
   except (
-    OSError, httpx.HTTPError, ValueError, datasets.exceptions.DatasetsError,
+    OSError,
+    httpx.HTTPError,
+    ValueError,
+    datasets.exceptions.DatasetsError,
     huggingface_hub.errors.HfHubHTTPError,
   ) as e:
     if isinstance(e, DataError):

@@ -17,15 +17,14 @@ Layouts:
             the id the place in the file.
 """
 
+from collections.abc import Iterator, Mapping
 import gzip
 import json
 import re
-import zlib
-from collections.abc import Iterator, Mapping
 from typing import Any
+import zlib
 
-from searchrl_jax import lookup
-from searchrl_jax import parser
+from searchrl_jax import lookup, parser
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.types import Question
@@ -59,15 +58,15 @@ def load(
   """
   lookup.require(
     layout in LAYOUTS,
-    f'layout {layout!r}: {lookup.near(layout, LAYOUTS)}', DataError,
+    f'layout {layout!r}: {lookup.near(layout, LAYOUTS)}',
+    DataError,
   )
   make = LAYOUTS[layout]
   questions = checks.unique(
     ((where, make(record, where)) for where, record in read(path)), path
   )
   return checks.choose(
-    questions, path=path, source=source, hops=hops, split=split, n=n,
-    seed=seed,
+    questions, path=path, source=source, hops=hops, split=split, n=n, seed=seed
   )
 
 
@@ -134,9 +133,7 @@ def _need(record: Mapping[str, Any], key: str, where: str) -> Any:
 
 def flashrag(record: Mapping[str, Any], where: str) -> Question:
   answers = next((record[k] for k in _ANSWERS if k in record), ())
-  meta = checks.mapping(
-    record.get('metadata'), f'{where}: the metadata'
-  )
+  meta = checks.mapping(record.get('metadata'), f'{where}: the metadata')
   hops = record.get('hops') or checks.hops_of(meta)
   meta = {k: v for k, v in meta.items() if k not in checks.PASSAGES}
   if record.get('split'):
@@ -237,9 +234,12 @@ def ssp(record: Mapping[str, Any], where: str) -> Question:
     text=answers[0] if answers else '',
     answers=answers,
     source='ssp',
-    meta={'search_turns': turns, 'examples': '\n'.join(
-      checks.strings(examples, f'{where}: the sys_question_example')
-    )},
+    meta={
+      'search_turns': turns,
+      'examples': '\n'.join(
+        checks.strings(examples, f'{where}: the sys_question_example')
+      ),
+    },
   )
 
 

@@ -25,8 +25,13 @@ from searchrl_jax.data.core import PROMPTS
 from searchrl_jax.types import Question
 
 _COLUMNS = (
-  'id', 'question', 'golden_answers', 'data_source', 'prompt',
-  'reward_model', 'extra_info',
+  'id',
+  'question',
+  'golden_answers',
+  'data_source',
+  'prompt',
+  'reward_model',
+  'extra_info',
 )
 # Of the metadata; the rest is passages.
 _METADATA = ('type', 'supporting_facts', 'question_decomposition')
@@ -86,7 +91,8 @@ def load(
     if 'metadata' in names:
       known = table.schema_arrow.field('metadata').type
       columns += [
-        f'metadata.{c}' for c in _METADATA
+        f'metadata.{c}'
+        for c in _METADATA
         if pa.types.is_struct(known) and known.get_field_index(c) >= 0
       ]
     try:
@@ -100,8 +106,7 @@ def load(
 
   questions = checks.unique(rows(), path)
   return checks.choose(
-    questions, path=path, source=source, hops=hops, split=split, n=n,
-    seed=seed,
+    questions, path=path, source=source, hops=hops, split=split, n=n, seed=seed
   )
 
 
@@ -152,16 +157,12 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
       f"{where}: 'prompt' must be a list of {{role, content}} with a user's "
       'turn'
     )
-  return tuple(
-    {'role': m['role'], 'content': m['content']} for m in value
-  )
+  return tuple({'role': m['role'], 'content': m['content']} for m in value)
 
 
 def _answers(record: Mapping[str, Any], where: str) -> Any:
   """What the reward compares with: the target, else golden_answers."""
-  reward = checks.mapping(
-    record.get('reward_model'), f'{where}: reward_model'
-  )
+  reward = checks.mapping(record.get('reward_model'), f'{where}: reward_model')
   truth = reward.get('ground_truth')
   if isinstance(truth, Mapping):
     truth = truth.get('target')

@@ -62,13 +62,19 @@ def load(
     raise DataError(f'{path}: split {split!r}: {e}') from e
   except NotImplementedError as e:  # TFRecord cannot be read by index
     raise DataError(
-      f"{path}: {str(e)[:300]}; prepare it again with file_format="
+      f'{path}: {str(e)[:300]}; prepare it again with file_format='
       "'array_record'"
     ) from e
 
   questions = checks.mapped(
-    (_plain(r) for r in rows), f'{path}[{split}]', id=id, question=question,
-    answers=answers, supporting=supporting, source=source, hops=hops,
+    (_plain(r) for r in rows),
+    f'{path}[{split}]',
+    id=id,
+    question=question,
+    answers=answers,
+    supporting=supporting,
+    source=source,
+    hops=hops,
   )
   return checks.choose(questions, path=path, n=n, seed=seed)
 
@@ -99,14 +105,16 @@ def build(
   if os.path.exists(target):
     raise DataError(f'{target} is already there; remove it or change the name')
   text = tfds.features.Text()
-  features = tfds.features.FeaturesDict({
-    'id': text,
-    'question': text,
-    'golden_answers': tfds.features.Sequence(text),
-    'supporting_ids': tfds.features.Sequence(text),
-    'source': text,
-    'hops': tfds.features.Scalar(np.int32),
-  })
+  features = tfds.features.FeaturesDict(
+    {
+      'id': text,
+      'question': text,
+      'golden_answers': tfds.features.Sequence(text),
+      'supporting_ids': tfds.features.Sequence(text),
+      'source': text,
+      'hops': tfds.features.Scalar(np.int32),
+    }
+  )
   info = tfds.core.DatasetInfo
   examples = [
     {
@@ -128,7 +136,9 @@ def build(
 
     def _info(self):
       return info(
-        builder=self, features=features, disable_shuffling=True,
+        builder=self,
+        features=features,
+        disable_shuffling=True,
         description=f'Questions of {os.path.basename(jsonl_path)}.',
       )
 

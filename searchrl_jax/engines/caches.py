@@ -53,7 +53,9 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   """Shapes of what `make` gives, with the place of each array."""
   sizes = {
-    'batch': slots, 'kv_heads': cfg.n_kv_heads, 'time': length(max_len),
+    'batch': slots,
+    'kv_heads': cfg.n_kv_heads,
+    'time': length(max_len),
     'head_dim': cfg.head_dim,
   }
 
@@ -95,7 +97,9 @@ def attention(cfg, q, k, v, positions):
     top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
     w = jnp.exp(s - top)
     o = jnp.einsum(
-      'BKGTS,BKSH->BKGTH', w.astype(v.dtype), v,
+      'BKGTS,BKSH->BKGTH',
+      w.astype(v.dtype),
+      v,
       preferred_element_type=jnp.float32,
     )
     return top, jnp.sum(w, -1, keepdims=True), o
@@ -103,11 +107,14 @@ def attention(cfg, q, k, v, positions):
   if S <= 2 * block:
     _, total, o = attend(k, v, 0, -jnp.inf)
   else:
+
     def step(i, carry):
       top, total, o = carry
       new, more, add = attend(
         jax.lax.dynamic_slice_in_dim(k, i * block, block, time),
-        jax.lax.dynamic_slice_in_dim(v, i * block, block, 2), i * block, top,
+        jax.lax.dynamic_slice_in_dim(v, i * block, block, 2),
+        i * block,
+        top,
       )
       shrink = jnp.exp(top - new)
       return new, total * shrink + more, o * shrink + add

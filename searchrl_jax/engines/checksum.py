@@ -42,10 +42,14 @@ def _sums(x, offset):
   # One reduction of both: two of them would have the hashes, as large as the
   # tensor, written to memory.
   zero = jnp.uint32(0)
-  return jnp.stack(jax.lax.reduce(
-    (low, high), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    range(x.ndim),
-  ))
+  return jnp.stack(
+    jax.lax.reduce(
+      (low, high),
+      (zero, zero),
+      lambda a, b: (a[0] + b[0], a[1] + b[1]),
+      range(x.ndim),
+    )
+  )
 
 
 @functools.partial(jax.jit, static_argnames='dtype')

@@ -4,8 +4,8 @@ An engine knows nothing of questions or protocols. Token ids are never
 decoded and encoded again; text is looked at only to find stop strings.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any, Protocol
 
 import numpy as np

@@ -68,6 +68,7 @@ def fit(sizes: tuple[int, ...], n: int) -> int:
 @functools.partial(jax.jit, static_argnames=('dtype', 'layers'))
 def _split(params: dict, dtype: str, layers: int) -> dict:
   """A copy of every parameter in `dtype`, one tree for each layer."""
+
   def own(x):
     # A copy even where neither cast nor slice makes a new buffer.
     return jnp.copy(x.astype(dtype))
@@ -85,6 +86,7 @@ def abstract(cfg: DecoderConfig, mesh=None) -> dict:
   On a mesh, weights are cut along the axis `tensor` alone, or every token
   would wait for what the other devices hold.
   """
+
   def leaf(shape, axes):
     axes = [None if a == 'embed' else a for a in axes]
     return jax.ShapeDtypeStruct(
@@ -147,9 +149,7 @@ def columns(vocab: int) -> int:
 def first(ok):
   """Index of the first True along the last axis, and whether there is one."""
   n = ok.shape[-1]
-  index = jnp.min(
-    jnp.where(ok, jnp.arange(n, dtype=jnp.int32), n), axis=-1
-  )
+  index = jnp.min(jnp.where(ok, jnp.arange(n, dtype=jnp.int32), n), axis=-1)
   return jnp.minimum(index, n - 1), index < n
 
 
@@ -229,8 +229,7 @@ def draw(logits, u, state):
     jnp.any(truncates),
     # Not x: what a branch takes is written to memory, taken or not.
     lambda: truncation(
-      logits * state['inv_temperature'][:, None], state['top_k'],
-      state['top_p'],
+      logits * state['inv_temperature'][:, None], state['top_k'], state['top_p']
     ),
     lambda: jnp.full((B,), jnp.iinfo(jnp.int32).min, jnp.int32),
   )
@@ -296,6 +295,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     cos, sin = decoder.rope_tables(cfg, at)
     new = []
     for p, cache in zip(weights['layers'], caches):
+
       def attend(q, k, v, cache=cache):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
         return kv.attention(cfg, q, *new[-1], at)
@@ -323,16 +323,21 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     return (t < n) & (together | jnp.any(active))
 
   carry = (
-    jnp.int32(0), state['token'], jnp.zeros((B,), jnp.int32),
-    jnp.zeros((B,), bool), caches, jnp.zeros((n, B), jnp.int32),
+    jnp.int32(0),
+    state['token'],
+    jnp.zeros((B,), jnp.int32),
+    jnp.zeros((B,), bool),
+    caches,
+    jnp.zeros((n, B), jnp.int32),
     jnp.zeros((n, B), jnp.float32),
   )
   t, _, counts, ended, caches, ids, logps = jax.lax.while_loop(go, step, carry)
   return caches, ids, logps, counts, ended, t[None]
 
 
-def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
-            mesh=None):
+def prefill(
+  weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh=None
+):
   """Writes the K/V of ids [R, W] to rows `slots` from position `start`.
 
   lengths [R]: real tokens of a row; an empty row has slot == B. fresh: every
@@ -350,6 +355,7 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh,
   cos, sin = decoder.rope_tables(cfg, at)
   new = []
   for p, cache in zip(weights['layers'], caches):
+
     def attend(q, k, v, cache=cache):
       new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
       if fresh:
@@ -382,8 +388,9 @@ def score(weights, ids, *, cfg, mesh=None):
     return chosen - jax.nn.logsumexp(logits, -1)
 
   n = math.gcd(R * W, SCORE_TOKENS)
-  logps = jax.lax.map(head, (x.reshape(-1, n, x.shape[-1]),
-                             targets.reshape(-1, n)))
+  logps = jax.lax.map(
+    head, (x.reshape(-1, n, x.shape[-1]), targets.reshape(-1, n))
+  )
   logps = logps.reshape(R, W)[:, :-1]
   return jnp.pad(logps, ((0, 0), (1, 0)))
 
@@ -401,9 +408,7 @@ class Programs:
       f = sharding.by_rows(f, mesh, shape.slots, ins, outs)
       return jax.jit(f, donate_argnums=donate)
 
-    self.decode = program(
-      decode, (-1, 0, 0), (0, 1, 1, 0, 0, 0), shape=shape
-    )
+    self.decode = program(decode, (-1, 0, 0), (0, 1, 1, 0, 0, 0), shape=shape)
     self.fresh, self.extend = (
       program(prefill, (-1, 0, 0, 0, 0, 0), 0, fresh=fresh)
       for fresh in (True, False)

@@ -15,13 +15,11 @@ import numpy as np
 
 from searchrl_jax import sharding
 from searchrl_jax.engines import caches as kv
-from searchrl_jax.engines import checksum
-from searchrl_jax.engines import decode
+from searchrl_jax.engines import checksum, decode
 from searchrl_jax.engines.core import EngineError, SyncError
 from searchrl_jax.engines.slots import Box, Copy, Piece, Plan, Room
 from searchrl_jax.models import decoder
 from searchrl_jax.models.decoder import DecoderConfig
-
 
 PIECE = 256
 
@@ -62,10 +60,16 @@ def _take(cfg, caches, slots, start, size):
     time = names.index('time')
     shape = [1, *cache.shape[1:]]
     shape[time] = size
-    return sharding.total(lax.gather(
-      cache, at, lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time)),
-      tuple(shape), mode='fill', fill_value=0,
-    ))
+    return sharding.total(
+      lax.gather(
+        cache,
+        at,
+        lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time)),
+        tuple(shape),
+        mode='fill',
+        fill_value=0,
+      )
+    )
 
   return [tuple(map(take, pair, kv.axes(cfg))) for pair in caches]
 
@@ -83,8 +87,7 @@ def _put(cfg, caches, pairs, slots, start, mesh):
     return sharding.constrain(out, mesh, *names)
 
   return [
-    tuple(map(put, pair, new, kv.axes(cfg)))
-    for pair, new in zip(caches, pairs)
+    tuple(map(put, pair, new, kv.axes(cfg))) for pair, new in zip(caches, pairs)
   ]
 
 
@@ -97,6 +100,7 @@ def _where_they_lie(f, mesh, caches, *args, out=0):
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def take_piece(cfg, caches, slots, start, size, mesh):
   """Keys and values [L, 1, ...] of a piece of the slot `slots` int32 [1]."""
+
   def take(*args):
     return tuple(map(jnp.stack, zip(*_take(cfg, *args, size))))
 
@@ -106,6 +110,7 @@ def take_piece(cfg, caches, slots, start, size, mesh):
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=1)
 def put_piece(cfg, caches, piece, slots, start, mesh):
   """Writes what `take_piece` gave: bit for bit what was taken."""
+
   def put(caches, piece, *where):
     return _put(cfg, caches, zip(*piece), *where, mesh)
 
@@ -115,6 +120,7 @@ def put_piece(cfg, caches, piece, slots, start, mesh):
 @functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=1)
 def copy_piece(cfg, caches, source, target, start, size, mesh):
   """Copies a piece between slots: source, target int32 [R]."""
+
   def copy(caches, source, target, start):
     pairs = _take(cfg, caches, source, start, size)
     return _put(cfg, caches, pairs, target, start, mesh)
@@ -126,9 +132,7 @@ class Device:
   """Owns its copy of the weights and the caches; one caller at a time."""
 
   def __init__(self, cfg: DecoderConfig, shape: decode.Shape, mesh, params):
-    shape = dataclasses.replace(
-      shape, parts=sharding.parts(mesh, shape.slots)
-    )
+    shape = dataclasses.replace(shape, parts=sharding.parts(mesh, shape.slots))
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
     self._programs = decode.programs(cfg, shape, mesh)
     self._length = kv.length(shape.max_len)
@@ -204,10 +208,10 @@ class Device:
       for batch in _batches(members, rows):
         ids = np.zeros((rows, width), np.int32)
         for row, i in enumerate(batch):
-          ids[row, :len(sequences[i])] = sequences[i]
+          ids[row, : len(sequences[i])] = sequences[i]
         logps = np.asarray(self._programs.score(self._weights, ids))
         for row, i in enumerate(batch):
-          out[i] = logps[row, :len(sequences[i])].copy()
+          out[i] = logps[row, : len(sequences[i])].copy()
     return out
 
   def warmup(self) -> None:
@@ -231,9 +235,14 @@ class Device:
     for slot, box in plan.evictions:
       taken = [
         take_piece(
-          self._cfg, self._caches, np.array([slot], np.int32), start,
-          self._piece, self._mesh,
-        ) for start in self._starts(box.length)
+          self._cfg,
+          self._caches,
+          np.array([slot], np.int32),
+          start,
+          self._piece,
+          self._mesh,
+        )
+        for start in self._starts(box.length)
       ]
       box.data = jax.device_get(taken)
 
@@ -245,13 +254,17 @@ class Device:
         continue
       for piece, start in zip(c.box.data, self._starts(c.length)):
         self._caches = put_piece(
-          self._cfg, self._caches, piece, np.array([c.target], np.int32),
-          start, self._mesh,
+          self._cfg,
+          self._caches,
+          piece,
+          np.array([c.target], np.int32),
+          start,
+          self._mesh,
         )
     for start in self._starts(max((c.length for c in within), default=0)):
       for batch in _batches([c for c in within if c.length > start], rows):
         pairs = np.full((2, rows), self._shape.slots, np.int32)
-        pairs[:, :len(batch)] = np.transpose(
+        pairs[:, : len(batch)] = np.transpose(
           [(c.source, c.target) for c in batch]
         )
         self._caches = copy_piece(
@@ -261,9 +274,7 @@ class Device:
   def _starts(self, length: int) -> list[np.int32]:
     """Where the pieces of a prefix begin; the last may overlap another."""
     last = self._length - self._piece
-    return [
-      np.int32(min(i, last)) for i in range(0, length, self._piece)
-    ]
+    return [np.int32(min(i, last)) for i in range(0, length, self._piece)]
 
   def _prefill(self, pieces: list[Piece]) -> int:
     calls, groups = 0, {}
@@ -288,8 +299,9 @@ class Device:
       queues[piece.slot * parts // self._shape.slots].append(piece)
     for i in range(0, max(map(len, queues)), own):
       yield [
-        (part * own + j, piece) for part, queue in enumerate(queues)
-        for j, piece in enumerate(queue[i:i + own])
+        (part * own + j, piece)
+        for part, queue in enumerate(queues)
+        for j, piece in enumerate(queue[i : i + own])
       ]
 
   def _arrays(self, pieces: list[tuple[int, Piece]], rows: int, width: int):
@@ -306,4 +318,4 @@ class Device:
 
 def _batches(items: list, size: int):
   for i in range(0, len(items), size):
-    yield items[i:i + size]
+    yield items[i : i + size]

@@ -17,7 +17,7 @@ import psutil
 _POLL_S = 0.1
 
 # Its stdin is a pipe that this process alone holds open: it ends with us.
-_GUARD = '''
+_GUARD = """
 import os, signal, sys, time
 group, seconds = int(sys.argv[1]), float(sys.argv[2])
 sys.stdin.buffer.read()
@@ -27,14 +27,15 @@ try:
   os.killpg(group, signal.SIGKILL)
 except ProcessLookupError:
   pass
-'''
+"""
 
 
 class Group:
   """A command, running as the leader of a process group of its own."""
 
-  def __init__(self, command: list[str], env: dict[str, str], log,
-               grace_s: float):
+  def __init__(
+    self, command: list[str], env: dict[str, str], log, grace_s: float
+  ):
     """Starts `command`.
 
     Args:
@@ -43,13 +44,18 @@ class Group:
     """
     self._grace_s = grace_s
     self._process = subprocess.Popen(
-      command, env=env, stdin=subprocess.DEVNULL, stdout=log,
-      stderr=subprocess.STDOUT, start_new_session=True,
+      command,
+      env=env,
+      stdin=subprocess.DEVNULL,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
     )
     try:
       self._guard = subprocess.Popen(
         [sys.executable, '-S', '-c', _GUARD, str(self.pid), str(grace_s)],
-        stdin=subprocess.PIPE, start_new_session=True,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
       )
     except BaseException:
       os.killpg(self.pid, signal.SIGKILL)
@@ -70,8 +76,10 @@ class Group:
     for process in psutil.process_iter(['status']):
       try:
         # A zombie holds nothing; who has to reap it may never do so.
-        if (os.getpgid(process.pid) == self.pid
-            and process.info['status'] != psutil.STATUS_ZOMBIE):
+        if (
+          os.getpgid(process.pid) == self.pid
+          and process.info['status'] != psutil.STATUS_ZOMBIE
+        ):
           out.append(process.pid)
       except ProcessLookupError:
         continue

@@ -23,16 +23,24 @@ import time
 
 import numpy as np
 
-from searchrl_jax.engines import core
-from searchrl_jax.engines import decode
-from searchrl_jax.engines import requests
+from searchrl_jax.engines import core, decode, requests
 from searchrl_jax.engines import slots as slots_lib
 from searchrl_jax.engines.core import (
-  Completion, EngineError, Sampling, SyncReport, WeightsUpdate,
+  Completion,
+  EngineError,
+  Sampling,
+  SyncReport,
+  WeightsUpdate,
 )
 from searchrl_jax.engines.device import Device, bytes_per_token, room
 from searchrl_jax.engines.slots import (
-  BEGUN, CALL, NEW, PROBE, Handle, Request, check_open,
+  BEGUN,
+  CALL,
+  NEW,
+  PROBE,
+  Handle,
+  Request,
+  check_open,
 )
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.types import Prompt
@@ -60,8 +68,15 @@ class JaxSampler(core.Engine):
     SyncError: `params` do not fit `model_cfg`; names the tensor.
   """
 
-  def __init__(self, model_cfg: DecoderConfig, params, tokenizer, config,
-               mesh=None, folder=None):
+  def __init__(
+    self,
+    model_cfg: DecoderConfig,
+    params,
+    tokenizer,
+    config,
+    mesh=None,
+    folder=None,
+  ):
     del folder
     for name in ('slots', 'max_len', 'chunk', 'prefill_rows'):
       if config[name] < 1:
@@ -79,16 +94,28 @@ class JaxSampler(core.Engine):
     self.max_len = config.max_len
     self.dtype = config.dtype  # of the weights it holds
     self.version = 0
-    self._counters = dict.fromkeys((
-      'generated_tokens', 'discarded_tokens', 'prefilled_tokens',
-      'recomputed_tokens', 'prefix_hits', 'prefix_tokens', 'evictions',
-      'evicted_tokens', 'restored_tokens', 'paused_tokens', 'scored_tokens',
-      'decode_steps', 'decode_slots', 'prefill_calls', 'syncs',
-    ), 0)
-    self._seconds = {'decode': 0.0, 'prefill': 0.0, 'score': 0.0, 'sync': 0.0}
-    model_cfg = dataclasses.replace(
-      model_cfg, dtype=config.dtype, remat='none'
+    self._counters = dict.fromkeys(
+      (
+        'generated_tokens',
+        'discarded_tokens',
+        'prefilled_tokens',
+        'recomputed_tokens',
+        'prefix_hits',
+        'prefix_tokens',
+        'evictions',
+        'evicted_tokens',
+        'restored_tokens',
+        'paused_tokens',
+        'scored_tokens',
+        'decode_steps',
+        'decode_slots',
+        'prefill_calls',
+        'syncs',
+      ),
+      0,
     )
+    self._seconds = {'decode': 0.0, 'prefill': 0.0, 'score': 0.0, 'sync': 0.0}
+    model_cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
     self._token_bytes = bytes_per_token(model_cfg)
     self._table = slots_lib.SlotTable(
       room(model_cfg, config), shape.widths[-1], self._counters
@@ -219,7 +246,11 @@ class JaxSampler(core.Engine):
     self._counters['syncs'] += 1
     self._seconds['sync'] += seconds
     return SyncReport(
-      update.version, seconds, len(manifest), self._device.nbytes, math.nan,
+      update.version,
+      seconds,
+      len(manifest),
+      self._device.nbytes,
+      math.nan,
       manifest,
     )
 
@@ -358,7 +389,7 @@ class JaxSampler(core.Engine):
 
   def _ready(self) -> list[Request]:
     """Who may be admitted."""
-    return self._waiting[:self._before(BEGUN)] if self._held else self._waiting
+    return self._waiting[: self._before(BEGUN)] if self._held else self._waiting
 
   def _plan(self) -> Work:
     """Admits requests; all bookkeeping of one round."""
@@ -368,7 +399,7 @@ class JaxSampler(core.Engine):
         del self._active[slot]
         self._enqueue(request)
     ready, probes = self._ready(), self._before(BEGUN)
-    for request in ready[self._before(CALL):]:
+    for request in ready[self._before(CALL) :]:
       if not self._begin(request):
         break
       self._waiting.remove(request)
@@ -388,10 +419,15 @@ class JaxSampler(core.Engine):
       admit(request)
     # Those that still have their slot come before those that need one, so that
     # nobody evicts what is about to be used; the first that gets none ends it.
-    all(map(admit, sorted(
-      ready[probes:self._before(CALL)],
-      key=lambda r: not table.settled(r.handle),
-    )))
+    all(
+      map(
+        admit,
+        sorted(
+          ready[probes : self._before(CALL)],
+          key=lambda r: not table.settled(r.handle),
+        ),
+      )
+    )
     self._waiting = [r for r in self._waiting if r not in admitted]
     state = self._state() if self._active else None
     return Work(plan, list(self._active.items()), state, list(self._scores))
@@ -404,7 +440,7 @@ class JaxSampler(core.Engine):
       state['length'][slot] = r.length
       state['left'][slot] = s.max_tokens - len(r.ids)
       state['seed'][slot] = r.seed
-      state['stop_ids'][slot, :len(s.stop_ids)] = s.stop_ids
+      state['stop_ids'][slot, : len(s.stop_ids)] = s.stop_ids
       if s.temperature == 0:
         state['greedy'][slot] = True
       else:
@@ -417,7 +453,7 @@ class JaxSampler(core.Engine):
     """Takes in what the device did; ends the requests that are complete."""
     if result is None:  # a sync came between; everything is planned again
       return
-    self._scores = self._scores[len(work.scores):]
+    self._scores = self._scores[len(work.scores) :]
     decoded, scores, version = result
     for (_, future), logps in zip(work.scores, scores):
       if not future.done():
@@ -430,8 +466,11 @@ class JaxSampler(core.Engine):
         continue  # cancelled
       n = int(counts[slot])
       self._take(
-        request, ids[:n, slot].tolist(), logps[:n, slot].tolist(),
-        bool(ended[slot]), version,
+        request,
+        ids[:n, slot].tolist(),
+        logps[:n, slot].tolist(),
+        bool(ended[slot]),
+        version,
       )
       if request.future.done():
         del self._active[slot]
@@ -461,10 +500,14 @@ class JaxSampler(core.Engine):
     if handle.rows is not None:
       handle.cached = r.length - 1
     handle.computed = r.length - 1
-    r.future.set_result(Completion(
-      np.array(r.ids, np.int32), np.array(r.logps, np.float32), stop,
-      np.array(r.versions, np.int32),
-    ))
+    r.future.set_result(
+      Completion(
+        np.array(r.ids, np.int32),
+        np.array(r.logps, np.float32),
+        stop,
+        np.array(r.versions, np.int32),
+      )
+    )
 
   # In the worker thread.
 

@@ -24,8 +24,13 @@ PREFIX = 'state'  # of the names of stores
 _VERSION = re.compile(r'\d{8}')
 # Whatever a tokenizer may consist of.
 _TOKENIZER = (
-  'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json',
-  'added_tokens.json', 'chat_template*', 'generation_config.json',
+  'tokenizer*',
+  'vocab.json',
+  'merges.txt',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'chat_template*',
+  'generation_config.json',
 )
 
 
@@ -95,12 +100,16 @@ class Published:
     """
     folder = self.path / 'arrays' / f'{PREFIX}.{name.replace("/", ".")}'
     try:
-      store = ts.open({
-        'driver': 'zarr',
-        'kvstore': {'driver': 'file', 'path': str(folder)},
-        # Or a chunk that is gone would read as zeros.
-        'fill_missing_data_reads': False,
-      }, open=True, read=True).result()
+      store = ts.open(
+        {
+          'driver': 'zarr',
+          'kvstore': {'driver': 'file', 'path': str(folder)},
+          # Or a chunk that is gone would read as zeros.
+          'fill_missing_data_reads': False,
+        },
+        open=True,
+        read=True,
+      ).result()
     except ValueError as e:
       raise PublishedError(
         f'{self.path}: tensor {name!r} is missing or damaged '
@@ -122,7 +131,8 @@ def versions(folder) -> list[int]:
   if not folder.is_dir():
     return []
   return sorted(
-    int(p.name) for p in folder.iterdir()
+    int(p.name)
+    for p in folder.iterdir()
     if _VERSION.fullmatch(p.name) and p.is_dir()
   )
 
@@ -151,8 +161,11 @@ def open_published(path) -> Published:
         f'{FORMAT}: run trainer and server from the same commit'
       )
     out = Published(
-      path=path, version=extras['version'], dtype=extras['dtype'],
-      config=extras['config'], manifest=extras['manifest'],
+      path=path,
+      version=extras['version'],
+      dtype=extras['dtype'],
+      config=extras['config'],
+      manifest=extras['manifest'],
       shapes={
         k.removeprefix(f'{PREFIX}.').replace('.', '/'): tuple(shape)
         for k, (shape, _) in tree.items()
@@ -168,8 +181,9 @@ def open_published(path) -> Published:
   return out
 
 
-def write_serving_folder(path, config: Mapping[str, Any], tokenizer_dir,
-                         dtype: str) -> None:
+def write_serving_folder(
+  path, config: Mapping[str, Any], tokenizer_dir, dtype: str
+) -> None:
   """What a server starts on before any weights: config.json and tokenizer.
 
   Args:

@@ -61,8 +61,9 @@ def token_bytes(tokenizer, token: int) -> bytes:
   return tokenizer.token_bytes(token)
 
 
-def check_ids(ids, held: int, what: str, vocab_size: int,
-              max_len: int) -> list[int]:
+def check_ids(
+  ids, held: int, what: str, vocab_size: int, max_len: int
+) -> list[int]:
   """The ids as a list; EngineError if `held` tokens and they do not fit."""
   ids = [int(i) for i in ids]
   if held + len(ids) > max_len:
@@ -76,8 +77,9 @@ def check_ids(ids, held: int, what: str, vocab_size: int,
   return ids
 
 
-def check_sampling(s: Sampling, held: int, max_len: int,
-                   coolest: float) -> None:
+def check_sampling(
+  s: Sampling, held: int, max_len: int, coolest: float
+) -> None:
   """EngineError unless `s` can be sampled after `held` tokens.
 
   coolest: the least temperature above 0 that the engine tells from 0.
@@ -96,8 +98,7 @@ def check_sampling(s: Sampling, held: int, max_len: int,
     )
   if s.temperature != 0 and not coolest <= s.temperature < math.inf:
     raise EngineError(
-      f'Sampling.temperature={s.temperature}: 0 (greedy) or at least '
-      f'{coolest}'
+      f'Sampling.temperature={s.temperature}: 0 (greedy) or at least {coolest}'
     )
   if not 0 < s.top_p <= 1:
     raise EngineError(f'Sampling.top_p={s.top_p}: in (0, 1]')

@@ -79,7 +79,9 @@ class Manager:
     with open(args.log_file, 'ab') as log:
       self._log_start = log.tell()
       self._group = Group(
-        vllm_host.command(args, self.port), vllm_host.environment(args), log,
+        vllm_host.command(args, self.port),
+        vllm_host.environment(args),
+        log,
         args.stop_timeout_s,
       )
     self._report('starting')
@@ -92,9 +94,11 @@ class Manager:
         say(f'ready after {waited:.0f} s: {self.url} (log: {args.log_file})')
         return
       if waited > args.start_timeout_s:
-        raise SidecarError(self._failure(
-          f'was not ready after {waited:.0f} s (--start_timeout_s)'
-        ))
+        raise SidecarError(
+          self._failure(
+            f'was not ready after {waited:.0f} s (--start_timeout_s)'
+          )
+        )
       if time.monotonic() - said > _SAY_S:
         said = time.monotonic()
         last = vllm_host.log_lines(args.log_file, self._log_start)[-1:]
@@ -149,10 +153,18 @@ class Manager:
     if state == 'ready' and self.args.port_file:
       _write(self.args.port_file, str(self.port))
     if self.args.status_file:
-      _write(self.args.status_file, json.dumps(dict(
-        state=state, port=self.port, restarts=self.restarts, error=error,
-        server_pid=self._group.pid if self._group else None,
-      )))
+      _write(
+        self.args.status_file,
+        json.dumps(
+          dict(
+            state=state,
+            port=self.port,
+            restarts=self.restarts,
+            error=error,
+            server_pid=self._group.pid if self._group else None,
+          )
+        ),
+      )
 
 
 def _status(status: int) -> str:
@@ -176,8 +188,9 @@ def say(message: str) -> None:
 class Sidecar:
   """A running server and the process that minds it; a context manager."""
 
-  def __init__(self, process: subprocess.Popen, folder, log_file: str,
-               log_start: int):
+  def __init__(
+    self, process: subprocess.Popen, folder, log_file: str, log_start: int
+  ):
     self.log_file, self._log_start = log_file, log_start
     self._process, self._folder = process, folder
 
@@ -241,8 +254,9 @@ def _read_status(folder: str) -> dict[str, object]:
     with open(os.path.join(folder, 'status')) as f:
       return json.load(f)
   except FileNotFoundError:
-    return dict(state='starting', port=0, restarts=0, error=None,
-                server_pid=None)
+    return dict(
+      state='starting', port=0, restarts=0, error=None, server_pid=None
+    )
 
 
 def start_sidecar(
@@ -265,8 +279,11 @@ def start_sidecar(
   folder = tempfile.TemporaryDirectory(prefix='sidecar')
   argv = [sys.executable, '-m', 'searchrl_jax.engines.sidecar']
   flags = dict(
-    model=os.path.abspath(model), log_file=log_file, parent_pid=os.getpid(),
-    status_file=os.path.join(folder.name, 'status'), **flags,
+    model=os.path.abspath(model),
+    log_file=log_file,
+    parent_pid=os.getpid(),
+    status_file=os.path.join(folder.name, 'status'),
+    **flags,
   )
   for name, value in flags.items():
     for one in value if isinstance(value, (list, tuple)) else [value]:
@@ -280,7 +297,10 @@ def start_sidecar(
     # A session of its own: Ctrl-C reaches the caller alone, which can then
     # save and stop it.
     process = subprocess.Popen(
-      argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+      argv,
+      stdin=subprocess.DEVNULL,
+      stdout=log,
+      stderr=subprocess.STDOUT,
       env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))),
       start_new_session=True,
     )
@@ -330,48 +350,92 @@ def _gpus(text: str) -> list[int]:
 def parse(argv: list[str]) -> argparse.Namespace:
   """The flags; a mistake is one line and exit status 2."""
   p = argparse.ArgumentParser(
-    prog='searchrl_jax.engines.sidecar', allow_abbrev=False,
+    prog='searchrl_jax.engines.sidecar',
+    allow_abbrev=False,
     description='Starts a vLLM server, minds it, and stops it.',
   )
   add = p.add_argument
   add('--model', required=True, help='Hugging Face checkpoint folder.')
   where = p.add_mutually_exclusive_group(required=True)
   where.add_argument('--cpu', action='store_true', help='Serve on the CPU.')
-  where.add_argument('--gpus', type=_gpus, help='Numbers of GPUs, as in 0,1; '
-                     'of those in CUDA_VISIBLE_DEVICES, if that is set.')
+  where.add_argument(
+    '--gpus',
+    type=_gpus,
+    help='Numbers of GPUs, as in 0,1; '
+    'of those in CUDA_VISIBLE_DEVICES, if that is set.',
+  )
   add('--port', type=int, default=0, help='0 takes a free one.')
   add('--port_file', help='Gets the port when the server is ready.')
   add('--status_file', help='Gets state, port, restarts, ... as JSON.')
   add('--log_file', default='vllm.log', help='Gets the output of vLLM.')
-  add('--venv', default=str(vllm_host.ROOT / '.venv-sidecar'),
-      help='Virtual environment with vLLM (make sidecar).')
-  add('--plugin', default=PLUGIN, help='package.module:Class mixed into '
-      'vLLM\'s worker; the default takes weights from a trainer.')
+  add(
+    '--venv',
+    default=str(vllm_host.ROOT / '.venv-sidecar'),
+    help='Virtual environment with vLLM (make sidecar).',
+  )
+  add(
+    '--plugin',
+    default=PLUGIN,
+    help='package.module:Class mixed into '
+    "vLLM's worker; the default takes weights from a trainer.",
+  )
   add('--served_name', default='policy', help='Of the model, in requests.')
-  add('--dtype', default='auto', help='float32, bfloat16, ...; auto = as '
-      'the checkpoint says.')
+  add(
+    '--dtype',
+    default='auto',
+    help='float32, bfloat16, ...; auto = as the checkpoint says.',
+  )
   add('--max_model_len', type=int, help='Longest sequence, tokens.')
   add('--max_num_seqs', type=int, help='Most sequences decoded at once.')
-  add('--block_size', type=int, help='Tokens in a block of the prefix cache; '
-      'shorter prefixes are not reused (vLLM: 16, on the CPU 128).')
+  add(
+    '--block_size',
+    type=int,
+    help='Tokens in a block of the prefix cache; '
+    'shorter prefixes are not reused (vLLM: 16, on the CPU 128).',
+  )
   add('--kv_cache_gib', type=float, help='Memory of the KV cache.')
-  add('--gpu_memory_utilization', type=float,
-      help='Share of a GPU\'s memory that vLLM may take.')
+  add(
+    '--gpu_memory_utilization',
+    type=float,
+    help="Share of a GPU's memory that vLLM may take.",
+  )
   add('--tensor_parallel_size', type=int, help='Default: all of --gpus.')
   add('--seed', type=int, default=0)
-  add('--enable_sleep', action='store_true',
-      help='vLLM can give its memory back between rollouts (GPU).')
-  add('--enforce_eager', action='store_true',
-      help='No compilation: a faster start, a slower server.')
-  add('--vllm_arg', action='append', default=[],
-      help='Passed on as it is; repeatable.')
+  add(
+    '--enable_sleep',
+    action='store_true',
+    help='vLLM can give its memory back between rollouts (GPU).',
+  )
+  add(
+    '--enforce_eager',
+    action='store_true',
+    help='No compilation: a faster start, a slower server.',
+  )
+  add(
+    '--vllm_arg',
+    action='append',
+    default=[],
+    help='Passed on as it is; repeatable.',
+  )
   add('--start_timeout_s', type=float, default=900.0)
-  add('--stop_timeout_s', type=float, default=15.0,
-      help='From SIGTERM to SIGKILL.')
-  add('--health_timeout_s', type=float, default=120.0,
-      help='A server that gives no answer for so long is started again.')
-  add('--max_restarts', type=int, default=1,
-      help='Times that a server which crashed is started again.')
+  add(
+    '--stop_timeout_s',
+    type=float,
+    default=15.0,
+    help='From SIGTERM to SIGKILL.',
+  )
+  add(
+    '--health_timeout_s',
+    type=float,
+    default=120.0,
+    help='A server that gives no answer for so long is started again.',
+  )
+  add(
+    '--max_restarts',
+    type=int,
+    default=1,
+    help='Times that a server which crashed is started again.',
+  )
   add('--parent_pid', type=int, help='Stop when this process ends.')
   args = p.parse_args(argv)
   if args.tensor_parallel_size is None:

@@ -17,10 +17,10 @@ So host memory has to suffice, and admission sees to it: a sequence begins only
 if slots and host memory can then hold all that have begun, each at its limit.
 """
 
+from collections.abc import Iterable
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 from searchrl_jax.engines.core import EngineError, Sampling
@@ -46,7 +46,7 @@ class Room:
 
   def holds(self, sizes: Iterable[int]) -> bool:
     """Whether sequences of these sizes fit, whichever of them are in slots."""
-    return sum(sorted(sizes)[self.slots:]) <= self.tokens
+    return sum(sorted(sizes)[self.slots :]) <= self.tokens
 
   def capacity(self, tokens: int) -> int:
     """Sequences of `tokens` that may have begun at the same time.

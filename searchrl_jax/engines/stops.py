@@ -14,7 +14,8 @@ class StopFinder:
     text = self._tail + text
     found = [
       (at + len(b), -len(b), s)
-      for s, b in self._stops if (at := text.find(b)) >= 0
+      for s, b in self._stops
+      if (at := text.find(b)) >= 0
     ]
     keep = self._longest - 1
     self._tail = text[-keep:] if keep > 0 else b''

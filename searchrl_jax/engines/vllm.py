@@ -28,17 +28,18 @@ from typing import Any
 import numpy as np
 
 from searchrl_jax import publication
-from searchrl_jax.engines import core
-from searchrl_jax.engines import published
-from searchrl_jax.engines import requests
-from searchrl_jax.engines import sidecar
+from searchrl_jax.engines import core, published, requests, sidecar
 from searchrl_jax.engines.core import (
-  Completion, EngineError, Sampling, SyncReport, WeightsUpdate,
+  Completion,
+  EngineError,
+  Sampling,
+  SyncReport,
+  WeightsUpdate,
 )
 from searchrl_jax.engines.requests import Handle, Patience, check_open
 from searchrl_jax.engines.stops import StopFinder
 from searchrl_jax.engines.vllm_http import Down, Output, Refused, Restarted
-from searchrl_jax.engines.vllm_servers import Fleet, POLL, Server, unseat
+from searchrl_jax.engines.vllm_servers import POLL, Fleet, Server, unseat
 from searchrl_jax.models import families
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.types import Prompt
@@ -104,13 +105,18 @@ class VllmEngine(core.Engine):
     EngineError: servers that cannot be started, or no URL that could be one.
   """
 
-  def __init__(self, model_cfg: DecoderConfig, params, tokenizer, config,
-               mesh=None, folder=None):
+  def __init__(
+    self,
+    model_cfg: DecoderConfig,
+    params,
+    tokenizer,
+    config,
+    mesh=None,
+    folder=None,
+  ):
     del params, mesh  # publications bring them
     if config.attempts < 1:
-      raise EngineError(
-        f'config.engine.attempts={config.attempts}: at least 1'
-      )
+      raise EngineError(f'config.engine.attempts={config.attempts}: at least 1')
     self._tokenizer, self._config = tokenizer, config
     folder = pathlib.Path(folder).absolute()
     self._publisher = publication.Publisher(
@@ -120,11 +126,20 @@ class VllmEngine(core.Engine):
     self.max_len = config.max_len
     self.dtype = config.dtype
     self.version = None  # nothing is loaded yet
-    self._counters = dict.fromkeys((
-      'requests', 'retries', 'aborted_requests', 'generated_tokens',
-      'discarded_tokens', 'prefilled_tokens', 'prefix_tokens',
-      'scored_tokens', 'syncs',
-    ), 0)
+    self._counters = dict.fromkeys(
+      (
+        'requests',
+        'retries',
+        'aborted_requests',
+        'generated_tokens',
+        'discarded_tokens',
+        'prefilled_tokens',
+        'prefix_tokens',
+        'scored_tokens',
+        'syncs',
+      ),
+      0,
+    )
     self._seconds = {'request': 0.0, 'publish': 0.0, 'sync': 0.0}
     fields = dataclasses.asdict(model_cfg)
     model = {name: fields[name] for name in families.FIELDS}
@@ -304,8 +319,9 @@ class VllmEngine(core.Engine):
 
   # What a replica asks of one server.
 
-  async def _generate(self, handle: Handle, sampling: Sampling,
-                      pinned: Server | None) -> Completion:
+  async def _generate(
+    self, handle: Handle, sampling: Sampling, pinned: Server | None
+  ) -> Completion:
     check_open(handle)
     requests.check_sampling(sampling, len(handle), self.max_len, COOLEST)
     self._fleet.enter()
@@ -320,8 +336,10 @@ class VllmEngine(core.Engine):
     finally:
       handle.busy = False
     return Completion(
-      np.array(call.ids, np.int32), np.array(call.logps, np.float32),
-      call.stop, np.array(call.versions, np.int32),
+      np.array(call.ids, np.int32),
+      np.array(call.logps, np.float32),
+      call.stop,
+      np.array(call.versions, np.int32),
     )
 
   async def _score(self, ids, pinned: Server | None) -> np.ndarray:
@@ -345,8 +363,9 @@ class VllmEngine(core.Engine):
 
   # Requests.
 
-  async def _write(self, call: _Call, pinned: Server | None,
-                   patience: Patience) -> None:
+  async def _write(
+    self, call: _Call, pinned: Server | None, patience: Patience
+  ) -> None:
     """One request's part of a completion."""
     ids = call.tokens()
 
@@ -381,8 +400,12 @@ class VllmEngine(core.Engine):
       server.prefilled += len(ids) - out.cached
 
   async def _ask(
-    self, send: Callable[[Server], Awaitable[Any]], seat: Handle,
-    pinned: Server | None, probe: bool, patience: Patience,
+    self,
+    send: Callable[[Server], Awaitable[Any]],
+    seat: Handle,
+    pinned: Server | None,
+    probe: bool,
+    patience: Patience,
   ) -> Any:
     """What `send(server)` gives, from a server that is up."""
     failures, last = 0, None
@@ -426,8 +449,11 @@ class VllmEngine(core.Engine):
       )
     elements = sum(math.prod(s) for s in found.shapes.values())
     return publication.Publication(
-      found.path.absolute(), found.version, found.manifest,
-      elements * (4 if found.dtype == 'float32' else 2), 0.0,
+      found.path.absolute(),
+      found.version,
+      found.manifest,
+      elements * (4 if found.dtype == 'float32' else 2),
+      0.0,
     )
 
 
@@ -470,12 +496,18 @@ def _start(config, folder: pathlib.Path) -> list[sidecar.Sidecar]:
 
   def start(n: int) -> sidecar.Sidecar:
     return sidecar.start_sidecar(
-      folder / 'serving', log_file=folder / f'vllm_{n}.log',
-      venv=config.venv, dtype=config.dtype,
+      folder / 'serving',
+      log_file=folder / f'vllm_{n}.log',
+      venv=config.venv,
+      dtype=config.dtype,
       max_model_len=config.max_len + 1,  # scoring samples one token
-      max_num_seqs=config.slots, block_size=config.block_size,
-      enable_sleep=config.sleep, start_timeout_s=config.start_seconds,
-      vllm_arg=['--load-format=dummy'], **device_flags, **devices[n],
+      max_num_seqs=config.slots,
+      block_size=config.block_size,
+      enable_sleep=config.sleep,
+      start_timeout_s=config.start_seconds,
+      vllm_arg=['--load-format=dummy'],
+      **device_flags,
+      **devices[n],
     )
 
   with futures.ThreadPoolExecutor(len(devices)) as pool:

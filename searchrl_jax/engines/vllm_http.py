@@ -70,7 +70,8 @@ class Client:
     self._http = httpx.AsyncClient(
       base_url=self.url,
       limits=httpx.Limits(
-        max_connections=most + _SPARE, max_keepalive_connections=None,
+        max_connections=most + _SPARE,
+        max_keepalive_connections=None,
         keepalive_expiry=_KEEPALIVE,
       ),
       trust_env=False,  # never through a proxy
@@ -100,8 +101,13 @@ class Client:
     await self._call('GET', '/health')
 
   async def complete(
-    self, model: str, ids: Sequence[int], sampling: Sampling, max_tokens: int,
-    seed: int, salt: str,
+    self,
+    model: str,
+    ids: Sequence[int],
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int,
+    salt: str,
   ) -> Output:
     """Samples after `ids`. Prefixes are shared among requests of one salt.
 
@@ -135,9 +141,11 @@ class Client:
         str(choice['finish_reason']),
         _cached(usage, self.url),
       )
-    if len(out.ids) != len(out.logps) or (
-      out.end not in ('stop', 'length', 'abort')
-    ) or (out.end == 'length' and len(out.ids) != max_tokens):
+    if (
+      len(out.ids) != len(out.logps)
+      or (out.end not in ('stop', 'length', 'abort'))
+      or (out.end == 'length' and len(out.ids) != max_tokens)
+    ):
       raise self._odd('/v1/completions', choice)
     return out
 
@@ -152,19 +160,25 @@ class Client:
     Raises:
       Down, Restarted, Refused.
     """
-    choice, _ = await self._completion({
-      'model': model, 'prompt': list(ids), 'max_tokens': 1,
-      'temperature': 0.0, 'prompt_logprobs': 0,
-    })
+    choice, _ = await self._completion(
+      {
+        'model': model,
+        'prompt': list(ids),
+        'max_tokens': 1,
+        'temperature': 0.0,
+        'prompt_logprobs': 0,
+      }
+    )
     if choice.get('finish_reason') == 'abort':
       return None
     with self._reading('/v1/completions', choice):
       first, *rest = choice['prompt_logprobs']
       if first is not None or len(rest) != len(ids) - 1:
         raise ValueError('of another length')
-      values = _finite([
-        row[str(i)]['logprob'] for i, row in zip(ids[1:], rest, strict=True)
-      ], self.url)
+      values = _finite(
+        [row[str(i)]['logprob'] for i, row in zip(ids[1:], rest, strict=True)],
+        self.url,
+      )
       return np.array([0.0, *values], np.float32)
 
   async def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -174,7 +188,9 @@ class Client:
       Down, Refused: its message has the worker's error.
     """
     found = await self._call(
-      'POST', '/collective_rpc', {'method': method, 'args': list(args)},
+      'POST',
+      '/collective_rpc',
+      {'method': method, 'args': list(args)},
       timeout=self._slow,
     )
     with self._reading('/collective_rpc', found):
@@ -198,9 +214,7 @@ class Client:
 
   async def set_version(self, name: str) -> None:
     """What `version` gives until somebody sets another, or a restart."""
-    await self._call(
-      'POST', '/update_weight_version', {'new_version': name}
-    )
+    await self._call('POST', '/update_weight_version', {'new_version': name})
 
   async def version(self) -> str:
     """'default' of a server that was just started."""
@@ -237,13 +251,21 @@ class Client:
       )
     return choice, usage
 
-  async def _call(self, method: str, path: str, body: Any = None,
-                  params: Mapping[str, Any] | None = None,
-                  timeout: float | None = None) -> Any:
+  async def _call(
+    self,
+    method: str,
+    path: str,
+    body: Any = None,
+    params: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+  ) -> Any:
     where, timeout = f'{self.url}{path}', timeout or self._timeout
     try:
       answer = await self._http.request(
-        method, path, json=body, params=params,
+        method,
+        path,
+        json=body,
+        params=params,
         timeout=httpx.Timeout(
           timeout, connect=min(timeout, _CONNECT), pool=None
         ),
@@ -316,8 +338,11 @@ def _message(answer: httpx.Response) -> str:
   try:
     found = answer.json()
     found = found.get('error', found)
-    found = found['message'] if isinstance(found, dict) and (
-      'message' in found) else found
+    found = (
+      found['message']
+      if isinstance(found, dict) and ('message' in found)
+      else found
+    )
     return str(found)[:2000]
   except (ValueError, AttributeError):
     return answer.text[:2000]

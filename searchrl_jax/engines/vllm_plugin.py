@@ -33,8 +33,10 @@ from searchrl_jax.models import families
 
 # Parts of vLLM's fused layers: (layer, its n-th part).
 _FUSED = {
-  'q_proj': ('qkv_proj', 0), 'k_proj': ('qkv_proj', 1),
-  'v_proj': ('qkv_proj', 2), 'gate_proj': ('gate_up_proj', 0),
+  'q_proj': ('qkv_proj', 0),
+  'k_proj': ('qkv_proj', 1),
+  'v_proj': ('qkv_proj', 2),
+  'gate_proj': ('gate_up_proj', 0),
   'up_proj': ('gate_up_proj', 1),
 }
 # Elements hashed at once: on CPU they stay in the cache.
@@ -132,7 +134,8 @@ class Worker:
     shapes.setdefault('head', shapes['embed'])
     return {
       name: [
-        _dtype_name(self.model_config.dtype), list(shapes[name]),
+        _dtype_name(self.model_config.dtype),
+        list(shapes[name]),
         *(s & 0xFFFFFFFF for s in total),
       ]
       for name, total in sums.items()
@@ -171,7 +174,8 @@ def _modules(model, found: Published) -> Iterator[tuple[Any, list[Part]]]:
     if type(module).__name__ == 'PPMissingLayer':
       continue  # another pipeline stage has it
     parts = [
-      part for tensor, kind, n in members
+      part
+      for tensor, kind, n in members
       if (part := _part(module, tensor, kind, n)) is not None
     ]
     if parts:
@@ -266,12 +270,13 @@ def _sums(block, part: Part, first: int) -> tuple[int, int]:
   wide = max(1, size // step)
   for c in range(0, columns, step):
     n = min(step, columns - c)
-    column_index = _steps(n, part.column_step, start + c * part.column_step,
-                          device)
+    column_index = _steps(
+      n, part.column_step, start + c * part.column_step, device
+    )
     for r in range(0, rows, wide):
-      bits = _bits(block[c:c + n, r:r + wide])
+      bits = _bits(block[c : c + n, r : r + wide])
       h = bits + column_index[:, None]
-      h += row_index[r:r + wide]
+      h += row_index[r : r + wide]
       scratch = torch.empty_like(h)
       low_sum = low_sum + _mix(h, scratch).sum(dtype=torch.int64)
       h ^= bits
@@ -306,7 +311,9 @@ def _mix(h, scratch):
 
   # A shift of int32 carries the sign along, which the masks take away.
   for shift, mask, factor in (
-    (16, 0xFFFF, 0x85EBCA6B), (13, 0x7FFFF, 0xC2B2AE35), (16, 0xFFFF, None),
+    (16, 0xFFFF, 0x85EBCA6B),
+    (13, 0x7FFFF, 0xC2B2AE35),
+    (16, 0xFFFF, None),
   ):
     torch.bitwise_right_shift(h, shift, out=scratch)
     scratch &= mask
@@ -333,8 +340,11 @@ def _tied(model) -> bool:
   """Whether the served model's head is its embedding."""
   head = getattr(model, 'lm_head', None)
   embed = getattr(model.model, 'embed_tokens', None)
-  return head is not None and embed is not None and (
-    getattr(head, 'weight', None) is getattr(embed, 'weight', 0))
+  return (
+    head is not None
+    and embed is not None
+    and (getattr(head, 'weight', None) is getattr(embed, 'weight', 0))
+  )
 
 
 def _restore(model, model_config) -> None:
@@ -350,7 +360,8 @@ def _check(found: Published, config) -> None:
   wanted = {**found.config, 'dtype': found.dtype}
   differ = [
     f'{k} is {wanted[k]!r} published, {served[k]!r} served'
-    for k in served if wanted[k] != served[k] and k != 'tied'
+    for k in served
+    if wanted[k] != served[k] and k != 'tied'
   ]
   if served['tied'] and not wanted['tied']:
     differ.append('tied is False published, True served')

@@ -10,7 +10,11 @@ first. One that does not come back, or dies while it is loaded, stops the run.
 
 import asyncio
 from collections.abc import (
-  AsyncIterator, Awaitable, Callable, Mapping, Sequence,
+  AsyncIterator,
+  Awaitable,
+  Callable,
+  Mapping,
+  Sequence,
 )
 import contextlib
 import logging
@@ -18,12 +22,15 @@ import time
 from typing import Any
 import uuid
 
-from searchrl_jax.engines import checksum
-from searchrl_jax.engines import sidecar
+from searchrl_jax.engines import checksum, sidecar
 from searchrl_jax.engines.core import EngineError, SyncError
 from searchrl_jax.engines.requests import AHEAD, Handle, Patience
 from searchrl_jax.engines.vllm_http import (
-  Client, Down, Model, Refused, Restarted,
+  Client,
+  Down,
+  Model,
+  Refused,
+  Restarted,
 )
 from searchrl_jax.publication import Publication
 
@@ -80,8 +87,9 @@ class Fleet:
     config: config.engine.
   """
 
-  def __init__(self, servers: Sequence[Server], model: Mapping[str, Any],
-               tokenizer, config):
+  def __init__(
+    self, servers: Sequence[Server], model: Mapping[str, Any], tokenizer, config
+  ):
     self.servers = servers
     self.holds: set[str] = set()  # 'sync', 'rest': why calls wait
     self.current: Publication | None = None  # of the last sync
@@ -118,8 +126,9 @@ class Fleet:
 
   # Who may be asked.
 
-  async def take(self, seat: Handle, pinned: Server | None, probe: bool,
-                 patience: Patience) -> Server:
+  async def take(
+    self, seat: Handle, pinned: Server | None, probe: bool, patience: Patience
+  ) -> Server:
     """The server to ask: that of the prefix, else the least loaded one.
 
     Waits while all are held (unless `probe`), and for one that is up.
@@ -152,8 +161,9 @@ class Fleet:
         await asyncio.wait_for(self._event.wait(), patience.left())
 
   @contextlib.asynccontextmanager
-  async def place(self, server: Server, probe: bool,
-                  patience: Patience) -> AsyncIterator[bool]:
+  async def place(
+    self, server: Server, probe: bool, patience: Patience
+  ) -> AsyncIterator[bool]:
     """A place among the requests of a server: those wait here, in turn, that
     would wait there, where a request's time runs. Probes pass by.
 
@@ -185,8 +195,9 @@ class Fleet:
   def suspect(self, server: Server, why: Exception) -> None:
     """It failed: it is looked at before it is asked again."""
     if server.ready:
-      _log.warning('%s is not asked until it is well again: %s', server.url,
-                   why)
+      _log.warning(
+        '%s is not asked until it is well again: %s', server.url, why
+      )
     server.ready, server.trouble = False, str(why)
     self._bring_back(server)
 
@@ -307,8 +318,9 @@ class Fleet:
     for server in self.servers:  # one may have ended before it began
       server.coming = None
 
-  async def _bring(self, server: Server,
-                   target: Publication | None) -> dict[str, str]:
+  async def _bring(
+    self, server: Server, target: Publication | None
+  ) -> dict[str, str]:
     """Waits until a server is there and has it hold `target`, checked.
 
     Returns the checksums of what it holds; {} if there was nothing to load:
@@ -383,9 +395,7 @@ class Fleet:
       await http.resume()
       found = checksum.combine(await http.rpc('searchrl_checksums'))
     except (Refused, ValueError) as e:
-      raise SyncError(
-        f'{server.url}: {what} could not be loaded: {e}'
-      ) from e
+      raise SyncError(f'{server.url}: {what} could not be loaded: {e}') from e
     wanted = target.manifest
     wrong = [
       f'{name}: published {wanted.get(name, "absent")}, it holds '
@@ -450,7 +460,7 @@ class Fleet:
       at = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
       raise EngineError(
         f'{server.url}: serves another tokenizer: what reads '
-        f'{ours[at:at + 20]!r} here reads {theirs[at:at + 20]!r} there; '
+        f'{ours[at : at + 20]!r} here reads {theirs[at : at + 20]!r} there; '
         f'{_MEND}'
       )
 

@@ -7,14 +7,14 @@ have no scores and are counted apart.
 
 import asyncio
 import collections
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from ml_collections import ConfigDict
+import numpy as np
 
 from searchrl_jax import equivalence, metrics, records, rollout
 from searchrl_jax.engines.core import Engine
@@ -22,12 +22,7 @@ from searchrl_jax.env import SearchEnv
 from searchrl_jax.rewards import answer as rewards
 from searchrl_jax.rewards import judge as judging
 from searchrl_jax.sources.core import Source
-from searchrl_jax.types import (
-  Group,
-  Question,
-  SearchResult,
-  Trajectory,
-)
+from searchrl_jax.types import Group, Question, SearchResult, Trajectory
 from searchrl_jax.writer import Writer
 
 NAN = math.nan
@@ -94,10 +89,14 @@ def score(
     asked[trajectory.question.id].append(i)
   votes = {}
   for at in asked.values():
-    votes |= zip(at, equivalence.keys(
-      [answers[i] for i in at], match,
-      trajectories[at[0]].question.meta.get('synonyms', ()),
-    ))
+    votes |= zip(
+      at,
+      equivalence.keys(
+        [answers[i] for i in at],
+        match,
+        trajectories[at[0]].question.meta.get('synonyms', ()),
+      ),
+    )
   return [
     _row(trajectory, env, set, match, answers[i], votes[i])
     for i, trajectory in enumerate(trajectories)
@@ -165,7 +164,8 @@ def certainties(
     scorer: `scoring.Scorer`, at the temperature that sampled.
   """
   good = [
-    i for i, t in enumerate(trajectories)
+    i
+    for i, t in enumerate(trajectories)
     if not t.failed and any(s.author == 'policy' for s in t.segments)
   ]
   out = [NAN] * len(trajectories)
@@ -173,10 +173,12 @@ def certainties(
     np.concatenate([s.ids for s in trajectories[i].segments]) for i in good
   ]
   for i, stats in zip(good, scorer(rows), strict=True):
-    own = np.concatenate([
-      np.full(len(s.ids), s.author == 'policy')
-      for s in trajectories[i].segments
-    ])
+    own = np.concatenate(
+      [
+        np.full(len(s.ids), s.author == 'policy')
+        for s in trajectories[i].segments
+      ]
+    )
     if own.any():
       out[i] = float(stats.certainty[own].mean())
   return out
@@ -190,7 +192,8 @@ async def judged(
   NaN for a question without golden answers, too.
   """
   known = [
-    i for i, t in enumerate(trajectories)
+    i
+    for i, t in enumerate(trajectories)
     if any(a.strip() for a in t.question.answers)
   ]
   grades, _ = await judging.grade(
@@ -325,9 +328,7 @@ class Evaluator:
     if self._scorer is not None:
       more['certainty'] = certainties(flat, self._scorer)
     if self._judge is not None:
-      more['judged'] = self._run_coroutine(
-        judged(flat, self._env, self._judge)
-      )
+      more['judged'] = self._run_coroutine(judged(flat, self._env, self._judge))
     for name, values in more.items():
       rows = [
         dataclasses.replace(row, **{name: value})
@@ -340,24 +341,15 @@ class Evaluator:
       value
       for label, part in sliced.items()
       for value in summary(
-        part,
-        label,
-        resamples=self._config.bootstrap,
-        seed=self._config.seed,
+        part, label, resamples=self._config.bootstrap, seed=self._config.seed
       )
     ]
-    return Evaluation(
-      result.groups, rows, sliced, values, result.stats.seconds
-    )
+    return Evaluation(result.groups, rows, sliced, values, result.stats.seconds)
 
   def _keep(self, step: int, groups: Sequence[Group]) -> None:
     self._writer.trajectories(step, groups, name=self._name)
     manifest = {
-      label: {
-        'n': len(ids),
-        'sha256': digest(ids),
-        'ids': ids,
-      }
+      label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
       for label, ids in self.ids.items()
     }
     records.write_json(
@@ -418,9 +410,7 @@ def summary(
   yield f'{label}/failed', float(sum(row.failed for row in rows))
 
 
-def by_question(
-  rows: Sequence[Row], name: str
-) -> dict[tuple[str, str], float]:
+def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
   """{(set, question id): mean over its samples}, sorted, NaN left out.
 
   The values of two evaluations of the same questions can be paired
@@ -434,9 +424,7 @@ def by_question(
   return {key: _mean(parts[key]) for key in sorted(parts)}
 
 
-def named(
-  name: str, interval: metrics.Interval
-) -> Iterator[tuple[str, float]]:
+def named(name: str, interval: metrics.Interval) -> Iterator[tuple[str, float]]:
   """The mean under `name`, the rest below it."""
   yield name, interval.mean
   yield f'{name}/low', interval.low

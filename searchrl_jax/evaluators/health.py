@@ -1,8 +1,8 @@
 """Signs of collapse, of the trajectories of a training step."""
 
+from collections.abc import Sequence
 import math
 import statistics
-from collections.abc import Sequence
 
 import numpy as np
 

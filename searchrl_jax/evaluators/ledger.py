@@ -1,17 +1,17 @@
 """What an evaluation leaves on disk, so that another can be held against it.
 
-  manifest.json  which questions, on which corpus, sampled how, by what
-  rows.jsonl     one line a trajectory: its scores (`answer.Row`), and which
-                 `evaluation` they are of ('eval', a control)
+manifest.json  which questions, on which corpus, sampled how, by what
+rows.jsonl     one line a trajectory: its scores (`answer.Row`), and which
+               `evaluation` they are of ('eval', a control)
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -49,8 +49,7 @@ def manifest(
     'sets': {name: _frozen(qs) for name, qs in sorted(sets.items())},
     'corpus': identity.pop('corpus', None),
     'sampling': {
-      k: config.eval[k]
-      for k in ('n', 'temperature', 'top_p', 'seed', 'match')
+      k: config.eval[k] for k in ('n', 'temperature', 'top_p', 'seed', 'match')
     },
     'index': identity or None,
     'k': config.source.k,
@@ -136,8 +135,10 @@ def check_corpus(
   wanted, served = manifest['corpus'], identity.get('corpus')
   if wanted is None or served is None:
     _log.warning(
-      '%s is of the corpus %s and the server says %s: not compared', path,
-      wanted, served,
+      '%s is of the corpus %s and the server says %s: not compared',
+      path,
+      wanted,
+      served,
     )
   elif wanted != records.plain(served):
     raise DataError(
@@ -179,11 +180,15 @@ def _costs(trajectories: Group) -> dict[str, float]:
 def write_rows(
   folder: pathlib.Path, evaluations: Mapping[str, answer.Evaluation]
 ) -> None:
-  records.write_text(folder / ROWS, ''.join(
-    json.dumps(records.plain({'evaluation': name} | dataclasses.asdict(row)))
-    + '\n'
-    for name, evaluation in evaluations.items() for row in evaluation.rows
-  ))
+  records.write_text(
+    folder / ROWS,
+    ''.join(
+      json.dumps(records.plain({'evaluation': name} | dataclasses.asdict(row)))
+      + '\n'
+      for name, evaluation in evaluations.items()
+      for row in evaluation.rows
+    ),
+  )
 
 
 def read_rows(

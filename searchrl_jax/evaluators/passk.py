@@ -7,14 +7,13 @@ whose other form, votes weighted by its rank, is not here). All are means over
 questions with a bootstrap interval over questions.
 """
 
-import math
 from collections.abc import Iterator, Sequence
+import math
 
 from ml_collections import ConfigDict
 
 from searchrl_jax import equivalence, lookup, metrics
 from searchrl_jax.evaluators import answer
-
 
 BEST_OF = ('', 'certainty')
 
@@ -32,7 +31,10 @@ def check(config: ConfigDict, training: bool = False) -> None:
   """
   e = config.eval
   for field, least in (
-    ('n', 1), ('bootstrap', 1), ('questions', 0), ('temperature', 0),
+    ('n', 1),
+    ('bootstrap', 1),
+    ('questions', 0),
+    ('temperature', 0),
   ):
     lookup.require(
       e[field] >= least,
@@ -63,7 +65,7 @@ def check(config: ConfigDict, training: bool = False) -> None:
     )
     lookup.require(
       not training,
-      f"{drawn[-1]}, which `evaluate` can do and a training run cannot; "
+      f'{drawn[-1]}, which `evaluate` can do and a training run cannot; '
       "leave it '' here and give it to `evaluate --workdir=RUN`",
     )
   lookup.require(

@@ -10,8 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from searchrl_jax import logps
-from searchrl_jax import sharding
+from searchrl_jax import logps, sharding
 from searchrl_jax.models import decoder
 
 
@@ -23,16 +22,19 @@ def config(cfg: decoder.DecoderConfig) -> decoder.DecoderConfig:
 def param_table(cfg: decoder.DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
   """`decoder.param_table` of a critic."""
   return decoder.param_table(cfg) | {
-    'value': ((cfg.d_model,), ('norm',)), 'value_bias': ((1,), ('norm',)),
+    'value': ((cfg.d_model,), ('norm',)),
+    'value_bias': ((1,), ('norm',)),
   }
 
 
 def param_shardings(cfg: decoder.DecoderConfig, mesh) -> dict:
   """The NamedSharding of every parameter, nested as the parameters are."""
-  return decoder.nest({
-    path: sharding.named(mesh, axes, shape)
-    for path, (shape, axes) in param_table(cfg).items()
-  })
+  return decoder.nest(
+    {
+      path: sharding.named(mesh, axes, shape)
+      for path, (shape, axes) in param_table(cfg).items()
+    }
+  )
 
 
 def init(params: dict, cfg: decoder.DecoderConfig) -> dict:

@@ -9,10 +9,10 @@ that training scans over them); `Decoder` is the NNX module that owns them.
 the `attend` function that they hand to it (full causal, or through a cache).
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 from flax import nnx
 import jax
@@ -54,8 +54,7 @@ class DecoderConfig:
   def __post_init__(self):
     lookup.require(
       self.n_heads % self.n_kv_heads == 0,
-      f'n_heads={self.n_heads} is no multiple of '
-      f'n_kv_heads={self.n_kv_heads}',
+      f'n_heads={self.n_heads} is no multiple of n_kv_heads={self.n_kv_heads}',
     )
     lookup.require(
       self.head_dim % 2 == 0, f'head_dim={self.head_dim} must be even for RoPE'
@@ -137,15 +136,21 @@ def flatten(tree: dict, prefix: str = '') -> dict:
 
 def param_shardings(cfg: DecoderConfig, mesh) -> dict:
   """The NamedSharding of every parameter, nested as the parameters are."""
-  return nest({
-    path: sharding.named(mesh, axes, shape)
-    for path, (shape, axes) in param_table(cfg).items()
-  })
+  return nest(
+    {
+      path: sharding.named(mesh, axes, shape)
+      for path, (shape, axes) in param_table(cfg).items()
+    }
+  )
 
 
 def init_params(
-  cfg: DecoderConfig, key, *, scale: float = 0.02,
-  embed_scale: float | None = None, dtype=jnp.float32,
+  cfg: DecoderConfig,
+  key,
+  *,
+  scale: float = 0.02,
+  embed_scale: float | None = None,
+  dtype=jnp.float32,
 ) -> dict:
   """Fresh parameters: normal(scale), norms 1, biases 0.
 
@@ -235,8 +240,9 @@ def dense(x, w, contract: int = 1):
   return y.reshape(*x.shape[:2], *w.shape[contract:])
 
 
-def block(p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable,
-          mesh=None):
+def block(
+  p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None
+):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
 
   attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; what
@@ -279,8 +285,13 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
   if impl == 'cudnn':
     lengths = jnp.maximum(lengths, 1)  # an empty row would be 0 / 0
     return jax.nn.dot_product_attention(
-      q, k, v, is_causal=True, implementation='cudnn',
-      query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+      q,
+      k,
+      v,
+      is_causal=True,
+      implementation='cudnn',
+      query_seq_lengths=lengths,
+      key_value_seq_lengths=lengths,
     )
   # Padding is on the right, so causality alone hides it from real queries.
   B, T, N, H = q.shape
@@ -291,8 +302,9 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
   # CPU (forward 5 times, with its gradient 2.4 times as fast as all at once).
   step = max(64, -(-T // 8))
   out = [
-    _attend_block(q[:, :, :, i:i + step], k[:, :, :i + step],
-                  v[:, :, :i + step], i)
+    _attend_block(
+      q[:, :, :, i : i + step], k[:, :, : i + step], v[:, :, : i + step], i
+    )
     for i in range(0, T, step)
   ]
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
@@ -332,14 +344,17 @@ def _attend_block(q, k, v, start: int):
   w = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
   total = w.sum(-1, keepdims=True)
   o = jnp.einsum(
-    'BKMS,BKSH->BKMH', w.astype(v.dtype).reshape(B, K, G * T, S), v,
+    'BKMS,BKSH->BKMH',
+    w.astype(v.dtype).reshape(B, K, G * T, S),
+    v,
     preferred_element_type=jnp.float32,
   ).reshape(B, K, G, T, H)
   return (o / total).astype(v.dtype)
 
 
-def hidden_states(params: dict, cfg: DecoderConfig, ids, lengths=None,
-                  mesh=None):
+def hidden_states(
+  params: dict, cfg: DecoderConfig, ids, lengths=None, mesh=None
+):
   """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
 
   lengths int32 [B] (None: all T). The head is applied elsewhere, on the
@@ -359,9 +374,7 @@ def hidden_states(params: dict, cfg: DecoderConfig, ids, lengths=None,
     return block(p, cfg, x, cos, sin, attend, mesh), None
 
   if cfg.remat != 'none':
-    layer = jax.checkpoint(
-      layer, policy=REMAT[cfg.remat], prevent_cse=False
-    )
+    layer = jax.checkpoint(layer, policy=REMAT[cfg.remat], prevent_cse=False)
   x, _ = jax.lax.scan(layer, x, params['layers'], unroll=cfg.scan_unroll)
   return rms_norm(x, params['final_norm'], cfg.norm_eps)
 
@@ -382,8 +395,14 @@ def logits(params: dict, cfg: DecoderConfig, hidden):
 class Decoder(nnx.Module):
   """The NNX module: owns the parameters, `model(ids)` gives logits."""
 
-  def __init__(self, cfg: DecoderConfig, params: dict | None = None, *,
-               rngs: nnx.Rngs | None = None, **init_kw):
+  def __init__(
+    self,
+    cfg: DecoderConfig,
+    params: dict | None = None,
+    *,
+    rngs: nnx.Rngs | None = None,
+    **init_kw,
+  ):
     """Wraps `params` (nothing is copied), or draws fresh ones from `rngs`."""
     if params is None:
       params = init_params(cfg, rngs.params(), **init_kw)
@@ -402,5 +421,6 @@ class Decoder(nnx.Module):
   def __call__(self, ids, lengths=None):
     """float32 logits [B, T, V] of right-padded ids int32 [B, T]."""
     params = self.params()
-    return logits(params, self.cfg, hidden_states(params, self.cfg, ids,
-                                                  lengths))
+    return logits(
+      params, self.cfg, hidden_states(params, self.cfg, ids, lengths)
+    )

@@ -10,10 +10,10 @@ A field that changes the computation and that the decoder lacks is refused by
 name; a field that does not (dropout, initialisation) is left alone.
 """
 
+from collections.abc import Iterator, Mapping
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from searchrl_jax import lookup
@@ -37,8 +37,18 @@ FAMILIES = {
 
 # What `parse_config` states: the architecture, not how it is run.
 FIELDS = (
-  'vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim',
-  'd_ff', 'rope_theta', 'rope_scaling', 'norm_eps', 'qkv_bias', 'qk_norm',
+  'vocab_size',
+  'd_model',
+  'n_layers',
+  'n_heads',
+  'n_kv_heads',
+  'head_dim',
+  'd_ff',
+  'rope_theta',
+  'rope_scaling',
+  'norm_eps',
+  'qkv_bias',
+  'qk_norm',
   'tied',
 )
 
@@ -104,8 +114,12 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def format_config(fields: Mapping[str, Any], *, dtype: str = 'float32',
-                  like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def format_config(
+  fields: Mapping[str, Any],
+  *,
+  dtype: str = 'float32',
+  like: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
   """The inverse: a config.json that transformers and vLLM load.
 
   Args:
@@ -118,9 +132,7 @@ def format_config(fields: Mapping[str, Any], *, dtype: str = 'float32',
     ValueError: no family has these flags.
   """
   flags = (fields['qkv_bias'], fields['qk_norm'])
-  names = [
-    n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm) == flags
-  ]
+  names = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm) == flags]
   if not names:
     raise ValueError(
       f'no Hugging Face family has qkv_bias={flags[0]} and '
@@ -143,10 +155,14 @@ def format_config(fields: Mapping[str, Any], *, dtype: str = 'float32',
       'rope_type': 'llama3',
       'original_max_position_embeddings': scaling['original_max_position'],
     }
-  out = {'max_position_embeddings': 32768, 'bos_token_id': None,
-         'eos_token_id': None}
+  out = {
+    'max_position_embeddings': 32768,
+    'bos_token_id': None,
+    'eos_token_id': None,
+  }
   out |= {
-    k: v for k, v in (like or {}).items()
+    k: v
+    for k, v in (like or {}).items()
     if k not in ('dtype', 'layer_types', 'transformers_version', 'auto_map')
   }
   out |= {
@@ -374,9 +390,8 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
     known |= {*_LLAMA3, 'original_max_position_embeddings'}
   for name, value in rope.items():
     lookup.require(
-      name in known and (
-        name != 'partial_rotary_factor' or value in (None, 1, 1.0)
-      ),
+      name in known
+      and (name != 'partial_rotary_factor' or value in (None, 1, 1.0)),
       f'config.json: {field}.{name}={value!r} is not supported with '
       f'rope_type {kind!r}',
     )
@@ -392,8 +407,7 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   for name, value in scaling.items():
     lookup.require(
       isinstance(value, (int, float)) and value > 0,
-      f'config.json: {field}.{name}={value!r}; llama3 needs a positive '
-      'number',
+      f'config.json: {field}.{name}={value!r}; llama3 needs a positive number',
     )
   scaling = {k: float(v) for k, v in scaling.items()}
   scaling['original_max_position'] = int(original)

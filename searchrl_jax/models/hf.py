@@ -21,17 +21,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from searchrl_jax.models import decoder
-from searchrl_jax.models import families
-from searchrl_jax.models import safetensors
+from searchrl_jax.models import decoder, families, safetensors
 
 _ROWS = 32  # of a file's tensor, transposed at once
 _COMPARE_BYTES = 1 << 23  # compared at once
 _BLOCK_BYTES = 1 << 26  # exported at once
 _TOKENIZER_FILES = (
-  'tokenizer.json', 'tokenizer_config.json', 'tokenizer.model', 'vocab.json',
-  'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
-  'chat_template.jinja', 'chat_template.json', 'generation_config.json',
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'tokenizer.model',
+  'vocab.json',
+  'merges.txt',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'chat_template.jinja',
+  'chat_template.json',
+  'generation_config.json',
 )
 
 
@@ -85,12 +90,14 @@ def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
   )
 
 
-def _check_config(path, found: decoder.DecoderConfig,
-                  cfg: decoder.DecoderConfig):
+def _check_config(
+  path, found: decoder.DecoderConfig, cfg: decoder.DecoderConfig
+):
   """Raises ValueError if `cfg` describes another model than config.json."""
   differ = [
     f'{name}={getattr(found, name)!r} there, {getattr(cfg, name)!r} here'
-    for name in families.FIELDS if getattr(found, name) != getattr(cfg, name)
+    for name in families.FIELDS
+    if getattr(found, name) != getattr(cfg, name)
   ]
   if differ:
     raise ValueError(f'{path} holds another model: {"; ".join(differ)}')
@@ -134,7 +141,7 @@ def _check_tied_head(head: safetensors.Stored, embed: safetensors.Stored):
     a, b = head.open(), embed.open()
     rows = max(1, _COMPARE_BYTES // max(1, a[0].nbytes))
     same = all(
-      a[i:i + rows].tobytes() == b[i:i + rows].tobytes()
+      a[i : i + rows].tobytes() == b[i : i + rows].tobytes()
       for i in range(0, len(a), rows)
     )
   if not same:
@@ -144,8 +151,9 @@ def _check_tied_head(head: safetensors.Stored, embed: safetensors.Stored):
     )
 
 
-def _copy(dst: np.ndarray, tensor: families.Tensor,
-          stored: safetensors.Stored, index):
+def _copy(
+  dst: np.ndarray, tensor: families.Tensor, stored: safetensors.Stored, index
+):
   """dst[...] = the tensor's part at `index` of our layout, cast."""
   src = tensor.to_ours(stored.open())[index]
   if not tensor.n_in:
@@ -154,7 +162,7 @@ def _copy(dst: np.ndarray, tensor: families.Tensor,
   # A transposition in one go misses the cache at every element; a few of the
   # file's rows at a time are 3 to 10 times as fast.
   axis = tensor.row_axis
-  step = max(1, _ROWS // math.prod(src.shape[axis + 1:]))
+  step = max(1, _ROWS // math.prod(src.shape[axis + 1 :]))
   for i in range(0, src.shape[axis], step):
     part = (slice(None),) * axis + (slice(i, i + step),)
     np.copyto(dst[part], src[part], casting='unsafe')
@@ -172,8 +180,9 @@ def _read_shard(stored, tensors, index, shape, dtype) -> np.ndarray:
   return out
 
 
-def load(path, mesh=None, dtype=jnp.float32,
-         cfg: decoder.DecoderConfig | None = None):
+def load(
+  path, mesh=None, dtype=jnp.float32, cfg: decoder.DecoderConfig | None = None
+):
   """(DecoderConfig, params) of a Hugging Face checkpoint folder.
 
   Everything is checked before anything is allocated. Host memory beyond the
@@ -219,24 +228,29 @@ def _place(read, shape, sharding):
     host = read((slice(None),) * len(shape))
     return jax.block_until_ready(jax.device_put(host, may_alias=False))
   groups: dict[tuple, list] = {}
-  for device, index in sharding.addressable_devices_indices_map(
-    shape
-  ).items():
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
     key = tuple(s.indices(n) for s, n in zip(index, shape))
     groups.setdefault(key, []).append((device, index))
   arrays = []
   for members in groups.values():
     host = read(members[0][1])
-    arrays += jax.block_until_ready([
-      jax.device_put(host, device, may_alias=False) for device, _ in members
-    ])
+    arrays += jax.block_until_ready(
+      [jax.device_put(host, device, may_alias=False) for device, _ in members]
+    )
     del host
   return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def save(path, cfg: decoder.DecoderConfig, params: dict, tokenizer_dir=None,
-         max_shard_bytes: float = 5e9, dtype='float32',
-         like: Mapping[str, Any] | None = None, overwrite: bool = False):
+def save(
+  path,
+  cfg: decoder.DecoderConfig,
+  params: dict,
+  tokenizer_dir=None,
+  max_shard_bytes: float = 5e9,
+  dtype='float32',
+  like: Mapping[str, Any] | None = None,
+  overwrite: bool = False,
+):
   """Writes a checkpoint that transformers and vLLM load.
 
   The folder appears whole or not at all: it is written beside `path` and
@@ -278,9 +292,11 @@ def save(path, cfg: decoder.DecoderConfig, params: dict, tokenizer_dir=None,
   path.parent.mkdir(parents=True, exist_ok=True)
   with _whole_folder(path) as tmp:
     safetensors.write_folder(
-      tmp, {name: t.shape for name, t in tensors.items()},
+      tmp,
+      {name: t.shape for name, t in tensors.items()},
       lambda name: _blocks(flat[tensors[name].path], tensors[name]),
-      dtype, max_shard_bytes,
+      dtype,
+      max_shard_bytes,
     )
     if tokenizer_dir is not None:
       for name in _TOKENIZER_FILES:
@@ -309,7 +325,8 @@ def _whole_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   except OSError as e:
     hint = (
       '; free some space and try again'
-      if e.errno in (errno.ENOSPC, errno.EDQUOT) else ''
+      if e.errno in (errno.ENOSPC, errno.EDQUOT)
+      else ''
     )
     raise OSError(
       e.errno, f'writing {path} failed: {e}{hint}; what stood there stands'
@@ -366,9 +383,7 @@ def _shards(array, tensor: families.Tensor):
       (s.index, s.data) for s in array.addressable_shards if not s.replica_id
     ]
   for index, data in pieces:
-    index = tuple(
-      slice(*i.indices(n)) for i, n in zip(index, array.shape)
-    )
+    index = tuple(slice(*i.indices(n)) for i, n in zip(index, array.shape))
     if not stacked:
       yield index, None, data
     elif index[0].start <= tensor.layer < index[0].stop:

@@ -131,9 +131,13 @@ def read_folder(path) -> dict[str, Stored]:
   return out
 
 
-def write_folder(path, shapes: Mapping[str, tuple[int, ...]],
-                 blocks: Callable[[str], Iterable[np.ndarray]],
-                 dtype: np.dtype, max_shard_bytes: float):
+def write_folder(
+  path,
+  shapes: Mapping[str, tuple[int, ...]],
+  blocks: Callable[[str], Iterable[np.ndarray]],
+  dtype: np.dtype,
+  max_shard_bytes: float,
+):
   """Writes one file, or shards with an index, block by block.
 
   Args:
@@ -161,12 +165,15 @@ def write_folder(path, shapes: Mapping[str, tuple[int, ...]],
   for file, names in zip(files, shards):
     _write_file(path / file, {n: shapes[n] for n in names}, blocks, dtype)
   if len(shards) > 1:
-    write_json(path / INDEX, {
-      'metadata': {'total_size': total},
-      'weight_map': {
-        name: file for file, names in zip(files, shards) for name in names
+    write_json(
+      path / INDEX,
+      {
+        'metadata': {'total_size': total},
+        'weight_map': {
+          name: file for file, names in zip(files, shards) for name in names
+        },
       },
-    })
+    )
 
 
 def _write_file(file: pathlib.Path, shapes, blocks, dtype: np.dtype):
@@ -175,7 +182,9 @@ def _write_file(file: pathlib.Path, shapes, blocks, dtype: np.dtype):
   for name, shape in shapes.items():
     begin, end = end, end + math.prod(shape) * dtype.itemsize
     header[name] = {
-      'dtype': NAMES[dtype], 'shape': shape, 'data_offsets': [begin, end],
+      'dtype': NAMES[dtype],
+      'shape': shape,
+      'data_offsets': [begin, end],
     }
   raw = json.dumps(header).encode()
   raw += b' ' * (-len(raw) % 8)  # aligns the data

@@ -19,11 +19,7 @@ from collections.abc import Callable, Sequence
 from searchrl_jax import metrics
 from searchrl_jax.env import SearchEnv
 from searchrl_jax.parser import Block
-from searchrl_jax.rewards.core import (
-  RewardContext,
-  RewardError,
-  per_trajectory,
-)
+from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 

@@ -13,13 +13,13 @@ value goes to its last trained segment or token, a segment's to its last token.
 The sum over a trajectory is the same at every place.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
+import numpy as np
 
 from searchrl_jax import lookup
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
@@ -105,7 +105,8 @@ def check(
     lookup.require(
       not getattr(function, 'needs_judge', False) or judge,
       f'config.reward.{name} asks a judge, and config.judge.url is empty: '
-      'give the URL of an OpenAI-compatible server', RewardError,
+      'give the URL of an OpenAI-compatible server',
+      RewardError,
     )
   names = [name for name, fn, _, _ in terms if _needs_answers(fn)]
   if names:
@@ -193,7 +194,9 @@ def join(first: Rewards, second: Rewards) -> Rewards:
 
   return Rewards(
     np.array(value, np.float32) if first.at == 'trajectory' else value,
-    np.concatenate([first.valid, second.valid]), first.at, {
+    np.concatenate([first.valid, second.valid]),
+    first.at,
+    {
       name: np.concatenate([part(first, name), part(second, name)])
       for name in {**first.parts, **second.parts}
     },
@@ -204,8 +207,9 @@ def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   """[(name, function, weight, its own fields)]."""
   lookup.require(
     config,
-    "config.reward is empty; give it a function, as in config.reward.em = "
-    "dict(fn='answer.em', weight=1.0)", RewardError,
+    'config.reward is empty; give it a function, as in config.reward.em = '
+    "dict(fn='answer.em', weight=1.0)",
+    RewardError,
   )
   return [(name, *_term(name, config[name])) for name in sorted(config)]
 
@@ -220,11 +224,13 @@ def _term(name: str, entry: ConfigDict) -> tuple[Callable, float, dict]:
   weight = fields.pop('weight')
   lookup.require(
     not isinstance(weight, bool) and isinstance(weight, (int, float)),
-    f'{where}.weight={weight!r} is not a number', RewardError,
+    f'{where}.weight={weight!r} is not a number',
+    RewardError,
   )
   lookup.require(
     math.isfinite(weight),
-    f'{where}.weight={weight!r} is not finite', RewardError,
+    f'{where}.weight={weight!r} is not finite',
+    RewardError,
   )
   try:
     function = lookup.function(_PACKAGE, fields.pop('fn'))
@@ -243,7 +249,8 @@ def _require_answers(name: str, question: Question) -> None:
     any(answer.strip() for answer in question.answers),
     f'question {question.id!r} has no golden answers, and '
     f'config.reward.{name} needs them; leave such questions out, or use a '
-    'reward without answers', RewardError,
+    'reward without answers',
+    RewardError,
   )
 
 

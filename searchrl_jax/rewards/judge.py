@@ -12,8 +12,8 @@ answer: that is wrong, and counted as `unusable`.
 """
 
 import asyncio
-import json
 from collections.abc import Iterable, Mapping, Sequence
+import json
 
 from ml_collections import ConfigDict
 import numpy as np
@@ -70,9 +70,7 @@ class Judge:
     """
     self._chat, self._most = Chat(config), config.max_failed
     if not 0 <= self._most <= 1:
-      raise ValueError(
-        f'config.judge.max_failed={self._most}: a share in 0..1'
-      )
+      raise ValueError(f'config.judge.max_failed={self._most}: a share in 0..1')
     self._known: dict[Item, bool] = {}
 
   async def verdicts(
@@ -88,9 +86,9 @@ class Judge:
     """
     items = [(q, tuple(golds), a[:MOST]) for q, golds, a in items]
     new = list(dict.fromkeys(i for i in items if i not in self._known))
-    found = dict(zip(
-      new, await asyncio.gather(*map(self._ask, new)), strict=True
-    ))
+    found = dict(
+      zip(new, await asyncio.gather(*map(self._ask, new)), strict=True)
+    )
     out = [found.get(i, self._known.get(i)) for i in items]
     for item, value in found.items():
       if isinstance(value, bool):
@@ -120,14 +118,18 @@ class Judge:
 
   async def _ask(self, item: Item) -> bool | ChatError:
     question, golds, answer = item
-    asked = payload({
-      'question': question, 'golden_answers': golds, 'answer': answer,
-    })
+    asked = payload(
+      {'question': question, 'golden_answers': golds, 'answer': answer}
+    )
     try:
       reply = await self._chat.reply(
-        [{'role': 'system', 'content': SYSTEM},
-         {'role': 'user', 'content': asked}],
-        max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA,
+        [
+          {'role': 'system', 'content': SYSTEM},
+          {'role': 'user', 'content': asked},
+        ],
+        max_tokens=_TOKENS,
+        temperature=0.0,
+        schema=SCHEMA,
       )
       return read(reply)
     except ChatError as e:
@@ -148,15 +150,18 @@ def read(reply: str) -> bool:
   else:
     word = found.get('verdict') if isinstance(found, dict) else found
   # A list or a number is no verdict either, and no key of a dict.
-  verdict = VERDICTS.get(word.strip('. ').lower()) if (
-    isinstance(word, str)) else None
+  verdict = (
+    VERDICTS.get(word.strip('. ').lower()) if (isinstance(word, str)) else None
+  )
   if verdict is None:
     raise ChatError('unusable', f'no verdict: {reply[:200]!r}')
   return verdict
 
 
 async def grade(
-  trajectories: Sequence[Trajectory], env: SearchEnv, judge: Judge,
+  trajectories: Sequence[Trajectory],
+  env: SearchEnv,
+  judge: Judge,
   after_em: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
   """(grades, unusable), float32 [B].
@@ -216,12 +221,17 @@ async def correct(
       'judge.correct needs config.judge.url: an OpenAI-compatible server'
     )
   grades, unusable = await grade(flat(groups), env, judge, after_em)
-  beside = per_trajectory(groups, lambda t: {
-    'value': 0.0, 'em': metrics.exact_match(env.answer(t), t.question.answers),
-    'f1': metrics.f1(env.answer(t), t.question.answers),
-  })
+  beside = per_trajectory(
+    groups,
+    lambda t: {
+      'value': 0.0,
+      'em': metrics.exact_match(env.answer(t), t.question.answers),
+      'f1': metrics.f1(env.answer(t), t.question.answers),
+    },
+  )
   return Rewards(
-    np.nan_to_num(grades), ~np.isnan(grades),
+    np.nan_to_num(grades),
+    ~np.isnan(grades),
     parts={**beside.parts, 'unusable': unusable},
   )
 

@@ -2,11 +2,7 @@
 
 from collections.abc import Sequence
 
-from searchrl_jax.rewards.core import (
-  RewardContext,
-  RewardError,
-  per_trajectory,
-)
+from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
 from searchrl_jax.types import Group, Rewards
 
 

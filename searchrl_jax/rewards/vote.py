@@ -63,7 +63,12 @@ async def majority(
     RewardError: groups of another size, or too many questions without a vote.
   """
   return labelled(
-    groups, context, most_frequent, votes=votes, train=train, match=match,
+    groups,
+    context,
+    most_frequent,
+    votes=votes,
+    train=train,
+    match=match,
     max_abstained=max_abstained,
   )
 
@@ -89,7 +94,8 @@ def check(config, fields) -> None:
   )
   lookup.require(
     1 <= m <= n,
-    f'train={m} of votes={n}: 1 to {n} samples are trained', RewardError,
+    f'train={m} of votes={n}: 1 to {n} samples are trained',
+    RewardError,
   )
   lookup.require(
     config.algorithm.advantage != 'remax',
@@ -161,9 +167,7 @@ def labelled(
     parts['right'][rows] = right
     if len(alive) == votes:
       parts[f'pass@{votes}'][rows] = any(right)
-      parts[f'pass@{train}'][rows] = metrics.pass_at_k(
-        votes, sum(right), train
-      )
+      parts[f'pass@{train}'][rows] = metrics.pass_at_k(votes, sum(right), train)
       parts[f'maj@{votes}'][rows] = metrics.maj_at_k(
         keys, [key in good for key in keys], votes
       )

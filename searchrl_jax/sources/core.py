@@ -38,7 +38,8 @@ def require_same(before: Mapping, now: Mapping) -> None:
   if lines:
     raise SourceError(
       'the retrieval server is not the one that this run was trained with ('
-      + '; '.join(lines) + '): serve what it had, or train into another '
+      + '; '.join(lines)
+      + '): serve what it had, or train into another '
       '--workdir with --config.train.init=THIS_RUN'
     )
 

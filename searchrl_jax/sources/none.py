@@ -14,8 +14,12 @@ class NoSource:
     self, requests: Sequence[SearchRequest]
   ) -> list[SearchError]:
     return [
-      SearchError(r, 'unreachable', "config.source.module='none' answers no "
-                  "search; use 'service' with a URL or a corpus")
+      SearchError(
+        r,
+        'unreachable',
+        "config.source.module='none' answers no "
+        "search; use 'service' with a URL or a corpus",
+      )
       for r in requests
     ]
 

@@ -5,22 +5,17 @@ once. The client underneath has deadlines, retries and typed errors.
 """
 
 import asyncio
+from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
 from retrieval.client import Hit, RetrievalClient, RetrievalError
 from searchrl_jax.sources.core import SourceError
-from searchrl_jax.types import (
-  Passage,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-)
+from searchrl_jax.types import Passage, SearchError, SearchRequest, SearchResult
 
 _log = logging.getLogger(__name__)
 # Errors that one query can bring upon those it travels with (too long for the
@@ -203,8 +198,8 @@ class ServiceSource:
       if len(rest) < len(queries):  # the server says which it failed on
         answers = await self._ask(rest, k) if rest else {}
         return dict.fromkeys(queries, error) | answers
-      if error.kind == 'rejected' and len(queries) == 1 and (
-        await self._well(k)
+      if (
+        error.kind == 'rejected' and len(queries) == 1 and (await self._well(k))
       ):
         return {queries[0]: []}  # it is the query that cannot be asked
       if len(queries) == 1 or error.kind not in _HALVED:

@@ -3,8 +3,8 @@
 A policy that scores with swapped passages has not read them.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+import dataclasses
 
 from searchrl_jax.sources.core import Source, SourceError
 from searchrl_jax.types import (
@@ -42,8 +42,7 @@ class Shuffled:
     self, requests: Sequence[SearchRequest]
   ) -> list[SearchResult | SearchError]:
     swapped = [
-      dataclasses.replace(r, query=self._other[r.question.id])
-      for r in requests
+      dataclasses.replace(r, query=self._other[r.question.id]) for r in requests
     ]
     found = await self._source.search(swapped)
     return [

@@ -13,12 +13,12 @@ stands in a prompt's slots goes as the inside of a JSON string (chat.payload).
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 import hashlib
 import logging
 import re
 import string
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -84,9 +84,13 @@ def check(config: ConfigDict) -> None:
     'has its own model, is sent messages, and its replies are whole',
   )
   for name, low, high in (
-    ('noise_from', 0, 1), ('noise_to', 0, 1), ('steps', 1, float('inf')),
-    ('max_tokens', 1, float('inf')), ('attempts', 1, float('inf')),
-    ('temperature', 0, float('inf')), ('base', 1.001, float('inf')),
+    ('noise_from', 0, 1),
+    ('noise_to', 0, 1),
+    ('steps', 1, float('inf')),
+    ('max_tokens', 1, float('inf')),
+    ('attempts', 1, float('inf')),
+    ('temperature', 0, float('inf')),
+    ('base', 1.001, float('inf')),
   ):
     lookup.require(
       low <= config[name] <= high,
@@ -109,8 +113,9 @@ class SimulatedSource:
   cannot show, and a resumed run asks the same again.
   """
 
-  def __init__(self, config: ConfigDict, seed: int,
-               writer: Callable[[], Writer]):
+  def __init__(
+    self, config: ConfigDict, seed: int, writer: Callable[[], Writer]
+  ):
     """Makes a source; a server is asked nothing yet.
 
     Args:
@@ -145,7 +150,8 @@ class SimulatedSource:
     lookup.require(
       self._chat or not self._config.chat or self._writer.tokenizer.has_chat,
       f'{_WHERE}.chat=True, and the tokenizer of {name} has no chat template; '
-      'use chat=False', SourceError,
+      'use chat=False',
+      SourceError,
     )
     if self._chat:
       try:
@@ -157,9 +163,11 @@ class SimulatedSource:
         raise SourceError(
           f'{_WHERE}.url={self._config.url!r} answers the query '
           f'{found.request.query!r} with no document: '
-          + (found.message if isinstance(found, SearchError) else (
-            f'look at {_WHERE}.document and its prompts'
-          ))
+          + (
+            found.message
+            if isinstance(found, SearchError)
+            else (f'look at {_WHERE}.document and its prompts')
+          )
         )
     elif self._writer.start:
       await self._writer.start()
@@ -171,14 +179,14 @@ class SimulatedSource:
     elif self._writer.start:
       await self._writer.engine().shutdown()
 
-  async def _answer(
-    self, request: SearchRequest
-  ) -> SearchResult | SearchError:
+  async def _answer(self, request: SearchRequest) -> SearchResult | SearchError:
     begin, asked = time.monotonic(), request.question or Question('', '')
     noisy = self._drawn(request) < noise(self._config, request.step)
     kind = 'noisy' if noisy else 'useful'
     values = {
-      'query': request.query, 'k': str(request.k), 'question': asked.text,
+      'query': request.query,
+      'k': str(request.k),
+      'question': asked.text,
       'answers': ' or '.join(asked.answers),
     }
     parts = []
@@ -187,9 +195,11 @@ class SimulatedSource:
       if field is not None:
         if not values[field]:
           return SearchError(
-            request, 'rejected', f'{_WHERE} is told the {field}, and this '
+            request,
+            'rejected',
+            f'{_WHERE} is told the {field}, and this '
             "query's question has none: search for real, with "
-            "config.source.module='service'"
+            "config.source.module='service'",
           )
         parts.append((values[field], False))
     for attempt in range(self._config.attempts):
@@ -236,25 +246,38 @@ class SimulatedSource:
       said = ''.join(
         text if ours else payload(text)[1:-1] for text, ours in parts
       )
-      return _dense(await self._chat.reply(
-        [{'role': 'user', 'content': said}],
-        max_tokens=c.max_tokens, temperature=c.temperature, seed=seed,
-      ))
+      return _dense(
+        await self._chat.reply(
+          [{'role': 'user', 'content': said}],
+          max_tokens=c.max_tokens,
+          temperature=c.temperature,
+          seed=seed,
+        )
+      )
     engine, tokenizer = self._writer.engine(), self._writer.tokenizer
     if c.chat:
       parts = outside.chat_parts(tokenizer, [('user', parts)])
     ids = tokenizer.encode_parts(parts, start=True)
     if len(ids) + c.max_tokens > engine.max_len:
-      raise ChatError('unusable', (
-        f'a prompt of {len(ids)} tokens, {_WHERE}.max_tokens={c.max_tokens} '
-        f'and an engine of {engine.max_len}'
-      ))
+      raise ChatError(
+        'unusable',
+        (
+          f'a prompt of {len(ids)} tokens, {_WHERE}.max_tokens={c.max_tokens} '
+          f'and an engine of {engine.max_len}'
+        ),
+      )
     handle = engine.open(Prompt(tuple(ids)))
     try:
-      done = await engine.generate(handle, Sampling(
-        max_tokens=c.max_tokens, temperature=c.temperature, stops=c.stops,
-        stop_ids=tokenizer.eos_ids, seed=seed,
-      ))
+      done = await engine.generate(
+        handle,
+        Sampling(
+          max_tokens=c.max_tokens,
+          temperature=c.temperature,
+          stops=c.stops,
+          stop_ids=tokenizer.eos_ids,
+          seed=seed,
+        ),
+      )
     finally:
       engine.close(handle)
     reply = tokenizer.decode(done.ids)
@@ -263,8 +286,9 @@ class SimulatedSource:
     return _dense(reply)
 
 
-def make(config: ConfigDict, *, seed: int, writer: Callable[[], Writer],
-         **_: object) -> SimulatedSource:
+def make(
+  config: ConfigDict, *, seed: int, writer: Callable[[], Writer], **_: object
+) -> SimulatedSource:
   """The source of `config.source` (module='simulated')."""
   return SimulatedSource(config, seed, writer)
 

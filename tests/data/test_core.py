@@ -5,9 +5,9 @@ import json
 
 import hypothesis
 import hypothesis.strategies as st
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from configs import common
 from searchrl_jax.data import checks, core
@@ -55,9 +55,7 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
   """Search-R1 groups by `index`, which collides when sets are merged."""
   write(tmp_path / 'a.jsonl', row('train_0'), row('train_1'))
   write(tmp_path / 'b.jsonl', row('train_0'), row('train_2'))
-  sets = {
-    n: {'module': 'jsonl', 'path': f'{n}.jsonl'} for n in ('a', 'b')
-  }
+  sets = {n: {'module': 'jsonl', 'path': f'{n}.jsonl'} for n in ('a', 'b')}
   found = core.load_sets(sets, data_config(dir=str(tmp_path)))
   assert ids(found['a']) == ['a/train_0', 'train_1']
   assert ids(found['b']) == ['b/train_0', 'train_2']
@@ -67,23 +65,35 @@ def test_complete_writes_every_default(tmp_path):
   path = write(tmp_path / 'a.jsonl', row('1'))
   sets = {'a': {'module': 'jsonl', 'path': path, 'weight': 2.0}}
   whole = core.complete(sets, data_config(dir=str(tmp_path)))
-  assert whole == {'a': {
-    'module': 'jsonl', 'weight': 2.0, 'path': path, 'layout': 'flashrag',
-    'source': '', 'hops': 0, 'split': '', 'n': 0, 'seed': 0,
-  }}
+  assert whole == {
+    'a': {
+      'module': 'jsonl',
+      'weight': 2.0,
+      'path': path,
+      'layout': 'flashrag',
+      'source': '',
+      'hops': 0,
+      'split': '',
+      'n': 0,
+      'seed': 0,
+    }
+  }
 
 
-@pytest.mark.parametrize('fields, says', [
-  ({'module': 'jsonl', 'pth': 'a'}, "'pth'; did you mean 'path'"),
-  ({'module': 'jsonl', 'wieght': 1}, "'wieght'; did you mean 'weight'"),
-  ({'module': 'jsnl'}, "did you mean 'jsonl'"),
-  ({'path': 'a'}, 'no field module'),
-  ({'module': 'jsonl'}, "needs the field 'path'"),
-  ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
-  ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'hotpot'}, 'hotpotqa'),
-  ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions asked'),
-  ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
-])
+@pytest.mark.parametrize(
+  'fields, says',
+  [
+    ({'module': 'jsonl', 'pth': 'a'}, "'pth'; did you mean 'path'"),
+    ({'module': 'jsonl', 'wieght': 1}, "'wieght'; did you mean 'weight'"),
+    ({'module': 'jsnl'}, "did you mean 'jsonl'"),
+    ({'path': 'a'}, 'no field module'),
+    ({'module': 'jsonl'}, "needs the field 'path'"),
+    ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
+    ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'hotpot'}, 'hotpotqa'),
+    ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions asked'),
+    ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
+  ],
+)
 def test_a_bad_set_says_what_to_mend(tmp_path, fields, says):
   write(tmp_path / 'a.jsonl', row('1', source='nq'))
   with pytest.raises(ValueError, match=says):
@@ -136,11 +146,18 @@ def test_hub_path_errors_name_the_mirror(monkeypatch):
 # -- checks -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('value, want', [
-  (None, ()), ('a', ('a',)), (['a', 'b'], ('a', 'b')), ((), ()),
-  (np.array(['a', 'b']), ('a', 'b')), (np.array(['a'], object), ('a',)),
-  ([1, 2.5], ('1', '2.5')),
-])
+@pytest.mark.parametrize(
+  'value, want',
+  [
+    (None, ()),
+    ('a', ('a',)),
+    (['a', 'b'], ('a', 'b')),
+    ((), ()),
+    (np.array(['a', 'b']), ('a', 'b')),
+    (np.array(['a'], object), ('a',)),
+    ([1, 2.5], ('1', '2.5')),
+  ],
+)
 def test_strings(value, want):
   assert checks.strings(value, 'x') == want
 
@@ -152,8 +169,11 @@ def test_strings_refuses(value):
 
 
 def test_answers_where_needed():
-  some = [Question('1', 'q', ('a',)), Question('2', 'q'),
-          Question('3', 'q', (' ',))]
+  some = [
+    Question('1', 'q', ('a',)),
+    Question('2', 'q'),
+    Question('3', 'q', (' ',)),
+  ]
   checks.require_answers(some[:1], 'reward answer.em')
   with pytest.raises(core.DataError, match="answer.em .* 2 .*'2', '3'"):
     checks.require_answers(some, 'reward answer.em')
@@ -171,10 +191,14 @@ def test_choose_draws_by_seed_in_file_order():
 
 def test_traces_are_checked():
   q = questions('1')[0]
-  trace = core.Trace(q, (
-    ('search', 'x'), ('information', (Passage('1', 't', 'x'),)),
-    ('answer', 'y'),
-  ))
+  trace = core.Trace(
+    q,
+    (
+      ('search', 'x'),
+      ('information', (Passage('1', 't', 'x'),)),
+      ('answer', 'y'),
+    ),
+  )
   assert trace.good
   with pytest.raises(ValueError, match="'reply' is none of"):
     core.Trace(q, (('reply', 'x'),))
@@ -206,25 +230,25 @@ def test_every_question_once_an_epoch(sizes, seed, shuffle, step):
     drawn += [q.id.partition('#')[0] for q in got]
   everything = sorted(q.id for qs in sets.values() for q in qs)
   for epoch in range(3):
-    part = drawn[epoch * total:(epoch + 1) * total]
+    part = drawn[epoch * total : (epoch + 1) * total]
     assert sorted(part) == everything
     if not shuffle:
       assert part == [q.id for qs in sets.values() for q in qs]
 
 
 def test_weights_share_the_stream_and_keep_epochs():
-  sets = {'a': questions(*(f'a{i}' for i in range(7))),
-          'b': questions(*(f'b{i}' for i in range(5)))}
-  stream = core.Stream(
-    sets, seed=0, shuffle=True, weights={'a': 3.0, 'b': 1.0}
-  )
+  sets = {
+    'a': questions(*(f'a{i}' for i in range(7))),
+    'b': questions(*(f'b{i}' for i in range(5))),
+  }
+  stream = core.Stream(sets, seed=0, shuffle=True, weights={'a': 3.0, 'b': 1.0})
   drawn = [stream.next(1)[0].id for _ in range(400)]
   count = collections.Counter(i[0] for i in drawn)
   assert (count['a'], count['b']) == (300, 100)
   for name, size in (('a', 7), ('b', 5)):
     own = [i for i in drawn if i[0] == name]
     for k in range(len(own) // size):
-      assert len(set(own[k * size:(k + 1) * size])) == size
+      assert len(set(own[k * size : (k + 1) * size])) == size
 
 
 def test_another_set_leaves_the_order_of_the_first():
@@ -239,14 +263,12 @@ def test_another_set_leaves_the_order_of_the_first():
 
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(
-  before=st.integers(0, 30), after=st.integers(1, 30),
-  weighted=st.booleans(),
+  before=st.integers(0, 30), after=st.integers(1, 30), weighted=st.booleans()
 )
 def test_resume_is_exact(before, after, weighted):
   sets = {'a': questions(*'abcdefg'), 'b': questions(*'vwxyz')}
   make = lambda: core.Stream(
-    sets, seed=1, shuffle=True,
-    weights={'a': 2, 'b': 1} if weighted else None,
+    sets, seed=1, shuffle=True, weights={'a': 2, 'b': 1} if weighted else None
   )
   stream = make()
   if before:
@@ -269,13 +291,21 @@ def test_seeds_differ_and_shuffle_shuffles():
   assert ids(stream.next(100)) == first[0] != ids(stream.next(100))
 
 
-@pytest.mark.parametrize('change', [
-  {'seed': 2}, {'shuffle': False}, {'weights': {'a': 1}},
-  {'sets': {'a': questions(*'abd')}}, {'sets': {'b': questions(*'abc')}},
-])
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'seed': 2},
+    {'shuffle': False},
+    {'weights': {'a': 1}},
+    {'sets': {'a': questions(*'abd')}},
+    {'sets': {'b': questions(*'abc')}},
+  ],
+)
 def test_a_cursor_of_other_data_is_refused(change):
   fields = {
-    'sets': {'a': questions(*'abc')}, 'seed': 1, 'shuffle': True,
+    'sets': {'a': questions(*'abc')},
+    'seed': 1,
+    'shuffle': True,
     'weights': None,
   }
   make = lambda sets, **kw: core.Stream(sets, **kw)
@@ -285,13 +315,16 @@ def test_a_cursor_of_other_data_is_refused(change):
     make(**{**fields, **change}).restore(state)
 
 
-@pytest.mark.parametrize('sets, weights, says', [
-  ({'a': []}, None, 'no question'),
-  ({'a': questions('1'), 'b': []}, None, "'b' is empty"),
-  ({'a': questions('1'), 'b': questions('1')}, None, "'1' was already used"),
-  ({'a': questions('1'), 'b': questions('2')}, {'a': 1.0}, "'b' has weight"),
-  ({'a': questions('1')}, {'a': 0.0}, 'weight 0'),
-])
+@pytest.mark.parametrize(
+  'sets, weights, says',
+  [
+    ({'a': []}, None, 'no question'),
+    ({'a': questions('1'), 'b': []}, None, "'b' is empty"),
+    ({'a': questions('1'), 'b': questions('1')}, None, "'1' was already used"),
+    ({'a': questions('1'), 'b': questions('2')}, {'a': 1.0}, "'b' has weight"),
+    ({'a': questions('1')}, {'a': 0.0}, 'weight 0'),
+  ],
+)
 def test_bad_streams(sets, weights, says):
   with pytest.raises(core.DataError, match=says):
     core.Stream(sets, seed=0, shuffle=True, weights=weights)
@@ -301,10 +334,12 @@ def test_open_stream(tmp_path):
   write(tmp_path / 'a.jsonl', *(row(f'a{i}') for i in range(4)))
   write(tmp_path / 'b.jsonl', *(row(f'b{i}') for i in range(2)))
   data = data_config(dir=str(tmp_path), shuffle=False)
-  data.train = ConfigDict({
-    'a': {'module': 'jsonl', 'path': 'a.jsonl'},
-    'b': {'module': 'jsonl', 'path': 'b.jsonl'},
-  })
+  data.train = ConfigDict(
+    {
+      'a': {'module': 'jsonl', 'path': 'a.jsonl'},
+      'b': {'module': 'jsonl', 'path': 'b.jsonl'},
+    }
+  )
   stream = core.open_stream(data, seed=0)
   assert ids(stream.next(6)) == ['a0', 'a1', 'a2', 'a3', 'b0', 'b1']
   assert stream.sizes == {'a': 4, 'b': 2}

@@ -9,8 +9,12 @@ from searchrl_jax.data import hf
 from searchrl_jax.data.checks import DataError
 
 ROWS = [
-  {'id': f'{i}', 'question': f'q{i}', 'golden_answers': ['a', f'b{i}'],
-   'inner': {'answer': f'c{i}'}}
+  {
+    'id': f'{i}',
+    'question': f'q{i}',
+    'golden_answers': ['a', f'b{i}'],
+    'inner': {'answer': f'c{i}'},
+  }
   for i in range(5)
 ]
 
@@ -18,9 +22,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
   """The library's cache of this test alone (its config is read once)."""
-  monkeypatch.setattr(
-    datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache'
-  )
+  monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
 
 
 def folder(tmp_path):

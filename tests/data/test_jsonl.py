@@ -10,12 +10,19 @@ from searchrl_jax.data.checks import DataError
 from tests.conftest import shared_data
 
 FLASHRAG = {
-  'id': 'test_0', 'question': 'who wrote it ', 'golden_answers': ['Ann', 'A'],
+  'id': 'test_0',
+  'question': 'who wrote it ',
+  'golden_answers': ['Ann', 'A'],
   'metadata': {'level': 'hard'},
 }
 OURS = {
-  'id': 'nq_1', 'question': 'when', 'golden_answers': ['1900'],
-  'supporting_ids': ['7', '9'], 'source': 'nq', 'hops': 2, 'split': 'dev',
+  'id': 'nq_1',
+  'question': 'when',
+  'golden_answers': ['1900'],
+  'supporting_ids': ['7', '9'],
+  'source': 'nq',
+  'hops': 2,
+  'split': 'dev',
 }
 
 
@@ -37,9 +44,7 @@ def test_flashrag_and_our_fields(tmp_path):
 def test_gzip_is_told_by_content_and_arrays_load(tmp_path):
   plain = jsonl.load(write(tmp_path / 'x.jsonl', FLASHRAG, OURS))
   named_wrong = tmp_path / 'y.jsonl'
-  named_wrong.write_bytes(
-    gzip.compress((tmp_path / 'x.jsonl').read_bytes())
-  )
+  named_wrong.write_bytes(gzip.compress((tmp_path / 'x.jsonl').read_bytes()))
   array = write(tmp_path / 'z.json', json.dumps([FLASHRAG, OURS]))
   assert jsonl.load(str(named_wrong)) == plain == jsonl.load(array)
 
@@ -51,21 +56,26 @@ def test_line_separators_inside_strings(tmp_path):
   assert jsonl.load(str(path))[0].text == 'a\u2028b\x85c'
 
 
-@pytest.mark.parametrize('bad, says', [
-  ('{"id": "1", ', r'x\.jsonl:2: not JSON'),
-  ('[1]', r'x\.jsonl:2: a JSON list, not an object'),
-  ({'id': '1'}, r"x\.jsonl:2: there is no 'question' \(found: 'id'\)"),
-  ({'question': 'q'}, r"x\.jsonl:2: there is no 'id'"),
-  ({'id': '1', 'question': ' '}, r"x\.jsonl:2: question '1' has no text"),
-  ({'id': '1', 'question': 5}, r"x\.jsonl:2: question '1' has no text"),
-  ({'id': True, 'question': 'q'}, r'x\.jsonl:2: the id is True'),
-  ({'id': '', 'question': 'q'}, r'x\.jsonl:2: the id is empty'),
-  ({**FLASHRAG, 'id': '1', 'golden_answers': {'a': 1}},
-   r"x\.jsonl:2: the answers of question '1'"),
-  ({**FLASHRAG, 'id': '1', 'metadata': 'x'}, r'x\.jsonl:2: the metadata'),
-  ({**FLASHRAG, 'id': '1', 'hops': 'two'}, r'x\.jsonl:2: the hops'),
-  (FLASHRAG, r"x\.jsonl:2: id 'test_0' was already used at .*x\.jsonl:1"),
-])
+@pytest.mark.parametrize(
+  'bad, says',
+  [
+    ('{"id": "1", ', r'x\.jsonl:2: not JSON'),
+    ('[1]', r'x\.jsonl:2: a JSON list, not an object'),
+    ({'id': '1'}, r"x\.jsonl:2: there is no 'question' \(found: 'id'\)"),
+    ({'question': 'q'}, r"x\.jsonl:2: there is no 'id'"),
+    ({'id': '1', 'question': ' '}, r"x\.jsonl:2: question '1' has no text"),
+    ({'id': '1', 'question': 5}, r"x\.jsonl:2: question '1' has no text"),
+    ({'id': True, 'question': 'q'}, r'x\.jsonl:2: the id is True'),
+    ({'id': '', 'question': 'q'}, r'x\.jsonl:2: the id is empty'),
+    (
+      {**FLASHRAG, 'id': '1', 'golden_answers': {'a': 1}},
+      r"x\.jsonl:2: the answers of question '1'",
+    ),
+    ({**FLASHRAG, 'id': '1', 'metadata': 'x'}, r'x\.jsonl:2: the metadata'),
+    ({**FLASHRAG, 'id': '1', 'hops': 'two'}, r'x\.jsonl:2: the hops'),
+    (FLASHRAG, r"x\.jsonl:2: id 'test_0' was already used at .*x\.jsonl:1"),
+  ],
+)
 def test_bad_lines_name_file_and_line(tmp_path, bad, says):
   with pytest.raises(DataError, match=says):
     jsonl.load(write(tmp_path / 'x.jsonl', FLASHRAG, bad))
@@ -111,24 +121,33 @@ def test_filters(tmp_path):
 
 def test_multihop_layouts(tmp_path):
   hotpot = {
-    '_id': 'h', 'question': 'q', 'answer': 'yes', 'type': 'bridge',
-    'supporting_facts': [['T', 0], ['T', 2], ['U', 1]], 'context': [],
+    '_id': 'h',
+    'question': 'q',
+    'answer': 'yes',
+    'type': 'bridge',
+    'supporting_facts': [['T', 0], ['T', 2], ['U', 1]],
+    'context': [],
   }
-  q, = jsonl.load(
+  (q,) = jsonl.load(
     write(tmp_path / 'h.json', json.dumps([hotpot])), layout='hotpotqa'
   )
   assert (q.id, q.answers, q.hops) == ('h', ('yes',), 2)
   assert q.meta['supporting_titles'] == ['T', 'U']
   two = {**hotpot, 'type': 'bridge_comparison'}
-  q, = jsonl.load(write(tmp_path / 'w.jsonl', two), layout='2wiki')
+  (q,) = jsonl.load(write(tmp_path / 'w.jsonl', two), layout='2wiki')
   assert (q.source, q.hops) == ('2wikimultihopqa', 4)
   musique = {
-    'id': '3hop1__1_2_3', 'question': 'q', 'answer': 'A',
-    'answer_aliases': ['B'], 'answerable': True,
-    'paragraphs': [{'title': 'T', 'is_supporting': True},
-                   {'title': 'U', 'is_supporting': False}],
+    'id': '3hop1__1_2_3',
+    'question': 'q',
+    'answer': 'A',
+    'answer_aliases': ['B'],
+    'answerable': True,
+    'paragraphs': [
+      {'title': 'T', 'is_supporting': True},
+      {'title': 'U', 'is_supporting': False},
+    ],
   }
-  q, = jsonl.load(write(tmp_path / 'm.jsonl', musique), layout='musique')
+  (q,) = jsonl.load(write(tmp_path / 'm.jsonl', musique), layout='musique')
   assert (q.answers, q.hops) == (('A', 'B'), 3)
   assert q.meta['supporting_titles'] == ['T']
   with pytest.raises(DataError, match=r"m\.jsonl:1: there is no '_id'"):
@@ -136,28 +155,39 @@ def test_multihop_layouts(tmp_path):
 
 
 @pytest.mark.skipif(shared_data() is None, reason='no real data at hand')
-@pytest.mark.parametrize('name, layout, count', [
-  ('qa_train.jsonl.gz', 'flashrag', 7347),
-  ('qa_dev.jsonl.gz', 'flashrag', 1247),
-  ('bamboogle_test.jsonl', 'flashrag', 125),
-  ('popqa_test_1000.jsonl', 'flashrag', 1000),
-  ('multihop/hotpotqa_dev_200_distractor.json', 'hotpotqa', 200),
-  ('multihop/2wikimultihopqa_dev_200.json', '2wiki', 200),
-  ('multihop/musique_dev_200.json', 'musique', 200),
-])
+@pytest.mark.parametrize(
+  'name, layout, count',
+  [
+    ('qa_train.jsonl.gz', 'flashrag', 7347),
+    ('qa_dev.jsonl.gz', 'flashrag', 1247),
+    ('bamboogle_test.jsonl', 'flashrag', 125),
+    ('popqa_test_1000.jsonl', 'flashrag', 1000),
+    ('multihop/hotpotqa_dev_200_distractor.json', 'hotpotqa', 200),
+    ('multihop/2wikimultihopqa_dev_200.json', '2wiki', 200),
+    ('multihop/musique_dev_200.json', 'musique', 200),
+  ],
+)
 def test_real_files(name, layout, count):
   found = jsonl.load(str(shared_data() / name), layout=layout)
   assert len(found) == count and all(q.answers for q in found)
 
 
 TTRL = (
-  {'prompt': 'What is $1+1$? ', 'answer': r'\frac{14}{3}', 'source': 'math',
-   'id': 'test/algebra/1.json'},  # MATH-500
+  {
+    'prompt': 'What is $1+1$? ',
+    'answer': r'\frac{14}{3}',
+    'source': 'math',
+    'id': 'test/algebra/1.json',
+  },  # MATH-500
   {'prompt': 'Find n.', 'answer': '033', 'source': 'AIME2024', 'id': 60},
   {'prompt': 'Find m.', 'answer': 142.0, 'source': 'AMC', 'id': '0'},
   {'prompt': 'Which? A) x B) y', 'answer': 'B', 'source': 'gpqa', 'id': 'g'},
-  {'prompt': 'And?', 'unique_id': 'test/geometry/2.json', 'subject': 'g',
-   'solution': r'$\boxed{1}$, so \boxed{\frac12}.'},  # MATH-L1 to L5
+  {
+    'prompt': 'And?',
+    'unique_id': 'test/geometry/2.json',
+    'subject': 'g',
+    'solution': r'$\boxed{1}$, so \boxed{\frac12}.',
+  },  # MATH-L1 to L5
 )
 
 
@@ -194,36 +224,41 @@ def test_math_500_as_ttrl_has_it(data_dir):
 
 
 SSP = {
-  'ground_truth': 'Otto Hahn', 'search_turns': 3,
+  'ground_truth': 'Otto Hahn',
+  'search_turns': 3,
   'sys_question_example': '1. Who? {a}\n2. <search> What?',
 }
 
 
 def test_answers_to_ask_about_are_read_as_ssp_has_them(tmp_path):
-  lists = SSP | {'ground_truth': ['Hahn', 'Otto Hahn'], 'search_turns': '2',
-                 'sys_question_example': ['Who?', 'What?']}
+  lists = SSP | {
+    'ground_truth': ['Hahn', 'Otto Hahn'],
+    'search_turns': '2',
+    'sys_question_example': ['Who?', 'What?'],
+  }
   path = write(tmp_path / '7.jsonl', SSP, '', lists)
   a, b = jsonl.load(path, layout='ssp')
   assert (a.text, a.answers) == ('Otto Hahn', ('Otto Hahn',))
-  assert a.meta == {
-    'search_turns': 3, 'examples': SSP['sys_question_example']
-  }
+  assert a.meta == {'search_turns': 3, 'examples': SSP['sys_question_example']}
   assert (b.text, b.answers) == ('Hahn', ('Hahn', 'Otto Hahn'))
   assert b.meta == {'search_turns': '2', 'examples': 'Who?\nWhat?'}
   assert (a.id, b.id) == ('ssp-1', 'ssp-3')  # their lines
 
 
-@pytest.mark.parametrize('changed, says', [
-  ({'ground_truth': None}, "no 'ground_truth'"),
-  ({'ground_truth': []}, 'has no text'),
-  ({'ground_truth': ' '}, 'has no text'),
-  ({'search_turns': None}, "no 'search_turns'"),
-  ({'search_turns': 0}, 'search_turns=0'),
-  ({'search_turns': -2}, 'search_turns=-2'),
-  ({'search_turns': 'three'}, "search_turns='three'"),
-  ({'search_turns': [3]}, 'search_turns=.3.'),
-  ({'search_turns': True}, 'search_turns=True'),
-])
+@pytest.mark.parametrize(
+  'changed, says',
+  [
+    ({'ground_truth': None}, "no 'ground_truth'"),
+    ({'ground_truth': []}, 'has no text'),
+    ({'ground_truth': ' '}, 'has no text'),
+    ({'search_turns': None}, "no 'search_turns'"),
+    ({'search_turns': 0}, 'search_turns=0'),
+    ({'search_turns': -2}, 'search_turns=-2'),
+    ({'search_turns': 'three'}, "search_turns='three'"),
+    ({'search_turns': [3]}, 'search_turns=.3.'),
+    ({'search_turns': True}, 'search_turns=True'),
+  ],
+)
 def test_an_answer_that_is_absent_is_an_error(tmp_path, changed, says):
   path = write(tmp_path / 'x.jsonl', SSP | changed)
   with pytest.raises(DataError, match=f'x.jsonl:1.*{says}'):

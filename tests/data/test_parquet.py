@@ -13,18 +13,22 @@ PROMPT = [{'role': 'user', 'content': 'Answer, and search. Question: who?\n'}]
 
 def row(source='nq', index=0, prompt=PROMPT, target=('Ann', 'A. N.'), **more):
   return {
-    'data_source': source, 'prompt': prompt, 'ability': 'fact-reasoning',
-    'reward_model': {
-      'style': 'rule', 'ground_truth': {'target': list(target)}
-    },
-    'extra_info': {'split': 'train', 'index': index}, **more,
+    'data_source': source,
+    'prompt': prompt,
+    'ability': 'fact-reasoning',
+    'reward_model': {'style': 'rule', 'ground_truth': {'target': list(target)}},
+    'extra_info': {'split': 'train', 'index': index},
+    **more,
   }
 
 
 def merged(i, source='nq', **more):
   """A row of the published merged sets, which carry FlashRAG's columns."""
   return row(
-    source, id=f'train_{i}', question='who?', golden_answers=['Ann', 'A. N.'],
+    source,
+    id=f'train_{i}',
+    question='who?',
+    golden_answers=['Ann', 'A. N.'],
     **more,
   )
 
@@ -37,7 +41,7 @@ def write(tmp_path, rows, name='train.parquet'):
 
 def test_as_is_keeps_the_prompt(tmp_path):
   path = write(tmp_path, [row(index=3)])
-  q, = parquet.load(path, prompt='as_is')
+  (q,) = parquet.load(path, prompt='as_is')
   assert q.messages == (
     {'role': 'user', 'content': 'Answer, and search. Question: who?\n'},
   )
@@ -48,18 +52,21 @@ def test_as_is_keeps_the_prompt(tmp_path):
 
 def test_template_takes_the_question_alone(tmp_path):
   path = write(tmp_path, [merged(0)])
-  q, = parquet.load(path, prompt='template')
+  (q,) = parquet.load(path, prompt='template')
   assert (q.text, q.messages) == ('who?', ())  # nothing is wrapped twice
-  q, = parquet.load(path, prompt='as_is')
+  (q,) = parquet.load(path, prompt='as_is')
   assert q.text == 'who?' and q.messages[0]['content'].startswith('Answer')
 
 
 def test_template_without_a_question_says_what_to_do(tmp_path):
   path = write(tmp_path, [row()])
-  with pytest.raises(DataError, match=(
-    r"train\.parquet: data\.prompt='template' needs a column 'question'"
-    r".*config\.data\.prompt='as_is'"
-  )):
+  with pytest.raises(
+    DataError,
+    match=(
+      r"train\.parquet: data\.prompt='template' needs a column 'question'"
+      r".*config\.data\.prompt='as_is'"
+    ),
+  ):
     parquet.load(path, prompt='template')
   path = write(tmp_path, [{'id': '1', 'question': 'q'}], 'b.parquet')
   with pytest.raises(DataError, match=r"b\.parquet.*needs a column 'prompt'"):
@@ -80,17 +87,20 @@ def test_merged_sets_count_each_source_from_zero(tmp_path):
     parquet.load(write(tmp_path, [row(), row()]), prompt='as_is')
 
 
-@pytest.mark.parametrize('truth, want', [
-  ({'target': 'Ann'}, ('Ann',)),
-  ({'target': ['Ann', 'B']}, ('Ann', 'B')),
-  ({'target': np.array(['Ann'])}, ('Ann',)),
-  ('Ann', ('Ann',)),
-  (['Ann', 'B'], ('Ann', 'B')),
-])
+@pytest.mark.parametrize(
+  'truth, want',
+  [
+    ({'target': 'Ann'}, ('Ann',)),
+    ({'target': ['Ann', 'B']}, ('Ann', 'B')),
+    ({'target': np.array(['Ann'])}, ('Ann',)),
+    ('Ann', ('Ann',)),
+    (['Ann', 'B'], ('Ann', 'B')),
+  ],
+)
 def test_targets(tmp_path, truth, want):
   """SSRL writes a string or a list; verl the answer itself."""
   rows = [{**row(), 'reward_model': {'style': 'rule', 'ground_truth': truth}}]
-  q, = parquet.load(write(tmp_path, rows), prompt='as_is')
+  (q,) = parquet.load(write(tmp_path, rows), prompt='as_is')
   assert q.answers == want
 
 
@@ -98,13 +108,13 @@ def test_golden_answers_where_there_is_no_reward_model(tmp_path):
   path = write(
     tmp_path, [{'id': 'a', 'question': 'q', 'golden_answers': ['x', 'y']}]
   )
-  q, = parquet.load(path, prompt='template')
+  (q,) = parquet.load(path, prompt='template')
   assert (q.id, q.answers, q.source) == ('a', ('x', 'y'), '')
 
 
-@pytest.mark.parametrize('prompt', [
-  [], [{'role': 'system', 'content': 'x'}], [{'role': 'user'}],
-])
+@pytest.mark.parametrize(
+  'prompt', [[], [{'role': 'system', 'content': 'x'}], [{'role': 'user'}]]
+)
 def test_bad_prompts_name_the_row(tmp_path, prompt):
   good = [{'role': 'user', 'content': 'x', 'other': 'y'}]
   path = write(tmp_path, [row(prompt=good), row(index=1, prompt=prompt)])
@@ -113,15 +123,13 @@ def test_bad_prompts_name_the_row(tmp_path, prompt):
 
 
 def test_a_plain_string_is_the_users_turn(tmp_path):
-  q, = parquet.load(write(tmp_path, [row(prompt='hi')]), prompt='as_is')
+  (q,) = parquet.load(write(tmp_path, [row(prompt='hi')]), prompt='as_is')
   assert q.messages == ({'role': 'user', 'content': 'hi'},)
 
 
 def test_filters_and_bad_files(tmp_path):
   path = write(tmp_path, [row('nq', i) for i in range(9)] + [row('pop', 9)])
-  ids = lambda **kw: [
-    q.id for q in parquet.load(path, prompt='as_is', **kw)
-  ]
+  ids = lambda **kw: [q.id for q in parquet.load(path, prompt='as_is', **kw)]
   assert ids(source='pop') == ['pop/9'] and len(ids(n=4, seed=1)) == 4
   with pytest.raises(DataError, match="did you mean 'train'"):
     ids(split='trian')

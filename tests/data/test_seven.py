@@ -21,8 +21,12 @@ CONTEXT = {'title': ['A', 'B'], 'sentences': [['x' * 200], ['y' * 200]]}
 
 
 def step(i):
-  return {'id': i, 'question': f'step {i}', 'answer': 'a',
-          'support_paragraph': {'title': 'T', 'paragraph_text': 'z' * 200}}
+  return {
+    'id': i,
+    'question': f'step {i}',
+    'answer': 'a',
+    'support_paragraph': {'title': 'T', 'paragraph_text': 'z' * 200},
+  }
 
 
 # What each set's FlashRAG records hold beside id, question, golden_answers.
@@ -31,13 +35,22 @@ METADATA = {
   'triviaqa': [None, None],
   'popqa': [{'subj': 'S', 'prop': 'capital', 's_pop': 7}] * 2,
   'hotpotqa': [
-    {'type': kind, 'level': 'hard', 'supporting_facts': facts('A', 'A', 'B'),
-     'context': CONTEXT} for kind in ('bridge', 'comparison')
+    {
+      'type': kind,
+      'level': 'hard',
+      'supporting_facts': facts('A', 'A', 'B'),
+      'context': CONTEXT,
+    }
+    for kind in ('bridge', 'comparison')
   ],
   '2wikimultihopqa': [
-    {'type': kind, 'supporting_facts': facts('A', 'B'),
-     'evidences': {'fact': ['A'], 'relation': ['r'], 'entity': ['B']},
-     'context': CONTEXT} for kind in ('compositional', 'bridge_comparison')
+    {
+      'type': kind,
+      'supporting_facts': facts('A', 'B'),
+      'evidences': {'fact': ['A'], 'relation': ['r'], 'entity': ['B']},
+      'context': CONTEXT,
+    }
+    for kind in ('compositional', 'bridge_comparison')
   ],
   'musique': [
     {'question_decomposition': [step(i) for i in range(n)]} for n in (2, 3)
@@ -51,8 +64,11 @@ def written(name):
   split = seven.SPLITS[name][-1]
   out = []
   for i, metadata in enumerate(METADATA[name]):
-    record = {'id': f'{split}_{i}', 'question': f'what {name} {i}?',
-              'golden_answers': [f'{name} {i}', 'é']}
+    record = {
+      'id': f'{split}_{i}',
+      'question': f'what {name} {i}?',
+      'golden_answers': [f'{name} {i}', 'é'],
+    }
     out.append(record | ({'metadata': metadata} if metadata else {}))
   return out
 
@@ -65,12 +81,18 @@ def real(name, folder):
     return read(folder / 'popqa_test_1000.jsonl')
   if name == 'nq':
     records = [
-      r for _, r in jsonl.read(str(folder / 'qa_dev.jsonl.gz'))
+      r
+      for _, r in jsonl.read(str(folder / 'qa_dev.jsonl.gz'))
       if r['source'].startswith('nq')
     ]
-    return [{'id': f'test_{i}', 'question': r['question'],
-             'golden_answers': r['golden_answers']}
-            for i, r in enumerate(records[:20])]
+    return [
+      {
+        'id': f'test_{i}',
+        'question': r['question'],
+        'golden_answers': r['golden_answers'],
+      }
+      for i, r in enumerate(records[:20])
+    ]
   if name == 'triviaqa':
     return None
   file = {'hotpotqa': 'hotpotqa_dev_200_distractor'}.get(
@@ -82,10 +104,18 @@ def real(name, folder):
       metadata = {'question_decomposition': r['question_decomposition']}
     else:
       titles, sentences = zip(*r['supporting_facts'], strict=True)
-      metadata = {'type': r['type'], 'supporting_facts': {
-        'title': list(titles), 'sent_id': list(sentences)}}
-    out.append({'id': f'dev_{i}', 'question': r['question'],
-                'golden_answers': [r['answer']], 'metadata': metadata})
+      metadata = {
+        'type': r['type'],
+        'supporting_facts': {'title': list(titles), 'sent_id': list(sentences)},
+      }
+    out.append(
+      {
+        'id': f'dev_{i}',
+        'question': r['question'],
+        'golden_answers': [r['answer']],
+        'metadata': metadata,
+      }
+    )
   return out
 
 
@@ -102,24 +132,33 @@ def lay_out(folder, records):
     path = folder / name / f'{split}.jsonl'
     path.write_text(''.join(json.dumps(r) + '\n' for r in found))
     tfds.build(
-      str(path), str(folder / 'arrays'), name=name, split=split,
+      str(path),
+      str(folder / 'arrays'),
+      name=name,
+      split=split,
       layout='flashrag',
     )
     rows += [
-      r | {
-        'data_source': name, 'ability': 'fact-reasoning',
+      r
+      | {
+        'data_source': name,
+        'ability': 'fact-reasoning',
         'prompt': [{'role': 'user', 'content': f'Search. {r["question"]}'}],
-        'reward_model': {'style': 'rule', 'ground_truth': {
-          'target': r['golden_answers']}},
+        'reward_model': {
+          'style': 'rule',
+          'ground_truth': {'target': r['golden_answers']},
+        },
         'extra_info': {'split': split, 'index': i},
-      } for i, r in enumerate(found)
+      }
+      for i, r in enumerate(found)
     ]
   # One schema over all sets, absent fields null, as `datasets` merges them.
   (folder / 'merged').mkdir()
   pq.write_table(
     pa.Table.from_pylist(
       [dict.fromkeys(rows[3]) | {'metadata': None} | r for r in rows]
-    ), folder / 'merged/test.parquet',
+    ),
+    folder / 'merged/test.parquet',
   )
   return folder
 
@@ -163,7 +202,8 @@ def test_seven_sets_in_three_layouts(folder):
     questions = found[key(name)]
     assert [q.text for q in questions] == [f'what {name} {i}?' for i in (0, 1)]
     assert [q.answers for q in questions] == [
-      (f'{name} {i}', 'é') for i in (0, 1)]
+      (f'{name} {i}', 'é') for i in (0, 1)
+    ]
     assert [q.hops for q in questions] == HOPS.get(name, [0, 0])
     assert {q.source for q in questions} == {key(name)}
 
@@ -181,7 +221,8 @@ def test_search_r1s_own_prompts_are_kept(folder):
     q, _ = found[key(name)]
     assert (q.source, q.id) == (name, f'{name}/{seven.SPLITS[name][-1]}_0')
     assert q.messages == (
-      {'role': 'user', 'content': f'Search. what {name} 0?'},)
+      {'role': 'user', 'content': f'Search. what {name} 0?'},
+    )
 
 
 @pytest.mark.skipif(shared_data() is None, reason='no real data at hand')
@@ -192,7 +233,8 @@ def test_real_records_in_three_layouts(tmp_path):
   found = same(lay_out(tmp_path, records))
   for name in seven.SPLITS:
     assert [q.text for q in found[key(name)]] == [
-      r['question'].strip() for r in records[name]]
+      r['question'].strip() for r in records[name]
+    ]
     assert all(q.answers for q in found[key(name)])
   assert {q.hops for q in found['hotpotqa']} == {2}
   assert {q.hops for q in found['two_wiki']} <= {2, 4}
@@ -203,12 +245,15 @@ def test_grain_reads_the_array_records(folder):
   import tensorflow_datasets
 
   builder = tensorflow_datasets.builder_from_directory(
-    str(folder / 'arrays/musique/1.0.0'))
+    str(folder / 'arrays/musique/1.0.0')
+  )
   rows = grain.MapDataset.source(builder.as_data_source('dev'))
   rows = rows.seed(0).shuffle().repeat(2)
   assert len(rows) == 4
   assert {rows[i]['question'].decode() for i in range(2)} == {
-    'what musique 0?', 'what musique 1?'}
+    'what musique 0?',
+    'what musique 1?',
+  }
   c = common.base()
   c.data.dir = str(folder)
   c.data.train = seven.sets('tfds', folder='arrays/')
@@ -218,10 +263,16 @@ def test_grain_reads_the_array_records(folder):
 
 def test_splits_and_numbers():
   assert set(seven.sets('flashrag', 'train')) == {
-    'nq', 'triviaqa', 'hotpotqa', 'two_wiki', 'musique'}
+    'nq',
+    'triviaqa',
+    'hotpotqa',
+    'two_wiki',
+    'musique',
+  }
   assert seven.sets('search_r1', 'train')['nq'].path == 'train.parquet'
   assert seven.sets('hub', 'dev', names=('musique',))['musique'].path == (
-    'hf://datasets/RUC-NLPIR/FlashRAG_datasets/musique/dev.jsonl')
+    'hf://datasets/RUC-NLPIR/FlashRAG_datasets/musique/dev.jsonl'
+  )
   with pytest.raises(ValueError, match='one of flashrag, hub'):
     seven.sets('flash')
   with pytest.raises(ValueError, match='none of bamboogle'):
@@ -238,8 +289,11 @@ def test_a_flag_reaches_every_set(tmp_path, absent):
     if name != absent:
       paths[name].write_text('{"id": "a", "question": "who?"}\n')
   _, err = command(
-    'evaluate', '--config=configs/seven.py', f'--out={tmp_path / "o"}',
-    *(f'--config.data.eval.{k}.path={v}' for k, v in paths.items()), status=2,
+    'evaluate',
+    '--config=configs/seven.py',
+    f'--out={tmp_path / "o"}',
+    *(f'--config.data.eval.{k}.path={v}' for k, v in paths.items()),
+    status=2,
   )
   assert f'my_{absent}.jsonl: no such file' in err
 

@@ -11,8 +11,14 @@ from searchrl_jax.data.checks import DataError
 from tests.conftest import ROOT
 
 ROWS = [
-  {'id': f'q{i}', 'question': f'qué {i}', 'golden_answers': ['a', 'b'][:i % 3],
-   'supporting_ids': ['7'], 'source': 'nq', 'hops': 1}
+  {
+    'id': f'q{i}',
+    'question': f'qué {i}',
+    'golden_answers': ['a', 'b'][: i % 3],
+    'supporting_ids': ['7'],
+    'source': 'nq',
+    'hops': 1,
+  }
   for i in range(20)
 ]
 
@@ -29,8 +35,12 @@ def prepared(tmp_path_factory):
 
 
 def load(path, **kw):
-  fields = {'supporting': 'supporting_ids', 'source': 'source',
-            'hops': 'hops', 'split': 'dev'}
+  fields = {
+    'supporting': 'supporting_ids',
+    'source': 'source',
+    'hops': 'hops',
+    'split': 'dev',
+  }
   return tfds.load(path, **{**fields, **kw})
 
 
@@ -53,11 +63,14 @@ def test_it_needs_no_tensorflow(prepared):
   assert done.stdout.strip() == '20 False', done.stderr
 
 
-@pytest.mark.parametrize('fields, says', [
-  ({'split': 'train'}, "no split 'train': dev"),
-  ({'split': 'dev[:x]'}, "split 'dev\\[:x\\]'"),
-  ({'question': 'qestion'}, "row 0: no field 'qestion'; did you mean"),
-])
+@pytest.mark.parametrize(
+  'fields, says',
+  [
+    ({'split': 'train'}, "no split 'train': dev"),
+    ({'split': 'dev[:x]'}, "split 'dev\\[:x\\]'"),
+    ({'question': 'qestion'}, "row 0: no field 'qestion'; did you mean"),
+  ],
+)
 def test_errors(prepared, fields, says):
   with pytest.raises(DataError, match=says):
     load(prepared[1], **fields)

@@ -7,8 +7,14 @@ from searchrl_jax.engines.jax_sampler import JaxSampler
 from searchrl_jax.models import decoder
 
 CFG = decoder.DecoderConfig(
-  vocab_size=90, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
-  d_ff=48, qkv_bias=True,
+  vocab_size=90,
+  d_model=32,
+  n_layers=2,
+  n_heads=4,
+  n_kv_heads=2,
+  head_dim=8,
+  d_ff=48,
+  qkv_bias=True,
 )
 
 
@@ -28,15 +34,24 @@ def make_params(seed=0, cfg=CFG):
 
 def config(**changes) -> ConfigDict:
   fields = dict(
-    slots=4, max_len=64, chunk=4, prefill_rows=2, dtype='float32',
-    canary_tolerance=1e-3, host_gib=1.0,
+    slots=4,
+    max_len=64,
+    chunk=4,
+    prefill_rows=2,
+    dtype='float32',
+    canary_tolerance=1e-3,
+    host_gib=1.0,
   )
   return ConfigDict(fields | changes)
 
 
-def make_engine(kind=JaxSampler, params=None, cfg=CFG, tokenizer=None,
-                mesh=None, **changes):
+def make_engine(
+  kind=JaxSampler, params=None, cfg=CFG, tokenizer=None, mesh=None, **changes
+):
   return kind(
-    cfg, make_params(cfg=cfg) if params is None else params,
-    tokenizer or Letters(), config(**changes), mesh,
+    cfg,
+    make_params(cfg=cfg) if params is None else params,
+    tokenizer or Letters(),
+    config(**changes),
+    mesh,
   )

@@ -54,9 +54,11 @@ class EngineContract:
 
     asyncio.run(main())
 
-  @pytest.mark.parametrize('sampling', [
-    Sampling(max_tokens=12, seed=5), GREEDY,
-  ], ids=['sampled', 'greedy'])
+  @pytest.mark.parametrize(
+    'sampling',
+    [Sampling(max_tokens=12, seed=5), GREEDY],
+    ids=['sampled', 'greedy'],
+  )
   def test_logps_are_the_scorers(self, engine, sampling):
     async def main():
       start = prompt(engine)
@@ -64,7 +66,7 @@ class EngineContract:
       scored = await engine.score([*start.ids, *done.ids.tolist()])
       assert scored.dtype == np.float32 and scored[0] == 0
       np.testing.assert_allclose(
-        done.logps, scored[len(start.ids):], atol=self.tolerance
+        done.logps, scored[len(start.ids) :], atol=self.tolerance
       )
 
     asyncio.run(main())
@@ -134,10 +136,12 @@ class EngineContract:
   def test_the_draw_depends_on_seed_and_position(self, engine):
     async def main():
       start = prompt(engine)
-      a, b, c = await asyncio.gather(*[
-        once(engine, start.ids, Sampling(max_tokens=12, seed=s))
-        for s in (1, 1, 2)
-      ])
+      a, b, c = await asyncio.gather(
+        *[
+          once(engine, start.ids, Sampling(max_tokens=12, seed=s))
+          for s in (1, 1, 2)
+        ]
+      )
       assert a.ids.tolist() == b.ids.tolist() != c.ids.tolist()
       both = []
       for _ in range(2):
@@ -162,13 +166,15 @@ class EngineContract:
       ids = free.ids.tolist()
       text = [token_bytes(i) for i in ids]
       for at in range(40):  # inside and at the edge of a chunk
-        stop = b''.join(text[max(0, at - 1):at + 1])
+        stop = b''.join(text[max(0, at - 1) : at + 1])
         if not stop or not stop.isascii():  # no string names it
           continue
         ends = next(n for n in range(1, 41) if stop in b''.join(text[:n]))
-        done = await once(engine, start.ids, Sampling(
-          max_tokens=40, seed=4, stops=('never!', stop.decode())
-        ))
+        done = await once(
+          engine,
+          start.ids,
+          Sampling(max_tokens=40, seed=4, stops=('never!', stop.decode())),
+        )
         assert done.stop == stop.decode()
         assert done.ids.tolist() == ids[:ends]
         np.testing.assert_array_equal(done.logps, free.logps[:ends])
@@ -185,8 +191,7 @@ class EngineContract:
         token_bytes(start.ids[-1]) + token_bytes(int(free.ids[0]))
       ).decode('latin-1')
       done = await once(
-        engine, start.ids,
-        Sampling(max_tokens=1, seed=4, stops=(straddling,)),
+        engine, start.ids, Sampling(max_tokens=1, seed=4, stops=(straddling,))
       )
       assert done.stop == 'length'
 
@@ -202,7 +207,7 @@ class EngineContract:
         engine, start.ids, Sampling(max_tokens=20, seed=4, stop_ids=(stop,))
       )
       assert done.stop == 'eos'
-      assert done.ids.tolist() == ids[:ids.index(stop) + 1]
+      assert done.ids.tolist() == ids[: ids.index(stop) + 1]
 
     asyncio.run(main())
 
@@ -211,9 +216,12 @@ class EngineContract:
       handle = engine.open(prompt(engine, 6 + i % 3, seed=i // 3))
       out = []
       for turn in range(2):
-        done = await engine.generate(handle, Sampling(
-          max_tokens=5 + i % 4, seed=i, temperature=(0.0, 0.7, 1.0)[i % 3],
-        ))
+        done = await engine.generate(
+          handle,
+          Sampling(
+            max_tokens=5 + i % 4, seed=i, temperature=(0.0, 0.7, 1.0)[i % 3]
+          ),
+        )
         out.append((done.ids.tolist(), done.logps.tobytes()))
         await asyncio.sleep(pause)
         engine.append(handle, [1 + i, 2, 3 + turn])
@@ -251,8 +259,10 @@ class EngineContract:
       with pytest.raises(EngineError, match=f'7 .*max_len={limit}'):
         engine.append(handle, [1] * (limit - 6))
       for bad in (
-        Sampling(max_tokens=0), Sampling(max_tokens=1, temperature=-1.0),
-        Sampling(max_tokens=1, top_p=0.0), Sampling(max_tokens=1, top_k=-1),
+        Sampling(max_tokens=0),
+        Sampling(max_tokens=1, temperature=-1.0),
+        Sampling(max_tokens=1, top_p=0.0),
+        Sampling(max_tokens=1, top_k=-1),
         Sampling(max_tokens=1, stops=('',)),
       ):
         with pytest.raises(EngineError):
@@ -264,7 +274,8 @@ class EngineContract:
       engine.close(handle)
       engine.close(handle)
       for call in (
-        lambda: engine.append(handle, [1]), lambda: engine.fork(handle),
+        lambda: engine.append(handle, [1]),
+        lambda: engine.fork(handle),
         lambda: engine.truncate(handle, 1),
       ):
         with pytest.raises(EngineError, match='closed'):

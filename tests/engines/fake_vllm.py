@@ -84,7 +84,10 @@ class FakeVllm:
     self.name = f'searchrl-{self.starts}'
     self.starts += 1
     config = uvicorn.Config(
-      self._app(), host='127.0.0.1', port=self.port, log_level='critical',
+      self._app(),
+      host='127.0.0.1',
+      port=self.port,
+      log_level='critical',
       timeout_graceful_shutdown=0,
     )
     self._server = uvicorn.Server(config)
@@ -193,8 +196,10 @@ class FakeVllm:
 
   async def _complete(self, body):
     if body['model'] != self.name:
-      return JSONResponse({'error': {
-        'message': f'The model `{body["model"]}` does not exist.'}}, 404)
+      return JSONResponse(
+        {'error': {'message': f'The model `{body["model"]}` does not exist.'}},
+        404,
+      )
     self.asked.append(body)
     late, self.late = self.late, False
     while late and not self.paused:
@@ -245,17 +250,25 @@ class FakeVllm:
         end, reason = 'stop', stops[0] if stops else token
         break
     choice = dict(
-      token_ids=ids, finish_reason=end, stop_reason=reason,
+      token_ids=ids,
+      finish_reason=end,
+      stop_reason=reason,
       logprobs={'token_logprobs': self.logp_of_all * len(ids) or logps},
     )
     if body.get('prompt_logprobs') is not None and end != 'abort':
       choice['prompt_logprobs'] = [None] + [
         {str(i): {'logprob': float(toy_logps(self.version, prompt[:n])[i])}}
-        for n, i in enumerate(prompt) if n
+        for n, i in enumerate(prompt)
+        if n
       ]
     details = {'prompt_tokens_details': {'cached_tokens': cached}}
-    return {'choices': [choice], 'usage': {
-      'prompt_tokens': len(prompt), **(details if self.details else {})}}
+    return {
+      'choices': [choice],
+      'usage': {
+        'prompt_tokens': len(prompt),
+        **(details if self.details else {}),
+      },
+    }
 
   def _cached(self, body):
     """Tokens of the prompt whose blocks stand in the cache of this salt."""
@@ -263,8 +276,9 @@ class FakeVllm:
     salt = None if self.keeps_cache else body.get('cache_salt')
     ends = range(BLOCK, len(prompt), BLOCK)
     keys = [(salt, tuple(prompt[:n])) for n in ends]
-    found = next((i for i, k in enumerate(keys) if k not in self.cache),
-                 len(keys))
+    found = next(
+      (i for i, k in enumerate(keys) if k not in self.cache), len(keys)
+    )
     self.cache.update(keys)
     return 0 if body.get('prompt_logprobs') is not None else found * BLOCK
 
@@ -274,9 +288,20 @@ class FakeVllm:
 
 def config(**changes) -> ConfigDict:
   fields = dict(
-    url='', venv='', device='cpu', max_len=64, slots=4, dtype='float32',
-    timeout=5.0, deadline=20.0, attempts=3, gpu_memory=0.5, kv_cache_gib=1.0,
-    block_size=32, sleep=False, start_seconds=10.0,
+    url='',
+    venv='',
+    device='cpu',
+    max_len=64,
+    slots=4,
+    dtype='float32',
+    timeout=5.0,
+    deadline=20.0,
+    attempts=3,
+    gpu_memory=0.5,
+    kv_cache_gib=1.0,
+    block_size=32,
+    sleep=False,
+    start_seconds=10.0,
   )
   return ConfigDict(fields | changes)
 

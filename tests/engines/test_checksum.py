@@ -12,8 +12,12 @@ def report(text: str) -> list:
   """What one worker that holds the whole tensor reports."""
   kind, sums = text.split(':')
   dtype, dims = kind.rstrip(']').split('[')
-  return [dtype, [int(d) for d in dims.split(',')], int(sums[:8], 16),
-          int(sums[8:], 16)]
+  return [
+    dtype,
+    [int(d) for d in dims.split(',')],
+    int(sums[:8], 16),
+    int(sums[8:], 16),
+  ]
 
 
 def ones(*shape):
@@ -21,12 +25,15 @@ def ones(*shape):
 
 
 def test_sums_of_workers_add_up_and_wrap():
-  got = checksum.combine([
-    {'q': ['float32', [2, 3], 0xFFFFFFFF, 1]},
-    {'q': ['float32', [2, 3], 2, 0x10], 'k': ['float32', [1], 7, 8]},
-  ])
+  got = checksum.combine(
+    [
+      {'q': ['float32', [2, 3], 0xFFFFFFFF, 1]},
+      {'q': ['float32', [2, 3], 2, 0x10], 'k': ['float32', [1], 7, 8]},
+    ]
+  )
   assert got == {
-    'q': 'float32[2,3]:0000000100000011', 'k': 'float32[1]:0000000700000008',
+    'q': 'float32[2,3]:0000000100000011',
+    'k': 'float32[1]:0000000700000008',
   }
 
 
@@ -37,9 +44,9 @@ def test_one_worker_reports_what_the_trainer_computes():
 
 def test_workers_that_disagree_are_named():
   with pytest.raises(ValueError, match="'q' is .*bfloat16"):
-    checksum.combine([
-      {'q': ['float32', [2], 0, 0]}, {'q': ['bfloat16', [2], 0, 0]},
-    ])
+    checksum.combine(
+      [{'q': ['float32', [2], 0, 0]}, {'q': ['bfloat16', [2], 0, 0]}]
+    )
 
 
 def test_a_copy_of_the_tied_head_shows_only_if_it_differs():
@@ -48,7 +55,9 @@ def test_a_copy_of_the_tied_head_shows_only_if_it_differs():
   assert checksum.combine([{'embed': embed, 'head': embed}]) == sums
   old = [*embed[:3], embed[3] ^ 1]
   assert set(checksum.combine([{'embed': embed, 'head': old}])) == {
-    'embed', 'head'}
+    'embed',
+    'head',
+  }
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])

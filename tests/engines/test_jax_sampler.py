@@ -12,7 +12,10 @@ import pytest
 from searchrl_jax import tokenizer
 from searchrl_jax.engines import caches, decode, device
 from searchrl_jax.engines.core import (
-  EngineError, Sampling, SyncError, WeightsUpdate,
+  EngineError,
+  Sampling,
+  SyncError,
+  WeightsUpdate,
 )
 from searchrl_jax.engines.stops import StopFinder
 from searchrl_jax.models import decoder
@@ -62,7 +65,8 @@ def filled(cfg, lengths, max_len, seed=0):
 @pytest.mark.parametrize('kv_heads', [4, 2])
 @pytest.mark.parametrize('block', [4, 100])  # three blocks, or one
 def test_attention_through_the_cache_in_either_layout(
-    kv_heads, block, monkeypatch):
+  kv_heads, block, monkeypatch
+):
   """Keys lie otherwise where each query has keys of its own."""
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': block})
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
@@ -155,7 +159,7 @@ def truncated(logits, temperature, top_k, top_p):
   p = np.exp(x - x.max())
   order = np.argsort(-p, kind='stable')
   keep = np.zeros(len(p), bool)
-  keep[order[:top_k or len(p)]] = True
+  keep[order[: top_k or len(p)]] = True
   p = np.where(keep, p, 0) / p[keep].sum()
   before = np.cumsum(p[order]) - p[order]
   keep[order] &= before < top_p
@@ -176,9 +180,10 @@ def chi_square(ids, p):
 
 
 @pytest.mark.parametrize('vocab', [90, 1000])
-@pytest.mark.parametrize('temperature, top_k, top_p', [
-  (1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 12, 1.0), (1.0, 0, 0.8), (1.3, 20, 0.9),
-])
+@pytest.mark.parametrize(
+  'temperature, top_k, top_p',
+  [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 12, 1.0), (1.0, 0, 0.8), (1.3, 20, 0.9)],
+)
 def test_frequencies_and_logps(vocab, temperature, top_k, top_p):
   logits = np.random.default_rng(vocab).normal(0, 2, vocab)
   p = truncated(logits.astype(np.float32), temperature, top_k, top_p)
@@ -274,21 +279,23 @@ def test_stops_inside_merged_tokens_of_qwen(data_dir):
   if not path.exists():
     pytest.skip(f'no {path}')
   tok = tokenizer.load(path)
-  cfg = decoder.DecoderConfig(
-    tok.vocab_size, 8, 1, 1, 1, 8, 8, tied=False
-  )
-  engine = make_engine(
-    params=scripted(cfg, [0, 1]), cfg=cfg, tokenizer=tok
-  )
+  cfg = decoder.DecoderConfig(tok.vocab_size, 8, 1, 1, 1, 8, 8, tied=False)
+  engine = make_engine(params=scripted(cfg, [0, 1]), cfg=cfg, tokenizer=tok)
   for i, tail in enumerate(('\n', '\n\n', '.', '</')):
     ids = tok.encode(f'<search>who</search>{tail}')
     who = tok.encode('who')[0]
-    close = ids[ids.index(who) + 1:]
+    close = ids[ids.index(who) + 1 :]
     assert tok.token_bytes(close[-1]) == f'>{tail}'.encode()  # it did merge
     asyncio.run(load(engine, scripted(cfg, [who, *close]), i))
-    done = asyncio.run(once(engine, ids[:ids.index(who) + 1], Sampling(
-      max_tokens=20, temperature=0.0, stops=('</search>', '</answer>')
-    )))
+    done = asyncio.run(
+      once(
+        engine,
+        ids[: ids.index(who) + 1],
+        Sampling(
+          max_tokens=20, temperature=0.0, stops=('</search>', '</answer>')
+        ),
+      )
+    )
     assert done.stop == '</search>'
     assert done.ids.tolist() == close
   assert engine.stats()['discarded_tokens'] > 0  # the chunk had run on
@@ -305,10 +312,12 @@ def test_a_group_prefills_its_prompt_once():
     first = engine.open(start)
     handles = [engine.fork(first) for _ in range(5)]
     handles += [engine.open(start) for _ in range(4)]
-    out = await asyncio.gather(*[
-      engine.generate(h, Sampling(max_tokens=5, seed=i))
-      for i, h in enumerate(handles)
-    ])
+    out = await asyncio.gather(
+      *[
+        engine.generate(h, Sampling(max_tokens=5, seed=i))
+        for i, h in enumerate(handles)
+      ]
+    )
     for h in (first, *handles):
       engine.close(h)
     return out
@@ -359,9 +368,7 @@ def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
 
   engine = make_engine(slots=4)
   # Alone, each trajectory keeps its slot.
-  want = {
-    i: asyncio.run(main(engine, 1, [i]))[i] for i in range(11)
-  }
+  want = {i: asyncio.run(main(engine, 1, [i]))[i] for i in range(11)}
   assert engine.stats()['evictions'] == 0
   for order in (range(11), range(10, -1, -1)):
     assert asyncio.run(main(engine, 11, order)) == want
@@ -373,7 +380,8 @@ def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
 @pytest.mark.parametrize('search', [quick, nested])
 @pytest.mark.parametrize('slots, paused', [(1, 0), (2, 3)])
 def test_what_begins_fits_into_slots_and_host_memory(
-    search, slots, paused, monkeypatch):
+  search, slots, paused, monkeypatch
+):
   """Nobody waits for ever, whatever the searches of the others wait for."""
   monkeypatch.setattr(device, 'PIECE', 16)
   limit, size, own = 48, 48, 64  # tokens; `own` of a call that others wait for
@@ -391,9 +399,10 @@ def test_what_begins_fits_into_slots_and_host_memory(
       away.discard(i)
 
   async def main(engine, limit, order):
-    found = await asyncio.wait_for(asyncio.gather(*[
-      searching(engine, i, counted, limit) for i in order
-    ]), 300)
+    found = await asyncio.wait_for(
+      asyncio.gather(*[searching(engine, i, counted, limit) for i in order]),
+      300,
+    )
     return dict(zip(order, found))
 
   want, ample = {}, make_engine(slots=slots)
@@ -416,7 +425,8 @@ def test_host_memory_for_less_than_one_sequence_is_refused():
 
 @pytest.mark.parametrize('length, pieces', [(15, 1), (16, 1), (17, 2)])
 def test_an_eviction_moves_what_is_cached_and_no_more(
-    length, pieces, monkeypatch):
+  length, pieces, monkeypatch
+):
   monkeypatch.setattr(device, 'PIECE', 16)
   engine = make_engine(slots=1)
 
@@ -452,9 +462,9 @@ def test_probes_come_first_and_earlier_steps_before_later_ones():
   engine, order = make_engine(), []
 
   async def call(step, **more):
-    await once(engine, [1, 2], Sampling(
-      max_tokens=6, limit=12, priority=step, **more
-    ))
+    await once(
+      engine, [1, 2], Sampling(max_tokens=6, limit=12, priority=step, **more)
+    )
     order.append(step)
 
   async def main():
@@ -487,15 +497,16 @@ def test_a_probe_is_served_where_calls_hold_all_room(monkeypatch):
         engine.open(prompt(engine, 3, i)),
         Sampling(max_tokens=2, seed=i, limit=64),
       )
-    call = asyncio.create_task(once(
-      engine, [5, 6], Sampling(max_tokens=60, seed=9)
-    ))
+    call = asyncio.create_task(
+      once(engine, [5, 6], Sampling(max_tokens=60, seed=9))
+    )
     await until(lambda: engine._active)
     await engine.sync(WeightsUpdate(make_params(1), 1))
     assert not call.done()
-    await asyncio.wait_for(once(
-      engine, [7, 8], Sampling(max_tokens=2, temperature=0.0, probe=True)
-    ), 60)
+    await asyncio.wait_for(
+      once(engine, [7, 8], Sampling(max_tokens=2, temperature=0.0, probe=True)),
+      60,
+    )
     await engine.resume()
     await asyncio.wait_for(call, 60)
 
@@ -537,9 +548,9 @@ def test_one_slot_is_enough():
     sampling = Sampling(max_tokens=5, temperature=0.0)
     first = await engine.generate(parent, sampling)
     child = engine.fork(parent)
-    out = await asyncio.gather(*[
-      engine.generate(h, sampling) for h in (child, other, parent)
-    ])
+    out = await asyncio.gather(
+      *[engine.generate(h, sampling) for h in (child, other, parent)]
+    )
     assert out[0].ids.tolist() == out[2].ids.tolist()
     assert out[0].logps.tobytes() == out[2].logps.tobytes()
     whole = [*start.ids, *first.ids.tolist()]
@@ -636,11 +647,10 @@ def test_a_device_failure_reaches_every_caller(monkeypatch):
     raise RuntimeError('out of memory')
 
   async def main():
-    calls = [
-      once(engine, [i + 1, 2], Sampling(max_tokens=3)) for i in range(5)
-    ]
-    return await asyncio.gather(*calls, engine.score([1, 2]),
-                                return_exceptions=True)
+    calls = [once(engine, [i + 1, 2], Sampling(max_tokens=3)) for i in range(5)]
+    return await asyncio.gather(
+      *calls, engine.score([1, 2]), return_exceptions=True
+    )
 
   with monkeypatch.context() as m:
     m.setattr(engine._device, 'decode', broken)
@@ -714,7 +724,8 @@ def test_versions_after_a_sync_in_the_middle():
   whole = [*start.ids, *done.ids.tolist()]
   at = np.arange(6, 6 + 50)
   want = np.where(
-    np.arange(50) < n, full_logps(whole, params=old)[at, done.ids],
+    np.arange(50) < n,
+    full_logps(whole, params=old)[at, done.ids],
     full_logps(whole, params=new)[at, done.ids],
   )
   np.testing.assert_allclose(done.logps, want, atol=1e-5)
@@ -776,12 +787,18 @@ def test_nothing_compiles_after_warmup(monkeypatch):
       prompt(engine, int(rng.integers(1, 28)), seed=int(rng.integers(4)))
     )
     for _ in range(2):
-      await engine.generate(handle, Sampling(
-        max_tokens=int(rng.integers(1, 9)), seed=seed,
-        temperature=float(rng.choice([0.0, 0.5, 1.0])),
-        top_p=float(rng.choice([0.9, 1.0])), top_k=int(rng.choice([0, 5])),
-        stops=('ab',), stop_ids=(3, 4),
-      ))
+      await engine.generate(
+        handle,
+        Sampling(
+          max_tokens=int(rng.integers(1, 9)),
+          seed=seed,
+          temperature=float(rng.choice([0.0, 0.5, 1.0])),
+          top_p=float(rng.choice([0.9, 1.0])),
+          top_k=int(rng.choice([0, 5])),
+          stops=('ab',),
+          stop_ids=(3, 4),
+        ),
+      )
       engine.append(handle, rng.integers(0, 90, rng.integers(1, 5)))
       await asyncio.sleep(0.01)  # others take its slot
     await engine.score(handle.ids)

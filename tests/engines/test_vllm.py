@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from searchrl_jax import sync
-from searchrl_jax.engines import checksum
-from searchrl_jax.engines import vllm
+from searchrl_jax.engines import checksum, vllm
 from searchrl_jax.engines.core import (
-  EngineError, Sampling, SyncError, WeightsUpdate,
+  EngineError,
+  Sampling,
+  SyncError,
+  WeightsUpdate,
 )
 from searchrl_jax.engines.published import versions
 from searchrl_jax.engines.vllm import VllmEngine
@@ -20,10 +22,7 @@ from searchrl_jax.types import Prompt
 from tests.clock import until
 from tests.engines.common import CFG, Letters, make_params
 from tests.engines.contract import EngineContract, once, prompt
-from tests.engines.fake_vllm import (
-  check, config, load, make, server, toy_logps,
-)
-
+from tests.engines.fake_vllm import check, config, load, make, server, toy_logps
 
 two = pytest.mark.parametrize('fakes', [2], indirect=True)
 
@@ -95,9 +94,9 @@ def test_a_request_that_came_after_the_pause_is_not_served_by_new_weights(
     await load(engine, 1, seed=1)
     await load(engine, 0)
     fake.late = True
-    task = asyncio.create_task(once(
-      engine, start.ids, Sampling(max_tokens=5, seed=1)
-    ))
+    task = asyncio.create_task(
+      once(engine, start.ids, Sampling(max_tokens=5, seed=1))
+    )
     await until(lambda: fake.asked)
     # It is written already, so that the pause comes at once.
     await engine.sync(WeightsUpdate(tmp_path / 'published/00000001', 1))
@@ -123,10 +122,13 @@ def test_a_stop_that_begins_before_a_sync_and_ends_after_it_is_found(
 
     async def run(stops):
       fake.stalls_at = 15
-      task = asyncio.create_task(once(
-        engine, start.ids, Sampling(max_tokens=40, temperature=0.0,
-                                    stops=stops)
-      ))
+      task = asyncio.create_task(
+        once(
+          engine,
+          start.ids,
+          Sampling(max_tokens=40, temperature=0.0, stops=stops),
+        )
+      )
       await until(lambda: fake.stalled)
       # The same weights: the text goes on as it was.
       await engine.sync(WeightsUpdate(make_params(), 1))
@@ -176,9 +178,7 @@ def test_versions_go_when_every_server_has_a_newer_one(fakes, tmp_path):
   asyncio.run(main())
 
 
-def test_what_a_server_holds_is_reported_as_the_trainer_sums_it(
-  fake, tmp_path
-):
+def test_what_a_server_holds_is_reported_as_the_trainer_sums_it(fake, tmp_path):
   engine, params = make([fake], tmp_path), make_params()
 
   async def main():
@@ -188,8 +188,13 @@ def test_what_a_server_holds_is_reported_as_the_trainer_sums_it(
 
   report = asyncio.run(main())
   want = sync.manifest(params)
-  assert report.manifest == want == checksum.checksums(
-    {k: v for k, v in sync.decoder.flatten(params).items()})
+  assert (
+    report.manifest
+    == want
+    == checksum.checksums(
+      {k: v for k, v in sync.decoder.flatten(params).items()}
+    )
+  )
   assert report.tensors == len(want) and 'head' not in want
   assert report.bytes == CFG.n_params * 4
 
@@ -226,17 +231,23 @@ def test_each_server_is_verified(fakes, tmp_path, stale):
   engine, canary = make(fakes, tmp_path), tuple(range(1, 30))
 
   def trainer(version):
-    return lambda ids: np.array([0.0] + [
-      toy_logps(version, ids[:n].tolist())[i] for n, i in enumerate(ids) if n
-    ])
+    return lambda ids: np.array(
+      [0.0]
+      + [
+        toy_logps(version, ids[:n].tolist())[i] for n, i in enumerate(ids) if n
+      ]
+    )
 
   async def main():
     for version in (1, 2):
       if version == 2 and stale is not None:
         fakes[stale].keeps_cache = True
         # Its blocks stand there without a salt.
-        await once(engine.replicas[stale], canary, Sampling(
-          max_tokens=1, temperature=0.0))
+        await once(
+          engine.replicas[stale],
+          canary,
+          Sampling(max_tokens=1, temperature=0.0),
+        )
       await sync.sync_and_verify(
         engine, make_params(version), version, canary, trainer(version), 1e-4
       )
@@ -310,9 +321,7 @@ def test_a_cancelled_call_leaves_the_handle_and_the_server(fake, tmp_path):
     await load(engine, 0)
     fake.delay = 0.02
     handle = engine.open(prompt(engine))
-    task = asyncio.create_task(
-      engine.generate(handle, Sampling(max_tokens=50))
-    )
+    task = asyncio.create_task(engine.generate(handle, Sampling(max_tokens=50)))
     await until(lambda: fake.running)
     with pytest.raises(EngineError, match='is generating'):
       engine.append(handle, [1])
@@ -342,9 +351,9 @@ async def trajectory(engine, i, turns=3):
 
 async def fleet(engine, n, **fields):
   """n trajectories at once; every token of theirs is as its version says."""
-  ended = await asyncio.gather(*[
-    trajectory(engine, i, **fields) for i in range(n)
-  ])
+  ended = await asyncio.gather(
+    *[trajectory(engine, i, **fields) for i in range(n)]
+  )
   for turns in ended:
     for before, done in turns:
       assert len(done.ids) == 6
@@ -374,7 +383,8 @@ def test_a_server_killed_in_the_middle_comes_back_with_the_weights(
   want, ended = asyncio.run(main())
   # The same trajectories as without the accident, each once.
   assert [[d.ids.tolist() for _, d in t] for t in ended] == [
-    [d.ids.tolist() for _, d in t] for t in want]
+    [d.ids.tolist() for _, d in t] for t in want
+  ]
   assert {v for t in ended for _, d in t for v in d.versions.tolist()} == {4}
   assert engine.stats()['restarts'] == 1 and fake.loaded.version == 4
 
@@ -403,9 +413,7 @@ def test_a_restart_that_no_request_saw_is_told_by_the_models_name(
   assert engine.stats()['restarts'] == 2
 
 
-def test_a_restarted_server_that_cannot_be_loaded_stops_the_run(
-  fake, tmp_path
-):
+def test_a_restarted_server_that_cannot_be_loaded_stops_the_run(fake, tmp_path):
   engine = make([fake], tmp_path)
 
   async def main():
@@ -536,7 +544,7 @@ def test_a_sleeping_engine_holds_its_calls(fake, tmp_path):
     assert not task.done()
     await engine.wake()
     assert not fake.asleep
-    (before, done), = await task
+    ((before, done),) = await task
     check(before, done)
     await engine.shutdown()
 
@@ -561,15 +569,19 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
 # --- Strangers.
 
 
-@pytest.mark.parametrize('fields, message', [
-  (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*engines.sidecar"),
-  (dict(max_len=64), 'holds 64 tokens.*config.engine.max_len=64'),
-  (dict(dev=False), 'VLLM_SERVER_DEV_MODE=1.*engines.sidecar'),
-  (dict(tokenizer_shift=1), 'another tokenizer'),
-  (dict(vocab_size=91), 'vocab_size=91; expected 90'),
-  (dict(n_layers=3), 'n_layers=3; expected 2'),
-  (dict(dtype='bfloat16'), "dtype='bfloat16'; expected 'float32'"),
-], ids=lambda x: next(iter(x)) if isinstance(x, dict) else '')
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*engines.sidecar"),
+    (dict(max_len=64), 'holds 64 tokens.*config.engine.max_len=64'),
+    (dict(dev=False), 'VLLM_SERVER_DEV_MODE=1.*engines.sidecar'),
+    (dict(tokenizer_shift=1), 'another tokenizer'),
+    (dict(vocab_size=91), 'vocab_size=91; expected 90'),
+    (dict(n_layers=3), 'n_layers=3; expected 2'),
+    (dict(dtype='bfloat16'), "dtype='bfloat16'; expected 'float32'"),
+  ],
+  ids=lambda x: next(iter(x)) if isinstance(x, dict) else '',
+)
 def test_a_server_that_is_not_ours_is_refused(fake, tmp_path, fields, message):
   for name, value in fields.items():
     if name in families.FIELDS:
@@ -614,9 +626,7 @@ def test_nobody_there_and_no_url(fake, tmp_path):
   asyncio.run(main())
   fake.start()
   with pytest.raises(EngineError, match="'127.0.0.1:80' is no URL"):
-    VllmEngine(
-      CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path
-    )
+    VllmEngine(CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path)
 
 
 def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):
@@ -624,9 +634,7 @@ def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):
 
   async def main():
     with pytest.raises(EngineError, match='call sync first'):
-      await engine.generate(
-        engine.open(Prompt((1,))), Sampling(max_tokens=1)
-      )
+      await engine.generate(engine.open(Prompt((1,))), Sampling(max_tokens=1))
     await engine.shutdown()
 
   asyncio.run(main())
@@ -635,19 +643,25 @@ def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):
 
 def test_an_adapter_is_refused(fake, tmp_path):
   engine = make([fake], tmp_path)
-  update = dataclasses.replace(
-    WeightsUpdate(make_params(), 1), kind='adapter'
-  )
+  update = dataclasses.replace(WeightsUpdate(make_params(), 1), kind='adapter')
   with pytest.raises(EngineError, match='adapter'):
     asyncio.run(engine.sync(update))
 
 
-@pytest.mark.parametrize('device, servers', [
-  ('cpu', [{'cpu': True, 'kv_cache_gib': 1.0}]),
-  ('gpus:0', [{'gpus': '0', 'gpu_memory_utilization': 0.5}]),
-  ('gpus:0,1;2', [{'gpus': '0,1', 'gpu_memory_utilization': 0.5},
-                  {'gpus': '2', 'gpu_memory_utilization': 0.5}]),
-])
+@pytest.mark.parametrize(
+  'device, servers',
+  [
+    ('cpu', [{'cpu': True, 'kv_cache_gib': 1.0}]),
+    ('gpus:0', [{'gpus': '0', 'gpu_memory_utilization': 0.5}]),
+    (
+      'gpus:0,1;2',
+      [
+        {'gpus': '0,1', 'gpu_memory_utilization': 0.5},
+        {'gpus': '2', 'gpu_memory_utilization': 0.5},
+      ],
+    ),
+  ],
+)
 def test_servers_are_started_on_the_devices_named(
   monkeypatch, tmp_path, device, servers
 ):

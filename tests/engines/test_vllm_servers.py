@@ -7,7 +7,10 @@ from fastapi.responses import JSONResponse
 import pytest
 
 from searchrl_jax.engines.core import (
-  EngineError, Sampling, SyncError, WeightsUpdate,
+  EngineError,
+  Sampling,
+  SyncError,
+  WeightsUpdate,
 )
 from tests.clock import until
 from tests.engines.common import make_params
@@ -27,7 +30,8 @@ def say(engine, n, tokens=5):
   return [
     asyncio.create_task(
       once(engine, (1, 2, i), Sampling(max_tokens=tokens, seed=i))
-    ) for i in range(n)
+    )
+    for i in range(n)
   ]
 
 
@@ -147,9 +151,9 @@ def test_a_restart_is_not_taken_for_another_client(fake, tmp_path):
 # --- Dying.
 
 
-@pytest.mark.parametrize('call', [
-  'pause', 'searchrl_load', 'reset_prefix_cache', 'searchrl_checksums',
-])
+@pytest.mark.parametrize(
+  'call', ['pause', 'searchrl_load', 'reset_prefix_cache', 'searchrl_checksums']
+)
 def test_an_engine_that_dies_in_a_sync_ends_it(fake, tmp_path, call):
   """Nothing is sampled with what it may hold."""
   engine = make([fake], tmp_path)
@@ -237,9 +241,7 @@ def test_a_server_that_crashed_asleep_is_loaded_as_it_wakes(fake, tmp_path):
 
 
 def test_a_sleep_that_fails_leaves_servers_to_be_brought_back(fake, tmp_path):
-  engine = make(
-    [fake], tmp_path, sleep=True, start_seconds=0.3, deadline=5.0
-  )
+  engine = make([fake], tmp_path, sleep=True, start_seconds=0.3, deadline=5.0)
 
   async def main():
     await load(engine, 5)
@@ -288,9 +290,9 @@ def test_who_is_lost_and_who_comes_back_is_logged(fake, tmp_path, caplog):
   with caplog.at_level(logging.WARNING):
     asyncio.run(main())
   said = [r.message for r in caplog.records if fake.url in r.message]
-  for line, words in zip(said, (
-    'is not asked', 'is back', 'is not asked',
-  ), strict=True):
+  for line, words in zip(
+    said, ('is not asked', 'is back', 'is not asked'), strict=True
+  ):
     assert words in line
   assert '503' in said[0]
 
@@ -350,9 +352,13 @@ def test_a_server_without_the_plugin_is_told_the_flag(
   fake, tmp_path, monkeypatch
 ):
   engine = make([fake], tmp_path)
-  monkeypatch.setattr(fake, '_rpc', lambda method, args: JSONResponse(
-    {'error': {'message': f'the worker has no {method}'}}, 500
-  ))
+  monkeypatch.setattr(
+    fake,
+    '_rpc',
+    lambda method, args: JSONResponse(
+      {'error': {'message': f'the worker has no {method}'}}, 500
+    ),
+  )
 
   async def main():
     with pytest.raises(EngineError, match='no searchrl_describe.*--plugin='):

@@ -50,8 +50,10 @@ def test_a_row():
   assert (found.recall_any, found.recall_all) == (1, 0)
   assert (found.truncated, found.failed) == (0, False)
   assert found.tokens == sum(
-    len(text) for text in (
-      THINK + '<search>who is it</search>', '<search>ann</search>',
+    len(text)
+    for text in (
+      THINK + '<search>who is it</search>',
+      '<search>ann</search>',
       '<answer>the Ann!</answer>',
     )
   )  # one token a byte
@@ -140,9 +142,7 @@ def test_values_are_means_over_questions_with_intervals():
   assert values['eval/em'] == pytest.approx(sum(means) / 5)
   assert values['eval/em/n'] == 5 and values['eval/failed'] == 3
   # The order is that of sets and ids: a has q4, then b has q0 to q3.
-  interval = metrics.bootstrap(
-    [means[4], *means[:4]], resamples=200, seed=0
-  )
+  interval = metrics.bootstrap([means[4], *means[:4]], resamples=200, seed=0)
   assert values['eval/em/low'] == interval.low
   assert values['eval/em/high'] == interval.high
   assert {k for k in values if k.endswith('/em')} == {
@@ -245,25 +245,27 @@ def test_a_question_without_answers_has_no_pass_at_k():
   assert [q for _, q in passk.score(found.rows, (1,))['pass@1']] == ['q1']
   only = config(k=(1,))
   values = dict(
-    passk.Evaluator(evaluator(only, {'a': [bare]}), only.eval)
-    .run(0)
+    passk.Evaluator(evaluator(only, {'a': [bare]}), only.eval).run(0)
   )
   assert 'eval/pass@1' not in values and 'eval/answered' in values
 
 
-@pytest.mark.parametrize('fields, message', [
-  (dict(n=0), 'config.eval.n=0: at least 1'),
-  (dict(bootstrap=0), 'config.eval.bootstrap=0'),
-  (dict(questions=-1), 'config.eval.questions=-1'),
-  (dict(temperature=-1.0), 'config.eval.temperature=-1'),
-  (dict(top_p=0.0), 'config.eval.top_p=0'),
-  (dict(k=(1, 4)), 'config.eval.k holds 4, .*eval.n >= 4'),
-  (dict(k=(0,)), 'config.eval.k holds 0'),
-  (dict(k=(2,), temperature=0.0), 'k holds 2, .*temperature=0 makes all'),
-  (dict(best_of='certainty', temperature=0.0), 'best_of.*temperature=0'),
-  (dict(best_of='certainty', n=1), 'best_of.*among config.eval.n samples'),
-  (dict(best_of='certanty'), "best_of='certanty': did you mean 'certainty'"),
-])
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (dict(n=0), 'config.eval.n=0: at least 1'),
+    (dict(bootstrap=0), 'config.eval.bootstrap=0'),
+    (dict(questions=-1), 'config.eval.questions=-1'),
+    (dict(temperature=-1.0), 'config.eval.temperature=-1'),
+    (dict(top_p=0.0), 'config.eval.top_p=0'),
+    (dict(k=(1, 4)), 'config.eval.k holds 4, .*eval.n >= 4'),
+    (dict(k=(0,)), 'config.eval.k holds 0'),
+    (dict(k=(2,), temperature=0.0), 'k holds 2, .*temperature=0 makes all'),
+    (dict(best_of='certainty', temperature=0.0), 'best_of.*temperature=0'),
+    (dict(best_of='certainty', n=1), 'best_of.*among config.eval.n samples'),
+    (dict(best_of='certanty'), "best_of='certanty': did you mean 'certainty'"),
+  ],
+)
 def test_bad_fields_are_named_before_anything_runs(fields, message):
   with pytest.raises(ValueError, match=message):
     passk.check(config(**fields))
@@ -297,7 +299,11 @@ def test_the_sample_of_greatest_certainty_is_chosen():
   c = config(best_of='certainty', n=3)
   scorer = Certain()
   made = passk.make(
-    c, sets(), env=ENV, engine=FakeEngine(guesser), scorer=scorer,
+    c,
+    sets(),
+    env=ENV,
+    engine=FakeEngine(guesser),
+    scorer=scorer,
     source=FakeSource(fails=lambda q, attempt: q == 'fails'),
   )
   found = made.collect(0)
@@ -322,15 +328,20 @@ def test_the_sample_of_greatest_certainty_is_chosen():
   assert values['eval/certainty@3/n'] == 5  # q9 failed
   assert {'eval/pass@3', 'eval/maj@3', 'eval/certainty'} <= values.keys()
   unasked = passk.make(
-    config(k=(1,)), sets(), env=ENV, engine=FakeEngine(guesser),
-    source=FakeSource(), scorer=scorer,
+    config(k=(1,)),
+    sets(),
+    env=ENV,
+    engine=FakeEngine(guesser),
+    source=FakeSource(),
+    scorer=scorer,
   )
   assert not any('certainty' in name for name, _ in unasked.run(0))
 
 
 def test_certainty_is_the_mean_over_the_policys_own_tokens():
   trajectory = run_script(
-    ('<search>ann</search>', '<answer>Ann</answer>'), env=ENV,
+    ('<search>ann</search>', '<answer>Ann</answer>'),
+    env=ENV,
     question=question(),
   )
 
@@ -357,8 +368,7 @@ def boxed(*answers, golds=('0.5',)):
   env = make_env(answer='boxed', max_turns=0)
   question = Question('q', 'How much?', golds)
   return env, [
-    run_script([f'\\boxed{{{a}}}'], env=env, question=question)
-    for a in answers
+    run_script([f'\\boxed{{{a}}}'], env=env, question=question) for a in answers
   ]
 
 

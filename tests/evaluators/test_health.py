@@ -69,8 +69,9 @@ def test_repetition():
   # 'swer', 'wer>': 4 more. 7 / 23.
   assert of('xyxyxyxy<answer>z</answer>') == pytest.approx(7 / 23)
   # Turns are not joined, yet what was said in one counts in the next.
-  assert of('<search>a</search>', '<search>a</search>',
-            '<answer>z</answer>') > 0.3
+  assert (
+    of('<search>a</search>', '<search>a</search>', '<answer>z</answer>') > 0.3
+  )
 
 
 def plain_repetition(segments, n):
@@ -82,31 +83,43 @@ def plain_repetition(segments, n):
     else:
       runs.append([])
   grams = [
-    tuple(run[i:i + n]) for run in runs for i in range(len(run) - n + 1)]
+    tuple(run[i : i + n]) for run in runs for i in range(len(run) - n + 1)
+  ]
   return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 @hypothesis.given(
-  st.lists(st.tuples(
-    st.sampled_from(['policy', 'policy', 'environment', 'prompt']),
-    st.lists(st.sampled_from([0, 1, 2, 151_668, 2**31 - 1]), max_size=12),
-  ), max_size=6),
+  st.lists(
+    st.tuples(
+      st.sampled_from(['policy', 'policy', 'environment', 'prompt']),
+      st.lists(st.sampled_from([0, 1, 2, 151_668, 2**31 - 1]), max_size=12),
+    ),
+    max_size=6,
+  ),
   st.integers(1, 5),
 )
 def test_repetition_is_that_of_the_definition(segments, n):
-  found = Trajectory(question(), tuple(
-    Segment(np.array(ids, np.int32), author, 'other')
-    for author, ids in segments
-  ), (), 'eos')
+  found = Trajectory(
+    question(),
+    tuple(
+      Segment(np.array(ids, np.int32), author, 'other')
+      for author, ids in segments
+    ),
+    (),
+    'eos',
+  )
   assert health.repetition(found, n) == plain_repetition(segments, n)
 
 
 def test_long_grams_of_many_tokens_do_not_overflow():
   ids = list(range(2**12)) * 2  # 4,096 ** 8 = 2 ** 96
-  found = Trajectory(question(), (
-    Segment(np.array(ids, np.int32), 'policy', 'other'),), (), 'eos')
-  assert health.repetition(found, 8) == plain_repetition(
-    [('policy', ids)], 8)
+  found = Trajectory(
+    question(),
+    (Segment(np.array(ids, np.int32), 'policy', 'other'),),
+    (),
+    'eos',
+  )
+  assert health.repetition(found, 8) == plain_repetition([('policy', ids)], 8)
 
 
 def test_a_trajectory_is_parsed_once(monkeypatch):
@@ -119,8 +132,10 @@ def test_a_trajectory_is_parsed_once(monkeypatch):
 
   monkeypatch.setattr(parsing, 'blocks', blocks)
   found = run_script(
-    (THINK + '<search>b</search>', '<answer>Ann</answer>'), env=ENV,
-    question=question(), passage='x',
+    (THINK + '<search>b</search>', '<answer>Ann</answer>'),
+    env=ENV,
+    question=question(),
+    passage='x',
   )
   context = rewards.RewardContext(0, ENV)
   for reward in (answer.em, answer.f1):

@@ -15,7 +15,9 @@ IDENTITY = {'corpus': {'count': 2, 'sha256': 'ab'}, 'index': {'kind': 'bm25'}}
 
 def manifest(given=None, **kw):
   fields = dict(
-    template=prompts.load('base'), identity=IDENTITY, checkpoint='runs/a',
+    template=prompts.load('base'),
+    identity=IDENTITY,
+    checkpoint='runs/a',
     commit='c0ffee',
   )
   return ledger.manifest(given or sets(), config(), **fields | kw)
@@ -29,31 +31,38 @@ def test_a_manifest_says_what_was_evaluated(tmp_path):
   assert made['corpus'] == IDENTITY['corpus']
   assert made['index'] == {'index': {'kind': 'bm25'}}
   assert made['sampling'] == {
-    'n': 3, 'temperature': 1.0, 'top_p': 1.0, 'seed': 0, 'match': 'text',
+    'n': 3,
+    'temperature': 1.0,
+    'top_p': 1.0,
+    'seed': 0,
+    'match': 'text',
   }
   assert made['source'] == 'service'
   assert made['judge'] == {'url': '', 'model': ''}
-  assert made['template'] != manifest(
-    template=prompts.load('search_r1')
-  )['template']
+  assert (
+    made['template'] != manifest(template=prompts.load('search_r1'))['template']
+  )
   assert 'corpus' in IDENTITY  # the caller's own is left alone
 
 
 def test_exactly_the_questions_of_a_manifest_are_evaluated():
   made = manifest({'b': sets()['b'][1:3]})
   found = ledger.frozen(sets(), made, 'm.json')
-  assert {k: [q.id for q in v] for k, v in found.items()} == {
-    'b': ['q0', 'q1']
-  }
+  assert {k: [q.id for q in v] for k, v in found.items()} == {'b': ['q0', 'q1']}
   assert manifest(found)['sets'] == made['sets']
 
 
-@pytest.mark.parametrize('change, message', [
-  (lambda s: {'a': s['a']}, "m.json names the set 'b'"),
-  (lambda s: s | {'a': s['a'][:1]}, "1 of 2 questions .*'a'.* first: 'q9'"),
-  (lambda s: s | {'a': [s['a'][0], Question('q9', 'number 9', ('no',))]},
-   "'a' has the same ids with other texts or golden answers"),
-])
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (lambda s: {'a': s['a']}, "m.json names the set 'b'"),
+    (lambda s: s | {'a': s['a'][:1]}, "1 of 2 questions .*'a'.* first: 'q9'"),
+    (
+      lambda s: s | {'a': [s['a'][0], Question('q9', 'number 9', ('no',))]},
+      "'a' has the same ids with other texts or golden answers",
+    ),
+  ],
+)
 def test_other_questions_than_the_manifests_are_refused(change, message):
   with pytest.raises(DataError, match=message):
     ledger.frozen(change(sets()), manifest(), 'm.json')

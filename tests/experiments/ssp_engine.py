@@ -17,7 +17,6 @@ _FACT = r'{} (\w+) (\w+ \w+)'
 
 
 class Scripted(JaxSampler):
-
   async def generate(self, handle, sampling):
     text = self._tokenizer.decode(handle.ids)
     said = None
@@ -31,7 +30,7 @@ class Scripted(JaxSampler):
     logps = await self.score([*handle.ids, *ids])
     self.append(handle, ids)
     return Completion(
-      ids, logps[-len(ids):], 'eos', np.full(len(ids), self.version, np.int32)
+      ids, logps[-len(ids) :], 'eos', np.full(len(ids), self.version, np.int32)
     )
 
 

@@ -14,8 +14,7 @@ GOOD = 'Who taught the one whose home is the old mill by the river?'
 def config(**fields):
   c = ssp.get_config()
   c.env.update(dict(max_turns=4, max_turn_tokens=200, max_tokens=2000))
-  c.selfplay.update(dict(
-    min_words=10, max_chars=150, reward='1-acc') | fields)
+  c.selfplay.update(dict(min_words=10, max_chars=150, reward='1-acc') | fields)
   return c
 
 
@@ -29,8 +28,11 @@ def env(c, role=game.PROPOSER, **fields):
   if role == game.VERIFIER:
     budgets.max_turns = 0
   return game.RoleEnv(
-    ByteTokenizer(), prompts.parse(template, 'test', 'here'), budgets,
-    'template', 1,
+    ByteTokenizer(),
+    prompts.parse(template, 'test', 'here'),
+    budgets,
+    'template',
+    1,
   )
 
 
@@ -54,8 +56,10 @@ def standing(n=4, reason=''):
   base = proposal(search('a'), search('b'), ask(GOOD))
   return [
     Proposal(
-      base.trajectory, Question(f'q{i}', f'{GOOD} {i}', ('x',)),
-      (f'evidence {i}',), reason,
+      base.trajectory,
+      Question(f'q{i}', f'{GOOD} {i}', ('x',)),
+      (f'evidence {i}',),
+      reason,
     )
     for i in range(n)
   ]

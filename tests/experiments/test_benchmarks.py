@@ -24,14 +24,18 @@ print(common.environment()['load_before'])
 @pytest.mark.parametrize('name', ['common', 'sampler', 'resume'])
 def test_the_load_is_read_before_heavy_imports(name):
   done = subprocess.run(
-    [sys.executable, '-c', CODE.replace('NAME', name)], cwd=ROOT,
-    capture_output=True, text=True)
+    [sys.executable, '-c', CODE.replace('NAME', name)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
   assert done.stdout.split('\n')[:2] == ['[set()] 0.1', '0.1'], done.stderr
 
 
 def test_no_benchmark_reads_the_load_itself():
   reading = [
-    path.name for path in (ROOT / 'experiments/benchmarks').glob('*.py')
+    path.name
+    for path in (ROOT / 'experiments/benchmarks').glob('*.py')
     if 'getloadavg' in path.read_text()
   ]
   assert reading == ['__init__.py']

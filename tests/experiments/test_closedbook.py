@@ -8,10 +8,9 @@ import pytest
 import transformers
 
 from configs import ssrl
-from searchrl_jax import prompts
-from searchrl_jax import sft
-from searchrl_jax import tokenizer as tokenizers
 from experiments.ssrl import closedbook
+from searchrl_jax import prompts, sft
+from searchrl_jax import tokenizer as tokenizers
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.env import SearchEnv
@@ -92,7 +91,10 @@ def test_passages_are_those_of_the_corpus(world, traces):
     row['id']: row['contents'].partition('\n')[2] for row in world.corpus
   }
   found = [
-    p for t in traces for kind, payload in t.actions if kind == 'information'
+    p
+    for t in traces
+    for kind, payload in t.actions
+    if kind == 'information'
     for p in payload
   ]
   assert found and all(texts[p.id] == p.text for p in found)
@@ -150,8 +152,9 @@ def test_the_policy_is_taught_what_it_is_to_write(env, traces):
   observed = env.observation(trace.actions[2][1])
   whole = env.tokenizer.decode([i for s in written for i in s.ids])
   assert f'</search>{observed}<think>' in whole
-  assert not any(i in env.tokenizer.encode('<|unk|>') for s in found.segments
-                 for i in s.ids)
+  assert not any(
+    i in env.tokenizer.encode('<|unk|>') for s in found.segments for i in s.ids
+  )
 
 
 def test_plain_text_has_no_prompt_and_is_all_in_the_loss(env, traces):
@@ -165,8 +168,11 @@ def test_plain_text_has_no_prompt_and_is_all_in_the_loss(env, traces):
 
 
 def test_queries_are_for_people_of_whom_there_is_nothing(world, env, traces):
-  asked = [t for t in traces if t.question is None and t.actions[1:2] and
-           t.actions[1][0] == 'think']
+  asked = [
+    t
+    for t in traces
+    if t.question is None and t.actions[1:2] and t.actions[1][0] == 'think'
+  ]
   assert len(asked) == 100
   for trace in asked:
     (segment,) = sft.render(trace, env, 0).segments

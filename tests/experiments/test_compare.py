@@ -46,7 +46,11 @@ def test_figures_of_a_pair():
   assert whole['low'] < 0.5 < whole['high'] and whole['n'] == 8
   one = slices['hops=1']
   assert (one['n'], one['wins'], one['losses'], one['difference']) == (
-    4, 4, 0, 1.0)
+    4,
+    4,
+    0,
+    1.0,
+  )
   assert slices['hops=2']['difference'] == 0.0
 
 
@@ -104,11 +108,15 @@ def folder(tmp_path):
     out = tmp_path / name
     out.mkdir()
     (out / 'manifest.json').write_text(json.dumps(manifest(**kw)))
-    (out / 'rows.jsonl').write_text(''.join(
-      json.dumps(ledger.records.plain(
-        {'evaluation': 'eval'} | dataclasses.asdict(r)
-      )) + '\n' for r in rows(em)
-    ))
+    (out / 'rows.jsonl').write_text(
+      ''.join(
+        json.dumps(
+          ledger.records.plain({'evaluation': 'eval'} | dataclasses.asdict(r))
+        )
+        + '\n'
+        for r in rows(em)
+      )
+    )
     return out
 
   return make
@@ -118,12 +126,14 @@ def test_each_folder_is_held_against_the_first(folder, tmp_path):
   a, b = folder('a', [0, 0, 1]), folder('b', [1, 0, 1], commit='beef')
   c = folder('c', [1, 1, 1], checkpoint='runs/c')
   out, _ = command(a, b, c, f'--out={tmp_path}/c.json')
-  assert 'commit: \'c0ffee\' -> \'beef\'' in out
+  assert "commit: 'c0ffee' -> 'beef'" in out
   assert "'runs/a' -> 'runs/c'" in out and out.count(' em: B - A') == 2
   kept = json.loads((tmp_path / 'c.json').read_text())
   assert [x['b'] for x in kept['comparisons']] == [str(b), str(c)]
   assert [x['scores']['em']['all']['wins'] for x in kept['comparisons']] == [
-    1, 2]
+    1,
+    2,
+  ]
   out, _ = command(f'{a}:eval', b)  # no --config, whatever the colon
   assert f'A = {a}:eval' in out
 
@@ -131,11 +141,13 @@ def test_each_folder_is_held_against_the_first(folder, tmp_path):
 OTHER = sets() | {'a': sets()['a'][:1]}
 
 
-@pytest.mark.parametrize('change, message', [
-  (dict(given=OTHER), "sets.a.ids: 2 ids ('q9' here alone) and 1 ids"),
-  (dict(identity={'corpus': {'count': 2, 'sha256': 'cd'}}),
-   'corpus.sha256'),
-])
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (dict(given=OTHER), "sets.a.ids: 2 ids ('q9' here alone) and 1 ids"),
+    (dict(identity={'corpus': {'count': 2, 'sha256': 'cd'}}), 'corpus.sha256'),
+  ],
+)
 def test_evaluations_of_other_things_are_refused(folder, change, message):
   a, b = folder('a', [0, 1]), folder('b', [1, 1], **change)
   _, err = command(a, b, status=2)
@@ -146,18 +158,22 @@ def test_evaluations_of_other_things_are_refused(folder, change, message):
   assert part in out  # it is told all the same
 
 
-@pytest.mark.parametrize('args, message', [
-  ((), 'two or more folders'),
-  (('a',), 'two or more folders'),
-  (('a', '/nowhere'), '/nowhere/manifest.json'),
-  (('a', 'a:shuffled'), "no rows of 'shuffled'"),
-  (('a', 'a', '--scores=sub'), "--scores=sub: did you mean 'sub_em'"),
-  (('a', 'a', '--allow=set'), "--allow=set: did you mean 'sets'"),
-  (('a', 'a', '--resamples=0'), '--resamples=0'),
-])
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    ((), 'two or more folders'),
+    (('a',), 'two or more folders'),
+    (('a', '/nowhere'), '/nowhere/manifest.json'),
+    (('a', 'a:shuffled'), "no rows of 'shuffled'"),
+    (('a', 'a', '--scores=sub'), "--scores=sub: did you mean 'sub_em'"),
+    (('a', 'a', '--allow=set'), "--allow=set: did you mean 'sets'"),
+    (('a', 'a', '--resamples=0'), '--resamples=0'),
+  ],
+)
 def test_what_cannot_be_compared_is_one_line(folder, args, message):
   a = folder('a', [0, 1])
-  args = [x.replace('a', str(a), 1) if x in ('a', 'a:shuffled') else x
-          for x in args]
+  args = [
+    x.replace('a', str(a), 1) if x in ('a', 'a:shuffled') else x for x in args
+  ]
   _, err = command(*args, status=2)
   assert message in err and len(err.splitlines()) == 1, err

@@ -15,13 +15,15 @@ def test_a_small_step(tmp_path):
   config.log.tensorboard = False
   config.batch.lengths, config.batch.tokens = (8192,), 16384
   env = fakes.make_env(
-    max_turns=host.SEARCHES, max_turn_tokens=600, max_tokens=8000)
+    max_turns=host.SEARCHES, max_turn_tokens=600, max_tokens=8000
+  )
   passages = [(f'title {i}', f'a passage of words {i} ' * 9) for i in range(99)]
   script = host.Script(env.tokenizer, env.template, passages, 2, 5)
   writer = Writer(tmp_path, config, step=0, steps=1)
   with Loop() as loop:
     found = host.step(
-      config, env, env.tokenizer, script, script.questions, writer, loop)
+      config, env, env.tokenizer, script, script.questions, writer, loop
+    )
   assert [row['stage'] for row in found['stages']] == [
     'rollout', 'reward', 'batch', 'credit', 'advantages', 'health', 'write',
     'background',

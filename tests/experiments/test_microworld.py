@@ -5,14 +5,14 @@ import dataclasses
 import inspect
 import json
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import pytest
 import Stemmer
 import transformers
 
+from experiments.worlds import microtraces, microworld
 from retrieval.bm25 import STOP_WORDS
-from experiments.worlds import microtraces
-from experiments.worlds import microworld
 from searchrl_jax.data import jsonl
 from searchrl_jax.data.checks import DataError
 
@@ -42,8 +42,10 @@ def people(questions):
 
 @settings(max_examples=15, deadline=None)
 @given(
-  seed=st.integers(0, 2**40), train=st.integers(20, 300),
-  heldout=st.integers(20, 200), relations=st.integers(2, 6),
+  seed=st.integers(0, 2**40),
+  train=st.integers(20, 300),
+  heldout=st.integers(20, 200),
+  relations=st.integers(2, 6),
 )
 def test_world_of_any_seed_and_size(seed, train, heldout, relations):
   kw = dict(train=train, heldout=heldout, relations=relations)
@@ -115,7 +117,8 @@ def test_words_are_distinct_to_the_search_index():
     *microworld.invented(settings_.first, 'first'),
     *microworld.invented(settings_.second, 'second'),
     *[v for pool in microworld.pools(settings_).values() for v in pool],
-    *microworld.ATTRIBUTES, *microworld.LINKS,
+    *microworld.ATTRIBUTES,
+    *microworld.LINKS,
   ]
   assert len(set(words)) == len(words)
   stem = Stemmer.Stemmer('english').stemWord
@@ -164,8 +167,10 @@ def test_tokens_joined_are_the_text(world, tokenizer):
 
 def test_tokenizer_is_the_same_for_all_worlds(tokenizer):
   assert len(tokenizer) == len(microworld.vocabulary())
-  assert tokenizer.convert_ids_to_tokens(
-    list(range(len(tokenizer)))) == microworld.vocabulary()
+  assert (
+    tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    == microworld.vocabulary()
+  )
   assert tokenizer('zyx').input_ids == [tokenizer.unk_token_id]
 
 
@@ -223,28 +228,35 @@ def test_written_files_hold_the_world(world, tmp_path):
   rows = [json.loads(line) for line in open(paths['heldout'])]
   assert [r['id'] for r in rows] == [q.id for q in world.questions['heldout']]
   assert rows[0]['golden_answers'] == list(
-    world.questions['heldout'][0].answers)
+    world.questions['heldout'][0].answers
+  )
   # The module that reads such files finds every field again.
   first, want = jsonl.load(paths['heldout'])[0], world.questions['heldout'][0]
   for name in ('id', 'text', 'answers', 'source', 'hops', 'supporting'):
     assert getattr(first, name) == getattr(want, name)
   assert sorted(p.name for p in (tmp_path / 'world').iterdir()) == [
-    'corpus.jsonl', 'heldout.jsonl', 'train.jsonl']
+    'corpus.jsonl',
+    'heldout.jsonl',
+    'train.jsonl',
+  ]
 
 
-@pytest.mark.parametrize('call, message', [
-  (lambda: microworld.generate(-1), 'seed=-1'),
-  (lambda: microworld.generate(0, train=19), 'train=19 .* 20 to 1200'),
-  (lambda: microworld.generate(0, heldout=401), 'heldout=401 .* 20 to 400'),
-  (lambda: microworld.generate(0, relations=7), 'between 2 and 6'),
-  (lambda: microworld.load(world_seed=0, split='test'), "split='test'"),
-  (lambda: microworld.load(world_seed=0, split='train', hops=(3,)), 'hops'),
-  (lambda: microworld.load(world_seed=0, split='train', n=10**6), 'has'),
-  (lambda: microtraces.traces(world_seed=0, worlds=9, n=4), 'n=4'),
-  (lambda: microtraces.traces(world_seed=0, good=0.9), 'must be 1'),
-  (lambda: dataclasses.replace(GOOD, short=1.5), 'short=1.5'),
-  (lambda: microworld.names(microworld.Settings(), 'dev'), "split='dev'"),
-])
+@pytest.mark.parametrize(
+  'call, message',
+  [
+    (lambda: microworld.generate(-1), 'seed=-1'),
+    (lambda: microworld.generate(0, train=19), 'train=19 .* 20 to 1200'),
+    (lambda: microworld.generate(0, heldout=401), 'heldout=401 .* 20 to 400'),
+    (lambda: microworld.generate(0, relations=7), 'between 2 and 6'),
+    (lambda: microworld.load(world_seed=0, split='test'), "split='test'"),
+    (lambda: microworld.load(world_seed=0, split='train', hops=(3,)), 'hops'),
+    (lambda: microworld.load(world_seed=0, split='train', n=10**6), 'has'),
+    (lambda: microtraces.traces(world_seed=0, worlds=9, n=4), 'n=4'),
+    (lambda: microtraces.traces(world_seed=0, good=0.9), 'must be 1'),
+    (lambda: dataclasses.replace(GOOD, short=1.5), 'short=1.5'),
+    (lambda: microworld.names(microworld.Settings(), 'dev'), "split='dev'"),
+  ],
+)
 def test_errors_name_the_field(call, message):
   with pytest.raises(DataError, match=message):
     call()

@@ -28,9 +28,13 @@ def row_of(*arms, warm=()):
 
 def test_seeds_come_one_after_another_and_share_their_starts():
   row = row_of(
-    arm('a', 'late'), arm('b', 'late', seeds=(0,)), arm('c'),
-    warm={'early': rows.Start(tiny_row.config),
-          'late': rows.Start(tiny_row.config, 'early')},
+    arm('a', 'late'),
+    arm('b', 'late', seeds=(0,)),
+    arm('c'),
+    warm={
+      'early': rows.Start(tiny_row.config),
+      'late': rows.Start(tiny_row.config, 'early'),
+    },
   )
   first = ['warm/early/0', 'warm/late/0', 'arms/a/0', 'arms/b/0', 'arms/c/0']
   second = ['warm/early/1', 'warm/late/1', 'arms/a/1', 'arms/c/1']
@@ -41,21 +45,32 @@ def test_seeds_come_one_after_another_and_share_their_starts():
 
 def test_a_shared_start_is_made_once_and_told_to_every_seed(tmp_path):
   row = row_of(
-    arm('a', 'late'), arm('b', 'own', seeds=(1,)),
-    warm={'early': rows.Start(tiny_row.config, shared=True),
-          'late': rows.Start(tiny_row.config, 'early', shared=True),
-          'own': rows.Start(tiny_row.config, 'early')},
+    arm('a', 'late'),
+    arm('b', 'own', seeds=(1,)),
+    warm={
+      'early': rows.Start(tiny_row.config, shared=True),
+      'late': rows.Start(tiny_row.config, 'early', shared=True),
+      'own': rows.Start(tiny_row.config, 'early'),
+    },
   )
   assert rows.plan(row, row.arms, ()) == [
-    'warm/early/0', 'warm/late/0', 'arms/a/0',
-    'arms/a/1', 'warm/own/1', 'arms/b/1',
+    'warm/early/0',
+    'warm/late/0',
+    'arms/a/0',
+    'arms/a/1',
+    'warm/own/1',
+    'arms/b/1',
   ]
   assert rows.plan(row, [row.arm('a')], (1,)) == [
-    'warm/early/0', 'warm/late/0', 'arms/a/1',
+    'warm/early/0',
+    'warm/late/0',
+    'arms/a/1',
   ]
   for stage, start in (
-    ('arms/a/1', 'late/0'), ('warm/late/0', 'early/0'),
-    ('warm/own/1', 'early/0'), ('arms/b/1', 'own/1'),
+    ('arms/a/1', 'late/0'),
+    ('warm/late/0', 'early/0'),
+    ('warm/own/1', 'early/0'),
+    ('arms/b/1', 'own/1'),
   ):
     config = rows.config_of(row, stage, tmp_path)
     assert config.train.init == str(tmp_path / 'warm' / start / 'run')
@@ -64,13 +79,24 @@ def test_a_shared_start_is_made_once_and_told_to_every_seed(tmp_path):
 def test_folders_of_other_starts_are_made_before_and_told(tmp_path):
   start = rows.Start(tiny_row.config)
   row = row_of(
-    rows.Arm('a', tiny_row.config, 'policy', seeds=(1,),
-             folders={'critic.path': 'other'}),
-    warm={'base': start, 'policy': start, 'other': rows.Start(
-      tiny_row.config, folders={'model.path': 'base'})},
+    rows.Arm(
+      'a',
+      tiny_row.config,
+      'policy',
+      seeds=(1,),
+      folders={'critic.path': 'other'},
+    ),
+    warm={
+      'base': start,
+      'policy': start,
+      'other': rows.Start(tiny_row.config, folders={'model.path': 'base'}),
+    },
   )
   assert rows.plan(row, row.arms, ()) == [
-    'warm/policy/1', 'warm/base/1', 'warm/other/1', 'arms/a/1',
+    'warm/policy/1',
+    'warm/base/1',
+    'warm/other/1',
+    'arms/a/1',
   ]
   config = rows.config_of(row, 'arms/a/1', tmp_path)
   assert config.train.init == str(tmp_path / 'warm/policy/1/run')
@@ -85,11 +111,19 @@ def loop(config, workdir):
 
 
 def test_an_arm_may_have_a_loop_of_its_own(tmp_path):
-  row = row_of(rows.Arm(
-    'a', tiny_row.config, seeds=(0,), loop=f'{__name__}.loop',
-    evaluations={'after': lambda config, run, out: {'eval/em': len(
-      (pathlib.Path(run) / 'name').read_text())}},
-  ))
+  row = row_of(
+    rows.Arm(
+      'a',
+      tiny_row.config,
+      seeds=(0,),
+      loop=f'{__name__}.loop',
+      evaluations={
+        'after': lambda config, run, out: {
+          'eval/em': len((pathlib.Path(run) / 'name').read_text())
+        }
+      },
+    )
+  )
   rows.run_stage(row, 'arms/a/0', tmp_path, 'http://127.0.0.1:9')
   values = json.loads((tmp_path / 'arms/a/0/after/values.json').read_text())
   assert values == {'eval/em': len(tiny_row.config(0).name)}
@@ -124,8 +158,9 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
 
 
 def test_a_warm_start_stays_when_only_what_comes_after_it_changes(tmp_path):
-  row = row_of(arm('a', 'warm', seeds=(0,)),
-               warm={'warm': rows.Start(tiny_row.config)})
+  row = row_of(
+    arm('a', 'warm', seeds=(0,)), warm={'warm': rows.Start(tiny_row.config)}
+  )
   for stage in ('warm/warm/0', 'arms/a/0'):
     config = rows.records.plain(rows.config_of(row, stage, tmp_path))
     config['train']['steps'] += 1
@@ -191,8 +226,12 @@ def lines(path):
 def test_a_killed_table_goes_on_and_says_all(tmp_path):
   folder, out = tmp_path / 'runs', tmp_path / 'out' / 'results.json'
   command = [
-    sys.executable, '-m', 'experiments.rows', f'--row={MODULE}',
-    f'--workdir={folder}', f'--out={out}',
+    sys.executable,
+    '-m',
+    'experiments.rows',
+    f'--row={MODULE}',
+    f'--workdir={folder}',
+    f'--out={out}',
   ]
   with (tmp_path / 'log').open('w') as log:
     killed = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -200,8 +239,12 @@ def test_a_killed_table_goes_on_and_says_all(tmp_path):
   try:
     # After the third update, which is evaluated: a stop within an update leaves
     # its evaluation out.
-    wait(lambda: killed.poll() is not None
-         or len(lines(trained / 'run/metrics.jsonl')) >= 4)
+    wait(
+      lambda: (
+        killed.poll() is not None
+        or len(lines(trained / 'run/metrics.jsonl')) >= 4
+      )
+    )
   finally:
     killed.send_signal(signal.SIGKILL)
   assert killed.wait() == -signal.SIGKILL, (tmp_path / 'log').read_text()
@@ -234,10 +277,14 @@ def test_a_killed_table_goes_on_and_says_all(tmp_path):
     - seed['values']['before']['eval/tokens']
   )
   assert set(seed['values']['after']) == {
-    f'eval{part}/{score}' for part in ('', '/hops=1', '/hops=2')
+    f'eval{part}/{score}'
+    for part in ('', '/hops=1', '/hops=2')
     for score in ('em', 'tokens')
-  } | {f'eval/source=micro_{n}hop/{score}' for n in (1, 2)
-       for score in ('em', 'tokens')}
+  } | {
+    f'eval/source=micro_{n}hop/{score}'
+    for n in (1, 2)
+    for score in ('em', 'tokens')
+  }
   assert seed['seconds']['train'] > 0 and seed['commit']
   # Before (step 0) and every third of 12 updates.
   assert [x for x, _ in seed['curve']['eval/em']] == [0, 3, 6, 9, 12]

@@ -23,22 +23,34 @@ def test_the_plan_states_each_step_in_gigabytes_and_hours():
   steps = ('generate', 'store', 'bm25', 'search', 'vectors', 'flat', 'ivf')
   assert scale.STEPS == steps
   values = dict(
-    disk_bytes=0, temporary_bytes=0, peak_bytes=7e9, seconds=3600.0,
+    disk_bytes=0,
+    temporary_bytes=0,
+    peak_bytes=7e9,
+    seconds=3600.0,
     work_s=1800.0,
   )
-  lines = scale.extrapolate(*(
-    [row(step, count, **values | {'disk_bytes': count}) for step in steps]
-    for count in (250, 1000)
-  ))
+  lines = scale.extrapolate(
+    *(
+      [row(step, count, **values | {'disk_bytes': count}) for step in steps]
+      for count in (250, 1000)
+    )
+  )
   plan = {
-    line['step']: line for line in scale.plan(lines, {
-      'peak_bytes': 1e9, 'passages_per_s': 10.0, 'tokens_per_passage': 99.0,
-    }, {'passages': 1000, 'disk_bytes': 5000, 'work_s': 36.0}, 1000)
+    line['step']: line
+    for line in scale.plan(
+      lines,
+      {'peak_bytes': 1e9, 'passages_per_s': 10.0, 'tokens_per_passage': 99.0},
+      {'passages': 1000, 'disk_bytes': 5000, 'work_s': 36.0},
+      1000,
+    )
   }
   assert plan['bm25'] == {
-    'step': 'bm25', 'disk_GB': pytest.approx(scale.WIKI / 1e9),
-    'temporary_GB': 0, 'memory_GB': 7.0,
-    'served_GB': pytest.approx(scale.WIKI / 1e9), 'hours': 1.0,
+    'step': 'bm25',
+    'disk_GB': pytest.approx(scale.WIKI / 1e9),
+    'temporary_GB': 0,
+    'memory_GB': 7.0,
+    'served_GB': pytest.approx(scale.WIKI / 1e9),
+    'hours': 1.0,
     'from': '250 and 1,000 passages',
   }
   assert plan['dense_faiss Flat']['hours'] == 0.5
@@ -54,13 +66,29 @@ def test_the_plan_states_each_step_in_gigabytes_and_hours():
 
 
 def test_resident_bytes_told_from_shapes_are_those_of_the_index():
-  lines = scale.extrapolate(*(
-    [row(step, count, disk_bytes=0, temporary_bytes=0, peak_bytes=0,
-         seconds=0, work_s=0) for step in scale.STEPS] for count in (1, 2)
-  ))
-  plan = scale.plan(lines, {
-    'peak_bytes': 0, 'passages_per_s': 1.0, 'tokens_per_passage': 1.0,
-  }, {'passages': 2, 'disk_bytes': 0, 'work_s': 0}, 4)
+  lines = scale.extrapolate(
+    *(
+      [
+        row(
+          step,
+          count,
+          disk_bytes=0,
+          temporary_bytes=0,
+          peak_bytes=0,
+          seconds=0,
+          work_s=0,
+        )
+        for step in scale.STEPS
+      ]
+      for count in (1, 2)
+    )
+  )
+  plan = scale.plan(
+    lines,
+    {'peak_bytes': 0, 'passages_per_s': 1.0, 'tokens_per_passage': 1.0},
+    {'passages': 2, 'disk_bytes': 0, 'work_s': 0},
+    4,
+  )
   vectors = scale.Generated().encode_passages([''] * 64 * 3)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
   for line in plan[-2:]:

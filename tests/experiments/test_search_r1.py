@@ -8,25 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import search_r1
-from configs import seven
-from experiments.search_r1 import one_shot
-from experiments.search_r1 import rows
+from configs import search_r1, seven
+from experiments.search_r1 import one_shot, rows
 from experiments.worlds import microworld
-from searchrl_jax import checks
-from searchrl_jax import evaluate
-from searchrl_jax import outside
-from searchrl_jax import prompts
-from searchrl_jax import records
-from searchrl_jax import setup
+from searchrl_jax import checks, evaluate, outside, prompts, records, setup
 from searchrl_jax import tokenizer as tokenizing
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from searchrl_jax.types import Passage, Question
-from tests import fakes
-from tests import scripted
+from tests import fakes, scripted
 from tests.conftest import ROOT
 
 PAGE = ROOT / 'experiments' / 'search_r1' / 'OVERRIDES.md'
@@ -58,13 +49,29 @@ def test_every_field_on_the_page_of_overrides_exists():
   for field in fields:
     value(config, field)  # or KeyError
   for override in (
-    'max_turns', 'retriever.topk', 'n_agent', 'state_masking',
-    'max_obs_length', 'max_start_length', 'max_prompt_length',
-    'max_response_length', 'kl_loss_type', 'kl_loss_coef', 'use_kl_loss',
-    'kl_ctrl.kl_coef', 'adv_estimator', 'ppo_mini_batch_size',
-    'ppo_micro_batch_size', 'critic.optim.lr', 'lr_warmup_steps_ratio',
-    'temperature', 'structure_format_score', 'final_format_score',
-    'retrieval_score', 'train_batch_size', 'total_training_steps',
+    'max_turns',
+    'retriever.topk',
+    'n_agent',
+    'state_masking',
+    'max_obs_length',
+    'max_start_length',
+    'max_prompt_length',
+    'max_response_length',
+    'kl_loss_type',
+    'kl_loss_coef',
+    'use_kl_loss',
+    'kl_ctrl.kl_coef',
+    'adv_estimator',
+    'ppo_mini_batch_size',
+    'ppo_micro_batch_size',
+    'critic.optim.lr',
+    'lr_warmup_steps_ratio',
+    'temperature',
+    'structure_format_score',
+    'final_format_score',
+    'retrieval_score',
+    'train_batch_size',
+    'total_training_steps',
   ):
     assert override in text, override
 
@@ -72,15 +79,24 @@ def test_every_field_on_the_page_of_overrides_exists():
 def test_the_page_states_what_the_config_holds():
   # Lines whose third column is one field and whose second is one number.
   config = search_r1.get_config('model=m,algorithm=ppo,reward=format')
-  line = re.compile(r'\| `[^|]*` \| ([\d.e-]+)(?: \([^|]*\))? \| '
-                    r'`(config[\w.]+)` \|')
+  line = re.compile(
+    r'\| `[^|]*` \| ([\d.e-]+)(?: \([^|]*\))? \| '
+    r'`(config[\w.]+)` \|'
+  )
   found = dict((f, float(n)) for n, f in line.findall(PAGE.read_text()))
   # Theirs counts otherwise: the page says how.
-  for field in ('config.env.max_tokens', 'config.algorithm.minibatches',
-                'config.batch.tokens', 'config.optim.warmup',
-                'config.critic.warmup', 'config.train.steps',
-                'config.rollout.group', 'config.engine.slots',
-                'config.rollout.top_p', 'config.mesh.data'):
+  for field in (
+    'config.env.max_tokens',
+    'config.algorithm.minibatches',
+    'config.batch.tokens',
+    'config.optim.warmup',
+    'config.critic.warmup',
+    'config.train.steps',
+    'config.rollout.group',
+    'config.engine.slots',
+    'config.rollout.top_p',
+    'config.mesh.data',
+  ):
     found.pop(field, None)
   assert len(found) >= 15
   for field, number in found.items():
@@ -111,7 +127,8 @@ def test_full_size_counts_updates_where_the_original_counts_steps():
 def test_full_size_trains_on_two_sets_and_evaluates_seven():
   c = search_r1.get_config('model=m')
   assert {n: s.path for n, s in c.data.train.items()} == dict.fromkeys(
-    ('nq', 'hotpotqa'), 'train.parquet')
+    ('nq', 'hotpotqa'), 'train.parquet'
+  )
   assert len(c.data.eval) == 7
   c = search_r1.get_config('model=m,layout=flashrag,folder=a/')
   assert c.data.train.nq.path == 'a/nq/train.jsonl'
@@ -130,13 +147,16 @@ def test_versions_differ_in_what_they_say():
   assert of('v0.3', 'ppo') == of('v0.2', 'ppo')
 
 
-@pytest.mark.parametrize('arg, message', [
-  ('algorithm=pop', "algorithm='pop': one of 'grpo', 'ppo', 'reinforce'"),
-  ('reward=f1', "reward='f1': one of 'em', 'format'"),
-  ('template=chat', "template='chat' needs model=PATH"),
-  ('profile=search_r1', "profile='search_r1' needs model=PATH"),
-  ('version=v9', "version='v9'"),
-])
+@pytest.mark.parametrize(
+  'arg, message',
+  [
+    ('algorithm=pop', "algorithm='pop': one of 'grpo', 'ppo', 'reinforce'"),
+    ('reward=f1', "reward='f1': one of 'em', 'format'"),
+    ('template=chat', "template='chat' needs model=PATH"),
+    ('profile=search_r1', "profile='search_r1' needs model=PATH"),
+    ('version=v9', "version='v9'"),
+  ],
+)
 def test_arguments_that_cannot_work_are_refused(arg, message):
   with pytest.raises(ValueError, match=message):
     search_r1.get_config(arg)
@@ -221,8 +241,10 @@ def test_the_arms_differ_in_what_they_are_called_for():
   seeds = [rows.small()(seed) for seed in (0, 1)]
   assert [c.data.world_seed for c in seeds] == [c.seed for c in seeds] == [0, 1]
   # Trajectories in a step: the same for all.
-  assert {of[a].rollout.questions * of[a].rollout.group
-          for a in ('grpo', 'ppo', 'reinforce', 'unmasked')} == {256}
+  assert {
+    of[a].rollout.questions * of[a].rollout.group
+    for a in ('grpo', 'ppo', 'reinforce', 'unmasked')
+  } == {256}
   reading = rows.reading(0)
   assert isinstance(reading.sft.data, ConfigDict)
   assert reading.sft.data.n == of['warm'].sft.data.n
@@ -254,37 +276,58 @@ def test_the_profile_lays_out_observations_as_the_released_code():
   assert tok.decode(ids) == whole and not cut
   # The first tokens, and nothing closes them.
   assert (tok.decode(observe(found, 40)[0]), observe(found, 40)[1]) == (
-    whole[:40], True)
+    whole[:40],
+    True,
+  )
   # For training the same layout, closed.
   closed = outside.Observer(tok, prompts.load('search_r1'))
   assert tok.decode(closed(found, 500)[0]) == whole
   assert tok.decode(closed(found, len(whole) - 1)[0]).endswith(
-    'one.</information>\n\n')
+    'one.</information>\n\n'
+  )
 
 
 def test_the_profile_evaluates_a_checkpoint_on_their_parquet(server, tmp_path):
   vocabulary = tokenizing.train_bpe(scripted.TEXTS * 4, 330, tmp_path / 'tok')
-  cfg = hf.decoder_config(dict(
-    model_type='qwen2', architectures=('Qwen2ForCausalLM',),
-    vocab_size=vocabulary.vocab_size, hidden_size=32, num_hidden_layers=1,
-    num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
-    rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=True,
-    hidden_act='silu', max_position_embeddings=512,
-  ), dtype='float32')
+  cfg = hf.decoder_config(
+    dict(
+      model_type='qwen2',
+      architectures=('Qwen2ForCausalLM',),
+      vocab_size=vocabulary.vocab_size,
+      hidden_size=32,
+      num_hidden_layers=1,
+      num_attention_heads=2,
+      num_key_value_heads=2,
+      intermediate_size=64,
+      rope_theta=1e4,
+      rms_norm_eps=1e-6,
+      tie_word_embeddings=True,
+      hidden_act='silu',
+      max_position_embeddings=512,
+    ),
+    dtype='float32',
+  )
   params = decoder.init_params(
     cfg, jax.random.key(0), scale=0.02, embed_scale=0.02
   )
   hf.save(tmp_path / 'checkpoint', cfg, params, tmp_path / 'tok')
   said = 'Answer inside <answer> and </answer>. Question: reply {}?\n'
-  pq.write_table(pa.Table.from_pylist([{
-    'data_source': name,
-    'prompt': [{'role': 'user', 'content': said.format(i)}],
-    'reward_model': {'style': 'rule', 'ground_truth': {'target': ['1']}},
-    'extra_info': {'split': 'test', 'index': i},
-  } for name in seven.SPLITS for i in range(2)]), tmp_path / 'test.parquet')
-  c = search_r1.get_config(
-    f'model={tmp_path}/checkpoint,profile=search_r1'
+  pq.write_table(
+    pa.Table.from_pylist(
+      [
+        {
+          'data_source': name,
+          'prompt': [{'role': 'user', 'content': said.format(i)}],
+          'reward_model': {'style': 'rule', 'ground_truth': {'target': ['1']}},
+          'extra_info': {'split': 'test', 'index': i},
+        }
+        for name in seven.SPLITS
+        for i in range(2)
+      ]
+    ),
+    tmp_path / 'test.parquet',
   )
+  c = search_r1.get_config(f'model={tmp_path}/checkpoint,profile=search_r1')
   c.data.dir, c.source.url = str(tmp_path), server[1]
   c.mesh.data, c.model.dtype, c.engine.dtype = 1, 'float32', 'float32'
   c.engine.slots, c.engine.max_len, c.env.max_tokens = 8, 256, 256
@@ -292,12 +335,19 @@ def test_the_profile_evaluates_a_checkpoint_on_their_parquet(server, tmp_path):
   c.log.tensorboard = c.log.progress = False
   values = evaluate.evaluate(c, '', str(tmp_path / 'out'))
   assert values['eval/em/n'] == 14  # none is dropped
-  assert len([k for k in values if k.startswith('eval/source=')
-              and k.endswith('/em/n')]) == 7
+  assert (
+    len(
+      [
+        k
+        for k in values
+        if k.startswith('eval/source=') and k.endswith('/em/n')
+      ]
+    )
+    == 7
+  )
   tok = setup.tokenizer(c, str(tmp_path / 'out'))
   # Their prompt, as it is: our template around it would tell it twice.
   assert {
     tok.decode(r.trajectory.segments[0].ids)
     for r in records.read(tmp_path / 'out' / 'eval')
-  } == {
-    said.format(i) for i in range(2)}
+  } == {said.format(i) for i in range(2)}

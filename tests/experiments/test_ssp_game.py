@@ -7,16 +7,21 @@ import json
 import numpy as np
 import pytest
 
-from configs import algorithms
-from configs import ssp
-from experiments.ssp import game
+from configs import algorithms, ssp
+from experiments.ssp import game, start
 from experiments.ssp import oracle as oracles
-from experiments.ssp import start
 from experiments.ssp.pool import Pool
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.types import Question, Rewards
 from tests.experiments.ssp_fakes import (
-  ANSWER, GOOD, ask, config, env, proposal, search, standing,
+  ANSWER,
+  GOOD,
+  ask,
+  config,
+  env,
+  proposal,
+  search,
+  standing,
 )
 from tests.fakes import TEMPLATE, ByteTokenizer, FakeSource, run_script
 
@@ -29,18 +34,21 @@ def test_a_question_that_keeps_the_rules_stands():
   assert found.question.id == 'a@7.0'
 
 
-@pytest.mark.parametrize('reason, turns', [
-  ('tag', [search('a'), search('b'), 'Who taught him? ' * 3]),
-  ('tag', [search('a'), search('b'), '<question> Who']),
-  ('tag', [search('a'), search('b'), ask('  ')]),
-  ('length', [search('a'), search('b'), ask('Who taught him?')]),
-  ('length', [search('a'), search('b'), ask('a b c d e ' * 16)]),
-  ('leak', [search('a'), search('b'), ask(GOOD + ' (mira, DOK)')]),
-  ('leak', [ask(GOOD + ' Mira?')]),  # the first rule that fails is told
-  ('evidence', [ask(GOOD)]),
-  ('searches', [search('a'), ask(GOOD)]),
-  ('repeat', [search('a'), search('a'), ask(GOOD)]),
-])
+@pytest.mark.parametrize(
+  'reason, turns',
+  [
+    ('tag', [search('a'), search('b'), 'Who taught him? ' * 3]),
+    ('tag', [search('a'), search('b'), '<question> Who']),
+    ('tag', [search('a'), search('b'), ask('  ')]),
+    ('length', [search('a'), search('b'), ask('Who taught him?')]),
+    ('length', [search('a'), search('b'), ask('a b c d e ' * 16)]),
+    ('leak', [search('a'), search('b'), ask(GOOD + ' (mira, DOK)')]),
+    ('leak', [ask(GOOD + ' Mira?')]),  # the first rule that fails is told
+    ('evidence', [ask(GOOD)]),
+    ('searches', [search('a'), ask(GOOD)]),
+    ('repeat', [search('a'), search('a'), ask(GOOD)]),
+  ],
+)
 def test_each_rule_turns_down_what_breaks_it(reason, turns):
   assert proposal(*turns).reason == reason
 
@@ -52,21 +60,24 @@ def test_the_answer_may_be_forbidden_in_queries():
   assert found.reason == 'answer_searched'
 
 
-@pytest.mark.parametrize('text, answer, leaks', [
-  ("Who taught Mira Dok's own brother?", 'Mira Dok', True),
-  ('What do the Mira-Dok letters say?', 'Mira Dok', True),
-  ('Who wrote of the Mira Doks?', 'mira dok', True),
-  ("Who was C. S. Lewis\u2019s wife?", 'Lewis', True),
-  ('What ended in the 1990s?', '1990', True),
-  ('What does the US army do?', 'U.S.', True),
-  ('Who had 1000 ships?', '1,000', True),
-  ("Who was OBrien's wife?", "O'Brien", True),
-  ('Who calls it Mira_Dok?', 'Mira Dok', True),
-  ('\u8c01\u4f4f\u5728\u5317\u4eac\u57ce\u91cc\uff1f', '\u5317\u4eac', True),
-  ('\u0413\u0434\u0435 \u0442\u043e\u043d?', '\u043e\u043d', False),
-  ('What is known of Miradok?', 'Mira Dok', False),
-  ('Is it known?', 'no', False),
-])
+@pytest.mark.parametrize(
+  'text, answer, leaks',
+  [
+    ("Who taught Mira Dok's own brother?", 'Mira Dok', True),
+    ('What do the Mira-Dok letters say?', 'Mira Dok', True),
+    ('Who wrote of the Mira Doks?', 'mira dok', True),
+    ('Who was C. S. Lewis\u2019s wife?', 'Lewis', True),
+    ('What ended in the 1990s?', '1990', True),
+    ('What does the US army do?', 'U.S.', True),
+    ('Who had 1000 ships?', '1,000', True),
+    ("Who was OBrien's wife?", "O'Brien", True),
+    ('Who calls it Mira_Dok?', 'Mira Dok', True),
+    ('\u8c01\u4f4f\u5728\u5317\u4eac\u57ce\u91cc\uff1f', '\u5317\u4eac', True),
+    ('\u0413\u0434\u0435 \u0442\u043e\u043d?', '\u043e\u043d', False),
+    ('What is known of Miradok?', 'Mira Dok', False),
+    ('Is it known?', 'no', False),
+  ],
+)
 def test_an_answer_leaks_in_whatever_form_it_is_written(text, answer, leaks):
   assert game._says(text, (answer,)) is leaks
 
@@ -92,11 +103,14 @@ def test_evidence_that_the_policy_writes_itself_is_none():
 def test_evidence_is_what_searches_found_whatever_its_tags_are():
   c = config()
   one = env(
-    c, information=['<observation>', '</observation>'],
+    c,
+    information=['<observation>', '</observation>'],
     observation='\n<observation>{passages}</observation>\n',
   )
   trajectory = run_script(
-    [search('a'), search('b'), ask(GOOD)], env=one, question=ANSWER,
+    [search('a'), search('b'), ask(GOOD)],
+    env=one,
+    question=ANSWER,
     passage='p q',
   )
   found = game.read(trajectory, one, c, 0)
@@ -107,12 +121,15 @@ def test_a_search_that_found_nothing_is_no_evidence():
   class Nothing(FakeSource):
     async def search(self, requests):
       from searchrl_jax.types import SearchResult
+
       return [SearchResult(r, ()) for r in requests]
 
   c = config()
   one = env(c)
   trajectory = run_script(
-    [search('a'), search('b'), ask(GOOD)], env=one, question=ANSWER,
+    [search('a'), search('b'), ask(GOOD)],
+    env=one,
+    question=ANSWER,
     source=Nothing(),
   )
   assert game.read(trajectory, one, c, 0).reason == 'evidence'
@@ -122,7 +139,9 @@ def test_a_failed_search_is_nobodys_fault():
   c = config()
   one = env(c)
   trajectory = run_script(
-    [search('a'), search('b'), ask(GOOD)], env=one, question=ANSWER,
+    [search('a'), search('b'), ask(GOOD)],
+    env=one,
+    question=ANSWER,
     source=FakeSource(fails=lambda query, attempt: query == 'b'),
   )
   found = game.read(trajectory, one, c, 0)
@@ -140,9 +159,12 @@ def test_segments_are_named_by_their_role():
 
 
 def test_golds_of_a_list_are_told_as_the_first_and_accepted_as_any():
-  listed = Question('l', 'x', ('Hahn', 'Otto Hahn'), meta={
-    'search_turns': 3, 'examples': '1. Who? {a}\n2. <search> What?'
-  })
+  listed = Question(
+    'l',
+    'x',
+    ('Hahn', 'Otto Hahn'),
+    meta={'search_turns': 3, 'examples': '1. Who? {a}\n2. <search> What?'},
+  )
   c = config(brief='A: {answer}, {searches}\n{examples}')
   (told,) = game.briefs([listed], c)
   assert told.text == 'A: Hahn, 3\n1. Who? {a}\n2. <search> What?'
@@ -156,12 +178,15 @@ def test_golds_of_a_list_are_told_as_the_first_and_accepted_as_any():
 # ---- Rewards.
 
 
-@pytest.mark.parametrize('how, expected', [
-  ('1-acc', [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
-  # 4 s (1 - s), and nothing at the ends: 0.64, 0.96, 0.96, 0.64.
-  ('intermediate_difficulty', [0.0, 0.64, 0.96, 0.96, 0.64, 0.0]),
-  ('format_only', [1.0] * 6),
-])
+@pytest.mark.parametrize(
+  'how, expected',
+  [
+    ('1-acc', [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
+    # 4 s (1 - s), and nothing at the ends: 0.64, 0.96, 0.96, 0.64.
+    ('intermediate_difficulty', [0.0, 0.64, 0.96, 0.96, 0.64, 0.0]),
+    ('format_only', [1.0] * 6),
+  ],
+)
 def test_the_proposer_earns_what_the_solver_does_not(how, expected):
   c = config(reward=how)
   found = [game.earned(k / 5, c.selfplay) for k in range(6)]
@@ -187,15 +212,18 @@ def test_invalid_questions_earn_the_penalty_whatever_fills_their_slot():
 def test_success_is_counted_over_solvers_that_did_not_fail():
   base = standing(1)[0].trajectory
   groups = [
-    tuple(dataclasses.replace(base, question=Question(name, ''))
-          for _ in range(3)) for name in 'abc'
+    tuple(
+      dataclasses.replace(base, question=Question(name, '')) for _ in range(3)
+    )
+    for name in 'abc'
   ]
   reward = Rewards(
-    np.array([1, 0, 0, .5, 0, 1, 0, 0, 0], np.float32),
+    np.array([1, 0, 0, 0.5, 0, 1, 0, 0, 0], np.float32),
     np.array([1, 1, 0, 1, 1, 1, 0, 0, 0], bool),
   )
   assert game.rates(groups, reward) == {
-    'a': 0.5, 'b': pytest.approx((0.5 + 0 + 1) / 3)
+    'a': 0.5,
+    'b': pytest.approx((0.5 + 0 + 1) / 3),
   }
 
 
@@ -231,7 +259,11 @@ def test_a_reused_question_renews_its_rate_and_does_not_multiply():
   pool.add(again, {q.id: 1.0 for q in again})
   assert len(pool) == 1
   assert pool.state()['questions'][0] == {
-    'id': 'a', 'text': 'text a', 'answers': ['x'], 'source': '', 'share': 1.0
+    'id': 'a',
+    'text': 'text a',
+    'answers': ['x'],
+    'source': '',
+    'share': 1.0,
   }
 
 
@@ -249,13 +281,15 @@ def test_a_question_that_was_asked_several_times_has_their_mean_share():
 
 @pytest.mark.parametrize('ratio, left', [(0.0, 0), (0.5, 2), (1.0, 3)])
 def test_a_reset_keeps_the_newest(ratio, left):
-  _, pool = pool_of({'a': 0.0, 'b': 0.0, 'c': 0.0}, clear_every=10,
-                    keep_ratio=ratio)
+  _, pool = pool_of(
+    {'a': 0.0, 'b': 0.0, 'c': 0.0}, clear_every=10, keep_ratio=ratio
+  )
   pool.tick(9)
   assert len(pool) == 3
   pool.tick(10)
   assert [q['id'] for q in pool.state()['questions']] == (
-    ['a', 'b', 'c'][3 - left:])
+    ['a', 'b', 'c'][3 - left :]
+  )
 
 
 def test_without_a_reset_nothing_goes():
@@ -276,13 +310,16 @@ def test_a_pool_comes_back_as_it_was_and_another_s_is_refused():
     Pool(c.selfplay, 'other').restore(state)
 
 
-@pytest.mark.parametrize('fields, reused, dummies', [
-  (dict(invalid='drop'), 0, 0),
-  (dict(invalid='dummy'), 0, 3),
-  (dict(invalid='reuse'), 3, 0),
-  (dict(invalid='reuse', empty=True, empty_pool='dummy'), 0, 3),
-  (dict(invalid='reuse', empty=True, empty_pool='drop'), 0, 0),
-])
+@pytest.mark.parametrize(
+  'fields, reused, dummies',
+  [
+    (dict(invalid='drop'), 0, 0),
+    (dict(invalid='dummy'), 0, 3),
+    (dict(invalid='reuse'), 3, 0),
+    (dict(invalid='reuse', empty=True, empty_pool='dummy'), 0, 3),
+    (dict(invalid='reuse', empty=True, empty_pool='drop'), 0, 0),
+  ],
+)
 def test_slots_are_filled_as_the_config_says(fields, reused, dummies):
   empty = fields.pop('empty', False)
   c, pool = pool_of({} if empty else {'a': 0.5}, **fields)
@@ -315,7 +352,9 @@ def test_a_dummy_about_another_answer_is_another_question():
 
 def test_what_a_service_failed_is_in_no_statistic_of_proposals():
   good, fallen, lost = (
-    standing(3), standing(1, 'leak'), standing(4, game.FAILED)
+    standing(3),
+    standing(1, 'leak'),
+    standing(4, game.FAILED),
   )
   found = game.told([*good, *fallen, *lost], None)
   assert found['selfplay/proposals'] == 4 and found['selfplay/stand'] == 3
@@ -338,13 +377,22 @@ class Judging:
 
 def test_each_mean_stands_beside_what_it_is_over():
   proposals = [
-    *standing(4), *(dataclasses.replace(p, reason='verification')
-                    for p in standing(6)[4:]),
+    *standing(4),
+    *(dataclasses.replace(p, reason='verification') for p in standing(6)[4:]),
   ]
-  found = game.told(proposals, Judging({
-    '0': (True, 1), '1': (True, 3), '2': (False, 0), '3': (True, 2),
-    '4': (False, 0), '5': (True, 4),
-  }))
+  found = game.told(
+    proposals,
+    Judging(
+      {
+        '0': (True, 1),
+        '1': (True, 3),
+        '2': (False, 0),
+        '3': (True, 2),
+        '4': (False, 0),
+        '5': (True, 4),
+      }
+    ),
+  )
   # Three of the four that stand are valid: of 1, 3 and 2 hops.
   assert found['selfplay/oracle_valid'] == 0.75
   assert found['selfplay/hops'] == 2.0 and found['selfplay/hops_n'] == 3
@@ -362,21 +410,25 @@ def test_dummies_are_in_no_metric_of_the_solver():
   )
 
   def group(trajectory, source):
-    return (dataclasses.replace(
-      trajectory, question=Question('q', 'Who?', ('x',), source)),) * 2
+    return (
+      dataclasses.replace(
+        trajectory, question=Question('q', 'Who?', ('x',), source)
+      ),
+    ) * 2
 
   groups = [group(base, 'selfplay'), group(silent, game.DUMMY)]
   # A fifth failed: it is in no mean either.
   lost = dataclasses.replace(groups[0][0], end='failed')
   groups[0] = (*groups[0], lost)
   value = np.array([1, 0.5, 0, -1, -1], np.float32)
-  reward = Rewards(
-    value, np.array([1, 1, 0, 1, 1], bool), parts={'em': value}
-  )
+  reward = Rewards(value, np.array([1, 1, 0, 1, 1], bool), parts={'em': value})
   found = game.solved(groups, reward, one)
   assert found['reward'] == found['reward/em'] == 0.75
-  alone = game.solved(groups[:1], Rewards(
-    value[:3], reward.valid[:3], parts={'em': value[:3]}), one)
+  alone = game.solved(
+    groups[:1],
+    Rewards(value[:3], reward.valid[:3], parts={'em': value[:3]}),
+    one,
+  )
   assert found == pytest.approx(alone, nan_ok=True)
   none = game.solved(groups[1:], Rewards(value[3:], np.ones(2, bool)), one)
   assert 'reward' not in none
@@ -385,42 +437,56 @@ def test_dummies_are_in_no_metric_of_the_solver():
 # ---- Configs.
 
 
-@pytest.mark.parametrize('fields, message', [
-  ({'selfplay.reward': '1-accuracy'}, "reward='1-accuracy'.*1-acc"),
-  ({'selfplay.verifier': 'rag'}, 'selfplay.verifier'),
-  ({'selfplay.invalid': 'pad'}, 'selfplay.invalid'),
-  ({'selfplay.verifier': 'judge'}, 'config.judge.url'),
-  ({'selfplay.brief': 'answer'}, 'lacks {answer}'),
-  ({'selfplay.brief': '{answer} {anser}'}, 'anser'),
-  ({'selfplay.reading': '{question}'}, 'lacks {evidence}'),
-  ({'selfplay.reuse_threshold': 1.5}, 'reuse_threshold=1.5'),
-  ({'selfplay.n': 0}, 'selfplay.n=0'),
-  ({'selfplay.left': -0.1}, 'selfplay.left=-0.1'),
-  ({'selfplay.right': 0.9}, 'right=0.9.*at least 1'),
-  ({'algorithm.tis': 'none'}, "algorithm.tis='none'.*'token'"),
-  ({'selfplay.algorithm.advantage': 'grpo'}, 'config.selfplay.n=1'),
-  ({'selfplay.algorithm.advantage': 'gae'}, 'selfplay.algorithm.advantage_kw'),
-  ({'algorithm.advantage': 'remax'}, 'greedy answer'),
-  ({'critic.lr': 1e-4}, 'neither role'),
-  ({'selfplay.left': float('nan')}, 'left=nan'),
-  ({'selfplay.penalty': float('nan')}, 'penalty=nan'),
-  ({'selfplay.penalty': 0.5}, 'penalty=0.5.*0, or less'),
-  ({'selfplay.min_searches': 6}, 'min_searches=6 of env.max_turns=5'),
-  ({'selfplay.min_chars': 1001}, 'min_chars=1001'),
-  ({'selfplay.min_words': 502}, 'min_words=502'),
-  ({'selfplay.solver_from': 20}, 'solver_from=20 of train.steps=20'),
-  ({'selfplay.frozen': True, 'engine.url': 'http://127.0.0.1:8000'},
-   'cannot share servers'),
-  ({'reward.em.weight': 0.5}, 'one term, of weight 1'),
-  ({'reward': {'em': {'fn': 'answer.em', 'weight': 1.0},
-               'format': {'fn': 'answer.format_valid', 'weight': 0.2}}},
-   'config.reward has em, format.*one term'),
-  ({'rollout.mismatch_alarm': 0.1}, 'mismatch_alarm=0.1.*one update old'),
-  ({'env.answer': 'boxed'}, "env.answer='boxed'.*'tags'"),
-  ({'rollout.max_staleness': 1}, 'synchronous'),
-  ({'data.prompt': 'as_is'}, "needs 'template'"),
-  ({'env.information': 'policy'}, "env.information.*needs 'source'"),
-])
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'selfplay.reward': '1-accuracy'}, "reward='1-accuracy'.*1-acc"),
+    ({'selfplay.verifier': 'rag'}, 'selfplay.verifier'),
+    ({'selfplay.invalid': 'pad'}, 'selfplay.invalid'),
+    ({'selfplay.verifier': 'judge'}, 'config.judge.url'),
+    ({'selfplay.brief': 'answer'}, 'lacks {answer}'),
+    ({'selfplay.brief': '{answer} {anser}'}, 'anser'),
+    ({'selfplay.reading': '{question}'}, 'lacks {evidence}'),
+    ({'selfplay.reuse_threshold': 1.5}, 'reuse_threshold=1.5'),
+    ({'selfplay.n': 0}, 'selfplay.n=0'),
+    ({'selfplay.left': -0.1}, 'selfplay.left=-0.1'),
+    ({'selfplay.right': 0.9}, 'right=0.9.*at least 1'),
+    ({'algorithm.tis': 'none'}, "algorithm.tis='none'.*'token'"),
+    ({'selfplay.algorithm.advantage': 'grpo'}, 'config.selfplay.n=1'),
+    (
+      {'selfplay.algorithm.advantage': 'gae'},
+      'selfplay.algorithm.advantage_kw',
+    ),
+    ({'algorithm.advantage': 'remax'}, 'greedy answer'),
+    ({'critic.lr': 1e-4}, 'neither role'),
+    ({'selfplay.left': float('nan')}, 'left=nan'),
+    ({'selfplay.penalty': float('nan')}, 'penalty=nan'),
+    ({'selfplay.penalty': 0.5}, 'penalty=0.5.*0, or less'),
+    ({'selfplay.min_searches': 6}, 'min_searches=6 of env.max_turns=5'),
+    ({'selfplay.min_chars': 1001}, 'min_chars=1001'),
+    ({'selfplay.min_words': 502}, 'min_words=502'),
+    ({'selfplay.solver_from': 20}, 'solver_from=20 of train.steps=20'),
+    (
+      {'selfplay.frozen': True, 'engine.url': 'http://127.0.0.1:8000'},
+      'cannot share servers',
+    ),
+    ({'reward.em.weight': 0.5}, 'one term, of weight 1'),
+    (
+      {
+        'reward': {
+          'em': {'fn': 'answer.em', 'weight': 1.0},
+          'format': {'fn': 'answer.format_valid', 'weight': 0.2},
+        }
+      },
+      'config.reward has em, format.*one term',
+    ),
+    ({'rollout.mismatch_alarm': 0.1}, 'mismatch_alarm=0.1.*one update old'),
+    ({'env.answer': 'boxed'}, "env.answer='boxed'.*'tags'"),
+    ({'rollout.max_staleness': 1}, 'synchronous'),
+    ({'data.prompt': 'as_is'}, "needs 'template'"),
+    ({'env.information': 'policy'}, "env.information.*needs 'source'"),
+  ],
+)
 def test_what_cannot_be_is_refused_before_anything_loads(fields, message):
   c = ssp.get_config()
   c.algorithm.advantage_kw = {}
@@ -450,14 +516,22 @@ def test_a_solver_that_learns_alone_needs_no_correction():
 
 def test_a_proposer_s_template_without_its_tag_is_refused(tmp_path):
   c = config(template='micro')
-  with pytest.raises(ConfigError, match="selfplay.template='micro' ends with "
-                     '<answer>'):
+  with pytest.raises(
+    ConfigError, match="selfplay.template='micro' ends with <answer>"
+  ):
     game.environments(c, ByteTokenizer())
   path = tmp_path / 'own.json'
-  path.write_text(json.dumps(TEMPLATE | dict(
-    answer=['<question>', '</question>'], stops=['</search>', '</question>'],
-  )))
+  path.write_text(
+    json.dumps(
+      TEMPLATE
+      | dict(
+        answer=['<question>', '</question>'], stops=['</search>', '</question>']
+      )
+    )
+  )
   c.selfplay.template = str(path)
   assert set(game.environments(c, ByteTokenizer())) == {
-    game.PROPOSER, game.VERIFIER, game.SOLVER
+    game.PROPOSER,
+    game.VERIFIER,
+    game.SOLVER,
   }

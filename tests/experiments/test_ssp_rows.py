@@ -11,16 +11,27 @@ from experiments.ssp import rows
 def log(folder, steps):
   with (folder / 'metrics.jsonl').open('w') as file:
     for i, step in enumerate(steps):
-      file.write(json.dumps({'step': i} | {
-        f'selfplay/{name}': value for name, value in step.items()
-      }) + '\n')
+      file.write(
+        json.dumps(
+          {'step': i}
+          | {f'selfplay/{name}': value for name, value in step.items()}
+        )
+        + '\n'
+      )
 
 
 def test_means_are_over_what_they_are_of(tmp_path):
-  first = dict(stand=4, proposals=8, valid_share=0.5, oracle_valid=0.75,
-               hops=1.0, hops_n=3)
-  last = dict(stand=1, proposals=8, valid_share=0.125, oracle_valid=1.0,
-              hops=2.0, hops_n=1)
+  first = dict(
+    stand=4, proposals=8, valid_share=0.5, oracle_valid=0.75, hops=1.0, hops_n=3
+  )
+  last = dict(
+    stand=1,
+    proposals=8,
+    valid_share=0.125,
+    oracle_valid=1.0,
+    hops=2.0,
+    hops_n=1,
+  )
   log(tmp_path, [first] * 4 + [last] * 2)
   found = rows.game(None, str(tmp_path), '')
   # Four steps of four questions, two of one: (16 x 0.75 + 2) / 18.
@@ -31,7 +42,8 @@ def test_means_are_over_what_they_are_of(tmp_path):
   assert found['game/hops_last'] == pytest.approx(13 / 11)
   assert found['game/hops_gain'] == pytest.approx(13 / 11 - 14 / 13)
   assert found['game/valid_share_last'] == pytest.approx(
-    (3 * 0.5 + 2 * 0.125) / 5)
+    (3 * 0.5 + 2 * 0.125) / 5
+  )
 
 
 def test_a_run_whose_last_questions_are_all_wrong_has_no_gain(tmp_path):
@@ -46,8 +58,10 @@ def test_a_run_whose_last_questions_are_all_wrong_has_no_gain(tmp_path):
 
 def test_intervals_apart_are_measured_from_end_to_end():
   def seeds(*values):
-    named = {str(i): {'values': {'after': {f'{rows.MULTI}/em': v}}}
-             for i, v in enumerate(values)}
+    named = {
+      str(i): {'values': {'after': {f'{rows.MULTI}/em': v}}}
+      for i, v in enumerate(values)
+    }
     return {'seeds': named, 'mean': table.means(named)}
 
   bar = [b for b in rows.ROW.bars if b.name == 'ssp_vs_frozen']

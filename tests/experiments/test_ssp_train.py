@@ -13,15 +13,10 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import algorithms
-from configs import ssp
-from experiments.ssp import game
-from experiments.ssp import start
-from experiments.ssp import train
+from configs import algorithms, ssp
+from experiments.ssp import game, start, train
 from experiments.ssp import world as worlds
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import signals
+from searchrl_jax import records, setup, signals
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.data.checks import DataError
 from tests import chat_server
@@ -43,10 +38,16 @@ def url(tmp_path_factory):
 def tiny(url, **fields):
   """Three steps of four answers."""
   c = ssp.get_config()
-  c.model.arch.update(dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=16, intermediate_size=64,
-  ))
+  c.model.arch.update(
+    dict(
+      hidden_size=32,
+      num_hidden_layers=1,
+      num_attention_heads=2,
+      num_key_value_heads=2,
+      head_dim=16,
+      intermediate_size=64,
+    )
+  )
   c.mesh.data = 1
   c.data.world_seed = 3
   c.data.world = ConfigDict(WORLD)
@@ -54,16 +55,21 @@ def tiny(url, **fields):
   c.data.eval = ConfigDict()
   c.source.url = url
   c.env.update(dict(max_turns=2, max_turn_tokens=16, max_tokens=192))
-  c.engine.update(dict(
-    module='tests.experiments.ssp_engine', slots=8, max_len=192, chunk=4,
-    prefill_rows=4,
-  ))
+  c.engine.update(
+    dict(
+      module='tests.experiments.ssp_engine',
+      slots=8,
+      max_len=192,
+      chunk=4,
+      prefill_rows=4,
+    )
+  )
   c.selfplay.reward = '1-acc'
   c.rollout.questions = 4
   c.rollout.group = 2
-  c.reward = ConfigDict(dict(chance=dict(
-    fn='tests.experiments.ssp_engine.chance', weight=1.0
-  )))
+  c.reward = ConfigDict(
+    dict(chance=dict(fn='tests.experiments.ssp_engine.chance', weight=1.0))
+  )
   c.batch.lengths = (192,)
   c.batch.tokens = 768
   c.train.steps = 3
@@ -133,19 +139,25 @@ def test_a_run_plays_both_roles_and_leaves_everything_behind(whole):
   config, folder, _ = whole
   steps = lines(folder / 'metrics.jsonl')
   assert [s['step'] for s in steps] == [0, 1, 2]
-  for name in ('proposer/loss', 'solver/loss', 'selfplay/valid_share',
-               'selfplay/distinct', 'selfplay/no_length',
-               'selfplay/solver_success', 'selfplay/pool', 'reward/chance',
-               'health/searches', 'time/update'):
+  for name in (
+    'proposer/loss',
+    'solver/loss',
+    'selfplay/valid_share',
+    'selfplay/distinct',
+    'selfplay/no_length',
+    'selfplay/solver_success',
+    'selfplay/pool',
+    'reward/chance',
+    'health/searches',
+    'time/update',
+  ):
     assert name in steps[-1], name
   kept = [r.trajectory for r in records.read(folder / 'trajectories')]
   proposed = [t for t in kept if t.role == 'proposer']
   solved = [t for t in kept if t.role == 'solver']
   assert len(proposed) == 3 * 4
   stands = sum(s['selfplay/stand'] for s in steps)
-  filled = sum(
-    s['selfplay/reused'] + s['selfplay/dummies'] for s in steps
-  )
+  filled = sum(s['selfplay/reused'] + s['selfplay/dummies'] for s in steps)
   assert stands + filled == 12 and len(solved) == 24 and filled > 0
   assert stands > 4  # else this file tests little
   for t in kept:
@@ -177,7 +189,8 @@ def test_rewards_are_opposed(whole):
 
 
 def test_the_second_update_is_corrected_for_the_first(
-    whole, tmp_path, monkeypatch):
+  whole, tmp_path, monkeypatch
+):
   """Both roles were sampled before either update; the solver's weights,
   against the log-probs it was sampled with, are no longer 1."""
   config, folder, params = whole
@@ -206,13 +219,17 @@ def test_a_resume_takes_up_what_the_judge_had_read(url, tmp_path):
     return json.dumps({'answer': said[0] or answer})
 
   with chat_server.serve(script) as server:
-    config = tiny(url, **{
-      'selfplay.verifier': 'judge', 'judge.url': server.url, 'train.steps': 2,
-    })
+    config = tiny(
+      url,
+      **{
+        'selfplay.verifier': 'judge',
+        'judge.url': server.url,
+        'train.steps': 2,
+      },
+    )
     train.train(config, str(tmp_path / 'whole'))
     stood = [
-      s['selfplay/stand']
-      for s in lines(tmp_path / 'whole' / 'metrics.jsonl')
+      s['selfplay/stand'] for s in lines(tmp_path / 'whole' / 'metrics.jsonl')
     ]
     assert sum(stood) > 2
     with killed_at(3):  # the second step's first update
@@ -229,10 +246,12 @@ def test_a_resume_takes_up_what_the_judge_had_read(url, tmp_path):
 @pytest.mark.parametrize('where', ['between updates', 'save'])
 def test_resume_after_a_kill_is_bitwise(whole, tmp_path, where):
   config, folder, params = whole
-  with killed_at(*{
-    'between updates': (4,),
-    'save': (2, train.setup.checkpoint.Checkpointer, 'save'),
-  }[where]):
+  with killed_at(
+    *{
+      'between updates': (4,),
+      'save': (2, train.setup.checkpoint.Checkpointer, 'save'),
+    }[where]
+  ):
     train.train(config, str(tmp_path))
   train.train(config, str(tmp_path))
   assert same(params, params_of(config, tmp_path))
@@ -241,7 +260,8 @@ def test_resume_after_a_kill_is_bitwise(whole, tmp_path, where):
 
 @pytest.mark.parametrize('role', [game.VERIFIER, game.SOLVER])
 def test_resume_after_a_signal_takes_what_had_ended(
-    whole, tmp_path, monkeypatch, role):
+  whole, tmp_path, monkeypatch, role
+):
   config, folder, params = whole
   config = config.copy_and_resolve_references()
   config.checkpoint.every = 0
@@ -267,18 +287,30 @@ def test_resume_after_a_signal_takes_what_had_ended(
   assert pool_of(config, folder) == pool_of(config, tmp_path)
 
 
-@pytest.mark.parametrize('proposer, solver, n, group', [
-  (algorithms.PPO, algorithms.PPO, 1, 1),
-  (algorithms.GRPO, algorithms.GRPO, 2, 2),
-  (algorithms.PPO, algorithms.GRPO, 1, 2),
-])
+@pytest.mark.parametrize(
+  'proposer, solver, n, group',
+  [
+    (algorithms.PPO, algorithms.PPO, 1, 1),
+    (algorithms.GRPO, algorithms.GRPO, 2, 2),
+    (algorithms.PPO, algorithms.GRPO, 1, 2),
+  ],
+)
 def test_the_other_pairings_learn_too(
-    url, tmp_path, proposer, solver, n, group):
-  config = tiny(url, **{'selfplay.n': n, 'rollout.group': group,
-                        'train.steps': 2, 'checkpoint.every': 0,
-                        'optim.schedule': 'linear'})
+  url, tmp_path, proposer, solver, n, group
+):
+  config = tiny(
+    url,
+    **{
+      'selfplay.n': n,
+      'rollout.group': group,
+      'train.steps': 2,
+      'checkpoint.every': 0,
+      'optim.schedule': 'linear',
+    },
+  )
   for own, algorithm in (
-    (config.algorithm, solver), (config.selfplay.algorithm, proposer)
+    (config.algorithm, solver),
+    (config.selfplay.algorithm, proposer),
   ):
     own.advantage_kw = ConfigDict()
     own.update(algorithm)
@@ -301,8 +333,12 @@ def test_a_frozen_proposer_does_not_learn(whole, url, tmp_path):
 
   def weights_behind(folder, role):
     return [
-      {v for s in r.trajectory.segments if s.author == 'policy'
-       for v in s.versions.tolist()}
+      {
+        v
+        for s in r.trajectory.segments
+        if s.author == 'policy'
+        for v in s.versions.tolist()
+      }
       for r in records.read(folder / 'trajectories')
       if r.trajectory.role == role and r.step == 2
     ]
@@ -317,9 +353,9 @@ def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
   config = tiny(url, **{'train.steps': 2})
   with killed_at(3):
     train.train(config, start)
-  frozen = tiny(url, **{
-    'selfplay.frozen': True, 'train.init': start, 'train.steps': 2,
-  })
+  frozen = tiny(
+    url, **{'selfplay.frozen': True, 'train.init': start, 'train.steps': 2}
+  )
   with killed_at(2):
     train.train(frozen, run)
   train.train(config, start)
@@ -342,25 +378,33 @@ def test_a_dry_run_tells_what_both_roles_cost():
 
 
 def test_the_solver_may_wait(url, tmp_path):
-  config = tiny(url, **{'selfplay.solver_from': 1, 'train.steps': 2,
-                        'checkpoint.every': 0})
+  config = tiny(
+    url, **{'selfplay.solver_from': 1, 'train.steps': 2, 'checkpoint.every': 0}
+  )
   train.train(config, str(tmp_path))
   first, second = lines(tmp_path / 'metrics.jsonl')
   assert 'solver/loss' not in first and 'solver/loss' in second
 
 
 def test_further_answers_fill_a_step_up(url, tmp_path):
-  config = tiny(url, **{
-    'selfplay.resample': 3, 'selfplay.invalid': 'drop', 'train.steps': 2,
-    'selfplay.verifier': 'none', 'checkpoint.every': 0,
-  })
+  config = tiny(
+    url,
+    **{
+      'selfplay.resample': 3,
+      'selfplay.invalid': 'drop',
+      'train.steps': 2,
+      'selfplay.verifier': 'none',
+      'checkpoint.every': 0,
+    },
+  )
   train.train(config, str(tmp_path))
   steps = lines(tmp_path / 'metrics.jsonl')
   assert max(s['selfplay/proposals'] for s in steps) > 4
   for s in steps:
     assert s['selfplay/stand'] >= 4
     solved = [
-      r for r in records.read(tmp_path / 'trajectories')
+      r
+      for r in records.read(tmp_path / 'trajectories')
       if r.trajectory.role == 'solver' and r.step == s['step']
     ]
     assert len(solved) == 4 * 2  # and none is one too many
@@ -376,21 +420,24 @@ def test_a_pool_of_another_config_is_refused(whole, tmp_path, monkeypatch):
 
 def test_answers_are_needed(url, tmp_path):
   path = tmp_path / 'questions.jsonl'
-  path.write_text(
-    '{"id": "1", "question": "Who?", "golden_answers": []}\n'
-  )
+  path.write_text('{"id": "1", "question": "Who?", "golden_answers": []}\n')
   config = tiny(url)
-  config.data.train = ConfigDict(dict(
-    bare=dict(module='jsonl', path=str(path))
-  ))
+  config.data.train = ConfigDict(
+    dict(bare=dict(module='jsonl', path=str(path)))
+  )
   with pytest.raises(DataError, match='self-play needs golden answers'):
     train.train(config, str(tmp_path / 'run'))
 
 
 def test_a_judge_that_is_absent_is_found_at_the_start(url, tmp_path):
-  config = tiny(url, **{
-    'selfplay.verifier': 'judge', 'judge.url': 'http://127.0.0.1:9',
-    'judge.attempts': 1, 'judge.timeout': 1.0,
-  })
+  config = tiny(
+    url,
+    **{
+      'selfplay.verifier': 'judge',
+      'judge.url': 'http://127.0.0.1:9',
+      'judge.attempts': 1,
+      'judge.timeout': 1.0,
+    },
+  )
   with pytest.raises(Exception, match='127.0.0.1:9'):
     train.train(config, str(tmp_path))

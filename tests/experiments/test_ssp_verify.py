@@ -8,8 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.ssp import game
-from experiments.ssp import verify
+from experiments.ssp import game, verify
 from experiments.ssp.game import Proposal
 from searchrl_jax.chat import ChatError
 from searchrl_jax.rewards.judge import JudgeError
@@ -33,9 +32,7 @@ def checked(proposals, answers, seed=0, **fields):
 
 def test_who_cannot_answer_from_the_evidence_turns_a_question_down():
   fallen = standing(1, 'leak')
-  reasons, asked = checked(
-    [*standing(3), *fallen], ['x', 'y', None], noise=0
-  )
+  reasons, asked = checked([*standing(3), *fallen], ['x', 'y', None], noise=0)
   assert reasons == ['', 'verification', 'verification', 'leak']
   assert asked[0] == f'evidence 0\nQuestion: {GOOD} 0'
   assert len(asked) == 3  # what has fallen is not asked about
@@ -87,8 +84,10 @@ def test_noise_that_does_not_fit_is_left_out_and_own_evidence_never():
   ]
   reasons, asked = checked(long, ['x'] * 3, noise=2)  # of 1800 tokens
   assert reasons == [''] * 3
-  assert all(f'\n{text}'.count('word word') == asked[0].count('word word')
-             for text in asked)
+  assert all(
+    f'\n{text}'.count('word word') == asked[0].count('word word')
+    for text in asked
+  )
   assert all(f'{i} word' in text for i, text in enumerate(asked))
   huge = Proposal(many[0].trajectory, many[0].question, ('word ' * 400,), '')
   reasons, asked = checked([huge, many[1]], ['x'], noise=2)
@@ -100,8 +99,12 @@ def test_a_reader_that_fails_is_no_verdict():
   reasons, _ = checked(standing(2), [error, 'x'])
   assert reasons == [game.FAILED, '']
   assert game.opposed(
-    [Proposal(p.trajectory, p.question, p.evidence, r)
-     for p, r in zip(standing(2), reasons)], {'q1': 0.0}, config()
+    [
+      Proposal(p.trajectory, p.question, p.evidence, r)
+      for p, r in zip(standing(2), reasons)
+    ],
+    {'q1': 0.0},
+    config(),
   ).valid.tolist() == [False, True]
 
 
@@ -128,9 +131,9 @@ def read_by(script, path, n=4, model='judge', **fields):
       reader = verify.Reader(judge_config(server.url, **fields), path)
       try:
         await reader.check()
-        return await reader.answers([
-          Question(f'q{i}', f'passage {i}\nQuestion: {i}') for i in range(n)
-        ])
+        return await reader.answers(
+          [Question(f'q{i}', f'passage {i}\nQuestion: {i}') for i in range(n)]
+        )
       finally:
         await reader.close()
 
@@ -144,10 +147,12 @@ def path(tmp_path):
 
 def test_a_judge_reads_by_a_schema_and_nonsense_is_no_answer(path):
   """Of the proposal's making, which fails: it could excuse itself else."""
+
   def script(body):
     assert body['response_format']['json_schema']['schema'] == verify.SCHEMA
     return {'0': '{"answer": "x"}', '1': 'The answer is x', '2': 400}.get(
-      passage(body), '{"answer": ""}')
+      passage(body), '{"answer": ""}'
+    )
 
   found = read_by(script, path, max_failed=0.0)
   assert found == ['x', None, None, '']

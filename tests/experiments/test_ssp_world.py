@@ -12,8 +12,7 @@ from experiments.ssp import traces as scripts
 from experiments.ssp import world as worlds
 from experiments.ssp.oracle import Oracle
 from retrieval.bm25 import BM25Index
-from searchrl_jax import prompts
-from searchrl_jax import sft
+from searchrl_jax import prompts, sft
 from searchrl_jax import tokenizer as tokenizers
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.env import SearchEnv
@@ -38,8 +37,11 @@ def traces():
 def role(trace):
   if trace.question is None:
     return 'drill'
-  return {'': 'solver', 'micro_proposer': 'proposer',
-          'micro_evidence': 'verifier'}[trace.template]
+  return {
+    '': 'solver',
+    'micro_proposer': 'proposer',
+    'micro_evidence': 'verifier',
+  }[trace.template]
 
 
 def said(trace):
@@ -59,7 +61,9 @@ def graph(trace):
   """The oracle of the passages that a trace shows."""
   facts = collections.defaultdict(list)
   texts = [said(trace)] + [
-    p.text for kind, payload in trace.actions if kind == 'information'
+    p.text
+    for kind, payload in trace.actions
+    if kind == 'information'
     for p in payload
   ]
   for text in texts:
@@ -91,7 +95,8 @@ def test_each_statement_has_its_inverse_and_some_are_shared(world):
       assert max(count[one], count[one_inverse], count[many]) <= 1
       assert count[many_inverse] <= worlds.MOST_SHARING
   shared = [
-    name for name, facts in world.facts.items()
+    name
+    for name, facts in world.facts.items()
     if len(facts) - len({r for r, _ in facts})
   ]
   assert len(shared) > 0.2 * len(world.facts)
@@ -123,12 +128,14 @@ def test_gold_questions_are_what_the_oracle_finds(world):
 
 
 def test_the_oracle_tells_what_a_question_means():
-  oracle = Oracle({
-    'Al Ba': (('guide', 'Ce De'), ('pupil', 'Ef Go'), ('pupil', 'Ha In')),
-    'Ce De': (('ward', 'Al Ba'), ('heir', 'Ef Go')),
-    'Ef Go': (('teacher', 'Al Ba'), ('elder', 'Ce De')),
-    'Ha In': (('teacher', 'Al Ba'),),
-  })
+  oracle = Oracle(
+    {
+      'Al Ba': (('guide', 'Ce De'), ('pupil', 'Ef Go'), ('pupil', 'Ha In')),
+      'Ce De': (('ward', 'Al Ba'), ('heir', 'Ef Go')),
+      'Ef Go': (('teacher', 'Al Ba'), ('elder', 'Ce De')),
+      'Ha In': (('teacher', 'Al Ba'),),
+    }
+  )
   judge = oracle.judge
   plain = judge('What is the guide of Al Ba?', ['ce de'])
   assert plain == oracles.Verdict(True, True, True, 1, 'Al Ba')
@@ -143,17 +150,25 @@ def test_the_oracle_tells_what_a_question_means():
   two = judge('What is the guide of the teacher of Ha In?', ['Ce De'])
   assert two.valid and two.hops == 2
   for text in (
-    'What is the rival of Al Ba?', 'What is the guide of No Body?',
-    'Who is the guide of Al Ba?', 'What is guide of Al Ba?', 'Al Ba?', '',
+    'What is the rival of Al Ba?',
+    'What is the guide of No Body?',
+    'Who is the guide of Al Ba?',
+    'What is guide of Al Ba?',
+    'Al Ba?',
+    '',
   ):
     found = judge(text, ['Ce De'])
     assert not found.known and not found.valid, text
 
 
-@pytest.mark.parametrize('counts, message', [
-  (dict(play=299), 'multiple of 5'), (dict(heldout=40), 'from 50'),
-  (dict(play=10_000), 'to 300'),
-])
+@pytest.mark.parametrize(
+  'counts, message',
+  [
+    (dict(play=299), 'multiple of 5'),
+    (dict(heldout=40), 'from 50'),
+    (dict(play=10_000), 'to 300'),
+  ],
+)
 def test_sizes_that_cannot_be_are_refused(counts, message):
   with pytest.raises(DataError, match=message):
     worlds.generate(0, **counts)
@@ -181,16 +196,17 @@ def test_the_warm_start_knows_nobody_of_the_run(world, traces):
 def test_traces_have_the_shares_that_the_config_names(traces):
   mix = scripts.Mix(**fields()['mix'])
   assert len(of(traces, 'solver')) / len(traces) == pytest.approx(
-    mix.solver, abs=0.05)
-  proposed = [
-    t.actions[-1][1].count(' of ') for t in of(traces, 'proposer')
-  ]
+    mix.solver, abs=0.05
+  )
+  proposed = [t.actions[-1][1].count(' of ') for t in of(traces, 'proposer')]
   for hops, share in enumerate(mix.proposed, 1):
     assert np.mean([p == hops for p in proposed]) == pytest.approx(
-      share, abs=0.05)
+      share, abs=0.05
+    )
   solved = of(traces, 'solver')
   assert np.mean([t.question.hops == 1 for t in solved]) == pytest.approx(
-    mix.asked[0], abs=0.06)
+    mix.asked[0], abs=0.06
+  )
   # Longer ones are mostly left too early.
   longer = [t for t in solved if t.question.hops > 1]
   assert 0.1 < np.mean([t.good for t in longer]) < 0.6
@@ -248,8 +264,9 @@ def test_every_trace_fits_and_keeps_its_role_s_template(traces, tmp_path):
   c.data.world_seed = 3
   found = sft.examples(c, env, None)
   assert len(found) >= 0.98 * 300
-  texts = [tok.decode(np.concatenate([s.ids for s in t.segments]))
-           for t in found]
+  texts = [
+    tok.decode(np.concatenate([s.ids for s in t.segments])) for t in found
+  ]
   assert not any('unk' in text for text in texts)
   assert all(
     ('<question>' in text) == text.startswith('answer: ') for text in texts
@@ -260,12 +277,15 @@ def test_every_trace_fits_and_keeps_its_role_s_template(traces, tmp_path):
   assert proposed.segments[-1].train and proposed.segments[-1].kind == 'answer'
 
 
-@pytest.mark.parametrize('changed, message', [
-  (dict(asked=(0.5, 0.4)), 'asked=.*sum to 1'),
-  (dict(wrong=1.2), 'wrong=1.2'),
-  (dict(solver=0.9), 'solver \\+ proposer'),
-  (dict(short=(0.1,)), 'short='),
-])
+@pytest.mark.parametrize(
+  'changed, message',
+  [
+    (dict(asked=(0.5, 0.4)), 'asked=.*sum to 1'),
+    (dict(wrong=1.2), 'wrong=1.2'),
+    (dict(solver=0.9), 'solver \\+ proposer'),
+    (dict(short=(0.1,)), 'short='),
+  ],
+)
 def test_shares_that_cannot_be_are_refused(changed, message):
   given = fields()
   with pytest.raises(DataError, match=message):

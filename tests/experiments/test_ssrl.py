@@ -9,13 +9,8 @@ import pytest
 
 from configs import ssrl
 from experiments import rows as harness
-from experiments.ssrl import closedbook
-from experiments.ssrl import curve
-from experiments.ssrl import rows
-from searchrl_jax import checks
-from searchrl_jax import evaluate
-from searchrl_jax import setup
-from searchrl_jax import sft
+from experiments.ssrl import closedbook, curve, rows
+from searchrl_jax import checks, evaluate, setup, sft
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import ledger
 from searchrl_jax.sources import none
@@ -25,10 +20,15 @@ from searchrl_jax.types import Question, SearchRequest
 def tiny():
   """The recipe around an untrained model."""
   c = ssrl.get_config('seed=4')
-  c.model.arch.update(dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, intermediate_size=64,
-  ))
+  c.model.arch.update(
+    dict(
+      hidden_size=32,
+      num_hidden_layers=1,
+      num_attention_heads=2,
+      num_key_value_heads=2,
+      intermediate_size=64,
+    )
+  )
   c.mesh.data = 1
   c.env.max_turn_tokens, c.env.max_tokens = 24, 48
   c.env.max_observation_tokens = 30
@@ -60,9 +60,12 @@ def test_the_recipe_is_one_generation_of_its_own_information():
 def test_real_passages_in_training_are_refused_with_the_mend(real):
   c = ssrl.get_config()
   c.env.real_searches = real
-  with pytest.raises(checks.ConfigError, match=(
-    rf"config\.env\.real_searches={real} in training.*use 0 here.*evaluate"
-  )):
+  with pytest.raises(
+    checks.ConfigError,
+    match=(
+      rf'config\.env\.real_searches={real} in training.*use 0 here.*evaluate'
+    ),
+  ):
     checks.check(c)
   checks.check_engine(c)  # to evaluate with them is the purpose
 
@@ -89,13 +92,17 @@ def test_no_search_engine_is_asked_at_full_size(tmp_path):
 def test_ssrls_parquet_is_read_unchanged(tmp_path, target):
   """The columns that its trainer reads; prompts hold the instructions."""
   prompt = [{'role': 'user', 'content': 'Use <search> your query </search>.'}]
-  pd.DataFrame([{
-    'data_source': source, 'prompt': prompt,
-    'reward_model': {'ground_truth': {'target': target}},
-    'extra_info': {'split': 'train', 'index': i},
-  } for i, source in enumerate(('nq', 'hotpotqa'))]).to_parquet(
-    tmp_path / 'train.parquet'
-  )
+  pd.DataFrame(
+    [
+      {
+        'data_source': source,
+        'prompt': prompt,
+        'reward_model': {'ground_truth': {'target': target}},
+        'extra_info': {'split': 'train', 'index': i},
+      }
+      for i, source in enumerate(('nq', 'hotpotqa'))
+    ]
+  ).to_parquet(tmp_path / 'train.parquet')
   c = ssrl.get_config('model=m')
   c.data.dir = str(tmp_path)
   c.data.train.ssrl.path = 'train.parquet'
@@ -112,10 +119,12 @@ def test_a_warm_start_learns_information_that_rl_leaves_out(
     pass
 
   def examples(config, env, search):
-    raise Seen(*(
-      (c.train_information, c.train_observations)
-      for c in (config.env, env.config)
-    ))
+    raise Seen(
+      *(
+        (c.train_information, c.train_observations)
+        for c in (config.env, env.config)
+      )
+    )
 
   monkeypatch.setattr(sft, 'examples', examples)
   c = tiny()
@@ -158,9 +167,9 @@ def test_a_real_search_finds_the_unseen(url, tmp_path):
   source = setup.source(c, url)
 
   async def search():
-    found = await source.search([
-      SearchRequest(q.meta['path'][0], 1) for q in questions
-    ])
+    found = await source.search(
+      [SearchRequest(q.meta['path'][0], 1) for q in questions]
+    )
     await source.close()
     return found
 
@@ -187,10 +196,15 @@ def test_fit_finds_the_law():
 def test_guessing_knows_the_answers_and_not_whose_they_are():
   questions = [
     Question(str(i), 'q', (answer,), meta={'path': ('x', relation)})
-    for i, (relation, answer) in enumerate([
-      ('home', 'a'), ('home', 'a'), ('home', 'b'), ('home', 'c'),
-      ('emblem', 'd'),
-    ])
+    for i, (relation, answer) in enumerate(
+      [
+        ('home', 'a'),
+        ('home', 'a'),
+        ('home', 'b'),
+        ('home', 'c'),
+        ('emblem', 'd'),
+      ]
+    )
   ]
   # Own shares 1/2, 1/2, 1/4, 1/4 of 'home', and 1 of 'emblem'.
   assert curve.guessing(questions, 1) == pytest.approx((1.5 + 1) / 5)
@@ -201,7 +215,12 @@ def test_guessing_knows_the_answers_and_not_whose_they_are():
 def test_the_table_evaluates_what_the_issue_asks_for():
   grpo = rows.ROW.arm('grpo')
   assert set(grpo.evaluations) == {
-    'after', 'k1', 'k3', 'all', 'guided', 'curve'
+    'after',
+    'k1',
+    'k3',
+    'all',
+    'guided',
+    'curve',
   }
   assert rows.ROW.arm('shuffled').config(0).data.train.rl.shuffled
   assert grpo.config(1).data.world_seed == grpo.config(1).seed == 1
@@ -212,11 +231,14 @@ def test_the_table_evaluates_what_the_issue_asks_for():
 
 
 def test_the_figure_is_small(tmp_path):
-  law = {f'pass@{k}': 1 - 0.5**np.log2(2 * k) for k in curve.KS}
+  law = {f'pass@{k}': 1 - 0.5 ** np.log2(2 * k) for k in curve.KS}
   found = curve.fit(curve.KS, list(law.values()))
-  values = law | {f'maj@{k}': 0.5 for k in curve.KS} | {
-    f'guess@{k}': 0.01 * k for k in curve.KS
-  } | found
+  values = (
+    law
+    | {f'maj@{k}': 0.5 for k in curve.KS}
+    | {f'guess@{k}': 0.01 * k for k in curve.KS}
+    | found
+  )
   arm = {'mean': {'curve': {k: {'mean': v} for k, v in values.items()}}}
   curve.plot({'warm': arm, 'grpo': arm}, tmp_path / 'scaling.png')
   assert 2_000 < (tmp_path / 'scaling.png').stat().st_size < 60_000

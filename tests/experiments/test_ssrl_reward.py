@@ -3,8 +3,8 @@
 import asyncio
 import re
 
-import pytest
 from ml_collections import ConfigDict
+import pytest
 
 from experiments.ssrl import reward as ssrl
 from searchrl_jax.rewards import core
@@ -26,46 +26,62 @@ def said(text, env=ENV):
 
 
 def reward(text, fn='graded', weight=0.1, env=ENV):
-  config = ConfigDict({'r': dict(
-    fn=f'experiments.ssrl.reward.{fn}', weight=1.0, format_weight=weight
-  )})
-  found = asyncio.run(core.combine(
-    config, [(said(text, env),)], core.RewardContext(env=env)
-  ))
+  config = ConfigDict(
+    {
+      'r': dict(
+        fn=f'experiments.ssrl.reward.{fn}', weight=1.0, format_weight=weight
+      )
+    }
+  )
+  found = asyncio.run(
+    core.combine(config, [(said(text, env),)], core.RewardContext(env=env))
+  )
   return found.value[0]
 
 
 # What the released code gives, run on texts of these forms; T thoughts and S
 # searches give min(T / 2, 1) x min(T, S + 1) / max(T, S + 1).
-@pytest.mark.parametrize('text, want', [
-  (f'{THINK}{ANSWER}', 0.5),
-  (FULL, 1.0),
-  (f'{THINK}{ROUND}{THINK}{ROUND}{THINK}{ANSWER}', 1.0),
-  (f'{THINK}{ROUND}{ANSWER}', 0.25),  # 1/2 x 1/2
-  (f'{THINK}{THINK}{ROUND}{THINK}{ANSWER}', 2 / 3),
-  (f'{THINK}{ROUND}' * 7 + THINK + ANSWER, 1.0),
-  (f'{THINK}{ROUND}' * 8 + THINK + ANSWER, 0),  # nine thoughts
-  (f'{THINK} so {ROUND} thus {THINK} then {ANSWER}', 1.0),  # loose text
-])
+@pytest.mark.parametrize(
+  'text, want',
+  [
+    (f'{THINK}{ANSWER}', 0.5),
+    (FULL, 1.0),
+    (f'{THINK}{ROUND}{THINK}{ROUND}{THINK}{ANSWER}', 1.0),
+    (f'{THINK}{ROUND}{ANSWER}', 0.25),  # 1/2 x 1/2
+    (f'{THINK}{THINK}{ROUND}{THINK}{ANSWER}', 2 / 3),
+    (f'{THINK}{ROUND}' * 7 + THINK + ANSWER, 1.0),
+    (f'{THINK}{ROUND}' * 8 + THINK + ANSWER, 0),  # nine thoughts
+    (f'{THINK} so {ROUND} thus {THINK} then {ANSWER}', 1.0),  # loose text
+  ],
+)
 def test_format_score_is_the_releases(text, want):
   assert ssrl.format_score(said(text), ENV) == pytest.approx(want)
 
 
-@pytest.mark.parametrize('text', [
-  '', 'Beijing', ANSWER, f'so {FULL}', f'{ROUND}{THINK}{ANSWER}',
-  f'{THINK}{ROUND}{THINK}',  # no answer
-  f'{THINK}<answer>Beijing',  # not closed
-  f'{THINK}<search>b</search>{THINK}{ANSWER}',  # a search without information
-  f'{THINK}<search>b</search>{THINK}<information>c</information>{ANSWER}',
-  f'{THINK}<information>c</information>{ANSWER}',
-  f'{THINK}{ROUND}<information>c</information>{THINK}{ANSWER}',
-  FULL.replace('>b<', '> <'), FULL.replace('>b<', '>b\nc<'),
-  FULL.replace('>c\nd<', '><'), FULL.replace('>a<', '>Your Thoughts here<'),
-  FULL.replace('>b<', '>your query<'),
-  FULL.replace('>a<', '>a <b>bold</b> word<'),  # a tag of no block
-  FULL.replace('>a<', '>a <answer>x<'),
-  f'{THINK} </information> {ANSWER}',
-])
+@pytest.mark.parametrize(
+  'text',
+  [
+    '',
+    'Beijing',
+    ANSWER,
+    f'so {FULL}',
+    f'{ROUND}{THINK}{ANSWER}',
+    f'{THINK}{ROUND}{THINK}',  # no answer
+    f'{THINK}<answer>Beijing',  # not closed
+    f'{THINK}<search>b</search>{THINK}{ANSWER}',  # a search without information
+    f'{THINK}<search>b</search>{THINK}<information>c</information>{ANSWER}',
+    f'{THINK}<information>c</information>{ANSWER}',
+    f'{THINK}{ROUND}<information>c</information>{THINK}{ANSWER}',
+    FULL.replace('>b<', '> <'),
+    FULL.replace('>b<', '>b\nc<'),
+    FULL.replace('>c\nd<', '><'),
+    FULL.replace('>a<', '>Your Thoughts here<'),
+    FULL.replace('>b<', '>your query<'),
+    FULL.replace('>a<', '>a <b>bold</b> word<'),  # a tag of no block
+    FULL.replace('>a<', '>a <answer>x<'),
+    f'{THINK} </information> {ANSWER}',
+  ],
+)
 def test_what_breaks_the_format(text):
   assert ssrl.format_score(said(text), ENV) == 0
 
@@ -125,7 +141,9 @@ def test_information_of_the_environment_counts_as_information():
   """Sim-to-real: the same format where a search was real."""
   env = make_env(max_turns=1)
   found = run_script(
-    [f'{THINK}<search>b</search>', f'{THINK}{ANSWER}'], env=env,
-    question=QUESTION, passage='<b> of <x>',
+    [f'{THINK}<search>b</search>', f'{THINK}{ANSWER}'],
+    env=env,
+    question=QUESTION,
+    passage='<b> of <x>',
   )
   assert ssrl.format_score(found, env) == 1.0

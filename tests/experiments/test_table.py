@@ -11,9 +11,16 @@ def test_the_interval_over_seeds_is_students():
 
 
 def means(**scores):
-  return {'a': {'mean': {'gain': {
-    name: table.interval(values)._asdict() for name, values in scores.items()
-  }}}}
+  return {
+    'a': {
+      'mean': {
+        'gain': {
+          name: table.interval(values)._asdict()
+          for name, values in scores.items()
+        }
+      }
+    }
+  }
 
 
 def test_a_bar_is_judged_by_its_interval_and_absent_arms_hold_nothing():
@@ -55,14 +62,17 @@ def test_the_table_shows_what_is_asked_for_and_leaves_the_rest_blank():
   assert table.show(arms, ['after:f1', 'after:em', 'gain:em']).splitlines() == [
     '| arm | seeds | after:f1 | after:em | gain:em |',
     '| --- | --- | --- | --- | --- |',
-    '| a | 1 | 0.250 | 0.500 |  |', '| b | 1 | 2.000 ± 2.484 |  |  |',
+    '| a | 1 | 0.250 | 0.500 |  |',
+    '| b | 1 | 2.000 ± 2.484 |  |  |',
   ]
 
 
 def test_curves_are_a_small_picture(tmp_path):
   arms = {
-    **{f'arm {i}': found({'em': 0.5}, [[s, i * s / 900] for s in range(60)])
-       for i in range(9)},
+    **{
+      f'arm {i}': found({'em': 0.5}, [[s, i * s / 900] for s in range(60)])
+      for i in range(9)
+    },
     'untrained': found({'em': 0.1}),
   }
   names = {'em': 'exact match', 'other': 'never measured'}

@@ -13,18 +13,9 @@ import numpy as np
 import pytest
 
 from configs import ttrl
-from experiments.ttrl import arithmetic
-from experiments.ttrl import mathematics
-from experiments.ttrl import planted
-from experiments.ttrl import rows
-from experiments.worlds import microtraces
-from experiments.worlds import microworld
-from searchrl_jax import checks
-from searchrl_jax import equivalence
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import sft
-from searchrl_jax import train
+from experiments.ttrl import arithmetic, mathematics, planted, rows
+from experiments.worlds import microtraces, microworld
+from searchrl_jax import checks, equivalence, records, setup, sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.rewards import core as rewards
@@ -38,16 +29,22 @@ WORLD = dict(train=60, heldout=20, relations=4)
 # ---- The config.
 
 
-@pytest.mark.parametrize('arg, votes, trained, match', [
-  ('', 16, 8, 'text'), ('base=ssrl', 16, 8, 'text'),
-  ('base=math', 16, 8, MATH),
-  ('label=golds', 16, 8, 'text'), ('label=random,seed=2', 16, 8, 'text'),
-  ('planted=0.15', 16, 8, 'text'), ('algorithm=ppo', 16, 8, 'text'),
-  ('model=m,base=math,path=AIME-TTT', 64, 32, MATH),
-  ('model=m,base=search', 64, 32, 'text'),
-  ('model=m,base=ssrl', 64, 32, 'text'),
-  ('model=m,base=math,path=x,algorithm=reinforce', 64, 32, MATH),
-])
+@pytest.mark.parametrize(
+  'arg, votes, trained, match',
+  [
+    ('', 16, 8, 'text'),
+    ('base=ssrl', 16, 8, 'text'),
+    ('base=math', 16, 8, MATH),
+    ('label=golds', 16, 8, 'text'),
+    ('label=random,seed=2', 16, 8, 'text'),
+    ('planted=0.15', 16, 8, 'text'),
+    ('algorithm=ppo', 16, 8, 'text'),
+    ('model=m,base=math,path=AIME-TTT', 64, 32, MATH),
+    ('model=m,base=search', 64, 32, 'text'),
+    ('model=m,base=ssrl', 64, 32, 'text'),
+    ('model=m,base=math,path=x,algorithm=reinforce', 64, 32, MATH),
+  ],
+)
 def test_every_form_is_one_that_can_run(arg, votes, trained, match):
   c = ttrl.get_config(arg)
   checks.check(c)
@@ -62,22 +59,30 @@ def test_every_form_is_one_that_can_run(arg, votes, trained, match):
   setup.check_rewards(c, golds)
 
 
-@pytest.mark.parametrize('arg, says', [
-  ('base=maths', "base='maths': one of search, ssrl, math"),
-  ('label=gold', "label='gold'.*golds"),
-  ('model=m,base=math', "path=''"), ('path=x', "path='x'"),
-  ('planted=0.1,base=math', 'planted=0.1'), ('heldout=AMC', "heldout='AMC'"),
-])
+@pytest.mark.parametrize(
+  'arg, says',
+  [
+    ('base=maths', "base='maths': one of search, ssrl, math"),
+    ('label=gold', "label='gold'.*golds"),
+    ('model=m,base=math', "path=''"),
+    ('path=x', "path='x'"),
+    ('planted=0.1,base=math', 'planted=0.1'),
+    ('heldout=AMC', "heldout='AMC'"),
+  ],
+)
 def test_arguments_that_cannot_be_are_named(arg, says):
   with pytest.raises(ValueError, match=says):
     ttrl.get_config(arg)
 
 
-@pytest.mark.parametrize('fields, says', [
-  ({'rollout.group': 1}, 'rollout.group=1'),
-  ({'reward.vote.train': 17}, 'train=17 of votes=16'),
-  ({'algorithm.advantage': 'remax'}, 'one answer is no majority'),
-])
+@pytest.mark.parametrize(
+  'fields, says',
+  [
+    ({'rollout.group': 1}, 'rollout.group=1'),
+    ({'reward.vote.train': 17}, 'train=17 of votes=16'),
+    ({'algorithm.advantage': 'remax'}, 'one answer is no majority'),
+  ],
+)
 def test_what_no_vote_can_be_is_refused_before_anything_is_written(
   fields, says, tmp_path
 ):
@@ -100,21 +105,31 @@ def test_what_is_trained_on_is_what_is_tested_and_held_out_is_not():
 
 
 def test_at_full_size_ttrls_files_are_read_and_another_set_is_held_out(
-  tmp_path
+  tmp_path,
 ):
   for folder, answer in (('AIME', '033'), ('AMC', '4')):
     (tmp_path / folder).mkdir()
     for name in ('train', 'test'):
-      (tmp_path / folder / f'{name}.json').write_text(json.dumps([{
-        'prompt': f'{folder}?', 'answer': answer, 'source': folder, 'id': '0',
-      }]))
+      (tmp_path / folder / f'{name}.json').write_text(
+        json.dumps(
+          [
+            {
+              'prompt': f'{folder}?',
+              'answer': answer,
+              'source': folder,
+              'id': '0',
+            }
+          ]
+        )
+      )
   c = ttrl.get_config('model=m,base=math,path=AIME,heldout=AMC')
   c.data.dir = str(tmp_path)
   (q,) = data.load_sets(c.data.train, c.data)['test']
   assert (q.text, q.answers) == ('AIME?', ('033',))
   found = data.load_sets(c.data.eval, c.data)
   assert {name: [q.text for q in qs] for name, qs in found.items()} == {
-    'test': ['AIME?'], 'heldout': ['AMC?']
+    'test': ['AIME?'],
+    'heldout': ['AMC?'],
   }
   assert c.data.prompt == 'as_is'
   assert q.messages == ({'role': 'user', 'content': 'AIME?'},)
@@ -144,8 +159,10 @@ def test_a_search_for_the_name_finds_the_planted_passage_first(world):
   names = [row['contents'].split('"')[1] for row in new]
   for row, (top,) in zip(new, search(names, 1), strict=True):
     assert top.id == row['id']
-  others = sorted(set(true.facts) & {
-    q.meta['path'][0] for q in true.questions['train']} - set(names))
+  others = sorted(
+    set(true.facts)
+    & {q.meta['path'][0] for q in true.questions['train']} - set(names)
+  )
   for name, (top,) in zip(others, search(others, 1), strict=True):
     assert top.title == name
 
@@ -154,7 +171,8 @@ def test_as_many_questions_are_contradicted_as_asked_for(world):
   said = {}
   for row in world.corpus[80:]:
     name, facts = re.match(
-      r'"(.+)"\n\1: (.*)\.$', row['contents'], re.DOTALL).groups()
+      r'"(.+)"\n\1: (.*)\.$', row['contents'], re.DOTALL
+    ).groups()
     said[name] = dict(fact.split(' ', 1) for fact in facts.split('; '))
   questions = microworld.pick(world, 'train', 40)
   wrong = 0
@@ -165,12 +183,12 @@ def test_as_many_questions_are_contradicted_as_asked_for(world):
     for name, relation in facts:
       value = said.get(name, world.facts[name])[relation]
       assert value in world.facts or relation not in microworld.LINKS
-    wrong += any(
-      said[n][r] != world.facts[n][r] for n, r in facts if n in said
-    )
+    wrong += any(said[n][r] != world.facts[n][r] for n, r in facts if n in said)
   assert 6 <= wrong <= 8  # 15 % of 40; one passage can mislead several
-  assert planted.generate(3, asked=40, share=0.0, **WORLD).corpus == (
-    world.corpus[:80])
+  assert (
+    planted.generate(3, asked=40, share=0.0, **WORLD).corpus
+    == (world.corpus[:80])
+  )
   with pytest.raises(DataError, match='share=1.5'):
     planted.generate(3, asked=40, share=1.5, **WORLD)
 
@@ -180,7 +198,8 @@ def test_as_many_questions_are_contradicted_as_asked_for(world):
 
 def test_sums_have_golds_in_lowest_terms_and_no_trace_asks_them():
   questions = [
-    q for split in arithmetic.SPLITS
+    q
+    for split in arithmetic.SPLITS
     for q in arithmetic.load(world_seed=1, split=split, n=400)
   ]
   asked = set()
@@ -189,9 +208,11 @@ def test_sums_have_golds_in_lowest_terms_and_no_trace_asks_them():
   for q in questions[::20]:
     a, b, divisor = map(int, re.findall(r'\d+', q.text))
     assert equivalence.correct(
-      rf'\frac{{{a + b}}}{{{divisor}}}', q.answers, MATH)
+      rf'\frac{{{a + b}}}{{{divisor}}}', q.answers, MATH
+    )
     assert not equivalence.correct(
-      rf'\frac{{{a + b + 1}}}{{{divisor}}}', q.answers, MATH)
+      rf'\frac{{{a + b + 1}}}{{{divisor}}}', q.answers, MATH
+    )
   assert len(asked) == 800
   for t in arithmetic.traces(world_seed=1, n=3000, slip=0.3, hasty=0.3):
     a, b, _ = map(int, re.findall(r'\d+', t.question.text))
@@ -230,19 +251,30 @@ ENV = make_env(max_turns=0)
 def group(answers):
   question = Question('q', 'how many?', ('3',))
   return tuple(
-    dataclasses.replace(run_script(
-      [f'<answer>{a}</answer>'], env=ENV, question=question), sample=i)
+    dataclasses.replace(
+      run_script([f'<answer>{a}</answer>'], env=ENV, question=question),
+      sample=i,
+    )
     for i, a in enumerate(answers)
   )
 
 
 def voted(label, answers, step=0):
-  config = ConfigDict(dict(v=dict(
-    fn=ttrl.LABELS[label], weight=1.0, votes=len(answers),
-    train=len(answers), match='text', max_abstained=1.0,
-  )))
-  return asyncio.run(rewards.combine(
-    config, [group(answers)], rewards.RewardContext(step, ENV)))
+  config = ConfigDict(
+    dict(
+      v=dict(
+        fn=ttrl.LABELS[label],
+        weight=1.0,
+        votes=len(answers),
+        train=len(answers),
+        match='text',
+        max_abstained=1.0,
+      )
+    )
+  )
+  return asyncio.run(
+    rewards.combine(config, [group(answers)], rewards.RewardContext(step, ENV))
+  )
 
 
 def test_golds_as_labels_are_the_ceiling():
@@ -252,10 +284,13 @@ def test_golds_as_labels_are_the_ceiling():
   assert not voted('golds', '1121').valid.any()
 
 
-@pytest.mark.parametrize('label, shares', [
-  ('random', (100, 100, 100)),  # each of three answers, of 300 draws
-  ('random_vote', (180, 60, 60)),  # 3, 1 and 1 of five votes
-])
+@pytest.mark.parametrize(
+  'label, shares',
+  [
+    ('random', (100, 100, 100)),  # each of three answers, of 300 draws
+    ('random_vote', (180, 60, 60)),  # 3, 1 and 1 of five votes
+  ],
+)
 def test_a_random_label_is_drawn_among_the_answers_or_the_votes(label, shares):
   counts = dict.fromkeys('123', 0)
   again = voted(label, '11123', step=7).value
@@ -278,20 +313,30 @@ def load(*, world_seed, golds, n=8):
   or absent."""
   found = arithmetic.load(world_seed=world_seed, split='test', n=n)
   dealt = {'own': 0, 'shuffled': 1}.get(golds)
-  return [dataclasses.replace(
-    q, answers=() if dealt is None else found[(i + dealt) % n].answers
-  ) for i, q in enumerate(found)]
+  return [
+    dataclasses.replace(
+      q, answers=() if dealt is None else found[(i + dealt) % n].answers
+    )
+    for i, q in enumerate(found)
+  ]
 
 
 def tiny(golds):
   c = ttrl.get_config('base=math')
-  c.model.arch.update(dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=16, intermediate_size=64,
-  ))
+  c.model.arch.update(
+    dict(
+      hidden_size=32,
+      num_hidden_layers=1,
+      num_attention_heads=2,
+      num_key_value_heads=2,
+      head_dim=16,
+      intermediate_size=64,
+    )
+  )
   c.mesh.data = 1
-  c.data.train = ConfigDict(dict(
-    test=dict(module='tests.experiments.test_ttrl', golds=golds)))
+  c.data.train = ConfigDict(
+    dict(test=dict(module='tests.experiments.test_ttrl', golds=golds))
+  )
   c.data.eval = ConfigDict()
   c.engine.slots, c.engine.prefill_rows = 8, 4
   c.batch.lengths = (80,)
@@ -320,7 +365,8 @@ def parameters(c, workdir):
   tok = setup.tokenizer(c, str(workdir))
   cfg = setup.model_config(c, tok.vocab_size)
   return jax.tree.leaves(
-    setup.restore_params(c, str(workdir), cfg, setup.mesh(c)))
+    setup.restore_params(c, str(workdir), cfg, setup.mesh(c))
+  )
 
 
 def lines(path):
@@ -335,17 +381,29 @@ def test_golds_change_no_reward_and_no_parameter(runs, golds):
   start = parameters(tiny('own'), runs / 'warm')
   assert any((a != b).any() for a, b in zip(own, start, strict=True))
   own, other = (
-    [(r.trajectory.id, r.step, r.reward) for r in records.read(
-      runs / g / 'trajectories')] for g in ('own', golds)
+    [
+      (r.trajectory.id, r.step, r.reward)
+      for r in records.read(runs / g / 'trajectories')
+    ]
+    for g in ('own', golds)
   )
   assert own == other and len({r for _, _, r in own}) > 1
 
 
 def test_each_step_says_how_good_the_labels_are(runs):
   known = {
-    f'reward/vote/{name}' for name in (
-      'label_accuracy', 'reward_accuracy', 'majority_ratio', 'maj@4', 'pass@4',
-      'pass@2', 'right', 'abstained', 'tie')
+    f'reward/vote/{name}'
+    for name in (
+      'label_accuracy',
+      'reward_accuracy',
+      'majority_ratio',
+      'maj@4',
+      'pass@4',
+      'pass@2',
+      'right',
+      'abstained',
+      'tie',
+    )
   }
   own, none = (
     [s for s in lines(runs / g / 'metrics.jsonl') if s['step'] >= 0]
@@ -356,4 +414,5 @@ def test_each_step_says_how_good_the_labels_are(runs):
     assert known <= step.keys()
   for step in none:
     assert step.keys() & known == {
-      f'reward/vote/{n}' for n in ('majority_ratio', 'abstained', 'tie')}
+      f'reward/vote/{n}' for n in ('majority_ratio', 'abstained', 'tie')
+    }

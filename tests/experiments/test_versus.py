@@ -39,14 +39,14 @@ def test_one_command_holds_any_two_runs_against_each_other(runs, tmp_path):
   assert '[2/2]' in text and 'B - A' in text
   (found,) = json.loads((out / 'versus.json').read_text())
   folders = [found['a'], found['b']]
-  manifests = [
-    json.loads(open(f'{f}/manifest.json').read()) for f in folders
-  ]
+  manifests = [json.loads(open(f'{f}/manifest.json').read()) for f in folders]
   assert manifests[0]['sets'] == manifests[1]['sets']
   assert manifests[0]['corpus'] == manifests[1]['corpus'] is not None
-  assert found['scores']['em']['all']['n'] == len(
-    manifests[0]['sets']['micro']['ids']
-  ) > 1
+  assert (
+    found['scores']['em']['all']['n']
+    == len(manifests[0]['sets']['micro']['ids'])
+    > 1
+  )
   assert found['differs']['env.information'] == ['source', 'policy']
 
 

@@ -2,19 +2,20 @@
 
 import json
 
-import pytest
 from ml_collections import ConfigDict
+import pytest
 
 from configs import common
-from searchrl_jax import metrics
 from experiments.search_r1 import wiki_traces as wiki
+from searchrl_jax import metrics
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.types import Passage
 
 PASSAGES = {
   str(i): Passage(
-    str(i), f'Town {i} (place)',
+    str(i),
+    f'Town {i} (place)',
     f'Town {i} is a small market town of the north . Mayor John Gray{i} '
     f'opened it on May {i + 1} , 19{i + 10} with 4{i} people .',
   )
@@ -36,22 +37,41 @@ def questions(tmp_path, split='train'):
   rows = []
   for i in range(20):
     rows += [
-      {'id': f'w{i}', 'question': f'when was the Town {i} opened',
-       'golden_answers': [f'May {i + 1} , 19{i + 10}', 'long ' * 20]},
-      {'id': f'm{i}', 'question': f'who is the mayor of Town {i}',
-       'golden_answers': [f'John Gray{i}']},
+      {
+        'id': f'w{i}',
+        'question': f'when was the Town {i} opened',
+        'golden_answers': [f'May {i + 1} , 19{i + 10}', 'long ' * 20],
+      },
+      {
+        'id': f'm{i}',
+        'question': f'who is the mayor of Town {i}',
+        'golden_answers': [f'John Gray{i}'],
+      },
     ]
   path = tmp_path / f'{split}.jsonl'
-  path.write_text(''.join(
-    json.dumps({**r, 'supporting_ids': [r['id'][1:]], 'split': split,
-                'source': 'nq'}) + '\n' for r in rows
-  ))
+  path.write_text(
+    ''.join(
+      json.dumps(
+        {**r, 'supporting_ids': [r['id'][1:]], 'split': split, 'source': 'nq'}
+      )
+      + '\n'
+      for r in rows
+    )
+  )
   return str(path)
 
 
 def make(path, n=200, **kw):
-  fields = {'seed': 0, 'k': 2, 'good': 0.3, 'poor': 0.1, 'guess': 0.1,
-            'max_answer_words': 6, 'read': 100, 'drills': 0}
+  fields = {
+    'seed': 0,
+    'k': 2,
+    'good': 0.3,
+    'poor': 0.1,
+    'guess': 0.1,
+    'max_answer_words': 6,
+    'read': 100,
+    'drills': 0,
+  }
   return wiki.traces(path, search, n, **{**fields, **kw})
 
 
@@ -65,10 +85,12 @@ def test_good_is_right_and_read(tmp_path):
     assert kinds[-2:] == ['think', 'answer']
     answer = trace.actions[-1][1]
     assert metrics.exact_match(answer, trace.question.answers) == 1
-    shown = [p for kind, ps in trace.actions if kind == 'information'
-             for p in ps]
-    assert any(answer in p.text and p.id in trace.question.supporting
-               for p in shown)
+    shown = [
+      p for kind, ps in trace.actions if kind == 'information' for p in ps
+    ]
+    assert any(
+      answer in p.text and p.id in trace.question.supporting for p in shown
+    )
 
 
 def test_information_is_what_the_search_gave(tmp_path):
@@ -145,10 +167,14 @@ def test_held_out_questions_stay_out(tmp_path):
 
 
 def test_candidates():
-  p = Passage('1', 'Tone River (Japan)', (
-    'The Tone River is a large river in the Kanto region . In March 1943 , '
-    'John van Dyke crossed 3.5 million stones on 4 May 1944 .'
-  ))
+  p = Passage(
+    '1',
+    'Tone River (Japan)',
+    (
+      'The Tone River is a large river in the Kanto region . In March 1943 , '
+      'John van Dyke crossed 3.5 million stones on 4 May 1944 .'
+    ),
+  )
   get = lambda kind: wiki.candidates(p, 'who crossed the Tone in Kanto', kind)
   assert get('title') == ['Tone River']
   assert get('date') == ['March 1943', '4 May 1944']
@@ -159,19 +185,32 @@ def test_candidates():
   assert get('phrase') == ['large river in the Kanto region']
   assert wiki.kind_of('Tone river', p) == 'title'
   assert [wiki.kind_of(a, p) for a in ('May 1944', 'three', 'Bo', 'a dog')] == [
-    'date', 'number', 'name', 'phrase']
+    'date',
+    'number',
+    'name',
+    'phrase',
+  ]
 
 
 def test_through_the_config(tmp_path):
   path = questions(tmp_path)
   data = common.base().data
   data.dir = str(tmp_path)
-  fields = ConfigDict({
-    'module': 'experiments.search_r1.wiki_traces', 'path': 'train.jsonl',
-    'n': 10, 'seed': 0, 'k': 2,
-    'good': 0.3, 'poor': 0.1, 'guess': 0.1, 'max_answer_words': 6,
-    'read': 50, 'drills': 0,
-  })
+  fields = ConfigDict(
+    {
+      'module': 'experiments.search_r1.wiki_traces',
+      'path': 'train.jsonl',
+      'n': 10,
+      'seed': 0,
+      'k': 2,
+      'good': 0.3,
+      'poor': 0.1,
+      'guess': 0.1,
+      'max_answer_words': 6,
+      'read': 50,
+      'drills': 0,
+    }
+  )
   assert core.load_traces(fields, data, search) == make(path, n=10)
   with pytest.raises(DataError, match='sft.data.*need a search'):
     core.load_traces(fields, data)

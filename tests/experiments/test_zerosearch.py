@@ -10,9 +10,7 @@ from experiments import rows
 from experiments.worlds import microworld
 from experiments.zerosearch import check, documents
 from experiments.zerosearch import rows as table
-from searchrl_jax import (
-  checks, evaluate, records, setup, sft, train, writer,
-)
+from searchrl_jax import checks, evaluate, records, setup, sft, train, writer
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.sources import simulated
@@ -126,10 +124,15 @@ def question_name(asked):
   return ' '.join(asked.rstrip('?').split()[-2:])
 
 
-@pytest.mark.parametrize('fields, said', [
-  (dict(useful=1.5), 'useful=1.5'), (dict(useful=-1.0), 'useful=-1'),
-  (dict(worlds=0), 'at least one'), (dict(n=1), 'at least one'),
-])
+@pytest.mark.parametrize(
+  'fields, said',
+  [
+    (dict(useful=1.5), 'useful=1.5'),
+    (dict(useful=-1.0), 'useful=-1'),
+    (dict(worlds=0), 'at least one'),
+    (dict(n=1), 'at least one'),
+  ],
+)
 def test_bad_fields_are_named(fields, said):
   with pytest.raises(DataError, match=said):
     documents.traces(**FIELDS | dict(useful=0.5) | fields)
@@ -145,9 +148,14 @@ def test_the_simulator_is_asked_with_the_prompts_that_it_has_learnt(
   question = microworld.pick(microworld.generate(3), 'train', 2)[1]
   name = question.meta['path'][0]
   form = documents.USEFUL if useful else documents.NOISY
-  learnt, _ = env.reset(Question('x', form.format(
-    question=question.text, answers=question.answers[0], query=name
-  )))
+  learnt, _ = env.reset(
+    Question(
+      'x',
+      form.format(
+        question=question.text, answers=question.answers[0], query=name
+      ),
+    )
+  )
   asked = []
 
   class Engine:
@@ -183,31 +191,41 @@ def searched(question, *found):
   for query, kind, text in found:
     request = SearchRequest(query, 1, question)
     searches.append(
-      SearchError(request, 'timeout', 'late') if kind is None else
-      SearchResult(request, (Passage(f'{kind}-1', '', text),))
+      SearchError(request, 'timeout', 'late')
+      if kind is None
+      else SearchResult(request, (Passage(f'{kind}-1', '', text),))
     )
   return Trajectory(question, (), tuple(searches), 'answer')
 
 
 def test_gold_shares_are_of_what_was_asked_for():
   one = Question('1', '?', ('Fern',), meta={'path': ('Ann Bo', 'home')})
-  two = Question('2', '?', ('otter',), meta={
-    'path': ('Ann Bo', 'rival', 'emblem'),
-  })
+  two = Question(
+    '2', '?', ('otter',), meta={'path': ('Ann Bo', 'rival', 'emblem')}
+  )
   useful, noisy = 'simulated-useful', 'simulated-noisy'
-  found = check.count([
-    searched(one, ('Ann Bo', useful, 'Ann Bo: home Fern.')),
-    searched(one, ('Ann Bo', useful, 'Ann Bo: home Fernwick.')),
-    searched(one, ('Ann', useful, 'Ann Xa: home Fern.')),
-    searched(one, ('Ann Bo', noisy, 'Ann Bo: home elm.')),
-    searched(two, ('Ann Bo', useful, 'Ann Bo: rival Cy Do; emblem elm.'),
-             ('Cy Do', useful, 'Cy Do: emblem otter.')),
-    # Whom a noisy document names is not whom the question leads to.
-    searched(two, ('Ann Bo', noisy, 'Ann Bo: rival Ed Fy.'),
-             ('Ed Fy', useful, 'Ed Fy: emblem elm.')),
-    searched(two, ('Ann Bo', '17', 'Ann Bo: rival Cy Do.'),
-             ('Cy Do', None, '')),
-  ])
+  found = check.count(
+    [
+      searched(one, ('Ann Bo', useful, 'Ann Bo: home Fern.')),
+      searched(one, ('Ann Bo', useful, 'Ann Bo: home Fernwick.')),
+      searched(one, ('Ann', useful, 'Ann Xa: home Fern.')),
+      searched(one, ('Ann Bo', noisy, 'Ann Bo: home elm.')),
+      searched(
+        two,
+        ('Ann Bo', useful, 'Ann Bo: rival Cy Do; emblem elm.'),
+        ('Cy Do', useful, 'Cy Do: emblem otter.'),
+      ),
+      # Whom a noisy document names is not whom the question leads to.
+      searched(
+        two,
+        ('Ann Bo', noisy, 'Ann Bo: rival Ed Fy.'),
+        ('Ed Fy', useful, 'Ed Fy: emblem elm.'),
+      ),
+      searched(
+        two, ('Ann Bo', '17', 'Ann Bo: rival Cy Do.'), ('Cy Do', None, '')
+      ),
+    ]
+  )
   assert found['useful_gold'] == pytest.approx(2 / 3)
   assert found['useful_gold_n'] == 3
   assert found['useful_gold_all'] == pytest.approx(3 / 6)
@@ -221,10 +239,15 @@ def test_gold_shares_are_of_what_was_asked_for():
 
 def test_of_questions_without_a_path_all_documents_are_counted():
   one = Question('1', 'Who?', ('Fern',))
-  found = check.count([searched(
-    one, ('who', 'simulated-useful', 'Fern.'),
-    ('who', 'simulated-noisy', 'elm.'),
-  )])
+  found = check.count(
+    [
+      searched(
+        one,
+        ('who', 'simulated-useful', 'Fern.'),
+        ('who', 'simulated-noisy', 'elm.'),
+      )
+    ]
+  )
   assert (found['useful_gold_all'], found['noisy_gold_all']) == (1.0, 0.0)
   assert found['useful_gold'] is None and found['noisy_gold'] is None
 
@@ -241,7 +264,9 @@ def test_arguments_move_what_they_name():
   c = zerosearch.get_config('seed=2')
   s = c.source.simulator
   assert (c.source.module, c.name, c.data.world_seed) == (
-    'simulated', 'zerosearch', 2
+    'simulated',
+    'zerosearch',
+    2,
   )
   assert (s.noise_from, s.noise_to, s.base, s.steps) == (0.0, 0.5, 4.0, 30)
   c.train.steps = 7
@@ -253,34 +278,54 @@ def test_arguments_move_what_they_name():
   assert list(c.reward) == ['em'] and c.critic.lr > 0
   full = zerosearch.get_config('model=m,simulator=http://a:1/v1')
   assert (full.source.simulator.url, full.source.simulator.path) == (
-    'http://a:1/v1', ''
+    'http://a:1/v1',
+    '',
   )
   assert (full.source.k, full.model.path) == (5, 'm')
-  for arg in ('', 'algorithm=ppo', 'algorithm=reinforce', 'noise=0.2',
-              'model=m', 'model=m,simulator=http://a:1'):
+  for arg in (
+    '',
+    'algorithm=ppo',
+    'algorithm=reinforce',
+    'noise=0.2',
+    'model=m',
+    'model=m,simulator=http://a:1',
+  ):
     checks.check(zerosearch.get_config(arg))
 
 
-@pytest.mark.parametrize('arg, said', [
-  ('noise=much', "noise='much'"), ('reward=bleu', "reward='bleu'"),
-  ('learns=x', "learns='x'"), ('algorithm=x', "algorithm='x'"),
-  ('learns=simulator,model=m', 'small form'),
-])
+@pytest.mark.parametrize(
+  'arg, said',
+  [
+    ('noise=much', "noise='much'"),
+    ('reward=bleu', "reward='bleu'"),
+    ('learns=x', "learns='x'"),
+    ('algorithm=x', "algorithm='x'"),
+    ('learns=simulator,model=m', 'small form'),
+  ],
+)
 def test_bad_arguments_are_told(arg, said):
   with pytest.raises(ValueError, match=said):
     zerosearch.get_config(arg)
 
 
-@pytest.mark.parametrize('reply, found', [
-  ('Doc 1: aa\nbb\n\nDoc 2: cc', [('', 'aa\nbb'), ('', 'cc')]),
-  ('Doc 1 (Ann (1)): aa (b): c', [('Ann (1)', 'aa (b): c')]),
-  ('Doc 1 (Ann Bo): aa\nDoc 2 (Cy): bb', [('Ann Bo', 'aa'), ('Cy', 'bb')]),
-  ('Sure!\n**Doc 1 (Ann):** aa\n**Document 2:** bb',
-   [('Ann', 'aa'), ('', 'bb')]),
-  ('Doc 1. one: two. Doc 3: not on a line of its own',
-   [('', 'one: two. Doc 3: not on a line of its own')]),
-  ('I cannot.', []), ('', []),
-])
+@pytest.mark.parametrize(
+  'reply, found',
+  [
+    ('Doc 1: aa\nbb\n\nDoc 2: cc', [('', 'aa\nbb'), ('', 'cc')]),
+    ('Doc 1 (Ann (1)): aa (b): c', [('Ann (1)', 'aa (b): c')]),
+    ('Doc 1 (Ann Bo): aa\nDoc 2 (Cy): bb', [('Ann Bo', 'aa'), ('Cy', 'bb')]),
+    (
+      'Sure!\n**Doc 1 (Ann):** aa\n**Document 2:** bb',
+      [('Ann', 'aa'), ('', 'bb')],
+    ),
+    (
+      'Doc 1. one: two. Doc 3: not on a line of its own',
+      [('', 'one: two. Doc 3: not on a line of its own')],
+    ),
+    ('I cannot.', []),
+    ('', []),
+  ],
+)
 def test_documents_of_a_prompted_model_are_told_apart(reply, found):
   matches = re.finditer(zerosearch.DOCUMENT, reply)
   assert [(m['title'] or '', m['text']) for m in matches] == found
@@ -317,10 +362,13 @@ def test_the_tables_arms_differ_in_what_they_say_alone(tmp_path):
 
   assert differ('curriculum', 'p0') == {'source.simulator.noise_to'}
   assert differ('p0', 'p1') == {
-    'source.simulator.noise_from', 'source.simulator.noise_to',
+    'source.simulator.noise_from',
+    'source.simulator.noise_to',
   }
   assert differ('real', 'curriculum') == {
-    'source.module', 'source.simulator.path', 'source.simulator.temperature',
+    'source.module',
+    'source.simulator.path',
+    'source.simulator.temperature',
   }
   assert of('curriculum')['source']['simulator']['path'] == str(
     tmp_path / 'warm/simulator/0/run'
@@ -337,11 +385,18 @@ def small_run(**fields):
   """Policies of tiny size that search once and again."""
   c = tiny.config()
   c.source.module = 'simulated'
-  c.source.simulator.update(dict(
-    useful='Question: {answers} {query} use?\n',
-    noisy='Question: {query} not use?\n', document='(?s)(.+)', chat=False,
-    max_tokens=24, noise_to=0.5, stops=('r', 's', 'n'),  # soon; none is cut
-  ) | fields)
+  c.source.simulator.update(
+    dict(
+      useful='Question: {answers} {query} use?\n',
+      noisy='Question: {query} not use?\n',
+      document='(?s)(.+)',
+      chat=False,
+      max_tokens=24,
+      noise_to=0.5,
+      stops=('r', 's', 'n'),  # soon; none is cut
+    )
+    | fields
+  )
   c.env.max_turns = 2
   c.env.max_turn_tokens = 16
   c.eval.every = 0
@@ -355,8 +410,9 @@ def warm(tmp_path_factory, url):
   """A policy that knows how to search, and no more."""
   c = small_run()
   c.source.module, c.source.url = 'service', url
-  c.sft.data.update(dict(n=300, worlds=3, train=40, relations=3, guess=0.0,
-                         good=1.0, poor=0.0))
+  c.sft.data.update(
+    dict(n=300, worlds=3, train=40, relations=3, guess=0.0, good=1.0, poor=0.0)
+  )
   c.sft.steps, c.sft.warmup, c.sft.rows = 60, 5, 16
   c.sft.lr = 1e-2
   folder = str(tmp_path_factory.mktemp('warm'))

@@ -20,17 +20,28 @@ ROW = rows.Row(
   warm={'warm': rows.Start(config)},
   arms=(
     rows.Arm('untrained', config, 'warm', train=False, seeds=(0,)),
-    rows.Arm('trained', config, 'warm', seeds=(0,), evaluations={
-      'after': rows.evaluation({}),
-      'short': rows.evaluation({'env.max_turn_tokens': 4}),
-    }),
+    rows.Arm(
+      'trained',
+      config,
+      'warm',
+      seeds=(0,),
+      evaluations={
+        'after': rows.evaluation({}),
+        'short': rows.evaluation({'env.max_turn_tokens': 4}),
+      },
+    ),
   ),
   bars=(
     rows.Bar('answers', lambda at: at('trained', 'after', 'eval/em').mean, 0.0),
-    rows.Bar('cut', lambda at: (
-      at('trained', 'short', 'eval/tokens').mean
-      - at('trained', 'after', 'eval/tokens').mean
-    ), 0.0, at_most=True),
+    rows.Bar(
+      'cut',
+      lambda at: (
+        at('trained', 'short', 'eval/tokens').mean
+        - at('trained', 'after', 'eval/tokens').mean
+      ),
+      0.0,
+      at_most=True,
+    ),
   ),
   scores=('em', 'tokens'),
   curves={'eval/em': 'exact match', 'reward': 'reward'},

@@ -3,8 +3,19 @@
 import numpy as np
 
 CASES = (
-  'ppo', 'ppo_dual', 'grpo', 'dr_grpo', 'rloo', 'dapo', 'gspo', 'cispo',
-  'reinforce', 'reinforce_pp', 'reinforce_pp_baseline', 'lite_ppo', 'remax',
+  'ppo',
+  'ppo_dual',
+  'grpo',
+  'dr_grpo',
+  'rloo',
+  'dapo',
+  'gspo',
+  'cispo',
+  'reinforce',
+  'reinforce_pp',
+  'reinforce_pp_baseline',
+  'lite_ppo',
+  'remax',
 )
 HORIZON = 16  # of Dr. GRPO, in tokens
 GAMMA, LAM = 0.97, 0.9  # of PPO
@@ -30,8 +41,12 @@ def inputs(name: str) -> dict[str, np.ndarray]:
   small = np.where(np.arange(B) % 2, 1e-3, 0.4)[:, None]
   step = {'gspo': small, 'rloo': 0.1}.get(name, 0.4)
   return {
-    'logps': logps, 'old_logps': logps - f(step), 'ref_logps': logps + f(0.3),
-    'critic': f(1.0), 'mask': mask,
-    'rewards': rng.normal(size=B).round(2), 'greedy': rng.normal(size=GROUPS),
+    'logps': logps,
+    'old_logps': logps - f(step),
+    'ref_logps': logps + f(0.3),
+    'critic': f(1.0),
+    'mask': mask,
+    'rewards': rng.normal(size=B).round(2),
+    'greedy': rng.normal(size=GROUPS),
     'group_ids': np.repeat(np.arange(GROUPS), G),
   }

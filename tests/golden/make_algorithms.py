@@ -23,7 +23,7 @@ def grouped(rewards, fn):
 
 
 def leave_one_out(r):
-  others = [torch.cat([r[:i], r[i + 1:]]).mean() for i in range(len(r))]
+  others = [torch.cat([r[:i], r[i + 1 :]]).mean() for i in range(len(r))]
   return r - torch.stack(others)
 
 
@@ -116,7 +116,8 @@ def reference(name: str) -> dict[str, np.ndarray]:
   loss = total(name, token_loss(name, x, A), x['mask'])
   [grad] = torch.autograd.grad(loss, x['logps'])
   return {
-    'loss': loss.detach().numpy(), 'grad': grad.numpy(),
+    'loss': loss.detach().numpy(),
+    'grad': grad.numpy(),
     'advantages': A.numpy(),
   }
 
@@ -125,8 +126,10 @@ def main():
   arrays = {}
   for name in algorithms.CASES:
     found = reference(name)
-    print(f"{name}: loss {found['loss']:.6f}, "
-          f"gradient {np.linalg.norm(found['grad']):.6f}")
+    print(
+      f'{name}: loss {found["loss"]:.6f}, '
+      f'gradient {np.linalg.norm(found["grad"]):.6f}'
+    )
     arrays |= {f'{name}/{k}': v for k, v in found.items()}
   np.savez_compressed(HERE / 'algorithms.npz', **arrays)
 

@@ -32,7 +32,10 @@ def vectors(folder, family: str, texts, kind: str, length: int) -> np.ndarray:
   out = []
   for text in texts:
     batch = tokenizer(
-      prefix + text, truncation=True, max_length=length, padding=False,
+      prefix + text,
+      truncation=True,
+      max_length=length,
+      padding=False,
       return_tensors='pt',
     )
     x = model(**batch).last_hidden_state[0]
@@ -51,14 +54,23 @@ def logits(folder, pairs, length: int) -> np.ndarray:
     folder, dtype=torch.float32, attn_implementation='eager'
   ).eval()
   assert model.config.num_labels == 1
-  return np.array([
-    # Lists: without them an empty passage would be none.
-    model(**tokenizer(
-      [query], [passage], truncation='only_second', max_length=length,
-      padding=False, return_tensors='pt',
-    )).logits.item()
-    for query, passage in pairs
-  ], np.float32)
+  return np.array(
+    [
+      # Lists: without them an empty passage would be none.
+      model(
+        **tokenizer(
+          [query],
+          [passage],
+          truncation='only_second',
+          max_length=length,
+          padding=False,
+          return_tensors='pt',
+        )
+      ).logits.item()
+      for query, passage in pairs
+    ],
+    np.float32,
+  )
 
 
 def values(parent) -> dict[str, np.ndarray]:

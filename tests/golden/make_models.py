@@ -46,7 +46,8 @@ def padded(model, rows, side: str) -> list[np.ndarray]:
     mask[b, at] = 1
   positions = np.maximum(mask.cumsum(-1) - 1, 0)
   out = model(
-    torch.tensor(ids), attention_mask=torch.tensor(mask),
+    torch.tensor(ids),
+    attention_mask=torch.tensor(mask),
     position_ids=torch.tensor(positions),
   ).logits.numpy()
   return [out[b][mask[b] == 1] for b in range(len(rows))]
@@ -72,16 +73,18 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
       model = reference(models.write(tmp, name))
     arrays[name] = np.concatenate(unpadded(model, models.inputs(name)))
-    print(f'{name}: logits {arrays[name].shape}, '
-          f'std {arrays[name].std():.3f}')
+    print(f'{name}: logits {arrays[name].shape}, std {arrays[name].std():.3f}')
   np.savez_compressed(HERE / 'models.npz', **arrays)
   folder = conftest.shared_data() / 'stories260K'
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   prompt = [1, *tokenizer.encode(PROMPT, add_special_tokens=False)]
   ids, lead = greedy(reference(folder), prompt, NEW_TOKENS)
   value = {
-    'transformers': transformers.__version__, 'torch': torch.__version__,
-    'prompt': prompt, 'continuation': ids, 'smallest_lead': lead,
+    'transformers': transformers.__version__,
+    'torch': torch.__version__,
+    'prompt': prompt,
+    'continuation': ids,
+    'smallest_lead': lead,
   }
   print(tokenizer.decode(ids), lead)
   (HERE / 'stories260K.json').write_text(json.dumps(value) + '\n')

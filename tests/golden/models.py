@@ -12,49 +12,68 @@ import numpy as np
 import safetensors.numpy
 
 BASE = {
-  'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 3,
-  'num_attention_heads': 4, 'num_key_value_heads': 2, 'vocab_size': 48,
-  'max_position_embeddings': 256, 'hidden_act': 'silu',
-  'rms_norm_eps': 1e-6, 'torch_dtype': 'float32',
+  'hidden_size': 32,
+  'intermediate_size': 48,
+  'num_hidden_layers': 3,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'vocab_size': 48,
+  'max_position_embeddings': 256,
+  'hidden_act': 'silu',
+  'rms_norm_eps': 1e-6,
+  'torch_dtype': 'float32',
 }
 LLAMA = BASE | {
-  'architectures': ['LlamaForCausalLM'], 'model_type': 'llama',
-  'rms_norm_eps': 1e-5, 'attention_bias': False, 'mlp_bias': False,
+  'architectures': ['LlamaForCausalLM'],
+  'model_type': 'llama',
+  'rms_norm_eps': 1e-5,
+  'attention_bias': False,
+  'mlp_bias': False,
 }
 QWEN2 = BASE | {
-  'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2',
-  'use_sliding_window': False, 'sliding_window': 8, 'max_window_layers': 1,
+  'architectures': ['Qwen2ForCausalLM'],
+  'model_type': 'qwen2',
+  'use_sliding_window': False,
+  'sliding_window': 8,
+  'max_window_layers': 1,
 }
 QWEN3 = BASE | {
-  'architectures': ['Qwen3ForCausalLM'], 'model_type': 'qwen3',
-  'attention_bias': False, 'head_dim': 16,
+  'architectures': ['Qwen3ForCausalLM'],
+  'model_type': 'qwen3',
+  'attention_bias': False,
+  'head_dim': 16,
 }
 # The context of the pretraining is short, so that 40 tokens reach past it.
 LLAMA3_SCALING = {
-  'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+  'factor': 8.0,
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
   'original_max_position_embeddings': 24,
 }
 CONFIGS = {
   # No GQA, every optional field left to its default.
-  'llama2': {
-    k: v for k, v in LLAMA.items() if k != 'num_key_value_heads'
-  } | {'rope_scaling': None},
+  'llama2': {k: v for k, v in LLAMA.items() if k != 'num_key_value_heads'}
+  | {'rope_scaling': None},
   'llama3': LLAMA | {'rope_theta': 500000.0, 'tie_word_embeddings': False},
   # As transformers 4 writes it.
-  'llama3.1': LLAMA | {
+  'llama3.1': LLAMA
+  | {
     'rope_theta': 500000.0,
     'rope_scaling': LLAMA3_SCALING | {'rope_type': 'llama3'},
   },
   # As transformers 5 writes it.
-  'llama3.2': LLAMA | {
-    'head_dim': 8, 'tie_word_embeddings': True,
-    'rope_parameters': LLAMA3_SCALING | {
-      'factor': 32.0, 'rope_type': 'llama3', 'rope_theta': 500000.0,
-    },
+  'llama3.2': LLAMA
+  | {
+    'head_dim': 8,
+    'tie_word_embeddings': True,
+    'rope_parameters': LLAMA3_SCALING
+    | {'factor': 32.0, 'rope_type': 'llama3', 'rope_theta': 500000.0},
   },
   'qwen2': QWEN2 | {'rope_theta': 1000000.0, 'tie_word_embeddings': False},
-  'qwen2.5': QWEN2 | {
-    'tie_word_embeddings': True, 'num_key_value_heads': 1,
+  'qwen2.5': QWEN2
+  | {
+    'tie_word_embeddings': True,
+    'num_key_value_heads': 1,
     'rope_parameters': {'rope_type': 'default', 'rope_theta': 1000000.0},
   },
   'qwen3': QWEN3 | {'rope_theta': 1000000.0, 'tie_word_embeddings': True},
@@ -124,6 +143,7 @@ def write(folder, name: str, *, tensors=None, config=None) -> pathlib.Path:
   (folder / 'config.json').write_text(json.dumps(config))
   safetensors.numpy.save_file(
     weights(name) if tensors is None else tensors,
-    folder / 'model.safetensors', metadata={'format': 'pt'},
+    folder / 'model.safetensors',
+    metadata={'format': 'pt'},
   )
   return folder

@@ -23,7 +23,11 @@ def params():
 def make(c, mesh=None):
   c.critic.lr = 1e-2
   return update.Updater(
-    CFG, c.batch, temperature=1.0, objective=objectives.value(c), mesh=mesh,
+    CFG,
+    c.batch,
+    temperature=1.0,
+    objective=objectives.value(c),
+    mesh=mesh,
     tx=optim.make(c.optim, 100, params()),
   )
 
@@ -78,8 +82,9 @@ def test_loss_and_gradient_are_autodiffs_of_the_clipped_error(clip):
   c, p = common.config(**{'critic.clip': clip}), params()
   u, batches = make(c), common.microbatches(c)
   targets = [b.advantages for b in batches]
-  old = [u.score(p, b) + 0.1 * np.cos(np.arange(b.ids.shape[1]))
-         for b in batches]
+  old = [
+    u.score(p, b) + 0.1 * np.cos(np.arange(b.ids.shape[1])) for b in batches
+  ]
   tokens = float(sum(b.mask.sum() for b in batches))
 
   def want(p):

@@ -18,15 +18,24 @@ def shapes(fields):
   L, D, F = fields['n_layers'], fields['d_model'], fields['d_ff']
   N, K, H = fields['n_heads'], fields['n_kv_heads'], fields['head_dim']
   out = {
-    'embed': (fields['vocab_size'], D), 'layers/attn_norm': (L, D),
-    'layers/q': (L, D, N, H), 'layers/k': (L, D, K, H),
-    'layers/v': (L, D, K, H), 'layers/o': (L, N, H, D),
-    'layers/mlp_norm': (L, D), 'layers/gate': (L, D, F),
-    'layers/up': (L, D, F), 'layers/down': (L, F, D), 'final_norm': (D,),
+    'embed': (fields['vocab_size'], D),
+    'layers/attn_norm': (L, D),
+    'layers/q': (L, D, N, H),
+    'layers/k': (L, D, K, H),
+    'layers/v': (L, D, K, H),
+    'layers/o': (L, N, H, D),
+    'layers/mlp_norm': (L, D),
+    'layers/gate': (L, D, F),
+    'layers/up': (L, D, F),
+    'layers/down': (L, F, D),
+    'final_norm': (D,),
   }
   if fields['qkv_bias']:
-    out |= {'layers/q_bias': (L, N, H), 'layers/k_bias': (L, K, H),
-            'layers/v_bias': (L, K, H)}
+    out |= {
+      'layers/q_bias': (L, N, H),
+      'layers/k_bias': (L, K, H),
+      'layers/v_bias': (L, K, H),
+    }
   if fields['qk_norm']:
     out |= {'layers/q_norm': (L, H), 'layers/k_norm': (L, H)}
   if not fields['tied']:
@@ -36,34 +45,67 @@ def shapes(fields):
 
 def test_published_configs():
   """Figures of the model cards."""
-  qwen = families.parse_config({
-    'model_type': 'qwen2', 'hidden_size': 2048, 'intermediate_size': 11008,
-    'num_hidden_layers': 36, 'num_attention_heads': 16,
-    'num_key_value_heads': 2, 'vocab_size': 151936, 'rms_norm_eps': 1e-06,
-    'rope_theta': 1000000.0, 'tie_word_embeddings': True,
-    'sliding_window': 32768, 'max_window_layers': 70,
-    'use_sliding_window': False, 'hidden_act': 'silu',
-  })  # Qwen2.5-3B
+  qwen = families.parse_config(
+    {
+      'model_type': 'qwen2',
+      'hidden_size': 2048,
+      'intermediate_size': 11008,
+      'num_hidden_layers': 36,
+      'num_attention_heads': 16,
+      'num_key_value_heads': 2,
+      'vocab_size': 151936,
+      'rms_norm_eps': 1e-06,
+      'rope_theta': 1000000.0,
+      'tie_word_embeddings': True,
+      'sliding_window': 32768,
+      'max_window_layers': 70,
+      'use_sliding_window': False,
+      'hidden_act': 'silu',
+    }
+  )  # Qwen2.5-3B
   assert qwen == {
-    'vocab_size': 151936, 'd_model': 2048, 'n_layers': 36, 'n_heads': 16,
-    'n_kv_heads': 2, 'head_dim': 128, 'd_ff': 11008, 'rope_theta': 1e6,
-    'rope_scaling': None, 'norm_eps': 1e-6, 'qkv_bias': True,
-    'qk_norm': False, 'tied': True,
+    'vocab_size': 151936,
+    'd_model': 2048,
+    'n_layers': 36,
+    'n_heads': 16,
+    'n_kv_heads': 2,
+    'head_dim': 128,
+    'd_ff': 11008,
+    'rope_theta': 1e6,
+    'rope_scaling': None,
+    'norm_eps': 1e-6,
+    'qkv_bias': True,
+    'qk_norm': False,
+    'tied': True,
   }
   assert tuple(qwen) == families.FIELDS
-  llama = families.parse_config({
-    'architectures': ['LlamaForCausalLM'], 'model_type': 'llama',
-    'hidden_size': 2048, 'intermediate_size': 8192, 'head_dim': 64,
-    'num_hidden_layers': 16, 'num_attention_heads': 32,
-    'num_key_value_heads': 8, 'vocab_size': 128256, 'rms_norm_eps': 1e-05,
-    'rope_theta': 500000.0, 'tie_word_embeddings': True,
-    'rope_scaling': {
-      'factor': 32.0, 'high_freq_factor': 4.0, 'low_freq_factor': 1.0,
-      'original_max_position_embeddings': 8192, 'rope_type': 'llama3',
-    },
-  })  # Llama-3.2-1B
+  llama = families.parse_config(
+    {
+      'architectures': ['LlamaForCausalLM'],
+      'model_type': 'llama',
+      'hidden_size': 2048,
+      'intermediate_size': 8192,
+      'head_dim': 64,
+      'num_hidden_layers': 16,
+      'num_attention_heads': 32,
+      'num_key_value_heads': 8,
+      'vocab_size': 128256,
+      'rms_norm_eps': 1e-05,
+      'rope_theta': 500000.0,
+      'tie_word_embeddings': True,
+      'rope_scaling': {
+        'factor': 32.0,
+        'high_freq_factor': 4.0,
+        'low_freq_factor': 1.0,
+        'original_max_position_embeddings': 8192,
+        'rope_type': 'llama3',
+      },
+    }
+  )  # Llama-3.2-1B
   assert llama['rope_scaling'] == {
-    'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+    'factor': 32.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
     'original_max_position': 8192,
   }
   assert (llama['qkv_bias'], llama['qk_norm']) == (False, False)
@@ -71,16 +113,21 @@ def test_published_configs():
 
 def test_defaults_are_those_of_transformers():
   bare = {
-    'model_type': 'llama', 'hidden_size': 32, 'intermediate_size': 48,
-    'num_hidden_layers': 2, 'num_attention_heads': 4, 'vocab_size': 8,
+    'model_type': 'llama',
+    'hidden_size': 32,
+    'intermediate_size': 48,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 4,
+    'vocab_size': 8,
   }
   got = families.parse_config(bare)
   assert got['n_kv_heads'] == 4 and got['head_dim'] == 8
   assert got['rope_theta'] == 1e4 and not got['tied']
   assert got['norm_eps'] == 1e-6
   # Qwen3's head_dim is 128 unless said otherwise, whatever the width.
-  assert families.parse_config(bare | {'model_type': 'qwen3'})[
-    'head_dim'] == 128
+  assert (
+    families.parse_config(bare | {'model_type': 'qwen3'})['head_dim'] == 128
+  )
   arch = {k: v for k, v in bare.items() if k != 'model_type'}
   arch['architectures'] = ['Qwen2ForCausalLM']
   assert families.parse_config(arch)['qkv_bias']
@@ -91,7 +138,8 @@ def test_the_inverse(name):
   config = models.CONFIGS[name]
   fields = families.parse_config(config)
   out = families.format_config(
-    fields, dtype='bfloat16', like=config | {'eos_token_id': [5, 6]})
+    fields, dtype='bfloat16', like=config | {'eos_token_id': [5, 6]}
+  )
   assert families.parse_config(out) == fields
   assert out['torch_dtype'] == 'bfloat16'
   assert out['eos_token_id'] == [5, 6]
@@ -109,60 +157,89 @@ def test_no_family_has_both_bias_and_norm():
     families.format_config(fields)
 
 
-@pytest.mark.parametrize('config, change, named', [
-  (LLAMA, {'model_type': 'mixtral'}, "model_type='mixtral'.*llama, qwen2"),
-  (LLAMA, {'model_type': None, 'architectures': ['GPT2LMHeadModel']},
-   'GPT2LMHeadModel'),
-  (LLAMA, {'attention_bias': True}, 'attention_bias=True'),
-  (QWEN3, {'attention_bias': True}, 'attention_bias=True'),
-  (LLAMA, {'mlp_bias': True}, 'mlp_bias=True'),
-  (LLAMA, {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
-  (LLAMA, {'num_local_experts': 8}, 'num_local_experts=8'),
-  (LLAMA, {'quantization_config': {'bits': 4}}, 'quantization_config'),
-  (LLAMA, {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5'),
-  (LLAMA, {'sliding_window': 64}, 'sliding_window=64'),
-  (QWEN2, {'use_sliding_window': True}, 'sliding_window=8'),
-  (QWEN2, {'layer_types': ['full_attention', 'sliding_attention']},
-   'layer_types'),
-  (LLAMA, {'hidden_size': None}, 'hidden_size=None'),
-  (LLAMA, {'num_hidden_layers': '3'}, "num_hidden_layers='3'"),
-  (LLAMA, {'num_key_value_heads': 0}, 'num_key_value_heads=0'),
-  (LLAMA, {'rope_scaling': {'type': 'linear', 'factor': 2.0}},
-   "rope_scaling.rope_type='linear'"),
-  (LLAMA, {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "'yarn'"),
-  (LLAMA, {'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}},
-   'low_freq_factor=None'),
-  (QWEN2, {'rope_scaling': {'type': 'default', 'mrope_section': [1, 2]}},
-   'rope_scaling.mrope_section'),
-  (QWEN2, {'rope_parameters': {'full_attention': {'rope_theta': 1.0}}},
-   'rope_parameters differs by layer type'),
-  (QWEN2, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 5.0}},
-   'rope_theta.*contradict'),
-  (LLAMA, {'rope_parameters': {'rope_type': 'default'}},
-   'rope_scaling.*contradict'),
-])
+@pytest.mark.parametrize(
+  'config, change, named',
+  [
+    (LLAMA, {'model_type': 'mixtral'}, "model_type='mixtral'.*llama, qwen2"),
+    (
+      LLAMA,
+      {'model_type': None, 'architectures': ['GPT2LMHeadModel']},
+      'GPT2LMHeadModel',
+    ),
+    (LLAMA, {'attention_bias': True}, 'attention_bias=True'),
+    (QWEN3, {'attention_bias': True}, 'attention_bias=True'),
+    (LLAMA, {'mlp_bias': True}, 'mlp_bias=True'),
+    (LLAMA, {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
+    (LLAMA, {'num_local_experts': 8}, 'num_local_experts=8'),
+    (LLAMA, {'quantization_config': {'bits': 4}}, 'quantization_config'),
+    (LLAMA, {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5'),
+    (LLAMA, {'sliding_window': 64}, 'sliding_window=64'),
+    (QWEN2, {'use_sliding_window': True}, 'sliding_window=8'),
+    (
+      QWEN2,
+      {'layer_types': ['full_attention', 'sliding_attention']},
+      'layer_types',
+    ),
+    (LLAMA, {'hidden_size': None}, 'hidden_size=None'),
+    (LLAMA, {'num_hidden_layers': '3'}, "num_hidden_layers='3'"),
+    (LLAMA, {'num_key_value_heads': 0}, 'num_key_value_heads=0'),
+    (
+      LLAMA,
+      {'rope_scaling': {'type': 'linear', 'factor': 2.0}},
+      "rope_scaling.rope_type='linear'",
+    ),
+    (LLAMA, {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "'yarn'"),
+    (
+      LLAMA,
+      {'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}},
+      'low_freq_factor=None',
+    ),
+    (
+      QWEN2,
+      {'rope_scaling': {'type': 'default', 'mrope_section': [1, 2]}},
+      'rope_scaling.mrope_section',
+    ),
+    (
+      QWEN2,
+      {'rope_parameters': {'full_attention': {'rope_theta': 1.0}}},
+      'rope_parameters differs by layer type',
+    ),
+    (
+      QWEN2,
+      {'rope_parameters': {'rope_type': 'default', 'rope_theta': 5.0}},
+      'rope_theta.*contradict',
+    ),
+    (
+      LLAMA,
+      {'rope_parameters': {'rope_type': 'default'}},
+      'rope_scaling.*contradict',
+    ),
+  ],
+)
 def test_what_is_not_supported_is_named(config, change, named):
   with pytest.raises(ValueError, match=named):
     families.parse_config(config | change)
 
 
-@pytest.mark.parametrize('config, change', [
-  (QWEN2, {'use_sliding_window': True, 'max_window_layers': 3}),
-  (QWEN2, {'layer_types': ['full_attention'] * 3}),
-  (LLAMA, {'sliding_window': None, 'attention_dropout': 0.1}),
-  (LLAMA, {'pretraining_tp': 2, 'head_dim': None}),
-])
+@pytest.mark.parametrize(
+  'config, change',
+  [
+    (QWEN2, {'use_sliding_window': True, 'max_window_layers': 3}),
+    (QWEN2, {'layer_types': ['full_attention'] * 3}),
+    (LLAMA, {'sliding_window': None, 'attention_dropout': 0.1}),
+    (LLAMA, {'pretraining_tp': 2, 'head_dim': None}),
+  ],
+)
 def test_what_does_not_matter_is_left_alone(config, change):
-  assert families.parse_config(config | change) == families.parse_config(
-    config)
+  assert families.parse_config(config | change) == families.parse_config(config)
 
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_names_and_shapes_are_those_of_the_checkpoint(name):
-  table = families.tensors(shapes(families.parse_config(
-    models.CONFIGS[name])))
+  table = families.tensors(shapes(families.parse_config(models.CONFIGS[name])))
   assert {n: t.shape for n, t in table.items()} == models.shapes(
-    models.CONFIGS[name])
+    models.CONFIGS[name]
+  )
   for path, group in families.by_path(table):
     layers = [t.layer for t in group]
     assert layers == ([0, 1, 2] if path.startswith('layers/') else [None])
@@ -170,13 +247,19 @@ def test_names_and_shapes_are_those_of_the_checkpoint(name):
 
 @hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(
-  st.sampled_from(sorted(models.CONFIGS)), st.integers(1, 3),
-  st.integers(1, 3), st.integers(1, 4), st.data(),
+  st.sampled_from(sorted(models.CONFIGS)),
+  st.integers(1, 3),
+  st.integers(1, 3),
+  st.integers(1, 4),
+  st.data(),
 )
 def test_the_map_is_a_bijection(name, K, G, half, data):
   """There and back is the identity, whole and by blocks of rows."""
   fields = families.parse_config(models.CONFIGS[name]) | {
-    'n_layers': 1, 'n_heads': K * G, 'n_kv_heads': K, 'head_dim': 2 * half,
+    'n_layers': 1,
+    'n_heads': K * G,
+    'n_kv_heads': K,
+    'head_dim': 2 * half,
     'd_model': data.draw(st.integers(1, 5)),
   }
   for tensor in families.tensors(shapes(fields)).values():

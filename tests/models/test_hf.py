@@ -17,8 +17,7 @@ import safetensors
 import safetensors.numpy
 
 from searchrl_jax import sharding
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from tests.golden import models
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -45,12 +44,13 @@ def stacked(tensors, name):
     layers[x] = [w.T for w in each(f'mlp.{x}_proj.weight')]
   for x in ('q', 'k', 'v'):
     layers[x] = [
-      w.T.reshape(D, -1, H) for w in each(f'self_attn.{x}_proj.weight')]
+      w.T.reshape(D, -1, H) for w in each(f'self_attn.{x}_proj.weight')
+    ]
     if 'qwen2' in name:
       layers[f'{x}_bias'] = [
-        w.reshape(-1, H) for w in each(f'self_attn.{x}_proj.bias')]
-  layers['o'] = [
-    w.T.reshape(N, H, D) for w in each('self_attn.o_proj.weight')]
+        w.reshape(-1, H) for w in each(f'self_attn.{x}_proj.bias')
+      ]
+  layers['o'] = [w.T.reshape(N, H, D) for w in each('self_attn.o_proj.weight')]
   out = {
     'embed': tensors['model.embed_tokens.weight'],
     'layers': {k: np.stack(v) for k, v in layers.items() if v is not None},
@@ -82,8 +82,10 @@ def test_other_dtypes_are_cast(tmp_path, dtype):
   tensors = {k: v.astype(dtype) for k, v in models.weights('qwen2').items()}
   models.write(tmp_path, 'qwen2', tensors=tensors)
   _, params = hf.load(tmp_path)
-  assert_equal(params, stacked(
-    {k: v.astype(np.float32) for k, v in tensors.items()}, 'qwen2'))
+  assert_equal(
+    params,
+    stacked({k: v.astype(np.float32) for k, v in tensors.items()}, 'qwen2'),
+  )
   _, params = hf.load(tmp_path, dtype=dtype)
   assert_equal(params, stacked(tensors, 'qwen2'))
 
@@ -101,7 +103,8 @@ def test_sharded_load_and_export(tmp_path, shape):
     assert x.sharding == want[path]
     for shard in x.addressable_shards:
       assert np.array_equal(
-        shard.data, np.asarray(decoder.flatten(plain)[path])[shard.index])
+        shard.data, np.asarray(decoder.flatten(plain)[path])[shard.index]
+      )
   hf.save(tmp_path / 'out', cfg, params, max_shard_bytes=30_000)
   assert len(list((tmp_path / 'out').glob('*.safetensors'))) > 2
   assert_equal(hf.load(tmp_path / 'out')[1], plain)
@@ -144,7 +147,10 @@ def test_flags_and_tokenizer_files(tmp_path):
   hf.save(tmp_path / 'out', cfg, params, tokenizer_dir=source)
   assert (tmp_path / 'out/tokenizer.json').read_text() == '{"a": 1}'
   assert sorted(p.name for p in (tmp_path / 'out').iterdir()) == [
-    'config.json', 'model.safetensors', 'tokenizer.json']
+    'config.json',
+    'model.safetensors',
+    'tokenizer.json',
+  ]
 
 
 def test_another_architecture_is_named(tmp_path):
@@ -168,16 +174,23 @@ def changed(name, change):
 Q = 'model.layers.2.self_attn.q_proj.weight'
 
 
-@pytest.mark.parametrize('change, named', [
-  ({Q: None}, f"{Q}' is missing"),
-  ({Q: np.zeros((32, 31), np.float32)}, rf"{Q}'.*\(32, 31\).*\(32, 32\)"),
-  ({Q: np.zeros((32, 32), np.int32)}, f"{Q}'.*I32"),
-  ({'model.layers.3.mlp.up_proj.weight': np.zeros(2, np.float32)},
-   "model.layers.3.mlp.up_proj.weight'.*surplus"),
-  ({'score.weight': np.zeros(2, np.float32)}, "score.weight'.*surplus"),
-  ({'lm_head.weight': np.zeros((48, 32), np.float32)},
-   "lm_head.weight' differs from the embedding"),
-])
+@pytest.mark.parametrize(
+  'change, named',
+  [
+    ({Q: None}, f"{Q}' is missing"),
+    ({Q: np.zeros((32, 31), np.float32)}, rf"{Q}'.*\(32, 31\).*\(32, 32\)"),
+    ({Q: np.zeros((32, 32), np.int32)}, f"{Q}'.*I32"),
+    (
+      {'model.layers.3.mlp.up_proj.weight': np.zeros(2, np.float32)},
+      "model.layers.3.mlp.up_proj.weight'.*surplus",
+    ),
+    ({'score.weight': np.zeros(2, np.float32)}, "score.weight'.*surplus"),
+    (
+      {'lm_head.weight': np.zeros((48, 32), np.float32)},
+      "lm_head.weight' differs from the embedding",
+    ),
+  ],
+)
 def test_a_wrong_tensor_is_named(tmp_path, monkeypatch, change, named):
   models.write(tmp_path, TIED, tensors=changed(TIED, change))
   monkeypatch.setattr(hf, '_place', lambda *a: pytest.fail('half-loaded'))
@@ -187,11 +200,15 @@ def test_a_wrong_tensor_is_named(tmp_path, monkeypatch, change, named):
 
 def test_harmless_extras_are_accepted(tmp_path):
   tensors = models.weights(TIED)
-  models.write(tmp_path, TIED, tensors=tensors | {
-    'lm_head.weight': tensors['model.embed_tokens.weight'],
-    'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(
-      4, np.float32),
-  })
+  models.write(
+    tmp_path,
+    TIED,
+    tensors=tensors
+    | {
+      'lm_head.weight': tensors['model.embed_tokens.weight'],
+      'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(4, np.float32),
+    },
+  )
   cfg, params = hf.load(tmp_path)
   assert cfg.tied and 'head' not in params
 
@@ -202,8 +219,11 @@ def test_broken_files_are_named(tmp_path):
   folder = models.write(tmp_path / 'm', 'qwen2')
   file = folder / 'model.safetensors'
   whole = file.read_bytes()
-  for size, named in ((-100, 'truncated: tensor'), (300, 'truncated'),
-                      (4, 'truncated')):
+  for size, named in (
+    (-100, 'truncated: tensor'),
+    (300, 'truncated'),
+    (4, 'truncated'),
+  ):
     file.write_bytes(whole[:size])
     with pytest.raises(ValueError, match=named) as e:
       hf.load(folder)
@@ -296,7 +316,7 @@ def test_a_writer_killed_between_its_renames(tmp_path):
   assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'out']
 
 
-MEMORY = '''
+MEMORY = """
 import json, sys, jax, jax.numpy as jnp, numpy as np
 from searchrl_jax import sharding
 from searchrl_jax.models import decoder, hf
@@ -325,19 +345,24 @@ for name, mesh in ('one', None), ('mesh', sharding.make_mesh(1, 2, 4)):
   out[f'{name}_save'] = (m.peak - base - held) / largest
   del params
 print(json.dumps(out))
-'''
+"""
 
 
 @pytest.mark.skipif(
-  not pathlib.Path('/proc/self/smaps_rollup').exists(), reason='Linux only')
+  not pathlib.Path('/proc/self/smaps_rollup').exists(), reason='Linux only'
+)
 def test_host_memory_on_a_checkpoint_of_one_gigabyte(tmp_path):
   """In units of the largest stacked parameter, beyond the parameters."""
   try:
     out = subprocess.run(
-      [sys.executable, '-c', MEMORY, str(tmp_path)], cwd=ROOT,
-      check=True, stdout=subprocess.PIPE, text=True,
+      [sys.executable, '-c', MEMORY, str(tmp_path)],
+      cwd=ROOT,
+      check=True,
+      stdout=subprocess.PIPE,
+      text=True,
       env={
-        'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu',
+        'PATH': '/usr/bin:/bin',
+        'JAX_PLATFORMS': 'cpu',
         'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
       },
     )

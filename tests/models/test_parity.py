@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from tests.golden import models
 
 GOLDEN = pathlib.Path(models.__file__).parent
@@ -30,7 +29,7 @@ def golden() -> dict[str, np.ndarray]:
 def right_padded(rows, rubbish: int):
   ids = np.full((len(rows), max(map(len, rows))), rubbish, np.int32)
   for b, row in enumerate(rows):
-    ids[b, :len(row)] = row
+    ids[b, : len(row)] = row
   return ids, np.array([len(r) for r in rows], np.int32)
 
 
@@ -48,25 +47,28 @@ def test_logits(tmp_path, name):
   padded = np.asarray(forward(params, cfg, ids, lengths))
   want = np.split(golden()[name], [len(rows[0])])
   for b, row in enumerate(rows):
-    assert np.abs(padded[b, :len(row)] - want[b]).max() <= TOLERANCE
+    assert np.abs(padded[b, : len(row)] - want[b]).max() <= TOLERANCE
   if name == 'qwen2':  # row 0 has no padding; nor has row 1 here
-    row = ids[1:, :lengths[1]]
+    row = ids[1:, : lengths[1]]
     alone = np.asarray(forward(params, cfg, row, lengths[1:]))
     assert np.abs(alone[0] - want[1]).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize('name, flags', [
-  ('llama3.1', {'rope_scaling': None}),
-  ('llama3.2', {'rope_theta': 10_000.0}),
-  ('qwen2', {'rope_theta': 10_000.0}),
-  ('llama2', {'norm_eps': 1e-2}),
-])
+@pytest.mark.parametrize(
+  'name, flags',
+  [
+    ('llama3.1', {'rope_scaling': None}),
+    ('llama3.2', {'rope_theta': 10_000.0}),
+    ('qwen2', {'rope_theta': 10_000.0}),
+    ('llama2', {'norm_eps': 1e-2}),
+  ],
+)
 def test_the_golden_values_see_every_flag(tmp_path, name, flags):
   cfg, params = hf.load(models.write(tmp_path, name))
   cfg = dataclasses.replace(cfg, **flags)
   ids, lengths = right_padded(models.inputs(name), rubbish=0)
   got = np.asarray(forward(params, cfg, ids, lengths))[0]
-  assert np.abs(got - golden()[name][:len(got)]).max() > 100 * TOLERANCE
+  assert np.abs(got - golden()[name][: len(got)]).max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize('theta', [10_000.0, 500_000.0])
@@ -74,8 +76,14 @@ def test_llama3_scaling_against_its_formula(theta):
   """Frequencies in float64, one by one, from the Llama 3.1 reference."""
   H, factor, low, high, original = 64, 8.0, 1.0, 4.0, 8192
   cfg = decoder.DecoderConfig(
-    vocab_size=8, d_model=64, n_layers=1, n_heads=1, n_kv_heads=1,
-    head_dim=H, d_ff=8, rope_theta=theta,
+    vocab_size=8,
+    d_model=64,
+    n_layers=1,
+    n_heads=1,
+    n_kv_heads=1,
+    head_dim=H,
+    d_ff=8,
+    rope_theta=theta,
     rope_scaling=decoder.RopeScaling(factor, low, high, original),
   )
   got = np.asarray(decoder.rope_frequencies(cfg), np.float64)
@@ -108,21 +116,24 @@ def test_greedy_continuation_of_a_trained_checkpoint(data_dir):
   ids = list(want['prompt'])
   for _ in want['continuation']:
     row = np.zeros((1, 256), np.int32)
-    row[0, :len(ids)] = ids
+    row[0, : len(ids)] = ids
     ids.append(int(following(row, len(ids))))
   assert len(want['continuation']) == 200
-  assert ids[len(want['prompt']):] == want['continuation']
+  assert ids[len(want['prompt']) :] == want['continuation']
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_the_gradient_of_rotary_positions_is_autodiffs(dtype):
   """Its own gradient (rotate back) against that of the plain formula."""
   rng = np.random.default_rng(0)
-  x, g = (
-    jnp.asarray(rng.normal(size=(2, 5, 3, 8)), dtype) for _ in range(2)
-  )
+  x, g = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), dtype) for _ in range(2))
   cfg = decoder.DecoderConfig(
-    vocab_size=8, d_model=24, n_layers=1, n_heads=3, n_kv_heads=3, head_dim=8,
+    vocab_size=8,
+    d_model=24,
+    n_layers=1,
+    n_heads=3,
+    n_kv_heads=3,
+    head_dim=8,
     d_ff=8,
   )
   tables = decoder.rope_tables(cfg, jnp.tile(jnp.arange(5), (2, 1)))
@@ -133,6 +144,5 @@ def test_the_gradient_of_rotary_positions_is_autodiffs(dtype):
   assert got.dtype == x.dtype
   tolerance = 1e-6 if dtype == 'float32' else 2e-2
   np.testing.assert_allclose(
-    np.asarray(got, np.float32), np.asarray(wanted, np.float32),
-    atol=tolerance,
+    np.asarray(got, np.float32), np.asarray(wanted, np.float32), atol=tolerance
   )

@@ -39,7 +39,9 @@ TRL = {
   'dr_grpo': dict(loss_type='dr_grpo'),
   'dapo': dict(loss_type='dapo', epsilon_high=0.28),
   'gspo': dict(
-    loss_type='grpo', importance_sampling_level='sequence', epsilon_low=3e-4,
+    loss_type='grpo',
+    importance_sampling_level='sequence',
+    epsilon_low=3e-4,
     epsilon_high=4e-4,
   ),
   'cispo': dict(loss_type='cispo', epsilon_high=5.0),
@@ -63,37 +65,58 @@ def of_trl(name: str):
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
       return x['logps'], torch.zeros_like(x['logps']), None
 
-  fields = dict(
-    importance_sampling_level='token', epsilon_low=0.2, epsilon_high=0.2,
-    beta=0.0, loss_type='', delta=None,
-  ) | TRL[name]
+  fields = (
+    dict(
+      importance_sampling_level='token',
+      epsilon_low=0.2,
+      epsilon_high=0.2,
+      beta=0.0,
+      loss_type='',
+      delta=None,
+    )
+    | TRL[name]
+  )
   trainer = Trainer(
     **fields,
     args=types.SimpleNamespace(
-      delta=fields['delta'], use_bias_correction_kl=False,
+      delta=fields['delta'],
+      use_bias_correction_kl=False,
       steps_per_generation=1,
     ),
     model=torch.nn.Identity(),
     accelerator=types.SimpleNamespace(
-      num_processes=1, gather=lambda x: x, gather_for_metrics=lambda x: x,
+      num_processes=1,
+      gather=lambda x: x,
+      gather_for_metrics=lambda x: x,
       reduce=lambda x, **kwargs: x,
     ),
     max_completion_length=algorithms.HORIZON,
-    top_entropy_quantile=1.0, off_policy_mask_threshold=None, tools=None,
-    use_vllm=False, current_gradient_accumulation_steps=1,
-    aux_loss_enabled=False, _entropy_bonus_enabled=False,
+    top_entropy_quantile=1.0,
+    off_policy_mask_threshold=None,
+    tools=None,
+    use_vllm=False,
+    current_gradient_accumulation_steps=1,
+    aux_loss_enabled=False,
+    _entropy_bonus_enabled=False,
     _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
   )
   A = torch.tensor(ours.case_advantages(name, algorithms.inputs(name)))
   ids = torch.zeros(mask.shape, dtype=torch.long)
   old = torch.where(x['mask'], x['old_logps'], 0.0)
-  loss = trainer._compute_loss(trainer.model, {
-    'prompt_ids': ids[:, :1], 'prompt_mask': ids[:, :1] + 1,
-    'completion_ids': ids, 'completion_mask': mask,
-    'advantages': (A if A.shape[1] > 1 else A[:, 0]).double(),
-    'old_per_token_logps': x['old_logps'], 'old_logps': old.sum(1),
-    'ref_per_token_logps': x['ref_logps'], 'num_items_in_batch': mask.sum(),
-  })
+  loss = trainer._compute_loss(
+    trainer.model,
+    {
+      'prompt_ids': ids[:, :1],
+      'prompt_mask': ids[:, :1] + 1,
+      'completion_ids': ids,
+      'completion_mask': mask,
+      'advantages': (A if A.shape[1] > 1 else A[:, 0]).double(),
+      'old_per_token_logps': x['old_logps'],
+      'old_logps': old.sum(1),
+      'ref_per_token_logps': x['ref_logps'],
+      'num_items_in_batch': mask.sum(),
+    },
+  )
   [grad] = torch.autograd.grad(loss, x['logps'])
   return loss.detach(), grad
 

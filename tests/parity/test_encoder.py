@@ -35,7 +35,8 @@ def test_generated_weights_of_each_family(tmp_path, name):
   folder = encoders.write(tmp_path, name)
   family, _ = encoders.CHECKPOINTS[name]
   ours = Encoder(
-    folder, query_length=encoders.QUERY_LENGTH,
+    folder,
+    query_length=encoders.QUERY_LENGTH,
     passage_length=encoders.PASSAGE_LENGTH,
   )
   before, after = make_encoders.PREFIXES.get(family, ('', ''))

@@ -11,8 +11,7 @@ transformers = pytest.importorskip('transformers')
 import jax  # noqa: E402
 
 from searchrl_jax.models import hf  # noqa: E402
-from tests.golden import make_models  # noqa: E402
-from tests.golden import models  # noqa: E402
+from tests.golden import make_models, models  # noqa: E402
 from tests.models import test_parity as golden  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -50,19 +49,32 @@ def test_golden_values_are_current(tmp_path, name):
   assert worst(make_models.unpadded(model, rows), want) <= 1e-5
 
 
-@pytest.mark.parametrize('name, dtype', [
-  *((name, 'float32') for name in models.CONFIGS),
-  ('llama3.1', 'bfloat16'), ('qwen2.5', 'bfloat16'), ('qwen3', 'bfloat16'),
-])
+@pytest.mark.parametrize(
+  'name, dtype',
+  [
+    *((name, 'float32') for name in models.CONFIGS),
+    ('llama3.1', 'bfloat16'),
+    ('qwen2.5', 'bfloat16'),
+    ('qwen3', 'bfloat16'),
+  ],
+)
 def test_what_we_export_transformers_loads(tmp_path, name, dtype):
   source = models.write(tmp_path / 'source', name)
   cfg, params = hf.load(source)
   out = tmp_path / 'out'
-  hf.save(out, cfg, params, max_shard_bytes=40_000, dtype=dtype,
-          like=hf.read_json(source))
+  hf.save(
+    out,
+    cfg,
+    params,
+    max_shard_bytes=40_000,
+    dtype=dtype,
+    like=hf.read_json(source),
+  )
   assert (out / 'model.safetensors.index.json').exists()
   model, info = transformers.AutoModelForCausalLM.from_pretrained(
-    out, dtype=torch.float32, attn_implementation='eager',
+    out,
+    dtype=torch.float32,
+    attn_implementation='eager',
     output_loading_info=True,
   )
   for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys'):
@@ -85,9 +97,10 @@ def test_fresh_parameters_make_a_loadable_model(tmp_path):
   hf.save(tmp_path / 'm', cfg, params)
   rows = models.inputs('qwen3')
   model = make_models.reference(tmp_path / 'm')
-  assert worst(
-    make_models.unpadded(model, rows), ours(tmp_path / 'm', rows)
-  ) <= TOLERANCE
+  assert (
+    worst(make_models.unpadded(model, rows), ours(tmp_path / 'm', rows))
+    <= TOLERANCE
+  )
 
 
 def test_what_transformers_saves_we_load(tmp_path):
@@ -96,9 +109,13 @@ def test_what_transformers_saves_we_load(tmp_path):
     model = make_models.reference(models.write(tmp_path / name, name))
     model.save_pretrained(tmp_path / f'{name}.saved', max_shard_size='40KB')
     rows = models.inputs(name)
-    assert worst(
-      make_models.unpadded(model, rows), ours(tmp_path / f'{name}.saved', rows)
-    ) <= TOLERANCE
+    assert (
+      worst(
+        make_models.unpadded(model, rows),
+        ours(tmp_path / f'{name}.saved', rows),
+      )
+      <= TOLERANCE
+    )
 
 
 def test_greedy_continuation_of_a_trained_checkpoint(data_dir):

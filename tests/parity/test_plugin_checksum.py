@@ -7,8 +7,10 @@ import pytest
 pytest.importorskip('torch', reason='make test-parity')
 import torch  # noqa: E402
 
-from searchrl_jax.engines import checksum  # noqa: E402
-from searchrl_jax.engines import vllm_plugin  # noqa: E402
+from searchrl_jax.engines import (
+  checksum,  # noqa: E402
+  vllm_plugin,  # noqa: E402
+)
 
 pytestmark = pytest.mark.parity
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -22,8 +24,9 @@ def stack(dtype, *shape):
 
 
 def to_torch(x):
-  return torch.from_numpy(np.array(x, np.float32)).to(getattr(
-    torch, x.dtype.name))
+  return torch.from_numpy(np.array(x, np.float32)).to(
+    getattr(torch, x.dtype.name)
+  )
 
 
 def part(x, layer, row=0, column=0):
@@ -64,14 +67,16 @@ def test_shards_of_workers_and_probed_columns_add_up():
     whole = to_torch(x[layer])
     for row in (0, 4):  # two workers
       for first in (0, 5, 10):  # columns probed some at a time
-        block = whole[first:first + 5, row:row + 4]
+        block = whole[first : first + 5, row : row + 4]
         got.append(vllm_plugin._sums(block, part(x, layer, row), first))
   assert text(x, got) == checksum.checksums({'q': x})
   # Two others, which split the columns.
   got = [
     vllm_plugin._sums(
-      to_torch(x[layer])[column:column + 6], part(x, layer, 0, column), 0)
-    for layer in range(2) for column in (0, 6)
+      to_torch(x[layer])[column : column + 6], part(x, layer, 0, column), 0
+    )
+    for layer in range(2)
+    for column in (0, 6)
   ]
   assert text(x, got) == checksum.checksums({'q': x})
 
@@ -82,8 +87,11 @@ def test_an_index_past_32_bits_wraps():
   far = vllm_plugin.Part('q', 'weight', slice(None), 1 << 32, 1, 5)
   at = vllm_plugin.Part('q', 'weight', slice(None), 1, 1, 5)
   sums = [vllm_plugin._sums(to_torch(x[0]), p, 0) for p in (near, far, at)]
-  assert [s & 0xFFFFFFFF for s in sums[0]] == [
-    s & 0xFFFFFFFF for s in sums[1]] != [s & 0xFFFFFFFF for s in sums[2]]
+  assert (
+    [s & 0xFFFFFFFF for s in sums[0]]
+    == [s & 0xFFFFFFFF for s in sums[1]]
+    != [s & 0xFFFFFFFF for s in sums[2]]
+  )
 
 
 def test_what_is_hashed_is_left_alone():

@@ -50,8 +50,8 @@ def server(corpus_path, tmp_path_factory):
 def milvus_url(tmp_path_factory):
   """milvus-lite behind Milvus' own protocol: it stands for a cluster."""
   import grpc
-  import pymilvus.client.connection_manager  # noqa: F401, of its own
   from milvus_lite.adapter.grpc.server import start_server_in_thread
+  import pymilvus.client.connection_manager  # noqa: F401, of its own
 
   # It prints a traceback for calls of pymilvus that it does not know.
   logging.getLogger('grpc._server').setLevel(logging.CRITICAL)
@@ -61,10 +61,14 @@ def milvus_url(tmp_path_factory):
   def permitting_pings(pool, options):
     # As a cluster does. pymilvus pings an idle connection every 10 s, which
     # grpc's own limit (5 min) answers by closing it.
-    return make(pool, options=[
-      *options, ('grpc.keepalive_permit_without_calls', 1),
-      ('grpc.http2.min_ping_interval_without_data_ms', 5000),
-    ])
+    return make(
+      pool,
+      options=[
+        *options,
+        ('grpc.keepalive_permit_without_calls', 1),
+        ('grpc.http2.min_ping_interval_without_data_ms', 5000),
+      ],
+    )
 
   with mock.patch.object(grpc, 'server', permitting_pings):
     server, db, port = start_server_in_thread(str(path))

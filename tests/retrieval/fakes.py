@@ -22,13 +22,23 @@ class FakeEncoder:
   pause = None  # called before each batch
 
   def __init__(
-    self, path='fake', *, pooling='mean', passage_prefix='passage: ',
-    normalise=True, dim=32, **unused,
+    self,
+    path='fake',
+    *,
+    pooling='mean',
+    passage_prefix='passage: ',
+    normalise=True,
+    dim=32,
+    **unused,
   ):
     self.dim = dim
     self.parameters = {
-      'family': 'fake', 'pooling': pooling, 'passage_prefix': passage_prefix,
-      'normalise': normalise, 'dim': dim, 'sha256': str(path),
+      'family': 'fake',
+      'pooling': pooling,
+      'passage_prefix': passage_prefix,
+      'normalise': normalise,
+      'dim': dim,
+      'sha256': str(path),
     }
 
   def encode_passages(self, texts):
@@ -45,8 +55,10 @@ class FakeEncoder:
     words = (p['passage_prefix'] + text).split()
     if p['pooling'] == 'cls':
       words = words[:5]
-    v = sum((word_vector(p['sha256'] + w, self.dim) for w in words),
-            np.full(self.dim, 1e-3, np.float32))
+    v = sum(
+      (word_vector(p['sha256'] + w, self.dim) for w in words),
+      np.full(self.dim, 1e-3, np.float32),
+    )
     return v / np.linalg.norm(v) if p['normalise'] else v
 
 
@@ -60,9 +72,11 @@ def generate(count, seed=0, words=300):
   """Lines of a corpus of `count` passages of 5 to 30 words."""
   rng = np.random.default_rng(seed)
   return [
-    (str(i), f'title{i}', ' '.join(
-      f'w{w}' for w in rng.integers(0, words, rng.integers(5, 30))
-    ))
+    (
+      str(i),
+      f'title{i}',
+      ' '.join(f'w{w}' for w in rng.integers(0, words, rng.integers(5, 30))),
+    )
     for i in range(count)
   ]
 
@@ -78,8 +92,11 @@ class Source:
   def search(self, queries, k):
     self.asked += [(query, k) for query in queries]
     return [
-      self.answers[query] if query in self.answers else
-      [Found(f'{query}-{i}', f'"T"\n{query}', 1 / i) for i in range(1, k + 1)]
+      self.answers[query]
+      if query in self.answers
+      else [
+        Found(f'{query}-{i}', f'"T"\n{query}', 1 / i) for i in range(1, k + 1)
+      ]
       for query in queries
     ]
 

@@ -26,9 +26,7 @@ def source(tmp_path_factory):
 
 def encode(source, **settings):
   """The vectors of the corpus [P, D], by these settings."""
-  texts = [
-    f'"{title}"\n{text}' for _, title, text in generate(COUNT)
-  ]
+  texts = [f'"{title}"\n{text}' for _, title, text in generate(COUNT)]
   return FakeEncoder(**settings).encode_passages(texts).astype(np.float32)
 
 
@@ -67,9 +65,10 @@ def refused(tmp_path, source, path, **given):
   return str(error.value)
 
 
-@pytest.mark.parametrize('factory, name', [
-  ('Flat', 'Flat'), ('HNSW8', 'HNSW8'), ('IVF8,Flat', 'IVF8,Flat'),
-])
+@pytest.mark.parametrize(
+  'factory, name',
+  [('Flat', 'Flat'), ('HNSW8', 'HNSW8'), ('IVF8,Flat', 'IVF8,Flat')],
+)
 def test_faiss_index(source, right, tmp_path, capsys, factory, name):
   path = write_faiss(tmp_path / 'e5.index', right, factory)
   take(tmp_path, source, path, index=['dense_jax'])
@@ -79,7 +78,9 @@ def test_faiss_index(source, right, tmp_path, capsys, factory, name):
   np.testing.assert_allclose(found, right, atol=1e-6)
   about = manifest(tmp_path / 'x')
   assert about['vectors'] == {
-    'dim': DIM, 'dtype': 'float32', 'encoder': FakeEncoder().parameters,
+    'dim': DIM,
+    'dtype': 'float32',
+    'encoder': FakeEncoder().parameters,
     'sample_sha256': files.sample_sha256(tmp_path / 'x/vectors.npy'),
   }
   assert list(about['indexes']) == [f'dense_faiss:{name}', 'dense_jax']
@@ -137,9 +138,7 @@ def test_other_number_format(source, right, tmp_path):
   np.testing.assert_array_equal(found, right.astype(np.float16))
   np.save(tmp_path / 'f.npy', np.asfortranarray(right))
   take(tmp_path / 'y', source, tmp_path / 'f.npy')
-  np.testing.assert_array_equal(
-    vectors.open_vectors(tmp_path / 'y/x'), right
-  )
+  np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'y/x'), right)
 
 
 @pytest.mark.parametrize('form', ['index', 'memmap'])
@@ -152,11 +151,9 @@ def test_parts_are_joined(source, right, tmp_path, form):
   data = whole.read_bytes()
   parts = [tmp_path / 'part_aa', tmp_path / 'part_ab', tmp_path / 'part_ac']
   for i, part in enumerate(parts):
-    part.write_bytes(data[i * 30_000:(i + 1) * 30_000])
+    part.write_bytes(data[i * 30_000 : (i + 1) * 30_000])
   take(tmp_path, source, *parts)
-  np.testing.assert_array_equal(
-    vectors.open_vectors(tmp_path / 'x'), right
-  )
+  np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'x'), right)
   assert not list((tmp_path / 'x').glob('adopted*'))
   if form == 'index':
     assert (tmp_path / 'x/faiss/Flat.index').read_bytes() == data
@@ -164,9 +161,7 @@ def test_parts_are_joined(source, right, tmp_path, form):
   assert 'Is a part missing' in said
 
 
-def test_parts_in_the_wrong_order_can_be_given_again(
-  source, right, tmp_path
-):
+def test_parts_in_the_wrong_order_can_be_given_again(source, right, tmp_path):
   data = right.tobytes()
   parts = [tmp_path / 'part_aa', tmp_path / 'part_ab']
   for part, half in zip(parts, (data[:38400], data[38400:]), strict=True):
@@ -200,32 +195,41 @@ def test_across_disks_it_is_copied(source, right, tmp_path, monkeypatch):
   assert not copied.samefile(path)
 
 
-@pytest.mark.parametrize('move, said', [
-  (lambda x: np.roll(x, 1, axis=0), 'Shifted by -1 row'),
-  (lambda x: np.roll(x, -1, axis=0), 'Shifted by 1 row'),
-  (lambda x: np.random.default_rng(1).permutation(x), 'in another order'),
-  (lambda x: x[::-1].copy(), 'in another order'),
-  (lambda x: x * 3, 'lengths do not'),
-  (lambda x: np.random.default_rng(1).normal(size=x.shape).astype('f4'),
-   'another model made it'),
-])
+@pytest.mark.parametrize(
+  'move, said',
+  [
+    (lambda x: np.roll(x, 1, axis=0), 'Shifted by -1 row'),
+    (lambda x: np.roll(x, -1, axis=0), 'Shifted by 1 row'),
+    (lambda x: np.random.default_rng(1).permutation(x), 'in another order'),
+    (lambda x: x[::-1].copy(), 'in another order'),
+    (lambda x: x * 3, 'lengths do not'),
+    (
+      lambda x: np.random.default_rng(1).normal(size=x.shape).astype('f4'),
+      'another model made it',
+    ),
+  ],
+)
 @pytest.mark.parametrize('form', ['index', 'memmap'])
-def test_misplaced_rows_are_named(
-  source, right, tmp_path, move, said, form
-):
+def test_misplaced_rows_are_named(source, right, tmp_path, move, said, form):
   x = move(right)
-  write = write_raw if form == 'memmap' else (
-    lambda path, x: write_faiss(path, x, 'Flat'))
+  write = (
+    write_raw
+    if form == 'memmap'
+    else (lambda path, x: write_faiss(path, x, 'Flat'))
+  )
   found = refused(tmp_path, source, write(tmp_path / 'e5', x))
   assert said in found and 'cosine median' in found
 
 
-@pytest.mark.parametrize('made, given, said', [
-  (dict(passage_prefix=''), {}, "--passage_prefix=''"),
-  (dict(passage_prefix='query: '), {}, "--passage_prefix='query: '"),
-  (dict(pooling='cls'), {}, "--pooling='cls'"),
-  (dict(path='other'), {}, 'another model made it'),
-])
+@pytest.mark.parametrize(
+  'made, given, said',
+  [
+    (dict(passage_prefix=''), {}, "--passage_prefix=''"),
+    (dict(passage_prefix='query: '), {}, "--passage_prefix='query: '"),
+    (dict(pooling='cls'), {}, "--pooling='cls'"),
+    (dict(path='other'), {}, 'another model made it'),
+  ],
+)
 def test_wrong_settings_are_named(source, tmp_path, made, given, said):
   path = write_raw(tmp_path / 'emb.memmap', encode(source, **made))
   assert said in refused(tmp_path, source, path, **given)
@@ -233,16 +237,24 @@ def test_wrong_settings_are_named(source, tmp_path, made, given, said):
     take(tmp_path / 'again', source, path, **made)
 
 
-@pytest.mark.parametrize('form, said', [
-  ('fewer', 'holds 599 vectors of 32 dimensions; the corpus has 600'),
-  ('narrow', 'holds 600 vectors of 16 dimensions'),
-  ('L2', 'a FAISS index of metric 1, not of inner product'),
-  ('raw fewer', 'not 600 raw vectors of 32 dimensions, which take 76800'),
-  ('cut', 'no whole FAISS index'), ('empty', 'no whole FAISS index'),
-  ('junk', 'no whole FAISS index'), ('npy cut', 'emb'),
-  ('npy int', 'holds int64'), ('npy object', 'emb'), ('npy 1d', '(19200,)'),
-  ('absent', 'no such file'), ('SQ', 'IndexScalarQuantizer; known are'),
-])
+@pytest.mark.parametrize(
+  'form, said',
+  [
+    ('fewer', 'holds 599 vectors of 32 dimensions; the corpus has 600'),
+    ('narrow', 'holds 600 vectors of 16 dimensions'),
+    ('L2', 'a FAISS index of metric 1, not of inner product'),
+    ('raw fewer', 'not 600 raw vectors of 32 dimensions, which take 76800'),
+    ('cut', 'no whole FAISS index'),
+    ('empty', 'no whole FAISS index'),
+    ('junk', 'no whole FAISS index'),
+    ('npy cut', 'emb'),
+    ('npy int', 'holds int64'),
+    ('npy object', 'emb'),
+    ('npy 1d', '(19200,)'),
+    ('absent', 'no such file'),
+    ('SQ', 'IndexScalarQuantizer; known are'),
+  ],
+)
 def test_wrong_files(source, right, tmp_path, form, said):
   path = tmp_path / 'emb'
   if form in ('fewer', 'narrow', 'L2', 'cut', 'SQ'):
@@ -255,7 +267,8 @@ def test_wrong_files(source, right, tmp_path, form, said):
     write_raw(path, right[:-1])
   elif form.startswith('npy'):
     x = {
-      'npy int': np.zeros((COUNT, DIM), int), 'npy 1d': right.ravel(),
+      'npy int': np.zeros((COUNT, DIM), int),
+      'npy 1d': right.ravel(),
       'npy object': np.array([{}]),
     }.get(form, right)
     with open(path, 'wb') as file:

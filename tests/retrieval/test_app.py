@@ -7,9 +7,9 @@ import threading
 import time
 
 import httpx
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+import pytest
 from starlette.testclient import TestClient
 
 from retrieval.app import create_app
@@ -27,8 +27,13 @@ from retrieval.protocol import Limits, Rejected
 from tests.clock import until, within
 
 LIMITS = Limits(
-  max_topk=5, max_queries=8, max_batch=8, max_query_bytes=64,
-  max_query_terms=4, max_body_bytes=70_000, batch_ms=0,
+  max_topk=5,
+  max_queries=8,
+  max_batch=8,
+  max_query_bytes=64,
+  max_query_terms=4,
+  max_body_bytes=70_000,
+  batch_ms=0,
 )
 
 
@@ -138,10 +143,18 @@ def test_bad_field_is_named(http, body, loc, said):
 @pytest.mark.parametrize(
   'body',
   [
-    b'', b'{', b'{"queries": ["x"]', b'\xff\xfe', b'"\xed\xa0\x80"',
-    b'[' * 5000, b'{"queries": ["x"], "topk": ' + b'9' * 5000 + b'}',
-    b'{"queries": ["x"], "topk": NaN}', b'{"queries": ["x"], "topk": 1e999}',
-    b'{"\\ud800": 1, "queries": ["x"]}', b'\x00', b'null',
+    b'',
+    b'{',
+    b'{"queries": ["x"]',
+    b'\xff\xfe',
+    b'"\xed\xa0\x80"',
+    b'[' * 5000,
+    b'{"queries": ["x"], "topk": ' + b'9' * 5000 + b'}',
+    b'{"queries": ["x"], "topk": NaN}',
+    b'{"queries": ["x"], "topk": 1e999}',
+    b'{"\\ud800": 1, "queries": ["x"]}',
+    b'\x00',
+    b'null',
   ],
 )
 def test_bad_body(http, body):
@@ -162,9 +175,9 @@ def test_a_long_query_is_cut_and_fails_nobody():
   long = ['one two three four five', 'x' * 99, 'é' * 60, 'a-b/c.d.e', 'ok']
   (answer,) = posted(index, {'queries': long, 'topk': 1})
   assert answer.status_code == 200
-  assert index.calls == [(
-    ['one two three four', 'x' * 64, 'é' * 32, 'a-b/c.d', 'ok'], 1
-  )]
+  assert index.calls == [
+    (['one two three four', 'x' * 64, 'é' * 32, 'a-b/c.d', 'ok'], 1)
+  ]
 
 
 def test_body_too_large(http):
@@ -184,8 +197,10 @@ json_values = st.recursive(
   | st.integers()
   | st.floats()
   | st.text(st.characters(), max_size=80),
-  lambda inner: st.lists(inner, max_size=4)
-  | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+  lambda inner: (
+    st.lists(inner, max_size=4)
+    | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+  ),
   max_leaves=8,
 )
 near_requests = st.fixed_dictionaries(
@@ -225,9 +240,9 @@ def check(response, body):
   assert response.status_code in (200, 422)
   answer = response.json()
   if response.status_code == 200:
-    assert len(answer['result']) == len(json.loads(response.request.content)[
-      'queries'
-    ])
+    assert len(answer['result']) == len(
+      json.loads(response.request.content)['queries']
+    )
   else:
     assert answer['detail'][0]['msg']
 
@@ -294,7 +309,9 @@ def test_requests_of_many_clients_become_one_call():
   answers, counters = with_batcher(index, Limits(batch_ms=20), body)
   assert index.calls == [(['a', 'b', 'c'], 2)]
   assert [[row[0].contents for row in answer] for answer in answers] == [
-    ['a', 'b', 'a'], ['b', 'c'], ['a']
+    ['a', 'b', 'a'],
+    ['b', 'c'],
+    ['a'],
   ]
   assert (counters.requests, counters.queries) == (3, 6)
   assert (counters.searched, counters.batches) == (3, 1)
@@ -304,9 +321,7 @@ def test_requests_of_different_k_do_not_meet():
   index = Recorder()
 
   async def body(batcher):
-    return await asyncio.gather(
-      *(batcher.search(['a'], k) for k in (3, 1, 3))
-    )
+    return await asyncio.gather(*(batcher.search(['a'], k) for k in (3, 1, 3)))
 
   answers = with_batcher(index, Limits(batch_ms=20), body)
   assert index.calls == [(['a'], 3), (['a'], 1)]
@@ -342,7 +357,10 @@ def test_a_query_that_breaks_the_searcher_fails_alone(caplog):
 
   first, (second,), errors = with_batcher(index, Limits(batch_ms=20), body)
   assert [isinstance(row, SearchFailed) for row in first] == [
-    False, False, True, False
+    False,
+    False,
+    True,
+    False,
   ]
   assert (first[3][0].contents, second[0].contents) == ('c', 'd')
   assert first[2].retry_after_s and 'error ' in str(first[2])
@@ -419,9 +437,17 @@ async def call(app, queries, left=None, send=None, **body):
   `send` gets the messages of the answer; the whole answer comes back.
   """
   scope = dict(
-    type='http', method='POST', path='/retrieve', raw_path=b'/retrieve',
-    query_string=b'', headers=[], http_version='1.1', scheme='http',
-    server=('x', 80), client=('x', 1), root_path='',
+    type='http',
+    method='POST',
+    path='/retrieve',
+    raw_path=b'/retrieve',
+    query_string=b'',
+    headers=[],
+    http_version='1.1',
+    scheme='http',
+    server=('x', 80),
+    client=('x', 1),
+    root_path='',
   )
   body = json.dumps({'queries': queries, 'topk': 1, **body}).encode()
   sent, out = iter([body]), []
@@ -504,6 +530,7 @@ class Slow(Recorder):
 
   def sizes(self, counts, **limits):
     """Numbers of queries in the calls that requests of `counts` make."""
+
     async def run():
       limit = Limits(batch_ms=0, **limits)
       batcher = Batcher(self, limit, clock=lambda: self.now)
@@ -636,13 +663,19 @@ def posted(searcher, *bodies, limits=LIMITS, headers=None, **app):
 
 def test_a_failed_query_fails_its_request_only():
   failed, busy, both, good = posted(
-    Recorder(), {'queries': ['a', 'fail']}, {'queries': ['busy', 'a']},
-    {'queries': ['busy', 'fail']}, {'queries': ['a']},
+    Recorder(),
+    {'queries': ['a', 'fail']},
+    {'queries': ['busy', 'a']},
+    {'queries': ['busy', 'fail']},
+    {'queries': ['a']},
   )
   assert failed.status_code == 502 and 'Retry-After' not in failed.headers
   assert failed.json()['detail'] == [
-    {'loc': ['body', 'queries', 1], 'msg': 'no answer to it',
-     'type': 'search_failed'}
+    {
+      'loc': ['body', 'queries', 1],
+      'msg': 'no answer to it',
+      'type': 'search_failed',
+    }
   ]
   assert busy.status_code == 503 and busy.headers['Retry-After'] == '3'
   assert busy.json()['detail'][0]['loc'] == ['body', 'queries', 0]
@@ -661,10 +694,12 @@ def test_others_of_the_batch_are_answered():
         transport=httpx.ASGITransport(app), base_url='http://x'
       ) as client,
     ):
-      return await asyncio.gather(*(
-        client.post('/retrieve', json={'queries': queries, 'topk': 1})
-        for queries in (['a'], ['b', 'fail'], ['boom'], ['c'])
-      ))
+      return await asyncio.gather(
+        *(
+          client.post('/retrieve', json={'queries': queries, 'topk': 1})
+          for queries in (['a'], ['b', 'fail'], ['boom'], ['c'])
+        )
+      )
 
   answers = asyncio.run(run())
   assert [answer.status_code for answer in answers] == [200, 502, 503, 200]
@@ -714,6 +749,7 @@ def test_a_deadline_ends_a_request_and_its_place():
         transport=httpx.ASGITransport(app), base_url='http://x'
       ) as client,
     ):
+
       def post(query, **headers):
         return client.post(
           '/retrieve', json={'queries': [query], 'topk': 1}, headers=headers
@@ -778,6 +814,7 @@ def test_requests_in_flight_are_bounded():
         transport=httpx.ASGITransport(app), base_url='http://x'
       ) as client,
     ):
+
       def post():
         return client.post('/retrieve', json={'queries': ['a']})
 
@@ -844,6 +881,7 @@ def test_who_does_not_read_an_answer_gives_its_bytes_back():
 
   async def run():
     async with app.router.lifespan_context(app):
+
       async def send(message):
         if message.get('body'):
           await asyncio.Event().wait()
@@ -858,16 +896,25 @@ def test_the_token_guards_everything_but_health_and_ready(corpus):
   app = create_app(searcher(corpus), LIMITS, token='s3cret')
   with TestClient(app) as client:
     for headers in (
-      {}, {'Authorization': 's3cret'}, {'Authorization': 'Bearer'},
-      {'Authorization': 'Bearer wrong'}, {'Authorization': 'Basic s3cret'},
-      {'Authorization': b'Bearer \xff\xfe'}, {'X-Token': 's3cret'},
+      {},
+      {'Authorization': 's3cret'},
+      {'Authorization': 'Bearer'},
+      {'Authorization': 'Bearer wrong'},
+      {'Authorization': 'Basic s3cret'},
+      {'Authorization': b'Bearer \xff\xfe'},
+      {'X-Token': 's3cret'},
     ):
       for method, path in (
-        ('POST', '/retrieve'), ('GET', '/metrics'),
-        ('GET', '/openapi.json'), ('GET', '/docs'), ('GET', '/none'),
+        ('POST', '/retrieve'),
+        ('GET', '/metrics'),
+        ('GET', '/openapi.json'),
+        ('GET', '/docs'),
+        ('GET', '/none'),
       ):
         response = client.request(
-          method, path, headers=headers,
+          method,
+          path,
+          headers=headers,
           json={'queries': ['hamlet']} if method == 'POST' else None,
         )
         assert response.status_code == 401, path
@@ -887,6 +934,7 @@ def test_pages_of_other_sites_are_refused(corpus):
     create_app(searcher(corpus), LIMITS, hosts=HOSTS),
     base_url='http://127.0.0.1:8000',
   ) as client:
+
     def status(**headers):
       return client.post('/retrieve', content=body, headers=headers).status_code
 
@@ -905,7 +953,8 @@ def test_pages_of_other_sites_are_refused(corpus):
     assert 'Origin' in other['detail'] and '--token_file' in other['detail']
   with TestClient(
     create_app(searcher(corpus), LIMITS, hosts=HOSTS, token='t'),
-    base_url='http://tunnel.example', headers={'Authorization': 'Bearer t'},
+    base_url='http://tunnel.example',
+    headers={'Authorization': 'Bearer t'},
   ) as client:  # who has the token is no stranger
     assert client.post('/retrieve', content=body).status_code == 200
 
@@ -933,9 +982,7 @@ def test_ready_waits_for_the_warm_up(corpus):
     assert client.get('/health').json()['served']['queries'] == 0
 
 
-def test_a_first_search_that_takes_long_does_not_hold_the_start(
-  corpus, caplog
-):
+def test_a_first_search_that_takes_long_does_not_hold_the_start(corpus, caplog):
   go = threading.Event()
 
   class Cold(BM25Index):
@@ -1045,12 +1092,14 @@ def test_metrics(http):
   response = http.get('/metrics')
   assert response.headers['content-type'].startswith('text/plain')
   values = dict(
-    line.rsplit(' ', 1) for line in response.text.splitlines()
+    line.rsplit(' ', 1)
+    for line in response.text.splitlines()
     if not line.startswith('#')
   )
   for name in (
     'retrieval_stage_seconds_count{stage="batch"}',
-    'retrieval_request_seconds_count', 'retrieval_batch_queries_count',
+    'retrieval_request_seconds_count',
+    'retrieval_batch_queries_count',
     'retrieval_responses_total{status="200"}',
     'retrieval_responses_total{status="422"}',
     'retrieval_rejected_total{reason="request"}',

@@ -7,10 +7,10 @@ import tempfile
 import threading
 import types
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 from retrieval import bm25
 from retrieval.bm25 import Analyzer, BM25Index
@@ -155,9 +155,7 @@ def test_contract_prefix_and_batch_do_not_show(make):
     np.testing.assert_array_equal(values, scores[:, :k])
   for row, query in enumerate(queries):
     np.testing.assert_array_equal(index.search([query], 200)[0][0], ids[row])
-  np.testing.assert_array_equal(
-    index.search(queries[::-1], 200)[0], ids[::-1]
-  )
+  np.testing.assert_array_equal(index.search(queries[::-1], 200)[0], ids[::-1])
 
 
 def test_contract_ties_come_in_corpus_order(make):
@@ -368,8 +366,10 @@ def saved(tmp_path):
 
 def test_an_open_index_answers_as_the_one_saved(saved):
   texts, options = many_texts(), dict(k1=0.9, b=0.4, stop_words='none')
-  built, opened = BM25Index(texts, **options), BM25Index.open(
-    saved(texts, **options))
+  built, opened = (
+    BM25Index(texts, **options),
+    BM25Index.open(saved(texts, **options)),
+  )
   assert opened.parameters == built.parameters
   assert len(opened) == len(built)
   queries = ['word1 word2 word2', 'nothing', '', 'WORD3', 'wörd \ud800' * 99]

@@ -11,9 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from retrieval import (
-  build_index, dense_faiss, files, vectors
-)
+from retrieval import build_index, dense_faiss, files, vectors
 from retrieval.corpus import CorpusError
 from retrieval.encoder import Encoder
 from retrieval.folder import open_folder, open_index
@@ -25,10 +23,22 @@ from tests.retrieval.conftest import write_corpus
 from tests.retrieval.fakes import FakeEncoder, generate
 
 DEFAULTS = dict(
-  corpus=None, index=[], encoder='fake', vectors=None, block=64,
-  restart=False, adopt=[], sample=64, bm25_preset='lucene', k1=None,
-  b=None, stemmer='english', stop_words='english', milvus_uri=None,
-  milvus_collection='passages', **dict.fromkeys(build_index._ENCODER),
+  corpus=None,
+  index=[],
+  encoder='fake',
+  vectors=None,
+  block=64,
+  restart=False,
+  adopt=[],
+  sample=64,
+  bm25_preset='lucene',
+  k1=None,
+  b=None,
+  stemmer='english',
+  stop_words='english',
+  milvus_uri=None,
+  milvus_collection='passages',
+  **dict.fromkeys(build_index._ENCODER),
 )
 
 
@@ -44,6 +54,7 @@ def build(out, **given):
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
   import retrieval.encoder
+
   monkeypatch.setattr(retrieval.encoder, 'Encoder', FakeEncoder)
   monkeypatch.setattr(FakeEncoder, 'encoded', 0)
   monkeypatch.setattr(FakeEncoder, 'pause', None)
@@ -63,7 +74,8 @@ def contents(out):
   """Bytes of every file, without what names the moment or the place."""
   return {
     p.relative_to(out).as_posix(): p.read_bytes()
-    for p in sorted(out.rglob('*')) if p.is_file() and p.name != '.lock'
+    for p in sorted(out.rglob('*'))
+    if p.is_file() and p.name != '.lock'
   }
 
 
@@ -106,13 +118,18 @@ def test_rows_are_the_passages(source, tmp_path):
     'format': 1,
     'corpus': {'count': 500, 'sha256': corpus.sha256, 'source': source},
     'vectors': {
-      'dim': 32, 'dtype': 'float32', 'encoder': encoder,
+      'dim': 32,
+      'dtype': 'float32',
+      'encoder': encoder,
       'sample_sha256': files.sample_sha256(tmp_path / 'vectors.npy'),
     },
     'indexes': {
       'dense_jax': {},
       'bm25': {
-        'name': 'bm25', 'k1': 1.2, 'b': 0.75, 'stemmer': 'english',
+        'name': 'bm25',
+        'k1': 1.2,
+        'b': 0.75,
+        'stemmer': 'english',
         'stop_words': 'english',
       },
     },
@@ -122,8 +139,10 @@ def test_rows_are_the_passages(source, tmp_path):
 def test_float16(source, tmp_path):
   build(tmp_path, corpus=source, index=['dense_jax'], vectors='float16')
   found = vectors.open_vectors(tmp_path)
-  assert found.dtype == 'float16' and manifest(tmp_path)['vectors'][
-    'dtype'] == 'float16'
+  assert (
+    found.dtype == 'float16'
+    and manifest(tmp_path)['vectors']['dtype'] == 'float16'
+  )
   corpus = open_store(tmp_path / 'corpus.arrow')
   expected = FakeEncoder().encode_passages(corpus.contents[:20])
   np.testing.assert_allclose(found[:20], expected, atol=1e-3)
@@ -137,7 +156,9 @@ def test_another_index_later_encodes_nothing(source, tmp_path):
   build(tmp_path, corpus=source, index=['dense_faiss:Flat'], encoder=None)
   assert FakeEncoder.encoded == encoded
   assert list(manifest(tmp_path)['indexes']) == [
-    'dense_jax', 'bm25', 'dense_faiss:Flat'
+    'dense_jax',
+    'bm25',
+    'dense_faiss:Flat',
   ]
   assert (tmp_path / 'faiss/Flat.index').exists()
 
@@ -168,12 +189,15 @@ def test_stopped_encoding_goes_on(source, tmp_path, monkeypatch, at):
   assert contents(cut) == contents(whole)
 
 
-@pytest.mark.parametrize('change, said', [
-  (dict(encoder='other'), "encoder.sha256 was 'fake', is 'other'"),
-  (dict(pooling='cls'), "encoder.pooling was 'mean', is 'cls'"),
-  (dict(passage_prefix=''), "encoder.passage_prefix was 'passage: '"),
-  (dict(vectors='float16'), "dtype was 'float32', is 'float16'"),
-])
+@pytest.mark.parametrize(
+  'change, said',
+  [
+    (dict(encoder='other'), "encoder.sha256 was 'fake', is 'other'"),
+    (dict(pooling='cls'), "encoder.pooling was 'mean', is 'cls'"),
+    (dict(passage_prefix=''), "encoder.passage_prefix was 'passage: '"),
+    (dict(vectors='float16'), "dtype was 'float32', is 'float16'"),
+  ],
+)
 def test_other_work_is_refused_by_name(source, tmp_path, change, said):
   build(tmp_path, corpus=source, index=['dense_jax'])
   before = contents(tmp_path)
@@ -202,10 +226,16 @@ def test_other_corpus_is_refused(source, tmp_path):
     build(tmp_path / 'x', index=['bm25'])
 
 
-@pytest.mark.parametrize('name, said', [
-  ('dense', 'not one of'), ('bm25:x', 'not one of'), ('', 'not one of'),
-  ('dense_faiss', 'not one of'), ('dense_faiss:', 'not one of'),
-])
+@pytest.mark.parametrize(
+  'name, said',
+  [
+    ('dense', 'not one of'),
+    ('bm25:x', 'not one of'),
+    ('', 'not one of'),
+    ('dense_faiss', 'not one of'),
+    ('dense_faiss:', 'not one of'),
+  ],
+)
 def test_wrong_index_is_refused_before_work(source, tmp_path, name, said):
   with pytest.raises(ValueError, match=said):
     build(tmp_path / 'x', corpus=source, index=['bm25', name])
@@ -262,7 +292,8 @@ def test_memory_is_constant(tmp_path, monkeypatch):
     FakeEncoder, '_encode', lambda self, text: np.zeros(256, np.float32)
   )
   monkeypatch.setattr(
-    FakeEncoder, 'encode_passages',
+    FakeEncoder,
+    'encode_passages',
     lambda self, texts: rng.random((len(texts), 256), np.float32),
   )
   peaks = []
@@ -271,8 +302,11 @@ def test_memory_is_constant(tmp_path, monkeypatch):
     with open(path, 'w') as file:
       for i in range(count):
         file.write(json.dumps({'id': str(i), 'contents': f'{i} ' * 100}) + '\n')
-    monkeypatch.setattr(FakeEncoder, '__init__', lambda self, path, **k: vars(
-      self).update(dim=256, parameters={}))
+    monkeypatch.setattr(
+      FakeEncoder,
+      '__init__',
+      lambda self, path, **k: vars(self).update(dim=256, parameters={}),
+    )
     build(tmp_path / f'{count}', corpus=str(path))
     with memory.Peak() as peak:
       build(tmp_path / f'{count}', index=['dense_jax'], block=1024)
@@ -281,7 +315,7 @@ def test_memory_is_constant(tmp_path, monkeypatch):
   assert peaks[1] - peaks[0] < 8e6, peaks
 
 
-KILLED = '''
+KILLED = """
 import sys
 sys.path.insert(0, {root!r})
 import retrieval.encoder
@@ -298,18 +332,18 @@ def pause():
     sys.stdin.read()
 FakeEncoder.pause = pause
 build_index.run(flag_values({out!r}, corpus={source!r}, index={index!r}))
-'''
+"""
 
 
 def test_kill_9_and_again_gives_the_same_bytes(source, tmp_path):
   cut, whole = tmp_path / 'cut', tmp_path / 'whole'
   index = ['bm25', 'dense_jax', 'dense_faiss:Flat']
-  code = KILLED.format(
-    root=str(ROOT), out=str(cut), source=source, index=index
-  )
+  code = KILLED.format(root=str(ROOT), out=str(cut), source=source, index=index)
   process = subprocess.Popen(
-    [sys.executable, '-c', code], stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE, cwd=ROOT,
+    [sys.executable, '-c', code],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    cwd=ROOT,
   )
   assert process.stdout.readline() == b'here\n'
   process.send_signal(signal.SIGKILL)
@@ -346,22 +380,30 @@ def test_a_stopped_faiss_index_goes_on(source, tmp_path, monkeypatch):
   assert contents(cut) == contents(whole)
 
 
-def test_every_index_opens_and_finds(
-  source, tmp_path, monkeypatch, milvus_url
-):
+def test_every_index_opens_and_finds(source, tmp_path, monkeypatch, milvus_url):
   import retrieval.encoder
+
   monkeypatch.setattr(retrieval.encoder, 'Encoder', Encoder)  # the real one
   model = encoders.write(tmp_path, 'e5-tiny-v2')
-  names = ['bm25', 'dense_jax', 'dense_faiss:Flat', 'dense_faiss:HNSW8',
-           'milvus']
+  names = [
+    'bm25',
+    'dense_jax',
+    'dense_faiss:Flat',
+    'dense_faiss:HNSW8',
+    'milvus',
+  ]
   # Passages, asked as queries, find themselves where both are encoded alike.
   alike = dict(passage_length=48, query_length=48, query_prefix='passage: ')
   given = dict(encoder=str(model), **alike)
   with pytest.raises(ValueError, match='milvus needs --milvus_uri'):
     build(tmp_path / 'x', corpus=source, index=names, **given)
   build(
-    tmp_path / 'x', corpus=source, index=names, milvus_uri=milvus_url,
-    milvus_collection='built', **given,
+    tmp_path / 'x',
+    corpus=source,
+    index=names,
+    milvus_uri=milvus_url,
+    milvus_collection='built',
+    **given,
   )
   folder = open_folder(tmp_path / 'x')
   assert list(folder.manifest['indexes']) == names
@@ -378,8 +420,10 @@ def test_every_index_opens_and_finds(
   # What was built is adopted elsewhere: an index, and the vectors alone.
   for path in ('faiss/Flat.index', 'faiss/HNSW8.index', 'vectors.npy'):
     build(
-      tmp_path / path.replace('/', '_'), corpus=source,
-      adopt=[str(tmp_path / 'x' / path)], **given,
+      tmp_path / path.replace('/', '_'),
+      corpus=source,
+      adopt=[str(tmp_path / 'x' / path)],
+      **given,
     )
     taken = open_folder(tmp_path / path.replace('/', '_'))
     np.testing.assert_allclose(taken.vectors, folder.vectors, atol=1e-6)

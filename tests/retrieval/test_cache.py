@@ -12,9 +12,9 @@ import tempfile
 import threading
 
 import hypothesis
+from hypothesis import strategies as st
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from retrieval.cache import FORMAT, Recorded, StoreError
 from retrieval.core import Found, LocalSearcher, SearchFailed
@@ -73,6 +73,7 @@ def test_replay_answers_alone_and_the_same(path):
 
 def test_an_index_is_recorded_like_any_searcher(path, corpus):
   from retrieval.bm25 import BM25Index
+
   searcher = LocalSearcher(corpus, BM25Index(corpus.contents))
   plain = searcher.search(['hamlet', 'zzz'], 3)
   assert plain[0] and plain[1] == []
@@ -189,7 +190,8 @@ def test_any_answer_comes_back_to_the_byte(answers, k, identity):
     source = Source(answers, {'i': identity})
     queries = list(answers)
     assert exact(recorded(source, path, queries, k)) == (
-      exact(answers.values()))
+      exact(answers.values())
+    )
     assert exact(replayed(path, queries, k)) == exact(answers.values())
     store = Recorded(None, path)
     assert store.identity == {'i': identity}
@@ -303,8 +305,9 @@ def test_an_answer_under_another_key_is_noticed(path):
   db = sqlite3.connect(path)
   rows = db.execute('SELECT key, sha256, answer FROM answers').fetchall()
   for (key, *_), (_, *value) in zip(rows, rows[::-1], strict=True):
-    db.execute('UPDATE answers SET sha256=?, answer=? WHERE key=?',
-               (*value, key))
+    db.execute(
+      'UPDATE answers SET sha256=?, answer=? WHERE key=?', (*value, key)
+    )
   db.commit()
   db.close()
   with pytest.raises(StoreError, match='does not match'):
@@ -323,7 +326,8 @@ def test_a_store_cut_short_never_answers_wrongly(path, kept):
     assert str(path) in str(error)
   else:
     assert all(
-      isinstance(g, SearchFailed) or g == t for g, t in zip(got, truth))
+      isinstance(g, SearchFailed) or g == t for g, t in zip(got, truth)
+    )
     assert any(isinstance(g, SearchFailed) for g in got)
 
 
@@ -386,7 +390,7 @@ def test_whoever_stores_first_answers_for_all(path):
   assert replayed(path, ['a'], 1)[0][0].id == 'two'
 
 
-WRITER = '''
+WRITER = """
 import sys
 from retrieval.cache import Recorded
 from tests.retrieval.fakes import Source
@@ -396,13 +400,16 @@ sys.stdin.readline()
 for i in range(int(sys.argv[2]), int(sys.argv[3])):
   store.search([f'q{i}'], 3)
   print(i, flush=True)
-'''
+"""
 
 
 def writer(path, low, high):
   return subprocess.Popen(
-    [sys.executable, '-c', WRITER, str(path), str(low), str(high)], cwd=ROOT,
-    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    [sys.executable, '-c', WRITER, str(path), str(low), str(high)],
+    cwd=ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
   )
 
 
@@ -460,7 +467,8 @@ def test_a_batch_is_asked_whole(path):
   source, sizes = Source(), []
   whole = source.search
   source.search = lambda queries, k: (
-    sizes.append(len(queries)) or whole(queries, k))
+    sizes.append(len(queries)) or whole(queries, k)
+  )
   queries = [f'q{i}' for i in range(1000)]
   recorded(source, path, queries, 1)
   recorded(source, path, [*queries, 'more'], 1)
@@ -507,7 +515,8 @@ def test_keys_are_hashes_of_canonical_json(path):
   db = sqlite3.connect(path)
   (key,) = db.execute('SELECT key FROM answers').fetchone()
   identity = '{"a":"ü","b":1}'
-  parts = json.dumps([1, identity, 'q', 2], ensure_ascii=False,
-                     separators=(',', ':'))
+  parts = json.dumps(
+    [1, identity, 'q', 2], ensure_ascii=False, separators=(',', ':')
+  )
   assert key == hashlib.sha256(parts.encode()).digest()
   db.close()

@@ -125,7 +125,9 @@ def failure(url, *args, **options):
 def test_real_server(server, corpus):
   found = ask(server.url, ['hamlet prince', 'zzz', 'same'])
   assert [[h.id for h in row] for row in found] == [
-    ['2', '0'], [], ['4', '5', '6']
+    ['2', '0'],
+    [],
+    ['4', '5', '6'],
   ]
   first = found[0][0]
   assert isinstance(first, Hit) and first.score > 0
@@ -221,17 +223,32 @@ def test_proxies_of_the_environment_are_not_asked_for_loopback(monkeypatch):
 @pytest.mark.parametrize(
   'answer',
   [
-    b'<html>hello</html>', b'', b'{"result": [[', b'\xff\xfe', b'[' * 5000,
-    [], None, {}, {'result': None}, {'results': [[]]}, {'result': {}},
-    {'result': []}, {'result': [[], []]},  # for one query
-    {'result': [None]}, {'result': [{}]}, {'result': [[None]]},
-    {'result': [['text']]}, {'result': [[{'id': '1', 'contents': 'x'}]]},
+    b'<html>hello</html>',
+    b'',
+    b'{"result": [[',
+    b'\xff\xfe',
+    b'[' * 5000,
+    [],
+    None,
+    {},
+    {'result': None},
+    {'results': [[]]},
+    {'result': {}},
+    {'result': []},
+    {'result': [[], []]},  # for one query
+    {'result': [None]},
+    {'result': [{}]},
+    {'result': [[None]]},
+    {'result': [['text']]},
+    {'result': [[{'id': '1', 'contents': 'x'}]]},
     {'result': [[hit(document=None)]]},
     {'result': [[hit(document={'id': 1, 'contents': 'x'})]]},
     {'result': [[hit(document={'id': '1'})]]},
     {'result': [[hit(document={'id': '1', 'contents': None})]]},
-    {'result': [[hit(score=None)]]}, {'result': [[hit(score='1')]]},
-    {'result': [[hit(score=True)]]}, {'result': [[hit(score=float('nan'))]]},
+    {'result': [[hit(score=None)]]},
+    {'result': [[hit(score='1')]]},
+    {'result': [[hit(score=True)]]},
+    {'result': [[hit(score=float('nan'))]]},
     {'result': [[hit(score=float('inf'))]]},
     {'result': [[hit()] * 4]},  # topk was 3
   ],
@@ -245,11 +262,14 @@ def test_garbage_is_a_bad_response_and_not_asked_again(answer):
 @pytest.mark.parametrize(
   'status, kind',
   [
-    ('400 Bad Request', 'rejected'), ('401 Unauthorized', 'unauthorised'),
+    ('400 Bad Request', 'rejected'),
+    ('401 Unauthorized', 'unauthorised'),
     ('403 Forbidden', 'unauthorised'),
-    ('404 Not Found', 'rejected'), ('422 Unprocessable', 'rejected'),
+    ('404 Not Found', 'rejected'),
+    ('422 Unprocessable', 'rejected'),
     ('500 Internal Server Error', 'bad_response'),
-    ('302 Found', 'bad_response'), ('204 No Content', 'bad_response'),
+    ('302 Found', 'bad_response'),
+    ('204 No Content', 'bad_response'),
   ],
 )
 def test_final_statuses(status, kind):
@@ -305,9 +325,11 @@ def test_retry_after_beyond_the_deadline_ends_at_once():
 @pytest.mark.parametrize('value', ['', 'soon', '-1', '9' * 99, '٣'])
 def test_senseless_retry_after(value):
   busy = reply({}, '503 Service Unavailable', [f'Retry-After: {value}'])
-  busy = busy.decode('latin-1', 'replace').encode('latin-1', 'replace') if (
-    value.isascii()
-  ) else busy
+  busy = (
+    busy.decode('latin-1', 'replace').encode('latin-1', 'replace')
+    if (value.isascii())
+    else busy
+  )
   with Faults(busy, GOOD) as faults:
     assert len(ask(faults.url)[0]) == 1
 
@@ -325,14 +347,18 @@ def test_hang_then_recovery():
 
 def test_deadline_bounds_all_attempts():
   with Faults(HANG) as faults:
-    error = within(1.5, lambda: failure(
-      faults.url, timeout_s=0.2, deadline_s=0.5, retries=1000
-    ))
+    error = within(
+      1.5,
+      lambda: failure(faults.url, timeout_s=0.2, deadline_s=0.5, retries=1000),
+    )
     assert error.kind == 'timeout'
   with Faults(BUSY) as faults:
-    error = within(3, lambda: failure(
-      faults.url, deadline_s=1.0, retries=10**6, max_backoff_s=0.05
-    ))
+    error = within(
+      3,
+      lambda: failure(
+        faults.url, deadline_s=1.0, retries=10**6, max_backoff_s=0.05
+      ),
+    )
     assert error.kind == 'overloaded'
 
 
@@ -580,13 +606,15 @@ def test_an_open_circuit_ends_at_the_deadline(monkeypatch):
 
 
 def test_a_dead_server_is_probed_by_one_of_many():
-  """No thundering herd: forty callers, and after the first wave one at a time.
-  """
+  """Forty callers, and after the first wave one at a time."""
   with Faults(b'') as faults:
+
     async def run():
       async with RetrievalClient(
-        faults.url, **FAST | dict(deadline_s=3.0, retries=50),
-        cooldown_s=0.4, max_connections=50,
+        faults.url,
+        **FAST | dict(deadline_s=3.0, retries=50),
+        cooldown_s=0.4,
+        max_connections=50,
       ) as client:
         found = await asyncio.gather(
           *(client.retrieve([str(i)], 1) for i in range(40)),
@@ -615,6 +643,7 @@ def test_a_restart_is_waited_for_without_spending_attempts():
 def test_failover_to_another_replica(server):
   with Faults(b'', BUSY, b'') as faults:
     for urls in ([faults.url, server.url], f'{server.url},{faults.url}'):
+
       async def run(urls=urls):
         async with RetrievalClient(urls, **FAST | {'retries': 1}) as client:
           return [await client.retrieve(['hamlet'], 1) for _ in range(4)]
@@ -624,12 +653,19 @@ def test_failover_to_another_replica(server):
     assert faults.requests
 
 
-@pytest.mark.parametrize('answer', [
-  reply(b'rubbish'), reply({'result': []}), reply({}, '500 Oops'),
-  reply({}, '404 Not Found'), reply({}, '401 Unauthorized'),
-])
+@pytest.mark.parametrize(
+  'answer',
+  [
+    reply(b'rubbish'),
+    reply({'result': []}),
+    reply({}, '500 Oops'),
+    reply({}, '404 Not Found'),
+    reply({}, '401 Unauthorized'),
+  ],
+)
 def test_a_replica_that_answers_rubbish_is_passed_over(server, answer):
   with Faults(answer) as faults:
+
     async def run():
       urls = [faults.url, server.url]
       async with RetrievalClient(
@@ -665,7 +701,7 @@ def test_a_replica_that_comes_back_with_another_corpus_is_left_out(
     start_server(corpus_path, log_path=log) as second,
   ):
     client = RetrievalClient(
-      [first.url, second.url], **FAST, failures=2, cooldown_s=0.05,
+      [first.url, second.url], **FAST, failures=2, cooldown_s=0.05
     )
     assert asyncio.run(ask_often(client)) == {'0'}
     assert queries_answered(second.url)
@@ -701,9 +737,11 @@ def health(sha):
 
 
 def test_a_replica_that_was_away_at_the_start_says_first_what_it_serves():
-  with Faults(health('a'), GOOD) as well, Faults(
-    b'', b'', BUSY, health('b'), GOOD
-  ) as late:
+  with (
+    Faults(health('a'), GOOD) as well,
+    Faults(b'', b'', BUSY, health('b'), GOOD) as late,
+  ):
+
     async def run():
       async with RetrievalClient(
         [well.url, late.url], **FAST, cooldown_s=0.01
@@ -720,6 +758,7 @@ def test_a_replica_that_was_away_at_the_start_says_first_what_it_serves():
 def test_one_server_that_said_what_it_serves_is_held_to_it():
   answers = [health('a'), b'', b'', health('b'), GOOD]
   with Faults(*answers) as faults:
+
     async def run():
       async with RetrievalClient(faults.url, **FAST) as client:
         await client.health()
@@ -754,11 +793,10 @@ def test_servers_without_health_are_no_different_from_each_other():
 
 def test_what_a_replica_serves_is_asked_once_by_many():
   with Faults(health('a'), GOOD) as one, Faults(health('a'), GOOD) as two:
+
     async def run():
       async with RetrievalClient([one.url, two.url], **FAST) as client:
-        await asyncio.gather(
-          *(client.retrieve([str(i)], 1) for i in range(20))
-        )
+        await asyncio.gather(*(client.retrieve([str(i)], 1) for i in range(20)))
 
     asyncio.run(run())
     for faults in (one, two):
@@ -772,6 +810,7 @@ def said(identity):
 
 def test_a_server_replaced_while_nobody_asks_is_not_believed(caplog):
   with Faults(said('a'), said('a'), said('b'), said('a')) as faults:
+
     async def run():
       async with RetrievalClient(faults.url, **FAST) as client:
         for _ in range(2):
@@ -820,6 +859,7 @@ def test_a_replica_replaced_while_nobody_asks_is_left_out(
 
 def test_an_identity_told_later_is_that_of_the_answers_before():
   with Faults(said('a'), health('b')) as faults:
+
     async def run():
       async with RetrievalClient(faults.url, **FAST) as client:
         await client.retrieve(['q'], 1)
@@ -834,9 +874,11 @@ def test_a_token_that_one_replica_does_not_take_is_no_difference():
   # What /health tells one who has not the token.
   hidden = reply({'status': 'ok', 'version': '1'})
   refused = reply({'detail': 'send the header'}, '401 Unauthorized')
-  with Faults(health('a'), GOOD) as well, Faults(
-    hidden, refused, health('a'), GOOD
-  ) as other:
+  with (
+    Faults(health('a'), GOOD) as well,
+    Faults(hidden, refused, health('a'), GOOD) as other,
+  ):
+
     async def run():
       async with RetrievalClient(
         [well.url, other.url], **FAST, failures=1, cooldown_s=0.01
@@ -852,9 +894,11 @@ def test_a_token_that_one_replica_does_not_take_is_no_difference():
     assert asyncio.run(run()).kind == 'unauthorised'
     assert len(other.requests) > 4  # its token was mended
   # Who lets a query in without a word of what it serves is another server.
-  with Faults(health('a'), GOOD) as well, Faults(
-    hidden, reply({'result': [[hit(score=9)]]})
-  ) as other:
+  with (
+    Faults(health('a'), GOOD) as well,
+    Faults(hidden, reply({'result': [[hit(score=9)]]})) as other,
+  ):
+
     async def run():
       async with RetrievalClient([well.url, other.url], **FAST) as client:
         await client.health(well.url)
@@ -887,7 +931,9 @@ def test_retry_after_holds_for_its_replica_alone(server):
     ([{'loc': ['body', 'queries', 1], 'type': 'search_failed'}], (1,)),
     ([{'loc': ['body', 'queries', 'x'], 'type': 'search_failed'}], ()),
     ([{'loc': ['body'], 'type': 'search_failed'}], ()),
-    ([{'type': 'search_failed'}], ()), ([None], ()), ('a proxy', ()),
+    ([{'type': 'search_failed'}], ()),
+    ([None], ()),
+    ('a proxy', ()),
     (None, ()),
   ],
 )

@@ -14,7 +14,12 @@ from retrieval.dense_jax import DenseJax
 from retrieval.hybrid import Hybrid
 from retrieval.rerank import Rerank
 from tests.retrieval.vectors import (
-  FakeCrossEncoder, FakeEncoder, assert_exact, clustered, recall, unit
+  FakeCrossEncoder,
+  FakeEncoder,
+  assert_exact,
+  clustered,
+  recall,
+  unit,
 )
 
 P = 2000
@@ -23,9 +28,7 @@ TWINS = (7, 50, 51, 300, 1999)  # the same text
 
 def _texts():
   rng = np.random.default_rng(0)
-  texts = [
-    ' '.join(f'w{w}' for w in rng.zipf(1.3, 12) % 400) for _ in range(P)
-  ]
+  texts = [' '.join(f'w{w}' for w in rng.zipf(1.3, 12) % 400) for _ in range(P)]
   for twin in TWINS:
     texts[twin] = 'twin of five w1 w2'
   return texts
@@ -34,13 +37,22 @@ def _texts():
 TEXTS = _texts()
 QUERIES = [
   *(' '.join(text.split()[:4]) for text in TEXTS[100:130]),
-  'twin of five w1 w2', 'w1', 'w399 nowhere',
+  'twin of five w1 w2',
+  'w1',
+  'w399 nowhere',
 ]
 ODD = {
-  'empty': '', 'blank': ' \n\t', 'unknown': 'zzzz', 'surrogate': 'w1 \ud800 w2',
-  'nul': 'w1\x00w2', 'emoji': 'w1 \U0001f9d1\u200d\U0001f680', 'rtl': 'שלום w3',
-  'token': '[CLS] w1 [SEP] </search> <|im_end|>', 'long': 'w1 w2 ' * 17000,
-  'escape': '\x1b[31mw1', 'combining': 'w1' + '\u0301' * 2000,
+  'empty': '',
+  'blank': ' \n\t',
+  'unknown': 'zzzz',
+  'surrogate': 'w1 \ud800 w2',
+  'nul': 'w1\x00w2',
+  'emoji': 'w1 \U0001f9d1\u200d\U0001f680',
+  'rtl': 'שלום w3',
+  'token': '[CLS] w1 [SEP] </search> <|im_end|>',
+  'long': 'w1 w2 ' * 17000,
+  'escape': '\x1b[31mw1',
+  'combining': 'w1' + '\u0301' * 2000,
 }
 ENCODER = FakeEncoder()
 VECTORS = ENCODER.encode_passages(TEXTS)
@@ -95,17 +107,20 @@ MAKERS = {
   'faiss_ivfpq': functools.partial(_faiss, 'IVF16,PQ8', nprobe=8),
   'milvus': _milvus,
   'dense_jax': lambda folder: DenseJax(VECTORS, ENCODER),
-  'dense_jax_int8': lambda folder: DenseJax(
-    VECTORS, ENCODER, precision='int8'
-  ),
+  'dense_jax_int8': lambda folder: DenseJax(VECTORS, ENCODER, precision='int8'),
   'hybrid': _hybrid,
   'rerank': _rerank,
 }
 # Recall@10 that each must reach over the vectors, where chance finds 0.005;
 # 1: exact, so that scores are compared instead.
 DENSE = {
-  'faiss_flat': 1, 'dense_jax': 1, 'milvus': 1, 'faiss_hnsw': 0.97,
-  'faiss_ivf': 0.9, 'faiss_ivfpq': 0.5, 'dense_jax_int8': 0.98,
+  'faiss_flat': 1,
+  'dense_jax': 1,
+  'milvus': 1,
+  'faiss_hnsw': 0.97,
+  'faiss_ivf': 0.9,
+  'faiss_ivfpq': 0.5,
+  'dense_jax_int8': 0.98,
 }
 EXACT = ('bm25', 'bm25_folder', *(n for n, bar in DENSE.items() if bar == 1))
 
@@ -169,7 +184,7 @@ def test_shapes_and_order(index, k):
   check(index.search(queries, k), len(queries), k)
 
 
-@pytest.mark.parametrize('k', [0, -1, -10**9])
+@pytest.mark.parametrize('k', [0, -1, -(10**9)])
 def test_k_below_one(index, k):
   with pytest.raises(ValueError, match=f'k={k}'):
     index.search(['w1'], k)
@@ -184,7 +199,7 @@ def test_odd_queries(index):
   together = index.search(list(ODD.values()), 5)
   check(together, len(ODD), 5)
   for row, query in enumerate(ODD.values()):
-    same([x[row:row + 1] for x in together], index.search([query], 5))
+    same([x[row : row + 1] for x in together], index.search([query], 5))
 
 
 def test_duplicates_in_a_batch(index):
@@ -195,7 +210,7 @@ def test_duplicates_in_a_batch(index):
 def test_answers_do_not_depend_on_company(index):
   together = index.search(QUERIES, 10)
   for row, query in enumerate(QUERIES):
-    same([x[row:row + 1] for x in together], index.search([query], 10))
+    same([x[row : row + 1] for x in together], index.search([query], 10))
   turned = index.search(QUERIES[::-1], 10)
   same(together, [x[::-1] for x in turned])
 

@@ -49,8 +49,9 @@ def test_gzip_is_told_by_its_bytes_and_hashes_the_same(
 
 def test_a_large_corpus_is_sent_to_build_index(tmp_path, monkeypatch):
   source = tmp_path / 'a corpus'
-  source.write_text(''.join(f'{{"id": "{i}", "contents": "x"}}\n'
-                            for i in range(4)))
+  source.write_text(
+    ''.join(f'{{"id": "{i}", "contents": "x"}}\n' for i in range(4))
+  )
   monkeypatch.setattr(served, 'MOST', 3)
   with pytest.raises(CorpusError) as error:
     served._corpus(types.SimpleNamespace(corpus=str(source)))
@@ -77,8 +78,12 @@ def test_hash_sees_each_change(tmp_path):
 
 def test_blank_lines_marks_and_numbers_are_tolerated(tmp_path):
   path = write(
-    tmp_path, b'\xef\xbb\xbf' + GOOD.encode(), '', '  ',
-    '{"id": 7, "contents": "\\ud83d\\ude00", "source": "x"}\r', '',
+    tmp_path,
+    b'\xef\xbb\xbf' + GOOD.encode(),
+    '',
+    '  ',
+    '{"id": 7, "contents": "\\ud83d\\ude00", "source": "x"}\r',
+    '',
   )
   corpus = read_corpus(path)
   assert corpus.ids == ('a', '7')
@@ -155,10 +160,18 @@ def test_a_tar_is_told_by_its_bytes_and_hashes_as_its_file(
   corpus, corpus_path, tmp_path, format, zipped
 ):
   path = tmp_path / 'wiki-18.jsonl.gz'
-  path.write_bytes(pack({
-    'data': None, 'data/._wiki-18.jsonl': b'\0\5\x16\7',
-    'data/wiki-18.jsonl': corpus_path.read_bytes(), '._data': b'\0\5\x16\7',
-  }, format, zipped))
+  path.write_bytes(
+    pack(
+      {
+        'data': None,
+        'data/._wiki-18.jsonl': b'\0\5\x16\7',
+        'data/wiki-18.jsonl': corpus_path.read_bytes(),
+        '._data': b'\0\5\x16\7',
+      },
+      format,
+      zipped,
+    )
+  )
   other = read_corpus(path)
   assert other.ids == corpus.ids and other.contents == corpus.contents
   assert other.sha256 == corpus.sha256
@@ -181,9 +194,15 @@ def test_lines_of_a_tar_are_those_of_its_file(tmp_path):
 )
 def test_a_tar_that_holds_not_one_file_is_refused(tmp_path, names, said):
   path = tmp_path / 'c.tar.gz'
-  path.write_bytes(pack({'folder': None} | {
-    name: f'{{"id": "{name}", "contents": "x"}}\n'.encode() for name in names
-  }))
+  path.write_bytes(
+    pack(
+      {'folder': None}
+      | {
+        name: f'{{"id": "{name}", "contents": "x"}}\n'.encode()
+        for name in names
+      }
+    )
+  )
   with pytest.raises(CorpusError, match=f'c.tar.gz: .*{said}'):
     read_corpus(path)
 
@@ -240,8 +259,11 @@ def test_join_is_the_inverse_of_split():
 
 def as_table(rows):
   return pa.table(
-    {'id': [i for i, _ in rows], 'contents': [c for _, c in rows],
-     'other': range(len(rows))}
+    {
+      'id': [i for i, _ in rows],
+      'contents': [c for _, c in rows],
+      'other': range(len(rows)),
+    }
   )
 
 
@@ -324,8 +346,9 @@ def test_columns_cut_short(tmp_path, keep):
   with pytest.raises(CorpusError, match='cut short or damaged'):
     read_corpus(path)
   # The footer is there, what it points to is not.
-  path.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[
-    4 + len(whole) // 2:])
+  path.write_bytes(
+    whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :]
+  )
   with pytest.raises(CorpusError, match='cut short or damaged'):
     read_corpus(path)
 
@@ -361,8 +384,9 @@ def test_streams(tmp_path):
     for i in range(120_000):
       f.write(json.dumps({'id': str(i), 'contents': f'{i:01000}'}) + '\n')
   table = as_table([(str(i), f'{i:01000}') for i in range(120_000)])
-  pq.write_table(table, tmp_path / 'c.parquet', compression='none',
-                 use_dictionary=False)
+  pq.write_table(
+    table, tmp_path / 'c.parquet', compression='none', use_dictionary=False
+  )
   del table
   with tarfile.open(tmp_path / 'c.tar', 'w') as tar:
     tar.add(path, 'c.jsonl')

@@ -11,7 +11,11 @@ from retrieval import dense_faiss, files
 from retrieval.dense_faiss import DenseFaiss, FaissError, ranked
 from tests.conftest import ROOT
 from tests.retrieval.vectors import (
-  FakeEncoder, assert_exact, clustered, recall, unit
+  FakeEncoder,
+  assert_exact,
+  clustered,
+  recall,
+  unit,
 )
 
 VECTORS = clustered(1200, 16, spread=0.3)
@@ -49,7 +53,8 @@ def test_build_repeats(factory, paths, tmp_path):
   assert {p.name for p in tmp_path.iterdir()} == {name, *lists}  # no part left
   for name in lists:
     assert (tmp_path / name).read_bytes() == (
-      paths[factory].with_name(name).read_bytes())
+      paths[factory].with_name(name).read_bytes()
+    )
 
 
 def test_build_reads_a_float16_map(tmp_path):
@@ -87,13 +92,16 @@ def test_a_failed_build_leaves_what_was_there(value, tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['a']
 
 
-@pytest.mark.parametrize('factory, vectors, words', [
-  ('Flatt', VECTORS, "factory='Flatt': FAISS does not build"),
-  ('IVF16,PQ5', VECTORS, "factory='IVF16,PQ5'"),  # 5 does not divide 16
-  ('IVF4000,Flat', VECTORS, 'cannot be trained on 1200 vectors'),
-  ('Flat', VECTORS[:0], 'P >= 1'),
-  ('Flat', VECTORS[0], r'expected \[P, D\]'),
-])
+@pytest.mark.parametrize(
+  'factory, vectors, words',
+  [
+    ('Flatt', VECTORS, "factory='Flatt': FAISS does not build"),
+    ('IVF16,PQ5', VECTORS, "factory='IVF16,PQ5'"),  # 5 does not divide 16
+    ('IVF4000,Flat', VECTORS, 'cannot be trained on 1200 vectors'),
+    ('Flat', VECTORS[:0], 'P >= 1'),
+    ('Flat', VECTORS[0], r'expected \[P, D\]'),
+  ],
+)
 def test_build_refuses(factory, vectors, words, tmp_path):
   with pytest.raises(ValueError, match=words):
     built(tmp_path / 'a', factory, vectors)
@@ -126,8 +134,9 @@ def test_options_are_used_and_told(paths):
     index = DenseFaiss(paths['IVF16,Flat'], None, nprobe=nprobe)
     assert index.parameters['nprobe'] == nprobe
     assert index.parameters['ef_search'] is None
-    found[nprobe] = recall(index.search_vectors(QUERIES, 10)[0],
-                           VECTORS, QUERIES)
+    found[nprobe] = recall(
+      index.search_vectors(QUERIES, 10)[0], VECTORS, QUERIES
+    )
   assert found[1] < 0.95 < found[16] == 1
   for ef in (1, 200):
     index = DenseFaiss(paths['HNSW8'], None, ef_search=ef)
@@ -141,13 +150,16 @@ def test_options_are_used_and_told(paths):
   assert index.parameters['ef_search'] == 33
 
 
-@pytest.mark.parametrize('factory, option, words', [
-  ('Flat', dict(nprobe=4), 'nprobe=4.*without inverted lists'),
-  ('HNSW8', dict(nprobe=4), 'nprobe=4.*without inverted lists'),
-  ('IVF16,PQ4x4', dict(ef_search=4), 'ef_search=4.*without a graph'),
-  ('IVF16,PQ4x4', dict(nprobe=0), 'nprobe=0; expected at least 1'),
-  ('HNSW8', dict(ef_search=-1), 'ef_search=-1; expected at least 1'),
-])
+@pytest.mark.parametrize(
+  'factory, option, words',
+  [
+    ('Flat', dict(nprobe=4), 'nprobe=4.*without inverted lists'),
+    ('HNSW8', dict(nprobe=4), 'nprobe=4.*without inverted lists'),
+    ('IVF16,PQ4x4', dict(ef_search=4), 'ef_search=4.*without a graph'),
+    ('IVF16,PQ4x4', dict(nprobe=0), 'nprobe=0; expected at least 1'),
+    ('HNSW8', dict(ef_search=-1), 'ef_search=-1; expected at least 1'),
+  ],
+)
 def test_unsuited_options(factory, option, words, paths):
   with pytest.raises(FaissError, match=words):
     DenseFaiss(paths[factory], None, **option)
@@ -156,6 +168,7 @@ def test_unsuited_options(factory, option, words, paths):
 def test_parameters_tell_indexes_apart(paths, tmp_path):
   def sample(path):
     return DenseFaiss(path, None).parameters['sample_sha256']
+
   assert len({sample(path) for path in paths.values()}) == len(paths)
   moved = VECTORS.copy()
   moved[0] = -moved[0]
@@ -212,7 +225,8 @@ def test_ties_at_the_cut_come_in_corpus_order(factory, twins, tmp_path):
   where = np.sort(np.random.default_rng(0).permutation(1200)[:twins])
   vectors[where] = vectors[where[0]]
   index = DenseFaiss(
-    built(tmp_path / 'a', factory, vectors), None,
+    built(tmp_path / 'a', factory, vectors),
+    None,
     nprobe=4 if 'IVF' in factory else None,
   )
   for k in (1, 2, 7):
@@ -275,7 +289,8 @@ def test_what_goes_to_the_gpus(paths, monkeypatch):
 
   monkeypatch.setattr(faiss, 'get_num_gpus', lambda: 2)
   for name, value in (
-    ('GpuMultipleClonerOptions', Options), ('index_cpu_to_all_gpus', to_all)
+    ('GpuMultipleClonerOptions', Options),
+    ('index_cpu_to_all_gpus', to_all),
   ):
     monkeypatch.setattr(faiss, name, value, raising=False)
   index = DenseFaiss(paths['IVF16,Flat'], None, nprobe=16, gpu=True)
@@ -287,8 +302,13 @@ def test_what_goes_to_the_gpus(paths, monkeypatch):
 
 def test_stages_are_timed(paths):
   def count():
-    return prometheus_client.REGISTRY.get_sample_value(
-      'retrieval_stage_seconds_count', {'stage': 'search'}) or 0
+    return (
+      prometheus_client.REGISTRY.get_sample_value(
+        'retrieval_stage_seconds_count', {'stage': 'search'}
+      )
+      or 0
+    )
+
   before = count()
   DenseFaiss(paths['Flat'], FakeEncoder(16)).search(['a'], 2)
   assert count() == before + 1
@@ -299,7 +319,7 @@ def test_stages_are_timed(paths):
 def test_opened_as_a_memory_map(factory, tmp_path):
   vectors = clustered(20000 if factory != 'HNSW4' else 6000, 256)
   path = built(tmp_path / 'a', factory, vectors, train=200)
-  code = f'''
+  code = f"""
 from retrieval.dense_faiss import DenseFaiss
 def kb():
   lines = open('/proc/self/status').read().splitlines()
@@ -307,9 +327,12 @@ def kb():
 before = kb()
 index = DenseFaiss({str(path)!r}, None)
 print(kb() - before)
-'''
+"""
   grown = subprocess.run(
-    [sys.executable, '-c', code], cwd=ROOT, check=True, capture_output=True,
+    [sys.executable, '-c', code],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
     text=True,
   ).stdout
   size = sum(part.stat().st_size for part in tmp_path.iterdir())
@@ -321,10 +344,15 @@ print(kb() - before)
 def test_threads_of_faiss_wait_without_spinning_unless_told(given, spins):
   env = {k: v for k, v in os.environ.items() if k != 'OMP_WAIT_POLICY'}
   env |= {'OMP_DISPLAY_ENV': 'verbose'} | (
-    {'OMP_WAIT_POLICY': given} if given else {})
+    {'OMP_WAIT_POLICY': given} if given else {}
+  )
   done = subprocess.run(
-    [sys.executable, '-c', 'import retrieval.dense_faiss'], cwd=ROOT, env=env,
-    capture_output=True, text=True, check=True,
+    [sys.executable, '-c', 'import retrieval.dense_faiss'],
+    cwd=ROOT,
+    env=env,
+    capture_output=True,
+    text=True,
+    check=True,
   )
   found = done.stderr.split("GOMP_SPINCOUNT = '")[1].partition("'")[0]
   assert found.startswith(spins)

@@ -8,9 +8,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from retrieval import dense_programs
 from retrieval.dense_jax import DenseJax
@@ -19,8 +19,8 @@ from retrieval.encoder import Encoder
 from tests import memory
 from tests.conftest import ROOT
 from tests.golden import encoders
-from tests.retrieval.vectors import recall
 from tests.retrieval.test_encoder import compiled, random_texts
+from tests.retrieval.vectors import recall
 
 TIE = 2e-6
 SMALL = 4 * 512 * 64  # bytes of scores: blocks of 64 passages
@@ -36,7 +36,9 @@ def clustered(P, D=48, seed=0):
   centres = unit(rng.normal(size=(max(1, P // 40), D)))
   x = centres[rng.integers(len(centres), size=P)]
   x = unit(x + rng.choice([0, 1e-7, 1e-4], (P, 1)) * rng.normal(size=(P, D)))
-  return x, unit(centres[:9] + 0.1 * rng.normal(size=(9, D))[:len(centres[:9])])
+  return x, unit(
+    centres[:9] + 0.1 * rng.normal(size=(9, D))[: len(centres[:9])]
+  )
 
 
 def check(index, vectors, q, k):
@@ -191,9 +193,12 @@ def test_an_accelerator_writes_no_scores(platform, precision, one):
   P, Q, D = 1 << 22, 32, 128
   plan = Programs(P, D, one, precision, platform=platform)
   assert plan.host == (precision == 'int8')
-  lowered = jax.jit(plan.search, static_argnums=2).trace(
-    jax.ShapeDtypeStruct((Q, D), jnp.float32), plan.arrays(), 16
-  ).lower(lowering_platforms=(platform,)).as_text()
+  lowered = (
+    jax.jit(plan.search, static_argnums=2)
+    .trace(jax.ShapeDtypeStruct((Q, D), jnp.float32), plan.arrays(), 16)
+    .lower(lowering_platforms=(platform,))
+    .as_text()
+  )
   kernel = {'cuda': 'triton', 'tpu': 'tpu_custom_call'}[platform]
   assert kernel in lowered
   found = {
@@ -209,9 +214,7 @@ def test_an_accelerator_writes_no_scores(platform, precision, one):
 def test_vectors_on_the_device_are_searched_as_others_are(one):
   vectors = unit(np.random.default_rng(0).normal(size=(700, 16)))
   rounded = jnp.asarray(vectors, jnp.bfloat16)
-  index = DenseJax(
-    rounded, None, mesh=one, precision='bfloat16', maxima=True
-  )
+  index = DenseJax(rounded, None, mesh=one, precision='bfloat16', maxima=True)
   check(index, np.asarray(rounded, np.float32), vectors[:9], 5)
 
 
@@ -223,16 +226,17 @@ def test_float16_memory_map(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-@pytest.mark.parametrize('precision, share', [
-  ('float32', 1), ('bfloat16', 0.5), ('int8', 0.25)
-])
+@pytest.mark.parametrize(
+  'precision, share', [('float32', 1), ('bfloat16', 0.5), ('int8', 0.25)]
+)
 def test_loading_holds_a_block_beside_the_corpus(
   precision, share, one, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(dense_programs, '_SCORE_BYTES', 1 << 21)
-  np.save(tmp_path / 'v.npy', np.random.default_rng(0).standard_normal(
-    (60_000, 256), np.float32
-  ))
+  np.save(
+    tmp_path / 'v.npy',
+    np.random.default_rng(0).standard_normal((60_000, 256), np.float32),
+  )
   vectors = np.load(tmp_path / 'v.npy', mmap_mode='r')
 
   def load():
@@ -254,8 +258,11 @@ def encoder(tmp_path_factory):
 
 
 def test_search_is_encoding_then_searching(encoder, one):
-  texts = [f'{a} {b}' for a in 'king play won the of'.split()
-           for b in 'hamlet denmark capital x1'.split()]
+  texts = [
+    f'{a} {b}'
+    for a in 'king play won the of'.split()
+    for b in 'hamlet denmark capital x1'.split()
+  ]
   vectors = encoder.encode_passages(texts)
   queries = ['who is the king?', '', '\ud800', *texts]
   q = encoder.encode_queries(queries)
@@ -267,7 +274,9 @@ def test_search_is_encoding_then_searching(encoder, one):
     products = q @ vectors.T
     np.testing.assert_allclose(
       np.take_along_axis(products, ids, 1),
-      np.take_along_axis(products, want, 1), atol=2 * TIE, rtol=0,
+      np.take_along_axis(products, want, 1),
+      atol=2 * TIE,
+      rtol=0,
     )
     assert index.search([], 5)[0].shape == (0, 5)
   parameters = json.loads(json.dumps(index.parameters))
@@ -310,7 +319,7 @@ def test_wrong_arguments(encoder):
       DenseJax(vectors, encoder).search(['a'], k)
 
 
-_EIGHT = '''
+_EIGHT = """
 import jax, numpy as np
 from retrieval import dense_programs
 from retrieval.dense_jax import DenseJax
@@ -328,13 +337,17 @@ for P, maxima in ((5, False), (901, False), (5, True), (901, True)):
     _, scores = index.search_vectors(q, 3)
     best = np.sort(q @ vectors.T)[:, :-4:-1]
     assert np.abs(scores - best).max() < 0.02, (P, precision)
-'''
+"""
 
 
 def test_eight_devices():
   subprocess.run(
-    [sys.executable, '-c', _EIGHT], cwd=ROOT, check=True, env={
-      'JAX_PLATFORMS': 'cpu', 'PATH': '',
+    [sys.executable, '-c', _EIGHT],
+    cwd=ROOT,
+    check=True,
+    env={
+      'JAX_PLATFORMS': 'cpu',
+      'PATH': '',
       'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
     },
   )

@@ -83,7 +83,8 @@ def test_the_programs_used_last_are_kept_within_a_bound(tmp_path):
 def settings():
   """JAX's, as they were before."""
   names = (
-    'jax_compilation_cache_dir', 'jax_compilation_cache_max_size',
+    'jax_compilation_cache_dir',
+    'jax_compilation_cache_max_size',
     'jax_persistent_cache_min_compile_time_secs',
     'jax_persistent_cache_min_entry_size_bytes',
     'jax_enable_compilation_cache',
@@ -99,7 +100,10 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path, settings):
   path = pathlib.Path(settings.jax_compilation_cache_dir)
   assert path.parent == tmp_path / 'a' and settings.jax_enable_compilation_cache
   for folder, mode in (
-    (path, 0o770), (path, 0o707), (path, 0o1777), (path.parent, 0o770),
+    (path, 0o770),
+    (path, 0o707),
+    (path, 0o1777),
+    (path.parent, 0o770),
     (path.parent, 0o777),
   ):
     before = folder.stat().st_mode

@@ -10,9 +10,8 @@ import sys
 import threading
 import types
 
-import pytest
-
 from huggingface_hub import constants
+import pytest
 
 from retrieval import download, transfer
 from retrieval.download import run
@@ -100,8 +99,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
   def put(self, data, slow=False):
     for i in range(0, len(data), 1 << 16):
-      self.wfile.write(data[i:i + (1 << 16)])
-      self.server.sent += len(data[i:i + (1 << 16)])
+      self.wfile.write(data[i : i + (1 << 16)])
+      self.server.sent += len(data[i : i + (1 << 16)])
       if slow:
         threading.Event().wait(0.5)  # time.sleep does nothing here
 
@@ -122,8 +121,15 @@ def server(monkeypatch):
 def ask(server, out, **given):
   """Runs the command; without a source: for the one file of o/f."""
   f = dict(
-    bundle=None, repo=None, repo_type='dataset', file=['*'], revision='main',
-    mirror=server.url, join=None, keep_parts=True, out=str(out),
+    bundle=None,
+    repo=None,
+    repo_type='dataset',
+    file=['*'],
+    revision='main',
+    mirror=server.url,
+    join=None,
+    keep_parts=True,
+    out=str(out),
   )
   if 'bundle' not in given:
     f['repo'] = 'o/f'
@@ -138,13 +144,17 @@ def hub(server, repo, files, small=(), repo_type='datasets'):
     entry = {'rfilename': name, 'size': len(data), 'blobId': blob}
     if name not in small:
       entry['lfs'] = {
-        'sha256': sha256(data), 'size': len(data), 'pointerSize': 130
+        'sha256': sha256(data),
+        'size': len(data),
+        'pointerSize': 130,
       }
     siblings.append(entry)
     prefix = '' if repo_type == 'models' else f'/{repo_type}'
     server.files[f'{prefix}/{repo}/resolve/{COMMIT}/{name}'] = data
   server.api[f'/api/{repo_type}/{repo}/revision/main'] = {
-    'id': repo, 'sha': COMMIT, 'siblings': siblings,
+    'id': repo,
+    'sha': COMMIT,
+    'siblings': siblings,
   }
 
 
@@ -219,8 +229,7 @@ def test_whole_part_is_not_fetched_again(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'plan, said',
-  [([404], 'status 404'), ([403], 'HF_TOKEN')],
+  'plan, said', [([404], 'status 404'), ([403], 'HF_TOKEN')]
 )
 def test_refusals(server, tmp_path, plan, said):
   server.plan = plan
@@ -267,7 +276,9 @@ def test_bad_requests(server, tmp_path):
 
 def test_hub_repository_by_its_own_hashes(server, tmp_path):
   hub(
-    server, 'o/n', {'a/b.bin': DATA, 'README.md': b'read', 'c.txt': b'no'},
+    server,
+    'o/n',
+    {'a/b.bin': DATA, 'README.md': b'read', 'c.txt': b'no'},
     small=['README.md', 'c.txt'],
   )
   server.plan = ['well', 'cut']
@@ -277,9 +288,7 @@ def test_hub_repository_by_its_own_hashes(server, tmp_path):
   assert not (tmp_path / 'c.txt').exists()
   assert not any('Authorization' in a for a in server.asked)  # http
   server.files.clear(), server.api.clear()
-  assert found == ask(
-    server, tmp_path, repo='o/n', file=['*.bin', 'README*']
-  )
+  assert found == ask(server, tmp_path, repo='o/n', file=['*.bin', 'README*'])
 
 
 @pytest.mark.parametrize('name', ['a.bin', 'small.txt'])
@@ -335,8 +344,12 @@ def test_killed_process_goes_on(server, tmp_path):
   server.plan = ['slow']
   out = tmp_path / 'out'
   command = [
-    sys.executable, '-m', 'retrieval.download', '--repo=o/f',
-    f'--mirror={server.url}', f'--out={out}',
+    sys.executable,
+    '-m',
+    'retrieval.download',
+    '--repo=o/f',
+    f'--mirror={server.url}',
+    f'--out={out}',
   ]
   env = {**os.environ, 'HF_HUB_OFFLINE': '0'}
   process = subprocess.Popen(command, cwd=ROOT, env=env)

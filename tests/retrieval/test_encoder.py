@@ -23,10 +23,14 @@ def golden():
 
 
 def load(folder, **options):
-  return Encoder(folder, **{
-    'query_length': encoders.QUERY_LENGTH,
-    'passage_length': encoders.PASSAGE_LENGTH, **options,
-  })
+  return Encoder(
+    folder,
+    **{
+      'query_length': encoders.QUERY_LENGTH,
+      'passage_length': encoders.PASSAGE_LENGTH,
+      **options,
+    },
+  )
 
 
 @pytest.fixture(scope='module')
@@ -236,7 +240,8 @@ def test_arguments_override_the_folder(copy):
   assert found.parameters['pooling'] == 'cls'
   plain = load(copy, family='minilm', pooling='cls', normalise=False)
   np.testing.assert_allclose(
-    found.encode_queries(['hamlet']), plain.encode_queries(['king hamlet']),
+    found.encode_queries(['hamlet']),
+    plain.encode_queries(['king hamlet']),
     atol=1e-6,
   )
   json.dumps(found.parameters)
@@ -260,15 +265,18 @@ def test_parameters_follow_weights_and_tokenizer(copy):
   assert {k for k in before if before[k] != after[k]} == {'sha256'}
 
 
-@pytest.mark.parametrize('parts, base, family', [
-  ('e5-base-v2', '', 'e5'),
-  ('multilingual-e5-small', 'microsoft/MiniLM', 'e5'),
-  ('models--BAAI--bge-base-en-v1.5/snapshots/0a1b2c', '', 'bge'),
-  ('bge-small-zh', '', 'bge_zh'),
-  ('weights', 'nreimers/MiniLM-L6-H384-uncased', 'minilm'),
-  ('facebook_contriever-msmarco', '', 'contriever'),
-  ('gte-large', '', 'gte'),
-])
+@pytest.mark.parametrize(
+  'parts, base, family',
+  [
+    ('e5-base-v2', '', 'e5'),
+    ('multilingual-e5-small', 'microsoft/MiniLM', 'e5'),
+    ('models--BAAI--bge-base-en-v1.5/snapshots/0a1b2c', '', 'bge'),
+    ('bge-small-zh', '', 'bge_zh'),
+    ('weights', 'nreimers/MiniLM-L6-H384-uncased', 'minilm'),
+    ('facebook_contriever-msmarco', '', 'contriever'),
+    ('gte-large', '', 'gte'),
+  ],
+)
 def test_families_by_name(tmp_path, parts, base, family):
   folder = tmp_path / parts
   encoders.write_json(folder / 'config.json', {'_name_or_path': base})
@@ -282,19 +290,22 @@ def test_an_unknown_family_names_the_option(copy):
     load(copy, family='t5')
 
 
-@pytest.mark.parametrize('fields, message', [
-  ({'model_type': 'xlm-roberta'}, "model_type='xlm-roberta'.*'bert'"),
-  ({'hidden_act': 'relu'}, "hidden_act='relu'"),
-  ({'position_embedding_type': 'relative_key'}, 'position_embedding_type'),
-  ({'hidden_size': None}, 'hidden_size=None; expected an integer'),
-  ({'num_attention_heads': 5}, 'no multiple'),
-  ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
-  ({'intermediate_size': 65}, r'intermediate.*has shape .*asks for \(65,'),
-  ({'num_hidden_layers': 3}, r"'encoder.layer.2.*' is missing"),
-  ({'num_hidden_layers': 1}, r"'encoder.layer.1.*surplus"),
-  ({'max_position_embeddings': 64}, 'query_length=96'),
-  ({'vocab_size': 20}, 'different models'),
-])
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'model_type': 'xlm-roberta'}, "model_type='xlm-roberta'.*'bert'"),
+    ({'hidden_act': 'relu'}, "hidden_act='relu'"),
+    ({'position_embedding_type': 'relative_key'}, 'position_embedding_type'),
+    ({'hidden_size': None}, 'hidden_size=None; expected an integer'),
+    ({'num_attention_heads': 5}, 'no multiple'),
+    ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
+    ({'intermediate_size': 65}, r'intermediate.*has shape .*asks for \(65,'),
+    ({'num_hidden_layers': 3}, r"'encoder.layer.2.*' is missing"),
+    ({'num_hidden_layers': 1}, r"'encoder.layer.1.*surplus"),
+    ({'max_position_embeddings': 64}, 'query_length=96'),
+    ({'vocab_size': 20}, 'different models'),
+  ],
+)
 def test_another_model_is_refused(copy, fields, message):
   edit(copy / 'config.json', **fields)
   with pytest.raises(ValueError, match=message):
@@ -321,12 +332,15 @@ def test_a_folder_without_tokenizer_is_refused(copy):
     load(copy, family='minilm')
 
 
-@pytest.mark.parametrize('options, message', [
-  ({'dtype': 'float16'}, 'dtype'),
-  ({'pooling': 'max'}, 'pooling'),
-  ({'passage_length': 129}, 'passage_length=129; expected 3 to 128'),
-  ({'query_length': 2}, 'query_length=2'),
-])
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    ({'dtype': 'float16'}, 'dtype'),
+    ({'pooling': 'max'}, 'pooling'),
+    ({'passage_length': 129}, 'passage_length=129; expected 3 to 128'),
+    ({'query_length': 2}, 'query_length=2'),
+  ],
+)
 def test_options_out_of_range(folder, options, message):
   with pytest.raises(ValueError, match=message):
     load(folder, **options)
@@ -343,5 +357,3 @@ def test_other_modules_are_refused(copy):
   edit(copy / '1_Pooling/config.json', pooling_mode_max_tokens=True)
   with pytest.raises(ValueError, match='1_Pooling.*max_tokens'):
     load(copy, family='minilm')
-
-

@@ -20,13 +20,20 @@ from tests.retrieval.vectors import clustered, unit
 VECTORS = clustered(1200, 16, spread=0.3)
 # Lists in use: all, few, none but some; below a transform; a graph; refined.
 LISTED = (
-  'IVF16,Flat', 'IVF300,Flat', 'IVF16,PQ4x4', 'IVF16,SQ8', 'PCA8,IVF16,Flat',
+  'IVF16,Flat',
+  'IVF300,Flat',
+  'IVF16,PQ4x4',
+  'IVF16,SQ8',
+  'PCA8,IVF16,Flat',
   'IVF16_HNSW8,Flat',
 )
 GROWN = ('HNSW8', 'PCA8,HNSW8', 'IVF16,Flat,RFlat', 'PQ4x4', 'SQ8')
 FACTORIES = ('Flat', *LISTED, *GROWN)
 OPTIONS = dict(
-  identity={'of': 'test'}, threads=1, block=100, train=1000,
+  identity={'of': 'test'},
+  threads=1,
+  block=100,
+  train=1000,
   shard_bytes=100 * 72,
 )
 
@@ -55,9 +62,11 @@ def names(factory):
 
 def direct(factory, vectors=VECTORS):
   """What FAISS alone makes of the same."""
-  rows = np.sort(np.random.default_rng(0).choice(
-    len(vectors), 1000, replace=False, shuffle=False
-  ))
+  rows = np.sort(
+    np.random.default_rng(0).choice(
+      len(vectors), 1000, replace=False, shuffle=False
+    )
+  )
   index = faiss.index_factory(
     vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT
   )
@@ -67,7 +76,7 @@ def direct(factory, vectors=VECTORS):
   if not index.is_trained:
     index.train(vectors[rows])
   for at in range(0, len(vectors), 100):
-    index.add(vectors[at:at + 100])
+    index.add(vectors[at : at + 100])
   return index
 
 
@@ -101,9 +110,14 @@ def same_lists(index, alone):
     assert a.invlists.list_size(i) == n
     for get, width in (('get_ids', 1), ('get_codes', a.code_size)):
       x, y = (
-        faiss.rev_swig_ptr(getattr(ivf.invlists, get)(i), n * width).tolist()
-        for ivf in (a, b) if n
-      ) if n else (0, 0)
+        (
+          faiss.rev_swig_ptr(getattr(ivf.invlists, get)(i), n * width).tolist()
+          for ivf in (a, b)
+          if n
+        )
+        if n
+        else (0, 0)
+      )
       assert x == y
 
 
@@ -120,7 +134,8 @@ def test_one_vector_and_few_lists_in_use(tmp_path):
 def test_float16_is_written_as_float32(tmp_path):
   half = VECTORS.astype(np.float16)
   assert build(tmp_path / 'a', 'Flat', half) == build(
-    tmp_path / 'b', 'Flat', half.astype(np.float32))
+    tmp_path / 'b', 'Flat', half.astype(np.float32)
+  )
 
 
 def test_an_index_with_lists_can_be_moved(tmp_path):
@@ -181,15 +196,19 @@ def test_what_is_done_is_not_done_again(
   assert {p.name for p in tmp_path.iterdir()} == names(factory)
 
 
-@pytest.mark.parametrize('change', [
-  dict(identity={'of': 'others'}), dict(vectors=VECTORS[:1100]),
-  dict(vectors=VECTORS.astype(np.float16)), dict(seed=1), dict(block=50),
-  dict(identity=None),
-])
+@pytest.mark.parametrize(
+  'change',
+  [
+    dict(identity={'of': 'others'}),
+    dict(vectors=VECTORS[:1100]),
+    dict(vectors=VECTORS.astype(np.float16)),
+    dict(seed=1),
+    dict(block=50),
+    dict(identity=None),
+  ],
+)
 @pytest.mark.parametrize('factory', ['Flat', 'IVF16,Flat', 'HNSW8'])
-def test_other_work_starts_over(
-  factory, change, tmp_path, monkeypatch
-):
+def test_other_work_starts_over(factory, change, tmp_path, monkeypatch):
   with monkeypatch.context() as m:
     kill_at(m, 700)
     with pytest.raises(Killed):
@@ -197,7 +216,8 @@ def test_other_work_starts_over(
   change = dict(vectors=VECTORS) | change
   (tmp_path / 'b').mkdir()
   assert build(tmp_path / 'a', factory, **change) == build(
-    tmp_path / 'b/a', factory, **change)
+    tmp_path / 'b/a', factory, **change
+  )
 
 
 def test_without_identity_nothing_is_kept(tmp_path, monkeypatch):
@@ -249,11 +269,15 @@ def test_a_disk_too_small_is_told_first(factory, tmp_path, monkeypatch):
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
   """A disk of `size` bytes for the files of a test."""
-  found = types.SimpleNamespace(size=1 << 30, used=lambda: sum(
-    path.stat().st_size for path in tmp_path.rglob('*') if path.is_file()
-  ))
+  found = types.SimpleNamespace(
+    size=1 << 30,
+    used=lambda: sum(
+      path.stat().st_size for path in tmp_path.rglob('*') if path.is_file()
+    ),
+  )
   monkeypatch.setattr(
-    files.shutil, 'disk_usage',
+    files.shutil,
+    'disk_usage',
     lambda path: types.SimpleNamespace(free=found.size - found.used()),
   )
   return found
@@ -277,7 +301,7 @@ def test_lists_half_written_are_room_for_the_next_try(
   assert build(tmp_path / 'a', 'IVF16,Flat') == expected['IVF16,Flat']
 
 
-KILLED = '''
+KILLED = """
 import sys
 import numpy as np
 sys.path.insert(0, {root!r})
@@ -293,7 +317,7 @@ def blocks(*args):
 dense_faiss.blocks = blocks
 dense_faiss.build(np.load({vectors!r}, mmap_mode='r'), {factory!r}, {path!r},
                   **OPTIONS)
-'''
+"""
 
 
 @pytest.mark.parametrize('factory', ['Flat', 'IVF16,Flat', 'HNSW8'])
@@ -302,10 +326,19 @@ def test_kill_9_and_again_gives_the_same_bytes(
 ):
   np.save(tmp_path / 'v.npy', VECTORS)
   process = subprocess.Popen(
-    [sys.executable, '-c', KILLED.format(
-      root=str(ROOT), vectors=str(tmp_path / 'v.npy'), factory=factory,
-      path=str(tmp_path / 'a'),
-    )], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+    [
+      sys.executable,
+      '-c',
+      KILLED.format(
+        root=str(ROOT),
+        vectors=str(tmp_path / 'v.npy'),
+        factory=factory,
+        path=str(tmp_path / 'a'),
+      ),
+    ],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    cwd=ROOT,
   )
   assert process.stdout.readline() == b'here\n'
   process.send_signal(signal.SIGKILL)
@@ -316,23 +349,26 @@ def test_kill_9_and_again_gives_the_same_bytes(
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-@pytest.mark.parametrize('factory, share', [
-  # Of the bytes of the vectors: a block; the sample and a shard; all of it
-  # and its links, where arrays that double took twice that.
-  ('Flat', 0.0), ('IVF64,Flat', 0.3), ('HNSW4', 1.4),
-])
+@pytest.mark.parametrize(
+  'factory, share',
+  [
+    # Of the bytes of the vectors: a block; the sample and a shard; all of it
+    # and its links, where arrays that double took twice that.
+    ('Flat', 0.0),
+    ('IVF64,Flat', 0.3),
+    ('HNSW4', 1.4),
+  ],
+)
 def test_peak_memory_against_the_index(factory, share, tmp_path):
   count = 12_000 if factory == 'HNSW4' else 60_000
-  vectors = unit(np.random.default_rng(0).standard_normal(
-    (count, 256), np.float32
-  ))
+  vectors = unit(
+    np.random.default_rng(0).standard_normal((count, 256), np.float32)
+  )
   np.save(tmp_path / 'v.npy', vectors)
   size = vectors.nbytes
   del vectors
   vectors = np.load(tmp_path / 'v.npy', mmap_mode='r')
-  options = OPTIONS | dict(
-    train=3000, block=512, shard_bytes=size // 20
-  )
+  options = OPTIONS | dict(train=3000, block=512, shard_bytes=size // 20)
   # What a first build loads and keeps.
   dense_faiss.build(vectors[:3000], factory, tmp_path / 'b', **options)
   with memory.Peak() as peak:

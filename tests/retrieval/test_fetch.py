@@ -12,11 +12,11 @@ import time
 import zlib
 
 import hypothesis
-import pytest
 from hypothesis import strategies as st
+import pytest
 
 from retrieval import fetch as fetch_lib
-from retrieval.fetch import FetchFailed, Fetcher, is_public, read_body
+from retrieval.fetch import Fetcher, FetchFailed, is_public, read_body
 
 HOME = ['127.0.0.0/8']  # what tests allow
 
@@ -54,7 +54,8 @@ class Site:
       except OSError:
         return
       threading.Thread(
-        target=self._serve, args=(connection,), daemon=True).start()
+        target=self._serve, args=(connection,), daemon=True
+      ).start()
 
   def _serve(self, connection):
     connection.settimeout(10)
@@ -82,11 +83,14 @@ class Site:
 
 def reply(body, status='200 OK', kind='text/html; charset=utf-8', **headers):
   headers = {'Content-Type': kind, 'Content-Length': len(body)} | {
-    name.replace('_', '-'): value for name, value in headers.items()}
-  lines = [f'{name}: {value}' for name, value in headers.items()
-           if value is not None]
-  return '\r\n'.join(
-    [f'HTTP/1.1 {status}', *lines]).encode() + b'\r\n\r\n' + body
+    name.replace('_', '-'): value for name, value in headers.items()
+  }
+  lines = [
+    f'{name}: {value}' for name, value in headers.items() if value is not None
+  ]
+  return (
+    '\r\n'.join([f'HTTP/1.1 {status}', *lines]).encode() + b'\r\n\r\n' + body
+  )
 
 
 def redirect(url, status='302 Found'):
@@ -121,7 +125,7 @@ def names(**table):
 
 # What an address is.
 
-PRIVATE = '''
+PRIVATE = """
 0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 100.64.0.1 100.100.100.200
 100.127.255.255 127.0.0.1 127.255.255.254 169.254.169.254 169.254.170.2
 172.16.0.1 172.31.255.255 192.0.0.1 192.0.0.192 192.0.2.1 192.88.99.1
@@ -133,14 +137,14 @@ PRIVATE = '''
 2001:20::1 2001:db8::1 2002:7f00:1:: 2002:a9fe:a9fe::1 2002:808:808::1
 3fff::1 5f00::1 fc00::1 fd00:ec2::254 fd20:ce::254 fe80::1 fe80::1%lo
 fec0::1 ff02::1 ff0e::1
-'''.split()
-PUBLIC = '''
+""".split()
+PUBLIC = """
 1.1.1.1 8.8.8.8 9.255.255.255 11.0.0.0 100.63.255.255 100.128.0.0
 126.255.255.255 128.0.0.0 169.253.255.255 172.15.255.255 172.32.0.0
 192.0.1.0 192.167.255.255 198.17.255.255 198.20.0.0 223.255.255.255
 ::ffff:8.8.8.8 64:ff9b::8.8.8.8 2001:4860:4860::8888 2606:4700::1111
 2a00:1450:4001::1
-'''.split()
+""".split()
 
 
 @pytest.mark.parametrize('address', PRIVATE)
@@ -161,30 +165,39 @@ def test_nothing_is_public_that_python_holds_for_local(address):
       inner = ipaddress.ip_address(int(address) % 2**32)
     address = inner or address
     assert not (
-      address.is_private or address.is_loopback or address.is_multicast
-      or address.is_link_local or address.is_reserved
-      or address.is_unspecified)
+      address.is_private
+      or address.is_loopback
+      or address.is_multicast
+      or address.is_link_local
+      or address.is_reserved
+      or address.is_unspecified
+    )
 
 
 @hypothesis.given(st.ip_addresses(v=4))
 def test_an_embedded_address_is_judged_as_itself(address):
   for prefix in ('::ffff:', '64:ff9b::'):
     assert is_public(ipaddress.ip_address(f'{prefix}{address}')) == (
-      is_public(address))
-  assert not is_public(ipaddress.IPv6Address((0x2002 << 112)
-                                             | int(address) << 80))
+      is_public(address)
+    )
+  assert not is_public(
+    ipaddress.IPv6Address((0x2002 << 112) | int(address) << 80)
+  )
 
 
 def test_what_is_allowed_is_allowed_and_no_more():
   allow = [ipaddress.ip_network('127.0.0.2/32')]
   for address, allowed in [
-    ('127.0.0.2', True), ('::ffff:127.0.0.2', True), ('127.0.0.1', False),
+    ('127.0.0.2', True),
+    ('::ffff:127.0.0.2', True),
+    ('127.0.0.1', False),
     ('::1', False),
   ]:
     assert is_public(ipaddress.ip_address(address), allow) == allowed
 
 
 # Pages.
+
 
 def test_a_page_comes_back_decoded():
   with Site({'/ü?q=1'.encode().decode(): b''}) as site:
@@ -198,20 +211,26 @@ def test_a_page_comes_back_decoded():
   assert 'cookie' not in head and 'authorization' not in head
 
 
-@pytest.mark.parametrize('body, kind, text', [
-  ('ä'.encode('latin-1'), 'text/html; charset=ISO-8859-1', 'ä'),
-  (b'\x93x\x94', 'text/html;charset="iso-8859-1"', '“x”'),
-  ('字'.encode('gbk'), 'text/plain; charset=GBK', '字'),
-  (b'<meta charset="windows-1251"><p>\xc4', 'text/html',
-   '<meta charset="windows-1251"><p>Д'),
-  (b'\xef\xbb\xbfx', 'text/plain', 'x'),
-  (b'\xff\xfe', 'TEXT/HTML', '\ufffd\ufffd'),
-  (b'caf\xc3\xa9', 'text/html; charset=punycode', 'café'),
-  (b'\\x41', 'text/html; charset=unicode_escape', '\\x41'),
-  (b'x\x9c', 'text/html; charset=zlib', 'x\ufffd'),
-  (b'+AGE-', 'text/html; charset=utf-7', '+AGE-'),
-  (b'x', 'text/html; charset=', 'x'),
-])
+@pytest.mark.parametrize(
+  'body, kind, text',
+  [
+    ('ä'.encode('latin-1'), 'text/html; charset=ISO-8859-1', 'ä'),
+    (b'\x93x\x94', 'text/html;charset="iso-8859-1"', '“x”'),
+    ('字'.encode('gbk'), 'text/plain; charset=GBK', '字'),
+    (
+      b'<meta charset="windows-1251"><p>\xc4',
+      'text/html',
+      '<meta charset="windows-1251"><p>Д',
+    ),
+    (b'\xef\xbb\xbfx', 'text/plain', 'x'),
+    (b'\xff\xfe', 'TEXT/HTML', '\ufffd\ufffd'),
+    (b'caf\xc3\xa9', 'text/html; charset=punycode', 'café'),
+    (b'\\x41', 'text/html; charset=unicode_escape', '\\x41'),
+    (b'x\x9c', 'text/html; charset=zlib', 'x\ufffd'),
+    (b'+AGE-', 'text/html; charset=utf-7', '+AGE-'),
+    (b'x', 'text/html; charset=', 'x'),
+  ],
+)
 def test_charsets(body, kind, text):
   with Site({'/': reply(body, kind=kind)}) as site:
     assert fetch(site.url + '/').text == text
@@ -231,14 +250,33 @@ def test_a_body_that_ends_with_the_connection():
 
 # What is refused before anything is sent.
 
-@pytest.mark.parametrize('url', [
-  '', 'x', '//h/', 'ftp://h/', 'file:///etc/passwd', 'gopher://h/',
-  'javascript:alert(1)', 'data:text/html,x', 'http://', 'http:///x',
-  'unix:///run/docker.sock', 'http://h:99999/', 'http://h:x/',
-  'http://u:p@h/', 'http://u@h/', 'https://169.254.169.254\\@h/',
-  'http://h\r\nX: y/', 'http://\x00/', 'http://[::1/', 'http://\udcff/',
-  'http://h/' + 'a' * 70000,
-])
+
+@pytest.mark.parametrize(
+  'url',
+  [
+    '',
+    'x',
+    '//h/',
+    'ftp://h/',
+    'file:///etc/passwd',
+    'gopher://h/',
+    'javascript:alert(1)',
+    'data:text/html,x',
+    'http://',
+    'http:///x',
+    'unix:///run/docker.sock',
+    'http://h:99999/',
+    'http://h:x/',
+    'http://u:p@h/',
+    'http://u@h/',
+    'https://169.254.169.254\\@h/',
+    'http://h\r\nX: y/',
+    'http://\x00/',
+    'http://[::1/',
+    'http://\udcff/',
+    'http://h/' + 'a' * 70000,
+  ],
+)
 def test_what_is_no_url_of_a_page_is_refused(url):
   async def resolve(host, port):
     raise AssertionError('resolved')
@@ -256,16 +294,48 @@ def test_other_ports_are_refused(port):
 
 # Ways to write 127.0.0.1, ::1 and 169.254.169.254.
 INSIDE = (
-  '127.0.0.1', '127.1', '127.0.1', '2130706433', '0x7f000001', '0x7f.1',
-  '0177.0.0.1', '017700000001', '0177.1', '0', '0.0.0.0', '127.127.127.127',
-  '[::1]', '[::]', '[0:0:0:0:0:0:0:1]', '[::ffff:127.0.0.1]',
-  '[::ffff:7f00:1]', '[::127.0.0.1]', '[64:ff9b::7f00:1]',
-  '[2002:7f00:1::]', '[fe80::1]', '[fe80::1%25lo]', '[fe80::1%lo]',
-  '169.254.169.254', '2852039166', '0xa9fea9fe', '0251.0376.0251.0376',
-  '[::ffff:a9fe:a9fe]', '[fd00:ec2::254]', '100.100.100.200', '10.0.0.1',
-  '192.168.1.1', '172.16.0.1', '224.0.0.1', '255.255.255.255',
-  '１２７.0.0.1', '127。0。0。1', '①②⑦.0.0.1', 'localhost', 'LOCALHOST',
-  'localhost.', '127.0.0.1.',
+  '127.0.0.1',
+  '127.1',
+  '127.0.1',
+  '2130706433',
+  '0x7f000001',
+  '0x7f.1',
+  '0177.0.0.1',
+  '017700000001',
+  '0177.1',
+  '0',
+  '0.0.0.0',
+  '127.127.127.127',
+  '[::1]',
+  '[::]',
+  '[0:0:0:0:0:0:0:1]',
+  '[::ffff:127.0.0.1]',
+  '[::ffff:7f00:1]',
+  '[::127.0.0.1]',
+  '[64:ff9b::7f00:1]',
+  '[2002:7f00:1::]',
+  '[fe80::1]',
+  '[fe80::1%25lo]',
+  '[fe80::1%lo]',
+  '169.254.169.254',
+  '2852039166',
+  '0xa9fea9fe',
+  '0251.0376.0251.0376',
+  '[::ffff:a9fe:a9fe]',
+  '[fd00:ec2::254]',
+  '100.100.100.200',
+  '10.0.0.1',
+  '192.168.1.1',
+  '172.16.0.1',
+  '224.0.0.1',
+  '255.255.255.255',
+  '１２７.0.0.1',
+  '127。0。0。1',
+  '①②⑦.0.0.1',
+  'localhost',
+  'LOCALHOST',
+  'localhost.',
+  '127.0.0.1.',
 )
 
 
@@ -288,14 +358,19 @@ def test_no_redirect_leads_inside(host):
   assert error.kind in ('refused', 'unreachable')
 
 
-@pytest.mark.parametrize('status', [
-  '301 Moved', '302 Found', '303 See', '307 Temporary', '308 Permanent'])
+@pytest.mark.parametrize(
+  'status',
+  ['301 Moved', '302 Found', '303 See', '307 Temporary', '308 Permanent'],
+)
 def test_redirects_are_followed_and_checked(status):
   with Site({'/end': reply(b'end')}, host='127.0.0.3') as last:
-    with Site({
-      '/': redirect('/middle', status),
-      '/middle': redirect(last.url + '/end', status),
-    }, host='127.0.0.2') as first:
+    with Site(
+      {
+        '/': redirect('/middle', status),
+        '/middle': redirect(last.url + '/end', status),
+      },
+      host='127.0.0.2',
+    ) as first:
       allow = ['127.0.0.2/31']
       assert fetch(first.url + '/', allow=allow).url == last.url + '/end'
       error = failure(first.url + '/', allow=['127.0.0.2/32'])
@@ -303,15 +378,26 @@ def test_redirects_are_followed_and_checked(status):
   assert len(last.requests) == 1
 
 
-@pytest.mark.parametrize('location', [
-  'file:///etc/passwd', 'ftp://127.0.0.2/', 'gopher://127.0.0.2/',
-  'http://u:p@127.0.0.2/', 'http://127.0.0.2:22/', 'http://[', 'http:///',
-  '//127.0.0.1:80/', 'http://[::1]/', '\\\\127.0.0.1\\x',
-])
+@pytest.mark.parametrize(
+  'location',
+  [
+    'file:///etc/passwd',
+    'ftp://127.0.0.2/',
+    'gopher://127.0.0.2/',
+    'http://u:p@127.0.0.2/',
+    'http://127.0.0.2:22/',
+    'http://[',
+    'http:///',
+    '//127.0.0.1:80/',
+    'http://[::1]/',
+    '\\\\127.0.0.1\\x',
+  ],
+)
 def test_a_redirect_to_no_page_is_refused(location):
   with Site({'/': redirect(location)}, host='127.0.0.2') as site:
     error = failure(
-      site.url + '/', allow=['127.0.0.2/32'], ports=(80, 443, site.port))
+      site.url + '/', allow=['127.0.0.2/32'], ports=(80, 443, site.port)
+    )
     assert error.kind in ('refused', 'status')
 
 
@@ -324,15 +410,19 @@ def test_redirects_end():
 
 # Names.
 
+
 def test_a_name_is_resolved_once_and_its_address_pinned():
   """DNS rebinding: a second answer would lead inside; nobody asks for it."""
-  with Site({'/': reply(b'outside')}, host='127.0.0.2') as outer, Site(
-    {'/': reply(b'inside')}, host='127.0.0.1', port=outer.port
-  ) as inner:
+  with (
+    Site({'/': reply(b'outside')}, host='127.0.0.2') as outer,
+    Site({'/': reply(b'inside')}, host='127.0.0.1', port=outer.port) as inner,
+  ):
     resolve = names(pinned_example=[['127.0.0.2'], ['127.0.0.1']])
     page = fetch(
-      f'http://pinned.example:{outer.port}/', allow=['127.0.0.2/32'],
-      resolve=resolve)
+      f'http://pinned.example:{outer.port}/',
+      allow=['127.0.0.2/32'],
+      resolve=resolve,
+    )
     assert page.text == 'outside'
     assert resolve.asked == ['pinned.example']
     assert f'pinned.example:{outer.port}'.encode() in outer.requests[0]
@@ -340,27 +430,41 @@ def test_a_name_is_resolved_once_and_its_address_pinned():
 
 
 def test_a_redirect_to_the_same_name_is_checked_anew():
-  with Site({'/': redirect('/again')}, host='127.0.0.2') as outer, Site(
-    {'/again': reply(b'inside')}, host='127.0.0.1', port=outer.port
-  ) as inner:
+  with (
+    Site({'/': redirect('/again')}, host='127.0.0.2') as outer,
+    Site(
+      {'/again': reply(b'inside')}, host='127.0.0.1', port=outer.port
+    ) as inner,
+  ):
     resolve = names(pinned_example=[['127.0.0.2'], ['127.0.0.1']])
     error = failure(
-      f'http://pinned.example:{outer.port}/', allow=['127.0.0.2/32'],
-      resolve=resolve)
+      f'http://pinned.example:{outer.port}/',
+      allow=['127.0.0.2/32'],
+      resolve=resolve,
+    )
     assert error.kind == 'refused' and '127.0.0.1' in str(error)
     assert len(resolve.asked) == 2 and inner.requests == []
 
 
-@pytest.mark.parametrize('addresses', [
-  ['127.0.0.2', '127.0.0.1'], ['127.0.0.2', '::1'], ['127.0.0.1'],
-  ['127.0.0.2', '169.254.169.254'], ['127.0.0.2', 'fe80::1%lo'],
-  ['127.0.0.2', 'nonsense'], [],
-])
+@pytest.mark.parametrize(
+  'addresses',
+  [
+    ['127.0.0.2', '127.0.0.1'],
+    ['127.0.0.2', '::1'],
+    ['127.0.0.1'],
+    ['127.0.0.2', '169.254.169.254'],
+    ['127.0.0.2', 'fe80::1%lo'],
+    ['127.0.0.2', 'nonsense'],
+    [],
+  ],
+)
 def test_one_private_address_is_enough_to_refuse_a_name(addresses):
   with Site({'/': reply(b'x')}, host='127.0.0.2') as site:
     error = failure(
-      f'http://two.example:{site.port}/', allow=['127.0.0.2/32'],
-      resolve=names(two_example=[addresses]))
+      f'http://two.example:{site.port}/',
+      allow=['127.0.0.2/32'],
+      resolve=names(two_example=[addresses]),
+    )
     assert site.requests == []
   assert error.kind in ('refused', 'unreachable')
 
@@ -369,14 +473,19 @@ def test_the_next_address_is_tried_where_one_is_dead():
   with Site({'/': reply(b'alive')}, host='127.0.0.3') as site:
     page = fetch(
       f'http://two.example:{site.port}/',
-      resolve=names(two_example=[['127.0.0.2', '127.0.0.3']]))
+      resolve=names(two_example=[['127.0.0.2', '127.0.0.3']]),
+    )
   assert page.text == 'alive'
 
 
-@pytest.mark.parametrize('error', [
-  socket.gaierror(-2, 'Name or service not known'),
-  UnicodeError('label too long'), OSError('resolver \x1b[31m down'),
-])
+@pytest.mark.parametrize(
+  'error',
+  [
+    socket.gaierror(-2, 'Name or service not known'),
+    UnicodeError('label too long'),
+    OSError('resolver \x1b[31m down'),
+  ],
+)
 def test_a_name_without_address_is_unreachable(error):
   async def resolve(host, port):
     raise error
@@ -390,8 +499,10 @@ def test_a_resolver_that_hangs_is_left():
   async def resolve(host, port):
     await asyncio.sleep(60)
 
-  assert failure(
-    'http://slow.example/', resolve=resolve, timeout_s=0.2).kind == 'timeout'
+  assert (
+    failure('http://slow.example/', resolve=resolve, timeout_s=0.2).kind
+    == 'timeout'
+  )
 
 
 def test_names_do_not_wait_for_other_threads():
@@ -416,10 +527,12 @@ def test_the_environment_names_no_proxy(monkeypatch):
 
 
 def test_cookies_are_not_kept():
-  with Site({
-    '/': reply(b'', '302 Found', Location='/next', Set_Cookie='a=b; Path=/'),
-    '/next': reply(b'x'),
-  }) as site:
+  with Site(
+    {
+      '/': reply(b'', '302 Found', Location='/next', Set_Cookie='a=b; Path=/'),
+      '/next': reply(b'x'),
+    }
+  ) as site:
     fetcher = Fetcher(allow=HOME, ports=(site.port,))
     for _ in range(2):
       asyncio.run(fetcher.fetch(site.url + '/'))
@@ -429,14 +542,33 @@ def test_cookies_are_not_kept():
 
 # TLS keeps the name while the address is pinned.
 
+
 def certificate(folder, name):
   key, cert = folder / 'key.pem', folder / 'cert.pem'
-  subprocess.run([
-    'openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt',
-    'ec_paramgen_curve:P-256', '-nodes', '-keyout', key, '-out', cert,
-    '-days', '1', '-subj', f'/CN={name}', '-addext',
-    f'subjectAltName=DNS:{name}',
-  ], check=True, capture_output=True)
+  subprocess.run(
+    [
+      'openssl',
+      'req',
+      '-x509',
+      '-newkey',
+      'ec',
+      '-pkeyopt',
+      'ec_paramgen_curve:P-256',
+      '-nodes',
+      '-keyout',
+      key,
+      '-out',
+      cert,
+      '-days',
+      '1',
+      '-subj',
+      f'/CN={name}',
+      '-addext',
+      f'subjectAltName=DNS:{name}',
+    ],
+    check=True,
+    capture_output=True,
+  )
   return cert, key
 
 
@@ -447,8 +579,7 @@ def test_a_certificate_is_checked_against_the_name(tmp_path, monkeypatch):
   context.load_cert_chain(cert, key)
   asked = []
   context.sni_callback = lambda _, name, __: asked.append(name)
-  resolve = names(pinned_example=[['127.0.0.2']],
-                  other_example=[['127.0.0.2']])
+  resolve = names(pinned_example=[['127.0.0.2']], other_example=[['127.0.0.2']])
   with Site({'/': reply(b'safe')}, '127.0.0.2', context=context) as site:
     url = f'https://pinned.example:{site.port}/'
     error = failure(url, resolve=resolve)  # nobody vouches for it
@@ -462,6 +593,7 @@ def test_a_certificate_is_checked_against_the_name(tmp_path, monkeypatch):
 
 
 # Bodies and heads that mean harm.
+
 
 def test_more_bytes_than_allowed():
   with Site({'/': reply(b'x' * 100), '/long': reply(b'x' * 101)}) as site:
@@ -512,15 +644,21 @@ def test_unpacking_never_holds_more_than_the_bound(monkeypatch):
   assert largest == [1001]
 
 
-@pytest.mark.parametrize('body, encoding, words', [
-  # Not the time: workers that collect a second apart must find one name.
-  (gzip.compress(b'x' * 999, mtime=0)[:-9], 'gzip', 'cut short'),
-  (b'no gzip at all', 'gzip', 'damaged'),
-  (gzip.compress(gzip.compress(b'x', mtime=0), mtime=0), 'gzip, gzip',
-   'encoding'),
-  (b'x', 'br', 'encoding'),
-  (b'x', 'zstd', 'encoding'),
-])
+@pytest.mark.parametrize(
+  'body, encoding, words',
+  [
+    # Not the time: workers that collect a second apart must find one name.
+    (gzip.compress(b'x' * 999, mtime=0)[:-9], 'gzip', 'cut short'),
+    (b'no gzip at all', 'gzip', 'damaged'),
+    (
+      gzip.compress(gzip.compress(b'x', mtime=0), mtime=0),
+      'gzip, gzip',
+      'encoding',
+    ),
+    (b'x', 'br', 'encoding'),
+    (b'x', 'zstd', 'encoding'),
+  ],
+)
 def test_an_encoding_that_is_not_as_said(body, encoding, words):
   with Site({'/': reply(body, Content_Encoding=encoding)}) as site:
     error = failure(site.url + '/')
@@ -531,8 +669,10 @@ def test_an_encoding_that_is_not_as_said(body, encoding, words):
 def test_a_drip_without_end_is_left(part):
   def drip(connection, end):
     connection.sendall(
-      b'HTTP/1.1 200 OK\r\nX-A: ' if part == 'head'
-      else reply(b'', Content_Length=10**6))
+      b'HTTP/1.1 200 OK\r\nX-A: '
+      if part == 'head'
+      else reply(b'', Content_Length=10**6)
+    )
     while not end.wait(0.02):
       connection.sendall(b'x')
 
@@ -554,16 +694,23 @@ def test_the_time_is_for_all_redirects_together():
   assert error.kind == 'timeout'
 
 
-@pytest.mark.parametrize('answer', [
-  b'HTTP/1.1 200 OK\r\nX: ' + b'x' * 300_000 + b'\r\n\r\n',
-  b'HTTP/1.1 200 OK\r\n' + b'X: y\r\n' * 60_000 + b'\r\n',
-  b'SSH-2.0-OpenSSH_9.2\r\n', b'\x00\xff' * 50, b'', b'HTTP/1.1 200 OK\r\n',
-  b'HTTP/1.1 \x1b[31m\r\n\r\n',
-  reply(b'short', Content_Length=99),
-  reply(b'x', Content_Length='-1'), reply(b'x', Content_Length='1, 2'),
-  b'HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n'
-  b'Transfer-Encoding: chunked\r\n\r\nZZ\r\n',
-])
+@pytest.mark.parametrize(
+  'answer',
+  [
+    b'HTTP/1.1 200 OK\r\nX: ' + b'x' * 300_000 + b'\r\n\r\n',
+    b'HTTP/1.1 200 OK\r\n' + b'X: y\r\n' * 60_000 + b'\r\n',
+    b'SSH-2.0-OpenSSH_9.2\r\n',
+    b'\x00\xff' * 50,
+    b'',
+    b'HTTP/1.1 200 OK\r\n',
+    b'HTTP/1.1 \x1b[31m\r\n\r\n',
+    reply(b'short', Content_Length=99),
+    reply(b'x', Content_Length='-1'),
+    reply(b'x', Content_Length='1, 2'),
+    b'HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n'
+    b'Transfer-Encoding: chunked\r\n\r\nZZ\r\n',
+  ],
+)
 def test_what_is_no_answer_is_an_error(answer):
   with Site({'/': answer}) as site:
     error = failure(site.url + '/')
@@ -571,20 +718,37 @@ def test_what_is_no_answer_is_an_error(answer):
   assert '\x1b' not in str(error) and len(str(error)) < 600
 
 
-@pytest.mark.parametrize('kind', [
-  'application/pdf', 'image/png', 'application/octet-stream', None, '',
-  'text/html, application/pdf', 'text/htmlx', 'application/json',
-])
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'application/pdf',
+    'image/png',
+    'application/octet-stream',
+    None,
+    '',
+    'text/html, application/pdf',
+    'text/htmlx',
+    'application/json',
+  ],
+)
 def test_other_media_types_are_refused(kind):
   with Site({'/': reply(b'x', Content_Type=kind)}) as site:
     assert failure(site.url + '/').kind == 'media_type'
 
 
-@pytest.mark.parametrize('status, kind', [
-  ('204 No Content', 'status'), ('304 Not Modified', 'status'),
-  ('401 Unauthorized', 'status'), ('404 Not Found', 'status'),
-  ('302 Found', 'status'), ('429 Too Many Requests', 'busy'),
-  ('500 Error', 'busy'), ('503 Service Unavailable', 'busy')])
+@pytest.mark.parametrize(
+  'status, kind',
+  [
+    ('204 No Content', 'status'),
+    ('304 Not Modified', 'status'),
+    ('401 Unauthorized', 'status'),
+    ('404 Not Found', 'status'),
+    ('302 Found', 'status'),
+    ('429 Too Many Requests', 'busy'),
+    ('500 Error', 'busy'),
+    ('503 Service Unavailable', 'busy'),
+  ],
+)
 def test_other_statuses_are_errors(status, kind):
   with Site({'/': reply(b'', status)}) as site:
     error = failure(site.url + '/')

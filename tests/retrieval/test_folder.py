@@ -11,7 +11,11 @@ from retrieval.bm25 import BM25Index
 from retrieval.core import LocalSearcher
 from retrieval.corpus import CorpusError
 from retrieval.folder import (
-  FolderError, faiss_path, open_folder, open_index, write_manifest
+  FolderError,
+  faiss_path,
+  open_folder,
+  open_index,
+  write_manifest,
 )
 from retrieval.store import open_store, write_store
 from tests.retrieval.conftest import PASSAGES, write_corpus
@@ -36,24 +40,36 @@ def made(corpus_path, tmp_path_factory, milvus_url):
   for factory in ('Flat', 'IVF1,Flat'):
     dense_faiss.build(vectors, factory, faiss_path(path, factory))
   milvus.build(vectors, milvus_url, 'folder')
-  write_manifest(path, {
-    'format': 1,
-    'corpus': {
-      'count': len(corpus), 'sha256': corpus.sha256, 'source': 'c.jsonl',
+  write_manifest(
+    path,
+    {
+      'format': 1,
+      'corpus': {
+        'count': len(corpus),
+        'sha256': corpus.sha256,
+        'source': 'c.jsonl',
+      },
+      'vectors': {
+        'dim': ENCODER.dim,
+        'dtype': 'float32',
+        'encoder': ENCODER.parameters,
+        'sample_sha256': files.sample_sha256(path / 'vectors.npy'),
+      },
+      'indexes': {
+        'bm25': index.parameters,
+        **{
+          f'dense_faiss:{factory}': {
+            'factory': factory,
+            'sample_sha256': dense_faiss.sample_sha256(
+              faiss_path(path, factory)
+            ),
+          }
+          for factory in ('Flat', 'IVF1,Flat')
+        },
+        'milvus': {'collection': 'folder', 'uri': milvus_url},
+      },
     },
-    'vectors': {
-      'dim': ENCODER.dim, 'dtype': 'float32', 'encoder': ENCODER.parameters,
-      'sample_sha256': files.sample_sha256(path / 'vectors.npy'),
-    },
-    'indexes': {
-      'bm25': index.parameters,
-      **{f'dense_faiss:{factory}': {
-        'factory': factory,
-        'sample_sha256': dense_faiss.sample_sha256(faiss_path(path, factory)),
-      } for factory in ('Flat', 'IVF1,Flat')},
-      'milvus': {'collection': 'folder', 'uri': milvus_url},
-    },
-  })
+  )
   return path
 
 
@@ -76,7 +92,8 @@ def test_opens_what_was_made(made, corpus):
   assert folder.corpus.sha256 == corpus.sha256
   assert isinstance(folder.vectors, np.memmap)
   np.testing.assert_array_equal(
-    folder.vectors, ENCODER.encode_passages(corpus.contents))
+    folder.vectors, ENCODER.encode_passages(corpus.contents)
+  )
   assert folder.manifest['corpus']['count'] == len(PASSAGES)
   index = open_index(folder, 'bm25')
   found = LocalSearcher(folder.corpus, index).search(['hamlet'], 2)
@@ -237,7 +254,8 @@ def test_a_model_is_used_as_the_manifest_says(spoiled, tmp_path, monkeypatch):
 
   def edit(m):
     m['vectors'] |= {
-      'dim': encoder.dim, 'encoder': encoder.parameters,
+      'dim': encoder.dim,
+      'encoder': encoder.parameters,
       'sample_sha256': files.sample_sha256(spoiled / 'vectors.npy'),
     }
 
@@ -247,7 +265,8 @@ def test_a_model_is_used_as_the_manifest_says(spoiled, tmp_path, monkeypatch):
   with pytest.raises(FolderError, match="pooling was 'cls', is 'mean'"):
     open_index(folder, 'dense_jax', encoder=Encoder(path, **short))
   monkeypatch.setattr(  # this model has too few positions for the usual
-    'retrieval.encoder.Encoder', functools.partial(Encoder, query_length=32))
+    'retrieval.encoder.Encoder', functools.partial(Encoder, query_length=32)
+  )
   index = open_index(folder, 'dense_jax', encoder=str(path))
   assert index.parameters['encoder']['passage_prefix'] == 'p: '
   assert len(index) == 7

@@ -36,7 +36,9 @@ def schema(corpus):
 @pytest.mark.parametrize(
   'method, path',
   [
-    ('POST', '/retrieve'), ('GET', '/health'), ('GET', '/ready'),
+    ('POST', '/retrieve'),
+    ('GET', '/health'),
+    ('GET', '/ready'),
     ('GET', '/metrics'),
   ],
 )
@@ -47,7 +49,9 @@ def test_no_case_breaks_the_service(schema, method, path, mode):
 
   @hypothesis.settings(
     max_examples=EXAMPLES if operation.body else min(EXAMPLES, 3),
-    deadline=None, database=None, derandomize=EXAMPLES <= 20,
+    deadline=None,
+    database=None,
+    derandomize=EXAMPLES <= 20,
     suppress_health_check=[*hypothesis.HealthCheck],
   )
   @hypothesis.given(operation.as_strategy(generation_mode=mode))

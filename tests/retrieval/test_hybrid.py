@@ -24,10 +24,11 @@ class Listed:
     self.asked.append((list(queries), k))
     k = min(k, self._count)
     row = np.full(k, -1, np.int64)
-    row[:len(self._ids)] = self._ids[:k]
+    row[: len(self._ids)] = self._ids[:k]
     scores = np.where(row < 0, -np.inf, -np.arange(k, dtype=np.float32))
     return np.tile(row, (len(queries), 1)), np.tile(
-      scores.astype(np.float32), (len(queries), 1))
+      scores.astype(np.float32), (len(queries), 1)
+    )
 
 
 def ranked(hybrid, k=10):
@@ -43,7 +44,8 @@ def test_golden():
   found = ranked(Hybrid([Listed([4, 2, 5]), Listed([7, 4, 2])]))
   assert [i for i, _ in found] == [4, 2, 7, 5]
   assert [s for _, s in found] == pytest.approx(
-    [0.0325225, 0.0320020, 0.0163934, 0.0158730], abs=1e-7)
+    [0.0325225, 0.0320020, 0.0163934, 0.0158730], abs=1e-7
+  )
 
 
 def test_ties_in_corpus_order_whatever_the_lists_order():
@@ -79,16 +81,21 @@ def test_parameters_name_the_parts():
   lists = [Listed([1]), Listed([2])]
   parameters = Hybrid(lists, depth=5).parameters
   assert parameters == {
-    'name': 'hybrid', 'constant': 60, 'depth': 5,
+    'name': 'hybrid',
+    'constant': 60,
+    'depth': 5,
     'indexes': [{'name': 'listed', 'ids': [1]}, {'name': 'listed', 'ids': [2]}],
   }
 
 
-@pytest.mark.parametrize('lists, options, words', [
-  ([], {}, 'at least one index'),
-  ([Listed([0]), Listed([0], count=9)], {}, 'listed 10, listed 9'),
-  ([Listed([0])], dict(depth=0), 'depth=0 must be at least 1'),
-])
+@pytest.mark.parametrize(
+  'lists, options, words',
+  [
+    ([], {}, 'at least one index'),
+    ([Listed([0]), Listed([0], count=9)], {}, 'listed 10, listed 9'),
+    ([Listed([0])], dict(depth=0), 'depth=0 must be at least 1'),
+  ],
+)
 def test_refuses(lists, options, words):
   with pytest.raises(ValueError, match=words):
     Hybrid(lists, **options)

@@ -7,7 +7,11 @@ import pytest
 from retrieval import milvus
 from retrieval.milvus import Milvus, MilvusError
 from tests.retrieval.vectors import (
-  FakeEncoder, assert_exact, clustered, recall, unit
+  FakeEncoder,
+  assert_exact,
+  clustered,
+  recall,
+  unit,
 )
 
 VECTORS = clustered(700, 16, spread=0.3)
@@ -52,6 +56,7 @@ def counted(monkeypatch):
     def watched(self, collection, data, *args, _write=write, _name=name, **kw):
       seen.append((_name, data[0]['id'], len(data)))
       return _write(self, collection, data, *args, **kw)
+
     monkeypatch.setattr(pymilvus.MilvusClient, name, watched)
   return seen
 
@@ -63,8 +68,9 @@ def test_build_goes_on_after_a_kill(build, monkeypatch):
   class Killed(BaseException):
     pass
 
-  def insert(self, collection, data, *args, _write=pymilvus.MilvusClient.insert,
-             **kwargs):
+  def insert(
+    self, collection, data, *args, _write=pymilvus.MilvusClient.insert, **kwargs
+  ):
     calls.append(data)
     if len(calls) == 3:  # a block arrives in part
       _write(self, collection, data[:30], *args, **kwargs)
@@ -79,7 +85,8 @@ def test_build_goes_on_after_a_kill(build, monkeypatch):
   seen.clear()
   index = Milvus(*build(block=100), None)
   assert seen == [('upsert', 200, 100)] + [
-    ('insert', n, 100) for n in range(300, 700, 100)]
+    ('insert', n, 100) for n in range(300, 700, 100)
+  ]
   assert len(index) == 700
   assert_exact(index.search_vectors(QUERIES, 20), VECTORS, QUERIES, 20)
 
@@ -90,9 +97,9 @@ def test_a_whole_collection_is_not_built_again(there, monkeypatch):
   assert seen == []
 
 
-@pytest.mark.parametrize('other', [
-  VECTORS[::-1], VECTORS[:300], np.ones((700, 5), np.float32)
-])
+@pytest.mark.parametrize(
+  'other', [VECTORS[::-1], VECTORS[:300], np.ones((700, 5), np.float32)]
+)
 def test_other_vectors_are_not_mixed_in(other, there):
   with pytest.raises(MilvusError, match='holds 700 other vectors; drop it'):
     milvus.build(other, *there)
@@ -136,7 +143,9 @@ def test_requests_are_split(there, monkeypatch):
   want = index.search_vectors(QUERIES, 4)
   monkeypatch.setattr(pymilvus.MilvusClient, 'search', watched)
   for limit, value in (
-    ('_QUERIES', 7), ('_RESULTS', 35), ('_MESSAGE_BYTES', 7 * 4 * 16)
+    ('_QUERIES', 7),
+    ('_RESULTS', 35),
+    ('_MESSAGE_BYTES', 7 * 4 * 16),
   ):
     sizes.clear()
     with monkeypatch.context() as patch:
@@ -182,7 +191,8 @@ def test_collections_of_something_else(there):
 def test_a_build_that_lost_rows(build, monkeypatch):
   insert = pymilvus.MilvusClient.insert
   monkeypatch.setattr(
-    pymilvus.MilvusClient, 'insert',
+    pymilvus.MilvusClient,
+    'insert',
     lambda self, name, rows: insert(self, name, rows[1:]),
   )
   with pytest.raises(MilvusError, match='holds 693 vectors.*not 700; drop it'):
@@ -198,10 +208,13 @@ def test_vectors_that_are_none(build):
     build(VECTORS[:0])
 
 
-@pytest.mark.parametrize('uri, words', [
-  ('http://127.0.0.1:9', 'http://127.0.0.1:9: Milvus: .*is the server up'),
-  ('a.db', "'a.db' is not the URL of a Milvus server.*--milvus_uri"),
-])
+@pytest.mark.parametrize(
+  'uri, words',
+  [
+    ('http://127.0.0.1:9', 'http://127.0.0.1:9: Milvus: .*is the server up'),
+    ('a.db', "'a.db' is not the URL of a Milvus server.*--milvus_uri"),
+  ],
+)
 def test_no_milvus_there(uri, words):
   with pytest.raises(MilvusError, match=words):
     Milvus(uri, 'passages', None, timeout_s=2)
@@ -217,13 +230,15 @@ def test_the_token_comes_from_the_environment(monkeypatch):
   monkeypatch.setenv('MILVUS_TOKEN', 'root:secret')
   milvus._connect('http://host:19530', 7)
   assert seen == {
-    'uri': 'http://host:19530', 'token': 'root:secret', 'timeout': 7
+    'uri': 'http://host:19530',
+    'token': 'root:secret',
+    'timeout': 7,
   }
 
 
 def test_a_server_that_goes_away(tmp_path, capfd):
-  import pymilvus.client.connection_manager  # noqa: F401, a server of its own
   from milvus_lite.adapter.grpc.server import start_server_in_thread
+  import pymilvus.client.connection_manager  # noqa: F401, a server of its own
 
   server, db, port = start_server_in_thread(str(tmp_path / 'a.db'))
   url = f'http://127.0.0.1:{port}'

@@ -10,10 +10,10 @@ import gzip
 import json
 import shlex
 
+from absl import flags
 import faiss
 import numpy as np
 import pytest
-from absl import flags
 from starlette.testclient import TestClient
 
 from retrieval import app, build_index, download, search, server
@@ -58,10 +58,13 @@ def hubbed(hub_server, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setitem(encoders.CONFIG, 'max_position_embeddings', 512)
   rng = np.random.default_rng(0)
-  path = write_corpus(tmp_path / 'c.jsonl', [  # of one length: one program
-    (str(i), 'hamlet', ''.join(rng.choice([*'abcdefgh'], 8)))
-    for i in range(90)
-  ])
+  path = write_corpus(
+    tmp_path / 'c.jsonl',
+    [  # of one length: one program
+      (str(i), 'hamlet', ''.join(rng.choice([*'abcdefgh'], 8)))
+      for i in range(90)
+    ],
+  )
   model = encoders.write(tmp_path / 'hub', 'e5-tiny-v2')
   vectors = Encoder(model).encode_passages(
     [document.contents for document in iter_documents(path)]
@@ -69,15 +72,22 @@ def hubbed(hub_server, tmp_path, monkeypatch):
   index = faiss.index_factory(vectors.shape[1], 'Flat', 0)
   index.add(vectors)
   whole = faiss.serialize_index(index).tobytes()
-  hub(hub_server, 'PeterJinGo/wiki-18-corpus', {
-    'wiki-18.jsonl.gz': gzip.compress(path.read_bytes())
-  })
-  hub(hub_server, 'PeterJinGo/wiki-18-e5-index', {
-    'part_aa': whole[:4000], 'part_ab': whole[4000:]
-  })
-  hub(hub_server, 'intfloat/e5-base-v2', {
-    file.name: file.read_bytes() for file in model.iterdir()
-  }, repo_type='models')
+  hub(
+    hub_server,
+    'PeterJinGo/wiki-18-corpus',
+    {'wiki-18.jsonl.gz': gzip.compress(path.read_bytes())},
+  )
+  hub(
+    hub_server,
+    'PeterJinGo/wiki-18-e5-index',
+    {'part_aa': whole[:4000], 'part_ab': whole[4000:]},
+  )
+  hub(
+    hub_server,
+    'intfloat/e5-base-v2',
+    {file.name: file.read_bytes() for file in model.iterdir()},
+    repo_type='models',
+  )
   return hub_server.url
 
 

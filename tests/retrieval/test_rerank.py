@@ -92,8 +92,14 @@ def test_each_query_meets_its_own_documents():
   ids, scores = Rerank(index, contents, scorer, 4).search(['a', 'b'], 3)
   # Not one pair of a query with the documents of the other.
   assert scorer.pairs == [
-    ('a', 'aa b'), ('a', 'b'), ('a', 'a'), ('a', 'aaaa'),
-    ('b', 'b'), ('b', 'bbb'), ('b', 'aa b'), ('b', 'ab'),
+    ('a', 'aa b'),
+    ('a', 'b'),
+    ('a', 'a'),
+    ('a', 'aaaa'),
+    ('b', 'b'),
+    ('b', 'bbb'),
+    ('b', 'aa b'),
+    ('b', 'ab'),
   ]
   assert ids.tolist() == [[4, 0, 2], [3, 1, 5]]
   assert ids.dtype == np.int64 and scores.dtype == np.float32

@@ -8,12 +8,23 @@ import pytest
 from retrieval.retry import retry_after
 
 
-@pytest.mark.parametrize('value, seconds', [
-  ('0', 0), ('7', 7), (' 12 ', 12), ('', 0), ('soon', 0), ('-1', 0),
-  ('9' * 99, 0), ('1.5', 0), ('٣', 0), ('²', 0),
-  ('Wed, 21 Oct 2015 07:28:00 GMT', 0),  # in the past
-  ('Wed, 21 Oct 2099 07:28:00 +99999999999999999', 0),
-])
+@pytest.mark.parametrize(
+  'value, seconds',
+  [
+    ('0', 0),
+    ('7', 7),
+    (' 12 ', 12),
+    ('', 0),
+    ('soon', 0),
+    ('-1', 0),
+    ('9' * 99, 0),
+    ('1.5', 0),
+    ('٣', 0),
+    ('²', 0),
+    ('Wed, 21 Oct 2015 07:28:00 GMT', 0),  # in the past
+    ('Wed, 21 Oct 2099 07:28:00 +99999999999999999', 0),
+  ],
+)
 def test_seconds(value, seconds):
   assert retry_after(value) == seconds
 

@@ -24,7 +24,10 @@ def printed(query, hits, **options):
 def run(*args):
   return subprocess.run(
     [sys.executable, '-m', 'retrieval.search', *map(str, args)],
-    cwd=ROOT, capture_output=True, text=True, timeout=60,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
   )
 
 
@@ -39,8 +42,9 @@ def test_marks_by_stars_without_colour_and_by_colour_with():
   plain = printed('he swims', hits)
   assert '1. *Swimming*  1.250  id 7' in plain
   assert 'They *swim* [bold]daily[/bold].' in plain
-  colour = printed('he swims', hits, force_terminal=True,
-                   color_system='standard')
+  colour = printed(
+    'he swims', hits, force_terminal=True, color_system='standard'
+  )
   assert '\x1b[1;33mswim\x1b[0m' in colour and '*swim*' not in colour
 
 
@@ -79,10 +83,15 @@ def test_command_errors(tmp_path, corpus_path):
 def test_an_index_folder_answers_as_the_corpus_does(corpus_path, tmp_path):
   store = write_store(corpus_path, tmp_path / 'corpus.arrow')
   index = BM25Index.build(store.contents, tmp_path / 'bm25')
-  write_manifest(tmp_path, {
-    'format': 1, 'vectors': None, 'indexes': {'bm25': index.parameters},
-    'corpus': {'count': len(store), 'sha256': store.sha256, 'source': 'c'},
-  })
+  write_manifest(
+    tmp_path,
+    {
+      'format': 1,
+      'vectors': None,
+      'indexes': {'bm25': index.parameters},
+      'corpus': {'count': len(store), 'sha256': store.sha256, 'source': 'c'},
+    },
+  )
   there = [
     run(source, '--topk=2', 'hamlet tragedy', 'same')
     for source in (f'--corpus={corpus_path}', f'--index_folder={tmp_path}')

@@ -76,9 +76,9 @@ def test_its_whole_batch_searches_in_one_request(server):
   def write(i, turn):
     if turn == 0:
       return f'<think>x</think><search> {(asked + odd)[i % 11]}\n</search>'
-    return rng.choice([
-      '<search>denmark</search>', '<answer>Shakespeare</answer>', 'lost',
-    ])
+    return rng.choice(
+      ['<search>denmark</search>', '<answer>Shakespeare</answer>', 'lost']
+    )
 
   loop = Loop(f'{server.url}/retrieve', write)
   observations = loop.run(GROUPS * ROLLOUTS)
@@ -89,8 +89,9 @@ def test_its_whole_batch_searches_in_one_request(server):
   assert observations[1][0].count('Doc ') == 3  # the twins
   assert observations[8][0] == observations[1][0]  # cut, and searched
   assert [observations[i][0] for i in (4, 5, 6, 7, 9, 10)] == [''] * 6
-  assert all(row[0] == observations[i % 11][0]
-             for i, row in enumerate(observations))
+  assert all(
+    row[0] == observations[i % 11][0] for i, row in enumerate(observations)
+  )
 
 
 def test_turns_in_which_nobody_searches(server):

@@ -26,7 +26,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def run(*args, timeout=60):
   return subprocess.run(
     [sys.executable, '-m', 'retrieval.server', *map(str, args)],
-    cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=timeout,
   )
 
 
@@ -69,8 +72,7 @@ def test_starts_answers_and_stops(corpus_path, tmp_path):
 def test_same_bytes_for_the_same_request(server):
   body = json.dumps({'queries': ['hamlet', 'same'], 'return_scores': True})
   answers = {
-    httpx.post(f'{server.url}/retrieve', content=body).content
-    for _ in range(5)
+    httpx.post(f'{server.url}/retrieve', content=body).content for _ in range(5)
   }
   assert len(answers) == 1
 
@@ -111,7 +113,9 @@ def test_bad_corpus(tmp_path, content, said):
 
 def test_absent_options_are_no_flags():
   assert process._argv({'record': None, 'topk': 5, 'index': ['a', 'b']}) == [
-    '--topk=5', '--index=a', '--index=b'
+    '--topk=5',
+    '--index=a',
+    '--index=b',
   ]
 
 
@@ -124,8 +128,10 @@ def test_bad_flags(corpus_path, tmp_path):
   done = run(f'--corpus={corpus_path}', '--topk=9', '--max_topk=3')
   assert done.returncode == 1 and '--max_topk=3' in done.stderr
   for flag, needed in (
-    ('--index=dense_jax', 'index_folder'), ('--web_max_calls=3', 'web'),
-    ('--replay_identity=x', 'replay'), ('--rerank_n=3', 'index_folder'),
+    ('--index=dense_jax', 'index_folder'),
+    ('--web_max_calls=3', 'web'),
+    ('--replay_identity=x', 'replay'),
+    ('--rerank_n=3', 'index_folder'),
   ):
     done = run(f'--corpus={corpus_path}', flag)
     assert done.returncode == 1, flag
@@ -227,10 +233,21 @@ def folder(corpus_path, tmp_path_factory):
       encoders.write(root, name) for name in ('e5-tiny-v2', encoders.RERANKER)
     )
   subprocess.run(
-    [sys.executable, '-m', 'retrieval.build_index', f'--corpus={corpus_path}',
-     f'--out={root}/index', f'--encoder={encoder}', '--index=bm25',
-     '--index=dense_jax', '--index=dense_faiss:Flat'],
-    cwd=ROOT, check=True, capture_output=True, timeout=200,
+    [
+      sys.executable,
+      '-m',
+      'retrieval.build_index',
+      f'--corpus={corpus_path}',
+      f'--out={root}/index',
+      f'--encoder={encoder}',
+      '--index=bm25',
+      '--index=dense_jax',
+      '--index=dense_faiss:Flat',
+    ],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
+    timeout=200,
   )
   return root / 'index', encoder, reranker
 
@@ -242,7 +259,9 @@ def loaded(server):
 
 
 BODY = {
-  'queries': ['hamlet prince', 'same', 'zzz'], 'topk': 2, 'return_scores': True
+  'queries': ['hamlet prince', 'same', 'zzz'],
+  'topk': 2,
+  'return_scores': True,
 }
 
 
@@ -261,9 +280,7 @@ def test_a_folder_with_bm25_answers_like_its_corpus(folder, server, tmp_path):
   assert health['corpus']['count'] == 7 and health['index']['name'] == 'bm25'
 
 
-def test_several_indexes_are_fused_and_reranked(
-  folder, tmp_path, monkeypatch
-):
+def test_several_indexes_are_fused_and_reranked(folder, tmp_path, monkeypatch):
   path, encoder, reranker = folder
   smi = tmp_path / 'nvidia-smi'
   smi.write_text('#!/bin/sh\necho 81559\n')
@@ -271,8 +288,11 @@ def test_several_indexes_are_fused_and_reranked(
   monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
   monkeypatch.delenv('JAX_PLATFORMS', raising=False)
   options = dict(
-    log_path=tmp_path / 'log', index_folder=path, encoder=encoder,
-    max_batch=3, query_length=24,
+    log_path=tmp_path / 'log',
+    index_folder=path,
+    encoder=encoder,
+    max_batch=3,
+    query_length=24,
   )
   names = ['bm25', 'dense_faiss:Flat']
   with start_server(index=names, **options) as server:
@@ -306,8 +326,10 @@ def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
     ('no index .dense_faiss:HNSW64.', dict(index='dense_faiss:HNSW64')),
     ('needs an encoder', dict(index='dense_jax')),
     ('--faiss_gpu is of dense_faiss', dict(index='bm25', faiss_gpu=True)),
-    ('sees no GPU.*--faiss_gpu', dict(
-      index='dense_faiss:Flat', encoder=encoder, faiss_gpu=True)),
+    (
+      'sees no GPU.*--faiss_gpu',
+      dict(index='dense_faiss:Flat', encoder=encoder, faiss_gpu=True),
+    ),
     ('no index folder', dict(index_folder=tmp_path)),
   ):
     with pytest.raises(ServerError, match=said) as error:
@@ -338,24 +360,35 @@ print(len(programs), len(found), json.dumps(searcher.identity))
 """
 
 
-@pytest.mark.parametrize('index, rerank, most', [
-  (['dense_faiss:Flat'], False, 9),
-  (['dense_jax', 'dense_faiss:Flat', 'bm25'], True, 5),
-])
+@pytest.mark.parametrize(
+  'index, rerank, most',
+  [
+    (['dense_faiss:Flat'], False, 9),
+    (['dense_jax', 'dense_faiss:Flat', 'bm25'], True, 5),
+  ],
+)
 def test_whatever_is_served_compiles_before_it_is_ready(
   folder, tmp_path, index, rerank, most
 ):
   path, encoder, _ = folder
-  flags = [f'--index_folder={path}', f'--encoder={encoder}',
-           f'--max_batch={most}', '--query_length=24', '--dtype=bfloat16',
-           *(f'--index={name}' for name in index)]
+  flags = [
+    f'--index_folder={path}',
+    f'--encoder={encoder}',
+    f'--max_batch={most}',
+    '--query_length=24',
+    '--dtype=bfloat16',
+    *(f'--index={name}' for name in index),
+  ]
   if rerank:  # of fewer positions than pairs usually have
     model = encoders.write(tmp_path, encoders.RERANKER)
     flags += [f'--rerank={model}', '--rerank_n=3', '--rerank_dtype=bfloat16']
   nowhere = ('XDG_CACHE_HOME', 'JAX_COMPILATION_CACHE_DIR')
   done = subprocess.run(
-    [sys.executable, '-c', _WARM, *flags], cwd=ROOT, capture_output=True,
-    text=True, timeout=300,
+    [sys.executable, '-c', _WARM, *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
     env={k: v for k, v in os.environ.items() if k not in nowhere},
   )
   assert done.returncode == 0, done.stderr
@@ -384,7 +417,7 @@ def test_the_web_is_not_asked_beyond_its_budget(tmp_path, monkeypatch):
 
 def test_a_warm_up_that_fails_ends_the_start(corpus_path, tmp_path):
   # A disk that fails only once the index is asked.
-  script = textwrap.dedent(rf'''
+  script = textwrap.dedent(rf"""
     import sys
     from absl import app
     from retrieval import bm25, server
@@ -395,9 +428,12 @@ def test_a_warm_up_that_fails_ends_the_start(corpus_path, tmp_path):
     sys.argv += ['--corpus={corpus_path}', '--port=0',
                  '--port_file={tmp_path}/port']
     app.run(server.main)
-  ''')
+  """)
   done = subprocess.run(
-    [sys.executable, '-c', script], cwd=ROOT, capture_output=True, text=True,
+    [sys.executable, '-c', script],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
     timeout=60,
   )
   assert done.returncode == 1
@@ -409,9 +445,7 @@ def test_a_warm_up_that_fails_ends_the_start(corpus_path, tmp_path):
 def test_sigterm_finishes_what_it_took(corpus_path, tmp_path):
   # Waiting for others stands for a slow search: 2 s, since a busy machine
   # takes its time to connect. The health says when all are taken.
-  server = start_server(
-    corpus_path, log_path=tmp_path / 'log', batch_ms=2000
-  )
+  server = start_server(corpus_path, log_path=tmp_path / 'log', batch_ms=2000)
   with (
     server,
     concurrent.futures.ThreadPoolExecutor(4) as threads,
@@ -461,9 +495,7 @@ def test_dies_with_its_parent(corpus_path, tmp_path, how):
     wait_until(told.exists)
     pid, url = told.read_text().split()
     assert retrieve_sync(url, ['hamlet'], 1)[0]
-    parent.send_signal(
-      signal.SIGTERM if how == 'SIGTERM' else signal.SIGKILL
-    )
+    parent.send_signal(signal.SIGTERM if how == 'SIGTERM' else signal.SIGKILL)
     if how != 'zombie':  # an unreaped parent is dead all the same
       parent.wait()
     wait_until(lambda: not alive(int(pid)))
@@ -502,7 +534,9 @@ def test_killed_and_started_again_is_survived(corpus_path, tmp_path):
 @pytest.mark.parametrize(
   'raw',
   [
-    b'\x16\x03\x01\x02\x00', b'GET\r\n\r\n', b'\x00' * 1000,
+    b'\x16\x03\x01\x02\x00',
+    b'GET\r\n\r\n',
+    b'\x00' * 1000,
     b'POST /retrieve HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n{',
     b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n',
     b'POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n'

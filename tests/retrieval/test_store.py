@@ -33,7 +33,8 @@ def test_has_the_face_of_a_corpus(corpus, corpus_path, tmp_path):
   assert tuple(store.ids) == corpus.ids
   assert tuple(store.contents) == corpus.contents
   assert [store[i] for i in range(len(store))] == [
-    corpus[i] for i in range(len(corpus))]
+    corpus[i] for i in range(len(corpus))
+  ]
   assert store[np.int64(3)] == corpus[3] == store[3 - len(store)]
   assert store.contents[2:5] == list(corpus.contents[2:5])
   assert 'p' not in store.ids and '3' in store.ids

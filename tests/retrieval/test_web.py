@@ -41,18 +41,23 @@ ANSWERS = {
     'search_metadata': {'id': '65', 'status': 'Success'},
     'search_parameters': {'engine': 'google', 'q': 'x'},
     'organic_results': [
-      {'position': i, **row} for i, row in enumerate(results(), 1)],
+      {'position': i, **row} for i, row in enumerate(results(), 1)
+    ],
   },
   'serper': {
     'searchParameters': {'q': 'x', 'type': 'search', 'engine': 'google'},
-    'organic': [
-      {**row, 'position': i} for i, row in enumerate(results(), 1)],
-    'peopleAlsoAsk': [], 'credits': 1,
+    'organic': [{**row, 'position': i} for i, row in enumerate(results(), 1)],
+    'peopleAlsoAsk': [],
+    'credits': 1,
   },
   'brave': {
-    'type': 'search', 'query': {'original': 'x'}, 'mixed': {},
-    'web': {'type': 'search',
-            'results': results(url='url', text='description')},
+    'type': 'search',
+    'query': {'original': 'x'},
+    'mixed': {},
+    'web': {
+      'type': 'search',
+      'results': results(url='url', text='description'),
+    },
   },
 }
 EMPTY = {
@@ -67,14 +72,22 @@ EMPTY = {
 BAD_KEY = {
   'serpapi': (401, {'error': f'Invalid API key {KEY}.'}),
   'serper': (403, {'message': 'Unauthorized.', 'statusCode': 403}),
-  'brave': (422, {'type': 'ErrorResponse', 'error': {
-    'code': 'SUBSCRIPTION_TOKEN_INVALID', 'status': 422}}),
+  'brave': (
+    422,
+    {
+      'type': 'ErrorResponse',
+      'error': {'code': 'SUBSCRIPTION_TOKEN_INVALID', 'status': 422},
+    },
+  ),
 }
 SPENT = {
   'serpapi': (429, {'error': 'Your account has run out of searches.'}, {}),
   'serper': (400, {'message': 'Not enough credits', 'statusCode': 400}, {}),
-  'brave': (429, {'type': 'ErrorResponse', 'error': {'code': 'RATE_LIMITED'}},
-            {'X-RateLimit-Remaining': '1, 0', 'X-RateLimit-Reset': '1, 99'}),
+  'brave': (
+    429,
+    {'type': 'ErrorResponse', 'error': {'code': 'RATE_LIMITED'}},
+    {'X-RateLimit-Remaining': '1, 0', 'X-RateLimit-Reset': '1, 99'},
+  ),
 }
 
 
@@ -106,7 +119,8 @@ class Api:
     self._server.daemon_threads = True
     self.url = f'http://127.0.0.1:{self._server.server_port}'
     self._thread = threading.Thread(
-      target=self._server.serve_forever, args=(0.01,))
+      target=self._server.serve_forever, args=(0.01,)
+    )
 
   def __enter__(self):
     self._thread.start()
@@ -122,12 +136,16 @@ class Api:
     url = urllib.parse.urlsplit(handler.path)
     length = int(handler.headers.get('Content-Length', 0))
     with self._lock:
-      self.requests.append({
-        'at': time.monotonic(), 'method': handler.command, 'path': url.path,
-        'params': dict(urllib.parse.parse_qsl(url.query)),
-        'headers': {k.lower(): v for k, v in handler.headers.items()},
-        'body': json.loads(handler.rfile.read(length)) if length else None,
-      })
+      self.requests.append(
+        {
+          'at': time.monotonic(),
+          'method': handler.command,
+          'path': url.path,
+          'params': dict(urllib.parse.parse_qsl(url.query)),
+          'headers': {k.lower(): v for k, v in handler.headers.items()},
+          'body': json.loads(handler.rfile.read(length)) if length else None,
+        }
+      )
       self._now += 1
       self.most = max(self.most, self._now)
       at = min(len(self.requests), len(self._answers)) - 1
@@ -153,18 +171,23 @@ class Api:
 
 def counted():
   """What /metrics says of web search, so far."""
-  return collections.Counter({
-    event: int(prometheus_client.REGISTRY.get_sample_value(
-      'retrieval_web_total', {'event': event}) or 0)
-    for event in ('calls', 'failed', 'pages', 'fallbacks', 'transient')
-  })
+  return collections.Counter(
+    {
+      event: int(
+        prometheus_client.REGISTRY.get_sample_value(
+          'retrieval_web_total', {'event': event}
+        )
+        or 0
+      )
+      for event in ('calls', 'failed', 'pages', 'fallbacks', 'transient')
+    }
+  )
 
 
 def searching(api, queries, k=3, *, provider='serper', **options):
   """The answers, and what was counted for them."""
   options = {'backoff_s': 0.001, 'timeout_s': 20, **options}
-  searcher = WebSearcher(
-    provider, base_url=api.url, environ=ENVIRON, **options)
+  searcher = WebSearcher(provider, base_url=api.url, environ=ENVIRON, **options)
   before = counted()
   try:
     return searcher.search(queries, k), counted() - before
@@ -182,6 +205,7 @@ every_provider = pytest.mark.parametrize('provider', PROVIDERS)
 
 # Requests and answers of each API.
 
+
 @every_provider
 def test_results_are_documents(provider):
   with Api((200, ANSWERS[provider])) as api:
@@ -192,14 +216,26 @@ def test_results_are_documents(provider):
   ]
 
 
-@pytest.mark.parametrize('provider, method, path, params, header', [
-  ('serpapi', 'GET', '/search.json',
-   {'engine': 'google', 'q': 'ü & x', 'num': '7', 'api_key': KEY}, None),
-  ('serper', 'POST', '/search', {}, 'x-api-key'),
-  ('brave', 'GET', '/res/v1/web/search',
-   {'q': 'ü & x', 'count': '7', 'text_decorations': 'false'},
-   'x-subscription-token'),
-])
+@pytest.mark.parametrize(
+  'provider, method, path, params, header',
+  [
+    (
+      'serpapi',
+      'GET',
+      '/search.json',
+      {'engine': 'google', 'q': 'ü & x', 'num': '7', 'api_key': KEY},
+      None,
+    ),
+    ('serper', 'POST', '/search', {}, 'x-api-key'),
+    (
+      'brave',
+      'GET',
+      '/res/v1/web/search',
+      {'q': 'ü & x', 'count': '7', 'text_decorations': 'false'},
+      'x-subscription-token',
+    ),
+  ],
+)
 def test_requests_are_as_documented(provider, method, path, params, header):
   with Api((200, ANSWERS[provider])) as api:
     ask(api, 'ü & x', 7, provider=provider)
@@ -207,7 +243,8 @@ def test_requests_are_as_documented(provider, method, path, params, header):
   assert (request['method'], request['path']) == (method, path)
   assert request['params'] == params
   assert request['body'] == (
-    {'q': 'ü & x', 'num': 7} if method == 'POST' else None)
+    {'q': 'ü & x', 'num': 7} if method == 'POST' else None
+  )
   named = [n for n, v in request['headers'].items() if KEY in v]
   assert named == ([header] if header else [])
 
@@ -255,21 +292,48 @@ def test_a_spent_quota_is_not_asked_again(provider):
   assert 'quota is used up' in str(failed) and len(api.requests) == 1
 
 
-@pytest.mark.parametrize('provider, answer', [
-  ('serpapi', (429, {'error': 'You have exceeded the hourly throughput'})),
-  ('serpapi', (503, {'search_metadata': {'status': 'Error'},
-                     'error': "We couldn't get valid results"})),
-  ('serpapi', (200, {'search_metadata': {'status': 'Error'},
-                     'error': "We couldn't get valid results"})),
-  ('serper', (429, {'message': 'Too many requests', 'statusCode': 429})),
-  ('brave', (429, {'error': {'code': 'RATE_LIMITED'}},
-             {'X-RateLimit-Remaining': '0, 14000',
-              'X-RateLimit-Reset': '0, 1419704'})),
-  ('serper', (429, {'message': 'Too many requests'}, {'Retry-After': '0'})),
-  ('serper', (500, b'')),
-  ('serper', (502, b'<html>Bad gateway</html>')),
-  ('serper', (504, b'\x1b[31m\xff')),
-])
+@pytest.mark.parametrize(
+  'provider, answer',
+  [
+    ('serpapi', (429, {'error': 'You have exceeded the hourly throughput'})),
+    (
+      'serpapi',
+      (
+        503,
+        {
+          'search_metadata': {'status': 'Error'},
+          'error': "We couldn't get valid results",
+        },
+      ),
+    ),
+    (
+      'serpapi',
+      (
+        200,
+        {
+          'search_metadata': {'status': 'Error'},
+          'error': "We couldn't get valid results",
+        },
+      ),
+    ),
+    ('serper', (429, {'message': 'Too many requests', 'statusCode': 429})),
+    (
+      'brave',
+      (
+        429,
+        {'error': {'code': 'RATE_LIMITED'}},
+        {
+          'X-RateLimit-Remaining': '0, 14000',
+          'X-RateLimit-Reset': '0, 1419704',
+        },
+      ),
+    ),
+    ('serper', (429, {'message': 'Too many requests'}, {'Retry-After': '0'})),
+    ('serper', (500, b'')),
+    ('serper', (502, b'<html>Bad gateway</html>')),
+    ('serper', (504, b'\x1b[31m\xff')),
+  ],
+)
 def test_what_passes_is_tried_again(provider, answer):
   with Api(answer, answer, (200, ANSWERS[provider])) as api:
     answers, counts = searching(api, ['x'], provider=provider)
@@ -282,13 +346,27 @@ def test_what_passes_is_tried_again(provider, answer):
   assert '\x1b' not in str(failed)
 
 
-@pytest.mark.parametrize('body', [
-  b'', b'<html>', b'{"organic": [', b'[]', b'null', b'3', b'"x"', b'{}',
-  b'\xff\xfe', b'{"organic": null}', b'{"organic": {}}', b'[' * 99999,
-  b'{"organic": [{"title": "no url"}]}', b'{"organic": [1, null, []]}',
-  b'{"organic": [{"link": "javascript:alert(1)"}]}',
-  b'{"message": "new shape"}',
-])
+@pytest.mark.parametrize(
+  'body',
+  [
+    b'',
+    b'<html>',
+    b'{"organic": [',
+    b'[]',
+    b'null',
+    b'3',
+    b'"x"',
+    b'{}',
+    b'\xff\xfe',
+    b'{"organic": null}',
+    b'{"organic": {}}',
+    b'[' * 99999,
+    b'{"organic": [{"title": "no url"}]}',
+    b'{"organic": [1, null, []]}',
+    b'{"organic": [{"link": "javascript:alert(1)"}]}',
+    b'{"message": "new shape"}',
+  ],
+)
 def test_an_answer_of_another_shape_is_a_failure(body):
   with Api((200, body)) as api:
     failed = ask(api)
@@ -300,9 +378,7 @@ def test_a_query_that_the_provider_refuses_finds_nothing():
   refusal = (422, {'error': 'the query is not well formed'})
   with Api(refusal, (200, ANSWERS['serper']), refusal, refusal) as api:
     # The first may be refused for what is wrong with every call.
-    answers, counts = searching(
-      api, ['x', 'y', 'z', 'z2'], concurrency=1
-    )
+    answers, counts = searching(api, ['x', 'y', 'z', 'z2'], concurrency=1)
   first, second, *refused = answers
   assert isinstance(first, SearchFailed) and len(second) == 2
   assert refused == [[], []] and (counts['calls'], counts['failed']) == (4, 1)
@@ -311,9 +387,7 @@ def test_a_query_that_the_provider_refuses_finds_nothing():
 def test_a_key_that_is_refused_later_fails_every_query():
   answer = (200, ANSWERS['brave'])
   with Api(answer, BAD_KEY['brave']) as api:
-    answers, _ = searching(
-      api, ['x', 'y'], provider='brave', concurrency=1
-    )
+    answers, _ = searching(api, ['x', 'y'], provider='brave', concurrency=1)
   assert isinstance(answers[1], SearchFailed)
 
 
@@ -325,8 +399,12 @@ def test_an_error_with_status_200_is_no_empty_answer(provider):
 
 
 def test_rows_without_url_are_left_out_and_urls_come_once():
-  rows = [{'title': 'none'}, *results(), {**results()[0], 'title': 'again'},
-          {'link': 'http://c.example', 'title': 7, 'snippet': None}]
+  rows = [
+    {'title': 'none'},
+    *results(),
+    {**results()[0], 'title': 'again'},
+    {'link': 'http://c.example', 'title': 7, 'snippet': None},
+  ]
   with Api((200, {'organic': rows})) as api:
     found = ask(api, k=9)
   assert [f.id for f in found] == [*URLS, 'http://c.example']
@@ -334,15 +412,30 @@ def test_rows_without_url_are_left_out_and_urls_come_once():
   assert [f.score for f in found] == [1, 1 / 2, 1 / 3]
 
 
-@pytest.mark.parametrize('provider, name', [
-  ('serpapi', 'answer_box'), ('serper', 'answerBox')])
-@pytest.mark.parametrize('box, url, text', [
-  ({'title': 'T', 'answer': '42', 'snippet': 'It is 42.',
-    'link': 'http://x.example'}, 'http://x.example', '42\nIt is 42.'),
-  ({'title': 'T', 'type': 'calculator_result', 'result': '3.14'}, None,
-   '3.14'),
-  ([{'title': 'T', 'snippet': 's', 'link': URLS[0]}], URLS[0], 's'),
-])
+@pytest.mark.parametrize(
+  'provider, name', [('serpapi', 'answer_box'), ('serper', 'answerBox')]
+)
+@pytest.mark.parametrize(
+  'box, url, text',
+  [
+    (
+      {
+        'title': 'T',
+        'answer': '42',
+        'snippet': 'It is 42.',
+        'link': 'http://x.example',
+      },
+      'http://x.example',
+      '42\nIt is 42.',
+    ),
+    (
+      {'title': 'T', 'type': 'calculator_result', 'result': '3.14'},
+      None,
+      '3.14',
+    ),
+    ([{'title': 'T', 'snippet': 's', 'link': URLS[0]}], URLS[0], 's'),
+  ],
+)
 def test_the_answer_box_comes_first(provider, name, box, url, text):
   with Api((200, {**ANSWERS[provider], name: box})) as api:
     found = ask(api, provider=provider)
@@ -365,6 +458,7 @@ def test_html_is_unescaped_where_the_api_escapes():
 
 # Queries.
 
+
 @pytest.mark.parametrize('query', ['', ' \n\t '])
 def test_a_query_without_words_finds_nothing_for_nothing(query):
   with Api((200, ANSWERS['serper'])) as api:
@@ -372,11 +466,17 @@ def test_a_query_without_words_finds_nothing_for_nothing(query):
   assert api.requests == []
 
 
-@pytest.mark.parametrize('query, sent', [
-  ('\ud800x', '\ufffdx'), ('a\x00b', 'a\ufffdb'), ('a\nb', 'a b'),
-  ('字' * 999, '字' * 400), ('w ' * 99, ' '.join('w' * 50)),
-  ('</search> & ?q=1#x %00', '</search> & ?q=1#x %00'),
-])
+@pytest.mark.parametrize(
+  'query, sent',
+  [
+    ('\ud800x', '\ufffdx'),
+    ('a\x00b', 'a\ufffdb'),
+    ('a\nb', 'a b'),
+    ('字' * 999, '字' * 400),
+    ('w ' * 99, ' '.join('w' * 50)),
+    ('</search> & ?q=1#x %00', '</search> & ?q=1#x %00'),
+  ],
+)
 @pytest.mark.parametrize('provider', ['serper', 'serpapi'])
 def test_any_query_can_be_sent(provider, query, sent):
   assert sendable(query) == sent
@@ -395,8 +495,9 @@ def test_queries_keep_their_places_and_duplicates_cost_once():
 
 
 def test_one_failure_leaves_the_others():
-  with Api((200, ANSWERS['serper']), BAD_KEY['serper'],
-           (200, ANSWERS['serper'])) as api:
+  with Api(
+    (200, ANSWERS['serper']), BAD_KEY['serper'], (200, ANSWERS['serper'])
+  ) as api:
     answers, _ = searching(api, ['a', 'b', 'c'], concurrency=1)
   assert [isinstance(a, SearchFailed) for a in answers] == [0, 1, 0]
 
@@ -423,7 +524,8 @@ def test_a_searcher_serves_many_batches():
       assert len(searcher.search(['x'], 2)[0]) == 2
     done = []
     thread = threading.Thread(
-      target=lambda: done.append(searcher.search(['y'], 2)))
+      target=lambda: done.append(searcher.search(['y'], 2))
+    )
     thread.start()
     thread.join(20)
     assert len(done[0][0]) == 2
@@ -433,6 +535,7 @@ def test_a_searcher_serves_many_batches():
 
 
 # Time, size, and what is not told.
+
 
 def test_silence_is_a_failure():
   with Api(30) as api:
@@ -480,8 +583,7 @@ def test_retry_after_is_kept():
   assert second - first >= 0.99
 
 
-@pytest.mark.parametrize('after', [
-  '3600', 'Fri, 31 Dec 2100 23:59:59 GMT'])
+@pytest.mark.parametrize('after', ['3600', 'Fri, 31 Dec 2100 23:59:59 GMT'])
 def test_a_long_retry_after_is_handed_on(after):
   with Api((429, {}, {'Retry-After': after})) as api:
     failed = ask(api, max_wait_s=5)
@@ -503,7 +605,9 @@ def test_the_key_is_in_no_log_and_no_error(provider, caplog):
   echo = json.dumps({'your': KEY, 'url': urllib.parse.quote(KEY, '')})
   texts = []
   for answer in [
-    (200, ANSWERS[provider]), (400, echo.encode()), (200, echo.encode()),
+    (200, ANSWERS[provider]),
+    (400, echo.encode()),
+    (200, echo.encode()),
     (500, ('x' * 290 + KEY).encode()),
   ]:
     with Api(answer) as api:
@@ -529,17 +633,20 @@ def test_an_unfit_key_is_refused_and_not_shown(key):
   assert key not in str(error.value)
 
 
-@pytest.mark.parametrize('options, words', [
-  (dict(provider='yahoo'), "'yahoo' is none of serpapi"),
-  (dict(mode='pages'), "'pages' is none of snippet, page"),
-  (dict(rate=0), 'rate=0'),
-  (dict(max_cost=1.0), 'price'),
-  (dict(max_calls=-1), 'max_calls=-1'),
-  (dict(max_cost=float('nan'), price=1), 'max_cost=nan'),
-  (dict(max_cost=float('inf'), price=1), 'max_cost=inf'),
-  (dict(base_url='ftp://x'), 'base_url'),
-  (dict(base_url='http://user:secret@x'), 'base_url'),
-])
+@pytest.mark.parametrize(
+  'options, words',
+  [
+    (dict(provider='yahoo'), "'yahoo' is none of serpapi"),
+    (dict(mode='pages'), "'pages' is none of snippet, page"),
+    (dict(rate=0), 'rate=0'),
+    (dict(max_cost=1.0), 'price'),
+    (dict(max_calls=-1), 'max_calls=-1'),
+    (dict(max_cost=float('nan'), price=1), 'max_cost=nan'),
+    (dict(max_cost=float('inf'), price=1), 'max_cost=inf'),
+    (dict(base_url='ftp://x'), 'base_url'),
+    (dict(base_url='http://user:secret@x'), 'base_url'),
+  ],
+)
 def test_wrong_arguments_are_named(options, words):
   with pytest.raises(ValueError, match=words) as error:
     WebSearcher(**{'provider': 'serper', 'environ': ENVIRON, **options})
@@ -550,8 +657,11 @@ def test_wrong_arguments_are_named(options, words):
 def test_the_identity_tells_searchers_apart_without_the_key(provider):
   seen = []
   for options in (
-    {}, {'mode': 'page'}, {'mode': 'page', 'page_chars': 7},
-    {'options': {'hl': 'de'}}, {'base_url': 'http://other.example'},
+    {},
+    {'mode': 'page'},
+    {'mode': 'page', 'page_chars': 7},
+    {'options': {'hl': 'de'}},
+    {'base_url': 'http://other.example'},
   ):
     searcher = WebSearcher(provider, environ=ENVIRON, **options)
     seen.append(json.dumps(searcher.identity, sort_keys=True))
@@ -562,6 +672,7 @@ def test_the_identity_tells_searchers_apart_without_the_key(provider):
 
 # Rate and budget.
 
+
 def test_calls_keep_their_distance():
   with Api((200, ANSWERS['serper'])) as api:
     begin = time.monotonic()
@@ -571,8 +682,9 @@ def test_calls_keep_their_distance():
   assert seconds >= 0.29  # three pauses of 0.1 s
 
 
-@pytest.mark.parametrize('options', [
-  dict(max_calls=2), dict(max_cost=0.3, price=0.1, max_calls=99)])
+@pytest.mark.parametrize(
+  'options', [dict(max_calls=2), dict(max_cost=0.3, price=0.1, max_calls=99)]
+)
 def test_a_ceiling_is_kept_before_the_call(options):
   most = options['max_calls'] if 'price' not in options else 3
   with Api((200, ANSWERS['serper'])) as api:
@@ -654,7 +766,8 @@ def test_a_ledger_that_breaks_lets_no_call_out(tmp_path):
   path = tmp_path / 'spent.db'
   with Api((200, ANSWERS['serper'])) as api:
     searcher = WebSearcher(
-      'serper', base_url=api.url, environ=ENVIRON, ledger=path)
+      'serper', base_url=api.url, environ=ENVIRON, ledger=path
+    )
     searcher.budget._db.execute('DROP TABLE spent')
     (failed,) = searcher.search(['x'], 2)
     searcher.close()
@@ -663,32 +776,43 @@ def test_a_ledger_that_breaks_lets_no_call_out(tmp_path):
 
 # Pages.
 
-ARTICLE = '<html><head><title>T</title></head><body><nav>menu menu</nav>' + (
-  ''.join(
-    f'<p>Paragraph {i} tells at some length of matters that have nothing to '
-    f'do with what is asked, such as number {i * 7}.</p>' for i in range(40))
-  + '<p>The zebra of Grevy was named after Jules Grévy in 1882.</p>'
-  + '<p>It closes with more that has nothing to do with anything.</p>'
-) + '<script>alert("zebra")</script></body></html>'
+ARTICLE = (
+  '<html><head><title>T</title></head><body><nav>menu menu</nav>'
+  + (
+    ''.join(
+      f'<p>Paragraph {i} tells at some length of matters that have nothing to '
+      f'do with what is asked, such as number {i * 7}.</p>'
+      for i in range(40)
+    )
+    + '<p>The zebra of Grevy was named after Jules Grévy in 1882.</p>'
+    + '<p>It closes with more that has nothing to do with anything.</p>'
+  )
+  + '<script>alert("zebra")</script></body></html>'
+)
 
 
 def pages(site, *paths, **more):
-  rows = [{'title': p, 'link': site.url + p, 'snippet': f'snippet of {p}'}
-          for p in paths]
+  rows = [
+    {'title': p, 'link': site.url + p, 'snippet': f'snippet of {p}'}
+    for p in paths
+  ]
   return (200, {'organic': rows, **more})
 
 
 def paging(site, **options):
   return dict(
-    mode='page', fetcher=Fetcher(allow=HOME, ports=(site.port,)), **options)
+    mode='page', fetcher=Fetcher(allow=HOME, ports=(site.port,)), **options
+  )
 
 
 def test_a_page_is_cut_to_what_matches():
   with Site({'/a': reply(ARTICLE.encode())}) as site:
     with Api(pages(site, '/a')) as api:
       answers, counts = searching(
-        api, ['zebra Grevy named', 'paragraph 3'],
-        **paging(site, page_chars=300))
+        api,
+        ['zebra Grevy named', 'paragraph 3'],
+        **paging(site, page_chars=300),
+      )
   title, text = split_contents(answers[0][0].contents)
   assert title == '/a' and 'Jules Grévy in 1882' in text
   assert len(text) <= 300 and 'alert' not in text and 'menu' not in text
@@ -698,14 +822,18 @@ def test_a_page_is_cut_to_what_matches():
 
 
 def test_a_page_that_cannot_be_had_leaves_its_snippet():
-  with Site({
-    '/gone': reply(b'', '404 Not Found'), '/pdf': reply(b'%PDF', kind='a/pdf'),
-    '/inside': redirect('http://169.254.169.254/'),
-    '/empty': reply(b'<html></html>'), '/none': reply(b''),
-    '/noise': reply(bytes(range(256)) * 9),
-    '/deep': reply(b'<div>' * 50000),
-    '/text': reply(b'plain words', kind='text/plain'),
-  }) as site:
+  with Site(
+    {
+      '/gone': reply(b'', '404 Not Found'),
+      '/pdf': reply(b'%PDF', kind='a/pdf'),
+      '/inside': redirect('http://169.254.169.254/'),
+      '/empty': reply(b'<html></html>'),
+      '/none': reply(b''),
+      '/noise': reply(bytes(range(256)) * 9),
+      '/deep': reply(b'<div>' * 50000),
+      '/text': reply(b'plain words', kind='text/plain'),
+    }
+  ) as site:
     paths = list(site.answers)
     with Api(pages(site, *paths)) as api:
       (found,), counts = searching(api, ['x'], 10, **paging(site))
@@ -729,16 +857,24 @@ def test_hostile_pages_leave_the_others(tmp_path):
     end.wait(1)  # by now the others are being read
     connection.sendall(reply(ARTICLE.encode()))
 
-  with Site({
-    **dict.fromkeys(bad, reply(HOSTILE * 300)), **dict.fromkeys(good, late),
-  }) as site, Api(pages(site, *bad, *good), pages(site, *good)) as api:
+  with (
+    Site(
+      {**dict.fromkeys(bad, reply(HOSTILE * 300)), **dict.fromkeys(good, late)}
+    ) as site,
+    Api(pages(site, *bad, *good), pages(site, *good)) as api,
+  ):
     searcher = WebSearcher(
-      'serper', base_url=api.url, environ=ENVIRON, timeout_s=200,
-      **paging(site, page_cpu_s=1))
+      'serper',
+      base_url=api.url,
+      environ=ENVIRON,
+      timeout_s=200,
+      **paging(site, page_cpu_s=1),
+    )
     store, before = Recorded(searcher, tmp_path / 'answers.db'), counted()
     (found,) = store.search(['zebra'], 11)
     assert [f.contents for f in found[:8]] == [
-      f'"{path}"\nsnippet of {path}' for path in bad]
+      f'"{path}"\nsnippet of {path}' for path in bad
+    ]
     assert all('Jules Grévy' in f.contents for f in found[8:])
     assert [f.transient for f in found] == [True] * 8 + [False] * 3
     counts = counted() - before
@@ -756,7 +892,8 @@ def test_a_page_that_was_busy_is_fetched_again():
   with Site({'/a': busy, '/b': reply(b'', '404 Not Found')}) as site:
     with Api(pages(site, '/a', '/b')) as api:
       searcher = WebSearcher(
-        'serper', base_url=api.url, environ=ENVIRON, **paging(site))
+        'serper', base_url=api.url, environ=ENVIRON, **paging(site)
+      )
       (found,) = searcher.search(['x'], 2)
       assert [f.transient for f in found] == [True, False]
       site.answers['/a'] = reply(b'it works again', kind='text/plain')
@@ -776,7 +913,8 @@ def test_a_process_for_a_page_imports_nothing():
     'print({*sys.modules} - loaded)\n'
   )
   done = subprocess.run(
-    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True
+  )
   assert done.stdout.strip() == "{'retrieval.server'}", done.stderr
 
 
@@ -797,14 +935,17 @@ def test_an_answer_without_page_is_not_fetched():
   assert counts['pages'] == 1
 
 
-@pytest.mark.parametrize('text, query, size, expected', [
-  ('short', 'x', 99, 'short'),
-  ('one\n\ntwo\nthree', 'two', 3, 'two'),
-  ('aa zebra\nbb\ncc zebra zebra', 'zebra', 24, 'aa zebra\ncc zebra zebra'),
-  ('no match at all here', 'zebra', 8, 'no match'),
-  ('\n \n' * 9, 'zebra', 4, '\n \n\n'),
-  ('x' * 5000, 'zebra', 10, 'x' * 10),
-])
+@pytest.mark.parametrize(
+  'text, query, size, expected',
+  [
+    ('short', 'x', 99, 'short'),
+    ('one\n\ntwo\nthree', 'two', 3, 'two'),
+    ('aa zebra\nbb\ncc zebra zebra', 'zebra', 24, 'aa zebra\ncc zebra zebra'),
+    ('no match at all here', 'zebra', 8, 'no match'),
+    ('\n \n' * 9, 'zebra', 4, '\n \n\n'),
+    ('x' * 5000, 'zebra', 10, 'x' * 10),
+  ],
+)
 def test_cut(text, query, size, expected):
   assert cut(text, query, size) == expected
 
@@ -816,6 +957,7 @@ def test_cut_keeps_the_best_within_the_size():
 
 
 # With a store before it.
+
 
 def test_a_recorded_search_is_replayed_without_service_or_spend(tmp_path):
   path = tmp_path / 'answers.db'

@@ -36,7 +36,9 @@ def quick(corpus_path, tmp_path_factory):
   folder = tmp_path_factory.mktemp('quick')
   (folder / 'token').write_text('s3cret')
   with start_server(
-    corpus_path, log_path=folder / 'log', head_s=0.5,
+    corpus_path,
+    log_path=folder / 'log',
+    head_s=0.5,
     token_file=folder / 'token',
   ) as server:
     yield server
@@ -82,10 +84,14 @@ def test_a_connection_is_kept_between_requests(quick):
     assert client._transport._pool.connections == [connection]
 
 
-@pytest.mark.parametrize('more', [
-  b'Content-Length: 30000000\r\n', b'Transfer-Encoding: chunked\r\n',
-  b'Content-Length: 30000000\r\nExpect: 100-continue\r\n',
-])
+@pytest.mark.parametrize(
+  'more',
+  [
+    b'Content-Length: 30000000\r\n',
+    b'Transfer-Encoding: chunked\r\n',
+    b'Content-Length: 30000000\r\nExpect: 100-continue\r\n',
+  ],
+)
 def test_who_has_no_token_is_refused_at_the_head(quick, more):
   with connect(quick) as connection:
     connection.sendall(POST + more + b'\r\n')  # and no byte of the body
@@ -119,11 +125,28 @@ def certificate(tmp_path_factory):
   folder = tmp_path_factory.mktemp('tls')
   cert, key = folder / 'cert.pem', folder / 'key.pem'
   subprocess.run(
-    ['openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt',
-     'ec_paramgen_curve:prime256v1', '-nodes', '-keyout', key, '-out', cert,
-     '-days', '2', '-subj', '/CN=127.0.0.1',
-     '-addext', 'subjectAltName=IP:127.0.0.1'],
-    check=True, capture_output=True,
+    [
+      'openssl',
+      'req',
+      '-x509',
+      '-newkey',
+      'ec',
+      '-pkeyopt',
+      'ec_paramgen_curve:prime256v1',
+      '-nodes',
+      '-keyout',
+      key,
+      '-out',
+      cert,
+      '-days',
+      '2',
+      '-subj',
+      '/CN=127.0.0.1',
+      '-addext',
+      'subjectAltName=IP:127.0.0.1',
+    ],
+    check=True,
+    capture_output=True,
   )
   return cert, key
 
@@ -162,6 +185,7 @@ def test_a_host_is_allowed_by_a_flag(corpus_path, tmp_path):
   with start_server(
     corpus_path, log_path=tmp_path / 'log', allow_host=['gpu01']
   ) as server:
+
     def get(host):
       return httpx.get(f'{server.url}/health', headers={'Host': host})
 

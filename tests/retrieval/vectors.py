@@ -56,17 +56,17 @@ class FakeEncoder:
     self.dim, self.parameters = dim, {'family': name, 'dim': dim}
 
   def encode_passages(self, texts):
-    return np.array(
-      [self._vector(text) for text in texts], np.float32
-    ).reshape(len(texts), self.dim)
+    return np.array([self._vector(text) for text in texts], np.float32).reshape(
+      len(texts), self.dim
+    )
 
   encode_queries = encode_passages
 
   def batches(self, texts, kind):
     for start in range(0, len(texts), 64):
-      part = self.encode_passages(texts[start:start + 64])
+      part = self.encode_passages(texts[start : start + 64])
       rows = np.zeros((64, self.dim), np.float32)
-      rows[:len(part)] = part
+      rows[: len(part)] = part
       yield np.arange(start, start + len(part)), rows, np.ones(64, np.int32)
 
   def embed(self, params, ids, lengths):
@@ -77,6 +77,7 @@ class FakeEncoder:
       digest = hashlib.sha256(text.encode('utf-8', 'surrogatepass')).digest()
       seed = int.from_bytes(digest[:8], 'little')
       return np.random.default_rng(seed).normal(size=self.dim)
+
     return unit(random((text.split() or [''])[0]) + 0.3 * random(text))
 
 

@@ -2,9 +2,9 @@
 
 import asyncio
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from searchrl_jax.rewards import answer, core
 from searchrl_jax.types import Question
@@ -166,9 +166,7 @@ def test_parts_are_kept():
 def test_without_an_environment_it_says_so():
   config = ConfigDict({'r': dict(fn='answer.em', weight=1.0)})
   with pytest.raises(core.RewardError, match='RewardContext.env'):
-    asyncio.run(
-      core.combine(config, [(said(*GOOD),)], core.RewardContext())
-    )
+    asyncio.run(core.combine(config, [(said(*GOOD),)], core.RewardContext()))
 
 
 def test_rewards_of_answers_say_that_they_need_them():

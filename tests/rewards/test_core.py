@@ -1,8 +1,8 @@
 import asyncio
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from searchrl_jax.rewards import core
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
@@ -102,9 +102,7 @@ def test_a_trajectory_is_valid_if_every_part_is():
 
 def test_places_add_up_at_the_finest():
   one = trajectory(segment(2), segment(3, train=False), segment(1), segment(0))
-  found = combine(
-    {'s': fn('by_segment', 2.0), 't': fn('length')}, [(one,)]
-  )
+  found = combine({'s': fn('by_segment', 2.0), 't': fn('length')}, [(one,)])
   # Segments 2*(1, 2, 3, 4); the length 6 goes to the last trained, not empty.
   assert found.at == 'segment'
   np.testing.assert_array_equal(found.value[0], [2, 4, 6 + 6, 8])
@@ -166,8 +164,7 @@ def test_errors_name_the_field(config, message):
 
 def test_rewards_of_two_rounds_join():
   one = core.Rewards(
-    np.float32([1, 0]), np.array([True, True]),
-    parts={'em': np.float32([1, 0])},
+    np.float32([1, 0]), np.array([True, True]), parts={'em': np.float32([1, 0])}
   )
   # All of the second round failed: nothing was scored, no part is there.
   two = core.Rewards(np.float32([0]), np.array([False]))
@@ -175,10 +172,6 @@ def test_rewards_of_two_rounds_join():
   np.testing.assert_array_equal(both.value, [1, 0, 0])
   np.testing.assert_array_equal(both.valid, [True, True, False])
   np.testing.assert_array_equal(both.parts['em'], [1, 0, np.nan])
-  np.testing.assert_array_equal(
-    core.join(two, one).parts['em'], [np.nan, 1, 0]
-  )
-  tokens = core.Rewards(
-    (np.float32([0, 1]),), np.array([True]), 'token'
-  )
+  np.testing.assert_array_equal(core.join(two, one).parts['em'], [np.nan, 1, 0])
+  tokens = core.Rewards((np.float32([0, 1]),), np.array([True]), 'token')
   assert len(core.join(tokens, tokens).value) == 2

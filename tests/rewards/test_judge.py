@@ -1,9 +1,9 @@
 import asyncio
 import json
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from configs import common
 from searchrl_jax import setup
@@ -26,9 +26,13 @@ def config(url, **fields):
 
 def one(text, id='q', **kw):
   return run_script(
-    (f'<answer>{text}</answer>' if text else '<search>ann</search>',
-     *['<answer></answer>'] * (not text)),
-    env=ENV, question=Question(id, 'Who is it?', ('Ann',)), **kw,
+    (
+      f'<answer>{text}</answer>' if text else '<search>ann</search>',
+      *['<answer></answer>'] * (not text),
+    ),
+    env=ENV,
+    question=Question(id, 'Who is it?', ('Ann',)),
+    **kw,
   )
 
 
@@ -55,31 +59,50 @@ async def rewarded(groups, url, after_em=True, **fields):
     await one.close()
 
 
-@pytest.mark.parametrize('reply', [
-  'The answer is not correct', 'incorrect, though nearly correct', '',
-  '["correct"]', '{"verdict": "correct?"}', '{"verdict": ["correct"]}',
-  '{"verdict": true}', '{"answer": "correct"}', 'true', '1',
-  '{"verdict": "correct"} {"verdict": "incorrect"}', 'correct or incorrect',
-  '[' * 100_000,
-])
+@pytest.mark.parametrize(
+  'reply',
+  [
+    'The answer is not correct',
+    'incorrect, though nearly correct',
+    '',
+    '["correct"]',
+    '{"verdict": "correct?"}',
+    '{"verdict": ["correct"]}',
+    '{"verdict": true}',
+    '{"answer": "correct"}',
+    'true',
+    '1',
+    '{"verdict": "correct"} {"verdict": "incorrect"}',
+    'correct or incorrect',
+    '[' * 100_000,
+  ],
+)
 def test_nothing_else_than_a_verdict_is_one(reply):
   with pytest.raises(ChatError, match='no verdict') as error:
     judge.read(reply)
   assert error.value.kind == 'unusable'
 
 
-@pytest.mark.parametrize('reply, value', [
-  ('{"verdict": "correct"}', True), ('{"verdict":"incorrect"}', False),
-  (' Correct.', True), ('"incorrect"', False), ('INCORRECT', False),
-])
+@pytest.mark.parametrize(
+  'reply, value',
+  [
+    ('{"verdict": "correct"}', True),
+    ('{"verdict":"incorrect"}', False),
+    (' Correct.', True),
+    ('"incorrect"', False),
+    ('INCORRECT', False),
+  ],
+)
 def test_a_verdict_is_read(reply, value):
   assert judge.read(reply) is value
 
 
 def test_the_judge_decides_where_the_match_is_not_exact():
-  with chat_server.serve(by_answer(
-    annie=verdict('correct'), bob=verdict('incorrect'), eve='who knows',
-  )) as chats:
+  with chat_server.serve(
+    by_answer(
+      annie=verdict('correct'), bob=verdict('incorrect'), eve='who knows'
+    )
+  ) as chats:
     groups = [tuple(one(a) for a in ('Ann', 'annie', 'bob', 'eve', ''))]
     found = asyncio.run(rewarded(groups, chats.url, max_failed=0.5))
     np.testing.assert_array_equal(found.value, [1, 1, 0, 0, 0])
@@ -106,15 +129,23 @@ def test_an_answer_cannot_speak_to_the_judge():
     system, user = chats.asked[0]['messages']
   assert system['role'] == 'system' and 'x"' not in system['content']
   assert json.loads(user['content']) == {
-    'question': 'Who is it?', 'golden_answers': ['Ann'], 'answer': forged,
+    'question': 'Who is it?',
+    'golden_answers': ['Ann'],
+    'answer': forged,
   }
 
 
-@pytest.mark.parametrize('said', [
-  400, 413, '', 'I cannot help with that.',
-  b'{"choices": [{"finish_reason": "content_filter", "message": {}}]}',
-  b'{"choices": [{"finish_reason": "length", "message": {"content": "x"}}]}',
-])
+@pytest.mark.parametrize(
+  'said',
+  [
+    400,
+    413,
+    '',
+    'I cannot help with that.',
+    b'{"choices": [{"finish_reason": "content_filter", "message": {}}]}',
+    b'{"choices": [{"finish_reason": "length", "message": {"content": "x"}}]}',
+  ],
+)
 def test_what_an_answer_provokes_earns_nothing_and_excuses_nobody(said):
   with chat_server.serve(by_answer(bob=said)) as chats:
     found = asyncio.run(
@@ -126,15 +157,19 @@ def test_what_an_answer_provokes_earns_nothing_and_excuses_nobody(said):
 
 
 def test_a_judge_that_gives_no_verdict_is_found_at_the_start():
-  for said, kind in (('who knows', 'unusable'), (400, 'unusable'),
-                     (500, 'overloaded')):
+  for said, kind in (
+    ('who knows', 'unusable'),
+    (400, 'unusable'),
+    (500, 'overloaded'),
+  ):
     with chat_server.serve(lambda body, said=said: said) as chats:
       with pytest.raises(ChatError) as error:
         asyncio.run(judge.Judge(config(chats.url)).check())
     assert error.value.kind == kind
   with chat_server.serve(lambda body: verdict('correct')) as chats:
     assert asyncio.run(judge.Judge(config(chats.url)).check()) == {
-      'url': f'{chats.url}/v1', 'model': 'judge',
+      'url': f'{chats.url}/v1',
+      'model': 'judge',
     }
 
 
@@ -186,7 +221,8 @@ def test_the_judge_sees_so_much_of_an_answer():
     assert asyncio.run(ask) == [False]
   (asked,) = chats.asked
   assert json.loads(asked['messages'][-1]['content'])['answer'] == (
-    'x' * judge.MOST)
+    'x' * judge.MOST
+  )
 
 
 def test_a_failed_trajectory_is_not_judged():
@@ -222,8 +258,8 @@ def test_an_evaluation_has_verdicts_beside_its_scores():
       asked, ENV, judge.Judge(config(url, max_failed=0.5))
     )
 
-  with chat_server.serve(by_answer(
-    annie=verdict('correct'), bob=verdict('incorrect'), eve=500,
-  )) as chats:
+  with chat_server.serve(
+    by_answer(annie=verdict('correct'), bob=verdict('incorrect'), eve=500)
+  ) as chats:
     found = asyncio.run(verdicts(chats.url))
   np.testing.assert_array_equal(found, [1, 0, np.nan, 0, np.nan])

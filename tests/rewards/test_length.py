@@ -22,12 +22,10 @@ def wrote(*lengths, end='answer'):
 
 
 def overlong(*trajectories, limit=20, cache=8):
-  config = ConfigDict(dict(long=dict(
-    fn='length.overlong', weight=1.0, limit=limit, cache=cache,
-  )))
-  return asyncio.run(
-    core.combine(config, [trajectories], core.RewardContext())
+  config = ConfigDict(
+    dict(long=dict(fn='length.overlong', weight=1.0, limit=limit, cache=cache))
   )
+  return asyncio.run(core.combine(config, [trajectories], core.RewardContext()))
 
 
 def test_golden_overlong():

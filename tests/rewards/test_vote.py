@@ -3,9 +3,9 @@
 import asyncio
 import dataclasses
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from configs import common
 from searchrl_jax.rewards import core, vote
@@ -21,8 +21,12 @@ def group(*answers, golds=('Ann',), env=ENV, id='q', **meta):
   question = Question(id, 'who?', golds, meta=meta)
   out = []
   for i, answer in enumerate(answers):
-    text = 'none' if answer is None else (
-      f'\\boxed{{{answer}}}' if env is BOX else f'<answer>{answer}</answer>'
+    text = (
+      'none'
+      if answer is None
+      else (
+        f'\\boxed{{{answer}}}' if env is BOX else f'<answer>{answer}</answer>'
+      )
     )
     turns = [text] * (env.config.max_turns + 1)
     t = run_script(turns, env=env, question=question)
@@ -30,13 +34,27 @@ def group(*answers, golds=('Ann',), env=ENV, id='q', **meta):
   return tuple(out)
 
 
-def voted(*groups, env=ENV, train=None, match='text', max_abstained=0.5,
-          fn='vote.majority'):
+def voted(
+  *groups,
+  env=ENV,
+  train=None,
+  match='text',
+  max_abstained=0.5,
+  fn='vote.majority',
+):
   n = len(groups[0])
-  config = ConfigDict(dict(v=dict(
-    fn=fn, weight=1.0, votes=n, train=train or n, match=match,
-    max_abstained=max_abstained,
-  )))
+  config = ConfigDict(
+    dict(
+      v=dict(
+        fn=fn,
+        weight=1.0,
+        votes=n,
+        train=train or n,
+        match=match,
+        max_abstained=max_abstained,
+      )
+    )
+  )
   return asyncio.run(core.combine(config, groups, core.RewardContext(env=env)))
 
 
@@ -89,8 +107,9 @@ def test_a_question_without_a_vote_is_left_out_and_counted():
 
 def test_votes_count_what_answers_mean():
   """There 0.5 and 1/2 split, and 3 would have won."""
-  group_ = group('3', '0.5', r'\frac12', '1/2', '3', golds=(r'\frac{2}{4}',),
-                 env=BOX)
+  group_ = group(
+    '3', '0.5', r'\frac12', '1/2', '3', golds=(r'\frac{2}{4}',), env=BOX
+  )
   found = voted(group_, env=BOX, match=MATH)
   assert found.value.tolist() == [0, 1, 1, 1, 0]
   assert part(found, 'label_accuracy') == part(found, 'maj@5') == [1] * 5
@@ -101,7 +120,8 @@ def test_a_fraction_is_a_label_as_it_stands():
   """There the label was extracted again, and 14/3 became 3."""
   found = voted(
     group(r'\frac{14}{3}', r'\frac{14}{3}', '3', golds=('3',), env=BOX),
-    env=BOX, match=MATH,
+    env=BOX,
+    match=MATH,
   )
   assert part(found, 'label_accuracy') == [0] * 3
   assert part(found, 'reward_accuracy') == [0] * 3
@@ -111,13 +131,21 @@ def test_a_fraction_is_a_label_as_it_stands():
 def test_the_article_is_no_choice(match):
   """There "a" in the last sentence was GPQA's A."""
   question = Question('q', 'Which?', ('B',))
-  texts = (r'So \boxed{B} is a good choice', r'\boxed{B}. It is a fact.',
-           'It is a fact, a clear one')
-  found = voted(tuple(
-    dataclasses.replace(
-      run_script([text], env=BOX, question=question), sample=i
-    ) for i, text in enumerate(texts)
-  ), env=BOX, match=match)
+  texts = (
+    r'So \boxed{B} is a good choice',
+    r'\boxed{B}. It is a fact.',
+    'It is a fact, a clear one',
+  )
+  found = voted(
+    tuple(
+      dataclasses.replace(
+        run_script([text], env=BOX, question=question), sample=i
+      )
+      for i, text in enumerate(texts)
+    ),
+    env=BOX,
+    match=match,
+  )
   assert found.value.tolist() == [1, 1, 0]
   assert part(found, 'label_accuracy') == [1] * 3
 
@@ -137,7 +165,8 @@ def test_names_of_one_thing_are_one_vote():
   answers = ('NYC', 'Rome', 'New York City', 'Rome', 'Big Apple')
   assert voted(group(*answers)).value.tolist() == [0, 1, 0, 1, 0]
   known = group(
-    *answers, golds=('new york city',),
+    *answers,
+    golds=('new york city',),
     synonyms=[('New York City', 'NYC', 'Big Apple')],
   )
   found = voted(known)
@@ -197,14 +226,18 @@ def test_further_rounds_are_refused():
 
 
 def test_an_answer_type_that_nothing_parses_stops_with_the_mend():
-  names = [group('Bobu Ralen', 'Kiru Talok', env=BOX, id=str(i))
-           for i in range(3)]
+  names = [
+    group('Bobu Ralen', 'Kiru Talok', env=BOX, id=str(i)) for i in range(3)
+  ]
   sums = group('5', '5', env=BOX)
-  with pytest.raises(core.RewardError, match=(
-    r"3 of 4 questions have no vote under match='experiments\.ttrl\.mathe.*"
-    r"\('0', '1', '2', .*"
-    r'max_abstained=0\.5.*config\.env\.answer'
-  )):
+  with pytest.raises(
+    core.RewardError,
+    match=(
+      r"3 of 4 questions have no vote under match='experiments\.ttrl\.mathe.*"
+      r"\('0', '1', '2', .*"
+      r'max_abstained=0\.5.*config\.env\.answer'
+    ),
+  ):
     voted(*names, sums, env=BOX, match=MATH)
   assert voted(*names[:1], sums, env=BOX, match=MATH).valid.sum() == 2
 
@@ -214,21 +247,33 @@ def test_a_group_of_another_size_is_refused():
     voted(group('a', 'b', 'c'), group('a', 'b'))
 
 
-@pytest.mark.parametrize('fields, says', [
-  (dict(votes=1), r'config\.reward\.v: votes=1 with config\.rollout\.group=1'),
-  (dict(votes=4, group=8), r'votes=4 with config\.rollout\.group=8'),
-  (dict(votes=4, train=5), 'train=5 of votes=4: 1 to 4'),
-  (dict(votes=4, train=0), 'train=0'),
-  (dict(votes=4, match='math'), r"config\.reward\.v: match='math' is neither"),
-])
+@pytest.mark.parametrize(
+  'fields, says',
+  [
+    (
+      dict(votes=1),
+      r'config\.reward\.v: votes=1 with config\.rollout\.group=1',
+    ),
+    (dict(votes=4, group=8), r'votes=4 with config\.rollout\.group=8'),
+    (dict(votes=4, train=5), 'train=5 of votes=4: 1 to 4'),
+    (dict(votes=4, train=0), 'train=0'),
+    (
+      dict(votes=4, match='math'),
+      r"config\.reward\.v: match='math' is neither",
+    ),
+  ],
+)
 def test_what_cannot_be_is_found_at_the_start(fields, says):
   from searchrl_jax import setup
 
   c = common.base()
   c.rollout.group = fields.pop('group', fields['votes'])
-  c.reward.v = ConfigDict(dict(
-    fn='vote.majority', weight=1.0, train=1, match='text', max_abstained=0.5,
-  ) | fields)
+  c.reward.v = ConfigDict(
+    dict(
+      fn='vote.majority', weight=1.0, train=1, match='text', max_abstained=0.5
+    )
+    | fields
+  )
   with pytest.raises(core.RewardError, match=says):
     setup.check_rewards(c, [Question('q', 'who?')])
   c.rollout.group = 4
@@ -238,8 +283,15 @@ def test_what_cannot_be_is_found_at_the_start(fields, says):
 
 def test_aliases_of_the_golden_answer_are_no_synonyms():
   """FlashRAG's metadata may hold them under such names."""
-  found = voted(group(
-    'NYC', 'New York City', 'Rome', 'Rome', golds=('NYC', 'New York City'),
-    aliases=[['NYC', 'New York City']], answer_aliases=['NYC'],
-  ))
+  found = voted(
+    group(
+      'NYC',
+      'New York City',
+      'Rome',
+      'Rome',
+      golds=('NYC', 'New York City'),
+      aliases=[['NYC', 'New York City']],
+      answer_aliases=['NYC'],
+    )
+  )
   assert found.value.tolist() == [0, 0, 1, 1]

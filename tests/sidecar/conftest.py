@@ -12,19 +12,30 @@ import pytest
 
 from searchrl_jax import tokenizer
 from searchrl_jax.engines.sidecar import Sidecar, start_sidecar
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from tests.conftest import ROOT
 
 FLAGS = dict(
-  cpu=True, dtype='float32', max_model_len=513, max_num_seqs=32,
-  block_size=32, kv_cache_gib=0.25, enforce_eager=True,
+  cpu=True,
+  dtype='float32',
+  max_model_len=513,
+  max_num_seqs=32,
+  block_size=32,
+  kv_cache_gib=0.25,
+  enforce_eager=True,
   max_restarts=20,  # tests kill it
 )
 # Tied, which is what a reload gets wrong; a vocabulary that vLLM has to pad.
 CFG = decoder.DecoderConfig(
-  vocab_size=300, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2,
-  head_dim=32, d_ff=96, qkv_bias=True, tied=True,
+  vocab_size=300,
+  d_model=128,
+  n_layers=2,
+  n_heads=4,
+  n_kv_heads=2,
+  head_dim=32,
+  d_ff=96,
+  qkv_bias=True,
+  tied=True,
 )
 
 
@@ -40,26 +51,35 @@ class Served:
 
   def post(self, path: str, body=None, **query) -> httpx.Response:
     return httpx.post(
-      self.sidecar.url + path, json=body, params=query, timeout=60,
+      self.sidecar.url + path,
+      json=body,
+      params=query,
+      timeout=60,
       trust_env=False,
     )
 
   def rpc(self, method: str, **kwargs):
     """The answer of each worker."""
-    answer = self.post(
-      '/collective_rpc', dict(method=method, kwargs=kwargs)
-    )
+    answer = self.post('/collective_rpc', dict(method=method, kwargs=kwargs))
     assert answer.status_code == 200, answer.text
     return answer.json()['results']
 
   def complete(self, ids, **sampling) -> dict:
     """The one choice of /v1/completions."""
-    answer = self.post('/v1/completions', dict(
+    answer = self.post(
+      '/v1/completions',
       dict(
-        model='policy', prompt=list(ids), logprobs=0, return_token_ids=True,
-        max_tokens=8, temperature=0.0,
-      ), **sampling,
-    ))
+        dict(
+          model='policy',
+          prompt=list(ids),
+          logprobs=0,
+          return_token_ids=True,
+          max_tokens=8,
+          temperature=0.0,
+        ),
+        **sampling,
+      ),
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()['choices'][0]
 
@@ -70,7 +90,10 @@ def write_model(folder, cfg=CFG, seed=0):
   tok = tokenizer.train_bpe(texts, cfg.vocab_size, folder / 'tokenizer')
   params = decoder.init_params(cfg, jax.random.key(seed), scale=0.25)
   hf.save(
-    folder / 'model', cfg, params, folder / 'tokenizer',
+    folder / 'model',
+    cfg,
+    params,
+    folder / 'tokenizer',
     like={'model_type': 'qwen2', 'eos_token_id': tok.eos_ids[0]},
   )
   return params, tok

@@ -1,17 +1,14 @@
 """Runs inside vLLM: the plugin, with a way to load badly."""
 
-from searchrl_jax.engines import published
-from searchrl_jax.engines import vllm_plugin
+from searchrl_jax.engines import published, vllm_plugin
 
 
 class Worker(vllm_plugin.Worker):
-
   def fault_load_without(self, path: str, name: str) -> list[str]:
     """Loads a publication except one tensor, as vLLM alone would."""
     found = published.open_published(path)
     model = self.model_runner.get_model()
-    tensors = vllm_plugin._torch_tensors(
-      found, vllm_plugin._tied(model), [0])
+    tensors = vllm_plugin._torch_tensors(found, vllm_plugin._tied(model), [0])
     loaded = []
 
     def others():

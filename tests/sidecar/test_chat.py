@@ -17,8 +17,7 @@ from experiments.ssp.verify import Reader
 from searchrl_jax import tokenizer
 from searchrl_jax.chat import Chat, ChatError
 from searchrl_jax.engines.sidecar import start_sidecar
-from searchrl_jax.models import decoder
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, hf
 from searchrl_jax.rewards import judge
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.simulated import SimulatedSource
@@ -29,39 +28,50 @@ pytestmark = pytest.mark.sidecar
 
 TEMPLATE = (
   "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-  "{% if add_generation_prompt %}>{% endif %}"
+  '{% if add_generation_prompt %}>{% endif %}'
 )
 # After a prompt, which ends with >; then the end. No character stands twice.
 SAYS = 'Doc: xylem'
 # In JSON: a string begins with i, and one that may be anything ends there.
 AFTER = dict(zip('>' + SAYS[:-1], SAYS)) | {'"': 'i', 'i': '!', '!': '"'}
 CFG = decoder.DecoderConfig(
-  vocab_size=258, d_model=320, n_layers=1, n_heads=10, n_kv_heads=2,
-  head_dim=32, d_ff=96, qkv_bias=True, tied=False,
+  vocab_size=258,
+  d_model=320,
+  n_layers=1,
+  n_heads=10,
+  n_kv_heads=2,
+  head_dim=32,
+  d_ff=96,
+  qkv_bias=True,
+  tied=False,
 )
 
 
 def write(folder):
   tok = tokenizer.train_bpe(['>'], CFG.vocab_size, folder / 'tokenizer')
   path = folder / 'tokenizer' / 'tokenizer_config.json'
-  path.write_text(json.dumps(
-    json.loads(path.read_text()) | {'chat_template': TEMPLATE}
-  ))
+  path.write_text(
+    json.dumps(json.loads(path.read_text()) | {'chat_template': TEMPLATE})
+  )
   id_of = lambda text: tok.encode(text)[0]
   head = np.zeros((CFG.d_model, CFG.vocab_size), np.float32)
   follows = {id_of(a): id_of(b) for a, b in AFTER.items()}
   for i in range(CFG.vocab_size):
     head[i, follows.get(i, tok.eos_ids[0])] = 10.0
   flat = {
-    name: jnp.zeros(shape) for name, (shape, _) in
-    decoder.param_table(CFG).items()
+    name: jnp.zeros(shape)
+    for name, (shape, _) in decoder.param_table(CFG).items()
   } | {
     'embed': jnp.eye(CFG.vocab_size, CFG.d_model),
-    'final_norm': jnp.ones(CFG.d_model), 'head': jnp.asarray(head),
+    'final_norm': jnp.ones(CFG.d_model),
+    'head': jnp.asarray(head),
   }
   params = traverse_util.unflatten_dict(flat, sep='/')
   hf.save(
-    folder / 'model', CFG, params, folder / 'tokenizer',
+    folder / 'model',
+    CFG,
+    params,
+    folder / 'tokenizer',
     like={'model_type': 'qwen2', 'eos_token_id': tok.eos_ids[0]},
   )
   return folder / 'model'
@@ -97,29 +107,28 @@ def run(make, use):
 def test_it_says_what_its_table_says(url):
   messages = [{'role': 'user', 'content': 'Who?'}]
   chat = lambda: Chat(judging(url))
-  assert SAYS == run(chat, lambda c: c.reply(
-    messages, max_tokens=32, temperature=1.0, seed=1
-  ))
+  assert SAYS == run(
+    chat, lambda c: c.reply(messages, max_tokens=32, temperature=1.0, seed=1)
+  )
   with pytest.raises(ChatError, match='within 4 tokens.*length'):
     run(chat, lambda c: c.reply(messages, max_tokens=4, temperature=0.0))
   with pytest.raises(ChatError, match="'nobody' is not served.*policy"):
-    run(lambda: Chat(judging(url, model='nobody')),
-        lambda c: c.check())
+    run(lambda: Chat(judging(url, model='nobody')), lambda c: c.check())
 
 
 def test_a_schema_makes_a_verdict_of_whatever_it_would_say(url):
   items = [(f'Who is {i}?', ('Mira',), 'Mira') for i in range(8)]
   found = run(
-    lambda: judge.Judge(judging(url)),
-    lambda one: one.verdicts(items, among=8),
+    lambda: judge.Judge(judging(url)), lambda one: one.verdicts(items, among=8)
   )
   # Its strings begin with i: "incorrect", though the answer is the gold.
   assert found == [False] * 8
 
 
 def test_a_reader_s_answer_is_what_it_says(url, tmp_path):
-  questions = [Question(str(i), f'passage {i}\nQuestion: who?')
-               for i in range(4)]
+  questions = [
+    Question(str(i), f'passage {i}\nQuestion: who?') for i in range(4)
+  ]
   found = run(
     lambda: Reader(judging(url), tmp_path / 'readings.jsonl'),
     lambda one: one.answers(questions),
@@ -129,9 +138,10 @@ def test_a_reader_s_answer_is_what_it_says(url, tmp_path):
 
 def search(url, n=4, check=True, **changed):
   c = common.base().source
-  c.simulator.update(dict(
-    url=url, useful='Find {query}', noisy='Find {query}', max_tokens=32
-  ) | changed)
+  c.simulator.update(
+    dict(url=url, useful='Find {query}', noisy='Find {query}', max_tokens=32)
+    | changed
+  )
   requests = [
     SearchRequest(f'query {i}', 1, question=Question('q', 'Who?', ('Mira',)))
     for i in range(n)
@@ -147,10 +157,14 @@ def test_it_simulates_a_search_engine(url):
   assert [[p.text for p in f.passages] for f in found] == [['xylem']] * 4
 
 
-@pytest.mark.parametrize('changed', [
-  dict(document='Text: (.+)'), dict(document='Doc: (.+)', max_tokens=6),
-  dict(document='Doc: (.+)', useful='x ' * 10_000 + '{query}'),
-])
+@pytest.mark.parametrize(
+  'changed',
+  [
+    dict(document='Text: (.+)'),
+    dict(document='Doc: (.+)', max_tokens=6),
+    dict(document='Doc: (.+)', useful='x ' * 10_000 + '{query}'),
+  ],
+)
 def test_a_server_that_answers_and_writes_no_document(url, changed):
   """Without one in the reply, cut, too long for its context: all the same."""
   _, found = search(url, n=2, check=False, **changed)

@@ -17,10 +17,14 @@ import numpy as np
 import psutil
 import pytest
 
+from configs.common import base
 from searchrl_jax import rollout as rollouts
 from searchrl_jax import sync
 from searchrl_jax.engines.core import (
-  EngineError, Sampling, SyncError, WeightsUpdate,
+  EngineError,
+  Sampling,
+  SyncError,
+  WeightsUpdate,
 )
 from searchrl_jax.engines.jax_sampler import JaxSampler
 from searchrl_jax.engines.vllm import VllmEngine
@@ -28,7 +32,6 @@ from searchrl_jax.engines.vllm_http import Client
 from searchrl_jax.models import decoder
 from searchrl_jax.publication import Publisher
 from searchrl_jax.types import Prompt, Question
-from configs.common import base
 from tests import scripted
 from tests.engines.common import config as sampler_config
 from tests.engines.contract import EngineContract, once, prompt
@@ -47,8 +50,13 @@ def weights(seed, scale=0.25):
 @pytest.fixture(scope='module')
 def engine(served, tmp_path_factory):
   config = engine_config(
-    url=served.sidecar.url, max_len=MAX_LEN, timeout=60.0, deadline=240.0,
-    start_seconds=240.0, attempts=4, slots=32,
+    url=served.sidecar.url,
+    max_len=MAX_LEN,
+    timeout=60.0,
+    deadline=240.0,
+    start_seconds=240.0,
+    attempts=4,
+    slots=32,
   )
   engine = VllmEngine(
     CFG, None, served.tokenizer, config, None, tmp_path_factory.mktemp('run')
@@ -83,10 +91,16 @@ def test_a_published_version_is_verified_end_to_end(engine):
   forward, canary = sync.forward_logps(CFG), list(range(40, 90))
   for version in (1, 2):
     params = weights(version)
-    report = asyncio.run(sync.sync_and_verify(
-      engine, params, version, canary, functools.partial(forward, params),
-      1e-4,
-    ))
+    report = asyncio.run(
+      sync.sync_and_verify(
+        engine,
+        params,
+        version,
+        canary,
+        functools.partial(forward, params),
+        1e-4,
+      )
+    )
     assert report.canary_max_diff < 1e-4
     assert report.manifest == sync.manifest(params)
 
@@ -103,8 +117,7 @@ def test_a_stale_prefix_cache_stops_the_run(engine, monkeypatch, hides):
   async def verify(version):
     params = weights(version)
     return await sync.sync_and_verify(
-      engine, params, version, canary, functools.partial(forward, params),
-      1e-4,
+      engine, params, version, canary, functools.partial(forward, params), 1e-4
     )
 
   complete = Client.complete
@@ -150,9 +163,9 @@ def test_stops_end_inside_merged_tokens(engine, served):
         ends = next(
           k for k in range(1, 41) if stop.encode() in b''.join(text[:k])
         )
-        done = await once(engine, start.ids, Sampling(
-          max_tokens=40, seed=seed, stops=(stop,)
-        ))
+        done = await once(
+          engine, start.ids, Sampling(max_tokens=40, seed=seed, stops=(stop,))
+        )
         assert done.stop == stop and done.ids.tolist() == ids[:ends]
         seen += ends == n + 1
         break
@@ -179,18 +192,19 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(
   async def written(client):
     """Tokens that the server has generated since its start."""
     text = (await client.get(f'{served.sidecar.url}/metrics', timeout=60)).text
-    return float(re.search(
-      r'^vllm:generation_tokens_total\S* (\S+)$', text, re.M
-    )[1])
+    return float(
+      re.search(r'^vllm:generation_tokens_total\S* (\S+)$', text, re.M)[1]
+    )
 
   async def main():
     aborted = engine.stats()['aborted_requests']
     async with httpx.AsyncClient(trust_env=False) as client:
       before = await written(client)
     calls = [
-      asyncio.create_task(once(engine, start.ids, Sampling(
-        max_tokens=450, temperature=0.0
-      ))) for _ in range(96)
+      asyncio.create_task(
+        once(engine, start.ids, Sampling(max_tokens=450, temperature=0.0))
+      )
+      for _ in range(96)
     ]
     async with httpx.AsyncClient(trust_env=False) as client:
       while await written(client) < before + 32:
@@ -222,13 +236,14 @@ def check_parts(start, done, wanted):
   ids = (*start, *done.ids.tolist())
   for version, part in ((3, slice(0, cut)), (4, slice(cut, 450))):
     np.testing.assert_allclose(
-      done.logps[part], wanted(version, ids)[len(start):][part], atol=1e-4
+      done.logps[part], wanted(version, ids)[len(start) :][part], atol=1e-4
     )
   return cut
 
 
 def test_turns_reuse_the_prefix(engine):
   """What a turn computes is what the turn before left, and its own block."""
+
   async def main():
     handle = engine.open(prompt(engine, 100))
     shares = []
@@ -256,9 +271,10 @@ def test_ids_that_the_server_refuses_are_an_error_here_first(engine):
 
 def sampler(served, params):
   return JaxSampler(
-    CFG, params, served.tokenizer, sampler_config(
-      slots=32, max_len=160, chunk=16, prefill_rows=8
-    ),
+    CFG,
+    params,
+    served.tokenizer,
+    sampler_config(slots=32, max_len=160, chunk=16, prefill_rows=8),
   )
 
 
@@ -270,12 +286,18 @@ def exact(params, ids):
 
 def test_more_prompts_than_a_batch_of_the_server_takes(engine):
   """Prefilled in parts, a prompt with a seed kills vLLM 0.32 on CPU."""
+
   async def main():
-    return await asyncio.gather(*(
-      once(engine, prompt(engine, 300, seed=i).ids,
-           Sampling(max_tokens=4, seed=i))
-      for i in range(24)
-    ))
+    return await asyncio.gather(
+      *(
+        once(
+          engine,
+          prompt(engine, 300, seed=i).ids,
+          Sampling(max_tokens=4, seed=i),
+        )
+        for i in range(24)
+      )
+    )
 
   before = engine.stats()['restarts']
   assert all(len(done.ids) == 4 for done in asyncio.run(main()))
@@ -320,15 +342,17 @@ def test_both_engines_give_the_same_log_probs(engine, served):
   start = prompt(engine, 20)
 
   async def sampled():
-    return await asyncio.gather(*[
-      once(engine, start.ids, Sampling(max_tokens=64, seed=s))
-      for s in range(16)
-    ])
+    return await asyncio.gather(
+      *[
+        once(engine, start.ids, Sampling(max_tokens=64, seed=s))
+        for s in range(16)
+      ]
+    )
 
   async def scored(which, done):
-    return await asyncio.gather(*[
-      which.score([*start.ids, *d.ids.tolist()]) for d in done
-    ])
+    return await asyncio.gather(
+      *[which.score([*start.ids, *d.ids.tolist()]) for d in done]
+    )
 
   done = asyncio.run(sampled())
   ours = asyncio.run(scored(sampler(served, params), done))
@@ -336,7 +360,9 @@ def test_both_engines_give_the_same_log_probs(engine, served):
   told = np.stack([d.logps for d in done])
   ours, theirs = (np.stack(x)[:, 20:] for x in (ours, theirs))
   print(
-    'mean |difference|: sampled', np.abs(told - ours).mean(), 'scored',
+    'mean |difference|: sampled',
+    np.abs(told - ours).mean(),
+    'scored',
     np.abs(theirs - ours).mean(),
   )
   assert np.abs(told - ours).mean() < 1e-4
@@ -398,15 +424,25 @@ def test_a_rollout_survives_the_death_of_the_server(engine, served):
   source = FakeSource(delay=delay)
   settings = base().rollout
   settings.update(dict(group=4, max_failed=0.0))
-  questions = [Question(f'q{i}', f'which river {i} ?', ('x',))
-               for i in range(4)]
-  found = asyncio.run(rollouts.rollout(
-    questions, env=env, engine=engine, source=source, config=settings,
-    seed=0, step=0, on_trajectory=lambda t: ended.append(t.id),
-  ))
+  questions = [
+    Question(f'q{i}', f'which river {i} ?', ('x',)) for i in range(4)
+  ]
+  found = asyncio.run(
+    rollouts.rollout(
+      questions,
+      env=env,
+      engine=engine,
+      source=source,
+      config=settings,
+      seed=0,
+      step=0,
+      on_trajectory=lambda t: ended.append(t.id),
+    )
+  )
   assert killed
-  assert sorted(ended) == [f'q{i}/solver/{s}' for i in range(4)
-                           for s in range(4)]
+  assert sorted(ended) == [
+    f'q{i}/solver/{s}' for i in range(4) for s in range(4)
+  ]
   for group in found.groups:
     for t in group:
       assert not t.failed and len(t.searches) == 4
@@ -415,13 +451,14 @@ def test_a_rollout_survives_the_death_of_the_server(engine, served):
           assert set(segment.versions) == {9}
   assert engine.stats()['restarts'] == restarts + 1
   # It holds the weights by its own checksums, and nothing hangs on it.
-  described, = served.rpc('searchrl_describe')
+  (described,) = served.rpc('searchrl_describe')
   assert described['loaded'] == 9
 
 
-@pytest.mark.parametrize('victim, call', [
-  ('EngineCore', 'searchrl_load'), ('Worker', 'searchrl_checksums'),
-])
+@pytest.mark.parametrize(
+  'victim, call',
+  [('EngineCore', 'searchrl_load'), ('Worker', 'searchrl_checksums')],
+)
 def test_a_death_in_a_sync_ends_it_and_the_next_one_loads(
   engine, served, monkeypatch, victim, call
 ):
@@ -444,12 +481,13 @@ def test_a_death_in_a_sync_ends_it_and_the_next_one_loads(
     load(engine, weights(11), 11)
   deadline = time.monotonic() + 240
   while (served.sidecar.restarts, served.sidecar.status()['state']) != (
-    before + 1, 'ready'
+    before + 1,
+    'ready',
   ):
     assert served.sidecar.running and time.monotonic() < deadline
     time.sleep(0.5)
   load(engine, weights(12), 12)
-  described, = served.rpc('searchrl_describe')
+  (described,) = served.rpc('searchrl_describe')
   assert killed and described['loaded'] == 12
   done = asyncio.run(once(engine, prompt(engine).ids, Sampling(max_tokens=4)))
   want = sync.forward_logps(CFG)(

@@ -11,23 +11,26 @@ import numpy as np
 import pytest
 
 from experiments.worlds import microworld
-from searchrl_jax import publication
-from searchrl_jax import sync
-from searchrl_jax.engines import checksum
-from searchrl_jax.engines import published
+from searchrl_jax import publication, sync
+from searchrl_jax.engines import checksum, published
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.sidecar import start_sidecar
-from searchrl_jax.models import decoder
-from searchrl_jax.models import families
-from searchrl_jax.models import hf
+from searchrl_jax.models import decoder, families, hf
 from tests.sidecar.conftest import FLAGS
 
 pytestmark = pytest.mark.sidecar
 
 # Square output projections, as the shared server's: transposed, they fit.
 UNTIED = decoder.DecoderConfig(
-  vocab_size=527, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2,
-  head_dim=32, d_ff=192, qkv_bias=True, tied=False,
+  vocab_size=527,
+  d_model=128,
+  n_layers=2,
+  n_heads=4,
+  n_kv_heads=2,
+  head_dim=32,
+  d_ff=192,
+  qkv_bias=True,
+  tied=False,
 )
 IDS = [5, 17, 80, 3, 41, 250, 8, 66]
 
@@ -35,7 +38,8 @@ IDS = [5, 17, 80, 3, 41, 250, 8, 66]
 def make_params(cfg, seed):
   """Random biases and norms too: no tensor is what another version has."""
   flat = decoder.flatten(
-    decoder.init_params(cfg, jax.random.key(seed), scale=0.25))
+    decoder.init_params(cfg, jax.random.key(seed), scale=0.25)
+  )
   for i, (name, x) in enumerate(flat.items()):
     if name.endswith(('norm', 'bias')):
       key = jax.random.key(100 * seed + i)
@@ -51,14 +55,17 @@ class Server:
     self.publisher = publication.Publisher(folder, cfg, 'float32')
     # No connection is used twice: the server closes those idle for 5 s.
     self.http = httpx.Client(
-      base_url=url, timeout=120, trust_env=False,
+      base_url=url,
+      timeout=120,
+      trust_env=False,
       limits=httpx.Limits(max_keepalive_connections=0),
     )
 
   def call(self, method, *args, **kwargs):
     """The result of the one worker; RuntimeError with the server's words."""
-    done = self.http.post('/collective_rpc', json={
-      'method': method, 'args': args, 'kwargs': kwargs})
+    done = self.http.post(
+      '/collective_rpc', json={'method': method, 'args': args, 'kwargs': kwargs}
+    )
     if done.status_code != 200:
       raise RuntimeError(done.json()['error']['message'])
     return done.json()['results'][0]
@@ -92,9 +99,16 @@ class Server:
 
   def logps(self):
     """The server's own log-probs of IDS[1:]."""
-    done = self.http.post('/v1/completions', json={
-      'model': 'policy', 'prompt': IDS, 'max_tokens': 1, 'temperature': 0,
-      'prompt_logprobs': 0})
+    done = self.http.post(
+      '/v1/completions',
+      json={
+        'model': 'policy',
+        'prompt': IDS,
+        'max_tokens': 1,
+        'temperature': 0,
+        'prompt_logprobs': 0,
+      },
+    )
     assert done.status_code == 200, done.text
     found = done.json()['choices'][0]['prompt_logprobs'][1:]
     return [next(iter(x.values()))['logprob'] for x in found]
@@ -110,11 +124,14 @@ def untied(tmp_path_factory):
   folder = tmp_path_factory.mktemp('untied')
   fields = {k: getattr(UNTIED, k) for k in families.FIELDS}
   published.write_serving_folder(
-    folder / 'model', fields, microworld.tokenizer(folder / 'tokenizer'),
+    folder / 'model',
+    fields,
+    microworld.tokenizer(folder / 'tokenizer'),
     'float32',
   )
   flags = FLAGS | dict(
-    plugin='tests.sidecar.faults:Worker', vllm_arg=['--load-format=dummy'])
+    plugin='tests.sidecar.faults:Worker', vllm_arg=['--load-format=dummy']
+  )
   with start_sidecar(
     folder / 'model', log_file=folder / 'vllm.log', **flags
   ) as sidecar:
@@ -124,8 +141,7 @@ def untied(tmp_path_factory):
 @pytest.fixture(scope='module')
 def tied(served, tmp_path_factory):
   """The server of all tests, which gets its weights back."""
-  one = Server(
-    tmp_path_factory.mktemp('tied'), served.cfg, served.sidecar.url)
+  one = Server(tmp_path_factory.mktemp('tied'), served.cfg, served.sidecar.url)
   yield one
   one.load(0, served.params)
 
@@ -164,8 +180,13 @@ def test_the_server_describes_itself(server):
   said = server.call('searchrl_describe')
   assert decoder.DecoderConfig(**said['model']) == server.cfg
   wanted = dict(
-    vocab_size=server.cfg.vocab_size, max_len=FLAGS['max_model_len'],
-    dtype='float32', rank=0, world_size=1, device='cpu', loaded=3,
+    vocab_size=server.cfg.vocab_size,
+    max_len=FLAGS['max_model_len'],
+    dtype='float32',
+    rank=0,
+    world_size=1,
+    device='cpu',
+    loaded=3,
   )
   assert {k: said[k] for k in wanted} == wanted
 
@@ -177,7 +198,8 @@ def test_every_bit_pattern_is_read_back_from_packed_matrices(server):
   flat = decoder.flatten(make_params(server.cfg, 4))
   for name, x in flat.items():
     flat[name] = np.where(
-      rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x)
+      rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x
+    )
   assert server.wrong(server.load(4, decoder.nest(flat))) == set()
 
 
@@ -197,16 +219,19 @@ def test_a_tied_head_that_vllm_forgets_is_named(tied, tmp_path):
   tied.check_logps(after)
 
 
-@pytest.mark.parametrize('name, ours', [
-  ('model.embed_tokens.weight', 'embed'),
-  ('model.layers.0.self_attn.k_proj.weight', 'layers/k'),
-  ('model.layers.0.self_attn.q_proj.bias', 'layers/q_bias'),
-  ('model.layers.1.self_attn.o_proj.weight', 'layers/o'),
-  ('model.layers.1.mlp.up_proj.weight', 'layers/up'),
-  ('model.layers.1.post_attention_layernorm.weight', 'layers/mlp_norm'),
-  ('model.norm.weight', 'final_norm'),
-  ('lm_head.weight', 'head'),
-])
+@pytest.mark.parametrize(
+  'name, ours',
+  [
+    ('model.embed_tokens.weight', 'embed'),
+    ('model.layers.0.self_attn.k_proj.weight', 'layers/k'),
+    ('model.layers.0.self_attn.q_proj.bias', 'layers/q_bias'),
+    ('model.layers.1.self_attn.o_proj.weight', 'layers/o'),
+    ('model.layers.1.mlp.up_proj.weight', 'layers/up'),
+    ('model.layers.1.post_attention_layernorm.weight', 'layers/mlp_norm'),
+    ('model.norm.weight', 'final_norm'),
+    ('lm_head.weight', 'head'),
+  ],
+)
 def test_a_tensor_that_was_not_loaded_is_named(untied, name, ours):
   """A small step from the one before: half a layer's matrix stays old."""
   before = make_params(UNTIED, 7)
@@ -221,12 +246,10 @@ def test_a_transposed_matrix_is_named(server):
   params = make_params(server.cfg, 9)
   right = checksum.checksums(decoder.flatten(params))
   o = params['layers']['o']
-  params['layers']['o'] = o.reshape(2, 128, 128).swapaxes(1, 2).reshape(
-    o.shape)
+  params['layers']['o'] = o.reshape(2, 128, 128).swapaxes(1, 2).reshape(o.shape)
   done = server.load(9, params)
   assert server.wrong(done) == set()  # what was loaded is what was published
-  assert server.wrong(dataclasses.replace(done, manifest=right)) == {
-    'layers/o'}
+  assert server.wrong(dataclasses.replace(done, manifest=right)) == {'layers/o'}
 
 
 def test_the_version_before_is_told_where_logps_are_not(server):
@@ -279,9 +302,9 @@ def test_a_version_of_another_model_is_refused(server, tmp_path):
 
 def test_another_dtype_is_refused(server, tmp_path):
   done = publication.Publisher(tmp_path, server.cfg, 'bfloat16').publish(
-    make_params(server.cfg, 1), 1)
-  refused(server, done.path,
-          "dtype is 'bfloat16' published, 'float32' served")
+    make_params(server.cfg, 1), 1
+  )
+  refused(server, done.path, "dtype is 'bfloat16' published, 'float32' served")
 
 
 def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):

@@ -30,7 +30,8 @@ def group(pid: int) -> list[psutil.Process]:
 
 def alive(processes) -> list[psutil.Process]:
   return [
-    p for p in processes
+    p
+    for p in processes
     if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
   ]
 
@@ -49,7 +50,7 @@ def test_an_export_is_served_exactly(served, temperature):
   got = served.complete(PROMPT, max_tokens=12, temperature=temperature, seed=4)
   ids = got['token_ids']
   assert len(ids) == 12 and got['finish_reason'] == 'length'
-  want = log_softmax(served, PROMPT + ids)[len(PROMPT) - 1:-1]
+  want = log_softmax(served, PROMPT + ids)[len(PROMPT) - 1 : -1]
   if temperature:
     x = want / temperature
     want = x - np.log(np.exp(x).sum(-1, keepdims=True))
@@ -76,17 +77,19 @@ def test_the_plugin_is_in_the_worker(served):
 def test_blocks_are_as_short_as_asked(served):
   prompt = np.random.default_rng(3).integers(2, 300, 70).tolist()
   served.complete(prompt, max_tokens=1)
-  answer = served.post('/v1/completions', dict(
-    model='policy', prompt=prompt, max_tokens=1
-  )).json()
+  answer = served.post(
+    '/v1/completions', dict(model='policy', prompt=prompt, max_tokens=1)
+  ).json()
   details = answer['usage']['prompt_tokens_details']
   assert details['cached_tokens'] == 64
 
 
 def test_it_listens_on_this_machine_alone(served):
   addresses = {
-    c.laddr.ip for p in group(served.sidecar.server_pid)
-    for c in p.net_connections('tcp') if c.status == psutil.CONN_LISTEN
+    c.laddr.ip
+    for p in group(served.sidecar.server_pid)
+    for c in p.net_connections('tcp')
+    if c.status == psutil.CONN_LISTEN
   }
   assert addresses and addresses <= {'127.0.0.1', '::1'}
 

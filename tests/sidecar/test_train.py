@@ -1,12 +1,8 @@
 """The loop over a vLLM server that it starts: trained, killed, resumed."""
 
-
 import pytest
 
-from searchrl_jax import records
-from searchrl_jax import setup
-from searchrl_jax import train
-from searchrl_jax import update
+from searchrl_jax import records, setup, train, update
 from searchrl_jax.engines.vllm import VllmEngine
 from tests import tiny
 
@@ -19,12 +15,13 @@ class Killed(BaseException):
 
 @pytest.mark.timeout(600)
 def test_a_run_is_killed_and_goes_on_with_the_checkpoints_version(
-    tmp_path, monkeypatch):
+  tmp_path, monkeypatch
+):
   config = tiny.config()
   config.source.corpus = 'world'
-  config.model.arch.update(dict(
-    num_attention_heads=1, num_key_value_heads=1, head_dim=32
-  ))
+  config.model.arch.update(
+    dict(num_attention_heads=1, num_key_value_heads=1, head_dim=32)
+  )
   config.engine.module = 'vllm'
   config.engine.kv_cache_gib = 0.25
   config.rollout.max_staleness = 1

@@ -6,8 +6,8 @@ import json
 import threading
 import time
 
-import pytest
 from ml_collections import ConfigDict
+import pytest
 
 from searchrl_jax.sources import service
 from searchrl_jax.sources.core import SourceError
@@ -68,7 +68,8 @@ class Server:
           return
         named = [
           {'loc': ['body', 'queries', i], 'msg': 'no', 'type': 'search_failed'}
-          for i, query in enumerate(queries) if query in outer.named
+          for i, query in enumerate(queries)
+          if query in outer.named
         ]
         if named:
           self._send(outer.named_status, {'detail': named})
@@ -305,9 +306,9 @@ def test_check_of_replicas(server, other, caplog):
     check(config('http://127.0.0.1:9,http://127.0.0.1:10', attempts=1))
 
 
-@pytest.mark.parametrize('status, kind', [
-  (502, 'search_failed'), (503, 'overloaded'),
-])
+@pytest.mark.parametrize(
+  'status, kind', [(502, 'search_failed'), (503, 'overloaded')]
+)
 def test_queries_that_the_server_names_fail_alone(server, status, kind):
   server.named = {'bad', 'worse'}
   server.named_status = status
@@ -317,11 +318,16 @@ def test_queries_that_the_server_names_fail_alone(server, status, kind):
 
   answers = run(main, server, attempts=1)
   assert [isinstance(a, SearchError) for a in answers] == [
-    False, True, False, True, False
+    False,
+    True,
+    False,
+    True,
+    False,
   ]
   assert answers[1].kind == answers[3].kind == kind
   assert [queries for queries, _ in server.batches] == [
-    ['a', 'bad', 'b', 'worse', 'c'], ['a', 'b', 'c']
+    ['a', 'bad', 'b', 'worse', 'c'],
+    ['a', 'b', 'c'],
   ]
 
 

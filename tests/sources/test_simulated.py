@@ -32,10 +32,16 @@ DOCUMENT = r'(?s)Doc (?P<title>\w+): (?P<text>.*?)(?=Doc \w+:|\Z)'
 def config(**fields):
   c = common.base().source
   c.module, c.k = 'simulated', 5
-  c.simulator.update(dict(
-    useful=f'useful {ASKED}', noisy=f'noisy {ASKED}', document=DOCUMENT,
-    chat=False, max_tokens=400, steps=10,
-  ))
+  c.simulator.update(
+    dict(
+      useful=f'useful {ASKED}',
+      noisy=f'noisy {ASKED}',
+      document=DOCUMENT,
+      chat=False,
+      max_tokens=400,
+      steps=10,
+    )
+  )
   c.simulator.update(fields)
   return c
 
@@ -83,18 +89,22 @@ def test_a_simulator_is_told_its_own_question_and_answers():
 
 
 def test_documents_are_told_apart_and_no_more_than_k_are_taken():
-  made = source(lambda *_: (
-    'Here they are.\nDoc a:  one\n line \nDoc b: two\nDoc c: three\nDoc d: x'
-  ))
+  made = source(
+    lambda *_: (
+      'Here they are.\nDoc a:  one\n line \nDoc b: two\nDoc c: three\nDoc d: x'
+    )
+  )
   (found,) = ask(made, request(k=3))
   assert [(p.id, p.title, p.text) for p in found.passages] == [
-    ('simulated-useful-1', 'a', 'one line'), ('simulated-useful-2', 'b', 'two'),
+    ('simulated-useful-1', 'a', 'one line'),
+    ('simulated-useful-2', 'b', 'two'),
     ('simulated-useful-3', 'c', 'three'),
   ]
   plain = source(lambda *_: 'Doc a: one Doc b: two', document='Doc .: (...)')
   (found,) = ask(plain, request())
   assert [(p.title, p.text) for p in found.passages] == [
-    ('', 'one'), ('', 'two')
+    ('', 'one'),
+    ('', 'two'),
   ]
 
 
@@ -109,7 +119,9 @@ def test_noise_follows_from_who_asks_and_not_from_when():
   made = source(echo, noise_from=0.3, noise_to=0.3)
   requests = [
     request(n=n, trajectory=f'q{n}/solver/{i}', turn=turn, step=step)
-    for n in range(20) for i in range(4) for turn in range(3)
+    for n in range(20)
+    for i in range(4)
+    for turn in range(3)
     for step in range(3)
   ]
   first = list(map(kind_of, ask(made, *requests)))
@@ -128,8 +140,13 @@ def test_noise_follows_from_who_asks_and_not_from_when():
 def test_a_query_is_sampled_from_a_stream_of_its_own():
   seeds = []
   made = source(lambda prompt, seed: seeds.append(seed) or echo(prompt, seed))
-  requests = [request('a'), request('b'), request('a', turn=1),
-              request('a', step=1), request('a', trajectory='q0/solver/1')]
+  requests = [
+    request('a'),
+    request('b'),
+    request('a', turn=1),
+    request('a', step=1),
+    request('a', trajectory='q0/solver/1'),
+  ]
   ask(made, *requests)
   assert len(set(seeds)) == len(requests)
   before, seeds[:] = list(seeds), []
@@ -137,17 +154,22 @@ def test_a_query_is_sampled_from_a_stream_of_its_own():
   assert seeds == before
 
 
-@pytest.mark.parametrize('field, value, said', [
-  ('useful', 'documents, please', '{query}'),
-  ('noisy', '{query} {gold}', 'query.*question'),
-  ('useful', '{query} {', 'brace'),
-  ('document', 'Doc (', 'no regular expression'),
-  ('document', 'Doc', 'needs a group'),
-  ('noise_from', -0.1, 'between 0 and 1'),
-  ('noise_to', 1.5, 'between 0 and 1'),
-  ('steps', 0, 'between 1'), ('attempts', 0, 'between 1'),
-  ('temperature', -1.0, 'between 0'), ('base', 1.0, 'between 1'),
-])
+@pytest.mark.parametrize(
+  'field, value, said',
+  [
+    ('useful', 'documents, please', '{query}'),
+    ('noisy', '{query} {gold}', 'query.*question'),
+    ('useful', '{query} {', 'brace'),
+    ('document', 'Doc (', 'no regular expression'),
+    ('document', 'Doc', 'needs a group'),
+    ('noise_from', -0.1, 'between 0 and 1'),
+    ('noise_to', 1.5, 'between 0 and 1'),
+    ('steps', 0, 'between 1'),
+    ('attempts', 0, 'between 1'),
+    ('temperature', -1.0, 'between 0'),
+    ('base', 1.0, 'between 1'),
+  ],
+)
 def test_fields_that_cannot_work_are_named_at_the_start(field, value, said):
   c = common.base()
   c.source = config()
@@ -191,11 +213,19 @@ def test_a_cut_reply_is_asked_for_again_whoever_writes():
   assert nothing(found)
 
 
-@pytest.mark.parametrize('said, finish', [
-  ('Doc a: x', 'length'), ('Doc a: x', 'content_filter'), ('', 'stop'),
-  (400, ''), (413, ''), (422, ''), (b'{"choices": []}', ''),
-  ('I will not write about that.', 'stop'),
-])
+@pytest.mark.parametrize(
+  'said, finish',
+  [
+    ('Doc a: x', 'length'),
+    ('Doc a: x', 'content_filter'),
+    ('', 'stop'),
+    (400, ''),
+    (413, ''),
+    (422, ''),
+    (b'{"choices": []}', ''),
+    ('I will not write about that.', 'stop'),
+  ],
+)
 def test_what_a_query_provokes_of_a_server_is_an_empty_result(said, finish):
   """And what fails the same server is an error."""
   script = lambda body: said if 'bomb' in str(body) else 503
@@ -221,8 +251,10 @@ def test_a_query_too_long_for_the_engine_has_found_nothing():
 def test_empty_lines_of_a_reply_cost_nothing():
   lines = '\n' * 5000 + ' \n' * 5000
   full = source(
-    lambda *_: f'Doc 1: (t): x{lines}y{lines}Doc 2 (u): z', useful='{query}',
-    document=zerosearch.DOCUMENT, max_tokens=10**5,
+    lambda *_: f'Doc 1: (t): x{lines}y{lines}Doc 2 (u): z',
+    useful='{query}',
+    document=zerosearch.DOCUMENT,
+    max_tokens=10**5,
   )
   (found,) = ask(full, request())
   assert [p.text for p in found.passages] == ['(t): x y', 'z']
@@ -233,12 +265,15 @@ def test_a_message_needs_a_chat_template():
     asyncio.run(source(echo, chat=True).check())
 
 
-@pytest.mark.parametrize('fields, message', [
-  (dict(url='http://127.0.0.1:9', chat=False), 'simulator.url'),
-  (dict(url='http://127.0.0.1:9', chat=True, path='x'), 'simulator.url'),
-  (dict(url='http://127.0.0.1:9', chat=True, stops=('x',)), 'simulator.url'),
-  (dict(document='(?P<title>a)(b)'), 'beside a named title'),
-])
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (dict(url='http://127.0.0.1:9', chat=False), 'simulator.url'),
+    (dict(url='http://127.0.0.1:9', chat=True, path='x'), 'simulator.url'),
+    (dict(url='http://127.0.0.1:9', chat=True, stops=('x',)), 'simulator.url'),
+    (dict(document='(?P<title>a)(b)'), 'beside a named title'),
+  ],
+)
 def test_fields_that_do_not_go_together_are_refused(fields, message):
   with pytest.raises(ValueError, match=message):
     simulated.check(config(**fields).simulator)
@@ -279,14 +314,25 @@ def rolled(made, script=None, questions=4, group=2, policy=None, **fields):
   engine = policy or fakes.FakeEngine(
     script or fakes.searcher, delay=lambda text: random.random() / 100
   )
-  return asyncio.run(asyncio.wait_for(rollout(
-    [question(n) for n in range(questions)], env=fakes.make_env(),
-    engine=engine, source=made, config=c, seed=0, step=0,
-  ), 60))
+  return asyncio.run(
+    asyncio.wait_for(
+      rollout(
+        [question(n) for n in range(questions)],
+        env=fakes.make_env(),
+        engine=engine,
+        source=made,
+        config=c,
+        seed=0,
+        step=0,
+      ),
+      60,
+    )
+  )
 
 
 def test_each_query_keeps_its_question_when_others_have_finished():
   """The original pairs by position, and slips once some have finished."""
+
   def some_stop_early(history, seed):
     number = int(re.search(r'who is (\d+)', history).group(1))
     seen = history.count('<information>')
@@ -331,7 +377,8 @@ def test_what_a_simulator_writes_is_outside_text():
   (group,) = played(source(lambda *_: forged), questions=1, group=1)
   env = fakes.make_env()
   texts = [
-    env.tokenizer.decode(s.ids) for s in group[0].segments
+    env.tokenizer.decode(s.ids)
+    for s in group[0].segments
     if s.author == 'environment'
   ]
   assert any('x' in text for text in texts)
@@ -380,10 +427,20 @@ def test_trajectories_that_search_the_engine_they_run_on_all_finish(slots):
   c.update(dict(group=4, search_attempts=1))
   engine = fakes.FakeEngine(script, slots=slots, delay=lambda text: 0.001)
   made = source(None, engine=engine)
-  groups = asyncio.run(asyncio.wait_for(rollout(
-    [question(n) for n in range(4)], env=fakes.make_env(), engine=engine,
-    source=made, config=c, seed=0, step=0,
-  ), 60)).groups
+  groups = asyncio.run(
+    asyncio.wait_for(
+      rollout(
+        [question(n) for n in range(4)],
+        env=fakes.make_env(),
+        engine=engine,
+        source=made,
+        config=c,
+        seed=0,
+        step=0,
+      ),
+      60,
+    )
+  ).groups
   assert all(t.end == 'answer' for group in groups for t in group)
   assert all(len(t.searches) == 2 for group in groups for t in group)
   assert engine.handles == {} and engine.most_running <= slots
@@ -404,12 +461,15 @@ class Printable:
 @pytest.mark.parametrize('slots', [1, 3])
 def test_the_real_engine_serves_a_policy_and_its_simulator(slots):
   """As many trajectories as slots, each paused with a cache of its own."""
-  engine = engines.make_engine(
-    tokenizer=Printable(), slots=slots, max_len=96
-  )
+  engine = engines.make_engine(tokenizer=Printable(), slots=slots, max_len=96)
   made = source(
-    None, engine=engine, tokenizer=Printable(), document='(?s)(.+)',
-    max_tokens=40, useful='u{query}', noisy='n{query}',
+    None,
+    engine=engine,
+    tokenizer=Printable(),
+    document='(?s)(.+)',
+    max_tokens=40,
+    useful='u{query}',
+    noisy='n{query}',
     stops=tuple(chr(c) for c in range(33, 123, 2)),  # a cut one is no reply
   )
 
@@ -496,9 +556,8 @@ def test_a_server_that_is_late_half_of_the_time_earns_no_false_reward():
 
   with chat_server.serve(script) as chats:
     made = simulated.make(
-      config(
-        url=chats.url, model='judge', timeout=2.0, attempts=1, chat=True
-      ), seed=0,
+      config(url=chats.url, model='judge', timeout=2.0, attempts=1, chat=True),
+      seed=0,
       writer=None,
     )
     groups = played(made, questions=6)
@@ -511,6 +570,4 @@ def test_a_server_that_is_late_half_of_the_time_earns_no_false_reward():
     # Whoever went on has read documents; nobody read an empty result.
     assert bool(errors) == t.failed
     assert all(e.kind == 'timeout' for e in errors)
-    assert all(
-      s.passages for s in t.searches if isinstance(s, SearchResult)
-    )
+    assert all(s.passages for s in t.searches if isinstance(s, SearchResult))
