@@ -74,7 +74,7 @@ def base() -> ConfigDict:
 
   c.data = ConfigDict()
   c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data, else the hub
-  c.data.world_module = 'experiments.worlds.microworld'  # generates them
+  c.data.world_module = 'searchrl_jax.worlds.microworld'  # generates them
   c.data.world_seed = 0  # of a generated world, for `microworld` sets
   c.data.world = ConfigDict()  # its other settings (microworld.generate)
   c.data.prompt = 'template'  # template, as_is (the data's own messages)

@@ -77,7 +77,7 @@ def get_config(arg=None):
 
   c.sft.data = ConfigDict(
     dict(
-      module='experiments.worlds.microtraces',
+      module='searchrl_jax.worlds.microtraces',
       n=24_000,
       worlds=60,
       train=400,

@@ -18,9 +18,11 @@ from typing import Any
 from absl import flags
 from rich import console, table
 
-from searchrl_jax import checks, command, lookup, metrics, records
 from searchrl_jax.evaluators import answer, ledger
-from searchrl_jax.writer import differences
+from searchrl_jax.learn import checks
+from searchrl_jax.rewards import scores as metrics
+from searchrl_jax.run import command, lookup, records
+from searchrl_jax.run.writer import differences
 
 # Of a manifest: what must be one, and what is only told.
 SAME = ('sets', 'corpus', 'sampling')

@@ -41,8 +41,9 @@ from experiments import table
 from experiments.benchmarks import common
 from experiments.quickstart.run import Clock
 from experiments.table import Bar
-from searchrl_jax import command, evaluate, lookup, records, setup, sft, writer
-from searchrl_jax.checks import ConfigError
+from searchrl_jax import evaluate, sft
+from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.run import build, command, lookup, records, writer
 
 Config = Callable[[int], ConfigDict]  # of a seed
 # (config, run folder, where to write) -> scores by name.
@@ -187,7 +188,7 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
     return False
   before = json.loads((folder / 'done.json').read_text())['config']
   # What the schema has got since was as good as there, at its neutral value.
-  before = setup.filled(before, records.plain(schema.base()))
+  before = build.filled(before, records.plain(schema.base()))
   now = records.plain(config_of(row, stage, workdir))
   kind, name, _ = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)
@@ -267,7 +268,7 @@ class Servers:
     if key not in self._urls:
       folder = str(self._folder / str(len(self._urls)))
       self._urls[key] = self._stack.enter_context(
-        setup.retrieval(config, folder)
+        build.retrieval(config, folder)
       )
     return self._urls[key]
 

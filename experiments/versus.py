@@ -22,8 +22,10 @@ import re
 from absl import flags
 
 from experiments import compare
-from searchrl_jax import checks, command, evaluate, records, setup
+from searchrl_jax import evaluate
 from searchrl_jax.evaluators import ledger
+from searchrl_jax.learn import checks
+from searchrl_jax.run import build, command, records
 
 # What the questions, their corpus and the sampling are.
 ASKED = ('dir', 'world_module', 'world_seed', 'world', 'eval')
@@ -31,7 +33,7 @@ ASKED = ('dir', 'world_module', 'world_seed', 'world', 'eval')
 
 def config_for(workdir: str, on, own_searches: bool):
   """The config of a run, asked the questions of the config `on`."""
-  config = setup.load_config(workdir)
+  config = build.load_config(workdir)
   for name in ASKED:
     config.data[name] = on.data[name]
   config.eval = on.eval
@@ -57,12 +59,12 @@ def versus(
 
   url: a server of that corpus; '' = one is started, for all of them.
   """
-  asked = setup.load_config(on).copy_and_resolve_references()
+  asked = build.load_config(on).copy_and_resolve_references()
   asked.source.url = url or asked.source.url
   searched = asked.source.url or asked.source.corpus
   asked.source.module = 'service' if searched else 'none'
   folders = []
-  with setup.retrieval(asked, out) as served:
+  with build.retrieval(asked, out) as served:
     asked.source.url = served
     for n, workdir in enumerate(workdirs):
       name = re.sub(r'\W+', '_', workdir).strip('_')

@@ -15,8 +15,10 @@ from absl import flags
 from rich import console
 from rich import text as rich_text
 
-from searchrl_jax import checks, command, evaluate, setup
-from searchrl_jax.rollout import RolloutError, evaluation, rollout
+from searchrl_jax import evaluate
+from searchrl_jax.learn import checks
+from searchrl_jax.rollout.chains import RolloutError, evaluation, rollout
+from searchrl_jax.run import build, command
 from searchrl_jax.types import Question, SearchError, SearchResult, Segment
 
 STYLES = {
@@ -70,7 +72,7 @@ def main():
       *_,
     ),
   ):
-    env = setup.environment(config, tok)
+    env = build.environment(config, tok)
     asked = _QUESTION.value
     lines = [asked] if asked else sys.stdin
     if not asked:

@@ -24,23 +24,17 @@ from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
-from searchrl_jax import (
-  checks,
-  command,
-  lookup,
-  metrics,
-  records,
-  scoring,
-  setup,
-  sync,
-)
 from searchrl_jax.data import core as data
+from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import ledger, passk
-from searchrl_jax.signals import Loop
+from searchrl_jax.learn import checks, scoring
+from searchrl_jax.rewards import scores as metrics
+from searchrl_jax.run import build, command, lookup, records
+from searchrl_jax.run.signals import Loop
+from searchrl_jax.run.writer import Writer, environment
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
-from searchrl_jax.writer import Writer, environment
 
 SHOWN = (
   'em',
@@ -99,7 +93,7 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
   """
 
   def make(name, config, source=have.source):
-    env = setup.environment(config, have.tok)
+    env = build.environment(config, have.tok)
     if have.scorer:  # entropy-guided search asks for it
       env.entropy = lambda ids: have.scorer([ids])[0].entropy
     return passk.make(
@@ -139,9 +133,9 @@ def majority(questions: list[Question]) -> float:
 @contextlib.contextmanager
 def loaded(config, workdir: str, out: str, which: str = 'latest'):
   """Yields what a run folder or an HF checkpoint is evaluated with."""
-  tok = setup.tokenizer(config, workdir or out)
-  cfg = setup.model_config(config, tok.vocab_size)
-  mesh = setup.mesh(config)
+  tok = build.tokenizer(config, workdir or out)
+  cfg = build.model_config(config, tok.vocab_size)
+  mesh = build.mesh(config)
   lookup.require(
     config.env.search_when != 'entropy'
     or mesh.size == 1
@@ -153,27 +147,27 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     "search_when='always'",
   )
   if workdir:
-    params = setup.restore_params(config, workdir, cfg, mesh, which)
+    params = build.restore_params(config, workdir, cfg, mesh, which)
   else:
-    params = setup.parameters(config, cfg, mesh)
-  with setup.retrieval(config, out) as url, Loop() as loop:
-    engine = setup.engine(config, cfg, params, tok, mesh, out)
+    params = build.parameters(config, cfg, mesh)
+  with build.retrieval(config, out) as url, Loop() as loop:
+    engine = build.engine(config, cfg, params, tok, mesh, out)
     loop.at_exit(engine.shutdown)
-    source = setup.source(config, url, lambda: engine, tok, mesh, out)
+    source = build.source(config, url, lambda: engine, tok, mesh, out)
     loop.at_exit(source.close)
-    judge = setup.judge(config)
+    judge = build.judge(config)
     if judge:
       loop.at_exit(judge.close)
       loop.run(judge.check())
     loop.run(
-      setup.first_weights(
+      build.first_weights(
         config,
         engine,
         cfg,
         params,
         mesh,
         sync.canary_ids(
-          setup.environment(config, tok),
+          build.environment(config, tok),
           [
             Question(
               id='canary',
@@ -269,14 +263,14 @@ def evaluate(
     writer.write(0, values | seconds)
     about = {}
     if workdir:
-      about['checkpoint'] = setup.saver(config, workdir).resolve(which)
+      about['checkpoint'] = build.saver(config, workdir).resolve(which)
     ledger.write_rows(folder, found)
     records.write_json(
       folder / ledger.MANIFEST,
       ledger.manifest(
         runs['eval'].sets,
         config,
-        template=setup.template(config),
+        template=build.template(config),
         identity=have.identity,
         commit=environment()['commit'],
         checkpoint=(
@@ -384,7 +378,7 @@ def define_config_or_run():
   command.define_data_dir()
   try:
     return config_flags.DEFINE_config_dict(
-      'config', setup.load_config(workdir[-1])
+      'config', build.load_config(workdir[-1])
     )
   except checks.ConfigError as e:
     print(f'error: {e}', file=sys.stderr)
@@ -395,7 +389,7 @@ def default_out(config, workdir: str, which: str, manifest: str) -> str:
   """A folder of its own for each checkpoint, manifest and changed fields."""
   text = json.dumps(command.to_dict(config), sort_keys=True, default=str)
   digest = hashlib.sha256((text + manifest).encode()).hexdigest()[:8]
-  step = setup.saver(config, workdir).resolve(which)
+  step = build.saver(config, workdir).resolve(which)
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 
 

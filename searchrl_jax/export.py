@@ -7,22 +7,22 @@ transformers and vLLM load the folder; so does --config.model.path.
 
 from absl import flags
 
-from searchrl_jax import command, setup
 from searchrl_jax.models import hf
+from searchrl_jax.run import build, command
 
 
 def export(workdir: str, out: str, which: str, dtype: str) -> None:
   """Exports checkpoint `which` ('latest', 'best' or a step) in `dtype`."""
-  config = setup.load_config(workdir)
-  tok = setup.tokenizer(config, workdir)
-  cfg = setup.model_config(config, tok.vocab_size)
-  params = setup.restore_params(config, workdir, cfg, setup.mesh(config), which)
+  config = build.load_config(workdir)
+  tok = build.tokenizer(config, workdir)
+  cfg = build.model_config(config, tok.vocab_size)
+  params = build.restore_params(config, workdir, cfg, build.mesh(config), which)
   if config.model.path:
-    like = hf.read_json(setup.local(config.model.path))
+    like = hf.read_json(build.local(config.model.path))
   else:
     like = {**config.model.arch.to_dict(), 'eos_token_id': tok.eos_ids[0]}
   hf.save(
-    out, cfg, params, f'{workdir}/{setup.TOKENIZER}', dtype=dtype, like=like
+    out, cfg, params, f'{workdir}/{build.TOKENIZER}', dtype=dtype, like=like
   )
 
 

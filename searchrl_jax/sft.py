@@ -21,24 +21,17 @@ import jax
 import numpy as np
 import tqdm
 
-from searchrl_jax import (
-  batching,
-  checks,
-  command,
-  lookup,
-  objectives,
-  optim,
-  prompts,
-  setup,
-  update,
-)
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.env import Done, Search, SearchEnv
-from searchrl_jax.outside import Part
-from searchrl_jax.signals import NonFinite, Signals, Stopped
+from searchrl_jax.learn import batching, checks, objectives, optim, update
+from searchrl_jax.run import build, command, lookup
+from searchrl_jax.run.signals import NonFinite, Signals, Stopped
+from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
+from searchrl_jax.text import prompts
+from searchrl_jax.text.env import Done, Search, SearchEnv
+from searchrl_jax.text.untrusted import Part
 from searchrl_jax.types import (
   Question,
   SearchRequest,
@@ -46,7 +39,6 @@ from searchrl_jax.types import (
   Segment,
   Trajectory,
 )
-from searchrl_jax.writer import Writer
 
 
 def turns(trace: data.Trace, template, recall=None):
@@ -223,22 +215,22 @@ def sft(config, workdir: str) -> dict[str, float]:
     f'config.sft.warmup={c.warmup} updates must be fewer than '
     f'config.sft.steps={c.steps}',
   )
-  tok = setup.tokenizer(config, workdir)
+  tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
   taught.env.train_observations = False  # the policy is not to write them
-  env = setup.environment(taught, tok)
-  mesh = setup.mesh(config)
-  cfg = setup.model_config(config, tok.vocab_size)
+  env = build.environment(taught, tok)
+  mesh = build.mesh(config)
+  cfg = build.model_config(config, tok.vocab_size)
 
-  with setup.retrieval(config, workdir) as url:
-    source = setup.source(config, url)
+  with build.retrieval(config, workdir) as url:
+    source = build.source(config, url)
     asyncio.run(source.check())
     trajectories = examples(config, env, searcher(source))
     asyncio.run(source.close())
 
-  shapes = setup.shapes(cfg, mesh)
-  tx = optim.make(setup.own_optim(config, config.sft), config.sft.steps, shapes)
+  shapes = build.shapes(cfg, mesh)
+  tx = optim.make(build.own_optim(config, config.sft), config.sft.steps, shapes)
   updater = update.Updater(
     cfg,
     config.batch,
@@ -247,7 +239,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     objective=objectives.supervised(),
     mesh=mesh,
   )
-  saver = setup.saver(config, workdir)
+  saver = build.saver(config, workdir)
   fingerprint = {'stage': 'sft', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
     saved = saver.restore(
@@ -255,7 +247,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     )
     state, step = saved.state['state'], saved.step
   else:
-    state, step = updater.init(setup.parameters(config, cfg, mesh)), 0
+    state, step = updater.init(build.parameters(config, cfg, mesh)), 0
 
   steps = config.sft.steps
   lengths = np.array([len(t) for t in trajectories])

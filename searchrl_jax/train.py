@@ -16,29 +16,27 @@ from absl import flags
 import jax
 import numpy as np
 
-from searchrl_jax import (
+from searchrl_jax.data import core as data
+from searchrl_jax.engines.core import SyncError
+from searchrl_jax.engines.weights import sync
+from searchrl_jax.evaluators import health, passk
+from searchrl_jax.learn import (
   advantages,
   batching,
   checks,
-  collector,
-  command,
   credit,
   dryrun,
-  flops,
   objectives,
   optim,
-  setup,
-  sync,
   update,
 )
-from searchrl_jax.data import core as data
-from searchrl_jax.engines.core import SyncError
-from searchrl_jax.evaluators import health, passk
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rollout import further, greedy, rollout
-from searchrl_jax.signals import Mismatch, NonFinite, Signals, Stopped
+from searchrl_jax.rollout import collector
+from searchrl_jax.rollout.chains import further, greedy, rollout
+from searchrl_jax.run import build, command, flops
+from searchrl_jax.run.signals import Mismatch, NonFinite, Signals, Stopped
+from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
-from searchrl_jax.writer import Writer
 
 
 def train(config, workdir: str) -> dict[str, float]:
@@ -60,18 +58,18 @@ def train(config, workdir: str) -> dict[str, float]:
   heldout = (
     data.load_sets(config.data.eval, config.data) if config.data.eval else {}
   )
-  setup.check_rewards(config, stream.questions)
-  tok = setup.tokenizer(config, workdir)
-  env = setup.environment(config, tok)
+  build.check_rewards(config, stream.questions)
+  tok = build.tokenizer(config, workdir)
+  env = build.environment(config, tok)
   checks.check_prompts(
     env, [*stream.questions, *(q for qs in heldout.values() for q in qs)]
   )
 
   # ---- Model and optimizer, on the mesh.
-  mesh = setup.mesh(config)
-  cfg = setup.model_config(config, tok.vocab_size)
+  mesh = build.mesh(config)
+  cfg = build.model_config(config, tok.vocab_size)
   updates = optim.updates(config)
-  shapes = setup.shapes(cfg, mesh)
+  shapes = build.shapes(cfg, mesh)
   tx = optim.make(config.optim, updates, shapes)
   updater = update.Updater(
     cfg,
@@ -83,13 +81,13 @@ def train(config, workdir: str) -> dict[str, float]:
   )
   needs_ref = config.algorithm.kl != 'none'
   critic, critic_shapes = (
-    setup.critic_updater(config, cfg, mesh)
+    build.critic_updater(config, cfg, mesh)
     if config.critic.lr
     else (None, None)
   )
 
   # ---- The last checkpoint of this folder; the start, if there is none.
-  saver = setup.saver(config, workdir)
+  saver = build.saver(config, workdir)
   aside = pathlib.Path(workdir) / 'ended.bin'
   fingerprint = {'stage': 'train', **dataclasses.asdict(cfg)}
   if saver.latest() is not None:
@@ -108,16 +106,16 @@ def train(config, workdir: str) -> dict[str, float]:
     if ended is None:
       ended = saved.arrays['ended'].tobytes()
   else:
-    state = updater.init(setup.parameters(config, cfg, mesh))
+    state = updater.init(build.parameters(config, cfg, mesh))
     # The step donates its state, so the reference owns a copy.
     ref = update.copy(state.params) if needs_ref else None
     critic_state = critic and critic.init(
-      setup.critic(config, cfg, state.params, mesh)
+      build.critic(config, cfg, state.params, mesh)
     )
     step, served, ended = 0, {}, b''
 
   with (
-    setup.retrieval(config, workdir) as url,
+    build.retrieval(config, workdir) as url,
     Writer(
       workdir,
       config,
@@ -130,15 +128,15 @@ def train(config, workdir: str) -> dict[str, float]:
     ) as writer,
     Signals() as signals,
   ):
-    source = setup.source(config, url, lambda: engine, tok, mesh, workdir)
+    source = build.source(config, url, lambda: engine, tok, mesh, workdir)
     signals.at_exit(source.close)
-    judge = setup.judge(config)
+    judge = build.judge(config)
     if judge:
       signals.at_exit(judge.close)
       signals.finish(judge.check())
     about = signals.finish(source.check()).get('identity', {})
     require_same(served, about)
-    engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
+    engine = build.engine(config, cfg, state.params, tok, mesh, workdir)
     signals.at_exit(engine.shutdown)
     evaluator = heldout and passk.make(
       config,
@@ -472,7 +470,7 @@ def save_batch(workdir: str, step: int, batches) -> pathlib.Path:
 def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
-    tok = setup.tokenizer(config, workdir)
+    tok = build.tokenizer(config, workdir)
     print(dryrun.report(config, tok.vocab_size))
     return
   train(config, workdir)

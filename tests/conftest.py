@@ -82,8 +82,8 @@ def data_dir() -> pathlib.Path:
 @pytest.fixture(scope='module')
 def url(tmp_path_factory):
   """A real retrieval server over the world of tests/tiny.py."""
-  from experiments.worlds import microworld
   from retrieval import process
+  from searchrl_jax.worlds import microworld
   from tests import tiny
 
   folder = tmp_path_factory.mktemp('world')

@@ -7,10 +7,10 @@ import random
 import numpy as np
 
 from configs import common
-from searchrl_jax import prompts
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.env import SearchEnv
-from searchrl_jax.rollout import rollout
+from searchrl_jax.rollout.chains import rollout
+from searchrl_jax.text import prompts
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Passage, SearchError, SearchResult
 
 EOS = 256

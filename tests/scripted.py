@@ -11,10 +11,10 @@ from tokenizers import decoders, models, pre_tokenizers
 import transformers
 
 from configs.common import base
-from searchrl_jax import env as envs
-from searchrl_jax import prompts
-from searchrl_jax import tokenizer as tokenizing
 from searchrl_jax.engines.core import Completion
+from searchrl_jax.text import env as envs
+from searchrl_jax.text import prompts
+from searchrl_jax.text import tokenizer as tokenizing
 from searchrl_jax.types import Passage, Question, SearchResult
 from tests.conftest import shared_data
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from searchrl_jax import advantages
+from searchrl_jax.learn import advantages
 
 WHOLE = ('grpo', 'dr_grpo', 'rloo', 'reinforce', 'whitened')
 BATCH = dict(eps=1e-6, ddof=1)

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from searchrl_jax import env as envs
-from searchrl_jax import outside, prompts
+from searchrl_jax.text import env as envs
+from searchrl_jax.text import prompts, untrusted
 from searchrl_jax.types import Passage, Question, SearchResult
 from tests import scripted
 from tests.scripted import make
@@ -243,7 +243,7 @@ def test_control_tokens_of_the_policy_complete_no_tag(tok):
 
 def test_taking_tags_off_takes_linear_time():
   """8 times the text takes 8 times as long, or somewhat more."""
-  clean = outside.neutraliser(prompts.load('base'))
+  clean = untrusted.neutraliser(prompts.load('base'))
 
   def seconds(text):
     begin = time.thread_time()  # whatever else the machine does

@@ -10,7 +10,7 @@ import pytest
 
 from configs import algorithms as configs
 from configs import common, quickstart
-from searchrl_jax import advantages, checks, losses, objectives
+from searchrl_jax.learn import advantages, checks, losses, objectives
 from tests.conftest import ROOT
 from tests.golden import algorithms
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import batching
+from searchrl_jax.learn import batching
 from searchrl_jax.types import Question, Segment, Trajectory
 
 

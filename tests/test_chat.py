@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 import pytest
 
 from configs import common
-from searchrl_jax.chat import Chat, ChatError
+from searchrl_jax.sources.chat import Chat, ChatError
 from tests import chat_server
 
 
@@ -147,7 +147,7 @@ def test_check_takes_nonsense_for_no_server(body):
 
 
 def test_a_server_that_drips_is_a_timeout(monkeypatch):
-  from searchrl_jax import chat as module
+  from searchrl_jax.sources import chat as module
 
   monkeypatch.setattr(module, '_PAUSE', 0.0)
   release = threading.Event()
@@ -204,7 +204,7 @@ def test_fields_that_cannot_be_are_named(fields, message):
 
 
 def test_a_model_is_asked_by_the_name_that_outlives_a_restart():
-  """A sidecar's first name is of its start alone (engines/vllm_host.py)."""
+  """A sidecar's first name is of its start alone (engines/vllm/host.py)."""
   with chat_server.serve(lambda body: 'well') as chats:
     chats.models = ['searchrl-0a', 'policy']
     chat = Chat(config(chats.url))

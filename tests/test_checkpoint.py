@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from searchrl_jax import checkpoint, sharding
+from searchrl_jax.run import checkpoint, sharding
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FINGERPRINT = {'model': {'d_model': 64, 'tied': True}, 'seed': 0}
@@ -279,7 +279,7 @@ def test_no_space_is_passed_on(tmp_path, monkeypatch):
 KILLED = """
 import sys
 import jax.numpy as jnp
-from searchrl_jax import checkpoint
+from searchrl_jax.run import checkpoint
 ckpt = checkpoint.Checkpointer(sys.argv[1], 3, '')
 kw = dict(extras={}, metrics={}, fingerprint={})
 tree = {f'x{i}': jnp.full((2048, 2048), float(i)) for i in range(12)}
@@ -318,7 +318,7 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path):
 
 MEMORY = """
 import json, sys, jax, jax.numpy as jnp
-from searchrl_jax import checkpoint
+from searchrl_jax.run import checkpoint
 from tests import memory
 # 8 arrays of 128 MB: what counts is that far less than all is held.
 tree = {f'x{i}': jnp.full((16, 2048, 1024), 1.0 + i) for i in range(8)}

@@ -10,9 +10,9 @@ import types
 import numpy as np
 import pytest
 
-from searchrl_jax import collector
-from searchrl_jax.rollout import Rollout, RolloutStats
-from searchrl_jax.signals import Loop, Signals, Stopped
+from searchrl_jax.rollout import collector
+from searchrl_jax.rollout.chains import Rollout, RolloutStats
+from searchrl_jax.run.signals import Loop, Signals, Stopped
 from searchrl_jax.types import Question, Segment, Trajectory
 
 

@@ -19,22 +19,14 @@ from safetensors.numpy import load_file
 
 from configs import algorithms, common
 from experiments.quickstart import run as quickstart
-from searchrl_jax import (
-  ask,
-  checks,
-  dryrun,
-  evaluate,
-  export,
-  records,
-  setup,
-  sft,
-  train,
-)
-from searchrl_jax import command as commands
-from searchrl_jax.checkpoint import CheckpointError
+from searchrl_jax import ask, evaluate, export, sft, train
 from searchrl_jax.data import core as data
-from searchrl_jax.engines import device
+from searchrl_jax.engines.jax import device
+from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.models import decoder, hf
+from searchrl_jax.run import build, records
+from searchrl_jax.run import command as commands
+from searchrl_jax.run.checkpoint import CheckpointError
 from searchrl_jax.types import Passage, Question
 from tests import tiny
 from tests.conftest import ROOT
@@ -172,8 +164,8 @@ def test_export_loads_back(run, tmp_path):
   folder, _ = run
   export.export(str(folder), f'{tmp_path}/hf', 'latest', 'float32')
   cfg, params = hf.load(f'{tmp_path}/hf')
-  config = setup.load_config(str(folder))
-  mine = setup.restore_params(config, str(folder), cfg, setup.mesh(config))
+  config = build.load_config(str(folder))
+  mine = build.restore_params(config, str(folder), cfg, build.mesh(config))
   for (path, a), b in zip(
     sorted(decoder.flatten(params).items()),
     (v for _, v in sorted(decoder.flatten(mine).items())),
@@ -182,7 +174,7 @@ def test_export_loads_back(run, tmp_path):
   assert 'model.embed_tokens.weight' in load_file(
     f'{tmp_path}/hf/model.safetensors'
   )
-  assert setup.tokenizers.load(f'{tmp_path}/hf').vocab_size == cfg.vocab_size
+  assert build.tokenizers.load(f'{tmp_path}/hf').vocab_size == cfg.vocab_size
 
 
 def test_help_helps():
@@ -239,7 +231,7 @@ def test_errors_are_one_line_that_names_the_mend(tmp_path, args, message):
 
 def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
   with mock.patch(
-    'searchrl_jax.dryrun.report', side_effect=commands.Stopped('saved')
+    'searchrl_jax.learn.dryrun.report', side_effect=commands.Stopped('saved')
   ):
     _, err = command(
       'train',
@@ -299,11 +291,11 @@ def test_which_errors_are_the_users():
       return e
 
   def ours():
-    setup.prompts.load('nowhere')
+    build.prompts.load('nowhere')
 
   def numpys():
     # Called from our code, and no message of ours.
-    setup.lookup.near('x', [1, 'a'])
+    build.lookup.near('x', [1, 'a'])
 
   def pythons():
     decoder.nest({1: 2})
@@ -340,7 +332,7 @@ def test_dry_run_counts_a_critic():
     for words in map(str.split, dryrun.report(config, 700).splitlines())
     if words
   }
-  size = setup.model_config(config, 700).n_params + 32 + 1  # the value head
+  size = build.model_config(config, 700).n_params + 32 + 1  # the value head
   assert lines['critic: parameters, optimizer, gradients'] == (
     f'{4 * 4 * size / 2**20:,.1f}'
   )
@@ -381,7 +373,7 @@ def test_dry_run_counts_the_engine_as_it_lies_on_the_mesh():
 def test_dry_run_counts_host_memory_and_what_is_in_flight():
   config = tiny.config('http://127.0.0.1:9')
   config.engine.slots = 2
-  size = 96 * device.bytes_per_token(setup.model_config(config, 700))
+  size = 96 * device.bytes_per_token(build.model_config(config, 700))
   config.engine.host_gib = 4 * size / 2**30
   lines = report(config)
   # Two in slots, three paused, and room for a call that one of them waits for.
@@ -400,7 +392,7 @@ def test_dry_run_counts_host_memory_and_what_is_in_flight():
 def test_dry_run_counts(tmp_path):
   config = tiny.config('http://127.0.0.1:9')
   text = dryrun.report(config, 700)
-  cfg = setup.model_config(config, 700)
+  cfg = build.model_config(config, 700)
   assert f'{cfg.n_params:,} parameters' in text
   # 4 questions x 2 trajectories in microbatches of 384 / 96 = 4 rows.
   lines = {
@@ -440,7 +432,7 @@ def trace():
 
 def test_a_warm_start_without_traces_says_so(run, tmp_path):
   folder, _ = run
-  config = setup.load_config(str(folder))
+  config = build.load_config(str(folder))
   config.sft.good_only = True
   config.sft.data.update(dict(good=0.0, poor=0.5, guess=0.5))
   with pytest.raises(checks.ConfigError, match='no trace that is good'):
@@ -452,7 +444,7 @@ def test_a_warm_start_without_traces_says_so(run, tmp_path):
 
 def test_a_folder_keeps_to_its_stage(run, tmp_path):
   folder, _ = run
-  config = setup.load_config(str(folder / 'warm'))
+  config = build.load_config(str(folder / 'warm'))
   with pytest.raises(CheckpointError, match="stage: 'sft' there, 'train' here"):
     train.train(config, str(folder / 'warm'))
 
@@ -469,17 +461,17 @@ def test_evaluation_leaves_a_runs_logs_alone(run, tmp_path):
 
 def test_a_warm_start_of_another_model_is_refused(run):
   folder, _ = run
-  config = setup.load_config(str(folder))
+  config = build.load_config(str(folder))
   config.model.arch.rope_theta = 123.0
-  tok = setup.tokenizer(config, str(folder))
-  cfg = setup.model_config(config, tok.vocab_size)
+  tok = build.tokenizer(config, str(folder))
+  cfg = build.model_config(config, tok.vocab_size)
   with pytest.raises(CheckpointError, match='rope_theta: 100.0 there, 123.0'):
-    setup.restore_params(config, str(folder), cfg, setup.mesh(config))
+    build.restore_params(config, str(folder), cfg, build.mesh(config))
 
 
 def test_the_control_goes_on_when_started_again(run):
   folder, summary = run
-  config = setup.load_config(str(folder / 'sft_only'))
+  config = build.load_config(str(folder / 'sft_only'))
   again = quickstart._sft_only(
     config, folder, {'reinforcement_learning': 99.0, 'warm_start': 1.0}
   )
@@ -490,7 +482,7 @@ def test_a_trace_becomes_what_the_environment_would_have_seen(tmp_path):
   config = tiny.config()
   config.env.max_turns = 2
   config.env.max_turn_tokens = config.env.max_tokens = 96
-  env = setup.environment(config, setup.tokenizer(config, str(tmp_path)))
+  env = build.environment(config, build.tokenizer(config, str(tmp_path)))
   made = sft.render(trace(), env, 3)
   assert made.end == 'answer' and made.sample == 3
   assert [(s.author, s.kind) for s in made.segments] == [
@@ -506,7 +498,7 @@ def test_a_trace_becomes_what_the_environment_would_have_seen(tmp_path):
   assert env.answer(made) == 'drummer'
   assert all(s.train == (s.author == 'policy') for s in made.segments)
   config.env.max_turn_tokens = 4
-  env = setup.environment(config, env.tokenizer)
+  env = build.environment(config, env.tokenizer)
   assert sft.render(trace(), env, 0) is None
 
 

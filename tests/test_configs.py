@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from searchrl_jax import checks
+from searchrl_jax.learn import checks
 from tests import tiny
 from tests.conftest import ROOT
 

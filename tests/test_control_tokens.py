@@ -18,9 +18,9 @@ import transformers
 
 from configs import common, zerosearch
 from experiments.ssp.verify import Reader
-from searchrl_jax.chat import payload
 from searchrl_jax.rewards.judge import Judge
 from searchrl_jax.sources import simulated
+from searchrl_jax.sources.chat import payload
 from searchrl_jax.types import Question, SearchRequest
 from tests import chat_server, scripted
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from configs import algorithms, common
-from searchrl_jax import advantages, batching, credit
+from searchrl_jax.learn import advantages, batching, credit
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from searchrl_jax import env as envs
-from searchrl_jax import prompts
+from searchrl_jax.text import env as envs
+from searchrl_jax.text import prompts
 from searchrl_jax.types import Question, SearchError, SearchResult
 from tests import scripted
 from tests.scripted import QUESTION, make, passage, play

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from searchrl_jax.env import Search
-from searchrl_jax.parser import within
+from searchrl_jax.text.env import Search
+from searchrl_jax.text.parser import within
 from searchrl_jax.types import Segment
 from tests import scripted
 from tests.scripted import make, passage, play

@@ -2,7 +2,7 @@
 
 import pytest
 
-from searchrl_jax import equivalence
+from searchrl_jax.rewards import equivalence
 
 NEAR = 'tests.test_equivalence.near'
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from experiments import compare
-from searchrl_jax import checks, evaluate, records, setup
+from searchrl_jax import evaluate
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import ledger
+from searchrl_jax.learn import checks
 from searchrl_jax.models import decoder
+from searchrl_jax.run import build, records
 from tests import tiny
 from tests.test_commands import command
 
@@ -19,7 +21,7 @@ from tests.test_commands import command
 @pytest.fixture(scope='module')
 def url(tmp_path_factory):
   folder = tmp_path_factory.mktemp('retrieval')
-  with setup.retrieval(tiny.config(), str(folder)) as found:
+  with build.retrieval(tiny.config(), str(folder)) as found:
     yield found
 
 
@@ -77,9 +79,9 @@ def test_certainty_is_that_of_the_trainer(done, url):
   """The mean over a row's own tokens, by full logits."""
   folder, _ = done
   c = config(url)
-  tok = setup.tokenizer(c, str(folder))
-  cfg = setup.model_config(c, tok.vocab_size)
-  params = setup.parameters(c, cfg, setup.mesh(c))
+  tok = build.tokenizer(c, str(folder))
+  cfg = build.model_config(c, tok.vocab_size)
+  params = build.parameters(c, cfg, build.mesh(c))
   trajectory = next(records.read(folder / 'eval')).trajectory
   ids = np.concatenate([s.ids for s in trajectory.segments])
   z = decoder.logits(
@@ -123,7 +125,7 @@ def test_another_corpus_than_the_manifests_is_refused(done, url, tmp_path):
 def test_what_cannot_be_is_refused_before_any_model_loads(
   url, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(setup, 'tokenizer', None)
+  monkeypatch.setattr(build, 'tokenizer', None)
   for fields, message in (
     ({'eval.k': (4,)}, 'config.eval.k holds 4'),
     ({'eval.best_of': 'certainty', 'eval.n': 1, 'eval.k': ()}, 'best_of'),

@@ -25,11 +25,12 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from experiments.worlds import microworld
 from retrieval import process
 from retrieval.client import retrieve_sync
-from searchrl_jax import records, sft, train
+from searchrl_jax import sft, train
+from searchrl_jax.run import records
 from searchrl_jax.types import SearchError
+from searchrl_jax.worlds import microworld
 from tests import tiny
 
 WHOLE = os.environ.get('FAULTS') == 'quickstart'

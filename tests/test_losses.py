@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax import losses
+from searchrl_jax.learn import losses
 
 KW = dict(
   clip_low=0.2,

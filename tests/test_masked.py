@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax import masked
+from searchrl_jax.learn import masked
 
 rows = st.integers(0, 2**31 - 1)
 

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from searchrl_jax import sharding, update
+from searchrl_jax.learn import update
 from searchrl_jax.models import decoder
+from searchrl_jax.run import sharding
 from tests import test_update as base
 
 MESHES = [

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from searchrl_jax import metrics
+from searchrl_jax.rewards import scores as metrics
 
 
 def squad_normalise(s):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from configs import common
-from searchrl_jax import optim
+from searchrl_jax.learn import optim
 
 PARAMS = {
   'embed': np.ones((4, 3), np.float32),

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from searchrl_jax import outside, prompts, states
 from searchrl_jax.engines.core import Completion
+from searchrl_jax.text import prompts, states, untrusted
 from searchrl_jax.types import Passage, Question, SearchResult
 from tests import fakes, scripted
 
@@ -23,7 +23,7 @@ def tok(request):
 
 def observer(tok, cut):
   template = prompts.load('search_r1')
-  return outside.Observer(tok, dataclasses.replace(template, cut=cut))
+  return untrusted.Observer(tok, dataclasses.replace(template, cut=cut))
 
 
 def test_the_first_tokens_are_those_of_the_whole(tok):

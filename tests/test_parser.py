@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
-from searchrl_jax import parser as parsing
-from searchrl_jax import prompts
+from searchrl_jax.text import parser as parsing
+from searchrl_jax.text import prompts
 
 TAGS = parsing.tags_of(prompts.load('base'))
 # Whole tags, halves of tags, text, merged tokens, and b'' (a control token).

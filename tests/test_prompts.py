@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from searchrl_jax import outside, prompts
+from searchrl_jax.text import prompts, untrusted
 from searchrl_jax.types import Question
 from tests import scripted
 
@@ -97,7 +97,7 @@ def test_question_mark():
 
 def prompt(template, question, mode='template', name='bpe'):
   tok = scripted.tokenizer(name)
-  parts = outside.prompt_parts(prompts.load(template), question, mode, tok)
+  parts = untrusted.prompt_parts(prompts.load(template), question, mode, tok)
   return parts, tok.encode_parts(parts, start=True), tok
 
 
@@ -159,7 +159,7 @@ def test_a_chat_template_that_leaves_the_question_out(tmp_path):
   (tmp_path / 'chat_template.jinja').write_text('{{ messages|length }}')
   tok = scripted.tokenizing.load(tmp_path)
   with pytest.raises(ValueError, match='leaves out'):
-    outside.prompt_parts(
+    untrusted.prompt_parts(
       prompts.load('chat'), Question('q', 'who'), 'template', tok
     )
 
@@ -179,7 +179,7 @@ TAGS = (
 
 
 def cleaner(template='base'):
-  return outside.neutraliser(prompts.load(template))
+  return untrusted.neutraliser(prompts.load(template))
 
 
 @pytest.mark.parametrize('tag', TAGS)
@@ -230,7 +230,7 @@ def test_other_shapes_of_tags(tmp_path):
     stops=['[[END]]', '<|end_answer|>'],
   )
   template = prompts.load(path)
-  clean = outside.Neutraliser(template.protected)
+  clean = untrusted.Neutraliser(template.protected)
   assert clean.text('a [[SEARCH]] b [1]') == 'a   SEARCH   b [1]'
   assert clean.text('[[[[END]]END]]').split() == ['[[', 'END', 'END]]']
   assert '|' not in clean.text('<|begin_answer|>x<|end_answer|>')

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax import checkpoint, publication, sharding
-from searchrl_jax.engines import checksum, published
+from searchrl_jax.engines.weights import checksum, publication, published
 from searchrl_jax.models import decoder, hf, safetensors
+from searchrl_jax.run import checkpoint, sharding
 from tests.engines.common import CFG, make_params
 
 UNTIED = dataclasses.replace(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import rollout as lib
 from searchrl_jax.engines.core import EngineError
+from searchrl_jax.rollout import chains as lib
 from searchrl_jax.types import (
   Question,
   SearchError,

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from searchrl_jax import scoring, sharding
+from searchrl_jax.learn import scoring
 from searchrl_jax.models import decoder
+from searchrl_jax.run import sharding
 from tests.test_update import CFG, UNTIED, params
 
 LENGTHS = (8, 16)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax import sync
 from searchrl_jax.engines.core import SyncError, WeightsUpdate
-from searchrl_jax.engines.jax_sampler import JaxSampler
+from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
 from tests.engines.common import CFG, make_engine, make_params
 
@@ -46,7 +46,7 @@ def checked(engine, params, version, canary, logps):
 
 
 def numpy_checksum(x):
-  """The hash of engines/checksum.py again, with Python's own integers."""
+  """The hash of engines/weights/checksum.py again, with Python integers."""
   low = high = 0
   for i, bits in enumerate(np.asarray(x).reshape(-1).view(np.uint32).tolist()):
     h = (bits + i * 0x9E3779B1) % 2**32

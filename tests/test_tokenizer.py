@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 import transformers
 
-from searchrl_jax import tokenizer as tokenizing
+from searchrl_jax.text import tokenizer as tokenizing
 from tests import scripted
 
 CONTROL = (

@@ -11,28 +11,21 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax import (
-  checks,
-  evaluate,
-  objectives,
-  records,
-  setup,
-  signals,
-  train,
-  update,
-)
+from searchrl_jax import evaluate, train
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.records import RunError
-from searchrl_jax.rollout import RolloutError
+from searchrl_jax.learn import checks, objectives, update
+from searchrl_jax.rollout.chains import RolloutError
+from searchrl_jax.run import build, records, signals
+from searchrl_jax.run.records import RunError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
 from tests import tiny
 
 
 def params_of(config, workdir):
-  tok = setup.tokenizer(config, str(workdir))
-  cfg = setup.model_config(config, tok.vocab_size)
-  found = setup.restore_params(config, str(workdir), cfg, setup.mesh(config))
+  tok = build.tokenizer(config, str(workdir))
+  cfg = build.model_config(config, tok.vocab_size)
+  found = build.restore_params(config, str(workdir), cfg, build.mesh(config))
   return jax.tree.map(np.asarray, found)
 
 
@@ -87,9 +80,9 @@ def test_a_run_leaves_everything_behind(whole):
 
 
 def params_of_fresh(config, folder):
-  tok = setup.tokenizer(config, str(folder))
-  cfg = setup.model_config(config, tok.vocab_size)
-  found = setup.parameters(config, cfg, setup.mesh(config))
+  tok = build.tokenizer(config, str(folder))
+  cfg = build.model_config(config, tok.vocab_size)
+  found = build.parameters(config, cfg, build.mesh(config))
   return jax.tree.map(np.asarray, found)
 
 
@@ -172,7 +165,7 @@ def test_a_failed_sync_loses_nothing_of_its_step(url, tmp_path, monkeypatch):
   monkeypatch.setattr(train.sync, 'sync_and_verify', fails)
   with pytest.raises(SyncError, match='tensor x'):
     train.train(config, str(tmp_path))
-  assert setup.saver(config, str(tmp_path)).latest() == 2
+  assert build.saver(config, str(tmp_path)).latest() == 2
   steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
   assert steps[-2:] == [0, 1]
 
@@ -207,7 +200,7 @@ def test_a_signal_saves_first(url, tmp_path, monkeypatch):
   with pytest.raises(signals.Stopped):
     train.train(config, str(tmp_path))
   assert signal.getsignal(signal.SIGTERM) == before
-  assert setup.saver(config, str(tmp_path)).latest() == 1
+  assert build.saver(config, str(tmp_path)).latest() == 1
 
 
 def test_a_dead_service_stops_the_run_and_saves(tmp_path):
@@ -216,7 +209,7 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
   config.source.deadline = 2.0
   # Every trajectory searches: the prompt's last words are forced by a policy
   # that stops at once and an environment that takes anything for a search.
-  with setup.retrieval(_with_corpus(config), str(tmp_path)) as url:
+  with build.retrieval(_with_corpus(config), str(tmp_path)) as url:
     config.source.url = url
     real = train.rollout
 
@@ -229,7 +222,7 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
       m.setattr(train, 'rollout', dead)
       with pytest.raises(RolloutError, match='no route'):
         train.train(config, str(tmp_path))
-  assert setup.saver(config, str(tmp_path)).latest() == 0
+  assert build.saver(config, str(tmp_path)).latest() == 0
   assert [s['step'] for s in lines(tmp_path / 'metrics.jsonl')] == [-1]
   # What had ended is there to be looked at.
   ended = [*records.read(tmp_path / 'trajectories')]
@@ -261,8 +254,8 @@ class AlwaysSearching:
     return getattr(self._env, name)
 
   def step(self, state, event):
-    from searchrl_jax import env as envs
     from searchrl_jax.engines.core import Completion
+    from searchrl_jax.text import env as envs
     from searchrl_jax.types import SearchRequest
 
     if not isinstance(event, Completion):
@@ -380,7 +373,7 @@ def test_a_failed_evaluation_loses_nothing_of_its_step(
   monkeypatch.setattr(train.passk, 'make', lambda *a, **kw: Fails(fails))
   with pytest.raises(RolloutError, match='is gone'):
     train.train(config, str(tmp_path))
-  assert setup.saver(config, str(tmp_path)).latest() == 2
+  assert build.saver(config, str(tmp_path)).latest() == 2
   steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
   assert steps[-2:] == [0, 1]
   kept = {r.step for r in records.read(tmp_path / 'trajectories')}
@@ -461,7 +454,7 @@ def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
     m.setattr(update.Updater, 'step', killed)
     with pytest.raises(Killed):
       train.train(config, str(tmp_path))
-  saver = setup.saver(config, str(tmp_path))
+  saver = build.saver(config, str(tmp_path))
   arrays = (
     saver.restore({}, 1, fingerprint=None, partial=True)
     .arrays['ended']
@@ -487,7 +480,7 @@ def test_the_alarm_pauses_with_a_checkpoint(url, tmp_path):
   config.rollout.mismatch_alarm = 1e-12
   with pytest.raises(signals.Mismatch, match='mismatch_alarm=1e-12'):
     train.train(config, str(tmp_path))
-  assert setup.saver(config, str(tmp_path)).latest() == 1
+  assert build.saver(config, str(tmp_path)).latest() == 1
   config.rollout.mismatch_alarm = 0.0
   # The same folder goes on once the alarm is raised.
   train.train(config, str(tmp_path))

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from configs import algorithms
-from searchrl_jax import records, setup, train, update
+from searchrl_jax import train
+from searchrl_jax.learn import update
 from searchrl_jax.models import critic as critics
+from searchrl_jax.run import build, records
 from tests import tiny
 from tests.test_train import Killed, lines
 
@@ -27,15 +29,15 @@ def config(url, algorithm, reward, **fields):
 
 def saved(c, workdir):
   """Everything a checkpoint holds, as one list of arrays."""
-  tok = setup.tokenizer(c, str(workdir))
-  cfg = setup.model_config(c, tok.vocab_size)
-  mesh = setup.mesh(c)
-  like = {'state': {'params': setup.shapes(cfg, mesh)}}
+  tok = build.tokenizer(c, str(workdir))
+  cfg = build.model_config(c, tok.vocab_size)
+  mesh = build.mesh(c)
+  like = {'state': {'params': build.shapes(cfg, mesh)}}
   if c.critic.lr:
     like['critic'] = {
-      'params': setup.shapes(critics.config(cfg), mesh, critics)
+      'params': build.shapes(critics.config(cfg), mesh, critics)
     }
-  found = setup.saver(c, str(workdir)).restore(
+  found = build.saver(c, str(workdir)).restore(
     like, 'latest', fingerprint=None, partial=True
   )
   return jax.tree.map(np.asarray, found.state)

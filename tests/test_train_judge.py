@@ -5,8 +5,8 @@ import json
 import pytest
 
 from searchrl_jax import evaluate, train
-from searchrl_jax.chat import ChatError
 from searchrl_jax.rewards.judge import JudgeError
+from searchrl_jax.sources.chat import ChatError
 from tests import chat_server, tiny
 from tests.test_train import lines
 
@@ -27,7 +27,7 @@ def odd(body):
 
 # An untrained policy answers nothing: this one's turns are answers.
 def answering(monkeypatch):
-  from searchrl_jax.env import SearchEnv
+  from searchrl_jax.text.env import SearchEnv
 
   def answer(self, trajectory):
     own = [s for s in trajectory.segments if s.author == 'policy']

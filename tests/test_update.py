@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import (
+from searchrl_jax.learn import (
   batching,
-  flops,
   logps,
   losses,
   objectives,
@@ -21,6 +20,7 @@ from searchrl_jax import (
   update,
 )
 from searchrl_jax.models import decoder
+from searchrl_jax.run import flops
 from searchrl_jax.types import Question, Segment, Trajectory
 
 CFG = decoder.DecoderConfig(

@@ -16,9 +16,10 @@ import pytest
 
 from configs import common, wiki_nq
 from retrieval import process
-from searchrl_jax import export, records, setup, train
+from searchrl_jax import export, train
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.models import decoder, hf
+from searchrl_jax.run import build, records
 from tests import tiny
 from tests.test_commands import command
 
@@ -129,7 +130,7 @@ def test_the_recipe_trains_a_hugging_face_checkpoint(
 
   kept = [*records.read(tmp_path / 'run' / 'trajectories')]
   assert len(kept) == 4
-  tok = setup.tokenizer(config, str(tmp_path / 'run'))
+  tok = build.tokenizer(config, str(tmp_path / 'run'))
   for t in (r.trajectory for r in kept):
     ids = t.segments[0].ids
     prompt = tok.decode(ids)
@@ -220,7 +221,7 @@ def test_search_r1s_parquet_is_read_as_it_is(corpus, server, tmp_path):
   train.train(config, str(tmp_path / 'run'))
   found = [*records.read(tmp_path / 'run' / 'trajectories')]
   assert len(found) == 8
-  tok = setup.tokenizer(config, str(tmp_path / 'run'))
+  tok = build.tokenizer(config, str(tmp_path / 'run'))
   for r in found:
     question = r.trajectory.question
     i = question.id.removeprefix('nq/')
@@ -241,8 +242,8 @@ def test_the_template_needs_the_bare_question(corpus, tmp_path):
   config = on_parquet(corpus, path, 'template')
   config.env.template = 'base'
   config.env.max_tokens = 1024
-  env = setup.environment(config, setup.tokenizer(config, str(tmp_path / 'r')))
-  (question, *_) = setup.data.load_sets(config.data.train, config.data)['nq']
+  env = build.environment(config, build.tokenizer(config, str(tmp_path / 'r')))
+  (question, *_) = build.data.load_sets(config.data.train, config.data)['nq']
   state, _ = env.reset(question)
   shown = env.tokenizer.decode(state.segments[0].ids)
   # Our template around the question; the row's own instructions left alone.

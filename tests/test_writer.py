@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import records, writer
-from searchrl_jax.records import Record, RunError
+from searchrl_jax.run import records, writer
+from searchrl_jax.run.records import Record, RunError
 from searchrl_jax.types import (
   Passage,
   Question,
@@ -369,7 +369,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
   code = f"""
 import resource, signal, sys
 sys.path.insert(0, {os.getcwd()!r})
-from searchrl_jax.records import JsonlFile, RunError
+from searchrl_jax.run.records import JsonlFile, RunError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = JsonlFile({str(path)!r}, 0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

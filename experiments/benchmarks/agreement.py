@@ -28,11 +28,12 @@ from configs import common as config_lib
 from experiments.benchmarks import common
 from experiments.benchmarks.engines import make_tokenizer
 from experiments.benchmarks.sampler import CASES
-from searchrl_jax import sync
-from searchrl_jax.engines import jax_sampler, vllm
 from searchrl_jax.engines.core import Sampling
+from searchrl_jax.engines.jax import sampler
+from searchrl_jax.engines.vllm import client
+from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, hf
-from searchrl_jax.signals import Loop
+from searchrl_jax.run.signals import Loop
 from searchrl_jax.types import Prompt
 
 PROMPTS, LENGTH, NEW, TIE = 100, 32, 64, 1e-5
@@ -90,7 +91,7 @@ def measure(dtype: str, folder: pathlib.Path, peer: str) -> list[dict]:
   logps, rows = sync.forward_logps(cfg), []
   with Loop() as loop:
     engines = {}
-    for name, module in (('jax_sampler', jax_sampler), ('vllm', vllm)):
+    for name, module in (('jax_sampler', sampler), ('vllm', client)):
       engine = module.make(cfg, params, tok, config, None, folder / name)
       loop.at_exit(engine.shutdown)
       loop.run(

@@ -31,12 +31,14 @@ import numpy as np
 from configs import common as config_lib
 from experiments.benchmarks import common, multiturn
 from experiments.benchmarks.sampler import CASES, NEW, PROMPT, ROWS
-from searchrl_jax import sync, tokenizer
-from searchrl_jax.engines import jax_sampler, vllm
 from searchrl_jax.engines.core import Sampling
+from searchrl_jax.engines.jax import sampler as jax_sampler
+from searchrl_jax.engines.vllm import client
+from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
-from searchrl_jax.rollout import rollout
-from searchrl_jax.signals import Loop
+from searchrl_jax.rollout.chains import rollout
+from searchrl_jax.run.signals import Loop
+from searchrl_jax.text import tokenizer
 from searchrl_jax.types import Prompt
 
 VOCAB, TRAJECTORIES, BAR = 2048, 96, 1.5
@@ -145,7 +147,7 @@ def measure(case: str, folder: pathlib.Path, reps: int) -> list[dict]:
   with Loop() as loop:
     for name in ('jax', 'vllm_1', 'vllm_2'):
       kind, _, count = name.partition('_')
-      module = vllm if kind == 'vllm' else jax_sampler
+      module = client if kind == 'vllm' else jax_sampler
       with threads(int(count or 1)):
         engine = module.make(cfg, params, tok, config, None, folder / name)
       loop.at_exit(engine.shutdown)

@@ -38,22 +38,17 @@ import numpy as np
 
 from configs import search_r1
 from experiments.benchmarks import common
-from searchrl_jax import (
-  advantages,
-  batching,
-  collector,
-  credit,
-  prompts,
-  tokenizer,
-)
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.env import SearchEnv
 from searchrl_jax.evaluators import health
+from searchrl_jax.learn import advantages, batching, credit
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rollout import rollout, trajectory_seed
-from searchrl_jax.signals import Loop
+from searchrl_jax.rollout import collector
+from searchrl_jax.rollout.chains import rollout, trajectory_seed
+from searchrl_jax.run.signals import Loop
+from searchrl_jax.run.writer import Writer
+from searchrl_jax.text import prompts, tokenizer
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Passage, Question, SearchResult
-from searchrl_jax.writer import Writer
 
 SEARCHES = 5  # of each trajectory
 THOUGHT = 280, 440  # tokens of a thought, from and to

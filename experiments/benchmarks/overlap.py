@@ -36,10 +36,12 @@ import numpy as np
 from configs import common as config_lib
 from configs import quickstart
 from experiments.benchmarks import common, multiturn
-from searchrl_jax import collector, setup, sft, train
+from searchrl_jax import sft, train
 from searchrl_jax.engines.core import WeightsUpdate
-from searchrl_jax.rollout import rollout
-from searchrl_jax.signals import Signals
+from searchrl_jax.rollout import collector
+from searchrl_jax.rollout.chains import rollout
+from searchrl_jax.run import build
+from searchrl_jax.run.signals import Signals
 
 STEPS, WARM = 8, 2  # of one run; those not counted
 SLOTS, TRAJECTORIES = 48, 192  # four for each slot
@@ -165,7 +167,7 @@ def curves(folder: pathlib.Path, seeds: int, length: int) -> list[dict]:
     base.data.world_seed = seed
     home = folder / f'seed{seed}'
     home.mkdir(parents=True, exist_ok=True)
-    with setup.retrieval(base, str(home)) as url:
+    with build.retrieval(base, str(home)) as url:
       base.source.url = url
       sft.sft(base, str(home / 'warm'))
       for staleness, tis in ARMS:

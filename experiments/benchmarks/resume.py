@@ -30,7 +30,9 @@ def child(place: str, folder: str, url: str) -> None:
   """Trains; kills itself once it is inside `place`, unless it was killed."""
   import threading
 
-  from searchrl_jax import checkpoint, train, update
+  from searchrl_jax import train
+  from searchrl_jax.learn import update
+  from searchrl_jax.run import checkpoint
   from tests import tiny
 
   config = tiny.config(url)
@@ -72,14 +74,15 @@ def digest(folder: str) -> dict[str, str]:
   import jax
   import numpy as np
 
-  from searchrl_jax import objectives, optim, records, setup, update
+  from searchrl_jax.learn import objectives, optim, update
+  from searchrl_jax.run import build, records
   from tests import tiny
 
   config = tiny.config()
-  tok = setup.tokenizer(config, folder)
-  cfg = setup.model_config(config, tok.vocab_size)
-  mesh = setup.mesh(config)
-  params = setup.parameters(config, cfg, mesh)
+  tok = build.tokenizer(config, folder)
+  cfg = build.model_config(config, tok.vocab_size)
+  mesh = build.mesh(config)
+  params = build.parameters(config, cfg, mesh)
   updater = update.Updater(
     cfg,
     config.batch,
@@ -88,7 +91,7 @@ def digest(folder: str) -> dict[str, str]:
     tx=optim.make(config.optim, 4, params),
     objective=objectives.policy(config),
   )
-  saved = setup.saver(config, folder).restore(
+  saved = build.saver(config, folder).restore(
     {'state': updater.init(params)}, 'latest', fingerprint=None, partial=True
   )
   state = hashlib.sha256()
@@ -133,8 +136,8 @@ def main(argv):
   if not _LOAD.value:
     common.require_idle()
   environment = common.environment()
-  from experiments.worlds import microworld
   from retrieval import process
+  from searchrl_jax.worlds import microworld
   from tests import tiny
 
   with tempfile.TemporaryDirectory() as scratch:

@@ -31,10 +31,10 @@ import numpy as np
 
 from configs import common as config_lib
 from experiments.benchmarks import common
-from searchrl_jax.engines import caches as kv
-from searchrl_jax.engines import decode
 from searchrl_jax.engines.core import Sampling
-from searchrl_jax.engines.jax_sampler import JaxSampler
+from searchrl_jax.engines.jax import caches as kv
+from searchrl_jax.engines.jax import decode
+from searchrl_jax.engines.jax.sampler import JaxSampler
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Prompt
 

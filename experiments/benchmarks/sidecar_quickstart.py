@@ -19,7 +19,8 @@ from absl import app, flags
 
 from configs import quickstart
 from experiments.benchmarks import common
-from searchrl_jax import setup, sft, train
+from searchrl_jax import sft, train
+from searchrl_jax.run import build
 
 ENGINES = ('jax_sampler', 'vllm')
 
@@ -36,7 +37,7 @@ def get_config(steps: int):
 def measure(folder: pathlib.Path, steps: int) -> list[dict]:
   config, rows = get_config(steps), []
   folder.mkdir(parents=True, exist_ok=True)
-  with setup.retrieval(config, str(folder)) as url:
+  with build.retrieval(config, str(folder)) as url:
     config.source.url = url
     sft.sft(config, str(folder / 'warm'))
     for module in ENGINES:

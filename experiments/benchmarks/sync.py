@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import psutil
 
 from experiments.benchmarks import common
-from experiments.worlds import microworld
-from searchrl_jax import publication, sync
-from searchrl_jax.engines import checksum, published, sidecar
+from searchrl_jax.engines.vllm import launcher
+from searchrl_jax.engines.weights import checksum, publication, published, sync
 from searchrl_jax.models import decoder, families
+from searchrl_jax.worlds import microworld
 
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
 _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
@@ -180,7 +180,7 @@ def run(case: str, folder: pathlib.Path) -> list[dict]:
     cfg, jax.random.key(0), dtype=jnp.dtype(_DTYPE.value)
   )
   rows = []
-  with sidecar.start_sidecar(
+  with launcher.start_sidecar(
     folder / 'model',
     log_file=folder / 'vllm.log',
     cpu=True,
@@ -188,7 +188,7 @@ def run(case: str, folder: pathlib.Path) -> list[dict]:
     max_model_len=512,
     max_num_seqs=8,
     kv_cache_gib=0.5,
-    plugin='searchrl_jax.engines.vllm_plugin:Worker',
+    plugin='searchrl_jax.engines.vllm.plugin:Worker',
     vllm_arg=['--load-format=dummy'],
   ) as process:
     server = Server(process)

@@ -95,7 +95,7 @@ def worker(case: dict) -> None:
   import numpy as np
 
   from configs import common as configs
-  from searchrl_jax import batching, objectives, optim, update
+  from searchrl_jax.learn import batching, objectives, optim, update
   from searchrl_jax.models import decoder
 
   c = configs.base()

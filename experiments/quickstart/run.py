@@ -18,9 +18,10 @@ from rich import console, table
 from rich import text as rich_text
 
 from configs import quickstart as recipe
-from searchrl_jax import command, evaluate, records, setup, sft, train
+from searchrl_jax import evaluate, sft, train
 from searchrl_jax.ask import STYLES, printable
 from searchrl_jax.data import core as data
+from searchrl_jax.run import build, command, records
 
 # What the project promises of this command; `summary.json` tells what came.
 BARS = (
@@ -47,7 +48,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   with contextlib.ExitStack() as stack:
     out.rule('1. a world and its retrieval server')
     with clock('world'):
-      url = stack.enter_context(setup.retrieval(config, workdir))
+      url = stack.enter_context(build.retrieval(config, workdir))
       config.source.url = url
       sets = data.load_sets(config.data.eval, config.data)
     questions = [q for qs in sets.values() for q in qs]
@@ -96,7 +97,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
     )
   records.write_json(folder / 'summary.json', summary)
   _plot(steps, folder / 'learning_curve.png')
-  tok = setup.tokenizer(config, workdir)
+  tok = build.tokenizer(config, workdir)
   _show_trajectories(out, folder / 'evaluation' / 'eval', tok)
   _show_table(out, before, after, summary)
   out.print(f'learning curve: {folder / "learning_curve.png"}')

@@ -13,13 +13,13 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from configs import common
-from experiments.worlds import microtraces, microworld
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
 from searchrl_jax.sft import searcher
 from searchrl_jax.sources import service
 from searchrl_jax.types import Passage, Question
+from searchrl_jax.worlds import microtraces, microworld
 
 AT_ONCE = 512  # queries in flight
 

@@ -24,9 +24,11 @@ from ml_collections import ConfigDict
 
 from configs import wiki_nq
 from experiments.benchmarks import common
-from searchrl_jax import command, evaluate, metrics, records, setup, sft, train
+from searchrl_jax import evaluate, sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import answer
+from searchrl_jax.rewards import scores
+from searchrl_jax.run import build, command, records
 from searchrl_jax.types import SearchRequest, SearchResult
 
 SCORES = (
@@ -75,7 +77,7 @@ def run(workdir: str, minutes: float) -> dict:
     yield
     seconds[name] = time.monotonic() - begin
 
-  with setup.retrieval(config, workdir) as url:
+  with build.retrieval(config, workdir) as url:
     config.source.url = url
     warm = config.copy_and_resolve_references()
     warm.sft.seconds = minutes * 60 * 0.7
@@ -92,7 +94,7 @@ def run(workdir: str, minutes: float) -> dict:
         evaluate.evaluate(
           config, str(folder / name), str(folder / f'{name}_evaluation')
         )
-    source = setup.source(config, url)
+    source = build.source(config, url)
     questions = [
       q
       for qs in data.load_sets(config.data.eval, config.data).values()
@@ -101,7 +103,7 @@ def run(workdir: str, minutes: float) -> dict:
     baseline = bare(questions, source, config.source.k)
     asyncio.run(source.close())
 
-  env = setup.environment(config, setup.tokenizer(config, str(folder / 'rl')))
+  env = build.environment(config, build.tokenizer(config, str(folder / 'rl')))
   scored = {
     name: rows_of(folder / f'{name}_evaluation', env) for name in ('warm', 'rl')
   }
@@ -111,7 +113,7 @@ def run(workdir: str, minutes: float) -> dict:
     ids = [q.id for q in questions if source_name in ('all', q.source)]
     row = {'source': source_name, 'n': len(ids)}
     for score in ('recall_any', 'recall_all'):
-      found = metrics.bootstrap(
+      found = scores.bootstrap(
         [baseline[i][score] for i in ids], resamples=2000, seed=0
       )
       row[f'bare question {score}'] = list(found)[:3]
@@ -120,12 +122,12 @@ def run(workdir: str, minutes: float) -> dict:
       for score in SCORES:
         values = list(answer.by_question(part, score).values())
         if values:
-          found = metrics.bootstrap(values, resamples=2000, seed=0)
+          found = scores.bootstrap(values, resamples=2000, seed=0)
           row[f'{name} {score}'] = list(found)[:3]
     table.append(row)
   f1 = {name: answer.by_question(rows, 'f1') for name, rows in scored.items()}
   both = sorted(set(f1['rl']) & set(f1['warm']))
-  gain = metrics.paired_bootstrap(
+  gain = scores.paired_bootstrap(
     [f1['rl'][k] for k in both],
     [f1['warm'][k] for k in both],
     resamples=10_000,

@@ -16,10 +16,10 @@ import re
 
 import numpy as np
 
-from searchrl_jax import metrics
 from searchrl_jax.data import jsonl
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Search, Trace
+from searchrl_jax.rewards import scores
 from searchrl_jax.types import Passage, Question
 
 load = jsonl.load
@@ -183,7 +183,7 @@ def candidates(passage: Passage, question: str, kind: str) -> list[str]:
     return [' '.join(words)] if words else []
   if kind != 'name':
     raise ValueError(f'kind={kind!r} is none of {KINDS}')
-  title = metrics.normalise(passage.title)
+  title = scores.normalise(passage.title)
   asked = question.lower()
   out = []
   for m in _NAME.finditer(passage.text):
@@ -192,14 +192,14 @@ def candidates(passage: Passage, question: str, kind: str) -> list[str]:
       words = words[1:]
     name = ' '.join(words)
     known = all(w.lower() in asked for w in words)
-    if name and not known and metrics.normalise(name) not in title:
+    if name and not known and scores.normalise(name) not in title:
       out.append(name)
   return out
 
 
 def kind_of(answer: str, passage: Passage) -> str:
   """The kind of a golden answer, by its form."""
-  if metrics.key(answer) == metrics.key(bare_title(passage.title)):
+  if scores.key(answer) == scores.key(bare_title(passage.title)):
     return 'title'
   if _DATE.search(answer):
     return 'date'

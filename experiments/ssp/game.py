@@ -25,10 +25,13 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.ssp.pool import Pool
-from searchrl_jax import advantages, credit, metrics, prompts, records
-from searchrl_jax.checks import ConfigError
-from searchrl_jax.env import SearchEnv
 from searchrl_jax.evaluators import health
+from searchrl_jax.learn import advantages, credit
+from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.rewards import scores
+from searchrl_jax.run import records
+from searchrl_jax.text import prompts
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 
 PROPOSER, VERIFIER, SOLVER = 'proposer', 'verifier', 'solver'
@@ -197,7 +200,7 @@ def _says(text: str, answers: Sequence[str]) -> bool:
     re.search(
       rf'(?<!{_LETTER}){re.escape(form(answer))}s?(?!{_LETTER})', form(text)
     )
-    for form in (metrics.normalise, _words)
+    for form in (scores.normalise, _words)
     for answer in answers
     if form(answer)
   )
@@ -210,7 +213,7 @@ _LETTER = r'[^\W_\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]'
 def _words(text: str) -> str:
   # "Mira-Dok", "Mira Dok's" and "the Mira Doks" all say "Mira Dok", as "US"
   # says "U.S." by the normal form.
-  return metrics.normalise(re.sub(r"['\u2019]s\b|[^\w\s]|_", ' ', text))
+  return scores.normalise(re.sub(r"['\u2019]s\b|[^\w\s]|_", ' ', text))
 
 
 def fill(

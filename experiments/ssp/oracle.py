@@ -16,7 +16,7 @@ import dataclasses
 import re
 
 from experiments.ssp import world as worlds
-from searchrl_jax import metrics
+from searchrl_jax.rewards import scores
 
 _QUESTION = re.compile(r'What is ((?:the \w+ of )+)(\w+ \w+) ?\?')
 _RELATION = re.compile(r'the (\w+) of ')
@@ -53,7 +53,7 @@ class Oracle:
         if r == relation
       }
       passed |= found
-    right = {x for x in found if metrics.exact_match(x, answers)}
+    right = {x for x in found if scores.exact_match(x, answers)}
     hops = self._away(start, right, passed) if right else 0
     return Verdict(bool(found), bool(right), len(found) == 1, hops, start)
 

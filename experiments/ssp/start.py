@@ -8,8 +8,9 @@ import math
 from ml_collections import ConfigDict
 
 from experiments.ssp.game import PROPOSER, SOLVER, role_config
-from searchrl_jax import checks, dryrun, lookup
-from searchrl_jax.checks import ConfigError
+from searchrl_jax.learn import checks, dryrun
+from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.run import lookup
 
 REWARDS = ('1-acc', 'intermediate_difficulty', 'format_only')
 VERIFIERS = ('policy', 'judge', 'none')

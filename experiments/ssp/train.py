@@ -24,32 +24,29 @@ import numpy as np
 from experiments.ssp import game, start, verify
 from experiments.ssp.game import PROPOSER, SOLVER, VERIFIER
 from experiments.ssp.pool import Pool
-from searchrl_jax import (
-  advantages,
-  batching,
-  checks,
-  collector,
-  command,
-  credit,
-  flops,
-  lookup,
-  objectives,
-  optim,
-  setup,
-  sync,
-  update,
-)
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import require_answers
 from searchrl_jax.engines.core import SyncError
+from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import passk
+from searchrl_jax.learn import (
+  advantages,
+  batching,
+  checks,
+  credit,
+  objectives,
+  optim,
+  update,
+)
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rollout import RolloutStats, greedy, rollout
-from searchrl_jax.signals import Signals, Stopped
+from searchrl_jax.rollout import collector
+from searchrl_jax.rollout.chains import RolloutStats, greedy, rollout
+from searchrl_jax.run import build, command, flops, lookup
+from searchrl_jax.run.signals import Signals, Stopped
+from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 from searchrl_jax.train import check_finite, over
 from searchrl_jax.types import Group, Rewards
-from searchrl_jax.writer import Writer
 
 
 class Role(NamedTuple):
@@ -85,8 +82,8 @@ def train(config, workdir: str) -> dict[str, float]:
     data.load_sets(config.data.eval, config.data) if config.data.eval else {}
   )
   require_answers(stream.questions, 'self-play')
-  setup.check_rewards(config, stream.questions)
-  tok = setup.tokenizer(config, workdir)
+  build.check_rewards(config, stream.questions)
+  tok = build.tokenizer(config, workdir)
   envs = game.environments(config, tok)
   briefs = game.briefs(stream.questions, config)
   checks.check_prompts(envs[PROPOSER], briefs)
@@ -95,12 +92,12 @@ def train(config, workdir: str) -> dict[str, float]:
   oracle = s.oracle and lookup.function('searchrl_jax', s.oracle)(config)
 
   # ---- Model and optimizer, on the mesh.
-  mesh = setup.mesh(config)
-  cfg = setup.model_config(config, tok.vocab_size)
+  mesh = build.mesh(config)
+  cfg = build.model_config(config, tok.vocab_size)
   learning = (SOLVER,) if s.frozen else (PROPOSER, SOLVER)  # in this order
   configs = {role: game.role_config(config, role) for role in learning}
   updates = sum(map(optim.updates, configs.values()))
-  shapes = setup.shapes(cfg, mesh)
+  shapes = build.shapes(cfg, mesh)
   tx = optim.make(config.optim, updates, shapes)
   roles = {
     role: Role(
@@ -119,16 +116,16 @@ def train(config, workdir: str) -> dict[str, float]:
   updater = roles[SOLVER].updater
   needs_ref = any(c.algorithm.kl != 'none' for c in configs.values())
   critic, critic_shapes = (
-    setup.critic_updater(config, cfg, mesh)
+    build.critic_updater(config, cfg, mesh)
     if config.critic.lr
     else (None, None)
   )
 
   # ---- The last checkpoint of this folder; the start, if there is none.
-  saver = setup.saver(config, workdir)
+  saver = build.saver(config, workdir)
   aside = pathlib.Path(workdir) / 'ended.bin'
   fingerprint = {'stage': 'selfplay', **dataclasses.asdict(cfg)}
-  first = setup.parameters(config, cfg, mesh) if s.frozen else None
+  first = build.parameters(config, cfg, mesh) if s.frozen else None
   asks = first and sync.manifest(first)  # who proposes, if it is frozen
   kept = {}  # (role, question id, sample) -> what has ended of this step
   seen = []  # and all of it, failures too
@@ -151,16 +148,16 @@ def train(config, workdir: str) -> dict[str, float]:
       saved.arrays['ended'].tobytes() if ended is None else ended
     )
   else:
-    state = updater.init(setup.parameters(config, cfg, mesh))
+    state = updater.init(build.parameters(config, cfg, mesh))
     # The step donates its state, so the reference owns a copy.
     ref = update.copy(state.params) if needs_ref else None
     critic_state = critic and critic.init(
-      setup.critic(config, cfg, state.params, mesh)
+      build.critic(config, cfg, state.params, mesh)
     )
     step, served = 0, {}
 
   with (
-    setup.retrieval(config, workdir) as url,
+    build.retrieval(config, workdir) as url,
     Writer(
       workdir,
       config,
@@ -173,11 +170,11 @@ def train(config, workdir: str) -> dict[str, float]:
     ) as writer,
     Signals() as signals,
   ):
-    source = setup.source(config, url, lambda: engine, tok, mesh, workdir)
+    source = build.source(config, url, lambda: engine, tok, mesh, workdir)
     signals.at_exit(source.close)
     about = signals.finish(source.check()).get('identity', {})
     require_same(served, about)
-    judge = setup.judge(config)
+    judge = build.judge(config)
     if judge:
       signals.at_exit(judge.close)
       signals.finish(judge.check())
@@ -188,16 +185,16 @@ def train(config, workdir: str) -> dict[str, float]:
       signals.at_exit(reader.close)
       signals.finish(reader.check())
     canary = sync.canary_ids(envs[PROPOSER], briefs)
-    engine = setup.engine(config, cfg, state.params, tok, mesh, workdir)
+    engine = build.engine(config, cfg, state.params, tok, mesh, workdir)
     signals.at_exit(engine.shutdown)
     engines = {role: engine for role in envs}
     if s.frozen:  # who proposes stays as it started
-      engines[PROPOSER] = setup.engine(
+      engines[PROPOSER] = build.engine(
         config, cfg, first, tok, mesh, f'{workdir}/frozen'
       )
       signals.at_exit(engines[PROPOSER].shutdown)
       signals.finish(
-        setup.first_weights(config, engines[PROPOSER], cfg, first, mesh, canary)
+        build.first_weights(config, engines[PROPOSER], cfg, first, mesh, canary)
       )
     evaluator = heldout and passk.make(
       config,
@@ -562,7 +559,7 @@ def needs_old(role: Role) -> bool:
 def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
-    print(start.report(config, setup.tokenizer(config, workdir).vocab_size))
+    print(start.report(config, build.tokenizer(config, workdir).vocab_size))
     return
   train(config, workdir)
 

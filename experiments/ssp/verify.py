@@ -17,10 +17,11 @@ import pathlib
 from ml_collections import ConfigDict
 
 from experiments.ssp.game import FAILED, VERIFIER, Proposal
-from searchrl_jax import metrics, records
-from searchrl_jax.chat import Chat, ChatError, payload
-from searchrl_jax.env import SearchEnv
+from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.judge import JudgeError
+from searchrl_jax.run import records
+from searchrl_jax.sources.chat import Chat, ChatError, payload
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Question
 
 SYSTEM = (
@@ -118,7 +119,7 @@ def verify(
       reason = 'too_long'
     elif not reason and isinstance(found[i], ChatError):
       reason = FAILED
-    elif not reason and not metrics.exact_match(found[i], p.question.answers):
+    elif not reason and not scores.exact_match(found[i], p.question.answers):
       reason = 'verification'
     out.append(dataclasses.replace(p, reason=reason))
   return out

@@ -24,9 +24,9 @@ import os
 
 import numpy as np
 
-from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.types import Question
+from searchrl_jax.worlds import microworld
 
 SETTINGS = microworld.Settings(first=100, second=100)
 # Of all names. The warm start has nearly all, or it would learn which pairs of

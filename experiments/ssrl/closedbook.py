@@ -18,10 +18,10 @@ import os
 
 import numpy as np
 
-from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Passage, Question
+from searchrl_jax.worlds import microworld
 
 SPLITS = ('warm', 'rl', 'heldout', 'unseen')
 LEAST = 80  # values of a relation, and so people of a split

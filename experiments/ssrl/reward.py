@@ -13,10 +13,10 @@ to what they are for:
 from collections.abc import Sequence
 import re
 
-from searchrl_jax import metrics
-from searchrl_jax.env import SearchEnv
-from searchrl_jax.parser import OUTSIDE
+from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
+from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.text.parser import OUTSIDE
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 MOST_THOUGHTS = 8
@@ -63,7 +63,7 @@ def _scored(groups, context: RewardContext, weight: float, of) -> Rewards:
     raise RewardError(f'format_weight={weight}: a share in 0..1')
 
   def score(t: Trajectory) -> dict[str, float]:
-    em = metrics.exact_match(context.env.answer(t), t.question.answers)
+    em = scores.exact_match(context.env.answer(t), t.question.answers)
     form = float(of(format_score(t, context.env)))
     return {
       'value': (1 - weight) * em + weight * form,

@@ -9,8 +9,7 @@ import zlib
 
 import numpy as np
 
-from searchrl_jax import equivalence
-from searchrl_jax.rewards import vote
+from searchrl_jax.rewards import equivalence, vote
 from searchrl_jax.rewards.core import RewardContext
 from searchrl_jax.types import Group, Question, Rewards
 

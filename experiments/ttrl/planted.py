@@ -10,8 +10,8 @@ import dataclasses
 
 import numpy as np
 
-from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.worlds import microworld
 
 
 def generate(

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 import json
 import pathlib
 
-from searchrl_jax import command, records
-from searchrl_jax.metrics import normalise
+from searchrl_jax.rewards.scores import normalise
+from searchrl_jax.run import command, records
 from searchrl_jax.types import SearchResult, Trajectory
 
 

@@ -19,10 +19,10 @@ import dataclasses
 
 import numpy as np
 
-from experiments.worlds import microworld
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Question
+from searchrl_jax.worlds import microworld
 
 # Their worlds begin here, far from the runs' and from those of microtraces.
 DOCUMENT_WORLDS = 1_500_000_000

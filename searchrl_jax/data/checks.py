@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax import lookup
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Question
 
 

@@ -25,8 +25,8 @@ import pathlib
 from typing import Any
 import zlib
 
-from searchrl_jax import lookup
 from searchrl_jax.data.checks import DataError, unique
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Passage, Question
 
 PACKAGE = 'searchrl_jax.data'

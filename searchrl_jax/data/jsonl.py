@@ -24,9 +24,10 @@ import re
 from typing import Any
 import zlib
 
-from searchrl_jax import lookup, parser
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.run import lookup
+from searchrl_jax.text import parser
 from searchrl_jax.types import Question
 
 _GZIP_MAGIC = b'\x1f\x8b'

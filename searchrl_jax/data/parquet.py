@@ -18,10 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from searchrl_jax import lookup
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import PROMPTS
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Question
 
 _COLUMNS = (

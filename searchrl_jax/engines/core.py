@@ -10,7 +10,27 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Prompt
+
+MODULES = {
+  'jax_sampler': 'searchrl_jax.engines.jax.sampler',
+  'vllm': 'searchrl_jax.engines.vllm.client',
+}
+
+
+def module(name: str) -> Any:
+  """Imports the engine of config.engine.module: of MODULES, or a dotted name.
+
+  Raises:
+    ValueError: there is none; the message lists the names.
+  """
+  lookup.require(
+    '.' in name or name in MODULES,
+    f'no module {name!r} in searchrl_jax.engines: {lookup.near(name, MODULES)}',
+    ValueError,
+  )
+  return lookup.module('searchrl_jax.engines', MODULES.get(name, name))
 
 
 @dataclasses.dataclass(frozen=True)

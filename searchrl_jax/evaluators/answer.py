@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax import equivalence, metrics, records, rollout
 from searchrl_jax.engines.core import Engine
-from searchrl_jax.env import SearchEnv
 from searchrl_jax.rewards import answer as rewards
+from searchrl_jax.rewards import equivalence
 from searchrl_jax.rewards import judge as judging
+from searchrl_jax.rewards import scores as metrics
+from searchrl_jax.rollout import chains
+from searchrl_jax.run import records
+from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import Source
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Question, SearchResult, Trajectory
-from searchrl_jax.writer import Writer
 
 NAN = math.nan
 
@@ -276,7 +279,7 @@ class Evaluator:
       ValueError: no questions.
     """
     self._env, self._engine, self._source = env, engine, source
-    self._config, self._rollout = config.eval, rollout.evaluation(config)
+    self._config, self._rollout = config.eval, chains.evaluation(config)
     self._writer, self._run_coroutine = writer, run
     self._on_trajectory, self._name = on_trajectory, name
     self._scorer, self._judge = scorer, judge
@@ -307,7 +310,7 @@ class Evaluator:
     """
     labels = [label for label, qs in self.sets.items() for _ in qs]
     result = self._run_coroutine(
-      rollout.rollout(
+      chains.rollout(
         [q for questions in self.sets.values() for q in questions],
         env=self._env,
         engine=self._engine,

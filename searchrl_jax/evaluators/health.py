@@ -6,8 +6,8 @@ import statistics
 
 import numpy as np
 
-from searchrl_jax.env import SearchEnv
 from searchrl_jax.evaluators import answer
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Trajectory
 
 

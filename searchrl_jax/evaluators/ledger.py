@@ -16,9 +16,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import prompts, records
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import answer
+from searchrl_jax.run import records
+from searchrl_jax.text import prompts
 from searchrl_jax.types import Group, Question
 
 MANIFEST, ROWS = 'manifest.json', 'rows.jsonl'

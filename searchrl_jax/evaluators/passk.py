@@ -1,7 +1,7 @@
 """pass@k, maj@k and best-of-k over the samples of each question.
 
 pass@k is the unbiased estimator of Chen et al. 2021; maj@k is its
-counterpart for the majority vote (`metrics.maj_at_k`), certainty@k that for
+counterpart for the majority vote (`scores.maj_at_k`), certainty@k that for
 the sample of greatest self-certainty (Kang et al. 2025, arXiv 2502.18581,
 whose other form, votes weighted by its rank, is not here). All are means over
 questions with a bootstrap interval over questions.
@@ -12,8 +12,9 @@ import math
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import equivalence, lookup, metrics
 from searchrl_jax.evaluators import answer
+from searchrl_jax.rewards import equivalence, scores
+from searchrl_jax.run import lookup
 
 BEST_OF = ('', 'certainty')
 
@@ -101,12 +102,12 @@ def score(
         continue
       right = [row.em == 1.0 for row in samples]
       votes = [row.vote for row in samples]
-      passed[name] = metrics.pass_at_k(n, sum(right), count)
+      passed[name] = scores.pass_at_k(n, sum(right), count)
       # Names of one thing are one vote, which any of them makes right.
       good = {row.vote for row in samples if row.em == 1.0} - {None}
-      voted[name] = metrics.maj_at_k(votes, [v in good for v in votes], count)
+      voted[name] = scores.maj_at_k(votes, [v in good for v in votes], count)
       if certain:
-        chosen[name] = metrics.best_at_k(
+        chosen[name] = scores.best_at_k(
           [row.certainty for row in samples], right, count
         )
   return out
@@ -131,7 +132,7 @@ class Evaluator:
     evaluation = self._answers.collect(step)
     for label, rows in evaluation.slices.items():
       for name, values in score(rows, self._k).items():
-        interval = metrics.bootstrap(
+        interval = scores.bootstrap(
           [values[q] for q in sorted(values)],
           resamples=self._config.bootstrap,
           seed=self._config.seed,

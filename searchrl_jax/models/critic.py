@@ -10,8 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from searchrl_jax import logps, sharding
+from searchrl_jax.learn import logps
 from searchrl_jax.models import decoder
+from searchrl_jax.run import sharding
 
 
 def config(cfg: decoder.DecoderConfig) -> decoder.DecoderConfig:

@@ -18,7 +18,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from searchrl_jax import lookup, sharding
+from searchrl_jax.run import lookup, sharding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import math
 import re
 from typing import Any
 
-from searchrl_jax import lookup
+from searchrl_jax.run import lookup
 
 
 @dataclasses.dataclass(frozen=True)

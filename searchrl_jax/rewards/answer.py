@@ -16,26 +16,26 @@ departs from the released code in three ways:
 
 from collections.abc import Callable, Sequence
 
-from searchrl_jax import metrics
-from searchrl_jax.env import SearchEnv
-from searchrl_jax.parser import Block
+from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
+from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.text.parser import Block
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 
 async def em(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """1 if the answer matches a golden one exactly, normalised."""
-  return _scored(groups, context, metrics.exact_match)
+  return _scored(groups, context, scores.exact_match)
 
 
 async def f1(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """F1 of words with the best golden answer."""
-  return _scored(groups, context, metrics.f1)
+  return _scored(groups, context, scores.f1)
 
 
 async def sub_em(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """1 if a golden answer is part of the answer, normalised."""
-  return _scored(groups, context, metrics.sub_exact_match)
+  return _scored(groups, context, scores.sub_exact_match)
 
 
 def _scored(groups, context: RewardContext, metric: Callable) -> Rewards:
@@ -89,7 +89,7 @@ async def search_r1_format(
   def score(trajectory: Trajectory) -> dict[str, float]:
     found, golds = env.answer(trajectory), trajectory.question.answers
     blocks = env.blocks(trajectory)
-    right = metrics.exact_match(found, golds)
+    right = scores.exact_match(found, golds)
     valid = _valid(trajectory, blocks, env, require_think)
     held = _retrieved(trajectory, blocks)
     if right:
@@ -118,7 +118,7 @@ search_r1_format.needs_answers = True
 def _retrieved(trajectory: Trajectory, blocks: Sequence[Block]) -> bool:
   """Whether an observation that the policy saw holds a golden answer."""
   return any(
-    metrics.contains(block.text, trajectory.question.answers)
+    scores.contains(block.text, trajectory.question.answers)
     for block in blocks
     if block.author == 'environment' and block.kind == 'information'
   )

@@ -18,15 +18,15 @@ import json
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax import metrics
-from searchrl_jax.chat import Chat, ChatError, payload
-from searchrl_jax.env import SearchEnv
+from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import (
   RewardContext,
   RewardError,
   flat,
   per_trajectory,
 )
+from searchrl_jax.sources.chat import Chat, ChatError, payload
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 VERDICTS = {'correct': True, 'incorrect': False}
@@ -185,7 +185,7 @@ async def grade(
     if t.failed:
       continue
     answer, golds = env.answer(t), t.question.answers
-    out[i] = float(after_em and metrics.exact_match(answer, golds))
+    out[i] = float(after_em and scores.exact_match(answer, golds))
     if answer and not out[i]:
       items[i] = (t.question.text, golds, answer)
   among = sum(not t.failed for t in trajectories)
@@ -225,8 +225,8 @@ async def correct(
     groups,
     lambda t: {
       'value': 0.0,
-      'em': metrics.exact_match(env.answer(t), t.question.answers),
-      'f1': metrics.f1(env.answer(t), t.question.answers),
+      'em': scores.exact_match(env.answer(t), t.question.answers),
+      'f1': scores.f1(env.answer(t), t.question.answers),
     },
   )
   return Rewards(

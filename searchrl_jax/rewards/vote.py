@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from searchrl_jax import equivalence, lookup, metrics
+from searchrl_jax.rewards import equivalence, scores
 from searchrl_jax.rewards.core import RewardContext, RewardError
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Group, Question, Rewards
 
 # (a key for each vote, or None; the question; the step) -> the label's key.
@@ -167,8 +168,8 @@ def labelled(
     parts['right'][rows] = right
     if len(alive) == votes:
       parts[f'pass@{votes}'][rows] = any(right)
-      parts[f'pass@{train}'][rows] = metrics.pass_at_k(votes, sum(right), train)
-      parts[f'maj@{votes}'][rows] = metrics.maj_at_k(
+      parts[f'pass@{train}'][rows] = scores.pass_at_k(votes, sum(right), train)
+      parts[f'maj@{votes}'][rows] = scores.maj_at_k(
         keys, [key in good for key in keys], votes
       )
     if label is not None:

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import lookup, outside
-from searchrl_jax.chat import Chat, ChatError, payload
 from searchrl_jax.engines.core import Engine, EngineError, Sampling
+from searchrl_jax.run import lookup
+from searchrl_jax.sources.chat import Chat, ChatError, payload
 from searchrl_jax.sources.core import SourceError
+from searchrl_jax.text import untrusted
 from searchrl_jax.types import (
   Passage,
   Prompt,
@@ -235,7 +236,7 @@ class SimulatedSource:
     digest = hashlib.blake2b(repr(name).encode(), digest_size=4).digest()
     return int.from_bytes(digest) / 2**32
 
-  async def _write(self, parts: Sequence[outside.Part], seed: int) -> str:
+  async def _write(self, parts: Sequence[untrusted.Part], seed: int) -> str:
     """A whole reply, without empty lines.
 
     Raises:
@@ -256,7 +257,7 @@ class SimulatedSource:
       )
     engine, tokenizer = self._writer.engine(), self._writer.tokenizer
     if c.chat:
-      parts = outside.chat_parts(tokenizer, [('user', parts)])
+      parts = untrusted.chat_parts(tokenizer, [('user', parts)])
     ids = tokenizer.encode_parts(parts, start=True)
     if len(ids) + c.max_tokens > engine.max_len:
       raise ChatError(

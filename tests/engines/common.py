@@ -3,7 +3,7 @@
 import jax
 from ml_collections import ConfigDict
 
-from searchrl_jax.engines.jax_sampler import JaxSampler
+from searchrl_jax.engines.jax.sampler import JaxSampler
 from searchrl_jax.models import decoder
 
 CFG = decoder.DecoderConfig(

@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 import numpy as np
 import uvicorn
 
-from searchrl_jax.engines import published
 from searchrl_jax.engines.core import WeightsUpdate
-from searchrl_jax.engines.vllm import VllmEngine
+from searchrl_jax.engines.vllm.client import VllmEngine
+from searchrl_jax.engines.weights import published
 from searchrl_jax.models import families
 from tests.engines.common import CFG, Letters, make_params
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.engines import checksum
+from searchrl_jax.engines.weights import checksum
 from tests import memory
 
 

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax import tokenizer
-from searchrl_jax.engines import caches, decode, device
 from searchrl_jax.engines.core import (
   EngineError,
   Sampling,
   SyncError,
   WeightsUpdate,
 )
-from searchrl_jax.engines.stops import StopFinder
+from searchrl_jax.engines.jax import caches, decode, device
+from searchrl_jax.engines.jax.stops import StopFinder
 from searchrl_jax.models import decoder
+from searchrl_jax.text import tokenizer
 from tests.clock import until
 from tests.engines.common import CFG, Letters, make_engine, make_params
 from tests.engines.contract import EngineContract, once, prompt

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.engines import caches
+from searchrl_jax.engines.jax import caches
 from searchrl_jax.models import decoder
 
 CFG = decoder.DecoderConfig(

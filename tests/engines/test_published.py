@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from searchrl_jax import publication
-from searchrl_jax.engines import published
-from searchrl_jax.engines.published import PublishedError
+from searchrl_jax.engines.weights import publication, published
+from searchrl_jax.engines.weights.published import PublishedError
 from searchrl_jax.models import families
 from tests.conftest import ROOT
 from tests.engines.common import CFG, make_params

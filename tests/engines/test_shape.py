@@ -3,7 +3,7 @@
 import pytest
 
 from configs import search_r1, ssp, ssrl, ttrl, wiki_nq, zerosearch
-from searchrl_jax.engines import decode
+from searchrl_jax.engines.jax import decode
 
 
 def together(c, tokens: int, parts: int = 1) -> int:

@@ -18,9 +18,10 @@ import urllib.request
 import psutil
 import pytest
 
-from searchrl_jax.engines import sidecar, vllm_host
-from searchrl_jax.engines.group import Group
-from searchrl_jax.engines.sidecar import SidecarError, start_sidecar
+from searchrl_jax.engines.vllm import host as vllm_host
+from searchrl_jax.engines.vllm import launcher
+from searchrl_jax.engines.vllm.group import Group
+from searchrl_jax.engines.vllm.launcher import SidecarError, start_sidecar
 from tests.conftest import ROOT
 
 WAIT_S = 30  # until something has to be so, on a machine that is busy
@@ -267,7 +268,7 @@ def test_who_starts_the_server_takes_it_along(start, venv, model, tmp_path):
   """Killed by force, so that nothing of its own can run."""
   code = (
     'import sys, time\n'
-    'from searchrl_jax.engines.sidecar import start_sidecar\n'
+    'from searchrl_jax.engines.vllm.launcher import start_sidecar\n'
     f's = start_sidecar({str(model)!r}, cpu=True, venv={str(venv)!r}, '
     f'log_file={str(tmp_path / "log")!r}, stop_timeout_s=1)\n'
     'print(s.pid, s.server_pid, s.url, flush=True)\n'
@@ -304,7 +305,7 @@ def test_a_stop_while_it_starts_leaves_nothing(start, model, tmp_path):
     [
       sys.executable,
       '-m',
-      'searchrl_jax.engines.sidecar',
+      'searchrl_jax.engines.vllm.launcher',
       '--cpu',
       f'--model={model}',
       f'--venv={venv}',
@@ -360,7 +361,7 @@ def test_weights_that_come_later_need_not_be_there(start, model):
     line = ' '.join(facts(server)['argv'])
   assert '--load-format=dummy' in line
   # By what is in its worker unless another is named.
-  plugin = 'searchrl_jax.engines.vllm_plugin.Worker'
+  plugin = 'searchrl_jax.engines.vllm.plugin.Worker'
   assert f'--worker-extension-cls {plugin} ' in line
 
 
@@ -418,7 +419,7 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path):
 )
 def test_flags_that_make_no_sense_are_refused(capsys, flags, message):
   with pytest.raises(SystemExit) as e:
-    sidecar.parse(['--model=x', *flags])
+    launcher.parse(['--model=x', *flags])
   assert e.value.code == 2
   assert message in capsys.readouterr().err
 
@@ -432,7 +433,7 @@ def test_a_parent_that_is_not_there_is_refused(capsys, model):
   with subprocess.Popen(['true']) as done:
     pass
   argv = [f'--model={model}', '--cpu', f'--parent_pid={done.pid}']
-  assert sidecar.main(argv) == 2
+  assert launcher.main(argv) == 2
   assert f'--parent_pid={done.pid}: no such process' in capsys.readouterr().err
 
 

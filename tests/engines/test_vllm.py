@@ -6,18 +6,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from searchrl_jax import sync
-from searchrl_jax.engines import checksum, vllm
 from searchrl_jax.engines.core import (
   EngineError,
   Sampling,
   SyncError,
   WeightsUpdate,
 )
-from searchrl_jax.engines.published import versions
-from searchrl_jax.engines.vllm import VllmEngine
+from searchrl_jax.engines.vllm import client
+from searchrl_jax.engines.vllm.client import VllmEngine
+from searchrl_jax.engines.weights import checksum, sync
+from searchrl_jax.engines.weights.published import versions
 from searchrl_jax.models import families
-from searchrl_jax.tokenizer import train_bpe
+from searchrl_jax.text.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
 from tests.clock import until
 from tests.engines.common import CFG, Letters, make_params
@@ -678,7 +678,7 @@ def test_servers_are_started_on_the_devices_named(
     def stop(self):
       stopped.append(self.url)
 
-  monkeypatch.setattr(vllm.sidecar, 'start_sidecar', Started)
+  monkeypatch.setattr(client.sidecar, 'start_sidecar', Started)
   tok = train_bpe(['a b'], CFG.vocab_size + 200, tmp_path / 'tok')
   cfg = dataclasses.replace(CFG, vocab_size=CFG.vocab_size + 200)
 
@@ -716,9 +716,9 @@ def test_one_server_that_does_not_start_takes_the_others_down(
     def stop(self):
       stopped.append(self)
 
-  monkeypatch.setattr(vllm.sidecar, 'start_sidecar', Started)
+  monkeypatch.setattr(client.sidecar, 'start_sidecar', Started)
   with pytest.raises(EngineError, match='no GPU 1'):
-    vllm._start(config(device='gpus:0;1;2'), tmp_path)
+    client._start(config(device='gpus:0;1;2'), tmp_path)
   assert len(stopped) == 2
 
 

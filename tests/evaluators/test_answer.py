@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import metrics, records, writer
 from searchrl_jax.evaluators import answer, passk
+from searchrl_jax.rewards import scores as metrics
+from searchrl_jax.run import records, writer
 from searchrl_jax.types import Question
 from tests.fakes import FakeEngine, FakeSource, make_env, run_script
 

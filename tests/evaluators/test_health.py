@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from searchrl_jax import parser as parsing
 from searchrl_jax.evaluators import health
 from searchrl_jax.rewards import answer
 from searchrl_jax.rewards import core as rewards
+from searchrl_jax.text import parser as parsing
 from searchrl_jax.types import Question, Segment, Trajectory
 from tests.fakes import FakeSource, make_env, run_script
 

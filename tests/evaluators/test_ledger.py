@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from searchrl_jax import prompts
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import answer, ledger
+from searchrl_jax.text import prompts
 from searchrl_jax.types import Question
 from tests.evaluators.test_answer import ENV, config, evaluator, question, sets
 from tests.fakes import run_script

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.ssp import world as worlds
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.engines.jax_sampler import JaxSampler
+from searchrl_jax.engines.jax.sampler import JaxSampler
 
 _FACT = r'{} (\w+) (\w+ \w+)'
 

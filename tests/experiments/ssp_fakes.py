@@ -3,7 +3,7 @@
 from configs import ssp
 from experiments.ssp import game
 from experiments.ssp.game import Proposal
-from searchrl_jax import prompts
+from searchrl_jax.text import prompts
 from searchrl_jax.types import Question
 from tests.fakes import TEMPLATE, ByteTokenizer, run_script
 

@@ -9,11 +9,12 @@ import transformers
 
 from configs import ssrl
 from experiments.ssrl import closedbook
-from searchrl_jax import prompts, sft
-from searchrl_jax import tokenizer as tokenizers
+from searchrl_jax import sft
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.env import SearchEnv
+from searchrl_jax.text import prompts
+from searchrl_jax.text import tokenizer as tokenizers
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Question
 
 MIX = dict(direct=0.1, poor=0.4, tilt=0.9, again=0.3, short=0.3)

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from experiments import compare
-from searchrl_jax import metrics
 from searchrl_jax.evaluators import answer, ledger
+from searchrl_jax.rewards import scores as metrics
 from tests import test_commands
 from tests.evaluators.test_answer import sets
 from tests.evaluators.test_ledger import manifest

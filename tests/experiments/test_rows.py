@@ -11,7 +11,7 @@ import time
 import pytest
 
 from experiments import rows
-from searchrl_jax.checks import ConfigError
+from searchrl_jax.learn.checks import ConfigError
 from tests.conftest import ROOT
 from tests.experiments import tiny_row
 

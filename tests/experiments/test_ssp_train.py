@@ -16,9 +16,9 @@ import pytest
 from configs import algorithms, ssp
 from experiments.ssp import game, start, train
 from experiments.ssp import world as worlds
-from searchrl_jax import records, setup, signals
-from searchrl_jax.checks import ConfigError
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.run import build, records, signals
 from tests import chat_server
 from tests.experiments import ssp_engine
 
@@ -84,9 +84,9 @@ def tiny(url, **fields):
 
 
 def params_of(config, workdir):
-  tok = setup.tokenizer(config, str(workdir))
-  cfg = setup.model_config(config, tok.vocab_size)
-  found = setup.restore_params(config, str(workdir), cfg, setup.mesh(config))
+  tok = build.tokenizer(config, str(workdir))
+  cfg = build.model_config(config, tok.vocab_size)
+  found = build.restore_params(config, str(workdir), cfg, build.mesh(config))
   return jax.tree.map(np.asarray, found)
 
 
@@ -101,7 +101,7 @@ def lines(path):
 
 
 def pool_of(config, folder):
-  saver = setup.saver(config, str(folder))
+  saver = build.saver(config, str(folder))
   return saver.meta(saver.latest())['extras']['pool']
 
 

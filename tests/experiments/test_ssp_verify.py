@@ -10,8 +10,8 @@ import pytest
 
 from experiments.ssp import game, verify
 from experiments.ssp.game import Proposal
-from searchrl_jax.chat import ChatError
 from searchrl_jax.rewards.judge import JudgeError
+from searchrl_jax.sources.chat import ChatError
 from searchrl_jax.types import Question
 from tests import chat_server
 from tests.experiments.ssp_fakes import GOOD, config, env, standing

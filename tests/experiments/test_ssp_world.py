@@ -12,10 +12,11 @@ from experiments.ssp import traces as scripts
 from experiments.ssp import world as worlds
 from experiments.ssp.oracle import Oracle
 from retrieval.bm25 import BM25Index
-from searchrl_jax import prompts, sft
-from searchrl_jax import tokenizer as tokenizers
+from searchrl_jax import sft
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.env import SearchEnv
+from searchrl_jax.text import prompts
+from searchrl_jax.text import tokenizer as tokenizers
+from searchrl_jax.text.env import SearchEnv
 
 
 @pytest.fixture(scope='module')

@@ -10,9 +10,11 @@ import pytest
 from configs import ssrl
 from experiments import rows as harness
 from experiments.ssrl import closedbook, curve, rows
-from searchrl_jax import checks, evaluate, setup, sft
+from searchrl_jax import evaluate, sft
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import ledger
+from searchrl_jax.learn import checks
+from searchrl_jax.run import build
 from searchrl_jax.sources import none
 from searchrl_jax.types import Question, SearchRequest
 
@@ -72,9 +74,9 @@ def test_real_passages_in_training_are_refused_with_the_mend(real):
 
 def test_no_search_engine_is_asked_at_full_size(tmp_path):
   c = ssrl.get_config('model=m')
-  with setup.retrieval(c, str(tmp_path)) as url:
+  with build.retrieval(c, str(tmp_path)) as url:
     assert url == ''
-  source = setup.source(c, '')
+  source = build.source(c, '')
   assert asyncio.run(source.check()) == {}
   (error,) = asyncio.run(source.search([SearchRequest('q', 1)]))
   assert error.message.startswith("config.source.module='none'")
@@ -138,7 +140,7 @@ def test_a_warm_start_learns_information_that_rl_leaves_out(
 @pytest.fixture(scope='module')
 def url(tmp_path_factory):
   folder = tmp_path_factory.mktemp('world')
-  with setup.retrieval(tiny(), str(folder)) as found:
+  with build.retrieval(tiny(), str(folder)) as found:
     yield found
 
 
@@ -164,7 +166,7 @@ def test_a_real_search_finds_the_unseen(url, tmp_path):
   c = tiny()
   world = closedbook.generate(4, **c.data.world.to_dict())
   questions = [q for q in world.questions['unseen'] if q.hops == 1][:40]
-  source = setup.source(c, url)
+  source = build.source(c, url)
 
   async def search():
     found = await source.search(

@@ -14,12 +14,15 @@ import pytest
 
 from configs import ttrl
 from experiments.ttrl import arithmetic, mathematics, planted, rows
-from experiments.worlds import microtraces, microworld
-from searchrl_jax import checks, equivalence, records, setup, sft, train
+from searchrl_jax import sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.learn import checks
 from searchrl_jax.rewards import core as rewards
+from searchrl_jax.rewards import equivalence
+from searchrl_jax.run import build, records
 from searchrl_jax.types import Question
+from searchrl_jax.worlds import microtraces, microworld
 from tests.fakes import make_env, run_script
 
 MATH = 'experiments.ttrl.mathematics.equal'
@@ -51,12 +54,12 @@ def test_every_form_is_one_that_can_run(arg, votes, trained, match):
   vote = c.reward.vote
   assert (vote.votes, vote.train, vote.match) == (votes, trained, match)
   golds = [Question('q', 'who?', ('x',))]
-  setup.check_rewards(c, golds)
+  build.check_rewards(c, golds)
   if vote.fn == 'vote.majority':
-    setup.check_rewards(c, [dataclasses.replace(golds[0], answers=())])
+    build.check_rewards(c, [dataclasses.replace(golds[0], answers=())])
   # By reference: to ask for other votes is to sample so many.
   c.rollout.group = 2 * votes
-  setup.check_rewards(c, golds)
+  build.check_rewards(c, golds)
 
 
 @pytest.mark.parametrize(
@@ -362,10 +365,10 @@ def runs(tmp_path_factory):
 
 
 def parameters(c, workdir):
-  tok = setup.tokenizer(c, str(workdir))
-  cfg = setup.model_config(c, tok.vocab_size)
+  tok = build.tokenizer(c, str(workdir))
+  cfg = build.model_config(c, tok.vocab_size)
   return jax.tree.leaves(
-    setup.restore_params(c, str(workdir), cfg, setup.mesh(c))
+    build.restore_params(c, str(workdir), cfg, build.mesh(c))
   )
 
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from experiments.ttrl import mathematics
-from searchrl_jax import equivalence
+from searchrl_jax.rewards import equivalence
 
 MATH = 'experiments.ttrl.mathematics.equal'
 

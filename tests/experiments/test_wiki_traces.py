@@ -7,9 +7,9 @@ import pytest
 
 from configs import common
 from experiments.search_r1 import wiki_traces as wiki
-from searchrl_jax import metrics
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.rewards import scores
 from searchrl_jax.types import Passage
 
 PASSAGES = {
@@ -84,7 +84,7 @@ def test_good_is_right_and_read(tmp_path):
     assert kinds[:3] == ['think', 'search', 'information']
     assert kinds[-2:] == ['think', 'answer']
     answer = trace.actions[-1][1]
-    assert metrics.exact_match(answer, trace.question.answers) == 1
+    assert scores.exact_match(answer, trace.question.answers) == 1
     shown = [
       p for kind, ps in trace.actions if kind == 'information' for p in ps
     ]

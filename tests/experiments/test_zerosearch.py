@@ -7,12 +7,13 @@ import pytest
 
 from configs import search_r1, zerosearch
 from experiments import rows
-from experiments.worlds import microworld
 from experiments.zerosearch import check, documents
 from experiments.zerosearch import rows as table
-from searchrl_jax import checks, evaluate, records, setup, sft, train, writer
+from searchrl_jax import evaluate, sft, train
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import Completion
+from searchrl_jax.learn import checks
+from searchrl_jax.run import build, records, writer
 from searchrl_jax.sources import simulated
 from searchrl_jax.types import (
   Passage,
@@ -22,6 +23,7 @@ from searchrl_jax.types import (
   SearchResult,
   Trajectory,
 )
+from searchrl_jax.worlds import microworld
 from tests import tiny
 
 FIELDS = dict(world_seed=3, worlds=2, n=400, train=40, relations=4)
@@ -143,8 +145,8 @@ def test_the_simulator_is_asked_with_the_prompts_that_it_has_learnt(
   useful, tmp_path
 ):
   c = zerosearch.get_config('learns=simulator')
-  tok = setup.tokenizer(c, str(tmp_path))
-  env = setup.environment(c, tok)
+  tok = build.tokenizer(c, str(tmp_path))
+  env = build.environment(c, tok)
   question = microworld.pick(microworld.generate(3), 'train', 2)[1]
   name = question.meta['path'][0]
   form = documents.USEFUL if useful else documents.NOISY
@@ -344,11 +346,11 @@ def test_no_search_engine_starts_while_it_trains(tmp_path, monkeypatch):
 
   monkeypatch.setattr(process, 'start_server', start)
   c = zerosearch.get_config()
-  with setup.retrieval(c, str(tmp_path)) as url:
+  with build.retrieval(c, str(tmp_path)) as url:
     assert url == ''
   c.source.module = 'service'
   with pytest.raises(AssertionError, match='a server'):
-    with setup.retrieval(c, str(tmp_path)):
+    with build.retrieval(c, str(tmp_path)):
       pass
 
 
@@ -432,7 +434,7 @@ def test_a_run_on_simulated_documents_resumes_bit_for_bit(
   train.train(c, whole)
   c.train.seconds = 1e-9
   train.train(c, parts)
-  assert setup.saver(c, parts).latest() == 1
+  assert build.saver(c, parts).latest() == 1
   c.train.seconds = 0.0
   train.train(c, parts)
 
@@ -444,10 +446,10 @@ def test_a_run_on_simulated_documents_resumes_bit_for_bit(
   for a, b in zip(*runs, strict=True):
     a, b = a.trajectory, b.trajectory
     assert [s.passages for s in a.searches] == [s.passages for s in b.searches]
-  mesh = setup.mesh(c)
-  cfg = setup.model_config(c, setup.tokenizer(c, whole).vocab_size)
+  mesh = build.mesh(c)
+  cfg = build.model_config(c, build.tokenizer(c, whole).vocab_size)
   a, b = (
-    jax.tree.leaves(setup.restore_params(c, run, cfg, mesh))
+    jax.tree.leaves(build.restore_params(c, run, cfg, mesh))
     for run in (whole, parts)
   )
   assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
@@ -457,7 +459,7 @@ def test_two_engines_do_not_share_a_mesh(warm, tmp_path):
   c = small_run(path=warm)
   c.mesh.data = 2
   with pytest.raises(checks.ConfigError, match='a mesh of 2 devices'):
-    setup.source(c, '', None, None, setup.mesh(c), str(tmp_path))
+    build.source(c, '', None, None, build.mesh(c), str(tmp_path))
 
 
 def test_the_real_search_engine_evaluates_what_a_simulator_taught(
@@ -473,4 +475,4 @@ def test_the_real_search_engine_evaluates_what_a_simulator_taught(
 def test_a_simulator_that_is_not_there_is_named(tmp_path):
   c = small_run(path=str(tmp_path / 'none'))
   with pytest.raises(checks.ConfigError, match=r'simulator\.path.*none'):
-    setup.source(c, '', None, None, setup.mesh(c), str(tmp_path))
+    build.source(c, '', None, None, build.mesh(c), str(tmp_path))

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax import batching, objectives, optim, sharding, update
+from searchrl_jax.learn import batching, objectives, optim, update
 from searchrl_jax.models import critic, decoder
+from searchrl_jax.run import sharding
 from tests import test_update as common
 
 CFG = critic.config(common.UNTIED)

@@ -16,8 +16,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from searchrl_jax import sharding
 from searchrl_jax.models import decoder, hf
+from searchrl_jax.run import sharding
 from tests.golden import models
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -318,7 +318,7 @@ def test_a_writer_killed_between_its_renames(tmp_path):
 
 MEMORY = """
 import json, sys, jax, jax.numpy as jnp, numpy as np
-from searchrl_jax import sharding
+from searchrl_jax.run import sharding
 from searchrl_jax.models import decoder, hf
 from tests import memory
 cfg = decoder.DecoderConfig(

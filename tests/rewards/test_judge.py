@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from configs import common
-from searchrl_jax import setup
-from searchrl_jax.chat import ChatError
 from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.rewards import core, judge
 from searchrl_jax.rewards.core import RewardContext, RewardError
+from searchrl_jax.run import build
+from searchrl_jax.sources.chat import ChatError
 from searchrl_jax.types import Question
 from tests import chat_server
 from tests.fakes import FakeSource, make_env, run_script
@@ -237,14 +237,14 @@ def test_a_reward_without_a_judge_is_refused_at_the_start():
     dict(fn='judge.correct', weight=1.0, after_em=True)
   )
   with pytest.raises(RewardError, match='reward.judge asks.*config.judge.url'):
-    setup.check_rewards(c, ())
-  assert setup.judge(c) is None
+    build.check_rewards(c, ())
+  assert build.judge(c) is None
   c.judge.url = 'http://127.0.0.1:9'
-  setup.check_rewards(c, ())
-  assert isinstance(setup.judge(c), judge.Judge)
+  build.check_rewards(c, ())
+  assert isinstance(build.judge(c), judge.Judge)
   c.judge.max_failed = 2.0
   with pytest.raises(ValueError, match='config.judge.max_failed=2.0'):
-    setup.judge(c)
+    build.judge(c)
   with pytest.raises(RewardError, match='config.judge.url'):
     asyncio.run(core.combine(c.reward, [(one('x'),)], RewardContext(env=ENV)))
 

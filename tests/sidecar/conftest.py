@@ -10,9 +10,9 @@ import httpx
 import jax
 import pytest
 
-from searchrl_jax import tokenizer
-from searchrl_jax.engines.sidecar import Sidecar, start_sidecar
+from searchrl_jax.engines.vllm.launcher import Sidecar, start_sidecar
 from searchrl_jax.models import decoder, hf
+from searchrl_jax.text import tokenizer
 from tests.conftest import ROOT
 
 FLAGS = dict(

@@ -1,6 +1,7 @@
 """Runs inside vLLM: the plugin, with a way to load badly."""
 
-from searchrl_jax.engines import published, vllm_plugin
+from searchrl_jax.engines.vllm import plugin as vllm_plugin
+from searchrl_jax.engines.weights import published
 
 
 class Worker(vllm_plugin.Worker):

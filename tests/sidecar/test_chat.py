@@ -14,13 +14,13 @@ import pytest
 
 from configs import common
 from experiments.ssp.verify import Reader
-from searchrl_jax import tokenizer
-from searchrl_jax.chat import Chat, ChatError
-from searchrl_jax.engines.sidecar import start_sidecar
+from searchrl_jax.engines.vllm.launcher import start_sidecar
 from searchrl_jax.models import decoder, hf
 from searchrl_jax.rewards import judge
+from searchrl_jax.sources.chat import Chat, ChatError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.simulated import SimulatedSource
+from searchrl_jax.text import tokenizer
 from searchrl_jax.types import Question, SearchRequest
 from tests.sidecar.conftest import FLAGS
 

@@ -18,19 +18,19 @@ import psutil
 import pytest
 
 from configs.common import base
-from searchrl_jax import rollout as rollouts
-from searchrl_jax import sync
 from searchrl_jax.engines.core import (
   EngineError,
   Sampling,
   SyncError,
   WeightsUpdate,
 )
-from searchrl_jax.engines.jax_sampler import JaxSampler
-from searchrl_jax.engines.vllm import VllmEngine
-from searchrl_jax.engines.vllm_http import Client
+from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.vllm.client import VllmEngine
+from searchrl_jax.engines.vllm.transport import Client
+from searchrl_jax.engines.weights import sync
+from searchrl_jax.engines.weights.publication import Publisher
 from searchrl_jax.models import decoder
-from searchrl_jax.publication import Publisher
+from searchrl_jax.rollout import chains as rollouts
 from searchrl_jax.types import Prompt, Question
 from tests import scripted
 from tests.engines.common import config as sampler_config

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.worlds import microworld
-from searchrl_jax import publication, sync
-from searchrl_jax.engines import checksum, published
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.engines.sidecar import start_sidecar
+from searchrl_jax.engines.vllm.launcher import start_sidecar
+from searchrl_jax.engines.weights import checksum, publication, published, sync
 from searchrl_jax.models import decoder, families, hf
+from searchrl_jax.worlds import microworld
 from tests.sidecar.conftest import FLAGS
 
 pytestmark = pytest.mark.sidecar

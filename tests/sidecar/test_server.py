@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from searchrl_jax.engines.sidecar import SidecarError, start_sidecar
+from searchrl_jax.engines.vllm.launcher import SidecarError, start_sidecar
 from searchrl_jax.models import decoder
 from tests.sidecar.conftest import CFG, FLAGS
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from searchrl_jax import records, setup, train, update
-from searchrl_jax.engines.vllm import VllmEngine
+from searchrl_jax import train
+from searchrl_jax.engines.vllm.client import VllmEngine
+from searchrl_jax.learn import update
+from searchrl_jax.run import build, records
 from tests import tiny
 
 pytestmark = pytest.mark.sidecar
@@ -43,7 +45,7 @@ def test_a_run_is_killed_and_goes_on_with_the_checkpoints_version(
   monkeypatch.setattr(VllmEngine, 'sync', sync)
   with pytest.raises(Killed):
     train.train(config, str(tmp_path))
-  assert setup.saver(config, str(tmp_path)).latest() == 2
+  assert build.saver(config, str(tmp_path)).latest() == 2
   assert syncs == [0, 1, 2]
   metrics = train.train(config, str(tmp_path))
   # Its server holds what the checkpoint has before the first rollout.

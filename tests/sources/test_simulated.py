@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from configs import common, zerosearch
-from searchrl_jax import checks
 from searchrl_jax.engines.core import EngineError, Sampling
-from searchrl_jax.rollout import RolloutError, rollout
+from searchrl_jax.learn import checks
+from searchrl_jax.rollout.chains import RolloutError, rollout
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import (

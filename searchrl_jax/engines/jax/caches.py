@@ -1,0 +1,139 @@
+"""The sampler's caches of keys and values, and attention through them.
+
+Axis letters: B slots or rows, T tokens, S cache positions, N/K query/kv heads,
+G = N / K, H head dim. The caches, one (k, v) pair for a layer (`axes`), are
+donated by the programs of `engines.decode`: scatters write in place.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from searchrl_jax.models import decoder
+from searchrl_jax.models.decoder import DecoderConfig
+from searchrl_jax.run import sharding
+
+# Positions of a cache that attention takes at once (`attention`): on a
+# CPU what its caches hold, elsewhere what makes a launch worth while.
+BLOCKS = {'cpu': 128}
+BLOCK = 1024
+
+
+def block_size() -> int:
+  return BLOCKS.get(jax.default_backend(), BLOCK)
+
+
+def length(max_len: int) -> int:
+  """Positions of a slot's cache: max_len, in whole blocks if in many."""
+  block = block_size()
+  return max_len if max_len <= 2 * block else -(-max_len // block) * block
+
+
+def place(mesh, axes, shape) -> jax.sharding.Sharding:
+  """Where an array lives. Without a mesh its device is named all the same: an
+  array that is not committed to one would be compiled for anew."""
+  if mesh is not None:
+    return sharding.named(mesh, axes, shape)
+  device = jax.config.jax_default_device or jax.local_devices()[0]
+  return jax.sharding.SingleDeviceSharding(device)
+
+
+def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """The axes of a layer's keys and of its values.
+
+  Values are [B, K, S, H]. Keys are [B, K, H, S] where several queries share
+  them: scores are then a plain product of matrices, on a CPU twice as fast.
+  For one query that order is a third slower, so they lie as values do.
+  """
+  values = ('batch', 'kv_heads', 'time', 'head_dim')
+  if cfg.n_heads == cfg.n_kv_heads:
+    return values, values
+  return ('batch', 'kv_heads', 'head_dim', 'time'), values
+
+
+def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
+  """Shapes of what `make` gives, with the place of each array."""
+  sizes = {
+    'batch': slots,
+    'kv_heads': cfg.n_kv_heads,
+    'time': length(max_len),
+    'head_dim': cfg.head_dim,
+  }
+
+  def leaf(names):
+    dims = tuple(sizes[name] for name in names)
+    where = place(mesh, names, dims)
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(cfg.dtype), sharding=where)
+
+  return [tuple(map(leaf, axes(cfg)))] * cfg.n_layers
+
+
+def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
+  """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`."""
+  return jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+    abstract(cfg, slots, max_len, mesh),
+  )
+
+
+def attention(cfg, q, k, v, positions):
+  """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
+
+  A long cache is read block by block, with a running maximum, up to the last
+  position that any row asks for. A block that a row has not come to adds
+  exactly nothing to it (a weight of 0, a factor of 1): so how far the others
+  are does not show in what a row computes (design 5.10).
+  """
+  B, T, N, H = q.shape
+  time = axes(cfg)[0].index('time')
+  keys = 'BKHS' if time == 3 else 'BKSH'
+  q, S = decoder.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
+  block = block_size()
+
+  def attend(k, v, first, top):
+    """Weights of one run of positions, relative to a maximum."""
+    s = decoder.scores(f'BKGTH,{keys}->BKGTS', q, k)
+    seen = first + jnp.arange(v.shape[2])[None, None] <= positions[:, :, None]
+    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
+    w = jnp.exp(s - top)
+    o = jnp.einsum(
+      'BKGTS,BKSH->BKGTH',
+      w.astype(v.dtype),
+      v,
+      preferred_element_type=jnp.float32,
+    )
+    return top, jnp.sum(w, -1, keepdims=True), o
+
+  if S <= 2 * block:
+    _, total, o = attend(k, v, 0, -jnp.inf)
+  else:
+
+    def step(i, carry):
+      top, total, o = carry
+      new, more, add = attend(
+        jax.lax.dynamic_slice_in_dim(k, i * block, block, time),
+        jax.lax.dynamic_slice_in_dim(v, i * block, block, 2),
+        i * block,
+        top,
+      )
+      shrink = jnp.exp(top - new)
+      return new, total * shrink + more, o * shrink + add
+
+    zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+    blocks = jnp.minimum(jnp.max(positions) // block + 1, S // block)
+    _, total, o = jax.lax.fori_loop(
+      0, blocks, step, (zero - jnp.inf, zero, jnp.zeros(q.shape, jnp.float32))
+    )
+  o = o / total  # last: H numbers a head rather than S
+  return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def write(cfg, cache, slots, positions, new, mesh):
+  """new, k and v [R, T, K, H], to (slots [R], positions [R, T]) of a layer."""
+  out = []
+  for x, fresh, names in zip(cache, new, axes(cfg)):
+    where = [slice(None)] * 4
+    where[0], where[names.index('time')] = slots[:, None], positions
+    x = x.at[tuple(where)].set(fresh, mode='drop')
+    out.append(sharding.constrain(x, mesh, *names))
+  return tuple(out)

@@ -1,0 +1,435 @@
+"""The device programs of the in-process sampler: load, prefill, decode, score.
+
+Axis letters: B slots (decode) or rows (prefill), T tokens, S cache positions,
+V vocabulary, D model, N/K query/kv heads, G = N / K, H head dim, C columns
+and R rows of the vocabulary folded to [R, C].
+
+Every program has one fixed shape for a width, and nothing in it mixes rows,
+so what a row computes depends on that row alone (design 5.10). The caches
+(`engines.caches`) are donated.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from searchrl_jax.engines.jax import caches as kv
+from searchrl_jax.models import decoder
+from searchrl_jax.models.decoder import DecoderConfig
+from searchrl_jax.run import sharding
+
+MAX_STOP_IDS = 8  # stop ids of one slot that the device looks for
+MAX_WIDTH = 512  # tokens that one prefill call takes of a row
+SCORE_TOKENS = 512  # tokens whose logits are held at once when scoring
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The static sizes that the programs are compiled for."""
+
+  slots: int
+  max_len: int
+  chunk: int
+  prefill_rows: int
+  parts: int = 1  # that the slots are cut into over devices (sharding.parts)
+
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """Prefill widths: 16, 32, then steps of 3/2 and 4/3 up to the largest."""
+    last = min(self.max_len, MAX_WIDTH)
+    sizes = [16, 32]
+    while sizes[-1] < last:
+      base = 1 << (sizes[-1].bit_length() - 1)
+      sizes.append(base * 3 // 2 if sizes[-1] == base else base * 2)
+    return tuple(s for s in sizes if s < last) + (last,)
+
+  @property
+  def score_widths(self) -> tuple[int, ...]:
+    sizes = [32]
+    while sizes[-1] < self.max_len:
+      sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+  def rows(self, width: int) -> int:
+    """Rows of a prefill call: about the same tokens at every width."""
+    tokens = self.prefill_rows * 32 // self.parts
+    return self.parts * max(1, tokens // max(width, 32))
+
+
+def fit(sizes: tuple[int, ...], n: int) -> int:
+  """The smallest of ascending `sizes` that holds n."""
+  return next(s for s in sizes if s >= n)
+
+
+@functools.partial(jax.jit, static_argnames=('dtype', 'layers'))
+def _split(params: dict, dtype: str, layers: int) -> dict:
+  """A copy of every parameter in `dtype`, one tree for each layer."""
+
+  def own(x):
+    # A copy even where neither cast nor slice makes a new buffer.
+    return jnp.copy(x.astype(dtype))
+
+  out = {k: own(v) for k, v in params.items() if k != 'layers'}
+  out['layers'] = [
+    {k: own(v[i]) for k, v in params['layers'].items()} for i in range(layers)
+  ]
+  return out
+
+
+def abstract(cfg: DecoderConfig, mesh=None) -> dict:
+  """Shapes of what `load` gives, with the place of each array.
+
+  On a mesh, weights are cut along the axis `tensor` alone, or every token
+  would wait for what the other devices hold.
+  """
+
+  def leaf(shape, axes):
+    axes = [None if a == 'embed' else a for a in axes]
+    return jax.ShapeDtypeStruct(
+      shape, jnp.dtype(cfg.dtype), sharding=kv.place(mesh, axes, shape)
+    )
+
+  out = {}
+  for name, (shape, axes) in decoder.param_table(cfg).items():
+    first = int(axes[0] == 'layers')
+    out[name] = leaf(shape[first:], axes[first:])
+  out = decoder.nest(out)
+  return out | {'layers': [out['layers']] * cfg.n_layers}
+
+
+def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
+  """The engine's own copy of the trainer's parameters, sliced by layer.
+
+  Returns {'embed', 'final_norm', ['head'], 'layers': [{...} per layer]} in
+  cfg.dtype, placed as in `abstract`. No buffer is shared with `params` (the
+  trainer donates its own).
+  """
+  tree = _split(params, cfg.dtype, cfg.n_layers)
+  return jax.device_put(
+    tree, jax.tree.map(lambda x: x.sharding, abstract(cfg, mesh))
+  )
+
+
+def threefry(key, count):
+  """Threefry-2x32, 20 rounds (Salmon et al. 2011): two uint32 words.
+
+  key, count: pairs of uint32 arrays of one shape. Written out because the
+  stream must not change with a JAX flag or release (design 5.10).
+  """
+  rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
+  k = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+  x0, x1 = count[0] + k[0], count[1] + k[1]
+  for i in range(5):
+    for r in rotations[i % 2]:
+      x0 = x0 + x1
+      x1 = ((x1 << r) | (x1 >> (32 - r))) ^ x0
+    x0 = x0 + k[(i + 1) % 3]
+    x1 = x1 + k[(i + 2) % 3] + jnp.uint32(i + 1)
+  return x0, x1
+
+
+def uniforms(seed, position):
+  """Two float32 in [0, 1) for each (seed [..., 2] uint32, position)."""
+  position = position.astype(jnp.uint32)
+  words = threefry(
+    (seed[..., 0], seed[..., 1]), (position, jnp.zeros_like(position))
+  )
+  return tuple((w >> 8).astype(jnp.float32) * 2.0**-24 for w in words)
+
+
+def columns(vocab: int) -> int:
+  """C of the vocabulary folded to [R, C]: a power of two near sqrt(V)."""
+  return max(8, 1 << round(math.log2(max(vocab, 1)) / 2))
+
+
+def first(ok):
+  """Index of the first True along the last axis, and whether there is one."""
+  n = ok.shape[-1]
+  index = jnp.min(jnp.where(ok, jnp.arange(n, dtype=jnp.int32), n), axis=-1)
+  return jnp.minimum(index, n - 1), index < n
+
+
+def invert(weights, u):
+  """Draws i with probability weights[..., i] / sum: int32 [...].
+
+  Never an i of weight zero: where rounding leaves no cumulative sum above
+  the target, the largest weight is taken.
+  """
+  c = jnp.cumsum(weights, -1)
+  ok = (c > u[..., None] * c[..., -1:]) & (weights > 0)
+  index, found = first(ok)
+  largest, _ = first(weights == jnp.max(weights, -1, keepdims=True))
+  return jnp.where(found, index, largest)
+
+
+def ordered(x):
+  """float32 -> int32 with the same order, so that a bisection is exact."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def bisect(holds, rows: int):
+  """Largest int32 t for each row with holds(t); holds is True then False."""
+
+  def step(_, bounds):
+    low, high = bounds  # holds(low), not holds(high)
+    mid = (low >> 1) + (high >> 1) + (low & high & 1)
+    ok = holds(mid)
+    return jnp.where(ok, mid, low), jnp.where(ok, high, mid)
+
+  low = jnp.full((rows,), jnp.iinfo(jnp.int32).min, jnp.int32)
+  high = jnp.full((rows,), jnp.iinfo(jnp.int32).max, jnp.int32)
+  return jax.lax.fori_loop(0, 32, step, (low, high))[0]
+
+
+def truncation(x, top_k, top_p):
+  """The order key below which a logit is cut: int32 [B].
+
+  x float32 [B, V] after temperature; top_k int32 [B] (0: all); top_p float32
+  [B]. Top-k first, then the smallest set of what is left whose mass reaches
+  top_p (nucleus, arXiv 1904.09751). Logits that tie with the last one kept
+  are kept. No sort: a bisection on the bits finds the exact threshold.
+  """
+  B, V = x.shape
+  key = ordered(x)
+  mass = jnp.exp(x - jnp.max(x, -1, keepdims=True))
+  k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
+  by_k = bisect(
+    lambda t: jnp.sum(key >= t[:, None], -1, dtype=jnp.int32) >= k, B
+  )
+  kept = jnp.where(key >= by_k[:, None], mass, 0.0)
+  goal = top_p * jnp.sum(kept, -1)
+  by_p = bisect(
+    lambda t: jnp.sum(jnp.where(key >= t[:, None], kept, 0.0), -1) >= goal, B
+  )
+  lowest = jnp.iinfo(jnp.int32).min
+  # top_p = 1 keeps the tail that float32 sums lose.
+  by_p = jnp.where(top_p < 1.0, by_p, lowest)
+  by_k = jnp.where(top_k > 0, by_k, lowest)
+  return jnp.maximum(by_k, by_p)
+
+
+def draw(logits, u, state):
+  """One id for each slot and its log-prob. logits float32 [B, V].
+
+  Two levels instead of a cumulative sum over V: one word of the stream draws
+  a column of the vocabulary folded to [R, C], the other a row in it. The
+  distribution is the tempered, truncated one; a greedy slot takes the argmax
+  (lowest id on ties) and reports its log-prob at temperature 1.
+  """
+  B, V = logits.shape
+  C = columns(V)
+  x = logits * state['inv_temperature'][:, None]
+  truncates = (state['top_p'] < 1.0) | (state['top_k'] > 0)
+  cut = jax.lax.cond(
+    jnp.any(truncates),
+    # Not x: what a branch takes is written to memory, taken or not.
+    lambda: truncation(
+      logits * state['inv_temperature'][:, None], state['top_k'], state['top_p']
+    ),
+    lambda: jnp.full((B,), jnp.iinfo(jnp.int32).min, jnp.int32),
+  )
+  if V % C:
+    x = jnp.pad(x, ((0, 0), (0, -V % C)), constant_values=-jnp.inf)
+  x = x.reshape(B, -1, C)
+  top = jnp.max(jnp.max(x, axis=1), axis=-1)
+
+  def weigh(values, top, cut):
+    return jnp.where(ordered(values) >= cut, jnp.exp(values - top), 0.0)
+
+  sums = jnp.sum(weigh(x, top[:, None, None], cut[:, None, None]), axis=1)
+  column = invert(sums, u[0])
+  values = jnp.take_along_axis(x, column[:, None, None], axis=2)[..., 0]
+  row = invert(weigh(values, top[:, None], cut[:, None]), u[1])
+  ids = row * C + column
+  chosen = jnp.take_along_axis(values, row[:, None], axis=1)[:, 0]
+
+  greedy = state['greedy']
+  index = jnp.arange(x.shape[1] * C, dtype=jnp.int32).reshape(-1, C)
+  best = jax.lax.cond(
+    jnp.any(greedy),
+    lambda: jnp.min(
+      jnp.min(jnp.where(x == top[:, None, None], index, V - 1), axis=1), -1
+    ),
+    lambda: ids,
+  )
+  ids = jnp.where(greedy, best, ids)
+  chosen = jnp.where(greedy, top, chosen)
+  return ids, chosen - top - jnp.log(jnp.sum(sums, -1))
+
+
+def finish(weights, cfg, x):
+  """float32 logits from the residual stream x [..., D]."""
+  x = decoder.rms_norm(x, weights['final_norm'], cfg.norm_eps)
+  return decoder.logits(weights, cfg, x)
+
+
+def decode(weights, caches, state, *, cfg, shape, mesh=None):
+  """Samples up to `chunk` tokens in every active slot.
+
+  state, all [B]: token int32 (the last of the sequence, not yet in the
+  cache), length int32 (tokens in the sequence), left int32 (tokens still
+  wanted; 0 = an idle slot, whose rows are untouched), inv_temperature, top_p
+  float32, top_k int32, greedy bool, seed uint32 [B, 2], stop_ids int32
+  [B, MAX_STOP_IDS] (-1 = none).
+
+  Returns caches, ids int32 [chunk, B], logps float32 [chunk, B], counts int32
+  [B] (tokens sampled), ended bool [B] (the last one is a stop id), and the
+  steps that were run, int32 [1].
+  """
+  B, S, n = len(state['token']), kv.length(shape.max_len), shape.chunk
+  slots = jnp.arange(B)
+  positions = state['length'] + jnp.arange(n)[:, None]
+  u = uniforms(jnp.broadcast_to(state['seed'], (n, B, 2)), positions)
+
+  def step(carry):
+    t, token, counts, ended, caches, ids, logps = carry
+    active = (counts < state['left']) & ~ended
+    at = (state['length'] + counts - 1)[:, None]
+    put = jnp.where(active[:, None], at, S)  # S: out of bounds, dropped
+    x = weights['embed'][token][:, None]
+    cos, sin = decoder.rope_tables(cfg, at)
+    new = []
+    for p, cache in zip(weights['layers'], caches):
+
+      def attend(q, k, v, cache=cache):
+        new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
+        return kv.attention(cfg, q, *new[-1], at)
+
+      x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
+    # Whole rows for the draw: what it branches on may hold no collective.
+    logits = finish(weights, cfg, x[:, 0])
+    logits = sharding.constrain(logits, mesh, 'batch', 'features')
+    # An active slot has sampled in every step so far: counts == t.
+    token_, logp = draw(logits, (u[0][t], u[1][t]), state)
+    token = jnp.where(active, token_, token)
+    stop = jnp.any(token[:, None] == state['stop_ids'], -1)
+    ended = ended | (active & stop)
+    ids = ids.at[t].set(token)
+    logps = logps.at[t].set(logp)
+    counts = counts + active.astype(jnp.int32)
+    return t + 1, token, counts, ended, new, ids, logps
+
+  # Parts of the batch end on their own, unless they must meet in collectives.
+  together = shape.parts > 1 and mesh.shape['tensor'] > 1
+
+  def go(carry):
+    t, _, counts, ended, *_ = carry
+    active = (counts < state['left']) & ~ended
+    return (t < n) & (together | jnp.any(active))
+
+  carry = (
+    jnp.int32(0),
+    state['token'],
+    jnp.zeros((B,), jnp.int32),
+    jnp.zeros((B,), bool),
+    caches,
+    jnp.zeros((n, B), jnp.int32),
+    jnp.zeros((n, B), jnp.float32),
+  )
+  t, _, counts, ended, caches, ids, logps = jax.lax.while_loop(go, step, carry)
+  return caches, ids, logps, counts, ended, t[None]
+
+
+def prefill(
+  weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh=None
+):
+  """Writes the K/V of ids [R, W] to rows `slots` from position `start`.
+
+  lengths [R]: real tokens of a row; an empty row has slot == B. fresh: every
+  start is 0, and nothing of the cache is read. No logits: the last token of a
+  sequence is always left to `decode`, so the last layer's attention and
+  feed-forward are dead code here.
+  """
+  B, _, S, _ = caches[0][1].shape
+  R, W = ids.shape
+  slots = sharding.own_rows(slots, B)
+  index = jnp.arange(W)[None]
+  at = start[:, None] + index
+  put = jnp.where(index < lengths[:, None], at, S)
+  x = weights['embed'][ids]
+  cos, sin = decoder.rope_tables(cfg, at)
+  new = []
+  for p, cache in zip(weights['layers'], caches):
+
+    def attend(q, k, v, cache=cache):
+      new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
+      if fresh:
+        return decoder.causal_attention(cfg, q, k, v, lengths)
+      rows = [c.at[slots].get(mode='clip') for c in new[-1]]
+      return kv.attention(cfg, q, *rows, at)
+
+    x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
+  return new
+
+
+def score(weights, ids, *, cfg, mesh=None):
+  """Teacher-forced log-probs float32 [R, W] of right-padded ids ([:, 0]: 0)."""
+  R, W = ids.shape
+  at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
+  cos, sin = decoder.rope_tables(cfg, at)
+  attend = functools.partial(
+    decoder.causal_attention, cfg, lengths=jnp.full((R,), W, jnp.int32)
+  )
+  x = weights['embed'][ids]
+  for p in weights['layers']:
+    x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
+  targets = jnp.pad(ids[:, 1:], ((0, 0), (0, 1))).reshape(-1)
+  x = x.reshape(R * W, -1)
+
+  def head(pair):
+    hidden, target = pair
+    logits = finish(weights, cfg, hidden)
+    chosen = jnp.take_along_axis(logits, target[:, None], -1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, -1)
+
+  n = math.gcd(R * W, SCORE_TOKENS)
+  logps = jax.lax.map(
+    head, (x.reshape(-1, n, x.shape[-1]), targets.reshape(-1, n))
+  )
+  logps = logps.reshape(R, W)[:, :-1]
+  return jnp.pad(logps, ((0, 0), (1, 0)))
+
+
+class Programs:
+  """The jitted programs for one model and one set of sizes (`programs`)."""
+
+  def __init__(self, cfg: DecoderConfig, shape: Shape, mesh=None):
+    if shape.parts > 1 and mesh.shape['tensor'] > 1:
+      # cuDNN's partitioner fails where `by_rows` leaves it the axis tensor.
+      cfg = dataclasses.replace(cfg, attention='xla')
+
+    def program(f, ins, outs, donate=1, **static):
+      f = functools.partial(f, cfg=cfg, mesh=mesh, **static)
+      f = sharding.by_rows(f, mesh, shape.slots, ins, outs)
+      return jax.jit(f, donate_argnums=donate)
+
+    self.decode = program(decode, (-1, 0, 0), (0, 1, 1, 0, 0, 0), shape=shape)
+    self.fresh, self.extend = (
+      program(prefill, (-1, 0, 0, 0, 0, 0), 0, fresh=fresh)
+      for fresh in (True, False)
+    )
+    self.score = program(score, (-1, 0), 0, donate=())
+
+
+# Engines of the same sizes share what is compiled.
+programs = functools.lru_cache(maxsize=None)(Programs)
+
+
+def idle_state(slots: int) -> dict:
+  """The state of slots that do nothing (numpy)."""
+  return {
+    'token': np.zeros(slots, np.int32),
+    'length': np.ones(slots, np.int32),
+    'left': np.zeros(slots, np.int32),
+    'inv_temperature': np.ones(slots, np.float32),
+    'top_p': np.ones(slots, np.float32),
+    'top_k': np.zeros(slots, np.int32),
+    'greedy': np.zeros(slots, bool),
+    'seed': np.zeros((slots, 2), np.uint32),
+    'stop_ids': np.full((slots, MAX_STOP_IDS), -1, np.int32),
+  }

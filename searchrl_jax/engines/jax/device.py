@@ -1,0 +1,322 @@
+"""The device side of the sampler: weights, caches, and plans carried out.
+
+Prefixes are copied between slots, and to and from host memory, in pieces of
+`PIECE` positions: one program each, and no more is moved than is cached.
+Axis letters: R rows, L layers, K kv heads, S positions of a piece, H head dim.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from searchrl_jax.engines.core import EngineError, SyncError
+from searchrl_jax.engines.jax import caches as kv
+from searchrl_jax.engines.jax import decode
+from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
+from searchrl_jax.engines.weights import checksum
+from searchrl_jax.models import decoder
+from searchrl_jax.models.decoder import DecoderConfig
+from searchrl_jax.run import sharding
+
+PIECE = 256
+
+
+def bytes_per_token(cfg: DecoderConfig) -> int:
+  """Of keys and values, in all layers."""
+  numbers = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim
+  return numbers * jnp.dtype(cfg.dtype).itemsize
+
+
+def room(cfg: DecoderConfig, config) -> Room:
+  """What config.engine's slots and config.engine.host_gib hold.
+
+  Raises:
+    EngineError: host_gib is less than one sequence of max_len takes.
+  """
+  size = bytes_per_token(cfg)
+  piece = min(PIECE, kv.length(config.max_len))
+  out = Room(
+    config.slots, int(config.host_gib * 2**30 / size), piece, config.max_len
+  )
+  least = out.size(config.max_len)
+  if out.tokens < least:
+    raise EngineError(
+      f'config.engine.host_gib={config.host_gib}: at least '
+      f'{least * size / 2**30:.3g}, which one paused sequence of '
+      f'config.engine.max_len={config.max_len} tokens takes'
+    )
+  return out
+
+
+def _take(cfg, caches, slots, start, size):
+  """(k, v) of each layer, [R, ...]: `size` positions from `start` of rows."""
+  slots = sharding.own_rows(slots, len(caches[0][0]))
+  at = jnp.stack([slots, jnp.full_like(slots, start)], -1)
+
+  def take(cache, names):
+    time = names.index('time')
+    shape = [1, *cache.shape[1:]]
+    shape[time] = size
+    return sharding.total(
+      lax.gather(
+        cache,
+        at,
+        lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time)),
+        tuple(shape),
+        mode='fill',
+        fill_value=0,
+      )
+    )
+
+  return [tuple(map(take, pair, kv.axes(cfg))) for pair in caches]
+
+
+def _put(cfg, caches, pairs, slots, start, mesh):
+  """The inverse of `_take`; a slot that does not exist is left out."""
+  slots = sharding.own_rows(slots, len(caches[0][0]))
+  at = jnp.stack([slots, jnp.full_like(slots, start)], -1)
+
+  def put(cache, new, names):
+    numbers = lax.ScatterDimensionNumbers(
+      (1, 2, 3), (0,), (0, names.index('time'))
+    )
+    out = lax.scatter(cache, at, new, numbers, mode='drop')
+    return sharding.constrain(out, mesh, *names)
+
+  return [
+    tuple(map(put, pair, new, kv.axes(cfg))) for pair, new in zip(caches, pairs)
+  ]
+
+
+def _where_they_lie(f, mesh, caches, *args, out=0):
+  """f(caches, *args), each part of the slots on the devices that hold it."""
+  ins = (0, *[-1] * len(args))
+  return sharding.by_rows(f, mesh, len(caches[0][0]), ins, out)(caches, *args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def take_piece(cfg, caches, slots, start, size, mesh):
+  """Keys and values [L, 1, ...] of a piece of the slot `slots` int32 [1]."""
+
+  def take(*args):
+    return tuple(map(jnp.stack, zip(*_take(cfg, *args, size))))
+
+  return _where_they_lie(take, mesh, caches, slots, start, out=-1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=1)
+def put_piece(cfg, caches, piece, slots, start, mesh):
+  """Writes what `take_piece` gave: bit for bit what was taken."""
+
+  def put(caches, piece, *where):
+    return _put(cfg, caches, zip(*piece), *where, mesh)
+
+  return _where_they_lie(put, mesh, caches, piece, slots, start)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=1)
+def copy_piece(cfg, caches, source, target, start, size, mesh):
+  """Copies a piece between slots: source, target int32 [R]."""
+
+  def copy(caches, source, target, start):
+    pairs = _take(cfg, caches, source, start, size)
+    return _put(cfg, caches, pairs, target, start, mesh)
+
+  return _where_they_lie(copy, mesh, caches, source, target, start)
+
+
+class Device:
+  """Owns its copy of the weights and the caches; one caller at a time."""
+
+  def __init__(self, cfg: DecoderConfig, shape: decode.Shape, mesh, params):
+    shape = dataclasses.replace(shape, parts=sharding.parts(mesh, shape.slots))
+    self._cfg, self._shape, self._mesh = cfg, shape, mesh
+    self._programs = decode.programs(cfg, shape, mesh)
+    self._length = kv.length(shape.max_len)
+    self._piece = min(PIECE, self._length)
+    self._weights = None
+    self._caches = None
+    self.load(params)
+    self.reset()
+
+  def load(self, params: dict) -> None:
+    """Copies the trainer's parameters.
+
+    Raises:
+      SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
+    """
+    table = decoder.param_table(self._cfg)
+    flat = decoder.flatten(params)
+    for name in [*table, *flat]:
+      if name not in flat:
+        raise SyncError(f'the update has no tensor {name!r}')
+      if name not in table:
+        raise SyncError(f'the model has no tensor {name!r}; the update does')
+      shape, wanted = tuple(flat[name].shape), table[name][0]
+      if shape != wanted:
+        raise SyncError(f'tensor {name!r} is {shape}; the model has {wanted}')
+    self._weights = None  # two copies at once would be one too many
+    self._weights = decode.load(params, self._cfg, self._mesh)
+
+  def reset(self) -> None:
+    """Fresh zeros in the caches: no NaN of old weights stays."""
+    self._caches = None
+    self._caches = kv.make(
+      self._cfg, self._shape.slots, self._shape.max_len, self._mesh
+    )
+
+  @property
+  def nbytes(self) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(self._weights))
+
+  def manifest(self) -> dict[str, str]:
+    """Checksums of what is loaded, named as the trainer's parameters."""
+    parts = {k: v for k, v in self._weights.items() if k != 'layers'}
+    for name in self._weights['layers'][0]:
+      parts[f'layers/{name}'] = [p[name] for p in self._weights['layers']]
+    return checksum.checksums(parts)
+
+  def decode(self, state: dict):
+    """ids, logps [chunk, B], counts, ended [B] (numpy), and the steps run."""
+    self._caches, *out = self._programs.decode(
+      self._weights, self._caches, state
+    )
+    *arrays, steps = jax.device_get(out)
+    return *arrays, int(steps.max())
+
+  def run(self, plan: Plan) -> int:
+    """Evicts, restores, copies and prefills; returns the prefill calls."""
+    calls = 0
+    self._evict(plan)
+    for level in plan.levels:
+      self._copy(plan.copies.get(level, []))
+      calls += self._prefill(plan.pieces.get(level, []))
+    return calls
+
+  def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+    """Teacher-forced log-probs, float32 [n] of each sequence."""
+    out = [None] * len(sequences)
+    groups = {}
+    for i, ids in enumerate(sequences):
+      width = decode.fit(self._shape.score_widths, len(ids))
+      groups.setdefault(width, []).append(i)
+    for width, members in groups.items():
+      rows = self._shape.rows(width)
+      for batch in _batches(members, rows):
+        ids = np.zeros((rows, width), np.int32)
+        for row, i in enumerate(batch):
+          ids[row, : len(sequences[i])] = sequences[i]
+        logps = np.asarray(self._programs.score(self._weights, ids))
+        for row, i in enumerate(batch):
+          out[i] = logps[row, : len(sequences[i])].copy()
+    return out
+
+  def warmup(self) -> None:
+    """Compiles every program; the caches keep what they hold."""
+    p, shape = self._programs, self._shape
+    self.decode(decode.idle_state(shape.slots))
+    for width in shape.widths:
+      args = self._arrays([], shape.rows(width), width)
+      for program in (p.fresh, p.extend):
+        self._caches = program(self._weights, self._caches, *args)
+    none, box, plan = shape.slots, Box(1), Plan(0)  # no such slot
+    plan.evictions = [(0, box)]
+    plan.copies = {1: [Copy(None, box, none, 1), Copy(none, None, none, 1)]}
+    self.run(plan)
+    for width in shape.score_widths:
+      self.score([[0] * min(width, shape.max_len)])
+    self.manifest()
+    jax.block_until_ready(self._caches)
+
+  def _evict(self, plan: Plan) -> None:
+    for slot, box in plan.evictions:
+      taken = [
+        take_piece(
+          self._cfg,
+          self._caches,
+          np.array([slot], np.int32),
+          start,
+          self._piece,
+          self._mesh,
+        )
+        for start in self._starts(box.length)
+      ]
+      box.data = jax.device_get(taken)
+
+  def _copy(self, copies: list[Copy]) -> None:
+    rows, within = self._shape.rows(self._piece), []
+    for c in copies:
+      if c.box is None:
+        within.append(c)
+        continue
+      for piece, start in zip(c.box.data, self._starts(c.length)):
+        self._caches = put_piece(
+          self._cfg,
+          self._caches,
+          piece,
+          np.array([c.target], np.int32),
+          start,
+          self._mesh,
+        )
+    for start in self._starts(max((c.length for c in within), default=0)):
+      for batch in _batches([c for c in within if c.length > start], rows):
+        pairs = np.full((2, rows), self._shape.slots, np.int32)
+        pairs[:, : len(batch)] = np.transpose(
+          [(c.source, c.target) for c in batch]
+        )
+        self._caches = copy_piece(
+          self._cfg, self._caches, *pairs, start, self._piece, self._mesh
+        )
+
+  def _starts(self, length: int) -> list[np.int32]:
+    """Where the pieces of a prefix begin; the last may overlap another."""
+    last = self._length - self._piece
+    return [np.int32(min(i, last)) for i in range(0, length, self._piece)]
+
+  def _prefill(self, pieces: list[Piece]) -> int:
+    calls, groups = 0, {}
+    for piece in pieces:
+      width = decode.fit(self._shape.widths, len(piece.ids))
+      groups.setdefault((piece.start == 0, width), []).append(piece)
+    for (fresh, width), members in groups.items():
+      program = self._programs.fresh if fresh else self._programs.extend
+      rows = self._shape.rows(width)
+      for batch in self._deal(members, rows):
+        self._caches = program(
+          self._weights, self._caches, *self._arrays(batch, rows, width)
+        )
+        calls += 1
+    return calls
+
+  def _deal(self, pieces: list[Piece], rows: int):
+    """Batches of (row, piece): rows of the part that the piece's slot is in."""
+    parts = self._shape.parts
+    queues, own = [[] for _ in range(parts)], rows // parts
+    for piece in pieces:
+      queues[piece.slot * parts // self._shape.slots].append(piece)
+    for i in range(0, max(map(len, queues)), own):
+      yield [
+        (part * own + j, piece)
+        for part, queue in enumerate(queues)
+        for j, piece in enumerate(queue[i : i + own])
+      ]
+
+  def _arrays(self, pieces: list[tuple[int, Piece]], rows: int, width: int):
+    """ids [rows, width], slots, start, lengths [rows] for a prefill."""
+    ids = np.zeros((rows, width), np.int32)
+    slots = np.full(rows, self._shape.slots, np.int32)
+    start, lengths = np.zeros((2, rows), np.int32)
+    for i, piece in pieces:
+      n = len(piece.ids)
+      ids[i, :n] = piece.ids
+      slots[i], start[i], lengths[i] = piece.slot, piece.start, n
+    return ids, slots, start, lengths
+
+
+def _batches(items: list, size: int):
+  for i in range(0, len(items), size):
+    yield items[i : i + size]

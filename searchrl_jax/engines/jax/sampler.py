@@ -1,0 +1,544 @@
+"""The in-process engine: continuous batching in JAX, exact in every bit.
+
+What a generate call returns is a function of its handle's own history
+(prompt, what was sampled and appended, seeds, versions) and of nothing else:
+decoding always runs at the full slot count, prefill at a row count and width
+from the row's own length, the random stream at (seed, position), and evicted
+prefixes come back from host memory bit for bit (see slots.py). So arrival
+order, concurrency, slots and evictions cannot show (design 5.5, 5.10).
+
+All methods belong to one thread, that of the event loop; device work runs in
+a worker thread, so that the loop stays live. The engine may be used from
+several event loops, one after another.
+"""
+
+import asyncio
+import bisect
+from concurrent import futures
+import dataclasses
+import math
+import operator
+import threading
+import time
+
+import numpy as np
+
+from searchrl_jax.engines import core, requests
+from searchrl_jax.engines.core import (
+  Completion,
+  EngineError,
+  Sampling,
+  SyncReport,
+  WeightsUpdate,
+)
+from searchrl_jax.engines.jax import decode
+from searchrl_jax.engines.jax import slots as slots_lib
+from searchrl_jax.engines.jax.device import Device, bytes_per_token, room
+from searchrl_jax.engines.jax.slots import (
+  BEGUN,
+  CALL,
+  NEW,
+  PROBE,
+  Handle,
+  Request,
+  check_open,
+)
+from searchrl_jax.models.decoder import DecoderConfig
+from searchrl_jax.types import Prompt
+
+MIN_TEMPERATURE = 1e-4
+_rank = operator.attrgetter('rank')
+
+
+@dataclasses.dataclass
+class Work:
+  """What one trip to the worker thread does."""
+
+  plan: slots_lib.Plan
+  slots: list[tuple[int, Request]]
+  state: dict | None
+  scores: list[tuple[list[int], asyncio.Future]]
+
+
+class JaxSampler(core.Engine):
+  """See engines/core.py. `config` is config.engine; `tokenizer` needs
+  `token_bytes(id) -> bytes` and `vocab_size`.
+
+  Raises:
+    EngineError: sizes that cannot work, with the field to change.
+    SyncError: `params` do not fit `model_cfg`; names the tensor.
+  """
+
+  def __init__(
+    self,
+    model_cfg: DecoderConfig,
+    params,
+    tokenizer,
+    config,
+    mesh=None,
+    folder=None,
+  ):
+    del folder
+    for name in ('slots', 'max_len', 'chunk', 'prefill_rows'):
+      if config[name] < 1:
+        raise EngineError(f'config.engine.{name}={config[name]}: at least 1')
+    if tokenizer.vocab_size > model_cfg.vocab_size:
+      raise EngineError(
+        f'the tokenizer has {tokenizer.vocab_size} ids, the model only '
+        f'{model_cfg.vocab_size}; take the tokenizer of this model'
+      )
+    shape = decode.Shape(
+      config.slots, config.max_len, config.chunk, config.prefill_rows
+    )
+    self._tokenizer = tokenizer
+    self.vocab_size = model_cfg.vocab_size
+    self.max_len = config.max_len
+    self.dtype = config.dtype  # of the weights it holds
+    self.version = 0
+    self._counters = dict.fromkeys(
+      (
+        'generated_tokens',
+        'discarded_tokens',
+        'prefilled_tokens',
+        'recomputed_tokens',
+        'prefix_hits',
+        'prefix_tokens',
+        'evictions',
+        'evicted_tokens',
+        'restored_tokens',
+        'paused_tokens',
+        'scored_tokens',
+        'decode_steps',
+        'decode_slots',
+        'prefill_calls',
+        'syncs',
+      ),
+      0,
+    )
+    self._seconds = {'decode': 0.0, 'prefill': 0.0, 'score': 0.0, 'sync': 0.0}
+    model_cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
+    self._token_bytes = bytes_per_token(model_cfg)
+    self._table = slots_lib.SlotTable(
+      room(model_cfg, config), shape.widths[-1], self._counters
+    )
+    self.replicas = (self,)
+    self._held = False  # between sync and resume
+    self._waiting: list[Request] = []  # by rank, then by arrival
+    self._active: dict[int, Request] = {}  # slot -> request
+    self._scores: list[tuple[list[int], asyncio.Future]] = []
+    self._driver: asyncio.Task | None = None
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._lock = threading.Lock()  # held while the device state changes
+    self._worker = futures.ThreadPoolExecutor(1, 'jax_sampler')
+    self._device = Device(model_cfg, shape, mesh, params)
+
+  # The contract.
+
+  def open(self, prompt: Prompt) -> Handle:
+    """Raises EngineError: no ids, ids out of range, or too many."""
+    if prompt.media:
+      raise EngineError('jax_sampler takes no media; Prompt.media must be ()')
+    ids = self._checked(prompt.ids, 0, 'the prompt')
+    if not ids:
+      raise EngineError('the prompt is empty; it needs at least one token')
+    handle = Handle(ids, tuple(ids))
+    self._table.add(handle)
+    return handle
+
+  def fork(self, handle: Handle) -> Handle:
+    check_open(handle, idle=True)
+    return self._table.fork(handle)
+
+  def truncate(self, handle: Handle, n: int) -> None:
+    """Keeps the first n tokens (1 <= n <= len(handle))."""
+    check_open(handle, idle=True)
+    if not 1 <= n <= len(handle):
+      raise EngineError(
+        f'truncate to {n}: the handle has {len(handle)} tokens, at least 1 '
+        'must stay'
+      )
+    self._table.truncate(handle, n)
+
+  def append(self, handle: Handle, ids) -> None:
+    check_open(handle, idle=True)
+    handle.ids.extend(self._checked(ids, len(handle), 'append'))
+
+  def close(self, handle: Handle) -> None:
+    """Frees the slot; closing twice is harmless."""
+    if isinstance(handle, Handle) and handle.closed:
+      return
+    check_open(handle, idle=True)
+    self._table.remove(handle)
+    handle.closed = True
+    self._stir()
+
+  def capacity(self, tokens: int) -> int:
+    return self._table.room.capacity(tokens)
+
+  async def generate(self, handle: Handle, sampling: Sampling) -> Completion:
+    """Samples up to sampling.max_tokens ids and appends them to the handle.
+
+    Log-probs are float32, of the distribution sampled from (temperature and
+    truncation included; logits that tie with the last one kept by top-k or
+    top-p are kept). Greedy: of the argmax, at temperature 1, untruncated.
+    A cancelled call leaves the handle as it was.
+
+    Raises:
+      EngineError: bad sampling, a handle that would outgrow max_len, or a
+        failure on the device (its cause is chained).
+    """
+    check_open(handle, idle=True)
+    self._check_sampling(handle, sampling)
+    loop = self._enter()
+    request = Request(handle, sampling, loop.create_future())
+    handle.request = request
+    self._enqueue(request)
+    try:
+      done = await request.future
+      handle.ids += request.ids
+      return done
+    finally:
+      handle.request = None
+      if request in self._waiting:
+        self._waiting.remove(request)
+      for slot, other in list(self._active.items()):
+        if other is request:
+          del self._active[slot]
+      self._table.rewind(handle)
+      self._stir()
+
+  async def score(self, ids) -> np.ndarray:
+    """Log-prob of each id given those before it: float32 [n], [0] is 0.
+
+    A full forward pass at temperature 1, without any cache.
+    """
+    ids = self._checked(ids, 0, 'score')
+    if not ids:
+      return np.zeros(0, np.float32)
+    future = self._enter().create_future()
+    self._scores.append((ids, future))
+    return await future
+
+  async def sync(self, update: WeightsUpdate) -> SyncReport:
+    """Loads new weights (copied; the trainer may donate its own afterwards).
+
+    Waits for the chunk that is running. Every cached prefix is dropped;
+    generate calls under way go on with the new weights after `resume`, which
+    their Completion.versions shows. `SyncReport.manifest` is computed from
+    what the engine holds; sync.py compares it and fills in the canary.
+
+    Raises:
+      SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
+      EngineError: an update of a kind that this engine does not take.
+    """
+    if update.kind != 'full' or not isinstance(update.params, dict):
+      raise EngineError(
+        f'jax_sampler takes WeightsUpdate(kind="full", params=a dict of '
+        f'arrays); got kind={update.kind!r}, {type(update.params).__name__}'
+      )
+    start = time.perf_counter()
+    with self._lock:
+      self._device.load(update.params)
+      self._drop_caches()
+      self.version = update.version
+      self._held = True
+    manifest = self.manifest()
+    seconds = time.perf_counter() - start
+    self._counters['syncs'] += 1
+    self._seconds['sync'] += seconds
+    return SyncReport(
+      update.version,
+      seconds,
+      len(manifest),
+      self._device.nbytes,
+      math.nan,
+      manifest,
+    )
+
+  async def resume(self) -> None:
+    self._held = False
+    self._stir()
+
+  async def rest(self) -> None:
+    """Nothing: its memory is the trainer's process's own."""
+
+  async def wake(self) -> None:
+    pass
+
+  async def shutdown(self) -> None:
+    self._worker.shutdown()
+
+  def stats(self) -> dict[str, float]:
+    """Counters since the start, in tokens, calls or seconds.
+
+    recomputed_tokens: prefilled again for the same handle (only a sync makes
+    it grow). discarded_tokens: decoded past a stop in the same chunk.
+    decode_slots: slots that sampled, summed over decode_steps. host_bytes: the
+    most that paused sequences took of host memory at once.
+    """
+    seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
+    host = self._counters['paused_tokens'] * self._token_bytes
+    return {**self._counters, **seconds, 'host_bytes': host}
+
+  def manifest(self) -> dict[str, str]:
+    """Checksums of the weights in use, named as the trainer's parameters."""
+    return self._device.manifest()
+
+  def warmup(self) -> None:
+    """Compiles every program, so that none compiles later (design 5.12).
+
+    Call it before the first generate.
+    """
+    # In the thread that runs them: JAX's context settings are its own.
+    self._worker.submit(self._device.warmup).result()
+
+  def _drop_caches(self) -> None:
+    """Forgets every prefix."""
+    self._device.reset()
+    self._table.reset()
+
+  # Checks.
+
+  def _checked(self, ids, held: int, what: str) -> list[int]:
+    return requests.check_ids(ids, held, what, self.vocab_size, self.max_len)
+
+  def _check_sampling(self, handle: Handle, s: Sampling) -> None:
+    requests.check_sampling(s, len(handle), self.max_len, MIN_TEMPERATURE)
+    if len(s.stop_ids) > decode.MAX_STOP_IDS:
+      raise EngineError(
+        f'Sampling.stop_ids has {len(s.stop_ids)} ids; at most '
+        f'{decode.MAX_STOP_IDS}'
+      )
+
+  # The driver: a task that lives while there is work.
+
+  def _enter(self) -> asyncio.AbstractEventLoop:
+    """Starts the driver on the running loop if it is not running."""
+    loop = asyncio.get_running_loop()
+    driver = self._driver
+    if driver is not None and not driver.done():
+      if self._loop is loop:
+        return loop
+      if not self._loop.is_closed():
+        raise EngineError('the engine is in use by another event loop')
+      self._fail(EngineError('the event loop of this call was closed'))
+    self._loop = loop
+    self._driver = loop.create_task(self._drive())
+    return loop
+
+  def _stir(self) -> None:
+    """Has the driver look again: what somebody waits for may be free."""
+    if self._waiting and self._loop.is_running():
+      self._enter()
+
+  async def _drive(self) -> None:
+    try:
+      while self._ready() or self._active or self._scores:
+        work = self._plan()
+        if not (work.slots or work.scores):
+          return  # whoever waits, waits for a handle to be closed
+        result = await self._loop.run_in_executor(
+          self._worker, self._execute, work
+        )
+        self._finish(work, result)
+        # Callers that this woke may have the next request at once: let them
+        # speak before the next chunk starts.
+        for _ in range(3):
+          await asyncio.sleep(0)
+    except Exception as error:  # handed to every caller
+      self._fail(error)
+    except BaseException:
+      self._fail(EngineError('the engine was stopped'))
+      raise
+
+  def _fail(self, error: Exception) -> None:
+    """Ends every call with `error` and starts from empty caches."""
+    requests = [*self._waiting, *self._active.values()]
+    pending = [r.future for r in requests]
+    pending += [future for _, future in self._scores]
+    for request in requests:  # a closed loop never runs generate's `finally`
+      request.handle.request = None
+    self._waiting, self._active, self._scores = [], {}, []
+    self._driver = None
+    with self._lock:
+      self._drop_caches()
+    for future in pending:
+      if future.done() or future.get_loop().is_closed():
+        continue
+      wrapped = EngineError(f'the engine failed: {error}')
+      wrapped.__cause__ = error
+      future.set_exception(wrapped)
+
+  def _enqueue(self, request: Request) -> None:
+    """By rank; among equals earlier steps come first, then who came first."""
+    s = request.sampling
+    rank = NEW if s.limit else CALL
+    if self._table.begun(request.handle):
+      rank = BEGUN
+    request.rank = (PROBE if s.probe else rank, s.priority)
+    bisect.insort(self._waiting, request, key=_rank)
+
+  def _begin(self, r: Request) -> bool:
+    # A probe asks for no room: calls that wait for its sync may hold all of it.
+    return r.sampling.probe or self._table.begin(
+      r.handle, r.limit, not r.sampling.limit
+    )
+
+  def _before(self, rank: int) -> int:
+    """How many of those that wait come before a rank."""
+    return bisect.bisect_left(self._waiting, (rank,), key=_rank)
+
+  def _ready(self) -> list[Request]:
+    """Who may be admitted."""
+    return self._waiting[: self._before(BEGUN)] if self._held else self._waiting
+
+  def _plan(self) -> Work:
+    """Admits requests; all bookkeeping of one round."""
+    table, plan = self._table, slots_lib.Plan(self._table.epoch)
+    for slot, request in list(self._active.items()):
+      if request.handle.rows is None:  # a sync took its cache
+        del self._active[slot]
+        self._enqueue(request)
+    ready, probes = self._ready(), self._before(BEGUN)
+    for request in ready[self._before(CALL) :]:
+      if not self._begin(request):
+        break
+      self._waiting.remove(request)
+      self._enqueue(request)
+    admitted = set()
+
+    def admit(request: Request) -> bool:
+      if not self._begin(request) or not table.admit(
+        request.handle, request.tokens(), plan, self._active
+      ):
+        return False
+      self._active[request.handle.rows.slot] = request
+      admitted.add(request)
+      return True
+
+    for request in ready[:probes]:
+      admit(request)
+    # Those that still have their slot come before those that need one, so that
+    # nobody evicts what is about to be used; the first that gets none ends it.
+    all(
+      map(
+        admit,
+        sorted(
+          ready[probes : self._before(CALL)],
+          key=lambda r: not table.settled(r.handle),
+        ),
+      )
+    )
+    self._waiting = [r for r in self._waiting if r not in admitted]
+    state = self._state() if self._active else None
+    return Work(plan, list(self._active.items()), state, list(self._scores))
+
+  def _state(self) -> dict:
+    state = decode.idle_state(self._table.room.slots)
+    for slot, r in self._active.items():
+      s = r.sampling
+      state['token'][slot] = r.ids[-1] if r.ids else r.handle.ids[-1]
+      state['length'][slot] = r.length
+      state['left'][slot] = s.max_tokens - len(r.ids)
+      state['seed'][slot] = r.seed
+      state['stop_ids'][slot, : len(s.stop_ids)] = s.stop_ids
+      if s.temperature == 0:
+        state['greedy'][slot] = True
+      else:
+        state['inv_temperature'][slot] = 1 / s.temperature
+        state['top_p'][slot] = s.top_p
+        state['top_k'][slot] = s.top_k
+    return state
+
+  def _finish(self, work: Work, result) -> None:
+    """Takes in what the device did; ends the requests that are complete."""
+    if result is None:  # a sync came between; everything is planned again
+      return
+    self._scores = self._scores[len(work.scores) :]
+    decoded, scores, version = result
+    for (_, future), logps in zip(work.scores, scores):
+      if not future.done():
+        future.set_result(logps)
+    if decoded is None:
+      return
+    ids, logps, counts, ended = decoded
+    for slot, request in work.slots:
+      if self._active.get(slot) is not request or request.future.done():
+        continue  # cancelled
+      n = int(counts[slot])
+      self._take(
+        request,
+        ids[:n, slot].tolist(),
+        logps[:n, slot].tolist(),
+        bool(ended[slot]),
+        version,
+      )
+      if request.future.done():
+        del self._active[slot]
+
+  def _take(self, r: Request, ids, logps, ended: bool, version: int) -> None:
+    """Adds a chunk's tokens to a request and looks for its end."""
+    stop, n = '', len(ids)
+    if r.find is not None:
+      for i, token in enumerate(ids):
+        found = r.find(requests.token_bytes(self._tokenizer, token))
+        if found is not None:
+          stop, n = found, i + 1
+          break
+    self._counters['generated_tokens'] += n
+    self._counters['discarded_tokens'] += len(ids) - n
+    r.ids += ids[:n]
+    r.logps += logps[:n]
+    r.versions += [version] * n
+    if not stop and ended:
+      stop = 'eos'
+    if not stop and len(r.ids) >= r.sampling.max_tokens:
+      stop = 'length'
+    if not stop:
+      return
+    handle = r.handle
+    # Whatever the chunk wrote beyond, the last token is never in the cache.
+    if handle.rows is not None:
+      handle.cached = r.length - 1
+    handle.computed = r.length - 1
+    r.future.set_result(
+      Completion(
+        np.array(r.ids, np.int32),
+        np.array(r.logps, np.float32),
+        stop,
+        np.array(r.versions, np.int32),
+      )
+    )
+
+  # In the worker thread.
+
+  def _execute(self, work: Work):
+    """Runs one round; None if a sync or a failure made the plan stale."""
+    with self._lock:
+      if work.plan.epoch != self._table.epoch:
+        return None
+      device, clock = self._device, time.perf_counter
+      times = [clock()]
+      self._counters['prefill_calls'] += device.run(work.plan)
+      times.append(clock())
+      decoded = None
+      if work.state is not None:
+        *decoded, steps = device.decode(work.state)
+        self._counters['decode_steps'] += steps
+        self._counters['decode_slots'] += int(decoded[2].sum())
+      times.append(clock())
+      scores = device.score([ids for ids, _ in work.scores])
+      self._counters['scored_tokens'] += sum(map(len, scores))
+      times.append(clock())
+      for name, a, b in zip(('prefill', 'decode', 'score'), times, times[1:]):
+        self._seconds[name] += b - a
+      return decoded, scores, self.version
+
+
+def capacity(model_cfg: DecoderConfig, config, tokens: int) -> int:
+  """Sequences of so many tokens that slots and host memory hold."""
+  cfg = dataclasses.replace(model_cfg, dtype=config.dtype)
+  return room(cfg, config).capacity(tokens)
+
+
+make = JaxSampler  # what config.engine.module = 'jax_sampler' builds

@@ -1,0 +1,409 @@
+"""Inside a vLLM worker: loads published weights, and tells what it holds.
+
+vLLM mixes `Worker` into its own worker class,
+
+  --worker-extension-cls searchrl_jax.engines.vllm.plugin.Worker
+
+and POST /collective_rpc calls its methods. Loading goes through vLLM's own
+loaders, the checksums through views of what computes afterwards: a mistake in
+one does not hide in the other. Three facts of vLLM (0.32) shape this file:
+
+* On CPU a linear layer packs its matrix for oneDNN and drops the original, so
+  that no parameter shows what it computes with. The checksums multiply unit
+  vectors instead, which gives back every element exactly.
+* On CPU the output head packs its own copy even of an embedding that it is
+  tied to; vLLM's reload forgets it. Here it is packed again.
+* A tensor that a reload does not bring keeps its old value, with a warning.
+
+Neither JAX nor, when imported, torch is needed.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import pathlib
+import resource
+import time
+from typing import Any
+
+import numpy as np
+
+from searchrl_jax.engines.weights import published
+from searchrl_jax.engines.weights.published import Published
+from searchrl_jax.models import families
+
+# Parts of vLLM's fused layers: (layer, its n-th part).
+_FUSED = {
+  'q_proj': ('qkv_proj', 0),
+  'k_proj': ('qkv_proj', 1),
+  'v_proj': ('qkv_proj', 2),
+  'gate_proj': ('gate_up_proj', 0),
+  'up_proj': ('gate_up_proj', 1),
+}
+# Elements hashed at once: on CPU they stay in the cache.
+_BLOCK = {'cpu': 1 << 17}
+_BLOCK_ELSE = 1 << 24
+_PROBE = 1 << 22  # elements of one product with unit vectors
+
+
+class Worker:
+  """Mixed into vLLM's worker; arguments and results are JSON."""
+
+  def searchrl_describe(self) -> dict[str, Any]:
+    """What is served: the model's fields, dtype, device, ranks, versions.
+
+    loaded: the version that `searchrl_load` loaded last, None before.
+    """
+    config = self.model_config
+    return {
+      'model': _fields(config),
+      'vocab_size': config.get_vocab_size(),
+      'max_len': config.max_model_len,
+      'dtype': _dtype_name(config.dtype),
+      'rank': self.rank,
+      'world_size': self.parallel_config.world_size,
+      'device': self.device.type,
+      'vllm': _vllm_version(),
+      'loaded': getattr(self, '_searchrl_version', None),
+    }
+
+  def searchrl_load(self, path: str) -> dict[str, Any]:
+    """Loads a publication, tensor by tensor, in place.
+
+    The server must be paused; caches are the caller's to drop.
+
+    Returns:
+      version; seconds; bytes read; peak_bytes: the most memory held while
+      loading, of the process on CPU, of torch's tensors on the device else.
+
+    Raises:
+      PublishedError: see `published.open_published`; the worker is as it was
+        unless a tensor's own data is damaged.
+      ValueError: a publication of another model or dtype, by field.
+    """
+    start = time.perf_counter()
+    found = published.open_published(path)
+    _check(found, self.model_config)
+    self._searchrl_version = self._searchrl_published = None
+    _reset_peak(self.device)
+    model = self.model_runner.get_model()
+    count = [0]
+    try:
+      self.reload_weights(
+        weights_iterator=_torch_tensors(found, _tied(model), count)
+      )
+    except BaseException:
+      _restore(model, self.model_config)
+      raise
+    head = getattr(model, 'lm_head', None)
+    if _tied(model):
+      head.quant_method.process_weights_after_loading(head)
+    self._searchrl_published = found
+    self._searchrl_version = found.version
+    return {
+      'version': found.version,
+      'seconds': time.perf_counter() - start,
+      'bytes': count[0],
+      'peak_bytes': _peak(self.device),
+    }
+
+  def searchrl_checksums(self) -> dict[str, list]:
+    """{our tensor name: [dtype, shape, low, high]} of what computes here.
+
+    Two uint32 sums over the elements that this worker holds, with their
+    indices in our layout: those of all workers add up to the checksum of
+    engines/weights/checksum.py. A tied head is reported as 'head', in the
+    embedding's layout.
+
+    Raises:
+      RuntimeError: no publication has been loaded.
+    """
+    found = getattr(self, '_searchrl_published', None)
+    if found is None:
+      raise RuntimeError(
+        'nothing to compare with: no publication has been loaded into this '
+        'worker; call searchrl_load first'
+      )
+    model = self.model_runner.get_model()
+    sums: dict[str, list[int]] = {}
+    for module, parts in _modules(model, found):
+      for part, low, high in _hashes(module, parts, self.model_config.dtype):
+        total = sums.setdefault(part.path, [0, 0])
+        total[0] += low
+        total[1] += high
+    shapes = dict(found.shapes)
+    shapes.setdefault('head', shapes['embed'])
+    return {
+      name: [
+        _dtype_name(self.model_config.dtype),
+        list(shapes[name]),
+        *(s & 0xFFFFFFFF for s in total),
+      ]
+      for name, total in sums.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """Where a block [rows, columns] of a module's tensor lies in ours.
+
+  An element (row, column) of the block has the index `start` + row *
+  `row_step` + column * `column_step` in our stacked tensor.
+  """
+
+  path: str  # our tensor name
+  kind: str  # 'weight' or 'bias'
+  rows: slice  # of the module's own tensor
+  start: int
+  row_step: int
+  column_step: int
+
+
+def _modules(model, found: Published) -> Iterator[tuple[Any, list[Part]]]:
+  """Each module of this worker with the parts of ours that it holds."""
+  groups: dict[str, list] = {}
+  table = dict(found.table)
+  if found.config['tied']:
+    embed = next(iter(table.values()))
+    table[families.TIED_HEAD] = dataclasses.replace(embed, path='head')
+  for name, tensor in table.items():
+    *parents, leaf, kind = name.split('.')
+    leaf, n = _FUSED.get(leaf, (leaf, 0))
+    groups.setdefault('.'.join([*parents, leaf]), []).append((tensor, kind, n))
+  for name, members in groups.items():
+    module = model.get_submodule(name)
+    if type(module).__name__ == 'PPMissingLayer':
+      continue  # another pipeline stage has it
+    parts = [
+      part
+      for tensor, kind, n in members
+      if (part := _part(module, tensor, kind, n)) is not None
+    ]
+    if parts:
+      yield module, parts
+
+
+def _part(module, tensor: families.Tensor, kind: str, n: int) -> Part | None:
+  """The n-th part of a module; None: another worker reports it."""
+  rows, first_row, first_column = _local(module, n)
+  if rows is None:
+    return None
+  n_rows = tensor.shape[0]
+  n_columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
+  steps = (1, n_rows) if tensor.n_in else (n_columns, 1)
+  layer = (tensor.layer or 0) * n_rows * n_columns
+  start = layer + first_row * steps[0] + first_column * steps[1]
+  return Part(tensor.path, kind, rows, start, *steps)
+
+
+def _local(module, n: int) -> tuple[slice | None, int, int]:
+  """(rows of the module's tensor, the first of them and of the columns in
+  the whole tensor) of its n-th part; None for the rows of a replica."""
+  from vllm.model_executor.layers import linear
+  from vllm.model_executor.layers import vocab_parallel_embedding as vocab
+
+  if isinstance(module, vocab.VocabParallelEmbedding):
+    own = module.shard_indices
+    return slice(0, own.num_org_elements), own.org_vocab_start_index, 0
+  rank = getattr(module, 'tp_rank', None)
+  if rank is None:  # a norm: replicated
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return (None if get_tensor_model_parallel_rank() else slice(None)), 0, 0
+  if isinstance(module, linear.RowParallelLinear):
+    return slice(None), 0, rank * module.input_size_per_partition
+  sizes = list(module.output_partition_sizes)
+  if isinstance(module, linear.QKVParallelLinear):
+    kv = module.num_kv_heads * module.head_size
+    sizes = [module.num_heads * module.head_size, kv, kv]
+    if n:
+      rank, replica = divmod(rank, module.num_kv_head_replicas)
+      if replica:
+        return None, 0, 0
+  begin = sum(sizes[:n])
+  return slice(begin, begin + sizes[n]), rank * sizes[n], 0
+
+
+def _hashes(module, parts, dtype) -> Iterator[tuple[Part, int, int]]:
+  """(part, low, high) of each block of the module's tensors."""
+  for kind in ('weight', 'bias'):
+    own = [p for p in parts if p.kind == kind]
+    if not own:
+      continue
+    for first, block in _blocks(module, kind, dtype):  # [columns, rows]
+      for part in own:
+        yield part, *_sums(block[:, part.rows], part, first)
+
+
+def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
+  """(its first column, block [columns, all rows]) of what computes."""
+  import torch
+  from vllm.model_executor.layers import vocab_parallel_embedding as vocab
+
+  tensor = getattr(module, kind)
+  lookup = type(module) is vocab.VocabParallelEmbedding
+  if kind == 'weight' and hasattr(module, 'cpu_linear') and not lookup:
+    width = getattr(module, 'input_size_per_partition', None)
+    rows = sum(module.output_partition_sizes)
+    step = max(1, _PROBE // rows)
+    for first in range(0, width, step):
+      n = min(step, width - first)
+      units = torch.zeros(n, width, dtype=dtype)
+      units[torch.arange(n), first + torch.arange(n)] = 1
+      yield first, module.quant_method.apply(module, units, bias=None)
+    return
+  tensor = tensor.detach().to(dtype)
+  yield 0, tensor[None] if tensor.ndim == 1 else tensor.T
+
+
+def _sums(block, part: Part, first: int) -> tuple[int, int]:
+  """The two sums of engines/weights/checksum.py, in wrapping int32."""
+  import torch
+
+  device = block.device
+  columns, rows = block.shape
+  start = part.start + first * part.column_step
+  row_index = _steps(rows, part.row_step, 0, device)
+  size = _BLOCK.get(device.type, _BLOCK_ELSE)
+  low_sum = high_sum = 0
+  # Blocks of whole columns, or of whole rows where the columns are long.
+  step = max(1, size // rows)
+  wide = max(1, size // step)
+  for c in range(0, columns, step):
+    n = min(step, columns - c)
+    column_index = _steps(
+      n, part.column_step, start + c * part.column_step, device
+    )
+    for r in range(0, rows, wide):
+      bits = _bits(block[c : c + n, r : r + wide])
+      h = bits + column_index[:, None]
+      h += row_index[r : r + wide]
+      scratch = torch.empty_like(h)
+      low_sum = low_sum + _mix(h, scratch).sum(dtype=torch.int64)
+      h ^= bits
+      high_sum = high_sum + _mix(h, scratch).sum(dtype=torch.int64)
+  return int(low_sum), int(high_sum)
+
+
+def _steps(n: int, step: int, start: int, device):
+  """(start + i * step) * 0x9E3779B1 for i < n, in wrapping int32 [n]."""
+  import torch
+
+  index = np.arange(n, dtype=np.uint64) * np.uint64(step) + np.uint64(start)
+  index = (index & np.uint64(0xFFFFFFFF)) * np.uint64(0x9E3779B1)
+  return torch.from_numpy(index.astype(np.uint32).view(np.int32)).to(device)
+
+
+def _bits(x):
+  """The bits of float32 or a 16-bit float as int32; -0.0 as 0.0."""
+  import torch
+
+  x = x.contiguous()
+  if x.dtype == torch.float32:
+    bits = x.view(torch.int32)
+    return bits.masked_fill(bits == -(1 << 31), 0)
+  bits = x.view(torch.int16).to(torch.int32) & 0xFFFF
+  return bits.masked_fill_(bits == 1 << 15, 0)
+
+
+def _mix(h, scratch):
+  """MurmurHash3's finaliser, in place."""
+  import torch
+
+  # A shift of int32 carries the sign along, which the masks take away.
+  for shift, mask, factor in (
+    (16, 0xFFFF, 0x85EBCA6B),
+    (13, 0x7FFFF, 0xC2B2AE35),
+    (16, 0xFFFF, None),
+  ):
+    torch.bitwise_right_shift(h, shift, out=scratch)
+    scratch &= mask
+    h ^= scratch
+    if factor:
+      h *= factor - (1 << 32)
+  return h
+
+
+def _torch_tensors(found: Published, tied: bool, count: list[int]):
+  """(name, torch tensor) of what the served model loads."""
+  import torch
+
+  for name in found.table if tied else found.names:
+    array = np.ascontiguousarray(found.read(name))
+    count[0] += array.nbytes
+    if array.dtype.name == 'bfloat16':  # numpy knows it from ml_dtypes only
+      yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+      yield name, torch.from_numpy(array)
+
+
+def _tied(model) -> bool:
+  """Whether the served model's head is its embedding."""
+  head = getattr(model, 'lm_head', None)
+  embed = getattr(model.model, 'embed_tokens', None)
+  return (
+    head is not None
+    and embed is not None
+    and (getattr(head, 'weight', None) is getattr(embed, 'weight', 0))
+  )
+
+
+def _restore(model, model_config) -> None:
+  """Brings layers back that a reload which failed has taken apart."""
+  from vllm.model_executor.model_loader.reload import layerwise
+
+  layerwise.finalize_layerwise_reload(model, model_config)
+
+
+def _check(found: Published, config) -> None:
+  """Raises ValueError that names what differs from the served model."""
+  served = {**_fields(config), 'dtype': _dtype_name(config.dtype)}
+  wanted = {**found.config, 'dtype': found.dtype}
+  differ = [
+    f'{k} is {wanted[k]!r} published, {served[k]!r} served'
+    for k in served
+    if wanted[k] != served[k] and k != 'tied'
+  ]
+  if served['tied'] and not wanted['tied']:
+    differ.append('tied is False published, True served')
+  if differ:
+    raise ValueError(
+      f'{found.path} is not for the served model: {"; ".join(differ)}; start '
+      'the server on the folder that the trainer writes for it'
+    )
+
+
+def _fields(config) -> dict[str, Any]:
+  return families.parse_config(config.hf_config.to_dict())
+
+
+def _dtype_name(dtype) -> str:
+  return str(dtype).removeprefix('torch.')
+
+
+def _vllm_version() -> str:
+  import vllm
+
+  return vllm.__version__
+
+
+def _reset_peak(device) -> None:
+  if device.type == 'cpu':
+    try:  # Linux: starts VmHWM again
+      pathlib.Path('/proc/self/clear_refs').write_text('5')
+    except OSError:
+      pass  # then the peak is that of the process's life
+    return
+  import torch
+
+  torch.accelerator.reset_peak_memory_stats()
+
+
+def _peak(device) -> int:
+  if device.type != 'cpu':
+    import torch
+
+    return torch.accelerator.max_memory_allocated()
+  for line in pathlib.Path('/proc/self/status').read_text().splitlines():
+    if line.startswith('VmHWM:'):
+      return int(line.split()[1]) << 10
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

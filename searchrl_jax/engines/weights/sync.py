@@ -1,0 +1,178 @@
+"""Weights to the engine, and the proof that it decodes with them (design 5.6).
+
+Three things can go wrong, and each has its own check. The wrong weights: the
+checksum of every tensor that the engine holds is compared with the published
+manifest, because one small step changes log-probs less than rounding does.
+The wrong numerics: a canary compares the engine's log-probs with the
+trainer's. An old cache: a handle that was cached under the old weights must
+be prefilled again, and must generate what a full forward pass gives.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from searchrl_jax.engines.core import (
+  Engine,
+  Sampling,
+  SyncError,
+  SyncReport,
+  WeightsUpdate,
+)
+from searchrl_jax.engines.weights import checksum
+from searchrl_jax.models import decoder
+from searchrl_jax.types import Prompt, Question
+
+CANARY_TOKENS = 4  # generated from the cached prefix after the sync
+
+
+def canary_ids(env, questions: Sequence[Question], tokens: int = 64):
+  """The text that checks every sync: prompts of the first questions."""
+  ids = []
+  for question in questions[:8]:
+    state, _ = env.reset(question)
+    ids += [int(i) for s in state.segments for i in s.ids]
+  room = env.config.max_tokens - 8
+  return ids[: min(tokens, room)]
+
+
+def manifest(params: dict, dtype: str | None = None) -> dict[str, str]:
+  """Tensor name -> checksum of the parameters that are published.
+
+  dtype: that of the engine's copy ('bfloat16' of float32 parameters); None
+  if it holds them as they are.
+  """
+  return checksum.checksums(decoder.flatten(params), dtype)
+
+
+def compare(published: Mapping[str, str], loaded: Mapping[str, str]) -> None:
+  """Raises SyncError that names every tensor that differs."""
+  wrong = []
+  for name in sorted({*published, *loaded}):
+    want, got = published.get(name, 'absent'), loaded.get(name, 'absent')
+    if want != got:
+      wrong.append(f'{name}: published {want}, the engine holds {got}')
+  if wrong:
+    raise SyncError(
+      f'the engine does not hold the published weights; {len(wrong)} of '
+      f'{len(published)} tensors differ:\n  ' + '\n  '.join(wrong)
+    )
+
+
+async def sync_and_verify(
+  engine: Engine,
+  params: dict,
+  version: int,
+  canary_ids: Sequence[int],
+  trainer_logps_fn: Callable,
+  tolerance: float,
+) -> SyncReport:
+  """Publishes `params` to the engine; returns only when all checks pass.
+
+  Until then nothing but the checks is generated; if one fails, nothing more.
+
+  canary_ids: a fixed sequence of ids. trainer_logps_fn(ids int32 [n]) ->
+  float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
+  tolerance: largest log-prob difference, config.engine.canary_tolerance.
+
+  Raises:
+    SyncError: names the tensor, or the check that failed, and the figures.
+  """
+  canary = [int(i) for i in canary_ids]
+  room = engine.max_len - 1 - CANARY_TOKENS
+  if len(canary) < 2 or len(canary) > room:
+    raise SyncError(
+      f'the canary has {len(canary)} tokens; it needs 2 to {room} '
+      "(the engine's max_len less what it generates)"
+    )
+  published = manifest(params, engine.dtype)
+  probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
+  try:
+    # Fills the cache under the old weights.
+    for replica, handle in probes:
+      await replica.generate(handle, _probe(1))
+      replica.truncate(handle, len(canary))
+    report = await engine.sync(WeightsUpdate(params, version))
+    if engine.version != version or report.version != version:
+      raise SyncError(
+        f'version {version} was published; the engine reports {engine.version}'
+      )
+    compare(published, report.manifest)
+    want = trainer_logps_fn(np.asarray(canary, np.int32))
+    worst = 0.0
+    for replica, handle in probes:
+      found = await _check_canary(replica, canary, want, tolerance)
+      worst = max(worst, found)
+      await _check_cache(replica, handle, canary, version, tolerance)
+  finally:
+    for replica, handle in probes:
+      replica.close(handle)
+  await engine.resume()
+  return dataclasses.replace(report, canary_max_diff=worst)
+
+
+def _worst(got, want) -> float:
+  """The largest absolute difference; inf if any is NaN."""
+  diff = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
+  return float(np.max(np.where(np.isnan(diff), np.inf, diff)))
+
+
+def _probe(tokens: int) -> Sampling:
+  return Sampling(max_tokens=tokens, temperature=0.0, probe=True)
+
+
+async def _check_canary(engine, canary, want, tolerance) -> float:
+  got = await engine.score(canary)
+  worst = _worst(got[1:], np.asarray(want)[1:])
+  if not worst <= tolerance:
+    raise SyncError(
+      f"canary: the engine's log-probs differ from the trainer's by {worst} "
+      f'(config.engine.canary_tolerance={tolerance}) although it holds the '
+      'same weights; compare dtype and attention of engine and trainer'
+    )
+  return worst
+
+
+async def _check_cache(engine, handle, canary, version, tolerance) -> None:
+  """Generates from the prefix that was cached under the old weights."""
+  before = engine.stats().get('prefilled_tokens')
+  done = await engine.generate(handle, _probe(CANARY_TOKENS))
+  if before is not None:
+    computed = engine.stats()['prefilled_tokens'] - before
+    if computed < len(canary) - 1:
+      raise SyncError(
+        f'the engine kept a cache of the old weights: it computed {computed} '
+        f'tokens of a prefix of {len(canary)} after the sync'
+      )
+  if set(np.asarray(done.versions).tolist()) != {version}:
+    raise SyncError(
+      f'tokens generated after the sync carry the versions '
+      f'{np.unique(done.versions)}, not {version}'
+    )
+  scored = await engine.score([*canary, *done.ids.tolist()])
+  worst = _worst(done.logps, scored[len(canary) :])
+  if not worst <= tolerance:
+    raise SyncError(
+      f'a generation from a cached prefix differs from a full forward pass '
+      f'by {worst} (config.engine.canary_tolerance={tolerance}): the engine '
+      'kept a cache of the old weights'
+    )
+
+
+def forward_logps(cfg, mesh=None) -> Callable:
+  """fn(params, ids int32 [n]) -> float32 [n]: the trainer's own log-probs.
+
+  A full forward pass at temperature 1, in the trainer's dtype; [0] is 0.
+  """
+
+  @jax.jit
+  def forward(params, ids):
+    hidden = decoder.hidden_states(params, cfg, ids[None], mesh=mesh)
+    scores = jax.nn.log_softmax(decoder.logits(params, cfg, hidden[0, :-1]))
+    found = jnp.take_along_axis(scores, ids[1:, None], -1)[:, 0]
+    return jnp.concatenate([jnp.zeros((1,), found.dtype), found])
+
+  return forward

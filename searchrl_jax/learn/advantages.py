@@ -1,0 +1,378 @@
+"""Advantages of flat rows, by name (`config.algorithm.advantage`).
+
+Every function takes
+
+    values: float [B], or per-token values float [B, T], or B arrays (one for
+      each segment or token): the last two are summed into a return for each
+      trajectory, as GRPO does with outcome rewards (R = sum of r).
+    valid: bool [B]; a row that is not valid is in no statistic and gets 0.
+    group_ids: int [B]; equal ids are the trajectories of one question. Groups
+      need not be contiguous or of one size: they shrink when a service fails.
+
+then the arrays that it alone needs, each for all B rows (the batch is flat
+and not cut into microbatches yet), then the fields of
+`config.algorithm.advantage_kw`, by keyword. These arrays are:
+
+    greedy: float [n_groups], indexed by group id: the return of the policy's
+      greedy answer to that question, NaN where a service failed it (`remax`).
+    mask: B bool arrays [n], the loss tokens of a row of n tokens, as
+      `batching.row_of` has them.
+    critic: B float arrays [n]: at a loss token, the critic's value of what
+      stands before it. Elsewhere anything, NaN included (`gae`).
+
+It returns float32 [B], which `batching` broadcasts over the loss tokens of a
+row, or B float32 arrays [n] where it has `mask`. NumPy in float64, so that
+the result does not depend on the device or on the order of the rows.
+
+A function with `mask` takes values float [B], which the last loss token
+earns, or B arrays [n], one for each token. Its steps are the loss tokens
+alone: what stands between two of them is skipped, not decayed through, and a
+reward given there is earned by the loss token before it. A reward given before
+the first one follows from no action and counts for nothing.
+
+A group in which one valid row is left has no baseline: its advantage is 0
+for every function that needs a group (Search-R1 takes mean 0 and std 1
+there, so a lone row is pushed by its raw reward: not kept). A group whose
+values are all equal gets exactly 0.
+"""
+
+import numpy as np
+
+from searchrl_jax.learn import masked
+
+FUNCTIONS = (
+  'grpo',
+  'dr_grpo',
+  'rloo',
+  'reinforce',
+  'whitened',
+  'whitened_tokens',
+  'reinforce_pp_baseline',
+  'lite_ppo',
+  'remax',
+  'gae',
+)
+# Functions that compare a trajectory with others of its question: with
+# rollout.group = 1 they would give 0 for ever.
+NEEDS_GROUP = ('grpo', 'dr_grpo', 'rloo', 'reinforce_pp_baseline', 'lite_ppo')
+
+
+def returns(values) -> np.ndarray:
+  """float64 [B]: one number for each trajectory (see the module)."""
+  if isinstance(values, np.ndarray) and values.dtype != object:
+    if values.ndim not in (1, 2):
+      raise ValueError(f'values must be [B] or [B, T], not {values.shape}')
+    out = values.astype(np.float64)
+    return out if out.ndim == 1 else out.sum(axis=1)
+  return np.array([np.sum(v, dtype=np.float64) for v in values], np.float64)
+
+
+def _prepare(values, valid, group_ids):
+  values = returns(values)
+  valid, group_ids = np.asarray(valid, bool), np.asarray(group_ids)
+  if not values.shape == valid.shape == group_ids.shape:
+    raise ValueError(
+      f'advantages: values {values.shape}, valid {valid.shape} and group_ids '
+      f'{group_ids.shape} must have one entry for each trajectory'
+    )
+  bad = np.flatnonzero(valid & ~np.isfinite(values))
+  if bad.size:
+    raise ValueError(
+      f'advantages: the value of row {bad[0]} is {values[bad[0]]}; mark the '
+      'row as not valid or mend its reward'
+    )
+  return np.where(valid, values, 0.0), valid, group_ids
+
+
+def _by_group(values, valid, group_ids, fn) -> np.ndarray:
+  """Applies fn to the valid values of each group with two or more of them."""
+  values, valid, group_ids = _prepare(values, valid, group_ids)
+  out = np.zeros_like(values)
+  for g in np.unique(group_ids[valid]):
+    rows = np.flatnonzero(valid & (group_ids == g))
+    v = values[rows]
+    # Equal values differ from their own mean by rounding alone, which a
+    # division by a tiny standard deviation would blow up.
+    if len(rows) > 1 and v.max() > v.min():
+      out[rows] = fn(np.sort(v), v)
+  return out
+
+
+def _compared(valid, group_ids) -> np.ndarray:
+  """bool [B]: valid rows with another valid row of their question."""
+  valid = np.asarray(valid, bool)
+  _, group = np.unique(group_ids, return_inverse=True)
+  return valid & (np.bincount(group, valid)[group] > 1)
+
+
+def _spread(v: np.ndarray, ddof: int) -> float:
+  """Standard deviation of v [n]; their order cannot show in the sum."""
+  return float(masked.std(np.sort(v), np.ones(v.shape, bool), ddof=ddof))
+
+
+def _whiten(v: np.ndarray, eps: float, ddof: int) -> np.ndarray:
+  """(v - mean) / (std + eps) of v [n]; 0 where all are equal."""
+  s = np.sort(v)
+  if not s.size or s[0] == s[-1]:
+    return np.zeros_like(v)
+  return (v - masked.mean(s, np.ones(s.shape, bool))) / (_spread(v, ddof) + eps)
+
+
+def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
+  """A = (R - mean(R)) / (std(R) + eps) within the group.
+
+  DeepSeekMath, arXiv 2402.03300, section 4.1.2 (no eps there). ddof=1, the
+  unbiased standard deviation, and eps 1e-6 are Search-R1's and verl's.
+  """
+  return _by_group(
+    values,
+    valid,
+    group_ids,
+    lambda s, v: (v - s.mean()) / (s.std(ddof=ddof) + eps),
+  ).astype(np.float32)
+
+
+def dr_grpo(values, valid, group_ids):
+  """A = R - mean(R) within the group: no division by the deviation.
+
+  Dr. GRPO, arXiv 2503.20783, equation 3; goes with
+  `aggregation = 'sequence_sum'`, which divides by a constant.
+  """
+  return _by_group(values, valid, group_ids, lambda s, v: v - s.mean()).astype(
+    np.float32
+  )
+
+
+def rloo(values, valid, group_ids):
+  """A_i = R_i - mean of the others' R = n / (n - 1) (R_i - mean(R)).
+
+  Leave-one-out, arXiv 2402.14740, section 3.3 (Kool et al., 2019).
+  """
+  return _by_group(
+    values,
+    valid,
+    group_ids,
+    lambda s, v: (v - s.mean()) * (len(s) / (len(s) - 1)),
+  ).astype(np.float32)
+
+
+def reinforce(values, valid, group_ids):
+  """A_i = R_i - b_i, b_i the mean of all other R of the batch.
+
+  REINFORCE with a baseline (Williams, "Simple statistical gradient-following
+  algorithms for connectionist reinforcement learning", 1992). A row's own
+  return is not in its baseline, so that the gradient stays unbiased. Groups
+  play no part, and one trajectory a question is enough.
+  """
+  return rloo(values, valid, np.zeros(np.shape(group_ids), int))
+
+
+def whitened(values, valid, group_ids, *, eps: float = 1e-8, ddof: int = 0):
+  """A = (R - mean(R)) / (std(R) + eps) over the whole batch.
+
+  REINFORCE++, arXiv 2501.03262, equation 9, for outcome rewards; over the
+  trajectories, where the paper whitens over tokens (`whitened_tokens`).
+  Groups play no part.
+  """
+  values, valid, _ = _prepare(values, valid, group_ids)
+  out = np.zeros(values.shape, np.float32)
+  out[valid] = _whiten(values[valid], eps, ddof)
+  return out
+
+
+def reinforce_pp_baseline(values, valid, group_ids, *, eps: float, ddof: int):
+  """A = C / (std(C) + eps), C = R - mean(R) within the group, std over all.
+
+  REINFORCE++ with baseline, arXiv 2501.03262. Over trajectories, where verl
+  whitens over tokens: here a long answer weighs no more in the deviation than
+  a short one. The mean of C over the batch is taken off too; it is 0 but for
+  rounding. Rows without another of their question are in no statistic.
+  """
+  centred = _by_group(values, valid, group_ids, lambda s, v: v - s.mean())
+  rows = _compared(valid, group_ids)
+  out = np.zeros(centred.shape, np.float32)
+  out[rows] = _whiten(centred[rows], eps, ddof)
+  return out
+
+
+def lite_ppo(values, valid, group_ids, *, eps: float, ddof: int):
+  """A = (R - mean(R) within the group) / (std(R) over the batch + eps).
+
+  Lite PPO, "Tricks or traps?", arXiv 2508.08221: a question that
+  nearly all answers get right has no larger advantages than another one. The
+  deviation is that of the raw returns, not of the centred ones
+  (`reinforce_pp_baseline`).
+  """
+  centred = _by_group(values, valid, group_ids, lambda s, v: v - s.mean())
+  values, valid, _ = _prepare(values, valid, group_ids)
+  if not centred.any():
+    return centred.astype(np.float32)
+  return (centred / (_spread(values[valid], ddof) + eps)).astype(np.float32)
+
+
+def remax(values, valid, group_ids, greedy):
+  """A = R - R of the policy's greedy answer to the same question.
+
+  ReMax, arXiv 2310.10505, algorithm 1. Groups of one will do. A question whose
+  greedy answer failed (NaN) has no baseline: its rows get 0.
+
+  Raises:
+    ValueError: greedy does not have one entry for each group id 0, 1, ...
+  """
+  values, valid, group_ids = _prepare(values, valid, group_ids)
+  greedy = np.asarray(greedy, np.float64)
+  if greedy.ndim != 1 or np.isinf(greedy).any():
+    raise ValueError(
+      f'greedy must be finite or NaN (failed), one for each group: {greedy}'
+    )
+  if group_ids.size and not 0 <= group_ids.min() <= group_ids.max() < (
+    len(greedy)
+  ):
+    raise ValueError(
+      f'greedy has {len(greedy)} entries for group ids {group_ids.min()} to '
+      f'{group_ids.max()}; give one for each, indexed by the id'
+    )
+  baseline = greedy[group_ids]
+  known = valid & ~np.isnan(baseline)
+  return np.where(known, values - baseline, 0.0).astype(np.float32)
+
+
+def lambda_returns(
+  values, valid, mask, critic, *, gamma: float, lam: float
+) -> list[np.ndarray]:
+  """TD(lambda) returns of loss tokens, what a critic is trained towards.
+
+      G_t = r_t + gamma ((1 - lam) V_u + lam G_u)
+
+  u is the loss token after t; past the last one V = G = 0, also where the
+  token budget cut a trajectory short. GAE's advantage is G_t - V_t (Schulman
+  et al., arXiv 1506.02438, equation 16: G_t - V_t = sum (gamma lam)^l delta).
+
+  Args:
+    values, valid, mask, critic: see the module.
+    gamma: discount for each loss token. lam: 1 = Monte Carlo, 0 = TD(0).
+
+  Returns:
+    B float64 arrays [n], 0 off the loss tokens and in rows not valid.
+
+  Raises:
+    ValueError: arrays of one row that differ in length, or a value of the
+      critic that is not finite.
+  """
+  steps = [
+    np.flatnonzero(m) if ok else [] for m, ok in zip(mask, valid, strict=True)
+  ]
+  longest = max(map(len, steps), default=0)
+  # One column more: what follows the last step.
+  r, v, g = np.zeros((3, len(steps), longest + 1))
+  for i, at in enumerate(steps):
+    if len(at):
+      r[i, : len(at)] = np.add.reduceat(_earned(values[i], mask[i], i), at)
+      v[i, : len(at)] = _at(critic[i], mask[i], i)
+  for t in reversed(range(longest)):
+    g[:, t] = r[:, t] + gamma * ((1 - lam) * v[:, t + 1] + lam * g[:, t + 1])
+  out = []
+  for i, at in enumerate(steps):
+    row = np.zeros(len(mask[i]))
+    row[at] = g[i, : len(at)]
+    out.append(row)
+  return out
+
+
+def _earned(value, mask, row: int) -> np.ndarray:
+  """Rewards of the tokens of a row [n], from one for each or for all."""
+  value = np.asarray(value, np.float64)
+  if not value.ndim:
+    out = np.zeros(len(mask))
+    out[np.flatnonzero(mask)[-1]] = value
+    return out
+  if value.shape != np.shape(mask):
+    raise ValueError(
+      f'advantages: row {row} has {len(value)} values for {len(mask)} tokens; '
+      'give one for each token, or one for the trajectory'
+    )
+  return value
+
+
+def _at(critic, mask, row: int) -> np.ndarray:
+  """The critic's values at the loss tokens of a row."""
+  critic = np.asarray(critic, np.float64)
+  if critic.shape != np.shape(mask):
+    raise ValueError(
+      f'advantages: row {row} has critic values {critic.shape} for '
+      f'{len(mask)} tokens'
+    )
+  out = critic[np.asarray(mask, bool)]
+  if not np.isfinite(out).all():
+    raise ValueError(
+      f'advantages: the critic gives row {row} the values {out}; all must be '
+      'finite'
+    )
+  return out
+
+
+def _whiten_tokens(rows, mask, valid, eps: float) -> list[np.ndarray]:
+  """`_whiten` over the loss tokens of all valid rows; float32 [n] each."""
+  mask = [np.asarray(m, bool) & ok for m, ok in zip(mask, valid)]
+  flat = [np.zeros(0), *(x[m] for x, m in zip(rows, mask))]
+  ends = np.cumsum([m.sum() for m in mask], dtype=int)
+  parts = np.split(_whiten(np.concatenate(flat), eps, 0), ends[:-1])
+  out = []
+  for m, part in zip(mask, parts):
+    row = np.zeros(len(m), np.float32)
+    row[m] = part
+    out.append(row)
+  return out
+
+
+def whitened_tokens(
+  values, valid, group_ids, mask, *, gamma: float, eps: float
+):
+  """A_t = (G_t - mean(G)) / (std(G) + eps), G_t = sum of gamma^l r_(t+l).
+
+  REINFORCE++, arXiv 2501.03262, token by token: returns to go, whitened
+  over all loss tokens of the batch (so a long answer weighs more in the
+  statistics). Groups play no part.
+  """
+  _, valid, _ = _prepare(values, valid, group_ids)
+  none = [np.zeros(len(m)) for m in mask]
+  found = lambda_returns(values, valid, mask, none, gamma=gamma, lam=1.0)
+  return _whiten_tokens(found, mask, valid, eps)
+
+
+def gae(
+  values,
+  valid,
+  group_ids,
+  mask,
+  critic,
+  *,
+  gamma: float,
+  lam: float,
+  whiten: bool,
+  eps: float,
+):
+  """A_t = sum of (gamma lam)^l delta_(t+l), delta_t = r_t + gamma V_u - V_t.
+
+  Generalised advantage estimation, arXiv 1506.02438, equation 16, over loss
+  tokens (u is the one after t). Search-R1 runs it through retrieved tokens
+  and whitens over them too, values of the critic there included: not kept.
+
+  Args:
+    values, valid, group_ids, mask, critic: see the module.
+    gamma, lam: as in `lambda_returns`, whose result minus V this is.
+    whiten: to mean 0 and deviation 1 over the loss tokens of the batch, as
+      PPO's implementations do. The critic's targets stay as they are.
+    eps: added to that deviation.
+  """
+  _, valid, _ = _prepare(values, valid, group_ids)
+  targets = lambda_returns(values, valid, mask, critic, gamma=gamma, lam=lam)
+  rows = []
+  for i, ok in enumerate(valid):
+    row, m = np.zeros(len(mask[i])), np.asarray(mask[i], bool)
+    if ok:
+      row[m] = targets[i][m] - _at(critic[i], m, i)
+    rows.append(row)
+  if whiten:
+    return _whiten_tokens(rows, mask, valid, eps)
+  return [x.astype(np.float32) for x in rows]

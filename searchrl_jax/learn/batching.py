@@ -1,0 +1,411 @@
+"""Trajectories -> minibatches of fixed-shape microbatches (`types.Batch`).
+
+A microbatch of the bucket of length T holds `rows` sequences, where rows x T
+is about config.batch.tokens; its loss tokens fit a static size (`capacity`),
+so that the head runs on loss tokens only and each bucket compiles once. A
+row that would not fit opens another microbatch: no token is ever dropped.
+
+On a mesh the rows lie in `shards` equal runs (one for each device along data
+and fsdp), each with a capacity of its own, so that gathering loss tokens
+never crosses devices.
+
+Units: `rows` are trajectories, `tokens` are ids, `lengths` are tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+
+import numpy as np
+
+from searchrl_jax.run import lookup
+from searchrl_jax.types import Batch, Trajectory
+
+
+def check(config) -> None:
+  """Refuses sizes that cannot hold every trajectory, before anything loads.
+
+  Raises:
+    ValueError: names the field and the mend.
+  """
+  b = config.batch
+  lengths = tuple(b.lengths)
+  lookup.require(
+    lengths and list(lengths) == sorted(set(lengths)) and lengths[0] >= 2,
+    f'config.batch.lengths={lengths}: increasing lengths in tokens, each '
+    'at least 2',
+  )
+  lookup.require(
+    config.env.max_tokens <= lengths[-1],
+    f'config.env.max_tokens={config.env.max_tokens} exceeds the last of '
+    f'config.batch.lengths={lengths}: a trajectory might fit no bucket; '
+    'raise the last length or lower env.max_tokens',
+  )
+  lookup.require(
+    0 < b.loss_fraction <= 1,
+    f'config.batch.loss_fraction={b.loss_fraction}: a share in (0, 1]',
+  )
+  for name in ('tokens', 'head_chunk'):
+    lookup.require(
+      b[name] >= 1, f'config.batch.{name}={b[name]}: at least 1 token'
+    )
+  a = config.algorithm
+  lookup.require(
+    1 <= a.minibatches <= config.rollout.questions,
+    f'config.algorithm.minibatches={a.minibatches}: between 1 and '
+    f'config.rollout.questions={config.rollout.questions}, as the group of '
+    'a question is never split',
+  )
+  lookup.require(
+    a.epochs >= 1, f'config.algorithm.epochs={a.epochs}: at least 1'
+  )
+
+
+def rows_of(batch_config, length: int, shards: int = 1) -> int:
+  """Rows of a microbatch of this length: a multiple of `shards`."""
+  rows = max(1, batch_config.tokens // length)
+  return max(shards, rows // shards * shards)
+
+
+def capacity(batch_config, length: int, shards: int = 1) -> int:
+  """Loss tokens that one shard of a microbatch holds.
+
+  loss_fraction of its tokens, and never less than one full row, so that a
+  microbatch of one row always fits.
+  """
+  tokens = rows_of(batch_config, length, shards) // shards * length
+  return max(math.ceil(batch_config.loss_fraction * tokens), length)
+
+
+def bucket_of(batch_config, n: int) -> int:
+  """The smallest bucket that holds n tokens.
+
+  Raises:
+    ValueError: no bucket does (excluded by `check` for sampled ones).
+  """
+  for length in batch_config.lengths:
+    if n <= length:
+      return length
+  raise ValueError(
+    f'a sequence of {n} tokens fits none of config.batch.lengths='
+    f'{tuple(batch_config.lengths)}; raise the last one'
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One trajectory as arrays of its own length n."""
+
+  index: int  # of the trajectory, in the flat order of the groups
+  ids: np.ndarray  # int32 [n]
+  mask: np.ndarray  # bool [n]
+  logps: np.ndarray  # float32 [n], NaN where nothing was recorded
+  versions: np.ndarray  # int32 [n], -1 where nothing was sampled
+
+
+def row_of(index: int, trajectory: Trajectory, need_logps: bool) -> Row:
+  """Joins the segments that the trainer sees; the mask is their `train`.
+
+  The first token of a sequence has no prediction and is never in the loss.
+
+  Raises:
+    ValueError: need_logps and the policy wrote a trained segment without
+      recording log-probs.
+  """
+  ids, mask, logps, versions = [], [], [], []
+  for i, s in enumerate(trajectory.trained):
+    n = len(s.ids)
+    if need_logps and s.train and s.author == 'policy' and s.logps is None:
+      raise ValueError(
+        f"trajectory {trajectory.id}: segment {i} is the policy's and in "
+        'the loss but has no log-probs; the engine must return them'
+      )
+    ids.append(np.asarray(s.ids, np.int32))
+    mask.append(np.full(n, s.train))
+    logps.append(np.full(n, np.nan) if s.logps is None else np.asarray(s.logps))
+    versions.append(
+      np.full(n, -1) if s.versions is None else np.asarray(s.versions)
+    )
+  if not ids:
+    raise ValueError(f'trajectory {trajectory.id} has no segments')
+  mask = np.concatenate(mask).astype(bool)
+  mask[:1] = False
+  return Row(
+    index,
+    np.concatenate(ids),
+    mask,
+    np.concatenate(logps).astype(np.float32),
+    np.concatenate(versions).astype(np.int32),
+  )
+
+
+def keep(values, valid, group_ids, *, drop_zero_variance: bool):
+  """Which trajectories enter the batch, and why the others do not.
+
+  Args:
+    values: float [B] returns; valid: bool [B] (False: a failed service or an
+      unusable reward); group_ids: int [B].
+    drop_zero_variance: leave out groups whose valid values are all equal
+      (they have no gradient: DAPO, arXiv 2503.14476, section 3.2).
+
+  Returns:
+    bool [B], and counts for the log: `groups`, `groups_zero_variance`,
+    `trajectories_invalid`.
+  """
+  values, valid = np.asarray(values, np.float64), np.asarray(valid, bool)
+  group_ids = np.asarray(group_ids)
+  out = valid.copy()
+  flat = 0
+  groups = np.unique(group_ids)
+  for g in groups:
+    rows = valid & (group_ids == g)
+    v = values[rows]
+    if v.size == 0 or v.max() == v.min():
+      flat += 1
+      if drop_zero_variance:
+        out &= ~rows
+  return out, {
+    'groups': len(groups),
+    'groups_zero_variance': flat,
+    'trajectories_invalid': int((~valid).sum()),
+  }
+
+
+def _order(trajectories, indices):
+  """By (question, role, sample): the order of arrival cannot show."""
+
+  def key(i):
+    t = trajectories[i]
+    return t.question.id, t.role, t.sample
+
+  return sorted(indices, key=key)
+
+
+def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
+  """Splits the kept trajectories into minibatches, groups whole.
+
+  Groups, ordered by question, are permuted by `seed` (an int or a sequence
+  of ints: seed, step, epoch) and cut into parts whose numbers of groups
+  differ by at most one. Parts left without a group are left out.
+
+  Returns:
+    a list of lists of indices into `trajectories`.
+  """
+  group_ids = np.asarray(group_ids)
+  order = _order(trajectories, np.flatnonzero(kept).tolist())
+  groups = {}
+  for i in order:
+    groups.setdefault(group_ids[i].item(), []).append(i)
+  groups = list(groups.values())
+  if minibatches > 1:
+    rng = np.random.default_rng(seed)
+    groups = [groups[i] for i in rng.permutation(len(groups))]
+  parts = np.array_split(np.arange(len(groups)), minibatches)
+  return [
+    _order(trajectories, [i for g in part for i in groups[g]])
+    for part in parts
+    if len(part)
+  ]
+
+
+def _fill(batch_config, rows: Sequence[Row], length: int, shards: int):
+  """Packs rows of one bucket, in order, into as few microbatches as fit."""
+  n_rows = rows_of(batch_config, length, shards)
+  per_shard = n_rows // shards
+  room = capacity(batch_config, length, shards)
+  out, slots, used = [], None, None
+
+  def place(row):
+    need = int(row.mask.sum())
+    for s in range(shards):
+      if len(slots[s]) < per_shard and used[s] + need <= room:
+        slots[s].append(row)
+        used[s] += need
+        return True
+    return False
+
+  for row in rows:
+    if slots is None or not place(row):
+      if slots is not None:
+        out.append(slots)
+      slots, used = [[] for _ in range(shards)], [0] * shards
+      place(row)
+  if slots is not None:
+    out.append(slots)
+  return [_batch(s, n_rows, length, per_shard) for s in out]
+
+
+def empty(rows: int, length: int) -> Batch:
+  """A microbatch without a single trajectory."""
+  shape = (rows, length)
+  return Batch(
+    ids=np.zeros(shape, np.int32),
+    lengths=np.zeros(rows, np.int32),
+    mask=np.zeros(shape, bool),
+    behaviour_logps=np.zeros(shape, np.float32),
+    advantages=np.zeros(shape, np.float32),
+    versions=np.full(shape, -1, np.int32),
+    rows=np.full(rows, -1, np.int32),
+  )
+
+
+def _batch(slots, n_rows: int, length: int, per_shard: int) -> Batch:
+  b = empty(n_rows, length)
+  for s, rows in enumerate(slots):
+    for j, row in enumerate(rows):
+      i, n = s * per_shard + j, len(row.ids)
+      b.ids[i, :n] = row.ids
+      b.lengths[i] = n
+      b.mask[i, :n] = row.mask
+      b.behaviour_logps[i, :n] = np.where(row.mask, row.logps, 0.0)
+      b.versions[i, :n] = row.versions
+      b.rows[i] = row.index
+  return b
+
+
+def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
+  """Rows of one minibatch -> microbatches, shortest bucket first.
+
+  The rows that do not fill the last microbatch of a bucket move to the next
+  bucket when its own last microbatch has room for them: one fewer to compute.
+
+  Raises:
+    ValueError: a row is longer than the last bucket.
+  """
+  buckets = {length: [] for length in batch_config.lengths}
+  for row in rows:
+    buckets[bucket_of(batch_config, len(row.ids))].append(row)
+  lengths, out = list(buckets), []
+  for i, length in enumerate(lengths):
+    here = buckets[length]
+    size = rows_of(batch_config, length, shards)
+    rest = len(here) % size
+    if rest and i + 1 < len(lengths):
+      bigger = buckets[lengths[i + 1]]
+      size = rows_of(batch_config, lengths[i + 1], shards)
+      taken = len(bigger) % size
+      if taken and taken + rest <= size:
+        bigger.extend(here[-rest:])
+        here = here[:-rest]
+    out.extend(_fill(batch_config, here, length, shards))
+  return out
+
+
+def make(
+  trajectories: Sequence[Trajectory],
+  kept,
+  group_ids,
+  config,
+  *,
+  shards: int = 1,
+  seed=0,
+  need_logps: bool = True,
+  minibatches: int | None = None,
+) -> list[list[Batch]]:
+  """Trajectories -> minibatches of microbatches, advantages still 0.
+
+  Args:
+    trajectories: flat, in the order of the groups; `Batch.rows` index them.
+    kept: bool [B], from `keep`. Failed trajectories must not be in it.
+    group_ids: int [B].
+    config: reads config.batch and config.algorithm.minibatches.
+    shards: devices along (data, fsdp) of the mesh.
+    seed: an int or a sequence of ints, e.g. (config.seed, step, epoch).
+    need_logps: the engine's log-probs must be there (False: supervised).
+    minibatches: in place of config.algorithm.minibatches.
+
+  Raises:
+    ValueError: a kept trajectory failed, is too long or lacks log-probs.
+  """
+  for i in np.flatnonzero(kept):
+    if trajectories[i].failed:
+      raise ValueError(
+        f"trajectory {trajectories[i].id} failed (a service's fault) and "
+        'cannot be trained on; mark it as not valid'
+      )
+  if minibatches is None:
+    minibatches = config.algorithm.minibatches
+  out = []
+  for part in split(trajectories, kept, group_ids, minibatches, seed):
+    rows = [row_of(i, trajectories[i], need_logps) for i in part]
+    out.append(pack(rows, config.batch, shards))
+  return out
+
+
+def set_advantages(batches: Sequence[Batch], advantages) -> list[Batch]:
+  """The same microbatches with advantages on their loss tokens.
+
+  advantages: float [B], one for each trajectory, or B arrays of the
+  trajectory's own length (one for each token).
+  """
+  out = []
+  for b in batches:
+    filled = np.zeros(b.ids.shape, np.float32)
+    for i, r in enumerate(b.rows):
+      if r >= 0:
+        a = np.asarray(advantages[r], np.float32)
+        n = b.lengths[i] if a.ndim else b.ids.shape[1]
+        filled[i, :n] = a[:n] if a.ndim else a
+    filled = np.where(b.mask, filled, 0.0)
+    out.append(dataclasses.replace(b, advantages=filled))
+  return out
+
+
+def masks(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+  """Which tokens of each trajectory are in the loss, B bool arrays [n]."""
+  return [row_of(i, t, False).mask for i, t in enumerate(trajectories)]
+
+
+def rows(minibatches, arrays, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+  """Arrays [B, T] of microbatches, cut to trajectories: float64 [n] each.
+
+  Args:
+    minibatches: of microbatches, as from `make`.
+    arrays: one for each microbatch, nested likewise.
+    masks: of all trajectories; see `masks`.
+
+  Returns:
+    one array for each trajectory: 0 off the loss tokens, and all 0 for a
+    trajectory that is in no batch.
+  """
+  out = [np.zeros(len(m)) for m in masks]
+  for mini, found in zip(minibatches, arrays, strict=True):
+    for b, x in zip(mini, found, strict=True):
+      x = np.where(b.mask, np.asarray(x, np.float64), 0.0)
+      for i, r in enumerate(b.rows):
+        if r >= 0:
+          out[r][:] = x[i, : len(out[r])]
+  return out
+
+
+def plan(config, shards: int = 1) -> Mapping[str, int | tuple]:
+  """The arithmetic of one step: prompts -> trajectories -> updates.
+
+  Microbatches are bounds: the least, if every trajectory fits the shortest
+  bucket, and the most by length, if every one needs the longest. More loss
+  tokens than `loss_fraction` of a microbatch open further ones.
+  """
+  a, b, r = config.algorithm, config.batch, config.rollout
+  trajectories = r.questions * r.group
+  largest = math.ceil(r.questions / a.minibatches) * r.group
+  bound = [
+    math.ceil(largest / rows_of(b, length, shards))
+    for length in (b.lengths[0], b.lengths[-1])
+  ]
+  return {
+    'questions': r.questions,
+    'trajectories_per_question': r.group,
+    'trajectories': trajectories,
+    'minibatches': a.minibatches,
+    'trajectories_per_minibatch': largest,
+    'microbatch_shapes_rows_x_tokens': tuple(
+      (rows_of(b, length, shards), length) for length in b.lengths
+    ),
+    'microbatch_loss_tokens': tuple(
+      capacity(b, length, shards) * shards for length in b.lengths
+    ),
+    'microbatches_per_update_least': bound[0],
+    'microbatches_per_update_most': bound[1],
+    'updates_per_step': a.minibatches * a.epochs,
+    'shards': shards,
+  }

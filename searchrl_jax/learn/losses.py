@@ -1,0 +1,448 @@
+"""Policy losses, by name (`config.algorithm.loss`): arrays in, arrays out.
+
+Sums, then one division: a loss returns a value for each token and metrics as
+sums over loss tokens; `aggregate` turns the first into a numerator, and the
+denominator (`denominator`) is computed up front from the masks of the whole
+minibatch. So microbatches add up to the minibatch exactly, on any mesh, and
+an empty microbatch gives 0, not 0/0.
+
+Axis letters: B sequences, T tokens. mask [B, T] says which target tokens are
+in the loss; all log-probs are natural, float32, of the token at that place,
+and arbitrary outside the mask.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from searchrl_jax.run import lookup
+
+# exp() of a log-ratio beyond this would overflow or drown every other token;
+# verl clamps at the same place.
+MAX_LOG_RATIO = 20.0
+
+LOSSES = ('clip', 'cispo', 'reinforce')
+AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
+RATIOS = ('token', 'sequence', 'product')
+TIS = ('none', 'token', 'sequence')
+BEYOND = ('cap', 'mask')
+KL_PLACES = ('none', 'loss', 'reward')
+ESTIMATORS = ('k1', 'k2', 'k3')
+
+
+def _exp(x):
+  return jnp.exp(jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _sum(x, mask):
+  return jnp.sum(jnp.where(mask, x.astype(jnp.float32), 0.0))
+
+
+def _per_row(x, mask):
+  """Sum over the loss tokens of each row, [B, 1]."""
+  return jnp.sum(jnp.where(mask, x, 0.0), axis=-1, keepdims=True)
+
+
+def _row_tokens(mask):
+  """Loss tokens in each row, at least 1: float32 [B, 1]."""
+  n = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32)
+  return jnp.maximum(n, 1.0)
+
+
+def fields(fn, algorithm) -> dict:
+  """The fields of config.algorithm that a policy loss takes.
+
+  They are its keyword-only parameters, by name.
+
+  Raises:
+    ValueError: it asks for a field that config.algorithm does not have.
+  """
+  names = lookup.fields(fn)
+  for name in names:
+    lookup.require(
+      name in algorithm,
+      f'config.algorithm.loss={algorithm.loss!r} takes the field {name!r}, '
+      f'which config.algorithm does not have; add config.algorithm.{name}',
+    )
+  return {name: algorithm[name] for name in names}
+
+
+def _masked(mask, *arrays):
+  return (jnp.where(mask, x, 0.0) for x in arrays)
+
+
+def _ratio(logps, old_logps, mask, ratio: str):
+  """pi / pi_old of each token, or of its row (see `clip`), [B, T]."""
+  log_r = logps - old_logps
+  if ratio in ('sequence', 'product'):
+    n = _row_tokens(mask) if ratio == 'sequence' else 1.0
+    log_r = jnp.broadcast_to(_per_row(log_r, mask) / n, mask.shape)
+  elif ratio != 'token':
+    raise ValueError(
+      f'config.algorithm.ratio={ratio!r}; there are: {", ".join(RATIOS)}'
+    )
+  return _exp(log_r)
+
+
+def _metrics(logps, old_logps, weights, truncated, mask):
+  """The metrics that every policy loss has, as sums over loss tokens."""
+  d = logps - old_logps
+  return {
+    # k3 of KL(old || policy): the actions are old's.
+    'kl_old': _sum(_exp(d) - 1 - d, mask),
+    'tis_weight': _sum(weights, mask),
+    'tis_truncated': _sum(truncated, mask),
+  }
+
+
+def kl(logps, ref_logps, estimator: str):
+  """Estimates KL(policy || reference) for each token sampled by the policy.
+
+  Schulman, "Approximating KL divergence" (2020), with d = ref - logp:
+
+      k1 = -d              unbiased; as a loss its gradient is 0 on average,
+                           so it belongs in the reward
+      k2 = d^2 / 2         biased, gradient of the true KL on policy
+      k3 = exp(d) - d - 1  unbiased, never negative (GRPO, arXiv 2402.03300,
+                           equation 4; Search-R1's low_var_kl, which also
+                           clamps the value to 10: not kept)
+
+  Raises:
+    ValueError: another estimator.
+  """
+  d = ref_logps - logps
+  if estimator == 'k1':
+    return -d
+  if estimator == 'k2':
+    return 0.5 * d * d
+  if estimator == 'k3':
+    return _exp(d) - d - 1.0
+  raise ValueError(
+    f'config.algorithm.kl_estimator={estimator!r}; there are: k1, k2, k3'
+  )
+
+
+def importance_weights(
+  old_logps,
+  behaviour_logps,
+  mask,
+  *,
+  tis: str,
+  cap: float,
+  floor: float,
+  beyond: str,
+):
+  """Truncated importance weights of pi_old / pi_behaviour, [B, T].
+
+  They correct for what the engine sampled from (its numerics, its staleness)
+  against what the trainer scores. 'token': a weight for each token (Yao et
+  al., "Your efficient RL framework secretly brings you off-policy RL
+  training", 2025). 'sequence': the product over the loss tokens of the row,
+  truncated, on every token of it. No gradient passes through.
+
+  beyond='cap': min(w, cap). beyond='mask': 0 outside [floor, cap], so that
+  what the policy of now would hardly write is not learned from at all (as
+  IcePop does, Ling team, "Every step evolves", arXiv 2510.18855); the divisor
+  of the loss stays.
+
+  Returns:
+    weights [B, T] and whether each was truncated or masked, bool [B, T].
+  """
+  log_w = jnp.where(mask, old_logps - behaviour_logps, 0.0)
+  if tis == 'none':
+    return jnp.ones_like(log_w), jnp.zeros(mask.shape, bool)
+  if tis == 'sequence':
+    log_w = jnp.broadcast_to(_per_row(log_w, mask), mask.shape)
+  elif tis != 'token':
+    raise ValueError(
+      f'config.algorithm.tis={tis!r}; there are: {", ".join(TIS)}'
+    )
+  w = jax.lax.stop_gradient(_exp(log_w))
+  if beyond == 'mask':
+    outside = (w > cap) | (w < floor)
+    return jnp.where(outside, 0.0, w), outside & mask
+  return jnp.minimum(w, cap), (w > cap) & mask
+
+
+def clip(
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  clip_low: float,
+  clip_high: float,
+  clip_dual: float,
+  ratio: str,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_beyond: str,
+):
+  """PPO's clipped objective with separate bounds, as a loss per token.
+
+      loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+  PPO, arXiv 1707.06347, equation 7; separate bounds: DAPO, arXiv 2503.14476,
+  equation 8. ratio='token': r = pi / pi_old of the token. ratio='sequence':
+  the geometric mean over the row's loss tokens (GSPO, arXiv 2507.18071,
+  equation 7), the same on each of them. ratio='product': their product, so
+  that a row is one action (RLOO, arXiv 2402.14740, as TRL has it; with
+  aggregation='sequence' the loss of a row is r A). w is the truncated
+  importance weight of `importance_weights`; it multiplies the clipped term, so
+  clipping never sees the engine's mismatch and truncation never sees the
+  policy's step.
+
+  clip_dual = c, if above 0: where A < 0 the loss is at most -w c A, so that a
+  token that became many times as likely cannot drown the others (dual clip,
+  Ye et al., arXiv 1912.09729; TRL calls it delta).
+
+  Args:
+    logps: [B, T] of the policy, differentiated.
+    old_logps: [B, T] of the trainer's weights before the step's first update.
+    behaviour_logps: [B, T] that the engine recorded.
+    advantages: [B, T].
+    mask: bool [B, T].
+
+  Returns:
+    loss [B, T], 0 outside the mask, and metrics as sums over loss tokens.
+  """
+  logps, old_logps, behaviour_logps, advantages = _masked(
+    mask, logps, old_logps, behaviour_logps, advantages
+  )
+  r = _ratio(logps, old_logps, mask, ratio)
+  free = r * advantages
+  bound = jnp.clip(r, 1.0 - clip_low, 1.0 + clip_high) * advantages
+  # `where`, not `minimum`: at a tie (r = 1, every first update) minimum would
+  # share the gradient between the two branches.
+  objective = jnp.where(bound < free, bound, free)
+  least = clip_dual * advantages
+  beyond = (advantages < 0) & (objective < least) & (clip_dual > 0)
+  objective = jnp.where(beyond, least, objective)
+  weights, truncated = importance_weights(
+    old_logps,
+    behaviour_logps,
+    mask,
+    tis=tis,
+    cap=tis_cap,
+    floor=tis_floor,
+    beyond=tis_beyond,
+  )
+  loss = jnp.where(mask, -weights * objective, 0.0)
+  sums = _metrics(logps, old_logps, weights, truncated, mask) | {
+    'clip_low': _sum((advantages < 0) & (r < 1 - clip_low), mask),
+    'clip_high': _sum((advantages > 0) & (r > 1 + clip_high), mask),
+    'clip_dual': _sum(beyond, mask),
+  }
+  return loss, jax.lax.stop_gradient(sums)
+
+
+def cispo(
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  clip_low: float,
+  clip_high: float,
+  ratio: str,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_beyond: str,
+):
+  """CISPO: the ratio is a clipped weight, and no token loses its gradient.
+
+      loss = -w sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi
+
+  MiniMax-M1, arXiv 2506.13585, equations 4 and 5; sg stops the gradient. The
+  paper has no lower bound: clip_low = 1. Arrays, r, w and what is returned
+  are those of `clip`; the value of the loss means nothing, its gradient does.
+  """
+  logps, old_logps, behaviour_logps, advantages = _masked(
+    mask, logps, old_logps, behaviour_logps, advantages
+  )
+  r = _ratio(logps, old_logps, mask, ratio)
+  weights, truncated = importance_weights(
+    old_logps,
+    behaviour_logps,
+    mask,
+    tis=tis,
+    cap=tis_cap,
+    floor=tis_floor,
+    beyond=tis_beyond,
+  )
+  bounded = jax.lax.stop_gradient(jnp.clip(r, 1 - clip_low, 1 + clip_high))
+  loss = jnp.where(mask, -weights * bounded * advantages * logps, 0.0)
+  sums = _metrics(logps, old_logps, weights, truncated, mask) | {
+    'clip_low': _sum(r < 1 - clip_low, mask),
+    'clip_high': _sum(r > 1 + clip_high, mask),
+  }
+  return loss, jax.lax.stop_gradient(sums)
+
+
+def reinforce(
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_beyond: str,
+):
+  """REINFORCE, weighted by how likely the policy of now is to write it.
+
+      loss = -w A log pi, w = min(pi / pi_behaviour, tis_cap), no gradient
+
+  Williams (1992), with the truncated weights of V-trace (IMPALA, arXiv
+  1802.01561, section 4.2). One weight corrects for the engine, for staleness
+  and for the updates of this step; nothing is clipped besides, and old_logps
+  is for the metrics only. tis='none': no correction, right on policy alone.
+  Arrays and what is returned: see `clip`.
+  """
+  logps, old_logps, behaviour_logps, advantages = _masked(
+    mask, logps, old_logps, behaviour_logps, advantages
+  )
+  weights, truncated = importance_weights(
+    logps,
+    behaviour_logps,
+    mask,
+    tis=tis,
+    cap=tis_cap,
+    floor=tis_floor,
+    beyond=tis_beyond,
+  )
+  loss = jnp.where(mask, -weights * advantages * logps, 0.0)
+  sums = _metrics(logps, old_logps, weights, truncated, mask)
+  return loss, jax.lax.stop_gradient(sums)
+
+
+def value(values, old_values, targets, mask, *, clip: float):
+  """The critic's squared error, its step clipped; a loss per token, [B, T].
+
+      loss = 1/2 max((V - G)^2, (V_old + clamp(V - V_old, -clip, clip) - G)^2)
+
+  As in OpenAI's baselines (PPO2), which PPO, arXiv 1707.06347, does not
+  state, and in Search-R1 (clip 0.5), there over retrieved tokens too.
+
+  Args:
+    values: [B, T] of the critic, differentiated.
+    old_values: [B, T] before the step's first update.
+    targets: [B, T], `advantages.lambda_returns`.
+    mask: bool [B, T].
+    clip: distance in units of the return; 0 = not clipped.
+
+  Returns:
+    loss [B, T], 0 outside the mask, and metrics as sums over loss tokens.
+  """
+  values, old_values, targets = _masked(mask, values, old_values, targets)
+  error = (values - targets) ** 2
+  near = old_values + jnp.clip(values - old_values, -clip, clip)
+  bounded = (near - targets) ** 2
+  beyond = (bounded > error) & (clip > 0)
+  loss = 0.5 * jnp.where(beyond, bounded, error)
+  sums = {'value_error': _sum(error, mask), 'value_clip': _sum(beyond, mask)}
+  return jnp.where(mask, loss, 0.0), jax.lax.stop_gradient(sums)
+
+
+def mismatch(old_logps, behaviour_logps, mask):
+  """What the trainer's log-probs and the engine's differ by, as sums.
+
+  Design 5.7. Token ratios are exp(old - behaviour), not truncated; names that
+  end in `_max` are maxima, joined by max (`add`).
+  """
+  d = jnp.where(mask, old_logps - behaviour_logps, 0.0)
+  w = _exp(d)
+  return jax.lax.stop_gradient(
+    {
+      'mismatch_abs': jnp.sum(jnp.abs(d)),
+      'mismatch_max': jnp.max(jnp.abs(d), initial=0.0),
+      'mismatch_outside': _sum((w < 0.9) | (w > 1.1), mask),
+      'mismatch_w': _sum(w, mask),
+      'mismatch_w2': _sum(w * w, mask),
+    }
+  )
+
+
+def nll(logps, mask):
+  """Supervised loss per token, -log p, [B, T]; 0 outside the mask."""
+  return jnp.where(mask, -logps, 0.0)
+
+
+def aggregate(loss, mask, aggregation: str):
+  """The numerator of the minibatch's loss: a scalar sum.
+
+  token: every loss token weighs the same (DAPO, arXiv 2503.14476, section
+  3.3). sequence: every sequence weighs the same, its tokens share its weight
+  (GRPO, arXiv 2402.03300, equation 3). sequence_sum: tokens summed, divided
+  by a constant horizon (Dr. GRPO, arXiv 2503.20783, appendix).
+  """
+  if aggregation in ('token', 'sequence_sum'):
+    return _sum(loss, mask)
+  if aggregation == 'sequence':
+    return jnp.sum(_per_row(loss, mask) / _row_tokens(mask))
+  raise ValueError(
+    f'config.algorithm.aggregation={aggregation!r}; there are: '
+    f'{", ".join(AGGREGATIONS)}'
+  )
+
+
+def denominator(masks, aggregation: str, horizon: int) -> float:
+  """What the numerators of a minibatch are divided by, from NumPy masks.
+
+  token: loss tokens. sequence: rows with a loss token. sequence_sum: those
+  rows x horizon (in tokens). At least 1: an empty minibatch has loss 0.
+
+  Raises:
+    ValueError: an unknown aggregation, or sequence_sum without a horizon.
+  """
+  tokens = sum(int(np.sum(m)) for m in masks)
+  rows = sum(int(np.any(m, axis=-1).sum()) for m in masks)
+  if aggregation == 'token':
+    return float(max(tokens, 1))
+  if aggregation == 'sequence':
+    return float(max(rows, 1))
+  if aggregation == 'sequence_sum':
+    lookup.require(
+      horizon > 0,
+      f'config.algorithm.horizon={horizon}: aggregation=sequence_sum '
+      'divides by it; set it to the largest number of sampled tokens',
+    )
+    return float(max(rows, 1) * horizon)
+  raise ValueError(
+    f'config.algorithm.aggregation={aggregation!r}; there are: '
+    f'{", ".join(AGGREGATIONS)}'
+  )
+
+
+def add(a: dict, b: dict) -> dict:
+  """Joins the metrics of two microbatches: sums add, `_max` takes the max."""
+  return {
+    k: jnp.maximum(a[k], b[k]) if k.endswith('_max') else a[k] + b[k] for k in a
+  }
+
+
+def summarise(sums: dict) -> dict[str, float]:
+  """Means over loss tokens from joined sums (which hold `tokens`).
+
+  `loss`, and what ends in `_max`, pass through. `mismatch_ess` is the
+  effective sample size (sum w)^2 / (n sum w^2), in (0, 1].
+  """
+  sums = {k: float(v) for k, v in sums.items()}
+  tokens = sums.pop('tokens')
+  n = max(tokens, 1.0)
+  out = {'tokens': tokens}
+  for k in ('loss', 'sequences'):
+    if k in sums:
+      out[k] = sums.pop(k)
+  w, w2 = sums.pop('mismatch_w', None), sums.pop('mismatch_w2', None)
+  if w is not None:
+    out['mismatch_ess'] = w * w / (n * w2) if w2 > 0 else 1.0
+  for k, v in sums.items():
+    out[k] = v if k.endswith('_max') else v / n
+  return out

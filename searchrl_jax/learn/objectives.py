@@ -1,0 +1,164 @@
+"""What an update minimises: a loss per token, and what it needs besides."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from searchrl_jax.learn import losses
+from searchrl_jax.run import lookup
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """A loss per token and how it is aggregated.
+
+  fn(logps [B, T], entropy [B, T], arrays) -> (loss [B, T], sums), where
+  `arrays` holds mask, behaviour_logps, advantages, old and ref, all [B, T].
+  Hashable: one compiled program for each.
+
+  Of a critic (`value`) logps are the values, old those before the
+  step's first update, advantages the returns to learn; it has no entropy.
+  """
+
+  fn: Callable
+  aggregation: str
+  horizon: int = 0
+  entropy_grad: bool = False  # whether the loss differentiates the entropy
+  needs_old: bool = False
+  needs_ref: bool = False
+  critic: bool = False  # of models/critic.py, not of a policy
+
+
+def policy(config) -> Objective:
+  """The objective that config.algorithm describes.
+
+  loss = policy loss + kl_coef KL (if kl = 'loss') - entropy_coef entropy,
+  for each token. With one update in a step, the log-probs before it are the
+  policy's own: old_logps need not be scored.
+
+  Raises:
+    ValueError: an algorithm field that cannot work; names it and the mend.
+  """
+  a = config.algorithm
+  losses.denominator([], a.aggregation, a.horizon)
+  lookup.require(
+    a.tis == 'none' or a.tis_cap > 0,
+    f'config.algorithm.tis_cap={a.tis_cap}: above 0',
+  )
+  lookup.require(
+    not a.tis_floor or (a.tis_beyond == 'mask' and 0 < a.tis_floor <= 1),
+    f'config.algorithm.tis_floor={a.tis_floor}: in [0, 1], and above 0 only '
+    f"with tis_beyond='mask' (it is {a.tis_beyond!r})",
+  )
+  lookup.require(
+    min(a.clip_low, a.clip_high) >= 0 and a.clip_low <= 1,
+    f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
+    'distances from 1, not negative, clip_low at most 1',
+  )
+  lookup.require(
+    not a.clip_dual or a.clip_dual > 1,
+    f'config.algorithm.clip_dual={a.clip_dual}: above 1 (3 is usual), or 0 '
+    'for none',
+  )
+  name = a.loss if '.' in a.loss else f'losses.{a.loss}'
+  fn = lookup.function('searchrl_jax.learn', name)
+  needs_old = a.minibatches * a.epochs > 1
+  kw = losses.fields(fn, a)
+  for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):
+    lookup.require(
+      a[field] == neutral or field in kw,
+      f'config.algorithm.{field}={a[field]!r} has no effect with loss='
+      f'{a.loss!r}; use {neutral!r}',
+    )
+  kl, estimator, kl_coef = a.kl, a.kl_estimator, a.kl_coef
+  entropy_coef = a.entropy_coef
+
+  def objective(logps, entropy, arrays):
+    mask = arrays['mask']
+    if needs_old:
+      old = arrays['old']
+    else:
+      old = jax.lax.stop_gradient(logps)
+    # NaN: nothing was recorded (an unmasked observation): weight 1.
+    behaviour = arrays['behaviour_logps']
+    behaviour = jnp.where(jnp.isnan(behaviour), old, behaviour)
+    loss, sums = fn(logps, old, behaviour, arrays['advantages'], mask, **kw)
+    sums = dict(sums) | losses.mismatch(old, behaviour, mask)
+    sums |= _spread(logps, entropy)
+    if kl == 'loss':
+      d = losses.kl(logps, arrays['ref'], estimator)
+      d = jnp.where(mask, d, 0.0)
+      loss = loss + kl_coef * d
+      sums['kl_ref'] = jnp.sum(d)
+    if entropy_coef:
+      loss = loss - entropy_coef * jnp.where(mask, entropy, 0.0)
+    return loss, sums
+
+  return Objective(
+    objective,
+    a.aggregation,
+    a.horizon,
+    bool(entropy_coef),
+    needs_old,
+    kl == 'loss',
+  )
+
+
+def _spread(logps, entropy) -> dict:
+  return {'entropy': jnp.sum(entropy), 'nll': -jnp.sum(logps)}
+
+
+def supervised(aggregation: str = 'token') -> Objective:
+  """Mean negative log-likelihood of the loss tokens."""
+
+  def objective(logps, entropy, arrays):
+    return losses.nll(logps, arrays['mask']), _spread(logps, entropy)
+
+  return Objective(objective, aggregation)
+
+
+def value(config) -> Objective:
+  """The critic's clipped squared error (`losses.value`), a mean over tokens.
+
+  Raises:
+    ValueError: config.critic.clip is negative.
+  """
+  clip = config.critic.clip
+  lookup.require(
+    clip >= 0,
+    f'config.critic.clip={clip}: a distance, in units of the return; 0 = none',
+  )
+
+  def objective(values, entropy, arrays):
+    del entropy
+    mask, returns = arrays['mask'], arrays['advantages']
+    loss, sums = losses.value(values, arrays['old'], returns, mask, clip=clip)
+    # For the explained variance, 1 - E (G - V)^2 / Var G.
+    returns = jnp.where(mask, returns, 0.0)
+    return loss, dict(sums) | {
+      'value': jnp.sum(values),
+      'return': jnp.sum(returns),
+      'return_squared': jnp.sum(returns**2),
+    }
+
+  return Objective(objective, 'token', needs_old=True, critic=True)
+
+
+def explained(found: dict[str, float]) -> dict[str, float]:
+  """A critic's metrics of one update, under names of their own.
+
+  `explained_variance` is 1 - E (G - V)^2 / Var G over the loss tokens: 0 for a
+  critic that says the mean, 1 for one that is always right, NaN where all
+  returns are equal.
+  """
+  variance = found['return_squared'] - found['return'] ** 2
+  # Of float32 sums: a smaller one is rounding.
+  known = variance > 1e-5 * found['return_squared']
+  share = found['value_error'] / variance if known else math.nan
+  names = ('loss', 'value', 'return', 'value_clip', 'grad_norm')
+  return {'critic_explained_variance': 1.0 - share} | {
+    f'critic_{name}': found[name] for name in names
+  }

@@ -1,0 +1,235 @@
+"""Rollouts of this step and, while it is updated, of the steps ahead.
+
+With `max_staleness` = 0 a step's rollouts begin when it does. With n, those of
+the n steps after it are under way at the same time: they begin on weights at
+most n versions older than those they will update, and go on with newer ones
+as these are published, between the turns of a trajectory and within them.
+Whatever has ended and was not used yet goes into the checkpoint.
+"""
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
+import dataclasses
+import itertools
+import pathlib
+import time
+
+import numpy as np
+
+from searchrl_jax.data.core import Stream
+from searchrl_jax.rollout.chains import Rollout
+from searchrl_jax.run import records
+from searchrl_jax.run.signals import Signals
+from searchrl_jax.types import Question, Trajectory
+
+# (question id, sample) -> what has ended.
+Ended = dict[tuple[str, int], Trajectory]
+
+
+@dataclasses.dataclass
+class _Step:
+  """The rollouts of one step."""
+
+  cursor: dict  # of the stream, before its questions
+  ended: Ended  # what may be used
+  asked: set[str]  # ids of its questions
+  seen: list[Trajectory] = dataclasses.field(default_factory=list)
+  future: futures.Future | None = None
+
+  def keep(self, trajectory: Trajectory) -> None:
+    self.seen.append(trajectory)
+    # What failed for the fault of a service is tried again.
+    if not trajectory.failed:
+      self.ended[trajectory.question.id, trajectory.sample] = trajectory
+
+
+class Collector:
+  """Starts the rollouts of steps and hands them out in order.
+
+  Args:
+    signals: the event loop.
+    stream: of questions.
+    start: (questions, step=, ended=, on_trajectory=) -> coroutine of a
+      `Rollout`, which leaves out what has `ended` already.
+    questions: of a step.
+    max_staleness: steps ahead, config.rollout.max_staleness.
+    steps: there are in all.
+  """
+
+  def __init__(
+    self,
+    signals: Signals,
+    stream: Stream,
+    start: Callable[..., Coroutine],
+    *,
+    questions: int,
+    max_staleness: int,
+    steps: int,
+  ):
+    self._signals, self._stream, self._start = signals, stream, start
+    self._questions, self._ahead, self._steps = questions, max_staleness, steps
+    self._under_way: dict[int, _Step] = {}
+    self._taken: dict[int, _Step] = {}  # the last one
+    self._saved: dict[int, Ended] = {}
+    self._running = 0
+    self._idle, self._idle_since = 0.0, time.monotonic()
+
+  def restore(self, data: bytes) -> None:
+    """Takes what `ended` of a checkpoint has; before the first `take`."""
+    for record in records.read(data):
+      t = record.trajectory
+      self._saved.setdefault(record.step, {})[t.question.id, t.sample] = t
+
+  def take(self, step: int) -> Rollout:
+    """The rollouts of `step`; starts those that may begin by now.
+
+    Raises:
+      Stopped: by a signal. Whatever the rollout raises.
+    """
+    for ahead in range(step, min(step + self._ahead + 1, self._steps)):
+      if ahead not in self._under_way:
+        self._begin(ahead)
+    self._taken = {}
+    found = self._signals.wait(self._under_way[step].future)
+    self._taken = {step: self._under_way.pop(step)}
+    return found
+
+  def more(self, step: int, n: int, **how) -> Rollout:
+    """The rollouts of n further questions for a step that was taken.
+
+    For max_staleness = 0: the questions that follow are the next step's.
+    how: what else `start` is told.
+
+    Raises:
+      as `take`.
+    """
+    one = self._taken[step]
+    questions = []
+    for q in self._stream.next(n):
+      # Asked again in one step, a question has samples of their own name.
+      again = (f'{q.id}#{i}' for i in itertools.count(2))
+      name = next(
+        x for x in itertools.chain([q.id], again) if x not in one.asked
+      )
+      one.asked.add(name)
+      questions.append(dataclasses.replace(q, id=name))
+    return self._signals.wait(self._play(questions, step, one, **how))
+
+  def put_back(self, step: int, *, usable: bool) -> tuple[Trajectory, ...]:
+    """Ends all; `step` was not used. Returns what had ended of it.
+
+    usable: whether what has ended may be used; if not, it is sampled again.
+    """
+    self.stop()
+    self._under_way |= self._taken
+    if not usable:
+      for one in self._under_way.values():
+        one.ended.clear()
+    return tuple(self._under_way[step].seen)
+
+  def _begin(self, step: int) -> None:
+    cursor = self._stream.state()
+    questions = self._stream.next(self._questions)
+    one = _Step(cursor, self._saved.pop(step, {}), {q.id for q in questions})
+    one.future = self._play(questions, step, one)
+    self._under_way[step] = one
+
+  def _play(
+    self, questions: Sequence[Question], step: int, one: _Step, **how
+  ) -> futures.Future:
+    return self._signals.start(
+      self._counted(
+        questions,
+        step=step,
+        ended=dict(one.ended),
+        on_trajectory=one.keep,
+        **how,
+      )
+    )
+
+  async def _counted(self, questions: Sequence[Question], **how) -> Rollout:
+    if not self._running:
+      self._idle += time.monotonic() - self._idle_since
+    self._running += 1
+    try:
+      return await self._start(questions, **how)
+    finally:
+      self._running -= 1
+      self._idle_since = time.monotonic()
+
+  def stop(self) -> None:
+    """Ends all that is under way."""
+    self._signals.cancel(*(s.future for s in self._under_way.values()))
+
+  def idle_seconds(self) -> float:
+    """How long nothing was under way, since the last call."""
+    idle, self._idle = self._idle, 0.0
+    if not self._running:
+      now = time.monotonic()
+      idle, self._idle_since = idle + now - self._idle_since, now
+    return idle
+
+  def cursor(self) -> dict:
+    """The stream's, before the first step that was not taken."""
+    if not self._under_way:
+      return self._stream.state()
+    return self._under_way[min(self._under_way)].cursor
+
+  def ended(self) -> dict[int, list[Trajectory]]:
+    """What has ended and was not taken, by step, for the checkpoint."""
+    steps = {n: s.ended for n, s in self._under_way.items()} | self._saved
+    return {n: list(dict(ended).values()) for n, ended in sorted(steps.items())}
+
+
+def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
+  """`Collector.ended` as `Collector.restore` reads it, to the last bit."""
+  return records.encode(
+    [
+      records.Record(step, t)
+      for step, trajectories in ended.items()
+      for t in trajectories
+    ],
+    exact=True,
+  )
+
+
+def keep(path: pathlib.Path, step: int, kept: bytes) -> None:
+  """Puts `encode` beside the checkpoint of `step`, which has an older one."""
+  records.write_bytes(path, f'{step}\n'.encode() + kept)
+
+
+def kept(path: pathlib.Path, step: int) -> bytes | None:
+  """What `keep` left for the checkpoint of `step`, if it did."""
+  if not path.exists():
+    return None
+  first, _, rest = path.read_bytes().partition(b'\n')
+  return rest if first == str(step).encode() else None
+
+
+def staleness(
+  groups: Sequence[Sequence[Trajectory]], version: int, most: int
+) -> dict[str, float]:
+  """How many versions old the tokens are that `version` is trained on.
+
+  Returns:
+    'staleness/mean' and 'staleness/max' in versions, and the share of tokens
+    that are 0..most versions old as 'staleness/share_N'.
+  """
+  written = [
+    s.versions
+    for group in groups
+    for t in group
+    if not t.failed
+    for s in t.trained
+    if s.train and s.versions is not None
+  ]
+  ages = version - np.concatenate(written) if written else np.zeros(0, int)
+  n = max(len(ages), 1)
+  out = {
+    'staleness/mean': float(ages.sum()) / n,
+    'staleness/max': float(ages.max(initial=0)),
+  }
+  return out | {
+    f'staleness/share_{age}': float((ages == age).sum()) / n
+    for age in range(most + 1)
+  }

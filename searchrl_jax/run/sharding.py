@@ -1,0 +1,150 @@
+"""The mesh and the logical axis rules.
+
+Arrays name their axes by meaning ('embed', 'heads', 'batch', ...); the rules
+map meaning to the mesh axes (data, fsdp, tensor). A dimension that its mesh
+axes do not divide is replicated (KV heads on a wide tensor axis are the usual
+case). The constraint helpers do nothing without a mesh.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from searchrl_jax.run import lookup
+
+AXES = ('data', 'fsdp', 'tensor')
+
+RULES = {
+  'batch': ('data', 'fsdp'),
+  'time': None,
+  'layers': None,
+  'vocab': 'tensor',
+  'embed': 'fsdp',  # of a parameter; activations use 'features'
+  'features': None,
+  'heads': 'tensor',
+  'kv_heads': 'tensor',
+  'head_dim': None,
+  'mlp': 'tensor',
+  'norm': None,
+}
+
+
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
+  """A (data, fsdp, tensor) mesh; one size may be -1, 'what is left'.
+
+  Sizes without a -1 may ask for fewer devices than there are: the first ones.
+
+  Raises:
+    ValueError: the sizes ask for more devices than there are, or do not
+      divide them.
+  """
+  devices = jax.devices() if devices is None else list(devices)
+  sizes = [data, fsdp, tensor]
+  lookup.require(
+    all(s > 0 or s == -1 for s in sizes) and sizes.count(-1) <= 1,
+    f'mesh sizes {dict(zip(AXES, sizes))}: positive, at most one -1',
+  )
+  if -1 in sizes:
+    rest = math.prod(s for s in sizes if s != -1)
+    lookup.require(
+      len(devices) % rest == 0,
+      f'config.mesh: {len(devices)} devices are not divisible by {rest}',
+    )
+    sizes[sizes.index(-1)] = len(devices) // rest
+  count = math.prod(sizes)
+  lookup.require(
+    count <= len(devices),
+    f'config.mesh {dict(zip(AXES, sizes))} needs {count} devices; there '
+    f'are {len(devices)}',
+  )
+  grid = np.asarray(devices[:count]).reshape(sizes)
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def spec(mesh: Mesh, axes, shape) -> PartitionSpec:
+  """PartitionSpec of an array whose dimensions are named `axes`."""
+  lookup.require(
+    len(axes) == len(shape), f'axes {axes} do not name the dimensions {shape}'
+  )
+  out = []
+  for axis, size in zip(axes, shape):
+    rule = None if axis is None else RULES[axis]
+    names = (rule,) if isinstance(rule, str) else (rule or ())
+    names = tuple(
+      n for n in names if mesh.shape[n] > 1 and n not in mesh.manual_axes
+    )
+    ways = math.prod(mesh.shape[n] for n in names)
+    if not names or size % ways:
+      out.append(None)
+    else:
+      out.append(names[0] if len(names) == 1 else names)
+  return PartitionSpec(*out)
+
+
+def named(mesh: Mesh, axes, shape) -> NamedSharding:
+  return NamedSharding(mesh, spec(mesh, axes, shape))
+
+
+def constrain(x, mesh: Mesh | None, *axes):
+  """Pins the layout of an activation inside jit."""
+  if mesh is None or mesh.size == 1:
+    return x
+  here = jax.sharding.get_abstract_mesh()  # not empty within `by_rows`
+  mesh = mesh if here.empty else here
+  if len(mesh.manual_axes) == len(AXES):
+    return x
+  return jax.lax.with_sharding_constraint(x, named(mesh, axes, x.shape))
+
+
+def parts(mesh: Mesh | None, rows: int) -> int:
+  """How many parts `rows` of a batch are cut into; 1: each device has all."""
+  n = math.prod(mesh.shape[a] for a in RULES['batch']) if mesh else 1
+  return n if rows % n == 0 else 1
+
+
+def by_rows(f, mesh: Mesh | None, rows: int, ins, outs):
+  """`f` over each part of a batch of `rows` by itself: no collectives.
+
+  ins, outs: of arguments and results, the dimension that holds the rows (-1:
+  the same for all parts). `f` sees its own rows; an axis `tensor` of several
+  devices is left to the compiler. Where the batch is in one part, `f` itself.
+  """
+  if parts(mesh, rows) == 1:
+    return f
+  batch = spec(mesh, ('batch',), (rows,))
+  ins, outs = jax.tree.map(
+    lambda d: PartitionSpec(*[None] * d, *(batch if d >= 0 else ())),
+    (ins, outs),
+  )
+  return jax.shard_map(
+    f,
+    mesh=mesh,
+    in_specs=ins,
+    out_specs=outs,
+    axis_names={a for a in AXES if a in RULES['batch'] or mesh.shape[a] == 1},
+    check_vma=False,
+  )
+
+
+def own_rows(rows, n: int):
+  """Numbers of rows of the whole batch as those of this part's n; n: not here.
+
+  Without `by_rows`: as they are.
+  """
+  if jax.sharding.get_abstract_mesh().empty:
+    return rows
+  at = rows - jax.lax.axis_index(RULES['batch']) * n
+  return jnp.where((at >= 0) & (at < n), at, n)
+
+
+def total(x):
+  """The sum over all parts of `by_rows`; without it, x."""
+  here = jax.sharding.get_abstract_mesh()
+  return x if here.empty else jax.lax.psum(x, RULES['batch'])
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,224 @@
+"""Scripted warm-start traces on generated worlds.
+
+They mix good searches, poor ones and guesses, as base models do, so that RL
+has something to select. What they read is what the search really found.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+import dataclasses
+
+import numpy as np
+
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.core import Search, Trace
+from searchrl_jax.types import Passage, Question
+from searchrl_jax.worlds import microworld
+
+FAVOURITES = 3
+# The traces' worlds begin here, far from the seeds that a user would try.
+TRACE_WORLDS = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+  """How the scripted traces behave; good + poor + guess = 1.
+
+  Real base models guess more where they feel at home. So the fraction of
+  guesses differs with the relation asked: from guess * (1 - tilt) to guess *
+  (1 + tilt), the rest shared by good and poor searches as their fractions.
+  """
+
+  good: float  # searches for the person
+  poor: float  # searches for the first name or the relation alone
+  guess: float  # answers at once, with one of a few favourites
+  tilt: float  # 0 to 1
+  again: float  # after a poor search: searches for the person
+  short: float  # two-hop: answers from the first person's passage
+  favourites: int = FAVOURITES  # values that a guess takes, of each pool
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if name != 'favourites' and not 0 <= value <= 1:
+        raise DataError(f'{name}={value} must lie between 0 and 1')
+    if self.favourites < 1:
+      raise DataError(f'favourites={self.favourites}: at least 1')
+    total = self.good + self.poor + self.guess
+    if abs(total - 1) > 1e-6:
+      raise DataError(f'good + poor + guess = {total:g}, and must be 1')
+    if self.guess * (1 + self.tilt) > 1 + 1e-6:
+      raise DataError('guess * (1 + tilt) must not exceed 1')
+
+
+def traces(
+  *,
+  world_seed: int,
+  worlds: int = 60,
+  n: int = 12_000,
+  seed: int = 0,
+  k: int = 1,
+  train: int = 120,
+  relations: int = 4,
+  good: float = 0.4,
+  poor: float = 0.2,
+  guess: float = 0.4,
+  tilt: float = 0.8,
+  again: float = 0.3,
+  short: float = 0.4,
+  favourites: int = FAVOURITES,
+) -> list[Trace]:
+  """Traces on train questions of several worlds.
+
+  Worlds of their own, none the run's: what can be learned from them is how to
+  search and to read, no facts. Only passages of train people are found.
+
+  Args:
+    world_seed: of the run's world; those of the traces follow from it.
+    worlds: how many worlds.
+    n: how many traces, shared evenly.
+    seed: of the behaviours.
+    k: passages for a query, as in the run.
+    train: people of each world, see `microworld.generate`; so is relations.
+    relations: see above.
+    good: see `Mix`, as are the rest.
+    poor: see above.
+    guess: see above.
+    tilt: see above.
+    again: see above.
+    short: see above.
+    favourites: see above.
+
+  Raises:
+    DataError: a fraction out of range, or a world that cannot be.
+  """
+  mix = Mix(good, poor, guess, tilt, again, short, favourites)
+  if worlds < 1 or n < worlds:
+    raise DataError(f'n={n} traces of worlds={worlds}: at least one of each')
+  out = []
+  for i in range(worlds):
+    world = microworld.generate(
+      TRACE_WORLDS + world_seed * 1000 + i, train=train, relations=relations
+    )
+    count = n * (i + 1) // worlds - n * i // worlds
+    out += script(world, count, [seed, i], searcher(world), k, mix)
+  return out
+
+
+def searcher(
+  world: microworld.World, splits: Sequence[str] = ('train',)
+) -> Search:
+  """The retrieval server's index, in this process, over people of `splits`."""
+  from retrieval.bm25 import BM25Index  # slow to import
+
+  people = {
+    name for split in splits for name in microworld.names(world.settings, split)
+  }
+  passages = []
+  for row in world.corpus:
+    title, _, text = row['contents'].partition('\n')
+    if title.strip('"') in people:
+      passages.append(Passage(row['id'], title.strip('"'), text))
+  index = BM25Index([f'"{p.title}"\n{p.text}' for p in passages])
+
+  def search(queries: Sequence[str], k: int):
+    ids, _ = index.search(queries, k)
+    return [tuple(passages[i] for i in row if i >= 0) for row in ids]
+
+  return search
+
+
+def script(
+  world: microworld.World, n: int, seed, search: Search, k: int, mix: Mix
+) -> list[Trace]:
+  """n traces on one world's train questions, hops alternating.
+
+  A question comes again only after all came. All traces advance together:
+  each round's queries are one search.
+  """
+  pool = microworld.pick(world, 'train')
+  rng = np.random.default_rng(seed)
+  writers = [
+    _Script(world, np.random.default_rng(rng.integers(2**63)), mix)
+    for _ in range(n)
+  ]
+  scripts = [w.trace(pool[i % len(pool)]) for i, w in enumerate(writers)]
+  done: dict[int, Trace] = {}
+  found: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(range(n))
+  while found:
+    asked = {}
+    for i, passages in found.items():
+      try:
+        asked[i] = scripts[i].send(passages)
+      except StopIteration as end:
+        done[i] = end.value
+    answers = search(list(asked.values()), k) if asked else []
+    found = dict(zip(asked, answers, strict=True))
+  return [done[i] for i in range(n)]
+
+
+# Yields queries, is sent what they found, returns.
+Script = Generator[str, tuple[Passage, ...], Trace]
+
+
+class _Script:
+  """Writes one trace."""
+
+  def __init__(self, world: microworld.World, rng, mix: Mix):
+    self.world, self.rng, self.mix = world, rng, mix
+    self.actions = []
+
+  def chance(self, p: float) -> bool:
+    return self.rng.random() < p
+
+  def trace(self, question: Question) -> Script:
+    name, *path = question.meta['path']
+    relation, mix = path[-1], self.mix
+    relations = [*microworld.ATTRIBUTES, *microworld.LINKS]
+    where = 2 * relations.index(relation) / (len(relations) - 1) - 1
+    if self.chance(mix.guess * (1 + mix.tilt * where)):
+      self.guess(relation)
+      return Trace(question, tuple(self.actions), False)
+    good = self.chance(mix.good / max(mix.good + mix.poor, 1e-9))
+    read = {}
+    again = True
+    if not good:
+      query = name.split()[0] if self.chance(0.5) else relation
+      read = yield from self.look_up(f'find {query}', query)
+      again = self.chance(mix.again)
+    if again:
+      read = yield from self.look_up(f'find {name}', name)
+    if len(path) == 2 and path[0] in read:
+      if self.chance(mix.short):
+        good = False
+      else:
+        bridge = read[path[0]]
+        read = yield from self.look_up(f'{path[0]} {bridge}', bridge)
+    if relation in read:
+      self.answer(f'{relation} {read[relation]}', read[relation])
+    else:
+      self.guess(relation)
+    right = self.actions[-1] == ('answer', question.answers[0])
+    return Trace(question, tuple(self.actions), good and right)
+
+  def look_up(self, thought: str, query: str):
+    """Searches; returns the facts of the first passage found."""
+    found = yield query
+    self.actions += [
+      ('think', thought),
+      ('search', query),
+      ('information', found),
+    ]
+    facts: Mapping[str, str] = self.world.facts[found[0].title] if found else {}
+    return facts
+
+  def answer(self, thought: str, value: str) -> None:
+    self.actions += [('think', thought), ('answer', value)]
+
+  def guess(self, relation: str) -> None:
+    """One of a few favourites: a random value would be learned by heart."""
+    if relation in microworld.LINKS:
+      values = microworld.names(self.world.settings, 'train')
+    else:
+      pool = microworld.ATTRIBUTES[relation]
+      values = microworld.pools(self.world.settings)[pool]
+    value = values[self.rng.integers(self.mix.favourites) % len(values)]
+    self.answer(f'maybe {value}', value)
