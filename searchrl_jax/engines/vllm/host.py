@@ -15,7 +15,7 @@ import uuid
 
 from searchrl_jax.engines.core import EngineError
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOST = '127.0.0.1'
 _HEALTH_S = 5.0  # for an answer of /health
 _TAIL_BYTES = 1 << 18  # of the log that are looked at
