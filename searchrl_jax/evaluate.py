@@ -28,6 +28,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import ledger, passk
 from searchrl_jax.learn import checks, scoring
+from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import build, command, lookup, records
 from searchrl_jax.run.signals import Loop
@@ -155,7 +156,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     loop.at_exit(engine.shutdown)
     source = build.source(config, url, lambda: engine, tok, mesh, out)
     loop.at_exit(source.close)
-    judge = build.judge(config)
+    judge = judges.make(config)
     if judge:
       loop.at_exit(judge.close)
       loop.run(judge.check())

@@ -13,20 +13,18 @@ as text, whatever they spell.
 
 import asyncio
 from collections.abc import Sequence
-import dataclasses
 import re
 import time
 
-import jax
 import numpy as np
 import tqdm
 
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.learn import batching, checks, objectives, optim, update
+from searchrl_jax.learn import batching, checks
+from searchrl_jax.learn.learner import Learner, own_optim
 from searchrl_jax.run import build, command, lookup
-from searchrl_jax.run.signals import NonFinite, Signals, Stopped
-from searchrl_jax.run.writer import Writer
+from searchrl_jax.run.session import Session
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.text import prompts
@@ -202,7 +200,79 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
 
 
 def sft(config, workdir: str) -> dict[str, float]:
-  """Warm-starts for config.sft.steps updates; returns the last metrics."""
+  """Warm-starts for config.sft.steps updates; returns the last metrics.
+
+  Raises:
+    ConfigError, DataError, ...: before anything is trained.
+    NonFinite: the loss is not finite; the batch is in the run folder.
+    Stopped: by a signal; the run is saved.
+  """
+  check(config)
+  tok = build.tokenizer(config, workdir)
+  taught = config.copy_and_resolve_references()
+  taught.env.train_information = True
+  taught.env.train_observations = False  # the policy is not to write them
+  env = build.environment(taught, tok)
+  with build.retrieval(config, workdir) as url:
+    source = build.source(config, url)
+    asyncio.run(source.check())
+    trajectories = examples(config, env, searcher(source))
+    asyncio.run(source.close())
+
+  mesh = build.mesh(config)
+  cfg = build.model_config(config, tok.vocab_size)
+  c = config.sft
+  learner = Learner(
+    config, cfg, mesh, supervised=(own_optim(config, c), c.steps)
+  )
+  lengths = np.array([len(t) for t in trajectories])
+  rows = order(lengths, c.rows, c.steps, config.seed)
+  with Session(
+    config,
+    workdir,
+    'sft',
+    learner,
+    cfg=cfg,
+    mesh=mesh,
+    limits=(c.steps, c.seconds, c.save_every),
+    about={'traces': len(trajectories)},
+  ) as run:
+    run.begin()
+    while not run.done:
+      begin = time.monotonic()
+      with run.writer.timer('update'):
+        part = [trajectories[i] for i in rows[run.step]]
+        (mini,) = batching.make(
+          part,
+          np.ones(len(part), bool),
+          np.arange(len(part)),
+          config,
+          shards=learner.shards,
+          need_logps=False,
+          minibatches=1,
+        )
+        learned = learner.step(mini)
+      seconds = time.monotonic() - begin
+      run.check_finite(learned, mini)
+      run.step += 1
+      tokens = sum(int(b.lengths.sum()) for b in mini)
+      shown = {'loss': 'sft/nll', 'tok_s': 'sft/tokens_per_second'}
+      run.end_step(
+        {
+          **{f'sft/{k}': v for k, v in learned.items()},
+          'sft/tokens_per_second': tokens / seconds,
+        },
+        **(shown if run.step % max(c.steps // 50, 1) == 0 else {}),
+      )
+  return run.metrics
+
+
+def check(config) -> None:
+  """Refuses a config that a warm start cannot use.
+
+  Raises:
+    ConfigError: names the field and the fix.
+  """
   checks.check_engine(config)
   lookup.require(
     config.source.module != simulated.SIMULATED,
@@ -215,109 +285,6 @@ def sft(config, workdir: str) -> dict[str, float]:
     f'config.sft.warmup={c.warmup} updates must be fewer than '
     f'config.sft.steps={c.steps}',
   )
-  tok = build.tokenizer(config, workdir)
-  taught = config.copy_and_resolve_references()
-  taught.env.train_information = True
-  taught.env.train_observations = False  # the policy is not to write them
-  env = build.environment(taught, tok)
-  mesh = build.mesh(config)
-  cfg = build.model_config(config, tok.vocab_size)
-
-  with build.retrieval(config, workdir) as url:
-    source = build.source(config, url)
-    asyncio.run(source.check())
-    trajectories = examples(config, env, searcher(source))
-    asyncio.run(source.close())
-
-  shapes = build.shapes(cfg, mesh)
-  tx = optim.make(build.own_optim(config, config.sft), config.sft.steps, shapes)
-  updater = update.Updater(
-    cfg,
-    config.batch,
-    temperature=1.0,
-    tx=tx,
-    objective=objectives.supervised(),
-    mesh=mesh,
-  )
-  saver = build.saver(config, workdir)
-  fingerprint = {'stage': 'sft', **dataclasses.asdict(cfg)}
-  if saver.latest() is not None:
-    saved = saver.restore(
-      {'state': updater.abstract(shapes)}, 'latest', fingerprint=fingerprint
-    )
-    state, step = saved.state['state'], saved.step
-  else:
-    state, step = updater.init(build.parameters(config, cfg, mesh)), 0
-
-  steps = config.sft.steps
-  lengths = np.array([len(t) for t in trajectories])
-  rows = order(lengths, config.sft.rows, steps, config.seed)
-  with (
-    Writer(
-      workdir,
-      config,
-      step=step,
-      steps=steps,
-      about={
-        'devices': [str(d) for d in jax.devices()],
-        'parameters': cfg.n_params,
-        'traces': len(trajectories),
-      },
-    ) as writer,
-    Signals() as signals,
-  ):
-    updater.warmup(state, score=False)
-    metrics, started = {}, time.monotonic()
-    for at, chosen in enumerate(rows):
-      if at < step:
-        continue
-      with writer.timer('update'):
-        begin = time.monotonic()
-        part = [trajectories[i] for i in chosen]
-        (mini,) = batching.make(
-          part,
-          np.ones(len(part), bool),
-          np.arange(len(part)),
-          config,
-          shards=updater.shards,
-          need_logps=False,
-          minibatches=1,
-        )
-        state, found = updater.step(state, mini)
-        seconds = time.monotonic() - begin
-      if not found['finite']:
-        raise NonFinite(f'sft step {at}: the loss is not finite')
-      tokens = sum(int(b.lengths.sum()) for b in mini)
-      metrics = writer.write(
-        at,
-        {
-          **{f'sft/{k}': v for k, v in found.items()},
-          'sft/tokens_per_second': tokens / seconds,
-        },
-      )
-      if (at + 1) % max(steps // 50, 1) == 0:
-        writer.progress(metrics, loss='sft/nll', tok_s='sft/tokens_per_second')
-      late = 0 < config.sft.seconds < time.monotonic() - started
-      every = config.sft.save_every
-      if (
-        signals.stop
-        or late
-        or at + 1 == steps
-        or (every and (at + 1) % every == 0)
-      ):
-        with writer.timer('checkpoint'):
-          saver.save(
-            at + 1,
-            {'state': state},
-            extras={},
-            metrics={},
-            fingerprint=fingerprint,
-          )
-      if signals.stop:
-        raise Stopped(f'stopped by a signal after step {at + 1}; saved')
-      if late:
-        break
-  return metrics
 
 
 def main():

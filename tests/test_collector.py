@@ -12,6 +12,7 @@ import pytest
 
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import Rollout, RolloutStats
+from searchrl_jax.run import session
 from searchrl_jax.run.signals import Loop, Signals, Stopped
 from searchrl_jax.types import Question, Segment, Trajectory
 
@@ -74,9 +75,11 @@ class Rollouts:
 
 
 def make(signals, stream, start, most, steps=6):
-  return collector.Collector(
-    signals, stream, start, questions=2, max_staleness=most, steps=steps
+  rollouts = collector.Collector(
+    stream, questions=2, max_staleness=most, steps=steps
   )
+  rollouts.open(signals, start)
+  return rollouts
 
 
 @pytest.mark.parametrize('most', [0, 1, 3])
@@ -99,7 +102,7 @@ def test_steps_begin_as_many_versions_ahead_as_allowed(most):
         time.sleep(0.01)
       time.sleep(0.02)
       assert start.begun == wanted
-    assert rollouts.cursor() == stream.state()
+    assert rollouts.state() == stream.state()
 
 
 def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
@@ -110,7 +113,7 @@ def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
     rollouts.take(0)
     while len(start.sampled) < 6:
       time.sleep(0.001)
-    cursor, kept = rollouts.cursor(), collector.encode(rollouts.ended())
+    cursor, kept = rollouts.state(), collector.encode(rollouts.ended())
     rollouts.stop()
   assert start.cancelled == [1, 2]
   assert cursor == {'at': 2}
@@ -121,7 +124,7 @@ def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
   stream.restore(cursor)
   with Signals() as signals:
     rollouts = make(signals, stream, again, 2)
-    rollouts.restore(kept)
+    rollouts.decode(kept)
     # Before its step begins it is still there, for the next checkpoint.
     assert collector.encode(rollouts.ended()) == kept
     first, second = rollouts.take(1), rollouts.take(2)
@@ -139,9 +142,9 @@ def test_what_a_service_failed_is_sampled_again():
     rollouts = make(signals, Stream(), start, 0)
     signals.start(_later(start.go[0]))
     rollouts.take(0)
-    seen = rollouts.put_back(0, usable=True)
+    seen = rollouts.give_back(0, True)
     assert [t.question.id for t in seen] == ['q0', 'q1']
-    assert rollouts.cursor() == {'at': 0}
+    assert rollouts.state() == {'at': 0}
     (kept,) = rollouts.ended()[0]
     assert kept.question.id == 'q0'  # q1 failed
 
@@ -155,8 +158,8 @@ def test_a_step_that_ends_early_leaves_the_one_before_it_used():
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(Stopped):
       rollouts.take(1)
-    rollouts.put_back(1, usable=True)
-    assert rollouts.cursor() == {'at': 2}
+    rollouts.give_back(1, True)
+    assert rollouts.state() == {'at': 2}
     assert list(rollouts.ended()) == [1]
 
 
@@ -166,18 +169,18 @@ def test_what_other_weights_wrote_is_sampled_again():
   with Signals() as signals:
     rollouts = make(signals, Stream(), start, 1)
     rollouts.take(0)
-    seen = rollouts.put_back(0, usable=False)
+    seen = rollouts.give_back(0, False)
     assert len(seen) == 2 and not any(rollouts.ended().values())
-    assert rollouts.cursor() == {'at': 0}
+    assert rollouts.state() == {'at': 0}
 
 
 def test_what_ended_after_a_checkpoint_lies_beside_it(tmp_path):
   path = tmp_path / 'ended.bin'
-  assert collector.kept(path, 3) is None
+  assert session.read_aside(path, 3) is None
   ended = collector.encode({3: [trajectory(Question('q', 'wer? \u00e4'))]})
-  collector.keep(path, 3, ended)
-  assert collector.kept(path, 3) == ended
-  assert collector.kept(path, 4) is None  # of another checkpoint
+  session.write_aside(path, 3, ended)
+  assert session.read_aside(path, 3) == ended
+  assert session.read_aside(path, 4) is None  # of another checkpoint
 
 
 async def _later(event):
@@ -193,9 +196,9 @@ def test_a_signal_ends_the_wait_and_keeps_the_step():
     timer.start()
     with pytest.raises(Stopped):
       rollouts.take(0)
-    rollouts.put_back(0, usable=True)
+    rollouts.give_back(0, True)
     assert sorted(start.cancelled) == [0, 1]  # and they have cleaned up
-    assert rollouts.cursor() == {'at': 0}
+    assert rollouts.state() == {'at': 0}
     assert sorted(rollouts.ended()) == [0, 1]
     with pytest.raises(Stopped):
       signals.run(asyncio.sleep(0))
@@ -310,25 +313,25 @@ def test_further_questions_of_a_step_are_its_own_when_it_is_taken_again():
     go.set()
   with Signals() as signals:
     one = make(signals, stream, start, 0)
-    before = one.cursor()
+    before = one.state()
     one.take(0)
     more = one.more(0, 2)
     assert [g[0].question.id for g in more.groups] == ['q2', 'q3']
-    ended = one.put_back(0, usable=True)
+    ended = one.give_back(0, True)
     assert [t.question.id for t in ended] == ['q0', 'q1', 'q2', 'q3']
-    assert one.cursor() == before
+    assert one.state() == before
     kept = collector.encode(one.ended())
   start, stream = Rollouts(), Stream()
   for go in start.go.values():
     go.set()
   with Signals() as signals:
     again = make(signals, stream, start, 0)
-    again.restore(kept)
+    again.decode(kept)
     again.take(0)
     again.more(0, 2)
     # The failed one alone is sampled again.
     assert start.sampled == [(0, 'q1')]
-    assert again.cursor() == {'at': 4}
+    assert again.state() == {'at': 4}
 
 
 def test_a_question_that_comes_again_in_a_step_has_samples_of_its_own():

@@ -46,6 +46,21 @@ def make(name, **fields):
   return c, batching.make(flat, kept, IDS, c), kept
 
 
+def step(reward, kept, minibatches):
+  flat = [t for g in GROUPS for t in g]
+  return batching.StepBatch(
+    GROUPS,
+    flat,
+    reward,
+    advantages.returns(reward.value),
+    IDS,
+    kept,
+    {},
+    batching.masks(flat),
+    minibatches,
+  )
+
+
 def arrays(minibatches, per_row):
   """Array [B, T] for each microbatch from one [5] for each trajectory."""
   out = []
@@ -83,16 +98,7 @@ def test_whole_trajectories_see_returns_less_the_kl_of_all_their_tokens():
   old = arrays(minis, [np.full(5, -1.0)] * 4)
   ref = arrays(minis, [np.full(5, -1.5)] * 2 + [np.full(5, -2.0)] * 2)
   found = credit.assign(
-    c,
-    GROUPS,
-    reward,
-    kept,
-    IDS,
-    minis,
-    old=old,
-    ref=ref,
-    values=None,
-    greedy=None,
+    c, step(reward, kept, minis), old=old, ref=ref, values=None, greedy=None
   )
   np.testing.assert_allclose(found.advantages, [1, -1, 0, 0], atol=1e-6)
   assert found.targets is None
@@ -113,16 +119,7 @@ def test_gae_sees_what_each_token_earned_and_its_own_kl():
   ref = arrays(minis, [np.full(5, -1.5)] * 4)
   values = arrays(minis, [np.full(5, 0.5)] * 4)
   found = credit.assign(
-    c,
-    GROUPS,
-    reward,
-    kept,
-    IDS,
-    minis,
-    old=old,
-    ref=ref,
-    values=values,
-    greedy=None,
+    c, step(reward, kept, minis), old=old, ref=ref, values=values, greedy=None
   )
   np.testing.assert_allclose(
     found.targets[0], [0, 1.05, 0.90, 0, 0.95], rtol=1e-6
@@ -154,11 +151,7 @@ def test_the_place_of_a_reward_shows_token_by_token(at):
   c.algorithm.advantage_kw = dict(gamma=1.0, eps=0.0)
   found = credit.assign(
     c,
-    GROUPS,
-    Rewards(value, np.ones(4, bool), at),
-    kept,
-    IDS,
-    minis,
+    step(Rewards(value, np.ones(4, bool), at), kept, minis),
     old=[None],
     ref=[None],
     values=None,
@@ -183,11 +176,7 @@ def test_what_is_left_out_of_the_batch_is_in_no_statistic():
     reward = Rewards(np.float32([1, 0, last, last]), np.ones(4, bool))
     return credit.assign(
       c,
-      GROUPS,
-      reward,
-      kept,
-      IDS,
-      minis,
+      step(reward, kept, minis),
       old=[None],
       ref=[None],
       values=values,
@@ -204,11 +193,7 @@ def test_greedy_answers_are_remaxs_baseline():
   reward = Rewards(np.float32([1, 0, 1, 1]), np.ones(4, bool))
   found = credit.assign(
     c,
-    GROUPS,
-    reward,
-    kept,
-    IDS,
-    minis,
+    step(reward, kept, minis),
     old=[None],
     ref=[None],
     values=None,

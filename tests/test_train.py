@@ -97,7 +97,7 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
     owner, name, nth = {
       'update': (update.Updater, 'step', 2),
       'rollout': (train, 'rollout', 3),
-      'save': (train.setup.checkpoint.Checkpointer, 'save', 2),
+      'save': (train.build.checkpoint.Checkpointer, 'save', 2),
     }[where]
     real, calls = getattr(owner, name), []
 

@@ -40,7 +40,7 @@ from configs import search_r1
 from experiments.benchmarks import common
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluators import health
-from searchrl_jax.learn import advantages, batching, credit
+from searchrl_jax.learn import batching, credit
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import rollout, trajectory_seed
@@ -237,31 +237,17 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
       rewards.combine(config.reward, groups, rewards.RewardContext(0, env, tok))
     ),
   )
-  trajectories = rewards.flat(groups)
-  group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
-
-  def batch():
-    kept, _ = batching.keep(
-      advantages.returns(reward.value),
-      reward.valid,
-      group_ids,
-      drop_zero_variance=config.algorithm.drop_zero_variance,
-    )
-    return kept, batching.make(
-      trajectories, kept, group_ids, config, seed=(0, 0)
-    )
-
-  kept, batches = stage('batch', batch)
+  batch = stage(
+    'batch',
+    lambda: batching.of_step(groups, reward, config, shards=1, seed=(0, 0)),
+  )
+  batches = batch.minibatches
   old = script.scores(batches)
   given = stage(
     'credit',
     lambda: credit.assign(
       config,
-      groups,
-      reward,
-      kept,
-      group_ids,
-      batches,
+      batch,
       old=old,
       ref=[None] * len(batches),
       values=None,
@@ -277,9 +263,7 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
     'health',
     lambda: {
       **stats.metrics(),
-      **health.signs(
-        groups, env, advantages.returns(reward.value), reward.valid
-      ),
+      **health.signs(groups, env, batch.returns, reward.valid),
       **collector.staleness(groups, 0, 0),
     },
   )
@@ -290,9 +274,9 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
         0,
         groups,
         reward,
-        kept=kept,
+        kept=batch.kept,
         advantages=given.advantages,
-        trainer_logps=batching.rows(batches, old, batching.masks(trajectories)),
+        trainer_logps=batching.rows(batches, old, batch.masks),
         every=config.log.trajectories_every,
       ),
       writer.write(0, metrics),
@@ -300,7 +284,7 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
   )
   waited = stage.total('wall_seconds') - stage.rows[0]['wall_seconds']
   stage('background', writer.close)
-  tokens = sum(len(t) for t in trajectories)
+  tokens = sum(len(t) for t in batch.trajectories)
   files = writer.folder.glob('trajectories*/*')
   rows = {}
   for row in stage.rows:  # minibatches of a stage add up
@@ -309,11 +293,11 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
       have.update({k: have[k] + row[k] for k in row if k != 'stage'})
   return {
     'stages': list(rows.values()),
-    'trajectories': len(trajectories),
+    'trajectories': len(batch.trajectories),
     'tokens': tokens,
     'policy_tokens': sum(
       len(s.ids)
-      for t in trajectories
+      for t in batch.trajectories
       for s in t.segments
       if s.author == 'policy'
     ),

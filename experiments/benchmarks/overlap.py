@@ -16,6 +16,7 @@ and 4, with truncated importance weights and without, three seeds. All share
 both cores, so its seconds say nothing.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -101,20 +102,18 @@ def steps(engine, params, update, max_staleness: int, seconds: float) -> dict:
   count, rolled = WARM + STEPS, []
   with Signals() as signals:
     rollouts = collector.Collector(
+      Stream(), questions=TRAJECTORIES, max_staleness=max_staleness, steps=count
+    )
+    rollouts.open(
       signals,
-      Stream(),
-      lambda questions, **step: rollout(
-        questions,
+      functools.partial(
+        rollout,
         env=multiturn.ScriptedEnv(),
         engine=engine,
         source=multiturn.SlowSource(SECONDS),
         config=config,
         seed=0,
-        **step,
       ),
-      questions=TRAJECTORIES,
-      max_staleness=max_staleness,
-      steps=count,
     )
     for step in range(count):
       if step == WARM:

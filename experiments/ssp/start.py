@@ -209,20 +209,30 @@ def fingerprint(config: ConfigDict, stream, envs) -> str:
   return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def require_start(before, now, config: ConfigDict) -> None:
-  """Refuses to go on with another frozen proposer.
+class Frozen:
+  """Refuses to continue with another frozen proposer (`session.State`).
 
   Args:
-    before: `sync.manifest` of its weights when the run was saved.
-    now: the same of what config.train.init or model.path holds today.
-
-  Raises:
-    ConfigError: they differ.
+    weights: `sync.manifest` of the proposer's weights now; None: it learns.
+    config: the whole.
   """
-  if before and now and before != now:
-    raise ConfigError(
-      f'config.train.init={config.train.init!r}, model.path='
-      f'{config.model.path!r}: its weights are not those that the frozen '
-      'proposer of this run began with; was it trained on since? Restore it, '
-      'or start a new run folder'
-    )
+
+  def __init__(self, weights, config: ConfigDict):
+    self._weights, self._config = weights, config
+
+  def state(self):
+    return self._weights
+
+  def restore(self, state) -> None:
+    """Compares with those of the checkpoint.
+
+    Raises:
+      ConfigError: they differ.
+    """
+    if state and self._weights and state != self._weights:
+      raise ConfigError(
+        f'config.train.init={self._config.train.init!r}, model.path='
+        f'{self._config.model.path!r}: its weights are not those that the '
+        'frozen proposer of this run began with; was it trained on since? '
+        'Restore it, or start a new run folder'
+      )

@@ -18,8 +18,9 @@ import math
 
 import numpy as np
 
+from searchrl_jax.learn import advantages
 from searchrl_jax.run import lookup
-from searchrl_jax.types import Batch, Trajectory
+from searchrl_jax.types import Batch, Group, Rewards, Trajectory
 
 
 def check(config) -> None:
@@ -136,6 +137,55 @@ def row_of(index: int, trajectory: Trajectory, need_logps: bool) -> Row:
     mask,
     np.concatenate(logps).astype(np.float32),
     np.concatenate(versions).astype(np.int32),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBatch:
+  """The B trajectories of a step, and the minibatches of those that are kept.
+
+  kept: bool [B]; group_ids: int [B]; returns: float64 [B], what each earned;
+  masks: B bool arrays [n], which tokens are in the loss; counts: for the log.
+  """
+
+  groups: Sequence[Group]
+  trajectories: Sequence[Trajectory]  # flat, in the order of the groups
+  reward: Rewards
+  returns: np.ndarray
+  group_ids: np.ndarray
+  kept: np.ndarray
+  counts: Mapping[str, int]
+  masks: Sequence[np.ndarray]
+  minibatches: Sequence[Sequence[Batch]]
+
+
+def of_step(
+  groups: Sequence[Group], reward: Rewards, config, *, shards: int, seed
+) -> StepBatch:
+  """Batches the trajectories of a step; see `keep` and `make`."""
+  group_ids, kept, counts = kept_of(groups, reward, config)
+  trajectories = [t for group in groups for t in group]
+  return StepBatch(
+    groups,
+    trajectories,
+    reward,
+    advantages.returns(reward.value),
+    group_ids,
+    kept,
+    counts,
+    masks(trajectories),
+    make(trajectories, kept, group_ids, config, shards=shards, seed=seed),
+  )
+
+
+def kept_of(groups: Sequence[Group], reward: Rewards, config):
+  """(group_ids [B], kept [B], counts): `keep` of whole groups."""
+  group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+  return group_ids, *keep(
+    advantages.returns(reward.value),
+    reward.valid,
+    group_ids,
+    drop_zero_variance=config.algorithm.drop_zero_variance,
   )
 
 
@@ -332,10 +382,10 @@ def make(
   return out
 
 
-def set_advantages(batches: Sequence[Batch], advantages) -> list[Batch]:
+def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:
   """The same microbatches with advantages on their loss tokens.
 
-  advantages: float [B], one for each trajectory, or B arrays of the
+  values: float [B], one for each trajectory, or B arrays of the
   trajectory's own length (one for each token).
   """
   out = []
@@ -343,7 +393,7 @@ def set_advantages(batches: Sequence[Batch], advantages) -> list[Batch]:
     filled = np.zeros(b.ids.shape, np.float32)
     for i, r in enumerate(b.rows):
       if r >= 0:
-        a = np.asarray(advantages[r], np.float32)
+        a = np.asarray(values[r], np.float32)
         n = b.lengths[i] if a.ndim else b.ids.shape[1]
         filled[i, :n] = a[:n] if a.ndim else a
     filled = np.where(b.mask, filled, 0.0)

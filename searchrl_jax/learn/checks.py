@@ -17,6 +17,7 @@ from searchrl_jax.learn import (
   objectives,
   optim,
 )
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.run import lookup
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
@@ -203,6 +204,15 @@ def _check_advantage(a: ConfigDict) -> None:
     "of the KL estimate would become advantages of full size. Use kl='loss' "
     "(as GRPO does), or advantage='dr_grpo' or 'rloo'",
   )
+
+
+def check_rewards(config: ConfigDict, questions: Sequence[Question]) -> None:
+  """Names and fields of config.reward, and answers where they need them.
+
+  Raises:
+    RewardError: names the field, or the first question without answers.
+  """
+  rewards.check(config.reward, questions, config.judge.url, config)
 
 
 def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from searchrl_jax.learn import advantages, batching, losses
+from searchrl_jax.learn.batching import StepBatch
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.types import Group, Rewards
 
 ARRAYS = ('greedy', 'mask', 'critic')
 
@@ -30,37 +30,20 @@ class Credit(NamedTuple):
   metrics: dict[str, float]
 
 
-def assign(
-  config,
-  groups: Sequence[Group],
-  reward: Rewards,
-  kept: np.ndarray,
-  group_ids: np.ndarray,
-  minibatches,
-  *,
-  old,
-  ref,
-  values,
-  greedy,
-) -> Credit:
+def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   """The advantages of a step's trajectories, and what its critic learns.
 
   Args:
     config: reads config.algorithm.
-    groups: B trajectories in all.
-    reward: of them.
-    kept: bool [B], which of them are in the batch.
-    group_ids: int [B].
-    minibatches: of microbatches (`batching.make`).
+    batch: B trajectories in all.
     old, ref, values: log-probs of the trainer and of the reference, and the
-      critic's values: an array [B, T] for each microbatch, nested likewise;
-      None where they are not asked for.
+      critic's values: an array [B, T] for each microbatch, nested as the
+      minibatches are; None where they are not needed.
     greedy: returns of greedy answers, one for each group, or None.
   """
   a = config.algorithm
   taken = needs(a.advantage)
-  earned = advantages.returns(reward.value)
-  masks = batching.masks(rewards.flat(groups))
+  earned, masks, minibatches = batch.returns, batch.masks, batch.minibatches
   metrics, penalty = {}, None
   if a.kl == 'reward':
     penalty = batching.rows(
@@ -74,7 +57,7 @@ def assign(
     tokens = sum(int(b.mask.sum()) for mini in minibatches for b in mini)
     metrics['kl_ref'] = sum(x.sum() for x in penalty) / max(tokens, 1)
   if 'mask' in taken:
-    earned = rewards.at_tokens(groups, reward)
+    earned = rewards.at_tokens(batch.groups, batch.reward)
     if penalty is not None:
       earned = [x - a.kl_coef * kl for x, kl in zip(earned, penalty)]
   elif penalty is not None:
@@ -84,13 +67,17 @@ def assign(
     arrays['critic'] = batching.rows(minibatches, values, masks)
   # What is left out of the batch is in no statistic: its KL is not known.
   found = getattr(advantages, a.advantage)(
-    earned, kept, group_ids, *(arrays[name] for name in taken), **a.advantage_kw
+    earned,
+    batch.kept,
+    batch.group_ids,
+    *(arrays[name] for name in taken),
+    **a.advantage_kw,
   )
   if 'critic' not in taken:
     return Credit(found, None, metrics)
   targets = advantages.lambda_returns(
     earned,
-    kept,
+    batch.kept,
     masks,
     arrays['critic'],
     gamma=a.advantage_kw.gamma,

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.jax import caches, decode, device
-from searchrl_jax.learn import batching, checks, objectives, optim, update
+from searchrl_jax.learn import (
+  batching,
+  checks,
+  learner,
+  objectives,
+  optim,
+  update,
+)
 from searchrl_jax.models import decoder
 from searchrl_jax.run import build, sharding
 
@@ -68,7 +75,7 @@ def report(config, vocab_size: int) -> str:
     rows.insert(1, ('reference parameters', own))
   if config.critic.lr:
     # Its working memory is the policy's without the head: one at a time.
-    critic, shapes = build.critic_updater(config, cfg, mesh)
+    critic, shapes = learner.critic_updater(config, cfg, mesh)
     state, layout = critic.abstract(shapes), critic.shardings(shapes)
     rows.append(
       (

@@ -238,3 +238,8 @@ async def correct(
 
 correct.needs_answers = True
 correct.needs_judge = True
+
+
+def make(config: ConfigDict) -> Judge | None:
+  """The judge of config.judge.url; None if there is no URL."""
+  return Judge(config.judge) if config.judge.url else None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import itertools
-import pathlib
 import time
 
 import numpy as np
@@ -47,26 +46,16 @@ class Collector:
   """Starts the rollouts of steps and hands them out in order.
 
   Args:
-    signals: the event loop.
     stream: of questions.
-    start: (questions, step=, ended=, on_trajectory=) -> coroutine of a
-      `Rollout`, which leaves out what has `ended` already.
     questions: of a step.
     max_staleness: steps ahead, config.rollout.max_staleness.
     steps: there are in all.
   """
 
   def __init__(
-    self,
-    signals: Signals,
-    stream: Stream,
-    start: Callable[..., Coroutine],
-    *,
-    questions: int,
-    max_staleness: int,
-    steps: int,
+    self, stream: Stream, *, questions: int, max_staleness: int, steps: int
   ):
-    self._signals, self._stream, self._start = signals, stream, start
+    self._stream = stream
     self._questions, self._ahead, self._steps = questions, max_staleness, steps
     self._under_way: dict[int, _Step] = {}
     self._taken: dict[int, _Step] = {}  # the last one
@@ -74,8 +63,32 @@ class Collector:
     self._running = 0
     self._idle, self._idle_since = 0.0, time.monotonic()
 
-  def restore(self, data: bytes) -> None:
-    """Takes what `ended` of a checkpoint has; before the first `take`."""
+  def open(self, signals: Signals, start: Callable[..., Coroutine]) -> None:
+    """Gives it the event loop and what starts rollouts; before `take`.
+
+    start: (questions, step=, ended=, on_trajectory=) -> coroutine of a
+      `Rollout`, which leaves out what has `ended` already.
+    """
+    self._signals, self._start = signals, start
+    self._idle_since = time.monotonic()
+
+  # What a checkpoint keeps (`run.session`).
+
+  def state(self) -> dict:
+    """The stream's cursor before the first step that was not taken."""
+    if not self._under_way:
+      return self._stream.state()
+    return self._under_way[min(self._under_way)].cursor
+
+  def restore(self, state: dict) -> None:
+    self._stream.restore(state)
+
+  def encode(self) -> bytes:
+    """The trajectories that have ended and were not taken."""
+    return encode(self.ended())
+
+  def decode(self, data: bytes) -> None:
+    """Takes what `encode` gave; before the first `take`."""
     for record in records.read(data):
       t = record.trajectory
       self._saved.setdefault(record.step, {})[t.question.id, t.sample] = t
@@ -115,7 +128,7 @@ class Collector:
       questions.append(dataclasses.replace(q, id=name))
     return self._signals.wait(self._play(questions, step, one, **how))
 
-  def put_back(self, step: int, *, usable: bool) -> tuple[Trajectory, ...]:
+  def give_back(self, step: int, usable: bool) -> tuple[Trajectory, ...]:
     """Ends all; `step` was not used. Returns what had ended of it.
 
     usable: whether what has ended may be used; if not, it is sampled again.
@@ -169,12 +182,6 @@ class Collector:
       idle, self._idle_since = idle + now - self._idle_since, now
     return idle
 
-  def cursor(self) -> dict:
-    """The stream's, before the first step that was not taken."""
-    if not self._under_way:
-      return self._stream.state()
-    return self._under_way[min(self._under_way)].cursor
-
   def ended(self) -> dict[int, list[Trajectory]]:
     """What has ended and was not taken, by step, for the checkpoint."""
     steps = {n: s.ended for n, s in self._under_way.items()} | self._saved
@@ -191,19 +198,6 @@ def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
     ],
     exact=True,
   )
-
-
-def keep(path: pathlib.Path, step: int, kept: bytes) -> None:
-  """Puts `encode` beside the checkpoint of `step`, which has an older one."""
-  records.write_bytes(path, f'{step}\n'.encode() + kept)
-
-
-def kept(path: pathlib.Path, step: int) -> bytes | None:
-  """What `keep` left for the checkpoint of `step`, if it did."""
-  if not path.exists():
-    return None
-  first, _, rest = path.read_bytes().partition(b'\n')
-  return rest if first == str(step).encode() else None
 
 
 def staleness(

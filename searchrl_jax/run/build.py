@@ -20,13 +20,9 @@ from configs import common as schema
 from searchrl_jax.data import core as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.learn import objectives, optim, update
-from searchrl_jax.learn.checks import ConfigError
-from searchrl_jax.models import critic as critics
 from searchrl_jax.models import decoder, hf
-from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rewards import judge as judges
 from searchrl_jax.run import checkpoint, lookup, records, sharding
+from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text import prompts
 from searchrl_jax.text import tokenizer as tokenizers
@@ -450,59 +446,3 @@ def corpus(config: ConfigDict, workdir: str) -> str:
 def world(config: ConfigDict):
   """The module that generates the worlds of config.data.world_module."""
   return lookup.module('searchrl_jax.data', config.data.world_module)
-
-
-def critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
-  """A fresh critic on the backbone of config.critic.path, or the policy's.
-
-  Args:
-    config: the whole.
-    cfg: the policy's; the critic has the same architecture.
-    policy: the parameters that the policy starts from.
-    mesh: for a backbone that is read here.
-
-  Raises:
-    ConfigError: no such folder, or one of another architecture.
-  """
-  path = config.critic.path
-  if path:
-    try:
-      _, policy = hf.load(local(path, 'config.critic.path'), mesh, cfg=cfg)
-    except ValueError as e:
-      raise ConfigError(f'config.critic.path={path!r}: {e}') from e
-  return critics.init(policy, critics.config(cfg))
-
-
-def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:
-  """config.optim with the rate, schedule and decay of `part` of the config."""
-  out = config.optim.copy_and_resolve_references()
-  for name in ('lr', 'schedule', 'warmup', 'weight_decay'):
-    out[name] = part[name]
-  return out
-
-
-def critic_updater(config: ConfigDict, cfg, mesh):
-  """(update.Updater of the critic of a policy `cfg`, its shapes)."""
-  theirs = critics.config(cfg)
-  like = shapes(theirs, mesh, critics)
-  fields = own_optim(config, config.critic)
-  fields.freeze = ''
-  tx = optim.make(fields, max(optim.critic_updates(config), 1), like)
-  return update.Updater(
-    theirs,
-    config.batch,
-    temperature=1.0,
-    mesh=mesh,
-    tx=tx,
-    objective=objectives.value(config),
-  ), like
-
-
-def check_rewards(config: ConfigDict, questions) -> None:
-  """Names and fields of config.reward, and answers where they need them."""
-  rewards.check(config.reward, questions, config.judge.url, config)
-
-
-def judge(config: ConfigDict) -> judges.Judge | None:
-  """The judge of answers, if config.judge.url names one."""
-  return judges.Judge(config.judge) if config.judge.url else None

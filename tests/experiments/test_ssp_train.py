@@ -17,6 +17,7 @@ from configs import algorithms, ssp
 from experiments.ssp import game, start, train
 from experiments.ssp import world as worlds
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.learn import update
 from searchrl_jax.learn.checks import ConfigError
 from searchrl_jax.run import build, records, signals
 from tests import chat_server
@@ -110,7 +111,7 @@ class Killed(BaseException):
 
 
 @contextlib.contextmanager
-def killed_at(nth, owner=train.update.Updater, name='step'):
+def killed_at(nth, owner=update.Updater, name='step'):
   """Kills at the nth call of a method."""
   real, calls = getattr(owner, name), []
 
@@ -249,7 +250,7 @@ def test_resume_after_a_kill_is_bitwise(whole, tmp_path, where):
   with killed_at(
     *{
       'between updates': (4,),
-      'save': (2, train.setup.checkpoint.Checkpointer, 'save'),
+      'save': (2, train.build.checkpoint.Checkpointer, 'save'),
     }[where]
   ):
     train.train(config, str(tmp_path))

@@ -51,7 +51,7 @@ def test_one_command_holds_any_two_runs_against_each_other(runs, tmp_path):
 
 
 def test_searches_are_real_unless_told_otherwise(runs):
-  asked = versus.setup.load_config(runs[0])
+  asked = versus.build.load_config(runs[0])
   asked.source.url = 'http://127.0.0.1:9'
   config = versus.config_for(runs[1], asked, False)
   assert config.env.real_searches == -1
@@ -62,7 +62,7 @@ def test_searches_are_real_unless_told_otherwise(runs):
 
 
 def test_questions_without_a_corpus_are_answered_without_searches(runs):
-  asked = versus.setup.load_config(runs[0])
+  asked = versus.build.load_config(runs[0])
   asked.source.module = 'none'
   config = versus.config_for(runs[0], asked, False)
   assert (config.source.module, config.env.max_turns) == ('none', 0)
@@ -80,6 +80,6 @@ def test_a_run_of_an_older_schema_gets_neutral_fields(runs, tmp_path):
   config = json.loads(open(f'{runs[0]}/config.json').read())
   del config['judge'], config['rollout']['refill']
   (tmp_path / 'config.json').write_text(json.dumps(config))
-  found = versus.setup.load_config(str(tmp_path))
+  found = versus.build.load_config(str(tmp_path))
   assert found.judge.url == '' and found.rollout.refill == 0
-  assert found == versus.setup.load_config(runs[0])
+  assert found == versus.build.load_config(runs[0])

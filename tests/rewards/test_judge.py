@@ -7,9 +7,9 @@ import pytest
 
 from configs import common
 from searchrl_jax.evaluators import answer as evaluators
+from searchrl_jax.learn import checks
 from searchrl_jax.rewards import core, judge
 from searchrl_jax.rewards.core import RewardContext, RewardError
-from searchrl_jax.run import build
 from searchrl_jax.sources.chat import ChatError
 from searchrl_jax.types import Question
 from tests import chat_server
@@ -237,14 +237,14 @@ def test_a_reward_without_a_judge_is_refused_at_the_start():
     dict(fn='judge.correct', weight=1.0, after_em=True)
   )
   with pytest.raises(RewardError, match='reward.judge asks.*config.judge.url'):
-    build.check_rewards(c, ())
-  assert build.judge(c) is None
+    checks.check_rewards(c, ())
+  assert judge.make(c) is None
   c.judge.url = 'http://127.0.0.1:9'
-  build.check_rewards(c, ())
-  assert isinstance(build.judge(c), judge.Judge)
+  checks.check_rewards(c, ())
+  assert isinstance(judge.make(c), judge.Judge)
   c.judge.max_failed = 2.0
   with pytest.raises(ValueError, match='config.judge.max_failed=2.0'):
-    build.judge(c)
+    judge.make(c)
   with pytest.raises(RewardError, match='config.judge.url'):
     asyncio.run(core.combine(c.reward, [(one('x'),)], RewardContext(env=ENV)))
 

@@ -264,7 +264,7 @@ def test_a_group_of_another_size_is_refused():
   ],
 )
 def test_what_cannot_be_is_found_at_the_start(fields, says):
-  from searchrl_jax.run import build
+  from searchrl_jax.learn import checks
 
   c = common.base()
   c.rollout.group = fields.pop('group', fields['votes'])
@@ -275,10 +275,10 @@ def test_what_cannot_be_is_found_at_the_start(fields, says):
     | fields
   )
   with pytest.raises(core.RewardError, match=says):
-    build.check_rewards(c, [Question('q', 'who?')])
+    checks.check_rewards(c, [Question('q', 'who?')])
   c.rollout.group = 4
   c.reward.v.update(votes=4, train=2, match='text')
-  build.check_rewards(c, [Question('q', 'who?')])  # no golds needed
+  checks.check_rewards(c, [Question('q', 'who?')])  # no golds needed
 
 
 def test_aliases_of_the_golden_answer_are_no_synonyms():

@@ -1,0 +1,294 @@
+"""What a run trains: the policy, and its reference and critic if it has them.
+
+`Learner` owns the arrays; `update.Updater` compiles the programs.
+"""
+
+from collections.abc import Mapping, Sequence
+import time
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+import numpy as np
+
+from searchrl_jax.learn import batching, objectives, optim, update
+from searchrl_jax.learn.credit import Credit
+from searchrl_jax.models import critic as critics
+from searchrl_jax.models import hf
+from searchrl_jax.run import build, flops
+from searchrl_jax.run.lookup import ConfigError
+
+
+class Scores(NamedTuple):
+  """Arrays [B, T], one for each microbatch of each minibatch."""
+
+  old: list  # log-probs before the step's first update; None: not needed
+  ref: list  # of the reference policy; None: not needed
+  values: list | None  # of the critic
+
+
+class Learner:
+  """Parameters, optimizer states and updates of a run (`session.Trained`).
+
+  Args:
+    config: the whole.
+    cfg: the policy's `DecoderConfig`.
+    mesh: the devices.
+    roles: role -> config of its updates; all roles share the parameters, the
+      optimizer and the critic. None: one role, ''.
+    supervised: the optimizer's config and number of updates, for training on
+      given text instead of config.algorithm.
+
+  Attributes:
+    shards: devices along which the rows of a microbatch lie.
+  """
+
+  def __init__(
+    self,
+    config: ConfigDict,
+    cfg: Any,
+    mesh: Any,
+    *,
+    roles: Mapping[str, ConfigDict] | None = None,
+    supervised: tuple[ConfigDict, int] | None = None,
+  ):
+    self._config, self._cfg, self._mesh = config, cfg, mesh
+    self._roles, self._supervised = dict(roles or {'': config}), supervised
+    self._optim, self._updates = supervised or (
+      config.optim,
+      sum(map(optim.updates, self._roles.values())),
+    )
+    self._shapes = build.shapes(cfg, mesh)
+    tx = optim.make(self._optim, self._updates, self._shapes)
+    self._updaters = {
+      role: update.Updater(
+        cfg,
+        config.batch,
+        temperature=1.0 if supervised else config.rollout.temperature,
+        tx=tx,
+        objective=(
+          objectives.supervised() if supervised else objectives.policy(c)
+        ),
+        mesh=mesh,
+      )
+      for role, c in self._roles.items()
+    }
+    self._has_ref = not supervised and any(
+      c.algorithm.kl != 'none' for c in self._roles.values()
+    )
+    self._critic = self._critic_shapes = None
+    if config.critic.lr and not supervised:
+      self._critic, self._critic_shapes = critic_updater(config, cfg, mesh)
+    self._updater = next(reversed(self._updaters.values()))
+    self.shards = self._updater.shards
+    self._seconds = self._flops = 0.0
+
+  # The life of a run.
+
+  @property
+  def params(self) -> Any:
+    return self._state.params
+
+  def like(self) -> dict:
+    like = {
+      'state': self._updater.abstract(self._shapes),
+      'ref': self._shapes if self._has_ref else None,
+    }
+    if self._critic:
+      like['critic'] = self._critic.abstract(self._critic_shapes)
+    return like
+
+  def restore(self, tree: dict) -> None:
+    self._state, self._ref = tree['state'], tree['ref']
+    self._critic_state = tree.get('critic')
+
+  def start(self, params: Any) -> None:
+    self._state = self._updater.init(params)
+    # An update donates the state: the reference owns a copy.
+    self._ref = update.copy(self.params) if self._has_ref else None
+    self._critic_state = self._critic and self._critic.init(
+      init_critic(self._config, self._cfg, self.params, self._mesh)
+    )
+
+  def tree(self) -> dict:
+    tree = {'state': self._state, 'ref': self._ref}
+    return tree | ({'critic': self._critic_state} if self._critic else {})
+
+  def warmup(self) -> None:
+    for role, updater in self._updaters.items():
+      updater.warmup(
+        self._state, score=self.needs_old(role) or self._ref is not None
+      )
+    if self._critic:
+      self._critic.warmup(self._critic_state, score=True)
+    if not self._supervised:
+      self._peak = flops.peak_flops(measure=True) * jax.device_count()
+
+  # A step.
+
+  def needs_old(self, role: str = '') -> bool:
+    """Whether log-probs before the step's first update are computed."""
+    algorithm = self._roles[role].algorithm
+    objective = self._updaters[role].objective
+    return objective.needs_old or algorithm.kl == 'reward'
+
+  def scores(self, minibatches: Sequence, timer, role: str = '') -> Scores:
+    """Log-probs and values of the microbatches before they are trained on."""
+    config, updater = self._roles[role], self._updaters[role]
+    none = [None] * len(minibatches)
+    with timer('score'):
+      return Scores(
+        updater.scores(self.params, minibatches)
+        if self.needs_old(role)
+        else none,
+        updater.scores(self._ref, minibatches)
+        if config.algorithm.kl != 'none'
+        else none,
+        self._critic.scores(self._critic_state.params, minibatches)
+        if config.critic.lr
+        else None,
+      )
+
+  def update(
+    self, minibatches: Sequence, scores: Scores, credit: Credit, run, role=''
+  ) -> dict[str, float]:
+    """The updates of a step: every minibatch, config.algorithm.epochs times.
+
+    Args:
+      minibatches: of microbatches.
+      scores: of them.
+      credit: advantages of the trajectories, and targets of the critic.
+      run: the `Session`: its step, timers and check of non-finite updates.
+      role: whose.
+
+    Returns:
+      means over the updates ('_max': the largest), by name.
+
+    Raises:
+      NonFinite: nothing was updated; the batch is in the run's folder.
+    """
+    config, updater = self._roles[role], self._updaters[role]
+    timer, per_update = run.writer.timer, []
+    for _ in range(config.algorithm.epochs):
+      for i, mini in enumerate(minibatches):
+        metrics = {}
+        if config.critic.lr:
+          filled = batching.set_advantages(mini, credit.targets)
+          with timer('critic'):
+            self._critic_state, metrics = self._critic.step(
+              self._critic_state, filled, scores.values[i]
+            )
+          run.check_finite(metrics, filled)
+          metrics = objectives.explained(metrics)
+        # In the first steps the critic learns alone: its values are near 0.
+        if run.step >= config.critic.alone:
+          filled = batching.set_advantages(mini, credit.advantages)
+          begin = time.monotonic()
+          with timer('update'):
+            self._state, learned = updater.step(
+              self._state, filled, scores.old[i], scores.ref[i]
+            )
+          run.check_finite(learned, filled)
+          self._seconds += time.monotonic() - begin
+          self._flops += flops.update_flops(self._cfg, mini)
+          metrics |= learned
+        per_update.append(metrics)
+    return {
+      name: (np.max if name.endswith('_max') else _mean)(
+        [metrics[name] for metrics in per_update]
+      )
+      for name in (per_update[0] if per_update else ())
+    }
+
+  def record(
+    self, batch: batching.StepBatch, scores: Scores, credit: Credit, role=''
+  ) -> dict[str, Any]:
+    """What `Writer.trajectories` takes of a step."""
+    old = scores.old if self.needs_old(role) else None
+    return {
+      'groups': batch.groups,
+      'rewards': batch.reward,
+      'kept': batch.kept,
+      'advantages': credit.advantages,
+      'trainer_logps': old
+      and batching.rows(batch.minibatches, old, batch.masks),
+    }
+
+  def step(self, mini: Sequence) -> dict[str, float]:
+    """One supervised update; see `Updater.step`."""
+    self._state, metrics = self._updater.step(self._state, mini)
+    return metrics
+
+  def rates(self) -> dict[str, float]:
+    """Learning rate of the last update, and model FLOPs utilisation (MFU) of
+    the updates since the last call."""
+    done, seconds = self._flops, self._seconds
+    self._flops = self._seconds = 0.0
+    return {
+      'train/lr': float(
+        optim.schedule(self._optim, self._updates)(
+          max(int(self._state.step) - 1, 0)
+        )
+      ),
+      'train/mfu': done / seconds / self._peak
+      if self._peak and seconds
+      else 0.0,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+  """The mean of those that are no NaN."""
+  known = [v for v in values if not np.isnan(v)]
+  return float(np.mean(known)) if known else float('nan')
+
+
+# The critic.
+
+
+def init_critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
+  """A fresh critic on the backbone of config.critic.path, or the policy's.
+
+  Args:
+    config: the whole.
+    cfg: the policy's; the critic has the same architecture.
+    policy: the parameters that the policy starts from.
+    mesh: for a backbone that is read here.
+
+  Raises:
+    ConfigError: no such folder, or one of another architecture.
+  """
+  path = config.critic.path
+  if path:
+    try:
+      _, policy = hf.load(
+        build.local(path, 'config.critic.path'), mesh, cfg=cfg
+      )
+    except ValueError as e:
+      raise ConfigError(f'config.critic.path={path!r}: {e}') from e
+  return critics.init(policy, critics.config(cfg))
+
+
+def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:
+  """config.optim with the rate, schedule and decay of `part` of the config."""
+  out = config.optim.copy_and_resolve_references()
+  for name in ('lr', 'schedule', 'warmup', 'weight_decay'):
+    out[name] = part[name]
+  return out
+
+
+def critic_updater(config: ConfigDict, cfg, mesh):
+  """(update.Updater of the critic of a policy `cfg`, its shapes)."""
+  cfg = critics.config(cfg)
+  shapes = build.shapes(cfg, mesh, critics)
+  fields = own_optim(config, config.critic)
+  fields.freeze = ''
+  tx = optim.make(fields, max(optim.critic_updates(config), 1), shapes)
+  updater = update.Updater(
+    cfg,
+    config.batch,
+    temperature=1.0,
+    mesh=mesh,
+    tx=tx,
+    objective=objectives.value(config),
+  )
+  return updater, shapes

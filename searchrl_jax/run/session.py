@@ -1,0 +1,433 @@
+"""The life of a run: open, restore, publish, evaluate, save, stop.
+
+A `Session` does what every run needs, whatever it trains. It knows no
+algorithm: a loop (train.py, sft.py, experiments/ssp/train.py) trains one step
+and calls `end_step`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import pathlib
+import time
+from typing import Any, Protocol
+
+import jax
+from ml_collections import ConfigDict
+import numpy as np
+
+from searchrl_jax.engines.core import SyncError
+from searchrl_jax.engines.weights import sync
+from searchrl_jax.run import build, records
+from searchrl_jax.run.signals import Mismatch, NonFinite, Signals, Stopped
+from searchrl_jax.run.writer import Writer
+from searchrl_jax.sources.core import require_same
+
+
+class Trained(Protocol):
+  """What a run trains: parameters and optimizer states (`learn.learner`)."""
+
+  params: Any  # of the policy
+
+  def like(self) -> dict: ...  # a checkpoint's tree, as shapes
+  def restore(self, tree: dict) -> None: ...
+  def start(self, params: Any) -> None: ...  # without a checkpoint
+  def tree(self) -> dict: ...  # what a checkpoint holds
+  def warmup(self) -> None: ...  # compiles
+
+
+class State(Protocol):
+  """What a recipe keeps between steps; saved in every checkpoint as JSON."""
+
+  def state(self) -> Any: ...
+  def restore(self, state: Any) -> None: ...
+
+
+class Unused(Protocol):
+  """Trajectories that have ended and were not trained on yet, as bytes."""
+
+  def encode(self) -> bytes: ...
+  def decode(self, data: bytes) -> None: ...
+
+
+class Session:
+  """One start of a run, in its folder; a context manager.
+
+  The constructor restores the last checkpoint of the folder, or starts the
+  parameters that the config names. Entering opens the retrieval server, the
+  writer and the event loop; leaving closes them, engines and sources first.
+
+  Args:
+    config: the resolved config.
+    workdir: the run's folder.
+    stage: 'train', 'sft', ...: a checkpoint of another stage is refused.
+    trained: what is trained; restored or started here.
+    cfg: the policy's `DecoderConfig`.
+    mesh: the devices.
+    limits: (steps, seconds, checkpoint every): the run ends after so many
+      steps or seconds (0 = no limit), and saves every so many steps.
+    states: name -> what a recipe keeps between steps.
+    unused: trajectories for the next step that have ended already.
+    about: what environment.json also says of this start.
+
+  Attributes:
+    step: steps done.
+    metrics: of the last step.
+    writer, signals: of the run.
+    url: of the retrieval server, '' if nothing is searched.
+    engine, source, evaluator: once they are opened.
+
+  Raises:
+    CheckpointError, ConfigError: from restoring or reading parameters.
+  """
+
+  def __init__(
+    self,
+    config: ConfigDict,
+    workdir: str,
+    stage: str,
+    trained: Trained,
+    *,
+    cfg: Any,
+    mesh: Any,
+    limits: tuple[int, float, int],
+    states: Mapping[str, State] | None = None,
+    unused: Unused | None = None,
+    about: Mapping[str, Any] | None = None,
+  ):
+    self.config, self.workdir = config, pathlib.Path(workdir)
+    self.trained, self.cfg, self.mesh = trained, cfg, mesh
+    self._steps, self._seconds, self._save_every = limits
+    self._states, self._unused = dict(states or {}), unused
+    self._about = {'parameters': cfg.n_params, **(about or {})}
+    self._saver = build.saver(config, workdir)
+    self._fingerprint = {'stage': stage, **dataclasses.asdict(cfg)}
+    self.engine = self.source = self.evaluator = None
+    self.signals, self.metrics, self.url = Signals(), {}, ''
+    self._engines, self._identity = [], {}
+    self._failure: Exception | None = None
+    self._report = None
+    self._late = False
+    self._restore()
+
+  def _restore(self) -> None:
+    if self._saver.latest() is None:
+      self.step = 0
+      self.trained.start(build.parameters(self.config, self.cfg, self.mesh))
+      return
+    saved = self._saver.restore(
+      self.trained.like(), 'latest', fingerprint=self._fingerprint
+    )
+    self.step, self._identity = saved.step, saved.extras.get('served', {})
+    self.trained.restore(saved.state)
+    for name, state in self._states.items():
+      state.restore(saved.extras[name])
+    if self._unused is not None:
+      data = read_aside(self._aside, self.step)
+      self._unused.decode(
+        saved.arrays['ended'].tobytes() if data is None else data
+      )
+
+  @property
+  def _aside(self) -> pathlib.Path:
+    return self.workdir / 'ended.bin'
+
+  def __enter__(self) -> 'Session':
+    with contextlib.ExitStack() as stack:
+      if self._unused is not None:  # there are rollouts, which search
+        self.url = stack.enter_context(
+          build.retrieval(self.config, str(self.workdir))
+        )
+      devices = [str(d) for d in jax.devices()]
+      self.writer = stack.enter_context(
+        Writer(
+          self.workdir,
+          self.config,
+          step=self.step,
+          steps=self._steps,
+          about={'devices': devices, **self._about},
+        )
+      )
+      stack.enter_context(self.signals)
+      self._stack = stack.pop_all()
+    return self
+
+  def __exit__(self, *error):
+    return self._stack.__exit__(*error)
+
+  # What rollouts need.
+
+  def open_source(self, tok: Any) -> Any:
+    """Opens the source of config.source, and checks what it serves.
+
+    Raises:
+      SourceError: it cannot be used, or is not the one of the checkpoint.
+    """
+    self.source = build.source(
+      self.config,
+      self.url,
+      lambda: self.engine,
+      tok,
+      self.mesh,
+      str(self.workdir),
+    )
+    self.signals.at_exit(self.source.close)
+    served = self.signals.finish(self.source.check()).get('identity', {})
+    require_same(self._identity, served)
+    self._identity = served
+    return self.source
+
+  def open(self, service: Any) -> Any:
+    """Checks a service (a judge, a reader) and closes it at the end.
+
+    service: has awaitable `check` and `close`; None: there is none.
+    """
+    if service:
+      self.signals.at_exit(service.close)
+      self.signals.finish(service.check())
+    return service
+
+  def open_engine(
+    self, tok: Any, canary: np.ndarray, params: Any = None, folder: str = ''
+  ) -> Any:
+    """Opens an engine: of the policy that is trained, or of other weights.
+
+    Args:
+      tok: the tokenizer.
+      canary: int [n], ids with which `publish` compares log-probs.
+      params: weights that stay; None: those that are trained.
+      folder: below the run's, for the logs of another engine.
+    """
+    engine = build.engine(
+      self.config,
+      self.cfg,
+      self.trained.params if params is None else params,
+      tok,
+      self.mesh,
+      str(self.workdir / folder),
+    )
+    self.signals.at_exit(engine.shutdown)
+    self._engines.append(engine)
+    if params is None:
+      self.engine, self._canary = engine, canary
+      self._logps = sync.forward_logps(self.cfg, self.mesh)
+    else:
+      self.signals.finish(
+        build.first_weights(
+          self.config, engine, self.cfg, params, self.mesh, canary
+        )
+      )
+    return engine
+
+  # The steps.
+
+  def begin(self) -> None:
+    """Compiles, publishes the weights, and evaluates them before step 0."""
+    with self.writer.timer('compile'):
+      self.trained.warmup()
+      for engine in self._engines:
+        engine.warmup()
+    self._started = time.monotonic()
+    if self.engine is None:
+      return
+    self.publish()
+    if self.step == 0 and self.config.eval.every:
+      self.metrics = self.evaluate()
+      self.writer.write(-1, self.metrics)
+
+  @property
+  def done(self) -> bool:
+    return self._late or self.step >= self._steps
+
+  def publish(self) -> None:
+    """Gives the engine the trained weights, verified.
+
+    Raises:
+      SyncError: the engine does not hold them.
+    """
+    with self.writer.timer('sync'):
+      self._report = self.signals.finish(
+        sync.sync_and_verify(
+          self.engine,
+          self.trained.params,
+          self.step,
+          self._canary,
+          lambda ids: self._logps(self.trained.params, ids),
+          self.config.engine.canary_tolerance,
+        )
+      )
+
+  def evaluate(self) -> dict[str, float]:
+    """The evaluator's values, named after the last step done."""
+    if not self.evaluator:
+      return {}
+    with self.writer.timer('evaluate'):
+      return dict(self.evaluator.run(self.step - 1))
+
+  @contextlib.contextmanager
+  def unfinished(self, give_back: Callable[[bool], Sequence]) -> Iterator[None]:
+    """Saves the run if the rollouts of a step fail: the next start repeats it.
+
+    Args:
+      give_back: (whether trajectories that have ended may be used) -> all of
+        the step that have ended, which are written for whoever looks for the
+        cause. The next start writes them anew.
+    """
+    try:
+      yield
+    except Exception as e:  # a service, a signal, a question too long
+      ended = give_back(not isinstance(e, SyncError))
+      self.save()
+      self.writer.trajectories(self.step, [ended])
+      raise
+
+  def check_finite(self, metrics: Mapping[str, float], batches) -> None:
+    """Keeps the batch of an update that was not applied, and stops.
+
+    Raises:
+      NonFinite: metrics['finite'] is 0.
+    """
+    if not metrics['finite']:
+      path = save_batch(self.workdir, self.step, batches)
+      raise NonFinite(
+        f'step {self.step}: the loss or its gradient is not finite; nothing '
+        f'was updated. The batch is in {path}'
+      )
+
+  def advance(self) -> None:
+    """Counts the step and publishes its weights.
+
+    If that fails, or a signal came, the step is kept all the same, since its
+    update is whole: `end_step` saves it and raises.
+    """
+    self.step += 1
+    self._failure = self._report = None
+    try:
+      self.signals.finish(self.engine.wake())
+      if not self.signals.stop:
+        self.publish()
+    except Exception as e:
+      self._failure = e
+
+  def end_step(
+    self,
+    metrics: Mapping[str, float],
+    trajectories: Sequence[Mapping[str, Any]] = (),
+    **progress: str,
+  ) -> None:
+    """Evaluates if it is due, writes, saves if it is due, and stops if it must.
+
+    Args:
+      metrics: of the step.
+      trajectories: what `Writer.trajectories` takes, for each of its files.
+      **progress: see `Writer.progress`; none: no line is printed.
+
+    Raises:
+      Stopped: by a signal. Mismatch: trainer and engine differ by more than
+        config.rollout.mismatch_alarm. Whatever publishing or evaluating
+        raised. In every case the run is saved.
+    """
+    metrics, config = dict(metrics), self.config
+    if self.engine is not None:
+      metrics['sync/canary_max_diff'] = (
+        self._report.canary_max_diff if self._report else np.nan
+      )
+    failure = self._failure or self._mismatch(metrics)
+    self._late = 0 < self._seconds < time.monotonic() - self._started
+    evaluated = False
+    if (
+      (self.done or _due(config.eval.every, self.step))
+      and self.evaluator
+      and not self.signals.stop
+      and failure is None
+    ):
+      try:
+        metrics |= self.evaluate()
+        evaluated = True
+      except Stopped:
+        pass  # raised below, after the save
+      except Exception as e:
+        failure = e  # raised below: the step itself is whole
+    with self.writer.timer('write'):
+      for group in trajectories:
+        self.writer.trajectories(
+          self.step - 1, every=config.log.trajectories_every, **group
+        )
+    # Before the save: a resume drops lines of steps that were not saved.
+    self.metrics = self.writer.write(self.step - 1, metrics)
+    ends = self.done or self.signals.stop or failure is not None
+    best = evaluated and config.checkpoint.best
+    if ends or best or _due(self._save_every, self.step):
+      self.save()
+    if progress:
+      self.writer.progress(self.metrics, **progress)
+    if failure is not None:
+      raise failure
+    if self.signals.stop:
+      raise Stopped(f'stopped by a signal after step {self.step}; saved')
+
+  def _mismatch(self, metrics: Mapping[str, float]) -> Mismatch | None:
+    alarm = self.config.rollout.mismatch_alarm
+    differ = metrics.get('train/mismatch_abs', 0.0)
+    if not 0 < alarm < differ:
+      return None
+    return Mismatch(
+      f'step {self.step - 1}: log-probs of trainer and engine differ by '
+      f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
+      'Raise the alarm (0 = none) to go on, or start again with a lower '
+      'rollout.max_staleness, or one dtype for model and engine'
+    )
+
+  def save(self) -> None:
+    """Writes a checkpoint of the steps done.
+
+    Where there is one already, only the unused trajectories may have changed;
+    they go into a file beside it.
+    """
+    unused = b'' if self._unused is None else self._unused.encode()
+    if self.step in self._saver.steps():
+      write_aside(self._aside, self.step, unused)
+      return
+    with self.writer.timer('checkpoint'):
+      self.writer.flush()
+      self._saver.save(
+        self.step,
+        self.trained.tree(),
+        metrics=self.metrics,
+        extras={
+          **{name: state.state() for name, state in self._states.items()},
+          'served': self._identity,
+          'version': self.step,
+        },
+        arrays={'ended': np.frombuffer(unused, np.uint8)},
+        fingerprint=self._fingerprint,
+      )
+
+
+def _due(every: int, step: int) -> bool:
+  return bool(every) and step % every == 0
+
+
+def write_aside(path: pathlib.Path, step: int, data: bytes) -> None:
+  """Writes unused trajectories beside the checkpoint of `step`."""
+  records.write_bytes(path, f'{step}\n'.encode() + data)
+
+
+def read_aside(path: pathlib.Path, step: int) -> bytes | None:
+  """What `write_aside` wrote for the checkpoint of `step`, if it did."""
+  if not path.exists():
+    return None
+  first, _, rest = path.read_bytes().partition(b'\n')
+  return rest if first == str(step).encode() else None
+
+
+def save_batch(folder: pathlib.Path, step: int, batches) -> pathlib.Path:
+  """Writes the batch of a non-finite update as .npz: one array for a field."""
+  path = folder / f'nonfinite_step{step}.npz'
+  arrays = {
+    f'{i}/{name}': value
+    for i, b in enumerate(batches)
+    for name, value in vars(b).items()
+  }
+  np.savez(path, **arrays)
+  return path
