@@ -328,3 +328,64 @@ def test_no_file_holds_two_ideas():
     if (n := len(p.read_text().splitlines())) > 500
   }
   assert long == {}
+
+
+LOOPS = {
+  'searchrl_jax/train.py': 'train',
+  'searchrl_jax/sft.py': 'sft',
+  'experiments/ssp/train.py': 'train',
+}
+
+
+def loop_lines(path: str) -> list[str]:
+  """Lines of code of a file, without blanks, comments and docstrings."""
+  text = (ROOT / path).read_text()
+  tree, skip = ast.parse(text), set()
+  for node in ast.walk(tree):
+    if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
+      if ast.get_docstring(node) is not None:
+        skip |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+  return [
+    line.strip()
+    for n, line in enumerate(text.splitlines(), 1)
+    if n not in skip and line.strip() and not line.strip().startswith('#')
+  ]
+
+
+@pytest.mark.parametrize('path, name', LOOPS.items())
+def test_a_loop_fits_on_two_pages_and_nests_no_function(path, name):
+  text = (ROOT / path).read_text()
+  (loop,) = (
+    node
+    for node in ast.parse(text).body
+    if isinstance(node, ast.FunctionDef) and node.name == name
+  )
+  nested = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+  assert not any(isinstance(n, nested) for n in ast.walk(loop) if n is not loop)
+  first = loop.body[1].lineno  # after the docstring
+  lines = text.splitlines()[first - 1 : loop.end_lineno]
+  code = [x for x in lines if x.strip() and not x.strip().startswith('#')]
+  assert len(code) <= 120
+
+
+@pytest.mark.parametrize('path', [*LOOPS][1:])
+def test_loops_share_no_six_lines_with_train(path):
+  def runs(path):
+    lines = loop_lines(path)
+    return {
+      tuple(lines[i : i + 6])
+      for i in range(len(lines) - 5)
+      # Closing brackets and imports are no logic.
+      if not any(x.startswith(('from ', 'import ')) for x in lines[i : i + 6])
+    }
+
+  assert runs('searchrl_jax/train.py') & runs(path) == set()
+
+
+def test_the_session_knows_no_algorithm():
+  for path in (ROOT / 'searchrl_jax' / 'run').glob('*.py'):
+    for target, line in imported(path):
+      assert not target.startswith(
+        ('searchrl_jax.learn', 'searchrl_jax.rewards', 'searchrl_jax.rollout')
+      ), f'{path.name}:{line} imports {target}'
+    assert 'config.algorithm' not in path.read_text(), path.name

@@ -322,11 +322,12 @@ def train(config, workdir: str) -> dict[str, float]:
 
 
 def main():
-  config, workdir = _CONFIG.value, _WORKDIR.value
+  config = _CONFIG.value
   if _DRY_RUN.value:
-    print(start.report(config, build.tokenizer(config, workdir).vocab_size))
-    return
-  train(config, workdir)
+    tok = build.tokenizer(config, _WORKDIR.value)
+    print(start.report(config, tok.vocab_size))
+  else:
+    train(config, _WORKDIR.value)
 
 
 if __name__ == '__main__':
