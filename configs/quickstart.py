@@ -18,14 +18,14 @@ the figures of a run, those of its last checkpoint: none is selected.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from searchrl_jax.run import schema
 
 WORLD = dict(train=400, heldout=150, relations=4)
 
 
 def get_config(arg=None):
-  a = common.parse_arg(arg, seed=0)
-  c = common.base()
+  a = schema.parse_arg(arg, seed=0)
+  c = schema.base()
   c.name = 'quickstart'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last one is reported

@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 # Dependency order: each file imports only files above it (design, 3).
 ORDER = (
   'types',
+  'run.schema',
   'run.lookup',
   'learn.masked',
   'rewards.scores',
