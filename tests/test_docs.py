@@ -67,6 +67,21 @@ def test_files_that_pages_name_exist(page):
   ] == []
 
 
+def test_what_code_cites_of_the_design_exists():
+  page = (ROOT / 'docs/architecture.md').read_text()
+  known = set(re.findall(r'^## (\d+)\.', page, re.M))
+  invariants = page.split('## 5. ')[1].split('\n## ')[0]
+  known |= {f'5.{n}' for n in re.findall(r'^(\d+)\. \*\*', invariants, re.M)}
+  assert '5.15' in known and '9' in known
+  cited = {
+    (path.relative_to(ROOT).as_posix(), number)
+    for folder in ('searchrl_jax', 'retrieval', 'configs', 'tests')
+    for path in (ROOT / folder).rglob('*.py')
+    for number in re.findall(r'[Dd]esign,? (\d[\d.]*\d|\d)', path.read_text())
+  }
+  assert cited and [c for c in cited if c[1] not in known] == []
+
+
 @pytest.fixture
 def contributor(tmp_path, monkeypatch):
   """Writes the files of CONTRIBUTING.md where imports find them."""
