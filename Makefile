@@ -16,7 +16,8 @@ ifeq ($(shell uname -s),Linux)
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
-.PHONY: help setup quickstart sidecar test test-parity test-sidecar lint clean
+.PHONY: help setup quickstart sidecar test test-parity test-sidecar lint sizes \
+  clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min)'
@@ -25,7 +26,8 @@ help:
 	@echo 'make test-parity            installs torch, compares with it live'
 	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
-	@echo 'make lint                   ruff'
+	@echo 'make lint                   ruff (rules, format), mypy'
+	@echo 'make sizes                  lines of code of each folder'
 	@echo 'make clean                  removes environments and run folders'
 
 setup: $(VENV)/.ready
@@ -77,6 +79,11 @@ test-sidecar: setup sidecar
 
 lint: setup
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+sizes:
+	@$(PYTHON) tools/sizes.py
 
 clean:
-	rm -rf .venv .venv-parity .venv-sidecar runs .pytest_cache
+	rm -rf .venv .venv-parity .venv-sidecar runs .pytest_cache .mypy_cache .ruff_cache

@@ -12,20 +12,21 @@ or, stage by stage,
 A decoder of 0.4 million parameters, from scratch. The warm start teaches the
 protocol and to read, on traces that mix good searches, poor ones and guesses;
 it takes worlds of its own and asks about other people. GRPO then selects: 32
-questions x 8 trajectories a step, exact match the only reward. The README has
-the figures of a run, those of its last checkpoint: none is selected.
+questions x 8 trajectories a step, exact match the only reward.
+docs/benchmarks.md has the figures of a run, those of its last checkpoint: none
+is selected.
 """
 
 from ml_collections import ConfigDict
 
-from configs import common
+from searchrl_jax.run import schema
 
 WORLD = dict(train=400, heldout=150, relations=4)
 
 
 def get_config(arg=None):
-  a = common.parse_arg(arg, seed=0)
-  c = common.base()
+  a = schema.parse_arg(arg, seed=0)
+  c = schema.base()
   c.name = 'quickstart'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last one is reported

@@ -54,7 +54,8 @@ The default is the released behaviour without its bugs. Otherwise than there:
 
 from ml_collections import ConfigDict
 
-from configs import algorithms, common, quickstart, seven
+from configs import algorithms, quickstart, seven
+from searchrl_jax.run import schema
 
 ALGORITHMS = {
   'grpo': algorithms.GRPO | dict(aggregation='token', kl_coef=0.001),
@@ -79,7 +80,7 @@ REWARDS = {
 
 
 def get_config(arg=None):
-  a = common.parse_arg(
+  a = schema.parse_arg(
     arg,
     seed=0,
     model='',
@@ -145,7 +146,7 @@ def _small(a):
 
 
 def _full(a):
-  c = common.base()
+  c = schema.base()
   c.model.path = a.model
   c.model.dtype = 'bfloat16'
   c.model.remat = 'block'

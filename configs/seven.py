@@ -27,7 +27,8 @@ checkpoint selected.
 
 from ml_collections import ConfigDict
 
-from configs import common, wiki_nq
+from configs import wiki_nq
+from searchrl_jax.run import schema
 
 # Splits that FlashRAG publishes; the last is the one evaluated on.
 SPLITS = {
@@ -43,7 +44,7 @@ HUB = 'hf://datasets/RUC-NLPIR/FlashRAG_datasets/'
 
 
 def get_config(arg=None):
-  a = common.parse_arg(
+  a = schema.parse_arg(
     arg, model='', template='', layout='flashrag', folder='', split='', n=0
   )
   c = wiki_nq.get_config(f'model={a.model},template={a.template}')

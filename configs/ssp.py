@@ -76,7 +76,8 @@ Otherwise than there, of what can be told from outside (each file says more):
 
 from ml_collections import ConfigDict
 
-from configs import algorithms, common, seven
+from configs import algorithms, seven
+from searchrl_jax.run import schema
 
 WORLD = dict(play=300, heldout=150)
 MODULE = 'experiments.ssp.world'
@@ -130,7 +131,7 @@ ARMS = ('ssp', 'frozen', 'frozen_twice', 'no_verifier', 'golds')
 
 
 def get_config(arg=None):
-  a = common.parse_arg(
+  a = schema.parse_arg(
     arg,
     seed=0,
     model='',
@@ -154,7 +155,7 @@ def get_config(arg=None):
     )
   if not 1 <= a.part <= len(PARTS):
     raise ValueError(f'config argument part={a.part}: 1 to {len(PARTS)}')
-  c = common.base()
+  c = schema.base()
   c.name = 'ssp'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last one is reported
@@ -193,7 +194,7 @@ def selfplay() -> ConfigDict:
   s.brief = '{answer}'  # its prompt's slot: {answer} {searches} {examples}
   s.reader = 'micro_evidence'  # the verifier's template
   s.reading = '{evidence}\nQuestion: {question}'  # its prompt's slot
-  s.algorithm = ConfigDict(common.base().algorithm.to_dict())  # the proposer's
+  s.algorithm = ConfigDict(schema.base().algorithm.to_dict())  # the proposer's
   s.frozen = False  # the proposer stays as it starts (a control)
   s.solver_from = 0  # first step in which the solver learns
   # What a question must be; further rules have no field.

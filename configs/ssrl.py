@@ -47,14 +47,15 @@ The default is the released behaviour without its bugs. Otherwise than there:
 
 from ml_collections import ConfigDict
 
-from configs import algorithms, common
+from configs import algorithms
+from searchrl_jax.run import schema
 
 WORLD = dict(warm=240, rl=160, heldout=100, unseen=80)
 REWARDS = ('graded', 'binary')
 
 
 def get_config(arg=None):
-  a = common.parse_arg(
+  a = schema.parse_arg(
     arg, seed=0, model='', reward='graded', shuffled=False, no_information=False
   )
   if a.reward not in REWARDS:
@@ -66,7 +67,7 @@ def get_config(arg=None):
       'config arguments shuffled and no_information are controls of the small '
       'form; leave model out'
     )
-  c = common.base()
+  c = schema.base()
   c.name = 'ssrl'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last one is reported

@@ -46,7 +46,8 @@ rewards/vote.py has what is otherwise than in the released code; besides,
 
 from ml_collections import ConfigDict
 
-from configs import algorithms, common, quickstart, search_r1, ssrl
+from configs import algorithms, quickstart, search_r1, ssrl
+from searchrl_jax.run import schema
 
 BASES = ('search', 'ssrl', 'math')
 LABELS = {
@@ -66,7 +67,7 @@ ASKED, HELDOUT = 160, 200  # questions of the small search form
 
 
 def get_config(arg=None):
-  a = common.parse_arg(
+  a = schema.parse_arg(
     arg,
     seed=0,
     model='',
@@ -104,7 +105,7 @@ def get_config(arg=None):
   c.name = 'ttrl'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last one is reported
-  c.algorithm = common.base().algorithm
+  c.algorithm = schema.base().algorithm
   c.algorithm.update(ALGORITHMS[a.algorithm])
   c.algorithm.minibatches = 8 if a.model else 1
   if a.algorithm == 'ppo':
@@ -212,7 +213,7 @@ def _math_small(a):
 
 
 def _math_full(a):
-  c = common.base()
+  c = schema.base()
   c.model.path = a.model
   c.model.dtype = 'bfloat16'
   c.model.remat = 'block'

@@ -28,12 +28,12 @@ which is reported: the last one counts.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from searchrl_jax.run import schema
 
 
 def get_config(arg=None):
-  a = common.parse_arg(arg, model='', template='')
-  c = common.base()
+  a = schema.parse_arg(arg, model='', template='')
+  c = schema.base()
   c.name = 'wiki_nq'
   c.source.corpus = 'corpus.jsonl.gz'
   c.source.k = 3

@@ -49,8 +49,9 @@ The default is the released behaviour without its bugs. Otherwise than there:
 
 from ml_collections import ConfigDict
 
-from configs import common, search_r1
+from configs import search_r1
 from experiments.zerosearch import documents
+from searchrl_jax.run import schema
 
 REWARDS = {
   'f1': dict(fn='answer.f1', weight=1.0),
@@ -81,7 +82,7 @@ DOCUMENT = (
 
 
 def get_config(arg=None):
-  a = common.parse_arg(
+  a = schema.parse_arg(
     arg,
     seed=0,
     model='',

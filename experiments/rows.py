@@ -36,14 +36,13 @@ import threading
 from absl import flags
 from ml_collections import ConfigDict
 
-from configs import common as schema
 from experiments import table
 from experiments.benchmarks import common
 from experiments.quickstart.run import Clock
 from experiments.table import Bar
 from searchrl_jax import evaluate, sft
 from searchrl_jax.learn.checks import ConfigError
-from searchrl_jax.run import build, command, lookup, records, writer
+from searchrl_jax.run import build, command, lookup, records, schema, writer
 
 Config = Callable[[int], ConfigDict]  # of a seed
 # (config, run folder, where to write) -> scores by name.

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from configs import common
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.rollout.chains import rollout
+from searchrl_jax.run import schema
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Passage, SearchError, SearchResult
@@ -58,7 +58,7 @@ TEMPLATE = {
 
 
 def make_env(**fields):
-  config = common.base().env
+  config = schema.base().env
   config.update(
     dict(max_turns=3, max_turn_tokens=200, max_tokens=4000) | fields
   )
@@ -193,7 +193,7 @@ def run_script(turns, *, env, question, passage='', source=None):
   turns = list(turns)
   engine = FakeEngine(lambda history, seed: turns.pop(0))
   source = source or FakeSource(text=passage)
-  config = common.base().rollout
+  config = schema.base().rollout
   config.update(dict(group=1, max_failed=1.0))
   found = asyncio.run(
     rollout(

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 import transformers
 
-from configs.common import base
 from searchrl_jax.engines.core import Completion
+from searchrl_jax.run.schema import base
 from searchrl_jax.text import env as envs
 from searchrl_jax.text import prompts
 from searchrl_jax.text import tokenizer as tokenizing

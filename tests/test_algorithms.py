@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from configs import algorithms as configs
-from configs import common, quickstart
+from configs import quickstart
 from searchrl_jax.learn import advantages, checks, losses, objectives
+from searchrl_jax.run import schema
 from tests.conftest import ROOT
 from tests.golden import algorithms
 
@@ -37,7 +38,7 @@ def test_a_dict_has_fields_of_the_schema_and_all_that_any_has(name):
   found = getattr(configs, name)
   assert type(found) is dict
   assert set(found) == set(configs.GRPO)
-  assert set(found) <= set(common.base().algorithm)
+  assert set(found) <= set(schema.base().algorithm)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -122,7 +123,7 @@ def test_one_answer_a_question_will_do_without_groups():
 def case_config(name: str):
   """The config of a case; the engine's log-probs are the trainer's."""
   dual = name == 'ppo_dual'
-  config = with_algorithm(common.base(), 'PPO' if dual else name.upper())
+  config = with_algorithm(schema.base(), 'PPO' if dual else name.upper())
   config.algorithm.minibatches = 2  # off policy: old log-probs count
   config.algorithm.horizon = algorithms.HORIZON
   config.algorithm.clip_dual = algorithms.DUAL if dual else 0.0

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from configs import common
 from searchrl_jax.learn import batching
+from searchrl_jax.run import schema
 from searchrl_jax.types import Question, Segment, Trajectory
 
 
 def config(**kw):
-  c = common.base()
+  c = schema.base()
   c.batch.lengths, c.batch.tokens, c.env.max_tokens = (8, 16, 32), 64, 32
   for k, v in kw.items():
     c.update_from_flattened_dict({k: v})

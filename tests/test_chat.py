@@ -4,13 +4,13 @@ import threading
 from ml_collections import ConfigDict
 import pytest
 
-from configs import common
+from searchrl_jax.run import schema as config_lib
 from searchrl_jax.sources.chat import Chat, ChatError
 from tests import chat_server
 
 
 def config(url, **fields):
-  c = common.base().judge
+  c = config_lib.base().judge
   c.update(url=url, timeout=5.0, attempts=1, **fields)
   return c
 

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from configs import algorithms, common
+from configs import algorithms
 from experiments.quickstart import run as quickstart
 from searchrl_jax import ask, evaluate, export, sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.jax import device
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.models import decoder, hf
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build, records, schema
 from searchrl_jax.run import command as commands
 from searchrl_jax.run.checkpoint import CheckpointError
 from searchrl_jax.types import Passage, Question
@@ -34,7 +34,7 @@ from tests.conftest import ROOT
 CONFIGS = sorted(
   p.stem
   for p in (ROOT / 'configs').glob('*.py')
-  if p.stem not in ('__init__', 'common', 'algorithms')
+  if p.stem not in ('__init__', 'algorithms')
 )
 
 
@@ -88,7 +88,7 @@ def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp('quick')
   config = tiny.config()
   config.source.corpus = 'world'
-  config.reward = common.ConfigDict(dict(em=dict(fn='answer.em', weight=1.0)))
+  config.reward = schema.ConfigDict(dict(em=dict(fn='answer.em', weight=1.0)))
   config.sft.data.update(dict(n=40, worlds=2, train=40, relations=3))
   config.env.max_turns = 2
   config.env.max_turn_tokens = 24
@@ -408,10 +408,10 @@ def test_dry_run_counts(tmp_path):
 
 def test_unknown_config_arguments_are_refused():
   with pytest.raises(ValueError, match='sed.*did you mean: seed'):
-    common.parse_arg('sed=1', seed=0)
+    schema.parse_arg('sed=1', seed=0)
   with pytest.raises(ValueError, match='expected int'):
-    common.parse_arg('seed=x', seed=0)
-  assert common.parse_arg('lr=1,name=a=b', lr=0.1, name='').lr == 1.0
+    schema.parse_arg('seed=x', seed=0)
+  assert schema.parse_arg('lr=1,name=a=b', lr=0.1, name='').lr == 1.0
 
 
 def trace():

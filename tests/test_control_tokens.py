@@ -16,9 +16,10 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 import transformers
 
-from configs import common, zerosearch
+from configs import zerosearch
 from experiments.ssp.verify import Reader
 from searchrl_jax.rewards.judge import Judge
+from searchrl_jax.run import schema
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.chat import payload
 from searchrl_jax.types import Question, SearchRequest
@@ -106,7 +107,7 @@ def attacks(hf):
 
 async def sent(url, texts, path):
   """The messages of a judge, a simulator and a reader for three texts each."""
-  c = common.base()
+  c = schema.base()
   c.judge.update(url=url, model='judge', concurrency=8)
   c.source.simulator.update(
     url=url,

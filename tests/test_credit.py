@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from configs import algorithms, common
+from configs import algorithms
 from searchrl_jax.learn import advantages, batching, credit
+from searchrl_jax.run import schema
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
 
@@ -37,7 +38,7 @@ MASK = np.array([False, True, True, False, True])
 
 
 def make(name, **fields):
-  c = common.base()
+  c = schema.base()
   c.algorithm.update(getattr(algorithms, name))
   c.batch.lengths, c.batch.tokens = (8,), 32
   c.update_from_flattened_dict(fields)

@@ -3,16 +3,19 @@
 import ast
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from tests.conftest import ROOT
 
-# Dependency order: each file imports only files above it (design, 3).
+# Dependency order: each file imports only files above it (design 3).
 ORDER = (
   'types',
+  'run.schema',
   'run.lookup',
   'learn.masked',
   'rewards.scores',
@@ -290,44 +293,31 @@ def test_light_files_import_no_jax(name):
   assert done.returncode == 0, f'searchrl_jax.{name} imports JAX'
 
 
-def code_lines(folder: str) -> int:
-  """Lines that hold code: no blank ones, comments or docstrings."""
-  total = 0
-  for path in (ROOT / folder).rglob('*.py'):
-    tree = ast.parse(path.read_text())
-    # Unparsed without docstrings, each statement on as few lines as it needs.
-    for node in ast.walk(tree):
-      body = getattr(node, 'body', None)
-      if (
-        isinstance(body, list)
-        and body
-        and isinstance(body[0], ast.Expr)
-        and (
-          isinstance(getattr(body[0], 'value', None), ast.Constant)
-          and isinstance(body[0].value.value, str)
-        )
-      ):
-        node.body = body[1:] or [ast.Pass()]
-    total += len([x for x in ast.unparse(tree).splitlines() if x.strip()])
-  return total
+# Names under which packages of other names are imported.
+DISTRIBUTIONS = {
+  'absl': 'absl-py',
+  'faiss': 'faiss-cpu',
+  'grpc': 'grpcio',
+  'huggingface_hub': 'huggingface-hub',
+  'ml_collections': 'ml-collections',
+  'ml_dtypes': 'ml-dtypes',
+  'orbax': 'orbax-checkpoint',
+  'prometheus_client': 'prometheus-client',
+  'Stemmer': 'pystemmer',
+  'tensorflow_datasets': 'tensorflow-datasets',
+}
+# Extras of what only some modules import; the rest needs no extra.
+EXTRAS = {
+  'retrieval': ('retrieval',),
+  'searchrl_jax/data/tfds.py': ('tfds',),
+  'searchrl_jax/engines/vllm/plugin.py': ('vllm',),
+  'searchrl_jax/run/writer.py': ('wandb',),
+}
 
 
-def test_core_stays_small():
-  # 8,500 was meant for one engine in process; a sidecar with its weights,
-  # checks and restarts took the rest.
-  assert code_lines('searchrl_jax') <= 10000
-  # Five web APIs behind a guard, builds that survive a kill, adoption and
-  # downloads took half as much again as the 3,000 lines first meant for it.
-  assert code_lines('retrieval') <= 5000
-
-
-def test_no_file_holds_two_ideas():
-  long = {
-    str(p.relative_to(ROOT)): n
-    for p in [*ROOT.glob('searchrl_jax/**/*.py'), *ROOT.glob('retrieval/*.py')]
-    if (n := len(p.read_text().splitlines())) > 500
-  }
-  assert long == {}
+def names(requirements) -> set[str]:
+  """Package names of requirement strings, lower case."""
+  return {re.split(r'[^\w.-]', r)[0].lower() for r in requirements}
 
 
 LOOPS = {
@@ -389,3 +379,40 @@ def test_the_session_knows_no_algorithm():
         ('searchrl_jax.learn', 'searchrl_jax.rewards', 'searchrl_jax.rollout')
       ), f'{path.name}:{line} imports {target}'
     assert 'config.algorithm' not in path.read_text(), path.name
+
+
+def test_every_import_is_declared():
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+  extras = project['optional-dependencies']
+  undeclared = []
+  for path in [
+    *ROOT.glob('searchrl_jax/**/*.py'),
+    *ROOT.glob('retrieval/**/*.py'),
+  ]:
+    where = path.relative_to(ROOT).as_posix()
+    declared = names(project['dependencies'])
+    for prefix, used in EXTRAS.items():
+      if where.startswith(prefix):
+        declared |= names(r for extra in used for r in extras[extra])
+    for target, line in imported(path):
+      top = target.split('.')[0]
+      if top in sys.stdlib_module_names or top in ('searchrl_jax', 'retrieval'):
+        continue
+      if DISTRIBUTIONS.get(top, top) not in declared:
+        undeclared.append(f'{where}:{line} imports {top}')
+  assert undeclared == []
+
+
+def test_declared_packages_are_pinned():
+  """requirements.txt has all but what has an environment of its own."""
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+  declared = set(project['dependencies']).union(
+    *(
+      packages
+      for extra, packages in project['optional-dependencies'].items()
+      if extra not in ('gpu', 'tpu', 'vllm')
+    )
+  )
+  lines = (ROOT / 'requirements.txt').read_text().splitlines()
+  pinned = names(x for x in lines if '==' in x)
+  assert names(declared) - pinned == set()

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from configs import common
 from searchrl_jax.learn import optim
+from searchrl_jax.run import schema
 
 PARAMS = {
   'embed': np.ones((4, 3), np.float32),
@@ -21,7 +21,7 @@ PARAMS = {
 
 
 def config(**kw):
-  c = common.base().optim
+  c = schema.base().optim
   c.update(kw)
   return c
 

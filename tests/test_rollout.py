@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import common
 from searchrl_jax.engines.core import EngineError
 from searchrl_jax.rollout import chains as lib
+from searchrl_jax.run import schema
 from searchrl_jax.types import (
   Question,
   SearchError,
@@ -24,14 +24,14 @@ QUESTIONS = [Question(f'q{i}', f'what is {i}', (str(i),)) for i in range(6)]
 
 
 def config(**fields):
-  c = common.base().rollout
+  c = schema.base().rollout
   c.update(dict(group=2) | fields)
   return c
 
 
 def play(questions=QUESTIONS, *, engine=None, source=None, env=None, **kw):
   engine = engine or FakeEngine(searcher)
-  fields = {k: kw.pop(k) for k in list(kw) if k in common.base().rollout}
+  fields = {k: kw.pop(k) for k in list(kw) if k in schema.base().rollout}
   try:
     return asyncio.run(
       lib.rollout(
@@ -420,7 +420,7 @@ def test_bad_fields(field):
 
 
 def test_evaluation_is_greedy_as_the_config_says():
-  whole = common.base()
+  whole = schema.base()
   whole.rollout.top_k = 5
   whole.eval.n = 3
   found = lib.evaluation(whole)
@@ -438,7 +438,7 @@ def test_stats_are_plain_numbers():
 
 
 def test_a_round_may_fail_as_often_as_its_step_allows():
-  config = common.base()
+  config = schema.base()
   config.rollout.update(group=4, max_failed=0.2)
 
   def group(*failed):

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import common
 from searchrl_jax.learn import (
   batching,
   logps,
@@ -20,7 +19,7 @@ from searchrl_jax.learn import (
   update,
 )
 from searchrl_jax.models import decoder
-from searchrl_jax.run import flops
+from searchrl_jax.run import flops, schema
 from searchrl_jax.types import Question, Segment, Trajectory
 
 CFG = decoder.DecoderConfig(
@@ -36,7 +35,7 @@ CFG = decoder.DecoderConfig(
 
 
 def config(**kw):
-  c = common.base()
+  c = schema.base()
   c.batch.lengths, c.batch.tokens, c.env.max_tokens = (8, 16), 64, 16
   c.batch.loss_fraction, c.batch.head_chunk = 1.0, 24
   c.optim.lr = 1e-2

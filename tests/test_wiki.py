@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import common, wiki_nq
+from configs import wiki_nq
 from retrieval import process
 from searchrl_jax import export, train
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.models import decoder, hf
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build, records, schema
 from tests import tiny
 from tests.test_commands import command
 
@@ -102,7 +102,7 @@ def small(checkpoint, server):
   c.batch.tokens = 640
   c.batch.head_chunk = 64
   # Random weights earn no exact match: this differs between samples.
-  c.reward = common.ConfigDict(
+  c.reward = schema.ConfigDict(
     dict(
       em=dict(fn='answer.em', weight=1.0),
       length=dict(fn='tests.tiny.shortness', weight=1.0),
@@ -199,10 +199,10 @@ def parquet(path, n=4, **columns):
 def on_parquet(corpus, path, prompt):
   """A small run of its own on the file; its tokenizer has no chat template."""
   c = tiny.config()
-  fields = common.ConfigDict(dict(module='parquet', path=str(path)))
+  fields = schema.ConfigDict(dict(module='parquet', path=str(path)))
   c.data.prompt = prompt
-  c.data.train = common.ConfigDict(dict(nq=fields))
-  c.data.eval = common.ConfigDict(dict(nq=fields))
+  c.data.train = schema.ConfigDict(dict(nq=fields))
+  c.data.eval = schema.ConfigDict(dict(nq=fields))
   c.model.tokenizer = 'bpe'
   c.model.bpe_vocab = 512
   c.source.corpus = str(corpus)

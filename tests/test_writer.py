@@ -11,8 +11,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import common
-from searchrl_jax.run import records, writer
+from searchrl_jax.run import records, schema, writer
 from searchrl_jax.run.records import Record, RunError
 from searchrl_jax.types import (
   Passage,
@@ -27,7 +26,7 @@ from searchrl_jax.types import (
 
 
 def config(**log):
-  c = common.base()
+  c = schema.base()
   c.log.tensorboard = False
   c.log.update(log)
   return c

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs import common as config_lib
 from experiments.benchmarks import common
 from experiments.benchmarks.engines import make_tokenizer
 from experiments.benchmarks.sampler import CASES
@@ -33,6 +32,7 @@ from searchrl_jax.engines.jax import sampler
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, hf
+from searchrl_jax.run import schema as config_lib
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.types import Prompt
 

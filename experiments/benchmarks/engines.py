@@ -28,7 +28,6 @@ from absl import app, flags
 import jax
 import numpy as np
 
-from configs import common as config_lib
 from experiments.benchmarks import common, multiturn
 from experiments.benchmarks.sampler import CASES, NEW, PROMPT, ROWS
 from searchrl_jax.engines.core import Sampling
@@ -37,6 +36,7 @@ from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
 from searchrl_jax.rollout.chains import rollout
+from searchrl_jax.run import schema as config_lib
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.text import tokenizer
 from searchrl_jax.types import Prompt

@@ -34,7 +34,6 @@ if __name__ == '__main__' and not any('--curves' in a for a in sys.argv):
 from absl import app, flags
 import numpy as np
 
-from configs import common as config_lib
 from configs import quickstart
 from experiments.benchmarks import common, multiturn
 from searchrl_jax import sft, train
@@ -42,6 +41,7 @@ from searchrl_jax.engines.core import WeightsUpdate
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.run import build
+from searchrl_jax.run import schema as config_lib
 from searchrl_jax.run.signals import Signals
 
 STEPS, WARM = 8, 2  # of one run; those not counted

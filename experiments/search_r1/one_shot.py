@@ -12,10 +12,10 @@ import dataclasses
 from ml_collections import ConfigDict
 import numpy as np
 
-from configs import common
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
+from searchrl_jax.run import schema
 from searchrl_jax.sft import searcher
 from searchrl_jax.sources import service
 from searchrl_jax.types import Passage, Question
@@ -53,7 +53,7 @@ def load(
     )
   where = ConfigDict(dict(world_seed=world_seed, prompt=prompt, dir=folder))
   (questions,) = data.load_sets({'of': of}, where).values()
-  fields = common.base().source
+  fields = schema.base().source
   fields.url, fields.k = url, k
   source = service.ServiceSource(fields)
   search = searcher(source)

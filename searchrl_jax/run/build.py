@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from configs import common as schema
 from searchrl_jax.data import core as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, hf
-from searchrl_jax.run import checkpoint, lookup, records, sharding
+from searchrl_jax.run import checkpoint, lookup, records, schema, sharding
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text import prompts

@@ -77,7 +77,7 @@ class SearchEnv:
   Args:
     tokenizer: tokenizer.Tokenizer.
     template: prompts.Template.
-    config: config.env; see configs/common.py for its fields.
+    config: config.env; see run/schema.py for its fields.
     prompt_mode: config.data.prompt, 'template' or 'as_is'.
     k: passages asked for with each query.
 

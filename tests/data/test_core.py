@@ -9,13 +9,13 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import common
 from searchrl_jax.data import checks, core
+from searchrl_jax.run import schema
 from searchrl_jax.types import Passage, Question
 
 
 def data_config(**fields):
-  data = common.base().data
+  data = schema.base().data
   data.update(fields)
   return data
 

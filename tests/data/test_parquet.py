@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from configs import common
 from searchrl_jax.data import core, parquet
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.run import schema
 
 PROMPT = [{'role': 'user', 'content': 'Answer, and search. Question: who?\n'}]
 
@@ -141,7 +141,7 @@ def test_filters_and_bad_files(tmp_path):
 
 def test_through_load_sets_the_prompt_is_the_configs(tmp_path):
   write(tmp_path, [merged(0)])
-  data = common.base().data
+  data = schema.base().data
   data.dir = str(tmp_path)
   sets = {'a': {'module': 'parquet', 'path': 'train.parquet'}}
   assert core.load_sets(sets, data)['a'][0].messages == ()

@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import common, seven
+from configs import seven
 from searchrl_jax.data import core, jsonl, tfds
+from searchrl_jax.run import schema
 from tests.conftest import shared_data
 from tests.test_commands import command
 
@@ -170,7 +171,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, layout, prompt='template', **kw):
-  c = common.base()
+  c = schema.base()
   c.data.dir, c.data.prompt = str(folder), prompt
   where = {'search_r1': 'merged/', 'tfds': 'arrays/'}.get(layout, '')
   return core.load_sets(seven.sets(layout, folder=where, **kw), c.data)
@@ -254,7 +255,7 @@ def test_grain_reads_the_array_records(folder):
     'what musique 0?',
     'what musique 1?',
   }
-  c = common.base()
+  c = schema.base()
   c.data.dir = str(folder)
   c.data.train = seven.sets('tfds', folder='arrays/')
   drawn = core.open_stream(c.data, seed=0).next(14)
@@ -299,7 +300,7 @@ def test_a_flag_reaches_every_set(tmp_path, absent):
 
 
 def test_hops_choose_questions_of_a_parquet(folder):
-  c = common.base()
+  c = schema.base()
   c.data.dir = str(folder)
   sets = seven.sets('search_r1', folder='merged/', names=('musique',))
   sets.musique.hops = 3

@@ -8,10 +8,9 @@ import types
 import numpy as np
 import pytest
 
-from configs import common
 from searchrl_jax.evaluators import answer, passk
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import records, writer
+from searchrl_jax.run import records, schema, writer
 from searchrl_jax.types import Question
 from tests.fakes import FakeEngine, FakeSource, make_env, run_script
 
@@ -117,7 +116,7 @@ def sets():
 
 
 def config(**fields):
-  c = common.base()
+  c = schema.base()
   c.rollout.max_failed = 1.0
   c.eval.update(dict(n=3, bootstrap=200, temperature=1.0) | fields)
   c.log.tensorboard = False
@@ -398,7 +397,7 @@ def test_an_answer_is_scored_by_itself_and_votes_by_their_classes():
 
 
 def test_an_unknown_match_is_refused():
-  c = common.base()
+  c = schema.base()
   c.eval.match = 'math'
   with pytest.raises(ValueError, match=r"match='math' is neither 'text' nor"):
     passk.check(c)

@@ -5,11 +5,11 @@ import json
 from ml_collections import ConfigDict
 import pytest
 
-from configs import common
 from experiments.search_r1 import wiki_traces as wiki
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.rewards import scores
+from searchrl_jax.run import schema
 from searchrl_jax.types import Passage
 
 PASSAGES = {
@@ -194,7 +194,7 @@ def test_candidates():
 
 def test_through_the_config(tmp_path):
   path = questions(tmp_path)
-  data = common.base().data
+  data = schema.base().data
   data.dir = str(tmp_path)
   fields = ConfigDict(
     {

@@ -5,11 +5,11 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import common
 from searchrl_jax.evaluators import answer as evaluators
 from searchrl_jax.learn import checks
 from searchrl_jax.rewards import core, judge
 from searchrl_jax.rewards.core import RewardContext, RewardError
+from searchrl_jax.run import schema
 from searchrl_jax.sources.chat import ChatError
 from searchrl_jax.types import Question
 from tests import chat_server
@@ -19,7 +19,7 @@ ENV = make_env()
 
 
 def config(url, **fields):
-  c = common.base().judge
+  c = schema.base().judge
   c.update(url=url, timeout=5.0, attempts=1, **fields)
   return c
 
@@ -232,7 +232,7 @@ def test_a_failed_trajectory_is_not_judged():
 
 
 def test_a_reward_without_a_judge_is_refused_at_the_start():
-  c = common.base()
+  c = schema.base()
   c.reward.judge = ConfigDict(
     dict(fn='judge.correct', weight=1.0, after_em=True)
   )

@@ -7,8 +7,8 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import common
 from searchrl_jax.rewards import core, vote
+from searchrl_jax.run import schema
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 
@@ -219,7 +219,7 @@ def test_synonyms_that_are_no_lists_are_refused():
 
 
 def test_further_rounds_are_refused():
-  c = common.base()
+  c = schema.base()
   c.rollout.update(group=4, refill=2)
   with pytest.raises(core.RewardError, match='rollout.refill=2'):
     vote.check(c, dict(votes=4, train=2, match='text'))
@@ -266,7 +266,7 @@ def test_a_group_of_another_size_is_refused():
 def test_what_cannot_be_is_found_at_the_start(fields, says):
   from searchrl_jax.learn import checks
 
-  c = common.base()
+  c = schema.base()
   c.rollout.group = fields.pop('group', fields['votes'])
   c.reward.v = ConfigDict(
     dict(

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import common
 from experiments.ssp.verify import Reader
 from searchrl_jax.engines.vllm.launcher import start_sidecar
 from searchrl_jax.models import decoder, hf
 from searchrl_jax.rewards import judge
+from searchrl_jax.run import schema
 from searchrl_jax.sources.chat import Chat, ChatError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.simulated import SimulatedSource
@@ -88,7 +88,7 @@ def url(tmp_path_factory):
 
 
 def judging(url, **changed):
-  out = common.base().judge
+  out = schema.base().judge
   out.update(dict(url=url) | changed)
   return out
 
@@ -137,7 +137,7 @@ def test_a_reader_s_answer_is_what_it_says(url, tmp_path):
 
 
 def search(url, n=4, check=True, **changed):
-  c = common.base().source
+  c = schema.base().source
   c.simulator.update(
     dict(url=url, useful='Find {query}', noisy='Find {query}', max_tokens=32)
     | changed

@@ -9,10 +9,11 @@ import threading
 import numpy as np
 import pytest
 
-from configs import common, zerosearch
+from configs import zerosearch
 from searchrl_jax.engines.core import EngineError, Sampling
 from searchrl_jax.learn import checks
 from searchrl_jax.rollout.chains import RolloutError, rollout
+from searchrl_jax.run import schema
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import (
@@ -30,7 +31,7 @@ DOCUMENT = r'(?s)Doc (?P<title>\w+): (?P<text>.*?)(?=Doc \w+:|\Z)'
 
 
 def config(**fields):
-  c = common.base().source
+  c = schema.base().source
   c.module, c.k = 'simulated', 5
   c.simulator.update(
     dict(
@@ -171,7 +172,7 @@ def test_a_query_is_sampled_from_a_stream_of_its_own():
   ],
 )
 def test_fields_that_cannot_work_are_named_at_the_start(field, value, said):
-  c = common.base()
+  c = schema.base()
   c.source = config()
   checks.check_engine(c)
   c.source.simulator[field] = value
@@ -309,7 +310,7 @@ def played(*args, **fields):
 
 def rolled(made, script=None, questions=4, group=2, policy=None, **fields):
   """A rollout of policies that search twice, on this source."""
-  c = common.base().rollout
+  c = schema.base().rollout
   c.update(dict(group=group, search_attempts=1, max_failed=1.0) | fields)
   engine = policy or fakes.FakeEngine(
     script or fakes.searcher, delay=lambda text: random.random() / 100
@@ -423,7 +424,7 @@ def test_trajectories_that_search_the_engine_they_run_on_all_finish(slots):
       return echo(history, seed)
     return fakes.searcher(history, seed)
 
-  c = common.base().rollout
+  c = schema.base().rollout
   c.update(dict(group=4, search_attempts=1))
   engine = fakes.FakeEngine(script, slots=slots, delay=lambda text: 0.001)
   made = source(None, engine=engine)

@@ -99,7 +99,7 @@ class VllmEngine(core.Engine):
   Args:
     model_cfg: of the model; servers of another are refused.
     tokenizer: a tokenizer.Tokenizer; servers with another are refused.
-    config: config.engine; its fields are explained in configs/common.py.
+    config: config.engine; its fields are explained in run/schema.py.
     folder: of the run: gets the publications and the servers' logs.
 
   Raises:

@@ -1,0 +1,135 @@
+"""Documentation: links lead to files, and the examples run as written."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import configs
+from searchrl_jax.learn import advantages
+from tests.conftest import ROOT
+
+FOLDERS = ('docs', 'experiments', 'retrieval', 'searchrl_jax', 'tools')
+PAGES = sorted(
+  p.relative_to(ROOT).as_posix()
+  for p in [
+    *ROOT.glob('*.md'),
+    *(p for folder in FOLDERS for p in (ROOT / folder).rglob('*.md')),
+  ]
+)
+# Pages that tell what was, under the names of that time.
+HISTORY = ('CHANGELOG.md', 'experiments/LOG.md')
+FILE = re.compile(
+  r'`((?:searchrl_jax|retrieval|configs|experiments|tests|tools|docs)/'
+  r'[\w./-]+\.(?:py|md|json|sh|png))'
+)
+CONTRIBUTING = (ROOT / 'CONTRIBUTING.md').read_text()
+SECTIONS = re.findall(r'^## (Add an? .*)$', CONTRIBUTING, re.M)
+
+
+def prose(text: str) -> str:
+  """A page without its fenced code."""
+  return re.sub(r'^```.*?^```', '', text, flags=re.M | re.S)
+
+
+def anchors(text: str) -> set[str]:
+  """What GitHub names the headings of a page."""
+  headings = re.findall(r'^#+ (.*)$', prose(text), re.M)
+  return {
+    re.sub(r'[^\w\- ]', '', h.lower()).strip().replace(' ', '-')
+    for h in headings
+  }
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_links_lead_to_files(page):
+  path = ROOT / page
+  broken = []
+  for target in re.findall(r'\]\(([^)\s]+)\)', prose(path.read_text())):
+    if re.match(r'[a-z]+:', target):
+      continue
+    name, _, anchor = target.partition('#')
+    file = path.parent / name if name else path
+    if not file.exists():
+      broken.append(target)
+    elif anchor and anchor not in anchors(file.read_text()):
+      broken.append(f'{target}: no such heading')
+  assert broken == []
+
+
+@pytest.mark.parametrize('page', [p for p in PAGES if p not in HISTORY])
+def test_files_that_pages_name_exist(page):
+  named = set(FILE.findall(prose((ROOT / page).read_text())))
+  assert [
+    n for n in sorted(named) if not (ROOT / n).exists() and '/mine' not in n
+  ] == []
+
+
+def test_what_code_cites_of_the_design_exists():
+  page = (ROOT / 'docs/architecture.md').read_text()
+  known = set(re.findall(r'^## (\d+)\.', page, re.M))
+  invariants = page.split('## 5. ')[1].split('\n## ')[0]
+  known |= {f'5.{n}' for n in re.findall(r'^(\d+)\. \*\*', invariants, re.M)}
+  assert '5.15' in known and '9' in known
+  cited = {
+    (path.relative_to(ROOT).as_posix(), number)
+    for folder in ('searchrl_jax', 'retrieval', 'configs', 'tests')
+    for path in (ROOT / folder).rglob('*.py')
+    for number in re.findall(r'[Dd]esign,? (\d[\d.]*\d|\d)', path.read_text())
+  }
+  assert cited and [c for c in cited if c[1] not in known] == []
+
+
+@pytest.fixture
+def contributor(tmp_path, monkeypatch):
+  """Writes the files of CONTRIBUTING.md where imports find them."""
+  for name in ('mine', 'configs'):
+    (tmp_path / name).mkdir()
+  for path, code in re.findall(
+    r'^```python\n# file: (\S+)\n(.*?)^```', CONTRIBUTING, re.M | re.S
+  ):
+    (tmp_path / path).write_text(code)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.setattr(
+    configs, '__path__', [*configs.__path__, str(tmp_path / 'configs')]
+  )
+  before = dict(vars(advantages))
+  importlib.invalidate_caches()
+  yield
+  for name in [m for m in sys.modules if m.split('.')[0] == 'mine']:
+    del sys.modules[name]
+  sys.modules.pop('configs.mine', None)
+  vars(configs).pop('mine', None)
+  vars(advantages).clear()
+  vars(advantages).update(before)
+
+
+@pytest.mark.parametrize('section', SECTIONS)
+def test_examples_of_contributing_run(section, contributor):
+  text = CONTRIBUTING.split(f'## {section}\n')[1].split('\n## ')[0]
+  tried = 0
+  for code in re.findall(r'^```python\n(.*?)^```', text, re.M | re.S):
+    kind, _, target = code.partition('\n')[0].partition(': ')
+    if kind == '# file':
+      compile(code, target, 'exec')
+    elif kind == '# append to':
+      module = target.removesuffix('.py').replace('/', '.')
+      exec(code, vars(importlib.import_module(module)))
+    else:
+      exec(compile(code, f'CONTRIBUTING.md, {section}', 'exec'), {})
+      tried += 1
+  assert tried == (section != 'Add a tool')
+
+
+def test_sizes_are_printed():
+  done = subprocess.run(
+    [sys.executable, 'tools/sizes.py', 'configs', '--limit=1'],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
+    text=True,
+  )
+  assert re.search(r'^configs +[\d,]+ +\d+$', done.stdout, re.M)
+  assert 'above 1: configs/quickstart.py' in done.stdout
