@@ -102,11 +102,15 @@ class Session:
     self._about = {'parameters': cfg.n_params, **(about or {})}
     self._saver = build.saver(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(cfg)}
-    self.engine = self.source = self.evaluator = None
-    self.signals, self.metrics, self.url = Signals(), {}, ''
-    self._engines, self._identity = [], {}
+    self.engine: Any = None
+    self.source: Any = None
+    self.evaluator: Any = None
+    self.signals, self.url = Signals(), ''
+    self.metrics: dict[str, float] = {}
+    self._engines: list[Any] = []
+    self._identity: Mapping[str, Any] = {}
     self._failure: Exception | None = None
-    self._report = None
+    self._report: Any = None
     self._late = False
     self._restore()
 
