@@ -8,7 +8,9 @@ PY := $(VENV)/bin/python
 WORKDIR ?= runs/quickstart
 SIDECAR ?=
 CONTROLS ?= 0
-export JAX_PLATFORMS ?= cpu
+# What .venv is built for: gpu where an NVIDIA driver shows one, else cpu. JAX
+# then uses what it finds; JAX_PLATFORMS=cpu keeps it on the CPU.
+ACCELERATOR ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),gpu,cpu)
 # XLA takes the temporary memory of an update from malloc and gives it back
 # each time: in pages of 4 KB the kernel spends a good part of an update on a
 # CPU clearing them (trials: experiments/LOG.md). glibc reads this at the start.
@@ -20,7 +22,8 @@ endif
   clean
 
 help:
-	@echo 'make quickstart             a small model learns to search (4 min)'
+	@echo 'make quickstart             a small model learns to search (4 min); on a'
+	@echo '                            GPU if there is one, ACCELERATOR=cpu|gpu'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make test                   the tests (no network, GPU or torch)'
 	@echo 'make test-parity            installs torch, compares with it live'
@@ -30,10 +33,14 @@ help:
 	@echo 'make sizes                  lines of code of each folder'
 	@echo 'make clean                  removes environments and run folders'
 
-setup: $(VENV)/.ready
+GPU := $(filter gpu,$(ACCELERATOR))
+READY := $(VENV)/.ready$(addprefix -,$(GPU))
+REQUIREMENTS := requirements$(addprefix -,$(GPU)).txt
 
-$(VENV)/.ready: requirements.txt tools/venv.sh
-	@PYTHON=$(PYTHON) sh tools/venv.sh $(VENV) requirements.txt
+setup: $(READY)
+
+$(READY): $(REQUIREMENTS) tools/venv.sh
+	@PYTHON=$(PYTHON) sh tools/venv.sh $(VENV) $(REQUIREMENTS)
 	@touch $@
 
 .venv-parity/.ready: requirements.txt requirements-parity.txt tools/venv.sh
@@ -65,6 +72,8 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
+# Tests run on the CPU, whatever the machine has.
+test test-parity test-sidecar: export JAX_PLATFORMS ?= cpu
 
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
