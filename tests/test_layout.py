@@ -99,11 +99,12 @@ ORDER = (
   'ask',
 )
 RETRIEVAL_ORDER = (
-  'corpus',
   'files',
+  'corpus',
   'store',
   'core',
   'metrics',
+  'vectors',
   'analyzer',
   'bm25',
   'bert',
@@ -122,7 +123,6 @@ RETRIEVAL_ORDER = (
   'retry',
   'web',
   'cache',
-  'vectors',
   'folder',
   'protocol',
   'batcher',
