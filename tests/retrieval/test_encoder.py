@@ -299,7 +299,7 @@ def test_an_unknown_family_names_the_option(copy):
     ({'hidden_size': None}, 'hidden_size=None; expected an integer'),
     ({'num_attention_heads': 5}, 'no multiple'),
     ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
-    ({'intermediate_size': 65}, r'intermediate.*has shape .*asks for \(65,'),
+    ({'intermediate_size': 65}, r'intermediate.*has shape .*requires \(65,'),
     ({'num_hidden_layers': 3}, r"'encoder.layer.2.*' is missing"),
     ({'num_hidden_layers': 1}, r"'encoder.layer.1.*surplus"),
     ({'max_position_embeddings': 64}, 'query_length=96'),
