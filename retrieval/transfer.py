@@ -1,8 +1,8 @@
-"""Fetches a file over HTTP so that a broken transfer goes on where it was.
+"""Downloads a file over HTTP and resumes interrupted transfers.
 
-A file arrives as NAME.part and gets its name when its hash is right, which
-also shows if bytes of two versions came together. The rest of a file is asked
-for by Range (RFC 9110, 14).
+A file is written as NAME.part and renamed once its hash is correct, which also
+detects a mix of two versions. The rest of a file is requested by Range (RFC
+9110, 14).
 """
 
 import dataclasses
@@ -15,22 +15,21 @@ import time
 from typing import BinaryIO
 
 import httpx
-import tqdm
 
 from retrieval import files
 from retrieval.retry import retry_after
 
-_ATTEMPTS = 6  # in a row without a byte
+_ATTEMPTS = 6  # in a row without a new byte
 _TIMEOUT = httpx.Timeout(60.0, connect=20.0)
 _RETRY = (408, 425, 429, 500, 502, 503, 504)
 
 
 class DownloadError(RuntimeError):
-  """A file could not be fetched; the message names it and the fix."""
+  """A file could not be downloaded; the message says how to fix it."""
 
 
 class _Broken(Exception):
-  """Worth another attempt, after `wait` seconds where the server said."""
+  """A retry may succeed, after `wait` seconds if the server sent that."""
 
   def __init__(self, message: str, wait: float = 0.0):
     super().__init__(message)
@@ -39,7 +38,7 @@ class _Broken(Exception):
 
 @dataclasses.dataclass
 class Remote:
-  """A file to fetch, and what is stated of it."""
+  """A file to download, with its expected size and hash."""
 
   name: str  # below the output folder, with /
   url: str
@@ -48,27 +47,25 @@ class Remote:
 
 
 def clean(text: object) -> str:
-  """Text from outside, without what a terminal would obey."""
+  """Untrusted text, escaped for a terminal."""
   return str(text)[:300].encode('unicode_escape').decode()
 
 
 def digest_of(path: pathlib.Path, kind: str) -> str:
-  """'sha256:...' or, as git hashes a file, 'git:...'; with a bar."""
-  found = (
-    hashlib.sha256()
-    if kind == 'sha256'
-    else hashlib.sha1(b'blob %d\0' % path.stat().st_size)
-  )
+  """The hash of a file: 'sha256:...', or 'git:...' (a blob's SHA-1)."""
+  found = hashlib.sha256()
+  if kind == 'git':
+    found = hashlib.sha1(b'blob %d\0' % path.stat().st_size)
   for block in files.read_blocks([path], f'check {path.name}'):
     found.update(block)
   return f'{kind}:{found.hexdigest()}'
 
 
 def local_path(out: pathlib.Path, name: str) -> pathlib.Path:
-  """Where a remote name lies below `out`.
+  """The path of a remote name below `out`.
 
   Raises:
-    DownloadError: it would lie elsewhere.
+    DownloadError: the path would be outside `out`.
   """
   parts = name.split('/')
   if any(p in ('', '.', '..') or '\\' in p or '\0' in p for p in parts):
@@ -76,10 +73,11 @@ def local_path(out: pathlib.Path, name: str) -> pathlib.Path:
   return out.joinpath(*parts)
 
 
-def fetch(
-  remote: Remote, out: pathlib.Path, headers: dict[str, str]
-) -> pathlib.Path:
-  """Brings one file to `out`; goes on where an earlier call stopped.
+Headers = dict[str, str]
+
+
+def fetch(remote: Remote, out: pathlib.Path, headers: Headers) -> pathlib.Path:
+  """Downloads one file to `out`; resumes an interrupted download.
 
   Args:
     remote: the file.
@@ -87,53 +85,44 @@ def fetch(
     headers: of each request.
 
   Raises:
-    DownloadError: the server has no such file, or sent another one.
+    DownloadError: the server has no such file, or sent a different one.
   """
   final = local_path(out, remote.name)
   kind = remote.digest.partition(':')[0]
   if final.exists():
-    digest = digest_of(final, kind)
-    if digest != remote.digest:
+    if (digest := digest_of(final, kind)) != remote.digest:
       raise DownloadError(
         f'{final}: is there already with {final.stat().st_size} bytes and '
-        f'{digest}, and {remote.digest} is due. Remove it or choose another '
-        '--out.'
+        f'{digest}, not {remote.digest}. Remove it or use another --out.'
       )
     return final
   final.parent.mkdir(parents=True, exist_ok=True)
   part = final.with_name(f'{final.name}.part')
   _fetch_bytes(remote, part, headers)
-  digest = digest_of(part, kind)
-  if digest != remote.digest:
+  if (digest := digest_of(part, kind)) != remote.digest:
     got = part.stat().st_size
     part.unlink()
     raise DownloadError(
       f'{clean(remote.url)}: {got} bytes with {digest} came, {remote.digest} '
-      f'with {remote.size} bytes was due; removed. Run again; if it comes out '
-      'the same, this server has another file.'
+      f'with {remote.size} bytes was due; removed. Run again; if it fails '
+      'again, this server has another file.'
     )
   with open(part, 'rb') as file:
     files.commit(file, part, final)
   return final
 
 
-def _fetch_bytes(
-  remote: Remote, part: pathlib.Path, headers: dict[str, str]
-) -> None:
-  """Fills NAME.part."""
-  failed = 0
+def _fetch_bytes(remote: Remote, part: pathlib.Path, headers: Headers) -> None:
+  """Writes NAME.part."""
+  failed, locked = 0, f'{part}: another process writes this file. Wait for it.'
   with (
     open(part, 'ab') as file,
     files.progress(remote.size, remote.name) as bar,
     httpx.Client(follow_redirects=True, timeout=_TIMEOUT) as client,
   ):
-    try:
+    with files.convert(OSError, DownloadError, locked):
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-      raise DownloadError(
-        f'{part}: another process writes this file. Wait for it.'
-      ) from None
-    if file.tell() > remote.size:  # another file's
+    if file.tell() > remote.size:  # of another file
       _start_over(file)
     while (before := file.tell()) < remote.size:
       try:
@@ -141,57 +130,47 @@ def _fetch_bytes(
       except (_Broken, httpx.TransportError) as error:
         failed = 1 if file.tell() > before else failed + 1
         if failed >= _ATTEMPTS:
+          problem = clean(error) or type(error).__name__
           raise DownloadError(
-            f'{clean(remote.url)}: {clean(error) or type(error).__name__}, '
-            f'{failed} times in a row; {file.tell()} bytes are kept in '
-            f'{part.name}. Run again to go on from there.'
+            f'{clean(remote.url)}: {problem}, {failed} times in a row; '
+            f'{file.tell()} bytes are kept in {part.name}. Run again to resume.'
           ) from None
         own = min(2.0**failed, 30.0) * random.uniform(0.25, 0.5)
         time.sleep(min(getattr(error, 'wait', 0.0) or own, 120.0))
 
 
-def _request(
-  client: httpx.Client,
-  remote: Remote,
-  file: BinaryIO,
-  headers: dict[str, str],
-  bar: tqdm.tqdm,
-) -> None:
-  have = file.tell()
+def _request(client, remote: Remote, file: BinaryIO, headers, bar) -> None:
+  have, url = file.tell(), clean(remote.url)
   asked = {**headers, 'Accept-Encoding': 'identity'}
   if have:
     asked['Range'] = f'bytes={have}-'
   with client.stream('GET', remote.url, headers=asked) as answer:
     code = answer.status_code
+    sent = answer.headers
     if code in _RETRY:
-      after = answer.headers.get('retry-after', '')
-      raise _Broken(f'status {code}', retry_after(after))
+      wait = retry_after(sent.get('retry-after', ''))
+      raise _Broken(f'status {code}', wait)
     if code not in (200, 206):
-      advice = (
-        'Set HF_TOKEN to a token that may read it.'
-        if code in (401, 403)
-        else 'Check the names of repository, revision and file, and the mirror.'
-      )
-      raise DownloadError(f'{clean(remote.url)}: status {code}. {advice}')
+      fix = 'Check the names of repository, revision and file, and the mirror.'
+      if code in (401, 403):
+        fix = 'Set HF_TOKEN to a token that may read it.'
+      raise DownloadError(f'{url}: status {code}. {fix}')
     if code == 206:
-      span = re.fullmatch(
-        r'bytes (\d+)-\d+/(\d+)', answer.headers.get('content-range', '')
-      )
+      span = sent.get('content-range', '')
+      span = re.fullmatch(r'bytes (\d+)-\d+/(\d+)', span)
       if not span or int(span[1]) != have:
         _start_over(file)
-        raise _Broken(f'bytes from {have} on were asked, others came')
+        raise _Broken(f'the server did not send bytes from {have} on')
       total = int(span[2])
     else:
       have = _start_over(file)
-      total = int(answer.headers.get('content-length', remote.size))
+      total = int(sent.get('content-length', remote.size))
     if total != remote.size:
-      raise DownloadError(
-        f'{clean(remote.url)}: is {total} bytes, should be {remote.size}. This '
-        'server has another file.'
-      )
+      sizes = f'is {total} bytes, should be {remote.size}'
+      raise DownloadError(f'{url}: {sizes}. This server has another file.')
     files.need_space(pathlib.Path(file.name), total - have)
     bar.n = have
-    for block in answer.iter_raw():  # as it comes: a cut loses none
+    for block in answer.iter_raw():  # unbuffered: a cut loses nothing
       file.write(block)
       bar.update(len(block))
       if file.tell() > total:
