@@ -150,8 +150,9 @@ def _topk(data: Mapping[str, Any], limits: Limits) -> int:
     topk = int(topk)  # JSON does not distinguish 3.0 from 3
   if isinstance(topk, bool) or not isinstance(topk, int):
     raise _bad(['topk'], 'must be an integer')
-  if not 1 <= topk <= (most := limits.max_topk):
-    raise _bad(['topk'], f'must lie between 1 and {most} (--max_topk)')
+  if not 1 <= topk <= limits.max_topk:
+    allowed = f'between 1 and {limits.max_topk} (--max_topk)'
+    raise _bad(['topk'], f'must lie {allowed}')
   return topk
 
 
