@@ -127,7 +127,7 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
   """The safetensors files of a checkpoint folder, in order.
 
   Raises:
-    FileNotFoundError: there is none.
+    FileNotFoundError: the folder has no such file.
   """
   files = sorted(path.glob('model*.safetensors'))
   if not files:

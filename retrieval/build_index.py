@@ -14,7 +14,6 @@ Indexes: bm25, dense_jax, dense_faiss:FACTORY (Flat, HNSW64, "IVF4096,Flat",
 
 from collections.abc import Callable, Sequence
 import contextlib
-import fcntl
 import functools
 import pathlib
 import shutil
@@ -47,8 +46,7 @@ class Folder:
     self.path.mkdir(parents=True, exist_ok=True)
     self._lock = open(self.path / '.lock', 'w')  # noqa: SIM115, until the end
     problem = f'{self.path}: another build is at work there. Wait for it.'
-    with files.convert(OSError, files.FilesError, problem):
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    files.lock(self._lock, files.FilesError, problem)
     if restart:
       self._discard()
     self.manifest = files.read_json(self.path / 'manifest.json')

@@ -66,7 +66,7 @@ _CPU_TOKENS, _TOKENS = 1024, 32768  # of one batch
 _TOKENIZER_FILES = ('tokenizer.json', 'vocab.txt', 'tokenizer_config.json')
 
 
-def tell_family(path: pathlib.Path, family: str = 'auto') -> str:
+def find_family(path: pathlib.Path, family: str = 'auto') -> str:
   """The key of `FAMILIES` for a model folder; see the module.
 
   Raises:
@@ -158,8 +158,8 @@ class Tokens:
     Raises:
       ValueError: a length out of range.
     """
-    if not 3 <= length <= (most := self._positions):
-      expected = f'expected 3 to {most}, the positions of this model'
+    if not 3 <= length <= self._positions:
+      expected = f'expected 3 to {self._positions}, the positions of this model'
       raise ValueError(f'{name}={length}; {expected}')
     tokenizer = tokenizers.Tokenizer.from_str(self._json)
     tokenizer.no_padding()  # the file may define a fixed length
@@ -224,7 +224,7 @@ class Tokens:
     return R
 
 
-def tell_dtype(dtype: str) -> str:
+def resolve_dtype(dtype: str) -> str:
   """Resolves 'auto' to float32 on CPU and bfloat16 on accelerators.
 
   Raises:
@@ -274,7 +274,7 @@ class Encoder:
       path: config.json, *.safetensors, and tokenizer.json or vocab.txt.
       family: a key of `FAMILIES`, or 'auto': see the module.
       dtype: of parameters and activations: float32, bfloat16, or auto, see
-        `tell_dtype`. Vectors are float32.
+        `resolve_dtype`. Vectors are float32.
       pooling, normalise, query_prefix, passage_prefix: override those of the
         folder and its family.
       query_length, passage_length: tokens kept, including [CLS] and [SEP];
@@ -282,13 +282,13 @@ class Encoder:
       batch: the most tokens of a batch; None: by the device.
 
     Raises:
-      FileNotFoundError, ValueError: see `bert.load`, `tell_family`, `Tokens`.
+      FileNotFoundError, ValueError: see `bert.load`, `find_family`, `Tokens`.
     """
-    path, self.dtype = pathlib.Path(path), tell_dtype(dtype)
+    path, self.dtype = pathlib.Path(path), resolve_dtype(dtype)
     if pooling is not None:
       require_one_of('pooling', pooling, POOLINGS)
     self.cfg = bert.read_config(path)
-    self.family = tell_family(path, family)
+    self.family = find_family(path, family)
     given = {
       'pooling': pooling,
       'normalise': normalise,

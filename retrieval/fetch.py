@@ -33,12 +33,12 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 # IANA's special-purpose registries (RFC 6890 and later), and 168.63.129.16,
 # Azure's host agent. ipaddress.is_global differs between versions of Python and
 # includes multicast.
-_REFUSED = """
+_SPECIAL = """
   0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12
   192.0.0.0/24 192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15
   198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 168.63.129.16/32
   2001::/23 2001:db8::/32 2002::/16 3fff::/20"""
-_REFUSED = tuple(map(ipaddress.ip_network, _REFUSED.split()))
+_REFUSED = tuple(map(ipaddress.ip_network, _SPECIAL.split()))
 _GLOBAL_V6 = ipaddress.ip_network('2000::/3')  # all that IANA assigns
 _NAT64 = ipaddress.ip_network('64:ff9b::/96')  # the last 32 bits are IPv4
 # The charsets of the WHATWG standard that pages still use. Other codecs of

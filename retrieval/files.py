@@ -7,6 +7,7 @@ file under its final name is complete even if the process was killed.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -37,6 +38,12 @@ def convert(caught: Any, kind: type[Exception], message: str) -> Iterator[None]:
     yield
   except caught as error:
     raise kind(message.replace('{}', str(error))) from None
+
+
+def lock(file: Any, kind: type[Exception], message: str) -> None:
+  """Locks an open file until it is closed; raises `kind` if it is locked."""
+  with convert(OSError, kind, message):
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def require_one_of(name: str, value: str, known: Collection[str]) -> None:

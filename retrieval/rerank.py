@@ -17,7 +17,7 @@ import numpy as np
 from retrieval import bert
 from retrieval.core import Index, Ranked, check_k, no_results
 from retrieval.devices import data_mesh, put, replicate
-from retrieval.encoder import Tokens, clean, sha256, tell_dtype
+from retrieval.encoder import Tokens, clean, resolve_dtype, sha256
 from retrieval.files import PathLike
 from retrieval.metrics import stage
 
@@ -40,7 +40,7 @@ class CrossEncoder:
     Args:
       path: a folder with config.json, *.safetensors and a tokenizer.
       dtype: of parameters and activations: float32, bfloat16, or auto, see
-        `tell_dtype`.
+        `resolve_dtype`.
       length: tokens of a pair, including special tokens; None: 512, or all
         positions of a model that has fewer. The passage is cut; the query is
         cut only if it alone is longer.
@@ -49,7 +49,7 @@ class CrossEncoder:
     Raises:
       FileNotFoundError, ValueError: see `bert.load` and `encoder.Tokens`.
     """
-    path, dtype = pathlib.Path(path), tell_dtype(dtype)
+    path, dtype = pathlib.Path(path), resolve_dtype(dtype)
     self.cfg, params = bert.load(path, jnp.dtype(dtype), head=True)
     if (types := self.cfg.type_vocab_size) < 2:
       raise ValueError(f'{path}: type_vocab_size={types}; a pair needs 2')

@@ -135,7 +135,6 @@ RETRIEVAL_ORDER = (
   'client',
   'adopt',
   'build_index',
-  'transfer',
   'download',
   'search',
 )

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from retrieval import bert
-from retrieval.encoder import Encoder, tell_family
+from retrieval.encoder import Encoder, find_family
 from tests.conftest import ROOT
 from tests.golden import encoders
 
@@ -280,7 +280,7 @@ def test_parameters_follow_weights_and_tokenizer(copy):
 def test_families_by_name(tmp_path, parts, base, family):
   folder = tmp_path / parts
   encoders.write_json(folder / 'config.json', {'_name_or_path': base})
-  assert tell_family(folder) == family
+  assert find_family(folder) == family
 
 
 def test_an_unknown_family_names_the_option(copy):
