@@ -1,4 +1,4 @@
 import logging
 
-# FAISS tells at INFO, which absl shows, every instruction set that it tries.
+# At INFO, which absl shows, FAISS logs every instruction set that it tries.
 logging.getLogger('faiss.loader').setLevel(logging.WARNING)

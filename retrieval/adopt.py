@@ -1,25 +1,24 @@
-"""Takes vectors that exist already: an index or saved embeddings of a user.
+"""Adopts existing vectors: an index or saved embeddings of a user.
 
-Known are FAISS indexes of inner product (Search-R1's `e5_Flat.index` and
+Supported are FAISS indexes of inner product (Search-R1's `e5_Flat.index` and
 `e5_HNSW64.index`), its headerless `.memmap` of float32, the same of float16,
-and .npy. A file in parts is joined. Nothing is loaded whole.
+and .npy. A file in parts is joined. No file is loaded into memory as a whole.
 
-That a file fits corpus and encoder is measured: a sample of passages is
-encoded again and compared with the rows that ought to be theirs. The bars:
+To check that a file fits corpus and encoder, a sample of passages is encoded
+again and compared with the rows at their positions. Criteria:
 
-  exact storage   median cosine >= 0.999, at most 10 % of them below 0.99 (a
-  (float, HNSW,   limit of length differs), own row the nearest of the sample
+  exact storage   median cosine >= 0.999, at most 10 % of them below 0.99
+  (float, HNSW,   (another length limit), own row the nearest of the sample
   IVF-Flat)       for >= 95 %, median length within 1 %
   lossy storage   median cosine >= 0.7, own row the nearest for >= 90 %; a
-  (PQ, SQ)        prefix or pooling that differs may pass unseen
+  (PQ, SQ)        different prefix or pooling may not be detected
 
-What falls short is refused, with what was measured and the setting, order or
-shift under which it would fit, where one is found.
+Other files are refused. The error has the measured values and, if found, the
+setting, order or shift under which the file would fit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
-import os
 import pathlib
 from typing import Any
 
@@ -30,16 +29,13 @@ from retrieval import faiss_build, files, vectors
 from retrieval.corpus import Corpus
 
 _BLOCK = 16384  # rows in memory at once
-_SCAN = 1 << 18  # rows in which a misplaced passage is looked for
-_TRIED = [
-  {'pooling': pooling, 'passage_prefix': prefix}
-  for pooling in ('mean', 'cls')
-  for prefix in ('', 'passage: ', 'query: ')
-]
+_SCAN = 1 << 18  # rows that are searched for misplaced passages
+_TRIED = [(p, x) for p in ('mean', 'cls') for x in ('', 'passage: ', 'query: ')]
+_INNER_PRODUCT = faiss.METRIC_INNER_PRODUCT
 
 
 class AdoptError(ValueError):
-  """The file does not fit; the message says what was measured."""
+  """The file does not fit; the message has the measured values."""
 
 
 @dataclasses.dataclass
@@ -47,7 +43,7 @@ class Stored:
   """Vectors in a file of a user."""
 
   path: pathlib.Path
-  kind: str  # for people
+  kind: str  # for messages
   shape: tuple[int, int]  # [P, D]
   rows: Callable[[int, int], np.ndarray]  # (start, count) -> [count, D]
   dtype: str = 'float32'
@@ -55,9 +51,8 @@ class Stored:
   factory: str | None = None  # of a FAISS index
 
   def pick(self, positions: Sequence[int]) -> np.ndarray:
-    return np.concatenate(
-      [np.asarray(self.rows(int(i), 1), np.float32) for i in positions]
-    )
+    rows = [np.asarray(self.rows(int(i), 1), np.float32) for i in positions]
+    return np.concatenate(rows)
 
   def blocks(self, most: int | None = None) -> Iterator[np.ndarray]:
     count = min(self.shape[0], most or self.shape[0])
@@ -66,7 +61,7 @@ class Stored:
 
 
 def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
-  """Opens a file of vectors, told by its bytes and its size.
+  """Opens a file of vectors; its format is known by its bytes and size.
 
   Args:
     path: the file.
@@ -74,41 +69,35 @@ def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
     dim: D, of the encoder.
 
   Raises:
-    AdoptError: it is of no kind that is known, or of another P, D or metric.
+    AdoptError: an unknown format, or another P, D or metric.
   """
   size = path.stat().st_size
   with open(path, 'rb') as file:
     magic = file.read(6)
   sizes = {count * dim * 4: 'float32', count * dim * 2: 'float16'}
-  if magic == b'\x93NUMPY' or size in sizes:
-    try:
-      array = (
-        np.memmap(path, sizes[size], 'r', shape=(count, dim))
-        if magic != b'\x93NUMPY'
-        else np.load(path, mmap_mode='r')
-      )
-    except ValueError as error:
-      raise AdoptError(f'{path}: {error}') from None
-    if array.ndim != 2 or str(array.dtype) not in vectors.DTYPES:
-      raise AdoptError(
-        f'{path}: holds {array.dtype} {array.shape}, not float32 or float16 '
-        'of [passages, dimensions]'
-      )
-    form = 'npy' if magic == b'\x93NUMPY' else 'raw'
-    stored = Stored(
-      path,
-      f'{form} {array.dtype}',
-      array.shape,
-      lambda start, n: array[start : start + n],
-      str(array.dtype),
+  npy = magic == b'\x93NUMPY'
+  if npy or size in sizes:
+    with files.convert(ValueError, AdoptError, f'{path}: {{}}'):
+      if npy:
+        array = np.load(path, mmap_mode='r')
+      else:
+        array = np.memmap(path, sizes[size], 'r', shape=(count, dim))
+    dtype = str(array.dtype)
+    if array.ndim != 2 or dtype not in vectors.DTYPES:
+      expected = 'float32 or float16 of [passages, dimensions]'
+      raise AdoptError(f'{path}: holds {dtype} {array.shape}, not {expected}')
+    kind, get = (
+      f'{"npy" if npy else "raw"} {dtype}',
+      lambda i, n: array[i : i + n],
     )
+    stored = Stored(path, kind, array.shape, get, dtype)
   else:
     stored = _open_faiss(path, count, dim, size)
   if stored.shape != (count, dim):
+    found = f'{stored.shape[0]} vectors of {stored.shape[1]} dimensions'
     raise AdoptError(
-      f'{path}: holds {stored.shape[0]} vectors of {stored.shape[1]} '
-      f'dimensions; the corpus has {count} passages and the encoder {dim} '
-      'dimensions. Another corpus or model made it, or a part is missing.'
+      f'{path}: holds {found}; the corpus has {count} passages and the encoder '
+      f'{dim} dimensions. Use its corpus and model, or add the missing part.'
     )
   return stored
 
@@ -121,15 +110,12 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
     raise AdoptError(
       f'{path}: {size} bytes are no .npy file, no whole FAISS index '
       f'({reason[:120]!r}), and not {count} raw vectors of {dim} dimensions, '
-      f'which take {count * dim * 4} bytes as float32, half as float16. Is a '
-      'part missing (give --adopt for each), or the corpus another?'
+      f'which take {count * dim * 4} bytes as float32, half as float16. Give '
+      '--adopt for each part, and the corpus of the vectors.'
     ) from None
-  if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-    raise AdoptError(
-      f'{path}: a FAISS index of metric {index.metric_type}, not of inner '
-      'product; its scores would mean something else. Build it anew from '
-      'saved embeddings.'
-    )
+  if (metric := index.metric_type) != _INNER_PRODUCT:
+    problem = f'a FAISS index of metric {metric}, not of inner product'
+    raise AdoptError(f'{path}: {problem}. Adopt the saved embeddings instead.')
   exact, factory = True, None
   if isinstance(index, faiss.IndexHNSWFlat):
     factory = f'HNSW{index.hnsw.nb_neighbors(1)}'
@@ -144,21 +130,16 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
   if factory is None:
     raise AdoptError(
       f'{path}: a FAISS {type(index).__name__}; known are Flat, HNSW, IVF-Flat '
-      'and IVF-PQ. Give the saved embeddings instead.'
+      'and IVF-PQ. Adopt the saved embeddings instead.'
     )
-  return Stored(
-    path,
-    f'FAISS {factory}',
-    (index.ntotal, index.d),
-    lambda start, n: index.reconstruct_n(start, n),
-    exact=exact,
-    factory=factory,
-  )
+  about = {'exact': exact, 'factory': factory}
+  shape, get = (index.ntotal, index.d), index.reconstruct_n
+  return Stored(path, f'FAISS {factory}', shape, get, **about)
 
 
 @dataclasses.dataclass
 class Fit:
-  """How stored rows agree with what the encoder makes of the passages."""
+  """Agreement of stored rows with the vectors of the encoder."""
 
   cosines: np.ndarray  # [n]
   nearest: float  # share whose own row is the nearest of the sample
@@ -171,18 +152,13 @@ class Fit:
   def passes(self, exact: bool) -> bool:
     if not exact:
       return self.median >= 0.7 and self.nearest >= 0.9
-    return (
-      self.median >= 0.999
-      and np.mean(self.cosines < 0.99) <= 0.1
-      and self.nearest >= 0.95
-      and abs(self.length - 1) <= 0.01
-    )
+    alike = self.median >= 0.999 and np.mean(self.cosines < 0.99) <= 0.1
+    return alike and self.nearest >= 0.95 and abs(self.length - 1) <= 0.01
 
   def __str__(self) -> str:
-    return (
-      f'cosine median {self.median:.4f}, least {self.cosines.min():.4f}; own '
-      f'row nearest {self.nearest:.0%}; length ratio {self.length:.3f}'
-    )
+    cosines = f'median {self.median:.4f}, least {self.cosines.min():.4f}'
+    rows = f'own row nearest {self.nearest:.0%}'
+    return f'cosine {cosines}; {rows}; length ratio {self.length:.3f}'
 
 
 def compare(stored: np.ndarray, encoded: np.ndarray) -> Fit:
@@ -190,15 +166,12 @@ def compare(stored: np.ndarray, encoded: np.ndarray) -> Fit:
   lengths = [np.linalg.norm(x, axis=1).clip(1e-30) for x in (stored, encoded)]
   near = (encoded / lengths[1][:, None]) @ (stored / lengths[0][:, None]).T
   own = near.diagonal()
-  return Fit(
-    own,
-    float(np.mean(own >= near.max(axis=1) - 1e-6)),
-    float(np.median(lengths[0] / lengths[1])),
-  )
+  nearest = float(np.mean(own >= near.max(axis=1) - 1e-6))
+  return Fit(own, nearest, float(np.median(lengths[0] / lengths[1])))
 
 
 def adopt(
-  paths: Sequence[str | os.PathLike],
+  paths: Sequence[files.PathLike],
   corpus: Corpus,
   make_encoder: Callable[..., Any],
   folder: pathlib.Path,
@@ -207,23 +180,23 @@ def adopt(
   dtype: str | None = None,
   sample: int = 64,
 ) -> tuple[Stored, Any]:
-  """Checks vectors of a user and brings them into an index folder.
+  """Checks vectors of a user and adds them to an index folder.
 
   Args:
     paths: the file, or its parts in order.
     corpus: P passages.
-    make_encoder: an Encoder; keywords replace its settings.
+    make_encoder: makes an Encoder; keywords override its settings.
     folder: of the index.
-    index_path: where an index of a FAISS factory string lies in it.
+    index_path: the path in it of an index of a FAISS factory string.
     dtype: of vectors.npy; None: as stored.
     sample: passages to encode again, the same each time.
 
   Returns:
-    What was adopted, and the encoder that it fits. Exact vectors are in
-    vectors.npy now, a FAISS index at its place besides.
+    The adopted vectors and their encoder. Exact vectors are then in
+    vectors.npy, and a FAISS index also at its own path.
 
   Raises:
-    AdoptError: it does not fit.
+    AdoptError: the vectors do not fit.
   """
   paths = [pathlib.Path(p) for p in paths]
   for path in paths:
@@ -240,7 +213,7 @@ def adopt(
     if stored.exact:
       _keep_vectors(stored, corpus, encoder, folder, dtype or stored.dtype)
   except (AdoptError, vectors.VectorsError):
-    if whole not in paths:  # another order of the parts may be the right one
+    if whole not in paths:  # the parts may need another order
       whole.unlink()
     raise
   if stored.factory:
@@ -264,25 +237,20 @@ def _checked(
   sample: int,
 ) -> tuple[Stored, Any]:
   """The stored vectors and the encoder that made them; else AdoptError."""
-  encoder = make_encoder()
-  stored = open_stored(whole, len(corpus), encoder.dim)
-  picked = np.sort(
-    np.random.default_rng(0).choice(
-      len(corpus), min(sample, len(corpus)), replace=False
-    )
-  )
+  encoder, count = make_encoder(), len(corpus)
+  stored = open_stored(whole, count, encoder.dim)
+  rng = np.random.default_rng(0)
+  picked = np.sort(rng.choice(count, min(sample, count), replace=False))
   texts = [corpus.contents[int(i)] for i in picked]
   encoded = encoder.encode_passages(texts)
   fit = compare(stored.pick(picked), encoded)
   if not fit.passes(stored.exact):
-    raise AdoptError(
-      f'{whole}: does not fit. Of {len(picked)} passages encoded again: {fit}. '
-      + _why(stored, picked, texts, encoded, make_encoder, corpus)
-    )
-  print(
-    f'{whole.name}: {stored.kind}, {stored.shape[0]} x {stored.shape[1]}, '
-    f'inner product\n{len(picked)} passages encoded again: {fit}'
-  )
+    why = _why(stored, picked, texts, encoded, make_encoder, corpus)
+    measured = f'Of {len(picked)} passages encoded again: {fit}'
+    raise AdoptError(f'{whole}: does not fit. {measured}. {why}')
+  shape = f'{stored.shape[0]} x {stored.shape[1]}'
+  print(f'{whole.name}: {stored.kind}, {shape}, inner product')
+  print(f'{len(picked)} passages encoded again: {fit}')
   return stored, encoder
 
 
@@ -291,14 +259,10 @@ def _keep_vectors(
 ) -> None:
   about = vectors.identity(corpus, encoder, dtype)
   vectors.check_done(folder / 'vectors.json', about)
-  linkable = (
-    stored.kind == f'npy {dtype}' and stored.rows(0, 2).flags.c_contiguous
-  )
-  if linkable:
+  if stored.kind == f'npy {dtype}' and stored.rows(0, 2).flags.c_contiguous:
     files.link(stored.path, folder / 'vectors.npy')
-    files.write_json(
-      folder / 'vectors.json', {'identity': about, 'done': len(corpus)}
-    )
+    record = {'identity': about, 'done': len(corpus)}
+    files.write_json(folder / 'vectors.json', record)
   else:
     vectors.write(stored.blocks(), stored.shape, about, folder)
 
@@ -311,49 +275,45 @@ def _why(
   make_encoder: Callable[..., Any],
   corpus: Corpus,
 ) -> str:
-  """The likely cause, each tried rather than guessed."""
+  """Tries the likely causes and describes the one that applies."""
   for shift in (-1, 1):
     here = (picked + shift >= 0) & (picked + shift < len(corpus))
     moved = compare(stored.pick(picked[here] + shift), encoded[here])
     if moved.passes(stored.exact):
-      return (
-        f'Shifted by {-shift} row, it fits ({moved}): the corpus has a '
-        f'passage {"more" if shift < 0 else "less"} at its beginning than '
-        'the file.'
-      )
-  unit = encoded / np.linalg.norm(encoded, axis=1, keepdims=True).clip(1e-30)
+      change = f'a passage {"more" if shift < 0 else "less"} at its beginning'
+      cause = f'the corpus has {change} than the file'
+      return f'Shifted by {-shift} row, it fits ({moved}): {cause}.'
+
+  def unit_rows(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-30)
+
+  unit = unit_rows(encoded)
   best, at, start = np.full(len(picked), -1.0), picked.copy(), 0
   for block in stored.blocks(_SCAN):
-    block = np.asarray(block, np.float32)
-    near = (
-      unit
-      @ (block / np.linalg.norm(block, axis=1, keepdims=True).clip(1e-30)).T
-    )
+    near = unit @ unit_rows(np.asarray(block, np.float32)).T
     top = near.argmax(axis=1)
     value = near[np.arange(len(picked)), top]
     at = np.where(value > best, start + top, at)
     best, start = np.maximum(best, value), start + len(block)
   found = np.flatnonzero((best >= 0.999) & (at != picked))
   if stored.exact and len(found) > len(picked) * start / len(corpus) / 2:
-    i = found[0]
+    i, where = picked[found[0]], at[found[0]]
     return (
-      f'{len(found)} of them lie in other rows, passage {picked[i]} (id '
-      f'{corpus.ids[int(picked[i])]!r}) in row {at[i]}: the corpus is in '
-      'another order than the one that was encoded.'
+      f'{len(found)} of them are in other rows, passage {i} (id '
+      f'{corpus.ids[int(i)]!r}) in row {where}: the corpus is in another order '
+      'than the encoded one.'
     )
   rows = stored.pick(picked)
-  for settings in _TRIED:
+  for pooling, prefix in _TRIED:
+    settings = {'pooling': pooling, 'passage_prefix': prefix}
     other = compare(rows, make_encoder(**settings).encode_passages(texts))
     if stored.exact and other.passes(True):
-      return (
-        f'With {settings} it fits ({other}): give '
-        + ' '.join(f'--{k}={v!r}' for k, v in settings.items())
-        + '.'
-      )
+      given = ' '.join(f'--{k}={v!r}' for k, v in settings.items())
+      return f'With {settings} it fits ({other}): give {given}.'
   fit = compare(rows, encoded)
   if abs(fit.length - 1) > 0.01 and fit.median >= 0.999:
     return 'Directions agree, lengths do not: try --[no]normalise.'
   return (
-    'Neither a shift, another order, nor another pooling (mean, cls) or '
-    'passage prefix explains it: another model made it, or another corpus.'
+    'No shift, order, pooling (mean, cls) or passage prefix explains this: '
+    'another model or another corpus was used.'
   )

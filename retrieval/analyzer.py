@@ -1,4 +1,4 @@
-"""Text to the terms that BM25 compares."""
+"""Converts text to the terms that BM25 compares."""
 
 from collections.abc import Iterator
 import contextlib
@@ -8,40 +8,40 @@ import threading
 
 import Stemmer
 
+from retrieval.files import require_one_of
+
 
 @contextlib.contextmanager
 def _without(*modules: str) -> Iterator[None]:
-  """Lets imports of these modules fail, those already loaded too."""
-  kept = {name: sys.modules.get(name) for name in modules}
+  """Makes imports of these modules fail, even if they are loaded."""
+  kept = {name: sys.modules[name] for name in modules if name in sys.modules}
   sys.modules.update(dict.fromkeys(modules))
   try:
     yield
   finally:
-    for name, module in kept.items():
-      if module is None:
-        del sys.modules[name]
-      else:
-        sys.modules[name] = module
+    for name in modules:
+      del sys.modules[name]
+    sys.modules.update(kept)
 
 
-# Where JAX is installed, importing bm25s runs a computation with it: that
-# opens the accelerator and takes most of its memory from the trainer beside
-# this server, and 1.7 s. Nothing here uses it.
+# If JAX is installed, importing bm25s runs a computation with it. That takes
+# 1.7 s, opens the accelerator and takes most of its memory from a trainer on
+# the same machine. Nothing here uses it.
 with _without('jax', 'jax.lax'):
-  from bm25s import stopwords as bm25s_stopwords
+  from bm25s.stopwords import STOPWORDS_EN, STOPWORDS_EN_PLUS
 
-# One word of one character counts too: "Henry V", "Vitamin C".
+# Words of one character count too: "Henry V", "Vitamin C".
 WORD = re.compile(r'\w+')
 STOP_WORDS = {
   'none': frozenset(),
-  'english': frozenset(bm25s_stopwords.STOPWORDS_EN),
-  'english_plus': frozenset(bm25s_stopwords.STOPWORDS_EN_PLUS),
+  'english': frozenset(STOPWORDS_EN),
+  'english_plus': frozenset(STOPWORDS_EN_PLUS),
 }
 STEMMERS = ('none', *Stemmer.algorithms())
 
 
 class Analyzer:
-  """Text to the terms that are compared: lower case, stop words, stems."""
+  """Lowercases, removes stop words and stems."""
 
   def __init__(self, stemmer: str = 'english', stop_words: str = 'english'):
     """Makes an analyzer.
@@ -51,19 +51,14 @@ class Analyzer:
       stop_words: a key of `STOP_WORDS`.
 
     Raises:
-      ValueError: an unknown name; the message lists those that exist.
+      ValueError: an unknown name; the message lists the known ones.
     """
-    if stemmer not in STEMMERS:
-      raise ValueError(f'stemmer {stemmer!r} is none of {", ".join(STEMMERS)}')
-    if stop_words not in STOP_WORDS:
-      raise ValueError(
-        f'stop_words {stop_words!r} is none of {", ".join(STOP_WORDS)}'
-      )
+    require_one_of('stemmer', stemmer, STEMMERS)
+    require_one_of('stop_words', stop_words, STOP_WORDS)
     self.stemmer, self.stop_words = stemmer, stop_words
     self._stop = STOP_WORDS[stop_words]
-    self._stem = (
-      None if stemmer == 'none' else Stemmer.Stemmer(stemmer).stemWord
-    )
+    stems = stemmer != 'none'
+    self._stem = Stemmer.Stemmer(stemmer).stemWord if stems else str
     self._lock = threading.Lock()  # a Stemmer is not thread-safe
 
   def term(self, word: str) -> str | None:
@@ -71,13 +66,11 @@ class Analyzer:
     word = word.lower()
     if word in self._stop:
       return None
-    if self._stem is None:
-      return word
     with self._lock:
       return self._stem(word)
 
   def __call__(self, text: str) -> list[str]:
-    """The terms of `text`, in order, repetitions kept."""
+    """The terms of `text` in order, with repetitions."""
     terms = (self.term(word) for word in WORD.findall(text))
     return [term for term in terms if term is not None]
 

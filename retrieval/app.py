@@ -1,17 +1,10 @@
-"""The HTTP application: checks requests, shapes answers, says how it is.
+"""The HTTP application: requests, answers, health and metrics.
 
 `retrieval.server` runs it as a process; tests run it without one.
 """
 
 import asyncio
-from collections.abc import (
-  AsyncIterator,
-  Callable,
-  Coroutine,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -27,27 +20,22 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 import prometheus_client
 from starlette.requests import ClientDisconnect
 
-from retrieval import files, metrics, protocol
+from retrieval import core, files, metrics, protocol
 from retrieval.batcher import Batcher
-from retrieval.core import (
-  IDENTITY_HEADER,
-  LocalSearcher,
-  Searcher,
-  identity_hash,
-)
+from retrieval.core import LocalSearcher, Searcher
 from retrieval.protocol import Limits, Rejected, bad_request
 
 LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 _log = logging.getLogger(__name__)
-_COMPILERS = 8  # threads; XLA compiles one program in about one
-_OPEN = ('/health', '/ready')  # answered without the token, telling less
+_COMPILERS = 8  # threads; XLA uses about one thread for a program
+_OPEN = ('/health', '/ready')  # answered without the token, with less content
 _CHUNK = 1 << 16  # bytes of an answer given to the transport at once
-_LINGER_S = 2.0  # what a refused client may go on sending, unread
+_LINGER_S = 2.0  # how long data of a refused client is read and discarded
 _WARM = 8  # queries of the warm-up
 
 
 class Traffic:
-  """What passes through the application: bounds and counts it."""
+  """Limits and counts the requests and bytes in flight."""
 
   def __init__(self, limits: Limits):
     self.limits, self.started = limits, time.time()
@@ -61,13 +49,9 @@ class Traffic:
       Rejected: 429, `Limits.max_requests` are in flight.
     """
     if self.in_flight >= self.limits.max_requests:
-      raise Rejected(
-        429,
-        'requests',
-        f'{self.in_flight} requests are in flight (--max_requests); send '
-        'fewer at once, with more queries each',
-        1,
-      )
+      problem = f'{self.in_flight} requests are in flight (--max_requests)'
+      fix = 'send fewer at once, with more queries each'
+      raise Rejected(429, 'requests', f'{problem}; {fix}', 1)
     request = Request(self)
     self.in_flight += 1
     metrics.IN_FLIGHT.set(self.in_flight)
@@ -81,31 +65,27 @@ class Traffic:
 
 
 class Request:
-  """One search request under way: its bytes, both ways."""
+  """One search request, with the bytes of its body and its answer."""
 
   def __init__(self, traffic: Traffic):
     self._traffic, self.bytes = traffic, 0
 
   async def body(self, http: fastapi.Request) -> bytes:
-    """The whole body.
+    """Reads the body.
 
     Raises:
-      Rejected: it is too large, those of all requests together are, or the
-        client left before its end.
+      Rejected: this body or all bodies together are too large, or the client
+        left before the end.
     """
     limits, body = self._traffic.limits, bytearray()
     try:
       async for chunk in http.stream():
         body += chunk
-        if len(body) > limits.max_body_bytes:
-          raise bad_request(
-            ['body'],
-            f'more than {limits.max_body_bytes} bytes; send fewer queries '
-            '(--max_body_bytes)',
-            413,
-          )
+        if len(body) > (most := limits.max_body_bytes):
+          fix = 'send fewer queries (--max_body_bytes)'
+          raise bad_request(['body'], f'more than {most} bytes; {fix}', 413)
         self.hold(len(chunk))
-    except ClientDisconnect:  # nobody reads this; it keeps the log quiet
+    except ClientDisconnect:  # nobody reads this, but the log stays quiet
       raise bad_request(['body'], 'cut short', 400) from None
     return bytes(body)
 
@@ -113,21 +93,17 @@ class Request:
     """Counts bytes as in flight until the request has ended.
 
     Raises:
-      Rejected: 413, they are too many even alone; 503, together with others.
+      Rejected: too many bytes: 413 of this request alone, 503 of all requests.
     """
     self.bytes += count
     self._traffic.bytes += count
-    if self.bytes > self._traffic.limits.max_bytes:
-      raise bad_request(
-        ['body'],
-        f'{self.bytes} bytes with the answer, more than --max_bytes='
-        f'{self._traffic.limits.max_bytes}; send fewer queries',
-        413,
-      )
-    if self._traffic.bytes > self._traffic.limits.max_bytes:
-      raise Rejected(
-        503, 'bytes', 'too many bytes are in flight (--max_bytes)', 1
-      )
+    most = self._traffic.limits.max_bytes
+    if self.bytes > most:
+      size = f'{self.bytes} bytes with the answer, more than --max_bytes={most}'
+      raise bad_request(['body'], f'{size}; send fewer queries', 413)
+    if self._traffic.bytes > most:
+      problem = 'too many bytes are in flight (--max_bytes)'
+      raise Rejected(503, 'bytes', problem, 1)
 
 
 class _Unread(Exception):
@@ -135,7 +111,7 @@ class _Unread(Exception):
 
 
 class _Guard:
-  """Outermost: asks for the token, counts the answers and sees them sent."""
+  """The outermost layer: checks the token, counts answers, limits sending."""
 
   def __init__(
     self, app, token: str | None, traffic: Traffic, hosts: Sequence[str] | None
@@ -151,7 +127,7 @@ class _Guard:
       if message['type'] == 'http.response.start':
         metrics.RESPONSES.labels(message['status']).inc()
         return await send(message)
-      # Each call waits until the client has read most of what went before.
+      # Each call waits until the client has read most of the previous data.
       body = memoryview(message.get('body', b''))
       more = message.get('more_body', False)
       try:
@@ -164,9 +140,9 @@ class _Guard:
         raise _Unread from None
 
     async def linger(message) -> None:
-      # The answer goes out at once. What the client goes on sending is thrown
-      # away for a moment: a connection that is closed with bytes unread is
-      # reset, and the client might lose the answer.
+      # The answer is sent at once. Then data from the client is discarded for
+      # a moment: closing a connection with unread bytes resets it, and the
+      # client might lose the answer.
       if message['type'] == 'http.response.body':
         await counted(message | {'more_body': True})
         message = message | {'body': b''}
@@ -183,40 +159,36 @@ class _Guard:
       await answer(scope, receive, linger)
 
     if self._token is None and (problem := self._foreign(scope)):
-      # A page in a browser here reaches this server too.
+      # Pages in a browser on this machine can reach this server.
       return await refuse('origin', 403, problem)
     known = self._token is None or _bears(scope, self._token)
     if not known and scope['path'] not in _OPEN:
-      return await refuse(
-        'token',
-        401,
-        'send the header Authorization: Bearer TOKEN',
-        **{'WWW-Authenticate': 'Bearer'},
-      )
+      fix = 'send the header Authorization: Bearer TOKEN'
+      scheme = {'WWW-Authenticate': 'Bearer'}
+      return await refuse('token', 401, fix, **scheme)
     with contextlib.ExitStack() as held:
       scope.setdefault('state', {}).update(known=known, held=held)
       try:
         await self._app(scope, receive, counted)
-      except _Unread:  # without a whole answer, uvicorn closes the connection
+      except _Unread:  # uvicorn then closes the connection
         metrics.REJECTED.labels('unread').inc()
 
   def _foreign(self, scope) -> str:
-    """Why this may be a browser that asks for another site's page, or ''."""
+    """Why the request may come from a page of another site, or ''."""
     headers = dict(scope['headers'])
     host = headers.get(b'host', b'').decode('latin-1')
-    # A name that leads here need not be one of this machine's.
-    if self._hosts is not None and not any(
-      host == shown or host.startswith(f'{shown}:') for shown in self._hosts
+    # Any name may resolve to this machine.
+    names = self._hosts
+    if names is not None and not any(
+      f'{host}:'.startswith(f'{n}:') for n in names
     ):
       return (
-        f'the header Host is {host[:80]!r}; without a token, a browser being '
-        f'able to use any name, only {", ".join(self._hosts)} are answered: '
+        f'the header Host is {host[:80]!r}; without a token, only '
+        f'{", ".join(names)} are accepted, since a browser can use any name: '
         'start the server with --allow_host=NAME, or with --token_file'
       )
-    origin = headers.get(b'origin')
-    if origin is not None and (
-      origin.decode('latin-1').partition('://')[2] != host
-    ):
+    origin = headers.get(b'origin', f'://{host}'.encode('latin-1'))
+    if origin.decode('latin-1').partition('://')[2] != host:
       return (
         'the header Origin names another site than Host; to serve pages of '
         'other sites, start the server with --token_file'
@@ -227,7 +199,7 @@ class _Guard:
 def _bears(scope: Mapping[str, Any], token: str) -> bool:
   given = dict(scope['headers']).get(b'authorization', b'')
   scheme, _, value = given.partition(b' ')
-  # In constant time: how long it takes must not tell how much was right.
+  # Constant time, so that the duration does not reveal a prefix of the token.
   same = hmac.compare_digest(value.strip(), token.encode())
   return same and scheme.lower() == b'bearer'
 
@@ -241,37 +213,33 @@ def create_app(
   token: str | None = None,
   hosts: Sequence[str] | None = None,
 ) -> fastapi.FastAPI:
-  """The HTTP application; its lifespan starts the batcher and warms up.
+  """Makes the HTTP application; its lifespan starts the batcher and warms up.
 
   Args:
-    searcher: what answers; closed at the end.
-    limits: the bounds.
-    local: the corpus and index behind `searcher`, which are warmed up:
-      searches that cost nothing. None: the searcher itself, if it is one.
-    programs: calls that compile what searches will run, as `DenseJax` and
-      `Encoder` list them; it is ready after them.
-    token: what all but /health and /ready ask for; None: nothing, and
-      pages of other sites in a browser on this machine are refused.
-    hosts: names by which it may be reached without a token; None: any.
+    searcher: answers the queries; closed at the end.
+    limits: see `Limits`.
+    local: the corpus and index inside `searcher`, which are warmed up since
+      their searches cost nothing. None: the searcher itself, if local.
+    programs: functions that compile what searches will run, see `DenseJax`
+      and `Encoder`; the application is ready after them.
+    token: required by all paths but /health and /ready; None: no token, and
+      requests by pages of other sites are refused.
+    hosts: accepted values of Host without a token; None: any.
 
   Returns:
-    The application; `app.state.warm` is a task that ends when it is warm, and
-    has the exception of a warm-up that failed.
+    The application; `app.state.warm` is a task that ends when it is warm, or
+    has the exception of the warm-up.
   """
   if local is None and isinstance(searcher, LocalSearcher):
     local = searcher
   batcher, traffic = Batcher(searcher, limits), Traffic(limits)
-  # Two servers that cut queries otherwise do not answer alike.
-  identity = {
-    **searcher.identity,
-    'query': {
-      'max_bytes': limits.max_query_bytes,
-      'max_terms': limits.max_query_terms,
-    },
-  }
+  # The limits of queries change the answers.
+  cut = {'max_bytes': limits.max_query_bytes}
+  cut |= {'max_terms': limits.max_query_terms}
+  identity = {**searcher.identity, 'query': cut}
   served = {}
-  # With every answer: another server may take this one's place unseen.
-  said = {IDENTITY_HEADER: identity_hash(identity)}
+  # In every answer, since another server may replace this one.
+  said = {core.IDENTITY_HEADER: core.identity_hash(identity)}
   if local is not None:
     served = local.identity
     served['corpus'] = {'path': local.corpus.path, **served['corpus']}
@@ -281,12 +249,11 @@ def create_app(
     secured[401] = protocol.response('No token.', protocol.ERROR)
 
   @contextlib.asynccontextmanager
-  async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
+  async def lifespan(app: fastapi.FastAPI):
     batcher.start()
     app.state.batcher = batcher
-    app.state.warm = asyncio.create_task(
-      _warm(batcher, local, limits, programs)
-    )
+    warm = _warm(batcher, local, limits, programs)
+    app.state.warm = asyncio.create_task(warm)
     yield
     app.state.warm.cancel()
     await asyncio.gather(app.state.warm, return_exceptions=True)
@@ -311,34 +278,30 @@ def create_app(
     The header X-Deadline-Ms says how long the client waits, in milliseconds;
     --deadline_s bounds it.
     """
-    # It is held until the answer has been sent.
+    # Counted until the answer has been sent.
     request = http.state.held.enter_context(traffic.request())
     seconds = _deadline_s(http, limits)
     try:
       async with asyncio.timeout(seconds):
         asked = protocol.parse_request(await request.body(http), limits)
-        answers = await _while_there(
-          http, batcher.search(asked.queries, asked.topk)
-        )
+        search = batcher.search(asked.queries, asked.topk)
+        answers = await _while_there(http, search)
     except TimeoutError:
-      raise Rejected(
-        504,
-        'deadline',
-        f'not answered within {seconds:g} s (--deadline_s, '
-        'or X-Deadline-Ms of the request)',
-      ) from None
+      limit = '--deadline_s, or X-Deadline-Ms of the request'
+      problem = f'not answered within {seconds:g} s ({limit})'
+      raise Rejected(504, 'deadline', problem) from None
     body = protocol.answer(answers, asked.return_scores)
     request.hold(len(body))
     return Response(body, headers=said, media_type='application/json')
 
   @app.get('/health')
   async def health(http: fastapi.Request) -> dict:
-    """What is served: a client compares the identity with its expectation."""
+    """Describes the server; clients compare its identity."""
+    status = {'status': 'ok', 'version': protocol.VERSION}
     if not http.state.known:
-      return {'status': 'ok', 'version': protocol.VERSION}
+      return status
     return {
-      'status': 'ok',
-      'version': protocol.VERSION,
+      **status,
       **served,
       'identity': identity,
       'limits': dataclasses.asdict(limits),
@@ -349,7 +312,7 @@ def create_app(
 
   @app.get('/ready', responses=not_ready)
   async def ready(http: fastapi.Request) -> Response:
-    """503 until the warm-up has ended well."""
+    """503 until the warm-up has succeeded."""
     warm = http.app.state.warm
     if warm.done() and not warm.cancelled() and warm.exception() is None:
       return JSONResponse({'ready': True})
@@ -357,21 +320,14 @@ def create_app(
 
   @app.get('/metrics', response_class=PlainTextResponse, responses=secured)
   async def prometheus() -> Response:
-    """For Prometheus, of this process."""
-    return Response(
-      prometheus_client.generate_latest(),
-      media_type='text/plain; version=0.0.4; charset=utf-8',
-    )
+    """Metrics of this process for Prometheus."""
+    kind = 'text/plain; version=0.0.4; charset=utf-8'
+    return Response(prometheus_client.generate_latest(), media_type=kind)
 
   return app
 
 
-async def _warm(
-  batcher: Batcher,
-  local: LocalSearcher | None,
-  limits: Limits,
-  programs: Sequence[Callable[[], None]],
-) -> None:
+async def _warm(batcher: Batcher, local, limits: Limits, programs) -> None:
   if programs:
     await _compile(programs)
   if local is None:
@@ -385,17 +341,14 @@ async def _warm(
   task = asyncio.ensure_future(batcher.call(search))
   if (await asyncio.wait([task], timeout=limits.warm_s))[0]:
     return task.result()
-  _log.warning(
-    'the first search took more than %g s (--warm_s): requests wait behind it',
-    limits.warm_s,
-  )
+  problem = 'the first search takes more than %g s (--warm_s): requests wait'
+  _log.warning(problem, limits.warm_s)
 
 
 async def _compile(programs: Sequence[Callable[[], None]]) -> None:
   loop = asyncio.get_running_loop()
-  pool = concurrent.futures.ThreadPoolExecutor(
-    min(_COMPILERS, os.cpu_count() or 1), 'compile'
-  )
+  threads = min(_COMPILERS, os.cpu_count() or 1)
+  pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
   try:
     with files.progress(len(programs), 'compile', unit=' programs') as bar:
       tasks = [loop.run_in_executor(pool, program) for program in programs]
@@ -410,19 +363,18 @@ def _deadline_s(http: fastapi.Request, limits: Limits) -> float:
   value = http.headers.get('x-deadline-ms')
   if value is None:
     return limits.deadline_s
-  # No float(): it takes 'nan', 'inf' and '1_0'.
+  # float() would accept 'nan', 'inf' and '1_0'.
   if not (value.isascii() and value.isdigit() and 0 < len(value) < 10):
-    raise bad_request(
-      ['header', 'x-deadline-ms'], 'must be a whole number of milliseconds'
-    )
+    where = ['header', 'x-deadline-ms']
+    raise bad_request(where, 'must be a whole number of milliseconds')
   return min(limits.deadline_s, int(value) / 1000)
 
 
 async def _while_there(http: fastapi.Request, search: Coroutine) -> Any:
-  """The result of `search`, unless the client goes before it is there.
+  """The result of `search`, unless the client disconnects before.
 
-  A client that gave up asks again: to search for both would double the load
-  that made it give up.
+  A client that gave up will ask again; searching for both requests would double
+  the load that made it give up.
   """
 
   async def gone() -> None:

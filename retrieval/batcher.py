@@ -1,7 +1,7 @@
-"""Puts the queries of many requests to one searcher, a piece at a time.
+"""Batches the queries of many requests for one searcher.
 
-A searcher that fails fails the queries that it failed on and no others: what
-it raises is answered in their place, named in the log, and it is asked again.
+An exception of the searcher fails only the queries that cause it. They are
+answered with a failure, the log has the exception, and the search continues.
 """
 
 import asyncio
@@ -18,53 +18,51 @@ import traceback
 from typing import Any
 
 from retrieval import metrics
-from retrieval.core import Found, Searcher, SearchFailed
+from retrieval.core import Answer, Searcher, SearchFailed
 from retrieval.protocol import Limits, Rejected
 
-Answer = list[Found] | SearchFailed
-
 _log = logging.getLogger(__name__)
-# A call that raises is halved until the queries that bring it about stand
-# alone. After so many raises without an answer in between the searcher itself
-# is broken: halving on would only keep it from its next call.
+# A call that raises is halved until the queries that cause it are alone. After
+# so many exceptions in a row the searcher itself is broken, and halving would
+# only delay other calls.
 _MOST_RAISES = 32
-_FIRST = 8  # queries of a call before any was measured
-_OVERHEAD = 4  # a call may take this many times its fixed cost
+_FIRST = 8  # queries of a call before the first measurement
+_OVERHEAD = 4  # ratio of variable to fixed cost that is always allowed
 
 
 @dataclasses.dataclass
 class Counters:
   requests: int = 0  # accepted
   queries: int = 0  # in them
-  searched: int = 0  # asked of the searcher, duplicates once
+  searched: int = 0  # by the searcher, duplicates once
   batches: int = 0  # calls of the searcher
-  errors: int = 0  # pieces for which the searcher raised
+  errors: int = 0  # batches for which the searcher raised
 
 
 class Pace:
-  """How many queries one call of the searcher gets: `size`.
+  """Chooses the number of queries of one call of the searcher: `size`.
 
-  A call cannot be stopped, so it is kept short. Calls of n queries are taken
-  to cost a + b n seconds, fitted to the last ones, each of which counts half
-  as much as the next. A call should last `piece_s`; where a alone takes long
-  (an exact pass over all vectors), smaller pieces would repeat it for
-  nothing, so b n may come to 4 a: at least 0.8 of the throughput stays.
+  A call cannot be stopped, so it is kept short. Its duration is modelled as
+  a + b n seconds for n queries, fitted to the last calls, each of which has
+  half the weight of the next. A call should take `piece_s`. If a alone is long
+  (an exact pass over all vectors), smaller calls would only repeat it, so b n
+  may be up to 4 a, which keeps at least 0.8 of the throughput.
   """
 
   def __init__(self, piece_s: float, most: int, clock: Callable[[], float]):
     self.size = min(_FIRST, most)
     self._piece_s, self._most, self._clock = piece_s, most, clock
-    self._tried = self.size / 2  # twice as many may be next
+    self._tried = self.size / 2  # the next call may have twice as many
     self._sums = (0.0,) * 5  # of 1, n, t, n n and n t
 
   @contextlib.contextmanager
   def timed(self, n: int, asked: Callable[[], int] | None = None):
-    """Learns from a call of n queries, unless it raises.
+    """Measures a call of n queries, unless it raises.
 
     Args:
-      n: of the call.
-      asked: how many of them went to the index, known after the call; a store
-        of answers takes no time for the rest.
+      n: queries of the call.
+      asked: returns, after the call, how many of them reached the index;
+        recorded answers take no time.
     """
     begun = self._clock()
     yield
@@ -84,13 +82,13 @@ class Pace:
     self._tried = max(n, self._tried / 2)
     most = int(min(self._most, 2 * self._tried))
     room = max(self._piece_s - fixed, _OVERHEAD * fixed)
-    # Calls of one query alone do not tell a from b; then two are tried.
+    # Calls of one query cannot separate a and b; then two are tried.
     fits = each * most <= room or n == 1 and not known
     self.size = most if fits else max(1, int(room / each))
 
 
 class _Request:
-  """A request that waits: queries without an answer, and the answers."""
+  """A waiting request: its open queries, and the answers so far."""
 
   def __init__(self, queries: Sequence[str]):
     self.left, self.found = set(queries), {}
@@ -104,15 +102,15 @@ class _Request:
 
 
 class Batcher:
-  """Puts the queries of many requests to the searcher, in pieces.
+  """Batches the queries of many requests for the searcher.
 
-  The first request waits `batch_ms` for others; while the searcher works,
-  those that arrive gather. A piece takes queries in the order of arrival, of
-  any number of requests; see `Pace` for how many. A query that several
-  requests wait for is searched once, one whose requests were all given up is
-  not. Requests of different k are different calls: an approximate index may
-  find others when asked for more, and the answer to a request must not depend
-  on what happened to travel with it.
+  The first request waits `batch_ms` for others; requests that arrive during a
+  search wait for its end. A batch takes queries in the order of arrival from
+  any number of requests; `Pace` chooses its size. A query of several requests
+  is searched once; a query whose requests were all cancelled is not searched.
+  Requests of different k are in different calls: an approximate index may find
+  other passages for a larger k, and an answer must not depend on the other
+  requests of its batch.
   """
 
   def __init__(
@@ -122,7 +120,7 @@ class Batcher:
     clock: Callable[[], float] = time.perf_counter,
   ):
     self.counters = Counters()
-    # One that mostly waits is asked query by query, by several threads.
+    # A searcher that mostly waits gets single queries, from several threads.
     self._at_once = n = getattr(searcher, 'threads', 1)
     self._threads = concurrent.futures.ThreadPoolExecutor(n, 'searcher')
     most = limits.max_batch if n == 1 else 1
@@ -130,7 +128,7 @@ class Batcher:
     self._searcher, self._limits = searcher, limits
     # k -> query -> requests that wait for it.
     self._waiting: dict[int, dict[str, set[_Request]]] = {}
-    self.pending = 0  # queries of requests that wait
+    self.pending = 0  # queries of waiting requests
     self._raises = 0  # since the last answer
     self._arrived = asyncio.Event()
     self._tasks: list[asyncio.Task] = []
@@ -140,28 +138,27 @@ class Batcher:
     self._tasks = [asyncio.create_task(run) for run in runs]
 
   async def stop(self) -> None:
-    """Ends what waits, then closes the searcher."""
+    """Cancels waiting requests and closes the searcher."""
     for task in self._tasks:
       task.cancel()
     await asyncio.gather(*self._tasks, return_exceptions=True)
-    await asyncio.to_thread(self._threads.shutdown)  # ends what is searched
+    await asyncio.to_thread(self._threads.shutdown)  # awaits running searches
     await asyncio.to_thread(self._searcher.close)
 
   async def call(self, function: Callable[[], Any]) -> Any:
-    """Runs a function where the searcher runs, between two pieces."""
+    """Runs a function in a thread of the searcher, between two batches."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(self._threads, function)
 
   async def search(self, queries: Sequence[str], k: int) -> list[Answer]:
-    """The answers, at most k passages each; cancelling leaves the queue.
+    """The answers, at most k passages each; may be cancelled.
 
     Raises:
       Rejected: too many queries wait already.
     """
     if self.pending + len(queries) > self._limits.max_pending:
-      raise Rejected(
-        503, 'pending', 'too many queries are waiting; try again', 1
-      )
+      problem = 'too many queries are waiting; try again'
+      raise Rejected(503, 'pending', problem, 1)
     self.counters.requests += 1
     self.counters.queries += len(queries)
     if not queries:
@@ -192,7 +189,7 @@ class Batcher:
   async def _run(self) -> None:
     while True:
       await self._arrived.wait()
-      if self.pending < self.pace.size:  # others may fill the piece
+      if self.pending < self.pace.size:  # others may fill the batch
         await asyncio.sleep(self._limits.batch_ms / 1000)
       if not self._waiting:
         self._arrived.clear()
@@ -215,7 +212,7 @@ class Batcher:
         for query, requests in parts.pop()
         if not all(request.future.done() for request in requests)
       ]
-      if not part:  # their clients have gone
+      if not part:  # all clients disconnected
         continue
       asked = [query for query, _ in part]
       self.counters.searched += len(asked)
@@ -237,36 +234,33 @@ class Batcher:
           request.answer(query, answer)
 
   def _ask(self, queries: list[str], k: int) -> list[Answer] | BaseException:
+    count = len(queries)
+    timed = self.pace.timed(
+      count, lambda: getattr(self._searcher, 'asked', count)
+    )
     try:
-      count = len(queries)
-      with (
-        metrics.stage('batch'),
-        self.pace.timed(count, lambda: getattr(self._searcher, 'asked', count)),
-      ):
+      with metrics.stage('batch'), timed:
         answers = self._searcher.search(queries, k)
-      if len(answers) != len(queries):
-        raise ValueError(f'{len(answers)} answers to {len(queries)} queries')
-      for answer in answers:
-        if not isinstance(answer, SearchFailed) and not all(
-          math.isfinite(found.score) for found in answer
-        ):
-          raise ValueError('a score that is not finite')
+      if len(answers) != count:
+        raise ValueError(f'{len(answers)} answers to {count} queries')
+      lists = [x for x in answers if not isinstance(x, SearchFailed)]
+      if not all(math.isfinite(found.score) for x in lists for found in x):
+        raise ValueError('a score that is not finite')
       return answers
-    # A panic of a Rust library is no Exception; no signal comes here.
+    # A panic of a Rust library is not an Exception; threads get no signals.
     except BaseException as error:
       return error
 
   def _report(self, error: BaseException) -> SearchFailed:
-    """What is answered in its place; the rest is for the log alone."""
+    """Logs an exception and returns the failure for the client."""
     self.counters.errors += 1
     name = secrets.token_hex(4)
     text = ''.join(traceback.format_exception(error))
-    # A query may stand in it: no escape sequence reaches a terminal.
+    # It may contain a query; no escape sequence may reach a terminal.
     shown = ''.join(c if c.isprintable() or c == '\n' else '?' for c in text)
     _log.error('search failed (error %s)\n%s', name, shown)
-    return SearchFailed(
-      f'the search failed (error {name}; the log of the server says why)', 1.0
-    )
+    cause = f'error {name}; see the log of the server'
+    return SearchFailed(f'the search failed ({cause})', 1.0)
 
   def _count(self, queries: int) -> None:
     self.pending += queries

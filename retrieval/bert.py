@@ -2,7 +2,7 @@
 
 Weights come from a Hugging Face folder (config.json, *.safetensors) of model
 type `bert` (Devlin et al., NAACL 2019): absolute positions, exact GELU,
-post-layer-norm. Every tensor is accounted for before the first is used.
+post-layer-norm. The names and shapes of all tensors are checked.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-# What this network does; a config.json that asks for more is refused.
+from retrieval.files import convert
+
+# The supported architecture; other values in a config.json are refused.
 _ARCHITECTURE = {
   'model_type': 'bert',
   'hidden_act': 'gelu',
@@ -25,8 +27,8 @@ _ARCHITECTURE = {
   'position_embedding_type': 'absolute',
   'add_cross_attention': False,
 }
-# In checkpoints, but no weight of an encoder: a buffer, and the next-sentence
-# head, which neither mean nor cls pooling reads.
+# Tensors of checkpoints that an encoder does not use: a buffer, and the
+# next-sentence head, which neither mean nor cls pooling reads.
 _IGNORED = ('embeddings.position_ids', 'pooler.')
 
 
@@ -46,60 +48,53 @@ class BertConfig:
 
 
 def read_json(path: pathlib.Path, kind: type = dict) -> Any:
-  """A JSON object (or list) from a file of a checkpoint.
+  """Reads a JSON object (or list) from a file of a checkpoint.
 
   Raises:
-    FileNotFoundError, ValueError: there is none, or it is no such JSON.
+    FileNotFoundError, ValueError: there is no file, or no such JSON in it.
   """
-  try:
-    value = json.loads(path.read_text(encoding='utf-8'))
-  except FileNotFoundError:
+  if not path.exists():
     raise FileNotFoundError(
       f'{path}: no such file; a model is a Hugging Face folder with '
       'config.json, model.safetensors and tokenizer.json'
-    ) from None
-  except ValueError as error:
-    raise ValueError(f'{path}: not JSON ({error})') from None
+    )
+  with convert(ValueError, ValueError, f'{path}: not JSON ({{}})'):
+    value = json.loads(path.read_text(encoding='utf-8'))
   if not isinstance(value, kind):
     raise ValueError(f'{path}: expected a JSON {kind.__name__}')
   return value
 
 
 def read_config(path: pathlib.Path) -> BertConfig:
-  """The config of a checkpoint folder.
+  """Reads the config of a checkpoint folder.
 
   Raises:
-    ValueError: another architecture, or a field that is missing or wrong.
+    ValueError: another architecture, or a missing or invalid field.
   """
   path = path / 'config.json'
   found = read_json(path)
   for name, value in _ARCHITECTURE.items():
-    if found.get(name, value if name != 'model_type' else None) != value:
-      raise ValueError(
-        f'{path}: {name}={found.get(name)!r}; this encoder has {value!r} only'
-      )
+    other = found.get(name, None if name == 'model_type' else value)
+    if other != value:
+      problem = f'{name}={other!r}; only {value!r} is supported'
+      raise ValueError(f'{path}: {problem}')
   fields = {'layer_norm_eps': 1e-12, 'type_vocab_size': 2, 'pad_token_id': 0}
-  for field in dataclasses.fields(BertConfig):
-    value = found.get(field.name, fields.get(field.name))
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    small = 0 if field.name == 'pad_token_id' else 1
-    if not (
-      isinstance(value, float) and value > 0
-      if field.type is float
-      else whole and value >= small
-    ):
-      raise ValueError(
-        f'{path}: {field.name}={value!r}; expected a number > 0'
-        if field.type is float
-        else f'{path}: {field.name}={value!r}; expected an integer >= {small}'
-      )
-    fields[field.name] = value
+  for name, kind in BertConfig.__annotations__.items():
+    value, least = found.get(name, fields.get(name)), 1
+    if kind is float:
+      valid, expected = isinstance(value, float) and value > 0, 'a number > 0'
+    else:
+      least = 0 if name == 'pad_token_id' else 1
+      valid = type(value) is int and value >= least
+      expected = f'an integer >= {least}'
+    if not valid:
+      raise ValueError(f'{path}: {name}={value!r}; expected {expected}')
+    fields[name] = value
   cfg = BertConfig(**fields)
-  if cfg.hidden_size % cfg.num_attention_heads:
-    raise ValueError(
-      f'{path}: hidden_size={cfg.hidden_size} is no multiple of '
-      f'num_attention_heads={cfg.num_attention_heads}'
-    )
+  width, heads = cfg.hidden_size, cfg.num_attention_heads
+  if width % heads:
+    problem = f'hidden_size={width} is no multiple of'
+    raise ValueError(f'{path}: {problem} num_attention_heads={heads}')
   return cfg
 
 
@@ -132,31 +127,30 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
   """The safetensors files of a checkpoint folder, in order.
 
   Raises:
-    FileNotFoundError: there is none.
+    FileNotFoundError: the folder has no such file.
   """
   files = sorted(path.glob('model*.safetensors'))
   if not files:
-    raise FileNotFoundError(
-      f'{path}: no model.safetensors; convert other weights with '
-      'transformers: AutoModel.from_pretrained(path).save_pretrained(path)'
-    )
+    fix = 'AutoModel.from_pretrained(path).save_pretrained(path)'
+    problem = 'no model.safetensors; convert other weights with transformers'
+    raise FileNotFoundError(f'{path}: {problem}: {fix}')
   return files
 
 
 def load(
   path: pathlib.Path, dtype=np.float32, head: bool = False
 ) -> tuple[BertConfig, dict[str, Any]]:
-  """(config, parameters) of a checkpoint folder, on the host.
+  """Loads (config, parameters) of a checkpoint folder to the host.
 
   Args:
     path: the folder.
     dtype: of the parameters.
-    head: a BertForSequenceClassification of one label, whose pooler and
-      classifier are read too, rather than a BertModel.
+    head: whether the model is a BertForSequenceClassification of one label,
+      with pooler and classifier, instead of a BertModel.
 
   Raises:
     FileNotFoundError, ValueError: see `read_config` and `weight_files`; or a
-      tensor that is missing, surplus or of another shape, by name.
+      tensor is missing, surplus or of another shape.
   """
   cfg = read_config(path)
   h = cfg.hidden_size
@@ -169,89 +163,75 @@ def load(
       'classifier.weight': (1, h),
       'classifier.bias': (1,),
     }
-  tensors = {}
+  tensors, ignored = {}, tuple(prefix + name for name in _IGNORED)
   for file in weight_files(path):
-    try:
-      with safetensors.safe_open(file, 'np') as stored:
-        for name in stored.keys():  # noqa: SIM118, not a dict
-          if name in shapes:
-            tensors[name] = _tensor(file, stored, name, shapes[name], dtype)
-          elif not name.startswith(tuple(prefix + n for n in _IGNORED)):
-            raise ValueError(
-              f'{file}: tensor {name!r} has no place in this model (surplus)'
-            )
-    except safetensors.SafetensorError as error:
-      raise ValueError(
-        f'{file}: cut short or no safetensors file ({error}); copy it again'
-      ) from None
+    damaged = f'{file}: cut short or no safetensors file ({{}}); copy it again'
+    with (
+      convert(safetensors.SafetensorError, ValueError, damaged),
+      safetensors.safe_open(file, 'np') as stored,
+    ):
+      for name in stored.keys():  # noqa: SIM118, not a dict
+        if name.startswith(ignored) and name not in shapes:
+          continue
+        shape, problem = tuple(stored.get_slice(name).get_shape()), ''
+        if name not in shapes:
+          problem = 'is not part of this model (surplus)'
+        elif shape != shapes[name]:
+          problem = f'has shape {shape}; the config requires {shapes[name]}'
+        if problem:
+          raise ValueError(f'{file}: tensor {name!r} {problem}')
+        tensors[name] = stored.get_tensor(name).astype(dtype)
   for name in shapes:
     if name not in tensors:
       raise ValueError(f'{path}: tensor {name!r} is missing')
   return cfg, _arrange(cfg, tensors, prefix)
 
 
-def _tensor(file, stored, name, shape, dtype) -> np.ndarray:
-  found = tuple(stored.get_slice(name).get_shape())
-  if found != shape:
-    raise ValueError(
-      f'{file}: tensor {name!r} has shape {found}; the config asks for {shape}'
-    )
-  return stored.get_tensor(name).astype(dtype)
-
-
 def _arrange(cfg: BertConfig, tensors: Mapping, prefix: str) -> dict[str, Any]:
-  """Parameters as `encode` wants them: [in, out], one matrix for q, k, v."""
+  """Parameters for `encode`: [in, out], one matrix for q, k and v."""
 
-  def linear(*names, scale=1.0):
-    weights = [tensors[f'{prefix}{name}.weight'].T for name in names]
-    biases = [tensors[f'{prefix}{name}.bias'] for name in names]
-    dtype = biases[0].dtype
-    # The queries carry the attention's 1 / sqrt(head size).
-    weights[0], biases[0] = weights[0] * scale, biases[0] * scale
+  def weights(name, prefix=prefix):
+    return tensors[f'{prefix}{name}.weight'].T, tensors[f'{prefix}{name}.bias']
+
+  def linear(*args):
+    return dict(zip('wb', weights(*args)))
+
+  def qkv(attention):
+    q, k, v = (weights(f'{attention}{n}') for n in ('query', 'key', 'value'))
+    # The queries include the attention's 1 / sqrt(head size).
+    scale = 1 / math.sqrt(cfg.hidden_size // cfg.num_attention_heads)
+    q = [x * scale for x in q]
+    w, b = (np.concatenate(x, -1).astype(x[1].dtype) for x in zip(q, k, v))
+    return {'w': w, 'b': b}
+
+  def layer(at):
     return {
-      'w': np.concatenate(weights, 1).astype(dtype),
-      'b': np.concatenate(biases).astype(dtype),
+      'qkv': qkv(f'{at}attention.self.'),
+      'out': linear(f'{at}attention.output.dense'),
+      'norm1': linear(f'{at}attention.output.LayerNorm'),
+      'up': linear(f'{at}intermediate.dense'),
+      'down': linear(f'{at}output.dense'),
+      'norm2': linear(f'{at}output.LayerNorm'),
     }
 
-  def norm(name):
-    return {
-      'w': tensors[f'{prefix}{name}.weight'],
-      'b': tensors[f'{prefix}{name}.bias'],
-    }
-
-  scale = 1 / math.sqrt(cfg.hidden_size // cfg.num_attention_heads)
-  layers = []
-  for i in range(cfg.num_hidden_layers):
-    layer = f'encoder.layer.{i}.'
-    self = f'{layer}attention.self.'
-    layers.append(
-      {
-        'qkv': linear(
-          self + 'query', self + 'key', self + 'value', scale=scale
-        ),
-        'out': linear(f'{layer}attention.output.dense'),
-        'norm1': norm(f'{layer}attention.output.LayerNorm'),
-        'up': linear(f'{layer}intermediate.dense'),
-        'down': linear(f'{layer}output.dense'),
-        'norm2': norm(f'{layer}output.LayerNorm'),
-      }
-    )
-  params = {
+  embeddings = {
     name: tensors[f'{prefix}embeddings.{name}_embeddings.weight']
     for name in ('word', 'position', 'token_type')
   }
-  params |= {'norm': norm('embeddings.LayerNorm'), 'layers': layers}
+  params = embeddings | {
+    'norm': linear('embeddings.LayerNorm'),
+    'layers': [
+      layer(f'encoder.layer.{i}.') for i in range(cfg.num_hidden_layers)
+    ],
+  }
   if 'classifier.weight' in tensors:
     params['pooler'] = linear('pooler.dense')
-    params['classifier'] = {
-      'w': tensors['classifier.weight'].T,
-      'b': tensors['classifier.bias'],
-    }
+    params['classifier'] = linear('classifier', '')
   return params
 
 
 def _linear(p, x):
-  # HIGHEST: some accelerators multiply float32 in lower precision unless told.
+  # Some accelerators multiply float32 in lower precision by default.
   return jnp.dot(x, p['w'], precision='highest') + p['b']
 
 
@@ -264,16 +244,17 @@ def _norm(p, x, eps):
 
 
 def encode(params, cfg: BertConfig, ids, lengths, types=None):
-  """Last hidden states of a batch; traceable.
+  """Computes the last hidden states of a batch; traceable.
 
   Args:
     params: see `load`.
-    ids: int [B, T] token ids, padded on the right with any.
+    cfg: the config.
+    ids: int [B, T] token ids, padded on the right with any id.
     lengths: int [B], >= 1.
     types: int [B, T] token types; None: all 0.
 
   Returns:
-    [B, T, H] in the dtype of the parameters; rubbish past the lengths.
+    [B, T, H] in the dtype of the parameters; undefined past the lengths.
   """
   B, T = ids.shape
   heads, eps = cfg.num_attention_heads, cfg.layer_norm_eps
@@ -285,13 +266,8 @@ def encode(params, cfg: BertConfig, ids, lengths, types=None):
   for p in params['layers']:
     qkv = _linear(p['qkv'], x).reshape(B, T, 3, heads, -1)
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    scores = jnp.einsum(
-      'bqhd,bkhd->bhqk',
-      q,
-      k,
-      precision='highest',
-      preferred_element_type=jnp.float32,
-    )
+    options = {'precision': 'highest', 'preferred_element_type': jnp.float32}
+    scores = jnp.einsum('bqhd,bkhd->bhqk', q, k, **options)
     weights = jax.nn.softmax(scores + bias, axis=-1).astype(x.dtype)
     mixed = jnp.einsum('bhqk,bkhd->bqhd', weights, v, precision='highest')
     x = _norm(p['norm1'], x + _linear(p['out'], mixed.reshape(B, T, -1)), eps)
@@ -301,7 +277,7 @@ def encode(params, cfg: BertConfig, ids, lengths, types=None):
 
 
 def classify(params, cfg: BertConfig, ids, lengths, types):
-  """The logit of each row, float32 [B]: pooler and one label; traceable."""
+  """The logit of each row, float32 [B], by pooler and classifier; traceable."""
   first = encode(params, cfg, ids, lengths, types)[:, 0]
   pooled = jnp.tanh(_linear(params['pooler'], first))
   return _linear(params['classifier'], pooled)[:, 0].astype(jnp.float32)

@@ -1,24 +1,24 @@
-"""BM25 over the words of a corpus, on precomputed scores as bm25s has them.
+"""BM25 over the words of a corpus, with precomputed scores like bm25s.
 
-For every term, the passages that have it and what it adds to each of their
-scores (bm25s: Lu, 2024; Lucene's variant: Kamphuis et al., ECIR 2020):
+The index has, for every term, the passages with that term and what it adds to
+their scores (bm25s: Lu, 2024; Lucene's variant: Kamphuis et al., ECIR 2020):
 
     score(q, d) = sum over words w of q of count(w in q) * idf(w) * tf / (
         tf + k1 * (1 - b + b * |d| / mean |d|))
     idf(w) = ln(1 + (P - df + 0.5) / (df + 0.5))
 
-The scores are those of bm25s to the last bit. They are computed here, block
+The scores equal those of bm25s to the last bit. They are computed here, block
 by block, because bm25s needs the corpus as lists of Python numbers, 40 bytes
-for each score and the vocabulary as a dictionary: too much for 21 million
-passages. Adding up and choosing the best are done here rather than by
-`bm25s.retrieve` for three reasons: equal scores come in corpus order whatever
-the batch, the order of the words in a query cannot show, and passages without
-any word of the query are never returned.
+for each score and the vocabulary as a dictionary, which is too much for 21
+million passages. The search is also implemented here instead of
+`bm25s.retrieve`, so that equal scores are in corpus order for any batch, the
+order of the words in a query does not matter, and passages without any word of
+the query are never returned.
 
-Threads search shards: of every query, every range of `_SHARD` passages. There
-is one for each core, or as many as $NUMBA_NUM_THREADS says. Numba compiles the
-loop over postings, at the first search, so that it runs without Python's
-global lock; NumPy releases that lock in the rest.
+Threads search shards: for every query, every range of `_SHARD` passages. There
+is one thread per core, or $NUMBA_NUM_THREADS. Numba compiles the loop over
+postings at the first search, so that it runs without the global interpreter
+lock; NumPy releases the lock elsewhere.
 """
 
 import array
@@ -40,17 +40,18 @@ import numpy as np
 
 from retrieval import files
 from retrieval.analyzer import STEMMERS, STOP_WORDS, WORD, Analyzer
+from retrieval.core import Ranked, check_k, no_results
 from retrieval.metrics import stage
 
 _GROUPS = 64  # see _top
-# Passages whose scores a thread holds at once: 16 MB, so that its memory does
-# not grow with the corpus and much of it stays in the cache. A multiple of 64.
+# Passages whose scores a thread has in memory at once: 16 MB, so that memory
+# does not grow with the corpus and is mostly cached. A multiple of 64.
 _SHARD = 1 << 22
-_FEW = 1 << 17  # passages that threads would not search faster
-_TINY = 1 << 9  # passages, of a web page say, that are not worth compiling for
+_FEW = 1 << 17  # passages for which several threads are not faster
+_TINY = 1 << 9  # passages (such as of a web page) too few to compile for
 _BLOCK = 1 << 16  # passages counted at once, about 300 MB
-_WORDS = 1 << 20  # words whose terms are remembered, at most 150 MB
-_CACHED, _LONG = 1 << 16, 40  # words of queries remembered; longest of them
+_WORDS = 1 << 20  # words whose terms are cached, at most 150 MB
+_CACHED, _LONG = 1 << 16, 40  # cached words of queries; the longest of them
 _LEAST = np.nextafter(np.float32(0), np.float32(1))  # score above 0
 _FORMAT = 1
 # The arrays of an index with N scores of T terms.
@@ -68,30 +69,21 @@ PRESETS = {  # k1, b
 
 
 def define_flags(note: str = '') -> None:
-  """Flags of the parameters; `note` says when they matter."""
-  note = f'BM25{note}: '
-  flags.DEFINE_enum('bm25_preset', 'lucene', [*PRESETS], f'{note}k1 and b.')
-  flags.DEFINE_float(
-    'k1', None, f'{note}saturation of repeated words; else the preset.', 0
-  )
-  flags.DEFINE_float(
-    'b', None, f'{note}discount of long passages; else the preset.', 0, 1
-  )
-  flags.DEFINE_enum('stemmer', 'english', STEMMERS, f'{note}word stems.')
-  flags.DEFINE_enum(
-    'stop_words', 'english', [*STOP_WORDS], f'{note}words left out.'
-  )
+  """Defines flags of the parameters; `note` says when they apply."""
+  note, choice, number = f'BM25{note}: ', flags.DEFINE_enum, flags.DEFINE_float
+  choice('bm25_preset', 'lucene', [*PRESETS], f'{note}k1 and b.')
+  number('k1', None, f'{note}saturation of repeated words.', 0)
+  number('b', None, f'{note}discount of long passages.', 0, 1)
+  choice('stemmer', 'english', STEMMERS, f'{note}word stems.')
+  choice('stop_words', 'english', [*STOP_WORDS], f'{note}ignored words.')
 
 
 def options(args: Any) -> dict[str, Any]:
-  """The keywords of `BM25Index` that the flags of `define_flags` name."""
+  """The keywords of `BM25Index`, from the flags of `define_flags`."""
   k1, b = PRESETS[args.bm25_preset]
-  return {
-    'k1': k1 if args.k1 is None else args.k1,
-    'b': b if args.b is None else args.b,
-    'stemmer': args.stemmer,
-    'stop_words': args.stop_words,
-  }
+  k1, b = k1 if args.k1 is None else args.k1, b if args.b is None else args.b
+  words = {'stemmer': args.stemmer, 'stop_words': args.stop_words}
+  return {'k1': k1, 'b': b, **words}
 
 
 class BM25Index:
@@ -111,9 +103,9 @@ class BM25Index:
     """Builds the index in memory.
 
     Args:
-      texts: [P] what is searched, titles included.
-      k1: how slowly repetitions of a word saturate, >= 0.
-      b: how much long passages are discounted, 0 to 1.
+      texts: [P] passages, including titles.
+      k1: saturation of repeated words, >= 0.
+      b: discount of long passages, 0 to 1.
       stemmer: see `Analyzer`.
       stop_words: see `Analyzer`.
 
@@ -121,24 +113,18 @@ class BM25Index:
       ValueError: no texts, or a parameter out of its range.
     """
     self._configure(len(texts), k1, b, stemmer, stop_words)
-    self._load(
-      _build(
-        texts,
-        self,
-        io.BytesIO(),
-        lambda name, length: np.empty(length, _ARRAYS[name]),
-      )
-    )
+    make = lambda name, length: np.empty(length, _ARRAYS[name])
+    self._load(_build(texts, self, io.BytesIO(), make))
 
   @classmethod
   def build(
-    cls, texts: Sequence[str], folder: str | os.PathLike, **options: Any
+    cls, texts: Sequence[str], folder: files.PathLike, **options: Any
   ) -> 'BM25Index':
-    """Builds the index in files, and maps them.
+    """Builds the index in files and maps them.
 
-    Memory: 4 bytes a passage, about 100 bytes a distinct word, and 0.5 GB.
-    Disk: 8 bytes for each different word of each passage, and 12 more until
-    it is done. The folder is an index once it is whole.
+    Memory: 4 bytes per passage, about 100 bytes per distinct word, and 0.5 GB.
+    Disk: 8 bytes for each distinct word of each passage, and 12 more during the
+    build. An incomplete folder is not recognised as an index.
     """
     self = cls.__new__(cls)
     self._configure(len(texts), **options)
@@ -146,10 +132,10 @@ class BM25Index:
 
     def make(name: str, length: int) -> np.ndarray:
       path = folder / f'{name}.npy'
-      # A write to mapped pages that the disk cannot hold kills the process.
+      # Writing to mapped pages on a full disk kills the process.
       files.need_space(path, length * np.dtype(_ARRAYS[name]).itemsize)
       found = np.lib.format.open_memmap(path, 'w+', _ARRAYS[name], (length,))
-      with open(path, 'r+b') as file:  # else the file is sparse
+      with open(path, 'r+b') as file:  # else the file would be sparse
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
       return found
 
@@ -157,48 +143,41 @@ class BM25Index:
       arrays = _build(_watched(texts), self, spool, make)
     for found in arrays.values():
       found.flush()
-    files.write_json(
-      folder / 'bm25.json',
-      {
-        'format': _FORMAT,
-        'count': self._count,
-        'parameters': self._options,
-        'lengths': {name: len(found) for name, found in arrays.items()},
-      },
-    )
+    lengths = {name: len(found) for name, found in arrays.items()}
+    about = {'format': _FORMAT, 'count': self._count, 'lengths': lengths}
+    about['parameters'] = self._options
+    files.write_json(folder / 'bm25.json', about)
     return cls.open(folder)
 
   @classmethod
-  def open(cls, folder: str | os.PathLike) -> 'BM25Index':
-    """Maps an index that was built.
+  def open(cls, folder: files.PathLike) -> 'BM25Index':
+    """Maps an existing index.
 
     Raises:
-      ValueError: the folder holds no whole index of this format.
+      ValueError: the folder has no complete index of this format.
     """
     folder = pathlib.Path(folder)
-    mend = 'Build it again: python -m retrieval.build_index --index=bm25'
+    fix = 'Build it again: python -m retrieval.build_index --index=bm25'
     about = files.read_json(folder / 'bm25.json')
     if about is None:
-      raise ValueError(f'{folder}: no whole BM25 index (no bm25.json). {mend}')
-    if about.get('format') != _FORMAT:
-      raise ValueError(
-        f'{folder}: format {about.get("format")!r} of a BM25 index, this '
-        f'version reads {_FORMAT}. {mend}'
+      raise ValueError(f'{folder}: no whole BM25 index (no bm25.json). {fix}')
+    if (found := about.get('format')) != _FORMAT:
+      problem = (
+        f'format {found!r} of a BM25 index, this version reads {_FORMAT}'
       )
+      raise ValueError(f'{folder}: {problem}. {fix}')
     self = cls.__new__(cls)
-    try:
+    problem = f'{folder}: the BM25 index is cut short or damaged ({{}}). {fix}'
+    damaged = (OSError, EOFError, KeyError, TypeError, ValueError)
+    with files.convert(damaged, ValueError, problem):
       self._configure(about['count'], **about['parameters'])
       arrays = {}
       for name, length in about['lengths'].items():
         found = np.load(folder / f'{name}.npy', mmap_mode='r')
         if (found.dtype, found.shape) != (_ARRAYS[name], (length,)):
           raise ValueError(f'{name}.npy holds {found.dtype} {found.shape}')
-        arrays[name] = found.view(np.ndarray)  # whose slices are cheaper
+        arrays[name] = found.view(np.ndarray)  # has cheaper slices
       self._load(arrays)
-    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
-      raise ValueError(
-        f'{folder}: the BM25 index is cut short or damaged ({error}). {mend}'
-      ) from None
     return self
 
   def __len__(self) -> int:
@@ -206,38 +185,23 @@ class BM25Index:
 
   @property
   def parameters(self) -> dict[str, object]:
-    """What tells this index from another over the same corpus."""
+    """See `core.Index`."""
     return {'name': self.name, **self._options}
 
   @property
   def _options(self) -> dict[str, object]:
-    return {
-      'k1': self.k1,
-      'b': self.b,
-      'stemmer': self.analyzer.stemmer,
-      'stop_words': self.analyzer.stop_words,
-    }
+    words = self.analyzer.stemmer, self.analyzer.stop_words
+    names = ('k1', 'b', 'stemmer', 'stop_words')
+    return dict(zip(names, (self.k1, self.b, *words)))
 
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the best passages of each query.
+  def search(self, queries: Sequence[str], k: int) -> Ranked:
+    """See `core.Index.search`.
 
-    Args:
-      queries: [Q] texts.
-      k: the most passages for one query, >= 1; may exceed P.
-
-    Returns:
-      ids: int64 [Q, min(k, P)], positions in the corpus, best first, equal
-        scores in corpus order; -1 where a query has no more passages with any
-        of its words.
-      scores: float32 of the same shape, > 0; -inf where ids is -1.
+    A row has only passages with a word of the query; scores are > 0.
     """
-    if k < 1:
-      raise ValueError(f'k={k} must be at least 1')
+    check_k(k)
     k = min(k, self._count)
-    ids = np.full((len(queries), k), -1, np.int64)
-    scores = np.full((len(queries), k), -np.inf, np.float32)
+    ids, scores = no_results(len(queries), k)
     shards = range(len(self._borders) - 1)
     found = [[None] * len(shards) for _ in queries]
     add = _add.py_func if self._count <= _TINY else _add
@@ -247,10 +211,10 @@ class BM25Index:
       rest = iter(todo)
 
       def work(_: int) -> None:
-        # Padded to whole groups; the padding never scores.
+        # Padded to whole groups; the padding has no score.
         size = min(_SHARD, -(-self._count // _GROUPS) * _GROUPS)
         totals = np.empty(size, np.float32)
-        for row, shard in rest:  # whichever no other thread has taken
+        for row, shard in rest:  # the next one that no thread has taken
           edges, counts = asked[row]
           first = self._borders[shard]
           add(self._rows, self._values, edges, shard, counts, first, totals)
@@ -288,16 +252,16 @@ class BM25Index:
     self._count = count
 
   def _load(self, arrays: dict[str, np.ndarray]) -> None:
-    for found in arrays.values():  # as mapped files are: `_add` compiles once
+    for found in arrays.values():  # like mapped files: `_add` compiles once
       found.setflags(write=False)
     self._values, self._rows, self._starts, self._hashes, self._terms = (
       arrays[name] for name in _ARRAYS
     )
     if not len(self._values) == len(self._rows) == self._starts[-1]:
       raise ValueError('its arrays do not fit each other')
-    self._starts = memoryview(self._starts)  # of which an item is an int
+    self._starts = memoryview(self._starts)  # its items are Python ints
     shards = range(0, self._count, _SHARD)
-    # int32 as `rows`: for another type NumPy would convert all rows.
+    # int32 like `rows`, since NumPy would convert all rows otherwise.
     self._borders = np.array([*shards, self._count], np.int32)
     self._cached = functools.lru_cache(_CACHED)(self._edges)
     self._threads = numba.config.NUMBA_NUM_THREADS
@@ -306,11 +270,10 @@ class BM25Index:
   def _postings(self, query: str) -> tuple[np.ndarray, np.ndarray]:
     """Edges [T, shards + 1] and counts float32 [T] of a query's terms.
 
-    In the order of the terms: float32 sums then depend on the words alone, not
-    on their order in the query.
+    They are sorted, so that float32 sums do not depend on the order of words.
     """
     counts = collections.Counter(
-      # Queries come from outside: a word of a megabyte is not kept.
+      # Queries are not trusted: very long words are not cached.
       (self._cached if len(word) <= _LONG else self._edges)(word)
       for word in WORD.findall(query.lower())
     )
@@ -322,16 +285,14 @@ class BM25Index:
     )
 
   def _edges(self, word: str) -> tuple[int, ...]:
-    """Where the postings of a word's term begin in each shard, and end.
+    """Begins of the postings of a word's term in each shard, and the end.
 
-    () for a stop word, and for a term of no passage.
+    () for a stop word, and for a term without passages.
     """
     term = self.analyzer.term(word)
-    if term is None:
-      return ()
-    key = np.uint64(_hash(term))
+    key = np.uint64(_hash(term or ''))
     at = int(np.searchsorted(self._hashes, key))
-    if at == len(self._hashes) or self._hashes[at] != key:
+    if term is None or at == len(self._hashes) or self._hashes[at] != key:
       return ()
     term = int(self._terms[at])
     first, end = self._starts[term], self._starts[term + 1]
@@ -340,10 +301,10 @@ class BM25Index:
 
 
 class _TermIds(dict):
-  """Word -> id of its term, -1 for a stop word; terms numbered as they come.
+  """Word -> id of its term, -1 for a stop word; ids by first occurrence.
 
-  Words are far fewer than their occurrences, so each is stemmed once, or
-  again where so many words have come that they were forgotten.
+  Words are far fewer than their occurrences, so each is stemmed once, or again
+  if the cache was full.
   """
 
   def __init__(self, analyzer: Analyzer):
@@ -367,9 +328,9 @@ def _build(
   spool: BinaryIO,
   make: Callable[[str, int], np.ndarray],
 ) -> dict[str, np.ndarray]:
-  """The arrays of `_ARRAYS`: counts all blocks into `spool`, then scores them.
+  """Makes `_ARRAYS`: counts all blocks into `spool`, then computes scores.
 
-  make: an empty array for a name and a length.
+  make: returns an empty array for a name and a length.
   """
   ids = _TermIds(index.analyzer)
   lengths, sizes = array.array('i'), np.zeros(0, np.int64)
@@ -384,11 +345,11 @@ def _build(
   starts[0] = 0
   np.cumsum(sizes, out=starts[1:])
   values, rows = (make(name, int(starts[-1])) for name in ('values', 'rows'))
-  # As bm25s has it: idf in float32, the rest in float64.
+  # Like bm25s: idf in float32, the rest in float64.
   idf = np.log(1 + (len(lengths) - sizes + 0.5) / (sizes + 0.5)).astype('f4')
   lengths = np.frombuffer(lengths, np.int32)
   mean = lengths.mean()
-  filled = starts[:-1].copy()  # where the next passage of each term goes
+  filled = starts[:-1].copy()  # position of the next passage of each term
   spool.seek(0)
   for _ in range(0, len(lengths), _BLOCK):
     keys, tf = np.load(spool), np.load(spool)
@@ -424,21 +385,19 @@ def _counted(
     row = np.repeat(np.arange(len(block)), np.frombuffer(words, np.int32))
     row, term = row[term >= 0], term[term >= 0]
     keys = term.astype(np.int64) << 32 | (first + row)
-    yield (
-      *np.unique(keys, return_counts=True),
-      np.bincount(row, minlength=len(block)),
-    )
+    sizes = np.bincount(row, minlength=len(block))
+    yield *np.unique(keys, return_counts=True), sizes
     first += len(block)
 
 
 def _hash(term: str) -> int:
-  # 64 bits: of 10 million terms, two are alike in one of 300,000 corpora.
+  # 64 bits: 10 million terms have a collision in one of 300,000 corpora.
   encoded = term.encode('utf-8', 'surrogatepass')
   return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest())
 
 
-def _clear(folder: str | os.PathLike) -> pathlib.Path:
-  """Makes the folder, or what is in it no index; who has it open keeps it."""
+def _clear(folder: files.PathLike) -> pathlib.Path:
+  """Makes the folder, or removes its index; open maps remain valid."""
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   for name in ('bm25.json', *(f'{name}.npy' for name in _ARRAYS)):
@@ -457,21 +416,21 @@ def _watched(texts: Sequence[str]) -> Iterator[str]:
 def _add(rows, values, edges, shard, counts, first, totals):
   """Sets `totals` of a shard, which starts at passage `first`.
 
-  Term by term in float32: the bits of the sums are those of NumPy.
+  It adds term by term in float32, with the same rounding as NumPy.
   """
   totals[:] = 0
   for term in range(len(edges)):
     for i in range(edges[term, shard], edges[term, shard + 1]):
-      # Unsigned: a negative index would be checked for.
+      # Unsigned, which avoids a check for negative indexes.
       totals[np.uint64(rows[i] - first)] += counts[term] * values[i]
 
 
 def _top(totals: np.ndarray, k: int) -> np.ndarray:
   """Positions of the k largest totals above 0, best first, ties in order.
 
-  The k-th largest of the groups' maxima is a lower bound of the k-th largest
-  total (k groups hold one such value each), found in one vectorised pass; few
-  groups reach it, and only their totals are looked at again.
+  The k-th largest maximum of the groups is a lower bound of the k-th largest
+  total, since k groups have such a value. Few groups reach it, and only their
+  totals are compared again.
   """
   grid = totals.reshape(_GROUPS, -1)
   maxima = grid.max(axis=0)

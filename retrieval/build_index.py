@@ -3,10 +3,10 @@
   python -m retrieval.build_index --corpus=corpus.jsonl.gz --out=INDEX \\
     --index=bm25 --index=dense_faiss:HNSW64 --encoder=path/to/e5-base-v2
 
-Killed anywhere, the same command goes on where it was; given one --index
-more, it builds that from the vectors that are there. INDEX alone is enough
-then: --corpus may be left out. With --adopt=FILE the vectors come from an
-index or saved embeddings that exist already: see `retrieval.adopt`.
+After a kill, the same command continues the work. With a further --index it
+builds that index from the existing vectors; --corpus may then be omitted. With
+--adopt=FILE the vectors come from an existing index or saved embeddings: see
+`retrieval.adopt`.
 
 Indexes: bm25, dense_jax, dense_faiss:FACTORY (Flat, HNSW64, "IVF4096,Flat",
 "IVF4096,PQ64", ...), milvus.
@@ -14,9 +14,7 @@ Indexes: bm25, dense_jax, dense_faiss:FACTORY (Flat, HNSW64, "IVF4096,Flat",
 
 from collections.abc import Callable, Sequence
 import contextlib
-import fcntl
 import functools
-import os
 import pathlib
 import shutil
 import sys
@@ -29,79 +27,54 @@ import numpy as np
 from retrieval import bm25 as bm25_lib
 from retrieval import files, vectors
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
-from retrieval.folder import (
-  FORMAT,
-  KINDS,
-  faiss_path,
-  open_vectors,
-  write_manifest,
-)
+from retrieval.folder import FORMAT, KINDS, SETTINGS, faiss_path, open_vectors
 from retrieval.store import open_store, write_store
 
-_OWN = (  # what --restart removes
-  'manifest.json',
-  'corpus.arrow',
-  'vectors.npy',
-  'vectors.npy.part',
-  'vectors.json',
-  'adopted.joined',
-  'bm25',
-  'faiss',
-)
-_ENCODER = (  # flags that are keywords of Encoder
-  'family',
-  'dtype',
-  'pooling',
-  'normalise',
-  'query_prefix',
-  'passage_prefix',
-  'query_length',
-  'passage_length',
-  'batch',
-)
+_OWN = """manifest.json corpus.arrow vectors.npy vectors.npy.part vectors.json
+  adopted.joined bm25 faiss"""  # what --restart removes
+# Flags that are keywords of Encoder.
+_ENCODER = (*SETTINGS, 'dtype', 'query_length', 'batch')
+_VECTORS = """Type of vectors.npy, P x D x 4 or 2 bytes; default: float32, or
+with --adopt as stored."""
 
 
 class Folder:
-  """An index folder while it is built; manifest.json tells what is whole."""
+  """An index folder during a build; manifest.json lists the complete parts."""
 
-  def __init__(self, out: str | os.PathLike, *, restart: bool = False):
+  def __init__(self, out: files.PathLike, *, restart: bool = False):
     self.path = pathlib.Path(out)
     self.path.mkdir(parents=True, exist_ok=True)
     self._lock = open(self.path / '.lock', 'w')  # noqa: SIM115, until the end
-    try:
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-      raise files.FilesError(
-        f'{self.path}: another build is at work there. Wait until it ends, or '
-        'use another --out.'
-      ) from None
+    problem = f'{self.path}: another build is at work there. Wait for it.'
+    files.lock(self._lock, files.FilesError, problem)
     if restart:
       self._discard()
-    self.manifest: dict[str, Any] | None = files.read_json(
-      self.path / 'manifest.json'
-    )
+    self.manifest = files.read_json(self.path / 'manifest.json')
 
   def close(self) -> None:
-    """Lets another build have the folder."""
+    """Releases the lock of the folder."""
     self._lock.close()
 
   def _discard(self) -> None:
-    # bm25/ and faiss/ of a folder that is none of ours may hold anything.
-    if any(p.name != '.lock' for p in self.path.iterdir()) and not (
-      (self.path / 'corpus.arrow').exists()
-    ):
+    # bm25/ and faiss/ of another folder may hold anything.
+    there = {path.name for path in self.path.iterdir()} - {'.lock'}
+    if there and 'corpus.arrow' not in there:
       raise files.FilesError(
         f'{self.path}: holds no corpus.arrow, so it is no index folder to '
         'discard (--restart). Use another --out, or empty it yourself.'
       )
-    for name in _OWN:
-      _remove(self.path / name)
+    for name in _OWN.split():
+      path = self.path / name
+      if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+      else:
+        path.unlink(missing_ok=True)
 
   def open_corpus(self, source: str | None) -> Corpus:
-    """Stores the corpus, or checks that it is the one that is stored.
+    """Stores the corpus, or checks that it is the stored one.
 
     Raises:
-      CorpusError: the source is no good or differs from what is stored.
+      CorpusError: the source is invalid or differs from the stored corpus.
     """
     store = self.path / 'corpus.arrow'
     if not store.exists():
@@ -121,11 +94,9 @@ class Folder:
         'indexes': {},
       }
     stated = {key: self.manifest['corpus'].get(key) for key in about}
-    if differ := files.differences(stated, about, 'corpus.'):
-      raise CorpusError(
-        f'{self.path}: manifest.json and corpus.arrow disagree: '
-        f'{"; ".join(differ)}. Use --restart, or another --out.'
-      )
+    if differ := '; '.join(files.differences(stated, about, 'corpus.')):
+      problem = f'manifest.json and corpus.arrow disagree: {differ}'
+      raise CorpusError(f'{self.path}: {problem}. Use --restart.')
     return corpus
 
   def add_vectors(self, found: Any, encoder: dict[str, Any]) -> None:
@@ -142,49 +113,36 @@ class Folder:
     self.save()
 
   def add_faiss(self, factory: str, **about: Any) -> None:
-    """States an index file that is there, and how it is to be searched."""
+    """Adds an existing index file, with its search options."""
     from retrieval.dense_faiss import DenseFaiss
 
     found = DenseFaiss(faiss_path(self.path, factory), None).parameters
     stated = ('sample_sha256', 'nprobe', 'ef_search')
-    self.add_index(
-      f'dense_faiss:{factory}',
-      {
-        'factory': factory,
-        **{k: found[k] for k in stated if found[k]},
-        **about,
-      },
-    )
+    stated = {k: found[k] for k in stated if found[k]}
+    about = {'factory': factory, **stated, **about}
+    self.add_index(f'dense_faiss:{factory}', about)
 
   def save(self) -> None:
-    write_manifest(self.path, self.manifest)
+    files.write_json(self.path / 'manifest.json', self.manifest)
 
 
 def _say(message: str) -> None:
   print(f'retrieval.build_index: {message}', file=sys.stderr, flush=True)
 
 
-def _remove(path: pathlib.Path) -> None:
-  if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path)
-  else:
-    path.unlink(missing_ok=True)
-
-
 def _check_same(source: str, corpus: Corpus, out: pathlib.Path) -> None:
   digest = Digest()
   for doc in iter_documents(source):
     digest.update(doc)
-  if digest.hexdigest() != corpus.sha256:
-    raise CorpusError(
-      f'{source}: is not the corpus in {out} (its sha256 is '
-      f'{digest.hexdigest()}, there it is {corpus.sha256}). Use another --out, '
-      'or --restart to discard what is there.'
+  if (found := digest.hexdigest()) != corpus.sha256:
+    problem = (
+      f'is not the corpus in {out} (sha256 {found}, not {corpus.sha256})'
     )
+    raise CorpusError(f'{source}: {problem}. Use another --out, or --restart.')
 
 
 def check_names(names: Sequence[str]) -> None:
-  """Refuses what could not be built, before hours are spent on vectors.
+  """Checks the names of indexes, before hours are spent on vectors.
 
   Raises:
     ValueError: an unknown name.
@@ -196,18 +154,17 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_factories(names: Sequence[str], dim: int) -> None:
-  """The same for FAISS factory strings, which must suit the dimension."""
+  """Checks FAISS factory strings, which must suit the dimension."""
   factories = [n.partition(':')[2] for n in names if n.startswith('dense_f')]
   if factories:
     import faiss
   for factory in factories:
-    try:
+    problem = (
+      f'--index=dense_faiss:{factory}: FAISS builds no such index of {dim} '
+      'dimensions. Use Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64".'
+    )
+    with files.convert(RuntimeError, ValueError, problem):
       faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError:
-      raise ValueError(
-        f'--index=dense_faiss:{factory}: FAISS builds no such index of {dim} '
-        'dimensions. Write Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64".'
-      ) from None
 
 
 def build_indexes(
@@ -219,40 +176,34 @@ def build_indexes(
   uri: str | None = None,
   collection: str = 'passages',
 ) -> None:
-  """Builds the indexes that are not there yet, and states each when whole."""
+  """Builds the missing indexes and adds each to the manifest."""
   for name in names:
     kind, _, factory = name.partition(':')
     there = folder.manifest['indexes'].get(name)
-    if there is not None and (  # else of an earlier version
-      kind != 'dense_faiss' or 'sample_sha256' in there
-    ):
+    # An earlier version did not write the sample of a FAISS index.
+    current = kind != 'dense_faiss' or 'sample_sha256' in (there or ())
+    if there is not None and current:
       stated = {key: there.get(key) for key in bm25}
       if kind == 'bm25' and (differ := files.differences(stated, bm25)):
-        raise ValueError(
-          f'{folder.path}: its bm25 was built otherwise: {"; ".join(differ)}. '
-          'Use another --out, or --restart.'
-        )
+        problem = f'its bm25 was built otherwise: {"; ".join(differ)}'
+        fix = 'Use another --out, or --restart.'
+        raise ValueError(f'{folder.path}: {problem}. {fix}')
       continue
     _say(f'builds {name}')
     parameters: dict[str, Any] = {}
-    # Before the import of a library: what is wrong with them is told first.
+    # Before the import of a library, so that its errors come first.
     found = None if kind == 'bm25' else get_vectors()
     if kind == 'bm25':
-      index = bm25_lib.BM25Index.build(
-        corpus.contents, folder.path / 'bm25', **bm25
-      )
+      place = folder.path / 'bm25'
+      index = bm25_lib.BM25Index.build(corpus.contents, place, **bm25)
       parameters = dict(index.parameters)
     elif kind == 'dense_faiss':
       from retrieval import dense_faiss
 
       final = faiss_path(folder.path, factory)
       final.parent.mkdir(exist_ok=True)
-      dense_faiss.build(
-        found,
-        factory,
-        final,
-        identity={'corpus': corpus.sha256, **folder.manifest['vectors']},
-      )
+      identity = {'corpus': corpus.sha256, **folder.manifest['vectors']}
+      dense_faiss.build(found, factory, final, identity=identity)
       folder.add_faiss(factory)
       continue
     elif kind == 'milvus':
@@ -264,11 +215,11 @@ def build_indexes(
 
 
 def run(f: flags.FlagValues) -> Folder:
-  """Does what the flags say.
+  """Builds what the flags name.
 
   Raises:
-    ValueError, RuntimeError, OSError: it cannot be done; the message says
-      why and what would mend it.
+    ValueError, RuntimeError, OSError: the build failed; the message says why
+      and how to fix it.
   """
   check_names(f.index)
   if 'milvus' in f.index and not f.milvus_uri:
@@ -286,102 +237,64 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
       raise ValueError('--encoder is missing: dense indexes need one')
     from retrieval.encoder import Encoder
 
-    given = {name: getattr(f, name) for name in _ENCODER}
-    return Encoder(
-      f.encoder,
-      **{k: v for k, v in {**given, **settings}.items() if v is not None},
-    )
+    given = {name: getattr(f, name) for name in _ENCODER} | settings
+    given = {k: v for k, v in given.items() if v is not None}
+    return Encoder(f.encoder, **given)
 
   def get_vectors() -> np.ndarray:
     stated = folder.manifest['vectors']
-    whole = stated and 'sample_sha256' in stated  # else of an earlier version
+    whole = stated and 'sample_sha256' in stated  # else an earlier version
     if whole and f.encoder is None and not f.vectors:
       return open_vectors(folder.path, stated, len(corpus))
     encoder = make_encoder()
     check_factories(f.index, encoder.dim)
-    found = vectors.encode(
-      corpus,
-      encoder,
-      folder.path,
-      block=f.block,
-      dtype=f.vectors or (stated or {}).get('dtype', vectors.DTYPES[0]),
-    )
+    dtype = f.vectors or (stated or {}).get('dtype', vectors.DTYPES[0])
+    options = {'block': f.block, 'dtype': dtype}
+    found = vectors.encode(corpus, encoder, folder.path, **options)
     folder.add_vectors(found, encoder.parameters)
     return found
 
   if f.adopt:
     from retrieval.adopt import adopt
 
-    stored, encoder = adopt(
-      f.adopt,
-      corpus,
-      make_encoder,
-      folder.path,
-      lambda factory: faiss_path(folder.path, factory),
-      dtype=f.vectors,
-      sample=f.sample,
-    )
+    where = folder.path, functools.partial(faiss_path, folder.path)
+    options = {'dtype': f.vectors, 'sample': f.sample}
+    stored, encoder = adopt(f.adopt, corpus, make_encoder, *where, **options)
     if stored.exact:
       found = vectors.open_vectors(folder.path)
       folder.add_vectors(found, encoder.parameters)
     if stored.factory:
-      folder.add_faiss(
-        stored.factory,
-        adopted=[str(p) for p in f.adopt],
-        encoder=encoder.parameters,
-      )
-  build_indexes(
-    folder,
-    corpus,
-    f.index,
-    functools.cache(get_vectors),
-    bm25_lib.options(f),
-    f.milvus_uri,
-    f.milvus_collection,
-  )
+      about = {'adopted': [*map(str, f.adopt)], 'encoder': encoder.parameters}
+      folder.add_faiss(stored.factory, **about)
+  found, bm25 = functools.cache(get_vectors), bm25_lib.options(f)
+  milvus = f.milvus_uri, f.milvus_collection
+  build_indexes(folder, corpus, f.index, found, bm25, *milvus)
   folder.save()
 
 
 def define_flags() -> None:
-  flags.DEFINE_string('out', None, 'The index folder.', required=True)
-  flags.DEFINE_string(
-    'corpus', None, 'JSONL, JSONL.gz, Parquet, or hf:NAME of a data set.'
-  )
-  flags.DEFINE_multi_string(
-    'index', [], 'bm25, dense_jax, dense_faiss:FACTORY or milvus; repeatable.'
-  )
-  flags.DEFINE_string('encoder', None, 'Folder of the model, for dense ones.')
-  flags.DEFINE_enum(
-    'vectors',
-    None,
-    vectors.DTYPES,
-    'Numbers of vectors.npy: P x D x 4 bytes or half. float32 if not given; '
-    'with --adopt, as it is.',
-  )
-  flags.DEFINE_integer(
-    'block', 8192, 'Passages between two records of progress.', 1
-  )
-  flags.DEFINE_bool('restart', False, 'Discards what --out holds.')
-  flags.DEFINE_multi_string(
-    'adopt',
-    [],
-    'FAISS index, .npy or raw embeddings to take over; its parts '
-    'in order, where it has parts.',
-  )
-  flags.DEFINE_integer('sample', 64, 'Passages to check --adopt with.', 8)
-  flags.DEFINE_string('family', None, 'Of the encoder; told from its name.')
-  flags.DEFINE_string('dtype', None, 'Of its arithmetic: float32, bfloat16.')
-  flags.DEFINE_string('pooling', None, 'mean or cls, instead of its own.')
-  flags.DEFINE_bool('normalise', None, 'Vectors of length 1 or as they come.')
-  flags.DEFINE_string('query_prefix', None, 'Instead of its own.')
-  flags.DEFINE_string('passage_prefix', None, 'Instead of its own.')
-  flags.DEFINE_integer('query_length', None, 'Tokens of a query.')
-  flags.DEFINE_integer('passage_length', None, 'Tokens of a passage.')
-  flags.DEFINE_integer('batch', None, 'Most tokens of a batch.')
-  flags.DEFINE_string(
-    'milvus_uri', None, 'Of the Milvus server that holds the index milvus.'
-  )
-  flags.DEFINE_string('milvus_collection', 'passages', 'The name there.')
+  text, number = flags.DEFINE_string, flags.DEFINE_integer
+  several = flags.DEFINE_multi_string
+  text('out', None, 'The index folder.', required=True)
+  text('corpus', None, 'JSONL, JSONL.gz, Parquet, or hf:NAME of a data set.')
+  several('index', [], f'{", ".join(KINDS)}; may be repeated.')
+  text('encoder', None, 'Folder of the model, for dense indexes.')
+  flags.DEFINE_enum('vectors', None, vectors.DTYPES, _VECTORS)
+  number('block', 8192, 'Passages between two records of progress.', 1)
+  flags.DEFINE_bool('restart', False, 'Discards the content of --out.')
+  several('adopt', [], 'FAISS index, .npy or raw embeddings, or its parts.')
+  number('sample', 64, 'Passages that check --adopt.', 8)
+  text('family', None, 'Family of the encoder, if not known from its name.')
+  text('dtype', None, 'Arithmetic of the encoder: float32, bfloat16.')
+  text('pooling', None, 'mean or cls, instead of its own.')
+  flags.DEFINE_bool('normalise', None, 'Whether vectors get length 1.')
+  text('query_prefix', None, 'Instead of its own.')
+  text('passage_prefix', None, 'Instead of its own.')
+  number('query_length', None, 'Tokens of a query.')
+  number('passage_length', None, 'Tokens of a passage.')
+  number('batch', None, 'Most tokens of a batch.')
+  text('milvus_uri', None, 'URL of the Milvus server of the index milvus.')
+  text('milvus_collection', 'passages', 'Name of the collection in Milvus.')
   bm25_lib.define_flags()
 
 

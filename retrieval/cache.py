@@ -1,14 +1,14 @@
-"""Recorded answers: a run asked once can be run again offline, for nothing.
+"""Records answers, so that a run can be repeated offline at no cost.
 
-`Recorded` stands before any searcher and keeps each answer in one SQLite file
-under the SHA-256 of what it depends on: the searcher's identity, the query, k
-and the version of this format. A store holds answers of several identities
-and may be shared by processes of one machine (WAL is no format for network
-file systems; copy the file there once it is closed).
+`Recorded` wraps any searcher and keeps each answer in one SQLite file. The key
+is the SHA-256 of what the answer depends on: the identity of the searcher, the
+query, k and the version of this format. A store may hold answers of several
+identities, and processes of one machine may share it (WAL does not work on
+network file systems; copy the file there once it is closed).
 
-Answers leave a store as they came, to the byte: scores as float64, Unicode
-with its lone surrogates. Text is therefore kept as UTF-8 with surrogates
-passed, not as JSON escapes, in which two lone surrogates become one character.
+A store returns answers unchanged: scores as float64, Unicode including lone
+surrogates. Text is therefore stored as UTF-8 with surrogates passed and not as
+JSON escapes, in which two lone surrogates become one character.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,12 @@ import contextlib
 import hashlib
 import json
 import os
+import pathlib
 import sqlite3
 import threading
-import urllib.parse
 
-from retrieval.core import Found, Searcher, SearchFailed
+from retrieval.core import Answer, Found, Searcher, SearchFailed, check_k
+from retrieval.files import PathLike, convert
 
 FORMAT = 1  # part of every key; also the file's user_version
 _APPLICATION = 0x53524C31  # the file's application_id, 'SRL1'
@@ -32,81 +33,78 @@ _TABLES = (
 
 
 class StoreError(RuntimeError):
-  """The store cannot be used; the message names the file and the mend."""
+  """The store cannot be used; the message names the file and the fix."""
 
 
 class Recorded:
-  """A `Searcher` that answers from a store, and stores what it asks.
+  """A `Searcher` that answers from a store, and stores new answers.
 
   Attributes:
-    identity: that of the searcher, today's or the recorded one.
-    threads: as many may search at once as may ask the searcher.
-    asked: queries of the last search that the store lacked.
+    identity: of the wrapped searcher, or the recorded one.
+    threads: of the wrapped searcher.
+    asked: queries of the last search that were not in the store.
   """
 
   def __init__(
     self,
     searcher: Searcher | None,
-    path: str | os.PathLike,
+    path: PathLike,
     *,
     identity: str | None = None,
   ):
     """Opens a store.
 
     Args:
-      searcher: whom to ask for what the store lacks; the store is made where
-        there is none. None: replay, which asks nobody and writes nothing.
-      path: the SQLite file; '' makes a temporary one.
+      searcher: answers queries that are not stored; the store is created if
+        it does not exist. None: replay, which asks and writes nothing.
+      path: the SQLite file; '' creates a temporary one.
       identity: in replay, the first letters of the SHA-256 of the identity
-        to answer for; needed only where the store holds several.
+        to replay; required if the store holds several.
 
     Raises:
-      StoreError: the file is absent in replay, damaged, no store, or leaves
-        open for whom to answer.
+      StoreError: the file is absent (in replay), damaged or not a store, or
+        the identity is ambiguous.
     """
     self.path = os.fspath(path)
     self.threads = getattr(searcher, 'threads', 1)
     self._searcher, self.asked = searcher, 0
     self._unwritten: dict[bytes, list[Found]] = {}
-    self._lock = threading.Lock()  # over the store
-    # Over asking, by the first byte of a key.
+    self._lock = threading.Lock()  # of the store
+    # Locks around asking, by the first byte of a key.
     self._asking = [threading.Lock() for _ in range(256)]
-    self._db = _open(self.path, replay=searcher is None)
-    try:
-      with _named(self.path):
-        if searcher is not None:
-          self._json = _canonical(dict(searcher.identity))
-          self._db.execute(
-            'INSERT OR IGNORE INTO identities VALUES (?, ?)',
-            (hashlib.sha256(self._json).hexdigest(), self._json),
-          )
-        else:
-          self._json = self._chosen(identity or '')
-    except BaseException:
-      self._db.close()
-      raise
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(_named(self.path))
+      self._db = _open(self.path, replay=searcher is None)
+      stack.callback(self._db.close)
+      _check(self._db, self.path, replay=searcher is None)
+      if searcher is not None:
+        self._json = _canonical(dict(searcher.identity))
+        self._db.execute(
+          'INSERT OR IGNORE INTO identities VALUES (?, ?)',
+          (hashlib.sha256(self._json).hexdigest(), self._json),
+        )
+      else:
+        self._json = self._chosen(identity or '')
+      stack.pop_all()  # keeps the file open
     self.identity: Mapping[str, object] = json.loads(_text(self._json))
 
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> list[list[Found] | SearchFailed]:
-    """As `Searcher.search`; (query, k) is matched exactly.
+  def search(self, queries: Sequence[str], k: int) -> list[Answer]:
+    """See `Searcher.search`; (query, k) is matched exactly.
 
-    What threads ask at the same time is asked once. Failures are not stored,
-    nor are answers of which a part was had only this time
-    (`Found.transient`). Answers that could not be stored (a full disk, a
-    lock) are kept, and stored before anything else is asked: they may have
-    cost money. In replay a miss is a `SearchFailed`.
+    A query that several threads ask at the same time is asked once. Failures
+    and transient answers (`Found.transient`) are not stored. Answers that
+    could not be stored (full disk, lock) are kept and stored before the next
+    query is asked, since they may have cost money. In replay, a query that is
+    not stored gives a `SearchFailed`.
 
     Raises:
       ValueError: k < 1.
       StoreError: the file is damaged, full or locked.
     """
-    if k < 1:
-      raise ValueError(f'k={k} must be at least 1')
+    check_k(k)
     keys = {query: self._key(query, k) for query in queries}
     with contextlib.ExitStack() as asking:
-      # In order: two threads never wait for each other.
+      # Sorted, so that two threads cannot deadlock.
       for i in sorted({key[0] for key in keys.values()}):
         asking.enter_context(self._asking[i])
       with self._lock:
@@ -119,7 +117,7 @@ class Recorded:
     return [answers[query] for query in queries]
 
   def close(self) -> None:
-    """Closes the store, and the searcher behind it."""
+    """Closes the store and the wrapped searcher."""
     with self._lock:
       self._db.close()
       if self._searcher is not None:
@@ -141,10 +139,8 @@ class Recorded:
         raise sqlite3.DatabaseError('an answer does not match its SHA-256')
     return [Found(*fields) for fields in json.loads(_text(row[1]))]
 
-  def _ask(
-    self, keys: Mapping[str, bytes], k: int
-  ) -> dict[str, list[Found] | SearchFailed]:
-    """Asks the searcher, and stores what it answers for good."""
+  def _ask(self, keys: Mapping[str, bytes], k: int) -> dict[str, Answer]:
+    """Asks the searcher, and stores the answers that are not transient."""
     if self._searcher is None:
       return {query: self._miss(query, k) for query in keys}
     found = self._searcher.search([*keys], k)
@@ -157,14 +153,14 @@ class Recorded:
     }
     with self._lock:
       self._write(good)
-      # Read back: two processes that asked at once give one answer, the one
-      # that a replay will give.
+      # Read back, so that two processes that asked at once give the same
+      # answer, which is also that of a replay.
       return answers | {
-        query: self._read(key) for query, key in keys.items() if key in good
+        q: self._read(key) for q, key in keys.items() if key in good
       }
 
   def _write(self, answers: Mapping[bytes, list[Found]]) -> None:
-    """Stores answers, and those that could not be stored before."""
+    """Stores answers, including those that could not be stored before."""
     self._unwritten |= answers
     if not self._unwritten:
       return
@@ -180,10 +176,8 @@ class Recorded:
 
   def _miss(self, query: str, k: int) -> SearchFailed:
     shown = query if len(query) <= 200 else query[:197] + '...'
-    return SearchFailed(
-      f'{self.path}: no recorded answer to {shown!r} with k={k}. Record it, '
-      'or replay what was recorded.'
-    )
+    problem = f'no recorded answer to {shown!r} with k={k}'
+    return SearchFailed(f'{self.path}: {problem}. Record it first.')
 
   def _chosen(self, prefix: str) -> bytes:
     held = dict(self._db.execute('SELECT sha256, json FROM identities'))
@@ -196,20 +190,14 @@ class Recorded:
       f'{sha256[:12]} {_text(value)[:200]!a}'
       for sha256, value in sorted(held.items())
     )
-    raise StoreError(
-      f'{self.path}: {len(found)} of the recorded identities begin with '
-      f'{prefix!r}. Name one by its first letters: {listed}.'
-    )
+    count = f'{len(found)} of the recorded identities begin with {prefix!r}'
+    fix = f'Name one by its first letters: {listed}.'
+    raise StoreError(f'{self.path}: {count}. {fix}')
 
 
 def _canonical(value: object) -> bytes:
-  text = json.dumps(
-    value,
-    ensure_ascii=False,
-    allow_nan=False,
-    sort_keys=True,
-    separators=(',', ':'),
-  )
+  options = {'ensure_ascii': False, 'allow_nan': False, 'sort_keys': True}
+  text = json.dumps(value, separators=(',', ':'), **options)
   return text.encode('utf-8', 'surrogatepass')
 
 
@@ -219,33 +207,25 @@ def _text(value: bytes) -> str:
 
 def _open(path: str, replay: bool) -> sqlite3.Connection:
   if replay and not os.path.isfile(path):
-    raise StoreError(f'{path}: no such file. Record first, or mend the path.')
-  flags = '?mode=ro' if replay else '?mode=rwc'
-  # WAL wants to write beside the file even to read it; where nobody can,
-  # nobody changes it either.
-  folder = os.path.dirname(os.path.abspath(path))
-  if replay and not (
-    os.access(folder, os.W_OK) or os.path.exists(path + '-wal')
-  ):
-    flags += '&immutable=1'
-  with _named(path):
-    db = sqlite3.connect(
-      f'file:{path and urllib.parse.quote(os.path.abspath(path))}{flags}',
-      uri=True,
-      timeout=30.0,
-      isolation_level=None,
-      check_same_thread=False,
+    raise StoreError(
+      f'{path}: no such file. Record first, or correct the path.'
     )
-    try:
-      _check(db, path, replay)
-    except BaseException:
-      db.close()
-      raise
-  return db
+  options = {'timeout': 30.0, 'isolation_level': None}
+  whole = pathlib.Path(path).absolute()
+  uri = (
+    f'{whole.as_uri() if path else "file:"}?mode={"ro" if replay else "rwc"}'
+  )
+  # WAL writes a file in the folder even to read. If nobody can write there,
+  # the store does not change.
+  if replay and not (
+    os.access(whole.parent, os.W_OK) or os.path.exists(path + '-wal')
+  ):
+    uri += '&immutable=1'
+  return sqlite3.connect(uri, uri=True, check_same_thread=False, **options)
 
 
 def _check(db: sqlite3.Connection, path: str, replay: bool) -> None:
-  """Makes a new file a store; refuses what is none."""
+  """Initialises a new file as a store; refuses other files."""
 
   def pragma(name: str) -> int:
     return db.execute(f'PRAGMA {name}').fetchone()[0]
@@ -262,14 +242,11 @@ def _check(db: sqlite3.Connection, path: str, replay: bool) -> None:
         db.execute(f'PRAGMA application_id = {_APPLICATION}')
         db.execute(f'PRAGMA user_version = {FORMAT}')
   if foreign():
-    raise StoreError(
-      f'{path}: a SQLite file, but no store of answers. Choose another path.'
-    )
-  if pragma('user_version') != FORMAT:
-    raise StoreError(
-      f'{path}: format {pragma("user_version")} where this program writes '
-      f'{FORMAT}. Record anew at another path.'
-    )
+    problem = 'a SQLite file, but no store of answers'
+    raise StoreError(f'{path}: {problem}. Choose another path.')
+  if (found := pragma('user_version')) != FORMAT:
+    problem = f'format {found}, but this version writes {FORMAT}'
+    raise StoreError(f'{path}: {problem}. Record again at another path.')
   db.execute('PRAGMA synchronous = NORMAL')  # a kill loses nothing
 
 
@@ -284,13 +261,8 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
   db.execute('COMMIT')
 
 
-@contextlib.contextmanager
-def _named(path: str) -> Iterator[None]:
-  """Names the file in SQLite's errors."""
-  try:
-    yield
-  except sqlite3.Error as error:
-    raise StoreError(
-      f'{path}: cannot be used as a store of answers: {error}. If it is '
-      'damaged or another file, restore it or choose another path.'
-    ) from error
+def _named(path: str) -> contextlib.AbstractContextManager[None]:
+  """Converts errors of SQLite to errors that name the file."""
+  problem = f'{path}: cannot be used as a store of answers: {{}}. '
+  fix = 'If it is damaged or another file, restore it or choose another path.'
+  return convert(sqlite3.Error, StoreError, problem + fix)

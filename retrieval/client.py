@@ -3,11 +3,11 @@
   async with RetrievalClient('http://127.0.0.1:8000') as client:
     hits = await client.retrieve(['who wrote hamlet'], k=3)
 
-Several servers of one corpus and index (replicas) share the load; the next
-attempt at a request goes to another one. One that serves something else, from
-the start or after it was away, is not asked (see `replicas`).
+Several servers of one corpus and index (replicas) share the load; a retry goes
+to another replica. A replica that serves something else, from the start or
+after an outage, is not asked (see `replicas`).
 
-A failure is an error, never an empty list: an outage that looked like "no
+A failure is an error and never an empty list: an outage that looks like "no
 passages" would become a false reward. An empty list means that no passage has
 any word of the query.
 """
@@ -15,6 +15,7 @@ any word of the query.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -31,6 +32,7 @@ import httpx
 
 from retrieval.core import IDENTITY_HEADER
 from retrieval.corpus import split_contents
+from retrieval.files import convert
 from retrieval.replicas import (
   BROKEN,
   Failure,
@@ -40,25 +42,20 @@ from retrieval.replicas import (
 )
 from retrieval.retry import retry_after
 
-# httpx tells every request at INFO, which absl shows: thousands in a run.
+# httpx logs every request at INFO, which absl shows: thousands in a run.
 if logging.getLogger('httpx').level == logging.NOTSET:
   logging.getLogger('httpx').setLevel(logging.WARNING)
 
-# 502 and 504 are a proxy's words for an absent and for a slow server.
-_RETRIED = {
-  429: 'overloaded',
-  502: 'unreachable',
-  503: 'overloaded',
-  504: 'timeout',
-}
+# Proxies answer 502 for an absent server and 504 for a slow one.
+_RETRIED = {429: 'overloaded', 503: 'overloaded'}
+_RETRIED |= {502: 'unreachable', 504: 'timeout'}
 _SURROGATE = re.compile('[\ud800-\udfff]')
-_HEALTH = '/health'
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-  """A passage found: `contents` as sent, `title` and `text` taken from it."""
+  """A passage: `contents` as sent, and its `title` and `text`."""
 
   id: str
   contents: str
@@ -67,12 +64,21 @@ class Hit:
   score: float
 
 
-class RetrievalClient:
-  """Asks a server or its replicas; safe to share between tasks.
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """A request, and the function that checks and converts its answer."""
 
-  Connections are pooled for each event loop, since they belong to the loop
-  that opened them. One client thus serves several `asyncio.run` in turn: a
-  loop that ended takes its connections with it.
+  method: str
+  path: str
+  read: Callable[[Any], Any]
+  content: bytes | None = None
+
+
+class RetrievalClient:
+  """Asks a server or its replicas; tasks may share it.
+
+  Each event loop has a pool of connections, since connections belong to the
+  loop that opened them. So one client works in several `asyncio.run` in turn.
   """
 
   def __init__(
@@ -96,24 +102,24 @@ class RetrievalClient:
     """Makes a client; nothing is sent yet.
 
     Args:
-      url: `http://host:port`, or several (a sequence, or separated by
-        commas) of servers that serve the same; a path is kept as a prefix.
-      token: sent as a bearer token; None: RETRIEVAL_TOKEN of the environment,
-        where that is set.
-      timeout_s: for one attempt, from connecting to the last byte.
-      deadline_s: for one call with all its attempts and pauses.
+      url: `http://host:port`, or several (a sequence, or separated by commas)
+        of replicas; a path is kept as a prefix.
+      token: sent as a bearer token; None: the environment variable
+        RETRIEVAL_TOKEN, if set.
+      timeout_s: of one attempt, from connecting to the last byte.
+      deadline_s: of one call with all its attempts and pauses.
       retries: attempts after the first.
       backoff_s: the n-th pause (from 0) is uniform between 0 and
-        backoff_s * 2**n (full jitter), on top of what Retry-After asks.
-      max_backoff_s: the longest pause of our own.
+        backoff_s * 2**n (full jitter), in addition to Retry-After.
+      max_backoff_s: the upper bound of backoff_s * 2**n.
       max_connections: open at once, for each event loop.
-      max_queries: in one request; a longer call is split.
-      ca_file: certificates (PEM) that an https server's must follow from;
-        None: RETRIEVAL_CA_FILE of the environment, else the usual ones.
-      failures: so many in a row open a replica's circuit: it did not answer,
-        or not in time. An overloaded server says itself when to come back.
-      cooldown_s: how long an open circuit is left alone, up to half as long
-        again (jitter), before one request probes it.
+      max_queries: of one request; a longer call is split.
+      ca_file: trusted certificates (PEM) for https; None: the environment
+        variable RETRIEVAL_CA_FILE, else the usual ones.
+      failures: this number of consecutive failures to answer in time opens the
+        circuit of a replica.
+      cooldown_s: how long an open circuit is not asked, up to 1.5 times that
+        (jitter), before one request probes it.
       seed: of the jitter, for tests.
       clock: seconds, for tests.
 
@@ -123,13 +129,9 @@ class RetrievalClient:
     """
     urls = url.split(',') if isinstance(url, str) else url
     self._random, self._clock = random.Random(seed), clock
-    self._replicas = Replicas(
-      [one.strip() for one in urls],
-      failures=failures,
-      cooldown_s=cooldown_s,
-      rng=self._random,
-      clock=clock,
-    )
+    options = {'failures': failures, 'cooldown_s': cooldown_s, 'clock': clock}
+    urls = [one.strip() for one in urls]
+    self._replicas = Replicas(urls, rng=self._random, **options)
     self.urls = tuple(replica.url for replica in self._replicas.all)
     self.url = ','.join(self.urls)
     token = os.environ.get('RETRIEVAL_TOKEN') if token is None else token
@@ -143,14 +145,11 @@ class RetrievalClient:
     self.backoff_s, self.max_backoff_s = backoff_s, max_backoff_s
     self.max_queries = max_queries
     ca_file = ca_file or os.environ.get('RETRIEVAL_CA_FILE')
-    try:
-      self._verify = (
-        ssl.create_default_context(cafile=ca_file) if ca_file else True
-      )
-    except OSError as error:
-      raise ValueError(
-        f'ca_file={ca_file!r} (RETRIEVAL_CA_FILE) cannot be read: {error}'
-      ) from None
+    self._verify = True
+    problem = f'ca_file={ca_file!r} (RETRIEVAL_CA_FILE) cannot be read: {{}}'
+    if ca_file:
+      with convert(OSError, ValueError, problem):
+        self._verify = ssl.create_default_context(cafile=ca_file)
     self._limits = httpx.Limits(
       max_connections=max_connections,
       max_keepalive_connections=max_connections,
@@ -164,48 +163,55 @@ class RetrievalClient:
     """Finds passages for each query.
 
     Args:
-      queries: [Q] texts; none sends nothing. Lone surrogates are sent as
-        U+FFFD, which matches nothing.
-      k: the most passages for one query, >= 1.
-      url: which of `urls`; None: any.
+      queries: [Q] texts; nothing is sent if there are none. Lone surrogates
+        are sent as U+FFFD, which matches nothing.
+      k: the maximal number of passages per query, >= 1.
+      url: one of `urls`; None: any.
 
     Returns:
       [Q] lists of at most k hits, best first.
 
     Raises:
-      RetrievalError: no usable answer for all of them; see its kind.
+      RetrievalError: there is no usable answer to all of them; see its kind.
     """
     if isinstance(queries, str):
       raise TypeError('queries is a string; pass a list of strings')
-    queries = [_sendable(query) for query in queries]
-    parts = [
-      queries[i : i + self.max_queries]
-      for i in range(0, len(queries), self.max_queries)
-    ]
+    queries, size = [_sendable(query) for query in queries], self.max_queries
+    starts = range(0, len(queries), size)
+
+    async def part(start: int) -> list[list[Hit]] | RetrievalError:
+      some = queries[start : start + size]
+      body = {'queries': some, 'topk': k, 'return_scores': True}
+      read = functools.partial(_hits, len(some), k)
+      content = json.dumps(body).encode()
+      # Returned, not raised: a TaskGroup would raise an ExceptionGroup.
+      try:
+        return await self._ask(_Call('POST', '/retrieve', read, content), url)
+      except RetrievalError as error:
+        return error
+
     async with asyncio.TaskGroup() as group:
-      tasks = [group.create_task(self._catch(part, k, url)) for part in parts]
+      tasks = [group.create_task(part(start)) for start in starts]
     answers = [task.result() for task in tasks]
-    for i, answer in enumerate(answers):
+    for start, answer in zip(starts, answers):
       if isinstance(answer, RetrievalError):
-        start = i * self.max_queries
         answer.queries = tuple(start + n for n in answer.queries)
         raise answer
     return [hits for answer in answers for hits in answer]
 
   async def health(self, url: str | None = None) -> Mapping[str, Any]:
-    """What a server says of itself: corpus, index, limits.
+    """The description of a server: corpus, index, limits.
 
-    The first one that is told is what all others, and this one when it was
-    away, must serve.
+    The identity in the first answer is the one that all servers must have.
 
     Args:
-      url: which of `urls`; None: any.
+      url: one of `urls`; None: any.
 
     Raises:
       RetrievalError: as `retrieve`; `rejected` (404) from a server of the
-        protocol that has no /health, such as Search-R1's own.
+        protocol without /health, such as Search-R1's own.
     """
-    return await self._ask('GET', _HEALTH, None, url, _object)
+    return await self._ask(_HEALTH, url)
 
   async def close(self) -> None:
     """Closes the connections of the running event loop."""
@@ -219,245 +225,187 @@ class RetrievalClient:
   async def __aexit__(self, *_: object) -> None:
     await self.close()
 
-  async def _catch(
-    self, queries: list[str], k: int, url: str | None
-  ) -> list[list[Hit]] | RetrievalError:
-    # Returned, not raised: a TaskGroup would wrap it in an ExceptionGroup.
-    try:
-      body = {'queries': queries, 'topk': k, 'return_scores': True}
-      return await self._ask(
-        'POST',
-        '/retrieve',
-        body,
-        url,
-        lambda data, url: _hits(data, len(queries), k, url),
-      )
-    except RetrievalError as error:
-      return error
-
   def _pool(self) -> httpx.AsyncClient:
     loop = asyncio.get_running_loop()
     if loop not in self._pools:
-      # A pool holds its loop, so no weak reference to that ever dies: without
-      # this each loop would leave its sockets open for good.
+      # A pool references its loop, so weak references to loops never die;
+      # without this, each loop would leave its sockets open.
       for ended in [other for other in self._pools if other.is_closed()]:
         del self._pools[ended]
+      near = [url for url in self.urls if _is_loopback(url)]
       self._pools[loop] = httpx.AsyncClient(
         limits=self._limits,
         verify=self._verify,
-        # A proxy of the environment is no way to this very machine.
-        trust_env=not all(map(_is_loopback, self.urls)),
-        mounts={url: None for url in self.urls if _is_loopback(url)},
-        # asyncio.timeout bounds the attempt as a whole; httpx's own bounds
-        # each read, so a server that drips bytes would never reach them.
+        # A proxy of the environment cannot reach this machine.
+        trust_env=len(near) < len(self.urls),
+        mounts=dict.fromkeys(near),
+        # asyncio.timeout limits the whole attempt; the timeout of httpx limits
+        # each read, which a server that sends byte by byte never exceeds.
         timeout=None,
       )
     return self._pools[loop]
 
-  async def _ask(
-    self,
-    method: str,
-    path: str,
-    body: Mapping[str, Any] | None,
-    url: str | None,
-    read: Callable[[Any, str], Any],
-  ) -> Any:
-    """What `read` makes of the answer's JSON and URL, after all attempts.
+  async def _ask(self, call: _Call, url: str | None) -> Any:
+    """The result of a call after all attempts.
 
-    A replica that answers rubbish, or refuses the token, is passed over while
-    there are others: they may be well.
+    A replica with an invalid answer, or that refuses the token, is skipped
+    while there are others.
     """
     replicas = [r for r in self._replicas.all if url in (None, r.url)]
     replicas = [r for r in replicas if not r.differs] or replicas
-    content = None if body is None else json.dumps(body).encode()
     end = self._clock() + self.deadline_s
     attempt, before, replica = 0, None, None
     while True:
       replica, probe = await self._replicas.choose(
-        replicas, replica, end, path, attempt
+        replicas, replica, end, call.path, attempt
       )
       attempt += 1
-      url, left = replica.url + path, end - self._clock()
-      once = self._attempt(replica, method, path, content, left, read)
+      left = end - self._clock()
+      whole, once = left >= self.timeout_s, self._attempt(replica, call, left)
       try:
-        return await self._replicas.watch(
-          replica, probe, once, left >= self.timeout_s
-        )
+        return await self._replicas.watch(replica, probe, once, whole)
       except RetrievalError as error:
         if error.kind not in BROKEN or len(replicas) == 1:
           raise
         replicas = [r for r in replicas if r is not replica]
       except Failure as failure:
-        # An attempt that the deadline cut short says less than the one before.
-        if (
-          before is not None
-          and failure.kind == 'timeout'
-          and (left < self.timeout_s)
-        ):
+        # A timeout due to the deadline says less than the previous failure.
+        if before is not None and failure.kind == 'timeout' and not whole:
           failure = before
-        before = failure
-        now = self._clock()
-        # Added to Retry-After, which tells all clients the same moment.
-        pause = max(
-          0.0, min(max(r.busy_until, r.open_until) for r in replicas) - now
-        )
-        pause += self._random.uniform(
-          0, min(self.max_backoff_s, self.backoff_s * 2.0 ** (attempt - 1))
-        )
-        # A pause that outlasts the deadline would only put the error off.
+        before, now = failure, self._clock()
+        # Jitter on top of Retry-After, which is the same for all clients.
+        free = min(max(r.busy_until, r.open_until) for r in replicas)
+        own = min(self.max_backoff_s, self.backoff_s * 2.0 ** (attempt - 1))
+        pause = max(0.0, free - now) + self._random.uniform(0, own)
+        # A pause beyond the deadline would only delay the error.
         if attempt > self.retries or now + pause >= end:
-          raise RetrievalError(
-            failure.kind, url, failure.problem, attempt, failure.queries
-          ) from failure.__cause__
+          asked = replica.url + call.path
+          raise failure.error(asked, attempt) from failure.__cause__
         await asyncio.sleep(pause)
 
-  async def _attempt(
-    self,
-    replica: Replica,
-    method: str,
-    path: str,
-    content: bytes | None,
-    left: float,
-    read: Callable[[Any, str], Any],
-  ) -> Any:
-    """One attempt; a replica that is not known says first what it serves."""
+  async def _attempt(self, replica: Replica, call: _Call, left: float) -> Any:
+    """One attempt; a replica that is not known is asked for its identity."""
     end = self._clock() + min(self.timeout_s, left)
     silent = False
-    if not replica.known and path != _HEALTH:
+    if not replica.known and call is not _HEALTH:
       try:
-        said = await self._once(replica, 'GET', _HEALTH, None, left, _object)
-        # As one of ours to who lacks its token: the query will say so.
+        said = await self._once(replica, _HEALTH, left)
+        # A server of ours hides its identity from clients without its token;
+        # it will refuse the query.
         silent = 'version' in said and 'identity' not in said
       except RetrievalError as error:
         if error.kind != 'rejected':
           raise
-        said = {}  # a server of the protocol need not have it
+        said = {}  # /health is not part of Search-R1's protocol
       if not silent:
         self._learn(replica, said.get('identity'))
       left = end - self._clock()
-    answer = await self._once(replica, method, path, content, left, read)
+    answer = await self._once(replica, call, left)
     if silent:
       self._learn(replica, None)
-    elif path == _HEALTH and 'identity' in answer:
+    elif call is _HEALTH and 'identity' in answer:
       self._replicas.learn(replica, answer['identity'])
     return answer
 
   def _learn(self, replica: Replica, identity: Any) -> None:
     self._replicas.learn(replica, identity)
-    if replica.differs:
-      raise RetrievalError('different', replica.url + _HEALTH, replica.differs)
+    replica.require_same(_HEALTH.path)
 
-  async def _once(
-    self,
-    replica: Replica,
-    method: str,
-    path: str,
-    content: bytes | None,
-    left: float,
-    read: Callable[[Any, str], Any],
-  ) -> Any:
-    url = replica.url + path
+  async def _once(self, replica: Replica, call: _Call, left: float) -> Any:
+    url = replica.url + call.path
     limit = max(0.001, min(self.timeout_s, left))
     waits = {'X-Deadline-Ms': str(math.ceil(min(limit, 900_000) * 1000))}
+    options = {'content': call.content, 'headers': self._headers | waits}
     try:
       async with asyncio.timeout(limit):
-        response = await self._pool().request(
-          method, url, content=content, headers=self._headers | waits
-        )
+        response = await self._pool().request(call.method, url, **options)
     except TimeoutError as error:
       raise Failure('timeout', f'no answer within {limit:.3g} s') from error
     except httpx.DecodingError as error:
-      raise _bad(url, f'an undecodable answer ({error})') from error
+      problem = f'an undecodable answer ({error})'
+      raise RetrievalError('bad_response', url, problem) from error
     except httpx.TransportError as error:
-      # Refused, reset, or closed in the middle of the answer. Asking again is
-      # safe: a search changes nothing.
-      raise Failure('unreachable', _said(error)) from error
-    status = response.status_code
-    if (found := response.headers.get(IDENTITY_HEADER)) is not None:
+      # Refused, reset, or closed during the answer. A search changes nothing,
+      # so it can be repeated.
+      said = f'{type(error).__name__} {error}'.rstrip()
+      raise Failure('unreachable', said) from error
+    status, headers = response.status_code, response.headers
+    if (found := headers.get(IDENTITY_HEADER)) is not None:
       self._replicas.compare(replica, found)
-      if replica.differs:
-        raise RetrievalError('different', url, replica.differs)
+      replica.require_same(call.path)
     problem = f'HTTP {status} {_excerpt(response)}'
     queries = _failed_queries(response) if status in (502, 503) else ()
     if queries and status == 502:
       raise RetrievalError('search_failed', url, problem, queries=queries)
     if status in _RETRIED:
-      raise Failure(
-        _RETRIED[status],
-        problem,
-        retry_after(response.headers.get('Retry-After', '')),
-        queries,
-      )
-    if status in (401, 403):
-      raise RetrievalError('unauthorised', url, problem)
+      wait = retry_after(headers.get('Retry-After', ''))
+      raise Failure(_RETRIED[status], problem, wait, queries)
     if status != 200:
       kind = 'rejected' if 400 <= status < 500 else 'bad_response'
+      kind = 'unauthorised' if status in (401, 403) else kind
       raise RetrievalError(kind, url, problem)
     try:
-      data = json.loads(response.content.decode('utf-8'))
+      return call.read(json.loads(response.content.decode('utf-8')))
+    except _Invalid as error:
+      raise RetrievalError('bad_response', url, str(error)) from error
     except (ValueError, RecursionError) as error:
-      raise _bad(
-        url, f'the answer is not JSON ({_excerpt(response)})'
-      ) from error
-    return read(data, url)
+      problem = f'the answer is not JSON ({_excerpt(response)})'
+      raise RetrievalError('bad_response', url, problem) from error
 
 
-def _object(data: Any, url: str) -> Mapping[str, Any]:
-  if not isinstance(data, dict):
-    raise _bad(url, 'the answer is not a JSON object')
+class _Invalid(Exception):
+  """An answer that does not follow the protocol."""
+
+
+def _require(valid: bool, problem: str) -> None:
+  if not valid:
+    raise _Invalid(problem)
+
+
+def _object(data: Any) -> Mapping[str, Any]:
+  _require(isinstance(data, dict), 'the answer is not a JSON object')
   return data
 
 
-def _hits(data: Any, count: int, k: int, url: str) -> list[list[Hit]]:
-  """The answer, checked; a passage must be whole to count as one."""
+_HEALTH = _Call('GET', '/health', _object)
+
+
+def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:
+  """Checks an answer; incomplete passages are refused."""
   result = data.get('result') if isinstance(data, dict) else None
-  if not isinstance(result, list):
-    raise _bad(url, "the answer has no list 'result'")
-  if len(result) != count:
-    raise _bad(url, f'{len(result)} results for {count} queries')
+  _require(isinstance(result, list), "the answer has no list 'result'")
+  _require(len(result) == count, f'{len(result)} results for {count} queries')
   for i, row in enumerate(result):
-    if not isinstance(row, list):
-      raise _bad(url, f'result[{i}] is not a list')
-    if len(row) > k:
-      raise _bad(url, f'result[{i}] has {len(row)} passages where topk was {k}')
+    _require(isinstance(row, list), f'result[{i}] is not a list')
+    problem = f'result[{i}] has {len(row)} passages, but topk was {k}'
+    _require(len(row) <= k, problem)
   return [
-    [_hit(item, f'result[{i}][{j}]', url) for j, item in enumerate(row)]
+    [_hit(item, f'result[{i}][{j}]') for j, item in enumerate(row)]
     for i, row in enumerate(result)
   ]
 
 
-def _hit(item: Any, where: str, url: str) -> Hit:
+def _hit(item: Any, where: str) -> Hit:
   document = item.get('document') if isinstance(item, dict) else None
-  if not isinstance(document, dict):
-    raise _bad(url, f"{where} has no object 'document'")
+  _require(isinstance(document, dict), f"{where} has no object 'document'")
   for name in ('id', 'contents'):
-    if not isinstance(document.get(name), str):
-      raise _bad(url, f'{where}.document.{name} is no string')
-  score = item.get('score')
-  if (
-    isinstance(score, bool)
-    or not isinstance(score, (int, float))
-    or not math.isfinite(score)
-  ):
-    raise _bad(url, f'{where}.score is no finite number')
-  title, text = split_contents(document['contents'])
-  return Hit(document['id'], document['contents'], title, text, float(score))
-
-
-def _bad(url: str, problem: str) -> RetrievalError:
-  return RetrievalError('bad_response', url, problem)
+    problem = f'{where}.document.{name} is no string'
+    _require(isinstance(document.get(name), str), problem)
+  score, contents = item.get('score'), document['contents']
+  number = isinstance(score, (int, float)) and not isinstance(score, bool)
+  finite = number and math.isfinite(score)
+  _require(finite, f'{where}.score is no finite number')
+  return Hit(document['id'], contents, *split_contents(contents), float(score))
 
 
 def _failed_queries(response: httpx.Response) -> tuple[int, ...]:
-  """The positions of the queries that a server of ours failed on."""
+  """Positions of the queries that a server of ours could not answer."""
   try:
-    return tuple(
-      int(problem['loc'][2])
-      for problem in json.loads(response.content)['detail']
-      if problem['type'] == 'search_failed'
-    )
+    problems = json.loads(response.content)['detail']
+    failed = [p for p in problems if p['type'] == 'search_failed']
+    return tuple(int(problem['loc'][2]) for problem in failed)
   except (ValueError, TypeError, LookupError, RecursionError):
-    return ()  # a proxy's page, or another server's
+    return ()  # the answer of a proxy or of another server
 
 
 def _is_loopback(url: str) -> bool:
@@ -493,10 +441,6 @@ def _sendable(query: str) -> str:
   if not isinstance(query, str):
     raise TypeError(f'a query is a {type(query).__name__}, not a string')
   return _SURROGATE.sub('\ufffd', query)
-
-
-def _said(error: Exception) -> str:
-  return f'{type(error).__name__} {error}'.rstrip()
 
 
 def _excerpt(response: httpx.Response, size: int = 200) -> str:

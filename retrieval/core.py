@@ -1,8 +1,8 @@
-"""The contracts of retrieval: what ranks passages, and what answers queries.
+"""The contracts of retrieval: `Index` and `Searcher`.
 
-An `Index` ranks positions of one corpus. A `Searcher` answers with documents:
-a corpus behind an index (`LocalSearcher`), the web, or a store of recorded
-answers around either. The server knows searchers only.
+An `Index` ranks the positions of one corpus. A `Searcher` answers queries with
+documents: from a corpus and an index (`LocalSearcher`), from the web, or from
+a store of recorded answers around either. The server knows only searchers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,32 +15,45 @@ import numpy as np
 
 from retrieval.corpus import Corpus
 
+# (ids int64 [Q, k], scores float32 [Q, k]); see `Index.search`.
+Ranked = tuple[np.ndarray, np.ndarray]
+
+
+def check_k(k: int) -> None:
+  """Raises ValueError for k < 1."""
+  if k < 1:
+    raise ValueError(f'k={k} must be at least 1')
+
+
+def no_results(queries: int, k: int) -> Ranked:
+  """Arrays of an `Index.search` without results, to be filled."""
+  ids = np.full((queries, k), -1, np.int64)
+  return ids, np.full((queries, k), -np.inf, np.float32)
+
 
 class Index(Protocol):
-  """Ranks the P passages of a corpus; one contract test runs over all."""
+  """Ranks the P passages of a corpus; tests/retrieval/test_contract.py."""
 
   name: str
 
   @property
   def parameters(self) -> Mapping[str, object]:
-    """What tells this index from another over the same corpus, for JSON."""
+    """JSON that identifies this index among those over the same corpus."""
 
   def __len__(self) -> int: ...
 
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> tuple[np.ndarray, np.ndarray]:
+  def search(self, queries: Sequence[str], k: int) -> Ranked:
     """Finds the best passages of each query.
 
     Args:
-      queries: [Q] texts, any Unicode, empty ones too.
-      k: the most passages for one query, >= 1; may exceed P.
+      queries: [Q] texts, any Unicode, possibly empty.
+      k: the maximal number of passages per query, >= 1; may exceed P.
 
     Returns:
-      ids: int64 [Q, min(k, P)], positions in the corpus, best first, none
-        twice in a row, equal scores in corpus order; -1 where a query has no
-        more passages, and only at the end of a row.
-      scores: float32 of the same shape, finite and falling; -inf where ids
+      ids: int64 [Q, min(k, P)], positions in the corpus, best first, without
+        duplicates in a row, equal scores in corpus order. A row with fewer
+        passages ends with -1.
+      scores: float32 of the same shape, finite and descending; -inf where ids
         is -1.
 
     Raises:
@@ -55,14 +68,14 @@ class Found:
   id: str
   contents: str  # `"Title"\ntext`, see `corpus.split_contents`
   score: float  # finite; larger is better
-  transient: bool = False  # asked again, it may be another; not recorded
+  transient: bool = False  # may differ when asked again; not recorded
 
 
 class SearchFailed(Exception):
-  """No answer for one query; the others of its batch have theirs.
+  """One query could not be answered; other queries of its batch could.
 
   Attributes:
-    retry_after_s: when it is worth asking again; None: never, as it stands.
+    retry_after_s: seconds after which a retry may succeed; None: never.
   """
 
   def __init__(self, message: str, retry_after_s: float | None = None):
@@ -70,34 +83,36 @@ class SearchFailed(Exception):
     self.retry_after_s = retry_after_s
 
 
+Answer = list[Found] | SearchFailed
+
+
 class Searcher(Protocol):
   """Answers queries with documents.
 
-  One that mostly waits has an attribute `threads`: as many may search at once,
-  and queries are best asked one by one. Without it, one thread asks at a time,
-  with as many queries as there are.
+  A searcher that mostly waits has an attribute `threads`: so many threads may
+  search at once, one query each. Otherwise one thread searches at a time, with
+  as many queries as there are.
   """
 
   @property
   def identity(self) -> Mapping[str, object]:
-    """What answers depend on: equal identities give equal answers. JSON."""
+    """JSON; searchers of equal identity give equal answers."""
 
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> list[list[Found] | SearchFailed]:
+  def search(self, queries: Sequence[str], k: int) -> list[Answer]:
     """[Q] answers, at most k passages each, best first; blocks.
 
-    A query's failure is in its place; what is raised failed the whole batch.
+    A query that fails has a SearchFailed in its place. An exception means that
+    the whole batch failed.
     """
 
   def close(self) -> None: ...
 
 
-IDENTITY_HEADER = 'X-Identity'  # of an answer: `identity_hash` of its server
+IDENTITY_HEADER = 'X-Identity'  # response header: `identity_hash` of a server
 
 
 def identity_hash(identity: Mapping[str, object]) -> str:
-  """A short hash of an identity, the same after a way through JSON."""
+  """A short hash of an identity; a JSON round trip does not change it."""
   text = json.dumps(identity, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -120,15 +135,12 @@ class LocalSearcher:
     }
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
-    ids, scores = self.index.search(queries, k)
+    ids, contents = self.corpus.ids, self.corpus.contents
+    found = (x.tolist() for x in self.index.search(queries, k))
     return [
-      [self._found(i, s) for i, s in zip(*row, strict=True) if i >= 0]
-      for row in zip(ids.tolist(), scores.tolist(), strict=True)
+      [Found(ids[i], contents[i], s) for i, s in zip(*row) if i >= 0]
+      for row in zip(*found, strict=True)
     ]
 
   def close(self) -> None:
     pass
-
-  def _found(self, position: int, score: float) -> Found:
-    document = self.corpus[position]
-    return Found(document.id, document.contents, score)

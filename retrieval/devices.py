@@ -1,48 +1,57 @@
-"""The devices of this process, and the programs compiled for them."""
+"""The devices of this process, and a cache of compiled programs."""
 
 import hashlib
 import os
 import pathlib
 import platform
 import stat
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-_KEPT_BYTES = 1 << 30  # of programs on the disk; a small model's take 5 MB
+from retrieval.files import PathLike
+
+_KEPT_BYTES = 1 << 30  # of cached programs; those of a small model take 5 MB
+_CPU_LINES = ('model name', 'flags', 'Features', 'CPU part')
 
 
 def data_mesh() -> Mesh:
-  """All devices of this process in a row."""
+  """A mesh of all devices of this process along one axis."""
   return Mesh(np.array(jax.local_devices()), ('data',))
 
 
 def put(mesh: Mesh, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
-  """Rows spread over the devices where they divide, else on each."""
+  """Shards rows over the devices if they divide evenly, else copies them."""
   even = len(arrays[0]) % mesh.size == 0
   spec = PartitionSpec(mesh.axis_names[0] if even else None)
   return tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays)
 
 
-def keep_programs(folder: str | os.PathLike | None) -> None:
-  """Keeps compiled programs on the disk: the next process has them at once.
+def replicate(mesh: Mesh, params: Any) -> Any:
+  """Copies a tree of arrays to every device."""
+  return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
 
-  To be called before anything compiles. Processes may share the folder: an
-  entry is told by program, options, versions and device, and one that cannot
-  be read is compiled anew. Each kind of CPU has a folder of its own, since a
-  program may hold instructions that another kind lacks. Of the programs there
-  the ones used last are kept, 1 GiB or JAX_COMPILATION_CACHE_MAX_SIZE.
+
+def keep_programs(folder: PathLike | None) -> None:
+  """Caches compiled programs on the disk for the next process.
+
+  Call it before anything compiles. Processes may share the folder: an entry is
+  identified by program, options, versions and device, and an unreadable one is
+  compiled again. Each kind of CPU has a subfolder, since a program may hold
+  instructions that another kind lacks. The least recently used programs are
+  removed beyond 1 GiB, or JAX_COMPILATION_CACHE_MAX_SIZE.
 
   Args:
-    folder: where; '' keeps none. None: where JAX is told to
-      (JAX_COMPILATION_CACHE_DIR), else searchrl_retrieval in the user's cache
-      folder (XDG_CACHE_HOME, else ~/.cache).
+    folder: of the cache; '' disables it. None: JAX_COMPILATION_CACHE_DIR, else
+      searchrl_retrieval in the user's cache folder (XDG_CACHE_HOME, else
+      ~/.cache).
 
   Raises:
     OSError: the folder cannot be made or written, or others may write there;
-      nothing is kept then, nor taken from it.
-    RuntimeError: this user has no home.
+      the cache is then neither written nor read.
+    RuntimeError: this user has no home folder.
   """
   kept = jax.config.jax_enable_compilation_cache and folder != ''
   jax.config.update('jax_enable_compilation_cache', False)  # until it is safe
@@ -56,15 +65,7 @@ def keep_programs(folder: str | os.PathLike | None) -> None:
   cpu = platform.machine()
   if os.path.exists('/proc/cpuinfo'):
     with open('/proc/cpuinfo') as file:
-      cpu += ''.join(
-        sorted(
-          {
-            line
-            for line in file
-            if line.startswith(('model name', 'flags', 'Features', 'CPU part'))
-          }
-        )
-      )
+      cpu += ''.join(sorted({x for x in file if x.startswith(_CPU_LINES)}))
   name = hashlib.sha256(cpu.encode()).hexdigest()[:16]
   path = pathlib.Path(folder, name)
   for one in (path.parent, path):
@@ -73,32 +74,33 @@ def keep_programs(folder: str | os.PathLike | None) -> None:
   if not os.access(path, os.W_OK):
     raise PermissionError(f'{path}: cannot be written')
   for entry in path.glob('*-cache'):
-    # A kill came between the program and its time: JAX would write no more.
+    # JAX stops writing if a kill left a program without its access time.
     key = entry.name.removesuffix('-cache')
     if not entry.with_name(f'{key}-atime').exists():
       entry.unlink(missing_ok=True)
-  if jax.config.jax_compilation_cache_max_size < 0:
-    jax.config.update('jax_compilation_cache_max_size', _KEPT_BYTES)
-  jax.config.update('jax_compilation_cache_dir', str(path))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
-  jax.config.update('jax_enable_compilation_cache', True)
+  limit = jax.config.jax_compilation_cache_max_size
+  options = {
+    'jax_compilation_cache_max_size': _KEPT_BYTES if limit < 0 else limit,
+    'jax_compilation_cache_dir': str(path),
+    'jax_persistent_cache_min_compile_time_secs': 0,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+    'jax_enable_compilation_cache': True,
+  }
+  for name, value in options.items():
+    jax.config.update(name, value)
 
 
 def _require_private(path: pathlib.Path, own: bool) -> None:
-  """Programs are run as they are: nobody else may put one into a folder.
+  """Refuses folders that others can write, since cached programs are executed.
 
-  own: it is this user's. Else it may be the system's, and one like /tmp, where
-  all write and none can rename what is another's.
+  own: the folder must belong to this user. Else it may belong to root, and be
+  one like /tmp, where users cannot rename the files of others.
   """
-  found = path.stat()
-  if found.st_uid not in ((os.getuid(),) if own else (os.getuid(), 0)):
-    raise PermissionError(
-      f'{path}: belongs to user {found.st_uid}, not to {os.getuid()}; use a '
-      'folder of your own'
-    )
+  found, user = path.stat(), os.getuid()
+  if found.st_uid not in ((user,) if own else (user, 0)):
+    problem = f'belongs to user {found.st_uid}, not to {user}'
+    raise PermissionError(f'{path}: {problem}; use a folder of your own')
   shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
   if shared and (own or not found.st_mode & stat.S_ISVTX):
-    raise PermissionError(
-      f'{path}: others may write there; chmod go-w, or use another folder'
-    )
+    fix = 'chmod go-w, or use another folder'
+    raise PermissionError(f'{path}: others may write there; {fix}')

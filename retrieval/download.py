@@ -1,29 +1,33 @@
-"""Downloads corpora, indexes and encoders; a download that broke goes on.
+"""Downloads corpora, indexes and encoders; resumes interrupted downloads.
 
   python -m retrieval.download --bundle=wiki-18-corpus --out=DATA
   python -m retrieval.download --bundle=wiki-18-e5-flat --out=DATA
   python -m retrieval.download --repo=intfloat/e5-base-v2 --repo_type=model \\
     --file='*.json' --file='*.txt' --file=model.safetensors --out=DATA/e5
 
-A file arrives as NAME.part and gets its name when its size and hash are
-right: those that the hub states for it. Gzip stays gzip. Killed or cut off,
-the same command asks for the missing bytes alone. What is there is kept, and
-the same command then needs no network.
+A file is written as NAME.part and renamed once its size and hash are those of
+the hub, which also detects a mix of two versions. Gzip files are not unpacked.
+After an interruption, the same command requests only the missing bytes by Range
+(RFC 9110, 14). Complete files are kept; the same command then needs no network.
 
 HF_ENDPOINT (or --mirror), HF_HOME (the token) and HF_TOKEN work as in
-huggingface_hub. Its own hf_hub_download starts each file anew after a kill
-(2.x), which costs days on files of 43 GB; the listing and the hashes are asked
-of it.
+huggingface_hub, which provides the listing and the hashes. Its own
+hf_hub_download (2.x) starts each file again after a kill, which costs days on
+files of 43 GB.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
-import fcntl
+import dataclasses
 import fnmatch
 import hashlib
 import logging
 import pathlib
+import random
+import re
 import sys
+import time
+from typing import BinaryIO
 
 from absl import app as absl_app
 from absl import flags
@@ -33,23 +37,184 @@ from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
 from retrieval import files
-from retrieval.transfer import DownloadError, Remote, clean, fetch, local_path
+from retrieval.retry import retry_after
 
-# As Search-R1's docs/retriever.md names them; parts as its users join them.
+# (repository, files, name of the joined file), from Search-R1's
+# docs/retriever.md.
+_OWNER = 'PeterJinGo/wiki-18'
+_PARTS = ('part_*',)
 BUNDLES = {
-  'wiki-18-corpus': ('PeterJinGo/wiki-18-corpus', ('wiki-18.jsonl.gz',), None),
-  'wiki-18-e5-flat': (
-    'PeterJinGo/wiki-18-e5-index',
-    ('part_*',),
-    'e5_Flat.index',
-  ),
-  'wiki-18-e5-hnsw64': (
-    'PeterJinGo/wiki-18-e5-index-HNSW64',
-    ('part_*',),
-    'e5_HNSW64.index',
-  ),
-  'wiki-18-bm25': ('PeterJinGo/wiki-18-bm25-index', ('*',), None),
+  'wiki-18-corpus': (f'{_OWNER}-corpus', ('wiki-18.jsonl.gz',), None),
+  'wiki-18-e5-flat': (f'{_OWNER}-e5-index', _PARTS, 'e5_Flat.index'),
+  'wiki-18-e5-hnsw64': (f'{_OWNER}-e5-index-HNSW64', _PARTS, 'e5_HNSW64.index'),
+  'wiki-18-bm25': (f'{_OWNER}-bm25-index', ('*',), None),
 }
+_BUNDLE = """A part of Search-R1's data: the corpus wiki-18 (gzipped, 5 GB); its
+e5-base-v2 vectors as a FAISS index, Flat (64.6 GB) or HNSW64, parts joined; a
+Lucene index for its own server (build_index builds bm25 itself)."""
+_ATTEMPTS = 6  # in a row without a new byte
+_TIMEOUT = httpx.Timeout(60.0, connect=20.0)
+_RETRY = (408, 425, 429, 500, 502, 503, 504)
+
+
+class DownloadError(RuntimeError):
+  """A file could not be downloaded; the message says how to fix it."""
+
+
+class _Broken(Exception):
+  """A retry may succeed, after `wait` seconds if the server sent that."""
+
+  def __init__(self, message: str, wait: float = 0.0):
+    super().__init__(message)
+    self.wait = wait
+
+
+@dataclasses.dataclass
+class Remote:
+  """A file to download, with its expected size and hash."""
+
+  name: str  # below the output folder, with /
+  url: str
+  size: int  # bytes
+  digest: str  # 'sha256:...' or 'git:...' (a blob's SHA-1)
+
+
+def clean(text: object) -> str:
+  """Untrusted text, escaped for a terminal."""
+  return str(text)[:300].encode('unicode_escape').decode()
+
+
+def digest_of(path: pathlib.Path, kind: str) -> str:
+  """The hash of a file: 'sha256:...', or 'git:...' (a blob's SHA-1)."""
+  found = hashlib.sha256()
+  if kind == 'git':
+    found = hashlib.sha1(b'blob %d\0' % path.stat().st_size)
+  for block in files.read_blocks([path], f'check {path.name}'):
+    found.update(block)
+  return f'{kind}:{found.hexdigest()}'
+
+
+def local_path(out: pathlib.Path, name: str) -> pathlib.Path:
+  """The path of a remote name below `out`.
+
+  Raises:
+    DownloadError: the path would be outside `out`.
+  """
+  parts = name.split('/')
+  if any(p in ('', '.', '..') or '\\' in p or '\0' in p for p in parts):
+    raise DownloadError(f'{clean(name)}: not a name below a folder; refused')
+  return out.joinpath(*parts)
+
+
+Headers = dict[str, str]
+
+
+def fetch(remote: Remote, out: pathlib.Path, headers: Headers) -> pathlib.Path:
+  """Downloads one file to `out`; resumes an interrupted download.
+
+  Args:
+    remote: the file.
+    out: the folder.
+    headers: of each request.
+
+  Raises:
+    DownloadError: the server has no such file, or sent a different one.
+  """
+  final = local_path(out, remote.name)
+  kind = remote.digest.partition(':')[0]
+  if final.exists():
+    if (digest := digest_of(final, kind)) != remote.digest:
+      raise DownloadError(
+        f'{final}: is there already with {final.stat().st_size} bytes and '
+        f'{digest}, not {remote.digest}. Remove it or use another --out.'
+      )
+    return final
+  final.parent.mkdir(parents=True, exist_ok=True)
+  part = final.with_name(f'{final.name}.part')
+  _fetch_bytes(remote, part, headers)
+  if (digest := digest_of(part, kind)) != remote.digest:
+    got = part.stat().st_size
+    part.unlink()
+    raise DownloadError(
+      f'{clean(remote.url)}: {got} bytes with {digest} came, {remote.digest} '
+      f'with {remote.size} bytes was due; removed. Run again; if it fails '
+      'again, this server has another file.'
+    )
+  with open(part, 'rb') as file:
+    files.commit(file, part, final)
+  return final
+
+
+def _fetch_bytes(remote: Remote, part: pathlib.Path, headers: Headers) -> None:
+  """Writes NAME.part."""
+  failed, locked = 0, f'{part}: another process writes this file. Wait for it.'
+  with (
+    open(part, 'ab') as file,
+    files.progress(remote.size, remote.name) as bar,
+    httpx.Client(follow_redirects=True, timeout=_TIMEOUT) as client,
+  ):
+    files.lock(file, DownloadError, locked)
+    if file.tell() > remote.size:  # of another file
+      _start_over(file)
+    while (before := file.tell()) < remote.size:
+      try:
+        _request(client, remote, file, headers, bar)
+      except (_Broken, httpx.TransportError) as error:
+        failed = 1 if file.tell() > before else failed + 1
+        if failed >= _ATTEMPTS:
+          problem = clean(error) or type(error).__name__
+          raise DownloadError(
+            f'{clean(remote.url)}: {problem}, {failed} times in a row; '
+            f'{file.tell()} bytes are kept in {part.name}. Run again to resume.'
+          ) from None
+        own = min(2.0**failed, 30.0) * random.uniform(0.25, 0.5)
+        time.sleep(min(getattr(error, 'wait', 0.0) or own, 120.0))
+
+
+def _request(client, remote: Remote, file: BinaryIO, headers, bar) -> None:
+  have, url = file.tell(), clean(remote.url)
+  asked = {**headers, 'Accept-Encoding': 'identity'}
+  if have:
+    asked['Range'] = f'bytes={have}-'
+  with client.stream('GET', remote.url, headers=asked) as answer:
+    code = answer.status_code
+    sent = answer.headers
+    if code in _RETRY:
+      wait = retry_after(sent.get('retry-after', ''))
+      raise _Broken(f'status {code}', wait)
+    if code not in (200, 206):
+      fix = 'Check the names of repository, revision and file, and the mirror.'
+      if code in (401, 403):
+        fix = 'Set HF_TOKEN to a token that may read it.'
+      raise DownloadError(f'{url}: status {code}. {fix}')
+    if code == 206:
+      span = sent.get('content-range', '')
+      span = re.fullmatch(r'bytes (\d+)-\d+/(\d+)', span)
+      if not span or int(span[1]) != have:
+        _start_over(file)
+        raise _Broken(f'the server did not send bytes from {have} on')
+      total = int(span[2])
+    else:
+      have = _start_over(file)
+      total = int(sent.get('content-length', remote.size))
+    if total != remote.size:
+      sizes = f'is {total} bytes, should be {remote.size}'
+      raise DownloadError(f'{url}: {sizes}. This server has another file.')
+    files.need_space(pathlib.Path(file.name), total - have)
+    bar.n = have
+    for block in answer.iter_raw():  # unbuffered: a cut loses nothing
+      file.write(block)
+      bar.update(len(block))
+      if file.tell() > total:
+        return
+    if file.tell() < total:
+      raise _Broken('the connection was cut')
+
+
+def _start_over(file: BinaryIO) -> int:
+  file.truncate(0)
+  file.seek(0)
+  return 0
 
 
 def list_hub(
@@ -59,64 +224,51 @@ def list_hub(
   repo_type: str,
   endpoint: str,
 ) -> list[Remote]:
-  """The files of a repository that match, with the hashes the hub states.
+  """The matching files of a repository, with the hashes of the hub.
 
   Raises:
     DownloadError: no such repository or file, or the hub does not answer.
   """
   api = huggingface_hub.HfApi(endpoint=endpoint, token=_token(endpoint))
+  where = {'repo_type': repo_type, 'revision': revision}
   try:
-    info = api.repo_info(
-      repo, revision=revision, repo_type=repo_type, files_metadata=True
-    )
-  except Exception as error:  # of its HTTP library, too, whichever it has
+    info = api.repo_info(repo, files_metadata=True, **where)
+  except Exception as error:  # includes those of its HTTP library
     raise DownloadError(
       f'{repo} at {endpoint}: {clean(error)}. Check the name, HF_TOKEN and the '
       'network; --mirror or HF_ENDPOINT names a mirror.'
     ) from None
-  found = []
-  for file in info.siblings:
-    name = file.rfilename
-    if not any(fnmatch.fnmatchcase(name, p) for p in patterns):
-      continue
-    local_path(pathlib.Path(), name)  # refuses what would lead elsewhere
-    found.append(
-      Remote(
-        name,
-        huggingface_hub.hf_hub_url(
-          repo, name, revision=info.sha, repo_type=repo_type, endpoint=endpoint
-        ),
-        file.size,
-        f'sha256:{file.lfs.sha256}' if file.lfs else f'git:{file.blob_id}',
-      )
-    )
+  where = {'repo_type': repo_type, 'revision': info.sha, 'endpoint': endpoint}
+  there, found = {file.rfilename: file for file in info.siblings}, {}
   for pattern in patterns:
-    if not any(fnmatch.fnmatchcase(r.name, pattern) for r in found):
-      raise DownloadError(
-        f'{repo} at {revision}: no file matches {pattern!r}; it has '
-        f'{clean(", ".join(f.rfilename for f in info.siblings[:20]))}'
-      )
-  return sorted(found, key=lambda r: r.name)
+    names = [name for name in there if fnmatch.fnmatchcase(name, pattern)]
+    if not names:
+      listed = clean(', '.join([*there][:20]))
+      problem = f'no file matches {pattern!r}; it has {listed}'
+      raise DownloadError(f'{repo} at {revision}: {problem}')
+    for name in names:
+      local_path(pathlib.Path(), name)  # refuses paths outside the folder
+      url = huggingface_hub.hf_hub_url(repo, name, **where)
+      lfs, blob = there[name].lfs, there[name].blob_id
+      digest = f'sha256:{lfs.sha256}' if lfs else f'git:{blob}'
+      found[name] = Remote(name, url, there[name].size, digest)
+  return [found[name] for name in sorted(found)]
 
 
 def _token(endpoint: str) -> bool | None:
-  """The user's token (None), but never in clear over a network (False)."""
+  """None: the user's token; False: none, since the network could read it."""
   return None if endpoint.startswith('https:') else False
 
 
 @contextlib.contextmanager
 def record_of(out: pathlib.Path, source: str) -> Iterator[pathlib.Path]:
-  """Where OUT/.downloads records what of one source is there; one at a time."""
+  """The record of one source in OUT/.downloads, locked meanwhile."""
   folder = out / '.downloads'
   folder.mkdir(parents=True, exist_ok=True)
   name = hashlib.sha256(source.encode()).hexdigest()[:16]
   with open(folder / f'{name}.lock', 'w') as lock:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-      raise DownloadError(
-        f'{out}: another process downloads {clean(source)} there. Wait for it.'
-      ) from None
+    busy = f'another process downloads {clean(source)} there'
+    files.lock(lock, DownloadError, f'{out}: {busy}. Wait for it.')
     yield folder / f'{name}.json'
 
 
@@ -129,39 +281,34 @@ def download(
   join: str | None = None,
   keep_parts: bool = True,
 ) -> list[pathlib.Path]:
-  """Fetches the files of one source; see the module.
+  """Downloads the files of one source; see the module.
 
   Args:
-    source: what is asked for, to tell one record from another.
+    source: identifies the record.
     out: the folder.
-    remotes: lists the files; called only where something is missing.
+    remotes: lists the files; called only if something is missing.
     headers: of each request.
-    join: the file that the files, in the order of their names, are parts of.
-    keep_parts: False removes them once they are joined.
+    join: the file to join all files into, in the order of their names.
+    keep_parts: whether to keep the parts after joining.
 
   Returns:
     The files, or the joined one.
   """
   with record_of(out, source) as record:
     done = (files.read_json(record) or {}).get('done')
-    if done and all(
-      p.exists() and p.stat().st_size == size
-      for p, size in ((local_path(out, n), s) for n, s in done.items())
+    sizes = {local_path(out, name): size for name, size in (done or {}).items()}
+    if sizes and all(
+      p.exists() and p.stat().st_size == size for p, size in sizes.items()
     ):
-      return [local_path(out, name) for name in done]
+      return [*sizes]
     paths = [fetch(remote, out, headers) for remote in remotes()]
     kept = paths
     if join:
       target = local_path(out, join)
       files.join(paths, target)
       kept = [target] + (paths if keep_parts else [])
-    files.write_json(
-      record,
-      {
-        'source': source,
-        'done': {p.relative_to(out).as_posix(): p.stat().st_size for p in kept},
-      },
-    )
+    done = {p.relative_to(out).as_posix(): p.stat().st_size for p in kept}
+    files.write_json(record, {'source': source, 'done': done})
     if join and not keep_parts:
       for path in paths:
         path.unlink()
@@ -169,33 +316,23 @@ def download(
 
 
 def define_flags() -> None:
-  flags.DEFINE_enum(
-    'bundle',
-    None,
-    sorted(BUNDLES),
-    "A part of Search-R1's data: the corpus wiki-18 (gzipped, about 5 GB); "
-    'its e5-base-v2 vectors as a FAISS index, Flat (64.6 GB) or HNSW64, parts '
-    'joined; a Lucene index, for its own server (ours builds bm25 itself).',
-  )
-  flags.DEFINE_string('repo', None, 'A repository of the hub: OWNER/NAME.')
+  text = flags.DEFINE_string
+  flags.DEFINE_enum('bundle', None, sorted(BUNDLES), _BUNDLE)
+  text('repo', None, 'A repository of the hub: OWNER/NAME.')
   flags.DEFINE_enum('repo_type', 'dataset', ['dataset', 'model'], 'Its type.')
-  flags.DEFINE_multi_string(
-    'file', ['*'], 'Files of it, * as in a shell; may be given many times.'
-  )
-  flags.DEFINE_string('revision', 'main', 'Branch, tag or commit of it.')
-  flags.DEFINE_string(
-    'mirror', None, 'Base URL instead of HF_ENDPOINT. A token goes to https.'
-  )
-  flags.DEFINE_string('join', None, 'Joins the files, by name, as this one.')
-  flags.DEFINE_bool('keep_parts', True, 'Keeps the parts that were joined.')
-  flags.DEFINE_string('out', None, 'The folder.', required=True)
+  flags.DEFINE_multi_string('file', ['*'], 'File pattern; may be repeated.')
+  text('revision', 'main', 'Branch, tag or commit of the repository.')
+  text('mirror', None, 'Base URL instead of HF_ENDPOINT; a token needs https.')
+  text('join', None, 'File to join all files into, in the order of names.')
+  flags.DEFINE_bool('keep_parts', True, 'Keeps the parts after joining.')
+  text('out', None, 'The folder.', required=True)
 
 
 def run(f: flags.FlagValues) -> list[pathlib.Path]:
-  """Does what the flags say.
+  """Downloads what the flags name.
 
   Raises:
-    DownloadError: it cannot be done.
+    DownloadError: the download failed.
   """
   repo, patterns, join = f.repo, f.file, f.join
   if (f.bundle is None) == (repo is None):
@@ -217,17 +354,11 @@ def main(argv: Sequence[str]) -> int:
   if len(argv) > 1:
     print(f'error: unexpected {argv[1:]}', file=sys.stderr)
     return 2
-  logging.getLogger('httpx').setLevel(logging.WARNING)  # a line a request
+  logging.getLogger('httpx').setLevel(logging.WARNING)  # logs every request
   try:
     for path in run(flags.FLAGS):
       print(path)
-  except (
-    DownloadError,
-    files.FilesError,
-    OSError,
-    httpx.HTTPError,
-    httpx.InvalidURL,
-  ) as error:
+  except (RuntimeError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
     print(f'retrieval.download: error: {error}', file=sys.stderr)
     return 1
   return 0

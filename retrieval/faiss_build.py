@@ -1,22 +1,23 @@
-"""Writes FAISS indexes over vectors on the disk, such that a kill costs little.
+"""Writes FAISS indexes over vectors on the disk, so that a kill costs little.
 
-FAISS builds in memory and writes at the end. Here an index is made in one of
-three ways, by what it is:
+FAISS builds in memory and writes at the end. Here an index is built in one of
+three ways:
 
   Flat         FAISS writes the vectors from a memory map: a copy of a file,
-               which starts over. float16 is written as float32 before, which
+               which starts over. float16 is first written as float32, which
                needs room for the index twice.
   IVF          shards of bounded size are added and written one after the
                other, each an index file; `faiss.contrib.ondisk` merges their
-               lists into NAME.ivfdata, which NAME refers to. Goes on at the
-               first shard that is missing. Needs room for the index twice.
+               lists into NAME.ivfdata, which NAME refers to. Continues with
+               the first missing shard. Needs room for the index twice.
   all others   a graph (HNSW) or lists of another form (refined, fast-scan):
-               it grows in memory, and starts over once it was trained.
+               grows in memory, and starts over after the training.
 
-What is not finished lies in the folder NAME.build beside the index.
+Unfinished work is in the folder NAME.build beside the index.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import dataclasses
 import math
 import os
 import pathlib
@@ -29,35 +30,57 @@ import numpy as np
 
 from retrieval import files
 
-_SPARE = 1.01  # room for links of HNSW, whose levels are drawn
+_SPARE = 1.01  # room for links of HNSW, whose levels are random
 
-Blocks = Callable[[int, int], Iterator[tuple[int, np.ndarray]]]
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What every way of building an index needs."""
+
+  count: int  # P
+  blocks: Callable[..., Iterator[tuple[int, np.ndarray]]]  # `vectors.blocks`
+  work: pathlib.Path  # folder of unfinished work
+  final: pathlib.Path  # the index file
+  block: int  # vectors in memory at once
+  what: str  # name of the progress bar
+
+  @property
+  def start(self) -> pathlib.Path:
+    """The trained, empty index."""
+    return self.work / 'start.index'
+
+  def progress(self, done: int = 0):
+    return files.progress(self.count, self.what, unit=' vectors', initial=done)
 
 
 def reason(error: RuntimeError) -> str:
-  """What FAISS says, without where in its source it says so."""
+  """FAISS's message without the location in its source."""
   text = str(error).strip().rpartition('\n')[2]
   return ascii(text.partition('Error: ')[2] or text)[1:-1][-160:]
 
 
 def graph(index: faiss.Index) -> faiss.IndexHNSW | None:
-  """The HNSW index that finds vectors, below transforms too; or None."""
+  """The HNSW index inside an index, also below transforms; or None."""
   while inner := getattr(index, 'index', getattr(index, 'base_index', None)):
     index = faiss.downcast_index(inner)
   return index if hasattr(index, 'hnsw') else None
 
 
 def lists_path(path: pathlib.Path) -> pathlib.Path:
-  """Where the lists of an IVF index lie."""
+  """The file of the lists of an IVF index."""
   return path.with_name(f'{path.name}.ivfdata')
 
 
+def _lists(index: faiss.Index):
+  return faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
+
+
 def has_lists(index: faiss.Index) -> bool:
-  """Whether lists on the disk can take the place of the index's own."""
+  """Whether lists on the disk can replace those of the index."""
   while isinstance(index, faiss.IndexPreTransform):
     index = faiss.downcast_index(index.index)
   return isinstance(index, faiss.IndexIVF) and isinstance(
-    faiss.downcast_InvertedLists(index.invlists), faiss.ArrayInvertedLists
+    _lists(index), faiss.ArrayInvertedLists
   )
 
 
@@ -65,51 +88,45 @@ def read(path: pathlib.Path) -> faiss.Index:
   """Opens an index file, memory-mapped.
 
   Raises:
-    RuntimeError: FAISS cannot read it, or its lists are cut short.
+    RuntimeError: FAISS cannot read it, or its lists are truncated.
   """
   lists = lists_path(path)
   if not lists.exists():
     return faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP_IFC)
-  index = faiss.read_index(
-    os.fspath(path), faiss.IO_FLAG_SKIP_IVF_DATA | faiss.IO_FLAG_READ_ONLY
-  )
-  found = faiss.extract_index_ivf(index).invlists
-  found = faiss.downcast_InvertedLists(found)
-  if lists.stat().st_size != found.totsize:  # FAISS would read past the end
-    raise RuntimeError(
-      f'Error: {lists} has {lists.stat().st_size} bytes, not {found.totsize}'
-    )
+  flags = faiss.IO_FLAG_SKIP_IVF_DATA | faiss.IO_FLAG_READ_ONLY
+  index = faiss.read_index(os.fspath(path), flags)
+  found, size = _lists(index), lists.stat().st_size
+  if size != found.totsize:  # FAISS would read past the end
+    raise RuntimeError(f'Error: {lists} has {size} bytes, not {found.totsize}')
   found.filename = os.fspath(lists)  # the folder may have moved
-  found.prefetch_nthread = 0  # it starts threads anew for each search
+  found.prefetch_nthread = 0  # it would start threads for each search
   found.do_mmap()
   return index
 
 
-def open_work(path: pathlib.Path, about: Mapping[str, Any]) -> pathlib.Path:
-  """The folder of an unfinished build, emptied where it is of another.
+def open_work(work: pathlib.Path, about: Mapping[str, Any]) -> None:
+  """Makes the folder of a build, or empties one of another build.
 
   Args:
-    path: of the index.
-    about: what the index depends on, as JSON has it.
+    work: the folder.
+    about: JSON of what the index depends on.
 
   Raises:
     OSError: the folder cannot be made.
     files.FilesError: its record is damaged.
   """
-  work = path.with_name(f'{path.name}.build')
   if work.exists():
     if files.read_json(work / 'identity.json') == about:
-      return work
+      return
     shutil.rmtree(work)
   work.mkdir()
   files.write_json(work / 'identity.json', about)
-  return work
 
 
 def save(
   index: faiss.Index, final: pathlib.Path, flags: int = faiss.IO_FLAG_MMAP_IFC
 ) -> None:
-  """Writes an index at once or not at all; flags: to read it with.
+  """Writes an index atomically and checks that it can be read with `flags`.
 
   Raises:
     files.FilesError, OSError: it cannot be written in full.
@@ -117,7 +134,7 @@ def save(
   part = final.with_name(f'{final.name}.part')
   try:
     faiss.write_index(index, os.fspath(part))
-    # FAISS does not say when closing a file failed.
+    # FAISS does not report a failure to close the file.
     faiss.read_index(os.fspath(part), flags)
     with open(part, 'r+b') as file:
       files.commit(file, part, final)
@@ -125,10 +142,12 @@ def save(
     part.unlink(missing_ok=True)
     if isinstance(error, OSError):
       raise
-    raise files.FilesError(
-      f'{part}: cannot be written ({reason(error)}); is there a folder, and '
-      'room?'
-    ) from None
+    raise _unwritten(part, error) from None
+
+
+def _unwritten(path: pathlib.Path, error: RuntimeError) -> files.FilesError:
+  problem = f'cannot be written ({reason(error)})'
+  return files.FilesError(f'{path}: {problem}. Free space on its disk.')
 
 
 def load(path: pathlib.Path, flags: int = 0) -> faiss.Index:
@@ -140,41 +159,25 @@ def load(path: pathlib.Path, flags: int = 0) -> faiss.Index:
   try:
     return faiss.read_index(os.fspath(path), flags)
   except RuntimeError as error:
+    fix = f'remove {path.parent} and build again'
     raise files.FilesError(
-      f'{path}: is damaged ({reason(error)}); remove {path.parent} and build '
-      'again'
+      f'{path}: is damaged ({reason(error)}); {fix}'
     ) from None
 
 
-def copy(
-  index: faiss.IndexFlat,
-  vectors: np.ndarray,
-  blocks: Blocks,
-  work: pathlib.Path,
-  final: pathlib.Path,
-  *,
-  block: int,
-  what: str,
-) -> None:
-  """A Flat index: FAISS writes the vectors, which it does not load.
+def copy(plan: Plan, index: faiss.IndexFlat, vectors: np.ndarray) -> None:
+  """Builds a Flat index without loading the vectors.
 
   Args:
-    index: an empty one.
+    plan: see `Plan`.
+    index: an empty index.
     vectors: [P, D], float32 or float16.
-    blocks: size, start -> (first row, float32 [n, D]), n <= size.
-    work: see `open_work`.
-    final: the file.
-    block: vectors in memory at once.
-    what: the name of the progress bar.
   """
-  rows = work / 'rows'
+  rows = plan.work / 'rows'
   mapped = vectors.dtype == np.float32 and vectors.flags.c_contiguous
-  files.need_space(final, 4 * vectors.size * (1 if mapped else 2))
-  with (
-    open(rows, 'wb') as file,
-    files.progress(len(vectors), what, unit=' vectors') as bar,
-  ):
-    for _, part in blocks(block, 0):  # says where one is not finite, too
+  files.need_space(plan.final, 4 * vectors.size * (1 if mapped else 2))
+  with open(rows, 'wb') as file, plan.progress() as bar:
+    for _, part in plan.blocks(plan.block):  # checks that vectors are finite
       if not mapped:
         file.write(part)
       bar.update(len(part))
@@ -186,47 +189,31 @@ def copy(
     index.codes.owner,
   )
   index.ntotal = len(vectors)
-  save(index, final)
+  save(index, plan.final)
 
 
-def join(
-  start: pathlib.Path,
-  count: int,
-  blocks: Blocks,
-  final: pathlib.Path,
-  *,
-  block: int,
-  shard_bytes: int,
-  what: str,
-) -> None:
-  """An IVF index from shards; its lists lie in a file of their own.
+def join(plan: Plan, shard_bytes: int) -> None:
+  """Builds an IVF index from shards, with its lists in a file of their own.
 
   Args:
-    start: the trained, empty index; shards lie beside it.
-    count: P.
-    blocks: see `copy`.
-    final: the file.
-    block: vectors added at once.
-    shard_bytes: of codes and ids in a shard, at least one block; FAISS takes
+    plan: see `Plan`; the shards are in its folder.
+    shard_bytes: of codes and ids in a shard, at least one block; FAISS uses
       up to twice that while it adds.
-    what: the name of the progress bar.
   """
-  index, work = load(start), start.parent
+  count, final, index = plan.count, plan.final, load(plan.start)
   size = faiss.extract_index_ivf(index).code_size + 8
-  rows = max(1, shard_bytes // (size * block)) * block
-  paths = {n: work / f'{n:012d}.index' for n in range(0, count, rows)}
+  rows = max(1, shard_bytes // (size * plan.block)) * plan.block
+  paths = {n: plan.work / f'{n:012d}.index' for n in range(0, count, rows)}
   missing = [n for n in paths if not paths[n].exists()]
   left = sum(min(rows, count - n) for n in missing)
-  part = work / 'lists'
-  part.unlink(missing_ok=True)  # what a kill left of them
+  part = plan.work / 'lists'
+  part.unlink(missing_ok=True)  # left by a kill
   files.need_space(final, (left + count) * size)
-  with files.progress(
-    count, what, unit=' vectors', initial=count - left
-  ) as bar:
+  with plan.progress(count - left) as bar:
     for first in missing:
       end = min(first + rows, count)
-      shard = load(start)
-      for at, vectors in blocks(block, first):
+      shard = load(plan.start)
+      for at, vectors in plan.blocks(plan.block, first):
         shard.add_with_ids(vectors, np.arange(at, at + len(vectors)))
         bar.update(len(vectors))
         if at + len(vectors) == end:
@@ -234,55 +221,39 @@ def join(
       save(shard, paths[first])
       del shard
   for path in paths.values():
-    load(path, faiss.IO_FLAG_MMAP)  # names the one that is damaged
+    load(path, faiss.IO_FLAG_MMAP)  # names the damaged one
   try:
-    merge_ondisk(
-      index, [os.fspath(path) for path in paths.values()], os.fspath(part)
-    )
+    merge_ondisk(index, [*map(os.fspath, paths.values())], os.fspath(part))
   except RuntimeError as error:
-    raise files.FilesError(
-      f'{part}: cannot be written ({reason(error)}); is there room?'
-    ) from None
-  lists = faiss.extract_index_ivf(index).invlists
-  lists = faiss.downcast_InvertedLists(lists)
-  lists.filename = lists_path(final).name
+    raise _unwritten(part, error) from None
+  _lists(index).filename = lists_path(final).name
   with open(part, 'r+b') as file:
     files.commit(file, part, lists_path(final))
   save(index, final, faiss.IO_FLAG_SKIP_IVF_DATA)
 
 
-def grow(
-  start: pathlib.Path,
-  count: int,
-  blocks: Blocks,
-  final: pathlib.Path,
-  *,
-  block: int,
-  what: str,
-) -> None:
-  """An index that is in memory until it is whole; see `join`."""
-  index = load(start)
+def grow(plan: Plan) -> None:
+  """Builds an index that is in memory until it is complete."""
+  index = load(plan.start)
   if linked := graph(index):
-    files.need_space(final, count * _reserve(linked, count))
-  with files.progress(count, what, unit=' vectors') as bar:
-    for _, part in blocks(block, 0):
+    files.need_space(plan.final, plan.count * _reserve(linked, plan.count))
+  with plan.progress() as bar:
+    for _, part in plan.blocks(plan.block):
       index.add(part)
       bar.update(len(part))
-  save(index, final)
+  save(index, plan.final)
 
 
 def _reserve(index: faiss.IndexHNSW, count: int) -> int:
-  """Makes room in memory for count vectors; bytes that a file has for each.
+  """Reserves memory for count vectors; returns the bytes of each in a file.
 
-  Arrays that double would take up to twice as much.
+  Arrays that grow by doubling would take up to twice as much.
   """
   hnsw, storage = index.hnsw, faiss.downcast_index(index.storage)
   m = hnsw.nb_neighbors(1)
   links = math.ceil(_SPARE * (hnsw.nb_neighbors(0) + m / max(1, m - 1)))
-  for array, size in (
-    (storage.codes, storage.code_size),
-    (hnsw.neighbors, links),
-  ):
+  sizes = ((storage.codes, storage.code_size), (hnsw.neighbors, links))
+  for array, size in sizes:
     array.resize(size * count)
-    array.resize(0)  # the room stays
+    array.resize(0)  # keeps the reserved memory
   return storage.code_size + 4 * links + 12  # its level, and where links are

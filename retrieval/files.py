@@ -1,11 +1,13 @@
-"""Files that a kill leaves whole or absent, and progress that a log can hold.
+"""Atomic file writes, progress bars, and small helpers of all modules.
 
-What takes long is written as NAME.part, flushed to the disk and renamed: a
-file under its own name is complete.
+Files are written as NAME.part, flushed to the disk and then renamed, so a
+file under its final name is complete even if the process was killed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -16,16 +18,42 @@ from typing import Any, TextIO
 
 import tqdm
 
+PathLike = str | os.PathLike
 BLOCK = 1 << 24  # bytes read or written at once
-_PIECE = 1 << 16  # bytes of a sample
+_PIECE = 1 << 16  # bytes of each sampled piece
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 class FilesError(RuntimeError):
-  """A file cannot be used or written; the message names it and the mend."""
+  """A file cannot be used or written; the message says how to fix it."""
+
+
+@contextlib.contextmanager
+def convert(caught: Any, kind: type[Exception], message: str) -> Iterator[None]:
+  """Turns errors of the types `caught` into `kind`.
+
+  `message` is the message of the new error; its `{}` stands for the old one.
+  """
+  try:
+    yield
+  except caught as error:
+    raise kind(message.replace('{}', str(error))) from None
+
+
+def lock(file: Any, kind: type[Exception], message: str) -> None:
+  """Locks an open file until it is closed; raises `kind` if it is locked."""
+  with convert(OSError, kind, message):
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def require_one_of(name: str, value: str, known: Collection[str]) -> None:
+  """Raises ValueError unless `value` is in `known`."""
+  if value not in known:
+    raise ValueError(f'{name}={value!r}; expected one of {", ".join(known)}')
 
 
 class _Lines:
-  """A log instead of a terminal: each state of a bar is a line of its own."""
+  """Writes each state of a progress bar as one line, for log files."""
 
   def __init__(self, stream: TextIO):
     self._stream = stream
@@ -41,7 +69,7 @@ class _Lines:
 def progress(
   total: int | None, what: str, *, unit: str = 'B', initial: int = 0
 ) -> tqdm.tqdm:
-  """A bar with rate and ETA on stderr; twice a minute a line in a log."""
+  """A progress bar on stderr; in a log file, a line every 30 seconds."""
   terminal = sys.stderr.isatty()
   return tqdm.tqdm(
     total=total,
@@ -58,25 +86,25 @@ def progress(
 
 
 def sync(file: Any) -> None:
-  """Brings what was written to an open file onto the disk."""
+  """Flushes an open file to the disk."""
   file.flush()
   os.fsync(file.fileno())
 
 
 def commit(file: Any, part: pathlib.Path, final: pathlib.Path) -> None:
-  """Flushes an open file to the disk, closes it and gives it its name."""
+  """Flushes an open file to the disk, closes it and renames it."""
   sync(file)
   file.close()
   os.replace(part, final)
   folder = os.open(final.parent, os.O_RDONLY)
   try:
-    os.fsync(folder)  # the name too
+    os.fsync(folder)  # persists the rename
   finally:
     os.close(folder)
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-  """Writes JSON at once or not at all; on the disk when this returns."""
+  """Writes a JSON file atomically and flushes it to the disk."""
   part = path.with_name(f'{path.name}.part')
   with open(part, 'w') as file:
     json.dump(value, file, indent=1)
@@ -85,10 +113,10 @@ def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
-  """The object in a JSON file, None where there is no file.
+  """Reads a JSON object; None if the file does not exist.
 
   Raises:
-    FilesError: it holds something else.
+    FilesError: the file holds something else.
   """
   try:
     value = json.loads(path.read_text())
@@ -102,7 +130,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def sample_sha256(*paths: pathlib.Path) -> str:
-  """Tells files from others: their sizes, and 64 pieces over each length."""
+  """Hashes the size of each file and 64 pieces spread over its length."""
   digest = hashlib.sha256()
   for path in paths:
     size = path.stat().st_size
@@ -115,7 +143,7 @@ def sample_sha256(*paths: pathlib.Path) -> str:
 
 
 def read_blocks(paths: Sequence[pathlib.Path], what: str) -> Iterator[bytes]:
-  """The bytes of files, one after the other, with a bar named `what`."""
+  """Yields the bytes of several files, with a progress bar named `what`."""
   total = sum(path.stat().st_size for path in paths)
   with progress(total, what) as bar:
     for path in paths:
@@ -126,7 +154,7 @@ def read_blocks(paths: Sequence[pathlib.Path], what: str) -> Iterator[bytes]:
 
 
 def join(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
-  """Concatenates files as `out`, in constant memory."""
+  """Concatenates files into `out`, in constant memory."""
   part = out.with_name(f'{out.name}.part')
   part.unlink(missing_ok=True)
   need_space(out, sum(path.stat().st_size for path in paths))
@@ -137,27 +165,22 @@ def join(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
 
 
 def link(path: pathlib.Path, out: pathlib.Path) -> None:
-  """Makes a file appear as `out` too: a hard link, a copy across disks."""
+  """Hard-links a file to `out`; copies it if a link is not possible."""
   part = out.with_name(f'{out.name}.part')
   part.unlink(missing_ok=True)
   try:
     os.link(path.resolve(), part)
     os.replace(part, out)
-    # A rename onto a link to the same file does nothing and leaves both.
+    # Renaming onto another link of the same file leaves both names.
     part.unlink(missing_ok=True)
   except OSError as error:
-    if error.errno not in (
-      errno.EXDEV,
-      errno.EPERM,
-      errno.EOPNOTSUPP,
-      errno.EMLINK,
-    ):
+    if error.errno not in _NO_LINK:
       raise
     join([path], out)
 
 
 def need_space(path: pathlib.Path, size: int) -> None:
-  """Stops early where a disk cannot hold what is to be written.
+  """Checks the free space before a large write.
 
   Raises:
     FilesError: fewer than `size` bytes are free.
@@ -173,7 +196,7 @@ def need_space(path: pathlib.Path, size: int) -> None:
 def differences(
   then: Mapping[str, Any], now: Mapping[str, Any], name: str = ''
 ) -> list[str]:
-  """What differs between two JSON objects: `encoder.dim was 3, is 4`."""
+  """Lists differences of two JSON objects, as `encoder.dim was 3, is 4`."""
   found = []
   for key in dict.fromkeys((*then, *now)):
     a, b = then.get(key), now.get(key)

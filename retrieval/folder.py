@@ -1,21 +1,20 @@
-"""An index folder: a corpus, its vectors, and the indexes built over them.
+"""An index folder: a corpus, its vectors, and the indexes over them.
 
-  FOLDER/manifest.json   what is in it, see below; written last
+  FOLDER/manifest.json   the content, see below; written last
   FOLDER/corpus.arrow    the passages, see `store`
   FOLDER/vectors.npy     [P, D] float32 or float16, of every dense index
   FOLDER/bm25/           see `bm25`
-  FOLDER/faiss/*.index   one for each factory string; of IVF built here also
-                         *.index.ivfdata
+  FOLDER/faiss/*.index   one for each factory string; for IVF indexes built
+                         here also *.index.ivfdata
 
 The manifest: {"format": 1, "corpus": {"count", "sha256", "source"}, "vectors":
 null or {"dim", "dtype", "sample_sha256", "encoder": Encoder.parameters},
 "indexes": {name: parameters}}. Names are bm25, dense_jax, dense_faiss:FACTORY
-and milvus, whose collection is in a Milvus server. Those of FAISS state
-"sample_sha256" too, and how they are searched unless the flags say otherwise:
-"nprobe", "ef_search".
+and milvus, whose collection is in a Milvus server. Those of FAISS also have
+"sample_sha256", and the default search options "nprobe" and "ef_search".
 
-An index over another corpus, or asked in another encoder's space, answers
-with the wrong passages and nobody sees it: what does not match is refused.
+An index over another corpus, or searched with another encoder, would silently
+return the wrong passages. So parts that do not match are refused.
 """
 
 from collections.abc import Mapping
@@ -34,29 +33,22 @@ from retrieval.store import open_store
 
 FORMAT = 1
 KINDS = ('bm25', 'dense_jax', 'dense_faiss:FACTORY', 'milvus')
-# What the manifest must hold: field -> its type.
-_FIELDS = {
+_FIELDS = {  # of the manifest, with their types
   'corpus': {'count': int, 'sha256': str, 'source': str},
   'vectors': {'dim': int, 'dtype': str, 'sample_sha256': str, 'encoder': dict},
 }
-# Settings of an Encoder that its parameters state.
-_SETTINGS = (
-  'family',
-  'pooling',
-  'normalise',
-  'query_prefix',
-  'passage_prefix',
-  'passage_length',
-)
+# Keywords of an Encoder that its parameters include.
+SETTINGS = """family pooling normalise query_prefix passage_prefix
+  passage_length""".split()
 
 
 class FolderError(ValueError):
-  """The folder or index cannot be used; names the field and the mend."""
+  """The folder or index cannot be used; names the field and the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexFolder:
-  """An index folder whose parts fit each other."""
+  """An index folder whose parts match."""
 
   path: pathlib.Path
   manifest: dict[str, Any]
@@ -64,42 +56,35 @@ class IndexFolder:
   vectors: np.ndarray | None  # [P, D], memory-mapped
 
 
-def faiss_path(folder: str | os.PathLike, factory: str) -> pathlib.Path:
+def faiss_path(folder: files.PathLike, factory: str) -> pathlib.Path:
   """The file of a FAISS index, by its factory string."""
   return pathlib.Path(folder, 'faiss', f'{factory.replace(",", "_")}.index')
 
 
-def write_manifest(
-  path: str | os.PathLike, manifest: Mapping[str, Any]
-) -> None:
-  """Writes manifest.json of the folder `path`, at once or not at all."""
+def write_manifest(path: files.PathLike, manifest: Mapping[str, Any]) -> None:
+  """Writes manifest.json of the folder `path` atomically."""
   files.write_json(pathlib.Path(path, 'manifest.json'), manifest)
 
 
-def open_folder(path: str | os.PathLike) -> IndexFolder:
-  """Opens an index folder, and checks that its parts fit each other.
+def open_folder(path: files.PathLike) -> IndexFolder:
+  """Opens an index folder and checks that its parts match.
 
   Raises:
-    FolderError: there is no manifest, it is of another format, or it differs
-      from the corpus or the vectors; says in which field.
+    FolderError: there is no manifest, it has another format, or it differs
+      from the corpus or the vectors; names the field.
     CorpusError, files.FilesError: corpus.arrow or the manifest is damaged.
   """
   path = pathlib.Path(path)
   manifest = files.read_json(path / 'manifest.json')
   if manifest is None:
-    raise FolderError(
-      f'{path}: no index folder (no manifest.json). Make one: '
-      f'{_command("FILE", path, "bm25")}'
-    )
+    fix = f'Make one: {_command("FILE", path, "bm25")}'
+    raise FolderError(f'{path}: no index folder (no manifest.json). {fix}')
   _check_manifest(path, manifest)
-  corpus, stated = open_store(path / 'corpus.arrow'), manifest['corpus']
-  _require_same(
-    path,
-    'corpus.arrow is not the corpus of manifest.json',
-    'corpus.',
-    {'count': stated['count'], 'sha256': stated['sha256']},
-    {'count': len(corpus), 'sha256': corpus.sha256},
-  )
+  corpus = open_store(path / 'corpus.arrow')
+  found = {'count': len(corpus), 'sha256': corpus.sha256}
+  stated = {key: manifest['corpus'][key] for key in found}
+  what = 'corpus.arrow is not the corpus of manifest.json'
+  _require_same(path, what, 'corpus.', stated, found)
   vectors = None
   if stated := manifest['vectors']:
     vectors = open_vectors(path, stated, len(corpus))
@@ -113,29 +98,23 @@ def open_vectors(
 
   Args:
     folder: of the index.
-    stated: what the manifest says of them.
+    stated: their entry of the manifest.
     count: P.
 
   Raises:
-    FolderError: they are others, absent or damaged.
+    FolderError: the file differs from its entry, or is absent or damaged.
   """
   file = folder / 'vectors.npy'
   vectors = _vectors(file)
-  _require_same(
-    folder,
-    'vectors.npy is not that of manifest.json',
-    'vectors.',
-    {
-      'shape': [count, stated['dim']],
-      'dtype': stated['dtype'],
-      'sample_sha256': stated['sample_sha256'],
-    },
-    {
-      'shape': list(vectors.shape),
-      'dtype': str(vectors.dtype),
-      'sample_sha256': files.sample_sha256(file),
-    },
-  )
+  found = {
+    'shape': list(vectors.shape),
+    'dtype': str(vectors.dtype),
+    'sample_sha256': files.sample_sha256(file),
+  }
+  stated = {**stated, 'shape': [count, stated['dim']]}
+  stated = {key: stated[key] for key in found}
+  what = 'vectors.npy is not that of manifest.json'
+  _require_same(folder, what, 'vectors.', stated, found)
   return vectors
 
 
@@ -147,15 +126,15 @@ def open_index(
   Args:
     folder: see `open_folder`.
     name: bm25, dense_jax, dense_faiss:FACTORY or milvus.
-    encoder: of the dense ones: an `encoder.Encoder`, or the folder of a
-      model, used as the manifest says.
+    encoder: of dense indexes: an `encoder.Encoder`, or the folder of a model,
+      used according to the manifest.
     options: of the index: precision (dense_jax), nprobe or ef_search
       (dense_faiss), uri (milvus), ...; k1, b, stemmer and stop_words of bm25
-      were settled when it was built and can only be confirmed.
+      must be those of the build.
 
   Raises:
-    FolderError: the folder has no such index, or it does not fit its corpus,
-      the encoder or the options; says in which field.
+    FolderError: the folder has no such index, or it does not match its corpus,
+      the encoder or the options; names the field.
   """
   kind, _, factory = name.partition(':')
   path, indexes = folder.path, folder.manifest['indexes']
@@ -164,10 +143,10 @@ def open_index(
     from retrieval.bm25 import BM25Index
 
     index = BM25Index.open(path / 'bm25')
-    asked = {**index.parameters, **indexes[name], **options}
-    _require_same(
-      path, 'bm25 was built otherwise', 'bm25.', asked, index.parameters
-    )
+    found = index.parameters
+    asked = {**found, **indexes[name], **options}
+    what = 'bm25 was built otherwise'
+    _require_same(path, what, 'bm25.', asked, found)
   else:
     encoder = open_encoder(folder, name, encoder)
     if kind == 'dense_jax':
@@ -181,13 +160,10 @@ def open_index(
       file = faiss_path(path, factory)
       usual = {k: stated[k] for k in ('nprobe', 'ef_search') if k in stated}
       index = DenseFaiss(file, encoder, **usual | options)
-      _require_same(
-        path,
-        f'faiss/{file.name} is not that of manifest.json',
-        f'{name}.',
-        {'sample_sha256': stated.get('sample_sha256')},
-        {'sample_sha256': index.parameters['sample_sha256']},
-      )
+      what = f'faiss/{file.name} is not that of manifest.json'
+      sample = {'sample_sha256': index.parameters['sample_sha256']}
+      stated = {key: stated.get(key) for key in sample}
+      _require_same(path, what, f'{name}.', stated, sample)
     else:
       from retrieval.milvus import Milvus
 
@@ -195,20 +171,15 @@ def open_index(
       uri = options.pop('uri', None)
       if not uri and os.environ.get('MILVUS_TOKEN') and 'uri' in stated:
         raise FolderError(
-          f'{path}: manifest.json, which may come from anywhere, names the '
-          f'server {stated["uri"]!a}. MILVUS_TOKEN is set: say yourself where '
-          'it may be sent (--milvus_uri).'
+          f'{path}: MILVUS_TOKEN is set, but the server {stated["uri"]!a} is '
+          'from manifest.json, which is not trusted. Give --milvus_uri.'
         )
       uri = uri or stated.get('uri', '')
       collection = options.pop('collection', stated['collection'])
       index = Milvus(uri, collection, encoder, **options)
-  _require_same(
-    path,
-    f'{name} is not an index over corpus.arrow',
-    'corpus.',
-    {'count': len(folder.corpus)},
-    {'count': len(index)},
-  )
+  what, stated = f'{name} is not an index over corpus.arrow', len(folder.corpus)
+  found = {'count': len(index)}
+  _require_same(path, what, 'corpus.', {'count': stated}, found)
   return index
 
 
@@ -217,16 +188,16 @@ def _require_index(folder: IndexFolder, name: str) -> None:
   if folder.vectors is not None:
     there['dense_jax'] = None  # needs nothing else
   if name not in there:
+    listed = ', '.join(map(ascii, there)) or 'none'
+    command = _command(folder.manifest['corpus']['source'], folder.path, name)
     raise FolderError(
-      f'{folder.path}: no index {name!r}; there are: '
-      f'{", ".join(map(ascii, there)) or "none"}. '
-      f'Names are {", ".join(KINDS)}. Make it: '
-      + _command(folder.manifest['corpus']['source'], folder.path, name)
+      f'{folder.path}: no index {name!r}; there are: {listed}. Names are '
+      f'{", ".join(KINDS)}. Make it: {command}'
     )
 
 
 def stated_encoder(folder: IndexFolder, name: str) -> dict[str, Any] | None:
-  """What the manifest says of the encoder behind an index."""
+  """The parameters of the encoder of an index, by the manifest."""
   stated = folder.manifest['indexes'].get(name, {}).get('encoder')
   return stated or (folder.manifest['vectors'] or {}).get('encoder')
 
@@ -239,11 +210,11 @@ def open_encoder(
   Args:
     folder: see `open_folder`.
     name: of the index.
-    encoder: the folder of the model, or an encoder that is there already.
-    options: of one that is opened: dtype, query_length.
+    encoder: the folder of the model, or an open encoder.
+    options: for opening it: dtype, query_length.
 
   Raises:
-    FolderError: there is no such index, or it is not that model.
+    FolderError: there is no such index, or it is another model.
   """
   _require_index(folder, name)
   stated = stated_encoder(folder, name)
@@ -261,69 +232,57 @@ def open_encoder(
   if isinstance(encoder, str | os.PathLike):
     from retrieval.encoder import Encoder
 
-    settings = {key: stated[key] for key in _SETTINGS if key in stated}
+    settings = {key: stated[key] for key in SETTINGS if key in stated}
     encoder = Encoder(encoder, **settings, **options)
-  _require_same(
-    folder.path,
-    f'{name} was made with another encoder',
-    'encoder.',
-    stated,
-    dict(encoder.parameters),
-  )
+  what, found = f'{name} was made with another encoder', encoder.parameters
+  _require_same(folder.path, what, 'encoder.', stated, found)
   return encoder
 
 
 def _check_manifest(path: pathlib.Path, manifest: dict[str, Any]) -> None:
-  file, mend = path / 'manifest.json', 'Build the folder again.'
-  if manifest.get('format') != FORMAT:
-    raise FolderError(
-      f'{file}: format is {manifest.get("format")!r}, this version reads '
-      f'{FORMAT}. {mend}'
-    )
-  indexes = manifest.get('indexes')
-  if not isinstance(indexes, dict) or not all(
-    isinstance(about, dict) for about in indexes.values()
-  ):
-    raise FolderError(f'{file}: indexes is no object of objects. {mend}')
+
+  def require(valid: bool, problem: str) -> None:
+    if not valid:
+      file = path / 'manifest.json'
+      raise FolderError(f'{file}: {problem}. Build the folder again.')
+
+  form, indexes = manifest.get('format'), manifest.get('indexes')
+  problem = f'format is {form!r}, this version reads {FORMAT}'
+  require(form == FORMAT, problem)
+  objects = [indexes, *(indexes.values() if isinstance(indexes, dict) else ())]
+  valid = all(isinstance(about, dict) for about in objects)
+  require(valid, 'indexes is no object of objects')
   for part, fields in _FIELDS.items():
     about = manifest.get(part, ())
     if part == 'vectors' and about is None:
       continue
     for field, kind in fields.items():
-      if not isinstance(about, dict) or type(about.get(field)) is not kind:
-        raise FolderError(
-          f'{file}: {part}.{field} is not of type {kind.__name__}. {mend}'
-        )
+      valid = isinstance(about, dict) and type(about.get(field)) is kind
+      require(valid, f'{part}.{field} is not of type {kind.__name__}')
 
 
 def _vectors(path: pathlib.Path) -> np.ndarray:
-  mend = 'Write it again: python -m retrieval.build_index --restart ...'
-  try:
+  fix = 'Write it again: python -m retrieval.build_index --restart ...'
+  problem = f'{path}: absent, cut short or damaged ({{}}). {fix}'
+  with files.convert((OSError, EOFError, ValueError), FolderError, problem):
     found = np.load(path, mmap_mode='r')
     extra = path.stat().st_size - found.offset - found.nbytes
-  except (OSError, EOFError, ValueError) as error:
-    raise FolderError(
-      f'{path}: absent, cut short or damaged ({error}). {mend}'
-    ) from None
   if extra or not found.flags.c_contiguous:
-    raise FolderError(
-      f'{path}: {extra} bytes too many, or not in C order. {mend}'
-    )
+    problem = f'{extra} bytes too many, or not in C order'
+    raise FolderError(f'{path}: {problem}. {fix}')
   return found
 
 
 def _require_same(
   path: pathlib.Path, what: str, prefix: str, stated: Mapping, found: Mapping
 ) -> None:
-  if differ := files.differences(stated, found, prefix):
-    raise FolderError(
-      f'{path}: {what}: {"; ".join(differ)}. Use what it was built with, or '
-      'build it again.'
-    )
+  if differ := '; '.join(files.differences(stated, found, prefix)):
+    fix = 'Use what it was built with, or build it again.'
+    raise FolderError(f'{path}: {what}: {differ}. {fix}')
 
 
 def _command(source: str, path: pathlib.Path, name: str) -> str:
-  # The source is told by the manifest, which may come from anywhere.
+  # The source comes from the manifest, which is not trusted.
   source = source if source.isprintable() else 'FILE'
   return 'python -m retrieval.build_index ' + shlex.join(
     [f'--corpus={source}', f'--out={path}', f'--index={name}']

@@ -1,34 +1,32 @@
 """Dense search in a Milvus cluster, by its URL (http://host:19530).
 
-The token comes from the environment, `MILVUS_TOKEN`. Tests run this code on
-milvus-lite, which speaks Milvus' protocol.
+The token is read from the environment variable `MILVUS_TOKEN`. Tests run this
+code on milvus-lite, which implements Milvus' protocol.
 
-A passage's primary key is its position in the corpus.
+The primary key of a passage is its position in the corpus.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import contextlib
 import logging
 import os
-from typing import Any
 
 import grpc
 import numpy as np
 import pymilvus
 
 from retrieval import files
-from retrieval.dense_faiss import (
+from retrieval.core import Ranked, no_results
+from retrieval.metrics import stage
+from retrieval.vectors import (
+  DenseIndex,
   QueryEncoder,
   blocks,
-  check_search,
-  check_vectors,
-  encode,
-  encoder_parameters,
+  check_shape,
   ranked,
 )
-from retrieval.metrics import stage
 
-# It prints a traceback for every error that is raised anyway.
+# It prints a traceback for every error that it raises.
 logging.getLogger('pymilvus').setLevel(logging.CRITICAL)
 
 # Milvus' own limits: topk and nq of a request, and 64 MB of a message, of
@@ -36,35 +34,35 @@ logging.getLogger('pymilvus').setLevel(logging.CRITICAL)
 _K = 16384
 _QUERIES = 16384
 _MESSAGE_BYTES = 32 << 20
-_RESULTS = 1 << 20  # of one request, all queries together
+_RESULTS = 1 << 20  # of all queries of one request
 _VECTOR = 'vector'
 
 
 class MilvusError(RuntimeError):
-  """Milvus is not there or does not hold the corpus; names the mend."""
+  """Milvus does not answer or does not hold the corpus; says what to do."""
 
 
 def build(
   vectors: np.ndarray, uri: str, collection: str, *, block: int = 4096
 ) -> None:
-  """Writes a collection, or what is missing of it after a kill.
+  """Writes a collection, or the part of it that a killed build left out.
 
-  Its index is FLAT, which is exact. A collection that is there, empty and
-  with the fields id and vector, keeps the index that it has.
+  Its index is FLAT, which is exact. An existing empty collection with the
+  fields id and vector keeps its index.
 
   Args:
-    vectors: float32 or float16 [P, D], a memory map where it is large; one
-      block is in memory at a time.
+    vectors: float32 or float16 [P, D], a memory map if large; one block is in
+      memory at a time.
     uri: the URL of a server; see the module.
     collection: its name in Milvus.
-    block: vectors sent at once, fewer where a message would be too large.
+    block: vectors sent at once, fewer if a message would be too large.
 
   Raises:
-    MilvusError: no server, a collection of something else, a name or an index
+    MilvusError: no server, a collection of other vectors, a name or an index
       that Milvus refuses, or fewer rows arrived than were sent.
     ValueError: vectors that cannot be indexed.
   """
-  check_vectors(vectors)
+  check_shape(vectors)
   count, dim = vectors.shape
   block = max(1, min(block, _MESSAGE_BYTES // (4 * dim)))
   with _told(uri), contextlib.closing(_connect(uri)) as client:
@@ -77,65 +75,53 @@ def build(
       client.create_collection(collection, schema=schema, index_params=index)
     client.load_collection(collection)
     done = _resumed(client, uri, collection, vectors)
-    # The block at which a build was killed may be there in part.
+    # The block during which a build was killed may be incomplete.
     start = done - done % block
     with files.progress(count, 'milvus', unit=' vectors', initial=start) as bar:
       for first, part in blocks(vectors, block, start):
-        rows = [
-          {'id': first + i, _VECTOR: vector} for i, vector in enumerate(part)
-        ]
+        rows = [{'id': i, _VECTOR: v} for i, v in enumerate(part, first)]
         write = client.upsert if first < done else client.insert
         write(collection, rows)
         bar.update(len(part))
     client.flush(collection)
     found = _count(client, collection)
     if found != count:
-      raise MilvusError(
-        f'{uri}: collection {collection!r} holds {found} vectors after the '
-        f'build, not {count}; drop it and build again'
-      )
+      held = f'holds {found} vectors after the build, not {count}'
+      raise _error(uri, collection, f'{held}; drop it and build again')
 
 
 def _resumed(
   client: pymilvus.MilvusClient, uri: str, collection: str, vectors: np.ndarray
 ) -> int:
-  """How many vectors a collection holds already, if they are these."""
+  """The number of vectors that a collection holds, if they are these."""
   done = _count(client, collection)
   if not done:
     return 0
   ids = [0, min(done, len(vectors)) - 1]
   try:
-    dim = _dim(client, collection)
-    held = {
-      row['id']: row[_VECTOR]
-      for row in client.get(collection, ids, output_fields=['id', _VECTOR])
-    }
-    same = (
-      dim == vectors.shape[1]
-      and done <= len(vectors)
-      and all(
-        np.array_equal(held[i], np.asarray(vectors[i], np.float32)) for i in ids
-      )
+    rows = client.get(collection, ids, output_fields=['id', _VECTOR])
+    held = {row['id']: row[_VECTOR] for row in rows}
+    same = _dim(client, collection) == vectors.shape[1] and all(
+      np.array_equal(held[i], np.asarray(vectors[i], np.float32)) for i in ids
     )
   except KeyError:
     same = False
-  if not same:
-    raise MilvusError(
-      f'{uri}: collection {collection!r} holds {done} other vectors; drop it '
-      'or choose another name'
-    )
+  if not same or done > len(vectors):
+    problem = f'holds {done} other vectors'
+    raise _error(uri, collection, f'{problem}; drop it or choose another name')
   return done
 
 
-class Milvus:
+class Milvus(DenseIndex):
   """An index over a collection; see `retrieval.core.Index`.
 
-  Equal scores come in corpus order, but for ties that go on for more than
-  1024 passages past the k-th. Scores may differ in the last digit with what
-  else is asked at once: the library multiplies matrices.
+  Equal scores are in corpus order, except for ties of more than 1024 passages
+  past the k-th. Scores may differ in the last digit with the other queries of
+  a call, since the library multiplies matrices.
   """
 
   name = 'milvus'
+  error = MilvusError
 
   def __init__(
     self,
@@ -150,82 +136,56 @@ class Milvus:
     Args:
       uri: the URL of a server; see the module.
       collection: what `build` wrote.
-      encoder: of queries; None where only `search_vectors` is used.
+      encoder: of queries; None if only `search_vectors` is used.
       timeout_s: for each request.
 
     Raises:
       MilvusError: no server, no such collection, or one of another layout,
         dimension or metric.
     """
-    self._uri, self._collection, self._encoder = uri, collection, encoder
+    self._uri, self._collection = uri, collection
     self._timeout_s = timeout_s
     with _told(uri):
-      self._client = _connect(uri, timeout_s)
-      if not self._client.has_collection(collection):
-        known = ', '.join(map(ascii, self._client.list_collections())) or 'none'
-        raise MilvusError(
-          f'{uri}: no collection {collection!r} (there: {known[:200]}); build '
-          'the index first'
-        )
-      self._client.load_collection(collection, timeout=timeout_s)
+      self._client = client = _connect(uri, timeout_s)
+      if not client.has_collection(collection):
+        known = ', '.join(map(ascii, client.list_collections())) or 'none'
+        there = f'no collection {collection!r} (there: {known[:200]})'
+        raise MilvusError(f'{uri}: {there}; build the index first')
+      client.load_collection(collection, timeout=timeout_s)
       try:
-        self.dim = _dim(self._client, collection)
-        index = self._client.describe_index(collection, _VECTOR)
+        dim = _dim(client, collection)
+        index = client.describe_index(collection, _VECTOR)
       except KeyError:
         index = None
       if not index or index['metric_type'] != 'IP':
-        raise MilvusError(
-          f'{uri}: collection {collection!r} has no field {_VECTOR!r} indexed '
-          'by inner product (IP); build it with this package'
-        )
-      self._index_type = index['index_type']
-      self._count = _count(self._client, collection)
-    if encoder is not None and encoder.dim != self.dim:
-      raise MilvusError(
-        f'{uri}: collection {collection!r} holds vectors of {self.dim} '
-        f'dimensions, the encoder makes {encoder.dim}; use the encoder that '
-        'it was built with'
-      )
+        problem = f'has no field {_VECTOR!r} indexed by inner product (IP)'
+        fix = 'build it with this package'
+        raise _error(uri, collection, f'{problem}; {fix}')
+      self._count = _count(client, collection)
+    what = f'{uri}: collection {collection!r} holds vectors of'
+    about = {'collection': collection, 'index_type': index['index_type']}
+    super().__init__(encoder, dim, what, **about)
     if not self._count:
-      raise MilvusError(
-        f'{uri}: collection {collection!r} is empty; build the index again'
-      )
-
-  @property
-  def parameters(self) -> dict[str, Any]:
-    return {
-      'name': self.name,
-      'collection': self._collection,
-      'index_type': self._index_type,
-    } | encoder_parameters(self._encoder)
+      raise _error(uri, collection, 'is empty; build the index again')
 
   def __len__(self) -> int:
     return self._count
 
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """See `retrieval.core.Index.search`.
+  def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
+    """`search` for vectors of queries, [Q, D].
 
     Raises:
       ValueError: k < 1, or both k and P above 16384, Milvus' limit.
       MilvusError: the server does not answer.
     """
-    return self.search_vectors(encode(self._encoder, queries), k)
-
-  def search_vectors(
-    self, q: np.ndarray, k: int
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """The same for vectors of queries, [Q, D]."""
-    k, q = check_search(k, q, len(self), self.dim, _K)
+    k, q = self.check_search(k, q, _K)
     most = min(len(self), _K, k + 1024)
     with stage('search'), _told(self._uri):
-      # Each result travels: one more shows a tie.
+      # Each result is sent over the network: one more shows a tie.
       return ranked(self._ask, q, k, spare=1, most=most)
 
-  def _ask(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.full((len(q), n), -1, np.int64)
-    scores = np.full((len(q), n), -np.inf, np.float32)
+  def _ask(self, q: np.ndarray, n: int) -> Ranked:
+    ids, scores = no_results(len(q), n)
     most = (_QUERIES, _RESULTS // n, _MESSAGE_BYTES // (4 * self.dim))
     step = max(1, min(most))
     for start in range(0, len(q), step):
@@ -246,37 +206,31 @@ class Milvus:
 
 def _connect(uri: str, timeout_s: float = 60) -> pymilvus.MilvusClient:
   if '://' not in uri:
-    raise MilvusError(
-      f'{uri!r} is not the URL of a Milvus server, such as http://host:19530 '
-      '(--milvus_uri)'
-    )
+    problem = 'is not the URL of a Milvus server, such as http://host:19530'
+    raise MilvusError(f'{uri!r} {problem} (--milvus_uri)')
   token = os.environ.get('MILVUS_TOKEN', '')
   return pymilvus.MilvusClient(uri, token=token, timeout=timeout_s)
 
 
 def _count(client: pymilvus.MilvusClient, collection: str) -> int:
-  rows = client.query(
-    collection,
-    filter='',
-    output_fields=['count(*)'],
-    consistency_level='Strong',
-  )
+  options = {'filter': '', 'consistency_level': 'Strong'}
+  rows = client.query(collection, output_fields=['count(*)'], **options)
   return int(rows[0]['count(*)'])
 
 
 def _dim(client: pymilvus.MilvusClient, collection: str) -> int:
-  """Of its vectors.
-
-  Raises:
-    KeyError: the collection has no such field.
-  """
+  """The dimension of its vectors; KeyError if it has no such field."""
   fields = client.describe_collection(collection)['fields']
   return int({f['name']: f for f in fields}[_VECTOR]['params']['dim'])
 
 
+def _error(uri: str, collection: str, problem: str) -> MilvusError:
+  return MilvusError(f'{uri}: collection {collection!r} {problem}')
+
+
 @contextlib.contextmanager
 def _told(uri: str) -> Iterator[None]:
-  """Turns what the client library raises into one sentence."""
+  """Converts errors of the client library to one sentence."""
   try:
     yield
   except (pymilvus.MilvusException, grpc.RpcError) as error:

@@ -1,4 +1,4 @@
-"""Starts a retrieval server as a process of its own, and stops it.
+"""Starts and stops a retrieval server in a process of its own.
 
 with start_server('corpus.jsonl.gz', log_path='server.log') as server:
   ... RetrievalClient(server.url) ...
@@ -16,7 +16,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 class ServerError(RuntimeError):
-  """The server did not start; the message ends with the tail of its log."""
+  """The server did not start; the message ends with its last log lines."""
 
 
 class ServerProcess:
@@ -35,10 +35,10 @@ class ServerProcess:
     return self._process.poll() is None
 
   def stop(self, timeout_s: float = 15.0) -> int:
-    """Stops the server gracefully, by force after `timeout_s` seconds.
+    """Stops the server gracefully, and kills it after `timeout_s` seconds.
 
     Returns:
-      Its exit status: 0 after a graceful stop. Stopping twice is harmless.
+      Its exit status: 0 after a graceful stop. It may be called again.
     """
     if self.running:
       self._process.send_signal(signal.SIGTERM)
@@ -66,33 +66,27 @@ def start_server(
 ) -> ServerProcess:
   """Starts `python -m retrieval.server` and waits until it is warm.
 
-  The server ends with this process, however this process ends
-  (--parent_pid). It runs in a session of its own, so that Ctrl-C reaches the
-  caller alone, which can then save and stop it.
+  The server ends with this process (--parent_pid). It has a session of its
+  own, so that Ctrl-C reaches only the caller, which can then save and stop it.
 
   Args:
-    corpus: .jsonl or .jsonl.gz; None: `server_flags` say what is served.
+    corpus: .jsonl or .jsonl.gz; None: `server_flags` name the source.
     port: 0 takes a free one.
-    host: where it serves.
-    log_path: file that gets its output, appended.
-    timeout_s: how long reading and indexing may take, seconds.
+    host: address to serve on.
+    log_path: file to append its output to.
+    timeout_s: of reading and indexing, seconds.
     **server_flags: further flags of the server: k1=0.9, topk=5,
       index=['bm25', 'milvus'], ...
 
   Raises:
-    ServerError: it ended or was not ready in time.
+    ServerError: the server ended or was not ready in time.
   """
   log_path = os.path.abspath(log_path)
   os.makedirs(os.path.dirname(log_path), exist_ok=True)
   with tempfile.TemporaryDirectory(prefix='retrieval') as folder:
     port_file = os.path.join(folder, 'port')
-    values = dict(
-      port=port,
-      host=host,
-      port_file=port_file,
-      parent_pid=os.getpid(),
-      **server_flags,
-    )
+    values = {'port': port, 'host': host, 'port_file': port_file}
+    values |= {'parent_pid': os.getpid(), **server_flags}
     if corpus is not None:
       values['corpus'] = os.path.abspath(corpus)
     command = [sys.executable, '-m', 'retrieval.server', *_argv(values)]
@@ -100,17 +94,13 @@ def start_server(
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     with open(log_path, 'ab') as log:
       begin = log.tell()
+      streams = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
       process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=env,
-        start_new_session=True,
+        command, env=env, start_new_session=True, **streams
       )
     try:
       bound = _wait(process, port_file, timeout_s, log_path, begin)
-    except BaseException:  # Ctrl-C while waiting leaves no server either
+    except BaseException:  # such as Ctrl-C
       process.kill()
       process.wait()
       raise
@@ -132,13 +122,7 @@ def _argv(values: dict[str, object]) -> list[str]:
   return out
 
 
-def _wait(
-  process: subprocess.Popen,
-  port_file: str,
-  timeout_s: float,
-  log_path: str,
-  begin: int,
-) -> int:
+def _wait(process, port_file: str, timeout_s: float, log_path, begin) -> int:
   deadline = time.monotonic() + timeout_s
   while not os.path.exists(port_file):
     status = process.poll()
@@ -149,16 +133,14 @@ def _wait(
     else:
       time.sleep(0.02)
       continue
-    raise ServerError(
-      f'the retrieval server {problem}; {log_path} ends:\n'
-      + _tail(log_path, begin)
-    )
+    said = f'{log_path} ends:\n{_tail(log_path, begin)}'
+    raise ServerError(f'the retrieval server {problem}; {said}')
   with open(port_file) as f:
     return int(f.read())
 
 
 def _tail(path: str, begin: int, size: int = 2000) -> str:
-  """The end of what was written to the log from byte `begin` on."""
+  """The end of the log, from byte `begin` on."""
   with open(path, 'rb') as f:
     f.seek(0, os.SEEK_END)
     f.seek(max(begin, f.tell() - size))

@@ -1,6 +1,6 @@
-"""The protocol: requests are checked by hand, answers shaped, both described.
+"""The protocol: checks requests, formats answers, and describes both.
 
-Search-R1's shapes; retrieval/README.md has them for people.
+The formats are those of Search-R1; retrieval/README.md describes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def _limit(default: float, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one request may ask for, and how requests are batched: flags."""
+  """Limits of requests and parameters of their batching; flags."""
 
   topk: int = _limit(3, 'Passages for a query when a request names no topk.')
   max_topk: int = _limit(100, 'Largest topk.')
@@ -36,34 +36,22 @@ class Limits:
   max_pending: int = _limit(65536, 'Most queries not yet answered, else 503.')
   max_requests: int = _limit(1024, 'Most requests in flight, else 429.')
   max_body_bytes: int = _limit(1 << 25, 'Most bytes of one request, else 413.')
-  max_bytes: int = _limit(
-    1 << 28, 'Most bytes of all requests and answers in flight, else 503.'
-  )
-  deadline_s: float = _limit(
-    60.0,
-    "Seconds from a request's head to its answer, else 504; and then to "
-    'its last byte.',
-  )
+  max_bytes: int = _limit(1 << 28, 'Most bytes in flight in all, else 503.')
+  deadline_s: float = _limit(60.0, 'Seconds from head to answer, else 504.')
   head_s: float = _limit(10.0, "Seconds to send a request's head.")
   batch_ms: float = _limit(2.0, 'How long a request waits for others.')
-  piece_ms: float = _limit(
-    250.0,
-    'How long one call of the index should take. Between two, requests '
-    'that were given up are dropped.',
-  )
-  warm_s: float = _limit(
-    60.0, 'Most seconds that the first search holds up the start.'
-  )
+  piece_ms: float = _limit(250.0, 'How long one call of the index should take.')
+  warm_s: float = _limit(60.0, 'How long the first search may delay the start.')
 
 
 class Rejected(Exception):
-  """A request without an answer.
+  """A request that is refused or cannot be answered.
 
   Attributes:
     status: the HTTP status.
-    detail: what the body says: a sentence, or problems as FastAPI has them.
-    reason: a word for metrics.
-    retry_after_s: when to ask again, seconds; 0: it is not said.
+    detail: of the body: a sentence, or a list of problems as in FastAPI.
+    reason: label of the metric.
+    retry_after_s: seconds for Retry-After; 0: none.
   """
 
   def __init__(
@@ -77,7 +65,7 @@ class Rejected(Exception):
 def bad_request(
   where: Sequence[str | int], message: str, status: int = 422
 ) -> Rejected:
-  """A request that breaks the protocol at `where`, a path in it."""
+  """The error of a request that is invalid at the path `where`."""
   detail = {'loc': list(where), 'msg': message, 'type': 'value_error'}
   return Rejected(status, 'request', [detail])
 
@@ -95,14 +83,14 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(RetrieveRequest))
 def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   """Checks the body of POST /retrieve, and cuts queries that are too long.
 
-  A policy may write any query; to refuse it would fail all queries that it
-  travels with.
+  A policy may write any query; refusing it would fail all other queries of the
+  request.
 
-  By hand rather than by a pydantic model: FastAPI's own 422 repeats the input,
-  and fails (500) where that is not valid Unicode.
+  This does not use a pydantic model because FastAPI's own 422 repeats the
+  input, and fails (500) if that is not valid Unicode.
 
   Raises:
-    Rejected: naming the field and the mend.
+    Rejected: the message names the field and the fix.
   """
   try:
     data = json.loads(body.decode('utf-8'))
@@ -115,18 +103,15 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   for name in data:
     if name not in _FIELDS:
       near = difflib.get_close_matches(name[:40].lower(), _FIELDS, 1, 0.5)
-      raise _bad(
-        # No response can carry a lone surrogate.
-        [name[:80].encode('utf-8', 'replace').decode()],
-        'unknown field; '
-        + (f'meant {near[0]!r}?' if near else f'known: {", ".join(_FIELDS)}'),
-      )
+      fix = f'meant {near[0]!r}?' if near else f'known: {", ".join(_FIELDS)}'
+      # A response cannot contain a lone surrogate.
+      where = name[:80].encode('utf-8', 'replace').decode()
+      raise _bad([where], f'unknown field; {fix}')
   scores = data.get('return_scores')
   if scores is not None and not isinstance(scores, bool):
     raise _bad(['return_scores'], 'must be true or false')
-  return RetrieveRequest(
-    _queries(data, limits), _topk(data, limits), bool(scores)
-  )
+  queries, topk = _queries(data, limits), _topk(data, limits)
+  return RetrieveRequest(queries, topk, bool(scores))
 
 
 def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
@@ -135,12 +120,9 @@ def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
   queries = data['queries']
   if not isinstance(queries, list):
     raise _bad(['queries'], 'must be a list of strings')
-  if len(queries) > limits.max_queries:
-    raise _bad(
-      ['queries'],
-      f'{len(queries)} queries; send at most {limits.max_queries} '
-      '(--max_queries)',
-    )
+  if len(queries) > (most := limits.max_queries):
+    fix = f'send at most {most} (--max_queries)'
+    raise _bad(['queries'], f'{len(queries)} queries; {fix}')
   for i, query in enumerate(queries):
     if not isinstance(query, str):
       raise _bad(['queries', i], 'must be a string')
@@ -148,12 +130,12 @@ def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
 
 
 def _cut(query: str, limits: Limits) -> str:
-  """The beginning of a query, as much of it as is searched."""
-  if len(query) * 4 > limits.max_query_bytes:  # most bytes of a character: 4
-    # A lone surrogate is searched as the non-word it is.
+  """The part of a query that is searched."""
+  if len(query) * 4 > limits.max_query_bytes:  # a character has up to 4 bytes
+    # A lone surrogate is not part of a word.
     data = query.encode('utf-8', 'replace')[: limits.max_query_bytes]
     query = data.decode('utf-8', 'ignore')
-  if len(query) > 2 * limits.max_query_terms:  # no two words touch
+  if len(query) > 2 * limits.max_query_terms:  # words do not touch
     ends = (word.end() for word in _TERM.finditer(query))
     end = next(itertools.islice(ends, limits.max_query_terms - 1, None), None)
     query = query[:end]
@@ -165,13 +147,12 @@ def _topk(data: Mapping[str, Any], limits: Limits) -> int:
   if topk is None:
     return limits.topk
   if isinstance(topk, float) and topk.is_integer():
-    topk = int(topk)  # JSON has one kind of number: 3.0 is 3
+    topk = int(topk)  # JSON does not distinguish 3.0 from 3
   if isinstance(topk, bool) or not isinstance(topk, int):
     raise _bad(['topk'], 'must be an integer')
   if not 1 <= topk <= limits.max_topk:
-    raise _bad(
-      ['topk'], f'must lie between 1 and {limits.max_topk} (--max_topk)'
-    )
+    allowed = f'between 1 and {limits.max_topk} (--max_topk)'
+    raise _bad(['topk'], f'must lie {allowed}')
   return topk
 
 
@@ -185,21 +166,20 @@ def answer(
   """The body of a whole answer.
 
   Raises:
-    Rejected: queries failed. 503: it is worth asking again; 502: it is not.
+    Rejected: queries failed. 503: a retry may succeed; 502: it will not.
   """
   failed = {
     i: row for i, row in enumerate(found) if isinstance(row, SearchFailed)
   }
   if failed:
     waits = [row.retry_after_s for row in failed.values()]
-    final = None in waits
     detail = [
       {'loc': ['body', 'queries', i], 'msg': str(row), 'type': 'search_failed'}
       for i, row in failed.items()
     ]
-    raise Rejected(
-      502 if final else 503, 'failed', detail, 0 if final else max(1.0, *waits)
-    )
+    if None in waits:
+      raise Rejected(502, 'failed', detail)
+    raise Rejected(503, 'failed', detail, max(1.0, *waits))
 
   def shown(one: Found) -> dict[str, object]:
     document = {'id': one.id, 'contents': one.contents}
@@ -208,32 +188,21 @@ def answer(
   result = {'result': [[shown(one) for one in row] for row in found]}
   try:
     return orjson.dumps(result)
-  except TypeError:  # a lone surrogate, which is no character: shown as '?'
+  except TypeError:  # a lone surrogate, shown as '?'
     return json.dumps(result, ensure_ascii=False).encode('utf-8', 'replace')
 
 
 def openapi(limits: Limits, token: bool) -> dict[str, object]:
-  """What OpenAPI says of POST /retrieve."""
-  request = _object(
-    queries={
-      'type': 'array',
-      'items': {'type': 'string'},
-      'maxItems': limits.max_queries,
-    }
-  )
-  request['properties'] |= {
-    'topk': {
-      'type': ['integer', 'null'],
-      'minimum': 1,
-      'maximum': limits.max_topk,
-    },
-    'return_scores': {'type': ['boolean', 'null'], 'default': False},
-  }
+  """The OpenAPI description of POST /retrieve."""
+  request = _object(queries=_array(_TEXT) | {'maxItems': limits.max_queries})
+  topk = {'type': ['integer', 'null'], 'minimum': 1, 'maximum': limits.max_topk}
+  scores = {'type': ['boolean', 'null'], 'default': False}
+  request['properties'] |= {'topk': topk, 'return_scores': scores}
   request['additionalProperties'] = False
-  document = _object(id={'type': 'string'}, contents={'type': 'string'})
+  document = _object(id=_TEXT, contents=_TEXT)
   scored = _object(document=document, score={'type': 'number'})
-  rows = [{'type': 'array', 'items': item} for item in (document, scored)]
-  answers = _object(result={'type': 'array', 'items': {'anyOf': rows}})
+  rows = {'anyOf': [_array(document), _array(scored)]}
+  answers = _object(result=_array(rows))
   said = {
     '400': 'The body was cut short.',
     '413': 'The body is too large.',
@@ -243,40 +212,30 @@ def openapi(limits: Limits, token: bool) -> dict[str, object]:
     '503': 'Busy, or a query failed; Retry-After says when to come back.',
     '504': 'Not answered within the deadline.',
   } | ({'401': 'The token is missing or wrong.'} if token else {})
-  return {
-    'requestBody': {
-      'required': True,
-      'content': {'application/json': {'schema': request}},
-    },
-    'responses': {
-      '200': response('One list for each query, best first.', answers),
-      **{status: response(text, ERROR) for status, text in said.items()},
-    },
-  }
+  responses = {status: response(text, ERROR) for status, text in said.items()}
+  responses['200'] = response('One list for each query, best first.', answers)
+  body = {'required': True, 'content': _json(request)}
+  return {'requestBody': body, 'responses': responses}
 
 
 def response(description: str, schema: dict) -> dict[str, object]:
-  content = {'application/json': {'schema': schema}}
-  return {'description': description, 'content': content}
+  return {'description': description, 'content': _json(schema)}
+
+
+def _json(schema: dict) -> dict:
+  return {'application/json': {'schema': schema}}
+
+
+def _array(items: dict) -> dict:
+  return {'type': 'array', 'items': items}
 
 
 def _object(**properties: dict) -> dict:
   return {'type': 'object', 'required': [*properties], 'properties': properties}
 
 
+_TEXT = {'type': 'string'}
+_PLACE = _array({'type': ['string', 'integer']})
+_PROBLEM = _object(loc=_PLACE, msg=_TEXT, type=_TEXT)
 READY = _object(ready={'type': 'boolean'})
-ERROR = _object(
-  detail={
-    'anyOf': [
-      {'type': 'string'},
-      {
-        'type': 'array',
-        'items': _object(
-          loc={'type': 'array', 'items': {'type': ['string', 'integer']}},
-          msg={'type': 'string'},
-          type={'type': 'string'},
-        ),
-      },
-    ]
-  }
-)
+ERROR = _object(detail={'anyOf': [_TEXT, _array(_PROBLEM)]})

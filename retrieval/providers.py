@@ -1,4 +1,4 @@
-"""Three search APIs: how each is asked and how it answers.
+"""Three search APIs: their requests and answers.
 
 | provider | key (environment) | results a call | documentation |
 |---|---|---|---|
@@ -6,8 +6,8 @@
 | serper | SERPER_API_KEY | 100 | serper.dev |
 | brave | BRAVE_API_KEY | 20 | api-dashboard.search.brave.com |
 
-Google's own API takes no new customers and ends on 1 January 2027: the first
-two ask Google.
+The first two use Google, whose own API accepts no new customers and ends on 1
+January 2027.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import html
 import json
 import re
 
-# Brave refuses longer queries.
+# Limits of Brave.
 _CHARACTERS, _WORDS = 400, 50
 
 
@@ -26,7 +26,7 @@ class Row:
 
   title: str
   url: str
-  text: str  # what the provider shows of the page
+  text: str  # the snippet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Provider:
 
   base_url: str
   path: str
-  variable: str  # of the environment, with the key
-  secret: str  # the header, or the parameter, that takes the key
-  count: str  # the parameter that says how many results
+  variable: str  # environment variable of the key
+  secret: str  # header or parameter of the key
+  count: str  # parameter of the number of results
   most: int  # results of one call
-  rows: tuple[str, ...]  # where an answer holds its results
+  rows: tuple[str, ...]  # path of the results in an answer
   fields: tuple[str, str, str]  # of a result: title, URL, text
-  sign: tuple[str, str | None]  # what an answer without results still has
+  sign: tuple[str, str | None]  # field of every answer, and its value
   fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  answer_box: str = ''  # where an answer holds what stands above its results
+  answer_box: str = ''  # field of the answer above the results
   method: str = 'GET'
-  in_header: bool = True  # the key
-  escaped: bool = False  # text is HTML
+  in_header: bool = True  # whether `secret` is a header
+  escaped: bool = False  # whether text is HTML
 
   def read_key(self, environ: Mapping[str, str]) -> str:
-    """The key; ValueError names the variable, never what it holds."""
+    """The key; a ValueError names the variable but not its value."""
     name = self.variable
     key = environ.get(name, '').strip()
     if not key:
@@ -61,22 +61,19 @@ class Provider:
   def parse(self, answer: object) -> list[Row]:
     """The results, best first, each URL once.
 
-    What Google shows above its results comes first; it need not come from a
-    page, so its URL may be ''.
+    Google's own answer above the results comes first; it may have no page, so
+    its URL may be ''.
 
     Raises:
-      ValueError: not the documented shape. An answer without results has it.
+      ValueError: the answer does not have the documented form, which includes
+        answers without results.
     """
     value = answer
     for name in self.rows:
       value = value.get(name) if isinstance(value, dict) else None
     name, sign = self.sign
-    empty = (
-      isinstance(answer, dict)
-      and value is None
-      and name in answer
-      and (sign in (None, answer[name]))
-    )
+    signed = isinstance(answer, dict) and name in answer
+    empty = signed and value is None and sign in (None, answer[name])
     if not isinstance(value, list) and not empty:
       raise ValueError(f'no list {".".join(self.rows)} in {json.dumps(answer)}')
     rows = [self._row(row) for row in value or []]
@@ -152,15 +149,14 @@ PROVIDERS = {
   ),
 }
 
-# What providers say when asking again cannot help before someone pays: SerpAPI,
-# Serper, Brave.
+# Messages of SerpAPI, Serper and Brave that the quota is used up.
 SPENT = re.compile('run out of searches|not enough credits|quota_limited', re.I)
-KEY_REFUSED = 'SUBSCRIPTION_TOKEN_INVALID'  # Brave's word, with 422
-# SerpAPI's words for an honest nothing, in the field `error`.
+KEY_REFUSED = 'SUBSCRIPTION_TOKEN_INVALID'  # Brave, with 422
+# SerpAPI's message in the field `error` for no results.
 NOTHING = "Google hasn't returned any results"
 
 
 def sendable(query: str) -> str:
-  """A query as APIs take it: at most 400 characters and 50 words, Unicode."""
+  """Cuts a query to 400 characters and 50 words, and replaces surrogates."""
   query = re.sub('[\ud800-\udfff\x00]', '\ufffd', query)
   return ' '.join(query.split()[:_WORDS])[:_CHARACTERS].strip()

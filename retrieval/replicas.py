@@ -1,13 +1,13 @@
-"""Servers that serve the same, and what is known of their health.
+"""Replicas: servers of the same corpus and index, and their health.
 
-A replica that failed several times in a row is left alone for a while (its
-circuit is open), then one request probes it (Nygard, Release It!, 2007).
+A replica that failed several times in a row is not asked for a while (its
+circuit is open); then one request probes it (Nygard, Release It!, 2007).
 
-A server may come back with another corpus or index, and its answers would look
-as good as any. So a replica that was away, or was never asked, says first what
-it serves (the identity in its /health), and each answer has a hash of that in
-its head, for one that was replaced while nobody asked; what differs from what
-the first one serves is not asked again.
+A restarted server may serve another corpus or index, and its answers would
+look valid. So a replica that was unreachable, or was never asked, is asked for
+its identity (/health) first. Each answer has a hash of the identity in its
+header, which shows a server that was replaced in between. A replica whose
+identity differs from that of the first one is not asked again.
 """
 
 import asyncio
@@ -24,43 +24,35 @@ from retrieval.core import identity_hash
 
 _log = logging.getLogger(__name__)
 
-KINDS = (
-  'unreachable',
-  'timeout',
-  'overloaded',
-  'bad_response',
-  'rejected',
-  'unauthorised',
-  'search_failed',
-  'different',
-)
-# Of a replica that answers, but not as its like should.
+# Kinds of an answer that another replica may not give.
 BROKEN = ('bad_response', 'unauthorised', 'different')
-_MEND = {
-  'unreachable': (
-    'Start it (python -m retrieval.server --corpus=...) or correct the URL; '
-    'RETRIEVAL_CA_FILE names the certificate of an https server of your own.'
-  ),
-  'timeout': 'See whether the server is overloaded, or raise timeout_s.',
+_UNREACHABLE = (
+  'Start it (python -m retrieval.server --corpus=...) or correct the URL; '
+  'RETRIEVAL_CA_FILE names the certificate of an https server of your own.'
+)
+_FIX = {  # kind of an error -> what to do
+  'unreachable': _UNREACHABLE,
+  'timeout': 'Check the load of the server, or raise timeout_s.',
   'overloaded': 'Send fewer requests at once, or raise deadline_s.',
-  'bad_response': 'See that the URL is a retrieval server, and its log.',
+  'bad_response': 'Check that the URL is a retrieval server, and its log.',
   'rejected': 'Correct the request, or raise the limit that it names.',
   'unauthorised': 'Set RETRIEVAL_TOKEN to the token of the server.',
-  'search_failed': 'The server is well; it has no answer to these queries.',
-  'different': 'Serve the corpus and index of before, and start again.',
+  'search_failed': 'The server works, but cannot answer these queries.',
+  'different': 'Serve the previous corpus and index, and start again.',
 }
+KINDS = (*_FIX,)
 
 
 class RetrievalError(RuntimeError):
-  """A request that got no usable answer.
+  """A request without a usable answer.
 
   Attributes:
-    kind: one of `KINDS`. The first three were tried again, the others not,
-      since the same request would fare the same.
-    url: what was asked last.
-    attempts: how often.
-    queries: positions of the queries that the server failed on, where it said
-      so: the others are worth asking without them.
+    kind: one of `KINDS`. Only the first three are retried; a retry of the
+      others would fail again.
+    url: the URL that was asked last.
+    attempts: the number of attempts.
+    queries: positions of the queries that the server could not answer, if it
+      named them: the others may be asked without them.
   """
 
   def __init__(
@@ -72,44 +64,45 @@ class RetrievalError(RuntimeError):
     queries: Sequence[int] = (),
   ):
     tried = f' after {attempts} attempts' if attempts > 1 else ''
-    super().__init__(f'{url}: {problem}{tried} [{kind}]. {_MEND[kind]}')
-    self.kind, self.url, self.attempts = kind, url, attempts
-    self.problem = problem
-    self.queries = tuple(queries)
+    super().__init__(f'{url}: {problem}{tried} [{kind}]. {_FIX[kind]}')
+    self.kind, self.url, self.problem = kind, url, problem
+    self.attempts, self.queries = attempts, tuple(queries)
 
 
+@dataclasses.dataclass(eq=False)
 class Failure(Exception):
-  """One attempt that may be repeated."""
+  """A failed attempt that may be repeated."""
 
-  def __init__(
-    self,
-    kind: str,
-    problem: str,
-    wait_s: float = 0.0,
-    queries: Sequence[int] = (),
-  ):
-    super().__init__(problem)
-    self.kind, self.problem, self.wait_s = kind, problem, wait_s
-    self.queries = queries
+  kind: str
+  problem: str
+  wait_s: float = 0.0
+  queries: Sequence[int] = ()
+
+  def error(self, url: str, attempts: int) -> RetrievalError:
+    return RetrievalError(self.kind, url, self.problem, attempts, self.queries)
 
 
 @dataclasses.dataclass(eq=False)
 class Replica:
-  """A server and what is known of its health."""
+  """The state of one server."""
 
   url: str
   in_flight: int = 0
   failures: int = 0  # in a row
-  open_until: float = -math.inf  # left alone until then
+  open_until: float = -math.inf  # not asked until then
   probing: bool = False
-  busy_until: float = -math.inf  # as its Retry-After said
-  problem: Failure | None = None  # the last
-  known: bool = False  # it serves what it should
-  differs: str = ''  # how, of one that does not: it is left out for good
+  busy_until: float = -math.inf  # by its Retry-After
+  problem: Failure | None = None  # the last one
+  known: bool = False  # its identity was checked
+  differs: str = ''  # how its identity differs; it is then excluded for good
+
+  def require_same(self, path: str) -> None:
+    if self.differs:
+      raise RetrievalError('different', self.url + path, self.differs)
 
 
 class Replicas:
-  """Chooses whom to ask, and learns from what came of it."""
+  """Chooses which replica to ask, and keeps track of their health."""
 
   def __init__(
     self,
@@ -127,10 +120,10 @@ class Replicas:
     """
     if not urls:
       raise ValueError('no url is given: give http://host:port')
-    # Of one alone there is nothing that it could differ from, at first.
+    # A single server has nothing to differ from at first.
     self.all = [Replica(_checked_url(u), known=len(urls) == 1) for u in urls]
-    self._served: tuple[str, Any] | None = None  # by whom, and its identity
-    self._hash: tuple[str, str] | None = None  # likewise, of an identity
+    self._served: tuple[str, Any] | None = None  # the first (URL, identity)
+    self._hash: tuple[str, str] | None = None  # the first (URL, identity hash)
     self._failures, self._cooldown_s = failures, cooldown_s
     self._random, self._clock, self._turn = rng, clock, 0
 
@@ -142,17 +135,17 @@ class Replicas:
     path: str,
     attempts: int,
   ) -> tuple[Replica, bool]:
-    """A replica to ask, and whether that is a probe: else the least busy.
+    """Returns the least busy replica, and whether the request is a probe.
 
-    A replica that is not known is probed like one whose circuit was open.
+    A replica of unknown identity is probed like one whose circuit was open.
 
-    Where all circuits are open it waits for the first probe: a server that is
-    started again within the deadline then costs time, while an error at once
-    would cost whoever asks its trajectory. Waiting is no attempt.
+    If all circuits are open, this waits for the first probe: a server that is
+    restarted within the deadline then costs time, whereas an error would cost
+    the trajectory. Waiting does not count as an attempt.
 
     Raises:
-      RetrievalError: the deadline would pass in waiting, or none is left that
-        serves what it should.
+      RetrievalError: the deadline would pass while waiting, or no replica has
+        the expected identity.
     """
 
     def cost(r: Replica) -> tuple[bool, bool, int]:
@@ -162,48 +155,37 @@ class Replicas:
       now = self._clock()
       alike = [r for r in replicas if not r.differs]
       if not alike:
-        raise RetrievalError(
-          'different', replicas[-1].url + path, replicas[-1].differs
-        )
+        replicas[-1].require_same(path)
       closed = [r for r in alike if r.known and r.failures < self._failures]
-      ready = [
-        r
-        for r in alike
-        if r not in closed and not r.probing and r.open_until <= now
-      ]
-      if ready:
+      idle = [r for r in alike if not r.probing and r.open_until <= now]
+      if ready := [r for r in idle if r not in closed]:
         r = min(ready, key=cost)
-        # One that is busy or failed just now waits while another may be well.
+        # A busy one, or one that just failed, waits while others may answer.
         others = closed or any(other.probing for other in alike)
         if not (others and any(cost(r)[:2])):
           r.probing = True
           return r, True
       if closed:
-        self._turn += 1  # equally busy ones take turns
+        self._turn += 1  # equally busy replicas take turns
         turn = self._turn % len(closed)
         return min(closed[turn:] + closed[:turn], key=cost), False
       first = min(alike, key=lambda r: r.open_until)
-      # Spread out: those who waited do not come back all at once.
+      # Jitter, so that waiting requests do not all continue at once.
       pause = max(0.0, first.open_until - now) + self._random.uniform(0.01, 0.2)
       if now + pause >= end:
-        problem = first.problem or Failure(
-          'timeout', 'another request still asks what it serves'
-        )
-        raise RetrievalError(
-          problem.kind,
-          first.url + path,
-          f'{problem.problem}; it failed {first.failures} times in a row and '
-          'is left alone for a while',
-          max(attempts, 1),
-        ) from problem
+        last = 'another request still checks its identity'
+        cause = first.problem or Failure('timeout', last)
+        said = f'{cause.problem}; it failed {first.failures} times in a row'
+        failure = Failure(cause.kind, f'{said} and is left alone for a while')
+        raise failure.error(first.url + path, max(attempts, 1)) from cause
       await asyncio.sleep(pause)
 
   async def watch(
     self, replica: Replica, probe: bool, attempt: Coroutine, whole: bool
   ) -> Any:
-    """The result of an attempt, of which the replica's circuit learns.
+    """Awaits an attempt and updates the circuit of the replica.
 
-    whole: the attempt has its full time; else its timeout says little.
+    whole: the attempt has its full timeout; else a timeout is not counted.
     """
     replica.in_flight += 1
     try:
@@ -216,7 +198,7 @@ class Replicas:
         self._failed(replica, probe, failure)
       raise
     except RetrievalError as error:
-      # One alone goes on: it may be the query that it cannot answer.
+      # The circuit of a single server stays closed: the query may be at fault.
       if error.kind in BROKEN and len(self.all) > 1:
         self._failed(replica, probe, Failure(error.kind, error.problem))
       else:
@@ -231,17 +213,17 @@ class Replicas:
         replica.probing = False
 
   def learn(self, replica: Replica, identity: Any) -> None:
-    """Compares what a replica serves with what the first one serves.
+    """Compares the identity of a replica with that of the first one.
 
-    identity: of its /health; None where it has none: it then is like others
-      that have none, as Search-R1's servers are.
+    identity: of its /health; None if it has none, like Search-R1's servers. It
+      is then equal to others without one.
     """
     if self._served is None and identity is not None:
       self.compare(replica, identity_hash(identity))
       if replica.differs:
         return
       self._served = replica.url, identity
-      for other in self.all:  # those that had none
+      for other in self.all:  # those without an identity
         other.known = False
     url, served = self._served or (replica.url, None)
     differ = files.differences({'identity': served}, {'identity': identity})
@@ -250,32 +232,30 @@ class Replicas:
       self._leave_out(replica, url, '; '.join(differ))
 
   def compare(self, replica: Replica, found: str) -> None:
-    """Compares `identity_hash` of an answer with that of the first one."""
+    """Compares `identity_hash` of an answer with that of the first answer."""
     self._hash = self._hash or (replica.url, found)
     url, served = self._hash
     if found != served:
-      self._leave_out(
-        replica, url, f'the hash of its identity was {served}, is {found}'
-      )
+      how = f'the hash of its identity was {served}, is {found}'
+      self._leave_out(replica, url, how)
 
   def _leave_out(self, replica: Replica, url: str, how: str) -> None:
     if not replica.differs:
       replica.differs = f'does not serve what {url} served: {how}'
-      _log.error('%s %s; it is left out for good', replica.url, replica.differs)
+      _log.error('%s %s; it is excluded for good', replica.url, replica.differs)
 
   def _failed(self, replica: Replica, probe: bool, failure: Failure) -> None:
     replica.failures += 1
     replica.problem = failure
-    # What nobody reached may be another server when it is back.
+    # An unreachable server may be another one when it is back.
     if failure.kind == 'unreachable' or replica.failures >= self._failures:
       replica.known = len(self.all) == 1 and self._served is None
-    # Of those that were under way together only one opens the circuit.
+    # Of requests in flight together, only one opens the circuit.
     if replica.failures == self._failures or (
       probe and replica.failures > self._failures
     ):
-      replica.open_until = self._clock() + (
-        self._cooldown_s * self._random.uniform(1, 1.5)
-      )
+      cooldown = self._cooldown_s * self._random.uniform(1, 1.5)
+      replica.open_until = self._clock() + cooldown
 
 
 def _checked_url(url: str) -> str:

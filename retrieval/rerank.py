@@ -1,28 +1,27 @@
-"""A cross-encoder over the first passages of another index.
+"""Reranks the first passages of another index with a cross-encoder.
 
 The cross-encoder (Nogueira & Cho, 2019) reads a query and a passage together:
-BERT with a pooler and one label, as the ms-marco models have it. Scores are
-its logits; a sigmoid would not change the order.
+BERT with a pooler and one label, as in the ms-marco models. Scores are its
+logits; a sigmoid would not change the order.
 """
 
 from collections.abc import Callable, Sequence
 import functools
-import os
 import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from retrieval import bert
-from retrieval.core import Index
-from retrieval.devices import data_mesh, put
-from retrieval.encoder import Tokens, clean, sha256, tell_dtype
+from retrieval.core import Index, Ranked, check_k, no_results
+from retrieval.devices import data_mesh, put, replicate
+from retrieval.encoder import Tokens, clean, resolve_dtype, sha256
+from retrieval.files import PathLike
 from retrieval.metrics import stage
 
-_LENGTH = 512  # tokens of a pair, where the model has as many
+_LENGTH = 512  # tokens of a pair, if the model has as many positions
 
 
 class CrossEncoder:
@@ -30,7 +29,7 @@ class CrossEncoder:
 
   def __init__(
     self,
-    path: str | os.PathLike,
+    path: PathLike,
     *,
     dtype: str = 'auto',
     length: int | None = None,
@@ -41,46 +40,39 @@ class CrossEncoder:
     Args:
       path: a folder with config.json, *.safetensors and a tokenizer.
       dtype: of parameters and activations: float32, bfloat16, or auto, see
-        `tell_dtype`.
-      length: tokens of a pair, special ones included; None: 512, or all
-        positions of a model that has fewer. The passage is cut; a query only
-        where it alone is longer.
-      batch: the most tokens of a batch; None: what suits the device.
+        `resolve_dtype`.
+      length: tokens of a pair, including special tokens; None: 512, or all
+        positions of a model that has fewer. The passage is cut; the query is
+        cut only if it alone is longer.
+      batch: the most tokens of a batch; None: by the device.
 
     Raises:
       FileNotFoundError, ValueError: see `bert.load` and `encoder.Tokens`.
     """
-    path, dtype = pathlib.Path(path), tell_dtype(dtype)
+    path, dtype = pathlib.Path(path), resolve_dtype(dtype)
     self.cfg, params = bert.load(path, jnp.dtype(dtype), head=True)
-    if self.cfg.type_vocab_size < 2:
-      raise ValueError(
-        f'{path}: type_vocab_size={self.cfg.type_vocab_size}; a pair needs 2'
-      )
+    if (types := self.cfg.type_vocab_size) < 2:
+      raise ValueError(f'{path}: type_vocab_size={types}; a pair needs 2')
     self._tokens = Tokens(path, self.cfg, batch)
     if length is None:
       length = min(_LENGTH, self.cfg.max_position_embeddings)
     self._tokenizer = self._tokens.to_length('length', length)
-    self._tokenizer.no_truncation()  # a pair is cut here, see _encode
+    self._tokenizer.no_truncation()  # `_encode` cuts pairs
     self.length, self.dtype = length, dtype
     self._sha256 = sha256(path)
     self._mesh = data_mesh()
-    self._params = jax.device_put(
-      params, NamedSharding(self._mesh, PartitionSpec())
-    )
-    self._logits = jax.jit(
-      lambda *batch: bert.classify(batch[0], self.cfg, *batch[1:])
-    )
+    self._params = replicate(self._mesh, params)
+    self._logits = jax.jit(functools.partial(bert.classify, cfg=self.cfg))
 
   @property
   def parameters(self) -> dict[str, Any]:
-    """What scores depend on, for JSON."""
+    """JSON of what scores depend on."""
     return {'length': self.length, 'dtype': self.dtype, 'sha256': self._sha256}
 
   def score(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
     """Logits of (query, passage) pairs, float32 [N]; larger is better."""
-    out = np.empty(len(pairs), np.float32)
+    out, done = np.empty(len(pairs), np.float32), []
     rows = self._encode(pairs)
-    done = []
     lengths = [len(row.ids) for row in rows]
     for at, R, T in self._tokens.batches(lengths, self.length):
       batch = np.zeros((2, R, T), np.int32)
@@ -88,27 +80,29 @@ class CrossEncoder:
       for r, i in enumerate(at):
         size[r] = lengths[i]
         batch[:, r, : lengths[i]] = rows[i].ids, rows[i].type_ids
-      ids, types, size = put(self._mesh, *batch, size)
-      done.append((at, self._logits(self._params, ids, size, types)))
+      done.append((at, self._logits(**self._batch(*batch, size))))
     for at, logits in done:
       out[at] = np.asarray(logits)[: len(at)]
     return out
 
   def programs(self, count: int) -> list[Callable[[], None]]:
-    """Calls, each of which compiles one program or loads it from the disk.
+    """Functions that each compile a program or load it from the disk.
 
     They may run in any threads. After all of them, `score` compiles nothing
     for at most `count` pairs.
     """
-    return [
-      functools.partial(self._compile, *shape)
-      for shape in self._tokens.shapes(count, self.length)
-    ]
 
-  def _compile(self, R: int, T: int) -> None:
-    ids, size = np.zeros((R, T), np.int32), np.ones(R, np.int32)
-    ids, types, size = put(self._mesh, ids, ids, size)
-    self._logits.lower(self._params, ids, size, types).compile()
+    def build(R: int, T: int) -> None:
+      ids, size = np.zeros((R, T), np.int32), np.ones(R, np.int32)
+      self._logits.lower(**self._batch(ids, ids, size)).compile()
+
+    shapes = self._tokens.shapes(count, self.length)
+    return [functools.partial(build, *shape) for shape in shapes]
+
+  def _batch(self, ids, types, lengths) -> dict[str, Any]:
+    ids, types, lengths = put(self._mesh, ids, types, lengths)
+    batch = {'ids': ids, 'lengths': lengths, 'types': types}
+    return {'params': self._params, **batch}
 
   def _encode(self, pairs: Sequence[tuple[str, str]]) -> list:
     """[CLS] query [SEP] passage [SEP], the passage cut to fit."""
@@ -116,9 +110,8 @@ class CrossEncoder:
     room = self.length - 3
 
     def tokens(texts):
-      return self._tokenizer.encode_batch_fast(
-        [clean(text) for text in texts], add_special_tokens=False
-      )
+      texts = [clean(text) for text in texts]
+      return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     for query, encoding in zip(queries, tokens(queries), strict=True):
       encoding.truncate(room)
@@ -133,7 +126,7 @@ class CrossEncoder:
 
 
 class Rerank:
-  """An index whose first n passages a cross-encoder orders anew."""
+  """An index whose first n passages are reordered by a cross-encoder."""
 
   name = 'rerank'
 
@@ -150,18 +143,17 @@ class Rerank:
       index: over the P passages of `contents`.
       contents: [P] texts.
       cross_encoder: gives the scores.
-      n: passages of `index` for each query. There are no others to be had:
-        a search for k > n ends after n, since scores of two kinds do not mix.
+      n: passages of `index` for each query. A search for k > n returns n,
+        since scores of the two kinds cannot be compared.
 
     Raises:
       ValueError: n < 1, or an index of another corpus.
     """
     if n < 1:
       raise ValueError(f'n={n} must be at least 1')
-    if len(index) != len(contents):
-      raise ValueError(
-        f'the index holds {len(index)} passages, contents {len(contents)}'
-      )
+    if (count := len(index)) != len(contents):
+      other = len(contents)
+      raise ValueError(f'the index holds {count} passages, contents {other}')
     self._index, self._contents = index, contents
     self._cross_encoder, self.n = cross_encoder, n
 
@@ -177,25 +169,18 @@ class Rerank:
   def __len__(self) -> int:
     return len(self._index)
 
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> tuple[np.ndarray, np.ndarray]:
+  def search(self, queries: Sequence[str], k: int) -> Ranked:
     """See `retrieval.core.Index.search`."""
-    if k < 1:
-      raise ValueError(f'k={k} must be at least 1')
+    check_k(k)
     first, _ = self._index.search(queries, self.n)
     rows, columns = np.nonzero(first >= 0)
     with stage('rerank'):
       scores = np.full(first.shape, -np.inf, np.float32)
-      scores[rows, columns] = self._cross_encoder.score(
-        [
-          (queries[row], self._contents[i])
-          for row, i in zip(rows.tolist(), first[rows, columns].tolist())
-        ]
-      )
+      at = zip(rows.tolist(), first[rows, columns].tolist())
+      pairs = [(queries[row], self._contents[i]) for row, i in at]
+      scores[rows, columns] = self._cross_encoder.score(pairs)
     order = np.lexsort((first, -scores))[:, :k]
-    ids = np.full((len(queries), min(k, len(self))), -1, np.int64)
-    best = np.full(ids.shape, -np.inf, np.float32)
+    ids, best = no_results(len(queries), min(k, len(self)))
     ids[:, : order.shape[1]] = np.take_along_axis(first, order, 1)
     best[:, : order.shape[1]] = np.take_along_axis(scores, order, 1)
     return ids, best

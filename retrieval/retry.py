@@ -1,14 +1,14 @@
-"""What an HTTP answer says of when to ask again."""
+"""Waiting times between attempts."""
 
 import datetime
 import email.utils
 
 
 def retry_after(value: str) -> float:
-  """Seconds that a Retry-After header asks to wait (RFC 9110, 10.2.3).
+  """Seconds to wait according to a Retry-After header (RFC 9110, 10.2.3).
 
   Args:
-    value: seconds or a date; anything else, '' too, asks nothing: 0.
+    value: seconds or a date; 0 is returned for anything else, '' included.
   """
   value = value.strip()
   if value.isascii() and value.isdigit() and len(value) < 10:
@@ -19,5 +19,4 @@ def retry_after(value: str) -> float:
     return 0.0
   if when.tzinfo is None:
     when = when.replace(tzinfo=datetime.UTC)
-  now = datetime.datetime.now(datetime.UTC)
-  return max(0.0, (when - now).total_seconds())
+  return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())

@@ -1,4 +1,4 @@
-"""Asks for passages from the command line; matched words are marked.
+"""Searches from the command line and marks the matched words.
 
   python -m retrieval.search --url=http://127.0.0.1:8000 "who wrote hamlet"
   python -m retrieval.search --corpus=corpus.jsonl.gz "who wrote hamlet"
@@ -6,7 +6,7 @@
     --encoder=e5-base-v2 "who wrote hamlet"
 
 Without --url no server is needed: the flags are those of `retrieval.server`,
-and what it would serve is searched here.
+and their index is searched in this process.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,16 @@ from retrieval.core import SearchFailed
 from retrieval.corpus import split_contents
 from retrieval.served import open_searcher
 
-# Passages come from outside: an escape sequence must not reach a terminal.
+# Passages are not trusted: no escape sequence may reach a terminal.
 _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
 _MARK = 'bold yellow'
 
 
-def search_here(
-  args: flags.FlagValues, queries: Sequence[str]
-) -> tuple[list[list[Hit]], Analyzer]:
-  """Asks what the flags of a server name.
+Results = tuple[list[list[Hit]], Analyzer]
+
+
+def search_here(args: flags.FlagValues, queries: Sequence[str]) -> Results:
+  """Searches what the flags of a server name.
 
   Raises:
     ValueError, RuntimeError, OSError: it cannot be used; says why.
@@ -51,30 +52,23 @@ def search_here(
   ], analyzer
 
 
-def search_server(
-  url: str, queries: Sequence[str], k: int
-) -> tuple[list[list[Hit]], Analyzer]:
-  """Asks a server; the analyzer marks words as the server compares them.
+def search_server(url: str, queries: Sequence[str], k: int) -> Results:
+  """Asks a server; returns the hits and the analyzer of the server.
 
   Raises:
-    RetrievalError: it gave no usable answer.
+    RetrievalError: there is no usable answer.
   """
   hits = retrieve_sync(url, queries, k, retries=1)
   try:
     index = health_sync(url, retries=0).get('index')
     return hits, Analyzer(index['stemmer'], index['stop_words'])
   except (RetrievalError, KeyError, TypeError, ValueError):
-    # Another server of the protocol: the passages are what was asked for.
+    # Another server of the protocol; its passages are shown all the same.
     return hits, Analyzer()
 
 
-def show(
-  console: rich.console.Console,
-  query: str,
-  hits: Sequence[Hit],
-  analyzer: Analyzer,
-) -> None:
-  """Prints ranked passages; marks by colour, by *stars* where there is none."""
+def show(console, query: str, hits: Sequence[Hit], analyzer: Analyzer) -> None:
+  """Prints ranked passages; marks words by colour, else by *stars*."""
   terms, stars = set(analyzer(query)), not console.color_system
   console.print(rich.text.Text(_clean(query), 'bold cyan'))
   if not hits:
@@ -90,9 +84,7 @@ def show(
   console.print()
 
 
-def _marked(
-  text: str, terms: set[str], analyzer: Analyzer, stars: bool
-) -> rich.text.Text:
+def _marked(text: str, terms: set[str], analyzer, stars: bool):
   text = _clean(text)
   out, last = rich.text.Text(), 0
   for start, end in analyzer.spans(text, terms):

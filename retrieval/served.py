@@ -1,6 +1,6 @@
-"""What a server serves, by its flags: a searcher, and what it compiles.
+"""Opens the searcher that the flags of a server name.
 
-Libraries of indexes that the flags do not name are not imported.
+Libraries of other indexes are not imported.
 """
 
 from collections.abc import Callable
@@ -12,31 +12,29 @@ from retrieval import bm25, gpu_memory
 from retrieval.core import LocalSearcher, Searcher
 from retrieval.corpus import MOST, read_corpus
 
-_OPTIONS = {  # kind of index -> its options, and their flags
+_FAISS = {'nprobe': 'nprobe', 'ef_search': 'ef_search', 'gpu': 'faiss_gpu'}
+_OPTIONS = {  # kind of index -> option -> flag
   'dense_jax': {'precision': 'precision'},
-  'dense_faiss': {
-    'nprobe': 'nprobe',
-    'ef_search': 'ef_search',
-    'gpu': 'faiss_gpu',
-  },
+  'dense_faiss': _FAISS,
   'milvus': {'uri': 'milvus_uri'},
 }
-# With --topk, the topk whose programs compile before the server is ready.
-# Of 16 or fewer all have the programs of one of these (see `dense_jax`).
+# Values of topk, besides --topk, whose programs compile before the server is
+# ready. They cover every topk up to 16 (see `dense_jax`).
 _WARM_TOPK = (1, 3, 5, 10)
 
 
 def say(message: str) -> None:
-  """A line on stderr."""
-  # A file's name or a service's error may hold an escape sequence.
+  """Prints a line on stderr."""
+  # The name of a file or the error of a service may have escape sequences.
   shown = ''.join(c if c.isprintable() or c == '\n' else '?' for c in message)
   print(f'retrieval.server: {shown}', file=sys.stderr, flush=True)
 
 
-def open_searcher(
-  args,
-) -> tuple[Searcher, LocalSearcher | None, list[Callable[[], None]]]:
-  """What the flags name, the corpus and index behind it, its programs.
+Programs = list[Callable[[], None]]
+
+
+def open_searcher(args) -> tuple[Searcher, LocalSearcher | None, Programs]:
+  """Returns the searcher, the local searcher in it, and what to compile.
 
   Raises:
     ValueError, OSError, RuntimeError: it cannot be used; the message says why.
@@ -52,7 +50,7 @@ def open_searcher(
   else:
     local, programs = _corpus(args) if args.corpus else _folder(args)
     searcher = local
-  # What was paid for is not asked again because its client has gone.
+  # Paid answers are kept even if their client is gone.
   if args.record or args.web:
     from retrieval.cache import Recorded
 
@@ -68,19 +66,12 @@ def _web(args) -> Searcher:
       'WARNING: web searches cost money, and neither --web_max_calls nor '
       '--web_max_cost bounds them.'
     )
-  return WebSearcher(
-    args.web,
-    mode=args.web_mode,
-    rate=args.web_rate,
-    concurrency=args.web_concurrency,
-    max_calls=args.web_max_calls,
-    max_cost=args.web_max_cost,
-    price=args.web_price,
-    ledger=args.web_ledger,
-  )
+  names = 'mode rate concurrency max_calls max_cost price ledger'.split()
+  options = {name: getattr(args, f'web_{name}') for name in names}
+  return WebSearcher(args.web, **options)
 
 
-def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
+def _folder(args) -> tuple[LocalSearcher, Programs]:
   from retrieval import folder as folders
 
   kinds = [name.partition(':')[0] for name in args.index]
@@ -99,26 +90,19 @@ def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
     except (OSError, RuntimeError) as error:
       say(f'WARNING: programs are not kept (--compile_cache): {error}')
   indexes, encoders = [], {}
+  usage = {'dtype': args.dtype, 'query_length': args.query_length}
   for kind, name in zip(kinds, args.index):
-    options = {
-      n: args[flag].value
-      for n, flag in _OPTIONS.get(kind, {}).items()
-      if args[flag].value is not None
-    }
+    options = {n: args[f].value for n, f in _OPTIONS.get(kind, {}).items()}
+    options = {n: value for n, value in options.items() if value is not None}
     encoder = None
     if kind != 'bm25' and args.encoder:
       stated = repr(folders.stated_encoder(folder, name))
-      if stated not in encoders:  # one for all indexes that it made
-        encoders[stated] = folders.open_encoder(
-          folder,
-          name,
-          args.encoder,
-          dtype=args.dtype,
-          query_length=args.query_length,
-        )
+      if stated not in encoders:  # indexes of one encoder share it
+        opened = folders.open_encoder(folder, name, args.encoder, **usage)
+        encoders[stated] = opened
       encoder = encoders[stated]
     indexes.append(folders.open_index(folder, name, encoder=encoder, **options))
-  # What is asked of an index, and so of its programs.
+  # The values of k that the indexes are asked for.
   ks = {k for k in (*_WARM_TOPK, args.topk) if k <= args.max_topk}
   index, programs = indexes[0], []
   if args.rerank:
@@ -131,7 +115,7 @@ def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
   for kind, part in zip(kinds, indexes):
     if kind == 'dense_jax':
       programs += part.programs(args.max_batch, ks)
-  if {*kinds} - {'bm25', 'dense_jax'}:  # they search with ready vectors
+  if {*kinds} - {'bm25', 'dense_jax'}:  # these search with encoded queries
     for encoder in encoders.values():
       programs += encoder.programs(args.max_batch)
   if args.rerank:
@@ -145,17 +129,14 @@ def _folder(args) -> tuple[LocalSearcher, list[Callable[[], None]]]:
 
 
 def _bytes(args, folder, kinds: list[str]) -> tuple[int, int]:
-  """Of vectors on all GPUs together, and of models on each."""
+  """Bytes of vectors on all GPUs together, and of models on each."""
   vectors = 0
   if folder.vectors is not None:
     width = {'float32': 4, 'int8': 1}.get(args.precision, 2)
     vectors = kinds.count('dense_jax') * folder.vectors.size * width
-  return vectors, sum(
-    file.stat().st_size
-    for path in (args.encoder, args.rerank)
-    if path
-    for file in pathlib.Path(path).glob('*.safetensors')
-  )
+  models = [pathlib.Path(p) for p in (args.encoder, args.rerank) if p]
+  weights = [file for path in models for file in path.glob('*.safetensors')]
+  return vectors, sum(file.stat().st_size for file in weights)
 
 
 def _corpus(args) -> tuple[LocalSearcher, list]:

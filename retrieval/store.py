@@ -1,20 +1,24 @@
 """The corpus on disk for random access: an Arrow IPC file, memory-mapped.
 
-Columns `id` and `contents`, in record batches; the last batch is empty and
-carries the count and the sha256, known only then, as its metadata. A file cut
-short has no footer and is refused. Open, it takes no memory but the pages of
-the file that are in use, which the system drops when it needs them.
+Columns `id` and `contents`, in record batches. The last batch is empty; its
+metadata hold the count and the sha256, which are known only at the end. A
+truncated file has no footer and is refused. An open store uses no memory but
+the mapped pages in use, which the system may drop.
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
+import itertools
 import os
+import pathlib
 
 import pyarrow as pa
 
+from retrieval import files
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
 
 _SCHEMA = pa.schema([('id', pa.string()), ('contents', pa.string())])
-_BATCH = 4096  # passages; about 3 MB of 100-word ones
+_BATCH = 4096  # passages; about 3 MB of 100-word passages
 
 
 class _Column(Sequence):
@@ -35,69 +39,57 @@ class _Column(Sequence):
       yield from chunk.to_pylist()
 
 
-def write_store(source: str | os.PathLike, out: str | os.PathLike) -> Corpus:
+def write_store(source: files.PathLike, out: files.PathLike) -> Corpus:
   """Writes any corpus as a store, in constant memory, and opens it.
 
   Args:
     source: see `corpus.iter_documents`.
-    out: the file to write; it appears under this name when it is whole.
+    out: the file to write, atomically.
 
   Raises:
-    CorpusError: the source is no good; `out` is then as it was.
+    CorpusError: the source is invalid; `out` is unchanged.
   """
-  out = os.fspath(out)
-  part = f'{out}.part'
-  try:
-    with open(part, 'wb') as file:
-      with pa.ipc.new_file(file, _SCHEMA) as writer:
-        digest, count, rows = Digest(), 0, ([], [])
-        for doc in iter_documents(source):
+  out = pathlib.Path(out)
+  part = out.with_name(f'{out.name}.part')
+  digest, count, documents = Digest(), 0, iter_documents(source)
+  with contextlib.ExitStack() as stack:
+    stack.callback(part.unlink, missing_ok=True)
+    file = stack.enter_context(open(part, 'wb'))
+    with pa.ipc.new_file(file, _SCHEMA) as writer:
+      while batch := list(itertools.islice(documents, _BATCH)):
+        for doc in batch:
           digest.update(doc)
-          count += 1
-          rows[0].append(doc.id)
-          rows[1].append(doc.contents)
-          if len(rows[0]) == _BATCH:
-            writer.write_batch(_batch(rows))
-            rows = ([], [])
-        writer.write_batch(_batch(rows))
-        about = {'count': str(count), 'sha256': digest.hexdigest()}
-        writer.write_batch(_batch(([], [])), custom_metadata=about)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(part, out)
-  finally:
-    if os.path.exists(part):
-      os.unlink(part)
+        count += len(batch)
+        columns = [[d.id for d in batch], [d.contents for d in batch]]
+        writer.write_batch(pa.record_batch(columns, _SCHEMA))
+      about = {'count': str(count), 'sha256': digest.hexdigest()}
+      empty = pa.record_batch([[], []], _SCHEMA)
+      writer.write_batch(empty, custom_metadata=about)
+    files.commit(file, part, out)
   return open_store(out)
 
 
-def open_store(path: str | os.PathLike) -> Corpus:
+def open_store(path: files.PathLike) -> Corpus:
   """Opens what `write_store` wrote, memory-mapped.
 
   Raises:
-    CorpusError: the file is absent, cut short or not a store.
+    CorpusError: the file is absent, truncated or not a store.
   """
   path = os.fspath(path)
-  mend = 'Write it again: python -m retrieval.build_index --corpus=...'
+  fix = 'Write it again: python -m retrieval.build_index --corpus=...'
   try:
     reader = pa.ipc.open_file(pa.memory_map(path))
     table = reader.read_all()
     last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
     about = dict(last.custom_metadata or {})
     count, sha256 = int(about[b'count']), about[b'sha256'].decode()
+    if table.schema != _SCHEMA or len(table) != count:
+      found = f'{len(table)} passages in columns {table.schema.names}'
+      raise ValueError(f'{found}, not {count} in {_SCHEMA.names}')
   except FileNotFoundError:
-    raise CorpusError(f'{path}: no such file. {mend}') from None
+    raise CorpusError(f'{path}: no such file. {fix}') from None
   except (pa.ArrowException, OSError, KeyError, ValueError) as error:
     raise CorpusError(
-      f'{path}: not a whole corpus store ({str(error)[:160]!r}). {mend}'
+      f'{path}: not a whole corpus store ({str(error)[:160]!r}). {fix}'
     ) from None
-  if table.schema != _SCHEMA or len(table) != count:
-    raise CorpusError(
-      f'{path}: holds {len(table)} passages in columns '
-      f'{table.schema.names}, should hold {count} in {_SCHEMA.names}. {mend}'
-    )
   return Corpus(path, _Column(table['id']), _Column(table['contents']), sha256)
-
-
-def _batch(rows: tuple[list[str], list[str]]) -> pa.RecordBatch:
-  return pa.record_batch(list(rows), _SCHEMA)

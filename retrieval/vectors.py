@@ -1,27 +1,43 @@
-"""The vectors of a corpus: INDEX/vectors.npy, which every dense index reads.
+"""Vectors: the file of a corpus, and what dense indexes over it share.
 
-Encoding 21 million passages takes hours to days, so it survives a kill: the
-file is there in full from the start (`vectors.npy.part`), blocks of rows are
-written and flushed to the disk, and only then does `vectors.json` count them
-as done. That record also names corpus and encoder: what goes on is the same
-work or an error.
+Every dense index reads INDEX/vectors.npy. Encoding 21 million passages takes
+hours to days, so it survives a kill: the file has its full size from the start
+(`vectors.npy.part`), blocks of rows are written and flushed to the disk, and
+only then `vectors.json` counts them as done. That record also identifies
+corpus and encoder, so that only the same work is continued.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import pathlib
 from typing import Any, Protocol
 
 import numpy as np
 
 from retrieval import files
+from retrieval.core import Ranked, check_k
 from retrieval.corpus import Corpus
 
 DTYPES = ('float32', 'float16')
-_CALL = 1024  # passages of one call of the encoder, of like length
+SPARE = 8  # results beyond k that cost FAISS next to nothing
+TIES = 1024  # how far down equal scores are followed, see `ranked`
+_CALL = 1024  # passages of similar length in one call of the encoder
+_NOTHING = np.iinfo(np.int64).max  # position of -1 in corpus order
 
 
 class VectorsError(ValueError):
-  """The vectors cannot be made or used; the message names the mend."""
+  """The vectors cannot be made or used; the message says how to fix it."""
+
+
+class QueryEncoder(Protocol):
+  """What dense indexes need of `encoder.Encoder`."""
+
+  dim: int
+  dtype: str
+  query_length: int
+
+  @property
+  def parameters(self) -> Mapping[str, Any]: ...
+  def encode_queries(self, texts: Sequence[str]) -> np.ndarray: ...
 
 
 class PassageEncoder(Protocol):
@@ -32,6 +48,156 @@ class PassageEncoder(Protocol):
   parameters: dict[str, Any]
 
   def encode_passages(self, passages: list[str]) -> np.ndarray: ...
+
+
+class DenseIndex:
+  """Base class of the indexes over vectors; see `core.Index`."""
+
+  name: str
+  error: type[Exception] = ValueError
+
+  def __init__(
+    self, encoder: QueryEncoder | None, dim: int, what: str, **about: Any
+  ):
+    """Checks the encoder.
+
+    Args:
+      encoder: of queries; None if only `search_vectors` is used.
+      dim: D, of the vectors.
+      what: names them in an error.
+      about: further parameters of the index.
+
+    Raises:
+      error: the encoder has another dimension.
+    """
+    if encoder is not None and encoder.dim != dim:
+      problem = f'{what} {dim} dimensions, the encoder {encoder.dim}'
+      raise self.error(f'{problem}; use the encoder that made the vectors')
+    self.dim, self._encoder = dim, encoder
+    self._about = {'name': self.name, **about}
+
+  @property
+  def parameters(self) -> dict[str, Any]:
+    if (encoder := self._encoder) is None:
+      return self._about
+    return self._about | {
+      'encoder': dict(encoder.parameters),
+      'encoder_dtype': encoder.dtype,
+      'query_length': encoder.query_length,
+    }
+
+  def search(self, queries: Sequence[str], k: int) -> Ranked:
+    """See `core.Index.search`.
+
+    Raises:
+      ValueError: k < 1, or the index was opened without an encoder.
+    """
+    self.require_encoder()
+    return self.search_vectors(self._encoder.encode_queries(queries), k)
+
+  def require_encoder(self) -> None:
+    if self._encoder is None:
+      raise ValueError('this index has no encoder; use search_vectors')
+
+  def __len__(self) -> int:
+    raise NotImplementedError
+
+  def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
+    """`search` for vectors of queries, [Q, D]."""
+    raise NotImplementedError
+
+  def check_search(
+    self, k: int, q: np.ndarray, limit: int
+  ) -> tuple[int, np.ndarray]:
+    """Returns (min(k, P), q as float32 [Q, D]).
+
+    Raises:
+      ValueError: k < 1, k and P above limit, or another D.
+    """
+    check_k(k)
+    k, q = min(k, len(self)), np.ascontiguousarray(q, np.float32)
+    if k > limit:
+      raise ValueError(f'k={k}: this index gives at most {limit} passages')
+    if q.ndim != 2 or q.shape[1] != self.dim:
+      raise ValueError(f'q has shape {q.shape}; expected [Q, {self.dim}]')
+    return k, q
+
+
+def check_shape(vectors: np.ndarray) -> None:
+  """Raises ValueError for anything but [P, D], P >= 1."""
+  if vectors.ndim != 2 or not len(vectors):
+    shape = vectors.shape
+    raise ValueError(f'vectors has shape {shape}; expected [P, D], P >= 1')
+
+
+def not_finite(vectors: np.ndarray) -> int | None:
+  """The first row of vectors [n, D] that is not finite, or None."""
+  bad = np.flatnonzero(~np.isfinite(vectors).all(-1))
+  return int(bad[0]) if len(bad) else None
+
+
+def blocks(
+  vectors: np.ndarray, size: int, start: int = 0
+) -> Iterator[tuple[int, np.ndarray]]:
+  """Yields (first row, float32 [n, D]) of vectors, n <= size, from `start`.
+
+  Raises:
+    ValueError: a vector that is not finite.
+  """
+  for first in range(start, len(vectors), size):
+    part = np.ascontiguousarray(vectors[first : first + size], np.float32)
+    if (bad := not_finite(part)) is not None:
+      where = f'vectors: row {first + bad}'
+      raise ValueError(f'{where} is not finite; encode the corpus in float32')
+    yield first, part
+
+
+def ranked(
+  ask: Callable[[np.ndarray, int], Ranked],
+  q: np.ndarray,
+  k: int,
+  *,
+  spare: int = SPARE,
+  floor: int = 0,
+  most: int = TIES,
+) -> Ranked:
+  """Finds the k best of each query, equal scores in corpus order.
+
+  Libraries cut between equal scores arbitrarily. So a few more than k are
+  asked for, and up to `most` if the last of those equals the k-th. Longer ties
+  are cut as the library does.
+
+  Args:
+    ask: vectors [Q, D] and n -> (ids, scores), [Q, n] each, best first, ties
+      in any order; id -1 for none.
+    q: [Q, D].
+    k: >= 1, at most the size of the index.
+    spare: results beyond k of the first call.
+    floor: the smallest n to ask for.
+    most: the largest n to ask for.
+
+  Returns:
+    ids: int64 [Q, k], -1 at the end of a row without more results.
+    scores: float32 [Q, k], -inf where ids is -1.
+  """
+
+  def sort(q, n):
+    ids, scores = ask(q, n)
+    ids = np.asarray(ids, np.int64)
+    scores = np.where(ids < 0, -np.inf, scores).astype(np.float32)
+    order = np.lexsort((np.where(ids < 0, _NOTHING, ids), -scores))
+    return (np.take_along_axis(x, order, 1) for x in (ids, scores))
+
+  most = max(most, k)
+  n = min(max(k + spare, floor), most)
+  ids, scores = sort(q, n)
+  if n < most:
+    tied = (scores[:, -1] == scores[:, k - 1]) & (ids[:, -1] >= 0)
+    tied = np.flatnonzero(tied)
+    if len(tied):
+      deeper = sort(q[tied], most)
+      ids[tied, :k], scores[tied, :k] = (x[:, :k] for x in deeper)
+  return ids[:, :k], scores[:, :k]
 
 
 def identity(corpus: Corpus, encoder: PassageEncoder, dtype: str) -> dict:
@@ -56,23 +222,23 @@ def encode(
   dtype: str = 'float32',
   block: int = 8192,
 ) -> np.ndarray:
-  """Writes the vectors of a corpus, or what is missing of them.
+  """Writes the vectors of a corpus, or those that are missing.
 
   Args:
     corpus: P passages; one block of them is in memory at a time.
-    encoder: turns passages into [n, D] float32.
-    folder: where `vectors.npy` and `vectors.json` lie.
+    encoder: encodes passages as [n, D] float32.
+    folder: where `vectors.npy` and `vectors.json` are.
     dtype: of the file, one of `DTYPES`.
-    block: passages between two records of progress. Sorted by length they
-      waste little padding; rows are in corpus order whatever it is.
+    block: passages between two records of progress. A block is sorted by
+      length to save padding; rows are in corpus order.
 
   Returns:
     [P, D], memory-mapped.
 
   Raises:
-    VectorsError: what is there belongs to another corpus, encoder or dtype,
-      or the encoder gave a vector that is not finite.
-    files.FilesError: the disk is too small or a record damaged.
+    VectorsError: the folder has vectors of another corpus, encoder or dtype,
+      or the encoder returned a vector that is not finite.
+    files.FilesError: the disk is too small or a record is damaged.
   """
   about = identity(corpus, encoder, dtype)
   done = check_done(folder / 'vectors.json', about)
@@ -81,34 +247,32 @@ def encode(
   if not (folder / 'vectors.npy.part').exists():
     done = 0
 
-  def blocks():
+  def encoded():
     for start in range(done, len(corpus), block):
       texts = corpus.contents[start : start + block]
       vectors = np.empty((len(texts), encoder.dim), np.float32)
-      # The longest first: too little memory shows at once.
+      # The longest first, so that too little memory shows at once.
       order = np.argsort([-len(t) for t in texts], kind='stable')
       for few in np.split(order, range(_CALL, len(order), _CALL)):
         vectors[few] = encoder.encode_passages([texts[i] for i in few])
       yield vectors
 
-  return write(blocks(), (len(corpus), encoder.dim), about, folder, done)
+  return write(encoded(), (len(corpus), encoder.dim), about, folder, done)
 
 
 def check_done(record: pathlib.Path, about: dict) -> int:
-  """The rows that are on the disk already.
+  """The number of rows that are on the disk already.
 
   Raises:
-    VectorsError: they are of another identity.
+    VectorsError: they have another identity.
   """
   saved = files.read_json(record)
   if saved is None:
     return 0
-  differ = files.differences(saved['identity'], about)
-  if differ:
-    raise VectorsError(
-      f'{record.parent}: holds vectors of something else: '
-      f'{"; ".join(differ)}. Use another --out, or --restart to discard them.'
-    )
+  if differ := files.differences(saved['identity'], about):
+    problem = f'holds vectors of something else: {"; ".join(differ)}'
+    fix = 'Use another --out, or --restart to discard them.'
+    raise VectorsError(f'{record.parent}: {problem}. {fix}')
   return saved['done']
 
 
@@ -119,7 +283,7 @@ def write(
   folder: pathlib.Path,
   done: int = 0,
 ) -> np.ndarray:
-  """Writes vectors.npy block by block; each that is written stays.
+  """Writes vectors.npy block by block; a kill keeps the written blocks.
 
   Args:
     rows: blocks [n, D] in corpus order, from row `done` on.
@@ -135,17 +299,15 @@ def write(
   final, part = folder / 'vectors.npy', folder / 'vectors.npy.part'
   record, dtype = folder / 'vectors.json', about['dtype']
   if not done:
-    part.unlink(missing_ok=True)  # its blocks are free again
+    part.unlink(missing_ok=True)  # frees its blocks
     files.need_space(part, shape[0] * shape[1] * np.dtype(dtype).itemsize)
     np.lib.format.open_memmap(part, 'w+', dtype, shape)
     files.write_json(record, {'identity': about, 'done': 0})
   mapped = np.lib.format.open_memmap(part, 'r')
   if mapped.shape != shape or mapped.dtype != dtype:
-    raise VectorsError(
-      f'{part}: holds {mapped.shape} {mapped.dtype}, not {shape} {dtype}. Use '
-      '--restart.'
-    )
-  # Written, not mapped: a full disk is then an error instead of a SIGBUS.
+    found = f'{mapped.shape} {mapped.dtype}'
+    raise VectorsError(f'{part}: {found}, not {shape} {dtype}. Use --restart.')
+  # Written and not mapped: a full disk is then an error instead of a SIGBUS.
   with (
     open(part, 'r+b') as file,
     files.progress(shape[0], 'write', unit=' vectors', initial=done) as bar,
@@ -154,12 +316,11 @@ def write(
     for block in rows:
       with np.errstate(over='ignore'):
         block = np.ascontiguousarray(block, dtype)
-      bad = np.flatnonzero(~np.isfinite(block).all(axis=1))
-      if len(bad):
+      if (bad := not_finite(block)) is not None:
         raise VectorsError(
-          f'vector {done + bad[0]}, counted from 0, is not finite in {dtype}. '
-          'Try --vectors=float32, or --dtype=float32 for the encoder; a file '
-          'that was adopted is damaged, or of another number format.'
+          f'vector {done + bad}, counted from 0, is not finite in {dtype}. Use '
+          '--vectors=float32, or --dtype=float32 for the encoder; an adopted '
+          'file is damaged or has another number format.'
         )
       file.write(block)
       files.sync(file)

@@ -1,9 +1,9 @@
 """Web search as a searcher; `retrieval.providers` lists the APIs.
 
-Each query is one paid call, counted before it goes out (`retrieval.budget`).
-A failure is a `SearchFailed` in its query's place, never an empty list: an
-empty list means that the provider found nothing, or that it refuses this query
-where it has answered others.
+Each query is one paid call, counted before it is sent (`retrieval.budget`). A
+failure is a `SearchFailed` in the place of its query and never an empty list:
+an empty list means that the provider found nothing, or that it refuses this
+query but has answered others.
 """
 
 import asyncio
@@ -29,9 +29,10 @@ import httpx
 from retrieval import metrics
 from retrieval.bm25 import BM25Index
 from retrieval.budget import Budget
-from retrieval.core import Found, SearchFailed
+from retrieval.core import Answer, Found, SearchFailed, check_k
 from retrieval.corpus import join_contents
 from retrieval.fetch import TRANSIENT, Fetcher, FetchFailed, read_body, shown
+from retrieval.files import PathLike, require_one_of
 from retrieval.providers import (
   KEY_REFUSED,
   NOTHING,
@@ -45,11 +46,11 @@ from retrieval.retry import retry_after
 
 MODES = ('snippet', 'page')
 _RETRIED = (408, 429, 500, 502, 503, 504)
-_REFUSED = (400, 413, 422)  # of a query, where others are answered
-_PASSAGE = 400  # characters: what a page is cut into before it is ranked
-# A process that has loaded these forks one for each page. Besides the parser
-# it is what retrieval.server imports: multiprocessing runs the main module in
-# each process, so that it would import them anew for each page.
+_REFUSED = (400, 413, 422)  # of one query, if others were answered
+_PASSAGE = 400  # characters of the passages of a page that are ranked
+# A process that has loaded these modules forks one process for each page. They
+# are the parser and what retrieval.server imports: multiprocessing runs the
+# main module in each process, which would import them again for each page.
 LOADED = (
   'absl.app',
   'retrieval.app',
@@ -63,7 +64,7 @@ _FORKS.set_forkserver_preload([*LOADED])
 
 
 class _Keyed(httpx.AsyncHTTPTransport):
-  """Adds the key below httpx, whose log and errors show each URL."""
+  """Adds the key below httpx, whose log and errors contain each URL."""
 
   def __init__(self, provider: Provider, key: str):
     super().__init__()
@@ -90,8 +91,8 @@ class WebSearcher:
   """A `Searcher` over a search API; a Found's id is its URL.
 
   Attributes:
-    budget: what was spent.
-    identity: what answers depend on; the web itself changes all the same.
+    budget: the spending.
+    identity: what answers depend on, besides changes of the web.
     threads: that may search at once.
   """
 
@@ -106,7 +107,7 @@ class WebSearcher:
     max_calls: int | None = None,
     max_cost: float | None = None,
     price: float | None = None,
-    ledger: str | os.PathLike | None = None,
+    ledger: PathLike | None = None,
     timeout_s: float = 15.0,
     retries: int = 3,
     backoff_s: float = 0.5,
@@ -123,37 +124,32 @@ class WebSearcher:
 
     Args:
       provider: a key of `PROVIDERS`.
-      mode: 'snippet': what the provider shows of each page; 'page': the
-        passages of each page that match the query best.
-      base_url: `http(s)://host` in place of the provider's.
+      mode: 'snippet': the snippets of the provider; 'page': the passages of
+        each page that match the query best.
+      base_url: `http(s)://host` instead of the provider's.
       options: further parameters of the API, such as {'gl': 'us'}.
-      rate: calls a second, at the most.
+      rate: maximal calls per second.
       max_calls, max_cost, price, ledger: see `Budget`.
-      timeout_s: for one attempt, from connecting to the last byte.
+      timeout_s: of one attempt, from connecting to the last byte.
       retries: attempts after the first, for 429, 5xx and broken connections;
         each is a call of the budget.
-      backoff_s: the n-th pause (from 0) is backoff_s * 2**n, more or less.
-      max_wait_s: the longest pause; a Retry-After beyond it is the query's
-        failure.
+      backoff_s: the n-th pause (from 0) is about backoff_s * 2**n.
+      max_wait_s: the longest pause; a longer Retry-After fails the query.
       max_bytes: of one answer, unpacked.
-      concurrency: calls under way at once.
+      concurrency: calls at once.
       page_chars: of one page, in page mode.
       page_concurrency: pages fetched at once.
-      page_cpu_s: of the process that reads one page, before it is killed.
+      page_cpu_s: CPU time of the process that reads one page.
       fetcher: of the pages.
-      environ: where the keys are.
+      environ: the environment with the keys.
 
     Raises:
-      ValueError: an unknown provider or mode, a key missing or unfit, or a
-        rate or bound of the budget out of its range.
+      ValueError: an unknown provider or mode, a missing or invalid key, or a
+        rate or limit of the budget out of range.
       RuntimeError: the ledger cannot be used.
     """
-    if provider not in PROVIDERS:
-      raise ValueError(
-        f'provider {provider!r} is none of {", ".join(PROVIDERS)}'
-      )
-    if mode not in MODES:
-      raise ValueError(f'mode {mode!r} is none of {", ".join(MODES)}')
+    require_one_of('provider', provider, PROVIDERS)
+    require_one_of('mode', mode, MODES)
     if rate is not None and not rate > 0:
       raise ValueError(f'rate={rate} must be above 0 calls a second')
     self._api = api = PROVIDERS[provider]
@@ -172,8 +168,8 @@ class WebSearcher:
     }
     self._secrets = key, urllib.parse.quote(key, '')
     self._pause_s = 1 / rate if rate else 0.0
-    self._answered = False  # some query
-    self._next = 0.0  # when the next call may go out, of time.monotonic
+    self._answered = False  # any query
+    self._next = 0.0  # earliest time.monotonic of the next call
     self.timeout_s, self.retries = timeout_s, retries
     self.backoff_s, self.max_wait_s = backoff_s, max_wait_s
     self.max_bytes, self.page_chars = max_bytes, page_chars
@@ -181,45 +177,40 @@ class WebSearcher:
     self.threads = concurrency + page_concurrency
     self._calls = asyncio.Semaphore(concurrency)
     self._fetches = asyncio.Semaphore(page_concurrency)
-    self.budget = Budget(
-      provider, max_calls=max_calls, max_cost=max_cost, price=price, path=ledger
-    )
-    # No proxy of the environment: the transport is ours. No timeout: that of
-    # httpx is for each read, which a drip of bytes never reaches.
+    limits = {'max_calls': max_calls, 'max_cost': max_cost, 'price': price}
+    self.budget = Budget(provider, path=ledger, **limits)
+    # A transport of our own uses no proxy of the environment. The timeout of
+    # httpx limits each read, which a slow stream of bytes never exceeds.
+    headers = {'Accept': 'application/json', 'Accept-Encoding': 'gzip'}
     self._client = httpx.AsyncClient(
-      transport=_Keyed(api, key),
-      timeout=None,
-      headers={'Accept': 'application/json', 'Accept-Encoding': 'gzip'},
+      transport=_Keyed(api, key), timeout=None, headers=headers
     )
-    # Runs all searches, whichever thread asks.
+    # Runs the searches of all threads.
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
     self._thread.start()
-    # The last pages, since other queries may find them too.
+    # Caches the last pages, which other queries may find too.
     self._page = functools.lru_cache(64)(
       lambda url: self._loop.create_task(self._read(url))
     )
-    # Threads that wait for a page's process.
+    # Threads that wait for the process of a page.
     self._readers = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
     if mode == 'page':
       self._fetcher = fetcher or Fetcher()
-      # Starts the process that forks: not within the first query's time.
+      # Starts the forking process before the first query.
       self._readers.submit(self._apart, str)
 
-  def search(
-    self, queries: Sequence[str], k: int
-  ) -> list[list[Found] | SearchFailed]:
-    """As `Searcher.search`; one call of the API for each different query.
+  def search(self, queries: Sequence[str], k: int) -> list[Answer]:
+    """See `Searcher.search`; one call of the API for each different query.
 
-    At most as many results as the provider gives in one call. A query is
-    sent without what is beyond 400 characters or 50 words; one without any
-    word is not sent and finds nothing. Scores are 1 / rank.
+    The number of results is limited to those of one call. A query is cut at
+    400 characters or 50 words; a query without words is not sent and finds
+    nothing. Scores are 1 / rank.
 
     Raises:
       ValueError: k < 1.
     """
-    if k < 1:
-      raise ValueError(f'k={k} must be at least 1')
+    check_k(k)
     return self._run(self._search(queries, k))
 
   def close(self) -> None:
@@ -233,16 +224,12 @@ class WebSearcher:
   def _run(self, work: Coroutine):
     return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-  async def _search(
-    self, queries: Sequence[str], k: int
-  ) -> list[list[Found] | SearchFailed]:
-    different = {
-      query: self._loop.create_task(self._answer(query, k))
-      for query in dict.fromkeys(queries)
-    }
-    return [await different[query] for query in queries]
+  async def _search(self, queries: Sequence[str], k: int) -> list[Answer]:
+    start = self._loop.create_task
+    tasks = {q: start(self._answer(q, k)) for q in dict.fromkeys(queries)}
+    return [await tasks[query] for query in queries]
 
-  async def _answer(self, query: str, k: int) -> list[Found] | SearchFailed:
+  async def _answer(self, query: str, k: int) -> Answer:
     sent = sendable(query)
     if not sent:
       return []
@@ -253,19 +240,16 @@ class WebSearcher:
       metrics.WEB.labels('failed').inc()
       return error
     texts = await asyncio.gather(*(self._text(row, query) for row in rows))
-    return [
-      # An answer that Google gives by itself has no URL.
-      Found(
-        row.url or f'{self.provider}:answer_box',
-        join_contents(row.title, text),
-        1 / rank,
-        transient,
-      )
-      for rank, (row, (text, transient)) in enumerate(zip(rows, texts), 1)
-    ]
+    found = []
+    for row, (text, transient) in zip(rows, texts):
+      contents, rank = join_contents(row.title, text), len(found) + 1
+      # Google's own answer above the results has no URL.
+      url = row.url or f'{self.provider}:answer_box'
+      found.append(Found(url, contents, 1 / rank, transient))
+    return found
 
   async def _ask(self, query: str, k: int) -> list[Row]:
-    """The results, after as many attempts as it takes."""
+    """The results, after up to `retries` further attempts."""
     fields = {'q': query, self._api.count: min(k, self._api.most)}
     fields |= self._options
     place = 'params' if self._api.method == 'GET' else 'json'
@@ -289,7 +273,7 @@ class WebSearcher:
       wait = failure.retry_after_s
       if wait is None:
         break
-      # Half to one and a half: clients that failed together come apart.
+      # Jitter separates clients that failed together.
       own = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
       wait = max(wait, min(own, self.max_wait_s))
       if attempt == self.retries or wait > self.max_wait_s:
@@ -298,34 +282,27 @@ class WebSearcher:
     problem = f'{failure}' + f' after {attempt + 1} attempts' * (attempt > 0)
     for secret in self._secrets:
       problem = problem.replace(secret, '***')
-    raise SearchFailed(
-      f'{self.provider}, {self.base_url}: {shown(problem, 300)}',
-      wait if wait is None else max(1.0, wait),
-    )
+    problem = f'{self.provider}, {self.base_url}: {shown(problem, 300)}'
+    raise SearchFailed(problem, None if wait is None else max(1.0, wait))
 
   async def _once(self, fields: Mapping[str, object]) -> list[Row]:
-    """The results of one attempt, or why there are none, in raw words."""
-    async with self._client.stream(
-      self._api.method, self.base_url + self._api.path, **fields
-    ) as response:
-      body = await read_body(
-        response.aiter_raw(),
-        response.headers.get('Content-Encoding', ''),
-        self.max_bytes,
-      )
-    status, headers = response.status_code, response.headers
+    """The results of one attempt; raises SearchFailed with unescaped text."""
+    method, url = self._api.method, self.base_url + self._api.path
+    async with self._client.stream(method, url, **fields) as response:
+      status, headers = response.status_code, response.headers
+      encoding = headers.get('Content-Encoding', '')
+      body = await read_body(response.aiter_raw(), encoding, self.max_bytes)
     said = ' '.join(body.decode('utf-8', 'replace').split())
     problem = f'HTTP {status} {said}'
     if status != 200:
-      # Brave's limits are by the second and by the month, in this order.
+      # Brave's limits are per second and per month, in this order.
       _, month, left = headers.get('X-RateLimit-Remaining', '').rpartition(',')
       if SPENT.search(said) or status == 429 and month and left.strip() == '0':
         raise SearchFailed(f'the quota is used up: {problem}')
       reset = headers.get('X-RateLimit-Reset', '').split(',')[0]
       if status in _RETRIED:
-        raise SearchFailed(
-          problem, retry_after(headers.get('Retry-After', reset))
-        )
+        wait = retry_after(headers.get('Retry-After', reset))
+        raise SearchFailed(problem, wait)
       if status in _REFUSED and self._answered and KEY_REFUSED not in said:
         metrics.WEB.labels('refused').inc()
         return []
@@ -333,7 +310,7 @@ class WebSearcher:
     try:
       answer = json.loads(body)
       error = answer.get('error') if isinstance(answer, dict) else None
-      # SerpAPI reports some failures, and nothing found, with 200.
+      # SerpAPI reports some failures, and no results, with 200.
       if error and not str(error).startswith(NOTHING):
         raise SearchFailed(f'error: {error}', 0)
       rows = self._api.parse(answer)
@@ -343,7 +320,7 @@ class WebSearcher:
       raise SearchFailed(f'not as documented: {error}') from None
 
   async def _text(self, row: Row, query: str) -> tuple[str, bool]:
-    """What a result shows, and whether it may show more another time."""
+    """The text of a result, and whether a later fetch may find more."""
     if self.mode == 'snippet' or not row.url:
       return row.text, False
     try:
@@ -353,7 +330,7 @@ class WebSearcher:
           self._readers, self._apart, cut, text, query, self.page_chars
         )
       shows = 'pages' if text else 'fallbacks'
-    # Whatever a stranger's page brings about fails this page, not the batch.
+    # Any error of an untrusted page fails only this page.
     except Exception as error:
       lasting = isinstance(error, FetchFailed) and error.kind not in TRANSIENT
       text, shows = '', 'fallbacks' if lasting else 'transient'
@@ -363,7 +340,7 @@ class WebSearcher:
     return text or row.text, shows == 'transient'
 
   async def _read(self, url: str) -> str:
-    """The main text of a page, empty where there is none."""
+    """The main text of a page; '' if there is none."""
     async with self._fetches:
       page = await self._fetcher.fetch(url)
       if page.media_type == 'text/plain':
@@ -373,17 +350,16 @@ class WebSearcher:
       )
 
   def _apart(self, function: Callable[..., str], *args: object) -> str:
-    """What a function returns in a process of its own; '' if it raises.
+    """Calls a function in a process of its own; '' if it raises.
 
     Raises:
       EOFError: the process ran out of time.
     """
     pipe, theirs = _FORKS.Pipe(duplex=False)
     limits = self.page_cpu_s, math.ceil(self.timeout_s)
+    work = (theirs, *limits, function, args)
     with pipe:
-      _FORKS.Process(
-        target=_work, args=(theirs, *limits, function, args), daemon=True
-      ).start()
+      _FORKS.Process(target=_work, args=work, daemon=True).start()
       theirs.close()
       return pipe.recv_bytes().decode('utf-8', 'surrogatepass')
 
@@ -391,9 +367,9 @@ class WebSearcher:
 def cut(text: str, query: str, size: int) -> str:
   """The passages of `text` that match `query` best, in their order.
 
-  Passages are lines, long ones split between words; BM25 ranks them, and the
-  best are taken until `size` characters are full. Without any match, the
-  text's beginning.
+  Passages are lines, and long lines are split between words. BM25 ranks them,
+  and the best are taken up to `size` characters. Without any match, the begin
+  of the text is returned.
   """
   if len(text) <= size:
     return text
@@ -417,7 +393,7 @@ def cut(text: str, query: str, size: int) -> str:
 
 
 def _work(pipe, cpu_s: int, wall_s: int, function, args) -> None:
-  # The system kills it: no parser in C can hold that up.
+  # The system kills the process; a parser in C cannot prevent that.
   resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
   signal.alarm(wall_s)
   text = ''
@@ -429,6 +405,6 @@ def _work(pipe, cpu_s: int, wall_s: int, function, args) -> None:
 def _main_text(html: str) -> str:
   import trafilatura
 
-  # It reports each odd page, strangers' bytes included.
+  # It logs each malformed page, including untrusted bytes.
   logging.getLogger('trafilatura').setLevel(logging.CRITICAL)
   return trafilatura.extract(html, include_comments=False) or ''

@@ -104,11 +104,12 @@ ORDER = (
   'ask',
 )
 RETRIEVAL_ORDER = (
-  'corpus',
   'files',
+  'corpus',
   'store',
   'core',
   'metrics',
+  'vectors',
   'analyzer',
   'bm25',
   'bert',
@@ -127,7 +128,6 @@ RETRIEVAL_ORDER = (
   'retry',
   'web',
   'cache',
-  'vectors',
   'folder',
   'protocol',
   'batcher',
@@ -140,7 +140,6 @@ RETRIEVAL_ORDER = (
   'client',
   'adopt',
   'build_index',
-  'transfer',
   'download',
   'search',
 )

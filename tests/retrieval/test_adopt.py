@@ -158,7 +158,7 @@ def test_parts_are_joined(source, right, tmp_path, form):
   if form == 'index':
     assert (tmp_path / 'x/faiss/Flat.index').read_bytes() == data
   said = refused(tmp_path / 'other', source, parts[0])
-  assert 'Is a part missing' in said
+  assert '--adopt for each part' in said
 
 
 def test_parts_in_the_wrong_order_can_be_given_again(source, right, tmp_path):
@@ -205,7 +205,7 @@ def test_across_disks_it_is_copied(source, right, tmp_path, monkeypatch):
     (lambda x: x * 3, 'lengths do not'),
     (
       lambda x: np.random.default_rng(1).normal(size=x.shape).astype('f4'),
-      'another model made it',
+      'another model or another corpus was used',
     ),
   ],
 )
@@ -227,7 +227,7 @@ def test_misplaced_rows_are_named(source, right, tmp_path, move, said, form):
     (dict(passage_prefix=''), {}, "--passage_prefix=''"),
     (dict(passage_prefix='query: '), {}, "--passage_prefix='query: '"),
     (dict(pooling='cls'), {}, "--pooling='cls'"),
-    (dict(path='other'), {}, 'another model made it'),
+    (dict(path='other'), {}, 'another model or another corpus was used'),
   ],
 )
 def test_wrong_settings_are_named(source, tmp_path, made, given, said):

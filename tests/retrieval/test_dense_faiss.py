@@ -203,7 +203,7 @@ def test_no_index_of_ours(paths, tmp_path):
   faiss.write_index(faiss.IndexFlatIP(16), str(tmp_path / 'a'))
   refuses('holds no vectors')
   (tmp_path / 'a').write_bytes(paths['Flat'].read_bytes())
-  refuses('16 dimensions, the encoder makes 32', FakeEncoder(32))
+  refuses('16 dimensions, the encoder 32', FakeEncoder(32))
   (tmp_path / 'a').unlink()
   (tmp_path / 'a').mkdir()
   refuses('no such file')

@@ -13,9 +13,8 @@ import types
 from huggingface_hub import constants
 import pytest
 
-from retrieval import download, transfer
-from retrieval.download import run
-from retrieval.transfer import DownloadError
+from retrieval import download
+from retrieval.download import DownloadError, run
 from tests.conftest import ROOT
 
 DATA = b''.join(b'%07d\n' % i for i in range(40_000))  # 320 kB
@@ -108,7 +107,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
   monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-  monkeypatch.setattr(transfer.time, 'sleep', lambda s: None)
+  monkeypatch.setattr(download.time, 'sleep', lambda s: None)
   with Server() as server:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from retrieval import bert
-from retrieval.encoder import Encoder, tell_family
+from retrieval.encoder import Encoder, find_family
 from tests.conftest import ROOT
 from tests.golden import encoders
 
@@ -280,7 +280,7 @@ def test_parameters_follow_weights_and_tokenizer(copy):
 def test_families_by_name(tmp_path, parts, base, family):
   folder = tmp_path / parts
   encoders.write_json(folder / 'config.json', {'_name_or_path': base})
-  assert tell_family(folder) == family
+  assert find_family(folder) == family
 
 
 def test_an_unknown_family_names_the_option(copy):
@@ -299,7 +299,7 @@ def test_an_unknown_family_names_the_option(copy):
     ({'hidden_size': None}, 'hidden_size=None; expected an integer'),
     ({'num_attention_heads': 5}, 'no multiple'),
     ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
-    ({'intermediate_size': 65}, r'intermediate.*has shape .*asks for \(65,'),
+    ({'intermediate_size': 65}, r'intermediate.*has shape .*requires \(65,'),
     ({'num_hidden_layers': 3}, r"'encoder.layer.2.*' is missing"),
     ({'num_hidden_layers': 1}, r"'encoder.layer.1.*surplus"),
     ({'max_position_embeddings': 64}, 'query_length=96'),

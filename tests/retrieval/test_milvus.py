@@ -172,7 +172,7 @@ def test_collections_of_something_else(there):
       Milvus(url, collection, encoder)
 
   refuses("no collection 'other' .there: '", 'other')
-  refuses('16 dimensions, the encoder makes 32', encoder=FakeEncoder(32))
+  refuses('16 dimensions, the encoder 32', encoder=FakeEncoder(32))
   it = pymilvus.MilvusClient(url)
   it.create_collection('l2', dimension=16, metric_type='L2')
   schema = it.create_schema()

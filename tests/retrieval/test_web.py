@@ -636,8 +636,8 @@ def test_an_unfit_key_is_refused_and_not_shown(key):
 @pytest.mark.parametrize(
   'options, words',
   [
-    (dict(provider='yahoo'), "'yahoo' is none of serpapi"),
-    (dict(mode='pages'), "'pages' is none of snippet, page"),
+    (dict(provider='yahoo'), "provider='yahoo'; expected one of serpapi"),
+    (dict(mode='pages'), "mode='pages'; expected one of snippet, page"),
     (dict(rate=0), 'rate=0'),
     (dict(max_cost=1.0), 'price'),
     (dict(max_calls=-1), 'max_calls=-1'),
