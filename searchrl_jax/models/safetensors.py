@@ -1,8 +1,8 @@
 """The safetensors format: folders of tensors, read and written in pieces.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and
-the raw tensors. That is little enough to own, and numpy's binding can do
-neither bfloat16 nor a file that is never whole in memory.
+the raw tensors. The library's numpy binding supports neither bfloat16 nor
+writing a file in parts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,16 +30,16 @@ _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """Where a tensor lies in a file."""
+  """The position of a tensor in a file."""
 
   file: pathlib.Path
-  dtype: np.dtype | None  # None: one that we cannot read
+  dtype: np.dtype | None  # None: not supported
   dtype_name: str
   shape: tuple[int, ...]
   offset: int  # bytes from the start of the file
 
   def open(self) -> np.ndarray:
-    """The tensor as pages of the file: nothing is read yet."""
+    """The tensor, memory-mapped: nothing is read yet."""
     return np.memmap(
       self.file, self.dtype, 'r', offset=self.offset, shape=self.shape
     )
@@ -93,7 +93,7 @@ def read_folder(path) -> dict[str, Stored]:
   """The tensors of a checkpoint folder: one file, or a sharded index.
 
   Raises:
-    FileNotFoundError: no safetensors there, or a shard of the index is gone.
+    FileNotFoundError: there is no such file, or a shard of the index is absent.
     ValueError: as `read_file`, or the index contradicts a shard.
   """
   path = pathlib.Path(path)
@@ -101,8 +101,8 @@ def read_folder(path) -> dict[str, Stored]:
     return read_file(path / SINGLE)
   if not (path / INDEX).exists():
     raise FileNotFoundError(
-      f'{path}: neither {SINGLE} nor {INDEX}; other formats (.bin, .gguf) '
-      'must be converted to safetensors'
+      f'{path}: contains neither {SINGLE} nor {INDEX}; convert other formats '
+      '(.bin, .gguf) to safetensors'
     )
   try:
     weight_map = json.loads((path / INDEX).read_text())['weight_map']
@@ -156,24 +156,15 @@ def write_folder(
     shards[-1].append(name)
     size += n
     total += n
-  files = [SINGLE]
-  if len(shards) > 1:
-    files = [
-      f'model-{i:05d}-of-{len(shards):05d}.safetensors'
-      for i in range(1, len(shards) + 1)
-    ]
-  for file, names in zip(files, shards):
+  weight_map = {}
+  for i, names in enumerate(shards, 1):
+    file = f'model-{i:05d}-of-{len(shards):05d}.safetensors'
+    file = file if len(shards) > 1 else SINGLE
     _write_file(path / file, {n: shapes[n] for n in names}, blocks, dtype)
+    weight_map |= dict.fromkeys(names, file)
   if len(shards) > 1:
-    write_json(
-      path / INDEX,
-      {
-        'metadata': {'total_size': total},
-        'weight_map': {
-          name: file for file, names in zip(files, shards) for name in names
-        },
-      },
-    )
+    metadata = {'total_size': total}
+    write_json(path / INDEX, {'metadata': metadata, 'weight_map': weight_map})
 
 
 def _write_file(file: pathlib.Path, shapes, blocks, dtype: np.dtype):

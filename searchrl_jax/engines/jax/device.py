@@ -149,17 +149,11 @@ class Device:
     Raises:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
     """
-    table = decoder.param_table(self._cfg)
-    flat = decoder.flatten(params)
-    for name in [*table, *flat]:
-      if name not in flat:
-        raise SyncError(f'the update has no tensor {name!r}')
-      if name not in table:
-        raise SyncError(f'the model has no tensor {name!r}; the update does')
-      shape, wanted = tuple(flat[name].shape), table[name][0]
-      if shape != wanted:
-        raise SyncError(f'tensor {name!r} is {shape}; the model has {wanted}')
-    self._weights = None  # two copies at once would be one too many
+    try:
+      decoder.flatten_checked(self._cfg, params)
+    except ValueError as e:
+      raise SyncError(f'the weights do not fit the model: {e}') from e
+    self._weights = None  # frees the old copy before the new one is made
     self._weights = decode.load(params, self._cfg, self._mesh)
 
   def reset(self) -> None:
