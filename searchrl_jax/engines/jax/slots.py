@@ -284,24 +284,21 @@ class SlotTable:
       rows = self._same_prompt(handle)
       if rows is not None:
         self._share(handle, rows, len(handle.prompt) - 1)
-    cached = handle.cached
+    cached, level = handle.cached, None
     if rows is not None:
-      copy = Copy(rows.slot, rows.box, slot, cached)
       if rows.slot is None:
         self._counters['restored_tokens'] += cached
       level = plan.ready.get(rows, 0) + 1
+      copy = Copy(rows.slot, rows.box, slot, cached)
       plan.copies.setdefault(level, []).append(copy)
-      if len(rows.users) > 1:
-        self.drop(handle)  # the others keep it
-      else:
-        self._paused -= self.room.size(rows.box.length)
-        rows.slot, rows.box, rows.owner = slot, None, handle
-        self._held[slot] = rows
-        plan.ready[rows] = level
-        return True
-    handle.rows, handle.cached = Rows(slot, handle), cached
+    if rows is not None and len(rows.users) == 1:
+      self._paused -= self.room.size(rows.box.length)
+      rows.slot, rows.box, rows.owner = slot, None, handle
+    else:
+      self.drop(handle)  # other users keep the rows
+      handle.rows, handle.cached = Rows(slot, handle), cached
     self._held[slot] = handle.rows
-    if rows is not None:
+    if level is not None:
       plan.ready[handle.rows] = level
     return True
 
