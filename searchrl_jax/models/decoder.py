@@ -93,13 +93,10 @@ def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
     'up': ((D, F), ('embed', 'mlp')),
     'down': ((F, D), ('mlp', 'embed')),
   }
-  if cfg.qkv_bias:
-    layers['q_bias'] = ((N, H), ('heads', 'head_dim'))
-    layers['k_bias'] = ((K, H), ('kv_heads', 'head_dim'))
-    layers['v_bias'] = ((K, H), ('kv_heads', 'head_dim'))
+  if cfg.qkv_bias:  # of the output axes
+    layers |= {f'{n}_bias': tuple(x[1:] for x in layers[n]) for n in 'qkv'}
   if cfg.qk_norm:
-    layers['q_norm'] = ((H,), ('norm',))
-    layers['k_norm'] = ((H,), ('norm',))
+    layers |= {f'{n}_norm': ((H,), ('norm',)) for n in 'qk'}
   table = {'embed': ((cfg.vocab_size, D), ('vocab', 'embed'))}
   for name, (shape, axes) in layers.items():
     table[f'layers/{name}'] = ((L, *shape), ('layers', *axes))
@@ -156,21 +153,17 @@ def init_params(
   `o` and `down` are divided by sqrt(2 L), as GPT-2 does. embed_scale (of the
   embedding and an untied head) defaults to `scale`.
   """
+  small = scale / math.sqrt(2 * cfg.n_layers)
+  embed = scale if embed_scale is None else embed_scale
+  scales = {'o': small, 'down': small, 'embed': embed, 'head': embed}
   flat = {}
   for i, (path, (shape, _)) in enumerate(param_table(cfg).items()):
     name = path.rsplit('/', 1)[-1]
-    if name.endswith('norm'):
-      flat[path] = jnp.ones(shape, dtype)
-    elif name.endswith('bias'):
-      flat[path] = jnp.zeros(shape, dtype)
+    if name.endswith(('norm', 'bias')):
+      flat[path] = jnp.full(shape, float(name.endswith('norm')), dtype)
     else:
-      std = scale
-      if name in ('embed', 'head') and embed_scale is not None:
-        std = embed_scale
-      if name in ('o', 'down'):
-        std = scale / math.sqrt(2 * cfg.n_layers)
-      k = jax.random.fold_in(key, i)
-      flat[path] = std * jax.random.normal(k, shape, dtype)
+      normal = jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+      flat[path] = scales.get(name, scale) * normal
   return nest(flat)
 
 
@@ -249,9 +242,7 @@ def block(
   """
   p = {k: v.astype(x.dtype) for k, v in p.items()}
   h = rms_norm(x, p['attn_norm'], cfg.norm_eps)
-  q = dense(h, p['q'])
-  k = dense(h, p['k'])
-  v = dense(h, p['v'])
+  q, k, v = (dense(h, p[name]) for name in 'qkv')
   if cfg.qkv_bias:
     q, k, v = q + p['q_bias'], k + p['k_bias'], v + p['v_bias']
   if cfg.qk_norm:
@@ -283,14 +274,9 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
     impl = 'cudnn' if jax.default_backend() == 'gpu' and half else 'xla'
   if impl == 'cudnn':
     lengths = jnp.maximum(lengths, 1)  # an empty row would give 0 / 0
+    own = {'query_seq_lengths': lengths, 'key_value_seq_lengths': lengths}
     return jax.nn.dot_product_attention(
-      q,
-      k,
-      v,
-      is_causal=True,
-      implementation='cudnn',
-      query_seq_lengths=lengths,
-      key_value_seq_lengths=lengths,
+      q, k, v, is_causal=True, implementation='cudnn', **own
     )
   # Padding is on the right, so causality alone hides it from real queries.
   B, T, N, H = q.shape
@@ -300,12 +286,10 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
   # of the scores are never computed, and those of a block stay in a CPU's
   # cache (forward 5 times, with its gradient 2.4 times as fast as all at once).
   step = max(64, -(-T // 8))
-  out = [
-    _attend_block(
-      q[:, :, :, i : i + step], k[:, :, : i + step], v[:, :, : i + step], i
-    )
-    for i in range(0, T, step)
-  ]
+  out = []
+  for i in range(0, T, step):
+    seen = (x[:, :, : i + step] for x in (k, v))
+    out.append(_attend_block(q[:, :, :, i : i + step], *seen, i))
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 

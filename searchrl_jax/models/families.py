@@ -38,11 +38,19 @@ FAMILIES = {
   'qwen3': Family('Qwen3ForCausalLM', qk_norm=True, head_dim=128),
 }
 
+# Sizes in `DecoderConfig` -> in config.json.
+_SIZES = {
+  'vocab_size': 'vocab_size',
+  'd_model': 'hidden_size',
+  'n_layers': 'num_hidden_layers',
+  'n_heads': 'num_attention_heads',
+  'n_kv_heads': 'num_key_value_heads',
+  'head_dim': 'head_dim',
+  'd_ff': 'intermediate_size',
+}
 # The result of `parse_config`: the architecture, not how it is run.
-FIELDS = tuple(
-  'vocab_size d_model n_layers n_heads n_kv_heads head_dim d_ff rope_theta '
-  'rope_scaling norm_eps qkv_bias qk_norm tied'.split()
-)
+_FLAGS = 'rope_theta rope_scaling norm_eps qkv_bias qk_norm tied'
+FIELDS = (*_SIZES, *_FLAGS.split())
 # File names of tokenizers of every kind.
 _TOKENIZER = (
   'tokenizer* vocab.json merges.txt special_tokens_map.json added_tokens.json '
@@ -102,27 +110,21 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
       f'config.json: {field}={hf.get(field)!r} is not supported; expected '
       f'{neutral[-1]!r} or no such field',
     )
-
-  def positive(field: str, default: int | None = None) -> int:
-    value = default if hf.get(field) is None else hf[field]
+  sizes: dict[str, int] = {}
+  for name, field in _SIZES.items():
+    value = hf.get(field)
+    if value is None and name == 'n_kv_heads':
+      value = sizes['n_heads']
+    if value is None and name == 'head_dim':
+      value = family.head_dim or sizes['d_model'] // sizes['n_heads']
     lookup.require(
       type(value) is int and value >= 1,
       f'config.json: {field}={value!r}; expected a positive integer',
     )
-    return value
-
-  D, N = positive('hidden_size'), positive('num_attention_heads')
-  L = positive('num_hidden_layers')
-  _refuse_sliding_window(hf, family, L)
+    sizes[name] = value
+  _refuse_sliding_window(hf, family, sizes['n_layers'])
   theta, scaling = _rope(hf)
-  return {
-    'vocab_size': positive('vocab_size'),
-    'd_model': D,
-    'n_layers': L,
-    'n_heads': N,
-    'n_kv_heads': positive('num_key_value_heads', N),
-    'head_dim': positive('head_dim', family.head_dim or D // N),
-    'd_ff': positive('intermediate_size'),
+  return sizes | {
     'rope_theta': theta,
     'rope_scaling': scaling,
     'norm_eps': float(hf.get('rms_norm_eps', 1e-6)),
@@ -178,13 +180,7 @@ def format_config(
     'architectures': [FAMILIES[name].architecture],
     'model_type': name,
     'torch_dtype': dtype,
-    'vocab_size': fields['vocab_size'],
-    'hidden_size': D,
-    'intermediate_size': fields['d_ff'],
-    'num_hidden_layers': fields['n_layers'],
-    'num_attention_heads': N,
-    'num_key_value_heads': fields['n_kv_heads'],
-    'head_dim': fields['head_dim'],
+    **{field: fields[size] for size, field in _SIZES.items()},
     'hidden_act': 'silu',
     'rms_norm_eps': fields['norm_eps'],
     'tie_word_embeddings': fields['tied'],
@@ -193,13 +189,10 @@ def format_config(
     'rope_parameters': rope,
     'attention_dropout': 0.0,
   }
-  if name != 'qwen2':
-    out['attention_bias'] = False
-  if name == 'llama':
-    out['mlp_bias'] = False
-  else:
-    out['use_sliding_window'] = False
-  return out
+  out |= {'attention_bias': False} if name != 'qwen2' else {}
+  return out | {
+    ('mlp_bias' if name == 'llama' else 'use_sliding_window'): False
+  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,13 +315,10 @@ def _family(hf: Mapping[str, Any]) -> Family:
 def _refuse_sliding_window(
   hf: Mapping[str, Any], family: Family, n_layers: int
 ):
-  types = hf.get('layer_types')
-  if types is not None:
-    others = sorted(set(types) - {'full_attention'})
+  if (types := hf.get('layer_types')) is not None:
     lookup.require(
-      not others,
-      f'config.json: layer_types has {others}; only full_attention is '
-      'supported',
+      set(types) <= {'full_attention'},
+      f'config.json: layer_types={types}; only full_attention is supported',
     )
     return
   # Qwen has a switch, off by default, and a first layer. A window in a Llama
@@ -336,11 +326,11 @@ def _refuse_sliding_window(
   llama = family is FAMILIES['llama']
   on = llama or hf.get('use_sliding_window', False)
   first = 0 if llama else hf.get('max_window_layers', 28)
-  if hf.get('sliding_window') and on and first < n_layers:
-    raise ValueError(
-      f'config.json: sliding_window={hf["sliding_window"]} is in use, which '
-      'is not supported'
-    )
+  lookup.require(
+    not (hf.get('sliding_window') and on and first < n_layers),
+    f'config.json: sliding_window={hf.get("sliding_window")} is in use, but '
+    'not supported',
+  )
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -395,13 +385,13 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
     'original_max_position_embeddings',
     hf.get('original_max_position_embeddings'),
   )
-  scaling = {k: rope.get(k) for k in _LLAMA3}
-  scaling['original_max_position'] = original
-  for name, value in scaling.items():
+  values = {k: rope.get(k) for k in _LLAMA3} | {
+    'original_max_position': original
+  }
+  for name, value in values.items():
     lookup.require(
       isinstance(value, (int, float)) and value > 0,
       f'config.json: {field}.{name}={value!r}; llama3 needs a positive number',
     )
-  scaling = {k: float(v) for k, v in scaling.items()}
-  scaling['original_max_position'] = int(original)
-  return theta, scaling
+  scaling = {k: float(values[k]) for k in _LLAMA3}
+  return theta, scaling | {'original_max_position': int(original)}

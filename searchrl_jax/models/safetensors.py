@@ -54,9 +54,8 @@ def read_file(file) -> dict[str, Stored]:
   file = pathlib.Path(file)
   size = file.stat().st_size
   with file.open('rb') as f:
-    head = f.read(8)
-    n = int.from_bytes(head, 'little')
-    if len(head) < 8 or n > min(size - 8, _MAX_HEADER):
+    n = int.from_bytes(f.read(8), 'little')
+    if n > min(size - 8, _MAX_HEADER):
       raise ValueError(
         f'{file}: truncated or no safetensors file ({size} bytes, header of '
         f'{n})'
@@ -73,19 +72,18 @@ def read_file(file) -> dict[str, Stored]:
   out = {}
   for name, (dtype_name, shape, begin, end) in entries.items():
     dtype = DTYPES.get(dtype_name)
-    if 8 + n + end > size:
-      raise ValueError(
-        f'{file}: truncated: tensor {name!r} ends at byte {8 + n + end}, the '
-        f'file at {size}'
+    start, stop, problem = 8 + n + begin, 8 + n + end, ''
+    if stop > size:
+      problem = (
+        f'ends at byte {stop}, the file at {size}: the file is truncated'
       )
-    if begin < 0 or (
-      dtype and end - begin != math.prod(shape) * dtype.itemsize
+    elif (
+      begin < 0 or dtype and end - begin != math.prod(shape) * dtype.itemsize
     ):
-      raise ValueError(
-        f'{file}: tensor {name!r} has bytes {begin} to {end} for shape '
-        f'{shape} of {dtype_name}'
-      )
-    out[name] = Stored(file, dtype, dtype_name, shape, 8 + n + begin)
+      problem = f'has bytes {begin} to {end} for shape {shape} of {dtype_name}'
+    if problem:
+      raise ValueError(f'{file}: tensor {name!r} {problem}')
+    out[name] = Stored(file, dtype, dtype_name, shape, start)
   return out
 
 
@@ -109,24 +107,21 @@ def read_folder(path) -> dict[str, Stored]:
     files = sorted(set(weight_map.values()))
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
-  out = {}
+  out, actual = {}, {}
   for file in files:
     if not (path / file).exists():
       raise FileNotFoundError(
         f'{path / file}: no such file, but {INDEX} refers to it'
       )
     stored = read_file(path / file)
-    for name in stored:
-      if weight_map.get(name) != file:
-        raise ValueError(
-          f'{path / file}: holds tensor {name!r}, but {INDEX} places it in '
-          f'{weight_map.get(name)}'
-        )
+    actual |= dict.fromkeys(stored, file)
     out |= stored
-  for name, file in weight_map.items():
-    if name not in out:
+  for name in sorted(actual.keys() | weight_map.keys()):
+    place = actual.get(name, 'missing')
+    if place != weight_map.get(name):
       raise ValueError(
-        f'{path / file}: tensor {name!r} is missing, but {INDEX} lists it'
+        f'{path}: tensor {name!r} is {place}, but {INDEX} places it in '
+        f'{weight_map.get(name)}'
       )
   return out
 
