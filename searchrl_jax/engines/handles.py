@@ -1,6 +1,7 @@
 """What both engines share: handles, requests, and checks of their arguments."""
 
 import math
+import time
 
 import numpy as np
 
@@ -96,14 +97,25 @@ class Request:
 
 
 class HandleEngine(core.Engine):
-  """The methods of an engine that only check arguments and change ids.
+  """The methods of an engine that only check arguments, change ids or count.
 
-  A subclass sets vocab_size and max_len, and overrides what it has to add.
+  Args:
+    config: config.engine.
+    counters, seconds: names of entries of `stats`, separated by spaces.
   """
 
   handle_type: type[Handle] = Handle
   # The lowest temperature above 0 that the engine distinguishes from 0.
   min_temperature: float
+
+  def __init__(
+    self, vocab_size: int, tokenizer, config, counters: str, seconds: str
+  ):
+    self._tokenizer, self._config = tokenizer, config
+    self.vocab_size, self.max_len = vocab_size, config.max_len
+    self.dtype = config.dtype  # of its copy of the weights
+    self._counters = dict.fromkeys(counters.split(), 0)
+    self._seconds = dict.fromkeys(seconds.split(), 0.0)
 
   def open(self, prompt: Prompt) -> Handle:
     """Raises EngineError: no ids, ids out of range, or too many."""
@@ -140,6 +152,21 @@ class HandleEngine(core.Engine):
 
   def _release(self, handle: Handle) -> None:
     raise NotImplementedError
+
+  def stats(self) -> dict[str, float]:
+    seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
+    return {**self._counters, **seconds}
+
+  def _sync_report(
+    self, version: int, start: float, n_bytes: int, manifest
+  ) -> core.SyncReport:
+    """start: time.perf_counter() at the start of the sync."""
+    seconds = time.perf_counter() - start
+    self._counters['syncs'] += 1
+    self._seconds['sync'] += seconds
+    return core.SyncReport(
+      version, seconds, len(manifest), n_bytes, math.nan, manifest
+    )
 
   def _check_open(self, handle: Handle) -> None:
     """Raises EngineError unless the handle is open and not generating."""

@@ -16,7 +16,6 @@ import asyncio
 import bisect
 from concurrent import futures
 import dataclasses
-import math
 import operator
 import threading
 import time
@@ -34,14 +33,7 @@ from searchrl_jax.engines.handles import HandleEngine
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax import slots as slots_lib
 from searchrl_jax.engines.jax.device import Device, bytes_per_token, room
-from searchrl_jax.engines.jax.slots import (
-  BEGUN,
-  CALL,
-  NEW,
-  PROBE,
-  Handle,
-  Request,
-)
+from searchrl_jax.engines.jax.slots import BEGUN, CALL, Handle, Request
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.types import Prompt
 
@@ -96,13 +88,11 @@ class JaxSampler(HandleEngine):
     shape = decode.Shape(
       config.slots, config.max_len, config.chunk, config.prefill_rows
     )
-    self._tokenizer = tokenizer
-    self.vocab_size = model_cfg.vocab_size
-    self.max_len = config.max_len
-    self.dtype = config.dtype  # of its copy of the weights
+    seconds = 'decode prefill score sync'
+    super().__init__(
+      model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
+    )
     self.version = 0
-    self._counters = dict.fromkeys(_COUNTERS.split(), 0)
-    self._seconds = {'decode': 0.0, 'prefill': 0.0, 'score': 0.0, 'sync': 0.0}
     model_cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
     self._token_bytes = bytes_per_token(model_cfg)
     self._table = slots_lib.SlotTable(
@@ -209,17 +199,8 @@ class JaxSampler(HandleEngine):
       self._drop_caches()
       self.version = update.version
       self._held = True
-    manifest = self.manifest()
-    seconds = time.perf_counter() - start
-    self._counters['syncs'] += 1
-    self._seconds['sync'] += seconds
-    return SyncReport(
-      update.version,
-      seconds,
-      len(manifest),
-      self._device.nbytes,
-      math.nan,
-      manifest,
+    return self._sync_report(
+      update.version, start, self._device.nbytes, self.manifest()
     )
 
   async def resume(self) -> None:
@@ -243,9 +224,8 @@ class JaxSampler(HandleEngine):
     decode_slots: slots that sampled, summed over decode_steps. host_bytes: the
     maximum of host memory that paused sequences took at once.
     """
-    seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
     host = self._counters['paused_tokens'] * self._token_bytes
-    return {**self._counters, **seconds, 'host_bytes': host}
+    return {**super().stats(), 'host_bytes': host}
 
   def manifest(self) -> dict[str, str]:
     """Checksums of the weights in use, named as the trainer's parameters."""
@@ -325,10 +305,10 @@ class JaxSampler(HandleEngine):
   def _enqueue(self, request: Request) -> None:
     """Queues by rank; among equals by training step, then by arrival."""
     s = request.sampling
-    rank = NEW if s.limit else CALL
+    rank = slots_lib.NEW if s.limit else CALL
     if self._table.started(request.handle):
       rank = BEGUN
-    request.rank = (PROBE if s.probe else rank, s.priority)
+    request.rank = (slots_lib.PROBE if s.probe else rank, s.priority)
     bisect.insort(self._waiting, request, key=_rank)
 
   def _start(self, r: Request) -> bool:

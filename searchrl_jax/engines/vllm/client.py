@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent import futures
 import functools
 import hashlib
-import math
 import pathlib
 import time
 from typing import Any
@@ -84,17 +83,15 @@ class VllmEngine(HandleEngine):
     del params, mesh  # `sync` publishes the parameters
     if config.attempts < 1:
       raise EngineError(f'config.engine.attempts={config.attempts}: at least 1')
-    self._tokenizer, self._config = tokenizer, config
+    seconds = 'request publish sync'
+    super().__init__(
+      model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
+    )
     folder = pathlib.Path(folder).absolute()
     self._publisher = publication.Publisher(
       folder / 'published', model_cfg, config.dtype
     )
-    self.vocab_size = model_cfg.vocab_size
-    self.max_len = config.max_len
-    self.dtype = config.dtype
     self.version = None  # nothing is loaded yet
-    self._counters = dict.fromkeys(_COUNTERS.split(), 0)
-    self._seconds = {'request': 0.0, 'publish': 0.0, 'sync': 0.0}
     model = families.fields(model_cfg)
     urls = [u.strip() for u in config.url.split(',') if u.strip()]
     for url in urls:
@@ -209,12 +206,7 @@ class VllmEngine(HandleEngine):
     self.version = update.version
     if isinstance(update.params, Mapping):
       await asyncio.to_thread(self._publisher.prune, update.version)
-    seconds = time.perf_counter() - start
-    self._counters['syncs'] += 1
-    self._seconds['sync'] += seconds
-    return SyncReport(
-      update.version, seconds, len(manifest), target.bytes, math.nan, manifest
-    )
+    return self._sync_report(update.version, start, target.bytes, manifest)
 
   async def resume(self) -> None:
     self._fleet.release('sync')
@@ -257,8 +249,7 @@ class VllmEngine(HandleEngine):
     seconds_request and seconds_held are summed over calls.
     """
     return {
-      **self._counters,
-      **{f'seconds_{k}': v for k, v in self._seconds.items()},
+      **super().stats(),
       'seconds_held': self._fleet.seconds_held,
       'restarts': self._fleet.restarts,
     }

@@ -132,9 +132,9 @@ class Client:
     with self._reading('/v1/completions', choice):
       out = Output(
         [int(i) for i in choice['token_ids']],
-        _finite(choice['logprobs']['token_logprobs'], self.url),
+        self._finite(choice['logprobs']['token_logprobs']),
         str(choice['finish_reason']),
-        _cached(usage, self.url),
+        self._cached(usage),
       )
     if (
       len(out.ids) != len(out.logps)
@@ -164,10 +164,8 @@ class Client:
       first, *rest = choice['prompt_logprobs']
       if first is not None or len(rest) != len(ids) - 1:
         raise ValueError('wrong length')
-      values = _finite(
-        [row[str(i)]['logprob'] for i, row in zip(ids[1:], rest, strict=True)],
-        self.url,
-      )
+      pairs = zip(ids[1:], rest, strict=True)
+      values = self._finite([row[str(i)]['logprob'] for i, row in pairs])
       return np.array([0.0, *values], np.float32)
 
   async def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -287,26 +285,23 @@ class Client:
       f'{str(answer)[:300]}; {_START}'
     )
 
+  def _finite(self, logps: Sequence[float | None]) -> list[float]:
+    """Raises Refused unless all are finite; JSON encodes NaN as null."""
+    out = [math.nan if x is None else float(x) for x in logps]
+    if not all(map(math.isfinite, out)):
+      raise Refused(
+        f'{self.url}: returned a log-prob that is not finite; check weights '
+        'for NaN and the dtype for overflow (--dtype)'
+      )
+    return out
 
-def _finite(logps: Sequence[float | None], url: str) -> list[float]:
-  """Raises Refused unless all are finite; JSON encodes NaN as null."""
-  out = [math.nan if x is None else float(x) for x in logps]
-  if not all(map(math.isfinite, out)):
-    raise Refused(
-      f'{url}: returned a log-prob that is not finite; check the weights for '
-      'NaN and the dtype for overflow (--dtype)'
-    )
-  return out
-
-
-def _cached(usage: Mapping[str, Any], url: str) -> int:
-  details = usage.get('prompt_tokens_details')
-  if details is None:
-    raise Refused(
-      f'{url}: does not report how many prompt tokens it had cached '
-      f'(--enable-prompt-tokens-details); {_START}'
-    )
-  return int(details['cached_tokens'] or 0)
+  def _cached(self, usage: Mapping[str, Any]) -> int:
+    if (details := usage.get('prompt_tokens_details')) is None:
+      raise Refused(
+        f'{self.url}: does not report how many prompt tokens it had cached '
+        f'(--enable-prompt-tokens-details); {_START}'
+      )
+    return int(details['cached_tokens'] or 0)
 
 
 def _message(answer: httpx.Response) -> str:
