@@ -38,12 +38,17 @@ from searchrl_jax.engines.vllm import launcher
 from searchrl_jax.engines.vllm.servers import (
   POLL,
   REQUESTS_PER_SLOT,
-  Deadline,
   Fleet,
   Handle,
   Server,
 )
-from searchrl_jax.engines.vllm.transport import Down, Output, Refused, Restarted
+from searchrl_jax.engines.vllm.transport import (
+  Deadline,
+  Down,
+  Output,
+  Refused,
+  Restarted,
+)
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.models import families
 from searchrl_jax.models.decoder import DecoderConfig

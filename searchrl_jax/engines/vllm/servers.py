@@ -9,7 +9,7 @@ it is loaded, stops the run.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 import contextlib
 import logging
 import time
@@ -21,6 +21,7 @@ from searchrl_jax.engines.core import EngineError, SyncError
 from searchrl_jax.engines.vllm import launcher
 from searchrl_jax.engines.vllm.transport import (
   Client,
+  Deadline,
   Down,
   Model,
   Refused,
@@ -47,24 +48,6 @@ class Handle(handles.Handle):
     if server is not None:
       server.handles += 1
     self.home = server
-
-
-class Deadline:
-  """The time left for a call in seconds, which can be paused."""
-
-  def __init__(self, seconds: float):
-    self._end = time.monotonic() + seconds
-
-  def left(self) -> float:
-    return max(0.0, self._end - time.monotonic())
-
-  @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
-    begin = time.monotonic()
-    try:
-      yield
-    finally:
-      self._end += time.monotonic() - begin
 
 
 class Server:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import math
+import time
 from typing import Any
 
 import httpx
@@ -51,6 +52,24 @@ class Output:
 class Model:
   name: str  # served_model_name, different at each start
   max_len: int
+
+
+class Deadline:
+  """The time left for a call in seconds, which can be paused."""
+
+  def __init__(self, seconds: float):
+    self._end = time.monotonic() + seconds
+
+  def left(self) -> float:
+    return max(0.0, self._end - time.monotonic())
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    begin = time.monotonic()
+    try:
+      yield
+    finally:
+      self._end += time.monotonic() - begin
 
 
 class Client:
