@@ -136,9 +136,9 @@ def transposed(params):
 @pytest.mark.parametrize(
   'spoil, match',
   [
-    (lambda p: without(p, 'k_bias'), "no tensor 'layers/k_bias'"),
+    (lambda p: without(p, 'k_bias'), "'layers/k_bias' has shape None"),
     (transposed, 'layers/q: published'),
-    (lambda p: {**p, 'embed': p['embed'].T}, "tensor 'embed' is"),
+    (lambda p: {**p, 'embed': p['embed'].T}, "'embed' has shape"),
   ],
   ids=['missing', 'transposed', 'misshapen'],
 )

@@ -1,7 +1,7 @@
 """The engine contract: ids in, sampled ids and their log-probs out.
 
-An engine knows nothing of questions or protocols. Token ids are never
-decoded and encoded again; text is looked at only to find stop strings.
+An engine does not depend on questions or protocols. Token ids are never
+decoded and encoded again; text is used only to find stop strings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def module(name: str) -> Any:
   """Imports the engine of config.engine.module: of MODULES, or a dotted name.
 
   Raises:
-    ValueError: there is none; the message lists the names.
+    ValueError: no such engine; the message lists the names.
   """
   lookup.require(
     '.' in name or name in MODULES,
@@ -39,18 +39,19 @@ class Sampling:
 
   temperature 0 is greedy. `stops` are strings, searched in the decoded text
   of this completion alone; the token that completes one is kept whole (its
-  text may run past the tag). `stop_ids` end a completion and are part of it.
-  `seed` names the random stream: the draw of a token depends on (seed,
-  position in the handle) and nothing else, so arrival order cannot show. (A
-  server draws a request's tokens in turn: there the position is that at which
-  the request began.)
+  text may extend beyond the stop). `stop_ids` end a completion and are part of
+  it.
+  `seed` names the random stream: the draw of a token depends only on (seed,
+  position in the handle), so arrival order has no effect. (A server draws a
+  request's tokens in order: there the position is that at which the request
+  began.)
   `probe` marks a check of the engine itself, which a sync does not hold.
-  `limit`: tokens that the handle will hold at most, with all of its later
-  calls; an engine that keeps caches begins it when it has room for so many.
+  `limit`: the maximum number of tokens of the handle after all its later calls;
+  an engine with caches starts the handle when it has room for that many.
   0: this is its last call, on which another handle may be waiting.
-  `priority`: the training step. Where calls wait for an engine, probes come
-  first, then handles that have begun, then lower priorities. (A server takes
-  requests as they arrive.)
+  `priority`: the training step. Among waiting calls, probes come first, then
+  handles that have started, then lower priorities. (A server serves requests in
+  the order of arrival.)
   """
 
   max_tokens: int
@@ -69,8 +70,8 @@ class Sampling:
 class Completion:
   ids: np.ndarray  # int32 [n], exactly what was sampled
   logps: np.ndarray  # float32 [n], of the distribution sampled from
-  stop: str  # the stop string found, or 'eos', or 'length'
-  versions: np.ndarray  # int32 [n], the weights version that wrote each id
+  stop: str  # the stop string, or 'eos', or 'length'
+  versions: np.ndarray  # int32 [n], the weights version that sampled each id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class SyncReport:
   tensors: int
   bytes: int
   canary_max_diff: float  # largest |log-prob difference| on the canary
-  manifest: Mapping[str, str]  # tensor name -> checksum of what was loaded
+  manifest: Mapping[str, str]  # tensor name -> checksum of the loaded tensor
 
 
 class SyncError(RuntimeError):
@@ -97,7 +98,7 @@ class SyncError(RuntimeError):
 
 
 class EngineError(RuntimeError):
-  """A call that the engine cannot serve; the message names the mend."""
+  """A call that the engine cannot serve; the message says how to fix it."""
 
 
 Handle = Any  # opaque; len(handle) is the number of tokens in the sequence
@@ -106,21 +107,21 @@ Handle = Any  # opaque; len(handle) is the number of tokens in the sequence
 class Engine(Protocol):
   """Handles are growing sequences; the engine may keep their KV cache.
 
-  open, fork, truncate, append and close return at once; the work is done
-  when `generate` needs it. `generate` is awaitable and may be called for
-  many handles at the same time.
+  open, fork, truncate, append and close return at once; `generate` does the
+  work. `generate` is awaitable and may be called for many handles at the same
+  time.
 
-  `sync` loads other weights and leaves the engine held: generate calls under
-  way stop where they are and go on, within the same call, after `resume`;
-  probes and `score` are served meanwhile, so that the weights can be checked
-  before anything else is written with them.
+  `sync` loads other weights and leaves the engine held: running generate calls
+  pause, and continue within the same call after `resume`; probes and `score`
+  are served meanwhile, so that the weights can be verified before other tokens
+  are sampled with them.
   """
 
-  version: int | None  # of the weights it holds; None: it holds none yet
+  version: int | None  # of the loaded weights; None: none yet
   vocab_size: int
   max_len: int  # tokens that one handle can hold
   dtype: str | None  # of its copy of the weights; None = the trainer's
-  replicas: Sequence['Engine']  # to be checked one by one; itself, if alone
+  replicas: Sequence['Engine']  # verified one by one; itself, if there is one
 
   def open(self, prompt: Prompt) -> Handle: ...
   def fork(self, handle: Handle) -> Handle: ...
@@ -129,18 +130,18 @@ class Engine(Protocol):
     self, handle: Handle, sampling: Sampling
   ) -> Completion: ...
   def append(self, handle: Handle, ids) -> None: ...
-  # How many handles of up to so many tokens it serves without computing
-  # twice what a paused one had cached. The module has a function of the same
-  # name and of (model_cfg, config.engine, tokens), for a dry run.
+  # The number of handles of up to `tokens` tokens that it serves without
+  # recomputing caches. The module also has a function of this name, of
+  # (model_cfg, config.engine, tokens), for a dry run.
   def capacity(self, tokens: int) -> int: ...
   async def score(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
   def close(self, handle: Handle) -> None: ...
   async def sync(self, update: WeightsUpdate) -> SyncReport: ...
   async def resume(self) -> None: ...
-  # A step's rollouts are in: that they are the synced weights' is confirmed
-  # (SyncError), and the engine may lend its memory to the update.
+  # Called after a step's rollouts: confirms that the synced weights sampled
+  # them (SyncError); the engine may then free its memory for the update.
   async def rest(self) -> None: ...
   async def wake(self) -> None: ...
   async def shutdown(self) -> None: ...  # ends what it started
   def stats(self) -> Mapping[str, float]: ...  # counters since the start
-  def warmup(self) -> None: ...  # compiles whatever a run will need
+  def warmup(self) -> None: ...  # compiles all programs of a run

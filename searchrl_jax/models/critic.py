@@ -1,8 +1,8 @@
-"""The critic: a decoder of its own with a value head, for PPO.
+"""The critic: a second decoder with a value head, for PPO.
 
-V(what stands before token t) = h w + b, h the final hidden state that would
-predict t: so the value of a loss token depends on nothing that the policy is
-yet to write. Axis letters as in `models.decoder`.
+V(tokens before t) = h w + b, where h is the final hidden state that would
+predict token t: the value of a loss token does not depend on that token or on
+later ones. Axis letters as in `models.decoder`.
 """
 
 import dataclasses
@@ -12,11 +12,10 @@ import jax.numpy as jnp
 
 from searchrl_jax.learn import logps
 from searchrl_jax.models import decoder
-from searchrl_jax.run import sharding
 
 
 def config(cfg: decoder.DecoderConfig) -> decoder.DecoderConfig:
-  """The same backbone; no vocabulary is predicted, so no head of its own."""
+  """The same backbone, without an output head for the vocabulary."""
   return dataclasses.replace(cfg, tied=True)
 
 
@@ -30,26 +29,20 @@ def param_table(cfg: decoder.DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
 
 def param_shardings(cfg: decoder.DecoderConfig, mesh) -> dict:
   """The NamedSharding of every parameter, nested as the parameters are."""
-  return decoder.nest(
-    {
-      path: sharding.named(mesh, axes, shape)
-      for path, (shape, axes) in param_table(cfg).items()
-    }
-  )
+  return decoder.param_shardings(cfg, mesh, param_table(cfg))
 
 
 def init(params: dict, cfg: decoder.DecoderConfig) -> dict:
-  """A critic on a policy's backbone, in buffers of its own.
+  """A critic on a copy of a policy's backbone.
 
-  Its head is 0, and so is every value before the first update: GAE with
-  lambda = 1 then gives plain returns, where a random head would give noise.
+  The head is 0, and so is every value before the first update: GAE with
+  lambda = 1 then gives plain returns, where a random head would add noise.
   """
-  kept = {k: v for k, v in params.items() if k != 'head'}
-  fresh = {
-    name: jnp.zeros(param_table(cfg)[name][0], jnp.float32)
-    for name in ('value', 'value_bias')
+  backbone = {k: v for k, v in params.items() if k != 'head'}
+  return jax.tree.map(lambda x: jnp.array(x, copy=True), backbone) | {
+    'value': jnp.zeros(cfg.d_model, jnp.float32),
+    'value_bias': jnp.zeros(1, jnp.float32),
   }
-  return jax.tree.map(lambda x: jnp.array(x, copy=True), kept) | fresh
 
 
 def token_values(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):

@@ -4,9 +4,9 @@ Axis letters: B sequences, T query tokens, S key tokens, V vocabulary, D model,
 N/K query/kv heads, H head dim, F feed-forward, L layers.
 
 The parameters are a nested dict of arrays, layers stacked on a leading L (so
-that training scans over them); `Decoder` is the NNX module that owns them.
-`block` is the one definition of a layer: training and the sampler differ in
-the `attend` function that they hand to it (full causal, or through a cache).
+that training scans over them). `block` is the one definition of a layer:
+training and the sampler differ in the `attend` function that they pass to it
+(full causal, or through a cache).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 
-from flax import nnx
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -52,20 +52,19 @@ class DecoderConfig:
   attention: str = 'auto'  # auto, xla, cudnn
 
   def __post_init__(self):
+    N, K, H = self.n_heads, self.n_kv_heads, self.head_dim
     lookup.require(
-      self.n_heads % self.n_kv_heads == 0,
-      f'n_heads={self.n_heads} is no multiple of n_kv_heads={self.n_kv_heads}',
+      N % K == 0, f'n_heads={N} is not a multiple of n_kv_heads={K}'
     )
-    lookup.require(
-      self.head_dim % 2 == 0, f'head_dim={self.head_dim} must be even for RoPE'
-    )
-    lookup.require(
-      self.attention in ('auto', 'xla', 'cudnn'),
-      f'attention={self.attention!r}; there are: auto, cudnn, xla',
-    )
-    lookup.require(
-      self.remat in REMAT, f'remat={self.remat!r}; there are: {sorted(REMAT)}'
-    )
+    lookup.require(H % 2 == 0, f'head_dim={H} must be even for RoPE')
+    for field, allowed in (
+      ('attention', ['auto', 'cudnn', 'xla']),
+      ('remat', sorted(REMAT)),
+    ):
+      value = getattr(self, field)
+      lookup.require(
+        value in allowed, f'{field}={value!r}: expected one of {allowed}'
+      )
 
   @property
   def n_params(self) -> int:
@@ -94,13 +93,10 @@ def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
     'up': ((D, F), ('embed', 'mlp')),
     'down': ((F, D), ('mlp', 'embed')),
   }
-  if cfg.qkv_bias:
-    layers['q_bias'] = ((N, H), ('heads', 'head_dim'))
-    layers['k_bias'] = ((K, H), ('kv_heads', 'head_dim'))
-    layers['v_bias'] = ((K, H), ('kv_heads', 'head_dim'))
+  if cfg.qkv_bias:  # of the output axes
+    layers |= {f'{n}_bias': tuple(x[1:] for x in layers[n]) for n in 'qkv'}
   if cfg.qk_norm:
-    layers['q_norm'] = ((H,), ('norm',))
-    layers['k_norm'] = ((H,), ('norm',))
+    layers |= {f'{n}_norm': ((H,), ('norm',)) for n in 'qk'}
   table = {'embed': ((cfg.vocab_size, D), ('vocab', 'embed'))}
   for name, (shape, axes) in layers.items():
     table[f'layers/{name}'] = ((L, *shape), ('layers', *axes))
@@ -112,36 +108,36 @@ def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
 
 def nest(flat: dict) -> dict:
   """{'a/b': x} -> {'a': {'b': x}}."""
-  out = {}
-  for path, value in flat.items():
-    *parents, name = path.split('/')
-    node = out
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[name] = value
-  return out
+  return traverse_util.unflatten_dict(flat, sep='/')
 
 
-def flatten(tree: dict, prefix: str = '') -> dict:
+def flatten(tree: dict) -> dict:
   """The inverse of `nest`."""
-  out = {}
-  for name, value in tree.items():
-    path = f'{prefix}{name}'
-    if isinstance(value, dict):
-      out |= flatten(value, f'{path}/')
-    else:
-      out[path] = value
-  return out
+  return traverse_util.flatten_dict(tree, sep='/')
 
 
-def param_shardings(cfg: DecoderConfig, mesh) -> dict:
-  """The NamedSharding of every parameter, nested as the parameters are."""
+def param_shardings(cfg: DecoderConfig, mesh, table: dict | None = None):
+  """The NamedSharding of every parameter, nested as the parameters are.
+
+  table: as `param_table` returns it, if not that of `cfg`.
+  """
+  table = param_table(cfg) if table is None else table
   return nest(
-    {
-      path: sharding.named(mesh, axes, shape)
-      for path, (shape, axes) in param_table(cfg).items()
-    }
+    {k: sharding.named(mesh, axes, shape) for k, (shape, axes) in table.items()}
   )
+
+
+def flatten_checked(cfg: DecoderConfig, params: dict) -> dict:
+  """`flatten(params)`; raises ValueError unless names and shapes are cfg's."""
+  flat, table = flatten(params), param_table(cfg)
+  for name in sorted(table.keys() | flat.keys()):
+    expected = table[name][0] if name in table else None
+    shape = tuple(flat[name].shape) if name in flat else None
+    if expected != shape:
+      raise ValueError(
+        f'parameter {name!r} has shape {shape}; the config asks for {expected}'
+      )
+  return flat
 
 
 def init_params(
@@ -152,26 +148,22 @@ def init_params(
   embed_scale: float | None = None,
   dtype=jnp.float32,
 ) -> dict:
-  """Fresh parameters: normal(scale), norms 1, biases 0.
+  """Initial parameters: normal(scale), norms 1, biases 0.
 
   `o` and `down` are divided by sqrt(2 L), as GPT-2 does. embed_scale (of the
   embedding and an untied head) defaults to `scale`.
   """
+  small = scale / math.sqrt(2 * cfg.n_layers)
+  embed = scale if embed_scale is None else embed_scale
+  scales = {'o': small, 'down': small, 'embed': embed, 'head': embed}
   flat = {}
   for i, (path, (shape, _)) in enumerate(param_table(cfg).items()):
     name = path.rsplit('/', 1)[-1]
-    if name.endswith('norm'):
-      flat[path] = jnp.ones(shape, dtype)
-    elif name.endswith('bias'):
-      flat[path] = jnp.zeros(shape, dtype)
+    if name.endswith(('norm', 'bias')):
+      flat[path] = jnp.full(shape, float(name.endswith('norm')), dtype)
     else:
-      std = scale
-      if name in ('embed', 'head') and embed_scale is not None:
-        std = embed_scale
-      if name in ('o', 'down'):
-        std = scale / math.sqrt(2 * cfg.n_layers)
-      k = jax.random.fold_in(key, i)
-      flat[path] = std * jax.random.normal(k, shape, dtype)
+      normal = jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+      flat[path] = scales.get(name, scale) * normal
   return nest(flat)
 
 
@@ -245,14 +237,12 @@ def block(
 ):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
 
-  attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; what
-  else it does with k and v (write them to a cache) is its own affair.
+  attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
+  may also write k and v to a cache.
   """
   p = {k: v.astype(x.dtype) for k, v in p.items()}
   h = rms_norm(x, p['attn_norm'], cfg.norm_eps)
-  q = dense(h, p['q'])
-  k = dense(h, p['k'])
-  v = dense(h, p['v'])
+  q, k, v = (dense(h, p[name]) for name in 'qkv')
   if cfg.qkv_bias:
     q, k, v = q + p['q_bias'], k + p['k_bias'], v + p['v_bias']
   if cfg.qk_norm:
@@ -276,37 +266,30 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
   """Causal attention over right-padded rows; softmax in float32.
 
   cuDNN on GPU in half precision, XLA elsewhere. Rows past `lengths` hold
-  finite rubbish, which no loss may touch.
+  finite, meaningless values, which no loss may use.
   """
   impl = cfg.attention
   if impl == 'auto':
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     impl = 'cudnn' if jax.default_backend() == 'gpu' and half else 'xla'
   if impl == 'cudnn':
-    lengths = jnp.maximum(lengths, 1)  # an empty row would be 0 / 0
+    lengths = jnp.maximum(lengths, 1)  # an empty row would give 0 / 0
+    own = {'query_seq_lengths': lengths, 'key_value_seq_lengths': lengths}
     return jax.nn.dot_product_attention(
-      q,
-      k,
-      v,
-      is_causal=True,
-      implementation='cudnn',
-      query_seq_lengths=lengths,
-      key_value_seq_lengths=lengths,
+      q, k, v, is_causal=True, implementation='cudnn', **own
     )
   # Padding is on the right, so causality alone hides it from real queries.
   B, T, N, H = q.shape
   q = grouped_queries(q, k.shape[2])
   k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-  # A block of queries meets the keys up to its own end alone: almost half of
-  # the scores are never computed, and those of a block stay in the cache of a
-  # CPU (forward 5 times, with its gradient 2.4 times as fast as all at once).
+  # A block of queries attends to the keys up to its own end only: almost half
+  # of the scores are never computed, and those of a block stay in a CPU's
+  # cache (forward 5 times, with its gradient 2.4 times as fast as all at once).
   step = max(64, -(-T // 8))
-  out = [
-    _attend_block(
-      q[:, :, :, i : i + step], k[:, :, : i + step], v[:, :, : i + step], i
-    )
-    for i in range(0, T, step)
-  ]
+  out = []
+  for i in range(0, T, step):
+    seen = (x[:, :, : i + step] for x in (k, v))
+    out.append(_attend_block(q[:, :, :, i : i + step], *seen, i))
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -314,7 +297,7 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
 def grouped_queries(q, kv_heads: int):
   """q [B, T, N, H] as [B, K, G, T, H]: batch dimensions lead.
 
-  float32 comes scaled by 1 / sqrt(H), so that `scores` has nothing to do.
+  float32 is scaled by 1 / sqrt(H) here, so `scores` does not scale it again.
   """
   B, T, N, H = q.shape
   if q.dtype == jnp.float32:
@@ -326,8 +309,8 @@ def grouped_queries(q, kv_heads: int):
 def scores(axes: str, q, k):
   """float32 attention scores of `grouped_queries`; axes: of the einsum.
 
-  Half precision is scaled after the product, as cuDNN does: a scaled q would
-  have been rounded once more.
+  Half precision is scaled after the product, as cuDNN does: scaling q would
+  round it once more.
   """
   s = jnp.einsum(axes, q, k, preferred_element_type=jnp.float32)
   return s if q.dtype == jnp.float32 else s * (1.0 / math.sqrt(q.shape[-1]))
@@ -357,8 +340,8 @@ def hidden_states(
 ):
   """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
 
-  lengths int32 [B] (None: all T). The head is applied elsewhere, on the
-  tokens that need it (`head_weight`).
+  lengths int32 [B] (None: all T). The caller applies the head (`head_weight`)
+  to the tokens that need it.
   """
   B, T = ids.shape
   if lengths is None:
@@ -390,37 +373,3 @@ def logits(params: dict, cfg: DecoderConfig, hidden):
   return jnp.einsum(
     '...D,DV->...V', hidden, w, preferred_element_type=jnp.float32
   )
-
-
-class Decoder(nnx.Module):
-  """The NNX module: owns the parameters, `model(ids)` gives logits."""
-
-  def __init__(
-    self,
-    cfg: DecoderConfig,
-    params: dict | None = None,
-    *,
-    rngs: nnx.Rngs | None = None,
-    **init_kw,
-  ):
-    """Wraps `params` (nothing is copied), or draws fresh ones from `rngs`."""
-    if params is None:
-      params = init_params(cfg, rngs.params(), **init_kw)
-    self.cfg = cfg
-    self.embed = nnx.Param(params['embed'])
-    self.layers = nnx.Dict(
-      {k: nnx.Param(v) for k, v in params['layers'].items()}
-    )
-    self.final_norm = nnx.Param(params['final_norm'])
-    if not cfg.tied:
-      self.head = nnx.Param(params['head'])
-
-  def params(self) -> dict:
-    return nnx.to_pure_dict(nnx.state(self, nnx.Param))
-
-  def __call__(self, ids, lengths=None):
-    """float32 logits [B, T, V] of right-padded ids int32 [B, T]."""
-    params = self.params()
-    return logits(
-      params, self.cfg, hidden_states(params, self.cfg, ids, lengths)
-    )

@@ -1,19 +1,22 @@
 """Hugging Face families: config.json <-> decoder flags, tensor names <-> paths.
 
-Plain Python and no JAX, so that the code inside the vLLM sidecar can read it
-too. Facts come from transformers 4.x and 5.x: the former writes `rope_theta`
-and `rope_scaling` at the top of config.json, the latter `rope_parameters`;
-both are read, and both are written (with equal content), because a reader of
-the other generation would silently take theta = 10000.
+This module imports no JAX, so that code inside the vLLM sidecar can use it.
+transformers 4.x writes `rope_theta` and `rope_scaling` at the top of
+config.json, transformers 5.x writes `rope_parameters`. Both are read, and both
+are written (with equal content), because a reader of the other generation
+would silently use theta = 10000.
 
-A field that changes the computation and that the decoder lacks is refused by
-name; a field that does not (dropout, initialisation) is left alone.
+A field that changes the computation and that the decoder does not implement is
+an error that names the field; other fields (dropout, initialisation) are
+ignored.
 """
 
 from collections.abc import Iterator, Mapping
 import dataclasses
 import math
+import pathlib
 import re
+import shutil
 from typing import Any
 
 from searchrl_jax.run import lookup
@@ -35,24 +38,26 @@ FAMILIES = {
   'qwen3': Family('Qwen3ForCausalLM', qk_norm=True, head_dim=128),
 }
 
-# What `parse_config` states: the architecture, not how it is run.
-FIELDS = (
-  'vocab_size',
-  'd_model',
-  'n_layers',
-  'n_heads',
-  'n_kv_heads',
-  'head_dim',
-  'd_ff',
-  'rope_theta',
-  'rope_scaling',
-  'norm_eps',
-  'qkv_bias',
-  'qk_norm',
-  'tied',
+# Sizes in `DecoderConfig` -> in config.json.
+_SIZES = {
+  'vocab_size': 'vocab_size',
+  'd_model': 'hidden_size',
+  'n_layers': 'num_hidden_layers',
+  'n_heads': 'num_attention_heads',
+  'n_kv_heads': 'num_key_value_heads',
+  'head_dim': 'head_dim',
+  'd_ff': 'intermediate_size',
+}
+# The result of `parse_config`: the architecture, not how it is run.
+_FLAGS = 'rope_theta rope_scaling norm_eps qkv_bias qk_norm tied'
+FIELDS = (*_SIZES, *_FLAGS.split())
+# File names of tokenizers of every kind.
+_TOKENIZER = (
+  'tokenizer* vocab.json merges.txt special_tokens_map.json added_tokens.json '
+  'chat_template* generation_config.json'
 )
 
-# Set to anything but these, a field asks for what the decoder lacks.
+# The values of these fields that the decoder implements.
 _NEUTRAL = {
   'hidden_act': (None, 'silu'),
   'attention_bias': (None, False),
@@ -70,41 +75,56 @@ _NEUTRAL = {
 _LLAMA3 = ('factor', 'low_freq_factor', 'high_freq_factor')
 
 
+def fields(cfg) -> dict[str, Any]:
+  """FIELDS of a `decoder.DecoderConfig`."""
+  values = dataclasses.asdict(cfg)
+  return {name: values[name] for name in FIELDS}
+
+
+def copy_tokenizer(source, target) -> int:
+  """Copies a tokenizer's files to another folder; returns their number."""
+  files = {
+    f
+    for pattern in _TOKENIZER.split()
+    for f in pathlib.Path(source).glob(pattern)
+    if f.is_file()
+  }
+  for file in files:
+    shutil.copyfile(file, pathlib.Path(target) / file.name)
+  return len(files)
+
+
 def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
   """The fields of `DecoderConfig` that a config.json states.
 
   `rope_scaling` is None or a dict with the fields of `RopeScaling`.
 
   Raises:
-    ValueError: an unknown `model_type`, a missing field, or one that asks for
-      what the decoder lacks; the message names the field.
+    ValueError: an unknown `model_type`, a missing field, or one with a value
+      that the decoder does not implement; the message names the field.
   """
   family = _family(hf)
   for field, neutral in _NEUTRAL.items():
     lookup.require(
       hf.get(field) in neutral,
-      f'config.json: {field}={hf.get(field)!r} is not supported; it can be '
-      f'{neutral[-1]!r} or absent',
+      f'config.json: {field}={hf.get(field)!r} is not supported; expected '
+      f'{neutral[-1]!r} or no such field',
     )
-  D = _positive(hf, 'hidden_size')
-  N = _positive(hf, 'num_attention_heads')
-  K = N
-  if hf.get('num_key_value_heads') is not None:
-    K = _positive(hf, 'num_key_value_heads')
-  H = family.head_dim or D // N
-  if hf.get('head_dim') is not None:
-    H = _positive(hf, 'head_dim')
-  L = _positive(hf, 'num_hidden_layers')
-  _refuse_sliding(hf, family, L)
+  sizes: dict[str, int] = {}
+  for name, field in _SIZES.items():
+    value = hf.get(field)
+    if value is None and name == 'n_kv_heads':
+      value = sizes['n_heads']
+    if value is None and name == 'head_dim':
+      value = family.head_dim or sizes['d_model'] // sizes['n_heads']
+    lookup.require(
+      type(value) is int and value >= 1,
+      f'config.json: {field}={value!r}; expected a positive integer',
+    )
+    sizes[name] = value
+  _refuse_sliding_window(hf, family, sizes['n_layers'])
   theta, scaling = _rope(hf)
-  return {
-    'vocab_size': _positive(hf, 'vocab_size'),
-    'd_model': D,
-    'n_layers': L,
-    'n_heads': N,
-    'n_kv_heads': K,
-    'head_dim': H,
-    'd_ff': _positive(hf, 'intermediate_size'),
+  return sizes | {
     'rope_theta': theta,
     'rope_scaling': scaling,
     'norm_eps': float(hf.get('rms_norm_eps', 1e-6)),
@@ -123,30 +143,27 @@ def format_config(
   """The inverse: a config.json that transformers and vLLM load.
 
   Args:
-    fields: as `parse_config` gives them.
+    fields: as `parse_config` returns them.
     dtype: of the stored tensors.
-    like: a config.json whose passive fields (token ids, context length, ...)
-      are kept; None writes max_position_embeddings = 32768 and no token ids.
+    like: a config.json whose other fields (token ids, context length, ...) are
+      kept; None writes max_position_embeddings = 32768 and no token ids.
 
   Raises:
     ValueError: no family has these flags.
   """
   flags = (fields['qkv_bias'], fields['qk_norm'])
-  names = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm) == flags]
-  if not names:
-    raise ValueError(
-      f'no Hugging Face family has qkv_bias={flags[0]} and '
-      f'qk_norm={flags[1]}; there are: '
-      + ', '.join(
-        f'{n} ({f.qkv_bias}, {f.qk_norm})' for n, f in FAMILIES.items()
-      )
-    )
-  name = names[0]
+  by_flags = {(f.qkv_bias, f.qk_norm): n for n, f in FAMILIES.items()}
+  lookup.require(
+    flags in by_flags,
+    f'no Hugging Face family has qkv_bias={flags[0]} and qk_norm={flags[1]}; '
+    f'there are: {by_flags}',
+  )
+  name = by_flags[flags]
   D, N = fields['d_model'], fields['n_heads']
   lookup.require(
     D % N == 0 or name != 'llama',
-    f'd_model={D} is no multiple of n_heads={N}, which transformers asks '
-    'of the Llama family',
+    f'd_model={D} is not a multiple of n_heads={N}, as transformers requires '
+    'for the Llama family',
   )
   theta, scaling = fields['rope_theta'], fields['rope_scaling']
   rope = {'rope_type': 'default', 'rope_theta': theta}
@@ -155,27 +172,15 @@ def format_config(
       'rope_type': 'llama3',
       'original_max_position_embeddings': scaling['original_max_position'],
     }
-  out = {
-    'max_position_embeddings': 32768,
-    'bos_token_id': None,
-    'eos_token_id': None,
-  }
-  out |= {
-    k: v
-    for k, v in (like or {}).items()
-    if k not in ('dtype', 'layer_types', 'transformers_version', 'auto_map')
-  }
+  out = {'max_position_embeddings': 32768}
+  out |= {'bos_token_id': None, 'eos_token_id': None} | dict(like or {})
+  for field in ('dtype', 'layer_types', 'transformers_version', 'auto_map'):
+    out.pop(field, None)
   out |= {
     'architectures': [FAMILIES[name].architecture],
     'model_type': name,
     'torch_dtype': dtype,
-    'vocab_size': fields['vocab_size'],
-    'hidden_size': D,
-    'intermediate_size': fields['d_ff'],
-    'num_hidden_layers': fields['n_layers'],
-    'num_attention_heads': N,
-    'num_key_value_heads': fields['n_kv_heads'],
-    'head_dim': fields['head_dim'],
+    **{field: fields[size] for size, field in _SIZES.items()},
     'hidden_act': 'silu',
     'rms_norm_eps': fields['norm_eps'],
     'tie_word_embeddings': fields['tied'],
@@ -184,13 +189,10 @@ def format_config(
     'rope_parameters': rope,
     'attention_dropout': 0.0,
   }
-  if name != 'qwen2':
-    out['attention_bias'] = False
-  if name == 'llama':
-    out['mlp_bias'] = False
-  else:
-    out['use_sliding_window'] = False
-  return out
+  out |= {'attention_bias': False} if name != 'qwen2' else {}
+  return out | {
+    ('mlp_bias' if name == 'llama' else 'use_sliding_window'): False
+  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +216,7 @@ class Tensor:
     return (x.T if self.n_in else x).reshape(self.ours)
 
   def to_hf(self, x):
-    """The checkpoint's rows that a block of ours along `row_axis` holds."""
+    """The checkpoint's rows for a block of our array along `row_axis`."""
     if not self.n_in:
       return x.reshape(-1, *self.shape[1:])
     return x.reshape(self.shape[-1], -1).T
@@ -248,7 +250,7 @@ _LAYER = {
   'down': ('mlp.down_proj.weight', 1),
 }
 
-# Buffers that old Llama checkpoints carry; they follow from the config.
+# Buffers in old Llama checkpoints; the config determines them.
 _IGNORED = re.compile(
   r'(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq'
 )
@@ -256,7 +258,7 @@ TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
 
 
 def ignored(name: str) -> bool:
-  """Whether a checkpoint's tensor carries nothing that we need."""
+  """Whether a checkpoint's tensor is not needed."""
   return _IGNORED.fullmatch(name) is not None
 
 
@@ -310,65 +312,46 @@ def _family(hf: Mapping[str, Any]) -> Family:
   return FAMILIES[name]
 
 
-def _positive(hf: Mapping[str, Any], field: str) -> int:
-  value = hf.get(field)
-  lookup.require(
-    type(value) is int and value >= 1,
-    f'config.json: {field}={value!r}; expected a positive integer',
-  )
-  return value
-
-
-def _refuse_sliding(hf: Mapping[str, Any], family: Family, n_layers: int):
-  types = hf.get('layer_types')
-  if types is not None:
-    others = sorted(set(types) - {'full_attention'})
+def _refuse_sliding_window(
+  hf: Mapping[str, Any], family: Family, n_layers: int
+):
+  if (types := hf.get('layer_types')) is not None:
     lookup.require(
-      not others,
-      f'config.json: layer_types has {others}; only full_attention is '
-      'supported',
+      set(types) <= {'full_attention'},
+      f'config.json: layer_types={types}; only full_attention is supported',
     )
     return
-  # Qwen has a switch that is off unless set, and a first layer; a window in
-  # a Llama config has neither, and its readers disagree on what it means.
+  # Qwen has a switch, off by default, and a first layer. A window in a Llama
+  # config has neither, and readers interpret it differently.
   llama = family is FAMILIES['llama']
   on = llama or hf.get('use_sliding_window', False)
   first = 0 if llama else hf.get('max_window_layers', 28)
-  if hf.get('sliding_window') and on and first < n_layers:
-    raise ValueError(
-      f'config.json: sliding_window={hf["sliding_window"]} is in use, which '
-      'is not supported'
-    )
+  lookup.require(
+    not (hf.get('sliding_window') and on and first < n_layers),
+    f'config.json: sliding_window={hf.get("sliding_window")} is in use, but '
+    'not supported',
+  )
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
   """rope theta, and the fields of `RopeScaling` or None."""
-  theta = hf.get('rope_theta')
-  # Where both stand, the older wins in transformers 5, so that they must
-  # agree for the file to mean one thing.
-  found = {}
+  # If both generations' fields are present, they must agree: transformers 5
+  # reads the older one.
+  thetas, scalings = {'rope_theta': hf.get('rope_theta')}, {}
   for field in ('rope_scaling', 'rope_parameters'):
-    rope = hf.get(field)
-    if rope:
-      found[field] = _rope_fields(field, rope, hf)
-  thetas = {
-    'rope_theta': theta,
-    **{f'{k}.rope_theta': t for k, (t, _) in found.items()},
-  }
+    if rope := hf.get(field):
+      theta, scalings[field] = _rope_fields(field, rope, hf)
+      thetas[f'{field}.rope_theta'] = theta
   thetas = {k: float(t) for k, t in thetas.items() if t is not None}
-  lookup.require(
-    len(set(thetas.values())) <= 1,
-    f'config.json: {thetas} contradict each other',
-  )
-  scalings = [s for _, s in found.values()]
-  if len(scalings) == 2 and scalings[0] != scalings[1]:
-    raise ValueError(
-      f'config.json: rope_scaling={hf["rope_scaling"]} and '
-      f'rope_parameters={hf["rope_parameters"]} contradict each other'
+  for values in (thetas, scalings):
+    first = next(iter(values.values()), None)
+    lookup.require(
+      all(v == first for v in values.values()),
+      f'config.json: {values} contradict each other',
     )
   return (
     next(iter(thetas.values()), 10_000.0),
-    scalings[0] if scalings else None,
+    next(iter(scalings.values()), None),
   )
 
 
@@ -376,8 +359,8 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   """(theta or None, RopeScaling fields or None) of one dict."""
   lookup.require(
     not any(isinstance(v, Mapping) for v in rope.values()),
-    f'config.json: {field} differs by layer type ({sorted(rope)}), which '
-    'is not supported',
+    f'config.json: {field} differs by layer type ({sorted(rope)}), which is '
+    'not supported',
   )
   kind = rope.get('rope_type', rope.get('type', 'default'))
   lookup.require(
@@ -402,13 +385,13 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
     'original_max_position_embeddings',
     hf.get('original_max_position_embeddings'),
   )
-  scaling = {k: rope.get(k) for k in _LLAMA3}
-  scaling['original_max_position'] = original
-  for name, value in scaling.items():
+  values = {k: rope.get(k) for k in _LLAMA3} | {
+    'original_max_position': original
+  }
+  for name, value in values.items():
     lookup.require(
       isinstance(value, (int, float)) and value > 0,
       f'config.json: {field}.{name}={value!r}; llama3 needs a positive number',
     )
-  scaling = {k: float(v) for k, v in scaling.items()}
-  scaling['original_max_position'] = int(original)
-  return theta, scaling
+  scaling = {k: float(values[k]) for k in _LLAMA3}
+  return theta, scaling | {'original_max_position': int(original)}

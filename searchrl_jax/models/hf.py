@@ -26,25 +26,13 @@ from searchrl_jax.models import decoder, families, safetensors
 _ROWS = 32  # of a file's tensor, transposed at once
 _COMPARE_BYTES = 1 << 23  # compared at once
 _BLOCK_BYTES = 1 << 26  # exported at once
-_TOKENIZER_FILES = (
-  'tokenizer.json',
-  'tokenizer_config.json',
-  'tokenizer.model',
-  'vocab.json',
-  'merges.txt',
-  'special_tokens_map.json',
-  'added_tokens.json',
-  'chat_template.jinja',
-  'chat_template.json',
-  'generation_config.json',
-)
 
 
 def read_json(path) -> dict[str, Any]:
   """The config.json of a checkpoint folder.
 
   Raises:
-    FileNotFoundError, ValueError: there is none, or it is no JSON object.
+    FileNotFoundError, ValueError: it is absent, or not a JSON object.
   """
   path = pathlib.Path(path) / 'config.json'
   try:
@@ -90,52 +78,31 @@ def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
   )
 
 
-def _check_config(
-  path, found: decoder.DecoderConfig, cfg: decoder.DecoderConfig
-):
-  """Raises ValueError if `cfg` describes another model than config.json."""
-  differ = [
-    f'{name}={getattr(found, name)!r} there, {getattr(cfg, name)!r} here'
-    for name in families.FIELDS
-    if getattr(found, name) != getattr(cfg, name)
-  ]
-  if differ:
-    raise ValueError(f'{path} holds another model: {"; ".join(differ)}')
-
-
-def _check(path, table, stored):
-  """Raises ValueError unless `stored` holds exactly what `table` asks for."""
+def _check_tensors(path, table, stored):
+  """Raises ValueError unless `stored` has exactly the tensors of `table`."""
   for name, tensor in table.items():
     if name not in stored:
       raise ValueError(f'{path}: tensor {name!r} is missing')
-    found = stored[name]
-    if found.shape != tensor.shape:
-      raise ValueError(
-        f'{found.file}: tensor {name!r} has shape {found.shape}; the config '
-        f'asks for {tensor.shape}'
-      )
-    if found.dtype is None:
-      raise ValueError(
-        f'{found.file}: tensor {name!r} has dtype {found.dtype_name}; it can '
-        f'be {", ".join(safetensors.DTYPES)}'
-      )
-  for name, found in stored.items():
-    if name in table or families.ignored(name):
-      continue
+    entry, problem = stored[name], ''
+    if entry.shape != tensor.shape:
+      problem = f'shape {entry.shape}; the config asks for {tensor.shape}'
+    elif entry.dtype is None:
+      allowed = ', '.join(safetensors.DTYPES)
+      problem = f'dtype {entry.dtype_name}; expected one of {allowed}'
+    if problem:
+      raise ValueError(f'{entry.file}: tensor {name!r} has {problem}')
+  for name in sorted(stored.keys() - table.keys()):
     if name == families.TIED_HEAD:
-      _check_tied_head(found, stored[_embed_name(table)])
-      continue
-    raise ValueError(
-      f'{found.file}: tensor {name!r} has no place in this model (surplus)'
-    )
-
-
-def _embed_name(table: Mapping[str, families.Tensor]) -> str:
-  return next(t.name for t in table.values() if t.path == 'embed')
+      _check_tied_head(stored[name], stored[next(iter(table))])
+    elif not families.ignored(name):
+      raise ValueError(
+        f'{stored[name].file}: tensor {name!r} is not part of this model '
+        '(surplus)'
+      )
 
 
 def _check_tied_head(head: safetensors.Stored, embed: safetensors.Stored):
-  """Some writers store the tied head again; a different one is an error."""
+  """Some writers store the tied head again; it must equal the embedding."""
   same = (head.shape, head.dtype) == (embed.shape, embed.dtype)
   if same:
     a, b = head.open(), embed.open()
@@ -154,13 +121,13 @@ def _check_tied_head(head: safetensors.Stored, embed: safetensors.Stored):
 def _copy(
   dst: np.ndarray, tensor: families.Tensor, stored: safetensors.Stored, index
 ):
-  """dst[...] = the tensor's part at `index` of our layout, cast."""
+  """Copies the part of a tensor at `index` of our layout to dst, cast."""
   src = tensor.to_ours(stored.open())[index]
   if not tensor.n_in:
     np.copyto(dst, src, casting='unsafe')
     return
-  # A transposition in one go misses the cache at every element; a few of the
-  # file's rows at a time are 3 to 10 times as fast.
+  # Transposing everything at once misses the cache at every element; a few of
+  # the file's rows at a time are 3 to 10 times as fast.
   axis = tensor.row_axis
   step = max(1, _ROWS // math.prod(src.shape[axis + 1 :]))
   for i in range(0, src.shape[axis], step):
@@ -185,8 +152,8 @@ def load(
 ):
   """(DecoderConfig, params) of a Hugging Face checkpoint folder.
 
-  Everything is checked before anything is allocated. Host memory beyond the
-  parameters themselves stays at one shard of one stacked parameter.
+  Checks all files before it allocates memory. Needs host memory for one shard
+  of one stacked parameter beyond the parameters themselves.
 
   Args:
     mesh: parameters are laid out by `decoder.param_shardings`; None puts them
@@ -201,12 +168,18 @@ def load(
       shape; the message names it.
   """
   path = pathlib.Path(path)
-  found = read_config(path)
-  cfg = found if cfg is None else cfg
-  _check_config(path, found, cfg)
+  own = read_config(path)
+  cfg = own if cfg is None else cfg
+  differ = [
+    f'{name}={getattr(own, name)!r} there, {getattr(cfg, name)!r} here'
+    for name in families.FIELDS
+    if getattr(own, name) != getattr(cfg, name)
+  ]
+  if differ:
+    raise ValueError(f'{path} holds another model: {"; ".join(differ)}')
   table = tensor_table(cfg)
   stored = safetensors.read_folder(path)
-  _check(path, table, stored)
+  _check_tensors(path, table, stored)
   dtype = np.dtype(dtype)
   shapes = {p: s for p, (s, _) in decoder.param_table(cfg).items()}
   shardings = {}
@@ -253,20 +226,20 @@ def save(
 ):
   """Writes a checkpoint that transformers and vLLM load.
 
-  The folder appears whole or not at all: it is written beside `path` and
-  renamed. Tensors go to disk in blocks of rows; the host holds one.
+  The folder is written beside `path` and renamed, so that it appears only when
+  complete. Tensors go to disk in blocks of rows; the host holds one block.
 
   Args:
     tokenizer_dir: a folder whose tokenizer files are copied along.
     max_shard_bytes: of one file; a larger tensor has a file of its own.
     dtype: of the stored tensors: float32, bfloat16 or float16.
-    like: a config.json (`read_json`) whose passive fields are kept.
-    overwrite: replace what stands at `path`.
+    like: a config.json (`read_json`) whose other fields are kept.
+    overwrite: replace an existing folder.
 
   Raises:
     FileExistsError: `path` exists and overwrite is False.
     ValueError: parameters that are not those of `cfg`, by name.
-    OSError: the disk; what stood at `path` still stands.
+    OSError: the disk; an existing folder at `path` is unchanged.
   """
   path = pathlib.Path(path)
   dtype = np.dtype(dtype)
@@ -276,15 +249,7 @@ def save(
     )
   if path.exists() and not overwrite:
     raise FileExistsError(f'{path} exists; remove it or choose another')
-  flat = decoder.flatten(params)
-  table = decoder.param_table(cfg)
-  for name in sorted(table.keys() | flat.keys()):
-    want = table[name][0] if name in table else None
-    have = tuple(flat[name].shape) if name in flat else None
-    if want != have:
-      raise ValueError(
-        f'parameter {name!r} has shape {have}; the config asks for {want}'
-      )
+  flat = decoder.flatten_checked(cfg, params)
   config = families.format_config(
     dataclasses.asdict(cfg), dtype=str(dtype), like=like
   )
@@ -299,20 +264,17 @@ def save(
       max_shard_bytes,
     )
     if tokenizer_dir is not None:
-      for name in _TOKENIZER_FILES:
-        source = pathlib.Path(tokenizer_dir) / name
-        if source.exists():
-          shutil.copyfile(source, tmp / name)
+      families.copy_tokenizer(tokenizer_dir, tmp)
     safetensors.write_json(tmp / 'config.json', config)
 
 
 @contextlib.contextmanager
 def _whole_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A folder to fill, which becomes `path` if the block succeeds."""
+  """A folder to write to, which becomes `path` if the block succeeds."""
   tmp = path.with_name(f'.{path.name}.tmp')
   old = path.with_name(f'.{path.name}.old')
   if old.exists() and not path.exists():
-    old.rename(path)  # a writer died between its two renames
+    old.rename(path)  # a writer was killed between its two renames
   shutil.rmtree(tmp, ignore_errors=True)
   tmp.mkdir()
   try:
@@ -321,15 +283,16 @@ def _whole_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
       shutil.rmtree(old, ignore_errors=True)
       path.rename(old)
     tmp.rename(path)
-    _sync(path.parent)
+    parent = os.open(path.parent, os.O_RDONLY)
+    try:
+      os.fsync(parent)  # makes the rename durable
+    finally:
+      os.close(parent)
   except OSError as e:
-    hint = (
-      '; free some space and try again'
-      if e.errno in (errno.ENOSPC, errno.EDQUOT)
-      else ''
-    )
+    full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = '; free some space and try again' * full
     raise OSError(
-      e.errno, f'writing {path} failed: {e}{hint}; what stood there stands'
+      e.errno, f'writing {path} failed: {e}{hint}; existing files are unchanged'
     ) from e
   finally:
     if old.exists() and not path.exists():
@@ -341,15 +304,15 @@ def _whole_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 def _blocks(array, tensor: families.Tensor) -> Iterator[np.ndarray]:
   """The checkpoint's tensor in blocks of rows, fetched one by one.
 
-  Each shard is sliced on its own device: slicing the global array would have
-  XLA gather it whole, on every device.
+  Each shard is sliced on its own device: to slice the global array, XLA would
+  gather it on every device.
   """
   axis = tensor.row_axis
   shards = list(_shards(array, tensor))
   n = tensor.ours[axis]
   row = math.prod(tensor.ours) // n * array.dtype.itemsize
   step = max(1, _BLOCK_BYTES // row)
-  # Blocks do not straddle shards, so that they come in few sizes.
+  # Blocks do not span shards, so that they have few sizes.
   edges = sorted({0, n, *(index[axis].start for index, _, _ in shards)})
   for begin, end in zip(edges, edges[1:]):
     for start in range(begin, end, step):
@@ -376,8 +339,8 @@ def _shards(array, tensor: families.Tensor):
   else:
     if not array.is_fully_addressable:
       raise ValueError(
-        f'parameter {tensor.path!r} lies partly on other hosts; gather it '
-        'before exporting'
+        f'parameter {tensor.path!r} is partly on other hosts; gather it before '
+        'exporting'
       )
     pieces = [
       (s.index, s.data) for s in array.addressable_shards if not s.replica_id
@@ -399,16 +362,7 @@ def _fetch(x, layer, start: int, size: int, axis: int) -> np.ndarray:
 
 @jax.jit(static_argnums=(3, 4))
 def _slice(x, layer, start, size, axis):
-  # The layer and the start are traced, so that one program serves them all.
+  # The layer and the start are traced, so that one program serves all.
   if layer is not None:
     x = jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
   return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def _sync(folder: pathlib.Path):
-  """Makes a rename in `folder` last."""
-  fd = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(fd)
-  finally:
-    os.close(fd)

@@ -1,8 +1,8 @@
 """The safetensors format: folders of tensors, read and written in pieces.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and
-the raw tensors. That is little enough to own, and numpy's binding can do
-neither bfloat16 nor a file that is never whole in memory.
+the raw tensors. The library's numpy binding supports neither bfloat16 nor
+writing a file in parts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,16 +30,16 @@ _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """Where a tensor lies in a file."""
+  """The position of a tensor in a file."""
 
   file: pathlib.Path
-  dtype: np.dtype | None  # None: one that we cannot read
+  dtype: np.dtype | None  # None: not supported
   dtype_name: str
   shape: tuple[int, ...]
   offset: int  # bytes from the start of the file
 
   def open(self) -> np.ndarray:
-    """The tensor as pages of the file: nothing is read yet."""
+    """The tensor, memory-mapped: nothing is read yet."""
     return np.memmap(
       self.file, self.dtype, 'r', offset=self.offset, shape=self.shape
     )
@@ -54,9 +54,8 @@ def read_file(file) -> dict[str, Stored]:
   file = pathlib.Path(file)
   size = file.stat().st_size
   with file.open('rb') as f:
-    head = f.read(8)
-    n = int.from_bytes(head, 'little')
-    if len(head) < 8 or n > min(size - 8, _MAX_HEADER):
+    n = int.from_bytes(f.read(8), 'little')
+    if n > min(size - 8, _MAX_HEADER):
       raise ValueError(
         f'{file}: truncated or no safetensors file ({size} bytes, header of '
         f'{n})'
@@ -73,19 +72,18 @@ def read_file(file) -> dict[str, Stored]:
   out = {}
   for name, (dtype_name, shape, begin, end) in entries.items():
     dtype = DTYPES.get(dtype_name)
-    if 8 + n + end > size:
-      raise ValueError(
-        f'{file}: truncated: tensor {name!r} ends at byte {8 + n + end}, the '
-        f'file at {size}'
+    start, stop, problem = 8 + n + begin, 8 + n + end, ''
+    if stop > size:
+      problem = (
+        f'ends at byte {stop}, the file at {size}: the file is truncated'
       )
-    if begin < 0 or (
-      dtype and end - begin != math.prod(shape) * dtype.itemsize
+    elif (
+      begin < 0 or dtype and end - begin != math.prod(shape) * dtype.itemsize
     ):
-      raise ValueError(
-        f'{file}: tensor {name!r} has bytes {begin} to {end} for shape '
-        f'{shape} of {dtype_name}'
-      )
-    out[name] = Stored(file, dtype, dtype_name, shape, 8 + n + begin)
+      problem = f'has bytes {begin} to {end} for shape {shape} of {dtype_name}'
+    if problem:
+      raise ValueError(f'{file}: tensor {name!r} {problem}')
+    out[name] = Stored(file, dtype, dtype_name, shape, start)
   return out
 
 
@@ -93,7 +91,7 @@ def read_folder(path) -> dict[str, Stored]:
   """The tensors of a checkpoint folder: one file, or a sharded index.
 
   Raises:
-    FileNotFoundError: no safetensors there, or a shard of the index is gone.
+    FileNotFoundError: there is no such file, or a shard of the index is absent.
     ValueError: as `read_file`, or the index contradicts a shard.
   """
   path = pathlib.Path(path)
@@ -101,32 +99,29 @@ def read_folder(path) -> dict[str, Stored]:
     return read_file(path / SINGLE)
   if not (path / INDEX).exists():
     raise FileNotFoundError(
-      f'{path}: neither {SINGLE} nor {INDEX}; other formats (.bin, .gguf) '
-      'must be converted to safetensors'
+      f'{path}: contains neither {SINGLE} nor {INDEX}; convert other formats '
+      '(.bin, .gguf) to safetensors'
     )
   try:
     weight_map = json.loads((path / INDEX).read_text())['weight_map']
     files = sorted(set(weight_map.values()))
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
-  out = {}
+  out, actual = {}, {}
   for file in files:
     if not (path / file).exists():
       raise FileNotFoundError(
         f'{path / file}: no such file, but {INDEX} refers to it'
       )
     stored = read_file(path / file)
-    for name in stored:
-      if weight_map.get(name) != file:
-        raise ValueError(
-          f'{path / file}: holds tensor {name!r}, but {INDEX} places it in '
-          f'{weight_map.get(name)}'
-        )
+    actual |= dict.fromkeys(stored, file)
     out |= stored
-  for name, file in weight_map.items():
-    if name not in out:
+  for name in sorted(actual.keys() | weight_map.keys()):
+    place = actual.get(name, 'missing')
+    if place != weight_map.get(name):
       raise ValueError(
-        f'{path / file}: tensor {name!r} is missing, but {INDEX} lists it'
+        f'{path}: tensor {name!r} is {place}, but {INDEX} places it in '
+        f'{weight_map.get(name)}'
       )
   return out
 
@@ -156,24 +151,15 @@ def write_folder(
     shards[-1].append(name)
     size += n
     total += n
-  files = [SINGLE]
-  if len(shards) > 1:
-    files = [
-      f'model-{i:05d}-of-{len(shards):05d}.safetensors'
-      for i in range(1, len(shards) + 1)
-    ]
-  for file, names in zip(files, shards):
+  weight_map = {}
+  for i, names in enumerate(shards, 1):
+    file = f'model-{i:05d}-of-{len(shards):05d}.safetensors'
+    file = file if len(shards) > 1 else SINGLE
     _write_file(path / file, {n: shapes[n] for n in names}, blocks, dtype)
+    weight_map |= dict.fromkeys(names, file)
   if len(shards) > 1:
-    write_json(
-      path / INDEX,
-      {
-        'metadata': {'total_size': total},
-        'weight_map': {
-          name: file for file, names in zip(files, shards) for name in names
-        },
-      },
-    )
+    metadata = {'total_size': total}
+    write_json(path / INDEX, {'metadata': metadata, 'weight_map': weight_map})
 
 
 def _write_file(file: pathlib.Path, shapes, blocks, dtype: np.dtype):

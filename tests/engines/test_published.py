@@ -52,16 +52,16 @@ def test_half_a_publication_is_refused(path):
   shutil.copytree(path, tmp)
   shutil.rmtree(tmp / 'meta')
   assert published.versions(path.parent) == [4]
-  with pytest.raises(PublishedError, match='half'):
+  with pytest.raises(PublishedError, match='incomplete'):
     published.open_published(tmp)
   (path / 'meta/meta.json').write_text('{"extras"')
-  with pytest.raises(PublishedError, match='meta.json.*half'):
+  with pytest.raises(PublishedError, match='meta.json.*incomplete'):
     published.open_published(path)
 
 
 def test_a_checkpoint_of_training_is_no_publication(path):
   edit(path, lambda meta: meta.update(extras={'version': 4}))
-  with pytest.raises(PublishedError, match='no publication'):
+  with pytest.raises(PublishedError, match='not a publication'):
     published.open_published(path)
 
 
@@ -106,7 +106,7 @@ def test_an_unknown_name_is_an_error(path):
 
 def test_a_publication_is_read_without_jax(path):
   code = (
-    'import sys; from searchrl_jax.engines import published\n'
+    'import sys; from searchrl_jax.engines.weights import published\n'
     f'print(len(dict(published.open_published({str(path)!r}).tensors())))\n'
     'sys.exit("jax" in sys.modules or "orbax" in sys.modules)'
   )

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -572,9 +573,9 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
 @pytest.mark.parametrize(
   'fields, message',
   [
-    (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*engines.sidecar"),
+    (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*vllm.launcher"),
     (dict(max_len=64), 'holds 64 tokens.*config.engine.max_len=64'),
-    (dict(dev=False), 'VLLM_SERVER_DEV_MODE=1.*engines.sidecar'),
+    (dict(dev=False), 'VLLM_SERVER_DEV_MODE=1.*vllm.launcher'),
     (dict(tokenizer_shift=1), 'another tokenizer'),
     (dict(vocab_size=91), 'vocab_size=91; expected 90'),
     (dict(n_layers=3), 'n_layers=3; expected 2'),
@@ -625,7 +626,7 @@ def test_nobody_there_and_no_url(fake, tmp_path):
 
   asyncio.run(main())
   fake.start()
-  with pytest.raises(EngineError, match="'127.0.0.1:80' is no URL"):
+  with pytest.raises(EngineError, match="'127.0.0.1:80' is not a URL"):
     VllmEngine(CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path)
 
 
@@ -678,7 +679,7 @@ def test_servers_are_started_on_the_devices_named(
     def stop(self):
       stopped.append(self.url)
 
-  monkeypatch.setattr(client.sidecar, 'start_sidecar', Started)
+  monkeypatch.setattr(client.launcher, 'start_sidecar', Started)
   tok = train_bpe(['a b'], CFG.vocab_size + 200, tmp_path / 'tok')
   cfg = dataclasses.replace(CFG, vocab_size=CFG.vocab_size + 200)
 
@@ -716,7 +717,7 @@ def test_one_server_that_does_not_start_takes_the_others_down(
     def stop(self):
       stopped.append(self)
 
-  monkeypatch.setattr(client.sidecar, 'start_sidecar', Started)
+  monkeypatch.setattr(client.launcher, 'start_sidecar', Started)
   with pytest.raises(EngineError, match='no GPU 1'):
     client._start(config(device='gpus:0;1;2'), tmp_path)
   assert len(stopped) == 2
@@ -730,7 +731,9 @@ def test_a_server_that_is_not_started_again_stops_the_run_at_once(
   async def main():
     await load(engine, 1)
     await asyncio.to_thread(fake.kill)
-    engine._fleet.servers[0].failure = lambda: 'crash 2: out of memory'
+    engine._fleet.servers[0].sidecar = types.SimpleNamespace(
+      failure='crash 2: out of memory'
+    )
     async with asyncio.timeout(5):
       with pytest.raises(EngineError, match='crash 2: out of memory'):
         await once(engine, (1, 2), Sampling(max_tokens=2))

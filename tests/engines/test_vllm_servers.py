@@ -208,7 +208,7 @@ def test_a_server_that_was_coming_back_wakes_with_the_weights(
 
     with monkeypatch.context() as m:
       m.setattr(fleet, '_load', never)
-      fleet.suspect(fleet.servers[1], EngineError('planted'))
+      fleet.report_failure(fleet.servers[1], EngineError('planted'))
       await begun.wait()
     await engine.rest()
     assert all(f.asleep for f in fakes)
@@ -290,9 +290,7 @@ def test_who_is_lost_and_who_comes_back_is_logged(fake, tmp_path, caplog):
   with caplog.at_level(logging.WARNING):
     asyncio.run(main())
   said = [r.message for r in caplog.records if fake.url in r.message]
-  for line, words in zip(
-    said, ('is not asked', 'is back', 'is not asked'), strict=True
-  ):
+  for line, words in zip(said, ('failed', 'recovered', 'failed'), strict=True):
     assert words in line
   assert '503' in said[0]
 
@@ -308,7 +306,7 @@ def test_a_mistake_of_ours_in_bringing_back_reaches_the_caller(
   async def main():
     await load(engine, 5)
     await restart(fake)
-    monkeypatch.setattr(engine._fleet, '_check', broken)
+    monkeypatch.setattr(engine._fleet, '_check_model', broken)
     with pytest.raises(EngineError, match="KeyError.'planted'.") as e:
       await once(engine, (1, 2), Sampling(max_tokens=2))
     assert isinstance(e.value.__cause__.__cause__, KeyError)
@@ -328,7 +326,9 @@ def test_a_deadline_names_what_went_wrong_last(fake, tmp_path):
     await asyncio.to_thread(fake.start)
     await load(engine, 6)
     fake.faults, fake.stalls_at = [503], 0
-    with pytest.raises(EngineError, match='under way; .*status 503: planted'):
+    with pytest.raises(
+      EngineError, match='not finished; .*status 503: planted'
+    ):
       await once(engine, (1, 2), Sampling(max_tokens=2))
     await engine.shutdown()
 

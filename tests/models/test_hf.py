@@ -220,7 +220,7 @@ def test_broken_files_are_named(tmp_path):
   file = folder / 'model.safetensors'
   whole = file.read_bytes()
   for size, named in (
-    (-100, 'truncated: tensor'),
+    (-100, 'tensor .* truncated'),
     (300, 'truncated'),
     (4, 'truncated'),
   ):
@@ -291,7 +291,7 @@ def test_a_full_disk_leaves_what_stood_there(tmp_path):
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
   try:
-    with pytest.raises(OSError, match='out failed.*stands'):
+    with pytest.raises(OSError, match='out failed.*unchanged'):
       hf.save(tmp_path / 'out', cfg, params, overwrite=True)
     with pytest.raises(OSError, match='new failed'):
       hf.save(tmp_path / 'new', cfg, params)

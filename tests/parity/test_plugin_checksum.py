@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip('torch', reason='make test-parity')
 import torch  # noqa: E402
 
-from searchrl_jax.engines import vllm_plugin  # noqa: E402  # noqa: E402,
-from searchrl_jax.engines.weights import checksum
+from searchrl_jax.engines.vllm import plugin as vllm_plugin  # noqa: E402
+from searchrl_jax.engines.weights import checksum  # noqa: E402
 
 pytestmark = pytest.mark.parity
 DTYPES = ('float32', 'bfloat16', 'float16')

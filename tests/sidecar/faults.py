@@ -7,9 +7,9 @@ from searchrl_jax.engines.weights import published
 class Worker(vllm_plugin.Worker):
   def fault_load_without(self, path: str, name: str) -> list[str]:
     """Loads a publication except one tensor, as vLLM alone would."""
-    found = published.open_published(path)
+    weights = published.open_published(path)
     model = self.model_runner.get_model()
-    tensors = vllm_plugin._torch_tensors(found, vllm_plugin._tied(model), [0])
+    tensors = vllm_plugin._torch_tensors(weights, vllm_plugin._tied(model))
     loaded = []
 
     def others():
@@ -19,5 +19,5 @@ class Worker(vllm_plugin.Worker):
           yield key, tensor
 
     self.reload_weights(weights_iterator=others())
-    self._searchrl_published = found
+    self._searchrl_published = weights
     return loaded

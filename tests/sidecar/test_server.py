@@ -119,7 +119,7 @@ def test_a_killed_server_comes_back_whole(served, victim):
   engine = next(p for p in old if 'EngineCore' in p.name())
   os.kill(old[0].pid if victim == 'api' else engine.pid, signal.SIGKILL)
   deadline = time.monotonic() + WAIT_S
-  while (sidecar.restarts, sidecar.status()['state']) != (before + 1, 'ready'):
+  while (sidecar.restarts, sidecar.ready) != (before + 1, True):
     assert sidecar.running and time.monotonic() < deadline
     time.sleep(1)
   assert alive(old) == [] and sidecar.url == url

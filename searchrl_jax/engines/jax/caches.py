@@ -12,8 +12,8 @@ from searchrl_jax.models import decoder
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.run import sharding
 
-# Positions of a cache that attention takes at once (`attention`): on a
-# CPU what its caches hold, elsewhere what makes a launch worth while.
+# Positions of a cache that `attention` reads at once: on a CPU as many as its
+# caches hold, elsewhere enough to amortise a kernel launch.
 BLOCKS = {'cpu': 128}
 BLOCK = 1024
 
@@ -29,8 +29,8 @@ def length(max_len: int) -> int:
 
 
 def place(mesh, axes, shape) -> jax.sharding.Sharding:
-  """Where an array lives. Without a mesh its device is named all the same: an
-  array that is not committed to one would be compiled for anew."""
+  """The sharding of an array. Without a mesh it names the device, because an
+  array that is not committed to a device causes another compilation."""
   if mesh is not None:
     return sharding.named(mesh, axes, shape)
   device = jax.config.jax_default_device or jax.local_devices()[0]
@@ -40,9 +40,9 @@ def place(mesh, axes, shape) -> jax.sharding.Sharding:
 def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
   """The axes of a layer's keys and of its values.
 
-  Values are [B, K, S, H]. Keys are [B, K, H, S] where several queries share
-  them: scores are then a plain product of matrices, on a CPU twice as fast.
-  For one query that order is a third slower, so they lie as values do.
+  Values are [B, K, S, H]. Keys are [B, K, H, S] if several queries share them:
+  scores are then a plain product of matrices, on a CPU twice as fast. For one
+  query that order is a third slower, so keys have the order of values.
   """
   values = ('batch', 'kv_heads', 'time', 'head_dim')
   if cfg.n_heads == cfg.n_kv_heads:
@@ -51,7 +51,7 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
-  """Shapes of what `make` gives, with the place of each array."""
+  """Shapes and shardings of the result of `make`."""
   sizes = {
     'batch': slots,
     'kv_heads': cfg.n_kv_heads,
@@ -79,9 +79,9 @@ def attention(cfg, q, k, v, positions):
   """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
 
   A long cache is read block by block, with a running maximum, up to the last
-  position that any row asks for. A block that a row has not come to adds
-  exactly nothing to it (a weight of 0, a factor of 1): so how far the others
-  are does not show in what a row computes (design 5.10).
+  position that any row needs. A block beyond a row's position changes nothing
+  in that row (a weight of 0, a factor of 1), so that a row's result does not
+  depend on the positions of other rows (design 5.10).
   """
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
@@ -129,7 +129,7 @@ def attention(cfg, q, k, v, positions):
 
 
 def write(cfg, cache, slots, positions, new, mesh):
-  """new, k and v [R, T, K, H], to (slots [R], positions [R, T]) of a layer."""
+  """Writes k and v [R, T, K, H] to (slots [R], positions [R, T]) of a layer."""
   out = []
   for x, fresh, names in zip(cache, new, axes(cfg)):
     where = [slice(None)] * 4

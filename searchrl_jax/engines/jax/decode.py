@@ -4,9 +4,9 @@ Axis letters: B slots (decode) or rows (prefill), T tokens, S cache positions,
 V vocabulary, D model, N/K query/kv heads, G = N / K, H head dim, C columns
 and R rows of the vocabulary folded to [R, C].
 
-Every program has one fixed shape for a width, and nothing in it mixes rows,
-so what a row computes depends on that row alone (design 5.10). The caches
-(`engines.caches`) are donated.
+Every program has one fixed shape for a width, and no operation mixes rows, so
+the result of a row depends on that row alone (design 5.10). The caches
+(`engines.jax.caches`) are donated.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from searchrl_jax.models import decoder
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.run import sharding
 
-MAX_STOP_IDS = 8  # stop ids of one slot that the device looks for
-MAX_WIDTH = 512  # tokens that one prefill call takes of a row
+MAX_STOP_IDS = 8  # stop ids of one slot that the device compares
+MAX_WIDTH = 512  # tokens of a row in one prefill call
 SCORE_TOKENS = 512  # tokens whose logits are held at once when scoring
 
 
@@ -35,7 +35,7 @@ class Shape:
   max_len: int
   chunk: int
   prefill_rows: int
-  parts: int = 1  # that the slots are cut into over devices (sharding.parts)
+  parts: int = 1  # of the slots, on different devices (sharding.parts)
 
   @property
   def widths(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def _split(params: dict, dtype: str, layers: int) -> dict:
   """A copy of every parameter in `dtype`, one tree for each layer."""
 
   def own(x):
-    # A copy even where neither cast nor slice makes a new buffer.
+    # A copy even if neither cast nor slice makes a new buffer.
     return jnp.copy(x.astype(dtype))
 
   out = {k: own(v) for k, v in params.items() if k != 'layers'}
@@ -81,10 +81,10 @@ def _split(params: dict, dtype: str, layers: int) -> dict:
 
 
 def abstract(cfg: DecoderConfig, mesh=None) -> dict:
-  """Shapes of what `load` gives, with the place of each array.
+  """Shapes and shardings of the result of `load`.
 
-  On a mesh, weights are cut along the axis `tensor` alone, or every token
-  would wait for what the other devices hold.
+  On a mesh, weights are sharded only along the axis `tensor`: otherwise every
+  token would wait for weights from other devices.
   """
 
   def leaf(shape, axes):
@@ -117,7 +117,7 @@ def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
 def threefry(key, count):
   """Threefry-2x32, 20 rounds (Salmon et al. 2011): two uint32 words.
 
-  key, count: pairs of uint32 arrays of one shape. Written out because the
+  key, count: pairs of uint32 arrays of one shape. Implemented here because the
   stream must not change with a JAX flag or release (design 5.10).
   """
   rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -156,8 +156,8 @@ def first(ok):
 def invert(weights, u):
   """Draws i with probability weights[..., i] / sum: int32 [...].
 
-  Never an i of weight zero: where rounding leaves no cumulative sum above
-  the target, the largest weight is taken.
+  Never draws an i of weight zero: if rounding leaves no cumulative sum above
+  the target, it draws the largest weight.
   """
   c = jnp.cumsum(weights, -1)
   ok = (c > u[..., None] * c[..., -1:]) & (weights > 0)
@@ -187,12 +187,12 @@ def bisect(holds, rows: int):
 
 
 def truncation(x, top_k, top_p):
-  """The order key below which a logit is cut: int32 [B].
+  """The order key below which a logit is excluded: int32 [B].
 
   x float32 [B, V] after temperature; top_k int32 [B] (0: all); top_p float32
-  [B]. Top-k first, then the smallest set of what is left whose mass reaches
+  [B]. Top-k first, then the smallest set of the kept logits whose mass reaches
   top_p (nucleus, arXiv 1904.09751). Logits that tie with the last one kept
-  are kept. No sort: a bisection on the bits finds the exact threshold.
+  are kept. A bisection on the bits finds the exact threshold without a sort.
   """
   B, V = x.shape
   key = ordered(x)
@@ -227,7 +227,7 @@ def draw(logits, u, state):
   truncates = (state['top_p'] < 1.0) | (state['top_k'] > 0)
   cut = jax.lax.cond(
     jnp.any(truncates),
-    # Not x: what a branch takes is written to memory, taken or not.
+    # Not x: the operands of a branch are written to memory in any case.
     lambda: truncation(
       logits * state['inv_temperature'][:, None], state['top_k'], state['top_p']
     ),
@@ -301,7 +301,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
         return kv.attention(cfg, q, *new[-1], at)
 
       x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
-    # Whole rows for the draw: what it branches on may hold no collective.
+    # Whole rows for the draw: its branches may contain no collective.
     logits = finish(weights, cfg, x[:, 0])
     logits = sharding.constrain(logits, mesh, 'batch', 'features')
     # An active slot has sampled in every step so far: counts == t.
@@ -314,7 +314,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     counts = counts + active.astype(jnp.int32)
     return t + 1, token, counts, ended, new, ids, logps
 
-  # Parts of the batch end on their own, unless they must meet in collectives.
+  # Parts of the batch end independently, unless they share collectives.
   together = shape.parts > 1 and mesh.shape['tensor'] > 1
 
   def go(carry):
@@ -341,9 +341,9 @@ def prefill(
   """Writes the K/V of ids [R, W] to rows `slots` from position `start`.
 
   lengths [R]: real tokens of a row; an empty row has slot == B. fresh: every
-  start is 0, and nothing of the cache is read. No logits: the last token of a
-  sequence is always left to `decode`, so the last layer's attention and
-  feed-forward are dead code here.
+  start is 0, and the cache is not read. No logits: `decode` always computes the
+  last token of a sequence, so the last layer's attention and feed-forward are
+  dead code here.
   """
   B, _, S, _ = caches[0][1].shape
   R, W = ids.shape
@@ -400,7 +400,7 @@ class Programs:
 
   def __init__(self, cfg: DecoderConfig, shape: Shape, mesh=None):
     if shape.parts > 1 and mesh.shape['tensor'] > 1:
-      # cuDNN's partitioner fails where `by_rows` leaves it the axis tensor.
+      # cuDNN's partitioner fails if `by_rows` leaves it the axis tensor.
       cfg = dataclasses.replace(cfg, attention='xla')
 
     def program(f, ins, outs, donate=1, **static):
@@ -416,7 +416,7 @@ class Programs:
     self.score = program(score, (-1, 0), 0, donate=())
 
 
-# Engines of the same sizes share what is compiled.
+# Engines of the same sizes share compiled programs.
 programs = functools.lru_cache(maxsize=None)(Programs)
 
 

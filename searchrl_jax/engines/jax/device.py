@@ -1,7 +1,7 @@
-"""The device side of the sampler: weights, caches, and plans carried out.
+"""The device side of the sampler: weights, caches, and execution of plans.
 
 Prefixes are copied between slots, and to and from host memory, in pieces of
-`PIECE` positions: one program each, and no more is moved than is cached.
+`PIECE` positions: one program for each direction, and only cached positions.
 Axis letters: R rows, L layers, K kv heads, S positions of a piece, H head dim.
 """
 
@@ -32,7 +32,7 @@ def bytes_per_token(cfg: DecoderConfig) -> int:
 
 
 def room(cfg: DecoderConfig, config) -> Room:
-  """What config.engine's slots and config.engine.host_gib hold.
+  """The capacity of config.engine.slots and config.engine.host_gib.
 
   Raises:
     EngineError: host_gib is less than one sequence of max_len takes.
@@ -52,70 +52,66 @@ def room(cfg: DecoderConfig, config) -> Room:
   return out
 
 
-def _take(cfg, caches, slots, start, size):
-  """(k, v) of each layer, [R, ...]: `size` positions from `start` of rows."""
+def _indices(caches, slots, start):
+  """[R, 2]: (slot, first position) in this part of the caches."""
   slots = sharding.own_rows(slots, len(caches[0][0]))
-  at = jnp.stack([slots, jnp.full_like(slots, start)], -1)
+  return jnp.stack([slots, jnp.full_like(slots, start)], -1)
 
-  def take(cache, names):
+
+def _read(cfg, caches, slots, start, size):
+  """(k, v) of each layer, [R, ...]: `size` positions from `start` of rows."""
+  at = _indices(caches, slots, start)
+
+  def read(cache, names):
     time = names.index('time')
     shape = [1, *cache.shape[1:]]
     shape[time] = size
+    numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time))
     return sharding.total(
-      lax.gather(
-        cache,
-        at,
-        lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time)),
-        tuple(shape),
-        mode='fill',
-        fill_value=0,
-      )
+      lax.gather(cache, at, numbers, tuple(shape), mode='fill', fill_value=0)
     )
 
-  return [tuple(map(take, pair, kv.axes(cfg))) for pair in caches]
+  return [tuple(map(read, pair, kv.axes(cfg))) for pair in caches]
 
 
-def _put(cfg, caches, pairs, slots, start, mesh):
-  """The inverse of `_take`; a slot that does not exist is left out."""
-  slots = sharding.own_rows(slots, len(caches[0][0]))
-  at = jnp.stack([slots, jnp.full_like(slots, start)], -1)
+def _write(cfg, caches, pairs, slots, start, mesh):
+  """The inverse of `_read`; skips slots that do not exist."""
+  at = _indices(caches, slots, start)
 
-  def put(cache, new, names):
-    numbers = lax.ScatterDimensionNumbers(
-      (1, 2, 3), (0,), (0, names.index('time'))
-    )
+  def write(cache, new, names):
+    time = names.index('time')
+    numbers = lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, time))
     out = lax.scatter(cache, at, new, numbers, mode='drop')
     return sharding.constrain(out, mesh, *names)
 
-  return [
-    tuple(map(put, pair, new, kv.axes(cfg))) for pair, new in zip(caches, pairs)
-  ]
+  axes = kv.axes(cfg)
+  return [tuple(map(write, *pair, axes)) for pair in zip(caches, pairs)]
 
 
-def _where_they_lie(f, mesh, caches, *args, out=0):
-  """f(caches, *args), each part of the slots on the devices that hold it."""
+def _on_own_devices(f, mesh, caches, *args, out=0):
+  """f(caches, *args), for each part of the slots on its own devices."""
   ins = (0, *[-1] * len(args))
   return sharding.by_rows(f, mesh, len(caches[0][0]), ins, out)(caches, *args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
-def take_piece(cfg, caches, slots, start, size, mesh):
+def read_piece(cfg, caches, slots, start, size, mesh):
   """Keys and values [L, 1, ...] of a piece of the slot `slots` int32 [1]."""
 
-  def take(*args):
-    return tuple(map(jnp.stack, zip(*_take(cfg, *args, size))))
+  def read(*args):
+    return tuple(map(jnp.stack, zip(*_read(cfg, *args, size))))
 
-  return _where_they_lie(take, mesh, caches, slots, start, out=-1)
+  return _on_own_devices(read, mesh, caches, slots, start, out=-1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=1)
-def put_piece(cfg, caches, piece, slots, start, mesh):
-  """Writes what `take_piece` gave: bit for bit what was taken."""
+def write_piece(cfg, caches, piece, slots, start, mesh):
+  """Writes the result of `read_piece`, bit for bit."""
 
-  def put(caches, piece, *where):
-    return _put(cfg, caches, zip(*piece), *where, mesh)
+  def write(caches, piece, *where):
+    return _write(cfg, caches, zip(*piece), *where, mesh)
 
-  return _where_they_lie(put, mesh, caches, piece, slots, start)
+  return _on_own_devices(write, mesh, caches, piece, slots, start)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=1)
@@ -123,14 +119,14 @@ def copy_piece(cfg, caches, source, target, start, size, mesh):
   """Copies a piece between slots: source, target int32 [R]."""
 
   def copy(caches, source, target, start):
-    pairs = _take(cfg, caches, source, start, size)
-    return _put(cfg, caches, pairs, target, start, mesh)
+    pairs = _read(cfg, caches, source, start, size)
+    return _write(cfg, caches, pairs, target, start, mesh)
 
-  return _where_they_lie(copy, mesh, caches, source, target, start)
+  return _on_own_devices(copy, mesh, caches, source, target, start)
 
 
 class Device:
-  """Owns its copy of the weights and the caches; one caller at a time."""
+  """The engine's copy of the weights, and the caches; one caller at a time."""
 
   def __init__(self, cfg: DecoderConfig, shape: decode.Shape, mesh, params):
     shape = dataclasses.replace(shape, parts=sharding.parts(mesh, shape.slots))
@@ -149,21 +145,15 @@ class Device:
     Raises:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
     """
-    table = decoder.param_table(self._cfg)
-    flat = decoder.flatten(params)
-    for name in [*table, *flat]:
-      if name not in flat:
-        raise SyncError(f'the update has no tensor {name!r}')
-      if name not in table:
-        raise SyncError(f'the model has no tensor {name!r}; the update does')
-      shape, wanted = tuple(flat[name].shape), table[name][0]
-      if shape != wanted:
-        raise SyncError(f'tensor {name!r} is {shape}; the model has {wanted}')
-    self._weights = None  # two copies at once would be one too many
+    try:
+      decoder.flatten_checked(self._cfg, params)
+    except ValueError as e:
+      raise SyncError(f'the weights do not fit the model: {e}') from e
+    self._weights = None  # frees the old copy before the new one is made
     self._weights = decode.load(params, self._cfg, self._mesh)
 
   def reset(self) -> None:
-    """Fresh zeros in the caches: no NaN of old weights stays."""
+    """Fills the caches with zeros, so that no NaN of old weights remains."""
     self._caches = None
     self._caches = kv.make(
       self._cfg, self._shape.slots, self._shape.max_len, self._mesh
@@ -174,7 +164,7 @@ class Device:
     return sum(x.nbytes for x in jax.tree.leaves(self._weights))
 
   def manifest(self) -> dict[str, str]:
-    """Checksums of what is loaded, named as the trainer's parameters."""
+    """Checksums of the loaded weights, named as the trainer's parameters."""
     parts = {k: v for k, v in self._weights.items() if k != 'layers'}
     for name in self._weights['layers'][0]:
       parts[f'layers/{name}'] = [p[name] for p in self._weights['layers']]
@@ -216,7 +206,7 @@ class Device:
     return out
 
   def warmup(self) -> None:
-    """Compiles every program; the caches keep what they hold."""
+    """Compiles every program; the content of the caches is unchanged."""
     p, shape = self._programs, self._shape
     self.decode(decode.idle_state(shape.slots))
     for width in shape.widths:
@@ -234,34 +224,20 @@ class Device:
 
   def _evict(self, plan: Plan) -> None:
     for slot, box in plan.evictions:
-      taken = [
-        take_piece(
-          self._cfg,
-          self._caches,
-          np.array([slot], np.int32),
-          start,
-          self._piece,
-          self._mesh,
-        )
-        for start in self._starts(box.length)
+      at = np.array([slot], np.int32)
+      pieces = [
+        read_piece(self._cfg, self._caches, at, i, self._piece, self._mesh)
+        for i in self._starts(box.length)
       ]
-      box.data = jax.device_get(taken)
+      box.data = jax.device_get(pieces)
 
   def _copy(self, copies: list[Copy]) -> None:
-    rows, within = self._shape.rows(self._piece), []
+    cfg, mesh, rows = self._cfg, self._mesh, self._shape.rows(self._piece)
     for c in copies:
-      if c.box is None:
-        within.append(c)
-        continue
-      for piece, start in zip(c.box.data, self._starts(c.length)):
-        self._caches = put_piece(
-          self._cfg,
-          self._caches,
-          piece,
-          np.array([c.target], np.int32),
-          start,
-          self._mesh,
-        )
+      at = np.array([c.target], np.int32)
+      for piece, i in zip(c.box.data if c.box else [], self._starts(c.length)):
+        self._caches = write_piece(cfg, self._caches, piece, at, i, mesh)
+    within = [c for c in copies if c.box is None]
     for start in self._starts(max((c.length for c in within), default=0)):
       for batch in _batches([c for c in within if c.length > start], rows):
         pairs = np.full((2, rows), self._shape.slots, np.int32)
@@ -269,11 +245,11 @@ class Device:
           [(c.source, c.target) for c in batch]
         )
         self._caches = copy_piece(
-          self._cfg, self._caches, *pairs, start, self._piece, self._mesh
+          cfg, self._caches, *pairs, start, self._piece, mesh
         )
 
   def _starts(self, length: int) -> list[np.int32]:
-    """Where the pieces of a prefix begin; the last may overlap another."""
+    """The first positions of a prefix's pieces; the last two may overlap."""
     last = self._length - self._piece
     return [np.int32(min(i, last)) for i in range(0, length, self._piece)]
 

@@ -1,14 +1,14 @@
 """The in-process engine: continuous batching in JAX, exact in every bit.
 
-What a generate call returns is a function of its handle's own history
-(prompt, what was sampled and appended, seeds, versions) and of nothing else:
+The result of a generate call is a function of its handle's own history
+(prompt, sampled and appended tokens, seeds, versions) and of nothing else:
 decoding always runs at the full slot count, prefill at a row count and width
 from the row's own length, the random stream at (seed, position), and evicted
-prefixes come back from host memory bit for bit (see slots.py). So arrival
-order, concurrency, slots and evictions cannot show (design 5.5, 5.10).
+prefixes come back from host memory bit for bit (see slots.py). Arrival order,
+concurrency, slots and evictions therefore have no effect (design 5.5, 5.10).
 
 All methods belong to one thread, that of the event loop; device work runs in
-a worker thread, so that the loop stays live. The engine may be used from
+a worker thread, so that the loop stays responsive. The engine may be used from
 several event loops, one after another.
 """
 
@@ -16,14 +16,12 @@ import asyncio
 import bisect
 from concurrent import futures
 import dataclasses
-import math
 import operator
 import threading
 import time
 
 import numpy as np
 
-from searchrl_jax.engines import core, requests
 from searchrl_jax.engines.core import (
   Completion,
   EngineError,
@@ -31,28 +29,25 @@ from searchrl_jax.engines.core import (
   SyncReport,
   WeightsUpdate,
 )
+from searchrl_jax.engines.handles import HandleEngine
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax import slots as slots_lib
 from searchrl_jax.engines.jax.device import Device, bytes_per_token, room
-from searchrl_jax.engines.jax.slots import (
-  BEGUN,
-  CALL,
-  NEW,
-  PROBE,
-  Handle,
-  Request,
-  check_open,
-)
+from searchrl_jax.engines.jax.slots import BEGUN, CALL, Handle, Request
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.types import Prompt
 
-MIN_TEMPERATURE = 1e-4
+_COUNTERS = """
+  generated_tokens discarded_tokens prefilled_tokens recomputed_tokens
+  prefix_hits prefix_tokens evictions evicted_tokens restored_tokens
+  paused_tokens scored_tokens decode_steps decode_slots prefill_calls syncs
+"""
 _rank = operator.attrgetter('rank')
 
 
 @dataclasses.dataclass
 class Work:
-  """What one trip to the worker thread does."""
+  """The device work of one round."""
 
   plan: slots_lib.Plan
   slots: list[tuple[int, Request]]
@@ -60,14 +55,17 @@ class Work:
   scores: list[tuple[list[int], asyncio.Future]]
 
 
-class JaxSampler(core.Engine):
+class JaxSampler(HandleEngine):
   """See engines/core.py. `config` is config.engine; `tokenizer` needs
   `token_bytes(id) -> bytes` and `vocab_size`.
 
   Raises:
-    EngineError: sizes that cannot work, with the field to change.
+    EngineError: sizes that cannot work; the message names the field to change.
     SyncError: `params` do not fit `model_cfg`; names the tensor.
   """
+
+  handle_type = Handle
+  min_temperature = 1e-4
 
   def __init__(
     self,
@@ -85,37 +83,16 @@ class JaxSampler(core.Engine):
     if tokenizer.vocab_size > model_cfg.vocab_size:
       raise EngineError(
         f'the tokenizer has {tokenizer.vocab_size} ids, the model only '
-        f'{model_cfg.vocab_size}; take the tokenizer of this model'
+        f'{model_cfg.vocab_size}; use the tokenizer of this model'
       )
     shape = decode.Shape(
       config.slots, config.max_len, config.chunk, config.prefill_rows
     )
-    self._tokenizer = tokenizer
-    self.vocab_size = model_cfg.vocab_size
-    self.max_len = config.max_len
-    self.dtype = config.dtype  # of the weights it holds
-    self.version = 0
-    self._counters = dict.fromkeys(
-      (
-        'generated_tokens',
-        'discarded_tokens',
-        'prefilled_tokens',
-        'recomputed_tokens',
-        'prefix_hits',
-        'prefix_tokens',
-        'evictions',
-        'evicted_tokens',
-        'restored_tokens',
-        'paused_tokens',
-        'scored_tokens',
-        'decode_steps',
-        'decode_slots',
-        'prefill_calls',
-        'syncs',
-      ),
-      0,
+    seconds = 'decode prefill score sync'
+    super().__init__(
+      model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
     )
-    self._seconds = {'decode': 0.0, 'prefill': 0.0, 'score': 0.0, 'sync': 0.0}
+    self.version = 0
     model_cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
     self._token_bytes = bytes_per_token(model_cfg)
     self._table = slots_lib.SlotTable(
@@ -135,42 +112,21 @@ class JaxSampler(core.Engine):
   # The contract.
 
   def open(self, prompt: Prompt) -> Handle:
-    """Raises EngineError: no ids, ids out of range, or too many."""
-    if prompt.media:
-      raise EngineError('jax_sampler takes no media; Prompt.media must be ()')
-    ids = self._checked(prompt.ids, 0, 'the prompt')
-    if not ids:
-      raise EngineError('the prompt is empty; it needs at least one token')
-    handle = Handle(ids, tuple(ids))
+    handle = super().open(prompt)
     self._table.add(handle)
     return handle
 
   def fork(self, handle: Handle) -> Handle:
-    check_open(handle, idle=True)
+    self._check_open(handle)
     return self._table.fork(handle)
 
   def truncate(self, handle: Handle, n: int) -> None:
-    """Keeps the first n tokens (1 <= n <= len(handle))."""
-    check_open(handle, idle=True)
-    if not 1 <= n <= len(handle):
-      raise EngineError(
-        f'truncate to {n}: the handle has {len(handle)} tokens, at least 1 '
-        'must stay'
-      )
-    self._table.truncate(handle, n)
+    super().truncate(handle, n)
+    self._table.truncated(handle)
 
-  def append(self, handle: Handle, ids) -> None:
-    check_open(handle, idle=True)
-    handle.ids.extend(self._checked(ids, len(handle), 'append'))
-
-  def close(self, handle: Handle) -> None:
-    """Frees the slot; closing twice is harmless."""
-    if isinstance(handle, Handle) and handle.closed:
-      return
-    check_open(handle, idle=True)
+  def _release(self, handle: Handle) -> None:
     self._table.remove(handle)
-    handle.closed = True
-    self._stir()
+    self._wake_driver()
 
   def capacity(self, tokens: int) -> int:
     return self._table.room.capacity(tokens)
@@ -184,35 +140,36 @@ class JaxSampler(core.Engine):
     A cancelled call leaves the handle as it was.
 
     Raises:
-      EngineError: bad sampling, a handle that would outgrow max_len, or a
+      EngineError: invalid sampling, a handle that would exceed max_len, or a
         failure on the device (its cause is chained).
     """
-    check_open(handle, idle=True)
+    self._check_open(handle)
     self._check_sampling(handle, sampling)
-    loop = self._enter()
-    request = Request(handle, sampling, loop.create_future())
-    handle.request = request
+    if len(sampling.stop_ids) > decode.MAX_STOP_IDS:
+      raise EngineError(
+        f'Sampling.stop_ids has {len(sampling.stop_ids)} ids; at most '
+        f'{decode.MAX_STOP_IDS}'
+      )
+    request = Request(handle, sampling, self._enter().create_future())
+    handle.busy = True
     self._enqueue(request)
     try:
-      done = await request.future
+      await request.future
       handle.ids += request.ids
-      return done
+      return request.completion()
     finally:
-      handle.request = None
-      if request in self._waiting:
-        self._waiting.remove(request)
-      for slot, other in list(self._active.items()):
-        if other is request:
-          del self._active[slot]
+      handle.busy = False
+      self._waiting = [r for r in self._waiting if r is not request]
+      self._active = {s: r for s, r in self._active.items() if r is not request}
       self._table.rewind(handle)
-      self._stir()
+      self._wake_driver()
 
   async def score(self, ids) -> np.ndarray:
     """Log-prob of each id given those before it: float32 [n], [0] is 0.
 
     A full forward pass at temperature 1, without any cache.
     """
-    ids = self._checked(ids, 0, 'score')
+    ids = self._check_ids(ids, 0, 'score')
     if not ids:
       return np.zeros(0, np.float32)
     future = self._enter().create_future()
@@ -222,10 +179,10 @@ class JaxSampler(core.Engine):
   async def sync(self, update: WeightsUpdate) -> SyncReport:
     """Loads new weights (copied; the trainer may donate its own afterwards).
 
-    Waits for the chunk that is running. Every cached prefix is dropped;
-    generate calls under way go on with the new weights after `resume`, which
-    their Completion.versions shows. `SyncReport.manifest` is computed from
-    what the engine holds; sync.py compares it and fills in the canary.
+    Waits for the chunk that is running. Drops every cached prefix. Running
+    generate calls continue with the new weights after `resume`, which their
+    Completion.versions shows. `SyncReport.manifest` is computed from the
+    loaded weights; `weights.sync` compares it and fills in the canary.
 
     Raises:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
@@ -242,28 +199,19 @@ class JaxSampler(core.Engine):
       self._drop_caches()
       self.version = update.version
       self._held = True
-    manifest = self.manifest()
-    seconds = time.perf_counter() - start
-    self._counters['syncs'] += 1
-    self._seconds['sync'] += seconds
-    return SyncReport(
-      update.version,
-      seconds,
-      len(manifest),
-      self._device.nbytes,
-      math.nan,
-      manifest,
+    return self._sync_report(
+      update.version, start, self._device.nbytes, self.manifest()
     )
 
   async def resume(self) -> None:
     self._held = False
-    self._stir()
+    self._wake_driver()
 
   async def rest(self) -> None:
-    """Nothing: its memory is the trainer's process's own."""
+    """No effect: the memory belongs to the trainer's process."""
 
   async def wake(self) -> None:
-    pass
+    """No effect, as `rest`."""
 
   async def shutdown(self) -> None:
     self._worker.shutdown()
@@ -271,14 +219,13 @@ class JaxSampler(core.Engine):
   def stats(self) -> dict[str, float]:
     """Counters since the start, in tokens, calls or seconds.
 
-    recomputed_tokens: prefilled again for the same handle (only a sync makes
-    it grow). discarded_tokens: decoded past a stop in the same chunk.
+    recomputed_tokens: prefilled again for the same handle (only a sync
+    increases it). discarded_tokens: decoded past a stop in the same chunk.
     decode_slots: slots that sampled, summed over decode_steps. host_bytes: the
-    most that paused sequences took of host memory at once.
+    maximum of host memory that paused sequences took at once.
     """
-    seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
     host = self._counters['paused_tokens'] * self._token_bytes
-    return {**self._counters, **seconds, 'host_bytes': host}
+    return {**super().stats(), 'host_bytes': host}
 
   def manifest(self) -> dict[str, str]:
     """Checksums of the weights in use, named as the trainer's parameters."""
@@ -289,28 +236,15 @@ class JaxSampler(core.Engine):
 
     Call it before the first generate.
     """
-    # In the thread that runs them: JAX's context settings are its own.
+    # In the thread that runs them: JAX's context settings are per thread.
     self._worker.submit(self._device.warmup).result()
 
   def _drop_caches(self) -> None:
-    """Forgets every prefix."""
+    """Drops every cached prefix."""
     self._device.reset()
     self._table.reset()
 
-  # Checks.
-
-  def _checked(self, ids, held: int, what: str) -> list[int]:
-    return requests.check_ids(ids, held, what, self.vocab_size, self.max_len)
-
-  def _check_sampling(self, handle: Handle, s: Sampling) -> None:
-    requests.check_sampling(s, len(handle), self.max_len, MIN_TEMPERATURE)
-    if len(s.stop_ids) > decode.MAX_STOP_IDS:
-      raise EngineError(
-        f'Sampling.stop_ids has {len(s.stop_ids)} ids; at most '
-        f'{decode.MAX_STOP_IDS}'
-      )
-
-  # The driver: a task that lives while there is work.
+  # The driver: a task that runs while there is work.
 
   def _enter(self) -> asyncio.AbstractEventLoop:
     """Starts the driver on the running loop if it is not running."""
@@ -326,89 +260,89 @@ class JaxSampler(core.Engine):
     self._driver = loop.create_task(self._drive())
     return loop
 
-  def _stir(self) -> None:
-    """Has the driver look again: what somebody waits for may be free."""
+  def _wake_driver(self) -> None:
+    """Lets the driver look again, because a slot or room may be free."""
     if self._waiting and self._loop.is_running():
       self._enter()
 
   async def _drive(self) -> None:
     try:
-      while self._ready() or self._active or self._scores:
+      while self._admissible() or self._active or self._scores:
         work = self._plan()
         if not (work.slots or work.scores):
-          return  # whoever waits, waits for a handle to be closed
+          return  # all requests wait for a handle to be closed
         result = await self._loop.run_in_executor(
           self._worker, self._execute, work
         )
         self._finish(work, result)
-        # Callers that this woke may have the next request at once: let them
-        # speak before the next chunk starts.
+        # Callers that this resumed may make the next request at once: let
+        # them run before the next chunk starts.
         for _ in range(3):
           await asyncio.sleep(0)
-    except Exception as error:  # handed to every caller
+    except Exception as error:  # passed to every caller
       self._fail(error)
     except BaseException:
       self._fail(EngineError('the engine was stopped'))
       raise
 
   def _fail(self, error: Exception) -> None:
-    """Ends every call with `error` and starts from empty caches."""
+    """Ends every call with `error` and drops the caches."""
     requests = [*self._waiting, *self._active.values()]
     pending = [r.future for r in requests]
     pending += [future for _, future in self._scores]
     for request in requests:  # a closed loop never runs generate's `finally`
-      request.handle.request = None
+      request.handle.busy = False
     self._waiting, self._active, self._scores = [], {}, []
     self._driver = None
     with self._lock:
       self._drop_caches()
     for future in pending:
-      if future.done() or future.get_loop().is_closed():
-        continue
-      wrapped = EngineError(f'the engine failed: {error}')
-      wrapped.__cause__ = error
-      future.set_exception(wrapped)
+      if not (future.done() or future.get_loop().is_closed()):
+        wrapped = EngineError(f'the engine failed: {error}')
+        wrapped.__cause__ = error
+        future.set_exception(wrapped)
 
   def _enqueue(self, request: Request) -> None:
-    """By rank; among equals earlier steps come first, then who came first."""
+    """Queues by rank; among equals by training step, then by arrival."""
     s = request.sampling
-    rank = NEW if s.limit else CALL
-    if self._table.begun(request.handle):
+    rank = slots_lib.NEW if s.limit else CALL
+    if self._table.started(request.handle):
       rank = BEGUN
-    request.rank = (PROBE if s.probe else rank, s.priority)
+    request.rank = (slots_lib.PROBE if s.probe else rank, s.priority)
     bisect.insort(self._waiting, request, key=_rank)
 
-  def _begin(self, r: Request) -> bool:
-    # A probe asks for no room: calls that wait for its sync may hold all of it.
-    return r.sampling.probe or self._table.begin(
+  def _start(self, r: Request) -> bool:
+    """Reserves room for the request's sequence; False if there is none."""
+    # A probe needs no room: calls that wait for its sync may hold all of it.
+    return r.sampling.probe or self._table.start(
       r.handle, r.limit, not r.sampling.limit
     )
 
   def _before(self, rank: int) -> int:
-    """How many of those that wait come before a rank."""
+    """The number of waiting requests before a rank."""
     return bisect.bisect_left(self._waiting, (rank,), key=_rank)
 
-  def _ready(self) -> list[Request]:
-    """Who may be admitted."""
+  def _admissible(self) -> list[Request]:
+    """The waiting requests that may run: only probes while held."""
     return self._waiting[: self._before(BEGUN)] if self._held else self._waiting
 
   def _plan(self) -> Work:
-    """Admits requests; all bookkeeping of one round."""
+    """Admits requests and plans the device work of one round."""
     table, plan = self._table, slots_lib.Plan(self._table.epoch)
     for slot, request in list(self._active.items()):
-      if request.handle.rows is None:  # a sync took its cache
+      if request.handle.rows is None:  # a sync dropped its cache
         del self._active[slot]
         self._enqueue(request)
-    ready, probes = self._ready(), self._before(BEGUN)
+    ready, probes = self._admissible(), self._before(BEGUN)
     for request in ready[self._before(CALL) :]:
-      if not self._begin(request):
+      if not self._start(request):
         break
       self._waiting.remove(request)
       self._enqueue(request)
     admitted = set()
 
     def admit(request: Request) -> bool:
-      if not self._begin(request) or not table.admit(
+      if not self._start(request) or not table.admit(
         request.handle, request.tokens(), plan, self._active
       ):
         return False
@@ -418,17 +352,14 @@ class JaxSampler(core.Engine):
 
     for request in ready[:probes]:
       admit(request)
-    # Those that still have their slot come before those that need one, so that
-    # nobody evicts what is about to be used; the first that gets none ends it.
-    all(
-      map(
-        admit,
-        sorted(
-          ready[probes : self._before(CALL)],
-          key=lambda r: not table.settled(r.handle),
-        ),
-      )
-    )
+    # Requests that still have their slot come before those that need one, so
+    # that no slot is evicted just before its use.
+    for request in sorted(
+      ready[probes : self._before(CALL)],
+      key=lambda r: not table.settled(r.handle),
+    ):
+      if not admit(request):
+        break
     self._waiting = [r for r in self._waiting if r not in admitted]
     state = self._state() if self._active else None
     return Work(plan, list(self._active.items()), state, list(self._scores))
@@ -451,7 +382,7 @@ class JaxSampler(core.Engine):
     return state
 
   def _finish(self, work: Work, result) -> None:
-    """Takes in what the device did; ends the requests that are complete."""
+    """Stores the device's results and ends the requests that are complete."""
     if result is None:  # a sync came between; everything is planned again
       return
     self._scores = self._scores[len(work.scores) :]
@@ -461,54 +392,22 @@ class JaxSampler(core.Engine):
         future.set_result(logps)
     if decoded is None:
       return
-    ids, logps, counts, ended = decoded
-    for slot, request in work.slots:
-      if self._active.get(slot) is not request or request.future.done():
+    ids, logps, counts, _ = decoded
+    for slot, r in work.slots:
+      if self._active.get(slot) is not r or r.future.done():
         continue  # cancelled
       n = int(counts[slot])
-      self._take(
-        request,
-        ids[:n, slot].tolist(),
-        logps[:n, slot].tolist(),
-        bool(ended[slot]),
-        version,
-      )
-      if request.future.done():
+      sampled = ids[:n, slot].tolist(), logps[:n, slot].tolist()
+      discarded = r.add(*sampled, version, self._tokenizer)
+      self._counters['generated_tokens'] += n - discarded
+      self._counters['discarded_tokens'] += discarded
+      if r.stop:
+        # The last token is never in the cache, wherever the chunk ended.
+        if r.handle.rows is not None:
+          r.handle.cached = r.length - 1
+        r.handle.computed = r.length - 1
+        r.future.set_result(None)
         del self._active[slot]
-
-  def _take(self, r: Request, ids, logps, ended: bool, version: int) -> None:
-    """Adds a chunk's tokens to a request and looks for its end."""
-    stop, n = '', len(ids)
-    if r.find is not None:
-      for i, token in enumerate(ids):
-        found = r.find(requests.token_bytes(self._tokenizer, token))
-        if found is not None:
-          stop, n = found, i + 1
-          break
-    self._counters['generated_tokens'] += n
-    self._counters['discarded_tokens'] += len(ids) - n
-    r.ids += ids[:n]
-    r.logps += logps[:n]
-    r.versions += [version] * n
-    if not stop and ended:
-      stop = 'eos'
-    if not stop and len(r.ids) >= r.sampling.max_tokens:
-      stop = 'length'
-    if not stop:
-      return
-    handle = r.handle
-    # Whatever the chunk wrote beyond, the last token is never in the cache.
-    if handle.rows is not None:
-      handle.cached = r.length - 1
-    handle.computed = r.length - 1
-    r.future.set_result(
-      Completion(
-        np.array(r.ids, np.int32),
-        np.array(r.logps, np.float32),
-        stop,
-        np.array(r.versions, np.int32),
-      )
-    )
 
   # In the worker thread.
 
@@ -536,9 +435,9 @@ class JaxSampler(core.Engine):
 
 
 def capacity(model_cfg: DecoderConfig, config, tokens: int) -> int:
-  """Sequences of so many tokens that slots and host memory hold."""
+  """The number of sequences of `tokens` that slots and host memory hold."""
   cfg = dataclasses.replace(model_cfg, dtype=config.dtype)
   return room(cfg, config).capacity(tokens)
 
 
-make = JaxSampler  # what config.engine.module = 'jax_sampler' builds
+make = JaxSampler  # called for config.engine.module = 'jax_sampler'

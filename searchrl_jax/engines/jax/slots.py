@@ -1,39 +1,38 @@
-"""Which sequence holds which cache rows: plain bookkeeping, no device work.
+"""Assigns cache slots to sequences: bookkeeping on the host, no device work.
 
 A `Rows` is the K/V of one prefix, in a slot or in host memory. Handles share
-one as long as nobody writes below what another still reads (copy on write),
-so a fork, or a second `open` of the same prompt, copies instead of computing.
+one until a handle writes below what another still reads (copy on write). A
+fork, or a second `open` of the same prompt, copies instead of computing.
 
-What is in a cache must not depend on the order of arrival (design 5.10):
+The content of a cache must not depend on the order of arrival (design 5.10):
 
 * the prompt, without its last token, is prefilled alone, in pieces of fixed
-  width; what is appended later is prefilled from the last token before it;
+  width; appended tokens are prefilled from the last token before them;
 * the last token of a sequence is never in the cache between calls, wherever
   the chunk that sampled it ended, and `decode` always computes it;
 * an evicted prefix goes to host memory and comes back bit for bit. It is
   never computed again, because prefill and decode may differ in last bits.
 
-So host memory has to suffice, and admission sees to it: a sequence begins only
-if slots and host memory can then hold all that have begun, each at its limit.
+Host memory must therefore suffice. Admission ensures it: a sequence starts only
+if slots and host memory can hold all started sequences, each at its limit.
 """
 
 from collections.abc import Iterable
 import dataclasses
 import heapq
 import itertools
-from typing import Any
 
-from searchrl_jax.engines.core import EngineError, Sampling
-from searchrl_jax.engines.jax.stops import StopFinder
+from searchrl_jax.engines import handles
+from searchrl_jax.engines.core import Sampling
 
-# Who gets a slot first: a check of the engine, what has begun; and who begins
-# first: a call that a trajectory waits for, a trajectory.
+# Ranks of requests. Slots go to probes (checks of the engine), then to started
+# sequences. Calls that a trajectory waits for start before new trajectories.
 PROBE, BEGUN, CALL, NEW = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-  """What slots and host memory hold; host memory is counted in tokens."""
+  """The capacity of slots and host memory; host memory counts in tokens."""
 
   slots: int
   tokens: int  # of host memory
@@ -49,54 +48,40 @@ class Room:
     return sum(sorted(sizes)[self.slots :]) <= self.tokens
 
   def capacity(self, tokens: int) -> int:
-    """Sequences of `tokens` that may have begun at the same time.
+    """The number of sequences of `tokens` that may run at the same time.
 
-    Beside them there is room for one more of max_len: a call that one of them
-    waits for (a simulator's reply) can always be served, so nobody waits for
-    ever.
+    One more of max_len fits beside them: a call that one of them waits for (a
+    simulator's reply) can always be served, so no deadlock can arise.
     """
     free = self.tokens - self.size(self.max_len)
     return self.slots + free // self.size(tokens)
 
 
-class Handle:
-  """A growing sequence; len(handle) is its number of tokens."""
+class Handle(handles.Handle):
+  """A sequence and its place in the caches."""
 
-  def __init__(self, ids: list[int], prompt: tuple[int, ...]):
-    self.ids = ids
-    self.prompt = prompt  # prefilled as one unit, shared by equal prompts
+  def __init__(self, ids: list[int]):
+    super().__init__(ids)
+    self.prompt = tuple(ids)  # prefilled as one unit, shared by equal prompts
     self.rows: Rows | None = None
     self.cached = 0  # leading tokens whose K/V `rows` holds for this handle
-    self.computed = 0  # the most that `cached` has been, over all versions
-    self.request: Any = None  # the generate call that is running
-    self.closed = False
-
-  def __len__(self) -> int:
-    return len(self.ids)
+    self.computed = 0  # the maximum of `cached` over all versions
 
 
-class Request:
-  """One generate call."""
+class Request(handles.Request):
+  """One generate call, its rank and its random stream."""
 
   def __init__(self, handle: Handle, sampling: Sampling, future):
-    self.handle = handle
-    self.sampling = sampling
+    super().__init__(handle, sampling)
     self.future = future
     self.rank = (NEW, 0)  # with its step, see JaxSampler._enqueue
     self.limit = sampling.limit or len(handle) + sampling.max_tokens
-    self.ids: list[int] = []
-    self.logps: list[float] = []
-    self.versions: list[int] = []
-    self.find = StopFinder(sampling.stops) if sampling.stops else None
     seed = sampling.seed & (2**64 - 1)
     self.seed = (seed >> 32, seed & (2**32 - 1))
 
   @property
   def length(self) -> int:
     return len(self.handle.ids) + len(self.ids)
-
-  def tokens(self) -> list[int]:
-    return self.handle.ids + self.ids
 
 
 class Rows:
@@ -105,16 +90,16 @@ class Rows:
   def __init__(self, slot: int, owner: Handle):
     self.slot: int | None = slot
     self.box: Box | None = None
-    self.owner: Handle | None = owner  # the one that may write
+    self.owner: Handle | None = owner  # the only handle that may write
     self.users = {owner}
-    self.used = 0  # when it last decoded, for LRU
+    self.used = 0  # time of the last admission, for LRU eviction
 
 
 class Box:
   """Host memory for one evicted prefix; filled when the plan runs."""
 
   def __init__(self, length: int):
-    self.length = length  # positions worth keeping
+    self.length = length  # positions to keep
     self.data: list = []  # the (k, v) of each piece, see engines/jax/device.py
 
 
@@ -161,7 +146,7 @@ class SlotTable:
     self._counters = counters
     self._clock = 0
     self._prompts: dict[tuple[int, ...], set[Handle]] = {}
-    self._sizes: dict[Handle, int] = {}  # of those that have begun
+    self._sizes: dict[Handle, int] = {}  # tokens reserved by started handles
     self.epoch = 0
     self.reset()
 
@@ -188,16 +173,17 @@ class SlotTable:
       del self._prompts[handle.prompt]
 
   def fork(self, handle: Handle) -> Handle:
-    child = Handle(list(handle.ids), handle.prompt)
+    child = Handle(list(handle.ids))
+    child.prompt = handle.prompt
     if handle.rows is not None:
       self._share(child, handle.rows, handle.cached)
-      self._sizes[child] = self._sizes.get(handle, 0)  # what they share
+      self._sizes[child] = self._sizes.get(handle, 0)  # of the shared rows
     self.add(child)
     return child
 
-  def truncate(self, handle: Handle, n: int) -> None:
-    del handle.ids[n:]
-    if n < len(handle.prompt):
+  def truncated(self, handle: Handle) -> None:
+    """Follows handle.ids, which became shorter."""
+    if len(handle) < len(handle.prompt):
       # A shorter prompt is another prompt, prefilled as its own unit.
       self.remove(handle)
       handle.prompt = tuple(handle.ids)
@@ -205,12 +191,12 @@ class SlotTable:
     self.rewind(handle)
 
   def rewind(self, handle: Handle) -> None:
-    """Nothing from the last token on counts as cached."""
+    """Treats the tokens from the last one on as not cached."""
     handle.cached = min(handle.cached, len(handle) - 1)
     handle.computed = min(handle.computed, len(handle) - 1)
 
   def drop(self, handle: Handle) -> None:
-    """The handle lets go of its rows; the last user frees the slot."""
+    """Releases the handle's rows; the last user frees the slot."""
     rows = handle.rows
     handle.rows, handle.cached = None, 0
     if rows is None:
@@ -236,31 +222,31 @@ class SlotTable:
   # Planning.
 
   def settled(self, handle: Handle) -> bool:
-    """Whether the handle can go on in the slot that it has."""
+    """Whether the handle can continue in the slot that it has."""
     rows = handle.rows
     return rows is not None and rows.slot is not None and self._own(handle)
 
-  def begun(self, handle: Handle) -> bool:
-    """Whether there is room for the handle, in a slot or host memory."""
+  def started(self, handle: Handle) -> bool:
+    """Whether room is reserved for the handle, in a slot or host memory."""
     return handle in self._sizes
 
-  def begin(self, handle: Handle, limit: int, last: bool) -> bool:
-    """Keeps room for a handle of at most `limit` tokens, if there is room.
+  def start(self, handle: Handle, limit: int, last: bool) -> bool:
+    """Reserves room for a handle of at most `limit` tokens; False if full.
 
-    last: it ends with this call; then it may take what is kept for the calls
-    that others wait for.
+    last: the handle ends with this call, so it may use the room that is kept
+    free for calls that others wait for.
     """
     size, spare = self.room.size(limit), self.room.size(self.room.max_len)
-    more = [size] if last else [size, spare]
-    if not self.begun(handle) and not self.room.holds(
-      [*self._sizes.values(), *more]
+    new = [size] if last else [size, spare]
+    if not self.started(handle) and not self.room.holds(
+      [*self._sizes.values(), *new]
     ):
       return False
     self._sizes[handle] = max(self._sizes.get(handle, 0), size)
     return True
 
   def _own(self, handle: Handle) -> bool:
-    """Whether the handle may write to its rows; takes them if nobody does."""
+    """Whether the handle may write to its rows; takes them if not owned."""
     rows = handle.rows
     if any(u.cached > handle.cached for u in rows.users):
       return False
@@ -269,10 +255,11 @@ class SlotTable:
     return rows.owner is handle
 
   def admit(self, handle: Handle, tokens, plan: Plan, busy) -> bool:
-    """Plans what `handle`, which has begun, needs to decode; False if no slot
-    can be had.
+    """Plans the device work before a started handle can decode.
 
     tokens: the whole sequence. busy: the slots that are decoding.
+
+    Returns False if no slot can be freed.
     """
     if not self.settled(handle) and not self._place(handle, plan, busy):
       return False
@@ -288,50 +275,51 @@ class SlotTable:
     return True
 
   def _place(self, handle: Handle, plan: Plan, busy) -> bool:
-    """Gives the handle a slot, with whatever prefix exists."""
-    slot = self._take(plan, busy)
+    """Gives the handle a slot and copies an existing prefix into it."""
+    slot = self._free_slot(plan, busy)
     if slot is None:
       return False
     rows = handle.rows
     if rows is None:
-      rows = self._sibling(handle)
+      rows = self._same_prompt(handle)
       if rows is not None:
         self._share(handle, rows, len(handle.prompt) - 1)
-    cached = handle.cached
+    cached, level = handle.cached, None
     if rows is not None:
-      copy = Copy(rows.slot, rows.box, slot, cached)
       if rows.slot is None:
         self._counters['restored_tokens'] += cached
       level = plan.ready.get(rows, 0) + 1
+      copy = Copy(rows.slot, rows.box, slot, cached)
       plan.copies.setdefault(level, []).append(copy)
-      if len(rows.users) > 1:
-        self.drop(handle)  # the others keep it
-      else:
-        self._paused -= self.room.size(rows.box.length)
-        rows.slot, rows.box, rows.owner = slot, None, handle
-        self._held[slot] = rows
-        plan.ready[rows] = level
-        return True
-    handle.rows, handle.cached = Rows(slot, handle), cached
+    if rows is not None and len(rows.users) == 1:
+      self._paused -= self.room.size(rows.box.length)
+      rows.slot, rows.box, rows.owner = slot, None, handle
+    else:
+      self.drop(handle)  # other users keep the rows
+      handle.rows, handle.cached = Rows(slot, handle), cached
     self._held[slot] = handle.rows
-    if rows is not None:
+    if level is not None:
       plan.ready[handle.rows] = level
     return True
 
-  def _sibling(self, handle: Handle) -> Rows | None:
-    """Rows of a live handle that hold the whole of the same prompt."""
+  def _same_prompt(self, handle: Handle) -> Rows | None:
+    """Rows of an open handle that hold the whole of the same prompt."""
     need = len(handle.prompt) - 1
     for other in self._prompts[handle.prompt] if need else ():
       if other.rows is not None and other.cached >= need:
         return other.rows
     return None
 
-  def _take(self, plan: Plan, busy) -> int | None:
+  def _free_slot(self, plan: Plan, busy) -> int | None:
+    """A free slot, else that of the least recently used idle prefix."""
     if self._free:
       return heapq.heappop(self._free)
-    idle = [s for s in self._held if s not in busy]
-    # A slot that this plan fills must first be decoded from.
-    idle = [s for s in idle if self._held[s] not in plan.ready]
+    idle = [
+      s
+      for s, rows in self._held.items()
+      # A slot that this plan fills must be decoded from before it is evicted.
+      if s not in busy and rows not in plan.ready
+    ]
     if not idle:
       return None
     slot = min(idle, key=lambda s: self._held[s].used)
@@ -359,20 +347,8 @@ class SlotTable:
         Piece(handle.rows.slot, start, tuple(tokens[start:stop]))
       )
       self._counters['prefilled_tokens'] += stop - start
-      again = min(stop, handle.computed) - start
-      self._counters['recomputed_tokens'] += max(0, again)
+      recomputed = min(stop, handle.computed) - start
+      self._counters['recomputed_tokens'] += max(0, recomputed)
       handle.cached = stop
       handle.computed = max(handle.computed, stop)
     return level
-
-
-def check_open(handle: Handle, idle: bool = False) -> None:
-  """Raises EngineError for a closed handle or, if `idle`, a generating one."""
-  if not isinstance(handle, Handle):
-    raise EngineError(f'{handle!r} is no handle of this engine')
-  if handle.closed:
-    raise EngineError('the handle is closed; open or fork another')
-  if idle and handle.request is not None:
-    raise EngineError(
-      'the handle is generating; await that call (or cancel it) first'
-    )

@@ -1,33 +1,31 @@
 """The engine of vLLM servers: this process keeps the ids, they keep caches.
 
-A handle is a list of ids held here; every request sends all of it, and the
-server's prefix cache spares the computing. So a lost request is sent again, to
-any server: what counts is the one answer that is taken.
+A handle is a list of ids in this process. Every request sends all of them, and
+the server's prefix cache avoids recomputing them. A failed request can
+therefore be sent again, to any server; only one answer is used.
 
-Tokens of two versions never mix unseen: a server is loaded only after each
-request sent to it has come back. What was under way is ended, its tokens are
-kept with the version that wrote them, and the same generate call goes on
+Tokens of two versions are never mixed unnoticed: a server is loaded only after
+each request sent to it has returned. A sync ends running requests, keeps their
+tokens with the version that sampled them, and the same generate call continues
 after `resume`.
 
-Departures from the in-process sampler: the draw of a token depends on the
-seed and on the position at which its request began, so that a completion cut
-in two is another one than the same in one piece; and how requests fall
-together in a server's batches may show in the last bits.
+Differences from the in-process sampler: the draw of a token depends on the seed
+and on the position at which its request began, so a completion that was split
+differs from an unsplit one; and the composition of a server's batches may
+affect the last bits.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent import futures
-import dataclasses
+import functools
 import hashlib
-import math
 import pathlib
 import time
 from typing import Any
 
 import numpy as np
 
-from searchrl_jax.engines import core, requests
 from searchrl_jax.engines.core import (
   Completion,
   EngineError,
@@ -35,76 +33,48 @@ from searchrl_jax.engines.core import (
   SyncReport,
   WeightsUpdate,
 )
-from searchrl_jax.engines.jax.stops import StopFinder
-from searchrl_jax.engines.requests import Handle, Patience, check_open
+from searchrl_jax.engines.handles import HandleEngine, Request
 from searchrl_jax.engines.vllm import launcher
-from searchrl_jax.engines.vllm.servers import POLL, Fleet, Server, unseat
-from searchrl_jax.engines.vllm.transport import Down, Output, Refused, Restarted
+from searchrl_jax.engines.vllm.servers import (
+  POLL,
+  REQUESTS_PER_SLOT,
+  Fleet,
+  Handle,
+  Server,
+)
+from searchrl_jax.engines.vllm.transport import (
+  Deadline,
+  Down,
+  Output,
+  Refused,
+  Restarted,
+)
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.models import families
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.types import Prompt
 
-COOLEST = 0.01  # vLLM takes a temperature between 0 and this one for this one
-_BACKOFF = 5.0  # seconds between two tries, at most
-
-
-class _Call:
-  """One generate call, over as many requests as it takes."""
-
-  def __init__(self, handle: Handle, sampling: Sampling):
-    self.handle, self.sampling = handle, sampling
-    self.ids: list[int] = []
-    self.logps: list[float] = []
-    self.versions: list[int] = []
-    self.stop = ''
-    self._find = StopFinder(sampling.stops)
-
-  @property
-  def left(self) -> int:
-    return self.sampling.max_tokens - len(self.ids)
-
-  def tokens(self) -> list[int]:
-    return [*self.handle.ids, *self.ids]
-
-  def seed(self) -> int:
-    """Of the request that begins here, in [0, 2**63)."""
-    name = repr((self.sampling.seed, len(self.handle) + len(self.ids)))
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
-
-  def take(self, out: Output, version: int, tokenizer) -> int:
-    """Adds a request's tokens up to the end; returns how many were left over.
-
-    The end is found here, by the rule of all engines: a stop may begin in one
-    request and end in the next, and a server sees only its own.
-    """
-    for n, (token, logp) in enumerate(zip(out.ids, out.logps), 1):
-      self.ids.append(token)
-      self.logps.append(logp)
-      self.versions.append(version)
-      self.stop = self._find(requests.token_bytes(tokenizer, token)) or ''
-      if not self.stop and token in self.sampling.stop_ids:
-        self.stop = 'eos'
-      if not self.stop and not self.left:
-        self.stop = 'length'
-      if self.stop:
-        return len(out.ids) - n
-    return 0
+_COUNTERS = """
+  requests retries aborted_requests generated_tokens discarded_tokens
+  prefilled_tokens prefix_tokens scored_tokens syncs
+"""
+_BACKOFF = 5.0  # seconds between two attempts, at most
 
 
-class VllmEngine(core.Engine):
+class VllmEngine(HandleEngine):
   """See engines/core.py. The weights come with the first `sync`.
 
   Args:
     model_cfg: of the model; servers of another are refused.
     tokenizer: a tokenizer.Tokenizer; servers with another are refused.
     config: config.engine; its fields are explained in run/schema.py.
-    folder: of the run: gets the publications and the servers' logs.
+    folder: of the run: for the publications and the servers' logs.
 
   Raises:
-    EngineError: servers that cannot be started, or no URL that could be one.
+    EngineError: servers that cannot be started, or an invalid URL.
   """
+
+  handle_type = Handle
+  min_temperature = 0.01  # vLLM raises temperatures between 0 and 0.01 to 0.01
 
   def __init__(
     self,
@@ -115,40 +85,24 @@ class VllmEngine(core.Engine):
     mesh=None,
     folder=None,
   ):
-    del params, mesh  # publications bring them
+    del params, mesh  # `sync` publishes the parameters
     if config.attempts < 1:
       raise EngineError(f'config.engine.attempts={config.attempts}: at least 1')
-    self._tokenizer, self._config = tokenizer, config
+    seconds = 'request publish sync'
+    super().__init__(
+      model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
+    )
     folder = pathlib.Path(folder).absolute()
     self._publisher = publication.Publisher(
       folder / 'published', model_cfg, config.dtype
     )
-    self.vocab_size = model_cfg.vocab_size
-    self.max_len = config.max_len
-    self.dtype = config.dtype
     self.version = None  # nothing is loaded yet
-    self._counters = dict.fromkeys(
-      (
-        'requests',
-        'retries',
-        'aborted_requests',
-        'generated_tokens',
-        'discarded_tokens',
-        'prefilled_tokens',
-        'prefix_tokens',
-        'scored_tokens',
-        'syncs',
-      ),
-      0,
-    )
-    self._seconds = {'request': 0.0, 'publish': 0.0, 'sync': 0.0}
-    fields = dataclasses.asdict(model_cfg)
-    model = {name: fields[name] for name in families.FIELDS}
+    model = families.fields(model_cfg)
     urls = [u.strip() for u in config.url.split(',') if u.strip()]
     for url in urls:
       if not url.startswith(('http://', 'https://')):
         raise EngineError(
-          f'config.engine.url: {url!r} is no URL; expected http://host:port'
+          f'config.engine.url: {url!r} is not a URL; expected http://host:port'
         )
     self._sidecars = []
     if not urls:
@@ -156,91 +110,91 @@ class VllmEngine(core.Engine):
         folder / 'serving', model, tokenizer.path, config.dtype
       )
       self._sidecars = _start(config, folder)
-    servers = [Server(url, lambda: None) for url in urls] + [
-      Server(s.url, lambda s=s: s.failure) for s in self._sidecars
-    ]
-    # It may be served untied.
-    model = {k: v for k, v in model.items() if k != 'tied'}
+    servers = [Server(url) for url in urls]
+    servers += [Server(s.url, s) for s in self._sidecars]
+    del model['tied']  # a server may hold a tied model untied
     self._fleet = Fleet(
       servers, {**model, 'dtype': config.dtype}, tokenizer, config
     )
     self.replicas = tuple(_Replica(self, s) for s in servers)
 
-  def open(self, prompt: Prompt) -> Handle:
-    """Raises EngineError: no ids, ids out of range, or too many."""
-    if prompt.media:
-      raise EngineError('vllm takes no media here; Prompt.media must be ()')
-    ids = self._checked(prompt.ids, 0, 'the prompt')
-    if not ids:
-      raise EngineError('the prompt is empty; it needs at least one token')
-    return Handle(ids)
-
   def fork(self, handle: Handle) -> Handle:
-    check_open(handle)
+    self._check_open(handle)
     child = Handle(list(handle.ids))
-    if handle.home is not None:
-      handle.home.seat(child)
+    child.move(handle.home)
     return child
 
-  def truncate(self, handle: Handle, n: int) -> None:
-    """Keeps the first n tokens (1 <= n <= len(handle))."""
-    check_open(handle)
-    if not 1 <= n <= len(handle):
-      raise EngineError(
-        f'truncate to {n}: the handle has {len(handle)} tokens, at least 1 '
-        'must stay'
-      )
-    del handle.ids[n:]
+  def _release(self, handle: Handle) -> None:
+    handle.move(None)
 
-  def append(self, handle: Handle, ids) -> None:
-    check_open(handle)
-    handle.ids.extend(self._checked(ids, len(handle), 'append'))
-
-  def close(self, handle: Handle) -> None:
-    """Closing twice is harmless."""
-    if isinstance(handle, Handle) and handle.closed:
-      return
-    check_open(handle)
-    handle.closed = True
-    unseat(handle)
-
-  async def generate(self, handle: Handle, sampling: Sampling) -> Completion:
+  async def generate(
+    self, handle: Handle, sampling: Sampling, server: Server | None = None
+  ) -> Completion:
     """Samples up to sampling.max_tokens ids and appends them to the handle.
 
     Log-probs are those of the distribution sampled from; greedy: of the
     argmax at temperature 1. A cancelled call leaves the handle as it was and
     ends its request.
 
-    Raises:
-      EngineError: bad sampling; no server answers within config.engine.
-        deadline seconds (waiting for `resume`, or for a place among the
-        requests of a server, does not count) and config.engine.attempts tries
-        of a request; one refuses it.
-      SyncError: a server came back and cannot be brought to the weights.
-    """
-    return await self._generate(handle, sampling, None)
+    server: the only one to use; None: any.
 
-  async def score(self, ids) -> np.ndarray:
+    Raises:
+      EngineError: invalid sampling; no server answers within config.engine.
+        deadline seconds (waiting for `resume`, or for a place among the
+        requests of a server, does not count) and config.engine.attempts
+        attempts of a request; a server refuses the request.
+      SyncError: a server came back and cannot be loaded with the weights.
+    """
+    self._check_open(handle)
+    self._check_sampling(handle, sampling)
+    self._fleet.enter()
+    if self._fleet.weights is None and not sampling.probe:
+      raise EngineError('the servers hold no weights yet; call sync first')
+    request = Request(handle, sampling)
+    deadline = Deadline(self._config.deadline)
+    handle.busy = True
+    try:
+      while not request.stop:  # a sync may end a server's request
+        await self._continue(request, server, deadline)
+      handle.ids += request.ids
+    finally:
+      handle.busy = False
+    return request.completion()
+
+  async def score(self, ids, server: Server | None = None) -> np.ndarray:
     """Log-prob of each id given those before it: float32 [n], [0] is 0.
 
-    A full forward pass at temperature 1, past the prefix cache.
+    A full forward pass at temperature 1, without the prefix cache.
 
     Raises:
       EngineError, SyncError: as `generate`.
     """
-    return await self._score(ids, None)
+    ids = self._check_ids(ids, 0, 'score')
+    if len(ids) < 2:
+      return np.zeros(len(ids), np.float32)
+    self._fleet.enter()
+    handle, deadline = Handle(ids), Deadline(self._config.deadline)
+    send = lambda server: server.http.score(server.name, ids)
+    try:
+      logps = None
+      while logps is None:  # a sync ended the request
+        logps = await self._ask(send, handle, server, True, deadline)
+    finally:
+      handle.move(None)
+    self._counters['scored_tokens'] += len(ids)
+    return logps
 
   async def sync(self, update: WeightsUpdate) -> SyncReport:
     """Publishes weights, loads them into every server, leaves all held.
 
-    `update.params` may be the folder of a publication. What each server holds
-    is compared with the publication's checksums; older publications are
-    deleted once all have it.
+    `update.params` may be the folder of a publication. The checksums of each
+    server are compared with those of the publication; older publications are
+    deleted once all servers have loaded it.
 
     Raises:
       SyncError: names the server, and the tensors that differ; or another
         client has loaded weights into one since the last sync.
-      EngineError: a server that is not there, or of another model.
+      EngineError: a server that is absent, or of another model.
       CheckpointError, PublishedError: the publication.
     """
     if update.kind != 'full':
@@ -257,12 +211,7 @@ class VllmEngine(core.Engine):
     self.version = update.version
     if isinstance(update.params, Mapping):
       await asyncio.to_thread(self._publisher.prune, update.version)
-    seconds = time.perf_counter() - start
-    self._counters['syncs'] += 1
-    self._seconds['sync'] += seconds
-    return SyncReport(
-      update.version, seconds, len(manifest), target.bytes, math.nan, manifest
-    )
+    return self._sync_report(update.version, start, target.bytes, manifest)
 
   async def resume(self) -> None:
     self._fleet.release('sync')
@@ -270,11 +219,11 @@ class VllmEngine(core.Engine):
   async def rest(self) -> None:
     """With config.engine.sleep: the weights leave the GPU until `wake`.
 
-    What is under way is ended, and goes on then.
+    Running requests are ended; their calls continue after `wake`.
 
     Raises:
-      SyncError: another client has loaded weights into a server: what was
-        generated since the sync may be of those.
+      SyncError: another client has loaded weights into a server, which may
+        have sampled since the sync with those.
     """
     self._fleet.enter()
     await self._fleet.check_claims()
@@ -288,9 +237,8 @@ class VllmEngine(core.Engine):
       self._fleet.release('rest')
 
   async def shutdown(self) -> None:
-    """Closes the connections and stops the servers that it started.
-
-    The publications go: the run's checkpoints have the weights.
+    """Closes the connections, stops the servers that it started, and deletes
+    the publications: the run's checkpoints contain the weights.
     """
     await self._fleet.close()
     for one in self._sidecars:
@@ -301,101 +249,63 @@ class VllmEngine(core.Engine):
     """Counters since the start, in tokens, requests or seconds.
 
     prefix_tokens: prompt tokens found in a server's cache; prefilled_tokens:
-    those that were not. restarts: servers that came back as other processes.
+    the other ones. restarts: servers that came back as other processes.
     discarded_tokens: sampled past a stop that began in an earlier request.
     seconds_request and seconds_held are summed over calls.
     """
     return {
-      **self._counters,
-      **{f'seconds_{k}': v for k, v in self._seconds.items()},
+      **super().stats(),
       'seconds_held': self._fleet.seconds_held,
       'restarts': self._fleet.restarts,
     }
 
   def warmup(self) -> None:
-    """Nothing: a server compiles what it needs before it answers."""
+    """No effect: a server compiles its programs before it answers."""
 
   def capacity(self, tokens: int) -> int:
     return capacity(None, self._config, tokens)
 
-  # What a replica asks of one server.
-
-  async def _generate(
-    self, handle: Handle, sampling: Sampling, pinned: Server | None
-  ) -> Completion:
-    check_open(handle)
-    requests.check_sampling(sampling, len(handle), self.max_len, COOLEST)
-    self._fleet.enter()
-    if self._fleet.current is None and not sampling.probe:
-      raise EngineError('the servers hold no weights yet; call sync first')
-    call, patience = _Call(handle, sampling), Patience(self._config.deadline)
-    handle.busy = True
-    try:
-      while not call.stop:
-        await self._write(call, pinned, patience)
-      handle.ids += call.ids
-    finally:
-      handle.busy = False
-    return Completion(
-      np.array(call.ids, np.int32),
-      np.array(call.logps, np.float32),
-      call.stop,
-      np.array(call.versions, np.int32),
-    )
-
-  async def _score(self, ids, pinned: Server | None) -> np.ndarray:
-    ids = self._checked(ids, 0, 'score')
-    if len(ids) < 2:
-      return np.zeros(len(ids), np.float32)
-    self._fleet.enter()
-    seat, patience = Handle(ids), Patience(self._config.deadline)
-
-    async def send(server: Server) -> np.ndarray | None:
-      return await server.http.score(server.name, ids)
-
-    try:
-      found = None
-      while found is None:  # a sync ended it: again, on the new weights
-        found = await self._ask(send, seat, pinned, True, patience)
-    finally:
-      unseat(seat)
-    self._counters['scored_tokens'] += len(ids)
-    return found
-
   # Requests.
 
-  async def _write(
-    self, call: _Call, pinned: Server | None, patience: Patience
+  async def _continue(
+    self, request: Request, only: Server | None, deadline: Deadline
   ) -> None:
-    """One request's part of a completion."""
-    ids = call.tokens()
+    """Samples one request's part of a completion."""
+    ids, sampling = request.tokens(), request.sampling
+    # The stream of the request that begins here: a seed in [0, 2**63).
+    name = repr((sampling.seed, len(ids))).encode()
+    digest = hashlib.blake2b(name, digest_size=8).digest()
+    seed = int.from_bytes(digest) >> 1
+    left = sampling.max_tokens - len(request.ids)
 
     async def send(server: Server) -> tuple[Server, int, Output]:
       version = server.version
       if version is None:
-        if self._fleet.current is not None:
-          raise Restarted(f'{server.url}: holds no weights of ours')
-        version = -1  # a probe, before the first sync, of what it started with
+        if self._fleet.weights is not None:
+          raise Restarted(f'{server.url}: does not hold our weights')
+        version = -1  # a probe of the initial weights, before the first sync
       out = await server.http.complete(
-        server.name, ids, call.sampling, call.left, call.seed(), f'v{version}'
+        server.name, ids, sampling, left, seed, f'v{version}'
       )
       if out.end == 'abort' and not (out.ids or self._fleet.holds):
         raise Down(f'{server.url}: ended a request before its first token')
       return server, version, out
 
     server, version, out = await self._ask(
-      send, call.handle, pinned, call.sampling.probe, patience
+      send, request.handle, only, sampling.probe, deadline
     )
     if any(not 0 <= i < self.vocab_size for i in out.ids):
       raise Refused(
         f'{server.url}: sampled ids outside of 0..{self.vocab_size - 1}'
       )
-    over = call.take(out, version, self._tokenizer)
+    # The end is found here, because a stop string may begin in one request and
+    # end in the next.
+    discarded = request.add(out.ids, out.logps, version, self._tokenizer)
     counters = self._counters
     counters['aborted_requests'] += out.end == 'abort'
-    counters['generated_tokens'] += len(out.ids) - over
-    counters['discarded_tokens'] += over
-    if out.ids:  # else it may have ended before its prefill
+    counters['generated_tokens'] += len(out.ids) - discarded
+    counters['discarded_tokens'] += discarded
+    if out.ids:  # without any, it may have ended before its prefill
       counters['prefix_tokens'] += out.cached
       counters['prefilled_tokens'] += len(ids) - out.cached
       server.prefilled += len(ids) - out.cached
@@ -403,97 +313,75 @@ class VllmEngine(core.Engine):
   async def _ask(
     self,
     send: Callable[[Server], Awaitable[Any]],
-    seat: Handle,
-    pinned: Server | None,
+    handle: Handle,
+    only: Server | None,
     probe: bool,
-    patience: Patience,
+    deadline: Deadline,
   ) -> Any:
-    """What `send(server)` gives, from a server that is up."""
+    """The result of `send(server)`, retried on failure."""
     failures, last = 0, None
     while True:
-      server = await self._fleet.take(seat, pinned, probe, patience)
-      async with self._fleet.place(server, probe, patience) as there:
-        if not there:
-          continue
-        server.in_flight += 1
+      async with self._fleet.lease(handle, only, probe, deadline) as server:
         self._counters['requests'] += 1
         begin = time.perf_counter()
         try:
-          async with asyncio.timeout(patience.left()):
+          async with asyncio.timeout(deadline.left()):
             return await send(server)
         except TimeoutError as e:
-          raise self._fleet.late('a request is still under way', last) from e
+          raise self._fleet.late('a request is not finished', last) from e
         except (Down, Restarted) as e:
-          self._fleet.suspect(server, e)
+          self._fleet.report_failure(server, e)
           failures, last = failures + 1, e
           if failures >= self._config.attempts:
             raise EngineError(
               f'{e}; {failures} attempts failed (config.engine.attempts)'
             ) from e
         finally:
-          server.in_flight -= 1
           self._seconds['request'] += time.perf_counter() - begin
       self._counters['retries'] += 1
       await asyncio.sleep(min(POLL * 2 ** (failures - 1), _BACKOFF))
 
-  def _checked(self, ids, held: int, what: str) -> list[int]:
-    return requests.check_ids(ids, held, what, self.vocab_size, self.max_len)
-
-  def _publish(self, update: WeightsUpdate) -> publication.Publication:
+  def _publish(self, update: WeightsUpdate) -> published.Published:
     if isinstance(update.params, Mapping):
       return self._publisher.publish(update.params, update.version)
-    found = published.open_published(update.params)
-    if (found.version, found.dtype) != (update.version, self.dtype):
+    out = published.open_published(update.params)
+    if (out.version, out.dtype) != (update.version, self.dtype):
       raise EngineError(
-        f'{found.path}: holds version {found.version} in {found.dtype}; '
+        f'{out.path}: holds version {out.version} in {out.dtype}; '
         f'expected version {update.version} in {self.dtype}'
       )
-    elements = sum(math.prod(s) for s in found.shapes.values())
-    return publication.Publication(
-      found.path.absolute(),
-      found.version,
-      found.manifest,
-      elements * (4 if found.dtype == 'float32' else 2),
-      0.0,
-    )
+    return out
 
 
 class _Replica:
-  """The engine with one of its servers alone, to check that one."""
+  """The engine with only one of its servers, to verify that server."""
 
   def __init__(self, engine: VllmEngine, server: Server):
-    self._engine, self._server = engine, server
     self.open, self.truncate = engine.open, engine.truncate
     self.close = engine.close
-
-  async def generate(self, handle: Handle, sampling: Sampling) -> Completion:
-    return await self._engine._generate(handle, sampling, self._server)
-
-  async def score(self, ids) -> np.ndarray:
-    return await self._engine._score(ids, self._server)
-
-  def stats(self) -> dict[str, float]:
-    return {'prefilled_tokens': self._server.prefilled}
+    self.generate = functools.partial(engine.generate, server=server)
+    self.score = functools.partial(engine.score, server=server)
+    self.stats = lambda: {'prefilled_tokens': server.prefilled}
 
 
 def _start(config, folder: pathlib.Path) -> list[launcher.Sidecar]:
-  """Starts the servers of config.engine.device, all at once.
+  """Starts the servers of config.engine.device in parallel.
 
   Raises:
-    EngineError: no such device; or one does not start, the others end then.
+    EngineError: an unknown device; or a server does not start, which ends the
+      others.
   """
   kind, _, groups = config.device.partition(':')
-  devices = [{'gpus': group.strip()} for group in groups.split(';')]
-  if config.device == 'cpu':
-    devices = [{'cpu': True}]
-  elif kind != 'gpus' or not all(d['gpus'] for d in devices):
-    raise EngineError(
-      f"config.engine.device={config.device!r}: expected 'cpu', 'gpus:0' (one "
-      "server), 'gpus:0,1' (one over both) or 'gpus:0;1' (one on each)"
-    )
-  device_flags = {'kv_cache_gib': config.kv_cache_gib}
-  if kind == 'gpus':
-    device_flags = {'gpu_memory_utilization': config.gpu_memory}
+  flags = {'kv_cache_gib': config.kv_cache_gib}
+  devices = [{'cpu': True}]
+  if config.device != 'cpu':
+    flags = {'gpu_memory_utilization': config.gpu_memory}
+    devices = [{'gpus': group.strip()} for group in groups.split(';')]
+    if kind != 'gpus' or not all(d['gpus'] for d in devices):
+      raise EngineError(
+        f"config.engine.device={config.device!r}: expected 'cpu', 'gpus:0' "
+        "(one server), 'gpus:0,1' (one over both) or 'gpus:0;1' (one on each)"
+      )
 
   def start(n: int) -> launcher.Sidecar:
     return launcher.start_sidecar(
@@ -507,7 +395,7 @@ def _start(config, folder: pathlib.Path) -> list[launcher.Sidecar]:
       enable_sleep=config.sleep,
       start_timeout_s=config.start_seconds,
       vllm_arg=['--load-format=dummy'],
-      **device_flags,
+      **flags,
       **devices[n],
     )
 
@@ -523,10 +411,12 @@ def _start(config, folder: pathlib.Path) -> list[launcher.Sidecar]:
 
 
 def capacity(model_cfg, config, tokens: int) -> int:
-  """As many as are sent to the servers at once. They compute again what falls
-  out of their caches, whatever the sequences' number."""
+  """The number of requests that are sent to the servers at once.
+
+  It does not depend on the tokens: servers recompute evicted prefixes.
+  """
   more = config.url.count(',') if config.url else config.device.count(';')
-  return requests.AHEAD * config.slots * (1 + more)
+  return REQUESTS_PER_SLOT * config.slots * (1 + more)
 
 
-make = VllmEngine  # what config.engine.module = 'vllm' builds
+make = VllmEngine  # called for config.engine.module = 'vllm'

@@ -1,11 +1,13 @@
-"""A process and all its descendants, which never outlive this process.
+"""A process and all its descendants, which end with this process.
 
 vLLM's server is three processes: the API, the engine core and a worker for
-each device. Killed by force, the API leaves the other two behind, with the
-device's memory. So the whole group is ended together, and a guard, in a
-session of its own, ends it when this process is killed by force.
+each device. If the API is killed by force, the other two keep running and keep
+the device's memory. `Group` therefore signals the whole process group, and a
+guard process, in a session of its own, ends the group if this process is
+killed.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +18,8 @@ import psutil
 
 _POLL_S = 0.1
 
-# Its stdin is a pipe that this process alone holds open: it ends with us.
+# This process alone holds the write end of the guard's stdin: the read returns
+# when this process ends, however it ends.
 _GUARD = """
 import os, signal, sys, time
 group, seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -31,7 +34,7 @@ except ProcessLookupError:
 
 
 class Group:
-  """A command, running as the leader of a process group of its own."""
+  """A command, running as the leader of its own process group."""
 
   def __init__(
     self, command: list[str], env: dict[str, str], log, grace_s: float
@@ -39,10 +42,12 @@ class Group:
     """Starts `command`.
 
     Args:
-      log: an open file that gets its output.
+      log: an open file for its output.
       grace_s: seconds from SIGTERM to SIGKILL.
     """
     self._grace_s = grace_s
+    # A session of its own: Ctrl-C reaches only this process, which can then
+    # save and stop the group.
     self._process = subprocess.Popen(
       command,
       env=env,
@@ -51,57 +56,48 @@ class Group:
       stderr=subprocess.STDOUT,
       start_new_session=True,
     )
+    self.pid = self._process.pid  # of the command, and the group's number
     try:
       self._guard = subprocess.Popen(
         [sys.executable, '-S', '-c', _GUARD, str(self.pid), str(grace_s)],
         stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
       )
     except BaseException:
       os.killpg(self.pid, signal.SIGKILL)
       raise
 
-  @property
-  def pid(self) -> int:
-    """Of the command, and the group's number."""
-    return self._process.pid
-
   def poll(self) -> int | None:
     """The command's exit status (-n: killed by signal n), None if it runs."""
     return self._process.poll()
 
   def members(self) -> list[int]:
-    """The processes of the group that still run."""
+    """The running processes of the group, without zombies."""
     out = []
     for process in psutil.process_iter(['status']):
-      try:
-        # A zombie holds nothing; who has to reap it may never do so.
+      with contextlib.suppress(ProcessLookupError):
+        # A zombie holds no memory, and its parent may never reap it.
         if (
           os.getpgid(process.pid) == self.pid
           and process.info['status'] != psutil.STATUS_ZOMBIE
         ):
           out.append(process.pid)
-      except ProcessLookupError:
-        continue
     return out
 
   def stop(self) -> None:
     """Ends every process of the group: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-      self._signal(number)
+      if self.members():
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(self.pid, number)
       deadline = time.monotonic() + self._grace_s
       while self.members() and time.monotonic() < deadline:
         self._process.poll()
         time.sleep(_POLL_S)
     self._process.wait()
-    # Only now: until here the guard stood in for us.
+    # Last, so that the guard ends the group if this process is killed before.
     self._guard.kill()
     self._guard.wait()
     self._guard.stdin.close()
-
-  def _signal(self, number: int) -> None:
-    if self.members():
-      try:
-        os.killpg(self.pid, number)
-      except ProcessLookupError:
-        pass

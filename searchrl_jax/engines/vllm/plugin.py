@@ -1,28 +1,25 @@
-"""Inside a vLLM worker: loads published weights, and tells what it holds.
+"""Runs inside a vLLM worker: loads published weights, computes checksums.
 
 vLLM mixes `Worker` into its own worker class,
 
   --worker-extension-cls searchrl_jax.engines.vllm.plugin.Worker
 
-and POST /collective_rpc calls its methods. Loading goes through vLLM's own
-loaders, the checksums through views of what computes afterwards: a mistake in
-one does not hide in the other. Three facts of vLLM (0.32) shape this file:
+and POST /collective_rpc calls its methods. Loading uses vLLM's own loaders, the
+checksums read the tensors used for computing: an error in one cannot hide an
+error in the other. The module depends on three properties of vLLM 0.32:
 
 * On CPU a linear layer packs its matrix for oneDNN and drops the original, so
-  that no parameter shows what it computes with. The checksums multiply unit
-  vectors instead, which gives back every element exactly.
+  no parameter shows the values in use. The checksums multiply unit vectors
+  instead, which returns every element exactly.
 * On CPU the output head packs its own copy even of an embedding that it is
-  tied to; vLLM's reload forgets it. Here it is packed again.
-* A tensor that a reload does not bring keeps its old value, with a warning.
+  tied to; vLLM's reload does not update it. `searchrl_load` packs it again.
+* A tensor that is missing in a reload keeps its old value, with a warning.
 
-Neither JAX nor, when imported, torch is needed.
+This module imports no JAX, and torch and vLLM only when they are used.
 """
 
 from collections.abc import Iterator
 import dataclasses
-import pathlib
-import resource
-import time
 from typing import Any
 
 import numpy as np
@@ -49,10 +46,12 @@ class Worker:
   """Mixed into vLLM's worker; arguments and results are JSON."""
 
   def searchrl_describe(self) -> dict[str, Any]:
-    """What is served: the model's fields, dtype, device, ranks, versions.
+    """The served model: its fields, dtype, device, ranks, versions.
 
     loaded: the version that `searchrl_load` loaded last, None before.
     """
+    import vllm
+
     config = self.model_config
     return {
       'model': _fields(config),
@@ -62,52 +61,45 @@ class Worker:
       'rank': self.rank,
       'world_size': self.parallel_config.world_size,
       'device': self.device.type,
-      'vllm': _vllm_version(),
+      'vllm': vllm.__version__,
       'loaded': getattr(self, '_searchrl_version', None),
     }
 
   def searchrl_load(self, path: str) -> dict[str, Any]:
     """Loads a publication, tensor by tensor, in place.
 
-    The server must be paused; caches are the caller's to drop.
+    The server must be paused, and the caller must drop the caches.
 
-    Returns:
-      version; seconds; bytes read; peak_bytes: the most memory held while
-      loading, of the process on CPU, of torch's tensors on the device else.
+    Returns: the version.
 
     Raises:
-      PublishedError: see `published.open_published`; the worker is as it was
+      PublishedError: see `published.open_published`; the worker is unchanged
         unless a tensor's own data is damaged.
       ValueError: a publication of another model or dtype, by field.
     """
-    start = time.perf_counter()
-    found = published.open_published(path)
-    _check(found, self.model_config)
+    weights = published.open_published(path)
+    _check(weights, self.model_config)
     self._searchrl_version = self._searchrl_published = None
-    _reset_peak(self.device)
     model = self.model_runner.get_model()
-    count = [0]
     try:
       self.reload_weights(
-        weights_iterator=_torch_tensors(found, _tied(model), count)
+        weights_iterator=_torch_tensors(weights, _tied(model))
       )
     except BaseException:
-      _restore(model, self.model_config)
+      from vllm.model_executor.model_loader.reload import layerwise
+
+      # Repairs the layers that the failed reload has taken apart.
+      layerwise.finalize_layerwise_reload(model, self.model_config)
       raise
-    head = getattr(model, 'lm_head', None)
     if _tied(model):
+      head = model.lm_head
       head.quant_method.process_weights_after_loading(head)
-    self._searchrl_published = found
-    self._searchrl_version = found.version
-    return {
-      'version': found.version,
-      'seconds': time.perf_counter() - start,
-      'bytes': count[0],
-      'peak_bytes': _peak(self.device),
-    }
+    self._searchrl_published = weights
+    self._searchrl_version = weights.version
+    return {'version': weights.version}
 
   def searchrl_checksums(self) -> dict[str, list]:
-    """{our tensor name: [dtype, shape, low, high]} of what computes here.
+    """{our tensor name: [dtype, shape, low, high]} of the weights in use.
 
     Two uint32 sums over the elements that this worker holds, with their
     indices in our layout: those of all workers add up to the checksum of
@@ -117,34 +109,30 @@ class Worker:
     Raises:
       RuntimeError: no publication has been loaded.
     """
-    found = getattr(self, '_searchrl_published', None)
-    if found is None:
+    weights = getattr(self, '_searchrl_published', None)
+    if weights is None:
       raise RuntimeError(
-        'nothing to compare with: no publication has been loaded into this '
-        'worker; call searchrl_load first'
+        'no publication has been loaded into this worker; call searchrl_load '
+        'first'
       )
     model = self.model_runner.get_model()
     sums: dict[str, list[int]] = {}
-    for module, parts in _modules(model, found):
+    for module, parts in _modules(model, weights):
       for part, low, high in _hashes(module, parts, self.model_config.dtype):
         total = sums.setdefault(part.path, [0, 0])
         total[0] += low
         total[1] += high
-    shapes = dict(found.shapes)
-    shapes.setdefault('head', shapes['embed'])
+    shapes = {'head': weights.shapes['embed'], **weights.shapes}
+    dtype = _dtype_name(self.model_config.dtype)
     return {
-      name: [
-        _dtype_name(self.model_config.dtype),
-        list(shapes[name]),
-        *(s & 0xFFFFFFFF for s in total),
-      ]
+      name: [dtype, list(shapes[name]), *(s & 0xFFFFFFFF for s in total)]
       for name, total in sums.items()
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Where a block [rows, columns] of a module's tensor lies in ours.
+  """The position of a block [rows, columns] of a module's tensor in ours.
 
   An element (row, column) of the block has the index `start` + row *
   `row_step` + column * `column_step` in our stacked tensor.
@@ -158,11 +146,11 @@ class Part:
   column_step: int
 
 
-def _modules(model, found: Published) -> Iterator[tuple[Any, list[Part]]]:
-  """Each module of this worker with the parts of ours that it holds."""
+def _modules(model, weights: Published) -> Iterator[tuple[Any, list[Part]]]:
+  """Each module of this worker with the parts of our tensors that it holds."""
   groups: dict[str, list] = {}
-  table = dict(found.table)
-  if found.config['tied']:
+  table = dict(weights.table)
+  if weights.config['tied']:
     embed = next(iter(table.values()))
     table[families.TIED_HEAD] = dataclasses.replace(embed, path='head')
   for name, tensor in table.items():
@@ -196,8 +184,9 @@ def _part(module, tensor: families.Tensor, kind: str, n: int) -> Part | None:
 
 
 def _local(module, n: int) -> tuple[slice | None, int, int]:
-  """(rows of the module's tensor, the first of them and of the columns in
-  the whole tensor) of its n-th part; None for the rows of a replica."""
+  """The rows of the n-th part in the module's tensor, and the first row and
+  column in the whole tensor. The rows are None if another worker reports them.
+  """
   from vllm.model_executor.layers import linear
   from vllm.model_executor.layers import vocab_parallel_embedding as vocab
 
@@ -235,7 +224,7 @@ def _hashes(module, parts, dtype) -> Iterator[tuple[Part, int, int]]:
 
 
 def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
-  """(its first column, block [columns, all rows]) of what computes."""
+  """(first column, block [columns, all rows]) of the values in use."""
   import torch
   from vllm.model_executor.layers import vocab_parallel_embedding as vocab
 
@@ -309,7 +298,7 @@ def _mix(h, scratch):
   """MurmurHash3's finaliser, in place."""
   import torch
 
-  # A shift of int32 carries the sign along, which the masks take away.
+  # A shift of int32 copies the sign bit, which the masks remove.
   for shift, mask, factor in (
     (16, 0xFFFF, 0x85EBCA6B),
     (13, 0x7FFFF, 0xC2B2AE35),
@@ -323,13 +312,12 @@ def _mix(h, scratch):
   return h
 
 
-def _torch_tensors(found: Published, tied: bool, count: list[int]):
-  """(name, torch tensor) of what the served model loads."""
+def _torch_tensors(weights: Published, tied: bool):
+  """(name, torch tensor) of each tensor that the served model loads."""
   import torch
 
-  for name in found.table if tied else found.names:
-    array = np.ascontiguousarray(found.read(name))
-    count[0] += array.nbytes
+  for name in weights.table if tied else weights.names:
+    array = np.ascontiguousarray(weights.read(name))
     if array.dtype.name == 'bfloat16':  # numpy knows it from ml_dtypes only
       yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
@@ -340,24 +328,13 @@ def _tied(model) -> bool:
   """Whether the served model's head is its embedding."""
   head = getattr(model, 'lm_head', None)
   embed = getattr(model.model, 'embed_tokens', None)
-  return (
-    head is not None
-    and embed is not None
-    and (getattr(head, 'weight', None) is getattr(embed, 'weight', 0))
-  )
+  return getattr(head, 'weight', None) is getattr(embed, 'weight', 0)
 
 
-def _restore(model, model_config) -> None:
-  """Brings layers back that a reload which failed has taken apart."""
-  from vllm.model_executor.model_loader.reload import layerwise
-
-  layerwise.finalize_layerwise_reload(model, model_config)
-
-
-def _check(found: Published, config) -> None:
-  """Raises ValueError that names what differs from the served model."""
+def _check(weights: Published, config) -> None:
+  """Raises ValueError that names the fields that differ from the server."""
   served = {**_fields(config), 'dtype': _dtype_name(config.dtype)}
-  wanted = {**found.config, 'dtype': found.dtype}
+  wanted = {**weights.config, 'dtype': weights.dtype}
   differ = [
     f'{k} is {wanted[k]!r} published, {served[k]!r} served'
     for k in served
@@ -367,8 +344,8 @@ def _check(found: Published, config) -> None:
     differ.append('tied is False published, True served')
   if differ:
     raise ValueError(
-      f'{found.path} is not for the served model: {"; ".join(differ)}; start '
-      'the server on the folder that the trainer writes for it'
+      f'{weights.path} is not for the served model: {"; ".join(differ)}; start '
+      'the server on the serving folder that the trainer writes'
     )
 
 
@@ -378,32 +355,3 @@ def _fields(config) -> dict[str, Any]:
 
 def _dtype_name(dtype) -> str:
   return str(dtype).removeprefix('torch.')
-
-
-def _vllm_version() -> str:
-  import vllm
-
-  return vllm.__version__
-
-
-def _reset_peak(device) -> None:
-  if device.type == 'cpu':
-    try:  # Linux: starts VmHWM again
-      pathlib.Path('/proc/self/clear_refs').write_text('5')
-    except OSError:
-      pass  # then the peak is that of the process's life
-    return
-  import torch
-
-  torch.accelerator.reset_peak_memory_stats()
-
-
-def _peak(device) -> int:
-  if device.type != 'cpu':
-    import torch
-
-    return torch.accelerator.max_memory_allocated()
-  for line in pathlib.Path('/proc/self/status').read_text().splitlines():
-    if line.startswith('VmHWM:'):
-      return int(line.split()[1]) << 10
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -1,350 +1,342 @@
-"""The servers behind the vLLM engine: found, checked, loaded.
+"""The servers of the vLLM engine: choosing one, loading weights, recovery.
 
-A server may be asked once it is `ready`: it serves our model, under a name
-that this process has seen, and holds the weights of the last sync, by its own
-checksums. One that fails is looked at before anything else is sent to it: if
-another process has come in its place (its model has another name then, see
-sidecar.py, which starts a server a second time and no more), that one is loaded
-first. One that does not come back, or dies while it is loaded, stops the run.
+A server is `ready` if it serves our model, under a name that this process has
+seen, and holds the weights of the last sync by its own checksums. After a
+failure it gets no request before it has been checked. If it is another process
+by then (its model has another name, see launcher.py, which restarts a server
+once), it is loaded first. A server that does not come back, or that fails while
+it is loaded, stops the run.
 """
 
 import asyncio
-from collections.abc import (
-  AsyncIterator,
-  Awaitable,
-  Callable,
-  Mapping,
-  Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Sequence
 import contextlib
 import logging
 import time
 from typing import Any
 import uuid
 
+from searchrl_jax.engines import handles
 from searchrl_jax.engines.core import EngineError, SyncError
-from searchrl_jax.engines.requests import AHEAD, Handle, Patience
 from searchrl_jax.engines.vllm import launcher
 from searchrl_jax.engines.vllm.transport import (
   Client,
+  Deadline,
   Down,
   Model,
   Refused,
   Restarted,
 )
 from searchrl_jax.engines.weights import checksum
-from searchrl_jax.engines.weights.publication import Publication
+from searchrl_jax.engines.weights.published import Published
 
-NAME = 'searchrl-'  # what the names begin with that sidecar.py gives models
-POLL = 0.2  # seconds between looks at a server that is not there
-_PROBED = 256  # ids whose text tells one tokenizer from another
-_MEND = 'give config.engine.url another, or none to have servers started'
+REQUESTS_PER_SLOT = 2  # at a server: the one that it serves, and the next
+POLL = 0.2  # seconds between attempts to reach a server
+_NAME = 'searchrl-'  # prefix of the model names that launcher.py assigns
+_PROBED = 256  # ids whose text identifies a tokenizer
+_FIX = 'set config.engine.url to another, or to none to start servers'
 _log = logging.getLogger(__name__)
 
 
-class Server:
-  """What is known of one server.
+class Handle(handles.Handle):
+  home: 'Server | None' = None  # the server that caches its prefix
 
-  failure: says why nobody will start it again; None while that may be.
+  def move(self, server: 'Server | None') -> None:
+    """Its prefix will be cached on `server`."""
+    if self.home is not None:
+      self.home.handles -= 1
+    if server is not None:
+      server.handles += 1
+    self.home = server
+
+
+class Server:
+  """The state of one server.
+
+  sidecar: the launcher.Sidecar that restarts it; None: not started by us.
   """
 
-  def __init__(self, url: str, failure: Callable[[], str | None]):
-    self.url = url
-    self.failure = failure
-    self.http: Client  # of the running event loop, as is
+  def __init__(self, url: str, sidecar: Any = None):
+    self.url, self.sidecar = url, sidecar
+    self.http: Client  # of the running event loop, as are the next two
     self.places: asyncio.Semaphore  # for requests that sample
-    self.ready = False  # may be asked
+    self.recovery: asyncio.Task | None = None
+    self.ready = False  # may get requests
     self.name: str | None = None  # of the model, when last seen
-    self.version: int | None = None  # held under that name, and checked
-    self.coming: asyncio.Task | None = None  # that brings it back
-    self.error: EngineError | SyncError | None = None  # why it cannot be
-    self.trouble = ''  # why it was not ready, when last looked at
+    self.version: int | None = None  # verified weights under that name
+    self.error: EngineError | SyncError | None = None  # of the recovery
+    self.problem = ''  # why it was not ready, when last checked
     self.in_flight = 0  # requests
-    self.queued = 0  # requests that wait here for a place there
+    self.queued = 0  # requests that wait for `places`
     self.handles = 0  # whose prefixes it caches
-    self.prefilled = 0  # tokens computed of prompts
-
-  def seat(self, handle: Handle) -> None:
-    """The handle's prefix will be cached here."""
-    unseat(handle)
-    handle.home = self
-    self.handles += 1
-
-
-def unseat(handle: Handle) -> None:
-  if handle.home is not None:
-    handle.home.handles -= 1
-    handle.home = None
+    self.prefilled = 0  # prompt tokens computed
 
 
 class Fleet:
   """The servers of one engine, used from one event loop at a time.
 
   Args:
-    servers: as yet unseen.
-    model: the fields (families.FIELDS, and dtype) of the model that they
+    model: the fields (families.FIELDS, and dtype) of the model that the servers
       must serve.
     tokenizer: the tokenizer.Tokenizer that they must have.
     config: config.engine.
   """
 
   def __init__(
-    self, servers: Sequence[Server], model: Mapping[str, Any], tokenizer, config
+    self, servers: Sequence[Server], model: dict[str, Any], tokenizer, config
   ):
     self.servers = servers
     self.holds: set[str] = set()  # 'sync', 'rest': why calls wait
-    self.current: Publication | None = None  # of the last sync
+    self.weights: Published | None = None  # of the last sync
     self.restarts = 0  # servers that came back as other processes
     self.seconds_held = 0.0  # summed over calls
     self._model, self._tokenizer, self._config = model, tokenizer, config
-    self._nonce = uuid.uuid4().hex  # tells our weights from those of others
-    self._loading = False  # nothing is brought back meanwhile
+    self._nonce = uuid.uuid4().hex  # distinguishes our weights from others'
+    self._loading = False  # no recovery starts meanwhile
     self._loop: asyncio.AbstractEventLoop | None = None
     self._event: asyncio.Event
 
   def enter(self) -> None:
-    """Makes what belongs to the running event loop."""
+    """Creates the objects that belong to the running event loop."""
     loop = asyncio.get_running_loop()
     if self._loop is loop:
       return
     if self._loop is not None and self._loop.is_running():
       raise EngineError('the engine is in use by another event loop')
     self._loop, self._event = loop, asyncio.Event()
-    most = AHEAD * self._config.slots
-    for server in self.servers:
-      server.http = Client(
-        server.url, self._config.timeout, self._config.start_seconds, most
-      )
-      server.places = asyncio.Semaphore(most)
-      server.coming, server.in_flight, server.queued = None, 0, 0
+    config = self._config
+    most = REQUESTS_PER_SLOT * config.slots
+    for s in self.servers:
+      s.http = Client(s.url, config.timeout, config.start_seconds, most)
+      s.places = asyncio.Semaphore(most)
+      s.recovery, s.in_flight, s.queued = None, 0, 0
 
   async def close(self) -> None:
     if self._loop is asyncio.get_running_loop():
-      await self._end_coming()
+      await self._cancel_recoveries()
       for server in self.servers:
         await server.http.close()
       self._loop = None
 
-  # Who may be asked.
+  # Requests.
 
-  async def take(
-    self, seat: Handle, pinned: Server | None, probe: bool, patience: Patience
-  ) -> Server:
-    """The server to ask: that of the prefix, else the least loaded one.
+  @contextlib.asynccontextmanager
+  async def lease(
+    self, handle: Handle, only: Server | None, probe: bool, deadline: Deadline
+  ) -> AsyncIterator[Server]:
+    """A server for one request: that of the prefix, else the least loaded.
 
-    Waits while all are held (unless `probe`), and for one that is up.
+    Requests beyond REQUESTS_PER_SLOT wait here rather than at the server, where
+    their timeout would run. Calls also wait while all are held. Probes do not
+    wait for either.
 
     Raises:
-      EngineError: none is up in time, or one does not come back.
-      SyncError: one cannot be brought to the weights.
+      EngineError: no server is up in time, or one does not come back.
+      SyncError: one cannot be loaded with the weights.
     """
-    pool = self.servers if pinned is None else [pinned]
+    while True:
+      server = await self._choose(handle, only, probe, deadline)
+      async with contextlib.AsyncExitStack() as stack:
+        if not probe:
+          server.queued += 1
+          try:
+            with deadline.paused():
+              await stack.enter_async_context(server.places)
+          finally:
+            server.queued -= 1
+          if not server.ready or self.holds:
+            continue
+        server.in_flight += 1
+        try:
+          yield server
+        finally:
+          server.in_flight -= 1
+        return
+
+  async def _choose(self, handle, only, probe, deadline) -> Server:
+    pool = self.servers if only is None else [only]
     while True:
       for server in self.servers:
         if server.error is not None:
           raise type(server.error)(str(server.error)) from server.error
       if self.holds and not probe:
         begin = time.monotonic()
-        with patience.paused():
+        with deadline.paused():
           await self._event.wait()
         self.seconds_held += time.monotonic() - begin
         continue
-      up = [s for s in pool if s.ready]
-      if up:
-        if seat.home not in up:
-          min(up, key=lambda s: (s.in_flight + s.queued, s.handles)).seat(seat)
-        return seat.home
+      ready = [s for s in pool if s.ready]
+      if ready:
+        if handle.home not in ready:
+          load = lambda s: (s.in_flight + s.queued, s.handles)
+          handle.move(min(ready, key=load))
+        return handle.home
       for server in pool:
-        self._bring_back(server)
-      if not patience.left():
+        self._recover(server)
+      if not deadline.left():
         raise self.late('no server is up')
       with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(self._event.wait(), patience.left())
-
-  @contextlib.asynccontextmanager
-  async def place(
-    self, server: Server, probe: bool, patience: Patience
-  ) -> AsyncIterator[bool]:
-    """A place among the requests of a server: those wait here, in turn, that
-    would wait there, where a request's time runs. Probes pass by.
-
-    Gives whether the server may still be asked.
-    """
-    if probe:
-      yield True
-      return
-    server.queued += 1
-    try:
-      with patience.paused():
-        await server.places.acquire()
-    finally:
-      server.queued -= 1
-    try:
-      yield server.ready and not self.holds
-    finally:
-      server.places.release()
+        await asyncio.wait_for(self._event.wait(), deadline.left())
 
   def late(self, why: str, last: Exception | None = None) -> EngineError:
-    """last: what went wrong before, if anything did."""
-    causes = [str(last)] if last else [s.trouble for s in self.servers]
+    """last: the previous failure, if there was one."""
+    causes = [str(last)] if last else [s.problem for s in self.servers]
     why = '; '.join([why, *filter(None, causes)])
     return EngineError(
       f'{", ".join(s.url for s in self.servers)}: no answer in config.engine.'
       f'deadline={self._config.deadline} s ({why})'
     )
 
-  def suspect(self, server: Server, why: Exception) -> None:
-    """It failed: it is looked at before it is asked again."""
+  def report_failure(self, server: Server, why: Exception) -> None:
+    """Sends no more requests to a server before it has been checked."""
     if server.ready:
-      _log.warning(
-        '%s is not asked until it is well again: %s', server.url, why
-      )
-    server.ready, server.trouble = False, str(why)
-    self._bring_back(server)
+      _log.warning('%s failed, not used until it recovers: %s', server.url, why)
+    server.ready, server.problem = False, str(why)
+    self._recover(server)
 
   def hold(self, why: str) -> None:
     self.holds.add(why)
 
   def release(self, why: str) -> None:
     self.holds.discard(why)
-    self._changed()
+    self._notify()
 
-  def _changed(self) -> None:
-    """Wakes whoever waits for a server or for the end of a hold."""
+  def _notify(self) -> None:
+    """Wakes the calls that wait for a server or for the end of a hold."""
     self._event.set()
     self._event = asyncio.Event()
 
   # Weights.
 
-  async def load(self, target: Publication) -> dict[str, str]:
-    """Has every server hold `target`; returns the checksums of what they do.
+  async def load(self, target: Published) -> dict[str, str]:
+    """Loads `target` into every server; returns the verified checksums.
 
     Raises:
-      EngineError: one is not there, or not ours.
-      SyncError: one does not hold it; names the tensors.
+      EngineError: a server is absent, or does not serve our model.
+      SyncError: a server does not hold the weights; names the tensors.
     """
     self._loading = True
     try:
-      await self._end_coming()
+      await self._cancel_recoveries()
       for server in self.servers:
         server.ready, server.version = False, None
-      found = await _all([self._bring(s, target) for s in self.servers])
+      loaded = await _all([self._prepare(s, target) for s in self.servers])
     finally:
       self._loading = False
-    self.current = target
-    self._changed()
-    return found[0]
+    self.weights = target
+    self._notify()
+    return loaded[0]
 
   async def sleep(self) -> None:
-    """Ends what is under way; the weights go to the host's memory."""
+    """Ends running requests and moves the weights to host memory."""
+
+    async def one(server: Server) -> None:
+      # A server that crashed is restored first: otherwise it would take the
+      # device's memory later, during the update.
+      await self._prepare(server, self.weights)
+      server.ready = False
+      await self._pause(server)
+      await server.http.sleep()
+
     self._loading = True
     try:
-      await self._end_coming()
-      await _all([self._lull(s) for s in self.servers])
+      await self._cancel_recoveries()
+      await _all([one(s) for s in self.servers])
     except BaseException:
       self._loading = False
       raise
 
-  async def _lull(self, server: Server) -> None:
-    """One that crashed is brought back first: it would take its memory when
-    nobody expects it.
-    """
-    await self._bring(server, self.current)
-    server.ready = False
-    await self._quiet(server)
-    await server.http.sleep()
-
   async def wake(self) -> None:
     try:
-      await _all([self._bring(s, self.current) for s in self.servers])
+      await _all([self._prepare(s, self.weights) for s in self.servers])
     finally:
       self._loading = False
-      self._changed()
+      self._notify()
 
   async def check_claims(self) -> None:
     """Raises SyncError if another client has loaded weights into a server.
 
-    One that does not answer, or is another process now, is brought back.
+    A server that does not answer, or is another process now, is recovered.
     """
     for server in self.servers:
       version = server.version
       if not server.ready or version is None:
         continue
       try:
-        found = await server.http.version()
-        if found == self._claim(version):
+        claim = await server.http.version()
+        if claim == self._claim(version):
           continue
         if (await server.http.model()).name != server.name:
           raise Restarted(f'{server.url}: restarted')
       except (Down, Restarted) as e:
-        self.suspect(server, e)
+        self.report_failure(server, e)
         continue
       if server.ready and server.version == version:
         raise SyncError(
-          f'another client has loaded weights into {server.url} (it says '
-          f'{found!r}, expected {self._claim(version)!r}); give each run '
+          f'another client has loaded weights into {server.url} (version '
+          f'{claim!r}, expected {self._claim(version)!r}); give each run '
           'servers of its own'
         )
 
   def _claim(self, version: int) -> str:
     return f'{self._nonce}-{version}'
 
-  def _bring_back(self, server: Server) -> None:
-    """Begins to, unless that is being done, or cannot be."""
-    if server.coming or server.error or self._loading:
+  def _recover(self, server: Server) -> None:
+    """Starts the recovery of a server, unless it runs or has failed."""
+    if server.recovery or server.error or self._loading:
       return
 
-    async def come():
-      lost = server.trouble
+    async def recover():
+      failed = server.problem
       try:
-        await self._bring(server, self.current)
-        if lost:
-          _log.warning('%s is back', server.url)
+        await self._prepare(server, self.weights)
+        if failed:
+          _log.warning('%s recovered', server.url)
       except (EngineError, SyncError) as e:
         server.error = e
-      except Exception as e:  # whoever waits for the server is told
-        server.error = EngineError(f'{server.url}: {e!r} as it was looked at')
+      except Exception as e:  # passed to the calls that wait for the server
+        server.error = EngineError(f'{server.url}: {e!r} in its recovery')
         server.error.__cause__ = e
       finally:
-        server.coming = None
-        self._changed()
+        server.recovery = None
+        self._notify()
 
-    server.coming = asyncio.get_running_loop().create_task(come())
+    server.recovery = asyncio.get_running_loop().create_task(recover())
 
-  async def _end_coming(self) -> None:
-    tasks = [s.coming for s in self.servers if s.coming]
+  async def _cancel_recoveries(self) -> None:
+    tasks = [s.recovery for s in self.servers if s.recovery]
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for server in self.servers:  # one may have ended before it began
-      server.coming = None
+    for server in self.servers:  # a task may be cancelled before it starts
+      server.recovery = None
 
-  async def _bring(
-    self, server: Server, target: Publication | None
+  async def _prepare(
+    self, server: Server, target: Published | None
   ) -> dict[str, str]:
-    """Waits until a server is there and has it hold `target`, checked.
+    """Waits for a server and loads `target` unless it holds that already.
 
-    Returns the checksums of what it holds; {} if there was nothing to load:
-    no target yet, or the same process with these weights.
+    Returns the checksums of the loaded weights; {} if there was nothing to
+    load: no target yet, or the same process with these weights.
 
     Raises:
-      EngineError: it is not there, not ours, or died while it was loaded.
+      EngineError: it is absent, not ours, or failed while it was loaded.
       SyncError: it does not hold the weights.
     """
     server.error = None
-    name, found = await self._connect(server), {}
+    name, loaded = await self._connect(server), {}
     if target is not None and server.version is None:
-      found = await self._load(server, target)
+      loaded = await self._load(server, target)
       if (await server.http.model()).name != name:
         raise Restarted(f'{server.url}: restarted while it was loaded')
       server.version = target.version
-    server.ready, server.trouble = True, ''
-    self._changed()
-    return found
+    server.ready, server.problem = True, ''
+    self._notify()
+    return loaded
 
   async def _connect(self, server: Server) -> str:
-    """The name under which it serves our model; waits for it to be there."""
-    until = time.monotonic() + self._config.start_seconds
+    """Waits for a server to answer; returns the name of its model."""
+    end = time.monotonic() + self._config.start_seconds
     while True:
       try:
         model = await server.http.model()
@@ -355,121 +347,102 @@ class Fleet:
         await server.http.resume()
         break
       except Down as e:
-        server.trouble = str(e)
-        if (failure := server.failure()) is not None:
-          raise EngineError(f'{server.url}: {failure}') from e
-        if time.monotonic() > until:
+        server.problem = str(e)
+        if server.sidecar and server.sidecar.failure:
+          raise EngineError(f'{server.url}: {server.sidecar.failure}') from e
+        if time.monotonic() > end:
           raise EngineError(
-            f'{server.url}: not there in config.engine.start_seconds='
+            f'{server.url}: no answer in config.engine.start_seconds='
             f'{self._config.start_seconds} s ({e})'
           ) from e
         await asyncio.sleep(POLL)
     if model.name != server.name:
       server.version = None
-      await self._check(server, model)
+      await self._check_model(server, model)
       self.restarts += server.name is not None
       server.name = model.name
     return model.name
 
-  async def _quiet(self, server: Server) -> None:
-    """Returns when the server is paused and every answer is in.
+  async def _pause(self, server: Server) -> None:
+    """Returns when the server is paused and every answer has arrived.
 
-    A request that reached it after the pause waits there, and would be
-    served with other weights than its sender thinks.
+    A request that arrives after the pause waits in the server and would be
+    served with other weights than its sender expects.
     """
     await server.http.pause()
     while server.in_flight:
       await server.http.abort()
       await asyncio.sleep(0.02)
 
-  async def _load(self, server: Server, target: Publication) -> dict[str, str]:
+  async def _load(self, server: Server, target: Published) -> dict[str, str]:
     http = server.http
     what = f'version {target.version} ({target.path})'
-    await self._quiet(server)
+    await self._pause(server)
     try:
-      await http.rpc('searchrl_load', str(target.path))
+      await http.rpc('searchrl_load', str(target.path.absolute()))
       if not await http.reset_prefix_cache():
         raise SyncError(
           f'{server.url}: did not drop its prefix cache; restart it'
         )
       await http.set_version(self._claim(target.version))
       await http.resume()
-      found = checksum.combine(await http.rpc('searchrl_checksums'))
+      loaded = checksum.combine(await http.rpc('searchrl_checksums'))
     except (Refused, ValueError) as e:
       raise SyncError(f'{server.url}: {what} could not be loaded: {e}') from e
-    wanted = target.manifest
-    wrong = [
-      f'{name}: published {wanted.get(name, "absent")}, it holds '
-      f'{found.get(name, "absent")}'
-      for name in sorted({*wanted, *found})
-      if wanted.get(name) != found.get(name)
-    ]
-    if wrong:
-      raise SyncError(
-        f'{server.url} does not hold {what}; {len(wrong)} of {len(wanted)} '
-        'tensors differ:\n  ' + '\n  '.join(wrong)
-      )
-    return found
+    checksum.compare(target.manifest, loaded, f'{server.url}, sent {what},')
+    return loaded
 
-  # Whether it is ours.
-
-  async def _check(self, server: Server, model: Model) -> None:
+  async def _check_model(self, server: Server, model: Model) -> None:
     """Raises EngineError for a server of another model or kind."""
     url, http = server.url, server.http
-    if not model.name.startswith(NAME):
+    start = 'python -m searchrl_jax.engines.vllm.launcher'
+    if not model.name.startswith(_NAME):
       raise EngineError(
-        f'{url}: serves {model.name!r}; expected a server of python -m '
-        'searchrl_jax.engines.vllm.launcher, which gives each start a name of '
-        f'its own ({NAME}...), so that a restart cannot pass unseen'
+        f'{url}: serves {model.name!r}; expected a server of {start}, which '
+        f'names the model {_NAME}... differently at each start, so that a '
+        'restart is detected'
       )
     if model.max_len <= self._config.max_len:
       raise EngineError(
-        f'{url}: holds {model.max_len} tokens (--max_model_len); expected '
-        f'config.engine.max_len={self._config.max_len} and one more, for '
-        'scoring'
+        f'{url}: holds {model.max_len} tokens (--max_model_len); expected more '
+        f'than config.engine.max_len={self._config.max_len}, one for scoring'
       )
     try:
       workers = await http.rpc('searchrl_describe')
     except Refused as e:
       raise EngineError(
-        f'{url}: cannot be given weights ({e}); start it with '
-        f'--plugin={launcher.PLUGIN}, the default of python -m '
-        'searchrl_jax.engines.vllm.launcher'
+        f'{url}: cannot load weights ({e}); start it with '
+        f'--plugin={launcher.PLUGIN}, the default of {start}'
       ) from e
-    for said in workers:
-      said = {**said['model'], 'dtype': said['dtype']}
-      for field, want in self._model.items():
-        if said.get(field) != want:
-          flag = ' (--dtype)' * (field == 'dtype')
+    for worker in workers:
+      served = {**worker['model'], 'dtype': worker['dtype']}
+      for field, expected in self._model.items():
+        if served.get(field) != expected:
           raise EngineError(
-            f'{url}: serves a model with {field}={said.get(field)!r}; '
-            f'expected {want!r}{flag}; {_MEND}'
+            f'{url}: serves a model with {field}={served.get(field)!r}; '
+            f'expected {expected!r}; {_FIX}'
           )
-    await self._check_tokenizer(server, model)
-
-  async def _check_tokenizer(self, server: Server, model: Model) -> None:
-    """Compares the text of ids spread over the vocabulary."""
+    # Compare the text of ids spread over the vocabulary.
     tok = self._tokenizer
     step = max(1, tok.vocab_size // _PROBED)
     ids = [i for i in range(0, tok.vocab_size, step) if tok.token_bytes(i)]
     ours = b''.join(map(tok.token_bytes, ids)).decode('utf-8', 'replace')
-    theirs = await server.http.detokenize(model.name, ids)
+    theirs = await http.detokenize(model.name, ids)
     # Some decoders drop the first space of a text.
     ours, theirs = ours.lstrip(' '), theirs.lstrip(' ')
     if ours != theirs:
-      pairs = zip(ours, theirs)
-      at = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+      pairs = enumerate(zip(ours, theirs))
+      at = next((i for i, (a, b) in pairs if a != b), 0)
       raise EngineError(
-        f'{server.url}: serves another tokenizer: what reads '
-        f'{ours[at : at + 20]!r} here reads {theirs[at : at + 20]!r} there; '
-        f'{_MEND}'
+        f'{url}: serves another tokenizer: {ours[at : at + 20]!r} here is '
+        f'{theirs[at : at + 20]!r} there; {_FIX}'
       )
 
 
 async def _all(work: Sequence[Awaitable]) -> list:
   """All results; the first error, once the others have ended."""
-  found = await asyncio.gather(*work, return_exceptions=True)
-  for result in found:
+  results = await asyncio.gather(*work, return_exceptions=True)
+  for result in results:
     if isinstance(result, BaseException):
       raise result
-  return found
+  return results

@@ -1,16 +1,16 @@
-"""One vLLM server over HTTP: each call tried once, each failure with a type.
+"""The HTTP calls of one vLLM server: one attempt each, typed failures.
 
-Who tries again, where and how often is the engine's matter (vllm.py). What
-the routes take and answer was read in vLLM 0.32 and tried on it; those that
+client.py decides on retries. The routes are those of vLLM 0.32. Routes that
 change the server (pause, collective_rpc, ...) exist only under
-VLLM_SERVER_DEV_MODE=1, and are no boundary of authorisation: servers bind
-127.0.0.1 or a network of one's own.
+VLLM_SERVER_DEV_MODE=1 and have no authentication: servers must bind 127.0.0.1
+or a private network.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import math
+import time
 from typing import Any
 
 import httpx
@@ -18,16 +18,16 @@ import numpy as np
 
 from searchrl_jax.engines.core import EngineError, Sampling
 
-# Below uvicorn's 5 s, or a request would meet the server's closing.
+# Less than uvicorn's 5 s: otherwise the server may close a connection in use.
 _KEEPALIVE = 2.0
-_CONNECT = 10.0  # seconds, of `timeout`, that making a connection may take
+_CONNECT = 10.0  # seconds to connect, at most, as part of `timeout`
 _BUSY = (429, 502, 503, 504)
-_SPARE = 32  # connections for what is not sampled: scores, pauses, looks
+_SPARE = 32  # connections for calls that do not sample
 _START = 'start it with: python -m searchrl_jax.engines.vllm.launcher'
 
 
 class Down(EngineError):
-  """No answer, or that of a server which cannot serve now: ask again."""
+  """No answer, or the server cannot serve now: a retry may succeed."""
 
 
 class Restarted(EngineError):
@@ -35,12 +35,12 @@ class Restarted(EngineError):
 
 
 class Refused(EngineError):
-  """The server answered, and will answer so again."""
+  """The server answered with an error that a retry would not change."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-  """What one request wrote; `end` is vLLM's finish_reason."""
+  """The tokens of one request; `end` is vLLM's finish_reason."""
 
   ids: list[int]
   logps: list[float]
@@ -50,18 +50,36 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  name: str  # served_model_name, another at each start
+  name: str  # served_model_name, different at each start
   max_len: int
 
 
+class Deadline:
+  """The time left for a call in seconds, which can be paused."""
+
+  def __init__(self, seconds: float):
+    self._end = time.monotonic() + seconds
+
+  def left(self) -> float:
+    return max(0.0, self._end - time.monotonic())
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    begin = time.monotonic()
+    try:
+      yield
+    finally:
+      self._end += time.monotonic() - begin
+
+
 class Client:
-  """Calls of one server, from one event loop.
+  """The calls of one server, from one event loop.
 
   Args:
     url: http://host:port.
-    timeout: seconds that a call may take, and
-    slow: that a call of `rpc` may (loading a model takes as long as it takes).
-    most: completions at the same time, as the caller sees to it.
+    timeout: maximum seconds of a call, except `rpc`.
+    slow: maximum seconds of `rpc`, which loads models.
+    most: completions at the same time; the caller limits them.
   """
 
   def __init__(self, url: str, timeout: float, slow: float, most: int):
@@ -81,20 +99,15 @@ class Client:
     await self._http.aclose()
 
   async def model(self) -> Model:
-    """What is served.
+    """The served model.
 
     Raises:
-      Down; Refused: no vLLM server.
+      Down; Refused: not a vLLM server.
     """
-    found = await self._call('GET', '/v1/models')
-    try:
-      first = found['data'][0]
+    answer = await self._call('GET', '/v1/models')
+    with self._reading('/v1/models', answer):
+      first = answer['data'][0]
       return Model(str(first['id']), int(first['max_model_len']))
-    except (KeyError, IndexError, TypeError, ValueError) as e:
-      raise Refused(
-        f'{self.url}/v1/models: not the answer of a vLLM server '
-        f'({str(found)[:200]}); {_START}'
-      ) from e
 
   async def health(self) -> None:
     """Raises Down if the engine behind the server is dead."""
@@ -109,9 +122,10 @@ class Client:
     seed: int,
     salt: str,
   ) -> Output:
-    """Samples after `ids`. Prefixes are shared among requests of one salt.
+    """Samples after `ids`. Requests of one salt share prefixes.
 
-    Stop strings end it early at best: the caller looks for them itself.
+    The caller must also search for stop strings: a server sees only the text of
+    this request.
 
     Raises:
       Down, Restarted, Refused.
@@ -137,22 +151,22 @@ class Client:
     with self._reading('/v1/completions', choice):
       out = Output(
         [int(i) for i in choice['token_ids']],
-        _finite(choice['logprobs']['token_logprobs'], self.url),
+        self._finite(choice['logprobs']['token_logprobs']),
         str(choice['finish_reason']),
-        _cached(usage, self.url),
+        self._cached(usage),
       )
     if (
       len(out.ids) != len(out.logps)
       or (out.end not in ('stop', 'length', 'abort'))
       or (out.end == 'length' and len(out.ids) != max_tokens)
     ):
-      raise self._odd('/v1/completions', choice)
+      raise self._invalid('/v1/completions', choice)
     return out
 
   async def score(self, model: str, ids: Sequence[int]) -> np.ndarray | None:
     """Log-prob of each id given those before it, at temperature 1; [0] is 0.
 
-    vLLM computes the prompt anew for it, past the prefix cache.
+    vLLM computes the whole prompt for it, without the prefix cache.
 
     Returns:
       float32 [n]; None if the request was aborted.
@@ -160,67 +174,57 @@ class Client:
     Raises:
       Down, Restarted, Refused.
     """
-    choice, _ = await self._completion(
-      {
-        'model': model,
-        'prompt': list(ids),
-        'max_tokens': 1,
-        'temperature': 0.0,
-        'prompt_logprobs': 0,
-      }
-    )
+    body = {'model': model, 'prompt': list(ids), 'prompt_logprobs': 0}
+    body |= {'max_tokens': 1, 'temperature': 0.0}
+    choice, _ = await self._completion(body)
     if choice.get('finish_reason') == 'abort':
       return None
     with self._reading('/v1/completions', choice):
       first, *rest = choice['prompt_logprobs']
       if first is not None or len(rest) != len(ids) - 1:
-        raise ValueError('of another length')
-      values = _finite(
-        [row[str(i)]['logprob'] for i, row in zip(ids[1:], rest, strict=True)],
-        self.url,
-      )
+        raise ValueError('wrong length')
+      pairs = zip(ids[1:], rest, strict=True)
+      values = self._finite([row[str(i)]['logprob'] for i, row in pairs])
       return np.array([0.0, *values], np.float32)
 
   async def rpc(self, method: str, *args: Any) -> list[Any]:
-    """What each worker's `method` gives; that of our extension of vLLM.
+    """The results of each worker's `method`, see plugin.py.
 
     Raises:
-      Down, Refused: its message has the worker's error.
+      Down, Refused: the message contains the worker's error.
     """
-    found = await self._call(
-      'POST',
-      '/collective_rpc',
-      {'method': method, 'args': list(args)},
-      timeout=self._slow,
+    body = {'method': method, 'args': list(args)}
+    answer = await self._call(
+      'POST', '/collective_rpc', body, timeout=self._slow
     )
-    with self._reading('/collective_rpc', found):
-      return list(found['results'])
+    with self._reading('/collective_rpc', answer):
+      return list(answer['results'])
 
   async def pause(self) -> None:
-    """Ends what is under way; what comes later waits in the server."""
+    """Ends running requests; later ones wait in the server."""
     await self._call('POST', '/pause', params={'mode': 'abort'})
 
   async def resume(self) -> None:
     await self._call('POST', '/resume')
 
   async def abort(self) -> None:
-    """Ends every request, those that wait in a paused server included."""
+    """Ends every request, including those that wait in a paused server."""
     await self._call('POST', '/abort_requests', {'request_ids': []})
 
   async def reset_prefix_cache(self) -> bool:
     """Whether the cache was dropped."""
-    found = await self._call('POST', '/reset_prefix_cache')
-    return found.get('success') is True
+    answer = await self._call('POST', '/reset_prefix_cache')
+    return answer.get('success') is True
 
   async def set_version(self, name: str) -> None:
-    """What `version` gives until somebody sets another, or a restart."""
+    """Sets the result of `version`, until the next call or a restart."""
     await self._call('POST', '/update_weight_version', {'new_version': name})
 
   async def version(self) -> str:
-    """'default' of a server that was just started."""
-    found = await self._call('GET', '/weight_info')
-    with self._reading('/weight_info', found):
-      return str(found['weight_version'])
+    """The name of `set_version`; 'default' after a start."""
+    answer = await self._call('GET', '/weight_info')
+    with self._reading('/weight_info', answer):
+      return str(answer['weight_version'])
 
   async def sleep(self) -> None:
     """Moves the weights to host memory and drops the KV cache."""
@@ -233,22 +237,16 @@ class Client:
     return (await self._call('GET', '/is_sleeping'))['is_sleeping'] is True
 
   async def detokenize(self, model: str, ids: Sequence[int]) -> str:
-    found = await self._call(
-      'POST', '/detokenize', {'model': model, 'tokens': list(ids)}
-    )
-    return str(found['prompt'])
+    body = {'model': model, 'tokens': list(ids)}
+    return str((await self._call('POST', '/detokenize', body))['prompt'])
 
   async def _completion(self, body: Mapping[str, Any]) -> tuple[dict, dict]:
     """(the choice, usage) of /v1/completions."""
-    found = await self._call('POST', '/v1/completions', body)
-    with self._reading('/v1/completions', found):
-      choice, usage = found['choices'][0], found['usage']
-      read = usage['prompt_tokens']
-    if read != len(body['prompt']):
-      raise Refused(
-        f'{self.url}/v1/completions read {read} prompt tokens of the '
-        f'{len(body["prompt"])} sent; is something between it and us?'
-      )
+    answer = await self._call('POST', '/v1/completions', body)
+    with self._reading('/v1/completions', answer):
+      choice, usage = answer['choices'][0], answer['usage']
+      if usage['prompt_tokens'] != len(body['prompt']):
+        raise ValueError('another number of prompt tokens than sent')
     return choice, usage
 
   async def _call(
@@ -277,72 +275,57 @@ class Client:
       ) from e
     except httpx.TransportError as e:
       raise Down(f'{where}: {type(e).__name__}: {e or "no text"}') from e
-    status = answer.status_code
-    if status == 404:
-      self._not_found(where, path, answer)
+    status, kind, fix = answer.status_code, Refused, ''
+    # A request that was running when its engine died gets 500.
+    if status in _BUSY or status == 500 and path == '/v1/completions':
+      kind = Down
+    elif status == 404 and path in ('/v1/completions', '/detokenize'):
+      kind = Restarted
+    elif status == 404:
+      fix = f'; not a vLLM server with VLLM_SERVER_DEV_MODE=1? {_START}'
     if answer.is_error:
-      # A request that an engine takes with it as it dies ends with 500.
-      down = status in _BUSY or status == 500 and path == '/v1/completions'
-      kind = Down if down else Refused
-      raise kind(f'{where}: status {status}: {_message(answer)}')
+      raise kind(f'{where}: status {status}: {_message(answer)}{fix}')
     if not answer.content:
       return {}
     with self._reading(path, answer.text):
       return answer.json()
 
-  def _not_found(self, where: str, path: str, answer: httpx.Response) -> None:
-    if path in ('/v1/completions', '/detokenize'):
-      raise Restarted(f'{where}: {_message(answer)}')
-    lacks = 'no routes that change its weights (VLLM_SERVER_DEV_MODE=1)'
-    if path == '/v1/models':
-      lacks = 'no list of models: it is no vLLM server'
-    raise Refused(f'{where}: status 404: the server has {lacks}; {_START}')
-
   @contextlib.contextmanager
-  def _reading(self, path: str, found: Any) -> Iterator[None]:
+  def _reading(self, path: str, answer: Any) -> Iterator[None]:
     """Raises Refused for an answer of another form than vLLM's."""
     try:
       yield
     except (LookupError, TypeError, ValueError) as e:
-      raise self._odd(path, found) from e
+      raise self._invalid(path, answer, e) from e
 
-  def _odd(self, path: str, found: Any) -> Refused:
+  def _invalid(self, path: str, answer: Any, why: Any = '') -> Refused:
     return Refused(
-      f'{self.url}{path}: an answer that makes no sense: {str(found)[:300]}'
+      f'{self.url}{path}: invalid answer of a vLLM server ({why}): '
+      f'{str(answer)[:300]}; {_START}'
     )
 
+  def _finite(self, logps: Sequence[float | None]) -> list[float]:
+    """Raises Refused unless all are finite; JSON encodes NaN as null."""
+    out = [math.nan if x is None else float(x) for x in logps]
+    if not all(map(math.isfinite, out)):
+      raise Refused(
+        f'{self.url}: returned a log-prob that is not finite; check weights '
+        'for NaN and the dtype for overflow (--dtype)'
+      )
+    return out
 
-def _finite(logps: Sequence[float | None], url: str) -> list[float]:
-  """The same; JSON has no NaN, and null may stand for it."""
-  out = [math.nan if x is None else float(x) for x in logps]
-  if not all(map(math.isfinite, out)):
-    raise Refused(
-      f'{url}: gives a log-prob that is not finite; look for NaN in the '
-      'weights, or for an overflow of its dtype (--dtype)'
-    )
-  return out
-
-
-def _cached(usage: Mapping[str, Any], url: str) -> int:
-  details = usage.get('prompt_tokens_details')
-  if details is None:
-    raise Refused(
-      f'{url}: does not say how many prompt tokens it had cached '
-      f'(--enable-prompt-tokens-details); {_START}'
-    )
-  return int(details['cached_tokens'] or 0)
+  def _cached(self, usage: Mapping[str, Any]) -> int:
+    if (details := usage.get('prompt_tokens_details')) is None:
+      raise Refused(
+        f'{self.url}: does not report how many prompt tokens it had cached '
+        f'(--enable-prompt-tokens-details); {_START}'
+      )
+    return int(details['cached_tokens'] or 0)
 
 
 def _message(answer: httpx.Response) -> str:
-  """What an error answer says, in vLLM's or FastAPI's form."""
+  """The message of an error answer, in vLLM's or FastAPI's form."""
   try:
-    found = answer.json()
-    found = found.get('error', found)
-    found = (
-      found['message']
-      if isinstance(found, dict) and ('message' in found)
-      else found
-    )
-    return str(found)[:2000]
-  except (ValueError, AttributeError):
+    return str(answer.json()['error']['message'])[:2000]
+  except (ValueError, LookupError, TypeError):
     return answer.text[:2000]

@@ -1,12 +1,12 @@
 """Per-tensor checksums that the trainer and the engine both compute.
 
 A checksum is a sum, modulo 2^32, over a tensor's elements of a hash of
-(bits, linear index): it does not depend on the sharding, and the sums of the
-layers of a stacked tensor add up to the checksum of the stack, so an engine
-that holds one array for each layer can be compared with a trainer that
-stacks them. A swapped, transposed or slightly older tensor changes it. -0.0
-counts as 0.0: an engine that packed a matrix away can only show its products
-with unit vectors, where the two are one.
+(bits, linear index). It does not depend on the sharding, and the sums of the
+layers of a stacked tensor add up to the checksum of the stack: an engine with
+one array for each layer can be compared with a trainer that stacks them. A
+swapped, transposed or slightly older tensor changes it. -0.0 counts as 0.0: an
+engine that packed a matrix can show only its products with unit vectors, which
+do not distinguish the two.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +14,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+
+from searchrl_jax.engines.core import SyncError
 
 
 def _mix(h):
@@ -39,17 +41,11 @@ def _sums(x, offset):
     stride *= x.shape[axis]
   low = _mix(bits + index * jnp.uint32(0x9E3779B1))
   high = _mix(low ^ bits)
-  # One reduction of both: two of them would have the hashes, as large as the
-  # tensor, written to memory.
-  zero = jnp.uint32(0)
-  return jnp.stack(
-    jax.lax.reduce(
-      (low, high),
-      (zero, zero),
-      lambda a, b: (a[0] + b[0], a[1] + b[1]),
-      range(x.ndim),
-    )
-  )
+  # One reduction for both: two would write the hashes, as large as the tensor,
+  # to memory.
+  zeros = (jnp.uint32(0), jnp.uint32(0))
+  add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+  return jnp.stack(jax.lax.reduce((low, high), zeros, add, range(x.ndim)))
 
 
 @functools.partial(jax.jit, static_argnames='dtype')
@@ -74,20 +70,36 @@ def checksums(parts: dict, dtype: str | None = None) -> dict[str, str]:
   lists = {k: v if isinstance(v, list) else [v] for k, v in parts.items()}
   sums = jax.device_get(_all(lists, dtype))
   out = {}
-  for name, value in parts.items():
-    stacked = isinstance(value, list)
-    one = value[0] if stacked else value
-    shape = (len(value), *one.shape) if stacked else one.shape
-    kind = jnp.dtype(dtype or one.dtype).name
-    out[name] = _text(kind, shape, *(int(v) for v in sums[name]))
+  for name, (first, *_) in lists.items():
+    stacked = (len(parts[name]),) * isinstance(parts[name], list)
+    kind = jnp.dtype(dtype or first.dtype).name
+    out[name] = _text(kind, (*stacked, *first.shape), *map(int, sums[name]))
   return out
 
 
+def compare(
+  published: Mapping[str, str],
+  loaded: Mapping[str, str],
+  engine: str = 'the engine',
+) -> None:
+  """Raises SyncError that names every tensor that differs."""
+  differ = []
+  for name in sorted({*published, *loaded}):
+    want, got = published.get(name, 'absent'), loaded.get(name, 'absent')
+    if want != got:
+      differ.append(f'{name}: published {want}, loaded {got}')
+  if differ:
+    raise SyncError(
+      f'{engine} does not hold the published weights; {len(differ)} of '
+      f'{len(published)} tensors differ:\n  ' + '\n  '.join(differ)
+    )
+
+
 def combine(parts: Iterable[Mapping[str, Sequence]]) -> dict[str, str]:
-  """The same strings from what the workers of a server hold.
+  """The same strings from the sums that the workers of a server computed.
 
   parts: of each worker {name: [dtype, shape of the whole, low, high]}, sums
-  over its part. A 'head' that equals 'embed' is left out: the published model
+  over its part. A 'head' that equals 'embed' is omitted: the published model
   ties the two, and the server computes with a copy.
 
   Raises:

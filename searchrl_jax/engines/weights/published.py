@@ -1,17 +1,17 @@
-"""A published version of the weights, read tensor by tensor and without JAX.
+"""Reads a published version of the weights, tensor by tensor, without JAX.
 
-The trainer's `publication.Publisher` writes what is read here, on any host
-that sees the folder: inside a vLLM worker, which has numpy and tensorstore
-but neither JAX nor Orbax.
+`publication.Publisher` in the trainer writes the files. This module reads them
+on any host that sees the folder, for example inside a vLLM worker, which has
+numpy and tensorstore but neither JAX nor Orbax.
 """
 
 from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import re
-import shutil
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,9 @@ import tensorstore as ts
 
 from searchrl_jax.models import families
 
-FORMAT = 1  # of a publication: its extras, and how tensors are stored
+FORMAT = 1  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
 _VERSION = re.compile(r'\d{8}')
-# Whatever a tokenizer may consist of.
-_TOKENIZER = (
-  'tokenizer*',
-  'vocab.json',
-  'merges.txt',
-  'special_tokens_map.json',
-  'added_tokens.json',
-  'chat_template*',
-  'generation_config.json',
-)
 
 
 class PublishedError(RuntimeError):
@@ -40,7 +30,7 @@ class PublishedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-  """One version; nothing is read before a tensor is asked for."""
+  """One version; `read` and `tensors` read its arrays."""
 
   path: pathlib.Path
   version: int
@@ -49,17 +39,22 @@ class Published:
   manifest: Mapping[str, str]  # our tensor name -> checksum
   shapes: Mapping[str, tuple[int, ...]]  # our tensor name -> shape
 
+  @property
+  def bytes(self) -> int:
+    elements = sum(map(math.prod, self.shapes.values()))
+    return elements * (4 if self.dtype == 'float32' else 2)
+
   @functools.cached_property
   def table(self) -> dict[str, families.Tensor]:
     """Every tensor by its Hugging Face name, in the order of the layers.
 
-    A tied head is not among them.
+    A tied head is not included.
     """
     return families.tensors(self.shapes)
 
   @property
   def names(self) -> list[str]:
-    """The Hugging Face names that `tensors` gives: with a tied head."""
+    """The Hugging Face names that `tensors` yields: with a tied head."""
     return [*self.table, *[families.TIED_HEAD] * self.config['tied']]
 
   def read(self, name: str) -> np.ndarray:
@@ -78,61 +73,53 @@ class Published:
     try:
       return tensor.to_hf(store.read().result())
     except ValueError as e:
-      raise PublishedError(
-        f'{self.path}: tensor {tensor.path!r} ({name}) is damaged or half '
-        f'written ({_first_line(e)}); publish version {self.version} again'
-      ) from e
+      raise self._error(f'{tensor.path!r} ({name}) is damaged', e) from e
 
   def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
     """(Hugging Face name, array) of each, one in memory at a time.
 
-    A tied model gives its embedding a second time, as the head: a server
-    that holds the two apart needs both.
+    A tied model yields its embedding a second time, as the head: a server
+    that stores the two separately needs both.
     """
     for name in self.names:
       yield name, self.read(name)
 
   def open(self, name: str) -> ts.TensorStore:
-    """The store of a tensor by our name; reads its description only.
+    """The store of a tensor by our name; reads only its description.
 
     Raises:
       PublishedError: it is missing or of another shape or dtype.
     """
     folder = self.path / 'arrays' / f'{PREFIX}.{name.replace("/", ".")}'
+    spec = {
+      'driver': 'zarr',
+      'kvstore': {'driver': 'file', 'path': str(folder)},
+      # Otherwise a missing chunk would read as zeros.
+      'fill_missing_data_reads': False,
+    }
     try:
-      store = ts.open(
-        {
-          'driver': 'zarr',
-          'kvstore': {'driver': 'file', 'path': str(folder)},
-          # Or a chunk that is gone would read as zeros.
-          'fill_missing_data_reads': False,
-        },
-        open=True,
-        read=True,
-      ).result()
+      store = ts.open(spec, open=True, read=True).result()
     except ValueError as e:
-      raise PublishedError(
-        f'{self.path}: tensor {name!r} is missing or damaged '
-        f'({_first_line(e)}); publish version {self.version} again'
-      ) from e
-    found = (tuple(store.shape), store.dtype.name)
-    if found != (self.shapes[name], self.dtype):
-      raise PublishedError(
-        f'{self.path}: tensor {name!r} is {found}, expected '
-        f'{(self.shapes[name], self.dtype)}; publish version {self.version} '
-        'again'
-      )
+      raise self._error(f'{name!r} is missing or damaged', e) from e
+    stored = (tuple(store.shape), store.dtype.name)
+    expected = (self.shapes[name], self.dtype)
+    if stored != expected:
+      raise self._error(f'{name!r} is {stored}', f'expected {expected}')
     return store
+
+  def _error(self, problem: str, detail) -> PublishedError:
+    line = str(detail).partition('\n')[0]
+    return PublishedError(
+      f'{self.path}: tensor {problem} ({line}); publish version '
+      f'{self.version} again'
+    )
 
 
 def versions(folder) -> list[int]:
-  """The versions that stand in a folder of publications, in order."""
-  folder = pathlib.Path(folder)
-  if not folder.is_dir():
-    return []
+  """The complete versions in a folder of publications, in order."""
   return sorted(
     int(p.name)
-    for p in folder.iterdir()
+    for p in pathlib.Path(folder).glob('*')
     if _VERSION.fullmatch(p.name) and p.is_dir()
   )
 
@@ -141,40 +128,36 @@ def open_published(path) -> Published:
   """The publication in a version's folder.
 
   Raises:
-    PublishedError: there is none (says which there are), or one that is half
-      written or of another format; or a tensor is missing or misshapen.
+    PublishedError: the folder is absent (the message lists the versions that
+      exist), incomplete or of another format; or a tensor is missing or of
+      another shape.
   """
   path = pathlib.Path(path)
+  others = f'there are versions {versions(path.parent)} in {path.parent}'
   if not path.is_dir():
-    raise PublishedError(
-      f'{path}: no such version; there are versions {versions(path.parent)} '
-      f'in {path.parent}'
-    )
+    raise PublishedError(f'{path}: no such version; {others}')
   file = path / 'meta' / 'meta.json'
   try:
     meta = json.loads(file.read_text())
-    extras, tree = meta['extras'], meta['tree']
-    found = extras['published']
-    if found != FORMAT:
+    extras = meta['extras']
+    if extras['published'] != FORMAT:
       raise PublishedError(
-        f'{file}: a publication of format {found!r}; this code reads '
-        f'{FORMAT}: run trainer and server from the same commit'
+        f'{file}: a publication of format {extras["published"]!r}; this code '
+        f'reads {FORMAT}: run trainer and server from the same commit'
       )
+    fields = ('version', 'dtype', 'config', 'manifest')
     out = Published(
       path=path,
-      version=extras['version'],
-      dtype=extras['dtype'],
-      config=extras['config'],
-      manifest=extras['manifest'],
+      **{name: extras[name] for name in fields},
       shapes={
         k.removeprefix(f'{PREFIX}.').replace('.', '/'): tuple(shape)
-        for k, (shape, _) in tree.items()
+        for k, (shape, _) in meta['tree'].items()
       },
     )
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise PublishedError(
-      f'{file}: cannot be read ({e!r}): no publication, or half of one; there '
-      f'are versions {versions(path.parent)} in {path.parent}'
+      f'{file}: cannot be read ({e!r}): not a publication, or an incomplete '
+      f'one; {others}'
     ) from e
   for name in out.shapes:
     out.open(name)
@@ -184,7 +167,9 @@ def open_published(path) -> Published:
 def write_serving_folder(
   path, config: Mapping[str, Any], tokenizer_dir, dtype: str
 ) -> None:
-  """What a server starts on before any weights: config.json and tokenizer.
+  """Writes the folder that a server starts on before it gets weights.
+
+  It contains config.json and the tokenizer.
 
   Args:
     config: families.FIELDS of the model.
@@ -192,29 +177,22 @@ def write_serving_folder(
     dtype: of the weights.
 
   Raises:
-    ValueError: a model that no family, or no server, can hold.
-    FileNotFoundError: no tokenizer there.
+    ValueError: a model that no family, or no server, can represent.
+    FileNotFoundError: there is no tokenizer.
   """
   width = config['n_heads'] * config['head_dim']
   if config['qkv_bias'] and width != config['d_model']:
     raise ValueError(
       f'n_heads={config["n_heads"]} times head_dim={config["head_dim"]} is '
-      f'{width}, d_model is {config["d_model"]}: vLLM takes d_model / n_heads '
-      'for the head_dim of a Qwen2; make them equal'
-    )
-  path, source = pathlib.Path(path), pathlib.Path(tokenizer_dir)
-  files = {f for glob in _TOKENIZER for f in source.glob(glob)}
-  if not files:
-    raise FileNotFoundError(
-      f'{source}: no tokenizer files (tokenizer.json, or vocab.json and '
-      'merges.txt)'
+      f'{width}, d_model is {config["d_model"]}: vLLM computes the head_dim of '
+      'a Qwen2 as d_model / n_heads; make them equal'
     )
   text = json.dumps(families.format_config(config, dtype=dtype), indent=2)
+  path = pathlib.Path(path)
   path.mkdir(parents=True, exist_ok=True)
+  if not families.copy_tokenizer(tokenizer_dir, path):
+    raise FileNotFoundError(
+      f'{tokenizer_dir}: no tokenizer files (tokenizer.json, or vocab.json and '
+      'merges.txt)'
+    )
   (path / 'config.json').write_text(f'{text}\n')
-  for file in files:
-    shutil.copyfile(file, path / file.name)
-
-
-def _first_line(e: Exception) -> str:
-  return str(e).partition('\n')[0]

@@ -1,14 +1,14 @@
-"""Weights to the engine, and the proof that it decodes with them (design 5.6).
+"""Publishes weights to an engine and verifies that it uses them (design 5.6).
 
-Three things can go wrong, and each has its own check. The wrong weights: the
-checksum of every tensor that the engine holds is compared with the published
-manifest, because one small step changes log-probs less than rounding does.
-The wrong numerics: a canary compares the engine's log-probs with the
-trainer's. An old cache: a handle that was cached under the old weights must
-be prefilled again, and must generate what a full forward pass gives.
+Each of three failures has its own check. Wrong weights: the checksum of every
+tensor that the engine holds is compared with the published manifest, because
+one small step changes log-probs less than rounding does. Wrong numerics: a
+canary compares the engine's log-probs with the trainer's. A stale cache: a
+handle that was cached under the old weights must be prefilled again, and must
+generate with the log-probs of a full forward pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import jax
@@ -23,6 +23,7 @@ from searchrl_jax.engines.core import (
   WeightsUpdate,
 )
 from searchrl_jax.engines.weights import checksum
+from searchrl_jax.engines.weights.checksum import compare as compare
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Prompt, Question
 
@@ -30,7 +31,7 @@ CANARY_TOKENS = 4  # generated from the cached prefix after the sync
 
 
 def canary_ids(env, questions: Sequence[Question], tokens: int = 64):
-  """The text that checks every sync: prompts of the first questions."""
+  """The ids that check every sync: prompts of the first questions."""
   ids = []
   for question in questions[:8]:
     state, _ = env.reset(question)
@@ -42,24 +43,10 @@ def canary_ids(env, questions: Sequence[Question], tokens: int = 64):
 def manifest(params: dict, dtype: str | None = None) -> dict[str, str]:
   """Tensor name -> checksum of the parameters that are published.
 
-  dtype: that of the engine's copy ('bfloat16' of float32 parameters); None
-  if it holds them as they are.
+  dtype: of the engine's copy ('bfloat16' of float32 parameters); None if it
+  does not cast them.
   """
   return checksum.checksums(decoder.flatten(params), dtype)
-
-
-def compare(published: Mapping[str, str], loaded: Mapping[str, str]) -> None:
-  """Raises SyncError that names every tensor that differs."""
-  wrong = []
-  for name in sorted({*published, *loaded}):
-    want, got = published.get(name, 'absent'), loaded.get(name, 'absent')
-    if want != got:
-      wrong.append(f'{name}: published {want}, the engine holds {got}')
-  if wrong:
-    raise SyncError(
-      f'the engine does not hold the published weights; {len(wrong)} of '
-      f'{len(published)} tensors differ:\n  ' + '\n  '.join(wrong)
-    )
 
 
 async def sync_and_verify(
@@ -72,7 +59,7 @@ async def sync_and_verify(
 ) -> SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
-  Until then nothing but the checks is generated; if one fails, nothing more.
+  The engine generates only the checks until then, and nothing after a failure.
 
   canary_ids: a fixed sequence of ids. trainer_logps_fn(ids int32 [n]) ->
   float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
@@ -91,7 +78,7 @@ async def sync_and_verify(
   published = manifest(params, engine.dtype)
   probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
   try:
-    # Fills the cache under the old weights.
+    # Fill the cache under the old weights.
     for replica, handle in probes:
       await replica.generate(handle, _probe(1))
       replica.truncate(handle, len(canary))
@@ -104,8 +91,15 @@ async def sync_and_verify(
     want = trainer_logps_fn(np.asarray(canary, np.int32))
     worst = 0.0
     for replica, handle in probes:
-      found = await _check_canary(replica, canary, want, tolerance)
-      worst = max(worst, found)
+      got = await replica.score(canary)
+      worst = max(worst, _max_difference(got[1:], np.asarray(want)[1:]))
+      if not worst <= tolerance:
+        raise SyncError(
+          "canary: the engine's log-probs differ from the trainer's by "
+          f'{worst} (config.engine.canary_tolerance={tolerance}) although it '
+          'holds the same weights; compare dtype and attention of engine and '
+          'trainer'
+        )
       await _check_cache(replica, handle, canary, version, tolerance)
   finally:
     for replica, handle in probes:
@@ -114,7 +108,7 @@ async def sync_and_verify(
   return dataclasses.replace(report, canary_max_diff=worst)
 
 
-def _worst(got, want) -> float:
+def _max_difference(got, want) -> float:
   """The largest absolute difference; inf if any is NaN."""
   diff = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
   return float(np.max(np.where(np.isnan(diff), np.inf, diff)))
@@ -122,18 +116,6 @@ def _worst(got, want) -> float:
 
 def _probe(tokens: int) -> Sampling:
   return Sampling(max_tokens=tokens, temperature=0.0, probe=True)
-
-
-async def _check_canary(engine, canary, want, tolerance) -> float:
-  got = await engine.score(canary)
-  worst = _worst(got[1:], np.asarray(want)[1:])
-  if not worst <= tolerance:
-    raise SyncError(
-      f"canary: the engine's log-probs differ from the trainer's by {worst} "
-      f'(config.engine.canary_tolerance={tolerance}) although it holds the '
-      'same weights; compare dtype and attention of engine and trainer'
-    )
-  return worst
 
 
 async def _check_cache(engine, handle, canary, version, tolerance) -> None:
@@ -153,7 +135,7 @@ async def _check_cache(engine, handle, canary, version, tolerance) -> None:
       f'{np.unique(done.versions)}, not {version}'
     )
   scored = await engine.score([*canary, *done.ids.tolist()])
-  worst = _worst(done.logps, scored[len(canary) :])
+  worst = _max_difference(done.logps, scored[len(canary) :])
   if not worst <= tolerance:
     raise SyncError(
       f'a generation from a cached prefix differs from a full forward pass '
@@ -172,7 +154,7 @@ def forward_logps(cfg, mesh=None) -> Callable:
   def forward(params, ids):
     hidden = decoder.hidden_states(params, cfg, ids[None], mesh=mesh)
     scores = jax.nn.log_softmax(decoder.logits(params, cfg, hidden[0, :-1]))
-    found = jnp.take_along_axis(scores, ids[1:, None], -1)[:, 0]
-    return jnp.concatenate([jnp.zeros((1,), found.dtype), found])
+    logps = jnp.take_along_axis(scores, ids[1:, None], -1)[:, 0]
+    return jnp.concatenate([jnp.zeros((1,), logps.dtype), logps])
 
   return forward
