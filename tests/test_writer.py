@@ -202,7 +202,7 @@ def test_what_holds_no_trajectories(tmp_path):
   with pytest.raises(RunError, match='trajectories_every'):
     next(records.read(tmp_path))
   (tmp_path / 'a.parquet').write_bytes(b'none')
-  with pytest.raises(RunError, match='a.parquet is no file of trajectories'):
+  with pytest.raises(RunError, match='a.parquet is not a trajectory file'):
     next(records.read(tmp_path / 'a.parquet'))
 
 
@@ -218,13 +218,13 @@ def test_a_thread_writes_and_its_error_comes_with_the_next_step(
   tmp_path, monkeypatch
 ):
   """The loop does not wait for the disk; nothing is lost, errors neither."""
-  real, may_write = writer.write_bytes, threading.Event()
+  real, may_write = records.encode, threading.Event()
 
-  def slow(path, data):
+  def slow(rows):
     assert may_write.wait(60)
-    real(path, data)
+    return real(rows)
 
-  monkeypatch.setattr(writer, 'write_bytes', slow)
+  monkeypatch.setattr(records, 'encode', slow)
   with open_writer(tmp_path) as w:
     w.trajectories(0, [(trajectory(),)])  # returns, while nothing can write
     assert not [*tmp_path.glob('trajectories/*')]
@@ -243,7 +243,7 @@ def test_a_thread_writes_and_its_error_comes_with_the_next_step(
   def full(*_):
     raise RunError('no space left')
 
-  monkeypatch.setattr(writer, 'write_bytes', full)
+  monkeypatch.setattr(records, 'encode', full)
   with open_writer(tmp_path, step=3) as w:
     w.trajectories(3, [(trajectory(),)])
     with pytest.raises(RunError, match='no space'):

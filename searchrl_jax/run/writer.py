@@ -1,19 +1,18 @@
-"""A run's folder: what it did, in files that outlive it.
+"""Writes the run folder.
 
   config.json          the resolved config
-  environment.json     each start: versions, commit, machine, changed fields
-  metrics.jsonl        one line a step
-  trajectories/, eval/ one file a step (`records.read` gives them back)
-  tensorboard/, wandb/ the same metrics, where the config asks for them
+  environment.json     per start: versions, commit, machine, changed fields
+  metrics.jsonl        one line per step
+  trajectories/, eval/ one file per step (`records.read` reads them)
+  tensorboard/, wandb/ the same metrics, if the config asks for them
 
-A start at step s removes lines and files of steps >= s, since they will be
-written again: nothing stands twice after a resume. A start at step 0 is the
-first or takes everything again, so those of step -1 (an evaluation before any
-update) go too.
+A start at step s removes lines and files of steps >= s, which the run writes
+again. A start at step 0 also removes those of step -1 (an evaluation before
+the first update).
 
-Trajectories are written by a thread, one step at a time: whoever writes the
-next step waits until the last one is on disk, and gets its error. `flush`
-before a checkpoint, so that a resume finds all steps before its own.
+A thread writes trajectories, one step at a time. The call for the next step
+waits for the previous one and raises its error. Call `flush` before saving a
+checkpoint, so that a resumed run finds the trajectories of all earlier steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,53 +34,28 @@ from typing import Any, TextIO
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.run.records import (
-  JsonlFile,
-  Record,
-  RunError,
-  begun,
-  drop_steps,
-  encode,
-  explained,
-  plain,
-  step_file,
-  write_bytes,
-  write_json,
-  write_text,
-)
+from searchrl_jax.run import records
 from searchrl_jax.types import Group, Rewards
 
-# Fields that may change between two starts of a run: they say where it runs,
-# how long and what it prints, never what it computes.
+# Fields that may change between two starts of a run. They state where it runs,
+# for how long and what it prints, never what it computes.
 MAY_DIFFER = (
-  'log',
-  'source.url',
-  'source.simulator.url',
-  'data.dir',
-  'train.seconds',
-  'checkpoint.every',
-  'checkpoint.keep',
-  'rollout.mismatch_alarm',
-  # Where the engine's servers are, not what they compute.
-  'engine.url',
-  'engine.venv',
-  'engine.device',
-  'engine.gpu_memory',
-  'engine.host_gib',
-  'engine.kv_cache_gib',
-  'engine.start_seconds',
-  'engine.timeout',
-  'engine.deadline',
-  'engine.attempts',
-)
+  'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
+  'checkpoint.every', 'checkpoint.keep', 'rollout.mismatch_alarm',
+  # Where the engine's servers run, not what they compute.
+  'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
+  'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
+  'engine.timeout', 'engine.deadline', 'engine.attempts',
+)  # fmt: skip
 _PACKAGES = (
   'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain',
   'transformers', 'tokenizers', 'bm25s', 'httpx', 'ml_collections',
 )  # fmt: skip
+_WANDB_MODES = ('disabled', 'offline', 'online')
 
 
 class Writer:
-  """Everything that a run leaves behind; a context manager."""
+  """Writes everything that a run stores but checkpoints; a context manager."""
 
   def __init__(
     self,
@@ -94,20 +68,20 @@ class Writer:
     may_differ: Sequence[str] = MAY_DIFFER,
     out: TextIO | None = None,
   ):
-    """Opens the folder, or makes it.
+    """Opens or creates the folder.
 
     Args:
-      folder: the run's folder.
+      folder: the run folder.
       config: the resolved config; reads config.name and config.log.
-      step: the first that will be written; later lines are removed.
-      steps: in all, for the time that remains; 0 = unknown.
-      about: what environment.json also says of this start (devices, ...).
-      may_differ: fields, or their beginnings, that another start may change.
-      out: where progress goes; standard error if None.
+      step: the first step that will be written; later lines are removed.
+      steps: total number, for the remaining time; 0 = unknown.
+      about: more to record about this start in environment.json (devices, ...).
+      may_differ: fields, or their prefixes, that another start may change.
+      out: stream for progress; None = standard error.
 
     Raises:
-      RunError: the folder is another run's, and that run has begun (the first
-        differing field is named); is in use; or cannot be written.
+      RunError: the folder holds a run of another config (the message names the
+        first field that differs), is in use, or cannot be written to.
     """
     self.folder = pathlib.Path(folder)
     self._log, self._steps = config.log, steps
@@ -117,22 +91,28 @@ class Writer:
     self._pending: futures.Future | None = None
     self._start = self._last = time.monotonic()
     self._first = self._step = step
-    with explained(self.folder):
+    with records.explained(self.folder):
       self.folder.mkdir(parents=True, exist_ok=True)
       self._lock = open(self.folder / '.lock', 'w')
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       self._lock.close()
-      raise RunError(
+      raise records.RunError(
         f'{self.folder} is in use by another process; end it, or choose '
         'another --workdir'
       ) from error
     try:
-      changed = self._claim(config, may_differ)
-      self._note_start(step, changed, about or {})
-      self._metrics = JsonlFile(self.folder / 'metrics.jsonl', step or -1)
-      drop_steps(self.folder, step or -1)
+      changed = self._write_config(config, may_differ)
+      path, starts = self.folder / 'environment.json', []
+      if path.exists():
+        starts = json.loads(path.read_text(encoding='utf-8'))['starts']
+      start = {'step': step, 'config_changed': changed, **environment()}
+      records.write_json(path, {'starts': [*starts, start | dict(about or {})]})
+      self._metrics = records.JsonlFile(
+        self.folder / 'metrics.jsonl', step or -1
+      )
+      records.drop_steps(self.folder, step or -1)
       self._board = _Board(self.folder, step) if self._log.tensorboard else None
       self._wandb = _wandb(self.folder, config)
     except BaseException:
@@ -140,20 +120,20 @@ class Writer:
       raise
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Writes one step's metrics, with the seconds that timers measured.
+    """Writes one step's metrics.
 
-    Seconds of the phases stand under 'time/NAME', those since the last step
-    under 'time/step'.
+    Adds 'time/NAME', the seconds that each timer measured, and 'time/step',
+    the seconds since the previous step.
 
     Returns:
-      What was written, as plain floats.
+      What was written, as floats.
     """
     now = time.monotonic()
     seconds = {f'time/{k}': v for k, v in self._seconds.items()}
     seconds['time/step'] = now - self._last
     self._last, self._seconds, self._step = now, {}, step
     values = {k: _number(k, v) for k, v in {**metrics, **seconds}.items()}
-    self._metrics.write([{'step': step, **plain(values)}])
+    self._metrics.write([{'step': step, **records.plain(values)}])
     finite = {k: v for k, v in values.items() if math.isfinite(v)}
     if self._board is not None:
       self._board.write(step, finite)
@@ -174,47 +154,41 @@ class Writer:
     part: str = '',
     every: int = 1,
   ) -> None:
-    """Has the thread write each trajectory, in order, to a file of the step.
+    """Starts writing the trajectories, in order, to the step's file.
 
     Args:
       step: training step.
-      groups: B trajectories in all.
-      rewards: theirs, if they have any.
-      kept: bool [B], which of them the step was trained on, if it was.
-      advantages: [B], or B arrays [n], if they have any.
+      groups: B trajectories in total.
+      rewards: their rewards, if any.
+      kept: bool [B], whether the step trained on each; None = no training.
+      advantages: [B], or B arrays [n], if any.
       trainer_logps: B arrays [n], if the trainer scored them.
-      name: of the folder, so that evaluations keep theirs apart.
-      part: of the step, where it writes several files.
-      every: writes only in steps that it divides; 0 = never.
+      name: subfolder; evaluations use their own.
+      part: suffix of the file, for a step that writes several.
+      every: writes only steps that this divides; 0 = never.
 
     Raises:
-      RunError: what was to be written before could not be.
+      RunError: the previous trajectories could not be written.
     """
     self.flush()
     if not every or step % every:
       return
-    found = []
+    columns = dict(
+      kept=kept, advantages=advantages, trainer_logps=trainer_logps
+    )
+    columns = {name: v for name, v in columns.items() if v is not None}
+    rows = []
     for i, t in enumerate(t for group in groups for t in group):
-      earned = {}
+      row = {name: values[i] for name, values in columns.items()}
       if rewards is not None:
-        earned = {
-          'reward': np.sum(rewards.value[i]),
-          'valid': rewards.valid[i],
-          'rewards': {k: v[i] for k, v in rewards.parts.items()},
-        }
+        row |= dict(reward=np.sum(rewards.value[i]), valid=rewards.valid[i])
+        row['rewards'] = {k: v[i] for k, v in rewards.parts.items()}
         if rewards.at != 'trajectory':
-          earned |= {'earned': rewards.value[i], 'earned_at': rewards.at}
-      for column, values in (
-        ('kept', kept),
-        ('advantages', advantages),
-        ('trainer_logps', trainer_logps),
-      ):
-        if values is not None:
-          earned[column] = values[i]
-      found.append(Record(step, t, **earned))
-    path = step_file(self.folder / name, step, part)
+          row |= dict(earned=rewards.value[i], earned_at=rewards.at)
+      rows.append(records.Record(step, t, **row))
+    path = records.step_file(self.folder / name, step, part)
     self._pending = self._thread.submit(
-      lambda: write_bytes(path, encode(found))
+      lambda: records.write_bytes(path, records.encode(rows))
     )
 
   def flush(self) -> None:
@@ -229,7 +203,7 @@ class Writer:
 
   @contextlib.contextmanager
   def timer(self, name: str) -> Iterator[None]:
-    """Adds the seconds inside to 'time/NAME' of the next `write`."""
+    """Adds the seconds of the block to 'time/NAME' of the next `write`."""
     begin = time.monotonic()
     try:
       yield
@@ -238,12 +212,12 @@ class Writer:
       self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
   def progress(self, metrics: Mapping[str, float], **names: str) -> None:
-    """Prints the line of the step written last, if config.log.progress.
+    """Prints a line about the last step, if config.log.progress.
 
     Args:
       metrics: what `write` returned.
-      **names: label='metric', in the order of the line; an absent metric is
-        left out. An underscore of a label is printed as a space.
+      **names: label='metric', in order; metrics that are absent are left out.
+        Underscores in labels are printed as spaces.
     """
     if not self._log.progress:
       return
@@ -260,7 +234,7 @@ class Writer:
     self.say('  '.join(parts), passing=True)
 
   def say(self, line: str, *, passing: bool = False) -> None:
-    """Prints a line; a passing one gives way to the next on a terminal."""
+    """Prints a line. On a terminal the next line overwrites a `passing` one."""
     if self._out.isatty():
       # Carriage return, then erase to the end of the line.
       print(f'\r\x1b[K{line}', end='' if passing else '\n', file=self._out)
@@ -271,7 +245,7 @@ class Writer:
     self._out.flush()
 
   def close(self) -> None:
-    """Flushes and closes every file and lets the folder go."""
+    """Flushes and closes every file and unlocks the folder."""
     try:
       self.flush()
     finally:
@@ -289,57 +263,49 @@ class Writer:
   def __exit__(self, kind: object, error: BaseException | None, _: object):
     try:
       self.close()
-    except RunError as failure:
+    except records.RunError as failure:
       if error is None:
         raise
-      error.add_note(str(failure))  # what ended the run comes first
+      error.add_note(str(failure))  # keep the error that ended the run
 
-  def _claim(self, config: ConfigDict, may_differ: Sequence[str]) -> dict:
-    """Writes config.json, or compares it: {field: [before, now]}."""
+  def _write_config(self, config, may_differ: Sequence[str]) -> dict:
+    """Writes config.json. Returns changed fields: {field: [before, now]}."""
     path = self.folder / 'config.json'
-    now = plain(config)
-    changed = {}
-    if path.exists() and begun(self.folder):
+    now, changed = records.plain(config), {}
+    if path.exists() and records.begun(self.folder):
       try:
         before = json.loads(path.read_text(encoding='utf-8'))
       except ValueError as error:
-        raise RunError(
+        raise records.RunError(
           f'{path} is not JSON ({error}); choose another --workdir'
         ) from error
       changed = differences(before, now)
       for field, (old, new) in changed.items():
         if not any(f'{field}.'.startswith(f'{name}.') for name in may_differ):
-          raise RunError(
+          raise records.RunError(
             f'{self.folder} holds a run of another config: config.{field} is '
             f'{_shown(old)} there and {_shown(new)} now. Use the same value '
-            'to go on with that run, or choose another --workdir'
+            'to continue that run, or choose another --workdir'
           )
-    write_json(path, now)
+    records.write_json(path, now)
     return changed
-
-  def _note_start(self, step: int, changed: dict, about: Mapping) -> None:
-    path = self.folder / 'environment.json'
-    starts = []
-    if path.exists():
-      starts = json.loads(path.read_text(encoding='utf-8'))['starts']
-    start = {'step': step, 'config_changed': changed, **environment(), **about}
-    write_json(path, {'starts': [*starts, start]})
 
 
 def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
-  """Fields that differ between two plain configs: {path: [before, now]}."""
-  if isinstance(before, dict) and isinstance(now, dict):
-    out = {}
-    for name in sorted({*before, *now}):
-      path = f'{at}.{name}' if at else name
-      if name not in before:
-        out[path] = [None, now[name]]
-      elif name not in now:
-        out[path] = [before[name], None]
-      else:
-        out |= differences(before[name], now[name], path)
-    return out
-  return {} if before == now else {at: [before, now]}
+  """Fields in which two JSON values differ: {path: [before, now]}.
+
+  None stands for a field that is absent.
+  """
+  if not (isinstance(before, dict) and isinstance(now, dict)):
+    return {} if before == now else {at: [before, now]}
+  out = {}
+  for name in sorted({*before, *now}):
+    path = f'{at}.{name}' if at else name
+    if name in before and name in now:
+      out |= differences(before[name], now[name], path)
+    else:
+      out[path] = [before.get(name), now.get(name)]
+  return out
 
 
 def environment() -> dict[str, Any]:
@@ -366,7 +332,7 @@ def environment() -> dict[str, Any]:
 
 
 def _git(*command: str) -> str | None:
-  """What git says of this source; None outside a repository."""
+  """The output of git for this source tree; None outside a repository."""
   try:
     done = subprocess.run(
       ['git', *command],
@@ -382,16 +348,16 @@ def _git(*command: str) -> str | None:
 
 
 class _Board:
-  """TensorBoard's event file, by its own writer: no TensorFlow, no torch."""
+  """Writes TensorBoard's event file without TensorFlow or torch."""
 
   def __init__(self, folder: pathlib.Path, step: int):
-    # Here and not above: a run without TensorBoard need not have it.
+    # Imported here because a run without TensorBoard need not install it.
     from tensorboard.compat.proto import event_pb2, summary_pb2
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     self._event, self._summary = event_pb2.Event, summary_pb2.Summary
     self._path = folder / 'tensorboard'
-    with explained(self._path):
+    with records.explained(self._path):
       self._writer = EventFileWriter(str(self._path))
       # Tells TensorBoard to drop points of steps >= `step` seen before.
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -400,40 +366,37 @@ class _Board:
       )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
+    value = self._summary.Value
     summary = self._summary(
-      value=[
-        self._summary.Value(tag=name, simple_value=value)
-        for name, value in values.items()
-      ]
+      value=[value(tag=k, simple_value=v) for k, v in values.items()]
     )
     event = self._event(wall_time=time.time(), step=step, summary=summary)
-    with explained(self._path):
+    with records.explained(self._path):
       self._writer.add_event(event)
       self._writer.flush()
 
   def close(self) -> None:
-    with explained(self._path):
+    with records.explained(self._path):
       self._writer.close()
 
 
 def _wandb(folder: pathlib.Path, config: ConfigDict) -> Any:
-  modes = ('disabled', 'offline', 'online')
-  if config.log.wandb not in modes:
-    raise RunError(f'config.log.wandb={config.log.wandb!r} is none of {modes}')
-  # What the machine's owner says counts more than a config.
+  where = f'config.log.wandb={config.log.wandb!r}'
+  if config.log.wandb not in _WANDB_MODES:
+    raise records.RunError(f'{where} must be one of {_WANDB_MODES}')
+  # The variable of the machine's owner takes precedence over the config.
   mode = os.environ.get('WANDB_MODE') or config.log.wandb
   if mode == 'disabled':
     return None
   try:
     import wandb
   except ImportError as error:
-    raise RunError(
-      f'config.log.wandb={config.log.wandb!r} needs the package wandb: pip '
-      'install wandb'
+    raise records.RunError(
+      f'{where} needs the package wandb: pip install wandb'
     ) from error
   name = folder / 'wandb_id.txt'
   if not name.exists():
-    write_text(name, secrets.token_hex(4) + '\n')
+    records.write_text(name, secrets.token_hex(4) + '\n')
   try:
     run = wandb.init(
       project=config.log.project,
@@ -442,15 +405,14 @@ def _wandb(folder: pathlib.Path, config: ConfigDict) -> Any:
       resume='allow' if mode == 'online' else None,
       dir=str(folder),
       mode=mode,
-      config=plain(config),
+      config=records.plain(config),
       settings=wandb.Settings(silent=True),
     )
   except wandb.errors.Error as error:
-    raise RunError(
-      f'config.log.wandb={config.log.wandb!r}: {error}. Use offline, or '
-      'disabled'
+    raise records.RunError(
+      f"{where}: {error}. Use 'offline' or 'disabled'"
     ) from error
-  # Our own step is the axis: wandb's counter refuses to go back on a resume.
+  # Our step is the axis: wandb's own counter cannot go back on a resume.
   run.define_metric('*', step_metric='step')
   return run
 
@@ -473,6 +435,5 @@ def _shown(value: Any) -> str:
 def _clock(seconds: float) -> str:
   minutes, seconds = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
-  if hours:
-    return f'{hours}:{minutes:02d}:{seconds:02d}'
-  return f'{minutes}:{seconds:02d}'
+  start = f'{hours}:{minutes:02d}' if hours else f'{minutes}'
+  return f'{start}:{seconds:02d}'
