@@ -33,116 +33,28 @@ ATTRIBUTES = {
   'emblem': 'emblem',
 }
 LINKS = ('teacher', 'rival')
-CRAFTS = (
-  'weaver',
-  'smith',
-  'baker',
-  'tanner',
-  'potter',
-  'miller',
-  'cooper',
-  'carver',
-  'glazier',
-  'dyer',
-  'mason',
-  'fuller',
-  'brewer',
-  'hatter',
-  'sawyer',
-  'thatcher',
-  'turner',
-  'joiner',
-  'piper',
-  'drummer',
-  'scribe',
-  'printer',
-  'binder',
-  'cutler',
-  'farrier',
-  'saddler',
-  'cobbler',
-  'tailor',
-  'painter',
-  'gilder',
-  'roper',
-  'sailor',
-  'fisher',
-  'hunter',
-  'gardener',
-  'shepherd',
-  'healer',
-  'pilot',
-  'porter',
-  'ranger',
+CRAFTS = tuple(
+  """
+  weaver smith baker tanner potter miller cooper carver glazier dyer mason
+  fuller brewer hatter sawyer thatcher turner joiner piper drummer scribe
+  printer binder cutler farrier saddler cobbler tailor painter gilder roper
+  sailor fisher hunter gardener shepherd healer pilot porter ranger
+""".split()
 )
-EMBLEMS = (
-  'otter',
-  'heron',
-  'badger',
-  'raven',
-  'stag',
-  'wolf',
-  'bear',
-  'hare',
-  'fox',
-  'owl',
-  'swan',
-  'crane',
-  'trout',
-  'salmon',
-  'viper',
-  'toad',
-  'newt',
-  'moth',
-  'wasp',
-  'beetle',
-  'oak',
-  'elm',
-  'rowan',
-  'thistle',
-  'clover',
-  'fern',
-  'lily',
-  'poppy',
-  'anchor',
-  'hammer',
-  'lantern',
-  'kettle',
-  'ladder',
-  'mirror',
-  'spindle',
-  'trumpet',
-  'wagon',
-  'comet',
-  'moon',
-  'crown',
+EMBLEMS = tuple(
+  """
+  otter heron badger raven stag wolf bear hare fox owl swan crane trout
+  salmon viper toad newt moth wasp beetle oak elm rowan thistle clover fern
+  lily poppy anchor hammer lantern kettle ladder mirror spindle trumpet
+  wagon comet moon crown
+""".split()
 )
 # Words of questions, thoughts and of the quickstart's template.
-WORDS = (
-  'What',
-  'is',
-  'the',
-  'of',
-  'find',
-  'maybe',
-  'Question',
-  'Doc',
-  'no',
-  'passage',
-  'found',
-  'invalid',
-  'action',
-  'last',
-  'turn',
-  'answer',
-  'now',
-  'search',
-  'or',
-  'to',
-  'and',
-  'not',
-  'use',
-  'again',
+WORDS = tuple(
+  """
+  What is the of find maybe Question Doc no passage found invalid action
+  last turn answer now search or to and not use again
+""".split()
 )
 TAGS = ('think', 'search', 'information', 'answer')
 MARKS = '?:;.,"()-\'!/&'
@@ -213,7 +125,7 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
 def names(settings: Settings, split: str) -> tuple[str, ...]:
   """Every name of a split; the splits are disjoint whatever the seed."""
   if split not in SPLITS:
-    raise DataError(f'split={split!r} is none of {SPLITS}')
+    raise DataError(f'split={split!r} must be one of {SPLITS}')
   first = invented(settings.first, 'first')
   second = invented(settings.second, 'second')
   order = np.random.default_rng(1).permutation(len(first) * len(second))
@@ -325,41 +237,27 @@ def passages(rng, facts):
 
 def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
   """All one-hop and two-hop questions on `people`, in random order."""
-  found = []
+  found = []  # (path: a name and 1 or 2 relations, answer, supporting ids)
   for name in people:
     for relation, value in facts[name].items():
-      meta = {'path': (name, relation)}
-      found.append(
-        (f'What is the {relation} of {name}?', value, 1, (ids[name],), meta)
-      )
-      if relation not in LINKS:
-        continue
-      for last, answer in facts[value].items():
-        if answer == name:  # "the rival of the rival": in the question
-          continue
-        found.append(
-          (
-            f'What is the {last} of the {relation} of {name}?',
-            answer,
-            2,
-            (ids[name], ids[value]),
-            {'path': (name, relation, last)},
-          )
-        )
-  return tuple(
-    Question(
-      id=f'{prefix}-{n}',
-      text=text,
-      answers=(answer,),
-      source=f'micro_{hops}hop',
-      hops=hops,
-      supporting=supporting,
-      meta=meta,
-    )
-    for n, (text, answer, hops, supporting, meta) in enumerate(
-      found[i] for i in rng.permutation(len(found))
-    )
-  )
+      found.append(((name, relation), value, (ids[name],)))
+      if relation in LINKS:
+        found += [
+          ((name, relation, last), answer, (ids[name], ids[value]))
+          for last, answer in facts[value].items()
+          if answer != name  # "the rival of the rival" is in the question
+        ]
+
+  def question(n: int, path, answer, supporting) -> Question:
+    text = ' of '.join([f'the {r}' for r in path[:0:-1]] + [path[0]])
+    hops = len(supporting)
+    return Question(
+      f'{prefix}-{n}', f'What is {text}?', (answer,), f'micro_{hops}hop',
+      hops, supporting, meta={'path': path},
+    )  # fmt: skip
+
+  order = rng.permutation(len(found))
+  return tuple(question(n, *found[i]) for n, i in enumerate(order))
 
 
 def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
@@ -414,10 +312,9 @@ def load(
   Raises:
     DataError: an unknown split or hop, or more questions than there are.
   """
-  if split not in SPLITS:
-    raise DataError(f'split={split!r} is none of {SPLITS}')
   if not hops or set(hops) - {1, 2}:
-    raise DataError(f'hops={tuple(hops)}: there are 1 and 2')
+    raise DataError(f'hops={tuple(hops)} must be chosen from 1 and 2')
+  names(Settings(), split)  # raises if there is no such split
   world = generate(
     world_seed, train=train, heldout=heldout, relations=relations
   )
