@@ -22,6 +22,7 @@ ORDER = (
   'text.untrusted',
   'text.parser',
   'run.records',
+  'run.trackers',
   'run.writer',
   'run.sharding',
   'models.families',

@@ -369,7 +369,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
   code = f"""
 import resource, signal, sys
 sys.path.insert(0, {os.getcwd()!r})
-from searchrl_jax.run.records import JsonlFile, RunError
+from searchrl_jax.run.records import RunError
+from searchrl_jax.run.writer import JsonlFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = JsonlFile({str(path)!r}, 0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

@@ -35,7 +35,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import tempfile
 from typing import Any
 
@@ -44,18 +43,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from searchrl_jax.types import (
-  Passage,
-  Question,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-  Segment,
-  Trajectory,
-)
+from searchrl_jax import types
 
 CHECKPOINTS = 'checkpoints'
-_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
 class RunError(RuntimeError):
@@ -138,60 +128,6 @@ def plain(value: Any) -> Any:
   return str(value)
 
 
-class JsonlFile:
-  """A JSON-lines file that is appended to; partial lines are removed."""
-
-  def __init__(self, path: os.PathLike | str, step: int):
-    """Opens `path` and drops lines of steps >= `step` and a partial line."""
-    self._path = pathlib.Path(path)
-    with explained(self._path):
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      if self._path.exists():
-        _drop_from(self._path, step)
-      self._file = open(self._path, 'ab')
-
-  def write(self, records: Sequence[Mapping]) -> None:
-    """Appends records. The first field of each must be 'step'.
-
-    Raises:
-      RunError: the disk is full. No part of the records is left in the file.
-    """
-    lines = [json.dumps(record) + '\n' for record in records]
-    begin = self._file.tell()
-    with explained(self._path):
-      try:
-        self._file.write(''.join(lines).encode())
-        self._file.flush()
-      except OSError:
-        # close() would write the rest of the buffer again.
-        with contextlib.suppress(OSError):
-          self._file.close()
-        os.truncate(self._path, begin)
-        raise
-
-  def close(self) -> None:
-    with explained(self._path):
-      self._file.close()
-
-
-def _drop_from(path: pathlib.Path, step: int) -> None:
-  end = 0
-  with open(path, 'rb') as f:
-    for line in f:
-      if not line.endswith(b'\n'):
-        break  # the process ended while it wrote
-      match = _STEP.match(line)
-      if match is None:
-        raise RunError(
-          f'{path}: a line does not start with "step": {line[:60]!r}; another '
-          'program wrote this file, so choose another --workdir'
-        )
-      if int(match[1]) >= step:
-        break  # steps increase within a file
-      end += len(line)
-  os.truncate(path, end)
-
-
 def step_file(folder: pathlib.Path, step: int, part: str = '') -> pathlib.Path:
   """The trajectory file of a step; `part` names one of several."""
   return folder / f'step_{step:08d}{part and f"_{part}"}.parquet'
@@ -215,7 +151,7 @@ class Record:
   """
 
   step: int
-  trajectory: Trajectory
+  trajectory: types.Trajectory
   reward: float | None = None  # the sum over the trajectory
   valid: bool | None = None
   rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -311,9 +247,9 @@ def _row(record: Record) -> dict[str, Any]:
   }
 
 
-def _search(search: SearchResult | SearchError) -> dict[str, Any]:
+def _search(search: types.SearchResult | types.SearchError) -> dict[str, Any]:
   out = dict(vars(search.request))
-  if isinstance(search, SearchError):
+  if isinstance(search, types.SearchError):
     return out | {'error': {'kind': search.kind, 'message': search.message}}
   return out | {
     'seconds': search.seconds,
@@ -422,9 +358,9 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
       question[name] = json.loads(question[name])
     for name in ('answers', 'supporting', 'messages'):
       question[name] = tuple(question[name])
-    question = Question(**question)
+    question = types.Question(**question)
     trained = segments if context is None else context
-    trajectory = Trajectory(
+    trajectory = types.Trajectory(
       question,
       tuple(s for s, _ in segments),
       tuple(_read_search(s, question) for s in row['searches']),
@@ -453,7 +389,9 @@ def _joined(segments, name: str) -> np.ndarray | None:
   return np.concatenate(parts)
 
 
-def _unpack(array: pa.ListArray) -> list[list[tuple[Segment, dict]] | None]:
+def _unpack(
+  array: pa.ListArray,
+) -> list[list[tuple[types.Segment, dict]] | None]:
   """For each row: its segments, each with its columns in _TRAINER."""
   struct, columns = array.values, {}
   for name in _SEGMENT:
@@ -466,7 +404,7 @@ def _unpack(array: pa.ListArray) -> list[list[tuple[Segment, dict]] | None]:
     columns[name] = _lists(lists, values)
   rows = [dict(zip(columns, x)) for x in zip(*columns.values(), strict=True)]
   extra = [{name: r.pop(name) for name in _TRAINER} for r in rows]
-  return _lists(array, [(Segment(**r), e) for r, e in zip(rows, extra)])
+  return _lists(array, [(types.Segment(**r), e) for r, e in zip(rows, extra)])
 
 
 def _lists(array: pa.ListArray, values: Sequence) -> list:
@@ -479,11 +417,13 @@ def _lists(array: pa.ListArray, values: Sequence) -> list:
 
 
 def _read_search(
-  record: dict[str, Any], question: Question
-) -> SearchResult | SearchError:
+  record: dict[str, Any], question: types.Question
+) -> types.SearchResult | types.SearchError:
   passages, error = record.pop('passages'), record.pop('error')
   seconds = record.pop('seconds')
-  request = SearchRequest(question=question, **record)
+  request = types.SearchRequest(question=question, **record)
   if error is not None:
-    return SearchError(request, **error)
-  return SearchResult(request, tuple(Passage(**p) for p in passages), seconds)
+    return types.SearchError(request, **error)
+  return types.SearchResult(
+    request, tuple(types.Passage(**p) for p in passages), seconds
+  )

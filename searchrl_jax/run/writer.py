@@ -25,7 +25,7 @@ import math
 import os
 import pathlib
 import platform
-import secrets
+import re
 import subprocess
 import sys
 import time
@@ -34,7 +34,7 @@ from typing import Any, TextIO
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.run import records
+from searchrl_jax.run import records, trackers
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -51,7 +51,7 @@ _PACKAGES = (
   'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain',
   'transformers', 'tokenizers', 'bm25s', 'httpx', 'ml_collections',
 )  # fmt: skip
-_WANDB_MODES = ('disabled', 'offline', 'online')
+_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
 class Writer:
@@ -109,12 +109,14 @@ class Writer:
         starts = json.loads(path.read_text(encoding='utf-8'))['starts']
       start = {'step': step, 'config_changed': changed, **environment()}
       records.write_json(path, {'starts': [*starts, start | dict(about or {})]})
-      self._metrics = records.JsonlFile(
-        self.folder / 'metrics.jsonl', step or -1
-      )
+      self._metrics = JsonlFile(self.folder / 'metrics.jsonl', step or -1)
       records.drop_steps(self.folder, step or -1)
-      self._board = _Board(self.folder, step) if self._log.tensorboard else None
-      self._wandb = _wandb(self.folder, config)
+      self._board = (
+        trackers.TensorBoard(self.folder, step)
+        if self._log.tensorboard
+        else None
+      )
+      self._wandb = trackers.wandb_run(self.folder, config)
     except BaseException:
       self._lock.close()
       raise
@@ -291,6 +293,60 @@ class Writer:
     return changed
 
 
+class JsonlFile:
+  """A JSON-lines file that is appended to; partial lines are removed."""
+
+  def __init__(self, path: os.PathLike | str, step: int):
+    """Opens `path` and drops lines of steps >= `step` and a partial line."""
+    self._path = pathlib.Path(path)
+    with records.explained(self._path):
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      if self._path.exists():
+        _drop_from(self._path, step)
+      self._file = open(self._path, 'ab')
+
+  def write(self, rows: Sequence[Mapping]) -> None:
+    """Appends rows. The first field of each must be 'step'.
+
+    Raises:
+      RunError: the disk is full. No part of the rows is left in the file.
+    """
+    lines = [json.dumps(row) + '\n' for row in rows]
+    begin = self._file.tell()
+    with records.explained(self._path):
+      try:
+        self._file.write(''.join(lines).encode())
+        self._file.flush()
+      except OSError:
+        # close() would write the rest of the buffer again.
+        with contextlib.suppress(OSError):
+          self._file.close()
+        os.truncate(self._path, begin)
+        raise
+
+  def close(self) -> None:
+    with records.explained(self._path):
+      self._file.close()
+
+
+def _drop_from(path: pathlib.Path, step: int) -> None:
+  end = 0
+  with open(path, 'rb') as f:
+    for line in f:
+      if not line.endswith(b'\n'):
+        break  # the process ended while it wrote
+      match = _STEP.match(line)
+      if match is None:
+        raise records.RunError(
+          f'{path}: a line does not start with "step": {line[:60]!r}; another '
+          'program wrote this file, so choose another --workdir'
+        )
+      if int(match[1]) >= step:
+        break  # steps increase within a file
+      end += len(line)
+  os.truncate(path, end)
+
+
 def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
   """Fields in which two JSON values differ: {path: [before, now]}.
 
@@ -345,76 +401,6 @@ def _git(*command: str) -> str | None:
   except (OSError, subprocess.TimeoutExpired):
     return None
   return done.stdout.rstrip() if done.returncode == 0 else None
-
-
-class _Board:
-  """Writes TensorBoard's event file without TensorFlow or torch."""
-
-  def __init__(self, folder: pathlib.Path, step: int):
-    # Imported here because a run without TensorBoard need not install it.
-    from tensorboard.compat.proto import event_pb2, summary_pb2
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-    self._path = folder / 'tensorboard'
-    with records.explained(self._path):
-      self._writer = EventFileWriter(str(self._path))
-      # Tells TensorBoard to drop points of steps >= `step` seen before.
-      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-      self._writer.add_event(
-        self._event(wall_time=time.time(), step=step, session_log=start)
-      )
-
-  def write(self, step: int, values: Mapping[str, float]) -> None:
-    value = self._summary.Value
-    summary = self._summary(
-      value=[value(tag=k, simple_value=v) for k, v in values.items()]
-    )
-    event = self._event(wall_time=time.time(), step=step, summary=summary)
-    with records.explained(self._path):
-      self._writer.add_event(event)
-      self._writer.flush()
-
-  def close(self) -> None:
-    with records.explained(self._path):
-      self._writer.close()
-
-
-def _wandb(folder: pathlib.Path, config: ConfigDict) -> Any:
-  where = f'config.log.wandb={config.log.wandb!r}'
-  if config.log.wandb not in _WANDB_MODES:
-    raise records.RunError(f'{where} must be one of {_WANDB_MODES}')
-  # The variable of the machine's owner takes precedence over the config.
-  mode = os.environ.get('WANDB_MODE') or config.log.wandb
-  if mode == 'disabled':
-    return None
-  try:
-    import wandb
-  except ImportError as error:
-    raise records.RunError(
-      f'{where} needs the package wandb: pip install wandb'
-    ) from error
-  name = folder / 'wandb_id.txt'
-  if not name.exists():
-    records.write_text(name, secrets.token_hex(4) + '\n')
-  try:
-    run = wandb.init(
-      project=config.log.project,
-      name=config.name,
-      id=name.read_text().strip(),
-      resume='allow' if mode == 'online' else None,
-      dir=str(folder),
-      mode=mode,
-      config=records.plain(config),
-      settings=wandb.Settings(silent=True),
-    )
-  except wandb.errors.Error as error:
-    raise records.RunError(
-      f"{where}: {error}. Use 'offline' or 'disabled'"
-    ) from error
-  # Our step is the axis: wandb's own counter cannot go back on a resume.
-  run.define_metric('*', step_metric='step')
-  return run
 
 
 def _number(name: str, value: Any) -> float:
