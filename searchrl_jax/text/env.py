@@ -37,6 +37,7 @@ import itertools
 
 import numpy as np
 
+from searchrl_jax import types
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.run import lookup
 from searchrl_jax.text import parser as parsing
@@ -49,17 +50,6 @@ from searchrl_jax.text.states import (
   Generate,
   Search,
   State,
-)
-from searchrl_jax.types import (
-  Passage,
-  Prompt,
-  Question,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-  Segment,
-  Trajectory,
-  joined,
 )
 
 PROMPTS = ('template', 'as_is')
@@ -89,8 +79,7 @@ class SearchEnv:
     self.tokenizer = tokenizer
     self.template = template
     self.config = config
-    self.prompt_mode = prompt_mode
-    self.k = k
+    self.prompt_mode, self.k = prompt_mode, k
     self._searching = config.information == 'source'
     self._guided = config.search_when == 'entropy'
     for field, value, choices in (
@@ -130,16 +119,16 @@ class SearchEnv:
     # The shortest answer must fit after any text that is appended.
     answer = tokenizer.encode_template(''.join(template.answer))
     self._reserve = len(answer) + 1
-    reads = self._searching or config.real_searches
     lookup.require(
-      not reads or config.max_observation_tokens >= self._observe.least,
+      not (self._searching or config.real_searches)
+      or config.max_observation_tokens >= self._observe.least,
       f'env.max_observation_tokens={config.max_observation_tokens} is below '
       f'the {self._observe.least} tokens of an observation without passages '
       f'in template {template.name!r}',
     )
 
   def reset(
-    self, question: Question, role: str = 'solver', agent: str = 'policy'
+    self, question: types.Question, role: str = 'solver', agent: str = 'policy'
   ) -> tuple[State, Generate]:
     """Starts an attempt. All samples of a question may share the state.
 
@@ -152,8 +141,8 @@ class SearchEnv:
     )
     ids = self.tokenizer.encode_parts(parts, start=True)
     note = self._note_before(0)
-    segments = _append((), agent, (ids, 'prompt', 'other'))
-    segments = _append(segments, agent, (note, 'environment', 'other'))
+    added = (ids, 'prompt', 'other'), (note, 'environment', 'other')
+    segments = _append((), agent, added)
     ids = (*ids, *note)
     if len(ids) >= self.config.max_tokens:
       raise ValueError(
@@ -170,7 +159,7 @@ class SearchEnv:
       parser=parsing.start(self._tags, ''.join(text for text, _ in parts)),
       pending=Done('tokens'),
     )
-    return _next(state, self._generate(state, prompt=Prompt(ids)))
+    return _next(state, self._generate(state, prompt=types.Prompt(ids)))
 
   def step(self, state: State, event: Event) -> tuple[State, Action]:
     """Processes the event that the pending action waits for.
@@ -189,18 +178,21 @@ class SearchEnv:
 
   def trajectory(
     self, state: State, sample: int = 0, seconds: float = 0.0
-  ) -> Trajectory:
+  ) -> types.Trajectory:
     """Returns the record of a finished attempt. Counters are in its `meta`.
 
     Raises:
       ValueError: the attempt is not finished.
     """
-    if state.end is None:
-      raise ValueError(
-        f'trajectory {state.name} is not over: it waits for the event of '
-        f'{type(state.pending).__name__}'
-      )
-    out = Trajectory(
+    lookup.require(
+      state.end is not None,
+      f'trajectory {state.name} is not over: it waits for the event of '
+      f'{type(state.pending).__name__}',
+      ValueError,
+    )
+    counters = ('truncated_turns', 'cut_observations')
+    meta = {name: getattr(state, name) for name in counters}
+    out = types.Trajectory(
       question=state.question,
       segments=state.segments,
       searches=state.searches,
@@ -210,34 +202,27 @@ class SearchEnv:
       invalid_actions=state.invalid_actions,
       turns=state.generations,
       seconds=seconds,
-      meta={
-        'truncated_turns': state.truncated_turns,
-        'cut_observations': state.cut_observations,
-      },
+      meta=meta,
     )
     self.blocks(out)  # parsed now, while other trajectories are sampled
     return out
 
-  def blocks(self, trajectory: Trajectory) -> tuple[Block, ...]:
+  def blocks(self, trajectory: types.Trajectory) -> tuple[Block, ...]:
     """The blocks after the prompt; see parser.blocks. Parsed only once."""
     parsed = trajectory.parsed
     if self not in parsed:
-      parsed[self] = self._blocks(trajectory.segments)
+      segments = trajectory.segments
+      parsed[self] = parsing.blocks(segments, self.template, self.tokenizer)
     return parsed[self]
 
-  def answer(self, trajectory: Trajectory) -> str | None:
+  def answer(self, trajectory: types.Trajectory) -> str | None:
     """The policy's last complete answer, or None. Rewards use only this."""
     return parsing.answer(self.blocks(trajectory), self.config.answer)
 
-  def _blocks(self, segments: tuple[Segment, ...]) -> tuple[Block, ...]:
-    return parsing.blocks(segments, self.template, self.tokenizer)
-
-  def observation(self, passages: Sequence[Passage]) -> str:
+  def observation(self, passages: Sequence[types.Passage]) -> str:
     """The text of an observation with these passages."""
     limit = self.config.max_observation_tokens
     return self.tokenizer.decode(self._observe(passages, limit)[0])
-
-  # Handling of completions.
 
   def _completed(self, state: State, completion: Completion):
     n = len(completion.ids)
@@ -285,7 +270,7 @@ class SearchEnv:
     if self._room(state) < self._observe.least:
       return _next(state, Done('tokens'))
     requests = tuple(
-      SearchRequest(query, self.k, state.question, turn=state.turn)
+      types.SearchRequest(query, self.k, state.question, turn=state.turn)
       for query in self._queries(action.text)
     )
     return _next(state, Search(requests))
@@ -308,11 +293,8 @@ class SearchEnv:
     return queries[: self.template.max_queries]
 
   def _goes_on(self, state: State, parser: Parser, completion) -> bool:
-    """Whether the turn continues after the stop string of this completion.
-
-    It does after one that is quoted in policy-written information, and after a
-    closing search tag whose search is not sent.
-    """
+    """Whether the turn continues after the stop string: it is quoted in
+    policy-written information, or closes a search that is not sent."""
     return (
       not self._searching
       and (
@@ -325,7 +307,7 @@ class SearchEnv:
       and state.length < self.config.max_tokens
     )
 
-  def _entropy(self, segments: tuple[Segment, ...]) -> float:
+  def _entropy(self, segments: tuple[types.Segment, ...]) -> float:
     """Mean entropy in nats of the tokens of the last query."""
     if self.entropy is None:
       raise ValueError(
@@ -341,12 +323,10 @@ class SearchEnv:
     return float(np.mean(self.entropy(ids)[[first + n for n in query]]))
 
   def _without_action(self, state: State, stop: str):
-    if (
-      self.config.answer == 'boxed'
-      and stop != 'length'
-      and (parsing.answer(self._blocks(state.segments), 'boxed') is not None)
-    ):
-      return _next(state, Done('answer'))
+    if self.config.answer == 'boxed' and stop != 'length':
+      blocks = parsing.blocks(state.segments, self.template, self.tokenizer)
+      if parsing.answer(blocks, 'boxed') is not None:
+        return _next(state, Done('answer'))
     full = state.length >= self.config.max_tokens
     last = self._last(state.turn)
     state = dataclasses.replace(
@@ -360,7 +340,9 @@ class SearchEnv:
       return _next(state, Done('tokens'))
     return self._respond(state, self._invalid, 'other')
 
-  def _written(self, state: State, completion, kinds) -> tuple[Segment, ...]:
+  def _written(
+    self, state: State, completion, kinds
+  ) -> tuple[types.Segment, ...]:
     """The state's segments and the sampled tokens as segments by kind."""
     segments, start = state.segments, 0
     # If a source answers, information that the policy writes is an action like
@@ -368,7 +350,7 @@ class SearchEnv:
     information = self._searching or bool(self.config.train_information)
     for kind, run in itertools.groupby(kinds):
       part = slice(start, start := start + len([*run]))
-      segment = Segment(
+      segment = types.Segment(
         np.asarray(completion.ids[part], np.int32),
         'policy',
         kind,
@@ -377,10 +359,8 @@ class SearchEnv:
         logps=np.asarray(completion.logps[part], np.float32),
         versions=np.asarray(completion.versions[part], np.int32),
       )
-      segments = joined(segments, segment)
+      segments = types.joined(segments, segment)
     return segments
-
-  # Handling of search results.
 
   def _searched(self, state: State, results: tuple):
     requests = state.pending.requests
@@ -392,13 +372,13 @@ class SearchEnv:
     )
     for result in results:
       lookup.require(
-        isinstance(result, (SearchResult, SearchError)),
+        isinstance(result, (types.SearchResult, types.SearchError)),
         f'trajectory {state.name}: a search was answered with '
         f'{type(result).__name__}, neither SearchResult nor SearchError',
         ValueError,
       )
     state = dataclasses.replace(state, searches=state.searches + results)
-    if any(isinstance(r, SearchError) for r in results):
+    if any(isinstance(r, types.SearchError) for r in results):
       return _next(state, Done('failed'))
     passages = [p for r in results for p in r.passages]
     limit = min(self.config.max_observation_tokens, self._room(state))
@@ -409,8 +389,6 @@ class SearchEnv:
     if not ids:
       return _next(state, Done('tokens'))
     return self._respond(state, ids, 'information')
-
-  # Shared by all events.
 
   def _may_search(self, state: State) -> bool:
     if self._searching:
@@ -447,12 +425,10 @@ class SearchEnv:
     """Appends the environment's text and starts the next turn."""
     note = self._note_before(state.turn + 1)
     train = bool(self.config.train_observations)
-    segments = state.segments
-    for part in ((ids, 'environment', kind), (note, 'environment', 'other')):
-      segments = _append(segments, state.agent, part, train)
+    parts = (ids, 'environment', kind), (note, 'environment', 'other')
     state = dataclasses.replace(
       state,
-      segments=segments,
+      segments=_append(state.segments, state.agent, parts, train),
       length=state.length + len(ids) + len(note),
       parser=Parser(self._tags),
       turn=state.turn + 1,
@@ -465,8 +441,10 @@ def _next(state: State, action: Action) -> tuple[State, Action]:
   return dataclasses.replace(state, pending=action), action
 
 
-def _append(segments, agent: str, part, train: bool = False):
-  """The segments with `part`, (ids, author, kind), added."""
-  ids, author, kind = part
-  segment = Segment(np.asarray(ids, np.int32), author, kind, agent, train)
-  return joined(segments, segment)
+def _append(segments, agent: str, parts, train: bool = False):
+  """The segments with `parts`, each (ids, author, kind), added."""
+  for ids, author, kind in parts:
+    ids = np.asarray(ids, np.int32)
+    new = types.Segment(ids, author, kind, agent, train)
+    segments = types.joined(segments, new)
+  return segments
