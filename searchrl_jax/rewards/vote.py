@@ -95,7 +95,7 @@ def check(config, fields) -> None:
     (
       config.algorithm.advantage != 'remax',
       "config.algorithm.advantage='remax' needs the reward of one greedy "
-      'answer, which has no majority; use another advantage',
+      'answer, and one answer is no majority; use another advantage',
     ),
   ):
     lookup.require(good, message, RewardError)
