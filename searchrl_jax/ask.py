@@ -1,10 +1,10 @@
-"""Ask one question and watch: thoughts, searches, passages, answer.
+"""Asks one question and prints thoughts, searches, passages and the answer.
 
   python -m searchrl_jax.ask --workdir=runs/quickstart "What is the ...?"
   python -m searchrl_jax.ask \\
     --config=configs/wiki_nq.py:model=/path/to/checkpoint "who wrote ...?"
 
-Without a question it reads questions line by line.
+Without a question it reads questions from standard input, one per line.
 """
 
 import re
@@ -32,12 +32,12 @@ _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')
 
 
 def printable(text: str) -> str:
-  """Without what a terminal would obey: a passage may hold anything."""
+  """Replaces control characters, which a terminal would execute."""
   return _CONTROL.sub('\N{REPLACEMENT CHARACTER}', text)
 
 
 def printer(tok, out: console.Console):
-  """on_event for a rollout: prints each thing once, as it comes."""
+  """Returns an `on_event` for `rollout` that prints every event."""
 
   def show(name: str, event) -> None:
     del name
@@ -62,73 +62,62 @@ def printer(tok, out: console.Console):
 def main():
   config, workdir = evaluate_config(), _WORKDIR.value
   out = console.Console()
+  show = lambda text, style: out.print(rich_text.Text(text, style))
   with (
     tempfile.TemporaryDirectory() as scratch,
-    evaluate.loaded(config, workdir, workdir or scratch, _CHECKPOINT.value) as (
-      tok,
-      engine,
-      source,
-      run,
-      *_,
-    ),
+    evaluate.loaded(
+      config, workdir, workdir or scratch, _CHECKPOINT.value
+    ) as have,
   ):
-    env = build.environment(config, tok)
-    asked = _QUESTION.value
-    lines = [asked] if asked else sys.stdin
-    if not asked:
-      out.print('One question a line; Ctrl-D ends.')
-    for n, line in enumerate(lines):
-      if not line.strip():
+    env = build.environment(config, have.tok)
+    given = _QUESTION.value
+    if not given:
+      out.print('One question per line; Ctrl-D ends.')
+    for n, line in enumerate([given] if given else sys.stdin):
+      text = line.strip()
+      if not text:
         continue
-      question = Question(
-        id=f'ask-{n}',
-        text=line.strip(),
-        messages=({'role': 'user', 'content': line.strip()},),
+      messages = ({'role': 'user', 'content': text},)
+      show(f'\n{text}', 'bold')
+      result = rollout(
+        [Question(f'ask-{n}', text, messages=messages)],
+        env=env,
+        engine=have.engine,
+        source=have.source,
+        config=evaluation(config),
+        seed=config.eval.seed,
+        step=0,
+        on_event=printer(have.tok, out),
       )
-      out.print(rich_text.Text(f'\n{question.text}', 'bold'))
       try:
-        (group,), _ = run(
-          rollout(
-            [question],
-            env=env,
-            engine=engine,
-            source=source,
-            config=evaluation(config),
-            seed=config.eval.seed,
-            step=0,
-            on_event=printer(tok, out),
-          )
-        )
+        (group,), _ = have.run(result)
       except (ValueError, RolloutError) as e:
-        if asked:
+        if given:
           raise
-        # Too long, or its search failed: the next line may fare better.
-        out.print(rich_text.Text(f'\n{e}', 'bold red'))
+        # It was too long or its search failed; continue with the next line.
+        show(f'\n{e}', 'bold red')
         continue
-      found = env.answer(group[0])
+      answer = env.answer(group[0])
       out.print()
-      out.print(
-        rich_text.Text(
-          f'answer: {found}' if found else f'no answer ({group[0].end})',
-          'bold yellow' if found else 'bold red',
-        )
-      )
+      if answer:
+        show(f'answer: {answer}', 'bold yellow')
+      else:
+        show(f'no answer ({group[0].end})', 'bold red')
 
 
 def evaluate_config():
   config = _CONFIG.value
   if config is None:
-    raise checks.ConfigError('give --workdir=RUN, or --config=FILE')
+    raise checks.ConfigError('set --workdir=RUN or --config=FILE')
   config = config.copy_and_resolve_references()
   config.eval.n = 1
-  # One sequence at a time needs one slot.
+  # There is one sequence at a time.
   config.engine.slots = config.engine.prefill_rows = 1
   return config
 
 
 if __name__ == '__main__':
-  _CONFIG = evaluate.define_config_or_run()
-  _WORKDIR = command.define_workdir(required=False)
+  _CONFIG, _WORKDIR = evaluate.define_config_and_workdir()
   _QUESTION = flags.DEFINE_string('question', '', 'The question.')
   _CHECKPOINT = flags.DEFINE_string(
     'checkpoint', 'latest', 'latest, best, or a step'

@@ -1,4 +1,4 @@
-"""Evaluates a run folder or a Hugging Face checkpoint; trains nothing.
+"""Evaluates a run folder or a Hugging Face checkpoint.
 
   python -m searchrl_jax.evaluate --workdir=runs/quickstart
   python -m searchrl_jax.evaluate --workdir=runs/quickstart \\
@@ -8,16 +8,17 @@
   python -m searchrl_jax.evaluate --workdir=runs/other \\
     --manifest=runs/theirs/manifest.json
 
-With --workdir the config is the run's own; --config.* changes fields of it.
-Greedy by default (config.eval.temperature = 0): the same trajectories every
-time, in whatever order the questions come.
+With --workdir the config is that of the run; --config.* changes its fields.
+Decoding is greedy by default (config.eval.temperature = 0): trajectories are
+reproducible and do not depend on the order of the questions.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
 import pathlib
-import sys
+import re
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -37,65 +38,48 @@ from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
 
-SHOWN = (
-  'em',
-  'f1',
-  'sub_em',
-  'recall_any',
-  'recall_all',
-  'parsed',
-  'valid_format',
-  'guessed',
-  'copied',
-  'searches',
-  'real_searches',
-  'tokens',
-  'truncated',
-  'certainty',
-  'judged',
-)
-
-# What a score is, where its name does not say it; shares are of questions.
+# Scores in the order of the printed table, with descriptions; shares are of
+# questions.
 LABELS = {
   'em': 'exact match',
   'f1': 'F1',
   'sub_em': 'answer contained',
   'recall_any': 'a support found',
   'recall_all': 'all supports found',
+  'parsed': 'parsed',
   'valid_format': 'valid format',
   'guessed': 'answered unsearched',
   'copied': 'queries that copy',
   'searches': 'searches per question',
-  'tokens': 'tokens sampled',
-  'truncated': 'cut by a budget',
-  'certainty': 'self-certainty (nats)',
   'real_searches': 'of them real',
+  'tokens': 'tokens sampled',
+  'truncated': 'cut by a limit',
+  'certainty': 'self-certainty (nats)',
   'judged': 'right by the judge',
 }
 
 
 class Loaded(NamedTuple):
-  """What an evaluation runs with."""
+  """The objects of an evaluation."""
 
   tok: Any
   engine: Any
   source: Any
   run: Any  # runs a coroutine that uses them
-  identity: dict  # of the retrieval server; {} if it does not say
-  # Of these parameters, if best_of or search_when needs it.
-  scorer: scoring.Scorer | None
-  judge: Any  # rewards.judge.Judge, if config.judge.url names one
+  identity: dict  # of the retrieval server; {} = unknown
+  scorer: scoring.Scorer | None  # if best_of or search_when needs it
+  judge: Any  # rewards.judge.Judge, if config.judge.url is set
 
 
 def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
-  """{name: evaluator}: 'eval', and the controls if asked for.
+  """Returns {name: evaluator}: 'eval', and the controls if requested.
 
   The controls: passages swapped between questions, and no search.
   """
 
   def make(name, config, source=have.source):
     env = build.environment(config, have.tok)
-    if have.scorer:  # entropy-guided search asks for it
+    if have.scorer:  # for search_when='entropy'
       env.entropy = lambda ids: have.scorer([ids])[0].entropy
     return passk.make(
       config,
@@ -123,17 +107,16 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
 
 
 def majority(questions: list[Question]) -> float:
-  """EM of the best constant answer: the share of the most frequent one."""
-  counts = {}
+  """Exact match of the best constant answer, the most frequent one."""
+  counts = collections.Counter()
   for q in questions:
-    for a in {metrics.normalise(a) for a in q.answers}:
-      counts[a] = counts.get(a, 0) + 1
+    counts.update({metrics.normalise(a) for a in q.answers})
   return max(counts.values(), default=0) / max(len(questions), 1)
 
 
 @contextlib.contextmanager
 def loaded(config, workdir: str, out: str, which: str = 'latest'):
-  """Yields what a run folder or an HF checkpoint is evaluated with."""
+  """Opens what evaluating a run folder or an HF checkpoint needs."""
   tok = build.tokenizer(config, workdir or out)
   cfg = build.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)
@@ -141,10 +124,9 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     config.env.search_when != 'entropy'
     or mesh.size == 1
     or config.engine.module != 'jax_sampler',
-    f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: "
-    'scoring a query and decoding the others are two programs at a time, '
-    'which can wait for each other for ever; use one device '
-    '(CUDA_VISIBLE_DEVICES=0 and config.mesh.fsdp=1, tensor=1), or '
+    f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: the "
+    'scorer and the decoder would run at the same time and could deadlock; use '
+    'one device (CUDA_VISIBLE_DEVICES=0 and config.mesh.fsdp=1, tensor=1), or '
     "search_when='always'",
   )
   if workdir:
@@ -160,32 +142,17 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     if judge:
       loop.at_exit(judge.close)
       loop.run(judge.check())
-    loop.run(
-      build.first_weights(
-        config,
-        engine,
-        cfg,
-        params,
-        mesh,
-        sync.canary_ids(
-          build.environment(config, tok),
-          [
-            Question(
-              id='canary',
-              text='who ?',
-              messages=({'role': 'user', 'content': 'who ?'},),
-            )
-          ],
-        ),
-      )
-    )
+    messages = ({'role': 'user', 'content': 'who ?'},)
+    question = Question('canary', 'who ?', messages=messages)
+    canary = sync.canary_ids(build.environment(config, tok), [question])
+    loop.run(build.first_weights(config, engine, cfg, params, mesh, canary))
     try:
-      about = loop.run(source.check())
+      served = loop.run(source.check())
     except SourceError as e:
       if not config.source.url or not config.source.corpus:
         raise
       raise SourceError(
-        f'{e} Or give --config.source.url= (empty), which starts one over '
+        f'{e} Or set --config.source.url= (empty), which starts a server for '
         f'config.source.corpus={config.source.corpus!r}.'
       ) from e
     scorer = None
@@ -195,20 +162,13 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         cfg,
         params,
         mesh=mesh,
-        # Greedy samples have entropies too: of the policy as it is trained.
+        # For greedy samples: the temperature of training.
         temperature=config.eval.temperature or config.rollout.temperature,
         lengths=[n for n in config.batch.lengths if n < longest] + [longest],
         head_chunk=config.batch.head_chunk,
       )
-    yield Loaded(
-      tok,
-      engine,
-      source,
-      loop.run,
-      dict(about.get('identity') or {}),
-      scorer,
-      judge,
-    )
+    identity = dict(served.get('identity') or {})
+    yield Loaded(tok, engine, source, loop.run, identity, scorer, judge)
 
 
 def evaluate(
@@ -220,23 +180,26 @@ def evaluate(
   with_controls: bool = False,
   manifest: str = '',
 ) -> dict[str, float]:
-  """Evaluates config.data.eval; returns scores and what they cost.
+  """Evaluates config.data.eval; returns scores and costs.
 
-  Writes OUT/eval.json, where what differs from time to time stands beside
-  them (seconds, the checkpoint), OUT/manifest.json, OUT/rows.jsonl and the
-  trajectories.
+  Writes OUT/eval.json (which also has the seconds and the checkpoint),
+  OUT/manifest.json, OUT/rows.jsonl and the trajectories.
 
   Args:
-    which: 'latest', a step, or 'best': without the set that selected it.
-    manifest: a manifest.json: exactly its questions, on its corpus.
+    config: the whole config.
+    workdir: run folder; '' = the parameters of the config.
+    out: folder for the results.
+    which: 'latest', a step, or 'best', which leaves out the set that chose it.
+    with_controls: also evaluate the controls; see `evaluators`.
+    manifest: a manifest.json, to use exactly its questions and corpus.
   """
   checks.check_engine(config)
   passk.check(config)
   folder = pathlib.Path(out)
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),
-    f'--out={out} is the folder of a run, whose logs would be written over; '
-    'give a folder of its own',
+    f'--out={out} is the folder of a run, whose logs would be overwritten; '
+    'use another folder',
   )
   wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
@@ -247,7 +210,8 @@ def evaluate(
   if which == 'best':
     sets.pop(checks.selecting(config), None)
   if with_controls:
-    Shuffled(None, [q for qs in sets.values() for q in qs])  # or an error now
+    # Raises now if there are too few different answers.
+    Shuffled(None, [q for qs in sets.values() for q in qs])
   with (
     loaded(config, workdir, out, which) as have,
     Writer(out, config) as writer,
@@ -255,103 +219,83 @@ def evaluate(
     if wanted:
       ledger.check_corpus(wanted, have.identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
-    found = {name: evaluator.collect(0) for name, evaluator in runs.items()}
+    results = {name: evaluator.collect(0) for name, evaluator in runs.items()}
     values, seconds = {}, {}
-    for name, evaluation in found.items():
+    for name, evaluation in results.items():
       values |= dict(evaluation.values)
       values |= dict(ledger.costs(evaluation, name))
       seconds[f'{name}/cost/seconds'] = evaluation.seconds
     writer.write(0, values | seconds)
-    about = {}
+    about, checkpoint = {}, config.train.init or config.model.path
     if workdir:
       about['checkpoint'] = build.saver(config, workdir).resolve(which)
-    ledger.write_rows(folder, found)
-    records.write_json(
-      folder / ledger.MANIFEST,
-      ledger.manifest(
-        runs['eval'].sets,
-        config,
-        template=build.template(config),
-        identity=have.identity,
-        commit=environment()['commit'],
-        checkpoint=(
-          f'{workdir} step {about["checkpoint"]}'
-          if workdir
-          else config.train.init or config.model.path
-        ),
-      ),
+      checkpoint = f'{workdir} step {about["checkpoint"]}'
+    ledger.write_rows(folder, results)
+    content = ledger.manifest(
+      runs['eval'].sets,
+      config,
+      template=build.template(config),
+      identity=have.identity,
+      commit=environment()['commit'],
+      checkpoint=checkpoint,
     )
+    records.write_json(folder / ledger.MANIFEST, content)
     records.write_json(folder / 'eval.json', values | seconds | about)
   return values
 
 
 def show(values, out=None) -> None:
-  """Prints a table for each evaluation: a row a score, a column a slice.
+  """Prints a table per evaluation (rows: scores, columns: slices), then costs.
 
-  A slice that holds the same questions as another one before it (a single
-  source, sources that are hops) is left out. What they cost comes last.
+  A slice with the same values as an earlier one (a single source, sources that
+  are hops) is left out.
   """
   out = out or console.Console()
   labels = [k.removesuffix('/em') for k in values if k.endswith('/em')]
   labels = labels or [
     k.removesuffix('/f1') for k in values if k.endswith('/f1')
   ]
-  extra = sorted(
-    {k.rsplit('/', 1)[-1] for k in values if '@' in k.rsplit('/', 1)[-1]},
-    key=lambda name: (name.split('@')[0], int(name.split('@')[1])),
-  )
-  names = (*SHOWN, *extra)
+  at_k = {name for k in values if '@' in (name := k.rsplit('/', 1)[-1])}
+  number = lambda name: (name.split('@')[0], int(name.split('@')[1]))
+  names = (*LABELS, *sorted(at_k, key=number))
   for evaluation in dict.fromkeys(label.split('/')[0] for label in labels):
-    columns = {}  # scores -> label: equal columns once
+    columns = {}  # the values of a slice -> its label
     for label in labels:
       if label.split('/')[0] == evaluation:
-        scores = tuple(
-          values.get(f'{label}/{name}{part}')
-          for name in names
-          for part in ('', '/low', '/high', '/n')
-        )
-        columns.setdefault(scores, label)
-    shown = table.Table(title=f'{evaluation} (95% bootstrap intervals)')
-    shown.add_column('score')
-    for label in columns.values():
-      shown.add_column(
-        label.removeprefix(f'{evaluation}/') if '/' in label else 'all',
-        justify='right',
-      )
+        keys = [f'{label}/{name}' for name in names]
+        parts = ('', '/low', '/high', '/n')
+        column = tuple(values.get(k + part) for k in keys for part in parts)
+        columns.setdefault(column, label)
+    rows = {}
     for name in names:
       cells = [_cell(values, f'{label}/{name}') for label in columns.values()]
       if any(cells):
-        shown.add_row(LABELS.get(name, name), *cells)
-    shown.add_row(
-      'questions',
-      *(
-        f'{values.get(f"{label}/em/n", values.get(f"{label}/f1/n", 0)):.0f}'
-        for label in columns.values()
-      ),
-    )
-    out.print(shown)
-  took = _costs(values)
-  if took.row_count:
-    out.print(took)
+        rows[LABELS.get(name, name)] = cells
+    rows['questions'] = [
+      f'{values.get(f"{label}/em/n", values.get(f"{label}/f1/n", 0)):.0f}'
+      for label in columns.values()
+    ]
+    heads = [label.partition('/')[2] or 'all' for label in columns.values()]
+    title = f'{evaluation} (95% bootstrap intervals)'
+    out.print(_table(title, ['score', *heads], rows))
+  costs = {k: v for k, v in values.items() if '/cost/' in k}
+  labels = dict.fromkeys(key.split('/cost/')[0] for key in costs)
+  rows = {}
+  for key, value in costs.items():
+    label, what = key.split('/cost/')
+    row = rows.setdefault(what.replace('_', ' '), dict.fromkeys(labels, ''))
+    row[label] = f'{value:,.{1 if what == "seconds" else 0}f}'
+  if rows:
+    rows = {name: row.values() for name, row in rows.items()}
+    out.print(_table('costs, as sums', ['cost', *labels], rows))
 
 
-def _costs(values) -> table.Table:
-  """What it took: a row a cost, a column an evaluation or a set of one."""
-  shown = table.Table(title='what it took, in sums')
-  shown.add_column('cost')
-  found, labels = {}, {}
-  for key, value in values.items():
-    label, _, what = key.partition('/cost/')
-    if what:
-      digits = 1 if what == 'seconds' else 0
-      found.setdefault(what, {})[label] = f'{value:,.{digits}f}'
-      labels[label] = None
-  for label in labels:
-    shown.add_column(label, justify='right')
-  for what, by in found.items():
-    shown.add_row(
-      what.replace('_', ' '), *(by.get(label, '') for label in labels)
-    )
+def _table(title: str, heads, rows) -> table.Table:
+  shown = table.Table(title=title)
+  for i, head in enumerate(heads):
+    shown.add_column(head, justify='right' if i else 'left')
+  for name, cells in rows.items():
+    shown.add_row(name, *cells)
   return shown
 
 
@@ -363,31 +307,26 @@ def _cell(values, key: str) -> str:
   return f'{values[key]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]'
 
 
-def define_config_or_run():
-  """--config=FILE, or the config of --workdir with --config.* changes."""
-  given = [
-    a for a in sys.argv[1:] if a.split('=')[0] in ('--config', '-config')
-  ]
-  workdir = [
-    sys.argv[i + 1] if '=' not in a else a.split('=', 1)[1]
-    for i, a in enumerate(sys.argv[1:], 1)
-    if a.split('=')[0] in ('--workdir', '-workdir')
-    and ('=' in a or i + 1 < len(sys.argv))
-  ]
-  if given or not workdir:
-    return command.define_config(required=False)
+def define_config_and_workdir():
+  """Defines --config and --workdir; returns their holders.
+
+  --config is a file, or, without one, the config of the run in --workdir.
+  """
+  workdir = command.define_workdir(required=False)
+  others = command.parse_defined()
+  given = any(re.match('--?config(=|$)', arg) for arg in others)
+  if given or not workdir.value:
+    return command.define_config(required=False), workdir
   command.define_data_dir()
   try:
-    return config_flags.DEFINE_config_dict(
-      'config', build.load_config(workdir[-1])
-    )
+    config = build.load_config(workdir.value)
   except checks.ConfigError as e:
-    print(f'error: {e}', file=sys.stderr)
-    sys.exit(2)
+    command.fail(str(e))
+  return config_flags.DEFINE_config_dict('config', config), workdir
 
 
 def default_out(config, workdir: str, which: str, manifest: str) -> str:
-  """A folder of its own for each checkpoint, manifest and changed fields."""
+  """Returns a folder for this checkpoint, config and manifest."""
   text = json.dumps(command.to_dict(config), sort_keys=True, default=str)
   digest = hashlib.sha256((text + manifest).encode()).hexdigest()[:8]
   step = build.saver(config, workdir).resolve(which)
@@ -397,9 +336,9 @@ def default_out(config, workdir: str, which: str, manifest: str) -> str:
 def main():
   config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
   lookup.require(
-    config is not None, 'give --workdir=RUN, or --config=FILE and --out'
+    config is not None, 'set --workdir=RUN, or --config=FILE and --out'
   )
-  lookup.require(workdir or out, '--out is needed where there is no --workdir')
+  lookup.require(workdir or out, '--out is required without --workdir')
   out = out or default_out(config, workdir, _CHECKPOINT.value, _MANIFEST.value)
   evaluate(
     config,
@@ -414,10 +353,9 @@ def main():
 
 
 if __name__ == '__main__':
-  _CONFIG = define_config_or_run()
-  _WORKDIR = command.define_workdir(required=False)
+  _CONFIG, _WORKDIR = define_config_and_workdir()
   _OUT = flags.DEFINE_string(
-    'out', '', 'Where to write; default: a folder in --workdir.'
+    'out', '', 'Folder for the results; default: a folder in --workdir.'
   )
   _CHECKPOINT = flags.DEFINE_string(
     'checkpoint',

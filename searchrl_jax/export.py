@@ -1,8 +1,8 @@
-"""Writes a run's weights as a Hugging Face checkpoint.
+"""Writes the weights of a run as a Hugging Face checkpoint.
 
   python -m searchrl_jax.export --workdir=runs/mine --out=exported
 
-transformers and vLLM load the folder; so does --config.model.path.
+transformers, vLLM and --config.model.path can load the folder.
 """
 
 from absl import flags

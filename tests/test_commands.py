@@ -300,12 +300,12 @@ def test_which_errors_are_the_users():
   def pythons():
     decoder.nest({1: 2})
 
-  assert commands.mendable(caught(ours))
-  assert commands.mendable(caught(lambda: open('/nowhere')))
-  assert not commands.mendable(caught(numpys))
-  assert not commands.mendable(caught(pythons))
-  assert not commands.mendable(caught(lambda: np.zeros(3).reshape(2)))
-  assert not commands.mendable(caught(lambda: int('x')))
+  assert commands.is_user_error(caught(ours))
+  assert commands.is_user_error(caught(lambda: open('/nowhere')))
+  assert not commands.is_user_error(caught(numpys))
+  assert not commands.is_user_error(caught(pythons))
+  assert not commands.is_user_error(caught(lambda: np.zeros(3).reshape(2)))
+  assert not commands.is_user_error(caught(lambda: int('x')))
 
 
 def test_evaluate_without_a_run_says_so(tmp_path):

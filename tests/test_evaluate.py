@@ -149,7 +149,7 @@ def test_the_command_prints_scores_and_costs(url, tmp_path):
   for text in (
     'certainty@2',
     'self-certainty',
-    'what it took',
+    'costs, as sums',
     'searches',
     'sampled tokens',
     'seconds',

@@ -25,6 +25,7 @@ ORDER = (
   'text.untrusted',
   'text.parser',
   'run.records',
+  'run.trackers',
   'run.writer',
   'run.sharding',
   'models.families',

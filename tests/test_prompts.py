@@ -59,7 +59,7 @@ def test_other_layouts_are_files():
     ({'passage': '{title}'}, r"'passage': needs \{text\}"),
     ({'passage': '{text} {titel}'}, r'did you mean \{title\}'),
     ({'passage': '{text} {'}, r"'passage': .*brace"),
-    ({'stops': ['</search>']}, r"'</answer>', which ends a answer"),
+    ({'stops': ['</search>']}, r"'</answer>', the closing tag"),
     ({'stops': '</answer>'}, r"'stops': expected a list"),
     ({'max_queries': 0}, r"'max_queries': expected a count"),
     ({'max_queries': 2}, r"'query_separator': empty"),

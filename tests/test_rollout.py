@@ -446,9 +446,9 @@ def test_a_round_may_fail_as_often_as_its_step_allows():
 
   whole = [group(0, 0, 0, 0)] * 8
   # Of 32 + 4, 7.2 may fail: all 4 of the round.
-  assert lib.further(config, whole, 1).max_failed == pytest.approx(1.8)
+  assert lib.refill_config(config, whole, 1).max_failed == pytest.approx(1.8)
   # 6 have: 1.2 of the 4 are left.
   worn = [group(1, 1, 1, 0)] * 2 + whole[2:]
-  assert lib.further(config, worn, 1).max_failed == pytest.approx(0.3)
+  assert lib.refill_config(config, worn, 1).max_failed == pytest.approx(0.3)
   assert config.rollout.max_failed == 0.2
   assert lib.greedy(config).max_failed == 1.0

@@ -201,7 +201,7 @@ def test_what_holds_no_trajectories(tmp_path):
   with pytest.raises(RunError, match='trajectories_every'):
     next(records.read(tmp_path))
   (tmp_path / 'a.parquet').write_bytes(b'none')
-  with pytest.raises(RunError, match='a.parquet is no file of trajectories'):
+  with pytest.raises(RunError, match='a.parquet is not a trajectory file'):
     next(records.read(tmp_path / 'a.parquet'))
 
 
@@ -217,13 +217,13 @@ def test_a_thread_writes_and_its_error_comes_with_the_next_step(
   tmp_path, monkeypatch
 ):
   """The loop does not wait for the disk; nothing is lost, errors neither."""
-  real, may_write = writer.write_bytes, threading.Event()
+  real, may_write = records.encode, threading.Event()
 
-  def slow(path, data):
+  def slow(rows):
     assert may_write.wait(60)
-    real(path, data)
+    return real(rows)
 
-  monkeypatch.setattr(writer, 'write_bytes', slow)
+  monkeypatch.setattr(records, 'encode', slow)
   with open_writer(tmp_path) as w:
     w.trajectories(0, [(trajectory(),)])  # returns, while nothing can write
     assert not [*tmp_path.glob('trajectories/*')]
@@ -242,7 +242,7 @@ def test_a_thread_writes_and_its_error_comes_with_the_next_step(
   def full(*_):
     raise RunError('no space left')
 
-  monkeypatch.setattr(writer, 'write_bytes', full)
+  monkeypatch.setattr(records, 'encode', full)
   with open_writer(tmp_path, step=3) as w:
     w.trajectories(3, [(trajectory(),)])
     with pytest.raises(RunError, match='no space'):
@@ -368,7 +368,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
   code = f"""
 import resource, signal, sys
 sys.path.insert(0, {os.getcwd()!r})
-from searchrl_jax.run.records import JsonlFile, RunError
+from searchrl_jax.run.records import RunError
+from searchrl_jax.run.writer import JsonlFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = JsonlFile({str(path)!r}, 0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

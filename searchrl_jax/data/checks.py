@@ -1,4 +1,4 @@
-"""Raw fields to checked Questions: what every data module shares."""
+"""Builds checked Questions from raw fields, for every data module."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import types
@@ -11,7 +11,7 @@ from searchrl_jax.types import Question
 
 
 class DataError(ValueError):
-  """The data cannot be used; the message names file, line and mend."""
+  """The data cannot be used; the message names file, line and the fix."""
 
 
 def make_question(
@@ -33,40 +33,45 @@ def make_question(
     id: a str or an int.
     text: the question, a str that is not blank.
     answers: None, a str, or any sequence (list, numpy array) of str.
+    source: the data set; None = ''.
+    hops: an int; None = 0 = unknown.
+    supporting: corpus ids, given as the answers are.
+    messages: the ready-made prompt.
+    meta: more about the question.
 
   Raises:
-    DataError: a field that is absent or of another kind.
+    DataError: a field is absent or has the wrong type.
   """
-  if isinstance(id, bool) or not isinstance(id, (str, int, np.integer)):
-    raise DataError(f'{where}: the id is {_shown(id)}; give a string')
-  if id == '':
-    raise DataError(f'{where}: the id is empty; give a string')
-  if not isinstance(hops or 0, (int, np.integer)):
-    raise DataError(
-      f'{where}: the hops of question {str(id)!r} are {_shown(hops)}; give '
-      'an integer'
-    )
-  if not isinstance(text, str) or not text.strip():
-    raise DataError(
-      f'{where}: question {str(id)!r} has no text (found {_shown(text)}); '
-      'give the question as a string, or remove the record'
-    )
+  good_id = isinstance(id, (str, int, np.integer)) and type(id) is not bool
+  of = f'of question {str(id)!r}'
+  for good, message in (
+    (good_id, f'the id is {_shown(id)}; give a string'),
+    (id != '', 'the id is empty; give a string'),
+    (
+      isinstance(hops or 0, (int, np.integer)),
+      f'the hops {of} are {_shown(hops)}; give an integer',
+    ),
+    (
+      isinstance(text, str) and text.strip(),
+      f'question {str(id)!r} has no text (found {_shown(text)}); give the '
+      'question as a string, or remove the record',
+    ),
+  ):
+    lookup.require(good, f'{where}: {message}', DataError)
   return Question(
     id=str(id),
     text=text.strip(),
-    answers=strings(answers, f'{where}: the answers of question {str(id)!r}'),
+    answers=strings(answers, f'{where}: the answers {of}'),
     source=str(source or ''),
     hops=int(hops or 0),
-    supporting=strings(
-      supporting, f'{where}: the supporting ids of question {str(id)!r}'
-    ),
+    supporting=strings(supporting, f'{where}: the supporting ids {of}'),
     messages=tuple(messages),
     meta=dict(meta),
   )
 
 
 def strings(value: Any, what: str) -> tuple[str, ...]:
-  """A str, None, or a sequence of str and numbers, as a tuple of str."""
+  """Converts None, a str or a sequence of str and numbers to a tuple of str."""
   if value is None:
     return ()
   if isinstance(value, str):
@@ -84,7 +89,7 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
-  """None or a mapping, as a dict."""
+  """Converts None or a mapping to a dict."""
   if value is None:
     return {}
   if isinstance(value, Mapping):
@@ -93,10 +98,10 @@ def mapping(value: Any, what: str) -> dict[str, Any]:
 
 
 def hops_of(metadata: Mapping[str, Any]) -> int:
-  """Hops by what FlashRAG keeps of a multi-hop set; 0 = unknown.
+  """Number of hops according to FlashRAG's metadata; 0 = unknown.
 
-  MuSiQue: its steps. HotpotQA and 2WikiMultihopQA, which name supporting
-  facts: two, and four of a comparison of bridges.
+  MuSiQue: the number of its steps. HotpotQA and 2WikiMultihopQA, which have
+  supporting facts: 2, or 4 for a 'bridge_comparison'.
   """
   steps = metadata.get('question_decomposition')
   if steps and isinstance(steps, list):
@@ -107,16 +112,16 @@ def hops_of(metadata: Mapping[str, Any]) -> int:
   return 4 if metadata.get('type') == 'bridge_comparison' else 2
 
 
-# Of FlashRAG's metadata: passages, for readers that are given them. A log of
-# trajectories would hold them once a sample.
+# Fields of FlashRAG's metadata that hold passages. They are left out because a
+# log of trajectories would repeat them in every sample.
 PASSAGES = ('context', 'question_decomposition')
 
 
 def pick(record: Mapping[str, Any], field: str, where: str) -> Any:
-  """record['a']['b'] for the field 'a.b'.
+  """Returns record['a']['b'] for the field 'a.b'.
 
   Raises:
-    DataError: there is no such field; names those that exist.
+    DataError: there is no such field; the message lists those that exist.
   """
   value: Any = record
   for i, key in enumerate(field.split('.')):
@@ -138,55 +143,44 @@ def mapped(
   *,
   id: str,
   question: str,
-  answers: str,
-  supporting: str,
-  source: str,
-  hops: str,
+  **fields: str,
 ) -> list[Question]:
-  """Questions of rows by their fields' names ('a.b' reaches inside).
+  """Makes questions of rows, given the names of fields ('a.b' is nested).
 
-  id = '' takes the row's number; another '' leaves that field unknown.
+  Args:
+    rows: the records.
+    where: name of the data set, for errors.
+    id: field of the id; '' = the row's number.
+    question: field of the text.
+    **fields: parameter of `make_question`=name of the field; '' = unknown.
 
   Raises:
-    DataError: a field that is absent (near names) or of another kind; the
-      message names the row.
+    DataError: a field is absent or has the wrong type; names the row.
   """
-  fields = {
-    'answers': answers,
-    'supporting': supporting,
-    'source': source,
-    'hops': hops,
-  }
 
-  def made():
+  def pairs():
     for i, row in enumerate(rows):
       at = f'{where} row {i}'
-      yield (
-        at,
-        make_question(
-          at,
-          id=pick(row, id, at) if id else i,
-          text=pick(row, question, at),
-          **{k: pick(row, name, at) for k, name in fields.items() if name},
-        ),
-      )
+      values = {k: pick(row, name, at) for k, name in fields.items() if name}
+      values['id'] = pick(row, id, at) if id else i
+      yield at, make_question(at, text=pick(row, question, at), **values)
 
-  return unique(made(), where)
+  return unique(pairs(), where)
 
 
-def unique(found: Iterable[tuple[str, Question]], path: str) -> list[Question]:
-  """Keeps (where, question) pairs whose ids are all different.
+def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
+  """Returns the questions of (where, question) pairs.
 
   Raises:
-    DataError: a repeated id, with both places; or no question at all.
+    DataError: an id occurs twice (names both places), or there is no question.
   """
   seen: dict[str, str] = {}
   out = []
-  for where, q in found:
+  for where, q in pairs:
     if q.id in seen:
       raise DataError(
         f'{where}: id {q.id!r} was already used at {seen[q.id]}; give every '
-        'question an id of its own'
+        'question a different id'
       )
     seen[q.id] = where
     out.append(q)
@@ -205,73 +199,66 @@ def choose(
   n: int = 0,
   seed: int = 0,
 ) -> list[Question]:
-  """Filters, then draws n of them without replacement, in file order.
+  """Filters questions, then draws n without replacement, in file order.
 
   Args:
-    source: keeps questions of this source; '' = all. 'nq*' = by prefix.
-    hops: keeps questions of so many hops; 0 = all.
-    split: keeps questions whose meta['split'] is this; '' = all.
+    questions: in file order.
+    path: for errors.
+    source: keep this source ('nq*' = by prefix); '' = all.
+    hops: keep this number of hops; 0 = all.
+    split: keep this meta['split']; '' = all.
     n: how many to draw; 0 = all.
     seed: of the draw.
 
   Raises:
-    DataError: a filter that leaves nothing, or fewer than n.
+    DataError: no question passes a filter, or fewer than n do.
   """
   kept = list(questions)
-  if source:
-    match = (
-      (lambda s: s.startswith(source[:-1]))
-      if source.endswith('*')
-      else (lambda s: s == source)
-    )
-    kept = [q for q in kept if match(q.source)]
+  for name, wanted, field in (
+    ('source', source, lambda q: q.source),
+    ('hops', hops, lambda q: q.hops),
+    ('split', split, lambda q: q.meta.get('split', '')),
+  ):
+    if not wanted:
+      continue
+    values = {field(q) for q in kept}
+    matching = {v for v in values if v == wanted}
+    if name == 'source' and source.endswith('*'):
+      matching = {v for v in values if v.startswith(source[:-1])}
+    hint = 'there are: ' + str(sorted(values, key=str))
+    if isinstance(wanted, str):
+      hint = lookup.near(wanted, map(str, values))
     lookup.require(
-      kept,
-      f'{path}: no question of source={source!r}: '
-      f'{lookup.near(source, {q.source for q in questions})}',
-      DataError,
+      matching, f'{path}: no question has {name}={wanted!r}; {hint}', DataError
     )
-  if hops:
-    has = sorted({q.hops for q in kept})
-    kept = [q for q in kept if q.hops == hops]
-    lookup.require(
-      kept, f'{path}: no question of hops={hops}; there are: {has}', DataError
-    )
-  if split:
-    has = {str(q.meta.get('split', '')) for q in kept}
-    kept = [q for q in kept if q.meta.get('split') == split]
-    lookup.require(
-      kept,
-      f'{path}: no question of split={split!r}: {lookup.near(split, has)}',
-      DataError,
-    )
+    kept = [q for q in kept if field(q) in matching]
   lookup.require(n >= 0, f'{path}: n={n} must be 0 (all) or more', DataError)
-  if n:
-    lookup.require(
-      n <= len(kept),
-      f'{path}: n={n} questions asked for, {len(kept)} there; n=0 takes all',
-      DataError,
-    )
-    drawn = np.random.default_rng(seed).permutation(len(kept))[:n]
-    kept = [kept[i] for i in sorted(drawn)]
-  return kept
+  lookup.require(
+    n <= len(kept),
+    f'{path}: n={n} questions asked for, and there are {len(kept)}; n=0 takes '
+    'all',
+    DataError,
+  )
+  drawn = np.random.default_rng(seed).permutation(len(kept))[: n or None]
+  return [kept[i] for i in sorted(drawn)]
 
 
 def require_answers(questions: Iterable[Question], what: str) -> None:
   """Checks that every question has a golden answer.
 
   Args:
-    what: who needs them, for the error ('reward answer.em').
+    questions: the questions to check.
+    what: what needs the answers, for the error ('reward answer.em').
 
   Raises:
-    DataError: names the first questions without one.
+    DataError: names the first questions without an answer.
   """
   bare = [q.id for q in questions if not any(a.strip() for a in q.answers)]
   lookup.require(
     not bare,
     f'{what} needs golden answers, and {len(bare)} questions have none: '
     f'{", ".join(map(repr, bare[:5]))}{", ..." if len(bare) > 5 else ""}; '
-    'add them, leave these questions out, or choose a reward without them',
+    'add answers, leave these questions out, or use a reward without answers',
     DataError,
   )
 

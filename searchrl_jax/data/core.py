@@ -1,4 +1,4 @@
-"""Questions from anywhere: the contract of a data module, sets, the stream.
+"""Data modules, question sets and the resumable stream of questions.
 
 A data module is a file of this folder (or any importable module) with
 
@@ -9,12 +9,13 @@ and, if it can script a warm start,
     traces(**fields) -> list[Trace]
 
 A set is a config `{module, weight, ...fields}`. Its fields are the keyword
-arguments of `load` (of `traces` for `config.sft.data`). Three arguments are
-filled from `config.data` where the set does not state them: `world_seed`,
-`prompt` and `folder` (the data folder, '' if there is none). `path` is
-resolved against the data folder; `search` is handed to `traces`.
+arguments of `load` (of `traces` for `config.sft.data`). If the set omits
+`world_seed`, `prompt` or `folder` (the data folder, '' = none), they are taken
+from `config.data`. `path` is resolved against the data folder; `search` is
+passed to `traces`.
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
@@ -31,7 +32,8 @@ from searchrl_jax.types import Passage, Question
 
 PACKAGE = 'searchrl_jax.data'
 ENV_DIR = 'SEARCHRL_DATA'
-# What one thing in a scripted attempt can be. `other` is text in no tags.
+SHARED = pathlib.Path(__file__).resolve().parents[3] / 'shared' / 'data'
+# The kinds of actions in a trace. `other` is text without tags.
 ACTIONS = ('think', 'search', 'information', 'answer', 'other')
 PROMPTS = ('template', 'as_is')
 Search = Callable[[Sequence[str], int], Sequence[Sequence[Passage]]]
@@ -41,18 +43,18 @@ Search = Callable[[Sequence[str], int], Sequence[Sequence[Passage]]]
 class Trace:
   """A scripted attempt at a question, for a supervised warm start.
 
-  It holds contents only: `sft.py` renders them with the environment's own
-  functions, so that warm start and rollouts have one layout.
+  It holds contents only. `sft.py` renders them with the functions of the
+  environment, so that warm start and rollouts have the same layout.
 
-  question: None = plain text to be learnt (pretraining), of which the
-    environment sees nothing: no prompt, and an end where the actions end.
-  actions: (kind, payload) in order. 'information' carries a tuple of
-    Passage, everything else a str without tags. 'information' is the
-    environment's, unless config.env.information says that it is the policy's;
-    the rest is what the policy is to write.
-  good: it searches, reads and answers right. Controls (`sft_only`) keep
-    these; a warm start mixes in others, so that RL has something to select.
-  template: in place of config.env.template, for another role.
+  question: None = plain text (pretraining), without a prompt and without the
+    environment's end of a trajectory.
+  actions: (kind, payload) in order. The payload of 'information' is a tuple of
+    Passage, written by the environment, or by the policy if
+    config.env.information says so. The other payloads are str without tags,
+    written by the policy.
+  good: it searches, reads and answers correctly. Controls (`sft_only`) train
+    on these only; a warm start adds others, so that RL has choices.
+  template: used instead of config.env.template, for another role.
   """
 
   question: Question | None
@@ -73,18 +75,18 @@ class Trace:
 
 
 # ---------------------------------------------------------------------------
-# Where files are
+# Paths
 # ---------------------------------------------------------------------------
 
 
 def data_dir(data) -> str:
-  """The data folder of `config.data`; '' if there is none.
+  """Returns the data folder of `config.data`; '' if there is none.
 
-  In this order: `data.dir`, the variable SEARCHRL_DATA, a folder shared/data
+  The first of: `data.dir`, the variable SEARCHRL_DATA, a folder shared/data
   beside the checkout.
 
   Raises:
-    DataError: data.dir or SEARCHRL_DATA names no folder.
+    DataError: data.dir or SEARCHRL_DATA is not a folder.
   """
   for name, value in (
     ('config.data.dir', data.dir),
@@ -98,24 +100,19 @@ def data_dir(data) -> str:
         DataError,
       )
       return str(folder.resolve())
-  beside = _beside()
-  return str(beside) if beside.is_dir() else ''
-
-
-def _beside() -> pathlib.Path:
-  checkout = pathlib.Path(__file__).resolve().parents[2]
-  return checkout.parent / 'shared' / 'data'
+  return str(SHARED) if SHARED.is_dir() else ''
 
 
 def resolve(path: str, data) -> str:
-  """The file or folder that `path` means.
+  """Returns the file or folder of `path`.
 
-  An absolute path, `hf://datasets/OWNER/NAME/FILE` (fetched from the hub or
-  its cache; HF_ENDPOINT and HF_HOME are honoured), or a path below the data
-  folder.
+  Args:
+    path: an absolute path, `hf://datasets/OWNER/NAME/FILE` (from the hub or
+      its cache; uses HF_ENDPOINT and HF_HOME), or a path below the data folder.
+    data: `config.data`.
 
   Raises:
-    DataError: it does not exist; the message says where it was looked for.
+    DataError: it does not exist; the message says where it was searched.
   """
   if path.startswith('hf://'):
     return _from_hub(path)
@@ -125,7 +122,7 @@ def resolve(path: str, data) -> str:
     if not folder:
       raise DataError(
         f'{path!r} is relative to the data folder, and there is none: give '
-        f'--config.data.dir=FOLDER, set {ENV_DIR}, or make {_beside()} '
+        f'--config.data.dir=FOLDER, set {ENV_DIR}, or create {SHARED} '
         '(hf://datasets/OWNER/NAME/FILE reads from the Hugging Face hub)'
       )
     full = pathlib.Path(folder) / full
@@ -141,7 +138,7 @@ def _from_hub(path: str) -> str:
     f'{path!r} must be hf://datasets/OWNER/NAME/FILE',
     DataError,
   )
-  import huggingface_hub  # only who reads from the hub needs it
+  import huggingface_hub  # slow to import, and rarely used
   import huggingface_hub.errors
 
   repo, file = '/'.join(parts[1:3]), '/'.join(parts[3:])
@@ -149,9 +146,9 @@ def _from_hub(path: str) -> str:
     return huggingface_hub.hf_hub_download(repo, file, repo_type='dataset')
   except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
     raise DataError(
-      f'{path}: not to be had from the hub or its cache '
-      f'({type(e).__name__}: {e}); check the name and the connection, point '
-      'HF_ENDPOINT at a mirror, or give a local path'
+      f'{path}: cannot be read from the hub or its cache '
+      f'({type(e).__name__}: {e}); check the name and the connection, set '
+      'HF_ENDPOINT to a mirror, or give a local path'
     ) from e
 
 
@@ -160,84 +157,63 @@ def _from_hub(path: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-def complete(sets, data, function: str = 'load') -> dict[str, dict[str, Any]]:
-  """Every field of every set, the module's defaults written out.
-
-  What a run did is what its written config says: `train.py` writes this.
+def set_fields(name, fields, data, function: str = 'load') -> dict[str, Any]:
+  """Returns a set with the defaults of its module filled in.
 
   Args:
-    sets: name -> {module, weight, ...fields} (a ConfigDict or a dict).
+    name: of the set, for errors.
+    fields: {module, weight, ...fields} (a ConfigDict or a dict).
     data: `config.data`.
     function: 'load' or 'traces'.
 
   Raises:
-    ValueError: an unknown module or field (with near names), or a field
-      that the module needs and the set lacks.
+    ValueError: the module or a field is unknown (suggests similar names), or a
+      field that the module requires is missing.
   """
-  return {
-    name: _fields(name, dict(fields), data, function)
-    for name, fields in sets.items()
-  }
-
-
-def _fields(name, fields, data, function):
+  fields = dict(fields)
   lookup.require(
     'module' in fields,
     f'set {name!r} has no field module (jsonl, parquet, ...)',
     DataError,
   )
-  call = _function(fields['module'], function)
-  known, extra = inspect.signature(call).parameters, ('module', 'weight')
+  where = f'set {name!r}: module {fields["module"]!r}'
+  module = lookup.module(PACKAGE, fields['module'])
+  lookup.require(
+    hasattr(module, function), f'{where} has no function {function}', DataError
+  )
+  parameters = inspect.signature(getattr(module, function)).parameters
+  known = {'module': None, 'weight': None, **parameters}
+  known.pop('search', None)  # a callable, passed at the call
   for key in fields:
     lookup.require(
-      key in known or key in extra,
-      f'set {name!r}: module {fields["module"]!r} has no field {key!r}; '
-      f'{lookup.near(key, {*known, *extra} - {"search"})}',
+      key in known,
+      f'{where} has no field {key!r}; {lookup.near(key, known)}',
       DataError,
     )
-  # What the set states, else config.data, else the module's default.
-  given = {p.name: p.default for p in known.values() if p.default != p.empty}
-  given |= {
-    'world_seed': data.world_seed,
-    'prompt': data.prompt,
-    'folder': data_dir(data),
-    **fields,
-  }
-  names = [*extra, *(key for key in known if key != 'search')]
-  for key in names:  # a search is a callable, handed over at the call
+  # The set takes precedence over config.data, and that over the defaults.
+  given = {p.name: p.default for p in parameters.values()}
+  given |= {'world_seed': data.world_seed, 'prompt': data.prompt}
+  given |= {'folder': data_dir(data), **fields}
+  for key in known:
     lookup.require(
-      key in given or key in extra,
-      f'set {name!r}: module {fields["module"]!r} needs the field {key!r}',
+      given.get(key) is not inspect.Parameter.empty,
+      f'{where} needs the field {key!r}',
       DataError,
     )
-  return {key: given[key] for key in names if key in given}
+  return {key: given[key] for key in known if key in given}
 
 
-def _function(module: str, function: str) -> Callable[..., Any]:
-  found = lookup.module(PACKAGE, module)
-  lookup.require(
-    hasattr(found, function),
-    f'data module {module!r} has no function {function}()',
-    DataError,
-  )
-  return getattr(found, function)
-
-
-def _call(name, fields, data, function, **handed):
-  whole = _fields(name, dict(fields), data, function)
-  call = _function(whole['module'], function)
+def _call(name, fields, data, function: str, search: Search | None = None):
+  fields = set_fields(name, fields, data, function)
+  call = getattr(lookup.module(PACKAGE, fields.pop('module')), function)
+  fields.pop('weight', None)
   if 'search' in inspect.signature(call).parameters:
-    lookup.require(
-      handed.get('search') is not None,
-      f'set {name!r}: its traces need a search',
-      DataError,
-    )
-    whole['search'] = handed['search']
-  kw = {k: v for k, v in whole.items() if k not in ('module', 'weight')}
+    lookup.require(search, f'set {name!r}: its traces need a search', DataError)
+    fields['search'] = search
   try:
-    if isinstance(kw.get('path'), str):
-      kw['path'] = resolve(kw['path'], data)
-    return call(**kw)
+    if isinstance(fields.get('path'), str):
+      fields['path'] = resolve(fields['path'], data)
+    return call(**fields)
   except DataError as e:
     raise DataError(f'set {name!r}: {e}') from e
 
@@ -245,17 +221,17 @@ def _call(name, fields, data, function, **handed):
 def load_sets(sets, data) -> dict[str, list[Question]]:
   """Loads `config.data.train` or `config.data.eval`.
 
-  An id that two sets share becomes 'SET/id' in both, so that no two
-  questions of a run have one id (groups, random streams and logs go by it).
-  A question without a source gets the name of its set.
+  An id that occurs in two sets becomes 'SET/id' in both, because groups,
+  random streams and logs identify questions by id. A question without a source
+  gets the name of its set.
 
   Args:
     sets: name -> {module, weight, ...fields}.
     data: `config.data`.
 
   Raises:
-    DataError: no set, an unknown field, absent file, bad record; the message
-      starts with the set's name.
+    DataError: no set, an unknown field, a missing file or a bad record; the
+      message starts with the name of the set.
   """
   lookup.require(
     data.prompt in PROMPTS,
@@ -264,18 +240,17 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
   )
   lookup.require(
     sets,
-    'there is no set; add one: config.data.train.NAME = {module: jsonl, '
-    'path: FILE}',
+    'there is no set; add one, such as config.data.train.NAME = {module: '
+    'jsonl, path: FILE}',
     DataError,
   )
   loaded = {}
   for name, fields in sets.items():
-    # The environment renders all sets one way: another here would wrap
-    # instructions in instructions.
+    # The environment renders all sets in the same way.
     if fields.get('prompt', data.prompt) != data.prompt:
       raise DataError(
         f'set {name!r}: prompt={fields["prompt"]!r} is not config.data.prompt='
-        f'{data.prompt!r}; change the latter, for all sets'
+        f'{data.prompt!r}; change the latter, which holds for all sets'
       )
     loaded[name] = [
       q if q.source else dataclasses.replace(q, source=name)
@@ -291,25 +266,25 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
         "messages of its own; use data.prompt='template', or a set whose "
         'records hold prompts (parquet)'
       )
-  times: dict[str, int] = {}
-  for questions in loaded.values():
-    for q in questions:
-      times[q.id] = times.get(q.id, 0) + 1
+  count = collections.Counter(q.id for qs in loaded.values() for q in qs)
   out = {
     name: [
-      dataclasses.replace(q, id=f'{name}/{q.id}') if times[q.id] > 1 else q
+      dataclasses.replace(q, id=f'{name}/{q.id}') if count[q.id] > 1 else q
       for q in questions
     ]
     for name, questions in loaded.items()
   }
-  unique(
-    ((f'set {name!r}', q) for name, qs in out.items() for q in qs), 'the sets'
-  )
+  _require_unique(out)
   return out
 
 
+def _require_unique(sets: Mapping[str, Sequence[Question]]) -> None:
+  pairs = ((f'set {name!r}', q) for name, qs in sets.items() for q in qs)
+  unique(pairs, 'the sets')
+
+
 def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
-  """Makes the scripted traces of `config.sft.data`.
+  """Returns the scripted traces of `config.sft.data`.
 
   Args:
     fields: {module, ...the keyword arguments of its `traces`}.
@@ -317,9 +292,9 @@ def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
     search: (queries, k) -> passages of each query; for modules whose
       `traces` takes `search`.
   """
-  found = _call('sft.data', fields, data, 'traces', search=search)
-  lookup.require(found, 'sft.data gave no trace; correct its fields', DataError)
-  return list(found)
+  traces = list(_call('sft.data', fields, data, 'traces', search))
+  lookup.require(traces, 'sft.data has no trace; correct its fields', DataError)
+  return traces
 
 
 # ---------------------------------------------------------------------------
@@ -330,10 +305,10 @@ def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
 class Stream:
   """An endless, resumable stream of questions over a mixture of sets.
 
-  The question at a position is a function of (sets, weights, seed, position)
-  alone (grain's MapDataset), so its state is the position. Every set runs
-  through all its questions once in each of its epochs, reshuffled each time.
-  Without weights the sets are one: shuffled together, once an epoch each.
+  The question at a position depends only on (sets, weights, seed, position)
+  (grain's MapDataset), so the state is the position. An epoch of a set has
+  each of its questions once, in a new order. Without weights, all sets form
+  one set.
   """
 
   def __init__(
@@ -347,42 +322,36 @@ class Stream:
     """Makes the stream, at position 0.
 
     Args:
-      sets: name -> questions, ids all different.
+      sets: name -> questions, whose ids are all different.
       seed: of the shuffles.
-      shuffle: False = the order given.
-      weights: name -> share of the stream (need not sum to 1); None = by
-        size.
+      shuffle: False = in the given order.
+      weights: name -> share of the stream (need not sum to 1); None = by size.
 
     Raises:
-      DataError: an empty set, a repeated id, a weight that is absent or not
-        above 0.
+      DataError: a set is empty, an id occurs twice, or a weight is missing or
+        not above 0.
     """
-    import grain  # slow to import, and only a training run needs it
+    import grain  # slow to import, and only training needs it
 
-    unique(
-      ((f'set {n!r}', q) for n, qs in sets.items() for q in qs), 'the sets'
-    )
+    _require_unique(sets)
     for name, questions in sets.items():
       lookup.require(questions, f'set {name!r} is empty', DataError)
-    if weights is not None:
-      for name in sets:
-        lookup.require(
-          weights.get(name, 0) > 0,
-          f'set {name!r} has weight {weights.get(name)!r}; give every set '
-          'a weight above 0, or none of them (then: by size)',
-          DataError,
-        )
+      lookup.require(
+        weights is None or weights.get(name, 0) > 0,
+        f'set {name!r} has weight {(weights or {}).get(name)!r}; give every '
+        'set a weight above 0, or none of them (then: by size)',
+        DataError,
+      )
 
     def endless(name, questions):
-      # A seed of its own for each set: adding one leaves the others alone.
+      # Each set has its own seed, so adding a set does not change the others.
       ds = grain.MapDataset.source(list(questions))
       ds = ds.seed(zlib.crc32(f'{seed}/{name}'.encode()))
       return (ds.shuffle() if shuffle else ds).repeat()
 
     self.questions = [q for questions in sets.values() for q in questions]
     if weights is None:
-      every = self.questions
-      self._ds = endless('', every)
+      self._ds = endless('', self.questions)
     else:
       self._ds = grain.MapDataset.mix(
         [endless(name, questions) for name, questions in sets.items()],
@@ -398,32 +367,31 @@ class Stream:
     self.position = 0  # questions handed out so far
 
   def next(self, n: int) -> list[Question]:
-    """The next n questions, their ids all different.
+    """Returns the next n questions, with different ids.
 
-    A question that comes twice in one call (a small set, or the end of one
-    epoch and the start of the next) gets '#2' after its id the second time:
-    its two groups must not be taken for one.
+    If a question occurs twice (a small set, or two epochs in one call), '#2' is
+    added to the second id, so that its two groups are not confused.
     """
     lookup.require(n >= 1, f'n={n} must be at least 1')
-    out, times = [], {}
+    out, count = [], collections.Counter()
     for i in range(self.position, self.position + n):
       q = self._ds[i]
-      times[q.id] = times.get(q.id, 0) + 1
-      if times[q.id] > 1:
-        q = dataclasses.replace(q, id=f'{q.id}#{times[q.id]}')
+      count[q.id] += 1
+      if count[q.id] > 1:
+        q = dataclasses.replace(q, id=f'{q.id}#{count[q.id]}')
       out.append(q)
     self.position += n
     return out
 
   def state(self) -> dict[str, Any]:
-    """What `restore` needs: plain JSON."""
+    """The state for `restore`, as JSON."""
     return {'position': self.position, 'fingerprint': self.fingerprint}
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Goes to the position of a saved state.
+    """Moves to the position of a saved state.
 
     Raises:
-      DataError: the state is of other questions, weights, seed or shuffle.
+      DataError: the questions, weights, seed or shuffle differ.
     """
     lookup.require(
       state['fingerprint'] == self.fingerprint,
@@ -437,13 +405,11 @@ class Stream:
 
 
 def open_stream(data, seed: int) -> Stream:
-  """The stream of `config.data.train`."""
-  sets = load_sets(data.train, data)
-  given = {
-    name: fields['weight']
-    for name, fields in data.train.items()
-    if 'weight' in fields
-  }
+  """Returns the stream of `config.data.train`."""
+  weights = {k: v['weight'] for k, v in data.train.items() if 'weight' in v}
   return Stream(
-    sets, seed=seed, shuffle=data.shuffle, weights=given if given else None
+    load_sets(data.train, data),
+    seed=seed,
+    shuffle=data.shuffle,
+    weights=weights or None,
   )

@@ -1,7 +1,7 @@
 """Questions from Hugging Face `datasets`: the hub, or a local folder.
 
-HF_ENDPOINT (a mirror), HF_HOME (the cache) and HF_HUB_OFFLINE are the
-library's own and are honoured.
+The library's variables HF_ENDPOINT (a mirror), HF_HOME (the cache) and
+HF_HUB_OFFLINE apply.
 """
 
 import pathlib
@@ -27,12 +27,12 @@ def load(
   n: int = 0,
   seed: int = 0,
 ) -> list[Question]:
-  """Loads a split and maps its fields; n are drawn, in the split's order.
+  """Loads a split, maps its fields and draws n questions, in order.
 
   Args:
     dataset: a name on the hub ('RUC-NLPIR/FlashRAG_datasets'), or a folder,
       absolute or below the data folder: data files, or `save_to_disk`'s.
-    folder: the data folder, '' if there is none.
+    folder: the data folder; '' = none.
     split: 'train', 'test[:100]', ...
     subset: the data set's configuration ('nq'); '' = its only one.
     revision: a branch, tag or commit of the hub; '' = the newest.
@@ -46,8 +46,8 @@ def load(
     seed: of the draw.
 
   Raises:
-    DataError: the data set cannot be had (offline, misspelt), a field is
-      absent (near names), or a row is bad (its number).
+    DataError: the data set cannot be loaded (offline, wrong name), or a field
+      or row is bad (the message suggests names, or gives the row).
   """
   name = f'{dataset}/{subset}' if subset else dataset
   where = f'{name}[{split}]'
@@ -70,22 +70,24 @@ def _open(dataset, folder, split, subset, revision) -> Any:
   import huggingface_hub.errors
 
   local = pathlib.Path(folder, dataset).expanduser()
-  # 'a/b' beside the data is taken for the folder; a name on the hub is
-  # looked for only if there is none.
+  # A folder takes precedence over a name on the hub.
   is_local = local.is_dir() and (folder or local.is_absolute())
   path = str(local) if is_local else dataset
-  kw = {'name': subset or None, 'revision': revision or None}
   try:
     if is_local and (
       (local / 'dataset_dict.json').exists() or (local / 'state.json').exists()
     ):
-      found = datasets.load_from_disk(path)
-      if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-          raise DataError(f'{path}: no split {split!r}: {", ".join(found)}')
-        found = found[split]
-      return found
-    return datasets.load_dataset(path, split=split, **kw)
+      loaded = datasets.load_from_disk(path)
+      if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+      if split in loaded:
+        return loaded[split]
+      raise DataError(f'{path}: no split {split!r}: {", ".join(loaded)}')
+    return datasets.load_dataset(
+      path, subset or None, split=split, revision=revision or None
+    )
+  except DataError:
+    raise
   except (
     OSError,
     httpx.HTTPError,
@@ -93,15 +95,13 @@ def _open(dataset, folder, split, subset, revision) -> Any:
     datasets.exceptions.DatasetsError,
     huggingface_hub.errors.HfHubHTTPError,
   ) as e:
-    if isinstance(e, DataError):
-      raise
     fix = 'correct the folder, the subset or the split'
     if not is_local:
       fix = (
-        'check the name, the subset, the split and the connection, point '
-        'HF_ENDPOINT at a mirror, fetch it once while online where the '
-        'library is offline (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE) and the '
-        'cache (HF_HOME) lacks it, or give a local folder'
+        'check the name, the subset, the split and the connection, set '
+        'HF_ENDPOINT to a mirror, load it once while online if the library is '
+        'offline (HF_HUB_OFFLINE or HF_DATASETS_OFFLINE) and the cache '
+        '(HF_HOME) lacks it, or give a local folder'
       )
     raise DataError(
       f'{path} ({split}): cannot be loaded '

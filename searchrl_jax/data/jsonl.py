@@ -1,20 +1,20 @@
 """Questions from JSON lines (or a JSON array), plain or gzipped.
 
 Layouts:
-  flashrag  `{"id", "question", "golden_answers", "metadata"}` of FlashRAG's
-            datasets (hops by the metadata, whose passages are left out);
-            our own files add `supporting_ids`, `source`, `hops`, `split`. A
-            file of your own needs `id` and `question`.
-  hotpotqa  HotpotQA's own (Yang et al., EMNLP 2018).
-  2wiki     2WikiMultihopQA's own (Ho et al., COLING 2020).
-  musique   MuSiQue's own (Trivedi et al., TACL 2022).
-  ttrl      TTRL's (Zuo et al. 2025) of AIME, AMC, MATH-500 and GPQA: `prompt`,
-            `answer`, `source`, `id`; its MATH-L1 to L5: `unique_id`, and
-            `answer` or, without it, the box in `solution`. Prompts are bare
-            questions: as they are, they are a chat of one message.
-  ssp       SSP's (Lu et al. 2025), answers to ask about: `ground_truth`,
-            `search_turns`, `sys_question_example`. The text is the answer,
-            the id the place in the file.
+  flashrag  FlashRAG's `{"id", "question", "golden_answers", "metadata"}`. Hops
+            follow from the metadata, whose passages are left out. This
+            project's files add `supporting_ids`, `source`, `hops`, `split`.
+            Only `id` and `question` are required.
+  hotpotqa  HotpotQA (Yang et al., EMNLP 2018).
+  2wiki     2WikiMultihopQA (Ho et al., COLING 2020).
+  musique   MuSiQue (Trivedi et al., TACL 2022).
+  ttrl      TTRL (Zuo et al. 2025): AIME, AMC, MATH-500 and GPQA with `prompt`,
+            `answer`, `source`, `id`; MATH-L1 to L5 with `unique_id`, and
+            `answer` or else the box in `solution`. A prompt is a bare
+            question; with data.prompt='as_is' it is a chat of one message.
+  ssp       SSP (Lu et al. 2025), answers to ask questions about:
+            `ground_truth`, `search_turns`, `sys_question_example`. The text is
+            the answer, the id the position in the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,26 +46,25 @@ def load(
   """Reads a file, filters it, and draws n questions, in file order.
 
   Args:
-    path: .jsonl, .json, or either gzipped (told by the content).
-    layout: see the top of this file.
-    source: keeps this source ('nq*' = by prefix); '' = all.
-    hops: keeps questions of so many hops; 0 = all.
-    split: keeps this split (the record's `split`); '' = all.
+    path: .jsonl or .json, gzipped or not (detected by the content).
+    layout: see the module docstring.
+    source: keep this source ('nq*' = by prefix); '' = all.
+    hops: keep this number of hops; 0 = all.
+    split: keep this split (the record's `split`); '' = all.
     n: questions drawn without replacement; 0 = all.
     seed: of the draw.
 
   Raises:
-    DataError: names file and line.
+    DataError: the file cannot be used; names file and line.
   """
   lookup.require(
     layout in LAYOUTS,
-    f'layout {layout!r}: {lookup.near(layout, LAYOUTS)}',
+    f'layout {layout!r} is unknown: {lookup.near(layout, LAYOUTS)}',
     DataError,
   )
   make = LAYOUTS[layout]
-  questions = checks.unique(
-    ((where, make(record, where)) for where, record in read(path)), path
-  )
+  pairs = ((where, make(record, where)) for where, record in read(path))
+  questions = checks.unique(pairs, path)
   return checks.choose(
     questions, path=path, source=source, hops=hops, split=split, n=n, seed=seed
   )
@@ -85,21 +84,20 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
       data = f.read()
   except (EOFError, zlib.error, gzip.BadGzipFile) as e:
     raise DataError(
-      f'{path}: the gzip file is cut short or damaged ({e}); copy or '
-      'compress it again'
+      f'{path}: the gzip file is cut short or damaged ({e}); copy it again'
     ) from None
   except OSError as e:
     raise DataError(f'{path}: cannot be read ({e.strerror})') from None
   data = data.removeprefix(b'\xef\xbb\xbf')
   if data.lstrip()[:1] == b'[':
     try:
-      found = json.loads(data)
+      items = json.loads(data)
     except ValueError as e:  # UnicodeDecodeError is one
       raise DataError(f'{path}: not a JSON array: {e}') from None
-    for i, record in enumerate(found):
+    for i, record in enumerate(items):
       yield f'{path}[{i}]', _object(record, f'{path}[{i}]')
     return
-  # By '\n' alone: JSON strings may hold other line separators (U+2028).
+  # Split at '\n' only: JSON strings may hold other line separators (U+2028).
   for i, line in enumerate(data.split(b'\n'), 1):
     if not line.strip():
       continue
@@ -108,7 +106,7 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
       record = json.loads(line)
     except (ValueError, RecursionError) as e:
       raise DataError(
-        f'{where}: not JSON ({e}); every line must be one whole JSON object'
+        f'{where}: not JSON ({e}); every line must be a complete JSON object'
       ) from None
     yield where, _object(record, where)
 
@@ -122,12 +120,12 @@ def _object(record: Any, where: str) -> dict[str, Any]:
   return record
 
 
-def _need(record: Mapping[str, Any], key: str, where: str) -> Any:
+def _required(record: Mapping[str, Any], key: str, where: str) -> Any:
   if record.get(key) is None:
     raise DataError(
-      f'{where}: there is no {key!r} (found: '
-      f'{", ".join(map(repr, record)) or "nothing"}); add it, or correct '
-      'config: layout'
+      f'{where}: there is no {key!r} (fields: '
+      f'{", ".join(map(repr, record)) or "none"}); add it, or set another '
+      'layout in the config'
     )
   return record[key]
 
@@ -141,8 +139,8 @@ def flashrag(record: Mapping[str, Any], where: str) -> Question:
     meta['split'] = record['split']
   return checks.make_question(
     where,
-    id=_need(record, 'id', where),
-    text=_need(record, 'question', where),
+    id=_required(record, 'id', where),
+    text=_required(record, 'question', where),
     answers=answers,
     source=record.get('source', ''),
     hops=hops,
@@ -154,20 +152,18 @@ def flashrag(record: Mapping[str, Any], where: str) -> Question:
 def _titled(
   record: Mapping[str, Any], where: str, source: str, hops: int
 ) -> Question:
-  """A question whose paragraphs have titles, not ids of a corpus."""
+  """A question whose supporting paragraphs have titles, not corpus ids."""
+  keys = ('_id', 'question', 'supporting_facts')
+  name, text, facts = [_required(record, key, where) for key in keys]
+  titles = list(dict.fromkeys(title for title, _ in facts))
   return checks.make_question(
     where,
-    id=_need(record, '_id', where),
-    text=_need(record, 'question', where),
+    id=name,
+    text=text,
     answers=record.get('answer'),
     source=source,
     hops=hops,
-    meta={
-      'supporting_titles': list(
-        dict.fromkeys(t for t, _ in _need(record, 'supporting_facts', where))
-      ),
-      'type': record.get('type', ''),
-    },
+    meta={'supporting_titles': titles, 'type': record.get('type', '')},
   )
 
 
@@ -181,23 +177,24 @@ def two_wiki(record: Mapping[str, Any], where: str) -> Question:
 
 
 def musique(record: Mapping[str, Any], where: str) -> Question:
-  name = str(_need(record, 'id', where))
-  answers = checks.strings(record.get('answer'), f'{where}: the answers')
-  answers += checks.strings(
-    record.get('answer_aliases'), f'{where}: the answer_aliases'
-  )
-  paragraphs = _need(record, 'paragraphs', where)
+  name = str(_required(record, 'id', where))
+  answers = ()
+  for field in ('answer', 'answer_aliases'):
+    answers += checks.strings(record.get(field), f'{where}: the field {field}')
+  titles = [
+    p['title']
+    for p in _required(record, 'paragraphs', where)
+    if p.get('is_supporting')
+  ]
   return checks.make_question(
     where,
     id=name,
-    text=_need(record, 'question', where),
+    text=_required(record, 'question', where),
     answers=answers,
     source='musique',
     hops=int(name[0]) if name[:1].isdigit() else 0,  # '2hop__...'
     meta={
-      'supporting_titles': [
-        p['title'] for p in paragraphs if p.get('is_supporting')
-      ],
+      'supporting_titles': titles,
       'answerable': record.get('answerable', True),
     },
   )
@@ -207,10 +204,10 @@ def ttrl(record: Mapping[str, Any], where: str) -> Question:
   answer = record.get('answer')
   if answer is None and isinstance(record.get('solution'), str):
     answer = parser.boxed(record['solution'])
-  text = _need(record, 'prompt', where)
+  text = _required(record, 'prompt', where)
   return checks.make_question(
     where,
-    id=_need(record, 'id' if 'id' in record else 'unique_id', where),
+    id=_required(record, 'id' if 'id' in record else 'unique_id', where),
     text=text,
     answers=None if answer is None else [answer],
     source=record.get('source', ''),
@@ -219,36 +216,26 @@ def ttrl(record: Mapping[str, Any], where: str) -> Question:
 
 
 def ssp(record: Mapping[str, Any], where: str) -> Question:
-  answers = checks.strings(
-    _need(record, 'ground_truth', where), f'{where}: the ground_truth'
+  answers, examples = (
+    checks.strings(_required(record, name, where), f'{where}: the {name}')
+    for name in ('ground_truth', 'sys_question_example')
   )
-  turns = _need(record, 'search_turns', where)
+  turns = _required(record, 'search_turns', where)
   lookup.require(
     re.fullmatch('0*[1-9][0-9]*', str(turns)),
-    f'{where}: search_turns={turns!r}: a whole number of searches, at least 1',
+    f'{where}: search_turns={turns!r} must be an integer of at least 1',
     DataError,
   )
-  examples = _need(record, 'sys_question_example', where)
   return checks.make_question(
     where,
     id=record.get('id', f'ssp-{re.findall("[0-9]+", where)[-1]}'),
     text=answers[0] if answers else '',
     answers=answers,
     source='ssp',
-    meta={
-      'search_turns': turns,
-      'examples': '\n'.join(
-        checks.strings(examples, f'{where}: the sys_question_example')
-      ),
-    },
+    meta={'search_turns': turns, 'examples': '\n'.join(examples)},
   )
 
 
-LAYOUTS = {
-  'flashrag': flashrag,
-  'hotpotqa': hotpotqa,
-  '2wiki': two_wiki,
-  'musique': musique,
-  'ttrl': ttrl,
-  'ssp': ssp,
-}
+LAYOUTS = dict(
+  flashrag=flashrag, hotpotqa=hotpotqa, musique=musique, ttrl=ttrl, ssp=ssp
+) | {'2wiki': two_wiki}

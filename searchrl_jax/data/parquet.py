@@ -1,14 +1,13 @@
 """Questions from the parquet files of Search-R1 and its relatives, unchanged.
 
-A row of Search-R1: data_source, prompt = [{role, content}], ability,
-reward_model = {style, ground_truth: {target: [str]}}, extra_info = {split,
-index}; its merged sets add id, question, golden_answers and metadata, which
-tells the hops. SSRL's target is a string or a list; verl's ground_truth may be
-the answer itself.
+A row of Search-R1 has data_source, prompt = [{role, content}], ability,
+reward_model = {style, ground_truth: {target: [str]}} and extra_info = {split,
+index}. Its merged sets add id, question, golden_answers and metadata, from
+which the number of hops follows. In SSRL the target is a string or a list; in
+verl's data ground_truth may be the answer itself.
 
-`prompt` already holds instructions. So `config.data.prompt` says which is
-meant, and nothing is wrapped twice:
-  as_is     the row's own messages, without a template of ours
+`prompt` already contains instructions, so `config.data.prompt` selects one of
+  as_is     the messages of the row, without a template
   template  the `question` column, in the template of config.env
 """
 
@@ -25,15 +24,10 @@ from searchrl_jax.run import lookup
 from searchrl_jax.types import Question
 
 _COLUMNS = (
-  'id',
-  'question',
-  'golden_answers',
-  'data_source',
-  'prompt',
-  'reward_model',
+  'id', 'question', 'golden_answers', 'data_source', 'prompt', 'reward_model',
   'extra_info',
-)
-# Of the metadata; the rest is passages.
+)  # fmt: skip
+# Fields of the metadata that are read; the others are passages.
 _METADATA = ('type', 'supporting_facts', 'question_decomposition')
 
 
@@ -54,14 +48,14 @@ def load(
   Args:
     path: a .parquet file.
     prompt: 'as_is' or 'template'; config.data.prompt.
-    source: keeps this data_source ('nq*' = by prefix); '' = all.
-    hops: keeps questions of so many hops; 0 = all.
-    split: keeps this extra_info.split; '' = all.
+    source: keep this data_source ('nq*' = by prefix); '' = all.
+    hops: keep this number of hops; 0 = all.
+    split: keep this extra_info.split; '' = all.
     n: questions drawn without replacement; 0 = all.
     seed: of the draw.
 
   Raises:
-    DataError: names file and row, or the column that is absent and the mend.
+    DataError: names the file and the row, or the column that is missing.
   """
   lookup.require(
     prompt in PROMPTS, f'prompt={prompt!r} is none of {PROMPTS}', DataError
@@ -71,17 +65,14 @@ def load(
   except (pa.ArrowInvalid, OSError) as e:
     raise DataError(f'{path}: not a readable parquet file ({e})') from None
   names = table.schema_arrow.names
+  column, other = ('question', 'as_is')
+  if prompt == 'as_is':
+    column, other = ('prompt', 'template')
   lookup.require(
-    prompt != 'template' or 'question' in names,
-    f"{path}: data.prompt='template' needs a column 'question', and there "
-    f'is none (columns: {", ".join(names)}); its prompts already hold '
-    "instructions, so set config.data.prompt='as_is', or add the column",
-    DataError,
-  )
-  lookup.require(
-    prompt != 'as_is' or 'prompt' in names,
-    f"{path}: data.prompt='as_is' needs a column 'prompt', and there is "
-    f"none (columns: {', '.join(names)}); set config.data.prompt='template'",
+    column in names,
+    f'{path}: data.prompt={prompt!r} needs a column {column!r}, and there is '
+    f'none (columns: {", ".join(names)}); add it, or set config.data.prompt='
+    f'{other!r}',
     DataError,
   )
 
@@ -113,21 +104,18 @@ def load(
 def make(
   record: Mapping[str, Any], where: str, row: int, prompt: str
 ) -> Question:
-  """One row as a Question."""
+  """Makes the Question of one row."""
   extra = checks.mapping(record.get('extra_info'), f'{where}: extra_info')
   source = str(record.get('data_source') or '')
-  name = record.get('id')
-  if name is None:
-    name = extra.get('index')
-  if name is None:
-    name = row
+  names = (record.get('id'), extra.get('index'), row)
+  name = next(name for name in names if name is not None)
   messages: tuple[Mapping[str, str], ...] = ()
   text = record.get('question')
   if prompt == 'as_is':
     messages = _messages(record.get('prompt'), where)
     if text is None:
-      # For logs and simulators: what the last user turn says, instructions
-      # and all, since only its author knows where the question begins.
+      # Used by logs and simulators: the last message of the user, including
+      # its instructions, because the position of the question is unknown.
       text = [m['content'] for m in messages if m['role'] == 'user'][-1]
   return checks.make_question(
     where,
@@ -144,7 +132,7 @@ def make(
 
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
-  if isinstance(value, str):  # a prompt without roles is the user's
+  if isinstance(value, str):  # a prompt without roles is a user's message
     value = [{'role': 'user', 'content': value}]
   good = isinstance(value, list) and all(
     isinstance(m, dict)
@@ -154,14 +142,14 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
   )
   if not good or not any(m['role'] == 'user' for m in value):
     raise DataError(
-      f"{where}: 'prompt' must be a list of {{role, content}} with a user's "
-      'turn'
+      f"{where}: 'prompt' must be a list of {{role, content}} with a message "
+      "of role 'user'"
     )
   return tuple({'role': m['role'], 'content': m['content']} for m in value)
 
 
 def _answers(record: Mapping[str, Any], where: str) -> Any:
-  """What the reward compares with: the target, else golden_answers."""
+  """The answers that a reward compares with: target, else golden_answers."""
   reward = checks.mapping(record.get('reward_model'), f'{where}: reward_model')
   truth = reward.get('ground_truth')
   if isinstance(truth, Mapping):

@@ -1,6 +1,6 @@
 """Questions from TensorFlow Datasets, read without TensorFlow.
 
-TFDS keeps examples in ArrayRecord files and reads them by index through its
+TFDS stores examples in ArrayRecord files and reads them by index through its
 `data_source`; neither that nor `build` imports TensorFlow.
 """
 
@@ -26,11 +26,10 @@ def load(
   n: int = 0,
   seed: int = 0,
 ) -> list[Question]:
-  """Loads a split and maps its fields; n are drawn, in the split's order.
+  """Loads a split, maps its fields and draws n questions, in order.
 
   Args:
-    path: the prepared folder, the one with dataset_info.json; its files must
-      be ArrayRecord.
+    path: the prepared folder, with dataset_info.json and ArrayRecord files.
     split: 'train', 'dev[:100]', ...
     id: the field of the id; '' = the row's number.
     question: the field of the question; 'a.b' reaches inside.
@@ -42,7 +41,7 @@ def load(
     seed: of the draw.
 
   Raises:
-    DataError: no prepared folder, an unknown split or field, or a bad row.
+    DataError: not a prepared folder, an unknown split or field, or a bad row.
   """
   import tensorflow_datasets as tfds  # slow to import
 
@@ -86,17 +85,17 @@ def build(
 
   Args:
     jsonl_path: read by `jsonl.load`.
-    folder: where the data set 'NAME/1.0.0' is made.
+    folder: where the data set 'NAME/1.0.0' is written.
     name: of the data set: letters, digits, '_'.
-    split: the split's name.
-    layout: of the file, see `jsonl`.
+    split: name of the split.
+    layout: of the file; see `jsonl`.
 
   Returns:
-    The prepared folder: the `path` of `load`. The order is the file's; fields
-    are id, question, golden_answers, supporting_ids, source, hops.
+    The prepared folder, the `path` of `load`. The order is that of the file;
+    the fields are id, question, golden_answers, supporting_ids, source, hops.
 
   Raises:
-    DataError: a bad file or record, or the data set is already there.
+    DataError: a bad file or record, or the data set exists already.
   """
   import tensorflow_datasets as tfds
 
@@ -105,37 +104,28 @@ def build(
   if os.path.exists(target):
     raise DataError(f'{target} is already there; remove it or change the name')
   text = tfds.features.Text()
-  features = tfds.features.FeaturesDict(
-    {
-      'id': text,
-      'question': text,
-      'golden_answers': tfds.features.Sequence(text),
-      'supporting_ids': tfds.features.Sequence(text),
-      'source': text,
-      'hops': tfds.features.Scalar(np.int32),
-    }
-  )
-  info = tfds.core.DatasetInfo
+  texts = tfds.features.Sequence(text)
+  fields = {
+    'id': (text, 'id'),
+    'question': (text, 'text'),
+    'golden_answers': (texts, 'answers'),
+    'supporting_ids': (texts, 'supporting'),
+    'source': (text, 'source'),
+    'hops': (tfds.features.Scalar(np.int32), 'hops'),
+  }
+  features = tfds.features.FeaturesDict({k: f for k, (f, _) in fields.items()})
   examples = [
-    {
-      'id': q.id,
-      'question': q.text,
-      'golden_answers': list(q.answers),
-      'supporting_ids': list(q.supporting),
-      'source': q.source,
-      'hops': q.hops,
-    }
-    for q in questions
+    {k: getattr(q, name) for k, (_, name) in fields.items()} for q in questions
   ]
 
   class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     VERSION = tfds.core.Version('1.0.0')
-    # TFDS 4.9.10 looks for its source through importlib_resources, which it
-    # does not require; there is nothing to find beside this one.
+    # TFDS 4.9.10 searches its source through importlib_resources, which it
+    # does not require; there is no source beside this one.
     code_path = None
 
     def _info(self):
-      return info(
+      return tfds.core.DatasetInfo(
         builder=self,
         features=features,
         disable_shuffling=True,
@@ -146,7 +136,7 @@ def build(
       return {split: enumerate(examples)}
 
     def _generate_examples(self):
-      raise NotImplementedError('the examples are given with the split')
+      raise NotImplementedError('the split already holds the examples')
 
   Builder.name = name
   builder = Builder(data_dir=folder, file_format='array_record')
@@ -155,7 +145,7 @@ def build(
 
 
 def _plain(value: Any) -> Any:
-  """bytes -> str and arrays -> lists, all the way down."""
+  """Converts bytes to str and arrays to lists, recursively."""
   if isinstance(value, bytes):
     return value.decode('utf-8')
   if isinstance(value, dict):

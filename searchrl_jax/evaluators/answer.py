@@ -1,8 +1,8 @@
-"""Answers, format and searches of trajectories.
+"""Evaluation of answers, format and searches.
 
-`score` gives one row for each trajectory; `Evaluator` runs the rollout and
-averages rows with bootstrap intervals. Failed trajectories (a service's fault)
-have no scores and are counted apart.
+`score` returns one row per trajectory. `Evaluator` runs a rollout and averages
+rows with bootstrap intervals. Trajectories that failed (because a service did)
+have no scores and are counted separately.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ NAN = math.nan
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """The scores of one trajectory; NaN where a score does not apply."""
+  """The scores of one trajectory; NaN if a score does not apply."""
 
   set: str  # the evaluation set
   question: str  # its id
@@ -41,28 +41,28 @@ class Row:
   hops: int  # 0 = unknown
   sample: int
   failed: bool
-  vote: str | None  # equal votes are the same answer; None = no answer
-  # Numbers, in the order of SCORES. NaN without golden answers:
+  vote: str | None  # equal for equal answers; None = no answer
+  # The fields in SCORES. NaN without golden answers:
   em: float
   f1: float
   sub_em: float
-  answered: float  # an answer was parsed
-  parsed: float  # ... and no action before it was invalid
-  valid_format: float  # strict, see rewards/answer.py
-  guessed: float  # answered without a search
-  searches: float  # queries, those that the policy answers itself too
-  real_searches: float  # of these, answered by the source
+  answered: float  # 1 if there is an answer
+  parsed: float  # 1 if there also was no invalid action
+  valid_format: float  # see rewards/answer.py
+  guessed: float  # 1 if answered without a search
+  searches: float  # number of queries, also of those not sent to the source
+  real_searches: float  # number of queries answered by the source
   # NaN without a search:
-  copied: float  # share of queries that are the question, normalised
-  # NaN where the supporting passages are unknown. Over all searches:
+  copied: float  # share of queries equal to the question, normalised
+  # NaN if the supporting passages are unknown; over all searches:
   recall_any: float
   recall_all: float
-  tokens: float  # written by the policy
-  truncated: float  # ended by a limit of tokens or turns
-  # Self-certainty, the mean over the policy's tokens in nats; NaN unless
-  # config.eval.best_of asks for it:
+  tokens: float  # number written by the policy
+  truncated: float  # 1 if ended by a limit of tokens or turns
+  # Mean self-certainty of the policy's tokens in nats; NaN unless
+  # config.eval.best_of needs it:
   certainty: float
-  judged: float  # right by the judge of config.judge; NaN without a verdict
+  judged: float  # 1 if right by config.judge; NaN without a verdict
 
 
 SCORES = (
@@ -83,88 +83,75 @@ def score(
   Args:
     trajectories: as the environment recorded them.
     env: reads answers and blocks.
-    set: the evaluation set, for the rows.
+    set: name of the evaluation set, for the rows.
     match: config.eval.match.
   """
   answers = [None if t.failed else env.answer(t) for t in trajectories]
-  asked = collections.defaultdict(list)
+  samples = collections.defaultdict(list)
   for i, trajectory in enumerate(trajectories):
-    asked[trajectory.question.id].append(i)
+    samples[trajectory.question.id].append(i)
   votes = {}
-  for at in asked.values():
-    votes |= zip(
-      at,
-      equivalence.keys(
-        [answers[i] for i in at],
-        match,
-        trajectories[at[0]].question.meta.get('synonyms', ()),
-      ),
-    )
-  return [
-    _row(trajectory, env, set, match, answers[i], votes[i])
-    for i, trajectory in enumerate(trajectories)
-  ]
+  for at in samples.values():
+    synonyms = trajectories[at[0]].question.meta.get('synonyms', ())
+    keys = equivalence.keys([answers[i] for i in at], match, synonyms)
+    votes |= zip(at, keys)
+  rows = []
+  for i, t in enumerate(trajectories):
+    q = t.question
+    scores = dict.fromkeys(SCORES, NAN)
+    if not t.failed:
+      scores |= _scores(t, env, match, answers[i])
+    about = (set, q.id, q.source, q.hops, t.sample, t.failed, votes[i])
+    rows.append(Row(*about, **scores))
+  return rows
 
 
-def _row(trajectory, env: SearchEnv, set_name, match, answer, vote) -> Row:
+def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
+  """Those of SCORES that apply and need neither scorer nor judge."""
   question = trajectory.question
-  row = dict(
-    set=set_name,
-    question=question.id,
-    source=question.source,
-    hops=question.hops,
-    sample=trajectory.sample,
-    failed=trajectory.failed,
-    vote=vote,
-  )
-  if trajectory.failed:
-    return Row(**row, **dict.fromkeys(SCORES, NAN))
   answered = float(bool(answer))  # an empty block answers nothing
   golds = [a for a in question.answers if a.strip()]
   queries = _queries(trajectory, env)
-  found = {
+  copies = [metrics.key(q) == metrics.key(question.text) for q in queries]
+  retrieved = {
     passage.id
     for search in trajectory.searches
     if isinstance(search, SearchResult)
     for passage in search.passages
   }
-  supports = [float(id in found) for id in question.supporting]
-  return Row(
-    **row,
-    em=equivalence.correct(answer, golds, match) if golds else NAN,
-    f1=metrics.f1(answer, golds) if golds else NAN,
-    sub_em=metrics.sub_exact_match(answer, golds) if golds else NAN,
+  supports = [id in retrieved for id in question.supporting]
+  written = [s for s in trajectory.segments if s.author == 'policy']
+  scores = dict(
     answered=answered,
     parsed=answered * (trajectory.invalid_actions == 0),
-    valid_format=float(
-      rewards.valid_format(trajectory, env, require_think=False)
-    ),
+    valid_format=rewards.valid_format(trajectory, env, require_think=False),
     guessed=answered * (not queries),
-    searches=float(len(queries)),
-    real_searches=float(len(trajectory.searches)),
-    copied=_mean([_copies(query, question) for query in queries]),
+    searches=len(queries),
+    real_searches=len(trajectory.searches),
+    copied=_mean(copies),
     recall_any=max(supports, default=NAN),
     recall_all=min(supports, default=NAN),
-    tokens=float(
-      sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
-    ),
-    truncated=float(trajectory.end in ('tokens', 'turns')),
-    certainty=NAN,
-    judged=NAN,
+    tokens=sum(len(s.ids) for s in written),
+    truncated=trajectory.end in ('tokens', 'turns'),
   )
+  if golds:
+    scores['em'] = equivalence.correct(answer, golds, match)
+    scores['f1'] = metrics.f1(answer, golds)
+    scores['sub_em'] = metrics.sub_exact_match(answer, golds)
+  return {name: float(value) for name, value in scores.items()}
 
 
 def certainties(
   trajectories: Sequence[Trajectory], scorer: Callable
 ) -> list[float]:
-  """The mean self-certainty of the policy's tokens, in nats.
+  """Returns the mean self-certainty of the policy's tokens, in nats.
 
-  NaN for a failed trajectory and for one in which the policy wrote nothing.
+  NaN for failed trajectories and for those without tokens of the policy.
 
   Args:
-    trajectories: as they were sampled; all that stands before a token
-      conditions it, whoever wrote it.
-    scorer: `scoring.Scorer`, at the temperature that sampled.
+    trajectories: as they were sampled. Every token is conditioned on all
+      tokens before it, whoever wrote them.
+    scorer: `scoring.Scorer`, at the temperature of the sampling.
   """
   good = [
     i
@@ -172,15 +159,11 @@ def certainties(
     if not t.failed and any(s.author == 'policy' for s in t.segments)
   ]
   out = [NAN] * len(trajectories)
-  rows = [
-    np.concatenate([s.ids for s in trajectories[i].segments]) for i in good
-  ]
-  for i, stats in zip(good, scorer(rows), strict=True):
-    own = np.concatenate(
-      [
-        np.full(len(s.ids), s.author == 'policy')
-        for s in trajectories[i].segments
-      ]
+  segments = [trajectories[i].segments for i in good]
+  rows = [np.concatenate([s.ids for s in row]) for row in segments]
+  for i, row, stats in zip(good, segments, scorer(rows), strict=True):
+    own = np.repeat(
+      [s.author == 'policy' for s in row], [len(s.ids) for s in row]
     )
     if own.any():
       out[i] = float(stats.certainty[own].mean())
@@ -190,25 +173,23 @@ def certainties(
 async def judged(
   trajectories: Sequence[Trajectory], env: SearchEnv, judge
 ) -> list[float]:
-  """The verdicts on their answers; see `rewards.judge.grade`.
+  """Returns the grades of `rewards.judge.grade`.
 
-  NaN for a question without golden answers, too.
+  NaN also for questions without golden answers.
   """
   known = [
     i
     for i, t in enumerate(trajectories)
     if any(a.strip() for a in t.question.answers)
   ]
-  grades, _ = await judging.grade(
-    [trajectories[i] for i in known], env, judge, after_em=False
-  )
   out = np.full(len(trajectories), NAN)
-  out[known] = grades
+  graded = [trajectories[i] for i in known]
+  out[known], _ = await judging.grade(graded, env, judge, after_em=False)
   return out.tolist()
 
 
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
-  """Queries sent, or those that the policy answered itself."""
+  """The queries that were sent, or that the policy answered itself."""
   if env.config.information == 'source':
     return [search.request.query for search in trajectory.searches]
   return [
@@ -216,10 +197,6 @@ def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
     for block in env.blocks(trajectory)
     if block.author == 'policy' and block.kind == 'search' and block.complete
   ]
-
-
-def _copies(query: str, question: Question) -> float:
-  return float(metrics.key(query) == metrics.key(question.text))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -230,17 +207,17 @@ class Evaluation(NamedTuple):
   groups: list[Group]
   rows: list[Row]
   slices: dict[str, list[Row]]  # label -> rows
-  values: list[tuple[str, float]]  # what `run` yields
+  values: list[tuple[str, float]]  # (name, value) as `Evaluator.run` yields
   seconds: float  # wall time of the rollout
 
 
 class Evaluator:
   """Runs questions and averages their rows.
 
-  Names: 'eval/em' over all questions; 'eval/source=nq/em' and
-  'eval/hops=2/em' where there is more than one, 'eval/set=dev/em' likewise.
-  Each has '/low', '/high' (95%, percentile bootstrap over questions) and
-  '/n' (questions). Several samples of a question are averaged first.
+  Names of values: 'eval/em' over all questions, and 'eval/set=dev/em',
+  'eval/source=nq/em' and 'eval/hops=2/em' if there are several sets, sources or
+  hops. Each name also has '/low', '/high' (95%, percentile bootstrap over
+  questions) and '/n' (questions). Samples of a question are averaged first.
   """
 
   def __init__(
@@ -257,45 +234,45 @@ class Evaluator:
     name: str = 'eval',
     scorer: Callable | None = None,
     judge=None,
+    extra: Callable[[Sequence[Row]], Mapping] | None = None,
   ):
-    """Chooses the questions; nothing runs yet.
+    """Selects the questions; nothing runs yet.
 
     Args:
       sets: name -> questions.
-      env: the text protocol.
-      engine: writes the policy's tokens.
-      source: answers its searches.
+      env: the environment.
+      engine: samples the policy's tokens.
+      source: answers searches.
       config: the whole config; reads config.eval and config.rollout.
-      writer: gets the trajectories (NAME/) and, in NAME_ids.json, the
-        ids evaluated.
-      run: runs the coroutine, `asyncio.Runner().run` for instance.
+      writer: writes the trajectories (NAME/) and the ids (NAME_ids.json).
+      run: runs a coroutine, such as `asyncio.Runner().run`.
       on_trajectory: as in `rollout`.
-      name: what the names of the values, and the files, begin with.
-      scorer: `scoring.Scorer` of the policy, if rows shall have their
-        certainty.
-      judge: `rewards.judge.Judge`, if rows shall have its verdict.
+      name: prefix of the names of values and files.
+      scorer: `scoring.Scorer` of the policy, to fill in `certainty`.
+      judge: `rewards.judge.Judge`, to fill in `judged`.
+      extra: more scores of rows: {score: {(set, question id): value}}.
 
     Raises:
-      ValueError: no questions.
+      ValueError: there are no questions.
     """
     self._env, self._engine, self._source = env, engine, source
     self._config, self._rollout = config.eval, chains.evaluation(config)
     self._writer, self._run_coroutine = writer, run
     self._on_trajectory, self._name = on_trajectory, name
-    self._scorer, self._judge = scorer, judge
+    self._scorer, self._judge, self._extra = scorer, judge, extra
     self.sets = {
       label: _choose(questions, config.eval.questions, config.eval.seed)
       for label, questions in sorted(sets.items())
     }
     if not any(self.sets.values()):
       raise ValueError(
-        'no questions to evaluate: config.data.eval names none, or its sets '
+        'no questions to evaluate: config.data.eval has no set, or its sets '
         'are empty'
       )
 
   @property
   def ids(self) -> dict[str, list[str]]:
-    """The ids that are evaluated, by set."""
+    """The ids of the questions, by set."""
     return {k: [q.id for q in v] for k, v in self.sets.items()}
 
   def run(self, step: int) -> Iterator[tuple[str, float]]:
@@ -303,10 +280,10 @@ class Evaluator:
     yield from self.collect(step).values
 
   def collect(self, step: int) -> Evaluation:
-    """Runs the questions: trajectories, rows and values.
+    """Runs the questions.
 
-    The random streams do not depend on `step`, nor the result on the order
-    of the questions.
+    The random streams do not depend on `step`, nor does the result depend on
+    the order of the questions.
     """
     labels = [label for label, qs in self.sets.items() for _ in qs]
     result = self._run_coroutine(
@@ -327,51 +304,50 @@ class Evaluator:
       for row in score(group, self._env, label, self._config.match)
     ]
     flat = [t for group in result.groups for t in group]
-    more = {}
+    late = {}
     if self._scorer is not None:
-      more['certainty'] = certainties(flat, self._scorer)
+      late['certainty'] = certainties(flat, self._scorer)
     if self._judge is not None:
-      more['judged'] = self._run_coroutine(judged(flat, self._env, self._judge))
-    for name, values in more.items():
+      late['judged'] = self._run_coroutine(judged(flat, self._env, self._judge))
+    for name, values in late.items():
       rows = [
         dataclasses.replace(row, **{name: value})
         for row, value in zip(rows, values, strict=True)
       ]
     if self._writer is not None:
-      self._keep(step, result.groups)
+      self._write(step, result.groups)
     sliced = slices(rows, self._name)
-    values = [
-      value
-      for label, part in sliced.items()
-      for value in summary(
-        part, label, resamples=self._config.bootstrap, seed=self._config.seed
-      )
-    ]
+    options = dict(resamples=self._config.bootstrap, seed=self._config.seed)
+    values = []
+    for label, part in sliced.items():
+      values += summary(part, label, **options)
+    for label, part in sliced.items() if self._extra else ():
+      for name, scores in self._extra(part).items():
+        mean = metrics.bootstrap([scores[q] for q in sorted(scores)], **options)
+        values += named(f'{label}/{name}', mean)
     return Evaluation(result.groups, rows, sliced, values, result.stats.seconds)
 
-  def _keep(self, step: int, groups: Sequence[Group]) -> None:
+  def _write(self, step: int, groups: Sequence[Group]) -> None:
     self._writer.trajectories(step, groups, name=self._name)
-    manifest = {
+    sets = {
       label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
       for label, ids in self.ids.items()
     }
-    records.write_json(
-      self._writer.folder / f'{self._name}_ids.json',
-      {'sampling': self._config, 'sets': manifest},
-    )
+    path = self._writer.folder / f'{self._name}_ids.json'
+    records.write_json(path, {'sampling': self._config, 'sets': sets})
 
 
 def digest(ids: Sequence[str]) -> str:
-  """What says that two lists of ids are the same."""
+  """The SHA-256 of a list of ids."""
   return hashlib.sha256('\n'.join(ids).encode()).hexdigest()
 
 
 def _choose(
   questions: Sequence[Question], count: int, seed: int
 ) -> list[Question]:
-  """`count` of the questions (0 = all), in the order of their ids.
+  """Returns `count` of the questions (0 = all), sorted by id.
 
-  Which ones depends on their ids and the seed alone.
+  The choice depends on their ids and the seed only.
   """
 
   def draw(question: Question) -> bytes:
@@ -383,7 +359,7 @@ def _choose(
 
 
 def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
-  """Rows by set, source and hops, where there is more than one of them."""
+  """Groups rows by set, source and hops, if there are several of these."""
   out = {name: list(rows)}
   for field in ('set', 'source', 'hops'):
     parts = collections.defaultdict(list)
@@ -401,23 +377,21 @@ def summary(
 ) -> Iterator[tuple[str, float]]:
   """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
 
-  A score that applies to no row is left out. 'LABEL/failed' counts failed
-  trajectories.
+  Scores that apply to no row are left out. 'LABEL/failed' is the number of
+  failed trajectories.
   """
   for name in SCORES:
-    interval = metrics.bootstrap(
-      list(by_question(rows, name).values()), resamples=resamples, seed=seed
-    )
-    if interval.n:
-      yield from named(f'{label}/{name}', interval)
+    means = list(by_question(rows, name).values())
+    interval = metrics.bootstrap(means, resamples=resamples, seed=seed)
+    yield from named(f'{label}/{name}', interval)
   yield f'{label}/failed', float(sum(row.failed for row in rows))
 
 
 def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
-  """{(set, question id): mean over its samples}, sorted, NaN left out.
+  """Returns {(set, question id): mean over its samples}, sorted, without NaN.
 
-  The values of two evaluations of the same questions can be paired
-  (`metrics.paired_bootstrap`) by these keys.
+  The keys pair the values of two evaluations of the same questions, for
+  `metrics.paired_bootstrap`.
   """
   parts = collections.defaultdict(list)
   for row in rows:
@@ -428,8 +402,9 @@ def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
 
 
 def named(name: str, interval: metrics.Interval) -> Iterator[tuple[str, float]]:
-  """The mean under `name`, the rest below it."""
-  yield name, interval.mean
-  yield f'{name}/low', interval.low
-  yield f'{name}/high', interval.high
-  yield f'{name}/n', float(interval.n)
+  """Yields the mean as `name`, and /low, /high and /n; nothing if n is 0."""
+  if interval.n:
+    yield name, interval.mean
+    yield f'{name}/low', interval.low
+    yield f'{name}/high', interval.high
+    yield f'{name}/n', float(interval.n)

@@ -1,4 +1,4 @@
-"""Signs of collapse, of the trajectories of a training step."""
+"""Signs of collapse in the trajectories of a training step."""
 
 from collections.abc import Sequence
 import math
@@ -17,16 +17,16 @@ def signs(
   values: Sequence[float] | None = None,
   valid: Sequence[bool] | None = None,
 ) -> dict[str, float]:
-  """Signs of collapse of a training step, 'health/NAME' (design 5.15).
+  """Returns signs of collapse as 'health/NAME' (design 5.15).
 
-  Means over trajectories, failed ones left out. `think_tokens` are those that
-  the policy wrote in thoughts; `end_X` is the share that ended so.
+  Means over trajectories that did not fail. `think_tokens` counts the policy's
+  tokens in thoughts; `end_X` is the share of trajectories with this end.
 
   Args:
-    groups: B trajectories in all.
+    groups: B trajectories in total.
     env: reads answers and blocks.
     values: rewards [B], for the share of groups whose rewards are all equal.
-    valid: [B], which of them count; None: of trajectories that did not fail.
+    valid: [B], which rewards count; None = of trajectories that did not fail.
   """
   flat = [t for group in groups for t in group]
   rows = [row for row in answer.score(flat, env) if not row.failed]
@@ -63,12 +63,12 @@ def _think_tokens(trajectory: Trajectory) -> int:
 
 
 def repetition(trajectory: Trajectory, n: int = 4) -> float:
-  """Share of n-grams of policy tokens that stood before; 0 if there are none.
+  """Share of the policy's n-grams that occurred before; 0 if there are none.
 
-  An n-gram lies within one turn's own tokens: what was said before a search
-  and after it are not neighbours.
+  n-grams do not span turns: tokens before and after a search are not
+  neighbours.
   """
-  runs, run = [], 0  # tokens of the policy, and in which of its runs they are
+  runs, run = [], 0  # ids of the policy's tokens, index of their turn
   for s in trajectory.segments:
     if s.author == 'policy':
       runs.append((s.ids, np.full(len(s.ids), run)))
@@ -78,7 +78,7 @@ def repetition(trajectory: Trajectory, n: int = 4) -> float:
     return 0.0
   ids, run = (np.concatenate(x) for x in zip(*runs))
   distinct, ids = np.unique(ids, return_inverse=True)
-  grams = ids  # each as one number, exact: numbered anew before it overflows
+  grams = ids  # each n-gram as one integer, renumbered before it overflows
   for i in range(1, n):
     if int(grams.max() + 1) * len(distinct) >= 2**63:
       grams = np.unique(grams, return_inverse=True)[1]

@@ -1,8 +1,8 @@
-"""What an evaluation leaves on disk, so that another can be held against it.
+"""Files of an evaluation that allow a comparison with another one.
 
-manifest.json  which questions, on which corpus, sampled how, by what
-rows.jsonl     one line a trajectory: its scores (`answer.Row`), and which
-               `evaluation` they are of ('eval', a control)
+manifest.json  questions, corpus, sampling, template, checkpoint, commit
+rows.jsonl     one line per trajectory: its scores (`answer.Row`) and the name
+               of the `evaluation` ('eval', or a control)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import answer
-from searchrl_jax.run import records
+from searchrl_jax.run import lookup, records
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Group, Question
 
@@ -35,15 +35,15 @@ def manifest(
   checkpoint: str,
   commit: str | None,
 ) -> dict[str, Any]:
-  """What was evaluated, as JSON.
+  """Returns the content of manifest.json.
 
   Args:
-    sets: the questions themselves, by set.
+    sets: name -> questions.
     config: the whole config.
-    template: the prompt's.
-    identity: of the retrieval server; {} if it does not say who it is.
-    checkpoint: what the parameters were read from.
-    commit: of this source.
+    template: of the prompt.
+    identity: of the retrieval server; {} = unknown.
+    checkpoint: where the parameters were read from.
+    commit: of the source code.
   """
   identity = dict(identity)
   return {
@@ -64,25 +64,26 @@ def manifest(
 
 
 def _frozen(questions: Sequence[Question]) -> dict[str, Any]:
+  # The ids alone would not show other texts or answers.
   content = json.dumps([[q.id, q.text, q.answers] for q in questions])
   ids = [q.id for q in questions]
   return {
     'n': len(ids),
     'sha256': answer.digest(ids),
-    # Of ids, texts and golden answers.
     'content_sha256': hashlib.sha256(content.encode()).hexdigest(),
     'ids': ids,
   }
 
 
 def read_manifest(path: os.PathLike | str) -> dict[str, Any]:
-  """
+  """Reads manifest.json.
+
   Raises:
-    DataError: the file is absent or no manifest.
+    DataError: the file is absent or not a manifest.
   """
   try:
-    found = json.loads(pathlib.Path(path).read_text())
-    if not {'sets', 'corpus', 'sampling'} <= found.keys():
+    content = json.loads(pathlib.Path(path).read_text())
+    if not {'sets', 'corpus', 'sampling'} <= content.keys():
       raise ValueError('it lacks sets, corpus or sampling')
   except OSError as e:
     raise DataError(
@@ -90,71 +91,72 @@ def read_manifest(path: os.PathLike | str) -> dict[str, Any]:
     ) from e
   except (ValueError, AttributeError) as e:
     raise DataError(f'{path} is no manifest of `evaluate`: {e}') from e
-  return found
+  return content
 
 
 def frozen(
   sets: Mapping[str, Sequence[Question]], manifest: Mapping[str, Any], path: str
 ) -> dict[str, list[Question]]:
-  """Exactly the questions of a manifest.
+  """Selects exactly the questions of a manifest.
 
   Raises:
-    DataError: a set or a question that is not there, or one whose text or
-      golden answers are others.
+    DataError: a set or a question is missing, or a question has another text or
+      other golden answers.
   """
   out = {}
   for name, wanted in manifest['sets'].items():
-    if name not in sets:
-      raise DataError(
-        f'{path} names the set {name!r}, and config.data.eval has '
-        f'{", ".join(map(repr, sets))}'
-      )
-    known = {q.id: q for q in sets[name]}
-    absent = [id for id in wanted['ids'] if id not in known]
-    if absent:
-      raise DataError(
-        f'{path}: {len(absent)} of {wanted["n"]} questions of the set '
-        f'{name!r} are not in config.data.eval (the first: {absent[0]!r}); '
-        'give the files that it was made from'
-      )
-    out[name] = [known[id] for id in wanted['ids']]
-    if _frozen(out[name]) != wanted:
-      raise DataError(
-        f'{path}: the set {name!r} has the same ids with other texts or '
-        'golden answers; give the files that it was made from'
-      )
+    lookup.require(
+      name in sets,
+      f'{path} names the set {name!r}, and config.data.eval has '
+      f'{", ".join(map(repr, sets))}',
+      DataError,
+    )
+    by_id = {q.id: q for q in sets[name]}
+    absent = [id for id in wanted['ids'] if id not in by_id]
+    lookup.require(
+      not absent,
+      f'{path}: {len(absent)} of {wanted["n"]} questions of the set {name!r} '
+      'are not in config.data.eval (the first: '
+      f'{next(iter(absent), None)!r}); use the data files of the manifest',
+      DataError,
+    )
+    out[name] = [by_id[id] for id in wanted['ids']]
+    lookup.require(
+      _frozen(out[name]) == wanted,
+      f'{path}: the set {name!r} has the same ids with other texts or golden '
+      'answers; use the data files of the manifest',
+      DataError,
+    )
   return out
 
 
 def check_corpus(
   manifest: Mapping[str, Any], identity: Mapping[str, Any], path: str
 ) -> None:
-  """
+  """Compares the corpus of a manifest with that of the server.
+
   Raises:
-    DataError: the server's corpus is another one; names both.
+    DataError: they differ; names both.
   """
   wanted, served = manifest['corpus'], identity.get('corpus')
   if wanted is None or served is None:
     _log.warning(
-      '%s is of the corpus %s and the server says %s: not compared',
-      path,
-      wanted,
-      served,
+      f'{path} names the corpus {wanted} and the server {served}: not compared'
     )
   elif wanted != records.plain(served):
     raise DataError(
       f'{path} is of another corpus: {wanted} there, {served} on the server; '
-      'serve that one, or evaluate without --manifest'
+      'serve that corpus, or evaluate without --manifest'
     )
 
 
 def costs(
   evaluation: answer.Evaluation, name: str
 ) -> Iterator[tuple[str, float]]:
-  """Yields 'NAME/cost/WHAT', and 'NAME/set=X/cost/WHAT' if sets are several.
+  """Yields 'NAME/cost/WHAT', and 'NAME/set=X/cost/WHAT' if there are more sets.
 
-  Sums over trajectories, failed ones included: tokens that the policy
-  sampled, of prompts, and of observations and feedback; queries.
+  Sums over trajectories, including failed ones: tokens that the policy
+  sampled, of prompts, and of observations and feedback; number of queries.
   """
   parts: dict[str, list] = {}
   flat = [t for group in evaluation.groups for t in group]
@@ -181,23 +183,22 @@ def _costs(trajectories: Group) -> dict[str, float]:
 def write_rows(
   folder: pathlib.Path, evaluations: Mapping[str, answer.Evaluation]
 ) -> None:
-  records.write_text(
-    folder / ROWS,
-    ''.join(
-      json.dumps(records.plain({'evaluation': name} | dataclasses.asdict(row)))
-      + '\n'
-      for name, evaluation in evaluations.items()
-      for row in evaluation.rows
-    ),
-  )
+  """Writes rows.jsonl."""
+  lines = [
+    json.dumps(records.plain({'evaluation': name} | dataclasses.asdict(row)))
+    for name, evaluation in evaluations.items()
+    for row in evaluation.rows
+  ]
+  records.write_text(folder / ROWS, ''.join(line + '\n' for line in lines))
 
 
 def read_rows(
   folder: os.PathLike | str, evaluation: str = 'eval'
 ) -> list[answer.Row]:
-  """
+  """Reads the rows of one evaluation.
+
   Raises:
-    DataError: there are none, or none of this evaluation.
+    DataError: there are none.
   """
   path = pathlib.Path(folder) / ROWS
   out, names, i = [], {}, 0
@@ -209,10 +210,10 @@ def read_rows(
         name = fields.pop('evaluation')
         names[name] = None
         if name == evaluation:
-          # A score that came later than this file is unknown here.
-          unknown = dict.fromkeys(answer.SCORES, answer.NAN)
-          found = {k: v for k, v in fields.items() if v is not None}
-          out.append(answer.Row(**{'vote': None} | unknown | found))
+          # Files of earlier versions lack some scores.
+          absent = dict.fromkeys(answer.SCORES, answer.NAN) | {'vote': None}
+          known = {k: v for k, v in fields.items() if v is not None}
+          out.append(answer.Row(**absent | known))
   except OSError as e:
     raise DataError(
       f'{path}: {e.strerror}; give a folder that `evaluate` wrote'

@@ -7,7 +7,8 @@ whose other form, votes weighted by its rank, is not here). All are means over
 questions with a bootstrap interval over questions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+import functools
 import math
 
 from ml_collections import ConfigDict
@@ -20,70 +21,69 @@ BEST_OF = ('', 'certainty')
 
 
 def check(config: ConfigDict, training: bool = False) -> None:
-  """What config.eval cannot be, found before any model loads.
+  """Checks config.eval, before any model is loaded.
 
   Args:
     config: the whole config.
-    training: evaluations of a training run have no parameters beside the
-      engine's that a scorer could use.
+    training: it is the config of a training run, which has no scorer.
 
   Raises:
-    ValueError: names the field, what it is and the mend.
+    ValueError: names the field, its value and the fix.
   """
   e = config.eval
-  for field, least in (
-    ('n', 1),
-    ('bootstrap', 1),
-    ('questions', 0),
-    ('temperature', 0),
-  ):
+  for field, least in dict(
+    n=1, bootstrap=1, questions=0, temperature=0
+  ).items():
     lookup.require(
       e[field] >= least,
       f'config.eval.{field}={e[field]}: at least {least} is needed',
     )
   if e.match != equivalence.TEXT:
     equivalence.function(e.match)
-  lookup.require(
-    0 < e.top_p <= 1, f'config.eval.top_p={e.top_p}: above 0, at most 1'
-  )
-  for k in e.k:
-    lookup.require(
-      1 <= k <= e.n,
-      f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
-      f'(it is {e.n})',
-    )
+  chosen = f'config.eval.best_of is {e.best_of!r}'
   drawn = [f'config.eval.k holds {k}' for k in e.k if k > 1]
-  if e.best_of:
-    lookup.require(
+  drawn += [chosen] if e.best_of else []
+  for good, message in (
+    (0 < e.top_p <= 1, f'config.eval.top_p={e.top_p}: above 0, at most 1'),
+    *(
+      (
+        1 <= k <= e.n,
+        f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
+        f'(it is {e.n})',
+      )
+      for k in e.k
+    ),
+    (
       e.best_of in BEST_OF,
       f'config.eval.best_of={e.best_of!r}: {lookup.near(e.best_of, BEST_OF)}',
-    )
-    drawn.append(f'config.eval.best_of is {e.best_of!r}')
-    lookup.require(
-      e.n >= 2,
-      f'{drawn[-1]}, which chooses among config.eval.n samples (it is '
-      f'{e.n}); use 2 or more',
-    )
-    lookup.require(
-      not training,
-      f'{drawn[-1]}, which `evaluate` can do and a training run cannot; '
-      "leave it '' here and give it to `evaluate --workdir=RUN`",
-    )
-  lookup.require(
-    e.temperature > 0 or not drawn,
-    f'{", ".join(drawn)}, and config.eval.temperature=0 makes all samples of '
-    'a question equal; use a temperature above 0',
-  )
+    ),
+    (
+      not e.best_of or e.n >= 2,
+      f'{chosen}, which chooses among config.eval.n samples (it is {e.n}); '
+      'use 2 or more',
+    ),
+    (
+      not (e.best_of and training),
+      f'{chosen}, which `evaluate` can do and a training run cannot; use '
+      "best_of='' here, and set it in `evaluate --workdir=RUN`",
+    ),
+    (
+      e.temperature > 0 or not drawn,
+      f'{", ".join(drawn)}, and config.eval.temperature=0 makes all samples '
+      'of a question equal; use a temperature above 0',
+    ),
+  ):
+    lookup.require(good, message)
 
 
 def score(
   rows: Sequence[answer.Row], k: Sequence[int]
 ) -> dict[str, dict[tuple[str, str], float]]:
-  """{'pass@K', 'maj@K' or 'certainty@K': {(set, question id): value}}.
+  """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
 
-  Failed trajectories are no samples. A question with fewer than K samples, or
-  without golden answers, has no value at K. 'certainty@K' is there where rows
-  have their certainty; a sample without one is the last to be chosen.
+  Failed trajectories do not count as samples. A question with fewer than K
+  samples, or without golden answers, has no value at K. 'certainty@K' requires
+  rows with certainty; a sample without one is chosen last.
   """
   questions: dict[tuple[str, str], list[answer.Row]] = {}
   for row in rows:
@@ -103,7 +103,7 @@ def score(
       right = [row.em == 1.0 for row in samples]
       votes = [row.vote for row in samples]
       passed[name] = scores.pass_at_k(n, sum(right), count)
-      # Names of one thing are one vote, which any of them makes right.
+      # A vote for equal answers is right if any of these is right.
       good = {row.vote for row in samples if row.em == 1.0} - {None}
       voted[name] = scores.maj_at_k(votes, [v in good for v in votes], count)
       if certain:
@@ -113,45 +113,22 @@ def score(
   return out
 
 
-class Evaluator:
-  """The numbers of an answer evaluator, and pass@k of the same samples."""
-
-  def __init__(self, answers: answer.Evaluator, config: ConfigDict):
-    """Reads config.eval: k, n, best_of, bootstrap, seed; see `check`."""
-    self._answers, self._config = answers, config
-    self.sets = answers.sets
-    more = {config.n} if config.best_of else set()
-    self._k = sorted({*config.k, *more})
-
-  def run(self, step: int) -> Iterator[tuple[str, float]]:
-    """Yields (name, value), names as `answer.Evaluator` with 'pass@K'."""
-    yield from self.collect(step).values
-
-  def collect(self, step: int) -> answer.Evaluation:
-    """As `answer.Evaluator.collect`, with more values."""
-    evaluation = self._answers.collect(step)
-    for label, rows in evaluation.slices.items():
-      for name, values in score(rows, self._k).items():
-        interval = scores.bootstrap(
-          [values[q] for q in sorted(values)],
-          resamples=self._config.bootstrap,
-          seed=self._config.seed,
-        )
-        if interval.n:
-          evaluation.values.extend(answer.named(f'{label}/{name}', interval))
-    return evaluation
+def extra(config: ConfigDict):
+  """The `extra` of `answer.Evaluator` for config.eval; None = no scores."""
+  k = {*config.k, *([config.n] if config.best_of else ())}
+  return functools.partial(score, k=sorted(k)) if k else None
 
 
-def make(config: ConfigDict, sets, scorer=None, **kw):
-  """The evaluator that config.eval asks for, checked.
+def make(config: ConfigDict, sets, scorer=None, **kw) -> answer.Evaluator:
+  """Checks config.eval and returns its evaluator.
 
   Args:
+    config: the whole config.
+    sets: name -> questions.
     scorer: `scoring.Scorer` of the policy, which config.eval.best_of needs.
-    kw: as `answer.Evaluator` takes them.
+    **kw: other arguments of `answer.Evaluator`.
   """
   check(config, training=scorer is None)
-  e = config.eval
-  found = answer.Evaluator(
-    sets, config=config, scorer=scorer if e.best_of else None, **kw
-  )
-  return Evaluator(found, e) if e.k or e.best_of else found
+  scorer = scorer if config.eval.best_of else None
+  more = extra(config.eval)
+  return answer.Evaluator(sets, config=config, scorer=scorer, extra=more, **kw)

@@ -1,16 +1,16 @@
-"""The reward contract, and the weighted sum that a config asks for.
+"""The reward contract, and the weighted sum of the rewards of a config.
 
 A reward is `async def fn(groups, context, **fields) -> Rewards`, flat over the
-trajectories in group order. It may ask an engine or a source, so it is
-awaited. `fn.needs_answers = True` says that it needs golden answers, so that a
-run can refuse unlabelled data at its start.
+trajectories in group order. It is awaited because it may call an engine or a
+source. Set `fn.needs_answers = True` if it needs golden answers; a run then
+refuses unlabelled data at its start.
 
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
 
-Rewards given at different places add up at the finest of them: a trajectory's
-value goes to its last trained segment or token, a segment's to its last token.
-The sum over a trajectory is the same at every place.
+Rewards for trajectories, segments and tokens are added at the finest level of
+them: the value of a trajectory goes to its last trained segment or token, that
+of a segment to its last token. The sum over a trajectory stays the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,20 +24,20 @@ import numpy as np
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 
-PLACES = ('trajectory', 'segment', 'token')  # from coarse to fine
+LEVELS = ('trajectory', 'segment', 'token')  # from coarse to fine
 _PACKAGE = 'searchrl_jax.rewards'
 
 
 class RewardError(ValueError):
-  """A reward that cannot be computed; the message names it and the mend."""
+  """A reward cannot be computed; the message names it and the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardContext:
-  """What a reward may look at besides the groups."""
+  """What a reward function can use besides the groups."""
 
   step: int = 0  # training step
-  env: Any = None  # SearchEnv: reads answers and blocks from ids
+  env: Any = None  # SearchEnv, which reads answers and blocks
   tokenizer: Any = None
   engine: Any = None
   source: Any = None
@@ -46,7 +46,7 @@ class RewardContext:
 
 
 def flat(groups: Sequence[Group]) -> list[Trajectory]:
-  """The B trajectories in the order that rewards have."""
+  """The B trajectories of the groups, in the order of rewards."""
   return [trajectory for group in groups for trajectory in group]
 
 
@@ -54,26 +54,21 @@ def per_trajectory(
   groups: Sequence[Group],
   score: Callable[[Trajectory], float | Mapping[str, float]],
 ) -> Rewards:
-  """Rewards from a function of one trajectory; failed ones are not scored.
+  """Applies a function to each trajectory that did not fail.
 
   Args:
     groups: trajectories.
-    score: gives the reward, or {'value': the reward, part: value, ...}.
+    score: returns the reward, or {'value': the reward, part: value, ...}.
   """
   trajectories = flat(groups)
-  columns: dict[str, np.ndarray] = {
-    'value': np.zeros(len(trajectories), np.float32)
-  }
-  for i, trajectory in enumerate(trajectories):
-    if trajectory.failed:
-      continue
-    found = score(trajectory)
-    if not isinstance(found, Mapping):
-      found = {'value': found}
-    for name, value in found.items():
-      empty = np.zeros(len(trajectories), np.float32)
-      columns.setdefault(name, empty)[i] = value
   valid = np.array([not t.failed for t in trajectories], bool)
+  columns = {'value': np.zeros(len(valid), np.float32)}
+  for i in np.flatnonzero(valid):
+    parts = score(trajectories[i])
+    if not isinstance(parts, Mapping):
+      parts = {'value': parts}
+    for name, value in parts.items():
+      columns.setdefault(name, np.zeros(len(valid), np.float32))[i] = value
   return Rewards(columns.pop('value'), valid, parts=columns)
 
 
@@ -83,17 +78,17 @@ def check(
   judge: str = '',
   whole: ConfigDict | None = None,
 ) -> None:
-  """Finds what would fail later: names, fields, missing answers, no judge.
+  """Checks functions, fields, golden answers and the judge.
 
   Args:
     config: config.reward: name -> {fn, weight, ...fields of the function}.
-    questions: those that the run will train on.
+    questions: the questions to train on.
     judge: config.judge.url.
     whole: the whole config, for functions that check their fields against it
       (`fn.check(whole, fields)`).
 
   Raises:
-    RewardError: it names the field, or the first question without answers.
+    RewardError: names the field, or the first question without answers.
   """
   terms = _terms(config)
   for name, function, _, fields in terms:
@@ -105,66 +100,57 @@ def check(
     lookup.require(
       not getattr(function, 'needs_judge', False) or judge,
       f'config.reward.{name} asks a judge, and config.judge.url is empty: '
-      'give the URL of an OpenAI-compatible server',
+      'set it to the URL of an OpenAI-compatible server',
       RewardError,
     )
-  names = [name for name, fn, _, _ in terms if _needs_answers(fn)]
-  if names:
-    for question in questions:
-      _require_answers(names[0], question)
+  _require_answers(terms, questions)
 
 
 async def combine(
   config: ConfigDict, groups: Sequence[Group], context: RewardContext
 ) -> Rewards:
-  """The weighted sum of the rewards that `config.reward` names.
+  """Returns the weighted sum of the rewards in `config.reward`.
 
   Args:
     config: config.reward.
-    groups: B trajectories in all.
-    context: handed to every function.
+    groups: B trajectories in total.
+    context: passed to every function.
 
   Returns:
-    Rewards at the finest place of the functions. A trajectory is valid if it
-    did not fail and every function finds it valid; the value of an invalid
-    one is 0. `parts` holds each function's own value without its weight,
-    summed over the trajectory, float32 [B], by the name in the config, NaN
-    where it is invalid; and its own parts by 'name/part', NaN where the
-    trajectory failed or the function says so.
+    Rewards at the finest level of the functions. A trajectory is valid if it
+    did not fail and is valid for every function; the value of an invalid one
+    is 0. `parts` holds, by name, the unweighted value of each function, summed
+    over the trajectory, float32 [B], NaN where it is invalid; and by
+    'name/part' the function's parts, NaN where the trajectory failed or the
+    function returns NaN.
 
   Raises:
-    RewardError: a name or field that does not exist, a question without
-      answers where a function needs them, a result of the wrong shape or not
-      finite.
+    RewardError: an unknown function or field, a question without the answers
+      that a function needs, or a result of the wrong shape or not finite.
   """
   terms = _terms(config)
   trajectories = flat(groups)
-  for name, function, _, _ in terms:
-    if _needs_answers(function):
-      for trajectory in trajectories:
-        _require_answers(name, trajectory.question)
+  _require_answers(terms, [t.question for t in trajectories])
   valid = alive = np.array([not t.failed for t in trajectories], bool)
   results, parts = [], {}
   for name, function, weight, fields in terms:
     result = await function(groups, context, **fields)
-    _inspect(name, result, trajectories)
+    _check_result(name, result, trajectories)
     valid = valid & np.asarray(result.valid, bool)
     results.append((weight, result))
     totals = np.array([np.sum(v) for v in result.value], np.float32)
-    parts[name] = np.where(result.valid, totals, np.nan).astype(np.float32)
+    columns = {name: np.where(result.valid, totals, np.nan)}
     for part, column in result.parts.items():
-      parts[f'{name}/{part}'] = np.where(alive, column, np.nan).astype(
-        np.float32
-      )
-  at = max((r.at for _, r in results), key=PLACES.index)
+      columns[f'{name}/{part}'] = np.where(alive, column, np.nan)
+    parts |= {k: v.astype(np.float32) for k, v in columns.items()}
+  at = max((r.at for _, r in results), key=LEVELS.index)
   values = []
   for i, trajectory in enumerate(trajectories):
     total = np.zeros(_shape(trajectory, at), np.float32)
     if valid[i]:
       for weight, result in results:
-        total = total + np.float32(weight) * _place(
-          trajectory, result.value[i], result.at, at
-        )
+        value = _place(trajectory, result.value[i], result.at, at)
+        total = total + np.float32(weight) * value
     values.append(total)
   if at == 'trajectory':
     return Rewards(np.array(values, np.float32), valid, at, parts)
@@ -172,10 +158,10 @@ async def combine(
 
 
 def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
-  """The same rewards token by token: B float32 arrays [n].
+  """Converts rewards to token level: B float32 arrays [n].
 
-  n: the tokens that the trainer sees. What a whole trajectory earns, its last
-  trained token has; what a segment earns, its last token.
+  n: number of tokens that the trainer sees. The last trained token gets the
+  value of a trajectory, the last token of a segment that of the segment.
   """
   return [
     _place(t, value, rewards.at, 'token')
@@ -184,13 +170,13 @@ def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
 
 
 def join(first: Rewards, second: Rewards) -> Rewards:
-  """The rewards of two lists of groups of one step as those of both."""
+  """Concatenates the rewards of two lists of groups of one step."""
   value = (*first.value, *second.value)
 
   def part(rewards, name):
-    # Absent where all of them failed.
-    nothing = np.full(len(rewards.valid), np.nan, np.float32)
-    return rewards.parts.get(name, nothing)
+    # A part is absent if all trajectories failed.
+    nan = np.full(len(rewards.valid), np.nan, np.float32)
+    return rewards.parts.get(name, nan)
 
   return Rewards(
     np.array(value, np.float32) if first.at == 'trajectory' else value,
@@ -204,10 +190,10 @@ def join(first: Rewards, second: Rewards) -> Rewards:
 
 
 def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
-  """[(name, function, weight, its own fields)]."""
+  """Returns [(name, function, weight, fields of the function)]."""
   lookup.require(
     config,
-    'config.reward is empty; give it a function, as in config.reward.em = '
+    'config.reward is empty; add a function, such as config.reward.em = '
     "dict(fn='answer.em', weight=1.0)",
     RewardError,
   )
@@ -223,13 +209,10 @@ def _term(name: str, entry: ConfigDict) -> tuple[Callable, float, dict]:
     )
   weight = fields.pop('weight')
   lookup.require(
-    not isinstance(weight, bool) and isinstance(weight, (int, float)),
-    f'{where}.weight={weight!r} is not a number',
-    RewardError,
-  )
-  lookup.require(
-    math.isfinite(weight),
-    f'{where}.weight={weight!r} is not finite',
+    isinstance(weight, (int, float))
+    and not isinstance(weight, bool)
+    and math.isfinite(weight),
+    f'{where}.weight={weight!r} is not a finite number',
     RewardError,
   )
   try:
@@ -240,61 +223,61 @@ def _term(name: str, entry: ConfigDict) -> tuple[Callable, float, dict]:
   return function, float(weight), fields
 
 
-def _needs_answers(function: Callable) -> bool:
-  return getattr(function, 'needs_answers', False)
-
-
-def _require_answers(name: str, question: Question) -> None:
-  lookup.require(
-    any(answer.strip() for answer in question.answers),
-    f'question {question.id!r} has no golden answers, and '
-    f'config.reward.{name} needs them; leave such questions out, or use a '
-    'reward without answers',
-    RewardError,
-  )
+def _require_answers(terms, questions: Iterable[Question]) -> None:
+  names = [n for n, fn, _, _ in terms if getattr(fn, 'needs_answers', False)]
+  for question in questions if names else ():
+    lookup.require(
+      any(answer.strip() for answer in question.answers),
+      f'question {question.id!r} has no golden answers, and '
+      f'config.reward.{names[0]} needs them; leave such questions out, or use '
+      'a reward without answers',
+      RewardError,
+    )
 
 
 def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:
   if at == 'trajectory':
     return ()
-  if at == 'segment':
-    return (len(trajectory.trained),)
-  return (sum(len(s.ids) for s in trajectory.trained),)
+  segments = trajectory.trained
+  return (
+    len(segments) if at == 'segment' else sum(len(s.ids) for s in segments),
+  )
 
 
-def _inspect(
+def _check_result(
   name: str, result: Rewards, trajectories: Sequence[Trajectory]
 ) -> None:
   where = f'config.reward.{name}'
-  if result.at not in PLACES:
-    raise RewardError(f'{where}: at={result.at!r} is none of {PLACES}')
-  count = len(trajectories)
+  if result.at not in LEVELS:
+    raise RewardError(f'{where}: at={result.at!r} is none of {LEVELS}')
   columns = {'value': result.value, 'valid': result.valid, **result.parts}
   for label, column in columns.items():
-    if len(column) != count:
-      raise RewardError(
-        f'{where}: {label} has {len(column)} entries for {count} trajectories'
-      )
-  for trajectory, value, valid in zip(
-    trajectories, result.value, result.valid, strict=True
-  ):
+    lookup.require(
+      len(column) == len(trajectories),
+      f'{where}: {label} has {len(column)} entries for {len(trajectories)} '
+      'trajectories',
+      RewardError,
+    )
+  for trajectory, value, valid in zip(trajectories, result.value, result.valid):
     shape = _shape(trajectory, result.at)
-    if np.shape(value) != shape:
-      raise RewardError(
-        f'{where}: trajectory {trajectory.id!r} has a value of shape '
-        f'{np.shape(value)} where at={result.at!r} asks for {shape}'
-      )
-    if valid and not np.isfinite(value).all():
-      raise RewardError(
-        f'{where}: trajectory {trajectory.id!r} has the reward {value}; '
-        'mark it invalid, or return a finite one'
-      )
+    lookup.require(
+      np.shape(value) == shape,
+      f'{where}: trajectory {trajectory.id!r} has a value of shape '
+      f'{np.shape(value)}; at={result.at!r} requires {shape}',
+      RewardError,
+    )
+    lookup.require(
+      not valid or np.isfinite(value).all(),
+      f'{where}: trajectory {trajectory.id!r} has the reward {value}; mark it '
+      'invalid, or return a finite one',
+      RewardError,
+    )
 
 
 def _place(
   trajectory: Trajectory, value: Any, source: str, target: str
 ) -> np.ndarray:
-  """The same total, given at a finer place."""
+  """Converts a value at level `source` to a finer level with the same sum."""
   value = np.asarray(value, np.float32)
   if source == target:
     return value
@@ -311,7 +294,7 @@ def _place(
         )
     return out
   trained = [i for i, s in enumerate(segments) if s.train and len(s.ids)]
-  if trained:  # without a trained token nothing could learn from it
+  if trained:  # a trajectory without trained tokens gets no reward
     last = trained[-1]
     out[last if target == 'segment' else ends[last] - 1] = value
   return out

@@ -1,9 +1,8 @@
-"""When two answers are one: as text, or by a function of your own.
+"""Equality of answers: as text, or by a user's function.
 
-A match is 'text' (equal normal forms, as in exact match), or the dotted name of
-a function `equal(a, b) -> bool` that says whether two texts are one answer.
-`equal(a, a)` says whether a text is an answer at all. For mathematics there is
-experiments.ttrl.mathematics.equal.
+`match` is 'text' (equal normal forms, as in exact match) or the dotted name of
+a function `equal(a, b) -> bool`. `equal(a, a)` is False if a text is not an
+answer. For mathematics there is experiments.ttrl.mathematics.equal.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +14,10 @@ TEXT = 'text'
 
 
 def function(match: str) -> Callable[[str, str], bool]:
-  """The function that a match other than 'text' names.
+  """Returns the function of a match other than 'text'.
 
   Raises:
-    ValueError: there is none.
+    ValueError: there is no such function.
   """
   try:
     return lookup.function('searchrl_jax', match)
@@ -30,7 +29,7 @@ def function(match: str) -> Callable[[str, str], bool]:
 
 
 def correct(answer: str | None, golds: Iterable[str], match: str) -> float:
-  """1.0 if the answer is a golden one, else 0.0."""
+  """1.0 if the answer equals a golden answer, else 0.0."""
   if match == TEXT:
     return scores.exact_match(answer, golds)
   equal = function(match)
@@ -42,43 +41,37 @@ def keys(
   match: str,
   synonyms: Iterable[Sequence[str]] = (),
 ) -> list[str | None]:
-  """A string for each answer, equal where the answers are.
+  """Returns a key per answer; equal answers have equal keys.
 
-  Equality may not carry over (50% is both 50 and 0.5 to some checkers): an
-  answer belongs to the first one that it is equal to.
+  Equality may not be transitive (for some checkers 50% equals 50 and 0.5). An
+  answer gets the key of the first answer that it equals.
 
   Args:
-    answers: None = there is none.
-    match: see the top.
-    synonyms: lists of names of one thing each, for 'text'.
+    answers: None = no answer.
+    match: see the module docstring.
+    synonyms: lists of names of the same thing, for 'text'.
 
   Returns:
-    Text's normal form (of its first synonym, where it has any), or the first
-    of the equal answers; None for one that says nothing.
+    For 'text' the normal form (of the first synonym, if there are any), else
+    the first of the equal answers; None if there is no answer.
 
   Raises:
-    ValueError: names that are not in lists.
+    ValueError: synonyms are not lists.
   """
   if match == TEXT:
     if any(isinstance(names, str) for names in synonyms):
       raise ValueError(
-        f'synonyms={synonyms!r}: expected lists, each of the names of one thing'
+        f'synonyms={synonyms!r}: expected lists, each with names of one thing'
       )
     first = {scores.key(n): scores.key(s[0]) for s in synonyms for n in s}
-    found = [scores.key(answer or '') for answer in answers]
-    return [first.get(key, key) or None for key in found]
+    normal = [scores.key(answer or '') for answer in answers]
+    return [first.get(key, key) or None for key in normal]
   equal, firsts, out = function(match), [], []
   for answer in answers:
-    mine = next(
-      (
-        one
-        for one in firsts
-        if answer and (one == answer or equal(one, answer))
-      ),
-      None,
-    )
-    if answer and mine is None and equal(answer, answer):
+    same = (f for f in firsts if answer and (f == answer or equal(f, answer)))
+    key = next(same, None)
+    if answer and key is None and equal(answer, answer):
       firsts.append(answer)
-      mine = answer
-    out.append(mine)
+      key = answer
+    out.append(key)
   return out

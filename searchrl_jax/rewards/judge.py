@@ -1,14 +1,14 @@
-"""A language model as judge of answers, where exact match is too strict.
+"""A language model that judges answers, where exact match is too strict.
 
-The verdict is structured: {"verdict": "correct"} or {"verdict": "incorrect"},
-or that word alone. Nothing is looked for in longer text, so "incorrect" can
-never read as "correct", and question, golden answers and answer reach the
-judge as JSON strings, which an answer cannot break out of, and in which it
-cannot spell a control token (`chat.payload`).
+A verdict is {"verdict": "correct"}, {"verdict": "incorrect"} or one of these
+words alone. Longer text is not searched, so "incorrect" cannot be read as
+"correct". Question, golden answers and answer are sent as JSON strings, which
+an answer cannot leave and in which it cannot form a control token
+(`chat.payload`).
 
-A judge that fails gives no reward: such a trajectory is left out (design 5.4)
-and counted. One that answers, and not with a verdict, was brought to it by the
-answer: that is wrong, and counted as `unusable`.
+If the judge fails, the trajectory is left out (design 5.4) and counted. If it
+replies without a verdict, the answer caused that: it counts as wrong, and as
+`unusable`.
 """
 
 import asyncio
@@ -45,117 +45,109 @@ SYSTEM = (
   'thing, several things to choose from, or nothing. Reply with '
   '{"verdict": "correct"} or {"verdict": "incorrect"} and nothing else.'
 )
-MOST = 2000  # characters of an answer that the judge sees
-KEPT = 1_000_000  # verdicts
-_TOKENS = 32  # of a reply
+MOST = 2000  # characters of an answer that are sent
+KEPT = 1_000_000  # verdicts that are cached
+_TOKENS = 32  # limit of a reply
 Item = tuple[str, tuple[str, ...], str]  # question, golden answers, answer
-_KNOWN = ('What is 1 + 1?', ('2',), 'two')  # a judge has a verdict on it
+_TEST = ('What is 1 + 1?', ('2',), 'two')  # for `Judge.check`
 
 
 class JudgeError(RuntimeError):
-  """Too many verdicts are missing; the message has the last error."""
+  """Too many verdicts are missing; the message contains the last error."""
 
 
 class Judge:
-  """Verdicts of the server of config.judge; equal items are asked once."""
+  """Gets verdicts from the server of config.judge and caches them."""
 
   def __init__(self, config: ConfigDict):
-    """Sends nothing yet.
+    """Sends no request yet.
 
     Args:
-      config: config.judge: as `Chat` takes it, and max_failed.
+      config: config.judge: the fields of `Chat`, and max_failed.
 
     Raises:
-      ValueError: names the field.
+      ValueError: a field is invalid; names it.
     """
-    self._chat, self._most = Chat(config), config.max_failed
-    if not 0 <= self._most <= 1:
-      raise ValueError(f'config.judge.max_failed={self._most}: a share in 0..1')
-    self._known: dict[Item, bool] = {}
+    self._chat, self._max_failed = Chat(config), config.max_failed
+    if not 0 <= config.max_failed <= 1:
+      raise ValueError(
+        f'config.judge.max_failed={config.max_failed} must be in 0..1'
+      )
+    self._cache: dict[Item, bool] = {}
 
   async def verdicts(
     self, items: Iterable[Item], among: int
   ) -> list[bool | ChatError]:
-    """True, False, or why there is no verdict (its kind tells whose fault).
+    """Returns for each item True, False, or the error (see its `kind`).
 
-    among: answers that there are, those that need no verdict too.
+    Args:
+      items: the answers to judge; equal items are sent once.
+      among: number of answers, with those that need no verdict.
 
     Raises:
-      JudgeError: the judge failed on more than config.judge.max_failed of
-        these; what is `unusable` does not count.
+      JudgeError: the judge failed on more than the share
+        config.judge.max_failed of `among`; 'unusable' replies do not count.
     """
     items = [(q, tuple(golds), a[:MOST]) for q, golds, a in items]
-    new = list(dict.fromkeys(i for i in items if i not in self._known))
-    found = dict(
-      zip(new, await asyncio.gather(*map(self._ask, new)), strict=True)
-    )
-    out = [found.get(i, self._known.get(i)) for i in items]
-    for item, value in found.items():
-      if isinstance(value, bool):
-        self._known[item] = value
-    while len(self._known) > KEPT:  # the oldest goes first
-      del self._known[next(iter(self._known))]
+    new = list(dict.fromkeys(i for i in items if i not in self._cache))
+    replies = dict(zip(new, await asyncio.gather(*map(self._ask, new))))
+    out = [replies.get(i, self._cache.get(i)) for i in items]
+    self._cache |= {i: v for i, v in replies.items() if isinstance(v, bool)}
+    while len(self._cache) > KEPT:  # drop the oldest
+      del self._cache[next(iter(self._cache))]
     errors = [
       v for v in out if isinstance(v, ChatError) and v.kind != 'unusable'
     ]
-    if len(errors) > self._most * among:
+    if len(errors) > self._max_failed * among:
       raise JudgeError(
         f'{len(errors)} verdicts on {among} answers are missing, more than '
-        f'config.judge.max_failed={self._most} allows; the last error: '
+        f'config.judge.max_failed={self._max_failed} allows; the last error: '
         f'{errors[-1]}'
       )
     return out
 
   async def check(self) -> Mapping[str, object]:
-    """Raises ChatError if nobody serves the model, or it gives no verdict."""
-    about, verdict = await self._chat.check(), await self._ask(_KNOWN)
+    """Raises ChatError if the model is not served or gives no verdict."""
+    identity, verdict = await self._chat.check(), await self._ask(_TEST)
     if isinstance(verdict, ChatError):
       raise verdict
-    return about
+    return identity
 
   async def close(self) -> None:
     await self._chat.close()
 
   async def _ask(self, item: Item) -> bool | ChatError:
-    question, golds, answer = item
-    asked = payload(
-      {'question': question, 'golden_answers': golds, 'answer': answer}
-    )
+    content = payload(dict(zip(('question', 'golden_answers', 'answer'), item)))
+    messages = [
+      {'role': 'system', 'content': SYSTEM},
+      {'role': 'user', 'content': content},
+    ]
     try:
-      reply = await self._chat.reply(
-        [
-          {'role': 'system', 'content': SYSTEM},
-          {'role': 'user', 'content': asked},
-        ],
-        max_tokens=_TOKENS,
-        temperature=0.0,
-        schema=SCHEMA,
+      return read(
+        await self._chat.reply(
+          messages, max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA
+        )
       )
-      return read(reply)
     except ChatError as e:
       return e
 
 
 def read(reply: str) -> bool:
-  """The verdict that a reply is.
+  """Returns the verdict of a reply.
 
   Raises:
-    ChatError: it is neither of the two.
+    ChatError: the reply is not a verdict.
   """
   word = reply.strip()
   try:
-    found = json.loads(word)
+    word = json.loads(word)
   except (ValueError, RecursionError):
     pass
-  else:
-    word = found.get('verdict') if isinstance(found, dict) else found
-  # A list or a number is no verdict either, and no key of a dict.
-  verdict = (
-    VERDICTS.get(word.strip('. ').lower()) if (isinstance(word, str)) else None
-  )
-  if verdict is None:
+  word = word.get('verdict') if isinstance(word, dict) else word
+  word = word.strip('. ').lower() if isinstance(word, str) else ''
+  if word not in VERDICTS:
     raise ChatError('unusable', f'no verdict: {reply[:200]!r}')
-  return verdict
+  return VERDICTS[word]
 
 
 async def grade(
@@ -164,17 +156,17 @@ async def grade(
   judge: Judge,
   after_em: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """(grades, unusable), float32 [B].
+  """Returns (grades, unusable), float32 [B].
 
-  grades: 1 right, 0 wrong, NaN for a failure, the trajectory's or the judge's.
-  No answer is wrong, unasked; so is one that the judge has no verdict on,
-  which `unusable` marks by 1.
+  grades: 1 right, 0 wrong, NaN if the trajectory or the judge failed. No answer
+  is wrong, without asking the judge. An answer without a usable verdict is
+  wrong too, and 1 in `unusable`.
 
   Args:
-    trajectories: B of them, with golden answers.
+    trajectories: B trajectories with golden answers.
     env: reads answers.
     judge: judges them.
-    after_em: an exact match is right without being asked about.
+    after_em: an exact match is right, without asking the judge.
 
   Raises:
     JudgeError: too many verdicts are missing.
@@ -201,16 +193,16 @@ async def grade(
 async def correct(
   groups: Sequence[Group], context: RewardContext, *, after_em: bool
 ) -> Rewards:
-  """1 if the judge finds the answer correct; no answer is 0, unasked.
+  """1 if the judge finds the answer correct; 0 if there is no answer.
 
   Args:
     groups: trajectories.
     context: its env reads answers, its judge judges.
-    after_em: an exact match is right without being asked about.
+    after_em: an exact match is right, without asking the judge.
 
   Returns:
-    Parts: 'em' and 'f1', whatever the judge says; 'unusable', the answers
-    that the judge had no verdict on.
+    Parts: 'em' and 'f1' of the answer; 'unusable', 1 for answers without a
+    usable verdict.
 
   Raises:
     RewardError: there is no judge. JudgeError: too many verdicts are missing.

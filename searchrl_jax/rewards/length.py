@@ -1,4 +1,4 @@
-"""Rewards of the length of what the policy wrote."""
+"""Rewards for the length of the policy's text."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,21 @@ from searchrl_jax.types import Group, Rewards
 async def overlong(
   groups: Sequence[Group], context: RewardContext, *, limit: int, cache: int
 ) -> Rewards:
-  """DAPO's soft punishment of long answers, arXiv 2503.14476, equation 13.
+  """DAPO's soft penalty for long answers, arXiv 2503.14476, equation 13.
 
       n tokens                      reward
       n <= limit - cache            0
       up to limit                   (limit - cache - n) / cache
       more                          -1
 
-  n counts what the policy wrote over all turns, not what searches gave it,
-  where the paper's n is one whole answer.
+  n counts the policy's tokens in all turns, without observations. In the paper
+  n is the length of one answer.
 
   Args:
     groups: trajectories.
     context: not used.
-    limit: tokens; the paper's L_max.
-    cache: tokens over which the punishment grows; its L_cache.
+    limit: in tokens; L_max in the paper.
+    cache: number of tokens over which the penalty grows; L_cache in the paper.
 
   Raises:
     RewardError: cache is not in 1..limit.

@@ -1,10 +1,10 @@
-"""Answer metrics and their uncertainty: pure Python and numpy.
+"""Answer metrics and their uncertainty, in pure Python and numpy.
 
 `normalise`, `exact_match` and `f1` follow SQuAD's evaluation script
-(Rajpurkar et al. 2016), with one departure: text that normalises to nothing
-("The", "A", "!!!") is compared as it stands, and an empty prediction matches
-nothing. SQuAD's script, and Search-R1's after it, counts any two such texts as
-equal, and lets such a golden answer match every prediction by substring.
+(Rajpurkar et al. 2016), with one difference: text whose normal form is empty
+("The", "A", "!!!") is compared without normalisation, and an empty prediction
+matches nothing. In SQuAD's and Search-R1's scripts any two such texts are
+equal, and such a golden answer is a substring of every prediction.
 """
 
 import collections
@@ -18,11 +18,11 @@ import numpy as np
 
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
-_CHUNK = 1 << 20  # draws held at once while resampling
+_CHUNK = 1 << 20  # random draws in memory at a time
 
 
 class Interval(NamedTuple):
-  """A mean with its bootstrap interval; n is what was resampled."""
+  """A mean with its bootstrap interval; n values were resampled."""
 
   mean: float
   low: float
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 def normalise(text: str) -> str:
-  """Lower case; ASCII punctuation and articles out; single spaces.
+  """Lower case, without ASCII punctuation and articles, with single spaces.
 
   Punctuation is deleted, not replaced: "U.S.-based" becomes "usbased".
   """
@@ -40,9 +40,9 @@ def normalise(text: str) -> str:
 
 
 def key(text: str) -> str:
-  """What makes two answers the same: equal keys are an exact match.
+  """Returns the key of an answer; answers with equal keys match exactly.
 
-  The normal form, or the lower-case text where the normal form is empty.
+  The normal form, or the lower-case text if the normal form is empty.
   """
   return normalise(text) or ' '.join(text.lower().split())
 
@@ -55,7 +55,7 @@ def exact_match(prediction: str | None, golds: Iterable[str]) -> float:
 
 
 def f1(prediction: str | None, golds: Iterable[str]) -> float:
-  """Largest F1 of the bags of normalised words over the golden answers."""
+  """Largest F1 of bags of normalised words over the golden answers."""
   if not prediction:
     return 0.0
   return max((_f1(prediction, gold) for gold in golds), default=0.0)
@@ -77,7 +77,7 @@ def sub_exact_match(prediction: str | None, golds: Iterable[str]) -> float:
 
 
 def contains(text: str, golds: Iterable[str]) -> bool:
-  """Whether `text` holds a golden answer (both normalised)."""
+  """Whether `text` contains a golden answer (both normalised)."""
   text = normalise(text)
   return any(normal and normal in text for normal in map(normalise, golds))
 
@@ -91,7 +91,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
   if not 1 <= k <= n:
     raise ValueError(f'pass@{k} needs 1 <= k <= n, but n={n} samples')
   if not 0 <= correct <= n:
-    raise ValueError(f'{correct} of {n} samples cannot be correct')
+    raise ValueError(f'correct={correct} must be in 0..n={n}')
   return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -100,13 +100,13 @@ def maj_at_k(
 ) -> float:
   """Expected correctness of the majority vote of k of the n samples.
 
-  Exact: the mean over all C(n, k) subsets. Ties are split evenly; None does
-  not vote, and a subset without a vote is wrong.
+  Exact: the mean over all C(n, k) subsets. Ties are split evenly. None is no
+  vote, and a subset without votes is wrong.
 
   Args:
-    votes: n answers, equal ones as equal keys (`key`); None = no answer.
-    correct: n flags; equal votes have equal flags.
-    k: votes counted.
+    votes: keys (`key`) of n answers; None = no answer.
+    correct: n flags, equal for equal votes.
+    k: number of votes.
 
   Raises:
     ValueError: fewer samples than k, or equal votes with unequal flags.
@@ -133,7 +133,7 @@ def maj_at_k(
 def _at_most(
   counts: list[int], silent: int, picks: int, top: int
 ) -> dict[int, int]:
-  """Ways to pick from `counts`, none above `top`: by how many reach it."""
+  """Ways to pick at most `top` of each class, by the number that have `top`."""
   ways = {(0, 0): 1}  # (picked, classes at top) -> number of ways
   for count in counts:
     grown: dict[tuple[int, int], int] = collections.defaultdict(int)
@@ -155,7 +155,7 @@ def best_at_k(
 
   Exact: the mean over all C(n, k) subsets, in which the sample of rank r
   (from 1, the lowest) is the best of C(r - 1, k - 1). NaN ranks lowest; of
-  equal scores the earlier sample does.
+  equal scores the earlier sample ranks lower.
 
   Raises:
     ValueError: fewer samples than k.
@@ -172,9 +172,9 @@ def best_at_k(
 
 
 def sign_test(wins: int, losses: int) -> float:
-  """Two-sided exact p-value of a fair coin; ties are left out before.
+  """Two-sided exact p-value for a fair coin, without ties.
 
-  Of paired right-or-wrong answers it is the exact McNemar test.
+  For paired right-or-wrong answers it is the exact McNemar test.
   """
   n = wins + losses
   ways = tail = 1
@@ -187,10 +187,10 @@ def sign_test(wins: int, losses: int) -> float:
 def bootstrap(
   values: Sequence[float], *, resamples: int, seed: int, level: float = 0.95
 ) -> Interval:
-  """The mean of `values` [n] with its percentile bootstrap interval.
+  """Returns the mean of `values` [n] with its percentile bootstrap interval.
 
-  Resample what is independent: one value for each question, not for each of
-  its samples. NaN for an empty input. Deterministic in (values, seed).
+  Values must be independent: one per question, not one per sample. NaN for an
+  empty input. Deterministic in (values, seed).
   """
   x = np.asarray(values, np.float64)
   if not len(x):
@@ -218,10 +218,10 @@ def paired_bootstrap(
   seed: int,
   level: float = 0.95,
 ) -> Interval:
-  """The mean of a - b with its interval; a[i] and b[i] are one question's.
+  """Returns the mean of a - b with its interval; a[i], b[i] are paired.
 
   Raises:
-    ValueError: different lengths.
+    ValueError: the lengths differ.
   """
   if len(a) != len(b):
     raise ValueError(f'paired values differ in number: {len(a)} and {len(b)}')

@@ -1,21 +1,21 @@
-"""Majority vote: the answer that most samples agree on is the label (TTRL).
+"""Majority vote: the most frequent answer is the label (TTRL).
 
-Zuo et al. 2025, arXiv 2504.16084. Of the N samples of a question all vote and
-the first M are trained on: 1 where the answer is the label, else 0. Golden
-answers reach the parts alone, never value or valid. Otherwise than released:
-  * votes are counted by what answers mean (`equivalence`); there by the exact
-    string, so that 0.5 and 1/2 split;
-  * no answer is no vote, and without any vote a question is left out; there
-    the empty string is a vote, and unparsed samples reward each other;
-  * the label is compared with the golden answer as it stands; there it is
-    extracted once more, and 14/3 becomes 3;
-  * GPQA's letter is what the box holds; there the last A to D in the text,
-    which the article "a" is;
-  * a trajectory's reward is its own; there all of a batch stand at the last
-    sample's length, which only GRPO forgives.
+Zuo et al. 2025, arXiv 2504.16084. All N samples of a question vote; the first M
+are trained on, with reward 1 if the answer is the label, else 0. Golden answers
+affect only the parts, never value or valid. Differences from the released code:
+  * Votes are counted by equality of answers (`equivalence`). The released code
+    compares strings, so 0.5 and 1/2 are different votes.
+  * No answer is no vote, and a question without votes is left out. In the
+    released code the empty string is a vote, and unparsed samples are rewarded.
+  * The label is compared with the golden answer unchanged. The released code
+    extracts it once more, so 14/3 becomes 3.
+  * GPQA's letter is the content of the box. In the released code it is the last
+    A to D in the text, which may be the article "a".
+  * Each reward is placed in its own trajectory. The released code places all of
+    a batch at the length of the last sample, which only GRPO tolerates.
 
-Ties go to the class whose first vote is the earliest sample. Where the votes
-that a service's failures took could have changed who leads, there is no label.
+Ties go to the class with the earliest vote. If the votes lost to failed
+searches could have changed the majority, there is no label.
 """
 
 import collections
@@ -28,7 +28,7 @@ from searchrl_jax.rewards.core import RewardContext, RewardError
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Group, Question, Rewards
 
-# (a key for each vote, or None; the question; the step) -> the label's key.
+# (keys of the votes, None = no vote; question; step) -> key of the label.
 Choose = Callable[[list[str | None], Question, int], str | None]
 
 
@@ -41,27 +41,26 @@ async def majority(
   match: str,
   max_abstained: float,
 ) -> Rewards:
-  """1 where the answer is the one that most of its group give.
+  """1 if the answer is the most frequent one of its group.
 
   Args:
     groups: of `votes` samples each.
     context: its env reads answers.
-    votes: N, as config.rollout.group.
-    train: M; of samples M and later the reward is invalid.
-    match: 'text' or a function's dotted name; see `equivalence`. Text also
-      counts names of one thing as one answer, where the data knows them:
-      question.meta['synonyms'], [[name, name, ...], ...], of anything that may
-      be answered. (Golden answers and their aliases are none of these.)
-    max_abstained: share of questions without a vote beyond which it raises.
+    votes: N, equal to config.rollout.group.
+    train: M; the reward of samples M and later is invalid.
+    match: 'text' or a function's dotted name; see `equivalence`. With 'text',
+      question.meta['synonyms'], [[name, name, ...], ...], lists names that
+      count as one answer, whether or not it is golden.
+    max_abstained: allowed share of questions without a vote.
 
   Returns:
-    Parts, of all N samples but failed ones: abstained, and of questions with
-    a vote tie and majority_ratio (the label's share of N); where there are
-    golden answers, label_accuracy, maj@N, pass@N, pass@M, right (a sample's
-    own; TTRL's ground_truth_ratio) and reward_accuracy (of the M).
+    Parts, for all N samples that did not fail: abstained; for questions with a
+    vote, tie and majority_ratio (share of the label in N); for questions with
+    golden answers, label_accuracy, maj@N, pass@N, pass@M, right (of a sample;
+    ground_truth_ratio in TTRL) and reward_accuracy (of the M).
 
   Raises:
-    RewardError: groups of another size, or too many questions without a vote.
+    RewardError: a group of another size, or too many questions without a vote.
   """
   return labelled(
     groups,
@@ -75,35 +74,31 @@ async def majority(
 
 
 def check(config, fields) -> None:
-  """What the fields of `majority` cannot be beside the whole config.
+  """Checks the fields of `majority` against the whole config.
 
   Raises:
-    RewardError: names the field, what it is and the mend.
+    RewardError: names the field, its value and the fix.
   """
-  n, m = fields['votes'], fields['train']
-  lookup.require(
-    n == config.rollout.group and n >= 2,
-    f'votes={n} with config.rollout.group={config.rollout.group}: all '
-    'samples of a question vote, 2 or more; give both the same number',
-    RewardError,
-  )
-  lookup.require(
-    not config.rollout.refill,
-    f'votes={n} with config.rollout.refill={config.rollout.refill}: of a few '
-    'further questions the share without a vote says nothing; use 0',
-    RewardError,
-  )
-  lookup.require(
-    1 <= m <= n,
-    f'train={m} of votes={n}: 1 to {n} samples are trained',
-    RewardError,
-  )
-  lookup.require(
-    config.algorithm.advantage != 'remax',
-    "config.algorithm.advantage='remax' takes the reward of one greedy "
-    'answer, and one answer is no majority; use another advantage',
-    RewardError,
-  )
+  n, m, rollout = fields['votes'], fields['train'], config.rollout
+  for good, message in (
+    (
+      n == rollout.group and n >= 2,
+      f'votes={n} with config.rollout.group={rollout.group}: all samples of a '
+      'question vote, 2 or more; set both to the same number',
+    ),
+    (
+      not rollout.refill,
+      f'votes={n} with config.rollout.refill={rollout.refill}: max_abstained '
+      'is meaningless for the few questions of a refill; use refill=0',
+    ),
+    (1 <= m <= n, f'train={m} of votes={n}: 1 to {n} samples are trained on'),
+    (
+      config.algorithm.advantage != 'remax',
+      "config.algorithm.advantage='remax' needs the reward of one greedy "
+      'answer, and one answer is no majority; use another advantage',
+    ),
+  ):
+    lookup.require(good, message, RewardError)
   if fields['match'] != equivalence.TEXT:
     equivalence.function(fields['match'])
 
@@ -113,8 +108,8 @@ majority.check = check
 
 def most_frequent(keys, question, step) -> str | None:
   del question, step
-  found = [key for key in keys if key is not None]
-  return max(found, key=found.count) if found else None  # the first of equals
+  votes = [key for key in keys if key is not None]
+  return max(votes, key=votes.count) if votes else None  # the first of equals
 
 
 def labelled(
@@ -127,7 +122,7 @@ def labelled(
   match: str,
   max_abstained: float,
 ) -> Rewards:
-  """As `majority`, with labels that `choose` takes from the votes."""
+  """Rewards as in `majority`, with the labels that `choose` returns."""
   lookup.require(
     context.env, 'votes on answers need RewardContext.env', RewardError
   )
@@ -136,12 +131,13 @@ def labelled(
   parts = collections.defaultdict(lambda: np.full(n, np.nan, np.float32))
   silent, at = [], 0
   for group in groups:
-    if len(group) != votes:
-      raise RewardError(
-        f'question {group[0].question.id!r} has {len(group)} samples and '
-        f'votes={votes}: all of a group vote; set it to config.rollout.group'
-      )
     question = group[0].question
+    lookup.require(
+      len(group) == votes,
+      f'question {question.id!r} has {len(group)} samples and votes={votes}: '
+      'all of a group vote; set it to config.rollout.group',
+      RewardError,
+    )
     alive = [i for i, t in enumerate(group) if not t.failed]
     answers = [context.env.answer(group[i]) for i in alive]
     keys = equivalence.keys(answers, match, question.meta.get('synonyms', ()))
@@ -161,9 +157,8 @@ def labelled(
       parts['majority_ratio'][rows] = keys.count(label) / votes
     if not any(a.strip() for a in question.answers):
       continue
-    right = [
-      bool(equivalence.correct(a, question.answers, match)) for a in answers
-    ]
+    golds = question.answers
+    right = [bool(equivalence.correct(a, golds, match)) for a in answers]
     good = {key for key, own in zip(keys, right) if own} - {None}
     parts['right'][rows] = right
     if len(alive) == votes:
@@ -175,11 +170,12 @@ def labelled(
     if label is not None:
       parts['label_accuracy'][rows] = label in good
       parts['reward_accuracy'][trained] = (value[rows] == right)[: len(trained)]
-  if len(silent) > max_abstained * len(groups):
-    raise RewardError(
-      f'{len(silent)} of {len(groups)} questions have no vote under '
-      f'match={match!r} ({", ".join(map(repr, silent[:3]))}, ...), above '
-      f'max_abstained={max_abstained}: no answer of theirs parses. Look at the '
-      'trajectories; use the match, and the config.env.answer, of such answers'
-    )
+  lookup.require(
+    len(silent) <= max_abstained * len(groups),
+    f'{len(silent)} of {len(groups)} questions have no vote under '
+    f'match={match!r} ({", ".join(map(repr, silent[:3]))}, ...), above '
+    f'max_abstained={max_abstained}: none of their answers can be parsed. '
+    'Inspect the trajectories; set match and config.env.answer for this data',
+    RewardError,
+  )
   return Rewards(value, valid, parts=dict(parts))

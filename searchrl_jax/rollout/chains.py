@@ -1,9 +1,8 @@
 """Drives environment, engine and source into groups of trajectories.
 
-Each trajectory is a task of its own and waits for nobody (design 5.5): while
-one searches, the engine decodes the others, and searches that fall together
-are batched by the source. The engine's handle lives as long as its
-trajectory, so a search that is tried again finds it where it was.
+Each trajectory is an asyncio task (design 5.5): while one searches, the engine
+decodes the others, and the source batches searches that occur at the same time.
+A trajectory keeps its engine handle until it ends, so a search can be retried.
 """
 
 import asyncio
@@ -18,14 +17,8 @@ from ml_collections import ConfigDict
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
 from searchrl_jax.run import lookup
 from searchrl_jax.sources.core import Source
-from searchrl_jax.text.env import (
-  Action,
-  Done,
-  Generate,
-  Search,
-  SearchEnv,
-  State,
-)
+from searchrl_jax.text.env import Done, Generate, Search, SearchEnv
+from searchrl_jax.text.states import Action, State
 from searchrl_jax.types import (
   Group,
   Prompt,
@@ -41,44 +34,38 @@ Event = Segment | SearchRequest | SearchResult | SearchError
 
 
 class RolloutError(RuntimeError):
-  """Too many trajectories failed; the message has the last search's error."""
+  """Too many trajectories failed; the message has the last search error."""
 
 
 @dataclasses.dataclass
 class RolloutStats:
-  """What a rollout did and where its time went.
+  """Counters and times of a rollout.
 
-  Waiting seconds are summed over trajectories, which wait at the same time:
-  divided by `seconds` they are the mean number of trajectories that wait.
+  Waiting times are sums over concurrent trajectories. Divided by `seconds` they
+  are the mean number of trajectories that wait.
   """
 
   seconds: float = 0.0  # wall time
-  trajectories: int = 0  # ended, failed ones included
+  trajectories: int = 0  # ended, including failed ones
   failed: int = 0
   generations: int = 0
   sampled_tokens: int = 0
-  outside_tokens: int = 0  # observations and feedback, prompts not counted
-  searches: int = 0  # queries, each counted once however often it was tried
-  search_retries: int = 0  # queries tried again on the live handle
+  outside_tokens: int = 0  # observations and feedback, without prompts
+  searches: int = 0  # queries, without retries
+  search_retries: int = 0  # retries of queries
   failed_searches: int = 0  # queries without an answer after all attempts
-  empty_searches: int = 0  # queries that found nothing, or were of no use
-  engine_seconds: float = 0.0  # waiting for the engine, summed
-  search_seconds: float = 0.0  # waiting for the source, summed
-  trajectory_seconds: float = 0.0  # from start to end, summed
+  empty_searches: int = 0  # queries without passages
+  engine_seconds: float = 0.0  # sum of waiting for the engine
+  search_seconds: float = 0.0  # sum of waiting for the source
+  trajectory_seconds: float = 0.0  # sum of durations
 
   def __add__(self, other: 'RolloutStats') -> 'RolloutStats':
-    """Of one rollout after the other."""
-    return RolloutStats(
-      *(
-        a + b
-        for a, b in zip(
-          dataclasses.astuple(self), dataclasses.astuple(other), strict=True
-        )
-      )
-    )
+    """The stats of two rollouts, one after the other."""
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+    return RolloutStats(*(a + b for a, b in pairs))
 
   def metrics(self) -> dict[str, float]:
-    """For the log; 'rollout/in_flight' is a mean over the wall time."""
+    """For the log. 'rollout/in_flight' is a mean over the wall time."""
     wall = max(self.seconds, 1e-9)
     values = dataclasses.asdict(self)
     values |= {
@@ -100,39 +87,37 @@ class Rollout(NamedTuple):
 def trajectory_seed(
   seed: int, step: int, question: str, role: str, sample: int
 ) -> int:
-  """The random stream of a trajectory, in [0, 2**32).
+  """Returns the seed of a trajectory's random stream, in [0, 2**32).
 
-  It depends on who the trajectory is and on nothing else, so neither the
-  order of questions nor that of arrival can show in what is sampled.
+  It depends on the identity of the trajectory only, so samples do not depend on
+  the order of questions or of arrival.
   """
   name = repr((seed, step, question, role, sample)).encode()
   return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
 
 
 def evaluation(config: ConfigDict) -> ConfigDict:
-  """config.rollout as an evaluation has it: sampled as config.eval says."""
-  rollout = ConfigDict(config.rollout.to_dict())
-  rollout.group = config.eval.n
-  rollout.temperature = config.eval.temperature
-  rollout.top_p = config.eval.top_p
-  rollout.top_k = 0
-  return rollout
+  """Returns config.rollout with the sampling of config.eval."""
+  e = config.eval
+  sampling = dict(temperature=e.temperature, top_p=e.top_p, top_k=0)
+  return ConfigDict(config.rollout.to_dict() | dict(group=e.n, **sampling))
 
 
 def greedy(config: ConfigDict) -> ConfigDict:
-  """config.rollout for one greedy answer to each question.
+  """Returns config.rollout for one greedy answer per question.
 
-  A question whose answer fails has no baseline; that ends no run.
+  It never stops the run: a question whose answer fails has no baseline.
   """
-  rollout = ConfigDict(config.rollout.to_dict())
-  rollout.group, rollout.temperature, rollout.max_failed = 1, 0.0, 1.0
-  return rollout
+  options = dict(group=1, temperature=0.0, max_failed=1.0)
+  return ConfigDict(config.rollout.to_dict() | options)
 
 
-def further(config: ConfigDict, groups: Sequence[Group], n: int) -> ConfigDict:
-  """config.rollout for n more questions of a step that has these groups.
+def refill_config(
+  config: ConfigDict, groups: Sequence[Group], n: int
+) -> ConfigDict:
+  """Returns config.rollout for n more questions in a step with these groups.
 
-  config.rollout.max_failed is a share of all of them.
+  config.rollout.max_failed applies to all trajectories of the step together.
   """
   rollout = ConfigDict(config.rollout.to_dict())
   flat = [t for group in groups for t in group]
@@ -140,6 +125,9 @@ def further(config: ConfigDict, groups: Sequence[Group], n: int) -> ConfigDict:
   allowed = rollout.max_failed * (len(flat) + more)
   rollout.max_failed = (allowed - sum(t.failed for t in flat)) / more
   return rollout
+
+
+further = refill_config  # the name that train.py imports
 
 
 async def rollout(
@@ -159,34 +147,31 @@ async def rollout(
   """Samples config.group trajectories of each question.
 
   Args:
-    questions: a question that comes twice gets further samples, in a second
-      group of its own.
-    env: the text protocol.
-    engine: writes the policy's tokens.
-    source: answers its searches.
+    questions: a question that occurs twice gets a second group, with the next
+      sample numbers.
+    env: the environment.
+    engine: samples the policy's tokens.
+    source: answers searches.
     config: config.rollout (or `evaluation(config)`): group, temperature,
-      top_p, top_k, concurrency (trajectories in flight; 0: as many as the
-      engine has capacity for), search_attempts (tries of a search, in all),
-      max_failed.
-    seed: config.seed, and
-    step: the training step; both name the random streams.
-    role: who acts, see `env.reset`.
-    on_trajectory: called as each trajectory ends, in order of arrival.
-    on_event: called with a trajectory's id and each segment after the
-      prompt, request and answer as it comes (`ask` prints them).
-      Neighbours may come as one segment that the record then joins.
-    ended: (question id, sample) -> trajectories of this step that a run
-      before this one finished; they are not sampled again.
+      top_p, top_k, concurrency (trajectories at a time; 0 = the capacity of the
+      engine), search_attempts (of a search, in total), max_failed.
+    seed: config.seed, for the random streams.
+    step: the training step, for the random streams.
+    role: see `env.reset`.
+    on_trajectory: called when a trajectory ends, in order of arrival.
+    on_event: called with a trajectory's id and each new segment, search request
+      and search answer (`ask` prints them). The record may join segments.
+    ended: (question id, sample) -> trajectories of this step that an earlier
+      start finished; they are not sampled again.
 
   Returns:
-    One group for each question, in order, and what it took.
+    One group per question, in order, and statistics.
 
   Raises:
-    RolloutError: more than config.max_failed of all trajectories failed. It
-      is raised as soon as that is certain.
-    Whatever engine, environment, source or a callback raises. In every case,
-    cancellation included, the other trajectories are ended and all handles
-    closed.
+    RolloutError: more than config.max_failed of all trajectories failed; raised
+      as soon as that is certain.
+    Any error of engine, environment, source or a callback. After an error or a
+    cancellation, all other trajectories are cancelled and all handles closed.
   """
   run = _Run(
     env,
@@ -207,20 +192,21 @@ async def rollout(
 
 
 class _Prompt:
-  """The prompt of a group: opened by its first sample, forked by each."""
+  """The prompt of a group: opened for the first sample, forked for others."""
 
   def __init__(self, engine: Engine, prompt: Prompt, samples: int):
     self._engine, self._prompt, self._left = engine, prompt, samples
     self._handle: Handle | None = None
 
-  def take(self) -> Handle:
+  def handle(self) -> Handle:
+    """Returns a handle for the next sample."""
     if self._handle is None:
       self._handle = self._engine.open(self._prompt)
     self._left -= 1
     if self._left:
       return self._engine.fork(self._handle)
     handle, self._handle = self._handle, None
-    return handle  # the last sample needs no copy
+    return handle  # the last sample needs no fork
 
   def close(self) -> None:
     if self._handle is not None:
@@ -244,16 +230,11 @@ class _Run:
   ended: Mapping[tuple[str, int], Trajectory]
 
   def __post_init__(self):
-    for name in ('group', 'search_attempts'):
+    for name, least in dict(group=1, search_attempts=1, concurrency=0).items():
+      value = self.config[name]
       lookup.require(
-        self.config[name] >= 1,
-        f'config.rollout.{name}={self.config[name]}: at least 1 is needed',
+        value >= least, f'config.rollout.{name}={value} must be >= {least}'
       )
-    lookup.require(
-      self.config.concurrency >= 0,
-      f'config.rollout.concurrency={self.config.concurrency}: the '
-      'trajectories in flight, or 0 for as many as the engine serves',
-    )
     self.stats = RolloutStats()
     self.total = 0
     self.last_error: SearchError | None = None
@@ -265,7 +246,7 @@ class _Run:
       self.config.concurrency
       or self.engine.capacity(self.env.config.max_tokens)
     )
-    # A prompt that does not fit is found before anything runs.
+    # This raises for a prompt that is too long, before anything runs.
     starts = [self.env.reset(question, self.role) for question in questions]
     prompts, tasks, seen, names = [], {}, {}, []
     try:
@@ -277,16 +258,16 @@ class _Run:
         names += samples
         prompt = _Prompt(self.engine, action.prompt, len(missing))
         prompts.append(prompt)
-        # States are immutable: the samples start from the same one.
+        # All samples start from the same state, which is immutable.
         for name in missing:
           tasks[name] = asyncio.create_task(
             self.one(slots, prompt, state, action, name[1])
           )
-      found = await _gather(list(tasks.values()))
+      new = await _gather(list(tasks.values()))
     finally:
       for prompt in prompts:
         prompt.close()
-    done = {**self.ended, **dict(zip(tasks, found, strict=True))}
+    done = {**self.ended, **dict(zip(tasks, new, strict=True))}
     flat = [done[name] for name in names]
     return [tuple(flat[i : i + size]) for i in range(0, len(flat), size)]
 
@@ -300,7 +281,7 @@ class _Run:
   ) -> Trajectory:
     async with slots:
       begin = time.monotonic()
-      handle = prompt.take()
+      handle = prompt.handle()
       try:
         state = await self.play(handle, state, action, sample)
       finally:
@@ -313,18 +294,25 @@ class _Run:
     stats.trajectory_seconds += trajectory.seconds
     if self.on_trajectory is not None:
       self.on_trajectory(trajectory)
-    self.check()
+    if stats.failed > self.config.max_failed * self.total:
+      error = self.last_error
+      raise RolloutError(
+        f'{stats.failed} of {self.total} trajectories failed ('
+        f'{stats.trajectories} have ended), more than '
+        f'config.rollout.max_failed={self.config.max_failed} allows; the last '
+        'search error: ' + (error.message if error else 'none')
+      )
     return trajectory
 
   async def play(
     self, handle: Handle, state: State, action: Action, sample: int
   ) -> State:
-    """Environment, engine and source in turn until it is over."""
+    """Runs environment, engine and source in turn until the end."""
     name = f'{state.name}/{sample}'  # Trajectory.id
     seed = trajectory_seed(
       self.seed, self.step, state.question.id, state.role, sample
     )
-    told = state.length
+    reported = state.length
     while not isinstance(action, Done):
       if isinstance(action, Generate):
         event = await self.generate(handle, action, seed)
@@ -332,9 +320,9 @@ class _Run:
         event = await self.search(name, action)
       state, action = self.env.step(state, event)
       if self.on_event is not None:
-        for segment in _after(state.segments, told):
+        for segment in _after(state.segments, reported):
           self.on_event(name, segment)
-        told = state.length
+        reported = state.length
     return state
 
   async def generate(
@@ -364,25 +352,27 @@ class _Run:
   async def search(
     self, name: str, action: Search
   ) -> tuple[SearchResult | SearchError, ...]:
-    """One answer for each request; failed ones are asked again."""
+    """Returns one answer per request, after retries of failed ones."""
     requests = [
       dataclasses.replace(request, trajectory=name, step=self.step)
       for request in action.requests
     ]
-    for request in requests:
-      self.tell(name, request)
+    if self.on_event is not None:
+      for request in requests:
+        self.on_event(name, request)
     answers: dict[int, SearchResult | SearchError] = {}
     open_ = list(range(len(requests)))
     begin = time.monotonic()
     for attempt in range(self.config.search_attempts):
       self.stats.search_retries += len(open_) if attempt else 0
-      found = await self.source.search([requests[i] for i in open_])
-      if len(found) != len(open_):
-        raise ValueError(
-          f'source {type(self.source).__name__} gave {len(found)} answers to '
-          f'{len(open_)} requests'
-        )
-      answers.update(zip(open_, found, strict=True))
+      new = await self.source.search([requests[i] for i in open_])
+      lookup.require(
+        len(new) == len(open_),
+        f'source {type(self.source).__name__} gave {len(new)} answers to '
+        f'{len(open_)} requests',
+        ValueError,
+      )
+      answers.update(zip(open_, new, strict=True))
       open_ = [i for i in open_ if isinstance(answers[i], SearchError)]
       if not open_:
         break
@@ -394,44 +384,26 @@ class _Run:
     )
     for i in open_:
       self.last_error = answers[i]
-    for i in range(len(requests)):
-      self.tell(name, answers[i])
-    return tuple(answers[i] for i in range(len(requests)))
-
-  def tell(self, name: str, event: Event) -> None:
+    ordered = tuple(answers[i] for i in range(len(requests)))
     if self.on_event is not None:
-      self.on_event(name, event)
-
-  def check(self) -> None:
-    stats = self.stats
-    if stats.failed > self.config.max_failed * self.total:
-      error = self.last_error
-      raise RolloutError(
-        f'{stats.failed} of {self.total} trajectories failed ('
-        f'{stats.trajectories} have ended), more than '
-        f'config.rollout.max_failed={self.config.max_failed} allows; the last '
-        'search error: ' + (error.message if error else 'none')
-      )
+      for answer in ordered:
+        self.on_event(name, answer)
+    return ordered
 
 
-def _after(segments: Sequence[Segment], told: int) -> Iterator[Segment]:
-  """What stands after the first `told` tokens."""
+def _after(segments: Sequence[Segment], start: int) -> Iterator[Segment]:
+  """Yields the segments after the first `start` tokens."""
   for segment in segments:
     n = len(segment.ids)
-    if told < n:
-      yield dataclasses.replace(
-        segment,
-        **{
-          field: getattr(segment, field)[told:]
-          for field in ('ids', 'logps', 'versions')
-          if getattr(segment, field) is not None
-        },
-      )
-    told = max(0, told - n)
+    if start < n:
+      columns = {f: getattr(segment, f) for f in ('ids', 'logps', 'versions')}
+      rest = {f: x[start:] for f, x in columns.items() if x is not None}
+      yield dataclasses.replace(segment, **rest)
+    start = max(0, start - n)
 
 
 async def _gather(tasks: Sequence[asyncio.Task]) -> list[Trajectory]:
-  """The results in order; the first error ends every other task first."""
+  """Returns the results in order; an error cancels all other tasks."""
   try:
     if tasks:
       await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -442,5 +414,5 @@ async def _gather(tasks: Sequence[asyncio.Task]) -> list[Trajectory]:
   finally:
     for task in tasks:
       task.cancel()
-    # Their handles are closed once they have ended, not when told to.
+    # Their handles are closed when they end, which cancel() does not wait for.
     await asyncio.gather(*tasks, return_exceptions=True)

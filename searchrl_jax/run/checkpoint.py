@@ -1,16 +1,16 @@
-"""Checkpoints by Orbax: everything that a run needs to go on exactly.
+"""Checkpoints (with Orbax) that a run resumes from exactly.
 
-One folder for each step. Orbax writes it beside its place and renames it, so
-that what stands under a step's name is whole; a checkpoint to be deleted is
-renamed first, for the same reason. Arrays are written as plain uncompressed
-zarr in chunks: Orbax's default store (OCDBT) keeps the whole compressed state
-in host memory until the end of a save, 1.2 GB for a state of 1.35 GB where
-chunked zarr took 0.1 to 0.25, and took longer.
+One folder per step. Orbax writes a temporary folder and renames it, so a folder
+named after a step is complete; for the same reason a checkpoint is renamed
+before it is deleted. Arrays are stored as uncompressed zarr in chunks. Orbax's
+default store (OCDBT) keeps the whole compressed state in host memory until the
+end of a save: 1.2 GB for a state of 1.35 GB, where zarr takes 0.1 to 0.25 GB
+and less time.
 
-    <folder>/00000050/arrays/...            one zarr store for each leaf
+    <folder>/00000050/arrays/...            one zarr store per leaf
     <folder>/00000050/meta/meta.json        step, extras, metrics, shapes
 
-`hf.save` exports the parameters for others to read.
+`hf.save` exports the parameters in the Hugging Face format.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,21 +29,23 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-FORMAT = 2  # of what `meta` holds and how leaves are named
+from searchrl_jax.run.writer import differences
+
+FORMAT = 2  # version of the content of `meta` and of the names of leaves
 _STEP = re.compile(r'\d{8}')
-_LEFT = re.compile(r'\d{8}\.(orbax-checkpoint-tmp.*|deleted)')
-_CHUNK = 32 << 20  # bytes in a file
-_BUDGET = 256 << 20  # bytes on their way to or from the host, at least
+_LEFTOVER = re.compile(r'\d{8}\.(orbax-checkpoint-tmp.*|deleted)')
+_CHUNK = 32 << 20  # bytes per file
+_BUDGET = 256 << 20  # least limit of bytes in transfer to or from the host
 
 
 class CheckpointError(RuntimeError):
-  """A checkpoint that cannot be written, or that is not for this run."""
+  """A checkpoint cannot be written or read, or belongs to another run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
   step: int
-  state: Any  # as the target, with its shardings
+  state: Any  # with the structure and shardings of the target
   extras: dict[str, Any]
   arrays: dict[str, np.ndarray]
   metrics: dict[str, float]
@@ -54,22 +56,21 @@ class Checkpointer:
   """Saves and restores the steps of one run.
 
   Args:
-    folder: made if absent.
-    keep: how many of the last steps stay; None = all, until `delete`.
-    best: the name of a metric (higher is better) whose best step stays too;
-      '' = none.
+    folder: created if absent.
+    keep: number of latest steps to keep; None = all, until `delete`.
+    best: a metric (higher is better) whose best step is kept too; '' = none.
   """
 
   def __init__(self, folder, keep: int | None, best: str):
     if keep is not None and keep < 1:
-      raise ValueError(f'config.checkpoint.keep={keep}: at least 1')
-    # Orbax asks for absolute paths.
+      raise ValueError(f'config.checkpoint.keep={keep} must be at least 1')
+    # Orbax requires absolute paths.
     self.folder = pathlib.Path(folder).absolute()
     self.keep = keep
     self.best_metric = best
 
   def steps(self) -> list[int]:
-    """The steps of whole checkpoints, in order."""
+    """The steps of complete checkpoints, in order."""
     if not self.folder.is_dir():
       return []
     return sorted(
@@ -82,20 +83,18 @@ class Checkpointer:
     return max(self.steps(), default=None)
 
   def best(self) -> int | None:
-    """The step with the best metric (of equals, the last), if any has it."""
+    """The step with the best metric (the last of equals); None = no step."""
     scored = [
-      (value, step)
+      (self.meta(step)['metrics'].get(self.best_metric, math.nan), step)
       for step in self.steps()
-      if (value := self.meta(step)['metrics'].get(self.best_metric)) is not None
-      and math.isfinite(value)
     ]
-    return max(scored)[1] if scored else None
+    return max((s for s in scored if math.isfinite(s[0])), default=[None])[-1]
 
   def meta(self, step: int) -> dict[str, Any]:
-    """What stands beside the arrays of a step; reads no array.
+    """The metadata of a step; reads no arrays.
 
     Raises:
-      CheckpointError: none there, unreadable, or of another format version.
+      CheckpointError: it is absent, unreadable or of another format version.
     """
     file = self._path(step) / 'meta' / 'meta.json'
     try:
@@ -122,28 +121,28 @@ class Checkpointer:
     arrays: Mapping[str, np.ndarray] | None = None,
     split: tuple[str, ...] = (),
   ) -> float:
-    """Writes one step, then deletes those no longer kept. Returns seconds.
+    """Writes one step, then deletes steps that are not kept. Returns seconds.
 
-    Host memory: the largest array of the state plus some 0.3 GB.
+    Needs host memory for the largest array of the state plus about 0.3 GB.
 
     Args:
       state: a pytree of arrays and numbers (params, opt_state, step).
       extras: JSON (data cursor, random seeds, pools, weights version).
-      metrics: of the last evaluation; chooses the best step.
-      fingerprint: JSON; what a run must share to restore this.
-      arrays: further numpy arrays by name (bytes: `np.frombuffer`).
+      metrics: of the last evaluation; they determine the best step.
+      fingerprint: JSON that must be equal in a run that restores this step.
+      arrays: more numpy arrays by name (bytes: `np.frombuffer`).
       split: leaves whose name starts with one of these ('state.layers.') are
-        written in chunks of one index of their first axis at most, for who
-        reads them one by one.
+        written in chunks of at most one index of their first axis, so that
+        they can be read index by index.
 
     Raises:
-      FileExistsError: this step is there already.
-      CheckpointError: the disk; earlier checkpoints are as they were.
+      FileExistsError: the step exists already.
+      CheckpointError: writing failed; earlier checkpoints are intact.
     """
     start = time.monotonic()
     path = self._path(step)
     if path.exists():
-      raise FileExistsError(f'{path} exists: step {step} was saved before')
+      raise FileExistsError(f'{path} exists: step {step} was saved already')
     leaves = _leaves(state)
     extra_arrays = {
       f'extra.{_safe(k)}': np.asarray(v) for k, v in (arrays or {}).items()
@@ -162,45 +161,43 @@ class Checkpointer:
         for name, (key, value) in zip(arrays or {}, extra_arrays.items())
       },
     }
-    meta = json.loads(json.dumps(meta))  # or a TypeError, before any write
+    meta = json.loads(json.dumps(meta))  # a TypeError comes before any write
     item = {k: v for k, v in (leaves | extra_arrays).items() if _size(v)}
     self._clean()
+    save_args = {
+      k: ocp.SaveArgs(
+        chunk_byte_size=_CHUNK, shard_axes=(0,) * k.startswith(split)
+      )
+      for k in item
+    }
+    args = ocp.args.Composite(
+      arrays=ocp.args.PyTreeSave(item, save_args=save_args),
+      meta=ocp.args.JsonSave(meta),
+    )
     try:
       self.folder.mkdir(parents=True, exist_ok=True)
       with _quiet(), ocp.Checkpointer(_handler(item)) as writer:
-        writer.save(
-          path,
-          args=ocp.args.Composite(
-            arrays=ocp.args.PyTreeSave(
-              item,
-              save_args={
-                k: ocp.SaveArgs(
-                  chunk_byte_size=_CHUNK, shard_axes=(0,) * k.startswith(split)
-                )
-                for k in item
-              },
-            ),
-            meta=ocp.args.JsonSave(meta),
-          ),
-        )
-    # Orbax passes on what its writers raise: OSError, ValueError (with a
-    # status in the text) or JaxRuntimeError, for one and the same full disk.
+        writer.save(path, args=args)
+    # For one full disk, Orbax raises OSError, ValueError (with a status in its
+    # text) or JaxRuntimeError, depending on the writer that failed.
     except Exception as e:
-      # Orbax may still have writers at work in the folder of this step: what
-      # they leave goes with the next save.
+      # Orbax may still be writing into the step's folder. The next save
+      # removes the rest.
       self._clean(ignore_errors=True)
-      free = (
-        shutil.disk_usage(self.folder).free if (self.folder.exists()) else 0
-      )
+      free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
       raise CheckpointError(
         f'saving step {step} to {path} failed ({free / 1e9:.2f} GB free '
         f'there): {e}; checkpoints {self.steps()} are intact'
       ) from e
-    self._delete_old()
+    steps = self.steps()
+    kept = set(steps if self.keep is None else steps[-self.keep :])
+    if self.best_metric:
+      kept.add(self.best())
+    self.delete(set(steps) - kept)
     return time.monotonic() - start
 
   def delete(self, steps: Iterable[int]) -> None:
-    """Removes checkpoints; one that is half removed is no checkpoint."""
+    """Removes checkpoints, each atomically."""
     if jax.process_index() == 0:
       for step in steps:
         path = self._path(step)
@@ -219,14 +216,14 @@ class Checkpointer:
 
     Args:
       target: a pytree of jax.Array, jax.ShapeDtypeStruct (with a sharding, or
-        the default device), numpy arrays and numbers.
+        on the default device), numpy arrays and numbers.
       step: a step, 'latest' or 'best'.
-      fingerprint: compared with the saved one, unless None.
-      partial: the checkpoint may hold more than the target asks for.
+      fingerprint: must equal the saved one; None = not compared.
+      partial: allow arrays in the checkpoint that the target does not have.
 
     Raises:
-      CheckpointError: there is none, or it is of another model or config; the
-        message names the field or the array that differs.
+      CheckpointError: no such checkpoint, or one of another model or config;
+        the message names the fields or arrays that differ.
     """
     start = time.monotonic()
     step = self.resolve(step)
@@ -248,7 +245,7 @@ class Checkpointer:
       if math.prod(shape)
     }
     with ocp.Checkpointer(_handler(item)) as reader:
-      found = reader.restore(
+      restored = reader.restore(
         path,
         args=ocp.args.Composite(
           arrays=ocp.args.PyTreeRestore(
@@ -259,7 +256,7 @@ class Checkpointer:
         ),
       )['arrays']
     flat = [
-      _as_target(found.get(name), leaves[name], leaf)
+      _as_target(restored.get(name), leaves[name], leaf)
       for name, leaf in zip(leaves, jax.tree.leaves(target))
     ]
     return Restored(
@@ -267,7 +264,7 @@ class Checkpointer:
       state=jax.tree.unflatten(jax.tree.structure(target), flat),
       extras=meta['extras'],
       arrays={
-        name: found[key] if key in found else np.zeros(shape, dtype)
+        name: restored[key] if key in restored else np.zeros(shape, dtype)
         for name, (key, shape, dtype) in arrays.items()
       },
       metrics=meta['metrics'],
@@ -278,42 +275,35 @@ class Checkpointer:
     return self.folder / f'{step:08d}'
 
   def resolve(self, step: int | str) -> int:
-    """The step that a number, its digits, 'latest' or 'best' names.
+    """The step that an int, its digits, 'latest' or 'best' names.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: there is no such checkpoint.
     """
-    found = int(step) if str(step).isdigit() else step
-    if step == 'latest':
-      found = self.latest()
-    elif step == 'best':
-      found = self.best()
-    if found not in self.steps():
+    named = {'latest': self.latest, 'best': self.best}
+    if step in named:
+      number = named[step]()
+    else:
+      number = int(step) if str(step).isdigit() else step
+    if number not in self.steps():
       what = f' with metric {self.best_metric!r}' if step == 'best' else ''
       raise CheckpointError(
         f'no checkpoint {step!r}{what} in {self.folder}; there are steps '
         f'{self.steps()}'
       )
-    return found
-
-  def _delete_old(self):
-    steps = self.steps()
-    kept = set(steps if self.keep is None else steps[-self.keep :])
-    if self.best_metric:
-      kept.add(self.best())
-    self.delete(set(steps) - kept)
+    return number
 
   def _clean(self, ignore_errors: bool = False):
-    """Removes what killed saves and deletions left behind."""
+    """Removes the leftovers of saves and deletions that were killed."""
     if jax.process_index() == 0 and self.folder.is_dir():
       for path in self.folder.iterdir():
-        if _LEFT.fullmatch(path.name):
+        if _LEFTOVER.fullmatch(path.name):
           shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 @contextlib.contextmanager
 def _quiet():
-  """Drops Orbax's warning, at every save, that no OCDBT is there to merge."""
+  """Filters the warning about missing OCDBT files that every save causes."""
   drop = lambda record: 'merge of OCDBT' not in str(record.msg)
   logger = logging.get_absl_logger()
   logger.addFilter(drop)
@@ -324,9 +314,9 @@ def _quiet():
 
 
 def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
-  """Reads and writes with a bound on what is on its way through the host."""
+  """A handler that limits the bytes in transfer through the host."""
   largest = max(
-    (_size(v) * _dtype(v).itemsize for v in item.values()), default=0
+    (_size(v) * np.dtype(v.dtype).itemsize for v in item.values()), default=0
   )
   options = {
     'use_ocdbt': False,
@@ -335,7 +325,7 @@ def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
     'multiprocessing_options': ocp.options.MultiprocessingOptions(),
   }
   impl = ocp.BasePyTreeCheckpointHandler(
-    # A batch must be smaller than the budget, an array is never split.
+    # Arrays are not split, and a batch must be smaller than the budget.
     save_device_host_concurrent_bytes=max(largest + 1, _BUDGET),
     restore_concurrent_bytes=max(2 * largest + 1, _BUDGET),
     is_prioritized_key_fn=lambda path: False,
@@ -354,7 +344,7 @@ def _safe(name: str) -> str:
 def _leaves(tree) -> dict[str, Any]:
   """Leaves by name ('state.params.layers.q'), in the tree's order.
 
-  Typed random keys become the integers behind them, numbers become arrays.
+  Typed random keys become their integers, numbers become arrays.
   """
   out = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -366,11 +356,8 @@ def _leaves(tree) -> dict[str, Any]:
       leaf = np.asarray(leaf)
     elif _is_key(leaf):
       data = jax.random.key_data
-      leaf = (
-        data(leaf)
-        if isinstance(leaf, jax.Array)
-        else (jax.eval_shape(data, leaf))
-      )
+      is_array = isinstance(leaf, jax.Array)
+      leaf = data(leaf) if is_array else jax.eval_shape(data, leaf)
     out[name] = leaf
   return out
 
@@ -381,16 +368,12 @@ def _is_key(x) -> bool:
   )
 
 
-def _dtype(x) -> np.dtype:
-  return np.dtype(x.dtype)
-
-
 def _size(x) -> int:
   return math.prod(x.shape)
 
 
 def _describe(x) -> list:
-  return [list(x.shape), str(_dtype(x))]
+  return [list(x.shape), str(np.dtype(x.dtype))]
 
 
 def _restore_args(x):
@@ -408,58 +391,41 @@ def _restore_args(x):
 
 
 def _as_target(value, stored, leaf):
-  """The restored `value` as the type of the target's own `leaf`."""
-  if value is None:  # no elements, so nothing was stored
+  """Converts the restored `value` to the type of the target's `leaf`."""
+  if value is None:  # an array without elements is not stored
     value = np.zeros(stored.shape, stored.dtype)
     if not isinstance(stored, np.ndarray):
       value = jax.device_put(value, stored.sharding)
   if isinstance(leaf, (bool, int, float, np.generic)):
     return type(leaf)(value.item())
   if _is_key(leaf):
-    impl = (
-      jax.random.key_impl(leaf)
-      if isinstance(leaf, jax.Array)
-      else (leaf.dtype._impl)
-    )  # a ShapeDtypeStruct has no public way to say it
-    return jax.random.wrap_key_data(value, impl=impl)
+    if isinstance(leaf, jax.Array):
+      return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
+    # JAX has no public way to get the implementation of a ShapeDtypeStruct.
+    return jax.random.wrap_key_data(value, impl=leaf.dtype._impl)
   return value
-
-
-def _flat_json(value, prefix: str = '') -> dict[str, Any]:
-  if not isinstance(value, dict) or not value:
-    return {prefix: value}
-  out = {}
-  for k, v in value.items():
-    out |= _flat_json(v, f'{prefix}.{k}' if prefix else str(k))
-  return out
 
 
 def compare(path, saved, ours):
   """Raises CheckpointError naming the fields in which two runs differ."""
-  ours = _flat_json(json.loads(json.dumps(dict(ours))))
-  saved = _flat_json(saved)
-  absent = object()
+  show = lambda value: '(absent)' if value is None else repr(value)
+  fields = differences(saved, json.loads(json.dumps(dict(ours))))
   lines = [
-    f'{k}: {saved.get(k, "(absent)")!r} there, {ours.get(k, "(absent)")!r} here'
-    for k in sorted(saved.keys() | ours.keys())
-    if saved.get(k, absent) != ours.get(k, absent)
+    f'{k}: {show(a)} there, {show(b)} here' for k, (a, b) in fields.items()
   ]
   if lines:
     raise CheckpointError(
-      f'{path} is of another model or config: ' + '; '.join(lines)
+      f'{path} belongs to another model or config: ' + '; '.join(lines)
     )
 
 
 def _compare_trees(path, saved, wanted):
-  lines = []
-  for name in sorted(saved.keys() | wanted.keys()):
-    there, here = saved.get(name), wanted.get(name)
-    if there != here:
-      show = [
-        'absent' if d is None else f'{tuple(d[0])} {d[1]}'
-        for d in (there, here)
-      ]
-      lines.append(f'{name}: {show[0]} there, {show[1]} here')
+  show = lambda d: 'absent' if d is None else f'{tuple(d[0])} {d[1]}'
+  lines = [
+    f'{k}: {show(saved.get(k))} there, {show(wanted.get(k))} here'
+    for k in sorted(saved.keys() | wanted.keys())
+    if saved.get(k) != wanted.get(k)
+  ]
   if lines:
     more = f' (and {len(lines) - 5} more)' if len(lines) > 5 else ''
     raise CheckpointError(

@@ -1,31 +1,30 @@
-"""Files of a run: small ones whole or not at all, long ones line by line.
+"""Reads and writes the files of a run folder.
 
-Trajectories are Parquet: a file for each step (NAME/step_00000012.parquet), a
-row for each trajectory, which `read` gives back and pandas or DuckDB can open:
+Small files are written atomically, metrics line by line. Trajectories are
+Parquet, one file a step (NAME/step_00000012.parquet) and one row a trajectory.
+`read` returns them; pandas and DuckDB can open them. The columns:
 
   step, id, role, sample, end, turns, invalid_actions, seconds, meta (JSON)
   question       id, text, answers, source, hops, supporting; messages and
                  meta (JSON)
-  reward, valid  the sum over the trajectory, and whether it counts; rewards:
-                 its parts; earned and earned_at: the rewards of segments or
-                 tokens, where they are given so
-  kept           whether it entered the batch
-  segments       author, kind, agent, train; and by token: ids, logps (the
-                 engine's), versions (weights that sampled it), trainer_logps
-                 (before the step's first update) and advantages. Null for a
-                 segment without them: what was not sampled has no logps, what
-                 is not in the loss (`train`, in a row that was kept) has
-                 neither of the last two, and trainer_logps are null wherever
-                 the trainer did not score
-  train_context  the segments that the trainer saw, where they are others; the
-                 last two columns are theirs then
-  searches       query, k, turn, seconds, passages (id, title, text, score) or
-                 error (kind, message)
+  reward, valid  sum over the trajectory; whether it counts. rewards: its
+                 parts. earned, earned_at: rewards by segment or token, if the
+                 reward functions gave them so
+  kept           whether the trajectory entered the batch
+  segments       author, kind, agent, train; by token: ids, logps (of the
+                 engine), versions (of the weights that sampled it),
+                 trainer_logps (before the step's first update), advantages.
+                 Null for a segment without them: tokens that were not sampled
+                 have no logps; segments outside the loss (train=False, or the
+                 row was not kept) have no trainer_logps and no advantages
+  train_context  the segments that the trainer saw, if they differ; the last
+                 two columns are then in these
+  searches       query, k, turn, seconds, and passages (id, title, text, score)
+                 or error (kind, message)
 
-Log-probs and advantages are float16; in what a run resumes from (`exact`),
-log-probs are float32. Ids and log-probs are stored with their bytes split by
-position, everything else (passages, kinds, versions) by dictionary, and zstd
-compresses both.
+Log-probs and advantages are float16; log-probs that a run resumes from
+(`exact`) are float32. Ids and log-probs are stored with their bytes split by
+position, other columns by dictionary; both are compressed by zstd.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import tempfile
 from typing import Any
 
@@ -45,28 +43,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from searchrl_jax.types import (
-  Passage,
-  Question,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-  Segment,
-  Trajectory,
-)
+from searchrl_jax import types
 
 CHECKPOINTS = 'checkpoints'
-_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
 class RunError(RuntimeError):
-  """A run folder that cannot be used; the message names it and the mend."""
+  """The run folder cannot be used; the message names the file and the fix."""
 
 
 def begun(folder: os.PathLike | str) -> bool:
-  """Whether a run left anything in its folder that a start would go on with.
+  """Whether the folder holds metrics or a checkpoint of an earlier start.
 
-  Before that (a first start that failed), another config may take the folder.
+  If not (a first start that failed), a run of another config may use it.
   """
   folder = pathlib.Path(folder)
   metrics = folder / 'metrics.jsonl'
@@ -77,27 +66,27 @@ def begun(folder: os.PathLike | str) -> bool:
 
 @contextlib.contextmanager
 def explained(path: os.PathLike | str) -> Iterator[None]:
-  """Says which file could not be written, and what would help."""
+  """Turns an OSError inside into a RunError that names `path` and the fix."""
   try:
     yield
   except OSError as error:
     raise RunError(
       f'{path} cannot be written: {error.strerror or error}. Free disk space '
-      'or see to the permissions, then start again: the run resumes at its '
-      'last checkpoint'
+      'or correct the permissions, then start the run again: it resumes from '
+      'its last checkpoint'
     ) from error
 
 
 def write_text(path: os.PathLike | str, text: str) -> None:
-  """`write_bytes` in UTF-8."""
+  """Calls `write_bytes` with `text` in UTF-8."""
   write_bytes(path, text.encode())
 
 
 def write_bytes(path: os.PathLike | str, data: bytes) -> None:
-  """Writes a file whole or not at all.
+  """Writes a file atomically.
 
   Raises:
-    RunError: the disk is full, or the place cannot be written.
+    RunError: the disk is full, or the folder cannot be written to.
   """
   path = pathlib.Path(path)
   with explained(path):
@@ -116,12 +105,12 @@ def write_bytes(path: os.PathLike | str, data: bytes) -> None:
 
 
 def write_json(path: os.PathLike | str, value: Any) -> None:
-  """`write_text` of indented JSON; numpy values become plain, NaN null."""
+  """Writes indented JSON atomically; see `plain` for the conversion."""
   write_text(path, json.dumps(plain(value), indent=2) + '\n')
 
 
 def plain(value: Any) -> Any:
-  """JSON's own types. Not-a-number has none, so it becomes null."""
+  """Converts to JSON's types; numbers that are not finite become None."""
   if isinstance(value, ConfigDict):
     value = value.to_dict()
   if isinstance(value, Mapping):
@@ -139,72 +128,13 @@ def plain(value: Any) -> Any:
   return str(value)
 
 
-class JsonlFile:
-  """Lines appended and flushed; a line is there whole or not at all."""
-
-  def __init__(self, path: os.PathLike | str, step: int):
-    """Opens `path`, without its lines of steps >= `step` or a cut-off end."""
-    self._path = pathlib.Path(path)
-    with explained(self._path):
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      if self._path.exists():
-        _drop_from(self._path, step)
-      self._file = open(self._path, 'ab')
-
-  def write(self, records: Sequence[Mapping]) -> None:
-    """Appends records; each has a 'step', which is its first field.
-
-    Raises:
-      RunError: the disk is full; what was written in part is taken back.
-    """
-    lines = [json.dumps(record) + '\n' for record in records]
-    begin = self._file.tell()
-    with explained(self._path):
-      try:
-        self._file.write(''.join(lines).encode())
-        self._file.flush()
-      except OSError:
-        # What the buffer holds would be written again at closing.
-        with contextlib.suppress(OSError):
-          self._file.close()
-        os.truncate(self._path, begin)
-        raise
-
-  def close(self) -> None:
-    with explained(self._path):
-      self._file.close()
-
-
-def _drop_from(path: pathlib.Path, step: int) -> None:
-  end = 0
-  with open(path, 'rb') as f:
-    for line in f:
-      if not _kept(path, line, step):
-        break  # steps never go back within a file
-      end += len(line)
-  os.truncate(path, end)
-
-
-def _kept(path: pathlib.Path, line: bytes, step: int) -> bool:
-  if not line.endswith(b'\n'):
-    return False  # the process ended while it wrote
-  match = _STEP.match(line)
-  if match is None:
-    raise RunError(
-      f'{path}: a line without "step": {line[:60]!r}; this is no file of '
-      'this writer, so choose another --workdir'
-    )
-  return int(match[1]) < step
-
-
 def step_file(folder: pathlib.Path, step: int, part: str = '') -> pathlib.Path:
-  """Where the trajectories of a step are; `part` where it has several."""
+  """The trajectory file of a step; `part` names one of several."""
   return folder / f'step_{step:08d}{part and f"_{part}"}.parquet'
 
 
 def drop_steps(folder: pathlib.Path, step: int) -> None:
-  """Removes the files in its folders that belong to steps >= `step`, and what
-  a process left that was killed while it wrote."""
+  """Removes trajectory files of steps >= `step` and partial files."""
   for path in [*folder.glob('*/step_*.parquet'), *folder.glob('*/.step_*')]:
     if path.name[0] == '.' or int(path.stem.split('_')[1]) >= step:
       path.unlink()
@@ -212,15 +142,16 @@ def drop_steps(folder: pathlib.Path, step: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """A trajectory and what a step made of it; None where it made nothing.
+  """A trajectory with its rewards and training data; None = not computed.
 
-  n: tokens that the trainer sees (`trajectory.trained`). What comes from a
-  file has its precision; its trainer_logps and advantages are NaN off the
-  loss, and values in `meta` and `messages` are JSON's types.
+  n: number of tokens that the trainer sees (`trajectory.trained`). In records
+  read from a file, values have the file's precision, trainer_logps and
+  advantages are NaN outside the loss, and `meta` and `messages` hold JSON's
+  types.
   """
 
   step: int
-  trajectory: Trajectory
+  trajectory: types.Trajectory
   reward: float | None = None  # the sum over the trajectory
   valid: bool | None = None
   rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -228,81 +159,54 @@ class Record:
   earned_at: str | None = None  # 'segment' or 'token'
   kept: bool | None = None
   trainer_logps: np.ndarray | None = None  # [n]
-  advantages: np.ndarray | None = None  # [n], or [] where all are the same
+  advantages: np.ndarray | None = None  # [n], or a scalar for all tokens
 
 
 def _list(element: pa.DataType) -> pa.DataType:
   return pa.list_(pa.field('element', element, nullable=False))
 
 
-_TEXT, _TEXTS = pa.string(), _list(pa.string())
-_QUESTION = pa.struct(
-  {
-    'id': _TEXT,
-    'text': _TEXT,
-    'answers': _TEXTS,
-    'source': _TEXT,
-    'hops': pa.int32(),
-    'supporting': _TEXTS,
-    'messages': _TEXT,
-    'meta': _TEXT,
-  }
-)
-_SEARCH = pa.struct(
-  {
-    'query': _TEXT,
-    'k': pa.int32(),
-    'turn': pa.int32(),
-    'step': pa.int32(),
-    'trajectory': _TEXT,
-    'seconds': pa.float64(),
-    'passages': _list(
-      pa.struct(
-        {'id': _TEXT, 'title': _TEXT, 'text': _TEXT, 'score': pa.float64()}
-      )
-    ),
-    'error': pa.struct({'kind': _TEXT, 'message': _TEXT}),
-  }
-)
-_ROW = pa.schema(
-  {
-    'step': pa.int32(),
-    'id': _TEXT,
-    'question': _QUESTION,
-    'role': _TEXT,
-    'sample': pa.int32(),
-    'end': _TEXT,
-    'turns': pa.int32(),
-    'invalid_actions': pa.int32(),
-    'seconds': pa.float64(),
-    'meta': _TEXT,
-    'reward': pa.float32(),
-    'valid': pa.bool_(),
-    'rewards': pa.map_(_TEXT, pa.float32()),
-    'earned': _list(pa.float32()),
-    'earned_at': _TEXT,
-    'kept': pa.bool_(),
-    'searches': _list(_SEARCH),
-  }
-)
+_TEXT, _INT, _SECONDS, _REWARD = (
+  pa.string(), pa.int32(), pa.float64(), pa.float32(),
+)  # fmt: skip
+_QUESTION = pa.struct({
+  'id': _TEXT, 'text': _TEXT, 'answers': _list(_TEXT), 'source': _TEXT,
+  'hops': _INT, 'supporting': _list(_TEXT), 'messages': _TEXT, 'meta': _TEXT,
+})  # fmt: skip
+_PASSAGE = pa.struct({
+  'id': _TEXT, 'title': _TEXT, 'text': _TEXT, 'score': pa.float64(),
+})  # fmt: skip
+_SEARCH = pa.struct({
+  'query': _TEXT, 'k': _INT, 'turn': _INT, 'step': _INT, 'trajectory': _TEXT,
+  'seconds': _SECONDS, 'passages': _list(_PASSAGE),
+  'error': pa.struct({'kind': _TEXT, 'message': _TEXT}),
+})  # fmt: skip
+_ROW = pa.schema({
+  'step': _INT, 'id': _TEXT, 'question': _QUESTION, 'role': _TEXT,
+  'sample': _INT, 'end': _TEXT, 'turns': _INT, 'invalid_actions': _INT,
+  'seconds': _SECONDS, 'meta': _TEXT, 'reward': _REWARD, 'valid': pa.bool_(),
+  'rewards': pa.map_(_TEXT, _REWARD), 'earned': _list(_REWARD),
+  'earned_at': _TEXT, 'kept': pa.bool_(), 'searches': _list(_SEARCH),
+})  # fmt: skip
 _SEGMENT = {'author': _TEXT, 'kind': _TEXT, 'agent': _TEXT, 'train': pa.bool_()}
-_MADE = ('trainer_logps', 'advantages')  # by a step, of its trajectories
+# Columns by token: what the trainer adds to a segment, log-probs, all of them.
+_TRAINER = ('trainer_logps', 'advantages')
 _LOGPS = ('logps', 'trainer_logps')
-_TOKENS = ('ids', 'versions', 'logps', *_MADE)
-# Columns whose values hardly repeat.
+_TOKENS = ('ids', 'versions', 'logps', *_TRAINER)
+# Columns whose values hardly repeat: stored with their bytes split.
 _SPLIT = tuple(f'.{name}.list.element' for name in ('ids', *_LOGPS))
 _SEQUENCES = ('segments', 'train_context')
-# Fields of a record, and of its trajectory, that are columns as they are.
-_GIVEN = ('step', 'reward', 'valid', 'earned', 'earned_at', 'kept')
+# Fields of a Record, and of its Trajectory, that are columns unchanged.
+_RECORD = ('step', 'reward', 'valid', 'earned', 'earned_at', 'kept')
 _TRAJECTORY = ('role', 'sample', 'end', 'turns', 'invalid_actions', 'seconds')
 
 
 def encode(records: Sequence[Record], exact: bool = False) -> bytes:
-  """A Parquet file of the records; exact: log-probs as float32."""
+  """Returns the records as a Parquet file; `exact`: log-probs as float32."""
   rows = [_row(r) for r in records]
   try:
     table = pa.Table.from_pylist(rows, _ROW)
-  except UnicodeEncodeError:  # a lone surrogate, which JSON may hold
+  except UnicodeEncodeError:  # a lone surrogate, which JSON allows
     table = pa.Table.from_pylist(_encodable(rows), _ROW)
   for name in _SEQUENCES:
     table = table.append_column(
@@ -329,7 +233,7 @@ def _row(record: Record) -> dict[str, Any]:
   t = record.trajectory
   q = t.question
   return {
-    **{name: getattr(record, name) for name in _GIVEN},
+    **{name: getattr(record, name) for name in _RECORD},
     **{name: getattr(t, name) for name in _TRAJECTORY},
     'id': t.id,
     'meta': json.dumps(plain(t.meta)),
@@ -343,9 +247,9 @@ def _row(record: Record) -> dict[str, Any]:
   }
 
 
-def _search(search: SearchResult | SearchError) -> dict[str, Any]:
+def _search(search: types.SearchResult | types.SearchError) -> dict[str, Any]:
   out = dict(vars(search.request))
-  if isinstance(search, SearchError):
+  if isinstance(search, types.SearchError):
     return out | {'error': {'kind': search.kind, 'message': search.message}}
   return out | {
     'seconds': search.seconds,
@@ -364,16 +268,16 @@ def _encodable(value: Any) -> Any:
 
 
 def _segments(record: Record, name: str) -> list[dict[str, Any]] | None:
-  """The fields of each segment; None: the trajectory has no such context."""
+  """The fields of each segment; None if the trajectory has no train_context."""
   segments = getattr(record.trajectory, name)
   if segments is None:
     return None
-  learnt = record.kept and segments is record.trajectory.trained
+  trained = record.kept and segments is record.trajectory.trained
   out, at = [], 0
   for s in segments:
     fields = dict.fromkeys(_TOKENS) | vars(s)
     part = slice(at, at := at + len(s.ids))
-    if learnt and s.train:
+    if trained and s.train:
       if record.trainer_logps is not None:
         fields['trainer_logps'] = record.trainer_logps[part]
       if record.advantages is not None:
@@ -384,7 +288,7 @@ def _segments(record: Record, name: str) -> list[dict[str, Any]] | None:
 
 
 def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
-  """Segments of each row, by column."""
+  """The segments of each row as a list column of structs."""
   flat = [segment for row in rows for segment in row or ()]
   columns = {
     name: pa.array([s[name] for s in flat], type_)
@@ -392,14 +296,12 @@ def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
   }
   for name in _TOKENS:
     parts = [s[name] for s in flat]
-    dtype = (
-      np.int32
-      if name in ('ids', 'versions')
-      else (np.float32 if exact and name in _LOGPS else np.float16)
-    )
+    dtype = np.float32 if exact and name in _LOGPS else np.float16
+    if name in ('ids', 'versions'):
+      dtype = np.int32
     known = [np.zeros(0, dtype), *(p for p in parts if p is not None)]
     values = np.concatenate(known)
-    if dtype == np.float16:  # a sum of rewards may lie beyond its range
+    if dtype == np.float16:  # a sum of rewards may be outside its range
       values = values.clip(-65504, 65504)
     columns[name] = _nested(parts, pa.array(values.astype(dtype)))
   return _nested(
@@ -408,7 +310,7 @@ def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
 
 
 def _nested(parts: Sequence, values: pa.Array) -> pa.Array:
-  """Lists as long as `parts` of values in a row; null where a part is None."""
+  """Splits flat `values` into lists as long as `parts`; null for None."""
   ends = np.cumsum([0, *(0 if p is None else len(p) for p in parts)])
   return pa.ListArray.from_arrays(
     pa.array(ends, pa.int32()),
@@ -419,27 +321,24 @@ def _nested(parts: Sequence, values: pa.Array) -> pa.Array:
 
 
 def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
-  """The records of what `encode` made, of a file or of a folder of files.
+  """Yields the records of bytes from `encode`, a file or a folder of files.
 
-  A run has its trajectories in RUN/trajectories, an evaluation in NAME.
+  A run's trajectories are in RUN/trajectories, an evaluation's in OUT/NAME.
 
   Raises:
-    RunError: there are none, or a file holds something else.
+    RunError: there are no files, or one is not a trajectory file.
   """
   if isinstance(source, bytes):
     files = [io.BytesIO(source)] if source else []
   else:
     source = pathlib.Path(source)
-    files = (
-      sorted(source.glob('step_*.parquet'))
-      if source.is_dir()
-      else ([source] * source.exists())
-    )
+    files = [source] if source.is_file() else []
+    files = files or sorted(source.glob('step_*.parquet'))
     if not files:
       raise RunError(
-        f'{source} holds no trajectories: `train` writes those of a step into '
-        'RUN/trajectories where config.log.trajectories_every asks for them, '
-        '`evaluate` writes into OUT/eval'
+        f'{source} holds no trajectories. `train` writes them to '
+        'RUN/trajectories every config.log.trajectories_every steps, '
+        '`evaluate` writes them to OUT/eval'
       )
   for file in files:
     try:
@@ -447,7 +346,7 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
         for batch in table.iter_batches(256):
           yield from _records(batch)
     except (pa.ArrowException, KeyError) as error:
-      raise RunError(f'{file} is no file of trajectories: {error}') from error
+      raise RunError(f'{file} is not a trajectory file: {error}') from error
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:
@@ -459,9 +358,9 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
       question[name] = json.loads(question[name])
     for name in ('answers', 'supporting', 'messages'):
       question[name] = tuple(question[name])
-    question = Question(**question)
-    learnt = segments if context is None else context
-    trajectory = Trajectory(
+    question = types.Question(**question)
+    trained = segments if context is None else context
+    trajectory = types.Trajectory(
       question,
       tuple(s for s, _ in segments),
       tuple(_read_search(s, question) for s in row['searches']),
@@ -471,30 +370,29 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
     )
     earned = row.pop('earned')
     yield Record(
-      **{name: row[name] for name in _GIVEN if name != 'earned'},
+      **{name: row[name] for name in _RECORD if name != 'earned'},
       trajectory=trajectory,
       rewards=dict(row['rewards']),
       earned=None if earned is None else np.array(earned, np.float32),
-      **{name: _joined(learnt, name) for name in _MADE},
+      **{name: _joined(trained, name) for name in _TRAINER},
     )
 
 
 def _joined(segments, name: str) -> np.ndarray | None:
-  """By token, NaN for segments without; None if no segment has any."""
-  if all(more[name] is None for _, more in segments):
+  """The column by token, NaN for segments without it; None if all are."""
+  parts = [extra[name] for _, extra in segments]
+  if all(part is None for part in parts):
     return None
-  return np.concatenate(
-    [
-      np.full(len(s.ids), np.nan, np.float32)
-      if more[name] is None
-      else more[name]
-      for s, more in segments
-    ]
-  )
+  for i, (segment, _) in enumerate(segments):
+    if parts[i] is None:
+      parts[i] = np.full(len(segment.ids), np.nan, np.float32)
+  return np.concatenate(parts)
 
 
-def _unpack(array: pa.ListArray) -> list[list[tuple[Segment, dict]] | None]:
-  """Of each row: its segments, and what a `Segment` has no field for."""
+def _unpack(
+  array: pa.ListArray,
+) -> list[list[tuple[types.Segment, dict]] | None]:
+  """For each row: its segments, each with its columns in _TRAINER."""
   struct, columns = array.values, {}
   for name in _SEGMENT:
     columns[name] = struct.field(name).to_pylist()
@@ -503,31 +401,29 @@ def _unpack(array: pa.ListArray) -> list[list[tuple[Segment, dict]] | None]:
     values = lists.values.to_numpy()
     if values.dtype == np.float16:
       values = values.astype(np.float32)
-    ends = lists.offsets.to_numpy()
-    columns[name] = [
-      values[a:b] if known else None
-      for known, a, b in zip(
-        lists.is_valid().to_pylist(), ends[:-1], ends[1:], strict=True
-      )
-    ]
+    columns[name] = _lists(lists, values)
   rows = [dict(zip(columns, x)) for x in zip(*columns.values(), strict=True)]
-  more = [{name: r.pop(name) for name in _MADE} for r in rows]
-  flat = [(Segment(**r), m) for r, m in zip(rows, more, strict=True)]
+  extra = [{name: r.pop(name) for name in _TRAINER} for r in rows]
+  return _lists(array, [(types.Segment(**r), e) for r, e in zip(rows, extra)])
+
+
+def _lists(array: pa.ListArray, values: Sequence) -> list:
+  """Splits `values` as the list array does; None for null (see `_nested`)."""
   ends = array.offsets.to_pylist()
+  known = array.is_valid().to_pylist()
   return [
-    flat[a:b] if known else None
-    for known, a, b in zip(
-      array.is_valid().to_pylist(), ends[:-1], ends[1:], strict=True
-    )
+    values[a:b] if valid else None for valid, a, b in zip(known, ends, ends[1:])
   ]
 
 
 def _read_search(
-  record: dict[str, Any], question: Question
-) -> SearchResult | SearchError:
+  record: dict[str, Any], question: types.Question
+) -> types.SearchResult | types.SearchError:
   passages, error = record.pop('passages'), record.pop('error')
   seconds = record.pop('seconds')
-  request = SearchRequest(question=question, **record)
+  request = types.SearchRequest(question=question, **record)
   if error is not None:
-    return SearchError(request, **error)
-  return SearchResult(request, tuple(Passage(**p) for p in passages), seconds)
+    return types.SearchError(request, **error)
+  return types.SearchResult(
+    request, tuple(types.Passage(**p) for p in passages), seconds
+  )

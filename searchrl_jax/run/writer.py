@@ -1,19 +1,18 @@
-"""A run's folder: what it did, in files that outlive it.
+"""Writes the run folder.
 
   config.json          the resolved config
-  environment.json     each start: versions, commit, machine, changed fields
-  metrics.jsonl        one line a step
-  trajectories/, eval/ one file a step (`records.read` gives them back)
-  tensorboard/, wandb/ the same metrics, where the config asks for them
+  environment.json     per start: versions, commit, machine, changed fields
+  metrics.jsonl        one line per step
+  trajectories/, eval/ one file per step (`records.read` reads them)
+  tensorboard/, wandb/ the same metrics, if the config asks for them
 
-A start at step s removes lines and files of steps >= s, since they will be
-written again: nothing stands twice after a resume. A start at step 0 is the
-first or takes everything again, so those of step -1 (an evaluation before any
-update) go too.
+A start at step s removes lines and files of steps >= s, which the run writes
+again. A start at step 0 also removes those of step -1 (an evaluation before
+the first update).
 
-Trajectories are written by a thread, one step at a time: whoever writes the
-next step waits until the last one is on disk, and gets its error. `flush`
-before a checkpoint, so that a resume finds all steps before its own.
+A thread writes trajectories, one step at a time. The call for the next step
+waits for the previous one and raises its error. Call `flush` before saving a
+checkpoint, so that a resumed run finds the trajectories of all earlier steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import math
 import os
 import pathlib
 import platform
-import secrets
+import re
 import subprocess
 import sys
 import time
@@ -35,53 +34,28 @@ from typing import Any, TextIO
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.run.records import (
-  JsonlFile,
-  Record,
-  RunError,
-  begun,
-  drop_steps,
-  encode,
-  explained,
-  plain,
-  step_file,
-  write_bytes,
-  write_json,
-  write_text,
-)
+from searchrl_jax.run import records, trackers
 from searchrl_jax.types import Group, Rewards
 
-# Fields that may change between two starts of a run: they say where it runs,
-# how long and what it prints, never what it computes.
+# Fields that may change between two starts of a run. They state where it runs,
+# for how long and what it prints, never what it computes.
 MAY_DIFFER = (
-  'log',
-  'source.url',
-  'source.simulator.url',
-  'data.dir',
-  'train.seconds',
-  'checkpoint.every',
-  'checkpoint.keep',
-  'rollout.mismatch_alarm',
-  # Where the engine's servers are, not what they compute.
-  'engine.url',
-  'engine.venv',
-  'engine.device',
-  'engine.gpu_memory',
-  'engine.host_gib',
-  'engine.kv_cache_gib',
-  'engine.start_seconds',
-  'engine.timeout',
-  'engine.deadline',
-  'engine.attempts',
-)
+  'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
+  'checkpoint.every', 'checkpoint.keep', 'rollout.mismatch_alarm',
+  # Where the engine's servers run, not what they compute.
+  'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
+  'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
+  'engine.timeout', 'engine.deadline', 'engine.attempts',
+)  # fmt: skip
 _PACKAGES = (
   'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain',
   'transformers', 'tokenizers', 'bm25s', 'httpx', 'ml_collections',
 )  # fmt: skip
+_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
 class Writer:
-  """Everything that a run leaves behind; a context manager."""
+  """Writes everything that a run stores but checkpoints; a context manager."""
 
   def __init__(
     self,
@@ -94,20 +68,20 @@ class Writer:
     may_differ: Sequence[str] = MAY_DIFFER,
     out: TextIO | None = None,
   ):
-    """Opens the folder, or makes it.
+    """Opens or creates the folder.
 
     Args:
-      folder: the run's folder.
+      folder: the run folder.
       config: the resolved config; reads config.name and config.log.
-      step: the first that will be written; later lines are removed.
-      steps: in all, for the time that remains; 0 = unknown.
-      about: what environment.json also says of this start (devices, ...).
-      may_differ: fields, or their beginnings, that another start may change.
-      out: where progress goes; standard error if None.
+      step: the first step that will be written; later lines are removed.
+      steps: total number, for the remaining time; 0 = unknown.
+      about: more to record about this start in environment.json (devices, ...).
+      may_differ: fields, or their prefixes, that another start may change.
+      out: stream for progress; None = standard error.
 
     Raises:
-      RunError: the folder is another run's, and that run has begun (the first
-        differing field is named); is in use; or cannot be written.
+      RunError: the folder holds a run of another config (the message names the
+        first field that differs), is in use, or cannot be written to.
     """
     self.folder = pathlib.Path(folder)
     self._log, self._steps = config.log, steps
@@ -117,43 +91,51 @@ class Writer:
     self._pending: futures.Future | None = None
     self._start = self._last = time.monotonic()
     self._first = self._step = step
-    with explained(self.folder):
+    with records.explained(self.folder):
       self.folder.mkdir(parents=True, exist_ok=True)
       self._lock = open(self.folder / '.lock', 'w')
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       self._lock.close()
-      raise RunError(
+      raise records.RunError(
         f'{self.folder} is in use by another process; end it, or choose '
         'another --workdir'
       ) from error
     try:
-      changed = self._claim(config, may_differ)
-      self._note_start(step, changed, about or {})
+      changed = self._write_config(config, may_differ)
+      path, starts = self.folder / 'environment.json', []
+      if path.exists():
+        starts = json.loads(path.read_text(encoding='utf-8'))['starts']
+      start = {'step': step, 'config_changed': changed, **environment()}
+      records.write_json(path, {'starts': [*starts, start | dict(about or {})]})
       self._metrics = JsonlFile(self.folder / 'metrics.jsonl', step or -1)
-      drop_steps(self.folder, step or -1)
-      self._board = _Board(self.folder, step) if self._log.tensorboard else None
-      self._wandb = _wandb(self.folder, config)
+      records.drop_steps(self.folder, step or -1)
+      self._board = (
+        trackers.TensorBoard(self.folder, step)
+        if self._log.tensorboard
+        else None
+      )
+      self._wandb = trackers.wandb_run(self.folder, config)
     except BaseException:
       self._lock.close()
       raise
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Writes one step's metrics, with the seconds that timers measured.
+    """Writes one step's metrics.
 
-    Seconds of the phases stand under 'time/NAME', those since the last step
-    under 'time/step'.
+    Adds 'time/NAME', the seconds that each timer measured, and 'time/step',
+    the seconds since the previous step.
 
     Returns:
-      What was written, as plain floats.
+      What was written, as floats.
     """
     now = time.monotonic()
     seconds = {f'time/{k}': v for k, v in self._seconds.items()}
     seconds['time/step'] = now - self._last
     self._last, self._seconds, self._step = now, {}, step
     values = {k: _number(k, v) for k, v in {**metrics, **seconds}.items()}
-    self._metrics.write([{'step': step, **plain(values)}])
+    self._metrics.write([{'step': step, **records.plain(values)}])
     finite = {k: v for k, v in values.items() if math.isfinite(v)}
     if self._board is not None:
       self._board.write(step, finite)
@@ -174,47 +156,41 @@ class Writer:
     part: str = '',
     every: int = 1,
   ) -> None:
-    """Has the thread write each trajectory, in order, to a file of the step.
+    """Starts writing the trajectories, in order, to the step's file.
 
     Args:
       step: training step.
-      groups: B trajectories in all.
-      rewards: theirs, if they have any.
-      kept: bool [B], which of them the step was trained on, if it was.
-      advantages: [B], or B arrays [n], if they have any.
+      groups: B trajectories in total.
+      rewards: their rewards, if any.
+      kept: bool [B], whether the step trained on each; None = no training.
+      advantages: [B], or B arrays [n], if any.
       trainer_logps: B arrays [n], if the trainer scored them.
-      name: of the folder, so that evaluations keep theirs apart.
-      part: of the step, where it writes several files.
-      every: writes only in steps that it divides; 0 = never.
+      name: subfolder; evaluations use their own.
+      part: suffix of the file, for a step that writes several.
+      every: writes only steps that this divides; 0 = never.
 
     Raises:
-      RunError: what was to be written before could not be.
+      RunError: the previous trajectories could not be written.
     """
     self.flush()
     if not every or step % every:
       return
-    found = []
+    columns = dict(
+      kept=kept, advantages=advantages, trainer_logps=trainer_logps
+    )
+    columns = {name: v for name, v in columns.items() if v is not None}
+    rows = []
     for i, t in enumerate(t for group in groups for t in group):
-      earned = {}
+      row = {name: values[i] for name, values in columns.items()}
       if rewards is not None:
-        earned = {
-          'reward': np.sum(rewards.value[i]),
-          'valid': rewards.valid[i],
-          'rewards': {k: v[i] for k, v in rewards.parts.items()},
-        }
+        row |= dict(reward=np.sum(rewards.value[i]), valid=rewards.valid[i])
+        row['rewards'] = {k: v[i] for k, v in rewards.parts.items()}
         if rewards.at != 'trajectory':
-          earned |= {'earned': rewards.value[i], 'earned_at': rewards.at}
-      for column, values in (
-        ('kept', kept),
-        ('advantages', advantages),
-        ('trainer_logps', trainer_logps),
-      ):
-        if values is not None:
-          earned[column] = values[i]
-      found.append(Record(step, t, **earned))
-    path = step_file(self.folder / name, step, part)
+          row |= dict(earned=rewards.value[i], earned_at=rewards.at)
+      rows.append(records.Record(step, t, **row))
+    path = records.step_file(self.folder / name, step, part)
     self._pending = self._thread.submit(
-      lambda: write_bytes(path, encode(found))
+      lambda: records.write_bytes(path, records.encode(rows))
     )
 
   def flush(self) -> None:
@@ -229,7 +205,7 @@ class Writer:
 
   @contextlib.contextmanager
   def timer(self, name: str) -> Iterator[None]:
-    """Adds the seconds inside to 'time/NAME' of the next `write`."""
+    """Adds the seconds of the block to 'time/NAME' of the next `write`."""
     begin = time.monotonic()
     try:
       yield
@@ -238,12 +214,12 @@ class Writer:
       self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
   def progress(self, metrics: Mapping[str, float], **names: str) -> None:
-    """Prints the line of the step written last, if config.log.progress.
+    """Prints a line about the last step, if config.log.progress.
 
     Args:
       metrics: what `write` returned.
-      **names: label='metric', in the order of the line; an absent metric is
-        left out. An underscore of a label is printed as a space.
+      **names: label='metric', in order; metrics that are absent are left out.
+        Underscores in labels are printed as spaces.
     """
     if not self._log.progress:
       return
@@ -260,7 +236,7 @@ class Writer:
     self.say('  '.join(parts), passing=True)
 
   def say(self, line: str, *, passing: bool = False) -> None:
-    """Prints a line; a passing one gives way to the next on a terminal."""
+    """Prints a line. On a terminal the next line overwrites a `passing` one."""
     if self._out.isatty():
       # Carriage return, then erase to the end of the line.
       print(f'\r\x1b[K{line}', end='' if passing else '\n', file=self._out)
@@ -271,7 +247,7 @@ class Writer:
     self._out.flush()
 
   def close(self) -> None:
-    """Flushes and closes every file and lets the folder go."""
+    """Flushes and closes every file and unlocks the folder."""
     try:
       self.flush()
     finally:
@@ -289,57 +265,103 @@ class Writer:
   def __exit__(self, kind: object, error: BaseException | None, _: object):
     try:
       self.close()
-    except RunError as failure:
+    except records.RunError as failure:
       if error is None:
         raise
-      error.add_note(str(failure))  # what ended the run comes first
+      error.add_note(str(failure))  # keep the error that ended the run
 
-  def _claim(self, config: ConfigDict, may_differ: Sequence[str]) -> dict:
-    """Writes config.json, or compares it: {field: [before, now]}."""
+  def _write_config(self, config, may_differ: Sequence[str]) -> dict:
+    """Writes config.json. Returns changed fields: {field: [before, now]}."""
     path = self.folder / 'config.json'
-    now = plain(config)
-    changed = {}
-    if path.exists() and begun(self.folder):
+    now, changed = records.plain(config), {}
+    if path.exists() and records.begun(self.folder):
       try:
         before = json.loads(path.read_text(encoding='utf-8'))
       except ValueError as error:
-        raise RunError(
+        raise records.RunError(
           f'{path} is not JSON ({error}); choose another --workdir'
         ) from error
       changed = differences(before, now)
       for field, (old, new) in changed.items():
         if not any(f'{field}.'.startswith(f'{name}.') for name in may_differ):
-          raise RunError(
+          raise records.RunError(
             f'{self.folder} holds a run of another config: config.{field} is '
             f'{_shown(old)} there and {_shown(new)} now. Use the same value '
-            'to go on with that run, or choose another --workdir'
+            'to continue that run, or choose another --workdir'
           )
-    write_json(path, now)
+    records.write_json(path, now)
     return changed
 
-  def _note_start(self, step: int, changed: dict, about: Mapping) -> None:
-    path = self.folder / 'environment.json'
-    starts = []
-    if path.exists():
-      starts = json.loads(path.read_text(encoding='utf-8'))['starts']
-    start = {'step': step, 'config_changed': changed, **environment(), **about}
-    write_json(path, {'starts': [*starts, start]})
+
+class JsonlFile:
+  """A JSON-lines file that is appended to; partial lines are removed."""
+
+  def __init__(self, path: os.PathLike | str, step: int):
+    """Opens `path` and drops lines of steps >= `step` and a partial line."""
+    self._path = pathlib.Path(path)
+    with records.explained(self._path):
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      if self._path.exists():
+        _drop_from(self._path, step)
+      self._file = open(self._path, 'ab')
+
+  def write(self, rows: Sequence[Mapping]) -> None:
+    """Appends rows. The first field of each must be 'step'.
+
+    Raises:
+      RunError: the disk is full. No part of the rows is left in the file.
+    """
+    lines = [json.dumps(row) + '\n' for row in rows]
+    begin = self._file.tell()
+    with records.explained(self._path):
+      try:
+        self._file.write(''.join(lines).encode())
+        self._file.flush()
+      except OSError:
+        # close() would write the rest of the buffer again.
+        with contextlib.suppress(OSError):
+          self._file.close()
+        os.truncate(self._path, begin)
+        raise
+
+  def close(self) -> None:
+    with records.explained(self._path):
+      self._file.close()
+
+
+def _drop_from(path: pathlib.Path, step: int) -> None:
+  end = 0
+  with open(path, 'rb') as f:
+    for line in f:
+      if not line.endswith(b'\n'):
+        break  # the process ended while it wrote
+      match = _STEP.match(line)
+      if match is None:
+        raise records.RunError(
+          f'{path}: a line does not start with "step": {line[:60]!r}; another '
+          'program wrote this file, so choose another --workdir'
+        )
+      if int(match[1]) >= step:
+        break  # steps increase within a file
+      end += len(line)
+  os.truncate(path, end)
 
 
 def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
-  """Fields that differ between two plain configs: {path: [before, now]}."""
-  if isinstance(before, dict) and isinstance(now, dict):
-    out = {}
-    for name in sorted({*before, *now}):
-      path = f'{at}.{name}' if at else name
-      if name not in before:
-        out[path] = [None, now[name]]
-      elif name not in now:
-        out[path] = [before[name], None]
-      else:
-        out |= differences(before[name], now[name], path)
-    return out
-  return {} if before == now else {at: [before, now]}
+  """Fields in which two JSON values differ: {path: [before, now]}.
+
+  None stands for a field that is absent.
+  """
+  if not (isinstance(before, dict) and isinstance(now, dict)):
+    return {} if before == now else {at: [before, now]}
+  out = {}
+  for name in sorted({*before, *now}):
+    path = f'{at}.{name}' if at else name
+    if name in before and name in now:
+      out |= differences(before[name], now[name], path)
+    else:
+      out[path] = [before.get(name), now.get(name)]
+  return out
 
 
 def environment() -> dict[str, Any]:
@@ -366,7 +388,7 @@ def environment() -> dict[str, Any]:
 
 
 def _git(*command: str) -> str | None:
-  """What git says of this source; None outside a repository."""
+  """The output of git for this source tree; None outside a repository."""
   try:
     done = subprocess.run(
       ['git', *command],
@@ -379,80 +401,6 @@ def _git(*command: str) -> str | None:
   except (OSError, subprocess.TimeoutExpired):
     return None
   return done.stdout.rstrip() if done.returncode == 0 else None
-
-
-class _Board:
-  """TensorBoard's event file, by its own writer: no TensorFlow, no torch."""
-
-  def __init__(self, folder: pathlib.Path, step: int):
-    # Here and not above: a run without TensorBoard need not have it.
-    from tensorboard.compat.proto import event_pb2, summary_pb2
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-    self._path = folder / 'tensorboard'
-    with explained(self._path):
-      self._writer = EventFileWriter(str(self._path))
-      # Tells TensorBoard to drop points of steps >= `step` seen before.
-      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-      self._writer.add_event(
-        self._event(wall_time=time.time(), step=step, session_log=start)
-      )
-
-  def write(self, step: int, values: Mapping[str, float]) -> None:
-    summary = self._summary(
-      value=[
-        self._summary.Value(tag=name, simple_value=value)
-        for name, value in values.items()
-      ]
-    )
-    event = self._event(wall_time=time.time(), step=step, summary=summary)
-    with explained(self._path):
-      self._writer.add_event(event)
-      self._writer.flush()
-
-  def close(self) -> None:
-    with explained(self._path):
-      self._writer.close()
-
-
-def _wandb(folder: pathlib.Path, config: ConfigDict) -> Any:
-  modes = ('disabled', 'offline', 'online')
-  if config.log.wandb not in modes:
-    raise RunError(f'config.log.wandb={config.log.wandb!r} is none of {modes}')
-  # What the machine's owner says counts more than a config.
-  mode = os.environ.get('WANDB_MODE') or config.log.wandb
-  if mode == 'disabled':
-    return None
-  try:
-    import wandb
-  except ImportError as error:
-    raise RunError(
-      f'config.log.wandb={config.log.wandb!r} needs the package wandb: pip '
-      'install wandb'
-    ) from error
-  name = folder / 'wandb_id.txt'
-  if not name.exists():
-    write_text(name, secrets.token_hex(4) + '\n')
-  try:
-    run = wandb.init(
-      project=config.log.project,
-      name=config.name,
-      id=name.read_text().strip(),
-      resume='allow' if mode == 'online' else None,
-      dir=str(folder),
-      mode=mode,
-      config=plain(config),
-      settings=wandb.Settings(silent=True),
-    )
-  except wandb.errors.Error as error:
-    raise RunError(
-      f'config.log.wandb={config.log.wandb!r}: {error}. Use offline, or '
-      'disabled'
-    ) from error
-  # Our own step is the axis: wandb's counter refuses to go back on a resume.
-  run.define_metric('*', step_metric='step')
-  return run
 
 
 def _number(name: str, value: Any) -> float:
@@ -473,6 +421,5 @@ def _shown(value: Any) -> str:
 def _clock(seconds: float) -> str:
   minutes, seconds = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
-  if hours:
-    return f'{hours}:{minutes:02d}:{seconds:02d}'
-  return f'{minutes}:{seconds:02d}'
+  start = f'{hours}:{minutes:02d}' if hours else f'{minutes}'
+  return f'{start}:{seconds:02d}'

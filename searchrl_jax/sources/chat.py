@@ -1,13 +1,13 @@
-"""A chat model behind an OpenAI-compatible server: a judge, a simulator.
+"""A chat model behind an OpenAI-compatible server: a judge or a simulator.
 
-Any vLLM server is one. The `openai` package sends, waits, and tries again what
-may pass (refused connections, timeouts, 408, 409, 429, 5xx), with growing
-pauses; what fails for good is a `ChatError`, never an empty reply. Its kind
-tells a service that failed from one that answered, and not usably because of
-what it was asked: nobody may profit from asking such things.
+vLLM is such a server. The `openai` package retries refused connections,
+timeouts, 408, 409, 429 and 5xx with growing pauses. A request that still fails
+raises `ChatError`; it never gives an empty reply. The error's kind separates a
+service that failed from one whose reply is unusable because of the request, so
+that a policy cannot gain from such requests.
 
-The server parses control tokens in the whole text of a chat, so that of a
-policy, or of anybody else, goes into a message as `payload` alone.
+The server parses control tokens in the whole text of a chat. Put text of a
+policy, or any outside text, into a message with `payload` only.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ import json
 import os
 import re
 from typing import Any
-import urllib.parse
 import weakref
 
 import httpx
@@ -25,28 +24,28 @@ from ml_collections import ConfigDict
 from searchrl_jax.run import lookup
 
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
-_PAUSE = 10.0  # seconds, above the longest that openai waits between attempts
-_START = 'searchrl-'  # what engines/vllm/host.py names a start
+_PAUSE = 10.0  # seconds, more than openai waits between attempts
+_START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 
-# What no control token is spelt without, as it stands and in the forms that
-# Unicode normalisation makes it of; and what UTF-8 does not encode.
+# Characters that every control token contains, with those that Unicode
+# normalisation maps to them, and surrogates, which UTF-8 cannot encode.
 _SPELLING = re.compile('[<|\\[＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
-# Statuses of a request that is too long or filtered, and how a reply ends that
-# is. A server that is asked wrongly each time is found by who checks it.
-_ASKED = (400, 413, 422)
-_NOT_WHOLE = ('length', 'content_filter')
+# HTTP statuses of a request that is too long or filtered, and the finish
+# reasons of such a reply. `check` finds servers that reject every request.
+_UNUSABLE = (400, 413, 422)
+_INCOMPLETE = ('length', 'content_filter')
 
-# What reading a reply of another form than a chat server's raises.
-_ODD = (AttributeError, IndexError, TypeError, ValueError, TimeoutError)
+# Errors of reading a reply that is not of the OpenAI format.
+_MALFORMED = (AttributeError, IndexError, TypeError, ValueError, TimeoutError)
 
 
 def payload(value: Any) -> str:
-  """`value` as JSON in which no control token can be spelt.
+  """Returns `value` as JSON that cannot contain a control token.
 
-  `<`, `|` and `[` in its strings are written as \\u003c, \\u007c, \\u005b, and
-  what normalises to them likewise; json.loads gives `value` back.
+  In strings, `<`, `|`, `[` and the characters that normalise to them are
+  escaped (\\u003c, \\u007c, \\u005b); json.loads restores `value`.
   """
   return _STRING.sub(
     lambda string: _SPELLING.sub(
@@ -57,11 +56,11 @@ def payload(value: Any) -> str:
 
 
 class ChatError(RuntimeError):
-  """No reply; the message names the URL and the mend.
+  """There is no reply; the message names the URL and the fix.
 
-  kind: unreachable, timeout, overloaded, rejected or bad_response of a service
-    that failed; unusable of one that answered, and refused, filtered, cut or
-    left empty its reply because of what it was asked.
+  kind: 'unreachable', 'timeout', 'overloaded', 'rejected' or 'bad_response' if
+    the service failed; 'unusable' if it refused, filtered, cut or left empty
+    the reply because of the request.
   """
 
   def __init__(self, kind: str, message: str):
@@ -70,42 +69,40 @@ class ChatError(RuntimeError):
 
 
 class Chat:
-  """Asks one model of one server; usable in several event loops in turn.
+  """A client of one model of one server, for one event loop after another.
 
-  The token is OPENAI_API_KEY of the environment, since configs are kept.
+  The token is the variable OPENAI_API_KEY, because configs are stored.
   """
 
   def __init__(self, config: ConfigDict, where: str = 'config.judge'):
-    """Sends nothing yet.
+    """Sends no request yet.
 
     Args:
       config: url (with or without /v1), model ('' = the only one served),
-        timeout in seconds of an attempt, attempts, concurrency (requests in
-        flight).
-      where: what to call `config` in errors.
+        timeout of an attempt in seconds, attempts, concurrency (requests at a
+        time).
+      where: name of `config` in errors.
 
     Raises:
-      ValueError: names the field.
+      ValueError: a field is invalid; names it.
     """
     try:
-      parts = urllib.parse.urlsplit(config.url)
-      good = parts.scheme in ('http', 'https') and parts.hostname
-      assert good and (parts.port is None or parts.port)
-    except (ValueError, AssertionError):
-      raise ValueError(
-        f'{where}.url={config.url!r}: expected http(s)://host[:port] of an '
-        'OpenAI-compatible server'
-      ) from None
-    for field in ('attempts', 'concurrency'):
-      lookup.require(
-        config[field] >= 1, f'{where}.{field}={config[field]}: at least 1'
-      )
-    lookup.require(
-      config.timeout > 0, f'{where}.timeout={config.timeout}: above 0 seconds'
-    )
+      url = httpx.URL(config.url)
+      good = url.scheme in ('http', 'https') and url.host
+      good = good and (url.port is None or 0 < url.port < 65536)
+    except httpx.InvalidURL:
+      good = False
+    server = 'must be http(s)://host[:port] of an OpenAI-compatible server'
+    for field, valid, message in (
+      ('url', good, server),
+      ('attempts', config.attempts >= 1, 'must be at least 1'),
+      ('concurrency', config.concurrency >= 1, 'must be at least 1'),
+      ('timeout', config.timeout > 0, 'must be above 0 seconds'),
+    ):
+      lookup.require(valid, f'{where}.{field}={config[field]!r} {message}')
     self._config, self._where = config, where
     self.url = config.url.rstrip('/').removesuffix('/v1') + '/v1'
-    self._outside = parts.hostname not in _LOOPBACK
+    self._use_proxy = url.host not in _LOOPBACK
     self._model = config.model
     # Connections belong to the event loop that opened them.
     self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -119,60 +116,56 @@ class Chat:
     seed: int | None = None,
     schema: Mapping[str, Any] | None = None,
   ) -> str:
-    """What the model says next.
+    """Returns the model's next message.
 
     Args:
-      messages: {'role', 'content'} each.
-      max_tokens: of the reply; one that is cut there is unusable.
+      messages: each with 'role' and 'content'.
+      max_tokens: of the reply; a reply that reaches it is unusable.
       temperature: 0 = greedy.
-      seed: of the sampling, where the server knows one.
-      schema: a JSON schema that the reply shall follow. A server may ignore
-        it: what comes still has to be checked.
+      seed: of the sampling, if the server supports it.
+      schema: JSON schema for the reply. Servers may ignore it, so check the
+        reply.
 
     Raises:
       ChatError: there is no reply.
     """
-    import openai  # a second that who asks nobody need not wait
+    import openai  # takes a second
 
     client, slots = self._client(openai)
-    asked = {}
-    if seed is not None:
-      asked['seed'] = seed
+    options = {} if seed is None else {'seed': seed}
     if schema is not None:
-      asked['response_format'] = {
-        'type': 'json_schema',
-        'json_schema': {'name': 'reply', 'schema': schema, 'strict': True},
-      }
+      spec = {'name': 'reply', 'schema': schema, 'strict': True}
+      options['response_format'] = {'type': 'json_schema', 'json_schema': spec}
     try:
       async with slots, self._limit():
         if not self._model:
           self._model = (await self._served(client))[0]
-        found = await client.chat.completions.create(
+        reply = await client.chat.completions.create(
           model=self._model,
           messages=list(messages),
           max_tokens=max_tokens,
           temperature=temperature,
-          **asked,
+          **options,
         )
-      end, text = 'filtered', ''  # some filters answer with no choice at all
-      if found.choices != []:
-        choice = found.choices[0]
+      end, text = 'filtered', ''  # some filters return no choice
+      if reply.choices != []:
+        choice = reply.choices[0]
         end, text = choice.finish_reason, choice.message.content
-    except (openai.OpenAIError, *_ODD) as e:
+    except (openai.OpenAIError, *_MALFORMED) as e:
       raise self._error(openai, e) from e
-    if not isinstance(text, str) or not text.strip() or end in _NOT_WHOLE:
+    if not isinstance(text, str) or not text.strip() or end in _INCOMPLETE:
       raise ChatError(
         'unusable',
-        f'{self.url}: no whole reply within {max_tokens} tokens '
+        f'{self.url}: no complete reply within {max_tokens} tokens '
         f'(finish_reason={end!r}): {str(text)[:200]!r}',
       )
     return text
 
   async def check(self) -> dict[str, object]:
-    """{'url', 'model'}: the server is there and has the model.
+    """Returns {'url', 'model'} of the server.
 
     Raises:
-      ChatError: it is not, or has not.
+      ChatError: the server cannot be reached or does not have the model.
     """
     import openai
 
@@ -180,7 +173,7 @@ class Chat:
     try:
       async with self._limit():
         served = await self._served(client)
-    except (openai.OpenAIError, *_ODD) as e:
+    except (openai.OpenAIError, *_MALFORMED) as e:
       raise self._error(openai, e) from e
     if self._config.model and self._config.model not in served:
       raise ChatError(
@@ -191,13 +184,13 @@ class Chat:
     return {'url': self.url, 'model': self._config.model or served[0]}
 
   async def close(self) -> None:
-    """Ends the connections of this event loop."""
-    found = self._clients.pop(asyncio.get_running_loop(), None)
-    if found:
-      await found[0].close()
+    """Closes the connections of this event loop."""
+    client, _ = self._clients.pop(asyncio.get_running_loop(), (None, None))
+    if client:
+      await client.close()
 
   def _limit(self) -> asyncio.Timeout:
-    # A server that sends a byte now and then meets every limit of httpx.
+    # The timeouts of httpx do not end a reply that arrives byte by byte.
     c = self._config
     return asyncio.timeout(c.attempts * (c.timeout + _PAUSE))
 
@@ -205,13 +198,13 @@ class Chat:
     names = [getattr(m, 'id', None) for m in (await client.models.list()).data]
     if not names or not all(isinstance(name, str) for name in names):
       raise ValueError('it lists no models')
-    # Those that last: a server of ours has a name for each start, too.
+    # This project's servers also have a name for each start; leave it out.
     names = [name for name in names if not name.startswith(_START)]
     if not self._config.model and len(names) != 1:
       raise ChatError(
         'rejected',
         f'{self.url} serves {", ".join(names) or "no model"}: say '
-        f'which by {self._where}.model',
+        f'which in {self._where}.model',
       )
     return names
 
@@ -226,7 +219,7 @@ class Chat:
           timeout=c.timeout,
           max_retries=c.attempts - 1,
           http_client=httpx.AsyncClient(
-            trust_env=self._outside,
+            trust_env=self._use_proxy,
             timeout=c.timeout,
             limits=httpx.Limits(max_connections=c.concurrency),
           ),
@@ -236,25 +229,21 @@ class Chat:
     return self._clients[loop]
 
   def _error(self, openai, e: Exception) -> ChatError:
-    kind = next(
-      (
-        kind
-        for error, kind in (
-          ((openai.APITimeoutError, TimeoutError), 'timeout'),
-          (openai.APIConnectionError, 'unreachable'),
-          (openai.RateLimitError, 'overloaded'),
-          (openai.InternalServerError, 'overloaded'),
-          (openai.APIStatusError, 'rejected'),
-        )
-        if isinstance(e, error)
-      ),
-      'bad_response',
-    )
-    if getattr(e, 'status_code', None) in _ASKED:
+    kind = 'bad_response'
+    for kinds, name in (  # subclasses first
+      ((openai.APITimeoutError, TimeoutError), 'timeout'),
+      (openai.APIConnectionError, 'unreachable'),
+      ((openai.RateLimitError, openai.InternalServerError), 'overloaded'),
+      (openai.APIStatusError, 'rejected'),
+    ):
+      if isinstance(e, kinds):
+        kind = name
+        break
+    if getattr(e, 'status_code', None) in _UNUSABLE:
       kind = 'unusable'
-    said = ' '.join(str(e).split())[:300]
     return ChatError(
       kind,
       f'{self.url}: {kind} after {self._config.attempts} attempt(s): '
-      f'{said}; start the server, or correct {self._where}',
+      f'{" ".join(str(e).split())[:300]}; start the server, or correct '
+      f'{self._where}',
     )

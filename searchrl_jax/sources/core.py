@@ -1,10 +1,10 @@
-"""The source contract: queries in, one answer each out.
+"""The source contract: one answer per query.
 
-An answer is a SearchResult or a SearchError, in the order of the requests; a
-source never raises for one bad query, and never turns a failure of its service
-into an empty result. A service that is well, and cannot use the query, has
-found nothing: or policies could leave the loss by what they search for.
-`fatal` errors of set-up (absent server at the start) raise SourceError.
+An answer is a SearchResult or a SearchError, in the order of the requests. A
+source does not raise for a single query, and does not return an empty result if
+its service failed. If the service works but cannot use the query, the result is
+empty; otherwise a policy could leave the loss by its choice of queries. Errors
+of the set-up (no server at the start) raise SourceError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,32 +14,30 @@ from searchrl_jax.types import SearchError, SearchRequest, SearchResult
 
 
 class SourceError(RuntimeError):
-  """The source cannot work at all; the message names the URL and the mend."""
+  """The source cannot be used; the message names the URL and the fix."""
 
 
 def require_same(before: Mapping, now: Mapping) -> None:
-  """Refuses to resume a run on a source that answers otherwise.
+  """Raises if a run would resume with another source.
 
   Args:
-    before: the `identity` of what `check` said when the run was saved.
-    now: the same today. Servers that do not say who they are give {}, which
-      is compared with nothing.
+    before: `identity` of the result of `check` when the run was saved.
+    now: the same now. {} = unknown, which is not compared.
 
   Raises:
-    SourceError: naming what differs.
+    SourceError: they differ; names what differs.
   """
   if not before or not now:
     return
-  lines = [
+  lines = '; '.join(
     f'{name}: {before.get(name)!r} before, {now.get(name)!r} now'
     for name in sorted(before.keys() | now.keys())
     if before.get(name) != now.get(name)
-  ]
+  )
   if lines:
     raise SourceError(
-      'the retrieval server is not the one that this run was trained with ('
-      + '; '.join(lines)
-      + '): serve what it had, or train into another '
+      'the retrieval server is not the one that this run was trained with '
+      f'({lines}): serve the same corpus and index, or train in another '
       '--workdir with --config.train.init=THIS_RUN'
     )
 

@@ -1,4 +1,4 @@
-"""No source: for a policy that answers all its searches itself (SSRL)."""
+"""No source, for a policy that answers all its searches itself (SSRL)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,20 +8,16 @@ NONE = 'none'  # config.source.module
 
 
 class NoSource:
-  """Every query fails: there is nothing to ask."""
+  """Returns an error for every query."""
 
   async def search(
     self, requests: Sequence[SearchRequest]
   ) -> list[SearchError]:
-    return [
-      SearchError(
-        r,
-        'unreachable',
-        "config.source.module='none' answers no "
-        "search; use 'service' with a URL or a corpus",
-      )
-      for r in requests
-    ]
+    message = (
+      "config.source.module='none' answers no search; use 'service' with a "
+      'URL or a corpus'
+    )
+    return [SearchError(r, 'unreachable', message) for r in requests]
 
   async def check(self) -> Mapping[str, object]:
     return {}

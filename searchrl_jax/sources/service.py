@@ -1,7 +1,7 @@
-"""A retrieval server as a source: queries of many trajectories, one request.
+"""A retrieval server as a source, with batched queries.
 
-Queries that arrive within `batch_ms` of the first travel together, equal ones
-once. The client underneath has deadlines, retries and typed errors.
+Queries that arrive within `batch_ms` of the first are sent in one request,
+equal ones once. The client has deadlines, retries and typed errors.
 """
 
 import asyncio
@@ -14,46 +14,47 @@ import weakref
 from ml_collections import ConfigDict
 
 from retrieval.client import Hit, RetrievalClient, RetrievalError
+from searchrl_jax.run import lookup
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import Passage, SearchError, SearchRequest, SearchResult
 
 _log = logging.getLogger(__name__)
-# Errors that one query can bring upon those it travels with (too long for the
-# server, or one that trips it), so the batch is halved and asked again. The
-# others are the server's state: halving would only add to its load.
-_HALVED = ('rejected', 'bad_response')
+# Errors that one query can cause for its whole batch (too long for the server,
+# or one that it cannot process), so the batch is split and sent again. Other
+# errors concern the state of the server, and splitting would add load.
+_SPLIT = ('rejected', 'bad_response')
 
 
 @dataclasses.dataclass
 class _Queue:
-  """What waits in one event loop."""
+  """The queries of one event loop."""
 
   waiting: list[tuple[SearchRequest, asyncio.Future]]
-  tasks: set[asyncio.Task]  # requests under way: a loop keeps weak ones only
+  tasks: set[asyncio.Task]  # strong references; a loop has only weak ones
 
 
 class ServiceSource:
-  """Passages of a retrieval server (retrieval/README.md has the protocol).
+  """Gets passages from a retrieval server (protocol: retrieval/README.md).
 
-  One source serves several event loops in turn (`asyncio.run` for each step).
+  Works in one event loop after another (`asyncio.run` for each step).
   """
 
   def __init__(self, config: ConfigDict):
-    """Makes a source; nothing is sent yet.
+    """Sends no request yet.
 
     Args:
-      config: config.source: url (several, of servers that serve the same,
-        are separated by commas), timeout and deadline in seconds, attempts,
-        batch_ms. A token is no field, since configs are kept: it is
-        RETRIEVAL_TOKEN of the environment.
+      config: config.source: url (or several, separated by commas, of servers
+        with the same index), timeout and deadline in seconds, attempts,
+        batch_ms. The token is the variable RETRIEVAL_TOKEN, because configs are
+        stored.
 
     Raises:
-      ValueError: a URL is not http(s)://host, or there are no attempts.
+      ValueError: a URL is not http(s)://host, or attempts < 1.
     """
-    if config.attempts < 1:
-      raise ValueError(
-        f'config.source.attempts={config.attempts}: at least 1 is needed'
-      )
+    lookup.require(
+      config.attempts >= 1,
+      f'config.source.attempts={config.attempts} must be at least 1',
+    )
     self._client = RetrievalClient(
       config.url,
       timeout_s=config.timeout,
@@ -62,9 +63,9 @@ class ServiceSource:
     )
     self._batch_s = config.batch_ms / 1000
     self._queues: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-    self.queries = 0  # asked of this source
-    self.sent = 0  # queries sent, equal ones of a batch once
-    self.batches = 0  # HTTP requests, the client's repetitions not counted
+    self.queries = 0  # queries to this source
+    self.sent = 0  # queries to the server, equal ones of a batch once
+    self.batches = 0  # HTTP requests, without retries
 
   @property
   def url(self) -> str:
@@ -73,7 +74,7 @@ class ServiceSource:
   async def search(
     self, requests: Sequence[SearchRequest]
   ) -> list[SearchResult | SearchError]:
-    """One answer for each request, in order; never raises for a query."""
+    """Returns one answer per request, in order; does not raise for a query."""
     if not requests:
       return []
     loop = asyncio.get_running_loop()
@@ -94,26 +95,24 @@ class ServiceSource:
     ]
 
   async def check(self) -> Mapping[str, object]:
-    """What the server says of itself; of several, one that answers.
+    """Returns the health of the server, or of the first that answers.
 
-    A server of the protocol without /health (Search-R1's own) is asked one
-    query instead.
+    A server without /health (Search-R1's) gets a query instead.
 
     Raises:
-      SourceError: no server there, or not one that speaks the protocol; or
-        several that do not serve the same.
+      SourceError: there is no server, it does not implement the protocol, or
+        several servers do not serve the same.
     """
-    found = await asyncio.gather(*map(self._check, self._client.urls))
-    good = {
-      url: answer
-      for url, answer in zip(self._client.urls, found, strict=True)
-      if not isinstance(answer, RetrievalError)
-    }
+    urls = self._client.urls
+    answers = await asyncio.gather(*map(self._check, urls))
+    good = {}
+    for url, answer in zip(urls, answers, strict=True):
+      if isinstance(answer, RetrievalError):
+        _log.warning('continues without a replica: %s', answer)
+      else:
+        good[url] = answer
     if not good:
-      raise SourceError(f'config.source.url: {found[0]}') from found[0]
-    for error in found:
-      if isinstance(error, RetrievalError):
-        _log.warning('goes on without a replica: %s', error)
+      raise SourceError(f'config.source.url: {answers[0]}') from answers[0]
     served = {url: answer.get('identity') for url, answer in good.items()}
     first, *others = served
     for url in others:
@@ -125,23 +124,23 @@ class ServiceSource:
     return good[first]
 
   async def _check(self, url: str) -> Mapping[str, object] | RetrievalError:
-    said = {'url': url, 'health': 'no /health; /retrieve answers'}
+    health = {'url': url, 'health': 'no /health; /retrieve answers'}
     try:
-      said = dict(await self._client.health(url))
+      health = dict(await self._client.health(url))
+      if 'identity' in health:
+        return health
     except RetrievalError as error:
       if error.kind != 'rejected':
         return error
-    if 'identity' in said:
-      return said
-    # A server that does not say who it is: none of ours, or the token lacks.
+    # No identity: another implementation, or the token is missing.
     try:
       await self._client.retrieve(['health'], 1, url)
     except RetrievalError as error:
       return error
-    return said
+    return health
 
   async def close(self) -> None:
-    """Ends what is under way in this event loop and its connections."""
+    """Cancels the requests and closes the connections of this event loop."""
     queue = self._queues.pop(asyncio.get_running_loop(), None)
     if queue is not None:
       tasks = list(queue.tasks)
@@ -153,11 +152,11 @@ class ServiceSource:
     await self._client.close()
 
   def _flush(self, queue: _Queue) -> None:
-    """Sends what waits: one request for each number of passages asked."""
+    """Sends the waiting queries, in one request per number of passages."""
     waiting, queue.waiting = queue.waiting, []
     by_k: dict[int, dict[str, list[asyncio.Future]]] = {}
     for request, future in waiting:
-      if not future.done():  # done: its trajectory was cancelled meanwhile
+      if not future.done():  # it is done if its trajectory was cancelled
         queries = by_k.setdefault(request.k, {})
         queries.setdefault(request.query, []).append(future)
     for k, queries in by_k.items():
@@ -175,7 +174,7 @@ class ServiceSource:
         future.cancel()
       raise
     except Exception as error:
-      # Whoever waits must hear of it, or would wait for ever.
+      # Those that wait would otherwise wait for ever.
       for future in _open(queries):
         future.set_exception(error)
       return
@@ -195,14 +194,13 @@ class ServiceSource:
     except RetrievalError as error:
       named = set(error.queries)
       rest = [query for i, query in enumerate(queries) if i not in named]
-      if len(rest) < len(queries):  # the server says which it failed on
+      if len(rest) < len(queries):  # the server names the queries that failed
         answers = await self._ask(rest, k) if rest else {}
         return dict.fromkeys(queries, error) | answers
-      if (
-        error.kind == 'rejected' and len(queries) == 1 and (await self._well(k))
-      ):
-        return {queries[0]: []}  # it is the query that cannot be asked
-      if len(queries) == 1 or error.kind not in _HALVED:
+      single = len(queries) == 1
+      if single and error.kind == 'rejected' and await self._is_healthy(k):
+        return {queries[0]: []}  # the server cannot process this query
+      if single or error.kind not in _SPLIT:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2
     first, second = await asyncio.gather(
@@ -210,8 +208,8 @@ class ServiceSource:
     )
     return first | second
 
-  async def _well(self, k: int) -> bool:
-    """Whether the server answers a query that nothing is wrong with."""
+  async def _is_healthy(self, k: int) -> bool:
+    """Whether the server answers a valid query."""
     try:
       return bool(await self._client.retrieve(['health'], k))
     except RetrievalError:

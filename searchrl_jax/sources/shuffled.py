@@ -1,6 +1,6 @@
-"""A control: every question reads the passages of another question.
+"""A control in which every question gets the passages of another question.
 
-A policy that scores with swapped passages has not read them.
+A policy that scores well with these does not use the passages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ from searchrl_jax.types import (
 
 
 class Shuffled:
-  """Answers each query with what `source` finds for another question.
+  """Answers each query with the passages for another question.
 
-  The other question is the next one in the order of the ids, of those whose
-  answers differ: the same for every query of a question.
+  The other question is the next in the order of ids whose answers differ. It is
+  the same for every query of a question.
   """
 
   def __init__(self, source: Source, questions: Sequence[Question]):
-    """
+    """Wraps `source`, for these questions.
+
     Raises:
       SourceError: no two questions have different answers.
     """
@@ -36,7 +37,7 @@ class Shuffled:
           self._other[question.id] = other.text
           break
       else:
-        raise SourceError('shuffled passages need two answers that differ')
+        raise SourceError('shuffled passages need two different answers')
 
   async def search(
     self, requests: Sequence[SearchRequest]
@@ -44,10 +45,10 @@ class Shuffled:
     swapped = [
       dataclasses.replace(r, query=self._other[r.question.id]) for r in requests
     ]
-    found = await self._source.search(swapped)
+    answers = await self._source.search(swapped)
     return [
       dataclasses.replace(answer, request=request)
-      for answer, request in zip(found, requests, strict=True)
+      for answer, request in zip(answers, requests, strict=True)
     ]
 
   async def check(self) -> Mapping[str, object]:

@@ -1,35 +1,34 @@
-r"""The multi-turn text state machine between a policy and its searches.
+r"""The environment: a state machine between a policy's text and its searches.
 
     reset -> Generate
     Generate's Completion -> Search    a search block was closed, and may act
                           -> Done      an answer block was closed ('answer')
-                          -> Generate  neither: an invalid action, with feedback
+                          -> Generate  otherwise: an invalid action; feedback
     Search's results      -> Generate  the observation is appended
-                          -> Done      a search failed for good ('failed')
+                          -> Done      a search failed after all retries
 
-Of max_turns + 1 turns the last cannot search: its generation does not stop at
-the closing search tag. A turn that ends by eos or by its token limit without
-an action is an invalid action; the sampled eos stays recorded and trained on.
-On the last turn it ends the trajectory ('eos', else 'turns'). Whatever does
-not fit into max_tokens ends it too ('tokens'), never exceeding it.
+There are max_turns + 1 turns; the last cannot search: its generation does not
+stop at the closing search tag. A turn that ends by eos or by its token limit
+without an action is an invalid action; the sampled eos is recorded and trained
+on. On the last turn it ends the trajectory ('eos' or 'turns'). Text that does
+not fit into max_tokens ends the trajectory ('tokens'); the limit always holds.
 
-information='policy' (SSRL): no search is sent; the policy writes its own
-information, and a generation stops at the closing answer tag alone. A stop
-inside its information is a quotation: the same turn goes on. max_turns=0 makes
-one generation of it, as the paper has.
+information='policy' (SSRL): no search is sent, the policy writes its own
+information, and a generation stops at the closing answer tag only. A stop
+string inside its information is a quotation, and the turn continues. With
+max_turns=0 there is one generation, as in the paper.
 
-answer='boxed' (mathematics): the answer is what stands in the last \boxed{...}
-that the policy wrote outside blocks, or in an answer block; a turn that ends by
+answer='boxed' (mathematics): the answer is the content of the last \boxed{...}
+that the policy wrote outside blocks or in an answer block. A turn that ends by
 eos and has one ends the trajectory ('answer').
 
-real_searches=K (sim-to-real) sends the first K searches of such a trajectory
-all the same, -1 all of them; generations stop at the closing search tag until
-then. search_when='entropy' sends, after the first, only queries that the
-policy was less sure of than of the one before: whose mean predictive entropy
-is higher. `entropy` tells it; the driver sets it.
+real_searches=K (sim-to-real) sends the first K searches of such a trajectory to
+the source; -1 sends all. Until then generations stop at the closing search tag.
+search_when='entropy' sends, after the first, only queries whose mean predictive
+entropy is higher than that of the query before. The driver sets `entropy`.
 
-States are immutable: an older one can be stepped again (a tree). Policy ids
-are recorded as sampled and never encoded again. No JAX here.
+States are immutable, so an older state can be stepped again (a tree). Ids of
+the policy are recorded as sampled and never encoded again. Imports no JAX.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ import itertools
 
 import numpy as np
 
+from searchrl_jax import types
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.run import lookup
 from searchrl_jax.text import parser as parsing
@@ -51,81 +51,64 @@ from searchrl_jax.text.states import (
   Search,
   State,
 )
-from searchrl_jax.types import (
-  Passage,
-  Prompt,
-  Question,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-  Segment,
-  Trajectory,
-  joined,
-)
 
+PROMPTS = ('template', 'as_is')
 INFORMATION = ('source', 'policy')
 SEARCH_WHEN = ('always', 'entropy')
 ANSWERS = ('tags', 'boxed')
-# The ids of a sequence -> the entropy of the distribution that each was drawn
-# from, in nats.
+# Ids of a sequence [n] -> entropy in nats of the distribution that each was
+# sampled from [n].
 Entropy = Callable[[np.ndarray], np.ndarray]
 
 
 class SearchEnv:
-  """The protocol of one template, with the budgets of config.env.
+  """The search protocol of one template, with the limits of config.env.
 
   Args:
     tokenizer: tokenizer.Tokenizer.
     template: prompts.Template.
     config: config.env; see run/schema.py for its fields.
     prompt_mode: config.data.prompt, 'template' or 'as_is'.
-    k: passages asked for with each query.
+    k: number of passages per query.
 
   Raises:
-    ValueError: a budget that leaves no room, or an unknown mode.
+    ValueError: a limit that leaves no room, or an unknown option.
   """
 
   def __init__(self, tokenizer, template, config, prompt_mode: str, k: int):
     self.tokenizer = tokenizer
     self.template = template
     self.config = config
-    self.prompt_mode = prompt_mode
-    self.k = k
-    lookup.require(
-      prompt_mode in ('template', 'as_is'),
-      f"data.prompt={prompt_mode!r} is neither 'template' nor 'as_is'",
-    )
-    lookup.require(
-      config.information in INFORMATION,
-      f'env.information={config.information!r} is none of {INFORMATION}',
-    )
-    lookup.require(
-      config.search_when in SEARCH_WHEN,
-      f'env.search_when={config.search_when!r} is none of {SEARCH_WHEN}',
-    )
-    lookup.require(
-      config.answer in ANSWERS,
-      f'env.answer={config.answer!r} is none of {ANSWERS}',
-    )
-    lookup.require(k >= 1, f'source.k={k}: at least 1 passage for a query')
-    lookup.require(
-      config.max_turns >= 0, f'env.max_turns={config.max_turns} is negative'
-    )
-    for field in ('max_turn_tokens', 'max_tokens'):
-      value = getattr(config, field)
-      lookup.require(value >= 1, f'env.{field}={value} must be at least 1')
+    self.prompt_mode, self.k = prompt_mode, k
     self._searching = config.information == 'source'
     self._guided = config.search_when == 'entropy'
+    for field, value, choices in (
+      ('data.prompt', prompt_mode, PROMPTS),
+      ('env.information', config.information, INFORMATION),
+      ('env.search_when', config.search_when, SEARCH_WHEN),
+      ('env.answer', config.answer, ANSWERS),
+    ):
+      lookup.require(
+        value in choices, f'{field}={value!r} is none of {choices}'
+      )
+    for field, value, least in (
+      ('source.k', k, 1),
+      ('env.max_turns', config.max_turns, 0),
+      ('env.max_turn_tokens', config.max_turn_tokens, 1),
+      ('env.max_tokens', config.max_tokens, 1),
+      ('env.real_searches', config.real_searches, -1),
+    ):
+      lookup.require(value >= least, f'{field}={value} must be >= {least}')
     lookup.require(
       not (self._searching and (config.real_searches or self._guided)),
-      f'env.real_searches={config.real_searches}, search_when='
-      f"{config.search_when!r} choose among a policy's own searches; with "
-      "information='source' all are real: use 0 and 'always'",
+      f'env.real_searches={config.real_searches} and search_when='
+      f"{config.search_when!r} apply to information='policy' only; with "
+      "information='source' every search is real: use 0 and 'always'",
     )
     lookup.require(
-      config.real_searches >= -1 and (config.real_searches or not self._guided),
-      f'env.real_searches={config.real_searches}: how many of a trajectory, '
-      "or -1 for all; search_when='entropy' needs some",
+      config.real_searches or not self._guided,
+      "env.search_when='entropy' needs env.real_searches: how many searches of "
+      'a trajectory may be real, or -1 for all',
     )
     self.entropy: Entropy | None = None
     self._tags = parsing.tags_of(template)
@@ -133,41 +116,39 @@ class SearchEnv:
     self._invalid = tokenizer.encode_template(template.invalid)
     note = template.last_turn if self._searching else ''
     self._note = tokenizer.encode_template(note)
-    # The shortest answer must still fit after anything that is appended.
+    # The shortest answer must fit after any text that is appended.
     answer = tokenizer.encode_template(''.join(template.answer))
     self._reserve = len(answer) + 1
-    reads = self._searching or config.real_searches
     lookup.require(
-      not reads or config.max_observation_tokens >= self._observe.least,
+      not (self._searching or config.real_searches)
+      or config.max_observation_tokens >= self._observe.least,
       f'env.max_observation_tokens={config.max_observation_tokens} is below '
       f'the {self._observe.least} tokens of an observation without passages '
       f'in template {template.name!r}',
     )
 
-  # The contract.
-
   def reset(
-    self, question: Question, role: str = 'solver', agent: str = 'policy'
+    self, question: types.Question, role: str = 'solver', agent: str = 'policy'
   ) -> tuple[State, Generate]:
-    """Starts an attempt; all samples of a question may share the state.
+    """Starts an attempt. All samples of a question may share the state.
 
     Raises:
-      ValueError: the prompt leaves no room under env.max_tokens; or
+      ValueError: the prompt is too long for env.max_tokens, or
         data.prompt='as_is' and the question has no messages.
     """
     parts = untrusted.prompt_parts(
       self.template, question, self.prompt_mode, self.tokenizer
     )
     ids = self.tokenizer.encode_parts(parts, start=True)
-    segments = joined((), _segment(ids, 'prompt', 'other', agent))
     note = self._note_before(0)
+    added = (ids, 'prompt', 'other'), (note, 'environment', 'other')
+    segments = _append((), agent, added)
     ids = (*ids, *note)
-    segments = joined(segments, _segment(note, 'environment', 'other', agent))
     if len(ids) >= self.config.max_tokens:
       raise ValueError(
         f'question {question.id!r}: its prompt has {len(ids)} tokens, and '
-        f'env.max_tokens={self.config.max_tokens} counts prompt, replies and '
-        'observations; raise it or leave the question out'
+        f'env.max_tokens={self.config.max_tokens} limits prompt, replies and '
+        'observations together; increase it or leave the question out'
       )
     state = State(
       question=question,
@@ -178,13 +159,13 @@ class SearchEnv:
       parser=parsing.start(self._tags, ''.join(text for text, _ in parts)),
       pending=Done('tokens'),
     )
-    return _next(state, self._generate(state, prompt=Prompt(ids)))
+    return _next(state, self._generate(state, prompt=types.Prompt(ids)))
 
   def step(self, state: State, event: Event) -> tuple[State, Action]:
-    """Takes the event that the last action asked for.
+    """Processes the event that the pending action waits for.
 
     Raises:
-      ValueError: an event that does not answer the pending action.
+      ValueError: the event does not fit the pending action.
     """
     if isinstance(state.pending, Generate) and isinstance(event, Completion):
       return self._completed(state, event)
@@ -197,18 +178,21 @@ class SearchEnv:
 
   def trajectory(
     self, state: State, sample: int = 0, seconds: float = 0.0
-  ) -> Trajectory:
-    """The record of a finished attempt. Counters are in its `meta`.
+  ) -> types.Trajectory:
+    """Returns the record of a finished attempt. Counters are in its `meta`.
 
     Raises:
-      ValueError: the state is not at its end.
+      ValueError: the attempt is not finished.
     """
-    if state.end is None:
-      raise ValueError(
-        f'trajectory {state.name} is not over: it waits for the event of '
-        f'{type(state.pending).__name__}'
-      )
-    out = Trajectory(
+    lookup.require(
+      state.end is not None,
+      f'trajectory {state.name} is not over: it waits for the event of '
+      f'{type(state.pending).__name__}',
+      ValueError,
+    )
+    counters = ('truncated_turns', 'cut_observations')
+    meta = {name: getattr(state, name) for name in counters}
+    out = types.Trajectory(
       question=state.question,
       segments=state.segments,
       searches=state.searches,
@@ -218,52 +202,42 @@ class SearchEnv:
       invalid_actions=state.invalid_actions,
       turns=state.generations,
       seconds=seconds,
-      meta={
-        'truncated_turns': state.truncated_turns,
-        'cut_observations': state.cut_observations,
-      },
+      meta=meta,
     )
-    self.blocks(out)  # while others are sampled, not when all have ended
+    self.blocks(out)  # parsed now, while other trajectories are sampled
     return out
 
-  # What rewards read.
+  def blocks(self, trajectory: types.Trajectory) -> tuple[Block, ...]:
+    """The blocks after the prompt; see parser.blocks. Parsed only once."""
+    parsed = trajectory.parsed
+    if self not in parsed:
+      segments = trajectory.segments
+      parsed[self] = parsing.blocks(segments, self.template, self.tokenizer)
+    return parsed[self]
 
-  def blocks(self, trajectory: Trajectory) -> tuple[Block, ...]:
-    """What follows the prompt, block by block; see parser.blocks.
-
-    A trajectory is parsed once and keeps the result.
-    """
-    known = trajectory.parsed
-    if self not in known:
-      known[self] = self._blocks(trajectory.segments)
-    return known[self]
-
-  def answer(self, trajectory: Trajectory) -> str | None:
-    """The policy's last complete answer, or None. Only this can earn."""
+  def answer(self, trajectory: types.Trajectory) -> str | None:
+    """The policy's last complete answer, or None. Rewards use only this."""
     return parsing.answer(self.blocks(trajectory), self.config.answer)
 
-  def _blocks(self, segments: tuple[Segment, ...]) -> tuple[Block, ...]:
-    return parsing.blocks(segments, self.template, self.tokenizer)
-
-  def observation(self, passages: Sequence[Passage]) -> str:
-    """What these passages are told as, by the source or by the policy."""
+  def observation(self, passages: Sequence[types.Passage]) -> str:
+    """The text of an observation with these passages."""
     limit = self.config.max_observation_tokens
     return self.tokenizer.decode(self._observe(passages, limit)[0])
 
-  # After a generation.
-
   def _completed(self, state: State, completion: Completion):
     n = len(completion.ids)
-    if n > state.pending.max_tokens:
-      raise ValueError(
-        f'trajectory {state.name}: the engine sampled {n} tokens, asked for '
-        f'at most {state.pending.max_tokens}'
-      )
-    if len(completion.logps) != n or len(completion.versions) != n:
-      raise ValueError(
-        f'trajectory {state.name}: {n} ids with {len(completion.logps)} logps '
-        f'and {len(completion.versions)} versions'
-      )
+    lookup.require(
+      n <= state.pending.max_tokens,
+      f'trajectory {state.name}: the engine sampled {n} tokens, asked for at '
+      f'most {state.pending.max_tokens}',
+      ValueError,
+    )
+    lookup.require(
+      len(completion.logps) == len(completion.versions) == n,
+      f'trajectory {state.name}: {n} ids with {len(completion.logps)} logps '
+      f'and {len(completion.versions)} versions',
+      ValueError,
+    )
     ids = np.asarray(completion.ids, np.int32)
     pieces = [*map(self.tokenizer.token_bytes, ids.tolist())]
     parser, kinds, blocks = state.parser.feed(pieces)
@@ -277,11 +251,11 @@ class SearchEnv:
     if action is not None and action.kind == 'search' and self._guided:
       entropy = self._entropy(self._written(state, completion, kinds))
       if state.query_entropy is not None and entropy <= state.query_entropy:
-        action = None  # the policy answers it itself
+        action = None  # the policy writes the information itself
       state = dataclasses.replace(state, query_entropy=entropy)
     goes_on = action is None and self._goes_on(state, parser, completion)
     if not goes_on:
-      # A token that waited stands outside all blocks; its kind is certain now.
+      # Tokens whose kind was not certain are outside all blocks.
       parser, more, _ = parser.finish()
       kinds = kinds + more
     state = dataclasses.replace(
@@ -296,18 +270,16 @@ class SearchEnv:
     if self._room(state) < self._observe.least:
       return _next(state, Done('tokens'))
     requests = tuple(
-      SearchRequest(
-        query=query, k=self.k, question=state.question, turn=state.turn
-      )
+      types.SearchRequest(query, self.k, state.question, turn=state.turn)
       for query in self._queries(action.text)
     )
     return _next(state, Search(requests))
 
-  def _action(self, state: State, found) -> Block | None:
-    """The first block that acts among those that ended."""
+  def _action(self, state: State, ended) -> Block | None:
+    """The first of the ended blocks that is an action."""
     may_search = self._may_search(state)
-    for one in found:
-      block = parsing.make_block(one, 'policy', state.turn)
+    for parsed in ended:
+      block = parsing.make_block(parsed, 'policy', state.turn)
       if block.kind == 'answer' or (
         block.kind == 'search' and may_search and self._queries(block.text)
       ):
@@ -317,12 +289,12 @@ class SearchEnv:
   def _queries(self, text: str) -> list[str]:
     separator = self.template.query_separator
     queries = text.split(separator) if separator else [text]
-    found = list(dict.fromkeys(q.strip() for q in queries if q.strip()))
-    return found[: self.template.max_queries]
+    queries = list(dict.fromkeys(q.strip() for q in queries if q.strip()))
+    return queries[: self.template.max_queries]
 
   def _goes_on(self, state: State, parser: Parser, completion) -> bool:
-    """A stop string quoted in policy-written information ends no turn, nor
-    does a closing search tag where no search is sent."""
+    """Whether the turn continues after the stop string: it is quoted in
+    policy-written information, or closes a search that is not sent."""
     return (
       not self._searching
       and (
@@ -335,97 +307,78 @@ class SearchEnv:
       and state.length < self.config.max_tokens
     )
 
-  def _entropy(self, segments: tuple[Segment, ...]) -> float:
-    """Mean entropy of the tokens of the query that was just written."""
+  def _entropy(self, segments: tuple[types.Segment, ...]) -> float:
+    """Mean entropy in nats of the tokens of the last query."""
     if self.entropy is None:
       raise ValueError(
         "env.search_when='entropy' needs the entropies of the policy, which "
-        'the self-search evaluation gives: python -m searchrl_jax.evaluate'
+        'only the evaluation computes: python -m searchrl_jax.evaluate'
       )
     ids = np.concatenate([s.ids for s in segments])
-    # A token that straddles two kinds is the earlier segment's: the tag may
-    # begin there.
+    # The tag may begin in the segment before the query's.
     turn = [s for s in segments if s.author == 'policy'][-2:]
     pieces = [self.tokenizer.token_bytes(i) for s in turn for i in s.ids]
     first = len(ids) - len(pieces)
-    found = parsing.within(pieces, *self.template.search)
-    return float(np.mean(self.entropy(ids)[[first + n for n in found]]))
+    query = parsing.within(pieces, *self.template.search)
+    return float(np.mean(self.entropy(ids)[[first + n for n in query]]))
 
   def _without_action(self, state: State, stop: str):
-    if (
-      self.config.answer == 'boxed'
-      and stop != 'length'
-      and (parsing.answer(self._blocks(state.segments), 'boxed') is not None)
-    ):
-      return _next(state, Done('answer'))
+    if self.config.answer == 'boxed' and stop != 'length':
+      blocks = parsing.blocks(state.segments, self.template, self.tokenizer)
+      if parsing.answer(blocks, 'boxed') is not None:
+        return _next(state, Done('answer'))
     full = state.length >= self.config.max_tokens
+    last = self._last(state.turn)
     state = dataclasses.replace(
       state,
       invalid_actions=state.invalid_actions + (not full),
       truncated_turns=state.truncated_turns + (stop == 'length'),
     )
-    if self._last(state.turn) and stop == 'eos':
-      return _next(state, Done('eos'))
-    if full:
-      return _next(state, Done('tokens'))
-    if self._last(state.turn):
-      return _next(state, Done('turns'))
-    if self._room(state) < len(self._invalid):
+    if last and (stop == 'eos' or not full):
+      return _next(state, Done('eos' if stop == 'eos' else 'turns'))
+    if full or self._room(state) < len(self._invalid):
       return _next(state, Done('tokens'))
     return self._respond(state, self._invalid, 'other')
 
-  def _written(self, state: State, completion, kinds) -> tuple[Segment, ...]:
-    """The sampled tokens, exactly, as segments by kind."""
-    segments = state.segments
-    columns = (
-      np.asarray(completion.ids, np.int32),
-      np.asarray(completion.logps, np.float32),
-      np.asarray(completion.versions, np.int32),
-    )
-    start = 0
+  def _written(
+    self, state: State, completion, kinds
+  ) -> tuple[types.Segment, ...]:
+    """The state's segments and the sampled tokens as segments by kind."""
+    segments, start = state.segments, 0
+    # If a source answers, information that the policy writes is an action like
+    # any other, and trained on.
+    information = self._searching or bool(self.config.train_information)
     for kind, run in itertools.groupby(kinds):
       part = slice(start, start := start + len([*run]))
-      ids, logps, versions = (column[part] for column in columns)
-      segments = joined(
-        segments,
-        Segment(
-          ids,
-          'policy',
-          kind,
-          state.agent,
-          train=self._trained(kind),
-          logps=logps,
-          versions=versions,
-        ),
+      segment = types.Segment(
+        np.asarray(completion.ids[part], np.int32),
+        'policy',
+        kind,
+        state.agent,
+        train=information or kind != 'information',
+        logps=np.asarray(completion.logps[part], np.float32),
+        versions=np.asarray(completion.versions[part], np.int32),
       )
+      segments = types.joined(segments, segment)
     return segments
-
-  def _trained(self, kind: str) -> bool:
-    """Where a source answers, information that the policy writes is a forgery
-    of its own, and learnt from like any other act."""
-    return (
-      kind != 'information'
-      or self._searching
-      or bool(self.config.train_information)
-    )
-
-  # After a search.
 
   def _searched(self, state: State, results: tuple):
     requests = state.pending.requests
-    if len(results) != len(requests):
-      raise ValueError(
-        f'trajectory {state.name}: {len(results)} answers to {len(requests)} '
-        'search requests'
-      )
+    lookup.require(
+      len(results) == len(requests),
+      f'trajectory {state.name}: {len(results)} answers to {len(requests)} '
+      'search requests',
+      ValueError,
+    )
     for result in results:
-      if not isinstance(result, (SearchResult, SearchError)):
-        raise ValueError(
-          f'trajectory {state.name}: a search was answered with '
-          f'{type(result).__name__}, neither SearchResult nor SearchError'
-        )
+      lookup.require(
+        isinstance(result, (types.SearchResult, types.SearchError)),
+        f'trajectory {state.name}: a search was answered with '
+        f'{type(result).__name__}, neither SearchResult nor SearchError',
+        ValueError,
+      )
     state = dataclasses.replace(state, searches=state.searches + results)
-    if any(isinstance(r, SearchError) for r in results):
+    if any(isinstance(r, types.SearchError) for r in results):
       return _next(state, Done('failed'))
     passages = [p for r in results for p in r.passages]
     limit = min(self.config.max_observation_tokens, self._room(state))
@@ -436,8 +389,6 @@ class SearchEnv:
     if not ids:
       return _next(state, Done('tokens'))
     return self._respond(state, ids, 'information')
-
-  # What every step shares.
 
   def _may_search(self, state: State) -> bool:
     if self._searching:
@@ -452,8 +403,8 @@ class SearchEnv:
     return self._note if self._last(turn) else []
 
   def _room(self, state: State) -> int:
-    """Tokens that a response may have: the note of a last turn, and an
-    answer, must fit behind it."""
+    """Tokens left for a response, which the note of a last turn and an answer
+    must be able to follow."""
     note = len(self._note_before(state.turn + 1))
     return self.config.max_tokens - state.length - note - self._reserve
 
@@ -471,18 +422,13 @@ class SearchEnv:
     )
 
   def _respond(self, state: State, ids: Sequence[int], kind: str):
-    """The environment's part, then the next turn."""
+    """Appends the environment's text and starts the next turn."""
     note = self._note_before(state.turn + 1)
-    agent, train = state.agent, bool(self.config.train_observations)
-    segments = joined(
-      state.segments, _segment(ids, 'environment', kind, agent, train)
-    )
-    segments = joined(
-      segments, _segment(note, 'environment', 'other', agent, train)
-    )
+    train = bool(self.config.train_observations)
+    parts = (ids, 'environment', kind), (note, 'environment', 'other')
     state = dataclasses.replace(
       state,
-      segments=segments,
+      segments=_append(state.segments, state.agent, parts, train),
       length=state.length + len(ids) + len(note),
       parser=Parser(self._tags),
       turn=state.turn + 1,
@@ -495,7 +441,10 @@ def _next(state: State, action: Action) -> tuple[State, Action]:
   return dataclasses.replace(state, pending=action), action
 
 
-def _segment(
-  ids, author: str, kind: str, agent: str, train: bool = False
-) -> Segment:
-  return Segment(np.asarray(ids, np.int32), author, kind, agent, train)
+def _append(segments, agent: str, parts, train: bool = False):
+  """The segments with `parts`, each (ids, author, kind), added."""
+  for ids, author, kind in parts:
+    ids = np.asarray(ids, np.int32)
+    new = types.Segment(ids, author, kind, agent, train)
+    segments = types.joined(segments, new)
+  return segments

@@ -1,21 +1,21 @@
-"""The incremental parser: which block each sampled token belongs to.
+"""Incremental parser that assigns each sampled token to a block.
 
-The machine works on the bytes of one turn of one author:
+The state machine reads the bytes of one turn of one author:
 
     outside   an opening tag of kind k        -> inside k
               anything else                   -> outside ('other')
     inside k  the closing tag of k            -> outside; block k is complete
-              anything else, other tags too   -> inside k (plain text)
-    end of turn inside k                      -> block k stays incomplete
+              anything else, also other tags  -> inside k (plain text)
+    end of turn inside k                      -> block k is incomplete
 
-So only a block opened outside any other counts: `<search>` within a thought,
-`<answer>` within policy-written information are words there. Tags are matched
-exactly, case and spaces included, and never across turns.
+A tag inside a block is plain text: `<search>` in a thought, `<answer>` in
+policy-written information. Tags are matched exactly, including case and spaces,
+and never across turns.
 
 The bytes of a tag belong to its block. A token belongs to the block of its
-first byte (a token that straddles two kinds belongs to the earlier); a control
-token, which has no bytes, to the block that is open where it stands. Outside
-blocks a token waits while its first byte may still turn out to open a tag.
+first byte; a control token, which has no bytes, to the block that is open at
+its position. The kind of a token outside blocks is not certain while its first
+byte may be the start of a tag.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,10 +33,10 @@ OUTSIDE = 'other'
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """One block of a trajectory; text outside any block has kind 'other'.
+  """One block of a trajectory; text outside blocks has kind 'other'.
 
-  text: between the tags, decoded from its author's own bytes (UTF-8, errors
-  replaced), stripped. complete: False if the turn ended inside it.
+  text: between the tags, decoded from the author's bytes (UTF-8, errors
+  replaced) and stripped. complete: False if the turn ended inside the block.
   """
 
   kind: str
@@ -62,25 +62,20 @@ def tags_of(template) -> Tags:
 
 
 def _held(data: bytes, tags: Iterable[bytes]) -> int:
-  """Bytes at the end of `data` that may be the start of one of `tags`."""
-  return max(
-    (
-      n
-      for tag in tags
-      for n in range(min(len(tag) - 1, len(data)), 0, -1)
-      if data.endswith(tag[:n])
-    ),
-    default=0,
+  """Number of bytes at the end of `data` that may start one of `tags`."""
+  lengths = (
+    n for tag in tags for n in range(1, len(tag)) if data.endswith(tag[:n])
   )
+  return max(lengths, default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parser:
   """The state of one turn; immutable.
 
-  `feed` and `finish` return the next state, the kinds of the tokens that have
-  become certain (oldest first, those fed earlier included) and the blocks
-  that ended, as (kind, bytes between the tags, complete).
+  `feed` and `finish` return the next state, the kinds of the tokens that became
+  certain (oldest first, including tokens fed earlier) and the blocks that
+  ended, as (kind, bytes between the tags, complete).
   """
 
   tags: Tags
@@ -90,11 +85,11 @@ class Parser:
   waiting: tuple[int, ...] = ()  # where in `tail` each waiting token starts
 
   def feed(self, pieces: Sequence[bytes]):
-    """`pieces`: the bytes of each new token."""
+    """Reads tokens; `pieces` are their bytes."""
     return self._advance(pieces, final=False)
 
   def finish(self):
-    """The turn is over: what was held is text; an open block is incomplete."""
+    """Ends the turn: held bytes become text, an open block is incomplete."""
     return self._advance((), final=True)
 
   def _advance(self, pieces, final):
@@ -143,11 +138,11 @@ class Parser:
       inner = b''
 
     sure = at
-    if block != OUTSIDE:  # a closing tag belongs to the block as its text does
+    if block != OUTSIDE:  # a closing tag belongs to the block like its text
       sure = len(data)
       spans.append((sure, block, block))
-    # A token with bytes is where its first byte is; one without stands after
-    # the bytes before it.
+    # The position of a token is that of its first byte; of one without bytes,
+    # after the bytes before it.
     first = starts + (lengths > 0)
     known = int(np.searchsorted(first, sure, 'right'))
     ends, inside, after = (np.array(x) for x in zip(*spans))
@@ -165,8 +160,10 @@ class Parser:
 
 
 def start(tags: Tags, prompt: str) -> Parser:
-  """The parser of a first turn. Some chat templates open a thought for the
-  policy; then its turn starts inside it."""
+  """Returns the parser of a first turn.
+
+  It starts inside a thought if the chat template opened one for the policy.
+  """
   text = prompt.rstrip().encode('utf-8', 'replace')
   for opening, kind in tags.open.items():
     if kind == 'think' and text.endswith(opening):
@@ -175,20 +172,17 @@ def start(tags: Tags, prompt: str) -> Parser:
 
 
 def within(pieces: Sequence[bytes], opening: str, closing: str) -> list[int]:
-  """Which tokens hold text of the last block between these tags."""
+  """Indices of the tokens with text of the last block between these tags."""
   data = b''.join(pieces)
   start = data.rindex(opening.encode()) + len(opening.encode())
   end = data.index(closing.encode(), start)
   ends = np.cumsum([len(piece) for piece in pieces])
-  return [
-    n
-    for n, (piece, at) in enumerate(zip(pieces, ends))
-    if at > start and at - len(piece) < end
-  ]
+  starts = np.array([0, *ends[:-1]])
+  return np.flatnonzero((ends > start) & (starts < end)).tolist()
 
 
-def make_block(found, author: str, turn: int) -> Block:
-  kind, inner, complete = found
+def make_block(parsed, author: str, turn: int) -> Block:
+  kind, inner, complete = parsed
   text = inner.decode('utf-8', 'replace').strip()
   return Block(kind, author, text, complete, turn)
 
@@ -196,17 +190,16 @@ def make_block(found, author: str, turn: int) -> Block:
 def blocks(
   segments: Sequence[Segment], template, tokenizer
 ) -> tuple[Block, ...]:
-  """What follows the prompt, block by block.
+  """Returns the blocks after the prompt.
 
-  Each turn of the policy is parsed from its own ids by the machine that acted
-  on them. Text between its blocks is a Block of kind 'other' (white space
-  alone is left out). The environment's observations have kind 'information'
-  (what stands between the tags), its feedback kind 'other'.
+  Each turn of the policy is parsed from its own ids, by the same state machine
+  as during the rollout. Text between its blocks is a Block of kind 'other',
+  unless it is white space. Observations of the environment have kind
+  'information' (the text between the tags), its feedback has kind 'other'.
   """
   tags = tags_of(template)
   out: list[Block] = []
-  turn = -1
-  prompt = b''
+  turn, prompt = -1, b''
   for own, run in itertools.groupby(segments, lambda s: s.author == 'policy'):
     if own:
       turn += 1
@@ -214,9 +207,9 @@ def blocks(
       if turn == 0:
         parser = start(tags, prompt.decode('utf-8', 'replace'))
       ids = itertools.chain.from_iterable(s.ids.tolist() for s in run)
-      # All of it as one piece: whose kind is which is recorded already.
-      found = parser._advance([_bytes(ids, tokenizer)], final=True)[2]
-      out.extend(make_block(f, 'policy', turn) for f in found)
+      # As one piece, because the kinds of tokens are not needed.
+      ended = parser._advance([_bytes(ids, tokenizer)], final=True)[2]
+      out += [make_block(block, 'policy', turn) for block in ended]
       continue
     for segment in run:
       text = _bytes(segment.ids.tolist(), tokenizer)
@@ -224,14 +217,13 @@ def blocks(
         prompt += text
         continue
       if segment.kind != OUTSIDE:
-        opening = template.tags[segment.kind][0].encode()
-        closing = template.tags[segment.kind][1].encode()
+        opening, closing = (t.encode() for t in template.tags[segment.kind])
         text = text.partition(opening)[2]
         before, closed, _ = text.rpartition(closing)
-        text = before if closed else text  # cut='tokens' leaves some open
+        text = before if closed else text  # unclosed with cut='tokens'
       if text.strip():
-        found = (segment.kind, text, True)
-        out.append(make_block(found, segment.author, max(turn, 0)))
+        block = (segment.kind, text, True)
+        out.append(make_block(block, segment.author, max(turn, 0)))
   return tuple(out)
 
 
@@ -239,37 +231,34 @@ def _bytes(ids: Iterable[int], tokenizer) -> bytes:
   return b''.join(map(tokenizer.token_bytes, ids))
 
 
-def answer(found: Iterable[Block], form: str) -> str | None:
-  """The policy's last complete answer in `blocks`, or None.
+def answer(found: Sequence[Block], form: str) -> str | None:
+  """Returns the policy's last complete answer in `found`, or None.
 
-  Only this can earn. form: config.env.answer. 'tags': an answer block.
-  'boxed': what stands in \\boxed{...}, in an answer block or outside all.
+  form: config.env.answer. 'tags': the text of an answer block. 'boxed': the
+  content of \\boxed{...}, in an answer block or outside blocks.
   """
-  answers = [
-    b.text if form == 'tags' else boxed(b.text)
-    for b in found
-    if b.author == 'policy'
-    and (
-      b.kind == 'answer'
-      and (b.complete or form == 'boxed')
-      or b.kind == OUTSIDE
-      and form == 'boxed'
-    )
-  ]
-  return next((text for text in reversed(answers) if text is not None), None)
+  for block in reversed(found):
+    if block.author != 'policy':
+      continue
+    if form == 'tags' and block.kind == 'answer' and block.complete:
+      return block.text
+    if form == 'boxed' and block.kind in ('answer', OUTSIDE):
+      if (text := boxed(block.text)) is not None:
+        return text
+  return None
 
 
 _BRACES = re.compile(r'\\boxed\s*\{|\\.|[{}]', re.DOTALL)
 
 
 def boxed(text: str) -> str | None:
-  """What stands in the last \\boxed{...} whose braces balance, or None."""
-  starts, last, found = [], -1, None
+  """The content of the last \\boxed{...} with balanced braces, or None."""
+  starts, last, content = [], -1, None
   for match in _BRACES.finditer(text):
     if match[0] == '{' or len(match[0]) > 2:
       starts.append(match.end() if len(match[0]) > 1 else -1)
     elif match[0] == '}' and starts:
       start = starts.pop()
       if start > last:
-        last, found = start, text[start : match.start()].strip()
-  return found
+        last, content = start, text[start : match.start()].strip()
+  return content

@@ -1,13 +1,14 @@
-"""Templates and protocol tags as data.
+"""Templates: the text of the protocol, as data.
 
-A template is a JSON file (those of the package are in templates/): every tag,
-the prompt, the observation, the passage line, the feedback and the stops. A
-user's own file defines every field; nothing is filled in behind it.
+A template is a JSON file with all tags, the prompt, the observation, the
+passage line, the feedback and the stop strings. Those of the package are in
+templates/. A user's file must define every field.
 """
 
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -25,27 +26,27 @@ CUTS = ('passages', 'tokens')
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """One protocol in text. Every field is in the JSON file, but `name`.
+  """One text protocol. All fields but `name` are in the JSON file.
 
   Attributes:
-    name: the file's stem.
-    think, search, information, answer: (open, close) of each block.
-    prompt: text with one {question}, or ((role, content), ...) rendered by
-      the tokenizer's chat template, with one {question} in all.
-    question_mark: end the question with "?".
+    name: the stem of the file.
+    think, search, information, answer: (open, close) tags of each block.
+    prompt: text, or ((role, content), ...) for the tokenizer's chat template,
+      with one {question} in total.
+    question_mark: whether to end the question with "?".
     observation: text with the information tags around one {passages}.
-    passage: one line, with {text} and any of {i} {title} {id}; i from 1.
+    passage: one line, with {text} and any of {i} {title} {id}; i starts at 1.
     passage_separator: between passages.
-    no_results: stands for {passages} when a search found none.
-    cut: how an observation that is too long for its budget ends. 'passages':
-      after a whole passage (a first one that is too long, after a word), and
-      closed. 'tokens': after as many tokens as fit, unclosed, as Search-R1's
-      released checkpoints saw it; to evaluate these.
-    query_separator: splits a search block into parallel queries; '' = one.
-    max_queries: of one search block; more are left out.
-    invalid: what the policy is told after a turn without a valid action.
-    last_turn: what it is told before its last turn, which cannot search.
-    stops: strings that end a generation; both closing tags are among them.
+    no_results: replaces {passages} if a search found none.
+    cut: where an observation that is too long is cut. 'passages': after a
+      complete passage (a first one that is too long, after a word), with the
+      closing tag. 'tokens': after as many tokens as fit, without the closing
+      tag, as for Search-R1's released checkpoints; use it to evaluate these.
+    query_separator: splits a search block into parallel queries; '' = no split.
+    max_queries: limit of queries per search block; more are left out.
+    invalid: feedback after a turn without a valid action.
+    last_turn: text before the last turn, which cannot search.
+    stops: strings that end a generation, with both closing tags.
   """
 
   name: str
@@ -71,7 +72,7 @@ class Template:
     return {kind: getattr(self, kind) for kind in BLOCKS}
 
   def stops_for(self, may_search: bool) -> tuple[str, ...]:
-    """A generation that may not search runs on past </search>."""
+    """The stop strings; without the closing search tag if not `may_search`."""
     if may_search:
       return self.stops
     return tuple(s for s in self.stops if s != self.search[1])
@@ -84,7 +85,7 @@ class Template:
 
   @functools.cached_property
   def passage_parts(self) -> tuple[tuple[str, str | None], ...]:
-    """(literal, field after it or None), ..."""
+    """The passage line as ((literal, field after it or None), ...)."""
     return tuple(
       (literal, field)
       for literal, field, _, _ in string.Formatter().parse(self.passage)
@@ -92,27 +93,27 @@ class Template:
 
   @functools.cached_property
   def protected(self) -> tuple[str, ...]:
-    """Tags that outside text may not hold: the protocol's, and any other
-    that the passage line or the observation uses."""
+    """Tags that are neutralised in outside text: those of the protocol, and
+    those in the passage line and the observation."""
     tags = [tag for pair in self.tags.values() for tag in pair]
     tags += re.findall(r'</?\w[\w-]*>', self.passage + self.observation)
     return tuple(dict.fromkeys(tags))
 
 
 def load(name_or_path: str) -> Template:
-  """A template of the package by name, or your own JSON file by path.
+  """Loads a template of the package by name, or a JSON file by path.
 
   Raises:
-    ValueError: no such template, or a field missing, unknown or wrong; the
-      message names file and field.
+    ValueError: no such template, or a field is missing, unknown or wrong; names
+      file and field.
   """
   path = pathlib.Path(name_or_path)
   if not name_or_path.endswith('.json'):
     names = sorted(p.stem for p in TEMPLATES.glob('*.json'))
     if name_or_path not in names:
       raise ValueError(
-        f'env.template={name_or_path!r} is no template of the package, and no '
-        f'.json file of your own: {near(name_or_path, names)}'
+        f'env.template={name_or_path!r} is neither a template of the package '
+        f'nor a .json file: {near(name_or_path, names)}'
       )
     path = TEMPLATES / f'{name_or_path}.json'
   try:
@@ -127,98 +128,85 @@ def load(name_or_path: str) -> Template:
 def parse(data: Any, name: str, where: str) -> Template:
   """Checks the fields of a template; `where` names it in errors."""
 
-  def fail(field, why):
-    raise ValueError(f'template {where}, field {field!r}: {why}')
+  def check(good, field, message):
+    if not good:
+      raise ValueError(f'template {where}, field {field!r}: {message}')
 
   if not isinstance(data, dict):
     raise ValueError(f'template {where}: expected a JSON object')
-  fields = {f.name: f for f in dataclasses.fields(Template) if f.name != 'name'}
+  fields = [f.name for f in dataclasses.fields(Template) if f.name != 'name']
   for field in data:
-    if field not in fields:
-      fail(field, f'unknown; {near(field, fields)}')
+    check(field in fields, field, f'unknown; {near(field, fields)}')
   for field in fields:
-    if field not in data:
-      fail(field, 'missing; a template defines every field')
+    check(field in data, field, 'missing; a template defines every field')
   data = dict(data)
 
   for kind in BLOCKS:
     pair = data[kind]
-    if (
-      not isinstance(pair, list)
-      or len(pair) != 2
-      or not all(isinstance(t, str) and t.strip() for t in pair)
-    ):
-      fail(kind, f'expected ["open tag", "close tag"], got {pair!r}')
+    good = isinstance(pair, list) and len(pair) == 2
+    good = good and all(isinstance(t, str) and t.strip() for t in pair)
+    check(good, kind, f'expected ["open tag", "close tag"], got {pair!r}')
     data[kind] = tuple(pair)
   tags = [(kind, tag) for kind in BLOCKS for tag in data[kind]]
-  for n, (kind, tag) in enumerate(tags):
-    for m, (_, other) in enumerate(tags):
-      if n != m and tag in other:
-        fail(kind, f'tag {tag!r} is part of tag {other!r}; they must differ')
+  for (kind, tag), (_, other) in itertools.permutations(tags, 2):
+    message = f'tag {tag!r} is part of tag {other!r}; they must differ'
+    check(tag not in other, kind, message)
 
-  strings = (
+  for field in (
     'observation', 'passage', 'passage_separator', 'no_results',
     'query_separator', 'invalid', 'last_turn',
-  )  # fmt: skip
-  for field in strings:
-    if not isinstance(data[field], str):
-      fail(field, f'expected text, got {data[field]!r}')
-  if not data['invalid']:
-    fail('invalid', 'empty; without it two turns would run into each other')
-  if not isinstance(data['question_mark'], bool):
-    fail('question_mark', 'expected true or false')
-  if data['cut'] not in CUTS:
-    fail('cut', f'{data["cut"]!r} is none of {CUTS}')
-  most = data['max_queries']
-  if type(most) is not int or most < 1:
-    fail('max_queries', f'expected a count of at least 1, got {most!r}')
-  if most > 1 and not data['query_separator']:
-    fail('query_separator', 'empty, but max_queries is more than 1')
+  ):  # fmt: skip
+    value = data[field]
+    check(isinstance(value, str), field, f'expected text, got {value!r}')
+  most, stops, mark = (
+    data[k] for k in ('max_queries', 'stops', 'question_mark')
+  )
+  separator = 'empty, but max_queries is more than 1'
+  missing = 'the closing tag of an action, is missing'
+  texts = isinstance(stops, list) and all(isinstance(s, str) for s in stops)
+  texts = texts and all(stops)
+  search, answer = data['search'][1], data['answer'][1]
+  for field, good, message in (
+    ('invalid', data['invalid'], 'empty; it must separate two turns'),
+    ('question_mark', type(mark) is bool, 'expected true or false'),
+    ('cut', data['cut'] in CUTS, f'{data["cut"]!r} is none of {CUTS}'),
+    ('max_queries', type(most) is int and most > 0, 'expected a count > 0'),
+    ('query_separator', data['query_separator'] or most == 1, separator),
+    ('stops', texts, f'expected a list of strings, got {stops!r}'),
+    ('stops', texts and search in stops, f'{search!r}, {missing}'),
+    ('stops', texts and answer in stops, f'{answer!r}, {missing}'),
+  ):
+    check(good, field, message)
+  data['stops'] = tuple(stops)
 
   prompt = data['prompt']
+  good = isinstance(prompt, (str, list))
+  check(good, 'prompt', 'expected text, or a list of messages')
   if isinstance(prompt, list):
     for message in prompt:
-      wrong = not isinstance(message, dict) or not all(
-        isinstance(message.get(k), str) for k in ('role', 'content')
-      )
-      if wrong or len(message) != 2:
-        fail('prompt', f'expected {{"role", "content"}}, got {message!r}')
+      good = isinstance(message, dict) and message.keys() == {'role', 'content'}
+      good = good and all(isinstance(v, str) for v in message.values())
+      check(good, 'prompt', f'expected {{"role", "content"}}, got {message!r}')
     data['prompt'] = tuple((m['role'], m['content']) for m in prompt)
-    text = ''.join(content for _, content in data['prompt'])
-  elif isinstance(prompt, str):
-    text = prompt
-  else:
-    fail('prompt', 'expected text, or a list of messages')
-  if text.count(SLOT) != 1:
-    fail('prompt', f'needs {SLOT} once, has it {text.count(SLOT)} times')
+    prompt = ''.join(content for _, content in data['prompt'])
+  n = prompt.count(SLOT)
+  check(n == 1, 'prompt', f'needs {SLOT} once, has it {n} times')
 
   opening, closing = data['information']
-  shape = [opening, '{passages}', closing]
-  found = [data['observation'].count(s) for s in shape]
-  at = [data['observation'].find(s) for s in shape]
-  if found != [1, 1, 1] or at != sorted(at):
-    fail('observation', f'needs {"...".join(shape)}, each once')
+  shape, text = [opening, '{passages}', closing], data['observation']
+  at = [text.find(part) for part in shape]
+  good = [text.count(part) for part in shape] == [1, 1, 1] and at == sorted(at)
+  check(good, 'observation', f'needs {"...".join(shape)}, each once')
 
   try:
     used = [f for _, f, _, _ in string.Formatter().parse(data['passage'])]
   except ValueError as e:
-    fail('passage', f'{e}; a brace of your own is written twice')
+    check(False, 'passage', f'{e}; write a literal brace twice')
   for field in used:
-    if field is not None and field not in PASSAGE_FIELDS:
-      close = difflib.get_close_matches(field, PASSAGE_FIELDS, 1)
-      hint = f'; did you mean {{{close[0]}}}?' if close else ''
-      fail('passage', f'{{{field}}} is none of {PASSAGE_FIELDS}{hint}')
-  if 'text' not in used:
-    fail('passage', 'needs {text}')
-
-  stops = data['stops']
-  if not isinstance(stops, list) or not all(
-    isinstance(s, str) and s for s in stops
-  ):
-    fail('stops', f'expected a list of strings, got {stops!r}')
-  for kind in ('search', 'answer'):
-    closing = data[kind][1]
-    if closing not in stops:
-      fail('stops', f'{closing!r}, which ends a {kind}, is not among them')
-  data['stops'] = tuple(stops)
+    good = field is None or field in PASSAGE_FIELDS
+    close = difflib.get_close_matches(field or '', PASSAGE_FIELDS, 1)
+    hint = f'; did you mean {{{close[0]}}}?' if close else ''
+    message = f'{{{field}}} is none of {PASSAGE_FIELDS}{hint}'
+    check(good, 'passage', message)
+  check('text' in used, 'passage', 'needs {text}')
   return Template(name=name, **data)

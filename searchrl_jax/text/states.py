@@ -1,6 +1,6 @@
-"""One attempt at a question: where it stands, and what it waits for.
+"""States and actions of the environment.
 
-`env.SearchEnv` makes these; the driver answers a `Generate` with a Completion
+`env.SearchEnv` makes them. The driver answers a `Generate` with a Completion
 and a `Search` with results, until `Done`.
 """
 
@@ -21,12 +21,12 @@ from searchrl_jax.types import (
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-  """Let `agent` write at most max_tokens.
+  """Asks for at most max_tokens of `agent`.
 
-  prompt: the sequence to open (reset alone). append: what comes before the
-  generation otherwise. Both are also the last segments of the state, whose
-  segments are always the whole sequence: to go back to an older state, cut
-  the sequence to its `length`.
+  prompt: the sequence to open (from reset only). append: ids to append before
+  the generation. Both are also the last segments of the state. The segments of
+  a state are the whole sequence; to return to an older state, truncate the
+  sequence to its `length`.
   """
 
   agent: str
@@ -39,10 +39,10 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-  """Answer every request; step takes the answers in the same order.
+  """Asks for an answer to every request, in the same order.
 
-  The requests say query, k, question and turn; whose trajectory they belong
-  to, and in which training step, is the driver's to fill in.
+  Requests have query, k, question and turn; the driver fills in the trajectory
+  and the training step.
   """
 
   requests: tuple[SearchRequest, ...]
@@ -50,7 +50,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-  """It is over; `SearchEnv.trajectory(state)` is the record."""
+  """The attempt has ended; `SearchEnv.trajectory(state)` is its record."""
 
   end: str  # one of types.ENDS
 
@@ -61,11 +61,11 @@ Event = Completion | Sequence[SearchResult | SearchError]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-  """Everything about one attempt so far; never changed in place.
+  """The state of one attempt; immutable.
 
-  length: tokens in the sequence. turn: index of the turn, max_turns = the last
-  one. turn_tokens: sampled in this turn. pending: the action that waits for
-  its event.
+  length: number of tokens of the sequence. turn: index of the turn; max_turns
+  is the last one. turn_tokens: number sampled in this turn. pending: the action
+  that waits for its event.
   """
 
   question: Question
@@ -79,7 +79,7 @@ class State:
   turn_tokens: int = 0
   generations: int = 0
   searches: tuple[SearchResult | SearchError, ...] = ()
-  query_entropy: float | None = None  # of the last query, where it decides
+  query_entropy: float | None = None  # of the last query, for search_when
   invalid_actions: int = 0
   truncated_turns: int = 0  # ended by a token limit, without an action
   cut_observations: int = 0  # passages left out or cut, to fit

@@ -1,13 +1,13 @@
-"""A Hugging Face fast tokenizer that never lets outside text act.
+"""A Hugging Face fast tokenizer in which outside text has no control tokens.
 
-Control tokens are parsed in our own template text alone. Text from outside (a
-passage, a question) goes through a second backend, made of the same vocabulary
-with no added token at all: `split_special_tokens=True` of transformers 5
-still parses added tokens that are not marked special, such as Qwen3's
-`<think>` and `<tool_call>`.
+Control tokens are parsed in the project's own text only. Outside text (a
+passage, a question) is encoded by a second backend with the same vocabulary but
+without added tokens, because `split_special_tokens=True` of transformers 5
+still parses added tokens that are not marked special, such as Qwen3's `<think>`
+and `<tool_call>`.
 
-`token_bytes` gives the exact bytes of each token, so that stop strings and
-tags can be found without decoding whole sequences again.
+`token_bytes` gives the exact bytes of each token, so that stop strings and tags
+can be found without decoding sequences again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ import pathlib
 import re
 from typing import Any
 
-# transformers says on every import that torch is absent; nothing here needs
-# it. The log level set through TRANSFORMERS_VERBOSITY still holds.
+# Without this, every import of transformers warns that torch is absent.
+# TRANSFORMERS_VERBOSITY still sets the log level.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 import tokenizers
@@ -28,24 +28,21 @@ import transformers
 
 from searchrl_jax.run import lookup
 
-# Names that end a turn in the chat formats of the supported families. They
-# count only where the tokenizer marks them as special.
+# Tokens that end a turn in the chat formats of the supported families, if the
+# tokenizer marks them as special.
 END_OF_TURN = (
-  '<|endoftext|>',
-  '<|im_end|>',
-  '<|end_of_text|>',
-  '<|eot_id|>',
-  '<|eom_id|>',
-)
+  '<|endoftext|>', '<|im_end|>', '<|end_of_text|>', '<|eot_id|>', '<|eom_id|>',
+)  # fmt: skip
 
-# Decoders under which a token has bytes of its own.
+# Decoders that decode each token independently.
 DECODERS = (
   'ByteFallback', 'ByteLevel', 'Fuse', 'Metaspace', 'Replace', 'Strip',
 )  # fmt: skip
 
 PAD, EOS = '<|pad|>', '<|eos|>'
+_FILES = 'tokenizer.json, or vocab.json, merges.txt and tokenizer_config.json'
 
-# Words, runs of digits by one, punctuation and spaces, as in Qwen2.
+# Words, single digits, punctuation and spaces, as in Qwen2.
 _SPLIT = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -63,7 +60,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _whole(text: str) -> str:
-  """Replaces lone surrogates, which no UTF-8 tokenizer takes."""
+  """Replaces lone surrogates, which cannot be encoded in UTF-8."""
   try:
     text.encode('utf-8')
   except UnicodeEncodeError:
@@ -72,10 +69,10 @@ def _whole(text: str) -> str:
 
 
 def _plain(spec: Mapping[str, Any], *, start: bool) -> dict[str, Any]:
-  """`spec` (a tokenizer.json) without added tokens and post-processing.
+  """Removes added tokens and post-processing from `spec` (a tokenizer.json).
 
-  Unless `start`, the space that sentencepiece puts before a text goes too:
-  it belongs to the start of a sequence, not to text appended to one.
+  Unless `start`, also removes the space that sentencepiece puts before a text,
+  because appended text has none.
   """
   spec = dict(spec)
   spec.update(
@@ -110,18 +107,18 @@ class Tokenizer:
   """Text to ids and ids to bytes.
 
   Attributes:
-    path: the folder (or hub name) it came from.
-    vocab_size: ids are below it, added tokens included. A model's embedding
-      may have more rows (padding); such ids have no bytes.
-    eos_ids: ids that end a turn: the tokenizer's own first, then those of
-      generation_config.json and the end-of-turn tokens it marks special.
-    pad_id: the padding id; the first eos where the tokenizer has none. No
-      mask may depend on it: lengths are kept apart.
-    bos_id: None where the tokenizer has none.
+    path: the folder or hub name of its files.
+    vocab_size: number of ids, with added tokens. A model's embedding may have
+      more rows (padding); such ids have no bytes.
+    eos_ids: ids that end a turn: the tokenizer's first, then those of
+      generation_config.json and its special end-of-turn tokens.
+    pad_id: the padding id, or the first eos if there is none. Masks must not
+      depend on it; lengths are stored separately.
+    bos_id: None = the tokenizer has none.
     control: ids of control tokens, which have no bytes.
-    token_bytes: id -> the bytes of the token; a sequence's bytes are its
-      tokens' in a row. Control tokens, and ids beyond the vocabulary, have
-      none: they cannot complete a tag or a stop string.
+    token_bytes: id -> bytes of the token. The bytes of a sequence are those of
+      its tokens. Control tokens, and ids beyond the vocabulary, have none, so
+      they cannot complete a tag or a stop string.
   """
 
   def __init__(
@@ -130,10 +127,10 @@ class Tokenizer:
     path: str = '',
     eos: Sequence[int] = (),
   ):
-    """`eos` are ids from generation_config.json. `load` finds them.
+    """`eos` are ids of generation_config.json, which `load` reads.
 
     Raises:
-      ValueError: no eos, or tokens that do not concatenate to the text.
+      ValueError: there is no eos, or tokens do not concatenate to the text.
     """
     self.path = path
     self._hf = hf
@@ -150,15 +147,14 @@ class Tokenizer:
     self._unk = unk
     self._flags = {t.content: (i, t) for i, t in added.items()}
     names = sorted(self._flags, key=len, reverse=True)
-    self._added_re = (
-      re.compile('|'.join(map(re.escape, names))) if names else None
-    )
+    # '(?!)' never matches.
+    self._added_re = re.compile('|'.join(map(re.escape, names)) or '(?!)')
     inner, first = _plain(spec, start=False), _plain(spec, start=True)
     self._backend = tokenizers.Tokenizer.from_str(json.dumps(inner))
     self._start = self._backend
     if first != inner:
       self._start = tokenizers.Tokenizer.from_str(json.dumps(first))
-    # Its 10,000 words are few for passages: a third of their time was merging.
+    # The default cache of 10,000 words is too small for passages.
     if hasattr(self._backend.model, '_resize_cache'):  # BPE and Unigram
       self._backend.model._resize_cache(1 << 17)
     self.token_bytes = functools.cache(self._find_bytes)
@@ -178,11 +174,11 @@ class Tokenizer:
     self._opening = [i for i in opening if i == self.bos_id][:1]
 
   def _read_decoder(self, spec) -> list[Mapping[str, Any]]:
-    """The decoder as a list of steps, each of which works token by token."""
+    """Returns the steps of the decoder, each of which decodes single tokens."""
     if spec is None:
       raise ValueError(
         f'tokenizer {self.path}: tokenizer.json has no decoder, so its tokens '
-        'are joined by spaces; give it "decoder": {"type": "Fuse"} if they '
+        'are joined by spaces; add "decoder": {"type": "Fuse"} if they '
         'concatenate to the text'
       )
     steps = spec['decoders'] if spec['type'] == 'Sequence' else [spec]
@@ -190,29 +186,29 @@ class Tokenizer:
       if step['type'] not in DECODERS:
         raise ValueError(
           f'tokenizer {self.path}: the bytes of single tokens are unknown '
-          f'under decoder {step["type"]!r}; known are {", ".join(DECODERS)}'
+          f'for decoder {step["type"]!r}; supported: {", ".join(DECODERS)}'
         )
     return steps
 
   # Text to ids.
 
   def encode(self, text: str) -> list[int]:
-    """Ids of text from outside: no control or added token can come out."""
+    """Encodes outside text, without control and added tokens."""
     return self.encode_parts([(text, False)])
 
   def encode_template(self, text: str, start: bool = False) -> list[int]:
-    """Ids of our own text: control tokens written in it are control tokens."""
+    """Encodes our own text, in which control tokens are parsed."""
     return self.encode_parts([(text, True)], start=start)
 
   def encode_parts(
     self, parts: Iterable[tuple[str, bool]], start: bool = False
   ) -> list[int]:
-    """Ids of (text, ours) parts, tokenised as one text.
+    """Encodes (text, ours) parts as one text.
 
     Added tokens are parsed in our parts only. Ordinary text is encoded across
-    the borders of parts, so that a question in a slot gets the tokens that it
-    would have in running text. `start`: the first text of a sequence; bos
-    and the tokenizer's leading space are added where it has them.
+    parts, so a question in a slot has the same tokens as in running text.
+    `start`: the parts start a sequence; adds bos and the tokenizer's leading
+    space, if it has them.
     """
     runs: list[str | int] = []
 
@@ -223,7 +219,7 @@ class Tokenizer:
         runs.append(text)
 
     for text, ours in parts:
-      if not ours or self._added_re is None:
+      if not ours:
         put(text)
         continue
       at = 0
@@ -249,13 +245,13 @@ class Tokenizer:
   def _encode_text(self, text: str, backend=None) -> list[int]:
     text = _whole(text)
     backend = backend or self._backend
-    # Faster than `encode`, without the offsets that are needed below.
+    # Faster than `encode`, which also computes offsets.
     (fast,) = backend.encode_batch_fast([text], add_special_tokens=False)
     if self.control.isdisjoint(fast.ids):
       return fast.ids
     encoding = backend.encode(text, add_special_tokens=False)
-    # A vocabulary that holds its control tokens as ordinary words (WordLevel,
-    # Unigram): spell such a word out.
+    # In some vocabularies (WordLevel, Unigram) control tokens are also words;
+    # encode these by character.
     ids: list[int] = []
     for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True):
       if i not in self.control:
@@ -263,11 +259,8 @@ class Tokenizer:
         continue
       for char in text[a:b]:
         spelt = self._backend.encode(char, add_special_tokens=False).ids
-        ids += [
-          self._unk if j in self.control else j
-          for j in spelt
-          if j not in self.control or self._unk is not None
-        ]
+        spelt = [self._unk if j in self.control else j for j in spelt]
+        ids += [j for j in spelt if j is not None]
     return ids
 
   # Ids to text.
@@ -301,24 +294,16 @@ class Tokenizer:
           token = re.sub(pattern['Regex'], step['content'], token)
     return token.encode('utf-8')
 
-  def text_bytes(self, ids: Iterable[int]) -> bytes:
-    return b''.join(self.token_bytes(int(i)) for i in ids)
-
   def decode(self, ids: Iterable[int], control: bool = False) -> str:
-    """The text of ids; `control` also shows control tokens, by name."""
-    if control:
-      pieces = (
-        self._added[int(i)].encode('utf-8')
-        if int(i) in self.control
-        else self.token_bytes(int(i))
-        for i in ids
-      )
-      return b''.join(pieces).decode('utf-8', 'replace')
-    return self.text_bytes(ids).decode('utf-8', 'replace')
+    """Decodes ids; `control` includes the names of control tokens."""
+    shown = self.control if control else ()
+    names = {i: self._added[i].encode() for i in shown}
+    pieces = (names.get(int(i)) or self.token_bytes(int(i)) for i in ids)
+    return b''.join(pieces).decode('utf-8', 'replace')
 
   @functools.cached_property
   def max_token_bytes(self) -> int:
-    """No token has more bytes."""
+    """The largest number of bytes of a token."""
     if any(step['type'] == 'ByteLevel' for step in self._decoders):
       longest = max(map(len, self._vocab))  # a character for each byte
       return max(longest, *(len(t.encode()) for t in self._added.values()))
@@ -331,10 +316,10 @@ class Tokenizer:
     return bool(self._hf.chat_template)
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """Messages as text, by the tokenizer's chat template, ready for a reply.
+    """Renders messages, up to the start of a reply, by the chat template.
 
     Raises:
-      ValueError: it has no chat template, or the template refuses these.
+      ValueError: there is no chat template, or it rejects the messages.
     """
     if not self.has_chat:
       raise ValueError(
@@ -345,17 +330,17 @@ class Tokenizer:
       return self._hf.apply_chat_template(
         [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
       )
-    except ImportError:  # jinja2 is absent: the message says so
+    except ImportError:  # jinja2 is missing
       raise
-    except Exception as e:  # jinja raises whatever the template says
+    except Exception as e:  # templates can raise any error
       roles = [m.get('role') for m in messages]
       raise ValueError(
-        f'the chat template of {self.path} refuses messages of roles '
+        f'the chat template of {self.path} rejects messages of roles '
         f'{roles}: {e}'
       ) from e
 
   def save(self, folder: str | os.PathLike) -> None:
-    """Writes the Hugging Face files, so that `load(folder)` gives it again."""
+    """Writes the Hugging Face files, which `load(folder)` reads."""
     self._hf.save_pretrained(folder)
 
 
@@ -377,24 +362,23 @@ def load(path: str | os.PathLike) -> Tokenizer:
   lookup.require(local or on_hub, f'tokenizer folder {path} does not exist')
   try:
     if (folder / 'tokenizer.json').is_file():
-      # The generic class takes tokenizer.json as it stands; the model's own
-      # class would build the backend again from its own idea of it.
+      # The generic class uses tokenizer.json unchanged; the class of a model
+      # would build another backend.
       hf = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     else:
       hf = transformers.AutoTokenizer.from_pretrained(
         path, local_files_only=local
       )
-  except Exception as e:  # transformers raises many kinds, some bare
+  except Exception as e:  # transformers raises many kinds of errors
     raise ValueError(
-      f'no tokenizer could be read from {path}: {e}; a folder needs '
-      'tokenizer.json, or vocab.json, merges.txt and tokenizer_config.json'
+      f'no tokenizer could be read from {path}: {e}; a folder needs {_FILES}'
     ) from e
-  if len(hf) < 2 or not hf('a', add_special_tokens=False)['input_ids']:
-    raise ValueError(
-      f'{path} holds no tokenizer (a folder needs tokenizer.json, or '
-      'vocab.json, merges.txt and tokenizer_config.json); set '
-      'config.model.tokenizer to one that does'
-    )
+  lookup.require(
+    len(hf) > 1 and hf('a', add_special_tokens=False)['input_ids'],
+    f'{path} holds no tokenizer (a folder needs {_FILES}); set '
+    'config.model.tokenizer to another folder',
+    ValueError,
+  )
   lookup.require(
     getattr(hf, 'is_fast', False),
     f'tokenizer {path} is not a fast one: no tokenizer.json',
@@ -403,10 +387,10 @@ def load(path: str | os.PathLike) -> Tokenizer:
   generation = folder / 'generation_config.json'
   if generation.is_file():
     try:
-      found = json.loads(generation.read_text('utf-8')).get('eos_token_id')
+      ids = json.loads(generation.read_text('utf-8')).get('eos_token_id')
     except json.JSONDecodeError as e:
       raise ValueError(f'{generation}: not JSON: {e}') from e
-    eos = found if isinstance(found, list) else [] if found is None else [found]
+    eos = ids if isinstance(ids, list) else [] if ids is None else [ids]
   return Tokenizer(hf, path, eos)
 
 

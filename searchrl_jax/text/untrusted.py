@@ -1,8 +1,9 @@
-"""Text from outside: made harmless, then put where it belongs.
+"""Puts outside text into prompts and observations, safely.
 
-A question goes into its prompt, passages into an observation. Outside text is
-told apart from ours to the last character: control tokens are parsed in ours
-alone (tokenizer.encode_parts), the protocol's tags are taken apart in the rest.
+A question goes into its prompt, passages into an observation. Every character
+is marked as outside text or as the project's own ("ours"). Control tokens are
+parsed in our text only (tokenizer.encode_parts), and tags of the protocol are
+neutralised in outside text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +14,9 @@ import re
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage, Question
 
-Part = tuple[str, bool]  # text, and whether it is ours (not from outside)
-_KNOWN = 4096  # observations remembered,
-_SMALL = 10_000  # of at most so many characters
+Part = tuple[str, bool]  # text, and whether it is ours (not outside text)
+_CACHED = 4096  # observations in the cache
+_SMALL = 10_000  # limit in characters for those
 
 
 # Prompts.
@@ -24,18 +25,17 @@ _SMALL = 10_000  # of at most so many characters
 def prompt_parts(
   template, question: Question, mode: str, tokenizer
 ) -> list[Part]:
-  """The prompt as (text, ours) parts.
+  """Returns the prompt as (text, ours) parts.
 
-  mode 'template': our prompt around the question. The question is outside
-  text: its tags are neutralised. mode 'as_is': the data's own messages (which
-  hold their own instructions) rendered by the tokenizer's chat template, or
-  joined by newlines where it has none; nothing is added. Their text is
-  outside text too (no control token in it acts), yet its tags stay, since such
-  a prompt explains the protocol.
+  mode 'template': the template's prompt with the question, in which tags are
+  neutralised. mode 'as_is': the question's messages, which contain their own
+  instructions, rendered by the tokenizer's chat template, or joined by newlines
+  if there is none. They are outside text, so control tokens have no effect, but
+  their tags are kept, because they explain the protocol.
 
   Raises:
-    ValueError: an unknown mode; as_is without messages; a chat template that
-      is absent or leaves the question out.
+    ValueError: an unknown mode; 'as_is' without messages; a chat template that
+      is missing or omits the question.
   """
   if mode == 'as_is':
     if not question.messages:
@@ -71,10 +71,10 @@ def prompt_parts(
 def chat_parts(
   tokenizer, messages: Sequence[tuple[str, Sequence[Part]]]
 ) -> list[Part]:
-  """Renders stand-ins, then puts each text in its place.
+  """Renders messages with placeholders, then fills in the texts.
 
-  So outside text never passes through the chat template, and what is ours
-  in the rendered text (control tokens) stays told apart from what is not.
+  Outside text does not pass through the chat template, so the rendered text
+  that is ours (control tokens) stays separate from it.
   """
   parts = [p for _, content in messages for p in content]
   marks = iter(range(len(parts)))
@@ -106,7 +106,7 @@ def chat_parts(
 
 
 class Observer:
-  """Puts passages into observations of one template."""
+  """Formats passages as observations of one template."""
 
   def __init__(self, tokenizer, template):
     self.tokenizer = tokenizer
@@ -114,26 +114,26 @@ class Observer:
     self._clean = neutraliser(template)
     before, _, after = template.observation.partition('{passages}')
     self._before, self._after = (before, True), (after, True)
-    # Tokens of the shortest observations: no room for less.
+    # Number of tokens that every observation needs.
     shortest = [(template.no_results, True)], self._line(1, Passage(*'xxx'))
     self.least = max(len(self._encode(body)) for body in shortest)
-    # The samples of a question search for much the same.
-    self._known = functools.lru_cache(_KNOWN)(self._observation)
+    # The samples of a question often search for the same.
+    self._cached = functools.lru_cache(_CACHED)(self._observation)
 
   def __call__(
     self, passages: Sequence[Passage], limit: int
   ) -> tuple[list[int], bool]:
-    """At most `limit` ids, and whether passages were left out or cut.
+    """Returns at most `limit` ids, and whether passages were left out or cut.
 
-    Whole passages from the first on, as many as fit; if not even the first
-    does, its beginning, up to a word (or, if that is endless, a character).
-    What is ours, the closing tags above all, is always there. No ids: not
-    even that fits; with a limit of `least` it does. (Where the template's
-    cut='tokens': the first `limit` ids of all of it.)
+    As many complete passages as fit, from the first; if the first does not fit,
+    its start up to a word (of a very long word, up to a character). Text of the
+    template, such as the closing tag, is always included. The list is empty if
+    that does not fit, which requires limit < `least`. With cut='tokens' in the
+    template: the first `limit` ids of the observation.
     """
     small = sum(len(p.title) + len(p.text) for p in passages) <= _SMALL
-    lay = self._known if small else self._observation
-    ids, short = lay(tuple(passages), limit)
+    observe = self._cached if small else self._observation
+    ids, short = observe(tuple(passages), limit)
     return list(ids), short
 
   def _observation(self, passages: tuple[Passage, ...], limit: int):
@@ -155,17 +155,15 @@ class Observer:
     if self.template.cut == 'tokens':
       ids = ids_of(len(lines))
       return ids[: max(limit, 0)], short or len(ids) > limit
-    # All, as a rule. Else one, two, ...: mostly not even the first fits.
+    # Usually all passages fit, or not even the first.
     if (ids := whole(len(lines))) is not None:
       return ids, short
-    most = None
-    for n in range(1, len(lines)):
-      if (ids := whole(n)) is None:
-        break
-      most = ids
-    if most is not None:
-      return most, True
-    # Cleaned first, so that every cut is a cut of what can be shown.
+    fitting = itertools.takewhile(
+      lambda ids: ids is not None, map(whole, range(1, len(lines)))
+    )
+    if most := [*fitting]:
+      return most[-1], True
+    # Cleaned before it is cut, so that cuts are in the text that is shown.
     first = self._cleaned(lines[0])
     kept = self._fit(_split(first, whole_words=True), limit)
     if not _outside(kept).strip():
@@ -174,30 +172,30 @@ class Observer:
     return (ids if len(ids) <= limit else []), True
 
   def _fit(self, pieces: Sequence[Part], limit: int) -> list[Part]:
-    """The most outside pieces that fit; ours all stay."""
+    """As many outside pieces as fit, and all of ours."""
     low, high = 0, sum(not ours for _, ours in pieces)
     while low < high:
       middle = (low + high + 1) // 2
-      ids = self._encode(self._cleaned(_take(pieces, middle)))
+      ids = self._encode(self._cleaned(_first(pieces, middle)))
       low, high = (middle, high) if len(ids) <= limit else (low, middle - 1)
-    return _take(pieces, low)
+    return _first(pieces, low)
 
   def _clipped(self, passages: Sequence[Passage], limit: int):
-    """Passages without what is beyond `limit` tokens of a field, and whether
-    there was any: of megabytes, only the beginning is worked on."""
+    """Cuts title and text after `limit` tokens, to bound the work; returns the
+    passages and whether anything was cut."""
     limit = max(limit, 1)
     short = False
 
     def clip(text: str) -> str:
       nonlocal short
-      if len(text) <= 8 * limit:  # short enough to work on all of it
+      if len(text) <= 8 * limit:  # short enough
         return text
-      most = text[: limit * self.tokenizer.max_token_bytes]
-      ids = self.tokenizer.encode(most)
-      if len(ids) <= limit and most == text:
+      start = text[: limit * self.tokenizer.max_token_bytes]
+      ids = self.tokenizer.encode(start)
+      if len(ids) <= limit and start == text:
         return text
       short = True
-      return most[: len(self.tokenizer.decode(ids[:limit]))]
+      return start[: len(self.tokenizer.decode(ids[:limit]))]
 
     out = [
       Passage(p.id, clip(p.title), clip(p.text), p.score) for p in passages
@@ -219,7 +217,7 @@ class Observer:
     return parts
 
   def _cleaned(self, body: Sequence[Part]) -> list[Part]:
-    """The body, neutralised as it stands between its tags."""
+    """Neutralises the body, as part of the text with the tags around it."""
     return self._clean.parts([self._before, *body, self._after])[1:-1]
 
   def _encode(self, body: Sequence[Part]) -> list[int]:
@@ -231,9 +229,10 @@ def _outside(parts: Sequence[Part]) -> str:
 
 
 def _split(parts: Sequence[Part], whole_words: bool) -> list[Part]:
-  """Outside parts, cut before each run of white space or each character.
+  """Splits outside parts before white space, or into characters.
 
-  What has more than 24 characters is no word: some scripts have no spaces.
+  Words of more than 24 characters are split, because some scripts have no
+  spaces.
   """
   pattern = r'\s*\S{1,24}(?!\S)|\s*\S|\s+' if whole_words else r'(?s:.)'
   out = []
@@ -245,7 +244,7 @@ def _split(parts: Sequence[Part], whole_words: bool) -> list[Part]:
   return out
 
 
-def _take(pieces: Sequence[Part], n: int) -> list[Part]:
+def _first(pieces: Sequence[Part], n: int) -> list[Part]:
   """The first n outside pieces and all of ours."""
   out = []
   for text, ours in pieces:
@@ -257,8 +256,8 @@ def _take(pieces: Sequence[Part], n: int) -> list[Part]:
 
 # Outside text.
 
-# Characters that show nothing and could hide an instruction or a terminal
-# command: controls but \n \t, bidi overrides, the tags block.
+# Invisible characters, which could hide an instruction or a terminal command:
+# controls but \n \t, bidi overrides, the tags block.
 _HIDDEN = re.compile(
   '[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069'
   '\U000e0000-\U000e007f\ue000\ue001]'
@@ -267,13 +266,13 @@ _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
 class Neutraliser:
-  """Puts spaces for the delimiters of the protocol's tags in outside text.
+  """Replaces the delimiters of the protocol's tags in outside text by spaces.
 
-  Tags as the parser matches them, to the character: what only looks like one
-  acts nowhere, since every token has its author, and no control token comes of
-  outside text (tokenizer.encode_parts). They are looked for in the whole text,
-  so that a tag split over a title and a text, or over the border to our own
-  text, is found too. Ours stays as it is, and no word is lost.
+  Tags are matched exactly, like in the parser. Similar text has no effect,
+  because every token has an author and outside text cannot become a control
+  token (tokenizer.encode_parts). Tags are searched in the whole text, to find
+  those that span a title and a text, or outside text and ours. Our text and all
+  words are kept.
   """
 
   def __init__(self, tags: Iterable[str]):
@@ -283,12 +282,12 @@ class Neutraliser:
     return self.parts([(text, False)])[0][0]
 
   def parts(self, parts: Iterable[Part]) -> list[Part]:
-    parts = [(t if mine else _clean(t), mine) for t, mine in parts]
+    parts = [(t if ours else _clean(t), ours) for t, ours in parts]
     whole, before = ''.join(t for t, _ in parts), None
     if not self._re.search(whole):
       return parts
-    ours = [mine for t, mine in parts for _ in t]
-    while whole != before:  # a tag of several words may form anew
+    ours = [is_ours for t, is_ours in parts for _ in t]
+    while whole != before:  # a replacement may create a tag of several words
       before, chars = whole, list(whole)
       for match in self._re.finditer(whole):
         for n in range(*match.span()):

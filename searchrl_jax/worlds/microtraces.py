@@ -1,7 +1,7 @@
-"""Scripted warm-start traces on generated worlds.
+"""Scripted warm-start traces in generated worlds.
 
-They mix good searches, poor ones and guesses, as base models do, so that RL
-has something to select. What they read is what the search really found.
+They mix good searches, poor searches and guesses, as base models do, so that RL
+has behaviours to select from. Passages in traces are real search results.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -11,21 +11,22 @@ import numpy as np
 
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Search, Trace
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import microworld
 
 FAVOURITES = 3
-# The traces' worlds begin here, far from the seeds that a user would try.
+# Seeds of the worlds of traces start here, far from those of users.
 TRACE_WORLDS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-  """How the scripted traces behave; good + poor + guess = 1.
+  """Probabilities of scripted behaviours; good + poor + guess = 1.
 
-  Real base models guess more where they feel at home. So the fraction of
-  guesses differs with the relation asked: from guess * (1 - tilt) to guess *
-  (1 + tilt), the rest shared by good and poor searches as their fractions.
+  Base models guess more on topics they know. Therefore the probability of a
+  guess depends on the relation: from guess * (1 - tilt) to guess * (1 + tilt).
+  The ratio of good to poor searches stays the same.
   """
 
   good: float  # searches for the person
@@ -34,19 +35,27 @@ class Mix:
   tilt: float  # 0 to 1
   again: float  # after a poor search: searches for the person
   short: float  # two-hop: answers from the first person's passage
-  favourites: int = FAVOURITES  # values that a guess takes, of each pool
+  favourites: int = FAVOURITES  # number of values of a pool that are guessed
 
   def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if name != 'favourites' and not 0 <= value <= 1:
-        raise DataError(f'{name}={value} must lie between 0 and 1')
-    if self.favourites < 1:
-      raise DataError(f'favourites={self.favourites}: at least 1')
     total = self.good + self.poor + self.guess
-    if abs(total - 1) > 1e-6:
-      raise DataError(f'good + poor + guess = {total:g}, and must be 1')
-    if self.guess * (1 + self.tilt) > 1 + 1e-6:
-      raise DataError('guess * (1 + tilt) must not exceed 1')
+    for good, message in (
+      *(
+        (0 <= value <= 1, f'{name}={value} must be between 0 and 1')
+        for name, value in dataclasses.asdict(self).items()
+        if name != 'favourites'
+      ),
+      (
+        self.favourites >= 1,
+        f'favourites={self.favourites} must be at least 1',
+      ),
+      (abs(total - 1) <= 1e-6, f'good + poor + guess = {total:g} must be 1'),
+      (
+        self.guess * (1 + self.tilt) <= 1 + 1e-6,
+        'guess * (1 + tilt) must not exceed 1',
+      ),
+    ):
+      lookup.require(good, message, DataError)
 
 
 def traces(
@@ -66,29 +75,29 @@ def traces(
   short: float = 0.4,
   favourites: int = FAVOURITES,
 ) -> list[Trace]:
-  """Traces on train questions of several worlds.
+  """Returns traces on train questions of several worlds.
 
-  Worlds of their own, none the run's: what can be learned from them is how to
-  search and to read, no facts. Only passages of train people are found.
+  None of these worlds is that of the run, so the traces teach how to search and
+  to read, but no facts. Searches find passages of train people only.
 
   Args:
-    world_seed: of the run's world; those of the traces follow from it.
-    worlds: how many worlds.
-    n: how many traces, shared evenly.
+    world_seed: of the run's world, from which the others' seeds follow.
+    worlds: number of worlds.
+    n: number of traces, distributed evenly.
     seed: of the behaviours.
-    k: passages for a query, as in the run.
-    train: people of each world, see `microworld.generate`; so is relations.
-    relations: see above.
-    good: see `Mix`, as are the rest.
-    poor: see above.
-    guess: see above.
-    tilt: see above.
-    again: see above.
-    short: see above.
-    favourites: see above.
+    k: passages per query, as in the run.
+    train: number of people of each world; see `microworld.generate`.
+    relations: per passage; see `microworld.generate`.
+    good: see `Mix`, as for the following.
+    poor: see `Mix`.
+    guess: see `Mix`.
+    tilt: see `Mix`.
+    again: see `Mix`.
+    short: see `Mix`.
+    favourites: see `Mix`.
 
   Raises:
-    DataError: a fraction out of range, or a world that cannot be.
+    DataError: a fraction is out of range, or a world cannot be generated.
   """
   mix = Mix(good, poor, guess, tilt, again, short, favourites)
   if worlds < 1 or n < worlds:
@@ -106,7 +115,7 @@ def traces(
 def searcher(
   world: microworld.World, splits: Sequence[str] = ('train',)
 ) -> Search:
-  """The retrieval server's index, in this process, over people of `splits`."""
+  """Returns a search with the server's index, over the people of `splits`."""
   from retrieval.bm25 import BM25Index  # slow to import
 
   people = {
@@ -129,10 +138,10 @@ def searcher(
 def script(
   world: microworld.World, n: int, seed, search: Search, k: int, mix: Mix
 ) -> list[Trace]:
-  """n traces on one world's train questions, hops alternating.
+  """Returns n traces on the train questions of one world, hops alternating.
 
-  A question comes again only after all came. All traces advance together:
-  each round's queries are one search.
+  Questions repeat only after all occurred. The traces advance together, with
+  one search for the queries of a round.
   """
   pool = microworld.pick(world, 'train')
   rng = np.random.default_rng(seed)
@@ -142,20 +151,20 @@ def script(
   ]
   scripts = [w.trace(pool[i % len(pool)]) for i, w in enumerate(writers)]
   done: dict[int, Trace] = {}
-  found: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(range(n))
-  while found:
-    asked = {}
-    for i, passages in found.items():
+  results: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(range(n))
+  while results:
+    queries = {}
+    for i, passages in results.items():
       try:
-        asked[i] = scripts[i].send(passages)
+        queries[i] = scripts[i].send(passages)
       except StopIteration as end:
         done[i] = end.value
-    answers = search(list(asked.values()), k) if asked else []
-    found = dict(zip(asked, answers, strict=True))
+    answers = search(list(queries.values()), k) if queries else []
+    results = dict(zip(queries, answers, strict=True))
   return [done[i] for i in range(n)]
 
 
-# Yields queries, is sent what they found, returns.
+# Yields queries, receives the passages found, returns the trace.
 Script = Generator[str, tuple[Passage, ...], Trace]
 
 
@@ -200,13 +209,10 @@ class _Script:
     return Trace(question, tuple(self.actions), good and right)
 
   def look_up(self, thought: str, query: str):
-    """Searches; returns the facts of the first passage found."""
+    """Searches; returns the facts of the first passage."""
     found = yield query
-    self.actions += [
-      ('think', thought),
-      ('search', query),
-      ('information', found),
-    ]
+    actions = dict(think=thought, search=query, information=found)
+    self.actions += actions.items()
     facts: Mapping[str, str] = self.world.facts[found[0].title] if found else {}
     return facts
 
@@ -214,7 +220,7 @@ class _Script:
     self.actions += [('think', thought), ('answer', value)]
 
   def guess(self, relation: str) -> None:
-    """One of a few favourites: a random value would be learned by heart."""
+    """Answers with one of a few values; more would be memorised as facts."""
     if relation in microworld.LINKS:
       values = microworld.names(self.world.settings, 'train')
     else:

@@ -1,14 +1,13 @@
-"""Generated worlds: a corpus about invented people, and questions on it.
+"""Generated worlds: a corpus about invented people, and questions about it.
 
-A world follows from a seed. Every passage states several relations of one
-person; other passages state the same relations of other people; every value
-is drawn anew for each world. So an answer can be known only by searching and
-reading. People whose questions are held out never occur in a train question
-or in a scripted trace, of whatever world: which pairs of names are held out
-is fixed by the settings, not by the seed.
+A seed determines a world. Every passage states several relations of one person.
+Values are drawn anew for each world, so an answer requires searching and
+reading. People of held-out questions never occur in a train question or a
+scripted trace of any world, because the settings, not the seed, determine which
+names are held out.
 
-The vocabulary is fixed by the settings too, so that a model trained on one
-world can be asked about any other.
+The settings also determine the vocabulary, so a model trained on one world can
+be evaluated on another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,12 @@ import pathlib
 import numpy as np
 
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.run import records
 from searchrl_jax.types import Question
 
 SPLITS = ('train', 'heldout')
 # Relation -> the pool of its values. Two relations share each of the pools
-# `town` and `person`: the kind of a word does not tell which relation it is.
+# `town` and `person`, so a word does not determine its relation.
 ATTRIBUTES = {
   'birthplace': 'town',
   'home': 'town',
@@ -33,128 +33,39 @@ ATTRIBUTES = {
   'emblem': 'emblem',
 }
 LINKS = ('teacher', 'rival')
-CRAFTS = (
-  'weaver',
-  'smith',
-  'baker',
-  'tanner',
-  'potter',
-  'miller',
-  'cooper',
-  'carver',
-  'glazier',
-  'dyer',
-  'mason',
-  'fuller',
-  'brewer',
-  'hatter',
-  'sawyer',
-  'thatcher',
-  'turner',
-  'joiner',
-  'piper',
-  'drummer',
-  'scribe',
-  'printer',
-  'binder',
-  'cutler',
-  'farrier',
-  'saddler',
-  'cobbler',
-  'tailor',
-  'painter',
-  'gilder',
-  'roper',
-  'sailor',
-  'fisher',
-  'hunter',
-  'gardener',
-  'shepherd',
-  'healer',
-  'pilot',
-  'porter',
-  'ranger',
+CRAFTS = tuple(
+  """
+  weaver smith baker tanner potter miller cooper carver glazier dyer mason
+  fuller brewer hatter sawyer thatcher turner joiner piper drummer scribe
+  printer binder cutler farrier saddler cobbler tailor painter gilder roper
+  sailor fisher hunter gardener shepherd healer pilot porter ranger
+""".split()
 )
-EMBLEMS = (
-  'otter',
-  'heron',
-  'badger',
-  'raven',
-  'stag',
-  'wolf',
-  'bear',
-  'hare',
-  'fox',
-  'owl',
-  'swan',
-  'crane',
-  'trout',
-  'salmon',
-  'viper',
-  'toad',
-  'newt',
-  'moth',
-  'wasp',
-  'beetle',
-  'oak',
-  'elm',
-  'rowan',
-  'thistle',
-  'clover',
-  'fern',
-  'lily',
-  'poppy',
-  'anchor',
-  'hammer',
-  'lantern',
-  'kettle',
-  'ladder',
-  'mirror',
-  'spindle',
-  'trumpet',
-  'wagon',
-  'comet',
-  'moon',
-  'crown',
+EMBLEMS = tuple(
+  """
+  otter heron badger raven stag wolf bear hare fox owl swan crane trout
+  salmon viper toad newt moth wasp beetle oak elm rowan thistle clover fern
+  lily poppy anchor hammer lantern kettle ladder mirror spindle trumpet
+  wagon comet moon crown
+""".split()
 )
-# Words of questions, thoughts and of the quickstart's template.
-WORDS = (
-  'What',
-  'is',
-  'the',
-  'of',
-  'find',
-  'maybe',
-  'Question',
-  'Doc',
-  'no',
-  'passage',
-  'found',
-  'invalid',
-  'action',
-  'last',
-  'turn',
-  'answer',
-  'now',
-  'search',
-  'or',
-  'to',
-  'and',
-  'not',
-  'use',
-  'again',
+# Words of questions, of thoughts and of the quickstart's template.
+WORDS = tuple(
+  """
+  What is the of find maybe Question Doc no passage found invalid action
+  last turn answer now search or to and not use again
+""".split()
 )
 TAGS = ('think', 'search', 'information', 'answer')
 MARKS = '?:;.,"()-\'!/&'
 PAD, EOS, UNK = '<|pad|>', '<|eos|>', '<|unk|>'
-# A line break, a tag, a word or a mark; all but the first with the space
-# before it.
+# A line break, or a tag, word or mark with the space before it.
 SPLIT = r'\n| ?<[|/]?\w+[|]?>| ?\w+| ?[^\w\s]'
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What fixes names and vocabulary; the same for all seeds."""
+  """Settings of names and vocabulary, which do not depend on the seed."""
 
   first: int = 40  # first words of names
   second: int = 40  # second words of names
@@ -164,7 +75,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-  """One world; `facts[name][relation]` is the value that its passage states."""
+  """One world; `facts[name][relation]` is the value in the passage."""
 
   seed: int
   settings: Settings
@@ -175,12 +86,12 @@ class World:
 
 @functools.cache
 def invented(n: int, kind: str) -> tuple[str, ...]:
-  """n invented words of a kind, always the same; a longer list extends.
+  """Returns the first n invented words of a kind.
 
-  Kinds end differently, so no word is of two kinds.
+  Kinds have different endings, so no word is of two kinds.
 
   Raises:
-    DataError: more than the 1,575 words that a kind has.
+    DataError: n is larger than the number of words of a kind.
   """
   ends = {
     'first': 'a o i u'.split(),
@@ -195,8 +106,8 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
     for c in consonants
     for e in ends
   ]
-  # Stems of the search index must differ, as words do: one word of each
-  # beginning and middle, the ending drawn.
+  # The stems in the search index must differ too, so only one word has the same
+  # first three letters.
   rng = np.random.default_rng(sum(map(ord, kind)))
   order = rng.permutation(len(words))
   seen, out = set(), []
@@ -211,9 +122,9 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def names(settings: Settings, split: str) -> tuple[str, ...]:
-  """Every name of a split; the splits are disjoint whatever the seed."""
+  """Returns all names of a split. Splits are disjoint for all seeds."""
   if split not in SPLITS:
-    raise DataError(f'split={split!r} is none of {SPLITS}')
+    raise DataError(f'split={split!r} must be one of {SPLITS}')
   first = invented(settings.first, 'first')
   second = invented(settings.second, 'second')
   order = np.random.default_rng(1).permutation(len(first) * len(second))
@@ -250,12 +161,12 @@ def generate(
     settings: pools of words, the same for every world of a run.
 
   Returns:
-    The world: train + heldout passages in random order, and all its one-hop
-    and two-hop questions, in random order in each split. Values of a relation
-    are dealt evenly, so no answer is frequent.
+    The world, with train + heldout passages and all one-hop and two-hop
+    questions of each split, in random order. Values of a relation are
+    distributed evenly, so no answer is frequent.
 
   Raises:
-    DataError: a size outside what the pools of names allow.
+    DataError: a size that the pools of names do not allow.
   """
   if seed < 0:
     raise DataError(f'seed={seed} must not be negative')
@@ -271,8 +182,8 @@ def generate(
     if not 20 <= count <= len(there):
       raise DataError(
         f'{split}={count} people: the settings allow 20 to {len(there)} '
-        '(more with larger `first` and `second`; fewer than 20 would make '
-        'some answer frequent)'
+        '(more with larger `first` and `second`; with fewer than 20 some '
+        'answers would be frequent)'
       )
     people[split] = [there[i] for i in rng.permutation(len(there))[:count]]
     facts |= _facts(rng, people[split], relations, settings)
@@ -285,7 +196,7 @@ def generate(
 
 
 def _facts(rng, people, relations, settings):
-  """name -> {relation: value}; links stay among `people`."""
+  """Returns name -> {relation: value}; links stay among `people`."""
   n = len(people)
   table = {}
   for relation, pool in ATTRIBUTES.items():
@@ -294,7 +205,7 @@ def _facts(rng, people, relations, settings):
     deal = rng.permutation(n)
     table[relation] = [values[i % len(values)] for i in deal]
   for link in LINKS:
-    # One cycle through all: nobody is linked to himself.
+    # One cycle through all people, so nobody is linked to themselves.
     cycle = rng.permutation(n)
     to = np.empty(n, int)
     to[cycle] = np.roll(cycle, 1)
@@ -304,15 +215,13 @@ def _facts(rng, people, relations, settings):
     link = LINKS[rng.integers(len(LINKS))]
     others = [r for r in table if r != link]
     kept = [others[j] for j in rng.permutation(len(others))[: relations - 1]]
-    stated = [link, *kept]
-    out[name] = {
-      stated[j]: table[stated[j]][i] for j in rng.permutation(relations)
-    }
+    stated = [[link, *kept][j] for j in rng.permutation(relations)]
+    out[name] = {relation: table[relation][i] for relation in stated}
   return out
 
 
 def passages(rng, facts):
-  """(name -> id, corpus in random order): what is known of each person."""
+  """Returns (name -> id, corpus in random order)."""
   everyone = list(facts)
   order = [everyone[i] for i in rng.permutation(len(everyone))]
   ids = {name: str(i) for i, name in enumerate(order)}
@@ -324,48 +233,32 @@ def passages(rng, facts):
 
 
 def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
-  """All one-hop and two-hop questions on `people`, in random order."""
-  found = []
+  """Returns all one-hop and two-hop questions on `people`, in random order."""
+  rows = []  # (path: a name and 1 or 2 relations, answer, supporting ids)
   for name in people:
     for relation, value in facts[name].items():
-      meta = {'path': (name, relation)}
-      found.append(
-        (f'What is the {relation} of {name}?', value, 1, (ids[name],), meta)
-      )
-      if relation not in LINKS:
-        continue
-      for last, answer in facts[value].items():
-        if answer == name:  # "the rival of the rival": in the question
-          continue
-        found.append(
-          (
-            f'What is the {last} of the {relation} of {name}?',
-            answer,
-            2,
-            (ids[name], ids[value]),
-            {'path': (name, relation, last)},
-          )
-        )
-  return tuple(
-    Question(
-      id=f'{prefix}-{n}',
-      text=text,
-      answers=(answer,),
-      source=f'micro_{hops}hop',
-      hops=hops,
-      supporting=supporting,
-      meta=meta,
-    )
-    for n, (text, answer, hops, supporting, meta) in enumerate(
-      found[i] for i in rng.permutation(len(found))
-    )
-  )
+      rows.append(((name, relation), value, (ids[name],)))
+      if relation in LINKS:
+        rows += [
+          ((name, relation, last), answer, (ids[name], ids[value]))
+          for last, answer in facts[value].items()
+          if answer != name  # "the rival of the rival" is in the question
+        ]
+
+  def question(n: int, path, answer, supporting) -> Question:
+    text = ' of '.join([f'the {r}' for r in path[:0:-1]] + [path[0]])
+    hops = len(supporting)
+    return Question(
+      f'{prefix}-{n}', f'What is {text}?', (answer,), f'micro_{hops}hop',
+      hops, supporting, meta={'path': path},
+    )  # fmt: skip
+
+  order = rng.permutation(len(rows))
+  return tuple(question(n, *rows[i]) for n, i in enumerate(order))
 
 
 def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
   """Writes corpus.jsonl and {train,heldout}.jsonl; returns name -> path."""
-  folder = pathlib.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
   rows = {'corpus': world.corpus}
   for split, questions in world.questions.items():
     rows[split] = [
@@ -380,12 +273,9 @@ def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
       for q in questions
     ]
   paths = {}
-  for name, records in rows.items():
-    path = folder / f'{name}.jsonl'
-    # Renamed when whole, so that no half-written file passes for a world.
-    part = path.with_suffix('.part')
-    part.write_text(''.join(json.dumps(r) + '\n' for r in records))
-    part.replace(path)
+  for name, lines in rows.items():
+    path = pathlib.Path(folder) / f'{name}.jsonl'
+    records.write_text(path, ''.join(json.dumps(x) + '\n' for x in lines))
     paths[name] = str(path)
   return paths
 
@@ -400,13 +290,13 @@ def load(
   heldout: int = 150,
   relations: int = 4,
 ) -> list[Question]:
-  """Questions of a world, for a data config; hops alternate.
+  """Returns questions of a world, hops alternating (a data module's `load`).
 
   Args:
     world_seed: see `generate`.
     split: 'train' or 'heldout'.
-    n: how many in all; 0 = as many as keep the hops even.
-    hops: which of 1 and 2.
+    n: total number; 0 = the largest with equally many of each hops.
+    hops: any of 1 and 2.
     train: see `generate`.
     heldout: see `generate`.
     relations: see `generate`.
@@ -414,10 +304,9 @@ def load(
   Raises:
     DataError: an unknown split or hop, or more questions than there are.
   """
-  if split not in SPLITS:
-    raise DataError(f'split={split!r} is none of {SPLITS}')
   if not hops or set(hops) - {1, 2}:
-    raise DataError(f'hops={tuple(hops)}: there are 1 and 2')
+    raise DataError(f'hops={tuple(hops)} must be chosen from 1 and 2')
+  names(Settings(), split)  # raises if there is no such split
   world = generate(
     world_seed, train=train, heldout=heldout, relations=relations
   )
@@ -427,7 +316,7 @@ def load(
 def pick(
   world: World, split: str, n: int = 0, hops: Sequence[int] = (1, 2)
 ) -> list[Question]:
-  """The first n questions of a split, hops alternating; see `load`."""
+  """Returns the first n questions of a split, hops alternating; see `load`."""
   by_hop = [[q for q in world.questions[split] if q.hops == h] for h in hops]
   most = min(map(len, by_hop)) * len(by_hop)
   if n > most:
@@ -442,9 +331,9 @@ def pick(
 def vocabulary(
   settings: Settings = Settings(), more: Sequence[str] = ()
 ) -> list[str]:
-  """Every token string, in id order; fixed by the settings.
+  """Returns all tokens, in the order of ids; determined by the settings.
 
-  more: words of a world of your own.
+  more: words of another world.
   """
   words = [
     *WORDS,
@@ -469,11 +358,10 @@ def tokenizer(
   settings: Settings = Settings(),
   more: Sequence[str] = (),
 ) -> str:
-  """Writes a whole-word Hugging Face tokenizer; returns the folder.
+  """Writes a Hugging Face tokenizer of whole words; returns the folder.
 
-  A token is a word, mark or tag with the space before it, so tokens joined
-  are the text. Tags are ordinary words. Words it does not know become one
-  `<|unk|>` each.
+  A token is a word, mark or tag with the space before it, so the joined tokens
+  are the text. Tags are ordinary words. An unknown word becomes one `<|unk|>`.
   """
   import tokenizers  # heavy
   from tokenizers import decoders, models, pre_tokenizers

@@ -61,22 +61,20 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
   assert ids(found['b']) == ['b/train_0', 'train_2']
 
 
-def test_complete_writes_every_default(tmp_path):
+def test_set_fields_fills_in_every_default(tmp_path):
   path = write(tmp_path / 'a.jsonl', row('1'))
-  sets = {'a': {'module': 'jsonl', 'path': path, 'weight': 2.0}}
-  whole = core.complete(sets, data_config(dir=str(tmp_path)))
-  assert whole == {
-    'a': {
-      'module': 'jsonl',
-      'weight': 2.0,
-      'path': path,
-      'layout': 'flashrag',
-      'source': '',
-      'hops': 0,
-      'split': '',
-      'n': 0,
-      'seed': 0,
-    }
+  fields = {'module': 'jsonl', 'path': path, 'weight': 2.0}
+  given = core.set_fields('a', fields, data_config(dir=str(tmp_path)))
+  assert given == {
+    'module': 'jsonl',
+    'weight': 2.0,
+    'path': path,
+    'layout': 'flashrag',
+    'source': '',
+    'hops': 0,
+    'split': '',
+    'n': 0,
+    'seed': 0,
   }
 
 
@@ -121,7 +119,7 @@ def test_data_dir_order(tmp_path, monkeypatch):
   first, second, third = (tmp_path / n for n in '123')
   for folder in (first, second, third):
     folder.mkdir()
-  monkeypatch.setattr(core, '_beside', lambda: third)
+  monkeypatch.setattr(core, 'SHARED', third)
   monkeypatch.setenv('SEARCHRL_DATA', str(second))
   assert core.data_dir(data_config(dir=str(first))) == str(first)
   assert core.data_dir(data_config()) == str(second)

@@ -61,7 +61,7 @@ def test_line_separators_inside_strings(tmp_path):
   [
     ('{"id": "1", ', r'x\.jsonl:2: not JSON'),
     ('[1]', r'x\.jsonl:2: a JSON list, not an object'),
-    ({'id': '1'}, r"x\.jsonl:2: there is no 'question' \(found: 'id'\)"),
+    ({'id': '1'}, r"x\.jsonl:2: there is no 'question' \(fields: 'id'\)"),
     ({'question': 'q'}, r"x\.jsonl:2: there is no 'id'"),
     ({'id': '1', 'question': ' '}, r"x\.jsonl:2: question '1' has no text"),
     ({'id': '1', 'question': 5}, r"x\.jsonl:2: question '1' has no text"),

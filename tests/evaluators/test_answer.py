@@ -232,7 +232,7 @@ def test_pass_and_majority():
       1 - math.comb(3 - right, 2) / 3
     )
   assert ('a', 'q9') not in scores['pass@1']  # it failed: no sample
-  found = dict(passk.Evaluator(evaluator(c), c.eval).run(0))
+  found = dict(evaluator(c, extra=passk.extra(c.eval)).run(0))
   assert found['eval/pass@1'] == pytest.approx(found['eval/em'])
   assert found['eval/pass@2'] >= found['eval/pass@1']
   assert found['eval/set=b/maj@2/n'] == 4
@@ -245,7 +245,7 @@ def test_a_question_without_answers_has_no_pass_at_k():
   assert [q for _, q in passk.score(found.rows, (1,))['pass@1']] == ['q1']
   only = config(k=(1,))
   values = dict(
-    passk.Evaluator(evaluator(only, {'a': [bare]}), only.eval).run(0)
+    evaluator(only, {'a': [bare]}, extra=passk.extra(only.eval)).run(0)
   )
   assert 'eval/pass@1' not in values and 'eval/answered' in values
 
