@@ -296,8 +296,8 @@ class Encoder:
       'passage_prefix': passage_prefix,
     }
     given = {k: v for k, v in given.items() if v is not None}
-    family = FAMILIES[self.family]
-    self.usage = dataclasses.replace(family, **_modules(path) | given)
+    usage = FAMILIES[self.family]
+    self.usage = dataclasses.replace(usage, **_modules(path) | given)
     self.tokens = Tokens(path, self.cfg, batch)
     lengths = {'query': query_length, 'passage': passage_length}
     for kind, usual in _LENGTH.items():

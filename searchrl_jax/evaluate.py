@@ -280,14 +280,14 @@ def show(values, out=None) -> None:
     out.print(_table(title, ['score', *heads], rows))
   costs = {k: v for k, v in values.items() if '/cost/' in k}
   labels = dict.fromkeys(key.split('/cost/')[0] for key in costs)
-  rows = {}
+  sums: dict[str, dict[str, str]] = {}
   for key, value in costs.items():
     label, what = key.split('/cost/')
-    row = rows.setdefault(what.replace('_', ' '), dict.fromkeys(labels, ''))
+    row = sums.setdefault(what.replace('_', ' '), dict.fromkeys(labels, ''))
     row[label] = f'{value:,.{1 if what == "seconds" else 0}f}'
-  if rows:
-    rows = {name: row.values() for name, row in rows.items()}
-    out.print(_table('costs, as sums', ['cost', *labels], rows))
+  if sums:
+    cells = {name: row.values() for name, row in sums.items()}
+    out.print(_table('costs, as sums', ['cost', *labels], cells))
 
 
 def _table(title: str, heads, rows) -> table.Table:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,7 @@ class HandleEngine(core.Engine):
       raise EngineError('the prompt is empty; it needs at least one token')
     return self.handle_type(ids)
 
-  def truncate(self, handle: Handle, n: int) -> None:
+  def truncate(self, handle: Any, n: int) -> None:
     """Keeps the first n tokens (1 <= n <= len(handle))."""
     self._check_open(handle)
     if not 1 <= n <= len(handle):
@@ -150,7 +151,7 @@ class HandleEngine(core.Engine):
     handle.closed = True
     self._release(handle)
 
-  def _release(self, handle: Handle) -> None:
+  def _release(self, handle: Any) -> None:
     raise NotImplementedError
 
   def stats(self) -> dict[str, float]:

@@ -288,8 +288,9 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
   step = max(64, -(-T // 8))
   out = []
   for i in range(0, T, step):
-    seen = (x[:, :, : i + step] for x in (k, v))
-    out.append(_attend_block(q[:, :, :, i : i + step], *seen, i))
+    end = i + step
+    block = q[:, :, :, i:end], k[:, :, :end], v[:, :, :end]
+    out.append(_attend_block(*block, i))
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
