@@ -24,7 +24,7 @@ from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
-from searchrl_jax.rollout.chains import further, greedy, rollout
+from searchrl_jax.rollout.chains import greedy, refill_config, rollout
 from searchrl_jax.run import build, command
 from searchrl_jax.run.session import Session
 
@@ -170,7 +170,7 @@ def collect(run, config, rollouts, reward_of: Callable):
       break
     with run.writer.timer('rollout'):
       more = rollouts.more(
-        run.step, short, config=further(config, groups, short)
+        run.step, short, config=refill_config(config, groups, short)
       )
     reward = rewards.join(reward, reward_of(more.groups))
     groups, stats = groups + more.groups, stats + more.stats

@@ -127,9 +127,6 @@ def refill_config(
   return rollout
 
 
-further = refill_config  # the name that train.py imports
-
-
 async def rollout(
   questions: Sequence[Question],
   *,
