@@ -11,12 +11,12 @@ import subprocess
 
 _WORK = 3 << 30  # bytes for programs and intermediate results
 # The user decides by setting one of these variables.
-_USERS = (
+_USERS = {
   'XLA_PYTHON_CLIENT_PREALLOCATE',
   'XLA_PYTHON_CLIENT_MEM_FRACTION',
   'XLA_CLIENT_MEM_FRACTION',
   'XLA_PYTHON_CLIENT_ALLOCATOR',
-)
+}
 
 
 def limit(spread: int, each: int) -> str:

@@ -56,7 +56,7 @@ def test_without_an_answer_it_grows(machine, monkeypatch, tmp_path):
   assert os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] == 'false'
 
 
-@pytest.mark.parametrize('name', [*gpu_memory._USERS, 'JAX_PLATFORMS'])
+@pytest.mark.parametrize('name', [*sorted(gpu_memory._USERS), 'JAX_PLATFORMS'])
 def test_what_the_user_set_stays(name, machine, monkeypatch):
   machine(81559)
   monkeypatch.setenv(name, 'cpu')
