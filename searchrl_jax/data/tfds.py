@@ -125,12 +125,16 @@ def build(
     code_path = None
 
     def _info(self):
-      return tfds.core.DatasetInfo(
+      info = tfds.core.DatasetInfo(
         builder=self,
         features=features,
         disable_shuffling=True,
         description=f'Questions of {os.path.basename(jsonl_path)}.',
       )
+      # TFDS would look for a public data set of this name, over the network,
+      # and leave an empty temporary folder.
+      info.initialize_from_bucket = lambda: None
+      return info
 
     def _split_generators(self, dl_manager):
       return {split: enumerate(examples)}
@@ -140,7 +144,9 @@ def build(
 
   Builder.name = name
   builder = Builder(data_dir=folder, file_format='array_record')
-  builder.download_and_prepare()
+  builder.download_and_prepare(
+    download_config=tfds.download.DownloadConfig(try_download_gcs=False)
+  )
   return target
 
 
