@@ -43,12 +43,10 @@ def test_logits_padded_and_not(tmp_path, name):
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_golden_values_are_current(tmp_path, name):
-  model = make_models.reference(models.write(tmp_path, name))
+  model = make_models.exact(models.write(tmp_path, name))
   rows = models.inputs(name)
   want = np.split(golden.golden()[name], [len(rows[0])])
-  # Logits of about 10, made on an AMD CPU: on an Intel CPU torch's float32
-  # kernels differ by up to 1.9e-5.
-  assert worst(make_models.unpadded(model, rows), want) <= 5e-5
+  assert worst(make_models.unpadded(model, rows), want) <= 1e-5
 
 
 @pytest.mark.parametrize(
