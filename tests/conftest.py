@@ -44,6 +44,16 @@ STRICT = (
 )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes():
+  from xdist import workermanage
+
+  # At its end a worker removes what libraries keep as long as it runs (the
+  # fork server's socket). xdist kills it after 10 s, which can be too early on
+  # a busy machine.
+  workermanage.NodeManager.EXIT_TIMEOUT = 120
+
+
 @pytest.hookimpl(trylast=True)  # the workers have ended
 def pytest_sessionfinish(session, exitstatus):
   left = [
