@@ -17,8 +17,7 @@ from searchrl_jax.types import (
   Segment,
   Trajectory,
 )
-
-POLICY = ('think', 'search', 'answer')
+from tests import scripted
 
 
 def segment(n, author, kind='other', train=None):
@@ -68,6 +67,28 @@ def test_spans_have_turns_and_passages():
     (11, 14, 1, 'information', ('c',)),
     (14, 16, 2, 'answer', ()),
   ]
+
+
+def test_turns_are_the_environments_own():
+  """Two searches with an invalid action between them, then an answer."""
+  env = scripted.make(scripted.tokenizer('bpe'), max_turns=3)
+  look = '<search> the book </search>'
+  state, _ = scripted.play(
+    env,
+    [look, 'hm', f'so {look}', '<answer> Ann </answer>'],
+    [scripted.passage('x', id='a'), scripted.passage('y', id='b')],
+  )
+  t = env.trajectory(state)
+  s = of(t)
+  assert s.number.tolist() == [0, 1, 2, 3]
+  assert [r.request.turn for r in t.searches] == [0, 2]
+  shown = [x for x in s.spans[0] if x.segment.kind == 'information']
+  assert [(x.turn, x.passages) for x in shown] == [
+    (0, ('a', 'b')),
+    (2, ('a', 'b')),
+  ]
+  searched = [x.turn for x in s.spans[0] if x.segment.kind == 'search']
+  assert searched == [b.turn for b in env.blocks(t) if b.kind == 'search']
 
 
 def test_a_turn_begins_after_the_environment_alone():
@@ -191,11 +212,13 @@ def test_anchors_are_what_was_read():
     )
   )
   nothing = searching('')
+  noted = searching(note=1)  # the same text, but nothing was done before it
   s = of(
-    searching('ab', 'c'), searching('ba'), searching('c'), nothing, feedback
+    *(searching('ab', 'c'), searching('ba'), searching('c'), nothing),
+    *(feedback, noted),
   )
-  first, ab, c, empty, told = 0, 1, 2, 3, 4
-  want = [first, ab, c, first, ab, first, c, first, empty, first, told]
+  first, ab, c, empty, told, note = range(6)
+  want = [first, ab, c, first, ab, first, c, first, empty, first, told, note]
   assert s.labels('anchor').tolist() == want
 
 
