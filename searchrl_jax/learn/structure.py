@@ -145,21 +145,22 @@ def of(
   """
   spans = [spans_of(t) for t in trajectories]
   listed, turns, n = [np.zeros((3, 0), int)], [], 0
-  for row, (found, mask) in enumerate(zip(spans, masks, strict=True)):
+  for i, (found, mask) in enumerate(zip(spans, masks, strict=True)):
     number = np.repeat(
       [s.turn if s.segment.author in ACTORS else -1 for s in found],
       [s.end - s.start for s in found],
     )
     at = np.flatnonzero(mask & (number >= 0))
-    numbers, first, index = np.unique(
+    present, first, index = np.unique(
       number[at], return_index=True, return_inverse=True
     )
-    listed.append(np.stack([np.full(len(first), row), numbers, at[first]]))
+    listed.append(np.stack([np.full(len(first), i), present, at[first]]))
     turn = np.full(len(mask), -1)
     turn[at] = n + index
     turns.append(turn)
     n += len(first)
-  return Structure(trajectories, spans, *np.concatenate(listed, axis=1), turns)
+  row, numbers, start = np.concatenate(listed, axis=1)
+  return Structure(trajectories, spans, row, numbers, start, turns)
 
 
 def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
