@@ -24,10 +24,30 @@ ROWS = {
   ),
 }
 ALL = tuple(ROWS.values())
-GROUPED = tuple(ROWS[n] for n in advantages.NEEDS_GROUP)
+GROUPED = tuple(
+  fn
+  for name, fn in ROWS.items()
+  if getattr(getattr(advantages, name), 'needs_group', False)
+)
 # All equal values, no advantage: true of all but those with a baseline of
 # their own.
 CENTRED = tuple(fn for name, fn in ROWS.items() if name != 'remax')
+
+
+def test_what_compares_trajectories_of_a_question_says_so():
+  says = {
+    attribute: {
+      name
+      for name in advantages.FUNCTIONS
+      if getattr(getattr(advantages, name), attribute, False)
+    }
+    for attribute in ('needs_group', 'divides_by_spread')
+  }
+  divides = {'grpo', 'lite_ppo', 'reinforce_pp_baseline', 'turn_normalised'}
+  assert says == {
+    'needs_group': divides | {'dr_grpo', 'rloo'},
+    'divides_by_spread': divides,
+  }
 
 
 def ids(*sizes):
@@ -216,6 +236,64 @@ def test_golden_remax():
     advantages.remax(np.zeros(2), ok, ids(1, 1), np.zeros(1))
   with pytest.raises(ValueError, match='greedy must be finite'):
     advantages.remax(np.zeros(2), ok, ids(1, 1), np.array([0, np.inf]))
+
+
+# ---- any partition
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  st.lists(
+    st.tuples(
+      st.floats(-10, 10, width=32),
+      st.booleans(),
+      st.integers(0, 2),
+      st.sampled_from([-1, 0, 5]),
+    ),
+    min_size=1,
+    max_size=30,
+  ),
+  st.randoms(use_true_random=False),
+)
+def test_properties_of_a_partition(batch, random):
+  values, ok, *labels = (np.array(x) for x in zip(*batch))
+  labels = np.stack(labels)
+  order = list(range(len(values)))
+  random.shuffle(order)
+  norm = functools.partial(advantages.normalised, eps=0.0, ddof=0)
+  got = norm(values, ok, labels)
+  assert got.dtype == np.float64 and not got[~ok].any()
+  cells = {}
+  for i in np.flatnonzero(ok):
+    cells.setdefault(tuple(labels[:, i]), []).append(i)
+  for rows in cells.values():
+    if len(set(values[rows])) == 1:  # alone in it, too
+      assert (got[rows] == 0).all()
+    else:
+      np.testing.assert_allclose(got[rows].mean(), 0, atol=1e-9)
+      np.testing.assert_allclose(got[rows].std(), 1, rtol=1e-6)
+    # A cell is what it would be alone: no other one shows.
+    np.testing.assert_array_equal(
+      norm(values[rows], ok[rows], np.zeros(len(rows), int)), got[rows]
+    )
+  # Nor does the order of rows, the names of cells, or what is not valid.
+  np.testing.assert_array_equal(
+    norm(values[order], ok[order], labels[:, order]), got[order]
+  )
+  np.testing.assert_array_equal(norm(values, ok, 9 - labels[::-1]), got)
+  np.testing.assert_array_equal(norm(values, ok, labels.astype(str)), got)
+  np.testing.assert_array_equal(
+    norm(np.where(ok, values, np.nan), ok, labels), got
+  )
+
+
+def test_a_partition_of_one_kind_is_grpos():
+  rng = np.random.default_rng(3)
+  r, ok, g = rng.random(9), np.arange(9) != 4, ids(4, 3, 2)
+  want = advantages.grpo(r, ok, g)
+  for partition in (g, [g], [g, 0 * g]):
+    got = advantages.normalised(r, ok, partition, eps=1e-6, ddof=1)
+    np.testing.assert_array_equal(got.astype(np.float32), want)
 
 
 # ---- per token

@@ -104,6 +104,64 @@ def test_what_cannot_work_is_refused_at_the_start(name, change, message):
     checks.check(config)
 
 
+TURNS = dict(
+  advantage='turn_normalised',
+  advantage_kw=dict(gamma=1.0, eps=1e-6, ddof=1, same_turn=True),
+)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (dict(advantage='tests.tiny.first_tern'), "did you mean 'first_turn'"),
+    (dict(advantage='tests.tyny.first_turn'), "no module 'tests.tyny'"),
+    (dict(advantage_kw={}), "kw has no field 'scale'"),
+    (dict(advantage_kw=dict(scale=1.0, scael=1.0)), 'kw.scael is no field of'),
+    (dict(advantage='tests.tiny.too_few'), 'needs values, valid and group_ids'),
+    (
+      dict(advantage='tests.tiny.unknown_array'),
+      "advantage='tests.tiny.unknown_array' takes 'masks': did you mean 'mask'",
+    ),
+    (dict(drop_zero_variance=True), 'drop_zero_variance leaves out'),
+    (TURNS | dict(drop_zero_variance=True), 'drop_zero_variance leaves out'),
+    (
+      TURNS | dict(kl='reward', kl_coef=0.1),
+      "kl='reward' with advantage='turn",
+    ),
+    (TURNS | dict(advantage_kw={}), "kw has no field 'gamma'"),
+  ],
+)
+def test_what_an_advantage_of_ones_own_cannot_be(change, message):
+  config = with_algorithm(quickstart.get_config(), 'REINFORCE')
+  config.algorithm.update(
+    advantage='tests.tiny.first_turn', advantage_kw=dict(scale=1.0)
+  )
+  checks.check(config)
+  for field, value in change.items():
+    config.algorithm[field] = value
+  with pytest.raises(checks.ConfigError, match=message):
+    checks.check(config)
+
+
+@pytest.mark.parametrize('name', ['turn_normalised', 'tests.tiny.first_turn'])
+def test_what_compares_trajectories_needs_two(name):
+  config = with_algorithm(
+    quickstart.get_config(), 'REINFORCE', **{'rollout.group': 1}
+  )
+  config.algorithm.advantage = name
+  with pytest.raises(checks.ConfigError, match='rollout.group=1'):
+    checks.check(config)
+
+
+def test_a_critic_needs_the_discounts_of_its_returns():
+  config = with_algorithm(
+    quickstart.get_config(), 'REINFORCE', **{'critic.lr': 1e-5}
+  )
+  config.algorithm.advantage = 'tests.tiny.critic_without_fields'
+  with pytest.raises(checks.ConfigError, match='fields gamma and lam'):
+    checks.check(config)
+
+
 def test_ppo_runs_with_a_critic_and_dapo_with_rounds():
   checks.check(
     with_algorithm(quickstart.get_config(), 'PPO', **{'critic.lr': 1e-5})

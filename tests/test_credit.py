@@ -88,6 +88,7 @@ def test_every_array_has_who_takes_it():
     'lite_ppo': (),
     'remax': ('greedy',),
     'gae': ('mask', 'critic'),
+    'turn_normalised': ('mask', 'structure'),
   }
 
 
@@ -201,3 +202,70 @@ def test_greedy_answers_are_remaxs_baseline():
     greedy=np.array([0.25, np.nan]),
   )
   np.testing.assert_allclose(found.advantages, [0.75, -0.25, 0, 0])
+
+
+def test_turns_are_compared_within_the_group():
+  # Turns earn, of question 0: 0 then 3, and 2 then 3; of question 1: 1 then 1.
+  # All four turns of question 0: mean 2, squares 4 + 1 + 0 + 1 = 6, biased
+  # std sqrt(3/2) = s; z = -2/s 1/s, and 0 1/s. With gamma 1/2 the first turns
+  # get z_0 + z_1 / 2 = -1.5/s and 0.5/s. Question 1 has equal turns: 0.
+  # With the same turn alone: 0 2 has mean 1 and std 1; 3 3 is equal: z = -1 0,
+  # and 1 0.
+  value = [(0, 0, 0, 3), (0, 2, 0, 3), (0, 1, 0, 1), (0, 1, 0, 1)]
+  reward = Rewards(
+    tuple(np.float32(v) for v in value), np.ones(4, bool), 'segment'
+  )
+  s = np.sqrt(1.5)
+  for same_turn, want in (
+    (False, [[-1.5 / s, 1 / s], [0.5 / s, 1 / s]]),
+    (True, [[-1, 0], [1, 0]]),
+  ):
+    c, minis, kept = make('RLOO')
+    c.algorithm.update(kl='none', kl_coef=0.0, advantage='turn_normalised')
+    c.algorithm.advantage_kw = dict(
+      gamma=0.5, eps=0.0, ddof=0, same_turn=same_turn
+    )
+    found = credit.assign(
+      c,
+      step(reward, kept, minis),
+      old=[None],
+      ref=[None],
+      values=None,
+      greedy=None,
+    ).advantages
+    # Tokens 1 2 are the first turn, 4 the second; 0 and 3 are no one's.
+    for row, (first, second) in zip(found, [*want, (0, 0), (0, 0)]):
+      np.testing.assert_allclose(
+        row, [0, first, first, 0, second], rtol=1e-6, atol=1e-7
+      )
+    [batch] = batching.set_advantages(minis[0], found)
+    np.testing.assert_allclose(
+      batch.advantages[0, :5],
+      [0, want[0][0], want[0][0], 0, want[0][1]],
+      rtol=1e-6,
+    )
+    assert not batch.advantages[~batch.mask].any()
+
+
+def test_a_turn_left_out_of_the_batch_is_in_no_statistic():
+  c, minis, kept = make('RLOO')
+  c.algorithm.update(kl='none', kl_coef=0.0, advantage='turn_normalised')
+  c.algorithm.advantage_kw = dict(gamma=1.0, eps=0.0, ddof=0, same_turn=True)
+  kept[1] = False
+
+  def advantage(last):
+    value = tuple(np.float32([0, r, 0, 0]) for r in (1, last, 1, 3))
+    return credit.assign(
+      c,
+      step(Rewards(value, np.ones(4, bool), 'segment'), kept, minis),
+      old=[None],
+      ref=[None],
+      values=None,
+      greedy=None,
+    ).advantages
+
+  got = advantage(0.0)
+  for a, b in zip(got, advantage(7.0)):
+    np.testing.assert_array_equal(a, b)
+  assert not got[0].any() and not got[1].any()  # alone; left out
+  np.testing.assert_allclose(got[3], [0, 1, 1, 0, 0], atol=1e-6)

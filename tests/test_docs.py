@@ -8,7 +8,6 @@ import sys
 import pytest
 
 import configs
-from searchrl_jax.learn import advantages
 from tests.conftest import ROOT
 
 FOLDERS = ('docs', 'experiments', 'retrieval', 'searchrl_jax', 'tools')
@@ -95,15 +94,12 @@ def contributor(tmp_path, monkeypatch):
   monkeypatch.setattr(
     configs, '__path__', [*configs.__path__, str(tmp_path / 'configs')]
   )
-  before = dict(vars(advantages))
   importlib.invalidate_caches()
   yield
   for name in [m for m in sys.modules if m.split('.')[0] == 'mine']:
     del sys.modules[name]
   sys.modules.pop('configs.mine', None)
   vars(configs).pop('mine', None)
-  vars(advantages).clear()
-  vars(advantages).update(before)
 
 
 @pytest.mark.parametrize('section', SECTIONS)
@@ -114,9 +110,6 @@ def test_examples_of_contributing_run(section, contributor):
     kind, _, target = code.partition('\n')[0].partition(': ')
     if kind == '# file':
       compile(code, target, 'exec')
-    elif kind == '# append to':
-      module = target.removesuffix('.py').replace('/', '.')
-      exec(code, vars(importlib.import_module(module)))
     else:
       exec(compile(code, f'CONTRIBUTING.md, {section}', 'exec'), {})
       tried += 1

@@ -74,6 +74,7 @@ ORDER = (
   'rewards.length',
   'rewards.vote',
   'rewards.judge',
+  'learn.structure',
   'learn.advantages',
   'learn.batching',
   'learn.losses',

@@ -162,3 +162,66 @@ def test_dapo_fills_up_for_groups_of_equal_rewards(url, tmp_path, monkeypatch):
     assert steps[step]['batch/groups'] == len(by_question)
     assert steps[step]['train/sequences'] == 2 * varied
   assert any(s['batch/groups'] > 4 for s in steps)
+
+
+def by_turns(record):
+  """The advantages of each turn's loss tokens; none elsewhere."""
+  turns, at, answered = [], 0, True
+  for s in record.trajectory.segments:
+    here = np.asarray(record.advantages[at : at + len(s.ids)], np.float64)
+    at += len(s.ids)
+    assert (np.isnan(here) == (not s.train)).all()
+    if s.author == 'policy':
+      turns += [[]] if answered else []
+      turns[-1] += here.tolist()
+    answered = s.author != 'policy'
+  return turns
+
+
+def test_an_advantage_by_dotted_path_sees_turns(url, tmp_path):
+  c = config(url, 'REINFORCE', 'shortness', **{'train.steps': 2})
+  c.algorithm.advantage = 'tests.tiny.first_turn'
+  c.algorithm.advantage_kw = dict(scale=0.25)
+  train.train(c, str(tmp_path))
+  groups = {}
+  for r in records.read(tmp_path / 'trajectories'):
+    groups.setdefault((r.step, r.trajectory.question.id), []).append(r)
+  assert len(groups) == 8
+  several = nonzero = 0
+  for group in groups.values():
+    mean = np.mean([r.reward for r in group])
+    for r in group:
+      first, *others = by_turns(r)
+      # The records hold float16.
+      np.testing.assert_allclose(first, 0.25 * (r.reward - mean), rtol=1e-3)
+      assert not any(map(any, others))
+      several += bool(others)
+      nonzero += first[0] != 0
+  assert several and nonzero
+  assert np.isfinite(lines(tmp_path / 'metrics.jsonl')[-1]['train/loss'])
+
+
+def test_turns_are_compared_with_those_of_their_number(url, tmp_path):
+  c = config(url, 'REINFORCE', 'by_turn', **{'train.steps': 1})
+  c.algorithm.advantage = 'turn_normalised'
+  c.algorithm.advantage_kw = dict(gamma=0.5, eps=0.0, ddof=0, same_turn=True)
+  train.train(c, str(tmp_path))
+  groups, several = {}, 0
+  for r in records.read(tmp_path / 'trajectories'):
+    groups.setdefault(r.trajectory.question.id, []).append(r)
+  for group in groups.values():
+    turns = [by_turns(r) for r in group]
+    assert all(len(set(turn)) == 1 for row in turns for turn in row)
+    a, b = ([turn[0] for turn in row] for row in turns)
+    # Of two trajectories the better turn has z = 1, the other -1, equal ones
+    # 0; a second turn that only one has: 0. With gamma 1/2: z_0 + z_1 / 2.
+    z = [
+      (row[0] - 0.5 * row[1], row[1]) if len(row) > 1 else (row[0], 0)
+      for row in (a, b)
+    ]
+    for mine, other in zip(*z):
+      assert mine == -other and mine in (-1, 0, 1)
+    if min(len(a), len(b)) == 1:
+      assert z[0][1] == 0
+    several += len(a) == len(b) == 2 and z[0][1] != 0
+  assert several

@@ -95,3 +95,26 @@ async def shortness(groups, context):
       sum(int(s.ids.sum()) % 7 for s in t.segments if s.author == 'policy')
     ),
   )
+
+
+def first_turn(values, valid, group_ids, structure, *, scale: float):
+  """An advantage of one's own: scale (R - mean(R)) for first turns alone."""
+  from searchrl_jax.learn import advantages
+
+  x = scale * advantages.centred(values, valid, group_ids)
+  return structure.over_tokens(x[structure.row] * (structure.number == 0))
+
+
+first_turn.needs_group = True
+
+
+def unknown_array(values, valid, group_ids, masks):
+  """An advantage that takes what there is not."""
+
+
+def critic_without_fields(values, valid, group_ids, mask, critic):
+  """An advantage with a critic whose returns have no discount."""
+
+
+def too_few(values, valid):
+  """Not an advantage."""

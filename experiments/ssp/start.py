@@ -8,7 +8,7 @@ import math
 from ml_collections import ConfigDict
 
 from experiments.ssp.game import PROPOSER, SOLVER, role_config
-from searchrl_jax.learn import checks, dryrun
+from searchrl_jax.learn import checks, credit, dryrun
 from searchrl_jax.learn.checks import ConfigError
 from searchrl_jax.run import lookup
 
@@ -155,10 +155,10 @@ def check(config: ConfigDict) -> None:
         f'config.{field}={value!r}: self-play needs {needed!r} ({why})'
       )
   for advantage in (config.algorithm.advantage, s.algorithm.advantage):
-    if advantage == 'remax':
+    if 'greedy' in credit.needs(advantage):
       raise ConfigError(
-        "advantage='remax' compares with a greedy answer, which self-play does "
-        "not sample; use 'grpo', 'rloo', 'reinforce' or 'gae'"
+        f'advantage={advantage!r} compares with a greedy answer, which '
+        "self-play does not sample; use 'grpo', 'rloo', 'reinforce' or 'gae'"
       )
   learners = [role_config(config, SOLVER)]
   checks.check(learners[0])

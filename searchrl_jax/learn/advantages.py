@@ -1,5 +1,6 @@
-"""Advantages of flat rows, by name (`config.algorithm.advantage`).
+"""Advantages of flat rows (`config.algorithm.advantage`).
 
+A config names a function of this module, or any other by its dotted path.
 Every function takes
 
     values: float [B], or per-token values float [B, T], or B arrays (one for
@@ -19,10 +20,21 @@ and not cut into microbatches yet), then the fields of
       `batching.row_of` has them.
     critic: B float arrays [n]: at a loss token, the critic's value of what
       stands before it. Elsewhere anything, NaN included (`gae`).
+  structure: the `structure.Structure` of the rows: segments and their spans,
+    turns, passages, and labels to group turns by (`turn_normalised`).
 
 It returns float32 [B], which `batching` broadcasts over the loss tokens of a
-row, or B float32 arrays [n] where it has `mask`. NumPy in float64, so that
-the result does not depend on the device or on the order of the rows.
+row, or B float32 arrays [n]. NumPy in float64, so that the result does not
+depend on the device or on the order of the rows.
+
+What the config check has to know of a function are attributes of it:
+
+    needs_group = True: it compares a trajectory with others of its question;
+      with rollout.group = 1 it would give 0 for ever.
+    divides_by_spread = True: it divides by a deviation within a cell, which
+      would blow up the noise of a KL in the reward (`algorithm.kl`).
+
+`by_cell` compares values within the cells of any partition, groups or others.
 
 A function with `mask` takes values float [B], which the last loss token
 earns, or B arrays [n], one for each token. Its steps are the loss tokens
@@ -36,9 +48,12 @@ there, so a lone row is pushed by its raw reward: not kept). A group whose
 values are all equal gets exactly 0.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from searchrl_jax.learn import masked
+from searchrl_jax.learn.structure import Structure
 
 FUNCTIONS = (
   'grpo',
@@ -51,10 +66,8 @@ FUNCTIONS = (
   'lite_ppo',
   'remax',
   'gae',
+  'turn_normalised',
 )
-# Functions that compare a trajectory with others of its question: with
-# rollout.group = 1 they would give 0 for ever.
-NEEDS_GROUP = ('grpo', 'dr_grpo', 'rloo', 'reinforce_pp_baseline', 'lite_ppo')
 
 
 def returns(values) -> np.ndarray:
@@ -84,18 +97,51 @@ def _prepare(values, valid, group_ids):
   return np.where(valid, values, 0.0), valid, group_ids
 
 
-def _by_group(values, valid, group_ids, fn) -> np.ndarray:
-  """Applies fn to the valid values of each group with two or more of them."""
-  values, valid, group_ids = _prepare(values, valid, group_ids)
+def by_cell(values, valid, partition, fn: Callable) -> np.ndarray:
+  """Applies fn to the valid values of each cell of a partition.
+
+  Args:
+    values: float [N], of trajectories or of turns (see `returns`).
+    valid: bool [N]; the others are in no statistic and get 0.
+    partition: labels [N], or K kinds of them [K, N]: a cell is where all are
+      equal. `group_ids` is one; of turns, `[group_ids[structure.row],
+      structure.number]` is another.
+    fn: (s, v) -> float [n]. v are the values of a cell and s the same in
+      increasing order: a statistic of s does not depend on the order of rows.
+
+  Returns:
+    float64 [N]; 0 in a cell with one valid value, and where all are equal.
+  """
+  cells = np.asarray(partition)
+  if cells.ndim == 2:
+    cells = np.unique(cells, axis=1, return_inverse=True)[1].reshape(-1)
+  values, valid, cells = _prepare(values, valid, cells)
   out = np.zeros_like(values)
-  for g in np.unique(group_ids[valid]):
-    rows = np.flatnonzero(valid & (group_ids == g))
+  for cell in np.unique(cells[valid]):
+    rows = np.flatnonzero(valid & (cells == cell))
     v = values[rows]
     # Equal values differ from their own mean by rounding alone, which a
     # division by a tiny standard deviation would blow up.
     if len(rows) > 1 and v.max() > v.min():
       out[rows] = fn(np.sort(v), v)
   return out
+
+
+def centred(values, valid, partition) -> np.ndarray:
+  """x - mean(x) within the cells of a partition; see `by_cell`."""
+  return by_cell(values, valid, partition, lambda s, v: v - s.mean())
+
+
+def normalised(
+  values, valid, partition, *, eps: float, ddof: int
+) -> np.ndarray:
+  """(x - mean(x)) / (std(x) + eps) within the cells; see `by_cell`."""
+  return by_cell(
+    values,
+    valid,
+    partition,
+    lambda s, v: (v - s.mean()) / (s.std(ddof=ddof) + eps),
+  )
 
 
 def _compared(valid, group_ids) -> np.ndarray:
@@ -124,12 +170,9 @@ def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
   DeepSeekMath, arXiv 2402.03300, section 4.1.2 (no eps there). ddof=1, the
   unbiased standard deviation, and eps 1e-6 are Search-R1's and verl's.
   """
-  return _by_group(
-    values,
-    valid,
-    group_ids,
-    lambda s, v: (v - s.mean()) / (s.std(ddof=ddof) + eps),
-  ).astype(np.float32)
+  return normalised(values, valid, group_ids, eps=eps, ddof=ddof).astype(
+    np.float32
+  )
 
 
 def dr_grpo(values, valid, group_ids):
@@ -138,9 +181,7 @@ def dr_grpo(values, valid, group_ids):
   Dr. GRPO, arXiv 2503.20783, equation 3; goes with
   `aggregation = 'sequence_sum'`, which divides by a constant.
   """
-  return _by_group(values, valid, group_ids, lambda s, v: v - s.mean()).astype(
-    np.float32
-  )
+  return centred(values, valid, group_ids).astype(np.float32)
 
 
 def rloo(values, valid, group_ids):
@@ -148,7 +189,7 @@ def rloo(values, valid, group_ids):
 
   Leave-one-out, arXiv 2402.14740, section 3.3 (Kool et al., 2019).
   """
-  return _by_group(
+  return by_cell(
     values,
     valid,
     group_ids,
@@ -188,10 +229,10 @@ def reinforce_pp_baseline(values, valid, group_ids, *, eps: float, ddof: int):
   a short one. The mean of C over the batch is taken off too; it is 0 but for
   rounding. Rows without another of their question are in no statistic.
   """
-  centred = _by_group(values, valid, group_ids, lambda s, v: v - s.mean())
+  less_mean = centred(values, valid, group_ids)
   rows = _compared(valid, group_ids)
-  out = np.zeros(centred.shape, np.float32)
-  out[rows] = _whiten(centred[rows], eps, ddof)
+  out = np.zeros(less_mean.shape, np.float32)
+  out[rows] = _whiten(less_mean[rows], eps, ddof)
   return out
 
 
@@ -203,11 +244,11 @@ def lite_ppo(values, valid, group_ids, *, eps: float, ddof: int):
   deviation is that of the raw returns, not of the centred ones
   (`reinforce_pp_baseline`).
   """
-  centred = _by_group(values, valid, group_ids, lambda s, v: v - s.mean())
+  less_mean = centred(values, valid, group_ids)
   values, valid, _ = _prepare(values, valid, group_ids)
-  if not centred.any():
-    return centred.astype(np.float32)
-  return (centred / (_spread(values[valid], ddof) + eps)).astype(np.float32)
+  if not less_mean.any():
+    return less_mean.astype(np.float32)
+  return (less_mean / (_spread(values[valid], ddof) + eps)).astype(np.float32)
 
 
 def remax(values, valid, group_ids, greedy):
@@ -284,7 +325,7 @@ def _earned(value, mask, row: int) -> np.ndarray:
   value = np.asarray(value, np.float64)
   if not value.ndim:
     out = np.zeros(len(mask))
-    out[np.flatnonzero(mask)[-1]] = value
+    out[np.flatnonzero(mask)[-1:]] = value
     return out
   if value.shape != np.shape(mask):
     raise ValueError(
@@ -376,3 +417,63 @@ def gae(
   if whiten:
     return _whiten_tokens(rows, mask, valid, eps)
   return [x.astype(np.float32) for x in rows]
+
+
+def turn_normalised(
+  values,
+  valid,
+  group_ids,
+  mask,
+  structure: Structure,
+  *,
+  gamma: float,
+  eps: float,
+  ddof: int,
+  same_turn: bool,
+):
+  """A_k = sum of gamma^l z_(k+l), z = (r - mean(r)) / (std(r) + eps).
+
+  r_k is what turn k earned, z compares it with other turns of the question,
+  and each loss token of the turn gets A_k. With rewards given at segments, a
+  question whose trajectories all earn the same can have a gradient.
+
+  IGPO, arXiv 2510.14967: all turns of a group are normalised together, then
+  summed with a discount for each turn. Its reward (the gain in likelihood of
+  the golden answer) is not part of this. Its release normalises by position of
+  the token and cuts the sum at observations: not kept. What is in the loss of
+  an observation gets 0.
+
+  Args:
+    values, valid, group_ids, mask, structure: see the module.
+    gamma: discount for each turn.
+    eps, ddof: as in `grpo`.
+    same_turn: compare a turn only with those of its number, which IGPO does
+      not: a first search is then measured against first searches. A number
+      that one trajectory alone reaches gets z = 0.
+  """
+  _, valid, group_ids = _prepare(values, valid, group_ids)
+  earned = structure.totals(
+    [_earned(value, m, i) for i, (value, m) in enumerate(zip(values, mask))]
+  )
+  group = group_ids[structure.row]
+  z = normalised(
+    earned,
+    valid[structure.row],
+    [group, structure.number] if same_turn else group,
+    eps=eps,
+    ddof=ddof,
+  )
+  return structure.over_tokens(structure.discounted(z, gamma))
+
+
+for _fn in (
+  grpo,
+  dr_grpo,
+  rloo,
+  reinforce_pp_baseline,
+  lite_ppo,
+  turn_normalised,
+):
+  _fn.needs_group = True  # type: ignore[attr-defined]
+for _fn in (grpo, reinforce_pp_baseline, lite_ppo, turn_normalised):
+  _fn.divides_by_spread = True  # type: ignore[attr-defined]

@@ -33,12 +33,14 @@ def check(config: ConfigDict) -> None:
   """
   a, r = config.algorithm, config.rollout
   lookup.require(
-    a.advantage in advantages.FUNCTIONS,
+    a.advantage in advantages.FUNCTIONS or '.' in a.advantage,
     f'config.algorithm.advantage={a.advantage!r}: '
-    + lookup.near(a.advantage, advantages.FUNCTIONS),
+    f'{lookup.near(a.advantage, advantages.FUNCTIONS)} '
+    '(or the dotted path of a function of your own)',
   )
+  advantage = credit.function(a.advantage)
   lookup.require(
-    a.advantage not in advantages.NEEDS_GROUP or r.group >= 2,
+    not getattr(advantage, 'needs_group', False) or r.group >= 2,
     f'config.rollout.group={r.group}: advantage {a.advantage!r} compares '
     'trajectories of one question; use 2 or more',
   )
@@ -166,9 +168,11 @@ def _check_critic(config: ConfigDict) -> None:
 
 def _check_refill(config: ConfigDict) -> None:
   r, advantage = config.rollout, config.algorithm.advantage
+  # Seen token by token or turn by turn, equal returns can differ.
+  finer = {'mask', 'structure'}.intersection(credit.needs(advantage))
+  grouped = getattr(credit.function(advantage), 'needs_group', False)
   lookup.require(
-    advantage in advantages.NEEDS_GROUP
-    or not config.algorithm.drop_zero_variance,
+    grouped and not finer or not config.algorithm.drop_zero_variance,
     'config.algorithm.drop_zero_variance leaves out groups of equal rewards; '
     f'with advantage={advantage!r}, which has another baseline, they have a '
     'gradient: set it to False',
@@ -190,15 +194,18 @@ def _check_refill(config: ConfigDict) -> None:
 
 
 def _check_advantage(a: ConfigDict) -> None:
+  fn = credit.function(a.advantage)
   lookup.require_fields(
-    'config.algorithm.advantage_kw',
-    getattr(advantages, a.advantage),
-    a.advantage_kw,
-    ConfigError,
+    'config.algorithm.advantage_kw', fn, a.advantage_kw, ConfigError
   )
   lookup.require(
-    a.kl != 'reward'
-    or a.advantage not in ('grpo', 'lite_ppo', 'reinforce_pp_baseline'),
+    'critic' not in credit.needs(a.advantage)
+    or {'gamma', 'lam'} <= lookup.fields(fn).keys(),
+    f'config.algorithm.advantage={a.advantage!r} takes a critic: give it the '
+    'fields gamma and lam, of the returns that the critic learns',
+  )
+  lookup.require(
+    a.kl != 'reward' or not getattr(fn, 'divides_by_spread', False),
     f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
     'divides by a spread of rewards: where all earn the same, the noise '
     "of the KL estimate would become advantages of full size. Use kl='loss' "

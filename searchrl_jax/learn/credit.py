@@ -5,23 +5,48 @@ those of tokens (they take `mask`) see what each token earned. A KL in the
 reward goes the same way: summed over a trajectory, or token by token.
 """
 
-from collections.abc import Sequence
-import inspect
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from searchrl_jax.learn import advantages, batching, losses
+from searchrl_jax.learn import advantages, batching, losses, structure
 from searchrl_jax.learn.batching import StepBatch
 from searchrl_jax.rewards import core as rewards
+from searchrl_jax.run import lookup
 
-ARRAYS = ('greedy', 'mask', 'critic')
+# What an advantage function may take besides values, valid and group_ids.
+ARRAYS = ('greedy', 'mask', 'critic', 'structure')
+
+
+def function(name: str) -> Callable:
+  """The advantage function of this name or dotted path.
+
+  Raises:
+    ConfigError: there is none, or it takes what there is not.
+  """
+  where = f'config.algorithm.advantage={name!r}'
+  try:
+    fn = lookup.function('searchrl_jax.learn', name, 'advantages')
+  except ValueError as e:
+    raise lookup.ConfigError(f'{where}: {e}') from e
+  taken = lookup.inputs(fn)
+  lookup.require(
+    len(taken) >= 3,
+    f'{where} takes {taken}: it needs values, valid and group_ids, in order',
+  )
+  for other in taken[3:]:
+    lookup.require(
+      other in ARRAYS,
+      f'{where} takes {other!r}: {lookup.near(other, ARRAYS)} (a field of '
+      'config.algorithm.advantage_kw is keyword-only: it stands after *)',
+    )
+  return fn
 
 
 def needs(name: str) -> tuple[str, ...]:
   """Which of ARRAYS the advantage function of this name takes, in order."""
-  parameters = inspect.signature(getattr(advantages, name)).parameters
-  return tuple(p for p in parameters if p in ARRAYS)
+  return lookup.inputs(function(name))[3:]
 
 
 class Credit(NamedTuple):
@@ -63,10 +88,12 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   elif penalty is not None:
     earned = earned - a.kl_coef * np.array([kl.sum() for kl in penalty])
   arrays = {'mask': masks, 'greedy': greedy}
+  if 'structure' in taken:
+    arrays['structure'] = structure.of(batch.trajectories, masks)
   if values is not None:
     arrays['critic'] = batching.rows(minibatches, values, masks)
   # What is left out of the batch is in no statistic: its KL is not known.
-  found = getattr(advantages, a.advantage)(
+  found = function(a.advantage)(
     earned,
     batch.kept,
     batch.group_ids,

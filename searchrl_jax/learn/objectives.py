@@ -63,8 +63,7 @@ def policy(config) -> Objective:
     f'config.algorithm.clip_dual={a.clip_dual}: above 1 (3 is usual), or 0 '
     'for none',
   )
-  name = a.loss if '.' in a.loss else f'losses.{a.loss}'
-  fn = lookup.function('searchrl_jax.learn', name)
+  fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
   needs_old = a.minibatches * a.epochs > 1
   kw = losses.fields(fn, a)
   for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):

@@ -52,9 +52,13 @@ def module(package: str, name: str) -> Any:
     raise
 
 
-def function(package: str, name: str) -> Any:
-  """Finds 'module.function' below `package` (or a full dotted path)."""
+def function(package: str, name: str, home: str = '') -> Any:
+  """Finds 'module.function' below `package` (or a full dotted path).
+
+  home: the module of a name without a dot, if such names are allowed.
+  """
   mod_name, _, attr = name.rpartition('.')
+  mod_name = mod_name or home
   if not mod_name:
     raise ValueError(
       f'{name!r} must be "module.function" (module of {package}, or a '
@@ -73,6 +77,16 @@ def fields(fn: Callable) -> dict[str, inspect.Parameter]:
   """The keyword-only parameters of a function: fields of its config."""
   parameters = inspect.signature(fn).parameters.values()
   return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def inputs(fn: Callable) -> tuple[str, ...]:
+  """The positional parameters of a function: what it is handed at a call."""
+  kinds = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+  )
+  parameters = inspect.signature(fn).parameters.values()
+  return tuple(p.name for p in parameters if p.kind in kinds)
 
 
 def require_fields(

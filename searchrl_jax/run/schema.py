@@ -198,9 +198,9 @@ def base() -> ConfigDict:
   c.judge.max_failed = 0.2  # fraction of missing verdicts that stops
 
   c.algorithm = ConfigDict()
-  c.algorithm.advantage = 'grpo'  # a function in advantages.py
+  c.algorithm.advantage = 'grpo'  # in advantages.py, or a dotted path
   c.algorithm.advantage_kw = ConfigDict()  # that function's own fields
-  c.algorithm.loss = 'clip'  # a function in losses.py
+  c.algorithm.loss = 'clip'  # in losses.py, or a dotted path
   c.algorithm.clip_low = 0.2
   c.algorithm.clip_high = 0.2
   c.algorithm.clip_dual = 0.0  # largest ratio where advantages are negative

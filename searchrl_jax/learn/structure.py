@@ -1,0 +1,212 @@
+"""What advantages can tell apart within trajectories: spans and turns.
+
+A turn is what the policy (or a teacher in its place) writes between two
+responses of the environment. A trajectory's turns are numbered 0, 1, ...; those
+that have a loss token are listed for the whole batch, N in all, by trajectory
+and number. Values of turns are float [N]:
+
+    x = structure.totals(values)  # what each turn earned
+    cells = [group_ids[structure.row], structure.labels('anchor')]
+    x = advantages.normalised(x, valid[structure.row], cells, eps=..., ddof=...)
+    return structure.over_tokens(structure.discounted(x, gamma))
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+import dataclasses
+import itertools
+
+import numpy as np
+
+from searchrl_jax.run import lookup
+from searchrl_jax.types import SearchResult, Segment, Trajectory
+
+ACTORS = ('policy', 'teacher')  # authors of turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+  """A segment that the trainer sees: tokens start <= t < end of its row."""
+
+  start: int
+  end: int
+  turn: int  # that it is part of, or follows; -1 before the first turn
+  segment: Segment
+  # Of an observation: ids of the passages that the search found, in order. A
+  # cut observation does not show all of them.
+  passages: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+  """The spans of B trajectories and their N turns; see `of`."""
+
+  trajectories: Sequence[Trajectory]  # B: question, role, meta, searches
+  spans: Sequence[tuple[Span, ...]]  # of each trajectory
+  row: np.ndarray  # int [N]: the trajectory of a turn, increasing
+  number: np.ndarray  # int [N]: of the turn within its trajectory
+  start: np.ndarray  # int [N]: its first loss token
+  turns: Sequence[np.ndarray]  # B int [n]: index (< N) at loss tokens, else -1
+
+  def totals(self, values: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [N]: what each turn earned, from values of tokens, B arrays [n].
+
+    What is given between two turns is earned by the earlier one; what is given
+    before the first one counts for nothing.
+    """
+    bounds = np.searchsorted(self.row, np.arange(1, len(self.spans)))
+    return np.concatenate(
+      [
+        np.zeros(0),
+        *(
+          np.add.reduceat(np.asarray(value, np.float64), at)
+          for value, at in zip(values, np.split(self.start, bounds))
+          if len(at)
+        ),
+      ]
+    )
+
+  def discounted(self, values: np.ndarray, gamma: float) -> np.ndarray:
+    """float64 [N]: x_k + gamma x_(k+1) + ... over a trajectory's turns."""
+    out = np.array(values, np.float64)
+    for i in reversed(range(len(out) - 1)):
+      if self.row[i] == self.row[i + 1]:
+        out[i] += gamma * out[i + 1]
+    return out
+
+  def over_tokens(self, values: np.ndarray) -> list[np.ndarray]:
+    """B float32 arrays [n]: at a loss token its turn's value, else 0."""
+    padded = np.append(values, 0.0).astype(np.float32)
+    return [padded[turn] for turn in self.turns]
+
+  def labels(self, name: str) -> np.ndarray:
+    """int [N]: equal for turns that are alike, to be crossed with the group.
+
+    Args:
+      name: 'role' of the trajectory; 'anchor', what the turn follows (GiGPO,
+        arXiv 2505.10978, groups by it): the kinds of the environment's
+        segments and the set of passages found there, compared exactly, where
+        the paper's search variant compares texts; or a name in
+        `Trajectory.meta`, where a sampler has put a label, or a list with one
+        for each turn (a tree, its nodes). Failed trajectories need none.
+
+    Raises:
+      ValueError: a trajectory lacks the label, or has not one for each turn.
+    """
+    return _numbered(
+      self._label(name, row, number)
+      for row, number in zip(self.row.tolist(), self.number.tolist())
+    )
+
+  def _label(self, name: str, row: int, number: int) -> Hashable:
+    trajectory, spans = self.trajectories[row], self.spans[row]
+    if name == 'role':
+      return trajectory.role
+    if name == 'anchor':
+      read = [
+        s
+        for s in spans
+        if s.turn == number - 1 and s.segment.author == 'environment'
+      ]
+      kinds = tuple(s.segment.kind for s in read)
+      found = frozenset(p for s in read for p in s.passages)
+      return number > 0, kinds, found
+    label = trajectory.meta.get(name)
+    if trajectory.failed:  # in no statistic
+      return None
+    lookup.require(
+      label is not None,
+      f'trajectory {trajectory.id} has no meta[{name!r}] to group turns by; '
+      "the sampler has to set it (there are 'role' and 'anchor' besides)",
+      ValueError,
+    )
+    if not isinstance(label, (list, tuple)):
+      return label
+    turns = spans[-1].turn + 1
+    lookup.require(
+      len(label) == turns,
+      f'trajectory {trajectory.id}: meta[{name!r}] has {len(label)} labels '
+      f'for {turns} turns',
+      ValueError,
+    )
+    return label[number]
+
+
+def of(
+  trajectories: Sequence[Trajectory], masks: Sequence[np.ndarray]
+) -> Structure:
+  """The structure of B trajectories.
+
+  Args:
+    trajectories: in the order of the rows.
+    masks: B bool arrays [n], their loss tokens (`batching.masks`).
+
+  Raises:
+    ValueError: observations and searches of a trajectory do not match.
+  """
+  spans = [spans_of(t) for t in trajectories]
+  listed, turns, n = [np.zeros((3, 0), int)], [], 0
+  for i, (found, mask) in enumerate(zip(spans, masks, strict=True)):
+    number = np.repeat(
+      [s.turn if s.segment.author in ACTORS else -1 for s in found],
+      [s.end - s.start for s in found],
+    )
+    at = np.flatnonzero(mask & (number >= 0))
+    present, first, index = np.unique(
+      number[at], return_index=True, return_inverse=True
+    )
+    listed.append(np.stack([np.full(len(first), i), present, at[first]]))
+    turn = np.full(len(mask), -1)
+    turn[at] = n + index
+    turns.append(turn)
+    n += len(first)
+  row, numbers, start = np.concatenate(listed, axis=1)
+  return Structure(trajectories, spans, row, numbers, start, turns)
+
+
+def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
+  """The spans of the segments that the trainer sees.
+
+  Raises:
+    ValueError: it has observations that no search of it explains.
+  """
+  found = [
+    tuple(
+      p.id for r in results if isinstance(r, SearchResult) for p in r.passages
+    )
+    for _, results in itertools.groupby(
+      trajectory.searches, key=lambda r: r.request.turn
+    )
+  ]
+  # The last search may have none: it failed, or there was no room.
+  here, all_ = (
+    sum(map(_observes, x)) for x in (trajectory.trained, trajectory.segments)
+  )
+  lookup.require(
+    here == all_ <= len(found),
+    f'trajectory {trajectory.id} trains on {here} of {all_} observations, and '
+    f'{len(found)} of its turns have searches: which passages an observation '
+    'shows is unknown',
+    ValueError,
+  )
+  passages, out = iter(found), []
+  at, turn, answered = 0, -1, True
+  for s in trajectory.trained:
+    if s.author in ACTORS:
+      turn += answered
+      answered = False
+    elif s.author == 'environment':
+      answered = True
+    ids = next(passages) if _observes(s) else ()
+    out.append(Span(at, at + len(s.ids), turn, s, ids))
+    at += len(s.ids)
+  return tuple(out)
+
+
+def _observes(segment: Segment) -> bool:
+  return (segment.author, segment.kind) == ('environment', 'information')
+
+
+def _numbered(labels: Iterable[Hashable]) -> np.ndarray:
+  """int [N]: 0, 1, ... in the order in which labels first appear."""
+  seen: dict[Hashable, int] = {}
+  return np.array([seen.setdefault(x, len(seen)) for x in labels], int)
