@@ -31,7 +31,7 @@ from searchrl_jax.evaluators import ledger, passk
 from searchrl_jax.learn import checks, scoring
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import build, command, lookup, records
+from searchrl_jax.run import build, command, lookup, records, schema
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
 from searchrl_jax.sources.core import SourceError
@@ -193,6 +193,7 @@ def evaluate(
     with_controls: also evaluate the controls; see `evaluators`.
     manifest: a manifest.json, to use exactly its questions and corpus.
   """
+  schema.check(config)
   checks.check_engine(config)
   passk.check(config)
   folder = pathlib.Path(out)

@@ -23,7 +23,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import batching, checks
 from searchrl_jax.learn.learner import Learner, own_optim
-from searchrl_jax.run import build, command, lookup
+from searchrl_jax.run import build, command, lookup, schema
 from searchrl_jax.run.session import Session
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
@@ -273,6 +273,7 @@ def check(config) -> None:
   Raises:
     ConfigError: names the field and the fix.
   """
+  schema.check(config)
   checks.check_engine(config)
   lookup.require(
     config.source.module != simulated.SIMULATED,
@@ -281,7 +282,7 @@ def check(config) -> None:
   )
   c = config.sft
   lookup.require(
-    c.warmup >= 0 and (c.schedule == 'constant' or c.warmup < c.steps),
+    c.schedule == 'constant' or c.warmup < c.steps,
     f'config.sft.warmup={c.warmup} updates must be fewer than '
     f'config.sft.steps={c.steps}',
   )

@@ -286,11 +286,7 @@ def test_errors():
   'field, value, message',
   [
     ('env.max_tokens', 33, 'env.max_tokens=33 exceeds'),
-    ('batch.lengths', (16, 8, 32), 'increasing'),
-    ('batch.loss_fraction', 0.0, 'a share'),
-    ('batch.tokens', 0, 'config.batch.tokens=0'),
     ('algorithm.minibatches', 33, 'between 1 and'),
-    ('algorithm.epochs', 0, 'config.algorithm.epochs=0'),
   ],
 )
 def test_check(field, value, message):

@@ -15,8 +15,8 @@ from tests.conftest import ROOT
 # Dependency order: each file imports only files above it (design 3).
 ORDER = (
   'types',
-  'run.schema',
   'run.lookup',
+  'run.schema',
   'learn.masked',
   'rewards.scores',
   'rewards.equivalence',

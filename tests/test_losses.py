@@ -79,7 +79,7 @@ def reference(
 
 @pytest.mark.parametrize('ratio', losses.RATIOS)
 @pytest.mark.parametrize('tis', losses.TIS)
-@pytest.mark.parametrize('beyond', losses.BEYOND)
+@pytest.mark.parametrize('beyond', ['cap', 'mask'])
 @pytest.mark.parametrize('dual', [0.0, 1.4])
 def test_clip_equals_the_reference(ratio, tis, beyond, dual):
   kw = KW | dict(ratio=ratio, tis=tis, tis_beyond=beyond, clip_dual=dual)

@@ -105,7 +105,6 @@ def test_freeze():
     (dict(freeze='nothing'), 'matches no parameter; there are: embed'),
     (dict(freeze='.'), 'matches every parameter'),
     (dict(freeze='('), 'is no regex'),
-    (dict(schedule='step'), 'there are: constant, linear, cosine'),
     (dict(schedule='cosine', warmup=10), 'must be fewer'),
   ],
 )

@@ -405,7 +405,7 @@ def test_errors():
     u.put(full)
   with pytest.raises(ValueError, match='temperature=0'):
     updater(c, temperature=0.0)
-  for field, value in (('clip_low', -0.1), ('tis_cap', 0.0), ('loss', 'clap')):
+  for field, value in (('tis_cap', 0.0), ('loss', 'clap')):
     with pytest.raises(ValueError, match=field if field != 'loss' else 'clap'):
       objectives.policy(config(**{f'algorithm.{field}': value}))
   with pytest.raises(ValueError, match='horizon'):

@@ -17,8 +17,6 @@ from searchrl_jax.evaluators import answer
 from searchrl_jax.rewards import equivalence, scores
 from searchrl_jax.run import lookup
 
-BEST_OF = ('', 'certainty')
-
 
 def check(config: ConfigDict, training: bool = False) -> None:
   """Checks config.eval, before any model is loaded.
@@ -31,20 +29,12 @@ def check(config: ConfigDict, training: bool = False) -> None:
     ValueError: names the field, its value and the fix.
   """
   e = config.eval
-  for field, least in dict(
-    n=1, bootstrap=1, questions=0, temperature=0
-  ).items():
-    lookup.require(
-      e[field] >= least,
-      f'config.eval.{field}={e[field]}: at least {least} is needed',
-    )
   if e.match != equivalence.TEXT:
     equivalence.function(e.match)
   chosen = f'config.eval.best_of is {e.best_of!r}'
   drawn = [f'config.eval.k holds {k}' for k in e.k if k > 1]
   drawn += [chosen] if e.best_of else []
   for good, message in (
-    (0 < e.top_p <= 1, f'config.eval.top_p={e.top_p}: above 0, at most 1'),
     *(
       (
         1 <= k <= e.n,
@@ -52,10 +42,6 @@ def check(config: ConfigDict, training: bool = False) -> None:
         f'(it is {e.n})',
       )
       for k in e.k
-    ),
-    (
-      e.best_of in BEST_OF,
-      f'config.eval.best_of={e.best_of!r}: {lookup.near(e.best_of, BEST_OF)}',
     ),
     (
       not e.best_of or e.n >= 2,

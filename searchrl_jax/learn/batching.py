@@ -27,38 +27,22 @@ def check(config) -> None:
   """Refuses sizes that cannot hold every trajectory, before anything loads.
 
   Raises:
-    ValueError: names the field and the mend.
+    ValueError: names the field and the fix.
   """
   b = config.batch
   lengths = tuple(b.lengths)
-  lookup.require(
-    lengths and list(lengths) == sorted(set(lengths)) and lengths[0] >= 2,
-    f'config.batch.lengths={lengths}: increasing lengths in tokens, each '
-    'at least 2',
-  )
   lookup.require(
     config.env.max_tokens <= lengths[-1],
     f'config.env.max_tokens={config.env.max_tokens} exceeds the last of '
     f'config.batch.lengths={lengths}: a trajectory might fit no bucket; '
     'raise the last length or lower env.max_tokens',
   )
-  lookup.require(
-    0 < b.loss_fraction <= 1,
-    f'config.batch.loss_fraction={b.loss_fraction}: a share in (0, 1]',
-  )
-  for name in ('tokens', 'head_chunk'):
-    lookup.require(
-      b[name] >= 1, f'config.batch.{name}={b[name]}: at least 1 token'
-    )
   a = config.algorithm
   lookup.require(
     1 <= a.minibatches <= config.rollout.questions,
     f'config.algorithm.minibatches={a.minibatches}: between 1 and '
     f'config.rollout.questions={config.rollout.questions}, as the group of '
     'a question is never split',
-  )
-  lookup.require(
-    a.epochs >= 1, f'config.algorithm.epochs={a.epochs}: at least 1'
   )
 
 

@@ -1,4 +1,4 @@
-"""What a config cannot be, found before any model loads."""
+"""Checks of a config that run before any model loads."""
 
 from collections.abc import Sequence
 import functools
@@ -18,7 +18,7 @@ from searchrl_jax.learn import (
   optim,
 )
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, schema
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text.env import SearchEnv
@@ -29,8 +29,9 @@ def check(config: ConfigDict) -> None:
   """Cross-checks fields of a training config, before anything loads.
 
   Raises:
-    ConfigError: names the first field that cannot work, and the mend.
+    ConfigError: names the first invalid field and the fix.
   """
+  schema.check(config)
   a, r = config.algorithm, config.rollout
   lookup.require(
     a.advantage in advantages.FUNCTIONS or '.' in a.advantage,
@@ -49,9 +50,6 @@ def check(config: ConfigDict) -> None:
     f'config.algorithm.loss={a.loss!r}: {lookup.near(a.loss, losses.LOSSES)} '
     '(or the dotted path of a function of your own)',
   )
-  lookup.require(
-    config.optim.lr > 0, f'config.optim.lr={config.optim.lr}: above 0'
-  )
   batching.check(config)
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
@@ -64,18 +62,6 @@ def check(config: ConfigDict) -> None:
     f'config.rollout.temperature={r.temperature}: greedy rollouts of a group '
     'are all equal and teach nothing; use a temperature above 0',
   )
-  for name, known in (
-    ('kl', losses.KL_PLACES),
-    ('tis', losses.TIS),
-    ('ratio', losses.RATIOS),
-    ('aggregation', losses.AGGREGATIONS),
-    ('kl_estimator', losses.ESTIMATORS),
-    ('tis_beyond', losses.BEYOND),
-  ):
-    lookup.require(
-      a[name] in known,
-      f'config.algorithm.{name}={a[name]!r}: {lookup.near(a[name], known)}',
-    )
   objectives.policy(config)
   _check_advantage(a)
   _check_critic(config)
@@ -92,11 +78,6 @@ def check(config: ConfigDict) -> None:
   )
   check_engine(config)
   passk.check(config, training=True)
-  lookup.require(
-    r.max_staleness >= 0 and r.mismatch_alarm >= 0,
-    f'config.rollout.max_staleness={r.max_staleness}, mismatch_alarm='
-    f'{r.mismatch_alarm}: 0 or more',
-  )
   lookup.require(
     not (r.max_staleness and config.engine.sleep),
     f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'
@@ -178,9 +159,6 @@ def _check_refill(config: ConfigDict) -> None:
     'gradient: set it to False',
   )
   lookup.require(
-    r.refill >= 0, f'config.rollout.refill={r.refill}: rounds, 0 or more'
-  )
-  lookup.require(
     not r.refill or config.algorithm.drop_zero_variance,
     f'config.rollout.refill={r.refill} fills up for groups of equal rewards, '
     'which config.algorithm.drop_zero_variance=False keeps; set it to True',
@@ -246,7 +224,11 @@ def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
 
 
 def check_engine(config: ConfigDict) -> None:
-  """What evaluation needs as well."""
+  """What a warm start and an evaluation need as well.
+
+  Raises:
+    ConfigError: names the field and the fix.
+  """
   # A run folder keeps the config of its first start: wrong names must not
   # get so far.
   sources = functools.partial(lookup.module, 'searchrl_jax.sources')

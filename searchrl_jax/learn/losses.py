@@ -16,18 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax.run import lookup
+from searchrl_jax.run.schema import CHOICES
 
 # exp() of a log-ratio beyond this would overflow or drown every other token;
 # verl clamps at the same place.
 MAX_LOG_RATIO = 20.0
 
 LOSSES = ('clip', 'cispo', 'reinforce')
-AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
-RATIOS = ('token', 'sequence', 'product')
-TIS = ('none', 'token', 'sequence')
-BEYOND = ('cap', 'mask')
-KL_PLACES = ('none', 'loss', 'reward')
-ESTIMATORS = ('k1', 'k2', 'k3')
+AGGREGATIONS = CHOICES['algorithm.aggregation']
+RATIOS = CHOICES['algorithm.ratio']
+TIS = CHOICES['algorithm.tis']
 
 
 def _exp(x):
@@ -141,7 +139,7 @@ def importance_weights(
   truncated, on every token of it. No gradient passes through.
 
   beyond='cap': min(w, cap). beyond='mask': 0 outside [floor, cap], so that
-  what the policy of now would hardly write is not learned from at all (as
+  tokens that the current policy would hardly write are not learned from (as
   IcePop does, Ling team, "Every step evolves", arXiv 2510.18855); the divisor
   of the loss stays.
 

@@ -40,7 +40,7 @@ def policy(config) -> Objective:
   policy's own: old_logps need not be scored.
 
   Raises:
-    ValueError: an algorithm field that cannot work; names it and the mend.
+    ValueError: an algorithm field that cannot work; names it and the fix.
   """
   a = config.algorithm
   losses.denominator([], a.aggregation, a.horizon)
@@ -49,19 +49,9 @@ def policy(config) -> Objective:
     f'config.algorithm.tis_cap={a.tis_cap}: above 0',
   )
   lookup.require(
-    not a.tis_floor or (a.tis_beyond == 'mask' and 0 < a.tis_floor <= 1),
-    f'config.algorithm.tis_floor={a.tis_floor}: in [0, 1], and above 0 only '
-    f"with tis_beyond='mask' (it is {a.tis_beyond!r})",
-  )
-  lookup.require(
-    min(a.clip_low, a.clip_high) >= 0 and a.clip_low <= 1,
-    f'config.algorithm.clip_low={a.clip_low}, clip_high={a.clip_high}: '
-    'distances from 1, not negative, clip_low at most 1',
-  )
-  lookup.require(
-    not a.clip_dual or a.clip_dual > 1,
-    f'config.algorithm.clip_dual={a.clip_dual}: above 1 (3 is usual), or 0 '
-    'for none',
+    not a.tis_floor or a.tis_beyond == 'mask',
+    f'config.algorithm.tis_floor={a.tis_floor}: above 0 only with '
+    f"tis_beyond='mask' (it is {a.tis_beyond!r})",
   )
   fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
   needs_old = a.minibatches * a.epochs > 1
@@ -120,16 +110,8 @@ def supervised(aggregation: str = 'token') -> Objective:
 
 
 def value(config) -> Objective:
-  """The critic's clipped squared error (`losses.value`), a mean over tokens.
-
-  Raises:
-    ValueError: config.critic.clip is negative.
-  """
+  """The critic's clipped squared error (`losses.value`), a mean over tokens."""
   clip = config.critic.clip
-  lookup.require(
-    clip >= 0,
-    f'config.critic.clip={clip}: a distance, in units of the return; 0 = none',
-  )
 
   def objective(values, entropy, arrays):
     del entropy

@@ -2,12 +2,74 @@
 
 A recipe starts from `base()` and changes fields. Nothing in the library has
 a default of its own (design 5.11): what a run did is what its config says.
+`check` knows which values each field may have; rules that relate several fields
+are in `learn/checks.py` and beside the code that they protect.
 """
 
 import ast
 import difflib
+import operator
 
 from ml_collections import ConfigDict
+
+from searchrl_jax.run import lookup
+
+CHOICES = {
+  'model.remat': ('none', 'block', 'dots'),
+  'model.attention': ('auto', 'xla', 'cudnn'),
+  'data.prompt': ('template', 'as_is'),
+  'env.information': ('source', 'policy'),
+  'env.answer': ('tags', 'boxed'),
+  'env.search_when': ('always', 'entropy'),
+  'algorithm.ratio': ('token', 'sequence', 'product'),
+  'algorithm.aggregation': ('token', 'sequence', 'sequence_sum'),
+  'algorithm.kl': ('none', 'loss', 'reward'),
+  'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
+  'algorithm.tis': ('none', 'token', 'sequence'),
+  'algorithm.tis_beyond': ('cap', 'mask'),
+  **{
+    f'{part}.schedule': ('constant', 'linear', 'cosine')
+    for part in ('critic', 'optim', 'sft')
+  },
+  'eval.best_of': ('', 'certainty'),
+  'log.wandb': ('disabled', 'offline', 'online'),
+}
+
+# (fields, whether a value is allowed, which are)
+RANGES = (
+  (
+    'source.k source.attempts rollout.questions rollout.group '
+    'rollout.search_attempts batch.tokens batch.head_chunk algorithm.epochs '
+    'engine.slots engine.chunk engine.prefill_rows engine.attempts '
+    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap',
+    lambda x: x >= 1,
+    'at least 1',
+  ),
+  (
+    'env.max_turns rollout.concurrency rollout.refill rollout.max_staleness '
+    'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
+    'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
+    'train.seconds sft.seconds log.trajectories_every',
+    lambda x: x >= 0,
+    'at least 0',
+  ),
+  ('env.real_searches', lambda x: x >= -1, 'a number, or -1 for all'),
+  ('optim.lr sft.lr source.timeout', lambda x: x > 0, 'above 0'),
+  (
+    'eval.top_p batch.loss_fraction',
+    lambda x: 0 < x <= 1,
+    'above 0, at most 1',
+  ),
+  ('rollout.max_failed algorithm.tis_floor', lambda x: 0 <= x <= 1, '0 to 1'),
+  ('algorithm.clip_dual', lambda x: not x or x > 1, 'above 1, or 0 for none'),
+  ('algorithm.clip_low', lambda x: 0 <= x <= 1, 'a distance from 1, 0 to 1'),
+  ('algorithm.clip_high', lambda x: x >= 0, 'a distance from 1, at least 0'),
+  (
+    'batch.lengths',
+    lambda x: x and list(x) == sorted(set(x)) and x[0] >= 2,
+    'increasing lengths in tokens, each at least 2',
+  ),
+)
 
 
 def parse_arg(arg: str | None, **known):
@@ -296,3 +358,21 @@ def base() -> ConfigDict:
   # Evaluations, and what an error leaves, are written in any case.
   c.log.trajectories_every = 1
   return c
+
+
+def check(config: ConfigDict) -> None:
+  """Refuses values that a field cannot have, whatever the others are.
+
+  Raises:
+    ConfigError: names the field, its value and what is allowed.
+  """
+  for field, choices in CHOICES.items():
+    value = operator.attrgetter(field)(config)
+    lookup.require(
+      value in choices,
+      f'config.{field}={value!r}: {lookup.near(str(value), choices)}',
+    )
+  for fields, allowed, what in RANGES:
+    for field in fields.split():
+      value = operator.attrgetter(field)(config)
+      lookup.require(allowed(value), f'config.{field}={value}: {what}')
