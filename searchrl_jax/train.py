@@ -5,8 +5,7 @@
   python -m searchrl_jax.train --config=configs/quickstart.py --workdir=runs/x
 
 The same command again continues where the run stopped. Another scheme
-(self-play, tree search) forks this file under experiments/; it does not add
-flags to it.
+(self-play) forks this file under experiments/; it does not add flags to it.
 """
 
 from collections.abc import Callable

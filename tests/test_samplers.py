@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.engines.core import EngineError
+from searchrl_jax.engines.jax import device
 from searchrl_jax.learn import batching
 from searchrl_jax.rollout import chains, core
 from searchrl_jax.run import schema
@@ -57,9 +58,8 @@ def start(questions=QUESTIONS, *, engine, source=None, env=None, **kw):
     engine=engine,
     source=source or FakeSource(),
     seed=0,
-    step=5,
     score=length,
-    **kw,
+    **dict(step=5) | kw,
   )
 
 
@@ -236,8 +236,8 @@ def test_recorded_logps_are_the_engines(name):
         checked += len(part)
   assert checked > 100 and max(t.turns for t in found.groups[0]) == 3
   assert stats['recomputed_tokens'] == 0
-  # Another schedule: evicted handles, another number of them at a time.
-  other, *_ = run(slots=2, chunk=3)
+  # Another schedule: they come and go at other times.
+  other, *_ = run(chunk=3)
   assert seen(other.groups) == seen(found.groups)
 
 
@@ -332,13 +332,14 @@ def test_the_root_branch_has_the_stream_of_a_chain():
 
 
 def turns(t):
-  """(ids, log-probs) that the policy wrote in each turn of a trajectory."""
+  """(ids, log-probs, versions) of what the policy wrote in each turn."""
   parts, last = [], ''
   for s in t.segments:
     if s.author == 'policy':
       if last != 'policy':
         parts.append([])
-      parts[-1].append((s.ids.tobytes(), s.logps.tobytes()))
+      columns = s.ids, s.logps, s.versions
+      parts[-1].append(tuple(x.tobytes() for x in columns))
     last = s.author
   return [tuple(p) for p in parts]
 
@@ -419,6 +420,45 @@ class Counting(FakeEngine):
     found = super()._new(ids)
     self.most = max(self.most, len(self.handles))
     return found
+
+
+@pytest.mark.parametrize('paused', [0, 4])
+def test_trees_of_two_steps_end_in_the_memory_that_there_is(
+  paused, monkeypatch
+):
+  """Steps that are under way at a time share slots and host memory."""
+  monkeypatch.setattr(device, 'PIECE', 16)
+  cfg = dataclasses.replace(CFG, vocab_size=257)
+  env = make_env(max_turns=2, max_turn_tokens=9, max_tokens=112)
+  budget = (paused * 112 + 128) * device.bytes_per_token(cfg)
+
+  def run(**fields):
+    options = dict(slots=2, max_len=128, prefill_rows=2) | fields
+    engine = make_engine(cfg=cfg, tokenizer=ByteTokenizer(), **options)
+
+    async def main():
+      steps = [
+        start(
+          QUESTIONS[n : n + 3],
+          engine=engine,
+          env=env,
+          config=config('tree', max_staleness=1),
+          step=n,
+        )
+        for n in (0, 1)
+      ]
+      return await asyncio.wait_for(asyncio.gather(*steps), 120)
+
+    return engine, [seen(x.groups) for x in asyncio.run(main())]
+
+  engine, found = run(host_gib=budget / 2**30)
+  assert engine.capacity(112) == 2 + paused
+  stats = engine.stats()
+  assert stats['evictions'] > 0 and stats['recomputed_tokens'] == 0
+  # Without room for one tree, one grows all the same.
+  assert stats['host_bytes'] <= budget or not paused
+  assert engine._table._sizes == {} and engine._table._paused == 0
+  assert found == run()[1]  # 1 GiB
 
 
 def test_turns_before_a_failed_search_may_be_expanded():

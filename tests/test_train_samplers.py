@@ -3,6 +3,7 @@
 import os
 import signal
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from searchrl_jax import train
 from searchrl_jax.run import build, records, signals
 from searchrl_jax.run.lookup import ConfigError
 from tests import tiny
+from tests.test_samplers import turns
 from tests.test_train import lines
 from tests.test_train_algorithms import saved
 
@@ -44,8 +46,6 @@ def sampled(folder):
 
 def same(c, one, two):
   a, b = saved(c, one), saved(c, two)
-  import jax
-
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_array_equal(x, y)
   assert sampled(one) == sampled(two)
@@ -80,8 +80,6 @@ def test_trees_train_with_grpo(tree):
   assert generations == len(nodes) < sum(r.trajectory.turns for r in kept)
   fresh = build.parameters(c, *_model(c, folder))
   learnt = saved(c, folder)['state']['params']
-  import jax
-
   changed = jax.tree.map(lambda a, b: bool((a != b).any()), fresh, learnt)
   assert any(jax.tree.leaves(changed))
 
@@ -130,22 +128,18 @@ def test_trees_of_steps_ahead_are_used_whole(url, tmp_path):
   train.train(c, str(tmp_path))
   kept = [*records.read(tmp_path / 'trajectories')]
   assert len(kept) == 3 * 4 * 3
-  for r in kept:
-    t = r.trajectory
-    shared = t.meta['path'].index(t.meta['node']) + 1 if t.meta['node'] else 0
-    (root,) = (
-      (
-        x.trajectory
-        for x in kept
-        if (x.step, x.trajectory.id)
-        == (r.step, f'{t.question.id}/solver/{t.meta["node"].split(".")[0]}')
-      )
-      if shared
-      else (t,)
-    )
-    for a, b, _ in zip(t.segments, root.segments, range(2 * shared)):
-      if a.author == 'policy':
-        assert (a.versions == b.versions).all() and (a.logps == b.logps).all()
+  leaves = {(r.step, r.trajectory.id): r.trajectory for r in kept}
+  parted = 0
+  for (step, _), t in leaves.items():
+    sample, _, turn = t.meta['node'].partition('.')
+    if not turn:
+      continue  # it starts from the prompt
+    other = leaves[step, f'{t.question.id}/solver/{sample}']
+    shared = int(turn) + 1
+    # Ids, log-probs and the versions of the weights that sampled them.
+    assert turns(t)[:shared] == turns(other)[:shared]
+    parted += 1
+  assert parted
 
 
 def test_a_sampler_of_ones_own_is_given_the_rewards_of_the_config(

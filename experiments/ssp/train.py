@@ -186,8 +186,7 @@ class Sampler:
           role=role,
           on_trajectory=functools.partial(self._keep, role),
           ended={n[1:]: t for n, t in self._ended.items() if n[0] == role},
-          # What a proposal earns is known once it is solved.
-          score=self._rewards if role == SOLVER else None,
+          score=self._rewards,  # the solver's sampler alone may ask
         )
       )
     self._stats.append(found.stats)
