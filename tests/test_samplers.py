@@ -31,6 +31,7 @@ SAMPLERS = {
   'tree': dict(sampler='tree', group=6, trees=2, rounds=1),
   'rounds': dict(sampler='tree', group=5, trees=1, rounds=2),
   'best': dict(sampler='tests.samplers.best', group=2, attempts=3),
+  'hinted': dict(sampler='tests.samplers.hinted', group=2, hint='psst'),
 }
 EVERY = pytest.mark.parametrize('name', SAMPLERS)
 
@@ -196,7 +197,7 @@ def test_what_an_earlier_start_ended_is_not_sampled_again(name):
   told = []
   again = play(name, ended=done, on_trajectory=told.append)
   assert seen(again.groups) == seen(whole.groups)
-  depend = {'tree': 3, 'rounds': 5}.get(name, 1)
+  depend = {'tree': 3, 'rounds': 5, 'hinted': 2}.get(name, 1)
   assert len(told) == again.stats.trajectories == depend
   assert lost.id in {t.id for t in told}
   assert {t.question.id for t in told} == {'q2'}
@@ -234,7 +235,7 @@ def test_recorded_logps_are_the_engines(name):
       if s.author == 'policy':
         np.testing.assert_allclose(s.logps, part, atol=1e-5)
         checked += len(part)
-  assert checked > 100 and max(t.turns for t in found.groups[0]) == 3
+  assert checked >= 100 and max(t.turns for t in found.groups[0]) == 3
   assert stats['recomputed_tokens'] == 0
   # Another schedule: they come and go at other times.
   other, *_ = run(chunk=3)
@@ -283,6 +284,37 @@ def test_rewards_between_rounds_choose():
         role='judge',
       )
     )  # fmt: skip
+
+
+def test_a_hint_is_sampled_with_and_not_trained_with():
+  def script(history, seed):
+    even = int(history.split('\n')[0].split()[3]) % 2 == 0
+    return f'<answer>{"right" if even or "psst" in history else "no"}</answer>'
+
+  async def score(groups, step):
+    flat = [t for group in groups for t in group]
+    value = [env.answer(t) == 'right' for t in flat]
+    return Rewards(np.array(value, np.float32), np.ones(len(flat), bool))
+
+  env = make_env()
+  found = asyncio.run(
+    chains.rollout(
+      QUESTIONS, env=env, engine=FakeEngine(script), source=FakeSource(),
+      config=config('hinted'), seed=0, step=5, score=score,
+    )
+  )  # fmt: skip
+  assert found.stats.generations == 3 * 2 + 3 * 4
+  for i, group in enumerate(found.groups):
+    prompt = env.reset(QUESTIONS[i])[0].segments[0].ids
+    for t in group:
+      assert t.question == QUESTIONS[i] and env.answer(t) == 'right'
+      sampled = ByteTokenizer().decode(t.segments[0].ids)
+      assert ('psst' in sampled) == (i % 2 == 1)
+      row = batching.row_of(0, t, True)
+      assert row.ids[: len(prompt)].tolist() == prompt.tolist()
+      ids, logps, _ = zip(*turns(t)[0])
+      assert row.ids[len(prompt) :].tobytes() == b''.join(ids)
+      assert row.logps[len(prompt) :].tobytes() == b''.join(logps)
 
 
 @pytest.mark.parametrize(

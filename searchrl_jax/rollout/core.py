@@ -11,6 +11,10 @@ sampler needs, and closes at the end the handles that are still open. Set
 `fn.check = f` for a function f(config.rollout) that raises on fields that
 cannot work.
 
+An attempt may start from a prompt, from another prompt than it is trained with
+(a hint: `Trajectory.train_context`), or from what `turn` returned for another
+attempt (`rollout.tree`).
+
 The result must not depend on the order of arrival (design 5.10): a trajectory
 draws from the stream of its identity, and a choice between rounds from a
 stream of `services.stream` as well.
@@ -62,6 +66,8 @@ class Services(Protocol):
   engine: Engine
   source: Source  # answers searches; `turn` asks it
   config: ConfigDict  # config.rollout
+  step: int  # of training
+  role: str  # see `env.reset`
   # What has ended, by name: trajectories of an earlier start of the step, and
   # those that were recorded. They are not sampled again.
   done: Mapping[Name, Trajectory]
