@@ -5,8 +5,7 @@
   python -m searchrl_jax.train --config=configs/quickstart.py --workdir=runs/x
 
 The same command again continues where the run stopped. Another scheme
-(self-play, tree search) forks this file under experiments/; it does not add
-flags to it.
+(self-play) forks this file under experiments/; it does not add flags to it.
 """
 
 from collections.abc import Callable
@@ -88,11 +87,17 @@ def train(config, workdir: str) -> dict[str, float]:
       run=run.signals.run,
       judge=judge,
     )
-    play = functools.partial(
-      rollout, env=env, engine=engine, source=source, seed=config.seed
+    rewarded = functools.partial(
+      rewards_of, config.reward, env, tok, engine, source, judge
     )
-    reward_of = functools.partial(
-      score, run, config.reward, env, tok, engine, source, judge
+    reward_of = functools.partial(score, run, rewarded)
+    play = functools.partial(
+      rollout,
+      env=env,
+      engine=engine,
+      source=source,
+      seed=config.seed,
+      score=rewarded,
     )
     rollouts.open(run.signals, functools.partial(play, config=config.rollout))
     run.begin()
@@ -147,11 +152,19 @@ def train(config, workdir: str) -> dict[str, float]:
   return run.metrics
 
 
-def score(run, terms, env, tok, engine, source, judge, groups):
-  """The rewards of groups, by the terms of config.reward."""
-  context = rewards.RewardContext(run.step, env, tok, engine, source, judge)
+async def rewards_of(terms, env, tok, engine, source, judge, groups, step):
+  """The rewards of groups of a step, by the terms of config.reward.
+
+  A sampler may await it on the event loop, while the run does other things.
+  """
+  context = rewards.RewardContext(step, env, tok, engine, source, judge)
+  return await rewards.combine(terms, groups, context)
+
+
+def score(run, rewarded: Callable, groups):
+  """The rewards of groups of this step."""
   with run.writer.timer('reward'):
-    return run.signals.run(rewards.combine(terms, groups, context))
+    return run.signals.run(rewarded(groups, run.step))
 
 
 def collect(run, config, rollouts, reward_of: Callable):

@@ -351,3 +351,13 @@ def test_a_question_that_comes_again_in_a_step_has_samples_of_its_own():
       assert [g[0].question.id for g in found.groups] == want
     one.take(1)
     assert [g[0].question.id for g in one.more(1, 2).groups] == ['q0#2', 'q1#2']
+
+
+def test_what_failed_takes_the_place_of_what_an_earlier_start_ended():
+  """A sampler sampled it again, with others that depend on it."""
+  q = Question('q', 'who')
+  one = collector._Step({}, {}, {'q'})
+  one.keep(trajectory(q, sample=0))
+  one.keep(trajectory(q, sample=1))
+  one.keep(trajectory(q, sample=0, end='failed'))
+  assert list(one.ended) == [('q', 1)] and len(one.seen) == 3

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.learn import losses
+from searchrl_jax.run import lookup
 
 KW = dict(
   clip_low=0.2,
@@ -22,12 +23,15 @@ KW = dict(
   tis_floor=0.0,
   tis_beyond='cap',
 )
+WHERE = 'config.algorithm.loss'
 POLICY = tuple(getattr(losses, name) for name in losses.LOSSES)
 
 
 def taken(fn, **kw):
   """What `fn` takes of the fields above, some of them changed."""
-  return losses.fields(fn, ConfigDict(KW | kw | dict(loss=fn.__name__)))
+  return lookup.arguments(
+    fn, ConfigDict(KW | kw | dict(loss=fn.__name__)), WHERE
+  )
 
 
 def draw(seed, B=4, T=6, spread=0.5):
@@ -424,10 +428,13 @@ def test_fields_are_what_a_loss_asks_for():
   def fn(logps, old, behaviour, advantages, mask, *, clip_high, tis):
     pass
 
-  assert losses.fields(fn, config) == {'clip_high': 0.3, 'tis': 'token'}
+  assert lookup.arguments(fn, config, WHERE) == {
+    'clip_high': 0.3,
+    'tis': 'token',
+  }
 
   def greedy(logps, *, klip):
     pass
 
   with pytest.raises(ValueError, match="'mine.fn' takes the field 'klip'"):
-    losses.fields(greedy, config)
+    lookup.arguments(greedy, config, WHERE)

@@ -411,14 +411,6 @@ def test_no_questions():
   assert play([]).groups == []
 
 
-@pytest.mark.parametrize('field', ['group', 'search_attempts'])
-def test_bad_fields(field):
-  with pytest.raises(ValueError, match=f'config.rollout.{field}=0'):
-    play(**{field: 0})
-  with pytest.raises(ValueError, match='config.rollout.concurrency=-1'):
-    play(concurrency=-1)
-
-
 def test_evaluation_is_greedy_as_the_config_says():
   whole = schema.base()
   whole.rollout.top_k = 5

@@ -43,7 +43,8 @@ from searchrl_jax.evaluators import health
 from searchrl_jax.learn import batching, credit
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import collector
-from searchrl_jax.rollout.chains import rollout, trajectory_seed
+from searchrl_jax.rollout.chains import rollout
+from searchrl_jax.rollout.core import trajectory_seed
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.text import prompts, tokenizer

@@ -112,6 +112,7 @@ def role_config(config: ConfigDict, role: str) -> ConfigDict:
   if role == PROPOSER:
     out.algorithm = out.selfplay.algorithm
     out.rollout.group = out.selfplay.n
+    out.rollout.sampler = 'chains'  # rewards of proposals need answers
   if 'critic' not in credit.needs(out.algorithm.advantage):
     out.critic.lr = 0.0
   return out

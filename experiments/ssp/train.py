@@ -11,6 +11,7 @@ weights, against the engine's log-probs, correct for the first one. The same
 command again continues where the run stopped, with what had ended of its step.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
@@ -120,7 +121,10 @@ class Sampler:
     )
     asked = [*stand, *reused, *dummies]
     solved = self._play(SOLVER, asked, config.rollout) if asked else []
-    reward = {SOLVER: self._rewards(solved)} if solved else {}
+    reward = {}
+    if solved:
+      with self._run.writer.timer('reward'):
+        reward[SOLVER] = self._run.signals.run(self._rewards(solved, step))
     shares = game.rates(solved, reward[SOLVER]) if solved else {}
     reward[PROPOSER] = game.opposed(proposals, shares, config)
     new = [shares[q.id] for q in stand if q.id in shares]
@@ -182,6 +186,7 @@ class Sampler:
           role=role,
           on_trajectory=functools.partial(self._keep, role),
           ended={n[1:]: t for n, t in self._ended.items() if n[0] == role},
+          score=self._rewards,  # the solver's sampler alone may ask
         )
       )
     self._stats.append(found.stats)
@@ -189,18 +194,17 @@ class Sampler:
 
   def _keep(self, role: str, t: Trajectory) -> None:
     self._seen.append(t)
+    self._ended.pop((role, t.question.id, t.sample), None)
     if not t.failed:  # one that a service failed is sampled again
       self._ended[role, t.question.id, t.sample] = t
 
-  def _rewards(self, groups: list[Group]) -> Rewards:
+  async def _rewards(self, groups: Sequence[Group], step: int) -> Rewards:
+    """The solver's, of groups of a step."""
     run, env = self._run, self._envs[SOLVER]
     context = rewards.RewardContext(
-      run.step, env, env.tokenizer, run.engine, run.source, self._judge
+      step, env, env.tokenizer, run.engine, run.source, self._judge
     )
-    with run.writer.timer('reward'):
-      return run.signals.run(
-        rewards.combine(self._config.reward, groups, context)
-      )
+    return await rewards.combine(self._config.reward, groups, context)
 
 
 def train(config, workdir: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from searchrl_jax.learn import (
   optim,
 )
 from searchrl_jax.rewards import core as rewards
+from searchrl_jax.rollout import core as samplers
 from searchrl_jax.run import lookup, schema
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
@@ -51,6 +52,7 @@ def check(config: ConfigDict) -> None:
     '(or the dotted path of a function of your own)',
   )
   batching.check(config)
+  samplers.sampler(r)
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
     f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: training samples from '

@@ -47,24 +47,6 @@ def _row_tokens(mask):
   return jnp.maximum(n, 1.0)
 
 
-def fields(fn, algorithm) -> dict:
-  """The fields of config.algorithm that a policy loss takes.
-
-  They are its keyword-only parameters, by name.
-
-  Raises:
-    ValueError: it asks for a field that config.algorithm does not have.
-  """
-  names = lookup.fields(fn)
-  for name in names:
-    lookup.require(
-      name in algorithm,
-      f'config.algorithm.loss={algorithm.loss!r} takes the field {name!r}, '
-      f'which config.algorithm does not have; add config.algorithm.{name}',
-    )
-  return {name: algorithm[name] for name in names}
-
-
 def _masked(mask, *arrays):
   return (jnp.where(mask, x, 0.0) for x in arrays)
 

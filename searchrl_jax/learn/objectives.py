@@ -55,7 +55,7 @@ def policy(config) -> Objective:
   )
   fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
   needs_old = a.minibatches * a.epochs > 1
-  kw = losses.fields(fn, a)
+  kw = lookup.arguments(fn, a, 'config.algorithm.loss')
   for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):
     lookup.require(
       a[field] == neutral or field in kw,

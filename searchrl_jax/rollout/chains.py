@@ -1,20 +1,37 @@
 """Drives environment, engine and source into groups of trajectories.
 
+`rollout` runs the sampler of the config (`rollout.core`). The sampler of this
+file, `sample`, plays independent trajectories.
+
 Each trajectory is an asyncio task (design 5.5): while one searches, the engine
 decodes the others, and the source batches searches that occur at the same time.
 A trajectory keeps its engine handle until it ends, so a search can be retried.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+  Awaitable,
+  Callable,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 import dataclasses
-import hashlib
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
+from searchrl_jax.rollout import core
+from searchrl_jax.rollout.core import (
+  Name,
+  Score,
+  Services,
+  Start,
+  trajectory_seed,
+)
 from searchrl_jax.run import lookup
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text.env import Done, Generate, Search, SearchEnv
@@ -23,6 +40,7 @@ from searchrl_jax.types import (
   Group,
   Prompt,
   Question,
+  Rewards,
   SearchError,
   SearchRequest,
   SearchResult,
@@ -84,23 +102,12 @@ class Rollout(NamedTuple):
   stats: RolloutStats
 
 
-def trajectory_seed(
-  seed: int, step: int, question: str, role: str, sample: int
-) -> int:
-  """Returns the seed of a trajectory's random stream, in [0, 2**32).
-
-  It depends on the identity of the trajectory only, so samples do not depend on
-  the order of questions or of arrival.
-  """
-  name = repr((seed, step, question, role, sample)).encode()
-  return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
-
-
 def evaluation(config: ConfigDict) -> ConfigDict:
-  """Returns config.rollout with the sampling of config.eval."""
+  """Returns config.rollout for chains with the sampling of config.eval."""
   e = config.eval
   sampling = dict(temperature=e.temperature, top_p=e.top_p, top_k=0)
-  return ConfigDict(config.rollout.to_dict() | dict(group=e.n, **sampling))
+  options = dict(sampler='chains', group=e.n, **sampling)
+  return ConfigDict(config.rollout.to_dict() | options)
 
 
 def greedy(config: ConfigDict) -> ConfigDict:
@@ -108,7 +115,7 @@ def greedy(config: ConfigDict) -> ConfigDict:
 
   It never stops the run: a question whose answer fails has no baseline.
   """
-  options = dict(group=1, temperature=0.0, max_failed=1.0)
+  options = dict(sampler='chains', group=1, temperature=0.0, max_failed=1.0)
   return ConfigDict(config.rollout.to_dict() | options)
 
 
@@ -139,9 +146,10 @@ async def rollout(
   role: str = 'solver',
   on_trajectory: Callable[[Trajectory], None] | None = None,
   on_event: Callable[[str, Event], None] | None = None,
-  ended: Mapping[tuple[str, int], Trajectory] | None = None,
+  ended: Mapping[Name, Trajectory] | None = None,
+  score: Score | None = None,
 ) -> Rollout:
-  """Samples config.group trajectories of each question.
+  """Samples config.group trajectories of each question, by config.sampler.
 
   Args:
     questions: a question that occurs twice gets a second group, with the next
@@ -149,9 +157,10 @@ async def rollout(
     env: the environment.
     engine: samples the policy's tokens.
     source: answers searches.
-    config: config.rollout (or `evaluation(config)`): group, temperature,
-      top_p, top_k, concurrency (trajectories at a time; 0 = the capacity of the
-      engine), search_attempts (of a search, in total), max_failed.
+    config: config.rollout (or `evaluation(config)`): sampler and its fields,
+      group, temperature, top_p, top_k, concurrency (trajectories at a time;
+      0 = the capacity of the engine), search_attempts (of a search, in total),
+      max_failed, max_staleness (steps under way beside this one).
     seed: config.seed, for the random streams.
     step: the training step, for the random streams.
     role: see `env.reset`.
@@ -159,7 +168,9 @@ async def rollout(
     on_event: called with a trajectory's id and each new segment, search request
       and search answer (`ask` prints them). The record may join segments.
     ended: (question id, sample) -> trajectories of this step that an earlier
-      start finished; they are not sampled again.
+      start finished; they are not sampled again (a sampler whose trajectories
+      depend on each other samples all of those again that lack one).
+    score: gives a sampler rewards between rounds; None: there are none.
 
   Returns:
     One group per question, in order, and statistics.
@@ -167,9 +178,11 @@ async def rollout(
   Raises:
     RolloutError: more than config.max_failed of all trajectories failed; raised
       as soon as that is certain.
+    ValueError: the sampler returned other trajectories than it was asked for.
     Any error of engine, environment, source or a callback. After an error or a
     cancellation, all other trajectories are cancelled and all handles closed.
   """
+  sampler = core.sampler(config)
   run = _Run(
     env,
     engine,
@@ -180,40 +193,75 @@ async def rollout(
     role,
     on_trajectory,
     on_event,
-    ended or {},
+    score,
+    dict(ended or {}),
+    len(questions) * config.group,
   )
   begin = time.monotonic()
-  groups = await run.all(questions)
+  try:
+    groups = await sampler(questions, run)
+  finally:
+    for handle in [*run.handles]:
+      run.close(handle)
   run.stats.seconds = time.monotonic() - begin
+  found = [[(t.question.id, t.sample) for t in group] for group in groups]
+  lookup.require(
+    found == run.names(questions),
+    f'config.rollout.sampler={config.sampler!r} returned {_differ(found)}; it '
+    f'was asked for {_differ(run.names(questions))}, in this order',
+    ValueError,
+  )
   return Rollout(groups, run.stats)
+
+
+async def sample(
+  questions: Sequence[Question], services: Services
+) -> list[Group]:
+  """The sampler `chains`: trajectories that do not depend on each other."""
+  starts, slots = services.starts(questions), services.slots()
+  chains: list[Awaitable] = []
+  for names, start in zip(services.names(questions), starts, strict=True):
+    missing = [name for name in names if name not in services.done]
+    prompt = _Prompt(services, start[1].prompt, len(missing))
+    # All samples start from the same state, which is immutable.
+    chains += [_chain(services, slots, prompt, start, n) for _, n in missing]
+  await services.gather(chains)
+  return services.groups(questions)
+
+
+async def _chain(
+  services: Services,
+  slots: asyncio.Semaphore,
+  prompt: '_Prompt',
+  start: Start,
+  sample: int,
+) -> None:
+  async with slots:
+    found = await services.attempt(prompt.handle(), *start, sample)
+  services.record(found)
 
 
 class _Prompt:
   """The prompt of a group: opened for the first sample, forked for others."""
 
-  def __init__(self, engine: Engine, prompt: Prompt, samples: int):
-    self._engine, self._prompt, self._left = engine, prompt, samples
+  def __init__(self, services: Services, prompt: Prompt, samples: int):
+    self._services, self._prompt, self._left = services, prompt, samples
     self._handle: Handle | None = None
 
   def handle(self) -> Handle:
     """Returns a handle for the next sample."""
     if self._handle is None:
-      self._handle = self._engine.open(self._prompt)
+      self._handle = self._services.open(self._prompt)
     self._left -= 1
     if self._left:
-      return self._engine.fork(self._handle)
+      return self._services.fork(self._handle)
     handle, self._handle = self._handle, None
     return handle  # the last sample needs no fork
 
-  def close(self) -> None:
-    if self._handle is not None:
-      self._engine.close(self._handle)
-      self._handle = None
-
 
 @dataclasses.dataclass
-class _Run:
-  """One call of `rollout`."""
+class _Run(Services):
+  """One call of `rollout`: the services of its sampler."""
 
   env: SearchEnv
   engine: Engine
@@ -224,73 +272,80 @@ class _Run:
   role: str
   on_trajectory: Callable[[Trajectory], None] | None
   on_event: Callable[[str, Event], None] | None
-  ended: Mapping[tuple[str, int], Trajectory]
+  rewards: Score | None
+  done: dict[Name, Trajectory]
+  total: int  # trajectories
 
   def __post_init__(self):
-    for name, least in dict(group=1, search_attempts=1, concurrency=0).items():
-      value = self.config[name]
-      lookup.require(
-        value >= least, f'config.rollout.{name}={value} must be >= {least}'
-      )
     self.stats = RolloutStats()
-    self.total = 0
+    self.handles: list[Handle] = []  # that are open
     self.last_error: SearchError | None = None
 
-  async def all(self, questions: Sequence[Question]) -> list[Group]:
-    size = self.config.group
-    self.total = len(questions) * size
-    slots = asyncio.Semaphore(
-      self.config.concurrency
-      or self.engine.capacity(self.env.config.max_tokens)
-    )
-    # This raises for a prompt that is too long, before anything runs.
-    starts = [self.env.reset(question, self.role) for question in questions]
-    prompts, tasks, seen, names = [], {}, {}, []
-    try:
-      for question, (state, action) in zip(questions, starts, strict=True):
-        first = seen.get(question.id, 0)
-        seen[question.id] = first + size
-        samples = [(question.id, first + i) for i in range(size)]
-        missing = [name for name in samples if name not in self.ended]
-        names += samples
-        prompt = _Prompt(self.engine, action.prompt, len(missing))
-        prompts.append(prompt)
-        # All samples start from the same state, which is immutable.
-        for name in missing:
-          tasks[name] = asyncio.create_task(
-            self.one(slots, prompt, state, action, name[1])
-          )
-      new = await _gather(list(tasks.values()))
-    finally:
-      for prompt in prompts:
-        prompt.close()
-    done = {**self.ended, **dict(zip(tasks, new, strict=True))}
-    flat = [done[name] for name in names]
-    return [tuple(flat[i : i + size]) for i in range(0, len(flat), size)]
+  def names(self, questions: Sequence[Question]) -> list[list[Name]]:
+    size, seen, names = self.config.group, {}, []
+    for question in questions:
+      first = seen.get(question.id, 0)
+      seen[question.id] = first + size
+      names.append([(question.id, first + i) for i in range(size)])
+    return names
 
-  async def one(
-    self,
-    slots: asyncio.Semaphore,
-    prompt: _Prompt,
-    state: State,
-    action: Generate,
-    sample: int,
-  ) -> Trajectory:
-    async with slots:
-      begin = time.monotonic()
-      handle = prompt.handle()
-      try:
-        state = await self.play(handle, state, action, sample)
-      finally:
-        self.engine.close(handle)
-      seconds = time.monotonic() - begin
-      trajectory = self.env.trajectory(state, sample, seconds)
+  def starts(self, questions: Sequence[Question]) -> list[Start]:
+    return [self.env.reset(question, self.role) for question in questions]
+
+  def stream(
+    self, question: Question, sample: int, branch: Sequence[str | int] = ()
+  ) -> int:
+    return trajectory_seed(
+      self.seed, self.step, question.id, self.role, sample, branch
+    )
+
+  def slots(self, handles: int = 1) -> asyncio.Semaphore:
+    room = self.engine.capacity(self.env.config.max_tokens)
+    places = self.config.concurrency or room
+    if handles > 1:
+      # The engine admits forks of what has begun without asking for room:
+      # leave enough for those of all steps that are under way.
+      room //= 1 + self.config.max_staleness
+      places = min(places, room) // handles
+    return asyncio.Semaphore(max(1, places))
+
+  def open(self, prompt: Prompt) -> Handle:
+    self.handles.append(self.engine.open(prompt))
+    return self.handles[-1]
+
+  def fork(self, handle: Handle) -> Handle:
+    self.handles.append(self.engine.fork(handle))
+    return self.handles[-1]
+
+  def close(self, handle: Handle) -> None:
+    self.handles.remove(handle)
+    self.engine.close(handle)
+
+  async def gather(self, work: Iterable[Awaitable]) -> list[Any]:
+    return await _gather([asyncio.ensure_future(x) for x in work])
+
+  async def score(self, groups: Sequence[Group]) -> Rewards:
+    if self.rewards is None:
+      raise lookup.ConfigError(
+        f'config.rollout.sampler={self.config.sampler!r} asks for rewards '
+        f'between rounds, and this loop gives none to role {self.role!r}; use '
+        "'chains'"
+      )
+    return await self.rewards(groups, self.step)
+
+  def groups(self, questions: Sequence[Question]) -> list[Group]:
+    names = self.names(questions)
+    return [tuple(self.done[name] for name in group) for group in names]
+
+  def record(self, *trajectories: Trajectory) -> None:
     stats = self.stats
-    stats.trajectories += 1
-    stats.failed += trajectory.failed
-    stats.trajectory_seconds += trajectory.seconds
-    if self.on_trajectory is not None:
-      self.on_trajectory(trajectory)
+    for trajectory in trajectories:
+      stats.trajectories += 1
+      stats.failed += trajectory.failed
+      stats.trajectory_seconds += trajectory.seconds
+      self.done[trajectory.question.id, trajectory.sample] = trajectory
+      if self.on_trajectory is not None:
+        self.on_trajectory(trajectory)
     if stats.failed > self.config.max_failed * self.total:
       error = self.last_error
       raise RolloutError(
@@ -299,18 +354,35 @@ class _Run:
         f'config.rollout.max_failed={self.config.max_failed} allows; the last '
         'search error: ' + (error.message if error else 'none')
       )
-    return trajectory
 
-  async def play(
-    self, handle: Handle, state: State, action: Action, sample: int
-  ) -> State:
-    """Runs environment, engine and source in turn until the end."""
+  async def attempt(
+    self,
+    handle: Handle,
+    state: State,
+    action: Action,
+    sample: int,
+    branch: Sequence[str | int] = (),
+  ) -> Trajectory:
+    begin = time.monotonic()
+    try:
+      while not isinstance(action, Done):
+        state, action = await self.turn(handle, state, action, sample, branch)
+    finally:
+      self.close(handle)
+    return self.env.trajectory(state, sample, time.monotonic() - begin)
+
+  async def turn(
+    self,
+    handle: Handle,
+    state: State,
+    action: Action,
+    sample: int,
+    branch: Sequence[str | int] = (),
+  ) -> tuple[State, Action]:
     name = f'{state.name}/{sample}'  # Trajectory.id
-    seed = trajectory_seed(
-      self.seed, self.step, state.question.id, state.role, sample
-    )
-    reported = state.length
-    while not isinstance(action, Done):
+    seed = self.stream(state.question, sample, branch)
+    turn, reported = state.turn, state.length
+    while state.turn == turn and not isinstance(action, Done):
       if isinstance(action, Generate):
         event = await self.generate(handle, action, seed)
       else:
@@ -320,7 +392,7 @@ class _Run:
         for segment in _after(state.segments, reported):
           self.on_event(name, segment)
         reported = state.length
-    return state
+    return state, action
 
   async def generate(
     self, handle: Handle, action: Generate, seed: int
@@ -399,7 +471,16 @@ def _after(segments: Sequence[Segment], start: int) -> Iterator[Segment]:
     start = max(0, start - n)
 
 
-async def _gather(tasks: Sequence[asyncio.Task]) -> list[Trajectory]:
+def _differ(names: Sequence[Sequence[Name]]) -> str:
+  """Names of trajectories, for an error message."""
+  flat = [
+    f'{question}/{sample}' for group in names for question, sample in group
+  ]
+  shown = ', '.join(flat[:8]) + (', ...' if len(flat) > 8 else '')
+  return f'{len(names)} groups ({shown})'
+
+
+async def _gather(tasks: Sequence[asyncio.Future]) -> list[Any]:
   """Returns the results in order; an error cancels all other tasks."""
   try:
     if tasks:

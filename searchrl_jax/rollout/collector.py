@@ -37,9 +37,12 @@ class _Step:
 
   def keep(self, trajectory: Trajectory) -> None:
     self.seen.append(trajectory)
-    # What failed for the fault of a service is tried again.
+    name = trajectory.question.id, trajectory.sample
+    # What failed for the fault of a service is tried again. A sampler may have
+    # replaced what an earlier start ended: that goes, too.
+    self.ended.pop(name, None)
     if not trajectory.failed:
-      self.ended[trajectory.question.id, trajectory.sample] = trajectory
+      self.ended[name] = trajectory
 
 
 class Collector:

@@ -1,6 +1,6 @@
 """Find a module, function or field by name; check what a config asks for."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 import difflib
 import importlib
 import inspect
@@ -77,6 +77,28 @@ def fields(fn: Callable) -> dict[str, inspect.Parameter]:
   """The keyword-only parameters of a function: fields of its config."""
   parameters = inspect.signature(fn).parameters.values()
   return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def arguments(
+  fn: Callable, part: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+  """The values of a function's fields in the part of a config that names it.
+
+  Args:
+    part: such as config.algorithm.
+    where: the field that names the function, such as 'config.algorithm.loss'.
+
+  Raises:
+    ConfigError: `part` lacks a field of the function.
+  """
+  prefix, _, field = where.rpartition('.')
+  for name in fields(fn):
+    require(
+      name in part,
+      f'{where}={part[field]!r} takes the field {name!r}, which {prefix} does '
+      f'not have; add {prefix}.{name}',
+    )
+  return {name: part[name] for name in fields(fn)}
 
 
 def inputs(fn: Callable) -> tuple[str, ...]:

@@ -229,6 +229,11 @@ def base() -> ConfigDict:
   c.rollout = ConfigDict()
   c.rollout.questions = 32  # questions in a step
   c.rollout.group = 8  # trajectories of one question
+  # What samples the groups in training: a module of searchrl_jax.rollout, or
+  # the dotted path of a function. Evaluation always samples chains.
+  c.rollout.sampler = 'chains'  # chains, tree
+  c.rollout.trees = 2  # of a group (sampler='tree')
+  c.rollout.rounds = 1  # of expansions of a tree, see rollout/tree.py
   c.rollout.temperature = 1.0
   c.rollout.top_p = 1.0
   c.rollout.top_k = 0

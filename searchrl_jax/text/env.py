@@ -31,9 +31,10 @@ States are immutable, so an older state can be stepped again (a tree). Ids of
 the policy are recorded as sampled and never encoded again. Imports no JAX.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -177,9 +178,16 @@ class SearchEnv:
     )
 
   def trajectory(
-    self, state: State, sample: int = 0, seconds: float = 0.0
+    self,
+    state: State,
+    sample: int = 0,
+    seconds: float = 0.0,
+    meta: Mapping[str, Any] | None = None,
   ) -> types.Trajectory:
-    """Returns the record of a finished attempt. Counters are in its `meta`.
+    """Returns the record of a finished attempt.
+
+    Its `meta` holds counters and what `meta` adds: a sampler's own, which must
+    be as it is after a round trip through JSON.
 
     Raises:
       ValueError: the attempt is not finished.
@@ -191,7 +199,6 @@ class SearchEnv:
       ValueError,
     )
     counters = ('truncated_turns', 'cut_observations')
-    meta = {name: getattr(state, name) for name in counters}
     out = types.Trajectory(
       question=state.question,
       segments=state.segments,
@@ -202,7 +209,7 @@ class SearchEnv:
       invalid_actions=state.invalid_actions,
       turns=state.generations,
       seconds=seconds,
-      meta=meta,
+      meta={name: getattr(state, name) for name in counters} | dict(meta or {}),
     )
     self.blocks(out)  # parsed now, while other trajectories are sampled
     return out

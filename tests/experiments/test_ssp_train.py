@@ -442,3 +442,29 @@ def test_a_judge_that_is_absent_is_found_at_the_start(url, tmp_path):
   )
   with pytest.raises(Exception, match='127.0.0.1:9'):
     train.train(config, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    dict(sampler='tree', group=3, trees=1),
+    dict(sampler='tests.samplers.best', group=2, attempts=2),
+  ],
+)
+def test_the_sampler_is_the_solvers(url, tmp_path, fields):
+  """Proposals are chains; the solver's sampler may ask for rewards."""
+  c = tiny(url)
+  c.rollout.update(fields)
+  c.train.steps = 1
+  train.train(c, str(tmp_path))
+  kept = {
+    role: [
+      *records.read(tmp_path / 'trajectories' / f'step_00000000_{role}.parquet')
+    ]
+    for role in ('proposer', 'solver')
+  }
+  assert len(kept['proposer']) >= 4
+  assert not any('path' in r.trajectory.meta for r in kept['proposer'])
+  assert len(kept['solver']) == 4 * fields['group']
+  trees = fields['sampler'] == 'tree'
+  assert all(('path' in r.trajectory.meta) == trees for r in kept['solver'])

@@ -1,0 +1,93 @@
+"""Samplers of tests, as a config names them."""
+
+import asyncio
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from searchrl_jax.types import Group
+
+
+async def best(questions, services, *, attempts: int) -> list[Group]:
+  """Each trajectory is the best of `attempts`, by the rewards of the config."""
+  slots = services.slots()
+
+  async def one(start, sample: int) -> None:
+    found = []
+    async with slots:
+      for n in range(attempts):
+        handle = services.open(start[1].prompt)
+        branch = ('attempt', n) if n else ()
+        found.append(await services.attempt(handle, *start, sample, branch))
+    rewards = await services.score([(t,) for t in found])
+    value = np.where(rewards.valid, rewards.value, -np.inf)
+    services.record(found[int(np.argmax(value))])
+
+  await services.gather(
+    [
+      one(start, sample)
+      for start, names in zip(
+        services.starts(questions), services.names(questions), strict=True
+      )
+      for name, sample in names
+      if (name, sample) not in services.done
+    ]
+  )
+  return services.groups(questions)
+
+
+async def hinted(questions, services, *, hint: str) -> list[Group]:
+  """Asks with a hint where all fail, and trains without it."""
+  slots = services.slots()
+
+  async def attempt(start, sample: int, branch=()):
+    async with slots:
+      handle = services.open(start[1].prompt)
+      return await services.attempt(handle, *start, sample, branch)
+
+  async def one(question, names) -> None:
+    text = f'{question.text} {hint}'
+    asked = dataclasses.replace(question, text=text)
+    plain, other = services.starts([question, asked])
+    found = await services.gather(attempt(plain, n) for _, n in names)
+    rewards = await services.score([tuple(found)])
+    if not np.any(rewards.value):
+      again = await services.gather(
+        attempt(other, n, ['hint']) for _, n in names
+      )
+      skip, prompt = len(other[0].segments), plain[0].segments
+      found = [
+        dataclasses.replace(
+          t, question=question, train_context=(*prompt, *t.segments[skip:])
+        )
+        for t in again
+      ]
+    services.record(*found)
+
+  named = zip(questions, services.names(questions), strict=True)
+  await services.gather(
+    one(question, names)
+    for question, names in named
+    if not all(name in services.done for name in names)
+  )
+  return services.groups(questions)
+
+
+async def reverse(questions, services) -> list[Group]:
+  """Returns its groups in another order, which is refused."""
+  return (await _chains(questions, services))[::-1]
+
+
+async def leaky(questions, services) -> list[Group]:
+  """Leaves handles open, and a task that waits."""
+  for _, action in services.starts(questions):
+    services.fork(services.open(action.prompt))
+  await asyncio.sleep(0)
+  return await _chains(questions, services)
+
+
+async def _chains(questions: Sequence, services) -> list[Group]:
+  from searchrl_jax.rollout import chains
+
+  return await chains.sample(questions, services)
