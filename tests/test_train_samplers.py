@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import jax
 import numpy as np
@@ -98,6 +99,7 @@ def test_a_step_of_trees_that_is_cut_is_resumed(
   c = c.copy_and_resolve_references()
   c.rollout.concurrency = 3  # one tree after another
   real, told = train.rollout, []
+  default = signal.getsignal(signal.SIGTERM)
 
   async def cut(*args, on_trajectory, step, **kw):
     def tell(trajectory):
@@ -105,6 +107,10 @@ def test_a_step_of_trees_that_is_cut_is_resumed(
       told.append(trajectory.id)
       if step == 1 and len(told) == 12 + ended:
         os.kill(os.getpid(), signal.SIGTERM)
+        # The run restores this when it has seen the signal; until then, no
+        # further tree may end.
+        while signal.getsignal(signal.SIGTERM) != default:
+          time.sleep(0.01)
 
     return await real(*args, on_trajectory=tell, step=step, **kw)
 

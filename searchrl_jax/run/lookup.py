@@ -85,8 +85,8 @@ def arguments(
   """The values of a function's fields in the part of a config that names it.
 
   Args:
-    part: such as config.algorithm.
-    where: the field that names the function, such as 'config.algorithm.loss'.
+    part: such as config.rollout.
+    where: the field that names the function: 'config.rollout.sampler'.
 
   Raises:
     ConfigError: `part` lacks a field of the function.
