@@ -29,6 +29,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from searchrl_jax.run import records
 from searchrl_jax.run.writer import differences
 
 FORMAT = 2  # version of the content of `meta` and of the names of leaves
@@ -195,6 +196,15 @@ class Checkpointer:
       kept.add(self.best())
     self.delete(set(steps) - kept)
     return time.monotonic() - start
+
+  def amend(
+    self, step: int, metrics: Mapping[str, float], **extras: Any
+  ) -> None:
+    """Replaces the metrics and some extras of a step, atomically."""
+    meta = self.meta(step) | {'metrics': dict(metrics)}
+    meta['extras'] |= extras
+    file = self._path(step) / 'meta' / 'meta.json'
+    records.write_text(file, json.dumps(meta))
 
   def delete(self, steps: Iterable[int]) -> None:
     """Removes checkpoints, each atomically."""

@@ -111,7 +111,7 @@ class Session:
     self._identity: Mapping[str, Any] = {}
     self._failure: Exception | None = None
     self._report: Any = None
-    self._late = False
+    self._late = self._owed = False  # owed: the evaluation of the last step
     self._restore()
 
   def _restore(self) -> None:
@@ -123,6 +123,8 @@ class Session:
       self.trained.like(), 'latest', fingerprint=self._fingerprint
     )
     self.step, self._identity = saved.step, saved.extras.get('served', {})
+    self._owed = saved.extras.get('evaluation_owed', False)
+    self.metrics = saved.metrics
     self.trained.restore(saved.state)
     for name, state in self._states.items():
       state.restore(saved.extras[name])
@@ -226,7 +228,11 @@ class Session:
   # The steps.
 
   def begin(self) -> None:
-    """Compiles, publishes the weights, and evaluates them before step 0."""
+    """Compiles, publishes the weights, and evaluates them if that is due.
+
+    It is due before step 0, and where a signal or an error prevented the
+    evaluation of the last step.
+    """
     with self.writer.timer('compile'):
       self.trained.warmup()
       for engine in self._engines:
@@ -238,6 +244,9 @@ class Session:
     if self.step == 0 and self.config.eval.every:
       self.metrics = self.evaluate()
       self.writer.write(-1, self.metrics)
+    elif self._owed:
+      self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
+      self._saver.amend(self.step, self.metrics, evaluation_owed=False)
 
   @property
   def done(self) -> bool:
@@ -338,16 +347,12 @@ class Session:
       )
     failure = self._failure or self._mismatch(metrics)
     self._late = 0 < self._seconds < time.monotonic() - self._started
-    evaluated = False
-    if (
-      (self.done or _due(config.eval.every, self.step))
-      and self.evaluator
-      and not self.signals.stop
-      and failure is None
-    ):
+    due = self.done or _due(config.eval.every, self.step)
+    self._owed = due = bool(due and self.evaluator)
+    if due and not self.signals.stop and failure is None:
       try:
         metrics |= self.evaluate()
-        evaluated = True
+        self._owed = False
       except Stopped:
         pass  # raised below, after the save
       except Exception as e:
@@ -360,7 +365,7 @@ class Session:
     # Before the save: a resume drops lines of steps that were not saved.
     self.metrics = self.writer.write(self.step - 1, metrics)
     ends = self.done or self.signals.stop or failure is not None
-    best = evaluated and config.checkpoint.best
+    best = due and not self._owed and config.checkpoint.best
     if ends or best or _due(self._save_every, self.step):
       self.save()
     if progress:
@@ -402,6 +407,7 @@ class Session:
           **{name: state.state() for name, state in self._states.items()},
           'served': self._identity,
           'version': self.step,
+          'evaluation_owed': self._owed,
         },
         arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
