@@ -279,7 +279,7 @@ class Writer:
   def __exit__(self, kind: object, error: BaseException | None, _: object):
     try:
       self.close()
-    except records.RunError as failure:
+    except Exception as failure:
       if error is None:
         raise
       error.add_note(str(failure))  # keep the error that ended the run
