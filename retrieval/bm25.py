@@ -223,7 +223,7 @@ class BM25Index:
 
       threads = min(len(todo), 1 if self._count < _FEW else self._threads)
       if threads > 1:
-        list(self._pool.map(work, range(threads)))
+        list(_pool(os.getpid()).map(work, range(threads)))
       else:
         work(0)
       for row, parts in enumerate(found):
@@ -265,7 +265,6 @@ class BM25Index:
     self._borders = np.array([*shards, self._count], np.int32)
     self._cached = functools.lru_cache(_CACHED)(self._edges)
     self._threads = numba.config.NUMBA_NUM_THREADS
-    self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, 'bm25')
 
   def _postings(self, query: str) -> tuple[np.ndarray, np.ndarray]:
     """Edges [T, shards + 1] and counts float32 [T] of a query's terms.
@@ -410,6 +409,14 @@ def _watched(texts: Sequence[str]) -> Iterator[str]:
     for text in texts:
       yield text
       bar.update()
+
+
+@functools.cache
+def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
+  """The threads of process `pid`: a forked process has none of its parent."""
+  del pid
+  threads = numba.config.NUMBA_NUM_THREADS
+  return concurrent.futures.ThreadPoolExecutor(threads, 'bm25')
 
 
 @numba.njit(nogil=True)
