@@ -105,6 +105,20 @@ def test_steps_begin_as_many_versions_ahead_as_allowed(most):
     assert rollouts.state() == stream.state()
 
 
+def test_questions_that_cannot_be_read_are_the_error():
+  start, stream = Rollouts(), Stream()
+
+  def unreadable(n):
+    raise OSError('the disk is gone')
+
+  stream.next = unreadable
+  with Signals() as signals:
+    rollouts = make(signals, stream, start, 0)
+    with pytest.raises(OSError, match='disk is gone'):
+      rollouts.take(0)
+    assert rollouts.give_back(0, True) == ()
+
+
 def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
   start, stream = Rollouts(), Stream()
   start.go[0].set()

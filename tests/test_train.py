@@ -398,6 +398,36 @@ def test_without_questions_to_evaluate(url, tmp_path):
   assert 'reward' in metrics and not any('eval' in k for k in metrics)
 
 
+@pytest.mark.parametrize('where', ['rollout', 'evaluation'])
+def test_the_first_error_is_reported_if_saving_fails_too(
+  url, tmp_path, monkeypatch, where
+):
+  config = tiny.config(url)
+  config.eval.every = 1 if where == 'evaluation' else 0
+  if where == 'rollout':
+
+    async def fails(*args, **kw):
+      raise RolloutError('the service is gone')
+
+    monkeypatch.setattr(train, 'rollout', fails)
+  else:
+
+    def fails(evaluator, step):
+      if step >= 0:
+        raise RolloutError('the service is gone')
+      return {}
+
+    monkeypatch.setattr(train.passk, 'make', lambda *a, **kw: Fails(fails))
+
+  def full(*args, **kw):
+    raise build.checkpoint.CheckpointError('the disk is full')
+
+  monkeypatch.setattr(build.checkpoint.Checkpointer, 'save', full)
+  with pytest.raises(RolloutError, match='is gone') as caught:
+    train.train(config, str(tmp_path))
+  assert 'the disk is full' in caught.value.__notes__[0]
+
+
 def test_a_failed_evaluation_loses_nothing_of_its_step(
   url, tmp_path, monkeypatch
 ):

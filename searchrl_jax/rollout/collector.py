@@ -129,16 +129,17 @@ class Collector:
     return self._signals.wait(self._play(questions, step, one, **how))
 
   def give_back(self, step: int, usable: bool) -> tuple[Trajectory, ...]:
-    """Ends all; `step` was not used. Returns what had ended of it.
+    """Cancels all rollouts; returns those of `step` that had ended.
 
-    usable: whether what has ended may be used; if not, it is sampled again.
+    usable: whether ended rollouts may be used; if not, they are sampled again.
     """
     self.stop()
     self._under_way |= self._taken
     if not usable:
       for one in self._under_way.values():
         one.ended.clear()
-    return tuple(self._under_way[step].seen)
+    one = self._under_way.get(step)  # None: its questions could not be read
+    return tuple(one.seen) if one else ()
 
   def _begin(self, step: int) -> None:
     cursor = self._stream.state()

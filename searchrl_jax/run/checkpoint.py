@@ -254,17 +254,21 @@ class Checkpointer:
       for key, shape, dtype in arrays.values()
       if math.prod(shape)
     }
-    with ocp.Checkpointer(_handler(item)) as reader:
-      restored = reader.restore(
-        path,
-        args=ocp.args.Composite(
-          arrays=ocp.args.PyTreeRestore(
-            item=item,
-            restore_args={k: _restore_args(v) for k, v in item.items()},
-            partial_restore=True,
-          )
-        ),
-      )['arrays']
+    args = ocp.args.PyTreeRestore(
+      item=item,
+      restore_args={k: _restore_args(v) for k, v in item.items()},
+      partial_restore=True,
+    )
+    try:
+      with ocp.Checkpointer(_handler(item)) as reader:
+        restored = reader.restore(path, ocp.args.Composite(arrays=args))
+        restored = restored['arrays']
+    except Exception as e:  # of Orbax or TensorStore, of many types
+      raise CheckpointError(
+        f'{path}: cannot be read ({str(e)[:200]}); there are checkpoints of '
+        f'steps {self.steps()}. If it is damaged, remove it to resume from an '
+        'earlier one'
+      ) from e
     flat = [
       _as_target(restored.get(name), leaves[name], leaf)
       for name, leaf in zip(leaves, jax.tree.leaves(target))

@@ -283,15 +283,16 @@ class Session:
 
     Args:
       give_back: (whether trajectories that have ended may be used) -> all of
-        the step that have ended, which are written for whoever looks for the
-        cause. The next start writes them anew.
+        the step that have ended. They are written to show the cause; the next
+        start writes them anew.
     """
     try:
       yield
     except Exception as e:  # a service, a signal, a question too long
-      ended = give_back(not isinstance(e, SyncError))
-      self.save()
-      self.writer.trajectories(self.step, [ended])
+      with _after(e):
+        ended = give_back(not isinstance(e, SyncError))
+        self.save()
+        self.writer.trajectories(self.step, [ended])
       raise
 
   def check_finite(self, metrics: Mapping[str, float], batches) -> None:
@@ -357,19 +358,20 @@ class Session:
         pass  # raised below, after the save
       except Exception as e:
         failure = e  # raised below: the step itself is whole
-    with self.writer.timer('write'):
-      for group in trajectories:
-        self.writer.trajectories(
-          self.step - 1, every=config.log.trajectories_every, **group
-        )
-    # Before the save: a resume drops lines of steps that were not saved.
-    self.metrics = self.writer.write(self.step - 1, metrics)
-    ends = self.done or self.signals.stop or failure is not None
-    best = due and not self._owed and config.checkpoint.best
-    if ends or best or _due(self._save_every, self.step):
-      self.save()
-    if progress:
-      self.writer.progress(self.metrics, **progress)
+    with _after(failure):
+      with self.writer.timer('write'):
+        for group in trajectories:
+          self.writer.trajectories(
+            self.step - 1, every=config.log.trajectories_every, **group
+          )
+      # Before the save: a resume drops lines of steps that were not saved.
+      self.metrics = self.writer.write(self.step - 1, metrics)
+      ends = self.done or self.signals.stop or failure is not None
+      best = due and not self._owed and config.checkpoint.best
+      if ends or best or _due(self._save_every, self.step):
+        self.save()
+      if progress:
+        self.writer.progress(self.metrics, **progress)
     if failure is not None:
       raise failure
     if self.signals.stop:
@@ -412,6 +414,17 @@ class Session:
         arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
       )
+
+
+@contextlib.contextmanager
+def _after(first: Exception | None) -> Iterator[None]:
+  """Makes an error of the block a note of `first`, if there is one."""
+  try:
+    yield
+  except Exception as e:
+    if first is None:
+      raise
+    first.add_note(f'The run is not saved: {e}')
 
 
 def _due(every: int, step: int) -> bool:
