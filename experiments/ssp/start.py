@@ -21,7 +21,7 @@ def check(config: ConfigDict) -> None:
   """What cannot be, before anything loads.
 
   Raises:
-    ConfigError: names the field, and the mend.
+    ConfigError: names the field and the fix.
   """
   s = config.selfplay
   for name, known in (

@@ -1,8 +1,7 @@
 """The life of a run: open, restore, publish, evaluate, save, stop.
 
-A `Session` does what every run needs, whatever it trains. It knows no
-algorithm: a loop (train.py, sft.py, experiments/ssp/train.py) trains one step
-and calls `end_step`.
+A `Session` has no algorithm: a loop (train.py, sft.py,
+experiments/ssp/train.py) trains one step and calls `end_step`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,19 +24,19 @@ from searchrl_jax.sources.core import require_same
 
 
 class Trained(Protocol):
-  """What a run trains: parameters and optimizer states (`learn.learner`)."""
+  """The trained parameters and optimizer states (`learn.learner`)."""
 
   params: Any  # of the policy
 
   def like(self) -> dict: ...  # a checkpoint's tree, as shapes
   def restore(self, tree: dict) -> None: ...
   def start(self, params: Any) -> None: ...  # without a checkpoint
-  def tree(self) -> dict: ...  # what a checkpoint holds
+  def tree(self) -> dict: ...  # the content of a checkpoint
   def warmup(self) -> None: ...  # compiles
 
 
 class State(Protocol):
-  """What a recipe keeps between steps; saved in every checkpoint as JSON."""
+  """State of a recipe between steps; saved in every checkpoint as JSON."""
 
   def state(self) -> Any: ...
   def restore(self, state: Any) -> None: ...
@@ -61,21 +60,21 @@ class Session:
     config: the resolved config.
     workdir: the run's folder.
     stage: 'train', 'sft', ...: a checkpoint of another stage is refused.
-    trained: what is trained; restored or started here.
+    trained: restored or started here.
     cfg: the policy's `DecoderConfig`.
     mesh: the devices.
-    limits: (steps, seconds, checkpoint every): the run ends after so many
-      steps or seconds (0 = no limit), and saves every so many steps.
-    states: name -> what a recipe keeps between steps.
-    unused: trajectories for the next step that have ended already.
-    about: what environment.json also says of this start.
+    limits: (steps, seconds, every): the run ends after this number of steps
+      or seconds (0 = no limit), and is saved after every `every` steps.
+    states: name -> state of the recipe between steps.
+    unused: trajectories of later steps that have ended already.
+    about: further entries of this start in environment.json.
 
   Attributes:
     step: steps done.
     metrics: of the last step.
     writer, signals: of the run.
     url: of the retrieval server, '' if nothing is searched.
-    engine, source, evaluator: once they are opened.
+    engine, source, evaluator: None before they are opened.
 
   Raises:
     CheckpointError, ConfigError: from restoring or reading parameters.
@@ -161,10 +160,10 @@ class Session:
   def __exit__(self, *error):
     return self._stack.__exit__(*error)
 
-  # What rollouts need.
+  # Services of the rollouts.
 
   def open_source(self, tok: Any) -> Any:
-    """Opens the source of config.source, and checks what it serves.
+    """Opens the source of config.source, and checks its identity.
 
     Raises:
       SourceError: it cannot be used, or is not the one of the checkpoint.
@@ -196,13 +195,13 @@ class Session:
   def open_engine(
     self, tok: Any, canary: np.ndarray, params: Any = None, folder: str = ''
   ) -> Any:
-    """Opens an engine: of the policy that is trained, or of other weights.
+    """Opens an engine for the trained weights, or for fixed ones.
 
     Args:
       tok: the tokenizer.
       canary: int [n], ids with which `publish` compares log-probs.
-      params: weights that stay; None: those that are trained.
-      folder: below the run's, for the logs of another engine.
+      params: fixed weights; None: the trained ones.
+      folder: below the run folder, for the logs of a further engine.
     """
     engine = build.engine(
       self.config,
@@ -253,7 +252,7 @@ class Session:
     return self._late or self.step >= self._steps
 
   def publish(self) -> None:
-    """Gives the engine the trained weights, verified.
+    """Loads the trained weights into the engine and verifies them.
 
     Raises:
       SyncError: the engine does not hold them.
@@ -271,7 +270,7 @@ class Session:
       )
 
   def evaluate(self) -> dict[str, float]:
-    """The evaluator's values, named after the last step done."""
+    """The evaluator's values for the last step done."""
     if not self.evaluator:
       return {}
     with self.writer.timer('evaluate'):
@@ -296,7 +295,7 @@ class Session:
       raise
 
   def check_finite(self, metrics: Mapping[str, float], batches) -> None:
-    """Keeps the batch of an update that was not applied, and stops.
+    """Saves the batch of an update that was not applied, and raises.
 
     Raises:
       NonFinite: metrics['finite'] is 0.
@@ -311,8 +310,8 @@ class Session:
   def advance(self) -> None:
     """Counts the step and publishes its weights.
 
-    If that fails, or a signal came, the step is kept all the same, since its
-    update is whole: `end_step` saves it and raises.
+    If publishing fails, or a signal came, the step still counts, since its
+    update is complete: `end_step` saves it and raises.
     """
     self.step += 1
     self._failure = self._report = None
@@ -329,17 +328,17 @@ class Session:
     trajectories: Sequence[Mapping[str, Any]] = (),
     **progress: str,
   ) -> None:
-    """Evaluates if it is due, writes, saves if it is due, and stops if it must.
+    """Evaluates and saves if that is due, and writes the step.
 
     Args:
       metrics: of the step.
-      trajectories: what `Writer.trajectories` takes, for each of its files.
+      trajectories: keywords of `Writer.trajectories`, for each of its files.
       **progress: see `Writer.progress`; none: no line is printed.
 
     Raises:
       Stopped: by a signal. Mismatch: trainer and engine differ by more than
-        config.rollout.mismatch_alarm. Whatever publishing or evaluating
-        raised. In every case the run is saved.
+        config.rollout.mismatch_alarm. Any error of publishing or evaluating.
+        The run is saved in each case.
     """
     metrics, config = dict(metrics), self.config
     if self.engine is not None:
@@ -357,7 +356,7 @@ class Session:
       except Stopped:
         pass  # raised below, after the save
       except Exception as e:
-        failure = e  # raised below: the step itself is whole
+        failure = e  # raised below: the step itself is complete
     with _after(failure):
       with self.writer.timer('write'):
         for group in trajectories:
@@ -392,8 +391,8 @@ class Session:
   def save(self) -> None:
     """Writes a checkpoint of the steps done.
 
-    Where there is one already, only the unused trajectories may have changed;
-    they go into a file beside it.
+    If there is one already, only the unused trajectories may have changed;
+    they are written to a separate file.
     """
     unused = b'' if self._unused is None else self._unused.encode()
     if self.step in self._saver.steps():
@@ -432,12 +431,12 @@ def _due(every: int, step: int) -> bool:
 
 
 def write_aside(path: pathlib.Path, step: int, data: bytes) -> None:
-  """Writes unused trajectories beside the checkpoint of `step`."""
+  """Writes the unused trajectories of a checkpoint to a separate file."""
   records.write_bytes(path, f'{step}\n'.encode() + data)
 
 
 def read_aside(path: pathlib.Path, step: int) -> bytes | None:
-  """What `write_aside` wrote for the checkpoint of `step`, if it did."""
+  """What `write_aside` wrote for `step`; None if it did not."""
   if not path.exists():
     return None
   first, _, rest = path.read_bytes().partition(b'\n')
@@ -445,7 +444,7 @@ def read_aside(path: pathlib.Path, step: int) -> bytes | None:
 
 
 def save_batch(folder: pathlib.Path, step: int, batches) -> pathlib.Path:
-  """Writes the batch of a non-finite update as .npz: one array for a field."""
+  """Writes the batch of a non-finite update as .npz, one array per field."""
   path = folder / f'nonfinite_step{step}.npz'
   arrays = {
     f'{i}/{name}': value
