@@ -146,6 +146,7 @@ class BM25Index:
     lengths = {name: len(found) for name, found in arrays.items()}
     about = {'format': _FORMAT, 'count': self._count, 'lengths': lengths}
     about['parameters'] = self._options
+    about['sample_sha256'] = _sample(folder)
     files.write_json(folder / 'bm25.json', about)
     return cls.open(folder)
 
@@ -178,6 +179,9 @@ class BM25Index:
           raise ValueError(f'{name}.npy holds {found.dtype} {found.shape}')
         arrays[name] = found.view(np.ndarray)  # has cheaper slices
       self._load(arrays)
+      # An earlier version did not write the sample.
+      if about.get('sample_sha256', sample := _sample(folder)) != sample:
+        raise ValueError('another sample_sha256')
     return self
 
   def __len__(self) -> int:
@@ -402,6 +406,10 @@ def _clear(folder: files.PathLike) -> pathlib.Path:
   for name in ('bm25.json', *(f'{name}.npy' for name in _ARRAYS)):
     (folder / name).unlink(missing_ok=True)
   return folder
+
+
+def _sample(folder: pathlib.Path) -> str:
+  return files.sample_sha256(*(folder / f'{name}.npy' for name in _ARRAYS))
 
 
 def _watched(texts: Sequence[str]) -> Iterator[str]:

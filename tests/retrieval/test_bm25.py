@@ -433,6 +433,28 @@ def test_an_index_cut_short_is_refused(saved, name, keep):
   assert str(folder) in str(error.value) and 'build_index' in str(error.value)
 
 
+@pytest.mark.parametrize(
+  'name', ['terms', 'hashes', 'values', 'starts', 'rows']
+)
+def test_a_damaged_index_is_refused(saved, name):
+  folder = saved(many_texts())
+  path = folder / f'{name}.npy'
+  whole = bytearray(path.read_bytes())
+  whole[len(whole) * 3 // 4] ^= 0x40
+  path.write_bytes(whole)
+  with pytest.raises(ValueError, match='damaged .another sample_sha256'):
+    BM25Index.open(folder)
+
+
+def test_an_index_of_an_earlier_version_has_no_sample(saved):
+  folder = saved(many_texts())
+  about = folder / 'bm25.json'
+  record = json.loads(about.read_text())
+  del record['sample_sha256']
+  about.write_text(json.dumps(record))
+  assert len(BM25Index.open(folder)) == 1000
+
+
 def test_what_is_no_index_is_refused(saved):
   folder = saved(many_texts())
   about = folder / 'bm25.json'
