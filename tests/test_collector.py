@@ -1,6 +1,7 @@
 """Steps ahead: begun in time, handed out in order, kept when a run ends."""
 
 import asyncio
+from concurrent import futures
 import os
 import signal
 import threading
@@ -270,6 +271,24 @@ def test_staleness_counts_the_tokens_that_are_trained_on():
     'staleness/share_2': 1 / 3,
   }
   assert collector.staleness([], 7, 0)['staleness/mean'] == 0.0
+
+
+def test_a_wait_after_a_signal_cancels_what_was_started():
+  with Signals() as signals:
+    future = signals.start(asyncio.sleep(60))
+    signals.stop = True
+    with pytest.raises(Stopped):
+      signals.wait(future)
+    assert future.cancelled()
+
+
+def test_a_cancellation_without_a_signal_is_not_taken_for_one():
+  async def cancelled():
+    raise asyncio.CancelledError
+
+  with Signals() as signals:
+    with pytest.raises(futures.CancelledError):
+      signals.run(cancelled())
 
 
 def test_a_loop_outlives_who_wants_to_exit():

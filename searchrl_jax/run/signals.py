@@ -157,13 +157,15 @@ class Signals(Loop):
     Raises:
       Stopped: a signal came before or meanwhile.
     """
-    if self.stop:
-      raise Stopped('stopped by a signal')
     self._waits_for = future
     try:
+      if self.stop:  # checked after the assignment: a signal may come between
+        raise Stopped('stopped by a signal')
       return future.result()
     except futures.CancelledError:
       self.cancel(future)
+      if not self.stop:
+        raise
       raise Stopped('stopped by a signal in a rollout') from None
     except BaseException:
       self.cancel(future)
