@@ -105,7 +105,7 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
       results = [SearchResult(r, tuple(passages)) for r in action.requests]
       state, action = env.step(state, results)
   if not isinstance(action, Done):
-    raise ValueError(f'trace of {trace.question.id} does not come to an end')
+    raise ValueError(f'trace of {trace.question.id} does not end')
   return env.trajectory(state, sample) if action.end == 'answer' else None
 
 

@@ -53,7 +53,7 @@ def load_config(workdir: str) -> ConfigDict:
   try:
     fields = json.loads(path.read_text())
   except ValueError as e:
-    raise ConfigError(f'{path} is not JSON ({e}); is it cut short?') from e
+    raise ConfigError(f'{path} is not JSON ({e}); is it incomplete?') from e
   config = from_dict(filled(fields, records.plain(schema.base())))
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
@@ -219,7 +219,7 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
     lookup.require(
       not (init / 'environment.json').exists(),
       f'config.train.init={config.train.init!r}: a run folder without a '
-      'checkpoint; let that run come to its end first',
+      'checkpoint; let that run finish first',
     )
   if config.train.init or config.model.path:
     folder = config.train.init or local(config.model.path)

@@ -384,7 +384,7 @@ class Session:
     return Mismatch(
       f'step {self.step - 1}: log-probs of trainer and engine differ by '
       f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
-      'Raise the alarm (0 = none) to go on, or start again with a lower '
+      'Raise the alarm (0 = none) to continue, or start again with a lower '
       'rollout.max_staleness, or one dtype for model and engine'
     )
 
