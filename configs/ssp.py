@@ -55,22 +55,22 @@ it says more):
   combine_update, mini_epochs, save_freq  have none: updates are two, on one
                            set of solvers, and every trajectory is written
 
-Otherwise than there, of what can be told from outside (each file says more):
+Differences from SSP's release that affect results (each file has more):
 
-  * policy and environment are told apart by token, so no question, query,
-    evidence or answer is looked for in decoded text;
-  * the policy verifies, as the paper has it; their code asks the judge. Either
-    way exact match decides; there a judge's grade has the last word;
-  * both updates are corrected for staleness by importance weights against the
-    engine's log-probs; there the solver's data are one update old, uncorrected;
-  * a proposer's advantage is its reward less the mean of the others of the
-    step, so that a worthless question is unlearnt; theirs is the reward
-    itself. Its gradient is not scaled by 256 / 640;
-  * a slot that nothing fills is left empty ('drop'), not filled with copies;
-    what is drawn anew does not throw invalid proposals away;
-  * the pool, the noise and whatever had ended are in the checkpoint;
-  * a judge's failure leaves a question out, and too many stop the run; one that
-    has no answer to give turns it down;
+  * tokens of the policy and of the environment are distinguished, so questions,
+    queries, evidence and answers are not searched in decoded text;
+  * the policy verifies, as in the paper; the release asks the judge. Exact
+    match decides in both cases; in the release the judge's grade decides;
+  * importance weights relative to the engine's log-probs correct both updates
+    for staleness; in the release the solver's data are one update old;
+  * a proposer's advantage is its reward minus the mean of the others of the
+    step, so that worthless questions become less likely; in the release it is
+    the reward itself. The gradient is not scaled by 256 / 640;
+  * a slot without a question stays empty ('drop') instead of getting copies;
+    resampling keeps the invalid proposals;
+  * the pool, the noise and ended trajectories are in the checkpoint;
+  * a question whose judge failed is left out, and too many failures stop the
+    run; a judge without an answer rejects the question;
   * figures are of the last checkpoint: none is selected.
 """
 

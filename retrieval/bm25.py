@@ -146,6 +146,7 @@ class BM25Index:
     lengths = {name: len(found) for name, found in arrays.items()}
     about = {'format': _FORMAT, 'count': self._count, 'lengths': lengths}
     about['parameters'] = self._options
+    about['sample_sha256'] = _sample(folder)
     files.write_json(folder / 'bm25.json', about)
     return cls.open(folder)
 
@@ -178,6 +179,9 @@ class BM25Index:
           raise ValueError(f'{name}.npy holds {found.dtype} {found.shape}')
         arrays[name] = found.view(np.ndarray)  # has cheaper slices
       self._load(arrays)
+      # An earlier version did not write the sample.
+      if about.get('sample_sha256', sample := _sample(folder)) != sample:
+        raise ValueError('another sample_sha256')
     return self
 
   def __len__(self) -> int:
@@ -223,7 +227,7 @@ class BM25Index:
 
       threads = min(len(todo), 1 if self._count < _FEW else self._threads)
       if threads > 1:
-        list(self._pool.map(work, range(threads)))
+        list(_pool(os.getpid()).map(work, range(threads)))
       else:
         work(0)
       for row, parts in enumerate(found):
@@ -265,7 +269,6 @@ class BM25Index:
     self._borders = np.array([*shards, self._count], np.int32)
     self._cached = functools.lru_cache(_CACHED)(self._edges)
     self._threads = numba.config.NUMBA_NUM_THREADS
-    self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, 'bm25')
 
   def _postings(self, query: str) -> tuple[np.ndarray, np.ndarray]:
     """Edges [T, shards + 1] and counts float32 [T] of a query's terms.
@@ -405,11 +408,23 @@ def _clear(folder: files.PathLike) -> pathlib.Path:
   return folder
 
 
+def _sample(folder: pathlib.Path) -> str:
+  return files.sample_sha256(*(folder / f'{name}.npy' for name in _ARRAYS))
+
+
 def _watched(texts: Sequence[str]) -> Iterator[str]:
   with files.progress(len(texts), 'bm25', unit=' passages') as bar:
     for text in texts:
       yield text
       bar.update()
+
+
+@functools.cache
+def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
+  """The threads of process `pid`: a forked process has none of its parent."""
+  del pid
+  threads = numba.config.NUMBA_NUM_THREADS
+  return concurrent.futures.ThreadPoolExecutor(threads, 'bm25')
 
 
 @numba.njit(nogil=True)

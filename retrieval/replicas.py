@@ -19,6 +19,8 @@ import random
 from typing import Any
 import urllib.parse
 
+import httpx
+
 from retrieval import files
 from retrieval.core import identity_hash
 
@@ -262,8 +264,10 @@ def _checked_url(url: str) -> str:
   try:
     parts = urllib.parse.urlsplit(url)
     usable = parts.scheme in ('http', 'https') and parts.hostname
+    usable = usable and not (parts.query or parts.fragment)
     parts.port  # noqa: B018, raises where it is no number up to 65535
-  except ValueError:
+    httpx.URL(url)
+  except (ValueError, httpx.InvalidURL):
     usable = False
   if not usable:
     raise ValueError(f'url {url!r} is not of the form http://host:port')

@@ -7,6 +7,7 @@ only then `vectors.json` counts them as done. That record also identifies
 corpus and encoder, so that only the same work is continued.
 """
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import pathlib
 from typing import Any, Protocol
@@ -50,7 +51,7 @@ class PassageEncoder(Protocol):
   def encode_passages(self, passages: list[str]) -> np.ndarray: ...
 
 
-class DenseIndex:
+class DenseIndex(abc.ABC):
   """Base class of the indexes over vectors; see `core.Index`."""
 
   name: str
@@ -99,12 +100,12 @@ class DenseIndex:
     if self._encoder is None:
       raise ValueError('this index has no encoder; use search_vectors')
 
-  def __len__(self) -> int:
-    raise NotImplementedError
+  @abc.abstractmethod
+  def __len__(self) -> int: ...
 
+  @abc.abstractmethod
   def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
     """`search` for vectors of queries, [Q, D]."""
-    raise NotImplementedError
 
   def check_search(
     self, k: int, q: np.ndarray, limit: int

@@ -9,7 +9,6 @@ query but has answered others.
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 import concurrent.futures
-import contextlib
 import functools
 import json
 import logging
@@ -44,6 +43,7 @@ from retrieval.providers import (
 )
 from retrieval.retry import retry_after
 
+_log = logging.getLogger(__name__)
 MODES = ('snippet', 'page')
 _RETRIED = (408, 429, 500, 502, 503, 504)
 _REFUSED = (400, 413, 422)  # of one query, if others were answered
@@ -350,7 +350,7 @@ class WebSearcher:
       )
 
   def _apart(self, function: Callable[..., str], *args: object) -> str:
-    """Calls a function in a process of its own; '' if it raises.
+    """Calls a function in a process of its own; '' and a log if it raises.
 
     Raises:
       EOFError: the process ran out of time.
@@ -361,7 +361,10 @@ class WebSearcher:
     with pipe:
       _FORKS.Process(target=_work, args=work, daemon=True).start()
       theirs.close()
-      return pipe.recv_bytes().decode('utf-8', 'surrogatepass')
+      text = pipe.recv_bytes().decode('utf-8', 'surrogatepass')
+      if error := pipe.recv_bytes().decode('utf-8', 'surrogatepass'):
+        _log.warning('%s: %s', function.__name__, shown(error))
+      return text
 
 
 def cut(text: str, query: str, size: int) -> str:
@@ -396,10 +399,13 @@ def _work(pipe, cpu_s: int, wall_s: int, function, args) -> None:
   # The system kills the process; a parser in C cannot prevent that.
   resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
   signal.alarm(wall_s)
-  text = ''
-  with contextlib.suppress(Exception):
+  text = problem = ''
+  try:
     text = function(*args)
-  pipe.send_bytes(text.encode('utf-8', 'surrogatepass'))
+  except Exception as error:
+    problem = f'{type(error).__name__} {error}'
+  for said in (text, problem):
+    pipe.send_bytes(said.encode('utf-8', 'surrogatepass'))
 
 
 def _main_text(html: str) -> str:

@@ -4,11 +4,11 @@
 
   python -m searchrl_jax.sft --config=configs/quickstart.py --workdir=runs/warm
 
-A trace holds contents; the environment itself lays them out, so a warm start
-and the rollouts after it have one layout and one parser. All that the policy
-is to write is in the loss, information of its own included. Its tags are
-tokenised as it would sample them (Qwen3 has one token for `<think>`), contents
-as text, whatever they spell.
+A trace has contents without layout; the environment renders them, so a warm
+start and the rollouts after it share layout and parser. Everything that the
+policy will write is in the loss, including information that it writes itself.
+Tags are tokenised as the policy would sample them (Qwen3 has one token for
+`<think>`); contents are always tokenised as text.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
       results = [SearchResult(r, tuple(passages)) for r in action.requests]
       state, action = env.step(state, results)
   if not isinstance(action, Done):
-    raise ValueError(f'trace of {trace.question.id} does not come to an end')
+    raise ValueError(f'trace of {trace.question.id} does not end')
   return env.trajectory(state, sample) if action.end == 'answer' else None
 
 
@@ -134,9 +134,9 @@ def searcher(source):
 
 
 def examples(config, env, search) -> list[Trajectory]:
-  """The rendered traces; those that do not fit the budgets are left out.
+  """The rendered traces, without those that exceed the limits of config.env.
 
-  env: of config.env.template; a trace's own template has one of its own.
+  env: of config.env.template; a trace with another template gets another one.
 
   Raises:
     ValueError: more than a tenth does not fit.
@@ -178,9 +178,9 @@ def examples(config, env, search) -> list[Trajectory]:
 def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
   """int [steps, rows]: which traces each update takes.
 
-  Each epoch takes all, in a new order. Traces of like length (in tokens) share
-  an update, so that little of it is padding: windows of 16 updates are sorted
-  by length, then the updates shuffled.
+  Each epoch takes all traces in a new order. Traces of similar length (in
+  tokens) share an update, which saves padding: windows of 16 updates are sorted
+  by length, then the updates are shuffled.
   """
   n, out, epoch = len(lengths), [], 0
   while sum(map(len, out)) < steps:

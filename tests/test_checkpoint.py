@@ -224,6 +224,11 @@ def test_missing_broken_and_foreign_steps_are_clear(tmp_path):
   with pytest.raises(checkpoint.CheckpointError, match='meta.json'):
     ckpt.restore(tree, 'latest', fingerprint=None)
   assert ckpt.restore(tree, 1, fingerprint=None).step == 1
+  for path in (tmp_path / '00000001/arrays').rglob('*'):
+    if path.is_file():
+      path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(checkpoint.CheckpointError, match=r'000001: .*\[1, 2\]'):
+    ckpt.restore(tree, 1, fingerprint=None)
 
 
 def test_what_killed_processes_left_is_no_checkpoint(tmp_path):

@@ -1,6 +1,7 @@
 """Steps ahead: begun in time, handed out in order, kept when a run ends."""
 
 import asyncio
+from concurrent import futures
 import os
 import signal
 import threading
@@ -103,6 +104,20 @@ def test_steps_begin_as_many_versions_ahead_as_allowed(most):
       time.sleep(0.02)
       assert start.begun == wanted
     assert rollouts.state() == stream.state()
+
+
+def test_questions_that_cannot_be_read_are_the_error():
+  start, stream = Rollouts(), Stream()
+
+  def unreadable(n):
+    raise OSError('the disk is gone')
+
+  stream.next = unreadable
+  with Signals() as signals:
+    rollouts = make(signals, stream, start, 0)
+    with pytest.raises(OSError, match='disk is gone'):
+      rollouts.take(0)
+    assert rollouts.give_back(0, True) == ()
 
 
 def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
@@ -258,6 +273,24 @@ def test_staleness_counts_the_tokens_that_are_trained_on():
   assert collector.staleness([], 7, 0)['staleness/mean'] == 0.0
 
 
+def test_a_wait_after_a_signal_cancels_what_was_started():
+  with Signals() as signals:
+    future = signals.start(asyncio.sleep(60))
+    signals.stop = True
+    with pytest.raises(Stopped):
+      signals.wait(future)
+    assert future.cancelled()
+
+
+def test_a_cancellation_without_a_signal_is_not_taken_for_one():
+  async def cancelled():
+    raise asyncio.CancelledError
+
+  with Signals() as signals:
+    with pytest.raises(futures.CancelledError):
+      signals.run(cancelled())
+
+
 def test_a_loop_outlives_who_wants_to_exit():
   async def leave():
     raise SystemExit(3)
@@ -285,6 +318,17 @@ def test_one_that_fails_to_close_does_not_keep_the_others():
     with Loop() as loop:
       loop.at_exit(lambda: close('bad'))
       raise KeyError
+
+
+def test_every_error_of_closing_is_reported(caplog):
+  async def fail(name):
+    raise ValueError(name)
+
+  with pytest.raises(ValueError, match='second'):
+    with Loop() as loop:
+      loop.at_exit(lambda: fail('first'))
+      loop.at_exit(lambda: fail('second'))
+  assert 'first' in caplog.text
 
 
 def test_a_loop_ends_what_runs_then_closes_in_reverse():

@@ -243,6 +243,20 @@ def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
   assert err == 'saved\n'
 
 
+def test_the_notes_of_an_error_are_printed(tmp_path):
+  error = records.RunError('the first error')
+  error.add_note('what closing raised')
+  with mock.patch('searchrl_jax.learn.dryrun.report', side_effect=error):
+    _, err = command(
+      'train',
+      '--config=configs/quickstart.py',
+      f'--workdir={tmp_path}',
+      '--dry_run',
+      status=2,
+    )
+  assert err == 'error: the first error\nwhat closing raised\n'
+
+
 def test_a_table_for_each_evaluation(capsys):
   def score(value, n):
     return {'': value, '/low': value, '/high': value, '/n': n}

@@ -152,6 +152,45 @@ def test_resume_after_a_signal_in_a_rollout_is_bitwise(
     np.testing.assert_array_equal(a, b)
 
 
+def test_an_evaluation_that_a_signal_prevents_is_made_at_the_resume(
+  whole, tmp_path, monkeypatch
+):
+  config, folder, _ = whole
+  real, calls = update.Updater.step, []
+
+  def interrupted(*args, **kw):
+    calls.append(1)
+    if len(calls) == config.train.steps:  # after it, an evaluation is due
+      os.kill(os.getpid(), signal.SIGTERM)
+    return real(*args, **kw)
+
+  with monkeypatch.context() as m:
+    m.setattr(update.Updater, 'step', interrupted)
+    with pytest.raises(signals.Stopped, match='after step 3'):
+      train.train(config, str(tmp_path))
+  metrics = tmp_path / 'metrics.jsonl'
+  before, want = lines(metrics), lines(folder / 'metrics.jsonl')[-1]
+  assert 'eval/em' not in before[-1]
+  saver = build.checkpoint.Checkpointer(tmp_path / 'checkpoints', 9, 'eval/em')
+  assert saver.best() is None
+  found = train.train(config, str(tmp_path))
+  after = lines(metrics)
+  assert after[:-1] == before[:-1] and before[-1].items() <= after[-1].items()
+  scores = {k: v for k, v in want.items() if k.startswith('eval/')}
+  assert 'eval/em' in scores and scores.items() <= after[-1].items()
+  assert {*found} >= {*scores, 'reward'}
+  assert saver.best() == 3
+  # It is made once.
+  with monkeypatch.context() as m:
+    m.setattr(train.passk, 'make', lambda *a, **kw: Fails(no_run))
+    train.train(config, str(tmp_path))
+  assert lines(metrics) == after
+
+
+def no_run(evaluator, step):
+  raise AssertionError(f'an evaluation of step {step}')
+
+
 def test_a_failed_sync_loses_nothing_of_its_step(url, tmp_path, monkeypatch):
   config = tiny.config(url)
   config.checkpoint.every = 0
@@ -357,6 +396,36 @@ def test_without_questions_to_evaluate(url, tmp_path):
   config.train.steps = 1
   metrics = train.train(config, str(tmp_path))
   assert 'reward' in metrics and not any('eval' in k for k in metrics)
+
+
+@pytest.mark.parametrize('where', ['rollout', 'evaluation'])
+def test_the_first_error_is_reported_if_saving_fails_too(
+  url, tmp_path, monkeypatch, where
+):
+  config = tiny.config(url)
+  config.eval.every = 1 if where == 'evaluation' else 0
+  if where == 'rollout':
+
+    async def fails(*args, **kw):
+      raise RolloutError('the service is gone')
+
+    monkeypatch.setattr(train, 'rollout', fails)
+  else:
+
+    def fails(evaluator, step):
+      if step >= 0:
+        raise RolloutError('the service is gone')
+      return {}
+
+    monkeypatch.setattr(train.passk, 'make', lambda *a, **kw: Fails(fails))
+
+  def full(*args, **kw):
+    raise build.checkpoint.CheckpointError('the disk is full')
+
+  monkeypatch.setattr(build.checkpoint.Checkpointer, 'save', full)
+  with pytest.raises(RolloutError, match='is gone') as caught:
+    train.train(config, str(tmp_path))
+  assert 'the disk is full' in caught.value.__notes__[0]
 
 
 def test_a_failed_evaluation_loses_nothing_of_its_step(

@@ -1,17 +1,18 @@
-"""The rules of the game: who is asked what, which questions stand, who earns.
+"""The rules of self-play: prompts, valid questions, and rewards of the roles.
 
 SSP ("Search Self-play", github.com/Alibaba-Quark/SSP). One set of weights has
 three roles, each with a template of its own over the same budgets: the
 proposer gets an answer and searches until it asks a question; the verifier
 gets the question with what the proposer read, and no search; the solver gets
-the question alone. Otherwise than there:
+the question alone. A proposal whose question is valid is said to stand.
+Differences from SSP:
 
-  * a question, queries and evidence are what the parser found in the policy's
-    and the environment's own tokens. There they are looked for in decoded
-    text, so that a policy can write its own evidence;
-  * an answer is leaked where its words stand in the question, in their order:
-    "no" is not in "know". There any part of a word counts, and aliases do not;
-  * a failed search is nobody's fault: such a trajectory is in no statistic.
+  * questions, queries and evidence are what the parser finds in the tokens of
+    the policy and of the environment. SSP searches the decoded text, in which
+    a policy can write its own evidence;
+  * an answer is leaked if the question has its words in their order: "no" is
+    not in "know". SSP also counts parts of words, and ignores aliases;
+  * trajectories with a failed search are excluded from every statistic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,10 +54,10 @@ DUMMY = 'dummy'  # the source of a question that is none
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-  """A proposer's trajectory, and what became of it.
+  """A proposer's trajectory and the verdict on it.
 
-  question: for the solver; None where there is none to be read. evidence:
-  what its searches found and it saw, in order. reason: '' = it stands; one
+  question: for the solver; None if the trajectory has none. evidence: the
+  search results that the proposer read, in order. reason: '' = it stands; one
   of REASONS; or FAILED.
   """
 
@@ -77,7 +78,7 @@ def environments(config: ConfigDict, tok) -> dict[str, SearchEnv]:
   """Role -> its environment.
 
   Raises:
-    ConfigError: the proposer's template has not the tags of a question.
+    ConfigError: the proposer's template lacks the tags of a question.
   """
   s = config.selfplay
   templates = {
@@ -107,7 +108,7 @@ def environments(config: ConfigDict, tok) -> dict[str, SearchEnv]:
 
 
 def role_config(config: ConfigDict, role: str) -> ConfigDict:
-  """The config as one of the two roles that learn has it."""
+  """The config of one of the two trained roles."""
   out = config.copy_and_resolve_references()
   if role == PROPOSER:
     out.algorithm = out.selfplay.algorithm
@@ -133,7 +134,7 @@ def ended(data: bytes) -> dict[tuple[str, str, int], Trajectory]:
 
 
 def briefs(answers: Sequence[Question], config: ConfigDict) -> list[Question]:
-  """What the proposer is told: each answer in config.selfplay.brief."""
+  """The proposer's prompts: each answer in config.selfplay.brief."""
   return [
     dataclasses.replace(
       q,
@@ -150,7 +151,7 @@ def briefs(answers: Sequence[Question], config: ConfigDict) -> list[Question]:
 def read(
   trajectory: Trajectory, env: SearchEnv, config: ConfigDict, step: int
 ) -> Proposal:
-  """A proposal as the rules find it; verification comes after."""
+  """A proposal, judged by the rules; `verify` comes later."""
   text = None if trajectory.failed else env.answer(trajectory)
   source = trajectory.question
   question = text and Question(
@@ -196,7 +197,7 @@ def _reason(trajectory, text, evidence, s) -> str:
 
 
 def _says(text: str, answers: Sequence[str]) -> bool:
-  """Whether an answer's words stand in the text, in their order."""
+  """Whether the text has the words of an answer, in their order."""
   return any(
     re.search(
       rf'(?<!{_LETTER}){re.escape(form(answer))}s?(?!{_LETTER})', form(text)
@@ -229,15 +230,15 @@ def fill(
 
   Args:
     asked: questions that stand, at most `slots` of them.
-    slots: questions that a step is to have.
+    slots: number of questions in a step.
     config: reads config.selfplay.
     pool: for 'reuse'.
     rng: of the draws.
     lost: the answers of the proposals that do not stand.
 
   Returns:
-    (questions of reuse, dummies); neither for 'drop'. A pool without any
-    question gives what config.selfplay.empty_pool says.
+    (reused questions, dummies); both are empty for 'drop'. If the pool is
+    empty, config.selfplay.empty_pool decides.
   """
   s, n = config.selfplay, slots - len(asked)
   reused = pool.draw(n, rng) if s.invalid == 'reuse' else []
@@ -259,9 +260,9 @@ def fill(
 
 
 def rates(groups: Sequence[Group], reward: Rewards) -> dict[str, float]:
-  """Question id -> share of its solvers that were right, their mean reward.
+  """Question id -> mean reward of its solvers, the share that were right.
 
-  Solvers that failed are not counted; a question whose all failed is absent.
+  Solvers that failed are not counted; if all failed, the question is absent.
   """
   values = np.array([np.sum(v) for v in reward.value])
   out, at = {}, 0
@@ -293,9 +294,9 @@ def opposed(
 ) -> Rewards:
   """Rewards of the proposers, one for each proposal.
 
-  One that does not stand earns selfplay.penalty, whatever fills its slot (or
-  is left out, by selfplay.train_invalid). One whose trajectory or all of
-  whose solvers failed, or that was one too many to be asked, is not valid.
+  A proposal that does not stand gets selfplay.penalty, however its slot is
+  filled (or is left out, by selfplay.train_invalid). It is not valid if its
+  trajectory or all of its solvers failed, or if it exceeded the slots.
   """
   s, value, valid = config.selfplay, [], []
   for p in proposals:
@@ -309,11 +310,11 @@ def opposed(
   return Rewards(np.array(value, np.float32), np.array(valid, bool))
 
 
-# ---- What a step was like.
+# ---- Metrics of a step.
 
 
 def mean_of(reward: Rewards) -> float:
-  """Over valid ones; nan if there are none."""
+  """The mean of the valid rewards; NaN if there are none."""
   values = advantages.returns(reward.value)[reward.valid]
   return float(values.mean()) if values.size else math.nan
 
@@ -321,7 +322,7 @@ def mean_of(reward: Rewards) -> float:
 def solved(
   groups: Sequence[Group], reward: Rewards | None, env: SearchEnv
 ) -> dict[str, float]:
-  """Rewards and signs of collapse of the solver, on questions that are some."""
+  """Rewards and signs of collapse of the solver, without dummy questions."""
   real = [g for g in groups if g[0].question.source != DUMMY]
   out = health.signs(real, env)
   if not real:
@@ -338,13 +339,13 @@ def solved(
   return out
 
 
-def told(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
-  """Counts of why proposals fall, and what the questions that stand are.
+def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
+  """Counts the reasons of proposals, and describes those that stand.
 
-  Proposals that a service failed are counted as 'no_failed' and in nothing
-  else. What a mean is over stands beside it: 'proposals', 'stand', or 'X_n'.
+  Proposals that a service failed are counted only as 'no_failed'. The number
+  of values in a mean is 'proposals', 'stand', or 'X_n' for the mean 'X'.
 
-  oracle: judges them, for these metrics alone; None = unknown.
+  oracle: judges the questions, only for these metrics; None = unknown.
   """
   reasons = [p.reason for p in proposals]
   proposals = [p for p in proposals if p.reason != FAILED]

@@ -1,8 +1,8 @@
 """The pool of questions that stood, to fill the slots of those that do not.
 
-Kept in the checkpoint, and cut to its newest questions at intervals. A
-question that is asked again has its rate renewed; in SSP's release it is
-stored once more, so that what is reused is reused ever more often.
+The checkpoint has the pool. At intervals it is cut to its newest questions. If
+a question is asked again, its share is replaced; SSP's release stores it once
+more, so that reused questions are reused more and more often.
 """
 
 import collections
@@ -24,7 +24,7 @@ class Pool:
     config: config.selfplay: reuse_threshold (largest share of a question that
       is drawn), clear_every (steps; 0 = never), keep_ratio (share of
       questions, the newest, that stay then).
-    fingerprint: of what its questions are about; `restore` wants the same.
+    fingerprint: of answers, corpus and templates; `restore` requires the same.
   """
 
   def __init__(self, config: ConfigDict, fingerprint: str):
@@ -37,9 +37,9 @@ class Pool:
   def add(
     self, questions: Sequence[Question], shares: Mapping[str, float]
   ) -> None:
-    """Those of `questions` whose share is known.
+    """Adds the `questions` that have a share.
 
-    One that was asked several times gets the mean of its shares.
+    A question that was asked several times gets the mean of its shares.
     """
     found = collections.defaultdict(list)
     for q in questions:
@@ -50,9 +50,9 @@ class Pool:
       self._known[name] = known, statistics.fmean(s for _, s in asked)
 
   def draw(self, n: int, rng) -> list[Question]:
-    """n questions at random, with replacement; none if it is empty.
+    """Draws n questions with replacement; none if the pool is empty.
 
-    Of those within the threshold; of all, if there are none.
+    They are within the threshold, unless no question is.
     """
     most = self._config.reuse_threshold
     fit = [q for q, share in self._known.values() if share <= most]
@@ -94,7 +94,7 @@ class Pool:
       raise ConfigError(
         'the saved pool holds questions of another config (fingerprint '
         f'{state["fingerprint"]}, now {self._fingerprint}): its answers, '
-        'corpus or templates differ; go on with those of the saved run, or '
+        'corpus or templates differ; continue with those of the saved run, or '
         'start a new run folder'
       )
     self._known = {

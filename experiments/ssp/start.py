@@ -1,4 +1,4 @@
-"""What is found before self-play starts: fields that cannot be, costs."""
+"""Checks the config of self-play, and reports its costs."""
 
 import dataclasses
 import hashlib
@@ -18,10 +18,10 @@ INVALID = ('dummy', 'reuse', 'drop')
 
 
 def check(config: ConfigDict) -> None:
-  """What cannot be, before anything loads.
+  """Checks the fields of self-play, before anything is loaded.
 
   Raises:
-    ConfigError: names the field, and the mend.
+    ConfigError: names the field and the fix.
   """
   s = config.selfplay
   for name, known in (
@@ -48,7 +48,7 @@ def check(config: ConfigDict) -> None:
       f'config.selfplay.min_searches={s.min_searches} of env.max_turns='
       f'{config.env.max_turns}: no proposal could stand; lower the former'
     )
-  # Words of one letter, and what parts them.
+  # The shortest question: words of one letter, with spaces.
   if max(s.min_chars, 2 * s.min_words - 1) > s.max_chars:
     raise ConfigError(
       f'config.selfplay.min_chars={s.min_chars}, min_words={s.min_words}, '

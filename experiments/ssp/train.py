@@ -41,7 +41,7 @@ from searchrl_jax.types import Group, Rewards, Trajectory
 
 
 class Step(NamedTuple):
-  """What a step has sampled."""
+  """The samples of a step."""
 
   proposals: list[game.Proposal]
   proposed: list[Group]
@@ -62,7 +62,7 @@ class Sampler:
     envs: role -> its environment.
     stream: of answers.
     pool: of earlier questions.
-    oracle: see `game.told`.
+    oracle: see `game.proposal_metrics`.
   """
 
   def __init__(self, config: ConfigDict, envs, stream, pool: Pool, oracle):
@@ -73,7 +73,7 @@ class Sampler:
     self._seen: list[Trajectory] = []  # all of the step, failed ones too
 
   def open(self, run: Session, engines, judge, reader) -> None:
-    """Gives it what answers; before `sample`."""
+    """Sets the services; call it before `sample`."""
     self._run, self._engines = run, engines
     self._judge, self._reader = judge, reader
 
@@ -90,7 +90,7 @@ class Sampler:
     self._stats: list[RolloutStats] = []
 
   def give_back(self, usable: bool) -> list[Trajectory]:
-    """Undoes a step that failed; returns all that had ended of it."""
+    """Undoes a step that failed; returns its trajectories that had ended."""
     self._stream.restore(self._cursor)
     if not usable:
       self._ended.clear()
@@ -130,7 +130,7 @@ class Sampler:
     new = [shares[q.id] for q in stand if q.id in shares]
     metrics = {
       **sum(self._stats, RolloutStats()).metrics(),
-      **game.told(proposals, self._oracle),
+      **game.proposal_metrics(proposals, self._oracle),
       'selfplay/reused': len(reused),
       'selfplay/dummies': len(dummies),
       'selfplay/solver_success': np.mean(new) if new else np.nan,

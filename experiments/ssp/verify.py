@@ -1,9 +1,9 @@
-"""Whether a question can be answered from what its proposer read.
+"""Verifies that a question can be answered from what its proposer read.
 
-The reader gets the evidence of a proposal and, as noise, that of others of the
-same step, shuffled, and the question; it cannot search. A proposal stands if
-the reader's answer is the one it was made for. The reader is the policy itself
-(as SSP's paper has it; its release asks a judge service), or the server of
+The reader gets the question and, shuffled, the evidence of its proposal and of
+others of the same step (noise); it cannot search. A proposal stands if the
+reader's answer is the one that the proposer was given. The reader is the policy
+(as in SSP's paper; its release asks a judge service) or the server of
 config.judge.
 """
 
@@ -44,7 +44,7 @@ _PASSAGE = 'The sky is blue.\nQuestion: What colour is the sky?'
 def readings(
   proposals: Sequence[Proposal], env: SearchEnv, config: ConfigDict, rng
 ) -> list[Question | None]:
-  """What a reader is asked about each proposal.
+  """The reader's question about each proposal.
 
   Own evidence and that of selfplay.noise other proposals, drawn without
   replacement among those with other evidence, in random order; bundles that
@@ -126,10 +126,10 @@ def verify(
 
 
 class Reader:
-  """Reads by the server of config.judge.
+  """Asks the server of config.judge.
 
-  What it said is kept in a file of the run folder, by what it was asked: a
-  resume takes up the same replies, whatever the server would say now.
+  Its replies are kept in a file of the run folder, so that a resumed step gets
+  the same ones.
   """
 
   def __init__(self, config: ConfigDict, path: pathlib.Path):
@@ -143,7 +143,7 @@ class Reader:
     self._known = dict(map(json.loads, whole.splitlines()))
 
   async def answers(self, questions: Sequence[Question]) -> list:
-    """For each a str; None if the reader had none to give; or a ChatError.
+    """For each question: its answer, None without one, or a ChatError.
 
     Raises:
       JudgeError: more than config.judge.max_failed of them failed.
@@ -157,10 +157,10 @@ class Reader:
     replies = dict(
       zip(new, await asyncio.gather(*map(self._ask, new.values())), strict=True)
     )
-    told = {k: v for k, v in replies.items() if not isinstance(v, ChatError)}
+    new = {k: v for k, v in replies.items() if not isinstance(v, ChatError)}
     with self._path.open('a') as file:
-      file.writelines(f'{json.dumps(pair)}\n' for pair in told.items())
-    self._known |= told
+      file.writelines(f'{json.dumps(pair)}\n' for pair in new.items())
+    self._known |= new
     found = [replies.get(name, self._known.get(name)) for name in names]
     errors = [x for x in found if isinstance(x, ChatError)]
     if len(errors) > self._most * len(found):

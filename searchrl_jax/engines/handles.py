@@ -1,5 +1,6 @@
 """What both engines share: handles, requests, and checks of their arguments."""
 
+import abc
 import math
 import time
 from typing import Any
@@ -151,8 +152,9 @@ class HandleEngine(core.Engine):
     handle.closed = True
     self._release(handle)
 
+  @abc.abstractmethod
   def _release(self, handle: Any) -> None:
-    raise NotImplementedError
+    """Frees what a closed handle holds."""
 
   def stats(self) -> dict[str, float]:
     seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}

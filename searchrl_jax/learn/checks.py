@@ -1,4 +1,4 @@
-"""Checks of a config that run before any model loads."""
+"""Checks the fields of a config before any model is loaded."""
 
 from collections.abc import Sequence
 import functools
@@ -27,7 +27,7 @@ from searchrl_jax.types import Question
 
 
 def check(config: ConfigDict) -> None:
-  """Cross-checks fields of a training config, before anything loads.
+  """Checks the fields of a training config together.
 
   Raises:
     ConfigError: names the first invalid field and the fix.
@@ -109,7 +109,8 @@ def selecting(config: ConfigDict) -> str:
   """The set that config.checkpoint.best selects by; '' = none.
 
   Raises:
-    ConfigError: it selects by what is reported (design 5.13).
+    ConfigError: it names a metric over the sets that are reported (design
+      5.13).
   """
   best = config.checkpoint.best
   name, _, score = best.removeprefix('eval/set=').partition('/')
@@ -194,7 +195,7 @@ def _check_advantage(a: ConfigDict) -> None:
 
 
 def check_rewards(config: ConfigDict, questions: Sequence[Question]) -> None:
-  """Names and fields of config.reward, and answers where they need them.
+  """Checks config.reward, and that questions have the answers it needs.
 
   Raises:
     RewardError: names the field, or the first question without answers.
@@ -203,10 +204,10 @@ def check_rewards(config: ConfigDict, questions: Sequence[Question]) -> None:
 
 
 def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
-  """Every prompt leaves room for a reply: found now, not at some step.
+  """Checks that every prompt leaves room for a reply.
 
   Raises:
-    ConfigError: how many do not, and which.
+    ConfigError: the number of questions whose prompts do not, and their ids.
   """
   long, first = [], ''
   for q in tqdm.tqdm(
@@ -226,13 +227,12 @@ def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
 
 
 def check_engine(config: ConfigDict) -> None:
-  """What a warm start and an evaluation need as well.
+  """Checks the fields that evaluation also reads.
 
   Raises:
-    ConfigError: names the field and the fix.
+    ConfigError: names the first invalid field and the fix.
   """
-  # A run folder keeps the config of its first start: wrong names must not
-  # get so far.
+  # Before the config is written to the run folder, which then keeps it.
   sources = functools.partial(lookup.module, 'searchrl_jax.sources')
   for field, find in (('engine', engines.module), ('source', sources)):
     name = config[field].module

@@ -1,4 +1,4 @@
-"""What a run trains: the policy, and its reference and critic if it has them.
+"""The trained policy, with its reference and critic if it has them.
 
 `Learner` owns the arrays; `update.Updater` compiles the programs.
 """
@@ -34,8 +34,8 @@ class Learner:
     config: the whole.
     cfg: the policy's `DecoderConfig`.
     mesh: the devices.
-    roles: role -> config of its updates; all roles share the parameters, the
-      optimizer and the critic. None: one role, ''.
+    roles: role -> config of its updates, in their order; all roles share the
+      parameters, the optimizer and the critic. None: one role, ''.
     supervised: the optimizer's config and number of updates, for training on
       given text instead of config.algorithm.
 
@@ -180,7 +180,7 @@ class Learner:
             )
           run.check_finite(metrics, filled)
           metrics = objectives.explained(metrics)
-        # In the first steps the critic learns alone: its values are near 0.
+        # At first only the critic is trained: its values are still near 0.
         if run.step >= config.critic.alone:
           filled = batching.set_advantages(mini, credit.advantages)
           begin = time.monotonic()
@@ -203,7 +203,7 @@ class Learner:
   def record(
     self, batch: batching.StepBatch, scores: Scores, credit: Credit, role=''
   ) -> dict[str, Any]:
-    """What `Writer.trajectories` takes of a step."""
+    """Keywords of `Writer.trajectories` for a step."""
     old = scores.old if self.needs_old(role) else None
     return {
       'groups': batch.groups,
@@ -237,7 +237,7 @@ class Learner:
 
 
 def _mean(values: Sequence[float]) -> float:
-  """The mean of those that are no NaN."""
+  """The mean of the values that are not NaN."""
   known = [v for v in values if not np.isnan(v)]
   return float(np.mean(known)) if known else float('nan')
 

@@ -6,8 +6,8 @@ denominator (`denominator`) is computed up front from the masks of the whole
 minibatch. So microbatches add up to the minibatch exactly, on any mesh, and
 an empty microbatch gives 0, not 0/0.
 
-Axis letters: B sequences, T tokens. mask [B, T] says which target tokens are
-in the loss; all log-probs are natural, float32, of the token at that place,
+Axes: B sequences, T tokens. mask [B, T] is True for target tokens in the loss.
+Log-probs are natural logarithms, float32, of the token at the same position,
 and arbitrary outside the mask.
 """
 
@@ -115,15 +115,15 @@ def importance_weights(
   """Truncated importance weights of pi_old / pi_behaviour, [B, T].
 
   They correct for what the engine sampled from (its numerics, its staleness)
-  against what the trainer scores. 'token': a weight for each token (Yao et
+  to what the trainer scores. 'token': a weight for each token (Yao et
   al., "Your efficient RL framework secretly brings you off-policy RL
   training", 2025). 'sequence': the product over the loss tokens of the row,
   truncated, on every token of it. No gradient passes through.
 
   beyond='cap': min(w, cap). beyond='mask': 0 outside [floor, cap], so that
-  tokens that the current policy would hardly write are not learned from (as
-  IcePop does, Ling team, "Every step evolves", arXiv 2510.18855); the divisor
-  of the loss stays.
+  tokens that the current policy would hardly sample have no gradient (IcePop,
+  Ling team, "Every step evolves", arXiv 2510.18855); the divisor of the loss
+  is unchanged.
 
   Returns:
     weights [B, T] and whether each was truncated or masked, bool [B, T].
@@ -275,15 +275,15 @@ def reinforce(
   tis_floor: float,
   tis_beyond: str,
 ):
-  """REINFORCE, weighted by how likely the policy of now is to write it.
+  """REINFORCE with importance weights of the current policy.
 
       loss = -w A log pi, w = min(pi / pi_behaviour, tis_cap), no gradient
 
   Williams (1992), with the truncated weights of V-trace (IMPALA, arXiv
   1802.01561, section 4.2). One weight corrects for the engine, for staleness
-  and for the updates of this step; nothing is clipped besides, and old_logps
-  is for the metrics only. tis='none': no correction, right on policy alone.
-  Arrays and what is returned: see `clip`.
+  and for the updates of this step. Nothing else is clipped; only the metrics
+  use old_logps. tis='none': no correction, which is correct on policy only.
+  See `clip` for the arrays and the result.
   """
   logps, old_logps, behaviour_logps, advantages = _masked(
     mask, logps, old_logps, behaviour_logps, advantages

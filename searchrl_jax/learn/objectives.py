@@ -1,4 +1,4 @@
-"""What an update minimises: a loss per token, and what it needs besides."""
+"""The objective of an update: a loss per token, and the arrays it needs."""
 
 from collections.abc import Callable
 import dataclasses
@@ -19,8 +19,8 @@ class Objective:
   `arrays` holds mask, behaviour_logps, advantages, old and ref, all [B, T].
   Hashable: one compiled program for each.
 
-  Of a critic (`value`) logps are the values, old those before the
-  step's first update, advantages the returns to learn; it has no entropy.
+  For a critic (`value`): logps are its values, old those before the step's
+  first update, and advantages the target returns; there is no entropy.
   """
 
   fn: Callable
@@ -36,11 +36,11 @@ def policy(config) -> Objective:
   """The objective that config.algorithm describes.
 
   loss = policy loss + kl_coef KL (if kl = 'loss') - entropy_coef entropy,
-  for each token. With one update in a step, the log-probs before it are the
-  policy's own: old_logps need not be scored.
+  for each token. If a step has one update, its old log-probs are those of the
+  forward pass of the update and are not scored.
 
   Raises:
-    ValueError: an algorithm field that cannot work; names it and the fix.
+    ValueError: an invalid field of config.algorithm; names it and the fix.
   """
   a = config.algorithm
   losses.denominator([], a.aggregation, a.horizon)
@@ -71,7 +71,7 @@ def policy(config) -> Objective:
       old = arrays['old']
     else:
       old = jax.lax.stop_gradient(logps)
-    # NaN: nothing was recorded (an unmasked observation): weight 1.
+    # NaN: no log-prob was recorded (an observation in the loss): weight 1.
     behaviour = arrays['behaviour_logps']
     behaviour = jnp.where(jnp.isnan(behaviour), old, behaviour)
     loss, sums = fn(logps, old, behaviour, arrays['advantages'], mask, **kw)
@@ -129,14 +129,13 @@ def value(config) -> Objective:
 
 
 def explained(found: dict[str, float]) -> dict[str, float]:
-  """A critic's metrics of one update, under names of their own.
+  """The metrics of a critic's update, with names that begin with 'critic_'.
 
-  `explained_variance` is 1 - E (G - V)^2 / Var G over the loss tokens: 0 for a
-  critic that says the mean, 1 for one that is always right, NaN where all
-  returns are equal.
+  `explained_variance` is 1 - E (G - V)^2 / Var G over the loss tokens: 0 if the
+  critic predicts the mean, 1 if it is exact, NaN if all returns are equal.
   """
   variance = found['return_squared'] - found['return'] ** 2
-  # Of float32 sums: a smaller one is rounding.
+  # Below this, the difference of float32 sums is rounding error.
   known = variance > 1e-5 * found['return_squared']
   share = found['value_error'] / variance if known else math.nan
   names = ('loss', 'value', 'return', 'value_clip', 'grad_norm')

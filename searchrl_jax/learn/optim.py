@@ -1,7 +1,7 @@
 """The optimizer: an optax chain by config, with schedules and freezing.
 
 Order: clip by the global norm of the trained gradients, Adam, decoupled
-weight decay (AdamW, arXiv 1711.05101) on matrices alone, learning rate.
+weight decay (AdamW, arXiv 1711.05101) of matrices only, learning rate.
 """
 
 import math
@@ -54,7 +54,7 @@ def updates(config) -> int:
 
 
 def critic_updates(config) -> int:
-  """Those of the critic, which begins `config.critic.alone` steps before."""
+  """The critic's updates; it starts `config.critic.alone` steps earlier."""
   return (
     config.train.steps
     * config.algorithm.minibatches

@@ -1,8 +1,8 @@
-"""What the policy's distributions look like along given tokens.
+"""Statistics of the policy's distributions at given tokens.
 
-Teacher-forced, whole rows at a time; logits are never held for all tokens at
-once (`logps.head_logps`). The certainty needs no sweep of its own: the mean
-log-prob over the vocabulary is x times the mean row of the head, less the
+Rows are teacher-forced as a whole; logits of all tokens are never in memory at
+the same time (`logps.head_logps`). The certainty needs no second pass: the mean
+log-prob over the vocabulary is x times the mean row of the head, minus the
 log-sum-exp.
 """
 
@@ -20,7 +20,7 @@ from searchrl_jax.run import sharding
 
 
 class Stats(NamedTuple):
-  """Of one row; entry t: of what token t was drawn from, entry 0 is NaN."""
+  """Of one row; entry t is of the distribution of token t, entry 0 is NaN."""
 
   logps: np.ndarray  # float32 [n], nats
   entropy: np.ndarray  # float32 [n], nats
@@ -32,9 +32,9 @@ class Stats(NamedTuple):
 class Scorer:
   """Stats of rows of ids under the policy at one temperature.
 
-  `params` may be set anew: the programs, one for each length that occurs,
-  stay. Rows of a length run together, as many as make max(lengths) tokens on
-  each shard of the mesh.
+  `params` may be replaced; the compiled programs, one per length, are kept.
+  Rows of a length run together, up to max(lengths) tokens on each shard of the
+  mesh.
   """
 
   def __init__(

@@ -2,8 +2,10 @@
 
 A minibatch is a list of microbatches of a few shapes (`batching`); each shape
 compiles once. Their gradients are sums with one common denominator (`losses`),
-so how a minibatch is cut does not show. Axis letters: B sequences, T tokens,
-S shards (mesh devices along data and fsdp), C loss tokens of a shard.
+so the result does not depend on how a minibatch is split.
+
+Axes: B sequences, T tokens, S shards (mesh devices along data and fsdp), C loss
+tokens of a shard.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ def shards(mesh) -> int:
 
 
 def copy(params):
-  """The same parameters in buffers of their own (a donated one is gone)."""
+  """Copies the parameters, since a donated buffer cannot be read again."""
   return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
@@ -107,8 +109,8 @@ class Updater:
   def init(self, params) -> TrainState:
     """A fresh optimizer around `params`, laid out on the mesh.
 
-    The state owns the arrays: `step` donates them, so whoever keeps the same
-    parameters (a reference policy, an engine) needs `copy(params)` first.
+    The state owns the arrays, since `step` donates them: another user of the
+    same parameters (a reference policy, an engine) needs `copy(params)`.
     """
     step = jnp.zeros((), jnp.int32)
     if self.mesh is None:
@@ -120,9 +122,9 @@ class Updater:
     return TrainState(params, opt_state, jax.device_put(step, shards.step))
 
   def abstract(self, shapes) -> TrainState:
-    """`init` of parameters with these shapes (`setup.shapes`), as shapes.
+    """The shapes of `init` for parameters of these shapes (`build.shapes`).
 
-    What a checkpoint is restored into: nothing is allocated twice.
+    The target for restoring a checkpoint; nothing is allocated.
     """
     state = TrainState(
       shapes,
@@ -301,14 +303,14 @@ class Updater:
     )
 
   def warmup(self, state: TrainState, *, score: bool) -> dict[str, int]:
-    """Compiles every program for every bucket; runs none but `zeros`.
+    """Compiles every program for every bucket; only `zeros` is run.
 
     Args:
       score: whether `score` will be called (old or reference log-probs).
 
     Returns:
       bytes on one device that each program needs beyond its arguments, by
-      'name/length' (0 where the backend does not tell).
+      'name/length' (0 if the backend does not report it).
     """
     acc = None
     for length in self.batch_config.lengths:

@@ -1,10 +1,10 @@
-"""Rollouts of this step and, while it is updated, of the steps ahead.
+"""Runs the rollouts of a step and, during its update, of later steps.
 
-With `max_staleness` = 0 a step's rollouts begin when it does. With n, those of
-the n steps after it are under way at the same time: they begin on weights at
-most n versions older than those they will update, and go on with newer ones
-as these are published, between the turns of a trajectory and within them.
-Whatever has ended and was not used yet goes into the checkpoint.
+With `max_staleness` = 0 the rollouts of a step start with the step. With n,
+those of the next n steps run at the same time: they start on weights at most n
+versions older than those they will update, and continue with newer ones as
+these are published, between and within the turns of a trajectory. Ended
+trajectories that were not used yet are saved in the checkpoint.
 """
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -21,7 +21,7 @@ from searchrl_jax.run import records
 from searchrl_jax.run.signals import Signals
 from searchrl_jax.types import Question, Trajectory
 
-# (question id, sample) -> what has ended.
+# (question id, sample) -> trajectory that has ended.
 Ended = dict[tuple[str, int], Trajectory]
 
 
@@ -30,7 +30,7 @@ class _Step:
   """The rollouts of one step."""
 
   cursor: dict  # of the stream, before its questions
-  ended: Ended  # what may be used
+  ended: Ended  # trajectories that may be used
   asked: set[str]  # ids of its questions
   seen: list[Trajectory] = dataclasses.field(default_factory=list)
   future: futures.Future | None = None
@@ -38,21 +38,21 @@ class _Step:
   def keep(self, trajectory: Trajectory) -> None:
     self.seen.append(trajectory)
     name = trajectory.question.id, trajectory.sample
-    # What failed for the fault of a service is tried again. A sampler may have
-    # replaced what an earlier start ended: that goes, too.
+    # A trajectory that a service failed is sampled again. A sampler may have
+    # replaced one that an earlier start finished.
     self.ended.pop(name, None)
     if not trajectory.failed:
       self.ended[name] = trajectory
 
 
 class Collector:
-  """Starts the rollouts of steps and hands them out in order.
+  """Starts the rollouts of steps and returns them in order.
 
   Args:
     stream: of questions.
-    questions: of a step.
+    questions: their number in a step.
     max_staleness: steps ahead, config.rollout.max_staleness.
-    steps: there are in all.
+    steps: of the run.
   """
 
   def __init__(
@@ -67,15 +67,17 @@ class Collector:
     self._idle, self._idle_since = 0.0, time.monotonic()
 
   def open(self, signals: Signals, start: Callable[..., Coroutine]) -> None:
-    """Gives it the event loop and what starts rollouts; before `take`.
+    """Sets the event loop and the function that starts rollouts.
+
+    Call it before `take`.
 
     start: (questions, step=, ended=, on_trajectory=) -> coroutine of a
-      `Rollout`, which leaves out what has `ended` already.
+      `Rollout`, which does not sample the trajectories of `ended` again.
     """
     self._signals, self._start = signals, start
     self._idle_since = time.monotonic()
 
-  # What a checkpoint keeps (`run.session`).
+  # The state in a checkpoint (`run.session`).
 
   def state(self) -> dict:
     """The stream's cursor before the first step that was not taken."""
@@ -91,16 +93,16 @@ class Collector:
     return encode(self.ended())
 
   def decode(self, data: bytes) -> None:
-    """Takes what `encode` gave; before the first `take`."""
+    """Restores what `encode` returned; call it before the first `take`."""
     for record in records.read(data):
       t = record.trajectory
       self._saved.setdefault(record.step, {})[t.question.id, t.sample] = t
 
   def take(self, step: int) -> Rollout:
-    """The rollouts of `step`; starts those that may begin by now.
+    """The rollouts of `step`; starts all that may start now.
 
     Raises:
-      Stopped: by a signal. Whatever the rollout raises.
+      Stopped: by a signal. Any error of the rollout.
     """
     for ahead in range(step, min(step + self._ahead + 1, self._steps)):
       if ahead not in self._under_way:
@@ -114,7 +116,7 @@ class Collector:
     """The rollouts of n further questions for a step that was taken.
 
     For max_staleness = 0: the questions that follow are the next step's.
-    how: what else `start` is told.
+    how: further arguments of `start`.
 
     Raises:
       as `take`.
@@ -122,7 +124,7 @@ class Collector:
     one = self._taken[step]
     questions = []
     for q in self._stream.next(n):
-      # Asked again in one step, a question has samples of their own name.
+      # A question that occurs twice in a step gets another id.
       again = (f'{q.id}#{i}' for i in itertools.count(2))
       name = next(
         x for x in itertools.chain([q.id], again) if x not in one.asked
@@ -132,16 +134,17 @@ class Collector:
     return self._signals.wait(self._play(questions, step, one, **how))
 
   def give_back(self, step: int, usable: bool) -> tuple[Trajectory, ...]:
-    """Ends all; `step` was not used. Returns what had ended of it.
+    """Cancels all rollouts; returns those of `step` that had ended.
 
-    usable: whether what has ended may be used; if not, it is sampled again.
+    usable: whether ended rollouts may be used; if not, they are sampled again.
     """
     self.stop()
     self._under_way |= self._taken
     if not usable:
       for one in self._under_way.values():
         one.ended.clear()
-    return tuple(self._under_way[step].seen)
+    one = self._under_way.get(step)  # None: its questions could not be read
+    return tuple(one.seen) if one else ()
 
   def _begin(self, step: int) -> None:
     cursor = self._stream.state()
@@ -174,11 +177,11 @@ class Collector:
       self._idle_since = time.monotonic()
 
   def stop(self) -> None:
-    """Ends all that is under way."""
+    """Cancels all running rollouts."""
     self._signals.cancel(*(s.future for s in self._under_way.values()))
 
   def idle_seconds(self) -> float:
-    """How long nothing was under way, since the last call."""
+    """Seconds without a running rollout since the last call."""
     idle, self._idle = self._idle, 0.0
     if not self._running:
       now = time.monotonic()
@@ -186,13 +189,13 @@ class Collector:
     return idle
 
   def ended(self) -> dict[int, list[Trajectory]]:
-    """What has ended and was not taken, by step, for the checkpoint."""
+    """Trajectories that have ended and were not taken, by step."""
     steps = {n: s.ended for n, s in self._under_way.items()} | self._saved
     return {n: list(dict(ended).values()) for n, ended in sorted(steps.items())}
 
 
 def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
-  """`Collector.ended` as `Collector.restore` reads it, to the last bit."""
+  """Encodes `Collector.ended` exactly, for `Collector.decode`."""
   return records.encode(
     [
       records.Record(step, t)
@@ -206,7 +209,7 @@ def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
 def staleness(
   groups: Sequence[Sequence[Trajectory]], version: int, most: int
 ) -> dict[str, float]:
-  """How many versions old the tokens are that `version` is trained on.
+  """Ages, in versions, of the tokens that `version` is trained on.
 
   Returns:
     'staleness/mean' and 'staleness/max' in versions, and the share of tokens

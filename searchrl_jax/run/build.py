@@ -29,7 +29,7 @@ from searchrl_jax.text.env import SearchEnv
 
 # In a run folder.
 TOKENIZER = 'tokenizer'
-# What a model is; the other fields say how it is computed.
+# Fields that define a model; the others define how it is computed.
 _ARCHITECTURE = {f.name for f in dataclasses.fields(decoder.DecoderConfig)} - {
   'dtype',
   'remat',
@@ -41,8 +41,8 @@ _ARCHITECTURE = {f.name for f in dataclasses.fields(decoder.DecoderConfig)} - {
 def load_config(workdir: str) -> ConfigDict:
   """The resolved config that a run wrote into its folder.
 
-  What the schema has got since the run has its neutral value: that is how the
-  run was.
+  Fields that were added to the schema since the run get their neutral value,
+  with which the run behaves as it did.
   """
   path = pathlib.Path(workdir) / 'config.json'
   lookup.require(
@@ -53,11 +53,11 @@ def load_config(workdir: str) -> ConfigDict:
   try:
     fields = json.loads(path.read_text())
   except ValueError as e:
-    raise ConfigError(f'{path} is not JSON ({e}); is it cut short?') from e
+    raise ConfigError(f'{path} is not JSON ({e}); is it incomplete?') from e
   config = from_dict(filled(fields, records.plain(schema.base())))
   if config.source.corpus == 'world':
-    # The config says what the world is. The server of that time is gone, or
-    # serves that world where --config.data.world_seed asks for another.
+    # The config defines the world. The server of the run has ended, or serves
+    # its world although --config.data.world_seed may name another.
     config.source.url = ''
   return config
 
@@ -89,20 +89,19 @@ def from_dict(fields) -> ConfigDict:
 
 
 def mesh(config: ConfigDict):
-  """The mesh; and float32 means float32, where a GPU would take TF32."""
+  """Makes the mesh; disables TF32 on GPUs if the model is float32."""
   if config.model.dtype == 'float32':
     jax.config.update('jax_default_matmul_precision', 'highest')
   return sharding.make_mesh(**config.mesh.to_dict())
 
 
 def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
-  """The tokenizer, which is kept in the run's folder.
+  """The tokenizer, which is kept in the run folder.
 
-  In this order: the folder's own, once the run has begun; that of the run
-  folder config.train.init; config.model.tokenizer: a Hugging Face folder,
-  'world' (the generated worlds' words) or 'bpe' (trained on
-  config.source.corpus, config.model.bpe_vocab
-  entries); config.model.path.
+  The first of: that of the run folder, if the run has begun; that of the run
+  folder config.train.init; config.model.tokenizer, which is a Hugging Face
+  folder, 'world' (the words of the generated worlds) or 'bpe' (trained on
+  config.source.corpus, config.model.bpe_vocab entries); config.model.path.
   """
   kept = pathlib.Path(workdir) / TOKENIZER
   if kept.exists() and records.begun(workdir):
@@ -153,9 +152,10 @@ def _write_tokenizer(
 
 
 def local(path: str, field: str = 'config.model.path') -> str:
-  """A Hugging Face folder on this machine; a name on the hub is fetched.
+  """A local Hugging Face folder; a repository of the hub is downloaded.
 
-  Through huggingface_hub, so HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE count.
+  huggingface_hub downloads it and reads HF_ENDPOINT, HF_HOME and
+  HF_HUB_OFFLINE.
 
   Raises:
     ConfigError: no such folder, and the hub (or its cache) has none either.
@@ -208,7 +208,7 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
   """The parameters to start from: train.init, model.path, or fresh ones."""
   init = pathlib.Path(config.train.init)
   if config.train.init:
-    # Not looked up on the hub: it is a folder of one's own, or a slip.
+    # Not looked up on the hub: it is a local folder, or a mistake.
     lookup.require(
       init.is_dir(),
       f'config.train.init={config.train.init!r}: no such folder; give the '
@@ -219,7 +219,7 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
     lookup.require(
       not (init / 'environment.json').exists(),
       f'config.train.init={config.train.init!r}: a run folder without a '
-      'checkpoint; let that run come to its end first',
+      'checkpoint; let that run finish first',
     )
   if config.train.init or config.model.path:
     folder = config.train.init or local(config.model.path)
@@ -343,8 +343,8 @@ def source(
 ):
   """The source that config.source.module names, on this URL.
 
-  What follows is for a simulator: the policy's engine, as a function that
-  gives it once it is there, its tokenizer and mesh.
+  The other arguments are for a simulator: a function that returns the policy's
+  engine (which is opened later), its tokenizer and mesh.
   """
   module = lookup.module('searchrl_jax.sources', config.source.module)
   fields = config.source.copy_and_resolve_references()
@@ -359,8 +359,8 @@ def source(
 def simulator(
   config: ConfigDict, policy, tok, mesh, workdir: str
 ) -> simulated.Writer:
-  """Who writes documents: config.source.simulator.path on an engine of its
-  own, or, without a path, the policy's engine.
+  """The model that writes documents: config.source.simulator.path on an engine
+  of its own, or, without a path, the policy's engine.
 
   Raises:
     ConfigError: two engines would share the devices of a mesh.
@@ -401,12 +401,11 @@ def simulator(
 
 @contextlib.contextmanager
 def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
-  """The URL to search: config.source.url, or a server of our own; '' where
-  config.source.module says that nothing is searched.
+  """The URL to search; '' if config.source.module needs no server.
 
-  Without a URL a server process is started over config.source.corpus: a
-  path, or 'world' for the generated world of config.data; it ends with the
-  block, or with this process.
+  If config.source.url is empty, a server process is started for
+  config.source.corpus: a path, or 'world' for the generated world of
+  config.data. It ends with the block, or with this process.
   """
   if config.source.module in (none.NONE, simulated.SIMULATED):
     yield ''
@@ -414,7 +413,7 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
   if config.source.url:
     yield config.source.url
     return
-  from retrieval import process  # only who starts a server needs it
+  from retrieval import process  # only needed to start a server
 
   folder = pathlib.Path(workdir)
   folder.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from searchrl_jax.run import records
 from searchrl_jax.run.writer import differences
 
 FORMAT = 2  # version of the content of `meta` and of the names of leaves
@@ -196,6 +197,15 @@ class Checkpointer:
     self.delete(set(steps) - kept)
     return time.monotonic() - start
 
+  def amend(
+    self, step: int, metrics: Mapping[str, float], **extras: Any
+  ) -> None:
+    """Replaces the metrics and some extras of a step, atomically."""
+    meta = self.meta(step) | {'metrics': dict(metrics)}
+    meta['extras'] |= extras
+    file = self._path(step) / 'meta' / 'meta.json'
+    records.write_text(file, json.dumps(meta))
+
   def delete(self, steps: Iterable[int]) -> None:
     """Removes checkpoints, each atomically."""
     if jax.process_index() == 0:
@@ -244,17 +254,21 @@ class Checkpointer:
       for key, shape, dtype in arrays.values()
       if math.prod(shape)
     }
-    with ocp.Checkpointer(_handler(item)) as reader:
-      restored = reader.restore(
-        path,
-        args=ocp.args.Composite(
-          arrays=ocp.args.PyTreeRestore(
-            item=item,
-            restore_args={k: _restore_args(v) for k, v in item.items()},
-            partial_restore=True,
-          )
-        ),
-      )['arrays']
+    args = ocp.args.PyTreeRestore(
+      item=item,
+      restore_args={k: _restore_args(v) for k, v in item.items()},
+      partial_restore=True,
+    )
+    try:
+      with ocp.Checkpointer(_handler(item)) as reader:
+        restored = reader.restore(path, ocp.args.Composite(arrays=args))
+        restored = restored['arrays']
+    except Exception as e:  # of Orbax or TensorStore, of many types
+      raise CheckpointError(
+        f'{path}: cannot be read ({str(e)[:200]}); there are checkpoints of '
+        f'steps {self.steps()}. If it is damaged, remove it to resume from an '
+        'earlier one'
+      ) from e
     flat = [
       _as_target(restored.get(name), leaves[name], leaf)
       for name, leaf in zip(leaves, jax.tree.leaves(target))

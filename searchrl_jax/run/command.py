@@ -116,17 +116,22 @@ def run(main, positional=None):
     try:
       return main()
     except Stopped as e:
-      print(e, file=sys.stderr)
+      print(_message(e), file=sys.stderr)
       sys.exit(143)  # 128 + SIGTERM, as shells report it
     except Exception as e:
       if not is_user_error(e):
         raise
       logging.debug('traceback of the error below', exc_info=True)
-      fail(str(e))
+      fail(_message(e))
 
   logging.set_verbosity(logging.WARNING)
   # Replacing the parser keeps absl's --help.
   app.run(guarded, flags_parser=_parse)
+
+
+def _message(error: BaseException) -> str:
+  """The message and the notes: errors of closing, see `Writer`."""
+  return '\n'.join([str(error), *getattr(error, '__notes__', ())])
 
 
 def is_user_error(error: BaseException) -> bool:

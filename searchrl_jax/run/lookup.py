@@ -1,4 +1,4 @@
-"""Find a module, function or field by name; check what a config asks for."""
+"""Finds modules, functions and fields by name; checks config fields."""
 
 from collections.abc import Callable, Collection, Mapping
 import difflib
@@ -21,7 +21,7 @@ def require(
 
 
 def near(name: str, names) -> str:
-  """'; did you mean x?' or the list of names, for error messages."""
+  """'did you mean x?', or the list of names, for error messages."""
   names = sorted(names)
   close = difflib.get_close_matches(name, names, n=3)
   if close:
@@ -114,7 +114,11 @@ def inputs(fn: Callable) -> tuple[str, ...]:
 def require_fields(
   where: str, fn: Callable, given: Collection[str], error: type[Exception]
 ) -> None:
-  """Every given field is one of the function's, and none of its own lacks."""
+  """Checks the keyword-only arguments `given` to `fn`: known, none missing.
+
+  Raises:
+    error: names the unknown or missing field.
+  """
   known = fields(fn)
   for name in given:
     require(

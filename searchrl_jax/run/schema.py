@@ -145,8 +145,8 @@ def base() -> ConfigDict:
   c.data.shuffle = True
 
   c.env = ConfigDict()
-  c.env.template = 'base'  # a name in prompts.py, or a file of your own
-  c.env.max_turns = 4  # generations that may search; then one that may not
+  c.env.template = 'base'  # a name in text/templates, or a file
+  c.env.max_turns = 4  # turns that may search, then one that may not
   c.env.max_turn_tokens = 256  # sampled tokens in one turn
   c.env.max_tokens = 1024  # tokens in all, prompt and observations included
   c.env.max_observation_tokens = 256  # of one observation, tags included
@@ -157,8 +157,8 @@ def base() -> ConfigDict:
   # are real, the first ones; -1 = all.
   c.env.real_searches = 0
   c.env.search_when = 'always'  # always; entropy: where the policy is unsure
-  # What the environment answers a turn with in the loss too (Search-R1's
-  # state_masking=false), its old log-probs the trainer's, weight 1.
+  # Observations in the loss too (Search-R1's state_masking=false), with the
+  # trainer's old log-probs and weight 1.
   c.env.train_observations = False
 
   c.source = ConfigDict()
@@ -173,7 +173,7 @@ def base() -> ConfigDict:
   # Of module='simulated': a language model writes the passages (ZeroSearch).
   c.source.simulator = ConfigDict()
   c.source.simulator.path = ''  # run or HF folder; '' = the policy's engine
-  c.source.simulator.engine = ConfigDict()  # what is not as in `engine`
+  c.source.simulator.engine = ConfigDict()  # fields that differ from `engine`
   # An OpenAI-compatible server instead; the token is OPENAI_API_KEY.
   c.source.simulator.url = ''
   c.source.simulator.model = ''  # '' = the one that is served
@@ -201,17 +201,17 @@ def base() -> ConfigDict:
   c.engine.module = 'jax_sampler'
   c.engine.slots = 64  # sequences decoded together
   c.engine.max_len = 1024  # tokens in a slot's cache
-  c.engine.chunk = 8  # tokens decoded on the device between host looks
+  c.engine.chunk = 8  # tokens decoded on the device per call
   # Sequences of 32 tokens prefilled together; of longer ones fewer: for n
   # observations at a time, n * env.max_observation_tokens / 32.
   c.engine.prefill_rows = 8
-  # GiB of host memory for the caches of sequences that wait for a search. Those
-  # that have begun fit into slots and this, each with env.max_tokens tokens.
+  # GiB of host memory for the caches of sequences that wait for a search. It
+  # and slots limit the sequences in flight, of env.max_tokens tokens each.
   c.engine.host_gib = 16.0
   c.engine.dtype = 'float32'  # of activations and cache
   c.engine.canary_tolerance = 1e-3  # log-prob difference that stops a run
-  # What follows is for servers (module = 'vllm'). Their URLs, separated by
-  # commas; '' = start them, as a sidecar of this run.
+  # The following fields are for servers (module = 'vllm'). Their URLs,
+  # separated by commas; '' = start servers that end with the run.
   c.engine.url = ''
   c.engine.venv = '.venv-sidecar'  # where vLLM is installed (make sidecar)
   # 'cpu', or GPUs: 'gpus:0' one server, 'gpus:0,1' one over both, 'gpus:0;1'
@@ -294,7 +294,7 @@ def base() -> ConfigDict:
   c.critic.warmup = 0  # updates
   c.critic.weight_decay = 0.0
   c.critic.clip = 0.5  # largest step of a value, in returns; 0 = not clipped
-  c.critic.alone = 0  # first steps in which it alone learns
+  c.critic.alone = 0  # first steps, in which only the critic is trained
 
   c.batch = ConfigDict()
   c.batch.lengths = (256, 512, 1024)  # buckets, in tokens; last = the limit
@@ -311,7 +311,7 @@ def base() -> ConfigDict:
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.0
   c.optim.clip_norm = 1.0
-  c.optim.freeze = ''  # a regex on parameter paths
+  c.optim.freeze = ''  # a regex of paths of parameters that stay fixed
 
   c.sft = ConfigDict()
   c.sft.data = ConfigDict()  # {module, ...its own fields}: scripted traces
@@ -335,8 +335,8 @@ def base() -> ConfigDict:
   c.checkpoint.every = 50  # steps; 0 = only at the end
   c.checkpoint.keep = 2  # the last k
   # Also keep the best by this metric (then every evaluated step is saved):
-  # eval/set=NAME/em, where NAME of data.eval is there to select by and not to
-  # be reported. '' = no.
+  # eval/set=NAME/em, where NAME of data.eval is only used for the selection
+  # and is not reported. '' = no.
   c.checkpoint.best = ''
 
   c.eval = ConfigDict()

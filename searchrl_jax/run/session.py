@@ -1,8 +1,7 @@
 """The life of a run: open, restore, publish, evaluate, save, stop.
 
-A `Session` does what every run needs, whatever it trains. It knows no
-algorithm: a loop (train.py, sft.py, experiments/ssp/train.py) trains one step
-and calls `end_step`.
+A `Session` has no algorithm: a loop (train.py, sft.py,
+experiments/ssp/train.py) trains one step and calls `end_step`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,19 +24,19 @@ from searchrl_jax.sources.core import require_same
 
 
 class Trained(Protocol):
-  """What a run trains: parameters and optimizer states (`learn.learner`)."""
+  """The trained parameters and optimizer states (`learn.learner`)."""
 
   params: Any  # of the policy
 
   def like(self) -> dict: ...  # a checkpoint's tree, as shapes
   def restore(self, tree: dict) -> None: ...
   def start(self, params: Any) -> None: ...  # without a checkpoint
-  def tree(self) -> dict: ...  # what a checkpoint holds
+  def tree(self) -> dict: ...  # the content of a checkpoint
   def warmup(self) -> None: ...  # compiles
 
 
 class State(Protocol):
-  """What a recipe keeps between steps; saved in every checkpoint as JSON."""
+  """State of a recipe between steps; saved in every checkpoint as JSON."""
 
   def state(self) -> Any: ...
   def restore(self, state: Any) -> None: ...
@@ -61,21 +60,21 @@ class Session:
     config: the resolved config.
     workdir: the run's folder.
     stage: 'train', 'sft', ...: a checkpoint of another stage is refused.
-    trained: what is trained; restored or started here.
+    trained: restored or started here.
     cfg: the policy's `DecoderConfig`.
     mesh: the devices.
-    limits: (steps, seconds, checkpoint every): the run ends after so many
-      steps or seconds (0 = no limit), and saves every so many steps.
-    states: name -> what a recipe keeps between steps.
-    unused: trajectories for the next step that have ended already.
-    about: what environment.json also says of this start.
+    limits: (steps, seconds, every): the run ends after this number of steps
+      or seconds (0 = no limit), and is saved after every `every` steps.
+    states: name -> state of the recipe between steps.
+    unused: trajectories of later steps that have ended already.
+    about: further entries of this start in environment.json.
 
   Attributes:
     step: steps done.
     metrics: of the last step.
     writer, signals: of the run.
     url: of the retrieval server, '' if nothing is searched.
-    engine, source, evaluator: once they are opened.
+    engine, source, evaluator: None before they are opened.
 
   Raises:
     CheckpointError, ConfigError: from restoring or reading parameters.
@@ -111,7 +110,7 @@ class Session:
     self._identity: Mapping[str, Any] = {}
     self._failure: Exception | None = None
     self._report: Any = None
-    self._late = False
+    self._late = self._owed = False  # owed: the evaluation of the last step
     self._restore()
 
   def _restore(self) -> None:
@@ -123,6 +122,8 @@ class Session:
       self.trained.like(), 'latest', fingerprint=self._fingerprint
     )
     self.step, self._identity = saved.step, saved.extras.get('served', {})
+    self._owed = saved.extras.get('evaluation_owed', False)
+    self.metrics = saved.metrics
     self.trained.restore(saved.state)
     for name, state in self._states.items():
       state.restore(saved.extras[name])
@@ -159,10 +160,10 @@ class Session:
   def __exit__(self, *error):
     return self._stack.__exit__(*error)
 
-  # What rollouts need.
+  # Services of the rollouts.
 
   def open_source(self, tok: Any) -> Any:
-    """Opens the source of config.source, and checks what it serves.
+    """Opens the source of config.source, and checks its identity.
 
     Raises:
       SourceError: it cannot be used, or is not the one of the checkpoint.
@@ -194,13 +195,13 @@ class Session:
   def open_engine(
     self, tok: Any, canary: np.ndarray, params: Any = None, folder: str = ''
   ) -> Any:
-    """Opens an engine: of the policy that is trained, or of other weights.
+    """Opens an engine for the trained weights, or for fixed ones.
 
     Args:
       tok: the tokenizer.
       canary: int [n], ids with which `publish` compares log-probs.
-      params: weights that stay; None: those that are trained.
-      folder: below the run's, for the logs of another engine.
+      params: fixed weights; None: the trained ones.
+      folder: below the run folder, for the logs of a further engine.
     """
     engine = build.engine(
       self.config,
@@ -226,7 +227,11 @@ class Session:
   # The steps.
 
   def begin(self) -> None:
-    """Compiles, publishes the weights, and evaluates them before step 0."""
+    """Compiles, publishes the weights, and evaluates them if that is due.
+
+    It is due before step 0, and where a signal or an error prevented the
+    evaluation of the last step.
+    """
     with self.writer.timer('compile'):
       self.trained.warmup()
       for engine in self._engines:
@@ -238,13 +243,16 @@ class Session:
     if self.step == 0 and self.config.eval.every:
       self.metrics = self.evaluate()
       self.writer.write(-1, self.metrics)
+    elif self._owed:
+      self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
+      self._saver.amend(self.step, self.metrics, evaluation_owed=False)
 
   @property
   def done(self) -> bool:
     return self._late or self.step >= self._steps
 
   def publish(self) -> None:
-    """Gives the engine the trained weights, verified.
+    """Loads the trained weights into the engine and verifies them.
 
     Raises:
       SyncError: the engine does not hold them.
@@ -262,7 +270,7 @@ class Session:
       )
 
   def evaluate(self) -> dict[str, float]:
-    """The evaluator's values, named after the last step done."""
+    """The evaluator's values for the last step done."""
     if not self.evaluator:
       return {}
     with self.writer.timer('evaluate'):
@@ -274,19 +282,20 @@ class Session:
 
     Args:
       give_back: (whether trajectories that have ended may be used) -> all of
-        the step that have ended, which are written for whoever looks for the
-        cause. The next start writes them anew.
+        the step that have ended. They are written to show the cause; the next
+        start writes them anew.
     """
     try:
       yield
     except Exception as e:  # a service, a signal, a question too long
-      ended = give_back(not isinstance(e, SyncError))
-      self.save()
-      self.writer.trajectories(self.step, [ended])
+      with _after(e):
+        ended = give_back(not isinstance(e, SyncError))
+        self.save()
+        self.writer.trajectories(self.step, [ended])
       raise
 
   def check_finite(self, metrics: Mapping[str, float], batches) -> None:
-    """Keeps the batch of an update that was not applied, and stops.
+    """Saves the batch of an update that was not applied, and raises.
 
     Raises:
       NonFinite: metrics['finite'] is 0.
@@ -301,8 +310,8 @@ class Session:
   def advance(self) -> None:
     """Counts the step and publishes its weights.
 
-    If that fails, or a signal came, the step is kept all the same, since its
-    update is whole: `end_step` saves it and raises.
+    If publishing fails, or a signal came, the step still counts, since its
+    update is complete: `end_step` saves it and raises.
     """
     self.step += 1
     self._failure = self._report = None
@@ -319,17 +328,17 @@ class Session:
     trajectories: Sequence[Mapping[str, Any]] = (),
     **progress: str,
   ) -> None:
-    """Evaluates if it is due, writes, saves if it is due, and stops if it must.
+    """Evaluates and saves if that is due, and writes the step.
 
     Args:
       metrics: of the step.
-      trajectories: what `Writer.trajectories` takes, for each of its files.
+      trajectories: keywords of `Writer.trajectories`, for each of its files.
       **progress: see `Writer.progress`; none: no line is printed.
 
     Raises:
       Stopped: by a signal. Mismatch: trainer and engine differ by more than
-        config.rollout.mismatch_alarm. Whatever publishing or evaluating
-        raised. In every case the run is saved.
+        config.rollout.mismatch_alarm. Any error of publishing or evaluating.
+        The run is saved in each case.
     """
     metrics, config = dict(metrics), self.config
     if self.engine is not None:
@@ -338,33 +347,30 @@ class Session:
       )
     failure = self._failure or self._mismatch(metrics)
     self._late = 0 < self._seconds < time.monotonic() - self._started
-    evaluated = False
-    if (
-      (self.done or _due(config.eval.every, self.step))
-      and self.evaluator
-      and not self.signals.stop
-      and failure is None
-    ):
+    due = self.done or _due(config.eval.every, self.step)
+    self._owed = due = bool(due and self.evaluator)
+    if due and not self.signals.stop and failure is None:
       try:
         metrics |= self.evaluate()
-        evaluated = True
+        self._owed = False
       except Stopped:
         pass  # raised below, after the save
       except Exception as e:
-        failure = e  # raised below: the step itself is whole
-    with self.writer.timer('write'):
-      for group in trajectories:
-        self.writer.trajectories(
-          self.step - 1, every=config.log.trajectories_every, **group
-        )
-    # Before the save: a resume drops lines of steps that were not saved.
-    self.metrics = self.writer.write(self.step - 1, metrics)
-    ends = self.done or self.signals.stop or failure is not None
-    best = evaluated and config.checkpoint.best
-    if ends or best or _due(self._save_every, self.step):
-      self.save()
-    if progress:
-      self.writer.progress(self.metrics, **progress)
+        failure = e  # raised below: the step itself is complete
+    with _after(failure):
+      with self.writer.timer('write'):
+        for group in trajectories:
+          self.writer.trajectories(
+            self.step - 1, every=config.log.trajectories_every, **group
+          )
+      # Before the save: a resume drops lines of steps that were not saved.
+      self.metrics = self.writer.write(self.step - 1, metrics)
+      ends = self.done or self.signals.stop or failure is not None
+      best = due and not self._owed and config.checkpoint.best
+      if ends or best or _due(self._save_every, self.step):
+        self.save()
+      if progress:
+        self.writer.progress(self.metrics, **progress)
     if failure is not None:
       raise failure
     if self.signals.stop:
@@ -378,15 +384,15 @@ class Session:
     return Mismatch(
       f'step {self.step - 1}: log-probs of trainer and engine differ by '
       f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
-      'Raise the alarm (0 = none) to go on, or start again with a lower '
+      'Raise the alarm (0 = none) to continue, or start again with a lower '
       'rollout.max_staleness, or one dtype for model and engine'
     )
 
   def save(self) -> None:
     """Writes a checkpoint of the steps done.
 
-    Where there is one already, only the unused trajectories may have changed;
-    they go into a file beside it.
+    If there is one already, only the unused trajectories may have changed;
+    they are written to a separate file.
     """
     unused = b'' if self._unused is None else self._unused.encode()
     if self.step in self._saver.steps():
@@ -402,10 +408,22 @@ class Session:
           **{name: state.state() for name, state in self._states.items()},
           'served': self._identity,
           'version': self.step,
+          'evaluation_owed': self._owed,
         },
         arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
       )
+
+
+@contextlib.contextmanager
+def _after(first: Exception | None) -> Iterator[None]:
+  """Makes an error of the block a note of `first`, if there is one."""
+  try:
+    yield
+  except Exception as e:
+    if first is None:
+      raise
+    first.add_note(f'The run is not saved: {e}')
 
 
 def _due(every: int, step: int) -> bool:
@@ -413,12 +431,12 @@ def _due(every: int, step: int) -> bool:
 
 
 def write_aside(path: pathlib.Path, step: int, data: bytes) -> None:
-  """Writes unused trajectories beside the checkpoint of `step`."""
+  """Writes the unused trajectories of a checkpoint to a separate file."""
   records.write_bytes(path, f'{step}\n'.encode() + data)
 
 
 def read_aside(path: pathlib.Path, step: int) -> bytes | None:
-  """What `write_aside` wrote for the checkpoint of `step`, if it did."""
+  """What `write_aside` wrote for `step`; None if it did not."""
   if not path.exists():
     return None
   first, _, rest = path.read_bytes().partition(b'\n')
@@ -426,7 +444,7 @@ def read_aside(path: pathlib.Path, step: int) -> bytes | None:
 
 
 def save_batch(folder: pathlib.Path, step: int, batches) -> pathlib.Path:
-  """Writes the batch of a non-finite update as .npz: one array for a field."""
+  """Writes the batch of a non-finite update as .npz, one array per field."""
   path = folder / f'nonfinite_step{step}.npz'
   arrays = {
     f'{i}/{name}': value

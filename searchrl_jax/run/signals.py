@@ -1,8 +1,8 @@
-"""The event loop of a run, and why a run stops early: save first, then go.
+"""The event loop of a run, its signals, and the errors that stop it early.
 
-Rollouts live on one event loop in a thread of its own, so that they go on
-while the main thread updates. The main thread gives it coroutines and waits
-for them, or does not.
+Rollouts run on one event loop in a thread of its own, so that they continue
+while the main thread updates. The main thread starts coroutines on it, and may
+wait for them.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-  """A signal came; the run is saved, the same command goes on with it."""
+  """A signal came; the run is saved, the same command resumes it."""
 
 
 class NonFinite(RuntimeError):
@@ -24,7 +24,7 @@ class NonFinite(RuntimeError):
 
 
 class Mismatch(RuntimeError):
-  """Trainer and engine disagree beyond the alarm; the run is saved."""
+  """Trainer and engine differ by more than the alarm; the run is saved."""
 
 
 class Loop:
@@ -41,37 +41,37 @@ class Loop:
     return self
 
   def __exit__(self, kind, *_):
-    """Ends what still runs, then does what `at_exit` was given."""
+    """Cancels what still runs, then calls the functions of `at_exit`."""
     try:
       self.finish(self._end())
     except Exception as e:
       if kind is None:
         raise
-      _log.warning('while ending: %s', e)  # the first error tells more
+      _log.warning('while closing: %r', e)  # the first error is raised
     finally:
       self._loop.call_soon_threadsafe(self._loop.stop)
       self._thread.join()
       self._loop.close()
 
   def at_exit(self, function: Callable[[], Awaitable]) -> None:
-    """Awaited at the end, last given first: closes what the loop serves."""
+    """Calls and awaits `function` at the end; the last one is first."""
     self._last.append(function)
 
   def start(self, coroutine: Coroutine) -> futures.Future:
-    """Runs it beside whatever else; its result or error is the future's."""
+    """Starts a coroutine; the future gets its result or error."""
     return asyncio.run_coroutine_threadsafe(self._kept(coroutine), self._loop)
 
   def finish(self, coroutine: Coroutine):
-    """Runs it to its end and returns its result."""
+    """Runs a coroutine to its end and returns its result."""
     return self.start(coroutine).result()
 
   def cancel(self, *started: futures.Future) -> None:
-    """Ends what `start` began and waits until it has cleaned up."""
+    """Cancels what `start` started and waits until it has cleaned up."""
     if started:
       self.finish(self._cancel(started))
 
   def run(self, coroutine: Coroutine):
-    """The same as `finish`; whoever interrupts the wait ends it."""
+    """As `finish`; an exception during the wait cancels the coroutine."""
     future = self.start(coroutine)
     try:
       return future.result()
@@ -86,7 +86,7 @@ class Loop:
     try:
       return await coroutine
     except (SystemExit, KeyboardInterrupt) as e:
-      # They would end the loop, and whoever waits would wait for ever.
+      # They would end the loop, and the caller would wait for ever.
       raise RuntimeError(f'{type(e).__name__} on the event loop') from e
     finally:
       self._tasks.discard(task)
@@ -94,7 +94,7 @@ class Loop:
   async def _cancel(self, started):
     for future in started:
       future.cancel()
-    # A future that is cancelled says so before its task has ended.
+    # A cancelled future is done before its task has ended.
     await asyncio.sleep(0)
     me = asyncio.current_task()
     while any(t is not me and t.cancelling() for t in self._tasks):
@@ -112,15 +112,17 @@ class Loop:
         await function()
       except Exception as e:  # the others still have to end
         errors.append(e)
+    for e in errors[1:]:
+      _log.warning('while closing: %r', e)
     if errors:
       raise errors[0]
 
 
 class Signals(Loop):
-  """A signal ends a rollout at once and an update at its end.
+  """A signal stops a rollout at once, and an update at its end.
 
-  For the main thread. The first signal is minded; a second one kills as
-  usual.
+  For the main thread. The first signal is handled here; a second one has the
+  effect that it had before.
   """
 
   def __init__(self):
@@ -150,18 +152,20 @@ class Signals(Loop):
       self._waits_for.cancel()
 
   def wait(self, future: futures.Future):
-    """The result of what `start` began; a signal ends it.
+    """The result of what `start` started; a signal cancels it.
 
     Raises:
       Stopped: a signal came before or meanwhile.
     """
-    if self.stop:
-      raise Stopped('stopped by a signal')
     self._waits_for = future
     try:
+      if self.stop:  # checked after the assignment: a signal may come between
+        raise Stopped('stopped by a signal')
       return future.result()
     except futures.CancelledError:
       self.cancel(future)
+      if not self.stop:
+        raise
       raise Stopped('stopped by a signal in a rollout') from None
     except BaseException:
       self.cancel(future)

@@ -136,12 +136,26 @@ class Writer:
     self._last, self._seconds, self._step = now, {}, step
     values = {k: _number(k, v) for k, v in {**metrics, **seconds}.items()}
     self._metrics.write([{'step': step, **records.plain(values)}])
+    self._copy(step, values)
+    return values
+
+  def amend(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Adds metrics to those of `step`, the last one in the folder.
+
+    Returns:
+      What was added, as floats.
+    """
+    values = {k: _number(k, v) for k, v in metrics.items()}
+    self._metrics.amend(records.plain(values))
+    self._copy(step, values)
+    return values
+
+  def _copy(self, step: int, values: Mapping[str, float]) -> None:
     finite = {k: v for k, v in values.items() if math.isfinite(v)}
     if self._board is not None:
       self._board.write(step, finite)
     if self._wandb is not None:
       self._wandb.log({'step': step, **finite})
-    return values
 
   def trajectories(
     self,
@@ -265,7 +279,7 @@ class Writer:
   def __exit__(self, kind: object, error: BaseException | None, _: object):
     try:
       self.close()
-    except records.RunError as failure:
+    except Exception as failure:
       if error is None:
         raise
       error.add_note(str(failure))  # keep the error that ended the run
@@ -323,6 +337,15 @@ class JsonlFile:
           self._file.close()
         os.truncate(self._path, begin)
         raise
+
+  def amend(self, fields: Mapping) -> None:
+    """Adds fields to the last row, atomically."""
+    *before, last = self._path.read_bytes().splitlines(keepends=True)
+    row = json.dumps(json.loads(last) | fields) + '\n'
+    records.write_bytes(self._path, b''.join([*before, row.encode()]))
+    self.close()
+    with records.explained(self._path):
+      self._file = open(self._path, 'ab')
 
   def close(self) -> None:
     with records.explained(self._path):

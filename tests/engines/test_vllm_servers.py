@@ -378,3 +378,26 @@ def test_nothing_published_stays_behind(fake, tmp_path):
 
   asyncio.run(main())
   assert not [*(tmp_path / 'published').iterdir()]
+
+
+def test_a_server_that_does_not_stop_keeps_no_other_from_it(fake, tmp_path):
+  engine, stopped = make([fake], tmp_path), []
+
+  class Sidecar:
+    def __init__(self, fault):
+      self.fault = fault
+
+    def stop(self):
+      stopped.append(self.fault)
+      if self.fault:
+        raise self.fault
+
+  async def main():
+    await load(engine, 5)
+    engine._sidecars = [Sidecar(OSError('not ended')), Sidecar(None)]
+    with pytest.raises(OSError, match='not ended'):
+      await engine.shutdown()
+
+  asyncio.run(main())
+  assert len(stopped) == 2
+  assert not [*(tmp_path / 'published').iterdir()]

@@ -356,7 +356,7 @@ def test_what_a_service_failed_is_in_no_statistic_of_proposals():
     standing(1, 'leak'),
     standing(4, game.FAILED),
   )
-  found = game.told([*good, *fallen, *lost], None)
+  found = game.proposal_metrics([*good, *fallen, *lost], None)
   assert found['selfplay/proposals'] == 4 and found['selfplay/stand'] == 3
   assert found['selfplay/valid_share'] == 0.75  # 3 of 4, not of 8
   assert found['selfplay/searches'] == 2.0
@@ -380,7 +380,7 @@ def test_each_mean_stands_beside_what_it_is_over():
     *standing(4),
     *(dataclasses.replace(p, reason='verification') for p in standing(6)[4:]),
   ]
-  found = game.told(
+  found = game.proposal_metrics(
     proposals,
     Judging(
       {

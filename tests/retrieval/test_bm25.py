@@ -1,8 +1,13 @@
 import collections
 import concurrent.futures
+import contextlib
 import json
 import math
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import types
@@ -14,6 +19,7 @@ import pytest
 
 from retrieval import bm25
 from retrieval.bm25 import Analyzer, BM25Index
+from tests.conftest import ROOT
 from tests.memory import Peak
 
 TEXTS = ('red fish', 'blue fish fish', 'red red blue bird', 'green')
@@ -353,6 +359,30 @@ def test_a_search_that_fails_leaves_the_next_one_whole(monkeypatch):
   np.testing.assert_array_equal(index.search(queries, 5), want)
 
 
+def test_a_forked_process_searches_too():
+  script = """
+import os
+from retrieval import bm25
+bm25._FEW = 0  # several threads
+index = bm25.BM25Index(['red fish', 'blue fish', 'green bird'])
+queries = ['fish', 'bird']
+want = index.search(queries, 3)[0].tolist()
+if child := os.fork():
+  raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os._exit(index.search(queries, 3)[0].tolist() != want)
+"""
+  env = dict(os.environ, NUMBA_NUM_THREADS='2')
+  command = [sys.executable, '-c', script]
+  # In a group of its own: a child that hangs is killed too.
+  process = subprocess.Popen(command, env=env, cwd=ROOT, process_group=0)
+  try:
+    assert process.wait(60) == 0
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 @pytest.fixture
 def saved(tmp_path):
   """Puts an index into a folder."""
@@ -401,6 +431,28 @@ def test_an_index_cut_short_is_refused(saved, name, keep):
   with pytest.raises(ValueError, match='cut short or damaged') as error:
     BM25Index.open(folder)
   assert str(folder) in str(error.value) and 'build_index' in str(error.value)
+
+
+@pytest.mark.parametrize(
+  'name', ['terms', 'hashes', 'values', 'starts', 'rows']
+)
+def test_a_damaged_index_is_refused(saved, name):
+  folder = saved(many_texts())
+  path = folder / f'{name}.npy'
+  whole = bytearray(path.read_bytes())
+  whole[len(whole) * 3 // 4] ^= 0x40
+  path.write_bytes(whole)
+  with pytest.raises(ValueError, match='damaged .another sample_sha256'):
+    BM25Index.open(folder)
+
+
+def test_an_index_of_an_earlier_version_has_no_sample(saved):
+  folder = saved(many_texts())
+  about = folder / 'bm25.json'
+  record = json.loads(about.read_text())
+  del record['sample_sha256']
+  about.write_text(json.dumps(record))
+  assert len(BM25Index.open(folder)) == 1000
 
 
 def test_what_is_no_index_is_refused(saved):

@@ -968,7 +968,11 @@ def test_a_token_that_cannot_be_sent(token, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'urls', ['', [], 'http://a,', ['http://a', 'b'], 'http://a,,http://b']
+  'urls',
+  [
+    *('', [], 'http://a,', ['http://a', 'b'], 'http://a,,http://b'),
+    *('http://a?x=1', 'http://a#x', 'http://é..:1'),
+  ],
 )
 def test_bad_lists_of_urls(urls):
   with pytest.raises(ValueError, match='http://host:port'):

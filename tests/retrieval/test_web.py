@@ -903,6 +903,15 @@ def test_a_page_that_was_busy_is_fetched_again():
       searcher.close()
 
 
+def test_an_error_of_the_process_of_a_page_is_logged(caplog):
+  searcher = WebSearcher('serper', environ=ENVIRON)
+  assert searcher._apart(str.upper, 'a \ud800') == 'A \ud800'
+  assert not caplog.records
+  assert searcher._apart(str.join, ',', [1]) == ''
+  searcher.close()
+  assert 'join: TypeError sequence item 0' in caplog.text
+
+
 def test_a_process_for_a_page_imports_nothing():
   code = (
     'import importlib, sys\n'

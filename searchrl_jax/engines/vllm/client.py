@@ -18,6 +18,7 @@ affect the last bits.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent import futures
+import contextlib
 import functools
 import hashlib
 import pathlib
@@ -240,10 +241,10 @@ class VllmEngine(HandleEngine):
     """Closes the connections, stops the servers that it started, and deletes
     the publications: the run's checkpoints contain the weights.
     """
-    await self._fleet.close()
-    for one in self._sidecars:
-      await asyncio.to_thread(one.stop)
-    await asyncio.to_thread(self._publisher.clear)
+    async with contextlib.AsyncExitStack() as stack:  # all, despite errors
+      for last in (self._publisher.clear, *(s.stop for s in self._sidecars)):
+        stack.push_async_callback(asyncio.to_thread, last)
+      await self._fleet.close()
 
   def stats(self) -> dict[str, float]:
     """Counters since the start, in tokens, requests or seconds.
