@@ -58,6 +58,12 @@ def turns(trace: data.Trace, template, recall=None):
     elif kind == 'other':
       said += [(payload, False)]
     else:
+      lookup.require(
+        kind in template.tags,
+        f'a trace writes the block {kind!r}, and the template {template.name!r}'
+        f' has {", ".join(template.tags)}: use a template with this block',
+        ValueError,
+      )
       opening, closing = template.tags[kind]
       said += [(opening, True), (f' {payload} ', False), (closing, True)]
   if said:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 AUTHORS = ('prompt', 'policy', 'environment', 'teacher')
-KINDS = ('think', 'search', 'information', 'answer', 'other')
 # How a trajectory can end. `failed` is a service's fault (design 5.4): such a
 # trajectory is left out of its group's statistics and of the loss.
 ENDS = ('answer', 'eos', 'turns', 'tokens', 'failed')
@@ -44,7 +43,7 @@ class Segment:
 
   ids: np.ndarray  # int32 [n]
   author: str  # one of AUTHORS
-  kind: str  # one of KINDS
+  kind: str  # the name of a block of the template, or 'other': outside blocks
   agent: str = 'policy'  # who acts: policy, proposer, solver, planner, ...
   train: bool = False  # whether the tokens are in the loss
   logps: np.ndarray | None = None  # float32 [n], of the sampling distribution
@@ -53,8 +52,8 @@ class Segment:
   def __post_init__(self):
     if self.author not in AUTHORS:
       raise ValueError(f'Segment.author={self.author!r} is none of {AUTHORS}')
-    if self.kind not in KINDS:
-      raise ValueError(f'Segment.kind={self.kind!r} is none of {KINDS}')
+    if not self.kind.isidentifier():
+      raise ValueError(f'Segment.kind={self.kind!r} is no name of a block')
     for name in ('logps', 'versions'):
       value = getattr(self, name)
       if value is not None and len(value) != len(self.ids):

@@ -71,6 +71,7 @@ ORDER = (
   'rollout.chains',
   'rewards.core',
   'rewards.answer',
+  'rewards.blocks',
   'rewards.length',
   'rewards.vote',
   'rewards.judge',

@@ -198,6 +198,8 @@ def report(config, vocab_size: int) -> str:
 def fingerprint(config: ConfigDict, stream, envs) -> str:
   """Of what questions are about and how they are asked for; see `Pool`."""
   template = dataclasses.asdict(envs[PROPOSER].template)
+  if not template['blocks']:
+    del template['blocks']  # checkpoints from before this field have none
   about = [
     stream.fingerprint,
     config.selfplay.brief,

@@ -57,7 +57,9 @@ def manifest(
     'source': config.source.module,
     'judge': {k: config.judge[k] for k in ('url', 'model')},
     'env': records.plain(config.env),
-    'template': hashlib.sha256(repr(template).encode()).hexdigest(),
+    'template': hashlib.sha256(
+      f'{template!r}{template.blocks or ""}'.encode()
+    ).hexdigest(),
     'checkpoint': checkpoint,
     'commit': commit,
   }

@@ -2,7 +2,8 @@ r"""The environment: a state machine between a policy's text and its searches.
 
     reset -> Generate
     Generate's Completion -> Search    a search block was closed, and may act
-                          -> Done      an answer block was closed ('answer')
+                          -> Done      an answer block, or another that ends
+                                       the trajectory, was closed ('answer')
                           -> Generate  otherwise: an invalid action; feedback
     Search's results      -> Generate  the observation is appended
                           -> Done      a search failed after all retries
@@ -265,7 +266,7 @@ class SearchEnv:
       return _next(state, self._generate(state))
     if action is None:
       return self._without_action(state, completion.stop)
-    if action.kind == 'answer':
+    if self.template.kinds[action.kind].ends:
       return _next(state, Done('answer'))
     if self._room(state) < self._observe.least:
       return _next(state, Done('tokens'))
@@ -280,8 +281,9 @@ class SearchEnv:
     may_search = self._may_search(state)
     for parsed in ended:
       block = parsing.make_block(parsed, 'policy', state.turn)
-      if block.kind == 'answer' or (
-        block.kind == 'search' and may_search and self._queries(block.text)
+      kind = self.template.kinds.get(block.kind)
+      if kind and (
+        kind.ends or (kind.acts and may_search and self._queries(block.text))
       ):
         return block
     return None
