@@ -55,6 +55,8 @@ def printer(tok, out: console.Console):
         line = rich_text.Text(f'  [{i}] ', 'green')
         line.append(title, 'bold green').append(f'  {body}', 'green')
         out.print(line)
+      if event.text:
+        out.print(rich_text.Text(f'  {printable(event.text)}', 'green'))
     elif isinstance(event, SearchError):
       out.print(rich_text.Text(f'\n  search failed: {event.message}', 'red'))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 AUTHORS = ('prompt', 'policy', 'environment', 'teacher')
+SEARCH = 'search'  # the tool that config.source is; others: config.tools
 # How a trajectory can end. `failed` is a service's fault (design 5.4): such a
 # trajectory is left out of its group's statistics and of the loss.
 ENDS = ('answer', 'eos', 'turns', 'tokens', 'failed')
@@ -91,7 +92,10 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class SearchRequest:
-  """One query and whose it is (a simulator or a log needs to know)."""
+  """One query to a tool, and whose it is (a simulator or a log needs to know).
+
+  earlier: what the trajectory was answered before, by any tool, oldest first.
+  """
 
   query: str
   k: int
@@ -99,13 +103,27 @@ class SearchRequest:
   trajectory: str = ''  # Trajectory.id
   turn: int = 0
   step: int = 0  # training step, for curricula
+  tool: str = SEARCH
+  # Each request holds all before it: compared or printed, they would multiply.
+  earlier: tuple['SearchResult | SearchError', ...] = dataclasses.field(
+    default=(), repr=False, compare=False
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
+  """What a tool answered: passages, or a text."""
+
   request: SearchRequest
   passages: tuple[Passage, ...]
   seconds: float = 0.0
+  text: str = ''  # shown in place of passages, if it is not empty
+  cost: float = 0.0  # of the call, in the tool's unit
+
+  @property
+  def shown(self) -> tuple[Passage | str, ...]:
+    """What the observation shows."""
+    return (self.text,) if self.text else self.passages
 
 
 @dataclasses.dataclass(frozen=True)

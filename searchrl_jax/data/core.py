@@ -49,9 +49,9 @@ class Trace:
   question: None = plain text (pretraining), without a prompt and without the
     environment's end of a trajectory.
   actions: (kind, payload) in order. The payload of 'information' is a tuple of
-    Passage, written by the environment, or by the policy if
-    config.env.information says so. The other payloads are str without tags,
-    written by the policy.
+    Passage, or of one text that a tool answered, written by the environment, or
+    by the policy if config.env.information says so. The other payloads are str
+    without tags, written by the policy.
   good: it searches, reads and answers correctly. Controls (`sft_only`) train
     on these only; a warm start adds others, so that RL has choices.
   template: used instead of config.env.template, for another role.
@@ -59,7 +59,7 @@ class Trace:
   """
 
   question: Question | None
-  actions: tuple[tuple[str, str | tuple[Passage, ...]], ...]
+  actions: tuple[tuple[str, str | tuple[Passage | str, ...]], ...]
   good: bool = True
   template: str = ''
   blocks: tuple[str, ...] = ()

@@ -55,6 +55,7 @@ def manifest(
     'index': identity or None,
     'k': config.source.k,
     'source': config.source.module,
+    'tools': records.plain(config.tools) or None,
     'judge': {k: config.judge[k] for k in ('url', 'model')},
     'env': records.plain(config.env),
     'template': hashlib.sha256(

@@ -16,6 +16,7 @@ import string
 from typing import Any
 
 from searchrl_jax.run.lookup import near
+from searchrl_jax.types import SEARCH
 
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 BLOCKS = ('think', 'search', 'information', 'answer')
@@ -64,15 +65,16 @@ class Template:
       complete passage (a first one that is too long, after a word), with the
       closing tag. 'tokens': after as many tokens as fit, without the closing
       tag, as for Search-R1's released checkpoints; use it to evaluate these.
-    query_separator: splits a search block into parallel queries; '' = no split.
+    query_separator: splits what goes to the tool `search` into parallel
+      queries; '' = no split.
     max_queries: limit of queries per search block; more are left out.
     invalid: feedback after a turn without a valid action.
     last_turn: text before the last turn, which cannot search.
     stops: strings that end a generation, with the closing tags of all blocks
       that act or end the trajectory.
     blocks: further kinds of blocks. In the file: name -> [open tag, close tag],
-      or -> {"tags": [open tag, close tag], "ends": false}. Rewards find their
-      text by name (`env.blocks`).
+      or -> {"tags": [open tag, close tag], "tool": "", "ends": false}. Rewards
+      find their text by name (`env.blocks`). A tool is one of config.tools.
   """
 
   name: str
@@ -98,7 +100,7 @@ class Template:
   @functools.cached_property
   def kinds(self) -> dict[str, Kind]:
     """The table of blocks, by name: BLOCKS and `blocks`."""
-    does = {'search': dict(tool='search'), 'answer': dict(ends=True)}
+    does = {'search': dict(tool=SEARCH), 'answer': dict(ends=True)}
     four = [Kind(n, getattr(self, n), **does.get(n, {})) for n in BLOCKS]
     return {kind.name: kind for kind in (*four, *self.blocks)}
 
@@ -196,10 +198,14 @@ def parse(data: Any, name: str, where: str) -> Template:
     check(good, field, f'no name, or one of {(*BLOCKS, OUTSIDE)}')
     entry = dict(entry) if isinstance(entry, dict) else {'tags': entry}
     entry['tags'] = pair(entry.get('tags'), field)
-    good = entry.keys() <= {'tags', 'ends'}
-    check(good, field, f'has {sorted(entry)}; known are tags, ends')
+    good = entry.keys() <= {'tags', 'tool', 'ends'}
+    check(good, field, f'has {sorted(entry)}; known are tags, tool, ends')
+    good = isinstance(entry.get('tool', ''), str)
+    check(good, field, 'tool: expected its name in config.tools')
     good = type(entry.get('ends', False)) is bool
     check(good, field, 'ends: expected true or false')
+    good = not (entry.get('tool') and entry.get('ends'))
+    check(good, field, 'calls a tool and ends the trajectory; it can do one')
     kinds.append(Kind(kind, **entry))
   data['blocks'] = tuple(kinds)
   tags = [(kind, tag) for kind in BLOCKS for tag in data[kind]]
