@@ -94,7 +94,8 @@ class Passage:
 class SearchRequest:
   """One query to a tool, and whose it is (a simulator or a log needs to know).
 
-  earlier: what the trajectory was answered before, by any tool, oldest first.
+  earlier: what the trajectory was answered before, by any tool, oldest first;
+  results only, since an error ends it.
   """
 
   query: str
