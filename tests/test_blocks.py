@@ -71,9 +71,9 @@ def test_a_block_has_neutral_values_for_what_its_entry_omits(tmp_path):
   'blocks, message',
   [
     (['refine'], r"own.json, field 'blocks': expected name -> tags"),
-    ({'a b': ['<a>', '</a>']}, r"'blocks.a b': no name"),
-    ({'search': ['<a>', '</a>']}, r"'blocks.search': no name, or one of"),
-    ({'other': ['<a>', '</a>']}, r"'blocks.other': no name, or one of"),
+    ({'a b': ['<a>', '</a>']}, r"'blocks.a b': needs a name"),
+    ({'search': ['<a>', '</a>']}, r"'blocks.search': .* none of"),
+    ({'other': ['<a>', '</a>']}, r"'blocks.other': .* none of"),
     ({'note': '<a>'}, r"'blocks.note': expected \["),
     ({'note': {}}, r"'blocks.note': expected \["),
     ({'note': ['<think>', '</a>']}, r"tag '<think>' is part of"),

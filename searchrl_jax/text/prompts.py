@@ -194,8 +194,9 @@ def parse(data: Any, name: str, where: str) -> Template:
   kinds = []
   for kind, entry in data['blocks'].items():
     field = f'blocks.{kind}'
-    good = kind.isidentifier() and kind not in (*BLOCKS, OUTSIDE)
-    check(good, field, f'no name, or one of {(*BLOCKS, OUTSIDE)}')
+    taken = (*BLOCKS, OUTSIDE)
+    good = kind.isidentifier() and kind not in taken
+    check(good, field, f'needs a name of letters and _, and none of {taken}')
     entry = dict(entry) if isinstance(entry, dict) else {'tags': entry}
     entry['tags'] = pair(entry.get('tags'), field)
     good = entry.keys() <= {'tags', 'tool', 'ends'}
