@@ -149,7 +149,7 @@ async def rollout(
       sample numbers.
     env: the environment.
     engine: samples the policy's tokens.
-    source: answers searches; `sources.tools.Tools` for several tools.
+    source: answers searches.
     config: config.rollout (or `evaluation(config)`): group, temperature,
       top_p, top_k, concurrency (trajectories at a time; 0 = the capacity of the
       engine), search_attempts (of a search, in total), max_failed.
