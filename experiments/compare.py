@@ -30,6 +30,7 @@ TOLD = (
   'index',
   'k',
   'source',
+  'tools',
   'judge',
   'env',
   'template',

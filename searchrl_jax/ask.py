@@ -21,6 +21,7 @@ from searchrl_jax.rollout.chains import RolloutError, evaluation, rollout
 from searchrl_jax.run import build, command
 from searchrl_jax.types import Question, SearchError, SearchResult, Segment
 
+# Of kinds of segments; those of other blocks of a template have OTHER.
 STYLES = {
   'think': 'dim italic',
   'search': 'bold cyan',
@@ -28,6 +29,7 @@ STYLES = {
   'answer': 'bold yellow',
   'other': '',
 }
+OTHER = 'magenta'
 _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')
 
 
@@ -44,7 +46,7 @@ def printer(tok, out: console.Console):
     if isinstance(event, Segment) and event.author != 'prompt':
       shown = printable(tok.decode(event.ids))
       if event.author == 'policy' or event.kind != 'information':
-        out.print(rich_text.Text(shown, STYLES[event.kind]), end='')
+        out.print(rich_text.Text(shown, STYLES.get(event.kind, OTHER)), end='')
     elif isinstance(event, SearchResult):
       out.print()
       for i, p in enumerate(event.passages, 1):
@@ -53,6 +55,8 @@ def printer(tok, out: console.Console):
         line = rich_text.Text(f'  [{i}] ', 'green')
         line.append(title, 'bold green').append(f'  {body}', 'green')
         out.print(line)
+      if event.text:
+        out.print(rich_text.Text(f'  {printable(event.text)}', 'green'))
     elif isinstance(event, SearchError):
       out.print(rich_text.Text(f'\n  search failed: {event.message}', 'red'))
 

@@ -117,6 +117,7 @@ def majority(questions: list[Question]) -> float:
 @contextlib.contextmanager
 def loaded(config, workdir: str, out: str, which: str = 'latest'):
   """Opens what evaluating a run folder or an HF checkpoint needs."""
+  build.check_environment(config)
   tok = build.tokenizer(config, workdir or out)
   cfg = build.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)

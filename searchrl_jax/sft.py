@@ -58,6 +58,12 @@ def turns(trace: data.Trace, template, recall=None):
     elif kind == 'other':
       said += [(payload, False)]
     else:
+      lookup.require(
+        kind in template.tags,
+        f'a trace writes the block {kind!r}, and the template {template.name!r}'
+        f' has {", ".join(template.tags)}: use a template with this block',
+        ValueError,
+      )
       opening, closing = template.tags[kind]
       said += [(opening, True), (f' {payload} ', False), (closing, True)]
   if said:
@@ -102,11 +108,17 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
           f'trace of {trace.question.id}: passages after {text!r}, which the '
           'environment does not take for a search'
         )
-      results = [SearchResult(r, tuple(passages)) for r in action.requests]
+      results = [_answer(r, passages) for r in action.requests]
       state, action = env.step(state, results)
   if not isinstance(action, Done):
     raise ValueError(f'trace of {trace.question.id} does not end')
   return env.trajectory(state, sample) if action.end == 'answer' else None
+
+
+def _answer(request: SearchRequest, read) -> SearchResult:
+  """What a trace reads: passages, or the text of a tool."""
+  text = ''.join(x for x in read if isinstance(x, str))
+  return SearchResult(request, () if text else tuple(read), text=text)
 
 
 def plain(ids: Sequence[int], env: SearchEnv, sample: int) -> Trajectory | None:
@@ -154,7 +166,7 @@ def examples(config, env, search) -> list[Trajectory]:
       )
     )
   envs = {'': env} | {
-    name: SearchEnv(
+    name: type(env)(
       env.tokenizer, prompts.load(name), env.config, env.prompt_mode, env.k
     )
     for name in {t.template for t in traces}
@@ -275,6 +287,7 @@ def check(config) -> None:
   """
   schema.check(config)
   checks.check_engine(config)
+  build.check_environment(config)
   lookup.require(
     config.source.module != simulated.SIMULATED,
     "config.source.module='simulated' in a warm start, whose traces read "

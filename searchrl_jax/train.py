@@ -40,6 +40,7 @@ def train(config, workdir: str) -> dict[str, float]:
     Stopped: by a signal; the run is saved.
   """
   checks.check(config)
+  build.check_environment(config)
 
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 AUTHORS = ('prompt', 'policy', 'environment', 'teacher')
-KINDS = ('think', 'search', 'information', 'answer', 'other')
+SEARCH = 'search'  # the tool that config.source is; others: config.tools
 # How a trajectory can end. `failed` is a service's fault (design 5.4): such a
 # trajectory is left out of its group's statistics and of the loss.
 ENDS = ('answer', 'eos', 'turns', 'tokens', 'failed')
@@ -44,7 +44,7 @@ class Segment:
 
   ids: np.ndarray  # int32 [n]
   author: str  # one of AUTHORS
-  kind: str  # one of KINDS
+  kind: str  # the name of a block of the template, or 'other': outside blocks
   agent: str = 'policy'  # who acts: policy, proposer, solver, planner, ...
   train: bool = False  # whether the tokens are in the loss
   logps: np.ndarray | None = None  # float32 [n], of the sampling distribution
@@ -53,8 +53,8 @@ class Segment:
   def __post_init__(self):
     if self.author not in AUTHORS:
       raise ValueError(f'Segment.author={self.author!r} is none of {AUTHORS}')
-    if self.kind not in KINDS:
-      raise ValueError(f'Segment.kind={self.kind!r} is none of {KINDS}')
+    if not self.kind.isidentifier():
+      raise ValueError(f'Segment.kind={self.kind!r} is no name of a block')
     for name in ('logps', 'versions'):
       value = getattr(self, name)
       if value is not None and len(value) != len(self.ids):
@@ -92,7 +92,11 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class SearchRequest:
-  """One query and whose it is (a simulator or a log needs to know)."""
+  """One query to a tool, and whose it is (a simulator or a log needs to know).
+
+  earlier: what the trajectory was answered before, by any tool, oldest first;
+  results only, since an error ends it.
+  """
 
   query: str
   k: int
@@ -100,13 +104,27 @@ class SearchRequest:
   trajectory: str = ''  # Trajectory.id
   turn: int = 0
   step: int = 0  # training step, for curricula
+  tool: str = SEARCH
+  # Each request holds all before it: compared or printed, they would multiply.
+  earlier: tuple['SearchResult | SearchError', ...] = dataclasses.field(
+    default=(), repr=False, compare=False
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
+  """What a tool answered: passages, or a text."""
+
   request: SearchRequest
   passages: tuple[Passage, ...]
   seconds: float = 0.0
+  text: str = ''  # shown in place of passages, if it is not empty
+  cost: float = 0.0  # of the call, in the tool's unit
+
+  @property
+  def shown(self) -> tuple[Passage | str, ...]:
+    """What the observation shows."""
+    return (self.text,) if self.text else self.passages
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rich import text as rich_text
 
 from configs import quickstart as recipe
 from searchrl_jax import evaluate, sft, train
-from searchrl_jax.ask import STYLES, printable
+from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
 from searchrl_jax.run import build, command, records
 
@@ -287,7 +287,7 @@ def _show_trajectories(out, path: pathlib.Path, tok, count: int = 3) -> None:
     question = trajectory.question
     out.rule(f'[dim]{question.id}[/] (answer: {", ".join(question.answers)})')
     for segment in trajectory.segments:
-      style = STYLES[segment.kind]
+      style = STYLES.get(segment.kind, OTHER)
       if segment.author == 'prompt':
         style = 'bold'
       text = printable(tok.decode(segment.ids))

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from experiments.ssp.game import PROPOSER, SOLVER, role_config
 from searchrl_jax.learn import checks, credit, dryrun
 from searchrl_jax.learn.checks import ConfigError
-from searchrl_jax.run import lookup
+from searchrl_jax.run import build, lookup
 
 REWARDS = ('1-acc', 'intermediate_difficulty', 'format_only')
 VERIFIERS = ('policy', 'judge', 'none')
@@ -43,6 +43,7 @@ def check(config: ConfigDict) -> None:
   ):
     if s[name] < least:
       raise ConfigError(f'config.selfplay.{name}={s[name]}: at least {least}')
+  build.check_environment(config, config.env.template, s.template, s.reader)
   if s.min_searches > config.env.max_turns:
     raise ConfigError(
       f'config.selfplay.min_searches={s.min_searches} of env.max_turns='
@@ -198,6 +199,8 @@ def report(config, vocab_size: int) -> str:
 def fingerprint(config: ConfigDict, stream, envs) -> str:
   """Of what questions are about and how they are asked for; see `Pool`."""
   template = dataclasses.asdict(envs[PROPOSER].template)
+  if not template['blocks']:
+    del template['blocks']  # checkpoints from before this field have none
   about = [
     stream.fingerprint,
     config.selfplay.brief,

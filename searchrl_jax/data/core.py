@@ -33,7 +33,7 @@ from searchrl_jax.types import Passage, Question
 PACKAGE = 'searchrl_jax.data'
 ENV_DIR = 'SEARCHRL_DATA'
 SHARED = pathlib.Path(__file__).resolve().parents[3] / 'shared' / 'data'
-# The kinds of actions in a trace. `other` is text without tags.
+# The kinds of actions in any trace. `other` is text without tags.
 ACTIONS = ('think', 'search', 'information', 'answer', 'other')
 PROMPTS = ('template', 'as_is')
 Search = Callable[[Sequence[str], int], Sequence[Sequence[Passage]]]
@@ -49,23 +49,26 @@ class Trace:
   question: None = plain text (pretraining), without a prompt and without the
     environment's end of a trajectory.
   actions: (kind, payload) in order. The payload of 'information' is a tuple of
-    Passage, written by the environment, or by the policy if
-    config.env.information says so. The other payloads are str without tags,
-    written by the policy.
+    Passage, or of one text that a tool answered, written by the environment, or
+    by the policy if config.env.information says so. The other payloads are str
+    without tags, written by the policy.
   good: it searches, reads and answers correctly. Controls (`sft_only`) train
     on these only; a warm start adds others, so that RL has choices.
   template: used instead of config.env.template, for another role.
+  blocks: names of further blocks of the template that `actions` uses.
   """
 
   question: Question | None
-  actions: tuple[tuple[str, str | tuple[Passage, ...]], ...]
+  actions: tuple[tuple[str, str | tuple[Passage | str, ...]], ...]
   good: bool = True
   template: str = ''
+  blocks: tuple[str, ...] = ()
 
   def __post_init__(self):
     for kind, payload in self.actions:
-      if kind not in ACTIONS:
-        raise ValueError(f'Trace action {kind!r} is none of {ACTIONS}')
+      known = (*ACTIONS, *self.blocks)
+      if kind not in known:
+        raise ValueError(f'Trace action {kind!r} is none of {known}')
       wanted = tuple if kind == 'information' else str
       if not isinstance(payload, wanted):
         raise ValueError(

@@ -26,7 +26,7 @@ from searchrl_jax.run import records
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.types import Group, Question, SearchResult, Trajectory
+from searchrl_jax.types import SEARCH, Group, Question, SearchResult, Trajectory
 
 NAN = math.nan
 
@@ -191,7 +191,8 @@ async def judged(
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
   """The queries that were sent, or that the policy answered itself."""
   if env.config.information == 'source':
-    return [search.request.query for search in trajectory.searches]
+    requests = [search.request for search in trajectory.searches]
+    return [r.query for r in requests if r.tool == SEARCH]
   return [
     block.text
     for block in env.blocks(trajectory)

@@ -55,9 +55,12 @@ def manifest(
     'index': identity or None,
     'k': config.source.k,
     'source': config.source.module,
+    'tools': records.plain(config.tools) or None,
     'judge': {k: config.judge[k] for k in ('url', 'model')},
     'env': records.plain(config.env),
-    'template': hashlib.sha256(repr(template).encode()).hexdigest(),
+    'template': hashlib.sha256(
+      f'{template!r}{template.blocks or ""}'.encode()
+    ).hexdigest(),
     'checkpoint': checkpoint,
     'commit': commit,
   }

@@ -131,7 +131,9 @@ def valid_format(
 
   Every block is complete and not empty, no action was invalid, and information
   was written by the environment, or by the policy if
-  config.env.information='policy'.
+  config.env.information='policy'. Of the further blocks of a template, those
+  that act stand where a search may, those that end the trajectory where an
+  answer may, and the others anywhere.
 
   Args:
     trajectory: as the environment recorded it.
@@ -157,7 +159,12 @@ def _valid(trajectory, blocks, env: SearchEnv, require_think: bool) -> bool:
     wanted = writers if block.kind == 'information' else ['policy']
     if not block.complete or not block.text or block.author not in wanted:
       return False
-    if block.kind not in machine[state]:
+    name, kind = block.kind, env.template.kinds.get(block.kind)
+    if kind in env.template.blocks:
+      if not (kind.acts or kind.ends):
+        continue
+      name = 'search' if kind.acts else 'answer'
+    if name not in machine[state]:
       return False
-    state = machine[state][block.kind]
+    state = machine[state][name]
   return state == 'end'

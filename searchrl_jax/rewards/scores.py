@@ -82,6 +82,15 @@ def contains(text: str, golds: Iterable[str]) -> bool:
   return any(normal and normal in text for normal in map(normalise, golds))
 
 
+def states(text: str, golds: Iterable[str]) -> bool:
+  """Whether `text` contains a golden answer in whole words (both normalised).
+
+  "no" is in "he said no", not in "known".
+  """
+  words = f' {normalise(text)} '
+  return any(n and f' {n} ' in words for n in map(normalise, golds))
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
   """Unbiased pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 

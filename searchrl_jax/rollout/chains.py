@@ -72,7 +72,8 @@ class RolloutStats:
   searches: int = 0  # queries, without retries
   search_retries: int = 0  # retries of queries
   failed_searches: int = 0  # queries without an answer after all attempts
-  empty_searches: int = 0  # queries without passages
+  empty_searches: int = 0  # queries without passages or text
+  tool_cost: float = 0.0  # sum of what the calls of tools cost
   engine_seconds: float = 0.0  # sum of waiting for the engine
   search_seconds: float = 0.0  # sum of waiting for the source
   trajectory_seconds: float = 0.0  # sum of durations
@@ -448,9 +449,9 @@ class _Run(Services):
     self.stats.search_seconds += time.monotonic() - begin
     self.stats.searches += len(requests)
     self.stats.failed_searches += len(open_)
-    self.stats.empty_searches += sum(
-      isinstance(a, SearchResult) and not a.passages for a in answers.values()
-    )
+    results = [a for a in answers.values() if isinstance(a, SearchResult)]
+    self.stats.empty_searches += sum(not a.shown for a in results)
+    self.stats.tool_cost += sum(a.cost for a in results)
     for i in open_:
       self.last_error = answers[i]
     ordered = tuple(answers[i] for i in range(len(requests)))

@@ -23,10 +23,13 @@ from searchrl_jax.models import decoder, hf
 from searchrl_jax.run import checkpoint, lookup, records, schema, sharding
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
+from searchrl_jax.sources.tools import Tools
 from searchrl_jax.text import prompts
 from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.types import SEARCH
 
+_SOURCES = 'searchrl_jax.sources'
 # In a run folder.
 TOKENIZER = 'tokenizer'
 # Fields that define a model; the others define how it is computed.
@@ -289,8 +292,53 @@ def template(config: ConfigDict) -> prompts.Template:
   return prompts.load(config.env.template)
 
 
+def check_environment(config: ConfigDict, *templates: str) -> None:
+  """Finds the environment's class and every tool, before anything loads.
+
+  Args:
+    config: the whole config.
+    templates: what blocks call tools; none: config.env.template.
+
+  Raises:
+    ConfigError: there is no such class or module, or a block calls a tool that
+      is not in config.tools.
+  """
+  _environment(config)
+  for name, fields in config.tools.items():
+    where = f'config.tools.{name}'
+    lookup.require(
+      name != SEARCH, f'{where}: that is config.source; choose another name'
+    )
+    lookup.require('module' in fields, f'{where} has no field module')
+    try:
+      found = lookup.module(_SOURCES, fields.module)
+    except ValueError as e:
+      raise ConfigError(f'{where}.module: {e}') from e
+    lookup.require(
+      hasattr(found, 'make'),
+      f'{where}.module={fields.module!r} has no function make',
+    )
+  for path in templates or (config.env.template,):
+    for kind in prompts.load(path).kinds.values():
+      lookup.require(
+        kind.tool in ('', SEARCH, *config.tools),
+        f'the block {kind.name!r} of template {path!r} calls the tool '
+        f'{kind.tool!r}, and config.tools has '
+        f'{", ".join(map(repr, config.tools)) or "none"}: set config.tools.'
+        f'{kind.tool} = dict(module=...), or use another template',
+      )
+
+
+def _environment(config: ConfigDict):
+  try:
+    return lookup.function('searchrl_jax.text', config.env.module)
+  except ValueError as e:
+    raise ConfigError(f'config.env.module: {e}') from e
+
+
 def environment(config: ConfigDict, tok) -> SearchEnv:
-  return SearchEnv(
+  """The environment of config.env; its module names the class."""
+  return _environment(config)(
     tok, template(config), config.env, config.data.prompt, config.source.k
   )
 
@@ -341,19 +389,32 @@ def source(
   mesh=None,
   workdir: str = '',
 ):
-  """The source that config.source.module names, on this URL.
+  """The source that config.source.module names, on this URL; with those of
+  config.tools, if there are any, as `sources.tools.Tools`.
 
   The other arguments are for a simulator: a function that returns the policy's
   engine (which is opened later), its tokenizer and mesh.
   """
-  module = lookup.module('searchrl_jax.sources', config.source.module)
+  module = lookup.module(_SOURCES, config.source.module)
   fields = config.source.copy_and_resolve_references()
   fields.url = url
-  return module.make(
+  made = module.make(
     fields,
     seed=config.seed,
     writer=lambda: simulator(config, engine, tok, mesh, workdir),
   )
+  if not config.tools:
+    return made
+  tools = {name: _tool(config, name) for name in config.tools}
+  return Tools({SEARCH: made, **tools})
+
+
+def _tool(config: ConfigDict, name: str):
+  fields = config.tools[name]
+  try:
+    return lookup.module(_SOURCES, fields.module).make(fields, seed=config.seed)
+  except AttributeError as e:  # a field that it reads and the config lacks
+    raise ConfigError(f'config.tools.{name}: {e}') from e
 
 
 def simulator(

@@ -19,8 +19,9 @@ Parquet, one file a step (NAME/step_00000012.parquet) and one row a trajectory.
                  row was not kept) have no trainer_logps and no advantages
   train_context  the segments that the trainer saw, if they differ; the last
                  two columns are then in these
-  searches       query, k, turn, seconds, and passages (id, title, text, score)
-                 or error (kind, message)
+  searches       query, k, turn, tool, seconds, cost, and passages (id, title,
+                 text, score), text or error (kind, message). Files of earlier
+                 versions have no tool, text and cost: all were searches
 
 Log-probs and advantages are float16; log-probs that a run resumes from
 (`exact`) are float32. Ids and log-probs are stored with their bytes split by
@@ -178,7 +179,8 @@ _PASSAGE = pa.struct({
 })  # fmt: skip
 _SEARCH = pa.struct({
   'query': _TEXT, 'k': _INT, 'turn': _INT, 'step': _INT, 'trajectory': _TEXT,
-  'seconds': _SECONDS, 'passages': _list(_PASSAGE),
+  'tool': _TEXT, 'seconds': _SECONDS, 'passages': _list(_PASSAGE),
+  'text': _TEXT, 'cost': pa.float64(),
   'error': pa.struct({'kind': _TEXT, 'message': _TEXT}),
 })  # fmt: skip
 _ROW = pa.schema({
@@ -198,6 +200,7 @@ _SPLIT = tuple(f'.{name}.list.element' for name in ('ids', *_LOGPS))
 _SEQUENCES = ('segments', 'train_context')
 # Fields of a Record, and of its Trajectory, that are columns unchanged.
 _RECORD = ('step', 'reward', 'valid', 'earned', 'earned_at', 'kept')
+_ANSWER = ('seconds', 'text', 'cost')  # of a SearchResult
 _TRAJECTORY = ('role', 'sample', 'end', 'turns', 'invalid_actions', 'seconds')
 
 
@@ -252,7 +255,7 @@ def _search(search: types.SearchResult | types.SearchError) -> dict[str, Any]:
   if isinstance(search, types.SearchError):
     return out | {'error': {'kind': search.kind, 'message': search.message}}
   return out | {
-    'seconds': search.seconds,
+    **{name: getattr(search, name) for name in _ANSWER},
     'passages': [vars(p) for p in search.passages],
   }
 
@@ -420,10 +423,10 @@ def _read_search(
   record: dict[str, Any], question: types.Question
 ) -> types.SearchResult | types.SearchError:
   passages, error = record.pop('passages'), record.pop('error')
-  seconds = record.pop('seconds')
+  answer = {name: record.pop(name) for name in _ANSWER if name in record}
   request = types.SearchRequest(question=question, **record)
   if error is not None:
     return types.SearchError(request, **error)
   return types.SearchResult(
-    request, tuple(types.Passage(**p) for p in passages), seconds
+    request, tuple(types.Passage(**p) for p in passages), **answer
   )

@@ -145,6 +145,8 @@ def base() -> ConfigDict:
   c.data.shuffle = True
 
   c.env = ConfigDict()
+  # The class of the environment; called like `text.env.SearchEnv`.
+  c.env.module = 'searchrl_jax.text.env.SearchEnv'
   c.env.template = 'base'  # a name in text/templates, or a file
   c.env.max_turns = 4  # turns that may search, then one that may not
   c.env.max_turn_tokens = 256  # sampled tokens in one turn
@@ -196,6 +198,10 @@ def base() -> ConfigDict:
   c.source.simulator.noise_to = 0.0
   c.source.simulator.base = 4.0
   c.source.simulator.steps = 100  # after which it is noise_to
+
+  # Tools besides `search`, which is `source`: name -> {module, ...its own
+  # fields}. A block of the template calls one by name.
+  c.tools = ConfigDict()
 
   c.engine = ConfigDict()
   c.engine.module = 'jax_sampler'

@@ -8,6 +8,7 @@ import dataclasses
 
 from searchrl_jax.sources.core import Source, SourceError
 from searchrl_jax.types import (
+  SEARCH,
   Question,
   SearchError,
   SearchRequest,
@@ -19,7 +20,8 @@ class Shuffled:
   """Answers each query with the passages for another question.
 
   The other question is the next in the order of ids whose answers differ. It is
-  the same for every query of a question.
+  the same for every query of a question. Other tools than search answer as
+  ever.
   """
 
   def __init__(self, source: Source, questions: Sequence[Question]):
@@ -43,7 +45,10 @@ class Shuffled:
     self, requests: Sequence[SearchRequest]
   ) -> list[SearchResult | SearchError]:
     swapped = [
-      dataclasses.replace(r, query=self._other[r.question.id]) for r in requests
+      dataclasses.replace(r, query=self._other[r.question.id])
+      if r.tool == SEARCH
+      else r
+      for r in requests
     ]
     answers = await self._source.search(swapped)
     return [

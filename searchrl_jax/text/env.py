@@ -1,13 +1,15 @@
-r"""The environment: a state machine between a policy's text and its searches.
+r"""The environment: a state machine between a policy's text and its tools.
 
     reset -> Generate
-    Generate's Completion -> Search    a search block was closed, and may act
-                          -> Done      an answer block was closed ('answer')
+    Generate's Completion -> Search    a block that calls a tool (`search` does)
+                                       was closed, and may act
+                          -> Done      an answer block, or another that ends
+                                       the trajectory, was closed ('answer')
                           -> Generate  otherwise: an invalid action; feedback
     Search's results      -> Generate  the observation is appended
                           -> Done      a search failed after all retries
 
-There are max_turns + 1 turns; the last cannot search: its generation does not
+There are max_turns + 1 turns; the last calls no tool: its generation does not
 stop at the closing search tag. A turn that ends by eos or by its token limit
 without an action is an invalid action; the sampled eos is recorded and trained
 on. On the last turn it ends the trajectory ('eos' or 'turns'). Text that does
@@ -110,6 +112,13 @@ class SearchEnv:
       config.real_searches or not self._guided,
       "env.search_when='entropy' needs env.real_searches: how many searches of "
       'a trajectory may be real, or -1 for all',
+    )
+    further = [kind.name for kind in template.blocks if kind.acts]
+    lookup.require(
+      self._searching or not further,
+      f"env.information='policy': nothing answers the block "
+      f'{next(iter(further), None)!r} of template {template.name!r}, which '
+      "calls a tool; use 'source', or a template without such blocks",
     )
     self.entropy: Entropy | None = None
     self._tags = parsing.tags_of(template)
@@ -226,8 +235,8 @@ class SearchEnv:
     """The policy's last complete answer, or None. Rewards use only this."""
     return parsing.answer(self.blocks(trajectory), self.config.answer)
 
-  def observation(self, passages: Sequence[types.Passage]) -> str:
-    """The text of an observation with these passages."""
+  def observation(self, passages: Sequence[types.Passage | str]) -> str:
+    """The text of an observation with these passages, or a tool's text."""
     limit = self.config.max_observation_tokens
     return self.tokenizer.decode(self._observe(passages, limit)[0])
 
@@ -272,13 +281,20 @@ class SearchEnv:
       return _next(state, self._generate(state))
     if action is None:
       return self._without_action(state, completion.stop)
-    if action.kind == 'answer':
+    if self.template.kinds[action.kind].ends:
       return _next(state, Done('answer'))
     if self._room(state) < self._observe.least:
       return _next(state, Done('tokens'))
     requests = tuple(
-      types.SearchRequest(query, self.k, state.question, turn=state.turn)
-      for query in self._queries(action.text)
+      types.SearchRequest(
+        query,
+        self.k,
+        state.question,
+        turn=state.turn,
+        tool=self.template.kinds[action.kind].tool,
+        earlier=state.searches,
+      )
+      for query in self._queries(action)
     )
     return _next(state, Search(requests))
 
@@ -287,15 +303,17 @@ class SearchEnv:
     may_search = self._may_search(state)
     for parsed in ended:
       block = parsing.make_block(parsed, 'policy', state.turn)
-      if block.kind == 'answer' or (
-        block.kind == 'search' and may_search and self._queries(block.text)
+      kind = self.template.kinds.get(block.kind)
+      if kind and (
+        kind.ends or (kind.acts and may_search and self._queries(block))
       ):
         return block
     return None
 
-  def _queries(self, text: str) -> list[str]:
-    separator = self.template.query_separator
-    queries = text.split(separator) if separator else [text]
+  def _queries(self, block: Block) -> list[str]:
+    search = self.template.kinds[block.kind].tool == types.SEARCH
+    separator = search and self.template.query_separator
+    queries = block.text.split(separator) if separator else [block.text]
     queries = list(dict.fromkeys(q.strip() for q in queries if q.strip()))
     return queries[: self.template.max_queries]
 
@@ -387,7 +405,7 @@ class SearchEnv:
     state = dataclasses.replace(state, searches=state.searches + results)
     if any(isinstance(r, types.SearchError) for r in results):
       return _next(state, Done('failed'))
-    passages = [p for r in results for p in r.passages]
+    passages = [p for r in results for p in r.shown]
     limit = min(self.config.max_observation_tokens, self._room(state))
     ids, cut = self._observe(passages, limit)
     state = dataclasses.replace(

@@ -26,9 +26,8 @@ import re
 
 import numpy as np
 
+from searchrl_jax.text.prompts import OUTSIDE
 from searchrl_jax.types import Segment
-
-OUTSIDE = 'other'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A template is a JSON file with all tags, the prompt, the observation, the
 passage line, the feedback and the stop strings. Those of the package are in
-templates/. A user's file must define every field.
+templates/. A user's file must define every field but `blocks`.
 """
 
 import dataclasses
@@ -16,12 +16,35 @@ import string
 from typing import Any
 
 from searchrl_jax.run.lookup import near
+from searchrl_jax.types import SEARCH
 
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 BLOCKS = ('think', 'search', 'information', 'answer')
+OUTSIDE = 'other'  # the kind of text outside blocks
 SLOT = '{question}'
 PASSAGE_FIELDS = ('i', 'title', 'text', 'id')
 CUTS = ('passages', 'tokens')
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """A kind of block.
+
+  Attributes:
+    name: of its segments (`Segment.kind`) and blocks (`parser.Block.kind`).
+    tags: (open, close).
+    tool: the tool that gets what the policy writes in it; '' = none.
+    ends: whether it ends the trajectory, as the answer does.
+  """
+
+  name: str
+  tags: tuple[str, str]
+  tool: str = ''
+  ends: bool = False
+
+  @property
+  def acts(self) -> bool:
+    return bool(self.tool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +65,16 @@ class Template:
       complete passage (a first one that is too long, after a word), with the
       closing tag. 'tokens': after as many tokens as fit, without the closing
       tag, as for Search-R1's released checkpoints; use it to evaluate these.
-    query_separator: splits a search block into parallel queries; '' = no split.
+    query_separator: splits what goes to the tool `search` into parallel
+      queries; '' = no split.
     max_queries: limit of queries per search block; more are left out.
     invalid: feedback after a turn without a valid action.
     last_turn: text before the last turn, which cannot search.
-    stops: strings that end a generation, with both closing tags.
+    stops: strings that end a generation, with the closing tags of all blocks
+      that act or end the trajectory.
+    blocks: further kinds of blocks. In the file: name -> [open tag, close tag],
+      or -> {"tags": [open tag, close tag], "tool": "", "ends": false}. Rewards
+      find their text by name (`env.blocks`). A tool is one of config.tools.
   """
 
   name: str
@@ -66,16 +94,27 @@ class Template:
   invalid: str
   last_turn: str
   stops: tuple[str, ...]
+  # Not in repr, whose hash names a template in manifests from before it.
+  blocks: tuple[Kind, ...] = dataclasses.field(default=(), repr=False)
+
+  @functools.cached_property
+  def kinds(self) -> dict[str, Kind]:
+    """The table of blocks, by name: BLOCKS and `blocks`."""
+    does = {'search': dict(tool=SEARCH), 'answer': dict(ends=True)}
+    four = [Kind(n, getattr(self, n), **does.get(n, {})) for n in BLOCKS]
+    return {kind.name: kind for kind in (*four, *self.blocks)}
 
   @property
   def tags(self) -> dict[str, tuple[str, str]]:
-    return {kind: getattr(self, kind) for kind in BLOCKS}
+    return {name: kind.tags for name, kind in self.kinds.items()}
 
   def stops_for(self, may_search: bool) -> tuple[str, ...]:
-    """The stop strings; without the closing search tag if not `may_search`."""
+    """The stop strings; without the closing tags of blocks that act if not
+    `may_search`."""
     if may_search:
       return self.stops
-    return tuple(s for s in self.stops if s != self.search[1])
+    acting = [kind.tags[1] for kind in self.kinds.values() if kind.acts]
+    return tuple(s for s in self.stops if s not in acting)
 
   def question(self, text: str) -> str:
     text = text.strip()
@@ -138,16 +177,40 @@ def parse(data: Any, name: str, where: str) -> Template:
   for field in data:
     check(field in fields, field, f'unknown; {near(field, fields)}')
   for field in fields:
-    check(field in data, field, 'missing; a template defines every field')
-  data = dict(data)
+    good = field in data or field == 'blocks'
+    check(good, field, 'missing; a template defines every field but blocks')
+  data = {'blocks': {}} | data
+
+  def pair(value, field):
+    good = isinstance(value, list) and len(value) == 2
+    good = good and all(isinstance(t, str) and t.strip() for t in value)
+    check(good, field, f'expected ["open tag", "close tag"], got {value!r}')
+    return tuple(value)
 
   for kind in BLOCKS:
-    pair = data[kind]
-    good = isinstance(pair, list) and len(pair) == 2
-    good = good and all(isinstance(t, str) and t.strip() for t in pair)
-    check(good, kind, f'expected ["open tag", "close tag"], got {pair!r}')
-    data[kind] = tuple(pair)
+    data[kind] = pair(data[kind], kind)
+  good = isinstance(data['blocks'], dict)
+  check(good, 'blocks', f'expected name -> tags, got {data["blocks"]!r}')
+  kinds = []
+  for kind, entry in data['blocks'].items():
+    field = f'blocks.{kind}'
+    taken = (*BLOCKS, OUTSIDE)
+    good = kind.isidentifier() and kind not in taken
+    check(good, field, f'needs a name of letters and _, and none of {taken}')
+    entry = dict(entry) if isinstance(entry, dict) else {'tags': entry}
+    entry['tags'] = pair(entry.get('tags'), field)
+    good = entry.keys() <= {'tags', 'tool', 'ends'}
+    check(good, field, f'has {sorted(entry)}; known are tags, tool, ends')
+    good = isinstance(entry.get('tool', ''), str)
+    check(good, field, 'tool: expected its name in config.tools')
+    good = type(entry.get('ends', False)) is bool
+    check(good, field, 'ends: expected true or false')
+    good = not (entry.get('tool') and entry.get('ends'))
+    check(good, field, 'calls a tool and ends the trajectory; it can do one')
+    kinds.append(Kind(kind, **entry))
+  data['blocks'] = tuple(kinds)
   tags = [(kind, tag) for kind in BLOCKS for tag in data[kind]]
+  tags += [(f'blocks.{kind.name}', tag) for kind in kinds for tag in kind.tags]
   for (kind, tag), (_, other) in itertools.permutations(tags, 2):
     message = f'tag {tag!r} is part of tag {other!r}; they must differ'
     check(tag not in other, kind, message)
@@ -165,7 +228,8 @@ def parse(data: Any, name: str, where: str) -> Template:
   missing = 'the closing tag of an action, is missing'
   texts = isinstance(stops, list) and all(isinstance(s, str) for s in stops)
   texts = texts and all(stops)
-  search, answer = data['search'][1], data['answer'][1]
+  closing = [data['search'][1], data['answer'][1]]
+  closing += [kind.tags[1] for kind in kinds if kind.acts or kind.ends]
   for field, good, message in (
     ('invalid', data['invalid'], 'empty; it must separate two turns'),
     ('question_mark', type(mark) is bool, 'expected true or false'),
@@ -173,8 +237,7 @@ def parse(data: Any, name: str, where: str) -> Template:
     ('max_queries', type(most) is int and most > 0, 'expected a count > 0'),
     ('query_separator', data['query_separator'] or most == 1, separator),
     ('stops', texts, f'expected a list of strings, got {stops!r}'),
-    ('stops', texts and search in stops, f'{search!r}, {missing}'),
-    ('stops', texts and answer in stops, f'{answer!r}, {missing}'),
+    *(('stops', texts and t in stops, f'{t!r}, {missing}') for t in closing),
   ):
     check(good, field, message)
   data['stops'] = tuple(stops)

@@ -106,7 +106,7 @@ def chat_parts(
 
 
 class Observer:
-  """Formats passages as observations of one template."""
+  """Formats passages, or the text of a tool, as observations of a template."""
 
   def __init__(self, tokenizer, template):
     self.tokenizer = tokenizer
@@ -121,7 +121,7 @@ class Observer:
     self._cached = functools.lru_cache(_CACHED)(self._observation)
 
   def __call__(
-    self, passages: Sequence[Passage], limit: int
+    self, passages: Sequence[Passage | str], limit: int
   ) -> tuple[list[int], bool]:
     """Returns at most `limit` ids, and whether passages were left out or cut.
 
@@ -129,14 +129,21 @@ class Observer:
     its start up to a word (of a very long word, up to a character). Text of the
     template, such as the closing tag, is always included. The list is empty if
     that does not fit, which requires limit < `least`. With cut='tokens' in the
-    template: the first `limit` ids of the observation.
+    template: the first `limit` ids of the observation. The text of a tool is
+    a passage without the template's passage line.
     """
-    small = sum(len(p.title) + len(p.text) for p in passages) <= _SMALL
+    small = (
+      sum(
+        len(p) if isinstance(p, str) else len(p.title) + len(p.text)
+        for p in passages
+      )
+      <= _SMALL
+    )
     observe = self._cached if small else self._observation
     ids, short = observe(tuple(passages), limit)
     return list(ids), short
 
-  def _observation(self, passages: tuple[Passage, ...], limit: int):
+  def _observation(self, passages: tuple[Passage | str, ...], limit: int):
     sep = (self.template.passage_separator, True)
     passages, short = self._clipped(passages, limit)
     lines = [self._line(i, p) for i, p in enumerate(passages, 1)]
@@ -180,7 +187,7 @@ class Observer:
       low, high = (middle, high) if len(ids) <= limit else (low, middle - 1)
     return _first(pieces, low)
 
-  def _clipped(self, passages: Sequence[Passage], limit: int):
+  def _clipped(self, passages: Sequence[Passage | str], limit: int):
     """Cuts title and text after `limit` tokens, to bound the work; returns the
     passages and whether anything was cut."""
     limit = max(limit, 1)
@@ -198,11 +205,16 @@ class Observer:
       return start[: len(self.tokenizer.decode(ids[:limit]))]
 
     out = [
-      Passage(p.id, clip(p.title), clip(p.text), p.score) for p in passages
+      clip(p)
+      if isinstance(p, str)
+      else Passage(p.id, clip(p.title), clip(p.text), p.score)
+      for p in passages
     ]
     return out, short
 
-  def _line(self, i: int, passage: Passage) -> list[Part]:
+  def _line(self, i: int, passage: Passage | str) -> list[Part]:
+    if isinstance(passage, str):
+      return [(passage, False)]
     values = {
       'i': (str(i), True),
       'title': (passage.title, False),

@@ -1,0 +1,133 @@
+"""A calculator: exact arithmetic, answered with text.
+
+  config.tools.calculator = dict(module='calculator', cost=0.0)
+
+Numbers, + - * / ** (or ^) and parentheses are computed as fractions, so 0.1 +
+0.2 is 0.3. What cannot be computed is answered with the reason, which the
+policy reads. Length of the text and size of every intermediate number are
+bounded, so no input takes long.
+"""
+
+import ast
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+import operator
+import re
+from typing import Any
+
+from searchrl_jax.types import SearchRequest, SearchResult
+
+LENGTH = 200  # characters of an expression
+BITS = 512  # of a numerator or denominator: about 154 digits
+DECIMALS = 20  # digits after the point of a result that is not a fraction
+
+_OPERATORS = {
+  ast.Add: operator.add,
+  ast.Sub: operator.sub,
+  ast.Mult: operator.mul,
+  ast.Div: operator.truediv,
+}
+
+
+class Unusable(ValueError):
+  """The text cannot be computed; the message tells the policy why."""
+
+
+def compute(expression: str) -> Fraction:
+  """The value of an expression.
+
+  Raises:
+    Unusable: it is no expression, or a number in it becomes too large.
+  """
+  text = ' '.join(expression.replace('^', '**').split())
+  if len(text) > LENGTH:
+    raise Unusable(f'longer than {LENGTH} characters')
+  if not re.fullmatch(r'[0-9.+\-*/() ]+', text):
+    raise Unusable('only numbers, + - * / ^ and parentheses are known')
+  try:
+    tree = ast.parse(text, mode='eval')
+  except (SyntaxError, RecursionError, MemoryError) as e:
+    raise Unusable('not an expression') from e
+  try:
+    return _value(tree.body, text)
+  except ZeroDivisionError as e:
+    raise Unusable('division by zero') from e
+
+
+def _value(node: ast.AST, text: str) -> Fraction:
+  match node:
+    case ast.Constant(value=int() | float()):
+      # Not node.value: a float is not the decimal that was written.
+      value = Fraction(ast.get_source_segment(text, node) or '')
+    case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
+      value = _value(node.operand, text)
+      value = -value if isinstance(node.op, ast.USub) else value
+    case ast.BinOp(op=ast.Pow()):
+      value = _power(_value(node.left, text), _value(node.right, text))
+    case ast.BinOp() if type(node.op) in _OPERATORS:
+      apply = _OPERATORS[type(node.op)]
+      value = apply(_value(node.left, text), _value(node.right, text))
+    case _:
+      raise Unusable('only numbers, + - * / ^ and parentheses are known')
+  if _bits(value) > BITS:
+    raise Unusable('a number is too large')
+  return value
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+  if exponent.denominator != 1:
+    raise Unusable('an exponent must be a whole number')
+  # A number of b bits is at least 2^(b-1): this bounds the power from below,
+  # and twice this from above.
+  if (_bits(base) - 1) * abs(exponent) > BITS:
+    raise Unusable('a number is too large')
+  return base**exponent.numerator
+
+
+def _bits(value: Fraction) -> int:
+  return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def shown(value: Fraction) -> str:
+  """A whole number, a decimal of up to DECIMALS digits, or a fraction."""
+  if value.denominator == 1:
+    return str(value.numerator)
+  whole, rest = divmod(abs(value.numerator), value.denominator)
+  for n in range(1, DECIMALS + 1):
+    digits, left = divmod(rest * 10**n, value.denominator)
+    if not left:
+      return f'{"-" * (value < 0)}{whole}.{digits:0{n}}'
+  return f'{value} (about {float(value):.6g})'
+
+
+class Calculator:
+  """Answers every request; cost: of each call."""
+
+  def __init__(self, cost: float):
+    self._cost = cost
+
+  async def search(
+    self, requests: Sequence[SearchRequest]
+  ) -> list[SearchResult]:
+    return [
+      SearchResult(r, (), text=_answer(r.query), cost=self._cost)
+      for r in requests
+    ]
+
+  async def check(self) -> Mapping[str, object]:
+    return {}
+
+  async def close(self) -> None:
+    pass
+
+
+def _answer(query: str) -> str:
+  try:
+    return shown(compute(query))
+  except Unusable as e:
+    return f'error: {e}'
+
+
+def make(config: Any, **_: object) -> Calculator:
+  """The tool of `config.tools.NAME` (module='calculator', cost)."""
+  return Calculator(float(config.cost))

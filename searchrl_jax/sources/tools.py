@@ -1,0 +1,57 @@
+"""Several tools as one source: each request goes to the tool that it names."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from searchrl_jax.run import lookup
+from searchrl_jax.sources.core import Source
+from searchrl_jax.types import SEARCH, SearchError, SearchRequest, SearchResult
+
+
+class Tools:
+  """Calls tools by name; those of one call to `search` at the same time."""
+
+  def __init__(self, tools: Mapping[str, Source]):
+    """tools: name -> tool; `search` is one of them."""
+    self._tools = dict(tools)
+
+  async def search(
+    self, requests: Sequence[SearchRequest]
+  ) -> list[SearchResult | SearchError]:
+    """One answer for each request, in order.
+
+    Raises:
+      ValueError: there is no such tool, or it gave too few answers.
+    """
+    places: dict[str, list[int]] = {}
+    for i, request in enumerate(requests):
+      places.setdefault(request.tool, []).append(i)
+    for name in places:
+      lookup.require(
+        name in self._tools,
+        f'no tool {name!r} in config.tools: {lookup.near(name, self._tools)}',
+        ValueError,
+      )
+    found = await asyncio.gather(
+      *(
+        self._tools[name].search([requests[i] for i in at])
+        for name, at in places.items()
+      )
+    )
+    answers: dict[int, SearchResult | SearchError] = {}
+    for at, new in zip(places.values(), found, strict=True):
+      answers.update(zip(at, new, strict=True))
+    return [answers[i] for i in range(len(requests))]
+
+  async def check(self) -> Mapping[str, object]:
+    """Checks all; what other tools than search serve has names 'TOOL/X'."""
+    served = {name: await tool.check() for name, tool in self._tools.items()}
+    identity = {
+      key if name == SEARCH else f'{name}/{key}': value
+      for name, told in served.items()
+      for key, value in dict(told.get('identity') or {}).items()
+    }
+    return {**served.get(SEARCH, {}), 'identity': identity}
+
+  async def close(self) -> None:
+    await asyncio.gather(*(tool.close() for tool in self._tools.values()))
