@@ -199,6 +199,7 @@ def test_help_helps():
     (['--config.optim.lrr=1'], 'Did you mean "lr"'),
     (['--config.optm.lr=1'], 'Did you mean "optim"'),
     (['--config.optim.lr=fast'], 'fast'),
+    (['--config.critic.alone=1'], 'use config.critic.pretrain_steps'),
     (['--config.rollout.group=1'], 'rollout.group'),
     (
       ['--config.model.path=/nowhere', '--config.model.tokenizer='],
@@ -220,7 +221,7 @@ def test_help_helps():
     (['stray'], 'unexpected argument'),
   ],
 )
-def test_errors_are_one_line_that_names_the_mend(tmp_path, args, message):
+def test_errors_are_one_line_that_names_the_fix(tmp_path, args, message):
   # In whatever order: a field may stand before --config.
   if not args[0].startswith('--config='):
     args = [*args, '--config=configs/quickstart.py']

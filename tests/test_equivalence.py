@@ -43,7 +43,7 @@ def test_text_is_its_normal_form_or_its_first_synonym():
 
 
 @pytest.mark.parametrize('match', ['math', 'nowhere.equal', f'{NEAR}er'])
-def test_a_match_that_is_no_function_names_the_mend(match):
+def test_a_match_that_is_no_function_names_the_fix(match):
   with pytest.raises(
     ValueError,
     match=(f"match='{match}' is neither 'text' nor .*mathematics.equal"),

@@ -21,7 +21,7 @@ KW = dict(
   tis='token',
   tis_cap=2.0,
   tis_floor=0.0,
-  tis_beyond='cap',
+  tis_mode='cap',
 )
 WHERE = 'config.algorithm.loss'
 POLICY = tuple(getattr(losses, name) for name in losses.LOSSES)
@@ -56,7 +56,7 @@ def reference(
   tis,
   tis_cap,
   tis_floor,
-  tis_beyond,
+  tis_mode,
 ):
   """The clipped loss of each token, one token at a time, in float64."""
   out = np.zeros(mask.shape)
@@ -73,7 +73,7 @@ def reference(
         value = max(value, clip_dual * a)
       w = {'none': 0.0, 'token': m[t], 'sequence': sum(m.values())}[tis]
       w = math.exp(w) if tis != 'none' else 1.0
-      if tis != 'none' and tis_beyond == 'mask':
+      if tis != 'none' and tis_mode == 'mask':
         w = w if tis_floor <= w <= tis_cap else 0.0
       elif tis != 'none':
         w = min(w, tis_cap)
@@ -83,11 +83,11 @@ def reference(
 
 @pytest.mark.parametrize('ratio', losses.RATIOS)
 @pytest.mark.parametrize('tis', losses.TIS)
-@pytest.mark.parametrize('beyond', ['cap', 'mask'])
+@pytest.mark.parametrize('mode', ['cap', 'mask'])
 @pytest.mark.parametrize('dual', [0.0, 1.4])
-def test_clip_equals_the_reference(ratio, tis, beyond, dual):
-  kw = KW | dict(ratio=ratio, tis=tis, tis_beyond=beyond, clip_dual=dual)
-  if beyond == 'mask':
+def test_clip_equals_the_reference(ratio, tis, mode, dual):
+  kw = KW | dict(ratio=ratio, tis=tis, tis_mode=mode, clip_dual=dual)
+  if mode == 'mask':
     kw |= dict(tis_floor=0.7, tis_cap=1.5)
   for seed in range(3):
     args = draw(seed)

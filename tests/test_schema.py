@@ -19,7 +19,7 @@ REFUSED = (
   ('batch.head_chunk', 0, 'at least 1'),
   ('algorithm.epochs', 0, 'at least 1'),
   ('algorithm.kl', 'los', "did you mean 'loss'"),
-  ('algorithm.tis_beyond', 'mash', "did you mean 'mask'"),
+  ('algorithm.tis_mode', 'mash', "did you mean 'mask'"),
   ('algorithm.clip_low', -0.1, 'a distance from 1'),
   ('algorithm.clip_low', 1.1, 'a distance from 1'),
   ('algorithm.clip_high', -0.1, 'a distance from 1'),
@@ -52,6 +52,15 @@ def test_a_value_is_refused_by_its_field(field, value, message):
   schema.check(config)
   config.update_from_flattened_dict({field: value})
   with pytest.raises(ConfigError, match=f'config.{field}=.*{message}'):
+    schema.check(config)
+
+
+@pytest.mark.parametrize('old, new', schema.RENAMED.items())
+def test_a_renamed_field_is_refused_with_its_new_name(old, new):
+  config = schema.base()
+  operator.attrgetter(new)(config)
+  config.update_from_flattened_dict({old: 1})  # in a recipe, or a run folder
+  with pytest.raises(ConfigError, match=f'config.{old} .*use config.{new}'):
     schema.check(config)
 
 

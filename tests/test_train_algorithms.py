@@ -81,7 +81,7 @@ def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
     'by_turn',
     **{
       'critic.lr': 1e-3,
-      'critic.alone': 1,
+      'critic.pretrain_steps': 1,
       'env.train_observations': True,
       'algorithm.minibatches': 2,
     },

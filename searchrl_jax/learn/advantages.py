@@ -92,7 +92,7 @@ def _prepare(values, valid, group_ids):
   if bad.size:
     raise ValueError(
       f'advantages: the value of row {bad[0]} is {values[bad[0]]}; mark the '
-      'row as not valid or mend its reward'
+      'row as not valid or correct its reward'
     )
   return np.where(valid, values, 0.0), valid, group_ids
 

@@ -181,7 +181,7 @@ class Learner:
           run.check_finite(metrics, filled)
           metrics = objectives.explained(metrics)
         # At first only the critic is trained: its values are still near 0.
-        if run.step >= config.critic.alone:
+        if run.step >= config.critic.pretrain_steps:
           filled = batching.set_advantages(mini, credit.advantages)
           begin = time.monotonic()
           with timer('update'):

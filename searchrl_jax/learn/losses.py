@@ -110,7 +110,7 @@ def importance_weights(
   tis: str,
   cap: float,
   floor: float,
-  beyond: str,
+  mode: str,
 ):
   """Truncated importance weights of pi_old / pi_behaviour, [B, T].
 
@@ -120,7 +120,7 @@ def importance_weights(
   training", 2025). 'sequence': the product over the loss tokens of the row,
   truncated, on every token of it. No gradient passes through.
 
-  beyond='cap': min(w, cap). beyond='mask': 0 outside [floor, cap], so that
+  mode='cap': min(w, cap). mode='mask': 0 outside [floor, cap], so that
   tokens that the current policy would hardly sample have no gradient (IcePop,
   Ling team, "Every step evolves", arXiv 2510.18855); the divisor of the loss
   is unchanged.
@@ -138,7 +138,7 @@ def importance_weights(
       f'config.algorithm.tis={tis!r}; there are: {", ".join(TIS)}'
     )
   w = jax.lax.stop_gradient(_exp(log_w))
-  if beyond == 'mask':
+  if mode == 'mask':
     outside = (w > cap) | (w < floor)
     return jnp.where(outside, 0.0, w), outside & mask
   return jnp.minimum(w, cap), (w > cap) & mask
@@ -158,7 +158,7 @@ def clip(
   tis: str,
   tis_cap: float,
   tis_floor: float,
-  tis_beyond: str,
+  tis_mode: str,
 ):
   """PPO's clipped objective with separate bounds, as a loss per token.
 
@@ -207,7 +207,7 @@ def clip(
     tis=tis,
     cap=tis_cap,
     floor=tis_floor,
-    beyond=tis_beyond,
+    mode=tis_mode,
   )
   loss = jnp.where(mask, -weights * objective, 0.0)
   sums = _metrics(logps, old_logps, weights, truncated, mask) | {
@@ -231,7 +231,7 @@ def cispo(
   tis: str,
   tis_cap: float,
   tis_floor: float,
-  tis_beyond: str,
+  tis_mode: str,
 ):
   """CISPO: the ratio is a clipped weight, and no token loses its gradient.
 
@@ -252,7 +252,7 @@ def cispo(
     tis=tis,
     cap=tis_cap,
     floor=tis_floor,
-    beyond=tis_beyond,
+    mode=tis_mode,
   )
   bounded = jax.lax.stop_gradient(jnp.clip(r, 1 - clip_low, 1 + clip_high))
   loss = jnp.where(mask, -weights * bounded * advantages * logps, 0.0)
@@ -273,7 +273,7 @@ def reinforce(
   tis: str,
   tis_cap: float,
   tis_floor: float,
-  tis_beyond: str,
+  tis_mode: str,
 ):
   """REINFORCE with importance weights of the current policy.
 
@@ -295,7 +295,7 @@ def reinforce(
     tis=tis,
     cap=tis_cap,
     floor=tis_floor,
-    beyond=tis_beyond,
+    mode=tis_mode,
   )
   loss = jnp.where(mask, -weights * advantages * logps, 0.0)
   sums = _metrics(logps, old_logps, weights, truncated, mask)

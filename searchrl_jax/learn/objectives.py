@@ -49,9 +49,9 @@ def policy(config) -> Objective:
     f'config.algorithm.tis_cap={a.tis_cap}: above 0',
   )
   lookup.require(
-    not a.tis_floor or a.tis_beyond == 'mask',
+    not a.tis_floor or a.tis_mode == 'mask',
     f'config.algorithm.tis_floor={a.tis_floor}: above 0 only with '
-    f"tis_beyond='mask' (it is {a.tis_beyond!r})",
+    f"tis_mode='mask' (it is {a.tis_mode!r})",
   )
   fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
   needs_old = a.minibatches * a.epochs > 1

@@ -50,11 +50,11 @@ def schedule(config, total_updates: int):
 def updates(config) -> int:
   """The policy's optimizer updates in the whole training run of a config."""
   a = config.algorithm
-  return (config.train.steps - config.critic.alone) * a.minibatches * a.epochs
+  return (config.train.steps - config.critic.pretrain_steps) * a.minibatches * a.epochs
 
 
 def critic_updates(config) -> int:
-  """The critic's updates; it starts `config.critic.alone` steps earlier."""
+  """The critic's updates; it starts `config.critic.pretrain_steps` steps earlier."""
   return (
     config.train.steps
     * config.algorithm.minibatches

@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, schema
 from searchrl_jax.run.signals import Stopped
 
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
@@ -86,6 +86,9 @@ def _parse(argv):
     # ml_collections raises these for unknown fields, with a repr of a repr.
     text = str(e.args[0] if e.args else e).replace('\\n', ' ')
     text = ' '.join(text.split()).replace("\\'", "'").strip('"\'')
+    for name, new in schema.RENAMED.items():
+      if any(arg.startswith(f'--config.{name}') for arg in argv):
+        fail(f'config.{name} has been renamed: use config.{new}')
     fail(f'a --config.* flag names no field of the config: {text}')
   except (ValueError, TypeError, OSError) as e:
     fail(f'{type(e).__name__}: {e}')

@@ -26,13 +26,19 @@ CHOICES = {
   'algorithm.kl': ('none', 'loss', 'reward'),
   'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
   'algorithm.tis': ('none', 'token', 'sequence'),
-  'algorithm.tis_beyond': ('cap', 'mask'),
+  'algorithm.tis_mode': ('cap', 'mask'),
   **{
     f'{part}.schedule': ('constant', 'linear', 'cosine')
     for part in ('critic', 'optim', 'sft')
   },
   'eval.best_of': ('', 'certainty'),
   'log.wandb': ('disabled', 'offline', 'online'),
+}
+
+# Former names of fields, and their names now.
+RENAMED = {
+  'algorithm.tis_beyond': 'algorithm.tis_mode',
+  'critic.alone': 'critic.pretrain_steps',
 }
 
 # (fields, whether a value is allowed, which are)
@@ -286,7 +292,7 @@ def base() -> ConfigDict:
   c.algorithm.entropy_coef = 0.0
   c.algorithm.tis = 'token'  # none, token, sequence
   c.algorithm.tis_cap = 2.0  # largest importance weight
-  c.algorithm.tis_beyond = 'cap'  # cap; mask: weight 0 outside floor..cap
+  c.algorithm.tis_mode = 'cap'  # cap; mask: weight 0 outside floor..cap
   c.algorithm.tis_floor = 0.0  # smallest weight that is not masked
   c.algorithm.minibatches = 1  # optimizer updates in a step (per epoch)
   c.algorithm.epochs = 1  # passes over a step's trajectories
@@ -300,7 +306,7 @@ def base() -> ConfigDict:
   c.critic.warmup = 0  # updates
   c.critic.weight_decay = 0.0
   c.critic.clip = 0.5  # largest step of a value, in returns; 0 = not clipped
-  c.critic.alone = 0  # first steps, in which only the critic is trained
+  c.critic.pretrain_steps = 0  # first steps, in which only the critic is trained
 
   c.batch = ConfigDict()
   c.batch.lengths = (256, 512, 1024)  # buckets, in tokens; last = the limit
@@ -375,8 +381,15 @@ def check(config: ConfigDict) -> None:
   """Refuses values that a field cannot have, whatever the others are.
 
   Raises:
-    ConfigError: names the field, its value and what is allowed.
+    ConfigError: names the field, its value and what is allowed, or the new
+      name of a renamed field.
   """
+  for old, new in RENAMED.items():
+    part, _, name = old.rpartition('.')
+    lookup.require(
+      name not in operator.attrgetter(part)(config),
+      f'config.{old} has been renamed: use config.{new}',
+    )
   for field, choices in CHOICES.items():
     value = operator.attrgetter(field)(config)
     lookup.require(

@@ -92,7 +92,7 @@ def test_set_fields_fills_in_every_default(tmp_path):
     ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
   ],
 )
-def test_a_bad_set_says_what_to_mend(tmp_path, fields, says):
+def test_a_bad_set_names_the_fix(tmp_path, fields, says):
   write(tmp_path / 'a.jsonl', row('1', source='nq'))
   with pytest.raises(ValueError, match=says):
     core.load_sets({'s': fields}, data_config(dir=str(tmp_path)))

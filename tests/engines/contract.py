@@ -243,7 +243,7 @@ class EngineContract:
       got = asyncio.run(main(rng.permutation(12).tolist(), rng))
       assert got == want
 
-  def test_errors_name_the_mend(self, engine):
+  def test_errors_name_the_fix(self, engine):
     limit = engine.max_len
 
     async def main():

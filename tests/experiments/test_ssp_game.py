@@ -43,7 +43,7 @@ def test_a_question_that_keeps_the_rules_stands():
     ('length', [search('a'), search('b'), ask('Who taught him?')]),
     ('length', [search('a'), search('b'), ask('a b c d e ' * 16)]),
     ('leak', [search('a'), search('b'), ask(GOOD + ' (mira, DOK)')]),
-    ('leak', [ask(GOOD + ' Mira?')]),  # the first rule that fails is told
+    ('leak', [ask(GOOD + ' Mira?')]),  # the first broken rule is reported
     ('evidence', [ask(GOOD)]),
     ('searches', [search('a'), ask(GOOD)]),
     ('repeat', [search('a'), search('a'), ask(GOOD)]),

@@ -59,7 +59,7 @@ def test_the_recipe_is_one_generation_of_its_own_information():
 
 
 @pytest.mark.parametrize('real', [1, -1])
-def test_real_passages_in_training_are_refused_with_the_mend(real):
+def test_real_passages_in_training_are_refused_with_the_fix(real):
   c = ssrl.get_config()
   c.env.real_searches = real
   with pytest.raises(

@@ -225,7 +225,7 @@ def test_further_rounds_are_refused():
     vote.check(c, dict(votes=4, train=2, match='text'))
 
 
-def test_an_answer_type_that_nothing_parses_stops_with_the_mend():
+def test_an_answer_type_that_nothing_parses_stops_with_the_fix():
   names = [
     group('Bobu Ralen', 'Kiru Talok', env=BOX, id=str(i)) for i in range(3)
   ]

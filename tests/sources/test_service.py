@@ -210,7 +210,7 @@ def test_an_overloaded_server_is_not_asked_in_halves(server):
   assert len(server.batches) == 2  # the client's two attempts
 
 
-def test_an_absent_server_is_an_error_for_each_and_check_names_the_mend():
+def test_an_absent_server_is_an_error_for_each_and_check_names_the_fix():
   async def main():
     source = service.ServiceSource(config('http://127.0.0.1:9', attempts=1))
     answers = await ask(source, 'a', 'b')
