@@ -18,7 +18,7 @@ from typing import Any
 from absl import flags
 from rich import console, table
 
-from searchrl_jax.evaluators import answer, ledger
+from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import command, lookup, records
@@ -39,7 +39,7 @@ TOLD = (
 )
 
 
-def read(spec: str) -> tuple[dict, list[answer.Row]]:
+def read(spec: str) -> tuple[dict, list[grading.Row]]:
   """Manifest and rows of 'FOLDER' or 'FOLDER:EVALUATION'."""
   folder, evaluation = spec, 'eval'
   if not pathlib.Path(spec).is_dir() and ':' in spec:
@@ -88,8 +88,8 @@ def _brief(value: Any, other: Any = None) -> str:
 
 
 def compare(
-  a: Sequence[answer.Row],
-  b: Sequence[answer.Row],
+  a: Sequence[grading.Row],
+  b: Sequence[grading.Row],
   *,
   scores: Sequence[str],
   resamples: int,
@@ -105,11 +105,11 @@ def compare(
   """
   out = {}
   for score in scores:
-    theirs = answer.by_question(b, score)
+    theirs = grading.by_question(b, score)
     found, seen = {}, []
-    for label, rows in answer.slices(a, 'all').items():
+    for label, rows in grading.slices(a, 'all').items():
       questions = {(row.set, row.question) for row in rows}
-      ours = answer.by_question(rows, score)
+      ours = grading.by_question(rows, score)
       keys = [key for key in ours if key in theirs]
       if not keys or questions in seen:
         continue
@@ -216,7 +216,7 @@ def main():
       'baseline'
     )
   for name, known, what in (
-    *((s, answer.SCORES, 'scores') for s in _SCORES.value),
+    *((s, grading.SCORES, 'scores') for s in _SCORES.value),
     *((s, SAME, 'allow') for s in allow),
   ):
     if name not in known:

@@ -7,7 +7,7 @@ transformers, vLLM and --config.model.path can load the folder.
 
 from absl import flags
 
-from searchrl_jax.models import hf
+from searchrl_jax.models import pretrained
 from searchrl_jax.run import build, command
 
 
@@ -18,10 +18,10 @@ def export(workdir: str, out: str, which: str, dtype: str) -> None:
   cfg = build.model_config(config, tok.vocab_size)
   params = build.restore_params(config, workdir, cfg, build.mesh(config), which)
   if config.model.path:
-    like = hf.read_json(build.local(config.model.path))
+    like = pretrained.read_json(build.local(config.model.path))
   else:
     like = {**config.model.arch.to_dict(), 'eos_token_id': tok.eos_ids[0]}
-  hf.save(
+  pretrained.save(
     out, cfg, params, f'{workdir}/{build.TOKENIZER}', dtype=dtype, like=like
   )
 

@@ -68,8 +68,16 @@ def test_dr_grpo_runs_with_its_horizon():
     ('REINFORCE', {'algorithm.ratio': 'product'}, "ratio='product' has no"),
     ('DAPO', {'algorithm.clip_dual': 0.5}, 'clip_dual=0.5: above 1'),
     ('PPO', {'critic.lr': 1e-5, 'critic.clip': -1.0}, 'critic.clip=-1.0'),
-    ('PPO', {'critic.lr': 1e-5, 'critic.pretrain_steps': 60}, 'critic.pretrain_steps=60'),
-    ('GRPO', {'critic.pretrain_steps': 5}, 'critic.pretrain_steps=5.*0 where there is no critic'),
+    (
+      'PPO',
+      {'critic.lr': 1e-5, 'critic.pretrain_steps': 60},
+      'critic.pretrain_steps=60',
+    ),
+    (
+      'GRPO',
+      {'critic.pretrain_steps': 5},
+      'critic.pretrain_steps=5.*0 where there is no critic',
+    ),
     (
       'LITE_PPO',
       {'algorithm.kl': 'reward', 'algorithm.kl_coef': 0.1},

@@ -23,7 +23,7 @@ from searchrl_jax import ask, evaluate, export, sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.jax import device
 from searchrl_jax.learn import checks, dryrun
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import build, records, schema
 from searchrl_jax.run import command as commands
 from searchrl_jax.run.checkpoint import CheckpointError
@@ -163,7 +163,7 @@ def test_what_a_terminal_would_obey_is_not_printed():
 def test_export_loads_back(run, tmp_path):
   folder, _ = run
   export.export(str(folder), f'{tmp_path}/hf', 'latest', 'float32')
-  cfg, params = hf.load(f'{tmp_path}/hf')
+  cfg, params = pretrained.load(f'{tmp_path}/hf')
   config = build.load_config(str(folder))
   mine = build.restore_params(config, str(folder), cfg, build.mesh(config))
   for (path, a), b in zip(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.engines.weights import checksum, publication, published
-from searchrl_jax.models import decoder, hf, safetensors
+from searchrl_jax.models import decoder, pretrained, safetensors
 from searchrl_jax.run import checkpoint, sharding
 from tests.engines.common import CFG, make_params
 
@@ -35,7 +35,7 @@ def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
   params = make_params(cfg=cfg)
   params['layers']['mlp_norm'] = jnp.zeros_like(params['layers']['mlp_norm'])
   done = publisher(tmp_path / 'p', cfg, dtype).publish(params, 3)
-  hf.save(tmp_path / 'hf', cfg, params, dtype=dtype)
+  pretrained.save(tmp_path / 'hf', cfg, params, dtype=dtype)
   want = {
     k: v.open() for k, v in safetensors.read_folder(tmp_path / 'hf').items()
   }

@@ -18,7 +18,7 @@ from configs import wiki_nq
 from retrieval import process
 from searchrl_jax import export, train
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import build, records, schema
 from tests import tiny
 from tests.test_commands import command
@@ -65,12 +65,12 @@ SMALL = {
 
 @pytest.fixture(scope='module')
 def checkpoint(data_dir, tmp_path_factory):
-  cfg = hf.decoder_config(QWEN, dtype='float32')
+  cfg = pretrained.decoder_config(QWEN, dtype='float32')
   params = decoder.init_params(
     cfg, jax.random.key(0), scale=0.02, embed_scale=0.02
   )
   path = tmp_path_factory.mktemp('checkpoints') / 'qwen'
-  hf.save(path, cfg, params, data_dir / 'qwen_tokenizer')
+  pretrained.save(path, cfg, params, data_dir / 'qwen_tokenizer')
   return path
 
 
@@ -144,12 +144,12 @@ def test_the_recipe_trains_a_hugging_face_checkpoint(
   # What was trained leaves as a checkpoint of the same layout.
   out = tmp_path / 'exported'
   export.export(str(tmp_path / 'run'), str(out), 'latest', 'float32')
-  was, now = hf.read_json(checkpoint), hf.read_json(out)
+  was, now = pretrained.read_json(checkpoint), pretrained.read_json(out)
   assert {k: now[k] for k in QWEN if k != 'architectures'} == {
     k: was[k] for k in QWEN if k != 'architectures'
   }
-  cfg, before = hf.load(checkpoint)
-  _, after = hf.load(out, cfg=cfg)
+  cfg, before = pretrained.load(checkpoint)
+  _, after = pretrained.load(out, cfg=cfg)
   assert any(
     (a != b).any()
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after))

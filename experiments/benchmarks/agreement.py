@@ -31,7 +31,7 @@ from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import sampler
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import schema as config_lib
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.types import Prompt
@@ -153,7 +153,7 @@ def measure(dtype: str, folder: pathlib.Path, peer: str) -> list[dict]:
 
 
 def transformers(cfg, params, prompts, folder, peer: str) -> list[list[int]]:
-  hf.save(folder / 'exported', cfg, params)
+  pretrained.save(folder / 'exported', cfg, params)
   (folder / 'prompts.json').write_text(json.dumps(prompts))
   subprocess.run(
     [

@@ -26,7 +26,7 @@ from configs import wiki_nq
 from experiments.benchmarks import common
 from searchrl_jax import evaluate, sft, train
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluators import answer
+from searchrl_jax.evaluators import grading
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import build, command, records
 from searchrl_jax.types import SearchRequest, SearchResult
@@ -63,7 +63,7 @@ def bare(questions, source, k: int) -> dict[str, dict[str, float]]:
 def rows_of(folder: pathlib.Path, env):
   """The scored trajectories that an evaluation wrote."""
   found = records.read(folder / 'eval')
-  return answer.score([record.trajectory for record in found], env)
+  return grading.score([record.trajectory for record in found], env)
 
 
 def run(workdir: str, minutes: float) -> dict:
@@ -120,12 +120,12 @@ def run(workdir: str, minutes: float) -> dict:
     for name, rows in scored.items():
       part = [r for r in rows if r.question in set(ids)]
       for score in SCORES:
-        values = list(answer.by_question(part, score).values())
+        values = list(grading.by_question(part, score).values())
         if values:
           found = scores.bootstrap(values, resamples=2000, seed=0)
           row[f'{name} {score}'] = list(found)[:3]
     table.append(row)
-  f1 = {name: answer.by_question(rows, 'f1') for name, rows in scored.items()}
+  f1 = {name: grading.by_question(rows, 'f1') for name, rows in scored.items()}
   both = sorted(set(f1['rl']) & set(f1['warm']))
   gain = scores.paired_bootstrap(
     [f1['rl'][k] for k in both],

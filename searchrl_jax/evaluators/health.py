@@ -6,7 +6,7 @@ import statistics
 
 import numpy as np
 
-from searchrl_jax.evaluators import answer
+from searchrl_jax.evaluators import grading
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Trajectory
 
@@ -29,7 +29,7 @@ def signs(
     valid: [B], which rewards count; None = of trajectories that did not fail.
   """
   flat = [t for group in groups for t in group]
-  rows = [row for row in answer.score(flat, env) if not row.failed]
+  rows = [row for row in grading.score(flat, env) if not row.failed]
   good = [t for t in flat if not t.failed]
   out = {'failed': float(len(flat) - len(good))}
   for name in (

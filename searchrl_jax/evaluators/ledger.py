@@ -1,7 +1,7 @@
 """Files of an evaluation that allow a comparison with another one.
 
 manifest.json  questions, corpus, sampling, template, checkpoint, commit
-rows.jsonl     one line per trajectory: its scores (`answer.Row`) and the name
+rows.jsonl     one line per trajectory: its scores (`grading.Row`) and the name
                of the `evaluation` ('eval', or a control)
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.evaluators import answer
+from searchrl_jax.evaluators import grading
 from searchrl_jax.run import lookup, records
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Group, Question
@@ -72,7 +72,7 @@ def _frozen(questions: Sequence[Question]) -> dict[str, Any]:
   ids = [q.id for q in questions]
   return {
     'n': len(ids),
-    'sha256': answer.digest(ids),
+    'sha256': grading.digest(ids),
     'content_sha256': hashlib.sha256(content.encode()).hexdigest(),
     'ids': ids,
   }
@@ -154,7 +154,7 @@ def check_corpus(
 
 
 def costs(
-  evaluation: answer.Evaluation, name: str
+  evaluation: grading.Evaluation, name: str
 ) -> Iterator[tuple[str, float]]:
   """Yields 'NAME/cost/WHAT', and 'NAME/set=X/cost/WHAT' if there are more sets.
 
@@ -184,7 +184,7 @@ def _costs(trajectories: Group) -> dict[str, float]:
 
 
 def write_rows(
-  folder: pathlib.Path, evaluations: Mapping[str, answer.Evaluation]
+  folder: pathlib.Path, evaluations: Mapping[str, grading.Evaluation]
 ) -> None:
   """Writes rows.jsonl."""
   lines = [
@@ -197,7 +197,7 @@ def write_rows(
 
 def read_rows(
   folder: os.PathLike | str, evaluation: str = 'eval'
-) -> list[answer.Row]:
+) -> list[grading.Row]:
   """Reads the rows of one evaluation.
 
   Raises:
@@ -214,9 +214,9 @@ def read_rows(
         names[name] = None
         if name == evaluation:
           # Files of earlier versions lack some scores.
-          absent = dict.fromkeys(answer.SCORES, answer.NAN) | {'vote': None}
+          absent = dict.fromkeys(grading.SCORES, grading.NAN) | {'vote': None}
           known = {k: v for k, v in fields.items() if v is not None}
-          out.append(answer.Row(**absent | known))
+          out.append(grading.Row(**absent | known))
   except OSError as e:
     raise DataError(
       f'{path}: {e.strerror}; give a folder that `evaluate` wrote'

@@ -13,7 +13,7 @@ import math
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.evaluators import answer
+from searchrl_jax.evaluators import grading
 from searchrl_jax.rewards import equivalence, scores
 from searchrl_jax.run import lookup
 
@@ -63,7 +63,7 @@ def check(config: ConfigDict, training: bool = False) -> None:
 
 
 def score(
-  rows: Sequence[answer.Row], k: Sequence[int]
+  rows: Sequence[grading.Row], k: Sequence[int]
 ) -> dict[str, dict[tuple[str, str], float]]:
   """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
 
@@ -71,7 +71,7 @@ def score(
   samples, or without golden answers, has no value at K. 'certainty@K' requires
   rows with certainty; a sample without one is chosen last.
   """
-  questions: dict[tuple[str, str], list[answer.Row]] = {}
+  questions: dict[tuple[str, str], list[grading.Row]] = {}
   for row in rows:
     if not row.failed and not math.isnan(row.em):
       questions.setdefault((row.set, row.question), []).append(row)
@@ -100,21 +100,21 @@ def score(
 
 
 def extra(config: ConfigDict):
-  """The `extra` of `answer.Evaluator` for config.eval; None = no scores."""
+  """The `extra` of `grading.Evaluator` for config.eval; None = no scores."""
   k = {*config.k, *([config.n] if config.best_of else ())}
   return functools.partial(score, k=sorted(k)) if k else None
 
 
-def make(config: ConfigDict, sets, scorer=None, **kw) -> answer.Evaluator:
+def make(config: ConfigDict, sets, scorer=None, **kw) -> grading.Evaluator:
   """Checks config.eval and returns its evaluator.
 
   Args:
     config: the whole config.
     sets: name -> questions.
     scorer: `scoring.Scorer` of the policy, which config.eval.best_of needs.
-    **kw: other arguments of `answer.Evaluator`.
+    **kw: other arguments of `grading.Evaluator`.
   """
   check(config, training=scorer is None)
   scorer = scorer if config.eval.best_of else None
   more = extra(config.eval)
-  return answer.Evaluator(sets, config=config, scorer=scorer, extra=more, **kw)
+  return grading.Evaluator(sets, config=config, scorer=scorer, extra=more, **kw)

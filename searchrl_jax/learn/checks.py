@@ -138,10 +138,11 @@ def _check_critic(config: ConfigDict) -> None:
     "critic; set it to 0, or use advantage='gae'",
   )
   lookup.require(
-    0 <= c.pretrain_steps < config.train.steps and (needed or not c.pretrain_steps),
-    f'config.critic.pretrain_steps={c.pretrain_steps}: first steps in which only the critic '
-    f'learns; fewer than config.train.steps={config.train.steps}, and 0 '
-    'where there is no critic',
+    0 <= c.pretrain_steps < config.train.steps
+    and (needed or not c.pretrain_steps),
+    f'config.critic.pretrain_steps={c.pretrain_steps}: first steps, which '
+    'train only the critic; fewer than config.train.steps='
+    f'{config.train.steps}, and 0 where there is no critic',
   )
   try:
     objectives.value(config)

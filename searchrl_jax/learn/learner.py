@@ -14,7 +14,7 @@ import numpy as np
 from searchrl_jax.learn import batching, objectives, optim, update
 from searchrl_jax.learn.credit import Credit
 from searchrl_jax.models import critic as critics
-from searchrl_jax.models import hf
+from searchrl_jax.models import pretrained
 from searchrl_jax.run import build, flops
 from searchrl_jax.run.lookup import ConfigError
 
@@ -260,7 +260,7 @@ def init_critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
   path = config.critic.path
   if path:
     try:
-      _, policy = hf.load(
+      _, policy = pretrained.load(
         build.local(path, 'config.critic.path'), mesh, cfg=cfg
       )
     except ValueError as e:

@@ -50,16 +50,14 @@ def schedule(config, total_updates: int):
 def updates(config) -> int:
   """The policy's optimizer updates in the whole training run of a config."""
   a = config.algorithm
-  return (config.train.steps - config.critic.pretrain_steps) * a.minibatches * a.epochs
+  steps = config.train.steps - config.critic.pretrain_steps
+  return steps * a.minibatches * a.epochs
 
 
 def critic_updates(config) -> int:
-  """The critic's updates; it starts `config.critic.pretrain_steps` steps earlier."""
-  return (
-    config.train.steps
-    * config.algorithm.minibatches
-    * (config.algorithm.epochs)
-  )
+  """The critic's updates, of the steps before the policy's too."""
+  a = config.algorithm
+  return config.train.steps * a.minibatches * a.epochs
 
 
 def paths(params) -> list[str]:

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from searchrl_jax.data import core as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import checkpoint, lookup, records, schema, sharding
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
@@ -189,7 +189,7 @@ def model_config(config: ConfigDict, vocab_size: int):
     k: config.model[k] for k in ('dtype', 'remat', 'scan_unroll', 'attention')
   }
   if config.model.path:
-    cfg = hf.read_config(local(config.model.path), **flags)
+    cfg = pretrained.read_config(local(config.model.path), **flags)
   else:
     arch = config.model.arch.to_dict()
     lookup.require(
@@ -198,7 +198,7 @@ def model_config(config: ConfigDict, vocab_size: int):
       '(fields of a Hugging Face config.json)',
     )
     arch.setdefault('vocab_size', vocab_size)
-    cfg = hf.decoder_config(arch, **flags)
+    cfg = pretrained.decoder_config(arch, **flags)
   lookup.require(
     cfg.vocab_size >= vocab_size,
     f'the tokenizer has {vocab_size} entries and the model '
@@ -226,7 +226,7 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
     )
   if config.train.init or config.model.path:
     folder = config.train.init or local(config.model.path)
-    _, params = hf.load(folder, mesh, cfg=cfg)
+    _, params = pretrained.load(folder, mesh, cfg=cfg)
     return params
 
   def fresh(key):
@@ -419,7 +419,7 @@ def _tool(config: ConfigDict, name: str):
 
 def simulator(
   config: ConfigDict, policy, tok, mesh, workdir: str
-) -> simulated.Writer:
+) -> simulated.DocumentWriter:
   """The model that writes documents: config.source.simulator.path on an engine
   of its own, or, without a path, the policy's engine.
 
@@ -429,7 +429,7 @@ def simulator(
   fields = config.source.simulator
   path, folder = fields.path, pathlib.Path(workdir) / 'simulator'
   if not path:
-    return simulated.Writer(policy, tok, None)
+    return simulated.DocumentWriter(policy, tok, None)
   if (pathlib.Path(path) / records.CHECKPOINTS).exists():
     theirs = load_config(path)
     theirs.train.init = path
@@ -457,7 +457,7 @@ def simulator(
     await first_weights(theirs, made, cfg, params, mesh, canary)
     made.warmup()
 
-  return simulated.Writer(lambda: made, tok, start)
+  return simulated.DocumentWriter(lambda: made, tok, start)
 
 
 @contextlib.contextmanager

@@ -306,7 +306,7 @@ def base() -> ConfigDict:
   c.critic.warmup = 0  # updates
   c.critic.weight_decay = 0.0
   c.critic.clip = 0.5  # largest step of a value, in returns; 0 = not clipped
-  c.critic.pretrain_steps = 0  # first steps, in which only the critic is trained
+  c.critic.pretrain_steps = 0  # first steps, which train only the critic
 
   c.batch = ConfigDict()
   c.batch.lengths = (256, 512, 1024)  # buckets, in tokens; last = the limit

@@ -44,7 +44,7 @@ _TEST = Question('check', 'What is the capital of France?', ('Paris',))
 _log = logging.getLogger(__name__)
 
 
-class Writer(NamedTuple):
+class DocumentWriter(NamedTuple):
   """The engine that writes documents if no server does."""
 
   engine: Callable[[], Engine]  # called for each document
@@ -113,14 +113,14 @@ class SimulatedSource:
   """
 
   def __init__(
-    self, config: ConfigDict, seed: int, writer: Callable[[], Writer]
+    self, config: ConfigDict, seed: int, writer: Callable[[], DocumentWriter]
   ):
     """Sends no request yet.
 
     Args:
       config: config.source; see `check` for config.source.simulator.
       seed: config.seed.
-      writer: returns the Writer; called if config.simulator.url is empty.
+      writer: returns the writer; called if config.simulator.url is empty.
     """
     self._config, self._seed = config.simulator, seed
     check(self._config)
@@ -266,7 +266,11 @@ class SimulatedSource:
 
 
 def make(
-  config: ConfigDict, *, seed: int, writer: Callable[[], Writer], **_: object
+  config: ConfigDict,
+  *,
+  seed: int,
+  writer: Callable[[], DocumentWriter],
+  **_: object,
 ) -> SimulatedSource:
   """The source of `config.source` (module='simulated')."""
   return SimulatedSource(config, seed, writer)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from searchrl_jax.engines.vllm import host, launcher
-from searchrl_jax.engines.vllm.group import Group
+from searchrl_jax.engines.vllm.group import ProcessGroup
 from searchrl_jax.engines.vllm.launcher import SidecarError, start_sidecar
 from tests.conftest import ROOT
 
@@ -417,7 +417,7 @@ def test_a_wrong_flag_of_a_program_is_named(start):
 
 def test_a_group_ends_with_whatever_it_started(tmp_path):
   with open(tmp_path / 'log', 'wb') as log:
-    group = Group(
+    group = ProcessGroup(
       ['sh', '-c', 'sleep 600 & exec sleep 600'], dict(os.environ), log, 5.0
     )
   until(lambda: len(group.members()) == 2)

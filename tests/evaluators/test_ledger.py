@@ -4,7 +4,7 @@ import math
 import pytest
 
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.evaluators import answer, ledger
+from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Question
 from tests.evaluators.test_answer import ENV, config, evaluator, question, sets
@@ -145,8 +145,8 @@ def test_every_token_and_query_is_accounted_for():
 def test_an_observation_is_no_part_of_the_prompt():
   turns = ('<search>ann</search>', '<answer>Ann</answer>')
   trajectory = run_script(turns, env=ENV, question=question())
-  found = answer.Evaluation(
-    [(trajectory,)], answer.score([trajectory], ENV, 'a'), {}, [], 0.0
+  found = grading.Evaluation(
+    [(trajectory,)], grading.score([trajectory], ENV, 'a'), {}, [], 0.0
   )
   values = dict(ledger.costs(found, 'eval'))
   prompt, *_ = trajectory.segments
@@ -160,4 +160,4 @@ def test_an_observation_is_no_part_of_the_prompt():
 def test_costs_of_one_set_are_not_repeated():
   found = evaluator(config(), {'b': sets()['b']}).collect(0)
   assert not any('=' in name for name, _ in ledger.costs(found, 'eval'))
-  assert isinstance(found, answer.Evaluation) and found.seconds > 0
+  assert isinstance(found, grading.Evaluation) and found.seconds > 0

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from experiments import compare
-from searchrl_jax.evaluators import answer, ledger
+from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.rewards import scores as metrics
 from tests import test_commands
 from tests.evaluators.test_answer import sets
@@ -20,9 +20,9 @@ def command(*args, **kw):
 
 def rows(em, name='a', hops=lambda i: 1 + i % 2):
   """One row for each question of a set; None = it failed."""
-  nothing = dict.fromkeys(answer.SCORES, 0.0)
+  nothing = dict.fromkeys(grading.SCORES, 0.0)
   return [
-    answer.Row(**nothing | dict(
+    grading.Row(**nothing | dict(
       set=name, question=f'q{i:03}', source='nq', hops=hops(i), sample=0,
       failed=v is None, vote=None, em=math.nan if v is None else float(v),
     )) for i, v in enumerate(em)

@@ -14,7 +14,7 @@ from searchrl_jax import evaluate
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import checks
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import build, records
 from searchrl_jax.text import prompts, untrusted
 from searchrl_jax.text import tokenizer as tokenizing
@@ -292,7 +292,7 @@ def test_the_profile_lays_out_observations_as_the_released_code():
 
 def test_the_profile_evaluates_a_checkpoint_on_their_parquet(server, tmp_path):
   vocabulary = tokenizing.train_bpe(scripted.TEXTS * 4, 330, tmp_path / 'tok')
-  cfg = hf.decoder_config(
+  cfg = pretrained.decoder_config(
     dict(
       model_type='qwen2',
       architectures=('Qwen2ForCausalLM',),
@@ -313,7 +313,7 @@ def test_the_profile_evaluates_a_checkpoint_on_their_parquet(server, tmp_path):
   params = decoder.init_params(
     cfg, jax.random.key(0), scale=0.02, embed_scale=0.02
   )
-  hf.save(tmp_path / 'checkpoint', cfg, params, tmp_path / 'tok')
+  pretrained.save(tmp_path / 'checkpoint', cfg, params, tmp_path / 'tok')
   said = 'Answer inside <answer> and </answer>. Question: reply {}?\n'
   pq.write_table(
     pa.Table.from_pylist(

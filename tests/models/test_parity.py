@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from tests.golden import models
 
 GOLDEN = pathlib.Path(models.__file__).parent
@@ -41,7 +41,7 @@ def forward(params, cfg, ids, lengths):
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_logits(tmp_path, name):
-  cfg, params = hf.load(models.write(tmp_path, name))
+  cfg, params = pretrained.load(models.write(tmp_path, name))
   rows = models.inputs(name)
   ids, lengths = right_padded(rows, rubbish=7)
   padded = np.asarray(forward(params, cfg, ids, lengths))
@@ -64,7 +64,7 @@ def test_logits(tmp_path, name):
   ],
 )
 def test_the_golden_values_see_every_flag(tmp_path, name, flags):
-  cfg, params = hf.load(models.write(tmp_path, name))
+  cfg, params = pretrained.load(models.write(tmp_path, name))
   cfg = dataclasses.replace(cfg, **flags)
   ids, lengths = right_padded(models.inputs(name), rubbish=0)
   got = np.asarray(forward(params, cfg, ids, lengths))[0]
@@ -105,7 +105,7 @@ def test_llama3_scaling_against_its_formula(theta):
 
 def test_greedy_continuation_of_a_trained_checkpoint(data_dir):
   want = json.loads((GOLDEN / 'stories260K.json').read_text())
-  cfg, params = hf.load(data_dir / 'stories260K')
+  cfg, params = pretrained.load(data_dir / 'stories260K')
 
   @jax.jit
   def following(ids, n):

@@ -10,7 +10,7 @@ transformers = pytest.importorskip('transformers')
 
 import jax  # noqa: E402
 
-from searchrl_jax.models import hf  # noqa: E402
+from searchrl_jax.models import pretrained  # noqa: E402
 from tests.golden import make_models, models  # noqa: E402
 from tests.models import test_parity as golden  # noqa: E402
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def ours(folder, rows):
-  cfg, params = hf.load(folder)
+  cfg, params = pretrained.load(folder)
   ids, lengths = golden.right_padded(rows, rubbish=3)
   out = np.asarray(golden.forward(params, cfg, ids, lengths))
   return [out[b, :n] for b, n in enumerate(lengths)]
@@ -60,15 +60,15 @@ def test_golden_values_are_current(tmp_path, name):
 )
 def test_what_we_export_transformers_loads(tmp_path, name, dtype):
   source = models.write(tmp_path / 'source', name)
-  cfg, params = hf.load(source)
+  cfg, params = pretrained.load(source)
   out = tmp_path / 'out'
-  hf.save(
+  pretrained.save(
     out,
     cfg,
     params,
     max_shard_bytes=40_000,
     dtype=dtype,
-    like=hf.read_json(source),
+    like=pretrained.read_json(source),
   )
   assert (out / 'model.safetensors.index.json').exists()
   model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -92,9 +92,9 @@ def test_what_we_export_transformers_loads(tmp_path, name, dtype):
 
 
 def test_fresh_parameters_make_a_loadable_model(tmp_path):
-  cfg = hf.decoder_config(models.CONFIGS['qwen3'])
+  cfg = pretrained.decoder_config(models.CONFIGS['qwen3'])
   params = golden.decoder.init_params(cfg, jax.random.key(0), scale=0.3)
-  hf.save(tmp_path / 'm', cfg, params)
+  pretrained.save(tmp_path / 'm', cfg, params)
   rows = models.inputs('qwen3')
   model = make_models.reference(tmp_path / 'm')
   assert (

@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax.evaluators import answer as evaluators
+from searchrl_jax.evaluators import grading as evaluators
 from searchrl_jax.learn import checks
 from searchrl_jax.rewards import core, judge
 from searchrl_jax.rewards.core import RewardContext, RewardError

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from searchrl_jax.engines.vllm.launcher import Sidecar, start_sidecar
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.text import tokenizer
 from tests.conftest import ROOT
 
@@ -89,7 +89,7 @@ def write_model(folder, cfg=CFG, seed=0):
   texts = ['what is the name of the river ? <search> </search> <answer>'] * 2
   tok = tokenizer.train_bpe(texts, cfg.vocab_size, folder / 'tokenizer')
   params = decoder.init_params(cfg, jax.random.key(seed), scale=0.25)
-  hf.save(
+  pretrained.save(
     folder / 'model',
     cfg,
     params,

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.ssp.verify import Reader
 from searchrl_jax.engines.vllm.launcher import start_sidecar
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.rewards import judge
 from searchrl_jax.run import schema
 from searchrl_jax.sources.chat import Chat, ChatError
@@ -67,7 +67,7 @@ def write(folder):
     'head': jnp.asarray(head),
   }
   params = traverse_util.unflatten_dict(flat, sep='/')
-  hf.save(
+  pretrained.save(
     folder / 'model',
     CFG,
     params,

@@ -13,7 +13,7 @@ import pytest
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.vllm.launcher import start_sidecar
 from searchrl_jax.engines.weights import checksum, publication, published, sync
-from searchrl_jax.models import decoder, families, hf
+from searchrl_jax.models import decoder, families, pretrained
 from searchrl_jax.worlds import microworld
 from tests.sidecar.conftest import FLAGS
 
@@ -210,7 +210,7 @@ def test_a_tied_head_that_vllm_forgets_is_named(tied, tmp_path):
   tied.load(5)
   after = make_params(tied.cfg, 6)
   done = tied.publish(6, after)
-  hf.save(tmp_path / 'new', tied.cfg, after)
+  pretrained.save(tmp_path / 'new', tied.cfg, after)
   tied.call('reload_weights', weights_path=str(tmp_path / 'new'))
   assert tied.wrong(done) == {'head'}
   tied.load(6)

@@ -50,7 +50,7 @@ def config(**fields):
 def source(script, slots=10**6, engine=None, tokenizer=None, seed=0, **fields):
   """A simulator that says script(prompt, seed)."""
   engine = engine or fakes.FakeEngine(script, slots=slots)
-  writer = simulated.Writer(
+  writer = simulated.DocumentWriter(
     lambda: engine, tokenizer or fakes.ByteTokenizer(), None
   )
   return simulated.make(config(**fields), seed=seed, writer=lambda: writer)

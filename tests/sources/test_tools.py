@@ -12,7 +12,7 @@ from experiments.ssp import start
 from searchrl_jax import evaluate, sft, train
 from searchrl_jax.data.core import Trace
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.evaluators import answer, ledger
+from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.rollout import chains
 from searchrl_jax.run import build, records, schema
 from searchrl_jax.run.lookup import ConfigError
@@ -197,7 +197,7 @@ def test_search_and_calculator_in_one_trajectory(tmp_path):
     assert read == ['[1] T: born 1901', '81']
     decoded = fakes.ByteTokenizer().decode(t.segments[-2].ids)
     assert decoded == '\n<information>\n81\n</information>\n'
-    row = answer.score([t], env)[0]
+    row = grading.score([t], env)[0]
     assert (row.searches, row.guessed, row.valid_format) == (1, 0, 1)
   stats = found.stats
   assert (stats.searches, stats.empty_searches, stats.failed) == (4, 0, 0)

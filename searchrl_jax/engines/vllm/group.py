@@ -2,7 +2,7 @@
 
 vLLM's server is three processes: the API, the engine core and a worker for
 each device. If the API is killed by force, the other two keep running and keep
-the device's memory. `Group` therefore signals the whole process group, and a
+the device's memory. `ProcessGroup` therefore signals the whole process group, and a
 guard process, in a session of its own, ends the group if this process is
 killed.
 """
@@ -33,7 +33,7 @@ except ProcessLookupError:
 """
 
 
-class Group:
+class ProcessGroup:
   """A command, running as the leader of its own process group."""
 
   def __init__(

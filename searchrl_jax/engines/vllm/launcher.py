@@ -27,7 +27,7 @@ import threading
 import time
 
 from searchrl_jax.engines.vllm import host
-from searchrl_jax.engines.vllm.group import Group
+from searchrl_jax.engines.vllm.group import ProcessGroup
 from searchrl_jax.engines.vllm.host import HOST, SidecarError
 
 PLUGIN = 'searchrl_jax.engines.vllm.plugin:Worker'
@@ -59,7 +59,7 @@ class Sidecar:
     self.ready, self.restarts = False, 0
     self.failure: str | None = None
     self.stopping = threading.Event()
-    self._group: Group | None = None
+    self._group: ProcessGroup | None = None
     self._log_start = 0  # byte of the log at which this server's part begins
     self._thread = threading.Thread(target=self._supervise, daemon=True)
 
@@ -109,7 +109,7 @@ class Sidecar:
     with open(args.log_file, 'ab') as log:
       self._log_start = log.tell()
       command, env = host.command(args, self._port), host.environment(args)
-      self._group = Group(command, env, log, args.stop_timeout_s)
+      self._group = ProcessGroup(command, env, log, args.stop_timeout_s)
     begin = reported = time.monotonic()
     while not self.stopping.wait(_POLL_S):
       now = time.monotonic()

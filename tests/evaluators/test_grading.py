@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from searchrl_jax.evaluators import answer, passk
+from searchrl_jax.evaluators import grading, passk
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import records, schema, writer
 from searchrl_jax.types import Question
@@ -26,7 +26,7 @@ def question(id='q', **kw):
 def row(*turns, question=None, env=ENV, **kw):
   question = question or Question('q', 'Who is it?', ('Ann',))
   trajectory = run_script(turns, env=env, question=question, **kw)
-  (found,) = answer.score([trajectory], env, 'dev')
+  (found,) = grading.score([trajectory], env, 'dev')
   return found
 
 
@@ -86,7 +86,7 @@ def test_a_failed_trajectory_scores_nothing():
   source = FakeSource(fails=lambda q, attempt: True)
   found = row('<search>a</search>', source=source)
   assert found.failed and math.isnan(found.em) and math.isnan(found.searches)
-  values = dict(answer.summary([found], 'eval', resamples=10, seed=0))
+  values = dict(grading.summary([found], 'eval', resamples=10, seed=0))
   assert values == {'eval/failed': 1.0}
 
 
@@ -124,7 +124,7 @@ def config(**fields):
 
 
 def evaluator(c, given=None, **kw):
-  return answer.Evaluator(
+  return grading.Evaluator(
     given or sets(), env=ENV, engine=FakeEngine(guesser),
     source=FakeSource(fails=lambda q, attempt: q == 'fails'), config=c, **kw,
   )  # fmt: skip
@@ -186,7 +186,7 @@ def test_sampling_is_that_of_the_evaluation():
 
   c = config(temperature=0.0, n=1)
   c.rollout.temperature, c.rollout.top_k = 0.7, 3
-  list(answer.Evaluator(
+  list(grading.Evaluator(
     {'a': [question()]}, source=FakeSource(), config=c, env=ENV,
     engine=Engine(lambda h, s: '<answer>Ann</answer>'),
   ).run(0))  # fmt: skip
@@ -348,7 +348,7 @@ def test_certainty_is_the_mean_over_the_policys_own_tokens():
     assert at == len(row)
     return [scoring_stats(np.array(certainty))]
 
-  assert answer.certainties([trajectory], scorer) == [1.0]
+  assert grading.certainties([trajectory], scorer) == [1.0]
 
 
 def test_one_question_in_two_sets_stays_two():
@@ -368,25 +368,25 @@ def boxed(*answers, golds=('0.5',)):
 
 def test_mathematics_is_equal_in_value():
   env, trajectories = boxed(r'\frac12', '0.5', 'half of it', r'\frac{2}{4}')
-  rows = answer.score(trajectories, env, 'dev', MATH)
+  rows = grading.score(trajectories, env, 'dev', MATH)
   assert [r.em for r in rows] == [1, 1, 0, 1]
   assert [r.vote for r in rows] == [r'\frac12', r'\frac12', None, r'\frac12']
   assert [r.parsed for r in rows] == [1] * 4
   # 3 of 4 agree: any 2 of them hold one of these, and it wins.
   assert passk.score(rows, [2])['maj@2'] == {('dev', 'q'): 1.0}
-  as_text = answer.score(trajectories, env, 'dev', 'text')
+  as_text = grading.score(trajectories, env, 'dev', 'text')
   assert [r.em for r in as_text] == [0, 1, 0, 0]
 
 
 def test_an_answer_is_scored_by_itself_and_votes_by_their_classes():
   """50% is both 50 and 0.5 to the checker."""
   env, trajectories = boxed('50', r'50\%', '0.5')
-  rows = answer.score(trajectories, env, 'dev', MATH)
+  rows = grading.score(trajectories, env, 'dev', MATH)
   assert [(r.vote, r.em) for r in rows] == [('50', 0), ('50', 1), ('0.5', 1)]
   found = passk.score(rows, [3])
   assert found['pass@3'] == {('dev', 'q'): 1.0}
   assert found['maj@3'] == {('dev', 'q'): 1.0}
-  alone = answer.score(trajectories[:1], env, 'dev', MATH)
+  alone = grading.score(trajectories[:1], env, 'dev', MATH)
   assert [r.em for r in alone] == [0]
 
 

@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import sharding
 from tests.golden import models
 
@@ -71,7 +71,7 @@ def assert_equal(a, b):
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_load_is_exact(tmp_path, name):
-  cfg, params = hf.load(models.write(tmp_path, name))
+  cfg, params = pretrained.load(models.write(tmp_path, name))
   assert_equal(params, stacked(models.weights(name), name))
   like = decoder.init_params(cfg, jax.random.key(0))
   assert jax.tree.structure(params) == jax.tree.structure(like)
@@ -81,12 +81,12 @@ def test_load_is_exact(tmp_path, name):
 def test_other_dtypes_are_cast(tmp_path, dtype):
   tensors = {k: v.astype(dtype) for k, v in models.weights('qwen2').items()}
   models.write(tmp_path, 'qwen2', tensors=tensors)
-  _, params = hf.load(tmp_path)
+  _, params = pretrained.load(tmp_path)
   assert_equal(
     params,
     stacked({k: v.astype(np.float32) for k, v in tensors.items()}, 'qwen2'),
   )
-  _, params = hf.load(tmp_path, dtype=dtype)
+  _, params = pretrained.load(tmp_path, dtype=dtype)
   assert_equal(params, stacked(tensors, 'qwen2'))
 
 
@@ -95,8 +95,8 @@ def test_sharded_load_and_export(tmp_path, shape):
   """Each device holds its part; KV heads that 4 does not divide are whole."""
   folder = models.write(tmp_path / 'm', 'llama3.1')
   mesh = sharding.make_mesh(*shape)
-  cfg, params = hf.load(folder, mesh)
-  _, plain = hf.load(folder)
+  cfg, params = pretrained.load(folder, mesh)
+  _, plain = pretrained.load(folder)
   assert_equal(params, plain)
   want = decoder.flatten(decoder.param_shardings(cfg, mesh))
   for path, x in decoder.flatten(params).items():
@@ -105,18 +105,18 @@ def test_sharded_load_and_export(tmp_path, shape):
       assert np.array_equal(
         shard.data, np.asarray(decoder.flatten(plain)[path])[shard.index]
       )
-  hf.save(tmp_path / 'out', cfg, params, max_shard_bytes=30_000)
+  pretrained.save(tmp_path / 'out', cfg, params, max_shard_bytes=30_000)
   assert len(list((tmp_path / 'out').glob('*.safetensors'))) > 2
-  assert_equal(hf.load(tmp_path / 'out')[1], plain)
+  assert_equal(pretrained.load(tmp_path / 'out')[1], plain)
 
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_round_trip_is_bitwise(tmp_path, name):
   source = models.write(tmp_path / 'm', name)
-  cfg, params = hf.load(source)
+  cfg, params = pretrained.load(source)
   out = tmp_path / 'deep' / 'out'
-  hf.save(out, cfg, params, like=hf.read_json(source))
-  again, params2 = hf.load(out)
+  pretrained.save(out, cfg, params, like=pretrained.read_json(source))
+  again, params2 = pretrained.load(out)
   assert again == cfg
   assert_equal(params, params2)
   # The library reads the same tensors, in the checkpoint's own layout.
@@ -129,22 +129,22 @@ def test_round_trip_is_bitwise(tmp_path, name):
 
 
 def test_export_of_numpy_and_bfloat16(tmp_path):
-  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen3'))
-  hf.save(tmp_path / 'a', cfg, jax.tree.map(np.asarray, params))
-  assert_equal(hf.load(tmp_path / 'a')[1], params)
-  hf.save(tmp_path / 'b', cfg, params, dtype='bfloat16')
+  cfg, params = pretrained.load(models.write(tmp_path / 'm', 'qwen3'))
+  pretrained.save(tmp_path / 'a', cfg, jax.tree.map(np.asarray, params))
+  assert_equal(pretrained.load(tmp_path / 'a')[1], params)
+  pretrained.save(tmp_path / 'b', cfg, params, dtype='bfloat16')
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-  assert_equal(hf.load(tmp_path / 'b', dtype=jnp.bfloat16)[1], half)
+  assert_equal(pretrained.load(tmp_path / 'b', dtype=jnp.bfloat16)[1], half)
 
 
 def test_flags_and_tokenizer_files(tmp_path):
   source = models.write(tmp_path / 'm', 'qwen3')
   (source / 'tokenizer.json').write_text('{"a": 1}')
   (source / 'secret.txt').write_text('not for export')
-  cfg = hf.read_config(source, dtype='bfloat16', remat='block')
-  got, params = hf.load(source, cfg=cfg)
+  cfg = pretrained.read_config(source, dtype='bfloat16', remat='block')
+  got, params = pretrained.load(source, cfg=cfg)
   assert got is cfg and params['embed'].dtype == jnp.float32
-  hf.save(tmp_path / 'out', cfg, params, tokenizer_dir=source)
+  pretrained.save(tmp_path / 'out', cfg, params, tokenizer_dir=source)
   assert (tmp_path / 'out/tokenizer.json').read_text() == '{"a": 1}'
   assert sorted(p.name for p in (tmp_path / 'out').iterdir()) == [
     'config.json',
@@ -155,10 +155,10 @@ def test_flags_and_tokenizer_files(tmp_path):
 
 def test_another_architecture_is_named(tmp_path):
   folder = models.write(tmp_path, 'qwen3')
-  cfg = hf.read_config(folder)
+  cfg = pretrained.read_config(folder)
   other = dataclasses.replace(cfg, rope_theta=5.0, dtype='bfloat16')
   with pytest.raises(ValueError, match='rope_theta=1000000.0 there, 5.0 here'):
-    hf.load(folder, cfg=other)
+    pretrained.load(folder, cfg=other)
 
 
 def changed(name, change):
@@ -193,9 +193,11 @@ Q = 'model.layers.2.self_attn.q_proj.weight'
 )
 def test_a_wrong_tensor_is_named(tmp_path, monkeypatch, change, named):
   models.write(tmp_path, TIED, tensors=changed(TIED, change))
-  monkeypatch.setattr(hf, '_place', lambda *a: pytest.fail('half-loaded'))
+  monkeypatch.setattr(
+    pretrained, '_place', lambda *a: pytest.fail('half-loaded')
+  )
   with pytest.raises(ValueError, match=named):
-    hf.load(tmp_path)
+    pretrained.load(tmp_path)
 
 
 def test_harmless_extras_are_accepted(tmp_path):
@@ -209,13 +211,13 @@ def test_harmless_extras_are_accepted(tmp_path):
       'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(4, np.float32),
     },
   )
-  cfg, params = hf.load(tmp_path)
+  cfg, params = pretrained.load(tmp_path)
   assert cfg.tied and 'head' not in params
 
 
 def test_broken_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match='config.json'):
-    hf.load(tmp_path)
+    pretrained.load(tmp_path)
   folder = models.write(tmp_path / 'm', 'qwen2')
   file = folder / 'model.safetensors'
   whole = file.read_bytes()
@@ -226,29 +228,29 @@ def test_broken_files_are_named(tmp_path):
   ):
     file.write_bytes(whole[:size])
     with pytest.raises(ValueError, match=named) as e:
-      hf.load(folder)
+      pretrained.load(folder)
     assert str(file) in str(e.value)
   file.write_bytes(whole[:8] + b'x' * (len(whole) - 8))
   with pytest.raises(ValueError, match='malformed'):
-    hf.load(folder)
+    pretrained.load(folder)
   file.unlink()
   with pytest.raises(FileNotFoundError, match='index'):
-    hf.load(folder)
+    pretrained.load(folder)
   (folder / 'config.json').write_text('{')
   with pytest.raises(ValueError, match='config.json: not JSON'):
-    hf.load(folder)
+    pretrained.load(folder)
   (folder / 'config.json').write_text('{"model_type": "gpt2"}')
   with pytest.raises(ValueError, match=f'{folder}.*gpt2'):
-    hf.load(folder)
+    pretrained.load(folder)
 
 
 def test_a_broken_index_is_named(tmp_path):
-  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
+  cfg, params = pretrained.load(models.write(tmp_path / 'm', 'qwen2'))
   out = tmp_path / 'out'
 
   def fresh():
     shutil.rmtree(out, ignore_errors=True)
-    hf.save(out, cfg, params, max_shard_bytes=40_000)
+    pretrained.save(out, cfg, params, max_shard_bytes=40_000)
     return out / 'model.safetensors.index.json'
 
   index = fresh()
@@ -257,69 +259,69 @@ def test_a_broken_index_is_named(tmp_path):
   assert value['metadata']['total_size'] == 4 * cfg.n_params
   (out / files[1]).unlink()
   with pytest.raises(FileNotFoundError, match=files[1]):
-    hf.load(out)
+    pretrained.load(out)
   index = fresh()
   value['weight_map']['model.norm.weight'] = files[0]
   index.write_text(json.dumps(value))
   with pytest.raises(ValueError, match='model.norm.weight'):
-    hf.load(out)
+    pretrained.load(out)
   value['weight_map']['ghost'] = files[-1]
   value['weight_map']['model.norm.weight'] = files[-1]
   index.write_text(json.dumps(value))
   with pytest.raises(ValueError, match='ghost.*missing'):
-    hf.load(out)
+    pretrained.load(out)
 
 
 def test_export_refuses_other_parameters(tmp_path):
-  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
+  cfg, params = pretrained.load(models.write(tmp_path / 'm', 'qwen2'))
   with pytest.raises(FileExistsError, match='out'):
     (tmp_path / 'out').mkdir()
-    hf.save(tmp_path / 'out', cfg, params)
+    pretrained.save(tmp_path / 'out', cfg, params)
   less = {k: v for k, v in params.items() if k != 'final_norm'}
   with pytest.raises(ValueError, match="'final_norm' has shape None"):
-    hf.save(tmp_path / 'x', cfg, less)
+    pretrained.save(tmp_path / 'x', cfg, less)
   with pytest.raises(ValueError, match="'extra'"):
-    hf.save(tmp_path / 'x', cfg, params | {'extra': jnp.ones(2)})
+    pretrained.save(tmp_path / 'x', cfg, params | {'extra': jnp.ones(2)})
   with pytest.raises(ValueError, match='dtype=int8'):
-    hf.save(tmp_path / 'x', cfg, params, dtype='int8')
+    pretrained.save(tmp_path / 'x', cfg, params, dtype='int8')
   assert not (tmp_path / 'x').exists()
 
 
 def test_a_full_disk_leaves_what_stood_there(tmp_path):
-  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
-  hf.save(tmp_path / 'out', cfg, params)
+  cfg, params = pretrained.load(models.write(tmp_path / 'm', 'qwen2'))
+  pretrained.save(tmp_path / 'out', cfg, params)
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
   try:
     with pytest.raises(OSError, match='out failed.*unchanged'):
-      hf.save(tmp_path / 'out', cfg, params, overwrite=True)
+      pretrained.save(tmp_path / 'out', cfg, params, overwrite=True)
     with pytest.raises(OSError, match='new failed'):
-      hf.save(tmp_path / 'new', cfg, params)
+      pretrained.save(tmp_path / 'new', cfg, params)
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  assert_equal(hf.load(tmp_path / 'out')[1], params)
+  assert_equal(pretrained.load(tmp_path / 'out')[1], params)
   assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'out']
   zeros = jax.tree.map(jnp.zeros_like, params)
-  hf.save(tmp_path / 'out', cfg, zeros, overwrite=True)
-  assert_equal(hf.load(tmp_path / 'out')[1], zeros)
+  pretrained.save(tmp_path / 'out', cfg, zeros, overwrite=True)
+  assert_equal(pretrained.load(tmp_path / 'out')[1], zeros)
   assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'out']
 
 
 def test_a_writer_killed_between_its_renames(tmp_path):
-  cfg, params = hf.load(models.write(tmp_path / 'm', 'qwen2'))
-  hf.save(tmp_path / 'out', cfg, params)
+  cfg, params = pretrained.load(models.write(tmp_path / 'm', 'qwen2'))
+  pretrained.save(tmp_path / 'out', cfg, params)
   (tmp_path / 'out').rename(tmp_path / '.out.old')
   (tmp_path / '.out.tmp').mkdir()
   zeros = jax.tree.map(jnp.zeros_like, params)
-  hf.save(tmp_path / 'out', cfg, zeros)
-  assert_equal(hf.load(tmp_path / 'out')[1], zeros)
+  pretrained.save(tmp_path / 'out', cfg, zeros)
+  assert_equal(pretrained.load(tmp_path / 'out')[1], zeros)
   assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'out']
 
 
 MEMORY = """
 import json, sys, jax, jax.numpy as jnp, numpy as np
 from searchrl_jax.run import sharding
-from searchrl_jax.models import decoder, hf
+from searchrl_jax.models import decoder, pretrained
 from tests import memory
 cfg = decoder.DecoderConfig(
   vocab_size=16000, d_model=1024, n_layers=20, n_heads=16, n_kv_heads=4,
@@ -330,18 +332,18 @@ at = sys.argv[1]
 jax.block_until_ready(jnp.ones(2) + 1)
 base = memory.anonymous()
 # Broadcast numbers take no memory, so that making the file needs none.
-hf.save(f'{at}/a', cfg, decoder.nest(
+pretrained.save(f'{at}/a', cfg, decoder.nest(
   {p: np.broadcast_to(np.float32(0.5), s) for p, s in shapes.items()}),
   max_shard_bytes=3e8)
 out = dict(bytes=4 * cfg.n_params)
 for name, mesh in ('one', None), ('mesh', sharding.make_mesh(1, 2, 4)):
   with memory.Peak() as m:
-    _, params = hf.load(f'{at}/a', mesh)
+    _, params = pretrained.load(f'{at}/a', mesh)
   held = sum(s.data.nbytes for x in jax.tree.leaves(params)
              for s in x.addressable_shards)
   out[f'{name}_load'] = (m.peak - base - held) / largest
   with memory.Peak() as m:
-    hf.save(f'{at}/b', cfg, params, max_shard_bytes=3e8, overwrite=True)
+    pretrained.save(f'{at}/b', cfg, params, max_shard_bytes=3e8, overwrite=True)
   out[f'{name}_save'] = (m.peak - base - held) / largest
   del params
 print(json.dumps(out))
