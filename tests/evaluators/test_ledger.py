@@ -7,7 +7,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Question
-from tests.evaluators.test_answer import ENV, config, evaluator, question, sets
+from tests.evaluators.test_grading import ENV, config, evaluator, question, sets
 from tests.fakes import run_script
 
 IDENTITY = {'corpus': {'count': 2, 'sha256': 'ab'}, 'index': {'kind': 'bm25'}}

@@ -10,7 +10,7 @@ from experiments import compare
 from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.rewards import scores as metrics
 from tests import test_commands
-from tests.evaluators.test_answer import sets
+from tests.evaluators.test_grading import sets
 from tests.evaluators.test_ledger import manifest
 
 
