@@ -2,8 +2,8 @@
 
 vLLM's server is three processes: the API, the engine core and a worker for
 each device. If the API is killed by force, the other two keep running and keep
-the device's memory. `ProcessGroup` therefore signals the whole process group, and a
-guard process, in a session of its own, ends the group if this process is
+the device's memory. `ProcessGroup` therefore signals the whole process group,
+and a guard process, in a session of its own, ends the group if this process is
 killed.
 """
 
