@@ -243,22 +243,40 @@ def test_a_server_that_is_not_well_is_started_again(
   assert said in caplog.text
 
 
-def test_a_server_is_started_again_once(start):
-  with start() as server:
-    os.kill(server.server_pid, signal.SIGKILL)
-    back(server, 1)
+def test_crashes_within_the_window_are_limited(start):
+  with start(max_restarts=2) as server:
+    for n in (1, 2):
+      os.kill(server.server_pid, signal.SIGKILL)
+      back(server, n)
     os.kill(server.server_pid, signal.SIGKILL)
     until(lambda: not server.running)
-    assert server.restarts == 1
-    assert server.failure.startswith('crash 2 (--max_restarts=1): the vLLM')
+    assert server.restarts == 2
+    assert server.failure.startswith('3 crashes within 1800 s (--max_restarts')
 
 
-def test_a_restart_that_fails_is_the_last(start, model):
-  with start(max_restarts=3) as server:
+def test_earlier_crashes_do_not_count(start):
+  with start(max_restarts=1, restart_window_s=0.01) as server:
+    for n in (1, 2, 3):
+      os.kill(server.server_pid, signal.SIGKILL)
+      back(server, n)
+
+
+def test_a_restart_that_fails_is_a_crash(start, model):
+  with start(max_restarts=2) as server:
     (model / 'fate').write_text('refuses')
     os.kill(server.server_pid, signal.SIGKILL)
     until(lambda: not server.running)
-    assert server.restarts == 1 and 'no head 16' in server.failure
+    assert server.restarts == 2 and 'no head 16' in server.failure
+
+
+def test_a_restart_succeeds_after_one_that_failed(start, model):
+  with start(max_restarts=99) as server:
+    (model / 'fate').write_text('refuses')
+    os.kill(server.server_pid, signal.SIGKILL)
+    until(lambda: server.restarts >= 2)
+    (model / 'fate').write_text('serves')
+    until(lambda: server.ready)
+    assert server.running and server.failure is None
 
 
 @pytest.mark.parametrize('also_server', [False, True])

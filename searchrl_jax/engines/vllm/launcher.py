@@ -1,4 +1,4 @@
-"""Starts a vLLM server, restarts it once after a crash, and stops it.
+"""Starts a vLLM server, restarts it after a crash, and stops it.
 
   python -m searchrl_jax.engines.vllm.launcher --model=DIR --port=8000 --gpus=0
 
@@ -9,8 +9,8 @@ or, from a program,
 
 vLLM is installed in a virtual environment of its own (`make sidecar`). It
 serves on 127.0.0.1 only: its development routes, which change weights, have no
-authentication. After a crash it is started once more (--max_restarts), under
-the same address and with the weights of --model; a client that had loaded newer
+authentication. After a crash it is started again (--max_restarts), under the
+same address and with the weights of --model; a client that had loaded newer
 weights must load them again (GET /weight_info then returns 'default').
 
 This module imports no JAX: any Python with psutil can run it, also that of the
@@ -134,16 +134,26 @@ class Sidecar:
 
   def _supervise(self) -> None:
     """The thread: restarts the server after a crash, until `stopping`."""
-    limit = self._args.max_restarts
+    limit, window = self._args.max_restarts, self._args.restart_window_s
+    crashes: list[float] = []  # when, within the window
+    problem = self._watch()
     try:
-      while (problem := self._watch()) is not None:
+      while problem is not None:
         self._end()
-        if self.restarts >= limit:
-          crash = f'crash {self.restarts + 1} (--max_restarts={limit})'
-          raise SidecarError(f'{crash}: {problem}')
+        now = time.monotonic()
+        crashes = [*(t for t in crashes if t > now - window), now]
+        if len(crashes) > limit:
+          raise SidecarError(
+            f'{len(crashes)} crashes within {window:g} s (--max_restarts='
+            f'{limit}); the last: {problem}'
+          )
         self.restarts += 1
-        _log.warning('%s\nrestart %d of %d', problem, self.restarts, limit)
-        self._launch()
+        _log.warning('%s\nrestart %d of %d', problem, len(crashes), limit)
+        try:
+          self._launch()
+          problem = self._watch()
+        except SidecarError as e:
+          problem = str(e)
     except Exception as e:  # read by `wait` and by the engine
       self.failure = str(e)
     finally:
@@ -265,7 +275,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ('health', 120.0, 'Without an answer, seconds, before a restart.'),
   ):
     add(f'--{name}_timeout_s', type=float, default=seconds, help=help_)
-  add('--max_restarts', type=int, default=1, help='After crashes.')
+  help_ = 'After crashes and failed restarts within --restart_window_s.'
+  add('--max_restarts', type=int, default=3, help=help_)
+  add('--restart_window_s', type=float, default=1800.0, help='Seconds.')
   args = p.parse_args(argv)
   gpus, ways = args.gpus or [0], args.tensor_parallel_size
   args.tensor_parallel_size = ways = len(gpus) if ways is None else ways
