@@ -17,7 +17,8 @@ from rich import text as rich_text
 
 from searchrl_jax import evaluate
 from searchrl_jax.learn import checks
-from searchrl_jax.rollout.chains import RolloutError, evaluation, rollout
+from searchrl_jax.rollout.chains import evaluation, rollout
+from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, command
 from searchrl_jax.types import Question, SearchError, SearchResult, Segment
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from searchrl_jax.rollout import collector
-from searchrl_jax.rollout.chains import Rollout, RolloutStats
+from searchrl_jax.rollout.chains import Rollout
+from searchrl_jax.rollout.core import RolloutStats
 from searchrl_jax.run import session
 from searchrl_jax.run.signals import Loop, Signals, Stopped
 from searchrl_jax.types import Question, Segment, Trajectory

@@ -9,6 +9,7 @@ import pytest
 
 from searchrl_jax.engines.core import EngineError
 from searchrl_jax.rollout import chains as lib
+from searchrl_jax.rollout import core
 from searchrl_jax.run import schema
 from searchrl_jax.types import (
   Question,
@@ -120,7 +121,7 @@ def test_sampling_is_the_configs_and_the_environments():
   assert taken[0].stop_ids == (256,)
   # One stream for the whole trajectory: the position in it is the engine's.
   assert {s.seed for s in taken} == {
-    lib.trajectory_seed(9, 2, 'q0', 'solver', 0)
+    core.trajectory_seed(9, 2, 'q0', 'solver', 0)
   }
 
 
@@ -131,11 +132,11 @@ def test_seeds_tell_everything_apart():
     (0, 1, 'r', 'solver', 2), (0, 1, 'q', 'proposer', 2),
     (0, 1, 'q', 'solver', 3),
   ]  # fmt: skip
-  seeds = {lib.trajectory_seed(*a) for a in [base, *other]}
+  seeds = {core.trajectory_seed(*a) for a in [base, *other]}
   assert len(seeds) == 6 and all(0 <= s < 2**32 for s in seeds)
   # The same on every machine (hash() is not): the first 32 bits that
   # `b2sum -l 32` gives for the text "(0, 1, 'q', 'solver', 2)".
-  assert lib.trajectory_seed(*base) == 3706608141
+  assert core.trajectory_seed(*base) == 3706608141
 
 
 def test_arrival_order_cannot_show():
@@ -301,7 +302,7 @@ def test_a_search_that_fails_for_good_marks_its_trajectory():
 
 def test_too_many_failures_stop_the_run():
   ended = []
-  with pytest.raises(lib.RolloutError) as error:
+  with pytest.raises(core.RolloutError) as error:
     play(
       engine=FakeEngine(of_question),
       source=fails_for({'2', '4'}),

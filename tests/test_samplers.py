@@ -172,7 +172,7 @@ def test_failed_searches_are_counted_and_marked(name):
   assert {t.question.id for t in failed} == {'q2'}
   assert len(failed) == size == found.stats.failed
   assert all(isinstance(t.searches[-1], SearchError) for t in failed)
-  with pytest.raises(chains.RolloutError, match='max_failed=0.1'):
+  with pytest.raises(core.RolloutError, match='max_failed=0.1'):
     play(name, engine=FakeEngine(of_question), source=source, max_failed=0.1)
 
 

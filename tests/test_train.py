@@ -14,7 +14,7 @@ import pytest
 from searchrl_jax import evaluate, train
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.learn import checks, objectives, update
-from searchrl_jax.rollout.chains import RolloutError
+from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, records, signals
 from searchrl_jax.run.records import RunError
 from searchrl_jax.sources.core import SourceError

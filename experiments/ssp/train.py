@@ -34,7 +34,8 @@ from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
-from searchrl_jax.rollout.chains import RolloutStats, greedy, rollout
+from searchrl_jax.rollout.chains import greedy, rollout
+from searchrl_jax.rollout.core import RolloutStats
 from searchrl_jax.run import build, command, lookup
 from searchrl_jax.run.session import Session
 from searchrl_jax.types import Group, Rewards, Trajectory

@@ -21,24 +21,37 @@ stream of `services.stream` as well.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import dataclasses
 import functools
 import hashlib
-from typing import Any, Protocol
+import time
+from typing import Any
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.engines.core import Engine, Handle
+from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
 from searchrl_jax.run import lookup
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.text.states import Action, Generate, State
-from searchrl_jax.types import Group, Prompt, Question, Rewards, Trajectory
+from searchrl_jax.text.states import Action, Done, Generate, Search, State
+from searchrl_jax.types import (
+  Group,
+  Prompt,
+  Question,
+  Rewards,
+  SearchError,
+  SearchRequest,
+  SearchResult,
+  Segment,
+  Trajectory,
+)
 
 Name = tuple[str, int]  # (question id, sample): a trajectory within a step
 Start = tuple[State, Generate]  # what `env.reset` returns
 # (groups, training step) -> their rewards; awaited on the event loop.
 Score = Callable[[Sequence[Group], int], Awaitable[Rewards]]
+Event = Segment | SearchRequest | SearchResult | SearchError
 
 
 def trajectory_seed(
@@ -59,24 +72,88 @@ def trajectory_seed(
   return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
 
 
-class Services(Protocol):
+class RolloutError(RuntimeError):
+  """Too many trajectories failed; the message has the last search error."""
+
+
+@dataclasses.dataclass
+class RolloutStats:
+  """Counters and times of a rollout.
+
+  Waiting times are sums over concurrent trajectories. Divided by `seconds` they
+  are the mean number of trajectories that wait.
+  """
+
+  seconds: float = 0.0  # wall time
+  trajectories: int = 0  # ended, including failed ones
+  failed: int = 0
+  generations: int = 0
+  sampled_tokens: int = 0
+  outside_tokens: int = 0  # observations and feedback, without prompts
+  searches: int = 0  # queries, without retries
+  search_retries: int = 0  # retries of queries
+  failed_searches: int = 0  # queries without an answer after all attempts
+  empty_searches: int = 0  # queries without passages or text
+  tool_cost: float = 0.0  # sum of what the calls of tools cost
+  engine_seconds: float = 0.0  # sum of waiting for the engine
+  search_seconds: float = 0.0  # sum of waiting for the source
+  trajectory_seconds: float = 0.0  # sum of durations
+
+  def __add__(self, other: 'RolloutStats') -> 'RolloutStats':
+    """The stats of two rollouts, one after the other."""
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+    return RolloutStats(*(a + b for a, b in pairs))
+
+  def metrics(self) -> dict[str, float]:
+    """For the log. 'rollout/in_flight' is a mean over the wall time."""
+    wall = max(self.seconds, 1e-9)
+    values = dataclasses.asdict(self)
+    values |= {
+      'in_flight': self.trajectory_seconds / wall,
+      'waiting_for_engine': self.engine_seconds / wall,
+      'waiting_for_search': self.search_seconds / wall,
+      'tokens_per_second': self.sampled_tokens / wall,
+      'trajectories_per_second': self.trajectories / wall,
+      'failed_fraction': self.failed / max(self.trajectories, 1),
+    }
+    return {f'rollout/{name}': float(v) for name, v in values.items()}
+
+
+@dataclasses.dataclass
+class Services:
   """What a sampler works with, for one call of `chains.rollout`."""
 
   env: SearchEnv
   engine: Engine
   source: Source  # answers searches; `turn` asks it
   config: ConfigDict  # config.rollout
+  seed: int
   step: int  # of training
   role: str  # see `env.reset`
+  on_trajectory: Callable[[Trajectory], None] | None
+  on_event: Callable[[str, Event], None] | None
+  rewards: Score | None
   # What has ended, by name: trajectories of an earlier start of the step, and
   # those that were recorded. They are not sampled again.
-  done: Mapping[Name, Trajectory]
+  done: dict[Name, Trajectory]
+  total: int  # trajectories
+
+  def __post_init__(self):
+    self.stats = RolloutStats()
+    self.handles: list[Handle] = []  # that are open
+    self.last_error: SearchError | None = None
 
   def names(self, questions: Sequence[Question]) -> list[list[Name]]:
     """The names of each group's trajectories: config.group each.
 
     A question that occurs twice has further samples in its second group.
     """
+    size, seen, names = self.config.group, {}, []
+    for question in questions:
+      first = seen.get(question.id, 0)
+      seen[question.id] = first + size
+      names.append([(question.id, first + i) for i in range(size)])
+    return names
 
   def starts(self, questions: Sequence[Question]) -> list[Start]:
     """The start of each question.
@@ -84,11 +161,15 @@ class Services(Protocol):
     Raises:
       ValueError: a prompt is too long. Call this before anything runs.
     """
+    return [self.env.reset(question, self.role) for question in questions]
 
   def stream(
     self, question: Question, sample: int, branch: Sequence[str | int] = ()
   ) -> int:
     """The seed of a random stream; see `trajectory_seed`."""
+    return trajectory_seed(
+      self.seed, self.step, question.id, self.role, sample, branch
+    )
 
   def slots(self, handles: int = 1) -> asyncio.Semaphore:
     """One place for each unit of work that the engine can serve at a time.
@@ -97,12 +178,96 @@ class Services(Protocol):
     opens handles only while it has it: otherwise units that wait for each
     other's room may never end (design 5.5).
     """
+    room = self.engine.capacity(self.env.config.max_tokens)
+    places = self.config.concurrency or room
+    if handles > 1:
+      # The engine admits forks of what has begun without asking for room:
+      # leave enough for those of all steps that are under way.
+      room //= 1 + self.config.max_staleness
+      places = min(places, room) // handles
+    return asyncio.Semaphore(max(1, places))
 
   # Handles: as of the engine. What is open at the end, or after an error, is
   # closed. `services.engine` truncates them.
-  def open(self, prompt: Prompt) -> Handle: ...
-  def fork(self, handle: Handle) -> Handle: ...
-  def close(self, handle: Handle) -> None: ...
+
+  def open(self, prompt: Prompt) -> Handle:
+    self.handles.append(self.engine.open(prompt))
+    return self.handles[-1]
+
+  def fork(self, handle: Handle) -> Handle:
+    self.handles.append(self.engine.fork(handle))
+    return self.handles[-1]
+
+  def close(self, handle: Handle) -> None:
+    self.handles.remove(handle)
+    self.engine.close(handle)
+
+  async def gather(self, work: Iterable[Awaitable]) -> list[Any]:
+    """Runs concurrently; results in order. An error cancels the others."""
+    return await _gather([asyncio.ensure_future(x) for x in work])
+
+  async def score(self, groups: Sequence[Group]) -> Rewards:
+    """The rewards of config.reward, between rounds.
+
+    Raises:
+      ConfigError: the loop gives no rewards to this role's sampler.
+    """
+    if self.rewards is None:
+      raise lookup.ConfigError(
+        f'config.rollout.sampler={self.config.sampler!r} asks for rewards '
+        f'between rounds, and this loop gives none to role {self.role!r}; use '
+        "'chains'"
+      )
+    return await self.rewards(groups, self.step)
+
+  def groups(self, questions: Sequence[Question]) -> list[Group]:
+    """The groups of `names`, all of which are done."""
+    names = self.names(questions)
+    return [tuple(self.done[name] for name in group) for group in names]
+
+  def record(self, *trajectories: Trajectory) -> None:
+    """Counts trajectories that have ended, and keeps them in `done`.
+
+    A later start of the step does not sample them again. Record those that
+    depend on each other (a shared prefix, rewards) in one call, and sample all
+    of them again where `done` lacks one: another start may have other weights.
+
+    Raises:
+      RolloutError: more than config.max_failed of all trajectories failed.
+    """
+    stats = self.stats
+    for trajectory in trajectories:
+      stats.trajectories += 1
+      stats.failed += trajectory.failed
+      stats.trajectory_seconds += trajectory.seconds
+      self.done[trajectory.question.id, trajectory.sample] = trajectory
+      if self.on_trajectory is not None:
+        self.on_trajectory(trajectory)
+    if stats.failed > self.config.max_failed * self.total:
+      error = self.last_error
+      raise RolloutError(
+        f'{stats.failed} of {self.total} trajectories failed ('
+        f'{stats.trajectories} have ended), more than '
+        f'config.rollout.max_failed={self.config.max_failed} allows; the last '
+        'search error: ' + (error.message if error else 'none')
+      )
+
+  async def attempt(
+    self,
+    handle: Handle,
+    state: State,
+    action: Action,
+    sample: int,
+    branch: Sequence[str | int] = (),
+  ) -> Trajectory:
+    """Plays to the end and closes the handle. Does not record the result."""
+    begin = time.monotonic()
+    try:
+      while not isinstance(action, Done):
+        state, action = await self.turn(handle, state, action, sample, branch)
+    finally:
+      self.close(handle)
+    return self.env.trajectory(state, sample, time.monotonic() - begin)
 
   async def turn(
     self,
@@ -118,40 +283,112 @@ class Services(Protocol):
       The state with which the next turn begins, and its `Generate`; or the
       last state, and `Done`.
     """
+    name = f'{state.name}/{sample}'  # Trajectory.id
+    seed = self.stream(state.question, sample, branch)
+    turn, reported = state.turn, state.length
+    while state.turn == turn and not isinstance(action, Done):
+      if isinstance(action, Generate):
+        event = await self._generate(handle, action, seed)
+      else:
+        event = await self._search(name, action)
+      state, action = self.env.step(state, event)
+      if self.on_event is not None:
+        for segment in _after(state.segments, reported):
+          self.on_event(name, segment)
+        reported = state.length
+    return state, action
 
-  async def attempt(
-    self,
-    handle: Handle,
-    state: State,
-    action: Action,
-    sample: int,
-    branch: Sequence[str | int] = (),
-  ) -> Trajectory:
-    """Plays to the end and closes the handle. Does not record the result."""
+  async def _generate(
+    self, handle: Handle, action: Generate, seed: int
+  ) -> Completion:
+    if action.append:
+      self.engine.append(handle, action.append)
+      self.stats.outside_tokens += len(action.append)
+    sampling = Sampling(
+      max_tokens=action.max_tokens,
+      temperature=self.config.temperature,
+      top_p=self.config.top_p,
+      top_k=self.config.top_k,
+      stops=action.stops,
+      stop_ids=action.stop_ids,
+      seed=seed,
+      limit=self.env.config.max_tokens,
+      priority=self.step,
+    )
+    begin = time.monotonic()
+    completion = await self.engine.generate(handle, sampling)
+    self.stats.engine_seconds += time.monotonic() - begin
+    self.stats.generations += 1
+    self.stats.sampled_tokens += len(completion.ids)
+    return completion
 
-  async def gather(self, work: Iterable[Awaitable]) -> list[Any]:
-    """Runs concurrently; results in order. An error cancels the others."""
+  async def _search(
+    self, name: str, action: Search
+  ) -> tuple[SearchResult | SearchError, ...]:
+    """Returns one answer per request, after retries of failed ones."""
+    requests = [
+      dataclasses.replace(request, trajectory=name, step=self.step)
+      for request in action.requests
+    ]
+    if self.on_event is not None:
+      for request in requests:
+        self.on_event(name, request)
+    answers: dict[int, SearchResult | SearchError] = {}
+    open_ = list(range(len(requests)))
+    begin = time.monotonic()
+    for attempt in range(self.config.search_attempts):
+      self.stats.search_retries += len(open_) if attempt else 0
+      new = await self.source.search([requests[i] for i in open_])
+      lookup.require(
+        len(new) == len(open_),
+        f'source {type(self.source).__name__} gave {len(new)} answers to '
+        f'{len(open_)} requests',
+        ValueError,
+      )
+      answers.update(zip(open_, new, strict=True))
+      open_ = [i for i in open_ if isinstance(answers[i], SearchError)]
+      if not open_:
+        break
+    self.stats.search_seconds += time.monotonic() - begin
+    self.stats.searches += len(requests)
+    self.stats.failed_searches += len(open_)
+    results = [a for a in answers.values() if isinstance(a, SearchResult)]
+    self.stats.empty_searches += sum(not a.shown for a in results)
+    self.stats.tool_cost += sum(a.cost for a in results)
+    for i in open_:
+      self.last_error = answers[i]
+    ordered = tuple(answers[i] for i in range(len(requests)))
+    if self.on_event is not None:
+      for answer in ordered:
+        self.on_event(name, answer)
+    return ordered
 
-  async def score(self, groups: Sequence[Group]) -> Rewards:
-    """The rewards of config.reward, between rounds.
 
-    Raises:
-      ConfigError: the loop gives no rewards to this role's sampler.
-    """
+def _after(segments: Sequence[Segment], start: int) -> Iterator[Segment]:
+  """Yields the segments after the first `start` tokens."""
+  for segment in segments:
+    n = len(segment.ids)
+    if start < n:
+      columns = {f: getattr(segment, f) for f in ('ids', 'logps', 'versions')}
+      rest = {f: x[start:] for f, x in columns.items() if x is not None}
+      yield dataclasses.replace(segment, **rest)
+    start = max(0, start - n)
 
-  def record(self, *trajectories: Trajectory) -> None:
-    """Counts trajectories that have ended, and keeps them in `done`.
 
-    A later start of the step does not sample them again. Record those that
-    depend on each other (a shared prefix, rewards) in one call, and sample all
-    of them again where `done` lacks one: another start may have other weights.
-
-    Raises:
-      RolloutError: more than config.max_failed of all trajectories failed.
-    """
-
-  def groups(self, questions: Sequence[Question]) -> list[Group]:
-    """The groups of `names`, all of which are done."""
+async def _gather(tasks: Sequence[asyncio.Future]) -> list[Any]:
+  """Returns the results in order; an error cancels all other tasks."""
+  try:
+    if tasks:
+      await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+      for task in tasks:
+        if task.done() and not task.cancelled() and task.exception():
+          raise task.exception()
+    return [task.result() for task in tasks]
+  finally:
+    for task in tasks:
+      task.cancel()
+    # Their handles are closed when they end, which cancel() does not wait for.
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def sampler(config: ConfigDict) -> Callable[..., Awaitable[list[Group]]]:

@@ -12,7 +12,8 @@ import pytest
 from configs import zerosearch
 from searchrl_jax.engines.core import EngineError, Sampling
 from searchrl_jax.learn import checks
-from searchrl_jax.rollout.chains import RolloutError, rollout
+from searchrl_jax.rollout.chains import rollout
+from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import schema
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
