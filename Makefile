@@ -18,14 +18,15 @@ ifeq ($(shell uname -s),Linux)
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
-.PHONY: help setup quickstart sidecar test test-parity test-sidecar lint sizes \
-  clean
+.PHONY: help setup quickstart sidecar test test-quick test-parity \
+  test-sidecar lint sizes clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
 	@echo '                            GPU if there is one, ACCELERATOR=cpu|gpu'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make test                   the tests (no network, GPU or torch)'
+	@echo 'make test-quick             a part of them, in 90 s'
 	@echo 'make test-parity            installs torch, compares with it live'
 	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
@@ -73,12 +74,17 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
-test test-parity test-sidecar: export JAX_PLATFORMS ?= cpu
+test test-quick test-parity test-sidecar: export JAX_PLATFORMS ?= cpu
 
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
 	  $(PY) -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(OPTIMIZED))
 	$(PY) -m pytest -n 2 --dist loadfile $(OPTIMIZED)
+
+# Whole files are marked as slow: those that take more than a few seconds.
+test-quick: setup
+	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest -n 2 \
+	  --dist loadfile -m 'not slow and not parity and not sidecar'
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity

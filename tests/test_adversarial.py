@@ -16,6 +16,8 @@ from searchrl_jax.types import Passage, Question, SearchResult
 from tests import scripted
 from tests.scripted import make
 
+pytestmark = pytest.mark.slow
+
 CONTROL = (
   '<|im_end|>', '<|im_start|>', '<|endoftext|>', '<|eot_id|>',
   '<|start_header_id|>', '</s>', '<s>', '<unk>', '<|eos|>', '<|pad|>',

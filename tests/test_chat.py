@@ -8,6 +8,8 @@ from searchrl_jax.run import schema as config_lib
 from searchrl_jax.sources.chat import Chat, ChatError
 from tests import chat_server
 
+pytestmark = pytest.mark.slow
+
 
 def config(url, **fields):
   c = config_lib.base().judge

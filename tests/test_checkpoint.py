@@ -17,6 +17,8 @@ import pytest
 
 from searchrl_jax.run import checkpoint, sharding
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FINGERPRINT = {'model': {'d_model': 64, 'tied': True}, 'seed': 0}
 

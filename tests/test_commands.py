@@ -31,6 +31,8 @@ from searchrl_jax.types import Passage, Question
 from tests import tiny
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = sorted(
   p.stem
   for p in (ROOT / 'configs').glob('*.py')

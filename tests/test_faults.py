@@ -33,6 +33,8 @@ from searchrl_jax.types import SearchError
 from searchrl_jax.worlds import microworld
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 WHOLE = os.environ.get('FAULTS') == 'quickstart'
 TIMEOUT_S = 1.5
 # What happens to forty requests, in turn: 10 % fail and 5 % are late.

@@ -9,6 +9,8 @@ from searchrl_jax.models import decoder
 from searchrl_jax.run import sharding
 from tests import test_update as base
 
+pytestmark = pytest.mark.slow
+
 MESHES = [
   (d, f, t)
   for n in (1, 2, 4, 8)

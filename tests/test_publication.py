@@ -14,6 +14,8 @@ from searchrl_jax.models import decoder, pretrained, safetensors
 from searchrl_jax.run import checkpoint, sharding
 from tests.engines.common import CFG, make_params
 
+pytestmark = pytest.mark.slow
+
 UNTIED = dataclasses.replace(
   CFG,
   tied=False,

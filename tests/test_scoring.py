@@ -9,6 +9,8 @@ from searchrl_jax.models import decoder
 from searchrl_jax.run import sharding
 from tests.test_update import CFG, UNTIED, params
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (8, 16)
 
 

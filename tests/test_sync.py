@@ -13,6 +13,8 @@ from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
 from tests.engines.common import CFG, make_engine, make_params
 
+pytestmark = pytest.mark.slow
+
 CANARY = [5, 17, 80, 3, 41, 41, 8, 66, 2, 30]
 TOLERANCE = 1e-4
 

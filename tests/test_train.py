@@ -21,6 +21,8 @@ from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 
 def params_of(config, workdir):
   tok = build.tokenizer(config, str(workdir))

@@ -17,6 +17,8 @@ from searchrl_jax.run import build, records
 from tests import tiny
 from tests.test_train import Killed, lines
 
+pytestmark = pytest.mark.slow
+
 
 def config(url, algorithm, reward, **fields):
   c = tiny.config(url)

@@ -10,6 +10,8 @@ from searchrl_jax.sources.chat import ChatError
 from tests import chat_server, tiny
 from tests.test_train import lines
 
+pytestmark = pytest.mark.slow
+
 
 def config(url, judge):
   c = tiny.config(url)

@@ -16,6 +16,8 @@ from tests.test_samplers import turns
 from tests.test_train import lines
 from tests.test_train_algorithms import saved
 
+pytestmark = pytest.mark.slow
+
 TREE = dict(sampler='tree', group=3, trees=1, rounds=2)
 
 

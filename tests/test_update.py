@@ -22,6 +22,8 @@ from searchrl_jax.models import decoder
 from searchrl_jax.run import flops, schema
 from searchrl_jax.types import Question, Segment, Trajectory
 
+pytestmark = pytest.mark.slow
+
 CFG = decoder.DecoderConfig(
   vocab_size=37,
   d_model=16,

@@ -13,6 +13,8 @@ from searchrl_jax.data import checks, core
 from searchrl_jax.run import schema
 from searchrl_jax.types import Passage, Question
 
+pytestmark = pytest.mark.slow
+
 
 def data_config(**fields):
   data = schema.base().data

@@ -23,6 +23,8 @@ from tests.clock import until
 from tests.engines.common import CFG, Letters, make_engine, make_params
 from tests.engines.contract import EngineContract, once, prompt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope='module')
 def engine():

@@ -15,9 +15,10 @@ from searchrl_jax.types import Prompt
 from tests.engines.common import CFG, make_engine, make_params
 
 SHAPES = ((1, 8, 1), (4, 1, 2), (2, 2, 2))
-pytestmark = pytest.mark.skipif(
-  jax.device_count() < 8, reason='needs eight devices'
-)
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(jax.device_count() < 8, reason='needs eight devices'),
+]
 
 
 def engine_on(mesh):

@@ -23,6 +23,8 @@ from searchrl_jax.engines.vllm.group import ProcessGroup
 from searchrl_jax.engines.vllm.launcher import SidecarError, start_sidecar
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 30  # until something has to be so, on a machine that is busy
 
 # Serves /health and /facts (its command line and environment), with a child

@@ -25,6 +25,8 @@ from tests.engines.common import CFG, Letters, make_params
 from tests.engines.contract import EngineContract, once, prompt
 from tests.engines.fake_vllm import check, config, load, make, server, toy_logps
 
+pytestmark = pytest.mark.slow
+
 two = pytest.mark.parametrize('fakes', [2], indirect=True)
 
 

@@ -17,6 +17,8 @@ from tests.engines.common import make_params
 from tests.engines.contract import once
 from tests.engines.fake_vllm import check, load, make
 
+pytestmark = pytest.mark.slow
+
 two = pytest.mark.parametrize('fakes', [2], indirect=True)
 
 

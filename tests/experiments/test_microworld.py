@@ -16,6 +16,8 @@ from searchrl_jax.data import jsonl
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.worlds import microtraces, microworld
 
+pytestmark = pytest.mark.slow
+
 SMALL = dict(train=60, heldout=30)
 GOOD = microtraces.Mix(good=1, poor=0, guess=0, tilt=0, again=0, short=0)
 

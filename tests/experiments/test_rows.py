@@ -15,6 +15,8 @@ from searchrl_jax.learn.checks import ConfigError
 from tests.conftest import ROOT
 from tests.experiments import tiny_row
 
+pytestmark = pytest.mark.slow
+
 MODULE = 'tests.experiments.tiny_row'
 
 

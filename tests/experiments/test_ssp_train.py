@@ -23,6 +23,8 @@ from searchrl_jax.run import build, records, signals
 from tests import chat_server
 from tests.experiments import ssp_engine
 
+pytestmark = pytest.mark.slow
+
 WORLD = dict(play=50, heldout=50)
 
 

@@ -18,6 +18,8 @@ from searchrl_jax.run import build
 from searchrl_jax.sources import none
 from searchrl_jax.types import Question, SearchRequest
 
+pytestmark = pytest.mark.slow
+
 
 def tiny():
   """The recipe around an untrained model."""

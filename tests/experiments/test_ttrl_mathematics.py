@@ -9,6 +9,8 @@ import pytest
 from experiments.ttrl import mathematics
 from searchrl_jax.rewards import equivalence
 
+pytestmark = pytest.mark.slow
+
 MATH = 'experiments.ttrl.mathematics.equal'
 
 

@@ -8,6 +8,8 @@ from experiments import versus
 from searchrl_jax import sft
 from tests import test_commands, tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):

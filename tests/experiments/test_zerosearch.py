@@ -26,6 +26,8 @@ from searchrl_jax.types import (
 from searchrl_jax.worlds import microworld
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 FIELDS = dict(world_seed=3, worlds=2, n=400, train=40, relations=4)
 
 

@@ -10,6 +10,8 @@ from searchrl_jax.models import critic, decoder
 from searchrl_jax.run import sharding
 from tests import test_update as common
 
+pytestmark = pytest.mark.slow
+
 CFG = critic.config(common.UNTIED)
 
 

@@ -16,6 +16,8 @@ import pytest
 from searchrl_jax.models import decoder, pretrained
 from tests.golden import models
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = pathlib.Path(models.__file__).parent
 TOLERANCE = 1e-4
 

@@ -20,6 +20,8 @@ from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import sharding
 from tests.golden import models
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIED = 'qwen2.5'
 

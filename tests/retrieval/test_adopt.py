@@ -14,6 +14,8 @@ from tests.retrieval.conftest import write_corpus
 from tests.retrieval.fakes import FakeEncoder, generate
 from tests.retrieval.test_build_index import build, fake, manifest
 
+pytestmark = pytest.mark.slow
+
 __all__ = ['fake']  # an autouse fixture
 COUNT, DIM = 600, 32
 

@@ -22,6 +22,8 @@ from retrieval.bm25 import Analyzer, BM25Index
 from tests.conftest import ROOT
 from tests.memory import Peak
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ('red fish', 'blue fish fish', 'red red blue bird', 'green')
 PLAIN = dict(stemmer='none', stop_words='none')
 

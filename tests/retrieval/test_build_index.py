@@ -22,6 +22,8 @@ from tests.golden import encoders
 from tests.retrieval.conftest import write_corpus
 from tests.retrieval.fakes import FakeEncoder, generate
 
+pytestmark = pytest.mark.slow
+
 DEFAULTS = dict(
   corpus=None,
   index=[],

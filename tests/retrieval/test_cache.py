@@ -21,6 +21,8 @@ from retrieval.core import Found, LocalSearcher, SearchFailed
 from tests.conftest import ROOT
 from tests.retrieval.fakes import Source
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def path(tmp_path):

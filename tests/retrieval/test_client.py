@@ -25,6 +25,8 @@ from retrieval.replicas import KINDS, Failure, Replicas
 from tests.clock import within
 from tests.retrieval.conftest import PASSAGES, write_corpus
 
+pytestmark = pytest.mark.slow
+
 FAST = dict(timeout_s=5.0, deadline_s=10.0, backoff_s=0.001, seed=0)
 
 

@@ -22,6 +22,8 @@ from tests.golden import encoders
 from tests.retrieval.test_encoder import compiled, random_texts
 from tests.retrieval.vectors import recall
 
+pytestmark = pytest.mark.slow
+
 TIE = 2e-6
 SMALL = 4 * 512 * 64  # bytes of scores: blocks of 64 passages
 

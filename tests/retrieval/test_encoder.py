@@ -15,6 +15,8 @@ from retrieval.encoder import Encoder, find_family
 from tests.conftest import ROOT
 from tests.golden import encoders
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 
 

@@ -17,6 +17,8 @@ from tests import memory
 from tests.conftest import ROOT
 from tests.retrieval.vectors import clustered, unit
 
+pytestmark = pytest.mark.slow
+
 VECTORS = clustered(1200, 16, spread=0.3)
 # Lists in use: all, few, none but some; below a transform; a graph; refined.
 LISTED = (

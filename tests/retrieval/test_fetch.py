@@ -18,6 +18,8 @@ import pytest
 from retrieval import fetch as fetch_lib
 from retrieval.fetch import Fetcher, FetchFailed, is_public, read_body
 
+pytestmark = pytest.mark.slow
+
 HOME = ['127.0.0.0/8']  # what tests allow
 
 

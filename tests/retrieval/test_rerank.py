@@ -12,6 +12,8 @@ from tests.conftest import ROOT
 from tests.golden import encoders
 from tests.retrieval.test_encoder import compiled, random_texts
 
+pytestmark = pytest.mark.slow
+
 
 class Fixed:
   """An index that ranks as it is told."""

@@ -3,6 +3,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 import rich.console
 
 from retrieval.bm25 import Analyzer, BM25Index
@@ -10,6 +11,8 @@ from retrieval.client import Hit
 from retrieval.folder import write_manifest
 from retrieval.search import search_server, show
 from retrieval.store import write_store
+
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -20,6 +20,8 @@ from retrieval.client import RetrievalClient, RetrievalError, retrieve_sync
 from retrieval.process import ServerError, start_server
 from tests.golden import encoders
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

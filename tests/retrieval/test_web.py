@@ -23,6 +23,8 @@ from retrieval.web import WebSearcher, cut
 from tests.conftest import ROOT
 from tests.retrieval.test_fetch import HOME, Site, redirect, reply
 
+pytestmark = pytest.mark.slow
+
 KEY = 'k3y/with+signs=='
 ENVIRON = {provider.variable: KEY for provider in PROVIDERS.values()}
 URLS = ('https://a.example/1', 'https://b.example/2')

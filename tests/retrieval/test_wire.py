@@ -13,6 +13,8 @@ import pytest
 from retrieval.client import RetrievalClient, RetrievalError, retrieve_sync
 from retrieval.process import ServerError, start_server
 
+pytestmark = pytest.mark.slow
+
 GET = b'GET /health HTTP/1.1\r\nHost: localhost\r\n'
 POST = b'POST /retrieve HTTP/1.1\r\nHost: localhost\r\n'
 

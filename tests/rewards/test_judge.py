@@ -15,6 +15,8 @@ from searchrl_jax.types import Question
 from tests import chat_server
 from tests.fakes import FakeSource, make_env, run_script
 
+pytestmark = pytest.mark.slow
+
 ENV = make_env()
 
 

@@ -14,6 +14,8 @@ from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import SearchError, SearchRequest, SearchResult
 from tests.clock import until
 
+pytestmark = pytest.mark.slow
+
 
 class Server:
   """Answers with one passage for each query; `poison` breaks a batch."""

@@ -27,6 +27,8 @@ from searchrl_jax.types import (
 from tests import chat_server, fakes
 from tests.engines import common as engines
 
+pytestmark = pytest.mark.slow
+
 ASKED = '[{query}|{question}|{answers}|{k}]'
 DOCUMENT = r'(?s)Doc (?P<title>\w+): (?P<text>.*?)(?=Doc \w+:|\Z)'
 
