@@ -3,6 +3,8 @@
   from configs import algorithms
   c.algorithm.update(algorithms.DAPO)
 
+If the recipe has set another advantage before, clear its fields first
+(c.algorithm.advantage_kw = {}): `update` merges dicts.
 A dict sets what makes the algorithm (advantage, loss, bounds, how tokens are
 averaged, where a KL goes) and leaves alone what any of them may have: tis,
 entropy_coef, minibatches, epochs. With one minibatch and one epoch a step is

@@ -12,7 +12,9 @@ or, stage by stage,
 A decoder of 0.4 million parameters, from scratch. The warm start teaches the
 protocol and to read, on traces that mix good searches, poor ones and guesses;
 it takes worlds of its own and asks about other people. GRPO then selects: 32
-questions x 8 trajectories a step, exact match the only reward.
+questions x 8 trajectories a step, exact match the only reward. These are GRPO's
+advantages and clipping with the schema's other defaults: a mean over tokens and
+no KL; `algorithms.GRPO` has the paper's.
 docs/benchmarks.md has the figures of a run, those of its last checkpoint: none
 is selected.
 """

@@ -210,6 +210,8 @@ def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
 def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
+    build.check_environment(config)
+    checks.check_rewards(config, ())
     tok = build.tokenizer(config, workdir)
     print(dryrun.report(config, tok.vocab_size))
     return

@@ -46,7 +46,9 @@ class Segment:
   author: str  # one of AUTHORS
   kind: str  # the name of a block of the template, or 'other': outside blocks
   agent: str = 'policy'  # who acts: policy, proposer, solver, planner, ...
-  train: bool = False  # whether the tokens are in the loss
+  # Whether the tokens are in the loss if the trajectory is kept
+  # (`batching.keep`); the first token of a sequence never is.
+  train: bool = False
   logps: np.ndarray | None = None  # float32 [n], of the sampling distribution
   versions: np.ndarray | None = None  # int32 [n], policy updates behind it
 

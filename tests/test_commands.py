@@ -219,6 +219,7 @@ def test_help_helps():
     (['--config.engine.module=jax_sampller'], "did you mean 'jax_sampler'"),
     (['--config=configs/quickstar.py'], "did you mean 'configs/quickstart.py'"),
     (['--config=configs/quickstart.py:sed=1'], 'did you mean: seed'),
+    (['--dry_run', '--config.reward.em.fn=answer.emm'], "did you mean 'em'"),
     (['--workdr=x'], 'workdir'),
     (['stray'], 'unexpected argument'),
   ],

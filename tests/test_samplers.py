@@ -33,6 +33,8 @@ SAMPLERS = {
   'best': dict(sampler='tests.samplers.best', group=2, attempts=3),
   'hinted': dict(sampler='tests.samplers.hinted', group=2, hint='psst'),
 }
+# How many trajectories depend on each other, if more than one.
+DEPEND = {'tree': 3, 'rounds': 5, 'hinted': 2}
 EVERY = pytest.mark.parametrize('name', SAMPLERS)
 
 
@@ -197,8 +199,7 @@ def test_what_an_earlier_start_ended_is_not_sampled_again(name):
   told = []
   again = play(name, ended=done, on_trajectory=told.append)
   assert seen(again.groups) == seen(whole.groups)
-  depend = {'tree': 3, 'rounds': 5, 'hinted': 2}.get(name, 1)
-  assert len(told) == again.stats.trajectories == depend
+  assert len(told) == again.stats.trajectories == DEPEND.get(name, 1)
   assert lost.id in {t.id for t in told}
   assert {t.question.id for t in told} == {'q2'}
 

@@ -222,6 +222,18 @@ def test_anchors_are_what_was_read():
   assert s.labels('anchor').tolist() == want
 
 
+def test_anchors_tell_texts_of_tools_apart():
+  def told(text):
+    t = searching('')
+    (answer,) = t.searches
+    answer = dataclasses.replace(answer, text=text)
+    return dataclasses.replace(t, searches=(answer,))
+
+  s = of(told('4 km'), told('error: no unit'), told('4 km'))
+  first, four, first_, error, *again = s.labels('anchor').tolist()
+  assert again == [first, four] and first == first_ and four != error
+
+
 def test_labels_of_roles_and_of_samplers():
   ts = [
     searching('a', role='proposer', meta={'tree': 7, 'node': [1, 2]}),

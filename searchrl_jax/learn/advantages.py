@@ -20,8 +20,8 @@ and not cut into microbatches yet), then the fields of
       `batching.row_of` has them.
     critic: B float arrays [n]: at a loss token, the critic's value of what
       stands before it. Elsewhere anything, NaN included (`gae`).
-  structure: the `structure.Structure` of the rows: segments and their spans,
-    turns, passages, and labels to group turns by (`turn_normalised`).
+    structure: the `structure.Structure` of the rows: segments and their
+      spans, turns, passages, and labels to group turns by (`turn_normalised`).
 
 It returns float32 [B], which `batching` broadcasts over the loss tokens of a
 row, or B float32 arrays [n]. NumPy in float64, so that the result does not

@@ -129,7 +129,9 @@ class StepBatch:
   """The B trajectories of a step, and the minibatches of those that are kept.
 
   kept: bool [B]; group_ids: int [B]; returns: float64 [B], what each earned;
-  masks: B bool arrays [n], which tokens are in the loss; counts: for the log.
+  masks: B bool arrays [n], which tokens are in the loss if the trajectory is
+  kept (one that failed has a mask, and no row in `minibatches`); counts: for
+  the log.
   """
 
   groups: Sequence[Group]
@@ -386,7 +388,7 @@ def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:
 
 
 def masks(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-  """Which tokens of each trajectory are in the loss, B bool arrays [n]."""
+  """Which tokens are in the loss if a trajectory is kept, B bool arrays [n]."""
   return [row_of(i, t, False).mask for i, t in enumerate(trajectories)]
 
 

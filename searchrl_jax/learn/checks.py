@@ -177,9 +177,15 @@ def _check_refill(config: ConfigDict) -> None:
 
 def _check_advantage(a: ConfigDict) -> None:
   fn = credit.function(a.advantage)
-  lookup.require_fields(
-    'config.algorithm.advantage_kw', fn, a.advantage_kw, ConfigError
-  )
+  try:
+    lookup.require_fields(
+      'config.algorithm.advantage_kw', fn, a.advantage_kw, ConfigError
+    )
+  except ConfigError as e:
+    raise ConfigError(
+      f'{e} (ConfigDict.update keeps the fields of the advantage that was set '
+      'before; assign advantage_kw instead)'
+    ) from e
   lookup.require(
     'critic' not in credit.needs(a.advantage)
     or {'gamma', 'lam'} <= lookup.fields(fn).keys(),

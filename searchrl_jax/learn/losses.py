@@ -6,6 +6,11 @@ denominator (`denominator`) is computed up front from the masks of the whole
 minibatch. So microbatches add up to the minibatch exactly, on any mesh, and
 an empty microbatch gives 0, not 0/0.
 
+No loss is named after an algorithm: GRPO and PPO are `clip` with an advantage
+and an aggregation (configs/algorithms.py). train.train calls Learner.update and
+that Updater.step, whose compiled program calls the objective of
+`objectives.policy`, which calls the loss.
+
 Axes: B sequences, T tokens. mask [B, T] is True for target tokens in the loss.
 Log-probs are natural logarithms, float32, of the token at the same position,
 and arbitrary outside the mask.

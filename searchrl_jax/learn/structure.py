@@ -31,8 +31,8 @@ class Span:
   end: int
   turn: int  # that it is part of, or follows; -1 before the first turn
   segment: Segment
-  # Of an observation: ids of the passages that the search found, in order. A
-  # cut observation does not show all of them.
+  # Of an observation: ids of the passages that the search found, or the text
+  # of a tool, in order. A cut observation does not show all of it.
   passages: tuple[str, ...] = ()
 
 
@@ -84,8 +84,9 @@ class Structure:
     Args:
       name: 'role' of the trajectory; 'anchor', what the turn follows (GiGPO,
         arXiv 2505.10978, groups by it): the kinds of the environment's
-        segments and the set of passages found there, compared exactly, where
-        the paper's search variant compares texts; or a name in
+        segments, the set of passages found there and the texts of tools,
+        compared exactly, where the paper's search variant compares texts of
+        passages too; or a name in
         `Trajectory.meta`, where a sampler has put a label, or a list with one
         for each turn (a tree, its nodes). Failed trajectories need none.
 
@@ -171,7 +172,10 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
   """
   found = [
     tuple(
-      p.id for r in results if isinstance(r, SearchResult) for p in r.passages
+      x
+      for r in results
+      if isinstance(r, SearchResult)
+      for x in (*(p.id for p in r.passages), *([r.text] if r.text else []))
     )
     for _, results in itertools.groupby(
       trajectory.searches, key=lambda r: r.request.turn

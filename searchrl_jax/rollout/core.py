@@ -231,6 +231,8 @@ class Services:
     A later start of the step does not sample them again. Record those that
     depend on each other (a shared prefix, rewards) in one call, and sample all
     of them again where `done` lacks one: another start may have other weights.
+    Only failed trajectories that are recorded count towards config.max_failed;
+    RolloutStats.failed_searches counts those of all attempts.
 
     Raises:
       RolloutError: more than config.max_failed of all trajectories failed.

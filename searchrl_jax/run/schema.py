@@ -176,7 +176,7 @@ def base() -> ConfigDict:
   c.source.k = 3  # passages for a query
   c.source.timeout = 10.0  # seconds for one attempt
   c.source.deadline = 60.0  # seconds for all attempts at one request
-  c.source.attempts = 4
+  c.source.attempts = 4  # HTTP requests for one search of the environment
   c.source.batch_ms = 3.0  # wait to gather queries of other trajectories
   # Of module='simulated': a language model writes the passages (ZeroSearch).
   c.source.simulator = ConfigDict()
@@ -253,7 +253,8 @@ def base() -> ConfigDict:
   # without computing twice: those that slots and engine.host_gib hold, or, of
   # servers, two for each of their slots.
   c.rollout.concurrency = 0
-  c.rollout.search_attempts = 2  # searches tried on the live handle
+  # Times that a search is tried, each with up to source.attempts requests.
+  c.rollout.search_attempts = 2
   c.rollout.max_failed = 0.2  # fraction of failed trajectories that stops
   # Rounds of further questions while groups of equal rewards leave a step
   # short (DAPO's dynamic sampling, with algorithm.drop_zero_variance).
