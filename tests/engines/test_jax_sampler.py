@@ -808,6 +808,14 @@ def test_nothing_compiles_after_warmup(monkeypatch):
 
   async def step(n):
     await asyncio.gather(*[trajectory(10 * n + i) for i in range(7)])
+    # Which trajectories find their prompt in a cache depends on time; a fork
+    # always does.
+    handle = engine.open(prompt(engine, 27))
+    await engine.generate(handle, Sampling(max_tokens=3, seed=0))
+    fork = engine.fork(handle)
+    await engine.generate(fork, Sampling(max_tokens=3, seed=1))
+    engine.close(handle)
+    engine.close(fork)
 
   try:
     for n in range(20):
