@@ -309,7 +309,7 @@ def test_a_cursor_of_other_data_is_refused(change):
   make = lambda sets, **kw: core.Stream(sets, **kw)
   state = make(**fields).state()
   make(**fields).restore(state)
-  with pytest.raises(core.DataError, match='data cursor belongs to other'):
+  with pytest.raises(core.DataError, match='data position belongs to other'):
     make(**{**fields, **change}).restore(state)
 
 
