@@ -61,7 +61,7 @@ class Stored:
 
 
 def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
-  """Opens a file of vectors; its format is known by its bytes and size.
+  """Opens a file of vectors; detects the format from its bytes and size.
 
   Args:
     path: the file.

@@ -365,7 +365,7 @@ def test_events_that_do_not_answer_the_action(tok):
   with pytest.raises(ValueError, match='has not ended'):
     env.trajectory(start)
   many = scripted.completion([5] * 300, 'length')
-  with pytest.raises(ValueError, match='sampled 300 tokens, asked for'):
+  with pytest.raises(ValueError, match='sampled 300 tokens, but the limit'):
     env.step(start, many)
   short = dataclasses.replace(good, logps=good.logps[:-1])
   with pytest.raises(ValueError, match='logps'):

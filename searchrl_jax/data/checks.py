@@ -235,7 +235,7 @@ def choose(
   lookup.require(n >= 0, f'{path}: n={n} must be 0 (all) or more', DataError)
   lookup.require(
     n <= len(kept),
-    f'{path}: n={n}, but only {len(kept)} questions are left; n=0 takes all',
+    f'{path}: n={n} questions requested, {len(kept)} available; n=0 takes all',
     DataError,
   )
   drawn = np.random.default_rng(seed).permutation(len(kept))[: n or None]

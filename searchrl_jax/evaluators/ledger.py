@@ -67,7 +67,7 @@ def manifest(
 
 
 def _frozen(questions: Sequence[Question]) -> dict[str, Any]:
-      # Different texts or answers are not visible in the ids alone.
+  # Different texts or answers are not visible in the ids alone.
   content = json.dumps([[q.id, q.text, q.answers] for q in questions])
   ids = [q.id for q in questions]
   return {
@@ -148,7 +148,7 @@ def check_corpus(
     )
   elif wanted != records.plain(served):
     raise DataError(
-      f'{path} is of another corpus: {wanted} in it, {served} on the server; '
+      f'{path} names another corpus: {wanted}, but {served} on the server; '
       'serve that corpus, or evaluate without --manifest'
     )
 

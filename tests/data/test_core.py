@@ -88,7 +88,7 @@ def test_set_fields_fills_in_every_default(tmp_path):
     ({'module': 'jsonl'}, "needs the field 'path'"),
     ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'hotpot'}, 'hotpotqa'),
-    ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions asked'),
+    ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions requested'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
   ],
 )
