@@ -11,9 +11,9 @@ With a checkpoint (a Hugging Face folder or name) the config is full size:
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-3B,algorithm=grpo \\
     --workdir=runs/search_r1 --config.source.url=http://127.0.0.1:8000
 
-experiments/search_r1/ has figures (of the last checkpoint; no evaluation set
-selects a checkpoint), memory requirements, and the fields that correspond to
-each override of the original's scripts. Arguments:
+experiments/search_r1/ has figures (of the last checkpoint: none is selected),
+memory requirements, and the fields that correspond to each override of the
+original's scripts. Arguments:
 
   model      '' = the small form
   algorithm  grpo, ppo, reinforce

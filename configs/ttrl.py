@@ -31,9 +31,9 @@ Arguments:
 
 The run trains on the test-time set without its golden answers, which only the
 metrics use, and evaluates on it; it also evaluates on a held-out set of the
-same kind. The original trains and evaluates on one file only. Figures are of
-the last checkpoint: selection by golden answers would select on the reported
-scores. Only the checkpoints of checkpoint.every are written.
+same kind. The original trains and evaluates on one file only. No checkpoint is
+selected, because golden answers would select on the reported scores: figures
+are of the last one. Only the checkpoints of checkpoint.every are written.
 
 rollout.group = N samples vote, and reward.vote.train = M of them are trained
 on: 64 and 32 at full size, 16 and 8 in the small forms, so that they take

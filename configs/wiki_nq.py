@@ -22,8 +22,8 @@ scratch: it must learn to copy a question into a query and a span of a passage
 into an answer. Its warm start draws the kind of answer (a date, a name, a
 title, ...) independently of the question; RL can then learn which kind a
 question asks for, and whether to search. The reward is answer F1, because exact
-matches are too rare to learn from. Figures are of the last checkpoint; the dev
-set selects none.
+matches are too rare to learn from. Figures are of the last checkpoint: none is
+selected.
 """
 
 from ml_collections import ConfigDict

@@ -54,7 +54,7 @@ class Segment:
     if self.author not in AUTHORS:
       raise ValueError(f'Segment.author={self.author!r} is none of {AUTHORS}')
     if not self.kind.isidentifier():
-      raise ValueError(f'Segment.kind={self.kind!r} is no name of a block')
+      raise ValueError(f'Segment.kind={self.kind!r} is not the name of a block')
     for name in ('logps', 'versions'):
       value = getattr(self, name)
       if value is not None and len(value) != len(self.ids):
