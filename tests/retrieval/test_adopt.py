@@ -243,7 +243,7 @@ def test_wrong_settings_are_named(source, tmp_path, made, given, said):
     ('fewer', 'holds 599 vectors of 32 dimensions; the corpus has 600'),
     ('narrow', 'holds 600 vectors of 16 dimensions'),
     ('L2', 'a FAISS index of metric 1, not of inner product'),
-    ('raw fewer', 'not 600 raw vectors of 32 dimensions, which take 76800'),
+    ('raw fewer', 'nor 600 raw vectors of 32 dimensions, which take 76800'),
     ('cut', 'nor a whole FAISS index'),
     ('empty', 'nor a whole FAISS index'),
     ('junk', 'nor a whole FAISS index'),
