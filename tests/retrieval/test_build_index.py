@@ -81,7 +81,9 @@ def contents(out):
 
 def test_one_build_at_a_time(source, tmp_path):
   with contextlib.closing(build_index.Folder(tmp_path)):
-    with pytest.raises(files.FilesError, match='another build uses this folder'):
+    with pytest.raises(
+      files.FilesError, match='another build uses this folder'
+    ):
       build(tmp_path, corpus=source, index=['bm25'])
   build(tmp_path, corpus=source, index=['bm25'])
 
