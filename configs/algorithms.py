@@ -5,18 +5,21 @@
 
 If the recipe has set another advantage before, clear its fields first
 (c.algorithm.advantage_kw = {}): `update` merges dicts.
-A dict sets what makes the algorithm (advantage, loss, bounds, how tokens are
-averaged, where a KL goes) and leaves alone what any of them may have: tis,
-entropy_coef, minibatches, epochs. With one minibatch and one epoch a step is
-on policy: every ratio is 1 and no bound acts.
 
-Of all of them, unlike the papers:
-  * where answers to a question are compared, one whose others failed gets 0.
-  * the engine's mismatch is corrected by truncated weights; tis='none' is
-    the papers'.
-  * a KL in the reward is taken token by token where advantages are (PPO),
-    and summed over the trajectory elsewhere; REINFORCE++'s paper has it token
-    by token. Coefficients of a KL are where a public implementation starts.
+A dict sets the fields that define the algorithm (advantage, loss, clip bounds,
+aggregation over tokens, place of the KL). It does not set the fields that are
+independent of the algorithm: tis, entropy_coef, minibatches, epochs. With one
+minibatch and one epoch, a step is on policy: every ratio is 1 and no clip bound
+is active.
+
+All of them differ from the papers as follows:
+  * where the answers to a question are compared, an answer gets advantage 0 if
+    all other answers failed.
+  * truncated importance weights correct the mismatch between engine and
+    trainer; tis='none' gives the papers' loss.
+  * a KL in the reward is per token if advantages are per token (PPO), and
+    summed over the trajectory otherwise; REINFORCE++'s paper uses it per token.
+    KL coefficients are the defaults of a public implementation.
 """
 
 _PLAIN = dict(
@@ -34,9 +37,9 @@ _PLAIN = dict(
 )
 _IN_REWARD = dict(kl='reward', kl_estimator='k1')
 
-# DeepSeekMath, arXiv 2402.03300: each answer weighs the same, its tokens share
-# its weight; KL to the reference in the loss. eps and the unbiased deviation
-# are verl's.
+# DeepSeekMath, arXiv 2402.03300: all answers have equal weight, divided equally
+# among the tokens of an answer; KL to the reference in the loss. eps and the
+# unbiased standard deviation are verl's.
 GRPO = _PLAIN | dict(
   advantage='grpo',
   advantage_kw=dict(eps=1e-6, ddof=1),
@@ -45,14 +48,14 @@ GRPO = _PLAIN | dict(
   kl_coef=0.04,
 )
 
-# arXiv 2503.20783: neither the deviation nor the length of an answer divides.
-# Set algorithm.horizon as well, to the most tokens that an answer may have
-# (their code's constant; the paper's equation has none, which is horizon=1).
+# arXiv 2503.20783: no division by the standard deviation or by the length of an
+# answer. Also set algorithm.horizon to the maximum number of tokens of an
+# answer (their code's constant; the paper's equation has none: horizon=1).
 DR_GRPO = _PLAIN | dict(advantage='dr_grpo', aggregation='sequence_sum')
 
-# arXiv 2402.14740: the mean of the other answers as baseline, an answer as one
-# action, KL in the reward (0.05 in TRL). The paper is on policy and clips
-# nothing; the clipped ratio of whole answers is TRL's.
+# arXiv 2402.14740: the mean of the other answers is the baseline, an answer is
+# one action, KL in the reward (0.05 in TRL). The paper is on policy and does
+# not clip; the clipped ratio of whole answers is TRL's.
 RLOO = (
   _PLAIN
   | _IN_REWARD
@@ -61,9 +64,10 @@ RLOO = (
   )
 )
 
-# Williams, 1992; the mean of the other returns of the batch as baseline. The
-# sum over tokens is divided by the tokens of the minibatch, where the estimator
-# divides by the answers. Search-R1's "REINFORCE" is not in its release.
+# Williams, 1992; the mean of the other returns of the batch is the baseline.
+# The sum over tokens is divided by the number of tokens of the minibatch; the
+# original estimator divides by the number of answers. Search-R1's release does
+# not contain its "REINFORCE".
 REINFORCE = _PLAIN | dict(advantage='reinforce', loss='reinforce')
 
 # arXiv 2501.03262: returns whitened over the batch, PPO's bounds, KL in the
@@ -77,20 +81,20 @@ REINFORCE_PP = (
   )
 )
 
-# The same paper's variant for groups: less the group's mean, then whitened. A
-# KL is left to the recipe.
+# The same paper's variant for groups: the group's mean is subtracted, then
+# returns are whitened. The recipe sets the KL.
 REINFORCE_PP_BASELINE = _PLAIN | dict(
   advantage='reinforce_pp_baseline', advantage_kw=dict(eps=1e-8, ddof=0)
 )
 
-# arXiv 2310.10505: the greedy answer's return as baseline; one sampled answer
-# to a question will do. A KL is left to the recipe.
+# arXiv 2310.10505: the greedy answer's return is the baseline; one sampled
+# answer per question suffices. The recipe sets the KL.
 REMAX = _PLAIN | dict(advantage='remax', loss='reinforce')
 
 # PPO, arXiv 1707.06347, with GAE, as Search-R1 runs it: no discount, KL in the
-# reward. Needs a critic: set config.critic.lr (1e-5 there) and the rest of it.
-# There the mean is over the tokens of each microbatch, and GAE and whitening
-# take in retrieved tokens: not kept.
+# reward. It needs a critic: set config.critic.lr (1e-5 in Search-R1) and its
+# other fields. Search-R1 averages over the tokens of each microbatch and
+# includes retrieved tokens in GAE and whitening; this project does neither.
 PPO = (
   _PLAIN
   | _IN_REWARD
@@ -102,10 +106,10 @@ PPO = (
 )
 
 # arXiv 2503.14476: clip-higher, token mean, no KL. Questions whose answers all
-# earn the same are left out; the paper samples others until the batch is full:
-# as many rounds of that as rollout.refill says. Overlong shaping is a reward
-# (rewards/length.py), and the filter sees it: equally right answers of other
-# lengths stay.
+# have the same reward are left out. The paper samples further questions until
+# the batch is full; rollout.refill sets the number of such rounds. Overlong
+# shaping is a reward (rewards/length.py) that the filter includes: equally
+# correct answers of different lengths are kept.
 DAPO = _PLAIN | dict(
   advantage='grpo',
   advantage_kw=dict(eps=1e-6, ddof=1),
@@ -114,7 +118,7 @@ DAPO = _PLAIN | dict(
 )
 
 # arXiv 2507.18071: the ratio of a whole answer, to the power of 1 / tokens;
-# bounds of section 5.1.
+# clip bounds of section 5.1.
 GSPO = _PLAIN | dict(
   advantage='grpo',
   advantage_kw=dict(eps=1e-6, ddof=1),
@@ -124,8 +128,8 @@ GSPO = _PLAIN | dict(
   aggregation='sequence',
 )
 
-# MiniMax-M1, arXiv 2506.13585: no lower bound. It does not state the upper
-# one; TRL's epsilon_high=5 bounds the ratio itself, which is 1 + clip_high.
+# MiniMax-M1, arXiv 2506.13585: no lower bound. The paper does not state the
+# upper bound; TRL's epsilon_high=5 bounds the ratio itself, 1 + clip_high.
 CISPO = _PLAIN | dict(
   advantage='grpo',
   advantage_kw=dict(eps=1e-6, ddof=1),
@@ -134,8 +138,8 @@ CISPO = _PLAIN | dict(
   clip_high=4.0,
 )
 
-# "Tricks or traps?", arXiv 2508.08221: the group's mean, the batch's deviation,
-# token mean, PPO's bounds, and nothing else.
+# "Tricks or traps?", arXiv 2508.08221: the group's mean, the batch's standard
+# deviation, token mean, PPO's bounds.
 LITE_PPO = _PLAIN | dict(
   advantage='lite_ppo', advantage_kw=dict(eps=1e-6, ddof=1)
 )

@@ -9,14 +9,14 @@ or, stage by stage,
     --workdir=runs/quick --config.train.init=runs/warm
   python -m searchrl_jax.evaluate --workdir=runs/quick --controls
 
-A decoder of 0.4 million parameters, from scratch. The warm start teaches the
-protocol and to read, on traces that mix good searches, poor ones and guesses;
-it takes worlds of its own and asks about other people. GRPO then selects: 32
-questions x 8 trajectories a step, exact match the only reward. These are GRPO's
-advantages and clipping with the schema's other defaults: a mean over tokens and
-no KL; `algorithms.GRPO` has the paper's.
-docs/benchmarks.md has the figures of a run, those of its last checkpoint: none
-is selected.
+A decoder of 0.4 million parameters is trained from scratch. The warm start
+teaches the protocol and reading, on traces that mix good searches, poor
+searches and guesses; its worlds and people differ from those of the run. GRPO
+then selects among these behaviours: 32 questions x 8 trajectories per step,
+with exact match as the only reward. These are GRPO's advantages and clipping
+with the schema's other defaults, a mean over tokens and no KL;
+`algorithms.GRPO` has the paper's. docs/benchmarks.md has the figures of a
+run, for its last checkpoint; no checkpoint is selected.
 """
 
 from ml_collections import ConfigDict
@@ -31,7 +31,7 @@ def get_config(arg=None):
   c = schema.base()
   c.name = 'quickstart'
   c.seed = a.seed
-  c.checkpoint.best = ''  # the last one is reported
+  c.checkpoint.best = ''  # the last checkpoint is reported
   c.model.tokenizer = 'world'
   c.model.arch = ConfigDict(
     dict(
@@ -43,8 +43,8 @@ def get_config(arg=None):
       num_key_value_heads=8,
       head_dim=16,
       intermediate_size=256,
-      # Sharp positions early: the step back to the previous token, which
-      # copying is made of, is learned sooner than with 10,000.
+      # Positions are distinguished more sharply than with 10,000, so attention
+      # to the previous token, which copying needs, is learned sooner.
       rope_theta=100.0,
       rms_norm_eps=1e-6,
       tie_word_embeddings=True,
@@ -58,7 +58,7 @@ def get_config(arg=None):
 
   c.data.world_seed = 0
   c.data.world = ConfigDict(WORLD)
-  # By reference: questions of another world than the server's teach nothing.
+  # By reference, so that questions and server always use the same world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.micro = ConfigDict(
     dict(module=c.data.world_module, split='train', **world)

@@ -4,52 +4,54 @@
   python -m searchrl_jax.train --config=configs/search_r1.py:algorithm=ppo \\
     --workdir=runs/ppo --config.train.init=runs/warm
 
-is the small form: the quickstart's model and world, 4 minutes on 2 cores.
-With a checkpoint (a Hugging Face folder or name) it is the full size:
+runs the small form: the quickstart's model and world, 4 minutes on 2 cores.
+With a checkpoint (a Hugging Face folder or name) the config is full size:
 
   python -m searchrl_jax.train \\
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-3B,algorithm=grpo \\
     --workdir=runs/search_r1 --config.source.url=http://127.0.0.1:8000
 
-experiments/search_r1/ has figures (of the last checkpoint: none is selected, by
-the sets that are reported or others), memory, and each override of the
-original's scripts in our words. Arguments:
+experiments/search_r1/ has figures (of the last checkpoint: none is selected),
+memory requirements, and the fields that correspond to each override of the
+original's scripts. Arguments:
 
   model      '' = the small form
   algorithm  grpo, ppo, reinforce
   template   base, chat, search_r1, or a JSON file; small: micro
-  reward     em; format: shaped by the format (of their v0.3)
+  reward     em; format: shaped by the format (as in their v0.3)
   version    released: the scripts in the root (2 searches, then an answer);
              v0.2: 4 searches, as in the paper's figures; v0.3: those with the
-             format's rate for GRPO; paper: v0.2 with GRPO as the paper writes
-             it, each answer weighing the same
+             format's learning rate for GRPO; paper: v0.2 with the paper's GRPO,
+             in which all answers have equal weight
   baseline   no_search: RL without searches; direct, cot (chain of thought), rag
-             (one search with the question): prompts alone, to evaluate
+             (one search with the question): prompts only, for evaluation
   profile    search_r1: `evaluate` for checkpoints that Search-R1 trained, see
-             the README; with version=v0.2 for those of v0.2
-  layout, folder  of the questions, as configs/seven.py has them: train.parquet
-             and test.parquet as they make them, or FlashRAG's files
+             the README; add version=v0.2 for checkpoints of v0.2
+  layout, folder  of the questions, see configs/seven.py: Search-R1's
+             train.parquet and test.parquet, or FlashRAG's files
   seed
 
-The default is the released behaviour without its bugs. Otherwise than there:
+The default is the released behaviour without its bugs. Differences from the
+release:
 
-  * tokens are trained on as they were sampled; there they are decoded, cut and
-    encoded again, and no end of turn is ever learnt;
-  * the loss is the mean over all tokens of a minibatch; there it is a mean of
+  * training uses the token ids that were sampled; the release decodes, cuts and
+    encodes them again, so the policy never learns to end a turn;
+  * the loss is the mean over all tokens of a minibatch; the release averages
     the means of microbatches;
-  * observations are left out of GAE, whitening and the critic as well;
-  * nucleus sampling (0.95, a default that most scripts leave) is not kept: the
-    trainer scores the whole distribution, so training samples from it;
-  * no answer is no answer; there, the template's own example is found and
-    compared, and the shaped reward pays for any text (`released` of the reward
-    brings that back);
-  * observations are cut between passages, and their closing tag stays;
-  * groups go by question; there ids of merged sets collide;
-  * evaluation is greedy; there it samples, since a flag is lost on the way;
-  * log-probs of the engine correct the loss by truncated weights (algorithm.
-    tis='none' is theirs); groups are dealt to minibatches anew each step;
-  * "REINFORCE" is in their paper and README alone: here with the mean of the
-    other returns of the batch as baseline, and PPO's penalty.
+  * GAE, whitening and the critic also exclude observations;
+  * training samples without nucleus sampling (0.95, a default that most of
+    their scripts keep), because the trainer scores the whole distribution;
+  * a trajectory without an answer has no answer; the release extracts and
+    compares the example of the template, and its shaped reward is positive for
+    any text (`released` of the reward restores that);
+  * observations are cut between passages and keep their closing tag;
+  * groups are formed by question; in the release, ids of merged sets collide;
+  * evaluation is greedy; the release samples, because a flag has no effect;
+  * truncated importance weights relative to the engine's log-probs correct the
+    loss (algorithm.tis='none' gives their loss); groups are assigned to
+    minibatches at random in each step;
+  * "REINFORCE" is only in their paper and README; this recipe uses the mean of
+    the other returns of the batch as baseline, and PPO's KL penalty.
 """
 
 from ml_collections import ConfigDict
@@ -112,7 +114,7 @@ def get_config(arg=None):
   c = _full(a) if a.model else _small(a)
   c.name = 'search_r1'
   c.seed = a.seed
-  c.checkpoint.best = ''  # the last one is reported
+  c.checkpoint.best = ''  # the last checkpoint is reported
   c.algorithm.update(ALGORITHMS[a.algorithm])
   c.algorithm.entropy_coef = 0.001
   if a.version == 'paper' and a.algorithm == 'grpo':
@@ -133,11 +135,11 @@ def _small(a):
     )
   c = quickstart.get_config()
   c.data.world_seed = a.seed
-  c.train.steps = 40  # greedy answers are as good as they get after 20 to 30
+  c.train.steps = 40  # greedy accuracy stops improving after 20 to 30
   if a.baseline == 'direct':
     c.env.template = 'micro_direct'
   if a.algorithm != 'grpo':
-    # As many trajectories as 32 x 8, each of a question of its own.
+    # As many trajectories as 32 x 8, each of a different question.
     c.rollout.questions = 256
     c.rollout.group = 1
   if a.algorithm == 'ppo':
@@ -158,22 +160,22 @@ def _full(a):
   c.env.max_turns = 2 if a.version == 'released' else 4
   c.env.max_turn_tokens = 500
   c.env.max_observation_tokens = 500
-  # What a last turn may see there (4096) and write.
+  # Their limits of the context of a last turn (4096) and of its reply.
   c.env.max_tokens = 4608
   c.engine.max_len = 4608
   c.engine.dtype = 'bfloat16'
   c.engine.slots = 256
   # 16 observations in one prefill call.
   c.engine.prefill_rows = c.env.get_ref('max_observation_tokens') // 2
-  # bfloat16 log-probs of two programs differ by about this much.
+  # Log-probs of two programs in bfloat16 differ by about this much.
   c.engine.canary_tolerance = 0.1
 
-  c.train.steps = 1004  # the last of their 1005 is never run
+  c.train.steps = 1004  # their code does not run the last of its 1005
   grouped = a.algorithm == 'grpo'
   c.rollout.questions = 512
   c.rollout.group = 5 if grouped else 1
   c.algorithm.minibatches = 10 if grouped else 2  # of 256 trajectories
-  # Their schedules count steps, ours updates.
+  # Their schedules count steps; ours count updates.
   c.optim.lr = 5e-7 if a.version == 'v0.3' and grouped else 1e-6
   c.optim.warmup = round(0.285 * 1005) * c.algorithm.minibatches
   c.optim.weight_decay = 0.01
@@ -185,7 +187,7 @@ def _full(a):
   c.batch.tokens = 18432
   c.checkpoint.every = 100
   c.eval.every = 50
-  c.eval.questions = 512  # of each set, while it trains; evaluate all with 0
+  c.eval.questions = 512  # of each set, during training; 0 = all
   c.data.train = seven.sets(
     a.layout, 'train', names=('nq', 'hotpotqa'), folder=a.folder
   )
@@ -198,7 +200,7 @@ def _full(a):
 
 
 def _one_shot(c):
-  """Each question with the passages that a search with it finds."""
+  """Adds to each question the passages that a search with it finds."""
   k = c.source.get_ref('k') if c.source.corpus != 'world' else 3
   for sets in (c.data.train, c.data.eval):
     for name, fields in sets.items():

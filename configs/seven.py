@@ -4,25 +4,25 @@
     --config=configs/seven.py:model=/path/to/hf,layout=flashrag \\
     --data_dir=FOLDER --config.source.url=http://127.0.0.1:8000
 
-evaluates 51,713 questions, greedily; `n=500` draws as many of each set. The
-server holds the passages (retrieval/README.md). Arguments:
+evaluates 51,713 questions, greedily; `n=500` draws 500 questions from each set.
+The server holds the passages (retrieval/README.md). Arguments:
 
   model     a Hugging Face folder or name; '' = configs/wiki_nq.py's small one
-  template  as configs/wiki_nq.py has it
+  template  see configs/wiki_nq.py
   layout    flashrag   NAME/SPLIT.jsonl, as FlashRAG publishes them
             hub        the same files, from the Hugging Face hub
-            search_r1  test.parquet or train.parquet, as Search-R1 makes them
+            search_r1  Search-R1's test.parquet or train.parquet
             tfds       NAME/1.0.0, ArrayRecord made by searchrl_jax.data.tfds
-  folder    where they are, below the data folder ('a/b/')
-  split     '' = test where there is one, else dev, as Search-R1 has it; train,
-            dev, test: of the sets that have it
+  folder    their path below the data folder ('a/b/')
+  split     '' = test if it exists, else dev, as in Search-R1; train, dev, test:
+            only the sets that have this split
   n         questions drawn from each set; 0 = all
 
-2WikiMultihopQA is the set `two_wiki` (a flag could not name one that begins
-with a digit): --config.data.eval.two_wiki.n=100. Hops are known for HotpotQA,
-2WikiMultihopQA and MuSiQue, whose records tell them.
-experiments/EVALUATION.md explains the figures. Nothing is trained, and no
-checkpoint selected.
+2WikiMultihopQA is the set `two_wiki`, because the name of a flag cannot begin
+with a digit: --config.data.eval.two_wiki.n=100. The number of hops is known for
+HotpotQA, 2WikiMultihopQA and MuSiQue, whose records contain it.
+experiments/EVALUATION.md explains the figures. This config trains nothing, and
+no checkpoint is selected.
 """
 
 from ml_collections import ConfigDict
@@ -98,7 +98,7 @@ def _flashrag(folder, name, split):
 
 
 def _search_r1(folder, name, split):
-  # What is tested on stands in one file, whatever split it came from.
+  # One file contains all test questions, whatever split they came from.
   file = 'train' if split == 'train' else 'test'
   return dict(
     module='parquet',

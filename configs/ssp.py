@@ -7,40 +7,41 @@
   python -m experiments.ssp.train --config=configs/ssp.py \\
     --workdir=runs/ssp --config.train.init=runs/warm
 
-is the small form: a decoder of 0.4 million parameters in a world of invented
-people (experiments/ssp/world.py), minutes on 2 cores. With a checkpoint it is
-the full size, on SSP's own list of answers:
+runs the small form: a decoder of 0.4 million parameters in a world of invented
+people (experiments/ssp/world.py), minutes on 2 cores. With a checkpoint the
+config is full size, on SSP's own list of answers:
 
   python -m experiments.ssp.train --config=configs/ssp.py:model=PATH \\
     --workdir=runs/ssp_7b --config.source.url=http://127.0.0.1:8000
 
-A proposer gets an answer and searches until it asks a question; who cannot
-search must find the answer in what it read; a solver gets the question. It
-earns for right answers, the proposer for wrong ones; neither needs a gold
-question. experiments/ssp/ has the loop, figures, memory. Arguments:
+A proposer gets an answer and searches until it asks a question. A verifier,
+which cannot search, must find the answer in the passages that the proposer
+read. A solver gets the question. The solver is rewarded for correct answers,
+the proposer for wrong ones; neither needs a gold question. experiments/ssp/ has
+the loop, figures and memory requirements. Arguments:
 
   model     '' = the small form
   pairing   grpo+reinforce (solver + proposer), grpo+grpo, ppo+ppo
-  arm       ssp; frozen: who proposes stays as it started; frozen_twice: and
-            each trajectory of the solver is used twice, so that there are as
-            many updates as with a proposer's; no_verifier; golds: RL on gold
-            questions instead (small form; by train.py)
-  reward    the proposer's: 1-acc, intermediate_difficulty, format_only; '' =
-            the first at full size, as their script has it, the second in the
-            small form, whose verifier a proposer learns to fool for 1-acc
-            (README)
+  arm       ssp; frozen: the proposer keeps its initial parameters;
+            frozen_twice: as frozen, but each trajectory of the solver is used
+            twice, for as many updates as with a trained proposer; no_verifier;
+            golds: RL on gold questions instead (small form; by train.py)
+  reward    of the proposer: 1-acc, intermediate_difficulty, format_only; '' =
+            1-acc at full size, as in their script, intermediate_difficulty in
+            the small form, because there 1-acc teaches the proposer to fool
+            the verifier (README)
   part      of the small form's warm start, 1 to 4; see PARTS
-  layout, folder  of the seven sets that it is evaluated on, see seven.py
+  layout, folder  of the seven evaluation sets, see seven.py
   seed
 
-What the knobs of their train_ssp.sh are called here (config.selfplay, unless
-it says more):
+Options of their train_ssp.sh and the corresponding fields (of config.selfplay,
+unless another is named):
 
   proposer.n               n (their PROPOSER_N)
   proposer.reward_type     reward; left, right: the same
   proposer.format_penalty  penalty (script 0, YAML -1)
-  proposer.adv_estimator   algorithm, a whole one as config.algorithm is
-  proposer.warm_up_steps   solver_from (-1 there is 0 here)
+  proposer.adv_estimator   algorithm, with all fields of config.algorithm
+  proposer.warm_up_steps   solver_from (their -1 is 0)
   use_rag_filter           verifier: 'policy', 'judge', 'none'
   noisy_RAG_materials      noise
   use_search_terms_filter  answer_unsearched
@@ -51,9 +52,9 @@ it says more):
   dynamic_sampling.enable, .max_retry_attempts   resample, rounds; 0 = off
   dynamic_sampling.min_valid_ratio        min_valid
   reward_dynamic_sampling  algorithm.drop_zero_variance: such groups are left
-                           out; there the option never draws anew
-  combine_update, mini_epochs, save_freq  have none: updates are two, on one
-                           set of solvers, and every trajectory is written
+                           out; their option never samples again
+  combine_update, mini_epochs, save_freq  no field: there are two updates, on
+                           one set of solver data; all trajectories are written
 
 Differences from SSP's release that affect results (each file has more):
 
@@ -88,8 +89,8 @@ PAIRINGS = {
   'grpo+grpo': (algorithms.GRPO, algorithms.GRPO),
   'ppo+ppo': (algorithms.PPO, algorithms.PPO),
 }
-# What traces do (experiments/ssp/traces.py). As a proposer is to begin: mostly
-# one hop; solvers stop short.
+# Behaviours in the traces (experiments/ssp/traces.py). HABITS is the behaviour
+# at the start of self-play: proposals mostly have one hop, solvers stop early.
 HABITS = dict(
   asked=(0.80, 0.12, 0.05, 0.03),
   proposed=(0.9, 0.08, 0.02),
@@ -108,8 +109,8 @@ SKILLS = dict(
   around=0.1,
   absent=0.2,
 )
-# The warm start, part after part: to copy names, to look statements up (by
-# drills), to chain them, and the habits that self-play begins with.
+# The parts of the warm start, in order: copying names, looking statements up
+# (by drills), chaining them, and the habits at the start of self-play.
 PARTS = (
   (HABITS | dict(solver=0.3, proposer=0.4, drill=0.0), 2000, 3e-3),
   (HABITS | dict(solver=0.3, proposer=0.25, drill=0.15), 800, 2.5e-3),
@@ -158,7 +159,7 @@ def get_config(arg=None):
   c = schema.base()
   c.name = 'ssp'
   c.seed = a.seed
-  c.checkpoint.best = ''  # the last one is reported
+  c.checkpoint.best = ''  # the last checkpoint is reported
   c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
   c.selfplay = selfplay()
   c.selfplay.reward = a.reward or (
@@ -189,36 +190,36 @@ def selfplay() -> ConfigDict:
   """Every field of config.selfplay, which experiments/ssp reads."""
   s = ConfigDict()
   s.n = 1  # proposals of one answer
-  s.tag = 'question'  # what a proposer's question stands in
-  s.template = 'micro_proposer'  # the proposer's, its `answer` the question
+  s.tag = 'question'  # the tag around a proposer's question
+  s.template = 'micro_proposer'  # of the proposer; its `answer` is the question
   s.brief = '{answer}'  # its prompt's slot: {answer} {searches} {examples}
   s.reader = 'micro_evidence'  # the verifier's template
   s.reading = '{evidence}\nQuestion: {question}'  # its prompt's slot
   s.algorithm = ConfigDict(schema.base().algorithm.to_dict())  # the proposer's
-  s.frozen = False  # the proposer stays as it starts (a control)
+  s.frozen = False  # the proposer keeps its initial parameters (a control)
   s.solver_from = 0  # first step in which the solver learns
-  # What a question must be; further rules have no field.
+  # Conditions on a question; further rules have no field.
   s.min_chars, s.max_chars = 10, 1000
   s.min_words = 10
   s.min_searches = 2
-  s.answer_unsearched = False  # the answer in no query
+  s.answer_unsearched = False  # no query may contain the answer
   s.verifier = 'policy'  # policy; judge: the server of config.judge; none
-  s.noise = 4  # foreign bundles of evidence that its reader sees
+  s.noise = 4  # bundles of other questions' evidence in the verifier's prompt
   # The proposer's reward.
   s.reward = '1-acc'  # 1-acc, intermediate_difficulty, format_only
   s.left, s.right = 0.0, 1.0  # of intermediate_difficulty
-  s.penalty = 0.0  # of a proposal that does not stand
-  s.train_invalid = True  # these are in the proposer's batch
-  # Slots of proposals that do not stand.
+  s.penalty = 0.0  # reward of an invalid proposal
+  s.train_invalid = True  # invalid proposals are in the proposer's batch
+  # Slots of invalid proposals.
   s.invalid = 'reuse'  # reuse, dummy, drop
-  s.empty_pool = 'dummy'  # dummy, drop: what reuse does without a pool
+  s.empty_pool = 'dummy'  # dummy, drop: in place of reuse if the pool is empty
   s.dummy = 'no question'
-  s.reuse_threshold = 1.0  # largest success of a question that is reused
+  s.reuse_threshold = 1.0  # maximum success rate of a question that is reused
   s.clear_every = 10  # steps; 0 = never
-  s.keep_ratio = 0.0  # of the pool, the newest
-  s.resample = 0  # rounds of further answers while too few proposals stand
-  s.min_valid = 1.0  # share of slots that these rounds want filled
-  s.oracle = ''  # a function of the config, for metrics alone; '' = none
+  s.keep_ratio = 0.0  # share of the pool that is kept, the newest
+  s.resample = 0  # maximum rounds of further answers for invalid proposals
+  s.min_valid = 1.0  # share of valid slots at which these rounds end
+  s.oracle = ''  # a function of the config, for metrics only; '' = none
   return s
 
 
@@ -234,7 +235,7 @@ def _small(c, a):
       num_key_value_heads=8,
       head_dim=16,
       intermediate_size=256,
-      # Copying from 250 tokens back; configs/quickstart.py needs 100.
+      # For copying over 250 tokens; configs/quickstart.py needs 100.
       rope_theta=1000.0,
       rms_norm_eps=1e-6,
       tie_word_embeddings=True,
@@ -249,7 +250,7 @@ def _small(c, a):
   c.data.world_module = MODULE
   c.data.world_seed = a.seed
   c.data.world = ConfigDict(WORLD)
-  # By reference: all parts of a run ask about one world.
+  # By reference, so that all parts of a run use the same world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.answers = ConfigDict(
     dict(module=MODULE, split='play', n=0, hops=(), **world)
@@ -311,7 +312,7 @@ def _small(c, a):
 
 
 def _golds(c):
-  """Gold questions of 1 to 4 hops, as many trajectories as self-play has."""
+  """Gold questions of 1 to 4 hops, with as many trajectories as self-play."""
   c.data.train.answers.update(dict(n=1200, hops=(1, 2, 3, 4)))
   c.rollout.group += c.selfplay.n
 
@@ -337,7 +338,7 @@ def _full(c, a):
   )
   s.reading = '{evidence}\n\nQuestion: {question}'
   s.dummy = 'There is no question. Write what you guess the answer to be.'
-  c.env.max_turns = 9  # of their ten, the last cannot use what it finds
+  c.env.max_turns = 9  # their tenth cannot use the result of its search
   c.env.max_turn_tokens = 2048
   c.env.max_observation_tokens = 1500
   c.env.max_tokens = 4096 + 8192
@@ -346,7 +347,7 @@ def _full(c, a):
   # 4 observations in one prefill call.
   c.engine.prefill_rows = c.env.get_ref('max_observation_tokens') // 8
   c.engine.max_len = 4096 + 8192
-  # bfloat16 log-probs of two programs differ by about this much.
+  # Log-probs of two programs in bfloat16 differ by about this much.
   c.engine.canary_tolerance = 0.1
 
   c.rollout.questions = 256
@@ -357,7 +358,7 @@ def _full(c, a):
       one.clip_dual = 3.0
     if one.advantage != 'gae':
       one.update(dict(kl='loss', kl_estimator='k3', kl_coef=0.01))
-      # One sequence a microbatch there: each weighs the same.
+      # Their microbatches have one sequence, so all have equal weight.
       one.aggregation = 'sequence'
   c.algorithm.minibatches = 2
   c.optim.lr = 1e-6

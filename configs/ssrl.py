@@ -4,45 +4,49 @@
   python -m searchrl_jax.train --config=configs/ssrl.py \\
     --workdir=runs/ssrl --config.train.init=runs/warm
 
-is the small form: a decoder of 0.5 million parameters that has read a world of
-invented people (experiments/ssrl/closedbook.py), minutes on 2 cores. With a
-checkpoint it is the full size, on SSRL's own parquet; nothing is searched:
+runs the small form: a decoder of 0.5 million parameters, pretrained on a world
+of invented people (experiments/ssrl/closedbook.py), minutes on 2 cores. With a
+checkpoint the config is full size, on SSRL's own parquet, without a search
+engine:
 
   python -m searchrl_jax.train \\
     --config=configs/ssrl.py:model=meta-llama/Llama-3.2-3B-Instruct \\
     --workdir=runs/ssrl_3b --config.data.dir=DATA
 
 experiments/ssrl/ has figures (of the last checkpoint: none is selected), memory
-and the original's. Arguments:
+requirements and the original's figures. Arguments:
 
   model           '' = the small form
   reward          graded: 0.9 exact match + 0.1 format_score, as released;
                   binary: the paper's form
-  shuffled        a control: golden answers dealt anew (small form)
-  no_information  a control: turns too short to recall anything (small form)
+  shuffled        a control with permuted golden answers (small form)
+  no_information  a control with turns too short for information (small form)
   seed
 
-One search differs from Search-R1 in three fields: env.information='policy',
-env.max_turns=0 (one generation holds think, search, information and answer)
-and the reward. Sim-to-real is `evaluate` with config.env.real_searches=K,
-entropy-guided search with config.env.search_when='entropy' as well.
+The recipe differs from Search-R1 in three fields: env.information='policy',
+env.max_turns=0 (one generation contains think, search, information and answer)
+and the reward. For sim-to-real, run `evaluate` with config.env.real_searches=K;
+for entropy-guided search, also set config.env.search_when='entropy'.
 
-The default is the released behaviour without its bugs. Otherwise than there:
+The default is the released behaviour without its bugs. Differences from the
+release:
 
-  * information is found by the streaming parser, token by token. Theirs, by a
-    pattern that spans no line, leaves every block of several lines in the loss.
-    env.train_information=True puts all of it in, as paper and release do not;
-  * an answer within information earns nothing (experiments/ssrl/reward.py has
-    what is otherwise in the format);
-  * the mask counts in advantages and KL too;
-  * log-probs of the engine correct the loss by truncated weights (algorithm.
-    tis='none' is theirs);
-  * real searches give the same k passages every time, where theirs gives a
-    random 1 to 3; generations stop at the closing tag, where theirs writes on
-    and throws away; nothing of prompt or answer is cut to 1,024 tokens;
-  * "unsure" is the entropy of the whole distribution, in nats; theirs is
-    -p log p of the sampled tokens alone (and its path crashes);
-  * an invalid action ends the trajectory; nothing is told to the policy.
+  * the streaming parser finds information token by token. The release uses a
+    regular expression that does not span lines, so information of several lines
+    stays in its loss. env.train_information=True includes all information in
+    the loss, unlike paper and release;
+  * an answer within information has no reward (experiments/ssrl/reward.py lists
+    the differences in the format);
+  * the mask also applies to advantages and KL;
+  * truncated importance weights relative to the engine's log-probs correct the
+    loss (algorithm.tis='none' gives their loss);
+  * a real search returns the same k passages every time, in the release a
+    random 1 to 3; generations stop at the closing tag, whereas the release
+    generates further text and discards it; prompt and answer are not cut to
+    1,024 tokens;
+  * uncertainty is the entropy of the whole distribution, in nats; the release
+    uses -p log p of the sampled tokens (and this code path crashes);
+  * an invalid action ends the trajectory, without feedback to the policy.
 """
 
 from ml_collections import ConfigDict
@@ -70,7 +74,7 @@ def get_config(arg=None):
   c = schema.base()
   c.name = 'ssrl'
   c.seed = a.seed
-  c.checkpoint.best = ''  # the last one is reported
+  c.checkpoint.best = ''  # the last checkpoint is reported
   c.env.information = 'policy'
   c.env.max_turns = 0
   c.algorithm.update(
@@ -111,7 +115,7 @@ def _small(c, a):
   c.data.world_module = 'experiments.ssrl.closedbook'
   c.data.world_seed = a.seed
   c.data.world = ConfigDict(WORLD)
-  # By reference: all parts of a run ask about one world.
+  # By reference, so that all parts of a run use the same world.
   world = {name: c.data.world.get_ref(name) for name in WORLD}
   c.data.train.rl = ConfigDict(
     dict(module=c.data.world_module, split='rl', shuffled=a.shuffled, **world)
@@ -169,13 +173,13 @@ def _full(c, a):
   c.model.path = a.model
   c.model.dtype = 'bfloat16'
   c.model.remat = 'block'
-  c.data.prompt = 'as_is'  # its prompts hold the instructions
+  c.data.prompt = 'as_is'  # its prompts contain the instructions
   fields = dict(module='parquet', source='', split='', n=0, seed=0)
   c.data.train.ssrl = ConfigDict(dict(fields, path='ssrl/train.parquet'))
   c.data.eval.ssrl = ConfigDict(dict(fields, path='ssrl/test.parquet'))
   c.source.module = 'none'
   c.source.k = 3
-  c.env.template = 'base'  # the tags, and how a real search is told
+  c.env.template = 'base'  # the tags, and the format of real observations
   c.env.max_turn_tokens = 4096
   c.env.max_tokens = 1024 + 4096
   c.env.max_observation_tokens = 500
@@ -183,7 +187,7 @@ def _full(c, a):
   c.engine.slots = 256
   c.engine.prefill_rows = 256  # 16 prompts of 512 tokens in one call
   c.engine.max_len = 1024 + 4096
-  # bfloat16 log-probs of two programs differ by about this much.
+  # Log-probs of two programs in bfloat16 differ by about this much.
   c.engine.canary_tolerance = 0.1
   c.rollout.questions = 256
   c.rollout.group = 5

@@ -1,47 +1,51 @@
-"""TTRL (Zuo et al., arXiv 2504.16084): what most samples say is the label.
+"""TTRL (Zuo et al., arXiv 2504.16084): the majority answer is the label.
 
   python -m searchrl_jax.sft --config=configs/ttrl.py --workdir=runs/warm
   python -m searchrl_jax.train --config=configs/ttrl.py \\
     --workdir=runs/ttrl --config.train.init=runs/warm
 
-is the small form on search questions: the quickstart's model and world, and a
-warm start whose wrong answers scatter. Minutes on 2 cores. With a checkpoint it
-is the full size, on TTRL's own JSON, read unchanged:
+runs the small form on search questions: the quickstart's model and world, and a
+warm start with many different wrong answers. Minutes on 2 cores. With a
+checkpoint the config is full size, on TTRL's own JSON, read unchanged:
 
   python -m searchrl_jax.train \\
     --config=configs/ttrl.py:model=Qwen/Qwen2.5-Math-1.5B,base=math,path=AIME \\
     --workdir=runs/ttrl_aime --config.data.dir=DATA
 
-experiments/ttrl/ has figures, memory and the original's. Arguments:
+experiments/ttrl/ has figures, memory requirements and the original's figures.
+Arguments:
 
   model    '' = the small form
   base     search: searches on a server, as configs/search_r1.py; ssrl: the
-           policy's own, as configs/ssrl.py; math: boxed answers, no search
+           policy writes its information, as configs/ssrl.py; math: boxed
+           answers, no search
   path     the folder of train.json and test.json (base=math at full size)
-  heldout  a folder with another test.json, evaluated beside it
+  heldout  a folder with another test.json, also evaluated
   algorithm  grpo, ppo, reinforce
-  label    majority; controls: golds (the ceiling), random (any of the answers
-           that the votes name), random_vote (the answer of any vote)
+  label    majority; controls: golds (the upper bound), random (a uniform choice
+           among the different answers), random_vote (a uniform choice among
+           the votes)
   planted  a control: the share of test-time questions whose top passage is
            contradicted by a planted one (small search form)
   seed
 
-The test-time set is trained on without its golden answers, which only the
-metrics see, and evaluated; a held-out set of the same kind is evaluated beside
-it. The original trains and evaluates on one file and has no other. No
-checkpoint is selected: golds would select on what is reported, so that is the
-last one, and none is written but those of checkpoint.every.
+The run trains on the test-time set without its golden answers, which only the
+metrics use, and evaluates on it; it also evaluates on a held-out set of the
+same kind. The original trains and evaluates on one file only. No checkpoint is
+selected, because golden answers would select on the reported scores: figures
+are of the last one. Only the checkpoints of checkpoint.every are written.
 
-Votes are rollout.group = N, of which reward.vote.train = M are trained on: 64
-and 32 at full size, 16 and 8 in the small forms, so that they take minutes.
-rewards/vote.py has what is otherwise than in the released code; besides,
-  * the first M are the first that were asked for; there the first after an
-    order by length;
+rollout.group = N samples vote, and reward.vote.train = M of them are trained
+on: 64 and 32 at full size, 16 and 8 in the small forms, so that they take
+minutes. rewards/vote.py lists differences from the released code. Others:
+  * the M samples are the first in the order of the requests; in the release
+    they are the first after sorting by length;
   * evaluation is greedy in the small forms; pass@1 and maj@N are in
-    experiments/ttrl/rows.py. At full size it samples as theirs does (0.6,
-    nucleus 0.95, 16 samples), with maj@16 exact, not bootstrapped;
-  * log-probs of the engine correct the loss by truncated weights (algorithm.
-    tis='none' is theirs).
+    experiments/ttrl/rows.py. At full size it samples like the release
+    (temperature 0.6, nucleus 0.95, 16 samples), with exact maj@16 instead of a
+    bootstrap;
+  * truncated importance weights relative to the engine's log-probs correct the
+    loss (algorithm.tis='none' gives their loss).
 """
 
 from ml_collections import ConfigDict
@@ -90,7 +94,7 @@ def get_config(arg=None):
   if bool(a.path) != (a.base == 'math' and bool(a.model)):
     raise ValueError(
       f'config argument path={a.path!r}: the folder of train.json and '
-      'test.json, which base=math with model=PATH needs and nothing else takes'
+      'test.json, required by base=math with model=PATH and not used otherwise'
     )
   if a.heldout and not a.path:
     raise ValueError(
@@ -104,7 +108,7 @@ def get_config(arg=None):
   c = {'search': _search, 'ssrl': _ssrl, 'math': _math}[a.base](a)
   c.name = 'ttrl'
   c.seed = a.seed
-  c.checkpoint.best = ''  # the last one is reported
+  c.checkpoint.best = ''  # the last checkpoint is reported
   c.algorithm = schema.base().algorithm
   c.algorithm.update(ALGORITHMS[a.algorithm])
   c.algorithm.minibatches = 8 if a.model else 1
@@ -119,7 +123,7 @@ def get_config(arg=None):
         votes=c.rollout.get_ref('group'),
         train=32 if a.model else 8,
         match=c.eval.get_ref('match'),
-        # Golds are a label for few votes; where all are wrong there is none.
+        # With golds, a question whose votes are all wrong has no label.
         max_abstained=1.0 if a.label == 'golds' else 0.5,
       )
     )
@@ -141,7 +145,7 @@ def _search(a):
   if a.planted:
     c.data.world_module = 'experiments.ttrl.planted'
     c.data.world.update(asked=ASKED, share=a.planted)
-  # Guesses scatter over many values, where the quickstart's favour three.
+  # Guesses have many different values; the quickstart's favour three.
   c.sft.data.update(
     good=0.58,
     poor=0.1,
@@ -163,7 +167,7 @@ def _ssrl(a):
   if a.model:
     c.data.train = ConfigDict(dict(ssrl=c.data.eval.ssrl))
     return _schedule(c)
-  # People whose facts the policy has read, and was never asked about.
+  # People whose facts the policy has read, without questions about them.
   c.data.train = ConfigDict(dict(test=c.data.eval.heldout))
   c.data.train.test.n = ASKED
   c.data.eval = ConfigDict(
@@ -232,7 +236,7 @@ def _math_full(a):
   c.engine.max_len = 512 + 3072
   c.engine.slots = 512
   c.engine.prefill_rows = 256  # 16 prompts of 512 tokens in one call
-  # bfloat16 log-probs of two programs differ by about this much.
+  # Log-probs of two programs in bfloat16 differ by about this much.
   c.engine.canary_tolerance = 0.1
   c.batch.lengths = (1024, 2048, 3584)
   c.batch.tokens = 14336
@@ -240,7 +244,7 @@ def _math_full(a):
 
 
 def _schedule(c):
-  """Theirs, whatever the questions are."""
+  """The original's schedule, for any base."""
   c.rollout.questions = 8
   c.optim.lr = 5e-7
   c.optim.schedule = 'cosine'

@@ -13,17 +13,17 @@ With a pretrained model, no warm start is needed:
   python -m searchrl_jax.train --config=configs/wiki_nq.py:model=/path/to/hf \\
     --workdir=runs/wiki_pretrained
 
-takes its tokenizer, longer turns, and rates for a model of some billion
-parameters; `model=...,template=chat` for an instruction-tuned one, whose chat
-template then frames the prompt.
+uses its tokenizer, longer turns, and learning rates for a model of a few
+billion parameters; `model=...,template=chat` is for an instruction-tuned model,
+whose chat template then renders the prompt.
 
 Without pretrained weights a decoder of about a million parameters starts from
 scratch: it must learn to copy a question into a query and a span of a passage
 into an answer. Its warm start draws the kind of answer (a date, a name, a
-title, ...) without a look at the question; what RL can add is which kind a
-question asks for, and whether to search. Answer F1 is the reward, since exact
-matches are too rare to learn from. No checkpoint is selected by the dev set,
-which is reported: the last one counts.
+title, ...) independently of the question; RL can then learn which kind a
+question asks for, and whether to search. The reward is answer F1, because exact
+matches are too rare to learn from. Figures are of the last checkpoint: none is
+selected.
 """
 
 from ml_collections import ConfigDict
@@ -43,7 +43,7 @@ def get_config(arg=None):
   )
   c.data.train.nq = ConfigDict(dict(fields, path='qa_train.jsonl.gz'))
   c.data.eval.dev = ConfigDict(dict(fields, path='qa_dev.jsonl.gz'))
-  c.checkpoint.best = ''  # the last one is reported
+  c.checkpoint.best = ''  # the last checkpoint is reported
   c.algorithm.clip_high = 0.28
   if a.model:
     return _pretrained(c, a)
@@ -88,7 +88,7 @@ def get_config(arg=None):
   c.batch.lengths = (64, 128, 176, 256, 384)
   c.batch.tokens = 2048
   c.batch.loss_fraction = 0.4
-  # F1 pays little for a better query: without a pull back, queries drift.
+  # A better query increases F1 little, so queries drift without this KL.
   c.algorithm.kl = 'loss'
   c.algorithm.kl_coef = 0.05
   c.optim.lr = 3e-4
@@ -133,7 +133,7 @@ def _pretrained(c, a):
   # 16 observations in one prefill call.
   c.engine.prefill_rows = c.env.get_ref('max_observation_tokens') // 2
   c.engine.max_len = 4096
-  # bfloat16 log-probs of two programs differ by about this much.
+  # Log-probs of two programs in bfloat16 differ by about this much.
   c.engine.canary_tolerance = 0.1
   c.rollout.questions = 512
   c.rollout.group = 5

@@ -9,10 +9,10 @@
   python -m searchrl_jax.evaluate --workdir=runs/zerosearch \\
     --config.source.module=service
 
-is the small form: Search-R1's model and world, and a simulator of the same
-size that invents documents (experiments/zerosearch/documents.py). No search
-engine runs while it trains; the evaluation is on the real one. With a
-checkpoint it is the full size, on Search-R1's data, five documents a query:
+runs the small form: Search-R1's model and world, and a simulator of the same
+size that invents documents (experiments/zerosearch/documents.py). Training uses
+no search engine; the evaluation uses the real one. With a checkpoint the config
+is full size, on Search-R1's data, with five documents per query:
 
   python -m searchrl_jax.train \\
     --config=configs/zerosearch.py:model=Qwen/Qwen2.5-3B,simulator=URL \\
@@ -25,26 +25,28 @@ and the full-size commands. Arguments:
   algorithm  grpo, ppo, reinforce
   reward     f1; em
   noise      curriculum: the share of noisy documents grows from 0 to 0.5;
-             a number: it stays there
+             a number: a constant share
   simulator  http://...: an OpenAI-compatible server; a run or Hugging Face
-             folder: on an engine beside the policy's; '' = the policy itself
-  layout, folder  of the questions, as configs/seven.py has them
-  learns     policy; simulator: the small one's own warm start
+             folder: on a separate engine; '' = the policy itself
+  layout, folder  of the questions, see configs/seven.py
+  learns     policy; simulator: the warm start of the small simulator
   seed
 
-The default is the released behaviour without its bugs. Otherwise than there:
+The default is the released behaviour without its bugs. Differences from the
+release:
 
-  * each query is simulated with its own question and golden answers; there
-    they are paired by position, which slips once trajectories have finished;
-  * which queries get noise follows from the seed, trajectory, turn and step,
-    so that a run can be resumed; there a draw of its own each time;
+  * each query is simulated with its own question and golden answers; the
+    release pairs them by position, which is wrong once trajectories have
+    finished;
+  * the seed, trajectory, turn and step determine which queries get noise, so
+    that a run can be resumed; the release draws independently each time;
   * T of the curriculum is config.train.steps, and steps count from 0;
-  * a reply without a document is asked for again, then the search has found
-    nothing; there whatever came is the observation;
-  * documents are outside text: no tag or control token in them acts;
-  * prompts of the simulator are in our words, see SIMULATE;
-  * REINFORCE has the mean of the other returns of the batch as baseline;
-  * what configs/search_r1.py says of tokens, masks and groups.
+  * if a reply has no document, the request is repeated; if all replies have
+    none, the search finds nothing. In the release any reply is the observation;
+  * documents are outside text: tags and control tokens in them have no effect;
+  * prompts of the simulator are our own, see SIMULATE;
+  * REINFORCE uses the mean of the other returns of the batch as baseline;
+  * the differences of configs/search_r1.py in tokens, masks and groups.
 """
 
 from ml_collections import ConfigDict
@@ -57,7 +59,7 @@ REWARDS = {
   'f1': dict(fn='answer.f1', weight=1.0),
   'em': dict(fn='answer.em', weight=1.0),
 }
-# What a general model is asked with.
+# The prompt for a general model.
 SIMULATE = (
   'Play a search engine. Somebody who wants to know "{{question}}" (the right '
   'answer: "{{answers}}") searches for "{{query}}". What stands in quotes is '
@@ -111,7 +113,7 @@ def get_config(arg=None):
   )
   c.name = 'zerosearch'
   c.reward = ConfigDict({a.reward: REWARDS[a.reward]})
-  c.rollout.search_attempts = 1  # the source itself asks again
+  c.rollout.search_attempts = 1  # the source itself retries
   s = c.source.simulator
   c.source.module = 'simulated'
   served = a.simulator.startswith(('http://', 'https://'))
@@ -121,8 +123,8 @@ def get_config(arg=None):
   if a.noise != 'curriculum':
     s.noise_from = s.noise_to = _share(a.noise)
   (_full if a.model else _small)(c, s, a)
-  # An evaluation while it trains has simulated searches, whose writer is told
-  # the golds: no measure.
+  # Evaluations during training would use simulated searches; the simulator
+  # knows the golden answers, so their scores would be meaningless.
   c.eval.every = 0
   return c
 
@@ -137,7 +139,7 @@ def _share(noise: str) -> float:
 
 
 def _small(c, s, a):
-  # As search_r1's template 'micro' asks a question, and its answer is read.
+  # The question and answer format of search_r1's template 'micro'.
   s.useful = f'Question: {documents.USEFUL}?\n'
   s.noisy = f'Question: {documents.NOISY}?\n'
   s.document = '<answer> (.+?) </answer>'
@@ -180,7 +182,7 @@ def _full(c, s, a):
   # 4 observations in one prefill call.
   c.engine.prefill_rows = c.env.get_ref('max_observation_tokens') // 8
   c.train.steps = 203
-  # How many questions a step has there is not known for sure.
+  # The number of questions per step in the original is not certain.
   grouped = a.algorithm == 'grpo'
   c.rollout.questions = 64 if grouped else 320
   c.algorithm.minibatches = 2

@@ -2,13 +2,13 @@
 
   python -m experiments.compare runs/a/evaluate_40_1f runs/b/evaluate_40_1f
   python -m experiments.compare BASE OTHER MORE --out=comparison.json
-  python -m experiments.compare BASE BASE:no_search   # a control of its own
+  python -m experiments.compare BASE BASE:no_search   # one of its own controls
 
-Each folder after the first is held against the first. A question's samples
-are averaged; the differences get a paired bootstrap interval over questions,
-and wins and losses an exact two-sided sign test, which for right-or-wrong
-answers (EM of one sample) is McNemar's. The p-values are of each test alone:
-of twenty slices one is below 0.05 by chance.
+Each folder after the first is compared with the first. Samples of a question
+are averaged. Differences have a paired bootstrap interval over questions; wins
+and losses have an exact two-sided sign test, which for right-or-wrong answers
+(EM of one sample) is McNemar's. The p-values are not corrected for multiple
+tests: of twenty slices, one is below 0.05 by chance.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import command, lookup, records
 from searchrl_jax.run.writer import differences
 
-# Of a manifest: what must be one, and what is only told.
+# Entries of a manifest that must be equal, and entries of which differences are
+# shown.
 SAME = ('sets', 'corpus', 'sampling')
-TOLD = (
+SHOWN = (
   'index',
   'k',
   'source',
@@ -49,17 +50,14 @@ def read(spec: str) -> tuple[dict, list[grading.Row]]:
 
 
 def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
-  """
-  Raises:
-    ConfigError: they differ in what must be one; says where.
-  """
+  """Raises ConfigError if entries differ that must be equal; names them."""
   one, other = manifests
   apart = {}
   for name in SAME:
     if name not in allow:
       apart |= differences(one[name], other[name], name)
   if apart:
-    # Ids that differ say more than their digests.
+    # Different ids are more informative than their digests.
     plain = [
       k
       for k in apart
@@ -97,9 +95,9 @@ def compare(
 ) -> dict[str, dict[str, dict[str, float]]]:
   """{score: {slice: figures}} of b against a.
 
-  Slices: 'all', and by set, source and hops where there are several; one
-  with the questions of another before it is left out. Figures: n questions
-  paired and how many are `unpaired` (a score on one side only, as where all
+  Slices: 'all', and by set, source and hops if there are several; a slice with
+  the questions of an earlier slice is left out. Figures: `n` paired questions,
+  `unpaired` ones (with a score on one side only, for example because all
   samples failed), the means `a` and `b`, their `difference` b - a with `low`
   and `high`, `wins` of b, `losses`, `ties` and `p`.
   """
@@ -143,15 +141,16 @@ def against(
   seed: int,
   allow: Sequence[str] = (),
 ) -> list[dict]:
-  """Each of `specs` after the first, held against the first.
+  """Compares each of `specs` after the first with the first.
 
   Args:
     specs: FOLDER or FOLDER:EVALUATION.
     scores, resamples, seed: as `compare` takes them.
-    allow: which of SAME may differ.
+    allow: entries of SAME that may differ.
 
   Returns:
-    {'a', 'b', 'differs': {path: (of a, of b)}, 'scores': see `compare`} each.
+    For each {'a', 'b', 'differs': {path: (of a, of b)}, 'scores': see
+    `compare`}.
 
   Raises:
     ConfigError: two of them cannot be compared.
@@ -166,7 +165,7 @@ def against(
         'b': spec,
         'differs': {
           k: v
-          for name in (*TOLD, *allow)
+          for name in (*SHOWN, *allow)
           for k, v in differences(
             base.get(name), manifest.get(name), name
           ).items()
@@ -180,7 +179,7 @@ def against(
 
 
 def show(comparison: dict, out=None) -> None:
-  """A table for each score: a row a slice; what else differs below."""
+  """Prints a table per score, with a row per slice, then other differences."""
   out = out or console.Console()
   out.print(f'A = {comparison["a"]}\nB = {comparison["b"]}', markup=False)
   for score, slices in comparison['scores'].items():
@@ -248,7 +247,7 @@ if __name__ == '__main__':
     'folders',
     [],
     'Folders that `evaluate` wrote, or FOLDER:EVALUATION for a '
-    'control; also without the flag.',
+    'control; the flag name may be omitted.',
   )
   _SCORES = flags.DEFINE_list(
     'scores', ['em', 'f1', 'sub_em'], 'Scores of rows.jsonl to compare.'

@@ -1,24 +1,24 @@
-"""A recipe's table of arms x seeds: run, evaluated, summed up. It resumes.
+"""Runs, evaluates and summarises a recipe's table of arms x seeds; resumable.
 
   python -m experiments.rows --row=experiments.search_r1.rows \\
     --workdir=runs/search_r1 --out=experiments/search_r1/results.json \\
     [--only=grpo,ppo] [--seeds=0]
 
 --row names a module with ROW, a `Row`. Every warm start (one for each seed or
-one for all, shared by arms) and every arm is a process of its own, one at a
-time, that goes on where it stopped and is left out once it is done; arms of
-one world search one retrieval server. The JSON holds what is done so far, of
-all arms:
+one for all, shared by arms) and every arm runs in a separate process, one at a
+time. An interrupted stage resumes, a complete one is skipped. Arms of one world
+share a retrieval server. The JSON has the results so far, of all arms:
 
   environment, command
   warm   name -> seed -> {seconds, commit}
   arms   name -> seeds: seed -> {seconds, commit, values, curve}
                  mean:  values -> {mean, low, high, n} over seeds
-  bars   [{name, value, bar, holds}]; value is null where an arm is missing
+  bars   [{name, value, bar, holds}]; value is null if an arm is missing
 
 `values` are {evaluation: {score: value}}: 'before' (the arm's first evaluation,
-before any update), 'after', 'gain' (after - before) and others that the arm
-has. Intervals are Student's t over seeds, 95%. curves.png lies beside it.
+before any update), 'after', 'gain' (after - before) and further evaluations of
+the arm. Intervals are Student's t over seeds, 95%. curves.png is in the folder
+of the JSON.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ from searchrl_jax.learn.checks import ConfigError
 from searchrl_jax.run import build, command, lookup, records, schema, writer
 
 Config = Callable[[int], ConfigDict]  # of a seed
-# (config, run folder, where to write) -> scores by name.
+# (config, run folder, output folder) -> scores by name.
 Evaluation = Callable[[ConfigDict, str, str], Mapping[str, float]]
 
 
@@ -64,9 +64,9 @@ def evaluation(fields: Mapping[str, object]) -> Evaluation:
 class Start:
   """A warm start, by `sft`: one for each seed, or for all.
 
-  config: of a seed. init: another start that it goes on from; '' = none.
-  folders: {config field: name of a start}: the field gets its run folder.
-  shared: seed 0's is that of all seeds.
+  config: of a seed. init: another warm start that it continues; '' = none.
+  folders: {config field: name of a warm start}: sets the field to its run
+  folder. shared: all seeds use the warm start of seed 0.
   """
 
   config: Config
@@ -83,12 +83,12 @@ class Start:
 class Arm:
   """One line of the table.
 
-  name: in the results, and a folder's. config: of a seed. warm: the start it
-  goes on from; '' = what its config says. train: False = the start itself is
-  evaluated. evaluations: of what came out; 'after' is compared with before.
-  folders: {config field: name of a start}: the field gets its run folder, as
-  train.init gets that of `warm`. loop: train(config, workdir) by its dotted
-  name, for a scheme that has its own.
+  name: in the results, and of the folder. config: of a seed. warm: the warm
+  start that it continues; '' = train.init of its config. train: False = only
+  evaluates the warm start. evaluations: of the result; 'after' is compared with
+  'before'. folders: {config field: name of a warm start}: sets the field to its
+  run folder, as `warm` sets train.init. loop: the dotted name of a function
+  train(config, workdir), for a scheme with its own loop.
   """
 
   name: str
@@ -111,8 +111,8 @@ class Arm:
 class Row:
   """A recipe's table.
 
-  scores: last parts of the names that are kept ('em' of 'eval/hops=2/em').
-  curves: metric -> label, a panel of curves.png each.
+  scores: last parts of the names of scores to keep ('em' of 'eval/hops=2/em').
+  curves: metric -> label, one panel of curves.png each.
   """
 
   warm: Mapping[str, Start]
@@ -135,18 +135,18 @@ class Row:
     return self.warm[name]
 
   def warm_stage(self, name: str, seed: int) -> str:
-    """The stage of a start, as who runs with `seed` needs it."""
+    """The stage of a warm start that stages with `seed` use."""
     return f'warm/{name}/{0 if self.start(name).shared else seed}'
 
 
-# Fields that `sft` does not read: a warm start is the same whatever they are.
+# Fields that `sft` does not read, so they do not change a warm start.
 UNREAD = ('eval', 'judge', 'reward', 'selfplay', 'train.steps')
 
-# ---- Stages: 'warm/NAME/SEED' and 'arms/NAME/SEED', a folder each.
+# ---- Stages: 'warm/NAME/SEED' and 'arms/NAME/SEED', each with a folder.
 
 
 def plan(row: Row, arms: Sequence[Arm], seeds: Sequence[int]) -> list[str]:
-  """The stages that `arms` need, seed by seed, each after what it needs."""
+  """The stages for `arms`, seed by seed, each after those that it needs."""
   out = []
 
   def add(stage, needs):
@@ -163,7 +163,7 @@ def plan(row: Row, arms: Sequence[Arm], seeds: Sequence[int]) -> list[str]:
 
 
 def config_of(row: Row, stage: str, workdir: pathlib.Path) -> ConfigDict:
-  """The stage's config, told where the starts that it needs lie."""
+  """The stage's config, with the folders of the warm starts that it needs."""
   kind, name, seed = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)
   config = one.config(int(seed))
@@ -177,16 +177,16 @@ def config_of(row: Row, stage: str, workdir: pathlib.Path) -> ConfigDict:
 
 
 def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
-  """Whether nothing is left to do for a stage.
+  """Whether a stage is complete.
 
   Raises:
-    ConfigError: it was done with another config.
+    ConfigError: it was run with another config.
   """
   folder = workdir / stage
   if not (folder / 'done.json').exists():
     return False
   before = json.loads((folder / 'done.json').read_text())['config']
-  # What the schema has got since was as good as there, at its neutral value.
+  # Fields added to the schema since then get their neutral values.
   before = build.filled(before, records.plain(schema.base()))
   now = records.plain(config_of(row, stage, workdir))
   kind, name, _ = stage.split('/')
@@ -198,7 +198,7 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
     if not moved and not f'{field}.'.startswith(free):
       raise ConfigError(
         f'{folder} was run with another config: {field} was {old!r} and is '
-        f'{new!r} now; remove that folder, or give another --workdir'
+        f'{new!r} now; remove that folder, or set another --workdir'
       )
   return kind == 'warm' or all(
     (folder / variant / 'values.json').exists() for variant in one.evaluations
@@ -206,12 +206,12 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
 
 
 def _within(run: str) -> tuple[str, ...]:
-  """warm/NAME/SEED/run, wherever the table's folder lies."""
+  """The parts of warm/NAME/SEED/run, without the folder of the table."""
   return pathlib.PurePath(run).parts[-4:]
 
 
 def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:
-  """Trains and evaluates one stage; goes on where it stopped."""
+  """Trains and evaluates one stage; resumes an interrupted one."""
   kind, name, _ = stage.split('/')
   folder = workdir / stage
   config = config_of(row, stage, workdir)
@@ -231,7 +231,7 @@ def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:
     )
   if arm is None:
     return
-  # What is not trained is its start, or a Hugging Face folder ('').
+  # An arm without training is its warm start, or a Hugging Face folder ('').
   run = run if arm.train else config.train.init
   for variant, measure in arm.evaluations.items():
     out = folder / variant
@@ -243,7 +243,7 @@ def run_stage(row: Row, stage: str, workdir: pathlib.Path, url: str) -> None:
 
 
 class Servers:
-  """A retrieval server for each world, started when first asked for."""
+  """A retrieval server for each world, started at the first `url` call."""
 
   def __init__(self, workdir: pathlib.Path):
     self._folder, self._urls = workdir / 'worlds', {}
@@ -273,10 +273,10 @@ class Servers:
 
 
 def spawn(module: str, stage: str, workdir: pathlib.Path, url: str) -> None:
-  """`run_stage` in a process of its own, which saves and ends with this one.
+  """Calls `run_stage` in a new process, which saves and ends with this one.
 
   Raises:
-    ConfigError: it failed; its error stands above.
+    ConfigError: the process failed; it has printed its error.
   """
   process = subprocess.Popen(
     [
@@ -288,7 +288,8 @@ def spawn(module: str, stage: str, workdir: pathlib.Path, url: str) -> None:
       f'--stage={stage}',
       f'--url={url}',
     ],
-    # Closed by our end, whatever ends us. Ctrl-C reaches us alone.
+    # Closes when this process ends for any reason. In a new session, Ctrl-C
+    # reaches only this process.
     stdin=subprocess.PIPE,
     start_new_session=True,
   )
@@ -299,13 +300,13 @@ def spawn(module: str, stage: str, workdir: pathlib.Path, url: str) -> None:
     process.wait()
   if status:
     raise ConfigError(
-      f'{stage} ended with status {status}; its error stands above. The same '
-      'command goes on where it stopped'
+      f'{stage} ended with status {status}; see its error above. The same '
+      'command resumes it'
     )
 
 
 def end_with_parent() -> None:
-  """A signal to stop once standard input is closed: see `spawn`."""
+  """Sends SIGTERM to this process when standard input closes: see `spawn`."""
 
   def watch():
     while os.read(0, 1):  # sys.stdin's own lock would outlive the process
@@ -315,11 +316,11 @@ def end_with_parent() -> None:
   threading.Thread(target=watch, daemon=True).start()
 
 
-# ---- What came out.
+# ---- Results.
 
 
 def collect(row: Row, workdir: pathlib.Path) -> dict:
-  """{arm: {'seeds', 'mean'}} of everything that is done."""
+  """{arm: {'seeds', 'mean'}} of all complete stages."""
   out = {}
   for arm in row.arms:
     seeds = {
@@ -333,7 +334,7 @@ def collect(row: Row, workdir: pathlib.Path) -> dict:
 
 
 def starts(row: Row, workdir: pathlib.Path) -> dict:
-  """{warm start: {seed: its seconds and commit}} of those that are done."""
+  """{warm start: {seed: its seconds and commit}} of the complete ones."""
   out = {}
   for stage in plan(row, row.arms, ()):
     kind, name, seed = stage.split('/')
@@ -386,7 +387,7 @@ def _lines(path: pathlib.Path) -> Iterator[dict]:
 
 
 def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
-  """Collects, judges, plots; writes `out` ('' = nowhere) and curves.png."""
+  """Returns the results; writes them to `out` ('' = not) with curves.png."""
   arms = collect(row, workdir)
   record = {
     'environment': environment,
@@ -409,16 +410,16 @@ def run(
   only: Sequence[str] = (),
   seeds: Sequence[int] = (),
 ) -> dict:
-  """Runs what is missing; returns (and writes) what there is."""
+  """Runs the missing stages; returns (and writes) the results."""
   row, folder = load(module), pathlib.Path(workdir)
   chosen = [row.arm(name) for name in only] or list(row.arms)
   stages = plan(row, chosen, seeds)
   if not stages:
     raise ConfigError(f'--seeds={list(seeds)}: no chosen arm has such a seed')
   environment = common.environment()
-  # All of them first: a stage of another config is found now, not at night.
+  # Check all stages first, so that one of another config fails at the start.
   left = [stage for stage in stages if not done(row, stage, folder)]
-  collect(row, folder)  # of arms not chosen too: the figures are of all
+  collect(row, folder)  # also checks the arms that are not chosen
   with Servers(folder) as servers:
     for n, stage in enumerate(left, 1):
       print(f'[{n}/{len(left)}] {stage}', flush=True)
@@ -465,9 +466,9 @@ if __name__ == '__main__':
   _ROW = flags.DEFINE_string('row', None, 'Module with ROW.', required=True)
   _WORKDIR = command.define_workdir()
   _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-  _ONLY = flags.DEFINE_list('only', [], 'Arms to run; all if empty.')
-  _SEEDS = flags.DEFINE_list('seeds', [], 'Of their seeds; all if empty.')
-  _STAGE = flags.DEFINE_string('stage', '', 'One stage, as `run` starts it.')
+  _ONLY = flags.DEFINE_list('only', [], 'Arms to run; default: all.')
+  _SEEDS = flags.DEFINE_list('seeds', [], 'Seeds to run; default: all.')
+  _STAGE = flags.DEFINE_string('stage', '', 'Runs only this stage (internal).')
   _URL = flags.DEFINE_string('url', '', 'The retrieval server of the stage.')
   command.define_data_dir()
   command.run(main)

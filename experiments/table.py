@@ -22,7 +22,7 @@ from experiments.benchmarks import common
 
 
 class Missing(LookupError):
-  """An arm that a bar needs is not done."""
+  """An arm that a bar needs is not complete."""
 
 
 class Interval(NamedTuple):
@@ -36,7 +36,11 @@ class Interval(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-  """A promise. value: of a lookup (arm, evaluation, score) -> Interval."""
+  """A threshold for a figure.
+
+  value: computes the figure from a function (arm, evaluation, score) ->
+  Interval.
+  """
 
   name: str
   value: Callable[[Callable[[str, str, str], Interval]], float | None]
@@ -68,7 +72,7 @@ def means(seeds: Mapping[str, dict]) -> dict:
 
 
 def judge(bars: Sequence[Bar], arms: Mapping[str, dict]) -> list[dict]:
-  """The bars; one whose arm is not done has no value and does not hold."""
+  """The bars; one whose arm is not complete has no value and does not hold."""
 
   def look(arm: str, variant: str, score: str) -> Interval:
     try:
@@ -95,7 +99,7 @@ def judge(bars: Sequence[Bar], arms: Mapping[str, dict]) -> list[dict]:
 def plot(
   curves: Mapping[str, str], arms: Mapping[str, dict], path: pathlib.Path
 ) -> None:
-  """A panel a curve: means over seeds, shaded from lowest to highest.
+  """One panel per curve: means over seeds, shaded from lowest to highest.
 
   An arm that was not trained is a dashed line at its score.
   """
@@ -130,7 +134,7 @@ def plot(
     # A longer line would be taller than its panel.
     axis.set(xlabel='step', ylabel=textwrap.fill(label, 30))
     axis.spines[['top', 'right']].set_visible(False)
-  # Under all panels: none of them has room for so many names.
+  # Below all panels, because a panel has no room for all names.
   named = dict(
     (text, line)
     for axis in axes[0]
@@ -150,9 +154,9 @@ def plot(
 
 
 def show(arms: Mapping[str, dict], scores: Sequence[str]) -> str:
-  """Markdown: an arm a line, mean and half of the interval over seeds.
+  """Markdown: a line per arm, mean and half of the interval over seeds.
 
-  scores: 'evaluation:score'; what an arm does not have is left blank.
+  scores: 'evaluation:score'; blank if an arm does not have it.
   """
   lines = [['arm', 'seeds', *scores], ['---'] * (2 + len(scores))]
   for arm, found in arms.items():

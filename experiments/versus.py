@@ -1,19 +1,20 @@
-"""Policies of any recipes, side by side on one manifest.
+"""Compares policies of any recipes on one manifest.
 
   python -m experiments.versus runs/search_r1/arms/grpo/0/run \\
     runs/ssrl/arms/grpo/0/run --out=runs/versus [--on=RUN]
 
-Every run folder is evaluated on the held-out questions and the corpus of the
-first (or of --on), sampled as config.eval says there; then each is held
-against the first, question by question (experiments/compare.py). Of its own a
-run keeps what it was trained with: model, tokenizer, template, budgets and
-passages for a query. All searches are real: of a policy that answers its own
-(SSRL), too, and of one that searched a simulator (ZeroSearch). --own_searches
-leaves the former as they were trained. Questions without a corpus (TTRL's
+Every run folder is evaluated on the held-out questions, the corpus and the
+config.eval of the first (or of --on); then each is compared with the first,
+question by question (experiments/compare.py). A run keeps its own model,
+tokenizer, template, limits and number of passages per query. All searches are
+real, also those of policies that write their own information (SSRL) or that
+were trained with a simulator (ZeroSearch). --own_searches lets SSRL's policies
+write their information as in training. Questions without a corpus (TTRL's
 mathematics) are answered without searches.
 
-A small policy knows the words of its own world; the recipes' worlds have
-names in common, and what a policy cannot read it cannot answer.
+The vocabulary of a small policy is that of its own world. The recipes' worlds
+share some names; a policy cannot answer questions with words that it cannot
+read.
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ from searchrl_jax.evaluators import ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.run import build, command, records
 
-# What the questions, their corpus and the sampling are.
+# Fields of config.data that determine questions and corpus.
 ASKED = ('dir', 'world_module', 'world_seed', 'world', 'eval')
 
 
 def config_for(workdir: str, on, own_searches: bool):
-  """The config of a run, asked the questions of the config `on`."""
+  """The config of a run, with the questions of the config `on`."""
   config = build.load_config(workdir)
   for name in ASKED:
     config.data[name] = on.data[name]
@@ -57,7 +58,7 @@ def versus(
 ) -> list[str]:
   """Evaluates run folders on the questions of `on`; returns OUT's folders.
 
-  url: a server of that corpus; '' = one is started, for all of them.
+  url: of a server of that corpus; '' starts one for all folders.
   """
   asked = build.load_config(on).copy_and_resolve_references()
   asked.source.url = url or asked.source.url
@@ -102,15 +103,15 @@ def main():
 
 if __name__ == '__main__':
   _RUNS = flags.DEFINE_list(
-    'runs', [], 'Run folders; also without the flag. The first is the baseline.'
+    'runs', [], 'Run folders; the flag name is optional. First: the baseline.'
   )
   _ON = flags.DEFINE_string(
-    'on', '', 'Run folder whose questions are asked; the first if empty.'
+    'on', '', 'Run folder whose questions are used; default: the first.'
   )
   _OUT = flags.DEFINE_string('out', None, 'Folder to write.', required=True)
   _URL = flags.DEFINE_string('url', '', 'A server of that corpus, if one runs.')
   _OWN = flags.DEFINE_bool(
-    'own_searches', False, 'Let policies that answer their own searches do so.'
+    'own_searches', False, "SSRL's policies write their own information."
   )
   command.define_data_dir()
   command.run(main, positional=_RUNS)

@@ -61,7 +61,7 @@ class Stored:
 
 
 def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
-  """Opens a file of vectors; its format is known by its bytes and size.
+  """Opens a file of vectors; detects the format from its bytes and size.
 
   Args:
     path: the file.
@@ -108,8 +108,8 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
   except RuntimeError as error:
     reason = str(error).partition('Error: ')[2] or str(error)
     raise AdoptError(
-      f'{path}: {size} bytes are no .npy file, no whole FAISS index '
-      f'({reason[:120]!r}), and not {count} raw vectors of {dim} dimensions, '
+      f'{path}: {size} bytes are neither a .npy file nor a whole FAISS index '
+      f'({reason[:120]!r}) nor {count} raw vectors of {dim} dimensions, '
       f'which take {count * dim * 4} bytes as float32, half as float16. Give '
       '--adopt for each part, and the corpus of the vectors.'
     ) from None

@@ -85,7 +85,7 @@ class Request:
           fix = 'send fewer queries (--max_body_bytes)'
           raise bad_request(['body'], f'more than {most} bytes; {fix}', 413)
         self.hold(len(chunk))
-    except ClientDisconnect:  # nobody reads this, but the log stays quiet
+    except ClientDisconnect:  # the answer is not read; avoids a log entry
       raise bad_request(['body'], 'cut short', 400) from None
     return bytes(body)
 

@@ -61,8 +61,8 @@ class Pace:
 
     Args:
       n: queries of the call.
-      asked: returns, after the call, how many of them reached the index;
-        recorded answers take no time.
+      asked: returns, after the call, the number of queries that reached the
+        index; recorded answers take no time.
     """
     begun = self._clock()
     yield

@@ -93,7 +93,7 @@ def read_config(path: pathlib.Path) -> BertConfig:
   cfg = BertConfig(**fields)
   width, heads = cfg.hidden_size, cfg.num_attention_heads
   if width % heads:
-    problem = f'hidden_size={width} is no multiple of'
+    problem = f'hidden_size={width} is not a multiple of'
     raise ValueError(f'{path}: {problem} num_attention_heads={heads}')
   return cfg
 

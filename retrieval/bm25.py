@@ -64,7 +64,7 @@ _ARRAYS = {
 }
 PRESETS = {  # k1, b
   'lucene': (1.2, 0.75),
-  'search_r1': (0.9, 0.4),  # Pyserini's, which Search-R1's server leaves as is
+  'search_r1': (0.9, 0.4),  # Pyserini's defaults, used by Search-R1's server
 }
 
 

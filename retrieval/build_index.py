@@ -45,7 +45,7 @@ class Folder:
     self.path = pathlib.Path(out)
     self.path.mkdir(parents=True, exist_ok=True)
     self._lock = open(self.path / '.lock', 'w')  # noqa: SIM115, until the end
-    problem = f'{self.path}: another build is at work there. Wait for it.'
+    problem = f'{self.path}: another build uses this folder. Wait for it.'
     files.lock(self._lock, files.FilesError, problem)
     if restart:
       self._discard()
@@ -60,7 +60,7 @@ class Folder:
     there = {path.name for path in self.path.iterdir()} - {'.lock'}
     if there and 'corpus.arrow' not in there:
       raise files.FilesError(
-        f'{self.path}: holds no corpus.arrow, so it is no index folder to '
+        f'{self.path}: holds no corpus.arrow, so it is not an index folder to '
         'discard (--restart). Use another --out, or empty it yourself.'
       )
     for name in _OWN.split():
@@ -286,10 +286,10 @@ def define_flags() -> None:
   number('sample', 64, 'Passages that check --adopt.', 8)
   text('family', None, 'Family of the encoder, if not known from its name.')
   text('dtype', None, 'Arithmetic of the encoder: float32, bfloat16.')
-  text('pooling', None, 'mean or cls, instead of its own.')
+  text('pooling', None, "mean or cls, instead of the family's.")
   flags.DEFINE_bool('normalise', None, 'Whether vectors get length 1.')
-  text('query_prefix', None, 'Instead of its own.')
-  text('passage_prefix', None, 'Instead of its own.')
+  text('query_prefix', None, "Instead of the family's.")
+  text('passage_prefix', None, "Instead of the family's.")
   number('query_length', None, 'Tokens of a query.')
   number('passage_length', None, 'Tokens of a passage.')
   number('batch', None, 'Most tokens of a batch.')

@@ -215,7 +215,7 @@ def _open(path: str, replay: bool) -> sqlite3.Connection:
   uri = (
     f'{whole.as_uri() if path else "file:"}?mode={"ro" if replay else "rwc"}'
   )
-  # WAL writes a file in the folder even to read. If nobody can write there,
+  # WAL writes a file in the folder even to read. If no process can write there,
   # the store does not change.
   if replay and not (
     os.access(whole.parent, os.W_OK) or os.path.exists(path + '-wal')

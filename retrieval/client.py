@@ -284,7 +284,7 @@ class RetrievalClient:
         await asyncio.sleep(pause)
 
   async def _attempt(self, replica: Replica, call: _Call, left: float) -> Any:
-    """One attempt; a replica that is not known is asked for its identity."""
+    """One attempt; requests the identity of an unknown replica first."""
     end = self._clock() + min(self.timeout_s, left)
     silent = False
     if not replica.known and call is not _HEALTH:
@@ -389,12 +389,12 @@ def _hit(item: Any, where: str) -> Hit:
   document = item.get('document') if isinstance(item, dict) else None
   _require(isinstance(document, dict), f"{where} has no object 'document'")
   for name in ('id', 'contents'):
-    problem = f'{where}.document.{name} is no string'
+    problem = f'{where}.document.{name} is not a string'
     _require(isinstance(document.get(name), str), problem)
   score, contents = item.get('score'), document['contents']
   number = isinstance(score, (int, float)) and not isinstance(score, bool)
   finite = number and math.isfinite(score)
-  _require(finite, f'{where}.score is no finite number')
+  _require(finite, f'{where}.score is not a finite number')
   return Hit(document['id'], contents, *split_contents(contents), float(score))
 
 

@@ -89,9 +89,9 @@ Answer = list[Found] | SearchFailed
 class Searcher(Protocol):
   """Answers queries with documents.
 
-  A searcher that mostly waits has an attribute `threads`: so many threads may
-  search at once, one query each. Otherwise one thread searches at a time, with
-  as many queries as there are.
+  A searcher that mostly waits has an attribute `threads`, the number of threads
+  that may search at once, with one query each. Otherwise one thread searches at
+  a time, with all waiting queries.
   """
 
   @property

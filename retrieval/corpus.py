@@ -4,7 +4,7 @@ A passage has a string `id` and string `contents`, `"Title"\\ntext`. It is a
 line `{"id": "7", "contents": "\\"Title\\"\\ntext"}` of a JSONL file (plain,
 gzipped or in a tar), or a row of a Parquet file, of an Arrow IPC file (`store`)
 or of a Hugging Face dataset. Formats are recognised by the first bytes of a
-file, not by its name: Search-R1's wiki-18.jsonl.gz is said to be a tar. Other
+file, not by its name: Search-R1's wiki-18.jsonl.gz is reportedly a tar. Other
 fields are ignored. An invalid passage stops the reading, with its file and its
 line or row (from 1) in the error: an index built around it would silently
 return the wrong passages.
@@ -343,7 +343,7 @@ def _document(record: dict, where: str) -> Document:
     if name not in record:
       raise CorpusError(f'{where}: no field {_missing(name, record)}')
     value = record[name]
-    # Some published corpora number their passages; the protocol says string.
+    # Some published corpora have integer ids; the protocol requires strings.
     if name == 'id' and isinstance(value, int) and not isinstance(value, bool):
       value = str(value)
     if not isinstance(value, str) or (name == 'id' and not value):

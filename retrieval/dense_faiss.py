@@ -3,8 +3,8 @@
 An index file is memory-mapped (`IO_FLAG_MMAP_IFC`): pages are read from disk
 on demand and shared between processes. In faiss-cpu 1.15.1 that holds for
 vectors, codes, inverted lists and the links of HNSW; the older `IO_FLAG_MMAP`
-maps only inverted lists. Lists in a file of their own (`faiss_build`) are
-mapped too.
+maps only inverted lists. Lists in a separate file (`faiss_build`) are also
+mapped.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 # FAISS's threads would spin after each search, on the cores that the encoder
-# of the next query wants: a query took 14.5 instead of 11.1 ms on 2 cores.
+# of the next query needs: a query took 14.5 instead of 11.1 ms on 2 cores.
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
 
 import faiss  # noqa: E402
@@ -303,6 +303,6 @@ def _to_gpus(index: faiss.Index, path: files.PathLike) -> faiss.Index:
     return faiss.index_cpu_to_all_gpus(index, options)
   except RuntimeError as error:
     raise FaissError(
-      f'{path}: cannot go to the GPUs ({reason(error)}): FAISS supports Flat '
-      'and IVF there, no HNSW, and the index must fit'
+      f'{path}: cannot be copied to the GPUs ({reason(error)}): FAISS supports '
+      'Flat and IVF on GPUs, but not HNSW, and the index must fit'
     ) from None

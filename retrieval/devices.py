@@ -99,7 +99,7 @@ def _require_private(path: pathlib.Path, own: bool) -> None:
   found, user = path.stat(), os.getuid()
   if found.st_uid not in ((user,) if own else (user, 0)):
     problem = f'belongs to user {found.st_uid}, not to {user}'
-    raise PermissionError(f'{path}: {problem}; use a folder of your own')
+    raise PermissionError(f'{path}: {problem}; use a folder that you own')
   shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
   if shared and (own or not found.st_mode & stat.S_ISVTX):
     fix = 'chmod go-w, or use another folder'

@@ -35,7 +35,7 @@ _SPARE = 1.01  # room for links of HNSW, whose levels are random
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What every way of building an index needs."""
+  """Arguments that all methods of building an index need."""
 
   count: int  # P
   blocks: Callable[..., Iterator[tuple[int, np.ndarray]]]  # `vectors.blocks`
@@ -193,7 +193,7 @@ def copy(plan: Plan, index: faiss.IndexFlat, vectors: np.ndarray) -> None:
 
 
 def join(plan: Plan, shard_bytes: int) -> None:
-  """Builds an IVF index from shards, with its lists in a file of their own.
+  """Builds an IVF index from shards, with its lists in a separate file.
 
   Args:
     plan: see `Plan`; the shards are in its folder.

@@ -278,7 +278,7 @@ async def read_body(
   """
   encoding = encoding.strip().lower()
   if encoding not in ('', 'identity', 'gzip', 'x-gzip'):
-    problem = f'content encoding {encoding[:40]!r}, gzip was asked for'
+    problem = f'content encoding {encoding[:40]!r}, expected gzip'
     raise FetchFailed('broken', problem)
   unpacker = zlib.decompressobj(31) if encoding.endswith('gzip') else None
   body, sent = bytearray(), 0

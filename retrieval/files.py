@@ -32,7 +32,8 @@ class FilesError(RuntimeError):
 def convert(caught: Any, kind: type[Exception], message: str) -> Iterator[None]:
   """Turns errors of the types `caught` into `kind`.
 
-  `message` is the message of the new error; its `{}` stands for the old one.
+  `message` is the message of the new error; `{}` in it is replaced by the old
+  one.
   """
   try:
     yield

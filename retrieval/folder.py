@@ -251,7 +251,7 @@ def _check_manifest(path: pathlib.Path, manifest: dict[str, Any]) -> None:
   require(form == FORMAT, problem)
   objects = [indexes, *(indexes.values() if isinstance(indexes, dict) else ())]
   valid = all(isinstance(about, dict) for about in objects)
-  require(valid, 'indexes is no object of objects')
+  require(valid, 'indexes is not an object of objects')
   for part, fields in _FIELDS.items():
     about = manifest.get(part, ())
     if part == 'vectors' and about is None:

@@ -39,13 +39,13 @@ _VECTOR = 'vector'
 
 
 class MilvusError(RuntimeError):
-  """Milvus does not answer or does not hold the corpus; says what to do."""
+  """Milvus does not answer or does not hold the corpus; names the fix."""
 
 
 def build(
   vectors: np.ndarray, uri: str, collection: str, *, block: int = 4096
 ) -> None:
-  """Writes a collection, or the part of it that a killed build left out.
+  """Writes a collection, or the missing part after a killed build.
 
   Its index is FLAT, which is exact. An existing empty collection with the
   fields id and vector keeps its index.
@@ -65,7 +65,7 @@ def build(
   check_shape(vectors)
   count, dim = vectors.shape
   block = max(1, min(block, _MESSAGE_BYTES // (4 * dim)))
-  with _told(uri), contextlib.closing(_connect(uri)) as client:
+  with _converting(uri), contextlib.closing(_connect(uri)) as client:
     if not client.has_collection(collection):
       schema = client.create_schema(auto_id=False)
       schema.add_field('id', pymilvus.DataType.INT64, is_primary=True)
@@ -145,7 +145,7 @@ class Milvus(DenseIndex):
     """
     self._uri, self._collection = uri, collection
     self._timeout_s = timeout_s
-    with _told(uri):
+    with _converting(uri):
       self._client = client = _connect(uri, timeout_s)
       if not client.has_collection(collection):
         known = ', '.join(map(ascii, client.list_collections())) or 'none'
@@ -180,7 +180,7 @@ class Milvus(DenseIndex):
     """
     k, q = self.check_search(k, q, _K)
     most = min(len(self), _K, k + 1024)
-    with stage('search'), _told(self._uri):
+    with stage('search'), _converting(self._uri):
       # Each result is sent over the network: one more shows a tie.
       return ranked(self._ask, q, k, spare=1, most=most)
 
@@ -229,7 +229,7 @@ def _error(uri: str, collection: str, problem: str) -> MilvusError:
 
 
 @contextlib.contextmanager
-def _told(uri: str) -> Iterator[None]:
+def _converting(uri: str) -> Iterator[None]:
   """Converts errors of the client library to one sentence."""
   try:
     yield

@@ -1,4 +1,4 @@
-"""Starts and stops a retrieval server in a process of its own.
+"""Starts and stops a retrieval server in a separate process.
 
 with start_server('corpus.jsonl.gz', log_path='server.log') as server:
   ... RetrievalClient(server.url) ...
@@ -66,8 +66,8 @@ def start_server(
 ) -> ServerProcess:
   """Starts `python -m retrieval.server` and waits until it is warm.
 
-  The server ends with this process (--parent_pid). It has a session of its
-  own, so that Ctrl-C reaches only the caller, which can then save and stop it.
+  The server ends with this process (--parent_pid). It has a separate session,
+  so that Ctrl-C reaches only the caller, which can then save and stop it.
 
   Args:
     corpus: .jsonl or .jsonl.gz; None: `server_flags` name the source.

@@ -103,7 +103,7 @@ class Provider:
   def _clean(self, text: object) -> str:
     text = text if isinstance(text, str) else ''
     text = html.unescape(text) if self.escaped else text
-    return ' '.join(text.split())  # the title is a line of its own
+    return ' '.join(text.split())  # the title is a separate line
 
 
 PROVIDERS = {

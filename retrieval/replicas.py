@@ -1,13 +1,13 @@
 """Replicas: servers of the same corpus and index, and their health.
 
-A replica that failed several times in a row is not asked for a while (its
+A replica that failed several times in a row gets no requests for some time (its
 circuit is open); then one request probes it (Nygard, Release It!, 2007).
 
-A restarted server may serve another corpus or index, and its answers would
-look valid. So a replica that was unreachable, or was never asked, is asked for
-its identity (/health) first. Each answer has a hash of the identity in its
-header, which shows a server that was replaced in between. A replica whose
-identity differs from that of the first one is not asked again.
+A restarted server may serve another corpus or index, and its answers would look
+valid. The client therefore first requests the identity (/health) of a replica
+that was unreachable or is new. Each answer has a hash of the identity in its
+header, which reveals a server that was replaced in between. A replica whose
+identity differs from that of the first one gets no further requests.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from retrieval.core import identity_hash
 
 _log = logging.getLogger(__name__)
 
-# Kinds of an answer that another replica may not give.
+# Kinds of failures that another replica may not have.
 BROKEN = ('bad_response', 'unauthorised', 'different')
 _UNREACHABLE = (
   'Start it (python -m retrieval.server --corpus=...) or correct the URL; '

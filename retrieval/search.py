@@ -38,7 +38,7 @@ def search_here(args: flags.FlagValues, queries: Sequence[str]) -> Results:
   """Searches what the flags of a server name.
 
   Raises:
-    ValueError, RuntimeError, OSError: it cannot be used; says why.
+    ValueError, RuntimeError, OSError: it cannot be used; names the reason.
   """
   searcher, local, _ = open_searcher(args)
   found = searcher.search(queries, args.topk)
@@ -63,7 +63,7 @@ def search_server(url: str, queries: Sequence[str], k: int) -> Results:
     index = health_sync(url, retries=0).get('index')
     return hits, Analyzer(index['stemmer'], index['stop_words'])
   except (RetrievalError, KeyError, TypeError, ValueError):
-    # Another server of the protocol; its passages are shown all the same.
+    # Another server of the protocol; its passages are still shown.
     return hits, Analyzer()
 
 

@@ -102,7 +102,7 @@ def _folder(args) -> tuple[LocalSearcher, Programs]:
         encoders[stated] = opened
       encoder = encoders[stated]
     indexes.append(folders.open_index(folder, name, encoder=encoder, **options))
-  # The values of k that the indexes are asked for.
+  # The values of k in calls of the indexes.
   ks = {k for k in (*_WARM_TOPK, args.topk) if k <= args.max_topk}
   index, programs = indexes[0], []
   if args.rerank:

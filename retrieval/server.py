@@ -116,13 +116,13 @@ class _Server(uvicorn.Server):
     await super().startup(sockets)
     if self.started:
       say(f'listening at {self._url}')
-      self._told = asyncio.create_task(self._tell())
+      self._report = asyncio.create_task(self._report_ready())
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
     _exit_after(_STOP_S + 4)  # in case a search never ends
     await super().shutdown(sockets)
 
-  async def _tell(self) -> None:
+  async def _report_ready(self) -> None:
     try:
       await self.config.app.state.warm
       if self._port_file:

@@ -164,9 +164,9 @@ def ranked(
 ) -> Ranked:
   """Finds the k best of each query, equal scores in corpus order.
 
-  Libraries cut between equal scores arbitrarily. So a few more than k are
-  asked for, and up to `most` if the last of those equals the k-th. Longer ties
-  are cut as the library does.
+  Libraries cut between equal scores arbitrarily. This function therefore asks
+  for a few more than k, and up to `most` if the last of those equals the k-th.
+  Longer ties are cut as the library does.
 
   Args:
     ask: vectors [Q, D] and n -> (ids, scores), [Q, n] each, best first, ties

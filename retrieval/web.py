@@ -350,7 +350,7 @@ class WebSearcher:
       )
 
   def _apart(self, function: Callable[..., str], *args: object) -> str:
-    """Calls a function in a process of its own; '' and a log if it raises.
+    """Calls a function in a new process; returns '' and logs if it raises.
 
     Raises:
       EOFError: the process ran out of time.

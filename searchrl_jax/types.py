@@ -1,7 +1,7 @@
-"""What passes between the stages: frozen records, shapes on their fields.
+"""Data passed between the stages: frozen records with documented shapes.
 
 Axis letters: B sequences, G group, T tokens, P passages, n tokens of a
-segment. Nothing here imports JAX.
+segment. This module does not import JAX.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ import numpy as np
 
 AUTHORS = ('prompt', 'policy', 'environment', 'teacher')
 SEARCH = 'search'  # the tool that config.source is; others: config.tools
-# How a trajectory can end. `failed` is a service's fault (design 5.4): such a
-# trajectory is left out of its group's statistics and of the loss.
+# How a trajectory can end. `failed` means that a service failed (design 5.4):
+# the trajectory is left out of its group's statistics and of the loss.
 ENDS = ('answer', 'eos', 'turns', 'tokens', 'failed')
 
 
@@ -45,7 +45,7 @@ class Segment:
   ids: np.ndarray  # int32 [n]
   author: str  # one of AUTHORS
   kind: str  # the name of a block of the template, or 'other': outside blocks
-  agent: str = 'policy'  # who acts: policy, proposer, solver, planner, ...
+  agent: str = 'policy'  # the acting role: policy, proposer, solver, ...
   # Whether the tokens are in the loss if the trajectory is kept
   # (`batching.keep`); the first token of a sequence never is.
   train: bool = False
@@ -56,7 +56,7 @@ class Segment:
     if self.author not in AUTHORS:
       raise ValueError(f'Segment.author={self.author!r} is none of {AUTHORS}')
     if not self.kind.isidentifier():
-      raise ValueError(f'Segment.kind={self.kind!r} is no name of a block')
+      raise ValueError(f'Segment.kind={self.kind!r} is not the name of a block')
     for name in ('logps', 'versions'):
       value = getattr(self, name)
       if value is not None and len(value) != len(self.ids):
@@ -66,7 +66,7 @@ class Segment:
 
 
 def joined(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
-  """Appends a segment, into the last one where nothing tells them apart."""
+  """Appends a segment, or extends the last one if the attributes are equal."""
   if not len(new.ids):
     return segments
   same = ('author', 'kind', 'agent', 'train')
@@ -94,10 +94,10 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class SearchRequest:
-  """One query to a tool, and whose it is (a simulator or a log needs to know).
+  """One query to a tool, with its origin for simulators and logs.
 
-  earlier: what the trajectory was answered before, by any tool, oldest first;
-  results only, since an error ends it.
+  earlier: previous results of any tool in the trajectory, oldest first; it has
+  no errors, because an error ends the trajectory.
   """
 
   query: str
@@ -107,7 +107,7 @@ class SearchRequest:
   turn: int = 0
   step: int = 0  # training step, for curricula
   tool: str = SEARCH
-  # Each request holds all before it: compared or printed, they would multiply.
+  # Not compared or printed, because each request contains all before it.
   earlier: tuple['SearchResult | SearchError', ...] = dataclasses.field(
     default=(), repr=False, compare=False
   )
@@ -115,7 +115,7 @@ class SearchRequest:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-  """What a tool answered: passages, or a text."""
+  """The answer of a tool: passages, or a text."""
 
   request: SearchRequest
   passages: tuple[Passage, ...]

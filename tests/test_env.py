@@ -362,10 +362,10 @@ def test_events_that_do_not_answer_the_action(tok):
   good = scripted.sample(env, action, SEARCH)
   with pytest.raises(ValueError, match='waits for the event of Generate'):
     env.step(start, [])
-  with pytest.raises(ValueError, match='is not over'):
+  with pytest.raises(ValueError, match='has not ended'):
     env.trajectory(start)
   many = scripted.completion([5] * 300, 'length')
-  with pytest.raises(ValueError, match='sampled 300 tokens, asked for'):
+  with pytest.raises(ValueError, match='sampled 300 tokens, but the limit'):
     env.step(start, many)
   short = dataclasses.replace(good, logps=good.logps[:-1])
   with pytest.raises(ValueError, match='logps'):

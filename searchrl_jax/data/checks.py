@@ -235,8 +235,7 @@ def choose(
   lookup.require(n >= 0, f'{path}: n={n} must be 0 (all) or more', DataError)
   lookup.require(
     n <= len(kept),
-    f'{path}: n={n} questions asked for, and there are {len(kept)}; n=0 takes '
-    'all',
+    f'{path}: n={n} questions requested, {len(kept)} available; n=0 takes all',
     DataError,
   )
   drawn = np.random.default_rng(seed).permutation(len(kept))[: n or None]
@@ -256,7 +255,7 @@ def require_answers(questions: Iterable[Question], what: str) -> None:
   bare = [q.id for q in questions if not any(a.strip() for a in q.answers)]
   lookup.require(
     not bare,
-    f'{what} needs golden answers, and {len(bare)} questions have none: '
+    f'{what} needs golden answers, but {len(bare)} questions have none: '
     f'{", ".join(map(repr, bare[:5]))}{", ..." if len(bare) > 5 else ""}; '
     'add answers, leave these questions out, or use a reward without answers',
     DataError,

@@ -43,7 +43,7 @@ Search = Callable[[Sequence[str], int], Sequence[Sequence[Passage]]]
 class Trace:
   """A scripted attempt at a question, for a supervised warm start.
 
-  It holds contents only. `sft.py` renders them with the functions of the
+  It has contents only. `sft.py` renders them with the functions of the
   environment, so that warm start and rollouts have the same layout.
 
   question: None = plain text (pretraining), without a prompt and without the
@@ -124,7 +124,7 @@ def resolve(path: str, data) -> str:
     folder = data_dir(data)
     if not folder:
       raise DataError(
-        f'{path!r} is relative to the data folder, and there is none: give '
+        f'{path!r} is relative to the data folder, but there is none: give '
         f'--config.data.dir=FOLDER, set {ENV_DIR}, or create {SHARED} '
         '(hf://datasets/OWNER/NAME/FILE reads from the Hugging Face hub)'
       )
@@ -266,7 +266,7 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
     if data.prompt == 'as_is' and bare:
       raise DataError(
         f"set {name!r}: data.prompt='as_is', and question {bare.id!r} has no "
-        "messages of its own; use data.prompt='template', or a set whose "
+        "messages; use data.prompt='template', or a set whose "
         'records hold prompts (parquet)'
       )
   count = collections.Counter(q.id for qs in loaded.values() for q in qs)
@@ -367,7 +367,7 @@ class Stream:
     for name, questions in sets.items():
       digest.update(json.dumps([name, [q.id for q in questions]]).encode())
     self.fingerprint = digest.hexdigest()[:16]
-    self.position = 0  # questions handed out so far
+    self.position = 0  # number of questions taken so far
 
   def next(self, n: int) -> list[Question]:
     """Returns the next n questions, with different ids.
@@ -398,7 +398,7 @@ class Stream:
     """
     lookup.require(
       state['fingerprint'] == self.fingerprint,
-      'the saved data cursor belongs to other questions, weights, seed or '
+      'the saved data position belongs to other questions, weights, seed or '
       f'shuffle (fingerprint {state["fingerprint"]}, now '
       f'{self.fingerprint}); resume with the data of the saved run, or '
       'start a new run folder',

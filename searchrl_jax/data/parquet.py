@@ -70,7 +70,7 @@ def load(
     column, other = ('prompt', 'template')
   lookup.require(
     column in names,
-    f'{path}: data.prompt={prompt!r} needs a column {column!r}, and there is '
+    f'{path}: data.prompt={prompt!r} needs a column {column!r}, but there is '
     f'none (columns: {", ".join(names)}); add it, or set config.data.prompt='
     f'{other!r}',
     DataError,

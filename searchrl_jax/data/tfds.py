@@ -102,7 +102,7 @@ def build(
   questions = jsonl.load(jsonl_path, layout=layout)
   target = os.path.join(folder, name, '1.0.0')
   if os.path.exists(target):
-    raise DataError(f'{target} is already there; remove it or change the name')
+    raise DataError(f'{target} already exists; remove it or change the name')
   text = tfds.features.Text()
   texts = tfds.features.Sequence(text)
   fields = {
@@ -120,8 +120,8 @@ def build(
 
   class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     VERSION = tfds.core.Version('1.0.0')
-    # TFDS 4.9.10 searches its source through importlib_resources, which it
-    # does not require; there is no source beside this one.
+    # TFDS 4.9.10 searches the source of a builder through importlib_resources,
+    # which it does not require; this builder has no source files.
     code_path = None
 
     def _info(self):

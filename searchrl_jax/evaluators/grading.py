@@ -107,7 +107,7 @@ def score(
 
 
 def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
-  """Those of SCORES that apply and need neither scorer nor judge."""
+  """The entries of SCORES that apply and need neither scorer nor judge."""
   question = trajectory.question
   answered = float(bool(answer))  # an empty block answers nothing
   golds = [a for a in question.answers if a.strip()]
@@ -150,7 +150,7 @@ def certainties(
 
   Args:
     trajectories: as they were sampled. Every token is conditioned on all
-      tokens before it, whoever wrote them.
+      tokens before it, of any author.
     scorer: `scoring.Scorer`, at the temperature of the sampling.
   """
   good = [

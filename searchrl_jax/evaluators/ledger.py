@@ -67,7 +67,7 @@ def manifest(
 
 
 def _frozen(questions: Sequence[Question]) -> dict[str, Any]:
-  # The ids alone would not show other texts or answers.
+  # Different texts or answers are not visible in the ids alone.
   content = json.dumps([[q.id, q.text, q.answers] for q in questions])
   ids = [q.id for q in questions]
   return {
@@ -93,7 +93,7 @@ def read_manifest(path: os.PathLike | str) -> dict[str, Any]:
       f'{path}: {e.strerror}; `evaluate` writes it into its --out'
     ) from e
   except (ValueError, AttributeError) as e:
-    raise DataError(f'{path} is no manifest of `evaluate`: {e}') from e
+    raise DataError(f'{path} is not a manifest of `evaluate`: {e}') from e
   return content
 
 
@@ -148,7 +148,7 @@ def check_corpus(
     )
   elif wanted != records.plain(served):
     raise DataError(
-      f'{path} is of another corpus: {wanted} there, {served} on the server; '
+      f'{path} names another corpus: {wanted}, but {served} on the server; '
       'serve that corpus, or evaluate without --manifest'
     )
 

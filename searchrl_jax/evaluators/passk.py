@@ -3,8 +3,8 @@
 pass@k is the unbiased estimator of Chen et al. 2021; maj@k is its
 counterpart for the majority vote (`scores.maj_at_k`), certainty@k that for
 the sample of greatest self-certainty (Kang et al. 2025, arXiv 2502.18581,
-whose other form, votes weighted by its rank, is not here). All are means over
-questions with a bootstrap interval over questions.
+whose other form, votes weighted by rank, is not implemented). All are means
+over questions with a bootstrap interval over questions.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def check(config: ConfigDict, training: bool = False) -> None:
     (
       not (e.best_of and training),
       f'{chosen}, which `evaluate` can do and a training run cannot; use '
-      "best_of='' here, and set it in `evaluate --workdir=RUN`",
+      "best_of='' for training, and set it in `evaluate --workdir=RUN`",
     ),
     (
       e.temperature > 0 or not drawn,

@@ -24,7 +24,7 @@ from searchrl_jax.run import lookup
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """What a `model_type` fixes, as opposed to what its config says."""
+  """Properties that a `model_type` determines, independent of its config."""
 
   architecture: str
   qkv_bias: bool = False
@@ -199,9 +199,9 @@ def format_config(
 class Tensor:
   """One tensor of a checkpoint and where it lives in the parameters.
 
-  Projections are [out, in] there and [in..., out...] here, with the heads
-  split; `n_in` is the number of our leading axes that make up `in`, and 0
-  means that nothing is transposed.
+  Projections are [out, in] in the checkpoint and [in..., out...] in our
+  parameters, with the heads split; `n_in` is the number of our leading axes
+  that form `in`, and 0 means that nothing is transposed.
   """
 
   name: str  # 'model.layers.3.self_attn.q_proj.weight'

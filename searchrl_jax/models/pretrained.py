@@ -1,8 +1,8 @@
 """Hugging Face checkpoints in and out: config.json and safetensors.
 
-Both ways go tensor by tensor between the files and the target sharding: the
-host holds one shard of one stacked parameter (import) or one block of rows
-(export), never the model.
+Import and export convert one tensor at a time between the files and the target
+sharding: the host holds one shard of one stacked parameter (import) or one
+block of rows (export), never the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ def read_json(path) -> dict[str, Any]:
 def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
   """DecoderConfig from the fields of a config.json.
 
-  flags: what a config.json does not say (dtype of activations, remat, ...).
+  flags: fields that a config.json does not have (dtype of activations, remat).
 
   Raises:
     ValueError: see `families.parse_config`.
@@ -171,7 +171,7 @@ def load(
   own = read_config(path)
   cfg = own if cfg is None else cfg
   differ = [
-    f'{name}={getattr(own, name)!r} there, {getattr(cfg, name)!r} here'
+    f'{name}={getattr(own, name)!r}, expected {getattr(cfg, name)!r}'
     for name in families.FIELDS
     if getattr(own, name) != getattr(cfg, name)
   ]
@@ -231,7 +231,7 @@ def save(
 
   Args:
     tokenizer_dir: a folder whose tokenizer files are copied along.
-    max_shard_bytes: of one file; a larger tensor has a file of its own.
+    max_shard_bytes: of one file; a larger tensor has a separate file.
     dtype: of the stored tensors: float32, bfloat16 or float16.
     like: a config.json (`read_json`) whose other fields are kept.
     overwrite: replace an existing folder.

@@ -138,7 +138,7 @@ def write_folder(
   Args:
     shapes: name -> shape, in the order in which they are written.
     blocks: name -> the tensor in blocks of rows, cast here.
-    max_shard_bytes: of one file; a larger tensor has a file of its own.
+    max_shard_bytes: of one file; a larger tensor has a separate file.
   """
   path = pathlib.Path(path)
   shards: list[list[str]] = [[]]

@@ -1,12 +1,12 @@
 """Rewards for answers and format.
 
-Only the policy's own text earns rewards: answers are complete answer blocks,
-and blocks were parsed from the policy's tokens (parser.py), not by searching
+Rewards use only text of the policy: answers are complete answer blocks, and
+blocks were parsed from the policy's tokens (parser.py), not by searching
 decoded text. Rewards therefore do not depend on the chat template.
 
 `search_r1_format` is Search-R1's shaped reward (Jin et al. 2025, v0.3). It
 differs from the released code in three ways:
-  * "No answer" is possible. If the policy gives no answer, the released code
+  * "No answer" is a case. If the policy gives no answer, the released code
     extracts the example of the template, so it never uses the last row of its
     table, and text without an answer earns `final`. `released` restores that.
   * The answer is searched in the policy's text, not in prompt and passages.
@@ -131,9 +131,9 @@ def valid_format(
 
   Every block is complete and not empty, no action was invalid, and information
   was written by the environment, or by the policy if
-  config.env.information='policy'. Of the further blocks of a template, those
-  that act stand where a search may, those that end the trajectory where an
-  answer may, and the others anywhere.
+  config.env.information='policy'. Further blocks of a template are allowed in
+  the position of a search if they act, in the position of an answer if they end
+  the trajectory, and in any position otherwise.
 
   Args:
     trajectory: as the environment recorded it.

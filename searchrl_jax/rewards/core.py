@@ -8,9 +8,10 @@ refuses unlabelled data at its start.
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
 
-Rewards for trajectories, segments and tokens are added at the finest level of
-them: the value of a trajectory goes to its last trained segment or token, that
-of a segment to its last token. The sum over a trajectory stays the same.
+Rewards for trajectories, segments and tokens are added at the finest of their
+levels: the value of a trajectory is assigned to its last trained segment or
+token, that of a segment to its last token. The sum over a trajectory does not
+change.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,7 +100,7 @@ def check(
         raise RewardError(f'config.reward.{name}: {e}') from e
     lookup.require(
       not getattr(function, 'needs_judge', False) or judge,
-      f'config.reward.{name} asks a judge, and config.judge.url is empty: '
+      f'config.reward.{name} needs a judge, but config.judge.url is empty: '
       'set it to the URL of an OpenAI-compatible server',
       RewardError,
     )
@@ -228,7 +229,7 @@ def _require_answers(terms, questions: Iterable[Question]) -> None:
   for question in questions if names else ():
     lookup.require(
       any(answer.strip() for answer in question.answers),
-      f'question {question.id!r} has no golden answers, and '
+      f'question {question.id!r} has no golden answers, but '
       f'config.reward.{names[0]} needs them; leave such questions out, or use '
       'a reward without answers',
       RewardError,

@@ -2,7 +2,7 @@
 
 `match` is 'text' (equal normal forms, as in exact match) or the dotted name of
 a function `equal(a, b) -> bool`. `equal(a, a)` is False if a text is not an
-answer. For mathematics there is experiments.ttrl.mathematics.equal.
+answer. experiments.ttrl.mathematics.equal compares mathematical answers.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -82,7 +82,7 @@ class Judge:
 
     Args:
       items: the answers to judge; equal items are sent once.
-      among: number of answers, with those that need no verdict.
+      among: number of answers, including those that need no verdict.
 
     Raises:
       JudgeError: the judge failed on more than the share
@@ -158,9 +158,9 @@ async def grade(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (grades, unusable), float32 [B].
 
-  grades: 1 right, 0 wrong, NaN if the trajectory or the judge failed. No answer
-  is wrong, without asking the judge. An answer without a usable verdict is
-  wrong too, and 1 in `unusable`.
+  grades: 1 right, 0 wrong, NaN if the trajectory or the judge failed. A missing
+  answer is wrong, without a request to the judge. An answer without a usable
+  verdict is also wrong, and 1 in `unusable`.
 
   Args:
     trajectories: B trajectories with golden answers.

@@ -109,8 +109,8 @@ def maj_at_k(
 ) -> float:
   """Expected correctness of the majority vote of k of the n samples.
 
-  Exact: the mean over all C(n, k) subsets. Ties are split evenly. None is no
-  vote, and a subset without votes is wrong.
+  Exact: the mean over all C(n, k) subsets. Ties are split evenly. None is not
+  a vote, and a subset without votes is wrong.
 
   Args:
     votes: keys (`key`) of n answers; None = no answer.

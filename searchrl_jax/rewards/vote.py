@@ -5,8 +5,9 @@ are trained on, with reward 1 if the answer is the label, else 0. Golden answers
 affect only the parts, never value or valid. Differences from the released code:
   * Votes are counted by equality of answers (`equivalence`). The released code
     compares strings, so 0.5 and 1/2 are different votes.
-  * No answer is no vote, and a question without votes is left out. In the
-    released code the empty string is a vote, and unparsed samples are rewarded.
+  * A missing answer is not a vote, and a question without votes is left out. In
+    the released code the empty string is a vote, and unparsed samples are
+    rewarded.
   * The label is compared with the golden answer unchanged. The released code
     extracts it once more, so 14/3 becomes 3.
   * GPQA's letter is the content of the box. In the released code it is the last
@@ -14,8 +15,8 @@ affect only the parts, never value or valid. Differences from the released code:
   * Each reward is placed in its own trajectory. The released code places all of
     a batch at the length of the last sample, which only GRPO tolerates.
 
-Ties go to the class with the earliest vote. If the votes lost to failed
-searches could have changed the majority, there is no label.
+Of tied classes, the one with the earliest vote is the label. If the votes lost
+to failed searches could have changed the majority, there is no label.
 """
 
 import collections
@@ -84,7 +85,7 @@ def check(config, fields) -> None:
     (
       n == rollout.group and n >= 2,
       f'votes={n} with config.rollout.group={rollout.group}: all samples of a '
-      'question vote, 2 or more; set both to the same number',
+      'question vote; set both to the same number, at least 2',
     ),
     (
       not rollout.refill,
@@ -95,7 +96,7 @@ def check(config, fields) -> None:
     (
       config.algorithm.advantage != 'remax',
       "config.algorithm.advantage='remax' needs the reward of one greedy "
-      'answer, and one answer is no majority; use another advantage',
+      'answer, but one answer has no majority; use another advantage',
     ),
   ):
     lookup.require(good, message, RewardError)
@@ -134,8 +135,8 @@ def labelled(
     question = group[0].question
     lookup.require(
       len(group) == votes,
-      f'question {question.id!r} has {len(group)} samples and votes={votes}: '
-      'all of a group vote; set it to config.rollout.group',
+      f'question {question.id!r} has {len(group)} samples, but votes={votes}: '
+      'all samples of a group vote; set it to config.rollout.group',
       RewardError,
     )
     alive = [i for i, t in enumerate(group) if not t.failed]

@@ -3,9 +3,9 @@
   config.tools.calculator = dict(module='calculator', cost=0.0)
 
 Numbers, + - * / ** (or ^) and parentheses are computed as fractions, so 0.1 +
-0.2 is 0.3. What cannot be computed is answered with the reason, which the
-policy reads. Length of the text and size of every intermediate number are
-bounded, so no input takes long.
+0.2 is 0.3. If a text cannot be computed, the answer is the reason, which the
+policy reads. The length of the text and the size of every intermediate number
+are bounded, so no input takes long.
 """
 
 import ast
@@ -37,7 +37,7 @@ def compute(expression: str) -> Fraction:
   """The value of an expression.
 
   Raises:
-    Unusable: it is no expression, or a number in it becomes too large.
+    Unusable: it is not an expression, or a number in it becomes too large.
   """
   text = ' '.join(expression.replace('^', '**').split())
   if len(text) > LENGTH:

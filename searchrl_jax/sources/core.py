@@ -3,21 +3,21 @@
 An answer is a SearchResult or a SearchError, in the order of the requests. A
 source does not raise for a single query, and does not return an empty result if
 its service failed. If the service works but cannot use the query, the result is
-empty; otherwise a policy could leave the loss by its choice of queries. Errors
-of the set-up (no server at the start) raise SourceError.
+empty; otherwise a policy could remove trajectories from the loss by its choice
+of queries. Errors of the set-up (no server at the start) raise SourceError.
 
-A tool is a source under a name: a block of the template that acts sends its
+A tool is a source with a name: a block of the template that acts sends its
 text to the tool of that name (`request.tool`). `search` is config.source, the
 others are in config.tools. A tool answers with passages, or with `text`, which
-the observation shows as it is; `cost` of a result is summed in the rollout's
-statistics. What the policy got wrong (no such page, a division by zero) is text
-that it reads, not a SearchError.
+the observation contains unchanged; the rollout's statistics sum the `cost` of
+results. For an error of the policy (no such page, a division by zero), the
+answer is a text that the policy reads, not a SearchError.
 
-A tool keeps nothing of a trajectory: `request.earlier` has what the trajectory
-was answered so far, each with its request. A session runs the code of these
-again (or keeps interpreters by it), a page reader finds there what was found.
-This is right for a retry, a resumed run and a branch of a tree, which the
-trajectory's name does not tell apart.
+A tool stores no state of a trajectory: `request.earlier` has the previous
+answers of the trajectory, each with its request. An interpreter session runs
+the code of these requests again (or keys its interpreters by it); a page reader
+finds earlier results in them. This is correct for a retry, a resumed run and a
+branch of a tree, which the trajectory's name does not distinguish.
 """
 
 from collections.abc import Mapping, Sequence

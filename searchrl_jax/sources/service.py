@@ -174,7 +174,7 @@ class ServiceSource:
         future.cancel()
       raise
     except Exception as error:
-      # Those that wait would otherwise wait for ever.
+      # Otherwise the waiting queries would never end.
       for future in _open(queries):
         future.set_exception(error)
       return

@@ -20,8 +20,8 @@ class Shuffled:
   """Answers each query with the passages for another question.
 
   The other question is the next in the order of ids whose answers differ. It is
-  the same for every query of a question. Other tools than search answer as
-  ever.
+  the same for every query of a question. Tools other than search are not
+  changed.
   """
 
   def __init__(self, source: Source, questions: Sequence[Question]):

@@ -49,7 +49,7 @@ class DocumentWriter(NamedTuple):
 
   engine: Callable[[], Engine]  # called for each document
   tokenizer: Any
-  # Starts an engine of the source's own; None: the engine is the policy's.
+  # Starts an engine for the source; None: the engine is the policy's.
   start: Callable[[], Awaitable[None]] | None
 
 

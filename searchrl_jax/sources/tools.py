@@ -44,7 +44,7 @@ class Tools:
     return [answers[i] for i in range(len(requests))]
 
   async def check(self) -> Mapping[str, object]:
-    """Checks all; what other tools than search serve has names 'TOOL/X'."""
+    """Checks all tools; entries of tools other than search are 'TOOL/X'."""
     served = {name: await tool.check() for name, tool in self._tools.items()}
     identity = {
       key if name == SEARCH else f'{name}/{key}': value

@@ -195,15 +195,15 @@ class SearchEnv:
   ) -> types.Trajectory:
     """Returns the record of a finished attempt.
 
-    Its `meta` holds counters and what `meta` adds: a sampler's own, which must
-    be as it is after a round trip through JSON.
+    Its `meta` contains counters and the entries of `meta`, from a sampler,
+    which a round trip through JSON must not change.
 
     Raises:
       ValueError: the attempt is not finished.
     """
     lookup.require(
       state.end is not None,
-      f'trajectory {state.name} is not over: it waits for the event of '
+      f'trajectory {state.name} has not ended: it waits for the event of '
       f'{type(state.pending).__name__}',
       ValueError,
     )
@@ -244,8 +244,8 @@ class SearchEnv:
     n = len(completion.ids)
     lookup.require(
       n <= state.pending.max_tokens,
-      f'trajectory {state.name}: the engine sampled {n} tokens, asked for at '
-      f'most {state.pending.max_tokens}',
+      f'trajectory {state.name}: the engine sampled {n} tokens, but the limit '
+      f'was {state.pending.max_tokens}',
       ValueError,
     )
     lookup.require(
@@ -269,7 +269,7 @@ class SearchEnv:
       if state.query_entropy is not None and entropy <= state.query_entropy:
         action = None  # the policy writes the information itself
       state = dataclasses.replace(state, query_entropy=entropy)
-    goes_on = action is None and self._goes_on(state, parser, completion)
+    goes_on = action is None and self._continues(state, parser, completion)
     if not goes_on:
       # Tokens whose kind was not certain are outside all blocks.
       parser, more, _ = parser.finish()
@@ -317,9 +317,9 @@ class SearchEnv:
     queries = list(dict.fromkeys(q.strip() for q in queries if q.strip()))
     return queries[: self.template.max_queries]
 
-  def _goes_on(self, state: State, parser: Parser, completion) -> bool:
-    """Whether the turn continues after the stop string: it is quoted in
-    policy-written information, or closes a search that is not sent."""
+  def _continues(self, state: State, parser: Parser, completion) -> bool:
+    """Whether the turn continues after the stop string, because it is quoted in
+    policy-written information or closes a search that is not sent."""
     return (
       not self._searching
       and (
@@ -370,8 +370,8 @@ class SearchEnv:
   ) -> tuple[types.Segment, ...]:
     """The state's segments and the sampled tokens as segments by kind."""
     segments, start = state.segments, 0
-    # If a source answers, information that the policy writes is an action like
-    # any other, and trained on.
+    # If a source answers, information written by the policy is trained on, like
+    # its other text.
     information = self._searching or bool(self.config.train_information)
     for kind, run in itertools.groupby(kinds):
       part = slice(start, start := start + len([*run]))
@@ -428,8 +428,8 @@ class SearchEnv:
     return self._note if self._last(turn) else []
 
   def _room(self, state: State) -> int:
-    """Tokens left for a response, which the note of a last turn and an answer
-    must be able to follow."""
+    """Tokens left for a response, without those reserved for the note before a
+    last turn and for an answer."""
     note = len(self._note_before(state.turn + 1))
     return self.config.max_tokens - state.length - note - self._reserve
 

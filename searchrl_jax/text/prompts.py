@@ -33,7 +33,7 @@ class Kind:
   Attributes:
     name: of its segments (`Segment.kind`) and blocks (`parser.Block.kind`).
     tags: (open, close).
-    tool: the tool that gets what the policy writes in it; '' = none.
+    tool: the tool that is called with the text of the block; '' = none.
     ends: whether it ends the trajectory, as the answer does.
   """
 
@@ -65,7 +65,7 @@ class Template:
       complete passage (a first one that is too long, after a word), with the
       closing tag. 'tokens': after as many tokens as fit, without the closing
       tag, as for Search-R1's released checkpoints; use it to evaluate these.
-    query_separator: splits what goes to the tool `search` into parallel
+    query_separator: splits the text for the tool `search` into parallel
       queries; '' = no split.
     max_queries: limit of queries per search block; more are left out.
     invalid: feedback after a turn without a valid action.
@@ -94,7 +94,7 @@ class Template:
   invalid: str
   last_turn: str
   stops: tuple[str, ...]
-  # Not in repr, whose hash names a template in manifests from before it.
+  # Not in repr, so that hashes of templates in older manifests stay valid.
   blocks: tuple[Kind, ...] = dataclasses.field(default=(), repr=False)
 
   @functools.cached_property

@@ -41,8 +41,8 @@ class Generate:
 class Search:
   """Asks for an answer to every request, in the same order.
 
-  Requests have query, k, question, turn, tool and what was answered earlier;
-  the driver fills in the trajectory and the training step.
+  Requests have query, k, question, turn, tool and earlier answers; the driver
+  fills in the trajectory and the training step.
   """
 
   requests: tuple[SearchRequest, ...]

@@ -51,7 +51,7 @@ _SPLIT = (
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-  """The GPT-2 alphabet: the printable character that stands for each byte."""
+  """The GPT-2 alphabet: the printable character that represents each byte."""
   shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
   hidden = [b for b in range(256) if b not in shown]
   table = {chr(b): b for b in shown}

@@ -125,12 +125,13 @@ class Observer:
   ) -> tuple[list[int], bool]:
     """Returns at most `limit` ids, and whether passages were left out or cut.
 
-    As many complete passages as fit, from the first; if the first does not fit,
-    its start up to a word (of a very long word, up to a character). Text of the
-    template, such as the closing tag, is always included. The list is empty if
-    that does not fit, which requires limit < `least`. With cut='tokens' in the
-    template: the first `limit` ids of the observation. The text of a tool is
-    a passage without the template's passage line.
+    The observation has as many complete passages as fit, from the first; if the
+    first does not fit, it is cut after a word (a very long word after a
+    character). Text of the template, such as the closing tag, is always
+    included. The list is empty if that does not fit, which requires limit <
+    `least`. With cut='tokens' in the template, the result is the first `limit`
+    ids of the observation. The text of a tool is a passage without the
+    template's passage line.
     """
     small = (
       sum(

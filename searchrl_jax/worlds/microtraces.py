@@ -140,8 +140,8 @@ def script(
 ) -> list[Trace]:
   """Returns n traces on the train questions of one world, hops alternating.
 
-  Questions repeat only after all occurred. The traces advance together, with
-  one search for the queries of a round.
+  Questions repeat only after all have occurred. The traces advance together,
+  with one search for the queries of a round.
   """
   pool = microworld.pick(world, 'train')
   rng = np.random.default_rng(seed)

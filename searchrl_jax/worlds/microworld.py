@@ -116,7 +116,7 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
       seen.add(words[i][:3])
       out.append(words[i])
   if n > len(out):
-    raise DataError(f'{n} {kind} words asked for; there are {len(out)}')
+    raise DataError(f'{n} {kind} words requested; only {len(out)} exist')
   return tuple(out[:n])
 
 

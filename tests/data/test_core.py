@@ -90,7 +90,7 @@ def test_set_fields_fills_in_every_default(tmp_path):
     ({'module': 'jsonl'}, "needs the field 'path'"),
     ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'hotpot'}, 'hotpotqa'),
-    ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions asked'),
+    ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions requested'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
   ],
 )
@@ -311,7 +311,7 @@ def test_a_cursor_of_other_data_is_refused(change):
   make = lambda sets, **kw: core.Stream(sets, **kw)
   state = make(**fields).state()
   make(**fields).restore(state)
-  with pytest.raises(core.DataError, match='data cursor belongs to other'):
+  with pytest.raises(core.DataError, match='data position belongs to other'):
     make(**{**fields, **change}).restore(state)
 
 

@@ -83,7 +83,9 @@ def contents(out):
 
 def test_one_build_at_a_time(source, tmp_path):
   with contextlib.closing(build_index.Folder(tmp_path)):
-    with pytest.raises(files.FilesError, match='another build is at work'):
+    with pytest.raises(
+      files.FilesError, match='another build uses this folder'
+    ):
       build(tmp_path, corpus=source, index=['bm25'])
   build(tmp_path, corpus=source, index=['bm25'])
 
@@ -91,7 +93,7 @@ def test_one_build_at_a_time(source, tmp_path):
 def test_restart_discards_index_folders_only(source, tmp_path):
   (tmp_path / 'bm25').mkdir()
   (tmp_path / 'bm25/of_another_program').write_text('x')
-  with pytest.raises(files.FilesError, match='no index folder to discard'):
+  with pytest.raises(files.FilesError, match='not an index folder to discard'):
     build(tmp_path, corpus=source, index=['bm25'], restart=True)
   assert (tmp_path / 'bm25/of_another_program').exists()
 

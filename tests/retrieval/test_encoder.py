@@ -299,7 +299,7 @@ def test_an_unknown_family_names_the_option(copy):
     ({'hidden_act': 'relu'}, "hidden_act='relu'"),
     ({'position_embedding_type': 'relative_key'}, 'position_embedding_type'),
     ({'hidden_size': None}, 'hidden_size=None; expected an integer'),
-    ({'num_attention_heads': 5}, 'no multiple'),
+    ({'num_attention_heads': 5}, 'not a multiple'),
     ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
     ({'intermediate_size': 65}, r'intermediate.*has shape .*requires \(65,'),
     ({'num_hidden_layers': 3}, r"'encoder.layer.2.*' is missing"),

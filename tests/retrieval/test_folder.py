@@ -167,8 +167,8 @@ def test_an_absent_index_comes_with_the_command_that_makes_it(made):
     ('vectors.dtype', 'float16', "dtype was 'float16', is 'float32'"),
     ('vectors.encoder', None, 'vectors.encoder is not of type dict'),
     ('vectors', 3, 'vectors.dim is not'),
-    ('indexes', [], 'indexes is no object'),
-    ('indexes.bm25', 'x', 'indexes is no object'),
+    ('indexes', [], 'indexes is not an object'),
+    ('indexes.bm25', 'x', 'indexes is not an object'),
   ],
 )
 def test_a_manifest_that_does_not_match_names_the_field(

@@ -238,7 +238,9 @@ def test_a_reward_without_a_judge_is_refused_at_the_start():
   c.reward.judge = ConfigDict(
     dict(fn='judge.correct', weight=1.0, after_em=True)
   )
-  with pytest.raises(RewardError, match='reward.judge asks.*config.judge.url'):
+  with pytest.raises(
+    RewardError, match='reward.judge needs a judge.*config.judge.url'
+  ):
     checks.check_rewards(c, ())
   assert judge.make(c) is None
   c.judge.url = 'http://127.0.0.1:9'

@@ -243,7 +243,7 @@ def test_an_answer_type_that_nothing_parses_stops_with_the_fix():
 
 
 def test_a_group_of_another_size_is_refused():
-  with pytest.raises(core.RewardError, match='2 samples and votes=3'):
+  with pytest.raises(core.RewardError, match='2 samples, but votes=3'):
     voted(group('a', 'b', 'c'), group('a', 'b'))
 
 

@@ -12,8 +12,8 @@ from searchrl_jax.models import decoder
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.run import sharding
 
-# Positions of a cache that `attention` reads at once: on a CPU as many as its
-# caches hold, elsewhere enough to amortise a kernel launch.
+# Positions of a cache that `attention` reads at once: on a CPU as many as fit
+# into its caches, otherwise enough to amortise a kernel launch.
 BLOCKS = {'cpu': 128}
 BLOCK = 1024
 
@@ -23,7 +23,7 @@ def block_size() -> int:
 
 
 def length(max_len: int) -> int:
-  """Positions of a slot's cache: max_len, in whole blocks if in many."""
+  """Positions of a slot's cache: max_len, in whole blocks if above two."""
   block = block_size()
   return max_len if max_len <= 2 * block else -(-max_len // block) * block
 
@@ -41,8 +41,8 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
   """The axes of a layer's keys and of its values.
 
   Values are [B, K, S, H]. Keys are [B, K, H, S] if several queries share them:
-  scores are then a plain product of matrices, on a CPU twice as fast. For one
-  query that order is a third slower, so keys have the order of values.
+  scores are then a plain matrix product, which is twice as fast on a CPU. For
+  one query that order is a third slower, so keys have the order of values.
   """
   values = ('batch', 'kv_heads', 'time', 'head_dim')
   if cfg.n_heads == cfg.n_kv_heads:

@@ -1,7 +1,7 @@
 """The in-process engine: continuous batching in JAX, exact in every bit.
 
-The result of a generate call is a function of its handle's own history
-(prompt, sampled and appended tokens, seeds, versions) and of nothing else:
+The result of a generate call is a function of only the history of its handle
+(prompt, sampled and appended tokens, seeds, versions):
 decoding always runs at the full slot count, prefill at a row count and width
 from the row's own length, the random stream at (seed, position), and evicted
 prefixes come back from host memory bit for bit (see slots.py). Arrival order,

@@ -182,7 +182,7 @@ class SlotTable:
     return child
 
   def truncated(self, handle: Handle) -> None:
-    """Follows handle.ids, which became shorter."""
+    """Updates the cached length after handle.ids became shorter."""
     if len(handle) < len(handle.prompt):
       # A shorter prompt is another prompt, prefilled as its own unit.
       self.remove(handle)

@@ -65,10 +65,10 @@ class VllmEngine(HandleEngine):
   """See engines/core.py. The weights come with the first `sync`.
 
   Args:
-    model_cfg: of the model; servers of another are refused.
-    tokenizer: a tokenizer.Tokenizer; servers with another are refused.
-    config: config.engine; its fields are explained in run/schema.py.
-    folder: of the run: for the publications and the servers' logs.
+    model_cfg: of the model; servers of another model are refused.
+    tokenizer: a tokenizer.Tokenizer; servers with another one are refused.
+    config: config.engine; run/schema.py explains its fields.
+    folder: of the run, for the publications and the servers' logs.
 
   Raises:
     EngineError: servers that cannot be started, or an invalid URL.
@@ -186,7 +186,7 @@ class VllmEngine(HandleEngine):
     return logps
 
   async def sync(self, update: WeightsUpdate) -> SyncReport:
-    """Publishes weights, loads them into every server, leaves all held.
+    """Publishes weights and loads them into every server, which stay held.
 
     `update.params` may be the folder of a publication. The checksums of each
     server are compared with those of the publication; older publications are
@@ -239,7 +239,7 @@ class VllmEngine(HandleEngine):
 
   async def shutdown(self) -> None:
     """Closes the connections, stops the servers that it started, and deletes
-    the publications: the run's checkpoints contain the weights.
+    the publications, because the run's checkpoints contain the weights.
     """
     async with contextlib.AsyncExitStack() as stack:  # all, despite errors
       for last in (self._publisher.clear, *(s.stop for s in self._sidecars)):
@@ -299,8 +299,8 @@ class VllmEngine(HandleEngine):
       raise Refused(
         f'{server.url}: sampled ids outside of 0..{self.vocab_size - 1}'
       )
-    # The end is found here, because a stop string may begin in one request and
-    # end in the next.
+    # The client detects the end, because a stop string may begin in one request
+    # and end in the next.
     discarded = request.add(out.ids, out.logps, version, self._tokenizer)
     counters = self._counters
     counters['aborted_requests'] += out.end == 'abort'

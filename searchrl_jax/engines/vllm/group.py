@@ -3,7 +3,7 @@
 vLLM's server is three processes: the API, the engine core and a worker for
 each device. If the API is killed by force, the other two keep running and keep
 the device's memory. `ProcessGroup` therefore signals the whole process group,
-and a guard process, in a session of its own, ends the group if this process is
+and a guard process, in a separate session, ends the group if this process is
 killed.
 """
 
@@ -18,8 +18,8 @@ import psutil
 
 _POLL_S = 0.1
 
-# This process alone holds the write end of the guard's stdin: the read returns
-# when this process ends, however it ends.
+# Only this process holds the write end of the guard's stdin, so the read
+# returns when this process ends for any reason.
 _GUARD = """
 import os, signal, sys, time
 group, seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -46,8 +46,8 @@ class ProcessGroup:
       grace_s: seconds from SIGTERM to SIGKILL.
     """
     self._grace_s = grace_s
-    # A session of its own: Ctrl-C reaches only this process, which can then
-    # save and stop the group.
+    # In a separate session, so that Ctrl-C reaches only this process, which can
+    # then save and stop the group.
     self._process = subprocess.Popen(
       command,
       env=env,

@@ -253,7 +253,7 @@ def cause(lines: list[str]) -> str:
   at = [i for i, line in enumerate(lines) if _ERROR.match(line)]
   out = lines[-8:]
   if at:
-    # Some messages continue below: those of pydantic name the field there.
+    # Some messages have further lines, which name the field in pydantic's.
     first, last = lines[at[0] : at[0] + 3], lines[at[-1]]
     out = [x for x in first if not x.startswith('Traceback')]
     out += [last] if last not in first else []

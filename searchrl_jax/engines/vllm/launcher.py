@@ -7,14 +7,14 @@ or, from a program,
   with start_sidecar('exported', log_file='vllm.log', cpu=True) as sidecar:
     ... sidecar.url ...
 
-vLLM is installed in a virtual environment of its own (`make sidecar`). It
-serves on 127.0.0.1 only: its development routes, which change weights, have no
+vLLM is installed in a separate virtual environment (`make sidecar`). It serves
+on 127.0.0.1 only, because its development routes, which change weights, have no
 authentication. After a crash it is started again (--max_restarts), under the
 same address and with the weights of --model; a client that had loaded newer
 weights must load them again (GET /weight_info then returns 'default').
 
-This module imports no JAX: any Python with psutil can run it, also that of the
-virtual environment.
+This module imports no JAX, so any Python with psutil can run it, also that of
+the virtual environment.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Sidecar:
     url: the same after a restart.
     ready: whether the server answers.
     restarts: the number of restarts.
-    failure: why the server is not restarted any more; None before.
+    failure: why the server is no longer restarted; None before.
     stopping: set it to end the server.
 
   Raises:
@@ -65,7 +65,7 @@ class Sidecar:
 
   @property
   def server_pid(self) -> int | None:
-    """Of vLLM's API process; None while there is none."""
+    """The pid of vLLM's API process; None if it does not run."""
     return self._group.pid if self._group else None
 
   @property
@@ -93,7 +93,7 @@ class Sidecar:
       raise SidecarError(self.failure)
 
   def stop(self) -> None:
-    """Stops the server and all its processes. Again, it has no effect."""
+    """Stops the server and all its processes; a second call has no effect."""
     self.stopping.set()
     if self.running:
       self._thread.join()

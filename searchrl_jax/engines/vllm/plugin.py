@@ -4,8 +4,8 @@ vLLM mixes `Worker` into its own worker class,
 
   --worker-extension-cls searchrl_jax.engines.vllm.plugin.Worker
 
-and POST /collective_rpc calls its methods. Loading uses vLLM's own loaders, the
-checksums read the tensors used for computing: an error in one cannot hide an
+and POST /collective_rpc calls its methods. Loading uses vLLM's own loaders, and
+checksums read the tensors used for computing, so an error in one cannot hide an
 error in the other. The module depends on three properties of vLLM 0.32:
 
 * On CPU a linear layer packs its matrix for oneDNN and drops the original, so

@@ -1,11 +1,11 @@
 """The servers of the vLLM engine: choosing one, loading weights, recovery.
 
 A server is `ready` if it serves our model, under a name that this process has
-seen, and holds the weights of the last sync by its own checksums. After a
-failure it gets no request before it has been checked. If it is another process
-by then (its model has another name, see launcher.py, which restarts a server
-once), it is loaded first. A server that does not come back, or that fails while
-it is loaded, stops the run.
+seen, and its own checksums show that it holds the weights of the last sync.
+After a failure it gets no request before it has been checked. If it has become
+another process (its model has another name, see launcher.py, which restarts
+servers), the weights are loaded first. A server that does not recover, or that
+fails while it is loaded, stops the run.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ REQUESTS_PER_SLOT = 2  # at a server: the one that it serves, and the next
 POLL = 0.2  # seconds between attempts to reach a server
 _NAME = 'searchrl-'  # prefix of the model names that launcher.py assigns
 _PROBED = 256  # ids whose text identifies a tokenizer
-_FIX = 'set config.engine.url to another, or to none to start servers'
+_FIX = "set config.engine.url to another URL, or to '' to start servers"
 _log = logging.getLogger(__name__)
 
 
@@ -126,12 +126,12 @@ class Fleet:
   ) -> AsyncIterator[Server]:
     """A server for one request: that of the prefix, else the least loaded.
 
-    Requests beyond REQUESTS_PER_SLOT wait here rather than at the server, where
-    their timeout would run. Calls also wait while all are held. Probes do not
-    wait for either.
+    Requests beyond REQUESTS_PER_SLOT wait in this process, because a wait at
+    the server would count towards their timeout. Calls also wait while all are
+    held. Probes wait for neither.
 
     Raises:
-      EngineError: no server is up in time, or one does not come back.
+      EngineError: no server is up in time, or one does not recover.
       SyncError: one cannot be loaded with the weights.
     """
     while True:
@@ -275,7 +275,7 @@ class Fleet:
         raise SyncError(
           f'another client has loaded weights into {server.url} (version '
           f'{claim!r}, expected {self._claim(version)!r}); give each run '
-          'servers of its own'
+          'its own servers'
         )
 
   def _claim(self, version: int) -> str:
@@ -434,8 +434,8 @@ class Fleet:
       pairs = enumerate(zip(ours, theirs))
       at = next((i for i, (a, b) in pairs if a != b), 0)
       raise EngineError(
-        f'{url}: serves another tokenizer: {ours[at : at + 20]!r} here is '
-        f'{theirs[at : at + 20]!r} there; {_FIX}'
+        f'{url}: serves another tokenizer: our {ours[at : at + 20]!r} is its '
+        f'{theirs[at : at + 20]!r}; {_FIX}'
       )
 
 

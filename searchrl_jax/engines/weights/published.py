@@ -65,7 +65,7 @@ class Published:
       PublishedError: it is missing, damaged or of another shape.
     """
     if name == families.TIED_HEAD and self.config['tied']:
-      name = next(iter(self.table))  # the embedding stands first
+      name = next(iter(self.table))  # the embedding is the first entry
     tensor = self.table[name]
     store = self.open(tensor.path)
     if tensor.layer is not None:
