@@ -113,7 +113,7 @@ def test_damaged_files_are_named(tmp_path):
     ledger.read_manifest(tmp_path / 'manifest.json')
   for text in ('[]', '{"sets": {}}', '{'):
     (tmp_path / 'manifest.json').write_text(text)
-    with pytest.raises(DataError, match='no manifest'):
+    with pytest.raises(DataError, match='is not a manifest'):
       ledger.read_manifest(tmp_path / 'manifest.json')
 
 

@@ -178,7 +178,7 @@ def test_the_simulator_is_asked_with_the_prompts_that_it_has_learnt(
       pass
 
   c = zerosearch.get_config(f'noise={0 if useful else 1}')
-  writer = simulated.Writer(Engine, tok, None)
+  writer = simulated.DocumentWriter(Engine, tok, None)
   source = simulated.make(c.source, seed=0, writer=lambda: writer)
   request = SearchRequest(name, 1, question)
   (found,) = asyncio.run(source.search([request]))

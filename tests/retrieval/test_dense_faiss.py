@@ -296,7 +296,7 @@ def test_what_goes_to_the_gpus(paths, monkeypatch):
   index = DenseFaiss(paths['IVF16,Flat'], None, nprobe=16, gpu=True)
   assert index.parameters['gpu'] is True
   assert_exact(index.search_vectors(QUERIES, 5), VECTORS, QUERIES, 5)
-  with pytest.raises(FaissError, match='not implemented on GPU.*no HNSW'):
+  with pytest.raises(FaissError, match='not implemented on GPU.*not HNSW'):
     DenseFaiss(paths['HNSW8'], None, gpu=True)
 
 
