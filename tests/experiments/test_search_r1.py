@@ -23,6 +23,8 @@ from searchrl_jax.worlds import microworld
 from tests import fakes, scripted
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / 'experiments' / 'search_r1' / 'OVERRIDES.md'
 
 

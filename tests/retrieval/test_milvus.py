@@ -14,6 +14,8 @@ from tests.retrieval.vectors import (
   unit,
 )
 
+pytestmark = pytest.mark.slow
+
 VECTORS = clustered(700, 16, spread=0.3)
 QUERIES = unit(VECTORS[:30] + 0.1 * clustered(30, 16, seed=5))
 

@@ -13,6 +13,8 @@ from tests.conftest import ROOT
 from tests.memory import Peak
 from tests.retrieval.conftest import PASSAGES, write_corpus
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope='module')
 def large(tmp_path_factory):
