@@ -13,7 +13,7 @@ import transformers
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.run.schema import base
 from searchrl_jax.text import env as envs
-from searchrl_jax.text import prompts
+from searchrl_jax.text import parser, prompts
 from searchrl_jax.text import tokenizer as tokenizing
 from searchrl_jax.types import Passage, Question, SearchResult
 from tests.conftest import shared_data
@@ -130,6 +130,10 @@ def play(env, scripts, passages=(), question=QUESTION):
     actions.append(action)
     assert [int(i) for s in state.segments for i in s.ids] == ids
     assert state.length == len(ids) <= env.config.max_tokens
+  # The blocks kept while sampling are those that the ids give.
+  assert env.blocks(env.trajectory(state)) == parser.blocks(
+    state.segments, env.template, env.tokenizer
+  )
   return state, actions
 
 

@@ -220,7 +220,10 @@ class SearchEnv:
       seconds=seconds,
       meta={name: getattr(state, name) for name in counters} | dict(meta or {}),
     )
-    self.blocks(out)  # parsed now, while other trajectories are sampled
+    # Done now, while other trajectories are sampled.
+    out.parsed[self] = parsing.blocks(
+      state.segments, self.template, self.tokenizer, state.blocks
+    )
     return out
 
   def blocks(self, trajectory: types.Trajectory) -> tuple[Block, ...]:
@@ -256,7 +259,8 @@ class SearchEnv:
     )
     ids = np.asarray(completion.ids, np.int32)
     pieces = [*map(self.tokenizer.token_bytes, ids.tolist())]
-    parser, kinds, blocks = state.parser.feed(pieces)
+    parser, kinds, ended = state.parser.feed(pieces)
+    blocks = [parsing.make_block(b, 'policy', state.turn) for b in ended]
     action = self._action(state, blocks)
     state = dataclasses.replace(
       state,
@@ -272,10 +276,14 @@ class SearchEnv:
     goes_on = action is None and self._continues(state, parser, completion)
     if not goes_on:
       # Tokens whose kind was not certain are outside all blocks.
-      parser, more, _ = parser.finish()
+      parser, more, ended = parser.finish()
       kinds = kinds + more
+      blocks += [parsing.make_block(b, 'policy', state.turn) for b in ended]
     state = dataclasses.replace(
-      state, parser=parser, segments=self._written(state, completion, kinds)
+      state,
+      parser=parser,
+      segments=self._written(state, completion, kinds),
+      blocks=(*state.blocks, *blocks),
     )
     if goes_on:
       return _next(state, self._generate(state))
@@ -298,11 +306,10 @@ class SearchEnv:
     )
     return _next(state, Search(requests))
 
-  def _action(self, state: State, ended) -> Block | None:
-    """The first of the ended blocks that is an action."""
+  def _action(self, state: State, blocks: Sequence[Block]) -> Block | None:
+    """The first of the blocks that is an action."""
     may_search = self._may_search(state)
-    for parsed in ended:
-      block = parsing.make_block(parsed, 'policy', state.turn)
+    for block in blocks:
       kind = self.template.kinds.get(block.kind)
       if kind and (
         kind.ends or (kind.acts and may_search and self._queries(block))
@@ -349,8 +356,7 @@ class SearchEnv:
 
   def _without_action(self, state: State, stop: str):
     if self.config.answer == 'boxed' and stop != 'length':
-      blocks = parsing.blocks(state.segments, self.template, self.tokenizer)
-      if parsing.answer(blocks, 'boxed') is not None:
+      if parsing.answer(state.blocks, 'boxed') is not None:
         return _next(state, Done('answer'))
     full = state.length >= self.config.max_tokens
     last = self._last(state.turn)

@@ -187,7 +187,10 @@ def make_block(parsed, author: str, turn: int) -> Block:
 
 
 def blocks(
-  segments: Sequence[Segment], template, tokenizer
+  segments: Sequence[Segment],
+  template,
+  tokenizer,
+  known: Sequence[Block] | None = None,
 ) -> tuple[Block, ...]:
   """Returns the blocks after the prompt.
 
@@ -195,6 +198,7 @@ def blocks(
   as during the rollout. Text between its blocks is a Block of kind 'other',
   unless it is white space. Observations of the environment have kind
   'information' (the text between the tags), its feedback has kind 'other'.
+  known: the policy's blocks, if the rollout has kept them.
   """
   tags = tags_of(template)
   out: list[Block] = []
@@ -202,6 +206,9 @@ def blocks(
   for own, run in itertools.groupby(segments, lambda s: s.author == 'policy'):
     if own:
       turn += 1
+      if known is not None:
+        out += [block for block in known if block.turn == turn]
+        continue
       parser = Parser(tags)
       if turn == 0:
         parser = start(tags, prompt.decode('utf-8', 'replace'))

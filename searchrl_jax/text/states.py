@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.text.parser import Parser
+from searchrl_jax.text.parser import Block, Parser
 from searchrl_jax.types import (
   Prompt,
   Question,
@@ -65,7 +65,7 @@ class State:
 
   length: number of tokens of the sequence. turn: index of the turn; max_turns
   is the last one. turn_tokens: number sampled in this turn. pending: the action
-  that waits for its event.
+  that waits for its event. blocks: those of the policy that have ended.
   """
 
   question: Question
@@ -78,6 +78,7 @@ class State:
   turn: int = 0
   turn_tokens: int = 0
   generations: int = 0
+  blocks: tuple[Block, ...] = ()
   searches: tuple[SearchResult | SearchError, ...] = ()
   query_entropy: float | None = None  # of the last query, for search_when
   invalid_actions: int = 0
