@@ -29,7 +29,6 @@ ORDER = (
   'run.writer',
   'run.sharding',
   'models.families',
-  'models.safetensors',
   'models.decoder',
   'models.lora',
   'models.pretrained',
