@@ -17,7 +17,6 @@ ORDER = (
   'types',
   'run.lookup',
   'run.schema',
-  'learn.masked',
   'rewards.scores',
   'rewards.equivalence',
   'text.prompts',
