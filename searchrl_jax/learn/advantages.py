@@ -108,16 +108,13 @@ def centred(values, valid, partition) -> np.ndarray:
   return by_cell(values, valid, partition, lambda s, v: v - s.mean())
 
 
-def normalised(
-  values, valid, partition, *, eps: float, ddof: int
-) -> np.ndarray:
+def normalised(values, valid, partition, *, eps: float, ddof: int):
   """(x - mean(x)) / (std(x) + eps) within the cells; see `by_cell`."""
-  return by_cell(
-    values,
-    valid,
-    partition,
-    lambda s, v: (v - s.mean()) / (s.std(ddof=ddof) + eps),
-  )
+
+  def fn(s, v):
+    return (v - s.mean()) / (s.std(ddof=ddof) + eps)
+
+  return by_cell(values, valid, partition, fn)
 
 
 def _whiten(x: np.ndarray, rows: np.ndarray, eps: float, ddof: int):
@@ -137,9 +134,8 @@ def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
   DeepSeekMath, arXiv 2402.03300, section 4.1.2 (no eps there). ddof=1, the
   unbiased standard deviation, and eps 1e-6 are Search-R1's and verl's.
   """
-  return normalised(values, valid, group_ids, eps=eps, ddof=ddof).astype(
-    np.float32
-  )
+  out = normalised(values, valid, group_ids, eps=eps, ddof=ddof)
+  return out.astype(np.float32)
 
 
 def dr_grpo(values, valid, group_ids):
@@ -156,12 +152,11 @@ def rloo(values, valid, group_ids):
 
   Leave-one-out, arXiv 2402.14740, section 3.3 (Kool et al., 2019).
   """
-  return by_cell(
-    values,
-    valid,
-    group_ids,
-    lambda s, v: (v - s.mean()) * (len(s) / (len(s) - 1)),
-  ).astype(np.float32)
+
+  def fn(s, v):
+    return (v - s.mean()) * (len(s) / (len(s) - 1))
+
+  return by_cell(values, valid, group_ids, fn).astype(np.float32)
 
 
 def reinforce(values, valid, group_ids):

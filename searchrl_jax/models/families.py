@@ -166,12 +166,6 @@ def format_config(
     f'there are: {by_flags}',
   )
   name = by_flags[flags]
-  D, N = fields['d_model'], fields['n_heads']
-  lookup.require(
-    D % N == 0 or name != 'llama',
-    f'd_model={D} is not a multiple of n_heads={N}, as transformers requires '
-    'for the Llama family',
-  )
   theta, scaling = fields['rope_theta'], fields['rope_scaling']
   rope = {'rope_type': 'default', 'rope_theta': theta}
   if scaling is not None:
@@ -179,11 +173,11 @@ def format_config(
       'rope_type': 'llama3',
       _ORIGINAL: scaling['original_max_position'],
     }
-  out = {'max_position_embeddings': 32768}
-  out |= {'bos_token_id': None, 'eos_token_id': None} | dict(like or {})
-  for field in ('dtype', 'layer_types', 'transformers_version', 'auto_map'):
-    out.pop(field, None)
-  out |= {
+  out = {
+    'max_position_embeddings': 32768,
+    'bos_token_id': None,
+    'eos_token_id': None,
+    **(like or {}),
     'architectures': [f'{name.capitalize()}ForCausalLM'],
     'model_type': name,
     'torch_dtype': dtype,
@@ -195,11 +189,10 @@ def format_config(
     'rope_scaling': rope if scaling is not None else None,
     'rope_parameters': rope,
     'attention_dropout': 0.0,
-  }
-  out |= {'attention_bias': False} if name != 'qwen2' else {}
-  return out | {
-    ('mlp_bias' if name == 'llama' else 'use_sliding_window'): False
-  }
+    'mlp_bias' if name == 'llama' else 'use_sliding_window': False,
+  } | ({'attention_bias': False} if name != 'qwen2' else {})
+  other = ('dtype', 'layer_types', 'transformers_version', 'auto_map')
+  return {k: v for k, v in out.items() if k not in other}
 
 
 @dataclasses.dataclass(frozen=True)

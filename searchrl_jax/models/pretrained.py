@@ -22,6 +22,7 @@ import safetensors
 import safetensors.numpy
 
 from searchrl_jax.models import decoder, families
+from searchrl_jax.run import lookup
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
@@ -39,15 +40,9 @@ def read_json(path) -> dict[str, Any]:
   path = pathlib.Path(path) / 'config.json'
   try:
     value = json.loads(path.read_text())
-  except FileNotFoundError as e:
-    raise FileNotFoundError(
-      f'{path}: no such file; a Hugging Face checkpoint is a folder with a '
-      'config.json'
-    ) from e
   except ValueError as e:
     raise ValueError(f'{path}: not JSON ({e})') from e
-  if not isinstance(value, dict):
-    raise ValueError(f'{path}: expected a JSON object')
+  lookup.require(isinstance(value, dict), f'{path}: expected a JSON object')
   return value
 
 
@@ -172,22 +167,17 @@ def load(
     for name in families.FIELDS
     if getattr(own, name) != getattr(cfg, name)
   ]
-  if differ:
-    raise ValueError(f'{path} holds another model: {"; ".join(differ)}')
-  table = tensor_table(cfg)
-  stored = _open_folder(path)
+  lookup.require(not differ, f'{path} holds another model: {"; ".join(differ)}')
+  table, stored = tensor_table(cfg), _open_folder(path)
   _check_tensors(path, table, stored)
-  shardings = {}
-  if mesh is not None:
-    shardings = decoder.flatten(decoder.param_shardings(cfg, mesh))
+  shardings = mesh and decoder.flatten(decoder.param_shardings(cfg, mesh))
   flat = {}
   for name, (shape, _) in decoder.param_table(cfg).items():
-    tensors = [t for t in table.values() if t.path == name]
     host = np.empty(shape, dtype)
-    for tensor in tensors:
+    for tensor in (t for t in table.values() if t.path == name):
       part = host if tensor.layer is None else host[tensor.layer]
       _copy(part, tensor, stored[tensor.name][1].get_tensor(tensor.name))
-    flat[name] = _place(host, shardings.get(name))
+    flat[name] = _place(host, shardings and shardings[name])
   return cfg, decoder.nest(flat)
 
 
@@ -278,10 +268,8 @@ def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
     _sync(folder / file)
     weight_map |= dict.fromkeys(host, file)
   if len(shards) > 1:
-    metadata = {'total_size': total}
-    _write_json(
-      folder / INDEX, {'metadata': metadata, 'weight_map': weight_map}
-    )
+    index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
+    _write_json(folder / INDEX, index)
 
 
 def _write_json(file: pathlib.Path, value):
