@@ -108,8 +108,7 @@ def frozen(
   for name, wanted in manifest['sets'].items():
     lookup.require(
       name in sets,
-      f'{path} names the set {name!r}, and config.data.eval has '
-      f'{", ".join(map(repr, sets))}',
+      f'{path} names the set {name!r}, and config.data.eval has {[*sets]}',
       DataError,
     )
     by_id = {q.id: q for q in sets[name]}

@@ -367,13 +367,8 @@ def turn_normalised(
   _, valid, group_ids = _prepare(values, valid, group_ids)
   earned = structure.totals([_earned(v, m) for v, m in zip(values, mask)])
   group = group_ids[structure.row]
-  z = normalised(
-    earned,
-    valid[structure.row],
-    [group, structure.number] if same_turn else group,
-    eps=eps,
-    ddof=ddof,
-  )
+  cells = [group, structure.number] if same_turn else group
+  z = normalised(earned, valid[structure.row], cells, eps=eps, ddof=ddof)
   return structure.over_tokens(structure.discounted(z, gamma))
 
 

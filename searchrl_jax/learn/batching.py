@@ -101,19 +101,17 @@ def row_of(index: int, trajectory: Trajectory, need_logps: bool) -> Row:
       not (need_logps and s.train and s.author == 'policy' and s.logps is None),
       f"trajectory {trajectory.id}: segment {i} is the policy's and in the "
       'loss but has no log-probs; the engine must return them',
-      ValueError,
     )
 
-  logps = [
-    np.full(len(s.ids), np.nan) if s.logps is None else s.logps
-    for s in segments
-  ]
-  mask = np.repeat([s.train for s in segments], [len(s.ids) for s in segments])
+  lengths = [len(s.ids) for s in segments]
+  mask = np.repeat([s.train for s in segments], lengths).astype(bool)
   mask[:1] = False
+  logps = [
+    np.full(n, np.nan) if s.logps is None else s.logps
+    for s, n in zip(segments, lengths)
+  ]
   ids = np.concatenate([s.ids for s in segments]).astype(np.int32)
-  return Row(
-    index, ids, mask.astype(bool), np.concatenate(logps).astype(np.float32)
-  )
+  return Row(index, ids, mask, np.concatenate(logps).astype(np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,18 +139,12 @@ def of_step(
   groups: Sequence[Group], reward: Rewards, config, *, shards: int, seed
 ) -> StepBatch:
   """Batches the trajectories of a step; see `kept_of` and `make`."""
-  group_ids, kept, counts = kept_of(groups, reward, config)
-  trajectories = [t for group in groups for t in group]
+  ids, kept, counts = kept_of(groups, reward, config)
+  flat = [t for group in groups for t in group]
+  minis = make(flat, kept, ids, config, shards=shards, seed=seed)
+  returns = advantages.returns(reward.value)
   return StepBatch(
-    groups,
-    trajectories,
-    reward,
-    advantages.returns(reward.value),
-    group_ids,
-    kept,
-    counts,
-    masks(trajectories),
-    make(trajectories, kept, group_ids, config, shards=shards, seed=seed),
+    groups, flat, reward, returns, ids, kept, counts, masks(flat), minis
   )
 
 
@@ -168,10 +160,8 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
     `groups_zero_variance`, `trajectories_invalid`.
   """
   group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
-  values, valid = (
-    advantages.returns(reward.value),
-    np.asarray(reward.valid, bool),
-  )
+  values = advantages.returns(reward.value)
+  valid = np.asarray(reward.valid, bool)
   kept, equal = valid.copy(), 0
   for g in range(len(groups)):
     rows = valid & (group_ids == g)
@@ -179,15 +169,12 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
       equal += 1
       if config.algorithm.drop_zero_variance:
         kept &= ~rows
-  return (
-    group_ids,
-    kept,
-    {
-      'groups': len(groups),
-      'groups_zero_variance': equal,
-      'trajectories_invalid': int((~valid).sum()),
-    },
-  )
+  counts = {
+    'groups': len(groups),
+    'groups_zero_variance': equal,
+    'trajectories_invalid': int((~valid).sum()),
+  }
+  return group_ids, kept, counts
 
 
 def _order(trajectories, indices):
@@ -331,7 +318,6 @@ def make(
       not trajectories[i].failed,
       f"trajectory {trajectories[i].id} failed (a service's fault) and "
       'cannot be trained on; mark it as not valid',
-      ValueError,
     )
   if minibatches is None:
     minibatches = config.algorithm.minibatches

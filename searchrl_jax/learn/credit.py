@@ -86,21 +86,12 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   if values is not None:
     arrays['critic'] = batching.rows(minibatches, values, masks)
   # What is left out of the batch is in no statistic: its KL is not known.
-  found = function(a.advantage)(
-    earned,
-    batch.kept,
-    batch.group_ids,
-    *(arrays[name] for name in taken),
-    **a.advantage_kw,
-  )
+  valid, given = batch.kept, [arrays[name] for name in taken]
+  kw = a.advantage_kw
+  found = function(a.advantage)(earned, valid, batch.group_ids, *given, **kw)
   targets = None
   if 'critic' in taken:
     targets = advantages.lambda_returns(
-      earned,
-      batch.kept,
-      masks,
-      arrays['critic'],
-      gamma=a.advantage_kw.gamma,
-      lam=a.advantage_kw.lam,
+      earned, valid, masks, arrays['critic'], gamma=kw.gamma, lam=kw.lam
     )
   return Credit(found, targets, metrics)

@@ -59,26 +59,20 @@ class Learner:
     self._optim, self._updates = supervised or (config.optim, updates)
     self._shapes = build.shapes(cfg, mesh)
     tx = optim.make(self._optim, self._updates, self._shapes)
-    self._updaters = {
-      role: update.Updater(
-        cfg,
-        config.batch,
-        temperature=1.0 if supervised else config.rollout.temperature,
-        tx=tx,
-        objective=(
-          objectives.supervised() if supervised else objectives.policy(c)
-        ),
-        mesh=mesh,
+    temperature = 1.0 if supervised else config.rollout.temperature
+    shared = dict(tx=tx, mesh=mesh, temperature=temperature)
+    self._updaters = {}
+    for role, c in self._roles.items():
+      goal = objectives.supervised() if supervised else objectives.policy(c)
+      self._updaters[role] = self.updater = update.Updater(
+        cfg, config.batch, objective=goal, **shared
       )
-      for role, c in self._roles.items()
-    }
     self._has_ref = not supervised and any(
       c.algorithm.kl != 'none' for c in self._roles.values()
     )
     self._critic = self._critic_shapes = None
     if config.critic.lr and not supervised:
       self._critic, self._critic_shapes = critic_updater(config, cfg, mesh)
-    self.updater = next(reversed(self._updaters.values()))
     self.shards = self.updater.shards
     self._seconds = self._flops = 0.0
 
@@ -274,12 +268,8 @@ def critic_updater(config: ConfigDict, cfg, mesh):
   fields = own_optim(config, config.critic)
   fields.freeze = ''
   tx = optim.make(fields, max(optim.critic_updates(config), 1), shapes)
+  goal = objectives.value(config)
   updater = update.Updater(
-    cfg,
-    config.batch,
-    temperature=1.0,
-    mesh=mesh,
-    tx=tx,
-    objective=objectives.value(config),
+    cfg, config.batch, temperature=1.0, mesh=mesh, tx=tx, objective=goal
   )
   return updater, shapes

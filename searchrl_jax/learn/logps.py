@@ -227,7 +227,6 @@ def token_logps(
   params,
   cfg: decoder.DecoderConfig,
   arrays: dict,
-  *,
   temperature: float,
   head_chunk: int,
   mesh=None,
@@ -256,9 +255,6 @@ def token_logps(
     lse, _ = _normaliser(x, w, temperature, chunk, mesh, False)
     logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
     return spread(logps), None
-  both = spread(
-    jnp.stack(
-      head_logps(x, w, targets, temperature, chunk, entropy_grad, mesh), -1
-    )
-  )
+  both = head_logps(x, w, targets, temperature, chunk, entropy_grad, mesh)
+  both = spread(jnp.stack(both, -1))
   return both[..., 0], both[..., 1]

@@ -100,12 +100,11 @@ def make(config, total_updates: int, params) -> optax.GradientTransformation:
   tx = optax.chain(*steps)
   if not config.freeze:
     return tx
-  labels = jax.tree.map_with_path(
-    lambda path, _: (
-      'frozen' if re.search(config.freeze, name(path)) else 'trained'
-    ),
-    params,
-  )
+
+  def label(path, _):
+    return 'frozen' if re.search(config.freeze, name(path)) else 'trained'
+
+  labels = jax.tree.map_with_path(label, params)
   lookup.require(
     len(set(jax.tree.leaves(labels))) == 2,
     f'config.optim.freeze={config.freeze!r} has to match some parameters and '

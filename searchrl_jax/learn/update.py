@@ -152,17 +152,13 @@ class Updater:
     room = batching.capacity(self.batch_config, batch.ids.shape[1], self.shards)
     index, inverse = compaction(batch.mask, self.shards, room)
     zeros = np.zeros(batch.ids.shape, np.float32)
-    arrays = {
-      'ids': batch.ids,
-      'lengths': batch.lengths,
-      'mask': batch.mask,
+    arrays = vars(batch) | {
       'index': index,
       'inverse': inverse,
-      'advantages': batch.advantages,
-      'behaviour_logps': batch.behaviour_logps,
       'old': zeros if old is None else old,
       'ref': zeros if ref is None else ref,
     }
+    del arrays['rows']
     return {k: put_rows(self.mesh, v) for k, v in arrays.items()}
 
   # ---- programs
@@ -170,16 +166,9 @@ class Updater:
   def _logps(self, params, arrays, entropy: bool):
     if self.objective.critic:
       return critic.token_values(params, self.cfg, arrays, self.mesh), None
-    return token_logps(
-      params,
-      self.cfg,
-      arrays,
-      temperature=self.temperature,
-      head_chunk=self.batch_config.head_chunk,
-      mesh=self.mesh,
-      entropy=entropy,
-      entropy_grad=self.objective.entropy_grad,
-    )
+    chunk, grad = self.batch_config.head_chunk, self.objective.entropy_grad
+    how = self.temperature, chunk, self.mesh, entropy, grad
+    return token_logps(params, self.cfg, arrays, *how)
 
   def loss(self, params, arrays: dict, divisor):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""

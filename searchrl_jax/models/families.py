@@ -118,18 +118,18 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
       f'{neutral[-1]!r} or no such field',
     )
   sizes: dict[str, int] = {}
-  for name, field in _SIZES.items():
+  for size, field in _SIZES.items():
     value = hf.get(field)
-    if value is None and name == 'n_kv_heads':
+    if value is None and size == 'n_kv_heads':
       value = sizes['n_heads']
-    if value is None and name == 'head_dim':
+    if value is None and size == 'head_dim':
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
     lookup.require(
       type(value) is int and value >= 1,
       f'config.json: {field}={value!r}; expected a positive integer',
     )
-    sizes[name] = value
-  _refuse_sliding_window(hf, family, sizes['n_layers'])
+    sizes[size] = value
+  _refuse_sliding_window(hf, name == 'llama', sizes['n_layers'])
   theta, scaling = _rope(hf)
   return sizes | {
     'rope_theta': theta,
@@ -271,24 +271,18 @@ def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
   return out
 
 
-def _refuse_sliding_window(
-  hf: Mapping[str, Any], family: Family, n_layers: int
-):
-  if (types := hf.get('layer_types')) is not None:
-    lookup.require(
-      set(types) <= {'full_attention'},
-      f'config.json: layer_types={types}; only full_attention is supported',
-    )
-    return
+def _refuse_sliding_window(hf: Mapping[str, Any], llama: bool, n_layers: int):
   # Qwen has a switch, off by default, and a first layer. A window in a Llama
   # config has neither, and readers interpret it differently.
-  llama = family is FAMILIES['llama']
-  on = llama or hf.get('use_sliding_window', False)
-  first = 0 if llama else hf.get('max_window_layers', 28)
+  types, window = hf.get('layer_types'), hf.get('sliding_window')
+  first = hf.get('max_window_layers', 28)
+  on = llama or (hf.get('use_sliding_window', False) and first < n_layers)
   lookup.require(
-    not (hf.get('sliding_window') and on and first < n_layers),
-    f'config.json: sliding_window={hf.get("sliding_window")} is in use, but '
-    'not supported',
+    set(types) <= {'full_attention'}
+    if types is not None
+    else not (window and on),
+    f'config.json: layer_types={types}, sliding_window={window}: only '
+    'full_attention is supported',
   )
 
 

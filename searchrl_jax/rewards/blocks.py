@@ -29,13 +29,12 @@ async def states_answer(
 
   def score(trajectory):
     golds = trajectory.question.answers
-    return float(
-      any(
-        scores.states(b.text, golds)
-        for b in context.env.blocks(trajectory)
-        if b.author == 'policy' and b.kind == block and b.complete
-      )
+    found = (
+      b.text
+      for b in context.env.blocks(trajectory)
+      if b.author == 'policy' and b.kind == block and b.complete
     )
+    return float(any(scores.states(text, golds) for text in found))
 
   return per_trajectory(groups, score)
 

@@ -199,14 +199,13 @@ async def correct(
   """
   env = context.env
   grades, unusable = await grade(flat(groups), env, context.judge, after_em)
-  beside = per_trajectory(
-    groups,
-    lambda t: {
-      'value': 0.0,
-      'em': scores.exact_match(env.answer(t), t.question.answers),
-      'f1': scores.f1(env.answer(t), t.question.answers),
-    },
-  )
+
+  def score(t):
+    answer, golds = env.answer(t), t.question.answers
+    em, f1 = scores.exact_match(answer, golds), scores.f1(answer, golds)
+    return {'value': 0.0, 'em': em, 'f1': f1}
+
+  beside = per_trajectory(groups, score)
   parts = {**beside.parts, 'unusable': unusable}
   return Rewards(np.nan_to_num(grades), ~np.isnan(grades), parts=parts)
 
