@@ -27,7 +27,7 @@ from rich import console, table
 
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.evaluators import ledger, passk
+from searchrl_jax.evaluators import grading, ledger, passk
 from searchrl_jax.learn import checks, scoring
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
@@ -81,14 +81,14 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
     env = build.environment(config, have.tok)
     if have.scorer:  # for search_when='entropy'
       env.entropy = lambda ids: have.scorer([ids])[0].entropy
-    return passk.make(
-      config,
+    return grading.Evaluator(
       sets,
+      config=config,
       env=env,
       source=source,
       engine=have.engine,
       writer=writer,
-      run=have.run,
+      runner=have.run,
       name=name,
       scorer=have.scorer,
       judge=have.judge,

@@ -17,7 +17,7 @@ import numpy as np
 
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.evaluators import health, passk
+from searchrl_jax.evaluators import grading, health
 from searchrl_jax.learn import advantages, batching, checks, credit, dryrun
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
@@ -78,14 +78,14 @@ def train(config, workdir: str) -> dict[str, float]:
     source = run.open_source(tok)
     judge = run.open(judges.make(config))
     engine = run.open_engine(tok, sync.canary_ids(env, stream.questions))
-    run.evaluator = sets and passk.make(
-      config,
+    run.evaluator = sets and grading.Evaluator(
       sets,
+      config=config,
       env=env,
       engine=engine,
       source=source,
       writer=run.writer,
-      run=run.signals.run,
+      runner=run.signals.run,
       judge=judge,
     )
     rewarded = functools.partial(

@@ -47,7 +47,7 @@ class Segment:
   kind: str  # the name of a block of the template, or 'other': outside blocks
   agent: str = 'policy'  # the acting role: policy, proposer, solver, ...
   # Whether the tokens are in the loss if the trajectory is kept
-  # (`batching.keep`); the first token of a sequence never is.
+  # (`batching.kept_of`); the first token of a sequence never is.
   train: bool = False
   logps: np.ndarray | None = None  # float32 [n], of the sampling distribution
   versions: np.ndarray | None = None  # int32 [n], policy updates behind it
@@ -211,5 +211,4 @@ class Batch:
   mask: np.ndarray  # bool [B, T]
   behaviour_logps: np.ndarray  # float32 [B, T], 0 outside mask
   advantages: np.ndarray  # float32 [B, T], 0 outside mask
-  versions: np.ndarray  # int32 [B, T]
   rows: np.ndarray  # int32 [B], index of the trajectory, -1 = an empty row

@@ -39,7 +39,6 @@ STRICT = (
   'tests/test_losses',
   'tests/test_update',
   'tests/test_advantages',
-  'tests/test_masked',
   'tests/engines',
 )
 

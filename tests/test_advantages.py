@@ -112,12 +112,7 @@ def test_zero_variance_gets_exactly_zero(fn):
 
 
 @pytest.mark.parametrize('fn', ALL)
-def test_bad_values_are_named(fn):
-  with pytest.raises(ValueError, match='row 1 is nan'):
-    fn(np.array([0.0, np.nan]), np.ones(2, bool), ids(2))
-  with pytest.raises(ValueError, match='one entry for each trajectory'):
-    fn(np.zeros(3), np.ones(2, bool), ids(2))
-  # A row left out may hold anything.
+def test_a_row_left_out_may_hold_anything(fn):
   got = fn(np.array([0.0, np.nan, 1]), np.array([True, False, True]), ids(3))
   assert got[1] == 0 and np.all(np.isfinite(got))
 
@@ -231,11 +226,6 @@ def test_golden_remax():
     np.array([1.0, 0.5, np.nan]),
   )
   np.testing.assert_allclose(got, [0.5, -1, 1, 0], rtol=1e-6)
-  ok = np.ones(2, bool)
-  with pytest.raises(ValueError, match='greedy has 1 entries for group ids'):
-    advantages.remax(np.zeros(2), ok, ids(1, 1), np.zeros(1))
-  with pytest.raises(ValueError, match='greedy must be finite'):
-    advantages.remax(np.zeros(2), ok, ids(1, 1), np.array([0, np.inf]))
 
 
 # ---- any partition
@@ -489,20 +479,3 @@ def test_whitening_has_mean_0_and_deviation_1_over_loss_tokens():
   got = token_functions()[1](values, valid, mask, critic)
   flat = np.concatenate([a[m] for a, m, ok in zip(got, mask, valid) if ok])
   np.testing.assert_allclose([flat.mean(), flat.std()], [0, 1], atol=1e-5)
-
-
-def test_what_does_not_fit_is_named():
-  values, mask, critic = tokens(0)
-  valid, g = np.ones(5, bool), np.zeros(5, int)
-  call = functools.partial(advantages.gae, whiten=False, **GAE)
-  mask[2][1] = True
-  with pytest.raises(ValueError, match='row 2 has 1 values for'):
-    call([*values[:2], np.zeros(1), *values[3:]], valid, g, mask, critic)
-  with pytest.raises(ValueError, match='row 2 has critic values'):
-    call(values, valid, g, mask, [*critic[:2], np.zeros(1), *critic[3:]])
-  critic[2][1] = np.nan
-  with pytest.raises(ValueError, match='critic gives row 2'):
-    call(values, valid, g, mask, critic)
-  values[3][0] = np.inf
-  with pytest.raises(ValueError, match='the value of row 3 is inf'):
-    call(values, valid, g, mask, critic)

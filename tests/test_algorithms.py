@@ -94,7 +94,11 @@ def test_dr_grpo_runs_with_its_horizon():
       {'critic.lr': 1e-5, 'critic.schedule': 'step'},
       "critic.schedule='step'",
     ),
-    ('RLOO', {'critic.lr': 1e-5}, 'critic.lr=1e-05: advantage .rloo. has no'),
+    (
+      'RLOO',
+      {'critic.lr': 1e-5},
+      "advantage='rloo' has no use for a critic.*lr=1e-05",
+    ),
     ('GSPO', {'rollout.refill': 2}, 'drop_zero_variance=False'),
     ('DAPO', {'rollout.refill': 2, 'rollout.max_staleness': 1}, 'staleness=1'),
     ('DAPO', {'rollout.refill': -1}, 'refill=-1'),
@@ -128,7 +132,7 @@ TURNS = dict(
     (dict(advantage='tests.tiny.too_few'), 'needs values, valid and group_ids'),
     (
       dict(advantage='tests.tiny.unknown_array'),
-      "advantage='tests.tiny.unknown_array' takes 'masks': did you mean 'mask'",
+      "advantage='tests.tiny.unknown_array' takes .*'masks'.*'mask'",
     ),
     (dict(drop_zero_variance=True), 'drop_zero_variance leaves out'),
     (TURNS | dict(drop_zero_variance=True), 'drop_zero_variance leaves out'),

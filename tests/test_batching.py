@@ -9,7 +9,7 @@ import pytest
 
 from searchrl_jax.learn import batching
 from searchrl_jax.run import schema
-from searchrl_jax.types import Question, Segment, Trajectory
+from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
 
 def config(**kw):
@@ -56,7 +56,7 @@ def world(seed, questions=5, group=3):
 
 
 def contents(batches):
-  """row index -> (ids, mask, logps, versions) of its own length."""
+  """row index -> (ids, mask, logps) of its own length."""
   out = {}
   for b in batches:
     for i, r in enumerate(b.rows):
@@ -64,8 +64,7 @@ def contents(batches):
         n = b.lengths[i]
         assert r not in out
         out[int(r)] = tuple(
-          x[i, :n].tobytes()
-          for x in (b.ids, b.mask, b.behaviour_logps, b.versions)
+          x[i, :n].tobytes() for x in (b.ids, b.mask, b.behaviour_logps)
         )
         assert not b.mask[i, n:].any() and not b.ids[i, n:].any()
       else:
@@ -108,11 +107,8 @@ def test_every_token_once(seed, shards, minibatches, fraction):
         for s in t.segments
       ]
     )
-    versions = np.concatenate(
-      [np.full(len(s.ids), 3 if s.train else -1, np.int32) for s in t.segments]
-    )
     ids = np.concatenate([s.ids for s in t.segments])
-    want = ids, mask, logps.astype(np.float32), versions
+    want = ids, mask, logps.astype(np.float32)
     assert seen[i] == tuple(x.tobytes() for x in want)
 
 
@@ -193,15 +189,17 @@ def test_an_unmasked_observation_has_no_logps():
 def test_keep():
   values = np.array([1.0, 0, 1, 1, 0, 9, 2, 2])
   valid = np.array([1, 1, 1, 1, 1, 0, 1, 0], bool)
-  groups = np.array([0, 0, 1, 1, 2, 2, 3, 3])
-  kept, counts = batching.keep(values, valid, groups, drop_zero_variance=False)
+  groups, reward, c = [(None, None)] * 4, Rewards(values, valid), config()
+  ids, kept, counts = batching.kept_of(groups, reward, c)
+  np.testing.assert_array_equal(ids, [0, 0, 1, 1, 2, 2, 3, 3])
   np.testing.assert_array_equal(kept, valid)
   assert counts == {
     'groups': 4,
     'groups_zero_variance': 3,
     'trajectories_invalid': 2,
   }
-  kept, _ = batching.keep(values, valid, groups, drop_zero_variance=True)
+  c.algorithm.drop_zero_variance = True
+  _, kept, _ = batching.kept_of(groups, reward, c)
   np.testing.assert_array_equal(np.flatnonzero(kept), [0, 1])
 
 

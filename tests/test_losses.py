@@ -12,6 +12,7 @@ import pytest
 
 from searchrl_jax.learn import losses
 from searchrl_jax.run import lookup
+from searchrl_jax.run.schema import CHOICES
 
 KW = dict(
   clip_low=0.2,
@@ -81,8 +82,8 @@ def reference(
   return out
 
 
-@pytest.mark.parametrize('ratio', losses.RATIOS)
-@pytest.mark.parametrize('tis', losses.TIS)
+@pytest.mark.parametrize('ratio', CHOICES['algorithm.ratio'])
+@pytest.mark.parametrize('tis', CHOICES['algorithm.tis'])
 @pytest.mark.parametrize('mode', ['cap', 'mask'])
 @pytest.mark.parametrize('dual', [0.0, 1.4])
 def test_clip_equals_the_reference(ratio, tis, mode, dual):
@@ -134,7 +135,7 @@ def test_weights_come_before_clipping():
 
 
 @pytest.mark.parametrize('fn', POLICY)
-@pytest.mark.parametrize('ratio', losses.RATIOS)
+@pytest.mark.parametrize('ratio', CHOICES['algorithm.ratio'])
 def test_on_policy_gradient_is_the_policy_gradient(fn, ratio):
   logps, _, _, adv, mask = draw(3)
   kw = taken(fn, ratio=ratio, tis='none', clip_dual=3.0)
@@ -159,8 +160,6 @@ def test_kl_golden():
   np.testing.assert_allclose(losses.kl(logp, ref, 'k2'), ln2**2 / 2, rtol=1e-6)
   # e^-ln2 + ln2 - 1 = ln2 - 1/2.
   np.testing.assert_allclose(losses.kl(logp, ref, 'k3'), ln2 - 0.5, rtol=1e-5)
-  with pytest.raises(ValueError, match='kl_estimator'):
-    losses.kl(logp, ref, 'k4')
 
 
 def test_kl_estimators_on_average():
@@ -190,14 +189,10 @@ def test_aggregations_golden():
 def test_aggregation_errors():
   with pytest.raises(ValueError, match='horizon=0'):
     losses.denominator([], 'sequence_sum', 0)
-  with pytest.raises(ValueError, match='aggregation'):
-    losses.denominator([], 'mean', 0)
-  with pytest.raises(ValueError, match='aggregation'):
-    losses.aggregate(jnp.zeros((1, 1)), np.ones((1, 1), bool), 'mean')
 
 
 @pytest.mark.parametrize('fn', POLICY)
-@pytest.mark.parametrize('mode', losses.AGGREGATIONS)
+@pytest.mark.parametrize('mode', CHOICES['algorithm.aggregation'])
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3))
 def test_split_permute_and_pad(fn, mode, seed, cut):
@@ -254,7 +249,7 @@ def test_nothing_outside_the_mask_counts(fn, seed):
 def test_an_empty_mask_is_zero_not_nan(fn):
   args = draw(0)[:4]
   mask = np.zeros((4, 6), bool)
-  for ratio in losses.RATIOS:
+  for ratio in CHOICES['algorithm.ratio']:
 
     def f(x, ratio=ratio):
       loss, sums = fn(
@@ -302,12 +297,6 @@ def test_mismatch_and_summary():
   )
   np.testing.assert_allclose(out['mismatch_max'], -math.log(0.8), rtol=1e-5)
   assert out['loss'] == 0.7
-
-
-@pytest.mark.parametrize('field', ['ratio', 'tis'])
-def test_unknown_names(field):
-  with pytest.raises(ValueError, match=f'config.algorithm.{field}='):
-    losses.clip(*map(jnp.asarray, draw(0)), **(KW | {field: 'other'}))
 
 
 def test_dual_clip_golden():

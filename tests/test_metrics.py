@@ -88,14 +88,6 @@ def test_pass_at_k_golden():
   assert metrics.pass_at_k(4, 3, 2) == 1.0  # any two hold a right one
 
 
-@pytest.mark.parametrize(
-  'n, c, k', [(4, 1, 5), (4, 5, 2), (4, -1, 2), (4, 1, 0)]
-)
-def test_pass_at_k_refuses(n, c, k):
-  with pytest.raises(ValueError):
-    metrics.pass_at_k(n, c, k)
-
-
 @given(
   st.lists(st.sampled_from(['a', 'b', 'c', None]), min_size=1, max_size=7),
   st.data(),
@@ -112,11 +104,6 @@ def test_maj_at_k_is_the_mean_over_subsets(votes, data):
       total += sum(v in right for v in best) / len(best)
   found = metrics.maj_at_k(votes, [v in right for v in votes], k)
   assert found == pytest.approx(total / len(subsets))
-
-
-def test_maj_at_k_refuses_a_vote_right_and_wrong():
-  with pytest.raises(ValueError, match="'a' is both"):
-    metrics.maj_at_k(['a', 'a'], [True, False], 2)
 
 
 def test_bootstrap_matches_the_binomial():
@@ -142,8 +129,6 @@ def test_bootstrap_chunks_do_not_show(monkeypatch):
 def test_bootstrap_of_nothing_and_of_one():
   assert math.isnan(metrics.bootstrap([], resamples=10, seed=0).mean)
   assert metrics.bootstrap([2.0], resamples=10, seed=0) == (2.0, 2.0, 2.0, 1)
-  with pytest.raises(ValueError, match='resamples=0'):
-    metrics.bootstrap([1.0], resamples=0, seed=0)
 
 
 def test_paired_bootstrap_sees_what_unpaired_cannot():
@@ -153,8 +138,6 @@ def test_paired_bootstrap_sees_what_unpaired_cannot():
   paired = metrics.paired_bootstrap(a, b, resamples=500, seed=0)
   assert 0.04 < paired.low < paired.mean < paired.high < 0.06
   assert metrics.bootstrap(a, resamples=500, seed=0).low < 0
-  with pytest.raises(ValueError, match='3 and 2'):
-    metrics.paired_bootstrap([1, 2, 3], [1, 2], resamples=5, seed=0)
 
 
 def test_the_best_of_k_is_the_mean_over_all_subsets():
@@ -172,8 +155,6 @@ def test_a_sample_without_a_score_is_chosen_last():
   scores = [1.0, math.nan, 0.5]
   assert metrics.best_at_k(scores, [False, True, False], 3) == 0.0
   assert metrics.best_at_k(scores, [True, False, False], 3) == 1.0
-  with pytest.raises(ValueError, match='best@4'):
-    metrics.best_at_k(scores, [True] * 3, 4)
 
 
 def test_the_sign_test_is_the_exact_binomial():

@@ -102,9 +102,8 @@ def test_freeze():
 @pytest.mark.parametrize(
   'fields, message',
   [
-    (dict(freeze='nothing'), 'matches no parameter; there are: embed'),
-    (dict(freeze='.'), 'matches every parameter'),
-    (dict(freeze='('), 'is no regex'),
+    (dict(freeze='nothing'), 'match some parameters.* there are: embed'),
+    (dict(freeze='.'), 'leave some'),
     (dict(schedule='cosine', warmup=10), 'must be fewer'),
   ],
 )

@@ -244,10 +244,10 @@ def test_labels_of_roles_and_of_samplers():
   assert s.labels('role').tolist() == [0, 0, 1, 1, 1]
   assert s.labels('tree').tolist() == [0, 0, 1, 0, 0]
   assert s.labels('node').tolist() == [0, 1, 2, 0, 3]
-  with pytest.raises(ValueError, match=r"q/proposer/0 has no meta\['treee'\]"):
+  with pytest.raises(ValueError, match=r"q/proposer/0: meta\['treee'\]=None"):
     s.labels('treee')
   few = dataclasses.replace(ts[0], meta={'node': [1]})
-  with pytest.raises(ValueError, match='has 1 labels for 2 turns'):
+  with pytest.raises(ValueError, match='one for each of 2 turns'):
     of(few).labels('node')
   # A search failed before the sampler could tell.
   failed = dataclasses.replace(ts[0], end='failed', meta={})

@@ -184,7 +184,7 @@ def test_an_evaluation_that_a_signal_prevents_is_made_at_the_resume(
   assert saver.best() == 3
   # It is made once.
   with monkeypatch.context() as m:
-    m.setattr(train.passk, 'make', lambda *a, **kw: Fails(no_run))
+    m.setattr(train.grading, 'Evaluator', lambda *a, **kw: Fails(no_run))
     train.train(config, str(tmp_path))
   assert lines(metrics) == after
 
@@ -369,7 +369,7 @@ def test_evaluation_repeats_itself(whole, tmp_path):
     (('rollout.temperature', 0.0), 'temperature'),
     (('algorithm.advantage', 'grppo'), "did you mean 'grpo'"),
     (('algorithm.kl', 'los'), "did you mean 'loss'"),
-    (('algorithm.kl_coef', 0.1), 'no effect'),
+    (('algorithm.kl_coef', 0.1), "kl='none' with kl_coef=0.1"),
     (('env.max_tokens', 4096), 'batch.lengths'),
     (('engine.max_len', 16), 'engine.max_len'),
     (('algorithm.minibatches', 99), 'minibatches'),
@@ -419,7 +419,9 @@ def test_the_first_error_is_reported_if_saving_fails_too(
         raise RolloutError('the service is gone')
       return {}
 
-    monkeypatch.setattr(train.passk, 'make', lambda *a, **kw: Fails(fails))
+    monkeypatch.setattr(
+      train.grading, 'Evaluator', lambda *a, **kw: Fails(fails)
+    )
 
   def full(*args, **kw):
     raise build.checkpoint.CheckpointError('the disk is full')
@@ -441,7 +443,7 @@ def test_a_failed_evaluation_loses_nothing_of_its_step(
       return iter(())
     raise RolloutError('the service is gone')
 
-  monkeypatch.setattr(train.passk, 'make', lambda *a, **kw: Fails(fails))
+  monkeypatch.setattr(train.grading, 'Evaluator', lambda *a, **kw: Fails(fails))
   with pytest.raises(RolloutError, match='is gone'):
     train.train(config, str(tmp_path))
   assert build.saver(config, str(tmp_path)).latest() == 2

@@ -20,6 +20,7 @@ from searchrl_jax.learn import (
 )
 from searchrl_jax.models import decoder
 from searchrl_jax.run import flops, schema
+from searchrl_jax.run.schema import CHOICES
 from searchrl_jax.types import Question, Segment, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -169,7 +170,7 @@ def close(a, b, tol=1e-5):
     assert np.abs(x - y).max() <= tol * np.abs(y).max() + 1e-9
 
 
-@pytest.mark.parametrize('aggregation', losses.AGGREGATIONS)
+@pytest.mark.parametrize('aggregation', CHOICES['algorithm.aggregation'])
 def test_microbatches_cannot_show(aggregation):
   """A minibatch cut by other budgets and buckets: same loss and gradient."""
   kw = {
@@ -292,7 +293,7 @@ def test_kl_in_the_loss():
   want = (np.exp(d) - d - 1).mean()
   np.testing.assert_allclose(m['kl_ref'], want, rtol=1e-4)
   np.testing.assert_allclose(m['loss'], 0.5 * want, rtol=1e-4)
-  with pytest.raises(ValueError, match='needs ref'):
+  with pytest.raises(ValueError, match='needs old or ref'):
     u.step(state, batches)
 
 
@@ -353,17 +354,9 @@ def test_twenty_random_steps_compile_nothing():
   c = config(**{'algorithm.minibatches': 2})
   u = updater(c)
   state = u.init(update.copy(params()))
-  memory = u.warmup(state, score=True)
-  assert set(memory) == {
-    'zeros/0',
-    'apply/0',
-    'score/8',
-    'score/16',
-    'accumulate/8',
-    'accumulate/16',
-  }
-  assert memory['accumulate/16'] > 0
+  u.warmup(state, score=True)
   compiled = u.compilations
+  assert compiled == 6  # zeros, apply; score and accumulate for 8 and 16
   events = []
   jax.monitoring.register_event_duration_secs_listener(
     lambda name, *a, **k: events.append(name)
@@ -396,17 +389,6 @@ def test_bitwise_repeatable():
 
 
 def test_errors():
-  c = config(**{'batch.loss_fraction': 0.5})
-  u = updater(c)
-  state = u.init(update.copy(params()))
-  with pytest.raises(ValueError, match='at least one microbatch'):
-    u.step(state, [])
-  full = batching.empty(4, 16)
-  full.mask[:, 1:] = True
-  with pytest.raises(ValueError, match='60 loss tokens in shard 0.*for 32'):
-    u.put(full)
-  with pytest.raises(ValueError, match='temperature=0'):
-    updater(c, temperature=0.0)
   for field, value in (('tis_cap', 0.0), ('loss', 'clap')):
     with pytest.raises(ValueError, match=field if field != 'loss' else 'clap'):
       objectives.policy(config(**{f'algorithm.{field}': value}))

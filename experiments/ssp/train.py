@@ -28,7 +28,7 @@ from experiments.ssp.pool import Pool
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import require_answers
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.evaluators import passk
+from searchrl_jax.evaluators import grading
 from searchrl_jax.learn import batching, checks, credit
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
@@ -263,14 +263,14 @@ def train(config, workdir: str) -> dict[str, float]:
     engines = dict.fromkeys(envs, run.open_engine(tok, canary))
     if s.frozen:  # the proposer stays as it started
       engines[PROPOSER] = run.open_engine(tok, canary, first, 'frozen')
-    run.evaluator = sets and passk.make(
-      config,
+    run.evaluator = sets and grading.Evaluator(
       sets,
+      config=config,
       env=envs[SOLVER],
       engine=run.engine,
       source=run.source,
       writer=run.writer,
-      run=run.signals.run,
+      runner=run.signals.run,
       judge=judge,
     )
     sampler.open(run, engines, judge, reader)

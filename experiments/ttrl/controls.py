@@ -37,13 +37,7 @@ async def golds(
     )
 
   return vote.labelled(
-    groups,
-    context,
-    choose,
-    votes=votes,
-    train=train,
-    match=match,
-    max_abstained=max_abstained,
+    groups, context, choose, votes, train, match, max_abstained
   )
 
 
@@ -66,13 +60,7 @@ async def random(
     return drawn(sorted(set(keys) - {None}), question, step)
 
   return vote.labelled(
-    groups,
-    context,
-    choose,
-    votes=votes,
-    train=train,
-    match=match,
-    max_abstained=max_abstained,
+    groups, context, choose, votes, train, match, max_abstained
   )
 
 
@@ -95,13 +83,7 @@ async def random_vote(
     return drawn([key for key in keys if key], question, step)
 
   return vote.labelled(
-    groups,
-    context,
-    choose,
-    votes=votes,
-    train=train,
-    match=match,
-    max_abstained=max_abstained,
+    groups, context, choose, votes, train, match, max_abstained
   )
 
 

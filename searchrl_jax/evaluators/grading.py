@@ -17,12 +17,13 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.engines.core import Engine
+from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import answer as rewards
 from searchrl_jax.rewards import equivalence
 from searchrl_jax.rewards import judge as judging
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.rollout import chains
-from searchrl_jax.run import records
+from searchrl_jax.run import lookup, records
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text.env import SearchEnv
@@ -43,33 +44,29 @@ class Row:
   failed: bool
   vote: str | None  # equal for equal answers; None = no answer
   # The fields in SCORES. NaN without golden answers:
-  em: float
-  f1: float
-  sub_em: float
-  answered: float  # 1 if there is an answer
-  parsed: float  # 1 if there also was no invalid action
-  valid_format: float  # see rewards/answer.py
-  guessed: float  # 1 if answered without a search
-  searches: float  # number of queries, also of those not sent to the source
-  real_searches: float  # number of queries answered by the source
+  em: float = NAN
+  f1: float = NAN
+  sub_em: float = NAN
+  answered: float = NAN  # 1 if there is an answer
+  parsed: float = NAN  # 1 if there also was no invalid action
+  valid_format: float = NAN  # see rewards/answer.py
+  guessed: float = NAN  # 1 if answered without a search
+  searches: float = NAN  # queries, also those not sent to the source
+  real_searches: float = NAN  # number of queries answered by the source
   # NaN without a search:
-  copied: float  # share of queries equal to the question, normalised
+  copied: float = NAN  # share of queries equal to the question, normalised
   # NaN if the supporting passages are unknown; over all searches:
-  recall_any: float
-  recall_all: float
-  tokens: float  # number written by the policy
-  truncated: float  # 1 if ended by a limit of tokens or turns
+  recall_any: float = NAN
+  recall_all: float = NAN
+  tokens: float = NAN  # number written by the policy
+  truncated: float = NAN  # 1 if ended by a limit of tokens or turns
   # Mean self-certainty of the policy's tokens in nats; NaN unless
   # config.eval.best_of needs it:
-  certainty: float
-  judged: float  # 1 if right by config.judge; NaN without a verdict
+  certainty: float = NAN
+  judged: float = NAN  # 1 if right by config.judge; NaN without a verdict
 
 
-SCORES = (
-  'em', 'f1', 'sub_em', 'answered', 'parsed', 'valid_format', 'guessed',
-  'searches', 'real_searches', 'copied', 'recall_any', 'recall_all', 'tokens',
-  'truncated', 'certainty', 'judged',
-)  # fmt: skip
+SCORES = tuple(f.name for f in dataclasses.fields(Row) if f.default is NAN)
 
 
 def score(
@@ -95,15 +92,15 @@ def score(
     synonyms = trajectories[at[0]].question.meta.get('synonyms', ())
     keys = equivalence.keys([answers[i] for i in at], match, synonyms)
     votes |= zip(at, keys)
-  rows = []
-  for i, t in enumerate(trajectories):
-    q = t.question
-    scores = dict.fromkeys(SCORES, NAN)
-    if not t.failed:
-      scores |= _scores(t, env, match, answers[i])
-    about = (set, q.id, q.source, q.hops, t.sample, t.failed, votes[i])
-    rows.append(Row(*about, **scores))
-  return rows
+  return [
+    Row(
+      *(set, t.question.id, t.question.source, t.question.hops, t.sample),
+      t.failed,
+      votes[i],
+      **({} if t.failed else _scores(t, env, match, answers[i])),
+    )
+    for i, t in enumerate(trajectories)
+  ]
 
 
 def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
@@ -159,11 +156,13 @@ def certainties(
     if not t.failed and any(s.author == 'policy' for s in t.segments)
   ]
   out = [NAN] * len(trajectories)
-  segments = [trajectories[i].segments for i in good]
-  rows = [np.concatenate([s.ids for s in row]) for row in segments]
-  for i, row, stats in zip(good, segments, scorer(rows), strict=True):
+  rows = [
+    np.concatenate([s.ids for s in trajectories[i].segments]) for i in good
+  ]
+  for i, stats in zip(good, scorer(rows), strict=True):
+    segments = trajectories[i].segments
     own = np.repeat(
-      [s.author == 'policy' for s in row], [len(s.ids) for s in row]
+      [s.author == 'policy' for s in segments], [len(s.ids) for s in segments]
     )
     if own.any():
       out[i] = float(stats.certainty[own].mean())
@@ -212,6 +211,7 @@ class Evaluation(NamedTuple):
   seconds: float  # wall time of the rollout
 
 
+@dataclasses.dataclass
 class Evaluator:
   """Runs questions and averages their rows.
 
@@ -221,55 +221,42 @@ class Evaluator:
   questions) and '/n' (questions). Samples of a question are averaged first.
   """
 
-  def __init__(
-    self,
-    sets: Mapping[str, Sequence[Question]],
-    *,
-    env: SearchEnv,
-    engine: Engine,
-    source: Source,
-    config: ConfigDict,
-    writer: Writer | None = None,
-    run: Callable[[Coroutine], Any] = asyncio.run,
-    on_trajectory: Callable[[Trajectory], None] | None = None,
-    name: str = 'eval',
-    scorer: Callable | None = None,
-    judge=None,
-    extra: Callable[[Sequence[Row]], Mapping] | None = None,
-  ):
+  sets: Mapping[str, Sequence[Question]]
+  _: dataclasses.KW_ONLY
+  env: SearchEnv
+  engine: Engine  # samples the policy's tokens
+  source: Source  # answers searches
+  config: ConfigDict  # the whole; reads config.eval and config.rollout
+  # Writes the trajectories (NAME/) and the ids (NAME_ids.json).
+  writer: Writer | None = None
+  # Runs a coroutine, such as `asyncio.Runner().run`.
+  runner: Callable[[Coroutine], Any] = asyncio.run
+  on_trajectory: Callable[[Trajectory], None] | None = None  # as in `rollout`
+  name: str = 'eval'  # prefix of the names of values and files
+  # `scoring.Scorer` of the policy, to fill in `certainty`, which
+  # config.eval.best_of needs.
+  scorer: Callable | None = None
+  judge: Any = None  # `rewards.judge.Judge`, to fill in `judged`
+
+  def __post_init__(self):
     """Selects the questions; nothing runs yet.
 
-    Args:
-      sets: name -> questions.
-      env: the environment.
-      engine: samples the policy's tokens.
-      source: answers searches.
-      config: the whole config; reads config.eval and config.rollout.
-      writer: writes the trajectories (NAME/) and the ids (NAME_ids.json).
-      run: runs a coroutine, such as `asyncio.Runner().run`.
-      on_trajectory: as in `rollout`.
-      name: prefix of the names of values and files.
-      scorer: `scoring.Scorer` of the policy, to fill in `certainty`.
-      judge: `rewards.judge.Judge`, to fill in `judged`.
-      extra: more scores of rows: {score: {(set, question id): value}}.
-
     Raises:
-      ValueError: there are no questions.
+      ValueError: there are no questions, or a field of config.eval is wrong.
     """
-    self._env, self._engine, self._source = env, engine, source
-    self._config, self._rollout = config.eval, chains.evaluation(config)
-    self._writer, self._run_coroutine = writer, run
-    self._on_trajectory, self._name = on_trajectory, name
-    self._scorer, self._judge, self._extra = scorer, judge, extra
+    e = self.config.eval
+    passk.check(self.config, training=self.scorer is None)
+    self.scorer = self.scorer if e.best_of else None
+    self._k = sorted({*e.k, *([e.n] if e.best_of else ())})
     self.sets = {
-      label: _choose(questions, config.eval.questions, config.eval.seed)
-      for label, questions in sorted(sets.items())
+      label: _choose(questions, e.questions, e.seed)
+      for label, questions in sorted(self.sets.items())
     }
-    if not any(self.sets.values()):
-      raise ValueError(
-        'no questions to evaluate: config.data.eval has no set, or its sets '
-        'are empty'
-      )
+    lookup.require(
+      any(self.sets.values()),
+      'no questions to evaluate: config.data.eval has no set, or its sets are '
+      'empty',
+    )
 
   @property
   def ids(self) -> dict[str, list[str]]:
@@ -286,56 +273,54 @@ class Evaluator:
     The random streams do not depend on `step`, nor does the result depend on
     the order of the questions.
     """
+    e = self.config.eval
     labels = [label for label, qs in self.sets.items() for _ in qs]
-    result = self._run_coroutine(
+    result = self.runner(
       chains.rollout(
         [q for questions in self.sets.values() for q in questions],
-        env=self._env,
-        engine=self._engine,
-        source=self._source,
-        config=self._rollout,
-        seed=self._config.seed,
+        env=self.env,
+        engine=self.engine,
+        source=self.source,
+        config=chains.evaluation(self.config),
+        seed=e.seed,
         step=0,
-        on_trajectory=self._on_trajectory,
+        on_trajectory=self.on_trajectory,
       )
     )
     rows = [
       row
       for label, group in zip(labels, result.groups, strict=True)
-      for row in score(group, self._env, label, self._config.match)
+      for row in score(group, self.env, label, e.match)
     ]
     flat = [t for group in result.groups for t in group]
     late = {}
-    if self._scorer is not None:
-      late['certainty'] = certainties(flat, self._scorer)
-    if self._judge is not None:
-      late['judged'] = self._run_coroutine(judged(flat, self._env, self._judge))
+    if self.scorer is not None:
+      late['certainty'] = certainties(flat, self.scorer)
+    if self.judge is not None:
+      late['judged'] = self.runner(judged(flat, self.env, self.judge))
     for name, values in late.items():
       rows = [
         dataclasses.replace(row, **{name: value})
         for row, value in zip(rows, values, strict=True)
       ]
-    if self._writer is not None:
-      self._write(step, result.groups)
-    sliced = slices(rows, self._name)
-    options = dict(resamples=self._config.bootstrap, seed=self._config.seed)
+    if self.writer is not None:
+      self.writer.trajectories(step, result.groups, name=self.name)
+      sets = {
+        label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
+        for label, ids in self.ids.items()
+      }
+      path = self.writer.folder / f'{self.name}_ids.json'
+      records.write_json(path, {'sampling': e, 'sets': sets})
+    sliced = slices(rows, self.name)
+    options = dict(resamples=e.bootstrap, seed=e.seed)
     values = []
     for label, part in sliced.items():
       values += summary(part, label, **options)
-    for label, part in sliced.items() if self._extra else ():
-      for name, scores in self._extra(part).items():
+    for label, part in sliced.items():
+      for name, scores in passk.score(part, self._k).items():
         mean = metrics.bootstrap([scores[q] for q in sorted(scores)], **options)
         values += named(f'{label}/{name}', mean)
     return Evaluation(result.groups, rows, sliced, values, result.stats.seconds)
-
-  def _write(self, step: int, groups: Sequence[Group]) -> None:
-    self._writer.trajectories(step, groups, name=self._name)
-    sets = {
-      label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
-      for label, ids in self.ids.items()
-    }
-    path = self._writer.folder / f'{self._name}_ids.json'
-    records.write_json(path, {'sampling': self._config, 'sets': sets})
 
 
 def digest(ids: Sequence[str]) -> str:

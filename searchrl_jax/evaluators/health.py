@@ -1,6 +1,6 @@
 """Signs of collapse in the trajectories of a training step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 import statistics
 
@@ -9,6 +9,10 @@ import numpy as np
 from searchrl_jax.evaluators import grading
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Trajectory
+
+_SCORES = (
+  'answered parsed valid_format guessed searches copied tokens truncated'
+).split()
 
 
 def signs(
@@ -26,30 +30,29 @@ def signs(
     groups: B trajectories in total.
     env: reads answers and blocks.
     values: rewards [B], for the share of groups whose rewards are all equal.
-    valid: [B], which rewards count; None = of trajectories that did not fail.
+    valid: [B], which rewards count.
   """
   flat = [t for group in groups for t in group]
-  rows = [row for row in grading.score(flat, env) if not row.failed]
   good = [t for t in flat if not t.failed]
   out = {'failed': float(len(flat) - len(good))}
-  for name in (
-    'answered', 'parsed', 'valid_format', 'guessed', 'searches', 'copied',
-    'tokens', 'truncated',
-  ):  # fmt: skip
+  rows = grading.score(good, env)
+  for name in _SCORES:
     known = [getattr(row, name) for row in rows]
     known = [value for value in known if not math.isnan(value)]
     if known:
       out[name] = statistics.fmean(known)
-  if good:
-    out['invalid_actions'] = statistics.fmean([t.invalid_actions for t in good])
-    out['turns'] = statistics.fmean([t.turns for t in good])
-    out['think_tokens'] = statistics.fmean([_think_tokens(t) for t in good])
-    out['repetition'] = statistics.fmean([repetition(t) for t in good])
-    for end in ('tokens', 'turns', 'eos'):
-      out[f'end_{end}'] = statistics.fmean([float(t.end == end) for t in good])
+  counts: dict[str, Callable[[Trajectory], float]] = {
+    'invalid_actions': lambda t: t.invalid_actions,
+    'turns': lambda t: t.turns,
+    'think_tokens': _think_tokens,
+    'repetition': repetition,
+    'end_tokens': lambda t: t.end == 'tokens',
+    'end_turns': lambda t: t.end == 'turns',
+    'end_eos': lambda t: t.end == 'eos',
+  }
+  for name, count in counts.items() if good else ():
+    out[name] = statistics.fmean(float(count(t)) for t in good)
   if values is not None and groups:
-    if valid is None:
-      valid = [not t.failed for t in flat]
     out['zero_variance'] = _zero_variance(groups, values, valid)
   return {f'health/{name}': float(value) for name, value in out.items()}
 
@@ -90,11 +93,8 @@ def _zero_variance(groups: Sequence[Group], values, valid) -> float:
   """Share of groups of two or more whose valid rewards are all equal."""
   flags, at = [], 0
   for group in groups:
-    part = slice(at, at + len(group))
-    kept = [
-      float(v) for v, ok in zip(values[part], valid[part], strict=True) if ok
-    ]
-    at += len(group)
+    part, at = slice(at, at + len(group)), at + len(group)
+    kept = [float(v) for v, ok in zip(values[part], valid[part]) if ok]
     if len(kept) > 1:
       flags.append(float(len(set(kept)) == 1))
   return statistics.fmean(flags) if flags else 0.0

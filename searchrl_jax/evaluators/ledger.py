@@ -89,9 +89,7 @@ def read_manifest(path: os.PathLike | str) -> dict[str, Any]:
     if not {'sets', 'corpus', 'sampling'} <= content.keys():
       raise ValueError('it lacks sets, corpus or sampling')
   except OSError as e:
-    raise DataError(
-      f'{path}: {e.strerror}; `evaluate` writes it into its --out'
-    ) from e
+    raise DataError(f'{path}: {e.strerror}; `evaluate` writes it') from e
   except (ValueError, AttributeError) as e:
     raise DataError(f'{path} is not a manifest of `evaluate`: {e}') from e
   return content
@@ -110,24 +108,17 @@ def frozen(
   for name, wanted in manifest['sets'].items():
     lookup.require(
       name in sets,
-      f'{path} names the set {name!r}, and config.data.eval has '
-      f'{", ".join(map(repr, sets))}',
+      f'{path} names the set {name!r}, and config.data.eval has {[*sets]}',
       DataError,
     )
     by_id = {q.id: q for q in sets[name]}
+    out[name] = [by_id[id] for id in wanted['ids'] if id in by_id]
     absent = [id for id in wanted['ids'] if id not in by_id]
     lookup.require(
-      not absent,
-      f'{path}: {len(absent)} of {wanted["n"]} questions of the set {name!r} '
-      'are not in config.data.eval (the first: '
-      f'{next(iter(absent), None)!r}); use the data files of the manifest',
-      DataError,
-    )
-    out[name] = [by_id[id] for id in wanted['ids']]
-    lookup.require(
       _frozen(out[name]) == wanted,
-      f'{path}: the set {name!r} has the same ids with other texts or golden '
-      'answers; use the data files of the manifest',
+      f'{path}: of the set {name!r}, {len(absent)} of {wanted["n"]} questions '
+      f'are not in config.data.eval ({absent[:3]}), or have other texts or '
+      'golden answers; use the data files of the manifest',
       DataError,
     )
   return out
@@ -161,14 +152,14 @@ def costs(
   Sums over trajectories, including failed ones: tokens that the policy
   sampled, of prompts, and of observations and feedback; number of queries.
   """
-  parts: dict[str, list] = {}
+  parts: dict[str, list] = {name: []}
   flat = [t for group in evaluation.groups for t in group]
   for row, trajectory in zip(evaluation.rows, flat, strict=True):
+    parts[name].append(trajectory)
     parts.setdefault(f'{name}/set={row.set}', []).append(trajectory)
-  for label, trajectories in ({name: flat} | parts).items():
-    if label == name or len(parts) > 1:
-      for what, value in _costs(trajectories).items():
-        yield f'{label}/cost/{what}', value
+  for label in parts if len(parts) > 2 else [name]:
+    for what, value in _costs(parts[label]).items():
+      yield f'{label}/cost/{what}', value
 
 
 def _costs(trajectories: Group) -> dict[str, float]:
@@ -204,19 +195,18 @@ def read_rows(
     DataError: there are none.
   """
   path = pathlib.Path(folder) / ROWS
+  # Files of earlier versions lack some scores.
+  absent = dict.fromkeys(grading.SCORES, grading.NAN) | {'vote': None}
   out, names, i = [], {}, 0
   try:
-    with open(path) as f:
-      for line in f:
-        i += 1
-        fields = json.loads(line)
-        name = fields.pop('evaluation')
-        names[name] = None
-        if name == evaluation:
-          # Files of earlier versions lack some scores.
-          absent = dict.fromkeys(grading.SCORES, grading.NAN) | {'vote': None}
-          known = {k: v for k, v in fields.items() if v is not None}
-          out.append(grading.Row(**absent | known))
+    for line in path.read_text().splitlines():
+      i += 1
+      fields = json.loads(line)
+      name = fields.pop('evaluation')
+      names[name] = None
+      if name == evaluation:
+        known = {k: v for k, v in fields.items() if v is not None}
+        out.append(grading.Row(**absent | known))
   except OSError as e:
     raise DataError(
       f'{path}: {e.strerror}; give a folder that `evaluate` wrote'

@@ -8,12 +8,10 @@ over questions with a bootstrap interval over questions.
 """
 
 from collections.abc import Sequence
-import functools
 import math
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.evaluators import grading
 from searchrl_jax.rewards import equivalence, scores
 from searchrl_jax.run import lookup
 
@@ -31,57 +29,43 @@ def check(config: ConfigDict, training: bool = False) -> None:
   e = config.eval
   if e.match != equivalence.TEXT:
     equivalence.function(e.match)
-  chosen = f'config.eval.best_of is {e.best_of!r}'
-  drawn = [f'config.eval.k holds {k}' for k in e.k if k > 1]
-  drawn += [chosen] if e.best_of else []
-  for good, message in (
-    *(
-      (
-        1 <= k <= e.n,
-        f'config.eval.k holds {k}, which needs config.eval.n >= {k} samples '
-        f'(it is {e.n})',
-      )
-      for k in e.k
-    ),
-    (
-      not e.best_of or e.n >= 2,
-      f'{chosen}, which chooses among config.eval.n samples (it is {e.n}); '
-      'use 2 or more',
-    ),
-    (
-      not (e.best_of and training),
-      f'{chosen}, which `evaluate` can do and a training run cannot; use '
-      "best_of='' for training, and set it in `evaluate --workdir=RUN`",
-    ),
-    (
-      e.temperature > 0 or not drawn,
-      f'{", ".join(drawn)}, and config.eval.temperature=0 makes all samples '
-      'of a question equal; use a temperature above 0',
-    ),
-  ):
-    lookup.require(good, message)
+  lookup.require(
+    all(1 <= k <= e.n for k in e.k),
+    f'config.eval.k={tuple(e.k)} needs numbers from 1 up, and as many '
+    f'samples: config.eval.n={e.n}',
+  )
+  lookup.require(
+    not e.best_of or (e.n >= 2 and not training),
+    f'config.eval.best_of={e.best_of!r} chooses among config.eval.n={e.n} '
+    "samples: use 2 or more, and best_of='' in training (set it in `evaluate "
+    '--workdir=RUN`)',
+  )
+  lookup.require(
+    e.temperature > 0 or not (e.best_of or max(e.k, default=1) > 1),
+    f'config.eval.k={tuple(e.k)}, best_of={e.best_of!r} with temperature=0, '
+    'which makes all samples of a question equal; use one above 0',
+  )
 
 
 def score(
-  rows: Sequence[grading.Row], k: Sequence[int]
+  rows: Sequence, k: Sequence[int]
 ) -> dict[str, dict[tuple[str, str], float]]:
   """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
 
-  Failed trajectories do not count as samples. A question with fewer than K
-  samples, or without golden answers, has no value at K. 'certainty@K' requires
-  rows with certainty; a sample without one is chosen last.
+  rows: `grading.Row`. Failed trajectories do not count as samples. A question
+  with fewer than K samples, or without golden answers, has no value at K.
+  'certainty@K' requires rows with certainty; a sample without one is chosen
+  last.
   """
-  questions: dict[tuple[str, str], list[grading.Row]] = {}
+  questions: dict[tuple[str, str], list] = {}
   for row in rows:
     if not row.failed and not math.isnan(row.em):
       questions.setdefault((row.set, row.question), []).append(row)
   certain = any(not math.isnan(row.certainty) for row in rows)
   out: dict[str, dict[tuple[str, str], float]] = {}
   for count in k:
-    passed = out.setdefault(f'pass@{count}', {})
-    voted = out.setdefault(f'maj@{count}', {})
-    if certain:
-      chosen = out.setdefault(f'certainty@{count}', {})
+    names = f'pass@{count}', f'maj@{count}', f'certainty@{count}'
+    passed, voted, chosen = ({}, {}, {})
     for name, samples in questions.items():
       n = len(samples)
       if n < count:
@@ -96,25 +80,5 @@ def score(
         chosen[name] = scores.best_at_k(
           [row.certainty for row in samples], right, count
         )
+    out |= zip(names[: 2 + certain], (passed, voted, chosen))
   return out
-
-
-def extra(config: ConfigDict):
-  """The `extra` of `grading.Evaluator` for config.eval; None = no scores."""
-  k = {*config.k, *([config.n] if config.best_of else ())}
-  return functools.partial(score, k=sorted(k)) if k else None
-
-
-def make(config: ConfigDict, sets, scorer=None, **kw) -> grading.Evaluator:
-  """Checks config.eval and returns its evaluator.
-
-  Args:
-    config: the whole config.
-    sets: name -> questions.
-    scorer: `scoring.Scorer` of the policy, which config.eval.best_of needs.
-    **kw: other arguments of `grading.Evaluator`.
-  """
-  check(config, training=scorer is None)
-  scorer = scorer if config.eval.best_of else None
-  more = extra(config.eval)
-  return grading.Evaluator(sets, config=config, scorer=scorer, extra=more, **kw)

@@ -52,49 +52,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from searchrl_jax.learn import masked
 from searchrl_jax.learn.structure import Structure
 
 FUNCTIONS = (
-  'grpo',
-  'dr_grpo',
-  'rloo',
-  'reinforce',
-  'whitened',
-  'whitened_tokens',
-  'reinforce_pp_baseline',
-  'lite_ppo',
-  'remax',
-  'gae',
-  'turn_normalised',
-)
+  'grpo dr_grpo rloo reinforce whitened whitened_tokens reinforce_pp_baseline '
+  'lite_ppo remax gae turn_normalised'
+).split()
 
 
 def returns(values) -> np.ndarray:
   """float64 [B]: one number for each trajectory (see the module)."""
   if isinstance(values, np.ndarray) and values.dtype != object:
-    if values.ndim not in (1, 2):
-      raise ValueError(f'values must be [B] or [B, T], not {values.shape}')
     out = values.astype(np.float64)
     return out if out.ndim == 1 else out.sum(axis=1)
   return np.array([np.sum(v, dtype=np.float64) for v in values], np.float64)
 
 
 def _prepare(values, valid, group_ids):
-  values = returns(values)
   valid, group_ids = np.asarray(valid, bool), np.asarray(group_ids)
-  if not values.shape == valid.shape == group_ids.shape:
-    raise ValueError(
-      f'advantages: values {values.shape}, valid {valid.shape} and group_ids '
-      f'{group_ids.shape} must have one entry for each trajectory'
-    )
-  bad = np.flatnonzero(valid & ~np.isfinite(values))
-  if bad.size:
-    raise ValueError(
-      f'advantages: the value of row {bad[0]} is {values[bad[0]]}; mark the '
-      'row as not valid or correct its reward'
-    )
-  return np.where(valid, values, 0.0), valid, group_ids
+  return np.where(valid, returns(values), 0.0), valid, group_ids
 
 
 def by_cell(values, valid, partition, fn: Callable) -> np.ndarray:
@@ -132,36 +108,24 @@ def centred(values, valid, partition) -> np.ndarray:
   return by_cell(values, valid, partition, lambda s, v: v - s.mean())
 
 
-def normalised(
-  values, valid, partition, *, eps: float, ddof: int
-) -> np.ndarray:
+def normalised(values, valid, partition, *, eps: float, ddof: int):
   """(x - mean(x)) / (std(x) + eps) within the cells; see `by_cell`."""
-  return by_cell(
-    values,
-    valid,
-    partition,
-    lambda s, v: (v - s.mean()) / (s.std(ddof=ddof) + eps),
-  )
+
+  def fn(s, v):
+    return (v - s.mean()) / (s.std(ddof=ddof) + eps)
+
+  return by_cell(values, valid, partition, fn)
 
 
-def _compared(valid, group_ids) -> np.ndarray:
-  """bool [B]: valid rows with another valid row of their question."""
-  valid = np.asarray(valid, bool)
-  _, group = np.unique(group_ids, return_inverse=True)
-  return valid & (np.bincount(group, valid)[group] > 1)
+def _whiten(x: np.ndarray, rows: np.ndarray, eps: float, ddof: int):
+  """(x - mean) / (std + eps) over the True rows; float32, 0 elsewhere.
 
-
-def _spread(v: np.ndarray, ddof: int) -> float:
-  """Standard deviation of v [n]; their order cannot show in the sum."""
-  return float(masked.std(np.sort(v), np.ones(v.shape, bool), ddof=ddof))
-
-
-def _whiten(v: np.ndarray, eps: float, ddof: int) -> np.ndarray:
-  """(v - mean) / (std + eps) of v [n]; 0 where all are equal."""
-  s = np.sort(v)
-  if not s.size or s[0] == s[-1]:
-    return np.zeros_like(v)
-  return (v - masked.mean(s, np.ones(s.shape, bool))) / (_spread(v, ddof) + eps)
+  0 where all are equal. Sums are over sorted values: their order cannot show.
+  """
+  out, s = np.zeros(x.shape, np.float32), np.sort(x[rows])
+  if s.size and s[0] != s[-1]:
+    out[rows] = (x[rows] - s.mean()) / (s.std(ddof=ddof) + eps)
+  return out
 
 
 def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
@@ -170,9 +134,8 @@ def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
   DeepSeekMath, arXiv 2402.03300, section 4.1.2 (no eps there). ddof=1, the
   unbiased standard deviation, and eps 1e-6 are Search-R1's and verl's.
   """
-  return normalised(values, valid, group_ids, eps=eps, ddof=ddof).astype(
-    np.float32
-  )
+  out = normalised(values, valid, group_ids, eps=eps, ddof=ddof)
+  return out.astype(np.float32)
 
 
 def dr_grpo(values, valid, group_ids):
@@ -189,12 +152,11 @@ def rloo(values, valid, group_ids):
 
   Leave-one-out, arXiv 2402.14740, section 3.3 (Kool et al., 2019).
   """
-  return by_cell(
-    values,
-    valid,
-    group_ids,
-    lambda s, v: (v - s.mean()) * (len(s) / (len(s) - 1)),
-  ).astype(np.float32)
+
+  def fn(s, v):
+    return (v - s.mean()) * (len(s) / (len(s) - 1))
+
+  return by_cell(values, valid, group_ids, fn).astype(np.float32)
 
 
 def reinforce(values, valid, group_ids):
@@ -216,9 +178,7 @@ def whitened(values, valid, group_ids, *, eps: float = 1e-8, ddof: int = 0):
   Groups play no part.
   """
   values, valid, _ = _prepare(values, valid, group_ids)
-  out = np.zeros(values.shape, np.float32)
-  out[valid] = _whiten(values[valid], eps, ddof)
-  return out
+  return _whiten(values, valid, eps, ddof)
 
 
 def reinforce_pp_baseline(values, valid, group_ids, *, eps: float, ddof: int):
@@ -230,10 +190,10 @@ def reinforce_pp_baseline(values, valid, group_ids, *, eps: float, ddof: int):
   rounding. Rows without another of their question are in no statistic.
   """
   less_mean = centred(values, valid, group_ids)
-  rows = _compared(valid, group_ids)
-  out = np.zeros(less_mean.shape, np.float32)
-  out[rows] = _whiten(less_mean[rows], eps, ddof)
-  return out
+  valid = np.asarray(valid, bool)
+  _, group = np.unique(group_ids, return_inverse=True)
+  compared = valid & (np.bincount(group, valid)[group] > 1)
+  return _whiten(less_mean, compared, eps, ddof)
 
 
 def lite_ppo(values, valid, group_ids, *, eps: float, ddof: int):
@@ -248,7 +208,8 @@ def lite_ppo(values, valid, group_ids, *, eps: float, ddof: int):
   values, valid, _ = _prepare(values, valid, group_ids)
   if not less_mean.any():
     return less_mean.astype(np.float32)
-  return (less_mean / (_spread(values[valid], ddof) + eps)).astype(np.float32)
+  spread = np.sort(values[valid]).std(ddof=ddof)
+  return (less_mean / (spread + eps)).astype(np.float32)
 
 
 def remax(values, valid, group_ids, greedy):
@@ -256,24 +217,9 @@ def remax(values, valid, group_ids, greedy):
 
   ReMax, arXiv 2310.10505, algorithm 1. Groups of one will do. A question whose
   greedy answer failed (NaN) has no baseline: its rows get 0.
-
-  Raises:
-    ValueError: greedy does not have one entry for each group id 0, 1, ...
   """
   values, valid, group_ids = _prepare(values, valid, group_ids)
-  greedy = np.asarray(greedy, np.float64)
-  if greedy.ndim != 1 or np.isinf(greedy).any():
-    raise ValueError(
-      f'greedy must be finite or NaN (failed), one for each group: {greedy}'
-    )
-  if group_ids.size and not 0 <= group_ids.min() <= group_ids.max() < (
-    len(greedy)
-  ):
-    raise ValueError(
-      f'greedy has {len(greedy)} entries for group ids {group_ids.min()} to '
-      f'{group_ids.max()}; give one for each, indexed by the id'
-    )
-  baseline = greedy[group_ids]
+  baseline = np.asarray(greedy, np.float64)[group_ids]
   known = valid & ~np.isnan(baseline)
   return np.where(known, values - baseline, 0.0).astype(np.float32)
 
@@ -295,10 +241,6 @@ def lambda_returns(
 
   Returns:
     B float64 arrays [n], 0 off the loss tokens and in rows not valid.
-
-  Raises:
-    ValueError: arrays of one row that differ in length, or a value of the
-      critic that is not finite.
   """
   steps = [
     np.flatnonzero(m) if ok else [] for m, ok in zip(mask, valid, strict=True)
@@ -308,8 +250,8 @@ def lambda_returns(
   r, v, g = np.zeros((3, len(steps), longest + 1))
   for i, at in enumerate(steps):
     if len(at):
-      r[i, : len(at)] = np.add.reduceat(_earned(values[i], mask[i], i), at)
-      v[i, : len(at)] = _at(critic[i], mask[i], i)
+      r[i, : len(at)] = np.add.reduceat(_earned(values[i], mask[i]), at)
+      v[i, : len(at)] = np.asarray(critic[i], np.float64)[at]
   for t in reversed(range(longest)):
     g[:, t] = r[:, t] + gamma * ((1 - lam) * v[:, t + 1] + lam * g[:, t + 1])
   out = []
@@ -320,50 +262,23 @@ def lambda_returns(
   return out
 
 
-def _earned(value, mask, row: int) -> np.ndarray:
+def _earned(value, mask) -> np.ndarray:
   """Rewards of the tokens of a row [n], from one for each or for all."""
   value = np.asarray(value, np.float64)
-  if not value.ndim:
-    out = np.zeros(len(mask))
-    out[np.flatnonzero(mask)[-1:]] = value
-    return out
-  if value.shape != np.shape(mask):
-    raise ValueError(
-      f'advantages: row {row} has {len(value)} values for {len(mask)} tokens; '
-      'give one for each token, or one for the trajectory'
-    )
-  return value
-
-
-def _at(critic, mask, row: int) -> np.ndarray:
-  """The critic's values at the loss tokens of a row."""
-  critic = np.asarray(critic, np.float64)
-  if critic.shape != np.shape(mask):
-    raise ValueError(
-      f'advantages: row {row} has critic values {critic.shape} for '
-      f'{len(mask)} tokens'
-    )
-  out = critic[np.asarray(mask, bool)]
-  if not np.isfinite(out).all():
-    raise ValueError(
-      f'advantages: the critic gives row {row} the values {out}; all must be '
-      'finite'
-    )
+  if value.ndim:
+    return value
+  out = np.zeros(len(mask))
+  out[np.flatnonzero(mask)[-1:]] = value
   return out
 
 
 def _whiten_tokens(rows, mask, valid, eps: float) -> list[np.ndarray]:
   """`_whiten` over the loss tokens of all valid rows; float32 [n] each."""
-  mask = [np.asarray(m, bool) & ok for m, ok in zip(mask, valid)]
-  flat = [np.zeros(0), *(x[m] for x, m in zip(rows, mask))]
-  ends = np.cumsum([m.sum() for m in mask], dtype=int)
-  parts = np.split(_whiten(np.concatenate(flat), eps, 0), ends[:-1])
-  out = []
-  for m, part in zip(mask, parts):
-    row = np.zeros(len(m), np.float32)
-    row[m] = part
-    out.append(row)
-  return out
+  kept = np.concatenate(
+    [np.asarray(m, bool) & ok for m, ok in zip(mask, valid)]
+  )
+  flat = _whiten(np.concatenate(rows), kept, eps, 0)
+  return np.split(flat, np.cumsum([len(m) for m in mask])[:-1])
 
 
 def whitened_tokens(
@@ -408,12 +323,10 @@ def gae(
   """
   _, valid, _ = _prepare(values, valid, group_ids)
   targets = lambda_returns(values, valid, mask, critic, gamma=gamma, lam=lam)
-  rows = []
-  for i, ok in enumerate(valid):
-    row, m = np.zeros(len(mask[i])), np.asarray(mask[i], bool)
-    if ok:
-      row[m] = targets[i][m] - _at(critic[i], m, i)
-    rows.append(row)
+  rows = [
+    np.where(np.asarray(m, bool) & ok, target - np.asarray(v, np.float64), 0.0)
+    for m, ok, target, v in zip(mask, valid, targets, critic)
+  ]
   if whiten:
     return _whiten_tokens(rows, mask, valid, eps)
   return [x.astype(np.float32) for x in rows]
@@ -452,28 +365,15 @@ def turn_normalised(
       that one trajectory alone reaches gets z = 0.
   """
   _, valid, group_ids = _prepare(values, valid, group_ids)
-  earned = structure.totals(
-    [_earned(value, m, i) for i, (value, m) in enumerate(zip(values, mask))]
-  )
+  earned = structure.totals([_earned(v, m) for v, m in zip(values, mask)])
   group = group_ids[structure.row]
-  z = normalised(
-    earned,
-    valid[structure.row],
-    [group, structure.number] if same_turn else group,
-    eps=eps,
-    ddof=ddof,
-  )
+  cells = [group, structure.number] if same_turn else group
+  z = normalised(earned, valid[structure.row], cells, eps=eps, ddof=ddof)
   return structure.over_tokens(structure.discounted(z, gamma))
 
 
-for _fn in (
-  grpo,
-  dr_grpo,
-  rloo,
-  reinforce_pp_baseline,
-  lite_ppo,
-  turn_normalised,
-):
-  _fn.needs_group = True  # type: ignore[attr-defined]
-for _fn in (grpo, reinforce_pp_baseline, lite_ppo, turn_normalised):
+_divides = (grpo, reinforce_pp_baseline, lite_ppo, turn_normalised)
+for _fn in _divides:
   _fn.divides_by_spread = True  # type: ignore[attr-defined]
+for _fn in (*_divides, dr_grpo, rloo):
+  _fn.needs_group = True  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ Units: `rows` are trajectories, `tokens` are ids, `lengths` are tokens.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,30 +63,27 @@ def capacity(batch_config, length: int, shards: int = 1) -> int:
   return max(math.ceil(batch_config.loss_fraction * tokens), length)
 
 
-def bucket_of(batch_config, n: int) -> int:
-  """The smallest bucket that holds n tokens.
+def bucket_of(lengths: Sequence[int], n: int) -> int:
+  """The smallest of the buckets, config.batch.lengths, that holds n tokens.
 
   Raises:
-    ValueError: no bucket does (excluded by `check` for sampled ones).
+    ValueError: none does (excluded by `check` for sampled ones).
   """
-  for length in batch_config.lengths:
-    if n <= length:
-      return length
-  raise ValueError(
+  lookup.require(
+    n <= lengths[-1],
     f'a sequence of {n} tokens fits none of config.batch.lengths='
-    f'{tuple(batch_config.lengths)}; raise the last one'
+    f'{tuple(lengths)}; raise the last one',
   )
+  return next(length for length in lengths if n <= length)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
   """One trajectory as arrays of its own length n."""
 
   index: int  # of the trajectory, in the flat order of the groups
   ids: np.ndarray  # int32 [n]
   mask: np.ndarray  # bool [n]
   logps: np.ndarray  # float32 [n], NaN where nothing was recorded
-  versions: np.ndarray  # int32 [n], -1 where nothing was sampled
 
 
 def row_of(index: int, trajectory: Trajectory, need_logps: bool) -> Row:
@@ -97,31 +95,23 @@ def row_of(index: int, trajectory: Trajectory, need_logps: bool) -> Row:
     ValueError: need_logps and the policy wrote a trained segment without
       recording log-probs.
   """
-  ids, mask, logps, versions = [], [], [], []
-  for i, s in enumerate(trajectory.trained):
-    n = len(s.ids)
-    if need_logps and s.train and s.author == 'policy' and s.logps is None:
-      raise ValueError(
-        f"trajectory {trajectory.id}: segment {i} is the policy's and in "
-        'the loss but has no log-probs; the engine must return them'
-      )
-    ids.append(np.asarray(s.ids, np.int32))
-    mask.append(np.full(n, s.train))
-    logps.append(np.full(n, np.nan) if s.logps is None else np.asarray(s.logps))
-    versions.append(
-      np.full(n, -1) if s.versions is None else np.asarray(s.versions)
+  segments = trajectory.trained
+  for i, s in enumerate(segments):
+    lookup.require(
+      not (need_logps and s.train and s.author == 'policy' and s.logps is None),
+      f"trajectory {trajectory.id}: segment {i} is the policy's and in the "
+      'loss but has no log-probs; the engine must return them',
     )
-  if not ids:
-    raise ValueError(f'trajectory {trajectory.id} has no segments')
-  mask = np.concatenate(mask).astype(bool)
+
+  lengths = [len(s.ids) for s in segments]
+  mask = np.repeat([s.train for s in segments], lengths).astype(bool)
   mask[:1] = False
-  return Row(
-    index,
-    np.concatenate(ids),
-    mask,
-    np.concatenate(logps).astype(np.float32),
-    np.concatenate(versions).astype(np.int32),
-  )
+  logps = [
+    np.full(n, np.nan) if s.logps is None else s.logps
+    for s, n in zip(segments, lengths)
+  ]
+  ids = np.concatenate([s.ids for s in segments]).astype(np.int32)
+  return Row(index, ids, mask, np.concatenate(logps).astype(np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,73 +138,51 @@ class StepBatch:
 def of_step(
   groups: Sequence[Group], reward: Rewards, config, *, shards: int, seed
 ) -> StepBatch:
-  """Batches the trajectories of a step; see `keep` and `make`."""
-  group_ids, kept, counts = kept_of(groups, reward, config)
-  trajectories = [t for group in groups for t in group]
+  """Batches the trajectories of a step; see `kept_of` and `make`."""
+  ids, kept, counts = kept_of(groups, reward, config)
+  flat = [t for group in groups for t in group]
+  minis = make(flat, kept, ids, config, shards=shards, seed=seed)
+  returns = advantages.returns(reward.value)
   return StepBatch(
-    groups,
-    trajectories,
-    reward,
-    advantages.returns(reward.value),
-    group_ids,
-    kept,
-    counts,
-    masks(trajectories),
-    make(trajectories, kept, group_ids, config, shards=shards, seed=seed),
+    groups, flat, reward, returns, ids, kept, counts, masks(flat), minis
   )
 
 
 def kept_of(groups: Sequence[Group], reward: Rewards, config):
-  """(group_ids [B], kept [B], counts): `keep` of whole groups."""
-  group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
-  return group_ids, *keep(
-    advantages.returns(reward.value),
-    reward.valid,
-    group_ids,
-    drop_zero_variance=config.algorithm.drop_zero_variance,
-  )
+  """Which of B trajectories enter the batch, and why the others do not.
 
-
-def keep(values, valid, group_ids, *, drop_zero_variance: bool):
-  """Which trajectories enter the batch, and why the others do not.
-
-  Args:
-    values: float [B] returns; valid: bool [B] (False: a failed service or an
-      unusable reward); group_ids: int [B].
-    drop_zero_variance: leave out groups whose valid values are all equal
-      (they have no gradient: DAPO, arXiv 2503.14476, section 3.2).
+  Left out are those that are not valid (a failed service, an unusable reward)
+  and, with config.algorithm.drop_zero_variance, groups whose valid values are
+  all equal (no gradient: DAPO, arXiv 2503.14476, section 3.2).
 
   Returns:
-    bool [B], and counts for the log: `groups`, `groups_zero_variance`,
-    `trajectories_invalid`.
+    group_ids [B], kept [B], and counts for the log: `groups`,
+    `groups_zero_variance`, `trajectories_invalid`.
   """
-  values, valid = np.asarray(values, np.float64), np.asarray(valid, bool)
-  group_ids = np.asarray(group_ids)
-  out = valid.copy()
-  flat = 0
-  groups = np.unique(group_ids)
-  for g in groups:
+  group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+  values = advantages.returns(reward.value)
+  valid = np.asarray(reward.valid, bool)
+  kept, equal = valid.copy(), 0
+  for g in range(len(groups)):
     rows = valid & (group_ids == g)
-    v = values[rows]
-    if v.size == 0 or v.max() == v.min():
-      flat += 1
-      if drop_zero_variance:
-        out &= ~rows
-  return out, {
+    if len(set(values[rows])) <= 1:
+      equal += 1
+      if config.algorithm.drop_zero_variance:
+        kept &= ~rows
+  counts = {
     'groups': len(groups),
-    'groups_zero_variance': flat,
+    'groups_zero_variance': equal,
     'trajectories_invalid': int((~valid).sum()),
   }
+  return group_ids, kept, counts
 
 
 def _order(trajectories, indices):
   """By (question, role, sample): the order of arrival cannot show."""
-
-  def key(i):
-    t = trajectories[i]
-    return t.question.id, t.role, t.sample
-
-  return sorted(indices, key=key)
+  t = trajectories
+  return sorted(
+    indices, key=lambda i: (t[i].question.id, t[i].role, t[i].sample)
+  )
 
 
 def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
@@ -228,9 +196,8 @@ def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
     a list of lists of indices into `trajectories`.
   """
   group_ids = np.asarray(group_ids)
-  order = _order(trajectories, np.flatnonzero(kept).tolist())
-  groups = {}
-  for i in order:
+  groups: dict = {}
+  for i in _order(trajectories, np.flatnonzero(kept).tolist()):
     groups.setdefault(group_ids[i].item(), []).append(i)
   groups = list(groups.values())
   if minibatches > 1:
@@ -249,25 +216,20 @@ def _fill(batch_config, rows: Sequence[Row], length: int, shards: int):
   n_rows = rows_of(batch_config, length, shards)
   per_shard = n_rows // shards
   room = capacity(batch_config, length, shards)
-  out, slots, used = [], None, None
-
-  def place(row):
-    need = int(row.mask.sum())
-    for s in range(shards):
-      if len(slots[s]) < per_shard and used[s] + need <= room:
-        slots[s].append(row)
-        used[s] += need
-        return True
-    return False
-
+  out: list[list[list[Row]]] = []  # rows of each shard of each microbatch
+  used: list[int] = []  # loss tokens in the shards of the last one
   for row in rows:
-    if slots is None or not place(row):
-      if slots is not None:
-        out.append(slots)
-      slots, used = [[] for _ in range(shards)], [0] * shards
-      place(row)
-  if slots is not None:
-    out.append(slots)
+    need = int(row.mask.sum())
+    free = [
+      s
+      for s, n in enumerate(used)
+      if n + need <= room and len(out[-1][s]) < per_shard
+    ]
+    if not free:
+      out.append([[] for _ in range(shards)])
+      used, free = [0] * shards, [0]
+    out[-1][free[0]].append(row)
+    used[free[0]] += need
   return [_batch(s, n_rows, length, per_shard) for s in out]
 
 
@@ -280,7 +242,6 @@ def empty(rows: int, length: int) -> Batch:
     mask=np.zeros(shape, bool),
     behaviour_logps=np.zeros(shape, np.float32),
     advantages=np.zeros(shape, np.float32),
-    versions=np.full(shape, -1, np.int32),
     rows=np.full(rows, -1, np.int32),
   )
 
@@ -294,7 +255,6 @@ def _batch(slots, n_rows: int, length: int, per_shard: int) -> Batch:
       b.lengths[i] = n
       b.mask[i, :n] = row.mask
       b.behaviour_logps[i, :n] = np.where(row.mask, row.logps, 0.0)
-      b.versions[i, :n] = row.versions
       b.rows[i] = row.index
   return b
 
@@ -310,7 +270,7 @@ def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
   """
   buckets = {length: [] for length in batch_config.lengths}
   for row in rows:
-    buckets[bucket_of(batch_config, len(row.ids))].append(row)
+    buckets[bucket_of(batch_config.lengths, len(row.ids))].append(row)
   lengths, out = list(buckets), []
   for i, length in enumerate(lengths):
     here = buckets[length]
@@ -342,7 +302,7 @@ def make(
 
   Args:
     trajectories: flat, in the order of the groups; `Batch.rows` index them.
-    kept: bool [B], from `keep`. Failed trajectories must not be in it.
+    kept: bool [B], from `kept_of`. Failed trajectories must not be in it.
     group_ids: int [B].
     config: reads config.batch and config.algorithm.minibatches.
     shards: devices along (data, fsdp) of the mesh.
@@ -354,11 +314,11 @@ def make(
     ValueError: a kept trajectory failed, is too long or lacks log-probs.
   """
   for i in np.flatnonzero(kept):
-    if trajectories[i].failed:
-      raise ValueError(
-        f"trajectory {trajectories[i].id} failed (a service's fault) and "
-        'cannot be trained on; mark it as not valid'
-      )
+    lookup.require(
+      not trajectories[i].failed,
+      f"trajectory {trajectories[i].id} failed (a service's fault) and "
+      'cannot be trained on; mark it as not valid',
+    )
   if minibatches is None:
     minibatches = config.algorithm.minibatches
   out = []
@@ -379,10 +339,8 @@ def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:
     filled = np.zeros(b.ids.shape, np.float32)
     for i, r in enumerate(b.rows):
       if r >= 0:
-        a = np.asarray(values[r], np.float32)
-        n = b.lengths[i] if a.ndim else b.ids.shape[1]
-        filled[i, :n] = a[:n] if a.ndim else a
-    filled = np.where(b.mask, filled, 0.0)
+        filled[i, : b.lengths[i]] = values[r]
+    filled[~b.mask] = 0.0
     out.append(dataclasses.replace(b, advantages=filled))
   return out
 
@@ -422,26 +380,20 @@ def plan(config, shards: int = 1) -> Mapping[str, int | tuple]:
   tokens than `loss_fraction` of a microbatch open further ones.
   """
   a, b, r = config.algorithm, config.batch, config.rollout
-  trajectories = r.questions * r.group
   largest = math.ceil(r.questions / a.minibatches) * r.group
-  bound = [
-    math.ceil(largest / rows_of(b, length, shards))
-    for length in (b.lengths[0], b.lengths[-1])
-  ]
+  rows = [rows_of(b, length, shards) for length in b.lengths]
   return {
     'questions': r.questions,
     'trajectories_per_question': r.group,
-    'trajectories': trajectories,
+    'trajectories': r.questions * r.group,
     'minibatches': a.minibatches,
     'trajectories_per_minibatch': largest,
-    'microbatch_shapes_rows_x_tokens': tuple(
-      (rows_of(b, length, shards), length) for length in b.lengths
-    ),
+    'microbatch_shapes_rows_x_tokens': tuple(zip(rows, b.lengths)),
     'microbatch_loss_tokens': tuple(
       capacity(b, length, shards) * shards for length in b.lengths
     ),
-    'microbatches_per_update_least': bound[0],
-    'microbatches_per_update_most': bound[1],
+    'microbatches_per_update_least': math.ceil(largest / rows[0]),
+    'microbatches_per_update_most': math.ceil(largest / rows[-1]),
     'updates_per_step': a.minibatches * a.epochs,
     'shards': shards,
   }

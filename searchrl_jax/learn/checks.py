@@ -33,31 +33,28 @@ def check(config: ConfigDict) -> None:
     ConfigError: names the first invalid field and the fix.
   """
   schema.check(config)
-  a, r = config.algorithm, config.rollout
+  a, r, c, env = config.algorithm, config.rollout, config.critic, config.env
+  names = {'advantage': advantages.FUNCTIONS, 'loss': losses.LOSSES}
+  for field, known in names.items():
+    lookup.require(
+      a[field] in known or '.' in a[field],
+      f'config.algorithm.{field}={a[field]!r}: {lookup.near(a[field], known)} '
+      '(or the dotted path of a function of your own)',
+    )
+  fn, taken = credit.function(a.advantage), credit.needs(a.advantage)
+  grouped = getattr(fn, 'needs_group', False)
+  advantage = f'config.algorithm.advantage={a.advantage!r}'
   lookup.require(
-    a.advantage in advantages.FUNCTIONS or '.' in a.advantage,
-    f'config.algorithm.advantage={a.advantage!r}: '
-    f'{lookup.near(a.advantage, advantages.FUNCTIONS)} '
-    '(or the dotted path of a function of your own)',
-  )
-  advantage = credit.function(a.advantage)
-  lookup.require(
-    not getattr(advantage, 'needs_group', False) or r.group >= 2,
-    f'config.rollout.group={r.group}: advantage {a.advantage!r} compares '
-    'trajectories of one question; use 2 or more',
-  )
-  lookup.require(
-    a.loss in losses.LOSSES or '.' in a.loss,
-    f'config.algorithm.loss={a.loss!r}: {lookup.near(a.loss, losses.LOSSES)} '
-    '(or the dotted path of a function of your own)',
+    r.group >= 2 or not grouped,
+    f'config.rollout.group={r.group}: {advantage} compares trajectories of one '
+    'question; use 2 or more',
   )
   batching.check(config)
   samplers.sampler(r)
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
-    f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: training samples from '
-    'the whole distribution, since the trainer scores with it; use top_p=1 '
-    'and top_k=0 (evaluation may truncate: config.eval.top_p)',
+    f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '
+    'the whole distribution; use 1 and 0 (config.eval.top_p may truncate)',
   )
   lookup.require(
     r.temperature > 0,
@@ -65,18 +62,53 @@ def check(config: ConfigDict) -> None:
     'are all equal and teach nothing; use a temperature above 0',
   )
   objectives.policy(config)
-  _check_advantage(a)
-  _check_critic(config)
-  _check_refill(config)
-  lookup.require(
-    a.kl != 'none' or not a.kl_coef,
-    f"config.algorithm.kl_coef={a.kl_coef} has no effect with kl='none'; "
-    "use kl='loss' or 'reward'",
+  lookup.require_fields(
+    'config.algorithm.advantage_kw', fn, a.advantage_kw, ConfigError
   )
   lookup.require(
-    a.kl == 'none' or a.kl_coef > 0,
-    f'config.algorithm.kl={a.kl!r} with kl_coef={a.kl_coef}: set a '
-    "coefficient above 0, or kl='none'",
+    'critic' not in taken or {'gamma', 'lam'} <= lookup.fields(fn).keys(),
+    f'{advantage} takes a critic: give it the fields gamma and lam, of the '
+    'returns that the critic learns',
+  )
+  lookup.require(
+    a.kl != 'reward' or not getattr(fn, 'divides_by_spread', False),
+    f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
+    'divides by a spread of rewards and so blows up the noise of the KL where '
+    "all earn the same; use kl='loss', or advantage='dr_grpo' or 'rloo'",
+  )
+  lookup.require(
+    (a.kl != 'none') == (a.kl_coef > 0),
+    f'config.algorithm.kl={a.kl!r} with kl_coef={a.kl_coef}: a coefficient '
+    "above 0 goes with 'loss' or 'reward', 0 with 'none'",
+  )
+  lookup.require(
+    ('critic' in taken) == (c.lr > 0),
+    f'{advantage} {"needs a" if "critic" in taken else "has no use for a"} '
+    f'critic, and config.critic.lr={c.lr}: a rate above 0 (1e-5 is '
+    "Search-R1's) goes with 'gae', 0 with an advantage such as 'rloo'",
+  )
+  lookup.require(
+    0 <= c.pretrain_steps < (config.train.steps if 'critic' in taken else 1),
+    f'config.critic.pretrain_steps={c.pretrain_steps}: fewer than config.train.'
+    f'steps={config.train.steps}, and 0 where there is no critic',
+  )
+  optim.schedule(c, optim.critic_updates(config), 'config.critic')
+  # Seen token by token or turn by turn, equal returns can differ.
+  lookup.require(
+    not a.drop_zero_variance
+    or (grouped and not {'mask', 'structure'} & {*taken}),
+    'config.algorithm.drop_zero_variance leaves out groups of equal rewards, '
+    f'which have a gradient with {advantage}: set it to False',
+  )
+  lookup.require(
+    not r.refill or a.drop_zero_variance,
+    f'config.rollout.refill={r.refill} fills up for groups of equal rewards, '
+    'which config.algorithm.drop_zero_variance=False keeps; set it to True',
+  )
+  lookup.require(
+    not (r.refill and r.max_staleness),
+    f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
+    'the next step begins before this one is known to be short; use one',
   )
   check_engine(config)
   passk.check(config, training=True)
@@ -86,22 +118,16 @@ def check(config: ConfigDict) -> None:
     ': an engine that sleeps during updates has no rollouts under way; use 0',
   )
   lookup.require(
-    not (config.env.real_searches and config.env.information == 'policy'),
-    f'config.env.real_searches={config.env.real_searches} in training: with '
-    "env.information='policy' (SSRL) a policy learns from what it recalls "
-    'itself; use 0 here, and real searches with `evaluate --workdir=RUN '
-    "--config.env.real_searches=K`, or train with env.information='source'",
+    not (env.real_searches and env.information == 'policy'),
+    f'config.env.real_searches={env.real_searches} in training: with '
+    "env.information='policy' (SSRL) a policy learns from what it recalls; use "
+    '0 here, and real ones in `evaluate --config.env.real_searches=K`',
   )
   best = selecting(config)
   lookup.require(
     not best or (best in config.data.eval and len(config.data.eval) > 1),
     f'config.checkpoint.best={config.checkpoint.best!r}: the set {best!r} '
     'has to be in config.data.eval, beside those that are reported',
-  )
-  lookup.require(
-    config.reward,
-    'config.reward is empty; for example '
-    "config.reward.em = {'fn': 'answer.em', 'weight': 1.0}",
   )
 
 
@@ -123,84 +149,6 @@ def selecting(config: ConfigDict) -> str:
   return name
 
 
-def _check_critic(config: ConfigDict) -> None:
-  a, c = config.algorithm, config.critic
-  needed = 'critic' in credit.needs(a.advantage)
-  lookup.require(
-    not needed or c.lr > 0,
-    f'config.algorithm.advantage={a.advantage!r} needs a critic, and '
-    f'config.critic.lr={c.lr} says that there is none; set a rate (1e-5 is '
-    "Search-R1's), or use an advantage without one, such as 'rloo'",
-  )
-  lookup.require(
-    needed or not c.lr,
-    f'config.critic.lr={c.lr}: advantage {a.advantage!r} has no use for a '
-    "critic; set it to 0, or use advantage='gae'",
-  )
-  lookup.require(
-    0 <= c.pretrain_steps < config.train.steps
-    and (needed or not c.pretrain_steps),
-    f'config.critic.pretrain_steps={c.pretrain_steps}: first steps, which '
-    'train only the critic; fewer than config.train.steps='
-    f'{config.train.steps}, and 0 where there is no critic',
-  )
-  try:
-    objectives.value(config)
-    optim.schedule(c, optim.critic_updates(config))
-  except ValueError as e:
-    raise ConfigError(str(e).replace('.optim.', '.critic.')) from e
-
-
-def _check_refill(config: ConfigDict) -> None:
-  r, advantage = config.rollout, config.algorithm.advantage
-  # Seen token by token or turn by turn, equal returns can differ.
-  finer = {'mask', 'structure'}.intersection(credit.needs(advantage))
-  grouped = getattr(credit.function(advantage), 'needs_group', False)
-  lookup.require(
-    grouped and not finer or not config.algorithm.drop_zero_variance,
-    'config.algorithm.drop_zero_variance leaves out groups of equal rewards; '
-    f'with advantage={advantage!r}, which has another baseline, they have a '
-    'gradient: set it to False',
-  )
-  lookup.require(
-    not r.refill or config.algorithm.drop_zero_variance,
-    f'config.rollout.refill={r.refill} fills up for groups of equal rewards, '
-    'which config.algorithm.drop_zero_variance=False keeps; set it to True',
-  )
-  lookup.require(
-    not (r.refill and r.max_staleness),
-    f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
-    "the next step's questions are under way before this one's are known to "
-    'be too few; use one of them',
-  )
-
-
-def _check_advantage(a: ConfigDict) -> None:
-  fn = credit.function(a.advantage)
-  try:
-    lookup.require_fields(
-      'config.algorithm.advantage_kw', fn, a.advantage_kw, ConfigError
-    )
-  except ConfigError as e:
-    raise ConfigError(
-      f'{e} (ConfigDict.update keeps the fields of the advantage that was set '
-      'before; assign advantage_kw instead)'
-    ) from e
-  lookup.require(
-    'critic' not in credit.needs(a.advantage)
-    or {'gamma', 'lam'} <= lookup.fields(fn).keys(),
-    f'config.algorithm.advantage={a.advantage!r} takes a critic: give it the '
-    'fields gamma and lam, of the returns that the critic learns',
-  )
-  lookup.require(
-    a.kl != 'reward' or not getattr(fn, 'divides_by_spread', False),
-    f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
-    'divides by a spread of rewards: where all earn the same, the noise '
-    "of the KL estimate would become advantages of full size. Use kl='loss' "
-    "(as GRPO does), or advantage='dr_grpo' or 'rloo'",
-  )
-
-
 def check_rewards(config: ConfigDict, questions: Sequence[Question]) -> None:
   """Checks config.reward, and that questions have the answers it needs.
 
@@ -216,20 +164,18 @@ def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
   Raises:
     ConfigError: the number of questions whose prompts do not, and their ids.
   """
-  long, first = [], ''
+  long = {}
   for q in tqdm.tqdm(
     questions, 'prompts', unit='question', disable=None, delay=2.0
   ):
     try:
       env.reset(q)
     except ValueError as e:
-      long.append(q.id)
-      first = first or str(e)
+      long[q.id] = str(e)
   if long:
-    shown = ', '.join(long[:5]) + (', ...' if len(long) > 5 else '')
     raise ConfigError(
-      f'{len(long)} of {len(questions)} questions cannot be asked ({shown}): '
-      f'{first}'
+      f'{len(long)} of {len(questions)} questions cannot be asked '
+      f'({", ".join([*long][:5])}, ...): {next(iter(long.values()))}'
     )
 
 
@@ -254,10 +200,10 @@ def check_engine(config: ConfigDict) -> None:
     )
   if config.source.module == simulated.SIMULATED:
     simulated.check(config.source.simulator)
-  env = config.env
+  env, engine, model = config.env, config.engine, config.model
+  searches = env.real_searches or env.information == 'source' and env.max_turns
   lookup.require(
-    config.source.module != none.NONE
-    or not (env.real_searches or env.information == 'source' and env.max_turns),
+    config.source.module != none.NONE or not searches,
     f"config.source.module='none' answers no search, and config.env "
     f'(information={env.information!r}, max_turns={env.max_turns}, '
     f"real_searches={env.real_searches}) sends some; use 'service'",
@@ -268,23 +214,19 @@ def check_engine(config: ConfigDict) -> None:
   except ValueError as e:
     raise ConfigError(f'config.source.url: {e}') from e
   lookup.require(
-    config.engine.dtype == config.model.dtype
-    or config.engine.canary_tolerance >= 0.02,
-    f'config.engine.dtype={config.engine.dtype} is not config.model.dtype='
-    f'{config.model.dtype}: their log-probs differ by more than config.'
-    f'engine.canary_tolerance={config.engine.canary_tolerance}; use one '
-    'dtype, or allow 0.02 or more',
-  )
-  made = config.model.tokenizer in ('world', 'bpe')
-  lookup.require(
-    not (config.model.path and made),
-    f'config.model.path={config.model.path!r} with config.model.tokenizer='
-    f'{config.model.tokenizer!r}: a checkpoint needs the tokenizer it was '
-    'trained with; leave model.tokenizer empty (configs/wiki_nq.py:model='
-    'PATH does)',
+    engine.dtype == model.dtype or engine.canary_tolerance >= 0.02,
+    f'config.engine.dtype={engine.dtype} with model.dtype={model.dtype}: their '
+    'log-probs differ by more than config.engine.canary_tolerance='
+    f'{engine.canary_tolerance}; use one dtype, or allow 0.02 or more',
   )
   lookup.require(
-    config.env.max_tokens <= config.engine.max_len,
-    f'config.env.max_tokens={config.env.max_tokens} is above '
-    f'config.engine.max_len={config.engine.max_len}; raise the latter',
+    not model.path or model.tokenizer not in ('world', 'bpe'),
+    f'config.model.path={model.path!r} with model.tokenizer='
+    f'{model.tokenizer!r}: a checkpoint needs the tokenizer it was trained '
+    'with; leave it empty (configs/wiki_nq.py:model=PATH does)',
+  )
+  lookup.require(
+    env.max_tokens <= engine.max_len,
+    f'config.env.max_tokens={env.max_tokens} is above config.engine.max_len='
+    f'{engine.max_len}; raise the latter',
   )

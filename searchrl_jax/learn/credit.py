@@ -32,15 +32,11 @@ def function(name: str) -> Callable:
     raise lookup.ConfigError(f'{where}: {e}') from e
   taken = lookup.inputs(fn)
   lookup.require(
-    len(taken) >= 3,
-    f'{where} takes {taken}: it needs values, valid and group_ids, in order',
+    len(taken) >= 3 and set(taken[3:]) <= set(ARRAYS),
+    f'{where} takes {taken}: it needs values, valid and group_ids, in order, '
+    f'then any of {ARRAYS}; fields of config.algorithm.advantage_kw are '
+    'keyword-only',
   )
-  for other in taken[3:]:
-    lookup.require(
-      other in ARRAYS,
-      f'{where} takes {other!r}: {lookup.near(other, ARRAYS)} (a field of '
-      'config.algorithm.advantage_kw is keyword-only: it stands after *)',
-    )
   return fn
 
 
@@ -71,14 +67,11 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   earned, masks, minibatches = batch.returns, batch.masks, batch.minibatches
   metrics, penalty = {}, None
   if a.kl == 'reward':
-    penalty = batching.rows(
-      minibatches,
-      [
-        [losses.kl(x, r, a.kl_estimator) for x, r in zip(xs, rs)]
-        for xs, rs in zip(old, ref)
-      ],
-      masks,
-    )
+    found = [
+      [losses.kl(x, r, a.kl_estimator) for x, r in zip(xs, rs)]
+      for xs, rs in zip(old, ref)
+    ]
+    penalty = batching.rows(minibatches, found, masks)
     tokens = sum(int(b.mask.sum()) for mini in minibatches for b in mini)
     metrics['kl_ref'] = sum(x.sum() for x in penalty) / max(tokens, 1)
   if 'mask' in taken:
@@ -93,21 +86,12 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   if values is not None:
     arrays['critic'] = batching.rows(minibatches, values, masks)
   # What is left out of the batch is in no statistic: its KL is not known.
-  found = function(a.advantage)(
-    earned,
-    batch.kept,
-    batch.group_ids,
-    *(arrays[name] for name in taken),
-    **a.advantage_kw,
-  )
-  if 'critic' not in taken:
-    return Credit(found, None, metrics)
-  targets = advantages.lambda_returns(
-    earned,
-    batch.kept,
-    masks,
-    arrays['critic'],
-    gamma=a.advantage_kw.gamma,
-    lam=a.advantage_kw.lam,
-  )
+  valid, given = batch.kept, [arrays[name] for name in taken]
+  kw = a.advantage_kw
+  found = function(a.advantage)(earned, valid, batch.group_ids, *given, **kw)
+  targets = None
+  if 'critic' in taken:
+    targets = advantages.lambda_returns(
+      earned, valid, masks, arrays['critic'], gamma=kw.gamma, lam=kw.lam
+    )
   return Credit(found, targets, metrics)

@@ -8,15 +8,7 @@ import jax.numpy as jnp
 
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.jax import caches, decode, device
-from searchrl_jax.learn import (
-  batching,
-  checks,
-  learner,
-  objectives,
-  optim,
-  update,
-)
-from searchrl_jax.models import decoder
+from searchrl_jax.learn import batching, checks, learner, optim, update
 from searchrl_jax.run import build, sharding
 
 # Of a sampled token in a trajectory: its id, log-prob and version.
@@ -33,99 +25,41 @@ def report(config, vocab_size: int) -> str:
   checks.check(config)
   cfg = build.model_config(config, vocab_size)
   mesh = build.mesh(config)
-  params = build.shapes(cfg, mesh)
-  tx = optim.make(config.optim, max(optim.updates(config), 1), params)
-  updater = update.Updater(
-    cfg,
-    config.batch,
-    temperature=config.rollout.temperature,
-    tx=tx,
-    objective=objectives.policy(config),
-    mesh=mesh,
-  )
-  own = _bytes(params, decoder.param_shardings(cfg, mesh))
-  moments = _bytes(
-    jax.eval_shape(tx.init, params), updater.shardings(params).opt_state
-  )
-  working = working_memory(updater, params)
-  engine, limit = config.engine, config.env.max_tokens
+  trained = learner.Learner(config, cfg, mesh)
+  like = trained.like()
+  state, ref, critic = like['state'], like['ref'], like.get('critic')
+  own = _bytes(state.params)
+  engine, limit, r = config.engine, config.env.max_tokens, config.rollout
+  inside = engine.module == 'jax_sampler'
+  # Its own copy: the update gives the trainer's away.
+  own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
   flying = min(
-    config.rollout.concurrency
-    or engines.module(engine.module).capacity(cfg, engine, limit),
-    config.rollout.questions * config.rollout.group,
+    r.concurrency or engines.module(engine.module).capacity(cfg, engine, limit),
+    r.questions * r.group,
   )
-  steps = 1 + config.rollout.max_staleness
-  rows = [
-    ('parameters (float32)', own),
-    ('optimizer', moments),
-    ('gradients, accumulated', own),
-    ('update: activations, head, fresh gradients', working),
-  ]
-  if engine.module == 'jax_sampler':
-    # Its own copy: the update gives the trainer's away.
-    own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
-    rows += [
-      ('engine: weights', _bytes(decode.abstract(own_cfg, mesh))),
-      (
-        f'engine: cache, {engine.slots} slots x {engine.max_len} tokens',
-        _bytes(caches.abstract(own_cfg, engine.slots, engine.max_len, mesh)),
-      ),
-    ]
-  if config.algorithm.kl != 'none':
-    rows.insert(1, ('reference parameters', own))
-  if config.critic.lr:
-    # Its working memory is the policy's without the head: one at a time.
-    critic, shapes = learner.critic_updater(config, cfg, mesh)
-    state, layout = critic.abstract(shapes), critic.shardings(shapes)
-    rows.append(
-      (
-        'critic: parameters, optimizer, gradients',
-        (
-          2 * _bytes(shapes, layout.params)
-          + _bytes(state.opt_state, layout.opt_state)
-        ),
-      )
-    )
-  rows.append(('in all', sum(n for _, n in rows)))
-  lines = [
-    f'{config.name}: {cfg.n_params:,} parameters, vocabulary '
-    f'{cfg.vocab_size:,}, {jax.device_count()} x '
-    f'{jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}',
-    '',
-    'Memory of one device (MiB)',
-  ]
-  lines += [f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in rows]
-  if engine.module != 'jax_sampler':
-    lines.append(
-      f'  (the servers of engine {engine.module!r} come on top, on '
-      f'{engine.url or engine.device})'
-    )
-  lines += ['', 'Memory of the host, of one process (MiB)']
-  host = [
-    (
-      f'trajectories, {steps} steps at {limit} tokens each',
-      steps
-      * config.rollout.questions
-      * config.rollout.group
-      * limit
-      * TOKEN_BYTES,
-    )
-  ]
-  if engine.module == 'jax_sampler':
+  update_name = 'update: activations, head, fresh gradients'
+  rows = {'parameters (float32)': own}
+  if ref is not None:
+    rows['reference parameters'] = own
+  rows |= {
+    'optimizer': _bytes(state.opt_state),
+    'gradients, accumulated': own,
+    update_name: working_memory(trained.updater, state.params),
+  }
+  host = {}
+  plan: dict = {'trajectories in flight, at most': flying}
+  steps = 1 + r.max_staleness
+  if inside:
+    cache = caches.abstract(own_cfg, engine.slots, engine.max_len, mesh)
+    name = f'engine: cache, {engine.slots} slots x {engine.max_len} tokens'
+    rows['engine: weights'] = _bytes(decode.abstract(own_cfg, mesh))
+    rows[name] = _bytes(cache)
     room = device.room(own_cfg, engine)
     paused = min(steps * flying, room.capacity(limit)) - engine.slots
-    host.insert(
-      0,
-      (
-        f'engine: {max(paused, 0):,} paused sequences at {limit} tokens each, '
-        f'of host_gib={engine.host_gib:g}',
-        max(paused, 0) * room.size(limit) * device.bytes_per_token(own_cfg),
-      ),
-    )
-  lines += [f'  {name:<68}{n / 2**20:>12,.1f}' for name, n in host]
-  lines += ['', 'One step']
-  plan = {'trajectories in flight, at most': flying}
-  if engine.module == 'jax_sampler':
+    paused = max(paused, 0)
+    name = f'engine: {paused:,} paused sequences at {limit} tokens each, '
+    name += f'of host_gib={engine.host_gib:g}'
+    host[name] = paused * room.size(limit) * device.bytes_per_token(own_cfg)
     shape = decode.Shape(
       engine.slots,
       engine.max_len,
@@ -134,16 +68,37 @@ def report(config, vocab_size: int) -> str:
       sharding.parts(mesh, engine.slots),
     )
     tokens = min(config.env.max_observation_tokens, shape.widths[-1])
-    plan[f'texts of {tokens} tokens prefilled together'] = shape.rows(
-      decode.fit(shape.widths, tokens)
+    width = decode.fit(shape.widths, tokens)
+    plan[f'texts of {tokens} tokens prefilled together'] = shape.rows(width)
+  if critic:
+    # Its working memory is the policy's without the head: one at a time.
+    size = 2 * _bytes(critic.params) + _bytes(critic.opt_state)
+    rows['critic: parameters, optimizer, gradients'] = size
+  rows['in all'] = sum(rows.values())
+  size = steps * r.questions * r.group * limit * TOKEN_BYTES
+  host[f'trajectories, {steps} steps at {limit} tokens each'] = size
+  plan |= batching.plan(config, trained.shards)
+  plan['updates in the run'] = optim.updates(config)
+  lines = [
+    f'{config.name}: {cfg.n_params:,} parameters, vocabulary '
+    f'{cfg.vocab_size:,}, {jax.device_count()} x '
+    f'{jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}',
+    '',
+    'Memory of one device (MiB)',
+    *(f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in rows.items()),
+  ]
+  if not inside:
+    lines.append(
+      f'  (the servers of engine {engine.module!r} come on top, on '
+      f'{engine.url or engine.device})'
     )
-  plan |= batching.plan(config, updater.shards)
+  lines += ['', 'Memory of the host, of one process (MiB)']
+  lines += [f'  {name:<68}{n / 2**20:>12,.1f}' for name, n in host.items()]
+  lines += ['', 'One step']
   lines += [
     f'  {name.replace("_", " "):<48}{_plain(value):>12}'
     for name, value in plan.items()
   ]
-  total = optim.updates(config)
-  lines.append(f'  {"updates in the run":<48}{total:>12,}')
   return '\n'.join(lines)
 
 
@@ -155,9 +110,8 @@ def working_memory(updater: update.Updater, params) -> int:
   """
 
   def accumulate(params, grads, arrays):
-    fresh, _ = jax.grad(updater.loss, has_aux=True)(
-      params, arrays, jnp.float32(1)
-    )
+    divisor = jnp.float32(1)
+    fresh, _ = jax.grad(updater.loss, has_aux=True)(params, arrays, divisor)
     return jax.tree.map(jnp.add, grads, fresh)
 
   layout = jax.tree.map(lambda x: x.sharding, params)
@@ -166,19 +120,16 @@ def working_memory(updater: update.Updater, params) -> int:
   for length in updater.batch_config.lengths:
     rows = batching.rows_of(updater.batch_config, length, updater.shards)
     arrays = updater.put(batching.empty(rows, length))
-    compiled = program.lower(params, params, arrays).compile()
-    memory = compiled.memory_analysis()
+    memory = program.lower(params, params, arrays).compile().memory_analysis()
     most = max(most, getattr(memory, 'temp_size_in_bytes', 0))
   return most
 
 
-def _bytes(shapes, shardings=None) -> int:
-  """Of one device. shardings: None = the shapes' own."""
-  if shardings is None:
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+def _bytes(shapes) -> int:
+  """Of one device."""
   return sum(
-    x.dtype.itemsize * math.prod(s.shard_shape(x.shape))
-    for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))
+    x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+    for x in jax.tree.leaves(shapes)
   )
 
 

@@ -40,6 +40,7 @@ class Learner:
       given text instead of config.algorithm.
 
   Attributes:
+    updater: of the last role.
     shards: devices along which the rows of a microbatch lie.
   """
 
@@ -54,33 +55,25 @@ class Learner:
   ):
     self._config, self._cfg, self._mesh = config, cfg, mesh
     self._roles, self._supervised = dict(roles or {'': config}), supervised
-    self._optim, self._updates = supervised or (
-      config.optim,
-      sum(map(optim.updates, self._roles.values())),
-    )
+    updates = sum(map(optim.updates, self._roles.values()))
+    self._optim, self._updates = supervised or (config.optim, updates)
     self._shapes = build.shapes(cfg, mesh)
     tx = optim.make(self._optim, self._updates, self._shapes)
-    self._updaters = {
-      role: update.Updater(
-        cfg,
-        config.batch,
-        temperature=1.0 if supervised else config.rollout.temperature,
-        tx=tx,
-        objective=(
-          objectives.supervised() if supervised else objectives.policy(c)
-        ),
-        mesh=mesh,
+    temperature = 1.0 if supervised else config.rollout.temperature
+    shared = dict(tx=tx, mesh=mesh, temperature=temperature)
+    self._updaters = {}
+    for role, c in self._roles.items():
+      goal = objectives.supervised() if supervised else objectives.policy(c)
+      self._updaters[role] = self.updater = update.Updater(
+        cfg, config.batch, objective=goal, **shared
       )
-      for role, c in self._roles.items()
-    }
     self._has_ref = not supervised and any(
       c.algorithm.kl != 'none' for c in self._roles.values()
     )
     self._critic = self._critic_shapes = None
     if config.critic.lr and not supervised:
       self._critic, self._critic_shapes = critic_updater(config, cfg, mesh)
-    self._updater = next(reversed(self._updaters.values()))
-    self.shards = self._updater.shards
+    self.shards = self.updater.shards
     self._seconds = self._flops = 0.0
 
   # The life of a run.
@@ -90,20 +83,18 @@ class Learner:
     return self._state.params
 
   def like(self) -> dict:
-    like = {
-      'state': self._updater.abstract(self._shapes),
+    critic = self._critic and self._critic.abstract(self._critic_shapes)
+    return {
+      'state': self.updater.abstract(self._shapes),
       'ref': self._shapes if self._has_ref else None,
-    }
-    if self._critic:
-      like['critic'] = self._critic.abstract(self._critic_shapes)
-    return like
+    } | ({'critic': critic} if critic else {})
 
   def restore(self, tree: dict) -> None:
     self._state, self._ref = tree['state'], tree['ref']
     self._critic_state = tree.get('critic')
 
   def start(self, params: Any) -> None:
-    self._state = self._updater.init(params)
+    self._state = self.updater.init(params)
     # An update donates the state: the reference owns a copy.
     self._ref = update.copy(self.params) if self._has_ref else None
     self._critic_state = self._critic and self._critic.init(
@@ -136,18 +127,17 @@ class Learner:
     """Log-probs and values of the microbatches before they are trained on."""
     config, updater = self._roles[role], self._updaters[role]
     none = [None] * len(minibatches)
+
+    def of(wanted, updater, params):
+      return updater.scores(params, minibatches) if wanted else none
+
     with timer('score'):
-      return Scores(
-        updater.scores(self.params, minibatches)
-        if self.needs_old(role)
-        else none,
-        updater.scores(self._ref, minibatches)
-        if config.algorithm.kl != 'none'
-        else none,
-        self._critic.scores(self._critic_state.params, minibatches)
-        if config.critic.lr
-        else None,
-      )
+      old = of(self.needs_old(role), updater, self.params)
+      ref = of(config.algorithm.kl != 'none', updater, self._ref)
+      values = None
+      if config.critic.lr:
+        values = self._critic.scores(self._critic_state.params, minibatches)
+    return Scores(old, ref, values)
 
   def update(
     self, minibatches: Sequence, scores: Scores, credit: Credit, run, role=''
@@ -216,7 +206,7 @@ class Learner:
 
   def step(self, mini: Sequence) -> dict[str, float]:
     """One supervised update; see `Updater.step`."""
-    self._state, metrics = self._updater.step(self._state, mini)
+    self._state, metrics = self.updater.step(self._state, mini)
     return metrics
 
   def rates(self) -> dict[str, float]:
@@ -224,15 +214,11 @@ class Learner:
     the updates since the last call."""
     done, seconds = self._flops, self._seconds
     self._flops = self._seconds = 0.0
+    rate = optim.schedule(self._optim, self._updates)
+    share = done / seconds / self._peak if self._peak and seconds else 0.0
     return {
-      'train/lr': float(
-        optim.schedule(self._optim, self._updates)(
-          max(int(self._state.step) - 1, 0)
-        )
-      ),
-      'train/mfu': done / seconds / self._peak
-      if self._peak and seconds
-      else 0.0,
+      'train/lr': float(rate(max(int(self._state.step) - 1, 0))),
+      'train/mfu': share,
     }
 
 
@@ -259,10 +245,9 @@ def init_critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
   """
   path = config.critic.path
   if path:
+    folder = build.local(path, 'config.critic.path')
     try:
-      _, policy = pretrained.load(
-        build.local(path, 'config.critic.path'), mesh, cfg=cfg
-      )
+      _, policy = pretrained.load(folder, mesh, cfg=cfg)
     except ValueError as e:
       raise ConfigError(f'config.critic.path={path!r}: {e}') from e
   return critics.init(policy, critics.config(cfg))
@@ -283,12 +268,8 @@ def critic_updater(config: ConfigDict, cfg, mesh):
   fields = own_optim(config, config.critic)
   fields.freeze = ''
   tx = optim.make(fields, max(optim.critic_updates(config), 1), shapes)
+  goal = objectives.value(config)
   updater = update.Updater(
-    cfg,
-    config.batch,
-    temperature=1.0,
-    mesh=mesh,
-    tx=tx,
-    objective=objectives.value(config),
+    cfg, config.batch, temperature=1.0, mesh=mesh, tx=tx, objective=goal
   )
   return updater, shapes

@@ -8,6 +8,7 @@ positions and C loss tokens of a shard.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -68,12 +69,9 @@ def _blocks(w, n: int, mesh):
 def _logits(x, rows, temperature, mesh):
   """float32 [S, C, ways, Vb] of rows [ways, Vb, D]."""
   # Two axes, not three: see `decoder.dense`.
-  z = jnp.einsum(
-    'RD,VD->RV',
-    x.reshape(-1, x.shape[-1]),
-    rows.reshape(-1, rows.shape[-1]).astype(x.dtype),
-    preferred_element_type=jnp.float32,
-  )
+  flat = x.reshape(-1, x.shape[-1])
+  table = rows.reshape(-1, rows.shape[-1]).astype(x.dtype)
+  z = decoder.einsum32('RD,VD->RV', flat, table)
   if temperature != 1.0:
     z = z * (1.0 / temperature)
   z = z.reshape(*x.shape[:2], *rows.shape[:2])
@@ -82,13 +80,9 @@ def _logits(x, rows, temperature, mesh):
 
 def _average(p, rows, dtype):
   """p [S, C, ways, Vb] times rows [ways, Vb, D] -> float32 [S, C, D]."""
-  S, C = p.shape[:2]
-  return jnp.einsum(
-    'RV,VD->RD',
-    p.reshape(S * C, -1).astype(dtype),
-    rows.reshape(-1, rows.shape[-1]).astype(dtype),
-    preferred_element_type=jnp.float32,
-  ).reshape(S, C, -1)
+  flat = p.reshape(math.prod(p.shape[:2]), -1).astype(dtype)
+  table = rows.reshape(-1, rows.shape[-1]).astype(dtype)
+  return decoder.einsum32('RV,VD->RD', flat, table).reshape(*p.shape[:2], -1)
 
 
 def _normaliser(x, w, temperature, chunk, mesh, average: bool):
@@ -184,12 +178,8 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
       more = wide(g_entropy) * p * (logp + wide(entropy))
       dz = dz - more
       dx = dx - _average(more, rows, x.dtype)
-    dw = jnp.einsum(
-      'RV,RD->VD',
-      dz.astype(x.dtype).reshape(S * C, -1),
-      x.reshape(S * C, D),
-      preferred_element_type=jnp.float32,
-    )
+    flat = dz.astype(x.dtype).reshape(S * C, -1)
+    dw = decoder.einsum32('RV,RD->VD', flat, x.reshape(S * C, D))
     return dx, dw.reshape(rows.shape).astype(w.dtype)
 
   dx = g[..., None] * (w[targets].astype(jnp.float32) - a)
@@ -237,7 +227,6 @@ def token_logps(
   params,
   cfg: decoder.DecoderConfig,
   arrays: dict,
-  *,
   temperature: float,
   head_chunk: int,
   mesh=None,
@@ -266,9 +255,6 @@ def token_logps(
     lse, _ = _normaliser(x, w, temperature, chunk, mesh, False)
     logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
     return spread(logps), None
-  both = spread(
-    jnp.stack(
-      head_logps(x, w, targets, temperature, chunk, entropy_grad, mesh), -1
-    )
-  )
+  both = head_logps(x, w, targets, temperature, chunk, entropy_grad, mesh)
+  both = spread(jnp.stack(both, -1))
   return both[..., 0], both[..., 1]

@@ -42,7 +42,7 @@ def policy(config) -> Objective:
   Raises:
     ValueError: an invalid field of config.algorithm; names it and the fix.
   """
-  a = config.algorithm
+  a = config.algorithm.copy_and_resolve_references()
   losses.denominator([], a.aggregation, a.horizon)
   lookup.require(
     a.tis == 'none' or a.tis_cap > 0,
@@ -62,51 +62,40 @@ def policy(config) -> Objective:
       f'config.algorithm.{field}={a[field]!r} has no effect with loss='
       f'{a.loss!r}; use {neutral!r}',
     )
-  kl, estimator, kl_coef = a.kl, a.kl_estimator, a.kl_coef
-  entropy_coef = a.entropy_coef
 
   def objective(logps, entropy, arrays):
     mask = arrays['mask']
-    if needs_old:
-      old = arrays['old']
-    else:
-      old = jax.lax.stop_gradient(logps)
+    old = arrays['old'] if needs_old else jax.lax.stop_gradient(logps)
     # NaN: no log-prob was recorded (an observation in the loss): weight 1.
     behaviour = arrays['behaviour_logps']
     behaviour = jnp.where(jnp.isnan(behaviour), old, behaviour)
     loss, sums = fn(logps, old, behaviour, arrays['advantages'], mask, **kw)
     sums = dict(sums) | losses.mismatch(old, behaviour, mask)
     sums |= _spread(logps, entropy)
-    if kl == 'loss':
-      d = losses.kl(logps, arrays['ref'], estimator)
+    if a.kl == 'loss':
+      d = losses.kl(logps, arrays['ref'], a.kl_estimator)
       d = jnp.where(mask, d, 0.0)
-      loss = loss + kl_coef * d
+      loss = loss + a.kl_coef * d
       sums['kl_ref'] = jnp.sum(d)
-    if entropy_coef:
-      loss = loss - entropy_coef * jnp.where(mask, entropy, 0.0)
+    if a.entropy_coef:
+      loss = loss - a.entropy_coef * jnp.where(mask, entropy, 0.0)
     return loss, sums
 
-  return Objective(
-    objective,
-    a.aggregation,
-    a.horizon,
-    bool(entropy_coef),
-    needs_old,
-    kl == 'loss',
-  )
+  needs = bool(a.entropy_coef), needs_old, a.kl == 'loss'
+  return Objective(objective, a.aggregation, a.horizon, *needs)
 
 
 def _spread(logps, entropy) -> dict:
   return {'entropy': jnp.sum(entropy), 'nll': -jnp.sum(logps)}
 
 
-def supervised(aggregation: str = 'token') -> Objective:
+def supervised() -> Objective:
   """Mean negative log-likelihood of the loss tokens."""
 
   def objective(logps, entropy, arrays):
-    return losses.nll(logps, arrays['mask']), _spread(logps, entropy)
+    return jnp.where(arrays['mask'], -logps, 0.0), _spread(logps, entropy)
 
-  return Objective(objective, aggregation)
+  return Objective(objective, 'token')
 
 
 def value(config) -> Objective:

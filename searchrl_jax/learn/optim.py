@@ -14,7 +14,7 @@ import optax
 from searchrl_jax.run import lookup
 
 
-def schedule(config, total_updates: int):
+def schedule(config, total_updates: int, where: str = 'config.optim'):
   """step -> learning rate of that update; step counts from 0.
 
   Warm-up rises in equal steps and reaches lr at update `warmup - 1` (so the
@@ -27,7 +27,7 @@ def schedule(config, total_updates: int):
   lr, warmup, kind = config.lr, config.warmup, config.schedule
   lookup.require(
     kind == 'constant' or warmup < total_updates,
-    f'config.optim.warmup={warmup} updates must be fewer than the '
+    f'{where}.warmup={warmup} updates must be fewer than the '
     f'{total_updates} of the run',
   )
   span = max(total_updates - warmup, 1)
@@ -62,16 +62,12 @@ def critic_updates(config) -> int:
 
 def paths(params) -> list[str]:
   """'layers/q', ...: the path of every leaf, in tree order."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
-  return [
-    '/'.join(str(getattr(k, 'key', getattr(k, 'name', k))) for k in path)
-    for path, _ in flat
-  ]
+  return [name(path) for path, _ in jax.tree.leaves_with_path(params)]
 
 
-def _label(params, fn):
-  leaves, tree = jax.tree.flatten(params)
-  return jax.tree.unflatten(tree, [fn(p) for p in paths(params)])
+def name(path) -> str:
+  """'layers/q', from a path of JAX."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def decayed(params):
@@ -79,42 +75,20 @@ def decayed(params):
 
   By name: layers are stacked, so a norm has two axes and a bias three.
   """
-  return _label(params, lambda p: not p.endswith(('norm', 'bias')))
-
-
-def trained(params, freeze: str):
-  """False for what the regex `freeze` finds (re.search on the path).
-
-  Raises:
-    ValueError: not a regex, it matches nothing, or it matches everything.
-  """
-  names = paths(params)
-  if not freeze:
-    return _label(params, lambda p: True)
-  try:
-    pattern = re.compile(freeze)
-  except re.error as e:
-    raise ValueError(f'config.optim.freeze={freeze!r} is no regex: {e}') from e
-  frozen = [p for p in names if pattern.search(p)]
-  if not frozen:
-    raise ValueError(
-      f'config.optim.freeze={freeze!r} matches no parameter; there are: '
-      f'{", ".join(names)}'
-    )
-  if len(frozen) == len(names):
-    raise ValueError(
-      f'config.optim.freeze={freeze!r} matches every parameter: nothing is '
-      'left to train'
-    )
-  return _label(params, lambda p: not pattern.search(p))
+  return jax.tree.map_with_path(
+    lambda path, _: not name(path).endswith(('norm', 'bias')), params
+  )
 
 
 def make(config, total_updates: int, params) -> optax.GradientTransformation:
   """The chain for these parameters (arrays or shapes; only paths are read).
 
   config: lr, schedule, warmup, b1, b2, eps, weight_decay, clip_norm (0 = no
-  clipping), freeze ('' = nothing). Frozen parameters have no Adam state and
-  do not count in the clipped norm.
+  clipping), freeze: a regex of paths ('' = nothing). Frozen parameters have no
+  Adam state and do not count in the clipped norm.
+
+  Raises:
+    ValueError: `freeze` matches nothing, or everything.
   """
   steps = []
   if config.clip_norm > 0:
@@ -126,8 +100,15 @@ def make(config, total_updates: int, params) -> optax.GradientTransformation:
   tx = optax.chain(*steps)
   if not config.freeze:
     return tx
-  labels = jax.tree.map(
-    lambda t: 'trained' if t else 'frozen', trained(params, config.freeze)
+
+  def label(path, _):
+    return 'frozen' if re.search(config.freeze, name(path)) else 'trained'
+
+  labels = jax.tree.map_with_path(label, params)
+  lookup.require(
+    len(set(jax.tree.leaves(labels))) == 2,
+    f'config.optim.freeze={config.freeze!r} has to match some parameters and '
+    f'leave some; there are: {", ".join(paths(params))}',
   )
   return optax.multi_transform(
     {'trained': tx, 'frozen': optax.set_to_zero()}, labels

@@ -7,13 +7,14 @@ log-sum-exp.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from searchrl_jax.learn import update
+from searchrl_jax.learn import batching, update
 from searchrl_jax.learn.logps import head_logps
 from searchrl_jax.models import decoder
 from searchrl_jax.run import sharding
@@ -29,6 +30,7 @@ class Stats(NamedTuple):
   certainty: np.ndarray
 
 
+@dataclasses.dataclass(eq=False)
 class Scorer:
   """Stats of rows of ids under the policy at one temperature.
 
@@ -37,35 +39,18 @@ class Scorer:
   mesh.
   """
 
-  def __init__(
-    self,
-    cfg: decoder.DecoderConfig,
-    params: dict,
-    *,
-    temperature: float,
-    mesh=None,
-    lengths: Sequence[int],
-    head_chunk: int,
-  ):
-    """Compiles nothing yet.
+  cfg: decoder.DecoderConfig
+  params: dict
+  _: dataclasses.KW_ONLY
+  temperature: float  # of the softmax; above 0
+  lengths: Sequence[int]  # the buckets, in tokens; the last: the longest row
+  head_chunk: int  # tokens, over all shards, whose logits are held at once
+  mesh: Any = None
 
-    Args:
-      temperature: of the softmax; above 0.
-      lengths: the buckets, in tokens; the last is the longest row.
-      head_chunk: tokens, over all shards, whose logits are held at once.
-
-    Raises:
-      ValueError: a temperature that is not above 0.
-    """
-    if temperature <= 0:
-      raise ValueError(
-        f'temperature={temperature}: greedy decoding has no distribution to '
-        'score; give one above 0'
-      )
-    self.cfg, self.params, self.mesh = cfg, params, mesh
-    self.temperature, self.lengths = temperature, sorted(lengths)
-    self._shards = update.shards(mesh)
-    self._chunk = max(1, head_chunk // self._shards)
+  def __post_init__(self):
+    self.lengths = sorted(self.lengths)
+    self._shards = update.shards(self.mesh)
+    self._chunk = max(1, self.head_chunk // self._shards)
     self._program = jax.jit(self._stats)
 
   def __call__(self, rows: Sequence[Sequence[int]]) -> list[Stats]:
@@ -76,13 +61,7 @@ class Scorer:
     """
     buckets = {length: [] for length in self.lengths}
     for i, row in enumerate(rows):
-      length = next((n for n in self.lengths if len(row) <= n), None)
-      if length is None:
-        raise ValueError(
-          f'row {i} has {len(row)} tokens, and the longest bucket '
-          f'{self.lengths[-1]}: raise the last of config.batch.lengths'
-        )
-      buckets[length].append(i)
+      buckets[batching.bucket_of(self.lengths, len(row))].append(i)
     out = [None] * len(rows)
     for length, members in buckets.items():
       B = self.lengths[-1] // length * self._shards
@@ -91,20 +70,13 @@ class Scorer:
         ids = np.zeros((B, length), np.int32)
         lengths = np.zeros((B,), np.int32)
         for b, i in enumerate(part):
-          lengths[b] = len(rows[i])
-          ids[b, : lengths[b]] = rows[i]
-        found = np.asarray(
-          self._program(self.params, self._put(ids), self._put(lengths))
-        )
+          lengths[b] = n = len(rows[i])
+          ids[b, :n] = rows[i]
+        arrays = (update.put_rows(self.mesh, x) for x in (ids, lengths))
+        found = np.asarray(self._program(self.params, *arrays))
         for b, i in enumerate(part):
           out[i] = Stats(*found[:, b, : lengths[b]])
     return out
-
-  def _put(self, x):
-    if self.mesh is None:
-      return x
-    axes = ('batch',) + (None,) * (x.ndim - 1)
-    return jax.device_put(x, sharding.named(self.mesh, axes, x.shape))
 
   def _stats(self, params, ids, lengths):
     """float32 [3, B, T]."""

@@ -11,7 +11,7 @@ and number. Values of turns are float [N]:
     return structure.over_tokens(structure.discounted(x, gamma))
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 import dataclasses
 import itertools
 
@@ -53,17 +53,12 @@ class Structure:
     What is given between two turns is earned by the earlier one; what is given
     before the first one counts for nothing.
     """
-    bounds = np.searchsorted(self.row, np.arange(1, len(self.spans)))
-    return np.concatenate(
-      [
-        np.zeros(0),
-        *(
-          np.add.reduceat(np.asarray(value, np.float64), at)
-          for value, at in zip(values, np.split(self.start, bounds))
-          if len(at)
-        ),
-      ]
-    )
+    out = [np.zeros(0)]
+    for i, value in enumerate(values):
+      at = self.start[self.row == i]
+      if len(at):
+        out.append(np.add.reduceat(np.asarray(value, np.float64), at))
+    return np.concatenate(out)
 
   def discounted(self, values: np.ndarray, gamma: float) -> np.ndarray:
     """float64 [N]: x_k + gamma x_(k+1) + ... over a trajectory's turns."""
@@ -93,10 +88,12 @@ class Structure:
     Raises:
       ValueError: a trajectory lacks the label, or has not one for each turn.
     """
-    return _numbered(
+    labels = [
       self._label(name, row, number)
       for row, number in zip(self.row.tolist(), self.number.tolist())
-    )
+    ]
+    first = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    return np.array([first[label] for label in labels], int)
 
   def _label(self, name: str, row: int, number: int) -> Hashable:
     trajectory, spans = self.trajectories[row], self.spans[row]
@@ -108,28 +105,21 @@ class Structure:
         for s in spans
         if s.turn == number - 1 and s.segment.author == 'environment'
       ]
-      kinds = tuple(s.segment.kind for s in read)
       found = frozenset(p for s in read for p in s.passages)
-      return number > 0, kinds, found
+      return number > 0, tuple(s.segment.kind for s in read), found
     label = trajectory.meta.get(name)
     if trajectory.failed:  # in no statistic
       return None
+    n = spans[-1].turn + 1
+    if isinstance(label, (list, tuple)) and len(label) == n:
+      return label[number]
     lookup.require(
-      label is not None,
-      f'trajectory {trajectory.id} has no meta[{name!r}] to group turns by; '
-      "the sampler has to set it (there are 'role' and 'anchor' besides)",
-      ValueError,
+      label is not None and not isinstance(label, (list, tuple)),
+      f'trajectory {trajectory.id}: meta[{name!r}]={label} is no label, nor a '
+      f"list of one for each of {n} turns; the sampler has to set it ('role' "
+      "and 'anchor' need nothing)",
     )
-    if not isinstance(label, (list, tuple)):
-      return label
-    turns = spans[-1].turn + 1
-    lookup.require(
-      len(label) == turns,
-      f'trajectory {trajectory.id}: meta[{name!r}] has {len(label)} labels '
-      f'for {turns} turns',
-      ValueError,
-    )
-    return label[number]
+    return label
 
 
 def of(
@@ -170,17 +160,15 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
   Raises:
     ValueError: it has observations that no search of it explains.
   """
-  found = [
-    tuple(
-      x
-      for r in results
-      if isinstance(r, SearchResult)
-      for x in (*(p.id for p in r.passages), *([r.text] if r.text else []))
-    )
-    for _, results in itertools.groupby(
-      trajectory.searches, key=lambda r: r.request.turn
-    )
-  ]
+  found = []
+  for _, results in itertools.groupby(
+    trajectory.searches, key=lambda r: r.request.turn
+  ):
+    answers = [r for r in results if isinstance(r, SearchResult)]
+    shown = [
+      [*(p.id for p in r.passages), *filter(None, [r.text])] for r in answers
+    ]
+    found.append(tuple(itertools.chain(*shown)))
   # The last search may have none: it failed, or there was no room.
   here, all_ = (
     sum(map(_observes, x)) for x in (trajectory.trained, trajectory.segments)
@@ -190,7 +178,6 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
     f'trajectory {trajectory.id} trains on {here} of {all_} observations, and '
     f'{len(found)} of its turns have searches: which passages an observation '
     'shows is unknown',
-    ValueError,
   )
   passages, out = iter(found), []
   at, turn, answered = 0, -1, True
@@ -208,9 +195,3 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
 
 def _observes(segment: Segment) -> bool:
   return (segment.author, segment.kind) == ('environment', 'information')
-
-
-def _numbered(labels: Iterable[Hashable]) -> np.ndarray:
-  """int [N]: 0, 1, ... in the order in which labels first appear."""
-  seen: dict[Hashable, int] = {}
-  return np.array([seen.setdefault(x, len(seen)) for x in labels], int)

@@ -9,6 +9,7 @@ tokens of a shard.
 """
 
 from collections.abc import Sequence
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -40,64 +41,51 @@ def copy(params):
   return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
+def put_rows(mesh, x) -> jax.Array:
+  """An array of rows [B, ...] on the device(s)."""
+  if mesh is None:
+    return jnp.asarray(x)
+  axes = ('batch', *[None] * (x.ndim - 1))
+  return jax.device_put(x, sharding.named(mesh, axes, x.shape))
+
+
 def compaction(mask: np.ndarray, shards: int, room: int):
   """Where the loss tokens are: index int32 [S, C], inverse int32 [S, P].
 
   mask: bool [B, T]; P = B T / S. index lists the loss tokens of each shard in
-  order and then P; inverse says which entry a position has, C for none.
-
-  Raises:
-    ValueError: a shard has more than room = C loss tokens.
+  order and then P; inverse says which entry a position has, room = C for none.
   """
   mask = mask.reshape(shards, -1)
   index = np.full((shards, room), mask.shape[1], np.int32)
   inverse = np.full(mask.shape, room, np.int32)
   for s in range(shards):
     at = np.flatnonzero(mask[s])
-    if len(at) > room:
-      raise ValueError(
-        f'{len(at)} loss tokens in shard {s} of a microbatch; '
-        f'config.batch.loss_fraction leaves room for {room}: make batches '
-        'with batching.make for this config and mesh'
-      )
     index[s, : len(at)] = at
     inverse[s, at] = np.arange(len(at))
   return index, inverse
 
 
+@dataclasses.dataclass(eq=False)
 class Updater:
-  """The compiled programs of one training run.
+  """The compiled programs of one training run."""
 
-  Args:
-    cfg: the decoder's flags.
-    batch_config: config.batch.
-    temperature: at which the policy was sampled (1.0 for supervised).
-    tx: the optimizer (`optim.make`).
-    objective: `objectives.policy(config)`, `supervised()` or `value(config)`;
-      the last is of a critic's parameters.
-    mesh: None for the default device alone.
-  """
+  cfg: decoder.DecoderConfig
+  batch_config: Any  # config.batch
+  _: dataclasses.KW_ONLY
+  temperature: float  # at which the policy was sampled (1.0 for supervised)
+  tx: optax.GradientTransformation  # `optim.make`
+  # `objectives.policy(config)`, `supervised()`, or `value(config)` of a critic.
+  objective: Objective
+  mesh: Any = None  # None: the default device alone
 
-  def __init__(
-    self,
-    cfg: decoder.DecoderConfig,
-    batch_config,
-    *,
-    temperature: float,
-    tx: optax.GradientTransformation,
-    objective: Objective,
-    mesh=None,
-  ):
-    if temperature <= 0:
-      raise ValueError(
-        f'temperature={temperature}: scoring needs a positive one'
-      )
-    self.cfg, self.mesh, self.tx = cfg, mesh, tx
-    self.batch_config, self.objective = batch_config, objective
-    self.temperature = float(temperature)
-    self.shards = shards(mesh)
-    self._programs: dict[tuple[str, int], Any] = {}
+  def __post_init__(self):
+    self.shards = shards(self.mesh)
+    self._programs: dict[Any, Any] = {}
     self._sums = None  # names and shapes of the metrics
+    # Layouts; None without a mesh.
+    self._whole = self.mesh and sharding.replicated(self.mesh)
+    model = critic if self.objective.critic else decoder
+    self._layout = self.mesh and model.param_shardings(self.cfg, self.mesh)
 
   @property
   def compilations(self) -> int:
@@ -112,14 +100,11 @@ class Updater:
     The state owns the arrays, since `step` donates them: another user of the
     same parameters (a reference policy, an engine) needs `copy(params)`.
     """
-    step = jnp.zeros((), jnp.int32)
-    if self.mesh is None:
-      params = jax.tree.map(jnp.asarray, params)
-      return TrainState(params, jax.jit(self.tx.init)(params), step)
-    params = jax.device_put(params, self._param_shardings())
-    shards = self.shardings(params)
-    opt_state = jax.jit(self.tx.init, out_shardings=shards.opt_state)(params)
-    return TrainState(params, opt_state, jax.device_put(step, shards.step))
+    layout = self.shardings(params)
+    params = jax.device_put(params, layout.params)
+    opt_state = jax.jit(self.tx.init, out_shardings=layout.opt_state)(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), layout.step)
+    return TrainState(params, opt_state, step)
 
   def abstract(self, shapes) -> TrainState:
     """The shapes of `init` for parameters of these shapes (`build.shapes`).
@@ -131,88 +116,59 @@ class Updater:
       jax.eval_shape(self.tx.init, shapes),
       jax.ShapeDtypeStruct((), jnp.int32),
     )
-    layout = self.shardings(shapes)
-    if layout is None:
+    if self.mesh is None:
       return state
     return jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
       state,
-      layout,
+      self.shardings(shapes),
     )
 
-  def _param_shardings(self):
-    model = critic if self.objective.critic else decoder
-    return model.param_shardings(self.cfg, self.mesh)
-
-  def shardings(self, params) -> TrainState | None:
+  def shardings(self, params) -> TrainState:
     """The layout of a state with these params (arrays or shapes).
 
-    Adam's moments lie as their parameters do, scalars are replicated. None
-    without a mesh.
+    Adam's moments lie as their parameters do, scalars are replicated. Without
+    a mesh all are None.
     """
     if self.mesh is None:
-      return None
-    whole = sharding.replicated(self.mesh)
-    layout = self._param_shardings()
-    known = dict(zip(optim.paths(params), jax.tree.leaves(layout)))
-    shapes = jax.eval_shape(self.tx.init, params)
-    leaves, tree = jax.tree.flatten(shapes)
-    out = []
-    for path, leaf in zip(optim.paths(shapes), leaves):
-      owners = [p for p in known if path.endswith('/' + p)]
+      return TrainState(None, None, None)  # type: ignore[arg-type]
+    known = dict(zip(optim.paths(params), jax.tree.leaves(self._layout)))
+
+    def of(path, leaf):
+      name = optim.name(path)
+      owners = [p for p in known if name.endswith('/' + p)]
       # 'x/head' ends with 'head' alone, but 'layers/q' also with 'q'.
       owner = max(owners, key=len, default=None)
-      out.append(known[owner] if owner and leaf.ndim else whole)
-    return TrainState(layout, jax.tree.unflatten(tree, out), whole)
+      return known[owner] if owner and leaf.ndim else self._whole
+
+    shapes = jax.eval_shape(self.tx.init, params)
+    opt_state = jax.tree.map_with_path(of, shapes)
+    return TrainState(self._layout, opt_state, self._whole)
 
   # ---- microbatches
 
   def put(self, batch: Batch, old=None, ref=None) -> dict:
-    """Arrays of a microbatch on the device(s), loss tokens indexed.
-
-    Raises:
-      ValueError: more loss tokens than the bucket's capacity (a batch not
-        made by `batching` for this config and mesh).
-    """
+    """Arrays of a microbatch on the device(s), loss tokens indexed."""
     room = batching.capacity(self.batch_config, batch.ids.shape[1], self.shards)
     index, inverse = compaction(batch.mask, self.shards, room)
     zeros = np.zeros(batch.ids.shape, np.float32)
-    arrays = {
-      'ids': batch.ids,
-      'lengths': batch.lengths,
-      'mask': batch.mask,
+    arrays = vars(batch) | {
       'index': index,
       'inverse': inverse,
-      'advantages': batch.advantages,
-      'behaviour_logps': batch.behaviour_logps,
       'old': zeros if old is None else old,
       'ref': zeros if ref is None else ref,
     }
-    if self.mesh is None:
-      return {k: jnp.asarray(v) for k, v in arrays.items()}
-    return {
-      k: jax.device_put(
-        v,
-        sharding.named(self.mesh, ('batch',) + (None,) * (v.ndim - 1), v.shape),
-      )
-      for k, v in arrays.items()
-    }
+    del arrays['rows']
+    return {k: put_rows(self.mesh, v) for k, v in arrays.items()}
 
   # ---- programs
 
   def _logps(self, params, arrays, entropy: bool):
     if self.objective.critic:
       return critic.token_values(params, self.cfg, arrays, self.mesh), None
-    return token_logps(
-      params,
-      self.cfg,
-      arrays,
-      temperature=self.temperature,
-      head_chunk=self.batch_config.head_chunk,
-      mesh=self.mesh,
-      entropy=entropy,
-      entropy_grad=self.objective.entropy_grad,
-    )
+    chunk, grad = self.batch_config.head_chunk, self.objective.entropy_grad
+    how = self.temperature, chunk, self.mesh, entropy, grad
+    return token_logps(params, self.cfg, arrays, *how)
 
   def loss(self, params, arrays: dict, divisor):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
@@ -254,81 +210,56 @@ class Updater:
       'finite': finite,
     }
 
-  def _program(self, key, fn, args, donate=(), out=None):
+  def _program(self, key, fn, args, out, donate=()):
     """The program `key`, compiled for the shapes of args the first time."""
     if key not in self._programs:
-      out = out() if out is not None and self.mesh is not None else None
-      jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out)
+      jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out())
       self._programs[key] = jitted.lower(*args).compile()
     return self._programs[key]
 
-  def _acc_shardings(self):
-    whole = sharding.replicated(self.mesh)
-    return self._param_shardings(), {k: whole for k in self._sums}
+  def _acc_layout(self):
+    return self._layout, self._whole
 
   def _zeros_program(self, params, arrays, divisor):
     if self._sums is None:
       _, self._sums = jax.eval_shape(self.loss, params, arrays, divisor)
-    return self._program(
-      ('zeros', 0), self._zeros, (params,), out=self._acc_shardings
-    )
+    return self._program('zeros', self._zeros, (params,), self._acc_layout)
 
   def _accumulate_program(self, params, acc, arrays, divisor):
-    args = params, acc, arrays, divisor
-    return self._program(
-      ('accumulate', arrays['ids'].shape[1]),
-      self._accumulate,
-      args,
-      donate=(1,),
-      out=self._acc_shardings,
-    )
+    key, args = arrays['ids'].shape, (params, acc, arrays, divisor)
+    return self._program(key, self._accumulate, args, self._acc_layout, (1,))
 
   def _apply_program(self, state, grads, loss):
     def out():
-      return self.shardings(state.params), sharding.replicated(self.mesh)
+      return self.shardings(state.params), self._whole
 
-    return self._program(
-      ('apply', 0), self._apply, (state, grads, loss), donate=(0,), out=out
-    )
+    return self._program('apply', self._apply, (state, grads, loss), out, (0,))
 
   def _score_program(self, params, arrays):
     def score(params, arrays):
       return self._logps(params, arrays, False)[0]
 
-    return self._program(
-      ('score', arrays['ids'].shape[1]),
-      score,
-      (params, arrays),
-      out=lambda: arrays['mask'].sharding,
-    )
+    def out():
+      return self.mesh and arrays['mask'].sharding
 
-  def warmup(self, state: TrainState, *, score: bool) -> dict[str, int]:
+    key = 'score', arrays['ids'].shape
+    return self._program(key, score, (params, arrays), out)
+
+  def warmup(self, state: TrainState, *, score: bool) -> None:
     """Compiles every program for every bucket; only `zeros` is run.
 
-    Args:
-      score: whether `score` will be called (old or reference log-probs).
-
-    Returns:
-      bytes on one device that each program needs beyond its arguments, by
-      'name/length' (0 if the backend does not report it).
+    score: whether `score` will be called (old or reference log-probs).
     """
-    acc = None
+    divisor, acc = np.float32(1), None
     for length in self.batch_config.lengths:
       rows = batching.rows_of(self.batch_config, length, self.shards)
       arrays = self.put(batching.empty(rows, length))
       if score:
         self._score_program(state.params, arrays)
-      divisor = np.float32(1)
-      if acc is None:
-        zeros = self._zeros_program(state.params, arrays, divisor)
-        acc = zeros(state.params)
+      zeros = self._zeros_program(state.params, arrays, divisor)
+      acc = acc or zeros(state.params)
       self._accumulate_program(state.params, acc, arrays, divisor)
     self._apply_program(state, acc[0], acc[1]['loss'])
-    out = {}
-    for (name, length), program in self._programs.items():
-      memory = program.memory_analysis()
-      out[f'{name}/{length}'] = getattr(memory, 'temp_size_in_bytes', 0)
-    return out
 
   # ---- what a loop calls
 
@@ -355,24 +286,14 @@ class Updater:
       whole minibatch, metrics not yet means (`losses.summarise`).
 
     Raises:
-      ValueError: no microbatch, or log-probs that the objective needs are
-        not given.
+      ValueError: log-probs that the objective needs are not given.
     """
-    if not batches:
-      raise ValueError(
-        'an update needs at least one microbatch; skip the update when every '
-        'trajectory was left out'
-      )
     o = self.objective
-    for name, needed, given in (
-      ('old', o.needs_old, old),
-      ('ref', o.needs_ref, ref),
-    ):
-      if needed and given is None:
-        raise ValueError(
-          f'this objective needs {name}: one array [B, T] for each '
-          'microbatch, from Updater.score'
-        )
+    if (o.needs_old and old is None) or (o.needs_ref and ref is None):
+      raise ValueError(
+        'this objective needs old or ref: an array [B, T] for each microbatch, '
+        'from Updater.score'
+      )
     none = [None] * len(batches)
     divisor = np.float32(
       losses.denominator([b.mask for b in batches], o.aggregation, o.horizon)
@@ -382,8 +303,8 @@ class Updater:
       batches, old or none, ref or none, strict=True
     ):
       arrays = self.put(batch, before, reference)
-      if acc is None:
-        acc = self._zeros_program(params, arrays, divisor)(params)
+      zeros = self._zeros_program(params, arrays, divisor)
+      acc = acc or zeros(params)
       program = self._accumulate_program(params, acc, arrays, divisor)
       acc = program(params, acc, arrays, divisor)
     return acc

@@ -11,11 +11,10 @@ an error that names the field; other fields (dropout, initialisation) are
 ignored.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 import math
 import pathlib
-import re
 import shutil
 from typing import Any
 
@@ -26,16 +25,15 @@ from searchrl_jax.run import lookup
 class Family:
   """Properties that a `model_type` determines, independent of its config."""
 
-  architecture: str
   qkv_bias: bool = False
   qk_norm: bool = False
   head_dim: int | None = None  # default; None = hidden_size / heads
 
 
 FAMILIES = {
-  'llama': Family('LlamaForCausalLM'),
-  'qwen2': Family('Qwen2ForCausalLM', qkv_bias=True),
-  'qwen3': Family('Qwen3ForCausalLM', qk_norm=True, head_dim=128),
+  'llama': Family(),
+  'qwen2': Family(qkv_bias=True),
+  'qwen3': Family(qk_norm=True, head_dim=128),
 }
 
 # Sizes in `DecoderConfig` -> in config.json.
@@ -73,6 +71,7 @@ _NEUTRAL = {
 }
 
 _LLAMA3 = ('factor', 'low_freq_factor', 'high_freq_factor')
+_ORIGINAL = 'original_max_position_embeddings'
 
 
 def fields(cfg) -> dict[str, Any]:
@@ -103,7 +102,15 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     ValueError: an unknown `model_type`, a missing field, or one with a value
       that the decoder does not implement; the message names the field.
   """
-  family = _family(hf)
+  name = hf.get('model_type')
+  if name is None and hf.get('architectures'):
+    name = hf['architectures'][0].removesuffix('ForCausalLM').lower()
+  lookup.require(
+    name in FAMILIES,
+    f'config.json: model_type={name!r} is unknown; there are: '
+    f'{", ".join(FAMILIES)}',
+  )
+  family = FAMILIES[name]
   for field, neutral in _NEUTRAL.items():
     lookup.require(
       hf.get(field) in neutral,
@@ -111,18 +118,18 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
       f'{neutral[-1]!r} or no such field',
     )
   sizes: dict[str, int] = {}
-  for name, field in _SIZES.items():
+  for size, field in _SIZES.items():
     value = hf.get(field)
-    if value is None and name == 'n_kv_heads':
+    if value is None and size == 'n_kv_heads':
       value = sizes['n_heads']
-    if value is None and name == 'head_dim':
+    if value is None and size == 'head_dim':
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
     lookup.require(
       type(value) is int and value >= 1,
       f'config.json: {field}={value!r}; expected a positive integer',
     )
-    sizes[name] = value
-  _refuse_sliding_window(hf, family, sizes['n_layers'])
+    sizes[size] = value
+  _refuse_sliding_window(hf, name == 'llama', sizes['n_layers'])
   theta, scaling = _rope(hf)
   return sizes | {
     'rope_theta': theta,
@@ -159,25 +166,19 @@ def format_config(
     f'there are: {by_flags}',
   )
   name = by_flags[flags]
-  D, N = fields['d_model'], fields['n_heads']
-  lookup.require(
-    D % N == 0 or name != 'llama',
-    f'd_model={D} is not a multiple of n_heads={N}, as transformers requires '
-    'for the Llama family',
-  )
   theta, scaling = fields['rope_theta'], fields['rope_scaling']
   rope = {'rope_type': 'default', 'rope_theta': theta}
   if scaling is not None:
     rope |= {k: scaling[k] for k in _LLAMA3} | {
       'rope_type': 'llama3',
-      'original_max_position_embeddings': scaling['original_max_position'],
+      _ORIGINAL: scaling['original_max_position'],
     }
-  out = {'max_position_embeddings': 32768}
-  out |= {'bos_token_id': None, 'eos_token_id': None} | dict(like or {})
-  for field in ('dtype', 'layer_types', 'transformers_version', 'auto_map'):
-    out.pop(field, None)
-  out |= {
-    'architectures': [FAMILIES[name].architecture],
+  out = {
+    'max_position_embeddings': 32768,
+    'bos_token_id': None,
+    'eos_token_id': None,
+    **(like or {}),
+    'architectures': [f'{name.capitalize()}ForCausalLM'],
     'model_type': name,
     'torch_dtype': dtype,
     **{field: fields[size] for size, field in _SIZES.items()},
@@ -188,11 +189,10 @@ def format_config(
     'rope_scaling': rope if scaling is not None else None,
     'rope_parameters': rope,
     'attention_dropout': 0.0,
-  }
-  out |= {'attention_bias': False} if name != 'qwen2' else {}
-  return out | {
-    ('mlp_bias' if name == 'llama' else 'use_sliding_window'): False
-  }
+    'mlp_bias' if name == 'llama' else 'use_sliding_window': False,
+  } | ({'attention_bias': False} if name != 'qwen2' else {})
+  other = ('dtype', 'layer_types', 'transformers_version', 'auto_map')
+  return {k: v for k, v in out.items() if k not in other}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,24 +216,15 @@ class Tensor:
     return (x.T if self.n_in else x).reshape(self.ours)
 
   def to_hf(self, x):
-    """The checkpoint's rows for a block of our array along `row_axis`."""
+    """The inverse, of our array or a block of it along our axis `n_in`."""
     if not self.n_in:
       return x.reshape(-1, *self.shape[1:])
     return x.reshape(self.shape[-1], -1).T
 
-  @property
-  def row_axis(self) -> int:
-    """Our axis whose blocks are blocks of the checkpoint's rows."""
-    return self.n_in
-
 
 # Our name -> (theirs, number of our leading axes that are their `in`).
-_TOP = {
+_NAMES = {
   'embed': ('model.embed_tokens.weight', 0),
-  'final_norm': ('model.norm.weight', 0),
-  'head': ('lm_head.weight', 1),
-}
-_LAYER = {
   'attn_norm': ('input_layernorm.weight', 0),
   'q': ('self_attn.q_proj.weight', 1),
   'k': ('self_attn.k_proj.weight', 1),
@@ -248,18 +239,10 @@ _LAYER = {
   'gate': ('mlp.gate_proj.weight', 1),
   'up': ('mlp.up_proj.weight', 1),
   'down': ('mlp.down_proj.weight', 1),
+  'final_norm': ('model.norm.weight', 0),
+  'head': ('lm_head.weight', 1),
 }
-
-# Buffers in old Llama checkpoints; the config determines them.
-_IGNORED = re.compile(
-  r'(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq'
-)
 TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
-
-
-def ignored(name: str) -> bool:
-  """Whether a checkpoint's tensor is not needed."""
-  return _IGNORED.fullmatch(name) is not None
 
 
 def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -268,68 +251,38 @@ def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
   Args:
     shapes: our path -> shape, stacked, as `decoder.param_table` gives them.
   """
-  stacked = {p: s for p, s in shapes.items() if p.startswith('layers/')}
+  stacked = [path for path in shapes if path.startswith('layers/')]
+  n_layers = shapes[stacked[0]][0]
+  places: list[tuple[str, int | None]] = [('embed', None)]
+  places += [(path, i) for i in range(n_layers) for path in stacked]
+  places += [(p, None) for p in ('final_norm', 'head') if p in shapes]
   out = {}
-
-  def add(path, name, n_in, layer, shape):
-    hf = tuple(shape)
+  for path, layer in places:
+    name, n_in = _NAMES[path.split('/')[-1]]
+    shape = tuple(shapes[path])
+    if layer is not None:
+      name, shape = f'model.layers.{layer}.{name}', shape[1:]
+    hf = shape
     if n_in:
       hf = (math.prod(shape[n_in:]), math.prod(shape[:n_in]))
     elif path.endswith('_bias'):
       hf = (math.prod(shape),)
-    out[name] = Tensor(name, hf, path, layer, tuple(shape), n_in)
-
-  add('embed', *_TOP['embed'], None, shapes['embed'])
-  for layer in range(next(iter(stacked.values()))[0]):
-    for path, shape in stacked.items():
-      name, n_in = _LAYER[path.split('/')[1]]
-      add(path, f'model.layers.{layer}.{name}', n_in, layer, shape[1:])
-  for path in ('final_norm', 'head'):
-    if path in shapes:
-      add(path, *_TOP[path], None, shapes[path])
+    out[name] = Tensor(name, hf, path, layer, shape, n_in)
   return out
 
 
-def by_path(table: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-  """Groups `tensors` by our path, each with its layers in order."""
-  groups: dict[str, list[Tensor]] = {}
-  for tensor in table.values():
-    groups.setdefault(tensor.path, []).append(tensor)
-  yield from groups.items()
-
-
-def _family(hf: Mapping[str, Any]) -> Family:
-  name = hf.get('model_type')
-  if name is None and hf.get('architectures'):
-    arch = hf['architectures'][0]
-    names = [n for n, f in FAMILIES.items() if f.architecture == arch]
-    name = names[0] if names else arch
-  lookup.require(
-    name in FAMILIES,
-    f'config.json: model_type={name!r} is unknown; there are: '
-    f'{", ".join(FAMILIES)}',
-  )
-  return FAMILIES[name]
-
-
-def _refuse_sliding_window(
-  hf: Mapping[str, Any], family: Family, n_layers: int
-):
-  if (types := hf.get('layer_types')) is not None:
-    lookup.require(
-      set(types) <= {'full_attention'},
-      f'config.json: layer_types={types}; only full_attention is supported',
-    )
-    return
+def _refuse_sliding_window(hf: Mapping[str, Any], llama: bool, n_layers: int):
   # Qwen has a switch, off by default, and a first layer. A window in a Llama
   # config has neither, and readers interpret it differently.
-  llama = family is FAMILIES['llama']
-  on = llama or hf.get('use_sliding_window', False)
-  first = 0 if llama else hf.get('max_window_layers', 28)
+  types, window = hf.get('layer_types'), hf.get('sliding_window')
+  first = hf.get('max_window_layers', 28)
+  on = llama or (hf.get('use_sliding_window', False) and first < n_layers)
   lookup.require(
-    not (hf.get('sliding_window') and on and first < n_layers),
-    f'config.json: sliding_window={hf.get("sliding_window")} is in use, but '
-    'not supported',
+    set(types) <= {'full_attention'}
+    if types is not None
+    else not (window and on),
+    f'config.json: layer_types={types}, sliding_window={window}: only '
+    'full_attention is supported',
   )
 
 
@@ -337,61 +290,45 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
   """rope theta, and the fields of `RopeScaling` or None."""
   # If both generations' fields are present, they must agree: transformers 5
   # reads the older one.
-  thetas, scalings = {'rope_theta': hf.get('rope_theta')}, {}
+  found = [(hf.get('rope_theta'), None)]
   for field in ('rope_scaling', 'rope_parameters'):
     if rope := hf.get(field):
-      theta, scalings[field] = _rope_fields(field, rope, hf)
-      thetas[f'{field}.rope_theta'] = theta
-  thetas = {k: float(t) for k, t in thetas.items() if t is not None}
-  for values in (thetas, scalings):
-    first = next(iter(values.values()), None)
-    lookup.require(
-      all(v == first for v in values.values()),
-      f'config.json: {values} contradict each other',
-    )
-  return (
-    next(iter(thetas.values()), 10_000.0),
-    next(iter(scalings.values()), None),
+      found.append(_rope_fields(field, rope, hf))
+  thetas = {float(theta) for theta, _ in found if theta is not None}
+  scalings = [scaling for _, scaling in found[1:]] or [None]
+  lookup.require(
+    len(thetas) <= 1 and all(s == scalings[0] for s in scalings),
+    'config.json: rope_theta, rope_scaling and rope_parameters contradict each '
+    f'other: theta={sorted(thetas)}, scaling={scalings}',
   )
+  return next(iter(thetas), 10_000.0), scalings[0]
 
 
 def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   """(theta or None, RopeScaling fields or None) of one dict."""
-  lookup.require(
-    not any(isinstance(v, Mapping) for v in rope.values()),
-    f'config.json: {field} differs by layer type ({sorted(rope)}), which is '
-    'not supported',
-  )
   kind = rope.get('rope_type', rope.get('type', 'default'))
   lookup.require(
     kind in ('default', 'llama3'),
     f'config.json: {field}.rope_type={kind!r} is not supported; there '
     'are: default, llama3',
   )
-  known = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
-  if kind == 'llama3':
-    known |= {*_LLAMA3, 'original_max_position_embeddings'}
+  scaled = (*_LLAMA3, _ORIGINAL) if kind == 'llama3' else ()
   for name, value in rope.items():
     lookup.require(
-      name in known
-      and (name != 'partial_rotary_factor' or value in (None, 1, 1.0)),
+      name in ('rope_type', 'type', 'rope_theta', *scaled)
+      or (name == 'partial_rotary_factor' and value in _NEUTRAL[name]),
       f'config.json: {field}.{name}={value!r} is not supported with '
       f'rope_type {kind!r}',
     )
-  theta = rope.get('rope_theta')
-  if kind == 'default':
-    return theta, None
-  original = rope.get(
-    'original_max_position_embeddings',
-    hf.get('original_max_position_embeddings'),
-  )
-  values = {k: rope.get(k) for k in _LLAMA3} | {
-    'original_max_position': original
-  }
+  values = {k: rope.get(k) for k in scaled}
+  if scaled and values[_ORIGINAL] is None:
+    values[_ORIGINAL] = hf.get(_ORIGINAL)
   for name, value in values.items():
     lookup.require(
       isinstance(value, (int, float)) and value > 0,
       f'config.json: {field}.{name}={value!r}; llama3 needs a positive number',
     )
-  scaling = {k: float(values[k]) for k in _LLAMA3}
-  return theta, scaling | {'original_max_position': int(original)}
+  scaling = {k: float(values[k]) for k in _LLAMA3 if scaled}
+  if scaled:
+    scaling['original_max_position'] = int(values[_ORIGINAL])
+  return rope.get('rope_theta'), scaling or None

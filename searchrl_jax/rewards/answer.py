@@ -16,7 +16,7 @@ differs from the released code in three ways:
 from collections.abc import Callable, Sequence
 
 from searchrl_jax.rewards import scores
-from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
+from searchrl_jax.rewards.core import RewardContext, per_trajectory
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Rewards, Trajectory
 
@@ -37,9 +37,8 @@ async def sub_em(groups: Sequence[Group], context: RewardContext) -> Rewards:
 
 
 def _scored(groups, context: RewardContext, metric: Callable) -> Rewards:
-  env = _env(context)
   return per_trajectory(
-    groups, lambda t: metric(env.answer(t), t.question.answers)
+    groups, lambda t: metric(context.env.answer(t), t.question.answers)
   )
 
 
@@ -47,9 +46,8 @@ async def format_valid(
   groups: Sequence[Group], context: RewardContext, *, require_think: bool
 ) -> Rewards:
   """1 if the format is valid; see `valid_format`."""
-  env = _env(context)
   return per_trajectory(
-    groups, lambda t: float(valid_format(t, env, require_think))
+    groups, lambda t: float(valid_format(t, context.env, require_think))
   )
 
 
@@ -81,16 +79,15 @@ async def search_r1_format(
     require_think: each action needs a thought before it (True in the code).
     released: give `final` for text without an answer, as the released code.
   """
-  env = _env(context)
+  env = context.env
 
   def score(trajectory: Trajectory) -> dict[str, float]:
     answer, golds = env.answer(trajectory), trajectory.question.answers
-    blocks = env.blocks(trajectory)
     right = scores.exact_match(answer, golds)
-    valid = _valid(trajectory, blocks, env, require_think)
+    valid = valid_format(trajectory, env, require_think)
     retrieved = any(
       scores.contains(block.text, golds)
-      for block in blocks
+      for block in env.blocks(trajectory)
       if block.author == 'environment' and block.kind == 'information'
     )
     if right:
@@ -102,12 +99,6 @@ async def search_r1_format(
     return dict(value=value, em=right, valid=valid, retrieved=retrieved)
 
   return per_trajectory(groups, score)
-
-
-def _env(context: RewardContext) -> SearchEnv:
-  if context.env is None:
-    raise RewardError('rewards of answers or format need RewardContext.env')
-  return context.env
 
 
 for _function in (em, f1, sub_em, search_r1_format):
@@ -141,10 +132,6 @@ def valid_format(
     require_think: require a thought before every search and answer, as
       Search-R1 does.
   """
-  return _valid(trajectory, env.blocks(trajectory), env, require_think)
-
-
-def _valid(trajectory, blocks, env: SearchEnv, require_think: bool) -> bool:
   machine = _STRICT if require_think else _LOOSE
   if trajectory.invalid_actions:
     return False
@@ -153,7 +140,7 @@ def _valid(trajectory, blocks, env: SearchEnv, require_think: bool) -> bool:
   if not own or env.config.real_searches:
     writers.append('environment')
   state = 'start'
-  for block in blocks:
+  for block in env.blocks(trajectory):
     if block.author == 'environment' and block.kind == 'other':
       continue  # the note before the last turn
     wanted = writers if block.kind == 'information' else ['policy']

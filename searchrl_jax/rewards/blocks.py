@@ -6,7 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from searchrl_jax.rewards import scores
-from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
+from searchrl_jax.rewards.core import RewardContext, per_trajectory
 from searchrl_jax.run import lookup
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Group, Rewards
@@ -26,17 +26,15 @@ async def states_answer(
     context: its env reads the blocks.
     block: name of a block of the template, such as 'refine'.
   """
-  if context.env is None:
-    raise RewardError('rewards of blocks need RewardContext.env')
 
   def score(trajectory):
-    found = [
-      b
+    golds = trajectory.question.answers
+    found = (
+      b.text
       for b in context.env.blocks(trajectory)
       if b.author == 'policy' and b.kind == block and b.complete
-    ]
-    golds = trajectory.question.answers
-    return float(any(scores.states(b.text, golds) for b in found))
+    )
+    return float(any(scores.states(text, golds) for text in found))
 
   return per_trajectory(groups, score)
 

@@ -16,6 +16,7 @@ change.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -26,11 +27,13 @@ from searchrl_jax.run import lookup
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 
 LEVELS = ('trajectory', 'segment', 'token')  # from coarse to fine
-_PACKAGE = 'searchrl_jax.rewards'
 
 
 class RewardError(ValueError):
   """A reward cannot be computed; the message names it and the fix."""
+
+
+require = functools.partial(lookup.require, error=RewardError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +101,10 @@ def check(
         function.check(whole, fields)
       except ValueError as e:
         raise RewardError(f'config.reward.{name}: {e}') from e
-    lookup.require(
+    require(
       not getattr(function, 'needs_judge', False) or judge,
       f'config.reward.{name} needs a judge, but config.judge.url is empty: '
       'set it to the URL of an OpenAI-compatible server',
-      RewardError,
     )
   _require_answers(terms, questions)
 
@@ -140,10 +142,10 @@ async def combine(
     valid = valid & np.asarray(result.valid, bool)
     results.append((weight, result))
     totals = np.array([np.sum(v) for v in result.value], np.float32)
-    columns = {name: np.where(result.valid, totals, np.nan)}
+    parts[name] = np.where(result.valid, totals, np.nan)
     for part, column in result.parts.items():
-      columns[f'{name}/{part}'] = np.where(alive, column, np.nan)
-    parts |= {k: v.astype(np.float32) for k, v in columns.items()}
+      parts[f'{name}/{part}'] = np.where(alive, column, np.nan)
+  parts = {name: column.astype(np.float32) for name, column in parts.items()}
   at = max((r.at for _, r in results), key=LEVELS.index)
   values = []
   for i, trajectory in enumerate(trajectories):
@@ -153,9 +155,9 @@ async def combine(
         value = _place(trajectory, result.value[i], result.at, at)
         total = total + np.float32(weight) * value
     values.append(total)
-  if at == 'trajectory':
-    return Rewards(np.array(values, np.float32), valid, at, parts)
-  return Rewards(tuple(values), valid, at, parts)
+  whole = at == 'trajectory'
+  value = np.array(values, np.float32) if whole else tuple(values)
+  return Rewards(value, valid, at, parts)
 
 
 def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
@@ -172,106 +174,87 @@ def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
 
 def join(first: Rewards, second: Rewards) -> Rewards:
   """Concatenates the rewards of two lists of groups of one step."""
-  value = (*first.value, *second.value)
+  both, value = (first, second), (*first.value, *second.value)
 
-  def part(rewards, name):
+  def part(name):
     # A part is absent if all trajectories failed.
-    nan = np.full(len(rewards.valid), np.nan, np.float32)
-    return rewards.parts.get(name, nan)
+    nan = [np.full(len(r.valid), np.nan, np.float32) for r in both]
+    return np.concatenate([r.parts.get(name, n) for r, n in zip(both, nan)])
 
   return Rewards(
     np.array(value, np.float32) if first.at == 'trajectory' else value,
     np.concatenate([first.valid, second.valid]),
     first.at,
-    {
-      name: np.concatenate([part(first, name), part(second, name)])
-      for name in {**first.parts, **second.parts}
-    },
+    {name: part(name) for name in {**first.parts, **second.parts}},
   )
 
 
 def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   """Returns [(name, function, weight, fields of the function)]."""
-  lookup.require(
+  require(
     config,
     'config.reward is empty; add a function, such as config.reward.em = '
     "dict(fn='answer.em', weight=1.0)",
-    RewardError,
   )
-  return [(name, *_term(name, config[name])) for name in sorted(config)]
-
-
-def _term(name: str, entry: ConfigDict) -> tuple[Callable, float, dict]:
-  where = f'config.reward.{name}'
-  fields = dict(entry)
-  for field in ('fn', 'weight'):
-    lookup.require(
-      field in fields, f'{where} has no field {field!r}', RewardError
+  out = []
+  for name in sorted(config):
+    where, fields = f'config.reward.{name}', dict(config[name])
+    for field in ('fn', 'weight'):
+      require(field in fields, f'{where} has no field {field!r}')
+    weight = fields.pop('weight')
+    require(
+      isinstance(weight, (int, float)) and math.isfinite(weight),
+      f'{where}.weight={weight!r} is not a finite number',
     )
-  weight = fields.pop('weight')
-  lookup.require(
-    isinstance(weight, (int, float))
-    and not isinstance(weight, bool)
-    and math.isfinite(weight),
-    f'{where}.weight={weight!r} is not a finite number',
-    RewardError,
-  )
-  try:
-    function = lookup.function(_PACKAGE, fields.pop('fn'))
-  except ValueError as error:
-    raise RewardError(f'{where}.fn: {error}') from error
-  lookup.require_fields(where, function, fields, RewardError)
-  return function, float(weight), fields
+    try:
+      function = lookup.function('searchrl_jax.rewards', fields.pop('fn'))
+    except ValueError as error:
+      raise RewardError(f'{where}.fn: {error}') from error
+    lookup.require_fields(where, function, fields, RewardError)
+    out.append((name, function, float(weight), fields))
+  return out
 
 
 def _require_answers(terms, questions: Iterable[Question]) -> None:
   names = [n for n, fn, _, _ in terms if getattr(fn, 'needs_answers', False)]
   for question in questions if names else ():
-    lookup.require(
+    require(
       any(answer.strip() for answer in question.answers),
       f'question {question.id!r} has no golden answers, but '
       f'config.reward.{names[0]} needs them; leave such questions out, or use '
       'a reward without answers',
-      RewardError,
     )
 
 
 def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:
   if at == 'trajectory':
     return ()
-  segments = trajectory.trained
-  return (
-    len(segments) if at == 'segment' else sum(len(s.ids) for s in segments),
-  )
+  lengths = [len(s.ids) for s in trajectory.trained]
+  return (len(lengths) if at == 'segment' else sum(lengths),)
 
 
 def _check_result(
   name: str, result: Rewards, trajectories: Sequence[Trajectory]
 ) -> None:
   where = f'config.reward.{name}'
-  if result.at not in LEVELS:
-    raise RewardError(f'{where}: at={result.at!r} is none of {LEVELS}')
   columns = {'value': result.value, 'valid': result.valid, **result.parts}
   for label, column in columns.items():
-    lookup.require(
+    require(
       len(column) == len(trajectories),
       f'{where}: {label} has {len(column)} entries for {len(trajectories)} '
       'trajectories',
-      RewardError,
     )
   for trajectory, value, valid in zip(trajectories, result.value, result.valid):
     shape = _shape(trajectory, result.at)
-    lookup.require(
+    require(
       np.shape(value) == shape,
       f'{where}: trajectory {trajectory.id!r} has a value of shape '
       f'{np.shape(value)}; at={result.at!r} requires {shape}',
-      RewardError,
     )
-    lookup.require(
+    require(
       not valid or np.isfinite(value).all(),
       f'{where}: trajectory {trajectory.id!r} has the reward {value}; mark it '
       'invalid, or return a finite one',
-      RewardError,
     )
 
 

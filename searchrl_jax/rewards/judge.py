@@ -19,12 +19,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.rewards import scores
-from searchrl_jax.rewards.core import (
-  RewardContext,
-  RewardError,
-  flat,
-  per_trajectory,
-)
+from searchrl_jax.rewards.core import RewardContext, flat, per_trajectory
 from searchrl_jax.sources.chat import Chat, ChatError, payload
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Rewards, Trajectory
@@ -69,10 +64,6 @@ class Judge:
       ValueError: a field is invalid; names it.
     """
     self._chat, self._max_failed = Chat(config), config.max_failed
-    if not 0 <= config.max_failed <= 1:
-      raise ValueError(
-        f'config.judge.max_failed={config.max_failed} must be in 0..1'
-      )
     self._cache: dict[Item, bool] = {}
 
   async def verdicts(
@@ -123,11 +114,10 @@ class Judge:
       {'role': 'user', 'content': content},
     ]
     try:
-      return read(
-        await self._chat.reply(
-          messages, max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA
-        )
+      reply = await self._chat.reply(
+        messages, max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA
       )
+      return read(reply)
     except ChatError as e:
       return e
 
@@ -171,8 +161,8 @@ async def grade(
   Raises:
     JudgeError: too many verdicts are missing.
   """
-  out, items = np.full(len(trajectories), np.nan, np.float32), {}
   unusable = np.zeros(len(trajectories), np.float32)
+  out, items = np.full_like(unusable, np.nan), {}
   for i, t in enumerate(trajectories):
     if t.failed:
       continue
@@ -205,27 +195,19 @@ async def correct(
     usable verdict.
 
   Raises:
-    RewardError: there is no judge. JudgeError: too many verdicts are missing.
+    JudgeError: too many verdicts are missing.
   """
-  env, judge = context.env, context.judge
-  if judge is None or env is None:
-    raise RewardError(
-      'judge.correct needs config.judge.url: an OpenAI-compatible server'
-    )
-  grades, unusable = await grade(flat(groups), env, judge, after_em)
-  beside = per_trajectory(
-    groups,
-    lambda t: {
-      'value': 0.0,
-      'em': scores.exact_match(env.answer(t), t.question.answers),
-      'f1': scores.f1(env.answer(t), t.question.answers),
-    },
-  )
-  return Rewards(
-    np.nan_to_num(grades),
-    ~np.isnan(grades),
-    parts={**beside.parts, 'unusable': unusable},
-  )
+  env = context.env
+  grades, unusable = await grade(flat(groups), env, context.judge, after_em)
+
+  def score(t):
+    answer, golds = env.answer(t), t.question.answers
+    em, f1 = scores.exact_match(answer, golds), scores.f1(answer, golds)
+    return {'value': 0.0, 'em': em, 'f1': f1}
+
+  beside = per_trajectory(groups, score)
+  parts = {**beside.parts, 'unusable': unusable}
+  return Rewards(np.nan_to_num(grades), ~np.isnan(grades), parts=parts)
 
 
 correct.needs_answers = True

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
+from searchrl_jax.rewards.core import RewardContext, per_trajectory, require
 from searchrl_jax.types import Group, Rewards
 
 
@@ -29,10 +29,10 @@ async def overlong(
     RewardError: cache is not in 1..limit.
   """
   del context
-  if not 0 < cache <= limit:
-    raise RewardError(
-      f'overlong: cache={cache} must lie in 1..limit={limit} (tokens)'
-    )
+  require(
+    0 < cache <= limit,
+    f'overlong: cache={cache} must lie in 1..limit={limit} (tokens)',
+  )
 
   def score(trajectory):
     n = sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')

@@ -25,8 +25,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from searchrl_jax.rewards import equivalence, scores
-from searchrl_jax.rewards.core import RewardContext, RewardError
-from searchrl_jax.run import lookup
+from searchrl_jax.rewards.core import RewardContext, require
 from searchrl_jax.types import Group, Question, Rewards
 
 # (keys of the votes, None = no vote; question; step) -> key of the label.
@@ -64,13 +63,7 @@ async def majority(
     RewardError: a group of another size, or too many questions without a vote.
   """
   return labelled(
-    groups,
-    context,
-    most_frequent,
-    votes=votes,
-    train=train,
-    match=match,
-    max_abstained=max_abstained,
+    groups, context, most_frequent, votes, train, match, max_abstained
   )
 
 
@@ -81,25 +74,24 @@ def check(config, fields) -> None:
     RewardError: names the field, its value and the fix.
   """
   n, m, rollout = fields['votes'], fields['train'], config.rollout
-  for good, message in (
-    (
-      n == rollout.group and n >= 2,
-      f'votes={n} with config.rollout.group={rollout.group}: all samples of a '
-      'question vote; set both to the same number, at least 2',
-    ),
-    (
-      not rollout.refill,
-      f'votes={n} with config.rollout.refill={rollout.refill}: max_abstained '
-      'is meaningless for the few questions of a refill; use refill=0',
-    ),
-    (1 <= m <= n, f'train={m} of votes={n}: 1 to {n} samples are trained on'),
-    (
-      config.algorithm.advantage != 'remax',
-      "config.algorithm.advantage='remax' needs the reward of one greedy "
-      'answer, but one answer has no majority; use another advantage',
-    ),
-  ):
-    lookup.require(good, message, RewardError)
+  require(
+    n == rollout.group and n >= 2,
+    f'votes={n} with config.rollout.group={rollout.group}: all samples of a '
+    'question vote; set both to the same number, at least 2',
+  )
+  require(
+    not rollout.refill,
+    f'votes={n} with config.rollout.refill={rollout.refill}: max_abstained '
+    'is meaningless for the few questions of a refill; use refill=0',
+  )
+  require(
+    1 <= m <= n, f'train={m} of votes={n}: 1 to {n} samples are trained on'
+  )
+  require(
+    config.algorithm.advantage != 'remax',
+    "config.algorithm.advantage='remax' needs the reward of one greedy "
+    'answer, but one answer has no majority; use another advantage',
+  )
   if fields['match'] != equivalence.TEXT:
     equivalence.function(fields['match'])
 
@@ -117,27 +109,22 @@ def labelled(
   groups: Sequence[Group],
   context: RewardContext,
   choose: Choose,
-  *,
   votes: int,
   train: int,
   match: str,
   max_abstained: float,
 ) -> Rewards:
   """Rewards as in `majority`, with the labels that `choose` returns."""
-  lookup.require(
-    context.env, 'votes on answers need RewardContext.env', RewardError
-  )
   n = sum(map(len, groups))
   value, valid = np.zeros(n, np.float32), np.zeros(n, bool)
   parts = collections.defaultdict(lambda: np.full(n, np.nan, np.float32))
   silent, at = [], 0
   for group in groups:
     question = group[0].question
-    lookup.require(
+    require(
       len(group) == votes,
       f'question {question.id!r} has {len(group)} samples, but votes={votes}: '
       'all samples of a group vote; set it to config.rollout.group',
-      RewardError,
     )
     alive = [i for i, t in enumerate(group) if not t.failed]
     answers = [context.env.answer(group[i]) for i in alive]
@@ -171,12 +158,11 @@ def labelled(
     if label is not None:
       parts['label_accuracy'][rows] = label in good
       parts['reward_accuracy'][trained] = (value[rows] == right)[: len(trained)]
-  lookup.require(
+  require(
     len(silent) <= max_abstained * len(groups),
     f'{len(silent)} of {len(groups)} questions have no vote under '
     f'match={match!r} ({", ".join(map(repr, silent[:3]))}, ...), above '
     f'max_abstained={max_abstained}: none of their answers can be parsed. '
     'Inspect the trajectories; set match and config.env.answer for this data',
-    RewardError,
   )
   return Rewards(value, valid, parts=dict(parts))

@@ -31,7 +31,9 @@ def test_health():
   failed = one(
     '<search>a</search>', source=FakeSource(fails=lambda q, attempt: True)
   )
-  found = health.signs([(good, cut), (failed,)], ENV, [0.5, 0.5, 0.0])
+  found = health.signs(
+    [(good, cut), (failed,)], ENV, [0.5, 0.5, 0.0], [True, True, False]
+  )
   assert found['health/failed'] == 1
   assert found['health/searches'] == 0.5 and found['health/copied'] == 1.0
   assert found['health/valid_format'] == 0.5
@@ -53,7 +55,8 @@ def test_zero_variance_looks_at_each_group_without_failed_ones():
   a, bad = one(), one(failed=True)
   groups = [(a, a), (a, a), (a, a, bad), (a, bad)]
   values = [0, 1, 1, 1, 0, 0, 9, 1, 1]
-  found = health.signs(groups, ENV, values)
+  valid = [not t.failed for group in groups for t in group]
+  found = health.signs(groups, ENV, values, valid)
   # Groups: mixed, equal, equal but for the failed one, too small: 2 of 3.
   assert found['health/zero_variance'] == pytest.approx(2 / 3)
 

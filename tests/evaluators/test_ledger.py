@@ -56,10 +56,10 @@ def test_exactly_the_questions_of_a_manifest_are_evaluated():
   'change, message',
   [
     (lambda s: {'a': s['a']}, "m.json names the set 'b'"),
-    (lambda s: s | {'a': s['a'][:1]}, "1 of 2 questions .*'a'.* first: 'q9'"),
+    (lambda s: s | {'a': s['a'][:1]}, "'a', 1 of 2 questions .*'q9'"),
     (
       lambda s: s | {'a': [s['a'][0], Question('q9', 'number 9', ('no',))]},
-      "'a' has the same ids with other texts or golden answers",
+      "'a', 0 of 2 questions .* other texts or golden answers",
     ),
   ],
 )

@@ -224,7 +224,7 @@ def test_broken_files_are_named(tmp_path):
   file = folder / 'model.safetensors'
   whole = file.read_bytes()
   for size, named in (
-    (-100, 'tensor .* truncated'),
+    (-100, 'truncated'),
     (300, 'truncated'),
     (4, 'truncated'),
   ):
@@ -336,7 +336,7 @@ base = memory.anonymous()
 # Broadcast numbers take no memory, so that making the file needs none.
 pretrained.save(f'{at}/a', cfg, decoder.nest(
   {p: np.broadcast_to(np.float32(0.5), s) for p, s in shapes.items()}),
-  max_shard_bytes=3e8)
+  max_shard_bytes=1e8)
 out = dict(bytes=4 * cfg.n_params)
 for name, mesh in ('one', None), ('mesh', sharding.make_mesh(1, 2, 4)):
   with memory.Peak() as m:
@@ -345,7 +345,7 @@ for name, mesh in ('one', None), ('mesh', sharding.make_mesh(1, 2, 4)):
              for s in x.addressable_shards)
   out[f'{name}_load'] = (m.peak - base - held) / largest
   with memory.Peak() as m:
-    pretrained.save(f'{at}/b', cfg, params, max_shard_bytes=3e8, overwrite=True)
+    pretrained.save(f'{at}/b', cfg, params, max_shard_bytes=1e8, overwrite=True)
   out[f'{name}_save'] = (m.peak - base - held) / largest
   del params
 print(json.dumps(out))
@@ -356,7 +356,10 @@ print(json.dumps(out))
   not pathlib.Path('/proc/self/smaps_rollup').exists(), reason='Linux only'
 )
 def test_host_memory_on_a_checkpoint_of_one_gigabyte(tmp_path):
-  """In units of the largest stacked parameter, beyond the parameters."""
+  """In units of the largest stacked parameter, beyond the parameters.
+
+  A save holds a file of 0.1 GB, and a tensor that it converts.
+  """
   try:
     out = subprocess.run(
       [sys.executable, '-c', MEMORY, str(tmp_path)],

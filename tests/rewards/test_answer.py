@@ -163,12 +163,6 @@ def test_parts_are_kept():
   }  # fmt: skip
 
 
-def test_without_an_environment_it_says_so():
-  config = ConfigDict({'r': dict(fn='answer.em', weight=1.0)})
-  with pytest.raises(core.RewardError, match='RewardContext.env'):
-    asyncio.run(core.combine(config, [(said(*GOOD),)], core.RewardContext()))
-
-
 def test_rewards_of_answers_say_that_they_need_them():
   needing = [answer.em, answer.f1, answer.sub_em, answer.search_r1_format]
   assert all(function.needs_answers for function in needing)
