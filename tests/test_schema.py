@@ -36,6 +36,7 @@ REFUSED = (
   ('rollout.refill', -1, 'at least 0'),
   ('rollout.max_staleness', -1, 'at least 0'),
   ('rollout.mismatch_alarm', -1.0, 'at least 0'),
+  ('checkpoint.keep', 0, 'at least 1'),
   ('env.real_searches', -2, '-1 for all'),
   ('eval.n', 0, 'at least 1'),
   ('eval.bootstrap', 0, 'at least 1'),

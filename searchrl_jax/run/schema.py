@@ -47,7 +47,8 @@ RANGES = (
     'source.k source.attempts rollout.questions rollout.group '
     'rollout.search_attempts batch.tokens batch.head_chunk algorithm.epochs '
     'engine.slots engine.chunk engine.prefill_rows engine.attempts '
-    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap',
+    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
+    'checkpoint.keep',
     lambda x: x >= 1,
     'at least 1',
   ),
