@@ -16,7 +16,6 @@ from rich import console
 from rich import text as rich_text
 
 from searchrl_jax import evaluate
-from searchrl_jax.learn import checks
 from searchrl_jax.rollout.chains import evaluation, rollout
 from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, command
@@ -111,10 +110,7 @@ def main():
 
 
 def evaluate_config():
-  config = _CONFIG.value
-  if config is None:
-    raise checks.ConfigError('set --workdir=RUN or --config=FILE')
-  config = config.copy_and_resolve_references()
+  config = _CONFIG.value.copy_and_resolve_references()
   config.eval.n = 1
   # There is one sequence at a time.
   config.engine.slots = config.engine.prefill_rows = 1
@@ -124,7 +120,5 @@ def evaluate_config():
 if __name__ == '__main__':
   _CONFIG, _WORKDIR = evaluate.define_config_and_workdir()
   _QUESTION = flags.DEFINE_string('question', '', 'The question.')
-  _CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', 'latest', 'latest, best, or a step'
-  )
+  _CHECKPOINT = command.define_checkpoint()
   command.run(main, positional=_QUESTION)

@@ -12,7 +12,7 @@ import traceback
 from typing import NoReturn
 
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from searchrl_jax.run import lookup, schema
 from searchrl_jax.run.signals import Stopped
@@ -20,7 +20,7 @@ from searchrl_jax.run.signals import Stopped
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
 
 
-def define_config(required: bool = True):
+def define_config():
   """Defines --config, and --data_dir, which `run` passes on."""
   define_data_dir()
   holder = config_flags.DEFINE_config_file(
@@ -30,8 +30,7 @@ def define_config(required: bool = True):
     "with --config.path.to.field=value. The file's docstring has the command, "
     'the run time and the expected numbers.',
   )
-  if required:
-    flags.mark_flag_as_required('config')
+  flags.mark_flag_as_required('config')
   return holder
 
 
@@ -51,6 +50,12 @@ def define_workdir(required: bool = True):
     'Run folder: config, metrics, trajectories, checkpoints. A run that is '
     'started again in the same folder resumes.',
     required=required,
+  )
+
+
+def define_checkpoint():
+  return flags.DEFINE_string(
+    'checkpoint', 'latest', 'Of --workdir: latest, best, or a step.'
   )
 
 
@@ -148,8 +153,3 @@ def is_user_error(error: BaseException) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     source = frame.f_globals['__name__']
   return isinstance(error, OSError) or source.split('.')[0] in _PACKAGES
-
-
-def to_dict(config: ConfigDict) -> dict:
-  """Returns the config as a dict that JSON can represent."""
-  return config.to_dict(preserve_field_references=False)
