@@ -43,6 +43,7 @@ REFUSED = (
   ('eval.questions', -1, 'at least 0'),
   ('eval.temperature', -1.0, 'at least 0'),
   ('eval.top_p', 0.0, 'above 0, at most 1'),
+  ('log.wandb', 'on', 'there are: disabled, offline, online'),
   ('eval.best_of', 'certanty', "did you mean 'certainty'"),
 )
 
