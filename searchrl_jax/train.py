@@ -44,15 +44,12 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
-  sets = (
-    data.load_sets(config.data.eval, config.data) if config.data.eval else {}
-  )
+  sets = config.data.eval and data.load_sets(config.data.eval, config.data)
   checks.check_rewards(config, stream.questions)
   tok = build.tokenizer(config, workdir)
   env = build.environment(config, tok)
-  checks.check_prompts(
-    env, [*stream.questions, *itertools.chain(*sets.values())]
-  )
+  questions = [*stream.questions, *itertools.chain(*sets.values())]
+  checks.check_prompts(env, questions)
 
   # Policy, reference and critic; the last checkpoint, or the start.
   mesh = build.mesh(config)

@@ -82,8 +82,6 @@ def _parse(argv):
     fail(f'{e} (--help lists the flags, --helpfull all of them)')
   except flags.Error as e:
     first, *more = str(e).strip().splitlines()
-    if first.endswith('must have a value other than None.'):
-      fail(f'{first.split("=")[0].removeprefix("flag ")} is missing')
     # The message of a config file that raises ends with a traceback.
     first = first.removesuffix('Error whilst parsing config file:')
     fail(first + (more[-1] if more else ''))
