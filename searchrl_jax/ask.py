@@ -7,6 +7,7 @@
 Without a question it reads questions from standard input, one per line.
 """
 
+import contextlib
 import re
 import sys
 import tempfile
@@ -51,10 +52,9 @@ def printer(tok, out: console.Console):
       out.print()
       for i, p in enumerate(event.passages, 1):
         title, body = printable(p.title), printable(p.text)
+        line = rich_text.Text(f'  [{i}] ', 'green').append(title, 'bold green')
         body = body if len(body) <= 300 else f'{body[:300]}...'
-        line = rich_text.Text(f'  [{i}] ', 'green')
-        line.append(title, 'bold green').append(f'  {body}', 'green')
-        out.print(line)
+        out.print(line.append(f'  {body}', 'green'))
       if event.text:
         out.print(rich_text.Text(f'  {printable(event.text)}', 'green'))
     elif isinstance(event, SearchError):
@@ -67,12 +67,10 @@ def main():
   config, workdir = evaluate_config(), _WORKDIR.value
   out = console.Console()
   show = lambda text, style: out.print(rich_text.Text(text, style))
-  with (
-    tempfile.TemporaryDirectory() as scratch,
-    evaluate.loaded(
-      config, workdir, workdir or scratch, _CHECKPOINT.value
-    ) as have,
-  ):
+  with contextlib.ExitStack() as stack:
+    folder = workdir or stack.enter_context(tempfile.TemporaryDirectory())
+    services = evaluate.loaded(config, workdir, folder, _CHECKPOINT.value)
+    have = stack.enter_context(services)
     env = build.environment(config, have.tok)
     given = _QUESTION.value
     if not given:

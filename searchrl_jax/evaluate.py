@@ -160,13 +160,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
 
 
 def evaluate(
-  config,
-  workdir: str,
-  out: str,
-  *,
-  which: str = 'latest',
-  with_controls: bool = False,
-  manifest: str = '',
+  config, workdir, out, *, which='latest', with_controls=False, manifest=''
 ) -> dict[str, float]:
   """Evaluates config.data.eval; returns scores and costs.
 
@@ -185,8 +179,7 @@ def evaluate(
   folder = pathlib.Path(out)
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),
-    f'--out={out} is the folder of a run, whose logs would be overwritten; '
-    'use another folder',
+    f'--out={out} is the folder of a run, which keeps its logs; use another',
   )
   wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
@@ -199,19 +192,16 @@ def evaluate(
   if with_controls:
     # Raises now if there are too few different answers.
     Shuffled(None, [q for qs in sets.values() for q in qs])
-  with (
-    loaded(config, workdir, out, which) as have,
-    Writer(out, config) as writer,
-  ):
+  services = loaded(config, workdir, out, which)
+  with services as have, Writer(out, config) as writer:
     if wanted:
       ledger.check_corpus(wanted, have.identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
     results = {name: evaluator.collect(0) for name, evaluator in runs.items()}
     values, seconds = {}, {}
-    for name, evaluation in results.items():
-      values |= dict(evaluation.values)
-      values |= dict(ledger.costs(evaluation, name))
-      seconds[f'{name}/cost/seconds'] = evaluation.seconds
+    for name, found in results.items():
+      values |= dict(found.values) | dict(ledger.costs(found, name))
+      seconds[f'{name}/cost/seconds'] = found.seconds
     writer.write(0, values | seconds)
     about, checkpoint = {}, config.train.init or config.model.path
     if workdir:
@@ -263,23 +253,21 @@ def show(values, out=None) -> None:
     rows['questions'] = [f'{figures[-1]:.0f}' for figures in counted]
     heads = [label.partition('/')[2] or 'all' for label in columns]
     _print(out, f'{evaluation} (95% bootstrap intervals)', heads, rows)
-  if costs:
-    rows = {
-      name.replace('_', ' '): [c.get(name, '') for c in costs.values()]
-      for name in dict.fromkeys(name for c in costs.values() for name in c)
-    }
-    _print(out, 'costs, as sums', costs, rows)
+  rows = {}
+  for name in dict.fromkeys(name for c in costs.values() for name in c):
+    rows[name.replace('_', ' ')] = [c.get(name, '') for c in costs.values()]
+  _print(out, 'costs, as sums', costs, rows)
 
 
 def _print(out, title: str, heads, rows) -> None:
-  """Prints a table of the rows that are not empty."""
-  shown = table.Table('', title=title)
-  for head in heads:
-    shown.add_column(head, justify='right')
+  """Prints the rows that are not empty as a table."""
+  heads = ['', *(table.Column(head, justify='right') for head in heads)]
+  shown = table.Table(*heads, title=title)
   for name, cells in rows.items():
     if any(cells):
       shown.add_row(name, *cells)
-  out.print(shown)
+  if shown.row_count:
+    out.print(shown)
 
 
 def _cell(figures) -> str:
@@ -344,8 +332,6 @@ if __name__ == '__main__':
     'Also evaluate without search, and with passages of other questions.',
   )
   _MANIFEST = flags.DEFINE_string(
-    'manifest',
-    '',
-    'A manifest.json of an evaluation: exactly its questions, on its corpus.',
+    'manifest', '', 'Of an evaluation: exactly its questions, on its corpus.'
   )
   command.run(main)

@@ -48,8 +48,8 @@ def load_config(workdir: str) -> ConfigDict:
   path = pathlib.Path(workdir) / 'config.json'
   lookup.require(
     path.exists(),
-    f'{path} does not exist: --workdir={workdir} is no run folder (give the '
-    'folder that train or sft wrote, or --config for a Hugging Face folder)',
+    f'--workdir={workdir} is no run folder: it has no config.json (a Hugging '
+    'Face folder is a field of --config)',
   )
   fields = filled(json.loads(path.read_text()), records.plain(schema.base()))
   config = ConfigDict(_tuples(fields))
@@ -100,9 +100,7 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   if config.train.init and start.exists():
     name = str(start)
   lookup.require(
-    name,
-    'config.model.tokenizer is empty: give a Hugging Face folder with a '
-    "tokenizer, 'world' or 'bpe'",
+    name, "config.model.tokenizer is empty: give a folder, 'world' or 'bpe'"
   )
   with records.explained(kept):
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -156,8 +154,7 @@ def local(path: str, field: str = 'config.model.path') -> str:
   except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
     raise ConfigError(
       f'{field}={path!r} is no folder here and could not be fetched from the '
-      f'hub ({type(e).__name__}: {e}); give a local folder, point HF_ENDPOINT '
-      'at a mirror, or HF_HOME at a cache that has it'
+      f'hub ({e}); HF_ENDPOINT names a mirror, HF_HOME a cache'
     ) from e
 
 
@@ -167,11 +164,7 @@ def model_config(config: ConfigDict, vocab_size: int):
   if config.model.path:
     cfg = pretrained.read_config(local(config.model.path), **flags)
   else:
-    lookup.require(
-      config.model.arch,
-      'config.model needs a path (a Hugging Face folder) or an arch '
-      '(fields of a Hugging Face config.json)',
-    )
+    lookup.require(config.model.arch, 'config.model needs a path or an arch')
     arch = {'vocab_size': vocab_size} | config.model.arch.to_dict()
     cfg = pretrained.decoder_config(arch, **flags)
   lookup.require(
@@ -193,17 +186,13 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
     lookup.require(
       folder.is_dir() and not (folder / 'environment.json').exists(),
       f'config.train.init={init!r}: no such folder, or a run without a '
-      'checkpoint; give the run folder of a warm start that has finished, or a '
-      'Hugging Face folder',
+      'checkpoint; give a run that has finished, or a Hugging Face folder',
     )
   if init or config.model.path:
     return pretrained.load(init or local(config.model.path), mesh, cfg=cfg)[1]
-  fresh = functools.partial(
-    decoder.init_params,
-    cfg,
-    scale=config.model.init_scale,
-    embed_scale=config.model.embed_scale,
-  )
+  c = config.model
+  scales = {'scale': c.init_scale, 'embed_scale': c.embed_scale}
+  fresh = functools.partial(decoder.init_params, cfg, **scales)
   out = decoder.param_shardings(cfg, mesh)
   return jax.jit(fresh, out_shardings=out)(jax.random.key(config.seed))
 
@@ -222,11 +211,10 @@ def restore_params(config, workdir: str, cfg, mesh, which='latest') -> dict:
   """
   # Arrays of the same shapes can still be of another model (rope_theta).
   model = dataclasses.asdict(cfg)
+  model = {k: v for k, v in model.items() if k not in _COMPUTED}
+  like = {'state': {'params': shapes(cfg, mesh)}}
   restored = saver(config, workdir).restore(
-    {'state': {'params': shapes(cfg, mesh)}},
-    which,
-    fingerprint={k: v for k, v in model.items() if k not in _COMPUTED},
-    partial=True,
+    like, which, fingerprint=model, partial=True
   )
   return restored.state['state']['params']
 
@@ -237,11 +225,10 @@ def shapes(cfg, mesh, model=decoder) -> dict:
   model: the module that has their table, `decoder` or `critic`.
   """
   shardings = decoder.flatten(model.param_shardings(cfg, mesh))
+  shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+  table = {k: size for k, (size, _) in model.param_table(cfg).items()}
   return decoder.nest(
-    {
-      path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
-      for path, (shape, _) in model.param_table(cfg).items()
-    }
+    {k: shape(size, sharding=shardings[k]) for k, size in table.items()}
   )
 
 
@@ -261,20 +248,17 @@ def check_environment(config: ConfigDict, *templates: str) -> None:
       is not in config.tools.
   """
   _environment(config)
-  for name in config.tools:
-    lookup.require(
-      name != SEARCH,
-      f'config.tools.{name}: that is config.source; choose another name',
-    )
-    _maker(config.tools[name], f'config.tools.{name}')
+  for name, fields in config.tools.items():
+    where = f'config.tools.{name}'
+    lookup.require(name != SEARCH, f'{where}: that is config.source')
+    _maker(fields, where)
   for path in templates or (config.env.template,):
     for kind in prompts.load(path).kinds.values():
       lookup.require(
         kind.tool in ('', SEARCH, *config.tools),
         f'the block {kind.name!r} of template {path!r} calls the tool '
-        f'{kind.tool!r}, and config.tools has '
-        f'{", ".join(map(repr, config.tools)) or "none"}: set config.tools.'
-        f'{kind.tool} = dict(module=...), or use another template',
+        f'{kind.tool!r}, and config.tools has {[*config.tools]}: set '
+        f'config.tools.{kind.tool} = dict(module=...), or another template',
       )
 
 
@@ -338,13 +322,9 @@ def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
   """
   fields = config.source.copy_and_resolve_references()
   fields.url = url
-  made = {
-    SEARCH: _maker(fields, 'config.source')(
-      fields,
-      seed=config.seed,
-      writer=lambda: simulator(config, engine, tok, mesh, workdir),
-    )
-  }
+  writer = functools.partial(simulator, config, engine, tok, mesh, workdir)
+  make = _maker(fields, 'config.source')
+  made = {SEARCH: make(fields, seed=config.seed, writer=writer)}
   for name, fields in config.tools.items():
     where = f'config.tools.{name}'
     try:
@@ -416,8 +396,8 @@ def corpus(config: ConfigDict, workdir: str) -> str:
   if config.source.corpus != 'world':
     lookup.require(
       config.source.corpus,
-      'config.source.url and config.source.corpus are both empty: give the '
-      'URL of a retrieval server, or a corpus to start one on',
+      'config.source.url and config.source.corpus are both empty: give the URL '
+      'of a retrieval server, or a corpus to start one on',
     )
     return data.resolve(config.source.corpus, config.data)
   made, seed = world(config), config.data.world_seed

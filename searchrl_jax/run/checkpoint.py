@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from searchrl_jax.run import records
+from searchrl_jax.run import lookup, records
 from searchrl_jax.run.writer import differences
 
 FORMAT = 2  # version of the content of `meta` and of the names of leaves
@@ -96,29 +96,21 @@ class Checkpointer:
     Raises:
       CheckpointError: it is absent, unreadable or of another format version.
     """
-    file = self._path(step) / 'meta' / 'meta.json'
+    file = self._meta(step)
     try:
       meta = json.loads(file.read_text())
     except (OSError, ValueError) as e:
-      raise CheckpointError(
-        f'{file}: cannot be read ({e}); there are steps {self.steps()}'
-      ) from e
-    if meta.get('format') != FORMAT:
-      raise CheckpointError(
-        f'{file}: format version {meta.get("format")}; this code reads {FORMAT}'
-      )
+      raise CheckpointError(f'{file}: cannot be read ({e})') from e
+    version = meta.get('format')
+    lookup.require(
+      version == FORMAT,
+      f'{file}: format version {version}; this code reads {FORMAT}',
+      CheckpointError,
+    )
     return meta
 
   def save(
-    self,
-    step: int,
-    state,
-    *,
-    extras: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    fingerprint: Mapping[str, Any],
-    arrays: Mapping[str, np.ndarray] | None = None,
-    split: tuple[str, ...] = (),
+    self, step, state, *, extras, metrics, fingerprint, arrays=None, split=()
   ) -> None:
     """Writes one step, then deletes steps that are not kept.
 
@@ -150,12 +142,8 @@ class Checkpointer:
       'arrays': {k: [key, *_describe(v)] for k, (key, v) in more.items()},
     }
     item = {k: v for k, v in (leaves | dict(more.values())).items() if v.size}
-    save_args = {
-      k: ocp.SaveArgs(
-        chunk_byte_size=_CHUNK, shard_axes=(0,) * k.startswith(split)
-      )
-      for k in item
-    }
+    chunks = functools.partial(ocp.SaveArgs, chunk_byte_size=_CHUNK)
+    save_args = {k: chunks(shard_axes=(0,) * k.startswith(split)) for k in item}
     args = ocp.args.Composite(
       arrays=ocp.args.PyTreeSave(item, save_args=save_args),
       meta=ocp.args.JsonSave(meta),
@@ -181,14 +169,11 @@ class Checkpointer:
       kept |= {self.best()} if self.best_metric else set()
       self.delete([s for s in self.steps() if s not in kept])
 
-  def amend(
-    self, step: int, metrics: Mapping[str, float], **extras: Any
-  ) -> None:
+  def amend(self, step: int, metrics: Mapping[str, float], **extras) -> None:
     """Replaces the metrics and some extras of a step, atomically."""
     meta = self.meta(step) | {'metrics': metrics}
     meta['extras'] |= extras
-    file = self._path(step) / 'meta' / 'meta.json'
-    records.write_text(file, json.dumps(meta))
+    records.write_text(self._meta(step), json.dumps(meta))
 
   def delete(self, steps: Iterable[int]) -> None:
     """Removes checkpoints, each atomically."""
@@ -198,12 +183,7 @@ class Checkpointer:
     self._clean()
 
   def restore(
-    self,
-    target,
-    step: int | str,
-    *,
-    fingerprint: Mapping[str, Any] | None,
-    partial: bool = False,
+    self, target, step: int | str, *, fingerprint, partial: bool = False
   ) -> Restored:
     """Reads a step into the structure, types and shardings of `target`.
 
@@ -258,6 +238,9 @@ class Checkpointer:
   def _path(self, step: int) -> pathlib.Path:
     return self.folder / f'{step:08d}'
 
+  def _meta(self, step: int) -> pathlib.Path:
+    return self._path(step) / 'meta' / 'meta.json'
+
   def resolve(self, step: int | str) -> int:
     """The step that an int, its digits, 'latest' or 'best' names.
 
@@ -266,12 +249,13 @@ class Checkpointer:
     """
     named = {'latest': self.latest, 'best': self.best}
     found = named[step]() if step in named else step
-    if str(found) not in map(str, self.steps()):
-      what = f' with metric {self.best_metric!r}' if step == 'best' else ''
-      raise CheckpointError(
-        f'no checkpoint {step!r}{what} in {self.folder}; there are steps '
-        f'{self.steps()}'
-      )
+    what = f' with metric {self.best_metric!r}' if step == 'best' else ''
+    lookup.require(
+      str(found) in map(str, self.steps()),
+      f'no checkpoint {step!r}{what} in {self.folder}; there are steps '
+      f'{self.steps()}',
+      CheckpointError,
+    )
     return int(found)
 
   def _clean(self, ignore_errors: bool = False) -> None:
@@ -329,23 +313,20 @@ def _restore_args(x) -> ocp.RestoreArgs:
 
 
 def _empty(x):
-  value = np.zeros(x.shape, x.dtype)
-  return (
-    value if isinstance(x, np.ndarray) else jax.device_put(value, _where(x))
-  )
+  new = np.zeros(x.shape, x.dtype)
+  return new if isinstance(x, np.ndarray) else jax.device_put(new, _where(x))
 
 
 def _compare(path, saved: dict, ours: dict, partial: bool) -> None:
   """Raises CheckpointError naming what differs."""
   if partial:
     saved = {k: v for k, v in saved.items() if k in ours}
-  found = differences(saved, json.loads(json.dumps(ours)))
-  lines = [
-    f'{k}: {"absent" if a is None else repr(a)} there, '
-    f'{"absent" if b is None else repr(b)} here'
-    for k, (a, b) in found.items()
-  ]
-  if lines:
-    raise CheckpointError(
-      f'{path} belongs to another model or config: {"; ".join(lines[:9])}'
-    )
+  found = differences(saved, json.loads(json.dumps(ours))).items()
+  show = lambda value: 'absent' if value is None else repr(value)
+  lines = [f'{k}: {show(a)} there, {show(b)} here' for k, (a, b) in found]
+  text = '; '.join(lines[:9])
+  lookup.require(
+    not lines,
+    f'{path} belongs to another model or config: {text}',
+    CheckpointError,
+  )

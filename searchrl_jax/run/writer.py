@@ -34,7 +34,6 @@ import sys
 import time
 from typing import Any, TextIO
 
-from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.run import records, trackers
@@ -60,16 +59,7 @@ _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 class Writer:
   """Writes everything that a run stores but checkpoints; a context manager."""
 
-  def __init__(
-    self,
-    folder: os.PathLike | str,
-    config: ConfigDict,
-    *,
-    step: int = 0,
-    steps: int = 0,
-    about: Mapping[str, Any] | None = None,
-    out: TextIO | None = None,
-  ):
+  def __init__(self, folder, config, *, step=0, steps=0, about=None, out=None):
     """Opens or creates the folder.
 
     Args:
@@ -159,13 +149,10 @@ class Writer:
     step: int,
     groups: Sequence[Group],
     rewards: Rewards | None = None,
-    *,
-    kept: Sequence[bool] | None = None,
-    advantages: Sequence | None = None,
-    trainer_logps: Sequence[np.ndarray] | None = None,
     name: str = 'trajectories',
     part: str = '',
     every: int = 1,
+    **columns: Sequence | None,
   ) -> None:
     """Starts writing the trajectories, in order, to the step's file.
 
@@ -173,12 +160,11 @@ class Writer:
       step: training step.
       groups: B trajectories in total.
       rewards: their rewards, if any.
-      kept: bool [B], whether the step trained on each; None = no training.
-      advantages: [B], or B arrays [n], if any.
-      trainer_logps: B arrays [n], if the trainer scored them.
       name: subfolder; evaluations use their own.
       part: suffix of the file, for a step that writes several.
       every: writes only steps that this divides; 0 = never.
+      **columns: B values each, or None, of `records.Record`: kept, advantages
+        and trainer_logps.
 
     Raises:
       RunError: the previous trajectories could not be written.
@@ -186,9 +172,6 @@ class Writer:
     self.flush()
     if not every or step % every:
       return
-    columns = dict(
-      kept=kept, advantages=advantages, trainer_logps=trainer_logps
-    )
     rows = []
     for i, t in enumerate(t for group in groups for t in group):
       row = {k: v[i] for k, v in columns.items() if v is not None}

@@ -347,7 +347,7 @@ def test_a_tool_that_is_not_configured_is_refused(tmp_path):
   with pytest.raises(
     ConfigError,
     match=r"block 'calculate' of template .*calc.json' calls the tool "
-    r"'calculator', and config.tools has none: set config.tools.calculator",
+    r"'calculator', and config.tools has \[\]: set config.tools.calculator",
   ):
     build.check_environment(config(tmp_path, tools=False))
 
