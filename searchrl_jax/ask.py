@@ -64,10 +64,13 @@ def printer(tok, out: console.Console):
 
 
 def main():
-  config, workdir = evaluate_config(), _WORKDIR.value
+  config = _CONFIG.value.copy_and_resolve_references()
+  # There is one sequence at a time.
+  config.eval.n = config.engine.slots = config.engine.prefill_rows = 1
   out = console.Console()
   show = lambda text, style: out.print(rich_text.Text(text, style))
   with contextlib.ExitStack() as stack:
+    workdir = _WORKDIR.value
     folder = workdir or stack.enter_context(tempfile.TemporaryDirectory())
     services = evaluate.loaded(config, workdir, folder, _CHECKPOINT.value)
     have = stack.enter_context(services)
@@ -81,8 +84,9 @@ def main():
         continue
       messages = ({'role': 'user', 'content': text},)
       show(f'\n{text}', 'bold')
+      question = Question(f'ask-{n}', text, messages=messages)
       result = rollout(
-        [Question(f'ask-{n}', text, messages=messages)],
+        [question],
         env=env,
         engine=have.engine,
         source=have.source,
@@ -100,19 +104,8 @@ def main():
         show(f'\n{e}', 'bold red')
         continue
       answer = env.answer(group[0])
-      out.print()
-      if answer:
-        show(f'answer: {answer}', 'bold yellow')
-      else:
-        show(f'no answer ({group[0].end})', 'bold red')
-
-
-def evaluate_config():
-  config = _CONFIG.value.copy_and_resolve_references()
-  config.eval.n = 1
-  # There is one sequence at a time.
-  config.engine.slots = config.engine.prefill_rows = 1
-  return config
+      missing = f'no answer ({group[0].end})'
+      show(f'\nanswer: {answer}' if answer else f'\n{missing}', 'bold yellow')
 
 
 if __name__ == '__main__':

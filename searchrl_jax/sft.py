@@ -84,9 +84,9 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
     ids = np.asarray(env.tokenizer.encode_parts(parts), np.int32)
     if len(ids) > env.config.max_tokens:
       return None
-    text = types.Segment(ids, 'teacher', 'other', train=True)
+    whole = (types.Segment(ids, 'teacher', 'other', train=True),)
     nobody = types.Question('text', '')
-    return types.Trajectory(nobody, (text,), (), 'answer', sample)
+    return types.Trajectory(nobody, whole, (), 'answer', sample)
   state, action = env.reset(trace.question)
   for parts, passages in turns(trace, env.template, recall):
     if isinstance(action, Done):
@@ -102,12 +102,11 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
     version = np.zeros(len(ids), np.int32)
     state, action = env.step(state, Completion(ids, nothing, 'eos', version))
     if passages is not None and not isinstance(action, Done):
-      lookup.require(
-        isinstance(action, Search),
-        f'trace of {trace.question.id}: passages after {text!r}, which the '
-        'environment does not take for a search',
-        ValueError,
-      )
+      if not isinstance(action, Search):
+        raise ValueError(
+          f'trace of {trace.question.id}: passages after {text!r}, which the '
+          'environment does not take for a search'
+        )
       # What a trace reads: passages, or the text of a tool.
       text = ''.join(x for x in passages if isinstance(x, str))
       found = () if text else tuple(passages)
@@ -257,8 +256,8 @@ def check(config) -> None:
   build.check_environment(config)
   lookup.require(
     config.source.module != simulated.SIMULATED,
-    "config.source.module='simulated' in a warm start, whose traces read "
-    'what a search finds: give --config.source.module=service',
+    "config.source.module='simulated': a warm start reads real passages; give "
+    '--config.source.module=service',
   )
   c = config.sft
   lookup.require(

@@ -73,15 +73,12 @@ def joined(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
   last = segments[-1] if segments else None
   if last is None or any(getattr(last, f) != getattr(new, f) for f in same):
     return (*segments, new)
-
-  def both(field):
-    a, b = getattr(last, field), getattr(new, field)
-    return None if a is None else np.concatenate([a, b])
-
-  whole = dataclasses.replace(
-    last, ids=both('ids'), logps=both('logps'), versions=both('versions')
-  )
-  return (*segments[:-1], whole)
+  whole = {
+    f: np.concatenate([getattr(last, f), getattr(new, f)])
+    for f in ('ids', 'logps', 'versions')
+    if getattr(last, f) is not None
+  }
+  return (*segments[:-1], dataclasses.replace(last, **whole))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ import pathlib
 import re
 import shutil
 import tempfile
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +50,8 @@ def load_config(workdir: str) -> ConfigDict:
     f'--workdir={workdir} is no run folder: it has no config.json (a Hugging '
     'Face folder is a field of --config)',
   )
-  fields = filled(json.loads(path.read_text()), records.plain(schema.base()))
-  config = ConfigDict(_tuples(fields))
+  fields = json.loads(path.read_text(), object_hook=_tuples)
+  config = ConfigDict(filled(fields, schema.base().to_dict()))
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.
@@ -70,11 +69,9 @@ def filled(fields: Mapping, neutral: Mapping) -> dict:
   return {**neutral, **fields, **parts}
 
 
-def _tuples(value: Any) -> Any:
-  """JSON with tuples for its lists, as configs write them."""
-  if isinstance(value, dict):
-    return {k: _tuples(v) for k, v in value.items()}
-  return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _tuples(fields: dict) -> dict:
+  """An object of JSON with tuples for its lists, as configs write them."""
+  return {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
 
 
 def mesh(config: ConfigDict):

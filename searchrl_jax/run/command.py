@@ -90,7 +90,7 @@ def _parse(argv):
     text = str(e.args[0] if e.args else e).replace('\\n', ' ')
     text = ' '.join(text.split()).replace("\\'", "'").strip('"\'')
     for name, new in schema.RENAMED.items():
-      if any(arg.startswith(f'--config.{name}') for arg in argv):
+      if f'--config.{name}' in ' '.join(argv):
         fail(f'config.{name} has been renamed: use config.{new}')
     fail(f'a --config.* flag names no field of the config: {text}')
   except (ValueError, TypeError, OSError) as e:

@@ -7,6 +7,7 @@ experiments/ssp/train.py) trains one step and calls `end_step`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from typing import Any
@@ -218,14 +219,11 @@ class Session:
       SyncError: the engine does not hold them.
     """
     with self.writer.timer('sync'):
+      params, limit = self.trained.params, self.config.engine.canary_tolerance
+      logps = functools.partial(self._logps, params)
       self._report = self.signals.finish(
         sync.sync_and_verify(
-          self.engine,
-          self.trained.params,
-          self.step,
-          self._canary,
-          lambda ids: self._logps(self.trained.params, ids),
-          self.config.engine.canary_tolerance,
+          self.engine, params, self.step, self._canary, logps, limit
         )
       )
 
@@ -344,8 +342,7 @@ class Session:
     return Mismatch(
       f'step {self.step - 1}: log-probs of trainer and engine differ by '
       f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
-      'Raise the alarm (0 = none) to continue, or start again with a lower '
-      'rollout.max_staleness, or one dtype for model and engine'
+      'Raise the alarm, lower max_staleness, or use one dtype for both'
     )
 
   def save(self) -> None:
@@ -358,18 +355,15 @@ class Session:
     if self.step in self._saver.steps():
       write_aside(self._aside, self.step, unused)
       return
+    extras = {name: state.state() for name, state in self._states.items()}
+    extras |= {'served': self._identity, 'version': self.step}
     with self.writer.timer('checkpoint'):
       self.writer.flush()
       self._saver.save(
         self.step,
         self.trained.tree(),
         metrics=self.metrics,
-        extras={
-          **{name: state.state() for name, state in self._states.items()},
-          'served': self._identity,
-          'version': self.step,
-          'evaluation_owed': self._owed,
-        },
+        extras=extras | {'evaluation_owed': self._owed},
         arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
       )

@@ -32,7 +32,7 @@ import shlex
 import subprocess
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +84,14 @@ class Writer:
     self._metrics = self.folder / 'metrics.jsonl'
     with contextlib.ExitStack() as stack, records.explained(self.folder):
       self.folder.mkdir(parents=True, exist_ok=True)
-      self._lock(stack.enter_context(open(self.folder / '.lock', 'w')))
+      lock = stack.enter_context(open(self.folder / '.lock', 'w'))
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise records.RunError(
+          f'{self.folder} is in use by another process; end it, or choose '
+          'another --workdir'
+        ) from error
       changed = self._write_config(config)
       path, starts = self.folder / 'environment.json', []
       if path.exists():
@@ -97,15 +104,6 @@ class Writer:
       self._thread = futures.ThreadPoolExecutor(1, 'writer')
       stack.callback(self._thread.shutdown)
       self._stack = stack.pop_all()
-
-  def _lock(self, file: TextIO) -> None:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise records.RunError(
-        f'{self.folder} is in use by another process; end it, or choose '
-        'another --workdir'
-      ) from error
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Writes one step's metrics.
