@@ -132,17 +132,15 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   with build.retrieval(config, out) as url, Loop() as loop:
     engine = build.engine(config, cfg, params, tok, mesh, out)
     loop.at_exit(engine.shutdown)
-    source = build.source(config, url, lambda: engine, tok, mesh, out)
-    loop.at_exit(source.close)
     judge = judges.make(config)
     if judge:
-      loop.at_exit(judge.close)
-      loop.run(judge.check())
+      loop.open(judge)
     messages = ({'role': 'user', 'content': 'who ?'},)
     question = Question('canary', 'who ?', messages=messages)
     canary = sync.canary_ids(build.environment(config, tok), [question])
     loop.run(build.first_weights(config, engine, cfg, params, mesh, canary))
-    served = loop.run(source.check())
+    source = build.source(config, url, lambda: engine, tok, mesh, out)
+    identity = dict(loop.open(source).get('identity') or {})
     scorer = None
     if config.eval.best_of or config.env.search_when == 'entropy':
       longest = config.env.max_tokens
@@ -155,7 +153,6 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         lengths=[n for n in config.batch.lengths if n < longest] + [longest],
         head_chunk=config.batch.head_chunk,
       )
-    identity = dict(served.get('identity') or {})
     yield Loaded(tok, engine, source, loop.run, identity, scorer, judge)
 
 

@@ -188,7 +188,19 @@ def sft(config, workdir: str) -> dict[str, float]:
     NonFinite: the loss is not finite; the batch is in the run folder.
     Stopped: by a signal; the run is saved.
   """
-  check(config)
+  schema.check(config)
+  checks.check_engine(config)
+  build.check_environment(config)
+  c = config.sft
+  lookup.require(
+    config.source.module != simulated.SIMULATED,
+    "config.source.module='simulated': a warm start reads real passages; give "
+    '--config.source.module=service',
+  )
+  lookup.require(
+    c.schedule == 'constant' or c.warmup < c.steps,
+    f'config.sft.warmup={c.warmup} has to be below config.sft.steps={c.steps}',
+  )
   tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
@@ -202,7 +214,6 @@ def sft(config, workdir: str) -> dict[str, float]:
 
   mesh = build.mesh(config)
   cfg = build.model_config(config, tok.vocab_size)
-  c = config.sft
   supervised = own_optim(config, c), c.steps
   learner = Learner(config, cfg, mesh, supervised=supervised)
   lengths = np.array([len(t) for t in trajectories])
@@ -243,28 +254,6 @@ def sft(config, workdir: str) -> dict[str, float]:
         **(shown if run.step % max(c.steps // 50, 1) == 0 else {}),
       )
   return run.metrics
-
-
-def check(config) -> None:
-  """Refuses a config that a warm start cannot use.
-
-  Raises:
-    ConfigError: names the field and the fix.
-  """
-  schema.check(config)
-  checks.check_engine(config)
-  build.check_environment(config)
-  lookup.require(
-    config.source.module != simulated.SIMULATED,
-    "config.source.module='simulated': a warm start reads real passages; give "
-    '--config.source.module=service',
-  )
-  c = config.sft
-  lookup.require(
-    c.schedule == 'constant' or c.warmup < c.steps,
-    f'config.sft.warmup={c.warmup} updates must be fewer than '
-    f'config.sft.steps={c.steps}',
-  )
 
 
 def main():

@@ -30,14 +30,12 @@ def state(seed=0, dtype=jnp.float32):
     'layers': {
       'q': jax.random.normal(keys[1], (4, 8, 4, 2), jnp.bfloat16),
       'o': jax.random.normal(keys[2], (4, 8, 8), dtype),
-      'none': jnp.zeros((0, 3), dtype),
     },
   }
   tx = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.masked(
-      optax.adamw(1e-3),
-      {'embed': True, 'layers': {'q': True, 'o': False, 'none': True}},
+      optax.adamw(1e-3), {'embed': True, 'layers': {'q': True, 'o': False}}
     ),
   )
   opt = tx.init(params)

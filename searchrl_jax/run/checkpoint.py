@@ -118,7 +118,7 @@ class Checkpointer:
 
     Args:
       step: which has no checkpoint yet.
-      state: a pytree of arrays (params, opt_state, step).
+      state: a pytree of arrays with elements (params, opt_state, step).
       extras: JSON (data cursor, random seeds, pools, weights version).
       metrics: of the last evaluation; they determine the best step.
       fingerprint: JSON that must be equal in a run that restores this step.
@@ -131,6 +131,7 @@ class Checkpointer:
       CheckpointError: writing failed; earlier checkpoints are intact.
     """
     path, leaves = self._path(step), _leaves(state)
+    # An array without elements is not stored.
     more = {k: (f'extra.{_safe(k)}', v) for k, v in (arrays or {}).items()}
     meta = {
       'format': FORMAT,
@@ -141,7 +142,7 @@ class Checkpointer:
       'tree': {k: _describe(v) for k, v in leaves.items()},
       'arrays': {k: [key, *_describe(v)] for k, (key, v) in more.items()},
     }
-    item = {k: v for k, v in (leaves | dict(more.values())).items() if v.size}
+    item = leaves | {key: v for key, v in more.values() if v.size}
     chunks = functools.partial(ocp.SaveArgs, chunk_byte_size=_CHUNK)
     save_args = {k: chunks(shard_axes=(0,) * k.startswith(split)) for k in item}
     args = ocp.args.Composite(
@@ -209,7 +210,7 @@ class Checkpointer:
       name: (key, np.zeros(shape, dtype))
       for name, (key, shape, dtype) in meta['arrays'].items()
     }
-    item = {k: v for k, v in (leaves | dict(more.values())).items() if v.size}
+    item = leaves | {key: v for key, v in more.values() if v.size}
     args = ocp.args.PyTreeRestore(
       item=item,
       restore_args={k: _restore_args(v) for k, v in item.items()},
@@ -225,8 +226,7 @@ class Checkpointer:
         f'steps {self.steps()}. If it is damaged, remove it to resume from an '
         'earlier one'
       ) from e
-    # An array without elements is not stored.
-    flat = [found[k] if k in found else _empty(v) for k, v in leaves.items()]
+    flat = [found[name] for name in leaves]
     return Restored(
       step=step,
       state=jax.tree.unflatten(jax.tree.structure(target), flat),
@@ -296,25 +296,13 @@ def _describe(x) -> list:
   return [list(x.shape), str(np.dtype(x.dtype))]
 
 
-def _where(x):
-  """The sharding of an array on devices, or of its shape."""
-  return x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
 def _restore_args(x) -> ocp.RestoreArgs:
   if isinstance(x, np.ndarray):
     return ocp.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype)
+  where = x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
   return ocp.ArrayRestoreArgs(
-    restore_type=jax.Array,
-    dtype=x.dtype,
-    sharding=_where(x),
-    global_shape=x.shape,
+    restore_type=jax.Array, dtype=x.dtype, sharding=where, global_shape=x.shape
   )
-
-
-def _empty(x):
-  new = np.zeros(x.shape, x.dtype)
-  return new if isinstance(x, np.ndarray) else jax.device_put(new, _where(x))
 
 
 def _compare(path, saved: dict, ours: dict, partial: bool) -> None:

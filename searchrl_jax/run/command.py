@@ -27,8 +27,7 @@ def define_config():
     'config',
     None,
     'Config file and its argument: configs/NAME.py:arg=value,...; set a field '
-    "with --config.path.to.field=value. The file's docstring has the command, "
-    'the run time and the expected numbers.',
+    'with --config.path.to.field=value. The docstring has the command.',
   )
   flags.mark_flag_as_required('config')
   return holder
@@ -38,8 +37,7 @@ def define_data_dir():
   return flags.DEFINE_string(
     'data_dir',
     '',
-    'Folder of the data files that a config names; the same as SEARCHRL_DATA. '
-    'config.data.dir takes precedence.',
+    'Folder of data files: SEARCHRL_DATA, unless config.data.dir.',
   )
 
 
@@ -47,8 +45,7 @@ def define_workdir(required: bool = True):
   return flags.DEFINE_string(
     'workdir',
     None,
-    'Run folder: config, metrics, trajectories, checkpoints. A run that is '
-    'started again in the same folder resumes.',
+    'Run folder. A run that is started again in the same folder resumes.',
     required=required,
   )
 

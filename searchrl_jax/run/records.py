@@ -71,8 +71,7 @@ def explained(path: os.PathLike | str) -> Iterator[None]:
   except OSError as error:
     raise RunError(
       f'{path} cannot be written: {error.strerror or error}. Free disk space '
-      'or correct the permissions, then start the run again: it resumes from '
-      'its last checkpoint'
+      'or correct the permissions; the run resumes from its last checkpoint'
     ) from error
 
 
@@ -266,12 +265,10 @@ def _segments(record: Record, name: str) -> list[dict[str, Any]] | None:
   for s in segments:
     fields = dict.fromkeys(_TOKENS) | vars(s)
     part = slice(at, at := at + len(s.ids))
-    if trained and s.train:
-      if record.trainer_logps is not None:
-        fields['trainer_logps'] = record.trainer_logps[part]
-      if record.advantages is not None:
-        x = np.asarray(record.advantages)
-        fields['advantages'] = x[part] if x.ndim else np.full(len(s.ids), x)
+    for column in _TRAINER if trained and s.train else ():
+      x = getattr(record, column)
+      if x is not None:
+        fields[column] = x[part] if np.ndim(x) else np.full(len(s.ids), x)
     out.append(fields)
   return out
 
@@ -282,9 +279,8 @@ def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
   columns = {k: pa.array([s[k] for s in flat], v) for k, v in _SEGMENT.items()}
   for name in _TOKENS:
     parts = [s[name] for s in flat]
-    dtype = np.float32 if exact and name in _LOGPS else np.float16
-    if name in ('ids', 'versions'):
-      dtype = np.int32
+    dtype: type = np.float32 if exact and name in _LOGPS else np.float16
+    dtype = np.int32 if name in ('ids', 'versions') else dtype
     known = [p for p in parts if p is not None]
     values = np.concatenate([np.zeros(0, dtype), *known])
     if dtype == np.float16:  # a sum of rewards may be outside its range
@@ -320,9 +316,8 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
     files = [source] if source.is_file() else [*source.glob('step_*.parquet')]
     if not files:
       raise RunError(
-        f'{source} holds no trajectories. `train` writes them to '
-        'RUN/trajectories every config.log.trajectories_every steps, '
-        '`evaluate` writes them to OUT/eval'
+        f'{source} holds no trajectories; they are in RUN/trajectories (see '
+        'config.log.trajectories_every) and, of an evaluation, in OUT/eval'
       )
   for file in sorted(files):
     try:

@@ -120,8 +120,8 @@ class Session:
       if self._unused is not None:  # there are rollouts, which search
         retrieval = build.retrieval(self.config, str(self.workdir))
         self.url = stack.enter_context(retrieval)
-      limits = {'step': self.step, 'steps': self._steps}
-      writer = Writer(self.workdir, self.config, about=self._about, **limits)
+      about = {'step': self.step, 'steps': self._steps, 'about': self._about}
+      writer = Writer(self.workdir, self.config, **about)
       self.writer = stack.enter_context(writer)
       stack.enter_context(self.signals)
       self._stack = stack.pop_all()
@@ -142,8 +142,7 @@ class Session:
     self.source = build.source(
       self.config, self.url, engine, tok, self.mesh, folder
     )
-    self.signals.at_exit(self.source.close)
-    served = self.signals.finish(self.source.check()).get('identity', {})
+    served = self.signals.open(self.source).get('identity', {})
     require_same(self._identity, served)
     self._identity = served
     return self.source
@@ -154,8 +153,7 @@ class Session:
     service: has awaitable `check` and `close`; None: there is none.
     """
     if service:
-      self.signals.at_exit(service.close)
-      self.signals.finish(service.check())
+      self.signals.open(service)
     return service
 
   def open_engine(
@@ -170,20 +168,18 @@ class Session:
       folder: below the run folder, for the logs of a further engine.
     """
     weights = self.trained.params if params is None else params
+    config, cfg, mesh = self.config, self.cfg, self.mesh
     folder = str(self.workdir / folder)
-    engine = build.engine(
-      self.config, self.cfg, weights, tok, self.mesh, folder
-    )
+    engine = build.engine(config, cfg, weights, tok, mesh, folder)
     self.signals.at_exit(engine.shutdown)
     self._engines.append(engine)
     if params is None:
       self.engine, self._canary = engine, canary
-      self._logps = sync.forward_logps(self.cfg, self.mesh)
+      self._logps = sync.forward_logps(cfg, mesh)
     else:
-      first = build.first_weights(
-        self.config, engine, self.cfg, params, self.mesh, canary
+      self.signals.finish(
+        build.first_weights(config, engine, cfg, params, mesh, canary)
       )
-      self.signals.finish(first)
     return engine
 
   # The steps.

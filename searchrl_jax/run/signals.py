@@ -56,6 +56,11 @@ class Loop:
     """Calls and awaits `function` at the end; the last one is first."""
     self._last.append(function)
 
+  def open(self, service):
+    """Checks a service (a source, a judge), and closes it at the end."""
+    self.at_exit(service.close)
+    return self.finish(service.check())
+
   def start(self, coroutine: Coroutine) -> futures.Future:
     """Starts a coroutine; the future gets its result or error."""
     return asyncio.run_coroutine_threadsafe(_guarded(coroutine), self._loop)
@@ -84,16 +89,16 @@ class Loop:
     for task in others:
       task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    errors = []
+    first = None
     for function in reversed(self._last):
       try:
         await function()
       except Exception as e:  # the others still have to end
-        errors.append(e)
-    for e in errors[1:]:
-      _log.warning('while closing: %r', e)
-    if errors:
-      raise errors[0]
+        if first:
+          _log.warning('while closing: %r', e)
+        first = first or e
+    if first:
+      raise first
 
 
 def _others() -> set[asyncio.Task]:
