@@ -57,12 +57,9 @@ class Segment:
       raise ValueError(f'Segment.author={self.author!r} is none of {AUTHORS}')
     if not self.kind.isidentifier():
       raise ValueError(f'Segment.kind={self.kind!r} is not the name of a block')
-    for name in ('logps', 'versions'):
-      value = getattr(self, name)
+    for value in (self.logps, self.versions):
       if value is not None and len(value) != len(self.ids):
-        raise ValueError(
-          f'Segment.{name} has {len(value)} entries for {len(self.ids)} ids'
-        )
+        raise ValueError(f'{len(value)} values for {len(self.ids)} ids')
 
 
 def joined(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:

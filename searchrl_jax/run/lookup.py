@@ -52,9 +52,9 @@ def module(package: str, name: str) -> Any:
   try:
     return importlib.import_module(path)
   except ModuleNotFoundError as e:
-    if e.name and path.startswith(e.name):
-      raise ValueError(f'no module {path!r} (asked for as {name!r})') from e
-    raise
+    if not path.startswith(e.name or ' '):
+      raise  # of a module that it imports
+    raise ValueError(f'no module {path!r} (asked for as {name!r})') from e
 
 
 def function(package: str, name: str, home: str = '') -> Any:
@@ -122,9 +122,9 @@ def require_fields(
     hint = near(name, known) if known else 'it has none'
     message = f'{where}.{name} is no field of {fn.__name__}: {hint}'
     require(name in known, message, error)
-  for name, parameter in known.items():
+  for name, p in known.items():
     require(
-      name in given or parameter.default is not parameter.empty,
+      name in given or p.default is not p.empty,
       f'{where} has no field {name!r}, which {fn.__name__} needs',
       error,
     )
