@@ -98,6 +98,7 @@ class Writer:
         starts = json.loads(path.read_text(encoding='utf-8'))['starts']
       start = {'step': step, 'config_changed': changed, **environment()}
       records.write_json(path, {'starts': [*starts, start | dict(about or {})]})
+      self._metrics.touch()
       _drop_from(self._metrics, step or -1)
       records.drop_steps(self.folder, step or -1)
       self._trackers = trackers.start(self.folder, config, step, stack)
@@ -213,23 +214,21 @@ class Writer:
     """
     if not self._log.progress:
       return
-    done = self._step + 1 - self._first
-    parts = [f'step {self._step + 1}' + (f'/{self._steps}' * (self._steps > 0))]
+    now, all_ = self._step + 1, self._steps
+    parts = [f'step {now}/{all_}' if all_ else f'step {now}']
     parts += [
       f'{label.replace("_", " ")} {_short(metrics[name])}'
       for label, name in names.items()
       if name in metrics
     ]
-    if self._steps and done > 0:
-      left = (time.monotonic() - self._start) / done
-      left = round(left * (self._steps - self._step - 1))
-      parts.append(f'ETA {datetime.timedelta(seconds=left)}')
-    line = '  '.join(parts)
-    if self._out.isatty():  # the next line overwrites this one
-      line = f'\r\x1b[K{line}'  # carriage return, then erase to the end
-    last = self._step + 1 >= self._steps > 0
-    end = '' if self._out.isatty() and not last else '\n'
-    print(line, end=end, file=self._out, flush=True)
+    if now > self._first and all_:
+      each = (time.monotonic() - self._start) / (now - self._first)
+      left = datetime.timedelta(seconds=round(each * (all_ - now)))
+      parts.append(f'ETA {left}')
+    screen = self._out.isatty()  # the next line overwrites this one:
+    begin = '\r\x1b[K' if screen else ''  # carriage return, erase to the end
+    end = '' if screen and now != all_ else '\n'
+    print(begin + '  '.join(parts), end=end, file=self._out, flush=True)
 
   def close(self) -> None:
     """Flushes and closes every file and unlocks the folder."""
@@ -283,20 +282,16 @@ def append(path: pathlib.Path, line: str) -> None:
 
 def _drop_from(path: pathlib.Path, step: int) -> None:
   """Drops lines of steps >= `step`, and a partial line, of metrics.jsonl."""
-  if not path.exists():
-    return
   end = 0
   for line in path.read_bytes().splitlines(keepends=True):
-    if not line.endswith(b'\n'):
-      break  # the process ended while it wrote
     match = _STEP.match(line)
-    if match is None:
+    if not line.endswith(b'\n') or match and int(match[1]) >= step:
+      break  # half a line of a process that was killed; steps increase
+    if not match:
       raise records.RunError(
-        f'{path}: a line does not start with "step": {line[:60]!r}; another '
-        'program wrote this file, so choose another --workdir'
+        f'{path}: another program wrote the line {line[:60]!r}; choose another '
+        '--workdir'
       )
-    if int(match[1]) >= step:
-      break  # steps increase within a file
     end += len(line)
   os.truncate(path, end)
 
