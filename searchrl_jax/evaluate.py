@@ -324,9 +324,7 @@ if __name__ == '__main__':
   )
   _CHECKPOINT = command.define_checkpoint()
   _CONTROLS = flags.DEFINE_bool(
-    'controls',
-    False,
-    'Also evaluate without search, and with passages of other questions.',
+    'controls', False, 'Also without search, and with shuffled passages.'
   )
   _MANIFEST = flags.DEFINE_string(
     'manifest', '', 'Of an evaluation: exactly its questions, on its corpus.'

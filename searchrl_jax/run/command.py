@@ -35,18 +35,13 @@ def define_config():
 
 def define_data_dir():
   return flags.DEFINE_string(
-    'data_dir',
-    '',
-    'Folder of data files: SEARCHRL_DATA, unless config.data.dir.',
+    'data_dir', '', 'Folder of data files, as SEARCHRL_DATA names it.'
   )
 
 
 def define_workdir(required: bool = True):
   return flags.DEFINE_string(
-    'workdir',
-    None,
-    'Run folder. A run that is started again in the same folder resumes.',
-    required=required,
+    'workdir', None, 'Run folder; its run is resumed.', required=required
   )
 
 

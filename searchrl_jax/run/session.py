@@ -298,8 +298,8 @@ class Session:
     """
     metrics, config, report = dict(metrics), self.config, self._report
     if self.engine is not None:
-      difference = report.canary_max_diff if report else np.nan
-      metrics['sync/canary_max_diff'] = difference
+      differ = report.canary_max_diff if report else np.nan
+      metrics['sync/canary_max_diff'] = differ
     failure = self._failure or self._mismatch(metrics)
     self._late = 0 < self._seconds < time.monotonic() - self._started
     due = self.done or _due(config.eval.every, self.step)
