@@ -7,6 +7,7 @@
 Without a question it reads questions from standard input, one per line.
 """
 
+import contextlib
 import re
 import sys
 import tempfile
@@ -16,7 +17,6 @@ from rich import console
 from rich import text as rich_text
 
 from searchrl_jax import evaluate
-from searchrl_jax.learn import checks
 from searchrl_jax.rollout.chains import evaluation, rollout
 from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, command
@@ -52,10 +52,9 @@ def printer(tok, out: console.Console):
       out.print()
       for i, p in enumerate(event.passages, 1):
         title, body = printable(p.title), printable(p.text)
+        line = rich_text.Text(f'  [{i}] ', 'green').append(title, 'bold green')
         body = body if len(body) <= 300 else f'{body[:300]}...'
-        line = rich_text.Text(f'  [{i}] ', 'green')
-        line.append(title, 'bold green').append(f'  {body}', 'green')
-        out.print(line)
+        out.print(line.append(f'  {body}', 'green'))
       if event.text:
         out.print(rich_text.Text(f'  {printable(event.text)}', 'green'))
     elif isinstance(event, SearchError):
@@ -65,15 +64,16 @@ def printer(tok, out: console.Console):
 
 
 def main():
-  config, workdir = evaluate_config(), _WORKDIR.value
+  config = _CONFIG.value.copy_and_resolve_references()
+  # There is one sequence at a time.
+  config.eval.n = config.engine.slots = config.engine.prefill_rows = 1
   out = console.Console()
   show = lambda text, style: out.print(rich_text.Text(text, style))
-  with (
-    tempfile.TemporaryDirectory() as scratch,
-    evaluate.loaded(
-      config, workdir, workdir or scratch, _CHECKPOINT.value
-    ) as have,
-  ):
+  with contextlib.ExitStack() as stack:
+    workdir = _WORKDIR.value
+    folder = workdir or stack.enter_context(tempfile.TemporaryDirectory())
+    services = evaluate.loaded(config, workdir, folder, _CHECKPOINT.value)
+    have = stack.enter_context(services)
     env = build.environment(config, have.tok)
     given = _QUESTION.value
     if not given:
@@ -84,8 +84,9 @@ def main():
         continue
       messages = ({'role': 'user', 'content': text},)
       show(f'\n{text}', 'bold')
+      question = Question(f'ask-{n}', text, messages=messages)
       result = rollout(
-        [Question(f'ask-{n}', text, messages=messages)],
+        [question],
         env=env,
         engine=have.engine,
         source=have.source,
@@ -103,28 +104,12 @@ def main():
         show(f'\n{e}', 'bold red')
         continue
       answer = env.answer(group[0])
-      out.print()
-      if answer:
-        show(f'answer: {answer}', 'bold yellow')
-      else:
-        show(f'no answer ({group[0].end})', 'bold red')
-
-
-def evaluate_config():
-  config = _CONFIG.value
-  if config is None:
-    raise checks.ConfigError('set --workdir=RUN or --config=FILE')
-  config = config.copy_and_resolve_references()
-  config.eval.n = 1
-  # There is one sequence at a time.
-  config.engine.slots = config.engine.prefill_rows = 1
-  return config
+      missing = f'no answer ({group[0].end})'
+      show(f'\nanswer: {answer}' if answer else f'\n{missing}', 'bold yellow')
 
 
 if __name__ == '__main__':
   _CONFIG, _WORKDIR = evaluate.define_config_and_workdir()
   _QUESTION = flags.DEFINE_string('question', '', 'The question.')
-  _CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', 'latest', 'latest, best, or a step'
-  )
+  _CHECKPOINT = command.define_checkpoint()
   command.run(main, positional=_QUESTION)

@@ -34,7 +34,6 @@ from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import build, command, lookup, records, schema
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
-from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
 
@@ -76,14 +75,21 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
 
   The controls: passages swapped between questions, and no search.
   """
-
-  def make(name, config, source=have.source):
-    env = build.environment(config, have.tok)
+  variants = {'eval': (config, have.source)}
+  if with_controls:
+    off = config.copy_and_resolve_references()
+    off.env.update(max_turns=0, real_searches=0, search_when='always')
+    questions = [q for qs in sets.values() for q in qs]
+    variants['shuffled'] = config, Shuffled(have.source, questions)
+    variants['no_search'] = off, have.source
+  out = {}
+  for name, (varied, source) in variants.items():
+    env = build.environment(varied, have.tok)
     if have.scorer:  # for search_when='entropy'
       env.entropy = lambda ids: have.scorer([ids])[0].entropy
-    return grading.Evaluator(
+    out[name] = grading.Evaluator(
       sets,
-      config=config,
+      config=varied,
       env=env,
       source=source,
       engine=have.engine,
@@ -93,17 +99,7 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
       scorer=have.scorer,
       judge=have.judge,
     )
-
-  if not with_controls:
-    return {'eval': make('eval', config)}
-  off = config.copy_and_resolve_references()
-  off.env.update(max_turns=0, real_searches=0, search_when='always')
-  questions = [q for qs in sets.values() for q in qs]
-  return {
-    'eval': make('eval', config),
-    'shuffled': make('shuffled', config, Shuffled(have.source, questions)),
-    'no_search': make('no_search', off),
-  }
+  return out
 
 
 def majority(questions: list[Question]) -> float:
@@ -116,20 +112,19 @@ def majority(questions: list[Question]) -> float:
 
 @contextlib.contextmanager
 def loaded(config, workdir: str, out: str, which: str = 'latest'):
-  """Opens what evaluating a run folder or an HF checkpoint needs."""
+  """Opens what evaluating a run folder or an HF checkpoint needs.
+
+  Raises:
+    ConfigError: a field of the config; nothing was opened.
+  """
+  schema.check(config)
+  checks.check_engine(config)
   build.check_environment(config)
   tok = build.tokenizer(config, workdir or out)
   cfg = build.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)
-  lookup.require(
-    config.env.search_when != 'entropy'
-    or mesh.size == 1
-    or config.engine.module != 'jax_sampler',
-    f"config.env.search_when='entropy' on a mesh of {mesh.size} devices: the "
-    'scorer and the decoder would run at the same time and could deadlock; use '
-    'one device (CUDA_VISIBLE_DEVICES=0 and config.mesh.fsdp=1, tensor=1), or '
-    "search_when='always'",
-  )
+  if config.env.search_when == 'entropy':  # beside the decoder, the scorer
+    build.require_alone(config, mesh, "config.env.search_when='entropy'")
   if workdir:
     params = build.restore_params(config, workdir, cfg, mesh, which)
   else:
@@ -137,25 +132,15 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   with build.retrieval(config, out) as url, Loop() as loop:
     engine = build.engine(config, cfg, params, tok, mesh, out)
     loop.at_exit(engine.shutdown)
-    source = build.source(config, url, lambda: engine, tok, mesh, out)
-    loop.at_exit(source.close)
     judge = judges.make(config)
     if judge:
-      loop.at_exit(judge.close)
-      loop.run(judge.check())
+      loop.open(judge)
     messages = ({'role': 'user', 'content': 'who ?'},)
     question = Question('canary', 'who ?', messages=messages)
     canary = sync.canary_ids(build.environment(config, tok), [question])
     loop.run(build.first_weights(config, engine, cfg, params, mesh, canary))
-    try:
-      served = loop.run(source.check())
-    except SourceError as e:
-      if not config.source.url or not config.source.corpus:
-        raise
-      raise SourceError(
-        f'{e} Or set --config.source.url= (empty), which starts a server for '
-        f'config.source.corpus={config.source.corpus!r}.'
-      ) from e
+    source = build.source(config, url, lambda: engine, tok, mesh, out)
+    identity = dict(loop.open(source).get('identity') or {})
     scorer = None
     if config.eval.best_of or config.env.search_when == 'entropy':
       longest = config.env.max_tokens
@@ -168,18 +153,11 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         lengths=[n for n in config.batch.lengths if n < longest] + [longest],
         head_chunk=config.batch.head_chunk,
       )
-    identity = dict(served.get('identity') or {})
     yield Loaded(tok, engine, source, loop.run, identity, scorer, judge)
 
 
 def evaluate(
-  config,
-  workdir: str,
-  out: str,
-  *,
-  which: str = 'latest',
-  with_controls: bool = False,
-  manifest: str = '',
+  config, workdir, out, *, which='latest', with_controls=False, manifest=''
 ) -> dict[str, float]:
   """Evaluates config.data.eval; returns scores and costs.
 
@@ -194,14 +172,11 @@ def evaluate(
     with_controls: also evaluate the controls; see `evaluators`.
     manifest: a manifest.json, to use exactly its questions and corpus.
   """
-  schema.check(config)
-  checks.check_engine(config)
   passk.check(config)
   folder = pathlib.Path(out)
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),
-    f'--out={out} is the folder of a run, whose logs would be overwritten; '
-    'use another folder',
+    f'--out={out} is the folder of a run, which keeps its logs; use another',
   )
   wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
@@ -214,19 +189,16 @@ def evaluate(
   if with_controls:
     # Raises now if there are too few different answers.
     Shuffled(None, [q for qs in sets.values() for q in qs])
-  with (
-    loaded(config, workdir, out, which) as have,
-    Writer(out, config) as writer,
-  ):
+  services = loaded(config, workdir, out, which)
+  with services as have, Writer(out, config) as writer:
     if wanted:
       ledger.check_corpus(wanted, have.identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
     results = {name: evaluator.collect(0) for name, evaluator in runs.items()}
     values, seconds = {}, {}
-    for name, evaluation in results.items():
-      values |= dict(evaluation.values)
-      values |= dict(ledger.costs(evaluation, name))
-      seconds[f'{name}/cost/seconds'] = evaluation.seconds
+    for name, found in results.items():
+      values |= dict(found.values) | dict(ledger.costs(found, name))
+      seconds[f'{name}/cost/seconds'] = found.seconds
     writer.write(0, values | seconds)
     about, checkpoint = {}, config.train.init or config.model.path
     if workdir:
@@ -253,60 +225,54 @@ def show(values, out=None) -> None:
   are hops) is left out.
   """
   out = out or console.Console()
-  labels = [k.removesuffix('/em') for k in values if k.endswith('/em')]
-  labels = labels or [
-    k.removesuffix('/f1') for k in values if k.endswith('/f1')
-  ]
-  at_k = {name for k in values if '@' in (name := k.rsplit('/', 1)[-1])}
-  number = lambda name: (name.split('@')[0], int(name.split('@')[1]))
-  names = (*LABELS, *sorted(at_k, key=number))
-  for evaluation in dict.fromkeys(label.split('/')[0] for label in labels):
-    columns = {}  # the values of a slice -> its label
-    for label in labels:
-      if label.split('/')[0] == evaluation:
-        keys = [f'{label}/{name}' for name in names]
-        parts = ('', '/low', '/high', '/n')
-        column = tuple(values.get(k + part) for k in keys for part in parts)
-        columns.setdefault(column, label)
-    rows = {}
-    for name in names:
-      cells = [_cell(values, f'{label}/{name}') for label in columns.values()]
-      if any(cells):
-        rows[LABELS.get(name, name)] = cells
-    rows['questions'] = [
-      f'{values.get(f"{label}/em/n", values.get(f"{label}/f1/n", 0)):.0f}'
-      for label in columns.values()
-    ]
-    heads = [label.partition('/')[2] or 'all' for label in columns.values()]
-    title = f'{evaluation} (95% bootstrap intervals)'
-    out.print(_table(title, ['score', *heads], rows))
-  costs = {k: v for k, v in values.items() if '/cost/' in k}
-  labels = dict.fromkeys(key.split('/cost/')[0] for key in costs)
-  sums: dict[str, dict[str, str]] = {}
-  for key, value in costs.items():
-    label, what = key.split('/cost/')
-    row = sums.setdefault(what.replace('_', ' '), dict.fromkeys(labels, ''))
-    row[label] = f'{value:,.{1 if what == "seconds" else 0}f}'
-  if sums:
-    cells = {name: row.values() for name, row in sums.items()}
-    out.print(_table('costs, as sums', ['cost', *labels], cells))
+  slices = {}  # label -> score -> (value, low, high, questions)
+  costs = {}  # label -> cost
+  for key, value in values.items():
+    label, _, name = key.rpartition('/')
+    if f'{key}/n' in values:
+      figures = [values[key + part] for part in ('', '/low', '/high', '/n')]
+      slices.setdefault(label, {})[name] = figures
+    elif label.endswith('/cost'):
+      text = f'{value:,.{1 if name == "seconds" else 0}f}'
+      costs.setdefault(label.removesuffix('/cost'), {})[name] = text
+  at_k = {name for found in slices.values() for name in found if '@' in name}
+  at_k = sorted(at_k, key=lambda x: (x.split('@')[0], int(x.split('@')[1])))
+  for evaluation in dict.fromkeys(label.split('/')[0] for label in slices):
+    columns = {}
+    for label, found in slices.items():
+      if label.split('/')[0] == evaluation and found not in columns.values():
+        columns[label] = found
+    rows = {
+      LABELS.get(name, name): [_cell(c.get(name)) for c in columns.values()]
+      for name in (*LABELS, *at_k)
+    }
+    counted = [c.get('em', c.get('f1', [0])) for c in columns.values()]
+    rows['questions'] = [f'{figures[-1]:.0f}' for figures in counted]
+    heads = [label.partition('/')[2] or 'all' for label in columns]
+    _print(out, f'{evaluation} (95% bootstrap intervals)', heads, rows)
+  rows = {}
+  for name in dict.fromkeys(name for c in costs.values() for name in c):
+    rows[name.replace('_', ' ')] = [c.get(name, '') for c in costs.values()]
+  _print(out, 'costs, as sums', costs, rows)
 
 
-def _table(title: str, heads, rows) -> table.Table:
-  shown = table.Table(title=title)
-  for i, head in enumerate(heads):
-    shown.add_column(head, justify='right' if i else 'left')
+def _print(out, title: str, heads, rows) -> None:
+  """Prints the rows that are not empty as a table."""
+  heads = ['', *(table.Column(head, justify='right') for head in heads)]
+  shown = table.Table(*heads, title=title)
   for name, cells in rows.items():
-    shown.add_row(name, *cells)
-  return shown
+    if any(cells):
+      shown.add_row(name, *cells)
+  if shown.row_count:
+    out.print(shown)
 
 
-def _cell(values, key: str) -> str:
-  if key not in values:
+def _cell(figures) -> str:
+  if not figures:
     return ''
-  digits = 1 if abs(values[key]) >= 10 else 3
-  low, high = values[f'{key}/low'], values[f'{key}/high']
-  return f'{values[key]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]'
+  digits = 1 if abs(figures[0]) >= 10 else 3
+  value, low, high = (f'{x:.{digits}f}' for x in figures[:3])
+  return f'{value} [{low}, {high}]'
 
 
 def define_config_and_workdir():
@@ -318,7 +284,7 @@ def define_config_and_workdir():
   others = command.parse_defined()
   given = any(re.match('--?config(=|$)', arg) for arg in others)
   if given or not workdir.value:
-    return command.define_config(required=False), workdir
+    return command.define_config(), workdir
   command.define_data_dir()
   try:
     config = build.load_config(workdir.value)
@@ -329,7 +295,7 @@ def define_config_and_workdir():
 
 def default_out(config, workdir: str, which: str, manifest: str) -> str:
   """Returns a folder for this checkpoint, config and manifest."""
-  text = json.dumps(command.to_dict(config), sort_keys=True, default=str)
+  text = json.dumps(records.plain(config), sort_keys=True)
   digest = hashlib.sha256((text + manifest).encode()).hexdigest()[:8]
   step = build.saver(config, workdir).resolve(which)
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
@@ -337,9 +303,6 @@ def default_out(config, workdir: str, which: str, manifest: str) -> str:
 
 def main():
   config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
-  lookup.require(
-    config is not None, 'set --workdir=RUN, or --config=FILE and --out'
-  )
   lookup.require(workdir or out, '--out is required without --workdir')
   out = out or default_out(config, workdir, _CHECKPOINT.value, _MANIFEST.value)
   evaluate(
@@ -359,20 +322,11 @@ if __name__ == '__main__':
   _OUT = flags.DEFINE_string(
     'out', '', 'Folder for the results; default: a folder in --workdir.'
   )
-  _CHECKPOINT = flags.DEFINE_string(
-    'checkpoint',
-    'latest',
-    'Which checkpoint of --workdir: latest, best, or a step.',
-  )
+  _CHECKPOINT = command.define_checkpoint()
   _CONTROLS = flags.DEFINE_bool(
-    'controls',
-    False,
-    'Also evaluate without search, and with passages '
-    'swapped between questions.',
+    'controls', False, 'Also without search, and with shuffled passages.'
   )
   _MANIFEST = flags.DEFINE_string(
-    'manifest',
-    '',
-    'A manifest.json of an evaluation: exactly its questions, on its corpus.',
+    'manifest', '', 'Of an evaluation: exactly its questions, on its corpus.'
   )
   command.run(main)

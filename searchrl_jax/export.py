@@ -36,9 +36,7 @@ if __name__ == '__main__':
   _OUT = flags.DEFINE_string(
     'out', None, 'Folder to write; it must not exist.', required=True
   )
-  _CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', 'latest', 'latest, best, or a step'
-  )
+  _CHECKPOINT = command.define_checkpoint()
   _DTYPE = flags.DEFINE_enum(
     'dtype', 'float32', ['float32', 'bfloat16'], 'Of the tensors.'
   )

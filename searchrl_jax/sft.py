@@ -13,12 +13,15 @@ Tags are tokenised as the policy would sample them (Qwen3 has one token for
 
 import asyncio
 from collections.abc import Sequence
+import functools
+import math
 import re
 import time
 
 import numpy as np
 import tqdm
 
+from searchrl_jax import types
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import batching, checks
@@ -30,13 +33,6 @@ from searchrl_jax.sources.core import SourceError
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import Done, Search, SearchEnv
 from searchrl_jax.text.untrusted import Part
-from searchrl_jax.types import (
-  Question,
-  SearchRequest,
-  SearchResult,
-  Segment,
-  Trajectory,
-)
 
 
 def turns(trace: data.Trace, template, recall=None):
@@ -57,15 +53,14 @@ def turns(trace: data.Trace, template, recall=None):
       said += _tagged(recall(payload).strip(), template)
     elif kind == 'other':
       said += [(payload, False)]
-    else:
-      lookup.require(
-        kind in template.tags,
-        f'a trace writes the block {kind!r}, and the template {template.name!r}'
-        f' has {", ".join(template.tags)}: use a template with this block',
-        ValueError,
-      )
+    elif kind in template.tags:
       opening, closing = template.tags[kind]
       said += [(opening, True), (f' {payload} ', False), (closing, True)]
+    else:
+      raise ValueError(
+        f'a trace writes the block {kind!r}, and the template {template.name!r}'
+        f' has {", ".join(template.tags)}: use a template with this block'
+      )
   if said:
     yield said, None
 
@@ -77,17 +72,21 @@ def _tagged(text: str, template) -> list[Part]:
   return [(piece, n % 2 == 1) for n, piece in enumerate(pieces)]
 
 
-def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
-  """Drives the environment through a trace; None if it does not fit.
+def render(trace: data.Trace, env: SearchEnv, sample: int):
+  """The trajectory of the environment along a trace; None if it does not fit.
 
   Raises:
     ValueError: the trace does not follow the protocol.
   """
-  own = env.config.information == 'policy'
-  recall = env.observation if own else None
+  recall = env.observation if env.config.information == 'policy' else None
   if trace.question is None:
     ((parts, _),) = turns(trace, env.template, env.observation)
-    return plain(env.tokenizer.encode_parts(parts), env, sample)
+    ids = np.asarray(env.tokenizer.encode_parts(parts), np.int32)
+    if len(ids) > env.config.max_tokens:
+      return None
+    whole = (types.Segment(ids, 'teacher', 'other', train=True),)
+    nobody = types.Question('text', '')
+    return types.Trajectory(nobody, whole, (), 'answer', sample)
   state, action = env.reset(trace.question)
   for parts, passages in turns(trace, env.template, recall):
     if isinstance(action, Done):
@@ -108,44 +107,31 @@ def render(trace: data.Trace, env: SearchEnv, sample: int) -> Trajectory | None:
           f'trace of {trace.question.id}: passages after {text!r}, which the '
           'environment does not take for a search'
         )
-      results = [_answer(r, passages) for r in action.requests]
-      state, action = env.step(state, results)
+      # What a trace reads: passages, or the text of a tool.
+      text = ''.join(x for x in passages if isinstance(x, str))
+      found = () if text else tuple(passages)
+      answer = functools.partial(types.SearchResult, passages=found, text=text)
+      state, action = env.step(state, [answer(r) for r in action.requests])
   if not isinstance(action, Done):
     raise ValueError(f'trace of {trace.question.id} does not end')
   return env.trajectory(state, sample) if action.end == 'answer' else None
-
-
-def _answer(request: SearchRequest, read) -> SearchResult:
-  """What a trace reads: passages, or the text of a tool."""
-  text = ''.join(x for x in read if isinstance(x, str))
-  return SearchResult(request, () if text else tuple(read), text=text)
-
-
-def plain(ids: Sequence[int], env: SearchEnv, sample: int) -> Trajectory | None:
-  """Text without a question; None if it is above env.max_tokens."""
-  if len(ids) > env.config.max_tokens:
-    return None
-  text = Segment(np.asarray(ids, np.int32), 'teacher', 'other', train=True)
-  return Trajectory(Question('text', ''), (text,), (), 'answer', sample)
 
 
 def searcher(source):
   """(queries, k) -> passages of each, through the run's own source."""
 
   def search(queries: Sequence[str], k: int):
-    requests = [SearchRequest(q, k) for q in queries]
+    requests = [types.SearchRequest(q, k) for q in queries]
     found = asyncio.run(source.search(requests))
     for answer in found:
-      if not isinstance(answer, SearchResult):
-        raise SourceError(
-          f'search {answer.request.query!r} failed: {answer.message}'
-        )
+      if isinstance(answer, types.SearchError):
+        raise SourceError(f'{answer.request.query!r}: {answer.message}')
     return [answer.passages for answer in found]
 
   return search
 
 
-def examples(config, env, search) -> list[Trajectory]:
+def examples(config, env, search) -> list[types.Trajectory]:
   """The rendered traces, without those that exceed the limits of config.env.
 
   env: of config.env.template; a trace with another template gets another one.
@@ -156,34 +142,22 @@ def examples(config, env, search) -> list[Trajectory]:
   traces = data.load_traces(config.sft.data, config.data, search)
   if config.sft.good_only:
     traces = [t for t in traces if t.good]
-  if not traces:
-    raise checks.ConfigError(
-      'config.sft.data gives no trace'
-      + (
-        ' that is good, and config.sft.good_only asks for these'
-        if config.sft.good_only
-        else ''
-      )
+  good = ' that is good (config.sft.good_only)' * config.sft.good_only
+  lookup.require(traces, f'config.sft.data gives no trace{good}')
+  envs = {'': env}
+  for name in {t.template for t in traces} - {''}:
+    template = prompts.load(name)
+    envs[name] = type(env)(
+      env.tokenizer, template, env.config, env.prompt_mode, env.k
     )
-  envs = {'': env} | {
-    name: type(env)(
-      env.tokenizer, prompts.load(name), env.config, env.prompt_mode, env.k
-    )
-    for name in {t.template for t in traces}
-    if name
-  }
-  rendered = [
-    render(t, envs[t.template], i)
-    for i, t in enumerate(
-      tqdm.tqdm(traces, 'traces', unit='trace', disable=None)
-    )
-  ]
+  shown = tqdm.tqdm(traces, 'traces', unit='trace', disable=None)
+  rendered = [render(t, envs[t.template], i) for i, t in enumerate(shown)]
   fitting = [t for t in rendered if t is not None]
-  if len(fitting) < 0.9 * len(traces):
-    raise ValueError(
-      f'{len(traces) - len(fitting)} of {len(traces)} traces do not fit '
-      'config.env (max_turns, max_turn_tokens, max_tokens): raise these'
-    )
+  lookup.require(
+    len(fitting) >= 0.9 * len(traces),
+    f'{len(traces) - len(fitting)} of {len(traces)} traces do not fit '
+    'config.env (max_turns, max_turn_tokens, max_tokens): raise these',
+  )
   return fitting
 
 
@@ -194,20 +168,15 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
   tokens) share an update, which saves padding: windows of 16 updates are sorted
   by length, then the updates are shuffled.
   """
-  n, out, epoch = len(lengths), [], 0
-  while sum(map(len, out)) < steps:
+  size, out = max(len(lengths), rows), []
+  for epoch in range(math.ceil(steps / (size // rows))):
     rng = np.random.default_rng((seed, epoch))
-    every = rng.permutation(n)
-    if n < rows:
-      every = np.resize(every, rows)
-    every = every[: len(every) // rows * rows]
-    for at in range(0, len(every), 16 * rows):
-      window = every[at : at + 16 * rows]
-      every[at : at + len(window)] = window[
-        np.argsort(lengths[window], kind='stable')
-      ]
+    every = np.resize(rng.permutation(len(lengths)), size)[
+      : size // rows * rows
+    ]
+    for window in np.split(every, range(16 * rows, len(every), 16 * rows)):
+      window[:] = window[np.argsort(lengths[window], kind='stable')]
     out.append(rng.permutation(every.reshape(-1, rows)))
-    epoch += 1
   return np.concatenate(out)[:steps]
 
 
@@ -219,7 +188,19 @@ def sft(config, workdir: str) -> dict[str, float]:
     NonFinite: the loss is not finite; the batch is in the run folder.
     Stopped: by a signal; the run is saved.
   """
-  check(config)
+  schema.check(config)
+  checks.check_engine(config)
+  build.check_environment(config)
+  c = config.sft
+  lookup.require(
+    config.source.module != simulated.SIMULATED,
+    "config.source.module='simulated': a warm start reads real passages; give "
+    '--config.source.module=service',
+  )
+  lookup.require(
+    c.schedule == 'constant' or c.warmup < c.steps,
+    f'config.sft.warmup={c.warmup} has to be below config.sft.steps={c.steps}',
+  )
   tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
@@ -233,10 +214,8 @@ def sft(config, workdir: str) -> dict[str, float]:
 
   mesh = build.mesh(config)
   cfg = build.model_config(config, tok.vocab_size)
-  c = config.sft
-  learner = Learner(
-    config, cfg, mesh, supervised=(own_optim(config, c), c.steps)
-  )
+  supervised = own_optim(config, c), c.steps
+  learner = Learner(config, cfg, mesh, supervised=supervised)
   lengths = np.array([len(t) for t in trajectories])
   rows = order(lengths, c.rows, c.steps, config.seed)
   with Session(
@@ -268,37 +247,13 @@ def sft(config, workdir: str) -> dict[str, float]:
       run.check_finite(learned, mini)
       run.step += 1
       tokens = sum(int(b.lengths.sum()) for b in mini)
+      learned = {**learned, 'tokens_per_second': tokens / seconds}
       shown = {'loss': 'sft/nll', 'tok_s': 'sft/tokens_per_second'}
       run.end_step(
-        {
-          **{f'sft/{k}': v for k, v in learned.items()},
-          'sft/tokens_per_second': tokens / seconds,
-        },
+        {f'sft/{k}': v for k, v in learned.items()},
         **(shown if run.step % max(c.steps // 50, 1) == 0 else {}),
       )
   return run.metrics
-
-
-def check(config) -> None:
-  """Refuses a config that a warm start cannot use.
-
-  Raises:
-    ConfigError: names the field and the fix.
-  """
-  schema.check(config)
-  checks.check_engine(config)
-  build.check_environment(config)
-  lookup.require(
-    config.source.module != simulated.SIMULATED,
-    "config.source.module='simulated' in a warm start, whose traces read "
-    'what a search finds: give --config.source.module=service',
-  )
-  c = config.sft
-  lookup.require(
-    c.schedule == 'constant' or c.warmup < c.steps,
-    f'config.sft.warmup={c.warmup} updates must be fewer than '
-    f'config.sft.steps={c.steps}',
-  )
 
 
 def main():

@@ -44,25 +44,23 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
-  sets = (
-    data.load_sets(config.data.eval, config.data) if config.data.eval else {}
-  )
+  sets = config.data.eval and data.load_sets(config.data.eval, config.data)
   checks.check_rewards(config, stream.questions)
   tok = build.tokenizer(config, workdir)
   env = build.environment(config, tok)
-  checks.check_prompts(
-    env, [*stream.questions, *itertools.chain(*sets.values())]
-  )
+  questions = [*stream.questions, *itertools.chain(*sets.values())]
+  checks.check_prompts(env, questions)
 
   # Policy, reference and critic; the last checkpoint, or the start.
   mesh = build.mesh(config)
   cfg = build.model_config(config, tok.vocab_size)
   learner = Learner(config, cfg, mesh)
+  steps, max_staleness = config.train.steps, config.rollout.max_staleness
   rollouts = collector.Collector(
     stream,
     questions=config.rollout.questions,
-    steps=config.train.steps,
-    max_staleness=config.rollout.max_staleness,
+    steps=steps,
+    max_staleness=max_staleness,
   )
   with Session(
     config,
@@ -71,19 +69,18 @@ def train(config, workdir: str) -> dict[str, float]:
     learner,
     cfg=cfg,
     mesh=mesh,
-    limits=(config.train.steps, config.train.seconds, config.checkpoint.every),
+    limits=(steps, config.train.seconds, config.checkpoint.every),
     states={'stream': rollouts},
     unused=rollouts,
   ) as run:
     source = run.open_source(tok)
     judge = run.open(judges.make(config))
     engine = run.open_engine(tok, sync.canary_ids(env, stream.questions))
+    services = {'env': env, 'engine': engine, 'source': source}
     run.evaluator = sets and grading.Evaluator(
       sets,
       config=config,
-      env=env,
-      engine=engine,
-      source=source,
+      **services,
       writer=run.writer,
       runner=run.signals.run,
       judge=judge,
@@ -93,12 +90,7 @@ def train(config, workdir: str) -> dict[str, float]:
     )
     reward_of = functools.partial(score, run, rewarded)
     play = functools.partial(
-      rollout,
-      env=env,
-      engine=engine,
-      source=source,
-      seed=config.seed,
-      score=rewarded,
+      rollout, **services, seed=config.seed, score=rewarded
     )
     rollouts.open(run.signals, functools.partial(play, config=config.rollout))
     run.begin()
@@ -133,9 +125,7 @@ def train(config, workdir: str) -> dict[str, float]:
         **{f'batch/{k}': v for k, v in batch.counts.items()},
         **stats.metrics(),
         **health.signs(groups, env, batch.returns, reward.valid),
-        **collector.staleness(
-          groups, run.step - 1, config.rollout.max_staleness
-        ),
+        **collector.staleness(groups, run.step - 1, max_staleness),
         'time/engine_idle': rollouts.idle_seconds(),
         'reward': valid.mean() if valid.size else 0.0,
         **learner.rates(),
@@ -183,9 +173,8 @@ def collect(run, config, rollouts, reward_of: Callable):
     if not short:
       break
     with run.writer.timer('rollout'):
-      more = rollouts.more(
-        run.step, short, config=refill_config(config, groups, short)
-      )
+      again = refill_config(config, groups, short)
+      more = rollouts.more(run.step, short, config=again)
     reward = rewards.join(reward, reward_of(more.groups))
     groups, stats = groups + more.groups, stats + more.stats
   return groups, stats, reward
@@ -200,9 +189,8 @@ def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
     return None
   questions = [group[0].question for group in groups]
   with run.writer.timer('greedy'):
-    answers = run.signals.run(
-      play(questions, config=greedy(config), step=run.step)
-    )
+    played = play(questions, config=greedy(config), step=run.step)
+    answers = run.signals.run(played)
   reward = reward_of(answers.groups)
   return np.where(reward.valid, advantages.returns(reward.value), np.nan)
 
@@ -222,9 +210,6 @@ if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir()
   _DRY_RUN = flags.DEFINE_bool(
-    'dry_run',
-    False,
-    'Print memory for each device and the arithmetic prompts -> trajectories '
-    '-> microbatches -> updates, then stop.',
+    'dry_run', False, 'Print memory and how prompts become updates; stop.'
   )
   command.run(main)

@@ -57,12 +57,9 @@ class Segment:
       raise ValueError(f'Segment.author={self.author!r} is none of {AUTHORS}')
     if not self.kind.isidentifier():
       raise ValueError(f'Segment.kind={self.kind!r} is not the name of a block')
-    for name in ('logps', 'versions'):
-      value = getattr(self, name)
+    for value in (self.logps, self.versions):
       if value is not None and len(value) != len(self.ids):
-        raise ValueError(
-          f'Segment.{name} has {len(value)} entries for {len(self.ids)} ids'
-        )
+        raise ValueError(f'{len(value)} values for {len(self.ids)} ids')
 
 
 def joined(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
@@ -73,15 +70,12 @@ def joined(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
   last = segments[-1] if segments else None
   if last is None or any(getattr(last, f) != getattr(new, f) for f in same):
     return (*segments, new)
-
-  def both(field):
-    a, b = getattr(last, field), getattr(new, field)
-    return None if a is None else np.concatenate([a, b])
-
-  whole = dataclasses.replace(
-    last, ids=both('ids'), logps=both('logps'), versions=both('versions')
-  )
-  return (*segments[:-1], whole)
+  whole = {
+    f: np.concatenate([getattr(last, f), getattr(new, f)])
+    for f in ('ids', 'logps', 'versions')
+    if getattr(last, f) is not None
+  }
+  return (*segments[:-1], dataclasses.replace(last, **whole))
 
 
 @dataclasses.dataclass(frozen=True)

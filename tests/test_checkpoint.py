@@ -30,14 +30,12 @@ def state(seed=0, dtype=jnp.float32):
     'layers': {
       'q': jax.random.normal(keys[1], (4, 8, 4, 2), jnp.bfloat16),
       'o': jax.random.normal(keys[2], (4, 8, 8), dtype),
-      'none': jnp.zeros((0, 3), dtype),
     },
   }
   tx = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.masked(
-      optax.adamw(1e-3),
-      {'embed': True, 'layers': {'q': True, 'o': False, 'none': True}},
+      optax.adamw(1e-3), {'embed': True, 'layers': {'q': True, 'o': False}}
     ),
   )
   opt = tx.init(params)
@@ -47,10 +45,6 @@ def state(seed=0, dtype=jnp.float32):
     'params': params,
     'opt_state': opt,
     'step': jnp.int32(7),
-    'rng': jax.random.key(seed),
-    'version': 11,
-    'lr': 0.1,
-    'flag': True,
     'host': np.arange(5, dtype=np.int64) << 40,
   }
 
@@ -61,10 +55,6 @@ def save(ckpt, step, tree, **kw):
 
 
 def raw(x):
-  if isinstance(x, jax.Array) and jax.dtypes.issubdtype(
-    x.dtype, jax.dtypes.prng_key
-  ):
-    x = jax.random.key_data(x)
   return type(x), np.asarray(x).dtype, np.asarray(x).tobytes()
 
 
@@ -83,10 +73,7 @@ def test_round_trip_is_bitwise_and_keeps_structure(tmp_path):
     'nothing': np.zeros((0, 2), np.int32),
     'logps': np.array([-0.0, np.nan, 1e-40], np.float32),
   }
-  seconds = save(
-    ckpt, 5, tree, extras=extras, arrays=arrays, metrics={'eval/em': 0.5}
-  )
-  assert 0 < seconds < 60
+  save(ckpt, 5, tree, extras=extras, arrays=arrays, metrics={'eval/em': 0.5})
   got = ckpt.restore(state(seed=1), 'latest', fingerprint=FINGERPRINT)
   assert_same(got.state, tree)
   assert (got.step, got.extras) == (5, extras)
@@ -100,14 +87,10 @@ def test_restores_from_shapes_alone(tmp_path):
   ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
   tree = state()
   save(ckpt, 1, tree)
-  shapes = jax.eval_shape(
-    lambda: {
-      k: v
-      for k, v in tree.items()
-      if k not in ('version', 'lr', 'flag', 'host')
-    }
+  host = {'host': tree['host']}
+  shapes = host | jax.eval_shape(
+    lambda: {k: v for k, v in tree.items() if k not in host}
   )
-  shapes |= {k: tree[k] for k in ('version', 'lr', 'flag', 'host')}
   assert_same(ckpt.restore(shapes, 1, fingerprint=FINGERPRINT).state, tree)
 
 
@@ -118,7 +101,9 @@ def test_a_part_can_be_restored(tmp_path):
   part = {'params': state(seed=1)['params']}
   got = ckpt.restore(part, 1, fingerprint=None, partial=True)
   assert_same(got.state, {'params': tree['params']})
-  with pytest.raises(checkpoint.CheckpointError, match='state.flag: .*there'):
+  with pytest.raises(
+    checkpoint.CheckpointError, match='state.host: .*there, absent'
+  ):
     ckpt.restore(part, 1, fingerprint=None)
 
 
@@ -188,11 +173,11 @@ def test_another_model_or_config_is_named(tmp_path):
   wrong = {'params': {'q': jnp.ones((2, 4)), 'k': jnp.ones(2)}}
   with pytest.raises(
     checkpoint.CheckpointError,
-    match=r'state.params.q: \(2, 3\) float32 there, \(2, 4\) float32 here',
+    match=r"q: \[\[2, 3\], 'float32'\] there, \[\[2, 4\], 'float32'\] here",
   ):
     ckpt.restore(wrong, 1, fingerprint=None)
   typed = {'params': {'q': jnp.ones((2, 3), jnp.bfloat16), 'k': jnp.ones(2)}}
-  with pytest.raises(checkpoint.CheckpointError, match='bfloat16 here'):
+  with pytest.raises(checkpoint.CheckpointError, match="bfloat16'] here"):
     ckpt.restore(typed, 1, fingerprint=None)
   more = {'params': tree['params'] | {'v': jnp.ones(1)}}
   with pytest.raises(
@@ -212,9 +197,9 @@ def test_missing_broken_and_foreign_steps_are_clear(tmp_path):
     ckpt.restore(tree, 'best', fingerprint=None)
   with pytest.raises(checkpoint.CheckpointError, match=r'9 .*\[1, 2\]'):
     ckpt.restore(tree, 9, fingerprint=None)
-  with pytest.raises(FileExistsError, match='step 2'):
+  with pytest.raises(checkpoint.CheckpointError, match='step 2 .*exists'):
     save(ckpt, 2, tree)
-  with pytest.raises(TypeError):
+  with pytest.raises(checkpoint.CheckpointError, match='not JSON serializable'):
     save(ckpt, 3, tree, extras={'x': object()})
   assert ckpt.steps() == [1, 2]
   meta = tmp_path / '00000002/meta/meta.json'
@@ -334,14 +319,14 @@ size = sum(x.nbytes for x in tree.values())
 ckpt = checkpoint.Checkpointer(sys.argv[1], 1, '')
 kw = dict(extras={}, metrics={}, fingerprint={})
 with memory.Peak() as m:
-  seconds = ckpt.save(1, tree, **kw)
+  ckpt.save(1, tree, **kw)
 shapes = jax.eval_shape(lambda: tree)
-out = dict(size=size, save=m.peak - m.start, seconds=seconds)
+out = dict(size=size, save=m.peak - m.start)
 del tree
 with memory.Peak() as m:
   got = ckpt.restore(shapes, 1, fingerprint={})
 assert all(float(got.state[f'x{i}'][-1, -1, -1]) == 1 + i for i in range(8))
-print(json.dumps(out | dict(restore_seconds=got.seconds)))
+print(json.dumps(out))
 """
 
 

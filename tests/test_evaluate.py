@@ -136,6 +136,26 @@ def test_what_cannot_be_is_refused_before_any_model_loads(
       checks.check(config(url, **fields))
 
 
+@pytest.mark.parametrize(
+  'field, value, message',
+  [
+    ('env.search_when', 'entropi', "did you mean 'entropy'"),
+    ('engine.max_len', 8, 'raise the latter'),
+  ],
+)
+def test_ask_and_evaluate_check_the_config(
+  url, tmp_path, monkeypatch, field, value, message
+):
+  monkeypatch.setattr(build, 'tokenizer', None)
+  c = config(url, **{field: value})
+  with pytest.raises(checks.ConfigError, match=f'config.{field}=.*{message}'):
+    with evaluate.loaded(c, '', str(tmp_path)):  # what `ask` opens
+      pass
+  with pytest.raises(checks.ConfigError, match=f'config.{field}=.*{message}'):
+    evaluate.evaluate(c, '', str(tmp_path / 'out'))
+  assert not (tmp_path / 'out').exists()
+
+
 def test_the_command_prints_scores_and_costs(url, tmp_path):
   out, _ = command(
     'evaluate',

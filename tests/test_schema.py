@@ -36,12 +36,14 @@ REFUSED = (
   ('rollout.refill', -1, 'at least 0'),
   ('rollout.max_staleness', -1, 'at least 0'),
   ('rollout.mismatch_alarm', -1.0, 'at least 0'),
+  ('checkpoint.keep', 0, 'at least 1'),
   ('env.real_searches', -2, '-1 for all'),
   ('eval.n', 0, 'at least 1'),
   ('eval.bootstrap', 0, 'at least 1'),
   ('eval.questions', -1, 'at least 0'),
   ('eval.temperature', -1.0, 'at least 0'),
   ('eval.top_p', 0.0, 'above 0, at most 1'),
+  ('log.wandb', 'on', 'there are: disabled, offline, online'),
   ('eval.best_of', 'certanty', "did you mean 'certainty'"),
 )
 

@@ -372,16 +372,16 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
   # RLIMIT_FSIZE makes the kernel refuse bytes past a size, as a full disk
   # does; in a process of its own, since the limit holds for all its files.
   code = f"""
-import resource, signal, sys
+import pathlib, resource, signal, sys
 sys.path.insert(0, {os.getcwd()!r})
 from searchrl_jax.run.records import RunError
-from searchrl_jax.run.writer import JsonlFile
+from searchrl_jax.run.writer import append
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-file = JsonlFile({str(path)!r}, 0)
+path = pathlib.Path({str(path)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-file.write([{{"step": 0, "x": "a" * 50}}])
+append(path, '{{"step": 0, "x": "' + "a" * 50 + '"}}')
 try:
-  file.write([{{"step": 1, "x": "b" * 50}}])
+  append(path, '{{"step": 1, "x": "' + "b" * 50 + '"}}')
 except RunError as error:
   print(error)
 """
@@ -418,9 +418,6 @@ def test_timers_and_metrics(tmp_path):
   assert first['a'] == 2.0 and first['flag'] == 1.0
   assert 0 <= first['time/rollout'] <= first['time/step']
   assert set(second) == {'time/step'}  # a phase counts in one step
-  with open_writer(tmp_path / 'b') as w:
-    with pytest.raises(ValueError, match="'v' is not one number"):
-      w.write(0, {'v': np.zeros(3)})
 
 
 class Terminal(io.StringIO):
@@ -453,11 +450,6 @@ def test_progress(tmp_path):
   assert not out.getvalue()
 
 
-def test_clock():
-  assert writer._clock(59.6) == '1:00'
-  assert writer._clock(3661) == '1:01:01'
-
-
 def test_tensorboard(tmp_path):
   c = config(tensorboard=True)
   for step in (0, 1):
@@ -479,8 +471,6 @@ def test_wandb_offline(tmp_path, monkeypatch):
     w.write(0, {'a': 1.0})
   assert list((tmp_path / 'wandb').glob('offline-run-*/*.wandb'))
   assert (tmp_path / 'wandb_id.txt').read_text().strip()
-  with pytest.raises(RunError, match="config.log.wandb='on'"):
-    open_writer(tmp_path / 'b', config(wandb='on'))
 
 
 def test_the_machine_decides_about_wandb(tmp_path, monkeypatch):
@@ -496,6 +486,6 @@ def test_the_machine_decides_about_wandb(tmp_path, monkeypatch):
 
 def test_environment_names_the_commit_where_there_is_one():
   found = writer.environment()
-  commit = writer._git('rev-parse', 'HEAD')
+  commit = writer._git('rev-parse HEAD')
   assert found['commit'] == commit and found['python']
   json.dumps(found)

@@ -213,7 +213,7 @@ def fingerprint(config: ConfigDict, stream, envs) -> str:
 
 
 class Frozen:
-  """Refuses to continue with another frozen proposer (`session.State`).
+  """Refuses to continue with another frozen proposer (a state of `Session`).
 
   Args:
     weights: `sync.manifest` of the proposer's weights now; None: it learns.

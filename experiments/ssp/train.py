@@ -56,7 +56,7 @@ class Step(NamedTuple):
 class Sampler:
   """Samples the trajectories of a step, of all roles.
 
-  It keeps those that have ended of an unfinished step (`session.Unused`).
+  It keeps those that have ended of an unfinished step (`unused` of `Session`).
 
   Args:
     config: the whole.

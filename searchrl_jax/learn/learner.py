@@ -28,7 +28,7 @@ class Scores(NamedTuple):
 
 
 class Learner:
-  """Parameters, optimizer states and updates of a run (`session.Trained`).
+  """Parameters, optimizer states and updates of a run (`trained` of `Session`).
 
   Args:
     config: the whole.

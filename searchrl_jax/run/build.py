@@ -7,10 +7,12 @@ own flow.
 from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import re
 import shutil
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +34,8 @@ from searchrl_jax.types import SEARCH
 _SOURCES = 'searchrl_jax.sources'
 # In a run folder.
 TOKENIZER = 'tokenizer'
-# Fields that define a model; the others define how it is computed.
-_ARCHITECTURE = {f.name for f in dataclasses.fields(decoder.DecoderConfig)} - {
-  'dtype',
-  'remat',
-  'scan_unroll',
-  'attention',
-}
+# Fields that define how a model is computed; the others define the model.
+_COMPUTED = ('dtype', 'remat', 'scan_unroll', 'attention')
 
 
 def load_config(workdir: str) -> ConfigDict:
@@ -50,14 +47,11 @@ def load_config(workdir: str) -> ConfigDict:
   path = pathlib.Path(workdir) / 'config.json'
   lookup.require(
     path.exists(),
-    f'{path} does not exist: --workdir={workdir} is no run folder (give the '
-    'folder that train or sft wrote, or --config for a Hugging Face folder)',
+    f'--workdir={workdir} is no run folder: it has no config.json (a Hugging '
+    'Face folder is a field of --config)',
   )
-  try:
-    fields = json.loads(path.read_text())
-  except ValueError as e:
-    raise ConfigError(f'{path} is not JSON ({e}); is it incomplete?') from e
-  config = from_dict(filled(fields, records.plain(schema.base())))
+  fields = json.loads(path.read_text(), object_hook=_tuples)
+  config = ConfigDict(filled(fields, schema.base().to_dict()))
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.
@@ -67,28 +61,17 @@ def load_config(workdir: str) -> ConfigDict:
 
 def filled(fields: Mapping, neutral: Mapping) -> dict:
   """`fields`, and those of `neutral` that they lack."""
-  return {
-    **neutral,
-    **{
-      name: filled(value, neutral[name])
-      if isinstance(value, dict) and isinstance(neutral.get(name), dict)
-      else value
-      for name, value in fields.items()
-    },
+  parts = {
+    name: filled(value, neutral[name])
+    for name, value in fields.items()
+    if isinstance(value, dict) and isinstance(neutral.get(name), dict)
   }
+  return {**neutral, **fields, **parts}
 
 
-def from_dict(fields) -> ConfigDict:
-  """A ConfigDict from JSON: lists become tuples, as configs write them."""
-
-  def convert(value):
-    if isinstance(value, dict):
-      return {k: convert(v) for k, v in value.items()}
-    if isinstance(value, list):
-      return tuple(convert(v) for v in value)
-    return value
-
-  return ConfigDict(convert(fields))
+def _tuples(fields: dict) -> dict:
+  """An object of JSON with tuples for its lists, as configs write them."""
+  return {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
 
 
 def mesh(config: ConfigDict):
@@ -110,32 +93,24 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   if kept.exists() and records.begun(workdir):
     return tokenizers.load(kept)
   name = config.model.tokenizer or config.model.path
-  if (
-    config.train.init and (pathlib.Path(config.train.init) / TOKENIZER).exists()
-  ):
-    name = str(pathlib.Path(config.train.init) / TOKENIZER)
+  start = pathlib.Path(config.train.init) / TOKENIZER
+  if config.train.init and start.exists():
+    name = str(start)
   lookup.require(
-    name,
-    'config.model.tokenizer is empty: give a Hugging Face folder with a '
-    "tokenizer, 'world' or 'bpe'",
+    name, "config.model.tokenizer is empty: give a folder, 'world' or 'bpe'"
   )
-  part = kept.with_suffix('.part')
-  shutil.rmtree(part, ignore_errors=True)
-  with records.explained(part):
-    part.mkdir(parents=True)
-  try:
-    with records.explained(kept):
+  with records.explained(kept):
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory('', 'tokenizer.', kept.parent) as folder:
+      part = pathlib.Path(folder) / TOKENIZER
+      part.mkdir()
       _write_tokenizer(name, config, workdir, part)
       shutil.rmtree(kept, ignore_errors=True)  # of a start that failed
       part.rename(kept)
-  finally:
-    shutil.rmtree(part, ignore_errors=True)
   return tokenizers.load(kept)
 
 
-def _write_tokenizer(
-  name: str, config: ConfigDict, workdir: str, out: pathlib.Path
-) -> None:
+def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
   if name == 'world':
     world(config).tokenizer(out)
   elif name == 'bpe':
@@ -144,12 +119,10 @@ def _write_tokenizer(
     texts = read_corpus(corpus(config, workdir)).contents
     tokenizers.train_bpe(texts, config.model.bpe_vocab, out)
   else:
-    name = local(
-      name,
-      'config.model.' + ('tokenizer' if config.model.tokenizer else 'path'),
-    )
-    tokenizers.load(name).save(out)
-    generation = pathlib.Path(name) / 'generation_config.json'
+    field = 'tokenizer' if config.model.tokenizer else 'path'
+    folder = pathlib.Path(local(name, f'config.model.{field}'))
+    tokenizers.load(folder).save(out)
+    generation = folder / 'generation_config.json'
     if generation.exists():  # it names the tokens that end a turn
       shutil.copy(generation, out)
 
@@ -177,27 +150,19 @@ def local(path: str, field: str = 'config.model.path') -> str:
     )
   except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
     raise ConfigError(
-      f'{field}={path!r} is no folder here and could not be '
-      f'fetched from the hub ({type(e).__name__}: {e}); give a local folder, '
-      'point HF_ENDPOINT at a mirror, or HF_HOME at a cache that has it'
+      f'{field}={path!r} is no folder here and could not be fetched from the '
+      f'hub ({e}); HF_ENDPOINT names a mirror, HF_HOME a cache'
     ) from e
 
 
 def model_config(config: ConfigDict, vocab_size: int):
   """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
-  flags = {
-    k: config.model[k] for k in ('dtype', 'remat', 'scan_unroll', 'attention')
-  }
+  flags = {name: config.model[name] for name in _COMPUTED}
   if config.model.path:
     cfg = pretrained.read_config(local(config.model.path), **flags)
   else:
-    arch = config.model.arch.to_dict()
-    lookup.require(
-      arch,
-      'config.model needs a path (a Hugging Face folder) or an arch '
-      '(fields of a Hugging Face config.json)',
-    )
-    arch.setdefault('vocab_size', vocab_size)
+    lookup.require(config.model.arch, 'config.model needs a path or an arch')
+    arch = {'vocab_size': vocab_size} | config.model.arch.to_dict()
     cfg = pretrained.decoder_config(arch, **flags)
   lookup.require(
     cfg.vocab_size >= vocab_size,
@@ -209,67 +174,44 @@ def model_config(config: ConfigDict, vocab_size: int):
 
 def parameters(config: ConfigDict, cfg, mesh) -> dict:
   """The parameters to start from: train.init, model.path, or fresh ones."""
-  init = pathlib.Path(config.train.init)
-  if config.train.init:
+  init = config.train.init
+  if init:
+    folder = pathlib.Path(init)
+    if (folder / records.CHECKPOINTS).exists():
+      return restore_params(config, init, cfg, mesh)
     # Not looked up on the hub: it is a local folder, or a mistake.
     lookup.require(
-      init.is_dir(),
-      f'config.train.init={config.train.init!r}: no such folder; give the '
-      'run folder of a warm start, or a Hugging Face folder',
+      folder.is_dir() and not (folder / 'environment.json').exists(),
+      f'config.train.init={init!r}: no such folder, or a run without a '
+      'checkpoint; give a run that has finished, or a Hugging Face folder',
     )
-    if (init / records.CHECKPOINTS).exists():
-      return restore_params(config, str(init), cfg, mesh)
-    lookup.require(
-      not (init / 'environment.json').exists(),
-      f'config.train.init={config.train.init!r}: a run folder without a '
-      'checkpoint; let that run finish first',
-    )
-  if config.train.init or config.model.path:
-    folder = config.train.init or local(config.model.path)
-    _, params = pretrained.load(folder, mesh, cfg=cfg)
-    return params
-
-  def fresh(key):
-    return decoder.init_params(
-      cfg,
-      key,
-      scale=config.model.init_scale,
-      embed_scale=config.model.embed_scale,
-    )
-
+  if init or config.model.path:
+    return pretrained.load(init or local(config.model.path), mesh, cfg=cfg)[1]
+  c = config.model
+  scales = {'scale': c.init_scale, 'embed_scale': c.embed_scale}
+  fresh = functools.partial(decoder.init_params, cfg, **scales)
   out = decoder.param_shardings(cfg, mesh)
   return jax.jit(fresh, out_shardings=out)(jax.random.key(config.seed))
 
 
 def saver(config: ConfigDict, workdir: str) -> checkpoint.Checkpointer:
-  return checkpoint.Checkpointer(
-    pathlib.Path(workdir) / records.CHECKPOINTS,
-    config.checkpoint.keep,
-    config.checkpoint.best,
-  )
+  c = config.checkpoint
+  folder = pathlib.Path(workdir) / records.CHECKPOINTS
+  return checkpoint.Checkpointer(folder, c.keep, c.best)
 
 
-def restore_params(
-  config: ConfigDict, workdir: str, cfg, mesh, which: str = 'latest'
-) -> dict:
+def restore_params(config, workdir: str, cfg, mesh, which='latest') -> dict:
   """The parameters of a run folder: 'latest', 'best', or a step.
 
   Raises:
     CheckpointError: there is none, or it is of another model.
   """
-  kept = saver(config, workdir)
-  restored = kept.restore(
-    {'state': {'params': shapes(cfg, mesh)}},
-    which,
-    fingerprint=None,
-    partial=True,
-  )
   # Arrays of the same shapes can still be of another model (rope_theta).
-  saved = kept.meta(restored.step)['fingerprint']
-  checkpoint.compare(
-    kept.folder,
-    {k: v for k, v in saved.items() if k in _ARCHITECTURE},
-    {k: v for k, v in dataclasses.asdict(cfg).items() if k in _ARCHITECTURE},
+  model = dataclasses.asdict(cfg)
+  model = {k: v for k, v in model.items() if k not in _COMPUTED}
+  like = {'state': {'params': shapes(cfg, mesh)}}
+  restored = saver(config, workdir).restore(
+    like, which, fingerprint=model, partial=True
   )
   return restored.state['state']['params']
 
@@ -280,11 +222,10 @@ def shapes(cfg, mesh, model=decoder) -> dict:
   model: the module that has their table, `decoder` or `critic`.
   """
   shardings = decoder.flatten(model.param_shardings(cfg, mesh))
+  shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+  table = {k: size for k, (size, _) in model.param_table(cfg).items()}
   return decoder.nest(
-    {
-      path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[path])
-      for path, (shape, _) in model.param_table(cfg).items()
-    }
+    {k: shape(size, sharding=shardings[k]) for k, size in table.items()}
   )
 
 
@@ -306,34 +247,27 @@ def check_environment(config: ConfigDict, *templates: str) -> None:
   _environment(config)
   for name, fields in config.tools.items():
     where = f'config.tools.{name}'
-    lookup.require(
-      name != SEARCH, f'{where}: that is config.source; choose another name'
-    )
-    lookup.require('module' in fields, f'{where} has no field module')
-    try:
-      found = lookup.module(_SOURCES, fields.module)
-    except ValueError as e:
-      raise ConfigError(f'{where}.module: {e}') from e
-    lookup.require(
-      hasattr(found, 'make'),
-      f'{where}.module={fields.module!r} has no function make',
-    )
+    lookup.require(name != SEARCH, f'{where}: that is config.source')
+    _maker(fields, where)
   for path in templates or (config.env.template,):
     for kind in prompts.load(path).kinds.values():
       lookup.require(
         kind.tool in ('', SEARCH, *config.tools),
         f'the block {kind.name!r} of template {path!r} calls the tool '
-        f'{kind.tool!r}, and config.tools has '
-        f'{", ".join(map(repr, config.tools)) or "none"}: set config.tools.'
-        f'{kind.tool} = dict(module=...), or use another template',
+        f'{kind.tool!r}, and config.tools has {[*config.tools]}: set '
+        f'config.tools.{kind.tool} = dict(module=...), or another template',
       )
 
 
 def _environment(config: ConfigDict):
-  try:
+  with lookup.of('config.env.module'):
     return lookup.function('searchrl_jax.text', config.env.module)
-  except ValueError as e:
-    raise ConfigError(f'config.env.module: {e}') from e
+
+
+def _maker(fields: ConfigDict, where: str):
+  """The function `make` of a source's module."""
+  with lookup.of(f'{where}.module'):
+    return lookup.function(_SOURCES, f'{fields.get("module")}.make')
 
 
 def environment(config: ConfigDict, tok) -> SearchEnv:
@@ -349,85 +283,63 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
   Raises:
     ConfigError: it would share the devices of a mesh with the update.
   """
-  shares = config.engine.module == 'jax_sampler' and mesh.size > 1
+  if config.rollout.max_staleness:
+    require_alone(config, mesh, 'config.rollout.max_staleness above 0')
+  make = engines.module(config.engine.module).make
+  return make(cfg, params, tok, config.engine, mesh, pathlib.Path(workdir))
+
+
+def require_alone(config: ConfigDict, mesh, what: str) -> None:
+  """Refuses programs beside those of an engine that shares their mesh."""
   lookup.require(
-    not (shares and config.rollout.max_staleness),
-    f'config.rollout.max_staleness={config.rollout.max_staleness}: two '
-    f'programs at a time on a mesh of {mesh.size} devices can wait for each '
-    "other for ever; use engine.module='vllm' or max_staleness=0",
-  )
-  module = engines.module(config.engine.module)
-  return module.make(
-    cfg, params, tok, config.engine, mesh, pathlib.Path(workdir)
+    config.engine.module != 'jax_sampler' or mesh.size == 1,
+    f'{what} on a mesh of {mesh.size} devices: two programs at a time can wait '
+    "for each other for ever; use engine.module='vllm' for this engine, one "
+    'device (CUDA_VISIBLE_DEVICES=0, config.mesh), or do without',
   )
 
 
-async def first_weights(
-  config: ConfigDict, engine, cfg, params, mesh, canary
-) -> None:
+async def first_weights(config, engine, cfg, params, mesh, canary) -> None:
   """Gives a server its weights; an engine in process has them already.
 
   canary: int [n], ids to check them with, see `sync.sync_and_verify`.
   """
   if engine.version is None:
-    logps = sync.forward_logps(cfg, mesh)
-    await sync.sync_and_verify(
-      engine,
-      params,
-      0,
-      canary,
-      lambda ids: logps(params, ids),
-      config.engine.canary_tolerance,
-    )
+    logps = functools.partial(sync.forward_logps(cfg, mesh), params)
+    limit = config.engine.canary_tolerance
+    await sync.sync_and_verify(engine, params, 0, canary, logps, limit)
 
 
-def source(
-  config: ConfigDict,
-  url: str,
-  engine=None,
-  tok=None,
-  mesh=None,
-  workdir: str = '',
-):
+def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
   """The source that config.source.module names, on this URL; with those of
   config.tools, if there are any, as `sources.tools.Tools`.
 
   The other arguments are for a simulator: a function that returns the policy's
-  engine (which is opened later), its tokenizer and mesh.
+  engine (which is opened later), its tokenizer, its mesh and the run folder.
   """
-  module = lookup.module(_SOURCES, config.source.module)
   fields = config.source.copy_and_resolve_references()
   fields.url = url
-  made = module.make(
-    fields,
-    seed=config.seed,
-    writer=lambda: simulator(config, engine, tok, mesh, workdir),
-  )
-  if not config.tools:
-    return made
-  tools = {name: _tool(config, name) for name in config.tools}
-  return Tools({SEARCH: made, **tools})
+  writer = functools.partial(simulator, config, engine, tok, mesh, workdir)
+  make = _maker(fields, 'config.source')
+  made = {SEARCH: make(fields, seed=config.seed, writer=writer)}
+  for name, fields in config.tools.items():
+    where = f'config.tools.{name}'
+    try:
+      made[name] = _maker(fields, where)(fields, seed=config.seed)
+    except AttributeError as e:  # a field that it reads and the config lacks
+      raise ConfigError(f'{where}: {e}') from e
+  return Tools(made) if config.tools else made[SEARCH]
 
 
-def _tool(config: ConfigDict, name: str):
-  fields = config.tools[name]
-  try:
-    return lookup.module(_SOURCES, fields.module).make(fields, seed=config.seed)
-  except AttributeError as e:  # a field that it reads and the config lacks
-    raise ConfigError(f'config.tools.{name}: {e}') from e
-
-
-def simulator(
-  config: ConfigDict, policy, tok, mesh, workdir: str
-) -> simulated.DocumentWriter:
+def simulator(config, policy, tok, mesh, workdir: str):
   """The model that writes documents: config.source.simulator.path on an engine
   of its own, or, without a path, the policy's engine.
 
   Raises:
     ConfigError: two engines would share the devices of a mesh.
   """
-  fields = config.source.simulator
-  path, folder = fields.path, pathlib.Path(workdir) / 'simulator'
+  fields, folder = config.source.simulator, f'{workdir}/simulator'
+  path = fields.path
   if not path:
     return simulated.DocumentWriter(policy, tok, None)
   if (pathlib.Path(path) / records.CHECKPOINTS).exists():
@@ -440,17 +352,11 @@ def simulator(
     theirs.train.init = ''
   theirs.engine = config.engine.copy_and_resolve_references()
   theirs.engine.update({'url': ''} | fields.engine.to_dict())
-  if theirs.engine.module == 'jax_sampler' and mesh.size > 1:
-    raise ConfigError(
-      f'config.source.simulator.path={path!r} on a mesh of {mesh.size} '
-      "devices: its programs and the policy's can wait for each other for "
-      "ever; use config.source.simulator.engine.module='vllm', or serve it "
-      'and give config.source.simulator.url'
-    )
-  tok = tokenizer(theirs, str(folder))
+  require_alone(theirs, mesh, f'config.source.simulator.path={path!r}')
+  tok = tokenizer(theirs, folder)
   cfg = model_config(theirs, tok.vocab_size)
   params = parameters(theirs, cfg, mesh)
-  made = engine(theirs, cfg, params, tok, mesh, str(folder))
+  made = engine(theirs, cfg, params, tok, mesh, folder)
 
   async def start():
     canary = tok.encode(fields.useful)[:64]
@@ -470,18 +376,16 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
   """
   if config.source.module in (none.NONE, simulated.SIMULATED):
     yield ''
-    return
-  if config.source.url:
+  elif config.source.url:
     yield config.source.url
-    return
-  from retrieval import process  # only needed to start a server
+  else:
+    from retrieval import process  # only needed to start a server
 
-  folder = pathlib.Path(workdir)
-  folder.mkdir(parents=True, exist_ok=True)
-  with process.start_server(
-    corpus(config, workdir), log_path=folder / 'retrieval.log'
-  ) as server:
-    yield server.url
+    served = corpus(config, workdir)
+    log = pathlib.Path(workdir) / 'retrieval.log'
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with process.start_server(served, log_path=log) as server:
+      yield server.url
 
 
 def corpus(config: ConfigDict, workdir: str) -> str:
@@ -489,16 +393,14 @@ def corpus(config: ConfigDict, workdir: str) -> str:
   if config.source.corpus != 'world':
     lookup.require(
       config.source.corpus,
-      'config.source.url and config.source.corpus are both empty: give the '
-      'URL of a retrieval server, or a corpus to start one on',
+      'config.source.url and config.source.corpus are both empty: give the URL '
+      'of a retrieval server, or a corpus to start one on',
     )
     return data.resolve(config.source.corpus, config.data)
-  made = world(config)
-  generated = made.generate(
-    config.data.world_seed, **config.data.world.to_dict()
-  )
-  folder = pathlib.Path(workdir) / f'world_{config.data.world_seed}'
+  made, seed = world(config), config.data.world_seed
+  folder = pathlib.Path(workdir) / f'world_{seed}'
   with records.explained(folder):
+    generated = made.generate(seed, **config.data.world.to_dict())
     return made.write(generated, folder)['corpus']
 
 

@@ -12,7 +12,7 @@ import traceback
 from typing import NoReturn
 
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from searchrl_jax.run import lookup, schema
 from searchrl_jax.run.signals import Stopped
@@ -20,37 +20,34 @@ from searchrl_jax.run.signals import Stopped
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
 
 
-def define_config(required: bool = True):
+def define_config():
   """Defines --config, and --data_dir, which `run` passes on."""
   define_data_dir()
   holder = config_flags.DEFINE_config_file(
     'config',
     None,
     'Config file and its argument: configs/NAME.py:arg=value,...; set a field '
-    "with --config.path.to.field=value. The file's docstring has the command, "
-    'the run time and the expected numbers.',
+    'with --config.path.to.field=value. The docstring has the command.',
   )
-  if required:
-    flags.mark_flag_as_required('config')
+  flags.mark_flag_as_required('config')
   return holder
 
 
 def define_data_dir():
   return flags.DEFINE_string(
-    'data_dir',
-    '',
-    'Folder of the data files that a config names; the same as SEARCHRL_DATA. '
-    'config.data.dir takes precedence.',
+    'data_dir', '', 'Folder of data files, as SEARCHRL_DATA names it.'
   )
 
 
 def define_workdir(required: bool = True):
   return flags.DEFINE_string(
-    'workdir',
-    None,
-    'Run folder: config, metrics, trajectories, checkpoints. A run that is '
-    'started again in the same folder resumes.',
-    required=required,
+    'workdir', None, 'Run folder; its run is resumed.', required=required
+  )
+
+
+def define_checkpoint():
+  return flags.DEFINE_string(
+    'checkpoint', 'latest', 'Of --workdir: latest, best, or a step.'
   )
 
 
@@ -77,8 +74,6 @@ def _parse(argv):
     fail(f'{e} (--help lists the flags, --helpfull all of them)')
   except flags.Error as e:
     first, *more = str(e).strip().splitlines()
-    if first.endswith('must have a value other than None.'):
-      fail(f'{first.split("=")[0].removeprefix("flag ")} is missing')
     # The message of a config file that raises ends with a traceback.
     first = first.removesuffix('Error whilst parsing config file:')
     fail(first + (more[-1] if more else ''))
@@ -87,7 +82,7 @@ def _parse(argv):
     text = str(e.args[0] if e.args else e).replace('\\n', ' ')
     text = ' '.join(text.split()).replace("\\'", "'").strip('"\'')
     for name, new in schema.RENAMED.items():
-      if any(arg.startswith(f'--config.{name}') for arg in argv):
+      if f'--config.{name}' in ' '.join(argv):
         fail(f'config.{name} has been renamed: use config.{new}')
     fail(f'a --config.* flag names no field of the config: {text}')
   except (ValueError, TypeError, OSError) as e:
@@ -148,8 +143,3 @@ def is_user_error(error: BaseException) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     source = frame.f_globals['__name__']
   return isinstance(error, OSError) or source.split('.')[0] in _PACKAGES
-
-
-def to_dict(config: ConfigDict) -> dict:
-  """Returns the config as a dict that JSON can represent."""
-  return config.to_dict(preserve_field_references=False)

@@ -4,7 +4,7 @@ Their quotient is the model FLOPs utilisation (MFU) of the log.
 """
 
 from collections.abc import Sequence
-import time
+import timeit
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +40,10 @@ def peak_flops(device=None, *, measure: bool = False) -> float:
     return PEAK_FLOPS[max(known, key=len)]
   if not measure:
     return 0.0
-  n, best = 1024, float('inf')
+  n, matmul = 1024, jax.jit(jnp.matmul)
   a = jax.device_put(np.ones((n, n), np.float32), device)
-  matmul = jax.jit(jnp.matmul)
-  matmul(a, a).block_until_ready()
-  for _ in range(5):
-    start = time.perf_counter()
-    matmul(a, a).block_until_ready()
-    best = min(best, time.perf_counter() - start)
-  return 2.0 * n**3 / best
+  run = lambda: matmul(a, a).block_until_ready()
+  return 2.0 * n**3 / min(timeit.repeat(run, number=1, repeat=6))
 
 
 def update_flops(cfg: decoder.DecoderConfig, batches: Sequence[Batch]) -> float:

@@ -1,6 +1,7 @@
 """Finds modules, functions and fields by name; checks config fields."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -12,12 +13,19 @@ class ConfigError(ValueError):
   """An invalid config field; the message names it and says how to fix it."""
 
 
-def require(
-  good: Any, message: str, error: type[Exception] = ConfigError
-) -> None:
+def require(good: Any, message: str, error: type[Exception] = ConfigError):
   """Raises `error` unless `good`; `message` names field and fix."""
   if not good:
     raise error(message)
+
+
+@contextlib.contextmanager
+def of(field: str) -> Iterator[None]:
+  """Names the field in an error of looking up what it names."""
+  try:
+    yield
+  except ValueError as e:
+    raise ConfigError(f'{field}: {e}') from e
 
 
 def near(name: str, names) -> str:
@@ -35,21 +43,18 @@ def module(package: str, name: str) -> Any:
   Raises:
     ValueError: no such module; the message lists the ones that exist.
   """
-  if '.' in name:
-    path = name
-  else:
-    found = importlib.import_module(package)
-    names = [m.name for m in pkgutil.iter_modules(found.__path__)]
-    names = [n for n in names if n != 'core']
+  path = name if '.' in name else f'{package}.{name}'
+  if path != name:
+    found = pkgutil.iter_modules(importlib.import_module(package).__path__)
+    names = {m.name for m in found} - {'core'}
     if name not in names:
       raise ValueError(f'no module {name!r} in {package}: {near(name, names)}')
-    path = f'{package}.{name}'
   try:
     return importlib.import_module(path)
   except ModuleNotFoundError as e:
-    if e.name and path.startswith(e.name):
-      raise ValueError(f'no module {path!r} (asked for as {name!r})') from e
-    raise
+    if not path.startswith(e.name or ' '):
+      raise  # of a module that it imports
+    raise ValueError(f'no module {path!r} (asked for as {name!r})') from e
 
 
 def function(package: str, name: str, home: str = '') -> Any:
@@ -59,16 +64,15 @@ def function(package: str, name: str, home: str = '') -> Any:
   """
   mod_name, _, attr = name.rpartition('.')
   mod_name = mod_name or home
-  if not mod_name:
-    raise ValueError(
-      f'{name!r} must be "module.function" (module of {package}, or a '
-      'full dotted path)'
-    )
+  require(
+    mod_name,
+    f'{name!r} must be "module.function" (module of {package}, or a full '
+    'dotted path)',
+    ValueError,
+  )
   mod = module(package, mod_name)
   if not hasattr(mod, attr):
-    public = [
-      n for n, v in vars(mod).items() if callable(v) and not n.startswith('_')
-    ]
+    public = [n for n, v in vars(mod).items() if callable(v) and n[0] != '_']
     raise ValueError(f'no {attr!r} in {mod.__name__}: {near(attr, public)}')
   return getattr(mod, attr)
 
@@ -79,9 +83,7 @@ def fields(fn: Callable) -> dict[str, inspect.Parameter]:
   return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def arguments(
-  fn: Callable, part: Mapping[str, Any], where: str
-) -> dict[str, Any]:
+def arguments(fn: Callable, part: Mapping[str, Any], where: str) -> dict:
   """The values of a function's fields in the part of a config that names it.
 
   Args:
@@ -103,12 +105,8 @@ def arguments(
 
 def inputs(fn: Callable) -> tuple[str, ...]:
   """The positional parameters of a function: what it is handed at a call."""
-  kinds = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-  )
   parameters = inspect.signature(fn).parameters.values()
-  return tuple(p.name for p in parameters if p.kind in kinds)
+  return tuple(p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD)
 
 
 def require_fields(
@@ -121,15 +119,12 @@ def require_fields(
   """
   known = fields(fn)
   for name in given:
+    hint = near(name, known) if known else 'it has none'
+    message = f'{where}.{name} is no field of {fn.__name__}: {hint}'
+    require(name in known, message, error)
+  for name, p in known.items():
     require(
-      name in known,
-      f'{where}.{name} is no field of {fn.__name__}: '
-      + (near(name, known) if known else 'it has none'),
-      error,
-    )
-  for name, parameter in known.items():
-    require(
-      name in given or parameter.default is not parameter.empty,
+      name in given or p.default is not p.empty,
       f'{where} has no field {name!r}, which {fn.__name__} needs',
       error,
     )

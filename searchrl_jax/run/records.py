@@ -36,7 +36,6 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -60,9 +59,8 @@ def begun(folder: os.PathLike | str) -> bool:
   """
   folder = pathlib.Path(folder)
   metrics = folder / 'metrics.jsonl'
-  return (metrics.exists() and metrics.stat().st_size > 0) or any(
-    (folder / CHECKPOINTS).glob('[0-9]*')
-  )
+  saved = [*(folder / CHECKPOINTS).glob('[0-9]*')]
+  return bool(saved) or metrics.exists() and metrics.stat().st_size > 0
 
 
 @contextlib.contextmanager
@@ -73,8 +71,7 @@ def explained(path: os.PathLike | str) -> Iterator[None]:
   except OSError as error:
     raise RunError(
       f'{path} cannot be written: {error.strerror or error}. Free disk space '
-      'or correct the permissions, then start the run again: it resumes from '
-      'its last checkpoint'
+      'or correct the permissions; the run resumes from its last checkpoint'
     ) from error
 
 
@@ -90,19 +87,17 @@ def write_bytes(path: os.PathLike | str, data: bytes) -> None:
     RunError: the disk is full, or the folder cannot be written to.
   """
   path = pathlib.Path(path)
+  part = path.with_name(f'.{path.name}.{os.getpid()}')
   with explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f'.{path.name}.', dir=path.parent)
     try:
-      with os.fdopen(handle, 'wb') as f:
+      with open(part, 'wb') as f:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
-      os.chmod(name, 0o644)  # mkstemp's 0600 would shut out other readers
-      os.replace(name, path)
-    except BaseException:
-      pathlib.Path(name).unlink(missing_ok=True)
-      raise
+      part.replace(path)
+    finally:
+      part.unlink(missing_ok=True)
 
 
 def write_json(path: os.PathLike | str, value: Any) -> None:
@@ -120,13 +115,11 @@ def plain(value: Any) -> Any:
     value = value.tolist()
   if isinstance(value, (list, tuple, set, frozenset)):
     return [plain(v) for v in value]
-  if isinstance(value, float):
-    return value if math.isfinite(value) else None
-  if value is None or isinstance(value, (str, int)):
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  if value is None or isinstance(value, (str, int, float)):
     return value
-  if hasattr(value, '__array__'):
-    return plain(np.asarray(value))
-  return str(value)
+  return plain(np.asarray(value)) if hasattr(value, '__array__') else str(value)
 
 
 def step_file(folder: pathlib.Path, step: int, part: str = '') -> pathlib.Path:
@@ -198,9 +191,8 @@ _TOKENS = ('ids', 'versions', 'logps', *_TRAINER)
 # Columns whose values hardly repeat: stored with their bytes split.
 _SPLIT = tuple(f'.{name}.list.element' for name in ('ids', *_LOGPS))
 _SEQUENCES = ('segments', 'train_context')
-# Fields of a Record, and of its Trajectory, that are columns unchanged.
-_RECORD = ('step', 'reward', 'valid', 'earned', 'earned_at', 'kept')
-_ANSWER = ('seconds', 'text', 'cost')  # of a SearchResult
+_JSON = ('messages', 'meta')  # fields of a question that are written as JSON
+# Fields of a trajectory that are columns unchanged.
 _TRAJECTORY = ('role', 'sample', 'end', 'turns', 'invalid_actions', 'seconds')
 
 
@@ -212,9 +204,8 @@ def encode(records: Sequence[Record], exact: bool = False) -> bytes:
   except UnicodeEncodeError:  # a lone surrogate, which JSON allows
     table = pa.Table.from_pylist(_encodable(rows), _ROW)
   for name in _SEQUENCES:
-    table = table.append_column(
-      name, _pack([_segments(r, name) for r in records], exact)
-    )
+    packed = _pack([_segments(r, name) for r in records], exact)
+    table = table.append_column(name, packed)
   out = io.BytesIO()
   pq.write_metadata(table.schema, out)
   leaves = {column.path for column in pq.read_metadata(out).schema}
@@ -233,31 +224,25 @@ def encode(records: Sequence[Record], exact: bool = False) -> bytes:
 
 
 def _row(record: Record) -> dict[str, Any]:
-  t = record.trajectory
-  q = t.question
-  return {
-    **{name: getattr(record, name) for name in _RECORD},
-    **{name: getattr(t, name) for name in _TRAJECTORY},
+  """The columns of _ROW."""
+  t, q = record.trajectory, record.trajectory.question
+  row = {
+    **vars(t),
+    **vars(record),
     'id': t.id,
     'meta': json.dumps(plain(t.meta)),
-    'question': vars(q)
-    | {
-      'messages': json.dumps(plain(q.messages)),
-      'meta': json.dumps(plain(q.meta)),
-    },
+    'question': vars(q) | {k: json.dumps(plain(vars(q)[k])) for k in _JSON},
     'rewards': list(record.rewards.items()),
     'searches': [_search(s) for s in t.searches],
   }
+  return {name: row[name] for name in _ROW.names}
 
 
 def _search(search: types.SearchResult | types.SearchError) -> dict[str, Any]:
-  out = dict(vars(search.request))
+  out = vars(search.request) | vars(search)
   if isinstance(search, types.SearchError):
-    return out | {'error': {'kind': search.kind, 'message': search.message}}
-  return out | {
-    **{name: getattr(search, name) for name in _ANSWER},
-    'passages': [vars(p) for p in search.passages],
-  }
+    return out | {'error': vars(search)}
+  return out | {'passages': [vars(p) for p in search.passages]}
 
 
 def _encodable(value: Any) -> Any:
@@ -280,12 +265,10 @@ def _segments(record: Record, name: str) -> list[dict[str, Any]] | None:
   for s in segments:
     fields = dict.fromkeys(_TOKENS) | vars(s)
     part = slice(at, at := at + len(s.ids))
-    if trained and s.train:
-      if record.trainer_logps is not None:
-        fields['trainer_logps'] = record.trainer_logps[part]
-      if record.advantages is not None:
-        x = np.asarray(record.advantages)
-        fields['advantages'] = x[part] if x.ndim else np.full(len(s.ids), x)
+    for column in _TRAINER if trained and s.train else ():
+      x = getattr(record, column)
+      if x is not None:
+        fields[column] = x[part] if np.ndim(x) else np.full(len(s.ids), x)
     out.append(fields)
   return out
 
@@ -293,23 +276,18 @@ def _segments(record: Record, name: str) -> list[dict[str, Any]] | None:
 def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
   """The segments of each row as a list column of structs."""
   flat = [segment for row in rows for segment in row or ()]
-  columns = {
-    name: pa.array([s[name] for s in flat], type_)
-    for name, type_ in _SEGMENT.items()
-  }
+  columns = {k: pa.array([s[k] for s in flat], v) for k, v in _SEGMENT.items()}
   for name in _TOKENS:
     parts = [s[name] for s in flat]
-    dtype = np.float32 if exact and name in _LOGPS else np.float16
-    if name in ('ids', 'versions'):
-      dtype = np.int32
-    known = [np.zeros(0, dtype), *(p for p in parts if p is not None)]
-    values = np.concatenate(known)
+    dtype: type = np.float32 if exact and name in _LOGPS else np.float16
+    dtype = np.int32 if name in ('ids', 'versions') else dtype
+    known = [p for p in parts if p is not None]
+    values = np.concatenate([np.zeros(0, dtype), *known])
     if dtype == np.float16:  # a sum of rewards may be outside its range
       values = values.clip(-65504, 65504)
     columns[name] = _nested(parts, pa.array(values.astype(dtype)))
-  return _nested(
-    rows, pa.StructArray.from_arrays(list(columns.values()), list(columns))
-  )
+  segments = pa.StructArray.from_arrays([*columns.values()], [*columns])
+  return _nested(rows, segments)
 
 
 def _nested(parts: Sequence, values: pa.Array) -> pa.Array:
@@ -332,18 +310,16 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
     RunError: there are no files, or one is not a trajectory file.
   """
   if isinstance(source, bytes):
-    files = [io.BytesIO(source)] if source else []
+    files: list = [io.BytesIO(source)] if source else []
   else:
     source = pathlib.Path(source)
-    files = [source] if source.is_file() else []
-    files = files or sorted(source.glob('step_*.parquet'))
+    files = [source] if source.is_file() else [*source.glob('step_*.parquet')]
     if not files:
       raise RunError(
-        f'{source} holds no trajectories. `train` writes them to '
-        'RUN/trajectories every config.log.trajectories_every steps, '
-        '`evaluate` writes them to OUT/eval'
+        f'{source} holds no trajectories; they are in RUN/trajectories (see '
+        'config.log.trajectories_every) and, of an evaluation, in OUT/eval'
       )
-  for file in files:
+  for file in sorted(files):
     try:
       with pq.ParquetFile(file) as table:
         for batch in table.iter_batches(256):
@@ -356,49 +332,44 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
   sequences = [_unpack(batch.column(name)) for name in _SEQUENCES]
   rows = batch.drop_columns(list(_SEQUENCES)).to_pylist()
   for row, segments, context in zip(rows, *sequences, strict=True):
-    question = row['question']
-    for name in ('messages', 'meta'):
-      question[name] = json.loads(question[name])
+    question = row.pop('question')
+    question |= {name: json.loads(question[name]) for name in _JSON}
     for name in ('answers', 'supporting', 'messages'):
       question[name] = tuple(question[name])
     question = types.Question(**question)
-    trained = segments if context is None else context
     trajectory = types.Trajectory(
       question,
       tuple(s for s, _ in segments),
-      tuple(_read_search(s, question) for s in row['searches']),
+      tuple(_read_search(s, question) for s in row.pop('searches')),
       train_context=None if context is None else tuple(s for s, _ in context),
-      meta=json.loads(row['meta']),
-      **{name: row[name] for name in _TRAJECTORY},
+      meta=json.loads(row.pop('meta')),
+      **{name: row.pop(name) for name in _TRAJECTORY},
     )
-    earned = row.pop('earned')
+    trained = segments if context is None else context
+    earned, rewards = row.pop('earned'), dict(row.pop('rewards'))
+    del row['id']
     yield Record(
-      **{name: row[name] for name in _RECORD if name != 'earned'},
       trajectory=trajectory,
-      rewards=dict(row['rewards']),
+      rewards=rewards,
       earned=None if earned is None else np.array(earned, np.float32),
       **{name: _joined(trained, name) for name in _TRAINER},
+      **row,
     )
 
 
 def _joined(segments, name: str) -> np.ndarray | None:
   """The column by token, NaN for segments without it; None if all are."""
-  parts = [extra[name] for _, extra in segments]
-  if all(part is None for part in parts):
+  if all(extra[name] is None for _, extra in segments):
     return None
-  for i, (segment, _) in enumerate(segments):
-    if parts[i] is None:
-      parts[i] = np.full(len(segment.ids), np.nan, np.float32)
+  blank = lambda s: np.full(len(s.ids), np.nan, np.float32)
+  parts = [blank(s) if x[name] is None else x[name] for s, x in segments]
   return np.concatenate(parts)
 
 
-def _unpack(
-  array: pa.ListArray,
-) -> list[list[tuple[types.Segment, dict]] | None]:
+def _unpack(array: pa.ListArray) -> list:
   """For each row: its segments, each with its columns in _TRAINER."""
-  struct, columns = array.values, {}
-  for name in _SEGMENT:
-    columns[name] = struct.field(name).to_pylist()
+  struct = array.values
+  columns = {name: struct.field(name).to_pylist() for name in _SEGMENT}
   for name in _TOKENS:
     lists = struct.field(name)
     values = lists.values.to_numpy()
@@ -419,14 +390,12 @@ def _lists(array: pa.ListArray, values: Sequence) -> list:
   ]
 
 
-def _read_search(
-  record: dict[str, Any], question: types.Question
-) -> types.SearchResult | types.SearchError:
+def _read_search(record: dict[str, Any], question: types.Question):
   passages, error = record.pop('passages'), record.pop('error')
-  answer = {name: record.pop(name) for name in _ANSWER if name in record}
+  names = {'seconds', 'text', 'cost'} & record.keys()
+  answer = {name: record.pop(name) for name in names}
   request = types.SearchRequest(question=question, **record)
   if error is not None:
     return types.SearchError(request, **error)
-  return types.SearchResult(
-    request, tuple(types.Passage(**p) for p in passages), **answer
-  )
+  found = tuple(types.Passage(**p) for p in passages)
+  return types.SearchResult(request, found, **answer)

@@ -7,7 +7,7 @@ are in `learn/checks.py` and beside the code that they protect.
 """
 
 import ast
-import difflib
+import contextlib
 import operator
 
 from ml_collections import ConfigDict
@@ -27,10 +27,9 @@ CHOICES = {
   'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
   'algorithm.tis': ('none', 'token', 'sequence'),
   'algorithm.tis_mode': ('cap', 'mask'),
-  **{
-    f'{part}.schedule': ('constant', 'linear', 'cosine')
-    for part in ('critic', 'optim', 'sft')
-  },
+  'critic.schedule': ('constant', 'linear', 'cosine'),
+  'optim.schedule': ('constant', 'linear', 'cosine'),
+  'sft.schedule': ('constant', 'linear', 'cosine'),
   'eval.best_of': ('', 'certainty'),
   'log.wandb': ('disabled', 'offline', 'online'),
 }
@@ -47,7 +46,8 @@ RANGES = (
     'source.k source.attempts rollout.questions rollout.group '
     'rollout.search_attempts batch.tokens batch.head_chunk algorithm.epochs '
     'engine.slots engine.chunk engine.prefill_rows engine.attempts '
-    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap',
+    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
+    'checkpoint.keep',
     lambda x: x >= 1,
     'at least 1',
   ),
@@ -89,29 +89,18 @@ def parse_arg(arg: str | None, **known):
   """
   out = ConfigDict(known)
   for item in filter(None, (arg or '').split(',')):
-    name, has_value, value = item.partition('=')
-    if name not in known:
-      near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-      raise ValueError(
-        f'config argument {name!r} is unknown; did you mean: '
-        f'{", ".join(near) or "(this config takes none)"}?'
-      )
-    default = known[name]
-    if not has_value:
-      value = 'True'
-    if not isinstance(default, str):
-      try:
+    name, _, value = (item if '=' in item else f'{item}=True').partition('=')
+    lookup.require(
+      name in known,
+      f'config argument {name!r} is unknown; {lookup.near(name, known)}',
+    )
+    if not isinstance(known[name], str):
+      with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(value)
-      except (ValueError, SyntaxError):
-        value = str(value)
-      if isinstance(default, float) and type(value) is int:
-        value = float(value)
-      if default is not None and type(value) is not type(default):
-        raise ValueError(
-          f'config argument {name}={value!r}: expected '
-          f'{type(default).__name__}, like the default {default!r}'
-        )
-    out[name] = value
+    try:
+      out[name] = value
+    except TypeError as e:
+      raise ValueError(f'config argument {name}={value!r}: {e}') from e
   return out
 
 
@@ -387,16 +376,13 @@ def check(config: ConfigDict) -> None:
   """
   for old, new in RENAMED.items():
     part, _, name = old.rpartition('.')
-    lookup.require(
-      name not in operator.attrgetter(part)(config),
-      f'config.{old} has been renamed: use config.{new}',
-    )
+    known = operator.attrgetter(part)(config)
+    message = f'config.{old} has been renamed: use config.{new}'
+    lookup.require(name not in known, message)
   for field, choices in CHOICES.items():
     value = operator.attrgetter(field)(config)
-    lookup.require(
-      value in choices,
-      f'config.{field}={value!r}: {lookup.near(str(value), choices)}',
-    )
+    hint = lookup.near(str(value), choices)
+    lookup.require(value in choices, f'config.{field}={value!r}: {hint}')
   for fields, allowed, what in RANGES:
     for field in fields.split():
       value = operator.attrgetter(field)(config)

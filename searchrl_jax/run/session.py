@@ -7,9 +7,10 @@ experiments/ssp/train.py) trains one step and calls `end_step`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -23,32 +24,6 @@ from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 
 
-class Trained(Protocol):
-  """The trained parameters and optimizer states (`learn.learner`)."""
-
-  params: Any  # of the policy
-
-  def like(self) -> dict: ...  # a checkpoint's tree, as shapes
-  def restore(self, tree: dict) -> None: ...
-  def start(self, params: Any) -> None: ...  # without a checkpoint
-  def tree(self) -> dict: ...  # the content of a checkpoint
-  def warmup(self) -> None: ...  # compiles
-
-
-class State(Protocol):
-  """State of a recipe between steps; saved in every checkpoint as JSON."""
-
-  def state(self) -> Any: ...
-  def restore(self, state: Any) -> None: ...
-
-
-class Unused(Protocol):
-  """Trajectories that have ended and were not trained on yet, as bytes."""
-
-  def encode(self) -> bytes: ...
-  def decode(self, data: bytes) -> None: ...
-
-
 class Session:
   """One start of a run, in its folder; a context manager.
 
@@ -60,13 +35,18 @@ class Session:
     config: the resolved config.
     workdir: the run's folder.
     stage: 'train', 'sft', ...: a checkpoint of another stage is refused.
-    trained: restored or started here.
+    trained: parameters and optimizer states (`learn.learner`), restored or
+      started here: `params` of the policy, `start(params)`, `tree()` for a
+      checkpoint, `like()` as its shapes, `restore(tree)`, and `warmup()`, which
+      compiles.
     cfg: the policy's `DecoderConfig`.
     mesh: the devices.
     limits: (steps, seconds, every): the run ends after this number of steps
       or seconds (0 = no limit), and is saved after every `every` steps.
-    states: name -> state of the recipe between steps.
-    unused: trajectories of later steps that have ended already.
+    states: name -> state of the recipe between steps, saved in every
+      checkpoint: `state()` returns JSON, `restore(state)` takes it.
+    unused: trajectories that have ended and were not trained on yet:
+      `encode()` returns bytes, `decode(data)` takes them.
     about: further entries of this start in environment.json.
 
   Attributes:
@@ -85,20 +65,23 @@ class Session:
     config: ConfigDict,
     workdir: str,
     stage: str,
-    trained: Trained,
+    trained: Any,
     *,
     cfg: Any,
     mesh: Any,
     limits: tuple[int, float, int],
-    states: Mapping[str, State] | None = None,
-    unused: Unused | None = None,
+    states: Mapping[str, Any] | None = None,
+    unused: Any = None,
     about: Mapping[str, Any] | None = None,
   ):
     self.config, self.workdir = config, pathlib.Path(workdir)
     self.trained, self.cfg, self.mesh = trained, cfg, mesh
     self._steps, self._seconds, self._save_every = limits
     self._states, self._unused = dict(states or {}), unused
-    self._about = {'parameters': cfg.n_params, **(about or {})}
+    devices = [str(d) for d in jax.devices()]
+    self._about = {'devices': devices, 'parameters': cfg.n_params}
+    self._about |= about or {}
+    self._aside = self.workdir / 'ended.bin'
     self._saver = build.saver(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(cfg)}
     self.engine: Any = None
@@ -129,30 +112,17 @@ class Session:
       state.restore(saved.extras[name])
     if self._unused is not None:
       data = read_aside(self._aside, self.step)
-      self._unused.decode(
-        saved.arrays['ended'].tobytes() if data is None else data
-      )
-
-  @property
-  def _aside(self) -> pathlib.Path:
-    return self.workdir / 'ended.bin'
+      ended = saved.arrays['ended'].tobytes()
+      self._unused.decode(ended if data is None else data)
 
   def __enter__(self) -> 'Session':
     with contextlib.ExitStack() as stack:
       if self._unused is not None:  # there are rollouts, which search
-        self.url = stack.enter_context(
-          build.retrieval(self.config, str(self.workdir))
-        )
-      devices = [str(d) for d in jax.devices()]
-      self.writer = stack.enter_context(
-        Writer(
-          self.workdir,
-          self.config,
-          step=self.step,
-          steps=self._steps,
-          about={'devices': devices, **self._about},
-        )
-      )
+        retrieval = build.retrieval(self.config, str(self.workdir))
+        self.url = stack.enter_context(retrieval)
+      about = {'step': self.step, 'steps': self._steps, 'about': self._about}
+      writer = Writer(self.workdir, self.config, **about)
+      self.writer = stack.enter_context(writer)
       stack.enter_context(self.signals)
       self._stack = stack.pop_all()
     return self
@@ -168,16 +138,11 @@ class Session:
     Raises:
       SourceError: it cannot be used, or is not the one of the checkpoint.
     """
+    engine, folder = lambda: self.engine, str(self.workdir)
     self.source = build.source(
-      self.config,
-      self.url,
-      lambda: self.engine,
-      tok,
-      self.mesh,
-      str(self.workdir),
+      self.config, self.url, engine, tok, self.mesh, folder
     )
-    self.signals.at_exit(self.source.close)
-    served = self.signals.finish(self.source.check()).get('identity', {})
+    served = self.signals.open(self.source).get('identity', {})
     require_same(self._identity, served)
     self._identity = served
     return self.source
@@ -188,8 +153,7 @@ class Session:
     service: has awaitable `check` and `close`; None: there is none.
     """
     if service:
-      self.signals.at_exit(service.close)
-      self.signals.finish(service.check())
+      self.signals.open(service)
     return service
 
   def open_engine(
@@ -203,24 +167,18 @@ class Session:
       params: fixed weights; None: the trained ones.
       folder: below the run folder, for the logs of a further engine.
     """
-    engine = build.engine(
-      self.config,
-      self.cfg,
-      self.trained.params if params is None else params,
-      tok,
-      self.mesh,
-      str(self.workdir / folder),
-    )
+    weights = self.trained.params if params is None else params
+    config, cfg, mesh = self.config, self.cfg, self.mesh
+    folder = str(self.workdir / folder)
+    engine = build.engine(config, cfg, weights, tok, mesh, folder)
     self.signals.at_exit(engine.shutdown)
     self._engines.append(engine)
     if params is None:
       self.engine, self._canary = engine, canary
-      self._logps = sync.forward_logps(self.cfg, self.mesh)
+      self._logps = sync.forward_logps(cfg, mesh)
     else:
       self.signals.finish(
-        build.first_weights(
-          self.config, engine, self.cfg, params, self.mesh, canary
-        )
+        build.first_weights(config, engine, cfg, params, mesh, canary)
       )
     return engine
 
@@ -241,8 +199,7 @@ class Session:
       return
     self.publish()
     if self.step == 0 and self.config.eval.every:
-      self.metrics = self.evaluate()
-      self.writer.write(-1, self.metrics)
+      self.metrics = self.writer.write(-1, self.evaluate())
     elif self._owed:
       self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
       self._saver.amend(self.step, self.metrics, evaluation_owed=False)
@@ -258,14 +215,11 @@ class Session:
       SyncError: the engine does not hold them.
     """
     with self.writer.timer('sync'):
+      params, limit = self.trained.params, self.config.engine.canary_tolerance
+      logps = functools.partial(self._logps, params)
       self._report = self.signals.finish(
         sync.sync_and_verify(
-          self.engine,
-          self.trained.params,
-          self.step,
-          self._canary,
-          lambda ids: self._logps(self.trained.params, ids),
-          self.config.engine.canary_tolerance,
+          self.engine, params, self.step, self._canary, logps, limit
         )
       )
 
@@ -301,7 +255,9 @@ class Session:
       NonFinite: metrics['finite'] is 0.
     """
     if not metrics['finite']:
-      path = save_batch(self.workdir, self.step, batches)
+      path = self.workdir / f'nonfinite_step{self.step}.npz'
+      parts = [(i, vars(b)) for i, b in enumerate(batches)]
+      np.savez(path, **{f'{i}/{k}': v for i, b in parts for k, v in b.items()})
       raise NonFinite(
         f'step {self.step}: the loss or its gradient is not finite; nothing '
         f'was updated. The batch is in {path}'
@@ -340,11 +296,10 @@ class Session:
         config.rollout.mismatch_alarm. Any error of publishing or evaluating.
         The run is saved in each case.
     """
-    metrics, config = dict(metrics), self.config
+    metrics, config, report = dict(metrics), self.config, self._report
     if self.engine is not None:
-      metrics['sync/canary_max_diff'] = (
-        self._report.canary_max_diff if self._report else np.nan
-      )
+      differ = report.canary_max_diff if report else np.nan
+      metrics['sync/canary_max_diff'] = differ
     failure = self._failure or self._mismatch(metrics)
     self._late = 0 < self._seconds < time.monotonic() - self._started
     due = self.done or _due(config.eval.every, self.step)
@@ -359,10 +314,9 @@ class Session:
         failure = e  # raised below: the step itself is complete
     with _after(failure):
       with self.writer.timer('write'):
+        every = config.log.trajectories_every
         for group in trajectories:
-          self.writer.trajectories(
-            self.step - 1, every=config.log.trajectories_every, **group
-          )
+          self.writer.trajectories(self.step - 1, every=every, **group)
       # Before the save: a resume drops lines of steps that were not saved.
       self.metrics = self.writer.write(self.step - 1, metrics)
       ends = self.done or self.signals.stop or failure is not None
@@ -384,8 +338,7 @@ class Session:
     return Mismatch(
       f'step {self.step - 1}: log-probs of trainer and engine differ by '
       f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
-      'Raise the alarm (0 = none) to continue, or start again with a lower '
-      'rollout.max_staleness, or one dtype for model and engine'
+      'Raise the alarm, lower max_staleness, or use one dtype for both'
     )
 
   def save(self) -> None:
@@ -398,18 +351,15 @@ class Session:
     if self.step in self._saver.steps():
       write_aside(self._aside, self.step, unused)
       return
+    extras = {name: state.state() for name, state in self._states.items()}
+    extras |= {'served': self._identity, 'version': self.step}
     with self.writer.timer('checkpoint'):
       self.writer.flush()
       self._saver.save(
         self.step,
         self.trained.tree(),
         metrics=self.metrics,
-        extras={
-          **{name: state.state() for name, state in self._states.items()},
-          'served': self._identity,
-          'version': self.step,
-          'evaluation_owed': self._owed,
-        },
+        extras=extras | {'evaluation_owed': self._owed},
         arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
       )
@@ -423,7 +373,7 @@ def _after(first: Exception | None) -> Iterator[None]:
   except Exception as e:
     if first is None:
       raise
-    first.add_note(f'The run is not saved: {e}')
+    first.add_note(f'After that: {e}')
 
 
 def _due(every: int, step: int) -> bool:
@@ -432,7 +382,7 @@ def _due(every: int, step: int) -> bool:
 
 def write_aside(path: pathlib.Path, step: int, data: bytes) -> None:
   """Writes the unused trajectories of a checkpoint to a separate file."""
-  records.write_bytes(path, f'{step}\n'.encode() + data)
+  records.write_bytes(path, b'%d\n' % step + data)
 
 
 def read_aside(path: pathlib.Path, step: int) -> bytes | None:
@@ -440,16 +390,4 @@ def read_aside(path: pathlib.Path, step: int) -> bytes | None:
   if not path.exists():
     return None
   first, _, rest = path.read_bytes().partition(b'\n')
-  return rest if first == str(step).encode() else None
-
-
-def save_batch(folder: pathlib.Path, step: int, batches) -> pathlib.Path:
-  """Writes the batch of a non-finite update as .npz, one array per field."""
-  path = folder / f'nonfinite_step{step}.npz'
-  arrays = {
-    f'{i}/{name}': value
-    for i, b in enumerate(batches)
-    for name, value in vars(b).items()
-  }
-  np.savez(path, **arrays)
-  return path
+  return rest if first == b'%d' % step else None

@@ -19,16 +19,17 @@ AXES = ('data', 'fsdp', 'tensor')
 
 RULES = {
   'batch': ('data', 'fsdp'),
-  'time': None,
-  'layers': None,
-  'vocab': 'tensor',
-  'embed': 'fsdp',  # of a parameter; activations use 'features'
-  'features': None,
-  'heads': 'tensor',
-  'kv_heads': 'tensor',
-  'head_dim': None,
-  'mlp': 'tensor',
-  'norm': None,
+  'time': (),
+  'layers': (),
+  'vocab': ('tensor',),
+  'embed': ('fsdp',),  # of a parameter; activations use 'features'
+  'features': (),
+  'heads': ('tensor',),
+  'kv_heads': ('tensor',),
+  'head_dim': (),
+  'mlp': ('tensor',),
+  'norm': (),
+  None: (),
 }
 
 
@@ -41,46 +42,35 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
     ValueError: the sizes ask for more devices than there are, or do not
       divide them.
   """
-  devices = jax.devices() if devices is None else list(devices)
-  sizes = [data, fsdp, tensor]
+  devices = devices or jax.devices()
+  sizes, count = [data, fsdp, tensor], len(devices)
+  known = math.prod(s for s in sizes if s != -1)
   lookup.require(
-    all(s > 0 or s == -1 for s in sizes) and sizes.count(-1) <= 1,
-    f'mesh sizes {dict(zip(AXES, sizes))}: positive, at most one -1',
+    all(s > 0 or s == -1 for s in sizes)
+    and sizes.count(-1) <= 1
+    and known <= count,
+    f'config.mesh {dict(zip(AXES, sizes))} with {count} devices: sizes are '
+    'positive, at most one -1, and need no more devices than there are',
   )
-  if -1 in sizes:
-    rest = math.prod(s for s in sizes if s != -1)
-    lookup.require(
-      len(devices) % rest == 0,
-      f'config.mesh: {len(devices)} devices are not divisible by {rest}',
-    )
-    sizes[sizes.index(-1)] = len(devices) // rest
-  count = math.prod(sizes)
   lookup.require(
-    count <= len(devices),
-    f'config.mesh {dict(zip(AXES, sizes))} needs {count} devices; there '
-    f'are {len(devices)}',
+    -1 not in sizes or count % known == 0,
+    f'config.mesh: {count} devices are not divisible by {known}',
   )
-  grid = np.asarray(devices[:count]).reshape(sizes)
+  sizes = [count // known if s == -1 else s for s in sizes]
+  grid = np.asarray(devices[: math.prod(sizes)]).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def spec(mesh: Mesh, axes, shape) -> PartitionSpec:
   """PartitionSpec of an array whose dimensions are named `axes`."""
-  lookup.require(
-    len(axes) == len(shape), f'axes {axes} do not name the dimensions {shape}'
-  )
-  out = []
-  for axis, size in zip(axes, shape):
-    rule = None if axis is None else RULES[axis]
-    names = (rule,) if isinstance(rule, str) else (rule or ())
+  out: list = []
+  for axis, size in zip(axes, shape, strict=True):
     names = tuple(
-      n for n in names if mesh.shape[n] > 1 and n not in mesh.manual_axes
+      n for n in RULES[axis] if mesh.shape[n] > 1 and n not in mesh.manual_axes
     )
-    ways = math.prod(mesh.shape[n] for n in names)
-    if not names or size % ways:
-      out.append(None)
-    else:
-      out.append(names[0] if len(names) == 1 else names)
+    if not names or size % math.prod(mesh.shape[n] for n in names):
+      names = ()
+    out.append(names if len(names) > 1 else names[0] if names else None)
   return PartitionSpec(*out)
 
 

@@ -37,7 +37,6 @@ class Loop:
     )
     self._thread.start()
     self._last: list[Callable[[], Awaitable]] = []
-    self._tasks: set[asyncio.Task] = set()
     return self
 
   def __exit__(self, kind, *_):
@@ -57,65 +56,62 @@ class Loop:
     """Calls and awaits `function` at the end; the last one is first."""
     self._last.append(function)
 
+  def open(self, service):
+    """Checks a service (a source, a judge), and closes it at the end."""
+    self.at_exit(service.close)
+    return self.finish(service.check())
+
   def start(self, coroutine: Coroutine) -> futures.Future:
     """Starts a coroutine; the future gets its result or error."""
-    return asyncio.run_coroutine_threadsafe(self._kept(coroutine), self._loop)
+    return asyncio.run_coroutine_threadsafe(_guarded(coroutine), self._loop)
 
   def finish(self, coroutine: Coroutine):
     """Runs a coroutine to its end and returns its result."""
     return self.start(coroutine).result()
+
+  run = finish  # a signal ends it, see `Signals`
 
   def cancel(self, *started: futures.Future) -> None:
     """Cancels what `start` started and waits until it has cleaned up."""
     if started:
       self.finish(self._cancel(started))
 
-  def run(self, coroutine: Coroutine):
-    """As `finish`; an exception during the wait cancels the coroutine."""
-    future = self.start(coroutine)
-    try:
-      return future.result()
-    except BaseException:
-      if not future.done():
-        self.cancel(future)
-      raise
-
-  async def _kept(self, coroutine):
-    task = asyncio.current_task()
-    self._tasks.add(task)
-    try:
-      return await coroutine
-    except (SystemExit, KeyboardInterrupt) as e:
-      # They would end the loop, and the caller would wait for ever.
-      raise RuntimeError(f'{type(e).__name__} on the event loop') from e
-    finally:
-      self._tasks.discard(task)
-
   async def _cancel(self, started):
     for future in started:
       future.cancel()
     # A cancelled future is done before its task has ended.
     await asyncio.sleep(0)
-    me = asyncio.current_task()
-    while any(t is not me and t.cancelling() for t in self._tasks):
+    while any(t.cancelling() for t in _others()):
       await asyncio.sleep(0.001)
 
   async def _end(self):
-    me = asyncio.current_task()
-    others = [t for t in asyncio.all_tasks() if t is not me]
+    others = _others()
     for task in others:
       task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    errors = []
+    first = None
     for function in reversed(self._last):
       try:
         await function()
       except Exception as e:  # the others still have to end
-        errors.append(e)
-    for e in errors[1:]:
-      _log.warning('while closing: %r', e)
-    if errors:
-      raise errors[0]
+        if first:
+          _log.warning('while closing: %r', e)
+        first = first or e
+    if first:
+      raise first
+
+
+def _others() -> set[asyncio.Task]:
+  """The other tasks of this loop."""
+  return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+async def _guarded(coroutine):
+  try:
+    return await coroutine
+  except (SystemExit, KeyboardInterrupt) as e:
+    # They would end the loop, and the caller would wait for ever.
+    raise RuntimeError(f'{type(e).__name__} on the event loop') from e
 
 
 class Signals(Loop):
@@ -162,13 +158,10 @@ class Signals(Loop):
       if self.stop:  # checked after the assignment: a signal may come between
         raise Stopped('stopped by a signal')
       return future.result()
-    except futures.CancelledError:
+    except BaseException as e:
       self.cancel(future)
-      if not self.stop:
-        raise
-      raise Stopped('stopped by a signal in a rollout') from None
-    except BaseException:
-      self.cancel(future)
+      if isinstance(e, futures.CancelledError) and self.stop:
+        raise Stopped('stopped by a signal in a rollout') from None
       raise
     finally:
       self._waits_for = None

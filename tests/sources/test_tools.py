@@ -347,7 +347,7 @@ def test_a_tool_that_is_not_configured_is_refused(tmp_path):
   with pytest.raises(
     ConfigError,
     match=r"block 'calculate' of template .*calc.json' calls the tool "
-    r"'calculator', and config.tools has none: set config.tools.calculator",
+    r"'calculator', and config.tools has \[\]: set config.tools.calculator",
   ):
     build.check_environment(config(tmp_path, tools=False))
 
@@ -361,14 +361,14 @@ def test_a_tool_that_is_not_configured_is_refused(tmp_path):
     ),
     (
       dict(calculator=dict(cost=1.0)),
-      'config.tools.calculator has no field mod',
+      "config.tools.calculator.module: no module 'None'",
     ),
     (
       dict(calculator=dict(module='calculater')),
       "calculator.module: .*'calculator'",
     ),
     (dict(calculator=dict(module='no.such')), "module: no module 'no.such'"),
-    (dict(calculator=dict(module='tests.fakes')), 'has no function make'),
+    (dict(calculator=dict(module='tests.fakes')), "no 'make' in tests.fakes"),
   ],
 )
 def test_a_bad_tool_is_refused(tmp_path, tools, message):
