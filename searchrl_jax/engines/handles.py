@@ -51,7 +51,7 @@ class Handle:
 class Request:
   """One generate call and the tokens that were sampled for it."""
 
-  def __init__(self, handle: Handle, sampling: Sampling):
+  def __init__(self, handle: Any, sampling: Sampling):
     self.handle, self.sampling = handle, sampling
     self.ids: list[int] = []
     self.logps: list[float] = []
@@ -72,7 +72,7 @@ class Request:
       The number of tokens left over, sampled beyond the end.
     """
     s = self.sampling
-    for n, (token, logp) in enumerate(zip(ids, logps), 1):
+    for n, (token, logp) in enumerate(zip(ids, logps, strict=True), 1):
       self.ids.append(token)
       self.logps.append(logp)
       self.versions.append(version)

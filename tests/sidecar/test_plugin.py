@@ -129,7 +129,7 @@ def untied(tmp_path_factory):
     'float32',
   )
   flags = FLAGS | dict(
-    plugin='tests.sidecar.faults:Worker', vllm_arg=['--load-format=dummy']
+    plugin='tests.sidecar.faults:Worker', load_format='dummy'
   )
   with start_sidecar(
     folder / 'model', log_file=folder / 'vllm.log', **flags
