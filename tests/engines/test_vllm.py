@@ -16,7 +16,6 @@ from searchrl_jax.engines.core import (
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import checksum, sync
-from searchrl_jax.engines.weights.published import versions
 from searchrl_jax.models import families
 from searchrl_jax.text.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
@@ -335,6 +334,10 @@ def test_a_cancelled_call_leaves_the_handle_and_the_server(fake, tmp_path):
     await engine.shutdown()
 
   asyncio.run(main())
+
+
+def versions(folder):
+  return sorted(int(p.name) for p in folder.iterdir())
 
 
 async def trajectory(engine, i, turns=3):

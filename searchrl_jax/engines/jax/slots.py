@@ -332,7 +332,6 @@ class SlotTable:
         if copy.source == slot:
           copy.source, copy.box = None, rows.box
     self._counters['evictions'] += 1
-    self._counters['evicted_tokens'] += rows.box.length
     self._paused += self.room.size(rows.box.length)
     most = max(self._counters['paused_tokens'], self._paused)
     self._counters['paused_tokens'] = most

@@ -193,7 +193,7 @@ class Server:
       loaded = checksum.combine(await self._rpc('searchrl_checksums'))
     except Down:
       raise
-    except (EngineError, ValueError) as e:
+    except EngineError as e:
       raise SyncError(f'{self.url}: {what} could not be loaded: {e}') from e
     checksum.compare(target.manifest, loaded, f'{self.url}, sent {what},')
     self.version = target.version
