@@ -104,10 +104,10 @@ def combine(parts: Iterable[Mapping[str, Sequence]]) -> dict[str, str]:
   """
   sums = {}
   for part in parts:
-    for name, (*kind, low, high) in part.items():
-      _, (a, b) = sums.get(name, (kind, (0, 0)))
-      sums[name] = kind, ((a + low) % 2**32, (b + high) % 2**32)
-  out = {name: _text(*kind, *total) for name, (kind, total) in sums.items()}
+    for name, (dtype, shape, low, high) in part.items():
+      *_, a, b = sums.get(name, (0, 0))
+      sums[name] = dtype, shape, (a + low) % 2**32, (b + high) % 2**32
+  out = {name: _text(*entry) for name, entry in sums.items()}
   if 'head' in out and out['head'] == out.get('embed'):
     del out['head']
   return out
