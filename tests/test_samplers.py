@@ -356,9 +356,8 @@ def test_the_root_branch_has_the_stream_of_a_chain():
   }
   for name, seed in golden.items():
     assert core.trajectory_seed(*name) == seed
-    assert core.trajectory_seed(*name, branch=()) == seed
     branches = [(), ('0.1',), ('0.1', '2.2'), ('nodes', 0), ('nodes', 1)]
-    assert len({core.trajectory_seed(*name, b) for b in branches}) == 5
+    assert len({core.trajectory_seed(*name, *b) for b in branches}) == 5
 
 
 # --- Trees.

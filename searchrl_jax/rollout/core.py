@@ -63,22 +63,15 @@ Score = Callable[[Sequence[Group], int], Awaitable[Rewards]]
 Event = Segment | SearchRequest | SearchResult | SearchError
 
 
-def trajectory_seed(
-  seed: int,
-  step: int,
-  question: str,
-  role: str,
-  sample: int,
-  branch: Sequence[str | int] = (),
-) -> int:
+def trajectory_seed(*name: str | int) -> int:
   """Returns the seed of a trajectory's random stream, in [0, 2**32).
 
-  It depends on the identity of the trajectory only, so samples do not depend on
-  the order of questions or of arrival. `branch` names a stream besides the one
-  of the trajectory that starts from the prompt.
+  name: seed, step, question, role and sample, so that samples do not depend on
+  the order of questions or of arrival; then `branch` if it is not the stream of
+  the trajectory that starts from the prompt.
   """
-  name = repr((seed, step, question, role, sample, *branch)).encode()
-  return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
+  digest = hashlib.blake2b(repr(name).encode(), digest_size=4).digest()
+  return int.from_bytes(digest)
 
 
 class RolloutError(RuntimeError):
@@ -170,9 +163,8 @@ class Services:
     self, question: Question, sample: int, branch: Sequence[str | int] = ()
   ) -> int:
     """The seed of a random stream; see `trajectory_seed`."""
-    return trajectory_seed(
-      self.seed, self.step, question.id, self.role, sample, branch
-    )
+    name = (self.seed, self.step, question.id, self.role, sample)
+    return trajectory_seed(*name, *branch)
 
   def slots(self, handles: int = 1) -> asyncio.Semaphore:
     """One place for each unit of work that the engine can serve at a time.
@@ -222,12 +214,11 @@ class Services:
     Raises:
       ConfigError: the loop gives no rewards to this role's sampler.
     """
-    if self.rewards is None:
-      raise lookup.ConfigError(
-        f'config.rollout.sampler={self.config.sampler!r} asks for rewards '
-        f'between rounds, and this loop gives none to role {self.role!r}; use '
-        "'chains'"
-      )
+    lookup.require(
+      self.rewards,
+      f'config.rollout.sampler={self.config.sampler!r} asks for rewards, and '
+      f"this loop gives none to role {self.role!r}; use 'chains'",
+    )
     return await self.rewards(groups, self.step)
 
   def groups(self, questions: Sequence[Question]) -> list[Group]:

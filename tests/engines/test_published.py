@@ -140,8 +140,6 @@ def test_a_server_starts_with_the_config_and_the_tokenizers_files(tmp_path):
 
 
 def test_what_no_server_can_hold_is_refused(tmp_path):
-  with pytest.raises(FileNotFoundError, match='no tokenizer files'):
-    published.write_serving_folder(tmp_path / 's', FIELDS, tmp_path, 'float32')
   wide = dataclasses.replace(CFG, head_dim=16)
   fields = {k: getattr(wide, k) for k in families.FIELDS}
   (tmp_path / 'tokenizer.json').touch()

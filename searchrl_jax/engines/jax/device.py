@@ -181,7 +181,7 @@ class Device:
   def run(self, plan: Plan) -> None:
     """Evicts, restores, copies and prefills."""
     self._evict(plan)
-    for level in plan.levels:
+    for level in sorted({*plan.copies, *plan.pieces}):
       self._copy(plan.copies.get(level, []))
       self._prefill(plan.pieces.get(level, []))
 

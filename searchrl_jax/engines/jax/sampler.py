@@ -47,7 +47,8 @@ _rank = operator.attrgetter('rank')
 
 class JaxSampler(HandleEngine):
   """See engines/core.py. `config` is config.engine; `tokenizer` needs
-  `token_bytes(id) -> bytes` and `vocab_size`.
+  `token_bytes(id) -> bytes` and `vocab_size`. `rest` and `wake` have no effect:
+  the memory belongs to the trainer's process.
 
   Raises:
     EngineError: sizes that cannot work; the message names the field to change.
@@ -58,13 +59,7 @@ class JaxSampler(HandleEngine):
   min_temperature = 1e-4
 
   def __init__(
-    self,
-    model_cfg: DecoderConfig,
-    params,
-    tokenizer,
-    config,
-    mesh=None,
-    folder=None,
+    self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
     if tokenizer.vocab_size > model_cfg.vocab_size:
@@ -80,10 +75,10 @@ class JaxSampler(HandleEngine):
       model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
     )
     self.version = 0
-    model_cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
-    self._token_bytes = bytes_per_token(model_cfg)
+    cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
+    self._token_bytes = bytes_per_token(cfg)
     self._table = slots_lib.SlotTable(
-      room(model_cfg, config), shape.widths[-1], self._counters
+      room(cfg, config), shape.widths[-1], self._counters
     )
     self.replicas = (self,)
     self._held = False  # between sync and resume
@@ -93,7 +88,7 @@ class JaxSampler(HandleEngine):
     self._loop: asyncio.AbstractEventLoop | None = None
     self._lock = threading.Lock()  # held while the device state changes
     self._worker = futures.ThreadPoolExecutor(1, 'jax_sampler')
-    self._device = Device(model_cfg, shape, mesh, params)
+    self._device = Device(cfg, shape, mesh, params)
     # Checksums of the weights in use, named as the trainer's parameters.
     self.manifest = self._device.manifest
 

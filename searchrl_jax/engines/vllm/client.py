@@ -46,7 +46,6 @@ from searchrl_jax.engines.vllm.servers import (
 from searchrl_jax.engines.vllm.transport import Down, Output
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.models import families
-from searchrl_jax.models.decoder import DecoderConfig
 
 _COUNTERS = """
   requests retries aborted_requests generated_tokens discarded_tokens
@@ -61,7 +60,7 @@ class VllmEngine(HandleEngine):
   It is used from one event loop at a time.
 
   Args:
-    model_cfg: of the model; servers of another model are refused.
+    model_cfg: a `DecoderConfig`; servers of another model are refused.
     tokenizer: a tokenizer.Tokenizer; servers with another one are refused.
     config: config.engine; run/schema.py explains its fields.
     folder: of the run, for the publications and the servers' logs.
@@ -71,16 +70,11 @@ class VllmEngine(HandleEngine):
   """
 
   handle_type = Handle
+  # `warmup` has no effect: a server compiles before it answers.
   min_temperature = 0.01  # vLLM raises temperatures between 0 and 0.01 to 0.01
 
   def __init__(
-    self,
-    model_cfg: DecoderConfig,
-    params,
-    tokenizer,
-    config,
-    mesh=None,
-    folder=None,
+    self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del params, mesh  # `sync` publishes the parameters
     super().__init__(model_cfg.vocab_size, tokenizer, config, _COUNTERS, 'sync')
@@ -252,9 +246,6 @@ class VllmEngine(HandleEngine):
     return super().stats() | {
       'restarts': sum(s.restarts for s in self._servers)
     }
-
-  def warmup(self) -> None:
-    """No effect: a server compiles its programs before it answers."""
 
   def capacity(self, tokens: int) -> int:
     return capacity(None, self._config, tokens)

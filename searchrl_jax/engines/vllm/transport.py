@@ -66,11 +66,8 @@ class Client:
 
   async def rpc(self, method: str, *args: Any, timeout: float) -> list[Any]:
     """The results of each worker's `method`, see plugin.py."""
-    body = {'method': method, 'args': args}
-    path = '/collective_rpc'
-    return (await self._call('POST', path, json=body, timeout=timeout))[
-      'results'
-    ]
+    request = dict(json={'method': method, 'args': args}, timeout=timeout)
+    return (await self._call('POST', '/collective_rpc', **request))['results']
 
   async def complete(
     self,

@@ -150,7 +150,6 @@ def write_serving_folder(
 
   Raises:
     ValueError: a model that no family, or no server, can represent.
-    FileNotFoundError: there is no tokenizer.
   """
   width = config['n_heads'] * config['head_dim']
   if config['qkv_bias'] and width != config['d_model']:
@@ -162,9 +161,5 @@ def write_serving_folder(
   text = json.dumps(families.format_config(config, dtype=dtype), indent=2)
   path = pathlib.Path(path)
   path.mkdir(parents=True, exist_ok=True)
-  if not families.copy_tokenizer(tokenizer_dir, path):
-    raise FileNotFoundError(
-      f'{tokenizer_dir}: no tokenizer files (tokenizer.json, or vocab.json and '
-      'merges.txt)'
-    )
+  families.copy_tokenizer(tokenizer_dir, path)
   (path / 'config.json').write_text(f'{text}\n')
