@@ -205,13 +205,8 @@ def test_a_stale_cache_is_caught_though_a_small_step_away():
 def test_wrong_numerics_are_caught():
   params = make_params(1)
   other = trainer_logps(make_params(2))
-  with pytest.raises(SyncError, match='canary.*canary_tolerance=0.0001'):
+  with pytest.raises(SyncError, match='canary: .*canary_tolerance=0.0001'):
     checked(make_engine(), params, 1, CANARY, other)
   nan = lambda ids: np.full(len(ids), np.nan)  # noqa: E731
-  with pytest.raises(SyncError, match='canary.* inf '):
+  with pytest.raises(SyncError, match='canary: .* by inf '):
     checked(make_engine(), params, 1, CANARY, nan)
-
-
-def test_a_canary_that_does_not_fit():
-  with pytest.raises(SyncError, match='needs 2 to 59'):
-    checked(make_engine(), make_params(), 1, [1] * 60, None)

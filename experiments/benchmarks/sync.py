@@ -189,7 +189,7 @@ def run(case: str, folder: pathlib.Path) -> list[dict]:
     max_num_seqs=8,
     kv_cache_gib=0.5,
     plugin='searchrl_jax.engines.vllm.plugin:Worker',
-    vllm_arg=['--load-format=dummy'],
+    load_format='dummy',
   ) as process:
     server = Server(process)
     for rep in range(-1, _REPS.value):  # the first compiles, and is left out

@@ -9,6 +9,7 @@ import numpy as np
 
 from searchrl_jax.engines import core
 from searchrl_jax.engines.core import Completion, EngineError, Sampling
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Prompt
 
 
@@ -51,7 +52,7 @@ class Handle:
 class Request:
   """One generate call and the tokens that were sampled for it."""
 
-  def __init__(self, handle: Handle, sampling: Sampling):
+  def __init__(self, handle: Any, sampling: Sampling):
     self.handle, self.sampling = handle, sampling
     self.ids: list[int] = []
     self.logps: list[float] = []
@@ -72,7 +73,7 @@ class Request:
       The number of tokens left over, sampled beyond the end.
     """
     s = self.sampling
-    for n, (token, logp) in enumerate(zip(ids, logps), 1):
+    for n, (token, logp) in enumerate(zip(ids, logps, strict=True), 1):
       self.ids.append(token)
       self.logps.append(logp)
       self.versions.append(version)
@@ -121,23 +122,15 @@ class HandleEngine(core.Engine):
 
   def open(self, prompt: Prompt) -> Handle:
     """Raises EngineError: no ids, ids out of range, or too many."""
-    if prompt.media:
-      raise EngineError(
-        f'{type(self).__name__} takes no media; Prompt.media must be ()'
-      )
-    ids = self._check_ids(prompt.ids, 0, 'the prompt')
-    if not ids:
-      raise EngineError('the prompt is empty; it needs at least one token')
-    return self.handle_type(ids)
+    _require(not prompt.media, 'Prompt.media must be (): it is not supported')
+    _require(prompt.ids, 'the prompt is empty; it needs at least one token')
+    return self.handle_type(self._check_ids(prompt.ids, 0, 'the prompt'))
 
   def truncate(self, handle: Any, n: int) -> None:
     """Keeps the first n tokens (1 <= n <= len(handle))."""
     self._check_open(handle)
-    if not 1 <= n <= len(handle):
-      raise EngineError(
-        f'truncate to {n}: the handle has {len(handle)} tokens, at least 1 '
-        'must stay'
-      )
+    has = f'the handle has {len(handle)} tokens, at least 1 must stay'
+    _require(1 <= n <= len(handle), f'truncate to {n}: {has}')
     del handle.ids[n:]
 
   def append(self, handle: Handle, ids) -> None:
@@ -146,11 +139,10 @@ class HandleEngine(core.Engine):
 
   def close(self, handle: Handle) -> None:
     """Frees what the handle holds. Closing it again has no effect."""
-    if isinstance(handle, Handle) and handle.closed:
-      return
-    self._check_open(handle)
-    handle.closed = True
-    self._release(handle)
+    if not handle.closed:
+      self._check_open(handle)
+      handle.closed = True
+      self._release(handle)
 
   @abc.abstractmethod
   def _release(self, handle: Any) -> None:
@@ -173,48 +165,39 @@ class HandleEngine(core.Engine):
 
   def _check_open(self, handle: Handle) -> None:
     """Raises EngineError unless the handle is open and not generating."""
-    if not isinstance(handle, self.handle_type):
-      raise EngineError(f'{handle!r} is not a handle of this engine')
-    if handle.closed:
-      raise EngineError('the handle is closed; open or fork another')
-    if handle.busy:
-      raise EngineError(
-        'the handle is generating; await that call (or cancel it) first'
-      )
+    _require(not handle.closed, 'the handle is closed; open or fork another')
+    _require(not handle.busy, 'the handle is generating; await that call first')
 
   def _check_ids(self, ids, n_before: int, what: str) -> list[int]:
     """The ids as a list; EngineError if they do not fit after n_before."""
-    ids = [int(i) for i in ids]
+    ids, last = [int(i) for i in ids], self.vocab_size - 1
     if n_before + len(ids) > self.max_len:
       raise EngineError(
         f'{what}: {n_before} + {len(ids)} tokens are more than '
         f'config.engine.max_len={self.max_len}'
       )
-    for i in ids:
-      if not 0 <= i < self.vocab_size:
-        raise EngineError(f'{what}: id {i} is not in 0..{self.vocab_size - 1}')
+    wrong = [i for i in ids if not 0 <= i <= last]
+    _require(not wrong, f'{what}: ids {wrong[:9]} are not in 0..{last}')
     return ids
 
   def _check_sampling(self, handle: Handle, s: Sampling) -> None:
     """Raises EngineError unless `s` can be sampled after the handle's ids."""
-    n, low, max_len = len(handle), self.min_temperature, self.max_len
-    total, has = n + s.max_tokens, f'the handle has {n} tokens'
-    limits = f'config.engine.max_len={max_len}'
-    for invalid, message in (
-      (s.max_tokens < 1, f'max_tokens={s.max_tokens}: at least 1'),
-      (total > max_len, f'{has}; {s.max_tokens} more exceed {limits}'),
-      (
-        s.limit and not total <= s.limit <= max_len,
-        f'limit={s.limit}: expected at least {total} ({has}, max_tokens='
-        f'{s.max_tokens}) and at most {limits}',
-      ),
-      (
-        s.temperature != 0 and not low <= s.temperature < math.inf,
-        f'temperature={s.temperature}: 0 (greedy) or at least {low}',
-      ),
-      (not 0 < s.top_p <= 1, f'top_p={s.top_p}: in (0, 1]'),
-      (s.top_k < 0, f'top_k={s.top_k}: 0 (all) or more'),
-      (not all(s.stops), 'stops contains an empty string'),
+    low, total = self.min_temperature, len(handle) + s.max_tokens
+    if not (
+      s.max_tokens >= 1
+      and total <= (s.limit or self.max_len) <= self.max_len
+      and (s.temperature == 0 or low <= s.temperature < math.inf)
+      and 0 < s.top_p <= 1
+      and s.top_k >= 0
+      and all(s.stops)
     ):
-      if invalid:
-        raise EngineError(f'Sampling: {message}')
+      raise EngineError(
+        f'{s} after {len(handle)} tokens: expected at least 1 of max_tokens, '
+        f'all within limit and config.engine.max_len={self.max_len}; '
+        f'temperature 0 (greedy) or from {low} on; top_p in (0, 1]; top_k 0 '
+        '(all) or more; no stop that is empty'
+      )
+
+
+def _require(good, message: str) -> None:
+  lookup.require(good, message, EngineError)

@@ -8,26 +8,15 @@ decodes the others, and the source batches searches that occur at the same time.
 A trajectory keeps its engine handle until it ends, so a search can be retried.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.engines.core import Engine, Handle
+from searchrl_jax.engines.core import Handle
 from searchrl_jax.rollout import core
-from searchrl_jax.rollout.core import (
-  Event,
-  Name,
-  RolloutStats,
-  Score,
-  Services,
-  Start,
-)
-from searchrl_jax.run import lookup
-from searchrl_jax.sources.core import Source
-from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.rollout.core import Name, RolloutStats, Score, Services, Start
 from searchrl_jax.types import Group, Prompt, Question, Trajectory
 
 
@@ -36,12 +25,15 @@ class Rollout(NamedTuple):
   stats: RolloutStats
 
 
+def _changed(rollout: ConfigDict, **fields: Any) -> ConfigDict:
+  return ConfigDict(rollout.to_dict() | fields)
+
+
 def evaluation(config: ConfigDict) -> ConfigDict:
   """Returns config.rollout for chains with the sampling of config.eval."""
   e = config.eval
   sampling = dict(temperature=e.temperature, top_p=e.top_p, top_k=0)
-  options = dict(sampler='chains', group=e.n, **sampling)
-  return ConfigDict(config.rollout.to_dict() | options)
+  return _changed(config.rollout, sampler='chains', group=e.n, **sampling)
 
 
 def greedy(config: ConfigDict) -> ConfigDict:
@@ -50,7 +42,7 @@ def greedy(config: ConfigDict) -> ConfigDict:
   It never stops the run: a question whose answer fails has no baseline.
   """
   options = dict(sampler='chains', group=1, temperature=0.0, max_failed=1.0)
-  return ConfigDict(config.rollout.to_dict() | options)
+  return _changed(config.rollout, **options)
 
 
 def refill_config(
@@ -60,51 +52,44 @@ def refill_config(
 
   config.rollout.max_failed applies to all trajectories of the step together.
   """
-  rollout = ConfigDict(config.rollout.to_dict())
-  flat = [t for group in groups for t in group]
-  more = n * rollout.group
-  allowed = rollout.max_failed * (len(flat) + more)
-  rollout.max_failed = (allowed - sum(t.failed for t in flat)) / more
-  return rollout
+  failed = [t.failed for group in groups for t in group]
+  more = n * config.rollout.group
+  allowed = config.rollout.max_failed * (len(failed) + more)
+  return _changed(config.rollout, max_failed=(allowed - sum(failed)) / more)
 
 
 async def rollout(
   questions: Sequence[Question],
   *,
-  env: SearchEnv,
-  engine: Engine,
-  source: Source,
   config: ConfigDict,
-  seed: int,
-  step: int,
-  role: str = 'solver',
-  on_trajectory: Callable[[Trajectory], None] | None = None,
-  on_event: Callable[[str, Event], None] | None = None,
   ended: Mapping[Name, Trajectory] | None = None,
   score: Score | None = None,
+  **fields: Any,
 ) -> Rollout:
   """Samples config.group trajectories of each question, by config.sampler.
 
   Args:
     questions: a question that occurs twice gets a second group, with the next
       sample numbers.
-    env: the environment.
-    engine: samples the policy's tokens.
-    source: answers searches.
     config: config.rollout (or `evaluation(config)`): sampler and its fields,
       group, temperature, top_p, top_k, concurrency (trajectories at a time;
       0 = the capacity of the engine), search_attempts (of a search, in total),
       max_failed, max_staleness (steps under way beside this one).
-    seed: config.seed, for the random streams.
-    step: the training step, for the random streams.
-    role: see `env.reset`.
-    on_trajectory: called when a trajectory ends, in order of arrival.
-    on_event: called with a trajectory's id and each new segment, search request
-      and search answer (`ask` prints them). The record may join segments.
     ended: (question id, sample) -> trajectories of this step that an earlier
       start finished; they are not sampled again (a sampler whose trajectories
       depend on each other samples all of those again that lack one).
     score: gives a sampler rewards between rounds; None: there are none.
+    **fields: further fields of `core.Services`.
+      env: the environment.
+      engine: samples the policy's tokens.
+      source: answers searches.
+      seed: config.seed, for the random streams.
+      step: the training step, for the random streams.
+      role: see `env.reset`; the default is 'solver'.
+      on_trajectory: called when a trajectory ends, in order of arrival.
+      on_event: called with a trajectory's id and each new segment, search
+        request and search answer (`ask` prints them). The record may join
+        segments.
 
   Returns:
     One group per question, in order, and statistics.
@@ -117,19 +102,12 @@ async def rollout(
     cancellation, all other trajectories are cancelled and all handles closed.
   """
   sampler = core.sampler(config)
-  run = Services(
-    env,
-    engine,
-    source,
-    config,
-    seed,
-    step,
-    role,
-    on_trajectory,
-    on_event,
-    score,
-    dict(ended or {}),
-    len(questions) * config.group,
+  run = core.Services(
+    config=config,
+    done=dict(ended or {}),
+    total=len(questions) * config.group,
+    rewards=score,
+    **fields,
   )
   begin = time.monotonic()
   try:
@@ -139,12 +117,11 @@ async def rollout(
       run.close(handle)
   run.stats.seconds = time.monotonic() - begin
   found = [[(t.question.id, t.sample) for t in group] for group in groups]
-  lookup.require(
-    found == run.names(questions),
-    f'config.rollout.sampler={config.sampler!r} returned {_differ(found)}; it '
-    f'was asked for {_differ(run.names(questions))}, in this order',
-    ValueError,
-  )
+  if found != (names := run.names(questions)):
+    raise ValueError(
+      f'config.rollout.sampler={config.sampler!r} returned groups of '
+      f'{str(found)[:300]}; it was asked for {str(names)[:300]}, in this order'
+    )
   return Rollout(groups, run.stats)
 
 
@@ -153,26 +130,20 @@ async def sample(
 ) -> list[Group]:
   """The sampler `chains`: trajectories that do not depend on each other."""
   starts, slots = services.starts(questions), services.slots()
-  chains: list[Awaitable] = []
+
+  async def play(prompt: _Prompt, start: Start, sample: int) -> None:
+    async with slots:
+      found = await services.attempt(prompt.handle(), *start, sample)
+    services.record(found)
+
+  chains: list[Coroutine] = []
   for names, start in zip(services.names(questions), starts, strict=True):
-    missing = [name for name in names if name not in services.done]
+    missing = [n for name, n in names if (name, n) not in services.done]
     prompt = _Prompt(services, start[1].prompt, len(missing))
     # All samples start from the same state, which is immutable.
-    chains += [_chain(services, slots, prompt, start, n) for _, n in missing]
+    chains += [play(prompt, start, n) for n in missing]
   await services.gather(chains)
   return services.groups(questions)
-
-
-async def _chain(
-  services: Services,
-  slots: asyncio.Semaphore,
-  prompt: '_Prompt',
-  start: Start,
-  sample: int,
-) -> None:
-  async with slots:
-    found = await services.attempt(prompt.handle(), *start, sample)
-  services.record(found)
 
 
 class _Prompt:
@@ -191,12 +162,3 @@ class _Prompt:
       return self._services.fork(self._handle)
     handle, self._handle = self._handle, None
     return handle  # the last sample needs no fork
-
-
-def _differ(names: Sequence[Sequence[Name]]) -> str:
-  """Names of trajectories, for an error message."""
-  flat = [
-    f'{question}/{sample}' for group in names for question, sample in group
-  ]
-  shown = ', '.join(flat[:8]) + (', ...' if len(flat) > 8 else '')
-  return f'{len(names)} groups ({shown})'

@@ -81,9 +81,9 @@ class Collector:
 
   def state(self) -> dict:
     """The stream's cursor before the first step that was not taken."""
-    if not self._under_way:
-      return self._stream.state()
-    return self._under_way[min(self._under_way)].cursor
+    for _, one in sorted(self._under_way.items()):
+      return one.cursor
+    return self._stream.state()
 
   def restore(self, state: dict) -> None:
     self._stream.restore(state)
@@ -125,10 +125,9 @@ class Collector:
     questions = []
     for q in self._stream.next(n):
       # A question that occurs twice in a step gets another id.
-      again = (f'{q.id}#{i}' for i in itertools.count(2))
-      name = next(
-        x for x in itertools.chain([q.id], again) if x not in one.asked
-      )
+      name, again = q.id, itertools.count(2)
+      while name in one.asked:
+        name = f'{q.id}#{next(again)}'
       one.asked.add(name)
       questions.append(dataclasses.replace(q, id=name))
     return self._signals.wait(self._play(questions, step, one, **how))
@@ -156,15 +155,8 @@ class Collector:
   def _play(
     self, questions: Sequence[Question], step: int, one: _Step, **how
   ) -> futures.Future:
-    return self._signals.start(
-      self._counted(
-        questions,
-        step=step,
-        ended=dict(one.ended),
-        on_trajectory=one.keep,
-        **how,
-      )
-    )
+    how |= dict(step=step, ended=dict(one.ended), on_trajectory=one.keep)
+    return self._signals.start(self._counted(questions, **how))
 
   async def _counted(self, questions: Sequence[Question], **how) -> Rollout:
     if not self._running:
@@ -196,14 +188,8 @@ class Collector:
 
 def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
   """Encodes `Collector.ended` exactly, for `Collector.decode`."""
-  return records.encode(
-    [
-      records.Record(step, t)
-      for step, trajectories in ended.items()
-      for t in trajectories
-    ],
-    exact=True,
-  )
+  pairs = [(step, t) for step, found in ended.items() for t in found]
+  return records.encode([records.Record(*x) for x in pairs], exact=True)
 
 
 def staleness(
@@ -215,15 +201,10 @@ def staleness(
     'staleness/mean' and 'staleness/max' in versions, and the share of tokens
     that are 0..most versions old as 'staleness/share_N'.
   """
-  written = [
-    s.versions
-    for group in groups
-    for t in group
-    if not t.failed
-    for s in t.trained
-    if s.train and s.versions is not None
-  ]
-  ages = version - np.concatenate(written) if written else np.zeros(0, int)
+  used = [t for group in groups for t in group if not t.failed]
+  segments = [s for t in used for s in t.trained if s.train]
+  written = [s.versions for s in segments if s.versions is not None]
+  ages = version - np.concatenate([np.zeros(0, int), *written])
   n = max(len(ages), 1)
   out = {
     'staleness/mean': float(ages.sum()) / n,

@@ -21,10 +21,19 @@ stream of `services.stream` as well.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import collections
+from collections.abc import (
+  Awaitable,
+  Callable,
+  Coroutine,
+  Iterable,
+  Iterator,
+  Sequence,
+)
 import dataclasses
 import functools
 import hashlib
+import itertools
 import time
 from typing import Any
 
@@ -54,22 +63,15 @@ Score = Callable[[Sequence[Group], int], Awaitable[Rewards]]
 Event = Segment | SearchRequest | SearchResult | SearchError
 
 
-def trajectory_seed(
-  seed: int,
-  step: int,
-  question: str,
-  role: str,
-  sample: int,
-  branch: Sequence[str | int] = (),
-) -> int:
+def trajectory_seed(*name: str | int) -> int:
   """Returns the seed of a trajectory's random stream, in [0, 2**32).
 
-  It depends on the identity of the trajectory only, so samples do not depend on
-  the order of questions or of arrival. `branch` names a stream besides the one
-  of the trajectory that starts from the prompt.
+  name: seed, step, question, role and sample, so that samples do not depend on
+  the order of questions or of arrival; then `branch` if it is not the stream of
+  the trajectory that starts from the prompt.
   """
-  name = repr((seed, step, question, role, sample, *branch)).encode()
-  return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
+  digest = hashlib.blake2b(repr(name).encode(), digest_size=4).digest()
+  return int.from_bytes(digest)
 
 
 class RolloutError(RuntimeError):
@@ -129,31 +131,25 @@ class Services:
   config: ConfigDict  # config.rollout
   seed: int
   step: int  # of training
-  role: str  # see `env.reset`
-  on_trajectory: Callable[[Trajectory], None] | None
-  on_event: Callable[[str, Event], None] | None
-  rewards: Score | None
   # What has ended, by name: trajectories of an earlier start of the step, and
   # those that were recorded. They are not sampled again.
   done: dict[Name, Trajectory]
   total: int  # trajectories
-
-  def __post_init__(self):
-    self.stats = RolloutStats()
-    self.handles: list[Handle] = []  # that are open
-    self.last_error: SearchError | None = None
+  role: str = 'solver'  # see `env.reset`
+  on_trajectory: Callable[[Trajectory], None] | None = None
+  on_event: Callable[[str, Event], None] | None = None
+  rewards: Score | None = None
+  stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
+  handles: list[Handle] = dataclasses.field(default_factory=list)  # open ones
+  last_error: SearchError | None = None
 
   def names(self, questions: Sequence[Question]) -> list[list[Name]]:
     """The names of each group's trajectories: config.group each.
 
     A question that occurs twice has further samples in its second group.
     """
-    size, seen, names = self.config.group, {}, []
-    for question in questions:
-      first = seen.get(question.id, 0)
-      seen[question.id] = first + size
-      names.append([(question.id, first + i) for i in range(size)])
-    return names
+    size, seen = self.config.group, collections.defaultdict(itertools.count)
+    return [[(q.id, next(seen[q.id])) for _ in range(size)] for q in questions]
 
   def starts(self, questions: Sequence[Question]) -> list[Start]:
     """The start of each question.
@@ -167,9 +163,8 @@ class Services:
     self, question: Question, sample: int, branch: Sequence[str | int] = ()
   ) -> int:
     """The seed of a random stream; see `trajectory_seed`."""
-    return trajectory_seed(
-      self.seed, self.step, question.id, self.role, sample, branch
-    )
+    name = (self.seed, self.step, question.id, self.role, sample)
+    return trajectory_seed(*name, *branch)
 
   def slots(self, handles: int = 1) -> asyncio.Semaphore:
     """One place for each unit of work that the engine can serve at a time.
@@ -202,9 +197,16 @@ class Services:
     self.handles.remove(handle)
     self.engine.close(handle)
 
-  async def gather(self, work: Iterable[Awaitable]) -> list[Any]:
+  async def gather(self, work: Iterable[Coroutine]) -> list[Any]:
     """Runs concurrently; results in order. An error cancels the others."""
-    return await _gather([asyncio.ensure_future(x) for x in work])
+    try:
+      # Waits for cancelled ones, which close their handles as they end.
+      async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(x) for x in work]
+    except BaseExceptionGroup as e:
+      first = e.exceptions[0]
+      raise first from first.__cause__
+    return [task.result() for task in tasks]
 
   async def score(self, groups: Sequence[Group]) -> Rewards:
     """The rewards of config.reward, between rounds.
@@ -212,12 +214,11 @@ class Services:
     Raises:
       ConfigError: the loop gives no rewards to this role's sampler.
     """
-    if self.rewards is None:
-      raise lookup.ConfigError(
-        f'config.rollout.sampler={self.config.sampler!r} asks for rewards '
-        f'between rounds, and this loop gives none to role {self.role!r}; use '
-        "'chains'"
-      )
+    lookup.require(
+      self.rewards,
+      f'config.rollout.sampler={self.config.sampler!r} asks for rewards, and '
+      f"this loop gives none to role {self.role!r}; use 'chains'",
+    )
     return await self.rewards(groups, self.step)
 
   def groups(self, questions: Sequence[Question]) -> list[Group]:
@@ -246,12 +247,11 @@ class Services:
       if self.on_trajectory is not None:
         self.on_trajectory(trajectory)
     if stats.failed > self.config.max_failed * self.total:
-      error = self.last_error
+      error = self.last_error and self.last_error.message
       raise RolloutError(
-        f'{stats.failed} of {self.total} trajectories failed ('
-        f'{stats.trajectories} have ended), more than '
+        f'{stats.failed} of {self.total} trajectories failed, more than '
         f'config.rollout.max_failed={self.config.max_failed} allows; the last '
-        'search error: ' + (error.message if error else 'none')
+        f'search error: {error}'
       )
 
   async def attempt(
@@ -294,11 +294,14 @@ class Services:
       else:
         event = await self._search(name, action)
       state, action = self.env.step(state, event)
-      if self.on_event is not None:
-        for segment in _after(state.segments, reported):
-          self.on_event(name, segment)
-        reported = state.length
+      self._tell(name, _after(state.segments, reported))
+      reported = state.length
     return state, action
+
+  def _tell(self, name: str, events: Iterable[Event]) -> None:
+    if self.on_event is not None:
+      for event in events:
+        self.on_event(name, event)
 
   async def _generate(
     self, handle: Handle, action: Generate, seed: int
@@ -332,9 +335,7 @@ class Services:
       dataclasses.replace(request, trajectory=name, step=self.step)
       for request in action.requests
     ]
-    if self.on_event is not None:
-      for request in requests:
-        self.on_event(name, request)
+    self._tell(name, requests)
     answers: dict[int, SearchResult | SearchError] = {}
     open_ = list(range(len(requests)))
     begin = time.monotonic()
@@ -357,12 +358,10 @@ class Services:
     results = [a for a in answers.values() if isinstance(a, SearchResult)]
     self.stats.empty_searches += sum(not a.shown for a in results)
     self.stats.tool_cost += sum(a.cost for a in results)
-    for i in open_:
-      self.last_error = answers[i]
     ordered = tuple(answers[i] for i in range(len(requests)))
-    if self.on_event is not None:
-      for answer in ordered:
-        self.on_event(name, answer)
+    if open_:
+      self.last_error = answers[open_[-1]]
+    self._tell(name, ordered)
     return ordered
 
 
@@ -375,22 +374,6 @@ def _after(segments: Sequence[Segment], start: int) -> Iterator[Segment]:
       rest = {f: x[start:] for f, x in columns.items() if x is not None}
       yield dataclasses.replace(segment, **rest)
     start = max(0, start - n)
-
-
-async def _gather(tasks: Sequence[asyncio.Future]) -> list[Any]:
-  """Returns the results in order; an error cancels all other tasks."""
-  try:
-    if tasks:
-      await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-      for task in tasks:
-        if task.done() and not task.cancelled() and task.exception():
-          raise task.exception()
-    return [task.result() for task in tasks]
-  finally:
-    for task in tasks:
-      task.cancel()
-    # Their handles are closed when they end, which cancel() does not wait for.
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def sampler(config: ConfigDict) -> Callable[..., Awaitable[list[Group]]]:

@@ -89,63 +89,47 @@ class _Node(NamedTuple):
   path: tuple[str, ...]  # names of the turns up to it
 
 
-class _Leaf(NamedTuple):
-  trajectory: Trajectory
-  handle: Handle  # open until the tree is whole
-  nodes: Sequence[_Node]  # that it added to the tree
-
-
 async def _grow(
   services: Services, start: Start, samples: Sequence[int], rounds: int
 ) -> list[Trajectory]:
   """The leaves of one tree, numbered by `samples`."""
   state, action = start
-  first, *others = samples
+  tree, *others = samples
   width = len(others) // rounds
   root = _Node(services.open(action.prompt), state, action, ())
-  leaves = [await _leaf(services, root, root.handle, first, first)]
+  handles = [root.handle]  # open until the tree is whole
+
+  async def play(node: _Node, sample: int) -> tuple[Trajectory, list[_Node]]:
+    """From a node to the end, from the root as a chain would; its nodes."""
+    handle, state, action, path = node
+    if sample != tree:
+      handle = services.fork(handle)
+      handles.append(handle)
+      services.engine.truncate(handle, state.length)
+      # The leaf of the node went on: what it appended is in the handle.
+      action = dataclasses.replace(action, append=())
+    begin, nodes = time.monotonic(), []
+    while not isinstance(action, Done):
+      state, action = await services.turn(
+        handle, state, action, sample, node.path
+      )
+      path = (*path, f'{sample}.{len(path)}')
+      nodes.append(_Node(handle, state, action, path))
+    seconds = time.monotonic() - begin
+    parted = node.path[-1] if node.path else ''
+    meta = {'tree': tree, 'node': parted, 'path': list(path)}
+    trajectory = services.env.trajectory(state, sample, seconds, meta)
+    return trajectory, nodes[:-1]
+
+  leaves = [await play(root, tree)]
   for n in range(rounds):
-    nodes = [root, *(node for leaf in leaves for node in leaf.nodes)]
-    stream = services.stream(state.question, first, ('nodes', n))
+    nodes = [root, *(node for _, added in leaves for node in added)]
+    stream = services.stream(state.question, tree, ('nodes', n))
     drawn = np.random.default_rng(stream).integers(len(nodes), size=width)
     names = others[n * width : (n + 1) * width]
     leaves += await services.gather(
-      [
-        _expand(services, nodes[i], name, first)
-        for i, name in zip(drawn, names, strict=True)
-      ]
+      play(nodes[i], name) for i, name in zip(drawn, names, strict=True)
     )
-  for leaf in leaves:
-    services.close(leaf.handle)
-  return [leaf.trajectory for leaf in leaves]
-
-
-async def _expand(
-  services: Services, node: _Node, sample: int, tree: int
-) -> _Leaf:
-  handle = services.fork(node.handle)
-  services.engine.truncate(handle, node.state.length)
-  # The leaf of the node went on: what it appended is in the handle.
-  action = dataclasses.replace(node.action, append=())
-  return await _leaf(
-    services, node._replace(action=action), handle, sample, tree
-  )
-
-
-async def _leaf(
-  services: Services, node: _Node, handle: Handle, sample: int, tree: int
-) -> _Leaf:
-  """Plays from a node to the end; from the root as a chain would."""
-  begin, nodes = time.monotonic(), []
-  _, state, action, path = node
-  while not isinstance(action, Done):
-    state, action = await services.turn(
-      handle, state, action, sample, node.path
-    )
-    path = (*path, f'{sample}.{len(path)}')
-    nodes.append(_Node(handle, state, action, path))
-  seconds = time.monotonic() - begin
-  parted = node.path[-1] if node.path else ''
-  meta = {'tree': tree, 'node': parted, 'path': list(path)}
-  trajectory = services.env.trajectory(state, sample, seconds, meta)
-  return _Leaf(trajectory, handle, nodes[:-1])
+  for handle in handles:
+    services.close(handle)
+  return [leaf for leaf, _ in leaves]

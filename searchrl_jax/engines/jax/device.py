@@ -178,32 +178,19 @@ class Device:
     *arrays, steps = jax.device_get(out)
     return *arrays, int(steps.max())
 
-  def run(self, plan: Plan) -> int:
-    """Evicts, restores, copies and prefills; returns the prefill calls."""
-    calls = 0
+  def run(self, plan: Plan) -> None:
+    """Evicts, restores, copies and prefills."""
     self._evict(plan)
-    for level in plan.levels:
+    for level in sorted({*plan.copies, *plan.pieces}):
       self._copy(plan.copies.get(level, []))
-      calls += self._prefill(plan.pieces.get(level, []))
-    return calls
+      self._prefill(plan.pieces.get(level, []))
 
-  def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Teacher-forced log-probs, float32 [n] of each sequence."""
-    out = [None] * len(sequences)
-    groups = {}
-    for i, ids in enumerate(sequences):
-      width = decode.fit(self._shape.score_widths, len(ids))
-      groups.setdefault(width, []).append(i)
-    for width, members in groups.items():
-      rows = self._shape.rows(width)
-      for batch in _batches(members, rows):
-        ids = np.zeros((rows, width), np.int32)
-        for row, i in enumerate(batch):
-          ids[row, : len(sequences[i])] = sequences[i]
-        logps = np.asarray(self._programs.score(self._weights, ids))
-        for row, i in enumerate(batch):
-          out[i] = logps[row, : len(sequences[i])].copy()
-    return out
+  def score(self, ids: list[int]) -> np.ndarray:
+    """Teacher-forced log-probs, float32 [n]."""
+    width = decode.fit(self._shape.score_widths, len(ids))
+    rows = np.zeros((self._shape.rows(width), width), np.int32)
+    rows[0, : len(ids)] = ids
+    return np.asarray(self._programs.score(self._weights, rows))[0, : len(ids)]
 
   def warmup(self) -> None:
     """Compiles every program; the content of the caches is unchanged."""
@@ -218,7 +205,7 @@ class Device:
     plan.copies = {1: [Copy(None, box, none, 1), Copy(none, None, none, 1)]}
     self.run(plan)
     for width in shape.score_widths:
-      self.score([[0] * min(width, shape.max_len)])
+      self.score([0] * min(width, shape.max_len))
     self.manifest()
     jax.block_until_ready(self._caches)
 
@@ -253,8 +240,8 @@ class Device:
     last = self._length - self._piece
     return [np.int32(min(i, last)) for i in range(0, length, self._piece)]
 
-  def _prefill(self, pieces: list[Piece]) -> int:
-    calls, groups = 0, {}
+  def _prefill(self, pieces: list[Piece]) -> None:
+    groups = {}
     for piece in pieces:
       width = decode.fit(self._shape.widths, len(piece.ids))
       groups.setdefault((piece.start == 0, width), []).append(piece)
@@ -265,8 +252,6 @@ class Device:
         self._caches = program(
           self._weights, self._caches, *self._arrays(batch, rows, width)
         )
-        calls += 1
-    return calls
 
   def _deal(self, pieces: list[Piece], rows: int):
     """Batches of (row, piece): rows of the part that the piece's slot is in."""

@@ -39,25 +39,16 @@ from searchrl_jax.types import Prompt
 
 _COUNTERS = """
   generated_tokens discarded_tokens prefilled_tokens recomputed_tokens
-  prefix_hits prefix_tokens evictions evicted_tokens restored_tokens
-  paused_tokens scored_tokens decode_steps decode_slots prefill_calls syncs
+  prefix_hits prefix_tokens evictions restored_tokens paused_tokens
+  decode_steps syncs
 """
 _rank = operator.attrgetter('rank')
 
 
-@dataclasses.dataclass
-class Work:
-  """The device work of one round."""
-
-  plan: slots_lib.Plan
-  slots: list[tuple[int, Request]]
-  state: dict | None
-  scores: list[tuple[list[int], asyncio.Future]]
-
-
 class JaxSampler(HandleEngine):
   """See engines/core.py. `config` is config.engine; `tokenizer` needs
-  `token_bytes(id) -> bytes` and `vocab_size`.
+  `token_bytes(id) -> bytes` and `vocab_size`. `rest` and `wake` have no effect:
+  the memory belongs to the trainer's process.
 
   Raises:
     EngineError: sizes that cannot work; the message names the field to change.
@@ -68,18 +59,9 @@ class JaxSampler(HandleEngine):
   min_temperature = 1e-4
 
   def __init__(
-    self,
-    model_cfg: DecoderConfig,
-    params,
-    tokenizer,
-    config,
-    mesh=None,
-    folder=None,
+    self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
-    for name in ('slots', 'max_len', 'chunk', 'prefill_rows'):
-      if config[name] < 1:
-        raise EngineError(f'config.engine.{name}={config[name]}: at least 1')
     if tokenizer.vocab_size > model_cfg.vocab_size:
       raise EngineError(
         f'the tokenizer has {tokenizer.vocab_size} ids, the model only '
@@ -88,26 +70,27 @@ class JaxSampler(HandleEngine):
     shape = decode.Shape(
       config.slots, config.max_len, config.chunk, config.prefill_rows
     )
-    seconds = 'decode prefill score sync'
+    seconds = 'decode prefill sync'
     super().__init__(
       model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
     )
     self.version = 0
-    model_cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
-    self._token_bytes = bytes_per_token(model_cfg)
+    cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
+    self._token_bytes = bytes_per_token(cfg)
     self._table = slots_lib.SlotTable(
-      room(model_cfg, config), shape.widths[-1], self._counters
+      room(cfg, config), shape.widths[-1], self._counters
     )
     self.replicas = (self,)
     self._held = False  # between sync and resume
     self._waiting: list[Request] = []  # by rank, then by arrival
     self._active: dict[int, Request] = {}  # slot -> request
-    self._scores: list[tuple[list[int], asyncio.Future]] = []
     self._driver: asyncio.Task | None = None
     self._loop: asyncio.AbstractEventLoop | None = None
     self._lock = threading.Lock()  # held while the device state changes
     self._worker = futures.ThreadPoolExecutor(1, 'jax_sampler')
-    self._device = Device(model_cfg, shape, mesh, params)
+    self._device = Device(cfg, shape, mesh, params)
+    # Checksums of the weights in use, named as the trainer's parameters.
+    self.manifest = self._device.manifest
 
   # The contract.
 
@@ -145,11 +128,6 @@ class JaxSampler(HandleEngine):
     """
     self._check_open(handle)
     self._check_sampling(handle, sampling)
-    if len(sampling.stop_ids) > decode.MAX_STOP_IDS:
-      raise EngineError(
-        f'Sampling.stop_ids has {len(sampling.stop_ids)} ids; at most '
-        f'{decode.MAX_STOP_IDS}'
-      )
     request = Request(handle, sampling, self._enter().create_future())
     handle.busy = True
     self._enqueue(request)
@@ -172,9 +150,9 @@ class JaxSampler(HandleEngine):
     ids = self._check_ids(ids, 0, 'score')
     if not ids:
       return np.zeros(0, np.float32)
-    future = self._enter().create_future()
-    self._scores.append((ids, future))
-    return await future
+    return await asyncio.get_running_loop().run_in_executor(
+      self._worker, self._score, ids
+    )
 
   async def sync(self, update: WeightsUpdate) -> SyncReport:
     """Loads new weights (copied; the trainer may donate its own afterwards).
@@ -207,12 +185,6 @@ class JaxSampler(HandleEngine):
     self._held = False
     self._wake_driver()
 
-  async def rest(self) -> None:
-    """No effect: the memory belongs to the trainer's process."""
-
-  async def wake(self) -> None:
-    """No effect, as `rest`."""
-
   async def shutdown(self) -> None:
     self._worker.shutdown()
 
@@ -221,15 +193,10 @@ class JaxSampler(HandleEngine):
 
     recomputed_tokens: prefilled again for the same handle (only a sync
     increases it). discarded_tokens: decoded past a stop in the same chunk.
-    decode_slots: slots that sampled, summed over decode_steps. host_bytes: the
-    maximum of host memory that paused sequences took at once.
+    host_bytes: the maximum of host memory that paused sequences took at once.
     """
     host = self._counters['paused_tokens'] * self._token_bytes
     return {**super().stats(), 'host_bytes': host}
-
-  def manifest(self) -> dict[str, str]:
-    """Checksums of the weights in use, named as the trainer's parameters."""
-    return self._device.manifest()
 
   def warmup(self) -> None:
     """Compiles every program, so that none compiles later (design 5.12).
@@ -267,14 +234,16 @@ class JaxSampler(HandleEngine):
 
   async def _drive(self) -> None:
     try:
-      while self._admissible() or self._active or self._scores:
-        work = self._plan()
-        if not (work.slots or work.scores):
+      while self._admissible() or self._active:
+        plan = self._plan()
+        if not self._active:
           return  # all requests wait for a handle to be closed
+        slots = list(self._active.items())
         result = await self._loop.run_in_executor(
-          self._worker, self._execute, work
+          self._worker, self._execute, plan, self._state()
         )
-        self._finish(work, result)
+        if result is not None:
+          self._finish(slots, *result)
         # Callers that this resumed may make the next request at once: let
         # them run before the next chunk starts.
         for _ in range(3):
@@ -288,15 +257,12 @@ class JaxSampler(HandleEngine):
   def _fail(self, error: Exception) -> None:
     """Ends every call with `error` and drops the caches."""
     requests = [*self._waiting, *self._active.values()]
-    pending = [r.future for r in requests]
-    pending += [future for _, future in self._scores]
-    for request in requests:  # a closed loop never runs generate's `finally`
-      request.handle.busy = False
-    self._waiting, self._active, self._scores = [], {}, []
-    self._driver = None
+    self._waiting, self._active, self._driver = [], {}, None
     with self._lock:
       self._drop_caches()
-    for future in pending:
+    for request in requests:
+      request.handle.busy = False  # a closed loop never runs `finally`
+      future = request.future
       if not (future.done() or future.get_loop().is_closed()):
         wrapped = EngineError(f'the engine failed: {error}')
         wrapped.__cause__ = error
@@ -326,7 +292,7 @@ class JaxSampler(HandleEngine):
     """The waiting requests that may run: only probes while held."""
     return self._waiting[: self._before(BEGUN)] if self._held else self._waiting
 
-  def _plan(self) -> Work:
+  def _plan(self) -> slots_lib.Plan:
     """Admits requests and plans the device work of one round."""
     table, plan = self._table, slots_lib.Plan(self._table.epoch)
     for slot, request in list(self._active.items()):
@@ -361,8 +327,7 @@ class JaxSampler(HandleEngine):
       if not admit(request):
         break
     self._waiting = [r for r in self._waiting if r not in admitted]
-    state = self._state() if self._active else None
-    return Work(plan, list(self._active.items()), state, list(self._scores))
+    return plan
 
   def _state(self) -> dict:
     state = decode.idle_state(self._table.room.slots)
@@ -381,19 +346,9 @@ class JaxSampler(HandleEngine):
         state['top_k'][slot] = s.top_k
     return state
 
-  def _finish(self, work: Work, result) -> None:
+  def _finish(self, slots, ids, logps, counts, version: int) -> None:
     """Stores the device's results and ends the requests that are complete."""
-    if result is None:  # a sync came between; everything is planned again
-      return
-    self._scores = self._scores[len(work.scores) :]
-    decoded, scores, version = result
-    for (_, future), logps in zip(work.scores, scores):
-      if not future.done():
-        future.set_result(logps)
-    if decoded is None:
-      return
-    ids, logps, counts, _ = decoded
-    for slot, r in work.slots:
+    for slot, r in slots:
       if self._active.get(slot) is not r or r.future.done():
         continue  # cancelled
       n = int(counts[slot])
@@ -411,27 +366,23 @@ class JaxSampler(HandleEngine):
 
   # In the worker thread.
 
-  def _execute(self, work: Work):
+  def _execute(self, plan: slots_lib.Plan, state: dict):
     """Runs one round; None if a sync or a failure made the plan stale."""
     with self._lock:
-      if work.plan.epoch != self._table.epoch:
+      if plan.epoch != self._table.epoch:
         return None
-      device, clock = self._device, time.perf_counter
-      times = [clock()]
-      self._counters['prefill_calls'] += device.run(work.plan)
-      times.append(clock())
-      decoded = None
-      if work.state is not None:
-        *decoded, steps = device.decode(work.state)
-        self._counters['decode_steps'] += steps
-        self._counters['decode_slots'] += int(decoded[2].sum())
-      times.append(clock())
-      scores = device.score([ids for ids, _ in work.scores])
-      self._counters['scored_tokens'] += sum(map(len, scores))
-      times.append(clock())
-      for name, a, b in zip(('prefill', 'decode', 'score'), times, times[1:]):
-        self._seconds[name] += b - a
-      return decoded, scores, self.version
+      begin = time.perf_counter()
+      self._device.run(plan)
+      middle = time.perf_counter()
+      ids, logps, counts, _, steps = self._device.decode(state)
+      self._counters['decode_steps'] += steps
+      self._seconds['prefill'] += middle - begin
+      self._seconds['decode'] += time.perf_counter() - middle
+      return ids, logps, counts, self.version
+
+  def _score(self, ids: list[int]) -> np.ndarray:
+    with self._lock:
+      return self._device.score(ids)
 
 
 def capacity(model_cfg: DecoderConfig, config, tokens: int) -> int:

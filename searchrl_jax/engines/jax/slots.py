@@ -132,10 +132,6 @@ class Plan:
     self.pieces: dict[int, list[Piece]] = {}
     self.ready: dict[Rows, int] = {}  # level at which a prompt is complete
 
-  @property
-  def levels(self) -> list[int]:
-    return sorted({*self.copies, *self.pieces})
-
 
 class SlotTable:
   """Assigns slots; every method runs between device calls."""
@@ -305,10 +301,9 @@ class SlotTable:
   def _same_prompt(self, handle: Handle) -> Rows | None:
     """Rows of an open handle that hold the whole of the same prompt."""
     need = len(handle.prompt) - 1
-    for other in self._prompts[handle.prompt] if need else ():
-      if other.rows is not None and other.cached >= need:
-        return other.rows
-    return None
+    group = self._prompts[handle.prompt] if need else ()
+    holds = (other.rows for other in group if other.cached >= need)
+    return next(filter(None, holds), None)
 
   def _free_slot(self, plan: Plan, busy) -> int | None:
     """A free slot, else that of the least recently used idle prefix."""
@@ -332,7 +327,6 @@ class SlotTable:
         if copy.source == slot:
           copy.source, copy.box = None, rows.box
     self._counters['evictions'] += 1
-    self._counters['evicted_tokens'] += rows.box.length
     self._paused += self.room.size(rows.box.length)
     most = max(self._counters['paused_tokens'], self._paused)
     self._counters['paused_tokens'] = most

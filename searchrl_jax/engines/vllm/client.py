@@ -21,6 +21,7 @@ from concurrent import futures
 import contextlib
 import functools
 import hashlib
+import logging
 import pathlib
 import time
 from typing import Any
@@ -39,33 +40,27 @@ from searchrl_jax.engines.vllm import launcher
 from searchrl_jax.engines.vllm.servers import (
   POLL,
   REQUESTS_PER_SLOT,
-  Fleet,
   Handle,
   Server,
 )
-from searchrl_jax.engines.vllm.transport import (
-  Deadline,
-  Down,
-  Output,
-  Refused,
-  Restarted,
-)
+from searchrl_jax.engines.vllm.transport import Down, Output
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.models import families
-from searchrl_jax.models.decoder import DecoderConfig
 
 _COUNTERS = """
   requests retries aborted_requests generated_tokens discarded_tokens
   prefilled_tokens prefix_tokens scored_tokens syncs
 """
-_BACKOFF = 5.0  # seconds between two attempts, at most
+_log = logging.getLogger(__name__)
 
 
 class VllmEngine(HandleEngine):
   """See engines/core.py. The weights come with the first `sync`.
 
+  It is used from one event loop at a time.
+
   Args:
-    model_cfg: of the model; servers of another model are refused.
+    model_cfg: a `DecoderConfig`; servers of another model are refused.
     tokenizer: a tokenizer.Tokenizer; servers with another one are refused.
     config: config.engine; run/schema.py explains its fields.
     folder: of the run, for the publications and the servers' logs.
@@ -75,49 +70,47 @@ class VllmEngine(HandleEngine):
   """
 
   handle_type = Handle
+  # `warmup` has no effect: a server compiles before it answers.
   min_temperature = 0.01  # vLLM raises temperatures between 0 and 0.01 to 0.01
 
   def __init__(
-    self,
-    model_cfg: DecoderConfig,
-    params,
-    tokenizer,
-    config,
-    mesh=None,
-    folder=None,
+    self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del params, mesh  # `sync` publishes the parameters
-    if config.attempts < 1:
-      raise EngineError(f'config.engine.attempts={config.attempts}: at least 1')
-    seconds = 'request publish sync'
-    super().__init__(
-      model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
-    )
+    super().__init__(model_cfg.vocab_size, tokenizer, config, _COUNTERS, 'sync')
     folder = pathlib.Path(folder).absolute()
     self._publisher = publication.Publisher(
       folder / 'published', model_cfg, config.dtype
     )
     self.version = None  # nothing is loaded yet
-    model = families.fields(model_cfg)
-    urls = [u.strip() for u in config.url.split(',') if u.strip()]
-    for url in urls:
-      if not url.startswith(('http://', 'https://')):
-        raise EngineError(
-          f'config.engine.url: {url!r} is not a URL; expected http://host:port'
-        )
-    self._sidecars = []
-    if not urls:
+    model = {**families.fields(model_cfg), 'dtype': config.dtype}
+    served: list[tuple[str, Any]]  # URLs, and the servers started here
+    served = [(url.strip(), None) for url in config.url.split(',')]
+    if not config.url:
       published.write_serving_folder(
         folder / 'serving', model, tokenizer.path, config.dtype
       )
-      self._sidecars = _start(config, folder)
-    servers = [Server(url) for url in urls]
-    servers += [Server(s.url, s) for s in self._sidecars]
+      served = [(s.url, s) for s in _start(config, folder)]
+    self._sidecars = [sidecar for _, sidecar in served if sidecar]
+    for url, _ in served:
+      if not url.startswith('http'):
+        raise EngineError(f'config.engine.url: {url!r} is no http://host:port')
     del model['tied']  # a server may hold a tied model untied
-    self._fleet = Fleet(
-      servers, {**model, 'dtype': config.dtype}, tokenizer, config
-    )
-    self.replicas = tuple(_Replica(self, s) for s in servers)
+    self._servers = [
+      Server(url, model, tokenizer, config, sidecar) for url, sidecar in served
+    ]
+    self.replicas = tuple(_Replica(self, s) for s in self._servers)
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._open: asyncio.Event  # not set: calls wait, except probes
+
+  def _enter(self) -> None:
+    """Creates the objects that belong to the running event loop."""
+    loop = asyncio.get_running_loop()
+    if self._loop is not loop:
+      self._loop, self._open = loop, asyncio.Event()
+      self._open.set()
+      for server in self._servers:
+        server.enter()
 
   def fork(self, handle: Handle) -> Handle:
     self._check_open(handle)
@@ -140,23 +133,21 @@ class VllmEngine(HandleEngine):
     server: the only one to use; None: any.
 
     Raises:
-      EngineError: invalid sampling; no server answers within config.engine.
-        deadline seconds (waiting for `resume`, or for a place among the
-        requests of a server, does not count) and config.engine.attempts
-        attempts of a request; a server refuses the request.
+      EngineError: invalid sampling; config.engine.attempts of a request failed,
+        or config.engine.deadline is over; no server comes back; a server
+        refuses the request.
       SyncError: a server came back and cannot be loaded with the weights.
     """
     self._check_open(handle)
     self._check_sampling(handle, sampling)
-    self._fleet.enter()
-    if self._fleet.weights is None and not sampling.probe:
+    self._enter()
+    if self.version is None and not sampling.probe:
       raise EngineError('the servers hold no weights yet; call sync first')
     request = Request(handle, sampling)
-    deadline = Deadline(self._config.deadline)
     handle.busy = True
     try:
       while not request.stop:  # a sync may end a server's request
-        await self._continue(request, server, deadline)
+        await self._continue(request, server)
       handle.ids += request.ids
     finally:
       handle.busy = False
@@ -173,13 +164,12 @@ class VllmEngine(HandleEngine):
     ids = self._check_ids(ids, 0, 'score')
     if len(ids) < 2:
       return np.zeros(len(ids), np.float32)
-    self._fleet.enter()
-    handle, deadline = Handle(ids), Deadline(self._config.deadline)
+    self._enter()
+    handle, logps = Handle(ids), None
     send = lambda server: server.http.score(server.name, ids)
     try:
-      logps = None
       while logps is None:  # a sync ended the request
-        logps = await self._ask(send, handle, server, True, deadline)
+        logps = await self._ask(send, handle, server, True)
     finally:
       handle.move(None)
     self._counters['scored_tokens'] += len(ids)
@@ -202,20 +192,19 @@ class VllmEngine(HandleEngine):
       raise EngineError(
         f'vllm takes WeightsUpdate(kind="full"); got kind={update.kind!r}'
       )
-    self._fleet.enter()
-    await self._fleet.check_claims()
+    self._enter()
+    await self._all(Server.check_claim)
     start = time.perf_counter()
     target = await asyncio.to_thread(self._publish, update)
-    self._seconds['publish'] += time.perf_counter() - start
-    self._fleet.hold('sync')
-    manifest = await self._fleet.load(target)
-    self.version = update.version
+    self._open.clear()
+    manifest, *_ = await self._all(lambda server: server.prepare(target))
+    self.version = target.version
     if isinstance(update.params, Mapping):
-      await asyncio.to_thread(self._publisher.prune, update.version)
-    return self._sync_report(update.version, start, target.bytes, manifest)
+      await asyncio.to_thread(self._publisher.prune, target.version)
+    return self._sync_report(target.version, start, target.bytes, manifest)
 
   async def resume(self) -> None:
-    self._fleet.release('sync')
+    self._open.set()
 
   async def rest(self) -> None:
     """With config.engine.sleep: the weights leave the GPU until `wake`.
@@ -226,25 +215,26 @@ class VllmEngine(HandleEngine):
       SyncError: another client has loaded weights into a server, which may
         have sampled since the sync with those.
     """
-    self._fleet.enter()
-    await self._fleet.check_claims()
+    self._enter()
+    await self._all(Server.check_claim)
     if self._config.sleep:
-      self._fleet.hold('rest')
-      await self._fleet.sleep()
+      self._open.clear()
+      await self._all(Server.sleep)
 
   async def wake(self) -> None:
     if self._config.sleep:
-      await self._fleet.wake()
-      self._fleet.release('rest')
+      await self._all(Server.prepare)
+      self._open.set()
 
   async def shutdown(self) -> None:
     """Closes the connections, stops the servers that it started, and deletes
     the publications, because the run's checkpoints contain the weights.
     """
     async with contextlib.AsyncExitStack() as stack:  # all, despite errors
-      for last in (self._publisher.clear, *(s.stop for s in self._sidecars)):
+      for last in (self._publisher.prune, *(s.stop for s in self._sidecars)):
         stack.push_async_callback(asyncio.to_thread, last)
-      await self._fleet.close()
+      if self._loop is asyncio.get_running_loop():
+        await self._all(lambda server: server.http.close())
 
   def stats(self) -> dict[str, float]:
     """Counters since the start, in tokens, requests or seconds.
@@ -252,25 +242,17 @@ class VllmEngine(HandleEngine):
     prefix_tokens: prompt tokens found in a server's cache; prefilled_tokens:
     the other ones. restarts: servers that came back as other processes.
     discarded_tokens: sampled past a stop that began in an earlier request.
-    seconds_request and seconds_held are summed over calls.
     """
-    return {
-      **super().stats(),
-      'seconds_held': self._fleet.seconds_held,
-      'restarts': self._fleet.restarts,
+    return super().stats() | {
+      'restarts': sum(s.restarts for s in self._servers)
     }
-
-  def warmup(self) -> None:
-    """No effect: a server compiles its programs before it answers."""
 
   def capacity(self, tokens: int) -> int:
     return capacity(None, self._config, tokens)
 
   # Requests.
 
-  async def _continue(
-    self, request: Request, only: Server | None, deadline: Deadline
-  ) -> None:
+  async def _continue(self, request: Request, only: Server | None) -> None:
     """Samples one request's part of a completion."""
     ids, sampling = request.tokens(), request.sampling
     # The stream of the request that begins here: a seed in [0, 2**63).
@@ -279,26 +261,13 @@ class VllmEngine(HandleEngine):
     seed = int.from_bytes(digest) >> 1
     left = sampling.max_tokens - len(request.ids)
 
-    async def send(server: Server) -> tuple[Server, int, Output]:
+    async def send(server: Server) -> tuple[int, Output]:
       version = server.version
-      if version is None:
-        if self._fleet.weights is not None:
-          raise Restarted(f'{server.url}: does not hold our weights')
-        version = -1  # a probe of the initial weights, before the first sync
-      out = await server.http.complete(
+      return version, await server.http.complete(
         server.name, ids, sampling, left, seed, f'v{version}'
       )
-      if out.end == 'abort' and not (out.ids or self._fleet.holds):
-        raise Down(f'{server.url}: ended a request before its first token')
-      return server, version, out
 
-    server, version, out = await self._ask(
-      send, request.handle, only, sampling.probe, deadline
-    )
-    if any(not 0 <= i < self.vocab_size for i in out.ids):
-      raise Refused(
-        f'{server.url}: sampled ids outside of 0..{self.vocab_size - 1}'
-      )
+    version, out = await self._ask(send, request.handle, only, sampling.probe)
     # The client detects the end, because a stop string may begin in one request
     # and end in the next.
     discarded = request.add(out.ids, out.logps, version, self._tokenizer)
@@ -309,7 +278,7 @@ class VllmEngine(HandleEngine):
     if out.ids:  # without any, it may have ended before its prefill
       counters['prefix_tokens'] += out.cached
       counters['prefilled_tokens'] += len(ids) - out.cached
-      server.prefilled += len(ids) - out.cached
+      request.handle.home.prefilled += len(ids) - out.cached
 
   async def _ask(
     self,
@@ -317,41 +286,72 @@ class VllmEngine(HandleEngine):
     handle: Handle,
     only: Server | None,
     probe: bool,
-    deadline: Deadline,
   ) -> Any:
-    """The result of `send(server)`, retried on failure."""
-    failures, last = 0, None
+    """The result of `send(server)`, tried again if a server fails.
+
+    Calls wait for a place at their server, except probes.
+    """
+    failures, begin = 0, 0.0
     while True:
-      async with self._fleet.lease(handle, only, probe, deadline) as server:
-        self._counters['requests'] += 1
-        begin = time.perf_counter()
-        try:
-          async with asyncio.timeout(deadline.left()):
-            return await send(server)
-        except TimeoutError as e:
-          raise self._fleet.late('a request is not finished', last) from e
-        except (Down, Restarted) as e:
-          self._fleet.report_failure(server, e)
-          failures, last = failures + 1, e
-          if failures >= self._config.attempts:
-            raise EngineError(
-              f'{e}; {failures} attempts failed (config.engine.attempts)'
-            ) from e
-        finally:
-          self._seconds['request'] += time.perf_counter() - begin
+      server = await self._choose(handle, only, probe)
+      server.calls += 1
+      try:
+        async with contextlib.nullcontext() if probe else server.places:
+          if not server.ready or not (probe or self._open.is_set()):
+            continue
+          self._counters['requests'] += 1
+          begin = begin or time.monotonic()
+          return await send(server)
+      except Down as e:
+        if server.ready:
+          _log.warning('%s is not used until it recovers: %s', server.url, e)
+        server.ready = False
+        failures, config = failures + 1, self._config
+        late = time.monotonic() - begin > config.deadline
+        if late or failures >= config.attempts:
+          raise EngineError(
+            f'{e}; {failures} attempts failed (config.engine.attempts='
+            f'{config.attempts}, config.engine.deadline={config.deadline} s)'
+          ) from e
+      finally:
+        server.calls -= 1
       self._counters['retries'] += 1
-      await asyncio.sleep(min(POLL * 2 ** (failures - 1), _BACKOFF))
+      await asyncio.sleep(POLL * 2**failures)
+
+  async def _choose(
+    self, handle: Handle, only: Server | None, probe: bool
+  ) -> Server:
+    """The server of the handle's prefix, else the least loaded.
+
+    Calls wait while all are held, except probes, and for a server to recover.
+    """
+    while True:
+      if not probe:
+        await self._open.wait()
+      lost = [s.recovery() for s in self._servers if not s.ready]
+      ready = [s for s in ([only] if only else self._servers) if s.ready]
+      if ready:
+        if handle.home not in ready:
+          handle.move(min(ready, key=lambda s: (s.calls, s.handles)))
+        return handle.home
+      done, _ = await asyncio.wait(lost, return_when=asyncio.FIRST_COMPLETED)
+      for task in done:
+        task.result()
+
+  async def _all(self, work: Callable[[Server], Awaitable]) -> list:
+    """All results; the first error, once the others have ended."""
+    found = await asyncio.gather(
+      *map(work, self._servers), return_exceptions=True
+    )
+    for one in found:
+      if isinstance(one, BaseException):
+        raise one
+    return found
 
   def _publish(self, update: WeightsUpdate) -> published.Published:
     if isinstance(update.params, Mapping):
       return self._publisher.publish(update.params, update.version)
-    out = published.open_published(update.params)
-    if (out.version, out.dtype) != (update.version, self.dtype):
-      raise EngineError(
-        f'{out.path}: holds version {out.version} in {out.dtype}; '
-        f'expected version {update.version} in {self.dtype}'
-      )
-    return out
+    return published.open_published(update.params)
 
 
 class _Replica:
@@ -369,20 +369,14 @@ def _start(config, folder: pathlib.Path) -> list[launcher.Sidecar]:
   """Starts the servers of config.engine.device in parallel.
 
   Raises:
-    EngineError: an unknown device; or a server does not start, which ends the
-      others.
+    EngineError: an unknown device; or a server does not start. The others end
+      with this process.
   """
-  kind, _, groups = config.device.partition(':')
-  flags = {'kv_cache_gib': config.kv_cache_gib}
-  devices = [{'cpu': True}]
+  devices: list[dict] = [{'cpu': True, 'kv_cache_gib': config.kv_cache_gib}]
   if config.device != 'cpu':
-    flags = {'gpu_memory_utilization': config.gpu_memory}
-    devices = [{'gpus': group.strip()} for group in groups.split(';')]
-    if kind != 'gpus' or not all(d['gpus'] for d in devices):
-      raise EngineError(
-        f"config.engine.device={config.device!r}: expected 'cpu', 'gpus:0' "
-        "(one server), 'gpus:0,1' (one over both) or 'gpus:0;1' (one on each)"
-      )
+    share = {'gpu_memory_utilization': config.gpu_memory}
+    groups = config.device.removeprefix('gpus:').split(';')
+    devices = [{'gpus': group.strip(), **share} for group in groups]
 
   def start(n: int) -> launcher.Sidecar:
     return launcher.start_sidecar(
@@ -395,20 +389,12 @@ def _start(config, folder: pathlib.Path) -> list[launcher.Sidecar]:
       block_size=config.block_size,
       enable_sleep=config.sleep,
       start_timeout_s=config.start_seconds,
-      vllm_arg=['--load-format=dummy'],
-      **flags,
+      load_format='dummy',
       **devices[n],
     )
 
   with futures.ThreadPoolExecutor(len(devices)) as pool:
-    jobs = [pool.submit(start, n) for n in range(len(devices))]
-  errors = [e for job in jobs if (e := job.exception()) is not None]
-  if errors:
-    for job in jobs:
-      if job.exception() is None:
-        job.result().stop()
-    raise errors[0]
-  return [job.result() for job in jobs]
+    return list(pool.map(start, range(len(devices))))
 
 
 def capacity(model_cfg, config, tokens: int) -> int:

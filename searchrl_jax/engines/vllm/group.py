@@ -57,21 +57,15 @@ class ProcessGroup:
       start_new_session=True,
     )
     self.pid = self._process.pid  # of the command, and the group's number
-    try:
-      self._guard = subprocess.Popen(
-        [sys.executable, '-S', '-c', _GUARD, str(self.pid), str(grace_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-      )
-    except BaseException:
-      os.killpg(self.pid, signal.SIGKILL)
-      raise
-
-  def poll(self) -> int | None:
-    """The command's exit status (-n: killed by signal n), None if it runs."""
-    return self._process.poll()
+    # The command's exit status (-n: killed by signal n), None if it runs.
+    self.poll = self._process.poll
+    self._guard = subprocess.Popen(
+      [sys.executable, '-S', '-c', _GUARD, str(self.pid), str(grace_s)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      start_new_session=True,
+    )
 
   def members(self) -> list[int]:
     """The running processes of the group, without zombies."""
@@ -94,7 +88,7 @@ class ProcessGroup:
           os.killpg(self.pid, number)
       deadline = time.monotonic() + self._grace_s
       while self.members() and time.monotonic() < deadline:
-        self._process.poll()
+        self.poll()
         time.sleep(_POLL_S)
     self._process.wait()
     # Last, so that the guard ends the group if this process is killed before.

@@ -37,8 +37,7 @@ _FUSED = {
   'up_proj': ('gate_up_proj', 1),
 }
 # Elements hashed at once: on CPU they stay in the cache.
-_BLOCK = {'cpu': 1 << 17}
-_BLOCK_ELSE = 1 << 24
+_BLOCK, _BLOCK_ELSE = 1 << 17, 1 << 24
 _PROBE = 1 << 22  # elements of one product with unit vectors
 
 
@@ -46,40 +45,29 @@ class Worker:
   """Mixed into vLLM's worker; arguments and results are JSON."""
 
   def searchrl_describe(self) -> dict[str, Any]:
-    """The served model: its fields, dtype, device, ranks, versions.
+    """The served model: its fields and dtype.
 
     loaded: the version that `searchrl_load` loaded last, None before.
     """
-    import vllm
-
     config = self.model_config
+    weights = getattr(self, '_searchrl_published', None)
     return {
-      'model': _fields(config),
-      'vocab_size': config.get_vocab_size(),
-      'max_len': config.max_model_len,
+      'model': families.parse_config(config.hf_config.to_dict()),
       'dtype': _dtype_name(config.dtype),
-      'rank': self.rank,
-      'world_size': self.parallel_config.world_size,
-      'device': self.device.type,
-      'vllm': vllm.__version__,
-      'loaded': getattr(self, '_searchrl_version', None),
+      'loaded': weights and weights.version,
     }
 
-  def searchrl_load(self, path: str) -> dict[str, Any]:
-    """Loads a publication, tensor by tensor, in place.
+  def searchrl_load(self, path: str) -> None:
+    """Loads a publication of the served model, tensor by tensor, in place.
 
     The server must be paused, and the caller must drop the caches.
-
-    Returns: the version.
 
     Raises:
       PublishedError: see `published.open_published`; the worker is unchanged
         unless a tensor's own data is damaged.
-      ValueError: a publication of another model or dtype, by field.
     """
     weights = published.open_published(path)
-    _check(weights, self.model_config)
-    self._searchrl_version = self._searchrl_published = None
+    self._searchrl_published = None
     model = self.model_runner.get_model()
     try:
       self.reload_weights(
@@ -95,8 +83,6 @@ class Worker:
       head = model.lm_head
       head.quant_method.process_weights_after_loading(head)
     self._searchrl_published = weights
-    self._searchrl_version = weights.version
-    return {'version': weights.version}
 
   def searchrl_checksums(self) -> dict[str, list]:
     """{our tensor name: [dtype, shape, low, high]} of the weights in use.
@@ -111,17 +97,17 @@ class Worker:
     """
     weights = getattr(self, '_searchrl_published', None)
     if weights is None:
-      raise RuntimeError(
-        'no publication has been loaded into this worker; call searchrl_load '
-        'first'
-      )
+      raise RuntimeError('no publication has been loaded into this worker')
     model = self.model_runner.get_model()
     sums: dict[str, list[int]] = {}
-    for module, parts in _modules(model, weights):
-      for part, low, high in _hashes(module, parts, self.model_config.dtype):
-        total = sums.setdefault(part.path, [0, 0])
-        total[0] += low
-        total[1] += high
+    for module, kind, parts in _modules(model, weights):
+      # The values in use: first column, block [columns, all rows].
+      for first, block in _blocks(module, kind, self.model_config.dtype):
+        for part in parts:
+          total = sums.setdefault(part.path, [0, 0])
+          low, high = _sums(block[:, part.rows], part, first)
+          total[0] += low
+          total[1] += high
     shapes = {'head': weights.shapes['embed'], **weights.shapes}
     dtype = _dtype_name(self.model_config.dtype)
     return {
@@ -139,16 +125,16 @@ class Part:
   """
 
   path: str  # our tensor name
-  kind: str  # 'weight' or 'bias'
   rows: slice  # of the module's own tensor
   start: int
   row_step: int
   column_step: int
 
 
-def _modules(model, weights: Published) -> Iterator[tuple[Any, list[Part]]]:
-  """Each module of this worker with the parts of our tensors that it holds."""
-  groups: dict[str, list] = {}
+def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
+  """Each module of this worker, 'weight' or 'bias', and the parts of our
+  tensors that it holds."""
+  groups: dict[tuple[str, str], list] = {}
   table = dict(weights.table)
   if weights.config['tied']:
     embed = next(iter(table.values()))
@@ -156,21 +142,15 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, list[Part]]]:
   for name, tensor in table.items():
     *parents, leaf, kind = name.split('.')
     leaf, n = _FUSED.get(leaf, (leaf, 0))
-    groups.setdefault('.'.join([*parents, leaf]), []).append((tensor, kind, n))
-  for name, members in groups.items():
+    module = '.'.join([*parents, leaf])
+    groups.setdefault((module, kind), []).append((tensor, n))
+  for (name, kind), members in groups.items():
     module = model.get_submodule(name)
-    if type(module).__name__ == 'PPMissingLayer':
-      continue  # another pipeline stage has it
-    parts = [
-      part
-      for tensor, kind, n in members
-      if (part := _part(module, tensor, kind, n)) is not None
-    ]
-    if parts:
-      yield module, parts
+    parts = [_part(module, tensor, n) for tensor, n in members]
+    yield module, kind, [part for part in parts if part is not None]
 
 
-def _part(module, tensor: families.Tensor, kind: str, n: int) -> Part | None:
+def _part(module, tensor: families.Tensor, n: int) -> Part | None:
   """The n-th part of a module; None: another worker reports it."""
   rows, first_row, first_column = _local(module, n)
   if rows is None:
@@ -180,7 +160,7 @@ def _part(module, tensor: families.Tensor, kind: str, n: int) -> Part | None:
   steps = (1, n_rows) if tensor.n_in else (n_columns, 1)
   layer = (tensor.layer or 0) * n_rows * n_columns
   start = layer + first_row * steps[0] + first_column * steps[1]
-  return Part(tensor.path, kind, rows, start, *steps)
+  return Part(tensor.path, rows, start, *steps)
 
 
 def _local(module, n: int) -> tuple[slice | None, int, int]:
@@ -212,17 +192,6 @@ def _local(module, n: int) -> tuple[slice | None, int, int]:
   return slice(begin, begin + sizes[n]), rank * sizes[n], 0
 
 
-def _hashes(module, parts, dtype) -> Iterator[tuple[Part, int, int]]:
-  """(part, low, high) of each block of the module's tensors."""
-  for kind in ('weight', 'bias'):
-    own = [p for p in parts if p.kind == kind]
-    if not own:
-      continue
-    for first, block in _blocks(module, kind, dtype):  # [columns, rows]
-      for part in own:
-        yield part, *_sums(block[:, part.rows], part, first)
-
-
 def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
   """(first column, block [columns, all rows]) of the values in use."""
   import torch
@@ -231,13 +200,11 @@ def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
   tensor = getattr(module, kind)
   lookup = type(module) is vocab.VocabParallelEmbedding
   if kind == 'weight' and hasattr(module, 'cpu_linear') and not lookup:
-    width = getattr(module, 'input_size_per_partition', None)
-    rows = sum(module.output_partition_sizes)
-    step = max(1, _PROBE // rows)
+    width = module.input_size_per_partition
+    step = max(1, _PROBE // sum(module.output_partition_sizes))
     for first in range(0, width, step):
-      n = min(step, width - first)
-      units = torch.zeros(n, width, dtype=dtype)
-      units[torch.arange(n), first + torch.arange(n)] = 1
+      units = torch.zeros(min(step, width - first), width, dtype=dtype)
+      units[:, first:].fill_diagonal_(1)
       yield first, module.quant_method.apply(module, units, bias=None)
     return
   tensor = tensor.detach().to(dtype)
@@ -250,26 +217,16 @@ def _sums(block, part: Part, first: int) -> tuple[int, int]:
 
   device = block.device
   columns, rows = block.shape
-  start = part.start + first * part.column_step
   row_index = _steps(rows, part.row_step, 0, device)
-  size = _BLOCK.get(device.type, _BLOCK_ELSE)
   low_sum = high_sum = 0
-  # Blocks of whole columns, or of whole rows where the columns are long.
-  step = max(1, size // rows)
-  wide = max(1, size // step)
+  step = max(1, (_BLOCK if device.type == 'cpu' else _BLOCK_ELSE) // rows)
   for c in range(0, columns, step):
-    n = min(step, columns - c)
-    column_index = _steps(
-      n, part.column_step, start + c * part.column_step, device
-    )
-    for r in range(0, rows, wide):
-      bits = _bits(block[c : c + n, r : r + wide])
-      h = bits + column_index[:, None]
-      h += row_index[r : r + wide]
-      scratch = torch.empty_like(h)
-      low_sum = low_sum + _mix(h, scratch).sum(dtype=torch.int64)
-      h ^= bits
-      high_sum = high_sum + _mix(h, scratch).sum(dtype=torch.int64)
+    bits = _bits(block[c : c + step])
+    start = part.start + (first + c) * part.column_step
+    index = _steps(len(bits), part.column_step, start, device)
+    low = _mix(bits + index[:, None] + row_index)
+    low_sum = low_sum + low.sum(dtype=torch.int64)
+    high_sum = high_sum + _mix(low ^ bits).sum(dtype=torch.int64)
   return int(low_sum), int(high_sum)
 
 
@@ -294,30 +251,20 @@ def _bits(x):
   return bits.masked_fill_(bits == 1 << 15, 0)
 
 
-def _mix(h, scratch):
-  """MurmurHash3's finaliser, in place."""
-  import torch
-
+def _mix(h):
+  """MurmurHash3's finaliser."""
   # A shift of int32 copies the sign bit, which the masks remove.
-  for shift, mask, factor in (
-    (16, 0xFFFF, 0x85EBCA6B),
-    (13, 0x7FFFF, 0xC2B2AE35),
-    (16, 0xFFFF, None),
-  ):
-    torch.bitwise_right_shift(h, shift, out=scratch)
-    scratch &= mask
-    h ^= scratch
-    if factor:
-      h *= factor - (1 << 32)
-  return h
+  h = (h ^ (h >> 16 & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
+  h = (h ^ (h >> 13 & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
+  return h ^ (h >> 16 & 0xFFFF)
 
 
 def _torch_tensors(weights: Published, tied: bool):
   """(name, torch tensor) of each tensor that the served model loads."""
   import torch
 
-  for name in weights.table if tied else weights.names:
-    array = np.ascontiguousarray(weights.read(name))
+  for name, array in weights.tensors(tied):
+    array = np.ascontiguousarray(array)
     if array.dtype.name == 'bfloat16':  # numpy knows it from ml_dtypes only
       yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
@@ -329,28 +276,6 @@ def _tied(model) -> bool:
   head = getattr(model, 'lm_head', None)
   embed = getattr(model.model, 'embed_tokens', None)
   return getattr(head, 'weight', None) is getattr(embed, 'weight', 0)
-
-
-def _check(weights: Published, config) -> None:
-  """Raises ValueError that names the fields that differ from the server."""
-  served = {**_fields(config), 'dtype': _dtype_name(config.dtype)}
-  wanted = {**weights.config, 'dtype': weights.dtype}
-  differ = [
-    f'{k} is {wanted[k]!r} published, {served[k]!r} served'
-    for k in served
-    if wanted[k] != served[k] and k != 'tied'
-  ]
-  if served['tied'] and not wanted['tied']:
-    differ.append('tied is False published, True served')
-  if differ:
-    raise ValueError(
-      f'{weights.path} is not for the served model: {"; ".join(differ)}; start '
-      'the server on the serving folder that the trainer writes'
-    )
-
-
-def _fields(config) -> dict[str, Any]:
-  return families.parse_config(config.hf_config.to_dict())
 
 
 def _dtype_name(dtype) -> str:

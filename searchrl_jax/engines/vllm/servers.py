@@ -1,32 +1,20 @@
-"""The servers of the vLLM engine: choosing one, loading weights, recovery.
+"""One server of the vLLM engine: its state, its weights, its recovery.
 
 A server is `ready` if it serves our model, under a name that this process has
 seen, and its own checksums show that it holds the weights of the last sync.
-After a failure it gets no request before it has been checked. If it has become
-another process (its model has another name, see launcher.py, which restarts
-servers), the weights are loaded first. A server that does not recover, or that
-fails while it is loaded, stops the run.
+After a failure it gets no request before `prepare` has checked it. If it has
+become another process (its model has another name, see launcher.py, which
+restarts servers), the weights are loaded first.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
-import contextlib
-import logging
 import time
 from typing import Any
 import uuid
 
 from searchrl_jax.engines import handles
 from searchrl_jax.engines.core import EngineError, SyncError
-from searchrl_jax.engines.vllm import launcher
-from searchrl_jax.engines.vllm.transport import (
-  Client,
-  Deadline,
-  Down,
-  Model,
-  Refused,
-  Restarted,
-)
+from searchrl_jax.engines.vllm.transport import Client, Down
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.published import Published
 
@@ -34,8 +22,6 @@ REQUESTS_PER_SLOT = 2  # at a server: the one that it serves, and the next
 POLL = 0.2  # seconds between attempts to reach a server
 _NAME = 'searchrl-'  # prefix of the model names that launcher.py assigns
 _PROBED = 256  # ids whose text identifies a tokenizer
-_FIX = "set config.engine.url to another URL, or to '' to start servers"
-_log = logging.getLogger(__name__)
 
 
 class Handle(handles.Handle):
@@ -51,398 +37,201 @@ class Handle(handles.Handle):
 
 
 class Server:
-  """The state of one server.
-
-  sidecar: the launcher.Sidecar that restarts it; None: not started by us.
-  """
-
-  def __init__(self, url: str, sidecar: Any = None):
-    self.url, self.sidecar = url, sidecar
-    self.http: Client  # of the running event loop, as are the next two
-    self.places: asyncio.Semaphore  # for requests that sample
-    self.recovery: asyncio.Task | None = None
-    self.ready = False  # may get requests
-    self.name: str | None = None  # of the model, when last seen
-    self.version: int | None = None  # verified weights under that name
-    self.error: EngineError | SyncError | None = None  # of the recovery
-    self.problem = ''  # why it was not ready, when last checked
-    self.in_flight = 0  # requests
-    self.queued = 0  # requests that wait for `places`
-    self.handles = 0  # whose prefixes it caches
-    self.prefilled = 0  # prompt tokens computed
-
-
-class Fleet:
-  """The servers of one engine, used from one event loop at a time.
+  """The state of one server, used from one event loop at a time.
 
   Args:
-    model: the fields (families.FIELDS, and dtype) of the model that the servers
-      must serve.
-    tokenizer: the tokenizer.Tokenizer that they must have.
+    model: the fields (families.FIELDS, and dtype) of the model that it must
+      serve.
+    tokenizer: the tokenizer.Tokenizer that it must have.
     config: config.engine.
+    sidecar: the launcher.Sidecar that restarts it; None: not started by us.
   """
 
   def __init__(
-    self, servers: Sequence[Server], model: dict[str, Any], tokenizer, config
+    self, url: str, model: dict[str, Any], tokenizer, config, sidecar=None
   ):
-    self.servers = servers
-    self.holds: set[str] = set()  # 'sync', 'rest': why calls wait
-    self.weights: Published | None = None  # of the last sync
-    self.restarts = 0  # servers that came back as other processes
-    self.seconds_held = 0.0  # summed over calls
+    self.url = url
     self._model, self._tokenizer, self._config = model, tokenizer, config
+    self._sidecar = sidecar
     self._nonce = uuid.uuid4().hex  # distinguishes our weights from others'
-    self._loading = False  # no recovery starts meanwhile
-    self._loop: asyncio.AbstractEventLoop | None = None
-    self._event: asyncio.Event
+    self._target: Published | None = None  # the weights of the last sync
+    self.ready = False  # may get requests
+    self.name = ''  # of the model, when last seen
+    self.version = -1  # of verified weights under that name; -1: its own
+    self.restarts = 0  # how often it came back as another process
+    self.handles = 0  # whose prefixes it caches
+    self.prefilled = 0  # prompt tokens computed
 
   def enter(self) -> None:
     """Creates the objects that belong to the running event loop."""
-    loop = asyncio.get_running_loop()
-    if self._loop is loop:
-      return
-    if self._loop is not None and self._loop.is_running():
-      raise EngineError('the engine is in use by another event loop')
-    self._loop, self._event = loop, asyncio.Event()
-    config = self._config
-    most = REQUESTS_PER_SLOT * config.slots
-    for s in self.servers:
-      s.http = Client(s.url, config.timeout, config.start_seconds, most)
-      s.places = asyncio.Semaphore(most)
-      s.recovery, s.in_flight, s.queued = None, 0, 0
+    self.http = Client(self.url, self._config.timeout)
+    # For requests that sample. Others wait in this process, because a wait at
+    # the server would count towards their timeout.
+    self.places = asyncio.Semaphore(REQUESTS_PER_SLOT * self._config.slots)
+    self.calls = 0  # that have a place or wait for one
+    self._recovery: asyncio.Task | None = None
+    self._lock = asyncio.Lock()
 
-  async def close(self) -> None:
-    if self._loop is asyncio.get_running_loop():
-      await self._cancel_recoveries()
-      for server in self.servers:
-        await server.http.close()
-      self._loop = None
+  def recovery(self) -> asyncio.Task:
+    """The task of `prepare` that runs, or has failed; else it is started."""
+    if self._recovery is None:
+      self._recovery = asyncio.create_task(self.prepare())
+    return self._recovery
 
-  # Requests.
+  async def prepare(self, target: Published | None = None) -> dict[str, str]:
+    """Waits for the server and loads the weights unless it holds them.
 
-  @contextlib.asynccontextmanager
-  async def lease(
-    self, handle: Handle, only: Server | None, probe: bool, deadline: Deadline
-  ) -> AsyncIterator[Server]:
-    """A server for one request: that of the prefix, else the least loaded.
+    Args:
+      target: other weights to load from now on.
 
-    Requests beyond REQUESTS_PER_SLOT wait in this process, because a wait at
-    the server would count towards their timeout. Calls also wait while all are
-    held. Probes wait for neither.
-
-    Raises:
-      EngineError: no server is up in time, or one does not recover.
-      SyncError: one cannot be loaded with the weights.
-    """
-    while True:
-      server = await self._choose(handle, only, probe, deadline)
-      async with contextlib.AsyncExitStack() as stack:
-        if not probe:
-          server.queued += 1
-          try:
-            with deadline.paused():
-              await stack.enter_async_context(server.places)
-          finally:
-            server.queued -= 1
-          if not server.ready or self.holds:
-            continue
-        server.in_flight += 1
-        try:
-          yield server
-        finally:
-          server.in_flight -= 1
-        return
-
-  async def _choose(self, handle, only, probe, deadline) -> Server:
-    pool = self.servers if only is None else [only]
-    while True:
-      for server in self.servers:
-        if server.error is not None:
-          raise type(server.error)(str(server.error)) from server.error
-      if self.holds and not probe:
-        begin = time.monotonic()
-        with deadline.paused():
-          await self._event.wait()
-        self.seconds_held += time.monotonic() - begin
-        continue
-      ready = [s for s in pool if s.ready]
-      if ready:
-        if handle.home not in ready:
-          load = lambda s: (s.in_flight + s.queued, s.handles)
-          handle.move(min(ready, key=load))
-        return handle.home
-      for server in pool:
-        self._recover(server)
-      if not deadline.left():
-        raise self.late('no server is up')
-      with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(self._event.wait(), deadline.left())
-
-  def late(self, why: str, last: Exception | None = None) -> EngineError:
-    """last: the previous failure, if there was one."""
-    causes = [str(last)] if last else [s.problem for s in self.servers]
-    why = '; '.join([why, *filter(None, causes)])
-    return EngineError(
-      f'{", ".join(s.url for s in self.servers)}: no answer in config.engine.'
-      f'deadline={self._config.deadline} s ({why})'
-    )
-
-  def report_failure(self, server: Server, why: Exception) -> None:
-    """Sends no more requests to a server before it has been checked."""
-    if server.ready:
-      _log.warning('%s failed, not used until it recovers: %s', server.url, why)
-    server.ready, server.problem = False, str(why)
-    self._recover(server)
-
-  def hold(self, why: str) -> None:
-    self.holds.add(why)
-
-  def release(self, why: str) -> None:
-    self.holds.discard(why)
-    self._notify()
-
-  def _notify(self) -> None:
-    """Wakes the calls that wait for a server or for the end of a hold."""
-    self._event.set()
-    self._event = asyncio.Event()
-
-  # Weights.
-
-  async def load(self, target: Published) -> dict[str, str]:
-    """Loads `target` into every server; returns the verified checksums.
-
-    Raises:
-      EngineError: a server is absent, or does not serve our model.
-      SyncError: a server does not hold the weights; names the tensors.
-    """
-    self._loading = True
-    try:
-      await self._cancel_recoveries()
-      for server in self.servers:
-        server.ready, server.version = False, None
-      loaded = await _all([self._prepare(s, target) for s in self.servers])
-    finally:
-      self._loading = False
-    self.weights = target
-    self._notify()
-    return loaded[0]
-
-  async def sleep(self) -> None:
-    """Ends running requests and moves the weights to host memory."""
-
-    async def one(server: Server) -> None:
-      # A server that crashed is restored first: otherwise it would take the
-      # device's memory later, during the update.
-      await self._prepare(server, self.weights)
-      server.ready = False
-      await self._pause(server)
-      await server.http.sleep()
-
-    self._loading = True
-    try:
-      await self._cancel_recoveries()
-      await _all([one(s) for s in self.servers])
-    except BaseException:
-      self._loading = False
-      raise
-
-  async def wake(self) -> None:
-    try:
-      await _all([self._prepare(s, self.weights) for s in self.servers])
-    finally:
-      self._loading = False
-      self._notify()
-
-  async def check_claims(self) -> None:
-    """Raises SyncError if another client has loaded weights into a server.
-
-    A server that does not answer, or is another process now, is recovered.
-    """
-    for server in self.servers:
-      version = server.version
-      if not server.ready or version is None:
-        continue
-      try:
-        claim = await server.http.version()
-        if claim == self._claim(version):
-          continue
-        if (await server.http.model()).name != server.name:
-          raise Restarted(f'{server.url}: restarted')
-      except (Down, Restarted) as e:
-        self.report_failure(server, e)
-        continue
-      if server.ready and server.version == version:
-        raise SyncError(
-          f'another client has loaded weights into {server.url} (version '
-          f'{claim!r}, expected {self._claim(version)!r}); give each run '
-          'its own servers'
-        )
-
-  def _claim(self, version: int) -> str:
-    return f'{self._nonce}-{version}'
-
-  def _recover(self, server: Server) -> None:
-    """Starts the recovery of a server, unless it runs or has failed."""
-    if server.recovery or server.error or self._loading:
-      return
-
-    async def recover():
-      failed = server.problem
-      try:
-        await self._prepare(server, self.weights)
-        if failed:
-          _log.warning('%s recovered', server.url)
-      except (EngineError, SyncError) as e:
-        server.error = e
-      except Exception as e:  # passed to the calls that wait for the server
-        server.error = EngineError(f'{server.url}: {e!r} in its recovery')
-        server.error.__cause__ = e
-      finally:
-        server.recovery = None
-        self._notify()
-
-    server.recovery = asyncio.get_running_loop().create_task(recover())
-
-  async def _cancel_recoveries(self) -> None:
-    tasks = [s.recovery for s in self.servers if s.recovery]
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for server in self.servers:  # a task may be cancelled before it starts
-      server.recovery = None
-
-  async def _prepare(
-    self, server: Server, target: Published | None
-  ) -> dict[str, str]:
-    """Waits for a server and loads `target` unless it holds that already.
-
-    Returns the checksums of the loaded weights; {} if there was nothing to
-    load: no target yet, or the same process with these weights.
+    Returns:
+      Their checksums; {} if it holds them already, or there are none yet.
 
     Raises:
       EngineError: it is absent, not ours, or failed while it was loaded.
-      SyncError: it does not hold the weights.
+      SyncError: it does not hold the weights; names the tensors.
     """
-    server.error = None
-    name, loaded = await self._connect(server), {}
-    if target is not None and server.version is None:
-      loaded = await self._load(server, target)
-      if (await server.http.model()).name != name:
-        raise Restarted(f'{server.url}: restarted while it was loaded')
-      server.version = target.version
-    server.ready, server.problem = True, ''
-    self._notify()
-    return loaded
+    async with self._lock:
+      if target is not None:
+        self.ready, self.version, self._target = False, -1, target
+      await self._connect()
+      loaded = {}
+      if self.version < 0 and self._target is not None:
+        loaded = await self._load(self._target)
+      self.ready, self._recovery = True, None
+      return loaded
 
-  async def _connect(self, server: Server) -> str:
-    """Waits for a server to answer; returns the name of its model."""
+  async def sleep(self) -> None:
+    """Ends its requests and moves the weights to host memory."""
+    # A server that crashed is restored first: otherwise it would take the
+    # device's memory later, during the update.
+    await self.prepare()
+    async with self._lock:
+      self.ready = False
+      await self._pause()
+      await self.http.post('/sleep', level='1')
+
+  async def check_claim(self) -> None:
+    """Raises SyncError if another client has loaded weights into it.
+
+    If it does not answer, or is another process now, it is not ready.
+    """
+    if not self.ready or self._target is None:
+      return
+    try:
+      claim = (await self.http.get('/weight_info'))['weight_version']
+      name, _ = await self._served()
+    except Down:
+      name = ''
+    if name != self.name:
+      self.ready = False
+    elif claim != (ours := self._claim(self._target)):
+      raise SyncError(
+        f'another client has loaded weights into {self.url} (version '
+        f'{claim!r}, expected {ours!r}); give each run its own servers'
+      )
+
+  def _claim(self, target: Published) -> str:
+    return f'{self._nonce}-{target.version}'
+
+  async def _served(self) -> tuple[str, int]:
+    """The name of the model, and the longest sequence."""
+    model = (await self.http.get('/v1/models'))['data'][0]
+    return model['id'], model['max_model_len']
+
+  async def _connect(self) -> None:
+    """Waits until the server can serve; checks it if it is another process."""
     end = time.monotonic() + self._config.start_seconds
     while True:
       try:
-        model = await server.http.model()
-        await server.http.health()
+        name, max_len = await self._served()
+        await self.http.get('/health')  # the engine behind the server
+        if name != self.name:
+          self.ready, self.version = False, -1
+          await self._check_model(name, max_len)
+          self.restarts += self.name != ''
+          self.name = name
         # Ends a sleep and a pause: ours, or those of a trainer that died.
-        if await server.http.is_sleeping():
-          await server.http.wake()
-        await server.http.resume()
-        break
+        if (await self.http.get('/is_sleeping'))['is_sleeping']:
+          await self.http.post('/wake_up')
+        await self.http.post('/resume')
+        return
       except Down as e:
-        server.problem = str(e)
-        if server.sidecar and server.sidecar.failure:
-          raise EngineError(f'{server.url}: {server.sidecar.failure}') from e
-        if time.monotonic() > end:
+        failure = self._sidecar and self._sidecar.failure
+        if failure or time.monotonic() > end:
           raise EngineError(
-            f'{server.url}: no answer in config.engine.start_seconds='
-            f'{self._config.start_seconds} s ({e})'
+            f'{self.url}: no answer in config.engine.start_seconds='
+            f'{self._config.start_seconds} s ({failure or e})'
           ) from e
-        await asyncio.sleep(POLL)
-    if model.name != server.name:
-      server.version = None
-      await self._check_model(server, model)
-      self.restarts += server.name is not None
-      server.name = model.name
-    return model.name
+      await asyncio.sleep(POLL)
 
-  async def _pause(self, server: Server) -> None:
+  async def _rpc(self, method: str, *args: Any) -> list[Any]:
+    seconds = self._config.start_seconds
+    return await self.http.rpc(method, *args, timeout=seconds)
+
+  async def _pause(self) -> None:
     """Returns when the server is paused and every answer has arrived.
 
     A request that arrives after the pause waits in the server and would be
     served with other weights than its sender expects.
     """
-    await server.http.pause()
-    while server.in_flight:
-      await server.http.abort()
+    await self.http.post('/pause', mode='abort')
+    while self.calls:
+      await self.http.post('/abort_requests', {'request_ids': []})
       await asyncio.sleep(0.02)
 
-  async def _load(self, server: Server, target: Published) -> dict[str, str]:
-    http = server.http
+  async def _load(self, target: Published) -> dict[str, str]:
     what = f'version {target.version} ({target.path})'
-    await self._pause(server)
+    await self._pause()
     try:
-      await http.rpc('searchrl_load', str(target.path.absolute()))
-      if not await http.reset_prefix_cache():
-        raise SyncError(
-          f'{server.url}: did not drop its prefix cache; restart it'
-        )
-      await http.set_version(self._claim(target.version))
-      await http.resume()
-      loaded = checksum.combine(await http.rpc('searchrl_checksums'))
-    except (Refused, ValueError) as e:
-      raise SyncError(f'{server.url}: {what} could not be loaded: {e}') from e
-    checksum.compare(target.manifest, loaded, f'{server.url}, sent {what},')
+      await self._rpc('searchrl_load', str(target.path.absolute()))
+      if not (await self.http.post('/reset_prefix_cache'))['success']:
+        raise EngineError('it did not drop its prefix cache; restart it')
+      claim = {'new_version': self._claim(target)}
+      await self.http.post('/update_weight_version', claim)
+      await self.http.post('/resume')
+      loaded = checksum.combine(await self._rpc('searchrl_checksums'))
+    except Down:
+      raise
+    except EngineError as e:
+      raise SyncError(f'{self.url}: {what} could not be loaded: {e}') from e
+    checksum.compare(target.manifest, loaded, f'{self.url}, sent {what},')
+    self.version = target.version
     return loaded
 
-  async def _check_model(self, server: Server, model: Model) -> None:
+  async def _check_model(self, name: str, max_len: int) -> None:
     """Raises EngineError for a server of another model or kind."""
-    url, http = server.url, server.http
-    start = 'python -m searchrl_jax.engines.vllm.launcher'
-    if not model.name.startswith(_NAME):
+    if not name.startswith(_NAME):
       raise EngineError(
-        f'{url}: serves {model.name!r}; expected a server of {start}, which '
-        f'names the model {_NAME}... differently at each start, so that a '
-        'restart is detected'
+        f'{self.url}: serves {name!r}; expected a server of python -m '
+        'searchrl_jax.engines.vllm.launcher, which names the model '
+        f'{_NAME}... differently at each start, so that a restart is detected'
       )
-    if model.max_len <= self._config.max_len:
-      raise EngineError(
-        f'{url}: holds {model.max_len} tokens (--max_model_len); expected more '
-        f'than config.engine.max_len={self._config.max_len}, one for scoring'
-      )
-    try:
-      workers = await http.rpc('searchrl_describe')
-    except Refused as e:
-      raise EngineError(
-        f'{url}: cannot load weights ({e}); start it with '
-        f'--plugin={launcher.PLUGIN}, the default of {start}'
-      ) from e
-    for worker in workers:
-      served = {**worker['model'], 'dtype': worker['dtype']}
-      for field, expected in self._model.items():
-        if served.get(field) != expected:
-          raise EngineError(
-            f'{url}: serves a model with {field}={served.get(field)!r}; '
-            f'expected {expected!r}; {_FIX}'
-          )
-    # Compare the text of ids spread over the vocabulary.
+    workers = await self._rpc('searchrl_describe')
+    # The text of ids spread over the vocabulary. Some decoders drop the first
+    # space of a text.
     tok = self._tokenizer
     step = max(1, tok.vocab_size // _PROBED)
     ids = [i for i in range(0, tok.vocab_size, step) if tok.token_bytes(i)]
-    ours = b''.join(map(tok.token_bytes, ids)).decode('utf-8', 'replace')
-    theirs = await http.detokenize(model.name, ids)
-    # Some decoders drop the first space of a text.
-    ours, theirs = ours.lstrip(' '), theirs.lstrip(' ')
-    if ours != theirs:
-      pairs = enumerate(zip(ours, theirs))
-      at = next((i for i, (a, b) in pairs if a != b), 0)
-      raise EngineError(
-        f'{url}: serves another tokenizer: our {ours[at : at + 20]!r} is its '
-        f'{theirs[at : at + 20]!r}; {_FIX}'
+    text = b''.join(map(tok.token_bytes, ids)).decode('utf-8', 'replace')
+    body = {'model': name, 'tokens': ids}
+    answer = await self.http.post('/detokenize', body)
+    differ = [
+      f'{field}={served.get(field)!r}, expected {expected!r}'
+      for worker in workers
+      for served in [{**worker['model'], 'dtype': worker['dtype']}]
+      for field, expected in self._model.items()
+      if served.get(field) != expected
+    ]
+    if max_len <= self._config.max_len:
+      differ.append(
+        f'--max_model_len={max_len}, expected more than config.engine.max_len='
+        f'{self._config.max_len}, one for scoring'
       )
-
-
-async def _all(work: Sequence[Awaitable]) -> list:
-  """All results; the first error, once the others have ended."""
-  results = await asyncio.gather(*work, return_exceptions=True)
-  for result in results:
-    if isinstance(result, BaseException):
-      raise result
-  return results
+    if answer['prompt'].lstrip(' ') != text.lstrip(' '):
+      differ.append('another tokenizer')
+    if differ:
+      raise EngineError(
+        f'{self.url}: serves another model: {"; ".join(differ)}; set '
+        "config.engine.url to another URL, or to '' to start servers"
+      )

@@ -101,21 +101,13 @@ def combine(parts: Iterable[Mapping[str, Sequence]]) -> dict[str, str]:
   parts: of each worker {name: [dtype, shape of the whole, low, high]}, sums
   over its part. A 'head' that equals 'embed' is omitted: the published model
   ties the two, and the server computes with a copy.
-
-  Raises:
-    ValueError: workers disagree on a dtype or shape; names the tensor.
   """
-  kinds, sums = {}, {}
+  sums = {}
   for part in parts:
     for name, (dtype, shape, low, high) in part.items():
-      kind = (dtype, tuple(shape))
-      if kinds.setdefault(name, kind) != kind:
-        raise ValueError(
-          f'tensor {name!r} is {kind} on one worker, {kinds[name]} on another'
-        )
-      old = sums.get(name, (0, 0))
-      sums[name] = [(a + b) % 2**32 for a, b in zip(old, (low, high))]
-  out = {name: _text(*kinds[name], *sums[name]) for name in sums}
+      *_, a, b = sums.get(name, (0, 0))
+      sums[name] = dtype, shape, (a + low) % 2**32, (b + high) % 2**32
+  out = {name: _text(*entry) for name, entry in sums.items()}
   if 'head' in out and out['head'] == out.get('embed'):
     del out['head']
   return out

@@ -8,6 +8,8 @@ the engine, in chunks of one layer. A version's folder appears only when it is
 complete. `weights.published` reads it.
 """
 
+import math
+
 import jax
 
 from searchrl_jax.engines.weights import checksum, published
@@ -28,7 +30,6 @@ class Publisher:
   def __init__(self, folder, cfg: DecoderConfig, dtype: str):
     self._files = checkpoint.Checkpointer(folder, None, '')
     self._cfg, self._dtype = cfg, dtype
-    self._written: set[int] = set()  # versions
 
   def publish(self, params: dict, version: int) -> published.Published:
     """Writes a version, shard by shard; returns when it is complete.
@@ -60,18 +61,12 @@ class Publisher:
       fingerprint={},
       split=(f'{published.PREFIX}.layers.',),
     )
-    self._written.add(version)
     shapes = {name: tuple(x.shape) for name, x in flat.items()}
     return published.Published(path, **extras, shapes=shapes)
 
   def path(self, version: int):
     return self._files.folder / f'{version:08d}'
 
-  def prune(self, acknowledged: int) -> None:
+  def prune(self, acknowledged: float = math.inf) -> None:
     """Deletes versions before `acknowledged`, which every server has loaded."""
     self._files.delete([v for v in self._files.steps() if v < acknowledged])
-
-  def clear(self) -> None:
-    """Deletes the versions that this process wrote."""
-    self._files.delete([v for v in self._files.steps() if v in self._written])
-    self._written.clear()

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import pathlib
-import re
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from searchrl_jax.models import families
 
 FORMAT = 1  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
-_VERSION = re.compile(r'\d{8}')
 
 
 class PublishedError(RuntimeError):
@@ -30,7 +28,7 @@ class PublishedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-  """One version; `read` and `tensors` read its arrays."""
+  """One version; `tensors` reads its arrays."""
 
   path: pathlib.Path
   version: int
@@ -52,10 +50,16 @@ class Published:
     """
     return families.tensors(self.shapes)
 
-  @property
-  def names(self) -> list[str]:
-    """The Hugging Face names that `tensors` yields: with a tied head."""
-    return [*self.table, *[families.TIED_HEAD] * self.config['tied']]
+  def tensors(self, tied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, array) of each, one in memory at a time.
+
+    A tied model yields its embedding a second time, as the head, since a server
+    may store the two separately; `tied`: it does not.
+    """
+    for name in self.table:
+      yield name, self.read(name)
+    if self.config['tied'] and not tied:
+      yield families.TIED_HEAD, self.read(next(iter(self.table)))  # embedding
 
   def read(self, name: str) -> np.ndarray:
     """A tensor by its Hugging Face name, in that layout; not contiguous.
@@ -64,8 +68,6 @@ class Published:
       KeyError: there is no such tensor.
       PublishedError: it is missing, damaged or of another shape.
     """
-    if name == families.TIED_HEAD and self.config['tied']:
-      name = next(iter(self.table))  # the embedding is the first entry
     tensor = self.table[name]
     store = self.open(tensor.path)
     if tensor.layer is not None:
@@ -73,16 +75,7 @@ class Published:
     try:
       return tensor.to_hf(store.read().result())
     except ValueError as e:
-      raise self._error(f'{tensor.path!r} ({name}) is damaged', e) from e
-
-  def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-    """(Hugging Face name, array) of each, one in memory at a time.
-
-    A tied model yields its embedding a second time, as the head: a server
-    that stores the two separately needs both.
-    """
-    for name in self.names:
-      yield name, self.read(name)
+      raise self._error(f'{tensor.path!r} ({name})', e) from e
 
   def open(self, name: str) -> ts.TensorStore:
     """The store of a tensor by our name; reads only its description.
@@ -97,31 +90,20 @@ class Published:
       # Otherwise a missing chunk would read as zeros.
       'fill_missing_data_reads': False,
     }
+    dtype, shape = ts.dtype(self.dtype), self.shapes[name]
     try:
-      store = ts.open(spec, open=True, read=True).result()
+      return ts.open(
+        spec, open=True, read=True, dtype=dtype, shape=shape
+      ).result()
     except ValueError as e:
-      raise self._error(f'{name!r} is missing or damaged', e) from e
-    stored = (tuple(store.shape), store.dtype.name)
-    expected = (self.shapes[name], self.dtype)
-    if stored != expected:
-      raise self._error(f'{name!r} is {stored}', f'expected {expected}')
-    return store
+      raise self._error(repr(name), e) from e
 
-  def _error(self, problem: str, detail) -> PublishedError:
-    line = str(detail).partition('\n')[0]
+  def _error(self, name: str, error: Exception) -> PublishedError:
+    line = str(error).partition('\n')[0]
     return PublishedError(
-      f'{self.path}: tensor {problem} ({line}); publish version '
-      f'{self.version} again'
+      f'{self.path}: tensor {name} is missing or damaged ({line}); publish '
+      f'version {self.version} again'
     )
-
-
-def versions(folder) -> list[int]:
-  """The complete versions in a folder of publications, in order."""
-  return sorted(
-    int(p.name)
-    for p in pathlib.Path(folder).glob('*')
-    if _VERSION.fullmatch(p.name) and p.is_dir()
-  )
 
 
 def open_published(path) -> Published:
@@ -133,31 +115,21 @@ def open_published(path) -> Published:
       another shape.
   """
   path = pathlib.Path(path)
-  others = f'there are versions {versions(path.parent)} in {path.parent}'
-  if not path.is_dir():
-    raise PublishedError(f'{path}: no such version; {others}')
-  file = path / 'meta' / 'meta.json'
   try:
-    meta = json.loads(file.read_text())
-    extras = meta['extras']
-    if extras['published'] != FORMAT:
-      raise PublishedError(
-        f'{file}: a publication of format {extras["published"]!r}; this code '
-        f'reads {FORMAT}: run trainer and server from the same commit'
-      )
-    fields = ('version', 'dtype', 'config', 'manifest')
-    out = Published(
-      path=path,
-      **{name: extras[name] for name in fields},
-      shapes={
-        k.removeprefix(f'{PREFIX}.').replace('.', '/'): tuple(shape)
-        for k, (shape, _) in meta['tree'].items()
-      },
-    )
-  except (OSError, ValueError, KeyError, TypeError) as e:
+    meta = json.loads((path / 'meta' / 'meta.json').read_text())
+    format_ = meta['extras'].pop('published')
+    if format_ != FORMAT:
+      raise ValueError(f'format {format_}; this code reads {FORMAT}')
+    shapes = {
+      k.removeprefix(f'{PREFIX}.').replace('.', '/'): tuple(shape)
+      for k, (shape, _) in meta['tree'].items()
+    }
+    out = Published(path, **meta['extras'], shapes=shapes)
+  except (OSError, ValueError, LookupError, TypeError) as e:
     raise PublishedError(
-      f'{file}: cannot be read ({e!r}): not a publication, or an incomplete '
-      f'one; {others}'
+      f'{path} is no complete publication ({e!r}); beside it there are '
+      f'{sorted(p.name for p in path.parent.glob("*"))}. Run trainer and '
+      'server from the same commit'
     ) from e
   for name in out.shapes:
     out.open(name)
@@ -178,7 +150,6 @@ def write_serving_folder(
 
   Raises:
     ValueError: a model that no family, or no server, can represent.
-    FileNotFoundError: there is no tokenizer.
   """
   width = config['n_heads'] * config['head_dim']
   if config['qkv_bias'] and width != config['d_model']:
@@ -190,9 +161,5 @@ def write_serving_folder(
   text = json.dumps(families.format_config(config, dtype=dtype), indent=2)
   path = pathlib.Path(path)
   path.mkdir(parents=True, exist_ok=True)
-  if not families.copy_tokenizer(tokenizer_dir, path):
-    raise FileNotFoundError(
-      f'{tokenizer_dir}: no tokenizer files (tokenizer.json, or vocab.json and '
-      'merges.txt)'
-    )
+  families.copy_tokenizer(tokenizer_dir, path)
   (path / 'config.json').write_text(f'{text}\n')

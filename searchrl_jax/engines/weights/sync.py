@@ -10,6 +10,7 @@ generate with the log-probs of a full forward pass.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -69,12 +70,6 @@ async def sync_and_verify(
     SyncError: names the tensor, or the check that failed, and the figures.
   """
   canary = [int(i) for i in canary_ids]
-  room = engine.max_len - 1 - CANARY_TOKENS
-  if len(canary) < 2 or len(canary) > room:
-    raise SyncError(
-      f'the canary has {len(canary)} tokens; it needs 2 to {room} '
-      "(the engine's max_len less what it generates)"
-    )
   published = manifest(params, engine.dtype)
   probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
   try:
@@ -88,18 +83,17 @@ async def sync_and_verify(
         f'version {version} was published; the engine reports {engine.version}'
       )
     compare(published, report.manifest)
-    want = trainer_logps_fn(np.asarray(canary, np.int32))
+    want = np.asarray(trainer_logps_fn(np.asarray(canary, np.int32)))
     worst = 0.0
     for replica, handle in probes:
-      got = await replica.score(canary)
-      worst = max(worst, _max_difference(got[1:], np.asarray(want)[1:]))
-      if not worst <= tolerance:
-        raise SyncError(
-          "canary: the engine's log-probs differ from the trainer's by "
-          f'{worst} (config.engine.canary_tolerance={tolerance}) although it '
-          'holds the same weights; compare dtype and attention of engine and '
-          'trainer'
-        )
+      difference = _compare_logps(
+        (await replica.score(canary))[1:],
+        want[1:],
+        tolerance,
+        "canary: the engine's log-probs differ from the trainer's although it "
+        'holds the same weights; compare dtype and attention of the two',
+      )
+      worst = max(worst, difference)
       await _check_cache(replica, handle, canary, version, tolerance)
   finally:
     for replica, handle in probes:
@@ -108,10 +102,15 @@ async def sync_and_verify(
   return dataclasses.replace(report, canary_max_diff=worst)
 
 
-def _max_difference(got, want) -> float:
-  """The largest absolute difference; inf if any is NaN."""
+def _compare_logps(got, want, tolerance: float, message: str) -> float:
+  """The largest difference; SyncError if it is too large, or NaN."""
   diff = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
-  return float(np.max(np.where(np.isnan(diff), np.inf, diff)))
+  worst = float(np.max(np.where(np.isnan(diff), np.inf, diff)))
+  if worst > tolerance:
+    raise SyncError(
+      f'{message}: by {worst} (config.engine.canary_tolerance={tolerance})'
+    )
+  return worst
 
 
 def _probe(tokens: int) -> Sampling:
@@ -120,28 +119,27 @@ def _probe(tokens: int) -> Sampling:
 
 async def _check_cache(engine, handle, canary, version, tolerance) -> None:
   """Generates from the prefix that was cached under the old weights."""
-  before = engine.stats().get('prefilled_tokens')
+  computed = -engine.stats().get('prefilled_tokens', math.nan)
   done = await engine.generate(handle, _probe(CANARY_TOKENS))
-  if before is not None:
-    computed = engine.stats()['prefilled_tokens'] - before
-    if computed < len(canary) - 1:
-      raise SyncError(
-        f'the engine kept a cache of the old weights: it computed {computed} '
-        f'tokens of a prefix of {len(canary)} after the sync'
-      )
+  computed += engine.stats().get('prefilled_tokens', math.nan)
+  if computed < len(canary) - 1:
+    raise SyncError(
+      f'the engine kept a cache of the old weights: it computed {computed} '
+      f'tokens of a prefix of {len(canary)} after the sync'
+    )
   if set(np.asarray(done.versions).tolist()) != {version}:
     raise SyncError(
       f'tokens generated after the sync carry the versions '
       f'{np.unique(done.versions)}, not {version}'
     )
   scored = await engine.score([*canary, *done.ids.tolist()])
-  worst = _max_difference(done.logps, scored[len(canary) :])
-  if not worst <= tolerance:
-    raise SyncError(
-      f'a generation from a cached prefix differs from a full forward pass '
-      f'by {worst} (config.engine.canary_tolerance={tolerance}): the engine '
-      'kept a cache of the old weights'
-    )
+  _compare_logps(
+    done.logps,
+    scored[len(canary) :],
+    tolerance,
+    'the engine kept a cache of the old weights: a generation from a cached '
+    'prefix differs from a full forward pass',
+  )
 
 
 def forward_logps(cfg, mesh=None) -> Callable:
