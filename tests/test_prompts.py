@@ -120,8 +120,6 @@ def test_as_is_adds_nothing():
   assert not set(ids) & tok.control
   with pytest.raises(ValueError, match="question 'q' has no messages"):
     prompt('base', Question('q', 'who'), 'as_is')
-  with pytest.raises(ValueError, match="neither 'template' nor 'as_is'"):
-    prompt('base', question, 'both')
 
 
 def test_chat_needs_a_chat_template():
