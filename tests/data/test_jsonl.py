@@ -111,7 +111,7 @@ def test_filters(tmp_path):
   assert len(found(n=2, seed=1)) == 2
   for kw, says in (
     ({'source': 'hotpt'}, "did you mean 'hotpot'"),
-    ({'hops': 3}, r'hops=3; there are: \[1, 2\]'),
+    ({'hops': 3}, r'hops=3; there are: 1, 2'),
     ({'split': 'deb'}, "did you mean 'dev'"),
     ({'n': -1}, 'n=-1'),
   ):
