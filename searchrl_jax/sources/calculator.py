@@ -15,6 +15,7 @@ import operator
 import re
 from typing import Any
 
+from searchrl_jax.sources.core import Answer
 from searchrl_jax.types import SearchRequest, SearchResult
 
 LENGTH = 200  # characters of an expression
@@ -106,13 +107,9 @@ class Calculator:
   def __init__(self, cost: float):
     self._cost = cost
 
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchResult]:
-    return [
-      SearchResult(r, (), text=_answer(r.query), cost=self._cost)
-      for r in requests
-    ]
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
+    told = [(request, _answer(request.query)) for request in requests]
+    return [SearchResult(r, (), text=text, cost=self._cost) for r, text in told]
 
   async def check(self) -> Mapping[str, object]:
     return {}
