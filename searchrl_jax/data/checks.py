@@ -145,7 +145,6 @@ def mapped(read: Callable) -> Callable[..., list[Question]]:
     source='', hops='', n=0, seed=0,
   )  # fmt: skip
 
-  @functools.wraps(read)
   def load(*args, **fields):
     named = names | {k: fields.pop(k) for k in names if k in fields}
     n, seed = named.pop('n'), named.pop('seed')
@@ -163,8 +162,9 @@ def mapped(read: Callable) -> Callable[..., list[Question]]:
   kind = inspect.Parameter.KEYWORD_ONLY
   more = (inspect.Parameter(k, kind, default=v) for k, v in names.items())
   own = inspect.signature(read).parameters.values()
-  load.__signature__ = inspect.Signature([*own, *more])
-  return load
+  out: Any = functools.wraps(read)(load)
+  out.__signature__ = inspect.Signature([*own, *more])
+  return out
 
 
 def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
