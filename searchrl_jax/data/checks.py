@@ -140,10 +140,8 @@ def mapped(read: Callable) -> Callable[..., list[Question]]:
   Raises:
     DataError: a field is absent or has the wrong type; names the row.
   """
-  names = dict(
-    id='id', question='question', answers='golden_answers', supporting='',
-    source='', hops='', n=0, seed=0,
-  )  # fmt: skip
+  names = dict(id='id', question='question', answers='golden_answers')
+  names |= dict(supporting='', source='', hops='', n=0, seed=0)
 
   def load(*args, **fields):
     named = names | {k: fields.pop(k) for k in names if k in fields}

@@ -28,8 +28,8 @@ def load(
     DataError: the data set cannot be loaded (offline, wrong name).
   """
   import datasets  # slow to import
+  from datasets.exceptions import DatasetsError
   import httpx
-  import huggingface_hub.errors
 
   local = pathlib.Path(folder, dataset).expanduser()
   # A folder takes precedence over a name on the hub.
@@ -46,10 +46,8 @@ def load(
       rows = datasets.load_dataset(
         path, subset or None, split=split, revision=revision or None
       )
-  except (
-    OSError, httpx.HTTPError, ValueError, datasets.exceptions.DatasetsError,
-    huggingface_hub.errors.HfHubHTTPError,
-  ) as e:  # fmt: skip
+  # OSError includes the errors of huggingface_hub.
+  except (OSError, httpx.HTTPError, ValueError, DatasetsError) as e:
     fix = 'correct the folder, the subset or the split'
     if not is_local:
       fix = (

@@ -128,7 +128,7 @@ def flashrag(record: Mapping[str, Any], where: str) -> Question:
   )
 
 
-def _titled(record, where: str, source: str, hops: int) -> Question:
+def _titled(record, where: str, **about) -> Question:
   """A question whose supporting paragraphs have titles, not corpus ids."""
   keys = ('_id', 'question', 'supporting_facts')
   name, text, facts = _required(record, where, *keys)
@@ -136,18 +136,17 @@ def _titled(record, where: str, source: str, hops: int) -> Question:
   meta = {'supporting_titles': titles, 'type': record.get('type', '')}
   answers = record.get('answer')
   return make_question(
-    where, id=name, text=text, answers=answers, source=source, hops=hops,
-    meta=meta,
-  )  # fmt: skip
+    where, id=name, text=text, answers=answers, meta=meta, **about
+  )
 
 
 def hotpotqa(record: Mapping[str, Any], where: str) -> Question:
-  return _titled(record, where, 'hotpotqa', 2)
+  return _titled(record, where, source='hotpotqa', hops=2)
 
 
 def two_wiki(record: Mapping[str, Any], where: str) -> Question:
   hops = 4 if record.get('type') == 'bridge_comparison' else 2
-  return _titled(record, where, '2wikimultihopqa', hops)
+  return _titled(record, where, source='2wikimultihopqa', hops=hops)
 
 
 def musique(record: Mapping[str, Any], where: str) -> Question:

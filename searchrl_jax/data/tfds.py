@@ -73,10 +73,8 @@ def build(
   checks.require(not there, f'{target} exists; remove it or change the name')
   text, number = tfds.features.Text(), tfds.features.Scalar(np.int32)
   texts = tfds.features.Sequence(text)
-  fields = dict(
-    id=text, question=text, golden_answers=texts, supporting_ids=texts,
-    source=text, hops=number,
-  )  # fmt: skip
+  fields = dict(id=text, question=text, golden_answers=texts)
+  fields |= dict(supporting_ids=texts, source=text, hops=number)
   examples = [
     dict(zip(fields, (q.id, q.text, q.answers, q.supporting, q.source, q.hops)))
     for q in jsonl.load(jsonl_path, layout=layout)
