@@ -97,13 +97,9 @@ class Tokenizer:
       they cannot complete a tag or a stop string.
   """
 
-  def __init__(
-    self,
-    hf: transformers.PreTrainedTokenizerFast,
-    path: str = '',
-    eos: Sequence[int] = (),
-  ):
-    """`eos` are ids of generation_config.json, which `load` reads.
+  def __init__(self, hf, path: str = '', eos: Sequence[int | None] = ()):
+    """`hf` is a transformers.PreTrainedTokenizerFast, `eos` are ids of
+    generation_config.json, which `load` reads.
 
     Raises:
       ValueError: there is no eos, or tokens do not concatenate to the text.
@@ -221,12 +217,8 @@ class Tokenizer:
     # encode these by character.
     ids: list[int] = []
     for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True):
-      spelt = [i]
-      if i in self.control:
-        chars = self._backend.encode_batch(
-          [*text[a:b]], add_special_tokens=False
-        )
-        spelt = [j for char in chars for j in char.ids]
+      chars = text[a:b] if i in self.control else ()
+      spelt = [i for c in chars for i in self._backend.encode(c).ids] or [i]
       ids += [self._unk if j in self.control else j for j in spelt]
     return [i for i in ids if i is not None]
 
@@ -265,11 +257,8 @@ class Tokenizer:
 
   @functools.cached_property
   def max_token_bytes(self) -> int:
-    """The largest number of bytes of a token."""
-    if any(step['type'] == 'ByteLevel' for step in self._decoders):
-      longest = max(map(len, self._vocab))  # a character for each byte
-      return max(longest, *(len(t.encode()) for t in self._added.values()))
-    return max(len(t.encode()) for t in self._vocab)
+    """An upper bound of the bytes of a token."""
+    return max(map(len, map(str.encode, self._vocab)))
 
   # Chat.
 
@@ -292,8 +281,6 @@ class Tokenizer:
       return self._hf.apply_chat_template(
         [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
       )
-    except ImportError:  # jinja2 is missing
-      raise
     except Exception as e:  # templates can raise any error
       roles = [m.get('role') for m in messages]
       raise ValueError(

@@ -72,7 +72,7 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
     ({'path': 'a'}, 'no field module'),
     ({'module': 'jsonl'}, "needs the field 'path'"),
     ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
-    ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'hotpot'}, 'hotpotqa'),
+    ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'flash'}, 'flashrag'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions requested'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
   ],
