@@ -11,7 +11,7 @@ policy, or any outside text, into a message with `payload` only.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 import contextlib
 import json
 import os
@@ -48,12 +48,11 @@ def payload(value: Any) -> str:
   In strings, `<`, `|`, `[` and the characters that normalise to them are
   escaped (\\u003c, \\u007c, \\u005b); json.loads restores `value`.
   """
-  return _STRING.sub(
-    lambda string: _SPELLING.sub(
-      lambda char: f'\\u{ord(char[0]):04x}', string[0]
-    ),
-    json.dumps(value, ensure_ascii=False),
-  )
+
+  def escaped(string):
+    return _SPELLING.sub(lambda c: f'\\u{ord(c[0]):04x}', string[0])
+
+  return _STRING.sub(escaped, json.dumps(value, ensure_ascii=False))
 
 
 class ChatError(RuntimeError):
@@ -104,12 +103,12 @@ class Chat:
 
   async def reply(
     self,
-    messages: Sequence[Mapping[str, str]],
+    messages,
     *,
     max_tokens: int,
     temperature: float,
-    seed: int | None = None,
-    schema: Mapping[str, Any] | None = None,
+    seed=None,
+    schema=None,
   ) -> str:
     """Returns the model's next message.
 
@@ -143,11 +142,9 @@ class Chat:
         choice = reply.choices[0]
         end, text = choice.finish_reason, choice.message.content
     if not isinstance(text, str) or not text.strip() or end in _INCOMPLETE:
-      raise ChatError(
-        'unusable',
-        f'{self.url}: no complete reply within {max_tokens} tokens '
-        f'(finish_reason={end!r}): {str(text)[:200]!r}',
-      )
+      what = f'within {max_tokens} tokens (finish_reason={end!r})'
+      message = f'{self.url}: no complete reply {what}: {str(text)[:200]!r}'
+      raise ChatError('unusable', message)
     return text
 
   async def check(self) -> dict[str, object]:
@@ -160,11 +157,9 @@ class Chat:
     async with self._asking() as client:
       served = await self._served(client)
     if model and model not in served:
-      raise ChatError(
-        'rejected',
-        f'{self._where}.model={model!r} is not served at {self.url}, which '
-        f'has: {", ".join(served)}',
-      )
+      has = f'{self.url}, which has: {", ".join(served)}'
+      message = f'{self._where}.model={model!r} is not served at {has}'
+      raise ChatError('rejected', message)
     return {'url': self.url, 'model': model or served[0]}
 
   async def close(self) -> None:
@@ -180,20 +175,18 @@ class Chat:
     # This project's servers also have a name for each start; leave it out.
     names = [name for name in names if not name.startswith(_START)]
     if not self._config.model and len(names) != 1:
+      message = f'{self.url} serves {", ".join(names) or "no model"}'
       raise ChatError(
-        'rejected',
-        f'{self.url} serves {", ".join(names) or "no model"}: say '
-        f'which in {self._where}.model',
+        'rejected', f'{message}: say which in {self._where}.model'
       )
     return names
 
   def _client(self, openai):
     loop, c = asyncio.get_running_loop(), self._config
     if loop not in self._clients:
+      limits = httpx.Limits(max_connections=c.concurrency)
       http = httpx.AsyncClient(
-        trust_env=self._use_proxy,
-        timeout=c.timeout,
-        limits=httpx.Limits(max_connections=c.concurrency),
+        trust_env=self._use_proxy, timeout=c.timeout, limits=limits
       )
       client = openai.AsyncOpenAI(
         base_url=self.url,
@@ -226,9 +219,7 @@ class Chat:
       kind = next(name for types, name in kinds if isinstance(e, types))
       if getattr(e, 'status_code', None) in _UNUSABLE:
         kind = 'unusable'
-      raise ChatError(
-        kind,
-        f'{self.url}: {kind} after {c.attempts} attempt(s): '
-        f'{" ".join(str(e).split())[:300]}; start the server, or correct '
-        f'{self._where}',
-      ) from e
+      fix = f'start the server, or correct {self._where}'
+      what = f'{kind} after {c.attempts} attempt(s)'
+      why = ' '.join(str(e).split())[:300]
+      raise ChatError(kind, f'{self.url}: {what}: {why}; {fix}') from e

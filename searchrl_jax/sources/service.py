@@ -13,7 +13,7 @@ import weakref
 
 from ml_collections import ConfigDict
 
-from retrieval.client import Hit, RetrievalClient, RetrievalError
+from retrieval.client import RetrievalClient, RetrievalError
 from searchrl_jax.sources.core import Answer, SourceError
 from searchrl_jax.types import Passage, SearchError, SearchRequest, SearchResult
 
@@ -79,7 +79,7 @@ class ServiceSource:
     return [
       SearchError(request, answer.kind, str(answer))
       if isinstance(answer, RetrievalError)
-      else SearchResult(request, tuple(map(_passage, answer)), seconds)
+      else SearchResult(request, answer, seconds)
       for request, answer in found
     ]
 
@@ -109,18 +109,16 @@ class ServiceSource:
   async def _check(self, url: str) -> Mapping[str, object] | RetrievalError:
     health = {'url': url, 'health': 'no /health; /retrieve answers'}
     try:
-      health = dict(await self._client.health(url))
-      if 'identity' in health:
-        return health
-    except RetrievalError as error:
-      if error.kind != 'rejected':
-        return error
-    # No identity: another implementation, or the token is missing.
-    try:
-      await self._client.retrieve(['health'], 1, url)
+      try:
+        health = dict(await self._client.health(url))
+      except RetrievalError as error:
+        if error.kind != 'rejected':
+          raise
+      if 'identity' not in health:  # another server, or the token is missing
+        await self._client.retrieve(['health'], 1, url)
+      return health
     except RetrievalError as error:
       return error
-    return health
 
   async def close(self) -> None:
     """Cancels the requests and closes the connections of this event loop."""
@@ -135,12 +133,14 @@ class ServiceSource:
     del batches[k]
     return await self._ask([*+queries], k)  # those that somebody waits for
 
-  async def _ask(
-    self, queries: list[str], k: int
-  ) -> dict[str, list[Hit] | RetrievalError]:
+  async def _ask(self, queries: list[str], k: int) -> dict:
+    """Query -> a tuple of passages, or a RetrievalError."""
     try:
-      hits = await self._client.retrieve(queries, k)
-      return dict(zip(queries, hits, strict=True))
+      found = await self._client.retrieve(queries, k)
+      return {
+        query: tuple(Passage(h.id, h.title, h.text, h.score) for h in hits)
+        for query, hits in zip(queries, found, strict=True)
+      }
     except RetrievalError as error:
       named = set(error.queries)
       rest = [query for i, query in enumerate(queries) if i not in named]
@@ -149,7 +149,7 @@ class ServiceSource:
         return dict.fromkeys(queries, error) | answers
       single = len(queries) == 1
       if single and error.kind == 'rejected' and await self._is_healthy(k):
-        return {queries[0]: []}  # the server cannot process this query
+        return {queries[0]: ()}  # the server cannot process this query
       if single or error.kind not in _SPLIT:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2
@@ -169,7 +169,3 @@ class ServiceSource:
 def make(config: ConfigDict, **_: object) -> ServiceSource:
   """The source of `config.source` (module='service')."""
   return ServiceSource(config)
-
-
-def _passage(hit: Hit) -> Passage:
-  return Passage(hit.id, hit.title, hit.text, hit.score)
