@@ -1,6 +1,7 @@
 """Builds checked Questions from raw fields, for every data module."""
 
 from collections.abc import Callable, Iterable, Mapping
+import fnmatch
 import functools
 import inspect
 from typing import Any
@@ -37,10 +38,9 @@ def make_question(
   Raises:
     DataError: a field is absent or has the wrong type.
   """
-  good_id = isinstance(id, (str, int, np.integer)) and type(id) is not bool
+  good = isinstance(id, (str, int, np.integer)) and type(id) is not bool
   of = f'of question {str(id)!r}'
-  require(good_id, f'{where}: the id is {_shown(id)}; give a string')
-  require(id != '', f'{where}: the id is empty; give a string')
+  require(good and id != '', f'{where}: the id is {_shown(id)}; give a string')
   require(
     isinstance(hops or 0, (int, np.integer)),
     f'{where}: the hops {of} are {_shown(hops)}; give an integer',
@@ -193,7 +193,7 @@ def choose(
     path: for errors.
     source: keep this source ('nq*' = by prefix); '' = all.
     hops: keep this number of hops; 0 = all.
-    split: keep this meta['split']; '' = all.
+    split: keep this meta['split'], also by prefix; '' = all.
     n: how many to draw; 0 = all.
     seed: of the draw.
 
@@ -209,9 +209,7 @@ def choose(
     if not wanted:
       continue
     values = {field(q) for q in kept}
-    matching = values & {wanted}
-    if name == 'source' and source.endswith('*'):
-      matching = {v for v in values if v.startswith(source[:-1])}
+    matching = {v for v in values if fnmatch.fnmatchcase(str(v), str(wanted))}
     hint = lookup.near(str(wanted), map(str, values))
     require(matching, f'{path}: no question has {name}={wanted!r}; {hint}')
     kept = [q for q in kept if field(q) in matching]

@@ -318,11 +318,9 @@ class SearchEnv:
       return _next(state, Done('tokens'))
     return self._respond(state, self._invalid, 'other')
 
-  def _written(
-    self, state: State, completion, kinds
-  ) -> tuple[types.Segment, ...]:
+  def _written(self, state: State, completion, kinds):
     """The state's segments and the sampled tokens as segments by kind."""
-    segments, start = state.segments, 0
+    segments, agent, start = state.segments, state.agent, 0
     # If a source answers, information written by the policy is trained on, like
     # its other text.
     information = self._searching or bool(self.config.train_information)
@@ -332,9 +330,7 @@ class SearchEnv:
       ids = np.asarray(completion.ids[part], np.int32)
       logps = np.asarray(completion.logps[part], np.float32)
       versions = np.asarray(completion.versions[part], np.int32)
-      new = types.Segment(
-        ids, 'policy', kind, state.agent, train, logps, versions
-      )
+      new = types.Segment(ids, 'policy', kind, agent, train, logps, versions)
       segments = types.joined(segments, new)
     return segments
 
@@ -376,13 +372,11 @@ class SearchEnv:
     return self.config.max_tokens - state.length - note - self._reserve
 
   def _generate(self, state: State, append=(), prompt=None) -> Generate:
-    limit = min(
-      self.config.max_turn_tokens - state.turn_tokens,
-      self.config.max_tokens - state.length,
-    )
+    c = self.config
+    limit = c.max_turn_tokens - state.turn_tokens, c.max_tokens - state.length
     stops = self.template.stops_for(self._may_search(state))
     ends = self.tokenizer.eos_ids
-    return Generate(state.agent, limit, stops, ends, tuple(append), prompt)
+    return Generate(state.agent, min(limit), stops, ends, tuple(append), prompt)
 
   def _respond(self, state: State, ids: Sequence[int], kind: str):
     """Appends the environment's text and starts the next turn."""

@@ -23,9 +23,7 @@ _SMALL = 10_000  # limit in characters for those
 # Prompts.
 
 
-def prompt_parts(
-  template, question: Question, mode: str, tokenizer
-) -> list[Part]:
+def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   """Returns the prompt as (text, ours) parts.
 
   mode 'template': the template's prompt with the question, in which tags are
@@ -63,23 +61,20 @@ def prompt_parts(
   return neutraliser(template).parts(parts)
 
 
-def chat_parts(
-  tokenizer, messages: Sequence[tuple[str, Sequence[Part]]]
-) -> list[Part]:
-  """Renders messages with placeholders, then fills in the texts.
+def chat_parts(tokenizer, messages) -> list[Part]:
+  """Renders messages, (role, parts) each, with placeholders, and fills these.
 
   Outside text does not pass through the chat template, so the rendered text
   that is ours (control tokens) stays separate from it.
   """
   parts = [p for _, content in messages for p in content]
-  marks = iter(range(len(parts)))
-  rendered = tokenizer.chat(
-    [
-      {'role': r, 'content': ''.join(f'\ue000{next(marks)}\ue001' for _ in c)}
-      for r, c in messages
-    ]
-  )
-  pieces = re.split('\ue000(\\d+)\ue001', rendered)  # text, number, text, ...
+  marks = map('\ue000{}\ue001'.format, itertools.count())
+  marked = [
+    {'role': role, 'content': ''.join(next(marks) for _ in content)}
+    for role, content in messages
+  ]
+  # Text, number of a part, text, ...
+  pieces = re.split('\ue000(\\d+)\ue001', tokenizer.chat(marked))
   lost = set(range(len(parts))) - {int(n) for n in pieces[1::2]}
   require(
     not lost,
@@ -111,9 +106,7 @@ class Observer:
     # The samples of a question often search for the same.
     self._cached = functools.lru_cache(_CACHED)(self._observation)
 
-  def __call__(
-    self, passages: Sequence[Passage | str], limit: int
-  ) -> tuple[list[int], bool]:
+  def __call__(self, passages: Sequence[Passage | str], limit: int):
     """Returns at most `limit` ids, and whether passages were left out or cut.
 
     The observation has as many complete passages as fit, from the first; if the

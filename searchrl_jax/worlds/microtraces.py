@@ -95,9 +95,7 @@ def traces(
   return out
 
 
-def searcher(
-  world: microworld.World, splits: Sequence[str] = ('train',)
-) -> Search:
+def searcher(world: microworld.World, splits=('train',)) -> Search:
   """Returns a search with the server's index, over the people of `splits`."""
   from retrieval.bm25 import BM25Index  # slow to import
 
@@ -114,9 +112,7 @@ def searcher(
   return search
 
 
-def script(
-  world: microworld.World, n: int, seed, search: Search, k: int, mix: Mix
-) -> list[Trace]:
+def script(world, n: int, seed, search: Search, k, mix: Mix) -> list[Trace]:
   """Returns n traces on the train questions of one world, hops alternating.
 
   Questions repeat only after all have occurred. The traces advance together,
@@ -166,8 +162,7 @@ class _Script:
       self.guess(relation)
       return Trace(question, tuple(self.actions), False)
     good = self.chance(mix.good / max(mix.good + mix.poor, 1e-9))
-    read = {}
-    again = True
+    read, again = {}, True
     if not good:
       query = name.split()[0] if self.chance(0.5) else relation
       read = yield from self.look_up(f'find {query}', query)

@@ -13,7 +13,9 @@ be evaluated on another.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import json
+import operator
 import os
 import pathlib
 
@@ -87,19 +89,10 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
   Raises:
     DataError: n is larger than the number of words of a kind.
   """
-  ends = {
-    'first': 'a o i u'.split(),
-    'second': 'en ok al ur'.split(),
-    'town': 'wick holm mar ford'.split(),
-  }[kind]
-  consonants = 'b d f g h k l m n p r s t v z'.split()
-  words = [
-    (a + b + c + e).capitalize()
-    for a in consonants
-    for b in 'aeiou'
-    for c in consonants
-    for e in ends
-  ]
+  ends = dict(first='a o i u', second='en ok al ur', town='wick holm mar ford')
+  hard = 'bdfghklmnprstvz'
+  letters = itertools.product(hard, 'aeiou', hard, ends[kind].split())
+  words = [''.join(word).capitalize() for word in letters]
   # The stems in the search index must differ too, so only one word has the same
   # first three letters.
   rng = np.random.default_rng(sum(map(ord, kind)))
@@ -115,14 +108,13 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
 def names(settings: Settings, split: str) -> tuple[str, ...]:
   """Returns all names of a split. Splits are disjoint for all seeds."""
   require(split in SPLITS, f'split={split!r} must be one of {SPLITS}')
-  first = invented(settings.first, 'first')
   second = invented(settings.second, 'second')
-  order = np.random.default_rng(1).permutation(len(first) * len(second))
+  first = invented(settings.first, 'first')
+  pairs = [f'{a} {b}' for a in first for b in second]
+  order = np.random.default_rng(1).permutation(len(pairs))
   cut = int(len(order) * settings.heldout)
   chosen = order[:cut] if split == 'heldout' else order[cut:]
-  return tuple(
-    f'{first[i // len(second)]} {second[i % len(second)]}' for i in chosen
-  )
+  return tuple(pairs[i] for i in chosen)
 
 
 def pools(settings: Settings) -> dict[str, Sequence[str]]:
@@ -158,11 +150,8 @@ def generate(
   people, facts = {}, {}
   for split, count in (('train', train), ('heldout', heldout)):
     there = names(settings, split)
-    require(
-      20 <= count <= len(there),
-      f'{split}={count} people: the settings allow 20 to {len(there)} (with '
-      'fewer some answers would be frequent)',
-    )
+    good, limits = 20 <= count <= len(there), f'20 to {len(there)}'
+    require(good, f'{split}={count} people: the settings allow {limits}')
     people[split] = [there[i] for i in rng.permutation(len(there))[:count]]
     facts |= _facts(rng, people[split], relations, settings)
   ids, corpus = passages(rng, facts)
@@ -185,9 +174,8 @@ def _facts(rng, people, relations, settings):
   for link in LINKS:
     # One cycle through all people, so nobody is linked to themselves.
     cycle = rng.permutation(n)
-    to = np.empty(n, int)
-    to[cycle] = np.roll(cycle, 1)
-    table[link] = [people[i] for i in to]
+    to = dict(zip(cycle, np.roll(cycle, 1)))
+    table[link] = [people[to[i]] for i in range(n)]
   out = {}
   for i, name in enumerate(people):
     link = LINKS[rng.integers(len(LINKS))]
@@ -203,14 +191,11 @@ def passages(rng, facts):
   everyone = list(facts)
   order = [everyone[i] for i in rng.permutation(len(everyone))]
   ids = {name: str(i) for i, name in enumerate(order)}
-  text = {
-    name: '; '.join(f'{r} {v}' for r, v in facts[name].items())
-    for name in order
-  }
-  return ids, tuple(
-    {'id': ids[name], 'contents': f'"{name}"\n{name}: {text[name]}.'}
-    for name in order
-  )
+  corpus = []
+  for name in order:
+    text = '; '.join(f'{r} {v}' for r, v in facts[name].items())
+    corpus.append({'id': ids[name], 'contents': f'"{name}"\n{name}: {text}.'})
+  return ids, tuple(corpus)
 
 
 def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
@@ -241,13 +226,12 @@ def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
 def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
   """Writes corpus.jsonl and {train,heldout}.jsonl; returns name -> path."""
   fields = 'id question golden_answers source hops supporting_ids'.split()
+  values = operator.attrgetter(
+    *'id text answers source hops supporting'.split()
+  )
   rows, paths = {'corpus': world.corpus}, {}
   for split, questions in world.questions.items():
-    values = (
-      (q.id, q.text, q.answers, q.source, q.hops, q.supporting)
-      for q in questions
-    )
-    rows[split] = [dict(zip(fields, value)) for value in values]
+    rows[split] = [dict(zip(fields, values(q))) for q in questions]
   for name, lines in rows.items():
     path = pathlib.Path(folder) / f'{name}.jsonl'
     records.write_text(path, ''.join(json.dumps(x) + '\n' for x in lines))
@@ -279,17 +263,12 @@ def load(
   return pick(generate(world_seed, **sizes), split, n, hops)
 
 
-def pick(
-  world: World, split: str, n: int = 0, hops: Sequence[int] = (1, 2)
-) -> list[Question]:
+def pick(world: World, split: str, n=0, hops=(1, 2)) -> list[Question]:
   """Returns the first n questions of a split, hops alternating; see `load`."""
   by_hop = [[q for q in world.questions[split] if q.hops == h] for h in hops]
   most = min(map(len, by_hop)) * len(by_hop)
-  require(
-    n <= most,
-    f'n={n} questions of hops {tuple(hops)} in {split!r}: world {world.seed} '
-    f'has {most}, more with more people',
-  )
+  where = f'world {world.seed} has {most}, more with more people'
+  require(n <= most, f'n={n} of hops {tuple(hops)} in {split!r}: {where}')
   out = [q for row in zip(*by_hop) for q in row]
   return out[: n or most]
 
@@ -308,9 +287,7 @@ def vocabulary(settings=STANDARD, more: Sequence[str] = ()) -> list[str]:
   return [PAD, EOS, UNK, '\n', ' ', *(' ' + w for w in words), *words]
 
 
-def tokenizer(
-  folder: str | os.PathLike, settings=STANDARD, more: Sequence[str] = ()
-) -> str:
+def tokenizer(folder: str | os.PathLike, settings=STANDARD, more=()) -> str:
   """Writes a Hugging Face tokenizer of whole words; returns the folder.
 
   A token is a word, mark or tag with the space before it, so the joined tokens
@@ -325,12 +302,9 @@ def tokenizer(
   words = tokenizers.Regex(SPLIT)
   tok.pre_tokenizer = pre_tokenizers.Split(words, behavior='isolated')
   tok.decoder = decoders.Fuse()
+  special = dict(pad_token=PAD, eos_token=EOS, unk_token=UNK)
   fast = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tok,
-    pad_token=PAD,
-    eos_token=EOS,
-    unk_token=UNK,
-    clean_up_tokenization_spaces=False,
+    tokenizer_object=tok, clean_up_tokenization_spaces=False, **special
   )
   fast.save_pretrained(folder)
   return str(folder)

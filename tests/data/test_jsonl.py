@@ -66,7 +66,7 @@ def test_line_separators_inside_strings(tmp_path):
     ({'id': '1', 'question': ' '}, r"x\.jsonl:2: question '1' has no text"),
     ({'id': '1', 'question': 5}, r"x\.jsonl:2: question '1' has no text"),
     ({'id': True, 'question': 'q'}, r'x\.jsonl:2: the id is True'),
-    ({'id': '', 'question': 'q'}, r'x\.jsonl:2: the id is empty'),
+    ({'id': '', 'question': 'q'}, r"x\.jsonl:2: the id is ''"),
     (
       {**FLASHRAG, 'id': '1', 'golden_answers': {'a': 1}},
       r"x\.jsonl:2: the answers of question '1'",
