@@ -41,14 +41,10 @@ def make_question(
   good = isinstance(id, (str, int, np.integer)) and type(id) is not bool
   of = f'of question {str(id)!r}'
   require(good and id != '', f'{where}: the id is {_shown(id)}; give a string')
-  require(
-    isinstance(hops or 0, (int, np.integer)),
-    f'{where}: the hops {of} are {_shown(hops)}; give an integer',
-  )
-  require(
-    isinstance(text, str) and text.strip(),
-    f'{where}: question {str(id)!r} has no text (found {_shown(text)})',
-  )
+  good = isinstance(hops or 0, (int, np.integer))
+  require(good, f'{where}: the hops {of} are {_shown(hops)}, not an integer')
+  good, found = isinstance(text, str) and text.strip(), _shown(text)
+  require(good, f'{where}: question {str(id)!r} has no text (found {found})')
   return Question(
     id=str(id),
     text=text.strip(),
@@ -67,11 +63,10 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
   if value is None or isinstance(value, str):
     return () if value is None else (value,)
   known = (str, int, float, np.number)
-  require(
-    isinstance(value, (list, tuple))
-    and all(isinstance(v, known) and not isinstance(v, bool) for v in value),
-    f'{what} are {_shown(value)}; give a list of strings',
+  good = isinstance(value, (list, tuple)) and all(
+    isinstance(v, known) and not isinstance(v, bool) for v in value
   )
+  require(good, f'{what} are {_shown(value)}; give a list of strings')
   return tuple(map(str, value))
 
 
@@ -114,9 +109,8 @@ def pick(record: Mapping[str, Any], field: str, where: str) -> Any:
     if not isinstance(value, Mapping) or key not in value:
       inside = f' (looked in {".".join(keys[:i])!r})' if i else ''
       names = value if isinstance(value, Mapping) else ()
-      raise DataError(
-        f'{where}: no field {field!r}{inside}; {lookup.near(key, names)}'
-      )
+      hint = lookup.near(key, names)
+      raise DataError(f'{where}: no field {field!r}{inside}; {hint}')
     value = value[key]
   return value
 
@@ -173,11 +167,9 @@ def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
   """
   seen: dict[str, tuple[str, Question]] = {}
   for where, q in pairs:
-    require(
-      q.id not in seen,
-      f'{where}: id {q.id!r} was already used at {seen.get(q.id, [""])[0]}; '
-      'give every question a different id',
-    )
+    if q.id in seen:
+      there = seen[q.id][0]
+      raise DataError(f'{where}: id {q.id!r} was already used at {there}')
     seen[q.id] = where, q
   require(seen, f'{path}: there is no question in it')
   return [q for _, q in seen.values()]
@@ -213,10 +205,8 @@ def choose(
     hint = lookup.near(str(wanted), map(str, values))
     require(matching, f'{path}: no question has {name}={wanted!r}; {hint}')
     kept = [q for q in kept if field(q) in matching]
-  require(
-    0 <= n <= len(kept),
-    f'{path}: n={n} questions requested, {len(kept)} available; n=0 takes all',
-  )
+  good, there = 0 <= n <= len(kept), f'{len(kept)} available; n=0 takes all'
+  require(good, f'{path}: n={n} questions requested, {there}')
   drawn = np.random.default_rng(seed).permutation(len(kept))[: n or None]
   return [kept[i] for i in sorted(drawn)]
 
@@ -232,12 +222,9 @@ def require_answers(questions: Iterable[Question], what: str) -> None:
     DataError: names the first questions without an answer.
   """
   bare = [q.id for q in questions if not any(a.strip() for a in q.answers)]
-  require(
-    not bare,
-    f'{what} needs golden answers, but {len(bare)} questions have none, such '
-    f'as {", ".join(map(repr, bare[:5]))}; leave them out, or use a reward '
-    'without answers',
-  )
+  which = f'{len(bare)} questions have none, such as {str(bare[:5])[1:-1]}'
+  fix = 'leave them out, or use a reward without answers'
+  require(not bare, f'{what} needs golden answers, but {which}; {fix}')
 
 
 def _shown(value: Any) -> str:

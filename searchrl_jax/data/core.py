@@ -81,15 +81,13 @@ def data_dir(data) -> str:
   Raises:
     DataError: data.dir or SEARCHRL_DATA is not a folder.
   """
-  for name, value in (
-    ('config.data.dir', data.dir),
-    (ENV_DIR, os.environ.get(ENV_DIR, '')),
-  ):
-    if value:
-      folder = pathlib.Path(value).expanduser()
-      require(folder.is_dir(), f'{name}={value!r} is not a folder')
-      return str(folder.resolve())
-  return str(SHARED) if SHARED.is_dir() else ''
+  given = data.dir or os.environ.get(ENV_DIR, '')
+  if not given:
+    return str(SHARED) if SHARED.is_dir() else ''
+  name = 'config.data.dir' if data.dir else ENV_DIR
+  folder = pathlib.Path(given).expanduser()
+  require(folder.is_dir(), f'{name}={given!r} is not a folder')
+  return str(folder.resolve())
 
 
 def resolve(path: str, data) -> str:
@@ -108,12 +106,8 @@ def resolve(path: str, data) -> str:
   full = pathlib.Path(path).expanduser()
   if not full.is_absolute():
     folder = data_dir(data)
-    require(
-      folder,
-      f'{path!r} is relative to the data folder, but there is none: give '
-      f'--config.data.dir=FOLDER, set {ENV_DIR}, or create {SHARED} '
-      '(hf://datasets/OWNER/NAME/FILE reads from the Hugging Face hub)',
-    )
+    fix = f'give --config.data.dir=FOLDER, set {ENV_DIR}, or create {SHARED}'
+    require(folder, f'{path!r} is below the data folder, but none is: {fix}')
     full = pathlib.Path(folder) / full
   require(full.exists(), f'{full}: no such file or folder; correct the path')
   return str(full)
@@ -124,17 +118,14 @@ def _from_hub(path: str) -> str:
   good = len(parts) >= 4 and parts[0] == 'datasets' and all(parts)
   require(good, f'{path!r} must be hf://datasets/OWNER/NAME/FILE')
   import huggingface_hub  # slow to import, and rarely used
-  import huggingface_hub.errors
 
   repo, file = '/'.join(parts[1:3]), '/'.join(parts[3:])
   try:
     return huggingface_hub.hf_hub_download(repo, file, repo_type='dataset')
-  except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
-    raise DataError(
-      f'{path}: cannot be read from the hub or its cache '
-      f'({type(e).__name__}: {e}); check the name and the connection, set '
-      'HF_ENDPOINT to a mirror, or give a local path'
-    ) from e
+  except OSError as e:  # HfHubHTTPError is one
+    fix = 'check the name and HF_ENDPOINT (a mirror), or give a local path'
+    why = f'{type(e).__name__}: {e}'
+    raise DataError(f'{path}: not on the hub, nor kept ({why}); {fix}') from e
 
 
 def _call(name, fields, data, function: str, search: Search | None = None):
@@ -194,11 +185,9 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
   loaded = {}
   for name, fields in sets.items():
     # The environment renders all sets in the same way.
-    require(
-      fields.get('prompt', data.prompt) == data.prompt,
-      f'set {name!r}: its prompt is not config.data.prompt={data.prompt!r}, '
-      'which holds for all sets; change the latter',
-    )
+    good = fields.get('prompt', data.prompt) == data.prompt
+    mode = f'config.data.prompt={data.prompt!r}'
+    require(good, f'set {name!r}: its prompt is not {mode}, that of all sets')
     loaded[name] = [
       q if q.source else dataclasses.replace(q, source=name)
       for q in _call(name, fields, data, 'load')
@@ -207,9 +196,8 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
     bare = [q.id for q in loaded[name] if not q.messages]
     require(
       data.prompt != 'as_is' or not bare,
-      f"set {name!r}: data.prompt='as_is', and question {bare[:1]} has no "
-      "messages; use data.prompt='template', or a set whose records hold "
-      'prompts (parquet)',
+      f'set {name!r}: {mode}, and question {bare[:1]} has no messages; use '
+      "'template', or a set whose records hold prompts (parquet)",
     )
   count = collections.Counter(q.id for qs in loaded.values() for q in qs)
   for name, questions in loaded.items():
@@ -269,11 +257,9 @@ class Stream:
     _require_unique(sets)
     for name, questions in sets.items():
       require(questions, f'set {name!r} is empty')
-      require(
-        weights is None or weights.get(name, 0) > 0,
-        f'set {name!r} has weight {(weights or {}).get(name)!r}; give every '
-        'set a weight above 0, or none of them (then: by size)',
-      )
+      weight = weights.get(name, 0) if weights else 1
+      what = f'set {name!r} has weight {weight}'
+      require(weight > 0, f'{what}; give every set one above 0, or none')
 
     def endless(name, questions):
       # Each set has its own seed, so adding a set does not change the others.
@@ -289,10 +275,8 @@ class Stream:
         [endless(name, questions) for name, questions in sets.items()],
         [float(weights[name]) for name in sets],
       )
-    self.sizes = {name: len(questions) for name, questions in sets.items()}
-    digest = hashlib.sha256(
-      json.dumps([seed, bool(shuffle), dict(weights or {})]).encode()
-    )
+    fields = [seed, bool(shuffle), dict(weights or {})]
+    digest = hashlib.sha256(json.dumps(fields).encode())
     for name, questions in sets.items():
       digest.update(json.dumps([name, [q.id for q in questions]]).encode())
     self.fingerprint = digest.hexdigest()[:16]

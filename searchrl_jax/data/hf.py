@@ -50,14 +50,9 @@ def load(
   except (OSError, httpx.HTTPError, ValueError, DatasetsError) as e:
     fix = 'correct the folder, the subset or the split'
     if not is_local:
-      fix = (
-        'check the name, the subset, the split and the connection, set '
-        'HF_ENDPOINT to a mirror, load it once while online if the library is '
-        'offline (HF_HUB_OFFLINE) and the cache (HF_HOME) lacks it, or give a '
-        'local folder'
-      )
-    raise checks.DataError(
-      f'{path} ({split}): cannot be loaded '
-      f'({type(e).__name__}: {str(e)[:300]}); {fix}'
-    ) from e
+      fix += ', the connection or HF_ENDPOINT, or give a local folder; while '
+      fix += 'offline (HF_HUB_OFFLINE), it must be in the cache (HF_HOME)'
+    why = f'{type(e).__name__}: {str(e)[:300]}'
+    message = f'{path} ({split}): cannot be loaded ({why}); {fix}'
+    raise checks.DataError(message) from e
   return f'{dataset}/{subset}[{split}]'.replace('/[', '['), rows

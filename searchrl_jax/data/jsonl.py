@@ -53,10 +53,8 @@ def load(
   require(known, f'layout {layout!r} is unknown: {near(layout, LAYOUTS)}')
   make = LAYOUTS[layout]
   pairs = ((where, make(record, where)) for where, record in read(path))
-  questions = checks.unique(pairs, path)
-  return checks.choose(
-    questions, path=path, source=source, hops=hops, split=split, n=n, seed=seed
-  )
+  filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
+  return checks.choose(checks.unique(pairs, path), path=path, **filters)
 
 
 def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -98,11 +96,9 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _required(record: Mapping[str, Any], where: str, *keys: str) -> list[Any]:
   for key in keys:
-    require(
-      record.get(key) is not None,
-      f'{where}: there is no {key!r} (fields: '
-      f'{", ".join(map(repr, record))}); add it, or set another layout',
-    )
+    fields = f'(fields: {str([*record])[1:-1]})'
+    what = f'{where}: there is no {key!r} {fields}; is the layout another?'
+    require(record.get(key) is not None, what)
   return [record[key] for key in keys]
 
 
@@ -148,10 +144,8 @@ def ssp(record: Mapping[str, Any], where: str) -> Question:
     checks.strings(text, f'{where}: the {name}')
     for name, text in zip(keys, texts)
   )
-  require(
-    re.fullmatch('0*[1-9][0-9]*', str(turns)),
-    f'{where}: search_turns={turns!r} must be an integer of at least 1',
-  )
+  good = re.fullmatch('0*[1-9][0-9]*', str(turns))
+  require(good, f'{where}: search_turns={turns!r} must be an integer above 0')
   return make_question(
     where,
     id=record.get('id', f'ssp-{re.findall("[0-9]+", where)[-1]}'),

@@ -54,9 +54,8 @@ def load(
   except (pa.ArrowInvalid, OSError) as e:
     raise DataError(f'{path}: not a readable parquet file ({e})') from None
   names, schema = table.schema_arrow.names, table.schema_arrow
-  column, other = ('question', 'as_is')
-  if prompt == 'as_is':
-    column, other = ('prompt', 'template')
+  modes = {'template': ('question', 'as_is'), 'as_is': ('prompt', 'template')}
+  column, other = modes[prompt]
   require(
     column in names,
     f'{path}: data.prompt={prompt!r} needs a column {column!r}, but there is '
@@ -78,10 +77,8 @@ def load(
     except pa.ArrowException as e:
       raise DataError(f'{path} after row {row}: damaged ({e})') from None
 
-  questions = checks.unique(rows(), path)
-  return checks.choose(
-    questions, path=path, source=source, hops=hops, split=split, n=n, seed=seed
-  )
+  filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
+  return checks.choose(checks.unique(rows(), path), path=path, **filters)
 
 
 def make(
@@ -123,12 +120,13 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
   if isinstance(value, str):  # a prompt without roles is a user's message
     value = [{'role': 'user', 'content': value}]
   keys = ('role', 'content')
-  require(
+  good = (
     isinstance(value, list)
     and all(isinstance(m, dict) for m in value)
     and all(isinstance(m.get(k), str) for m in value for k in keys)
-    and any(m['role'] == 'user' for m in value),
-    f"{where}: 'prompt' must be a list of {{role, content}} with a message of "
-    "role 'user'",
+    and any(m['role'] == 'user' for m in value)
+  )
+  require(
+    good, f"{where}: 'prompt' is no list of {{role, content}} with a user"
   )
   return tuple({k: m[k] for k in keys} for m in value)

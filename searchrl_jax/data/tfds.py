@@ -25,25 +25,18 @@ def load(path: str, split: str) -> tuple[str, Any]:
   """
   import tensorflow_datasets as tfds  # slow to import
 
-  checks.require(
-    os.path.exists(os.path.join(path, 'dataset_info.json')),
-    f'{path}: there is no dataset_info.json; give the folder that TFDS '
-    'prepared (NAME/VERSION), or make one with searchrl_jax.data.tfds.build',
-  )
+  there = os.path.exists(os.path.join(path, 'dataset_info.json'))
+  what = f'{path}: there is no dataset_info.json, as in a folder NAME/VERSION'
+  checks.require(there, f'{what} that TFDS or data.tfds.build prepared')
   builder = tfds.builder_from_directory(path)
   known = builder.info.splits
-  checks.require(
-    split.partition('[')[0] in known,
-    f'{path}: no split {split!r}: {", ".join(known)}',
-  )
+  good = split.partition('[')[0] in known
+  checks.require(good, f'{path}: no split {split!r}: {", ".join(known)}')
   try:
     rows = builder.as_data_source(split=split)
-  # TFRecord cannot be read by index.
-  except (ValueError, NotImplementedError) as e:
-    raise checks.DataError(
-      f'{path}: split {split!r}: {str(e)[:300]} (files must have '
-      "file_format='array_record')"
-    ) from e
+  except (ValueError, NotImplementedError) as e:  # a TFRecord has no index
+    what = f"{str(e)[:300]} (the file_format must be 'array_record')"
+    raise checks.DataError(f'{path}: split {split!r}: {what}') from e
   return f'{path}[{split}]', (_plain(r) for r in rows)
 
 

@@ -129,7 +129,6 @@ class SearchEnv:
       f'question {question.id!r}: its prompt has {len(ids)} tokens, and env.'
       f'max_tokens={self.config.max_tokens} limits prompt, replies and '
       'observations together; increase it or leave the question out',
-      ValueError,
     )
     parser = parsing.start(self._tags, ''.join(text for text, _ in parts))
     state = State(
@@ -147,10 +146,9 @@ class SearchEnv:
       return self._completed(state, event)
     if isinstance(state.pending, Search) and isinstance(event, (list, tuple)):
       return self._searched(state, tuple(event))
-    raise ValueError(
-      f'trajectory {state.name} waits for the event of '
-      f'{type(state.pending).__name__}, got {type(event).__name__}'
-    )
+    wanted, given = type(state.pending).__name__, type(event).__name__
+    where = f'trajectory {state.name} waits for the event of'
+    raise ValueError(f'{where} {wanted}, got {given}')
 
   def trajectory(
     self,
@@ -288,10 +286,8 @@ class SearchEnv:
   def _entropy(self, segments: tuple[types.Segment, ...]) -> float:
     """Mean entropy in nats of the tokens of the last query."""
     if self.entropy is None:
-      raise ValueError(
-        "env.search_when='entropy' needs the entropies of the policy, which "
-        'only the evaluation computes: python -m searchrl_jax.evaluate'
-      )
+      what = 'entropies of the policy: python -m searchrl_jax.evaluate has them'
+      raise ValueError(f"env.search_when='entropy' needs {what}")
     ids = np.concatenate([s.ids for s in segments])
     # The tag may begin in the segment before the query's.
     turn = [s for s in segments if s.author == 'policy'][-2:]
@@ -335,13 +331,14 @@ class SearchEnv:
     return segments
 
   def _searched(self, state: State, results: tuple):
-    answers = (types.SearchResult, types.SearchError)
+    n, answers = (
+      len(state.pending.requests),
+      [type(r).__name__ for r in results],
+    )
     lookup.require(
-      len(results) == len(state.pending.requests)
-      and all(isinstance(result, answers) for result in results),
-      f'trajectory {state.name}: {len(state.pending.requests)} searches were '
-      f'answered with {[type(r).__name__ for r in results]}, not with a '
-      'SearchResult or SearchError each',
+      len(answers) == n and {*answers} <= {'SearchResult', 'SearchError'},
+      f'trajectory {state.name}: {n} searches were answered with {answers}, '
+      'not with a SearchResult or SearchError each',
       ValueError,
     )
     state = dataclasses.replace(state, searches=state.searches + results)

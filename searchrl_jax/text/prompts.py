@@ -146,11 +146,9 @@ def load(name_or_path: str) -> Template:
   path = pathlib.Path(name_or_path)
   if not name_or_path.endswith('.json'):
     names = [p.stem for p in TEMPLATES.glob('*.json')]
-    require(
-      name_or_path in names,
-      f'env.template={name_or_path!r} is neither a template of the package '
-      f'nor a .json file: {near(name_or_path, names)}',
-    )
+    what = 'neither a template of the package nor a .json file'
+    hint = f'{what}: {near(name_or_path, names)}'
+    require(name_or_path in names, f'env.template={name_or_path!r} is {hint}')
     path = TEMPLATES / f'{name_or_path}.json'
   try:
     data = json.loads(path.read_text('utf-8'))

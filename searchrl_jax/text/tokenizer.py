@@ -138,10 +138,8 @@ class Tokenizer:
     special = {self._added[i]: i for i in self.control}
     ends = [hf.eos_token_id, *eos, *map(special.get, END_OF_TURN)]
     self.eos_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None))
-    require(
-      self.eos_ids,
-      f'tokenizer {path}: no eos_token; name one in tokenizer_config.json',
-    )
+    fix = 'name one in tokenizer_config.json'
+    require(self.eos_ids, f'tokenizer {path}: no eos_token; {fix}')
     pad = hf.pad_token_id
     self.pad_id = self.eos_ids[0] if pad is None else pad
     self.bos_id = hf.bos_token_id
@@ -150,18 +148,14 @@ class Tokenizer:
 
   def _read_decoder(self, spec) -> list[Mapping[str, Any]]:
     """Returns the steps of the decoder, each of which decodes single tokens."""
+    spec = spec or {'type': 'no decoder'}
+    steps = spec.get('decoders', [spec])
+    kinds = [step['type'] for step in steps]
     require(
-      spec,
-      f'tokenizer {self.path}: tokenizer.json has no decoder; add "decoder": '
-      '{"type": "Fuse"} if its tokens concatenate to the text',
+      set(kinds) <= set(DECODERS),
+      f'tokenizer {self.path}: the bytes of single tokens are unknown for '
+      f'{kinds}; supported: {", ".join(DECODERS)} (Fuse: just concatenated)',
     )
-    steps = spec['decoders'] if spec['type'] == 'Sequence' else [spec]
-    for step in steps:
-      require(
-        step['type'] in DECODERS,
-        f'tokenizer {self.path}: the bytes of single tokens are unknown for '
-        f'decoder {step["type"]!r}; supported: {", ".join(DECODERS)}',
-      )
     return steps
 
   # Text to ids.
@@ -283,9 +277,8 @@ class Tokenizer:
       )
     except Exception as e:  # templates can raise any error
       roles = [m.get('role') for m in messages]
-      raise ValueError(
-        f'the chat template of {self.path} rejects the roles {roles}: {e}'
-      ) from e
+      message = f'the chat template of {self.path} rejects the roles {roles}'
+      raise ValueError(f'{message}: {e}') from e
 
   def save(self, folder: str | os.PathLike) -> None:
     """Writes the Hugging Face files, which `load(folder)` reads."""

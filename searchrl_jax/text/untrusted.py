@@ -38,12 +38,8 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   """
   if mode == 'as_is':
     asked = [(m['role'], [(m['content'], False)]) for m in question.messages]
-    require(
-      asked,
-      f"question {question.id!r} has no messages, which data.prompt='as_is' "
-      "renders; use data.prompt='template'",
-      ValueError,
-    )
+    fix = "which data.prompt='as_is' renders; use 'template'"
+    require(asked, f'question {question.id!r} has no messages, {fix}')
     if tokenizer.has_chat:
       return chat_parts(tokenizer, asked)
     return [('\n'.join(m['content'] for m in question.messages), False)]
@@ -76,12 +72,9 @@ def chat_parts(tokenizer, messages) -> list[Part]:
   # Text, number of a part, text, ...
   pieces = re.split('\ue000(\\d+)\ue001', tokenizer.chat(marked))
   lost = set(range(len(parts))) - {int(n) for n in pieces[1::2]}
-  require(
-    not lost,
-    f'the chat template of {tokenizer.path} leaves out '
-    f'{", ".join(repr(parts[n][0][:60]) for n in lost)}; use other roles',
-    ValueError,
-  )
+  texts = [parts[n][0][:60] for n in lost]
+  what = f'the chat template of {tokenizer.path} leaves out {texts}'
+  require(not lost, f'{what}; use other roles')
   out = [
     parts[int(piece)] if n % 2 else (piece, True)
     for n, piece in enumerate(pieces)

@@ -323,4 +323,3 @@ def test_open_stream(tmp_path):
   )
   stream = core.open_stream(data, seed=0)
   assert ids(stream.next(6)) == ['a0', 'a1', 'a2', 'a3', 'b0', 'b1']
-  assert stream.sizes == {'a': 4, 'b': 2}
