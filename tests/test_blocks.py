@@ -77,9 +77,12 @@ def test_a_block_has_neutral_values_for_what_its_entry_omits(tmp_path):
     ({'note': '<a>'}, r"'blocks.note': expected \["),
     ({'note': {}}, r"'blocks.note': expected \["),
     ({'note': ['<think>', '</a>']}, r"tag '<think>' is part of"),
-    ({'note': {'tags': ['<a>', '</a>'], 'end': 1}}, r'known are tags'),
-    ({'note': {'tags': ['<a>', '</a>'], 'ends': 1}}, r'ends: expected true'),
-    ({'note': {'tags': ['<a>', '</a>'], 'ends': True}}, r"'stops': '</a>'"),
+    ({'note': {'tags': ['<a>', '</a>'], 'end': 1}}, r'beside tags, expected'),
+    ({'note': {'tags': ['<a>', '</a>'], 'ends': 1}}, r'or "ends": true'),
+    (
+      {'note': {'tags': ['<a>', '</a>'], 'ends': True}},
+      r"'stops': lacks {'</a>'}",
+    ),
   ],
 )
 def test_errors_name_file_and_block(tmp_path, blocks, message):

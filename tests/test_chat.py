@@ -194,9 +194,6 @@ def test_check_names_what_is_wrong():
     ({'url': 'http://127.0.0.1:99999'}, 'judge.url='),
     ({'url': 'http://127.0.0.1:80OO'}, 'judge.url='),
     ({'url': 'http://[::1'}, 'judge.url='),
-    ({'attempts': 0}, 'judge.attempts=0'),
-    ({'concurrency': 0}, 'judge.concurrency=0'),
-    ({'timeout': 0.0}, 'judge.timeout=0.0'),
   ],
 )
 def test_fields_that_cannot_be_are_named(fields, message):

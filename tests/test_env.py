@@ -233,20 +233,9 @@ def test_no_room_for_the_prompt_names_the_question(tok):
     make(tok, max_tokens=9).reset(QUESTION)
 
 
-@pytest.mark.parametrize(
-  'fields, message',
-  [
-    ({'information': 'both'}, 'env.information'),
-    ({'max_observation_tokens': 3}, 'max_observation_tokens=3 is below'),
-    ({'max_turns': -1}, 'max_turns=-1'),
-    ({'k': 0}, 'source.k=0'),
-    ({'max_turn_tokens': 0}, 'max_turn_tokens=0'),
-    ({'mode': 'both'}, 'data.prompt'),
-  ],
-)
-def test_bad_configs(fields, message):
-  with pytest.raises(ValueError, match=message):
-    make(scripted.tokenizer('bpe'), **fields)
+def test_an_observation_limit_below_the_template_is_refused(tok):
+  with pytest.raises(ValueError, match='max_observation_tokens=3 is below'):
+    make(tok, max_observation_tokens=3)
 
 
 # Observations.
@@ -365,7 +354,7 @@ def test_events_that_do_not_answer_the_action(tok):
   with pytest.raises(ValueError, match='has not ended'):
     env.trajectory(start)
   many = scripted.completion([5] * 300, 'length')
-  with pytest.raises(ValueError, match='sampled 300 tokens, but the limit'):
+  with pytest.raises(ValueError, match=r'300 ids \(at most'):
     env.step(start, many)
   short = dataclasses.replace(good, logps=good.logps[:-1])
   with pytest.raises(ValueError, match='logps'):
@@ -373,9 +362,9 @@ def test_events_that_do_not_answer_the_action(tok):
   state, search = env.step(start, good)
   with pytest.raises(ValueError, match='waits for the event of Search'):
     env.step(state, good)
-  with pytest.raises(ValueError, match='0 answers to 1'):
+  with pytest.raises(ValueError, match=r'1 searches were answered with \[\]'):
     env.step(state, [])
-  with pytest.raises(ValueError, match='answered with str'):
+  with pytest.raises(ValueError, match=r"answered with \['str'\]"):
     env.step(state, ['x'])
   done, _ = env.step(
     state, [SearchError(search.requests[0], 'timeout', 'late')]
@@ -555,8 +544,3 @@ def test_a_cut_turn_with_a_box_has_an_answer_and_did_not_end_by_it(tok):
   env = make(tok, answer='boxed', max_turns=0, max_turn_tokens=40)
   t = env.trajectory(play(env, [BOXED + ' And so on' * 40])[0])
   assert (t.end, env.answer(t)) == ('turns', '5')
-
-
-def test_an_unknown_form_of_answers_is_refused(tok):
-  with pytest.raises(ValueError, match=r"env\.answer='box' is none of"):
-    make(tok, answer='box')

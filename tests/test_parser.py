@@ -34,8 +34,8 @@ def reference(pieces, block='other'):
         after += [block] * len(tag)
         at += len(tag)
         continue
-    elif data.startswith(TAGS.close[block], at):
-      n = len(TAGS.close[block])
+    elif data.startswith(TAGS.wanted[block][0], at):
+      n = len(TAGS.wanted[block][0])
       label += [block] * n
       after += [block] * (n - 1) + ['other']
       found.append((block, inner, True))

@@ -160,7 +160,7 @@ def test_load_says_what_is_wrong(tmp_path):
 
 @pytest.mark.parametrize(
   'decoder, message',
-  [(None, 'no decoder'), (decoders.WordPiece(), "decoder 'WordPiece'")],
+  [(None, 'no decoder'), (decoders.WordPiece(), 'WordPiece')],
 )
 def test_tokens_without_bytes_are_refused(tmp_path, decoder, message):
   backend = tokenizers.Tokenizer(models.WordLevel({'a': 0, '</s>': 1}, 'a'))

@@ -1,7 +1,9 @@
 """Builds checked Questions from raw fields, for every data module."""
 
-from collections.abc import Iterable, Mapping, Sequence
-import types
+from collections.abc import Callable, Iterable, Mapping
+import fnmatch
+import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -14,17 +16,12 @@ class DataError(ValueError):
   """The data cannot be used; the message names file, line and the fix."""
 
 
+def require(good: Any, message: str) -> None:
+  lookup.require(good, message, DataError)
+
+
 def make_question(
-  where: str,
-  *,
-  id: Any,
-  text: Any,
-  answers: Any = (),
-  source: Any = '',
-  hops: Any = 0,
-  supporting: Any = (),
-  messages: Sequence[Mapping[str, str]] = (),
-  meta: Mapping[str, Any] = types.MappingProxyType({}),
+  where: str, *, id, text, answers=(), supporting=(), source='', hops=0, **more
 ) -> Question:
   """Checks raw fields and makes a Question.
 
@@ -36,28 +33,18 @@ def make_question(
     source: the data set; None = ''.
     hops: an int; None = 0 = unknown.
     supporting: corpus ids, given as the answers are.
-    messages: the ready-made prompt.
-    meta: more about the question.
+    **more: messages (the ready-made prompt), meta.
 
   Raises:
     DataError: a field is absent or has the wrong type.
   """
-  good_id = isinstance(id, (str, int, np.integer)) and type(id) is not bool
+  good = isinstance(id, (str, int, np.integer)) and type(id) is not bool
   of = f'of question {str(id)!r}'
-  for good, message in (
-    (good_id, f'the id is {_shown(id)}; give a string'),
-    (id != '', 'the id is empty; give a string'),
-    (
-      isinstance(hops or 0, (int, np.integer)),
-      f'the hops {of} are {_shown(hops)}; give an integer',
-    ),
-    (
-      isinstance(text, str) and text.strip(),
-      f'question {str(id)!r} has no text (found {_shown(text)}); give the '
-      'question as a string, or remove the record',
-    ),
-  ):
-    lookup.require(good, f'{where}: {message}', DataError)
+  require(good and id != '', f'{where}: the id is {_shown(id)}; give a string')
+  good = isinstance(hops or 0, (int, np.integer))
+  require(good, f'{where}: the hops {of} are {_shown(hops)}, not an integer')
+  good, found = isinstance(text, str) and text.strip(), _shown(text)
+  require(good, f'{where}: question {str(id)!r} has no text (found {found})')
   return Question(
     id=str(id),
     text=text.strip(),
@@ -65,36 +52,29 @@ def make_question(
     source=str(source or ''),
     hops=int(hops or 0),
     supporting=strings(supporting, f'{where}: the supporting ids {of}'),
-    messages=tuple(messages),
-    meta=dict(meta),
+    **more,
   )
 
 
 def strings(value: Any, what: str) -> tuple[str, ...]:
   """Converts None, a str or a sequence of str and numbers to a tuple of str."""
-  if value is None:
-    return ()
-  if isinstance(value, str):
-    return (value,)
   if isinstance(value, np.ndarray):
     value = value.tolist()
-  if isinstance(value, Iterable) and not isinstance(value, (Mapping, bytes)):
-    value = list(value)
-    if all(
-      isinstance(v, (str, int, float, np.number)) and not isinstance(v, bool)
-      for v in value
-    ):
-      return tuple(str(v) for v in value)
-  raise DataError(f'{what} are {_shown(value)}; give a list of strings')
+  if value is None or isinstance(value, str):
+    return () if value is None else (value,)
+  known = (str, int, float, np.number)
+  good = isinstance(value, (list, tuple)) and all(
+    isinstance(v, known) and not isinstance(v, bool) for v in value
+  )
+  require(good, f'{what} are {_shown(value)}; give a list of strings')
+  return tuple(map(str, value))
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
   """Converts None or a mapping to a dict."""
-  if value is None:
-    return {}
-  if isinstance(value, Mapping):
-    return dict(value)
-  raise DataError(f'{what} is {_shown(value)}; give an object')
+  good = value is None or isinstance(value, Mapping)
+  require(good, f'{what} is {_shown(value)}; give an object')
+  return dict(value or {})
 
 
 def hops_of(metadata: Mapping[str, Any]) -> int:
@@ -124,48 +104,59 @@ def pick(record: Mapping[str, Any], field: str, where: str) -> Any:
     DataError: there is no such field; the message lists those that exist.
   """
   value: Any = record
-  for i, key in enumerate(field.split('.')):
+  keys = field.split('.')
+  for i, key in enumerate(keys):
     if not isinstance(value, Mapping) or key not in value:
-      inside = '.'.join(field.split('.')[:i])
-      names = list(value) if isinstance(value, Mapping) else ()
-      raise DataError(
-        f'{where}: no field {field!r}'
-        + (f' (looked in {inside!r})' if inside else '')
-        + (f'; {lookup.near(key, names)}' if names else '')
-      )
+      inside = f' (looked in {".".join(keys[:i])!r})' if i else ''
+      names = value if isinstance(value, Mapping) else ()
+      hint = lookup.near(key, names)
+      raise DataError(f'{where}: no field {field!r}{inside}; {hint}')
     value = value[key]
   return value
 
 
-def mapped(
-  rows: Iterable[Mapping[str, Any]],
-  where: str,
-  *,
-  id: str,
-  question: str,
-  **fields: str,
-) -> list[Question]:
-  """Makes questions of rows, given the names of fields ('a.b' is nested).
+def mapped(read: Callable) -> Callable[..., list[Question]]:
+  """Makes `load` of a function that returns (name, rows), a data set.
+
+  `load` takes the arguments of `read`, draws as `choose` does, and makes
+  questions, given the names of fields ('a.b' reaches inside).
 
   Args:
-    rows: the records.
-    where: name of the data set, for errors.
-    id: field of the id; '' = the row's number.
-    question: field of the text.
-    **fields: parameter of `make_question`=name of the field; '' = unknown.
+    id: the field of the id; '' = the row's number.
+    question: the field of the question.
+    answers: the field of the answers, a str or a list; '' = unlabelled.
+    supporting: the field of the supporting corpus ids; '' = unknown.
+    source: the field of the source; '' = the set's name.
+    hops: the field of the hops; '' = unknown.
+    n: questions drawn without replacement, in order; 0 = all.
+    seed: of the draw.
 
   Raises:
     DataError: a field is absent or has the wrong type; names the row.
   """
+  names = dict(id='id', question='question', answers='golden_answers')
+  names |= dict(supporting='', source='', hops='', n=0, seed=0)
 
-  def pairs():
-    for i, row in enumerate(rows):
-      at = f'{where} row {i}'
-      values = {k: pick(row, name, at) for k, name in fields.items() if name}
-      values['id'] = pick(row, id, at) if id else i
-      yield at, make_question(at, text=pick(row, question, at), **values)
+  def load(*args, **fields):
+    named = names | {k: fields.pop(k) for k in names if k in fields}
+    n, seed = named.pop('n'), named.pop('seed')
+    where, rows = read(*args, **fields)
 
-  return unique(pairs(), where)
+    def pairs():
+      for i, row in enumerate(rows):
+        at = f'{where} row {i}'
+        values = {k: pick(row, name, at) for k, name in named.items() if name}
+        text = values.pop('question', None)
+        yield at, make_question(at, text=text, **{'id': i, **values})
+
+    return choose(unique(pairs(), where), path=where, n=n, seed=seed)
+
+  kind = inspect.Parameter.KEYWORD_ONLY
+  more = (inspect.Parameter(k, kind, default=v) for k, v in names.items())
+  own = inspect.signature(read).parameters.values()
+  out: Any = functools.wraps(read)(load)
+  out.__signature__ = inspect.Signature([*own, *more])
+  return out
 
 
 def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
@@ -174,30 +165,18 @@ def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
   Raises:
     DataError: an id occurs twice (names both places), or there is no question.
   """
-  seen: dict[str, str] = {}
-  out = []
+  seen: dict[str, tuple[str, Question]] = {}
   for where, q in pairs:
     if q.id in seen:
-      raise DataError(
-        f'{where}: id {q.id!r} was already used at {seen[q.id]}; give every '
-        'question a different id'
-      )
-    seen[q.id] = where
-    out.append(q)
-  if not out:
-    raise DataError(f'{path}: there is no question in it')
-  return out
+      there = seen[q.id][0]
+      raise DataError(f'{where}: id {q.id!r} was already used at {there}')
+    seen[q.id] = where, q
+  require(seen, f'{path}: there is no question in it')
+  return [q for _, q in seen.values()]
 
 
 def choose(
-  questions: Sequence[Question],
-  *,
-  path: str,
-  source: str = '',
-  hops: int = 0,
-  split: str = '',
-  n: int = 0,
-  seed: int = 0,
+  questions: list[Question], *, path, source='', hops=0, split='', n=0, seed=0
 ) -> list[Question]:
   """Filters questions, then draws n without replacement, in file order.
 
@@ -206,14 +185,14 @@ def choose(
     path: for errors.
     source: keep this source ('nq*' = by prefix); '' = all.
     hops: keep this number of hops; 0 = all.
-    split: keep this meta['split']; '' = all.
+    split: keep this meta['split'], also by prefix; '' = all.
     n: how many to draw; 0 = all.
     seed: of the draw.
 
   Raises:
     DataError: no question passes a filter, or fewer than n do.
   """
-  kept = list(questions)
+  kept = questions
   for name, wanted, field in (
     ('source', source, lambda q: q.source),
     ('hops', hops, lambda q: q.hops),
@@ -222,22 +201,12 @@ def choose(
     if not wanted:
       continue
     values = {field(q) for q in kept}
-    matching = {v for v in values if v == wanted}
-    if name == 'source' and source.endswith('*'):
-      matching = {v for v in values if v.startswith(source[:-1])}
-    hint = 'there are: ' + str(sorted(values, key=str))
-    if isinstance(wanted, str):
-      hint = lookup.near(wanted, map(str, values))
-    lookup.require(
-      matching, f'{path}: no question has {name}={wanted!r}; {hint}', DataError
-    )
+    matching = {v for v in values if fnmatch.fnmatchcase(str(v), str(wanted))}
+    hint = lookup.near(str(wanted), map(str, values))
+    require(matching, f'{path}: no question has {name}={wanted!r}; {hint}')
     kept = [q for q in kept if field(q) in matching]
-  lookup.require(n >= 0, f'{path}: n={n} must be 0 (all) or more', DataError)
-  lookup.require(
-    n <= len(kept),
-    f'{path}: n={n} questions requested, {len(kept)} available; n=0 takes all',
-    DataError,
-  )
+  good, there = 0 <= n <= len(kept), f'{len(kept)} available; n=0 takes all'
+  require(good, f'{path}: n={n} questions requested, {there}')
   drawn = np.random.default_rng(seed).permutation(len(kept))[: n or None]
   return [kept[i] for i in sorted(drawn)]
 
@@ -253,13 +222,9 @@ def require_answers(questions: Iterable[Question], what: str) -> None:
     DataError: names the first questions without an answer.
   """
   bare = [q.id for q in questions if not any(a.strip() for a in q.answers)]
-  lookup.require(
-    not bare,
-    f'{what} needs golden answers, but {len(bare)} questions have none: '
-    f'{", ".join(map(repr, bare[:5]))}{", ..." if len(bare) > 5 else ""}; '
-    'add answers, leave these questions out, or use a reward without answers',
-    DataError,
-  )
+  which = f'{len(bare)} questions have none, such as {str(bare[:5])[1:-1]}'
+  fix = 'leave them out, or use a reward without answers'
+  require(not bare, f'{what} needs golden answers, but {which}; {fix}')
 
 
 def _shown(value: Any) -> str:

@@ -26,7 +26,7 @@ import pathlib
 from typing import Any
 import zlib
 
-from searchrl_jax.data.checks import DataError, unique
+from searchrl_jax.data.checks import DataError, require, unique
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Passage, Question
 
@@ -35,7 +35,6 @@ ENV_DIR = 'SEARCHRL_DATA'
 SHARED = pathlib.Path(__file__).resolve().parents[3] / 'shared' / 'data'
 # The kinds of actions in any trace. `other` is text without tags.
 ACTIONS = ('think', 'search', 'information', 'answer', 'other')
-PROMPTS = ('template', 'as_is')
 Search = Callable[[Sequence[str], int], Sequence[Sequence[Passage]]]
 
 
@@ -67,19 +66,10 @@ class Trace:
   def __post_init__(self):
     for kind, payload in self.actions:
       known = (*ACTIONS, *self.blocks)
-      if kind not in known:
-        raise ValueError(f'Trace action {kind!r} is none of {known}')
-      wanted = tuple if kind == 'information' else str
-      if not isinstance(payload, wanted):
-        raise ValueError(
-          f'Trace action {kind!r} carries {type(payload).__name__}, not '
-          f'{wanted.__name__}'
-        )
-
-
-# ---------------------------------------------------------------------------
-# Paths
-# ---------------------------------------------------------------------------
+      require(kind in known, f'Trace action {kind!r} is none of {known}')
+      wanted = 'tuple' if kind == 'information' else 'str'
+      given = type(payload).__name__
+      require(given == wanted, f'Trace {kind!r} carries {given}, not {wanted}')
 
 
 def data_dir(data) -> str:
@@ -91,19 +81,13 @@ def data_dir(data) -> str:
   Raises:
     DataError: data.dir or SEARCHRL_DATA is not a folder.
   """
-  for name, value in (
-    ('config.data.dir', data.dir),
-    (ENV_DIR, os.environ.get(ENV_DIR, '')),
-  ):
-    if value:
-      folder = pathlib.Path(value).expanduser()
-      lookup.require(
-        folder.is_dir(),
-        f'{name}={value!r} is not a folder; correct the path',
-        DataError,
-      )
-      return str(folder.resolve())
-  return str(SHARED) if SHARED.is_dir() else ''
+  given = data.dir or os.environ.get(ENV_DIR, '')
+  if not given:
+    return str(SHARED) if SHARED.is_dir() else ''
+  name = 'config.data.dir' if data.dir else ENV_DIR
+  folder = pathlib.Path(given).expanduser()
+  require(folder.is_dir(), f'{name}={given!r} is not a folder')
+  return str(folder.resolve())
 
 
 def resolve(path: str, data) -> str:
@@ -122,101 +106,62 @@ def resolve(path: str, data) -> str:
   full = pathlib.Path(path).expanduser()
   if not full.is_absolute():
     folder = data_dir(data)
-    if not folder:
-      raise DataError(
-        f'{path!r} is relative to the data folder, but there is none: give '
-        f'--config.data.dir=FOLDER, set {ENV_DIR}, or create {SHARED} '
-        '(hf://datasets/OWNER/NAME/FILE reads from the Hugging Face hub)'
-      )
+    fix = f'give --config.data.dir=FOLDER, set {ENV_DIR}, or create {SHARED}'
+    require(folder, f'{path!r} is below the data folder, but none is: {fix}')
     full = pathlib.Path(folder) / full
-  if not full.exists():
-    raise DataError(f'{full}: no such file or folder; correct the path')
+  require(full.exists(), f'{full}: no such file or folder; correct the path')
   return str(full)
 
 
 def _from_hub(path: str) -> str:
   parts = path.removeprefix('hf://').split('/')
-  lookup.require(
-    len(parts) >= 4 and parts[0] == 'datasets' and all(parts),
-    f'{path!r} must be hf://datasets/OWNER/NAME/FILE',
-    DataError,
-  )
+  good = len(parts) >= 4 and parts[0] == 'datasets' and all(parts)
+  require(good, f'{path!r} must be hf://datasets/OWNER/NAME/FILE')
   import huggingface_hub  # slow to import, and rarely used
-  import huggingface_hub.errors
 
   repo, file = '/'.join(parts[1:3]), '/'.join(parts[3:])
   try:
     return huggingface_hub.hf_hub_download(repo, file, repo_type='dataset')
-  except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
-    raise DataError(
-      f'{path}: cannot be read from the hub or its cache '
-      f'({type(e).__name__}: {e}); check the name and the connection, set '
-      'HF_ENDPOINT to a mirror, or give a local path'
-    ) from e
+  except OSError as e:  # HfHubHTTPError is one
+    fix = 'check the name and HF_ENDPOINT (a mirror), or give a local path'
+    why = f'{type(e).__name__}: {e}'
+    raise DataError(f'{path}: not on the hub, nor kept ({why}); {fix}') from e
 
 
-# ---------------------------------------------------------------------------
-# Sets
-# ---------------------------------------------------------------------------
-
-
-def set_fields(name, fields, data, function: str = 'load') -> dict[str, Any]:
-  """Returns a set with the defaults of its module filled in.
-
-  Args:
-    name: of the set, for errors.
-    fields: {module, weight, ...fields} (a ConfigDict or a dict).
-    data: `config.data`.
-    function: 'load' or 'traces'.
+def _call(name, fields, data, function: str, search: Search | None = None):
+  """Calls `function` of a set's module, with the set's fields.
 
   Raises:
     ValueError: the module or a field is unknown (suggests similar names), or a
       field that the module requires is missing.
   """
-  fields = dict(fields)
-  lookup.require(
-    'module' in fields,
-    f'set {name!r} has no field module (jsonl, parquet, ...)',
-    DataError,
-  )
+  fields = {'module': '', 'weight': None, **fields}
+  require(fields['module'], f'set {name!r} has no field module (jsonl, ...)')
   where = f'set {name!r}: module {fields["module"]!r}'
   module = lookup.module(PACKAGE, fields['module'])
-  lookup.require(
-    hasattr(module, function), f'{where} has no function {function}', DataError
-  )
-  parameters = inspect.signature(getattr(module, function)).parameters
-  known = {'module': None, 'weight': None, **parameters}
-  known.pop('search', None)  # a callable, passed at the call
+  require(hasattr(module, function), f'{where} has no function {function}')
+  call = getattr(module, function)
+  known = {**inspect.signature(call).parameters}
+  takes_search = known.pop('search', None)  # a callable, not a field
+  names = [*known, 'module', 'weight']
   for key in fields:
-    lookup.require(
-      key in known,
-      f'{where} has no field {key!r}; {lookup.near(key, known)}',
-      DataError,
-    )
+    if key not in names:
+      near = lookup.near(key, names)
+      raise DataError(f'{where} has no field {key!r}; {near}')
   # The set takes precedence over config.data, and that over the defaults.
-  given = {p.name: p.default for p in parameters.values()}
-  given |= {'world_seed': data.world_seed, 'prompt': data.prompt}
+  given = {'world_seed': data.world_seed, 'prompt': data.prompt}
   given |= {'folder': data_dir(data), **fields}
-  for key in known:
-    lookup.require(
-      given.get(key) is not inspect.Parameter.empty,
-      f'{where} needs the field {key!r}',
-      DataError,
-    )
-  return {key: given[key] for key in known if key in given}
-
-
-def _call(name, fields, data, function: str, search: Search | None = None):
-  fields = set_fields(name, fields, data, function)
-  call = getattr(lookup.module(PACKAGE, fields.pop('module')), function)
-  fields.pop('weight', None)
-  if 'search' in inspect.signature(call).parameters:
-    lookup.require(search, f'set {name!r}: its traces need a search', DataError)
-    fields['search'] = search
+  given = {key: given[key] for key in known if key in given}
+  for key, parameter in known.items():
+    good = key in given or parameter.default is not parameter.empty
+    require(good, f'{where} needs the field {key!r}')
+  if takes_search:
+    require(search, f'set {name!r}: its traces need a search')
+    given['search'] = search
   try:
-    if isinstance(fields.get('path'), str):
-      fields['path'] = resolve(fields['path'], data)
-    return call(**fields)
+    if isinstance(given.get('path'), str):
+      given['path'] = resolve(given['path'], data)
+    return call(**given)
   except DataError as e:
     raise DataError(f'set {name!r}: {e}') from e
 
@@ -236,49 +181,32 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
     DataError: no set, an unknown field, a missing file or a bad record; the
       message starts with the name of the set.
   """
-  lookup.require(
-    data.prompt in PROMPTS,
-    f'config.data.prompt={data.prompt!r} is none of {PROMPTS}',
-    DataError,
-  )
-  lookup.require(
-    sets,
-    'there is no set; add one, such as config.data.train.NAME = {module: '
-    'jsonl, path: FILE}',
-    DataError,
-  )
+  require(sets, 'there is no set; add config.data.train.NAME = {module, ...}')
   loaded = {}
   for name, fields in sets.items():
     # The environment renders all sets in the same way.
-    if fields.get('prompt', data.prompt) != data.prompt:
-      raise DataError(
-        f'set {name!r}: prompt={fields["prompt"]!r} is not config.data.prompt='
-        f'{data.prompt!r}; change the latter, which holds for all sets'
-      )
+    good = fields.get('prompt', data.prompt) == data.prompt
+    mode = f'config.data.prompt={data.prompt!r}'
+    require(good, f'set {name!r}: its prompt is not {mode}, that of all sets')
     loaded[name] = [
       q if q.source else dataclasses.replace(q, source=name)
       for q in _call(name, fields, data, 'load')
     ]
-    lookup.require(
-      loaded[name], f'set {name!r} is empty; correct its fields', DataError
+    require(loaded[name], f'set {name!r} is empty; correct its fields')
+    bare = [q.id for q in loaded[name] if not q.messages]
+    require(
+      data.prompt != 'as_is' or not bare,
+      f'set {name!r}: {mode}, and question {bare[:1]} has no messages; use '
+      "'template', or a set whose records hold prompts (parquet)",
     )
-    bare = next((q for q in loaded[name] if not q.messages), None)
-    if data.prompt == 'as_is' and bare:
-      raise DataError(
-        f"set {name!r}: data.prompt='as_is', and question {bare.id!r} has no "
-        "messages; use data.prompt='template', or a set whose "
-        'records hold prompts (parquet)'
-      )
   count = collections.Counter(q.id for qs in loaded.values() for q in qs)
-  out = {
-    name: [
+  for name, questions in loaded.items():
+    loaded[name] = [
       dataclasses.replace(q, id=f'{name}/{q.id}') if count[q.id] > 1 else q
       for q in questions
     ]
-    for name, questions in loaded.items()
-  }
-  _require_unique(out)
-  return out
+  _require_unique(loaded)
+  return loaded
 
 
 def _require_unique(sets: Mapping[str, Sequence[Question]]) -> None:
@@ -296,13 +224,8 @@ def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
       `traces` takes `search`.
   """
   traces = list(_call('sft.data', fields, data, 'traces', search))
-  lookup.require(traces, 'sft.data has no trace; correct its fields', DataError)
+  require(traces, 'sft.data has no trace; correct its fields')
   return traces
-
-
-# ---------------------------------------------------------------------------
-# The stream
-# ---------------------------------------------------------------------------
 
 
 class Stream:
@@ -315,12 +238,7 @@ class Stream:
   """
 
   def __init__(
-    self,
-    sets: Mapping[str, Sequence[Question]],
-    *,
-    seed: int,
-    shuffle: bool,
-    weights: Mapping[str, float] | None = None,
+    self, sets: dict[str, list[Question]], *, seed: int, shuffle, weights=None
   ):
     """Makes the stream, at position 0.
 
@@ -338,13 +256,10 @@ class Stream:
 
     _require_unique(sets)
     for name, questions in sets.items():
-      lookup.require(questions, f'set {name!r} is empty', DataError)
-      lookup.require(
-        weights is None or weights.get(name, 0) > 0,
-        f'set {name!r} has weight {(weights or {}).get(name)!r}; give every '
-        'set a weight above 0, or none of them (then: by size)',
-        DataError,
-      )
+      require(questions, f'set {name!r} is empty')
+      weight = weights.get(name, 0) if weights else 1
+      what = f'set {name!r} has weight {weight}'
+      require(weight > 0, f'{what}; give every set one above 0, or none')
 
     def endless(name, questions):
       # Each set has its own seed, so adding a set does not change the others.
@@ -360,10 +275,8 @@ class Stream:
         [endless(name, questions) for name, questions in sets.items()],
         [float(weights[name]) for name in sets],
       )
-    self.sizes = {name: len(questions) for name, questions in sets.items()}
-    digest = hashlib.sha256(
-      json.dumps([seed, bool(shuffle), dict(weights or {})]).encode()
-    )
+    fields = [seed, bool(shuffle), dict(weights or {})]
+    digest = hashlib.sha256(json.dumps(fields).encode())
     for name, questions in sets.items():
       digest.update(json.dumps([name, [q.id for q in questions]]).encode())
     self.fingerprint = digest.hexdigest()[:16]
@@ -375,7 +288,6 @@ class Stream:
     If a question occurs twice (a small set, or two epochs in one call), '#2' is
     added to the second id, so that its two groups are not confused.
     """
-    lookup.require(n >= 1, f'n={n} must be at least 1')
     out, count = [], collections.Counter()
     for i in range(self.position, self.position + n):
       q = self._ds[i]
@@ -396,13 +308,10 @@ class Stream:
     Raises:
       DataError: the questions, weights, seed or shuffle differ.
     """
-    lookup.require(
+    require(
       state['fingerprint'] == self.fingerprint,
       'the saved data position belongs to other questions, weights, seed or '
-      f'shuffle (fingerprint {state["fingerprint"]}, now '
-      f'{self.fingerprint}); resume with the data of the saved run, or '
-      'start a new run folder',
-      DataError,
+      'shuffle; resume with the data of the saved run, or start a new folder',
     )
     self.position = int(state['position'])
 
@@ -410,9 +319,5 @@ class Stream:
 def open_stream(data, seed: int) -> Stream:
   """Returns the stream of `config.data.train`."""
   weights = {k: v['weight'] for k, v in data.train.items() if 'weight' in v}
-  return Stream(
-    load_sets(data.train, data),
-    seed=seed,
-    shuffle=data.shuffle,
-    weights=weights or None,
-  )
+  sets = load_sets(data.train, data)
+  return Stream(sets, seed=seed, shuffle=data.shuffle, weights=weights or None)

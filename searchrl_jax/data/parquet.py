@@ -18,9 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from searchrl_jax.data import checks
-from searchrl_jax.data.checks import DataError
-from searchrl_jax.data.core import PROMPTS
-from searchrl_jax.run import lookup
+from searchrl_jax.data.checks import DataError, mapping, require
 from searchrl_jax.types import Question
 
 _COLUMNS = (
@@ -32,13 +30,7 @@ _METADATA = ('type', 'supporting_facts', 'question_decomposition')
 
 
 def load(
-  path: str,
-  prompt: str,
-  source: str = '',
-  hops: int = 0,
-  split: str = '',
-  n: int = 0,
-  seed: int = 0,
+  path: str, prompt: str, source='', hops=0, split='', n=0, seed=0
 ) -> list[Question]:
   """Reads a file, filters it, and draws n questions, in file order.
 
@@ -57,35 +49,25 @@ def load(
   Raises:
     DataError: names the file and the row, or the column that is missing.
   """
-  lookup.require(
-    prompt in PROMPTS, f'prompt={prompt!r} is none of {PROMPTS}', DataError
-  )
   try:
     table = pq.ParquetFile(path)
   except (pa.ArrowInvalid, OSError) as e:
     raise DataError(f'{path}: not a readable parquet file ({e})') from None
-  names = table.schema_arrow.names
-  column, other = ('question', 'as_is')
-  if prompt == 'as_is':
-    column, other = ('prompt', 'template')
-  lookup.require(
+  names, schema = table.schema_arrow.names, table.schema_arrow
+  modes = {'template': ('question', 'as_is'), 'as_is': ('prompt', 'template')}
+  column, other = modes[prompt]
+  require(
     column in names,
     f'{path}: data.prompt={prompt!r} needs a column {column!r}, but there is '
-    f'none (columns: {", ".join(names)}); add it, or set config.data.prompt='
-    f'{other!r}',
-    DataError,
+    f'none ({", ".join(names)}); add it, or set config.data.prompt={other!r}',
   )
+  columns = [c for c in _COLUMNS if c in names]
+  if 'metadata' in names and pa.types.is_struct(schema.field('metadata').type):
+    inner = [f.name for f in schema.field('metadata').type]
+    columns += [f'metadata.{c}' for c in _METADATA if c in inner]
 
   def rows():
     row = 0
-    columns = [c for c in _COLUMNS if c in names]
-    if 'metadata' in names:
-      known = table.schema_arrow.field('metadata').type
-      columns += [
-        f'metadata.{c}'
-        for c in _METADATA
-        if pa.types.is_struct(known) and known.get_field_index(c) >= 0
-      ]
     try:
       for batch in table.iter_batches(columns=columns):
         for record in batch.to_pylist():
@@ -95,17 +77,18 @@ def load(
     except pa.ArrowException as e:
       raise DataError(f'{path} after row {row}: damaged ({e})') from None
 
-  questions = checks.unique(rows(), path)
-  return checks.choose(
-    questions, path=path, source=source, hops=hops, split=split, n=n, seed=seed
-  )
+  filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
+  return checks.choose(checks.unique(rows(), path), path=path, **filters)
 
 
 def make(
   record: Mapping[str, Any], where: str, row: int, prompt: str
 ) -> Question:
   """Makes the Question of one row."""
-  extra = checks.mapping(record.get('extra_info'), f'{where}: extra_info')
+  extra, reward, metadata = (
+    mapping(record.get(column), f'{where}: {column}')
+    for column in ('extra_info', 'reward_model', 'metadata')
+  )
   source = str(record.get('data_source') or '')
   names = (record.get('id'), extra.get('index'), row)
   name = next(name for name in names if name is not None)
@@ -117,15 +100,17 @@ def make(
       # Used by logs and simulators: the last message of the user, including
       # its instructions, because the position of the question is unknown.
       text = [m['content'] for m in messages if m['role'] == 'user'][-1]
+  # What a reward compares with: the target, else golden_answers.
+  truth = reward.get('ground_truth')
+  if isinstance(truth, Mapping):
+    truth = truth.get('target')
   return checks.make_question(
     where,
     id=f'{source}/{name}' if source else str(name),
     text=text,
-    answers=_answers(record, where),
+    answers=record.get('golden_answers') if truth is None else truth,
     source=source,
-    hops=checks.hops_of(
-      checks.mapping(record.get('metadata'), f'{where}: metadata')
-    ),
+    hops=checks.hops_of(metadata),
     messages=messages,
     meta={'split': extra['split']} if extra.get('split') else {},
   )
@@ -134,24 +119,14 @@ def make(
 def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
   if isinstance(value, str):  # a prompt without roles is a user's message
     value = [{'role': 'user', 'content': value}]
-  good = isinstance(value, list) and all(
-    isinstance(m, dict)
-    and isinstance(m.get('role'), str)
-    and isinstance(m.get('content'), str)
-    for m in value
+  keys = ('role', 'content')
+  good = (
+    isinstance(value, list)
+    and all(isinstance(m, dict) for m in value)
+    and all(isinstance(m.get(k), str) for m in value for k in keys)
+    and any(m['role'] == 'user' for m in value)
   )
-  if not good or not any(m['role'] == 'user' for m in value):
-    raise DataError(
-      f"{where}: 'prompt' must be a list of {{role, content}} with a message "
-      "of role 'user'"
-    )
-  return tuple({'role': m['role'], 'content': m['content']} for m in value)
-
-
-def _answers(record: Mapping[str, Any], where: str) -> Any:
-  """The answers that a reward compares with: target, else golden_answers."""
-  reward = checks.mapping(record.get('reward_model'), f'{where}: reward_model')
-  truth = reward.get('ground_truth')
-  if isinstance(truth, Mapping):
-    truth = truth.get('target')
-  return record.get('golden_answers') if truth is None else truth
+  require(
+    good, f"{where}: 'prompt' is no list of {{role, content}} with a user"
+  )
+  return tuple({k: m[k] for k in keys} for m in value)

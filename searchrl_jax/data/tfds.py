@@ -10,72 +10,34 @@ from typing import Any
 import numpy as np
 
 from searchrl_jax.data import checks, jsonl
-from searchrl_jax.data.checks import DataError
-from searchrl_jax.types import Question
 
 
-def load(
-  path: str,
-  split: str,
-  id: str = 'id',
-  question: str = 'question',
-  answers: str = 'golden_answers',
-  supporting: str = '',
-  source: str = '',
-  hops: str = '',
-  n: int = 0,
-  seed: int = 0,
-) -> list[Question]:
-  """Loads a split, maps its fields and draws n questions, in order.
+@checks.mapped
+def load(path: str, split: str) -> tuple[str, Any]:
+  """Opens a split; `checks.mapped` has the other fields.
 
   Args:
     path: the prepared folder, with dataset_info.json and ArrayRecord files.
     split: 'train', 'dev[:100]', ...
-    id: the field of the id; '' = the row's number.
-    question: the field of the question; 'a.b' reaches inside.
-    answers: the field of the answers; '' = unlabelled.
-    supporting: the field of the supporting corpus ids; '' = unknown.
-    source: the field of the source; '' = the set's name.
-    hops: the field of the hops; '' = unknown.
-    n: questions drawn without replacement; 0 = all.
-    seed: of the draw.
 
   Raises:
-    DataError: not a prepared folder, an unknown split or field, or a bad row.
+    DataError: not a prepared folder, or an unknown split.
   """
   import tensorflow_datasets as tfds  # slow to import
 
-  if not os.path.exists(os.path.join(path, 'dataset_info.json')):
-    raise DataError(
-      f'{path}: there is no dataset_info.json; give the folder that TFDS '
-      'prepared (NAME/VERSION), or make one with searchrl_jax.data.tfds.build'
-    )
+  there = os.path.exists(os.path.join(path, 'dataset_info.json'))
+  what = f'{path}: there is no dataset_info.json, as in a folder NAME/VERSION'
+  checks.require(there, f'{what} that TFDS or data.tfds.build prepared')
   builder = tfds.builder_from_directory(path)
-  if split.partition('[')[0] not in builder.info.splits:
-    raise DataError(
-      f'{path}: no split {split!r}: {", ".join(builder.info.splits)}'
-    )
+  known = builder.info.splits
+  good = split.partition('[')[0] in known
+  checks.require(good, f'{path}: no split {split!r}: {", ".join(known)}')
   try:
     rows = builder.as_data_source(split=split)
-  except ValueError as e:
-    raise DataError(f'{path}: split {split!r}: {e}') from e
-  except NotImplementedError as e:  # TFRecord cannot be read by index
-    raise DataError(
-      f'{path}: {str(e)[:300]}; prepare it again with file_format='
-      "'array_record'"
-    ) from e
-
-  questions = checks.mapped(
-    (_plain(r) for r in rows),
-    f'{path}[{split}]',
-    id=id,
-    question=question,
-    answers=answers,
-    supporting=supporting,
-    source=source,
-    hops=hops,
-  )
-  return checks.choose(questions, path=path, n=n, seed=seed)
+  except (ValueError, NotImplementedError) as e:  # a TFRecord has no index
+    what = f"{str(e)[:300]} (the file_format must be 'array_record')"
+    raise checks.DataError(f'{path}: split {split!r}: {what}') from e
+  return f'{path}[{split}]', (_plain(r) for r in rows)
 
 
 def build(
@@ -99,23 +61,16 @@ def build(
   """
   import tensorflow_datasets as tfds
 
-  questions = jsonl.load(jsonl_path, layout=layout)
   target = os.path.join(folder, name, '1.0.0')
-  if os.path.exists(target):
-    raise DataError(f'{target} already exists; remove it or change the name')
-  text = tfds.features.Text()
+  there = os.path.exists(target)
+  checks.require(not there, f'{target} exists; remove it or change the name')
+  text, number = tfds.features.Text(), tfds.features.Scalar(np.int32)
   texts = tfds.features.Sequence(text)
-  fields = {
-    'id': (text, 'id'),
-    'question': (text, 'text'),
-    'golden_answers': (texts, 'answers'),
-    'supporting_ids': (texts, 'supporting'),
-    'source': (text, 'source'),
-    'hops': (tfds.features.Scalar(np.int32), 'hops'),
-  }
-  features = tfds.features.FeaturesDict({k: f for k, (f, _) in fields.items()})
+  fields = dict(id=text, question=text, golden_answers=texts)
+  fields |= dict(supporting_ids=texts, source=text, hops=number)
   examples = [
-    {k: getattr(q, name) for k, (_, name) in fields.items()} for q in questions
+    dict(zip(fields, (q.id, q.text, q.answers, q.supporting, q.source, q.hops)))
+    for q in jsonl.load(jsonl_path, layout=layout)
   ]
 
   class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -127,7 +82,7 @@ def build(
     def _info(self):
       info = tfds.core.DatasetInfo(
         builder=self,
-        features=features,
+        features=tfds.features.FeaturesDict(fields),
         disable_shuffling=True,
         description=f'Questions of {os.path.basename(jsonl_path)}.',
       )
@@ -152,12 +107,10 @@ def build(
 
 def _plain(value: Any) -> Any:
   """Converts bytes to str and arrays to lists, recursively."""
-  if isinstance(value, bytes):
-    return value.decode('utf-8')
+  if hasattr(value, 'tolist'):  # a numpy array or scalar
+    value = value.tolist()
   if isinstance(value, dict):
     return {k: _plain(v) for k, v in value.items()}
   if isinstance(value, (list, tuple)):
     return [_plain(v) for v in value]
-  if hasattr(value, 'tolist'):  # a numpy array or scalar
-    return _plain(value.tolist())
-  return value
+  return value.decode('utf-8') if isinstance(value, bytes) else value

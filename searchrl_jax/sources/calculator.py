@@ -15,18 +15,12 @@ import operator
 import re
 from typing import Any
 
+from searchrl_jax.sources.core import Answer
 from searchrl_jax.types import SearchRequest, SearchResult
 
 LENGTH = 200  # characters of an expression
 BITS = 512  # of a numerator or denominator: about 154 digits
 DECIMALS = 20  # digits after the point of a result that is not a fraction
-
-_OPERATORS = {
-  ast.Add: operator.add,
-  ast.Sub: operator.sub,
-  ast.Mult: operator.mul,
-  ast.Div: operator.truediv,
-}
 
 
 class Unusable(ValueError):
@@ -45,11 +39,9 @@ def compute(expression: str) -> Fraction:
   if not re.fullmatch(r'[0-9.+\-*/() ]+', text):
     raise Unusable('only numbers, + - * / ^ and parentheses are known')
   try:
-    tree = ast.parse(text, mode='eval')
+    return _value(ast.parse(text, mode='eval').body, text)
   except (SyntaxError, RecursionError, MemoryError) as e:
     raise Unusable('not an expression') from e
-  try:
-    return _value(tree.body, text)
   except ZeroDivisionError as e:
     raise Unusable('division by zero') from e
 
@@ -59,11 +51,8 @@ def _value(node: ast.AST, text: str) -> Fraction:
     case ast.Constant(value=int() | float()):
       # Not node.value: a float is not the decimal that was written.
       value = Fraction(ast.get_source_segment(text, node) or '')
-    case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
-      value = _value(node.operand, text)
-      value = -value if isinstance(node.op, ast.USub) else value
-    case ast.BinOp(op=ast.Pow()):
-      value = _power(_value(node.left, text), _value(node.right, text))
+    case ast.UnaryOp() if type(node.op) in _OPERATORS:
+      value = _OPERATORS[type(node.op)](_value(node.operand, text))
     case ast.BinOp() if type(node.op) in _OPERATORS:
       apply = _OPERATORS[type(node.op)]
       value = apply(_value(node.left, text), _value(node.right, text))
@@ -88,6 +77,11 @@ def _bits(value: Fraction) -> int:
   return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
+_OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Pow: _power}
+_OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub}
+_OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
 def shown(value: Fraction) -> str:
   """A whole number, a decimal of up to DECIMALS digits, or a fraction."""
   if value.denominator == 1:
@@ -106,13 +100,9 @@ class Calculator:
   def __init__(self, cost: float):
     self._cost = cost
 
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchResult]:
-    return [
-      SearchResult(r, (), text=_answer(r.query), cost=self._cost)
-      for r in requests
-    ]
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
+    told = [(request, _answer(request.query)) for request in requests]
+    return [SearchResult(r, (), text=text, cost=self._cost) for r, text in told]
 
   async def check(self) -> Mapping[str, object]:
     return {}

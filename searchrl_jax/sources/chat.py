@@ -11,7 +11,8 @@ policy, or any outside text, into a message with `payload` only.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator
+import contextlib
 import json
 import os
 import re
@@ -47,12 +48,11 @@ def payload(value: Any) -> str:
   In strings, `<`, `|`, `[` and the characters that normalise to them are
   escaped (\\u003c, \\u007c, \\u005b); json.loads restores `value`.
   """
-  return _STRING.sub(
-    lambda string: _SPELLING.sub(
-      lambda char: f'\\u{ord(char[0]):04x}', string[0]
-    ),
-    json.dumps(value, ensure_ascii=False),
-  )
+
+  def escaped(string):
+    return _SPELLING.sub(lambda c: f'\\u{ord(c[0]):04x}', string[0])
+
+  return _STRING.sub(escaped, json.dumps(value, ensure_ascii=False))
 
 
 class ChatError(RuntimeError):
@@ -84,7 +84,7 @@ class Chat:
       where: name of `config` in errors.
 
     Raises:
-      ValueError: a field is invalid; names it.
+      ValueError: the URL is invalid.
     """
     try:
       url = httpx.URL(config.url)
@@ -93,13 +93,7 @@ class Chat:
     except httpx.InvalidURL:
       good = False
     server = 'must be http(s)://host[:port] of an OpenAI-compatible server'
-    for field, valid, message in (
-      ('url', good, server),
-      ('attempts', config.attempts >= 1, 'must be at least 1'),
-      ('concurrency', config.concurrency >= 1, 'must be at least 1'),
-      ('timeout', config.timeout > 0, 'must be above 0 seconds'),
-    ):
-      lookup.require(valid, f'{where}.{field}={config[field]!r} {message}')
+    lookup.require(good, f'{where}.url={config.url!r} {server}')
     self._config, self._where = config, where
     self.url = config.url.rstrip('/').removesuffix('/v1') + '/v1'
     self._use_proxy = url.host not in _LOOPBACK
@@ -109,12 +103,12 @@ class Chat:
 
   async def reply(
     self,
-    messages: Sequence[Mapping[str, str]],
+    messages,
     *,
     max_tokens: int,
     temperature: float,
-    seed: int | None = None,
-    schema: Mapping[str, Any] | None = None,
+    seed=None,
+    schema=None,
   ) -> str:
     """Returns the model's next message.
 
@@ -129,36 +123,28 @@ class Chat:
     Raises:
       ChatError: there is no reply.
     """
-    import openai  # takes a second
-
-    client, slots = self._client(openai)
     options = {} if seed is None else {'seed': seed}
     if schema is not None:
       spec = {'name': 'reply', 'schema': schema, 'strict': True}
       options['response_format'] = {'type': 'json_schema', 'json_schema': spec}
-    try:
-      async with slots, self._limit():
-        if not self._model:
-          self._model = (await self._served(client))[0]
-        reply = await client.chat.completions.create(
-          model=self._model,
-          messages=list(messages),
-          max_tokens=max_tokens,
-          temperature=temperature,
-          **options,
-        )
+    async with self._asking() as client:
+      if not self._model:
+        self._model = (await self._served(client))[0]
+      reply = await client.chat.completions.create(
+        model=self._model,
+        messages=list(messages),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        **options,
+      )
       end, text = 'filtered', ''  # some filters return no choice
       if reply.choices != []:
         choice = reply.choices[0]
         end, text = choice.finish_reason, choice.message.content
-    except (openai.OpenAIError, *_MALFORMED) as e:
-      raise self._error(openai, e) from e
     if not isinstance(text, str) or not text.strip() or end in _INCOMPLETE:
-      raise ChatError(
-        'unusable',
-        f'{self.url}: no complete reply within {max_tokens} tokens '
-        f'(finish_reason={end!r}): {str(text)[:200]!r}',
-      )
+      what = f'within {max_tokens} tokens (finish_reason={end!r})'
+      message = f'{self.url}: no complete reply {what}: {str(text)[:200]!r}'
+      raise ChatError('unusable', message)
     return text
 
   async def check(self) -> dict[str, object]:
@@ -167,32 +153,20 @@ class Chat:
     Raises:
       ChatError: the server cannot be reached or does not have the model.
     """
-    import openai
-
-    client, _ = self._client(openai)
-    try:
-      async with self._limit():
-        served = await self._served(client)
-    except (openai.OpenAIError, *_MALFORMED) as e:
-      raise self._error(openai, e) from e
-    if self._config.model and self._config.model not in served:
-      raise ChatError(
-        'rejected',
-        f'{self._where}.model={self._config.model!r} is not '
-        f'served at {self.url}, which has: {", ".join(served)}',
-      )
-    return {'url': self.url, 'model': self._config.model or served[0]}
+    model = self._config.model
+    async with self._asking() as client:
+      served = await self._served(client)
+    if model and model not in served:
+      has = f'{self.url}, which has: {", ".join(served)}'
+      message = f'{self._where}.model={model!r} is not served at {has}'
+      raise ChatError('rejected', message)
+    return {'url': self.url, 'model': model or served[0]}
 
   async def close(self) -> None:
     """Closes the connections of this event loop."""
     client, _ = self._clients.pop(asyncio.get_running_loop(), (None, None))
     if client:
       await client.close()
-
-  def _limit(self) -> asyncio.Timeout:
-    # The timeouts of httpx do not end a reply that arrives byte by byte.
-    c = self._config
-    return asyncio.timeout(c.attempts * (c.timeout + _PAUSE))
 
   async def _served(self, client) -> list[str]:
     names = [getattr(m, 'id', None) for m in (await client.models.list()).data]
@@ -201,49 +175,51 @@ class Chat:
     # This project's servers also have a name for each start; leave it out.
     names = [name for name in names if not name.startswith(_START)]
     if not self._config.model and len(names) != 1:
+      message = f'{self.url} serves {", ".join(names) or "no model"}'
       raise ChatError(
-        'rejected',
-        f'{self.url} serves {", ".join(names) or "no model"}: say '
-        f'which in {self._where}.model',
+        'rejected', f'{message}: say which in {self._where}.model'
       )
     return names
 
   def _client(self, openai):
-    loop = asyncio.get_running_loop()
+    loop, c = asyncio.get_running_loop(), self._config
     if loop not in self._clients:
-      c = self._config
-      self._clients[loop] = (
-        openai.AsyncOpenAI(
-          base_url=self.url,
-          api_key=os.environ.get('OPENAI_API_KEY', 'none'),
-          timeout=c.timeout,
-          max_retries=c.attempts - 1,
-          http_client=httpx.AsyncClient(
-            trust_env=self._use_proxy,
-            timeout=c.timeout,
-            limits=httpx.Limits(max_connections=c.concurrency),
-          ),
-        ),
-        asyncio.Semaphore(c.concurrency),
+      limits = httpx.Limits(max_connections=c.concurrency)
+      http = httpx.AsyncClient(
+        trust_env=self._use_proxy, timeout=c.timeout, limits=limits
       )
+      client = openai.AsyncOpenAI(
+        base_url=self.url,
+        api_key=os.environ.get('OPENAI_API_KEY', 'none'),
+        timeout=c.timeout,
+        max_retries=c.attempts - 1,
+        http_client=http,
+      )
+      self._clients[loop] = client, asyncio.Semaphore(c.concurrency)
     return self._clients[loop]
 
-  def _error(self, openai, e: Exception) -> ChatError:
-    kind = 'bad_response'
-    for kinds, name in (  # subclasses first
-      ((openai.APITimeoutError, TimeoutError), 'timeout'),
-      (openai.APIConnectionError, 'unreachable'),
-      ((openai.RateLimitError, openai.InternalServerError), 'overloaded'),
-      (openai.APIStatusError, 'rejected'),
-    ):
-      if isinstance(e, kinds):
-        kind = name
-        break
-    if getattr(e, 'status_code', None) in _UNUSABLE:
-      kind = 'unusable'
-    return ChatError(
-      kind,
-      f'{self.url}: {kind} after {self._config.attempts} attempt(s): '
-      f'{" ".join(str(e).split())[:300]}; start the server, or correct '
-      f'{self._where}',
-    )
+  @contextlib.asynccontextmanager
+  async def _asking(self) -> AsyncIterator:
+    """The client; waits for a slot, and turns every failure into ChatError."""
+    import openai  # takes a second
+
+    (client, slots), c = self._client(openai), self._config
+    try:
+      # The timeouts of httpx do not end a reply that arrives byte by byte.
+      async with slots, asyncio.timeout(c.attempts * (c.timeout + _PAUSE)):
+        yield client
+    except (openai.OpenAIError, *_MALFORMED) as e:
+      kinds = (  # subclasses first
+        ((openai.APITimeoutError, TimeoutError), 'timeout'),
+        (openai.APIConnectionError, 'unreachable'),
+        ((openai.RateLimitError, openai.InternalServerError), 'overloaded'),
+        (openai.APIStatusError, 'rejected'),
+        (Exception, 'bad_response'),
+      )
+      kind = next(name for types, name in kinds if isinstance(e, types))
+      if getattr(e, 'status_code', None) in _UNUSABLE:
+        kind = 'unusable'
+      fix = f'start the server, or correct {self._where}'
+      what = f'{kind} after {c.attempts} attempt(s)'
+      why = ' '.join(str(e).split())[:300]
+      raise ChatError(kind, f'{self.url}: {what}: {why}; {fix}') from e

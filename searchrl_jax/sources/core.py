@@ -23,7 +23,10 @@ branch of a tree, which the trajectory's name does not distinguish.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from searchrl_jax.run import lookup
 from searchrl_jax.types import SearchError, SearchRequest, SearchResult
+
+Answer = SearchResult | SearchError
 
 
 class SourceError(RuntimeError):
@@ -40,25 +43,22 @@ def require_same(before: Mapping, now: Mapping) -> None:
   Raises:
     SourceError: they differ; names what differs.
   """
-  if not before or not now:
-    return
   lines = '; '.join(
     f'{name}: {before.get(name)!r} before, {now.get(name)!r} now'
     for name in sorted(before.keys() | now.keys())
     if before.get(name) != now.get(name)
   )
-  if lines:
-    raise SourceError(
-      'the retrieval server is not the one that this run was trained with '
-      f'({lines}): serve the same corpus and index, or train in another '
-      '--workdir with --config.train.init=THIS_RUN'
-    )
+  lookup.require(
+    not (before and now and lines),
+    'the retrieval server is not the one that this run was trained with '
+    f'({lines}): serve the same corpus and index, or train in another '
+    '--workdir with --config.train.init=THIS_RUN',
+    SourceError,
+  )
 
 
 class Source(Protocol):
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchResult | SearchError]: ...
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]: ...
 
   async def check(self) -> Mapping[str, object]: ...  # raises SourceError
   async def close(self) -> None: ...

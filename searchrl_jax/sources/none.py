@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from searchrl_jax.sources.core import Answer
 from searchrl_jax.types import SearchError, SearchRequest
 
 NONE = 'none'  # config.source.module
@@ -10,13 +11,8 @@ NONE = 'none'  # config.source.module
 class NoSource:
   """Returns an error for every query."""
 
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchError]:
-    message = (
-      "config.source.module='none' answers no search; use 'service' with a "
-      'URL or a corpus'
-    )
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
+    message = "config.source.module='none' answers no search; use 'service'"
     return [SearchError(r, 'unreachable', message) for r in requests]
 
   async def check(self) -> Mapping[str, object]:

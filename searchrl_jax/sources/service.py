@@ -5,17 +5,16 @@ equal ones once. The client has deadlines, retries and typed errors.
 """
 
 import asyncio
+import collections
 from collections.abc import Mapping, Sequence
-import dataclasses
 import logging
 import time
 import weakref
 
 from ml_collections import ConfigDict
 
-from retrieval.client import Hit, RetrievalClient, RetrievalError
-from searchrl_jax.run import lookup
-from searchrl_jax.sources.core import SourceError
+from retrieval.client import RetrievalClient, RetrievalError
+from searchrl_jax.sources.core import Answer, SourceError
 from searchrl_jax.types import Passage, SearchError, SearchRequest, SearchResult
 
 _log = logging.getLogger(__name__)
@@ -23,14 +22,6 @@ _log = logging.getLogger(__name__)
 # or one that it cannot process), so the batch is split and sent again. Other
 # errors concern the state of the server, and splitting would add load.
 _SPLIT = ('rejected', 'bad_response')
-
-
-@dataclasses.dataclass
-class _Queue:
-  """The queries of one event loop."""
-
-  waiting: list[tuple[SearchRequest, asyncio.Future]]
-  tasks: set[asyncio.Task]  # strong references; a loop has only weak ones
 
 
 class ServiceSource:
@@ -49,12 +40,8 @@ class ServiceSource:
         stored.
 
     Raises:
-      ValueError: a URL is not http(s)://host, or attempts < 1.
+      ValueError: a URL is not http(s)://host.
     """
-    lookup.require(
-      config.attempts >= 1,
-      f'config.source.attempts={config.attempts} must be at least 1',
-    )
     self._client = RetrievalClient(
       config.url,
       timeout_s=config.timeout,
@@ -62,36 +49,38 @@ class ServiceSource:
       retries=config.attempts - 1,
     )
     self._batch_s = config.batch_ms / 1000
-    self._queues: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-    self.queries = 0  # queries to this source
-    self.sent = 0  # queries to the server, equal ones of a batch once
-    self.batches = 0  # HTTP requests, without retries
+    # Of each event loop: k -> (queries and how many wait for each, the task
+    # that will send them), and all tasks, to which a loop has weak references.
+    self._loops: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-  @property
-  def url(self) -> str:
-    return self._client.url
-
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchResult | SearchError]:
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     """Returns one answer per request, in order; does not raise for a query."""
-    if not requests:
-      return []
-    loop = asyncio.get_running_loop()
-    queue = self._queues.setdefault(loop, _Queue([], set()))
-    if not queue.waiting:
-      loop.call_later(self._batch_s, self._flush, queue)
-    begin = time.monotonic()
-    futures = [loop.create_future() for _ in requests]
-    queue.waiting.extend(zip(requests, futures, strict=True))
-    self.queries += len(requests)
-    answers = await asyncio.gather(*futures)
+    loop, begin = asyncio.get_running_loop(), time.monotonic()
+    batches, tasks = self._loops.setdefault(loop, ({}, set()))
+    for k in {request.k for request in requests} - batches.keys():
+      queries: collections.Counter[str] = collections.Counter()
+      task = loop.create_task(self._send(batches, k, queries))
+      batches[k] = queries, task
+      tasks.add(task)
+      task.add_done_callback(tasks.discard)
+    asked = [(request, *batches[request.k]) for request in requests]
+    for request, queries, _ in asked:
+      queries[request.query] += 1
+    try:
+      found = [
+        (request, (await asyncio.shield(task))[request.query])
+        for request, _, task in asked
+      ]
+    except asyncio.CancelledError:
+      for request, queries, _ in asked:
+        queries[request.query] -= 1
+      raise
     seconds = time.monotonic() - begin
     return [
       SearchError(request, answer.kind, str(answer))
       if isinstance(answer, RetrievalError)
-      else SearchResult(request, tuple(map(_passage, answer)), seconds)
-      for request, answer in zip(requests, answers, strict=True)
+      else SearchResult(request, answer, seconds)
+      for request, answer in found
     ]
 
   async def check(self) -> Mapping[str, object]:
@@ -105,92 +94,53 @@ class ServiceSource:
     """
     urls = self._client.urls
     answers = await asyncio.gather(*map(self._check, urls))
-    good = {}
-    for url, answer in zip(urls, answers, strict=True):
-      if isinstance(answer, RetrievalError):
-        _log.warning('continues without a replica: %s', answer)
-      else:
-        good[url] = answer
+    failed = [a for a in answers if isinstance(a, RetrievalError)]
+    good = {u: a for u, a in zip(urls, answers) if a not in failed}
     if not good:
-      raise SourceError(f'config.source.url: {answers[0]}') from answers[0]
+      raise SourceError(f'config.source.url: {failed[0]}') from failed[0]
+    for error in failed:
+      _log.warning('continues without a replica: %s', error)
     served = {url: answer.get('identity') for url, answer in good.items()}
-    first, *others = served
-    for url in others:
-      if served[url] != served[first]:
-        raise SourceError(
-          f'config.source.url: {first} and {url} do not serve the same: '
-          f'{served[first]} and {served[url]}'
-        )
-    return good[first]
+    first = next(iter(good.values()))
+    if any(identity != first.get('identity') for identity in served.values()):
+      raise SourceError(f'config.source.url: do not serve the same: {served}')
+    return first
 
   async def _check(self, url: str) -> Mapping[str, object] | RetrievalError:
     health = {'url': url, 'health': 'no /health; /retrieve answers'}
     try:
-      health = dict(await self._client.health(url))
-      if 'identity' in health:
-        return health
-    except RetrievalError as error:
-      if error.kind != 'rejected':
-        return error
-    # No identity: another implementation, or the token is missing.
-    try:
-      await self._client.retrieve(['health'], 1, url)
+      try:
+        health = dict(await self._client.health(url))
+      except RetrievalError as error:
+        if error.kind != 'rejected':
+          raise
+      if 'identity' not in health:  # another server, or the token is missing
+        await self._client.retrieve(['health'], 1, url)
+      return health
     except RetrievalError as error:
       return error
-    return health
 
   async def close(self) -> None:
     """Cancels the requests and closes the connections of this event loop."""
-    queue = self._queues.pop(asyncio.get_running_loop(), None)
-    if queue is not None:
-      tasks = list(queue.tasks)
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
-      for _, future in queue.waiting:
-        future.cancel()
+    _, tasks = self._loops.pop(asyncio.get_running_loop(), ({}, ()))
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await self._client.close()
 
-  def _flush(self, queue: _Queue) -> None:
-    """Sends the waiting queries, in one request per number of passages."""
-    waiting, queue.waiting = queue.waiting, []
-    by_k: dict[int, dict[str, list[asyncio.Future]]] = {}
-    for request, future in waiting:
-      if not future.done():  # it is done if its trajectory was cancelled
-        queries = by_k.setdefault(request.k, {})
-        queries.setdefault(request.query, []).append(future)
-    for k, queries in by_k.items():
-      task = asyncio.get_running_loop().create_task(self._send(queries, k))
-      queue.tasks.add(task)
-      task.add_done_callback(queue.tasks.discard)
+  async def _send(self, batches: dict, k: int, queries: collections.Counter):
+    await asyncio.sleep(self._batch_s)
+    del batches[k]
+    return await self._ask([*+queries], k)  # those that somebody waits for
 
-  async def _send(
-    self, queries: dict[str, list[asyncio.Future]], k: int
-  ) -> None:
+  async def _ask(self, queries: list[str], k: int) -> dict:
+    """Query -> a tuple of passages, or a RetrievalError."""
     try:
-      answers = await self._ask(list(queries), k)
-    except asyncio.CancelledError:
-      for future in _open(queries):
-        future.cancel()
-      raise
-    except Exception as error:
-      # Otherwise the waiting queries would never end.
-      for future in _open(queries):
-        future.set_exception(error)
-      return
-    for query, futures in queries.items():
-      for future in futures:
-        if not future.done():
-          future.set_result(answers[query])
-
-  async def _ask(
-    self, queries: list[str], k: int
-  ) -> dict[str, list[Hit] | RetrievalError]:
-    self.batches += 1
-    self.sent += len(queries)
-    try:
-      hits = await self._client.retrieve(queries, k)
-      return dict(zip(queries, hits, strict=True))
+      found = await self._client.retrieve(queries, k)
+      return {
+        query: tuple(Passage(h.id, h.title, h.text, h.score) for h in hits)
+        for query, hits in zip(queries, found, strict=True)
+      }
     except RetrievalError as error:
       named = set(error.queries)
       rest = [query for i, query in enumerate(queries) if i not in named]
@@ -199,7 +149,7 @@ class ServiceSource:
         return dict.fromkeys(queries, error) | answers
       single = len(queries) == 1
       if single and error.kind == 'rejected' and await self._is_healthy(k):
-        return {queries[0]: []}  # the server cannot process this query
+        return {queries[0]: ()}  # the server cannot process this query
       if single or error.kind not in _SPLIT:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2
@@ -219,11 +169,3 @@ class ServiceSource:
 def make(config: ConfigDict, **_: object) -> ServiceSource:
   """The source of `config.source` (module='service')."""
   return ServiceSource(config)
-
-
-def _open(queries: dict[str, list[asyncio.Future]]) -> list[asyncio.Future]:
-  return [f for futures in queries.values() for f in futures if not f.done()]
-
-
-def _passage(hit: Hit) -> Passage:
-  return Passage(hit.id, hit.title, hit.text, hit.score)

@@ -6,14 +6,8 @@ A policy that scores well with these does not use the passages.
 from collections.abc import Mapping, Sequence
 import dataclasses
 
-from searchrl_jax.sources.core import Source, SourceError
-from searchrl_jax.types import (
-  SEARCH,
-  Question,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-)
+from searchrl_jax.sources.core import Answer, Source, SourceError
+from searchrl_jax.types import SEARCH, Question, SearchRequest
 
 
 class Shuffled:
@@ -41,20 +35,15 @@ class Shuffled:
       else:
         raise SourceError('shuffled passages need two different answers')
 
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchResult | SearchError]:
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
+    replace = dataclasses.replace
     swapped = [
-      dataclasses.replace(r, query=self._other[r.question.id])
-      if r.tool == SEARCH
-      else r
+      replace(r, query=self._other[r.question.id]) if r.tool == SEARCH else r
       for r in requests
     ]
     answers = await self._source.search(swapped)
-    return [
-      dataclasses.replace(answer, request=request)
-      for answer, request in zip(answers, requests, strict=True)
-    ]
+    pairs = zip(answers, requests, strict=True)
+    return [replace(answer, request=request) for answer, request in pairs]
 
   async def check(self) -> Mapping[str, object]:
     return await self._source.check()

@@ -17,30 +17,24 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import hashlib
 import logging
 import re
-import string
 import time
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from searchrl_jax import types
 from searchrl_jax.engines.core import Engine, EngineError, Sampling
 from searchrl_jax.run import lookup
 from searchrl_jax.sources.chat import Chat, ChatError, payload
-from searchrl_jax.sources.core import SourceError
+from searchrl_jax.sources.core import Answer, SourceError
 from searchrl_jax.text import untrusted
-from searchrl_jax.types import (
-  Passage,
-  Prompt,
-  Question,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-)
+from searchrl_jax.text.prompts import slots
+from searchrl_jax.types import SearchRequest as Request
 
 SIMULATED = 'simulated'  # config.source.module
 SLOTS = ('question', 'answers', 'query', 'k')
 _WHERE = 'config.source.simulator'
-_TEST = Question('check', 'What is the capital of France?', ('Paris',))
+_TEST = types.Question('check', 'What is the capital of France?', ('Paris',))
 _log = logging.getLogger(__name__)
 
 
@@ -61,11 +55,11 @@ def check(config: ConfigDict) -> None:
   """
   for name in ('useful', 'noisy'):
     try:
-      used = {field for _, field in _slots(config[name]) if field is not None}
+      used = {field for _, field in slots(config[name])} - {None}
     except ValueError as e:
       raise ValueError(f'{_WHERE}.{name}: {e}; write a brace twice') from e
     lookup.require(
-      'query' in used and used <= set(SLOTS),
+      {'query'} <= used <= set(SLOTS),
       f'{_WHERE}.{name}={config[name]!r} must contain {{query}}, and may '
       f'contain any of {SLOTS}',
     )
@@ -73,9 +67,9 @@ def check(config: ConfigDict) -> None:
     pattern = re.compile(config.document)
   except re.error as e:
     raise ValueError(f'{_WHERE}.document: no regular expression: {e}') from e
+  named = pattern.groupindex
   lookup.require(
-    pattern.groups
-    and ('text' in pattern.groupindex or 'title' not in pattern.groupindex),
+    pattern.groups and ('text' in named or 'title' not in named),
     f'{_WHERE}.document={config.document!r}: needs a group for the text of one '
     'document, named (?P<text>...) if it is beside a named title',
   )
@@ -84,17 +78,6 @@ def check(config: ConfigDict) -> None:
     f'{_WHERE}.url={config.url!r} cannot be combined with path, stops or '
     'chat=False: a server has its own model and receives messages',
   )
-  for names, low, high in (
-    (('noise_from', 'noise_to'), 0, 1),
-    (('steps', 'max_tokens', 'attempts'), 1, float('inf')),
-    (('temperature',), 0, float('inf')),
-    (('base',), 1.001, float('inf')),
-  ):
-    for name in names:
-      lookup.require(
-        low <= config[name] <= high,
-        f'{_WHERE}.{name}={config[name]} must be between {low} and {high}',
-      )
 
 
 def noise(config: ConfigDict, step: int) -> float:
@@ -112,26 +95,21 @@ class SimulatedSource:
   of arrival. A resumed run repeats them.
   """
 
-  def __init__(
-    self, config: ConfigDict, seed: int, writer: Callable[[], DocumentWriter]
-  ):
+  def __init__(self, config: ConfigDict, seed: int, writer: Callable):
     """Sends no request yet.
 
     Args:
       config: config.source; see `check` for config.source.simulator.
       seed: config.seed.
-      writer: returns the writer; called if config.simulator.url is empty.
+      writer: returns a DocumentWriter; called if config.simulator.url is empty.
     """
     self._config, self._seed = config.simulator, seed
     check(self._config)
     self._document = re.compile(self._config.document)
-    url = self._config.url
-    self._chat = Chat(self._config, _WHERE) if url else None
-    self._writer = None if url else writer()
+    self._chat = Chat(config.simulator, _WHERE) if self._config.url else None
+    self._writer = None if self._chat else writer()
 
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchResult | SearchError]:
+  async def search(self, requests: Sequence[Request]) -> list[Answer]:
     """One answer for each request, in order; never raises for a query."""
     return list(await asyncio.gather(*map(self._answer, requests)))
 
@@ -154,10 +132,10 @@ class SimulatedSource:
         name = (await self._chat.check())['model']
       except ChatError as e:
         raise SourceError(str(e)) from e
-      answer = await self._answer(SearchRequest('capital France', 1, _TEST))
+      answer = await self._answer(Request('capital France', 1, _TEST))
       why = getattr(answer, 'message', f'correct {_WHERE}.document or prompts')
       lookup.require(
-        isinstance(answer, SearchResult) and answer.passages,
+        getattr(answer, 'passages', ()),
         f'{_WHERE}.url={self._config.url!r} answers the query '
         f'{answer.request.query!r} with no document: {why}',
         SourceError,
@@ -172,89 +150,77 @@ class SimulatedSource:
     elif self._writer.start:
       await self._writer.engine().shutdown()
 
-  async def _answer(self, request: SearchRequest) -> SearchResult | SearchError:
-    begin, question = time.monotonic(), request.question or Question('', '')
-    noisy = self._draw(request) < noise(self._config, request.step)
-    kind = 'noisy' if noisy else 'useful'
-    answers = ' or '.join(question.answers)
-    values = dict(
-      query=request.query,
-      k=str(request.k),
-      question=question.text,
-      answers=answers,
-    )
-    parts = []
-    for literal, field in _slots(self._config[kind]):
-      parts.append((literal, True))
-      if field is not None and not values[field]:
+  async def _answer(self, request: Request) -> Answer:
+    begin, c, question = time.monotonic(), self._config, request.question
+    kind = 'useful'
+    if self._draw(request) < noise(c, request.step):
+      kind = 'noisy'
+    values = {'query': request.query, 'k': str(request.k), None: ''}
+    values['question'] = question.text if question else ''
+    values['answers'] = ' or '.join(question.answers if question else ())
+    found = slots(c[kind])
+    for _, field in found:
+      if field and not values[field]:
         message = (
           f"{_WHERE}.{kind} contains {{{field}}}, and the query's question has "
           "none; use a real search, with config.source.module='service'"
         )
-        return SearchError(request, 'rejected', message)
-      if field is not None:
-        parts.append((values[field], False))
-    for attempt in range(self._config.attempts):
+        return types.SearchError(request, 'rejected', message)
+    texts = [[(text, True), (values[field], False)] for text, field in found]
+    parts = [part for pair in texts for part in pair if part[0]]
+    for attempt in range(c.attempts):
       seed = int(self._draw(request, request.query, attempt) * 2**32)
       try:
         reply = await self._write(parts, seed)
       except ChatError as e:
         if e.kind not in ('bad_response', 'unusable'):
-          return SearchError(request, e.kind, str(e))
+          return types.SearchError(request, e.kind, str(e))
         last = e
         continue
       except EngineError as e:
-        return SearchError(request, 'rejected', f'{_WHERE}: {e}')
+        return types.SearchError(request, 'rejected', f'{_WHERE}: {e}')
+      # On hundreds of empty lines, a pattern that spans lines takes minutes.
+      reply = '\n'.join(x for x in reply.splitlines() if x.strip())
       documents = list(self._document.finditer(reply))[: request.k]
       passages = tuple(
         _passage(match, f'{kind}-{i}') for i, match in enumerate(documents, 1)
       )
       if passages and all(p.text for p in passages):
-        return SearchResult(request, passages, time.monotonic() - begin)
+        return types.SearchResult(request, passages, time.monotonic() - begin)
       last = ChatError('unusable', repr(reply[:200]))
-    message = (
-      f'{_WHERE}: {self._config.attempts} replies without a document '
-      f'({_WHERE}.document), the last: {last}'
-    )
+    message = f'{c.attempts} replies without a {_WHERE}.document, last: {last}'
     if last.kind != 'unusable':
-      return SearchError(request, last.kind, message)
+      return types.SearchError(request, last.kind, message)
     _log.debug('%r: %s', request.query, message)
-    return SearchResult(request, (), time.monotonic() - begin)
+    return types.SearchResult(request, (), time.monotonic() - begin)
 
-  def _draw(self, request: SearchRequest, *key) -> float:
+  def _draw(self, request: Request, *key) -> float:
     """A number in [0, 1), a multiple of 2**-32, that depends on the request."""
     name = (self._seed, request.trajectory, request.turn, request.step, *key)
     digest = hashlib.blake2b(repr(name).encode(), digest_size=4).digest()
     return int.from_bytes(digest) / 2**32
 
   async def _write(self, parts: Sequence[untrusted.Part], seed: int) -> str:
-    """Returns a complete reply, without empty lines.
+    """Returns a complete reply.
 
     Raises:
       ChatError: 'unusable' if it is cut, or the prompt leaves no room for it.
     """
     c = self._config
-    options = dict(
-      max_tokens=c.max_tokens, temperature=c.temperature, seed=seed
-    )
+    how = dict(max_tokens=c.max_tokens, temperature=c.temperature, seed=seed)
     if self._chat:
-      content = ''.join(
-        text if ours else payload(text)[1:-1] for text, ours in parts
-      )
-      message = {'role': 'user', 'content': content}
-      return _without_empty_lines(await self._chat.reply([message], **options))
+      texts = (text if ours else payload(text)[1:-1] for text, ours in parts)
+      message = {'role': 'user', 'content': ''.join(texts)}
+      return await self._chat.reply([message], **how)
     engine, tokenizer = self._writer.engine(), self._writer.tokenizer
     if c.chat:
       parts = untrusted.chat_parts(tokenizer, [('user', parts)])
     ids = tokenizer.encode_parts(parts, start=True)
     if len(ids) + c.max_tokens > engine.max_len:
-      message = (
-        f'a prompt of {len(ids)} tokens and {_WHERE}.max_tokens={c.max_tokens} '
-        f'exceed the {engine.max_len} tokens of the engine'
-      )
-      raise ChatError('unusable', message)
-    sampling = Sampling(stops=c.stops, stop_ids=tokenizer.eos_ids, **options)
-    handle = engine.open(Prompt(tuple(ids)))
+      size = f'{len(ids)} tokens and {_WHERE}.max_tokens={c.max_tokens}'
+      raise ChatError('unusable', f'a prompt of {size} exceed engine.max_len')
+    sampling = Sampling(stops=c.stops, stop_ids=tokenizer.eos_ids, **how)
+    handle = engine.open(types.Prompt(tuple(ids)))
     try:
       done = await engine.generate(handle, sampling)
     finally:
@@ -262,32 +228,15 @@ class SimulatedSource:
     reply = tokenizer.decode(done.ids)
     if done.stop == 'length':
       raise ChatError('unusable', f'cut after {c.max_tokens}: {reply!r}')
-    return _without_empty_lines(reply)
+    return reply
 
 
-def make(
-  config: ConfigDict,
-  *,
-  seed: int,
-  writer: Callable[[], DocumentWriter],
-  **_: object,
-) -> SimulatedSource:
+def make(config: ConfigDict, *, seed: int, writer, **_) -> SimulatedSource:
   """The source of `config.source` (module='simulated')."""
   return SimulatedSource(config, seed, writer)
 
 
-def _without_empty_lines(reply: str) -> str:
-  # On hundreds of empty lines, a pattern that spans lines can take minutes.
-  return '\n'.join(line for line in reply.splitlines() if line.strip())
-
-
-def _slots(text: str):
-  """Yields (literal, field after it or None)."""
-  for literal, field, _, _ in string.Formatter().parse(text):
-    yield literal, field
-
-
-def _passage(match: re.Match, name: str) -> Passage:
+def _passage(match: re.Match, name: str) -> types.Passage:
   fields = {'title': '', 'text': match.group(1) or '', **match.groupdict('')}
   title, text = (' '.join(fields[f].split()) for f in ('title', 'text'))
-  return Passage(f'simulated-{name}', title, text)
+  return types.Passage(f'simulated-{name}', title, text)

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from searchrl_jax.run import lookup
-from searchrl_jax.sources.core import Source
-from searchrl_jax.types import SEARCH, SearchError, SearchRequest, SearchResult
+from searchrl_jax.sources.core import Answer, Source
+from searchrl_jax.types import SEARCH, SearchRequest
 
 
 class Tools:
@@ -15,9 +15,7 @@ class Tools:
     """tools: name -> tool; `search` is one of them."""
     self._tools = dict(tools)
 
-  async def search(
-    self, requests: Sequence[SearchRequest]
-  ) -> list[SearchResult | SearchError]:
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     """One answer for each request, in order.
 
     Raises:
@@ -27,19 +25,15 @@ class Tools:
     for i, request in enumerate(requests):
       places.setdefault(request.tool, []).append(i)
     for name in places:
-      lookup.require(
-        name in self._tools,
-        f'no tool {name!r} in config.tools: {lookup.near(name, self._tools)}',
-        ValueError,
-      )
-    found = await asyncio.gather(
-      *(
-        self._tools[name].search([requests[i] for i in at])
-        for name, at in places.items()
-      )
+      if name not in self._tools:
+        near = lookup.near(name, self._tools)
+        raise ValueError(f'no tool {name!r} in config.tools: {near}')
+    calls = (
+      self._tools[name].search([requests[i] for i in at])
+      for name, at in places.items()
     )
-    answers: dict[int, SearchResult | SearchError] = {}
-    for at, new in zip(places.values(), found, strict=True):
+    answers: dict[int, Answer] = {}
+    for at, new in zip(places.values(), await asyncio.gather(*calls)):
       answers.update(zip(at, new, strict=True))
     return [answers[i] for i in range(len(requests))]
 

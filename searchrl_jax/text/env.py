@@ -46,19 +46,8 @@ from searchrl_jax.run import lookup
 from searchrl_jax.text import parser as parsing
 from searchrl_jax.text import untrusted
 from searchrl_jax.text.parser import Block, Parser
-from searchrl_jax.text.states import (
-  Action,
-  Done,
-  Event,
-  Generate,
-  Search,
-  State,
-)
+from searchrl_jax.text.states import Action, Done, Generate, Search, State
 
-PROMPTS = ('template', 'as_is')
-INFORMATION = ('source', 'policy')
-SEARCH_WHEN = ('always', 'entropy')
-ANSWERS = ('tags', 'boxed')
 # Ids of a sequence [n] -> entropy in nats of the distribution that each was
 # sampled from [n].
 Entropy = Callable[[np.ndarray], np.ndarray]
@@ -75,52 +64,15 @@ class SearchEnv:
     k: number of passages per query.
 
   Raises:
-    ValueError: a limit that leaves no room, or an unknown option.
+    ValueError: fields that cannot be combined, or a limit without room.
   """
 
   def __init__(self, tokenizer, template, config, prompt_mode: str, k: int):
-    self.tokenizer = tokenizer
-    self.template = template
-    self.config = config
+    self.tokenizer, self.template, self.config = tokenizer, template, config
     self.prompt_mode, self.k = prompt_mode, k
+    self.entropy: Entropy | None = None
     self._searching = config.information == 'source'
     self._guided = config.search_when == 'entropy'
-    for field, value, choices in (
-      ('data.prompt', prompt_mode, PROMPTS),
-      ('env.information', config.information, INFORMATION),
-      ('env.search_when', config.search_when, SEARCH_WHEN),
-      ('env.answer', config.answer, ANSWERS),
-    ):
-      lookup.require(
-        value in choices, f'{field}={value!r} is none of {choices}'
-      )
-    for field, value, least in (
-      ('source.k', k, 1),
-      ('env.max_turns', config.max_turns, 0),
-      ('env.max_turn_tokens', config.max_turn_tokens, 1),
-      ('env.max_tokens', config.max_tokens, 1),
-      ('env.real_searches', config.real_searches, -1),
-    ):
-      lookup.require(value >= least, f'{field}={value} must be >= {least}')
-    lookup.require(
-      not (self._searching and (config.real_searches or self._guided)),
-      f'env.real_searches={config.real_searches} and search_when='
-      f"{config.search_when!r} apply to information='policy' only; with "
-      "information='source' every search is real: use 0 and 'always'",
-    )
-    lookup.require(
-      config.real_searches or not self._guided,
-      "env.search_when='entropy' needs env.real_searches: how many searches of "
-      'a trajectory may be real, or -1 for all',
-    )
-    further = [kind.name for kind in template.blocks if kind.acts]
-    lookup.require(
-      self._searching or not further,
-      f"env.information='policy': nothing answers the block "
-      f'{next(iter(further), None)!r} of template {template.name!r}, which '
-      "calls a tool; use 'source', or a template without such blocks",
-    )
-    self.entropy: Entropy | None = None
     self._tags = parsing.tags_of(template)
     self._observe = untrusted.Observer(tokenizer, template)
     self._invalid = tokenizer.encode_template(template.invalid)
@@ -129,13 +81,31 @@ class SearchEnv:
     # The shortest answer must fit after any text that is appended.
     answer = tokenizer.encode_template(''.join(template.answer))
     self._reserve = len(answer) + 1
-    lookup.require(
-      not (self._searching or config.real_searches)
-      or config.max_observation_tokens >= self._observe.least,
-      f'env.max_observation_tokens={config.max_observation_tokens} is below '
-      f'the {self._observe.least} tokens of an observation without passages '
-      f'in template {template.name!r}',
-    )
+    real, limit = config.real_searches, config.max_observation_tokens
+    further = [kind.name for kind in template.blocks if kind.acts]
+    for good, message in (
+      (
+        not (self._searching and (real or self._guided)),
+        f'env.real_searches={real}, search_when={config.search_when!r}: with '
+        "information='source' every search is real; use 0 and 'always'",
+      ),
+      (
+        real or not self._guided,
+        "env.search_when='entropy' needs env.real_searches: how many searches "
+        'of a trajectory may be real, or -1 for all',
+      ),
+      (
+        self._searching or not further,
+        f"env.information='policy': nothing answers the blocks {further} of "
+        f"template {template.name!r}, which call tools; use 'source'",
+      ),
+      (
+        not (self._searching or real) or limit >= self._observe.least,
+        f'env.max_observation_tokens={limit} is below the '
+        f'{self._observe.least} tokens of an observation without passages',
+      ),
+    ):
+      lookup.require(good, message)
 
   def reset(
     self, question: types.Question, role: str = 'solver', agent: str = 'policy'
@@ -154,25 +124,20 @@ class SearchEnv:
     added = (ids, 'prompt', 'other'), (note, 'environment', 'other')
     segments = _append((), agent, added)
     ids = (*ids, *note)
-    if len(ids) >= self.config.max_tokens:
-      raise ValueError(
-        f'question {question.id!r}: its prompt has {len(ids)} tokens, and '
-        f'env.max_tokens={self.config.max_tokens} limits prompt, replies and '
-        'observations together; increase it or leave the question out'
-      )
+    lookup.require(
+      len(ids) < self.config.max_tokens,
+      f'question {question.id!r}: its prompt has {len(ids)} tokens, and env.'
+      f'max_tokens={self.config.max_tokens} limits prompt, replies and '
+      'observations together; increase it or leave the question out',
+    )
+    parser = parsing.start(self._tags, ''.join(text for text, _ in parts))
     state = State(
-      question=question,
-      role=role,
-      agent=agent,
-      segments=segments,
-      length=len(ids),
-      parser=parsing.start(self._tags, ''.join(text for text, _ in parts)),
-      pending=Done('tokens'),
+      question, role, agent, segments, len(ids), parser, Done('tokens')
     )
     return _next(state, self._generate(state, prompt=types.Prompt(ids)))
 
-  def step(self, state: State, event: Event) -> tuple[State, Action]:
-    """Processes the event that the pending action waits for.
+  def step(self, state: State, event) -> tuple[State, Action]:
+    """Processes the event (`states.Event`) that the pending action waits for.
 
     Raises:
       ValueError: the event does not fit the pending action.
@@ -181,10 +146,9 @@ class SearchEnv:
       return self._completed(state, event)
     if isinstance(state.pending, Search) and isinstance(event, (list, tuple)):
       return self._searched(state, tuple(event))
-    raise ValueError(
-      f'trajectory {state.name} waits for the event of '
-      f'{type(state.pending).__name__}, got {type(event).__name__}'
-    )
+    wanted, given = type(state.pending).__name__, type(event).__name__
+    where = f'trajectory {state.name} waits for the event of'
+    raise ValueError(f'{where} {wanted}, got {given}')
 
   def trajectory(
     self,
@@ -244,17 +208,11 @@ class SearchEnv:
     return self.tokenizer.decode(self._observe(passages, limit)[0])
 
   def _completed(self, state: State, completion: Completion):
-    n = len(completion.ids)
+    n, limit = len(completion.ids), state.pending.max_tokens
     lookup.require(
-      n <= state.pending.max_tokens,
-      f'trajectory {state.name}: the engine sampled {n} tokens, but the limit '
-      f'was {state.pending.max_tokens}',
-      ValueError,
-    )
-    lookup.require(
-      len(completion.logps) == len(completion.versions) == n,
-      f'trajectory {state.name}: {n} ids with {len(completion.logps)} logps '
-      f'and {len(completion.versions)} versions',
+      len(completion.logps) == len(completion.versions) == n <= limit,
+      f'trajectory {state.name}: {n} ids (at most {limit}) with '
+      f'{len(completion.logps)} logps, {len(completion.versions)} versions',
       ValueError,
     )
     ids = np.asarray(completion.ids, np.int32)
@@ -289,31 +247,25 @@ class SearchEnv:
       return _next(state, self._generate(state))
     if action is None:
       return self._without_action(state, completion.stop)
-    if self.template.kinds[action.kind].ends:
+    kind = self.template.kinds[action.kind]
+    if kind.ends:
       return _next(state, Done('answer'))
     if self._room(state) < self._observe.least:
       return _next(state, Done('tokens'))
-    requests = tuple(
-      types.SearchRequest(
-        query,
-        self.k,
-        state.question,
-        turn=state.turn,
-        tool=self.template.kinds[action.kind].tool,
-        earlier=state.searches,
-      )
+    about = dict(turn=state.turn, tool=kind.tool, earlier=state.searches)
+    requests = (
+      types.SearchRequest(query, self.k, state.question, **about)
       for query in self._queries(action)
     )
-    return _next(state, Search(requests))
+    return _next(state, Search(tuple(requests)))
 
   def _action(self, state: State, blocks: Sequence[Block]) -> Block | None:
     """The first of the blocks that is an action."""
     may_search = self._may_search(state)
     for block in blocks:
       kind = self.template.kinds.get(block.kind)
-      if kind and (
-        kind.ends or (kind.acts and may_search and self._queries(block))
-      ):
+      acts = kind and kind.acts and may_search and self._queries(block)
+      if acts or (kind and kind.ends):
         return block
     return None
 
@@ -327,25 +279,22 @@ class SearchEnv:
   def _continues(self, state: State, parser: Parser, completion) -> bool:
     """Whether the turn continues after the stop string, because it is quoted in
     policy-written information or closes a search that is not sent."""
+    stop, c = completion.stop, self.config
+    quoted = parser.block == 'information' or stop == self.template.search[1]
     return (
       not self._searching
-      and (
-        parser.block == 'information'
-        or completion.stop == self.template.search[1]
-      )
-      and completion.stop not in ('eos', 'length')
+      and quoted
+      and stop not in ('eos', 'length')
       and len(completion.ids) > 0
-      and state.turn_tokens < self.config.max_turn_tokens
-      and state.length < self.config.max_tokens
+      and state.turn_tokens < c.max_turn_tokens
+      and state.length < c.max_tokens
     )
 
   def _entropy(self, segments: tuple[types.Segment, ...]) -> float:
     """Mean entropy in nats of the tokens of the last query."""
     if self.entropy is None:
-      raise ValueError(
-        "env.search_when='entropy' needs the entropies of the policy, which "
-        'only the evaluation computes: python -m searchrl_jax.evaluate'
-      )
+      what = 'entropies of the policy: python -m searchrl_jax.evaluate has them'
+      raise ValueError(f"env.search_when='entropy' needs {what}")
     ids = np.concatenate([s.ids for s in segments])
     # The tag may begin in the segment before the query's.
     turn = [s for s in segments if s.author == 'policy'][-2:]
@@ -359,79 +308,65 @@ class SearchEnv:
       if parsing.answer(state.blocks, 'boxed') is not None:
         return _next(state, Done('answer'))
     full = state.length >= self.config.max_tokens
-    last = self._last(state.turn)
     state = dataclasses.replace(
       state,
       invalid_actions=state.invalid_actions + (not full),
       truncated_turns=state.truncated_turns + (stop == 'length'),
     )
+    last = state.turn >= self.config.max_turns
     if last and (stop == 'eos' or not full):
       return _next(state, Done('eos' if stop == 'eos' else 'turns'))
     if full or self._room(state) < len(self._invalid):
       return _next(state, Done('tokens'))
     return self._respond(state, self._invalid, 'other')
 
-  def _written(
-    self, state: State, completion, kinds
-  ) -> tuple[types.Segment, ...]:
+  def _written(self, state: State, completion, kinds):
     """The state's segments and the sampled tokens as segments by kind."""
-    segments, start = state.segments, 0
+    segments, agent, start = state.segments, state.agent, 0
     # If a source answers, information written by the policy is trained on, like
     # its other text.
     information = self._searching or bool(self.config.train_information)
     for kind, run in itertools.groupby(kinds):
       part = slice(start, start := start + len([*run]))
-      segment = types.Segment(
-        np.asarray(completion.ids[part], np.int32),
-        'policy',
-        kind,
-        state.agent,
-        train=information or kind != 'information',
-        logps=np.asarray(completion.logps[part], np.float32),
-        versions=np.asarray(completion.versions[part], np.int32),
-      )
-      segments = types.joined(segments, segment)
+      train = information or kind != 'information'
+      ids = np.asarray(completion.ids[part], np.int32)
+      logps = np.asarray(completion.logps[part], np.float32)
+      versions = np.asarray(completion.versions[part], np.int32)
+      new = types.Segment(ids, 'policy', kind, agent, train, logps, versions)
+      segments = types.joined(segments, new)
     return segments
 
   def _searched(self, state: State, results: tuple):
-    requests = state.pending.requests
+    n, answers = (
+      len(state.pending.requests),
+      [type(r).__name__ for r in results],
+    )
     lookup.require(
-      len(results) == len(requests),
-      f'trajectory {state.name}: {len(results)} answers to {len(requests)} '
-      'search requests',
+      len(answers) == n and {*answers} <= {'SearchResult', 'SearchError'},
+      f'trajectory {state.name}: {n} searches were answered with {answers}, '
+      'not with a SearchResult or SearchError each',
       ValueError,
     )
-    for result in results:
-      lookup.require(
-        isinstance(result, (types.SearchResult, types.SearchError)),
-        f'trajectory {state.name}: a search was answered with '
-        f'{type(result).__name__}, neither SearchResult nor SearchError',
-        ValueError,
-      )
     state = dataclasses.replace(state, searches=state.searches + results)
     if any(isinstance(r, types.SearchError) for r in results):
       return _next(state, Done('failed'))
     passages = [p for r in results for p in r.shown]
     limit = min(self.config.max_observation_tokens, self._room(state))
     ids, cut = self._observe(passages, limit)
-    state = dataclasses.replace(
-      state, cut_observations=state.cut_observations + cut
-    )
+    cut += state.cut_observations
+    state = dataclasses.replace(state, cut_observations=cut)
     if not ids:
       return _next(state, Done('tokens'))
     return self._respond(state, ids, 'information')
 
   def _may_search(self, state: State) -> bool:
     if self._searching:
-      return not self._last(state.turn)
+      return state.turn < self.config.max_turns
     real = self.config.real_searches
     return real < 0 or len(state.searches) < real
 
-  def _last(self, turn: int) -> bool:
-    return turn >= self.config.max_turns
-
   def _note_before(self, turn: int) -> list[int]:
-    return self._note if self._last(turn) else []
+    return self._note if turn >= self.config.max_turns else []
 
   def _room(self, state: State) -> int:
     """Tokens left for a response, without those reserved for the note before a
@@ -440,17 +375,11 @@ class SearchEnv:
     return self.config.max_tokens - state.length - note - self._reserve
 
   def _generate(self, state: State, append=(), prompt=None) -> Generate:
-    return Generate(
-      agent=state.agent,
-      max_tokens=min(
-        self.config.max_turn_tokens - state.turn_tokens,
-        self.config.max_tokens - state.length,
-      ),
-      stops=self.template.stops_for(self._may_search(state)),
-      stop_ids=self.tokenizer.eos_ids,
-      append=tuple(append),
-      prompt=prompt,
-    )
+    c = self.config
+    limit = c.max_turn_tokens - state.turn_tokens, c.max_tokens - state.length
+    stops = self.template.stops_for(self._may_search(state))
+    ends = self.tokenizer.eos_ids
+    return Generate(state.agent, min(limit), stops, ends, tuple(append), prompt)
 
   def _respond(self, state: State, ids: Sequence[int], kind: str):
     """Appends the environment's text and starts the next turn."""
@@ -465,7 +394,7 @@ class SearchEnv:
       turn=state.turn + 1,
       turn_tokens=0,
     )
-    return _next(state, self._generate(state, append=[*ids, *note]))
+    return _next(state, self._generate(state, [*ids, *note]))
 
 
 def _next(state: State, action: Action) -> tuple[State, Action]:

@@ -46,12 +46,15 @@ class Block:
 
 
 class Tags:
-  """Opening and closing tags as bytes: kind -> (open, close)."""
+  """Tags as bytes. open: opening tag -> kind. wanted: block that is open, or
+  OUTSIDE -> the tags that end it; search: the same -> finds the first."""
 
   def __init__(self, tags: Mapping[str, tuple[str, str]]):
     self.open = {a.encode(): kind for kind, (a, _) in tags.items()}
-    self.close = {kind: b.encode() for kind, (_, b) in tags.items()}
-    self.opening = re.compile(b'|'.join(map(re.escape, self.open)))
+    self.wanted = {kind: (b.encode(),) for kind, (_, b) in tags.items()}
+    self.wanted[OUTSIDE] = tuple(self.open)
+    patterns = {k: b'|'.join(map(re.escape, w)) for k, w in self.wanted.items()}
+    self.search = {k: re.compile(p).search for k, p in patterns.items()}
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,43 +101,26 @@ class Parser:
     lengths, starts = np.diff(starts), starts[:-1]
     tags, block, inner = self.tags, self.block, self.inner
     # (end, kind of its bytes, block open after it)
-    spans = [(0, self.block, self.block)]
-    blocks = []
-    at = 0
+    spans = [(0, block, block)]
+    blocks, at = [], 0
     while True:
-      if block == OUTSIDE:
-        match = tags.opening.search(data, at)
-        if match:
-          a, b = match.span()
-          end, wanted = a, ()
-        else:
-          end, wanted = len(data), tags.open
-      else:
-        closing = tags.close[block]
-        end = data.find(closing, at)
-        match = end >= 0
-        if not match:
-          end, wanted = len(data), (closing,)
+      match = tags.search[block](data, at)
+      end = match.start() if match else len(data)
       if not match and not final:
-        end -= _held(data[at:], wanted)
+        end -= _held(data[at:], tags.wanted[block])
       inner += data[at:end]
       if end > at:
         spans.append((end, block, block))
       at = end
       if not match:
         break
-      if block == OUTSIDE:
-        if inner.strip():
-          blocks.append((OUTSIDE, inner, True))
-        block = tags.open[data[a:b]]
-        spans.append((b, block, block))
-        at = b
-      else:
+      if block != OUTSIDE or inner.strip():
         blocks.append((block, inner, True))
-        at = end + len(closing)
-        spans.append((at, block, OUTSIDE))
-        block = OUTSIDE
-      inner = b''
+      # A tag belongs to its block.
+      after = tags.open[match[0]] if block == OUTSIDE else OUTSIDE
+      at = match.end()
+      spans.append((at, after if block == OUTSIDE else block, after))
+      block, inner = after, b''
 
     sure = at
     if block != OUTSIDE:  # a closing tag belongs to the block like its text
@@ -149,10 +135,8 @@ class Parser:
     between = (lengths[:known] == 0) & (ends[n] == starts[:known])
     kinds = np.where(between, after[n], inside[n]).tolist()
     if final:
-      if block != OUTSIDE:
-        blocks.append((block, inner, False))
-      elif inner.strip():
-        blocks.append((OUTSIDE, inner, True))
+      if block != OUTSIDE or inner.strip():
+        blocks.append((block, inner, block == OUTSIDE))
       block, inner = OUTSIDE, b''
     left = tuple((starts[known:] - at).tolist())
     return Parser(tags, block, inner, data[at:], left), kinds, blocks

@@ -6,7 +6,6 @@ templates/. A user's file must define every field but `blocks`.
 """
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import json
@@ -15,15 +14,20 @@ import re
 import string
 from typing import Any
 
-from searchrl_jax.run.lookup import near
+from searchrl_jax.run.lookup import near, require
 from searchrl_jax.types import SEARCH
 
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 BLOCKS = ('think', 'search', 'information', 'answer')
 OUTSIDE = 'other'  # the kind of text outside blocks
 SLOT = '{question}'
-PASSAGE_FIELDS = ('i', 'title', 'text', 'id')
+FIELDS = ('i', 'title', 'text', 'id')
 CUTS = ('passages', 'tokens')
+
+
+def slots(text: str) -> tuple[tuple[str, str | None], ...]:
+  """A text with {fields} as ((literal, field after it or None), ...)."""
+  return tuple(part[:2] for part in string.Formatter().parse(text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,24 +115,17 @@ class Template:
   def stops_for(self, may_search: bool) -> tuple[str, ...]:
     """The stop strings; without the closing tags of blocks that act if not
     `may_search`."""
-    if may_search:
-      return self.stops
     acting = [kind.tags[1] for kind in self.kinds.values() if kind.acts]
-    return tuple(s for s in self.stops if s not in acting)
+    return tuple(s for s in self.stops if may_search or s not in acting)
 
   def question(self, text: str) -> str:
     text = text.strip()
-    if self.question_mark and not text.endswith('?'):
-      text += '?'
-    return text
+    return text + '?' * (self.question_mark and not text.endswith('?'))
 
   @functools.cached_property
   def passage_parts(self) -> tuple[tuple[str, str | None], ...]:
     """The passage line as ((literal, field after it or None), ...)."""
-    return tuple(
-      (literal, field)
-      for literal, field, _, _ in string.Formatter().parse(self.passage)
-    )
+    return slots(self.passage)
 
   @functools.cached_property
   def protected(self) -> tuple[str, ...]:
@@ -148,18 +145,16 @@ def load(name_or_path: str) -> Template:
   """
   path = pathlib.Path(name_or_path)
   if not name_or_path.endswith('.json'):
-    names = sorted(p.stem for p in TEMPLATES.glob('*.json'))
-    if name_or_path not in names:
-      raise ValueError(
-        f'env.template={name_or_path!r} is neither a template of the package '
-        f'nor a .json file: {near(name_or_path, names)}'
-      )
+    names = [p.stem for p in TEMPLATES.glob('*.json')]
+    what = 'neither a template of the package nor a .json file'
+    hint = f'{what}: {near(name_or_path, names)}'
+    require(name_or_path in names, f'env.template={name_or_path!r} is {hint}')
     path = TEMPLATES / f'{name_or_path}.json'
   try:
     data = json.loads(path.read_text('utf-8'))
   except OSError as e:
     raise ValueError(f'template {path} cannot be read: {e.strerror}') from e
-  except (json.JSONDecodeError, UnicodeDecodeError) as e:
+  except ValueError as e:
     raise ValueError(f'template {path} is not JSON: {e}') from e
   return parse(data, path.stem, str(path))
 
@@ -168,18 +163,7 @@ def parse(data: Any, name: str, where: str) -> Template:
   """Checks the fields of a template; `where` names it in errors."""
 
   def check(good, field, message):
-    if not good:
-      raise ValueError(f'template {where}, field {field!r}: {message}')
-
-  if not isinstance(data, dict):
-    raise ValueError(f'template {where}: expected a JSON object')
-  fields = [f.name for f in dataclasses.fields(Template) if f.name != 'name']
-  for field in data:
-    check(field in fields, field, f'unknown; {near(field, fields)}')
-  for field in fields:
-    good = field in data or field == 'blocks'
-    check(good, field, 'missing; a template defines every field but blocks')
-  data = {'blocks': {}} | data
+    require(good, f'template {where}, field {field!r}: {message}', ValueError)
 
   def pair(value, field):
     good = isinstance(value, list) and len(value) == 2
@@ -187,64 +171,37 @@ def parse(data: Any, name: str, where: str) -> Template:
     check(good, field, f'expected ["open tag", "close tag"], got {value!r}')
     return tuple(value)
 
-  for kind in BLOCKS:
-    data[kind] = pair(data[kind], kind)
-  good = isinstance(data['blocks'], dict)
-  check(good, 'blocks', f'expected name -> tags, got {data["blocks"]!r}')
-  kinds = []
-  for kind, entry in data['blocks'].items():
-    field = f'blocks.{kind}'
-    taken = (*BLOCKS, OUTSIDE)
-    good = kind.isidentifier() and kind not in taken
-    check(good, field, f'needs a name of letters and _, and none of {taken}')
-    entry = dict(entry) if isinstance(entry, dict) else {'tags': entry}
-    entry['tags'] = pair(entry.get('tags'), field)
-    good = entry.keys() <= {'tags', 'tool', 'ends'}
-    check(good, field, f'has {sorted(entry)}; known are tags, tool, ends')
-    good = isinstance(entry.get('tool', ''), str)
-    check(good, field, 'tool: expected its name in config.tools')
-    good = type(entry.get('ends', False)) is bool
-    check(good, field, 'ends: expected true or false')
-    good = not (entry.get('tool') and entry.get('ends'))
-    check(good, field, 'calls a tool and ends the trajectory; it can do one')
-    kinds.append(Kind(kind, **entry))
-  data['blocks'] = tuple(kinds)
-  tags = [(kind, tag) for kind in BLOCKS for tag in data[kind]]
-  tags += [(f'blocks.{kind.name}', tag) for kind in kinds for tag in kind.tags]
-  for (kind, tag), (_, other) in itertools.permutations(tags, 2):
-    message = f'tag {tag!r} is part of tag {other!r}; they must differ'
-    check(tag not in other, kind, message)
-
-  for field in (
-    'observation', 'passage', 'passage_separator', 'no_results',
-    'query_separator', 'invalid', 'last_turn',
-  ):  # fmt: skip
+  if not isinstance(data, dict):
+    raise ValueError(f'template {where}: expected a JSON object')
+  types = {f.name: f.type for f in dataclasses.fields(Template)[1:]}
+  data = {'blocks': {}} | data
+  for field in data:
+    check(field in types, field, f'unknown; {near(field, types)}')
+  for field, kind in types.items():
+    what = 'missing; a template defines every field but blocks'
+    check(field in data, field, what)
     value = data[field]
-    check(isinstance(value, str), field, f'expected text, got {value!r}')
-  most, stops, mark = (
-    data[k] for k in ('max_queries', 'stops', 'question_mark')
-  )
-  separator = 'empty, but max_queries is more than 1'
-  missing = 'the closing tag of an action, is missing'
-  texts = isinstance(stops, list) and all(isinstance(s, str) for s in stops)
-  texts = texts and all(stops)
-  closing = [data['search'][1], data['answer'][1]]
-  closing += [kind.tags[1] for kind in kinds if kind.acts or kind.ends]
-  for field, good, message in (
-    ('invalid', data['invalid'], 'empty; it must separate two turns'),
-    ('question_mark', type(mark) is bool, 'expected true or false'),
-    ('cut', data['cut'] in CUTS, f'{data["cut"]!r} is none of {CUTS}'),
-    ('max_queries', type(most) is int and most > 0, 'expected a count > 0'),
-    ('query_separator', data['query_separator'] or most == 1, separator),
-    ('stops', texts, f'expected a list of strings, got {stops!r}'),
-    *(('stops', texts and t in stops, f'{t!r}, {missing}') for t in closing),
-  ):
-    check(good, field, message)
-  data['stops'] = tuple(stops)
+    if field in BLOCKS:
+      data[field] = pair(value, field)
+    elif kind is str:
+      check(isinstance(value, str), field, f'expected text, got {value!r}')
+
+  blocks, taken = data['blocks'], (*BLOCKS, OUTSIDE)
+  good = isinstance(blocks, dict)
+  check(good, 'blocks', f'expected name -> tags, got {blocks!r}')
+  for kind, entry in blocks.items():
+    entry = dict(entry) if isinstance(entry, dict) else {'tags': entry}
+    entry['tags'] = pair(entry.get('tags'), f'blocks.{kind}')
+    good = kind.isidentifier() and kind not in taken
+    check(good, f'blocks.{kind}', f'needs a name of letters, none of {taken}')
+    tool, ends = entry.get('tool', ''), entry.get('ends', False)
+    good = entry.keys() <= {'tags', 'tool', 'ends'} and not (tool and ends)
+    good = good and isinstance(tool, str) and isinstance(ends, bool)
+    what = 'beside tags, expected "tool": NAME in config.tools, or "ends": true'
+    check(good, f'blocks.{kind}', what)
+    blocks = blocks | {kind: Kind(kind, **entry)}
 
   prompt = data['prompt']
-  good = isinstance(prompt, (str, list))
-  check(good, 'prompt', 'expected text, or a list of messages')
   if isinstance(prompt, list):
     for message in prompt:
       good = isinstance(message, dict) and message.keys() == {'role', 'content'}
@@ -252,24 +209,38 @@ def parse(data: Any, name: str, where: str) -> Template:
       check(good, 'prompt', f'expected {{"role", "content"}}, got {message!r}')
     data['prompt'] = tuple((m['role'], m['content']) for m in prompt)
     prompt = ''.join(content for _, content in data['prompt'])
+  good = isinstance(prompt, str)
+  check(good, 'prompt', 'expected text, or a list of messages')
   n = prompt.count(SLOT)
   check(n == 1, 'prompt', f'needs {SLOT} once, has it {n} times')
 
-  opening, closing = data['information']
-  shape, text = [opening, '{passages}', closing], data['observation']
-  at = [text.find(part) for part in shape]
-  good = [text.count(part) for part in shape] == [1, 1, 1] and at == sorted(at)
-  check(good, 'observation', f'needs {"...".join(shape)}, each once')
-
+  stops = data['stops']
+  good = isinstance(stops, list) and all(s and type(s) is str for s in stops)
+  check(good, 'stops', f'expected a list of strings, got {stops!r}')
+  data |= {'stops': tuple(stops), 'blocks': tuple(blocks.values())}
+  out = Template(name=name, **data)
+  tags = [(kind, tag) for kind, pair in out.tags.items() for tag in pair]
+  for (kind, tag), (_, other) in itertools.permutations(tags, 2):
+    good = tag not in other
+    check(good, kind, f'tag {tag!r} is part of tag {other!r}; they must differ')
   try:
-    used = [f for _, f, _, _ in string.Formatter().parse(data['passage'])]
+    used = {field for _, field in out.passage_parts} - {None}
   except ValueError as e:
     check(False, 'passage', f'{e}; write a literal brace twice')
-  for field in used:
-    good = field is None or field in PASSAGE_FIELDS
-    close = difflib.get_close_matches(field or '', PASSAGE_FIELDS, 1)
-    hint = f'; did you mean {{{close[0]}}}?' if close else ''
-    message = f'{{{field}}} is none of {PASSAGE_FIELDS}{hint}'
-    check(good, 'passage', message)
-  check('text' in used, 'passage', 'needs {text}')
-  return Template(name=name, **data)
+  ends = {k.tags[1] for k in out.kinds.values() if k.acts or k.ends} - {*stops}
+  shape = [out.information[0], '{passages}', out.information[1]]
+  parts = re.findall('|'.join(map(re.escape, shape)), out.observation)
+  mark, most, many = out.question_mark, out.max_queries, out.query_separator
+  for field, good, message in (
+    ('stops', not ends, f'lacks {ends}, the closing tags of actions'),
+    ('passage', 'text' in used, 'needs {text}'),
+    ('passage', used <= {*FIELDS}, f'{{...}} must be one of {FIELDS}'),
+    ('observation', parts == shape, f'needs {"...".join(shape)}, each once'),
+    ('invalid', out.invalid, 'empty; it must separate two turns'),
+    ('question_mark', isinstance(mark, bool), 'expected true or false'),
+    ('cut', out.cut in CUTS, f'{out.cut!r} is none of {CUTS}'),
+    ('max_queries', type(most) is int and most > 0, 'expected a count > 0'),
+    ('query_separator', many or most == 1, 'empty, with max_queries > 1'),
+  ):
+    check(good, field, message)
+  return out

@@ -7,16 +7,9 @@ and a `Search` with results, until `Done`.
 from collections.abc import Sequence
 import dataclasses
 
+from searchrl_jax import types
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.text.parser import Block, Parser
-from searchrl_jax.types import (
-  Prompt,
-  Question,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-  Segment,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +27,7 @@ class Generate:
   stops: tuple[str, ...]
   stop_ids: tuple[int, ...]
   append: tuple[int, ...] = ()
-  prompt: Prompt | None = None
+  prompt: types.Prompt | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Search:
   fills in the trajectory and the training step.
   """
 
-  requests: tuple[SearchRequest, ...]
+  requests: tuple[types.SearchRequest, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +49,7 @@ class Done:
 
 
 Action = Generate | Search | Done
-Event = Completion | Sequence[SearchResult | SearchError]
+Event = Completion | Sequence[types.SearchResult | types.SearchError]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +61,10 @@ class State:
   that waits for its event. blocks: those of the policy that have ended.
   """
 
-  question: Question
+  question: types.Question
   role: str
   agent: str
-  segments: tuple[Segment, ...]
+  segments: tuple[types.Segment, ...]
   length: int
   parser: Parser
   pending: Action
@@ -79,7 +72,7 @@ class State:
   turn_tokens: int = 0
   generations: int = 0
   blocks: tuple[Block, ...] = ()
-  searches: tuple[SearchResult | SearchError, ...] = ()
+  searches: tuple[types.SearchResult | types.SearchError, ...] = ()
   query_entropy: float | None = None  # of the last query, for search_when
   invalid_actions: int = 0
   truncated_turns: int = 0  # ended by a token limit, without an action

@@ -25,8 +25,9 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from searchrl_jax.run import lookup
+from searchrl_jax.run.lookup import require
 
 # Tokens that end a turn in the chat formats of the supported families, if the
 # tokenizer marks them as special.
@@ -35,12 +36,11 @@ END_OF_TURN = (
 )  # fmt: skip
 
 # Decoders that decode each token independently.
-DECODERS = (
-  'ByteFallback', 'ByteLevel', 'Fuse', 'Metaspace', 'Replace', 'Strip',
-)  # fmt: skip
+DECODERS = 'ByteFallback ByteLevel Fuse Metaspace Replace Strip'.split()
+# The printable character that represents each byte.
+_BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
 PAD, EOS = '<|pad|>', '<|eos|>'
-_FILES = 'tokenizer.json, or vocab.json, merges.txt and tokenizer_config.json'
 
 # Words, single digits, punctuation and spaces, as in Qwen2.
 _SPLIT = (
@@ -49,58 +49,22 @@ _SPLIT = (
 )
 
 
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-  """The GPT-2 alphabet: the printable character that represents each byte."""
-  shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  hidden = [b for b in range(256) if b not in shown]
-  table = {chr(b): b for b in shown}
-  table.update({chr(256 + i): b for i, b in enumerate(hidden)})
-  return table
-
-
 def _whole(text: str) -> str:
   """Replaces lone surrogates, which cannot be encoded in UTF-8."""
-  try:
-    text.encode('utf-8')
-  except UnicodeEncodeError:
-    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-  return text
+  if text.isascii():
+    return text
+  return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
-def _plain(spec: Mapping[str, Any], *, start: bool) -> dict[str, Any]:
-  """Removes added tokens and post-processing from `spec` (a tokenizer.json).
-
-  Unless `start`, also removes the space that sentencepiece puts before a text,
-  because appended text has none.
-  """
-  spec = dict(spec)
-  spec.update(
-    added_tokens=[], post_processor=None, truncation=None, padding=None
-  )
-  if not start:
-    norm = spec.get('normalizer')
-    if norm and norm['type'] == 'Sequence':
-      kept = [n for n in norm['normalizers'] if n['type'] != 'Prepend']
-      spec['normalizer'] = {**norm, 'normalizers': kept} if kept else None
-    elif norm and norm['type'] == 'Prepend':
-      spec['normalizer'] = None
-
-    def without_prefix(pre):
-      if pre is None:
-        return None
-      pre = dict(pre)
-      if pre['type'] == 'Sequence':
-        pre['pretokenizers'] = [without_prefix(p) for p in pre['pretokenizers']]
-      elif pre['type'] == 'Metaspace':
-        pre['prepend_scheme'] = 'never'
-        pre.pop('add_prefix_space', None)
-      elif pre['type'] == 'ByteLevel':
-        pre['add_prefix_space'] = False
-      return pre
-
-    spec['pre_tokenizer'] = without_prefix(spec.get('pre_tokenizer'))
-  return spec
+def _without_prefix(part: dict[str, Any]) -> dict[str, Any]:
+  """A part of tokenizer.json without the space that it puts before a text."""
+  kind = part.get('type')
+  if kind == 'Prepend':
+    return {'type': 'Sequence', 'normalizers': []}
+  if kind == 'Metaspace':
+    part.pop('add_prefix_space', None)
+    return part | {'prepend_scheme': 'never'}
+  return part | ({'add_prefix_space': False} if kind == 'ByteLevel' else {})
 
 
 class _TokenBytes(dict):
@@ -133,39 +97,37 @@ class Tokenizer:
       they cannot complete a tag or a stop string.
   """
 
-  def __init__(
-    self,
-    hf: transformers.PreTrainedTokenizerFast,
-    path: str = '',
-    eos: Sequence[int] = (),
-  ):
-    """`eos` are ids of generation_config.json, which `load` reads.
+  def __init__(self, hf, path: str = '', eos: Sequence[int | None] = ()):
+    """`hf` is a transformers.PreTrainedTokenizerFast, `eos` are ids of
+    generation_config.json, which `load` reads.
 
     Raises:
       ValueError: there is no eos, or tokens do not concatenate to the text.
     """
-    self.path = path
-    self._hf = hf
+    self.path, self._hf, self._unk = path, hf, hf.unk_token_id
     spec = json.loads(hf.backend_tokenizer.to_str())
-    self._decoders = self._read_decoder(spec.get('decoder'))
+    self._decoders = self._read_decoder(spec['decoder'])
+    # Neither added tokens nor post-processing, and this class decodes.
+    none = ('post_processor', 'truncation', 'padding', 'decoder')
+    spec |= {'added_tokens': [], **dict.fromkeys(none)}
     self._vocab = hf.backend_tokenizer.get_vocab(with_added_tokens=True)
     self.vocab_size = max(len(hf), max(self._vocab.values()) + 1)
     added = hf.backend_tokenizer.get_added_tokens_decoder()
     self._added = {i: t.content for i, t in added.items()}
-    unk = hf.unk_token_id
     self.control = frozenset(
-      i for i, t in added.items() if t.special and i != unk
+      i for i, t in added.items() if t.special and i != self._unk
     )
-    self._unk = unk
     self._flags = {t.content: (i, t) for i, t in added.items()}
     names = sorted(self._flags, key=len, reverse=True)
     # '(?!)' never matches.
     self._added_re = re.compile('|'.join(map(re.escape, names)) or '(?!)')
-    inner, first = _plain(spec, start=False), _plain(spec, start=True)
-    self._backend = tokenizers.Tokenizer.from_str(json.dumps(inner))
+    first = json.dumps(spec)
+    # Appended text has no space before it, unlike the start of a sequence.
+    inner = json.dumps(json.loads(first, object_hook=_without_prefix))
+    self._backend = tokenizers.Tokenizer.from_str(inner)
     self._start = self._backend
     if first != inner:
-      self._start = tokenizers.Tokenizer.from_str(json.dumps(first))
+      self._start = tokenizers.Tokenizer.from_str(first)
     # The default cache of 10,000 words is too small for passages.
     if hasattr(self._backend.model, '_resize_cache'):  # BPE and Unigram
       self._backend.model._resize_cache(1 << 17)
@@ -174,13 +136,10 @@ class Tokenizer:
     self.token_bytes = _TokenBytes(self._find_bytes).__getitem__
 
     special = {self._added[i]: i for i in self.control}
-    ends = [] if hf.eos_token_id is None else [hf.eos_token_id]
-    ends += [*eos, *(special[n] for n in END_OF_TURN if n in special)]
-    if not ends:
-      raise ValueError(
-        f'tokenizer {path}: no eos_token; name one in tokenizer_config.json'
-      )
-    self.eos_ids = tuple(dict.fromkeys(int(i) for i in ends))
+    ends = [hf.eos_token_id, *eos, *map(special.get, END_OF_TURN)]
+    self.eos_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None))
+    fix = 'name one in tokenizer_config.json'
+    require(self.eos_ids, f'tokenizer {path}: no eos_token; {fix}')
     pad = hf.pad_token_id
     self.pad_id = self.eos_ids[0] if pad is None else pad
     self.bos_id = hf.bos_token_id
@@ -189,19 +148,14 @@ class Tokenizer:
 
   def _read_decoder(self, spec) -> list[Mapping[str, Any]]:
     """Returns the steps of the decoder, each of which decodes single tokens."""
-    if spec is None:
-      raise ValueError(
-        f'tokenizer {self.path}: tokenizer.json has no decoder, so its tokens '
-        'are joined by spaces; add "decoder": {"type": "Fuse"} if they '
-        'concatenate to the text'
-      )
-    steps = spec['decoders'] if spec['type'] == 'Sequence' else [spec]
-    for step in steps:
-      if step['type'] not in DECODERS:
-        raise ValueError(
-          f'tokenizer {self.path}: the bytes of single tokens are unknown '
-          f'for decoder {step["type"]!r}; supported: {", ".join(DECODERS)}'
-        )
+    spec = spec or {'type': 'no decoder'}
+    steps = spec.get('decoders', [spec])
+    kinds = [step['type'] for step in steps]
+    require(
+      set(kinds) <= set(DECODERS),
+      f'tokenizer {self.path}: the bytes of single tokens are unknown for '
+      f'{kinds}; supported: {", ".join(DECODERS)} (Fuse: just concatenated)',
+    )
     return steps
 
   # Text to ids.
@@ -224,41 +178,30 @@ class Tokenizer:
     `start`: the parts start a sequence; adds bos and the tokenizer's leading
     space, if it has them.
     """
-    runs: list[str | int] = []
-
-    def put(text):
-      if runs and isinstance(runs[-1], str):
-        runs[-1] += text
-      elif text:
-        runs.append(text)
-
+    runs: list[str | int] = ['']  # text, and ids of added tokens between
     for text, ours in parts:
-      if not ours:
-        put(text)
-        continue
       at = 0
-      for match in self._added_re.finditer(text):
+      for match in self._added_re.finditer(text) if ours else ():
         i, token = self._flags[match.group()]
         before = text[at : match.start()]
-        put(before.rstrip() if token.lstrip else before)
-        runs.append(i)
+        runs[-1] += before.rstrip() if token.lstrip else before
+        runs += [i, '']
         at = match.end()
         if token.rstrip:
           at += len(text[at:]) - len(text[at:].lstrip())
-      put(text[at:])
-    ids: list[int] = []
-    if start and not (runs and runs[0] == self.bos_id):
-      ids += self._opening
-    for n, run in enumerate(runs):
-      if isinstance(run, int):
-        ids.append(run)
-      else:
-        ids += self._encode_text(run, self._start if start and n == 0 else None)
+      runs[-1] += text[at:]
+    first, *runs = runs
+    ids = self._encode_text(first, self._start if start else self._backend)
+    if start and (first or runs[:1] != [self.bos_id]):
+      ids = self._opening + ids
+    for run in runs:
+      ids += [run] if isinstance(run, int) else self._encode_text(run)
     return ids
 
   def _encode_text(self, text: str, backend=None) -> list[int]:
-    text = _whole(text)
-    backend = backend or self._backend
+    if not text:
+      return []
+    text, backend = _whole(text), backend or self._backend
     # Faster than `encode`, which also computes offsets.
     (fast,) = backend.encode_batch_fast([text], add_special_tokens=False)
     if self.control.isdisjoint(fast.ids):
@@ -268,33 +211,24 @@ class Tokenizer:
     # encode these by character.
     ids: list[int] = []
     for i, (a, b) in zip(encoding.ids, encoding.offsets, strict=True):
-      if i not in self.control:
-        ids.append(i)
-        continue
-      for char in text[a:b]:
-        spelt = self._backend.encode(char, add_special_tokens=False).ids
-        spelt = [self._unk if j in self.control else j for j in spelt]
-        ids += [j for j in spelt if j is not None]
-    return ids
+      chars = text[a:b] if i in self.control else ()
+      spelt = [i for c in chars for i in self._backend.encode(c).ids] or [i]
+      ids += [self._unk if j in self.control else j for j in spelt]
+    return [i for i in ids if i is not None]
 
   # Ids to text.
 
   def _find_bytes(self, token_id: int) -> bytes:
-    token_id = int(token_id)
-    if token_id < 0:
-      raise ValueError(f'token id {token_id} is negative')
-    if token_id in self.control or token_id >= self.vocab_size:
+    require(token_id >= 0, f'token id {token_id} is negative', ValueError)
+    token = self._hf.backend_tokenizer.id_to_token(int(token_id))
+    if token_id in self.control or token is None:
       return b''
     if token_id in self._added:
-      return self._added[token_id].encode('utf-8')
-    token = self._hf.backend_tokenizer.id_to_token(token_id)
-    if token is None:
-      return b''
+      return token.encode()
     for step in self._decoders:
       if step['type'] == 'ByteLevel':
-        table = _byte_alphabet()
-        if all(c in table for c in token):
-          return bytes(table[c] for c in token)
+        if all(c in _BYTES for c in token):
+          return bytes(_BYTES[c] for c in token)
       elif step['type'] == 'ByteFallback':
         if re.fullmatch(r'<0x[0-9A-Fa-f]{2}>', token):
           return bytes([int(token[3:5], 16)])
@@ -317,11 +251,8 @@ class Tokenizer:
 
   @functools.cached_property
   def max_token_bytes(self) -> int:
-    """The largest number of bytes of a token."""
-    if any(step['type'] == 'ByteLevel' for step in self._decoders):
-      longest = max(map(len, self._vocab))  # a character for each byte
-      return max(longest, *(len(t.encode()) for t in self._added.values()))
-    return max(len(t.encode('utf-8')) for t in self._vocab)
+    """An upper bound of the bytes of a token."""
+    return max(map(len, map(str.encode, self._vocab)))
 
   # Chat.
 
@@ -335,23 +266,19 @@ class Tokenizer:
     Raises:
       ValueError: there is no chat template, or it rejects the messages.
     """
-    if not self.has_chat:
-      raise ValueError(
-        f'tokenizer {self.path} has no chat template; use a template whose '
-        "prompt is plain text, such as env.template='base'"
-      )
+    require(
+      self.has_chat,
+      f'tokenizer {self.path} has no chat template; use a template whose '
+      "prompt is plain text, such as env.template='base'",
+    )
     try:
       return self._hf.apply_chat_template(
         [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
       )
-    except ImportError:  # jinja2 is missing
-      raise
     except Exception as e:  # templates can raise any error
       roles = [m.get('role') for m in messages]
-      raise ValueError(
-        f'the chat template of {self.path} rejects messages of roles '
-        f'{roles}: {e}'
-      ) from e
+      message = f'the chat template of {self.path} rejects the roles {roles}'
+      raise ValueError(f'{message}: {e}') from e
 
   def save(self, folder: str | os.PathLike) -> None:
     """Writes the Hugging Face files, which `load(folder)` reads."""
@@ -365,47 +292,35 @@ def load(path: str | os.PathLike) -> Tokenizer:
     ValueError: no such folder, no tokenizer in it, or one that is not fast.
   """
   path = os.fspath(path)
+  require(path, 'no tokenizer: set config.model.tokenizer or .path to a folder')
   folder = pathlib.Path(path)
-  lookup.require(
-    path,
-    'no tokenizer: set config.model.tokenizer (or config.model.path) to a '
-    'folder with tokenizer.json',
+  require(
+    folder.is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', path),
+    f'tokenizer folder {path} does not exist',
   )
-  local = folder.is_dir()
-  on_hub = not folder.exists() and re.fullmatch(r'[\w.-]+/[\w.-]+', path)
-  lookup.require(local or on_hub, f'tokenizer folder {path} does not exist')
+  # The generic class uses tokenizer.json unchanged; the class of a model would
+  # build another backend.
+  kind = transformers.AutoTokenizer
+  if (folder / 'tokenizer.json').is_file():
+    kind = transformers.PreTrainedTokenizerFast
   try:
-    if (folder / 'tokenizer.json').is_file():
-      # The generic class uses tokenizer.json unchanged; the class of a model
-      # would build another backend.
-      hf = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    else:
-      hf = transformers.AutoTokenizer.from_pretrained(
-        path, local_files_only=local
-      )
+    hf = kind.from_pretrained(path, local_files_only=folder.is_dir())
   except Exception as e:  # transformers raises many kinds of errors
-    raise ValueError(
-      f'no tokenizer could be read from {path}: {e}; a folder needs {_FILES}'
-    ) from e
-  lookup.require(
-    len(hf) > 1 and hf('a', add_special_tokens=False)['input_ids'],
-    f'{path} holds no tokenizer (a folder needs {_FILES}); set '
+    raise ValueError(f'no tokenizer could be read from {path}: {e}') from e
+  require(
+    getattr(hf, 'is_fast', False)
+    and hf('a', add_special_tokens=False)['input_ids'],
+    f'{path} holds no fast tokenizer; a folder needs tokenizer.json, or '
+    'vocab.json, merges.txt and tokenizer_config.json: set '
     'config.model.tokenizer to another folder',
-    ValueError,
   )
-  lookup.require(
-    getattr(hf, 'is_fast', False),
-    f'tokenizer {path} is not a fast one: no tokenizer.json',
-  )
-  eos: list[int] = []
-  generation = folder / 'generation_config.json'
+  generation, eos = folder / 'generation_config.json', None
   if generation.is_file():
     try:
-      ids = json.loads(generation.read_text('utf-8')).get('eos_token_id')
+      eos = json.loads(generation.read_text('utf-8')).get('eos_token_id')
     except json.JSONDecodeError as e:
       raise ValueError(f'{generation}: not JSON: {e}') from e
-    eos = ids if isinstance(ids, list) else [] if ids is None else [ids]
-  return Tokenizer(hf, path, eos)
+  return Tokenizer(hf, path, eos if isinstance(eos, list) else [eos])
 
 
 def train_bpe(
@@ -419,18 +334,14 @@ def train_bpe(
   Raises:
     ValueError: vocab_size below the 256 bytes and 2 special tokens.
   """
-  lookup.require(
+  require(
     vocab_size >= 258,
-    f'train_bpe: vocab_size={vocab_size}; 256 bytes and 2 special tokens '
-    'need at least 258',
+    f'config.model.bpe_vocab={vocab_size}: at least 258 (256 bytes, 2 special)',
   )
   backend = tokenizers.Tokenizer(models.BPE())
-  backend.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(tokenizers.Regex(_SPLIT), 'isolated'),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
+  words = pre_tokenizers.Split(tokenizers.Regex(_SPLIT), 'isolated')
+  chars = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  backend.pre_tokenizer = pre_tokenizers.Sequence([words, chars])
   backend.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
     vocab_size=vocab_size,

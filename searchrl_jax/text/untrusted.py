@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 
+from searchrl_jax.run.lookup import require
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage, Question
 
@@ -22,9 +23,7 @@ _SMALL = 10_000  # limit in characters for those
 # Prompts.
 
 
-def prompt_parts(
-  template, question: Question, mode: str, tokenizer
-) -> list[Part]:
+def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   """Returns the prompt as (text, ours) parts.
 
   mode 'template': the template's prompt with the question, in which tags are
@@ -34,71 +33,52 @@ def prompt_parts(
   their tags are kept, because they explain the protocol.
 
   Raises:
-    ValueError: an unknown mode; 'as_is' without messages; a chat template that
-      is missing or omits the question.
+    ValueError: 'as_is' without messages; a chat template that is missing or
+      omits the question.
   """
   if mode == 'as_is':
-    if not question.messages:
-      raise ValueError(
-        f"question {question.id!r} has no messages, which data.prompt='as_is' "
-        "renders; use data.prompt='template'"
-      )
+    asked = [(m['role'], [(m['content'], False)]) for m in question.messages]
+    fix = "which data.prompt='as_is' renders; use 'template'"
+    require(asked, f'question {question.id!r} has no messages, {fix}')
     if tokenizer.has_chat:
-      return chat_parts(
-        tokenizer,
-        [(m['role'], [(m['content'], False)]) for m in question.messages],
-      )
+      return chat_parts(tokenizer, asked)
     return [('\n'.join(m['content'] for m in question.messages), False)]
-  if mode != 'template':
-    raise ValueError(f"data.prompt={mode!r} is neither 'template' nor 'as_is'")
   text = template.question(question.text)
 
   def fill(content: str) -> list[Part]:
     before, slot, after = content.partition(prompts.SLOT)
-    if not slot:
-      return [(content, True)]
-    return [(before, True), (text, False), (after, True)]
+    return [(before, True), (text if slot else '', False), (after, True)]
 
   if isinstance(template.prompt, str):
     parts = fill(template.prompt)
   else:
-    parts = chat_parts(
-      tokenizer, [(role, fill(content)) for role, content in template.prompt]
-    )
+    messages = [(role, fill(content)) for role, content in template.prompt]
+    parts = chat_parts(tokenizer, messages)
   return neutraliser(template).parts(parts)
 
 
-def chat_parts(
-  tokenizer, messages: Sequence[tuple[str, Sequence[Part]]]
-) -> list[Part]:
-  """Renders messages with placeholders, then fills in the texts.
+def chat_parts(tokenizer, messages) -> list[Part]:
+  """Renders messages, (role, parts) each, with placeholders, and fills these.
 
   Outside text does not pass through the chat template, so the rendered text
   that is ours (control tokens) stays separate from it.
   """
   parts = [p for _, content in messages for p in content]
-  marks = iter(range(len(parts)))
-  rendered = tokenizer.chat(
-    [
-      {'role': r, 'content': ''.join(f'\ue000{next(marks)}\ue001' for _ in c)}
-      for r, c in messages
-    ]
-  )
-  out: list[Part] = []
-  at = 0
-  seen = set()
-  for match in re.finditer('\ue000(\\d+)\ue001', rendered):
-    out += [(rendered[at : match.start()], True), parts[int(match.group(1))]]
-    seen.add(int(match.group(1)))
-    at = match.end()
-  out.append((rendered[at:], True))
-  for n, (text, ours) in enumerate(parts):
-    if n not in seen:
-      raise ValueError(
-        f'the chat template of {tokenizer.path} leaves out '
-        f'{"a message of the template" if ours else repr(text[:60])}; '
-        'use other roles'
-      )
+  marks = map('\ue000{}\ue001'.format, itertools.count())
+  marked = [
+    {'role': role, 'content': ''.join(next(marks) for _ in content)}
+    for role, content in messages
+  ]
+  # Text, number of a part, text, ...
+  pieces = re.split('\ue000(\\d+)\ue001', tokenizer.chat(marked))
+  lost = set(range(len(parts))) - {int(n) for n in pieces[1::2]}
+  texts = [parts[n][0][:60] for n in lost]
+  what = f'the chat template of {tokenizer.path} leaves out {texts}'
+  require(not lost, f'{what}; use other roles')
+  out = [
+    parts[int(piece)] if n % 2 else (piece, True)
+    for n, piece in enumerate(pieces)
+  ]
   return [p for p in out if p[0]]
 
 
@@ -109,8 +89,7 @@ class Observer:
   """Formats passages, or the text of a tool, as observations of a template."""
 
   def __init__(self, tokenizer, template):
-    self.tokenizer = tokenizer
-    self.template = template
+    self.tokenizer, self.template = tokenizer, template
     self._clean = neutraliser(template)
     before, _, after = template.observation.partition('{passages}')
     self._before, self._after = (before, True), (after, True)
@@ -120,9 +99,7 @@ class Observer:
     # The samples of a question often search for the same.
     self._cached = functools.lru_cache(_CACHED)(self._observation)
 
-  def __call__(
-    self, passages: Sequence[Passage | str], limit: int
-  ) -> tuple[list[int], bool]:
+  def __call__(self, passages: Sequence[Passage | str], limit: int):
     """Returns at most `limit` ids, and whether passages were left out or cut.
 
     The observation has as many complete passages as fit, from the first; if the
@@ -133,14 +110,11 @@ class Observer:
     ids of the observation. The text of a tool is a passage without the
     template's passage line.
     """
-    small = (
-      sum(
-        len(p) if isinstance(p, str) else len(p.title) + len(p.text)
-        for p in passages
-      )
-      <= _SMALL
+    sizes = (
+      len(p) if isinstance(p, str) else len(p.title) + len(p.text)
+      for p in passages
     )
-    observe = self._cached if small else self._observation
+    observe = self._cached if sum(sizes) <= _SMALL else self._observation
     ids, short = observe(tuple(passages), limit)
     return list(ids), short
 
@@ -151,31 +125,23 @@ class Observer:
     lines = lines or [[(self.template.no_results, True)]]
 
     def ids_of(n):
-      body = list(lines[0])
-      for line in lines[1:n]:
-        body += [sep, *line]
+      body = [part for line in lines[:n] for part in (sep, *line)][1:]
       return self._encode(self._cleaned(body))
 
-    def whole(n):
-      ids = ids_of(n)
-      return ids if len(ids) <= limit else None
-
+    ids = ids_of(len(lines))  # usually all passages fit, or not even the first
     if self.template.cut == 'tokens':
-      ids = ids_of(len(lines))
       return ids[: max(limit, 0)], short or len(ids) > limit
-    # Usually all passages fit, or not even the first.
-    if (ids := whole(len(lines))) is not None:
+    if len(ids) <= limit:
       return ids, short
-    fitting = itertools.takewhile(
-      lambda ids: ids is not None, map(whole, range(1, len(lines)))
-    )
-    if most := [*fitting]:
-      return most[-1], True
+    fewer = map(ids_of, range(1, len(lines)))
+    if fitting := [*itertools.takewhile(lambda x: len(x) <= limit, fewer)]:
+      return fitting[-1], True
     # Cleaned before it is cut, so that cuts are in the text that is shown.
     first = self._cleaned(lines[0])
-    kept = self._fit(_split(first, whole_words=True), limit)
-    if not _outside(kept).strip():
-      kept = self._fit(_split(first, whole_words=False), limit)
+    for pattern in (_WORDS, '(?s:.)'):
+      kept = self._fit(_split(first, pattern), limit)
+      if any(text.strip() for text, ours in kept if not ours):
+        break
     ids = self._encode(self._cleaned(kept))
     return (ids if len(ids) <= limit else []), True
 
@@ -192,17 +158,14 @@ class Observer:
     """Cuts title and text after `limit` tokens, to bound the work; returns the
     passages and whether anything was cut."""
     limit = max(limit, 1)
-    short = False
 
     def clip(text: str) -> str:
-      nonlocal short
       if len(text) <= 8 * limit:  # short enough
         return text
       start = text[: limit * self.tokenizer.max_token_bytes]
       ids = self.tokenizer.encode(start)
       if len(ids) <= limit and start == text:
         return text
-      short = True
       return start[: len(self.tokenizer.decode(ids[:limit]))]
 
     out = [
@@ -211,22 +174,18 @@ class Observer:
       else Passage(p.id, clip(p.title), clip(p.text), p.score)
       for p in passages
     ]
-    return out, short
+    return out, out != [*passages]
 
   def _line(self, i: int, passage: Passage | str) -> list[Part]:
     if isinstance(passage, str):
       return [(passage, False)]
-    values = {
-      'i': (str(i), True),
-      'title': (passage.title, False),
-      'text': (passage.text, False),
-      'id': (passage.id, False),
-    }
     parts = []
     for literal, field in self.template.passage_parts:
       parts.append((literal, True))
-      if field is not None:
-        parts.append(values[field])
+      if field == 'i':
+        parts.append((str(i), True))
+      elif field:
+        parts.append((getattr(passage, field), False))
     return parts
 
   def _cleaned(self, body: Sequence[Part]) -> list[Part]:
@@ -237,34 +196,24 @@ class Observer:
     return self.tokenizer.encode_parts([self._before, *body, self._after])
 
 
-def _outside(parts: Sequence[Part]) -> str:
-  return ''.join(text for text, ours in parts if not ours)
+# Words with the white space before them. Those of more than 24 characters are
+# split, because some scripts have no spaces.
+_WORDS = r'\s*\S{1,24}(?!\S)|\s*\S|\s+'
 
 
-def _split(parts: Sequence[Part], whole_words: bool) -> list[Part]:
-  """Splits outside parts before white space, or into characters.
-
-  Words of more than 24 characters are split, because some scripts have no
-  spaces.
-  """
-  pattern = r'\s*\S{1,24}(?!\S)|\s*\S|\s+' if whole_words else r'(?s:.)'
-  out = []
-  for text, ours in parts:
-    if ours:
-      out.append((text, True))
-    else:
-      out += [(piece, False) for piece in re.findall(pattern, text)]
-  return out
+def _split(parts: Sequence[Part], pattern: str) -> list[Part]:
+  """Splits outside parts into what matches `pattern`."""
+  return [
+    (piece, ours)
+    for text, ours in parts
+    for piece in ([text] if ours else re.findall(pattern, text))
+  ]
 
 
 def _first(pieces: Sequence[Part], n: int) -> list[Part]:
   """The first n outside pieces and all of ours."""
-  out = []
-  for text, ours in pieces:
-    n -= not ours
-    if ours or n >= 0:
-      out.append((text, ours))
-  return out
+  outside = itertools.count(1)
+  return [p for p in pieces if p[1] or next(outside) <= n]
 
 
 # Outside text.

@@ -4,14 +4,13 @@ They mix good searches, poor searches and guesses, as base models do, so that RL
 has behaviours to select from. Passages in traces are real search results.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 import dataclasses
 
 import numpy as np
 
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Search, Trace
-from searchrl_jax.run import lookup
 from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import microworld
 
@@ -38,42 +37,32 @@ class Mix:
   favourites: int = FAVOURITES  # number of values of a pool that are guessed
 
   def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      good = value >= 1 if name == 'favourites' else 0 <= value <= 1
+      require(good, f'{name}={value} is out of range')
     total = self.good + self.poor + self.guess
-    for good, message in (
-      *(
-        (0 <= value <= 1, f'{name}={value} must be between 0 and 1')
-        for name, value in dataclasses.asdict(self).items()
-        if name != 'favourites'
-      ),
-      (
-        self.favourites >= 1,
-        f'favourites={self.favourites} must be at least 1',
-      ),
-      (abs(total - 1) <= 1e-6, f'good + poor + guess = {total:g} must be 1'),
-      (
-        self.guess * (1 + self.tilt) <= 1 + 1e-6,
-        'guess * (1 + tilt) must not exceed 1',
-      ),
-    ):
-      lookup.require(good, message, DataError)
+    good = abs(total - 1) <= 1e-6
+    require(good, f'good + poor + guess = {total:g} must be 1')
+    good = self.guess * (1 + self.tilt) <= 1 + 1e-6
+    require(good, 'guess * (1 + tilt) must not exceed 1')
 
 
 def traces(
   *,
   world_seed: int,
-  worlds: int = 60,
-  n: int = 12_000,
-  seed: int = 0,
-  k: int = 1,
-  train: int = 120,
-  relations: int = 4,
-  good: float = 0.4,
-  poor: float = 0.2,
-  guess: float = 0.4,
-  tilt: float = 0.8,
-  again: float = 0.3,
-  short: float = 0.4,
-  favourites: int = FAVOURITES,
+  worlds=60,
+  n=12_000,
+  seed=0,
+  k=1,
+  train=120,
+  relations=4,
+  good=0.4,
+  poor=0.2,
+  guess=0.4,
+  tilt=0.8,
+  again=0.3,
+  short=0.4,
+  favourites=FAVOURITES,
 ) -> list[Trace]:
   """Returns traces on train questions of several worlds.
 
@@ -88,20 +77,14 @@ def traces(
     k: passages per query, as in the run.
     train: number of people of each world; see `microworld.generate`.
     relations: per passage; see `microworld.generate`.
-    good: see `Mix`, as for the following.
-    poor: see `Mix`.
-    guess: see `Mix`.
-    tilt: see `Mix`.
-    again: see `Mix`.
-    short: see `Mix`.
-    favourites: see `Mix`.
+    good, poor, guess, tilt, again, short, favourites: see `Mix`.
 
   Raises:
     DataError: a fraction is out of range, or a world cannot be generated.
   """
   mix = Mix(good, poor, guess, tilt, again, short, favourites)
-  if worlds < 1 or n < worlds:
-    raise DataError(f'n={n} traces of worlds={worlds}: at least one of each')
+  good = 1 <= worlds <= n
+  require(good, f'n={n} traces of worlds={worlds}: at least one of each')
   out = []
   for i in range(worlds):
     world = microworld.generate(
@@ -112,20 +95,14 @@ def traces(
   return out
 
 
-def searcher(
-  world: microworld.World, splits: Sequence[str] = ('train',)
-) -> Search:
+def searcher(world: microworld.World, splits=('train',)) -> Search:
   """Returns a search with the server's index, over the people of `splits`."""
   from retrieval.bm25 import BM25Index  # slow to import
 
-  people = {
-    name for split in splits for name in microworld.names(world.settings, split)
-  }
-  passages = []
-  for row in world.corpus:
-    title, _, text = row['contents'].partition('\n')
-    if title.strip('"') in people:
-      passages.append(Passage(row['id'], title.strip('"'), text))
+  people = {n for s in splits for n in microworld.names(world.settings, s)}
+  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
+  found = (Passage(id, title.strip('"'), text) for id, title, text in rows)
+  passages = [p for p in found if p.title in people]
   index = BM25Index([f'"{p.title}"\n{p.text}' for p in passages])
 
   def search(queries: Sequence[str], k: int):
@@ -135,9 +112,7 @@ def searcher(
   return search
 
 
-def script(
-  world: microworld.World, n: int, seed, search: Search, k: int, mix: Mix
-) -> list[Trace]:
+def script(world, n: int, seed, search: Search, k, mix: Mix) -> list[Trace]:
   """Returns n traces on the train questions of one world, hops alternating.
 
   Questions repeat only after all have occurred. The traces advance together,
@@ -145,11 +120,11 @@ def script(
   """
   pool = microworld.pick(world, 'train')
   rng = np.random.default_rng(seed)
-  writers = [
-    _Script(world, np.random.default_rng(rng.integers(2**63)), mix)
-    for _ in range(n)
+  streams = (np.random.default_rng(rng.integers(2**63)) for _ in range(n))
+  scripts = [
+    _Script(world, stream, mix).trace(pool[i % len(pool)])
+    for i, stream in enumerate(streams)
   ]
-  scripts = [w.trace(pool[i % len(pool)]) for i, w in enumerate(writers)]
   done: dict[int, Trace] = {}
   results: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(range(n))
   while results:
@@ -187,8 +162,7 @@ class _Script:
       self.guess(relation)
       return Trace(question, tuple(self.actions), False)
     good = self.chance(mix.good / max(mix.good + mix.poor, 1e-9))
-    read = {}
-    again = True
+    read, again = {}, True
     if not good:
       query = name.split()[0] if self.chance(0.5) else relation
       read = yield from self.look_up(f'find {query}', query)
@@ -213,18 +187,15 @@ class _Script:
     found = yield query
     actions = dict(think=thought, search=query, information=found)
     self.actions += actions.items()
-    facts: Mapping[str, str] = self.world.facts[found[0].title] if found else {}
-    return facts
+    return self.world.facts[found[0].title] if found else {}
 
   def answer(self, thought: str, value: str) -> None:
     self.actions += [('think', thought), ('answer', value)]
 
   def guess(self, relation: str) -> None:
     """Answers with one of a few values; more would be memorised as facts."""
-    if relation in microworld.LINKS:
-      values = microworld.names(self.world.settings, 'train')
-    else:
-      pool = microworld.ATTRIBUTES[relation]
+    values = microworld.names(self.world.settings, 'train')
+    if pool := microworld.ATTRIBUTES.get(relation):
       values = microworld.pools(self.world.settings)[pool]
     value = values[self.rng.integers(self.mix.favourites) % len(values)]
     self.answer(f'maybe {value}', value)

@@ -13,49 +13,42 @@ be evaluated on another.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import json
+import operator
 import os
 import pathlib
 
 import numpy as np
 
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import require
 from searchrl_jax.run import records
 from searchrl_jax.types import Question
 
 SPLITS = ('train', 'heldout')
 # Relation -> the pool of its values. Two relations share each of the pools
 # `town` and `person`, so a word does not determine its relation.
-ATTRIBUTES = {
-  'birthplace': 'town',
-  'home': 'town',
-  'craft': 'craft',
-  'emblem': 'emblem',
-}
+ATTRIBUTES = dict(
+  birthplace='town', home='town', craft='craft', emblem='emblem'
+)
 LINKS = ('teacher', 'rival')
-CRAFTS = tuple(
-  """
+CRAFTS = """
   weaver smith baker tanner potter miller cooper carver glazier dyer mason
   fuller brewer hatter sawyer thatcher turner joiner piper drummer scribe
   printer binder cutler farrier saddler cobbler tailor painter gilder roper
   sailor fisher hunter gardener shepherd healer pilot porter ranger
 """.split()
-)
-EMBLEMS = tuple(
-  """
+EMBLEMS = """
   otter heron badger raven stag wolf bear hare fox owl swan crane trout
   salmon viper toad newt moth wasp beetle oak elm rowan thistle clover fern
   lily poppy anchor hammer lantern kettle ladder mirror spindle trumpet
   wagon comet moon crown
 """.split()
-)
 # Words of questions, of thoughts and of the quickstart's template.
-WORDS = tuple(
-  """
+WORDS = """
   What is the of find maybe Question Doc no passage found invalid action
   last turn answer now search or to and not use again
 """.split()
-)
 TAGS = ('think', 'search', 'information', 'answer')
 MARKS = '?:;.,"()-\'!/&'
 PAD, EOS, UNK = '<|pad|>', '<|eos|>', '<|unk|>'
@@ -71,6 +64,9 @@ class Settings:
   second: int = 40  # second words of names
   towns: int = 40
   heldout: float = 0.25  # fraction of the pairs of names held out
+
+
+STANDARD = Settings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,63 +89,41 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
   Raises:
     DataError: n is larger than the number of words of a kind.
   """
-  ends = {
-    'first': 'a o i u'.split(),
-    'second': 'en ok al ur'.split(),
-    'town': 'wick holm mar ford'.split(),
-  }[kind]
-  consonants = 'b d f g h k l m n p r s t v z'.split()
-  words = [
-    (a + b + c + e).capitalize()
-    for a in consonants
-    for b in 'aeiou'
-    for c in consonants
-    for e in ends
-  ]
+  ends = dict(first='a o i u', second='en ok al ur', town='wick holm mar ford')
+  hard = 'bdfghklmnprstvz'
+  letters = itertools.product(hard, 'aeiou', hard, ends[kind].split())
+  words = [''.join(word).capitalize() for word in letters]
   # The stems in the search index must differ too, so only one word has the same
   # first three letters.
   rng = np.random.default_rng(sum(map(ord, kind)))
-  order = rng.permutation(len(words))
-  seen, out = set(), []
-  for i in order:
-    if words[i][:3] not in seen:
-      seen.add(words[i][:3])
-      out.append(words[i])
-  if n > len(out):
-    raise DataError(f'{n} {kind} words requested; only {len(out)} exist')
-  return tuple(out[:n])
+  found: dict[str, str] = {}
+  for i in rng.permutation(len(words)):
+    found.setdefault(words[i][:3], words[i])
+  good = n <= len(found)
+  require(good, f'{n} {kind} words requested; only {len(found)} exist')
+  return tuple(found.values())[:n]
 
 
 @functools.cache
 def names(settings: Settings, split: str) -> tuple[str, ...]:
   """Returns all names of a split. Splits are disjoint for all seeds."""
-  if split not in SPLITS:
-    raise DataError(f'split={split!r} must be one of {SPLITS}')
-  first = invented(settings.first, 'first')
+  require(split in SPLITS, f'split={split!r} must be one of {SPLITS}')
   second = invented(settings.second, 'second')
-  order = np.random.default_rng(1).permutation(len(first) * len(second))
+  first = invented(settings.first, 'first')
+  pairs = [f'{a} {b}' for a in first for b in second]
+  order = np.random.default_rng(1).permutation(len(pairs))
   cut = int(len(order) * settings.heldout)
   chosen = order[:cut] if split == 'heldout' else order[cut:]
-  return tuple(
-    f'{first[i // len(second)]} {second[i % len(second)]}' for i in chosen
-  )
+  return tuple(pairs[i] for i in chosen)
 
 
-def pools(settings: Settings) -> dict[str, tuple[str, ...]]:
-  return {
-    'town': invented(settings.towns, 'town'),
-    'craft': CRAFTS,
-    'emblem': EMBLEMS,
-  }
+def pools(settings: Settings) -> dict[str, Sequence[str]]:
+  towns = invented(settings.towns, 'town')
+  return {'town': towns, 'craft': CRAFTS, 'emblem': EMBLEMS}
 
 
 def generate(
-  seed: int,
-  *,
-  train: int = 400,
-  heldout: int = 150,
-  relations: int = 4,
-  settings: Settings = Settings(),
+  seed: int, *, train=400, heldout=150, relations=4, settings=STANDARD
 ) -> World:
   """Makes a world.
 
@@ -168,23 +142,16 @@ def generate(
   Raises:
     DataError: a size that the pools of names do not allow.
   """
-  if seed < 0:
-    raise DataError(f'seed={seed} must not be negative')
-  if not 2 <= relations <= len(ATTRIBUTES) + len(LINKS):
-    raise DataError(
-      f'relations={relations} must lie between 2 and '
-      f'{len(ATTRIBUTES) + len(LINKS)}'
-    )
+  require(seed >= 0, f'seed={seed} must not be negative')
+  most = len(ATTRIBUTES) + len(LINKS)
+  good = 2 <= relations <= most
+  require(good, f'relations={relations} must lie between 2 and {most}')
   rng = np.random.default_rng([seed, 20])
   people, facts = {}, {}
   for split, count in (('train', train), ('heldout', heldout)):
     there = names(settings, split)
-    if not 20 <= count <= len(there):
-      raise DataError(
-        f'{split}={count} people: the settings allow 20 to {len(there)} '
-        '(more with larger `first` and `second`; with fewer than 20 some '
-        'answers would be frequent)'
-      )
+    good, limits = 20 <= count <= len(there), f'20 to {len(there)}'
+    require(good, f'{split}={count} people: the settings allow {limits}')
     people[split] = [there[i] for i in rng.permutation(len(there))[:count]]
     facts |= _facts(rng, people[split], relations, settings)
   ids, corpus = passages(rng, facts)
@@ -207,9 +174,8 @@ def _facts(rng, people, relations, settings):
   for link in LINKS:
     # One cycle through all people, so nobody is linked to themselves.
     cycle = rng.permutation(n)
-    to = np.empty(n, int)
-    to[cycle] = np.roll(cycle, 1)
-    table[link] = [people[i] for i in to]
+    to = dict(zip(cycle, np.roll(cycle, 1)))
+    table[link] = [people[to[i]] for i in range(n)]
   out = {}
   for i, name in enumerate(people):
     link = LINKS[rng.integers(len(LINKS))]
@@ -259,20 +225,13 @@ def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
 
 def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
   """Writes corpus.jsonl and {train,heldout}.jsonl; returns name -> path."""
-  rows = {'corpus': world.corpus}
+  fields = 'id question golden_answers source hops supporting_ids'.split()
+  values = operator.attrgetter(
+    *'id text answers source hops supporting'.split()
+  )
+  rows, paths = {'corpus': world.corpus}, {}
   for split, questions in world.questions.items():
-    rows[split] = [
-      {
-        'id': q.id,
-        'question': q.text,
-        'golden_answers': list(q.answers),
-        'source': q.source,
-        'hops': q.hops,
-        'supporting_ids': list(q.supporting),
-      }
-      for q in questions
-    ]
-  paths = {}
+    rows[split] = [dict(zip(fields, values(q))) for q in questions]
   for name, lines in rows.items():
     path = pathlib.Path(folder) / f'{name}.jsonl'
     records.write_text(path, ''.join(json.dumps(x) + '\n' for x in lines))
@@ -281,14 +240,7 @@ def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
 
 
 def load(
-  *,
-  world_seed: int,
-  split: str,
-  n: int = 0,
-  hops: Sequence[int] = (1, 2),
-  train: int = 400,
-  heldout: int = 150,
-  relations: int = 4,
+  *, world_seed, split, n=0, hops=(1, 2), train=400, heldout=150, relations=4
 ) -> list[Question]:
   """Returns questions of a world, hops alternating (a data module's `load`).
 
@@ -304,60 +256,38 @@ def load(
   Raises:
     DataError: an unknown split or hop, or more questions than there are.
   """
-  if not hops or set(hops) - {1, 2}:
-    raise DataError(f'hops={tuple(hops)} must be chosen from 1 and 2')
-  names(Settings(), split)  # raises if there is no such split
-  world = generate(
-    world_seed, train=train, heldout=heldout, relations=relations
-  )
-  return pick(world, split, n, hops)
+  good = hops and set(hops) <= {1, 2}
+  require(good, f'hops={tuple(hops)} must be chosen from 1 and 2')
+  names(STANDARD, split)  # raises if there is no such split
+  sizes = dict(train=train, heldout=heldout, relations=relations)
+  return pick(generate(world_seed, **sizes), split, n, hops)
 
 
-def pick(
-  world: World, split: str, n: int = 0, hops: Sequence[int] = (1, 2)
-) -> list[Question]:
+def pick(world: World, split: str, n=0, hops=(1, 2)) -> list[Question]:
   """Returns the first n questions of a split, hops alternating; see `load`."""
   by_hop = [[q for q in world.questions[split] if q.hops == h] for h in hops]
   most = min(map(len, by_hop)) * len(by_hop)
-  if n > most:
-    raise DataError(
-      f'n={n} questions of hops {tuple(hops)} in {split!r}; world '
-      f'{world.seed} has {most} (more with more people)'
-    )
+  where = f'world {world.seed} has {most}, more with more people'
+  require(n <= most, f'n={n} of hops {tuple(hops)} in {split!r}: {where}')
   out = [q for row in zip(*by_hop) for q in row]
   return out[: n or most]
 
 
-def vocabulary(
-  settings: Settings = Settings(), more: Sequence[str] = ()
-) -> list[str]:
+def vocabulary(settings=STANDARD, more: Sequence[str] = ()) -> list[str]:
   """Returns all tokens, in the order of ids; determined by the settings.
 
   more: words of another world.
   """
-  words = [
-    *WORDS,
-    *ATTRIBUTES,
-    *LINKS,
-    *invented(settings.first, 'first'),
-    *invented(settings.second, 'second'),
-    *pools(settings)['town'],
-    *CRAFTS,
-    *EMBLEMS,
-    *map(str, range(10)),
-    *MARKS,
-    *(f'<{slash}{tag}>' for tag in TAGS for slash in ('', '/')),
-    *more,
-  ]
-  words = list(dict.fromkeys(words))
+  first = invented(settings.first, 'first')
+  second = invented(settings.second, 'second')
+  tags = [f'<{slash}{tag}>' for tag in TAGS for slash in ('', '/')]
+  words = [*WORDS, *ATTRIBUTES, *LINKS, *first, *second]
+  words += [word for pool in pools(settings).values() for word in pool]
+  words = list(dict.fromkeys([*words, *'0123456789', *MARKS, *tags, *more]))
   return [PAD, EOS, UNK, '\n', ' ', *(' ' + w for w in words), *words]
 
 
-def tokenizer(
-  folder: str | os.PathLike,
-  settings: Settings = Settings(),
-  more: Sequence[str] = (),
-) -> str:
+def tokenizer(folder: str | os.PathLike, settings=STANDARD, more=()) -> str:
   """Writes a Hugging Face tokenizer of whole words; returns the folder.
 
   A token is a word, mark or tag with the space before it, so the joined tokens
@@ -369,16 +299,12 @@ def tokenizer(
 
   ids = {token: i for i, token in enumerate(vocabulary(settings, more))}
   tok = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=UNK))
-  tok.pre_tokenizer = pre_tokenizers.Split(
-    tokenizers.Regex(SPLIT), behavior='isolated'
-  )
+  words = tokenizers.Regex(SPLIT)
+  tok.pre_tokenizer = pre_tokenizers.Split(words, behavior='isolated')
   tok.decoder = decoders.Fuse()
+  special = dict(pad_token=PAD, eos_token=EOS, unk_token=UNK)
   fast = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tok,
-    pad_token=PAD,
-    eos_token=EOS,
-    unk_token=UNK,
-    clean_up_tokenization_spaces=False,
+    tokenizer_object=tok, clean_up_tokenization_spaces=False, **special
   )
   fast.save_pretrained(folder)
   return str(folder)

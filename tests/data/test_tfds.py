@@ -79,7 +79,7 @@ def test_errors(prepared, fields, says):
 def test_nothing_is_overwritten(prepared, tmp_path):
   file, path = prepared
   folder = path.removesuffix('/some/1.0.0')
-  with pytest.raises(DataError, match='already exists'):
+  with pytest.raises(DataError, match='exists; remove'):
     tfds.build(file, folder, name='some', split='dev', layout='flashrag')
   with pytest.raises(DataError, match='no dataset_info.json'):
     load(str(tmp_path))

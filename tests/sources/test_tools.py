@@ -393,9 +393,9 @@ def test_without_tools_the_source_is_the_source(tmp_path):
 @pytest.mark.parametrize(
   'entry, message',
   [
-    ({'tool': 3}, 'tool: expected its name'),
-    ({'tool': 'x', 'ends': True}, 'calls a tool and ends the trajectory'),
-    ({'tool': 'x'}, "'stops': '</x>', the closing tag"),
+    ({'tool': 3}, 'expected "tool": NAME in config.tools'),
+    ({'tool': 'x', 'ends': True}, 'expected "tool": NAME .* or "ends"'),
+    ({'tool': 'x'}, "'stops': lacks {'</x>'}, the closing tag"),
   ],
 )
 def test_blocks_that_cannot_be(tmp_path, entry, message):
