@@ -194,11 +194,9 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
     ]
     require(loaded[name], f'set {name!r} is empty; correct its fields')
     bare = [q.id for q in loaded[name] if not q.messages]
-    require(
-      data.prompt != 'as_is' or not bare,
-      f'set {name!r}: {mode}, and question {bare[:1]} has no messages; use '
-      "'template', or a set whose records hold prompts (parquet)",
-    )
+    fix = "use 'template', or records that hold prompts (parquet)"
+    what = f'set {name!r}: {mode}, and {bare[:1]} has no messages; {fix}'
+    require(data.prompt != 'as_is' or not bare, what)
   count = collections.Counter(q.id for qs in loaded.values() for q in qs)
   for name, questions in loaded.items():
     loaded[name] = [
@@ -308,11 +306,9 @@ class Stream:
     Raises:
       DataError: the questions, weights, seed or shuffle differ.
     """
-    require(
-      state['fingerprint'] == self.fingerprint,
-      'the saved data position belongs to other questions, weights, seed or '
-      'shuffle; resume with the data of the saved run, or start a new folder',
-    )
+    what = 'belongs to other questions, weights, seed or shuffle; resume'
+    message = f'the saved data position {what} with its data, or start anew'
+    require(state['fingerprint'] == self.fingerprint, message)
     self.position = int(state['position'])
 
 

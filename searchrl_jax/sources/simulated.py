@@ -58,11 +58,9 @@ def check(config: ConfigDict) -> None:
       used = {field for _, field in slots(config[name])} - {None}
     except ValueError as e:
       raise ValueError(f'{_WHERE}.{name}: {e}; write a brace twice') from e
-    lookup.require(
-      {'query'} <= used <= set(SLOTS),
-      f'{_WHERE}.{name}={config[name]!r} must contain {{query}}, and may '
-      f'contain any of {SLOTS}',
-    )
+    good, where = {'query'} <= used <= {*SLOTS}, f'{_WHERE}.{name}'
+    what = f'must contain {{query}}, and may contain any of {SLOTS}'
+    lookup.require(good, f'{where}={config[name]!r} {what}')
   try:
     pattern = re.compile(config.document)
   except re.error as e:
@@ -121,12 +119,6 @@ class SimulatedSource:
         model or writes no document, or the tokenizer has no chat template.
     """
     name = self._config.path or 'the policy'
-    lookup.require(
-      self._chat or not self._config.chat or self._writer.tokenizer.has_chat,
-      f'{_WHERE}.chat=True, but the tokenizer of {name} has no chat template; '
-      'use chat=False',
-      SourceError,
-    )
     if self._chat:
       try:
         name = (await self._chat.check())['model']
@@ -134,12 +126,12 @@ class SimulatedSource:
         raise SourceError(str(e)) from e
       answer = await self._answer(Request('capital France', 1, _TEST))
       why = getattr(answer, 'message', f'correct {_WHERE}.document or prompts')
-      lookup.require(
-        getattr(answer, 'passages', ()),
-        f'{_WHERE}.url={self._config.url!r} answers the query '
-        f'{answer.request.query!r} with no document: {why}',
-        SourceError,
-      )
+      if not getattr(answer, 'passages', ()):
+        where = f'{_WHERE}.url={self._config.url!r}'
+        raise SourceError(f'{where} answers a query with no document: {why}')
+    elif self._config.chat and not self._writer.tokenizer.has_chat:
+      fix = f'but {name} has no chat template; use chat=False'
+      raise SourceError(f'{_WHERE}.chat=True, {fix}')
     elif self._writer.start:
       await self._writer.start()
     return {'identity': {'simulator': name}}
@@ -161,11 +153,9 @@ class SimulatedSource:
     found = slots(c[kind])
     for _, field in found:
       if field and not values[field]:
-        message = (
-          f"{_WHERE}.{kind} contains {{{field}}}, and the query's question has "
-          "none; use a real search, with config.source.module='service'"
-        )
-        return types.SearchError(request, 'rejected', message)
+        what = f'{_WHERE}.{kind} has {{{field}}}, which the question lacks'
+        fix = "use a real search, with config.source.module='service'"
+        return types.SearchError(request, 'rejected', f'{what}; {fix}')
     texts = [[(text, True), (values[field], False)] for text, field in found]
     parts = [part for pair in texts for part in pair if part[0]]
     for attempt in range(c.attempts):

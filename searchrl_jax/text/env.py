@@ -83,29 +83,23 @@ class SearchEnv:
     self._reserve = len(answer) + 1
     real, limit = config.real_searches, config.max_observation_tokens
     further = [kind.name for kind in template.blocks if kind.acts]
-    for good, message in (
-      (
-        not (self._searching and (real or self._guided)),
+    if self._searching:
+      lookup.require(
+        not (real or self._guided),
         f'env.real_searches={real}, search_when={config.search_when!r}: with '
         "information='source' every search is real; use 0 and 'always'",
-      ),
-      (
-        real or not self._guided,
-        "env.search_when='entropy' needs env.real_searches: how many searches "
-        'of a trajectory may be real, or -1 for all',
-      ),
-      (
-        self._searching or not further,
-        f"env.information='policy': nothing answers the blocks {further} of "
-        f"template {template.name!r}, which call tools; use 'source'",
-      ),
-      (
-        not (self._searching or real) or limit >= self._observe.least,
-        f'env.max_observation_tokens={limit} is below the '
-        f'{self._observe.least} tokens of an observation without passages',
-      ),
-    ):
-      lookup.require(good, message)
+      )
+    else:
+      what = "env.search_when='entropy' needs env.real_searches, -1 for all"
+      lookup.require(real or not self._guided, what)
+      what = f"env.information='policy': nothing answers the tools of {further}"
+      lookup.require(not further, f"{what}; use 'source'")
+    if self._searching or real:
+      least = f'{self._observe.least} tokens of one without passages'
+      good = limit >= self._observe.least
+      lookup.require(
+        good, f'env.max_observation_tokens={limit} is below {least}'
+      )
 
   def reset(
     self, question: types.Question, role: str = 'solver', agent: str = 'policy'

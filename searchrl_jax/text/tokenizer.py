@@ -151,11 +151,9 @@ class Tokenizer:
     spec = spec or {'type': 'no decoder'}
     steps = spec.get('decoders', [spec])
     kinds = [step['type'] for step in steps]
-    require(
-      set(kinds) <= set(DECODERS),
-      f'tokenizer {self.path}: the bytes of single tokens are unknown for '
-      f'{kinds}; supported: {", ".join(DECODERS)} (Fuse: just concatenated)',
-    )
+    what = f'of {kinds} has no bytes; known are {", ".join(DECODERS)}'
+    known = set(kinds) <= set(DECODERS)
+    require(known, f'tokenizer {self.path}: a single token {what}')
     return steps
 
   # Text to ids.
@@ -266,11 +264,8 @@ class Tokenizer:
     Raises:
       ValueError: there is no chat template, or it rejects the messages.
     """
-    require(
-      self.has_chat,
-      f'tokenizer {self.path} has no chat template; use a template whose '
-      "prompt is plain text, such as env.template='base'",
-    )
+    fix = "use one whose prompt is plain text, such as env.template='base'"
+    require(self.has_chat, f'{self.path} has no chat template; {fix}')
     try:
       return self._hf.apply_chat_template(
         [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
@@ -294,10 +289,8 @@ def load(path: str | os.PathLike) -> Tokenizer:
   path = os.fspath(path)
   require(path, 'no tokenizer: set config.model.tokenizer or .path to a folder')
   folder = pathlib.Path(path)
-  require(
-    folder.is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', path),
-    f'tokenizer folder {path} does not exist',
-  )
+  known = folder.is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', path)
+  require(known, f'tokenizer folder {path} does not exist')
   # The generic class uses tokenizer.json unchanged; the class of a model would
   # build another backend.
   kind = transformers.AutoTokenizer
@@ -307,12 +300,11 @@ def load(path: str | os.PathLike) -> Tokenizer:
     hf = kind.from_pretrained(path, local_files_only=folder.is_dir())
   except Exception as e:  # transformers raises many kinds of errors
     raise ValueError(f'no tokenizer could be read from {path}: {e}') from e
+  fast = getattr(hf, 'is_fast', False)
   require(
-    getattr(hf, 'is_fast', False)
-    and hf('a', add_special_tokens=False)['input_ids'],
-    f'{path} holds no fast tokenizer; a folder needs tokenizer.json, or '
-    'vocab.json, merges.txt and tokenizer_config.json: set '
-    'config.model.tokenizer to another folder',
+    fast and hf('a', add_special_tokens=False)['input_ids'],
+    f'{path} holds no fast tokenizer (tokenizer.json, or vocab.json and '
+    'merges.txt); set config.model.tokenizer to another folder',
   )
   generation, eos = folder / 'generation_config.json', None
   if generation.is_file():
@@ -334,10 +326,8 @@ def train_bpe(
   Raises:
     ValueError: vocab_size below the 256 bytes and 2 special tokens.
   """
-  require(
-    vocab_size >= 258,
-    f'config.model.bpe_vocab={vocab_size}: at least 258 (256 bytes, 2 special)',
-  )
+  what = 'at least 258 (all bytes, 2 special)'
+  require(vocab_size >= 258, f'config.model.bpe_vocab={vocab_size}: {what}')
   backend = tokenizers.Tokenizer(models.BPE())
   words = pre_tokenizers.Split(tokenizers.Regex(_SPLIT), 'isolated')
   chars = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
