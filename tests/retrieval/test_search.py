@@ -1,4 +1,5 @@
 import io
+import os
 import subprocess
 import sys
 
@@ -51,23 +52,18 @@ def test_escape_sequences_of_a_passage_do_not_reach_the_terminal():
 
 
 def test_command(server, corpus_path):
-  said = []
-  for source in (f'--corpus={corpus_path}', f'--url={server.url}'):
-    # A process of its own: nothing else has set up logging there.
-    done = subprocess.run(
-      [sys.executable, '-m', 'retrieval.search', source, '--topk=2']
-      + ['hamlet tragedy', 'zzz'],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=60,
-    )
+  asked = '--topk=2', 'hamlet tragedy', 'zzz'
+  # One is a process of its own: nothing else has set up logging there.
+  command = sys.executable, '-m', 'retrieval.search', f'--url={server.url}'
+  options = dict(capture_output=True, text=True, timeout=60, cwd=ROOT)
+  env = dict(os.environ, COLUMNS='100')  # as `here.run`
+  process = subprocess.run([*command, *asked], env=env, **options)
+  for done in (process, run(f'--corpus={corpus_path}', *asked)):
     assert done.returncode == 0, done.stderr
     assert '*Hamlet* is a *tragedy*' in done.stdout
     assert 'no passage has any word' in done.stdout
     assert 'HTTP Request' not in done.stderr
-    said.append(done.stdout)
-  assert said[0] == said[1]
+    assert done.stdout == process.stdout
 
 
 def test_command_errors(tmp_path, corpus_path):
