@@ -63,7 +63,9 @@ quickstart: setup
 	$(PY) -m experiments.quickstart.run --workdir=$(WORKDIR) \
 	  $(if $(filter-out 0,$(CONTROLS)),--controls)
 
-# Two at a time: many tests wait for a process or a compiler of one thread.
+# Two at a time: many tests wait for a process or a compiler of one thread. The
+# order of files is that of tests/conftest.py: slow ones first.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Programs that run once for a moment are not worth XLA's optimizations, which
 # took half of all the time; `make test TEST_XLA_FLAGS=` runs with them, as
 # test-parity, test-sidecar and whoever uses the package do. So do the tests
@@ -78,13 +80,13 @@ test test-quick test-parity test-sidecar: export JAX_PLATFORMS ?= cpu
 
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
-	  $(PY) -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(OPTIMIZED))
-	$(PY) -m pytest -n 2 --dist loadfile $(OPTIMIZED)
+	  $(PY) -m pytest $(WORKERS) $(addprefix --ignore=,$(OPTIMIZED))
+	$(PY) -m pytest $(WORKERS) $(OPTIMIZED)
 
 # Whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup
-	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest -n 2 \
-	  --dist loadfile -m 'not slow and not parity and not sidecar'
+	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
+	  -m 'not slow and not parity and not sidecar'
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity

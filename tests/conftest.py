@@ -21,10 +21,13 @@ if not _WORKER:
   os.environ.setdefault('PYTEST_DEBUG_TEMPROOT', tempfile.gettempdir())
   os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(prefix='searchrl_')
   atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
-# Several tests train the same tiny model: it compiles once a worker.
+# Several tests train the same tiny model: all workers compile it once. JAX
+# would keep only what takes a second, as little here does on a quiet machine.
 _COMPILED = 'compiled_'
-os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix=_COMPILED)
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
+if not _WORKER:
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix=_COMPILED)
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -51,6 +54,11 @@ def pytest_xdist_setupnodes():
   # fork server's socket). xdist kills it after 10 s, which can be too early on
   # a busy machine.
   workermanage.NodeManager.EXIT_TIMEOUT = 120
+
+
+def pytest_collection_modifyitems(items):
+  """Slow files come first: what is left for the end is short."""
+  items.sort(key=lambda item: item.get_closest_marker('slow') is None)
 
 
 @pytest.hookimpl(trylast=True)  # the workers have ended
@@ -88,7 +96,7 @@ def data_dir() -> pathlib.Path:
   return path
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def url(tmp_path_factory):
   """A real retrieval server over the world of tests/tiny.py."""
   from retrieval import process

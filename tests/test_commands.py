@@ -1,17 +1,13 @@
 """The commands as a user runs them: what they print, write and refuse."""
 
-import contextlib
 import importlib
-import io
 import json
 import os
 import pathlib
-import runpy
 import subprocess
 import sys
 from unittest import mock
 
-from absl import flags
 import jax
 import numpy as np
 import pytest
@@ -28,7 +24,7 @@ from searchrl_jax.run import build, records, schema
 from searchrl_jax.run import command as commands
 from searchrl_jax.run.checkpoint import CheckpointError
 from searchrl_jax.types import Passage, Question
-from tests import tiny
+from tests import here, tiny
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -41,34 +37,10 @@ CONFIGS = sorted(
 
 
 def command(module, *args, status=0, stdin='', package='searchrl_jax'):
-  """Runs `python -m PACKAGE.MODULE ...`; returns (stdout, stderr).
-
-  In this process, which has paid for its imports; flags that the command
-  defined are forgotten after it.
-  """
-  before = set(flags.FLAGS)
-  out, err = io.StringIO(), io.StringIO()
-  argv = [f'{package}/{module}.py', *map(str, args)]
-  with (
-    contextlib.chdir(ROOT),
-    contextlib.redirect_stdout(out),
-    contextlib.redirect_stderr(err),
-    mock.patch('sys.argv', argv),
-    mock.patch('sys.stdin', io.StringIO(stdin)),
-    mock.patch.dict(os.environ, COLUMNS='100'),
-    # A module that is imported already is not to be warned of here.
-    mock.patch.dict(sys.modules),
-    pytest.raises(SystemExit) as end,
-  ):
-    sys.modules.pop(f'{package}.{module}', None)
-    try:
-      runpy.run_module(f'{package}.{module}', run_name='__main__')
-    finally:
-      for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-  shown = out.getvalue() + err.getvalue()
-  assert (end.value.code or 0) == status, shown
-  return out.getvalue(), err.getvalue()
+  """Runs `python -m PACKAGE.MODULE ...`; returns (stdout, stderr)."""
+  done = here.run(f'{package}.{module}', *args, stdin=stdin)
+  assert done.returncode == status, done.stdout + done.stderr
+  return done.stdout, done.stderr
 
 
 def process(module, *args):
@@ -181,8 +153,7 @@ def test_export_loads_back(run, tmp_path):
 
 def test_help_helps():
   # absl exits with 1 after --help.
-  status, out, _ = process('train', '--help')
-  assert status == 1
+  out, _ = command('train', '--help', status=1)
   assert '--workdir' in out and '--config' in out and '--[no]dry_run' in out
   for name in (
     'searchrl_jax.train',

@@ -191,9 +191,9 @@ def small(url):
   c.sft.data.update(
     dict(n=600, worlds=6, train=40, relations=3, guess=0.0, good=0.8, poor=0.2)
   )
-  c.sft.steps, c.sft.warmup, c.sft.rows = 120, 10, 16
+  c.sft.steps, c.sft.warmup, c.sft.rows = 80, 10, 16
   c.rollout.questions, c.rollout.group = 8, 4
-  c.train.steps = 6
+  c.train.steps = 4
   return c
 
 

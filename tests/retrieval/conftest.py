@@ -1,13 +1,21 @@
 """A small corpus, and one real server over it for the whole session."""
 
+import contextlib
 import json
 import logging
+import threading
 from unittest import mock
 
 import pytest
+import uvicorn
 
+from retrieval.app import create_app
+from retrieval.bm25 import BM25Index
+from retrieval.core import LocalSearcher
 from retrieval.corpus import join_contents, read_corpus
 from retrieval.process import start_server
+from retrieval.protocol import Limits
+from retrieval.server import bind
 
 PASSAGES = (
   ('0', 'Hamlet', 'Hamlet is a tragedy written by William Shakespeare.'),
@@ -42,8 +50,32 @@ def corpus(corpus_path):
 @pytest.fixture(scope='session')
 def server(corpus_path, tmp_path_factory):
   log = tmp_path_factory.mktemp('server') / 'server.log'
-  with start_server(corpus_path, log_path=log, timeout_s=60) as process:
+  options = dict(timeout_s=60, allow_host=['gpu01'])
+  with start_server(corpus_path, log_path=log, **options) as process:
     yield process
+
+
+@contextlib.contextmanager
+def serve(corpus_path, port=0):
+  """A server in a thread, for tests that need several; yields its address.
+
+  A process would take two seconds of imports.
+  """
+  corpus = read_corpus(corpus_path)
+  searcher = LocalSearcher(corpus, BM25Index(corpus.contents))
+  config = uvicorn.Config(
+    create_app(searcher, Limits()), log_level='warning', access_log=False
+  )
+  server = uvicorn.Server(config)
+  with bind('127.0.0.1', port) as listening:
+    listening.listen()
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+      yield f'http://127.0.0.1:{listening.getsockname()[1]}'
+    finally:
+      server.should_exit = True
+      thread.join()
 
 
 @pytest.fixture(scope='session')

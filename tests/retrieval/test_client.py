@@ -20,10 +20,9 @@ from retrieval.client import (
   health_sync,
   retrieve_sync,
 )
-from retrieval.process import start_server
 from retrieval.replicas import KINDS, Failure, Replicas
 from tests.clock import within
-from tests.retrieval.conftest import PASSAGES, write_corpus
+from tests.retrieval.conftest import PASSAGES, serve, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +170,7 @@ def test_one_client_serves_several_event_loops(server):
 def test_loops_that_ended_leave_no_sockets_open(server):
   client = RetrievalClient(server.url, **FAST)
   counts = []
-  for _ in range(12):
+  for _ in range(6):
     asyncio.run(client.retrieve(['hamlet'], 1))
     gc.collect()
     counts.append(len(os.listdir('/dev/fd')))
@@ -691,47 +690,44 @@ def queries_answered(url):
 def test_a_replica_that_comes_back_with_another_corpus_is_left_out(
   corpus_path, tmp_path, caplog
 ):
-  log = tmp_path / 'log'
   other = write_corpus(tmp_path / 'other.jsonl', PASSAGES[1:])
 
   async def ask_often(client):
     found = [await client.retrieve(['hamlet'], 1) for _ in range(12)]
     return {rows[0][0].id for rows in found}
 
-  with (
-    start_server(corpus_path, log_path=log) as first,
-    start_server(corpus_path, log_path=log) as second,
-  ):
-    client = RetrievalClient(
-      [first.url, second.url], **FAST, failures=2, cooldown_s=0.05
-    )
+  with serve(corpus_path) as first:
+    with serve(corpus_path) as second:
+      client = RetrievalClient(
+        [first, second], **FAST, failures=2, cooldown_s=0.05
+      )
+      assert asyncio.run(ask_often(client)) == {'0'}
+      assert queries_answered(second)
     assert asyncio.run(ask_often(client)) == {'0'}
-    assert queries_answered(second.url)
-    port = int(second.url.rpartition(':')[2])
-    second.stop()
-    assert asyncio.run(ask_often(client)) == {'0'}
-    with start_server(other, log_path=log, port=port) as stranger:
-      idle = queries_answered(stranger.url)
+    with serve(other, port_of(second)) as stranger:
+      idle = queries_answered(stranger)
       time.sleep(0.1)  # the cool-down
       assert asyncio.run(ask_often(client)) == {'0'}
       assert asyncio.run(ask_often(client)) == {'0'}
-      assert queries_answered(stranger.url) == idle
+      assert queries_answered(stranger) == idle
     said = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(said) == 1
-    names = (stranger.url, first.url, 'identity.corpus.sha256', 'for good')
+    names = (stranger, first, 'identity.corpus.sha256', 'for good')
     assert all(name in said[0].getMessage() for name in names)
-    # None but it is left.
-    port = int(first.url.rpartition(':')[2])
-    first.stop()
-    with pytest.raises(RetrievalError, match='unreachable'):
-      asyncio.run(client.retrieve(['hamlet'], 1))
-    with start_server(other, log_path=log, port=port) as stranger:
-      idle = queries_answered(stranger.url)
-      for _ in range(2):
-        with pytest.raises(RetrievalError, match='does not serve') as error:
-          asyncio.run(ask_often(client))
-        assert error.value.kind == 'different'
-      assert queries_answered(stranger.url) == idle
+  # None but it is left.
+  with pytest.raises(RetrievalError, match='unreachable'):
+    asyncio.run(client.retrieve(['hamlet'], 1))
+  with serve(other, port_of(first)) as stranger:
+    idle = queries_answered(stranger)
+    for _ in range(2):
+      with pytest.raises(RetrievalError, match='does not serve') as error:
+        asyncio.run(ask_often(client))
+      assert error.value.kind == 'different'
+    assert queries_answered(stranger) == idle
+
+
+def port_of(url):
+  return int(url.rpartition(':')[2])
 
 
 def health(sha):
@@ -838,25 +834,22 @@ def test_a_server_replaced_while_nobody_asks_is_not_believed(caplog):
 def test_a_replica_replaced_while_nobody_asks_is_left_out(
   corpus_path, tmp_path
 ):
-  log = tmp_path / 'log'
   other = write_corpus(tmp_path / 'other.jsonl', PASSAGES[1:])
 
   async def ask_often(client):
     found = [await client.retrieve(['hamlet'], 1) for _ in range(6)]
     return {rows[0][0].id for rows in found}
 
-  with start_server(corpus_path, log_path=log) as first:
-    second = start_server(corpus_path, log_path=log)
-    with second:
-      client = RetrievalClient([first.url, second.url], **FAST)
+  with serve(corpus_path) as first:
+    with serve(corpus_path) as second:
+      client = RetrievalClient([first, second], **FAST)
       assert asyncio.run(ask_often(client)) == {'0'}
-      assert queries_answered(second.url)
-    port = int(second.url.rpartition(':')[2])
-    with start_server(other, log_path=log, port=port) as stranger:
+      assert queries_answered(second)
+    with serve(other, port_of(second)) as stranger:
       assert asyncio.run(ask_often(client)) == {'0'}
       assert asyncio.run(ask_often(client)) == {'0'}
       # Its first answer told.
-      assert queries_answered(stranger.url) == 1
+      assert queries_answered(stranger) == 1
 
 
 def test_an_identity_told_later_is_that_of_the_answers_before():

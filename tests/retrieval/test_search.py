@@ -1,5 +1,5 @@
 import io
-import pathlib
+import os
 import subprocess
 import sys
 
@@ -11,10 +11,10 @@ from retrieval.client import Hit
 from retrieval.folder import write_manifest
 from retrieval.search import search_server, show
 from retrieval.store import write_store
+from tests import here
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def printed(query, hits, **options):
@@ -25,13 +25,7 @@ def printed(query, hits, **options):
 
 
 def run(*args):
-  return subprocess.run(
-    [sys.executable, '-m', 'retrieval.search', *map(str, args)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  return here.run('retrieval.search', *args)
 
 
 def test_words_are_marked_as_the_server_compares_them(server):
@@ -58,15 +52,18 @@ def test_escape_sequences_of_a_passage_do_not_reach_the_terminal():
 
 
 def test_command(server, corpus_path):
-  said = []
-  for source in (f'--corpus={corpus_path}', f'--url={server.url}'):
-    done = run(source, '--topk=2', 'hamlet tragedy', 'zzz')
+  asked = '--topk=2', 'hamlet tragedy', 'zzz'
+  # One is a process of its own: nothing else has set up logging there.
+  command = sys.executable, '-m', 'retrieval.search', f'--url={server.url}'
+  options = dict(capture_output=True, text=True, timeout=60, cwd=ROOT)
+  env = dict(os.environ, COLUMNS='100')  # as `here.run`
+  process = subprocess.run([*command, *asked], env=env, **options)
+  for done in (process, run(f'--corpus={corpus_path}', *asked)):
     assert done.returncode == 0, done.stderr
     assert '*Hamlet* is a *tragedy*' in done.stdout
     assert 'no passage has any word' in done.stdout
     assert 'HTTP Request' not in done.stderr
-    said.append(done.stdout)
-  assert said[0] == said[1]
+    assert done.stdout == process.stdout
 
 
 def test_command_errors(tmp_path, corpus_path):

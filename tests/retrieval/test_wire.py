@@ -1,6 +1,7 @@
 """What happens below the application: heads cut short, refusals, TLS."""
 
 import pathlib
+import re
 import shutil
 import socket
 import ssl
@@ -11,7 +12,8 @@ import httpx
 import pytest
 
 from retrieval.client import RetrievalClient, RetrievalError, retrieve_sync
-from retrieval.process import ServerError, start_server
+from retrieval.process import start_server
+from tests import here
 
 pytestmark = pytest.mark.slow
 
@@ -177,22 +179,20 @@ def test_tls(corpus_path, tmp_path, certificate, monkeypatch):
 
 def test_certificates_that_are_none(corpus_path, tmp_path, certificate):
   _, key = certificate
-  with pytest.raises(ServerError, match='--tls_cert=.*PEM'):
-    start_server(corpus_path, log_path=tmp_path / 'log', tls_cert=key)
+  options = f'--corpus={corpus_path}', f'--tls_cert={key}'
+  done = here.run('retrieval.server', *options)
+  assert done.returncode == 1
+  assert re.search('--tls_cert=.*PEM', done.stderr)
   with pytest.raises(ValueError, match='ca_file=.*absent'):
     RetrievalClient('https://x', ca_file=str(tmp_path / 'absent'))
 
 
-def test_a_host_is_allowed_by_a_flag(corpus_path, tmp_path):
-  with start_server(
-    corpus_path, log_path=tmp_path / 'log', allow_host=['gpu01']
-  ) as server:
+def test_a_host_is_allowed_by_a_flag(server):
+  def get(host):
+    return httpx.get(f'{server.url}/health', headers={'Host': host})
 
-    def get(host):
-      return httpx.get(f'{server.url}/health', headers={'Host': host})
-
-    assert get('gpu01:8000').status_code == 200
-    refused = get('gpu02:8000')
+  assert get('gpu01:8000').status_code == 200
+  refused = get('gpu02:8000')
   assert refused.status_code == 403
   assert "'gpu02:8000'" in refused.json()['detail']
   assert '--allow_host=NAME' in refused.json()['detail']
