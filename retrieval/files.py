@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 import sys
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import tqdm
 
@@ -104,13 +104,22 @@ def commit(file: Any, part: pathlib.Path, final: pathlib.Path) -> None:
     os.close(folder)
 
 
-def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def replacing(final: pathlib.Path) -> Iterator[BinaryIO]:
+  """Opens NAME.part; it replaces `final` unless the block raises."""
+  part = final.with_name(f'{final.name}.part')
+  try:
+    with open(part, 'wb') as file:
+      yield file
+      commit(file, part, final)
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a JSON file atomically and flushes it to the disk."""
-  part = path.with_name(f'{path.name}.part')
-  with open(part, 'w') as file:
-    json.dump(value, file, indent=1)
-    file.write('\n')
-    commit(file, part, path)
+  with replacing(path) as file:
+    file.write(f'{json.dumps(value, indent=1)}\n'.encode())
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
@@ -119,15 +128,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   Raises:
     FilesError: the file holds something else.
   """
-  try:
-    value = json.loads(path.read_text())
-  except FileNotFoundError:
+  if not path.exists():
     return None
-  except ValueError:
-    value = None
-  if not isinstance(value, dict):
-    raise FilesError(f'{path}: is damaged: not a JSON object. Remove it.')
-  return value
+  with convert(ValueError, FilesError, f'{path}: is damaged. Remove it.'):
+    return dict(json.loads(path.read_text()))
 
 
 def sample_sha256(*paths: pathlib.Path) -> str:
@@ -156,13 +160,10 @@ def read_blocks(paths: Sequence[pathlib.Path], what: str) -> Iterator[bytes]:
 
 def join(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
   """Concatenates files into `out`, in constant memory."""
-  part = out.with_name(f'{out.name}.part')
-  part.unlink(missing_ok=True)
-  need_space(out, sum(path.stat().st_size for path in paths))
-  with open(part, 'wb') as file:
+  with replacing(out) as file:
+    need_space(out, sum(path.stat().st_size for path in paths))
     for block in read_blocks(paths, f'write {out.name}'):
       file.write(block)
-    commit(file, part, out)
 
 
 def link(path: pathlib.Path, out: pathlib.Path) -> None:
