@@ -103,16 +103,14 @@ def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
 
 
 def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
-  try:
+  problem = (
+    f'{path}: {size} bytes are neither a .npy file nor a whole FAISS index '
+    f'({{}}) nor {count} raw vectors of {dim} dimensions, which take '
+    f'{count * dim * 4} bytes as float32, half as float16. Give --adopt for '
+    'each part, and the corpus of the vectors.'
+  )
+  with faiss_build.converted(AdoptError, problem):
     index = faiss_build.read(path)
-  except RuntimeError as error:
-    reason = str(error).partition('Error: ')[2] or str(error)
-    raise AdoptError(
-      f'{path}: {size} bytes are neither a .npy file nor a whole FAISS index '
-      f'({reason[:120]!r}) nor {count} raw vectors of {dim} dimensions, '
-      f'which take {count * dim * 4} bytes as float32, half as float16. Give '
-      '--adopt for each part, and the corpus of the vectors.'
-    ) from None
   if (metric := index.metric_type) != _INNER_PRODUCT:
     problem = f'a FAISS index of metric {metric}, not of inner product'
     raise AdoptError(f'{path}: {problem}. Adopt the saved embeddings instead.')
@@ -276,13 +274,6 @@ def _why(
   corpus: Corpus,
 ) -> str:
   """Tries the likely causes and describes the one that applies."""
-  for shift in (-1, 1):
-    here = (picked + shift >= 0) & (picked + shift < len(corpus))
-    moved = compare(stored.pick(picked[here] + shift), encoded[here])
-    if moved.passes(stored.exact):
-      change = f'a passage {"more" if shift < 0 else "less"} at its beginning'
-      cause = f'the corpus has {change} than the file'
-      return f'Shifted by {-shift} row, it fits ({moved}): {cause}.'
 
   def unit_rows(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-30)
@@ -301,7 +292,7 @@ def _why(
     return (
       f'{len(found)} of them are in other rows, passage {i} (id '
       f'{corpus.ids[int(i)]!r}) in row {where}: the corpus is in another order '
-      'than the encoded one.'
+      'than the encoded one, or has a passage more or less.'
     )
   rows = stored.pick(picked)
   for pooling, prefix in _TRIED:

@@ -26,8 +26,9 @@ import numpy as np
 
 from retrieval import bm25 as bm25_lib
 from retrieval import files, vectors
+from retrieval import folder as folders
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
-from retrieval.folder import FORMAT, KINDS, SETTINGS, faiss_path, open_vectors
+from retrieval.folder import FORMAT, KINDS, SETTINGS
 from retrieval.store import open_store, write_store
 
 _OWN = """manifest.json corpus.arrow vectors.npy vectors.npy.part vectors.json
@@ -85,18 +86,15 @@ class Folder:
       corpus = open_store(store)
       if source is not None:
         _check_same(source, corpus, self.path)
-    about = {'count': len(corpus), 'sha256': corpus.sha256}
     if self.manifest is None:
+      about = {'count': len(corpus), 'sha256': corpus.sha256}
       self.manifest = {
         'format': FORMAT,
         'corpus': {**about, 'source': source or str(store)},
         'vectors': None,
         'indexes': {},
       }
-    stated = {key: self.manifest['corpus'].get(key) for key in about}
-    if differ := '; '.join(files.differences(stated, about, 'corpus.')):
-      problem = f'manifest.json and corpus.arrow disagree: {differ}'
-      raise CorpusError(f'{self.path}: {problem}. Use --restart.')
+    folders.check_corpus(self.path, self.manifest, corpus)
     return corpus
 
   def add_vectors(self, found: Any, encoder: dict[str, Any]) -> None:
@@ -108,19 +106,16 @@ class Folder:
     }
     self.save()
 
-  def add_index(self, name: str, parameters: dict[str, Any]) -> None:
-    self.manifest['indexes'][name] = parameters
-    self.save()
-
   def add_faiss(self, factory: str, **about: Any) -> None:
     """Adds an existing index file, with its search options."""
     from retrieval.dense_faiss import DenseFaiss
 
-    found = DenseFaiss(faiss_path(self.path, factory), None).parameters
+    found = DenseFaiss(folders.faiss_path(self.path, factory), None).parameters
     stated = ('sample_sha256', 'nprobe', 'ef_search')
     stated = {k: found[k] for k in stated if found[k]}
     about = {'factory': factory, **stated, **about}
-    self.add_index(f'dense_faiss:{factory}', about)
+    self.manifest['indexes'][f'dense_faiss:{factory}'] = about
+    self.save()
 
   def save(self) -> None:
     files.write_json(self.path / 'manifest.json', self.manifest)
@@ -135,10 +130,10 @@ def _check_same(source: str, corpus: Corpus, out: pathlib.Path) -> None:
   for doc in iter_documents(source):
     digest.update(doc)
   if (found := digest.hexdigest()) != corpus.sha256:
-    problem = (
-      f'is not the corpus in {out} (sha256 {found}, not {corpus.sha256})'
+    raise CorpusError(
+      f'{source}: is not the corpus in {out} (sha256 {found}, not '
+      f'{corpus.sha256}). Use another --out, or --restart.'
     )
-    raise CorpusError(f'{source}: {problem}. Use another --out, or --restart.')
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -177,41 +172,37 @@ def build_indexes(
   collection: str = 'passages',
 ) -> None:
   """Builds the missing indexes and adds each to the manifest."""
+  indexes = folder.manifest['indexes']
   for name in names:
     kind, _, factory = name.partition(':')
-    there = folder.manifest['indexes'].get(name)
-    # An earlier version did not write the sample of a FAISS index.
-    current = kind != 'dense_faiss' or 'sample_sha256' in (there or ())
-    if there is not None and current:
-      stated = {key: there.get(key) for key in bm25}
-      if kind == 'bm25' and (differ := files.differences(stated, bm25)):
-        problem = f'its bm25 was built otherwise: {"; ".join(differ)}'
-        fix = 'Use another --out, or --restart.'
-        raise ValueError(f'{folder.path}: {problem}. {fix}')
+    if name in indexes:
+      if kind == 'bm25':
+        what = 'its bm25 was built otherwise'
+        folders.require_same(folder.path, what, '', indexes[name], bm25)
       continue
     _say(f'builds {name}')
-    parameters: dict[str, Any] = {}
     # Before the import of a library, so that its errors come first.
     found = None if kind == 'bm25' else get_vectors()
     if kind == 'bm25':
       place = folder.path / 'bm25'
       index = bm25_lib.BM25Index.build(corpus.contents, place, **bm25)
-      parameters = dict(index.parameters)
+      indexes[name] = dict(index.parameters)
     elif kind == 'dense_faiss':
       from retrieval import dense_faiss
 
-      final = faiss_path(folder.path, factory)
+      final = folders.faiss_path(folder.path, factory)
       final.parent.mkdir(exist_ok=True)
       identity = {'corpus': corpus.sha256, **folder.manifest['vectors']}
       dense_faiss.build(found, factory, final, identity=identity)
       folder.add_faiss(factory)
-      continue
     elif kind == 'milvus':
       from retrieval import milvus
 
-      parameters = {'collection': collection, 'uri': uri}
       milvus.build(found, uri, collection)
-    folder.add_index(name, parameters)
+      indexes[name] = {'collection': collection, 'uri': uri}
+    else:
+      indexes[name] = {}
+    folder.save()
 
 
 def run(f: flags.FlagValues) -> Folder:
@@ -243,9 +234,8 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
 
   def get_vectors() -> np.ndarray:
     stated = folder.manifest['vectors']
-    whole = stated and 'sample_sha256' in stated  # else an earlier version
-    if whole and f.encoder is None and not f.vectors:
-      return open_vectors(folder.path, stated, len(corpus))
+    if stated and f.encoder is None and not f.vectors:
+      return folders.open_vectors(folder.path, stated, len(corpus))
     encoder = make_encoder()
     check_factories(f.index, encoder.dim)
     dtype = f.vectors or (stated or {}).get('dtype', vectors.DTYPES[0])
@@ -257,7 +247,7 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
   if f.adopt:
     from retrieval.adopt import adopt
 
-    where = folder.path, functools.partial(faiss_path, folder.path)
+    where = folder.path, functools.partial(folders.faiss_path, folder.path)
     options = {'dtype': f.vectors, 'sample': f.sample}
     stored, encoder = adopt(f.adopt, corpus, make_encoder, *where, **options)
     if stored.exact:

@@ -60,7 +60,6 @@ class DenseJax(vectors_lib.DenseIndex):
     Raises:
       ValueError: an invalid shape or option; the message names it.
     """
-    vectors_lib.check_shape(vectors)
     mesh = data_mesh() if mesh is None else mesh
     self._plan = plan = Programs(*vectors.shape, mesh, precision, maxima=maxima)
     self.precision = precision = plan.precision
@@ -90,7 +89,6 @@ class DenseJax(vectors_lib.DenseIndex):
 
   def search(self, queries: Sequence[str], k: int) -> Ranked:
     """See `core.Index.search`."""
-    self.require_encoder()
     c = self._candidates(k)
     run = functools.partial(self._encode_and_search, self._params)
     with stage('search'):

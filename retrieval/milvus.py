@@ -18,13 +18,7 @@ import pymilvus
 from retrieval import files
 from retrieval.core import Ranked, no_results
 from retrieval.metrics import stage
-from retrieval.vectors import (
-  DenseIndex,
-  QueryEncoder,
-  blocks,
-  check_shape,
-  ranked,
-)
+from retrieval.vectors import DenseIndex, Encoder, blocks, ranked
 
 # It prints a traceback for every error that it raises.
 logging.getLogger('pymilvus').setLevel(logging.CRITICAL)
@@ -62,7 +56,6 @@ def build(
       that Milvus refuses, or fewer rows arrived than were sent.
     ValueError: vectors that cannot be indexed.
   """
-  check_shape(vectors)
   count, dim = vectors.shape
   block = max(1, min(block, _MESSAGE_BYTES // (4 * dim)))
   with _converting(uri), contextlib.closing(_connect(uri)) as client:
@@ -121,13 +114,12 @@ class Milvus(DenseIndex):
   """
 
   name = 'milvus'
-  error = MilvusError
 
   def __init__(
     self,
     uri: str,
     collection: str,
-    encoder: QueryEncoder | None,
+    encoder: Encoder | None,
     *,
     timeout_s: float = 60,
   ):
@@ -178,7 +170,7 @@ class Milvus(DenseIndex):
       ValueError: k < 1, or both k and P above 16384, Milvus' limit.
       MilvusError: the server does not answer.
     """
-    k, q = self.check_search(k, q, _K)
+    k = self.check_k(k, _K)
     most = min(len(self), _K, k + 1024)
     with stage('search'), _converting(self._uri):
       # Each result is sent over the network: one more shows a tie.

@@ -29,37 +29,24 @@ class VectorsError(ValueError):
   """The vectors cannot be made or used; the message says how to fix it."""
 
 
-class QueryEncoder(Protocol):
-  """What dense indexes need of `encoder.Encoder`."""
-
-  dim: int
-  dtype: str
-  query_length: int
-
-  @property
-  def parameters(self) -> Mapping[str, Any]: ...
-  def encode_queries(self, texts: Sequence[str]) -> np.ndarray: ...
-
-
-class PassageEncoder(Protocol):
-  """What writing vectors needs of `encoder.Encoder`."""
+class Encoder(Protocol):
+  """What dense indexes, and writing vectors, need of `encoder.Encoder`."""
 
   dim: int
   dtype: str  # of its arithmetic
-  parameters: dict[str, Any]
+  query_length: int
+  parameters: Mapping[str, Any]
 
-  def encode_passages(self, passages: list[str]) -> np.ndarray: ...
+  def encode_queries(self, texts: Sequence[str]) -> np.ndarray: ...
+  def encode_passages(self, texts: Sequence[str]) -> np.ndarray: ...
 
 
 class DenseIndex(abc.ABC):
   """Base class of the indexes over vectors; see `core.Index`."""
 
   name: str
-  error: type[Exception] = ValueError
 
-  def __init__(
-    self, encoder: QueryEncoder | None, dim: int, what: str, **about: Any
-  ):
+  def __init__(self, encoder: Encoder | None, dim: int, what: str, **about):
     """Checks the encoder.
 
     Args:
@@ -69,11 +56,11 @@ class DenseIndex(abc.ABC):
       about: further parameters of the index.
 
     Raises:
-      error: the encoder has another dimension.
+      ValueError: the encoder has another dimension.
     """
     if encoder is not None and encoder.dim != dim:
       problem = f'{what} {dim} dimensions, the encoder {encoder.dim}'
-      raise self.error(f'{problem}; use the encoder that made the vectors')
+      raise ValueError(f'{problem}; use the encoder that made the vectors')
     self.dim, self._encoder = dim, encoder
     self._about = {'name': self.name, **about}
 
@@ -88,17 +75,8 @@ class DenseIndex(abc.ABC):
     }
 
   def search(self, queries: Sequence[str], k: int) -> Ranked:
-    """See `core.Index.search`.
-
-    Raises:
-      ValueError: k < 1, or the index was opened without an encoder.
-    """
-    self.require_encoder()
+    """See `core.Index.search`; needs an encoder."""
     return self.search_vectors(self._encoder.encode_queries(queries), k)
-
-  def require_encoder(self) -> None:
-    if self._encoder is None:
-      raise ValueError('this index has no encoder; use search_vectors')
 
   @abc.abstractmethod
   def __len__(self) -> int: ...
@@ -107,28 +85,12 @@ class DenseIndex(abc.ABC):
   def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
     """`search` for vectors of queries, [Q, D]."""
 
-  def check_search(
-    self, k: int, q: np.ndarray, limit: int
-  ) -> tuple[int, np.ndarray]:
-    """Returns (min(k, P), q as float32 [Q, D]).
-
-    Raises:
-      ValueError: k < 1, k and P above limit, or another D.
-    """
+  def check_k(self, k: int, limit: int) -> int:
+    """min(k, P); ValueError for k < 1, or both k and P above limit."""
     check_k(k)
-    k, q = min(k, len(self)), np.ascontiguousarray(q, np.float32)
-    if k > limit:
+    if (k := min(k, len(self))) > limit:
       raise ValueError(f'k={k}: this index gives at most {limit} passages')
-    if q.ndim != 2 or q.shape[1] != self.dim:
-      raise ValueError(f'q has shape {q.shape}; expected [Q, {self.dim}]')
-    return k, q
-
-
-def check_shape(vectors: np.ndarray) -> None:
-  """Raises ValueError for anything but [P, D], P >= 1."""
-  if vectors.ndim != 2 or not len(vectors):
-    shape = vectors.shape
-    raise ValueError(f'vectors has shape {shape}; expected [P, D], P >= 1')
+    return k
 
 
 def not_finite(vectors: np.ndarray) -> int | None:
@@ -148,8 +110,8 @@ def blocks(
   for first in range(start, len(vectors), size):
     part = np.ascontiguousarray(vectors[first : first + size], np.float32)
     if (bad := not_finite(part)) is not None:
-      where = f'vectors: row {first + bad}'
-      raise ValueError(f'{where} is not finite; encode the corpus in float32')
+      fix = 'encode the corpus in float32'
+      raise ValueError(f'vectors: row {first + bad} is not finite; {fix}')
     yield first, part
 
 
@@ -192,16 +154,14 @@ def ranked(
   most = max(most, k)
   n = min(max(k + spare, floor), most)
   ids, scores = sort(q, n)
-  if n < most:
-    tied = (scores[:, -1] == scores[:, k - 1]) & (ids[:, -1] >= 0)
-    tied = np.flatnonzero(tied)
-    if len(tied):
-      deeper = sort(q[tied], most)
-      ids[tied, :k], scores[tied, :k] = (x[:, :k] for x in deeper)
+  tied = (scores[:, -1] == scores[:, k - 1]) & (ids[:, -1] >= 0)
+  if n < most and tied.any():
+    deeper = sort(q[tied], most)
+    ids[tied, :k], scores[tied, :k] = (x[:, :k] for x in deeper)
   return ids[:, :k], scores[:, :k]
 
 
-def identity(corpus: Corpus, encoder: PassageEncoder, dtype: str) -> dict:
+def identity(corpus: Corpus, encoder: Encoder, dtype: str) -> dict:
   """What vectors depend on: equal identities give equal vectors."""
   return {
     'corpus': {'count': len(corpus), 'sha256': corpus.sha256},
@@ -217,7 +177,7 @@ def open_vectors(folder: pathlib.Path) -> np.ndarray:
 
 def encode(
   corpus: Corpus,
-  encoder: PassageEncoder,
+  encoder: Encoder,
   folder: pathlib.Path,
   *,
   dtype: str = 'float32',
@@ -267,13 +227,13 @@ def check_done(record: pathlib.Path, about: dict) -> int:
   Raises:
     VectorsError: they have another identity.
   """
-  saved = files.read_json(record)
-  if saved is None:
+  if (saved := files.read_json(record)) is None:
     return 0
   if differ := files.differences(saved['identity'], about):
-    problem = f'holds vectors of something else: {"; ".join(differ)}'
-    fix = 'Use another --out, or --restart to discard them.'
-    raise VectorsError(f'{record.parent}: {problem}. {fix}')
+    raise VectorsError(
+      f'{record.parent}: holds vectors of something else: {"; ".join(differ)}. '
+      'Use another --out, or --restart to discard them.'
+    )
   return saved['done']
 
 
@@ -305,9 +265,6 @@ def write(
     np.lib.format.open_memmap(part, 'w+', dtype, shape)
     files.write_json(record, {'identity': about, 'done': 0})
   mapped = np.lib.format.open_memmap(part, 'r')
-  if mapped.shape != shape or mapped.dtype != dtype:
-    found = f'{mapped.shape} {mapped.dtype}'
-    raise VectorsError(f'{part}: {found}, not {shape} {dtype}. Use --restart.')
   # Written and not mapped: a full disk is then an error instead of a SIGBUS.
   with (
     open(part, 'r+b') as file,
@@ -320,8 +277,7 @@ def write(
       if (bad := not_finite(block)) is not None:
         raise VectorsError(
           f'vector {done + bad}, counted from 0, is not finite in {dtype}. Use '
-          '--vectors=float32, or --dtype=float32 for the encoder; an adopted '
-          'file is damaged or has another number format.'
+          '--vectors=float32, or --dtype=float32 for the encoder.'
         )
       file.write(block)
       files.sync(file)
