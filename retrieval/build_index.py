@@ -17,7 +17,6 @@ import contextlib
 import functools
 import pathlib
 import shutil
-import sys
 from typing import Any
 
 from absl import app as absl_app
@@ -60,10 +59,8 @@ class Folder:
     # bm25/ and faiss/ of another folder may hold anything.
     there = {path.name for path in self.path.iterdir()} - {'.lock'}
     if there and 'corpus.arrow' not in there:
-      raise files.FilesError(
-        f'{self.path}: holds no corpus.arrow, so it is not an index folder to '
-        'discard (--restart). Use another --out, or empty it yourself.'
-      )
+      problem = 'is not an index folder to discard: it has no corpus.arrow'
+      raise files.FilesError(f'{self.path}: {problem}. Empty it yourself.')
     for name in _OWN.split():
       path = self.path / name
       if path.is_dir() and not path.is_symlink():
@@ -88,22 +85,17 @@ class Folder:
         _check_same(source, corpus, self.path)
     if self.manifest is None:
       about = {'count': len(corpus), 'sha256': corpus.sha256}
-      self.manifest = {
-        'format': FORMAT,
-        'corpus': {**about, 'source': source or str(store)},
-        'vectors': None,
-        'indexes': {},
-      }
+      about['source'] = source or str(store)
+      self.manifest = {'format': FORMAT, 'corpus': about}
+      self.manifest |= {'vectors': None, 'indexes': {}}
     folders.check_corpus(self.path, self.manifest, corpus)
     return corpus
 
   def add_vectors(self, found: Any, encoder: dict[str, Any]) -> None:
-    self.manifest['vectors'] = {
-      'dim': found.shape[1],
-      'dtype': str(found.dtype),
-      'sample_sha256': files.sample_sha256(self.path / 'vectors.npy'),
-      'encoder': encoder,
-    }
+    about = {'dim': found.shape[1], 'dtype': str(found.dtype)}
+    sample = files.sample_sha256(self.path / 'vectors.npy')
+    about |= {'sample_sha256': sample, 'encoder': encoder}
+    self.manifest['vectors'] = about
     self.save()
 
   def add_faiss(self, factory: str, **about: Any) -> None:
@@ -121,8 +113,7 @@ class Folder:
     files.write_json(self.path / 'manifest.json', self.manifest)
 
 
-def _say(message: str) -> None:
-  print(f'retrieval.build_index: {message}', file=sys.stderr, flush=True)
+_say = functools.partial(files.say, 'retrieval.build_index')
 
 
 def _check_same(source: str, corpus: Corpus, out: pathlib.Path) -> None:
@@ -130,10 +121,8 @@ def _check_same(source: str, corpus: Corpus, out: pathlib.Path) -> None:
   for doc in iter_documents(source):
     digest.update(doc)
   if (found := digest.hexdigest()) != corpus.sha256:
-    raise CorpusError(
-      f'{source}: is not the corpus in {out} (sha256 {found}, not '
-      f'{corpus.sha256}). Use another --out, or --restart.'
-    )
+    fix = 'Use another --out, or --restart.'
+    raise CorpusError(f'{source}: is not the corpus in {out} ({found}). {fix}')
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -154,10 +143,8 @@ def check_factories(names: Sequence[str], dim: int) -> None:
   if factories:
     import faiss
   for factory in factories:
-    problem = (
-      f'--index=dense_faiss:{factory}: FAISS builds no such index of {dim} '
-      'dimensions. Use Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64".'
-    )
+    fix = 'Use Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64".'
+    problem = f'--index={factory}: no such index of {dim} dimensions. {fix}'
     with files.convert(RuntimeError, ValueError, problem):
       faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
 
@@ -205,7 +192,7 @@ def build_indexes(
     folder.save()
 
 
-def run(f: flags.FlagValues) -> Folder:
+def run(f: flags.FlagValues) -> None:
   """Builds what the flags name.
 
   Raises:
@@ -217,7 +204,9 @@ def run(f: flags.FlagValues) -> Folder:
     raise ValueError('--index=milvus needs --milvus_uri=http://HOST:19530')
   with contextlib.closing(Folder(f.out, restart=f.restart)) as folder:
     _fill(f, folder)
-  return folder
+  count = folder.manifest['corpus']['count']
+  made = ', '.join(folder.manifest['indexes']) or 'no index'
+  _say(f'{folder.path}: {count} passages, {made}')
 
 
 def _fill(f: flags.FlagValues, folder: Folder) -> None:
@@ -247,9 +236,9 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
   if f.adopt:
     from retrieval.adopt import adopt
 
-    where = folder.path, functools.partial(folders.faiss_path, folder.path)
     options = {'dtype': f.vectors, 'sample': f.sample}
-    stored, encoder = adopt(f.adopt, corpus, make_encoder, *where, **options)
+    where = make_encoder, folder.path
+    stored, encoder = adopt(f.adopt, corpus, *where, **options)
     if stored.exact:
       found = vectors.open_vectors(folder.path)
       folder.add_vectors(found, encoder.parameters)
@@ -289,19 +278,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  if len(argv) > 1:
-    _say(f'error: unexpected {argv[1:]}')
-    return 2
-  try:
-    folder = run(flags.FLAGS)
-  except (ValueError, RuntimeError, OSError) as error:
-    _say(f'error: {error}')
-    return 1
-  _say(
-    f'{folder.path}: {folder.manifest["corpus"]["count"]} passages, '
-    f'{", ".join(folder.manifest["indexes"]) or "no index"}'
-  )
-  return 0
+  work = functools.partial(run, flags.FLAGS)
+  return files.run_command('retrieval.build_index', argv, work)
 
 
 if __name__ == '__main__':

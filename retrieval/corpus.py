@@ -18,7 +18,6 @@ import functools
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import os
 import shlex
@@ -28,7 +27,7 @@ import zlib
 
 import numpy as np
 
-from retrieval.files import PathLike, convert, progress
+from retrieval.files import PathLike, convert, progress, shown
 
 _GZIP, _PARQUET, _ARROW = b'\x1f\x8b', b'PAR1', b'ARROW1'
 _COLUMNS = ['id', 'contents']
@@ -140,10 +139,7 @@ def iter_documents(path: PathLike) -> Iterator[Document]:
     hashes.append(hash(doc.id))
     yield doc
   if not hashes:
-    raise CorpusError(
-      f'{path}: the corpus is empty. Write at least one passage '
-      '{"id": "0", "contents": "\\"Title\\"\\ntext"}.'
-    )
+    raise CorpusError(f'{path}: the corpus is empty. Write a passage.')
   ordered = np.frombuffer(hashes, np.int64)
   ordered.sort()
   twice = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
@@ -153,10 +149,8 @@ def iter_documents(path: PathLike) -> Iterator[Document]:
   seen = {}
   for where, place, doc in _checked(path):
     if hash(doc.id) in twice and seen.setdefault(doc.id, place) != place:
-      raise CorpusError(
-        f'{where}: id {_shown(doc.id)} was already used on {seen[doc.id]}. '
-        'Make all ids different.'
-      )
+      problem = f'id {shown(repr(doc.id))} was already used on {seen[doc.id]}'
+      raise CorpusError(f'{where}: {problem}. Make all ids different.')
 
 
 def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
@@ -191,7 +185,8 @@ def _tables(path: str, magic: bytes) -> Iterator[tuple]:
   import pyarrow as pa  # slow to import, and JSONL does not need it
   from pyarrow import parquet
 
-  try:
+  problem = f'{path}: cut short or damaged ({{}}). Copy or write it again.'
+  with convert((pa.ArrowException, OSError), CorpusError, problem):
     if magic.startswith(_ARROW):
       with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
         batches = range(reader.num_record_batches)
@@ -208,11 +203,6 @@ def _tables(path: str, magic: bytes) -> Iterator[tuple]:
       rows = _dataset(path)
       get = functools.partial(rows.with_format('arrow').iter, _ROWS)
       yield len(rows), rows.column_names, get
-  except (pa.ArrowException, OSError) as error:
-    reason = _shown(str(error), 160)
-    raise CorpusError(
-      f'{path}: cut short or damaged ({reason}). Copy or write it again.'
-    ) from None
 
 
 def _dataset(path: str) -> Any:
@@ -261,10 +251,8 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
       except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as e:
         kind = 'tar' if isinstance(e, tarfile.TarError) else 'gzip'
-        raise CorpusError(
-          f'{path}:{number + 1}: the {kind} file is cut short or damaged '
-          f'({e}). Copy or write it again.'
-        ) from None
+        problem = f'the {kind} file is cut short or damaged ({e})'
+        raise CorpusError(f'{path}:{number + 1}: {problem}.') from None
 
 
 def _unpacked(path: str, stream: io.BufferedReader) -> Iterator[bytes]:
@@ -285,11 +273,9 @@ def _unpacked(path: str, stream: io.BufferedReader) -> Iterator[bytes]:
           break
         yield from tar.extractfile(member)
   if len(names) != 1:
-    raise CorpusError(
-      f'{path}: a tar with {"several files" if names else "no file"} '
-      f'({_listed(names)}), not one JSONL file. Unpack it and give the path of '
-      'the corpus file.'
-    )
+    found = f'{"several files" if names else "no file"} ({_listed(names)})'
+    fix = 'Unpack it and give the path of the corpus file.'
+    raise CorpusError(f'{path}: a tar with {found}, not one JSONL file. {fix}')
   while stream.read(1 << 20):  # a gzip file ends with its checksum
     pass
 
@@ -320,12 +306,12 @@ def _document(record: dict, where: str) -> Document:
       raise CorpusError(f'{where}: no field {_missing(name, record)}')
     value = record[name]
     # Some published corpora have integer ids; the protocol requires strings.
-    if name == 'id' and isinstance(value, int) and not isinstance(value, bool):
+    if name == 'id' and type(value) is int:
       value = str(value)
     if not isinstance(value, str) or (name == 'id' and not value):
       kind = 'non-empty string' if name == 'id' else 'string'
-      problem = f'field {name!r} is {_shown(value)}, not a {kind}'
-      raise CorpusError(f'{where}: {problem}.')
+      found = shown(repr(value), 40)
+      raise CorpusError(f'{where}: field {name!r} is {found}, not a {kind}.')
     fields[name] = value
   return Document(**fields)
 
@@ -338,9 +324,4 @@ def _missing(name: str, names: Iterable[str]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-  return ', '.join(map(_shown, itertools.islice(names, 20))) or 'none'
-
-
-def _shown(value: object, most: int = 40) -> str:
-  text = repr(value)
-  return text if len(text) <= most else text[: most - 3] + '...'
+  return shown(', '.join(map(repr, names)) or 'none')

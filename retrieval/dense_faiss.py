@@ -27,7 +27,7 @@ from retrieval import faiss_build, files
 from retrieval.core import Ranked
 from retrieval.faiss_build import Plan, converted, graph
 from retrieval.metrics import stage
-from retrieval.vectors import SPARE, TIES, DenseIndex, Encoder, blocks, ranked
+from retrieval.vectors import SPARE, TIES, DenseIndex, blocks, ranked
 
 _GPU_K = 2048  # the most results of a query that FAISS gives on a GPU
 _TRAIN, _TRAIN_PER_LIST = 65536, 64  # vectors; k-means wants 39 to 256 a list
@@ -79,7 +79,7 @@ def build(
   Raises:
     FaissError: FAISS does not know the factory, or it does not suit the
       vectors.
-    ValueError: no vectors, or one that is not finite.
+    ValueError: a vector is not finite.
     files.FilesError: the file cannot be written. Finished work is kept.
   """
   path, dim = pathlib.Path(path), vectors.shape[1]
@@ -165,13 +165,7 @@ class DenseFaiss(DenseIndex):
   name = 'dense_faiss'
 
   def __init__(
-    self,
-    path: files.PathLike,
-    encoder: Encoder | None,
-    *,
-    nprobe: int | None = None,
-    ef_search: int | None = None,
-    gpu: bool = False,
+    self, path: files.PathLike, encoder, nprobe=None, ef_search=None, gpu=False
   ):
     """Opens an index file, memory-mapped.
 
@@ -196,18 +190,11 @@ class DenseFaiss(DenseIndex):
       with files.convert(RuntimeError, FaissError, problem):
         faiss.ParameterSpace().set_index_parameter(index, name, value)
     ivf, linked = faiss.try_extract_index_ivf(index), graph(index)
-    self.nprobe = ivf.nprobe if ivf else None
     self.ef_search = linked.hnsw.efSearch if linked else None
-    super().__init__(
-      encoder,
-      index.d,
-      f'{path}: holds vectors of',
-      type=type(index).__name__,
-      sample_sha256=sample_sha256(path),
-      nprobe=self.nprobe,
-      ef_search=self.ef_search,
-      gpu=bool(gpu),
-    )
+    about = {'type': type(index).__name__, 'sample_sha256': sample_sha256(path)}
+    about |= {'nprobe': ivf.nprobe if ivf else None}
+    about |= {'ef_search': self.ef_search, 'gpu': bool(gpu)}
+    super().__init__(encoder, index.d, f'{path}: holds vectors of', **about)
     self._limit = min(index.ntotal, _GPU_K) if gpu else index.ntotal
     self._index = _to_gpus(index, path) if gpu else index
 
@@ -218,7 +205,7 @@ class DenseFaiss(DenseIndex):
     """`search` for vectors of queries, [Q, D].
 
     Raises:
-      ValueError: k < 1, k and P above 2048 on a GPU, or another D.
+      ValueError: k < 1, or k and P above 2048 on a GPU.
     """
     k, q = self.check_k(k, self._limit), np.ascontiguousarray(q, np.float32)
     # With more than ef_search, HNSW would search differently.
@@ -248,10 +235,8 @@ def _open(path: files.PathLike) -> faiss.Index:
 
 def _to_gpus(index: faiss.Index, path: files.PathLike) -> faiss.Index:
   if not faiss.get_num_gpus():
-    raise FaissError(
-      'gpu=True: this FAISS sees no GPU; install a GPU build of FAISS instead '
-      'of faiss-cpu, or leave gpu (--faiss_gpu) out'
-    )
+    fix = 'install a GPU build of FAISS, or leave --faiss_gpu out'
+    raise FaissError(f'gpu=True: this FAISS sees no GPU; {fix}')
   options = faiss.GpuMultipleClonerOptions()
   options.useFloat16 = options.shard = True
   limits = 'FAISS supports Flat and IVF on GPUs, not HNSW, and it must fit'

@@ -181,11 +181,9 @@ def copy(plan: Plan, index: faiss.IndexFlat, vectors: np.ndarray) -> None:
       bar.update(len(part))
   if not mapped:
     vectors = np.memmap(rows, np.float32, 'r', shape=vectors.shape)
-  index.codes = type(index.codes).create_view(
-    faiss.swig_ptr(vectors.reshape(-1).view(np.uint8)),
-    vectors.nbytes,
-    index.codes.owner,
-  )
+  raw, owner = vectors.reshape(-1).view(np.uint8), index.codes.owner
+  view = type(index.codes).create_view
+  index.codes = view(faiss.swig_ptr(raw), vectors.nbytes, owner)
   index.ntotal = len(vectors)
   save(index, plan.final)
 

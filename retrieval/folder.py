@@ -114,11 +114,8 @@ def open_vectors(
     extra = path.stat().st_size - vectors.offset - vectors.nbytes
     if extra or not vectors.flags.c_contiguous:
       raise ValueError(f'{extra} bytes too many, or not in C order')
-  found = {
-    'shape': list(vectors.shape),
-    'dtype': str(vectors.dtype),
-    'sample_sha256': files.sample_sha256(path),
-  }
+  found = {'shape': list(vectors.shape), 'dtype': str(vectors.dtype)}
+  found['sample_sha256'] = files.sample_sha256(path)
   stated = {**stated, 'shape': [count, stated['dim']]}
   what = 'vectors.npy is not that of manifest.json'
   require_same(folder, what, 'vectors.', stated, found)
@@ -172,10 +169,9 @@ def open_index(
 
     uri = options.pop('uri', None)
     if not uri and os.environ.get('MILVUS_TOKEN') and 'uri' in stated:
-      raise FolderError(
-        f'{path}: MILVUS_TOKEN is set, but the server {stated["uri"]!a} is '
-        'from manifest.json, which is not trusted. Give --milvus_uri.'
-      )
+      problem = f'the server {stated["uri"]!a} is from manifest.json'
+      fix = 'Give --milvus_uri to send it MILVUS_TOKEN.'
+      raise FolderError(f'{path}: {problem}, which is not trusted. {fix}')
     found = {'uri': uri or stated['uri'], 'collection': stated['collection']}
     index = Milvus(**found | options, encoder=encoder)
   what, count = f'{name} is not an index over corpus.arrow', len(folder.corpus)
@@ -192,10 +188,9 @@ def _stated(folder: IndexFolder, name: str) -> dict[str, Any]:
   if name not in there:
     listed = ', '.join(map(ascii, there)) or 'none'
     command = _command(folder.manifest['corpus']['source'], folder.path, name)
-    raise FolderError(
-      f'{folder.path}: no index {name!r}; there are: {listed}. Names are '
-      f'{", ".join(KINDS)}. Make it: {command}'
-    )
+    fix = f'Names are {", ".join(KINDS)}. Make it: {command}'
+    problem = f'no index {name!r}; there are: {listed}'
+    raise FolderError(f'{folder.path}: {problem}. {fix}')
   return there[name]
 
 
@@ -221,16 +216,12 @@ def open_encoder(
   """
   stated = stated_encoder(folder, name)
   if not stated:
-    raise FolderError(
-      f'{folder.path}: manifest.json does not say which encoder made {name}. '
-      'Adopt it again: python -m retrieval.build_index --adopt=FILE ...'
-    )
+    problem = f'manifest.json does not say which encoder made {name}'
+    raise FolderError(f'{folder.path}: {problem}. Adopt it again (--adopt).')
   if encoder is None:
-    raise FolderError(
-      f'{folder.path}: {name} needs an encoder for queries: give the folder '
-      f'of the {stated.get("family", "same")} model that made its vectors '
-      '(--encoder)'
-    )
+    fix = f'give the {stated.get("family", "same")} model that made its vectors'
+    problem = f'{name} needs an encoder for queries'
+    raise FolderError(f'{folder.path}: {problem}: {fix} (--encoder)')
   if isinstance(encoder, str | os.PathLike):
     from retrieval.encoder import Encoder
 

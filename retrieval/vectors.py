@@ -68,11 +68,9 @@ class DenseIndex(abc.ABC):
   def parameters(self) -> dict[str, Any]:
     if (encoder := self._encoder) is None:
       return self._about
-    return self._about | {
-      'encoder': dict(encoder.parameters),
-      'encoder_dtype': encoder.dtype,
-      'query_length': encoder.query_length,
-    }
+    about = self._about | {'encoder': dict(encoder.parameters)}
+    about['encoder_dtype'] = encoder.dtype
+    return about | {'query_length': encoder.query_length}
 
   def search(self, queries: Sequence[str], k: int) -> Ranked:
     """See `core.Index.search`; needs an encoder."""
@@ -116,13 +114,7 @@ def blocks(
 
 
 def ranked(
-  ask: Callable[[np.ndarray, int], Ranked],
-  q: np.ndarray,
-  k: int,
-  *,
-  spare: int = SPARE,
-  floor: int = 0,
-  most: int = TIES,
+  ask: Callable, q: np.ndarray, k: int, *, spare=SPARE, floor=0, most=TIES
 ) -> Ranked:
   """Finds the k best of each query, equal scores in corpus order.
 
@@ -163,11 +155,9 @@ def ranked(
 
 def identity(corpus: Corpus, encoder: Encoder, dtype: str) -> dict:
   """What vectors depend on: equal identities give equal vectors."""
-  return {
-    'corpus': {'count': len(corpus), 'sha256': corpus.sha256},
-    'encoder': {**encoder.parameters, 'arithmetic': encoder.dtype},
-    'dtype': dtype,
-  }
+  of = {'count': len(corpus), 'sha256': corpus.sha256}
+  by = {**encoder.parameters, 'arithmetic': encoder.dtype}
+  return {'corpus': of, 'encoder': by, 'dtype': dtype}
 
 
 def open_vectors(folder: pathlib.Path) -> np.ndarray:
@@ -176,12 +166,7 @@ def open_vectors(folder: pathlib.Path) -> np.ndarray:
 
 
 def encode(
-  corpus: Corpus,
-  encoder: Encoder,
-  folder: pathlib.Path,
-  *,
-  dtype: str = 'float32',
-  block: int = 8192,
+  corpus: Corpus, encoder: Encoder, folder, *, dtype='float32', block=8192
 ) -> np.ndarray:
   """Writes the vectors of a corpus, or those that are missing.
 
@@ -230,19 +215,13 @@ def check_done(record: pathlib.Path, about: dict) -> int:
   if (saved := files.read_json(record)) is None:
     return 0
   if differ := files.differences(saved['identity'], about):
-    raise VectorsError(
-      f'{record.parent}: holds vectors of something else: {"; ".join(differ)}. '
-      'Use another --out, or --restart to discard them.'
-    )
+    problem = f'holds vectors of something else: {"; ".join(differ)}'
+    raise VectorsError(f'{record.parent}: {problem}. --restart discards them.')
   return saved['done']
 
 
 def write(
-  rows: Iterator[np.ndarray],
-  shape: tuple[int, int],
-  about: dict,
-  folder: pathlib.Path,
-  done: int = 0,
+  rows: Iterator, shape: tuple[int, int], about: dict, folder, done=0
 ) -> np.ndarray:
   """Writes vectors.npy block by block; a kill keeps the written blocks.
 
@@ -275,10 +254,8 @@ def write(
       with np.errstate(over='ignore'):
         block = np.ascontiguousarray(block, dtype)
       if (bad := not_finite(block)) is not None:
-        raise VectorsError(
-          f'vector {done + bad}, counted from 0, is not finite in {dtype}. Use '
-          '--vectors=float32, or --dtype=float32 for the encoder.'
-        )
+        problem = f'vector {done + bad}, counted from 0, is not finite'
+        raise VectorsError(f'{problem}. Use --vectors=float32 --dtype=float32.')
       file.write(block)
       files.sync(file)
       done += len(block)

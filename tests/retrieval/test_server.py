@@ -221,7 +221,7 @@ def test_recorded_answers_are_replayed_without_the_corpus(
       retrieve_sync(server.url, ['new one', 'hamlet'], 3)
     assert error.value.kind == 'search_failed' and error.value.queries == (0,)
     assert httpx.post(f'{server.url}/retrieve', json=body).status_code == 200
-  with pytest.raises(ServerError, match='no such file'):
+  with pytest.raises(ServerError, match='unable to open'):
     start_server(log_path=log, replay=tmp_path / 'absent')
 
 
