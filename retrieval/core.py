@@ -121,6 +121,9 @@ class LocalSearcher:
   """A corpus behind an index over it."""
 
   def __init__(self, corpus: Corpus, index: Index):
+    if (count := len(index)) != len(corpus):
+      other = f'the corpus {len(corpus)}'
+      raise ValueError(f'the index holds {count} passages, {other}')
     self.corpus, self.index = corpus, index
 
   @property
