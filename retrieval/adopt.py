@@ -14,7 +14,7 @@ again and compared with the rows at their positions. Criteria:
   (PQ, SQ)        different prefix or pooling may not be detected
 
 Other files are refused. The error has the measured values and, if found, the
-setting, order or shift under which the file would fit.
+setting or order under which the file would fit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +27,7 @@ import numpy as np
 
 from retrieval import faiss_build, files, vectors
 from retrieval.corpus import Corpus
+from retrieval.folder import faiss_path
 
 _BLOCK = 16384  # rows in memory at once
 _SCAN = 1 << 18  # rows that are searched for misplaced passages
@@ -86,55 +87,45 @@ def open_stored(path: pathlib.Path, count: int, dim: int) -> Stored:
     if array.ndim != 2 or dtype not in vectors.DTYPES:
       expected = 'float32 or float16 of [passages, dimensions]'
       raise AdoptError(f'{path}: holds {dtype} {array.shape}, not {expected}')
-    kind, get = (
-      f'{"npy" if npy else "raw"} {dtype}',
-      lambda i, n: array[i : i + n],
-    )
+    kind = f'{"npy" if npy else "raw"} {dtype}'
+    get = lambda start, count: array[start : start + count]
     stored = Stored(path, kind, array.shape, get, dtype)
   else:
     stored = _open_faiss(path, count, dim, size)
   if stored.shape != (count, dim):
     found = f'{stored.shape[0]} vectors of {stored.shape[1]} dimensions'
-    raise AdoptError(
-      f'{path}: holds {found}; the corpus has {count} passages and the encoder '
-      f'{dim} dimensions. Use its corpus and model, or add the missing part.'
-    )
+    expected = f'the corpus has {count} passages and the encoder {dim}'
+    raise AdoptError(f'{path}: holds {found}; {expected} dimensions.')
   return stored
 
 
 def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
-  try:
+  problem = (
+    f'{path}: {size} bytes are neither a .npy file nor a whole FAISS index '
+    f'({{}}) nor {count} raw vectors of {dim} dimensions, which take '
+    f'{count * dim * 4} bytes as float32, half as float16. Give --adopt for '
+    'each part, and the corpus of the vectors.'
+  )
+  with faiss_build.converted(AdoptError, problem):
     index = faiss_build.read(path)
-  except RuntimeError as error:
-    reason = str(error).partition('Error: ')[2] or str(error)
-    raise AdoptError(
-      f'{path}: {size} bytes are neither a .npy file nor a whole FAISS index '
-      f'({reason[:120]!r}) nor {count} raw vectors of {dim} dimensions, '
-      f'which take {count * dim * 4} bytes as float32, half as float16. Give '
-      '--adopt for each part, and the corpus of the vectors.'
-    ) from None
   if (metric := index.metric_type) != _INNER_PRODUCT:
     problem = f'a FAISS index of metric {metric}, not of inner product'
     raise AdoptError(f'{path}: {problem}. Adopt the saved embeddings instead.')
-  exact, factory = True, None
+  exact = not isinstance(index, faiss.IndexIVFPQ)
   if isinstance(index, faiss.IndexHNSWFlat):
     factory = f'HNSW{index.hnsw.nb_neighbors(1)}'
-  elif isinstance(index, faiss.IndexIVF):
+  elif isinstance(index, faiss.IndexIVFFlat | faiss.IndexIVFPQ):
     index.make_direct_map()
-    flat = isinstance(index, faiss.IndexIVFFlat)
-    if flat or isinstance(index, faiss.IndexIVFPQ):
-      code = 'Flat' if flat else f'PQ{index.pq.M}x{index.pq.nbits}'
-      factory, exact = f'IVF{index.nlist},{code}', flat
+    code = 'Flat' if exact else f'PQ{index.pq.M}x{index.pq.nbits}'
+    factory = f'IVF{index.nlist},{code}'
   elif isinstance(index, faiss.IndexFlat):
     factory = 'Flat'
-  if factory is None:
-    raise AdoptError(
-      f'{path}: a FAISS {type(index).__name__}; known are Flat, HNSW, IVF-Flat '
-      'and IVF-PQ. Adopt the saved embeddings instead.'
-    )
+  else:
+    kinds = f'{type(index).__name__}; known are Flat, HNSW, IVF-Flat and IVF-PQ'
+    raise AdoptError(f'{path}: a FAISS {kinds}. Adopt saved embeddings.')
+  kind, shape = f'FAISS {factory}', (index.ntotal, index.d)
   about = {'exact': exact, 'factory': factory}
-  shape, get = (index.ntotal, index.d), index.reconstruct_n
-  return Stored(path, f'FAISS {factory}', shape, get, **about)
+  return Stored(path, kind, shape, index.reconstruct_n, **about)
 
 
 @dataclasses.dataclass
@@ -175,7 +166,6 @@ def adopt(
   corpus: Corpus,
   make_encoder: Callable[..., Any],
   folder: pathlib.Path,
-  index_path: Callable[[str], pathlib.Path],
   *,
   dtype: str | None = None,
   sample: int = 64,
@@ -187,7 +177,6 @@ def adopt(
     corpus: P passages.
     make_encoder: makes an Encoder; keywords override its settings.
     folder: of the index.
-    index_path: the path in it of an index of a FAISS factory string.
     dtype: of vectors.npy; None: as stored.
     sample: passages to encode again, the same each time.
 
@@ -199,9 +188,6 @@ def adopt(
     AdoptError: the vectors do not fit.
   """
   paths = [pathlib.Path(p) for p in paths]
-  for path in paths:
-    if not path.is_file():
-      raise AdoptError(f'{path}: no such file. Check --adopt.')
   whole = paths[0]
   if len(paths) > 1:
     whole = folder / 'adopted.joined'
@@ -217,25 +203,19 @@ def adopt(
       whole.unlink()
     raise
   if stored.factory:
-    final = index_path(stored.factory)
+    final = faiss_path(folder, stored.factory)
     final.parent.mkdir(exist_ok=True)
     files.link(whole, final)
     lists, ours = map(faiss_build.lists_path, (whole, final))
+    ours.unlink(missing_ok=True)
     if lists.exists():
       files.link(lists, ours)
-    else:
-      ours.unlink(missing_ok=True)
   if whole not in paths:
     whole.unlink()
   return stored, encoder
 
 
-def _checked(
-  whole: pathlib.Path,
-  corpus: Corpus,
-  make_encoder: Callable[..., Any],
-  sample: int,
-) -> tuple[Stored, Any]:
+def _checked(whole: pathlib.Path, corpus: Corpus, make_encoder, sample: int):
   """The stored vectors and the encoder that made them; else AdoptError."""
   encoder, count = make_encoder(), len(corpus)
   stored = open_stored(whole, count, encoder.dim)
@@ -267,22 +247,8 @@ def _keep_vectors(
     vectors.write(stored.blocks(), stored.shape, about, folder)
 
 
-def _why(
-  stored: Stored,
-  picked: np.ndarray,
-  texts: list[str],
-  encoded: np.ndarray,
-  make_encoder: Callable[..., Any],
-  corpus: Corpus,
-) -> str:
+def _why(stored: Stored, picked, texts, encoded, make_encoder, corpus) -> str:
   """Tries the likely causes and describes the one that applies."""
-  for shift in (-1, 1):
-    here = (picked + shift >= 0) & (picked + shift < len(corpus))
-    moved = compare(stored.pick(picked[here] + shift), encoded[here])
-    if moved.passes(stored.exact):
-      change = f'a passage {"more" if shift < 0 else "less"} at its beginning'
-      cause = f'the corpus has {change} than the file'
-      return f'Shifted by {-shift} row, it fits ({moved}): {cause}.'
 
   def unit_rows(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-30)
@@ -298,11 +264,9 @@ def _why(
   found = np.flatnonzero((best >= 0.999) & (at != picked))
   if stored.exact and len(found) > len(picked) * start / len(corpus) / 2:
     i, where = picked[found[0]], at[found[0]]
-    return (
-      f'{len(found)} of them are in other rows, passage {i} (id '
-      f'{corpus.ids[int(i)]!r}) in row {where}: the corpus is in another order '
-      'than the encoded one.'
-    )
+    cause = 'the corpus is in another order, or has a passage more or less'
+    first = f'passage {i} (id {corpus.ids[int(i)]!r}) in row {where}'
+    return f'{len(found)} of them are in other rows, {first}: {cause}.'
   rows = stored.pick(picked)
   for pooling, prefix in _TRIED:
     settings = {'pooling': pooling, 'passage_prefix': prefix}
@@ -313,7 +277,4 @@ def _why(
   fit = compare(rows, encoded)
   if abs(fit.length - 1) > 0.01 and fit.median >= 0.999:
     return 'Directions agree, lengths do not: try --[no]normalise.'
-  return (
-    'No shift, order, pooling (mean, cls) or passage prefix explains this: '
-    'another model or another corpus was used.'
-  )
+  return 'Probably another model or another corpus was used.'

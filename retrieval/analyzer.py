@@ -76,8 +76,5 @@ class Analyzer:
 
   def spans(self, text: str, terms: set[str]) -> list[tuple[int, int]]:
     """The (start, end) of the words of `text` whose term is in `terms`."""
-    return [
-      match.span()
-      for match in WORD.finditer(text)
-      if self.term(match.group()) in terms
-    ]
+    found = WORD.finditer(text)
+    return [word.span() for word in found if self.term(word.group()) in terms]

@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -50,18 +50,15 @@ class Traffic:
     """
     if self.in_flight >= self.limits.max_requests:
       problem = f'{self.in_flight} requests are in flight (--max_requests)'
-      fix = 'send fewer at once, with more queries each'
-      raise Rejected(429, 'requests', f'{problem}; {fix}', 1)
+      raise Rejected(429, 'requests', f'{problem}; send fewer at once', 1)
     request = Request(self)
     self.in_flight += 1
-    metrics.IN_FLIGHT.set(self.in_flight)
     try:
-      with metrics.REQUESTS.time():
+      with metrics.REQUESTS.time(), metrics.IN_FLIGHT.track_inprogress():
         yield request
     finally:
       self.in_flight -= 1
       self.bytes -= request.bytes
-      metrics.IN_FLIGHT.set(self.in_flight)
 
 
 class Request:
@@ -77,13 +74,13 @@ class Request:
       Rejected: this body or all bodies together are too large, or the client
         left before the end.
     """
-    limits, body = self._traffic.limits, bytearray()
+    most, body = self._traffic.limits.max_body_bytes, bytearray()
     try:
       async for chunk in http.stream():
         body += chunk
-        if len(body) > (most := limits.max_body_bytes):
-          fix = 'send fewer queries (--max_body_bytes)'
-          raise bad_request(['body'], f'more than {most} bytes; {fix}', 413)
+        if len(body) > most:
+          problem = f'more than --max_body_bytes={most}; send fewer queries'
+          raise bad_request(['body'], problem, 413)
         self.hold(len(chunk))
     except ClientDisconnect:  # the answer is not read; avoids a log entry
       raise bad_request(['body'], 'cut short', 400) from None
@@ -102,8 +99,7 @@ class Request:
       size = f'{self.bytes} bytes with the answer, more than --max_bytes={most}'
       raise bad_request(['body'], f'{size}; send fewer queries', 413)
     if self._traffic.bytes > most:
-      problem = 'too many bytes are in flight (--max_bytes)'
-      raise Rejected(503, 'bytes', problem, 1)
+      raise Rejected(503, 'bytes', 'too many bytes in flight (--max_bytes)', 1)
 
 
 class _Unread(Exception):
@@ -113,9 +109,7 @@ class _Unread(Exception):
 class _Guard:
   """The outermost layer: checks the token, counts answers, limits sending."""
 
-  def __init__(
-    self, app, token: str | None, traffic: Traffic, hosts: Sequence[str] | None
-  ):
+  def __init__(self, app, token, traffic: Traffic, hosts):
     self._app, self._token, self._traffic = app, token, traffic
     self._hosts = hosts
 
@@ -161,11 +155,14 @@ class _Guard:
     if self._token is None and (problem := self._foreign(scope)):
       # Pages in a browser on this machine can reach this server.
       return await refuse('origin', 403, problem)
-    known = self._token is None or _bears(scope, self._token)
+    given = dict(scope['headers']).get(b'authorization', b'')
+    scheme, _, value = given.partition(b' ')
+    # Constant time, so that the duration does not reveal a prefix of the token.
+    same = hmac.compare_digest(value.strip(), (self._token or '').encode())
+    known = self._token is None or same and scheme.lower() == b'bearer'
     if not known and scope['path'] not in _OPEN:
-      fix = 'send the header Authorization: Bearer TOKEN'
-      scheme = {'WWW-Authenticate': 'Bearer'}
-      return await refuse('token', 401, fix, **scheme)
+      fix, how = 'Authorization: Bearer TOKEN', {'WWW-Authenticate': 'Bearer'}
+      return await refuse('token', 401, f'send the header {fix}', **how)
     with contextlib.ExitStack() as held:
       scope.setdefault('state', {}).update(known=known, held=held)
       try:
@@ -175,33 +172,16 @@ class _Guard:
 
   def _foreign(self, scope) -> str:
     """Why the request may come from a page of another site, or ''."""
-    headers = dict(scope['headers'])
-    host = headers.get(b'host', b'').decode('latin-1')
-    # Any name may resolve to this machine.
-    names = self._hosts
-    if names is not None and not any(
-      f'{host}:'.startswith(f'{n}:') for n in names
-    ):
-      return (
-        f'the header Host is {host[:80]!r}; without a token, only '
-        f'{", ".join(names)} are accepted, since a browser can use any name: '
-        'start the server with --allow_host=NAME, or with --token_file'
-      )
-    origin = headers.get(b'origin', f'://{host}'.encode('latin-1'))
-    if origin.decode('latin-1').partition('://')[2] != host:
-      return (
-        'the header Origin names another site than Host; to serve pages of '
-        'other sites, start the server with --token_file'
-      )
+    headers = {k: v.decode('latin-1') for k, v in scope['headers']}
+    host, names = headers.get(b'host', ''), self._hosts
+    known = [f'{host}:'.startswith(f'{name}:') for name in names or ()]
+    if names is not None and not any(known):  # any name may resolve to here
+      fix = 'start the server with --allow_host=NAME, or with --token_file'
+      return f'the header Host is {host[:80]!r}, not {", ".join(names)}: {fix}'
+    if headers.get(b'origin', f'://{host}').partition('://')[2] != host:
+      problem = 'the header Origin names another site than Host'
+      return f'{problem}: start the server with --token_file'
     return ''
-
-
-def _bears(scope: Mapping[str, Any], token: str) -> bool:
-  given = dict(scope['headers']).get(b'authorization', b'')
-  scheme, _, value = given.partition(b' ')
-  # Constant time, so that the duration does not reveal a prefix of the token.
-  same = hmac.compare_digest(value.strip(), token.encode())
-  return same and scheme.lower() == b'bearer'
 
 
 def create_app(
@@ -234,26 +214,23 @@ def create_app(
     local = searcher
   batcher, traffic = Batcher(searcher, limits), Traffic(limits)
   # The limits of queries change the answers.
-  cut = {'max_bytes': limits.max_query_bytes}
-  cut |= {'max_terms': limits.max_query_terms}
-  identity = {**searcher.identity, 'query': cut}
-  served = {}
+  most = limits.max_query_bytes, limits.max_query_terms
+  cut = dict(zip(('max_bytes', 'max_terms'), most))
+  identity, served = {**searcher.identity, 'query': cut}, {}
   # In every answer, since another server may replace this one.
   said = {core.IDENTITY_HEADER: core.identity_hash(identity)}
   if local is not None:
     served = local.identity
     served['corpus'] = {'path': local.corpus.path, **served['corpus']}
   not_ready = {503: protocol.response('Not warm yet.', protocol.READY)}
-  secured = {}
-  if token:
-    secured[401] = protocol.response('No token.', protocol.ERROR)
+  secured = {401: protocol.response('No token.', protocol.ERROR)}
+  secured = secured if token else {}
 
   @contextlib.asynccontextmanager
   async def lifespan(app: fastapi.FastAPI):
     batcher.start()
-    app.state.batcher = batcher
     warm = _warm(batcher, local, limits, programs)
-    app.state.warm = asyncio.create_task(warm)
+    app.state.warm, app.state.batcher = asyncio.create_task(warm), batcher
     yield
     app.state.warm.cancel()
     await asyncio.gather(app.state.warm, return_exceptions=True)
@@ -267,9 +244,10 @@ def create_app(
   @app.exception_handler(Rejected)
   async def rejected(_: fastapi.Request, error: Rejected) -> Response:
     metrics.REJECTED.labels(error.reason).inc()
-    after = error.retry_after_s
-    after = {'Retry-After': str(math.ceil(after))} if after > 0 else {}
-    return JSONResponse({'detail': error.detail}, error.status, said | after)
+    headers = dict(said)
+    if error.retry_after_s > 0:
+      headers['Retry-After'] = str(math.ceil(error.retry_after_s))
+    return JSONResponse({'detail': error.detail}, error.status, headers)
 
   @app.post('/retrieve', openapi_extra=protocol.openapi(limits, bool(token)))
   async def retrieve(http: fastapi.Request) -> Response:
@@ -281,15 +259,14 @@ def create_app(
     # Counted until the answer has been sent.
     request = http.state.held.enter_context(traffic.request())
     seconds = _deadline_s(http, limits)
+    late = f'not answered within {seconds:g} s (--deadline_s, X-Deadline-Ms)'
     try:
       async with asyncio.timeout(seconds):
         asked = protocol.parse_request(await request.body(http), limits)
         search = batcher.search(asked.queries, asked.topk)
         answers = await _while_there(http, search)
     except TimeoutError:
-      limit = '--deadline_s, or X-Deadline-Ms of the request'
-      problem = f'not answered within {seconds:g} s ({limit})'
-      raise Rejected(504, 'deadline', problem) from None
+      raise Rejected(504, 'deadline', late) from None
     body = protocol.answer(answers, asked.return_scores)
     request.hold(len(body))
     return Response(body, headers=said, media_type='application/json')
@@ -298,10 +275,7 @@ def create_app(
   async def health(http: fastapi.Request) -> dict:
     """Describes the server; clients compare its identity."""
     status = {'status': 'ok', 'version': protocol.VERSION}
-    if not http.state.known:
-      return status
-    return {
-      **status,
+    known = {
       **served,
       'identity': identity,
       'limits': dataclasses.asdict(limits),
@@ -309,6 +283,7 @@ def create_app(
       'waiting': {'requests': traffic.in_flight, 'queries': batcher.pending},
       'uptime_s': round(time.time() - traffic.started, 3),
     }
+    return status | (known if http.state.known else {})
 
   @app.get('/ready', responses=not_ready)
   async def ready(http: fastapi.Request) -> Response:
@@ -339,20 +314,19 @@ async def _warm(batcher: Batcher, local, limits: Limits, programs) -> None:
       local.index.search(queries, limits.topk)
 
   task = asyncio.ensure_future(batcher.call(search))
-  if (await asyncio.wait([task], timeout=limits.warm_s))[0]:
-    return task.result()
-  problem = 'the first search takes more than %g s (--warm_s): requests wait'
-  _log.warning(problem, limits.warm_s)
+  try:
+    await asyncio.wait_for(asyncio.shield(task), limits.warm_s)
+  except TimeoutError:
+    _log.warning('the first search takes over %g s (--warm_s)', limits.warm_s)
 
 
 async def _compile(programs: Sequence[Callable[[], None]]) -> None:
-  loop = asyncio.get_running_loop()
   threads = min(_COMPILERS, os.cpu_count() or 1)
   pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
   try:
     with files.progress(len(programs), 'compile', unit=' programs') as bar:
-      tasks = [loop.run_in_executor(pool, program) for program in programs]
-      for task in asyncio.as_completed(tasks):
+      tasks = [pool.submit(program) for program in programs]
+      for task in asyncio.as_completed(map(asyncio.wrap_future, tasks)):
         await task
         bar.update()
   finally:
@@ -384,9 +358,9 @@ async def _while_there(http: fastapi.Request, search: Coroutine) -> Any:
   tasks = [asyncio.ensure_future(search), asyncio.ensure_future(gone())]
   try:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    if not tasks[0].done():
-      raise bad_request(['body'], 'the client has gone', 400)
-    return tasks[0].result()
+    if tasks[0].done():
+      return tasks[0].result()
+    raise bad_request(['body'], 'the client has gone', 400)
   finally:
     for task in tasks:
       task.cancel()

@@ -17,7 +17,7 @@ import time
 import traceback
 from typing import Any
 
-from retrieval import metrics
+from retrieval import files, metrics
 from retrieval.core import Answer, Searcher, SearchFailed
 from retrieval.protocol import Limits, Rejected
 
@@ -134,8 +134,8 @@ class Batcher:
     self._tasks: list[asyncio.Task] = []
 
   def start(self) -> None:
-    runs = [self._run() for _ in range(self._at_once)]
-    self._tasks = [asyncio.create_task(run) for run in runs]
+    for _ in range(self._at_once):
+      self._tasks.append(asyncio.create_task(self._run()))
 
   async def stop(self) -> None:
     """Cancels waiting requests and closes the searcher."""
@@ -157,15 +157,13 @@ class Batcher:
       Rejected: too many queries wait already.
     """
     if self.pending + len(queries) > self._limits.max_pending:
-      problem = 'too many queries are waiting; try again'
-      raise Rejected(503, 'pending', problem, 1)
+      raise Rejected(503, 'pending', 'too many queries are waiting', 1)
     self.counters.requests += 1
     self.counters.queries += len(queries)
     if not queries:
       return []
-    request = _Request(queries)
-    for query in dict.fromkeys(queries):
-      waiting = self._waiting.setdefault(k, {})
+    request, waiting = _Request(queries), self._waiting.setdefault(k, {})
+    for query in queries:
       waiting.setdefault(query, set()).add(request)
     self._arrived.set()
     self._count(len(queries))
@@ -202,16 +200,11 @@ class Batcher:
         self._waiting[k] = waiting  # behind those of another k
       await self._answer(piece, k)
 
-  async def _answer(
-    self, piece: list[tuple[str, set[_Request]]], k: int
-  ) -> None:
+  async def _answer(self, piece: list[tuple], k: int) -> None:
     parts, failed = [piece], None
     while parts:
-      part = [
-        (query, requests)
-        for query, requests in parts.pop()
-        if not all(request.future.done() for request in requests)
-      ]
+      there = lambda pair: not all(x.future.done() for x in pair[1])
+      part = [*filter(there, parts.pop())]
       if not part:  # all clients disconnected
         continue
       asked = [query for query, _ in part]
@@ -219,25 +212,23 @@ class Batcher:
       self.counters.batches += 1
       metrics.BATCH.observe(len(asked))
       found = await self.call(lambda: self._ask(asked, k))  # noqa: B023
-      if isinstance(found, BaseException):
-        self._raises += 1
+      raised = isinstance(found, BaseException)
+      self._raises = self._raises + 1 if raised else 0
+      if raised:
         failed = failed or self._report(found)
         half = len(part) // 2
         if half and self._raises < _MOST_RAISES:
           parts += [part[half:], part[:half]]
           continue
         found = [failed] * len(part)
-      else:
-        self._raises = 0
       for (query, requests), answer in zip(part, found, strict=True):
         for request in requests:
           request.answer(query, answer)
 
   def _ask(self, queries: list[str], k: int) -> list[Answer] | BaseException:
     count = len(queries)
-    timed = self.pace.timed(
-      count, lambda: getattr(self._searcher, 'asked', count)
-    )
+    asked = lambda: getattr(self._searcher, 'asked', count)
+    timed = self.pace.timed(count, asked)
     try:
       with metrics.stage('batch'), timed:
         answers = self._searcher.search(queries, k)
@@ -255,10 +246,8 @@ class Batcher:
     """Logs an exception and returns the failure for the client."""
     self.counters.errors += 1
     name = secrets.token_hex(4)
-    text = ''.join(traceback.format_exception(error))
-    # It may contain a query; no escape sequence may reach a terminal.
-    shown = ''.join(c if c.isprintable() or c == '\n' else '?' for c in text)
-    _log.error('search failed (error %s)\n%s', name, shown)
+    text = files.printable(''.join(traceback.format_exception(error)))
+    _log.error('search failed (error %s)\n%s', name, text)
     cause = f'error {name}; see the log of the server'
     return SearchFailed(f'the search failed ({cause})', 1.0)
 

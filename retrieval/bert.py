@@ -5,7 +5,6 @@ type `bert` (Devlin et al., NAACL 2019): absolute positions, exact GELU,
 post-layer-norm. The names and shapes of all tensors are checked.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import json
 import math
@@ -47,22 +46,12 @@ class BertConfig:
   pad_token_id: int
 
 
-def read_json(path: pathlib.Path, kind: type = dict) -> Any:
-  """Reads a JSON object (or list) from a file of a checkpoint.
-
-  Raises:
-    FileNotFoundError, ValueError: there is no file, or no such JSON in it.
-  """
-  if not path.exists():
-    raise FileNotFoundError(
-      f'{path}: no such file; a model is a Hugging Face folder with '
-      'config.json, model.safetensors and tokenizer.json'
-    )
-  with convert(ValueError, ValueError, f'{path}: not JSON ({{}})'):
-    value = json.loads(path.read_text(encoding='utf-8'))
-  if not isinstance(value, kind):
-    raise ValueError(f'{path}: expected a JSON {kind.__name__}')
-  return value
+def read_json(path: pathlib.Path) -> Any:
+  """Reads a JSON file of a checkpoint; ValueError if there is none."""
+  fix = 'a model is a Hugging Face folder with its config.json'
+  problem = f'{path}: not JSON ({{}}); {fix}'
+  with convert((OSError, ValueError), ValueError, problem):
+    return json.loads(path.read_text(encoding='utf-8'))
 
 
 def read_config(path: pathlib.Path) -> BertConfig:
@@ -78,49 +67,18 @@ def read_config(path: pathlib.Path) -> BertConfig:
     if other != value:
       problem = f'{name}={other!r}; only {value!r} is supported'
       raise ValueError(f'{path}: {problem}')
-  fields = {'layer_norm_eps': 1e-12, 'type_vocab_size': 2, 'pad_token_id': 0}
-  for name, kind in BertConfig.__annotations__.items():
-    value, least = found.get(name, fields.get(name)), 1
-    if kind is float:
-      valid, expected = isinstance(value, float) and value > 0, 'a number > 0'
-    else:
-      least = 0 if name == 'pad_token_id' else 1
-      valid = type(value) is int and value >= least
-      expected = f'an integer >= {least}'
-    if not valid:
-      raise ValueError(f'{path}: {name}={value!r}; expected {expected}')
-    fields[name] = value
+  usual = {'layer_norm_eps': 1e-12, 'type_vocab_size': 2, 'pad_token_id': 0}
+  fields = {n: found.get(n, usual.get(n)) for n in BertConfig.__annotations__}
+  for name, value in fields.items():
+    number = isinstance(value, (int, float))
+    if not number or value < 0 or value == 0 and name != 'pad_token_id':
+      raise ValueError(f'{path}: {name}={value!r}; expected a number > 0')
   cfg = BertConfig(**fields)
   width, heads = cfg.hidden_size, cfg.num_attention_heads
   if width % heads:
     problem = f'hidden_size={width} is not a multiple of'
     raise ValueError(f'{path}: {problem} num_attention_heads={heads}')
   return cfg
-
-
-def _shapes(cfg: BertConfig, prefix: str) -> dict[str, tuple[int, ...]]:
-  """Name and shape of every tensor of the network."""
-  h, wide = cfg.hidden_size, cfg.intermediate_size
-  shapes = {
-    'embeddings.word_embeddings.weight': (cfg.vocab_size, h),
-    'embeddings.position_embeddings.weight': (cfg.max_position_embeddings, h),
-    'embeddings.token_type_embeddings.weight': (cfg.type_vocab_size, h),
-  }
-  norms = ['embeddings.LayerNorm']
-  linear = {}
-  for i in range(cfg.num_hidden_layers):
-    layer = f'encoder.layer.{i}.'
-    for name in ('query', 'key', 'value'):
-      linear[f'{layer}attention.self.{name}'] = (h, h)
-    linear[f'{layer}attention.output.dense'] = (h, h)
-    linear[f'{layer}intermediate.dense'] = (wide, h)
-    linear[f'{layer}output.dense'] = (h, wide)
-    norms += [f'{layer}attention.output.LayerNorm', f'{layer}output.LayerNorm']
-  for name, shape in linear.items():
-    shapes |= {f'{name}.weight': shape, f'{name}.bias': shape[:1]}
-  for name in norms:
-    shapes |= {f'{name}.weight': (h,), f'{name}.bias': (h,)}
-  return {prefix + name: shape for name, shape in shapes.items()}
 
 
 def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -152,82 +110,69 @@ def load(
     FileNotFoundError, ValueError: see `read_config` and `weight_files`; or a
       tensor is missing, surplus or of another shape.
   """
-  cfg = read_config(path)
-  h = cfg.hidden_size
-  prefix = 'bert.' if head else ''
-  shapes = _shapes(cfg, prefix)
-  if head:
-    shapes |= {
-      'bert.pooler.dense.weight': (h, h),
-      'bert.pooler.dense.bias': (h,),
-      'classifier.weight': (1, h),
-      'classifier.bias': (1,),
-    }
-  tensors, ignored = {}, tuple(prefix + name for name in _IGNORED)
+  cfg, tensors = read_config(path), {}
   for file in weight_files(path):
     damaged = f'{file}: cut short or no safetensors file ({{}}); copy it again'
     with (
       convert(safetensors.SafetensorError, ValueError, damaged),
       safetensors.safe_open(file, 'np') as stored,
     ):
-      for name in stored.keys():  # noqa: SIM118, not a dict
-        if name.startswith(ignored) and name not in shapes:
-          continue
-        shape, problem = tuple(stored.get_slice(name).get_shape()), ''
-        if name not in shapes:
-          problem = 'is not part of this model (surplus)'
-        elif shape != shapes[name]:
-          problem = f'has shape {shape}; the config requires {shapes[name]}'
-        if problem:
-          raise ValueError(f'{file}: tensor {name!r} {problem}')
-        tensors[name] = stored.get_tensor(name).astype(dtype)
-  for name in shapes:
+      tensors |= {name: stored.get_tensor(name) for name in stored.keys()}
+  h, wide = cfg.hidden_size, cfg.intermediate_size
+  prefix = 'bert.' if head else ''
+  # The queries include the attention's 1 / sqrt(head size).
+  scale = 1 / math.sqrt(h // cfg.num_attention_heads)
+
+  def take(name, *shape):
+    problem = ''
     if name not in tensors:
-      raise ValueError(f'{path}: tensor {name!r} is missing')
-  return cfg, _arrange(cfg, tensors, prefix)
+      problem = 'is missing'
+    elif (found := tensors[name].shape) != shape:
+      problem = f'has shape {found}; the config requires {shape}'
+    if problem:
+      raise ValueError(f'{path}: tensor {name!r} {problem}')
+    return tensors.pop(name).astype(dtype)
 
-
-def _arrange(cfg: BertConfig, tensors: Mapping, prefix: str) -> dict[str, Any]:
-  """Parameters for `encode`: [in, out], one matrix for q, k and v."""
-
-  def weights(name, prefix=prefix):
-    return tensors[f'{prefix}{name}.weight'].T, tensors[f'{prefix}{name}.bias']
+  def weights(name, out=h, size=h):
+    return take(f'{name}.weight', out, size).T, take(f'{name}.bias', out)
 
   def linear(*args):
     return dict(zip('wb', weights(*args)))
 
-  def qkv(attention):
-    q, k, v = (weights(f'{attention}{n}') for n in ('query', 'key', 'value'))
-    # The queries include the attention's 1 / sqrt(head size).
-    scale = 1 / math.sqrt(cfg.hidden_size // cfg.num_attention_heads)
-    q = [x * scale for x in q]
-    w, b = (np.concatenate(x, -1).astype(x[1].dtype) for x in zip(q, k, v))
-    return {'w': w, 'b': b}
+  def norm(name):
+    return {'w': take(f'{name}.weight', h), 'b': take(f'{name}.bias', h)}
 
   def layer(at):
+    names = (f'{at}attention.self.{name}' for name in ('query', 'key', 'value'))
+    q, k, v = map(weights, names)
+    q = [x * scale for x in q]
+    qkv = (np.concatenate(x, -1).astype(dtype) for x in zip(q, k, v))
     return {
-      'qkv': qkv(f'{at}attention.self.'),
+      'qkv': dict(zip('wb', qkv)),
       'out': linear(f'{at}attention.output.dense'),
-      'norm1': linear(f'{at}attention.output.LayerNorm'),
-      'up': linear(f'{at}intermediate.dense'),
-      'down': linear(f'{at}output.dense'),
-      'norm2': linear(f'{at}output.LayerNorm'),
+      'norm1': norm(f'{at}attention.output.LayerNorm'),
+      'up': linear(f'{at}intermediate.dense', wide),
+      'down': linear(f'{at}output.dense', h, wide),
+      'norm2': norm(f'{at}output.LayerNorm'),
     }
 
-  embeddings = {
-    name: tensors[f'{prefix}embeddings.{name}_embeddings.weight']
-    for name in ('word', 'position', 'token_type')
+  rows = {'word': cfg.vocab_size, 'position': cfg.max_position_embeddings}
+  rows['token_type'] = cfg.type_vocab_size
+  params: dict[str, Any] = {
+    name: take(f'{prefix}embeddings.{name}_embeddings.weight', count, h)
+    for name, count in rows.items()
   }
-  params = embeddings | {
-    'norm': linear('embeddings.LayerNorm'),
-    'layers': [
-      layer(f'encoder.layer.{i}.') for i in range(cfg.num_hidden_layers)
-    ],
-  }
-  if 'classifier.weight' in tensors:
-    params['pooler'] = linear('pooler.dense')
-    params['classifier'] = linear('classifier', '')
-  return params
+  params['norm'] = norm(f'{prefix}embeddings.LayerNorm')
+  layers = range(cfg.num_hidden_layers)
+  params['layers'] = [layer(f'{prefix}encoder.layer.{i}.') for i in layers]
+  if head:
+    params['pooler'] = linear('bert.pooler.dense')
+    params['classifier'] = linear('classifier', 1)
+  ignored = tuple(prefix + name for name in _IGNORED)
+  if surplus := [name for name in tensors if not name.startswith(ignored)]:
+    problem = f'tensor {surplus[0]!r} is not part of this model (surplus)'
+    raise ValueError(f'{path}: {problem}')
+  return cfg, params
 
 
 def _linear(p, x):

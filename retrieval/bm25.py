@@ -23,7 +23,7 @@ lock; NumPy releases the lock elsewhere.
 
 import array
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import concurrent.futures
 import functools
 import hashlib
@@ -91,28 +91,15 @@ class BM25Index:
 
   name = 'bm25'
 
-  def __init__(
-    self,
-    texts: Sequence[str],
-    *,
-    k1: float = 1.2,
-    b: float = 0.75,
-    stemmer: str = 'english',
-    stop_words: str = 'english',
-  ):
+  def __init__(self, texts: Sequence[str], **options: Any):
     """Builds the index in memory.
 
     Args:
-      texts: [P] passages, including titles.
-      k1: saturation of repeated words, >= 0.
-      b: discount of long passages, 0 to 1.
-      stemmer: see `Analyzer`.
-      stop_words: see `Analyzer`.
-
-    Raises:
-      ValueError: no texts, or a parameter out of its range.
+      texts: [P] passages, including titles, P >= 1.
+      options: k1 (1.2), the saturation of repeated words, >= 0; b (0.75), the
+        discount of long passages, 0 to 1; stemmer and stop_words of `Analyzer`.
     """
-    self._configure(len(texts), k1, b, stemmer, stop_words)
+    self._configure(len(texts), **options)
     make = lambda name, length: np.empty(length, _ARRAYS[name])
     self._load(_build(texts, self, io.BytesIO(), make))
 
@@ -126,9 +113,11 @@ class BM25Index:
     Disk: 8 bytes for each distinct word of each passage, and 12 more during the
     build. An incomplete folder is not recognised as an index.
     """
-    self = cls.__new__(cls)
+    self, folder = cls.__new__(cls), pathlib.Path(folder)
     self._configure(len(texts), **options)
-    folder = _clear(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ('bm25.json', *(f'{name}.npy' for name in _ARRAYS)):
+      (folder / name).unlink(missing_ok=True)  # open maps remain valid
 
     def make(name: str, length: int) -> np.ndarray:
       path = folder / f'{name}.npy'
@@ -145,8 +134,7 @@ class BM25Index:
       found.flush()
     lengths = {name: len(found) for name, found in arrays.items()}
     about = {'format': _FORMAT, 'count': self._count, 'lengths': lengths}
-    about['parameters'] = self._options
-    about['sample_sha256'] = _sample(folder)
+    about |= {'parameters': self._options, 'sample_sha256': _sample(folder)}
     files.write_json(folder / 'bm25.json', about)
     return cls.open(folder)
 
@@ -162,15 +150,12 @@ class BM25Index:
     about = files.read_json(folder / 'bm25.json')
     if about is None:
       raise ValueError(f'{folder}: no whole BM25 index (no bm25.json). {fix}')
-    if (found := about.get('format')) != _FORMAT:
-      problem = (
-        f'format {found!r} of a BM25 index, this version reads {_FORMAT}'
-      )
-      raise ValueError(f'{folder}: {problem}. {fix}')
     self = cls.__new__(cls)
     problem = f'{folder}: the BM25 index is cut short or damaged ({{}}). {fix}'
     damaged = (OSError, EOFError, KeyError, TypeError, ValueError)
     with files.convert(damaged, ValueError, problem):
+      if (form := about['format']) != _FORMAT:
+        raise ValueError(f'format {form!r}, this version reads {_FORMAT}')
       self._configure(about['count'], **about['parameters'])
       arrays = {}
       for name, length in about['lengths'].items():
@@ -191,12 +176,6 @@ class BM25Index:
   def parameters(self) -> dict[str, object]:
     """See `core.Index`."""
     return {'name': self.name, **self._options}
-
-  @property
-  def _options(self) -> dict[str, object]:
-    words = self.analyzer.stemmer, self.analyzer.stop_words
-    names = ('k1', 'b', 'stemmer', 'stop_words')
-    return dict(zip(names, (self.k1, self.b, *words)))
 
   def search(self, queries: Sequence[str], k: int) -> Ranked:
     """See `core.Index.search`.
@@ -238,22 +217,12 @@ class BM25Index:
     return ids, scores
 
   def _configure(
-    self,
-    count: int,
-    k1: float = 1.2,
-    b: float = 0.75,
-    stemmer: str = 'english',
-    stop_words: str = 'english',
+    self, count, k1=1.2, b=0.75, stemmer='english', stop_words='english'
   ) -> None:
-    if not count:
-      raise ValueError('an index needs at least one text')
-    if not k1 >= 0:
-      raise ValueError(f'k1={k1} must be at least 0')
-    if not 0 <= b <= 1:
-      raise ValueError(f'b={b} must lie between 0 and 1')
-    self.k1, self.b = float(k1), float(b)
+    self.k1, self.b, self._count = float(k1), float(b), count
     self.analyzer = Analyzer(stemmer, stop_words)
-    self._count = count
+    words = {'stemmer': stemmer, 'stop_words': stop_words}
+    self._options = {'k1': self.k1, 'b': self.b, **words}
 
   def _load(self, arrays: dict[str, np.ndarray]) -> None:
     for found in arrays.values():  # like mapped files: `_add` compiles once
@@ -282,10 +251,8 @@ class BM25Index:
     )
     del counts[()]
     edges = sorted(counts)
-    return (
-      np.array(edges, np.int64).reshape(-1, len(self._borders)),
-      np.array([counts[e] for e in edges], np.float32),
-    )
+    counts = np.array([counts[e] for e in edges], np.float32)
+    return np.array(edges, np.int64).reshape(-1, len(self._borders)), counts
 
   def _edges(self, word: str) -> tuple[int, ...]:
     """Begins of the postings of a word's term in each shard, and the end.
@@ -325,12 +292,7 @@ class _TermIds(dict):
     return found
 
 
-def _build(
-  texts: Iterable[str],
-  index: BM25Index,
-  spool: BinaryIO,
-  make: Callable[[str, int], np.ndarray],
-) -> dict[str, np.ndarray]:
+def _build(texts: Iterable[str], index: BM25Index, spool: BinaryIO, make):
   """Makes `_ARRAYS`: counts all blocks into `spool`, then computes scores.
 
   make: returns an empty array for a name and a length.
@@ -397,15 +359,6 @@ def _hash(term: str) -> int:
   # 64 bits: 10 million terms have a collision in one of 300,000 corpora.
   encoded = term.encode('utf-8', 'surrogatepass')
   return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest())
-
-
-def _clear(folder: files.PathLike) -> pathlib.Path:
-  """Makes the folder, or removes its index; open maps remain valid."""
-  folder = pathlib.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
-  for name in ('bm25.json', *(f'{name}.npy' for name in _ARRAYS)):
-    (folder / name).unlink(missing_ok=True)
-  return folder
 
 
 def _sample(folder: pathlib.Path) -> str:

@@ -1,11 +1,10 @@
 """Counts paid calls and their cost before they are made, across restarts."""
 
-import math
 import os
 import sqlite3
 
 from retrieval.core import SearchFailed
-from retrieval.files import PathLike, convert
+from retrieval.files import convert
 
 _TABLE = """CREATE TABLE IF NOT EXISTS spent (provider TEXT PRIMARY KEY,
   calls INTEGER NOT NULL, nano INTEGER NOT NULL)"""
@@ -23,13 +22,7 @@ class Budget:
   """
 
   def __init__(
-    self,
-    provider: str,
-    *,
-    max_calls: int | None = None,
-    max_cost: float | None = None,
-    price: float | None = None,
-    path: PathLike | None = None,
+    self, provider: str, max_calls=None, max_cost=None, price=None, ledger=None
   ):
     """Opens the ledger.
 
@@ -38,33 +31,26 @@ class Budget:
       max_calls: the limit of all calls together; None: no limit.
       max_cost: the limit of the total cost, in the unit of `price`.
       price: of one call; required by max_cost.
-      path: a SQLite file; None counts in memory.
+      ledger: a SQLite file; None counts in memory.
 
     Raises:
-      ValueError: a negative limit or price, or max_cost without a price.
+      ValueError: max_cost without a price.
       RuntimeError: the file is not a ledger.
     """
     if max_cost is not None and price is None:
       raise ValueError('max_cost needs the price of a call (price)')
-    limits = {'max_calls': max_calls, 'max_cost': max_cost, 'price': price}
-    for name, value in limits.items():
-      if value is not None and not 0 <= value < math.inf:
-        raise ValueError(f'{name}={value} must be a number from 0 on')
-    self.path = ':memory:' if path is None else os.fspath(path)
+    self.path = ':memory:' if ledger is None else os.fspath(ledger)
+    self._limits = f'{max_calls=}, {max_cost=}, {price=}'
     # Integers in units of 1e-9, since sums of floats drift.
     most = None if max_cost is None else round(max_cost * 1e9)
-    price = round((price or 0) * 1e9)
     self._row = {'provider': provider, 'calls': max_calls, 'most': most}
-    self._row['price'] = price
-    self._limits = ', '.join(f'{k}={v}' for k, v in limits.items())
+    self._row['price'] = round((price or 0) * 1e9)
+    options = {'isolation_level': None, 'check_same_thread': False}
     with self._converted():
-      self._db = sqlite3.connect(
-        self.path, timeout=30.0, isolation_level=None, check_same_thread=False
-      )
+      self._db = sqlite3.connect(self.path, timeout=30.0, **options)
       self._db.execute(_TABLE)
-      self._db.execute(
-        'INSERT OR IGNORE INTO spent VALUES (?, 0, 0)', (provider,)
-      )
+      new = 'INSERT OR IGNORE INTO spent VALUES (:provider, 0, 0)'
+      self._db.execute(new, self._row)
 
   @property
   def spent(self) -> tuple[int, float]:
@@ -85,10 +71,9 @@ class Budget:
         taken = self._db.execute(_TAKE, self._row).rowcount
       calls, cost = self.spent
     if not taken:
-      raise SearchFailed(
-        f'the budget for {self._row["provider"]} is used up: {calls} calls, '
-        f'{cost:g} spent ({self._limits}, {self.path}). Raise the limit.'
-      )
+      problem = f'the budget for {self._row["provider"]} is used up'
+      limits = f'({self._limits}, {self.path}). Raise the limit.'
+      raise SearchFailed(f'{problem}: {calls} calls, {cost:g} spent {limits}')
 
   def close(self) -> None:
     """Closes the ledger."""

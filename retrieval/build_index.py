@@ -17,7 +17,6 @@ import contextlib
 import functools
 import pathlib
 import shutil
-import sys
 from typing import Any
 
 from absl import app as absl_app
@@ -26,8 +25,9 @@ import numpy as np
 
 from retrieval import bm25 as bm25_lib
 from retrieval import files, vectors
+from retrieval import folder as folders
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
-from retrieval.folder import FORMAT, KINDS, SETTINGS, faiss_path, open_vectors
+from retrieval.folder import FORMAT, KINDS, SETTINGS
 from retrieval.store import open_store, write_store
 
 _OWN = """manifest.json corpus.arrow vectors.npy vectors.npy.part vectors.json
@@ -59,10 +59,8 @@ class Folder:
     # bm25/ and faiss/ of another folder may hold anything.
     there = {path.name for path in self.path.iterdir()} - {'.lock'}
     if there and 'corpus.arrow' not in there:
-      raise files.FilesError(
-        f'{self.path}: holds no corpus.arrow, so it is not an index folder to '
-        'discard (--restart). Use another --out, or empty it yourself.'
-      )
+      problem = 'is not an index folder to discard: it has no corpus.arrow'
+      raise files.FilesError(f'{self.path}: {problem}. Empty it yourself.')
     for name in _OWN.split():
       path = self.path / name
       if path.is_dir() and not path.is_symlink():
@@ -85,49 +83,37 @@ class Folder:
       corpus = open_store(store)
       if source is not None:
         _check_same(source, corpus, self.path)
-    about = {'count': len(corpus), 'sha256': corpus.sha256}
     if self.manifest is None:
-      self.manifest = {
-        'format': FORMAT,
-        'corpus': {**about, 'source': source or str(store)},
-        'vectors': None,
-        'indexes': {},
-      }
-    stated = {key: self.manifest['corpus'].get(key) for key in about}
-    if differ := '; '.join(files.differences(stated, about, 'corpus.')):
-      problem = f'manifest.json and corpus.arrow disagree: {differ}'
-      raise CorpusError(f'{self.path}: {problem}. Use --restart.')
+      about = {'count': len(corpus), 'sha256': corpus.sha256}
+      about['source'] = source or str(store)
+      self.manifest = {'format': FORMAT, 'corpus': about}
+      self.manifest |= {'vectors': None, 'indexes': {}}
+    folders.check_corpus(self.path, self.manifest, corpus)
     return corpus
 
   def add_vectors(self, found: Any, encoder: dict[str, Any]) -> None:
-    self.manifest['vectors'] = {
-      'dim': found.shape[1],
-      'dtype': str(found.dtype),
-      'sample_sha256': files.sample_sha256(self.path / 'vectors.npy'),
-      'encoder': encoder,
-    }
-    self.save()
-
-  def add_index(self, name: str, parameters: dict[str, Any]) -> None:
-    self.manifest['indexes'][name] = parameters
+    about = {'dim': found.shape[1], 'dtype': str(found.dtype)}
+    sample = files.sample_sha256(self.path / 'vectors.npy')
+    about |= {'sample_sha256': sample, 'encoder': encoder}
+    self.manifest['vectors'] = about
     self.save()
 
   def add_faiss(self, factory: str, **about: Any) -> None:
     """Adds an existing index file, with its search options."""
     from retrieval.dense_faiss import DenseFaiss
 
-    found = DenseFaiss(faiss_path(self.path, factory), None).parameters
+    found = DenseFaiss(folders.faiss_path(self.path, factory), None).parameters
     stated = ('sample_sha256', 'nprobe', 'ef_search')
     stated = {k: found[k] for k in stated if found[k]}
     about = {'factory': factory, **stated, **about}
-    self.add_index(f'dense_faiss:{factory}', about)
+    self.manifest['indexes'][f'dense_faiss:{factory}'] = about
+    self.save()
 
   def save(self) -> None:
     files.write_json(self.path / 'manifest.json', self.manifest)
 
 
-def _say(message: str) -> None:
-  print(f'retrieval.build_index: {message}', file=sys.stderr, flush=True)
+_say = functools.partial(files.say, 'retrieval.build_index')
 
 
 def _check_same(source: str, corpus: Corpus, out: pathlib.Path) -> None:
@@ -135,10 +121,8 @@ def _check_same(source: str, corpus: Corpus, out: pathlib.Path) -> None:
   for doc in iter_documents(source):
     digest.update(doc)
   if (found := digest.hexdigest()) != corpus.sha256:
-    problem = (
-      f'is not the corpus in {out} (sha256 {found}, not {corpus.sha256})'
-    )
-    raise CorpusError(f'{source}: {problem}. Use another --out, or --restart.')
+    fix = 'Use another --out, or --restart.'
+    raise CorpusError(f'{source}: is not the corpus in {out} ({found}). {fix}')
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -159,10 +143,8 @@ def check_factories(names: Sequence[str], dim: int) -> None:
   if factories:
     import faiss
   for factory in factories:
-    problem = (
-      f'--index=dense_faiss:{factory}: FAISS builds no such index of {dim} '
-      'dimensions. Use Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64".'
-    )
+    fix = 'Use Flat, HNSW64, "IVF4096,Flat" or "IVF4096,PQ64".'
+    problem = f'--index={factory}: no such index of {dim} dimensions. {fix}'
     with files.convert(RuntimeError, ValueError, problem):
       faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
 
@@ -177,44 +159,40 @@ def build_indexes(
   collection: str = 'passages',
 ) -> None:
   """Builds the missing indexes and adds each to the manifest."""
+  indexes = folder.manifest['indexes']
   for name in names:
     kind, _, factory = name.partition(':')
-    there = folder.manifest['indexes'].get(name)
-    # An earlier version did not write the sample of a FAISS index.
-    current = kind != 'dense_faiss' or 'sample_sha256' in (there or ())
-    if there is not None and current:
-      stated = {key: there.get(key) for key in bm25}
-      if kind == 'bm25' and (differ := files.differences(stated, bm25)):
-        problem = f'its bm25 was built otherwise: {"; ".join(differ)}'
-        fix = 'Use another --out, or --restart.'
-        raise ValueError(f'{folder.path}: {problem}. {fix}')
+    if name in indexes:
+      if kind == 'bm25':
+        what = 'its bm25 was built otherwise'
+        folders.require_same(folder.path, what, '', indexes[name], bm25)
       continue
     _say(f'builds {name}')
-    parameters: dict[str, Any] = {}
     # Before the import of a library, so that its errors come first.
     found = None if kind == 'bm25' else get_vectors()
     if kind == 'bm25':
       place = folder.path / 'bm25'
       index = bm25_lib.BM25Index.build(corpus.contents, place, **bm25)
-      parameters = dict(index.parameters)
+      indexes[name] = dict(index.parameters)
     elif kind == 'dense_faiss':
       from retrieval import dense_faiss
 
-      final = faiss_path(folder.path, factory)
+      final = folders.faiss_path(folder.path, factory)
       final.parent.mkdir(exist_ok=True)
       identity = {'corpus': corpus.sha256, **folder.manifest['vectors']}
       dense_faiss.build(found, factory, final, identity=identity)
       folder.add_faiss(factory)
-      continue
     elif kind == 'milvus':
       from retrieval import milvus
 
-      parameters = {'collection': collection, 'uri': uri}
       milvus.build(found, uri, collection)
-    folder.add_index(name, parameters)
+      indexes[name] = {'collection': collection, 'uri': uri}
+    else:
+      indexes[name] = {}
+    folder.save()
 
 
-def run(f: flags.FlagValues) -> Folder:
+def run(f: flags.FlagValues) -> None:
   """Builds what the flags name.
 
   Raises:
@@ -226,7 +204,9 @@ def run(f: flags.FlagValues) -> Folder:
     raise ValueError('--index=milvus needs --milvus_uri=http://HOST:19530')
   with contextlib.closing(Folder(f.out, restart=f.restart)) as folder:
     _fill(f, folder)
-  return folder
+  count = folder.manifest['corpus']['count']
+  made = ', '.join(folder.manifest['indexes']) or 'no index'
+  _say(f'{folder.path}: {count} passages, {made}')
 
 
 def _fill(f: flags.FlagValues, folder: Folder) -> None:
@@ -243,9 +223,8 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
 
   def get_vectors() -> np.ndarray:
     stated = folder.manifest['vectors']
-    whole = stated and 'sample_sha256' in stated  # else an earlier version
-    if whole and f.encoder is None and not f.vectors:
-      return open_vectors(folder.path, stated, len(corpus))
+    if stated and f.encoder is None and not f.vectors:
+      return folders.open_vectors(folder.path, stated, len(corpus))
     encoder = make_encoder()
     check_factories(f.index, encoder.dim)
     dtype = f.vectors or (stated or {}).get('dtype', vectors.DTYPES[0])
@@ -257,9 +236,9 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
   if f.adopt:
     from retrieval.adopt import adopt
 
-    where = folder.path, functools.partial(faiss_path, folder.path)
     options = {'dtype': f.vectors, 'sample': f.sample}
-    stored, encoder = adopt(f.adopt, corpus, make_encoder, *where, **options)
+    where = make_encoder, folder.path
+    stored, encoder = adopt(f.adopt, corpus, *where, **options)
     if stored.exact:
       found = vectors.open_vectors(folder.path)
       folder.add_vectors(found, encoder.parameters)
@@ -299,19 +278,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  if len(argv) > 1:
-    _say(f'error: unexpected {argv[1:]}')
-    return 2
-  try:
-    folder = run(flags.FLAGS)
-  except (ValueError, RuntimeError, OSError) as error:
-    _say(f'error: {error}')
-    return 1
-  _say(
-    f'{folder.path}: {folder.manifest["corpus"]["count"]} passages, '
-    f'{", ".join(folder.manifest["indexes"]) or "no index"}'
-  )
-  return 0
+  work = functools.partial(run, flags.FLAGS)
+  return files.run_command('retrieval.build_index', argv, work)
 
 
 if __name__ == '__main__':

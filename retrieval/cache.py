@@ -20,7 +20,7 @@ import pathlib
 import sqlite3
 import threading
 
-from retrieval.core import Answer, Found, Searcher, SearchFailed, check_k
+from retrieval.core import Answer, Found, Searcher, SearchFailed
 from retrieval.files import PathLike, convert
 
 FORMAT = 1  # part of every key; also the file's user_version
@@ -45,13 +45,7 @@ class Recorded:
     asked: queries of the last search that were not in the store.
   """
 
-  def __init__(
-    self,
-    searcher: Searcher | None,
-    path: PathLike,
-    *,
-    identity: str | None = None,
-  ):
+  def __init__(self, searcher: Searcher | None, path: PathLike, identity=''):
     """Opens a store.
 
     Args:
@@ -59,7 +53,7 @@ class Recorded:
         it does not exist. None: replay, which asks and writes nothing.
       path: the SQLite file; '' creates a temporary one.
       identity: in replay, the first letters of the SHA-256 of the identity
-        to replay; required if the store holds several.
+        to replay; required if the store holds several, else ''.
 
     Raises:
       StoreError: the file is absent (in replay), damaged or not a store, or
@@ -72,20 +66,16 @@ class Recorded:
     self._lock = threading.Lock()  # of the store
     # Locks around asking, by the first byte of a key.
     self._asking = [threading.Lock() for _ in range(256)]
-    with contextlib.ExitStack() as stack:
-      stack.enter_context(_named(self.path))
+    with _named(self.path):
       self._db = _open(self.path, replay=searcher is None)
-      stack.callback(self._db.close)
       _check(self._db, self.path, replay=searcher is None)
-      if searcher is not None:
-        self._json = _canonical(dict(searcher.identity))
-        self._db.execute(
-          'INSERT OR IGNORE INTO identities VALUES (?, ?)',
-          (hashlib.sha256(self._json).hexdigest(), self._json),
-        )
+      if searcher is None:
+        self._json = self._chosen(identity)
       else:
-        self._json = self._chosen(identity or '')
-      stack.pop_all()  # keeps the file open
+        self._json = _canonical(dict(searcher.identity))
+        row = hashlib.sha256(self._json).hexdigest(), self._json
+        new = 'INSERT OR IGNORE INTO identities VALUES (?, ?)'
+        self._db.execute(new, row)
     self.identity: Mapping[str, object] = json.loads(_text(self._json))
 
   def search(self, queries: Sequence[str], k: int) -> list[Answer]:
@@ -98,10 +88,8 @@ class Recorded:
     not stored gives a `SearchFailed`.
 
     Raises:
-      ValueError: k < 1.
       StoreError: the file is damaged, full or locked.
     """
-    check_k(k)
     keys = {query: self._key(query, k) for query in queries}
     with contextlib.ExitStack() as asking:
       # Sorted, so that two threads cannot deadlock.
@@ -128,10 +116,9 @@ class Recorded:
     return hashlib.sha256(_canonical(parts)).digest()
 
   def _read(self, key: bytes) -> list[Found] | None:
+    query = 'SELECT sha256, answer FROM answers WHERE key = ?'
     with _named(self.path):
-      row = self._db.execute(
-        'SELECT sha256, answer FROM answers WHERE key = ?', (key,)
-      ).fetchone()
+      row = self._db.execute(query, (key,)).fetchone()
       if row is None:
         return None
       # SQLite does not notice a changed bit within a value.
@@ -145,19 +132,16 @@ class Recorded:
       return {query: self._miss(query, k) for query in keys}
     found = self._searcher.search([*keys], k)
     answers = dict(zip(keys, found, strict=True))
-    good = {
-      key: answers[query]
-      for query, key in keys.items()
-      if not isinstance(answers[query], SearchFailed)
-      and not any(one.transient for one in answers[query])
-    }
+    good = [
+      query
+      for query, answer in answers.items()
+      if isinstance(answer, list) and not any(one.transient for one in answer)
+    ]
     with self._lock:
-      self._write(good)
+      self._write({keys[query]: answers[query] for query in good})
       # Read back, so that two processes that asked at once give the same
       # answer, which is also that of a replay.
-      return answers | {
-        q: self._read(key) for q, key in keys.items() if key in good
-      }
+      return answers | {query: self._read(keys[query]) for query in good}
 
   def _write(self, answers: Mapping[bytes, list[Found]]) -> None:
     """Stores answers, including those that could not be stored before."""
@@ -168,30 +152,23 @@ class Recorded:
     for key, answer in self._unwritten.items():
       value = _canonical([[f.id, f.contents, float(f.score)] for f in answer])
       rows.append((key, hashlib.sha256(key + value).digest(), value))
+    new = 'INSERT OR IGNORE INTO answers VALUES (?, ?, ?)'
     with _named(self.path), _transaction(self._db):
-      self._db.executemany(
-        'INSERT OR IGNORE INTO answers VALUES (?, ?, ?)', rows
-      )
+      self._db.executemany(new, rows)
     self._unwritten.clear()
 
   def _miss(self, query: str, k: int) -> SearchFailed:
-    shown = query if len(query) <= 200 else query[:197] + '...'
-    problem = f'no recorded answer to {shown!r} with k={k}'
+    problem = f'no recorded answer to {query[:200]!r} with k={k}'
     return SearchFailed(f'{self.path}: {problem}. Record it first.')
 
   def _chosen(self, prefix: str) -> bytes:
-    held = dict(self._db.execute('SELECT sha256, json FROM identities'))
-    found = [sha256 for sha256 in held if sha256.startswith(prefix)]
+    held = sorted(self._db.execute('SELECT sha256, json FROM identities'))
+    found = [value for sha256, value in held if sha256.startswith(prefix)]
     if len(found) == 1:
-      return held[found[0]]
-    if not held:
-      raise StoreError(f'{self.path}: nothing is recorded. Record first.')
-    listed = '; '.join(
-      f'{sha256[:12]} {_text(value)[:200]!a}'
-      for sha256, value in sorted(held.items())
-    )
+      return found[0]
+    listed = '; '.join(f'{name[:12]} {_text(x)[:200]!a}' for name, x in held)
     count = f'{len(found)} of the recorded identities begin with {prefix!r}'
-    fix = f'Name one by its first letters: {listed}.'
+    fix = f'Name one by its first letters: {listed or "none"}.'
     raise StoreError(f'{self.path}: {count}. {fix}')
 
 
@@ -206,15 +183,10 @@ def _text(value: bytes) -> str:
 
 
 def _open(path: str, replay: bool) -> sqlite3.Connection:
-  if replay and not os.path.isfile(path):
-    raise StoreError(
-      f'{path}: no such file. Record first, or correct the path.'
-    )
   options = {'timeout': 30.0, 'isolation_level': None}
   whole = pathlib.Path(path).absolute()
-  uri = (
-    f'{whole.as_uri() if path else "file:"}?mode={"ro" if replay else "rwc"}'
-  )
+  uri = whole.as_uri() if path else 'file:'
+  uri += '?mode=ro' if replay else '?mode=rwc'
   # WAL writes a file in the folder even to read. If no process can write there,
   # the store does not change.
   if replay and not (
@@ -230,18 +202,15 @@ def _check(db: sqlite3.Connection, path: str, replay: bool) -> None:
   def pragma(name: str) -> int:
     return db.execute(f'PRAGMA {name}').fetchone()[0]
 
-  def foreign() -> bool:
-    return pragma('application_id') != _APPLICATION
-
-  if not replay and foreign() and not pragma('schema_version'):
+  if not replay and not pragma('schema_version'):
     db.execute('PRAGMA journal_mode = WAL')
     with _transaction(db):
-      if foreign():  # another process may have been first
+      if not pragma('schema_version'):  # another process may have been first
         for statement in _TABLES:
           db.execute(statement)
         db.execute(f'PRAGMA application_id = {_APPLICATION}')
         db.execute(f'PRAGMA user_version = {FORMAT}')
-  if foreign():
+  if pragma('application_id') != _APPLICATION:
     problem = 'a SQLite file, but no store of answers'
     raise StoreError(f'{path}: {problem}. Choose another path.')
   if (found := pragma('user_version')) != FORMAT:

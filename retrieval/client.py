@@ -33,13 +33,7 @@ import httpx
 from retrieval.core import IDENTITY_HEADER
 from retrieval.corpus import split_contents
 from retrieval.files import convert
-from retrieval.replicas import (
-  BROKEN,
-  Failure,
-  Replica,
-  Replicas,
-  RetrievalError,
-)
+from retrieval.replicas import Failure, Replica, Replicas, RetrievalError
 from retrieval.retry import retry_after
 
 # httpx logs every request at INFO, which absl shows: thousands in a run.
@@ -127,10 +121,9 @@ class RetrievalClient:
       ValueError: a URL is not http(s)://host, the token cannot be sent, or
         ca_file cannot be read.
     """
-    urls = url.split(',') if isinstance(url, str) else url
+    urls = url.split(',') if isinstance(url, str) else url or ['']
     self._random, self._clock = random.Random(seed), clock
     options = {'failures': failures, 'cooldown_s': cooldown_s, 'clock': clock}
-    urls = [one.strip() for one in urls]
     self._replicas = Replicas(urls, rng=self._random, **options)
     self.urls = tuple(replica.url for replica in self._replicas.all)
     self.url = ','.join(self.urls)
@@ -150,11 +143,10 @@ class RetrievalClient:
     if ca_file:
       with convert(OSError, ValueError, problem):
         self._verify = ssl.create_default_context(cafile=ca_file)
-    self._limits = httpx.Limits(
-      max_connections=max_connections,
-      max_keepalive_connections=max_connections,
-      keepalive_expiry=30.0,  # below the server's 75 s
-    )
+    most = ('max_connections', 'max_keepalive_connections')
+    most = dict.fromkeys(most, max_connections)
+    # Below the 75 s of the server.
+    self._limits = httpx.Limits(**most, keepalive_expiry=30.0)
     self._pools: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
   async def retrieve(
@@ -179,23 +171,20 @@ class RetrievalClient:
     queries, size = [_sendable(query) for query in queries], self.max_queries
     starts = range(0, len(queries), size)
 
-    async def part(start: int) -> list[list[Hit]] | RetrievalError:
+    async def part(start: int) -> list[list[Hit]]:
       some = queries[start : start + size]
       body = {'queries': some, 'topk': k, 'return_scores': True}
       read = functools.partial(_hits, len(some), k)
-      content = json.dumps(body).encode()
-      # Returned, not raised: a TaskGroup would raise an ExceptionGroup.
+      call = _Call('POST', '/retrieve', read, json.dumps(body).encode())
       try:
-        return await self._ask(_Call('POST', '/retrieve', read, content), url)
+        return await self._ask(call, url)
       except RetrievalError as error:
-        return error
+        error.queries = tuple(start + n for n in error.queries)
+        raise
 
-    async with asyncio.TaskGroup() as group:
-      tasks = [group.create_task(part(start)) for start in starts]
-    answers = [task.result() for task in tasks]
-    for start, answer in zip(starts, answers):
-      if isinstance(answer, RetrievalError):
-        answer.queries = tuple(start + n for n in answer.queries)
+    answers = await asyncio.gather(*map(part, starts), return_exceptions=True)
+    for answer in answers:
+      if isinstance(answer, BaseException):
         raise answer
     return [hits for answer in answers for hits in answer]
 
@@ -232,7 +221,8 @@ class RetrievalClient:
       # without this, each loop would leave its sockets open.
       for ended in [other for other in self._pools if other.is_closed()]:
         del self._pools[ended]
-      near = [url for url in self.urls if _is_loopback(url)]
+      hosts = {url: urllib.parse.urlsplit(url).hostname for url in self.urls}
+      near = [url for url, host in hosts.items() if host in _LOOPBACK]
       self._pools[loop] = httpx.AsyncClient(
         limits=self._limits,
         verify=self._verify,
@@ -265,7 +255,7 @@ class RetrievalClient:
       try:
         return await self._replicas.watch(replica, probe, once, whole)
       except RetrievalError as error:
-        if error.kind not in BROKEN or len(replicas) == 1:
+        if not error.of_replica or len(replicas) == 1:
           raise
         replicas = [r for r in replicas if r is not replica]
       except Failure as failure:
@@ -346,24 +336,14 @@ class RetrievalClient:
       raise RetrievalError(kind, url, problem)
     try:
       return call.read(json.loads(response.content.decode('utf-8')))
-    except _Invalid as error:
-      raise RetrievalError('bad_response', url, str(error)) from error
     except (ValueError, RecursionError) as error:
-      problem = f'the answer is not JSON ({_excerpt(response)})'
+      problem = f'{error} ({_excerpt(response)})'
       raise RetrievalError('bad_response', url, problem) from error
 
 
-class _Invalid(Exception):
-  """An answer that does not follow the protocol."""
-
-
-def _require(valid: bool, problem: str) -> None:
-  if not valid:
-    raise _Invalid(problem)
-
-
 def _object(data: Any) -> Mapping[str, Any]:
-  _require(isinstance(data, dict), 'the answer is not a JSON object')
+  if not isinstance(data, dict):
+    raise ValueError('the answer is not a JSON object')
   return data
 
 
@@ -372,13 +352,12 @@ _HEALTH = _Call('GET', '/health', _object)
 
 def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:
   """Checks an answer; incomplete passages are refused."""
-  result = data.get('result') if isinstance(data, dict) else None
-  _require(isinstance(result, list), "the answer has no list 'result'")
-  _require(len(result) == count, f'{len(result)} results for {count} queries')
+  result = _field(data, 'result', list, 'the answer')
+  if len(result) != count:
+    raise ValueError(f'{len(result)} results for {count} queries')
   for i, row in enumerate(result):
-    _require(isinstance(row, list), f'result[{i}] is not a list')
-    problem = f'result[{i}] has {len(row)} passages, but topk was {k}'
-    _require(len(row) <= k, problem)
+    if not isinstance(row, list) or len(row) > k:
+      raise ValueError(f'result[{i}] is not a list of at most {k} passages')
   return [
     [_hit(item, f'result[{i}][{j}]') for j, item in enumerate(row)]
     for i, row in enumerate(result)
@@ -386,16 +365,20 @@ def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:
 
 
 def _hit(item: Any, where: str) -> Hit:
-  document = item.get('document') if isinstance(item, dict) else None
-  _require(isinstance(document, dict), f"{where} has no object 'document'")
-  for name in ('id', 'contents'):
-    problem = f'{where}.document.{name} is not a string'
-    _require(isinstance(document.get(name), str), problem)
-  score, contents = item.get('score'), document['contents']
-  number = isinstance(score, (int, float)) and not isinstance(score, bool)
-  finite = number and math.isfinite(score)
-  _require(finite, f'{where}.score is not a finite number')
-  return Hit(document['id'], contents, *split_contents(contents), float(score))
+  document = _field(item, 'document', dict, where)
+  contents = _field(document, 'contents', str, where)
+  score = float(_field(item, 'score', (int, float), where))
+  if not math.isfinite(score):
+    raise ValueError(f'{where}.score is not finite')
+  parts = split_contents(contents)
+  return Hit(_field(document, 'id', str, where), contents, *parts, score)
+
+
+def _field(data: Any, name: str, kind: Any, where: str) -> Any:
+  value = data.get(name) if isinstance(data, dict) else None
+  if not isinstance(value, kind) or isinstance(value, bool):
+    raise ValueError(f'{where} has no valid {name!r}')
+  return value
 
 
 def _failed_queries(response: httpx.Response) -> tuple[int, ...]:
@@ -406,10 +389,6 @@ def _failed_queries(response: httpx.Response) -> tuple[int, ...]:
     return tuple(int(problem['loc'][2]) for problem in failed)
   except (ValueError, TypeError, LookupError, RecursionError):
     return ()  # the answer of a proxy or of another server
-
-
-def _is_loopback(url: str) -> bool:
-  return urllib.parse.urlsplit(url).hostname in _LOOPBACK
 
 
 def retrieve_sync(

@@ -121,18 +121,15 @@ class LocalSearcher:
   """A corpus behind an index over it."""
 
   def __init__(self, corpus: Corpus, index: Index):
-    if len(corpus) != len(index):
-      raise ValueError(
-        f'the index holds {len(index)} passages, the corpus {len(corpus)}'
-      )
+    if (count := len(index)) != len(corpus):
+      other = f'the corpus {len(corpus)}'
+      raise ValueError(f'the index holds {count} passages, {other}')
     self.corpus, self.index = corpus, index
 
   @property
   def identity(self) -> dict[str, object]:
-    return {
-      'corpus': {'count': len(self.corpus), 'sha256': self.corpus.sha256},
-      'index': dict(self.index.parameters),
-    }
+    corpus = {'count': len(self.corpus), 'sha256': self.corpus.sha256}
+    return {'corpus': corpus, 'index': dict(self.index.parameters)}
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
     ids, contents = self.corpus.ids, self.corpus.contents

@@ -14,10 +14,10 @@ import array
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import os
 import shlex
@@ -27,13 +27,12 @@ import zlib
 
 import numpy as np
 
-from retrieval.files import PathLike, convert, progress
+from retrieval.files import PathLike, convert, progress, shown
 
 _GZIP, _PARQUET, _ARROW = b'\x1f\x8b', b'PAR1', b'ARROW1'
 _COLUMNS = ['id', 'contents']
 _ROWS = 1024  # read at once
 MOST = 2_000_000  # passages to index in memory: more take minutes each time
-_NAMES = 5  # members of a tar that an error lists
 
 
 class CorpusError(ValueError):
@@ -140,10 +139,7 @@ def iter_documents(path: PathLike) -> Iterator[Document]:
     hashes.append(hash(doc.id))
     yield doc
   if not hashes:
-    raise CorpusError(
-      f'{path}: the corpus is empty. Write at least one passage '
-      '{"id": "0", "contents": "\\"Title\\"\\ntext"}.'
-    )
+    raise CorpusError(f'{path}: the corpus is empty. Write a passage.')
   ordered = np.frombuffer(hashes, np.int64)
   ordered.sort()
   twice = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
@@ -153,10 +149,8 @@ def iter_documents(path: PathLike) -> Iterator[Document]:
   seen = {}
   for where, place, doc in _checked(path):
     if hash(doc.id) in twice and seen.setdefault(doc.id, place) != place:
-      raise CorpusError(
-        f'{where}: id {_shown(doc.id)} was already used on {seen[doc.id]}. '
-        'Make all ids different.'
-      )
+      problem = f'id {shown(repr(doc.id))} was already used on {seen[doc.id]}'
+      raise CorpusError(f'{where}: {problem}. Make all ids different.')
 
 
 def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
@@ -170,8 +164,11 @@ def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
         where = f'{path}:{number}'
         yield where, f'line {number}', _parse(line, where)
       return
-  with _tables(path, magic) as (count, tables):
-    rows = (row for t in tables for row in zip(*(t[c] for c in _COLUMNS)))
+  with _tables(path, magic) as (count, names, tables):
+    for name in _COLUMNS:
+      if name not in names:
+        raise CorpusError(f'{path}: no column {_missing(name, names)}')
+    rows = (row for t in tables() for row in zip(*(t[c] for c in _COLUMNS)))
     with progress(count, 'corpus', unit=' rows') as bar:
       for number, row in enumerate(rows, 1):
         where = f'{path}: row {number}'
@@ -183,58 +180,43 @@ def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
 
 
 @contextlib.contextmanager
-def _tables(path: str, magic: bytes) -> Iterator[tuple[int, Iterator]]:
-  """(number of rows, record batches) of a columnar source."""
+def _tables(path: str, magic: bytes) -> Iterator[tuple]:
+  """(rows, names of columns, function that returns record batches)."""
   import pyarrow as pa  # slow to import, and JSONL does not need it
   from pyarrow import parquet
 
-  try:
+  problem = f'{path}: cut short or damaged ({{}}). Copy or write it again.'
+  with convert((pa.ArrowException, OSError), CorpusError, problem):
     if magic.startswith(_ARROW):
       with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
-        _require_columns(path, reader.schema.names)
         batches = range(reader.num_record_batches)
-        rows = sum(reader.get_batch(i).num_rows for i in batches)
-        yield rows, map(reader.get_batch, batches)
+        count = sum(reader.get_batch(i).num_rows for i in batches)
+        get = functools.partial(map, reader.get_batch, batches)
+        yield count, reader.schema.names, get
     elif magic.startswith(_PARQUET):
       # Mapped and not buffered ahead: a row group may be the whole corpus.
       options = {'memory_map': True, 'pre_buffer': False}
       with parquet.ParquetFile(path, **options) as file:
-        _require_columns(path, file.schema_arrow.names)
-        yield file.metadata.num_rows, file.iter_batches(_ROWS, columns=_COLUMNS)
+        get = functools.partial(file.iter_batches, _ROWS, columns=_COLUMNS)
+        yield file.metadata.num_rows, file.schema_arrow.names, get
     else:
       rows = _dataset(path)
-      _require_columns(path, rows.column_names)
-      rows = rows.select_columns(_COLUMNS).with_format('arrow')
-      yield len(rows), rows.iter(_ROWS)
-  except (pa.ArrowException, OSError) as error:
-    reason = _shown(str(error), 160)
-    raise CorpusError(
-      f'{path}: cut short or damaged ({reason}). Copy or write it again.'
-    ) from None
+      get = functools.partial(rows.with_format('arrow').iter, _ROWS)
+      yield len(rows), rows.column_names, get
 
 
 def _dataset(path: str) -> Any:
   """The `datasets.Dataset` of a folder or of `hf:NAME[:SPLIT]`."""
-  remote = path.startswith('hf:')
-  marks = ('state.json', 'dataset_dict.json')
-  if not remote and not any(os.path.exists(f'{path}/{m}') for m in marks):
-    raise CorpusError(
-      f'{path}: a directory without a saved dataset (save_to_disk). Give the '
-      'path of the corpus file.'
-    )
   import datasets  # takes seconds
 
+  remote = path.startswith('hf:')
   name, _, split = path.removeprefix('hf:').partition(':')
-  try:
+  failed = (OSError, ValueError, RuntimeError)
+  with convert(failed, CorpusError, f'{path}: cannot be loaded: {{}}'):
     if remote:
       found = datasets.load_dataset(name, split=split or None)
     else:
       found = datasets.load_from_disk(path)
-  except (OSError, ValueError, RuntimeError) as error:
-    reason = _shown(str(error), 400)
-    raise CorpusError(
-      f'{path}: the dataset cannot be loaded: {reason}'
-    ) from None
   if isinstance(found, dict):
     if len(found) != 1:
       one = path + (':' if remote else '/') + next(iter(found), 'train')
@@ -244,20 +226,9 @@ def _dataset(path: str) -> Any:
   return found
 
 
-def _require_columns(path: str, names: Sequence[str]) -> None:
-  for name in _COLUMNS:
-    if names.count(name) != 1:
-      count = names.count(name) or 'no'
-      raise CorpusError(f'{path}: {count} column {_missing(name, names)}')
-
-
 def _open(path: str) -> io.BufferedReader:
-  try:
+  with convert(OSError, CorpusError, f'{path}: cannot be read: {{}}'):
     return open(path, 'rb')
-  except FileNotFoundError:
-    raise CorpusError(f'{path}: no such file. Correct the path.') from None
-  except OSError as error:
-    raise CorpusError(f'{path}: cannot be read: {error.strerror}.') from None
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
@@ -280,10 +251,8 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
       except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as e:
         kind = 'tar' if isinstance(e, tarfile.TarError) else 'gzip'
-        raise CorpusError(
-          f'{path}:{number + 1}: the {kind} file is cut short or damaged '
-          f'({e}). Copy or write it again.'
-        ) from None
+        problem = f'the {kind} file is cut short or damaged ({e})'
+        raise CorpusError(f'{path}:{number + 1}: {problem}.') from None
 
 
 def _unpacked(path: str, stream: io.BufferedReader) -> Iterator[bytes]:
@@ -298,33 +267,26 @@ def _unpacked(path: str, stream: io.BufferedReader) -> Iterator[bytes]:
   with tarfile.open(fileobj=stream, mode='r|') as tar:
     for member in tar:
       # macOS adds ._NAME with the extended attributes of NAME.
-      if not member.isreg() or os.path.basename(member.name).startswith('._'):
-        continue
-      names.append(member.name)
-      if len(names) == 1:
+      if member.isreg() and not os.path.basename(member.name).startswith('._'):
+        names.append(member.name)
+        if len(names) > 1:
+          break
         yield from tar.extractfile(member)
-      elif len(names) > _NAMES:
-        break
   if len(names) != 1:
-    more = ', ...' if len(names) > _NAMES else ''
-    raise CorpusError(
-      f'{path}: a tar with {"several files" if names else "no file"} '
-      f'({_listed(names[:_NAMES])}{more}), not one JSONL file. Unpack it '
-      'and give the path of the corpus file.'
-    )
+    found = f'{"several files" if names else "no file"} ({_listed(names)})'
+    fix = 'Unpack it and give the path of the corpus file.'
+    raise CorpusError(f'{path}: a tar with {found}, not one JSONL file. {fix}')
   while stream.read(1 << 20):  # a gzip file ends with its checksum
     pass
 
 
 def _parse(line: bytes, where: str) -> Document:
-  try:
+  with convert(
+    (ValueError, RecursionError),
+    CorpusError,
+    f'{where}: not JSON: {{}}. Write one JSON object per line.',
+  ):
     record = json.loads(line.decode('utf-8'))
-  except UnicodeDecodeError as error:
-    at = f'byte {error.start + 1} of the line'
-    raise CorpusError(f'{where}: not UTF-8 ({at}). Convert the file.') from None
-  except (ValueError, RecursionError) as error:
-    fix = 'Write one JSON object per line.'
-    raise CorpusError(f'{where}: not JSON: {error}. {fix}') from None
   if not isinstance(record, dict):
     kind = type(record).__name__
     fix = 'Write {"id": ..., "contents": ...}.'
@@ -344,12 +306,12 @@ def _document(record: dict, where: str) -> Document:
       raise CorpusError(f'{where}: no field {_missing(name, record)}')
     value = record[name]
     # Some published corpora have integer ids; the protocol requires strings.
-    if name == 'id' and isinstance(value, int) and not isinstance(value, bool):
+    if name == 'id' and type(value) is int:
       value = str(value)
     if not isinstance(value, str) or (name == 'id' and not value):
       kind = 'non-empty string' if name == 'id' else 'string'
-      problem = f'field {name!r} is {_shown(value)}, not a {kind}'
-      raise CorpusError(f'{where}: {problem}.')
+      found = shown(repr(value), 40)
+      raise CorpusError(f'{where}: field {name!r} is {found}, not a {kind}.')
     fields[name] = value
   return Document(**fields)
 
@@ -362,9 +324,4 @@ def _missing(name: str, names: Iterable[str]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-  return ', '.join(map(_shown, itertools.islice(names, 20))) or 'none'
-
-
-def _shown(value: object, most: int = 40) -> str:
-  text = repr(value)
-  return text if len(text) <= most else text[: most - 3] + '...'
+  return shown(', '.join(map(repr, names)) or 'none')

@@ -1,3 +1,4 @@
+# ruff: noqa: E402, an environment variable is set before FAISS is imported
 """Dense search with FAISS: Flat, IVF and HNSW indexes by factory string.
 
 An index file is memory-mapped (`IO_FLAG_MMAP_IFC`): pages are read from disk
@@ -20,21 +21,13 @@ import numpy as np
 # of the next query needs: a query took 14.5 instead of 11.1 ms on 2 cores.
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
 
-import faiss  # noqa: E402
+import faiss
 
-from retrieval import faiss_build, files  # noqa: E402
-from retrieval.core import Ranked  # noqa: E402
-from retrieval.faiss_build import Plan, graph, reason  # noqa: E402
-from retrieval.metrics import stage  # noqa: E402
-from retrieval.vectors import (  # noqa: E402
-  SPARE,
-  TIES,
-  DenseIndex,
-  QueryEncoder,
-  blocks,
-  check_shape,
-  ranked,
-)
+from retrieval import faiss_build, files
+from retrieval.core import Ranked
+from retrieval.faiss_build import Plan, converted, graph
+from retrieval.metrics import stage
+from retrieval.vectors import SPARE, TIES, DenseIndex, blocks, ranked
 
 _GPU_K = 2048  # the most results of a query that FAISS gives on a GPU
 _TRAIN, _TRAIN_PER_LIST = 65536, 64  # vectors; k-means wants 39 to 256 a list
@@ -86,58 +79,40 @@ def build(
   Raises:
     FaissError: FAISS does not know the factory, or it does not suit the
       vectors.
-    ValueError: no vectors, or one that is not finite.
+    ValueError: a vector is not finite.
     files.FilesError: the file cannot be written. Finished work is kept.
   """
-  path = pathlib.Path(path)
-  check_shape(vectors)
-  try:
-    index = faiss.index_factory(
-      vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT
-    )
-  except RuntimeError as error:
-    raise FaissError(
-      f'factory={factory!r}: FAISS does not build it for {vectors.shape[1]} '
-      f'dimensions ({reason(error)}); use Flat, HNSW64 or "IVF4096,PQ64"'
-    ) from None
-  about = {
-    'vectors': identity,
-    'shape': [*vectors.shape],
-    'dtype': str(vectors.dtype),
-    'factory': factory,
-    'train': train,
-    'seed': seed,
-    'block': block,
-    'shard_bytes': shard_bytes,
-    'faiss': faiss.__version__,
-  }
+  path, dim = pathlib.Path(path), vectors.shape[1]
+  problem = f'factory={factory!r}: FAISS does not build it ({{}})'
+  with converted(FaissError, problem):
+    index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+  about = {'vectors': identity, 'shape': [*vectors.shape], 'factory': factory}
+  about |= {'train': train, 'seed': seed, 'block': block}
+  about |= {'shard_bytes': shard_bytes, 'faiss': faiss.__version__}
+  about['dtype'] = str(vectors.dtype)
   work = path.with_name(f'{path.name}.build')
   before = faiss.omp_get_max_threads()
   faiss.omp_set_num_threads(threads or before)
+  problem = f'{path}: cannot be written ({{}}). Free space on its disk.'
   try:
-    if identity is None:
-      shutil.rmtree(work, ignore_errors=True)
-    faiss_build.open_work(work, about)
-    get = functools.partial(blocks, vectors)
-    plan = Plan(len(vectors), get, work, path, block, f'faiss {factory}')
-    if type(index) in (faiss.IndexFlat, faiss.IndexFlatIP):
-      faiss_build.copy(plan, index, vectors)
-    else:
-      if not plan.start.exists():
-        if not index.is_trained:
-          _train(index, vectors, factory, train, seed)
-        faiss_build.save(index, plan.start)
-      if faiss_build.has_lists(index):
-        faiss_build.join(plan, shard_bytes)
+    with files.convert(OSError, files.FilesError, problem):
+      faiss_build.open_work(work, about)
+      get = functools.partial(blocks, vectors)
+      plan = Plan(len(vectors), get, work, path, block, f'faiss {factory}')
+      if type(index) in (faiss.IndexFlat, faiss.IndexFlatIP):
+        faiss_build.copy(plan, index, vectors)
       else:
-        faiss_build.grow(plan)
+        if not plan.start.exists():
+          if not index.is_trained:
+            _train(index, vectors, factory, train, seed)
+          faiss_build.save(index, plan.start)
+        if faiss_build.has_lists(index):
+          faiss_build.join(plan, shard_bytes)
+        else:
+          faiss_build.grow(plan)
   except BaseException as error:
     if identity is None or isinstance(error, ValueError):
       shutil.rmtree(work, ignore_errors=True)
-    if isinstance(error, OSError):
-      problem = f'{path}: cannot be written ({error})'
-      fix = 'Create the folder, or free space.'
-      raise files.FilesError(f'{problem}. {fix}') from None
     raise
   finally:
     faiss.omp_set_num_threads(before)
@@ -167,12 +142,10 @@ def _train(index, vectors, factory: str, train: int | None, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.choice(len(rows), train, replace=False, shuffle=False)
     rows.sort()  # a memory map is read in order
-  try:
+  problem = f'factory={factory!r}: cannot be trained on {len(rows)} vectors'
+  fix = 'use Flat or HNSW64, or fewer lists (IVF) and codes'
+  with converted(FaissError, f'{problem} ({{}}); {fix}'):
     index.train(np.asarray(vectors[rows], np.float32))
-  except RuntimeError as error:
-    problem = f'cannot be trained on {len(rows)} vectors ({reason(error)})'
-    fix = 'use Flat or HNSW64, or fewer lists (IVF) and codes'
-    raise FaissError(f'factory={factory!r}: {problem}; {fix}') from None
 
 
 class DenseFaiss(DenseIndex):
@@ -190,16 +163,9 @@ class DenseFaiss(DenseIndex):
   """
 
   name = 'dense_faiss'
-  error = FaissError
 
   def __init__(
-    self,
-    path: files.PathLike,
-    encoder: QueryEncoder | None,
-    *,
-    nprobe: int | None = None,
-    ef_search: int | None = None,
-    gpu: bool = False,
+    self, path: files.PathLike, encoder, nprobe=None, ef_search=None, gpu=False
   ):
     """Opens an index file, memory-mapped.
 
@@ -217,26 +183,18 @@ class DenseFaiss(DenseIndex):
     index = _open(path)
     given = {'nprobe': nprobe, 'ef_search': ef_search}
     given = {k: v for k, v in given.items() if v is not None}
+    kinds = {'nprobe': 'inverted lists (IVF)', 'ef_search': 'a graph (HNSW)'}
     for option, value in (defaults(index) | given).items():
-      if value < 1:
-        raise FaissError(f'{option}={value}; expected at least 1')
-      if not _set(index, option, value):
-        kind = {'nprobe': 'inverted lists (IVF)', 'ef_search': 'a graph (HNSW)'}
-        problem = f'{path} is a {type(index).__name__} without {kind[option]}'
-        raise FaissError(f'{option}={value}: {problem}; leave {option} out')
+      name = {'ef_search': 'efSearch'}.get(option, option)
+      problem = f'{option}={value}: {path} is an index without {kinds[option]}'
+      with files.convert(RuntimeError, FaissError, problem):
+        faiss.ParameterSpace().set_index_parameter(index, name, value)
     ivf, linked = faiss.try_extract_index_ivf(index), graph(index)
-    self.nprobe = ivf.nprobe if ivf else None
     self.ef_search = linked.hnsw.efSearch if linked else None
-    super().__init__(
-      encoder,
-      index.d,
-      f'{path}: holds vectors of',
-      type=type(index).__name__,
-      sample_sha256=sample_sha256(path),
-      nprobe=self.nprobe,
-      ef_search=self.ef_search,
-      gpu=bool(gpu),
-    )
+    about = {'type': type(index).__name__, 'sample_sha256': sample_sha256(path)}
+    about |= {'nprobe': ivf.nprobe if ivf else None}
+    about |= {'ef_search': self.ef_search, 'gpu': bool(gpu)}
+    super().__init__(encoder, index.d, f'{path}: holds vectors of', **about)
     self._limit = min(index.ntotal, _GPU_K) if gpu else index.ntotal
     self._index = _to_gpus(index, path) if gpu else index
 
@@ -247,9 +205,9 @@ class DenseFaiss(DenseIndex):
     """`search` for vectors of queries, [Q, D].
 
     Raises:
-      ValueError: k < 1, k and P above 2048 on a GPU, or another D.
+      ValueError: k < 1, or k and P above 2048 on a GPU.
     """
-    k, q = self.check_search(k, q, self._limit)
+    k, q = self.check_k(k, self._limit), np.ascontiguousarray(q, np.float32)
     # With more than ef_search, HNSW would search differently.
     most = min(self._limit, self.ef_search or max(TIES, k + SPARE))
     with stage('search'):
@@ -266,43 +224,22 @@ def sample_sha256(path: files.PathLike) -> str:
 
 
 def _open(path: files.PathLike) -> faiss.Index:
-  if not os.path.isfile(path):
-    raise FaissError(f'{path}: no such file; build the index first')
-  try:
+  problem = f'{path}: no FAISS index, or one cut short ({{}})'
+  with converted(FaissError, f'{problem}; build or copy it again'):
     index = faiss_build.read(pathlib.Path(path))
-  except RuntimeError as error:
-    problem = f'{path}: no FAISS index, or one cut short ({reason(error)})'
-    raise FaissError(f'{problem}; build or copy it again') from None
   if index.metric_type != faiss.METRIC_INNER_PRODUCT:
     problem = f'its metric is {index.metric_type}, not inner product'
     raise FaissError(f'{path}: {problem}; build it again')
-  if not index.ntotal:
-    raise FaissError(f'{path}: holds no vectors; build it again')
   return index
-
-
-def _set(index: faiss.Index, option: str, value: int) -> bool:
-  """Sets a search option in the part of the index that has it."""
-  name = {'ef_search': 'efSearch'}.get(option, option)
-  try:
-    faiss.ParameterSpace().set_index_parameter(index, name, value)
-  except RuntimeError:
-    return False
-  return True
 
 
 def _to_gpus(index: faiss.Index, path: files.PathLike) -> faiss.Index:
   if not faiss.get_num_gpus():
-    raise FaissError(
-      'gpu=True: this FAISS sees no GPU; install a GPU build of FAISS instead '
-      'of faiss-cpu, or leave gpu (--faiss_gpu) out'
-    )
+    fix = 'install a GPU build of FAISS, or leave --faiss_gpu out'
+    raise FaissError(f'gpu=True: this FAISS sees no GPU; {fix}')
   options = faiss.GpuMultipleClonerOptions()
   options.useFloat16 = options.shard = True
-  try:
+  limits = 'FAISS supports Flat and IVF on GPUs, not HNSW, and it must fit'
+  problem = f'{path}: cannot be copied to the GPUs ({{}}): {limits}'
+  with converted(FaissError, problem):
     return faiss.index_cpu_to_all_gpus(index, options)
-  except RuntimeError as error:
-    raise FaissError(
-      f'{path}: cannot be copied to the GPUs ({reason(error)}): FAISS supports '
-      'Flat and IVF on GPUs, but not HNSW, and the index must fit'
-    ) from None

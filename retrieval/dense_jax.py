@@ -60,25 +60,16 @@ class DenseJax(vectors_lib.DenseIndex):
     Raises:
       ValueError: an invalid shape or option; the message names it.
     """
-    vectors_lib.check_shape(vectors)
     mesh = data_mesh() if mesh is None else mesh
     self._plan = plan = Programs(*vectors.shape, mesh, precision, maxima=maxima)
     self.precision = precision = plan.precision
     if rescore is None:
       rescore = 0 if precision == 'float32' else 64 if plan.host else 16
-    if rescore < 0:
-      raise ValueError(f'rescore={rescore}; expected >= 0')
     rows = np.linspace(0, len(vectors) - 1, min(64, len(vectors))).astype(int)
-    sample = np.asarray(vectors[rows]).tobytes()
-    super().__init__(
-      encoder,
-      vectors.shape[1],
-      'vectors have',
-      precision=precision,
-      rescore=rescore,
-      vectors=str(vectors.dtype),
-      sample_sha256=hashlib.sha256(sample).hexdigest(),
-    )
+    sample = hashlib.sha256(np.asarray(vectors[rows]).tobytes()).hexdigest()
+    about = {'precision': precision, 'rescore': rescore}
+    about |= {'vectors': str(vectors.dtype), 'sample_sha256': sample}
+    super().__init__(encoder, vectors.shape[1], 'vectors have', **about)
     self.rescore, self._vectors, self._mesh = rescore, vectors, plan.mesh
     self._corpus = self._load()
     self._params = encoder and replicate(self._mesh, encoder.params)
@@ -90,14 +81,12 @@ class DenseJax(vectors_lib.DenseIndex):
 
   def search(self, queries: Sequence[str], k: int) -> Ranked:
     """See `core.Index.search`."""
-    self.require_encoder()
     c = self._candidates(k)
     run = functools.partial(self._encode_and_search, self._params)
     with stage('search'):
-      found = [
-        (at, run(*put(self._mesh, *batch), self._corpus, c))
-        for at, *batch in self._encoder.batches(queries, 'query')
-      ]
+      batches = self._encoder.batches(queries, 'query')
+      place = functools.partial(put, self._mesh)
+      found = [(at, run(*place(*b), self._corpus, c)) for at, *b in batches]
       return self._finish(found, len(queries), c, k)
 
   def programs(self, count: int, ks: Iterable[int]) -> list[Callable[[], None]]:
@@ -111,11 +100,8 @@ class DenseJax(vectors_lib.DenseIndex):
       args = self._params, *self._encoder.blank(*shape), self._corpus, c
       self._encode_and_search.lower(*args).compile()
 
-    return [
-      functools.partial(build, shape, c)
-      for c in sorted({self._candidates(k) for k in ks})
-      for shape in self._encoder.shapes(count)
-    ]
+    shapes, cs = self._encoder.shapes(count), {self._candidates(k) for k in ks}
+    return [functools.partial(build, s, c) for c in sorted(cs) for s in shapes]
 
   def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
     """`search` for vectors of queries, [Q, D]."""
@@ -170,11 +156,9 @@ class DenseJax(vectors_lib.DenseIndex):
     stats = self._mesh.devices[0].memory_stats() or {}  # None on CPU
     room = stats.get('bytes_limit')
     if room and size > room:
-      raise ValueError(
-        f'precision={self.precision!r}: the vectors take {size / 1e9:.1f} GB '
-        f'of each device, which has {room / 1e9:.1f} GB. Use float16 or int8 '
-        '(--precision), more devices, or dense_faiss'
-      )
+      need = f'{size / 1e9:.1f} GB of each device, of {room / 1e9:.1f} GB'
+      fix = 'Use float16 or int8, more devices, or dense_faiss'
+      raise ValueError(f'precision={self.precision!r}: needs {need}. {fix}')
     shards: dict[str, list[jax.Array]] = {name: [] for name in arrays}
     rows = arrays['rows']
     where = rows.sharding.addressable_devices_indices_map(rows.shape)
@@ -196,12 +180,8 @@ class DenseJax(vectors_lib.DenseIndex):
         jax.block_until_ready(part)
       for name, x in part.items():
         shards[name].append(x)
-    return {
-      name: jax.make_array_from_single_device_arrays(
-        x.shape, x.sharding, shards[name]
-      )
-      for name, x in arrays.items()
-    }
+    join = jax.make_array_from_single_device_arrays
+    return {k: join(x.shape, x.sharding, shards[k]) for k, x in arrays.items()}
 
   def _converted(self, block, start: int, kind) -> dict[str, np.ndarray]:
     """Vectors [n, D] from row `start` on, as the device stores them."""
@@ -211,10 +191,8 @@ class DenseJax(vectors_lib.DenseIndex):
       with np.errstate(over='ignore'):
         rows = block.astype(kind)
       if (bad := vectors_lib.not_finite(rows)) is not None:
-        raise ValueError(
-          f'vectors: row {start + bad} is not finite in {self.precision}; use '
-          'bfloat16 or float32 (--precision), or encode the corpus again'
-        )
+        problem = f'row {start + bad} is not finite in {self.precision}'
+        raise ValueError(f'vectors: {problem}; use --precision=float32')
       return {'rows': np.pad(rows, wide)}
     largest = np.abs(block).max(-1)
     scale = np.where(largest > 0, largest, 1) / np.float32(127)

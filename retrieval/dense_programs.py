@@ -72,14 +72,7 @@ class Programs:
   """
 
   def __init__(
-    self,
-    count: int,
-    dim: int,
-    mesh: Mesh,
-    precision: str | None,
-    *,
-    maxima: bool | None = None,
-    platform: str | None = None,
+    self, count: int, dim: int, mesh, precision, *, maxima=None, platform=None
   ):
     """Computes the layout of the rows.
 
@@ -253,15 +246,9 @@ class Programs:
       options['compiler_params'] = params
 
     # All queries of a tile of rows follow each other, while it is cached.
-    def of_rows(i):
-      return jax.lax.div(i, turns), 0
-
-    def of_queries(i):
-      return jax.lax.rem(i, turns), 0
-
-    def of_both(i):
-      return jax.lax.div(i, turns), jax.lax.rem(i, turns)
-
+    of_rows = lambda i: (jax.lax.div(i, turns), 0)
+    of_queries = lambda i: (jax.lax.rem(i, turns), 0)
+    of_both = lambda i: (jax.lax.div(i, turns), jax.lax.rem(i, turns))
     groups = len(parts[0]) // GROUP
     maxima = pl.pallas_call(
       kernel,

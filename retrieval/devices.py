@@ -57,11 +57,10 @@ def keep_programs(folder: PathLike | None) -> None:
   jax.config.update('jax_enable_compilation_cache', False)  # until it is safe
   if not kept:
     return
-  if folder is None:
-    folder = jax.config.jax_compilation_cache_dir or pathlib.Path(
-      os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache',
-      'searchrl_retrieval',
-    )
+  folder = folder or jax.config.jax_compilation_cache_dir
+  if not folder:
+    base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+    folder = pathlib.Path(base, 'searchrl_retrieval')
   cpu = platform.machine()
   if os.path.exists('/proc/cpuinfo'):
     with open('/proc/cpuinfo') as file:

@@ -16,16 +16,15 @@ hf_hub_download (2.x) starts each file again after a kill, which costs days on
 files of 43 GB.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import dataclasses
 import fnmatch
+import functools
 import hashlib
 import logging
 import pathlib
 import random
 import re
-import sys
 import time
 from typing import BinaryIO
 
@@ -80,8 +79,7 @@ class Remote:
 
 
 def clean(text: object) -> str:
-  """Untrusted text, escaped for a terminal."""
-  return str(text)[:300].encode('unicode_escape').decode()
+  return files.shown(str(text), 300)
 
 
 def digest_of(path: pathlib.Path, kind: str) -> str:
@@ -106,10 +104,7 @@ def local_path(out: pathlib.Path, name: str) -> pathlib.Path:
   return out.joinpath(*parts)
 
 
-Headers = dict[str, str]
-
-
-def fetch(remote: Remote, out: pathlib.Path, headers: Headers) -> pathlib.Path:
+def fetch(remote: Remote, out: pathlib.Path, headers: dict) -> pathlib.Path:
   """Downloads one file to `out`; resumes an interrupted download.
 
   Args:
@@ -124,10 +119,8 @@ def fetch(remote: Remote, out: pathlib.Path, headers: Headers) -> pathlib.Path:
   kind = remote.digest.partition(':')[0]
   if final.exists():
     if (digest := digest_of(final, kind)) != remote.digest:
-      raise DownloadError(
-        f'{final}: is there already with {final.stat().st_size} bytes and '
-        f'{digest}, not {remote.digest}. Remove it or use another --out.'
-      )
+      problem = f'is there already with {digest}, not {remote.digest}'
+      raise DownloadError(f'{final}: {problem}. Remove it.')
     return final
   final.parent.mkdir(parents=True, exist_ok=True)
   part = final.with_name(f'{final.name}.part')
@@ -135,17 +128,14 @@ def fetch(remote: Remote, out: pathlib.Path, headers: Headers) -> pathlib.Path:
   if (digest := digest_of(part, kind)) != remote.digest:
     got = part.stat().st_size
     part.unlink()
-    raise DownloadError(
-      f'{clean(remote.url)}: {got} bytes with {digest} came, {remote.digest} '
-      f'with {remote.size} bytes was due; removed. Run again; if it fails '
-      'again, this server has another file.'
-    )
+    came = f'{got} bytes with {digest} came, {remote.size} with {remote.digest}'
+    raise DownloadError(f'{clean(remote.url)}: {came} was due; removed.')
   with open(part, 'rb') as file:
     files.commit(file, part, final)
   return final
 
 
-def _fetch_bytes(remote: Remote, part: pathlib.Path, headers: Headers) -> None:
+def _fetch_bytes(remote: Remote, part: pathlib.Path, headers: dict) -> None:
   """Writes NAME.part."""
   failed, locked = 0, f'{part}: another process writes this file. Wait for it.'
   with (
@@ -159,7 +149,7 @@ def _fetch_bytes(remote: Remote, part: pathlib.Path, headers: Headers) -> None:
     while (before := file.tell()) < remote.size:
       try:
         _request(client, remote, file, headers, bar)
-      except (_Broken, httpx.TransportError) as error:
+      except (_Broken, httpx.HTTPError) as error:
         failed = 1 if file.tell() > before else failed + 1
         if failed >= _ATTEMPTS:
           problem = clean(error) or type(error).__name__
@@ -187,17 +177,17 @@ def _request(client, remote: Remote, file: BinaryIO, headers, bar) -> None:
       if code in (401, 403):
         fix = 'Set HF_TOKEN to a token that may read it.'
       raise DownloadError(f'{url}: status {code}. {fix}')
+    total = sent.get('content-length', remote.size)
     if code == 206:
       span = sent.get('content-range', '')
       span = re.fullmatch(r'bytes (\d+)-\d+/(\d+)', span)
       if not span or int(span[1]) != have:
         _start_over(file)
         raise _Broken(f'the server did not send bytes from {have} on')
-      total = int(span[2])
+      total = span[2]
     else:
       have = _start_over(file)
-      total = int(sent.get('content-length', remote.size))
-    if total != remote.size:
+    if (total := int(total)) != remote.size:
       sizes = f'is {total} bytes, should be {remote.size}'
       raise DownloadError(f'{url}: {sizes}. This server has another file.')
     files.need_space(pathlib.Path(file.name), total - have)
@@ -218,11 +208,7 @@ def _start_over(file: BinaryIO) -> int:
 
 
 def list_hub(
-  repo: str,
-  patterns: Sequence[str],
-  revision: str,
-  repo_type: str,
-  endpoint: str,
+  repo: str, patterns: Sequence[str], revision: str, repo_type, endpoint: str
 ) -> list[Remote]:
   """The matching files of a repository, with the hashes of the hub.
 
@@ -234,10 +220,9 @@ def list_hub(
   try:
     info = api.repo_info(repo, files_metadata=True, **where)
   except Exception as error:  # includes those of its HTTP library
-    raise DownloadError(
-      f'{repo} at {endpoint}: {clean(error)}. Check the name, HF_TOKEN and the '
-      'network; --mirror or HF_ENDPOINT names a mirror.'
-    ) from None
+    fix = 'Check the name, HF_TOKEN, and the network (--mirror).'
+    problem = f'{repo} at {endpoint}: {clean(error)}'
+    raise DownloadError(f'{problem}. {fix}') from None
   where = {'repo_type': repo_type, 'revision': info.sha, 'endpoint': endpoint}
   there, found = {file.rfilename: file for file in info.siblings}, {}
   for pattern in patterns:
@@ -258,18 +243,6 @@ def list_hub(
 def _token(endpoint: str) -> bool | None:
   """None: the user's token; False: none, since the network could read it."""
   return None if endpoint.startswith('https:') else False
-
-
-@contextlib.contextmanager
-def record_of(out: pathlib.Path, source: str) -> Iterator[pathlib.Path]:
-  """The record of one source in OUT/.downloads, locked meanwhile."""
-  folder = out / '.downloads'
-  folder.mkdir(parents=True, exist_ok=True)
-  name = hashlib.sha256(source.encode()).hexdigest()[:16]
-  with open(folder / f'{name}.lock', 'w') as lock:
-    busy = f'another process downloads {clean(source)} there'
-    files.lock(lock, DownloadError, f'{out}: {busy}. Wait for it.')
-    yield folder / f'{name}.json'
 
 
 def download(
@@ -294,12 +267,16 @@ def download(
   Returns:
     The files, or the joined one.
   """
-  with record_of(out, source) as record:
-    done = (files.read_json(record) or {}).get('done')
-    sizes = {local_path(out, name): size for name, size in (done or {}).items()}
-    if sizes and all(
-      p.exists() and p.stat().st_size == size for p, size in sizes.items()
-    ):
+  name = hashlib.sha256(source.encode()).hexdigest()[:16]
+  record = out / '.downloads' / f'{name}.json'
+  record.parent.mkdir(parents=True, exist_ok=True)
+  with open(record.with_suffix('.lock'), 'w') as lock:
+    busy = f'another process downloads {clean(source)} there'
+    files.lock(lock, DownloadError, f'{out}: {busy}. Wait for it.')
+    done = (files.read_json(record) or {}).get('done', {})
+    sizes = {local_path(out, name): size for name, size in done.items()}
+    there = {p: p.stat().st_size for p in sizes if p.exists()}
+    if sizes and there == sizes:
       return [*sizes]
     paths = [fetch(remote, out, headers) for remote in remotes()]
     kept = paths
@@ -329,7 +306,7 @@ def define_flags() -> None:
 
 
 def run(f: flags.FlagValues) -> list[pathlib.Path]:
-  """Downloads what the flags name.
+  """Downloads what the flags name, and prints the paths.
 
   Raises:
     DownloadError: the download failed.
@@ -340,28 +317,19 @@ def run(f: flags.FlagValues) -> list[pathlib.Path]:
   if f.bundle:
     repo, patterns, join = BUNDLES[f.bundle]
   endpoint = (f.mirror or constants.ENDPOINT).rstrip('/')
-  return download(
-    f'{f.repo_type} {repo}@{f.revision} {patterns} {join}',
-    pathlib.Path(f.out),
-    lambda: list_hub(repo, patterns, f.revision, f.repo_type, endpoint),
-    headers=build_hf_headers(token=_token(endpoint)),
-    join=join,
-    keep_parts=f.keep_parts,
-  )
+  named = f'{f.repo_type} {repo}@{f.revision} {patterns} {join}'
+  remotes = lambda: list_hub(repo, patterns, f.revision, f.repo_type, endpoint)
+  options = {'join': join, 'keep_parts': f.keep_parts}
+  options['headers'] = build_hf_headers(token=_token(endpoint))
+  found = download(named, pathlib.Path(f.out), remotes, **options)
+  print(*found, sep='\n')
+  return found
 
 
 def main(argv: Sequence[str]) -> int:
-  if len(argv) > 1:
-    print(f'error: unexpected {argv[1:]}', file=sys.stderr)
-    return 2
   logging.getLogger('httpx').setLevel(logging.WARNING)  # logs every request
-  try:
-    for path in run(flags.FLAGS):
-      print(path)
-  except (RuntimeError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-    print(f'retrieval.download: error: {error}', file=sys.stderr)
-    return 1
-  return 0
+  work = functools.partial(run, flags.FLAGS)
+  return files.run_command('retrieval.download', argv, work)
 
 
 if __name__ == '__main__':

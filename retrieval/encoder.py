@@ -24,7 +24,7 @@ import tokenizers
 
 from retrieval import bert
 from retrieval.devices import data_mesh, put, replicate
-from retrieval.files import PathLike, require_one_of
+from retrieval.files import PathLike, convert, require_one_of
 from retrieval.metrics import stage
 
 
@@ -72,8 +72,8 @@ def find_family(path: pathlib.Path, family: str = 'auto') -> str:
   Raises:
     ValueError: an unknown family, or a name without one.
   """
+  require_one_of('family', family, ('auto', *FAMILIES))
   if family != 'auto':
-    require_one_of('family', family, ('auto', *FAMILIES))
     return family
   path = pathlib.Path(os.path.abspath(path))
   folder = path.parent.parent if path.parent.name == 'snapshots' else path
@@ -83,10 +83,8 @@ def find_family(path: pathlib.Path, family: str = 'auto') -> str:
     for key, value in FAMILIES.items():
       if words >= set(value.words):
         return key
-  raise ValueError(
-    f'{path}: neither the folder nor _name_or_path={original!r} names a known '
-    f'family; set family to one of {", ".join(FAMILIES)}'
-  )
+  fix = f'set family to one of {", ".join(FAMILIES)}'
+  raise ValueError(f'{path}: names no known family; {fix}')
 
 
 def _modules(path: pathlib.Path) -> dict[str, Any]:
@@ -95,7 +93,7 @@ def _modules(path: pathlib.Path) -> dict[str, Any]:
   if not file.exists():
     return {}
   found: dict[str, Any] = {'normalise': False}
-  for module in bert.read_json(file, list):
+  for module in bert.read_json(file):
     kind = str(module.get('type')).rpartition('.')[2]
     if kind == 'Normalize':
       found['normalise'] = True
@@ -123,16 +121,16 @@ class Tokens:
   Texts are data: '[SEP]' in a text is five characters and not a separator.
   """
 
-  def __init__(
-    self, path: pathlib.Path, cfg: bert.BertConfig, tokens: int | None
-  ):
+  def __init__(self, path: pathlib.Path, cfg: bert.BertConfig, tokens=None):
     """Reads tokenizer.json, or other formats with transformers.
 
     Raises:
       ValueError: no tokenizer, or one of another vocabulary.
     """
     file = path / 'tokenizer.json'
-    try:
+    problem = f'{path}: no tokenizer in tokenizer.json or vocab.txt ({{}})'
+    # The libraries raise all kinds.
+    with convert(Exception, ValueError, problem):
       # Without either, transformers silently makes an empty tokenizer.
       if file.exists() or not (path / 'vocab.txt').exists():
         self._json = tokenizers.Tokenizer.from_file(str(file)).to_str()
@@ -141,9 +139,6 @@ class Tokens:
 
         found = AutoTokenizer.from_pretrained(path, local_files_only=True)
         self._json = found.backend_tokenizer.to_str()
-    except Exception as error:  # the libraries raise all kinds
-      problem = f'no tokenizer in tokenizer.json or vocab.txt ({error})'
-      raise ValueError(f'{path}: {problem}') from None
     size = tokenizers.Tokenizer.from_str(self._json).get_vocab_size()
     if size > cfg.vocab_size:
       counts = f'the tokenizer has {size} tokens, the model {cfg.vocab_size}'
@@ -168,37 +163,38 @@ class Tokens:
     return tokenizer
 
   def batches(
-    self, lengths: Sequence[int], limit: int, query: bool = False
-  ) -> Iterator[tuple[np.ndarray, int, int]]:
+    self, texts: Sequence[Any], limit: int, query: bool = False
+  ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """Splits texts into batches of few shapes with little padding.
 
     Args:
-      lengths: [N] tokens of each text, <= limit.
+      texts: [N] encodings of a tokenizer, of at most `limit` tokens.
       limit: the maximal length of a text.
       query: whether the texts are queries, which get fewer shapes.
 
     Yields:
-      (positions [n] in `lengths`, R, T): the texts of the first n <= R rows of
-      a batch of R x T tokens.
+      (positions [n] in `texts`, ids [R, T], types [R, T], lengths [R]), of
+      which the first n <= R rows are texts.
     """
-    ladder = self._ladder(limit, query)
-    order = np.argsort(-np.asarray(lengths), kind='stable')
-    start = 0
+    ladder, start = self._ladder(limit, query), 0
+    order = np.argsort([-len(text) for text in texts], kind='stable')
     while start < len(order):
-      T = min(t for t in ladder if t >= lengths[order[start]])
+      T = min(t for t in ladder if t >= len(texts[order[start]]))
       R = self._rows(T, len(order) - start)
-      yield order[start : start + R], R, T
+      at, batch = order[start : start + R], np.zeros((2, R, T), np.int32)
+      lengths = np.ones(R, np.int32)
+      for r, i in enumerate(at):
+        lengths[r] = n = len(texts[i])
+        batch[:, r, :n] = texts[i].ids, texts[i].type_ids
+      yield at, *batch, lengths
       start += R
 
-  def shapes(
-    self, count: int, limit: int, query: bool = False
-  ) -> list[tuple[int, int]]:
+  def shapes(self, count: int, limit: int, query=False) -> list[tuple]:
     """Every (R, T) that `batches` yields for at most `count` texts."""
-    found = {
-      (self._rows(T, left), T)
-      for T in self._ladder(limit, query)
-      for left in range(1, min(count, self._most(T)) + 1)
-    }
+    found = set()
+    for T in self._ladder(limit, query):
+      lefts = range(1, min(count, self._most(T)) + 1)
+      found.update((self._rows(T, left), T) for left in lefts)
     return sorted(found)
 
   def _ladder(self, limit: int, query: bool) -> list[int]:
@@ -285,29 +281,22 @@ class Encoder:
       FileNotFoundError, ValueError: see `bert.load`, `find_family`, `Tokens`.
     """
     path, self.dtype = pathlib.Path(path), resolve_dtype(dtype)
-    if pooling is not None:
-      require_one_of('pooling', pooling, POOLINGS)
     self.cfg = bert.read_config(path)
     self.family = find_family(path, family)
-    given = {
-      'pooling': pooling,
-      'normalise': normalise,
-      'query_prefix': query_prefix,
-      'passage_prefix': passage_prefix,
-    }
+    given = {'pooling': pooling, 'normalise': normalise}
+    given |= {'query_prefix': query_prefix, 'passage_prefix': passage_prefix}
     given = {k: v for k, v in given.items() if v is not None}
     usage = FAMILIES[self.family]
     self.usage = dataclasses.replace(usage, **_modules(path) | given)
-    self.tokens = Tokens(path, self.cfg, batch)
+    require_one_of('pooling', self.usage.pooling, POOLINGS)
+    self.tokens, self._kinds = Tokens(path, self.cfg, batch), {}
     lengths = {'query': query_length, 'passage': passage_length}
-    for kind, usual in _LENGTH.items():
-      if lengths[kind] is None:
-        lengths[kind] = min(usual, self.cfg.max_position_embeddings)
+    for kind, length in lengths.items():
+      if length is None:
+        length = min(_LENGTH[kind], self.cfg.max_position_embeddings)
+      self._kinds[kind] = self.tokens.to_length(f'{kind}_length', length)
+      lengths[kind] = length
     self.query_length, self.passage_length = lengths.values()
-    self._kinds = {
-      kind: self.tokens.to_length(f'{kind}_length', length)
-      for kind, length in lengths.items()
-    }
     self.dim = self.cfg.hidden_size
     self._sha256 = sha256(path)
     self.mesh = data_mesh()
@@ -318,15 +307,10 @@ class Encoder:
   @property
   def parameters(self) -> dict[str, Any]:
     """JSON of what passage vectors depend on."""
-    usage = dataclasses.asdict(self.usage)
-    del usage['words']
-    return {
-      'family': self.family,
-      **usage,
-      'passage_length': self.passage_length,
-      'dim': self.dim,
-      'sha256': self._sha256,
-    }
+    found = {'family': self.family, **dataclasses.asdict(self.usage)}
+    del found['words']
+    found |= {'passage_length': self.passage_length, 'dim': self.dim}
+    return found | {'sha256': self._sha256}
 
   def embed(self, params, ids, lengths):
     """Vectors of a batch, float32 [R, D]; traceable.
@@ -362,15 +346,9 @@ class Encoder:
     prefix = getattr(self.usage, f'{kind}_prefix')
     tokenizer = self._kinds[kind]
     found = tokenizer.encode_batch_fast([prefix + clean(t) for t in texts])
-    rows = [encoding.ids for encoding in found]
     limit = tokenizer.truncation['max_length']
-    sizes = [len(row) for row in rows]
-    for at, R, T in self.tokens.batches(sizes, limit, kind == 'query'):
-      ids, lengths = np.zeros((R, T), np.int32), np.ones(R, np.int32)
-      for r, i in enumerate(at):
-        ids[r, : len(rows[i])] = rows[i]
-        lengths[r] = len(rows[i])
-      yield at, ids, lengths
+    for at, ids, _, n in self.tokens.batches(found, limit, kind == 'query'):
+      yield at, ids, n
 
   def shapes(self, count: int) -> list[tuple[int, int]]:
     """Every [R, T] that `batches` yields for at most `count` queries."""
@@ -403,10 +381,8 @@ class Encoder:
 
   def _encode(self, texts: Sequence[str], kind: str) -> np.ndarray:
     out = np.empty((len(texts), self.dim), np.float32)
-    done = [
-      (at, self._embed(self.params, *put(self.mesh, *batch)))
-      for at, *batch in self.batches(texts, kind)
-    ]
+    run = lambda batch: self._embed(self.params, *put(self.mesh, *batch))
+    done = [(at, run(batch)) for at, *batch in self.batches(texts, kind)]
     for at, vectors in done:
       out[at] = np.asarray(vectors)[: len(at)]
     return out

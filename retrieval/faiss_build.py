@@ -17,6 +17,7 @@ Unfinished work is in the folder NAME.build beside the index.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import math
 import os
@@ -31,6 +32,7 @@ import numpy as np
 from retrieval import files
 
 _SPARE = 1.01  # room for links of HNSW, whose levels are random
+_UNWRITTEN = '{}: cannot be written ({{}}). Free space on its disk.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +55,16 @@ class Plan:
     return files.progress(self.count, self.what, unit=' vectors', initial=done)
 
 
-def reason(error: RuntimeError) -> str:
-  """FAISS's message without the location in its source."""
-  text = str(error).strip().rpartition('\n')[2]
-  return ascii(text.partition('Error: ')[2] or text)[1:-1][-160:]
+@contextlib.contextmanager
+def converted(kind: type[Exception], message: str) -> Iterator[None]:
+  """Turns errors of FAISS into `kind`; the reason replaces {} in `message`."""
+  try:
+    yield
+  except RuntimeError as error:
+    # Without the location in the source.
+    text = str(error).strip().rpartition('\n')[2]
+    text = ascii(text.partition('Error: ')[2] or text)[1:-1]
+    raise kind(message.replace('{}', text[-160:])) from None
 
 
 def graph(index: faiss.Index) -> faiss.IndexHNSW | None:
@@ -116,7 +124,8 @@ def open_work(work: pathlib.Path, about: Mapping[str, Any]) -> None:
     files.FilesError: its record is damaged.
   """
   if work.exists():
-    if files.read_json(work / 'identity.json') == about:
+    same = files.read_json(work / 'identity.json') == about
+    if same and about['vectors'] is not None:
       return
     shutil.rmtree(work)
   work.mkdir()
@@ -133,21 +142,14 @@ def save(
   """
   part = final.with_name(f'{final.name}.part')
   try:
-    faiss.write_index(index, os.fspath(part))
-    # FAISS does not report a failure to close the file.
-    faiss.read_index(os.fspath(part), flags)
+    with converted(files.FilesError, _UNWRITTEN.format(part)):
+      faiss.write_index(index, os.fspath(part))
+      # FAISS does not report a failure to close the file.
+      faiss.read_index(os.fspath(part), flags)
     with open(part, 'r+b') as file:
       files.commit(file, part, final)
-  except (RuntimeError, OSError) as error:
+  finally:
     part.unlink(missing_ok=True)
-    if isinstance(error, OSError):
-      raise
-    raise _unwritten(part, error) from None
-
-
-def _unwritten(path: pathlib.Path, error: RuntimeError) -> files.FilesError:
-  problem = f'cannot be written ({reason(error)})'
-  return files.FilesError(f'{path}: {problem}. Free space on its disk.')
 
 
 def load(path: pathlib.Path, flags: int = 0) -> faiss.Index:
@@ -156,13 +158,9 @@ def load(path: pathlib.Path, flags: int = 0) -> faiss.Index:
   Raises:
     files.FilesError: it is damaged.
   """
-  try:
+  fix = f'remove {path.parent} and build again'
+  with converted(files.FilesError, f'{path}: is damaged ({{}}); {fix}'):
     return faiss.read_index(os.fspath(path), flags)
-  except RuntimeError as error:
-    fix = f'remove {path.parent} and build again'
-    raise files.FilesError(
-      f'{path}: is damaged ({reason(error)}); {fix}'
-    ) from None
 
 
 def copy(plan: Plan, index: faiss.IndexFlat, vectors: np.ndarray) -> None:
@@ -183,11 +181,9 @@ def copy(plan: Plan, index: faiss.IndexFlat, vectors: np.ndarray) -> None:
       bar.update(len(part))
   if not mapped:
     vectors = np.memmap(rows, np.float32, 'r', shape=vectors.shape)
-  index.codes = type(index.codes).create_view(
-    faiss.swig_ptr(vectors.reshape(-1).view(np.uint8)),
-    vectors.nbytes,
-    index.codes.owner,
-  )
+  raw, owner = vectors.reshape(-1).view(np.uint8), index.codes.owner
+  view = type(index.codes).create_view
+  index.codes = view(faiss.swig_ptr(raw), vectors.nbytes, owner)
   index.ntotal = len(vectors)
   save(index, plan.final)
 
@@ -222,10 +218,8 @@ def join(plan: Plan, shard_bytes: int) -> None:
       del shard
   for path in paths.values():
     load(path, faiss.IO_FLAG_MMAP)  # names the damaged one
-  try:
+  with converted(files.FilesError, _UNWRITTEN.format(part)):
     merge_ondisk(index, [*map(os.fspath, paths.values())], os.fspath(part))
-  except RuntimeError as error:
-    raise _unwritten(part, error) from None
   _lists(index).filename = lists_path(final).name
   with open(part, 'r+b') as file:
     files.commit(file, part, lists_path(final))

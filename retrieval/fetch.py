@@ -25,7 +25,7 @@ import zlib
 import httpcore
 import httpx
 
-from retrieval.files import convert
+from retrieval.files import convert, shown
 
 TRANSIENT = ('unreachable', 'timeout', 'busy', 'broken')  # kinds
 MEDIA_TYPES = ('text/html', 'text/plain')
@@ -47,9 +47,7 @@ _CHARSET = re.compile(
   r'utf-?8|utf-16(le|be)?|iso-8859-\d+|windows-125\d|koi8-[ru]|big5|gbk|'
   r'gb2312|gb18030|shift[_-]jis|euc-(jp|kr)|iso-2022-jp'
 )
-_META_CHARSET = re.compile(
-  rb'<meta[^>]{0,200}charset=["\']?([\w-]{1,20})', re.I
-)
+_META = re.compile(rb'<meta[^>]{0,200}charset=["\']?([\w-]{1,20})', re.I)
 
 # Resolving a name may block for long, so it has its own threads: the few of
 # asyncio serve the rest of the process.
@@ -157,21 +155,17 @@ class Fetcher:
       FetchFailed: there is no page; the message has the URL that failed, which
         may be that of a redirect.
     """
-    redirects = 0
     try:
       async with asyncio.timeout(self.timeout_s):
-        while True:
+        for _ in range(self.max_redirects + 1):
           target = self._checked(url)
           page = await self._request(target)
           if isinstance(page, Page):
             return page
           problem = f'redirects to no URL, {shown(page)}'
           with convert((httpx.InvalidURL, ValueError), _Refused, problem):
-            target = str(target.join(page))
-          redirects += 1
-          if redirects > self.max_redirects:
-            raise _Refused(f'more than {self.max_redirects} redirects')
-          url = target
+            url = str(target.join(page))
+        raise _Refused(f'more than {self.max_redirects} redirects')
     except TimeoutError:
       kind, problem = 'timeout', f'no page within {self.timeout_s:g} s'
     except FetchFailed as error:
@@ -181,16 +175,13 @@ class Fetcher:
   def _checked(self, url: str) -> httpx.URL:
     with convert((httpx.InvalidURL, ValueError), _Refused, 'no URL'):
       parsed = httpx.URL(url)
-      port = parsed.port
-      if port is None:
-        port = {'http': 80, 'https': 443}.get(parsed.scheme)
+    usual = {'http': 80, 'https': 443}.get(parsed.scheme)
+    port = usual if parsed.port is None else parsed.port
     # A percent sign is an escape, which no name has, or the scope of a local
     # address.
     named = parsed.host and b'%' not in parsed.raw_host
-    if parsed.scheme not in ('http', 'https') or not named:
+    if not usual or not named or parsed.userinfo:
       raise _Refused('not of the form http(s)://host')
-    if parsed.userinfo:
-      raise _Refused('holds credentials')
     if port not in self.ports:
       raise _Refused(f'port {port} is not allowed')
     return parsed
@@ -204,8 +195,8 @@ class Fetcher:
       'Accept-Encoding': 'gzip',
       'Connection': 'close',
     }
-    scheme, host, path = url.raw_scheme, url.raw_host, url.raw_path
-    target = httpcore.URL(scheme=scheme, host=host, port=url.port, target=path)
+    names = {'scheme': url.raw_scheme, 'host': url.raw_host, 'port': url.port}
+    target = httpcore.URL(**names, target=url.raw_path)
     backend = {'ssl_context': self._ssl, 'network_backend': _Checked(self)}
     try:
       async with (
@@ -222,17 +213,15 @@ class Fetcher:
     headers = httpx.Headers(response.headers)
     if response.status in _REDIRECTS and 'Location' in headers:
       return headers['Location']
-    if response.status != 200:
-      busy = response.status in (408, 425, 429) or response.status >= 500
-      raise FetchFailed('busy' if busy else 'status', f'HTTP {response.status}')
-    media_type, _, parameters = headers.get('Content-Type', '').partition(';')
-    media_type = media_type.strip().lower()
-    if media_type not in MEDIA_TYPES:
-      problem = f'media type {media_type[:60]!r}, not a page'
-      raise FetchFailed('media_type', problem)
-    stream, encoding = response.aiter_stream(), headers.get('Content-Encoding')
-    body = await read_body(stream, encoding or '', self.max_bytes)
-    return Page(str(url), media_type, _decoded(body, parameters))
+    if (status := response.status) != 200:
+      busy = status in (408, 425, 429) or status >= 500
+      raise FetchFailed('busy' if busy else 'status', f'HTTP {status}')
+    kind, _, parameters = headers.get('Content-Type', '').partition(';')
+    if (kind := kind.strip().lower()) not in MEDIA_TYPES:
+      raise FetchFailed('media_type', f'media type {kind[:60]!r}, not a page')
+    encoding = headers.get('Content-Encoding', '')
+    body = await read_body(response.aiter_stream(), encoding, self.max_bytes)
+    return Page(str(url), kind, _decoded(body, parameters))
 
 
 class _Checked(httpcore.AsyncNetworkBackend):
@@ -263,9 +252,7 @@ class _Checked(httpcore.AsyncNetworkBackend):
     raise failure
 
 
-async def read_body(
-  chunks: AsyncIterable[bytes], encoding: str, max_bytes: int
-) -> bytes:
+async def read_body(chunks: AsyncIterable, encoding: str, max_bytes: int):
   """Reads and unpacks a body, with at most `max_bytes` of it in memory.
 
   Args:
@@ -278,8 +265,7 @@ async def read_body(
   """
   encoding = encoding.strip().lower()
   if encoding not in ('', 'identity', 'gzip', 'x-gzip'):
-    problem = f'content encoding {encoding[:40]!r}, expected gzip'
-    raise FetchFailed('broken', problem)
+    raise FetchFailed('broken', f'content encoding {encoding[:40]!r}, not gzip')
   unpacker = zlib.decompressobj(31) if encoding.endswith('gzip') else None
   body, sent = bytearray(), 0
   async with contextlib.aclosing(aiter(chunks)) as stream:
@@ -301,7 +287,7 @@ async def read_body(
 
 def _decoded(body: bytes, parameters: str) -> str:
   named = re.search(r'charset\s*=\s*["\']?([\w-]{1,20})', parameters, re.I)
-  meta = _META_CHARSET.search(body[:2048])
+  meta = _META.search(body[:2048])
   charset = named[1] if named else meta[1].decode() if meta else 'utf-8'
   charset = charset.lower()
   # Pages labelled Latin-1 are Windows-1252 (WHATWG, Encoding, 4.2).
@@ -313,11 +299,6 @@ def _decoded(body: bytes, parameters: str) -> str:
     known = None
   text = body.decode(charset if known else 'utf-8', 'replace')
   return text.removeprefix('\ufeff')
-
-
-def shown(text: str, size: int = 200) -> str:
-  """Untrusted text, escaped for a terminal."""
-  return ascii(text if len(text) <= size else text[: size - 3] + '...')[1:-1]
 
 
 def _said(error: Exception) -> str:

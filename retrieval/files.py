@@ -4,9 +4,8 @@ Files are written as NAME.part, flushed to the disk and then renamed, so a
 file under its final name is complete even if the process was killed.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -14,14 +13,13 @@ import os
 import pathlib
 import shutil
 import sys
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import tqdm
 
 PathLike = str | os.PathLike
 BLOCK = 1 << 24  # bytes read or written at once
 _PIECE = 1 << 16  # bytes of each sampled piece
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 class FilesError(RuntimeError):
@@ -39,6 +37,33 @@ def convert(caught: Any, kind: type[Exception], message: str) -> Iterator[None]:
     yield
   except caught as error:
     raise kind(message.replace('{}', str(error))) from None
+
+
+def printable(text: str) -> str:
+  """Text that may hold escape sequences, for a terminal or a log."""
+  return ''.join(c if c.isprintable() or c == '\n' else '?' for c in text)
+
+
+def shown(text: str, size: int = 200) -> str:
+  """Untrusted text, escaped and cut."""
+  return ascii(text if len(text) <= size else text[: size - 3] + '...')[1:-1]
+
+
+def say(who: str, message: str) -> None:
+  """Prints a line of the command `who` on stderr."""
+  print(f'{who}: {printable(message)}', file=sys.stderr, flush=True)
+
+
+def run_command(who: str, argv: Sequence[str], run: Callable[[], Any]) -> int:
+  """Runs a command without positional arguments; returns its exit status."""
+  try:
+    if argv[1:]:
+      raise ValueError(f'arguments not understood: {" ".join(argv[1:])}')
+    run()
+  except (ValueError, RuntimeError, OSError) as error:
+    say(who, f'error: {error}')
+    return 1
+  return 0
 
 
 def lock(file: Any, kind: type[Exception], message: str) -> None:
@@ -104,13 +129,22 @@ def commit(file: Any, part: pathlib.Path, final: pathlib.Path) -> None:
     os.close(folder)
 
 
-def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def replacing(final: pathlib.Path) -> Iterator[BinaryIO]:
+  """Opens NAME.part; it replaces `final` unless the block raises."""
+  part = final.with_name(f'{final.name}.part')
+  try:
+    with open(part, 'wb') as file:
+      yield file
+      commit(file, part, final)
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a JSON file atomically and flushes it to the disk."""
-  part = path.with_name(f'{path.name}.part')
-  with open(part, 'w') as file:
-    json.dump(value, file, indent=1)
-    file.write('\n')
-    commit(file, part, path)
+  with replacing(path) as file:
+    file.write(f'{json.dumps(value, indent=1)}\n'.encode())
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
@@ -119,15 +153,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   Raises:
     FilesError: the file holds something else.
   """
-  try:
-    value = json.loads(path.read_text())
-  except FileNotFoundError:
+  if not path.exists():
     return None
-  except ValueError:
-    value = None
-  if not isinstance(value, dict):
-    raise FilesError(f'{path}: is damaged: not a JSON object. Remove it.')
-  return value
+  with convert(ValueError, FilesError, f'{path}: is damaged. Remove it.'):
+    return dict(json.loads(path.read_text()))
 
 
 def sample_sha256(*paths: pathlib.Path) -> str:
@@ -156,13 +185,10 @@ def read_blocks(paths: Sequence[pathlib.Path], what: str) -> Iterator[bytes]:
 
 def join(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
   """Concatenates files into `out`, in constant memory."""
-  part = out.with_name(f'{out.name}.part')
-  part.unlink(missing_ok=True)
-  need_space(out, sum(path.stat().st_size for path in paths))
-  with open(part, 'wb') as file:
+  with replacing(out) as file:
+    need_space(out, sum(path.stat().st_size for path in paths))
     for block in read_blocks(paths, f'write {out.name}'):
       file.write(block)
-    commit(file, part, out)
 
 
 def link(path: pathlib.Path, out: pathlib.Path) -> None:
@@ -174,9 +200,7 @@ def link(path: pathlib.Path, out: pathlib.Path) -> None:
     os.replace(part, out)
     # Renaming onto another link of the same file leaves both names.
     part.unlink(missing_ok=True)
-  except OSError as error:
-    if error.errno not in _NO_LINK:
-      raise
+  except OSError:  # another disk, or a file system without links
     join([path], out)
 
 
@@ -188,10 +212,8 @@ def need_space(path: pathlib.Path, size: int) -> None:
   """
   free = shutil.disk_usage(path.parent).free
   if free < size:
-    raise FilesError(
-      f'{path}: needs {size / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on '
-      'its disk. Make room or choose another --out.'
-    )
+    needs = f'needs {size / 1e9:.1f} GB and {free / 1e9:.1f} GB are free'
+    raise FilesError(f'{path}: {needs}. Make room or choose another --out.')
 
 
 def differences(

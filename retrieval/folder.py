@@ -33,10 +33,6 @@ from retrieval.store import open_store
 
 FORMAT = 1
 KINDS = ('bm25', 'dense_jax', 'dense_faiss:FACTORY', 'milvus')
-_FIELDS = {  # of the manifest, with their types
-  'corpus': {'count': int, 'sha256': str, 'source': str},
-  'vectors': {'dim': int, 'dtype': str, 'sample_sha256': str, 'encoder': dict},
-}
 # Keywords of an Encoder that its parameters include.
 SETTINGS = """family pooling normalise query_prefix passage_prefix
   passage_length""".split()
@@ -61,11 +57,6 @@ def faiss_path(folder: files.PathLike, factory: str) -> pathlib.Path:
   return pathlib.Path(folder, 'faiss', f'{factory.replace(",", "_")}.index')
 
 
-def write_manifest(path: files.PathLike, manifest: Mapping[str, Any]) -> None:
-  """Writes manifest.json of the folder `path` atomically."""
-  files.write_json(pathlib.Path(path, 'manifest.json'), manifest)
-
-
 def open_folder(path: files.PathLike) -> IndexFolder:
   """Opens an index folder and checks that its parts match.
 
@@ -79,16 +70,27 @@ def open_folder(path: files.PathLike) -> IndexFolder:
   if manifest is None:
     fix = f'Make one: {_command("FILE", path, "bm25")}'
     raise FolderError(f'{path}: no index folder (no manifest.json). {fix}')
-  _check_manifest(path, manifest)
-  corpus = open_store(path / 'corpus.arrow')
+  file = path / 'manifest.json'
+  if (form := manifest.get('format')) != FORMAT:
+    problem = f'format is {form!r}, this version reads {FORMAT}'
+    raise FolderError(f'{file}: {problem}. Build the folder again.')
+  corpus, vectors = open_store(path / 'corpus.arrow'), None
+  problem = f'{file}: is damaged ({{}}). Build the folder again.'
+  damaged = (AttributeError, KeyError, TypeError)
+  with files.convert(damaged, FolderError, problem):
+    check_corpus(path, manifest, corpus)
+    if stated := manifest['vectors']:
+      vectors = open_vectors(path, stated, len(corpus))
+    return IndexFolder(path, manifest, corpus, vectors)
+
+
+def check_corpus(
+  path: pathlib.Path, manifest: Mapping[str, Any], corpus: Corpus
+) -> None:
+  """Raises FolderError if the corpus is not the one of the manifest."""
   found = {'count': len(corpus), 'sha256': corpus.sha256}
-  stated = {key: manifest['corpus'][key] for key in found}
   what = 'corpus.arrow is not the corpus of manifest.json'
-  _require_same(path, what, 'corpus.', stated, found)
-  vectors = None
-  if stated := manifest['vectors']:
-    vectors = open_vectors(path, stated, len(corpus))
-  return IndexFolder(path, manifest, corpus, vectors)
+  require_same(path, what, 'corpus.', manifest['corpus'], found)
 
 
 def open_vectors(
@@ -104,17 +106,19 @@ def open_vectors(
   Raises:
     FolderError: the file differs from its entry, or is absent or damaged.
   """
-  file = folder / 'vectors.npy'
-  vectors = _vectors(file)
-  found = {
-    'shape': list(vectors.shape),
-    'dtype': str(vectors.dtype),
-    'sample_sha256': files.sample_sha256(file),
-  }
+  path = folder / 'vectors.npy'
+  fix = 'Write it again: python -m retrieval.build_index --restart ...'
+  problem = f'{path}: absent, cut short or damaged ({{}}). {fix}'
+  with files.convert((OSError, EOFError, ValueError), FolderError, problem):
+    vectors = np.load(path, mmap_mode='r')
+    extra = path.stat().st_size - vectors.offset - vectors.nbytes
+    if extra or not vectors.flags.c_contiguous:
+      raise ValueError(f'{extra} bytes too many, or not in C order')
+  found = {'shape': list(vectors.shape), 'dtype': str(vectors.dtype)}
+  found['sample_sha256'] = files.sample_sha256(path)
   stated = {**stated, 'shape': [count, stated['dim']]}
-  stated = {key: stated[key] for key in found}
   what = 'vectors.npy is not that of manifest.json'
-  _require_same(folder, what, 'vectors.', stated, found)
+  require_same(folder, what, 'vectors.', stated, found)
   return vectors
 
 
@@ -137,69 +141,63 @@ def open_index(
       the encoder or the options; names the field.
   """
   kind, _, factory = name.partition(':')
-  path, indexes = folder.path, folder.manifest['indexes']
-  _require_index(folder, name)
+  path, stated = folder.path, _stated(folder, name)
+  if kind != 'bm25':
+    encoder = open_encoder(folder, name, encoder)
   if kind == 'bm25':
     from retrieval.bm25 import BM25Index
 
     index = BM25Index.open(path / 'bm25')
-    found = index.parameters
-    asked = {**found, **indexes[name], **options}
+    asked = {**index.parameters, **stated, **options}
     what = 'bm25 was built otherwise'
-    _require_same(path, what, 'bm25.', asked, found)
+    require_same(path, what, 'bm25.', asked, index.parameters)
+  elif kind == 'dense_jax':
+    from retrieval.dense_jax import DenseJax
+
+    index = DenseJax(folder.vectors, encoder, **options)
+  elif kind == 'dense_faiss':
+    from retrieval.dense_faiss import DenseFaiss
+
+    file = faiss_path(path, factory)
+    usual = {k: stated[k] for k in ('nprobe', 'ef_search') if k in stated}
+    index = DenseFaiss(file, encoder, **usual | options)
+    what = f'faiss/{file.name} is not that of manifest.json'
+    sample = {'sample_sha256': index.parameters['sample_sha256']}
+    require_same(path, what, f'{name}.', stated, sample)
   else:
-    encoder = open_encoder(folder, name, encoder)
-    if kind == 'dense_jax':
-      from retrieval.dense_jax import DenseJax
+    from retrieval.milvus import Milvus
 
-      index = DenseJax(folder.vectors, encoder, **options)
-    elif kind == 'dense_faiss':
-      from retrieval.dense_faiss import DenseFaiss
-
-      stated = indexes[name]
-      file = faiss_path(path, factory)
-      usual = {k: stated[k] for k in ('nprobe', 'ef_search') if k in stated}
-      index = DenseFaiss(file, encoder, **usual | options)
-      what = f'faiss/{file.name} is not that of manifest.json'
-      sample = {'sample_sha256': index.parameters['sample_sha256']}
-      stated = {key: stated.get(key) for key in sample}
-      _require_same(path, what, f'{name}.', stated, sample)
-    else:
-      from retrieval.milvus import Milvus
-
-      stated = indexes[name]
-      uri = options.pop('uri', None)
-      if not uri and os.environ.get('MILVUS_TOKEN') and 'uri' in stated:
-        raise FolderError(
-          f'{path}: MILVUS_TOKEN is set, but the server {stated["uri"]!a} is '
-          'from manifest.json, which is not trusted. Give --milvus_uri.'
-        )
-      uri = uri or stated.get('uri', '')
-      collection = options.pop('collection', stated['collection'])
-      index = Milvus(uri, collection, encoder, **options)
-  what, stated = f'{name} is not an index over corpus.arrow', len(folder.corpus)
+    uri = options.pop('uri', None)
+    if not uri and os.environ.get('MILVUS_TOKEN') and 'uri' in stated:
+      problem = f'the server {stated["uri"]!a} is from manifest.json'
+      fix = 'Give --milvus_uri to send it MILVUS_TOKEN.'
+      raise FolderError(f'{path}: {problem}, which is not trusted. {fix}')
+    found = {'uri': uri or stated['uri'], 'collection': stated['collection']}
+    index = Milvus(**found | options, encoder=encoder)
+  what, count = f'{name} is not an index over corpus.arrow', len(folder.corpus)
   found = {'count': len(index)}
-  _require_same(path, what, 'corpus.', {'count': stated}, found)
+  require_same(path, what, 'corpus.', {'count': count}, found)
   return index
 
 
-def _require_index(folder: IndexFolder, name: str) -> None:
-  there = dict.fromkeys(folder.manifest['indexes'])
+def _stated(folder: IndexFolder, name: str) -> dict[str, Any]:
+  """What the manifest says of an index; FolderError if there is none."""
+  there = dict(folder.manifest['indexes'])
   if folder.vectors is not None:
-    there['dense_jax'] = None  # needs nothing else
+    there.setdefault('dense_jax', {})  # needs nothing else
   if name not in there:
     listed = ', '.join(map(ascii, there)) or 'none'
     command = _command(folder.manifest['corpus']['source'], folder.path, name)
-    raise FolderError(
-      f'{folder.path}: no index {name!r}; there are: {listed}. Names are '
-      f'{", ".join(KINDS)}. Make it: {command}'
-    )
+    fix = f'Names are {", ".join(KINDS)}. Make it: {command}'
+    problem = f'no index {name!r}; there are: {listed}'
+    raise FolderError(f'{folder.path}: {problem}. {fix}')
+  return there[name]
 
 
 def stated_encoder(folder: IndexFolder, name: str) -> dict[str, Any] | None:
   """The parameters of the encoder of an index, by the manifest."""
-  stated = folder.manifest['indexes'].get(name, {}).get('encoder')
-  return stated or (folder.manifest['vectors'] or {}).get('encoder')
+  vectors = folder.manifest['vectors'] or {}
+  return _stated(folder, name).get('encoder') or vectors.get('encoder')
 
 
 def open_encoder(
@@ -216,66 +214,29 @@ def open_encoder(
   Raises:
     FolderError: there is no such index, or it is another model.
   """
-  _require_index(folder, name)
   stated = stated_encoder(folder, name)
   if not stated:
-    raise FolderError(
-      f'{folder.path}: manifest.json does not say which encoder made {name}. '
-      'Adopt it again: python -m retrieval.build_index --adopt=FILE ...'
-    )
+    problem = f'manifest.json does not say which encoder made {name}'
+    raise FolderError(f'{folder.path}: {problem}. Adopt it again (--adopt).')
   if encoder is None:
-    raise FolderError(
-      f'{folder.path}: {name} needs an encoder for queries: give the folder '
-      f'of the {stated.get("family", "same")} model that made its vectors '
-      '(--encoder)'
-    )
+    fix = f'give the {stated.get("family", "same")} model that made its vectors'
+    problem = f'{name} needs an encoder for queries'
+    raise FolderError(f'{folder.path}: {problem}: {fix} (--encoder)')
   if isinstance(encoder, str | os.PathLike):
     from retrieval.encoder import Encoder
 
     settings = {key: stated[key] for key in SETTINGS if key in stated}
     encoder = Encoder(encoder, **settings, **options)
   what, found = f'{name} was made with another encoder', encoder.parameters
-  _require_same(folder.path, what, 'encoder.', stated, found)
+  require_same(folder.path, what, 'encoder.', stated, found)
   return encoder
 
 
-def _check_manifest(path: pathlib.Path, manifest: dict[str, Any]) -> None:
-
-  def require(valid: bool, problem: str) -> None:
-    if not valid:
-      file = path / 'manifest.json'
-      raise FolderError(f'{file}: {problem}. Build the folder again.')
-
-  form, indexes = manifest.get('format'), manifest.get('indexes')
-  problem = f'format is {form!r}, this version reads {FORMAT}'
-  require(form == FORMAT, problem)
-  objects = [indexes, *(indexes.values() if isinstance(indexes, dict) else ())]
-  valid = all(isinstance(about, dict) for about in objects)
-  require(valid, 'indexes is not an object of objects')
-  for part, fields in _FIELDS.items():
-    about = manifest.get(part, ())
-    if part == 'vectors' and about is None:
-      continue
-    for field, kind in fields.items():
-      valid = isinstance(about, dict) and type(about.get(field)) is kind
-      require(valid, f'{part}.{field} is not of type {kind.__name__}')
-
-
-def _vectors(path: pathlib.Path) -> np.ndarray:
-  fix = 'Write it again: python -m retrieval.build_index --restart ...'
-  problem = f'{path}: absent, cut short or damaged ({{}}). {fix}'
-  with files.convert((OSError, EOFError, ValueError), FolderError, problem):
-    found = np.load(path, mmap_mode='r')
-    extra = path.stat().st_size - found.offset - found.nbytes
-  if extra or not found.flags.c_contiguous:
-    problem = f'{extra} bytes too many, or not in C order'
-    raise FolderError(f'{path}: {problem}. {fix}')
-  return found
-
-
-def _require_same(
+def require_same(
   path: pathlib.Path, what: str, prefix: str, stated: Mapping, found: Mapping
 ) -> None:
+  """Raises FolderError unless all values of `found` are as stated."""
+  stated = {key: stated.get(key) for key in found}
   if differ := '; '.join(files.differences(stated, found, prefix)):
     fix = 'Use what it was built with, or build it again.'
     raise FolderError(f'{path}: {what}: {differ}. {fix}')

@@ -11,12 +11,8 @@ import subprocess
 
 _WORK = 3 << 30  # bytes for programs and intermediate results
 # The user decides by setting one of these variables.
-_USERS = {
-  'XLA_PYTHON_CLIENT_PREALLOCATE',
-  'XLA_PYTHON_CLIENT_MEM_FRACTION',
-  'XLA_CLIENT_MEM_FRACTION',
-  'XLA_PYTHON_CLIENT_ALLOCATOR',
-}
+_USERS = """XLA_PYTHON_CLIENT_PREALLOCATE XLA_PYTHON_CLIENT_MEM_FRACTION
+  XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_ALLOCATOR""".split()
 
 
 def limit(spread: int, each: int) -> str:
@@ -29,7 +25,7 @@ def limit(spread: int, each: int) -> str:
   Returns:
     What was set, for a log; '' if nothing.
   """
-  if os.environ.get('JAX_PLATFORMS') == 'cpu' or _USERS & {*os.environ}:
+  if os.environ.get('JAX_PLATFORMS') == 'cpu' or {*_USERS} & {*os.environ}:
     return ''
   sizes = _sizes()
   if not sizes:  # unknown: memory grows by doubling

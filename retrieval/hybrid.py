@@ -28,29 +28,13 @@ class Hybrid:
       indexes: over the same corpus.
       depth: passages taken from each index for any k, so that the results for
         a small k begin those for a larger one.
-
-    Raises:
-      ValueError: no index, indexes of different lengths, or depth < 1.
     """
-    if not indexes:
-      raise ValueError('hybrid needs at least one index')
-    lengths = [len(index) for index in indexes]
-    if len(set(lengths)) > 1:
-      named = ', '.join(f'{i.name} {n}' for i, n in zip(indexes, lengths))
-      problem = f'the indexes hold different numbers of passages ({named})'
-      raise ValueError(f'{problem}; build all from one corpus')
-    if depth < 1:
-      raise ValueError(f'depth={depth} must be at least 1')
     self._indexes, self.depth = tuple(indexes), depth
 
   @property
   def parameters(self) -> dict[str, Any]:
-    return {
-      'name': self.name,
-      'constant': _CONSTANT,
-      'depth': self.depth,
-      'indexes': [dict(index.parameters) for index in self._indexes],
-    }
+    about = {'name': self.name, 'constant': _CONSTANT, 'depth': self.depth}
+    return about | {'indexes': [dict(i.parameters) for i in self._indexes]}
 
   def __len__(self) -> int:
     return len(self._indexes[0])

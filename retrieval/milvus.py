@@ -18,21 +18,14 @@ import pymilvus
 from retrieval import files
 from retrieval.core import Ranked, no_results
 from retrieval.metrics import stage
-from retrieval.vectors import (
-  DenseIndex,
-  QueryEncoder,
-  blocks,
-  check_shape,
-  ranked,
-)
+from retrieval.vectors import DenseIndex, blocks, ranked
 
 # It prints a traceback for every error that it raises.
 logging.getLogger('pymilvus').setLevel(logging.CRITICAL)
 
 # Milvus' own limits: topk and nq of a request, and 64 MB of a message, of
 # which half is left for overhead.
-_K = 16384
-_QUERIES = 16384
+_K = _QUERIES = 16384
 _MESSAGE_BYTES = 32 << 20
 _RESULTS = 1 << 20  # of all queries of one request
 _VECTOR = 'vector'
@@ -42,9 +35,7 @@ class MilvusError(RuntimeError):
   """Milvus does not answer or does not hold the corpus; names the fix."""
 
 
-def build(
-  vectors: np.ndarray, uri: str, collection: str, *, block: int = 4096
-) -> None:
+def build(vectors: np.ndarray, uri: str, collection: str, block=4096) -> None:
   """Writes a collection, or the missing part after a killed build.
 
   Its index is FLAT, which is exact. An existing empty collection with the
@@ -62,7 +53,6 @@ def build(
       that Milvus refuses, or fewer rows arrived than were sent.
     ValueError: vectors that cannot be indexed.
   """
-  check_shape(vectors)
   count, dim = vectors.shape
   block = max(1, min(block, _MESSAGE_BYTES // (4 * dim)))
   with _converting(uri), contextlib.closing(_connect(uri)) as client:
@@ -84,8 +74,7 @@ def build(
         write(collection, rows)
         bar.update(len(part))
     client.flush(collection)
-    found = _count(client, collection)
-    if found != count:
+    if (found := _count(client, collection)) != count:
       held = f'holds {found} vectors after the build, not {count}'
       raise _error(uri, collection, f'{held}; drop it and build again')
 
@@ -107,8 +96,8 @@ def _resumed(
   except KeyError:
     same = False
   if not same or done > len(vectors):
-    problem = f'holds {done} other vectors'
-    raise _error(uri, collection, f'{problem}; drop it or choose another name')
+    fix = 'drop it or choose another name'
+    raise _error(uri, collection, f'holds {done} other vectors; {fix}')
   return done
 
 
@@ -121,16 +110,8 @@ class Milvus(DenseIndex):
   """
 
   name = 'milvus'
-  error = MilvusError
 
-  def __init__(
-    self,
-    uri: str,
-    collection: str,
-    encoder: QueryEncoder | None,
-    *,
-    timeout_s: float = 60,
-  ):
+  def __init__(self, uri: str, collection: str, encoder, timeout_s: float = 60):
     """Connects, and loads the collection into the server's memory.
 
     Args:
@@ -152,21 +133,14 @@ class Milvus(DenseIndex):
         there = f'no collection {collection!r} (there: {known[:200]})'
         raise MilvusError(f'{uri}: {there}; build the index first')
       client.load_collection(collection, timeout=timeout_s)
-      try:
-        dim = _dim(client, collection)
-        index = client.describe_index(collection, _VECTOR)
-      except KeyError:
-        index = None
-      if not index or index['metric_type'] != 'IP':
+      index = client.describe_index(collection, _VECTOR)
+      dim, self._count = _dim(client, collection), _count(client, collection)
+      if not dim or not index or index['metric_type'] != 'IP':
         problem = f'has no field {_VECTOR!r} indexed by inner product (IP)'
-        fix = 'build it with this package'
-        raise _error(uri, collection, f'{problem}; {fix}')
-      self._count = _count(client, collection)
+        raise _error(uri, collection, f'{problem}; build it with this package')
     what = f'{uri}: collection {collection!r} holds vectors of'
     about = {'collection': collection, 'index_type': index['index_type']}
     super().__init__(encoder, dim, what, **about)
-    if not self._count:
-      raise _error(uri, collection, 'is empty; build the index again')
 
   def __len__(self) -> int:
     return self._count
@@ -178,7 +152,7 @@ class Milvus(DenseIndex):
       ValueError: k < 1, or both k and P above 16384, Milvus' limit.
       MilvusError: the server does not answer.
     """
-    k, q = self.check_search(k, q, _K)
+    k = self.check_k(k, _K)
     most = min(len(self), _K, k + 1024)
     with stage('search'), _converting(self._uri):
       # Each result is sent over the network: one more shows a tie.
@@ -188,16 +162,12 @@ class Milvus(DenseIndex):
     ids, scores = no_results(len(q), n)
     most = (_QUERIES, _RESULTS // n, _MESSAGE_BYTES // (4 * self.dim))
     step = max(1, min(most))
+    options = {'limit': n, 'output_fields': ['id'], 'anns_field': _VECTOR}
+    options |= {'timeout': self._timeout_s}
+    options |= {'search_params': {'metric_type': 'IP'}}
     for start in range(0, len(q), step):
-      answers = self._client.search(
-        self._collection,
-        list(q[start : start + step]),
-        limit=n,
-        output_fields=['id'],
-        anns_field=_VECTOR,
-        timeout=self._timeout_s,
-        search_params={'metric_type': 'IP'},
-      )
+      part = list(q[start : start + step])
+      answers = self._client.search(self._collection, part, **options)
       for row, hits in enumerate(answers, start):
         ids[row, : len(hits)] = [hit['id'] for hit in hits]
         scores[row, : len(hits)] = [hit['distance'] for hit in hits]
@@ -219,9 +189,10 @@ def _count(client: pymilvus.MilvusClient, collection: str) -> int:
 
 
 def _dim(client: pymilvus.MilvusClient, collection: str) -> int:
-  """The dimension of its vectors; KeyError if it has no such field."""
+  """The dimension of its vectors; 0 if it has no such field."""
   fields = client.describe_collection(collection)['fields']
-  return int({f['name']: f for f in fields}[_VECTOR]['params']['dim'])
+  dims = {f['name']: f.get('params', {}).get('dim') for f in fields}
+  return int(dims.get(_VECTOR) or 0)
 
 
 def _error(uri: str, collection: str, problem: str) -> MilvusError:
@@ -234,7 +205,6 @@ def _converting(uri: str) -> Iterator[None]:
   try:
     yield
   except (pymilvus.MilvusException, grpc.RpcError) as error:
-    reason = ascii(getattr(error, 'message', '') or str(error))[1:-1][:300]
-    raise MilvusError(
-      f'{uri}: Milvus: {reason}; is the server up, and MILVUS_TOKEN right?'
-    ) from None
+    reason = files.shown(getattr(error, 'message', '') or str(error), 300)
+    fix = 'is the server up, and MILVUS_TOKEN right?'
+    raise MilvusError(f'{uri}: Milvus: {reason}; {fix}') from None

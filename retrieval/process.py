@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -24,11 +25,7 @@ class ServerProcess:
 
   def __init__(self, process: subprocess.Popen, url: str, log_path: str):
     self.url, self.log_path = url, log_path
-    self._process = process
-
-  @property
-  def pid(self) -> int:
-    return self._process.pid
+    self._process, self.pid = process, process.pid
 
   @property
   def running(self) -> bool:
@@ -92,12 +89,11 @@ def start_server(
     command = [sys.executable, '-m', 'retrieval.server', *_argv(values)]
     paths = [str(_ROOT), os.environ.get('PYTHONPATH')]
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    options = {'env': env, 'start_new_session': True}
     with open(log_path, 'ab') as log:
       begin = log.tell()
-      streams = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
-      process = subprocess.Popen(
-        command, env=env, start_new_session=True, **streams
-      )
+      options |= {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
+      process = subprocess.Popen(command, **options)
     try:
       bound = _wait(process, port_file, timeout_s, log_path, begin)
     except BaseException:  # such as Ctrl-C
@@ -112,11 +108,9 @@ def start_server(
 def _argv(values: dict[str, object]) -> list[str]:
   out = []
   for name, value in values.items():
-    if value is None:
-      continue
     if isinstance(value, bool):
       out.append(f'--{"" if value else "no"}{name}')
-    else:
+    elif value is not None:
       several = value if isinstance(value, (list, tuple)) else [value]
       out += [f'--{name}={one}' for one in several]
   return out
@@ -135,14 +129,12 @@ def _wait(process, port_file: str, timeout_s: float, log_path, begin) -> int:
       continue
     said = f'{log_path} ends:\n{_tail(log_path, begin)}'
     raise ServerError(f'the retrieval server {problem}; {said}')
-  with open(port_file) as f:
-    return int(f.read())
+  return int(pathlib.Path(port_file).read_text())
 
 
-def _tail(path: str, begin: int, size: int = 2000) -> str:
+def _tail(path: str, begin: int) -> str:
   """The end of the log, from byte `begin` on."""
   with open(path, 'rb') as f:
-    f.seek(0, os.SEEK_END)
-    f.seek(max(begin, f.tell() - size))
-    text = f.read().decode('utf-8', 'replace').strip()
-  return '\n'.join('  ' + line for line in text.splitlines()) or '  (nothing)'
+    f.seek(begin)
+    text = f.read()[-2000:].decode('utf-8', 'replace').strip()
+  return textwrap.indent(text or '(nothing)', '  ')

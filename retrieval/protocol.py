@@ -5,7 +5,6 @@ The formats are those of Search-R1; retrieval/README.md describes them.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import difflib
 import itertools
 import json
 import re
@@ -13,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from retrieval.core import Found, SearchFailed
+from retrieval.core import Answer, Found, SearchFailed
 
 VERSION = '1'
 _TERM = re.compile(r'\w+')
@@ -54,17 +53,13 @@ class Rejected(Exception):
     retry_after_s: seconds for Retry-After; 0: none.
   """
 
-  def __init__(
-    self, status: int, reason: str, detail: Any, retry_after_s: float = 0
-  ):
+  def __init__(self, status: int, reason: str, detail: Any, retry_after_s=0.0):
     super().__init__(detail)
     self.status, self.reason, self.detail = status, reason, detail
     self.retry_after_s = retry_after_s
 
 
-def bad_request(
-  where: Sequence[str | int], message: str, status: int = 422
-) -> Rejected:
+def bad_request(where: Sequence, message: str, status: int = 422) -> Rejected:
   """The error of a request that is invalid at the path `where`."""
   detail = {'loc': list(where), 'msg': message, 'type': 'value_error'}
   return Rejected(status, 'request', [detail])
@@ -94,19 +89,15 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   """
   try:
     data = json.loads(body.decode('utf-8'))
-  except UnicodeDecodeError as error:
-    raise _bad([], f'not UTF-8 at byte {error.start}') from None
   except (ValueError, RecursionError) as error:
     raise _bad([], f'not JSON: {error}') from None
   if not isinstance(data, dict):
     raise _bad([], 'must be a JSON object {"queries": [...]}')
   for name in data:
     if name not in _FIELDS:
-      near = difflib.get_close_matches(name[:40].lower(), _FIELDS, 1, 0.5)
-      fix = f'meant {near[0]!r}?' if near else f'known: {", ".join(_FIELDS)}'
       # A response cannot contain a lone surrogate.
       where = name[:80].encode('utf-8', 'replace').decode()
-      raise _bad([where], f'unknown field; {fix}')
+      raise _bad([where], f'unknown field; known: {", ".join(_FIELDS)}')
   scores = data.get('return_scores')
   if scores is not None and not isinstance(scores, bool):
     raise _bad(['return_scores'], 'must be true or false')
@@ -115,9 +106,7 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
 
 
 def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
-  if 'queries' not in data:
-    raise _bad(['queries'], 'is missing; send a list of strings')
-  queries = data['queries']
+  queries = data.get('queries')
   if not isinstance(queries, list):
     raise _bad(['queries'], 'must be a list of strings')
   if len(queries) > (most := limits.max_queries):
@@ -146,37 +135,31 @@ def _topk(data: Mapping[str, Any], limits: Limits) -> int:
   topk = data.get('topk')
   if topk is None:
     return limits.topk
-  if isinstance(topk, float) and topk.is_integer():
-    topk = int(topk)  # JSON does not distinguish 3.0 from 3
-  if isinstance(topk, bool) or not isinstance(topk, int):
-    raise _bad(['topk'], 'must be an integer')
-  if not 1 <= topk <= limits.max_topk:
-    allowed = f'between 1 and {limits.max_topk} (--max_topk)'
-    raise _bad(['topk'], f'must lie {allowed}')
-  return topk
+  # JSON does not distinguish 3.0 from 3.
+  whole = type(topk) is int or isinstance(topk, float) and topk.is_integer()
+  if not whole or not 1 <= topk <= limits.max_topk:
+    allowed = f'from 1 to {limits.max_topk} (--max_topk)'
+    raise _bad(['topk'], f'must be an integer {allowed}')
+  return int(topk)
 
 
 def _bad(where: Sequence[str | int], message: str) -> Rejected:
   return bad_request(['body', *where], message)
 
 
-def answer(
-  found: Sequence[Sequence[Found] | SearchFailed], scores: bool
-) -> bytes:
+def answer(found: Sequence[Answer], scores: bool) -> bytes:
   """The body of a whole answer.
 
   Raises:
     Rejected: queries failed. 503: a retry may succeed; 502: it will not.
   """
-  failed = {
-    i: row for i, row in enumerate(found) if isinstance(row, SearchFailed)
-  }
-  if failed:
-    waits = [row.retry_after_s for row in failed.values()]
-    detail = [
-      {'loc': ['body', 'queries', i], 'msg': str(row), 'type': 'search_failed'}
-      for i, row in failed.items()
-    ]
+  waits, detail = [], []
+  for i, row in enumerate(found):
+    if isinstance(row, SearchFailed):
+      where = {'loc': ['body', 'queries', i], 'type': 'search_failed'}
+      detail.append({**where, 'msg': str(row)})
+      waits.append(row.retry_after_s)
+  if detail:
     if None in waits:
       raise Rejected(502, 'failed', detail)
     raise Rejected(503, 'failed', detail, max(1.0, *waits))

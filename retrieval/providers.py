@@ -37,11 +37,11 @@ class Provider:
   path: str
   variable: str  # environment variable of the key
   secret: str  # header or parameter of the key
-  count: str  # parameter of the number of results
-  most: int  # results of one call
   rows: tuple[str, ...]  # path of the results in an answer
-  fields: tuple[str, str, str]  # of a result: title, URL, text
   sign: tuple[str, str | None]  # field of every answer, and its value
+  fields: tuple[str, str, str] = ('title', 'link', 'snippet')  # of a result
+  count: str = 'num'  # parameter of the number of results
+  most: int = 100  # results of one call
   fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
   answer_box: str = ''  # field of the answer above the results
   method: str = 'GET'
@@ -50,12 +50,10 @@ class Provider:
 
   def read_key(self, environ: Mapping[str, str]) -> str:
     """The key; a ValueError names the variable but not its value."""
-    name = self.variable
-    key = environ.get(name, '').strip()
-    if not key:
-      raise ValueError(f'the environment has no {name}. Set it to your key.')
+    key = environ.get(self.variable, '').strip()
     if not re.fullmatch('[!-~]+', key):
-      raise ValueError(f'{name} holds a blank or a character beyond ASCII')
+      fix = 'Set it to your key, in visible ASCII without spaces.'
+      raise ValueError(f'the environment has no {self.variable}. {fix}')
     return key
 
   def parse(self, answer: object) -> list[Row]:
@@ -73,10 +71,11 @@ class Provider:
       value = value.get(name) if isinstance(value, dict) else None
     name, sign = self.sign
     signed = isinstance(answer, dict) and name in answer
-    empty = signed and value is None and sign in (None, answer[name])
-    if not isinstance(value, list) and not empty:
+    if value is None and signed and sign in (None, answer[name]):
+      value = []
+    if not isinstance(value, list):
       raise ValueError(f'no list {".".join(self.rows)} in {json.dumps(answer)}')
-    rows = [self._row(row) for row in value or []]
+    rows = [self._row(row) for row in value]
     if rows and not any(rows):
       raise ValueError(f'no result has a URL in {json.dumps(value)}')
     unique: dict[str, Row] = {}
@@ -112,13 +111,10 @@ PROVIDERS = {
     '/search.json',
     'SERPAPI_API_KEY',
     'api_key',
-    'num',
-    100,
     ('organic_results',),
-    ('title', 'link', 'snippet'),
     ('search_metadata', None),
-    {'engine': 'google'},
-    'answer_box',
+    fixed={'engine': 'google'},
+    answer_box='answer_box',
     in_header=False,
   ),
   'serper': Provider(
@@ -126,10 +122,7 @@ PROVIDERS = {
     '/search',
     'SERPER_API_KEY',
     'X-API-KEY',
-    'num',
-    100,
     ('organic',),
-    ('title', 'link', 'snippet'),
     ('searchParameters', None),
     answer_box='answerBox',
     method='POST',
@@ -139,11 +132,11 @@ PROVIDERS = {
     '/res/v1/web/search',
     'BRAVE_API_KEY',
     'X-Subscription-Token',
+    ('web', 'results'),
+    ('type', 'search'),
+    ('title', 'url', 'description'),
     'count',
     20,
-    ('web', 'results'),
-    ('title', 'url', 'description'),
-    ('type', 'search'),
     {'text_decorations': 'false'},
     escaped=True,
   ),

@@ -11,11 +11,10 @@ identity differs from that of the first one gets no further requests.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 import dataclasses
 import logging
 import math
-import random
 from typing import Any
 import urllib.parse
 
@@ -26,14 +25,9 @@ from retrieval.core import identity_hash
 
 _log = logging.getLogger(__name__)
 
-# Kinds of failures that another replica may not have.
-BROKEN = ('bad_response', 'unauthorised', 'different')
-_UNREACHABLE = (
-  'Start it (python -m retrieval.server --corpus=...) or correct the URL; '
-  'RETRIEVAL_CA_FILE names the certificate of an https server of your own.'
-)
 _FIX = {  # kind of an error -> what to do
-  'unreachable': _UNREACHABLE,
+  'unreachable': """Start it (python -m retrieval.server --corpus=...), correct
+the URL, or name the certificate of your https server in RETRIEVAL_CA_FILE.""",
   'timeout': 'Check the load of the server, or raise timeout_s.',
   'overloaded': 'Send fewer requests at once, or raise deadline_s.',
   'bad_response': 'Check that the URL is a retrieval server, and its log.',
@@ -57,18 +51,13 @@ class RetrievalError(RuntimeError):
       named them: the others may be asked without them.
   """
 
-  def __init__(
-    self,
-    kind: str,
-    url: str,
-    problem: str,
-    attempts: int = 1,
-    queries: Sequence[int] = (),
-  ):
+  def __init__(self, kind: str, url: str, problem: str, attempts=1, queries=()):
     tried = f' after {attempts} attempts' if attempts > 1 else ''
     super().__init__(f'{url}: {problem}{tried} [{kind}]. {_FIX[kind]}')
     self.kind, self.url, self.problem = kind, url, problem
     self.attempts, self.queries = attempts, tuple(queries)
+    # Whether another replica may answer.
+    self.of_replica = kind in ('bad_response', 'unauthorised', 'different')
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,21 +96,13 @@ class Replicas:
   """Chooses which replica to ask, and keeps track of their health."""
 
   def __init__(
-    self,
-    urls: Sequence[str],
-    *,
-    failures: int,
-    cooldown_s: float,
-    rng: random.Random,
-    clock: Callable[[], float],
+    self, urls: Sequence[str], failures: int, cooldown_s: float, rng, clock
   ):
     """See `RetrievalClient` for the arguments.
 
     Raises:
-      ValueError: no URL, or one that is not http(s)://host.
+      ValueError: a URL that is not http(s)://host.
     """
-    if not urls:
-      raise ValueError('no url is given: give http://host:port')
     # A single server has nothing to differ from at first.
     self.all = [Replica(_checked_url(u), known=len(urls) == 1) for u in urls]
     self._served: tuple[str, Any] | None = None  # the first (URL, identity)
@@ -130,12 +111,7 @@ class Replicas:
     self._random, self._clock, self._turn = rng, clock, 0
 
   async def choose(
-    self,
-    replicas: Sequence[Replica],
-    last: Replica | None,
-    end: float,
-    path: str,
-    attempts: int,
+    self, replicas, last: Replica | None, end: float, path: str, attempts: int
   ) -> tuple[Replica, bool]:
     """Returns the least busy replica, and whether the request is a probe.
 
@@ -201,7 +177,7 @@ class Replicas:
       raise
     except RetrievalError as error:
       # The circuit of a single server stays closed: the query may be at fault.
-      if error.kind in BROKEN and len(self.all) > 1:
+      if error.of_replica and len(self.all) > 1:
         self._failed(replica, probe, Failure(error.kind, error.problem))
       else:
         replica.failures = 0
@@ -253,22 +229,19 @@ class Replicas:
     if failure.kind == 'unreachable' or replica.failures >= self._failures:
       replica.known = len(self.all) == 1 and self._served is None
     # Of requests in flight together, only one opens the circuit.
-    if replica.failures == self._failures or (
-      probe and replica.failures > self._failures
-    ):
+    above = replica.failures - self._failures
+    if above == 0 or probe and above > 0:
       cooldown = self._cooldown_s * self._random.uniform(1, 1.5)
       replica.open_until = self._clock() + cooldown
 
 
 def _checked_url(url: str) -> str:
-  try:
-    parts = urllib.parse.urlsplit(url)
-    usable = parts.scheme in ('http', 'https') and parts.hostname
-    usable = usable and not (parts.query or parts.fragment)
+  url = url.strip().rstrip('/')
+  problem = f'url {url!r} is not of the form http://host:port'
+  with files.convert((ValueError, httpx.InvalidURL), ValueError, problem):
+    parts, _ = urllib.parse.urlsplit(url), httpx.URL(url)
     parts.port  # noqa: B018, raises where it is no number up to 65535
-    httpx.URL(url)
-  except (ValueError, httpx.InvalidURL):
-    usable = False
-  if not usable:
-    raise ValueError(f'url {url!r} is not of the form http://host:port')
-  return url.rstrip('/')
+    usable = parts.scheme in ('http', 'https') and parts.hostname
+    if not usable or parts.query or parts.fragment:
+      raise ValueError
+  return url

@@ -27,14 +27,7 @@ _LENGTH = 512  # tokens of a pair, if the model has as many positions
 class CrossEncoder:
   """Scores pairs of a query and a passage."""
 
-  def __init__(
-    self,
-    path: PathLike,
-    *,
-    dtype: str = 'auto',
-    length: int | None = None,
-    batch: int | None = None,
-  ):
+  def __init__(self, path: PathLike, *, dtype='auto', length=None, batch=None):
     """Loads a BertForSequenceClassification of one label.
 
     Args:
@@ -71,16 +64,9 @@ class CrossEncoder:
 
   def score(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
     """Logits of (query, passage) pairs, float32 [N]; larger is better."""
-    out, done = np.empty(len(pairs), np.float32), []
-    rows = self._encode(pairs)
-    lengths = [len(row.ids) for row in rows]
-    for at, R, T in self._tokens.batches(lengths, self.length):
-      batch = np.zeros((2, R, T), np.int32)
-      size = np.ones(R, np.int32)
-      for r, i in enumerate(at):
-        size[r] = lengths[i]
-        batch[:, r, : lengths[i]] = rows[i].ids, rows[i].type_ids
-      done.append((at, self._logits(**self._batch(*batch, size))))
+    out = np.empty(len(pairs), np.float32)
+    batches = self._tokens.batches(self._encode(pairs), self.length)
+    done = [(at, self._logits(**self._batch(*batch))) for at, *batch in batches]
     for at, logits in done:
       out[at] = np.asarray(logits)[: len(at)]
     return out
@@ -131,11 +117,7 @@ class Rerank:
   name = 'rerank'
 
   def __init__(
-    self,
-    index: Index,
-    contents: Sequence[str],
-    cross_encoder: CrossEncoder,
-    n: int,
+    self, index: Index, contents: Sequence[str], cross_encoder, n: int
   ):
     """Wraps an index.
 
@@ -145,26 +127,15 @@ class Rerank:
       cross_encoder: gives the scores.
       n: passages of `index` for each query. A search for k > n returns n,
         since scores of the two kinds cannot be compared.
-
-    Raises:
-      ValueError: n < 1, or an index of another corpus.
     """
-    if n < 1:
-      raise ValueError(f'n={n} must be at least 1')
-    if (count := len(index)) != len(contents):
-      other = len(contents)
-      raise ValueError(f'the index holds {count} passages, contents {other}')
     self._index, self._contents = index, contents
     self._cross_encoder, self.n = cross_encoder, n
 
   @property
   def parameters(self) -> dict[str, Any]:
-    return {
-      'name': self.name,
-      'n': self.n,
-      'index': dict(self._index.parameters),
-      'cross_encoder': self._cross_encoder.parameters,
-    }
+    about = {'name': self.name, 'n': self.n}
+    about['index'] = dict(self._index.parameters)
+    return about | {'cross_encoder': self._cross_encoder.parameters}
 
   def __len__(self) -> int:
     return len(self._index)

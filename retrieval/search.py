@@ -11,7 +11,6 @@ and their index is searched in this process.
 
 from collections.abc import Sequence
 import re
-import sys
 
 from absl import app as absl_app
 from absl import flags
@@ -19,7 +18,7 @@ import rich.console
 import rich.padding
 import rich.text
 
-from retrieval import server
+from retrieval import files, server
 from retrieval.bm25 import Analyzer
 from retrieval.client import Hit, RetrievalError, health_sync, retrieve_sync
 from retrieval.core import SearchFailed
@@ -42,14 +41,11 @@ def search_here(args: flags.FlagValues, queries: Sequence[str]) -> Results:
   """
   searcher, local, _ = open_searcher(args)
   found = searcher.search(queries, args.topk)
-  for row in found:
-    if isinstance(row, SearchFailed):
-      raise RuntimeError(str(row))
+  if failed := [row for row in found if isinstance(row, SearchFailed)]:
+    raise RuntimeError(str(failed[0]))
   analyzer = getattr(local and local.index, 'analyzer', None) or Analyzer()
-  return [
-    [Hit(f.id, f.contents, *split_contents(f.contents), f.score) for f in row]
-    for row in found
-  ], analyzer
+  hit = lambda f: Hit(f.id, f.contents, *split_contents(f.contents), f.score)
+  return [[*map(hit, row)] for row in found], analyzer
 
 
 def search_server(url: str, queries: Sequence[str], k: int) -> Results:
@@ -103,7 +99,8 @@ def _clean(text: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
   args, queries = flags.FLAGS, argv[1:]
-  try:
+
+  def run() -> None:
     if not queries:
       raise ValueError('give at least one "query" in quotes')
     server.check(args, ('url', *server.SOURCES))
@@ -111,13 +108,11 @@ def main(argv: Sequence[str]) -> int:
       found, analyzer = search_server(args.url, queries, args.topk)
     else:
       found, analyzer = search_here(args, queries)
-  except (RuntimeError, ValueError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 1
-  console = rich.console.Console(highlight=False, soft_wrap=False)
-  for query, hits in zip(queries, found, strict=True):
-    show(console, query, hits, analyzer)
-  return 0
+    console = rich.console.Console(highlight=False, soft_wrap=False)
+    for query, hits in zip(queries, found, strict=True):
+      show(console, query, hits, analyzer)
+
+  return files.run_command('retrieval.search', (), run)
 
 
 if __name__ == '__main__':

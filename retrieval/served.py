@@ -4,33 +4,25 @@ Libraries of other indexes are not imported.
 """
 
 from collections.abc import Callable
+import functools
 import pathlib
-import sys
 import time
 
-from retrieval import bm25, gpu_memory
+from retrieval import bm25, files, gpu_memory
 from retrieval.core import LocalSearcher, Searcher
 from retrieval.corpus import MOST, read_corpus
 
 _FAISS = {'nprobe': 'nprobe', 'ef_search': 'ef_search', 'gpu': 'faiss_gpu'}
-_OPTIONS = {  # kind of index -> option -> flag
-  'dense_jax': {'precision': 'precision'},
-  'dense_faiss': _FAISS,
-  'milvus': {'uri': 'milvus_uri'},
-}
+# Kind of index -> option -> flag.
+_OPTIONS = {'dense_jax': {'precision': 'precision'}, 'dense_faiss': _FAISS}
+_OPTIONS['milvus'] = {'uri': 'milvus_uri'}
 # Values of topk, besides --topk, whose programs compile before the server is
 # ready. They cover every topk up to 16 (see `dense_jax`).
 _WARM_TOPK = (1, 3, 5, 10)
 
 
-def say(message: str) -> None:
-  """Prints a line on stderr."""
-  # The name of a file or the error of a service may have escape sequences.
-  shown = ''.join(c if c.isprintable() or c == '\n' else '?' for c in message)
-  print(f'retrieval.server: {shown}', file=sys.stderr, flush=True)
-
-
 Programs = list[Callable[[], None]]
+say = functools.partial(files.say, 'retrieval.server')
 
 
 def open_searcher(args) -> tuple[Searcher, LocalSearcher | None, Programs]:
@@ -42,11 +34,9 @@ def open_searcher(args) -> tuple[Searcher, LocalSearcher | None, Programs]:
   if args.replay:
     from retrieval.cache import Recorded
 
-    identity = args.replay_identity
-    return Recorded(None, args.replay, identity=identity), None, []
-  local, programs = None, []
+    return Recorded(None, args.replay, args.replay_identity or ''), None, []
   if args.web:
-    searcher = _web(args)
+    searcher, local, programs = _web(args), None, []
   else:
     local, programs = _corpus(args) if args.corpus else _folder(args)
     searcher = local
@@ -62,13 +52,9 @@ def _web(args) -> Searcher:
   from retrieval.web import WebSearcher
 
   if args.web_max_calls is None and args.web_max_cost is None:
-    say(
-      'WARNING: web searches cost money, and neither --web_max_calls nor '
-      '--web_max_cost bounds them.'
-    )
+    say('WARNING: web searches cost money; --web_max_calls bounds them.')
   names = 'mode rate concurrency max_calls max_cost price ledger'.split()
-  options = {name: getattr(args, f'web_{name}') for name in names}
-  return WebSearcher(args.web, **options)
+  return WebSearcher(args.web, **{n: args[f'web_{n}'].value for n in names})
 
 
 def _folder(args) -> tuple[LocalSearcher, Programs]:
@@ -94,14 +80,13 @@ def _folder(args) -> tuple[LocalSearcher, Programs]:
   for kind, name in zip(kinds, args.index):
     options = {n: args[f].value for n, f in _OPTIONS.get(kind, {}).items()}
     options = {n: value for n, value in options.items() if value is not None}
-    encoder = None
     if kind != 'bm25' and args.encoder:
       stated = repr(folders.stated_encoder(folder, name))
       if stated not in encoders:  # indexes of one encoder share it
         opened = folders.open_encoder(folder, name, args.encoder, **usage)
         encoders[stated] = opened
-      encoder = encoders[stated]
-    indexes.append(folders.open_index(folder, name, encoder=encoder, **options))
+      options['encoder'] = encoders[stated]
+    indexes.append(folders.open_index(folder, name, **options))
   # The values of k in calls of the indexes.
   ks = {k for k in (*_WARM_TOPK, args.topk) if k <= args.max_topk}
   index, programs = indexes[0], []

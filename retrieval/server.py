@@ -52,12 +52,8 @@ _NEEDS = {  # flag -> flags that require it
   'tls_cert': 'tls_key',
   'rerank': 'rerank_n rerank_dtype',
 }
-_AT_MOST = (
-  ('topk', 'max_topk'),
-  ('max_queries', 'max_pending'),
-  ('max_body_bytes', 'max_bytes'),
-)
-_NAMES = ['127.0.0.1', 'localhost', '[::1]']  # of this machine, as Host
+_AT_MOST = {'topk': 'max_topk', 'max_queries': 'max_pending'}
+_AT_MOST['max_body_bytes'] = 'max_bytes'
 _STOP_S = 10.0  # that accepted requests get when the server stops
 PRECISIONS = ('float32', 'float16', 'bfloat16', 'int8')  # without importing JAX
 _PRECISION = 'Of dense_jax; float32 on CPU, float16 on GPUs, bfloat16 on TPUs.'
@@ -134,36 +130,31 @@ class _Server(uvicorn.Server):
       self.should_exit = True
 
 
-def _fail(message: str) -> int:
-  say(f'error: {message}')
-  return 1
-
-
 def bind(host: str, port: int) -> socket.socket:
-  """A bound socket that does not listen yet: connections are refused.
-
-  Raises:
-    OSError: the port is taken, or the host is not an address of this machine.
-  """
+  """A bound socket that does not listen yet: connections are refused."""
   family = socket.AF_INET6 if ':' in host else socket.AF_INET
   sock = socket.socket(family, socket.SOCK_STREAM)
-  try:
-    # A restarted server can reuse the port at once.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  # A restarted server can reuse the port at once.
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  with _bound(host, port):
     sock.bind((host, port))
-  except BaseException:
-    sock.close()
-    raise
   return sock
+
+
+def _bound(host: str, port: int) -> contextlib.AbstractContextManager[None]:
+  fix = 'Free the port, or use another one (--port=0 takes a free one).'
+  problem = f'cannot serve on {host}:{port}: {{}}. {fix}'
+  return files.convert(OSError, OSError, problem)
 
 
 def watch_parent(pid: int) -> None:
   """Stops this process when process `pid` ends for any reason.
 
   Raises:
-    ProcessLookupError: there is no such process.
+    ValueError: there is no such process.
   """
-  os.kill(pid, 0)
+  with files.convert(OSError, ValueError, f'no process --parent_pid={pid}'):
+    os.kill(pid, 0)
   child = os.getppid() == pid
 
   def run() -> None:
@@ -209,11 +200,8 @@ def read_token(path: str | None) -> str | None:
 
 def define_flags() -> None:
   """Defines the flags; not on import, since other modules import this one."""
-  text, number, choice = (
-    flags.DEFINE_string,
-    flags.DEFINE_integer,
-    flags.DEFINE_enum,
-  )
+  text, number = flags.DEFINE_string, flags.DEFINE_integer
+  choice = flags.DEFINE_enum
   dtypes = ['auto', 'float32', 'bfloat16']
   text('corpus', None, 'JSONL(.gz) of {"id", "contents"}: BM25 in memory.')
   text('index_folder', None, 'Folder of retrieval.build_index: see --index.')
@@ -225,9 +213,7 @@ def define_flags() -> None:
   choice('precision', None, [*PRECISIONS], _PRECISION)
   number('nprobe', None, 'Lists searched, of FAISS IVF.', 1)
   number('ef_search', None, 'Candidates kept, of HNSW.', 1)
-  flags.DEFINE_bool(
-    'faiss_gpu', False, 'FAISS on all GPUs, in float16; no HNSW.'
-  )
+  flags.DEFINE_bool('faiss_gpu', False, 'FAISS on all GPUs; no HNSW.')
   text('milvus_uri', None, 'URL of the Milvus server of this folder.')
   text('rerank', None, 'Folder of a cross-encoder.')
   number('rerank_n', 50, 'Passages that it reranks.', 1)
@@ -273,50 +259,45 @@ def check(args: flags.FlagValues, sources: Sequence[str] = SOURCES) -> None:
     for name in names.split():
       if args[name].present and not args[needed].value:
         raise ValueError(f'--{name} needs --{needed}')
-  for less, more in _AT_MOST:
+  for less, more in _AT_MOST.items():
     if (low := args[less].value) > (high := args[more].value):
       raise ValueError(f'--{less}={low} exceeds --{more}={high}')
 
 
-def main(argv: Sequence[str]) -> int:
-  if len(argv) > 1:
-    return _fail(f'arguments not understood: {" ".join(argv[1:])}')
-  args = flags.FLAGS
-  try:
-    check(args)
-    if args.parent_pid:
-      watch_parent(args.parent_pid)
-    token = read_token(args.token_file)
-    tls = args.tls_cert and _tls(args.tls_cert, args.tls_key)
-  except ProcessLookupError:
-    return _fail(f'no process --parent_pid={args.parent_pid}')
-  except ValueError as error:
-    return _fail(str(error))
+def run(args: flags.FlagValues) -> None:
+  """Serves what the flags name until a signal.
+
+  Raises:
+    ValueError, OSError, RuntimeError: it cannot be served.
+  """
+  local_host, hosts = args.host in LOOPBACK, None
+  if local_host:
+    hosts = ['127.0.0.1', 'localhost', '[::1]', *args.allow_host]
+  check(args)
+  if args.parent_pid:
+    watch_parent(args.parent_pid)
+  token = read_token(args.token_file)
+  tls = args.tls_cert and _tls(args.tls_cert, args.tls_key)
   # The port first: reading a large corpus in vain would waste minutes.
-  try:
-    sock = bind(args.host, args.port)
-  except OSError as error:
-    return _fail(
-      f'cannot serve on {args.host}:{args.port}: {error.strerror}. Free the '
-      'port, or use another one (--port=0 takes a free one).'
-    )
-  local_host = args.host in LOOPBACK
+  sock = bind(args.host, args.port)
   if not local_host and token is None:
     say(
       f'WARNING: bound to {args.host} without a token: everyone who reaches '
       'this machine can read the whole corpus and use its CPU. Use '
       '--host=127.0.0.1, --token_file, or a firewall.'
     )
-  try:
-    searcher, local, programs = open_searcher(args)
-  except (ValueError, OSError, RuntimeError) as error:
-    return _fail(str(error))
+  searcher, local, programs = open_searcher(args)
   names = [field.name for field in dataclasses.fields(Limits)]
   limits = Limits(**{name: args[name].value for name in names})
-  hosts = _NAMES + args.allow_host if local_host else None
   served = {'local': local, 'programs': programs}
   app = create_app(searcher, limits, token=token, hosts=hosts, **served)
-  return _serve(app, sock, args, tls)
+  _serve(app, sock, args, tls)
+  say('stopped')
+
+
+def main(argv: Sequence[str]) -> int:
+  work = functools.partial(run, flags.FLAGS)
+  return files.run_command('retrieval.server', argv, work)
 
 
 def _tls(cert: str, key: str | None) -> ssl.SSLContext:
@@ -328,12 +309,10 @@ def _tls(cert: str, key: str | None) -> ssl.SSLContext:
   return context
 
 
-def _serve(app: fastapi.FastAPI, sock: socket.socket, args, tls) -> int:
-  port = sock.getsockname()[1]
-  try:
+def _serve(app: fastapi.FastAPI, sock: socket.socket, args, tls) -> None:
+  with _bound(args.host, args.port):  # it may be taken since `bind`
     sock.listen(2048)
-  except OSError as error:  # taken since `bind`
-    return _fail(f'cannot serve on {args.host}:{port}: {error.strerror}.')
+  port = sock.getsockname()[1]
   host = f'[{args.host}]' if ':' in args.host else args.host
   config = uvicorn.Config(
     app,
@@ -350,16 +329,11 @@ def _serve(app: fastapi.FastAPI, sock: socket.socket, args, tls) -> int:
 
   # uvicorn would raise a caught signal again after its graceful stop; the
   # process should then end with 0.
-  def stop(*_: object) -> None:
-    server.should_exit = True
-
-  signal.signal(signal.SIGTERM, stop)
-  signal.signal(signal.SIGINT, stop)
+  for caught in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(caught, lambda *_: setattr(server, 'should_exit', True))
   server.run(sockets=[sock])
   if server.problem:
-    return _fail(server.problem)
-  say('stopped')
-  return 0
+    raise RuntimeError(server.problem)
 
 
 if __name__ == '__main__':

@@ -7,7 +7,6 @@ the mapped pages in use, which the system may drop.
 """
 
 from collections.abc import Iterator, Sequence
-import contextlib
 import itertools
 import os
 import pathlib
@@ -49,23 +48,20 @@ def write_store(source: files.PathLike, out: files.PathLike) -> Corpus:
   Raises:
     CorpusError: the source is invalid; `out` is unchanged.
   """
-  out = pathlib.Path(out)
-  part = out.with_name(f'{out.name}.part')
   digest, count, documents = Digest(), 0, iter_documents(source)
-  with contextlib.ExitStack() as stack:
-    stack.callback(part.unlink, missing_ok=True)
-    file = stack.enter_context(open(part, 'wb'))
-    with pa.ipc.new_file(file, _SCHEMA) as writer:
-      while batch := list(itertools.islice(documents, _BATCH)):
-        for doc in batch:
-          digest.update(doc)
-        count += len(batch)
-        columns = [[d.id for d in batch], [d.contents for d in batch]]
-        writer.write_batch(pa.record_batch(columns, _SCHEMA))
-      about = {'count': str(count), 'sha256': digest.hexdigest()}
-      empty = pa.record_batch([[], []], _SCHEMA)
-      writer.write_batch(empty, custom_metadata=about)
-    files.commit(file, part, out)
+  with (
+    files.replacing(pathlib.Path(out)) as file,
+    pa.ipc.new_file(file, _SCHEMA) as writer,
+  ):
+    while batch := list(itertools.islice(documents, _BATCH)):
+      for doc in batch:
+        digest.update(doc)
+      count += len(batch)
+      columns = [[d.id for d in batch], [d.contents for d in batch]]
+      writer.write_batch(pa.record_batch(columns, _SCHEMA))
+    about = {'count': str(count), 'sha256': digest.hexdigest()}
+    empty = pa.record_batch([[], []], _SCHEMA)
+    writer.write_batch(empty, custom_metadata=about)
   return open_store(out)
 
 
@@ -77,7 +73,9 @@ def open_store(path: files.PathLike) -> Corpus:
   """
   path = os.fspath(path)
   fix = 'Write it again: python -m retrieval.build_index --corpus=...'
-  try:
+  problem = f'{path}: not a whole corpus store ({{}}). {fix}'
+  damaged = (pa.ArrowException, OSError, KeyError, ValueError)
+  with files.convert(damaged, CorpusError, problem):
     reader = pa.ipc.open_file(pa.memory_map(path))
     table = reader.read_all()
     last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
@@ -86,10 +84,4 @@ def open_store(path: files.PathLike) -> Corpus:
     if table.schema != _SCHEMA or len(table) != count:
       found = f'{len(table)} passages in columns {table.schema.names}'
       raise ValueError(f'{found}, not {count} in {_SCHEMA.names}')
-  except FileNotFoundError:
-    raise CorpusError(f'{path}: no such file. {fix}') from None
-  except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-    raise CorpusError(
-      f'{path}: not a whole corpus store ({str(error)[:160]!r}). {fix}'
-    ) from None
   return Corpus(path, _Column(table['id']), _Column(table['contents']), sha256)

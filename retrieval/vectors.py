@@ -29,37 +29,24 @@ class VectorsError(ValueError):
   """The vectors cannot be made or used; the message says how to fix it."""
 
 
-class QueryEncoder(Protocol):
-  """What dense indexes need of `encoder.Encoder`."""
-
-  dim: int
-  dtype: str
-  query_length: int
-
-  @property
-  def parameters(self) -> Mapping[str, Any]: ...
-  def encode_queries(self, texts: Sequence[str]) -> np.ndarray: ...
-
-
-class PassageEncoder(Protocol):
-  """What writing vectors needs of `encoder.Encoder`."""
+class Encoder(Protocol):
+  """What dense indexes, and writing vectors, need of `encoder.Encoder`."""
 
   dim: int
   dtype: str  # of its arithmetic
-  parameters: dict[str, Any]
+  query_length: int
+  parameters: Mapping[str, Any]
 
-  def encode_passages(self, passages: list[str]) -> np.ndarray: ...
+  def encode_queries(self, texts: Sequence[str]) -> np.ndarray: ...
+  def encode_passages(self, texts: Sequence[str]) -> np.ndarray: ...
 
 
 class DenseIndex(abc.ABC):
   """Base class of the indexes over vectors; see `core.Index`."""
 
   name: str
-  error: type[Exception] = ValueError
 
-  def __init__(
-    self, encoder: QueryEncoder | None, dim: int, what: str, **about: Any
-  ):
+  def __init__(self, encoder: Encoder | None, dim: int, what: str, **about):
     """Checks the encoder.
 
     Args:
@@ -69,11 +56,11 @@ class DenseIndex(abc.ABC):
       about: further parameters of the index.
 
     Raises:
-      error: the encoder has another dimension.
+      ValueError: the encoder has another dimension.
     """
     if encoder is not None and encoder.dim != dim:
       problem = f'{what} {dim} dimensions, the encoder {encoder.dim}'
-      raise self.error(f'{problem}; use the encoder that made the vectors')
+      raise ValueError(f'{problem}; use the encoder that made the vectors')
     self.dim, self._encoder = dim, encoder
     self._about = {'name': self.name, **about}
 
@@ -81,24 +68,13 @@ class DenseIndex(abc.ABC):
   def parameters(self) -> dict[str, Any]:
     if (encoder := self._encoder) is None:
       return self._about
-    return self._about | {
-      'encoder': dict(encoder.parameters),
-      'encoder_dtype': encoder.dtype,
-      'query_length': encoder.query_length,
-    }
+    about = self._about | {'encoder': dict(encoder.parameters)}
+    about['encoder_dtype'] = encoder.dtype
+    return about | {'query_length': encoder.query_length}
 
   def search(self, queries: Sequence[str], k: int) -> Ranked:
-    """See `core.Index.search`.
-
-    Raises:
-      ValueError: k < 1, or the index was opened without an encoder.
-    """
-    self.require_encoder()
+    """See `core.Index.search`; needs an encoder."""
     return self.search_vectors(self._encoder.encode_queries(queries), k)
-
-  def require_encoder(self) -> None:
-    if self._encoder is None:
-      raise ValueError('this index has no encoder; use search_vectors')
 
   @abc.abstractmethod
   def __len__(self) -> int: ...
@@ -107,28 +83,12 @@ class DenseIndex(abc.ABC):
   def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
     """`search` for vectors of queries, [Q, D]."""
 
-  def check_search(
-    self, k: int, q: np.ndarray, limit: int
-  ) -> tuple[int, np.ndarray]:
-    """Returns (min(k, P), q as float32 [Q, D]).
-
-    Raises:
-      ValueError: k < 1, k and P above limit, or another D.
-    """
+  def check_k(self, k: int, limit: int) -> int:
+    """min(k, P); ValueError for k < 1, or both k and P above limit."""
     check_k(k)
-    k, q = min(k, len(self)), np.ascontiguousarray(q, np.float32)
-    if k > limit:
+    if (k := min(k, len(self))) > limit:
       raise ValueError(f'k={k}: this index gives at most {limit} passages')
-    if q.ndim != 2 or q.shape[1] != self.dim:
-      raise ValueError(f'q has shape {q.shape}; expected [Q, {self.dim}]')
-    return k, q
-
-
-def check_shape(vectors: np.ndarray) -> None:
-  """Raises ValueError for anything but [P, D], P >= 1."""
-  if vectors.ndim != 2 or not len(vectors):
-    shape = vectors.shape
-    raise ValueError(f'vectors has shape {shape}; expected [P, D], P >= 1')
+    return k
 
 
 def not_finite(vectors: np.ndarray) -> int | None:
@@ -148,19 +108,13 @@ def blocks(
   for first in range(start, len(vectors), size):
     part = np.ascontiguousarray(vectors[first : first + size], np.float32)
     if (bad := not_finite(part)) is not None:
-      where = f'vectors: row {first + bad}'
-      raise ValueError(f'{where} is not finite; encode the corpus in float32')
+      fix = 'encode the corpus in float32'
+      raise ValueError(f'vectors: row {first + bad} is not finite; {fix}')
     yield first, part
 
 
 def ranked(
-  ask: Callable[[np.ndarray, int], Ranked],
-  q: np.ndarray,
-  k: int,
-  *,
-  spare: int = SPARE,
-  floor: int = 0,
-  most: int = TIES,
+  ask: Callable, q: np.ndarray, k: int, *, spare=SPARE, floor=0, most=TIES
 ) -> Ranked:
   """Finds the k best of each query, equal scores in corpus order.
 
@@ -192,22 +146,18 @@ def ranked(
   most = max(most, k)
   n = min(max(k + spare, floor), most)
   ids, scores = sort(q, n)
-  if n < most:
-    tied = (scores[:, -1] == scores[:, k - 1]) & (ids[:, -1] >= 0)
-    tied = np.flatnonzero(tied)
-    if len(tied):
-      deeper = sort(q[tied], most)
-      ids[tied, :k], scores[tied, :k] = (x[:, :k] for x in deeper)
+  tied = (scores[:, -1] == scores[:, k - 1]) & (ids[:, -1] >= 0)
+  if n < most and tied.any():
+    deeper = sort(q[tied], most)
+    ids[tied, :k], scores[tied, :k] = (x[:, :k] for x in deeper)
   return ids[:, :k], scores[:, :k]
 
 
-def identity(corpus: Corpus, encoder: PassageEncoder, dtype: str) -> dict:
+def identity(corpus: Corpus, encoder: Encoder, dtype: str) -> dict:
   """What vectors depend on: equal identities give equal vectors."""
-  return {
-    'corpus': {'count': len(corpus), 'sha256': corpus.sha256},
-    'encoder': {**encoder.parameters, 'arithmetic': encoder.dtype},
-    'dtype': dtype,
-  }
+  of = {'count': len(corpus), 'sha256': corpus.sha256}
+  by = {**encoder.parameters, 'arithmetic': encoder.dtype}
+  return {'corpus': of, 'encoder': by, 'dtype': dtype}
 
 
 def open_vectors(folder: pathlib.Path) -> np.ndarray:
@@ -216,12 +166,7 @@ def open_vectors(folder: pathlib.Path) -> np.ndarray:
 
 
 def encode(
-  corpus: Corpus,
-  encoder: PassageEncoder,
-  folder: pathlib.Path,
-  *,
-  dtype: str = 'float32',
-  block: int = 8192,
+  corpus: Corpus, encoder: Encoder, folder, *, dtype='float32', block=8192
 ) -> np.ndarray:
   """Writes the vectors of a corpus, or those that are missing.
 
@@ -267,22 +212,16 @@ def check_done(record: pathlib.Path, about: dict) -> int:
   Raises:
     VectorsError: they have another identity.
   """
-  saved = files.read_json(record)
-  if saved is None:
+  if (saved := files.read_json(record)) is None:
     return 0
   if differ := files.differences(saved['identity'], about):
     problem = f'holds vectors of something else: {"; ".join(differ)}'
-    fix = 'Use another --out, or --restart to discard them.'
-    raise VectorsError(f'{record.parent}: {problem}. {fix}')
+    raise VectorsError(f'{record.parent}: {problem}. --restart discards them.')
   return saved['done']
 
 
 def write(
-  rows: Iterator[np.ndarray],
-  shape: tuple[int, int],
-  about: dict,
-  folder: pathlib.Path,
-  done: int = 0,
+  rows: Iterator, shape: tuple[int, int], about: dict, folder, done=0
 ) -> np.ndarray:
   """Writes vectors.npy block by block; a kill keeps the written blocks.
 
@@ -305,9 +244,6 @@ def write(
     np.lib.format.open_memmap(part, 'w+', dtype, shape)
     files.write_json(record, {'identity': about, 'done': 0})
   mapped = np.lib.format.open_memmap(part, 'r')
-  if mapped.shape != shape or mapped.dtype != dtype:
-    found = f'{mapped.shape} {mapped.dtype}'
-    raise VectorsError(f'{part}: {found}, not {shape} {dtype}. Use --restart.')
   # Written and not mapped: a full disk is then an error instead of a SIGBUS.
   with (
     open(part, 'r+b') as file,
@@ -318,11 +254,8 @@ def write(
       with np.errstate(over='ignore'):
         block = np.ascontiguousarray(block, dtype)
       if (bad := not_finite(block)) is not None:
-        raise VectorsError(
-          f'vector {done + bad}, counted from 0, is not finite in {dtype}. Use '
-          '--vectors=float32, or --dtype=float32 for the encoder; an adopted '
-          'file is damaged or has another number format.'
-        )
+        problem = f'vector {done + bad}, counted from 0, is not finite'
+        raise VectorsError(f'{problem}. Use --vectors=float32 --dtype=float32.')
       file.write(block)
       files.sync(file)
       done += len(block)

@@ -21,26 +21,19 @@ import resource
 import signal
 import threading
 import time
+from typing import Any
 import urllib.parse
 
 import httpx
 
-from retrieval import metrics
+from retrieval import metrics, providers
 from retrieval.bm25 import BM25Index
 from retrieval.budget import Budget
-from retrieval.core import Answer, Found, SearchFailed, check_k
+from retrieval.core import Answer, Found, SearchFailed
 from retrieval.corpus import join_contents
-from retrieval.fetch import TRANSIENT, Fetcher, FetchFailed, read_body, shown
-from retrieval.files import PathLike, require_one_of
-from retrieval.providers import (
-  KEY_REFUSED,
-  NOTHING,
-  PROVIDERS,
-  SPENT,
-  Provider,
-  Row,
-  sendable,
-)
+from retrieval.fetch import TRANSIENT, Fetcher, FetchFailed, read_body
+from retrieval.files import require_one_of, shown
+from retrieval.providers import PROVIDERS, Provider, Row
 from retrieval.retry import retry_after
 
 _log = logging.getLogger(__name__)
@@ -48,19 +41,14 @@ MODES = ('snippet', 'page')
 _RETRIED = (408, 429, 500, 502, 503, 504)
 _REFUSED = (400, 413, 422)  # of one query, if others were answered
 _PASSAGE = 400  # characters of the passages of a page that are ranked
+_FETCHES = 16  # pages fetched at once
 # A process that has loaded these modules forks one process for each page. They
 # are the parser and what retrieval.server imports: multiprocessing runs the
 # main module in each process, which would import them again for each page.
-LOADED = (
-  'absl.app',
-  'retrieval.app',
-  'retrieval.served',
-  'retrieval.web',
-  'trafilatura',
-  'uvicorn.protocols.http.h11_impl',
-)
+LOADED = """absl.app retrieval.app retrieval.served retrieval.web trafilatura
+  uvicorn.protocols.http.h11_impl""".split()
 _FORKS = multiprocessing.get_context('forkserver')
-_FORKS.set_forkserver_preload([*LOADED])
+_FORKS.set_forkserver_preload(LOADED)
 
 
 class _Keyed(httpx.AsyncHTTPTransport):
@@ -76,15 +64,9 @@ class _Keyed(httpx.AsyncHTTPTransport):
       headers = {**headers, self._provider.secret: self._key}
     else:
       url = url.copy_set_param(self._provider.secret, self._key)
-    return await super().handle_async_request(
-      httpx.Request(
-        request.method,
-        url,
-        headers=headers,
-        stream=request.stream,
-        extensions=request.extensions,
-      )
-    )
+    same = {'stream': request.stream, 'extensions': request.extensions}
+    sent = httpx.Request(request.method, url, headers=headers, **same)
+    return await super().handle_async_request(sent)
 
 
 class WebSearcher:
@@ -102,12 +84,7 @@ class WebSearcher:
     *,
     mode: str = 'snippet',
     base_url: str | None = None,
-    options: Mapping[str, str] | None = None,
     rate: float | None = None,
-    max_calls: int | None = None,
-    max_cost: float | None = None,
-    price: float | None = None,
-    ledger: PathLike | None = None,
     timeout_s: float = 15.0,
     retries: int = 3,
     backoff_s: float = 0.5,
@@ -115,10 +92,10 @@ class WebSearcher:
     max_bytes: int = 4 << 20,
     concurrency: int = 8,
     page_chars: int = 1000,
-    page_concurrency: int = 16,
     page_cpu_s: int = 3,
     fetcher: Fetcher | None = None,
     environ: Mapping[str, str] = os.environ,
+    **limits: Any,
   ):
     """Makes a searcher; nothing is sent yet.
 
@@ -127,9 +104,7 @@ class WebSearcher:
       mode: 'snippet': the snippets of the provider; 'page': the passages of
         each page that match the query best.
       base_url: `http(s)://host` instead of the provider's.
-      options: further parameters of the API, such as {'gl': 'us'}.
       rate: maximal calls per second.
-      max_calls, max_cost, price, ledger: see `Budget`.
       timeout_s: of one attempt, from connecting to the last byte.
       retries: attempts after the first, for 429, 5xx and broken connections;
         each is a call of the budget.
@@ -138,10 +113,10 @@ class WebSearcher:
       max_bytes: of one answer, unpacked.
       concurrency: calls at once.
       page_chars: of one page, in page mode.
-      page_concurrency: pages fetched at once.
       page_cpu_s: CPU time of the process that reads one page.
       fetcher: of the pages.
       environ: the environment with the keys.
+      limits: max_calls, max_cost, price and ledger of `Budget`.
 
     Raises:
       ValueError: an unknown provider or mode, a missing or invalid key, or a
@@ -158,14 +133,10 @@ class WebSearcher:
     self.base_url = (base_url or api.base_url).rstrip('/')
     if not re.fullmatch(r'https?://[^@?#\s]+', self.base_url):
       raise ValueError('base_url is not of the form http(s)://host:port/path')
-    self._options = {**api.fixed, **(options or {})}
-    self.identity = {
-      'web': provider,
-      'url': self.base_url,
-      'mode': mode,
-      'options': self._options,
-      **({'page_chars': page_chars} if mode == 'page' else {}),
-    }
+    self.identity = {'web': provider, 'url': self.base_url, 'mode': mode}
+    self.identity['options'] = api.fixed
+    if mode == 'page':
+      self.identity['page_chars'] = page_chars
     self._secrets = key, urllib.parse.quote(key, '')
     self._pause_s = 1 / rate if rate else 0.0
     self._answered = False  # any query
@@ -174,25 +145,22 @@ class WebSearcher:
     self.backoff_s, self.max_wait_s = backoff_s, max_wait_s
     self.max_bytes, self.page_chars = max_bytes, page_chars
     self.page_cpu_s = page_cpu_s
-    self.threads = concurrency + page_concurrency
+    self.threads = concurrency + _FETCHES
     self._calls = asyncio.Semaphore(concurrency)
-    self._fetches = asyncio.Semaphore(page_concurrency)
-    limits = {'max_calls': max_calls, 'max_cost': max_cost, 'price': price}
-    self.budget = Budget(provider, path=ledger, **limits)
+    self._fetches = asyncio.Semaphore(_FETCHES)
+    self.budget = Budget(provider, **limits)
     # A transport of our own uses no proxy of the environment. The timeout of
     # httpx limits each read, which a slow stream of bytes never exceeds.
     headers = {'Accept': 'application/json', 'Accept-Encoding': 'gzip'}
-    self._client = httpx.AsyncClient(
-      transport=_Keyed(api, key), timeout=None, headers=headers
-    )
+    options = {'transport': _Keyed(api, key), 'headers': headers}
+    self._client = httpx.AsyncClient(**options, timeout=None)
     # Runs the searches of all threads.
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
     self._thread.start()
     # Caches the last pages, which other queries may find too.
-    self._page = functools.lru_cache(64)(
-      lambda url: self._loop.create_task(self._read(url))
-    )
+    read = lambda url: self._loop.create_task(self._read(url))
+    self._page = functools.lru_cache(64)(read)
     # Threads that wait for the process of a page.
     self._readers = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
     if mode == 'page':
@@ -206,11 +174,7 @@ class WebSearcher:
     The number of results is limited to those of one call. A query is cut at
     400 characters or 50 words; a query without words is not sent and finds
     nothing. Scores are 1 / rank.
-
-    Raises:
-      ValueError: k < 1.
     """
-    check_k(k)
     return self._run(self._search(queries, k))
 
   def close(self) -> None:
@@ -230,7 +194,7 @@ class WebSearcher:
     return [await tasks[query] for query in queries]
 
   async def _answer(self, query: str, k: int) -> Answer:
-    sent = sendable(query)
+    sent = providers.sendable(query)
     if not sent:
       return []
     try:
@@ -251,7 +215,7 @@ class WebSearcher:
   async def _ask(self, query: str, k: int) -> list[Row]:
     """The results, after up to `retries` further attempts."""
     fields = {'q': query, self._api.count: min(k, self._api.most)}
-    fields |= self._options
+    fields |= self._api.fixed
     place = 'params' if self._api.method == 'GET' else 'json'
     for attempt in range(self.retries + 1):
       self.budget.take()
@@ -297,13 +261,15 @@ class WebSearcher:
     if status != 200:
       # Brave's limits are per second and per month, in this order.
       _, month, left = headers.get('X-RateLimit-Remaining', '').rpartition(',')
-      if SPENT.search(said) or status == 429 and month and left.strip() == '0':
+      spent = status == 429 and month and left.strip() == '0'
+      if spent or providers.SPENT.search(said):
         raise SearchFailed(f'the quota is used up: {problem}')
-      reset = headers.get('X-RateLimit-Reset', '').split(',')[0]
       if status in _RETRIED:
+        reset = headers.get('X-RateLimit-Reset', '').split(',')[0]
         wait = retry_after(headers.get('Retry-After', reset))
         raise SearchFailed(problem, wait)
-      if status in _REFUSED and self._answered and KEY_REFUSED not in said:
+      key_refused = providers.KEY_REFUSED in said
+      if status in _REFUSED and self._answered and not key_refused:
         metrics.WEB.labels('refused').inc()
         return []
       raise SearchFailed(problem)
@@ -311,7 +277,7 @@ class WebSearcher:
       answer = json.loads(body)
       error = answer.get('error') if isinstance(answer, dict) else None
       # SerpAPI reports some failures, and no results, with 200.
-      if error and not str(error).startswith(NOTHING):
+      if error and not str(error).startswith(providers.NOTHING):
         raise SearchFailed(f'error: {error}', 0)
       rows = self._api.parse(answer)
       self._answered = True
@@ -326,9 +292,7 @@ class WebSearcher:
     try:
       text = await self._page(row.url)
       if len(text) > self.page_chars:
-        text = await self._loop.run_in_executor(
-          self._readers, self._apart, cut, text, query, self.page_chars
-        )
+        text = await self._elsewhere(cut, text, query, self.page_chars)
       shows = 'pages' if text else 'fallbacks'
     # Any error of an untrusted page fails only this page.
     except Exception as error:
@@ -345,9 +309,10 @@ class WebSearcher:
       page = await self._fetcher.fetch(url)
       if page.media_type == 'text/plain':
         return page.text.strip()
-      return await self._loop.run_in_executor(
-        self._readers, self._apart, _main_text, page.text
-      )
+      return await self._elsewhere(_main_text, page.text)
+
+  def _elsewhere(self, *work) -> asyncio.Future:
+    return self._loop.run_in_executor(self._readers, self._apart, *work)
 
   def _apart(self, function: Callable[..., str], *args: object) -> str:
     """Calls a function in a new process; returns '' and logs if it raises.

@@ -14,7 +14,7 @@ import pytest
 from retrieval import build_index, dense_faiss, files, vectors
 from retrieval.corpus import CorpusError
 from retrieval.encoder import Encoder
-from retrieval.folder import open_folder, open_index
+from retrieval.folder import FolderError, open_folder, open_index
 from retrieval.store import open_store
 from tests import memory
 from tests.conftest import ROOT
@@ -226,7 +226,7 @@ def test_other_corpus_is_refused(source, tmp_path):
   build(tmp_path / 'x', index=['dense_jax'])
   build(tmp_path / 'z', corpus=str(other))
   shutil.copy(tmp_path / 'z/corpus.arrow', tmp_path / 'x/corpus.arrow')
-  with pytest.raises(CorpusError, match='manifest.json and corpus.arrow'):
+  with pytest.raises(FolderError, match='corpus.arrow is not the corpus'):
     build(tmp_path / 'x', index=['bm25'])
 
 

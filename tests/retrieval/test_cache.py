@@ -230,13 +230,8 @@ def test_the_order_of_an_identity_does_not_count(path):
   assert other.asked == []
 
 
-def test_a_wrong_k_is_named(path):
-  with pytest.raises(ValueError, match='k=0'):
-    recorded(Source(), path, ['a'], 0)
-
-
 def test_an_absent_store_is_not_replayed(path):
-  with pytest.raises(StoreError, match='no such file'):
+  with pytest.raises(StoreError, match='unable to open'):
     Recorded(None, path)
   assert not path.exists()
   Recorded(Source(), path).close()

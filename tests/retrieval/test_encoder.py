@@ -135,6 +135,16 @@ def test_compiles_once_for_each_bucket(folder, monkeypatch):
   assert traced == shapes
 
 
+class Encoded:
+  """What a tokenizer makes of a text of n tokens."""
+
+  def __init__(self, n):
+    self.ids = self.type_ids = [1] * n
+
+  def __len__(self):
+    return len(self.ids)
+
+
 @pytest.mark.parametrize('cpu', [True, False])
 @pytest.mark.parametrize('query', [True, False])
 def test_shapes_are_those_of_all_batches(model, monkeypatch, cpu, query):
@@ -144,7 +154,8 @@ def test_shapes_are_those_of_all_batches(model, monkeypatch, cpu, query):
     shapes, met = model.tokens.shapes(most, 96, query), set()
     for _ in range(200):
       lengths = rng.integers(2, 97, rng.integers(1, most + 1)).tolist()
-      met |= {s[1:] for s in model.tokens.batches(lengths, 96, query)}
+      found = model.tokens.batches([*map(Encoded, lengths)], 96, query)
+      met |= {ids.shape for _, ids, _, _ in found}
     assert met <= set(shapes)
     assert most > 5 or len(met) > len(shapes) / 2  # not a list of anything
 
@@ -169,7 +180,9 @@ def test_batches_hold_every_text_once_with_little_padding(model):
   for count in (1, 2, 7, 33, 500):
     lengths = rng.integers(3, 25, count).tolist()
     seen, size = [], 0
-    for at, R, T in model.tokens.batches(lengths, 96):
+    for at, ids, _, n in model.tokens.batches([*map(Encoded, lengths)], 96):
+      R, T = ids.shape
+      assert n[: len(at)].tolist() == ids[: len(at)].sum(1).tolist()
       assert len(at) <= R and all(lengths[i] <= T for i in at)
       assert R * T <= 1024
       seen += at.tolist()
@@ -298,7 +311,7 @@ def test_an_unknown_family_names_the_option(copy):
     ({'model_type': 'xlm-roberta'}, "model_type='xlm-roberta'.*'bert'"),
     ({'hidden_act': 'relu'}, "hidden_act='relu'"),
     ({'position_embedding_type': 'relative_key'}, 'position_embedding_type'),
-    ({'hidden_size': None}, 'hidden_size=None; expected an integer'),
+    ({'hidden_size': None}, 'hidden_size=None; expected a number'),
     ({'num_attention_heads': 5}, 'not a multiple'),
     ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
     ({'intermediate_size': 65}, r'intermediate.*has shape .*requires \(65,'),

@@ -86,16 +86,3 @@ def test_parameters_name_the_parts():
     'depth': 5,
     'indexes': [{'name': 'listed', 'ids': [1]}, {'name': 'listed', 'ids': [2]}],
   }
-
-
-@pytest.mark.parametrize(
-  'lists, options, words',
-  [
-    ([], {}, 'at least one index'),
-    ([Listed([0]), Listed([0], count=9)], {}, 'listed 10, listed 9'),
-    ([Listed([0])], dict(depth=0), 'depth=0 must be at least 1'),
-  ],
-)
-def test_refuses(lists, options, words):
-  with pytest.raises(ValueError, match=words):
-    Hybrid(lists, **options)

@@ -6,9 +6,9 @@ import sys
 import pytest
 import rich.console
 
+from retrieval import files
 from retrieval.bm25 import Analyzer, BM25Index
 from retrieval.client import Hit
-from retrieval.folder import write_manifest
 from retrieval.search import search_server, show
 from retrieval.store import write_store
 from tests import here
@@ -70,7 +70,7 @@ def test_command_errors(tmp_path, corpus_path):
   for args, said in (
     (['--url=http://127.0.0.1:1', 'x'], 'unreachable'),
     (['--url=127.0.0.1:1', 'x'], 'http://host:port'),
-    ([f'--corpus={tmp_path}/absent', 'x'], 'no such file'),
+    ([f'--corpus={tmp_path}/absent', 'x'], 'No such file'),
     ([f'--corpus={corpus_path}'], 'at least one "query"'),
     (['x'], '--url, --corpus'),
     ([f'--corpus={corpus_path}', '--nprobe=3', 'x'], 'needs --index_folder'),
@@ -83,8 +83,8 @@ def test_command_errors(tmp_path, corpus_path):
 def test_an_index_folder_answers_as_the_corpus_does(corpus_path, tmp_path):
   store = write_store(corpus_path, tmp_path / 'corpus.arrow')
   index = BM25Index.build(store.contents, tmp_path / 'bm25')
-  write_manifest(
-    tmp_path,
+  files.write_json(
+    tmp_path / 'manifest.json',
     {
       'format': 1,
       'vectors': None,
