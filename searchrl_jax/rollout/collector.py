@@ -81,9 +81,8 @@ class Collector:
 
   def state(self) -> dict:
     """The stream's cursor before the first step that was not taken."""
-    for _, one in sorted(self._under_way.items()):
-      return one.cursor
-    return self._stream.state()
+    steps = sorted(self._under_way)
+    return self._under_way[steps[0]].cursor if steps else self._stream.state()
 
   def restore(self, state: dict) -> None:
     self._stream.restore(state)
