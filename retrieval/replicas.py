@@ -26,8 +26,10 @@ from retrieval.core import identity_hash
 _log = logging.getLogger(__name__)
 
 _FIX = {  # kind of an error -> what to do
-  'unreachable': """Start it (python -m retrieval.server --corpus=...), correct
-the URL, or name the certificate of your https server in RETRIEVAL_CA_FILE.""",
+  'unreachable': (
+    'Start it (python -m retrieval.server --corpus=...), correct the URL, or '
+    'name the certificate of your https server in RETRIEVAL_CA_FILE.'
+  ),
   'timeout': 'Check the load of the server, or raise timeout_s.',
   'overloaded': 'Send fewer requests at once, or raise deadline_s.',
   'bad_response': 'Check that the URL is a retrieval server, and its log.',

@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused_before_any_model_loads(
 ):
   monkeypatch.setattr(build, 'tokenizer', None)
   for fields, message in (
-    ({'eval.k': (4,)}, 'config.eval.k holds 4'),
+    ({'eval.k': (4,)}, 'config.eval.k=.4,. needs numbers'),
     ({'eval.best_of': 'certainty', 'eval.n': 1, 'eval.k': ()}, 'best_of'),
   ):
     with pytest.raises(ValueError, match=message):
