@@ -66,11 +66,16 @@ def _blocks(w, n: int, mesh):
   return (first, rows), padding > 0
 
 
+def _whole(rows, dtype, mesh):
+  """A run of rows of the head in `dtype`, gathered over fsdp only once."""
+  return sharding.constrain(rows.astype(dtype), mesh, 'vocab', None, None)
+
+
 def _logits(x, rows, temperature, mesh):
   """float32 [S, C, ways, Vb] of rows [ways, Vb, D]."""
   # Two axes, not three: see `decoder.dense`.
   flat = x.reshape(-1, x.shape[-1])
-  table = rows.reshape(-1, rows.shape[-1]).astype(x.dtype)
+  table = rows.reshape(-1, rows.shape[-1])
   z = decoder.einsum32('RD,VD->RV', flat, table)
   if temperature != 1.0:
     z = z * (1.0 / temperature)
@@ -78,10 +83,10 @@ def _logits(x, rows, temperature, mesh):
   return sharding.constrain(z, mesh, 'batch', 'time', 'vocab', None)
 
 
-def _average(p, rows, dtype):
+def _average(p, rows):
   """p [S, C, ways, Vb] times rows [ways, Vb, D] -> float32 [S, C, D]."""
-  flat = p.reshape(math.prod(p.shape[:2]), -1).astype(dtype)
-  table = rows.reshape(-1, rows.shape[-1]).astype(dtype)
+  flat = p.reshape(math.prod(p.shape[:2]), -1).astype(rows.dtype)
+  table = rows.reshape(-1, rows.shape[-1])
   return decoder.einsum32('RV,VD->RD', flat, table).reshape(*p.shape[:2], -1)
 
 
@@ -96,7 +101,7 @@ def _normaliser(x, w, temperature, chunk, mesh, average: bool):
 
   def step(carry, part):
     top, total, a = carry
-    first, rows = part
+    first, rows = part[0], _whole(part[1], x.dtype, mesh)
     z = _logits(x, rows, temperature, mesh)
     if padded:
       real = first[:, None] + jnp.arange(rows.shape[1]) < V
@@ -106,7 +111,7 @@ def _normaliser(x, w, temperature, chunk, mesh, average: bool):
     shrink = jnp.exp(top - new)
     total = total * shrink + jnp.sum(e, (-2, -1))
     if average:
-      a = a * shrink[..., None] + _average(e, rows, x.dtype)
+      a = a * shrink[..., None] + _average(e, rows)
     return (new, total, a), None
 
   zero = jnp.zeros(x.shape[:2], jnp.float32)
@@ -168,7 +173,7 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
   wide = lambda y: y[..., None, None]
 
   def step(dx, part):
-    first, rows = part
+    first, rows = part[0], _whole(part[1], x.dtype, mesh)
     logp = _logits(x, rows, temperature, mesh) - wide(lse)
     p = jnp.exp(logp)
     vocab = first[:, None] + jnp.arange(rows.shape[1])
@@ -177,7 +182,7 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
       # dH / dz = -p (log p + H). Padding rows are zero: so is their share.
       more = wide(g_entropy) * p * (logp + wide(entropy))
       dz = dz - more
-      dx = dx - _average(more, rows, x.dtype)
+      dx = dx - _average(more, rows)
     flat = dz.astype(x.dtype).reshape(S * C, -1)
     dw = decoder.einsum32('RV,RD->VD', flat, x.reshape(S * C, D))
     return dx, dw.reshape(rows.shape).astype(w.dtype)

@@ -2,10 +2,12 @@
 
 import hypothesis
 from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import families
+from searchrl_jax.models import decoder, families
 from tests.golden import models
 
 LLAMA = models.CONFIGS['llama3.1']
@@ -286,3 +288,11 @@ def test_a_projection_by_hand():
   tensor = table['model.layers.2.self_attn.o_proj.weight']
   x = x.T
   assert tensor.to_ours(x)[3, 2, 5] == x[5, 3 * H + 2]
+
+
+def test_gradients_of_weights_are_sums_in_float32():
+  """In half precision too: 257 is no bfloat16 (256 and 258 are)."""
+  x = jnp.ones((1, 257, 1), jnp.bfloat16)
+  w = jnp.ones((1, 1), jnp.float32)
+  grad = jax.grad(lambda w: decoder.dense(x, w).astype(jnp.float32).sum())(w)
+  assert grad.dtype == jnp.float32 and float(grad[0, 0]) == 257.0
