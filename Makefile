@@ -19,7 +19,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
 .PHONY: help setup quickstart sidecar test test-quick test-parity \
-  test-sidecar lint sizes clean
+  test-sidecar aot lint sizes clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
@@ -30,6 +30,8 @@ help:
 	@echo 'make test-parity            installs torch, compares with it live'
 	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
+	@echo 'make aot                    compilers for GPUs and TPUs in .venv-aot (6 GB):'
+	@echo '                            .venv-aot/bin/python -m searchrl_jax.aot --help'
 	@echo 'make lint                   ruff (rules, format), mypy'
 	@echo 'make sizes                  lines of code of each folder'
 	@echo 'make clean                  removes environments and run folders'
@@ -94,6 +96,12 @@ test-parity: .venv-parity/.ready
 test-sidecar: setup sidecar
 	$(PY) -m pytest -m sidecar
 
+aot: .venv-aot/.ready
+
+.venv-aot/.ready: requirements.txt requirements-aot.txt tools/venv.sh
+	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-aot requirements-aot.txt
+	@touch $@
+
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -103,4 +111,4 @@ sizes:
 	@$(PYTHON) tools/sizes.py
 
 clean:
-	rm -rf .venv .venv-parity .venv-sidecar runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-parity .venv-sidecar .venv-aot runs .pytest_cache .mypy_cache .ruff_cache

@@ -11,6 +11,7 @@ The same command again continues where the run stopped. Another scheme
 from collections.abc import Callable
 import functools
 import itertools
+import sys
 
 from absl import flags
 import numpy as np
@@ -18,7 +19,14 @@ import numpy as np
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import grading, health
-from searchrl_jax.learn import advantages, batching, checks, credit, dryrun
+from searchrl_jax.learn import (
+  advantages,
+  batching,
+  checks,
+  credit,
+  dryrun,
+  gate,
+)
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
@@ -201,6 +209,8 @@ def main():
     build.check_environment(config)
     checks.check_rewards(config, ())
     tok = build.tokenizer(config, workdir)
+    if _TOPOLOGY.value:
+      sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))
     print(dryrun.report(config, tok.vocab_size))
     return
   train(config, workdir)
@@ -212,4 +222,5 @@ if __name__ == '__main__':
   _DRY_RUN = flags.DEFINE_bool(
     'dry_run', False, 'Print memory and how prompts become updates; stop.'
   )
+  _TOPOLOGY = command.define_topology()
   command.run(main)

@@ -354,7 +354,7 @@ def test_twenty_random_steps_compile_nothing():
   c = config(**{'algorithm.minibatches': 2})
   u = updater(c)
   state = u.init(update.copy(params()))
-  u.warmup(state, score=True)
+  u.warmup(state.params, score=True)
   compiled = u.compilations
   assert compiled == 6  # zeros, apply; score and accumulate for 8 and 16
   events = []

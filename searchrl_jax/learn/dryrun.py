@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,23 @@ def report(config, vocab_size: int) -> str:
   checks.check(config)
   cfg = build.model_config(config, vocab_size)
   mesh = build.mesh(config)
+  return render(config, cfg, mesh, costs(config, cfg, mesh))
+
+
+class Costs(NamedTuple):
+  """By name: bytes of a device and of the host, and what a step consists of."""
+
+  device: dict[str, int]
+  host: dict[str, int]
+  step: dict[str, Any]
+
+
+def costs(config, cfg, mesh, working: int | None = None) -> Costs:
+  """What a run takes.
+
+  working: bytes of temporaries of the program that needs most; None: of the
+  update, which is compiled for it.
+  """
   trained = learner.Learner(config, cfg, mesh)
   like = trained.like()
   state, ref, critic = like['state'], like['ref'], like.get('critic')
@@ -44,7 +62,9 @@ def report(config, vocab_size: int) -> str:
   rows |= {
     'optimizer': _bytes(state.opt_state),
     'gradients, accumulated': own,
-    update_name: working_memory(trained.updater, state.params),
+    update_name: working_memory(trained.updater, state.params)
+    if working is None
+    else working,
   }
   host = {}
   plan: dict = {'trajectories in flight, at most': flying}
@@ -79,25 +99,33 @@ def report(config, vocab_size: int) -> str:
   host[f'trajectories, {steps} steps at {limit} tokens each'] = size
   plan |= batching.plan(config, trained.shards)
   plan['updates in the run'] = optim.updates(config)
+  return Costs(rows, host, plan)
+
+
+def render(config, cfg, mesh, found: Costs) -> str:
+  """The text of `report`."""
+  engine = config.engine
   lines = [
     f'{config.name}: {cfg.n_params:,} parameters, vocabulary '
-    f'{cfg.vocab_size:,}, {jax.device_count()} x '
-    f'{jax.devices()[0].device_kind}, mesh {dict(mesh.shape)}',
+    f'{cfg.vocab_size:,}, {mesh.size} x '
+    f'{mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}',
     '',
     'Memory of one device (MiB)',
-    *(f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in rows.items()),
+    *(f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in found.device.items()),
   ]
-  if not inside:
+  if engine.module != 'jax_sampler':
     lines.append(
       f'  (the servers of engine {engine.module!r} come on top, on '
       f'{engine.url or engine.device})'
     )
   lines += ['', 'Memory of the host, of one process (MiB)']
-  lines += [f'  {name:<68}{n / 2**20:>12,.1f}' for name, n in host.items()]
+  lines += [
+    f'  {name:<68}{n / 2**20:>12,.1f}' for name, n in found.host.items()
+  ]
   lines += ['', 'One step']
   lines += [
     f'  {name.replace("_", " "):<48}{_plain(value):>12}'
-    for name, value in plan.items()
+    for name, value in found.step.items()
   ]
   return '\n'.join(lines)
 
@@ -119,7 +147,8 @@ def working_memory(updater: update.Updater, params) -> int:
   most = 0
   for length in updater.batch_config.lengths:
     rows = batching.rows_of(updater.batch_config, length, updater.shards)
-    arrays = updater.put(batching.empty(rows, length))
+    empty = batching.empty(rows, length)
+    arrays = updater.put(empty, place=update.like_rows)
     memory = program.lower(params, params, arrays).compile().memory_analysis()
     most = max(most, getattr(memory, 'temp_size_in_bytes', 0))
   return most

@@ -105,13 +105,19 @@ class Learner:
     tree = {'state': self._state, 'ref': self._ref}
     return tree | ({'critic': self._critic_state} if self._critic else {})
 
-  def warmup(self) -> None:
+  def compile(self) -> dict[str, update.Updater]:
+    """Compiles every program from shapes; returns the updaters by role.
+
+    The critic's has the role 'critic'. No parameter is needed.
+    """
     for role, updater in self._updaters.items():
-      updater.warmup(
-        self._state, score=self.needs_old(role) or self._ref is not None
-      )
+      updater.warmup(self._shapes, score=self.needs_old(role) or self._has_ref)
     if self._critic:
-      self._critic.warmup(self._critic_state, score=True)
+      self._critic.warmup(self._critic_shapes, score=True)
+    return self._updaters | ({'critic': self._critic} if self._critic else {})
+
+  def warmup(self) -> None:
+    self.compile()
     if not self._supervised:
       self._peak = flops.peak_flops(measure=True) * jax.device_count()
 

@@ -41,12 +41,22 @@ def copy(params):
   return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
+def _row_layout(mesh, x):
+  axes = ('batch', *[None] * (x.ndim - 1))
+  return mesh and sharding.named(mesh, axes, x.shape)
+
+
 def put_rows(mesh, x) -> jax.Array:
   """An array of rows [B, ...] on the device(s)."""
   if mesh is None:
     return jnp.asarray(x)
-  axes = ('batch', *[None] * (x.ndim - 1))
-  return jax.device_put(x, sharding.named(mesh, axes, x.shape))
+  return jax.device_put(x, _row_layout(mesh, x))
+
+
+def like_rows(mesh, x) -> jax.ShapeDtypeStruct:
+  """The shape and layout of `put_rows`."""
+  layout = _row_layout(mesh, x)
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
 
 def compaction(mask: np.ndarray, shards: int, room: int):
@@ -80,7 +90,8 @@ class Updater:
 
   def __post_init__(self):
     self.shards = shards(self.mesh)
-    self._programs: dict[Any, Any] = {}
+    self.traced: dict[Any, Any] = {}
+    self.programs: dict[Any, Any] = {}  # what is traced, compiled
     self._sums = None  # names and shapes of the metrics
     # Layouts; None without a mesh.
     self._whole = self.mesh and sharding.replicated(self.mesh)
@@ -90,7 +101,7 @@ class Updater:
   @property
   def compilations(self) -> int:
     """Programs compiled so far; constant after `warmup`."""
-    return len(self._programs)
+    return len(self.programs)
 
   # ---- state
 
@@ -147,7 +158,7 @@ class Updater:
 
   # ---- microbatches
 
-  def put(self, batch: Batch, old=None, ref=None) -> dict:
+  def put(self, batch: Batch, old=None, ref=None, place=put_rows) -> dict:
     """Arrays of a microbatch on the device(s), loss tokens indexed."""
     room = batching.capacity(self.batch_config, batch.ids.shape[1], self.shards)
     index, inverse = compaction(batch.mask, self.shards, room)
@@ -159,7 +170,7 @@ class Updater:
       'ref': zeros if ref is None else ref,
     }
     del arrays['rows']
-    return {k: put_rows(self.mesh, v) for k, v in arrays.items()}
+    return {k: place(self.mesh, v) for k, v in arrays.items()}
 
   # ---- programs
 
@@ -212,10 +223,11 @@ class Updater:
 
   def _program(self, key, fn, args, out, donate=()):
     """The program `key`, compiled for the shapes of args the first time."""
-    if key not in self._programs:
+    if key not in self.programs:
       jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out())
-      self._programs[key] = jitted.lower(*args).compile()
-    return self._programs[key]
+      self.traced[key] = jitted.trace(*args)
+      self.programs[key] = self.traced[key].lower().compile()
+    return self.programs[key]
 
   def _acc_layout(self):
     return self._layout, self._whole
@@ -226,7 +238,8 @@ class Updater:
     return self._program('zeros', self._zeros, (params,), self._acc_layout)
 
   def _accumulate_program(self, params, acc, arrays, divisor):
-    key, args = arrays['ids'].shape, (params, acc, arrays, divisor)
+    key = 'accumulate', arrays['ids'].shape
+    args = params, acc, arrays, divisor
     return self._program(key, self._accumulate, args, self._acc_layout, (1,))
 
   def _apply_program(self, state, grads, loss):
@@ -245,21 +258,28 @@ class Updater:
     key = 'score', arrays['ids'].shape
     return self._program(key, score, (params, arrays), out)
 
-  def warmup(self, state: TrainState, *, score: bool) -> None:
-    """Compiles every program for every bucket; only `zeros` is run.
+  def warmup(self, shapes, *, score: bool) -> None:
+    """Compiles every program for every bucket; runs none.
 
-    score: whether `score` will be called (old or reference log-probs).
+    Args:
+      shapes: of the parameters, with shardings (`build.shapes`).
+      score: whether `score` will be called (old or reference log-probs).
     """
-    divisor, acc = np.float32(1), None
+    state, divisor = self.abstract(shapes), np.float32(1)
     for length in self.batch_config.lengths:
       rows = batching.rows_of(self.batch_config, length, self.shards)
-      arrays = self.put(batching.empty(rows, length))
+      arrays = self.put(batching.empty(rows, length), place=like_rows)
       if score:
-        self._score_program(state.params, arrays)
-      zeros = self._zeros_program(state.params, arrays, divisor)
-      acc = acc or zeros(state.params)
-      self._accumulate_program(state.params, acc, arrays, divisor)
-    self._apply_program(state, acc[0], acc[1]['loss'])
+        self._score_program(shapes, arrays)
+      self._zeros_program(shapes, arrays, divisor)
+      # A gradient lies as its parameter does.
+      sums = jax.eval_shape(self._zeros, shapes)[1]
+      sums = {
+        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._whole)
+        for k, v in sums.items()
+      }
+      self._accumulate_program(shapes, (shapes, sums), arrays, divisor)
+    self._apply_program(state, shapes, sums['loss'])
 
   # ---- what a loop calls
 

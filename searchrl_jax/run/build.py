@@ -22,6 +22,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, pretrained
+from searchrl_jax.models import shapes as shapes_lib
 from searchrl_jax.run import checkpoint, lookup, records, schema, sharding
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
@@ -74,11 +75,11 @@ def _tuples(fields: dict) -> dict:
   return {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
 
 
-def mesh(config: ConfigDict):
+def mesh(config: ConfigDict, devices=None):
   """Makes the mesh; disables TF32 on GPUs if the model is float32."""
   if config.model.dtype == 'float32':
     jax.config.update('jax_default_matmul_precision', 'highest')
-  return sharding.make_mesh(**config.mesh.to_dict())
+  return sharding.make_mesh(**config.mesh.to_dict(), devices=devices)
 
 
 def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
@@ -158,8 +159,11 @@ def local(path: str, field: str = 'config.model.path') -> str:
 def model_config(config: ConfigDict, vocab_size: int):
   """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
   flags = {name: config.model[name] for name in _COMPUTED}
-  if config.model.path:
-    cfg = pretrained.read_config(local(config.model.path), **flags)
+  path = config.model.path
+  if path in shapes_lib.NAMED and not pathlib.Path(path).is_dir():
+    cfg = pretrained.decoder_config(shapes_lib.NAMED[path], **flags)
+  elif path:
+    cfg = pretrained.read_config(local(path), **flags)
   else:
     lookup.require(config.model.arch, 'config.model needs a path or an arch')
     arch = {'vocab_size': vocab_size} | config.model.arch.to_dict()

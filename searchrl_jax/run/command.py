@@ -51,6 +51,16 @@ def define_checkpoint():
   )
 
 
+def define_topology(required: bool = False):
+  return flags.DEFINE_string(
+    'topology',
+    None,
+    'Accelerators to compile for, without having them: CHIP:SIZES, such as '
+    'h200:1x8, h100:4x8 (nodes x GPUs), v5e:8x8 or v5p:2x2x4.',
+    required=required,
+  )
+
+
 def parse_defined() -> list[str]:
   """Parses the flags defined so far and returns the other arguments."""
   try:

@@ -6,6 +6,7 @@ axes do not divide is replicated (KV heads on a wide tensor axis are the usual
 case). The constraint helpers do nothing without a mesh.
 """
 
+import contextlib
 import math
 
 import jax
@@ -31,6 +32,24 @@ RULES = {
   'norm': (),
   None: (),
 }
+
+
+_target: list[str] = []
+
+
+@contextlib.contextmanager
+def compiling_for(platform: str):
+  """Makes `platform()` that of devices that are only described (`topology`)."""
+  _target.append(platform)
+  try:
+    yield
+  finally:
+    _target.pop()
+
+
+def platform() -> str:
+  """What programs are compiled for: 'cpu', 'gpu' or 'tpu'."""
+  return _target[-1] if _target else jax.default_backend()
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):

@@ -19,7 +19,7 @@ BLOCK = 1024
 
 
 def block_size() -> int:
-  return BLOCKS.get(jax.default_backend(), BLOCK)
+  return BLOCKS.get(sharding.platform(), BLOCK)
 
 
 def length(max_len: int) -> int:

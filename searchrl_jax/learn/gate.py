@@ -1,0 +1,238 @@
+"""The programs of a run, compiled for a topology and checked.
+
+The programs are those that the run itself compiles (`Learner.compile`, the
+in-process sampler's `Programs`), for devices that `run/topology.py` describes.
+Memory, collectives and kernels are the compiler's; seconds are an estimate from
+the chip's data sheet.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from searchrl_jax.engines.jax import caches, decode
+from searchrl_jax.learn import checks, dryrun
+from searchrl_jax.learn.learner import Learner
+from searchrl_jax.run import build, hlo, sharding
+from searchrl_jax.run.topology import GIB, Topology, parse, prepare
+
+BUDGET = 0.9  # of a device's memory
+MIB = 2**20
+
+
+class Check(NamedTuple):
+  """A property that a full-size program must have."""
+
+  program: str
+  what: str
+  good: bool
+  found: str
+
+
+class Program:
+  """A compiled program with what its text says.
+
+  Attributes:
+    arguments, temporary: bytes of one device.
+    flops: of the matrix products, on one device.
+    hlo: hlo.Program.
+  """
+
+  def __init__(
+    self, name: str, traced: Any, compiled: Any, devices: int, inner: int = 1
+  ):
+    self.name = name
+    self.hlo = hlo.Program(compiled.as_text(), inner)
+    memory = compiled.memory_analysis()
+    self.arguments = memory.argument_size_in_bytes
+    self.temporary = memory.temp_size_in_bytes
+    self.flops = hlo.dot_flops(traced.jaxpr) / devices
+    self.collectives = self.hlo.collectives()
+
+  def seconds(self, topology: Topology) -> dict[str, float]:
+    """Lower bounds by what limits them; nothing is assumed to overlap less
+    than completely."""
+    chip = topology.chip
+    moved = sum(c.nbytes * c.times for c in self.collectives)
+    across = len(topology) > topology.node
+    return {
+      'products': self.flops / chip.flops,
+      'memory': self.hlo.traffic() / chip.bandwidth,
+      'links': moved / (chip.network if across else chip.link),
+    }
+
+
+def programs(config, cfg, mesh) -> Iterator[Program]:
+  """Every program of a run of `config`, compiled for the mesh's devices."""
+  for role, updater in Learner(config, cfg, mesh).compile().items():
+    for key, compiled in updater.programs.items():
+      # 'apply', or ('accumulate', (B, T)).
+      name = (key,) if isinstance(key, str) else (key[0], str(key[1][1]))
+      title = '/'.join([role, *name]).lstrip('/')
+      yield Program(title, updater.traced[key], compiled, mesh.size)
+  if config.engine.module == 'jax_sampler':
+    yield from _sampler(config.engine, cfg, mesh)
+
+
+def _sampler(engine, cfg, mesh) -> Iterator[Program]:
+  cfg = dataclasses.replace(cfg, dtype=engine.dtype, remat='none')
+  parts = sharding.parts(mesh, engine.slots)
+  shape = decode.Shape(
+    engine.slots, engine.max_len, engine.chunk, engine.prefill_rows, parts
+  )
+  jitted = decode.programs(cfg, shape, mesh)
+  held = (
+    decode.abstract(cfg, mesh),
+    caches.abstract(cfg, engine.slots, engine.max_len, mesh),
+  )
+  blocks = caches.length(engine.max_len) // caches.block_size()
+  width = shape.widths[-1]
+  one = np.zeros(shape.rows(width), np.int32)
+  rows = np.zeros((len(one), width), np.int32), one, one, one
+  for name, program, arguments in (
+    ('decode', jitted.decode, (decode.idle_state(engine.slots),)),
+    (f'prefill/{width}', jitted.fresh, rows),
+    (f'prefill/{width}/extend', jitted.extend, rows),
+  ):
+    traced = program.trace(*held, *arguments)
+    compiled = traced.lower().compile()
+    yield Program(name, traced, compiled, mesh.size, inner=blocks)
+
+
+def verify(program: Program, cfg, topology) -> list[Check]:
+  """What must hold of one program."""
+  out: list[Check] = []
+
+  def check(what, good, found=''):
+    out.append(Check(program.name, what, bool(good), found))
+
+  def moved(kinds, where=lambda c: True):
+    chosen = [c for c in program.collectives if c.kind in kinds and where(c)]
+    return sum(c.nbytes * c.times for c in chosen)
+
+  name = program.name.split('/')
+  gather, scatter = ('all-gather',), ('reduce-scatter', 'all-reduce')
+
+  def wide(c):
+    return c.nbytes >= MIB and any(s.dtype == 'f32' for s in c.shapes)
+
+  if 'accumulate' in name or 'score' in name:
+    length = int(name[-1])
+    square = [
+      str(shape)
+      for _, shape, _ in program.hlo.largest(10**9)
+      if shape.dtype == 'f32' and shape.dims[-2:] == (length, length)
+    ]
+    check('no float32 scores of all pairs', not square, ', '.join(square[:2]))
+    if cfg.dtype != 'float32':
+      kernels = ' '.join(program.hlo.targets())
+      wanted = ['fmhaSoftmax'] if topology.gpu else ['tpu_custom_call']
+      if 'accumulate' in name and topology.gpu:
+        wanted.append('fmhaSoftmaxBackward')
+      check(
+        f'attention by {" and ".join(wanted)}',
+        all(w in kernels for w in wanted),
+        kernels,
+      )
+      size = moved(gather, wide)
+      check('no float32 gathers of weights', not size, f'{size / MIB:,.0f} MiB')
+  if 'accumulate' in name and len(topology) > 1:
+    copies = moved(gather) / (2 * cfg.n_params)
+    check('weights gathered at most 2.2 times', copies <= 2.2, f'{copies:.2f}')
+    layers = [
+      c
+      for c in program.collectives
+      if c.kind in scatter and c.loop and c.nbytes >= MIB
+    ]
+    kinds = {c.kind for c in layers}
+    check(
+      'gradients are reduce-scattered, not all-reduced',
+      kinds <= {'reduce-scatter'},
+      ', '.join(sorted(kinds)),
+    )
+    narrow = {s.dtype for c in layers for s in c.shapes} - {'f32'}
+    check(
+      'gradients are reduced in float32', not narrow, ', '.join(sorted(narrow))
+    )
+  if name[0] in ('decode', 'prefill'):
+    size = moved(gather, lambda c: c.nbytes >= MIB)
+    check('no gathers of weights or caches', not size, f'{size / MIB:,.0f} MiB')
+  if name[0] == 'decode':
+    read = program.hlo.traffic(lambda _, loop: loop)
+    share = read / program.arguments
+    check(
+      'a token reads at most 1.3 times weights and cache',
+      share <= 1.3,
+      f'{share:.2f}',
+    )
+  return out
+
+
+def describe(program: Program, topology: Topology) -> list[str]:
+  """Lines on one program for the report."""
+  seconds = program.seconds(topology)
+  slowest = max(seconds, key=seconds.__getitem__)
+  lines = [
+    f'{program.name}: arguments {program.arguments / GIB:.2f} GiB, temporary '
+    f'{program.temporary / GIB:.2f} GiB, products '
+    f'{program.flops / 1e12:,.2f} TFLOP; estimate '
+    f'{1e3 * seconds[slowest]:,.1f} ms ({slowest})'
+  ]
+  groups: dict[tuple, list[int]] = {}
+  for c in program.collectives:
+    dtypes = '+'.join(sorted({s.dtype for s in c.shapes}))
+    total = groups.setdefault((c.kind, dtypes, c.loop), [0, 0])
+    total[0] += c.times
+    total[1] += c.nbytes * c.times
+  for (kind, dtypes, loop), (times, nbytes) in groups.items():
+    lines.append(
+      f'  {kind} {dtypes}: {nbytes / MIB:,.1f} MiB in {times:,} calls'
+      f'{", in a loop" if loop else ""}'
+    )
+  for nbytes, shape, op in program.hlo.largest(3):
+    lines.append(f'  buffer {shape}: {nbytes / MIB:,.1f} MiB, {op[-60:]}')
+  return lines
+
+
+def show(config, name: str, vocab_size: int) -> int:
+  """Prints what a run of `config` needs on a topology; returns the exit code.
+
+  Memory counts what is resident at the same time, with the temporaries of the
+  program that needs most. The code is 2 if that is more than BUDGET.
+
+  Raises:
+    ConfigError: no such topology, or one that does not fit config.mesh.
+  """
+  checks.check(config)
+  topology = parse(name)
+  prepare()
+  jax.config.update('jax_platforms', 'cpu')
+  with sharding.compiling_for('gpu' if topology.gpu else 'tpu'):
+    mesh = build.mesh(config, topology.devices())
+    cfg = build.model_config(config, vocab_size)
+    found, most = [], 0
+    print(f'{topology.name}: compiles for {mesh.size} devices', flush=True)
+    for program in programs(config, cfg, mesh):
+      print('\n'.join(describe(program, topology)), flush=True)
+      found += verify(program, cfg, topology)
+      most = max(most, program.temporary)
+    costs = dryrun.costs(config, cfg, mesh, working=most)
+    print(f'\n{dryrun.render(config, cfg, mesh, costs)}\n\nChecks')
+  total, memory = costs.device['in all'], topology.chip.memory
+  over = total > BUDGET * memory
+  said = f'{total / GIB:.1f} of {memory / GIB:.0f} GiB'
+  if over:
+    said += (
+      '; raise config.mesh.fsdp or config.mesh.tensor, or lower '
+      'config.batch.tokens, config.engine.slots or config.engine.max_len'
+    )
+  what = f'at most {BUDGET:.0%} of the memory is used'
+  found.insert(0, Check('memory', what, not over, said))
+  width = max(len(c.program) for c in found) + 2
+  for c in found:
+    verdict = 'holds' if c.good else 'MISSED'
+    print(f'  {c.program:<{width}}{verdict:<8}{c.what}: {c.found or "yes"}')
+  return 2 * over

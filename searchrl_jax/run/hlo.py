@@ -1,0 +1,292 @@
+"""What a compiled program does, read from the text that XLA prints of it.
+
+XLA's cost analysis is absent for GPUs and counts the body of a loop once. Here
+every instruction counts as often as the loops around it run.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+_BITS = {'pred': 8, 'u4': 4, 's4': 4, 'c64': 64, 'c128': 128, 'token': 0}
+_COLLECTIVES = (
+  'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all',
+  'collective-permute', 'collective-broadcast', 'ragged-all-to-all',
+)  # fmt: skip
+# Instructions that move no data.
+_FREE = {
+  'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while',
+  'conditional', 'call', 'after-all', 'partition-id', 'replica-id',
+  'opt-barrier', 'async-start', 'async-update', 'async-done',
+}  # fmt: skip
+_SLICES = ('dynamic-slice', 'gather', 'slice')  # read what they return
+# Write the operand of this number into their first one, where it is.
+_IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
+
+
+class Shape(NamedTuple):
+  dtype: str
+  dims: tuple[int, ...]
+
+  @property
+  def nbytes(self) -> int:
+    bits = _BITS.get(self.dtype)
+    if bits is None:
+      bits = int(re.search(r'\d+', self.dtype)[0])
+    return math.prod(self.dims) * bits // 8
+
+  def __str__(self) -> str:
+    return f'{self.dtype}[{",".join(map(str, self.dims))}]'
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One instruction. op: the JAX operation that it comes from."""
+
+  name: str
+  opcode: str
+  shapes: tuple[Shape, ...]
+  operands: tuple[str, ...]
+  called: tuple[str, ...]
+  trips: int | None  # of a loop; None: XLA does not know
+  target: str  # of a custom call
+  op: str
+
+  @property
+  def nbytes(self) -> int:
+    return sum(shape.nbytes for shape in self.shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """A collective operation of one device.
+
+  nbytes: of its result. times: how often it runs; loop: whether in a loop.
+  """
+
+  kind: str
+  shapes: tuple[Shape, ...]
+  nbytes: int
+  times: int
+  loop: bool
+  op: str
+
+
+_INSTRUCTION = re.compile(r'\s+(?:ROOT )?(%?[\w.-]+) = (.*)')
+_SHAPE = re.compile(r'\b([a-z]\w*)\[([\d,]*)\]')
+_CALLED = re.compile(
+  r'\b(?:calls|body|condition|to_apply|branch_computations|'
+  r'true_computation|false_computation)=(?:\{([^}]*)\}|(%?[\w.-]+))'
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+class Program:
+  """A compiled program.
+
+  Args:
+    text: `jax.stages.Compiled.as_text()`.
+    inner: how often a loop of unknown length runs that is in another loop; one
+      that is not counts once.
+  """
+
+  def __init__(self, text: str, inner: int = 1):
+    self._inner = inner
+    self.computations: dict[str, dict[str, Instruction]] = {}
+    self.entry, current = '', None
+    for line in text.splitlines():
+      if line[:1] not in ' }' and line.endswith('{') and '->' in line:
+        name = line.removeprefix('ENTRY ').split(' ')[0].lstrip('%')
+        current = self.computations[name] = {}
+        if line.startswith('ENTRY'):
+          self.entry = name
+      elif current is not None and (match := _INSTRUCTION.match(line)):
+        found = _instruction(match[1], match[2])
+        current[found.name] = found
+
+  @functools.cached_property
+  def times(self) -> dict[str, tuple[int, bool]]:
+    """Computation -> how often it runs, and whether in a loop.
+
+    Without those that a fusion or a reduction applies.
+    """
+    out: dict[str, tuple[int, bool]] = {}
+    waiting = [(self.entry, 1, False)]
+    while waiting:
+      name, times, loop = waiting.pop()
+      before, looped = out.get(name, (0, False))
+      out[name] = before + times, loop or looped
+      for i in self.computations[name].values():
+        if i.opcode == 'while':
+          trips = i.trips or (self._inner if loop else 1)
+          waiting += [(c, times * trips, True) for c in i.called]
+        elif i.opcode in ('call', 'conditional', 'async-start'):
+          waiting += [(c, times, loop) for c in i.called]
+    return out
+
+  def instructions(self) -> Iterator[tuple[Instruction, int, bool]]:
+    """Every instruction that runs, how often, and whether in a loop."""
+    for name, (times, loop) in self.times.items():
+      for i in self.computations[name].values():
+        yield i, times, loop
+
+  def collectives(self) -> list[Collective]:
+    """Largest first."""
+    out = []
+    for i, times, loop in self.instructions():
+      kind = i.opcode.removesuffix('-start')
+      if kind not in _COLLECTIVES:
+        continue
+      shapes = i.shapes
+      if i.opcode != kind and kind != 'all-reduce':
+        # (operands, results, ...): as many results as operands.
+        shapes = shapes[len(i.operands) : 2 * len(i.operands)]
+      nbytes = sum(shape.nbytes for shape in shapes)
+      out.append(Collective(kind, shapes, nbytes, times, loop, i.op))
+    return sorted(out, key=lambda c: -c.nbytes * c.times)
+
+  def largest(self, count: int) -> list[tuple[int, Shape, str]]:
+    """The largest results of kernels: (bytes, shape, operation)."""
+    found: dict[tuple[Shape, str], int] = {}
+    for i, _, _ in self.instructions():
+      if i.opcode not in _FREE:
+        found |= {(shape, i.op or i.name): shape.nbytes for shape in i.shapes}
+    ranked = sorted(found.items(), key=lambda item: -item[1])[:count]
+    return [(size, *key) for key, size in ranked]
+
+  def targets(self) -> dict[str, int]:
+    """Names of the library kernels, and how often each runs."""
+    out: dict[str, int] = {}
+    for i, times, _ in self.instructions():
+      if i.target:
+        out[i.target] = out.get(i.target, 0) + times
+    return out
+
+  def traffic(self, where=lambda name, loop: True) -> int:
+    """Bytes that kernels read and write, as if no kernel's data stayed in a
+    cache. Of an operand of which a kernel reads slices alone, the slices.
+
+    where: (computation, whether in a loop) -> whether it counts.
+    """
+    total = 0
+    for name, (times, loop) in self.times.items():
+      if not where(name, loop):
+        continue
+      members = self.computations[name]
+      for i in members.values():
+        if i.opcode not in _FREE and not i.opcode.endswith('-done'):
+          total += times * self._moved(i, members)
+    return total
+
+  def _moved(self, i: Instruction, members: dict[str, Instruction]) -> int:
+    inner: dict[str, Instruction] = {}
+    if i.opcode == 'fusion':
+      inner = self.computations[i.called[0]]
+    parameters = [p for p in inner.values() if p.opcode == 'parameter']
+    total = 0
+    for at, operand in enumerate(i.operands):
+      size = members[operand].nbytes if operand in members else 0
+      if at < len(parameters):
+        size = min(size, _sliced(parameters[at], inner, size))
+      elif i.opcode in _SLICES and not at:
+        size = i.nbytes
+      elif i.opcode in _IN_PLACE and not at:
+        size = 0
+      total += size
+    root = list(inner.values())[-1] if inner else i
+    if root.opcode in _IN_PLACE:
+      update = root.operands[_IN_PLACE[root.opcode]]
+      return total + (inner or members)[update].nbytes
+    return total + i.nbytes
+
+
+def _sliced(parameter: Instruction, inner: dict, whole: int) -> int:
+  """Bytes of a fusion's parameter that are read: `whole`, or its slices."""
+  users = [i for i in inner.values() if parameter.name in i.operands]
+  total = 0
+  for user in users:
+    if user.opcode == 'bitcast':
+      total += _sliced(user, inner, whole)
+    elif user.opcode in _SLICES:
+      total += user.nbytes
+    elif user.opcode not in _IN_PLACE or user.operands[0] != parameter.name:
+      return whole
+  return total
+
+
+def _closing(text: str, depth: int, end: str) -> int:
+  """Where `end` closes, or follows, the brackets open in `text`."""
+  for at, char in enumerate(text):
+    depth += (char in '([{') - (char in ')]}')
+    if char == end and not depth:
+      return at
+  return len(text)
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+  """Parses what follows 'NAME = '."""
+  at = _closing(rest, 0, ' ')  # a shape may be a tuple
+  head, rest = rest[:at], rest[at + 1 :]
+  opcode, _, rest = rest.partition('(')
+  at = _closing(rest, 1, ')')
+  inside, attributes = rest[:at], rest[at + 1 :]
+  called: list[str] = []
+  for match in _CALLED.finditer(attributes):
+    called += re.findall(r'[\w.-]+', match[1] or match[2])
+  trips = _TRIPS.search(attributes)
+  target = re.search(r'custom_call_target="([^"]*)"', attributes)
+  op = re.search(r'op_name="([^"]*)"', attributes)
+  return Instruction(
+    name.lstrip('%'),
+    opcode,
+    tuple(
+      Shape(dtype, tuple(int(n) for n in dims.split(',') if n))
+      for dtype, dims in _SHAPE.findall(head)
+    ),
+    tuple(o.lstrip('%') for o in re.findall(r'%[\w.-]+', inside)),
+    tuple(called),
+    int(trips[1]) if trips else None,
+    target[1] if target else '',
+    op[1] if op else '',
+  )
+
+
+def dot_flops(jaxpr: Any, times: int = 1) -> int:
+  """FLOPs of the matrix products of a traced program on all devices.
+
+  Loops count by their length (a `while` once), branches by the largest, and
+  attention kernels by their products: 4 B N T S H forward, 10 backward.
+  """
+  total = 0
+  for eqn in jaxpr.eqns:
+    name, repeats = eqn.primitive.name, 1
+    if name == 'dot_general':
+      (contracted, _), _ = eqn.params['dimension_numbers']
+      left = eqn.invars[0].aval.shape
+      total += (
+        2
+        * times
+        * math.prod(eqn.outvars[0].aval.shape)
+        * math.prod(left[d] for d in contracted)
+      )
+      continue
+    if name.startswith('dot_product_attention'):
+      B, T, N, H = eqn.invars[0].aval.shape
+      S = eqn.invars[1].aval.shape[1]
+      products = 10 if 'bwd' in name else 4
+      total += products * times * B * N * T * S * H
+      continue
+    if name == 'scan':
+      repeats = eqn.params['length']
+    inner = [
+      getattr(p, 'jaxpr', p)
+      for value in eqn.params.values()
+      for p in (value if isinstance(value, (tuple, list)) else (value,))
+      if hasattr(getattr(p, 'jaxpr', p), 'eqns')
+    ]
+    counts = [dot_flops(p, times * repeats) for p in inner]
+    total += max(counts, default=0) if name == 'cond' else sum(counts)
+  return total

@@ -1,0 +1,144 @@
+"""The report on programs that are compiled for a topology."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from configs import search_r1
+from searchrl_jax.learn import gate
+from searchrl_jax.run import build, hlo, topology
+from tests import tiny
+from tests.conftest import ROOT
+
+H200 = topology.parse('h200:1x8')
+
+
+def program(name, *shapes, collectives=(), targets=(), temporary=0):
+  """A `gate.Program` that says what it is told to."""
+  out = object.__new__(gate.Program)
+  out.name, out.collectives, out.temporary = name, list(collectives), temporary
+  out.arguments, out.flops, out.hlo = 100, 0, hlo.Program('')
+  lines = [f'  %b{i} = {s} add(%x, %x)' for i, s in enumerate(shapes)]
+  lines += [
+    f'  %t{i} = f32[1]{{0}} custom-call(%x), custom_call_target="{t}"'
+    for i, t in enumerate(targets)
+  ]
+  out.hlo = hlo.Program('\n'.join(['ENTRY %main () -> f32[] {', *lines, '}']))
+  return out
+
+
+def collective(kind, shape, times=1, loop=True):
+  return hlo.Collective(kind, (shape,), shape.nbytes, times, loop, '')
+
+
+CFG = build.model_config(search_r1.get_config('model=qwen2.5-3b'), 1)
+ATTENTION = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
+# A bfloat16 copy of the weights in 100 calls, and a gradient of 4 MiB.
+GATHER = collective(
+  'all-gather', hlo.Shape('bf16', (CFG.n_params // 100,)), times=200
+)
+SCATTER = collective('reduce-scatter', hlo.Shape('f32', (2**20,)), times=36)
+
+
+def missed(found):
+  return [c.what for c in gate.verify(found, CFG, H200) if not c.good]
+
+
+def test_the_shapes_of_known_models():
+  assert CFG.n_params == 3_085_938_688  # as its model card: 3.09 billion
+  config = search_r1.get_config('model=qwen2.5-7b')
+  assert build.model_config(config, 1).n_params == 7_615_616_512
+
+
+def test_a_good_update_misses_nothing():
+  assert not missed(
+    program(
+      'accumulate/4608',
+      'f32[1,4608,11008]{2,1,0}',
+      collectives=(GATHER, SCATTER),
+      targets=ATTENTION,
+    )
+  )
+
+
+@pytest.mark.parametrize(
+  'change, what',
+  [
+    (dict(shapes=['f32[1,16,4608,4608]{3,2,1,0}']), 'no float32 scores of all'),
+    (dict(targets=ATTENTION[:1]), 'attention by fmhaSoftmax and'),
+    (
+      dict(collectives=[collective('all-gather', hlo.Shape('f32', (2**20,)))]),
+      'no float32 gathers',
+    ),
+    (dict(collectives=[GATHER, GATHER]), 'weights gathered at most'),
+    (
+      dict(collectives=[collective('all-reduce', SCATTER.shapes[0])]),
+      'reduce-scattered, not all-reduced',
+    ),
+    (
+      dict(
+        collectives=[collective('reduce-scatter', hlo.Shape('bf16', (2**20,)))]
+      ),
+      'gradients are reduced in float32',
+    ),
+  ],
+)
+def test_what_a_full_size_update_must_not_do(change, what):
+  shapes = change.pop('shapes', ())
+  found = program('accumulate/4608', *shapes, **{'targets': ATTENTION} | change)
+  (only,) = missed(found)
+  assert what in only
+
+
+def test_decoding_gathers_nothing_large():
+  small = collective('all-gather', hlo.Shape('s32', (8,)))
+  assert not missed(program('decode', collectives=[small]))
+  assert missed(program('decode', collectives=[GATHER])) == [
+    'no gathers of weights or caches'
+  ]
+
+
+def test_every_program_of_a_run_is_described():
+  config = tiny.config()
+  cfg = build.model_config(config, 64)
+  found = [*gate.programs(config, cfg, build.mesh(config, jax.devices()[:1]))]
+  names = {p.name.partition('/')[0] for p in found}
+  assert names >= {'zeros', 'accumulate', 'apply', 'decode', 'prefill'}
+  (decode,) = (p for p in found if p.name == 'decode')
+  cache = cfg.n_layers * 2 * cfg.n_kv_heads * cfg.head_dim * 4
+  cache *= config.engine.slots * config.engine.max_len
+  assert decode.arguments >= 4 * cfg.n_params + cache
+  update = next(p for p in found if p.name.startswith('accumulate'))
+  assert update.flops > 0 and update.hlo.traffic() > 4 * cfg.n_params
+  text = '\n'.join(gate.describe(update, H200))
+  assert 'arguments' in text and 'estimate' in text
+
+
+@pytest.mark.parametrize(
+  'name, said',
+  [
+    ('h200:1x8', '--topology=h200:1x8.*make aot'),
+    ('h300:1x8', 'the chips are'),
+  ],
+)
+def test_what_cannot_be_compiled_for_is_refused(name, said):
+  if name == 'h200:1x8' and importlib.util.find_spec('jax_plugins'):
+    pytest.skip('XLA for GPUs is installed here')
+  done = subprocess.run(
+    [
+      sys.executable,
+      '-m',
+      'searchrl_jax.aot',
+      '--config=configs/search_r1.py:model=qwen2.5-3b',
+      f'--topology={name}',
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2, done.stderr
+  assert re.search(said, done.stderr.splitlines()[-1])
