@@ -55,6 +55,8 @@ REFUSED = (
   ('judge.attempts', 0, 'at least 1'),
   ('judge.concurrency', 0, 'at least 1'),
   ('judge.timeout', 0.0, 'above 0'),
+  ('judge.max_failed', 1.5, '0 to 1'),
+  ('engine.max_len', 0, 'at least 1'),
   ('eval.n', 0, 'at least 1'),
   ('eval.bootstrap', 0, 'at least 1'),
   ('eval.questions', -1, 'at least 0'),

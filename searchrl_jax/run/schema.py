@@ -45,8 +45,9 @@ RANGES = (
   (
     'source.k source.attempts rollout.questions rollout.group '
     'rollout.search_attempts batch.tokens batch.head_chunk algorithm.epochs '
-    'engine.slots engine.chunk engine.prefill_rows engine.attempts '
-    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
+    'engine.slots engine.max_len engine.chunk engine.prefill_rows '
+    'engine.attempts env.max_turn_tokens env.max_tokens sft.rows eval.n '
+    'eval.bootstrap '
     'judge.attempts judge.concurrency source.simulator.attempts '
     'source.simulator.concurrency source.simulator.max_tokens '
     'source.simulator.steps checkpoint.keep',
@@ -75,7 +76,8 @@ RANGES = (
     'above 0, at most 1',
   ),
   (
-    'rollout.max_failed algorithm.tis_floor source.simulator.noise_from '
+    'rollout.max_failed judge.max_failed algorithm.tis_floor '
+    'source.simulator.noise_from '
     'source.simulator.noise_to',
     lambda x: 0 <= x <= 1,
     '0 to 1',
