@@ -31,7 +31,7 @@ def part(x, layer, row=0, column=0):
   """Theirs is [out, in], ours [L, in, out]."""
   _, n_in, n_out = x.shape
   start = layer * n_in * n_out + row + column * n_out
-  return vllm_plugin.Part('q', 'weight', slice(None), start, 1, n_out)
+  return vllm_plugin.Part('q', slice(None), start, 1, n_out)
 
 
 def text(x, sums):
@@ -52,7 +52,7 @@ def test_layers_add_up_to_the_stack(dtype):
 
 @pytest.mark.parametrize('block', [1, 5, 8, 1 << 20])
 def test_blocks_of_any_size_add_up(block, monkeypatch):
-  monkeypatch.setitem(vllm_plugin._BLOCK, 'cpu', block)
+  monkeypatch.setattr(vllm_plugin, '_BLOCK', block)
   x = stack('float32', 1, 10, 7)
   got = [vllm_plugin._sums(to_torch(x[0]), part(x, 0), 0)]
   assert text(x, got) == checksum.checksums({'q': x})
@@ -82,8 +82,8 @@ def test_shards_of_workers_and_probed_columns_add_up():
 def test_an_index_past_32_bits_wraps():
   x = stack('float32', 1, 3, 5)
   near = part(x, 0)
-  far = vllm_plugin.Part('q', 'weight', slice(None), 1 << 32, 1, 5)
-  at = vllm_plugin.Part('q', 'weight', slice(None), 1, 1, 5)
+  far = vllm_plugin.Part('q', slice(None), 1 << 32, 1, 5)
+  at = vllm_plugin.Part('q', slice(None), 1, 1, 5)
   sums = [vllm_plugin._sums(to_torch(x[0]), p, 0) for p in (near, far, at)]
   assert (
     [s & 0xFFFFFFFF for s in sums[0]]
