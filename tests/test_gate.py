@@ -94,6 +94,14 @@ def test_what_a_full_size_update_must_not_do(change, what):
   assert what in only
 
 
+def test_hidden_states_are_no_scores():
+  """Of 2,048 tokens, where the model's width is 2,048 too."""
+  update = dict(collectives=(GATHER, SCATTER), targets=ATTENTION)
+  assert not missed(program('accumulate/2048', 'f32[1,2048,2048]', **update))
+  scores = program('accumulate/2048', 'f32[16,2048,2048]', **update)
+  assert missed(scores) == ['no float32 scores of all pairs']
+
+
 def test_decoding_gathers_nothing_large():
   small = collective('all-gather', hlo.Shape('s32', (8,)))
   assert not missed(program('decode', collectives=[small]))
