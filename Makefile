@@ -19,7 +19,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
 .PHONY: help setup quickstart sidecar test test-quick test-parity \
-  test-sidecar aot lint sizes clean
+  test-sidecar test-aot aot lint sizes clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
@@ -32,6 +32,7 @@ help:
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
 	@echo 'make aot                    compilers for GPUs and TPUs in .venv-aot (6 GB):'
 	@echo '                            .venv-aot/bin/python -m searchrl_jax.aot --help'
+	@echo 'make test-aot               compiles the 3B programs for two topologies'
 	@echo 'make lint                   ruff (rules, format), mypy'
 	@echo 'make sizes                  lines of code of each folder'
 	@echo 'make clean                  removes environments and run folders'
@@ -78,7 +79,7 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
-test test-quick test-parity test-sidecar: export JAX_PLATFORMS ?= cpu
+test test-quick test-parity test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
 
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
@@ -88,7 +89,7 @@ test: setup
 # Whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
-	  -m 'not slow and not parity and not sidecar'
+	  -m 'not slow and not parity and not sidecar and not aot'
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity
@@ -97,6 +98,9 @@ test-sidecar: setup sidecar
 	$(PY) -m pytest -m sidecar
 
 aot: .venv-aot/.ready
+
+test-aot: aot
+	.venv-aot/bin/python -m pytest -m aot
 
 .venv-aot/.ready: requirements.txt requirements-aot.txt tools/venv.sh
 	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-aot requirements-aot.txt
