@@ -1,11 +1,11 @@
 """The search program of dense_jax, compiled for an H200 that is not there.
 
-    python -m experiments.benchmarks.retrieval_aot --out=FILE.json
+    make aot
+    .venv-aot/bin/python -m experiments.benchmarks.retrieval_aot --out=FILE.json
 
-Needs `jax[cuda12]`, which brings XLA's compiler and ptxas, and no device; run
-it in an environment of its own. Nothing is executed. What the compiler says:
-bytes of arguments and temporaries, the largest buffers that kernels write, and
-what the kernel over the corpus uses. What is arithmetic, and marked `estimate`:
+No device is needed and nothing is executed. What the compiler says: bytes of
+arguments and temporaries, the largest buffers that kernels write, and what the
+kernel over the corpus uses. What is arithmetic, and marked `estimate`:
 
   memory_gb   the corpus once, maxima written and read, candidates scored again
   cache_gb    tiles of rows and of queries that the kernel reads, from the L2
@@ -13,13 +13,8 @@ what the kernel over the corpus uses. What is arithmetic, and marked `estimate`:
 """
 # ruff: noqa: E402
 
-import os
-
-# Before JAX is imported: the compiler for GPUs runs in a process without one.
-os.environ['JAX_PLATFORMS'], os.environ['CUDA_VISIBLE_DEVICES'] = 'cpu', ''
-
 import glob
-import math
+import os
 import re
 import subprocess
 import sys
@@ -28,13 +23,13 @@ import time
 
 from absl import app, flags
 
+from searchrl_jax.run import topology
+
 _DUMP = tempfile.TemporaryDirectory(prefix='retrieval_aot')
-os.environ['XLA_FLAGS'] = (
-  f'--xla_gpu_autotune_level=0 --xla_dump_to={_DUMP.name}'
-)
+os.environ['XLA_FLAGS'] = f'--xla_dump_to={_DUMP.name}'
+topology.prepare()  # before JAX is imported
 
 import jax
-from jax.experimental import topologies
 import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
@@ -42,32 +37,11 @@ import numpy as np
 from experiments.benchmarks import common
 from retrieval import dense_programs
 from retrieval.dense_programs import GROUP, Programs
+from searchrl_jax.run import flops, hlo
 
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024   threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048    core_count: 132   fpus_per_core: 128
-  block_dim_limit_x: 2147483647   block_dim_limit_y: 65535
-  block_dim_limit_z: 65535        memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800         clock_rate_ghz: 1.98
-  device_memory_size: 151397597184
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  runtime_version: "12.9.0" driver_version: "12.9.0"
-  compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
-  device_address_bits: 64 device_vendor: "NVIDIA Corporation"
-  name: "NVIDIA H200 141GB HBM3e"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200 141GB HBM3e"
-"""
-# A second of an H200: bytes of memory, bytes of the L2 (NVIDIA names none: an
-# assumption), multiplications and additions in 16 bits.
-_MEMORY, _CACHE, _FLOPS = 4.8e12, 5.5e12, 989e12
+_H200 = topology.parse('h200:1x1')
+# Bytes/s of the L2 of an H200. NVIDIA names none: an assumption.
+_CACHE = 5.5e12
 # Precision, queries of a batch, passages for a query.
 _CASES = (
   ('float16', 128, 3),
@@ -82,28 +56,6 @@ _CANDIDATES = {3: 16, 100: 256}  # as DenseJax keeps them; int8: 64
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
 _PASSAGES = flags.DEFINE_integer('passages', 21_015_324, 'How many.', 1)
 _DIM = flags.DEFINE_integer('dim', 768, 'Numbers of a vector.', 32)
-
-
-def buffers(text: str) -> list[tuple[int, str, str]]:
-  """(bytes, shape, instruction) of what a program's kernels write.
-
-  Args:
-    text: of a compiled program.
-  """
-  inner = set(re.findall(r'(?:calls|to_apply)=(%[\w.-]+)', text))
-  found, width = [], {'f32': 4, 's32': 4, 'f16': 2, 'bf16': 2, 's8': 1}
-  skipped = ('parameter', 'bitcast', 'tuple', 'get-tuple-element', 'while')
-  computation = ''
-  for line in text.splitlines():
-    if line.endswith('{'):
-      computation = line.removeprefix('ENTRY ').split(' ')[0]
-    made = re.match(r'\s+(?:ROOT )?(%[\w.-]+) = (.+?) ([\w-]+)\(', line)
-    if not made or computation in inner or made[3] in skipped:
-      continue
-    for kind, shape in re.findall(r'(\w+)\[([\d,]*)\]', made[2]):
-      size = math.prod(int(n) for n in shape.split(',') if n)
-      found.append((size * width.get(kind, 1), f'{kind}[{shape}]', made[1]))
-  return sorted(found, reverse=True)
 
 
 def kernel() -> dict:
@@ -146,7 +98,8 @@ def case(mesh: Mesh, precision: str, queries: int, k: int) -> dict:
     .compile()
   )
   seconds = time.perf_counter() - begun
-  memory, found = compiled.memory_analysis(), buffers(compiled.as_text())
+  memory = compiled.memory_analysis()
+  found = hlo.Program(compiled.as_text()).largest(5)
   scores = 4 * max(queries, 16) * P  # the kernel multiplies 16 at least
   rows = plan.blocks * plan.block
   width = jnp.dtype(precision).itemsize
@@ -156,11 +109,11 @@ def case(mesh: Mesh, precision: str, queries: int, k: int) -> dict:
   tiles = rows // dense_programs._TILE * max(1, queries // columns)
   cache = tiles * plan.dim * (dense_programs._TILE * width + columns * 2)
   read = corpus + 2 * maxima + again
-  flops = rows * plan.dim * scores // (2 * P)
+  products = rows * plan.dim * scores // (2 * P)
   ms = {
-    'memory': 1e3 * read / _MEMORY,
+    'memory': 1e3 * read / _H200.chip.bandwidth,
     'cache': 1e3 * cache / _CACHE,
-    'products': 1e3 * flops / _FLOPS,
+    'products': 1e3 * products / flops.peak_flops(_H200.chip),
   }
   return {
     'case': f'{precision} {queries} x {k}',
@@ -179,7 +132,7 @@ def case(mesh: Mesh, precision: str, queries: int, k: int) -> dict:
     **kernel(),
     'estimates_ms': ms,
     'compile_s': seconds,
-    'largest': [f'{shape} {name}' for _, shape, name in found[:5]],
+    'largest': [f'{shape} {op}' for _, shape, op in found],
   }
 
 
@@ -187,10 +140,7 @@ def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   before = common.environment()
-  topology = topologies.get_topology_desc(
-    platform='cuda', topology_name='h200', target_config=_H200, topology='1x1x1'
-  )
-  mesh = Mesh(np.array(topology.devices), ('data',))
+  mesh = Mesh(np.array(_H200.devices()), ('data',))
   rows = [case(mesh, *which) for which in _CASES]
   plain = [r for r in rows if not r['case'].startswith('int8')]
   common.report(

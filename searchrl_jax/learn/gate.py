@@ -17,7 +17,7 @@ import numpy as np
 from searchrl_jax.engines.jax import caches, decode
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
-from searchrl_jax.run import build, hlo, sharding
+from searchrl_jax.run import build, flops, hlo, sharding
 from searchrl_jax.run.topology import GIB, Topology, parse, prepare
 
 BUDGET = 0.9  # of a device's memory
@@ -54,13 +54,15 @@ class Program:
     self.collectives = self.hlo.collectives()
 
   def seconds(self, topology: Topology) -> dict[str, float]:
-    """Lower bounds by what limits them; nothing is assumed to overlap less
-    than completely."""
+    """An estimate for each resource alone; the run takes at least the longest.
+
+    On several nodes, all collectives count as traffic of the network.
+    """
     chip = topology.chip
     moved = sum(c.nbytes * c.times for c in self.collectives)
     across = len(topology) > topology.node
     return {
-      'products': self.flops / chip.flops,
+      'products': self.flops / flops.peak_flops(chip),
       'memory': self.hlo.traffic() / chip.bandwidth,
       'links': moved / (chip.network if across else chip.link),
     }

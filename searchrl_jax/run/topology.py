@@ -15,30 +15,27 @@ from searchrl_jax.run.lookup import ConfigError, require
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One device, by the manufacturer's data sheet.
+  """One device, by the manufacturer's data sheet; FLOP/s are in `run/flops`.
 
-  memory: bytes. bandwidth: of memory, bytes/s. flops: dense bfloat16 FLOP/s.
-  link: bytes/s in one direction to devices of the same node (NVLink) or slice
-  (ICI). network: bytes/s of one device to other nodes (0: the slice is one).
+  device_kind: JAX's name. memory: bytes. bandwidth: of memory, bytes/s. link:
+  bytes/s in one direction to devices of the same node (NVLink) or slice (ICI).
+  network: bytes/s of one device to other nodes (0: there are none).
   """
 
-  memory: float
+  device_kind: str
+  memory: int
   bandwidth: float
-  flops: float
   link: float
   network: float = 0.0
-  label: str = ''  # as the compiler names the GPU
 
 
 GIB = 2**30
 CHIPS = {
-  'h100': Chip(80 * GIB, 3.35e12, 989e12, 450e9, 50e9, 'NVIDIA H100 80GB HBM3'),
-  'h200': Chip(
-    141 * GIB, 4.8e12, 989e12, 450e9, 50e9, 'NVIDIA H200 141GB HBM3e'
-  ),
-  'v5e': Chip(16 * GIB, 0.819e12, 197e12, 200e9),
-  'v5p': Chip(95 * GIB, 2.765e12, 459e12, 600e9),
-  'v6e': Chip(32 * GIB, 1.64e12, 918e12, 448e9),
+  'h100': Chip('NVIDIA H100 80GB HBM3', 80 * GIB, 3.35e12, 450e9, 50e9),
+  'h200': Chip('NVIDIA H200 141GB HBM3e', 141 * GIB, 4.8e12, 450e9, 50e9),
+  'v5e': Chip('TPU v5 lite', 16 * GIB, 0.819e12, 200e9),
+  'v5p': Chip('TPU v5', 95 * GIB, 2.765e12, 600e9),
+  'v6e': Chip('TPU v6 lite', 32 * GIB, 1.64e12, 448e9),
 }
 # What XLA's compiler for NVIDIA GPUs asks about a device of the Hopper family
 # (stream_executor.GpuTargetConfigProto).
@@ -56,11 +53,12 @@ gpu_device_info {{
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   runtime_version: "12.9.0" driver_version: "12.9.0"
   compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
-  device_address_bits: 64 device_vendor: "NVIDIA Corporation" name: "{label}"
+  device_address_bits: 64 device_vendor: "NVIDIA Corporation"
+  name: "{device_kind}"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{label}"
+device_description_str: "{device_kind}"
 """
 
 
@@ -74,7 +72,7 @@ class Topology:
 
   @property
   def gpu(self) -> bool:
-    return bool(self.chip.label)
+    return self.chip.device_kind.startswith('NVIDIA')
 
   @property
   def node(self) -> int:
@@ -98,9 +96,7 @@ class Topology:
         'platform': 'cuda',
         'topology_name': self.name.partition(':')[0],
         'topology': 'x'.join(map(str, (*self.sizes, 1))),
-        'target_config': _HOPPER.format(
-          bandwidth=chip.bandwidth, memory=int(chip.memory), label=chip.label
-        ),
+        'target_config': _HOPPER.format(**dataclasses.asdict(chip)),
       }
     else:
       arguments = {'platform': 'tpu', 'topology_name': self.name}
@@ -127,7 +123,7 @@ def parse(name: str) -> Topology:
     f'GPUs) or v5e:8x8; the chips are {", ".join(CHIPS)}',
   )
   counts = tuple(map(int, sizes.split('x')))
-  wanted = 2 if CHIPS[chip].label else 3 if chip == 'v5p' else 2
+  wanted = 3 if chip == 'v5p' else 2
   require(
     len(counts) == wanted,
     f'--topology={name!r}: {chip} takes {wanted} sizes, not {len(counts)}',
