@@ -225,11 +225,13 @@ def test_what_killed_processes_left_is_no_checkpoint(tmp_path):
   for name in ('00000002.orbax-checkpoint-tmp', '00000000.deleted'):
     (tmp_path / name / 'arrays').mkdir(parents=True)
   (tmp_path / 'notes').mkdir()
+  (tmp_path / '00000001.copy').mkdir()  # a user's
   assert ckpt.steps() == [1]
   save(ckpt, 2, tree)
   assert ckpt.steps() == [1, 2]
   assert {p.name for p in tmp_path.iterdir()} == {
     '00000001',
+    '00000001.copy',
     '00000002',
     'notes',
   }

@@ -260,8 +260,9 @@ class Checkpointer:
 
   def _clean(self, ignore_errors: bool = False) -> None:
     """Removes the leftovers of saves and deletions that were killed."""
-    for path in self.folder.glob(f'{_STEP}.*'):
-      shutil.rmtree(path, ignore_errors=ignore_errors)
+    for kind in 'orbax-checkpoint-tmp*', 'deleted':
+      for path in self.folder.glob(f'{_STEP}.{kind}'):
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
