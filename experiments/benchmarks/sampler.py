@@ -9,11 +9,11 @@ sides make a batch in turns; the peer (`sampler_torch.py`, a process of its
 own) runs with 1 and with 2 threads, and the better median counts. Tokens/s is
 new tokens by the median time.
 
-`bare` is what no sampler can beat with these products of matrices: one loop of
-64 steps over weights and caches of the same sizes, without prefill, positions,
-writes to the caches, draw, or a look of the host. `of_bare` is the sampler's
-share of its tokens/s; `host` is the share of a batch in which the device had
-no work.
+`bare` is one loop of 64 steps over weights and caches of the same sizes, with
+the matrix products only: no prefill, positions, writes to the caches, draw, or
+host. It runs all rows in one program, where the sampler may use two lanes
+(`engines.jax.device.lanes`). `of_bare` is the sampler's tokens/s divided by
+that of `bare`; `host` is the share of a batch in which the device is idle.
 """
 
 import asyncio

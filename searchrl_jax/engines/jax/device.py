@@ -2,9 +2,11 @@
 
 Prefixes are copied between slots, and to and from host memory, in pieces of
 `PIECE` positions: one program for each direction, and only cached positions.
+On a CPU the slots are divided into lanes (`lanes`), each with its own caches.
 Axis letters: R rows, L layers, K kv heads, S positions of a piece, H head dim.
 """
 
+from concurrent import futures
 import dataclasses
 import functools
 
@@ -52,6 +54,19 @@ def room(cfg: DecoderConfig, config) -> Room:
   return out
 
 
+def lanes(cfg: DecoderConfig, slots: int, mesh) -> int:
+  """Parts of the slots whose programs run at once, each in a thread: 1 or 2.
+
+  XLA runs the products of a decode step of a small model on one core of a CPU.
+  Two threads take half the time, unless the weights exceed the CPU's caches.
+  The cores do not set the number, because the rows of a product can change the
+  last bits of its result; a lane has at least 32.
+  """
+  small = cfg.n_params * jnp.dtype(cfg.dtype).itemsize <= 2**25
+  alone = sharding.platform() == 'cpu' and (mesh is None or mesh.size == 1)
+  return 2 if alone and small and slots >= 64 and slots % 2 == 0 else 1
+
+
 def _indices(caches, slots, start):
   """[R, 2]: (slot, first position) in this part of the caches."""
   slots = sharding.own_rows(slots, len(caches[0][0]))
@@ -96,7 +111,7 @@ def _on_own_devices(f, mesh, caches, *args, out=0):
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def read_piece(cfg, caches, slots, start, size, mesh):
-  """Keys and values [L, 1, ...] of a piece of the slot `slots` int32 [1]."""
+  """Keys and values [L, R, ...] of a piece of the slots int32 [R]."""
 
   def read(*args):
     return tuple(map(jnp.stack, zip(*_read(cfg, *args, size))))
@@ -106,7 +121,7 @@ def read_piece(cfg, caches, slots, start, size, mesh):
 
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=1)
 def write_piece(cfg, caches, piece, slots, start, mesh):
-  """Writes the result of `read_piece`, bit for bit."""
+  """Writes the result of `read_piece`, bit for bit; skips missing slots."""
 
   def write(caches, piece, *where):
     return _write(cfg, caches, zip(*piece), *where, mesh)
@@ -114,28 +129,27 @@ def write_piece(cfg, caches, piece, slots, start, mesh):
   return _on_own_devices(write, mesh, caches, piece, slots, start)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=1)
-def copy_piece(cfg, caches, source, target, start, size, mesh):
-  """Copies a piece between slots: source, target int32 [R]."""
-
-  def copy(caches, source, target, start):
-    pairs = _read(cfg, caches, source, start, size)
-    return _write(cfg, caches, pairs, target, start, mesh)
-
-  return _on_own_devices(copy, mesh, caches, source, target, start)
-
-
 class Device:
   """The engine's copy of the weights, and the caches; one caller at a time."""
 
   def __init__(self, cfg: DecoderConfig, shape: decode.Shape, mesh, params):
-    shape = dataclasses.replace(shape, parts=sharding.parts(mesh, shape.slots))
+    self._lanes = lanes(cfg, shape.slots, mesh)
+    # Slot s is row s // lanes of lane s % lanes, so that few sequences are
+    # divided evenly too.
+    shape = dataclasses.replace(
+      shape,
+      slots=shape.slots // self._lanes,
+      parts=sharding.parts(mesh, shape.slots),
+    )
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
+    self._map = map
+    if self._lanes > 1:
+      self._map = futures.ThreadPoolExecutor(self._lanes, 'jax_sampler').map
     self._programs = decode.programs(cfg, shape, mesh)
     self._length = kv.length(shape.max_len)
     self._piece = min(PIECE, self._length)
     self._weights = None
-    self._caches = None
+    self._caches: list[list] = []  # of each lane
     self.load(params)
     self.reset()
 
@@ -154,10 +168,11 @@ class Device:
 
   def reset(self) -> None:
     """Fills the caches with zeros, so that no NaN of old weights remains."""
-    self._caches = None
-    self._caches = kv.make(
-      self._cfg, self._shape.slots, self._shape.max_len, self._mesh
-    )
+    self._caches = []
+    self._caches = [
+      kv.make(self._cfg, self._shape.slots, self._shape.max_len, self._mesh)
+      for _ in range(self._lanes)
+    ]
 
   @property
   def nbytes(self) -> int:
@@ -172,11 +187,20 @@ class Device:
 
   def decode(self, state: dict):
     """ids, logps [chunk, B], counts, ended [B] (numpy), and the steps run."""
-    self._caches, *out = self._programs.decode(
-      self._weights, self._caches, state
-    )
-    *arrays, steps = jax.device_get(out)
-    return *arrays, int(steps.max())
+
+    def run(lane):
+      own = {k: v[lane :: self._lanes] for k, v in state.items()}
+      self._caches[lane], *out = self._programs.decode(
+        self._weights, self._caches[lane], own
+      )
+      return jax.device_get(out)
+
+    *arrays, steps = zip(*self._each_lane(run))
+    merged = (np.stack(x, -1).reshape(*x[0].shape[:-1], -1) for x in arrays)
+    return *merged, int(np.max(steps))
+
+  def _each_lane(self, f) -> list:
+    return list(self._map(f, range(self._lanes)))
 
   def run(self, plan: Plan) -> None:
     """Evicts, restores, copies and prefills."""
@@ -195,12 +219,12 @@ class Device:
   def warmup(self) -> None:
     """Compiles every program; the content of the caches is unchanged."""
     p, shape = self._programs, self._shape
-    self.decode(decode.idle_state(shape.slots))
+    self.decode(decode.idle_state(shape.slots * self._lanes))
     for width in shape.widths:
       args = self._arrays([], shape.rows(width), width)
       for program in (p.fresh, p.extend):
-        self._caches = program(self._weights, self._caches, *args)
-    none, box, plan = shape.slots, Box(1), Plan(0)  # no such slot
+        self._caches[0] = program(self._weights, self._caches[0], *args)
+    none, box, plan = shape.slots * self._lanes, Box(1), Plan(0)  # no such slot
     plan.evictions = [(0, box)]
     plan.copies = {1: [Copy(None, box, none, 1), Copy(none, None, none, 1)]}
     self.run(plan)
@@ -211,29 +235,40 @@ class Device:
 
   def _evict(self, plan: Plan) -> None:
     for slot, box in plan.evictions:
-      at = np.array([slot], np.int32)
-      pieces = [
-        read_piece(self._cfg, self._caches, at, i, self._piece, self._mesh)
-        for i in self._starts(box.length)
-      ]
+      pieces = [self._read([slot], 1, i) for i in self._starts(box.length)]
       box.data = jax.device_get(pieces)
 
   def _copy(self, copies: list[Copy]) -> None:
-    cfg, mesh, rows = self._cfg, self._mesh, self._shape.rows(self._piece)
+    rows, groups = self._shape.rows(self._piece), {}
     for c in copies:
-      at = np.array([c.target], np.int32)
-      for piece, i in zip(c.box.data if c.box else [], self._starts(c.length)):
-        self._caches = write_piece(cfg, self._caches, piece, at, i, mesh)
-    within = [c for c in copies if c.box is None]
-    for start in self._starts(max((c.length for c in within), default=0)):
-      for batch in _batches([c for c in within if c.length > start], rows):
-        pairs = np.full((2, rows), self._shape.slots, np.int32)
-        pairs[:, : len(batch)] = np.transpose(
-          [(c.source, c.target) for c in batch]
-        )
-        self._caches = copy_piece(
-          cfg, self._caches, *pairs, start, self._piece, mesh
-        )
+      if c.box is None:
+        lanes = c.source % self._lanes, c.target % self._lanes
+        groups.setdefault(lanes, []).append(c)
+        continue
+      for piece, start in zip(c.box.data, self._starts(c.length)):
+        self._write(piece, [c.target], 1, start)
+    for group in groups.values():
+      for start in self._starts(max(c.length for c in group)):
+        for batch in _batches([c for c in group if c.length > start], rows):
+          piece = self._read([c.source for c in batch], rows, start)
+          self._write(piece, [c.target for c in batch], rows, start)
+
+  def _read(self, slots: list[int], rows: int, start):
+    """`read_piece` of slots of one lane, in `rows` rows."""
+    lane, at = self._at(slots, rows)
+    args = start, self._piece, self._mesh
+    return read_piece(self._cfg, self._caches[lane], at, *args)
+
+  def _write(self, piece, slots: list[int], rows: int, start) -> None:
+    lane, at = self._at(slots, rows)
+    args = piece, at, start, self._mesh
+    self._caches[lane] = write_piece(self._cfg, self._caches[lane], *args)
+
+  def _at(self, slots: list[int], rows: int):
+    """The lane of slots and their rows in it, int32 [rows]."""
+    at = np.full(rows, self._shape.slots, np.int32)
+    at[: len(slots)] = np.array(slots) // self._lanes
+    return slots[0] % self._lanes, at
 
   def _starts(self, length: int) -> list[np.int32]:
     """The first positions of a prefix's pieces; the last two may overlap."""
@@ -241,17 +276,23 @@ class Device:
     return [np.int32(min(i, last)) for i in range(0, length, self._piece)]
 
   def _prefill(self, pieces: list[Piece]) -> None:
-    groups = {}
+    groups = [{} for _ in range(self._lanes)]
     for piece in pieces:
       width = decode.fit(self._shape.widths, len(piece.ids))
-      groups.setdefault((piece.start == 0, width), []).append(piece)
-    for (fresh, width), members in groups.items():
-      program = self._programs.fresh if fresh else self._programs.extend
-      rows = self._shape.rows(width)
-      for batch in self._deal(members, rows):
-        self._caches = program(
-          self._weights, self._caches, *self._arrays(batch, rows, width)
-        )
+      group = groups[piece.slot % self._lanes]
+      piece = dataclasses.replace(piece, slot=piece.slot // self._lanes)
+      group.setdefault((piece.start == 0, width), []).append(piece)
+
+    def run(lane):
+      for (fresh, width), members in groups[lane].items():
+        program = self._programs.fresh if fresh else self._programs.extend
+        rows = self._shape.rows(width)
+        for batch in self._deal(members, rows):
+          self._caches[lane] = program(
+            self._weights, self._caches[lane], *self._arrays(batch, rows, width)
+          )
+
+    self._each_lane(run)
 
   def _deal(self, pieces: list[Piece], rows: int):
     """Batches of (row, piece): rows of the part that the piece's slot is in."""
