@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -420,6 +421,62 @@ def test_what_begins_fits_into_slots_and_host_memory(
   assert engine._table._sizes == {} and engine._table._paused == 0
 
 
+async def branching(engine, i, slots, synced):
+  """Two branches of a prompt that four share; returns every bit of them."""
+  limit = 48
+  parent = engine.open(prompt(engine, 5 + i // 4, seed=i // 4))
+
+  async def sample(handle, n):
+    async with slots:
+      sampling = Sampling(max_tokens=n, seed=i, limit=limit)
+      done = await engine.generate(handle, sampling)
+    return done.ids.tolist(), done.logps.tobytes()
+
+  out = [await sample(parent, 3 + i % 5)]
+  engine.append(parent, [1 + i, 2, 3])
+  child = engine.fork(parent)
+  engine.truncate(child, len(child) - 1 - i % 4)
+  whole, lost = len(parent), asyncio.create_task(sample(parent, 9))
+  await asyncio.sleep(0.001 * (i % 7))
+  lost.cancel()
+  await asyncio.gather(lost, return_exceptions=True)
+  engine.truncate(parent, whole)
+  for _ in range(2):
+    out += await asyncio.gather(sample(parent, 3), sample(child, 2 + i % 4))
+    await synced.wait()
+  engine.close(parent)
+  engine.close(child)
+  return out
+
+
+def test_neither_lane_nor_order_shows(monkeypatch):
+  """64 slots on a CPU are two lanes."""
+  monkeypatch.setattr(device, 'PIECE', 16)
+  count, paused = 56, 56
+  budget = (paused * 48 + 64) * device.bytes_per_token(CFG)
+
+  async def main(at_once, order):
+    engine = make_engine(slots=64, host_gib=budget / 2**30)
+    slots, synced = asyncio.Semaphore(at_once), asyncio.Barrier(count + 1)
+    running = [
+      asyncio.create_task(branching(engine, i, slots, synced)) for i in order
+    ]
+    await synced.wait()
+    await load(engine, make_params(1), 1)
+    await synced.wait()
+    found = dict(zip(order, await asyncio.gather(*running)))
+    assert engine._device._lanes == 2 and engine._table._sizes == {}
+    return found, engine.stats()['evictions']
+
+  want, _ = asyncio.run(main(1, range(count)))
+  evictions = 0
+  for at_once, order in ((7, range(count)), (count, range(count)[::-1])):
+    found, n = asyncio.run(asyncio.wait_for(main(at_once, order), 300))
+    assert found == want
+    evictions += n
+  assert evictions > 0
+
+
 def test_host_memory_for_less_than_one_sequence_is_refused():
   with pytest.raises(EngineError, match='host_gib=1e-06: at least 1.53e-05'):
     make_engine(host_gib=1e-6)
@@ -659,6 +716,26 @@ def test_a_device_failure_reaches_every_caller(monkeypatch):
       assert 'out of memory' in str(error)
   for done in asyncio.run(main()):  # and it works again
     assert len(done.ids) == 3
+
+
+def test_after_a_failure_in_one_lane_none_runs(monkeypatch):
+  engine = make_engine(slots=64)
+  made, ended = engine._device, []
+  decode = made._programs.decode
+
+  def broken(weights, caches, state):
+    if caches is made._caches[0]:
+      raise RuntimeError('out of memory')
+    time.sleep(0.2)
+    out = decode(weights, caches, state)
+    ended.append(1)
+    return out
+
+  programs = types.SimpleNamespace(**vars(made._programs) | {'decode': broken})
+  monkeypatch.setattr(made, '_programs', programs)
+  with pytest.raises(EngineError, match='out of memory'):
+    asyncio.run(once(engine, [1, 2], Sampling(max_tokens=3)))
+  assert made._lanes == 2 and ended == [1]
 
 
 def test_the_loop_stays_live_while_decoding(engine, monkeypatch):

@@ -142,9 +142,7 @@ class Device:
       parts=sharding.parts(mesh, shape.slots),
     )
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
-    self._map = map
-    if self._lanes > 1:
-      self._map = futures.ThreadPoolExecutor(self._lanes, 'jax_sampler').map
+    self._pool = futures.ThreadPoolExecutor(self._lanes, 'jax_sampler')
     self._programs = decode.programs(cfg, shape, mesh)
     self._length = kv.length(shape.max_len)
     self._piece = min(PIECE, self._length)
@@ -200,7 +198,11 @@ class Device:
     return *merged, int(np.max(steps))
 
   def _each_lane(self, f) -> list:
-    return list(self._map(f, range(self._lanes)))
+    if self._lanes == 1:
+      return [f(0)]
+    jobs = [self._pool.submit(f, lane) for lane in range(self._lanes)]
+    futures.wait(jobs)  # after an error too: no lane may run during `reset`
+    return [job.result() for job in jobs]
 
   def run(self, plan: Plan) -> None:
     """Evicts, restores, copies and prefills."""
