@@ -61,7 +61,7 @@ def _wandb(folder: pathlib.Path, config, mode: str, stack) -> Tracker:
   """Writes to the wandb run of the folder.
 
   Raises:
-    RunError: the package is missing.
+    RunError: the package is missing, or refuses (no key, no network).
   """
   try:
     import wandb
@@ -70,16 +70,19 @@ def _wandb(folder: pathlib.Path, config, mode: str, stack) -> Tracker:
   name = folder / 'wandb_id.txt'
   if not name.exists():
     records.write_text(name, secrets.token_hex(4) + '\n')
-  run = wandb.init(
-    project=config.log.project,
-    name=config.name,
-    id=name.read_text().strip(),
-    resume='allow' if mode == 'online' else None,
-    dir=str(folder),
-    mode=mode,
-    config=records.plain(config),
-    settings=wandb.Settings(silent=True),
-  )
+  try:
+    run = wandb.init(
+      project=config.log.project,
+      name=config.name,
+      id=name.read_text().strip(),
+      resume='allow' if mode == 'online' else None,
+      dir=str(folder),
+      mode=mode,
+      config=records.plain(config),
+      settings=wandb.Settings(silent=True),
+    )
+  except wandb.errors.Error as error:
+    raise records.RunError(f'config.log.wandb={mode!r}: {error}') from error
   stack.callback(run.finish)
   # Our step is the axis: wandb's own counter cannot go back on a resume.
   run.define_metric('*', step_metric='step')
