@@ -400,6 +400,9 @@ def test_unknown_config_arguments_are_refused():
     schema.parse_arg('sed=1', seed=0)
   with pytest.raises(ValueError, match="seed='x'.*class 'int'"):
     schema.parse_arg('seed=x', seed=0)
+  for arg in ('seed', 'lr'):  # a flag without a value
+    with pytest.raises(ValueError, match=f'{arg}=True: expected a number'):
+      schema.parse_arg(arg, seed=0, lr=0.1)
   assert schema.parse_arg('lr=1,name=a=b', lr=0.1, name='').lr == 1.0
 
 

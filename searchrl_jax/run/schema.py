@@ -113,6 +113,8 @@ def parse_arg(arg: str | None, **known):
       with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(value)
     try:
+      if isinstance(value, bool) and type(known[name]) in (int, float):
+        raise TypeError(f'expected a number, as {known[name]}')
       out[name] = value
     except TypeError as e:
       raise ValueError(f'config argument {name}={value!r}: {e}') from e
