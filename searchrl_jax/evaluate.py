@@ -172,6 +172,7 @@ def evaluate(
     with_controls: also evaluate the controls; see `evaluators`.
     manifest: a manifest.json, to use exactly its questions and corpus.
   """
+  schema.check(config)
   passk.check(config)
   folder = pathlib.Path(out)
   lookup.require(

@@ -53,6 +53,13 @@ def test_what_selected_a_checkpoint_does_not_report_on_it(url, tmp_path):
   } == {'other'}
 
 
+def test_fields_are_checked_before_data_are_read(url, tmp_path):
+  c = config(url, **{'data.prompt': 'other'})
+  c.data.eval.micro = dict(module='parquet', path=str(tmp_path))
+  with pytest.raises(checks.ConfigError, match="config.data.prompt='other'"):
+    evaluate.evaluate(c, '', str(tmp_path / 'e'))
+
+
 def test_what_an_evaluation_leaves(done, url):
   folder, values = done
   manifest, kept = read(folder, 'manifest.json'), read(folder, 'eval.json')
