@@ -11,7 +11,8 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax.run import records, schema, writer
+from searchrl_jax.run import build, records, schema, writer
+from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.run.records import Record, RunError
 from searchrl_jax.types import (
   Passage,
@@ -327,6 +328,15 @@ def test_a_folder_of_another_config(tmp_path):
   assert kept['optim']['lr'] == 1e-6
 
 
+def test_a_config_that_is_not_json_is_named(tmp_path):
+  with open_writer(tmp_path) as w:
+    w.write(0, {'loss': 1.0})
+  (tmp_path / 'config.json').write_text('{"seed": ')
+  for start in (open_writer, build.load_config):
+    with pytest.raises(ConfigError, match='config.json: Expecting value'):
+      start(tmp_path)
+
+
 def test_a_start_that_failed_claims_nothing(tmp_path):
   with open_writer(tmp_path):
     pass  # nothing written, nothing saved
@@ -482,6 +492,18 @@ def test_the_machine_decides_about_wandb(tmp_path, monkeypatch):
   with open_writer(tmp_path / 'b', config(wandb='online')):
     pass
   assert not (tmp_path / 'b' / 'wandb').exists()
+
+
+def test_a_refusal_of_wandb_is_an_error_of_the_run(tmp_path, monkeypatch):
+  import wandb
+
+  def refuse(**_):
+    raise wandb.errors.UsageError('api_key not configured')
+
+  monkeypatch.setattr(wandb, 'init', refuse)
+  monkeypatch.delenv('WANDB_MODE', raising=False)
+  with pytest.raises(RunError, match="log.wandb='online'.*api_key"):
+    open_writer(tmp_path, config(wandb='online'))
 
 
 def test_environment_names_the_commit_where_there_is_one():

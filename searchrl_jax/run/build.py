@@ -51,7 +51,8 @@ def load_config(workdir: str) -> ConfigDict:
     f'--workdir={workdir} is no run folder: it has no config.json (a Hugging '
     'Face folder is a field of --config)',
   )
-  fields = json.loads(path.read_text(), object_hook=_tuples)
+  with lookup.of(str(path)):
+    fields = json.loads(path.read_text(), object_hook=_tuples)
   config = ConfigDict(filled(fields, schema.base().to_dict()))
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves

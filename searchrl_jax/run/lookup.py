@@ -21,7 +21,7 @@ def require(good: Any, message: str, error: type[Exception] = ConfigError):
 
 @contextlib.contextmanager
 def of(field: str) -> Iterator[None]:
-  """Names the field in an error of looking up what it names."""
+  """Names the field, or the file, in an error of what it names or holds."""
   try:
     yield
   except ValueError as e:

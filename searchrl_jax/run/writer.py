@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import records, trackers
+from searchrl_jax.run import lookup, records, trackers
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -251,7 +251,8 @@ class Writer:
     path = self.folder / 'config.json'
     now, changed = records.plain(config), {}
     if path.exists() and records.begun(self.folder):
-      changed = differences(json.loads(path.read_text()), now)
+      with lookup.of(str(path)):
+        changed = differences(json.loads(path.read_text()), now)
       for field, values in changed.items():
         if not f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER)):
           old, new = ('absent' if v is None else json.dumps(v) for v in values)
