@@ -108,7 +108,8 @@ class FakeVllm:
 
     @app.get('/v1/models')
     async def models():
-      return {'data': [{'id': self.name, 'max_model_len': self.max_len}]}
+      model = {'id': self.name, 'max_model_len': self.max_len}
+      return {'data': [{k: v for k, v in model.items() if v is not None}]}
 
     @app.get('/health')
     async def health():

@@ -577,6 +577,7 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
   'fields, message',
   [
     (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*vllm.launcher"),
+    (dict(max_len=None, name='gguf'), "serves 'gguf'.*vllm.launcher"),
     (dict(max_len=64), 'max_model_len=64.*config.engine.max_len=64'),
     (dict(tokenizer_shift=1), 'another tokenizer'),
     (dict(vocab_size=91), 'vocab_size=91, expected 90'),

@@ -137,7 +137,7 @@ class Server:
   async def _served(self) -> tuple[str, int]:
     """The name of the model, and the longest sequence."""
     model = (await self.http.get('/v1/models'))['data'][0]
-    return model['id'], model['max_model_len']
+    return model['id'], model.get('max_model_len', 0)  # vLLM's own field
 
   async def _connect(self) -> None:
     """Waits until the server can serve; checks it if it is another process."""
