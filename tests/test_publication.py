@@ -130,8 +130,18 @@ def test_versions_stay_until_they_are_acknowledged(tmp_path):
   assert versions(tmp_path) == [0, 1, 2, 3]
   pub.prune(2)
   assert versions(tmp_path) == [2, 3]
-  pub.prune()
+  pub.clear()
   assert versions(tmp_path) == []
+
+
+def test_a_process_takes_away_what_it_wrote_alone(tmp_path):
+  one, other = publisher(tmp_path), publisher(tmp_path)
+  one.publish(make_params(), 1)
+  other.publish(make_params(), 2)
+  for _ in range(2):
+    one.clear()
+    assert versions(tmp_path) == [2]
+    one.publish(make_params(), 1)
 
 
 def test_parameters_of_another_model_are_named(tmp_path):

@@ -231,7 +231,7 @@ class VllmEngine(HandleEngine):
     the publications, because the run's checkpoints contain the weights.
     """
     async with contextlib.AsyncExitStack() as stack:  # all, despite errors
-      for last in (self._publisher.prune, *(s.stop for s in self._sidecars)):
+      for last in (self._publisher.clear, *(s.stop for s in self._sidecars)):
         stack.push_async_callback(asyncio.to_thread, last)
       if self._loop is asyncio.get_running_loop():
         await self._all(lambda server: server.http.close())

@@ -8,8 +8,6 @@ the engine, in chunks of one layer. A version's folder appears only when it is
 complete. `weights.published` reads it.
 """
 
-import math
-
 import jax
 
 from searchrl_jax.engines.weights import checksum, published
@@ -30,6 +28,7 @@ class Publisher:
   def __init__(self, folder, cfg: DecoderConfig, dtype: str):
     self._files = checkpoint.Checkpointer(folder, None, '')
     self._cfg, self._dtype = cfg, dtype
+    self._written: set[int] = set()  # versions
 
   def publish(self, params: dict, version: int) -> published.Published:
     """Writes a version, shard by shard; returns when it is complete.
@@ -61,12 +60,20 @@ class Publisher:
       fingerprint={},
       split=(f'{published.PREFIX}.layers.',),
     )
+    self._written.add(version)
     shapes = {name: tuple(x.shape) for name, x in flat.items()}
     return published.Published(path, **extras, shapes=shapes)
 
   def path(self, version: int):
     return self._files.folder / f'{version:08d}'
 
-  def prune(self, acknowledged: float = math.inf) -> None:
+  def prune(self, acknowledged: int) -> None:
     """Deletes versions before `acknowledged`, which every server has loaded."""
     self._files.delete([v for v in self._files.steps() if v < acknowledged])
+
+  def clear(self) -> None:
+    """Deletes the versions that this process wrote.
+
+    Another may use the folder: `ask` about a run that is being trained.
+    """
+    self._files.delete(self._written.intersection(self._files.steps()))
