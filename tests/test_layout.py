@@ -111,6 +111,7 @@ ORDER = (
   'evaluate',
   'export',
   'ask',
+  'doctor',
 )
 RETRIEVAL_ORDER = (
   'files',

@@ -1,0 +1,275 @@
+"""Checks that a machine can run a config, before the run.
+
+  python -m searchrl_jax.doctor --config=configs/quickstart.py
+  python -m searchrl_jax.doctor --workdir=runs/x \\
+    --config=configs/search_r1.py:model=/path/to/checkpoint
+
+Loads what the run would load, searches once and samples a few tokens. Every
+check prints what it found, or the problem and its fix; a check that needs the
+result of a failed one is skipped. Nothing is written to --workdir. The exit
+status is 2 if there is a problem.
+"""
+
+import contextlib
+from importlib import metadata
+import itertools
+import math
+import os
+import pathlib
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import tomllib
+import types
+
+from absl import logging
+import jax
+from packaging import requirements
+import psutil
+from rich import console
+from rich import text as rich_text
+
+from searchrl_jax.data import core as data
+from searchrl_jax.engines.core import Sampling
+from searchrl_jax.engines.weights import sync
+from searchrl_jax.learn import checks, dryrun
+from searchrl_jax.learn.learner import Learner
+from searchrl_jax.rewards import judge as judges
+from searchrl_jax.run import build, command, lookup
+from searchrl_jax.run.signals import Loop
+from searchrl_jax.types import SearchError, SearchRequest
+
+GIB = 2**30
+TOKENS = 16  # of the sampled text
+_PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
+
+
+def fields(have) -> str:
+  checks.check(have.config)
+  build.check_environment(have.config)
+  return f'{have.config.name}: every field is valid'
+
+
+def versions(have) -> str:
+  """The packages that pyproject.toml names."""
+  if _PROJECT.exists():
+    named = tomllib.loads(_PROJECT.read_text())['project']['dependencies']
+  else:
+    named = metadata.requires('searchrl_jax') or []
+  wrong = []
+  for need in map(requirements.Requirement, named):
+    if need.marker and not need.marker.evaluate({'extra': ''}):
+      continue
+    try:
+      version = metadata.version(need.name)
+    except metadata.PackageNotFoundError:
+      version = ''
+    if not need.specifier.contains(version or '0', prereleases=True):
+      wrong.append(f'{need} (here: {version or "not installed"})')
+  lookup.require(not wrong, f'{", ".join(wrong)}: `pip install -U` these')
+  return f'Python {sys.version.split()[0]}, JAX {jax.__version__}'
+
+
+def devices(have) -> str:
+  have.mesh = build.mesh(have.config)
+  first = have.mesh.devices.flat[0]
+  return f'{have.mesh.size} x {first.device_kind}, mesh {dict(have.mesh.shape)}'
+
+
+def ports(have) -> str:
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    return f'a server can listen on 127.0.0.1 (tried {server.getsockname()[1]})'
+
+
+def questions(have) -> str:
+  """Training questions and evaluation sets."""
+  config = have.config
+  stream = data.open_stream(config.data, config.seed)
+  sets = config.data.eval and data.load_sets(config.data.eval, config.data)
+  checks.check_rewards(config, stream.questions)
+  have.questions = [*stream.questions, *itertools.chain(*sets.values())]
+  counts = [f'{name} {len(qs):,}' for name, qs in sets.items()]
+  return ', '.join([f'train {len(stream.questions):,}', *counts])
+
+
+def tokenizer(have) -> str:
+  have.tok = build.tokenizer(have.config, have.folder)
+  have.cfg = build.model_config(have.config, have.tok.vocab_size)
+  return f'{have.tok.vocab_size:,} entries'
+
+
+def prompts(have) -> str:
+  have.env = build.environment(have.config, have.tok)
+  checks.check_prompts(have.env, have.questions)
+  return f'every question fits in {have.config.env.max_tokens:,} tokens'
+
+
+def memory(have) -> str:
+  """Compiles the update to know its temporaries."""
+  costs = dryrun.costs(have.config, have.cfg, have.mesh)
+  device, host = costs.device['in all'], sum(costs.host.values())
+  stats = have.mesh.devices.flat[0].memory_stats() or {}
+  limit = stats.get('bytes_limit')
+  if limit is None:  # a CPU, whose devices share the host's memory
+    host, device = host + device * have.mesh.size, 0
+  free = psutil.virtual_memory().available
+  rows = [('host', host, free), ('device', device, limit)]
+  for where, need, has in rows if limit else rows[:1]:
+    lookup.require(
+      need <= 0.9 * has,
+      f'the {where} needs {need / GIB:.2f} of {has / GIB:.1f} GiB: lower '
+      'config.batch.tokens, config.engine.slots or config.engine.max_len, set '
+      "config.model.remat='block', or raise config.mesh.fsdp; `train "
+      '--dry_run` lists what takes how much',
+    )
+  text = f'host {host / GIB:.2f} of {free / GIB:.1f} GiB'
+  if limit:
+    text = f'device {device / GIB:.2f} of {limit / GIB:.1f} GiB, {text}'
+  return f'{text} (`train --dry_run` lists what takes how much)'
+
+
+def disk(have) -> str:
+  """Room for the checkpoints of a new run."""
+  like = Learner(have.config, have.cfg, have.mesh).like()
+  size = sum(
+    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like)
+  )
+  kept = have.config.checkpoint
+  need = size * (kept.keep + bool(kept.best) + 1)  # and one that is written
+  folder = pathlib.Path(have.workdir).absolute()
+  while not folder.exists():
+    folder = folder.parent
+  lookup.require(
+    os.access(folder, os.W_OK),
+    f'{folder} is not writable: choose another --workdir',
+  )
+  free = shutil.disk_usage(folder).free
+  text = f'{need / GIB:.2f} of {free / GIB:.1f} GiB free in {folder}'
+  lookup.require(
+    need <= free,
+    f'checkpoints need {text}: choose another --workdir, or lower '
+    'config.checkpoint.keep',
+  )
+  return f'checkpoints need {text}'
+
+
+def checkpoint(have) -> str:
+  begin = time.monotonic()
+  have.params = build.parameters(have.config, have.cfg, have.mesh)
+  jax.block_until_ready(have.params)
+  seconds = time.monotonic() - begin
+  init = have.config.train.init or have.config.model.path or 'fresh'
+  return f'{have.cfg.n_params:,} parameters ({init}) in {seconds:.1f} s'
+
+
+def generation(have) -> str:
+  """A few tokens by the engine, after its weights were verified."""
+  begin = time.monotonic()
+  config, loop = have.config, have.loop
+  model = have.cfg, have.params, have.tok, have.mesh
+  have.engine = build.engine(config, *model, have.folder)
+  loop.at_exit(have.engine.shutdown)
+  canary = sync.canary_ids(have.env, have.questions)
+  start = build.first_weights(
+    config, have.engine, have.cfg, have.params, have.mesh, canary
+  )
+  loop.run(start)
+  _, action = have.env.reset(have.questions[0])
+  handle = have.engine.open(action.prompt)
+  seed = Sampling(max_tokens=TOKENS, seed=config.seed)
+  done = loop.run(have.engine.generate(handle, seed))
+  text = have.tok.decode(done.ids)
+  return f'{text!r} ({time.monotonic() - begin:.1f} s with the start)'
+
+
+def search(have) -> str:
+  """One question as a query, as the first trajectory would send it."""
+  config, begin = have.config, time.monotonic()
+  url = have.stack.enter_context(build.retrieval(config, have.folder))
+  engine = lambda: have.engine
+  source = build.source(config, url, engine, have.tok, have.mesh, have.folder)
+  have.loop.open(source)
+  question = have.questions[0]
+  request = SearchRequest(question.text, config.source.k, question)
+  (result,) = have.loop.run(source.search([request]))
+  lookup.require(
+    not isinstance(result, SearchError), getattr(result, 'message', '')
+  )
+  titles = [p.title for p in result.passages]
+  return f'{question.text!r} -> {titles} ({time.monotonic() - begin:.1f} s)'
+
+
+def judge(have) -> str:
+  made = judges.make(have.config)
+  if made is None:
+    return 'config.judge.url is not set'
+  have.loop.open(made)
+  return f'{have.config.judge.url} answers'
+
+
+# Name, function, and the checks whose results it uses.
+CHECKS = (
+  ('config', fields, ()),
+  ('versions', versions, ()),
+  ('ports', ports, ()),
+  ('devices', devices, ('config',)),
+  ('questions', questions, ('config',)),
+  ('tokenizer', tokenizer, ('config',)),
+  ('prompts', prompts, ('questions', 'tokenizer')),
+  ('disk', disk, ('devices', 'tokenizer')),
+  ('memory', memory, ('devices', 'tokenizer')),
+  ('checkpoint', checkpoint, ('devices', 'tokenizer')),
+  ('generation', generation, ('prompts', 'checkpoint')),
+  ('search', search, ('questions', 'tokenizer', 'devices')),
+  ('judge', judge, ('config',)),
+)
+
+
+def examine(config, workdir: str, out: console.Console) -> list[str]:
+  """Prints every check; returns the names of those that found a problem."""
+  good, bad = set(), []
+
+  def show(mark: str, style: str, name: str, text: str) -> None:
+    line = rich_text.Text(f'{mark:8}', style).append(f'{name:12}', 'bold')
+    out.print(line.append(text, 'default'))
+
+  with contextlib.ExitStack() as stack:
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    loop = stack.enter_context(Loop())
+    have = types.SimpleNamespace(
+      config=config, workdir=workdir, folder=folder, loop=loop, stack=stack
+    )
+    have.engine = None
+    for name, function, needs in CHECKS:
+      if missing := [n for n in needs if n not in good]:
+        show('skipped', 'yellow', name, f'it needs {", ".join(missing)}')
+        continue
+      try:
+        with out.status(f'{name} ...'):
+          text = function(have)
+      except Exception as e:  # reported, and the next check follows
+        logging.debug('traceback of the problem below', exc_info=True)
+        kind = '' if command.is_user_error(e) else f'{type(e).__name__}: '
+        show('PROBLEM', 'bold red', name, f'{kind}{e}')
+        bad.append(name)
+      else:
+        show('ok', 'green', name, text)
+        good.add(name)
+  return bad
+
+
+def main():
+  out = console.Console(soft_wrap=True)
+  config = _CONFIG.value.copy_and_resolve_references()
+  bad = examine(config, _WORKDIR.value or 'runs', out)
+  if bad:
+    out.print(f'\n{len(bad)} of {len(CHECKS)} checks found a problem.')
+    sys.exit(2)
+
+
+if __name__ == '__main__':
+  _CONFIG = command.define_config()
+  _WORKDIR = command.define_workdir(required=False)
+  command.run(main)
