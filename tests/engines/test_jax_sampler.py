@@ -19,6 +19,7 @@ from searchrl_jax.engines.core import (
 from searchrl_jax.engines.handles import StopFinder
 from searchrl_jax.engines.jax import caches, decode, device
 from searchrl_jax.models import decoder
+from searchrl_jax.run import sharding
 from searchrl_jax.text import tokenizer
 from tests.clock import until
 from tests.engines.common import CFG, Letters, make_engine, make_params
@@ -102,6 +103,29 @@ def test_how_far_other_rows_are_does_not_show_in_a_row(kv_heads, monkeypatch):
   a, b = attend(q, k, v, near), attend(q, k, v, far)
   np.testing.assert_array_equal(a[:4], b[:4])
   assert (a[4:] != b[4:]).any()
+
+
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_an_accelerator_reads_the_cache_of_a_token_at_once(
+  kv_heads, monkeypatch
+):
+  """No loop over blocks, and the result is that of one."""
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16, 'gpu': 16})
+  cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
+  q, k, v, at = filled(cfg, [3, 16, 17, 40, 5, 160], 160)
+  attend = lambda *x: caches.attention(cfg, *x)
+  wanted = attend(q, k, v, at)
+  with sharding.compiling_for('gpu'):
+    program = str(jax.make_jaxpr(attend)(q, k, v, at))
+    got = attend(q, k, v, at)
+    two = np.repeat(q, 2, 1), k, v, np.repeat(at, 2, 1)
+    assert 'while' in str(jax.make_jaxpr(attend)(*two))
+  assert 'while' not in program
+  np.testing.assert_allclose(got, wanted, atol=1e-6)
+  # Bit by bit: positions that a row has not come to add nothing.
+  with sharding.compiling_for('gpu'):
+    far = attend(q, k, v, np.maximum(at, 99 * (np.arange(6)[:, None] > 3)))
+  np.testing.assert_array_equal(far[:4], got[:4])
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.6, 0.0])

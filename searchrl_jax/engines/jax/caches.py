@@ -79,9 +79,11 @@ def attention(cfg, q, k, v, positions):
   """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
 
   A long cache is read block by block, with a running maximum, up to the last
-  position that any row needs. A block beyond a row's position changes nothing
-  in that row (a weight of 0, a factor of 1), so that a row's result does not
-  depend on the positions of other rows (design 5.10).
+  position that any row needs. For a single token an accelerator reads the whole
+  cache, because it would copy each block first and wait for the host between
+  them. A position beyond a row's own changes nothing in that row (a weight of
+  0, a factor of 1), so that a row's result does not depend on the positions of
+  other rows (design 5.10).
   """
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
@@ -104,7 +106,7 @@ def attention(cfg, q, k, v, positions):
     )
     return top, jnp.sum(w, -1, keepdims=True), o
 
-  if S <= 2 * block:
+  if S <= 2 * block or (T == 1 and sharding.platform() != 'cpu'):
     _, total, o = attend(k, v, 0, -jnp.inf)
   else:
 
