@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 H200 = topology.parse('h200:1x8')
 
 
-def program(name, *shapes, collectives=(), targets=(), temporary=0):
+def program(name, *shapes, collectives=(), targets=(), temporary=0, devices=8):
   """A `gate.Program` with these buffers, collectives and library kernels."""
   out = object.__new__(gate.Program)
   out.name, out.collectives, out.temporary = name, list(collectives), temporary
@@ -27,12 +27,22 @@ def program(name, *shapes, collectives=(), targets=(), temporary=0):
     f'  %t{i} = f32[1]{{0}} custom-call(%x), custom_call_target="{t}"'
     for i, t in enumerate(targets)
   ]
-  out.hlo = hlo.Program('\n'.join(['ENTRY %main () -> f32[] {', *lines, '}']))
+  out.hlo = hlo.Program(
+    '\n'.join(
+      [
+        f'HloModule m, num_partitions={devices}',
+        'ENTRY %main () -> f32[] {',
+        *lines,
+        '}',
+      ]
+    )
+  )
   return out
 
 
 def collective(kind, shape, times=1, loop=True):
-  return hlo.Collective(kind, (shape,), shape.nbytes, times, loop, '')
+  size = shape.nbytes
+  return hlo.Collective(kind, (shape,), size, times, loop, '', sent=7 * size)
 
 
 CFG = build.model_config(search_r1.get_config('model=qwen2.5-3b'), 1)
@@ -71,10 +81,17 @@ def test_a_good_update_misses_nothing():
     (dict(shapes=['f32[1,16,4608,4608]{3,2,1,0}']), 'no float32 scores of all'),
     (dict(targets=ATTENTION[:1]), 'attention by fmhaSoftmax and'),
     (
-      dict(collectives=[collective('all-gather', hlo.Shape('f32', (2**20,)))]),
+      dict(
+        collectives=[
+          collective('all-gather', hlo.Shape('f32', (2**20,))),
+          SCATTER,
+        ]
+      ),
       'no float32 gathers',
     ),
-    (dict(collectives=[GATHER, GATHER]), 'weights gathered at most'),
+    (dict(collectives=[GATHER, GATHER, SCATTER]), 'weights gathered at most'),
+    # Reduced nowhere, or once after the loop over layers.
+    (dict(collectives=[GATHER]), 'reduce-scattered, not all-reduced'),
     (
       dict(collectives=[collective('all-reduce', SCATTER.shapes[0])]),
       'reduce-scattered, not all-reduced',
@@ -89,7 +106,8 @@ def test_a_good_update_misses_nothing():
 )
 def test_what_a_full_size_update_must_not_do(change, what):
   shapes = change.pop('shapes', ())
-  found = program('accumulate/4608', *shapes, **{'targets': ATTENTION} | change)
+  good = {'targets': ATTENTION, 'collectives': [SCATTER]}
+  found = program('accumulate/4608', *shapes, **good | change)
   (only,) = missed(found)
   assert what in only
 
@@ -108,6 +126,32 @@ def test_decoding_gathers_nothing_large():
   assert missed(program('decode', collectives=[GATHER])) == [
     'no gathers of weights or caches'
   ]
+
+
+@pytest.mark.parametrize(
+  'name, group, speed',
+  [
+    ('h200:4x8', range(8), 450e9),  # in a node
+    ('h200:4x8', range(32), 8 * 50e9),  # all 8 devices of a node send
+    ('h200:4x8', (0, 8, 16, 24), 50e9),  # one device of each node
+    ('h200:4x8', (), 8 * 50e9),  # all of the 32 of the program
+    ('v5e:8x8', range(64), 200e9),
+  ],
+)
+def test_collectives_go_over_links_or_the_network(name, group, speed):
+  c = hlo.Collective('x', (), 1, 3, True, '', sent=10**9, group=tuple(group))
+  found = program('accumulate/8', collectives=[c], devices=32)
+  seconds = found.seconds(topology.parse(name))
+  assert seconds['links'] == pytest.approx(3e9 / speed)
+
+
+@pytest.mark.parametrize('donate', [(), (0,)])
+def test_results_beside_their_arguments_take_memory(donate):
+  f, x = jax.jit(lambda x: x + 1, donate_argnums=donate), jax.numpy.ones(999)
+  traced = f.trace(x)
+  found = gate.Program('add', traced, traced.lower().compile(), 1)
+  assert found.arguments == x.nbytes
+  assert (found.temporary >= x.nbytes) == (not donate)
 
 
 def test_every_program_of_a_run_is_described():

@@ -4,6 +4,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import pytest
 
 from searchrl_jax.run import hlo, topology
@@ -29,15 +30,89 @@ def test_kernels_of_a_library_are_counted():
   assert hlo.Program(TEXT).targets() == {'__cudnn$fmhaSoftmax': 3}
 
 
+@pytest.mark.parametrize(
+  'groups, group',
+  [
+    ('{{0,2,4,6},{1,3,5,7}}', (0, 2, 4, 6)),
+    ('[2,4]<=[8]', (0, 1, 2, 3)),
+    ('[2,4]<=[4,2]T(1,0)', (0, 2, 4, 6)),
+    ("mesh['data'=2,'fsdp'=4,'tensor'=1] {'fsdp'}", (0, 1, 2, 3)),
+    ("mesh['data'=2,'fsdp'=4] {'data'}", (0, 4)),
+    ("mesh['data'=2,'fsdp'=4] {'data','fsdp'}", tuple(range(8))),
+    ('{}', ()),
+  ],
+)
+def test_groups_of_a_collective(groups, group):
+  text = f"""HloModule m, num_partitions=8
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %all = f32[8]{{0}} all-reduce(%x), replica_groups={groups}
+}}"""
+  (found,) = hlo.Program(text).collectives()
+  assert found.group == group
+  n = len(group) or 8
+  assert found.sent == 2 * (32 - 32 // n)
+
+
+def test_what_collectives_send():
+  """A reduce-scatter sends what it is given, not the part that it returns."""
+  text = r"""HloModule m, num_partitions=4
+ENTRY %main (x: f32[16], y: bf16[8,4]) -> f32[4] {
+  %x = f32[16]{0} parameter(0)
+  %y = bf16[8,4]{1,0} parameter(1)
+  %scatter = ((f32[16]{0}, bf16[8,4]{1,0}), (f32[4]{0}, bf16[2,4]{1,0})) \
+reduce-scatter-start(%x, %y), replica_groups={}, dimensions={0}
+  %pass = (f32[16]{0}, f32[16]{0}) collective-permute-start(%x), \
+source_target_pairs={{0,1},{1,0}}
+}""".replace('\\\n', '')
+  program = hlo.Program(text)
+  passed, scattered = program.collectives()
+  assert (scattered.nbytes, scattered.sent) == (16 + 16, 3 * (16 + 16))
+  assert (passed.nbytes, passed.sent) == (64, 64)
+  # Operands once: 64 + 64 read and 16 + 16 written, 64 read and 64 written.
+  assert program.traffic() == 128 + 32 + 128
+
+
+def test_products_of_parts_count_for_all_devices():
+  f = jax.shard_map(
+    jnp.dot,
+    mesh=jax.sharding.AbstractMesh((4, 2), ('data', 'tensor')),
+    in_specs=(P('data'), P()),
+    out_specs=P('data'),
+    axis_names={'data'},
+    check_vma=False,
+  )
+  traced = jax.jit(f).trace(jnp.zeros((8, 4)), jnp.zeros((4, 16)))
+  assert hlo.dot_flops(traced.jaxpr) == 2 * 8 * 4 * 16
+
+
 def test_traffic_counts_slices_and_inner_loops():
-  # A step: gather 32 + 96 (its result is a tuple of both), row: a slice of 32
-  # and an index of 4 read, 32 written; kernel 32 + 32; inner step 64 + 32.
-  step = (32 + 96) + (32 + 4 + 32) + (32 + 32)
+  # A step: gather 32 + 64, row: a slice of 32 and an index of 4 read, 32
+  # written; kernel 32 + 32; inner step 64 + 32.
+  step = (32 + 64) + (32 + 4 + 32) + (32 + 32)
   inner = 64 + 32
   last = 32 + 32
   assert hlo.Program(TEXT).traffic() == 3 * (step + inner) + last
-  assert hlo.Program(TEXT, inner=5).traffic() == 3 * (step + 5 * inner) + last
-  assert hlo.Program(TEXT).traffic(lambda _, loop: not loop) == last
+  assert hlo.Program(TEXT, unknown=5).traffic() == 3 * (step + 5 * inner) + last
+  assert hlo.Program(TEXT).traffic(lambda loop, _: not loop) == last
+
+
+def test_branches_are_told_apart():
+  text = r"""HloModule m
+%copied (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %copy = f32[8]{0} copy(%x)
+}
+ENTRY %main (p: pred[], y: f32[8]) -> f32[8] {
+  %p = pred[] parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %z = f32[8]{0} conditional(%p, %y, %y), true_computation=%copied, \
+false_computation=%copied
+  ROOT %sum = f32[8]{0} add(%z, %y)
+}""".replace('\\\n', '')
+  program = hlo.Program(text)
+  assert program.traffic() == 2 * 64 + 96
+  assert program.traffic(lambda loop, branch: not branch) == 96
 
 
 def test_the_largest_buffers_come_first():
@@ -52,7 +127,7 @@ def test_a_real_program_is_read():
 
   shapes = (jnp.zeros((4, 8)), jnp.zeros((5, 8, 8)))
   program = hlo.Program(f.lower(*shapes).compile().as_text())
-  assert {times for times, loop in program.times.values() if loop} <= {5, 6}
+  assert {times for times, loop, _ in program.times.values() if loop} <= {5, 6}
   assert program.traffic() > 5 * 8 * 8 * 4  # the weights at least
   assert not program.collectives()
   # 5 products of 4 x 8 by 8 x 8: 2 * 4 * 8 * 8 each.

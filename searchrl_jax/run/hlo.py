@@ -11,6 +11,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
+
 _BITS = {'pred': 8, 'u4': 4, 's4': 4, 'c64': 64, 'c128': 128, 'token': 0}
 _COLLECTIVES = (
   'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all',
@@ -54,10 +56,20 @@ class Instruction:
   trips: int | None  # of a loop; None: XLA does not know
   target: str  # of a custom call
   op: str
+  group: tuple[int, ...]  # of a collective
+
+  @property
+  def results(self) -> tuple[Shape, ...]:
+    """Its shapes, without the operands that an asynchronous start returns."""
+    count = len(self.operands)
+    if self.opcode.endswith('-start') and self.opcode != 'all-reduce-start':
+      # (operands, results, ...): as many results as operands.
+      return self.shapes[count : 2 * count]
+    return self.shapes
 
   @property
   def nbytes(self) -> int:
-    return sum(shape.nbytes for shape in self.shapes)
+    return sum(shape.nbytes for shape in self.results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +77,8 @@ class Collective:
   """A collective operation of one device.
 
   nbytes: of its result. times: how often it runs; loop: whether in a loop.
+  sent: bytes that the device sends, in a ring. group: the devices of the first
+  group (empty: all).
   """
 
   kind: str
@@ -73,6 +87,8 @@ class Collective:
   times: int
   loop: bool
   op: str
+  sent: int = 0
+  group: tuple[int, ...] = ()
 
 
 _INSTRUCTION = re.compile(r'\s+(?:ROOT )?(%?[\w.-]+) = (.*)')
@@ -89,14 +105,15 @@ class Program:
 
   Args:
     text: `jax.stages.Compiled.as_text()`.
-    inner: how often a loop of unknown length runs that is in another loop; one
-      that is not counts once.
+    unknown: how often a loop of unknown length runs.
   """
 
-  def __init__(self, text: str, inner: int = 1):
-    self._inner = inner
+  def __init__(self, text: str, unknown: int = 1):
+    self._unknown = unknown
     self.computations: dict[str, dict[str, Instruction]] = {}
     self.entry, current = '', None
+    header = re.search(r'\bnum_partitions=(\d+)', text)
+    self.devices = int(header[1]) if header else 1
     for line in text.splitlines():
       if line[:1] not in ' }' and line.endswith('{') and '->' in line:
         name = line.removeprefix('ENTRY ').split(' ')[0].lstrip('%')
@@ -108,44 +125,50 @@ class Program:
         current[found.name] = found
 
   @functools.cached_property
-  def times(self) -> dict[str, tuple[int, bool]]:
-    """Computation -> how often it runs, and whether in a loop.
+  def times(self) -> dict[str, tuple[int, bool, bool]]:
+    """Computation -> how often it runs, whether in a loop, and whether in a
+    branch of a condition, all of which count.
 
     Without those that a fusion or a reduction applies.
     """
-    out: dict[str, tuple[int, bool]] = {}
-    waiting = [(self.entry, 1, False)]
+    out: dict[str, tuple[int, bool, bool]] = {}
+    waiting = [(self.entry, 1, False, False)]
     while waiting:
-      name, times, loop = waiting.pop()
-      before, looped = out.get(name, (0, False))
-      out[name] = before + times, loop or looped
+      name, times, loop, branch = waiting.pop()
+      before, looped, _ = out.get(name, (0, False, False))
+      out[name] = before + times, loop or looped, branch
       for i in self.computations[name].values():
         if i.opcode == 'while':
-          trips = i.trips or (self._inner if loop else 1)
-          waiting += [(c, times * trips, True) for c in i.called]
+          trips = self._unknown if i.trips is None else i.trips
+          waiting += [(c, times * trips, True, branch) for c in i.called]
         elif i.opcode in ('call', 'conditional', 'async-start'):
-          waiting += [(c, times, loop) for c in i.called]
+          inside = branch or i.opcode == 'conditional'
+          waiting += [(c, times, loop, inside) for c in i.called]
     return out
 
   def instructions(self) -> Iterator[tuple[Instruction, int, bool]]:
     """Every instruction that runs, how often, and whether in a loop."""
-    for name, (times, loop) in self.times.items():
+    for name, (times, loop, _) in self.times.items():
       for i in self.computations[name].values():
         yield i, times, loop
 
   def collectives(self) -> list[Collective]:
     """Largest first."""
     out = []
-    for i, times, loop in self.instructions():
-      kind = i.opcode.removesuffix('-start')
-      if kind not in _COLLECTIVES:
-        continue
-      shapes = i.shapes
-      if i.opcode != kind and kind != 'all-reduce':
-        # (operands, results, ...): as many results as operands.
-        shapes = shapes[len(i.operands) : 2 * len(i.operands)]
-      nbytes = sum(shape.nbytes for shape in shapes)
-      out.append(Collective(kind, shapes, nbytes, times, loop, i.op))
+    for name, (times, loop, _) in self.times.items():
+      members = self.computations[name]
+      for i in members.values():
+        kind = i.opcode.removesuffix('-start')
+        if kind not in _COLLECTIVES:
+          continue
+        given = sum(members[o].nbytes for o in i.operands if o in members)
+        sent = max(i.nbytes, given)
+        if kind != 'collective-permute':
+          sent -= sent // max(len(i.group) or self.devices, 1)
+        if kind == 'all-reduce':  # scatters, then gathers
+          sent *= 2
+        found = kind, i.results, i.nbytes, times, loop, i.op, sent, i.group
+        out.append(Collective(*found))
     return sorted(out, key=lambda c: -c.nbytes * c.times)
 
   def largest(self, count: int) -> list[tuple[int, Shape, str]]:
@@ -153,7 +176,7 @@ class Program:
     found: dict[tuple[Shape, str], int] = {}
     for i, _, _ in self.instructions():
       if i.opcode not in _FREE:
-        found |= {(shape, i.op or i.name): shape.nbytes for shape in i.shapes}
+        found |= {(shape, i.op or i.name): shape.nbytes for shape in i.results}
     ranked = sorted(found.items(), key=lambda item: -item[1])[:count]
     return [(size, *key) for key, size in ranked]
 
@@ -165,15 +188,15 @@ class Program:
         out[i.target] = out.get(i.target, 0) + times
     return out
 
-  def traffic(self, where=lambda name, loop: True) -> int:
+  def traffic(self, where=lambda loop, branch: True) -> int:
     """Bytes that kernels read and write, as if no kernel's data stayed in a
     cache. Of an operand of which a kernel reads slices alone, the slices.
 
-    where: (computation, whether in a loop) -> whether it counts.
+    where: (whether in a loop, whether in a branch) -> whether it counts.
     """
     total = 0
-    for name, (times, loop) in self.times.items():
-      if not where(name, loop):
+    for name, (times, *place) in self.times.items():
+      if not where(*place):
         continue
       members = self.computations[name]
       for i in members.values():
@@ -251,7 +274,30 @@ def _instruction(name: str, rest: str) -> Instruction:
     int(trips[1]) if trips else None,
     target[1] if target else '',
     op[1] if op else '',
+    _group(attributes),
   )
+
+
+def _group(attributes: str) -> tuple[int, ...]:
+  """The first group of devices of replica_groups, which XLA prints as a list
+  {{0,1},{2,3}}, as [2,2]<=[2,2]T(1,0), or as axes mesh['a'=2,'b'=2] {'a'}."""
+  _, _, text = attributes.partition('replica_groups=')
+  if match := re.match(r'\{\{([\d,]+)\}', text):
+    return tuple(map(int, match[1].split(',')))
+  if match := re.match(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
+    groups, sizes, order = (
+      [int(n) for n in part.split(',')] if part else None
+      for part in match.groups()
+    )
+    grid = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+    return tuple(grid.reshape(groups)[0].tolist())
+  if match := re.match(r'mesh\[([^]]+)\] *\{([^}]*)\}', text):
+    axes = re.findall(r"('\w+')=(\d+)", match[1])
+    sizes = [int(size) for _, size in axes]
+    grid = np.arange(math.prod(sizes)).reshape(sizes)
+    inside = [slice(None) if axis in match[2] else 0 for axis, _ in axes]
+    return tuple(grid[tuple(inside)].ravel().tolist())
+  return ()
 
 
 def dot_flops(jaxpr: Any, times: int = 1) -> int:
@@ -281,6 +327,9 @@ def dot_flops(jaxpr: Any, times: int = 1) -> int:
       continue
     if name == 'scan':
       repeats = eqn.params['length']
+    if name == 'shard_map':  # its shapes are those of one device
+      mesh, manual = eqn.params['mesh'], eqn.params['newly_manual_axes']
+      repeats = math.prod(mesh.shape[axis] for axis in manual)
     inner = [
       getattr(p, 'jaxpr', p)
       for value in eqn.params.values()
