@@ -88,6 +88,26 @@ def params_of_fresh(config, folder):
   return jax.tree.map(np.asarray, found)
 
 
+@pytest.mark.parametrize(
+  'backend, before, after',
+  [
+    ('gpu', None, str(pathlib.Path('~/.cache/searchrl_jax').expanduser())),
+    ('gpu', '/of/the/user', '/of/the/user'),
+    ('cpu', None, None),
+  ],
+)
+def test_accelerators_keep_their_programs(backend, before, after, monkeypatch):
+  monkeypatch.setattr(jax, 'default_backend', lambda: backend)
+  name = 'jax_compilation_cache_dir'
+  was = getattr(jax.config, name)
+  jax.config.update(name, before)
+  try:
+    build.mesh(tiny.config())
+    assert getattr(jax.config, name) == after
+  finally:
+    jax.config.update(name, was)
+
+
 class Killed(BaseException):
   """Stands for a kill: nothing in the loop catches it."""
 

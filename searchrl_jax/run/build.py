@@ -77,9 +77,19 @@ def _tuples(fields: dict) -> dict:
 
 
 def mesh(config: ConfigDict, devices=None):
-  """Makes the mesh; disables TF32 on GPUs if the model is float32."""
+  """Makes the mesh; disables TF32 on GPUs if the model is float32.
+
+  On accelerators, compiled programs are kept for the next start, in the folder
+  JAX_COMPILATION_CACHE_DIR or else in ~/.cache/searchrl_jax: the programs of a
+  3B model take minutes to compile. Those of a CPU may not run on another one.
+  """
   if config.model.dtype == 'float32':
     jax.config.update('jax_default_matmul_precision', 'highest')
+  if (
+    jax.default_backend() != 'cpu' and not jax.config.jax_compilation_cache_dir
+  ):
+    folder = pathlib.Path('~/.cache/searchrl_jax').expanduser()
+    jax.config.update('jax_compilation_cache_dir', str(folder))
   return sharding.make_mesh(**config.mesh.to_dict(), devices=devices)
 
 
