@@ -313,14 +313,14 @@ def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
 
 def environment() -> dict[str, Any]:
   """Versions, commit, machine and command of this process."""
-  found = {d.name: d.version for d in importlib.metadata.distributions()}
+  installed = importlib.metadata.distributions
   return {
     'time': time.strftime('%Y-%m-%dT%H:%M:%S%z'),
     'command': sys.argv,
     'commit': _git('rev-parse HEAD'),
     'changed_files': (_git('status --porcelain') or '').splitlines(),
     'python': platform.python_version(),
-    'packages': {name: found[name] for name in _PACKAGES if name in found},
+    'packages': {n: d.version for n in _PACKAGES for d in installed(name=n)},
     'machine': {
       'host': platform.node(),
       'system': platform.platform(),
