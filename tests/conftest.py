@@ -119,6 +119,42 @@ def url(tmp_path_factory):
     yield server.url
 
 
+# Parts of a config that no compiled update depends on.
+_NOT_COMPILED = (
+  'name', 'source', 'checkpoint', 'eval', 'log', 'data', 'engine', 'env',
+  'reward',
+)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def programs():
+  """Lets the runs of a module share the compiled updates of equal configs.
+
+  Tracing them takes half of the time of a run of a few steps. `.clear()` makes
+  the next run compile its own.
+  """
+  from searchrl_jax.learn import learner, objectives
+
+  kept, make = {}, learner.Learner.__init__
+
+  def read(config):
+    fields = config.to_dict().items()
+    return {k: v for k, v in fields if k not in _NOT_COMPILED}
+
+  def init(self, config, cfg, mesh, *, roles=None, supervised=None):
+    make(self, config, cfg, mesh, roles=roles, supervised=supervised)
+    parts = [(role, read(c)) for role, c in (roles or {}).items()]
+    key = repr((read(config), parts, supervised))
+    own = self._updaters, self._critic
+    found = kept.setdefault((key, cfg, mesh, objectives.policy), own)
+    self._updaters, self._critic = found
+    self.updater = [*self._updaters.values()][-1]
+
+  with pytest.MonkeyPatch.context() as m:
+    m.setattr(learner.Learner, '__init__', init)
+    yield kept
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
   where = request.node.nodeid

@@ -21,7 +21,7 @@ from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
 from tests import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 
 def params_of(config, workdir):
@@ -113,7 +113,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize('where', ['update', 'rollout', 'save'])
-def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
+def test_resume_is_bitwise(whole, tmp_path, monkeypatch, programs, where):
   config, folder, params = whole
   with monkeypatch.context() as m:
     owner, name, nth = {
@@ -132,6 +132,8 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, where):
     m.setattr(owner, name, killed)
     with pytest.raises(Killed):
       train.train(config, str(tmp_path))
+  if where == 'update':  # its own programs, as in a process of its own
+    programs.clear()
   train.train(config, str(tmp_path))
   resumed = params_of(config, tmp_path)
   for path, a in jax.tree_util.tree_leaves_with_path(params):

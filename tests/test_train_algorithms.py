@@ -17,7 +17,7 @@ from searchrl_jax.run import build, records
 from tests import tiny
 from tests.test_train import Killed, lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 
 def config(url, algorithm, reward, **fields):
