@@ -23,7 +23,7 @@ from searchrl_jax.run import build, records, signals
 from tests import chat_server
 from tests.experiments import ssp_engine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 WORLD = dict(play=50, heldout=50)
 
@@ -367,8 +367,13 @@ def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
 
 
 def test_a_dry_run_tells_what_both_roles_cost():
-  config = ssp.get_config('pairing=grpo+grpo')
-  found = start.report(config, 300)
+  def report(argument):
+    config = ssp.get_config(argument)
+    # One device and one bucket: fewer programs to compile.
+    config.mesh.data, config.batch.lengths = 1, config.batch.lengths[-1:]
+    return start.report(config, 300)
+
+  found = report('pairing=grpo+grpo')
   proposer, solver = found.split('As the solver')
   assert proposer.startswith('As the proposer')
   for text in (proposer, solver):
@@ -376,7 +381,7 @@ def test_a_dry_run_tells_what_both_roles_cost():
   # 12 answers, of which 4 questions each, of which 4 answers each.
   for text, n in ((proposer, 48), (solver, 192)):
     assert re.search(rf'trajectories +{n}\n', text), text
-  frozen = start.report(ssp.get_config('arm=frozen'), 300)
+  frozen = report('arm=frozen')
   assert 'proposer' not in frozen
 
 
