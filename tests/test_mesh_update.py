@@ -1,4 +1,4 @@
-"""On every mesh of 1, 2 and 8 devices: one device's loss and gradients."""
+"""On every mesh of 1 and 8 devices: one device's loss and gradients."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 MESHES = [
   (d, f, t)
-  for n in (1, 2, 8)
+  for n in (1, 8)  # of eight, every axis has 1, 2, 4 and 8
   for d in (1, 2, 4, 8)
   for f in (1, 2, 4, 8)
   for t in (1, 2, 4, 8)
