@@ -70,6 +70,7 @@ _NEUTRAL = {
   'attn_logit_softcapping': (None,),
 }
 
+_FULL = 'full_attention'
 _LLAMA3 = ('factor', 'low_freq_factor', 'high_freq_factor')
 _ORIGINAL = 'original_max_position_embeddings'
 
@@ -105,18 +106,11 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
   name = hf.get('model_type')
   if name is None and hf.get('architectures'):
     name = hf['architectures'][0].removesuffix('ForCausalLM').lower()
-  lookup.require(
-    name in FAMILIES,
-    f'config.json: model_type={name!r} is unknown; there are: '
-    f'{", ".join(FAMILIES)}',
-  )
+  _require(name in FAMILIES, f'model_type={name!r}', ', '.join(FAMILIES))
   family = FAMILIES[name]
   for field, neutral in _NEUTRAL.items():
-    lookup.require(
-      hf.get(field) in neutral,
-      f'config.json: {field}={hf.get(field)!r} is not supported; expected '
-      f'{neutral[-1]!r} or no such field',
-    )
+    value, wanted = hf.get(field), f'{neutral[-1]!r} or no such field'
+    _require(value in neutral, f'{field}={value!r}', wanted)
   sizes: dict[str, int] = {}
   for size, field in _SIZES.items():
     value = hf.get(field)
@@ -124,10 +118,8 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
       value = sizes['n_heads']
     if value is None and size == 'head_dim':
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
-    lookup.require(
-      type(value) is int and value >= 1,
-      f'config.json: {field}={value!r}; expected a positive integer',
-    )
+    good = type(value) is int and value >= 1
+    _require(good, f'{field}={value!r}', 'a positive integer')
     sizes[size] = value
   _refuse_sliding_window(hf, name == 'llama', sizes['n_layers'])
   theta, scaling = _rope(hf)
@@ -271,19 +263,19 @@ def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
   return out
 
 
+def _require(good, found: str, expected: str) -> None:
+  message = f'config.json: {found} is not supported; expected {expected}'
+  lookup.require(good, message)
+
+
 def _refuse_sliding_window(hf: Mapping[str, Any], llama: bool, n_layers: int):
   # Qwen has a switch, off by default, and a first layer. A window in a Llama
   # config has neither, and readers interpret it differently.
   types, window = hf.get('layer_types'), hf.get('sliding_window')
   first = hf.get('max_window_layers', 28)
   on = llama or (hf.get('use_sliding_window', False) and first < n_layers)
-  lookup.require(
-    set(types) <= {'full_attention'}
-    if types is not None
-    else not (window and on),
-    f'config.json: layer_types={types}, sliding_window={window}: only '
-    'full_attention is supported',
-  )
+  full = not (window and on) if types is None else {*types} <= {_FULL}
+  _require(full, f'layer_types={types}, sliding_window={window}', _FULL)
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -296,10 +288,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
       found.append(_rope_fields(field, rope, hf))
   thetas = {float(theta) for theta, _ in found if theta is not None}
   scalings = [scaling for _, scaling in found[1:]] or [None]
-  lookup.require(
+  _require(
     len(thetas) <= 1 and all(s == scalings[0] for s in scalings),
-    'config.json: rope_theta, rope_scaling and rope_parameters contradict each '
-    f'other: theta={sorted(thetas)}, scaling={scalings}',
+    f'rope_theta={sorted(thetas)}, rope_scaling={scalings}',
+    'that rope_theta, rope_scaling and rope_parameters do not contradict',
   )
   return next(iter(thetas), 10_000.0), scalings[0]
 
@@ -307,27 +299,20 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   """(theta or None, RopeScaling fields or None) of one dict."""
   kind = rope.get('rope_type', rope.get('type', 'default'))
-  lookup.require(
-    kind in ('default', 'llama3'),
-    f'config.json: {field}.rope_type={kind!r} is not supported; there '
-    'are: default, llama3',
-  )
+  good = kind in ('default', 'llama3')
+  _require(good, f'{field}.rope_type={kind!r}', 'default or llama3')
   scaled = (*_LLAMA3, _ORIGINAL) if kind == 'llama3' else ()
+  known = ('rope_type', 'type', 'rope_theta', *scaled)
   for name, value in rope.items():
-    lookup.require(
-      name in ('rope_type', 'type', 'rope_theta', *scaled)
-      or (name == 'partial_rotary_factor' and value in _NEUTRAL[name]),
-      f'config.json: {field}.{name}={value!r} is not supported with '
-      f'rope_type {kind!r}',
-    )
+    neutral = name == 'partial_rotary_factor' and value in _NEUTRAL[name]
+    good, names = neutral or name in known, ', '.join(known)
+    _require(good, f'{field}.{name}={value!r}', f'{kind}: {names}')
   values = {k: rope.get(k) for k in scaled}
   if scaled and values[_ORIGINAL] is None:
     values[_ORIGINAL] = hf.get(_ORIGINAL)
   for name, value in values.items():
-    lookup.require(
-      isinstance(value, (int, float)) and value > 0,
-      f'config.json: {field}.{name}={value!r}; llama3 needs a positive number',
-    )
+    good = isinstance(value, (int, float)) and value > 0
+    _require(good, f'{field}.{name}={value!r}', 'a positive number')
   scaling = {k: float(values[k]) for k in _LLAMA3 if scaled}
   if scaled:
     scaling['original_max_position'] = int(values[_ORIGINAL])

@@ -205,7 +205,6 @@ def save(
   max_shard_bytes: float = 5e9,
   dtype='float32',
   like: Mapping[str, Any] | None = None,
-  overwrite: bool = False,
 ):
   """Writes a checkpoint that transformers and vLLM load.
 
@@ -218,18 +217,17 @@ def save(
       separate file.
     dtype: of the stored tensors: float32, bfloat16 or float16.
     like: a config.json (`read_json`) whose other fields are kept.
-    overwrite: replace an existing folder.
 
   Raises:
-    FileExistsError: `path` exists and overwrite is False.
+    FileExistsError: `path` exists.
     ValueError: parameters that are not those of `cfg`, by name.
-    OSError: the disk; an existing folder at `path` is unchanged.
+    OSError: the disk.
   """
   path = pathlib.Path(path)
   dtype = np.dtype(dtype)
   if dtype.name not in DTYPES:
     raise ValueError(f'dtype={dtype}: expected one of {", ".join(DTYPES)}')
-  if path.exists() and not overwrite:
+  if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   flat = decoder.flatten_checked(cfg, params)
   config = families.format_config(
@@ -245,30 +243,26 @@ def save(
 
 def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
   """Writes one file, or shards of at most `most` bytes with an index."""
-  shards: list[list[families.Tensor]] = [[]]
-  size = total = 0
-  for tensor in tensors.values():
-    n = math.prod(tensor.shape) * dtype.itemsize
-    if shards[-1] and size + n > most:
-      shards.append([])
-      size = 0
-    shards[-1].append(tensor)
-    size, total = size + n, total + n
-  weight_map = {}
-  for i, shard in enumerate(shards, 1):
-    file = f'model-{i:05d}-of-{len(shards):05d}.safetensors'
-    file = file if len(shards) > 1 else SINGLE
+  from huggingface_hub import split_state_dict_into_shards_factory  # slow
+
+  split = split_state_dict_into_shards_factory(
+    tensors,
+    get_storage_size=lambda t: math.prod(t.shape) * dtype.itemsize,
+    filename_pattern='model{suffix}.safetensors',
+    max_shard_size=int(most),
+  )
+  for file, names in split.filename_to_tensors.items():
     host = {}
-    for t in shard:
+    for t in map(tensors.get, names):
       x = flat[t.path]
       # A copy, since JAX would keep the host's with the parameter.
       x = np.asarray(x.copy() if t.layer is None else x[t.layer])
       host[t.name] = np.ascontiguousarray(t.to_hf(x), dtype)
     safetensors.numpy.save_file(host, folder / file, {'format': 'pt'})
     _sync(folder / file)
-    weight_map |= dict.fromkeys(host, file)
-  if len(shards) > 1:
-    index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
+  if split.is_sharded:
+    weight_map = split.tensor_to_filename
+    index = {'metadata': split.metadata, 'weight_map': weight_map}
     _write_json(folder / INDEX, index)
 
 
@@ -290,25 +284,14 @@ def _sync(path: pathlib.Path):
 def _whole_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """A folder to write to, which becomes `path` if the block succeeds."""
   tmp = path.with_name(f'.{path.name}.tmp')
-  old = path.with_name(f'.{path.name}.old')
-  if old.exists() and not path.exists():
-    old.rename(path)  # a writer was killed between its two renames
   shutil.rmtree(tmp, ignore_errors=True)
   tmp.mkdir()
   try:
     yield tmp
-    if path.exists():
-      shutil.rmtree(old, ignore_errors=True)
-      path.rename(old)
     tmp.rename(path)
     _sync(path.parent)
   except (OSError, safetensors.SafetensorError) as e:
-    raise OSError(
-      getattr(e, 'errno', None) or errno.EIO,
-      f'writing {path} failed: {e}; existing files are unchanged',
-    ) from e
+    number = getattr(e, 'errno', None) or errno.EIO
+    raise OSError(number, f'writing {path} failed: {e}') from e
   finally:
-    if old.exists() and not path.exists():
-      old.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(tmp, ignore_errors=True)

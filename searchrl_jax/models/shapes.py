@@ -10,25 +10,15 @@ _QWEN2 = {
   'rms_norm_eps': 1e-6,
   'max_position_embeddings': 32768,
 }
+# Sizes of each model, in the order of the names.
+_SIZES = """
+  hidden_size num_hidden_layers num_attention_heads num_key_value_heads
+  intermediate_size vocab_size tie_word_embeddings
+""".split()
+_MODELS = {
+  'qwen2.5-3b': (2048, 36, 16, 2, 11008, 151936, True),
+  'qwen2.5-7b': (3584, 28, 28, 4, 18944, 152064, False),
+}
 NAMED = {
-  'qwen2.5-3b': _QWEN2
-  | {
-    'hidden_size': 2048,
-    'num_hidden_layers': 36,
-    'num_attention_heads': 16,
-    'num_key_value_heads': 2,
-    'intermediate_size': 11008,
-    'vocab_size': 151936,
-    'tie_word_embeddings': True,
-  },
-  'qwen2.5-7b': _QWEN2
-  | {
-    'hidden_size': 3584,
-    'num_hidden_layers': 28,
-    'num_attention_heads': 28,
-    'num_key_value_heads': 4,
-    'intermediate_size': 18944,
-    'vocab_size': 152064,
-    'tie_word_embeddings': False,
-  },
+  name: _QWEN2 | dict(zip(_SIZES, sizes)) for name, sizes in _MODELS.items()
 }
