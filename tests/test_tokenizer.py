@@ -91,11 +91,11 @@ def test_identity_of_real_tokenizers():
   assert qwen.vocab_size == 151669
   assert set(qwen.eos_ids) == {151643, 151645}  # endoftext, im_end
   assert qwen.eos_ids[0] == qwen._hf.eos_token_id
-  assert (qwen.pad_id, qwen.bos_id) == (151643, None)
+  assert qwen.bos_id is None
   assert qwen.token_bytes(151900) == b''  # a padded row of the embedding
   stories = scripted.tokenizer('stories260K')
   assert (stories.vocab_size, stories.eos_ids) == (512, (2,))
-  assert (stories.pad_id, stories.bos_id) == (2, 1)
+  assert stories.bos_id == 1
   assert stories.token_bytes(13) == b'\n'  # <0x0A>
   assert stories.token_bytes(265) == b' the'
 
@@ -113,10 +113,8 @@ def test_negative_id_is_an_error():
     scripted.tokenizer('bpe').token_bytes(-1)
 
 
-def test_decode_shows_control_tokens_only_when_asked(tok):
-  ids = [*tok.encode('x'), tok.eos_ids[0]]
-  assert tok.decode(ids) == 'x'
-  assert tok.decode(ids, control=True).startswith('x<')
+def test_control_tokens_are_not_decoded(tok):
+  assert tok.decode([*tok.encode('x'), tok.eos_ids[0]]) == 'x'
 
 
 def test_lone_surrogates_do_not_break(tok):
@@ -190,7 +188,7 @@ def test_train_bpe(tmp_path):
   tok = tokenizing.train_bpe(scripted.TEXTS, 300, tmp_path / 'a')
   same = tokenizing.train_bpe(scripted.TEXTS, 300, tmp_path / 'b')
   assert tok.vocab_size == 300
-  assert (tok.pad_id, tok.eos_ids, tok.bos_id) == (0, (1,), None)
+  assert (tok.eos_ids, tok.bos_id) == ((1,), None)
   text = 'the cat <search> x </search> 日本'
   assert tok.encode(text) == same.encode(text)
   assert tok.encode_template('<search>') == tok.encode('<search>')

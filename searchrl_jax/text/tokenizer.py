@@ -88,8 +88,6 @@ class Tokenizer:
       more rows (padding); such ids have no bytes.
     eos_ids: ids that end a turn: the tokenizer's first, then those of
       generation_config.json and its special end-of-turn tokens.
-    pad_id: the padding id, or the first eos if there is none. Masks must not
-      depend on it; lengths are stored separately.
     bos_id: None = the tokenizer has none.
     control: ids of control tokens, which have no bytes.
     token_bytes: id -> bytes of the token. The bytes of a sequence are those of
@@ -140,8 +138,6 @@ class Tokenizer:
     self.eos_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None))
     fix = 'name one in tokenizer_config.json'
     require(self.eos_ids, f'tokenizer {path}: no eos_token; {fix}')
-    pad = hf.pad_token_id
-    self.pad_id = self.eos_ids[0] if pad is None else pad
     self.bos_id = hf.bos_token_id
     opening = hf.encode('', add_special_tokens=True)
     self._opening = [i for i in opening if i == self.bos_id][:1]
@@ -240,11 +236,9 @@ class Tokenizer:
           token = re.sub(pattern['Regex'], step['content'], token)
     return token.encode('utf-8')
 
-  def decode(self, ids: Iterable[int], control: bool = False) -> str:
-    """Decodes ids; `control` includes the names of control tokens."""
-    shown = self.control if control else ()
-    names = {i: self._added[i].encode() for i in shown}
-    pieces = (names.get(int(i)) or self.token_bytes(int(i)) for i in ids)
+  def decode(self, ids: Iterable[int]) -> str:
+    """Decodes ids, without control tokens."""
+    pieces = (self.token_bytes(int(i)) for i in ids)
     return b''.join(pieces).decode('utf-8', 'replace')
 
   @functools.cached_property
