@@ -138,16 +138,13 @@ def _call(name, fields, data, function: str, search: Search | None = None):
   fields = {'module': '', 'weight': None, **fields}
   require(fields['module'], f'set {name!r} has no field module (jsonl, ...)')
   where = f'set {name!r}: module {fields["module"]!r}'
-  module = lookup.module(PACKAGE, fields['module'])
-  require(hasattr(module, function), f'{where} has no function {function}')
-  call = getattr(module, function)
+  call = lookup.function(PACKAGE, f'{fields["module"]}.{function}')
   known = {**inspect.signature(call).parameters}
   takes_search = known.pop('search', None)  # a callable, not a field
   names = [*known, 'module', 'weight']
   for key in fields:
-    if key not in names:
-      near = lookup.near(key, names)
-      raise DataError(f'{where} has no field {key!r}; {near}')
+    hint = f'{where} has no field {key!r}; {lookup.near(key, names)}'
+    require(key in names, hint)
   # The set takes precedence over config.data, and that over the defaults.
   given = {'world_seed': data.world_seed, 'prompt': data.prompt}
   given |= {'folder': data_dir(data), **fields}

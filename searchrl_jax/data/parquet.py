@@ -21,12 +21,11 @@ from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError, mapping, require
 from searchrl_jax.types import Question
 
-_COLUMNS = (
-  'id', 'question', 'golden_answers', 'data_source', 'prompt', 'reward_model',
-  'extra_info',
-)  # fmt: skip
-# Fields of the metadata that are read; the others are passages.
-_METADATA = ('type', 'supporting_facts', 'question_decomposition')
+# Those that are read, if a file has them. The rest of the metadata is passages.
+_COLUMNS = """
+  id question golden_answers data_source prompt reward_model extra_info
+  metadata.type metadata.supporting_facts metadata.question_decomposition
+""".split()
 
 
 def load(
@@ -53,7 +52,7 @@ def load(
     table = pq.ParquetFile(path)
   except (pa.ArrowInvalid, OSError) as e:
     raise DataError(f'{path}: not a readable parquet file ({e})') from None
-  names, schema = table.schema_arrow.names, table.schema_arrow
+  names = table.schema_arrow.names
   modes = {'template': ('question', 'as_is'), 'as_is': ('prompt', 'template')}
   column, other = modes[prompt]
   require(
@@ -61,15 +60,11 @@ def load(
     f'{path}: data.prompt={prompt!r} needs a column {column!r}, but there is '
     f'none ({", ".join(names)}); add it, or set config.data.prompt={other!r}',
   )
-  columns = [c for c in _COLUMNS if c in names]
-  if 'metadata' in names and pa.types.is_struct(schema.field('metadata').type):
-    inner = [f.name for f in schema.field('metadata').type]
-    columns += [f'metadata.{c}' for c in _METADATA if c in inner]
 
   def rows():
     row = 0
     try:
-      for batch in table.iter_batches(columns=columns):
+      for batch in table.iter_batches(columns=_COLUMNS):
         for record in batch.to_pylist():
           where = f'{path} row {row}'
           yield where, make(record, where, row, prompt)

@@ -9,13 +9,13 @@ are bounded, so no input takes long.
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 import operator
 import re
 from typing import Any
 
-from searchrl_jax.sources.core import Answer
+from searchrl_jax.sources.core import Answer, Source
 from searchrl_jax.types import SearchRequest, SearchResult
 
 LENGTH = 200  # characters of an expression
@@ -94,7 +94,7 @@ def shown(value: Fraction) -> str:
   return f'{value} (about {float(value):.6g})'
 
 
-class Calculator:
+class Calculator(Source):
   """Answers every request; cost: of each call."""
 
   def __init__(self, cost: float):
@@ -103,12 +103,6 @@ class Calculator:
   async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     told = [(request, _answer(request.query)) for request in requests]
     return [SearchResult(r, (), text=text, cost=self._cost) for r, text in told]
-
-  async def check(self) -> Mapping[str, object]:
-    return {}
-
-  async def close(self) -> None:
-    pass
 
 
 def _answer(query: str) -> str:

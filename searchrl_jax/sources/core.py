@@ -58,7 +58,12 @@ def require_same(before: Mapping, now: Mapping) -> None:
 
 
 class Source(Protocol):
+  """`check` and `close` do nothing unless a source has its own."""
+
   async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]: ...
 
-  async def check(self) -> Mapping[str, object]: ...  # raises SourceError
-  async def close(self) -> None: ...
+  async def check(self) -> Mapping[str, object]:  # raises SourceError
+    return {}
+
+  async def close(self) -> None:
+    return None

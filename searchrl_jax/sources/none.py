@@ -1,25 +1,19 @@
 """No source, for a policy that answers all its searches itself (SSRL)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from searchrl_jax.sources.core import Answer
+from searchrl_jax.sources.core import Answer, Source
 from searchrl_jax.types import SearchError, SearchRequest
 
 NONE = 'none'  # config.source.module
 
 
-class NoSource:
+class NoSource(Source):
   """Returns an error for every query."""
 
   async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     message = "config.source.module='none' answers no search; use 'service'"
     return [SearchError(r, 'unreachable', message) for r in requests]
-
-  async def check(self) -> Mapping[str, object]:
-    return {}
-
-  async def close(self) -> None:
-    pass
 
 
 def make(config, **_: object) -> NoSource:
