@@ -25,11 +25,9 @@ def module(name: str) -> Any:
   Raises:
     ValueError: no such engine; the message lists the names.
   """
-  lookup.require(
-    '.' in name or name in MODULES,
-    f'no module {name!r} in searchrl_jax.engines: {lookup.near(name, MODULES)}',
-    ValueError,
-  )
+  message = f'no module {name!r} in searchrl_jax.engines: '
+  good = '.' in name or name in MODULES
+  lookup.require(good, message + lookup.near(name, MODULES), ValueError)
   return lookup.module('searchrl_jax.engines', MODULES.get(name, name))
 
 

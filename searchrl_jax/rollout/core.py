@@ -39,28 +39,19 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from searchrl_jax import types
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
 from searchrl_jax.run import lookup
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.states import Action, Done, Generate, Search, State
-from searchrl_jax.types import (
-  Group,
-  Prompt,
-  Question,
-  Rewards,
-  SearchError,
-  SearchRequest,
-  SearchResult,
-  Segment,
-  Trajectory,
-)
+from searchrl_jax.types import Group, Prompt, Question, Segment, Trajectory
 
 Name = tuple[str, int]  # (question id, sample): a trajectory within a step
 Start = tuple[State, Generate]  # what `env.reset` returns
 # (groups, training step) -> their rewards; awaited on the event loop.
-Score = Callable[[Sequence[Group], int], Awaitable[Rewards]]
-Event = Segment | SearchRequest | SearchResult | SearchError
+Score = Callable[[Sequence[Group], int], Awaitable[types.Rewards]]
+Event = Segment | types.SearchRequest | types.SearchResult | types.SearchError
 
 
 def trajectory_seed(*name: str | int) -> int:
@@ -141,7 +132,7 @@ class Services:
   rewards: Score | None = None
   stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
   handles: list[Handle] = dataclasses.field(default_factory=list)  # open ones
-  last_error: SearchError | None = None
+  last_error: types.SearchError | None = None
 
   def names(self, questions: Sequence[Question]) -> list[list[Name]]:
     """The names of each group's trajectories: config.group each.
@@ -208,7 +199,7 @@ class Services:
       raise first from first.__cause__
     return [task.result() for task in tasks]
 
-  async def score(self, groups: Sequence[Group]) -> Rewards:
+  async def score(self, groups: Sequence[Group]) -> types.Rewards:
     """The rewards of config.reward, between rounds.
 
     Raises:
@@ -329,14 +320,14 @@ class Services:
 
   async def _search(
     self, name: str, action: Search
-  ) -> tuple[SearchResult | SearchError, ...]:
+  ) -> tuple[types.SearchResult | types.SearchError, ...]:
     """Returns one answer per request, after retries of failed ones."""
     requests = [
       dataclasses.replace(request, trajectory=name, step=self.step)
       for request in action.requests
     ]
     self._tell(name, requests)
-    answers: dict[int, SearchResult | SearchError] = {}
+    answers: dict[int, types.SearchResult | types.SearchError] = {}
     open_ = list(range(len(requests)))
     begin = time.monotonic()
     for attempt in range(self.config.search_attempts):
@@ -349,13 +340,13 @@ class Services:
         ValueError,
       )
       answers.update(zip(open_, new, strict=True))
-      open_ = [i for i in open_ if isinstance(answers[i], SearchError)]
+      open_ = [i for i in open_ if isinstance(answers[i], types.SearchError)]
       if not open_:
         break
     self.stats.search_seconds += time.monotonic() - begin
     self.stats.searches += len(requests)
     self.stats.failed_searches += len(open_)
-    results = [a for a in answers.values() if isinstance(a, SearchResult)]
+    results = [a for a in answers.values() if isinstance(a, types.SearchResult)]
     self.stats.empty_searches += sum(not a.shown for a in results)
     self.stats.tool_cost += sum(a.cost for a in results)
     ordered = tuple(answers[i] for i in range(len(requests)))

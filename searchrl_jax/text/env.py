@@ -331,10 +331,8 @@ class SearchEnv:
     return segments
 
   def _searched(self, state: State, results: tuple):
-    n, answers = (
-      len(state.pending.requests),
-      [type(r).__name__ for r in results],
-    )
+    n = len(state.pending.requests)
+    answers = [type(r).__name__ for r in results]
     lookup.require(
       len(answers) == n and {*answers} <= {'SearchResult', 'SearchError'},
       f'trajectory {state.name}: {n} searches were answered with {answers}, '

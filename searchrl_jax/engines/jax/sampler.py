@@ -22,13 +22,8 @@ import time
 
 import numpy as np
 
-from searchrl_jax.engines.core import (
-  Completion,
-  EngineError,
-  Sampling,
-  SyncReport,
-  WeightsUpdate,
-)
+from searchrl_jax.engines import core
+from searchrl_jax.engines.core import Completion, EngineError, Sampling
 from searchrl_jax.engines.handles import HandleEngine
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax import slots as slots_lib
@@ -154,7 +149,7 @@ class JaxSampler(HandleEngine):
       self._worker, self._score, ids
     )
 
-  async def sync(self, update: WeightsUpdate) -> SyncReport:
+  async def sync(self, update: core.WeightsUpdate) -> core.SyncReport:
     """Loads new weights (copied; the trainer may donate its own afterwards).
 
     Waits for the chunk that is running. Drops every cached prefix. Running

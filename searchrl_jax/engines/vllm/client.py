@@ -28,21 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.engines.core import (
-  Completion,
-  EngineError,
-  Sampling,
-  SyncReport,
-  WeightsUpdate,
-)
+from searchrl_jax.engines import core
+from searchrl_jax.engines.core import Completion, EngineError, Sampling
 from searchrl_jax.engines.handles import HandleEngine, Request
-from searchrl_jax.engines.vllm import launcher
-from searchrl_jax.engines.vllm.servers import (
-  POLL,
-  REQUESTS_PER_SLOT,
-  Handle,
-  Server,
-)
+from searchrl_jax.engines.vllm import launcher, servers
+from searchrl_jax.engines.vllm.servers import Handle, Server
 from searchrl_jax.engines.vllm.transport import Down, Output
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.models import families
@@ -175,7 +165,7 @@ class VllmEngine(HandleEngine):
     self._counters['scored_tokens'] += len(ids)
     return logps
 
-  async def sync(self, update: WeightsUpdate) -> SyncReport:
+  async def sync(self, update: core.WeightsUpdate) -> core.SyncReport:
     """Publishes weights and loads them into every server, which stay held.
 
     `update.params` may be the folder of a publication. The checksums of each
@@ -316,7 +306,7 @@ class VllmEngine(HandleEngine):
       finally:
         server.calls -= 1
       self._counters['retries'] += 1
-      await asyncio.sleep(POLL * 2**failures)
+      await asyncio.sleep(servers.POLL * 2**failures)
 
   async def _choose(
     self, handle: Handle, only: Server | None, probe: bool
@@ -348,7 +338,7 @@ class VllmEngine(HandleEngine):
         raise one
     return found
 
-  def _publish(self, update: WeightsUpdate) -> published.Published:
+  def _publish(self, update: core.WeightsUpdate) -> published.Published:
     if isinstance(update.params, Mapping):
       return self._publisher.publish(update.params, update.version)
     return published.open_published(update.params)
@@ -403,7 +393,7 @@ def capacity(model_cfg, config, tokens: int) -> int:
   It does not depend on the tokens: servers recompute evicted prefixes.
   """
   more = config.url.count(',') if config.url else config.device.count(';')
-  return REQUESTS_PER_SLOT * config.slots * (1 + more)
+  return servers.REQUESTS_PER_SLOT * config.slots * (1 + more)
 
 
 make = VllmEngine  # called for config.engine.module = 'vllm'

@@ -11,26 +11,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
 
 _POLL_S = 0.1
 
-# Only this process holds the write end of the guard's stdin, so the read
-# returns when this process ends for any reason.
-_GUARD = """
-import os, signal, sys, time
-group, seconds = int(sys.argv[1]), float(sys.argv[2])
-sys.stdin.buffer.read()
-try:
-  os.killpg(group, signal.SIGTERM)
-  time.sleep(seconds)
-  os.killpg(group, signal.SIGKILL)
-except ProcessLookupError:
-  pass
-"""
+# A shell's commands, with the number of the group and `grace_s`. Only this
+# process holds the write end of the guard's stdin, so `cat` returns when this
+# process ends for any reason.
+_GUARD = 'cat; kill -s TERM -- -$0; sleep $1; kill -s KILL -- -$0'
 
 
 class ProcessGroup:
@@ -60,7 +50,7 @@ class ProcessGroup:
     # The command's exit status (-n: killed by signal n), None if it runs.
     self.poll = self._process.poll
     self._guard = subprocess.Popen(
-      [sys.executable, '-S', '-c', _GUARD, str(self.pid), str(grace_s)],
+      ['sh', '-c', _GUARD, str(self.pid), str(grace_s)],
       stdin=subprocess.PIPE,
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,

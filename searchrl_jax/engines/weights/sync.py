@@ -16,13 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from searchrl_jax.engines.core import (
-  Engine,
-  Sampling,
-  SyncError,
-  SyncReport,
-  WeightsUpdate,
-)
+from searchrl_jax.engines import core
+from searchrl_jax.engines.core import Engine, Sampling, SyncError
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.checksum import compare as compare
 from searchrl_jax.models import decoder
@@ -57,7 +52,7 @@ async def sync_and_verify(
   canary_ids: Sequence[int],
   trainer_logps_fn: Callable,
   tolerance: float,
-) -> SyncReport:
+) -> core.SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
   The engine generates only the checks until then, and nothing after a failure.
@@ -77,7 +72,7 @@ async def sync_and_verify(
     for replica, handle in probes:
       await replica.generate(handle, _probe(1))
       replica.truncate(handle, len(canary))
-    report = await engine.sync(WeightsUpdate(params, version))
+    report = await engine.sync(core.WeightsUpdate(params, version))
     if engine.version != version or report.version != version:
       raise SyncError(
         f'version {version} was published; the engine reports {engine.version}'
