@@ -99,6 +99,11 @@ class EngineError(RuntimeError):
   """A call that the engine cannot serve; the message says how to fix it."""
 
 
+def require(good: Any, message: str) -> None:
+  """Raises EngineError unless `good`."""
+  lookup.require(good, message, EngineError)
+
+
 Handle = Any  # opaque; len(handle) is the number of tokens in the sequence
 
 

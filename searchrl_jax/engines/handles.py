@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from searchrl_jax.engines import core
-from searchrl_jax.engines.core import Completion, EngineError, Sampling
-from searchrl_jax.run import lookup
+from searchrl_jax.engines.core import Completion, Sampling, require
 from searchrl_jax.types import Prompt
 
 
@@ -111,9 +110,7 @@ class HandleEngine(core.Engine):
   # The lowest temperature above 0 that the engine distinguishes from 0.
   min_temperature: float
 
-  def __init__(
-    self, vocab_size: int, tokenizer, config, counters: str, seconds: str
-  ):
+  def __init__(self, vocab_size: int, tokenizer, config, counters, seconds):
     self._tokenizer, self._config = tokenizer, config
     self.vocab_size, self.max_len = vocab_size, config.max_len
     self.dtype = config.dtype  # of its copy of the weights
@@ -122,15 +119,15 @@ class HandleEngine(core.Engine):
 
   def open(self, prompt: Prompt) -> Handle:
     """Raises EngineError: no ids, ids out of range, or too many."""
-    _require(not prompt.media, 'Prompt.media must be (): it is not supported')
-    _require(prompt.ids, 'the prompt is empty; it needs at least one token')
+    require(not prompt.media, 'Prompt.media must be (): it is not supported')
+    require(prompt.ids, 'the prompt is empty; it needs at least one token')
     return self.handle_type(self._check_ids(prompt.ids, 0, 'the prompt'))
 
   def truncate(self, handle: Any, n: int) -> None:
     """Keeps the first n tokens (1 <= n <= len(handle))."""
     self._check_open(handle)
     has = f'the handle has {len(handle)} tokens, at least 1 must stay'
-    _require(1 <= n <= len(handle), f'truncate to {n}: {has}')
+    require(1 <= n <= len(handle), f'truncate to {n}: {has}')
     del handle.ids[n:]
 
   def append(self, handle: Handle, ids) -> None:
@@ -165,39 +162,29 @@ class HandleEngine(core.Engine):
 
   def _check_open(self, handle: Handle) -> None:
     """Raises EngineError unless the handle is open and not generating."""
-    _require(not handle.closed, 'the handle is closed; open or fork another')
-    _require(not handle.busy, 'the handle is generating; await that call first')
+    require(not handle.closed, 'the handle is closed; open or fork another')
+    require(not handle.busy, 'the handle is generating; await that call first')
 
   def _check_ids(self, ids, n_before: int, what: str) -> list[int]:
     """The ids as a list; EngineError if they do not fit after n_before."""
     ids, last = [int(i) for i in ids], self.vocab_size - 1
-    if n_before + len(ids) > self.max_len:
-      raise EngineError(
-        f'{what}: {n_before} + {len(ids)} tokens are more than '
-        f'config.engine.max_len={self.max_len}'
-      )
+    fits = n_before + len(ids) <= self.max_len
+    more = f'{n_before} + {len(ids)} tokens are more than'
+    require(fits, f'{what}: {more} config.engine.max_len={self.max_len}')
     wrong = [i for i in ids if not 0 <= i <= last]
-    _require(not wrong, f'{what}: ids {wrong[:9]} are not in 0..{last}')
+    require(not wrong, f'{what}: ids {wrong[:9]} are not in 0..{last}')
     return ids
 
   def _check_sampling(self, handle: Handle, s: Sampling) -> None:
     """Raises EngineError unless `s` can be sampled after the handle's ids."""
-    low, total = self.min_temperature, len(handle) + s.max_tokens
-    if not (
-      s.max_tokens >= 1
-      and total <= (s.limit or self.max_len) <= self.max_len
-      and (s.temperature == 0 or low <= s.temperature < math.inf)
-      and 0 < s.top_p <= 1
-      and s.top_k >= 0
-      and all(s.stops)
-    ):
-      raise EngineError(
+    low, most = self.min_temperature, self.max_len
+    total = len(handle) + s.max_tokens
+    fits = s.max_tokens >= 1 and total <= (s.limit or most) <= most
+    warm = s.temperature == 0 or low <= s.temperature < math.inf
+    good = fits and warm and 0 < s.top_p <= 1 and s.top_k >= 0 and all(s.stops)
+    if not good:  # so that the message is not written at every call
+      raise core.EngineError(
         f'{s} after {len(handle)} tokens: expected at least 1 of max_tokens, '
-        f'all within limit and config.engine.max_len={self.max_len}; '
-        f'temperature 0 (greedy) or from {low} on; top_p in (0, 1]; top_k 0 '
-        '(all) or more; no stop that is empty'
+        f'all within limit and config.engine.max_len={most}; temperature 0 '
+        f'(greedy) or from {low}; top_p in (0, 1]; top_k from 0; no empty stop'
       )
-
-
-def _require(good, message: str) -> None:
-  lookup.require(good, message, EngineError)

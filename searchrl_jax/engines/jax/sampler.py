@@ -57,11 +57,10 @@ class JaxSampler(HandleEngine):
     self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
-    if tokenizer.vocab_size > model_cfg.vocab_size:
-      raise EngineError(
-        f'the tokenizer has {tokenizer.vocab_size} ids, the model only '
-        f'{model_cfg.vocab_size}; use the tokenizer of this model'
-      )
+    ids, rows = tokenizer.vocab_size, model_cfg.vocab_size
+    fix = 'use the tokenizer of this model'
+    message = f'the tokenizer has {ids} ids, the model only {rows}; {fix}'
+    core.require(ids <= rows, message)
     shape = decode.Shape(
       config.slots, config.max_len, config.chunk, config.prefill_rows
     )
@@ -161,11 +160,9 @@ class JaxSampler(HandleEngine):
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
       EngineError: an update of a kind that this engine does not take.
     """
-    if update.kind != 'full' or not isinstance(update.params, dict):
-      raise EngineError(
-        f'jax_sampler takes WeightsUpdate(kind="full", params=a dict of '
-        f'arrays); got kind={update.kind!r}, {type(update.params).__name__}'
-      )
+    good = update.kind == 'full' and isinstance(update.params, dict)
+    got = f'kind={update.kind!r}, {type(update.params).__name__}'
+    core.require(good, f'jax_sampler takes kind="full", a dict; got {got}')
     start = time.perf_counter()
     with self._lock:
       self._device.load(update.params)

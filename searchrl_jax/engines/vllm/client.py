@@ -21,10 +21,10 @@ from concurrent import futures
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import pathlib
 import time
-from typing import Any
 
 import numpy as np
 
@@ -74,20 +74,17 @@ class VllmEngine(HandleEngine):
     )
     self.version = None  # nothing is loaded yet
     model = {**families.fields(model_cfg), 'dtype': config.dtype}
-    served: list[tuple[str, Any]]  # URLs, and the servers started here
-    served = [(url.strip(), None) for url in config.url.split(',')]
+    urls, self._sidecars = config.url.split(','), []
     if not config.url:
       published.write_serving_folder(
         folder / 'serving', model, tokenizer.path, config.dtype
       )
-      served = [(s.url, s) for s in _start(config, folder)]
-    self._sidecars = [sidecar for _, sidecar in served if sidecar]
-    for url, _ in served:
-      if not url.startswith('http'):
-        raise EngineError(f'config.engine.url: {url!r} is no http://host:port')
+      self._sidecars = _start(config, folder)
+      urls = [sidecar.url for sidecar in self._sidecars]
     del model['tied']  # a server may hold a tied model untied
     self._servers = [
-      Server(url, model, tokenizer, config, sidecar) for url, sidecar in served
+      Server(url.strip(), model, tokenizer, config, sidecar)
+      for url, sidecar in itertools.zip_longest(urls, self._sidecars)
     ]
     self.replicas = tuple(_Replica(self, s) for s in self._servers)
     self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,8 +128,8 @@ class VllmEngine(HandleEngine):
     self._check_open(handle)
     self._check_sampling(handle, sampling)
     self._enter()
-    if self.version is None and not sampling.probe:
-      raise EngineError('the servers hold no weights yet; call sync first')
+    loaded = self.version is not None or sampling.probe
+    core.require(loaded, 'the servers hold no weights yet; call sync first')
     request = Request(handle, sampling)
     handle.busy = True
     try:
@@ -178,10 +175,8 @@ class VllmEngine(HandleEngine):
       EngineError: a server that is absent, or of another model.
       CheckpointError, PublishedError: the publication.
     """
-    if update.kind != 'full':
-      raise EngineError(
-        f'vllm takes WeightsUpdate(kind="full"); got kind={update.kind!r}'
-      )
+    got = f'got kind={update.kind!r}'
+    core.require(update.kind == 'full', f'vllm takes kind="full"; {got}')
     self._enter()
     await self._all(Server.check_claim)
     start = time.perf_counter()
@@ -233,9 +228,8 @@ class VllmEngine(HandleEngine):
     the other ones. restarts: servers that came back as other processes.
     discarded_tokens: sampled past a stop that began in an earlier request.
     """
-    return super().stats() | {
-      'restarts': sum(s.restarts for s in self._servers)
-    }
+    restarts = sum(s.restarts for s in self._servers)
+    return super().stats() | {'restarts': restarts}
 
   def capacity(self, tokens: int) -> int:
     return capacity(None, self._config, tokens)
@@ -247,8 +241,7 @@ class VllmEngine(HandleEngine):
     ids, sampling = request.tokens(), request.sampling
     # The stream of the request that begins here: a seed in [0, 2**63).
     name = repr((sampling.seed, len(ids))).encode()
-    digest = hashlib.blake2b(name, digest_size=8).digest()
-    seed = int.from_bytes(digest) >> 1
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
     left = sampling.max_tokens - len(request.ids)
 
     async def send(server: Server) -> tuple[int, Output]:
@@ -270,14 +263,8 @@ class VllmEngine(HandleEngine):
       counters['prefilled_tokens'] += len(ids) - out.cached
       request.handle.home.prefilled += len(ids) - out.cached
 
-  async def _ask(
-    self,
-    send: Callable[[Server], Awaitable[Any]],
-    handle: Handle,
-    only: Server | None,
-    probe: bool,
-  ) -> Any:
-    """The result of `send(server)`, tried again if a server fails.
+  async def _ask(self, send: Callable, handle: Handle, only, probe: bool):
+    """The result of `await send(server)`, tried again if a server fails.
 
     Calls wait for a place at their server, except probes.
     """
@@ -308,9 +295,7 @@ class VllmEngine(HandleEngine):
       self._counters['retries'] += 1
       await asyncio.sleep(servers.POLL * 2**failures)
 
-  async def _choose(
-    self, handle: Handle, only: Server | None, probe: bool
-  ) -> Server:
+  async def _choose(self, handle: Handle, only, probe: bool) -> Server:
     """The server of the handle's prefix, else the least loaded.
 
     Calls wait while all are held, except probes, and for a server to recover.
@@ -348,8 +333,8 @@ class _Replica:
   """The engine with only one of its servers, to verify that server."""
 
   def __init__(self, engine: VllmEngine, server: Server):
-    self.open, self.truncate = engine.open, engine.truncate
-    self.close = engine.close
+    self.open, self.close = engine.open, engine.close
+    self.truncate = engine.truncate
     self.generate = functools.partial(engine.generate, server=server)
     self.score = functools.partial(engine.score, server=server)
     self.stats = lambda: {'prefilled_tokens': server.prefilled}

@@ -26,9 +26,7 @@ _GUARD = 'cat; kill -s TERM -- -$0; sleep $1; kill -s KILL -- -$0'
 class ProcessGroup:
   """A command, running as the leader of its own process group."""
 
-  def __init__(
-    self, command: list[str], env: dict[str, str], log, grace_s: float
-  ):
+  def __init__(self, command: list[str], env: dict, log, grace_s: float):
     """Starts `command`.
 
     Args:
@@ -63,10 +61,8 @@ class ProcessGroup:
     for process in psutil.process_iter(['status']):
       with contextlib.suppress(ProcessLookupError):
         # A zombie holds no memory, and its parent may never reap it.
-        if (
-          os.getpgid(process.pid) == self.pid
-          and process.info['status'] != psutil.STATUS_ZOMBIE
-        ):
+        runs = process.info['status'] != psutil.STATUS_ZOMBIE
+        if runs and os.getpgid(process.pid) == self.pid:
           out.append(process.pid)
     return out
 

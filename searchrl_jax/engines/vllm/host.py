@@ -13,6 +13,7 @@ import socket
 import uuid
 
 from searchrl_jax.engines.core import EngineError
+from searchrl_jax.run import lookup
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOST = '127.0.0.1'
@@ -33,18 +34,16 @@ class SidecarError(EngineError):
 
 def check(args: argparse.Namespace) -> None:
   """Raises SidecarError unless --venv can serve --model on --cpu or --gpus."""
-  if not os.path.exists(os.path.join(args.model, 'config.json')):
-    raise SidecarError(
-      f'--model={args.model}: no config.json; expected a checkpoint in the '
-      'format of Hugging Face (python -m searchrl_jax.export writes one)'
-    )
+  good = os.path.exists(os.path.join(args.model, 'config.json'))
+  fix = 'name a checkpoint, as python -m searchrl_jax.export writes one'
+  message = f'--model={args.model}: no config.json; {fix}'
+  lookup.require(good, message, SidecarError)
   found = [p.name for p in pathlib.Path(args.venv).glob(_INSTALLED)]
-  side = 'cpu' if args.cpu else 'gpu'
-  if not any(('cpu' in name) == args.cpu for name in found):
-    raise SidecarError(
-      f'--venv={args.venv} has {", ".join(found) or "no vLLM"}; expected a '
-      f'build for --{side}: run `make sidecar SIDECAR={side}`, or set --venv'
-    )
+  side, has = 'cpu' if args.cpu else 'gpu', ', '.join(found) or 'no vLLM'
+  good = any(('cpu' in name) == args.cpu for name in found)
+  fix = f'for --{side}: run `make sidecar SIDECAR={side}`, or set --venv'
+  message = f'--venv={args.venv} has {has}; expected a build {fix}'
+  lookup.require(good, message, SidecarError)
 
 
 def free_port(port: int) -> int:
@@ -54,9 +53,8 @@ def free_port(port: int) -> int:
     try:
       s.bind((HOST, port))
     except OSError as e:
-      raise SidecarError(
-        f'--port={port}: {e.strerror}; use another, or --port=0 for a free one'
-      ) from e
+      fix = 'use another, or --port=0 for a free one'
+      raise SidecarError(f'--port={port}: {e.strerror}; {fix}') from e
     return s.getsockname()[1]
 
 

@@ -126,10 +126,9 @@ class Sidecar:
           now = time.monotonic()
           crashes = [*(t for t in crashes if t > now - window), now]
           if len(crashes) > limit:
-            self.failure = (
-              f'{len(crashes)} crashes within {window:g} s (--max_restarts='
-              f'{limit}); the last: {problem}'
-            )
+            what = f'{len(crashes)} crashes within {window:g} s'
+            limits = f'--max_restarts={limit}'
+            self.failure = f'{what} ({limits}); the last: {problem}'
             return
           self.restarts += 1
           _log.warning('%s\nrestart %d of %d', problem, len(crashes), limit)
@@ -172,9 +171,7 @@ class Sidecar:
     self._group = None
 
 
-def start_sidecar(
-  model: str | os.PathLike, *, log_file: str | os.PathLike, **flags: object
-) -> Sidecar:
+def start_sidecar(model, *, log_file, **flags: object) -> Sidecar:
   """Starts a server that ends with this process, and waits until it answers.
 
   Args:
@@ -214,9 +211,8 @@ def _gpus(text: str) -> list[str]:
     return [str(n) for n in numbers]
   names = [x.strip() for x in shown.split(',') if x.strip()]
   if max(numbers) >= len(names):
-    raise argparse.ArgumentTypeError(
-      f'{text}, but CUDA_VISIBLE_DEVICES={shown} has {len(names)} GPUs'
-    )
+    has = f'CUDA_VISIBLE_DEVICES={shown} has {len(names)} GPUs'
+    raise argparse.ArgumentTypeError(f'{text}, but {has}')
   return [names[n] for n in numbers]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import uuid
 
 from searchrl_jax.engines import handles
-from searchrl_jax.engines.core import EngineError, SyncError
+from searchrl_jax.engines.core import EngineError, SyncError, require
 from searchrl_jax.engines.vllm.transport import Client, Down
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.published import Published
@@ -47,9 +47,9 @@ class Server:
     sidecar: the launcher.Sidecar that restarts it; None: not started by us.
   """
 
-  def __init__(
-    self, url: str, model: dict[str, Any], tokenizer, config, sidecar=None
-  ):
+  def __init__(self, url: str, model: dict, tokenizer, config, sidecar=None):
+    good = url.startswith('http')
+    require(good, f'config.engine.url: {url!r} is no http://host:port')
     self.url = url
     self._model, self._tokenizer, self._config = model, tokenizer, config
     self._sidecar = sidecar
@@ -125,11 +125,9 @@ class Server:
       name = ''
     if name != self.name:
       self.ready = False
-    elif claim != (ours := self._claim(self._target)):
-      raise SyncError(
-        f'another client has loaded weights into {self.url} (version '
-        f'{claim!r}, expected {ours!r}); give each run its own servers'
-      )
+    elif claim != self._claim(self._target):
+      what = f'another client has loaded weights into {self.url} ({claim})'
+      raise SyncError(f'{what}; give each run its own servers')
 
   def _claim(self, target: Published) -> str:
     return f'{self._nonce}-{target.version}'
@@ -141,7 +139,9 @@ class Server:
 
   async def _connect(self) -> None:
     """Waits until the server can serve; checks it if it is another process."""
-    end = time.monotonic() + self._config.start_seconds
+    seconds = self._config.start_seconds
+    end = time.monotonic() + seconds
+    late = f'{self.url}: no answer in config.engine.start_seconds={seconds} s'
     while True:
       try:
         name, max_len = await self._served()
@@ -159,10 +159,7 @@ class Server:
       except Down as e:
         failure = self._sidecar and self._sidecar.failure
         if failure or time.monotonic() > end:
-          raise EngineError(
-            f'{self.url}: no answer in config.engine.start_seconds='
-            f'{self._config.start_seconds} s ({failure or e})'
-          ) from e
+          raise EngineError(f'{late} ({failure or e})') from e
       await asyncio.sleep(POLL)
 
   async def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -201,12 +198,9 @@ class Server:
 
   async def _check_model(self, name: str, max_len: int) -> None:
     """Raises EngineError for a server of another model or kind."""
-    if not name.startswith(_NAME):
-      raise EngineError(
-        f'{self.url}: serves {name!r}; expected a server of python -m '
-        'searchrl_jax.engines.vllm.launcher, which names the model '
-        f'{_NAME}... differently at each start, so that a restart is detected'
-      )
+    ours = name.startswith(_NAME)  # another one at each start
+    fix = 'start it with python -m searchrl_jax.engines.vllm.launcher'
+    require(ours, f'{self.url}: serves {name!r}; {fix}')
     workers = await self._rpc('searchrl_describe')
     # The text of ids spread over the vocabulary. Some decoders drop the first
     # space of a text.
@@ -214,8 +208,7 @@ class Server:
     step = max(1, tok.vocab_size // _PROBED)
     ids = [i for i in range(0, tok.vocab_size, step) if tok.token_bytes(i)]
     text = b''.join(map(tok.token_bytes, ids)).decode('utf-8', 'replace')
-    body = {'model': name, 'tokens': ids}
-    answer = await self.http.post('/detokenize', body)
+    answer = await self.http.post('/detokenize', {'model': name, 'tokens': ids})
     differ = [
       f'{field}={served.get(field)!r}, expected {expected!r}'
       for worker in workers
@@ -224,14 +217,10 @@ class Server:
       if served.get(field) != expected
     ]
     if max_len <= self._config.max_len:
-      differ.append(
-        f'--max_model_len={max_len}, expected more than config.engine.max_len='
-        f'{self._config.max_len}, one for scoring'
-      )
+      least = f'more than config.engine.max_len={self._config.max_len}'
+      differ.append(f'max_model_len={max_len}, expected {least}, for scoring')
     if answer['prompt'].lstrip(' ') != text.lstrip(' '):
       differ.append('another tokenizer')
-    if differ:
-      raise EngineError(
-        f'{self.url}: serves another model: {"; ".join(differ)}; set '
-        "config.engine.url to another URL, or to '' to start servers"
-      )
+    what = f'serves another model: {"; ".join(differ)}'
+    fix = "set config.engine.url to another URL, or to '' to start servers"
+    require(not differ, f'{self.url}: {what}; {fix}')

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from searchrl_jax.engines.core import EngineError, Sampling
+from searchrl_jax.engines.core import EngineError, Sampling, require
 
 # Less than uvicorn's 5 s: otherwise the server may close a connection in use.
 _KEEPALIVE = 2.0
@@ -70,15 +70,9 @@ class Client:
     return (await self._call('POST', '/collective_rpc', **request))['results']
 
   async def complete(
-    self,
-    model: str,
-    ids: Sequence[int],
-    sampling: Sampling,
-    max_tokens: int,
-    seed: int,
-    salt: str,
+    self, model: str, ids, sampling: Sampling, limit: int, seed: int, salt: str
   ) -> Output:
-    """Samples after `ids`. Requests of one salt share prefixes.
+    """Samples at most `limit` after `ids`. Requests of one salt share prefixes.
 
     The caller must also search for stop strings: a server sees only the text of
     this request.
@@ -86,7 +80,7 @@ class Client:
     body = {
       'model': model,
       'prompt': ids,
-      'max_tokens': max_tokens,
+      'max_tokens': limit,
       'temperature': sampling.temperature,
       'top_p': sampling.top_p,
       'top_k': sampling.top_k,
@@ -130,10 +124,8 @@ class Client:
     try:
       answer = await self._http.request(method, path, **request)
     except httpx.TransportError as e:
-      raise Down(
-        f'{where}: {e!r} (config.engine.timeout, for weights '
-        'config.engine.start_seconds)'
-      ) from e
+      limits = 'config.engine.timeout, for weights config.engine.start_seconds'
+      raise Down(f'{where}: {e!r} ({limits})') from e
     status = answer.status_code
     if answer.is_error:
       # 500: the engine died under a request. 404: the server does not know the
@@ -146,9 +138,7 @@ class Client:
   def _finite(self, logps: Sequence[float | None]) -> np.ndarray:
     """float32 [n]; EngineError unless all are finite: JSON has null for NaN."""
     out = np.array(logps, np.float32)
-    if not np.isfinite(out).all():
-      raise EngineError(
-        f'{self.url}: returned a log-prob that is not finite; check weights '
-        'for NaN and the dtype for overflow (--dtype)'
-      )
+    fix = 'check weights for NaN and the dtype for overflow (--dtype)'
+    message = f'{self.url}: returned a log-prob that is not finite; {fix}'
+    require(np.isfinite(out).all(), message)
     return out

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from searchrl_jax.engines.core import SyncError
+from searchrl_jax.run import lookup
 
 
 def _mix(h):
@@ -77,22 +78,16 @@ def checksums(parts: dict, dtype: str | None = None) -> dict[str, str]:
   return out
 
 
-def compare(
-  published: Mapping[str, str],
-  loaded: Mapping[str, str],
-  engine: str = 'the engine',
-) -> None:
+def compare(published: Mapping, loaded: Mapping, engine='the engine') -> None:
   """Raises SyncError that names every tensor that differs."""
-  differ = []
-  for name in sorted({*published, *loaded}):
+  lines = ''
+  differ = {k for k, _ in published.items() ^ loaded.items()}
+  for name in sorted(differ):
     want, got = published.get(name, 'absent'), loaded.get(name, 'absent')
-    if want != got:
-      differ.append(f'{name}: published {want}, loaded {got}')
-  if differ:
-    raise SyncError(
-      f'{engine} does not hold the published weights; {len(differ)} of '
-      f'{len(published)} tensors differ:\n  ' + '\n  '.join(differ)
-    )
+    lines += f'\n  {name}: published {want}, loaded {got}'
+  what = f'{len(differ)} of {len(published)} tensors differ:{lines}'
+  message = f'{engine} does not hold the published weights; {what}'
+  lookup.require(not differ, message, SyncError)
 
 
 def combine(parts: Iterable[Mapping[str, Sequence]]) -> dict[str, str]:

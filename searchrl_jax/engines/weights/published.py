@@ -6,6 +6,7 @@ numpy and tensorstore but neither JAX nor Orbax.
 """
 
 from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 import json
@@ -17,6 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from searchrl_jax.models import families
+from searchrl_jax.run import lookup
 
 FORMAT = 1  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
@@ -72,10 +74,9 @@ class Published:
     store = self.open(tensor.path)
     if tensor.layer is not None:
       store = store[tensor.layer]
-    try:
-      return tensor.to_hf(store.read().result())
-    except ValueError as e:
-      raise self._error(f'{tensor.path!r} ({name})', e) from e
+    with self._checked(f'{tensor.path!r} ({name})'):
+      value = store.read().result()
+    return tensor.to_hf(value)
 
   def open(self, name: str) -> ts.TensorStore:
     """The store of a tensor by our name; reads only its description.
@@ -84,26 +85,24 @@ class Published:
       PublishedError: it is missing or of another shape or dtype.
     """
     folder = self.path / 'arrays' / f'{PREFIX}.{name.replace("/", ".")}'
-    spec = {
-      'driver': 'zarr',
-      'kvstore': {'driver': 'file', 'path': str(folder)},
-      # Otherwise a missing chunk would read as zeros.
-      'fill_missing_data_reads': False,
-    }
-    dtype, shape = ts.dtype(self.dtype), self.shapes[name]
-    try:
-      return ts.open(
-        spec, open=True, read=True, dtype=dtype, shape=shape
-      ).result()
-    except ValueError as e:
-      raise self._error(repr(name), e) from e
+    kvstore = {'driver': 'file', 'path': str(folder)}
+    # Otherwise a missing chunk would read as zeros.
+    spec = dict(driver='zarr', kvstore=kvstore, fill_missing_data_reads=False)
+    expected = dict(dtype=ts.dtype(self.dtype), shape=self.shapes[name])
+    with self._checked(repr(name)):
+      store = ts.open(spec, open=True, read=True, **expected).result()
+    return store
 
-  def _error(self, name: str, error: Exception) -> PublishedError:
-    line = str(error).partition('\n')[0]
-    return PublishedError(
-      f'{self.path}: tensor {name} is missing or damaged ({line}); publish '
-      f'version {self.version} again'
-    )
+  @contextlib.contextmanager
+  def _checked(self, name: str) -> Iterator[None]:
+    """Names the tensor in an error of reading it."""
+    try:
+      yield
+    except ValueError as e:
+      line = str(e).partition('\n')[0]
+      what = f'{self.path}: tensor {name} is missing or damaged ({line})'
+      fix = f'publish version {self.version} again'
+      raise PublishedError(f'{what}; {fix}') from e
 
 
 def open_published(path) -> Published:
@@ -151,13 +150,11 @@ def write_serving_folder(
   Raises:
     ValueError: a model that no family, or no server, can represent.
   """
-  width = config['n_heads'] * config['head_dim']
-  if config['qkv_bias'] and width != config['d_model']:
-    raise ValueError(
-      f'n_heads={config["n_heads"]} times head_dim={config["head_dim"]} is '
-      f'{width}, d_model is {config["d_model"]}: vLLM computes the head_dim of '
-      'a Qwen2 as d_model / n_heads; make them equal'
-    )
+  n, H, D = (config[name] for name in ('n_heads', 'head_dim', 'd_model'))
+  what = f'n_heads={n} times head_dim={H} is {n * H}, d_model is {D}'
+  why = 'vLLM computes the head_dim of a Qwen2 as d_model / n_heads'
+  good = n * H == D or not config['qkv_bias']
+  lookup.require(good, f'{what}: {why}; make them equal')
   text = json.dumps(families.format_config(config, dtype=dtype), indent=2)
   path = pathlib.Path(path)
   path.mkdir(parents=True, exist_ok=True)

@@ -17,12 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax.engines import core
-from searchrl_jax.engines.core import Engine, Sampling, SyncError
+from searchrl_jax.engines.core import Engine, Sampling
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.checksum import compare as compare
 from searchrl_jax.models import decoder
+from searchrl_jax.run import lookup
 from searchrl_jax.types import Prompt, Question
 
+_CANARY = (
+  "canary: the engine's log-probs differ from the trainer's although it holds "
+  'the same weights; compare dtype and attention of the two'
+)
+_STALE = 'the engine kept a cache of the old weights'
 CANARY_TOKENS = 4  # generated from the cached prefix after the sync
 
 
@@ -32,8 +38,7 @@ def canary_ids(env, questions: Sequence[Question], tokens: int = 64):
   for question in questions[:8]:
     state, _ = env.reset(question)
     ids += [int(i) for s in state.segments for i in s.ids]
-  room = env.config.max_tokens - 8
-  return ids[: min(tokens, room)]
+  return ids[: min(tokens, env.config.max_tokens - 8)]
 
 
 def manifest(params: dict, dtype: str | None = None) -> dict[str, str]:
@@ -46,12 +51,7 @@ def manifest(params: dict, dtype: str | None = None) -> dict[str, str]:
 
 
 async def sync_and_verify(
-  engine: Engine,
-  params: dict,
-  version: int,
-  canary_ids: Sequence[int],
-  trainer_logps_fn: Callable,
-  tolerance: float,
+  engine: Engine, params, version: int, canary_ids, trainer_logps_fn, tolerance
 ) -> core.SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
@@ -73,22 +73,15 @@ async def sync_and_verify(
       await replica.generate(handle, _probe(1))
       replica.truncate(handle, len(canary))
     report = await engine.sync(core.WeightsUpdate(params, version))
-    if engine.version != version or report.version != version:
-      raise SyncError(
-        f'version {version} was published; the engine reports {engine.version}'
-      )
+    got = {engine.version, report.version}
+    what = f'version {version} was published; the engine reports {got}'
+    _require(got == {version}, what)
     compare(published, report.manifest)
     want = np.asarray(trainer_logps_fn(np.asarray(canary, np.int32)))
     worst = 0.0
     for replica, handle in probes:
-      difference = _compare_logps(
-        (await replica.score(canary))[1:],
-        want[1:],
-        tolerance,
-        "canary: the engine's log-probs differ from the trainer's although it "
-        'holds the same weights; compare dtype and attention of the two',
-      )
-      worst = max(worst, difference)
+      got = (await replica.score(canary))[1:]
+      worst = max(worst, _compare_logps(got, want[1:], tolerance, _CANARY))
       await _check_cache(replica, handle, canary, version, tolerance)
   finally:
     for replica, handle in probes:
@@ -101,11 +94,13 @@ def _compare_logps(got, want, tolerance: float, message: str) -> float:
   """The largest difference; SyncError if it is too large, or NaN."""
   diff = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
   worst = float(np.max(np.where(np.isnan(diff), np.inf, diff)))
-  if worst > tolerance:
-    raise SyncError(
-      f'{message}: by {worst} (config.engine.canary_tolerance={tolerance})'
-    )
+  limit = f'config.engine.canary_tolerance={tolerance}'
+  _require(worst <= tolerance, f'{message}: by {worst} ({limit})')
   return worst
+
+
+def _require(good, message: str) -> None:
+  lookup.require(good, message, core.SyncError)
 
 
 def _probe(tokens: int) -> Sampling:
@@ -117,24 +112,16 @@ async def _check_cache(engine, handle, canary, version, tolerance) -> None:
   computed = -engine.stats().get('prefilled_tokens', math.nan)
   done = await engine.generate(handle, _probe(CANARY_TOKENS))
   computed += engine.stats().get('prefilled_tokens', math.nan)
-  if computed < len(canary) - 1:
-    raise SyncError(
-      f'the engine kept a cache of the old weights: it computed {computed} '
-      f'tokens of a prefix of {len(canary)} after the sync'
-    )
-  if set(np.asarray(done.versions).tolist()) != {version}:
-    raise SyncError(
-      f'tokens generated after the sync carry the versions '
-      f'{np.unique(done.versions)}, not {version}'
-    )
+  stale = computed < len(canary) - 1
+  what = f'it computed {computed} tokens of a prefix of {len(canary)}'
+  _require(not stale, f'{_STALE}: {what} after the sync')
+  carried = set(np.asarray(done.versions).tolist())
+  what = f'tokens generated after the sync carry the versions {carried}'
+  _require(carried == {version}, f'{what}, not {version}')
   scored = await engine.score([*canary, *done.ids.tolist()])
-  _compare_logps(
-    done.logps,
-    scored[len(canary) :],
-    tolerance,
-    'the engine kept a cache of the old weights: a generation from a cached '
-    'prefix differs from a full forward pass',
-  )
+  what = 'a generation from a cached prefix differs from a full forward pass'
+  want = scored[len(canary) :]
+  _compare_logps(done.logps, want, tolerance, f'{_STALE}: {what}')
 
 
 def forward_logps(cfg, mesh=None) -> Callable:
