@@ -108,8 +108,7 @@ def pick(record: Mapping[str, Any], field: str, where: str) -> Any:
   for i, key in enumerate(keys):
     if not isinstance(value, Mapping) or key not in value:
       inside = f' (looked in {".".join(keys[:i])!r})' if i else ''
-      names = value if isinstance(value, Mapping) else ()
-      hint = lookup.near(key, names)
+      hint = lookup.near(key, value if isinstance(value, Mapping) else ())
       raise DataError(f'{where}: no field {field!r}{inside}; {hint}')
     value = value[key]
   return value

@@ -232,9 +232,7 @@ class Stream:
   one set.
   """
 
-  def __init__(
-    self, sets: dict[str, list[Question]], *, seed: int, shuffle, weights=None
-  ):
+  def __init__(self, sets: dict, *, seed: int, shuffle, weights=None):
     """Makes the stream, at position 0.
 
     Args:

@@ -54,8 +54,8 @@ def load(
   """
   known = layout in LAYOUTS
   require(known, f'layout {layout!r} is unknown: {near(layout, LAYOUTS)}')
-  make = LAYOUTS[layout]
-  pairs = ((where, make(record, where)) for where, record in read(path))
+  fields = LAYOUTS[layout]
+  pairs = ((at, make_question(at, **fields(r, at))) for at, r in read(path))
   filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
   return checks.choose(checks.unique(pairs, path), path=path, **filters)
 
@@ -71,11 +71,9 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     data = pathlib.Path(path).read_bytes()
     if data.startswith(_GZIP_MAGIC):
       data = gzip.decompress(data)
-  except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-    damaged = f'{path}: the gzip file is cut short or damaged ({e})'
-    raise DataError(damaged) from None
-  except OSError as e:
-    raise DataError(f'{path}: cannot be read ({e.strerror})') from None
+  except (OSError, EOFError, zlib.error) as e:
+    what = 'cannot be read, or is a gzip file that is cut short'
+    raise DataError(f'{path}: {what} ({e})') from None
   data = data.removeprefix(b'\xef\xbb\xbf')
   if data.lstrip()[:1] == b'[':
     try:
@@ -105,15 +103,17 @@ def _required(record: Mapping[str, Any], where: str, *keys: str) -> list[Any]:
   return [record[key] for key in keys]
 
 
-def flashrag(record: Mapping[str, Any], where: str) -> Question:
+# Layouts: the arguments of `make_question` for a record.
+
+
+def flashrag(record: Mapping[str, Any], where: str) -> dict:
   name, text = _required(record, where, 'id', 'question')
   meta = checks.mapping(record.get('metadata'), f'{where}: the metadata')
   hops = record.get('hops') or checks.hops_of(meta)
   meta = {k: v for k, v in meta.items() if k not in checks.PASSAGES}
   if record.get('split'):
     meta['split'] = record['split']
-  return make_question(
-    where,
+  return dict(
     id=name,
     text=text,
     answers=next((record[k] for k in _ANSWERS if k in record), ()),
@@ -124,28 +124,26 @@ def flashrag(record: Mapping[str, Any], where: str) -> Question:
   )
 
 
-def _titled(record, where: str, **about) -> Question:
-  """A question whose supporting paragraphs have titles, not corpus ids."""
+def _titled(record, where: str, **about) -> dict:
+  """Of a question whose supporting paragraphs have titles, not corpus ids."""
   keys = ('_id', 'question', 'supporting_facts')
   name, text, facts = _required(record, where, *keys)
   titles = list(dict.fromkeys(title for title, _ in facts))
   meta = {'supporting_titles': titles, 'type': record.get('type', '')}
   answers = record.get('answer')
-  return make_question(
-    where, id=name, text=text, answers=answers, meta=meta, **about
-  )
+  return dict(id=name, text=text, answers=answers, meta=meta, **about)
 
 
-def hotpotqa(record: Mapping[str, Any], where: str) -> Question:
+def hotpotqa(record: Mapping[str, Any], where: str) -> dict:
   return _titled(record, where, source='hotpotqa', hops=2)
 
 
-def two_wiki(record: Mapping[str, Any], where: str) -> Question:
+def two_wiki(record: Mapping[str, Any], where: str) -> dict:
   hops = 4 if record.get('type') == 'bridge_comparison' else 2
   return _titled(record, where, source='2wikimultihopqa', hops=hops)
 
 
-def musique(record: Mapping[str, Any], where: str) -> Question:
+def musique(record: Mapping[str, Any], where: str) -> dict:
   keys = ('id', 'question', 'paragraphs')
   name, text, paragraphs = _required(record, where, *keys)
   titles = [p['title'] for p in paragraphs if p.get('is_supporting')]
@@ -153,8 +151,7 @@ def musique(record: Mapping[str, Any], where: str) -> Question:
   for field in ('answer', 'answer_aliases'):
     answers += checks.strings(record.get(field), f'{where}: the field {field}')
   answerable = record.get('answerable', True)
-  return make_question(
-    where,
+  return dict(
     id=str(name),
     text=text,
     answers=answers,
@@ -164,14 +161,13 @@ def musique(record: Mapping[str, Any], where: str) -> Question:
   )
 
 
-def ttrl(record: Mapping[str, Any], where: str) -> Question:
+def ttrl(record: Mapping[str, Any], where: str) -> dict:
   key = 'id' if 'id' in record else 'unique_id'
   text, name = _required(record, where, 'prompt', key)
   answer = record.get('answer')
   if answer is None and isinstance(record.get('solution'), str):
     answer = parser.boxed(record['solution'])
-  return make_question(
-    where,
+  return dict(
     id=name,
     text=text,
     answers=None if answer is None else [answer],
@@ -180,7 +176,7 @@ def ttrl(record: Mapping[str, Any], where: str) -> Question:
   )
 
 
-def ssp(record: Mapping[str, Any], where: str) -> Question:
+def ssp(record: Mapping[str, Any], where: str) -> dict:
   keys = ('ground_truth', 'sys_question_example', 'search_turns')
   *texts, turns = _required(record, where, *keys)
   answers, examples = (
@@ -189,8 +185,7 @@ def ssp(record: Mapping[str, Any], where: str) -> Question:
   )
   good = re.fullmatch('0*[1-9][0-9]*', str(turns))
   require(good, f'{where}: search_turns={turns!r} must be an integer above 0')
-  return make_question(
-    where,
+  return dict(
     id=record.get('id', f'ssp-{re.findall("[0-9]+", where)[-1]}'),
     text=answers[0] if answers else '',
     answers=answers,

@@ -55,11 +55,9 @@ def load(
   names = table.schema_arrow.names
   modes = {'template': ('question', 'as_is'), 'as_is': ('prompt', 'template')}
   column, other = modes[prompt]
-  require(
-    column in names,
-    f'{path}: data.prompt={prompt!r} needs a column {column!r}, but there is '
-    f'none ({", ".join(names)}); add it, or set config.data.prompt={other!r}',
-  )
+  what = f'data.prompt={prompt!r} needs a column {column!r}, not in {names}'
+  fix = f'add it, or set config.data.prompt={other!r}'
+  require(column in names, f'{path}: {what}; {fix}')
 
   def rows():
     row = 0
@@ -76,9 +74,7 @@ def load(
   return checks.choose(checks.unique(rows(), path), path=path, **filters)
 
 
-def make(
-  record: Mapping[str, Any], where: str, row: int, prompt: str
-) -> Question:
+def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
   """Makes the Question of one row."""
   extra, reward, metadata = (
     mapping(record.get(column), f'{where}: {column}')
@@ -121,7 +117,6 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
     and all(isinstance(m.get(k), str) for m in value for k in keys)
     and any(m['role'] == 'user' for m in value)
   )
-  require(
-    good, f"{where}: 'prompt' is no list of {{role, content}} with a user"
-  )
+  what = "'prompt' is no list of {role, content} with a user"
+  require(good, f'{where}: {what}')
   return tuple({k: m[k] for k in keys} for m in value)
