@@ -53,9 +53,7 @@ class DecoderConfig:
 
   def __post_init__(self):
     N, K, H = self.n_heads, self.n_kv_heads, self.head_dim
-    lookup.require(
-      N % K == 0, f'n_heads={N} is not a multiple of n_kv_heads={K}'
-    )
+    lookup.require(N % K == 0, f'n_heads={N} is no multiple of n_kv_heads={K}')
     lookup.require(H % 2 == 0, f'head_dim={H} must be even for RoPE')
 
   @property
@@ -128,21 +126,14 @@ def flatten_checked(cfg: DecoderConfig, params: dict) -> dict:
   want = {name: shape for name, (shape, _) in param_table(cfg).items()}
   have = {name: tuple(x.shape) for name, x in flat.items()}
   for name in sorted(want.keys() | have.keys()):
-    if want.get(name) != have.get(name):
-      raise ValueError(
-        f'parameter {name!r} has shape {have.get(name)}; the config asks for '
-        f'{want.get(name)}'
-      )
+    found, wanted = have.get(name), want.get(name)
+    what = f'parameter {name!r} has shape {found}; the config asks for {wanted}'
+    lookup.require(found == wanted, what)
   return flat
 
 
 def init_params(
-  cfg: DecoderConfig,
-  key,
-  *,
-  scale: float = 0.02,
-  embed_scale: float | None = None,
-  dtype=jnp.float32,
+  cfg: DecoderConfig, key, *, scale=0.02, embed_scale=None, dtype=jnp.float32
 ) -> dict:
   """Initial parameters: normal(scale), norms 1, biases 0.
 
@@ -257,9 +248,7 @@ def _half_product_fwd(x, w, contract):
 _half_product.defvjp(_half_product_fwd, _half_product_bwd)
 
 
-def block(
-  p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None
-):
+def block(p, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
 
   attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
@@ -358,9 +347,7 @@ def _attend_block(q, k, v, start: int):
   return (o / total).astype(v.dtype)
 
 
-def hidden_states(
-  params: dict, cfg: DecoderConfig, ids, lengths=None, mesh=None
-):
+def hidden_states(params, cfg: DecoderConfig, ids, lengths=None, mesh=None):
   """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
 
   lengths int32 [B] (None: all T). The caller applies the head (`head_weight`)

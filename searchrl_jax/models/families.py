@@ -81,17 +81,12 @@ def fields(cfg) -> dict[str, Any]:
   return {name: values[name] for name in FIELDS}
 
 
-def copy_tokenizer(source, target) -> int:
-  """Copies a tokenizer's files to another folder; returns their number."""
-  files = {
-    f
-    for pattern in _TOKENIZER.split()
-    for f in pathlib.Path(source).glob(pattern)
-    if f.is_file()
-  }
-  for file in files:
-    shutil.copyfile(file, pathlib.Path(target) / file.name)
-  return len(files)
+def copy_tokenizer(source, target) -> None:
+  """Copies a tokenizer's files to another folder."""
+  for pattern in _TOKENIZER.split():
+    found = pathlib.Path(source).glob(pattern)
+    for file in filter(pathlib.Path.is_file, found):
+      shutil.copyfile(file, pathlib.Path(target) / file.name)
 
 
 def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,10 +129,7 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_config(
-  fields: Mapping[str, Any],
-  *,
-  dtype: str = 'float32',
-  like: Mapping[str, Any] | None = None,
+  fields: Mapping[str, Any], *, dtype='float32', like: Mapping | None = None
 ) -> dict[str, Any]:
   """The inverse: a config.json that transformers and vLLM load.
 
@@ -152,19 +144,14 @@ def format_config(
   """
   flags = (fields['qkv_bias'], fields['qk_norm'])
   by_flags = {(f.qkv_bias, f.qk_norm): n for n, f in FAMILIES.items()}
-  lookup.require(
-    flags in by_flags,
-    f'no Hugging Face family has qkv_bias={flags[0]} and qk_norm={flags[1]}; '
-    f'there are: {by_flags}',
-  )
+  what = f'no family of models has qkv_bias={flags[0]} and qk_norm={flags[1]}'
+  lookup.require(flags in by_flags, f'{what}; there are: {by_flags}')
   name = by_flags[flags]
   theta, scaling = fields['rope_theta'], fields['rope_scaling']
   rope = {'rope_type': 'default', 'rope_theta': theta}
   if scaling is not None:
-    rope |= {k: scaling[k] for k in _LLAMA3} | {
-      'rope_type': 'llama3',
-      _ORIGINAL: scaling['original_max_position'],
-    }
+    rope |= {'rope_type': 'llama3', **{k: scaling[k] for k in _LLAMA3}}
+    rope[_ORIGINAL] = scaling['original_max_position']
   out = {
     'max_position_embeddings': 32768,
     'bos_token_id': None,
@@ -218,19 +205,12 @@ class Tensor:
 _NAMES = {
   'embed': ('model.embed_tokens.weight', 0),
   'attn_norm': ('input_layernorm.weight', 0),
-  'q': ('self_attn.q_proj.weight', 1),
-  'k': ('self_attn.k_proj.weight', 1),
-  'v': ('self_attn.v_proj.weight', 1),
+  **{x: (f'self_attn.{x}_proj.weight', 1) for x in 'qkv'},
+  **{f'{x}_bias': (f'self_attn.{x}_proj.bias', 0) for x in 'qkv'},
+  **{f'{x}_norm': (f'self_attn.{x}_norm.weight', 0) for x in 'qk'},
   'o': ('self_attn.o_proj.weight', 2),
-  'q_bias': ('self_attn.q_proj.bias', 0),
-  'k_bias': ('self_attn.k_proj.bias', 0),
-  'v_bias': ('self_attn.v_proj.bias', 0),
-  'q_norm': ('self_attn.q_norm.weight', 0),
-  'k_norm': ('self_attn.k_norm.weight', 0),
   'mlp_norm': ('post_attention_layernorm.weight', 0),
-  'gate': ('mlp.gate_proj.weight', 1),
-  'up': ('mlp.up_proj.weight', 1),
-  'down': ('mlp.down_proj.weight', 1),
+  **{x: (f'mlp.{x}_proj.weight', 1) for x in ('gate', 'up', 'down')},
   'final_norm': ('model.norm.weight', 0),
   'head': ('lm_head.weight', 1),
 }
@@ -307,9 +287,7 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
     neutral = name == 'partial_rotary_factor' and value in _NEUTRAL[name]
     good, names = neutral or name in known, ', '.join(known)
     _require(good, f'{field}.{name}={value!r}', f'{kind}: {names}')
-  values = {k: rope.get(k) for k in scaled}
-  if scaled and values[_ORIGINAL] is None:
-    values[_ORIGINAL] = hf.get(_ORIGINAL)
+  values = {k: rope.get(k) or hf.get(k) for k in scaled}
   for name, value in values.items():
     good = isinstance(value, (int, float)) and value > 0
     _require(good, f'{field}.{name}={value!r}', 'a positive number')

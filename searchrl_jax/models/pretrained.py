@@ -38,10 +38,8 @@ def read_json(path) -> dict[str, Any]:
     FileNotFoundError, ValueError: it is absent, or not a JSON object.
   """
   path = pathlib.Path(path) / 'config.json'
-  try:
+  with lookup.of(f'{path}: not JSON'):
     value = json.loads(path.read_text())
-  except ValueError as e:
-    raise ValueError(f'{path}: not JSON ({e})') from e
   lookup.require(isinstance(value, dict), f'{path}: expected a JSON object')
   return value
 
@@ -62,10 +60,9 @@ def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
 
 def read_config(path, **flags) -> decoder.DecoderConfig:
   """The same, from a checkpoint folder."""
-  try:
-    return decoder_config(read_json(path), **flags)
-  except ValueError as e:
-    raise ValueError(f'{path}: {e}') from e
+  with lookup.of(str(path)):
+    cfg = decoder_config(read_json(path), **flags)
+  return cfg
 
 
 def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
@@ -80,18 +77,17 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
 
   Raises:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
-    ValueError: a file is truncated or malformed, or contradicts the index.
+    ValueError: a file is truncated or malformed.
   """
-  weight_map, files = None, [SINGLE]
+  files = [SINGLE]
   if not (path / SINGLE).exists():
     try:
-      weight_map = json.loads((path / INDEX).read_text())['weight_map']
-      files = sorted(set(weight_map.values()))
+      index = json.loads((path / INDEX).read_text())
+      files = sorted(set(index['weight_map'].values()))
     except FileNotFoundError as e:
-      raise FileNotFoundError(
-        f'{path}: contains neither {SINGLE} nor {INDEX}; convert other formats '
-        '(.bin, .gguf) to safetensors'
-      ) from e
+      what = f'contains neither {SINGLE} nor {INDEX}'
+      fix = 'convert other formats (.bin, .gguf) to safetensors'
+      raise FileNotFoundError(f'{path}: {what}; {fix}') from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
       raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
   out = {}
@@ -101,12 +97,6 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
     except safetensors.SafetensorError as e:
       raise ValueError(f'{path / file}: truncated or malformed: {e}') from e
     out |= dict.fromkeys(opened.keys(), (file, opened))
-  for name in sorted(out.keys() | weight_map.keys()) if weight_map else ():
-    place, wanted = out.get(name, ('missing',))[0], weight_map.get(name)
-    if place != wanted:
-      raise ValueError(
-        f'{path}: tensor {name!r} is {place}, but {INDEX} places it in {wanted}'
-      )
   return out
 
 
@@ -126,12 +116,9 @@ def _check_tensors(path, table, stored):
     elif name == families.TIED_HEAD:
       # Some writers store the tied head again.
       embed = next(iter(table))
-      if not np.array_equal(
-        opened.get_tensor(name), stored[embed][1].get_tensor(embed)
-      ):
-        problem = (
-          'differs from the embedding, but config.json says tie_word_embeddings'
-        )
+      embedding = stored[embed][1].get_tensor(embed)
+      if not np.array_equal(opened.get_tensor(name), embedding):
+        problem = 'differs from the embedding (tie_word_embeddings is set)'
     # Buffers in old Llama checkpoints; the config determines them.
     elif not name.endswith('rotary_emb.inv_freq'):
       problem = 'is not part of this model (surplus)'
@@ -162,11 +149,8 @@ def load(
   path = pathlib.Path(path)
   own = read_config(path)
   cfg = own if cfg is None else cfg
-  differ = [
-    f'{name}={getattr(own, name)!r}, expected {getattr(cfg, name)!r}'
-    for name in families.FIELDS
-    if getattr(own, name) != getattr(cfg, name)
-  ]
+  a, b = families.fields(own), families.fields(cfg)
+  differ = [f'{k}={a[k]!r}, expected {b[k]!r}' for k in a if a[k] != b[k]]
   lookup.require(not differ, f'{path} holds another model: {"; ".join(differ)}')
   table, stored = tensor_table(cfg), _open_folder(path)
   _check_tensors(path, table, stored)
@@ -225,8 +209,8 @@ def save(
   """
   path = pathlib.Path(path)
   dtype = np.dtype(dtype)
-  if dtype.name not in DTYPES:
-    raise ValueError(f'dtype={dtype}: expected one of {", ".join(DTYPES)}')
+  expected = f'expected one of {", ".join(DTYPES)}'
+  lookup.require(dtype.name in DTYPES, f'dtype={dtype}: {expected}')
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   flat = decoder.flatten_checked(cfg, params)
