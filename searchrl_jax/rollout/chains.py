@@ -8,7 +8,7 @@ decodes the others, and the source batches searches that occur at the same time.
 A trajectory keeps its engine handle until it ends, so a search can be retried.
 """
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 import time
 from typing import Any, NamedTuple
 
@@ -45,9 +45,7 @@ def greedy(config: ConfigDict) -> ConfigDict:
   return _changed(config.rollout, **options)
 
 
-def refill_config(
-  config: ConfigDict, groups: Sequence[Group], n: int
-) -> ConfigDict:
+def refill_config(config, groups: Sequence[Group], n: int) -> ConfigDict:
   """Returns config.rollout for n more questions in a step with these groups.
 
   config.rollout.max_failed applies to all trajectories of the step together.
@@ -125,40 +123,28 @@ async def rollout(
   return Rollout(groups, run.stats)
 
 
-async def sample(
-  questions: Sequence[Question], services: Services
-) -> list[Group]:
+async def sample(questions: Sequence, services: Services) -> list[Group]:
   """The sampler `chains`: trajectories that do not depend on each other."""
   starts, slots = services.starts(questions), services.slots()
 
-  async def play(prompt: _Prompt, start: Start, sample: int) -> None:
+  async def play(handles: Iterator[Handle], start: Start, sample: int) -> None:
     async with slots:
-      found = await services.attempt(prompt.handle(), *start, sample)
+      found = await services.attempt(next(handles), *start, sample)
     services.record(found)
 
   chains: list[Coroutine] = []
   for names, start in zip(services.names(questions), starts, strict=True):
     missing = [n for name, n in names if (name, n) not in services.done]
-    prompt = _Prompt(services, start[1].prompt, len(missing))
+    handles = _handles(services, start[1].prompt, len(missing))
     # All samples start from the same state, which is immutable.
-    chains += [play(prompt, start, n) for n in missing]
+    chains += [play(handles, start, n) for n in missing]
   await services.gather(chains)
   return services.groups(questions)
 
 
-class _Prompt:
-  """The prompt of a group: opened for the first sample, forked for others."""
-
-  def __init__(self, services: Services, prompt: Prompt, samples: int):
-    self._services, self._prompt, self._left = services, prompt, samples
-    self._handle: Handle | None = None
-
-  def handle(self) -> Handle:
-    """Returns a handle for the next sample."""
-    if self._handle is None:
-      self._handle = self._services.open(self._prompt)
-    self._left -= 1
-    if self._left:
-      return self._services.fork(self._handle)
-    handle, self._handle = self._handle, None
-    return handle  # the last sample needs no fork
+def _handles(services: Services, prompt: Prompt, n: int) -> Iterator[Handle]:
+  """Opens the prompt of n samples when the first asks, forks it for others."""
+  handle = services.open(prompt)
+  for _ in range(n - 1):
+    yield services.fork(handle)
+  yield handle  # the last sample needs no fork

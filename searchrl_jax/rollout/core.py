@@ -22,14 +22,7 @@ stream of `services.stream` as well.
 
 import asyncio
 import collections
-from collections.abc import (
-  Awaitable,
-  Callable,
-  Coroutine,
-  Iterable,
-  Iterator,
-  Sequence,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -42,7 +35,7 @@ from ml_collections import ConfigDict
 from searchrl_jax import types
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
 from searchrl_jax.run import lookup
-from searchrl_jax.sources.core import Source
+from searchrl_jax.sources.core import Answer, Source
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.states import Action, Done, Generate, Search, State
 from searchrl_jax.types import Group, Prompt, Question, Segment, Trajectory
@@ -150,9 +143,7 @@ class Services:
     """
     return [self.env.reset(question, self.role) for question in questions]
 
-  def stream(
-    self, question: Question, sample: int, branch: Sequence[str | int] = ()
-  ) -> int:
+  def stream(self, question: Question, sample: int, branch=()) -> int:
     """The seed of a random stream; see `trajectory_seed`."""
     name = (self.seed, self.step, question.id, self.role, sample)
     return trajectory_seed(*name, *branch)
@@ -205,11 +196,9 @@ class Services:
     Raises:
       ConfigError: the loop gives no rewards to this role's sampler.
     """
-    lookup.require(
-      self.rewards,
-      f'config.rollout.sampler={self.config.sampler!r} asks for rewards, and '
-      f"this loop gives none to role {self.role!r}; use 'chains'",
-    )
+    what = f'config.rollout.sampler={self.config.sampler!r} asks for rewards'
+    why = f"this loop gives none to role {self.role!r}; use 'chains'"
+    lookup.require(self.rewards, f'{what}, and {why}')
     return await self.rewards(groups, self.step)
 
   def groups(self, questions: Sequence[Question]) -> list[Group]:
@@ -246,12 +235,7 @@ class Services:
       )
 
   async def attempt(
-    self,
-    handle: Handle,
-    state: State,
-    action: Action,
-    sample: int,
-    branch: Sequence[str | int] = (),
+    self, handle: Handle, state: State, action: Action, sample: int, branch=()
   ) -> Trajectory:
     """Plays to the end and closes the handle. Does not record the result."""
     begin = time.monotonic()
@@ -263,12 +247,7 @@ class Services:
     return self.env.trajectory(state, sample, time.monotonic() - begin)
 
   async def turn(
-    self,
-    handle: Handle,
-    state: State,
-    action: Action,
-    sample: int,
-    branch: Sequence[str | int] = (),
+    self, handle: Handle, state: State, action: Action, sample: int, branch=()
   ) -> tuple[State, Action]:
     """Plays one turn and the search that it asks for.
 
@@ -318,27 +297,20 @@ class Services:
     self.stats.sampled_tokens += len(completion.ids)
     return completion
 
-  async def _search(
-    self, name: str, action: Search
-  ) -> tuple[types.SearchResult | types.SearchError, ...]:
+  async def _search(self, name: str, action: Search) -> tuple[Answer, ...]:
     """Returns one answer per request, after retries of failed ones."""
-    requests = [
-      dataclasses.replace(request, trajectory=name, step=self.step)
-      for request in action.requests
-    ]
+    origin = dict(trajectory=name, step=self.step)
+    requests = [dataclasses.replace(r, **origin) for r in action.requests]
     self._tell(name, requests)
-    answers: dict[int, types.SearchResult | types.SearchError] = {}
+    answers: dict[int, Answer] = {}
     open_ = list(range(len(requests)))
     begin = time.monotonic()
     for attempt in range(self.config.search_attempts):
       self.stats.search_retries += len(open_) if attempt else 0
       new = await self.source.search([requests[i] for i in open_])
-      lookup.require(
-        len(new) == len(open_),
-        f'source {type(self.source).__name__} gave {len(new)} answers to '
-        f'{len(open_)} requests',
-        ValueError,
-      )
+      what = f'gave {len(new)} answers to {len(open_)} requests'
+      message = f'source {type(self.source).__name__} {what}'
+      lookup.require(len(new) == len(open_), message, ValueError)
       answers.update(zip(open_, new, strict=True))
       open_ = [i for i in open_ if isinstance(answers[i], types.SearchError)]
       if not open_:
@@ -356,7 +328,7 @@ class Services:
     return ordered
 
 
-def _after(segments: Sequence[Segment], start: int) -> Iterator[Segment]:
+def _after(segments: Sequence[Segment], start: int) -> Iterable[Segment]:
   """Yields the segments after the first `start` tokens."""
   for segment in segments:
     n = len(segment.ids)
@@ -378,12 +350,9 @@ def sampler(config: ConfigDict) -> Callable[..., Awaitable[list[Group]]]:
       or the fields cannot work.
   """
   where, name = 'config.rollout.sampler', config.sampler
-  try:
-    fn = lookup.function(
-      'searchrl_jax.rollout', name if '.' in name else f'{name}.sample'
-    )
-  except ValueError as e:
-    raise lookup.ConfigError(f'{where}: {e}') from e
+  with lookup.of(where):
+    name = name if '.' in name else f'{name}.sample'
+    fn = lookup.function('searchrl_jax.rollout', name)
   given = lookup.arguments(fn, config, where)
   if hasattr(fn, 'check'):
     fn.check(config)

@@ -51,11 +51,9 @@ async def sample(
   ]
   # Other weights may have sampled what is done: a tree is used whole.
   await services.gather(
-    [
-      grow(start, [n for _, n in names])
-      for start, names in parts
-      if any(name not in services.done for name in names)
-    ]
+    grow(start, [n for _, n in names])
+    for start, names in parts
+    if any(name not in services.done for name in names)
   )
   return services.groups(questions)
 
@@ -67,14 +65,11 @@ def check(config: ConfigDict) -> None:
     ConfigError: names the fields.
   """
   group, trees, rounds = config.group, config.trees, config.rounds
-  lookup.require(
-    trees >= 1
-    and rounds >= 1
-    and group % trees == 0
-    and (group // trees - 1) % rounds == 0,
-    f'config.rollout.group={group}, trees={trees}, rounds={rounds}: a group is '
-    'trees * (1 + rounds * n) leaves, for a whole n (0 = chains)',
-  )
+  good = trees >= 1 and rounds >= 1 and group % trees == 0
+  good = good and (group // trees - 1) % rounds == 0
+  what = f'config.rollout.group={group}, trees={trees}, rounds={rounds}'
+  why = 'a group is trees * (1 + rounds * n) leaves, for a whole n (0 = chains)'
+  lookup.require(good, f'{what}: {why}')
 
 
 sample.check = check  # type: ignore[attr-defined]
