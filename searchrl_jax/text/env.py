@@ -36,7 +36,6 @@ the policy are recorded as sampled and never encoded again. Imports no JAX.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -79,26 +78,23 @@ class SearchEnv:
     note = template.last_turn if self._searching else ''
     self._note = tokenizer.encode_template(note)
     # The shortest answer must fit after any text that is appended.
-    answer = tokenizer.encode_template(''.join(template.answer))
-    self._reserve = len(answer) + 1
+    self._reserve = len(tokenizer.encode_template(''.join(template.answer))) + 1
     real, limit = config.real_searches, config.max_observation_tokens
     further = [kind.name for kind in template.blocks if kind.acts]
     if self._searching:
-      lookup.require(
-        not (real or self._guided),
-        f'env.real_searches={real}, search_when={config.search_when!r}: with '
-        "information='source' every search is real; use 0 and 'always'",
-      )
+      given = f'env.real_searches={real}, search_when={config.search_when!r}'
+      what = "with information='source' every search is real: use 0, 'always'"
+      lookup.require(not (real or self._guided), f'{given}: {what}')
     else:
       what = "env.search_when='entropy' needs env.real_searches, -1 for all"
       lookup.require(real or not self._guided, what)
       what = f"env.information='policy': nothing answers the tools of {further}"
       lookup.require(not further, f"{what}; use 'source'")
     if self._searching or real:
-      least = f'{self._observe.least} tokens of one without passages'
-      good = limit >= self._observe.least
+      least = self._observe.least
+      what = f'below {least} tokens of one without passages'
       lookup.require(
-        good, f'env.max_observation_tokens={limit} is below {least}'
+        limit >= least, f'env.max_observation_tokens={limit} is {what}'
       )
 
   def reset(
@@ -118,12 +114,10 @@ class SearchEnv:
     added = (ids, 'prompt', 'other'), (note, 'environment', 'other')
     segments = _append((), agent, added)
     ids = (*ids, *note)
-    lookup.require(
-      len(ids) < self.config.max_tokens,
-      f'question {question.id!r}: its prompt has {len(ids)} tokens, and env.'
-      f'max_tokens={self.config.max_tokens} limits prompt, replies and '
-      'observations together; increase it or leave the question out',
-    )
+    most = self.config.max_tokens
+    what = f'question {question.id!r}: its prompt has {len(ids)} tokens of'
+    fix = f'env.max_tokens={most}; increase it or leave the question out'
+    lookup.require(len(ids) < most, f'{what} {fix}')
     parser = parsing.start(self._tags, ''.join(text for text, _ in parts))
     state = State(
       question, role, agent, segments, len(ids), parser, Done('tokens')
@@ -141,15 +135,11 @@ class SearchEnv:
     if isinstance(state.pending, Search) and isinstance(event, (list, tuple)):
       return self._searched(state, tuple(event))
     wanted, given = type(state.pending).__name__, type(event).__name__
-    where = f'trajectory {state.name} waits for the event of'
-    raise ValueError(f'{where} {wanted}, got {given}')
+    what = f'waits for the event of {wanted}, got {given}'
+    raise ValueError(f'trajectory {state.name}: {what}')
 
   def trajectory(
-    self,
-    state: State,
-    sample: int = 0,
-    seconds: float = 0.0,
-    meta: Mapping[str, Any] | None = None,
+    self, state: State, sample=0, seconds=0.0, meta: Mapping | None = None
   ) -> types.Trajectory:
     """Returns the record of a finished attempt.
 
@@ -159,12 +149,8 @@ class SearchEnv:
     Raises:
       ValueError: the attempt is not finished.
     """
-    lookup.require(
-      state.end is not None,
-      f'trajectory {state.name} has not ended: it waits for the event of '
-      f'{type(state.pending).__name__}',
-      ValueError,
-    )
+    pending, ended = type(state.pending).__name__, state.end is not None
+    _require(ended, state, f'has not ended: it waits for that of {pending}')
     counters = ('truncated_turns', 'cut_observations')
     out = types.Trajectory(
       question=state.question,
@@ -203,12 +189,10 @@ class SearchEnv:
 
   def _completed(self, state: State, completion: Completion):
     n, limit = len(completion.ids), state.pending.max_tokens
-    lookup.require(
-      len(completion.logps) == len(completion.versions) == n <= limit,
-      f'trajectory {state.name}: {n} ids (at most {limit}) with '
-      f'{len(completion.logps)} logps, {len(completion.versions)} versions',
-      ValueError,
-    )
+    logps, versions = len(completion.logps), len(completion.versions)
+    more = f'at most {limit}) with {logps} logps, {versions} versions'
+    good = logps == versions == n <= limit
+    _require(good, state, f'was sent {n} ids ({more}')
     ids = np.asarray(completion.ids, np.int32)
     pieces = [*map(self.tokenizer.token_bytes, ids.tolist())]
     parser, kinds, ended = state.parser.feed(pieces)
@@ -275,14 +259,9 @@ class SearchEnv:
     policy-written information or closes a search that is not sent."""
     stop, c = completion.stop, self.config
     quoted = parser.block == 'information' or stop == self.template.search[1]
-    return (
-      not self._searching
-      and quoted
-      and stop not in ('eos', 'length')
-      and len(completion.ids) > 0
-      and state.turn_tokens < c.max_turn_tokens
-      and state.length < c.max_tokens
-    )
+    ended = stop in ('eos', 'length') or not len(completion.ids)
+    room = state.turn_tokens < c.max_turn_tokens and state.length < c.max_tokens
+    return quoted and room and not (ended or self._searching)
 
   def _entropy(self, segments: tuple[types.Segment, ...]) -> float:
     """Mean entropy in nats of the tokens of the last query."""
@@ -333,12 +312,9 @@ class SearchEnv:
   def _searched(self, state: State, results: tuple):
     n = len(state.pending.requests)
     answers = [type(r).__name__ for r in results]
-    lookup.require(
-      len(answers) == n and {*answers} <= {'SearchResult', 'SearchError'},
-      f'trajectory {state.name}: {n} searches were answered with {answers}, '
-      'not with a SearchResult or SearchError each',
-      ValueError,
-    )
+    good = len(answers) == n and {*answers} <= {'SearchResult', 'SearchError'}
+    what = f'{n} searches were answered with {answers}'
+    _require(good, state, f'{what}, not a SearchResult or SearchError each')
     state = dataclasses.replace(state, searches=state.searches + results)
     if any(isinstance(r, types.SearchError) for r in results):
       return _next(state, Done('failed'))
@@ -387,6 +363,10 @@ class SearchEnv:
       turn_tokens=0,
     )
     return _next(state, self._generate(state, [*ids, *note]))
+
+
+def _require(good, state: State, message: str) -> None:
+  lookup.require(good, f'trajectory {state.name}: {message}', ValueError)
 
 
 def _next(state: State, action: Action) -> tuple[State, Action]:

@@ -174,6 +174,7 @@ def parse(data: Any, name: str, where: str) -> Template:
   if not isinstance(data, dict):
     raise ValueError(f'template {where}: expected a JSON object')
   types = {f.name: f.type for f in dataclasses.fields(Template)[1:]}
+  texts = {str: 'text', bool: 'true or false', int: 'a count > 0'}
   data = {'blocks': {}} | data
   for field in data:
     check(field in types, field, f'unknown; {near(field, types)}')
@@ -183,8 +184,8 @@ def parse(data: Any, name: str, where: str) -> Template:
     value = data[field]
     if field in BLOCKS:
       data[field] = pair(value, field)
-    elif kind is str:
-      check(isinstance(value, str), field, f'expected text, got {value!r}')
+    elif kind in texts:
+      check(type(value) is kind, field, f'expected {texts[kind]}: {value!r}')
 
   blocks, taken = data['blocks'], (*BLOCKS, OUTSIDE)
   good = isinstance(blocks, dict)
@@ -230,16 +231,15 @@ def parse(data: Any, name: str, where: str) -> Template:
   ends = {k.tags[1] for k in out.kinds.values() if k.acts or k.ends} - {*stops}
   shape = [out.information[0], '{passages}', out.information[1]]
   parts = re.findall('|'.join(map(re.escape, shape)), out.observation)
-  mark, most, many = out.question_mark, out.max_queries, out.query_separator
+  most, many = out.max_queries, out.query_separator
   for field, good, message in (
     ('stops', not ends, f'lacks {ends}, the closing tags of actions'),
     ('passage', 'text' in used, 'needs {text}'),
     ('passage', used <= {*FIELDS}, f'{{...}} must be one of {FIELDS}'),
     ('observation', parts == shape, f'needs {"...".join(shape)}, each once'),
     ('invalid', out.invalid, 'empty; it must separate two turns'),
-    ('question_mark', isinstance(mark, bool), 'expected true or false'),
     ('cut', out.cut in CUTS, f'{out.cut!r} is none of {CUTS}'),
-    ('max_queries', type(most) is int and most > 0, 'expected a count > 0'),
+    ('max_queries', most > 0, 'expected a count > 0'),
     ('query_separator', many or most == 1, 'empty, with max_queries > 1'),
   ):
     check(good, field, message)

@@ -104,7 +104,13 @@ class Tokenizer:
     """
     self.path, self._hf, self._unk = path, hf, hf.unk_token_id
     spec = json.loads(hf.backend_tokenizer.to_str())
-    self._decoders = self._read_decoder(spec['decoder'])
+    decoder = spec['decoder'] or {'type': 'no decoder'}
+    # Steps, each of which decodes single tokens.
+    self._decoders: list[dict] = decoder.get('decoders', [decoder])
+    kinds = {step['type'] for step in self._decoders}
+    what = f'of {sorted(kinds)} has no bytes; known are {", ".join(DECODERS)}'
+    known = kinds <= {*DECODERS}
+    require(known, f'tokenizer {path}: a single token {what}')
     # Neither added tokens nor post-processing, and this class decodes.
     none = ('post_processor', 'truncation', 'padding', 'decoder')
     spec |= {'added_tokens': [], **dict.fromkeys(none)}
@@ -142,16 +148,6 @@ class Tokenizer:
     opening = hf.encode('', add_special_tokens=True)
     self._opening = [i for i in opening if i == self.bos_id][:1]
 
-  def _read_decoder(self, spec) -> list[Mapping[str, Any]]:
-    """Returns the steps of the decoder, each of which decodes single tokens."""
-    spec = spec or {'type': 'no decoder'}
-    steps = spec.get('decoders', [spec])
-    kinds = [step['type'] for step in steps]
-    what = f'of {kinds} has no bytes; known are {", ".join(DECODERS)}'
-    known = set(kinds) <= set(DECODERS)
-    require(known, f'tokenizer {self.path}: a single token {what}')
-    return steps
-
   # Text to ids.
 
   def encode(self, text: str) -> list[int]:
@@ -162,9 +158,7 @@ class Tokenizer:
     """Encodes our own text, in which control tokens are parsed."""
     return self.encode_parts([(text, True)], start=start)
 
-  def encode_parts(
-    self, parts: Iterable[tuple[str, bool]], start: bool = False
-  ) -> list[int]:
+  def encode_parts(self, parts: Iterable[tuple], start=False) -> list[int]:
     """Encodes (text, ours) parts as one text.
 
     Added tokens are parsed in our parts only. Ordinary text is encoded across
@@ -295,11 +289,10 @@ def load(path: str | os.PathLike) -> Tokenizer:
   except Exception as e:  # transformers raises many kinds of errors
     raise ValueError(f'no tokenizer could be read from {path}: {e}') from e
   fast = getattr(hf, 'is_fast', False)
-  require(
-    fast and hf('a', add_special_tokens=False)['input_ids'],
-    f'{path} holds no fast tokenizer (tokenizer.json, or vocab.json and '
-    'merges.txt); set config.model.tokenizer to another folder',
-  )
+  fast = fast and hf('a', add_special_tokens=False)['input_ids']
+  files = 'tokenizer.json, or vocab.json and merges.txt'
+  fix = 'set config.model.tokenizer to another folder'
+  require(fast, f'{path} holds no fast tokenizer ({files}); {fix}')
   generation, eos = folder / 'generation_config.json', None
   if generation.is_file():
     try:
@@ -309,9 +302,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
   return Tokenizer(hf, path, eos if isinstance(eos, list) else [eos])
 
 
-def train_bpe(
-  texts: Iterable[str], vocab_size: int, folder: str | os.PathLike
-) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, folder) -> Tokenizer:
   """Trains a byte-level BPE and saves it as a Hugging Face folder.
 
   Special tokens are `<|pad|>` and `<|eos|>`; protocol tags are ordinary text.

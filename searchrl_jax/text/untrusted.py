@@ -179,14 +179,10 @@ class Observer:
   def _line(self, i: int, passage: Passage | str) -> list[Part]:
     if isinstance(passage, str):
       return [(passage, False)]
-    parts = []
-    for literal, field in self.template.passage_parts:
-      parts.append((literal, True))
-      if field == 'i':
-        parts.append((str(i), True))
-      elif field:
-        parts.append((getattr(passage, field), False))
-    return parts
+    values = {**vars(passage), 'i': str(i), None: ''}
+    fields = self.template.passage_parts
+    pairs = [[(t, True), (values[f], f == 'i')] for t, f in fields]
+    return [part for pair in pairs for part in pair if part[0]]
 
   def _cleaned(self, body: Sequence[Part]) -> list[Part]:
     """Neutralises the body, as part of the text with the tags around it."""
