@@ -102,13 +102,7 @@ class Chat:
     self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
   async def reply(
-    self,
-    messages,
-    *,
-    max_tokens: int,
-    temperature: float,
-    seed=None,
-    schema=None,
+    self, messages, max_tokens: int, temperature: float, seed=None, schema=None
   ) -> str:
     """Returns the model's next message.
 
@@ -175,10 +169,8 @@ class Chat:
     # This project's servers also have a name for each start; leave it out.
     names = [name for name in names if not name.startswith(_START)]
     if not self._config.model and len(names) != 1:
-      message = f'{self.url} serves {", ".join(names) or "no model"}'
-      raise ChatError(
-        'rejected', f'{message}: say which in {self._where}.model'
-      )
+      message = f'{self.url} serves {", ".join(names) or "no model"}: say which'
+      raise ChatError('rejected', f'{message} in {self._where}.model')
     return names
 
   def _client(self, openai):

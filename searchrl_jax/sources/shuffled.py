@@ -3,7 +3,7 @@
 A policy that scores well with these does not use the passages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 
 from searchrl_jax.sources.core import Answer, Source, SourceError
@@ -24,7 +24,7 @@ class Shuffled:
     Raises:
       SourceError: no two questions have different answers.
     """
-    self._source = source
+    self._source, self.check, self.close = source, source.check, source.close
     ordered = sorted(questions, key=lambda q: q.id)
     self._other = {}
     for i, question in enumerate(ordered):
@@ -44,9 +44,3 @@ class Shuffled:
     answers = await self._source.search(swapped)
     pairs = zip(answers, requests, strict=True)
     return [replace(answer, request=request) for answer, request in pairs]
-
-  async def check(self) -> Mapping[str, object]:
-    return await self._source.check()
-
-  async def close(self) -> None:
-    await self._source.close()

@@ -54,10 +54,8 @@ def check(config: ConfigDict) -> None:
     ValueError: names the field, its value and what it must be.
   """
   for name in ('useful', 'noisy'):
-    try:
+    with lookup.of(f'{_WHERE}.{name}, where a brace is written twice'):
       used = {field for _, field in slots(config[name])} - {None}
-    except ValueError as e:
-      raise ValueError(f'{_WHERE}.{name}: {e}; write a brace twice') from e
     good, where = {'query'} <= used <= {*SLOTS}, f'{_WHERE}.{name}'
     what = f'must contain {{query}}, and may contain any of {SLOTS}'
     lookup.require(good, f'{where}={config[name]!r} {what}')
@@ -66,16 +64,14 @@ def check(config: ConfigDict) -> None:
   except re.error as e:
     raise ValueError(f'{_WHERE}.document: no regular expression: {e}') from e
   named = pattern.groupindex
-  lookup.require(
-    pattern.groups and ('text' in named or 'title' not in named),
-    f'{_WHERE}.document={config.document!r}: needs a group for the text of one '
-    'document, named (?P<text>...) if it is beside a named title',
-  )
-  lookup.require(
-    not config.url or (config.chat and not (config.path or config.stops)),
-    f'{_WHERE}.url={config.url!r} cannot be combined with path, stops or '
-    'chat=False: a server has its own model and receives messages',
-  )
+  good = pattern.groups and ('text' in named or 'title' not in named)
+  what = f'{_WHERE}.document={config.document!r}: needs a group for the text of'
+  fix = 'one document, named (?P<text>...) if it is beside a named title'
+  lookup.require(good, f'{what} {fix}')
+  local = config.path or config.stops or not config.chat
+  what = f'{_WHERE}.url={config.url!r} cannot have path, stops or chat=False'
+  why = 'a server has its own model and receives messages'
+  lookup.require(not (config.url and local), f'{what}: {why}')
 
 
 def noise(config: ConfigDict, step: int) -> float:

@@ -121,10 +121,8 @@ def script(world, n: int, seed, search: Search, k, mix: Mix) -> list[Trace]:
   pool = microworld.pick(world, 'train')
   rng = np.random.default_rng(seed)
   streams = (np.random.default_rng(rng.integers(2**63)) for _ in range(n))
-  scripts = [
-    _Script(world, stream, mix).trace(pool[i % len(pool)])
-    for i, stream in enumerate(streams)
-  ]
+  writers = [_Script(world, stream, mix) for stream in streams]
+  scripts = [w.trace(pool[i % len(pool)]) for i, w in enumerate(writers)]
   done: dict[int, Trace] = {}
   results: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(range(n))
   while results:

@@ -226,9 +226,8 @@ def ask(rng, prefix, people, facts, ids) -> tuple[Question, ...]:
 def write(world: World, folder: str | os.PathLike) -> dict[str, str]:
   """Writes corpus.jsonl and {train,heldout}.jsonl; returns name -> path."""
   fields = 'id question golden_answers source hops supporting_ids'.split()
-  values = operator.attrgetter(
-    *'id text answers source hops supporting'.split()
-  )
+  ours = 'id text answers source hops supporting'.split()
+  values = operator.attrgetter(*ours)
   rows, paths = {'corpus': world.corpus}, {}
   for split, questions in world.questions.items():
     rows[split] = [dict(zip(fields, values(q))) for q in questions]
