@@ -90,12 +90,9 @@ class Request:
     return 0
 
   def completion(self) -> Completion:
-    return Completion(
-      np.array(self.ids, np.int32),
-      np.array(self.logps, np.float32),
-      self.stop,
-      np.array(self.versions, np.int32),
-    )
+    ids, versions = (np.array(x, np.int32) for x in (self.ids, self.versions))
+    logps = np.array(self.logps, np.float32)
+    return Completion(ids, logps, self.stop, versions)
 
 
 class HandleEngine(core.Engine):

@@ -100,12 +100,9 @@ async def rollout(
     cancellation, all other trajectories are cancelled and all handles closed.
   """
   sampler = core.sampler(config)
+  total = len(questions) * config.group
   run = core.Services(
-    config=config,
-    done=dict(ended or {}),
-    total=len(questions) * config.group,
-    rewards=score,
-    **fields,
+    config=config, done=dict(ended or {}), total=total, rewards=score, **fields
   )
   begin = time.monotonic()
   try:

@@ -117,7 +117,9 @@ class Chat:
     Raises:
       ChatError: there is no reply.
     """
-    options = {} if seed is None else {'seed': seed}
+    options: dict = {'max_tokens': max_tokens, 'temperature': temperature}
+    if seed is not None:
+      options['seed'] = seed
     if schema is not None:
       spec = {'name': 'reply', 'schema': schema, 'strict': True}
       options['response_format'] = {'type': 'json_schema', 'json_schema': spec}
@@ -125,11 +127,7 @@ class Chat:
       if not self._model:
         self._model = (await self._served(client))[0]
       reply = await client.chat.completions.create(
-        model=self._model,
-        messages=list(messages),
-        max_tokens=max_tokens,
-        temperature=temperature,
-        **options,
+        model=self._model, messages=list(messages), **options
       )
       end, text = 'filtered', ''  # some filters return no choice
       if reply.choices != []:

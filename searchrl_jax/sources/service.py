@@ -42,12 +42,9 @@ class ServiceSource:
     Raises:
       ValueError: a URL is not http(s)://host.
     """
-    self._client = RetrievalClient(
-      config.url,
-      timeout_s=config.timeout,
-      deadline_s=config.deadline,
-      retries=config.attempts - 1,
-    )
+    seconds = dict(timeout_s=config.timeout, deadline_s=config.deadline)
+    retries = config.attempts - 1
+    self._client = RetrievalClient(config.url, retries=retries, **seconds)
     self._batch_s = config.batch_ms / 1000
     # Of each event loop: k -> (queries and how many wait for each, the task
     # that will send them), and all tasks, to which a loop has weak references.

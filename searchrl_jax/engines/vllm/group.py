@@ -8,9 +8,10 @@ killed.
 """
 
 import contextlib
+import functools
 import os
 import signal
-import subprocess
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 import time
 
 import psutil
@@ -36,24 +37,15 @@ class ProcessGroup:
     self._grace_s = grace_s
     # In a separate session, so that Ctrl-C reaches only this process, which can
     # then save and stop the group.
-    self._process = subprocess.Popen(
-      command,
-      env=env,
-      stdin=subprocess.DEVNULL,
-      stdout=log,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
+    start = functools.partial(Popen, start_new_session=True)
+    self._process = start(
+      command, env=env, stdin=DEVNULL, stdout=log, stderr=STDOUT
     )
     self.pid = self._process.pid  # of the command, and the group's number
     # The command's exit status (-n: killed by signal n), None if it runs.
     self.poll = self._process.poll
-    self._guard = subprocess.Popen(
-      ['sh', '-c', _GUARD, str(self.pid), str(grace_s)],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-      start_new_session=True,
-    )
+    guard = ['sh', '-c', _GUARD, str(self.pid), str(grace_s)]
+    self._guard = start(guard, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
 
   def members(self) -> list[int]:
     """The running processes of the group, without zombies."""

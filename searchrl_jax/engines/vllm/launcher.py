@@ -230,16 +230,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
   where.add_argument('--cpu', action='store_true', help='Serve on the CPU.')
   help_ = 'Numbers of GPUs, as in 0,1, among those of CUDA_VISIBLE_DEVICES.'
   where.add_argument('--gpus', type=_gpus, help=help_)
-  add('--port', type=int, default=0, help='0: a free one.')
-  add('--log_file', default='vllm.log', help='File for the output of vLLM.')
-  venv = str(host.ROOT / '.venv-sidecar')
-  add('--venv', default=venv, help='Environment with vLLM (make sidecar).')
-  help_ = 'package.module:Class for --worker-extension-cls of vLLM.'
-  add('--plugin', default=PLUGIN, help=help_)
   add('--kv_cache_gib', type=float, help='Memory of the KV cache.')
   help_ = 'vLLM can give its memory back between rollouts (GPU).'
   add('--enable_sleep', action='store_true', help=help_)
   for name, default, help_ in (
+    ('port', 0, '0: a free one.'),
+    ('log_file', 'vllm.log', 'File for the output of vLLM.'),
+    ('venv', str(host.ROOT / '.venv-sidecar'), 'Has vLLM (make sidecar).'),
+    ('plugin', PLUGIN, 'package.module:Class, a worker extension of vLLM.'),
     ('start_timeout_s', 900.0, 'Maximum time to start, seconds.'),
     ('stop_timeout_s', 15.0, 'From SIGTERM to SIGKILL, seconds.'),
     ('health_timeout_s', 120.0, 'Without an answer, before a restart.'),

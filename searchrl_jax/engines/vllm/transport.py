@@ -48,11 +48,9 @@ class Client:
 
   def __init__(self, url: str, timeout: float):
     self.url = url
-    self._http = httpx.AsyncClient(
-      base_url=url,
-      timeout=timeout,
-      limits=httpx.Limits(keepalive_expiry=_KEEPALIVE),  # their number: none
-      trust_env=False,  # never through a proxy
+    limits = httpx.Limits(keepalive_expiry=_KEEPALIVE)  # their number: none
+    self._http = httpx.AsyncClient(  # never through a proxy
+      base_url=url, timeout=timeout, limits=limits, trust_env=False
     )
     self.close = self._http.aclose
 
@@ -96,12 +94,9 @@ class Client:
     }
     answer = await self.post(_COMPLETIONS, body)
     [choice] = answer['choices']
-    return Output(
-      choice['token_ids'],
-      self._finite(choice['logprobs']['token_logprobs']),
-      choice['finish_reason'],
-      answer['usage']['prompt_tokens_details']['cached_tokens'] or 0,
-    )
+    logps = self._finite(choice['logprobs']['token_logprobs'])
+    cached = answer['usage']['prompt_tokens_details']['cached_tokens'] or 0
+    return Output(choice['token_ids'], logps, choice['finish_reason'], cached)
 
   async def score(self, model: str, ids: Sequence[int]) -> np.ndarray | None:
     """Log-prob of each id given those before it, at temperature 1; [0] is 0.
