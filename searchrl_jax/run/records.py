@@ -187,7 +187,8 @@ _SEGMENT = {'author': _TEXT, 'kind': _TEXT, 'agent': _TEXT, 'train': pa.bool_()}
 # Columns by token: what the trainer adds to a segment, log-probs, all of them.
 _TRAINER = ('trainer_logps', 'advantages')
 _LOGPS = ('logps', 'trainer_logps')
-_TOKENS = ('ids', 'versions', 'logps', *_TRAINER)
+_TOKENS = {'ids': _INT, 'versions': _INT, 'logps': pa.float16()}
+_TOKENS |= dict.fromkeys(_TRAINER, pa.float16())
 # Columns whose values hardly repeat: stored with their bytes split.
 _SPLIT = tuple(f'.{name}.list.element' for name in ('ids', *_LOGPS))
 _SEQUENCES = ('segments', 'train_context')
@@ -198,14 +199,14 @@ _TRAJECTORY = ('role', 'sample', 'end', 'turns', 'invalid_actions', 'seconds')
 
 def encode(records: Sequence[Record], exact: bool = False) -> bytes:
   """Returns the records as a Parquet file; `exact`: log-probs as float32."""
-  rows = [_row(r) for r in records]
+  types_ = _TOKENS | dict.fromkeys(_LOGPS if exact else (), _REWARD)
+  segments = pa.struct(_SEGMENT | {k: _list(v) for k, v in types_.items()})
+  schema = pa.schema([*_ROW, *((name, _list(segments)) for name in _SEQUENCES)])
+  rows = [_row(r, types_) for r in records]
   try:
-    table = pa.Table.from_pylist(rows, _ROW)
+    table = pa.Table.from_pylist(rows, schema)
   except UnicodeEncodeError:  # a lone surrogate, which JSON allows
-    table = pa.Table.from_pylist(_encodable(rows), _ROW)
-  for name in _SEQUENCES:
-    packed = _pack([_segments(r, name) for r in records], exact)
-    table = table.append_column(name, packed)
+    table = pa.Table.from_pylist(_encodable(rows), schema)
   out = io.BytesIO()
   pq.write_metadata(table.schema, out)
   leaves = {column.path for column in pq.read_metadata(out).schema}
@@ -223,10 +224,10 @@ def encode(records: Sequence[Record], exact: bool = False) -> bytes:
   return out.getvalue()
 
 
-def _row(record: Record) -> dict[str, Any]:
-  """The columns of _ROW."""
+def _row(record: Record, types_: dict[str, pa.DataType]) -> dict[str, Any]:
+  """The columns of a file; `types_` are those by token."""
   t, q = record.trajectory, record.trajectory.question
-  row = {
+  return {
     **vars(t),
     **vars(record),
     'id': t.id,
@@ -234,8 +235,8 @@ def _row(record: Record) -> dict[str, Any]:
     'question': vars(q) | {k: json.dumps(plain(vars(q)[k])) for k in _JSON},
     'rewards': list(record.rewards.items()),
     'searches': [_search(s) for s in t.searches],
+    **{name: _segments(record, name, types_) for name in _SEQUENCES},
   }
-  return {name: row[name] for name in _ROW.names}
 
 
 def _search(search: types.SearchResult | types.SearchError) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def _encodable(value: Any) -> Any:
   return value
 
 
-def _segments(record: Record, name: str) -> list[dict[str, Any]] | None:
+def _segments(record: Record, name: str, types_) -> list[dict] | None:
   """The fields of each segment; None if the trajectory has no train_context."""
   segments = getattr(record.trajectory, name)
   if segments is None:
@@ -269,36 +270,16 @@ def _segments(record: Record, name: str) -> list[dict[str, Any]] | None:
       x = getattr(record, column)
       if x is not None:
         fields[column] = x[part] if np.ndim(x) else np.full(len(s.ids), x)
+    for column, type_ in types_.items():
+      fields[column] = _values(fields[column], type_.to_pandas_dtype())
     out.append(fields)
   return out
 
 
-def _pack(rows: Sequence[list[dict] | None], exact: bool) -> pa.Array:
-  """The segments of each row as a list column of structs."""
-  flat = [segment for row in rows for segment in row or ()]
-  columns = {k: pa.array([s[k] for s in flat], v) for k, v in _SEGMENT.items()}
-  for name in _TOKENS:
-    parts = [s[name] for s in flat]
-    dtype: type = np.float32 if exact and name in _LOGPS else np.float16
-    dtype = np.int32 if name in ('ids', 'versions') else dtype
-    known = [p for p in parts if p is not None]
-    values = np.concatenate([np.zeros(0, dtype), *known])
-    if dtype == np.float16:  # a sum of rewards may be outside its range
-      values = values.clip(-65504, 65504)
-    columns[name] = _nested(parts, pa.array(values.astype(dtype)))
-  segments = pa.StructArray.from_arrays([*columns.values()], [*columns])
-  return _nested(rows, segments)
-
-
-def _nested(parts: Sequence, values: pa.Array) -> pa.Array:
-  """Splits flat `values` into lists as long as `parts`; null for None."""
-  ends = np.cumsum([0, *(0 if p is None else len(p) for p in parts)])
-  return pa.ListArray.from_arrays(
-    pa.array(ends, pa.int32()),
-    values,
-    _list(values.type),
-    mask=pa.array([p is None for p in parts], pa.bool_()),
-  )
+def _values(x, dtype) -> np.ndarray | None:
+  if dtype == np.float16 and x is not None:
+    x = np.clip(x, -65504, 65504)  # a sum of rewards may be outside its range
+  return None if x is None else np.asarray(x, dtype)
 
 
 def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
