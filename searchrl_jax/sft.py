@@ -223,8 +223,6 @@ def sft(config, workdir: str) -> dict[str, float]:
     workdir,
     'sft',
     learner,
-    cfg=cfg,
-    mesh=mesh,
     limits=(c.steps, c.seconds, c.save_every),
     about={'traces': len(trajectories)},
   ) as run:

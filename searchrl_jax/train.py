@@ -53,7 +53,7 @@ def train(config, workdir: str) -> dict[str, float]:
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
-  checks.check_rewards(config, stream.questions)
+  rewards.check(config, stream.questions)
   tok = build.tokenizer(config, workdir)
   env = build.environment(config, tok)
   questions = [*stream.questions, *itertools.chain(*sets.values())]
@@ -75,8 +75,6 @@ def train(config, workdir: str) -> dict[str, float]:
     workdir,
     'train',
     learner,
-    cfg=cfg,
-    mesh=mesh,
     limits=(steps, config.train.seconds, config.checkpoint.every),
     states={'stream': rollouts},
     unused=rollouts,
@@ -207,7 +205,7 @@ def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
     build.check_environment(config)
-    checks.check_rewards(config, ())
+    rewards.check(config, ())
     tok = build.tokenizer(config, workdir)
     if _TOPOLOGY.value:
       sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))

@@ -266,7 +266,7 @@ def test_whole_words():
 
 
 def test_the_reward_refuses_a_block_that_the_template_lacks():
-  core.check(config().reward, whole=config())
+  core.check(config())
   for block, template, near in (
     ('refin', 'refine', "mean 'refine'"),
     ('refine', 'base', 'there are'),
@@ -274,7 +274,7 @@ def test_the_reward_refuses_a_block_that_the_template_lacks():
     whole = config(block, template)
     message = f'config.reward.notes: block={block!r} is none of .*{near}'
     with pytest.raises(core.RewardError, match=message):
-      core.check(whole.reward, whole=whole)
+      core.check(whole)
 
 
 def test_templates_of_users_from_before_read_the_same(tmp_path):

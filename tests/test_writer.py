@@ -255,7 +255,7 @@ def test_a_thread_writes_and_its_error_comes_with_the_next_step(
     with open_writer(tmp_path, step=3) as w:
       w.trajectories(3, [(trajectory(),)])
       raise KeyError
-  assert caught.value.__notes__ == ['no space left']
+  assert caught.value.__notes__ == ['After that: no space left']
   monkeypatch.setattr(records, 'encode', lambda rows: rows['a mistake'])
   with pytest.raises(KeyError, match='first') as caught:
     with open_writer(tmp_path, step=3) as w:

@@ -223,7 +223,7 @@ def train(config, workdir: str) -> dict[str, float]:
     data.load_sets(config.data.eval, config.data) if config.data.eval else {}
   )
   require_answers(stream.questions, 'self-play')
-  checks.check_rewards(config, stream.questions)
+  rewards.check(config, stream.questions)
   tok = build.tokenizer(config, workdir)
   envs = game.environments(config, tok)
   briefs = game.briefs(stream.questions, config)
@@ -246,8 +246,6 @@ def train(config, workdir: str) -> dict[str, float]:
     workdir,
     'selfplay',
     learner,
-    cfg=cfg,
-    mesh=mesh,
     limits=(config.train.steps, config.train.seconds, config.checkpoint.every),
     states={'stream': stream, 'pool': pool, 'frozen': frozen},
     unused=sampler,

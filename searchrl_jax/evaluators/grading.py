@@ -150,22 +150,17 @@ def certainties(
       tokens before it, of any author.
     scorer: `scoring.Scorer`, at the temperature of the sampling.
   """
-  good = [
-    i
-    for i, t in enumerate(trajectories)
-    if not t.failed and any(s.author == 'policy' for s in t.segments)
+  own: dict[int, np.ndarray] = {}
+  for i, t in enumerate(trajectories):
+    mine = [np.full(len(s.ids), s.author == 'policy') for s in t.segments]
+    if not t.failed and any(x.any() for x in mine):
+      own[i] = np.concatenate(mine)
+  rows = [
+    np.concatenate([s.ids for s in trajectories[i].segments]) for i in own
   ]
   out = [NAN] * len(trajectories)
-  rows = [
-    np.concatenate([s.ids for s in trajectories[i].segments]) for i in good
-  ]
-  for i, stats in zip(good, scorer(rows), strict=True):
-    segments = trajectories[i].segments
-    own = np.repeat(
-      [s.author == 'policy' for s in segments], [len(s.ids) for s in segments]
-    )
-    if own.any():
-      out[i] = float(stats.certainty[own].mean())
+  for i, stats in zip(own, scorer(rows), strict=True):
+    out[i] = float(stats.certainty[own[i]].mean())
   return out
 
 

@@ -17,7 +17,6 @@ from searchrl_jax.learn import (
   objectives,
   optim,
 )
-from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import core as samplers
 from searchrl_jax.run import lookup, schema
 from searchrl_jax.run.lookup import ConfigError
@@ -62,9 +61,7 @@ def check(config: ConfigDict) -> None:
     'are all equal and teach nothing; use a temperature above 0',
   )
   objectives.policy(config)
-  lookup.require_fields(
-    'config.algorithm.advantage_kw', fn, a.advantage_kw, ConfigError
-  )
+  lookup.require_fields('config.algorithm.advantage_kw', fn, a.advantage_kw)
   lookup.require(
     'critic' not in taken or {'gamma', 'lam'} <= lookup.fields(fn).keys(),
     f'{advantage} takes a critic: give it the fields gamma and lam, of the '
@@ -149,15 +146,6 @@ def selecting(config: ConfigDict) -> str:
   return name
 
 
-def check_rewards(config: ConfigDict, questions: Sequence[Question]) -> None:
-  """Checks config.reward, and that questions have the answers it needs.
-
-  Raises:
-    RewardError: names the field, or the first question without answers.
-  """
-  rewards.check(config.reward, questions, config.judge.url, config)
-
-
 def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
   """Checks that every prompt leaves room for a reply.
 
@@ -189,10 +177,8 @@ def check_engine(config: ConfigDict) -> None:
   sources = functools.partial(lookup.module, 'searchrl_jax.sources')
   for field, find in (('engine', engines.module), ('source', sources)):
     name = config[field].module
-    try:
+    with lookup.of(f'config.{field}.module'):
       found = find(name)
-    except ValueError as e:
-      raise ConfigError(f'config.{field}.module: {e}') from e
     lookup.require(
       hasattr(found, 'make'),
       f'config.{field}.module={name!r} has no function make: it is a '
@@ -208,11 +194,9 @@ def check_engine(config: ConfigDict) -> None:
     f'(information={env.information!r}, max_turns={env.max_turns}, '
     f"real_searches={env.real_searches}) sends some; use 'service'",
   )
-  try:
-    if config.source.url:
+  if config.source.url:
+    with lookup.of('config.source.url'):
       RetrievalClient(config.source.url)
-  except ValueError as e:
-    raise ConfigError(f'config.source.url: {e}') from e
   lookup.require(
     engine.dtype == model.dtype or engine.canary_tolerance >= 0.02,
     f'config.engine.dtype={engine.dtype} with model.dtype={model.dtype}: their '

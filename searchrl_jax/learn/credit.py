@@ -26,10 +26,8 @@ def function(name: str) -> Callable:
     ConfigError: there is none, or it takes what there is not.
   """
   where = f'config.algorithm.advantage={name!r}'
-  try:
+  with lookup.of(where):
     fn = lookup.function('searchrl_jax.learn', name, 'advantages')
-  except ValueError as e:
-    raise lookup.ConfigError(f'{where}: {e}') from e
   taken = lookup.inputs(fn)
   lookup.require(
     len(taken) >= 3 and set(taken[3:]) <= set(ARRAYS),

@@ -45,7 +45,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   """
   trained = learner.Learner(config, cfg, mesh)
   like = trained.like()
-  state, ref, critic = like['state'], like['ref'], like.get('critic')
+  state, ref, critic = like['state'], like['ref'], like['critic']
   own = _bytes(state.params)
   engine, limit, r = config.engine, config.env.max_tokens, config.rollout
   inside = engine.module == 'jax_sampler'

@@ -15,8 +15,7 @@ from searchrl_jax.learn import batching, objectives, optim, update
 from searchrl_jax.learn.credit import Credit
 from searchrl_jax.models import critic as critics
 from searchrl_jax.models import pretrained
-from searchrl_jax.run import build, flops
-from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax.run import build, flops, lookup
 
 
 class Scores(NamedTuple):
@@ -53,7 +52,7 @@ class Learner:
     roles: Mapping[str, ConfigDict] | None = None,
     supervised: tuple[ConfigDict, int] | None = None,
   ):
-    self._config, self._cfg, self._mesh = config, cfg, mesh
+    self._config, self.cfg, self.mesh = config, cfg, mesh
     self._roles, self._supervised = dict(roles or {'': config}), supervised
     updates = sum(map(optim.updates, self._roles.values()))
     self._optim, self._updates = supervised or (config.optim, updates)
@@ -83,27 +82,27 @@ class Learner:
     return self._state.params
 
   def like(self) -> dict:
-    critic = self._critic and self._critic.abstract(self._critic_shapes)
     return {
       'state': self.updater.abstract(self._shapes),
       'ref': self._shapes if self._has_ref else None,
-    } | ({'critic': critic} if critic else {})
+      'critic': self._critic and self._critic.abstract(self._critic_shapes),
+    }
 
   def restore(self, tree: dict) -> None:
     self._state, self._ref = tree['state'], tree['ref']
-    self._critic_state = tree.get('critic')
+    self._critic_state = tree['critic']
 
   def start(self, params: Any) -> None:
     self._state = self.updater.init(params)
     # An update donates the state: the reference owns a copy.
     self._ref = update.copy(self.params) if self._has_ref else None
     self._critic_state = self._critic and self._critic.init(
-      init_critic(self._config, self._cfg, self.params, self._mesh)
+      init_critic(self._config, self.cfg, self.params, self.mesh)
     )
 
   def tree(self) -> dict:
-    tree = {'state': self._state, 'ref': self._ref}
-    return tree | ({'critic': self._critic_state} if self._critic else {})
+    critic = self._critic_state
+    return {'state': self._state, 'ref': self._ref, 'critic': critic}
 
   def compile(self) -> dict[str, update.Updater]:
     """Compiles every program from shapes; returns the updaters by role.
@@ -186,7 +185,7 @@ class Learner:
             )
           run.check_finite(learned, filled)
           self._seconds += time.monotonic() - begin
-          self._flops += flops.update_flops(self._cfg, mini)
+          self._flops += flops.update_flops(self.cfg, mini)
           metrics |= learned
         per_update.append(metrics)
     return {
@@ -252,10 +251,8 @@ def init_critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
   path = config.critic.path
   if path:
     folder = build.local(path, 'config.critic.path')
-    try:
+    with lookup.of(f'config.critic.path={path!r}'):
       _, policy = pretrained.load(folder, mesh, cfg=cfg)
-    except ValueError as e:
-      raise ConfigError(f'config.critic.path={path!r}: {e}') from e
   return critics.init(policy, critics.config(cfg))
 
 

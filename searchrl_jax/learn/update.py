@@ -48,8 +48,6 @@ def _row_layout(mesh, x):
 
 def put_rows(mesh, x) -> jax.Array:
   """An array of rows [B, ...] on the device(s)."""
-  if mesh is None:
-    return jnp.asarray(x)
   return jax.device_put(x, _row_layout(mesh, x))
 
 
@@ -91,17 +89,14 @@ class Updater:
   def __post_init__(self):
     self.shards = shards(self.mesh)
     self.traced: dict[Any, Any] = {}
-    self.programs: dict[Any, Any] = {}  # what is traced, compiled
+    # What is traced, compiled; no more than that after `warmup`.
+    self.programs: dict[Any, Any] = {}
     self._sums = None  # names and shapes of the metrics
     # Layouts; None without a mesh.
     self._whole = self.mesh and sharding.replicated(self.mesh)
     model = critic if self.objective.critic else decoder
     self._layout = self.mesh and model.param_shardings(self.cfg, self.mesh)
-
-  @property
-  def compilations(self) -> int:
-    """Programs compiled so far; constant after `warmup`."""
-    return len(self.programs)
+    self._acc_layout = lambda: (self._layout, self._whole)
 
   # ---- state
 
@@ -229,9 +224,6 @@ class Updater:
       self.programs[key] = self.traced[key].lower().compile()
     return self.programs[key]
 
-  def _acc_layout(self):
-    return self._layout, self._whole
-
   def _zeros_program(self, params, arrays, divisor):
     if self._sums is None:
       _, self._sums = jax.eval_shape(self.loss, params, arrays, divisor)
@@ -249,12 +241,8 @@ class Updater:
     return self._program('apply', self._apply, (state, grads, loss), out, (0,))
 
   def _score_program(self, params, arrays):
-    def score(params, arrays):
-      return self._logps(params, arrays, False)[0]
-
-    def out():
-      return self.mesh and arrays['mask'].sharding
-
+    score = lambda params, arrays: self._logps(params, arrays, False)[0]
+    out = lambda: self.mesh and arrays['mask'].sharding
     key = 'score', arrays['ids'].shape
     return self._program(key, score, (params, arrays), out)
 

@@ -76,33 +76,25 @@ def per_trajectory(
   return Rewards(columns.pop('value'), valid, parts=columns)
 
 
-def check(
-  config: ConfigDict,
-  questions: Iterable[Question] = (),
-  judge: str = '',
-  whole: ConfigDict | None = None,
-) -> None:
-  """Checks functions, fields, golden answers and the judge.
+def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
+  """Checks config.reward, golden answers and the judge.
 
   Args:
-    config: config.reward: name -> {fn, weight, ...fields of the function}.
+    config: the whole config. config.reward: name -> {fn, weight, ...fields of
+      the function}. A function with an attribute `check` checks its fields
+      against the whole config (`fn.check(config, fields)`).
     questions: the questions to train on.
-    judge: config.judge.url.
-    whole: the whole config, for functions that check their fields against it
-      (`fn.check(whole, fields)`).
 
   Raises:
     RewardError: names the field, or the first question without answers.
   """
-  terms = _terms(config)
+  terms = _terms(config.reward)
   for name, function, _, fields in terms:
-    if whole is not None and hasattr(function, 'check'):
-      try:
-        function.check(whole, fields)
-      except ValueError as e:
-        raise RewardError(f'config.reward.{name}: {e}') from e
+    if hasattr(function, 'check'):
+      with lookup.of(f'config.reward.{name}', RewardError):
+        function.check(config, fields)
     require(
-      not getattr(function, 'needs_judge', False) or judge,
+      not getattr(function, 'needs_judge', False) or config.judge.url,
       f'config.reward.{name} needs a judge, but config.judge.url is empty: '
       'set it to the URL of an OpenAI-compatible server',
     )
@@ -206,10 +198,8 @@ def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
       isinstance(weight, (int, float)) and math.isfinite(weight),
       f'{where}.weight={weight!r} is not a finite number',
     )
-    try:
+    with lookup.of(f'{where}.fn', RewardError):
       function = lookup.function('searchrl_jax.rewards', fields.pop('fn'))
-    except ValueError as error:
-      raise RewardError(f'{where}.fn: {error}') from error
     lookup.require_fields(where, function, fields, RewardError)
     out.append((name, function, float(weight), fields))
   return out

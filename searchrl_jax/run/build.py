@@ -4,7 +4,7 @@ Shared by train, sft, evaluate and ask, so that each of them shows only its
 own flow.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
@@ -51,24 +51,14 @@ def load_config(workdir: str) -> ConfigDict:
     f'--workdir={workdir} is no run folder: it has no config.json (a Hugging '
     'Face folder is a field of --config)',
   )
+  config = schema.base()
   with lookup.of(str(path)):
-    fields = json.loads(path.read_text(), object_hook=_tuples)
-  config = ConfigDict(filled(fields, schema.base().to_dict()))
+    config.update(json.loads(path.read_text(), object_hook=_tuples))
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.
     config.source.url = ''
   return config
-
-
-def filled(fields: Mapping, neutral: Mapping) -> dict:
-  """`fields`, and those of `neutral` that they lack."""
-  parts = {
-    name: filled(value, neutral[name])
-    for name, value in fields.items()
-    if isinstance(value, dict) and isinstance(neutral.get(name), dict)
-  }
-  return {**neutral, **fields, **parts}
 
 
 def _tuples(fields: dict) -> dict:

@@ -20,12 +20,12 @@ def require(good: Any, message: str, error: type[Exception] = ConfigError):
 
 
 @contextlib.contextmanager
-def of(field: str) -> Iterator[None]:
+def of(field: str, error: type[Exception] = ConfigError) -> Iterator[None]:
   """Names the field, or the file, in an error of what it names or holds."""
   try:
     yield
   except ValueError as e:
-    raise ConfigError(f'{field}: {e}') from e
+    raise error(f'{field}: {e}') from e
 
 
 def near(name: str, names) -> str:
@@ -109,9 +109,7 @@ def inputs(fn: Callable) -> tuple[str, ...]:
   return tuple(p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD)
 
 
-def require_fields(
-  where: str, fn: Callable, given: Collection[str], error: type[Exception]
-) -> None:
+def require_fields(where: str, fn, given: Collection[str], error=ConfigError):
   """Checks the keyword-only arguments `given` to `fn`: known, none missing.
 
   Raises:

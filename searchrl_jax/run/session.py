@@ -18,8 +18,7 @@ import numpy as np
 
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.run import build, records
-from searchrl_jax.run.signals import Mismatch, NonFinite, Signals, Stopped
+from searchrl_jax.run import build, records, signals
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 
@@ -36,11 +35,9 @@ class Session:
     workdir: the run's folder.
     stage: 'train', 'sft', ...: a checkpoint of another stage is refused.
     trained: parameters and optimizer states (`learn.learner`), restored or
-      started here: `params` of the policy, `start(params)`, `tree()` for a
-      checkpoint, `like()` as its shapes, `restore(tree)`, and `warmup()`, which
-      compiles.
-    cfg: the policy's `DecoderConfig`.
-    mesh: the devices.
+      started here: `cfg`, the policy's `DecoderConfig`, `mesh`, the devices,
+      `params` of the policy, `start(params)`, `tree()` for a checkpoint,
+      `like()` as its shapes, `restore(tree)`, and `warmup()`, which compiles.
     limits: (steps, seconds, every): the run ends after this number of steps
       or seconds (0 = no limit), and is saved after every `every` steps.
     states: name -> state of the recipe between steps, saved in every
@@ -67,27 +64,25 @@ class Session:
     stage: str,
     trained: Any,
     *,
-    cfg: Any,
-    mesh: Any,
     limits: tuple[int, float, int],
     states: Mapping[str, Any] | None = None,
     unused: Any = None,
     about: Mapping[str, Any] | None = None,
   ):
     self.config, self.workdir = config, pathlib.Path(workdir)
-    self.trained, self.cfg, self.mesh = trained, cfg, mesh
+    self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
     self._steps, self._seconds, self._save_every = limits
     self._states, self._unused = dict(states or {}), unused
     devices = [str(d) for d in jax.devices()]
-    self._about = {'devices': devices, 'parameters': cfg.n_params}
+    self._about = {'devices': devices, 'parameters': self.cfg.n_params}
     self._about |= about or {}
     self._aside = self.workdir / 'ended.bin'
     self._saver = build.saver(config, workdir)
-    self._fingerprint = {'stage': stage, **dataclasses.asdict(cfg)}
+    self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
     self.engine: Any = None
     self.source: Any = None
     self.evaluator: Any = None
-    self.signals, self.url = Signals(), ''
+    self.signals, self.url = signals.Signals(), ''
     self.metrics: dict[str, float] = {}
     self._engines: list[Any] = []
     self._identity: Mapping[str, Any] = {}
@@ -242,7 +237,7 @@ class Session:
     try:
       yield
     except Exception as e:  # a service, a signal, a question too long
-      with _after(e):
+      with signals.after(e):
         ended = give_back(not isinstance(e, SyncError))
         self.save()
         self.writer.trajectories(self.step, [ended])
@@ -258,7 +253,7 @@ class Session:
       path = self.workdir / f'nonfinite_step{self.step}.npz'
       parts = [(i, vars(b)) for i, b in enumerate(batches)]
       np.savez(path, **{f'{i}/{k}': v for i, b in parts for k, v in b.items()})
-      raise NonFinite(
+      raise signals.NonFinite(
         f'step {self.step}: the loss or its gradient is not finite; nothing '
         f'was updated. The batch is in {path}'
       )
@@ -308,11 +303,11 @@ class Session:
       try:
         metrics |= self.evaluate()
         self._owed = False
-      except Stopped:
+      except signals.Stopped:
         pass  # raised below, after the save
       except Exception as e:
         failure = e  # raised below: the step itself is complete
-    with _after(failure):
+    with signals.after(failure):
       with self.writer.timer('write'):
         every = config.log.trajectories_every
         for group in trajectories:
@@ -328,14 +323,16 @@ class Session:
     if failure is not None:
       raise failure
     if self.signals.stop:
-      raise Stopped(f'stopped by a signal after step {self.step}; saved')
+      raise signals.Stopped(
+        f'stopped by a signal after step {self.step}; saved'
+      )
 
-  def _mismatch(self, metrics: Mapping[str, float]) -> Mismatch | None:
+  def _mismatch(self, metrics: Mapping[str, float]) -> signals.Mismatch | None:
     alarm = self.config.rollout.mismatch_alarm
     differ = metrics.get('train/mismatch_abs', 0.0)
     if not 0 < alarm < differ:
       return None
-    return Mismatch(
+    return signals.Mismatch(
       f'step {self.step - 1}: log-probs of trainer and engine differ by '
       f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
       'Raise the alarm, lower max_staleness, or use one dtype for both'
@@ -363,17 +360,6 @@ class Session:
         arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
       )
-
-
-@contextlib.contextmanager
-def _after(first: Exception | None) -> Iterator[None]:
-  """Makes an error of the block a note of `first`, if there is one."""
-  try:
-    yield
-  except Exception as e:
-    if first is None:
-      raise
-    first.add_note(f'After that: {e}')
 
 
 def _due(every: int, step: int) -> bool:

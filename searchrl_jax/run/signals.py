@@ -6,8 +6,9 @@ wait for them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent import futures
+import contextlib
 import logging
 import signal
 import threading
@@ -27,6 +28,17 @@ class Mismatch(RuntimeError):
   """Trainer and engine differ by more than the alarm; the run is saved."""
 
 
+@contextlib.contextmanager
+def after(first: BaseException | None) -> Iterator[None]:
+  """Makes an error of the block a note of `first`, if there is one."""
+  try:
+    yield
+  except Exception as e:
+    if first is None:
+      raise
+    first.add_note(f'After that: {e}')
+
+
 class Loop:
   """An event loop in a thread; a context manager."""
 
@@ -39,14 +51,11 @@ class Loop:
     self._last: list[Callable[[], Awaitable]] = []
     return self
 
-  def __exit__(self, kind, *_):
+  def __exit__(self, kind, error, _):
     """Cancels what still runs, then calls the functions of `at_exit`."""
     try:
-      self.finish(self._end())
-    except Exception as e:
-      if kind is None:
-        raise
-      _log.warning('while closing: %r', e)  # the first error is raised
+      with after(error):
+        self.finish(self._end())
     finally:
       self._loop.call_soon_threadsafe(self._loop.stop)
       self._thread.join()

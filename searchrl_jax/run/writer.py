@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import lookup, records, trackers
+from searchrl_jax.run import lookup, records, signals, trackers
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -239,12 +239,8 @@ class Writer:
     return self
 
   def __exit__(self, kind: object, error: BaseException | None, _: object):
-    try:
+    with signals.after(error):  # keep the error that ended the run
       self.close()
-    except Exception as failure:
-      if error is None:
-        raise
-      error.add_note(str(failure))  # keep the error that ended the run
 
   def _write_config(self, config) -> dict:
     """Writes config.json. Returns changed fields: {field: [before, now]}."""

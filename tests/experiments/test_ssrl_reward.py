@@ -8,6 +8,7 @@ import pytest
 
 from experiments.ssrl import reward as ssrl
 from searchrl_jax.rewards import core
+from searchrl_jax.run import schema
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 
@@ -130,9 +131,8 @@ def test_graded_and_binary():
 
 def test_answers_are_needed_and_found_at_the_start():
   assert ssrl.graded.needs_answers and ssrl.binary.needs_answers
-  config = ConfigDict(
-    {'r': dict(fn='experiments.ssrl.reward.graded', weight=1.0)}
-  )
+  config = schema.base()
+  config.reward.r = dict(fn='experiments.ssrl.reward.graded', weight=1.0)
   with pytest.raises(core.RewardError, match="no field 'format_weight'"):
     core.check(config)
 

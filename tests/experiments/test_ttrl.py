@@ -56,12 +56,12 @@ def test_every_form_is_one_that_can_run(arg, votes, trained, match):
   vote = c.reward.vote
   assert (vote.votes, vote.train, vote.match) == (votes, trained, match)
   golds = [Question('q', 'who?', ('x',))]
-  checks.check_rewards(c, golds)
+  rewards.check(c, golds)
   if vote.fn == 'vote.majority':
-    checks.check_rewards(c, [dataclasses.replace(golds[0], answers=())])
+    rewards.check(c, [dataclasses.replace(golds[0], answers=())])
   # By reference: to ask for other votes is to sample so many.
   c.rollout.group = 2 * votes
-  checks.check_rewards(c, golds)
+  rewards.check(c, golds)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.rewards import answer, core
+from searchrl_jax.run import schema
 from searchrl_jax.types import Question
 from tests.fakes import FakeSource, make_env, run_script
 
@@ -166,12 +167,10 @@ def test_parts_are_kept():
 def test_rewards_of_answers_say_that_they_need_them():
   needing = [answer.em, answer.f1, answer.sub_em, answer.search_r1_format]
   assert all(function.needs_answers for function in needing)
-  core.check(
-    ConfigDict(
-      {'r': dict(fn='answer.format_valid', weight=1.0, require_think=False)}
-    ),
-    [Question('q', 'x')],
-  )
+  config = schema.base()
+  fields = dict(fn='answer.format_valid', weight=1.0, require_think=False)
+  config.reward.r = fields
+  core.check(config, [Question('q', 'x')])
 
 
 def test_a_failed_trajectory_is_not_scored():

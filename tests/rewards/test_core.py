@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.rewards import core
+from searchrl_jax.run import schema
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
 
@@ -132,12 +133,14 @@ def test_a_failed_one_has_zeros_of_its_shape():
 @pytest.mark.parametrize('answers', [(), ('', ' ')])
 def test_a_question_without_answers_is_named(answers):
   bare = trajectory(answers=answers, id='nq-7')
-  config = ConfigDict({'em': fn('labelled')})
+  config = schema.base()
+  config.reward.em = fn('labelled')
   with pytest.raises(core.RewardError, match="'nq-7'.*config.reward.em"):
-    combine(config, [(bare,)])
+    combine(config.reward, [(bare,)])
   with pytest.raises(core.RewardError, match="'nq-7'"):
     core.check(config, [bare.question])
-  core.check(ConfigDict({'len': fn('length')}), [bare.question])
+  config.reward = ConfigDict({'len': fn('length')})
+  core.check(config, [bare.question])
 
 
 @pytest.mark.parametrize(

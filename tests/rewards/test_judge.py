@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.evaluators import grading as evaluators
-from searchrl_jax.learn import checks
-from searchrl_jax.rewards import judge
+from searchrl_jax.rewards import core, judge
 from searchrl_jax.rewards.core import RewardContext, RewardError
 from searchrl_jax.run import schema
 from searchrl_jax.sources.chat import ChatError
@@ -241,10 +240,10 @@ def test_a_reward_without_a_judge_is_refused_at_the_start():
   with pytest.raises(
     RewardError, match='reward.judge needs a judge.*config.judge.url'
   ):
-    checks.check_rewards(c, ())
+    core.check(c, ())
   assert judge.make(c) is None
   c.judge.url = 'http://127.0.0.1:9'
-  checks.check_rewards(c, ())
+  core.check(c, ())
   assert isinstance(judge.make(c), judge.Judge)
 
 

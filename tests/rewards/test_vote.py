@@ -264,8 +264,6 @@ def test_a_group_of_another_size_is_refused():
   ],
 )
 def test_what_cannot_be_is_found_at_the_start(fields, says):
-  from searchrl_jax.learn import checks
-
   c = schema.base()
   c.rollout.group = fields.pop('group', fields['votes'])
   c.reward.v = ConfigDict(
@@ -275,10 +273,10 @@ def test_what_cannot_be_is_found_at_the_start(fields, says):
     | fields
   )
   with pytest.raises(core.RewardError, match=says):
-    checks.check_rewards(c, [Question('q', 'who?')])
+    core.check(c, [Question('q', 'who?')])
   c.rollout.group = 4
   c.reward.v.update(votes=4, train=2, match='text')
-  checks.check_rewards(c, [Question('q', 'who?')])  # no golds needed
+  core.check(c, [Question('q', 'who?')])  # no golds needed
 
 
 def test_aliases_of_the_golden_answer_are_no_synonyms():
