@@ -26,7 +26,6 @@ ORDER = (
   'text.untrusted',
   'text.parser',
   'run.records',
-  'run.trackers',
   'run.signals',
   'run.writer',
   'run.sharding',
@@ -98,8 +97,8 @@ ORDER = (
   'evaluators.ledger',
   'evaluators.health',
   'rollout.collector',
-  'learn.checks',
   'run.build',
+  'learn.checks',
   'run.session',
   'learn.learner',
   'run.command',
@@ -324,7 +323,7 @@ EXTRAS = {
   'retrieval': ('retrieval',),
   'searchrl_jax/data/tfds.py': ('tfds',),
   'searchrl_jax/engines/vllm/plugin.py': ('vllm',),
-  'searchrl_jax/run/trackers.py': ('wandb',),
+  'searchrl_jax/run/writer.py': ('wandb',),
 }
 
 

@@ -58,17 +58,10 @@ class Session:
   """
 
   def __init__(
-    self,
-    config: ConfigDict,
-    workdir: str,
-    stage: str,
-    trained: Any,
-    *,
-    limits: tuple[int, float, int],
-    states: Mapping[str, Any] | None = None,
-    unused: Any = None,
-    about: Mapping[str, Any] | None = None,
-  ):
+    self, config: ConfigDict, workdir: str, stage: str, trained: Any, *,
+    limits: tuple[int, float, int], states: Mapping[str, Any] | None = None,
+    unused: Any = None, about: Mapping[str, Any] | None = None,
+  ):  # fmt: skip
     self.config, self.workdir = config, pathlib.Path(workdir)
     self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
     self._steps, self._seconds, self._save_every = limits
@@ -273,12 +266,7 @@ class Session:
     except Exception as e:
       self._failure = e
 
-  def end_step(
-    self,
-    metrics: Mapping[str, float],
-    trajectories: Sequence[Mapping[str, Any]] = (),
-    **progress: str,
-  ) -> None:
+  def end_step(self, metrics: Mapping, trajectories=(), **progress: str):
     """Evaluates and saves if that is due, and writes the step.
 
     Args:

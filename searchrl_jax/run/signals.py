@@ -9,11 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent import futures
 import contextlib
-import logging
 import signal
 import threading
-
-_log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
@@ -101,11 +98,10 @@ class Loop:
     first = None
     for function in reversed(self._last):
       try:
-        await function()
+        with after(first):
+          await function()
       except Exception as e:  # the others still have to end
-        if first:
-          _log.warning('while closing: %r', e)
-        first = first or e
+        first = e
     if first:
       raise first
 

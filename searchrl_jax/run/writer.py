@@ -28,6 +28,7 @@ import os
 import pathlib
 import platform
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import lookup, records, signals, trackers
+from searchrl_jax.run import lookup, records, signals
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -101,7 +102,7 @@ class Writer:
       self._metrics.touch()
       _drop_from(self._metrics, step or -1)
       records.drop_steps(self.folder, step or -1)
-      self._trackers = trackers.start(self.folder, config, step, stack)
+      self._trackers = _trackers(self.folder, config, step, stack)
       self._thread = futures.ThreadPoolExecutor(1, 'writer')
       stack.callback(self._thread.shutdown)
       self._stack = stack.pop_all()
@@ -144,15 +145,10 @@ class Writer:
       write(step, finite)
 
   def trajectories(
-    self,
-    step: int,
-    groups: Sequence[Group],
-    rewards: Rewards | None = None,
-    name: str = 'trajectories',
-    part: str = '',
-    every: int = 1,
+    self, step: int, groups: Sequence[Group], rewards: Rewards | None = None,
+    name: str = 'trajectories', part: str = '', every: int = 1,
     **columns: Sequence | None,
-  ) -> None:
+  ) -> None:  # fmt: skip
     """Starts writing the trajectories, in order, to the step's file.
 
     Args:
@@ -286,8 +282,7 @@ def _drop_from(path: pathlib.Path, step: int) -> None:
       break  # half a line of a process that was killed; steps increase
     if not match:
       raise records.RunError(
-        f'{path}: another program wrote the line {line[:60]!r}; choose another '
-        '--workdir'
+        f'{path}: another program wrote {line[:60]!r}; use another --workdir'
       )
     end += len(line)
   os.truncate(path, end)
@@ -336,3 +331,76 @@ def _git(command: str) -> str | None:
 
 def _short(value: float) -> str:
   return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.3g}'
+
+
+def _trackers(folder: pathlib.Path, config, step: int, stack) -> list:
+  """Opens what config.log asks for; `stack` (an ExitStack) closes it.
+
+  Returns:
+    Functions that write a step's finite metrics.
+  """
+  found = []
+  if config.log.tensorboard:
+    found.append(_tensorboard(folder / 'tensorboard', step, stack))
+  # The variable of the machine's owner takes precedence over the config.
+  mode = os.environ.get('WANDB_MODE') or config.log.wandb
+  if mode != 'disabled':
+    found.append(_wandb(folder, config, mode, stack))
+  return found
+
+
+def _tensorboard(folder: pathlib.Path, step: int, stack):
+  """Writes TensorBoard's event file without TensorFlow or torch."""
+  # Imported here because a run without TensorBoard need not install it.
+  from tensorboard.compat.proto import event_pb2, summary_pb2
+  from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+  writer = stack.enter_context(contextlib.closing(EventFileWriter(str(folder))))
+
+  def add(step, **event):
+    event = event_pb2.Event(wall_time=time.time(), step=step, **event)
+    with records.explained(folder):
+      writer.add_event(event)
+      writer.flush()
+
+  def write(step, values):
+    value = summary_pb2.Summary.Value
+    values = [value(tag=k, simple_value=v) for k, v in values.items()]
+    add(step, summary=summary_pb2.Summary(value=values))
+
+  # Tells TensorBoard to drop points of steps >= `step` seen before.
+  begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+  add(step, session_log=begin)
+  return write
+
+
+def _wandb(folder: pathlib.Path, config, mode: str, stack):
+  """Writes to the wandb run of the folder.
+
+  Raises:
+    RunError: the package is missing, or refuses (no key, no network).
+  """
+  try:
+    import wandb
+  except ImportError as error:
+    raise records.RunError(f'config.log.wandb={mode!r}: {error}') from error
+  name = folder / 'wandb_id.txt'
+  if not name.exists():
+    records.write_text(name, secrets.token_hex(4) + '\n')
+  try:
+    run = wandb.init(
+      project=config.log.project,
+      name=config.name,
+      id=name.read_text().strip(),
+      resume='allow' if mode == 'online' else None,
+      dir=str(folder),
+      mode=mode,
+      config=records.plain(config),
+      settings=wandb.Settings(silent=True),
+    )
+  except wandb.errors.Error as error:
+    raise records.RunError(f'config.log.wandb={mode!r}: {error}') from error
+  stack.callback(run.finish)
+  # Our step is the axis: wandb's own counter cannot go back on a resume.
+  run.define_metric('*', step_metric='step')
+  return lambda step, values: run.log({'step': step, **values})
