@@ -69,17 +69,12 @@ class Row:
 SCORES = tuple(f.name for f in dataclasses.fields(Row) if f.default is NAN)
 
 
-def score(
-  trajectories: Sequence[Trajectory],
-  env: SearchEnv,
-  set: str = '',
-  match: str = 'text',
-) -> list[Row]:
+def score(trajectories, env, set='', match='text') -> list[Row]:
   """One row for each trajectory, in order.
 
   Args:
     trajectories: as the environment recorded them.
-    env: reads answers and blocks.
+    env: a `SearchEnv`, reads answers and blocks.
     set: name of the evaluation set, for the rows.
     match: config.eval.match.
   """
@@ -138,9 +133,7 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   return {name: float(value) for name, value in scores.items()}
 
 
-def certainties(
-  trajectories: Sequence[Trajectory], scorer: Callable
-) -> list[float]:
+def certainties(trajectories, scorer: Callable) -> list[float]:
   """Returns the mean self-certainty of the policy's tokens, in nats.
 
   NaN for failed trajectories and for those without tokens of the policy.
@@ -164,9 +157,7 @@ def certainties(
   return out
 
 
-async def judged(
-  trajectories: Sequence[Trajectory], env: SearchEnv, judge
-) -> list[float]:
+async def judged(trajectories, env: SearchEnv, judge) -> list[float]:
   """Returns the grades of `rewards.judge.grade`.
 
   NaN also for questions without golden answers.
@@ -226,7 +217,6 @@ class Evaluator:
   writer: Writer | None = None
   # Runs a coroutine, such as `asyncio.Runner().run`.
   runner: Callable[[Coroutine], Any] = asyncio.run
-  on_trajectory: Callable[[Trajectory], None] | None = None  # as in `rollout`
   name: str = 'eval'  # prefix of the names of values and files
   # `scoring.Scorer` of the policy, to fill in `certainty`, which
   # config.eval.best_of needs.
@@ -249,8 +239,7 @@ class Evaluator:
     }
     lookup.require(
       any(self.sets.values()),
-      'no questions to evaluate: config.data.eval has no set, or its sets are '
-      'empty',
+      'no questions to evaluate: config.data.eval has no set, or empty ones',
     )
 
   @property
@@ -279,7 +268,6 @@ class Evaluator:
         config=chains.evaluation(self.config),
         seed=e.seed,
         step=0,
-        on_trajectory=self.on_trajectory,
       )
     )
     rows = [
@@ -323,9 +311,7 @@ def digest(ids: Sequence[str]) -> str:
   return hashlib.sha256('\n'.join(ids).encode()).hexdigest()
 
 
-def _choose(
-  questions: Sequence[Question], count: int, seed: int
-) -> list[Question]:
+def _choose(questions: Sequence[Question], count: int, seed: int):
   """Returns `count` of the questions (0 = all), sorted by id.
 
   The choice depends on their ids and the seed only.
@@ -353,9 +339,7 @@ def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
   return out
 
 
-def summary(
-  rows: Sequence[Row], label: str, *, resamples: int, seed: int
-) -> Iterator[tuple[str, float]]:
+def summary(rows: Sequence[Row], label: str, *, resamples: int, seed: int):
   """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
 
   Scores that apply to no row are left out. 'LABEL/failed' is the number of

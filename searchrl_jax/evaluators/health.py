@@ -7,7 +7,6 @@ import statistics
 import numpy as np
 
 from searchrl_jax.evaluators import grading
-from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Trajectory
 
 _SCORES = (
@@ -15,12 +14,7 @@ _SCORES = (
 ).split()
 
 
-def signs(
-  groups: Sequence[Group],
-  env: SearchEnv,
-  values: Sequence[float] | None = None,
-  valid: Sequence[bool] | None = None,
-) -> dict[str, float]:
+def signs(groups, env, values=None, valid=None) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
   Means over trajectories that did not fail. `think_tokens` counts the policy's
@@ -28,7 +22,7 @@ def signs(
 
   Args:
     groups: B trajectories in total.
-    env: reads answers and blocks.
+    env: a `SearchEnv`, reads answers and blocks.
     values: rewards [B], for the share of groups whose rewards are all equal.
     valid: [B], which rewards count.
   """
@@ -91,10 +85,7 @@ def repetition(trajectory: Trajectory, n: int = 4) -> float:
 
 def _zero_variance(groups: Sequence[Group], values, valid) -> float:
   """Share of groups of two or more whose valid rewards are all equal."""
-  flags, at = [], 0
-  for group in groups:
-    part, at = slice(at, at + len(group)), at + len(group)
-    kept = [float(v) for v, ok in zip(values[part], valid[part]) if ok]
-    if len(kept) > 1:
-      flags.append(float(len(set(kept)) == 1))
+  ends = np.cumsum([len(group) for group in groups])[:-1]
+  parts = zip(np.split(values, ends), np.split(valid, ends))
+  flags = [len(set(v[ok])) == 1 for v, ok in parts if sum(ok) > 1]
   return statistics.fmean(flags) if flags else 0.0

@@ -14,33 +14,22 @@ import os
 import pathlib
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import grading
 from searchrl_jax.run import lookup, records
-from searchrl_jax.text import prompts
 from searchrl_jax.types import Group, Question
 
 MANIFEST, ROWS = 'manifest.json', 'rows.jsonl'
 _log = logging.getLogger(__name__)
 
 
-def manifest(
-  sets: Mapping[str, Sequence[Question]],
-  config: ConfigDict,
-  *,
-  template: prompts.Template,
-  identity: Mapping[str, Any],
-  checkpoint: str,
-  commit: str | None,
-) -> dict[str, Any]:
+def manifest(sets, config, *, template, identity, checkpoint, commit) -> dict:
   """Returns the content of manifest.json.
 
   Args:
     sets: name -> questions.
     config: the whole config.
-    template: of the prompt.
+    template: `prompts.Template` of the prompt.
     identity: of the retrieval server; {} = unknown.
     checkpoint: where the parameters were read from.
     commit: of the source code.
@@ -95,10 +84,8 @@ def read_manifest(path: os.PathLike | str) -> dict[str, Any]:
   return content
 
 
-def frozen(
-  sets: Mapping[str, Sequence[Question]], manifest: Mapping[str, Any], path: str
-) -> dict[str, list[Question]]:
-  """Selects exactly the questions of a manifest.
+def frozen(sets, manifest, path: str) -> dict[str, list[Question]]:
+  """Selects exactly the questions of a manifest from sets: name -> questions.
 
   Raises:
     DataError: a set or a question is missing, or a question has another text or
@@ -124,9 +111,7 @@ def frozen(
   return out
 
 
-def check_corpus(
-  manifest: Mapping[str, Any], identity: Mapping[str, Any], path: str
-) -> None:
+def check_corpus(manifest: Mapping, identity: Mapping, path: str) -> None:
   """Compares the corpus of a manifest with that of the server.
 
   Raises:
@@ -144,9 +129,7 @@ def check_corpus(
     )
 
 
-def costs(
-  evaluation: grading.Evaluation, name: str
-) -> Iterator[tuple[str, float]]:
+def costs(evaluation, name: str) -> Iterator[tuple[str, float]]:
   """Yields 'NAME/cost/WHAT', and 'NAME/set=X/cost/WHAT' if there are more sets.
 
   Sums over trajectories, including failed ones: tokens that the policy
@@ -197,25 +180,23 @@ def read_rows(
   path = pathlib.Path(folder) / ROWS
   # Files of earlier versions lack some scores.
   absent = dict.fromkeys(grading.SCORES, grading.NAN) | {'vote': None}
-  out, names, i = [], {}, 0
+  out: dict[str, list[grading.Row]] = {}
   try:
     for line in path.read_text().splitlines():
-      i += 1
-      fields = json.loads(line)
-      name = fields.pop('evaluation')
-      names[name] = None
-      if name == evaluation:
-        known = {k: v for k, v in fields.items() if v is not None}
-        out.append(grading.Row(**absent | known))
+      known = {k: v for k, v in json.loads(line).items() if v is not None}
+      rows = out.setdefault(known.pop('evaluation'), [])
+      rows.append(grading.Row(**absent | known))
   except OSError as e:
     raise DataError(
       f'{path}: {e.strerror}; give a folder that `evaluate` wrote'
     ) from e
-  except (ValueError, KeyError, TypeError) as e:
-    raise DataError(f'{path}:{i}: no row of `evaluate` ({e})') from e
-  if not out:
-    raise DataError(
-      f'{path} has no rows of {evaluation!r}; it has '
-      f'{", ".join(map(repr, names)) or "none at all"}'
-    )
-  return out
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    number = 1 + sum(map(len, out.values()))
+    raise DataError(f'{path}:{number}: no row of `evaluate` ({e})') from e
+  lookup.require(
+    evaluation in out,
+    f'{path} has no rows of {evaluation!r}; it has '
+    f'{", ".join(map(repr, out)) or "none at all"}',
+    DataError,
+  )
+  return out[evaluation]

@@ -31,14 +31,12 @@ def check(config: ConfigDict, training: bool = False) -> None:
     equivalence.function(e.match)
   lookup.require(
     all(1 <= k <= e.n for k in e.k),
-    f'config.eval.k={tuple(e.k)} needs numbers from 1 up, and as many '
-    f'samples: config.eval.n={e.n}',
+    f'config.eval.k={tuple(e.k)} needs numbers from 1 up to eval.n={e.n}',
   )
   lookup.require(
     not e.best_of or (e.n >= 2 and not training),
     f'config.eval.best_of={e.best_of!r} chooses among config.eval.n={e.n} '
-    "samples: use 2 or more, and best_of='' in training (set it in `evaluate "
-    '--workdir=RUN`)',
+    "samples: use 2 or more, and best_of='' in training (`evaluate` takes it)",
   )
   lookup.require(
     e.temperature > 0 or not (e.best_of or max(e.k, default=1) > 1),
@@ -47,9 +45,7 @@ def check(config: ConfigDict, training: bool = False) -> None:
   )
 
 
-def score(
-  rows: Sequence, k: Sequence[int]
-) -> dict[str, dict[tuple[str, str], float]]:
+def score(rows: Sequence, k: Sequence[int]) -> dict[str, dict]:
   """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
 
   rows: `grading.Row`. Failed trajectories do not count as samples. A question

@@ -52,15 +52,9 @@ async def format_valid(
 
 
 async def search_r1_format(
-  groups: Sequence[Group],
-  context: RewardContext,
-  *,
-  structure: float,
-  retrieval: float,
-  final: float,
-  require_think: bool,
-  released: bool,
-) -> Rewards:
+  groups: Sequence[Group], context: RewardContext, *, structure: float,
+  retrieval: float, final: float, require_think: bool, released: bool,
+) -> Rewards:  # fmt: skip
   """Search-R1's reward: exact match, shaped by the format.
 
       answer    format    reward

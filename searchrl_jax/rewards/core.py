@@ -46,7 +46,6 @@ class RewardContext:
   engine: Any = None
   source: Any = None
   judge: Any = None  # rewards.judge.Judge, if config.judge.url names one
-  meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def flat(groups: Sequence[Group]) -> list[Trajectory]:
@@ -54,15 +53,13 @@ def flat(groups: Sequence[Group]) -> list[Trajectory]:
   return [trajectory for group in groups for trajectory in group]
 
 
-def per_trajectory(
-  groups: Sequence[Group],
-  score: Callable[[Trajectory], float | Mapping[str, float]],
-) -> Rewards:
+def per_trajectory(groups: Sequence[Group], score: Callable) -> Rewards:
   """Applies a function to each trajectory that did not fail.
 
   Args:
     groups: trajectories.
-    score: returns the reward, or {'value': the reward, part: value, ...}.
+    score: of a trajectory, returns the reward, or {'value': the reward, part:
+      value, ...}.
   """
   trajectories = flat(groups)
   valid = np.array([not t.failed for t in trajectories], bool)
@@ -210,9 +207,8 @@ def _require_answers(terms, questions: Iterable[Question]) -> None:
   for question in questions if names else ():
     require(
       any(answer.strip() for answer in question.answers),
-      f'question {question.id!r} has no golden answers, but '
-      f'config.reward.{names[0]} needs them; leave such questions out, or use '
-      'a reward without answers',
+      f'question {question.id!r} has no golden answers, which config.reward.'
+      f'{names[0]} needs; leave such questions out, or use another reward',
     )
 
 
@@ -223,16 +219,13 @@ def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:
   return (len(lengths) if at == 'segment' else sum(lengths),)
 
 
-def _check_result(
-  name: str, result: Rewards, trajectories: Sequence[Trajectory]
-) -> None:
+def _check_result(name: str, result: Rewards, trajectories) -> None:
   where = f'config.reward.{name}'
   columns = {'value': result.value, 'valid': result.valid, **result.parts}
   for label, column in columns.items():
     require(
       len(column) == len(trajectories),
-      f'{where}: {label} has {len(column)} entries for {len(trajectories)} '
-      'trajectories',
+      f'{where}: {label} has {len(column)} entries for {len(trajectories)}',
     )
   for trajectory, value, valid in zip(trajectories, result.value, result.valid):
     shape = _shape(trajectory, result.at)
@@ -248,9 +241,7 @@ def _check_result(
     )
 
 
-def _place(
-  trajectory: Trajectory, value: Any, source: str, target: str
-) -> np.ndarray:
+def _place(trajectory, value, source: str, target: str) -> np.ndarray:
   """Converts a value at level `source` to a finer level with the same sum."""
   value = np.asarray(value, np.float32)
   if source == target:

@@ -22,7 +22,7 @@ from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, flat, per_trajectory
 from searchrl_jax.sources.chat import Chat, ChatError, payload
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.types import Group, Rewards, Trajectory
+from searchrl_jax.types import Group, Rewards
 
 VERDICTS = {'correct': True, 'incorrect': False}
 SCHEMA = {
@@ -92,8 +92,7 @@ class Judge:
     if len(errors) > self._max_failed * among:
       raise JudgeError(
         f'{len(errors)} verdicts on {among} answers are missing, more than '
-        f'config.judge.max_failed={self._max_failed} allows; the last error: '
-        f'{errors[-1]}'
+        f'config.judge.max_failed={self._max_failed} allows; last: {errors[-1]}'
       )
     return out
 
@@ -140,12 +139,7 @@ def read(reply: str) -> bool:
   return VERDICTS[word]
 
 
-async def grade(
-  trajectories: Sequence[Trajectory],
-  env: SearchEnv,
-  judge: Judge,
-  after_em: bool,
-) -> tuple[np.ndarray, np.ndarray]:
+async def grade(trajectories, env: SearchEnv, judge: Judge, after_em: bool):
   """Returns (grades, unusable), float32 [B].
 
   grades: 1 right, 0 wrong, NaN if the trajectory or the judge failed. A missing
