@@ -31,7 +31,7 @@ from searchrl_jax.evaluators import grading, ledger, passk
 from searchrl_jax.learn import checks, scoring
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import build, command, lookup, records, schema
+from searchrl_jax.run import build, command, lookup, records
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
 from searchrl_jax.sources.shuffled import Shuffled
@@ -117,9 +117,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   Raises:
     ConfigError: a field of the config; nothing was opened.
   """
-  schema.check(config)
   checks.check_engine(config)
-  build.check_environment(config)
   tok = build.tokenizer(config, workdir or out)
   cfg = build.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)

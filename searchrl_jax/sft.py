@@ -26,7 +26,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import batching, checks
 from searchrl_jax.learn.learner import Learner, own_optim
-from searchrl_jax.run import build, command, lookup, schema
+from searchrl_jax.run import build, command, lookup
 from searchrl_jax.run.session import Session
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
@@ -188,9 +188,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     NonFinite: the loss is not finite; the batch is in the run folder.
     Stopped: by a signal; the run is saved.
   """
-  schema.check(config)
   checks.check_engine(config)
-  build.check_environment(config)
   c = config.sft
   lookup.require(
     config.source.module != simulated.SIMULATED,
@@ -237,8 +235,7 @@ def sft(config, workdir: str) -> dict[str, float]:
           np.arange(len(part)),
           config,
           shards=learner.shards,
-          need_logps=False,
-          minibatches=1,
+          supervised=True,
         )
         learned = learner.step(mini)
       seconds = time.monotonic() - begin

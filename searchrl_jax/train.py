@@ -19,14 +19,7 @@ import numpy as np
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import grading, health
-from searchrl_jax.learn import (
-  advantages,
-  batching,
-  checks,
-  credit,
-  dryrun,
-  gate,
-)
+from searchrl_jax.learn import advantages, batching, checks, credit, gate
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
@@ -48,7 +41,6 @@ def train(config, workdir: str) -> dict[str, float]:
     Stopped: by a signal; the run is saved.
   """
   checks.check(config)
-  build.check_environment(config)
 
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
@@ -204,13 +196,9 @@ def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
 def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
-    build.check_environment(config)
     rewards.check(config, ())
     tok = build.tokenizer(config, workdir)
-    if _TOPOLOGY.value:
-      sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))
-    print(dryrun.report(config, tok.vocab_size))
-    return
+    sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))
   train(config, workdir)
 
 

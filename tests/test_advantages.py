@@ -38,7 +38,7 @@ def test_what_compares_trajectories_of_a_question_says_so():
   says = {
     attribute: {
       name
-      for name in advantages.FUNCTIONS
+      for name in advantages.NAMES
       if getattr(getattr(advantages, name), attribute, False)
     }
     for attribute in ('needs_group', 'divides_by_spread')

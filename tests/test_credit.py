@@ -77,7 +77,7 @@ def arrays(minibatches, per_row):
 
 
 def test_every_array_has_who_takes_it():
-  assert {name: credit.needs(name) for name in advantages.FUNCTIONS} == {
+  assert {name: credit.needs(name) for name in advantages.NAMES} == {
     'grpo': (),
     'dr_grpo': (),
     'rloo': (),

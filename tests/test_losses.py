@@ -25,7 +25,7 @@ KW = dict(
   tis_mode='cap',
 )
 WHERE = 'config.algorithm.loss'
-POLICY = tuple(getattr(losses, name) for name in losses.LOSSES)
+POLICY = tuple(getattr(losses, name) for name in losses.NAMES)
 
 
 def taken(fn, **kw):

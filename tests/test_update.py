@@ -90,7 +90,7 @@ def world(seed=0, questions=4, group=3, most=16):
 def microbatches(c, seed=0, shards=1, **kw):
   ts, ids, advantages = world(seed, **kw)
   [part] = batching.make(
-    ts, np.ones(len(ts), bool), ids, c, shards=shards, minibatches=1
+    ts, np.ones(len(ts), bool), ids, c, shards=shards, supervised=True
   )
   return batching.set_advantages(part, advantages)
 
@@ -147,7 +147,7 @@ def test_log_probs_and_their_gradients(tied, chunk):
 
   def ours(p):
     a, b = logps.token_logps(
-      p, cfg, arrays, temperature=0.7, head_chunk=chunk, entropy_grad=True
+      p, cfg, arrays, 0.7, chunk, None, entropy=True, entropy_grad=True
     )
     return jnp.sum(a * u + b * v), (a, b)
 

@@ -54,7 +54,7 @@ import numpy as np
 
 from searchrl_jax.learn.structure import Structure
 
-FUNCTIONS = (
+NAMES = (
   'grpo dr_grpo rloo reinforce whitened whitened_tokens reinforce_pp_baseline '
   'lite_ppo remax gae turn_normalised'
 ).split()

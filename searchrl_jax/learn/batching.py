@@ -41,9 +41,8 @@ def check(config) -> None:
   a = config.algorithm
   lookup.require(
     1 <= a.minibatches <= config.rollout.questions,
-    f'config.algorithm.minibatches={a.minibatches}: between 1 and '
-    f'config.rollout.questions={config.rollout.questions}, as the group of '
-    'a question is never split',
+    f'config.algorithm.minibatches={a.minibatches}: between 1 and rollout.'
+    f'questions={config.rollout.questions}, as a group is never split',
   )
 
 
@@ -162,16 +161,15 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
   group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
   values = advantages.returns(reward.value)
   valid = np.asarray(reward.valid, bool)
-  kept, equal = valid.copy(), 0
-  for g in range(len(groups)):
-    rows = valid & (group_ids == g)
-    if len(set(values[rows])) <= 1:
-      equal += 1
-      if config.algorithm.drop_zero_variance:
-        kept &= ~rows
+  varies = [
+    len(set(values[valid & (group_ids == g)])) > 1 for g in range(len(groups))
+  ]
+  kept = valid.copy()
+  if config.algorithm.drop_zero_variance:
+    kept &= np.array(varies, bool)[group_ids]
   counts = {
     'groups': len(groups),
-    'groups_zero_variance': equal,
+    'groups_zero_variance': varies.count(False),
     'trajectories_invalid': int((~valid).sum()),
   }
   return group_ids, kept, counts
@@ -214,23 +212,21 @@ def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
 def _fill(batch_config, rows: Sequence[Row], length: int, shards: int):
   """Packs rows of one bucket, in order, into as few microbatches as fit."""
   n_rows = rows_of(batch_config, length, shards)
-  per_shard = n_rows // shards
   room = capacity(batch_config, length, shards)
-  out: list[list[list[Row]]] = []  # rows of each shard of each microbatch
-  used: list[int] = []  # loss tokens in the shards of the last one
+  out: list[Batch] = []
+  # Free rows, and room for loss tokens, in the shards of the last one.
+  free, left = np.zeros((2, shards), int)
   for row in rows:
-    need = int(row.mask.sum())
-    free = [
-      s
-      for s, n in enumerate(used)
-      if n + need <= room and len(out[-1][s]) < per_shard
-    ]
-    if not free:
-      out.append([[] for _ in range(shards)])
-      used, free = [0] * shards, [0]
-    out[-1][free[0]].append(row)
-    used[free[0]] += need
-  return [_batch(s, n_rows, length, per_shard) for s in out]
+    need = row.mask.sum()
+    fits = np.flatnonzero((free > 0) & (left >= need))
+    if not len(fits):
+      out.append(empty(n_rows, length))
+      free[:], left[:], fits = n_rows // shards, room, [0]
+    shard = fits[0]
+    _set_row(out[-1], (shard + 1) * (n_rows // shards) - free[shard], row)
+    free[shard] -= 1
+    left[shard] -= need
+  return out
 
 
 def empty(rows: int, length: int) -> Batch:
@@ -246,17 +242,12 @@ def empty(rows: int, length: int) -> Batch:
   )
 
 
-def _batch(slots, n_rows: int, length: int, per_shard: int) -> Batch:
-  b = empty(n_rows, length)
-  for s, rows in enumerate(slots):
-    for j, row in enumerate(rows):
-      i, n = s * per_shard + j, len(row.ids)
-      b.ids[i, :n] = row.ids
-      b.lengths[i] = n
-      b.mask[i, :n] = row.mask
-      b.behaviour_logps[i, :n] = np.where(row.mask, row.logps, 0.0)
-      b.rows[i] = row.index
-  return b
+def _set_row(b: Batch, i: int, row: Row) -> None:
+  b.lengths[i] = n = len(row.ids)
+  b.ids[i, :n] = row.ids
+  b.mask[i, :n] = row.mask
+  b.behaviour_logps[i, :n] = np.where(row.mask, row.logps, 0.0)
+  b.rows[i] = row.index
 
 
 def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
@@ -288,15 +279,7 @@ def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
 
 
 def make(
-  trajectories: Sequence[Trajectory],
-  kept,
-  group_ids,
-  config,
-  *,
-  shards: int = 1,
-  seed=0,
-  need_logps: bool = True,
-  minibatches: int | None = None,
+  trajectories, kept, group_ids, config, *, shards=1, seed=0, supervised=False
 ) -> list[list[Batch]]:
   """Trajectories -> minibatches of microbatches, advantages still 0.
 
@@ -307,8 +290,8 @@ def make(
     config: reads config.batch and config.algorithm.minibatches.
     shards: devices along (data, fsdp) of the mesh.
     seed: an int or a sequence of ints, e.g. (config.seed, step, epoch).
-    need_logps: the engine's log-probs must be there (False: supervised).
-    minibatches: in place of config.algorithm.minibatches.
+    supervised: one minibatch, for which the engine's log-probs need not be
+      there.
 
   Raises:
     ValueError: a kept trajectory failed, is too long or lacks log-probs.
@@ -319,11 +302,10 @@ def make(
       f"trajectory {trajectories[i].id} failed (a service's fault) and "
       'cannot be trained on; mark it as not valid',
     )
-  if minibatches is None:
-    minibatches = config.algorithm.minibatches
+  minibatches = 1 if supervised else config.algorithm.minibatches
   out = []
   for part in split(trajectories, kept, group_ids, minibatches, seed):
-    rows = [row_of(i, trajectories[i], need_logps) for i in part]
+    rows = [row_of(i, trajectories[i], not supervised) for i in part]
     out.append(pack(rows, config.batch, shards))
   return out
 

@@ -9,16 +9,9 @@ import tqdm
 from retrieval.client import RetrievalClient
 from searchrl_jax.engines import core as engines
 from searchrl_jax.evaluators import passk
-from searchrl_jax.learn import (
-  advantages,
-  batching,
-  credit,
-  losses,
-  objectives,
-  optim,
-)
+from searchrl_jax.learn import batching, credit, objectives, optim
 from searchrl_jax.rollout import core as samplers
-from searchrl_jax.run import lookup, schema
+from searchrl_jax.run import build, lookup, schema
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text.env import SearchEnv
@@ -31,15 +24,8 @@ def check(config: ConfigDict) -> None:
   Raises:
     ConfigError: names the first invalid field and the fix.
   """
-  schema.check(config)
+  check_engine(config)
   a, r, c, env = config.algorithm, config.rollout, config.critic, config.env
-  names = {'advantage': advantages.FUNCTIONS, 'loss': losses.LOSSES}
-  for field, known in names.items():
-    lookup.require(
-      a[field] in known or '.' in a[field],
-      f'config.algorithm.{field}={a[field]!r}: {lookup.near(a[field], known)} '
-      '(or the dotted path of a function of your own)',
-    )
   fn, taken = credit.function(a.advantage), credit.needs(a.advantage)
   grouped = getattr(fn, 'needs_group', False)
   advantage = f'config.algorithm.advantage={a.advantage!r}'
@@ -64,8 +50,7 @@ def check(config: ConfigDict) -> None:
   lookup.require_fields('config.algorithm.advantage_kw', fn, a.advantage_kw)
   lookup.require(
     'critic' not in taken or {'gamma', 'lam'} <= lookup.fields(fn).keys(),
-    f'{advantage} takes a critic: give it the fields gamma and lam, of the '
-    'returns that the critic learns',
+    f'{advantage} takes a critic, which needs the fields gamma and lam',
   )
   lookup.require(
     a.kl != 'reward' or not getattr(fn, 'divides_by_spread', False),
@@ -107,7 +92,6 @@ def check(config: ConfigDict) -> None:
     f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
     'the next step begins before this one is known to be short; use one',
   )
-  check_engine(config)
   passk.check(config, training=True)
   lookup.require(
     not (r.max_staleness and config.engine.sleep),
@@ -174,6 +158,8 @@ def check_engine(config: ConfigDict) -> None:
     ConfigError: names the first invalid field and the fix.
   """
   # Before the config is written to the run folder, which then keeps it.
+  schema.check(config)
+  build.check_environment(config)
   sources = functools.partial(lookup.module, 'searchrl_jax.sources')
   for field, find in (('engine', engines.module), ('source', sources)):
     name = config[field].module

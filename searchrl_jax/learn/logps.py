@@ -229,20 +229,16 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
 
 
 def token_logps(
-  params,
-  cfg: decoder.DecoderConfig,
-  arrays: dict,
-  temperature: float,
-  head_chunk: int,
-  mesh=None,
-  entropy: bool = True,
-  entropy_grad: bool = False,
-):
+  params, cfg: decoder.DecoderConfig, arrays: dict, temperature: float,
+  head_chunk: int, mesh=None, entropy: bool = True, entropy_grad: bool = False,
+):  # fmt: skip
   """Log-probs and entropy of the loss tokens at the sampling temperature.
 
   Args:
     arrays: see `gather`.
+    temperature: that of sampling; positive.
     head_chunk: logits held at once, in tokens over all shards: times V.
+    mesh: see `head_logps`.
     entropy: whether it is wanted; costs another product with the head.
     entropy_grad: whether the entropy is differentiated.
 

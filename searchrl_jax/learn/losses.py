@@ -26,7 +26,7 @@ from searchrl_jax.run import lookup
 # verl clamps at the same place.
 MAX_LOG_RATIO = 20.0
 
-LOSSES = ('clip', 'cispo', 'reinforce')
+NAMES = ('clip', 'cispo', 'reinforce')
 
 
 def _exp(x):
@@ -124,21 +124,10 @@ def importance_weights(
 
 
 def clip(
-  logps,
-  old_logps,
-  behaviour_logps,
-  advantages,
-  mask,
-  *,
-  clip_low: float,
-  clip_high: float,
-  clip_dual: float,
-  ratio: str,
-  tis: str,
-  tis_cap: float,
-  tis_floor: float,
-  tis_mode: str,
-):
+  logps, old_logps, behaviour_logps, advantages, mask, *,
+  clip_low: float, clip_high: float, clip_dual: float, ratio: str,
+  tis: str, tis_cap: float, tis_floor: float, tis_mode: str,
+):  # fmt: skip
   """PPO's clipped objective with separate bounds, as a loss per token.
 
       loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -192,20 +181,10 @@ def clip(
 
 
 def cispo(
-  logps,
-  old_logps,
-  behaviour_logps,
-  advantages,
-  mask,
-  *,
-  clip_low: float,
-  clip_high: float,
-  ratio: str,
-  tis: str,
-  tis_cap: float,
-  tis_floor: float,
-  tis_mode: str,
-):
+  logps, old_logps, behaviour_logps, advantages, mask, *,
+  clip_low: float, clip_high: float, ratio: str,
+  tis: str, tis_cap: float, tis_floor: float, tis_mode: str,
+):  # fmt: skip
   """CISPO: the ratio is a clipped weight, and no token loses its gradient.
 
       loss = -w sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi
@@ -231,17 +210,9 @@ def cispo(
 
 
 def reinforce(
-  logps,
-  old_logps,
-  behaviour_logps,
-  advantages,
-  mask,
-  *,
-  tis: str,
-  tis_cap: float,
-  tis_floor: float,
-  tis_mode: str,
-):
+  logps, old_logps, behaviour_logps, advantages, mask, *,
+  tis: str, tis_cap: float, tis_floor: float, tis_mode: str,
+):  # fmt: skip
   """REINFORCE with importance weights of the current policy.
 
       loss = -w A log pi, w = min(pi / pi_behaviour, tis_cap), no gradient

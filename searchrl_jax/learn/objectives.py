@@ -53,7 +53,8 @@ def policy(config) -> Objective:
     f'config.algorithm.tis_floor={a.tis_floor}: above 0 only with '
     f"tis_mode='mask' (it is {a.tis_mode!r})",
   )
-  fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
+  with lookup.of(f'config.algorithm.loss={a.loss!r}'):
+    fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
   needs_old = a.minibatches * a.epochs > 1
   kw = lookup.arguments(fn, a, 'config.algorithm.loss')
   for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):

@@ -36,13 +36,9 @@ def schedule(config, total_updates: int, where: str = 'config.optim'):
     step = jnp.asarray(step, jnp.float32)
     rise = jnp.minimum((step + 1.0) / max(warmup, 1), 1.0)
     done = jnp.clip((step - warmup) / span, 0.0, 1.0)
-    if kind == 'constant':
-      fall = 1.0
-    elif kind == 'linear':
-      fall = 1.0 - done
-    else:
-      fall = 0.5 * (1.0 + jnp.cos(math.pi * done))
-    return lr * rise * fall
+    cosine = 0.5 * (1.0 + jnp.cos(math.pi * done))
+    fall = {'constant': 1.0, 'linear': 1.0 - done, 'cosine': cosine}
+    return lr * rise * fall[kind]
 
   return rate
 

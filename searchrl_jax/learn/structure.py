@@ -116,15 +116,12 @@ class Structure:
     lookup.require(
       label is not None and not isinstance(label, (list, tuple)),
       f'trajectory {trajectory.id}: meta[{name!r}]={label} is no label, nor a '
-      f"list of one for each of {n} turns; the sampler has to set it ('role' "
-      "and 'anchor' need nothing)",
+      f'list of one for each of {n} turns; the sampler has to set it',
     )
     return label
 
 
-def of(
-  trajectories: Sequence[Trajectory], masks: Sequence[np.ndarray]
-) -> Structure:
+def of(trajectories: Sequence[Trajectory], masks) -> Structure:
   """The structure of B trajectories.
 
   Args:
@@ -175,9 +172,8 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
   )
   lookup.require(
     here == all_ <= len(found),
-    f'trajectory {trajectory.id} trains on {here} of {all_} observations, and '
-    f'{len(found)} of its turns have searches: which passages an observation '
-    'shows is unknown',
+    f'trajectory {trajectory.id} trains on {here} of {all_} observations, with '
+    f'searches in {len(found)} turns: which passages they show is unknown',
   )
   passages, out = iter(found), []
   at, turn, answered = 0, -1, True

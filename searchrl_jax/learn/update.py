@@ -8,7 +8,6 @@ Axes: B sequences, T tokens, S shards (mesh devices along data and fsdp), C loss
 tokens of a shard.
 """
 
-from collections.abc import Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -284,9 +283,7 @@ class Updater:
     """`score` of every microbatch of some minibatches."""
     return [[self.score(params, b) for b in mini] for mini in minibatches]
 
-  def grads(
-    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
-  ):
+  def grads(self, state: TrainState, batches, old=None, ref=None):
     """Gradients of a minibatch, accumulated over its microbatches.
 
     Returns:
@@ -298,10 +295,7 @@ class Updater:
     """
     o = self.objective
     if (o.needs_old and old is None) or (o.needs_ref and ref is None):
-      raise ValueError(
-        'this objective needs old or ref: an array [B, T] for each microbatch, '
-        'from Updater.score'
-      )
+      raise ValueError('this objective needs old or ref; see Updater.score')
     none = [None] * len(batches)
     divisor = np.float32(
       losses.denominator([b.mask for b in batches], o.aggregation, o.horizon)
@@ -317,9 +311,7 @@ class Updater:
       acc = program(params, acc, arrays, divisor)
     return acc
 
-  def step(
-    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
-  ) -> tuple[TrainState, dict[str, float]]:
+  def step(self, state: TrainState, batches, old=None, ref=None):
     """One optimizer update from the microbatches of a minibatch.
 
     `state` is donated: use the returned one. old and ref are lists of [B, T],

@@ -222,9 +222,8 @@ class Checkpointer:
         found = restored['arrays']
     except Exception as e:  # of Orbax or TensorStore, of many types
       raise CheckpointError(
-        f'{path}: cannot be read ({str(e)[:200]}); there are checkpoints of '
-        f'steps {self.steps()}. If it is damaged, remove it to resume from an '
-        'earlier one'
+        f'{path}: cannot be read ({str(e)[:200]}). If it is damaged, remove it '
+        f'to resume from an earlier one; there are steps {self.steps()}'
       ) from e
     flat = [found[name] for name in leaves]
     return Restored(
@@ -252,8 +251,7 @@ class Checkpointer:
     what = f' with metric {self.best_metric!r}' if step == 'best' else ''
     lookup.require(
       str(found) in map(str, self.steps()),
-      f'no checkpoint {step!r}{what} in {self.folder}; there are steps '
-      f'{self.steps()}',
+      f'no checkpoint {step!r}{what} in {self.folder}; steps: {self.steps()}',
       CheckpointError,
     )
     return int(found)

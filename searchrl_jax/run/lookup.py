@@ -60,20 +60,21 @@ def module(package: str, name: str) -> Any:
 def function(package: str, name: str, home: str = '') -> Any:
   """Finds 'module.function' below `package` (or a full dotted path).
 
-  home: the module of a name without a dot, if such names are allowed.
+  home: the module of a name without a dot, if such names are allowed. A module
+  with a list NAMES offers these alone.
   """
   mod_name, _, attr = name.rpartition('.')
   mod_name = mod_name or home
   require(
     mod_name,
-    f'{name!r} must be "module.function" (module of {package}, or a full '
-    'dotted path)',
+    f'{name!r} must be "module.function" of {package}, or a full dotted path',
     ValueError,
   )
   mod = module(package, mod_name)
-  if not hasattr(mod, attr):
-    public = [n for n, v in vars(mod).items() if callable(v) and n[0] != '_']
-    raise ValueError(f'no {attr!r} in {mod.__name__}: {near(attr, public)}')
+  names = [n for n, v in vars(mod).items() if callable(v) and n[0] != '_']
+  names = getattr(mod, 'NAMES', names)
+  if attr not in names:
+    raise ValueError(f'no {attr!r} in {mod.__name__}: {near(attr, names)}')
   return getattr(mod, attr)
 
 
@@ -97,8 +98,7 @@ def arguments(fn: Callable, part: Mapping[str, Any], where: str) -> dict:
   for name in fields(fn):
     require(
       name in part,
-      f'{where}={part[field]!r} takes the field {name!r}, which {prefix} does '
-      f'not have; add {prefix}.{name}',
+      f'{where}={part[field]!r} takes the field {name!r}: add {prefix}.{name}',
     )
   return {name: part[name] for name in fields(fn)}
 
