@@ -71,9 +71,9 @@ def function(package: str, name: str, home: str = '') -> Any:
     ValueError,
   )
   mod = module(package, mod_name)
-  names = [n for n, v in vars(mod).items() if callable(v) and n[0] != '_']
-  names = getattr(mod, 'NAMES', names)
-  if attr not in names:
+  known = getattr(mod, 'NAMES', vars(mod))
+  if attr not in known:
+    names = [n for n in known if n[0] != '_' and callable(getattr(mod, n))]
     raise ValueError(f'no {attr!r} in {mod.__name__}: {near(attr, names)}')
   return getattr(mod, attr)
 
