@@ -392,7 +392,7 @@ def test_evaluation_repeats_itself(whole, tmp_path):
     (('algorithm.advantage', 'grppo'), "did you mean 'grpo'"),
     (('algorithm.kl', 'los'), "did you mean 'loss'"),
     (('algorithm.kl_coef', 0.1), "kl='none' with kl_coef=0.1"),
-    (('env.max_tokens', 4096), 'batch.lengths'),
+    (('batch.lengths', (8, 16)), 'batch.lengths'),
     (('engine.max_len', 16), 'engine.max_len'),
     (('algorithm.minibatches', 99), 'minibatches'),
     (('algorithm.advantage_kw', {'epss': 1e-3}), "epss.*did you mean 'eps'"),
