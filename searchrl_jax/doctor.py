@@ -36,6 +36,7 @@ from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.run import build, command, lookup
 from searchrl_jax.run.signals import Loop
@@ -48,7 +49,6 @@ _PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
 
 def fields(have) -> str:
   checks.check(have.config)
-  build.check_environment(have.config)
   return f'{have.config.name}: every field is valid'
 
 
@@ -88,7 +88,7 @@ def questions(have) -> str:
   config = have.config
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
-  checks.check_rewards(config, stream.questions)
+  rewards.check(config, stream.questions)
   have.questions = [*stream.questions, *itertools.chain(*sets.values())]
   counts = [f'{name} {len(qs):,}' for name, qs in sets.items()]
   return ', '.join([f'train {len(stream.questions):,}', *counts])

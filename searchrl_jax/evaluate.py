@@ -170,7 +170,7 @@ def evaluate(
     with_controls: also evaluate the controls; see `evaluators`.
     manifest: a manifest.json, to use exactly its questions and corpus.
   """
-  schema.check(config)
+  checks.check_engine(config)
   passk.check(config)
   folder = pathlib.Path(out)
   lookup.require(

@@ -229,9 +229,15 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
 
 
 def token_logps(
-  params, cfg: decoder.DecoderConfig, arrays: dict, temperature: float,
-  head_chunk: int, mesh=None, entropy: bool = True, entropy_grad: bool = False,
-):  # fmt: skip
+  params,
+  cfg: decoder.DecoderConfig,
+  arrays: dict,
+  temperature: float,
+  head_chunk: int,
+  mesh=None,
+  entropy: bool = True,
+  entropy_grad: bool = False,
+):
   """Log-probs and entropy of the loss tokens at the sampling temperature.
 
   Args:

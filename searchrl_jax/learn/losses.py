@@ -124,10 +124,21 @@ def importance_weights(
 
 
 def clip(
-  logps, old_logps, behaviour_logps, advantages, mask, *,
-  clip_low: float, clip_high: float, clip_dual: float, ratio: str,
-  tis: str, tis_cap: float, tis_floor: float, tis_mode: str,
-):  # fmt: skip
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  clip_low: float,
+  clip_high: float,
+  clip_dual: float,
+  ratio: str,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_mode: str,
+):
   """PPO's clipped objective with separate bounds, as a loss per token.
 
       loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -181,10 +192,20 @@ def clip(
 
 
 def cispo(
-  logps, old_logps, behaviour_logps, advantages, mask, *,
-  clip_low: float, clip_high: float, ratio: str,
-  tis: str, tis_cap: float, tis_floor: float, tis_mode: str,
-):  # fmt: skip
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  clip_low: float,
+  clip_high: float,
+  ratio: str,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_mode: str,
+):
   """CISPO: the ratio is a clipped weight, and no token loses its gradient.
 
       loss = -w sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi
@@ -210,9 +231,17 @@ def cispo(
 
 
 def reinforce(
-  logps, old_logps, behaviour_logps, advantages, mask, *,
-  tis: str, tis_cap: float, tis_floor: float, tis_mode: str,
-):  # fmt: skip
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  *,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_mode: str,
+):
   """REINFORCE with importance weights of the current policy.
 
       loss = -w A log pi, w = min(pi / pi_behaviour, tis_cap), no gradient

@@ -52,9 +52,15 @@ async def format_valid(
 
 
 async def search_r1_format(
-  groups: Sequence[Group], context: RewardContext, *, structure: float,
-  retrieval: float, final: float, require_think: bool, released: bool,
-) -> Rewards:  # fmt: skip
+  groups: Sequence[Group],
+  context: RewardContext,
+  *,
+  structure: float,
+  retrieval: float,
+  final: float,
+  require_think: bool,
+  released: bool,
+) -> Rewards:
   """Search-R1's reward: exact match, shaped by the format.
 
       answer    format    reward

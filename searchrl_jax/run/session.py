@@ -58,10 +58,17 @@ class Session:
   """
 
   def __init__(
-    self, config: ConfigDict, workdir: str, stage: str, trained: Any, *,
-    limits: tuple[int, float, int], states: Mapping[str, Any] | None = None,
-    unused: Any = None, about: Mapping[str, Any] | None = None,
-  ):  # fmt: skip
+    self,
+    config: ConfigDict,
+    workdir: str,
+    stage: str,
+    trained: Any,
+    *,
+    limits: tuple[int, float, int],
+    states: Mapping[str, Any] | None = None,
+    unused: Any = None,
+    about: Mapping[str, Any] | None = None,
+  ):
     self.config, self.workdir = config, pathlib.Path(workdir)
     self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
     self._steps, self._seconds, self._save_every = limits

@@ -145,10 +145,15 @@ class Writer:
       write(step, finite)
 
   def trajectories(
-    self, step: int, groups: Sequence[Group], rewards: Rewards | None = None,
-    name: str = 'trajectories', part: str = '', every: int = 1,
+    self,
+    step: int,
+    groups: Sequence[Group],
+    rewards: Rewards | None = None,
+    name: str = 'trajectories',
+    part: str = '',
+    every: int = 1,
     **columns: Sequence | None,
-  ) -> None:  # fmt: skip
+  ) -> None:
     """Starts writing the trajectories, in order, to the step's file.
 
     Args:
