@@ -42,34 +42,53 @@ RENAMED = {
 
 # (fields, whether a value is allowed, which are)
 RANGES = (
-  ('source.k source.attempts rollout.questions rollout.group batch.tokens '
-   'rollout.search_attempts batch.head_chunk algorithm.epochs engine.slots '
-   'engine.max_len engine.chunk engine.prefill_rows engine.attempts '
-   'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
-   'judge.attempts judge.concurrency source.simulator.attempts '
-   'source.simulator.concurrency source.simulator.max_tokens '
-   'source.simulator.steps checkpoint.keep', lambda x: x >= 1, 'at least 1'),
-  ('env.max_turns rollout.concurrency rollout.refill rollout.max_staleness '
-   'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
-   'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
-   'train.seconds sft.seconds log.trajectories_every '
-   'source.simulator.temperature', lambda x: x >= 0, 'at least 0'),
+  (
+    'source.k source.attempts rollout.questions rollout.group batch.tokens '
+    'rollout.search_attempts batch.head_chunk algorithm.epochs engine.slots '
+    'engine.max_len engine.chunk engine.prefill_rows engine.attempts '
+    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
+    'judge.attempts judge.concurrency source.simulator.attempts '
+    'source.simulator.concurrency source.simulator.max_tokens '
+    'source.simulator.steps checkpoint.keep',
+    lambda x: x >= 1,
+    'at least 1',
+  ),
+  (
+    'env.max_turns rollout.concurrency rollout.refill rollout.max_staleness '
+    'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
+    'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
+    'train.seconds sft.seconds log.trajectories_every '
+    'source.simulator.temperature',
+    lambda x: x >= 0,
+    'at least 0',
+  ),
   ('env.real_searches', lambda x: x >= -1, 'a number, or -1 for all'),
-  ('optim.lr sft.lr source.timeout source.simulator.timeout judge.timeout',
-   lambda x: x > 0, 'above 0'),
+  (
+    'optim.lr sft.lr source.timeout source.simulator.timeout judge.timeout',
+    lambda x: x > 0,
+    'above 0',
+  ),
   ('source.simulator.base', lambda x: x >= 1.001, 'at least 1.001'),
-  ('eval.top_p batch.loss_fraction', lambda x: 0 < x <= 1,
-   'above 0, at most 1'),
-  ('rollout.max_failed judge.max_failed algorithm.tis_floor '
-   'source.simulator.noise_from source.simulator.noise_to',
-   lambda x: 0 <= x <= 1, '0 to 1'),
+  (
+    'eval.top_p batch.loss_fraction',
+    lambda x: 0 < x <= 1,
+    'above 0, at most 1',
+  ),
+  (
+    'rollout.max_failed judge.max_failed algorithm.tis_floor '
+    'source.simulator.noise_from source.simulator.noise_to',
+    lambda x: 0 <= x <= 1,
+    '0 to 1',
+  ),
   ('algorithm.clip_dual', lambda x: not x or x > 1, 'above 1, or 0 for none'),
   ('algorithm.clip_low', lambda x: 0 <= x <= 1, 'a distance from 1, 0 to 1'),
   ('algorithm.clip_high', lambda x: x >= 0, 'a distance from 1, at least 0'),
-  ('batch.lengths',
-   lambda x: x and list(x) == sorted(set(x)) and x[0] >= 2,
-   'increasing lengths in tokens, each at least 2'),
-)  # fmt: skip
+  (
+    'batch.lengths',
+    lambda x: x and list(x) == sorted(set(x)) and x[0] >= 2,
+    'increasing lengths in tokens, each at least 2',
+  ),
+)
 
 
 PARTS = (
