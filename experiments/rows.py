@@ -187,7 +187,9 @@ def done(row: Row, stage: str, workdir: pathlib.Path) -> bool:
     return False
   before = json.loads((folder / 'done.json').read_text())['config']
   # Fields added to the schema since then get their neutral values.
-  before = build.filled(before, records.plain(schema.base()))
+  known = schema.base()
+  known.update(before)
+  before = records.plain(known)
   now = records.plain(config_of(row, stage, workdir))
   kind, name, _ = stage.split('/')
   one = row.start(name) if kind == 'warm' else row.arm(name)

@@ -34,6 +34,7 @@ from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import build, command, lookup, records
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
+from searchrl_jax.sources.none import NoSource
 from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
 
@@ -187,7 +188,7 @@ def evaluate(
     sets.pop(checks.selecting(config), None)
   if with_controls:
     # Raises now if there are too few different answers.
-    Shuffled(None, [q for qs in sets.values() for q in qs])
+    Shuffled(NoSource(), [q for qs in sets.values() for q in qs])
   services = loaded(config, workdir, out, which)
   with services as have, Writer(out, config) as writer:
     if wanted:

@@ -196,6 +196,7 @@ def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
 def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
+    checks.check(config)
     rewards.check(config, ())
     tok = build.tokenizer(config, workdir)
     sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))

@@ -79,11 +79,12 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
     ValueError: a file is truncated or malformed.
   """
-  files = [SINGLE]
+  files, holder = [SINGLE], {}
   if not (path / SINGLE).exists():
     try:
       index = json.loads((path / INDEX).read_text())
-      files = sorted(set(index['weight_map'].values()))
+      holder = index['weight_map']  # tensor -> its file
+      files = sorted(set(holder.values()))
     except FileNotFoundError as e:
       what = f'contains neither {SINGLE} nor {INDEX}'
       fix = 'convert other formats (.bin, .gguf) to safetensors'
@@ -96,7 +97,8 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
       opened = safetensors.safe_open(path / file, 'np')
     except safetensors.SafetensorError as e:
       raise ValueError(f'{path / file}: truncated or malformed: {e}') from e
-    out |= dict.fromkeys(opened.keys(), (file, opened))
+    names = [n for n in opened.keys() if holder.get(n, file) == file]
+    out |= dict.fromkeys(names, (file, opened))
   return out
 
 

@@ -53,7 +53,10 @@ def load_config(workdir: str) -> ConfigDict:
   )
   config = schema.base()
   with lookup.of(str(path)):
-    config.update(json.loads(path.read_text(), object_hook=_tuples))
+    try:
+      config.update(json.loads(path.read_text(), object_hook=_tuples))
+    except (TypeError, AttributeError) as e:  # a field of another type
+      raise ValueError(e) from e
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.

@@ -61,7 +61,7 @@ def function(package: str, name: str, home: str = '') -> Any:
   """Finds 'module.function' below `package` (or a full dotted path).
 
   home: the module of a name without a dot, if such names are allowed. A module
-  with a list NAMES offers these alone.
+  with a list NAMES offers these alone by such names.
   """
   mod_name, _, attr = name.rpartition('.')
   mod_name = mod_name or home
@@ -71,9 +71,11 @@ def function(package: str, name: str, home: str = '') -> Any:
     ValueError,
   )
   mod = module(package, mod_name)
-  known = getattr(mod, 'NAMES', vars(mod))
-  if attr not in known:
-    names = [n for n in known if n[0] != '_' and callable(getattr(mod, n))]
+  # A dotted path may name any function.
+  known = getattr(mod, 'NAMES', None) if '.' not in name else None
+  if attr not in known if known else not hasattr(mod, attr):
+    public = [n for n, v in vars(mod).items() if callable(v) and n[0] != '_']
+    names = known or public
     raise ValueError(f'no {attr!r} in {mod.__name__}: {near(attr, names)}')
   return getattr(mod, attr)
 

@@ -363,7 +363,7 @@ def _unpack(array: pa.ListArray) -> list:
 
 
 def _lists(array: pa.ListArray, values: Sequence) -> list:
-  """Splits `values` as the list array does; None for null (see `_nested`)."""
+  """Splits `values` as the list array does; None for null."""
   ends = array.offsets.to_pylist()
   known = array.is_valid().to_pylist()
   return [

@@ -21,7 +21,7 @@ _POLL_S = 0.1
 # A shell's commands, with the number of the group and `grace_s`. Only this
 # process holds the write end of the guard's stdin, so `cat` returns when this
 # process ends for any reason.
-_GUARD = 'cat; kill -s TERM -- -$0; sleep $1; kill -s KILL -- -$0'
+_GUARD = 'cat; kill -s TERM -- -$0 && sleep $1 && kill -s KILL -- -$0'
 
 
 class ProcessGroup:
