@@ -263,6 +263,10 @@ def test_a_broken_index_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=files[1]):
     pretrained.load(out)
   index = fresh()
+  value['weight_map']['model.norm.weight'] = files[0]  # not its file
+  index.write_text(json.dumps(value))
+  with pytest.raises(ValueError, match='model.norm.weight'):
+    pretrained.load(out)
   value['weight_map'] = dict.fromkeys(value['weight_map'], files[0])
   index.write_text(json.dumps(value))
   with pytest.raises(ValueError, match='tensor .* is missing'):
