@@ -325,7 +325,10 @@ def test_a_hint_is_sampled_with_and_not_trained_with():
     (dict(sampler='collector'), "no 'sample' in searchrl_jax.rollout.coll"),
     (dict(sampler='tests.samplers.bset'), "did you mean 'best'"),
     (dict(sampler='tests.nowhere.best'), 'no module'),
-    (dict(sampler='tests.samplers.best'), "'attempts', which config.rollout"),
+    (
+      dict(sampler='tests.samplers.best'),
+      "the field 'attempts': add config.rollout",
+    ),
     (dict(sampler='tree', group=6, trees=4), 'group=6, trees=4, rounds=1'),
     (dict(sampler='tree', group=6, trees=2, rounds=3), 'trees=2, rounds=3'),
     (dict(sampler='tree', group=6, trees=0), 'trees=0'),

@@ -133,7 +133,9 @@ def test_observations_that_no_search_explains_are_named():
     of(t)
   t = searching('a', 'b')
   t = dataclasses.replace(t, train_context=t.segments[:3] + t.segments[4:])
-  with pytest.raises(ValueError, match='trains on 1 of 2 observations, and 2'):
+  with pytest.raises(
+    ValueError, match='trains on 1 of 2 observations, with searches in 2'
+  ):
     of(t)
 
 
