@@ -131,7 +131,7 @@ def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
       time.sleep(0.001)
     cursor, kept = rollouts.state(), collector.encode(rollouts.ended())
     rollouts.stop()
-  assert start.cancelled == [1, 2]
+  assert sorted(start.cancelled) == [1, 2]  # tasks end in any order
   assert cursor == {'at': 2}
 
   again, stream = Rollouts(), Stream()
