@@ -6,8 +6,9 @@
 
 Loads what the run would load, searches once and samples a few tokens. Every
 check prints what it found, or the problem and its fix; a check that needs the
-result of a failed one is skipped. Nothing is written to --workdir. The exit
-status is 2 if there is a problem.
+result of a failed one is skipped. Nothing is written to --workdir (default: the
+current folder), whose disk is checked. The exit status is 2 if there is a
+problem.
 """
 
 import contextlib
@@ -40,6 +41,8 @@ from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.run import build, command, lookup
 from searchrl_jax.run.signals import Loop
+from searchrl_jax.sources import none, simulated
+from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import SearchError, SearchRequest
 
 GIB = 2**30
@@ -127,7 +130,7 @@ def memory(have) -> str:
   text = f'host {host / GIB:.2f} of {free / GIB:.1f} GiB'
   if limit:
     text = f'device {device / GIB:.2f} of {limit / GIB:.1f} GiB, {text}'
-  return f'{text} (`train --dry_run` lists what takes how much)'
+  return text
 
 
 def disk(have) -> str:
@@ -187,6 +190,10 @@ def generation(have) -> str:
 def search(have) -> str:
   """One question as a query, as the first trajectory would send it."""
   config, begin = have.config, time.monotonic()
+  if config.source.module == none.NONE:
+    return 'the policy answers its own searches'
+  if config.source.module == simulated.SIMULATED and not have.engine:
+    raise SourceError('the simulator needs the check `generation`')
   url = have.stack.enter_context(build.retrieval(config, have.folder))
   engine = lambda: have.engine
   source = build.source(config, url, engine, have.tok, have.mesh, have.folder)
@@ -194,9 +201,8 @@ def search(have) -> str:
   question = have.questions[0]
   request = SearchRequest(question.text, config.source.k, question)
   (result,) = have.loop.run(source.search([request]))
-  lookup.require(
-    not isinstance(result, SearchError), getattr(result, 'message', '')
-  )
+  if isinstance(result, SearchError):
+    raise SourceError(result.message)
   titles = [p.title for p in result.passages]
   return f'{question.text!r} -> {titles} ({time.monotonic() - begin:.1f} s)'
 
@@ -263,7 +269,7 @@ def examine(config, workdir: str, out: console.Console) -> list[str]:
 def main():
   out = console.Console(soft_wrap=True)
   config = _CONFIG.value.copy_and_resolve_references()
-  bad = examine(config, _WORKDIR.value or 'runs', out)
+  bad = examine(config, _WORKDIR.value or '.', out)
   if bad:
     out.print(f'\n{len(bad)} of {len(CHECKS)} checks found a problem.')
     sys.exit(2)

@@ -19,7 +19,14 @@ import numpy as np
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import grading, health
-from searchrl_jax.learn import advantages, batching, checks, credit, gate
+from searchrl_jax.learn import (
+  advantages,
+  batching,
+  checks,
+  credit,
+  dryrun,
+  gate,
+)
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
@@ -199,7 +206,10 @@ def main():
     checks.check(config)
     rewards.check(config, ())
     tok = build.tokenizer(config, workdir)
-    sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))
+    if _TOPOLOGY.value:
+      sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))
+    print(dryrun.report(config, tok.vocab_size))
+    return
   train(config, workdir)
 
 

@@ -67,3 +67,12 @@ def test_services_and_room(tmp_path, monkeypatch):
   assert 'lower config.batch.tokens' in found['memory'][1]
   assert 'http://127.0.0.1:9' in found['search'][1]
   assert found['generation'][0] == 'ok'
+
+
+def test_a_policy_that_answers_its_own_searches_needs_no_service(tmp_path):
+  config = tiny.config()
+  config.source.module = 'none'
+  config.env.information = 'policy'
+  found, bad = examined(config, tmp_path)
+  assert bad == []
+  assert found['search'] == ('ok', 'the policy answers its own searches')

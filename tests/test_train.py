@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from retrieval import devices
 from searchrl_jax import evaluate, train
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.learn import checks, objectives, update
@@ -88,24 +89,18 @@ def params_of_fresh(config, folder):
   return jax.tree.map(np.asarray, found)
 
 
-@pytest.mark.parametrize(
-  'backend, before, after',
-  [
-    ('gpu', None, str(pathlib.Path('~/.cache/searchrl_jax').expanduser())),
-    ('gpu', '/of/the/user', '/of/the/user'),
-    ('cpu', None, None),
-  ],
-)
-def test_accelerators_keep_their_programs(backend, before, after, monkeypatch):
+@pytest.mark.parametrize('backend, kept', [('gpu', 1), ('tpu', 1), ('cpu', 0)])
+def test_accelerators_keep_their_programs(backend, kept, monkeypatch, caplog):
+  def keep(folder):
+    calls.append(folder)
+    raise PermissionError('others may write')
+
+  calls = []
   monkeypatch.setattr(jax, 'default_backend', lambda: backend)
-  name = 'jax_compilation_cache_dir'
-  was = getattr(jax.config, name)
-  jax.config.update(name, before)
-  try:
-    build.mesh(tiny.config())
-    assert getattr(jax.config, name) == after
-  finally:
-    jax.config.update(name, was)
+  monkeypatch.setattr(devices, 'keep_programs', keep)
+  build.mesh(tiny.config())  # a folder that cannot be used stops no run
+  assert len(calls) == kept
+  assert caplog.text.count('are not kept: others may write') == kept
 
 
 class Killed(BaseException):

@@ -10,7 +10,7 @@ all of its postings; both take turns, and must find the same 10 passages. The
 line through the two sizes is followed to the 21,015,324 passages of wiki-18:
 an extrapolation, which no run confirms.
 
-Words come by the frequencies of `scale`, most frequent first those of the
+Words come by the frequencies of `generated`, most frequent first those of the
 corpus in --data_dir and of the questions, stop words included. A quarter of
 the words of a passage repeats an earlier one (Simon, 1955): as real passages
 of 100 words, they then have 53 different terms. Passages have 100 words on
@@ -30,7 +30,7 @@ import time
 from absl import app, flags
 import numpy as np
 
-from experiments.benchmarks import common, scale
+from experiments.benchmarks import common, generated, scale
 from retrieval import bm25
 
 K, BATCH = 10, 128
@@ -73,7 +73,7 @@ class Passages:
     return self._count
 
   def __iter__(self) -> Iterator[str]:
-    rng, shares = np.random.default_rng(self._seed), scale.shares()
+    rng, shares = np.random.default_rng(self._seed), generated.shares()
     words, known = self._words, len(self._words)
     for first in range(0, self._count, _CHUNK):
       size = min(_CHUNK, self._count - first), _MOST
@@ -87,7 +87,7 @@ class Passages:
       for row, length in zip(ranks.tolist(), lengths.astype(int)):
         yield ' '.join(
           [
-            words[rank] if rank < known else scale.word(rank)
+            words[rank] if rank < known else generated.word(rank)
             for rank in row[:length]
           ]
         )
@@ -208,7 +208,7 @@ def main(argv):
   words, questions = (
     read(_DATA.value)
     if _DATA.value
-    else ([], list(scale.texts(_QUESTIONS, 9, 1)))
+    else ([], list(generated.texts(_QUESTIONS, 9, 1)))
   )
   sizes = (_PASSAGES.value // 4, _PASSAGES.value)
   for count in sizes:

@@ -25,9 +25,8 @@ time of its search, are overstated by that. So is what grows with the
 vocabulary, slower than a line: terms, and memory of the index build.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
-import functools
 import json
 import math
 import os
@@ -42,67 +41,28 @@ import time
 from absl import app, flags
 import numpy as np
 
-from experiments.benchmarks import common
+from experiments.benchmarks import common, generated
 
 WIKI = 21_015_324  # passages of wiki-18
 STEPS = ('generate', 'store', 'bm25', 'search', 'vectors', 'flat', 'ivf')
-_WORDS, _VOCABULARY = 100, 8_000_000
-_CHUNK = 10_000  # passages generated at once
+_WORDS = 100
 _QUERY_WORDS, _QUERIES = 9, 128
-_DIM, _CENTRES = 768, 4096
 _IVF = 'IVF1024,PQ64'
 _HNSW, _LINKED = 'HNSW64', 65_536  # vectors in the graph
 _ENCODED = 64  # passages
 _E5_BASE = {
   'vocab_size': 30522,
-  'hidden_size': _DIM,
+  'hidden_size': generated.DIM,
   'num_hidden_layers': 12,
   'num_attention_heads': 12,
   'intermediate_size': 3072,
   'max_position_embeddings': 512,
 }
-_LETTERS = str.maketrans('0123456789abcdef', 'bcdfghjklmnpqrtv')
-
-
-def word(rank: int) -> str:
-  """The word of a rank, from 0; stop words come first."""
-  stop = _stop_words()
-  if rank < len(stop):
-    return stop[rank]
-  # Digits are letters that no stemmer takes for a suffix.
-  return f'{rank:x}'.translate(_LETTERS)
-
-
-@functools.cache
-def _stop_words() -> list[str]:
-  from retrieval.bm25 import STOP_WORDS
-
-  return sorted(STOP_WORDS['english'])
-
-
-def shares() -> np.ndarray:
-  """Of words up to each rank, by Zipf's law, steeper among rare words.
-
-  The bend is that of Ferrer i Cancho and Sole, 2001: 100,000 different words
-  in 26,000 passages, as in Wikipedia, and 4 million in 21 million.
-  """
-  rank = np.arange(_VOCABULARY)
-  found = np.cumsum((1 + rank / 5000) ** -0.7 / (rank + 2.7))
-  return found / found[-1]
-
-
-def texts(count: int, words: int, seed: int) -> Iterator[str]:
-  """`count` texts of independent words."""
-  upto, rng = shares(), np.random.default_rng(seed)
-  for first in range(0, count, _CHUNK):
-    size = (min(_CHUNK, count - first), words)
-    for row in np.searchsorted(upto, rng.random(size)).tolist():
-      yield ' '.join(map(word, row))
 
 
 def generate(folder: pathlib.Path, count: int) -> dict:
   with open(folder / 'corpus.jsonl', 'w') as f:
-    for i, text in enumerate(texts(count, _WORDS, 0)):
+    for i, text in enumerate(generated.texts(count, _WORDS, 0)):
       f.write(json.dumps({'id': str(i), 'contents': f'"{i}"\n{text}'}) + '\n')
   return {'disk_bytes': _size(folder / 'corpus.jsonl')}
 
@@ -138,7 +98,7 @@ def search(folder: pathlib.Path, count: int) -> dict:
   corpus = open_store(folder / 'corpus.arrow')
   index = BM25Index.open(folder / 'bm25')
   opened = time.perf_counter() - begun
-  queries = list(texts(_QUERIES, _QUERY_WORDS, 1))
+  queries = list(generated.texts(_QUERIES, _QUERY_WORDS, 1))
   index.search(queries, 3)  # pages of the index are in memory from here on
   single = []
   for query in queries:
@@ -159,42 +119,18 @@ def search(folder: pathlib.Path, count: int) -> dict:
   }
 
 
-class Generated:
-  """Vectors in place of an encoder's, of length 1; see the module."""
-
-  dim, dtype, parameters = _DIM, 'float32', {'generated': 0}
-
-  def __init__(self):
-    self.seconds = 0.0
-    self._rng = np.random.default_rng(0)
-    self._centres = self._normal(_CENTRES)
-
-  def _normal(self, count: int) -> np.ndarray:
-    """[count, D], of length about 1."""
-    drawn = self._rng.standard_normal((count, _DIM), np.float32)
-    drawn *= np.float32(_DIM**-0.5)
-    return drawn
-
-  def encode_passages(self, passages: list[str]) -> np.ndarray:
-    begun = time.perf_counter()
-    rows = self._normal(len(passages))
-    rows += self._centres[self._rng.integers(_CENTRES, size=len(rows))]
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    self.seconds += time.perf_counter() - begun
-    return rows
-
-
 def vectors(folder: pathlib.Path, count: int) -> dict:
   from retrieval import vectors
   from retrieval.store import open_store
 
-  corpus, generated = open_store(folder / 'corpus.arrow'), Generated()
+  corpus = open_store(folder / 'corpus.arrow')
+  encoder = generated.Generated()
   begun = time.perf_counter()
-  vectors.encode(corpus, generated, folder, dtype='float16')
+  vectors.encode(corpus, encoder, folder, dtype='float16')
   seconds = time.perf_counter() - begun
   return {
     'disk_bytes': _size(folder / 'vectors.npy'),
-    'work_s': seconds - generated.seconds,
+    'work_s': seconds - encoder.seconds,
   }
 
 
@@ -239,7 +175,10 @@ def _faiss(folder: pathlib.Path, factory: str) -> dict:
 def hnsw(folder: pathlib.Path, count: int) -> dict:
   from retrieval import dense_faiss
 
-  rows, path = Generated().encode_passages([''] * count), folder / 'a.index'
+  rows, path = (
+    generated.Generated().encode_passages([''] * count),
+    folder / 'a.index',
+  )
   begun = time.perf_counter()
   dense_faiss.build(rows, _HNSW, path)
   return {'disk_bytes': _size(path), 'work_s': time.perf_counter() - begun}
@@ -261,13 +200,13 @@ def encode(folder: pathlib.Path, count: int) -> dict:
   )
   pieces = [c for c in string.printable if not c.isspace() and not c.isupper()]
   vocabulary = [*golden.VOCAB[:5], *pieces, *(f'##{c}' for c in pieces)]
-  frequent = (word(rank) for rank in range(2 * config['vocab_size']))
+  frequent = (generated.word(rank) for rank in range(2 * config['vocab_size']))
   vocabulary = list(dict.fromkeys([*vocabulary, *frequent]))
   tokenizers.BertWordPieceTokenizer(
     {token: i for i, token in enumerate(vocabulary[: config['vocab_size']])}
   ).save(str(model / 'tokenizer.json'))
   encoder = Encoder(model)
-  passages = list(texts(_ENCODED, _WORDS, 0))
+  passages = list(generated.texts(_ENCODED, _WORDS, 0))
   tokens = sum(
     int(lengths[: len(at)].sum())
     for at, _, lengths in encoder.batches(passages, 'passage')
@@ -454,8 +393,10 @@ def plan(
     row('dense_faiss Flat', 'flat', 'work_s', at['flat disk_bytes']),
     row(f'dense_faiss {_IVF}', 'ivf', 'work_s', at['ivf disk_bytes']),
     in_memory,
-    resident('bfloat16', WIKI * _DIM * 2),
-    resident('int8', WIKI * (_DIM + 4)),  # and a float32 scale for each
+    resident('bfloat16', WIKI * generated.DIM * 2),
+    resident(
+      'int8', WIKI * (generated.DIM + 4)
+    ),  # and a float32 scale for each
   ]
 
 

@@ -143,8 +143,9 @@ def _call(name, fields, data, function: str, search: Search | None = None):
   takes_search = known.pop('search', None)  # a callable, not a field
   names = [*known, 'module', 'weight']
   for key in fields:
-    hint = f'{where} has no field {key!r}; {lookup.near(key, names)}'
-    require(key in names, hint)
+    if key not in names:
+      hint = lookup.near(key, names)
+      raise DataError(f'{where} has no field {key!r}; {hint}')
   # The set takes precedence over config.data, and that over the defaults.
   given = {'world_seed': data.world_seed, 'prompt': data.prompt}
   given |= {'folder': data_dir(data), **fields}
@@ -232,7 +233,9 @@ class Stream:
   one set.
   """
 
-  def __init__(self, sets: dict, *, seed: int, shuffle, weights=None):
+  def __init__(
+    self, sets: dict[str, list[Question]], *, seed: int, shuffle, weights=None
+  ):
     """Makes the stream, at position 0.
 
     Args:

@@ -71,9 +71,11 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     data = pathlib.Path(path).read_bytes()
     if data.startswith(_GZIP_MAGIC):
       data = gzip.decompress(data)
-  except (OSError, EOFError, zlib.error) as e:
-    what = 'cannot be read, or is a gzip file that is cut short'
-    raise DataError(f'{path}: {what} ({e})') from None
+  except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+    damaged = f'{path}: the gzip file is cut short or damaged ({e})'
+    raise DataError(damaged) from None
+  except OSError as e:
+    raise DataError(f'{path}: cannot be read ({e.strerror})') from None
   data = data.removeprefix(b'\xef\xbb\xbf')
   if data.lstrip()[:1] == b'[':
     try:

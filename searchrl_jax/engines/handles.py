@@ -107,7 +107,9 @@ class HandleEngine(core.Engine):
   # The lowest temperature above 0 that the engine distinguishes from 0.
   min_temperature: float
 
-  def __init__(self, vocab_size: int, tokenizer, config, counters, seconds):
+  def __init__(
+    self, vocab_size: int, tokenizer, config, counters: str, seconds: str
+  ):
     self._tokenizer, self._config = tokenizer, config
     self.vocab_size, self.max_len = vocab_size, config.max_len
     self.dtype = config.dtype  # of its copy of the weights

@@ -69,12 +69,17 @@ class Row:
 SCORES = tuple(f.name for f in dataclasses.fields(Row) if f.default is NAN)
 
 
-def score(trajectories, env, set='', match='text') -> list[Row]:
+def score(
+  trajectories: Sequence[Trajectory],
+  env: SearchEnv,
+  set: str = '',
+  match: str = 'text',
+) -> list[Row]:
   """One row for each trajectory, in order.
 
   Args:
     trajectories: as the environment recorded them.
-    env: a `SearchEnv`, reads answers and blocks.
+    env: reads answers and blocks.
     set: name of the evaluation set, for the rows.
     match: config.eval.match.
   """
@@ -133,7 +138,9 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   return {name: float(value) for name, value in scores.items()}
 
 
-def certainties(trajectories, scorer: Callable) -> list[float]:
+def certainties(
+  trajectories: Sequence[Trajectory], scorer: Callable
+) -> list[float]:
   """Returns the mean self-certainty of the policy's tokens, in nats.
 
   NaN for failed trajectories and for those without tokens of the policy.
@@ -157,7 +164,9 @@ def certainties(trajectories, scorer: Callable) -> list[float]:
   return out
 
 
-async def judged(trajectories, env: SearchEnv, judge) -> list[float]:
+async def judged(
+  trajectories: Sequence[Trajectory], env: SearchEnv, judge
+) -> list[float]:
   """Returns the grades of `rewards.judge.grade`.
 
   NaN also for questions without golden answers.
@@ -311,7 +320,9 @@ def digest(ids: Sequence[str]) -> str:
   return hashlib.sha256('\n'.join(ids).encode()).hexdigest()
 
 
-def _choose(questions: Sequence[Question], count: int, seed: int):
+def _choose(
+  questions: Sequence[Question], count: int, seed: int
+) -> list[Question]:
   """Returns `count` of the questions (0 = all), sorted by id.
 
   The choice depends on their ids and the seed only.
@@ -339,7 +350,9 @@ def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
   return out
 
 
-def summary(rows: Sequence[Row], label: str, *, resamples: int, seed: int):
+def summary(
+  rows: Sequence[Row], label: str, *, resamples: int, seed: int
+) -> Iterator[tuple[str, float]]:
   """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
 
   Scores that apply to no row are left out. 'LABEL/failed' is the number of

@@ -7,6 +7,7 @@ import statistics
 import numpy as np
 
 from searchrl_jax.evaluators import grading
+from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Trajectory
 
 _SCORES = (
@@ -14,7 +15,12 @@ _SCORES = (
 ).split()
 
 
-def signs(groups, env, values=None, valid=None) -> dict[str, float]:
+def signs(
+  groups: Sequence[Group],
+  env: SearchEnv,
+  values: Sequence[float] | None = None,
+  valid: Sequence[bool] | None = None,
+) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
   Means over trajectories that did not fail. `think_tokens` counts the policy's
@@ -22,7 +28,7 @@ def signs(groups, env, values=None, valid=None) -> dict[str, float]:
 
   Args:
     groups: B trajectories in total.
-    env: a `SearchEnv`, reads answers and blocks.
+    env: reads answers and blocks.
     values: rewards [B], for the share of groups whose rewards are all equal.
     valid: [B], which rewards count.
   """

@@ -14,22 +14,33 @@ import os
 import pathlib
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import grading
 from searchrl_jax.run import lookup, records
+from searchrl_jax.text import prompts
 from searchrl_jax.types import Group, Question
 
 MANIFEST, ROWS = 'manifest.json', 'rows.jsonl'
 _log = logging.getLogger(__name__)
 
 
-def manifest(sets, config, *, template, identity, checkpoint, commit) -> dict:
+def manifest(
+  sets: Mapping[str, Sequence[Question]],
+  config: ConfigDict,
+  *,
+  template: prompts.Template,
+  identity: Mapping[str, Any],
+  checkpoint: str,
+  commit: str | None,
+) -> dict[str, Any]:
   """Returns the content of manifest.json.
 
   Args:
     sets: name -> questions.
     config: the whole config.
-    template: `prompts.Template` of the prompt.
+    template: of the prompt.
     identity: of the retrieval server; {} = unknown.
     checkpoint: where the parameters were read from.
     commit: of the source code.
@@ -84,8 +95,10 @@ def read_manifest(path: os.PathLike | str) -> dict[str, Any]:
   return content
 
 
-def frozen(sets, manifest, path: str) -> dict[str, list[Question]]:
-  """Selects exactly the questions of a manifest from sets: name -> questions.
+def frozen(
+  sets: Mapping[str, Sequence[Question]], manifest: Mapping[str, Any], path: str
+) -> dict[str, list[Question]]:
+  """Selects exactly the questions of a manifest.
 
   Raises:
     DataError: a set or a question is missing, or a question has another text or
@@ -111,7 +124,9 @@ def frozen(sets, manifest, path: str) -> dict[str, list[Question]]:
   return out
 
 
-def check_corpus(manifest: Mapping, identity: Mapping, path: str) -> None:
+def check_corpus(
+  manifest: Mapping[str, Any], identity: Mapping[str, Any], path: str
+) -> None:
   """Compares the corpus of a manifest with that of the server.
 
   Raises:
@@ -129,7 +144,9 @@ def check_corpus(manifest: Mapping, identity: Mapping, path: str) -> None:
     )
 
 
-def costs(evaluation, name: str) -> Iterator[tuple[str, float]]:
+def costs(
+  evaluation: grading.Evaluation, name: str
+) -> Iterator[tuple[str, float]]:
   """Yields 'NAME/cost/WHAT', and 'NAME/set=X/cost/WHAT' if there are more sets.
 
   Sums over trajectories, including failed ones: tokens that the policy

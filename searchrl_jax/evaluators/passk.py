@@ -45,7 +45,9 @@ def check(config: ConfigDict, training: bool = False) -> None:
   )
 
 
-def score(rows: Sequence, k: Sequence[int]) -> dict[str, dict]:
+def score(
+  rows: Sequence, k: Sequence[int]
+) -> dict[str, dict[tuple[str, str], float]]:
   """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
 
   rows: `grading.Row`. Failed trajectories do not count as samples. A question

@@ -279,7 +279,14 @@ def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
 
 
 def make(
-  trajectories, kept, group_ids, config, *, shards=1, seed=0, supervised=False
+  trajectories: Sequence[Trajectory],
+  kept,
+  group_ids,
+  config,
+  *,
+  shards: int = 1,
+  seed=0,
+  supervised: bool = False,
 ) -> list[list[Batch]]:
   """Trajectories -> minibatches of microbatches, advantages still 0.
 

@@ -213,19 +213,15 @@ def describe(program: Program, topology: Topology) -> list[str]:
   return lines
 
 
-def show(config, name: str | None, vocab_size: int) -> int:
+def show(config, name: str, vocab_size: int) -> int:
   """Prints what a run of `config` needs on a topology; returns the exit code.
 
-  Without one, it prints what it needs on the devices of this machine.
   Memory counts what is resident at the same time, with the temporaries of the
   program that needs most. The code is 2 if that is more than BUDGET.
 
   Raises:
     ConfigError: no such topology, or one that does not fit config.mesh.
   """
-  if not name:
-    print(dryrun.report(config, vocab_size))
-    return 0
   checks.check(config)
   topology = parse(name)
   prepare()

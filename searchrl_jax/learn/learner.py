@@ -3,7 +3,7 @@
 `Learner` owns the arrays; `update.Updater` compiles the programs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import time
 from typing import Any, NamedTuple
 
@@ -43,7 +43,15 @@ class Learner:
     shards: devices along which the rows of a microbatch lie.
   """
 
-  def __init__(self, config, cfg, mesh, *, roles=None, supervised=None):
+  def __init__(
+    self,
+    config: ConfigDict,
+    cfg: Any,
+    mesh: Any,
+    *,
+    roles: Mapping[str, ConfigDict] | None = None,
+    supervised: tuple[ConfigDict, int] | None = None,
+  ):
     self._config, self.cfg, self.mesh = config, cfg, mesh
     self._roles, self._supervised = dict(roles or {'': config}), supervised
     updates = sum(map(optim.updates, self._roles.values()))

@@ -121,7 +121,9 @@ class Structure:
     return label
 
 
-def of(trajectories: Sequence[Trajectory], masks) -> Structure:
+def of(
+  trajectories: Sequence[Trajectory], masks: Sequence[np.ndarray]
+) -> Structure:
   """The structure of B trajectories.
 
   Args:

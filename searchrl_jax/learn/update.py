@@ -8,6 +8,7 @@ Axes: B sequences, T tokens, S shards (mesh devices along data and fsdp), C loss
 tokens of a shard.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ def _row_layout(mesh, x):
 
 def put_rows(mesh, x) -> jax.Array:
   """An array of rows [B, ...] on the device(s)."""
+  if mesh is None:
+    return jnp.asarray(x)
   return jax.device_put(x, _row_layout(mesh, x))
 
 
@@ -88,14 +91,13 @@ class Updater:
   def __post_init__(self):
     self.shards = shards(self.mesh)
     self.traced: dict[Any, Any] = {}
-    # What is traced, compiled; no more than that after `warmup`.
+    # What is traced, compiled; constant after `warmup`.
     self.programs: dict[Any, Any] = {}
     self._sums = None  # names and shapes of the metrics
     # Layouts; None without a mesh.
     self._whole = self.mesh and sharding.replicated(self.mesh)
     model = critic if self.objective.critic else decoder
     self._layout = self.mesh and model.param_shardings(self.cfg, self.mesh)
-    self._acc_layout = lambda: (self._layout, self._whole)
 
   # ---- state
 
@@ -223,6 +225,9 @@ class Updater:
       self.programs[key] = self.traced[key].lower().compile()
     return self.programs[key]
 
+  def _acc_layout(self):
+    return self._layout, self._whole
+
   def _zeros_program(self, params, arrays, divisor):
     if self._sums is None:
       _, self._sums = jax.eval_shape(self.loss, params, arrays, divisor)
@@ -240,8 +245,12 @@ class Updater:
     return self._program('apply', self._apply, (state, grads, loss), out, (0,))
 
   def _score_program(self, params, arrays):
-    score = lambda params, arrays: self._logps(params, arrays, False)[0]
-    out = lambda: self.mesh and arrays['mask'].sharding
+    def score(params, arrays):
+      return self._logps(params, arrays, False)[0]
+
+    def out():
+      return self.mesh and arrays['mask'].sharding
+
     key = 'score', arrays['ids'].shape
     return self._program(key, score, (params, arrays), out)
 
@@ -283,7 +292,9 @@ class Updater:
     """`score` of every microbatch of some minibatches."""
     return [[self.score(params, b) for b in mini] for mini in minibatches]
 
-  def grads(self, state: TrainState, batches, old=None, ref=None):
+  def grads(
+    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
+  ):
     """Gradients of a minibatch, accumulated over its microbatches.
 
     Returns:
@@ -295,7 +306,10 @@ class Updater:
     """
     o = self.objective
     if (o.needs_old and old is None) or (o.needs_ref and ref is None):
-      raise ValueError('this objective needs old or ref; see Updater.score')
+      raise ValueError(
+        'this objective needs old or ref: an array [B, T] for each microbatch, '
+        'from Updater.score'
+      )
     none = [None] * len(batches)
     divisor = np.float32(
       losses.denominator([b.mask for b in batches], o.aggregation, o.horizon)
@@ -311,7 +325,9 @@ class Updater:
       acc = program(params, acc, arrays, divisor)
     return acc
 
-  def step(self, state: TrainState, batches, old=None, ref=None):
+  def step(
+    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
+  ) -> tuple[TrainState, dict[str, float]]:
     """One optimizer update from the microbatches of a minibatch.
 
     `state` is donated: use the returned one. old and ref are lists of [B, T],

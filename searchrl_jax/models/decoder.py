@@ -133,7 +133,12 @@ def flatten_checked(cfg: DecoderConfig, params: dict) -> dict:
 
 
 def init_params(
-  cfg: DecoderConfig, key, *, scale=0.02, embed_scale=None, dtype=jnp.float32
+  cfg: DecoderConfig,
+  key,
+  *,
+  scale: float = 0.02,
+  embed_scale: float | None = None,
+  dtype=jnp.float32,
 ) -> dict:
   """Initial parameters: normal(scale), norms 1, biases 0.
 
@@ -248,7 +253,9 @@ def _half_product_fwd(x, w, contract):
 _half_product.defvjp(_half_product_fwd, _half_product_bwd)
 
 
-def block(p, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None):
+def block(
+  p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None
+):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
 
   attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
@@ -347,7 +354,9 @@ def _attend_block(q, k, v, start: int):
   return (o / total).astype(v.dtype)
 
 
-def hidden_states(params, cfg: DecoderConfig, ids, lengths=None, mesh=None):
+def hidden_states(
+  params: dict, cfg: DecoderConfig, ids, lengths=None, mesh=None
+):
   """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
 
   lengths int32 [B] (None: all T). The caller applies the head (`head_weight`)

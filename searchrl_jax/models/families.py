@@ -129,7 +129,10 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_config(
-  fields: Mapping[str, Any], *, dtype='float32', like: Mapping | None = None
+  fields: Mapping[str, Any],
+  *,
+  dtype: str = 'float32',
+  like: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
   """The inverse: a config.json that transformers and vLLM load.
 

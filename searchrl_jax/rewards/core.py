@@ -53,7 +53,10 @@ def flat(groups: Sequence[Group]) -> list[Trajectory]:
   return [trajectory for group in groups for trajectory in group]
 
 
-def per_trajectory(groups: Sequence[Group], score: Callable) -> Rewards:
+def per_trajectory(
+  groups: Sequence[Group],
+  score: Callable[[Trajectory], float | Mapping[str, float]],
+) -> Rewards:
   """Applies a function to each trajectory that did not fail.
 
   Args:
@@ -219,7 +222,9 @@ def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:
   return (len(lengths) if at == 'segment' else sum(lengths),)
 
 
-def _check_result(name: str, result: Rewards, trajectories) -> None:
+def _check_result(
+  name: str, result: Rewards, trajectories: Sequence[Trajectory]
+) -> None:
   where = f'config.reward.{name}'
   columns = {'value': result.value, 'valid': result.valid, **result.parts}
   for label, column in columns.items():
@@ -241,7 +246,9 @@ def _check_result(name: str, result: Rewards, trajectories) -> None:
     )
 
 
-def _place(trajectory, value, source: str, target: str) -> np.ndarray:
+def _place(
+  trajectory: Trajectory, value: Any, source: str, target: str
+) -> np.ndarray:
   """Converts a value at level `source` to a finer level with the same sum."""
   value = np.asarray(value, np.float32)
   if source == target:

@@ -5,7 +5,7 @@ a function `equal(a, b) -> bool`. `equal(a, a)` is False if a text is not an
 answer. experiments.ttrl.mathematics.equal compares mathematical answers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import lookup
@@ -36,7 +36,11 @@ def correct(answer: str | None, golds: Iterable[str], match: str) -> float:
   return float(bool(answer) and any(equal(gold, answer) for gold in golds))
 
 
-def keys(answers, match: str, synonyms=()) -> list[str | None]:
+def keys(
+  answers: Iterable[str | None],
+  match: str,
+  synonyms: Iterable[Sequence[str]] = (),
+) -> list[str | None]:
   """Returns a key per answer; equal answers have equal keys.
 
   Equality may not be transitive (for some checkers 50% equals 50 and 0.5). An

@@ -22,7 +22,7 @@ from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, flat, per_trajectory
 from searchrl_jax.sources.chat import Chat, ChatError, payload
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.types import Group, Rewards
+from searchrl_jax.types import Group, Rewards, Trajectory
 
 VERDICTS = {'correct': True, 'incorrect': False}
 SCHEMA = {
@@ -139,7 +139,12 @@ def read(reply: str) -> bool:
   return VERDICTS[word]
 
 
-async def grade(trajectories, env: SearchEnv, judge: Judge, after_em: bool):
+async def grade(
+  trajectories: Sequence[Trajectory],
+  env: SearchEnv,
+  judge: Judge,
+  after_em: bool,
+) -> tuple[np.ndarray, np.ndarray]:
   """Returns (grades, unusable), float32 [B].
 
   grades: 1 right, 0 wrong, NaN if the trajectory or the judge failed. A missing

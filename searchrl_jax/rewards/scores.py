@@ -8,7 +8,7 @@ equal, and such a golden answer is a substring of every prediction.
 """
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 import math
 import re
 import string
@@ -99,7 +99,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
   return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def maj_at_k(votes: Sequence, correct: Sequence[bool], k: int) -> float:
+def maj_at_k(
+  votes: Sequence[Hashable | None], correct: Sequence[bool], k: int
+) -> float:
   """Expected correctness of the majority vote of k of the n samples.
 
   Exact: the mean over all C(n, k) subsets. Ties are split evenly. None is not
@@ -123,7 +125,9 @@ def maj_at_k(votes: Sequence, correct: Sequence[bool], k: int) -> float:
   return won / math.comb(n, k)
 
 
-def _at_most(counts, silent: int, picks: int, top: int) -> dict[int, int]:
+def _at_most(
+  counts: list[int], silent: int, picks: int, top: int
+) -> dict[int, int]:
   """Ways to pick at most `top` of each class, by the number that have `top`."""
   ways = {(0, 0): 1}  # (picked, classes at top) -> number of ways
   for count in counts:
@@ -139,7 +143,9 @@ def _at_most(counts, silent: int, picks: int, top: int) -> dict[int, int]:
   return out
 
 
-def best_at_k(scores: Sequence, correct: Sequence[bool], k: int) -> float:
+def best_at_k(
+  scores: Sequence[float], correct: Sequence[bool], k: int
+) -> float:
   """Expected correctness of the sample that scores highest among k of the n.
 
   Exact: the mean over all C(n, k) subsets, in which the sample of rank r
@@ -188,7 +194,14 @@ def bootstrap(
   return Interval(float(x.mean()), float(low), float(high), len(x))
 
 
-def paired_bootstrap(a, b, *, resamples: int, seed: int, level: float = 0.95):
+def paired_bootstrap(
+  a: Sequence[float],
+  b: Sequence[float],
+  *,
+  resamples: int,
+  seed: int,
+  level: float = 0.95,
+) -> Interval:
   """Returns the `Interval` of the mean of a - b; a[i] and b[i] are paired."""
   difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
   return bootstrap(difference, resamples=resamples, seed=seed, level=level)

@@ -20,20 +20,26 @@ to failed searches could have changed the majority, there is no label.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from searchrl_jax.rewards import equivalence, scores
-from searchrl_jax.rewards.core import require
-from searchrl_jax.types import Question, Rewards
+from searchrl_jax.rewards.core import RewardContext, require
+from searchrl_jax.types import Group, Question, Rewards
 
 # (keys of the votes, None = no vote; question; step) -> key of the label.
 Choose = Callable[[list[str | None], Question, int], str | None]
 
 
 async def majority(
-  groups, context, *, votes: int, train: int, match: str, max_abstained: float
+  groups: Sequence[Group],
+  context: RewardContext,
+  *,
+  votes: int,
+  train: int,
+  match: str,
+  max_abstained: float,
 ) -> Rewards:
   """1 if the answer is the most frequent one of its group.
 
@@ -100,8 +106,14 @@ def most_frequent(keys, question, step) -> str | None:
 
 
 def labelled(
-  groups, context, choose: Choose, votes, train, match, max_abstained
-):
+  groups: Sequence[Group],
+  context: RewardContext,
+  choose: Choose,
+  votes: int,
+  train: int,
+  match: str,
+  max_abstained: float,
+) -> Rewards:
   """Rewards as in `majority`, with the labels that `choose` returns."""
   n = sum(map(len, groups))
   value, valid = np.zeros(n, np.float32), np.zeros(n, bool)

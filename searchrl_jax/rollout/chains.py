@@ -45,7 +45,9 @@ def greedy(config: ConfigDict) -> ConfigDict:
   return _changed(config.rollout, **options)
 
 
-def refill_config(config, groups: Sequence[Group], n: int) -> ConfigDict:
+def refill_config(
+  config: ConfigDict, groups: Sequence[Group], n: int
+) -> ConfigDict:
   """Returns config.rollout for n more questions in a step with these groups.
 
   config.rollout.max_failed applies to all trajectories of the step together.
@@ -120,7 +122,9 @@ async def rollout(
   return Rollout(groups, run.stats)
 
 
-async def sample(questions: Sequence, services: Services) -> list[Group]:
+async def sample(
+  questions: Sequence[Question], services: Services
+) -> list[Group]:
   """The sampler `chains`: trajectories that do not depend on each other."""
   starts, slots = services.starts(questions), services.slots()
 

@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 
+from searchrl_jax.data.core import Stream
 from searchrl_jax.rollout.chains import Rollout
 from searchrl_jax.run import records
 from searchrl_jax.run.signals import Signals
@@ -54,7 +55,9 @@ class Collector:
     steps: of the run.
   """
 
-  def __init__(self, stream, *, questions: int, max_staleness: int, steps: int):
+  def __init__(
+    self, stream: Stream, *, questions: int, max_staleness: int, steps: int
+  ):
     self._stream = stream
     self._questions, self._ahead, self._steps = questions, max_staleness, steps
     self._under_way: dict[int, _Step] = {}
@@ -148,7 +151,9 @@ class Collector:
     one.future = self._play(questions, step, one)
     self._under_way[step] = one
 
-  def _play(self, questions, step: int, one: _Step, **how) -> futures.Future:
+  def _play(
+    self, questions: Sequence[Question], step: int, one: _Step, **how
+  ) -> futures.Future:
     how |= dict(step=step, ended=dict(one.ended), on_trajectory=one.keep)
     return self._signals.start(self._counted(questions, **how))
 
@@ -186,7 +191,9 @@ def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
   return records.encode([records.Record(*x) for x in pairs], exact=True)
 
 
-def staleness(groups: Sequence, version: int, most: int) -> dict[str, float]:
+def staleness(
+  groups: Sequence[Sequence[Trajectory]], version: int, most: int
+) -> dict[str, float]:
   """Ages, in versions, of the tokens that `version` is trained on.
 
   Returns:

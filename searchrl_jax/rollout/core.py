@@ -143,7 +143,9 @@ class Services:
     """
     return [self.env.reset(question, self.role) for question in questions]
 
-  def stream(self, question: Question, sample: int, branch=()) -> int:
+  def stream(
+    self, question: Question, sample: int, branch: Sequence[str | int] = ()
+  ) -> int:
     """The seed of a random stream; see `trajectory_seed`."""
     name = (self.seed, self.step, question.id, self.role, sample)
     return trajectory_seed(*name, *branch)
@@ -235,7 +237,12 @@ class Services:
       )
 
   async def attempt(
-    self, handle: Handle, state: State, action: Action, sample: int, branch=()
+    self,
+    handle: Handle,
+    state: State,
+    action: Action,
+    sample: int,
+    branch: Sequence[str | int] = (),
   ) -> Trajectory:
     """Plays to the end and closes the handle. Does not record the result."""
     begin = time.monotonic()
@@ -247,7 +254,12 @@ class Services:
     return self.env.trajectory(state, sample, time.monotonic() - begin)
 
   async def turn(
-    self, handle: Handle, state: State, action: Action, sample: int, branch=()
+    self,
+    handle: Handle,
+    state: State,
+    action: Action,
+    sample: int,
+    branch: Sequence[str | int] = (),
   ) -> tuple[State, Action]:
     """Plays one turn and the search that it asks for.
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import pathlib
 import re
 import shutil
@@ -72,17 +73,18 @@ def _tuples(fields: dict) -> dict:
 def mesh(config: ConfigDict, devices=None):
   """Makes the mesh; disables TF32 on GPUs if the model is float32.
 
-  On accelerators, compiled programs are kept for the next start, in the folder
-  JAX_COMPILATION_CACHE_DIR or else in ~/.cache/searchrl_jax: the programs of a
-  3B model take minutes to compile. Those of a CPU may not run on another one.
+  On accelerators, compiled programs are kept for the next start where the
+  retrieval service keeps its own: those of a 3B model take minutes to compile.
   """
   if config.model.dtype == 'float32':
     jax.config.update('jax_default_matmul_precision', 'highest')
-  if (
-    jax.default_backend() != 'cpu' and not jax.config.jax_compilation_cache_dir
-  ):
-    folder = pathlib.Path('~/.cache/searchrl_jax').expanduser()
-    jax.config.update('jax_compilation_cache_dir', str(folder))
+  if jax.default_backend() != 'cpu':
+    from retrieval import devices as programs
+
+    try:
+      programs.keep_programs(None)
+    except (OSError, RuntimeError) as e:
+      logging.warning('compiled programs are not kept: %s', e)
   return sharding.make_mesh(**config.mesh.to_dict(), devices=devices)
 
 

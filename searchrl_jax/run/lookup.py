@@ -111,7 +111,12 @@ def inputs(fn: Callable) -> tuple[str, ...]:
   return tuple(p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD)
 
 
-def require_fields(where: str, fn, given: Collection[str], error=ConfigError):
+def require_fields(
+  where: str,
+  fn: Callable,
+  given: Collection[str],
+  error: type[Exception] = ConfigError,
+) -> None:
   """Checks the keyword-only arguments `given` to `fn`: known, none missing.
 
   Raises:

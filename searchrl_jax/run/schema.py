@@ -91,12 +91,6 @@ RANGES = (
 )
 
 
-PARTS = (
-  'model mesh data env source tools engine rollout reward judge algorithm '
-  'critic batch optim sft train checkpoint eval log'
-).split()
-
-
 def parse_arg(arg: str | None, **known):
   """Parses 'a=1,b=x' (what follows `config.py:`) against typed defaults.
 
@@ -127,8 +121,11 @@ def parse_arg(arg: str | None, **known):
 
 def base() -> ConfigDict:
   """Every field with its neutral value. Units are in the comments."""
-  c = ConfigDict(dict(name='base', seed=0) | {part: {} for part in PARTS})
+  c = ConfigDict()
+  c.name = 'base'
+  c.seed = 0
 
+  c.model = ConfigDict()
   c.model.path = ''  # a Hugging Face folder; '' = from scratch, by `arch`
   # A Hugging Face folder; '' = model.path; 'world': the generated worlds'
   # words; 'bpe': trained on source.corpus.
@@ -142,11 +139,12 @@ def base() -> ConfigDict:
   c.model.scan_unroll = 1  # layers unrolled in a step of the scan
   c.model.attention = 'auto'  # auto, xla, cudnn
 
-  # Devices on each axis; one may be -1, the rest.
+  c.mesh = ConfigDict()  # devices on each axis; one may be -1, the rest
   c.mesh.data = -1
   c.mesh.fsdp = 1
   c.mesh.tensor = 1
 
+  c.data = ConfigDict()
   c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data, else the hub
   c.data.world_module = 'searchrl_jax.worlds.microworld'  # generates them
   c.data.world_seed = 0  # of a generated world, for `microworld` sets
@@ -156,6 +154,7 @@ def base() -> ConfigDict:
   c.data.eval = ConfigDict()  # name -> {module, ...its own fields}
   c.data.shuffle = True
 
+  c.env = ConfigDict()
   # The class of the environment; called like `text.env.SearchEnv`.
   c.env.module = 'searchrl_jax.text.env.SearchEnv'
   c.env.template = 'base'  # a name in text/templates, or a file
@@ -174,6 +173,7 @@ def base() -> ConfigDict:
   # trainer's old log-probs and weight 1.
   c.env.train_observations = False
 
+  c.source = ConfigDict()
   c.source.module = 'service'
   c.source.url = ''  # of a running server; '' = start one over `corpus`
   c.source.corpus = ''  # JSONL(.gz), or 'world': the generated one
@@ -209,9 +209,11 @@ def base() -> ConfigDict:
   c.source.simulator.base = 4.0
   c.source.simulator.steps = 100  # after which it is noise_to
 
-  # c.tools: tools besides `search`, which is `source`: name -> {module, ...its
-  # own fields}. A block of the template calls one by name.
+  # Tools besides `search`, which is `source`: name -> {module, ...its own
+  # fields}. A block of the template calls one by name.
+  c.tools = ConfigDict()
 
+  c.engine = ConfigDict()
   c.engine.module = 'jax_sampler'
   c.engine.slots = 64  # sequences decoded together
   c.engine.max_len = 1024  # tokens in a slot's cache
@@ -240,6 +242,7 @@ def base() -> ConfigDict:
   c.engine.deadline = 900.0  # seconds after which no further one is made
   c.engine.attempts = 4  # of a completion
 
+  c.rollout = ConfigDict()
   c.rollout.questions = 32  # questions in a step
   c.rollout.group = 8  # trajectories of one question
   # What samples the groups in training: a module of searchrl_jax.rollout, or
@@ -266,10 +269,11 @@ def base() -> ConfigDict:
   # run (what staleness adds counts too); 0 = no alarm.
   c.rollout.mismatch_alarm = 0.0
 
-  # c.reward: name -> {fn, weight, ...its own fields}.
+  c.reward = ConfigDict()  # name -> {fn, weight, ...its own fields}
 
   # A language model that judges answers, behind an OpenAI-compatible server:
   # for the reward judge.correct, and beside EM and F1 in every evaluation.
+  c.judge = ConfigDict()
   c.judge.url = ''  # '' = there is none; the token is OPENAI_API_KEY's
   c.judge.model = ''  # '' = the one that is served
   c.judge.timeout = 30.0  # seconds for one attempt
@@ -277,6 +281,7 @@ def base() -> ConfigDict:
   c.judge.concurrency = 32  # requests in flight
   c.judge.max_failed = 0.2  # fraction of missing verdicts that stops
 
+  c.algorithm = ConfigDict()
   c.algorithm.advantage = 'grpo'  # in advantages.py, or a dotted path
   c.algorithm.advantage_kw = ConfigDict()  # that function's own fields
   c.algorithm.loss = 'clip'  # in losses.py, or a dotted path
@@ -299,6 +304,7 @@ def base() -> ConfigDict:
   c.algorithm.drop_zero_variance = False  # leave such groups out of the batch
 
   # The critic of advantage='gae': a backbone and a value head of its own.
+  c.critic = ConfigDict()
   c.critic.path = ''  # a Hugging Face folder; '' = as the policy starts
   c.critic.lr = 0.0  # 0 = there is none
   c.critic.schedule = 'constant'  # as optim.schedule
@@ -307,11 +313,13 @@ def base() -> ConfigDict:
   c.critic.clip = 0.5  # largest step of a value, in returns; 0 = not clipped
   c.critic.pretrain_steps = 0  # first steps, which train only the critic
 
+  c.batch = ConfigDict()
   c.batch.lengths = (256, 512, 1024)  # buckets, in tokens; last = the limit
   c.batch.tokens = 8192  # tokens in one microbatch (rows x length), per step
   c.batch.loss_fraction = 0.5  # loss tokens a microbatch holds, of its tokens
   c.batch.head_chunk = 1024  # loss tokens scored at once by the head
 
+  c.optim = ConfigDict()
   c.optim.lr = 1e-6
   c.optim.schedule = 'constant'  # constant, linear, cosine
   c.optim.warmup = 0  # updates
@@ -322,6 +330,7 @@ def base() -> ConfigDict:
   c.optim.clip_norm = 1.0
   c.optim.freeze = ''  # a regex of paths of parameters that stay fixed
 
+  c.sft = ConfigDict()
   c.sft.data = ConfigDict()  # {module, ...its own fields}: scripted traces
   c.sft.steps = 0
   c.sft.rows = 32  # sequences in an update
@@ -333,11 +342,13 @@ def base() -> ConfigDict:
   c.sft.seconds = 0.0  # stop after this time; 0 = no limit
   c.sft.save_every = 0  # steps; 0 = only at the end
 
+  c.train = ConfigDict()
   # Rollouts; optimizer updates = steps x minibatches x epochs.
   c.train.steps = 100
   c.train.seconds = 0.0  # stop after this time; 0 = no limit
   c.train.init = ''  # run folder or HF folder to start from; '' = the model
 
+  c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0 = only at the end
   c.checkpoint.keep = 2  # the last k
   # Also keep the best by this metric (then every evaluated step is saved):
@@ -345,6 +356,7 @@ def base() -> ConfigDict:
   # and is not reported. '' = no.
   c.checkpoint.best = ''
 
+  c.eval = ConfigDict()
   c.eval.every = 50  # steps; 0 = only at the end
   c.eval.questions = 0  # of each set; 0 = all
   c.eval.n = 1  # samples of a question
@@ -359,6 +371,7 @@ def base() -> ConfigDict:
   c.eval.bootstrap = 2000  # resamples behind an interval
   c.eval.seed = 0
 
+  c.log = ConfigDict()
   c.log.tensorboard = True
   c.log.wandb = 'disabled'  # disabled, offline, online
   c.log.project = 'searchrl'

@@ -273,7 +273,12 @@ class Session:
     except Exception as e:
       self._failure = e
 
-  def end_step(self, metrics: Mapping, trajectories=(), **progress: str):
+  def end_step(
+    self,
+    metrics: Mapping[str, float],
+    trajectories: Sequence[Mapping[str, Any]] = (),
+    **progress: str,
+  ) -> None:
     """Evaluates and saves if that is due, and writes the step.
 
     Args:

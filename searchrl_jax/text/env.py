@@ -36,6 +36,7 @@ the policy are recorded as sampled and never encoded again. Imports no JAX.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +140,11 @@ class SearchEnv:
     raise ValueError(f'trajectory {state.name}: {what}')
 
   def trajectory(
-    self, state: State, sample=0, seconds=0.0, meta: Mapping | None = None
+    self,
+    state: State,
+    sample: int = 0,
+    seconds: float = 0.0,
+    meta: Mapping[str, Any] | None = None,
   ) -> types.Trajectory:
     """Returns the record of a finished attempt.
 
@@ -190,9 +195,11 @@ class SearchEnv:
   def _completed(self, state: State, completion: Completion):
     n, limit = len(completion.ids), state.pending.max_tokens
     logps, versions = len(completion.logps), len(completion.versions)
-    more = f'at most {limit}) with {logps} logps, {versions} versions'
-    good = logps == versions == n <= limit
-    _require(good, state, f'was sent {n} ids ({more}')
+    _require(
+      logps == versions == n <= limit,
+      state,
+      f'{n} ids (at most {limit}) with {logps} logps, {versions} versions',
+    )
     ids = np.asarray(completion.ids, np.int32)
     pieces = [*map(self.tokenizer.token_bytes, ids.tolist())]
     parser, kinds, ended = state.parser.feed(pieces)

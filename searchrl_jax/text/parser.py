@@ -27,6 +27,7 @@ import re
 import numpy as np
 
 from searchrl_jax.text.prompts import OUTSIDE
+from searchrl_jax.types import Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,10 @@ def make_block(parsed, author: str, turn: int) -> Block:
 
 
 def blocks(
-  segments, template, tokenizer, known: Sequence[Block] | None = None
+  segments: Sequence[Segment],
+  template,
+  tokenizer,
+  known: Sequence[Block] | None = None,
 ) -> tuple[Block, ...]:
   """Returns the blocks after the prompt.
 

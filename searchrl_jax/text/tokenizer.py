@@ -158,7 +158,9 @@ class Tokenizer:
     """Encodes our own text, in which control tokens are parsed."""
     return self.encode_parts([(text, True)], start=start)
 
-  def encode_parts(self, parts: Iterable[tuple], start=False) -> list[int]:
+  def encode_parts(
+    self, parts: Iterable[tuple[str, bool]], start: bool = False
+  ) -> list[int]:
     """Encodes (text, ours) parts as one text.
 
     Added tokens are parsed in our parts only. Ordinary text is encoded across
@@ -302,7 +304,9 @@ def load(path: str | os.PathLike) -> Tokenizer:
   return Tokenizer(hf, path, eos if isinstance(eos, list) else [eos])
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, folder) -> Tokenizer:
+def train_bpe(
+  texts: Iterable[str], vocab_size: int, folder: str | os.PathLike
+) -> Tokenizer:
   """Trains a byte-level BPE and saves it as a Hugging Face folder.
 
   Special tokens are `<|pad|>` and `<|eos|>`; protocol tags are ordinary text.

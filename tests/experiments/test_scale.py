@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmarks import scale
+from experiments.benchmarks import generated, scale
 from retrieval.dense_jax import DenseJax
 
 
@@ -89,7 +89,7 @@ def test_resident_bytes_told_from_shapes_are_those_of_the_index():
     {'passages': 2, 'disk_bytes': 0, 'work_s': 0},
     4,
   )
-  vectors = scale.Generated().encode_passages([''] * 64 * 3)
+  vectors = generated.Generated().encode_passages([''] * 64 * 3)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
   for line in plan[-2:]:
     index = DenseJax(
@@ -101,9 +101,9 @@ def test_resident_bytes_told_from_shapes_are_those_of_the_index():
 
 
 def test_generated_vectors_have_length_one_and_are_around_centres():
-  generated = scale.Generated()
-  vectors = generated.encode_passages([''] * 500)
+  encoder = generated.Generated()
+  vectors = encoder.encode_passages([''] * 500)
   assert vectors.shape == (500, 768) and vectors.dtype == np.float32
   np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-  nearest = (vectors @ generated._centres.T).max(1)
+  nearest = (vectors @ encoder._centres.T).max(1)
   assert nearest.min() > 0.5  # cos of 45 degrees is 0.71, of strangers 0.15

@@ -25,6 +25,7 @@ import itertools
 import logging
 import pathlib
 import time
+from typing import Any
 
 import numpy as np
 
@@ -263,7 +264,13 @@ class VllmEngine(HandleEngine):
       counters['prefilled_tokens'] += len(ids) - out.cached
       request.handle.home.prefilled += len(ids) - out.cached
 
-  async def _ask(self, send: Callable, handle: Handle, only, probe: bool):
+  async def _ask(
+    self,
+    send: Callable[[Server], Awaitable[Any]],
+    handle: Handle,
+    only: Server | None,
+    probe: bool,
+  ) -> Any:
     """The result of `await send(server)`, tried again if a server fails.
 
     Calls wait for a place at their server, except probes.
@@ -295,7 +302,9 @@ class VllmEngine(HandleEngine):
       self._counters['retries'] += 1
       await asyncio.sleep(servers.POLL * 2**failures)
 
-  async def _choose(self, handle: Handle, only, probe: bool) -> Server:
+  async def _choose(
+    self, handle: Handle, only: Server | None, probe: bool
+  ) -> Server:
     """The server of the handle's prefix, else the least loaded.
 
     Calls wait while all are held, except probes, and for a server to recover.

@@ -27,7 +27,9 @@ _GUARD = 'cat; kill -s TERM -- -$0 && sleep $1 && kill -s KILL -- -$0'
 class ProcessGroup:
   """A command, running as the leader of its own process group."""
 
-  def __init__(self, command: list[str], env: dict, log, grace_s: float):
+  def __init__(
+    self, command: list[str], env: dict[str, str], log, grace_s: float
+  ):
     """Starts `command`.
 
     Args:

@@ -171,7 +171,9 @@ class Sidecar:
     self._group = None
 
 
-def start_sidecar(model, *, log_file, **flags: object) -> Sidecar:
+def start_sidecar(
+  model: str | os.PathLike, *, log_file: str | os.PathLike, **flags: object
+) -> Sidecar:
   """Starts a server that ends with this process, and waits until it answers.
 
   Args:

@@ -47,7 +47,9 @@ class Server:
     sidecar: the launcher.Sidecar that restarts it; None: not started by us.
   """
 
-  def __init__(self, url: str, model: dict, tokenizer, config, sidecar=None):
+  def __init__(
+    self, url: str, model: dict[str, Any], tokenizer, config, sidecar=None
+  ):
     good = url.startswith('http')
     require(good, f'config.engine.url: {url!r} is no http://host:port')
     self.url = url

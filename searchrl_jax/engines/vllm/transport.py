@@ -68,7 +68,13 @@ class Client:
     return (await self._call('POST', '/collective_rpc', **request))['results']
 
   async def complete(
-    self, model: str, ids, sampling: Sampling, limit: int, seed: int, salt: str
+    self,
+    model: str,
+    ids: Sequence[int],
+    sampling: Sampling,
+    limit: int,
+    seed: int,
+    salt: str,
   ) -> Output:
     """Samples at most `limit` after `ids`. Requests of one salt share prefixes.
 

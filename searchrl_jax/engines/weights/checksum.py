@@ -78,7 +78,11 @@ def checksums(parts: dict, dtype: str | None = None) -> dict[str, str]:
   return out
 
 
-def compare(published: Mapping, loaded: Mapping, engine='the engine') -> None:
+def compare(
+  published: Mapping[str, str],
+  loaded: Mapping[str, str],
+  engine: str = 'the engine',
+) -> None:
   """Raises SyncError that names every tensor that differs."""
   lines = ''
   differ = {k for k, _ in published.items() ^ loaded.items()}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax.engines import core
-from searchrl_jax.engines.core import Engine, Sampling
+from searchrl_jax.engines.core import Engine, Sampling, SyncReport
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.checksum import compare as compare
 from searchrl_jax.models import decoder
@@ -51,8 +51,13 @@ def manifest(params: dict, dtype: str | None = None) -> dict[str, str]:
 
 
 async def sync_and_verify(
-  engine: Engine, params, version: int, canary_ids, trainer_logps_fn, tolerance
-) -> core.SyncReport:
+  engine: Engine,
+  params: dict,
+  version: int,
+  canary_ids: Sequence[int],
+  trainer_logps_fn: Callable,
+  tolerance: float,
+) -> SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
   The engine generates only the checks until then, and nothing after a failure.
