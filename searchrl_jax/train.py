@@ -205,10 +205,12 @@ def main():
   if _DRY_RUN.value:
     checks.check(config)
     rewards.check(config, ())
-    tok = build.tokenizer(config, workdir)
+    vocab_size = 1  # a shape by name has its own
+    if config.model.tokenizer or not build.names_shape(config):
+      vocab_size = build.tokenizer(config, workdir).vocab_size
     if _TOPOLOGY.value:
-      sys.exit(gate.show(config, _TOPOLOGY.value, tok.vocab_size))
-    print(dryrun.report(config, tok.vocab_size))
+      sys.exit(gate.show(config, _TOPOLOGY.value, vocab_size))
+    print(dryrun.report(config, vocab_size))
     return
   train(config, workdir)
 

@@ -218,6 +218,21 @@ def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
   assert err == 'saved\n'
 
 
+def test_a_shape_by_name_is_reported_on_and_not_trained(tmp_path):
+  with mock.patch(
+    'searchrl_jax.learn.dryrun.report', side_effect='{} {}'.format
+  ) as report:
+    command(
+      'train',
+      '--config=configs/search_r1.py:model=qwen2.5-3b',
+      f'--workdir={tmp_path}',
+      '--dry_run',
+    )
+  assert report.call_args.args[1] == 1  # the vocabulary is the shape's own
+  with pytest.raises(checks.ConfigError, match='is a shape for reports'):
+    build.local('qwen2.5-3b')
+
+
 def test_the_notes_of_an_error_are_printed(tmp_path):
   error = records.RunError('the first error')
   error.add_note('what closing raised')

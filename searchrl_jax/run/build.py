@@ -146,6 +146,11 @@ def local(path: str, field: str = 'config.model.path') -> str:
   if pathlib.Path(path).is_dir():
     return path
   lookup.require(
+    path not in shapes_lib.NAMED,
+    f'{field}={path!r} is a shape for reports, without weights or tokenizer; '
+    'give a Hugging Face folder or name, such as Qwen/Qwen2.5-3B',
+  )
+  lookup.require(
     re.fullmatch(r'[\w.-]+/[\w.-]+', path), f'{field}={path!r}: no such folder'
   )
   import huggingface_hub
@@ -162,11 +167,18 @@ def local(path: str, field: str = 'config.model.path') -> str:
     ) from e
 
 
+def names_shape(config: ConfigDict) -> bool:
+  """Whether config.model.path is a shape by name (`models/shapes.py`), which
+  has neither weights nor a tokenizer."""
+  path = config.model.path
+  return path in shapes_lib.NAMED and not pathlib.Path(path).is_dir()
+
+
 def model_config(config: ConfigDict, vocab_size: int):
   """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
   flags = {name: config.model[name] for name in _COMPUTED}
   path = config.model.path
-  if path in shapes_lib.NAMED and not pathlib.Path(path).is_dir():
+  if names_shape(config):
     cfg = pretrained.decoder_config(shapes_lib.NAMED[path], **flags)
   elif path:
     cfg = pretrained.read_config(local(path), **flags)
