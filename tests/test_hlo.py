@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+from jax.experimental import pallas as pl
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import pytest
@@ -12,7 +13,11 @@ from searchrl_jax.run.lookup import ConfigError
 
 # A loop of 3 steps, each of which gathers a weight of 4 x 8 bfloat16 and calls
 # a library kernel, with a loop of unknown length inside.
-TEXT = (pathlib.Path(__file__).parent / 'data' / 'loop.hlo').read_text()
+DATA = pathlib.Path(__file__).parent / 'data'
+TEXT = (DATA / 'loop.hlo').read_text()
+# As XLA prints it for TPUs: a loop of 3 steps by its condition alone, a gather
+# in two fusions, a gather as a sum, and results in on-chip memory (S(1)).
+TPU = (DATA / 'tpu.hlo').read_text()
 
 
 def test_collectives_count_as_often_as_their_loops_run():
@@ -136,6 +141,48 @@ def test_a_real_program_is_read():
   gradient = jax.jit(jax.grad(lambda w: f(shapes[0], w).sum()))
   traced = gradient.trace(shapes[1])
   assert hlo.dot_flops(traced.jaxpr) == 3 * 5 * 2 * 4 * 8 * 8
+
+
+def test_a_gather_in_several_fusions_of_a_tpu_counts_once():
+  fused, summed = hlo.Program(TPU).collectives()
+  assert (fused.kind, fused.nbytes, fused.times) == ('all-gather', 128, 3)
+  assert fused.op == 'jit(f)/while/body/dot' and fused.loop
+  # A sum of parts with zeros is a gather that sends as an all-reduce does:
+  # 8 x 4 x 2 bytes, three quarters of them twice.
+  assert (summed.kind, summed.nbytes, summed.sent) == ('all-gather', 64, 96)
+
+
+def test_on_chip_memory_of_a_tpu_is_no_traffic():
+  program = hlo.Program(TPU)
+  # A step: 32 read and written by the start, 32 read by the end, 256 read by
+  # the copy, 256 written by the kernel.
+  step = (32 + 32) + 32 + 256 + 256
+  # Scalars: two broadcasts, two indices, a comparison and its result.
+  scalars = 4 + 4 + 2 * 4 + 2 * 4 + 1
+  assert program.traffic() == 3 * (step + scalars)
+  assert {str(shape) for _, shape, _ in program.largest(9)} == {
+    'f32[8,8]',
+    'bf16[2,8]',
+    'pred[]',
+  }
+
+
+def test_products_of_a_pallas_kernel_count_once_for_each_step_of_its_grid():
+  def kernel(x, w, o):
+    o[...] = jnp.dot(x[...], w[...])
+
+  f = pl.pallas_call(
+    kernel,
+    grid=(4,),
+    in_specs=[
+      pl.BlockSpec((2, 8), lambda i: (i, 0)),
+      pl.BlockSpec((8, 16), lambda i: (0, 0)),
+    ],
+    out_specs=pl.BlockSpec((2, 16), lambda i: (i, 0)),
+    out_shape=jax.ShapeDtypeStruct((8, 16), jnp.float32),
+  )
+  traced = jax.jit(f).trace(jnp.zeros((8, 8)), jnp.zeros((8, 16)))
+  assert hlo.dot_flops(traced.jaxpr) == 2 * 8 * 8 * 16
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ _COLLECTIVES = (
   'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all',
   'collective-permute', 'collective-broadcast', 'ragged-all-to-all',
 )  # fmt: skip
-# Instructions that move no data.
+# Instructions, and custom calls of XLA's compiler for TPUs, that move no data.
 _FREE = {
   'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while',
   'conditional', 'call', 'after-all', 'partition-id', 'replica-id',
-  'opt-barrier', 'async-start', 'async-update', 'async-done',
+  'opt-barrier', 'async-start', 'async-update', 'async-done', 'AllocateBuffer',
+  'ConcatBitcast', 'AsyncCollectiveDone', 'AssumeGatherIndicesInBound',
 }  # fmt: skip
 _SLICES = ('dynamic-slice', 'gather', 'slice')  # read what they return
 # Write the operand of this number into their first one, where it is.
@@ -32,6 +33,7 @@ _IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
 class Shape(NamedTuple):
   dtype: str
   dims: tuple[int, ...]
+  near: bool = False  # in the on-chip memory of a TPU, not in its HBM
 
   @property
   def nbytes(self) -> int:
@@ -53,15 +55,19 @@ class Instruction:
   shapes: tuple[Shape, ...]
   operands: tuple[str, ...]
   called: tuple[str, ...]
-  trips: int | None  # of a loop; None: XLA does not know
+  trips: int | None  # of a loop; None: XLA does not say
   target: str  # of a custom call
   op: str
   group: tuple[int, ...]  # of a collective
+  channel: str = ''  # of a collective
+  value: int | None = None  # of an integer constant
 
   @property
   def results(self) -> tuple[Shape, ...]:
     """Its shapes, without the operands that an asynchronous start returns."""
     count = len(self.operands)
+    if self.opcode == 'copy-start':  # (result, operand, context)
+      return self.shapes[:1]
     if self.opcode.endswith('-start') and self.opcode != 'all-reduce-start':
       # (operands, results, ...): as many results as operands.
       return self.shapes[count : 2 * count]
@@ -70,6 +76,11 @@ class Instruction:
   @property
   def nbytes(self) -> int:
     return sum(shape.nbytes for shape in self.results)
+
+  @property
+  def stored(self) -> int:
+    """Bytes of its results in the device's memory."""
+    return sum(shape.nbytes for shape in self.results if not shape.near)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +103,7 @@ class Collective:
 
 
 _INSTRUCTION = re.compile(r'\s+(?:ROOT )?(%?[\w.-]+) = (.*)')
-_SHAPE = re.compile(r'\b([a-z]\w*)\[([\d,]*)\]')
+_SHAPE = re.compile(r'\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?')
 _CALLED = re.compile(
   r'\b(?:calls|body|condition|to_apply|branch_computations|'
   r'true_computation|false_computation)=(?:\{([^}]*)\}|(%?[\w.-]+))'
@@ -139,12 +150,27 @@ class Program:
       out[name] = before + times, loop or looped, branch
       for i in self.computations[name].values():
         if i.opcode == 'while':
-          trips = self._unknown if i.trips is None else i.trips
+          trips = self._trips(i)
           waiting += [(c, times * trips, True, branch) for c in i.called]
         elif i.opcode in ('call', 'conditional', 'async-start'):
           inside = branch or i.opcode == 'conditional'
           waiting += [(c, times, loop, inside) for c in i.called]
     return out
+
+  def _trips(self, loop: Instruction) -> int:
+    """How often a loop runs. XLA's compiler for TPUs does not print it: there,
+    the bound that the condition compares a counter with."""
+    if loop.trips is not None:
+      return loop.trips
+    condition = self.computations[loop.called[0]]
+    root = list(condition.values())[-1]
+    bounds = [
+      condition[o].value
+      for o in root.operands
+      if root.opcode == 'compare' and o in condition
+    ]
+    known = [b for b in bounds if b is not None]
+    return known[0] if known else self._unknown
 
   def instructions(self) -> Iterator[tuple[Instruction, int, bool]]:
     """Every instruction that runs, how often, and whether in a loop."""
@@ -156,27 +182,56 @@ class Program:
     """Largest first."""
     out = []
     for name, (times, loop, _) in self.times.items():
-      members = self.computations[name]
-      for i in members.values():
+      for i, members in self._communicating(name):
         kind = i.opcode.removesuffix('-start')
-        if kind not in _COLLECTIVES:
-          continue
-        given = sum(members[o].nbytes for o in i.operands if o in members)
-        sent = max(i.nbytes, given)
+        given = [members[o] for o in i.operands if o in members]
+        sent = max(i.nbytes, sum(g.nbytes for g in given))
         if kind != 'collective-permute':
           sent -= sent // max(len(i.group) or self.devices, 1)
         if kind == 'all-reduce':  # scatters, then gathers
           sent *= 2
+          # XLA gathers small tensors on TPUs as a sum of parts, zero elsewhere.
+          if given and all(self._root(g).opcode in _IN_PLACE for g in given):
+            kind = 'all-gather'
         found = kind, i.results, i.nbytes, times, loop, i.op, sent, i.group
         out.append(Collective(*found))
     return sorted(out, key=lambda c: -c.nbytes * c.times)
+
+  def _communicating(self, name: str) -> Iterator[tuple[Instruction, dict]]:
+    """The collectives of a computation, each with its neighbours.
+
+    On TPUs, the steps of one that runs beside other work are in several
+    fusions, with the same channel.
+    """
+    seen = set()
+    for i in self.computations[name].values():
+      place = self.computations[name]
+      inside = [i]
+      if i.opcode == 'fusion':
+        place = self.computations[i.called[0]]
+        inside = list(place.values())
+      for c in inside:
+        if c.opcode.removesuffix('-start') in _COLLECTIVES:
+          if not c.channel or c.channel not in seen:
+            yield c, place
+          seen.add(c.channel)
+
+  def _root(self, i: Instruction) -> Instruction:
+    """The last instruction of a fusion; another instruction itself."""
+    if i.opcode != 'fusion':
+      return i
+    return list(self.computations[i.called[0]].values())[-1]
 
   def largest(self, count: int) -> list[tuple[int, Shape, str]]:
     """The largest results of kernels: (bytes, shape, operation)."""
     found: dict[tuple[Shape, str], int] = {}
     for i, _, _ in self.instructions():
       if i.opcode not in _FREE:
-        found |= {(shape, i.op or i.name): shape.nbytes for shape in i.results}
+        found |= {
+          (shape, i.op or i.name): shape.nbytes
+          for shape in i.results
+          if not shape.near
+        }
     ranked = sorted(found.items(), key=lambda item: -item[1])[:count]
     return [(size, *key) for key, size in ranked]
 
@@ -200,7 +255,8 @@ class Program:
         continue
       members = self.computations[name]
       for i in members.values():
-        if i.opcode not in _FREE and not i.opcode.endswith('-done'):
+        free = i.opcode in _FREE or i.target in _FREE
+        if not free and not i.opcode.endswith('-done'):
           total += times * self._moved(i, members)
     return total
 
@@ -211,19 +267,19 @@ class Program:
     parameters = [p for p in inner.values() if p.opcode == 'parameter']
     total = 0
     for at, operand in enumerate(i.operands):
-      size = members[operand].nbytes if operand in members else 0
+      size = members[operand].stored if operand in members else 0
       if at < len(parameters):
         size = min(size, _sliced(parameters[at], inner, size))
       elif i.opcode in _SLICES and not at:
-        size = i.nbytes
+        size = min(size, i.nbytes)
       elif i.opcode in _IN_PLACE and not at:
         size = 0
       total += size
-    root = list(inner.values())[-1] if inner else i
+    root = self._root(i)
     if root.opcode in _IN_PLACE:
       update = root.operands[_IN_PLACE[root.opcode]]
-      return total + (inner or members)[update].nbytes
-    return total + i.nbytes
+      return total + (inner or members)[update].nbytes * (i.stored > 0)
+    return total + i.stored
 
 
 def _sliced(parameter: Instruction, inner: dict, whole: int) -> int:
@@ -262,12 +318,13 @@ def _instruction(name: str, rest: str) -> Instruction:
   trips = _TRIPS.search(attributes)
   target = re.search(r'custom_call_target="([^"]*)"', attributes)
   op = re.search(r'op_name="([^"]*)"', attributes)
+  channel = re.search(r'channel_id=(\d+)', attributes)
   return Instruction(
     name.lstrip('%'),
     opcode,
     tuple(
-      Shape(dtype, tuple(int(n) for n in dims.split(',') if n))
-      for dtype, dims in _SHAPE.findall(head)
+      Shape(dtype, tuple(int(n) for n in dims.split(',') if n), 'S(' in layout)
+      for dtype, dims, layout in _SHAPE.findall(head)
     ),
     tuple(o.lstrip('%') for o in re.findall(r'%[\w.-]+', inside)),
     tuple(called),
@@ -275,6 +332,8 @@ def _instruction(name: str, rest: str) -> Instruction:
     target[1] if target else '',
     op[1] if op else '',
     _group(attributes),
+    channel[1] if channel else '',
+    int(inside) if opcode == 'constant' and inside.isdecimal() else None,
   )
 
 
@@ -327,6 +386,8 @@ def dot_flops(jaxpr: Any, times: int = 1) -> int:
       continue
     if name == 'scan':
       repeats = eqn.params['length']
+    if name == 'pallas_call':
+      repeats = math.prod(eqn.params['grid_mapping'].grid)
     if name == 'shard_map':  # its shapes are those of one device
       mesh, manual = eqn.params['mesh'], eqn.params['newly_manual_axes']
       repeats = math.prod(mesh.shape[axis] for axis in manual)
