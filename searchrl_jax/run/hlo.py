@@ -270,7 +270,7 @@ class Program:
       size = members[operand].stored if operand in members else 0
       if at < len(parameters):
         size = min(size, _sliced(parameters[at], inner, size))
-      elif i.opcode in _SLICES and not at:
+      elif i.opcode.removesuffix('-start') in _SLICES and not at:
         size = min(size, i.nbytes)
       elif i.opcode in _IN_PLACE and not at:
         size = 0
