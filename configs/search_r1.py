@@ -183,8 +183,8 @@ def _full(a):
     c.critic.lr = 1e-5
     c.critic.warmup = round(0.015 * 1005) * c.algorithm.minibatches
     c.critic.weight_decay = 0.01
-  c.batch.lengths = (1024, 2048, 3072, 4608)
-  c.batch.tokens = 18432
+  c.batch.lengths = (256, 512, 1024, 2048, 4608)
+  c.batch.tokens = 4608
   c.checkpoint.every = 100
   c.eval.every = 50
   c.eval.questions = 512  # of each set, during training; 0 = all

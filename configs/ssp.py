@@ -365,7 +365,7 @@ def _full(c, a):
   c.optim.warmup = 5
   c.optim.weight_decay = 0.01
   c.batch.lengths = (1024, 2048, 4096, 8192, 12288)
-  c.batch.tokens = 24576
+  c.batch.tokens = 12288
   c.train.steps = 1950  # 10 epochs of 50,000 answers
   c.eval.every = 5
   c.eval.questions = 500  # of each set

@@ -192,7 +192,7 @@ def _full(c, a):
   c.rollout.questions = 256
   c.rollout.group = 5
   c.batch.lengths = (1024, 2048, 3072, 5120)
-  c.batch.tokens = 20480
+  c.batch.tokens = 5120
   c.optim.lr = 1e-6
   c.optim.warmup = 6  # 0.02 of the steps
   c.optim.weight_decay = 0.01

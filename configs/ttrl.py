@@ -239,7 +239,7 @@ def _math_full(a):
   # Log-probs of two programs in bfloat16 differ by about this much.
   c.engine.canary_tolerance = 0.1
   c.batch.lengths = (1024, 2048, 3584)
-  c.batch.tokens = 14336
+  c.batch.tokens = 3584
   return _schedule(c)
 
 

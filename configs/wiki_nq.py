@@ -84,7 +84,6 @@ def get_config(arg=None):
   c.reward.format = ConfigDict(
     dict(fn='answer.format_valid', weight=0.1, require_think=True)
   )
-  # 32 traces fill 1, 2, 3, 4 microbatches of these lengths.
   c.batch.lengths = (64, 128, 176, 256, 384)
   c.batch.tokens = 2048
   c.batch.loss_fraction = 0.4
@@ -142,7 +141,7 @@ def _pretrained(c, a):
   c.algorithm.kl_coef = 0.001
   c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
   c.batch.lengths = (1024, 2048, 4096)
-  c.batch.tokens = 16384
+  c.batch.tokens = 4096
   c.optim.lr = 1e-6
   c.optim.warmup = 30
   c.optim.weight_decay = 0.01

@@ -4,7 +4,7 @@ Axis letters: B sequences, G group, T tokens, P passages, n tokens of a
 segment. This module does not import JAX.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 from typing import Any
 
@@ -194,15 +194,29 @@ class Rewards:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """Fixed-shape arrays for one update; rows padded on the right.
+  """Fixed-shape arrays for one update: B packed rows of T tokens.
+
+  A row holds up to N / B trajectories one after another, without gaps, and
+  padding after the last. Those of row b are entries b N / B to (b + 1) N / B
+  of the arrays [N], in their order in the row.
 
   Loss positions are target positions: mask[b, t] says that token t is in the
-  loss, predicted from tokens < t, so mask[:, 0] is always False.
+  loss, predicted from the tokens of its trajectory before t, so the first
+  token of a trajectory never is.
   """
 
   ids: np.ndarray  # int32 [B, T]
-  lengths: np.ndarray  # int32 [B], tokens in each row (0 = an empty row)
+  starts: np.ndarray  # int32 [N], of a trajectory in its row; T = none
+  lengths: np.ndarray  # int32 [N], tokens of a trajectory; 0 = none
   mask: np.ndarray  # bool [B, T]
   behaviour_logps: np.ndarray  # float32 [B, T], 0 outside mask
   advantages: np.ndarray  # float32 [B, T], 0 outside mask
-  rows: np.ndarray  # int32 [B], index of the trajectory, -1 = an empty row
+  rows: np.ndarray  # int32 [N], index of the trajectory; -1 = none
+
+  def spans(self) -> Iterator[tuple[int, tuple[int, slice]]]:
+    """Each trajectory: its index, and where its tokens are in arrays [B, T]."""
+    places = len(self.rows) // len(self.ids)
+    for n in np.flatnonzero(self.rows >= 0).tolist():
+      start = int(self.starts[n])
+      span = slice(start, start + int(self.lengths[n]))
+      yield int(self.rows[n]), (n // places, span)

@@ -69,9 +69,8 @@ def arrays(minibatches, per_row):
     out.append([])
     for b in mini:
       x = np.zeros(b.ids.shape, np.float32)
-      for i, r in enumerate(b.rows):
-        if r >= 0:
-          x[i, :5] = per_row[r]
+      for r, at in b.spans():
+        x[at] = per_row[r]
       out[-1].append(x)
   return out
 

@@ -115,14 +115,30 @@ def _updater(fields, cfg, supervised, mesh, temperature):
   )
 
 
+def alone(batch):
+  """ids [n, T], a trajectory in each row, and what packs x [n, T] again."""
+  spans = [at for _, at in batch.spans()]
+  ids = np.zeros((len(spans), batch.ids.shape[1]), np.int32)
+  line, column = np.zeros((2, *batch.ids.shape), np.int32)
+  for i, at in enumerate(spans):
+    n = batch.ids[at].size
+    ids[i, :n] = batch.ids[at]
+    line[at], column[at] = i, np.arange(n)
+
+  def pack(x):
+    return jnp.where(batch.mask, x[line, column], 0.0)
+
+  return ids, pack
+
+
 def plain_logps(p, cfg, batch, temperature=1.0):
-  """Full logits, one log-softmax: [B, T] with zeros off the mask."""
-  z = decoder.logits(p, cfg, decoder.hidden_states(p, cfg, batch.ids))
+  """Each trajectory by itself, full logits, one log-softmax: [B, T]."""
+  ids, pack = alone(batch)
+  z = decoder.logits(p, cfg, decoder.hidden_states(p, cfg, ids))
   lp = jax.nn.log_softmax(z[:, :-1] / temperature)
-  picked = jnp.take_along_axis(lp, batch.ids[:, 1:, None], -1)[..., 0]
+  picked = jnp.take_along_axis(lp, ids[:, 1:, None], -1)[..., 0]
   entropy = -jnp.sum(jnp.exp(lp) * lp, -1)
-  out = [jnp.pad(x, ((0, 0), (1, 0))) for x in (picked, entropy)]
-  return [jnp.where(batch.mask, x, 0.0) for x in out]
+  return [pack(jnp.pad(x, ((0, 0), (1, 0)))) for x in (picked, entropy)]
 
 
 @pytest.mark.parametrize('tied', [True, False])
@@ -138,7 +154,7 @@ def test_log_probs_and_their_gradients(tied, chunk):
   )
   arrays = {
     'ids': batch.ids,
-    'lengths': batch.lengths,
+    'starts': batch.starts,
     'index': index,
     'inverse': inverse,
   }
@@ -212,14 +228,15 @@ def test_loss_and_gradient_equal_plain_autodiff():
   u = updater(c)
   state = u.init(update.copy(params()))
   grads, sums = u.grads(state, [batch])
+  weights = np.zeros(batch.ids.shape, np.float32)
+  for _, at in batch.spans():
+    weights[at] = 1 / batch.mask[at].sum()
 
   def plain(p):
     lp, _ = plain_logps(p, CFG, batch)
     ratio = jnp.exp(lp - jax.lax.stop_gradient(lp))
-    n = np.maximum(batch.mask.sum(1), 1)
     # Advantages are 0 outside the mask.
-    per_row = jnp.sum(-ratio * batch.advantages, 1) / n.astype(np.float32)
-    return jnp.sum(per_row) / np.float32(batch.mask.any(1).sum())
+    return jnp.sum(-ratio * batch.advantages * weights) / np.float32(12)
 
   value, want = jax.value_and_grad(plain)(params())
   np.testing.assert_allclose(sums['loss'], value, rtol=1e-5)
@@ -237,9 +254,39 @@ def test_empty_rows_change_nothing():
     out.append(u.grads(state, batches))
   close(out[1], out[0])
   # A microbatch without any trajectory adds exactly nothing.
-  empty = batching.empty(*batches[0].ids.shape)
+  empty = batching.empty(more.batch, 16)
   again = u.grads(state, [*batches, empty])
   jax.tree.map(np.testing.assert_array_equal, again, out[1])
+
+
+def test_what_changes_in_a_trajectory_stays_in_it():
+  """No bit of its neighbours' log-probs, or of their gradients."""
+  c = config(**{'batch.lengths': (48,), 'batch.tokens': 96})
+  u = updater(c)
+  state = u.init(update.copy(params()))
+  batch = microbatches(c)[0]
+  spans = dict(batch.spans())
+  rows = [row for row, _ in spans.values()]
+  assert any(rows.count(row) >= 3 for row in rows)
+  middle = next(
+    r for r, (row, at) in spans.items() if at.start and rows.count(row) >= 3
+  )
+  row, at = spans[middle]
+  ids = batch.ids.copy()
+  ids[row, at] = (ids[row, at] + 1) % CFG.vocab_size
+  other = dataclasses.replace(batch, ids=ids)
+  a, b = u.score(state.params, batch), u.score(state.params, other)
+  changed = a != b
+  assert changed[row, at].any()
+  changed[row, at] = False
+  assert not changed.any()
+  advantages = np.ones(12)
+  advantages[middle] = 0.0
+  grads = [
+    u.grads(state, batching.set_advantages([x], advantages))[0]
+    for x in (batch, other)
+  ]
+  jax.tree.map(np.testing.assert_array_equal, *grads)
 
 
 def test_zero_advantages_give_zero_gradients():
@@ -403,8 +450,8 @@ def test_errors():
 def test_flops_golden():
   # Matrices of a layer: q, o 16 x 16 each, k, v 16 x 8 each, three of 16 x
   # 24: 512 + 256 + 1152 = 1920; two layers 3840.
-  b = batching.empty(2, 8)
-  b.lengths[:] = 5, 3
+  b = batching.empty(config().batch, 8)
+  b.lengths[:2] = 5, 3
   b.mask[0, 1:3] = True
   want = 6 * 3840 * 8 + 12 * 2 * 16 * (25 + 9) + 6 * 16 * 37 * 2
   assert flops.update_flops(CFG, [b]) == want

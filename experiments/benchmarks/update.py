@@ -127,12 +127,13 @@ def worker(case: dict) -> None:
   rng = np.random.default_rng(0)
 
   def batch():
-    b = batching.empty(B, T)
+    b = batching.empty(c.batch, T)
     b.ids[:] = rng.integers(0, case['vocab'], (B, T))
-    b.lengths[:] = T
+    first = np.arange(B) * (len(b.rows) // B)  # one sequence in each row
+    b.starts[first], b.lengths[first] = 0, T
     order = rng.random((B, T - 1)).argsort(1).argsort(1)
     b.mask[:, 1:] = order < T // 2
-    b.rows[:] = np.arange(B)
+    b.rows[first] = np.arange(B)
     b.behaviour_logps[b.mask] = -8.0
     [b] = batching.set_advantages([b], rng.normal(size=B))
     return b

@@ -1,15 +1,16 @@
 """Trajectories -> minibatches of fixed-shape microbatches (`types.Batch`).
 
-A microbatch of the bucket of length T holds `rows` sequences, where rows x T
-is about config.batch.tokens; its loss tokens fit a static size (`capacity`),
-so that the head runs on loss tokens only and each bucket compiles once. A
-row that would not fit opens another microbatch: no token is ever dropped.
+A row of a microbatch holds several trajectories, one after another. Rows have
+one of config.batch.lengths (a bucket), and a microbatch has equally many in
+every bucket: as many of the longest as config.batch.tokens has room for.
+Almost all trajectories go into the longest rows; shorter ones take the rest,
+so that few computed tokens are padding (`pack`). The loss tokens of a
+microbatch fit a static size (`capacity`), so that the head runs on loss tokens
+only and each bucket compiles once. No token is ever dropped.
 
 On a mesh the rows lie in `shards` equal runs (one for each device along data
 and fsdp), each with a capacity of its own, so that gathering loss tokens
-never crosses devices.
-
-Units: `rows` are trajectories, `tokens` are ids, `lengths` are tokens.
+never crosses devices. config.batch.tokens counts the tokens of one of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ import numpy as np
 from searchrl_jax.learn import advantages
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Batch, Group, Rewards, Trajectory
+
+PLACES = 8  # trajectories that any row has room for
 
 
 def check(config) -> None:
@@ -46,19 +49,26 @@ def check(config) -> None:
   )
 
 
-def rows_of(batch_config, length: int, shards: int = 1) -> int:
-  """Rows of a microbatch of this length: a multiple of `shards`."""
-  rows = max(1, batch_config.tokens // length)
-  return max(shards, rows // shards * shards)
+def rows_of(batch_config, shards: int = 1) -> int:
+  """Rows of a microbatch, in every bucket: a multiple of `shards`."""
+  return shards * max(1, batch_config.tokens // batch_config.lengths[-1])
 
 
-def capacity(batch_config, length: int, shards: int = 1) -> int:
+def places_of(batch_config, length: int) -> int:
+  """Trajectories that a row of this length holds, at most.
+
+  Enough for trajectories that have the shortest length on average.
+  """
+  return max(PLACES, length // batch_config.lengths[0])
+
+
+def capacity(batch_config, length: int) -> int:
   """Loss tokens that one shard of a microbatch holds.
 
   loss_fraction of its tokens, and never less than one full row, so that a
   microbatch of one row always fits.
   """
-  tokens = rows_of(batch_config, length, shards) // shards * length
+  tokens = rows_of(batch_config) * length
   return max(math.ceil(batch_config.loss_fraction * tokens), length)
 
 
@@ -209,73 +219,109 @@ def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
   ]
 
 
-def _fill(batch_config, rows: Sequence[Row], length: int, shards: int):
-  """Packs rows of one bucket, in order, into as few microbatches as fit."""
-  n_rows = rows_of(batch_config, length, shards)
-  room = capacity(batch_config, length, shards)
-  out: list[Batch] = []
-  # Free rows, and room for loss tokens, in the shards of the last one.
-  free, left = np.zeros((2, shards), int)
-  for row in rows:
-    need = row.mask.sum()
-    fits = np.flatnonzero((free > 0) & (left >= need))
-    if not len(fits):
-      out.append(empty(n_rows, length))
-      free[:], left[:], fits = n_rows // shards, room, [0]
-    shard = fits[0]
-    _set_row(out[-1], (shard + 1) * (n_rows // shards) - free[shard], row)
-    free[shard] -= 1
-    left[shard] -= need
-  return out
-
-
-def empty(rows: int, length: int) -> Batch:
+def empty(batch_config, length: int, shards: int = 1) -> Batch:
   """A microbatch without a single trajectory."""
-  shape = (rows, length)
+  shape = B, _ = rows_of(batch_config, shards), length
+  places = B * places_of(batch_config, length)
   return Batch(
     ids=np.zeros(shape, np.int32),
-    lengths=np.zeros(rows, np.int32),
+    starts=np.full(places, length, np.int32),
+    lengths=np.zeros(places, np.int32),
     mask=np.zeros(shape, bool),
     behaviour_logps=np.zeros(shape, np.float32),
     advantages=np.zeros(shape, np.float32),
-    rows=np.full(rows, -1, np.int32),
+    rows=np.full(places, -1, np.int32),
   )
 
 
-def _set_row(b: Batch, i: int, row: Row) -> None:
-  b.lengths[i] = n = len(row.ids)
-  b.ids[i, :n] = row.ids
-  b.mask[i, :n] = row.mask
-  b.behaviour_logps[i, :n] = np.where(row.mask, row.logps, 0.0)
-  b.rows[i] = row.index
+def add(b: Batch, row: int, trajectory: Row) -> None:
+  """Puts a trajectory behind those of a row, which has to have room for it."""
+  places = len(b.rows) // len(b.ids)
+  first = row * places
+  n = first + int((b.rows[first : first + places] >= 0).sum())
+  start = b.lengths[first:n].sum()
+  b.starts[n], b.lengths[n] = start, len(trajectory.ids)
+  b.rows[n] = trajectory.index
+  at = row, slice(start, start + len(trajectory.ids))
+  mask = trajectory.mask
+  b.ids[at], b.mask[at] = trajectory.ids, mask
+  b.behaviour_logps[at] = np.where(mask, trajectory.logps, 0.0)
+
+
+def _place(batch_config, rows: Sequence[Row], shards: int, buckets):
+  """Best fit: each trajectory in the row where it leaves the least.
+
+  Args:
+    rows: the trajectories, longest first.
+    buckets: the lengths of the microbatches.
+
+  Returns:
+    the row of each trajectory, counted through all microbatches, or None if
+    one finds no room.
+  """
+  B, S = rows_of(batch_config, shards), shards
+  free = np.repeat(buckets, B)
+  places = np.repeat([places_of(batch_config, n) for n in buckets], B)
+  left = np.repeat([capacity(batch_config, n) for n in buckets], S)
+  shard = np.arange(len(free)) // (B // S)
+  out = []
+  for row in rows:
+    n, loss = len(row.ids), row.mask.sum()
+    fits = (free >= n) & (places > 0) & (left[shard] >= loss)
+    r = np.where(fits, free, buckets[0] + buckets[-1]).argmin()
+    if not fits[r]:
+      return None
+    free[r] -= n
+    places[r] -= 1
+    left[shard[r]] -= loss
+    out.append(r)
+  return out
+
+
+def _buckets(lengths: Sequence[int], tokens: int) -> list[int]:
+  """Lengths, longest first, that make up `tokens` and little more."""
+  n, tokens = divmod(tokens, lengths[-1])
+  short, rest = [], tokens
+  for length in reversed(lengths[:-1]):
+    m, rest = divmod(rest, length)
+    short += [length] * m
+  if rest:
+    short.append(lengths[0])
+  if tokens and (one := bucket_of(lengths, tokens)) <= sum(short):
+    short = [one]
+  return [lengths[-1]] * n + short
 
 
 def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
-  """Rows of one minibatch -> microbatches, shortest bucket first.
+  """Trajectories of one minibatch -> microbatches, shortest rows first.
 
-  The rows that do not fill the last microbatch of a bucket move to the next
-  bucket when its own last microbatch has room for them: one fewer to compute.
+  As few tokens as best fit decreasing finds room in: from the least that
+  could do, the rows become more until all trajectories fit.
 
   Raises:
-    ValueError: a row is longer than the last bucket.
+    ValueError: a trajectory is longer than the last bucket.
   """
-  buckets = {length: [] for length in batch_config.lengths}
-  for row in rows:
-    buckets[bucket_of(batch_config.lengths, len(row.ids))].append(row)
-  lengths, out = list(buckets), []
-  for i, length in enumerate(lengths):
-    here = buckets[length]
-    size = rows_of(batch_config, length, shards)
-    rest = len(here) % size
-    if rest and i + 1 < len(lengths):
-      bigger = buckets[lengths[i + 1]]
-      size = rows_of(batch_config, lengths[i + 1], shards)
-      taken = len(bigger) % size
-      if taken and taken + rest <= size:
-        bigger.extend(here[-rest:])
-        here = here[:-rest]
-    out.extend(_fill(batch_config, here, length, shards))
-  return out
+  if not rows:
+    return []
+  lengths, B = list(batch_config.lengths), rows_of(batch_config, shards)
+  sizes = [len(row.ids) for row in rows]
+  bucket_of(lengths, max(sizes))
+  rows = sorted(rows, key=lambda row: -len(row.ids))
+  loss = sum(int(row.mask.sum()) for row in rows)
+  places = places_of(batch_config, lengths[-1]) / lengths[-1]
+  room = shards * capacity(batch_config, lengths[-1]) / (B * lengths[-1])
+  # Of one row of each microbatch, all together.
+  tokens = math.ceil(max(sum(sizes), len(rows) / places, loss / room) / B)
+  while True:
+    buckets = _buckets(lengths, tokens)
+    found = _place(batch_config, rows, shards, buckets)
+    if found is not None:
+      break
+    tokens = sum(buckets) + max(1, sum(buckets) // 256)
+  out = [empty(batch_config, length, shards) for length in buckets]
+  for row, r in zip(rows, found):
+    add(out[r // B], r % B, row)
+  return [b for b in reversed(out) if b.lengths.any()]
 
 
 def make(
@@ -326,9 +372,8 @@ def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:
   out = []
   for b in batches:
     filled = np.zeros(b.ids.shape, np.float32)
-    for i, r in enumerate(b.rows):
-      if r >= 0:
-        filled[i, : b.lengths[i]] = values[r]
+    for r, span in b.spans():
+      filled[span] = values[r]
     filled[~b.mask] = 0.0
     out.append(dataclasses.replace(b, advantages=filled))
   return out
@@ -355,34 +400,35 @@ def rows(minibatches, arrays, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
   for mini, found in zip(minibatches, arrays, strict=True):
     for b, x in zip(mini, found, strict=True):
       x = np.where(b.mask, np.asarray(x, np.float64), 0.0)
-      for i, r in enumerate(b.rows):
-        if r >= 0:
-          out[r][:] = x[i, : len(out[r])]
+      for r, span in b.spans():
+        out[r][:] = x[span]
   return out
 
 
 def plan(config, shards: int = 1) -> Mapping[str, int | tuple]:
   """The arithmetic of one step: prompts -> trajectories -> updates.
 
-  Microbatches are bounds: the least, if every trajectory fits the shortest
-  bucket, and the most by length, if every one needs the longest. More loss
-  tokens than `loss_fraction` of a microbatch open further ones.
+  Microbatches are bounds: the least, if the longest rows are filled to their
+  last place, and the most by length, if every trajectory needs one for itself.
+  More loss tokens than `loss_fraction` of a microbatch open further ones.
   """
   a, b, r = config.algorithm, config.batch, config.rollout
   largest = math.ceil(r.questions / a.minibatches) * r.group
-  rows = [rows_of(b, length, shards) for length in b.lengths]
+  B, longest = rows_of(b, shards), b.lengths[-1]
   return {
     'questions': r.questions,
     'trajectories_per_question': r.group,
     'trajectories': r.questions * r.group,
     'minibatches': a.minibatches,
     'trajectories_per_minibatch': largest,
-    'microbatch_shapes_rows_x_tokens': tuple(zip(rows, b.lengths)),
+    'microbatch_shapes_rows_x_tokens': tuple((B, n) for n in b.lengths),
     'microbatch_loss_tokens': tuple(
-      capacity(b, length, shards) * shards for length in b.lengths
+      capacity(b, length) * shards for length in b.lengths
     ),
-    'microbatches_per_update_least': math.ceil(largest / rows[0]),
-    'microbatches_per_update_most': math.ceil(largest / rows[-1]),
+    'microbatches_per_update_least': math.ceil(
+      largest / (B * places_of(b, longest))
+    ),
+    'microbatches_per_update_most': math.ceil(largest / B),
     'updates_per_step': a.minibatches * a.epochs,
     'shards': shards,
   }

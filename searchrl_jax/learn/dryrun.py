@@ -146,8 +146,7 @@ def working_memory(updater: update.Updater, params) -> int:
   program = jax.jit(accumulate, donate_argnums=1, out_shardings=layout)
   most = 0
   for length in updater.batch_config.lengths:
-    rows = batching.rows_of(updater.batch_config, length, updater.shards)
-    empty = batching.empty(rows, length)
+    empty = batching.empty(updater.batch_config, length, updater.shards)
     arrays = updater.put(empty, place=update.like_rows)
     memory = program.lower(params, params, arrays).compile().memory_analysis()
     most = max(most, getattr(memory, 'temp_size_in_bytes', 0))

@@ -17,6 +17,7 @@ import numpy as np
 from searchrl_jax.engines.jax import caches, decode
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
+from searchrl_jax.models import packed_cudnn
 from searchrl_jax.run import build, flops, hlo, sharding
 from searchrl_jax.run.topology import GIB, Topology, parse, prepare
 
@@ -226,7 +227,10 @@ def show(config, name: str, vocab_size: int) -> int:
   topology = parse(name)
   prepare()
   jax.config.update('jax_platforms', 'cpu')
-  with sharding.compiling_for('gpu' if topology.gpu else 'tpu'):
+  with (
+    sharding.compiling_for('gpu' if topology.gpu else 'tpu'),
+    packed_cudnn.compiling_for_hopper(),
+  ):
     mesh = build.mesh(config, topology.devices())
     cfg = build.model_config(config, vocab_size)
     found, most = [], 0

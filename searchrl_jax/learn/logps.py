@@ -202,8 +202,9 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   """What the loss tokens are predicted from, and what takes it back.
 
   Args:
-    arrays: ids int32 [B, T], lengths int32 [B], and where the loss tokens
-      are, index int32 [S, C] and inverse int32 [S, P] (`update.compaction`).
+    arrays: ids int32 [B, T], starts int32 [N] of the trajectories in them
+      (`types.Batch`), and where the loss tokens are, index int32 [S, C] and
+      inverse int32 [S, P] (`update.compaction`).
 
   Returns:
     hidden states [S, C, D], zeros past the loss tokens, and a function of
@@ -212,9 +213,10 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   ids, index, inverse = arrays['ids'], arrays['index'], arrays['inverse']
   (B, T), (S, C) = ids.shape, index.shape
   P = B * T // S
-  x = decoder.hidden_states(params, cfg, ids, arrays['lengths'], mesh)
+  starts = arrays['starts'].reshape(B, -1)
+  x = decoder.hidden_states(params, cfg, ids, mesh=mesh, starts=starts)
   # The token at p is predicted from p - 1. No loss token stands first in its
-  # row, so the step back never leaves the row.
+  # trajectory, so the step back never leaves it.
   before = jnp.where(index < P, index - 1, P)
   after = jnp.concatenate(
     [inverse[:, 1:], jnp.full((S, 1), C, inverse.dtype)], 1
@@ -243,7 +245,7 @@ def token_logps(
   Args:
     arrays: see `gather`.
     temperature: that of sampling; positive.
-    head_chunk: logits held at once, in tokens over all shards: times V.
+    head_chunk: logits held at once, in tokens of a shard: times V.
     mesh: see `head_logps`.
     entropy: whether it is wanted; costs another product with the head.
     entropy_grad: whether the entropy is differentiated.
@@ -257,11 +259,10 @@ def token_logps(
   x, spread = gather(params, cfg, arrays, mesh)
   targets = _take(arrays['ids'].reshape(S, -1), index)
   w = params['embed'] if cfg.tied else params['head'].T
-  chunk = max(1, head_chunk // S)
   if not entropy:
-    lse, _ = _normaliser(x, w, temperature, chunk, mesh, False)
+    lse, _ = _normaliser(x, w, temperature, head_chunk, mesh, False)
     logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
     return spread(logps), None
-  both = head_logps(x, w, targets, temperature, chunk, entropy_grad, mesh)
+  both = head_logps(x, w, targets, temperature, head_chunk, entropy_grad, mesh)
   both = spread(jnp.stack(both, -1))
   return both[..., 0], both[..., 1]

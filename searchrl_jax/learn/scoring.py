@@ -44,13 +44,12 @@ class Scorer:
   _: dataclasses.KW_ONLY
   temperature: float  # of the softmax; above 0
   lengths: Sequence[int]  # the buckets, in tokens; the last: the longest row
-  head_chunk: int  # tokens, over all shards, whose logits are held at once
+  head_chunk: int  # tokens of a shard whose logits are held at once
   mesh: Any = None
 
   def __post_init__(self):
     self.lengths = sorted(self.lengths)
     self._shards = update.shards(self.mesh)
-    self._chunk = max(1, self.head_chunk // self._shards)
     self._program = jax.jit(self._stats)
 
   def __call__(self, rows: Sequence[Sequence[int]]) -> list[Stats]:
@@ -89,7 +88,7 @@ class Scorer:
     targets = jnp.roll(ids, -1, 1).reshape(S, -1)
     w = params['embed'] if self.cfg.tied else params['head'].T
     logps, entropy = head_logps(
-      x, w, targets, self.temperature, self._chunk, False, self.mesh
+      x, w, targets, self.temperature, self.head_chunk, False, self.mesh
     )
     # In the dtype that the logits were made in, as they must cancel.
     w = w.astype(x.dtype).astype(jnp.float32)

@@ -4,8 +4,8 @@ A minibatch is a list of microbatches of a few shapes (`batching`); each shape
 compiles once. Their gradients are sums with one common denominator (`losses`),
 so the result does not depend on how a minibatch is split.
 
-Axes: B sequences, T tokens, S shards (mesh devices along data and fsdp), C loss
-tokens of a shard.
+Axes: B rows, T tokens, N trajectories, S shards (mesh devices along data and
+fsdp), C loss tokens of a shard.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from searchrl_jax.learn import batching, losses, optim
-from searchrl_jax.learn.logps import token_logps
+from searchrl_jax.learn.logps import compact, token_logps
 from searchrl_jax.learn.objectives import Objective
 from searchrl_jax.models import critic, decoder
 from searchrl_jax.run import sharding
@@ -73,6 +73,45 @@ def compaction(mask: np.ndarray, shards: int, room: int):
     index[s, : len(at)] = at
     inverse[s, at] = np.arange(len(at))
   return index, inverse
+
+
+def by_trajectory(arrays: dict):
+  """What makes one row of each trajectory, for losses over sequences.
+
+  Args:
+    arrays: of `Updater.put`.
+
+  Returns:
+    a function of x [B, T] that gives [N, T]: the tokens of each trajectory
+    from column 0 on, then zeros.
+  """
+  (B, T), N, S = (
+    arrays['ids'].shape,
+    arrays['starts'].size,
+    len(arrays['index']),
+  )
+  places = N // B
+  starts, lengths = (
+    arrays[name].reshape(B, places) for name in ('starts', 'lengths')
+  )
+  P, L = B * T // S, N * T // S
+  at = jnp.arange(T, dtype=jnp.int32)
+  row = jnp.arange(B, dtype=jnp.int32)[:, None] % (B // S)
+  # From a place of a trajectory to that of the packed row, in its shard.
+  first = row * T + starts
+  real = at < lengths[..., None]
+  index = jnp.where(real, first[..., None] + at, P)
+  # And back.
+  packed = decoder.packed(starts, T)
+  line = row * places + packed.segments
+  own = jnp.take_along_axis(lengths, packed.segments, 1)
+  inverse = jnp.where(packed.positions < own, line * T + packed.positions, L)
+  index, inverse = index.reshape(S, L), inverse.reshape(S, P)
+
+  def lines(x):
+    return compact(x.reshape(S, P), index, inverse).reshape(N, T)
+
+  return lines
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,7 +195,7 @@ class Updater:
 
   def put(self, batch: Batch, old=None, ref=None, place=put_rows) -> dict:
     """Arrays of a microbatch on the device(s), loss tokens indexed."""
-    room = batching.capacity(self.batch_config, batch.ids.shape[1], self.shards)
+    room = batching.capacity(self.batch_config, batch.ids.shape[1])
     index, inverse = compaction(batch.mask, self.shards, room)
     zeros = np.zeros(batch.ids.shape, np.float32)
     arrays = vars(batch) | {
@@ -179,9 +218,12 @@ class Updater:
 
   def loss(self, params, arrays: dict, divisor):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
-    logps, entropy = self._logps(params, arrays, True)
-    mask = arrays['mask']
-    per_token, sums = self.objective.fn(logps, entropy, arrays)
+    lines = by_trajectory(arrays)
+    logps, entropy = jax.tree.map(lines, self._logps(params, arrays, True))
+    names = 'mask', 'behaviour_logps', 'advantages', 'old', 'ref'
+    given = {name: lines(arrays[name]) for name in names}
+    mask = given['mask']
+    per_token, sums = self.objective.fn(logps, entropy, given)
     loss = losses.aggregate(per_token, mask, self.objective.aggregation)
     loss = loss / divisor
     sums = dict(sums) | {
@@ -263,8 +305,8 @@ class Updater:
     """
     state, divisor = self.abstract(shapes), np.float32(1)
     for length in self.batch_config.lengths:
-      rows = batching.rows_of(self.batch_config, length, self.shards)
-      arrays = self.put(batching.empty(rows, length), place=like_rows)
+      empty = batching.empty(self.batch_config, length, self.shards)
+      arrays = self.put(empty, place=like_rows)
       if score:
         self._score_program(shapes, arrays)
       self._zeros_program(shapes, arrays, divisor)
@@ -311,9 +353,8 @@ class Updater:
         'from Updater.score'
       )
     none = [None] * len(batches)
-    divisor = np.float32(
-      losses.denominator([b.mask for b in batches], o.aggregation, o.horizon)
-    )
+    masks = [b.mask[span] for b in batches for _, span in b.spans()]
+    divisor = np.float32(losses.denominator(masks, o.aggregation, o.horizon))
     params, acc = state.params, None
     for batch, before, reference in zip(
       batches, old or none, ref or none, strict=True

@@ -13,11 +13,13 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from searchrl_jax.models import packed_cudnn
 from searchrl_jax.run import lookup, sharding
 
 
@@ -284,17 +286,44 @@ def block(
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
 
-def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
+class Packed(NamedTuple):
+  """Where the sequences of packed rows are; M of them in a row, at most.
+
+  Padding after the last sequence of a row counts as its continuation, which
+  causality hides from it.
+  """
+
+  starts: jax.Array  # int32 [B, M], ascending; T = none
+  segments: jax.Array  # int32 [B, T], the sequence of each token, 0 to M - 1
+  positions: jax.Array  # int32 [B, T], of each token in its sequence
+
+
+def packed(starts, T: int) -> Packed:
+  """From starts [B, M] in rows of T tokens."""
+  at = jnp.arange(T, dtype=jnp.int32)
+  begun = at[:, None] >= starts[:, None, :]
+  segments = jnp.maximum(jnp.sum(begun, -1, dtype=jnp.int32) - 1, 0)
+  first = jnp.max(jnp.where(begun, starts[:, None, :], 0), -1)
+  return Packed(starts, segments, at - first)
+
+
+def causal_attention(
+  cfg: DecoderConfig, q, k, v, lengths, packing: Packed | None = None
+):
   """Causal attention over right-padded rows; softmax in float32.
 
   cuDNN on GPU in half precision, XLA elsewhere. Rows past `lengths` hold
-  finite, meaningless values, which no loss may use.
+  finite, meaningless values, which no loss may use. With `packing`, tokens of
+  a row see their own sequence only, and `lengths` is not read; where cuDNN
+  cannot do that (`packed_cudnn.available`), XLA does.
   """
   impl = cfg.attention
   if impl == 'auto':
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     impl = 'cudnn' if sharding.platform() == 'gpu' and half else 'xla'
-  if impl == 'cudnn':
+  if impl == 'cudnn' and packing is not None and packed_cudnn.available():
+    return packed_cudnn.attention(q, k, v, packing.starts)
+  if impl == 'cudnn' and packing is None:
     lengths = jnp.maximum(lengths, 1)  # an empty row would give 0 / 0
     own = {'query_seq_lengths': lengths, 'key_value_seq_lengths': lengths}
     return jax.nn.dot_product_attention(
@@ -312,7 +341,11 @@ def causal_attention(cfg: DecoderConfig, q, k, v, lengths):
   for i in range(0, T, step):
     end = i + step
     block = q[:, :, :, i:end], k[:, :, :end], v[:, :, :end]
-    out.append(_attend_block(*block, i))
+    same = None
+    if packing is not None:
+      s = packing.segments
+      same = s[:, i:end, None] == s[:, None, :end]
+    out.append(_attend_block(*block, i, same))
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -339,14 +372,20 @@ def scores(axes: str, q, k):
   return s if q.dtype == jnp.float32 else s * (1.0 / math.sqrt(q.shape[-1]))
 
 
-def _attend_block(q, k, v, start: int):
-  """q [B, K, G, T, H], whose first position is `start`; k, v [B, K, S, H]."""
+def _attend_block(q, k, v, start: int, same=None):
+  """q [B, K, G, T, H], whose first position is `start`; k, v [B, K, S, H].
+
+  same: bool [B, T, S], the keys that a query may see besides; None: all.
+  """
   B, K, G, T, H = q.shape
   S = k.shape[2]
   s = scores('BKMH,BKSH->BKMS', q.reshape(B, K, G * T, H), k)
   s = s.reshape(B, K, G, T, S)
   at = start + jnp.arange(T)[:, None]
-  s = jnp.where(at >= jnp.arange(S), s, -1e30)
+  seen = at >= jnp.arange(S)
+  if same is not None:
+    seen = (seen & same)[:, None, None]
+  s = jnp.where(seen, s, -1e30)
   w = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
   total = w.sum(-1, keepdims=True)
   half = w.astype(v.dtype).reshape(B, K, G * T, S)
@@ -355,12 +394,13 @@ def _attend_block(q, k, v, start: int):
 
 
 def hidden_states(
-  params: dict, cfg: DecoderConfig, ids, lengths=None, mesh=None
+  params: dict, cfg: DecoderConfig, ids, lengths=None, mesh=None, starts=None
 ):
   """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
 
-  lengths int32 [B] (None: all T). The caller applies the head (`head_weight`)
-  to the tokens that need it.
+  lengths: int32 [B] (None: all T). starts: int32 [B, M] where the rows are
+  packed (`Packed`); lengths are not needed then. The caller applies the head
+  (`head_weight`) to the tokens that need it.
   """
   B, T = ids.shape
   if lengths is None:
@@ -369,8 +409,16 @@ def hidden_states(
   x = params['embed'][ids].astype(dtype)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
   positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+  packing = None
+  if starts is not None:
+    packing = Packed(
+      *(sharding.constrain(x, mesh, 'batch', None) for x in packed(starts, T))
+    )
+    positions = packing.positions
   cos, sin = rope_tables(cfg, positions)
-  attend = functools.partial(causal_attention, cfg, lengths=lengths)
+
+  def attend(q, k, v):
+    return causal_attention(cfg, q, k, v, lengths, packing)
 
   def layer(x, p):
     return block(p, cfg, x, cos, sin, attend, mesh), None

@@ -314,10 +314,12 @@ def base() -> ConfigDict:
   c.critic.pretrain_steps = 0  # first steps, which train only the critic
 
   c.batch = ConfigDict()
-  c.batch.lengths = (256, 512, 1024)  # buckets, in tokens; last = the limit
-  c.batch.tokens = 8192  # tokens in one microbatch (rows x length), per step
+  # Rows that trajectories are packed into, in tokens. The last is the limit of
+  # a trajectory and takes most of them, the others what is left.
+  c.batch.lengths = (256, 512, 1024)
+  c.batch.tokens = 8192  # of one device in the largest microbatch
   c.batch.loss_fraction = 0.5  # loss tokens a microbatch holds, of its tokens
-  c.batch.head_chunk = 1024  # loss tokens scored at once by the head
+  c.batch.head_chunk = 1024  # loss tokens of one device scored at once
 
   c.optim = ConfigDict()
   c.optim.lr = 1e-6

@@ -37,10 +37,10 @@ def make(c, mesh=None):
 
 def plain(p, batch):
   """V before each loss token, without gathering: [B, T]."""
-  hidden = decoder.hidden_states(p, CFG, batch.ids)
+  ids, pack = common.alone(batch)
+  hidden = decoder.hidden_states(p, CFG, ids)
   value = hidden @ p['value'] + p['value_bias']
-  value = jnp.pad(value[:, :-1], ((0, 0), (1, 0)))
-  return jnp.where(batch.mask, value, 0.0)
+  return pack(jnp.pad(value[:, :-1], ((0, 0), (1, 0))))
 
 
 def test_a_fresh_critic_is_the_backbone_and_says_zero():
