@@ -116,9 +116,9 @@ def _updater(fields, cfg, supervised, mesh, temperature):
 
 
 def alone(batch):
-  """ids [n, T], a trajectory in each row, and what packs x [n, T] again."""
+  """ids [12, T], a trajectory in each row, and what packs x [12, T]."""
   spans = [at for _, at in batch.spans()]
-  ids = np.zeros((len(spans), batch.ids.shape[1]), np.int32)
+  ids = np.zeros((12, batch.ids.shape[1]), np.int32)  # one shape for all
   line, column = np.zeros((2, *batch.ids.shape), np.int32)
   for i, at in enumerate(spans):
     n = batch.ids[at].size
