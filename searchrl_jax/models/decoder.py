@@ -51,7 +51,7 @@ class DecoderConfig:
   dtype: str = 'float32'  # of activations; logits are always float32
   remat: str = 'none'  # none, block, dots
   scan_unroll: int = 1  # layers unrolled in each step of the scan
-  attention: str = 'auto'  # auto, xla, cudnn
+  attention: str = 'auto'  # auto, xla, cudnn, splash
 
   def __post_init__(self):
     N, K, H = self.n_heads, self.n_kv_heads, self.head_dim
@@ -307,20 +307,34 @@ def packed(starts, T: int) -> Packed:
   return Packed(starts, segments, at - first)
 
 
+# What 'auto' is in half precision, by platform.
+_KERNELS = {'gpu': 'cudnn', 'tpu': 'splash'}
+
+
 def causal_attention(
-  cfg: DecoderConfig, q, k, v, lengths, packing: Packed | None = None
+  cfg: DecoderConfig, q, k, v, lengths, packing: Packed | None = None, mesh=None
 ):
   """Causal attention over right-padded rows; softmax in float32.
 
-  cuDNN on GPU in half precision, XLA elsewhere. Rows past `lengths` hold
-  finite, meaningless values, which no loss may use. With `packing`, tokens of
-  a row see their own sequence only, and `lengths` is not read; where cuDNN
-  cannot do that (`packed_cudnn.available`), XLA does.
+  In half precision cuDNN on GPU and splash attention on TPU, XLA elsewhere.
+  Rows past `lengths` hold finite, meaningless values, which no loss may use.
+  With `packing`, tokens of a row see their own sequence only, and `lengths` is
+  not read; where cuDNN cannot do that (`packed_cudnn.available`), XLA does.
   """
   impl = cfg.attention
   if impl == 'auto':
     half = q.dtype in (jnp.bfloat16, jnp.float16)
-    impl = 'cudnn' if sharding.platform() == 'gpu' and half else 'xla'
+    impl = _KERNELS.get(sharding.platform(), 'xla') if half else 'xla'
+  if impl in _KERNELS.values():
+    k, v = _divisible_heads(q, k, v, mesh)
+  if impl == 'splash':
+    from searchrl_jax.models import splash  # takes seconds to import
+
+    if packing is None:
+      segments = (jnp.arange(q.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    else:
+      segments = packing.segments
+    return splash.attention(q, k, v, segments, mesh)
   if impl == 'cudnn' and packing is not None and packed_cudnn.available():
     return packed_cudnn.attention(q, k, v, packing.starts)
   if impl == 'cudnn' and packing is None:
@@ -348,6 +362,24 @@ def causal_attention(
     out.append(_attend_block(*block, i, same))
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _divisible_heads(q, k, v, mesh):
+  """k, v [B, T, K, H] with heads repeated until `tensor` divides them.
+
+  Kernels need queries and keys cut alike; KV heads that the axis does not
+  divide are replicated (`sharding.spec`).
+  """
+  N, K = q.shape[2], k.shape[2]
+  tensor = mesh.shape['tensor'] if mesh else 1
+  if K % tensor == 0 or N % tensor:
+    return k, v
+  times = math.lcm(K, tensor) // K
+  axes = 'batch', 'time', 'heads', 'head_dim'
+  return tuple(
+    sharding.constrain(jnp.repeat(x, times, axis=2), mesh, *axes)
+    for x in (k, v)
+  )
 
 
 def grouped_queries(q, kv_heads: int):
@@ -418,7 +450,7 @@ def hidden_states(
   cos, sin = rope_tables(cfg, positions)
 
   def attend(q, k, v):
-    return causal_attention(cfg, q, k, v, lengths, packing)
+    return causal_attention(cfg, q, k, v, lengths, packing, mesh)
 
   def layer(x, p):
     return block(p, cfg, x, cos, sin, attend, mesh), None

@@ -16,7 +16,7 @@ from searchrl_jax.run import lookup
 
 CHOICES = {
   'model.remat': ('none', 'block', 'dots'),
-  'model.attention': ('auto', 'xla', 'cudnn'),
+  'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
   'data.prompt': ('template', 'as_is'),
   'env.information': ('source', 'policy'),
   'env.answer': ('tags', 'boxed'),
@@ -137,7 +137,7 @@ def base() -> ConfigDict:
   c.model.dtype = 'float32'  # of activations; parameters are float32
   c.model.remat = 'none'  # none, block, dots
   c.model.scan_unroll = 1  # layers unrolled in a step of the scan
-  c.model.attention = 'auto'  # auto, xla, cudnn
+  c.model.attention = 'auto'  # auto, xla, cudnn, splash
 
   c.mesh = ConfigDict()  # devices on each axis; one may be -1, the rest
   c.mesh.data = -1

@@ -399,8 +399,10 @@ class Programs:
   """The jitted programs for one model and one set of sizes (`programs`)."""
 
   def __init__(self, cfg: DecoderConfig, shape: Shape, mesh=None):
-    if shape.parts > 1 and mesh.shape['tensor'] > 1:
-      # cuDNN's partitioner fails if `by_rows` leaves it the axis tensor.
+    left = mesh.size > shape.parts if mesh else False
+    if left and (shape.parts > 1 or sharding.platform() == 'tpu'):
+      # If `by_rows` leaves axes to the compiler, cuDNN's partitioner fails, and
+      # splash attention has none.
       cfg = dataclasses.replace(cfg, attention='xla')
 
     def program(f, ins, outs, donate=1, **static):

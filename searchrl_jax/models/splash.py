@@ -1,0 +1,84 @@
+"""Causal attention within segments by splash attention, JAX's TPU kernel.
+
+Importing the kernel takes seconds, so `decoder` imports this module where it
+is used.
+"""
+
+import functools
+import math
+
+import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel as kernels,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask as masks,
+)
+import jax.numpy as jnp
+
+from searchrl_jax.run import sharding
+
+_LANES = 128  # the kernel's blocks are multiples of it
+
+
+def attention(q, k, v, segments, mesh=None):
+  """Attention of each token to the tokens before it in its segment.
+
+  The kernel has no scale of its own: q is scaled before the product, and in
+  half precision rounded once more than by cuDNN and the sampler.
+
+  Args:
+    q: [B, T, N, H].
+    k, v: [B, T, K, H]; the devices of the axis `tensor` divide K.
+    segments: int32 [B, T]; padding is a segment too.
+    mesh: the devices, each of which computes its own rows and heads.
+
+  On a CPU the kernel is interpreted, slowly, for tests.
+  """
+  B, T, N, H = q.shape
+  q = (q.astype(jnp.float32) * (1.0 / math.sqrt(H))).astype(q.dtype)
+  extra = -T % _LANES
+
+  def heads_first(x):
+    x = jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)))
+    return x.transpose(0, 2, 1, 3)
+
+  segments = jnp.pad(segments, ((0, 0), (0, extra)), constant_values=-1)
+
+  def local(q, k, v, segments):
+    kernel = _kernel(q.shape[1], T + extra, sharding.platform() == 'cpu')
+    pair = kernels.SegmentIds(segments, segments)
+    return jax.vmap(kernel)(q, k, v, pair)
+
+  if mesh is not None and mesh.size > 1:
+    queries = sharding.spec(mesh, ('batch', 'heads', None, None), (B, N, 1, 1))
+    rows = sharding.spec(mesh, ('batch', 'time'), (B, T))
+    layout = (queries, queries, queries, rows)
+    local = jax.shard_map(
+      local, mesh=mesh, in_specs=layout, out_specs=queries, check_vma=False
+    )
+  o = local(heads_first(q), heads_first(k), heads_first(v), segments)
+  return o.transpose(0, 2, 1, 3)[:, :T]
+
+
+@functools.cache
+def _kernel(heads: int, length: int, interpret: bool):
+  """The kernel for `heads` query heads; length: a multiple of _LANES."""
+  block = next(n for n in (512, 384, 256, _LANES) if length % n == 0)
+  sizes = kernels.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )
+  causal = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+  with jax.ensure_compile_time_eval():  # the tables of blocks are constants
+    return kernels.make_splash_mha(
+      causal,
+      block_sizes=sizes,
+      head_shards=1,
+      q_seq_shards=1,
+      interpret=interpret,
+    )
