@@ -154,7 +154,7 @@ class Learner:
       return updater.scores(params, minibatches) if wanted else none
 
     with timer('score'):
-      old = of(self.needs_old(role), updater, self.params)
+      old = of(self.needs_old(role), updater, self._state.params)
       ref = of(config.algorithm.kl != 'none', updater, self._ref)
       values = None
       if config.critic.lr:

@@ -1,9 +1,9 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): adapters of a frozen decoder.
 
-`DecoderConfig.lora` names the projections with an adapter; a parameter tree then
-has, for each of them, `layers/q_lora_a` [L, *input, rank] and `layers/q_lora_b`
-[L, rank, *output] beside `layers/q`. A starts random and B at 0, so a fresh
-adapter changes nothing.
+`DecoderConfig.lora` names the projections with an adapter; a parameter tree
+then has, for each of them, `layers/q_lora_a` [L, *input, rank] and
+`layers/q_lora_b` [L, rank, *output] beside `layers/q`. A starts random and B at
+0, so a fresh adapter changes nothing.
 
 Adapters are read and written as PEFT does (adapter_config.json and
 adapter_model.safetensors).

@@ -194,7 +194,8 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
   init, path = config.train.init, config.models.lora.path
   lookup.require(
     cfg.lora or not path,
-    f'config.models.lora.path={path!r} with rank=0: set config.models.lora.rank',
+    f'config.models.lora.path={path!r} with config.models.lora.rank=0: set the '
+    "adapter's rank",
   )
   if init:
     folder = pathlib.Path(init)
