@@ -83,7 +83,7 @@ def test_training_goes_on_with_the_adapters_of_the_warm_start(warm, whole):
     assert (x == before[name]).all() == ('_lora_' not in name), name
   steps = lines(folder / 'metrics.jsonl')
   # The reference is the warm start, not the base without adapters.
-  assert steps[1]['train/kl'] < 1e-3 < steps[-1]['train/kl']
+  assert steps[1]['train/kl_ref'] < 1e-3 < steps[-1]['train/kl_ref']
   assert steps[-1]['sync/canary_max_diff'] < 1e-4
   assert kinds == ['full'] + ['adapter'] * 4
 

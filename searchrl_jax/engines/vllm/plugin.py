@@ -70,7 +70,9 @@ class Worker:
     self._searchrl_published = None
     model = self.model_runner.get_model()
     try:
-      self.reload_weights(weights_iterator=_torch_tensors(weights, model))
+      self.reload_weights(
+        weights_iterator=_torch_tensors(weights, _tied(model))
+      )
     except BaseException:
       from vllm.model_executor.model_loader.reload import layerwise
 
@@ -310,16 +312,11 @@ def _mix(h):
   return h ^ (h >> 16 & 0xFFFF)
 
 
-def _torch_tensors(weights: Published, model):
+def _torch_tensors(weights: Published, tied: bool):
   """(name, torch tensor) of each tensor that the served model loads."""
   import torch
 
-  for name, array in weights.tensors(_tied(model)):
-    *parents, leaf, kind = name.split('.')
-    fused, _ = _FUSED.get(leaf, (leaf, 0))
-    module = model.get_submodule('.'.join([*parents, fused]))
-    if _own(module) is not module:
-      name = '.'.join([*parents, leaf, 'base_layer', kind])
+  for name, array in weights.tensors(tied):
     array = np.ascontiguousarray(array)
     if array.dtype.name == 'bfloat16':  # numpy knows it from ml_dtypes only
       yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
