@@ -389,7 +389,7 @@ def lora_flags(adapters: decoder.Lora | None) -> dict[str, Any]:
 
 
 def _start(
-  config, folder: pathlib.Path, adapters: decoder.Lora | None
+  config, folder: pathlib.Path, adapters: decoder.Lora | None = None
 ) -> list[launcher.Sidecar]:
   """Starts the servers of config.engine.device in parallel.
 
