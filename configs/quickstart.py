@@ -16,7 +16,11 @@ then selects among these behaviours: 32 questions x 8 trajectories per step,
 with exact match as the only reward. These are GRPO's advantages and clipping
 with the schema's other defaults, a mean over tokens and no KL;
 `algorithms.GRPO` has the paper's. docs/benchmarks.md has the figures of a
-run, for its last checkpoint; no checkpoint is selected.
+run, for its last checkpoint; no checkpoint is selected. Arguments:
+
+  seed
+  lora   rank of adapters, which GRPO then trains in place of the parameters
+         (16 ends as full training does); for sft, set it to 0
 """
 
 from ml_collections import ConfigDict
@@ -27,7 +31,7 @@ WORLD = dict(train=400, heldout=150, relations=4)
 
 
 def get_config(arg=None):
-  a = schema.parse_arg(arg, seed=0)
+  a = schema.parse_arg(arg, seed=0, lora=0)
   c = schema.base()
   c.name = 'quickstart'
   c.seed = a.seed
@@ -100,6 +104,9 @@ def get_config(arg=None):
   c.batch.loss_fraction = 0.7
   c.optim.lr = 3e-4
   c.optim.b2 = 0.99
+  c.models.lora.rank = a.lora
+  if a.lora:
+    c.optim.lr = 2e-3  # adapters start at 0 and take larger steps
   c.train.steps = 60
   c.eval.every = 10
   c.checkpoint.every = 20

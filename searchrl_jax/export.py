@@ -2,21 +2,40 @@
 
   python -m searchrl_jax.export --workdir=runs/mine --out=exported
 
-transformers, vLLM and --config.model.path can load the folder.
+transformers, vLLM and --config.model.path can load the folder. Adapters
+(config.models.lora) are merged into the weights; with --adapter they are
+written alone, for PEFT, vLLM and --config.models.lora.path.
 """
 
 from absl import flags
 
-from searchrl_jax.models import pretrained
-from searchrl_jax.run import build, command
+from searchrl_jax.models import lora, pretrained
+from searchrl_jax.run import build, command, lookup
 
 
-def export(workdir: str, out: str, which: str, dtype: str) -> None:
-  """Exports checkpoint `which` ('latest', 'best' or a step) in `dtype`."""
+def export(
+  workdir: str, out: str, which: str, dtype: str, adapter: bool = False
+) -> None:
+  """Exports checkpoint `which` ('latest', 'best' or a step) in `dtype`.
+
+  adapter: its adapters alone, as PEFT stores them.
+
+  Raises:
+    ConfigError: the run has no adapters.
+    FileExistsError: `out` exists.
+  """
   config = build.load_config(workdir)
   tok = build.tokenizer(config, workdir)
   cfg = build.model_config(config, tok.vocab_size)
   params = build.restore_params(config, workdir, cfg, build.mesh(config), which)
+  if adapter:
+    message = f'--adapter: {workdir} has none (config.models.lora.rank=0)'
+    lookup.require(cfg.lora, message)
+    adapters, _ = lora.split(cfg, params)
+    model = config.model.path
+    lora.save(out, cfg, adapters, dtype=dtype, model=model)
+    return
+  cfg, params = lora.base(cfg), lora.merge(cfg, params)
   if config.model.path:
     like = pretrained.read_json(build.local(config.model.path))
   else:
@@ -27,7 +46,8 @@ def export(workdir: str, out: str, which: str, dtype: str) -> None:
 
 
 def main():
-  export(_WORKDIR.value, _OUT.value, _CHECKPOINT.value, _DTYPE.value)
+  which, dtype = _CHECKPOINT.value, _DTYPE.value
+  export(_WORKDIR.value, _OUT.value, which, dtype, _ADAPTER.value)
   print(_OUT.value)
 
 
@@ -39,5 +59,8 @@ if __name__ == '__main__':
   _CHECKPOINT = command.define_checkpoint()
   _DTYPE = flags.DEFINE_enum(
     'dtype', 'float32', ['float32', 'bfloat16'], 'Of the tensors.'
+  )
+  _ADAPTER = flags.DEFINE_bool(
+    'adapter', False, 'Write the adapters alone, as PEFT stores them.'
   )
   command.run(main)

@@ -9,8 +9,14 @@ that computes with the published one, resume, and one token generated. Engine
 and trainer hold --dtype. Memory is what the process (trainer; vLLM's worker)
 held at most during the sync beyond what it held before it.
 
-Bar: at 500M parameters the trainer needs at most half a copy of the weights
-beside them (nothing is gathered); every checksum of every sync agrees.
+With --rank, adapters of that rank (config.models.lora) are also synced alone,
+to a server of their own that holds the base:
+
+  python -m experiments.benchmarks.sync --cases=28m --rank=16 --out=...
+
+Bars: at 500M parameters the trainer needs at most half a copy of the weights
+beside them (nothing is gathered); every checksum of every sync agrees; adapters
+take at most a fifth of the bytes and of the time.
 """
 
 import pathlib
@@ -25,20 +31,22 @@ import jax.numpy as jnp
 import psutil
 
 from experiments.benchmarks import common
-from searchrl_jax.engines.vllm import launcher
+from searchrl_jax.engines.vllm import client, launcher
 from searchrl_jax.engines.weights import checksum, publication, published, sync
-from searchrl_jax.models import decoder, families
+from searchrl_jax.models import decoder, families, lora
 from searchrl_jax.worlds import microworld
 
 _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
 _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
 _REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=1)
 _CASES = flags.DEFINE_list('cases', ['1m', '28m', '500m'], 'Which models.')
+_RANK = flags.DEFINE_integer('rank', 0, 'Of adapters; 0 = none are synced.')
 _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.'
 )
 
 BAR = 0.5  # copies of the weights
+ADAPTER_BAR = 0.2  # of the bytes, and of the seconds, of every parameter
 CASES = {
   '1m': dict(
     vocab_size=2048,
@@ -115,15 +123,16 @@ class Server:
     done = self._http.post(path, json=body, params=query)
     if done.status_code != 200:
       raise SystemExit(f'{path}: {done.status_code} {done.text}')
-    return done.json()
+    is_json = 'json' in done.headers.get('content-type', '')
+    return done.json() if is_json else {}
 
   def rpc(self, method: str, *args):
     body = {'method': method, 'args': args}
     return self.post('/collective_rpc', body)['results']
 
 
-def once(publisher, server: Server, params, version: int) -> dict:
-  """One sync; its figures."""
+def once(publisher, server: Server, params, version: int, rank: int) -> dict:
+  """One sync; its figures. params: with a rank, of the adapters."""
   own = Memory('self')
   for memory in (own, server.memory):
     memory.start()
@@ -134,23 +143,30 @@ def once(publisher, server: Server, params, version: int) -> dict:
     now = time.perf_counter()
     seconds[f'{name}_s'], last = now - last, now
 
-  done = publisher.publish(params, version)
+  publish = publisher.publish_adapter if rank else publisher.publish
+  done = publish(params, version)
   lap('publish')
   server.post('/pause', mode='abort')
   lap('pause')
-  server.rpc('searchrl_load', str(done.path))
+  if rank:
+    body = {'lora_name': f'v{version}', 'lora_path': str(done.path)}
+    server.post('/v1/load_lora_adapter', body)
+  else:
+    server.rpc('searchrl_load', str(done.path))
   lap('load')
   if not server.post('/reset_prefix_cache')['success']:
     raise SystemExit('the server did not drop its prefix cache')
   server.post('/update_weight_version', {'new_version': str(version)})
   lap('reset')
-  sync.compare(
-    done.manifest, checksum.combine(server.rpc('searchrl_checksums'))
-  )
+  how = ('searchrl_checksums',)
+  if rank:
+    how = 'searchrl_adapter_checksums', done.shapes
+  sync.compare(done.manifest, checksum.combine(server.rpc(*how)))
   lap('checksums')
   server.post('/resume')
+  model = f'v{version}' if rank else 'policy'
   server.post(
-    '/v1/completions', dict(model='policy', prompt=[5, 6, 7], max_tokens=1)
+    '/v1/completions', dict(model=model, prompt=[5, 6, 7], max_tokens=1)
   )
   lap('resume')
   publisher.prune(version)
@@ -166,8 +182,13 @@ def once(publisher, server: Server, params, version: int) -> dict:
   }
 
 
-def run(case: str, folder: pathlib.Path) -> list[dict]:
-  cfg = decoder.DecoderConfig(**CASES[case], qkv_bias=True, dtype=_DTYPE.value)
+def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
+  """Every repetition of a case; with a rank, of adapters alone."""
+  targets = tuple(decoder.PROJECTIONS)
+  adapters = decoder.Lora(rank, rank, targets, _DTYPE.value) if rank else None
+  cfg = decoder.DecoderConfig(
+    **CASES[case], qkv_bias=True, dtype=_DTYPE.value, lora=adapters
+  )
   fields = {k: getattr(cfg, k) for k in families.FIELDS}
   published.write_serving_folder(
     folder / 'model',
@@ -190,11 +211,18 @@ def run(case: str, folder: pathlib.Path) -> list[dict]:
     kv_cache_gib=0.5,
     plugin='searchrl_jax.engines.vllm.plugin:Worker',
     load_format='dummy',
+    **client.lora_flags(adapters),
   ) as process:
     server = Server(process)
+    if rank:
+      base = publisher.publish(params, 0)
+      server.rpc('searchrl_load', str(base.path))
+      params = jax.tree.map(
+        lambda x: x + jnp.float32(0.01), lora.init(cfg, jax.random.key(1))
+      )
     for rep in range(-1, _REPS.value):  # the first compiles, and is left out
       params = jax.block_until_ready(step(params))
-      row = once(publisher, server, params, rep + 1)
+      row = once(publisher, server, params, rep + 1, rank)
       if rep >= 0:
         rows.append(
           {
@@ -202,6 +230,7 @@ def run(case: str, folder: pathlib.Path) -> list[dict]:
             'parameters': cfg.n_params,
             'rep': rep,
             'dtype': _DTYPE.value,
+            'adapter_rank': rank,
             **row,
           }
         )
@@ -215,11 +244,23 @@ def main(argv):
   environment = common.environment()
   rows, bars = [], []
   for case in _CASES.value:
-    with tempfile.TemporaryDirectory() as folder:
-      rows += run(case, pathlib.Path(folder))
-    own = [r for r in rows if r['case'] == case]
-    total = common.spread([r['total_s'] for r in own])
-    print(f'{case}: {total} s from an update to a token', flush=True)
+    found = {}
+    for rank in dict.fromkeys((0, _RANK.value)):
+      with tempfile.TemporaryDirectory() as folder:
+        found[rank] = run(case, pathlib.Path(folder), rank)
+      rows += found[rank]
+      total = common.spread([r['total_s'] for r in found[rank]])
+      what = f'{case}, adapters of rank {rank}' if rank else case
+      print(f'{what}: {total} s from an update to a token', flush=True)
+    own = found[0]
+    for name in ('bytes', 'total_s') if _RANK.value else ():
+      part, whole = (
+        statistics.median(r[name] for r in found[rank])
+        for rank in (_RANK.value, 0)
+      )
+      label = f'sync_{case}_adapter_{name}'
+      share = part / whole
+      bars.append(common.bar(label, share, ADAPTER_BAR, at_most=True))
     if case == '500m':
       copies = statistics.median(
         r['trainer_extra_bytes'] / r['bytes'] for r in own
@@ -227,10 +268,9 @@ def main(argv):
       bars.append(
         common.bar('sync_500m_trainer_copies', copies, BAR, at_most=True)
       )
+  count = len(_CASES.value) * (1 + (_RANK.value > 0))
   # `sync.compare` ends the run at the first that differs.
-  bars.append(
-    common.bar('sync_verified', len(rows), _REPS.value * len(_CASES.value))
-  )
+  bars.append(common.bar('sync_verified', len(rows), _REPS.value * count))
   common.report(_OUT.value, 'sync', rows, bars, environment)
 
 

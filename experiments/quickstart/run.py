@@ -60,7 +60,9 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
 
     out.rule('2. warm start: supervised, on scripted traces')
     with clock('warm_start'):
-      sft.sft(config, str(folder / 'warm'))
+      warm = config.copy_and_resolve_references()
+      warm.models.lora.rank = 0  # adapters start from the same warm start
+      sft.sft(warm, str(folder / 'warm'))
 
     out.rule('3. reinforcement learning: questions and answers alone')
     run = config.copy_and_resolve_references()

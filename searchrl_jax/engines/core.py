@@ -74,7 +74,8 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsUpdate:
-  """kind='full': every parameter. kind='adapter': a LoRA adapter's."""
+  """kind='full': every parameter. kind='adapter': those of adapters alone, in
+  place of the engine's (`models.lora.served`: engines do not scale them)."""
 
   params: Any  # a pytree of arrays, or a path to a published checkpoint
   version: int

@@ -74,6 +74,11 @@ def check(config: ConfigDict) -> None:
     f'config.critic.pretrain_steps={c.pretrain_steps}: fewer than config.train.'
     f'steps={config.train.steps}, and 0 where there is no critic',
   )
+  lookup.require(
+    not (config.models.lora.rank and c.path),
+    f'config.critic.path={c.path!r} with config.models.lora: the critic has '
+    "adapters of its own on the policy's parameters; leave it empty",
+  )
   optim.schedule(c, optim.critic_updates(config), 'config.critic')
   # Seen token by token or turn by turn, equal returns can differ.
   lookup.require(

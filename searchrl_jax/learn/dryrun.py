@@ -57,6 +57,8 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   )
   update_name = 'update: activations, head, fresh gradients'
   rows = {'parameters (float32)': own}
+  if trained.frozen:
+    rows[f'frozen parameters ({cfg.lora.dtype})'] = _bytes(trained.frozen)
   if ref is not None:
     rows['reference parameters'] = own
   rows |= {
@@ -137,9 +139,9 @@ def working_memory(updater: update.Updater, params) -> int:
   (0 where the backend does not tell). `params` are shapes with shardings.
   """
 
-  def accumulate(params, grads, arrays):
-    divisor = jnp.float32(1)
-    fresh, _ = jax.grad(updater.loss, has_aux=True)(params, arrays, divisor)
+  def accumulate(params, grads, arrays, frozen):
+    grad, divisor = jax.grad(updater.loss, has_aux=True), jnp.float32(1)
+    fresh, _ = grad(params, arrays, divisor, frozen)
     return jax.tree.map(jnp.add, grads, fresh)
 
   layout = jax.tree.map(lambda x: x.sharding, params)
@@ -148,7 +150,8 @@ def working_memory(updater: update.Updater, params) -> int:
   for length in updater.batch_config.lengths:
     empty = batching.empty(updater.batch_config, length, updater.shards)
     arrays = updater.put(empty, place=update.like_rows)
-    memory = program.lower(params, params, arrays).compile().memory_analysis()
+    lowered = program.lower(params, params, arrays, updater.frozen)
+    memory = lowered.compile().memory_analysis()
     most = max(most, getattr(memory, 'temp_size_in_bytes', 0))
   return most
 

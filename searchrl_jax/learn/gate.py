@@ -166,7 +166,7 @@ def verify(program: Program, cfg, topology) -> list[Check]:
     kinds = {c.kind for c in layers}
     check(
       'gradients are reduce-scattered, not all-reduced',
-      kinds == {'reduce-scatter'},
+      kinds == {'reduce-scatter'} or cfg.lora and not kinds,
       ', '.join(sorted(kinds)) or 'none of a layer is reduced',
     )
     narrow = {s.dtype for c in layers for s in c.shapes} - {'f32'}

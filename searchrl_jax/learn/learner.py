@@ -14,7 +14,7 @@ import numpy as np
 from searchrl_jax.learn import batching, objectives, optim, update
 from searchrl_jax.learn.credit import Credit
 from searchrl_jax.models import critic as critics
-from searchrl_jax.models import pretrained
+from searchrl_jax.models import lora, pretrained
 from searchrl_jax.run import build, flops, lookup
 
 
@@ -40,6 +40,8 @@ class Learner:
 
   Attributes:
     updater: of the last role.
+    frozen: parameters that stay as they started, {} without adapters; shapes
+      before `start` or `restore`.
     shards: devices along which the rows of a microbatch lie.
   """
 
@@ -56,7 +58,7 @@ class Learner:
     self._roles, self._supervised = dict(roles or {'': config}), supervised
     updates = sum(map(optim.updates, self._roles.values()))
     self._optim, self._updates = supervised or (config.optim, updates)
-    self._shapes = build.shapes(cfg, mesh)
+    self._shapes, self.frozen = lora.split(cfg, build.shapes(cfg, mesh))
     tx = optim.make(self._optim, self._updates, self._shapes)
     temperature = 1.0 if supervised else config.rollout.temperature
     shared = dict(tx=tx, mesh=mesh, temperature=temperature)
@@ -74,12 +76,22 @@ class Learner:
       self._critic, self._critic_shapes = critic_updater(config, cfg, mesh)
     self.shards = self.updater.shards
     self._seconds = self._flops = 0.0
+    self._freeze(self.frozen)
 
   # The life of a run.
 
+  def _freeze(self, frozen: dict) -> None:
+    self.frozen = frozen
+    for updater in self._updaters.values():
+      updater.frozen = frozen
+    if self._critic:  # shares the policy's
+      own = {k: v for k, v in frozen.items() if k != 'head'}
+      self._critic.frozen = own
+
   @property
   def params(self) -> Any:
-    return self._state.params
+    """Of the policy, all."""
+    return lora.join(self._state.params, self.frozen)
 
   def like(self) -> dict:
     return {
@@ -88,16 +100,21 @@ class Learner:
       'critic': self._critic and self._critic.abstract(self._critic_shapes),
     }
 
-  def restore(self, tree: dict) -> None:
+  def restore(self, tree: dict, frozen: dict) -> None:
+    self._freeze(frozen)
     self._state, self._ref = tree['state'], tree['ref']
     self._critic_state = tree['critic']
 
   def start(self, params: Any) -> None:
-    self._state = self.updater.init(params)
-    # An update donates the state: the reference owns a copy.
-    self._ref = update.copy(self.params) if self._has_ref else None
+    trained, frozen = lora.split(self.cfg, params)
+    self._freeze(frozen)
+    self._state = self.updater.init(trained)
+    # An update donates the state: the reference owns a copy, of the adapters
+    # alone if there are any.
+    trained = self._state.params
+    self._ref = update.copy(trained) if self._has_ref else None
     self._critic_state = self._critic and self._critic.init(
-      init_critic(self._config, self.cfg, self.params, self.mesh)
+      init_critic(self._config, self.cfg, trained, self.mesh)
     )
 
   def tree(self) -> dict:
@@ -137,7 +154,7 @@ class Learner:
       return updater.scores(params, minibatches) if wanted else none
 
     with timer('score'):
-      old = of(self.needs_old(role), updater, self.params)
+      old = of(self.needs_old(role), updater, self._state.params)
       ref = of(config.algorithm.kl != 'none', updater, self._ref)
       values = None
       if config.critic.lr:
@@ -242,7 +259,7 @@ def init_critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
   Args:
     config: the whole.
     cfg: the policy's; the critic has the same architecture.
-    policy: the parameters that the policy starts from.
+    policy: the trained parameters that the policy starts from.
     mesh: for a backbone that is read here.
 
   Raises:
@@ -267,7 +284,7 @@ def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:
 def critic_updater(config: ConfigDict, cfg, mesh):
   """(update.Updater of the critic of a policy `cfg`, its shapes)."""
   cfg = critics.config(cfg)
-  shapes = build.shapes(cfg, mesh, critics)
+  shapes, _ = lora.split(cfg, build.shapes(cfg, mesh, critics))
   fields = own_optim(config, config.critic)
   fields.freeze = ''
   tx = optim.make(fields, max(optim.critic_updates(config), 1), shapes)

@@ -20,13 +20,13 @@ import optax
 from searchrl_jax.learn import batching, losses, optim
 from searchrl_jax.learn.logps import compact, token_logps
 from searchrl_jax.learn.objectives import Objective
-from searchrl_jax.models import critic, decoder
+from searchrl_jax.models import critic, decoder, lora
 from searchrl_jax.run import sharding
 from searchrl_jax.types import Batch
 
 
 class TrainState(NamedTuple):
-  params: Any
+  params: Any  # those that are trained
   opt_state: Any
   step: jax.Array  # int32 scalar, optimizer updates done
 
@@ -116,7 +116,12 @@ def by_trajectory(arrays: dict):
 
 @dataclasses.dataclass(eq=False)
 class Updater:
-  """The compiled programs of one training run."""
+  """The compiled programs of one training run.
+
+  Attributes:
+    frozen: parameters (or their shapes) beside those that are trained, see
+      `lora.split`. {}: all are trained.
+  """
 
   cfg: decoder.DecoderConfig
   batch_config: Any  # config.batch
@@ -129,6 +134,7 @@ class Updater:
 
   def __post_init__(self):
     self.shards = shards(self.mesh)
+    self.frozen: dict = {}
     self.traced: dict[Any, Any] = {}
     # What is traced, compiled; constant after `warmup`.
     self.programs: dict[Any, Any] = {}
@@ -136,7 +142,10 @@ class Updater:
     # Layouts; None without a mesh.
     self._whole = self.mesh and sharding.replicated(self.mesh)
     model = critic if self.objective.critic else decoder
-    self._layout = self.mesh and model.param_shardings(self.cfg, self.mesh)
+    self._layout = None
+    if self.mesh:
+      layout = model.param_shardings(self.cfg, self.mesh)
+      self._layout, _ = lora.split(self.cfg, layout)
 
   # ---- state
 
@@ -216,9 +225,10 @@ class Updater:
     how = self.temperature, chunk, self.mesh, entropy, grad
     return token_logps(params, self.cfg, arrays, *how)
 
-  def loss(self, params, arrays: dict, divisor):
+  def loss(self, params, arrays: dict, divisor, frozen=None):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
     lines = by_trajectory(arrays)
+    params = lora.join(params, frozen)
     logps, entropy = jax.tree.map(lines, self._logps(params, arrays, True))
     names = 'mask', 'behaviour_logps', 'advantages', 'old', 'ref'
     given = {name: lines(arrays[name]) for name in names}
@@ -233,9 +243,10 @@ class Updater:
     }
     return loss, jax.lax.stop_gradient(sums)
 
-  def _accumulate(self, params, acc, arrays, divisor):
+  def _accumulate(self, params, acc, arrays, divisor, frozen):
     grads, sums = acc
-    fresh, new = jax.grad(self.loss, has_aux=True)(params, arrays, divisor)
+    grad = jax.grad(self.loss, has_aux=True)
+    fresh, new = grad(params, arrays, divisor, frozen)
     return jax.tree.map(jnp.add, grads, fresh), losses.add(sums, new)
 
   def _zeros(self, params):
@@ -272,12 +283,13 @@ class Updater:
 
   def _zeros_program(self, params, arrays, divisor):
     if self._sums is None:
-      _, self._sums = jax.eval_shape(self.loss, params, arrays, divisor)
+      args = params, arrays, divisor, self.frozen
+      _, self._sums = jax.eval_shape(self.loss, *args)
     return self._program('zeros', self._zeros, (params,), self._acc_layout)
 
   def _accumulate_program(self, params, acc, arrays, divisor):
     key = 'accumulate', arrays['ids'].shape
-    args = params, acc, arrays, divisor
+    args = params, acc, arrays, divisor, self.frozen
     return self._program(key, self._accumulate, args, self._acc_layout, (1,))
 
   def _apply_program(self, state, grads, loss):
@@ -287,14 +299,14 @@ class Updater:
     return self._program('apply', self._apply, (state, grads, loss), out, (0,))
 
   def _score_program(self, params, arrays):
-    def score(params, arrays):
-      return self._logps(params, arrays, False)[0]
+    def score(params, arrays, frozen):
+      return self._logps(lora.join(params, frozen), arrays, False)[0]
 
     def out():
       return self.mesh and arrays['mask'].sharding
 
     key = 'score', arrays['ids'].shape
-    return self._program(key, score, (params, arrays), out)
+    return self._program(key, score, (params, arrays, self.frozen), out)
 
   def warmup(self, shapes, *, score: bool) -> None:
     """Compiles every program for every bucket; runs none.
@@ -324,11 +336,13 @@ class Updater:
   def score(self, params, batch: Batch) -> np.ndarray:
     """Log-probs [B, T] of the loss tokens under `params`, 0 elsewhere.
 
+    params: as those of the state, beside `frozen`.
     For log-probs before a step's first update, a reference policy, or a
     check against the engine's. A critic's values.
     """
     arrays = self.put(batch)
-    return np.asarray(self._score_program(params, arrays)(params, arrays))
+    program = self._score_program(params, arrays)
+    return np.asarray(program(params, arrays, self.frozen))
 
   def scores(self, params, minibatches) -> list[list[np.ndarray]]:
     """`score` of every microbatch of some minibatches."""
@@ -363,7 +377,7 @@ class Updater:
       zeros = self._zeros_program(params, arrays, divisor)
       acc = acc or zeros(params)
       program = self._accumulate_program(params, acc, arrays, divisor)
-      acc = program(params, acc, arrays, divisor)
+      acc = program(params, acc, arrays, divisor, self.frozen)
     return acc
 
   def step(

@@ -34,6 +34,28 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+  """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), see `models.lora`.
+
+  A projection x W becomes x W + alpha / rank (x A) B. A and B are trained,
+  every other parameter is frozen.
+  """
+
+  rank: int
+  alpha: float
+  targets: tuple[str, ...]  # of PROJECTIONS
+  dtype: str  # of the frozen parameters; A and B are float32
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / self.rank
+
+
+# Of a layer: name -> leading axes of its matrix that are its input.
+PROJECTIONS = {n: 1 + (n == 'o') for n in 'q k v o gate up down'.split()}
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
   vocab_size: int
   d_model: int
@@ -52,6 +74,7 @@ class DecoderConfig:
   remat: str = 'none'  # none, block, dots
   scan_unroll: int = 1  # layers unrolled in each step of the scan
   attention: str = 'auto'  # auto, xla, cudnn, splash
+  lora: Lora | None = None
 
   def __post_init__(self):
     N, K, H = self.n_heads, self.n_kv_heads, self.head_dim
@@ -92,6 +115,11 @@ def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
     layers |= {f'{n}_bias': tuple(x[1:] for x in layers[n]) for n in 'qkv'}
   if cfg.qk_norm:
     layers |= {f'{n}_norm': ((H,), ('norm',)) for n in 'qk'}
+  if cfg.lora:
+    for name in cfg.lora.targets:
+      (shape, axes), n, r = layers[name], PROJECTIONS[name], cfg.lora.rank
+      layers[f'{name}_lora_a'] = ((*shape[:n], r), (*axes[:n], 'rank'))
+      layers[f'{name}_lora_b'] = ((r, *shape[n:]), ('rank', *axes[n:]))
   table = {'embed': ((cfg.vocab_size, D), ('vocab', 'embed'))}
   for name, (shape, axes) in layers.items():
     table[f'layers/{name}'] = ((L, *shape), ('layers', *axes))
@@ -122,10 +150,16 @@ def param_shardings(cfg: DecoderConfig, mesh, table: dict | None = None):
   )
 
 
-def flatten_checked(cfg: DecoderConfig, params: dict) -> dict:
-  """`flatten(params)`; raises ValueError unless names and shapes are cfg's."""
+def flatten_checked(
+  cfg: DecoderConfig, params: dict, table: dict | None = None
+) -> dict:
+  """`flatten(params)`; raises ValueError unless names and shapes are cfg's.
+
+  table: of the parameters to expect; None: `param_table(cfg)`.
+  """
   flat = flatten(params)
-  want = {name: shape for name, (shape, _) in param_table(cfg).items()}
+  table = param_table(cfg) if table is None else table
+  want = {name: shape for name, (shape, _) in table.items()}
   have = {name: tuple(x.shape) for name, x in flat.items()}
   for name in sorted(want.keys() | have.keys()):
     found, wanted = have.get(name), want.get(name)
@@ -142,7 +176,7 @@ def init_params(
   embed_scale: float | None = None,
   dtype=jnp.float32,
 ) -> dict:
-  """Initial parameters: normal(scale), norms 1, biases 0.
+  """Initial parameters: normal(scale), norms 1, biases 0; no adapters.
 
   `o` and `down` are divided by sqrt(2 L), as GPT-2 does. embed_scale (of the
   embedding and an untied head) defaults to `scale`.
@@ -151,7 +185,8 @@ def init_params(
   embed = scale if embed_scale is None else embed_scale
   scales = {'o': small, 'down': small, 'embed': embed, 'head': embed}
   flat = {}
-  for i, (path, (shape, _)) in enumerate(param_table(cfg).items()):
+  table = param_table(dataclasses.replace(cfg, lora=None))
+  for i, (path, (shape, _)) in enumerate(table.items()):
     name = path.rsplit('/', 1)[-1]
     if name.endswith(('norm', 'bias')):
       flat[path] = jnp.full(shape, float(name.endswith('norm')), dtype)
@@ -255,6 +290,15 @@ def _half_product_fwd(x, w, contract):
 _half_product.defvjp(_half_product_fwd, _half_product_bwd)
 
 
+def project(p: dict, cfg: DecoderConfig, x, name: str):
+  """x [B, T, *I] through a projection of a layer, with its adapter if any."""
+  y = dense(x, p[name], PROJECTIONS[name])
+  if cfg.lora and name in cfg.lora.targets:
+    low = dense(x, p[f'{name}_lora_a'], PROJECTIONS[name])
+    y = y + cfg.lora.scale * dense(low, p[f'{name}_lora_b'])
+  return y
+
+
 def block(
   p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None
 ):
@@ -264,7 +308,7 @@ def block(
   may also write k and v to a cache.
   """
   h = rms_norm(x, p['attn_norm'], cfg.norm_eps)
-  q, k, v = (dense(h, p[name]) for name in 'qkv')
+  q, k, v = (project(p, cfg, h, name) for name in 'qkv')
   if cfg.qkv_bias:
     q, k, v = (
       y + p[f'{name}_bias'].astype(y.dtype) for y, name in zip((q, k, v), 'qkv')
@@ -278,11 +322,11 @@ def block(
   k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   o = attend(q, k, v)
-  x = x + dense(o, p['o'], 2)
+  x = x + project(p, cfg, o, 'o')
   h = rms_norm(x, p['mlp_norm'], cfg.norm_eps)
-  h = jax.nn.silu(dense(h, p['gate'])) * dense(h, p['up'])
+  h = jax.nn.silu(project(p, cfg, h, 'gate')) * project(p, cfg, h, 'up')
   h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
-  x = x + dense(h, p['down'])
+  x = x + project(p, cfg, h, 'down')
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
 

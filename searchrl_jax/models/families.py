@@ -217,6 +217,16 @@ _NAMES = {
   'final_norm': ('model.norm.weight', 0),
   'head': ('lm_head.weight', 1),
 }
+# Those of adapters are PEFT's: '...q_proj.lora_A.weight'.
+_NAMES |= {
+  f'{x}_lora_{kind}': (
+    name.replace('.weight', f'.lora_{kind.upper()}.weight'),
+    n,
+  )
+  for x, (name, n_in) in [*_NAMES.items()]
+  if '_proj.weight' in name
+  for kind, n in (('a', n_in), ('b', 1))
+}
 TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
 
 
@@ -224,11 +234,12 @@ def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
   """Every tensor of a checkpoint by its name, in the order of the layers.
 
   Args:
-    shapes: our path -> shape, stacked, as `decoder.param_table` gives them.
+    shapes: our path -> shape, stacked, as `decoder.param_table` gives them:
+      of the whole model, or of its layers alone.
   """
   stacked = [path for path in shapes if path.startswith('layers/')]
   n_layers = shapes[stacked[0]][0]
-  places: list[tuple[str, int | None]] = [('embed', None)]
+  places: list[tuple[str, int | None]] = [('embed', None)] * ('embed' in shapes)
   places += [(path, i) for i in range(n_layers) for path in stacked]
   places += [(p, None) for p in ('final_norm', 'head') if p in shapes]
   out = {}

@@ -18,11 +18,12 @@ import tempfile
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
+import numpy as np
 
 from searchrl_jax.data import core as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import decoder, pretrained
+from searchrl_jax.models import decoder, lora, pretrained
 from searchrl_jax.models import shapes as shapes_lib
 from searchrl_jax.run import checkpoint, lookup, records, schema, sharding
 from searchrl_jax.run.lookup import ConfigError
@@ -36,6 +37,7 @@ from searchrl_jax.types import SEARCH
 _SOURCES = 'searchrl_jax.sources'
 # In a run folder.
 TOKENIZER = 'tokenizer'
+FROZEN = 'base'  # a checkpoint of the parameters beside the adapters
 # Fields that define how a model is computed; the others define the model.
 _COMPUTED = ('dtype', 'remat', 'scan_unroll', 'attention')
 
@@ -177,6 +179,7 @@ def names_shape(config: ConfigDict) -> bool:
 def model_config(config: ConfigDict, vocab_size: int):
   """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
   flags = {name: config.model[name] for name in _COMPUTED}
+  flags['lora'] = lora.parse(config.models.lora, config.model.dtype)
   path = config.model.path
   if names_shape(config):
     cfg = pretrained.decoder_config(shapes_lib.NAMED[path], **flags)
@@ -195,8 +198,17 @@ def model_config(config: ConfigDict, vocab_size: int):
 
 
 def parameters(config: ConfigDict, cfg, mesh) -> dict:
-  """The parameters to start from: train.init, model.path, or fresh ones."""
-  init = config.train.init
+  """The parameters to start from: train.init, model.path, or fresh ones.
+
+  Adapters are those of config.models.lora.path, of a run train.init with equal
+  ones, or fresh. Those of another run are merged into its parameters.
+  """
+  init, path = config.train.init, config.models.lora.path
+  lookup.require(
+    cfg.lora or not path,
+    f'config.models.lora.path={path!r} with config.models.lora.rank=0: set the '
+    "adapter's rank",
+  )
   if init:
     folder = pathlib.Path(init)
     if (folder / records.CHECKPOINTS).exists():
@@ -207,13 +219,31 @@ def parameters(config: ConfigDict, cfg, mesh) -> dict:
       f'config.train.init={init!r}: no such folder, or a run without a '
       'checkpoint; give a run that has finished, or a Hugging Face folder',
     )
+  model, dtype = lora.base(cfg), cfg.lora.dtype if cfg.lora else 'float32'
   if init or config.model.path:
-    return pretrained.load(init or local(config.model.path), mesh, cfg=cfg)[1]
-  c = config.model
-  scales = {'scale': c.init_scale, 'embed_scale': c.embed_scale}
-  fresh = functools.partial(decoder.init_params, cfg, **scales)
-  out = decoder.param_shardings(cfg, mesh)
-  return jax.jit(fresh, out_shardings=out)(jax.random.key(config.seed))
+    folder = init or local(config.model.path)
+    _, params = pretrained.load(folder, mesh, np.dtype(dtype), model)
+  else:
+    c = config.model
+    scales = {'scale': c.init_scale, 'embed_scale': c.embed_scale}
+    fresh = functools.partial(decoder.init_params, model, **scales)
+    out = decoder.param_shardings(model, mesh)
+    params = jax.jit(fresh, out_shardings=out)(jax.random.key(config.seed))
+  return _with_adapters(config, cfg, params, mesh)
+
+
+def _with_adapters(config: ConfigDict, cfg, params: dict, mesh) -> dict:
+  """Parameters of `lora.base(cfg)` as those of `cfg`."""
+  if cfg.lora is None:
+    return params
+  path = config.models.lora.path
+  if path:
+    with lookup.of(f'config.models.lora.path={path!r}'):
+      adapters = lora.load(path, cfg, mesh)
+  else:
+    key, _ = jax.random.split(jax.random.key(config.seed))
+    adapters = lora.init(cfg, key, mesh)
+  return lora.join(adapters, lora.freeze(cfg, params))
 
 
 def saver(config: ConfigDict, workdir: str) -> checkpoint.Checkpointer:
@@ -228,14 +258,54 @@ def restore_params(config, workdir: str, cfg, mesh, which='latest') -> dict:
   Raises:
     CheckpointError: there is none, or it is of another model.
   """
+  files = saver(config, workdir)
+  step = files.resolve(which)
+  made = files.meta(step)['fingerprint'].get('lora')
+  made = made and decoder.Lora(**_tuples(made))
+  theirs = dataclasses.replace(cfg, lora=made)
   # Arrays of the same shapes can still be of another model (rope_theta).
-  model = dataclasses.asdict(cfg)
+  model = dataclasses.asdict(theirs)
   model = {k: v for k, v in model.items() if k not in _COMPUTED}
-  like = {'state': {'params': shapes(cfg, mesh)}}
-  restored = saver(config, workdir).restore(
-    like, which, fingerprint=model, partial=True
+  trained, frozen = lora.split(theirs, shapes(theirs, mesh))
+  like = {'state': {'params': trained}}
+  restored = files.restore(like, step, fingerprint=model, partial=True)
+  params = lora.join(
+    restored.state['state']['params'], read_frozen(workdir, frozen)
   )
-  return restored.state['state']['params']
+  if made == cfg.lora:
+    return params
+  return _with_adapters(config, cfg, lora.merge(theirs, params), mesh)
+
+
+def _frozen(workdir) -> checkpoint.Checkpointer:
+  return checkpoint.Checkpointer(pathlib.Path(workdir) / FROZEN, None, '')
+
+
+def keep_frozen(workdir, frozen: dict) -> None:
+  """Writes the parameters that a run does not train to its folder, once.
+
+  frozen: {} writes nothing.
+
+  Raises:
+    CheckpointError: the disk.
+  """
+  if frozen:
+    files = _frozen(workdir)
+    files.delete(files.steps())  # of a start that failed
+    files.save(0, frozen, extras={}, metrics={}, fingerprint={})
+
+
+def read_frozen(workdir, like: dict) -> dict:
+  """What `keep_frozen` wrote.
+
+  like: their shapes; {} reads nothing.
+
+  Raises:
+    CheckpointError: it is absent, or of other shapes or another dtype.
+  """
+  if not like:
+    return {}
+  return _frozen(workdir).restore(like, 0, fingerprint=None).state
 
 
 def shapes(cfg, mesh, model=decoder) -> dict:
@@ -243,11 +313,14 @@ def shapes(cfg, mesh, model=decoder) -> dict:
 
   model: the module that has their table, `decoder` or `critic`.
   """
-  shardings = decoder.flatten(model.param_shardings(cfg, mesh))
-  shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+  layout = decoder.flatten(model.param_shardings(cfg, mesh))
   table = {k: size for k, (size, _) in model.param_table(cfg).items()}
+  dtypes = dict.fromkeys(table, 'float32') | lora.dtypes(cfg)
   return decoder.nest(
-    {k: shape(size, sharding=shardings[k]) for k, size in table.items()}
+    {
+      k: jax.ShapeDtypeStruct(size, jnp.dtype(dtypes[k]), sharding=layout[k])
+      for k, size in table.items()
+    }
   )
 
 
@@ -300,13 +373,14 @@ def environment(config: ConfigDict, tok) -> SearchEnv:
 
 
 def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
-  """The engine that config.engine.module names.
+  """The engine that config.engine.module names, with `lora.served` adapters.
 
   Raises:
     ConfigError: it would share the devices of a mesh with the update.
   """
   if config.rollout.max_staleness:
     require_alone(config, mesh, 'config.rollout.max_staleness above 0')
+  cfg, params = lora.served(cfg, params)
   make = engines.module(config.engine.module).make
   return make(cfg, params, tok, config.engine, mesh, pathlib.Path(workdir))
 
@@ -329,6 +403,7 @@ async def first_weights(config, engine, cfg, params, mesh, canary) -> None:
   if engine.version is None:
     logps = functools.partial(sync.forward_logps(cfg, mesh), params)
     limit = config.engine.canary_tolerance
+    _, params = lora.served(cfg, params)
     await sync.sync_and_verify(engine, params, 0, canary, logps, limit)
 
 
@@ -371,6 +446,7 @@ def simulator(config, policy, tok, mesh, workdir: str):
     theirs = config.copy_and_resolve_references()
     path = local(path, 'config.source.simulator.path')
     theirs.model.update(path=path, tokenizer='')
+    theirs.models.lora.update(rank=0, path='')
     theirs.train.init = ''
   theirs.engine = config.engine.copy_and_resolve_references()
   theirs.engine.update({'url': ''} | fields.engine.to_dict())

@@ -51,16 +51,18 @@ def update_flops(cfg: decoder.DecoderConfig, batches: Sequence[Batch]) -> float:
 
   PaLM, arXiv 2204.02311, appendix B: 6 n for each parameter of the layers'
   matrices and token, 12 L N H n for attention (causality not discounted), and
-  6 D V for each loss token, as the head runs on those alone. Recomputation,
-  padding and the optimizer are not counted: MFU = this / (seconds x devices x
+  6 D V for each loss token, as the head runs on those alone. With adapters, 4
+  in place of each 6: frozen matrices have no gradient, and the adapters' own
+  products are left out. Recomputation, padding and the optimizer are not
+  counted: MFU = this / (seconds x devices x
   `peak_flops`). A forward pass alone is a third.
   """
   D, H = cfg.d_model, cfg.head_dim
   layer = D * H * (2 * cfg.n_heads + 2 * cfg.n_kv_heads) + 3 * D * cfg.d_ff
-  total = 0.0
+  each, total = 4.0 if cfg.lora else 6.0, 0.0
   for b in batches:
     n = b.lengths.astype(np.float64)
-    total += 6 * cfg.n_layers * layer * n.sum()
+    total += each * cfg.n_layers * layer * n.sum()
     total += 12 * cfg.n_layers * cfg.n_heads * H * (n * n).sum()
-    total += 6.0 * D * cfg.vocab_size * b.mask.sum()
+    total += each * D * cfg.vocab_size * b.mask.sum()
   return float(total)

@@ -17,6 +17,7 @@ from searchrl_jax.run import lookup
 CHOICES = {
   'model.remat': ('none', 'block', 'dots'),
   'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
+  'models.lora.dtype': ('', 'float32', 'bfloat16', 'float16'),
   'data.prompt': ('template', 'as_is'),
   'env.information': ('source', 'policy'),
   'env.answer': ('tags', 'boxed'),
@@ -57,14 +58,15 @@ RANGES = (
     'env.max_turns rollout.concurrency rollout.refill rollout.max_staleness '
     'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
     'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
-    'train.seconds sft.seconds log.trajectories_every '
+    'train.seconds sft.seconds log.trajectories_every models.lora.rank '
     'source.simulator.temperature',
     lambda x: x >= 0,
     'at least 0',
   ),
   ('env.real_searches', lambda x: x >= -1, 'a number, or -1 for all'),
   (
-    'optim.lr sft.lr source.timeout source.simulator.timeout judge.timeout',
+    'optim.lr sft.lr source.timeout source.simulator.timeout judge.timeout '
+    'models.lora.alpha',
     lambda x: x > 0,
     'above 0',
   ),
@@ -138,6 +140,17 @@ def base() -> ConfigDict:
   c.model.remat = 'none'  # none, block, dots
   c.model.scan_unroll = 1  # layers unrolled in a step of the scan
   c.model.attention = 'auto'  # auto, xla, cudnn, splash
+
+  c.models = ConfigDict()
+  # Adapters of the policy and its critic, trained in place of the parameters,
+  # which stay as they started (models/lora.py).
+  c.models.lora = ConfigDict()
+  c.models.lora.rank = 0  # 0 = every parameter is trained
+  c.models.lora.alpha = 32.0  # an adapter is scaled by alpha / rank
+  # A regex of the names of projections that get one, matched whole.
+  c.models.lora.target = 'q|k|v|o|gate|up|down'
+  c.models.lora.dtype = ''  # of the frozen parameters; '' = model.dtype
+  c.models.lora.path = ''  # a PEFT folder to start from; '' = fresh ones
 
   c.mesh = ConfigDict()  # devices on each axis; one may be -1, the rest
   c.mesh.data = -1

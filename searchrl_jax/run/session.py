@@ -18,6 +18,7 @@ import numpy as np
 
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.weights import sync
+from searchrl_jax.models import lora
 from searchrl_jax.run import build, records, signals
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
@@ -36,8 +37,9 @@ class Session:
     stage: 'train', 'sft', ...: a checkpoint of another stage is refused.
     trained: parameters and optimizer states (`learn.learner`), restored or
       started here: `cfg`, the policy's `DecoderConfig`, `mesh`, the devices,
-      `params` of the policy, `start(params)`, `tree()` for a checkpoint,
-      `like()` as its shapes, `restore(tree)`, and `warmup()`, which compiles.
+      `params` of the policy, `frozen`, those that are not trained,
+      `start(params)`, `tree()` for a checkpoint, `like()` as its shapes,
+      `restore(tree, frozen)`, and `warmup()`, which compiles.
     limits: (steps, seconds, every): the run ends after this number of steps
       or seconds (0 = no limit), and is saved after every `every` steps.
     states: name -> state of the recipe between steps, saved in every
@@ -95,6 +97,7 @@ class Session:
     if self._saver.latest() is None:
       self.step = 0
       self.trained.start(build.parameters(self.config, self.cfg, self.mesh))
+      build.keep_frozen(self.workdir, self.trained.frozen)
       return
     saved = self._saver.restore(
       self.trained.like(), 'latest', fingerprint=self._fingerprint
@@ -102,7 +105,8 @@ class Session:
     self.step, self._identity = saved.step, saved.extras.get('served', {})
     self._owed = saved.extras.get('evaluation_owed', False)
     self.metrics = saved.metrics
-    self.trained.restore(saved.state)
+    frozen = build.read_frozen(self.workdir, self.trained.frozen)
+    self.trained.restore(saved.state, frozen)
     for name, state in self._states.items():
       state.restore(saved.extras[name])
     if self._unused is not None:
@@ -192,7 +196,9 @@ class Session:
     self._started = time.monotonic()
     if self.engine is None:
       return
-    self.publish()
+    self.publish('full')
+    if self.trained.frozen:
+      self.publish()  # compiles what later steps call
     if self.step == 0 and self.config.eval.every:
       self.metrics = self.writer.write(-1, self.evaluate())
     elif self._owed:
@@ -203,18 +209,24 @@ class Session:
   def done(self) -> bool:
     return self._late or self.step >= self._steps
 
-  def publish(self) -> None:
+  def publish(self, kind: str = '') -> None:
     """Loads the trained weights into the engine and verifies them.
+
+    kind: 'full' or 'adapter', see `WeightsUpdate`; '': what training changes.
 
     Raises:
       SyncError: the engine does not hold them.
     """
+    kind = kind or ('adapter' if self.trained.frozen else 'full')
     with self.writer.timer('sync'):
       params, limit = self.trained.params, self.config.engine.canary_tolerance
       logps = functools.partial(self._logps, params)
+      _, params = lora.served(self.cfg, params)
+      if kind == 'adapter':
+        params, _ = lora.split(self.cfg, params)
       self._report = self.signals.finish(
         sync.sync_and_verify(
-          self.engine, params, self.step, self._canary, logps, limit
+          self.engine, params, self.step, self._canary, logps, limit, kind
         )
       )
 

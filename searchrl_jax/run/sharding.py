@@ -30,6 +30,7 @@ RULES = {
   'head_dim': (),
   'mlp': ('tensor',),
   'norm': (),
+  'rank': (),  # of an adapter
   None: (),
 }
 

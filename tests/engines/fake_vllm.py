@@ -7,6 +7,7 @@ tests/sidecar.
 
 import asyncio
 import hashlib
+import pathlib
 import threading
 import time
 
@@ -14,12 +15,13 @@ import fastapi
 from fastapi.responses import JSONResponse
 from ml_collections import ConfigDict
 import numpy as np
+import safetensors.numpy
 import uvicorn
 
 from searchrl_jax.engines.core import WeightsUpdate
 from searchrl_jax.engines.vllm.client import VllmEngine
-from searchrl_jax.engines.weights import published
-from searchrl_jax.models import families
+from searchrl_jax.engines.weights import checksum, published
+from searchrl_jax.models import families, lora
 from tests.engines.common import CFG, Letters, make_params
 
 VOCAB = 90
@@ -70,7 +72,7 @@ class FakeVllm:
 
   def _forget(self):
     self.paused, self.asleep = False, False
-    self.loaded = None
+    self.loaded, self.adapters = None, {}  # name -> folder
     self.cache, self.running, self.stalled = set(), {}, set()
     self.most_running = 0
     self.weight_version = 'default'
@@ -118,6 +120,16 @@ class FakeVllm:
     @app.post('/v1/completions')
     async def completions(request: fastapi.Request):
       return await self._complete(await request.json())
+
+    @app.post('/v1/{action}_lora_adapter')
+    async def adapter(action: str, request: fastapi.Request):
+      body = await request.json()
+      self.calls.append(f'{action}_lora_adapter')
+      if action == 'unload':
+        del self.adapters[body['lora_name']]
+      else:
+        self.adapters[body['lora_name']] = pathlib.Path(body['lora_path'])
+      return fastapi.Response('Success')  # text, as vLLM answers
 
     @app.post('/detokenize')
     async def detokenize(request: fastapi.Request):
@@ -174,8 +186,11 @@ class FakeVllm:
       self.loaded = published.open_published(args[0])
       return {'results': [{'version': self.loaded.version}]}
     found = {}
-    names = {**self.loaded.manifest}
-    names.setdefault('head', names['embed'])
+    if method == 'searchrl_adapter_checksums':
+      names = self._adapter_sums(*args)
+    else:
+      names = {**self.loaded.manifest}
+      names.setdefault('head', names['embed'])
     for name, text in names.items():
       dtype, _, rest = text.partition('[')
       dims, _, digits = rest.partition(']:')
@@ -187,14 +202,27 @@ class FakeVllm:
     rest = {k: [d, s, 5, -7] for k, (d, s, _, _) in found.items()}
     return {'results': [half, rest]}
 
+  def _adapter_sums(self, shapes):
+    """Of the files of the one adapter that is loaded, in our layout."""
+    [folder] = self.adapters.values()
+    stored = safetensors.numpy.load_file(folder / lora.WEIGHTS)
+    parts = {}
+    shapes = {name: tuple(shape) for name, shape in shapes.items()}
+    for name, tensor in families.tensors(shapes).items():
+      theirs = stored[f'base_model.model.{name}']
+      parts.setdefault(tensor.path, []).append(tensor.to_ours(theirs))
+    return checksum.checksums(parts)
+
   # The model.
 
   @property
   def version(self):
+    if self.adapters:
+      return int([*self.adapters.values()][-1].name)
     return DUMMY if self.loaded is None else self.loaded.version
 
   async def _complete(self, body):
-    if body['model'] != self.name:
+    if body['model'] not in (self.name, *self.adapters):
       return JSONResponse(
         {'error': {'message': f'The model `{body["model"]}` does not exist.'}},
         404,
@@ -309,10 +337,10 @@ def server() -> FakeVllm:
   return fake
 
 
-def make(fakes, folder, **changes):
+def make(fakes, folder, cfg=CFG, **changes):
   urls = ','.join(f.url for f in fakes)
   return VllmEngine(
-    CFG, None, Letters(), config(url=urls, **changes), None, folder
+    cfg, None, Letters(), config(url=urls, **changes), None, folder
   )
 
 

@@ -104,14 +104,19 @@ def abstract(cfg: DecoderConfig, mesh=None) -> dict:
 def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
   """The engine's own copy of the trainer's parameters, sliced by layer.
 
+  params: all, or adapters alone.
+
   Returns {'embed', 'final_norm', ['head'], 'layers': [{...} per layer]} in
   cfg.dtype, placed as in `abstract`. No buffer is shared with `params` (the
   trainer donates its own).
   """
-  tree = _split(params, cfg.dtype, cfg.n_layers)
-  return jax.device_put(
-    tree, jax.tree.map(lambda x: x.sharding, abstract(cfg, mesh))
-  )
+  tree, whole = _split(params, cfg.dtype, cfg.n_layers), abstract(cfg, mesh)
+  where = {k: whole[k].sharding for k in tree if k != 'layers'}
+  where['layers'] = [
+    {k: like[k].sharding for k in own}
+    for own, like in zip(tree['layers'], whole['layers'])
+  ]
+  return jax.device_put(tree, where)
 
 
 def threefry(key, count):

@@ -20,7 +20,7 @@ from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
 from searchrl_jax.engines.weights import checksum
-from searchrl_jax.models import decoder
+from searchrl_jax.models import decoder, lora
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.run import sharding
 
@@ -151,18 +151,26 @@ class Device:
     self.load(params)
     self.reset()
 
-  def load(self, params: dict) -> None:
-    """Copies the trainer's parameters.
+  def load(self, params: dict, kind: str = 'full') -> None:
+    """Copies the trainer's parameters; kind='adapter': of adapters alone.
 
     Raises:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
     """
+    cfg, adapter = self._cfg, kind == 'adapter'
     try:
-      decoder.flatten_checked(self._cfg, params)
+      decoder.flatten_checked(
+        cfg, params, lora.adapter_table(cfg) if adapter else None
+      )
     except ValueError as e:
       raise SyncError(f'the weights do not fit the model: {e}') from e
+    if adapter:
+      new = decode.load(params, cfg, self._mesh)['layers']
+      layers = [old | own for old, own in zip(self._weights['layers'], new)]
+      self._weights = self._weights | {'layers': layers}
+      return
     self._weights = None  # frees the old copy before the new one is made
-    self._weights = decode.load(params, self._cfg, self._mesh)
+    self._weights = decode.load(params, cfg, self._mesh)
 
   def reset(self) -> None:
     """Fills the caches with zeros, so that no NaN of old weights remains."""
@@ -172,16 +180,20 @@ class Device:
       for _ in range(self._lanes)
     ]
 
-  @property
-  def nbytes(self) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(self._weights))
+  def nbytes(self, kind: str = 'full') -> int:
+    """Of the loaded weights; kind='adapter': of the adapters alone."""
+    return sum(x.nbytes for x in jax.tree.leaves(self._parts(kind)))
 
-  def manifest(self) -> dict[str, str]:
+  def manifest(self, kind: str = 'full') -> dict[str, str]:
     """Checksums of the loaded weights, named as the trainer's parameters."""
+    return checksum.checksums(self._parts(kind))
+
+  def _parts(self, kind: str) -> dict:
     parts = {k: v for k, v in self._weights.items() if k != 'layers'}
     for name in self._weights['layers'][0]:
       parts[f'layers/{name}'] = [p[name] for p in self._weights['layers']]
-    return checksum.checksums(parts)
+    wanted = lora.adapter_table(self._cfg) if kind == 'adapter' else parts
+    return {name: parts[name] for name in wanted}
 
   def decode(self, state: dict):
     """ids, logps [chunk, B], counts, ended [B] (numpy), and the steps run."""

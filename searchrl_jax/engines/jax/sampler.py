@@ -70,6 +70,7 @@ class JaxSampler(HandleEngine):
     )
     self.version = 0
     cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
+    self._adapters = cfg.lora is not None
     self._token_bytes = bytes_per_token(cfg)
     self._table = slots_lib.SlotTable(
       room(cfg, config), shape.widths[-1], self._counters
@@ -160,17 +161,19 @@ class JaxSampler(HandleEngine):
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
       EngineError: an update of a kind that this engine does not take.
     """
-    good = update.kind == 'full' and isinstance(update.params, dict)
+    kinds = ('full', 'adapter') if self._adapters else ('full',)
+    good = update.kind in kinds and isinstance(update.params, dict)
     got = f'kind={update.kind!r}, {type(update.params).__name__}'
-    core.require(good, f'jax_sampler takes kind="full", a dict; got {got}')
+    core.require(good, f'this engine takes a dict of kind {kinds}; got {got}')
     start = time.perf_counter()
     with self._lock:
-      self._device.load(update.params)
+      self._device.load(update.params, update.kind)
       self._drop_caches()
       self.version = update.version
       self._held = True
+    device, kind = self._device, update.kind
     return self._sync_report(
-      update.version, start, self._device.nbytes, self.manifest()
+      update.version, start, device.nbytes(kind), device.manifest(kind)
     )
 
   async def resume(self) -> None:

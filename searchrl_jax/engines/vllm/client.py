@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent import futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -36,8 +37,9 @@ from searchrl_jax.engines.vllm import launcher, servers
 from searchrl_jax.engines.vllm.servers import Handle, Server
 from searchrl_jax.engines.vllm.transport import Down, Output
 from searchrl_jax.engines.weights import publication, published
-from searchrl_jax.models import families
+from searchrl_jax.models import decoder, families, lora
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 _COUNTERS = """
   requests retries aborted_requests generated_tokens discarded_tokens
   prefilled_tokens prefix_tokens scored_tokens syncs
@@ -69,6 +71,13 @@ class VllmEngine(HandleEngine):
   ):
     del params, mesh  # `sync` publishes the parameters
     super().__init__(model_cfg.vocab_size, tokenizer, config, _COUNTERS, 'sync')
+    core.require(
+      not (model_cfg.lora and config.sleep),
+      'config.engine.sleep with config.models.lora: the adapters of a server '
+      'do not sleep with its weights; use False',
+    )
+    self._cfg = model_cfg
+    self._base: published.Published | None = None  # below the adapters
     folder = pathlib.Path(folder).absolute()
     self._publisher = publication.Publisher(
       folder / 'published', model_cfg, config.dtype
@@ -80,7 +89,7 @@ class VllmEngine(HandleEngine):
       published.write_serving_folder(
         folder / 'serving', model, tokenizer.path, config.dtype
       )
-      self._sidecars = _start(config, folder)
+      self._sidecars = _start(config, folder, model_cfg.lora)
       urls = [sidecar.url for sidecar in self._sidecars]
     del model['tied']  # a server may hold a tied model untied
     self._servers = [
@@ -154,7 +163,7 @@ class VllmEngine(HandleEngine):
       return np.zeros(len(ids), np.float32)
     self._enter()
     handle, logps = Handle(ids), None
-    send = lambda server: server.http.score(server.name, ids)
+    send = lambda server: server.http.score(server.model, ids)
     try:
       while logps is None:  # a sync ended the request
         logps = await self._ask(send, handle, server, True)
@@ -176,18 +185,26 @@ class VllmEngine(HandleEngine):
       EngineError: a server that is absent, or of another model.
       CheckpointError, PublishedError: the publication.
     """
-    got = f'got kind={update.kind!r}'
-    core.require(update.kind == 'full', f'vllm takes kind="full"; {got}')
+    adapter = update.kind == 'adapter'
+    what = 'an adapter, which needs config.models.lora and a full sync before'
+    core.require(self._base or not adapter, f'got {what}')
     self._enter()
     await self._all(Server.check_claim)
     start = time.perf_counter()
     target = await asyncio.to_thread(self._publish, update)
     self._open.clear()
     manifest, *_ = await self._all(lambda server: server.prepare(target))
+    size = 0 if adapter else target.bytes
+    if target.adapter:
+      size += target.adapter.bytes
+    if adapter:  # a server that came back loaded all
+      manifest = {
+        k: v for k, v in manifest.items() if k in target.adapter.shapes
+      }
     self.version = target.version
     if isinstance(update.params, Mapping):
       await asyncio.to_thread(self._publisher.prune, target.version)
-    return self._sync_report(target.version, start, target.bytes, manifest)
+    return self._sync_report(target.version, start, size, manifest)
 
   async def resume(self) -> None:
     self._open.set()
@@ -248,7 +265,7 @@ class VllmEngine(HandleEngine):
     async def send(server: Server) -> tuple[int, Output]:
       version = server.version
       return version, await server.http.complete(
-        server.name, ids, sampling, left, seed, f'v{version}'
+        server.model, ids, sampling, left, seed, f'v{version}'
       )
 
     version, out = await self._ask(send, request.handle, only, sampling.probe)
@@ -333,9 +350,16 @@ class VllmEngine(HandleEngine):
     return found
 
   def _publish(self, update: core.WeightsUpdate) -> published.Published:
-    if isinstance(update.params, Mapping):
-      return self._publisher.publish(update.params, update.version)
-    return published.open_published(update.params)
+    params, version = update.params, update.version
+    if not isinstance(params, Mapping):
+      return published.open_published(params)
+    adapters, base = lora.split(self._cfg, params)
+    if not self._cfg.lora:
+      return self._publisher.publish(params, version)
+    if update.kind == 'full':
+      self._base = self._publisher.publish(base, version)
+    adapter = self._publisher.publish_adapter(adapters, version)
+    return dataclasses.replace(self._base, version=version, adapter=adapter)
 
 
 class _Replica:
@@ -349,7 +373,24 @@ class _Replica:
     self.stats = lambda: {'prefilled_tokens': server.prefilled}
 
 
-def _start(config, folder: pathlib.Path) -> list[launcher.Sidecar]:
+def lora_flags(adapters: decoder.Lora | None) -> dict[str, Any]:
+  """vLLM's flags for servers with one adapter at a time.
+
+  Raises:
+    EngineError: a rank that vLLM cannot serve.
+  """
+  if adapters is None:
+    return {}
+  ranks = [r for r in _RANKS if r >= adapters.rank]
+  limit = f'vLLM serves ranks up to {_RANKS[-1]}'
+  core.require(ranks, f'config.models.lora.rank={adapters.rank}: {limit}')
+  most = {'max_lora_rank': ranks[0], 'max_loras': 1, 'max_cpu_loras': 1}
+  return {'enable_lora': True, **most}
+
+
+def _start(
+  config, folder: pathlib.Path, adapters: decoder.Lora | None = None
+) -> list[launcher.Sidecar]:
   """Starts the servers of config.engine.device in parallel.
 
   Raises:
@@ -374,6 +415,7 @@ def _start(config, folder: pathlib.Path) -> list[launcher.Sidecar]:
       enable_sleep=config.sleep,
       start_timeout_s=config.start_seconds,
       load_format='dummy',
+      **lora_flags(adapters),
       **devices[n],
     )
 

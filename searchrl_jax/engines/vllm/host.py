@@ -91,6 +91,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     os.environ,
     PYTHONPATH=os.pathsep.join(filter(None, paths)),
     VLLM_SERVER_DEV_MODE='1',
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING='1',
     # Otherwise its worker listens on the machine's network address.
     VLLM_HOST_IP=HOST,
     VLLM_NO_USAGE_STATS='1',

@@ -109,6 +109,35 @@ class Worker:
           total[0] += low
           total[1] += high
     shapes = {'head': weights.shapes['embed'], **weights.shapes}
+    return self._searchrl_report(sums, shapes)
+
+  def searchrl_adapter_checksums(
+    self, shapes: dict[str, list[int]]
+  ) -> dict[str, list]:
+    """The same of the adapter in use, which has a slot alone.
+
+    shapes: our tensor name -> shape, of the adapter.
+    """
+    model = self.model_runner.get_model()
+    sums: dict[str, list[int]] = {name: [0, 0] for name in shapes}
+    table = families.tensors({k: tuple(v) for k, v in shapes.items()})
+    for name, tensor in table.items():
+      *parents, leaf, kind, _ = name.split('.')
+      leaf, n = _FUSED.get(leaf, (leaf, 0))
+      module = model.get_submodule('.'.join([*parents, leaf]))
+      part = _adapter_part(module.base_layer, tensor, n, kind)
+      if part is None:
+        continue
+      if kind == 'lora_A':  # [rank, columns], in a slot for larger ranks
+        held = module.lora_a_stacked[n][0, 0, : tensor.shape[0]]
+      else:
+        held = module.lora_b_stacked[n][0, 0, :, : tensor.shape[1]]
+      low, high = _sums(held.T, part, 0)
+      sums[tensor.path][0] += low
+      sums[tensor.path][1] += high
+    return self._searchrl_report(sums, shapes)
+
+  def _searchrl_report(self, sums, shapes) -> dict[str, list]:
     dtype = _dtype_name(self.model_config.dtype)
     return {
       name: [dtype, list(shapes[name]), *(s & 0xFFFFFFFF for s in total)]
@@ -145,7 +174,7 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
     module = '.'.join([*parents, leaf])
     groups.setdefault((module, kind), []).append((tensor, n))
   for (name, kind), members in groups.items():
-    module = model.get_submodule(name)
+    module = _own(model.get_submodule(name))
     parts = [_part(module, tensor, n) for tensor, n in members]
     yield module, kind, [part for part in parts if part is not None]
 
@@ -153,14 +182,38 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
 def _part(module, tensor: families.Tensor, n: int) -> Part | None:
   """The n-th part of a module; None: another worker reports it."""
   rows, first_row, first_column = _local(module, n)
-  if rows is None:
-    return None
+  return rows and _place(tensor, rows, first_row, first_column)
+
+
+def _place(tensor, rows: slice, first_row: int, first_column: int) -> Part:
   n_rows = tensor.shape[0]
   n_columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
   steps = (1, n_rows) if tensor.n_in else (n_columns, 1)
   layer = (tensor.layer or 0) * n_rows * n_columns
   start = layer + first_row * steps[0] + first_column * steps[1]
   return Part(tensor.path, rows, start, *steps)
+
+
+def _adapter_part(module, tensor, n: int, kind: str) -> Part | None:
+  """The part of the n-th adapter of a module; None: another reports it.
+
+  The side of the adapter that lies along the module's cut is cut with it, the
+  other one is the same for all workers.
+  """
+  from vllm.model_executor.layers import linear
+
+  rows, first_row, first_column = _local(module, n)
+  inputs = isinstance(module, linear.RowParallelLinear)
+  if inputs != (kind == 'lora_A') and module.tp_rank or rows is None:
+    return None
+  if inputs:
+    return _place(tensor, slice(None), 0, first_column * (kind == 'lora_A'))
+  return _place(tensor, slice(None), first_row * (kind == 'lora_B'), 0)
+
+
+def _own(module):
+  """The layer itself, without what vLLM wraps around it for adapters."""
+  return getattr(module, 'base_layer', module)
 
 
 def _local(module, n: int) -> tuple[slice | None, int, int]:

@@ -16,7 +16,7 @@ from searchrl_jax.engines import handles
 from searchrl_jax.engines.core import EngineError, SyncError, require
 from searchrl_jax.engines.vllm.transport import Client, Down
 from searchrl_jax.engines.weights import checksum
-from searchrl_jax.engines.weights.published import Published
+from searchrl_jax.engines.weights.published import Adapter, Published
 
 REQUESTS_PER_SLOT = 2  # at a server: the one that it serves, and the next
 POLL = 0.2  # seconds between attempts to reach a server
@@ -59,6 +59,8 @@ class Server:
     self._target: Published | None = None  # the weights of the last sync
     self.ready = False  # may get requests
     self.name = ''  # of the model, when last seen
+    self.model = ''  # to ask for: that name, or that of the loaded adapter
+    self._base: Any = None  # path of the weights below the adapter
     self.version = -1  # of verified weights under that name; -1: its own
     self.restarts = 0  # how often it came back as another process
     self.handles = 0  # whose prefixes it caches
@@ -149,10 +151,10 @@ class Server:
         name, max_len = await self._served()
         await self.http.get('/health')  # the engine behind the server
         if name != self.name:
-          self.ready, self.version = False, -1
+          self.ready, self.version, self._base = False, -1, None
           await self._check_model(name, max_len)
           self.restarts += self.name != ''
-          self.name = name
+          self.name = self.model = name
         # Ends a sleep and a pause: ours, or those of a trainer that died.
         if (await self.http.get('/is_sleeping'))['is_sleeping']:
           await self.http.post('/wake_up')
@@ -180,23 +182,48 @@ class Server:
       await asyncio.sleep(0.02)
 
   async def _load(self, target: Published) -> dict[str, str]:
-    what = f'version {target.version} ({target.path})'
+    adapter, base = target.adapter, self._base != target.path
+    path = adapter.path if adapter else target.path
+    what = f'version {target.version} ({path})'
     await self._pause()
     try:
-      await self._rpc('searchrl_load', str(target.path.absolute()))
+      if base:
+        self._base = None
+        await self._rpc('searchrl_load', str(target.path.absolute()))
+      if adapter:
+        await self._load_adapter(adapter)
       if not (await self.http.post('/reset_prefix_cache'))['success']:
         raise EngineError('it did not drop its prefix cache; restart it')
       claim = {'new_version': self._claim(target)}
       await self.http.post('/update_weight_version', claim)
       await self.http.post('/resume')
-      loaded = checksum.combine(await self._rpc('searchrl_checksums'))
+      loaded, wanted = {}, {}
+      if base:
+        loaded = checksum.combine(await self._rpc('searchrl_checksums'))
+        wanted = dict(target.manifest)
+      if adapter:
+        sums = await self._rpc('searchrl_adapter_checksums', adapter.shapes)
+        loaded |= checksum.combine(sums)
+        wanted |= adapter.manifest
     except Down:
       raise
     except EngineError as e:
       raise SyncError(f'{self.url}: {what} could not be loaded: {e}') from e
-    checksum.compare(target.manifest, loaded, f'{self.url}, sent {what},')
+    checksum.compare(wanted, loaded, f'{self.url}, sent {what},')
     self.version = target.version
+    # Without an adapter, every version has weights of its own.
+    self._base = target.path if adapter else None
     return loaded
+
+  async def _load_adapter(self, adapter: Adapter) -> None:
+    """Loads it in place of another; the server must be paused."""
+    # A name that it had before would keep the adapter, and caches, of then.
+    name, before = f'{self.name}-{uuid.uuid4().hex}', self.model
+    body = {'lora_name': name, 'lora_path': str(adapter.path.absolute())}
+    await self.http.post('/v1/load_lora_adapter', body)
+    self.model = name
+    if before != self.name:
+      await self.http.post('/v1/unload_lora_adapter', {'lora_name': before})
 
   async def _check_model(self, name: str, max_len: int) -> None:
     """Raises EngineError for a server of another model or kind."""

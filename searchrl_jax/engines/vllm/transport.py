@@ -55,7 +55,7 @@ class Client:
     self.close = self._http.aclose
 
   async def get(self, path: str) -> Any:
-    """The JSON of an answer; {} if it is empty."""
+    """The JSON of an answer; {} if it is empty, or text."""
     return await self._call('GET', path)
 
   async def post(self, path: str, body: Any = None, **params: str) -> Any:
@@ -134,7 +134,8 @@ class Client:
       again = (*_BUSY, 404, 500) if path == _COMPLETIONS else _BUSY
       kind = Down if status in again else EngineError
       raise kind(f'{where}: status {status}: {answer.text[:2000]}')
-    return answer.json() if answer.content else {}
+    kind = answer.headers.get('content-type', '')
+    return answer.json() if answer.content and 'json' in kind else {}
 
   def _finite(self, logps: Sequence[float | None]) -> np.ndarray:
     """float32 [n]; EngineError unless all are finite: JSON has null for NaN."""

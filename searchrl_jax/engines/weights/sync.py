@@ -57,6 +57,7 @@ async def sync_and_verify(
   canary_ids: Sequence[int],
   trainer_logps_fn: Callable,
   tolerance: float,
+  kind: str = 'full',
 ) -> SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
@@ -65,6 +66,7 @@ async def sync_and_verify(
   canary_ids: a fixed sequence of ids. trainer_logps_fn(ids int32 [n]) ->
   float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
   tolerance: largest log-prob difference, config.engine.canary_tolerance.
+  kind: 'adapter' if `params` are adapters alone; the engine keeps the rest.
 
   Raises:
     SyncError: names the tensor, or the check that failed, and the figures.
@@ -77,7 +79,7 @@ async def sync_and_verify(
     for replica, handle in probes:
       await replica.generate(handle, _probe(1))
       replica.truncate(handle, len(canary))
-    report = await engine.sync(core.WeightsUpdate(params, version))
+    report = await engine.sync(core.WeightsUpdate(params, version, kind))
     got = {engine.version, report.version}
     what = f'version {version} was published; the engine reports {got}'
     _require(got == {version}, what)

@@ -1,0 +1,280 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): adapters of a frozen decoder.
+
+`DecoderConfig.lora` names the projections with an adapter; a parameter tree
+then has, for each of them, `layers/q_lora_a` [L, *input, rank] and
+`layers/q_lora_b` [L, rank, *output] beside `layers/q`. A starts random and B at
+0, so a fresh adapter changes nothing.
+
+Adapters are read and written as PEFT does (adapter_config.json and
+adapter_model.safetensors).
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from searchrl_jax.models import decoder, families
+from searchrl_jax.models.decoder import DecoderConfig, Lora
+from searchrl_jax.run import lookup
+
+CONFIG = 'adapter_config.json'
+WEIGHTS = 'adapter_model.safetensors'
+_PREFIX = 'base_model.model.'  # of PEFT's tensor names
+# Fields of an adapter_config.json that change the computation -> the values
+# that are implemented.
+_NEUTRAL = {
+  'peft_type': ('LORA',),
+  'bias': (None, 'none'),
+  'use_rslora': (None, False),
+  'use_dora': (None, False),
+  'fan_in_fan_out': (None, False),
+  'modules_to_save': (None, []),
+  'rank_pattern': (None, {}),
+  'alpha_pattern': (None, {}),
+  'layers_to_transform': (None,),
+  'layer_replication': (None,),
+  'target_parameters': (None, []),
+  'trainable_token_indices': (None,),
+}
+
+
+def parse(fields, dtype: str) -> Lora | None:
+  """Of config.models.lora; None if its rank is 0.
+
+  dtype: of the frozen parameters, where the config names none.
+
+  Raises:
+    ConfigError: a regex that matches no projection, or an unknown dtype.
+  """
+  if not fields.rank:
+    return None
+  where = 'config.models.lora'
+  try:
+    found = [n for n in decoder.PROJECTIONS if re.fullmatch(fields.target, n)]
+  except re.error as e:
+    raise lookup.ConfigError(f'{where}.target={fields.target!r}: {e}') from e
+  lookup.require(
+    found,
+    f'{where}.target={fields.target!r} matches no projection whole; there are: '
+    f'{", ".join(decoder.PROJECTIONS)}',
+  )
+  return Lora(fields.rank, fields.alpha, tuple(found), fields.dtype or dtype)
+
+
+def base(cfg: DecoderConfig) -> DecoderConfig:
+  """The same model without adapters."""
+  return dataclasses.replace(cfg, lora=None)
+
+
+def split(cfg: DecoderConfig, tree: dict) -> tuple[dict, dict]:
+  """(what is trained, what is frozen) of parameters, shapes or layouts.
+
+  Without adapters, everything is trained, and {} is frozen. A critic's head is
+  trained.
+  """
+  if cfg.lora is None:
+    return tree, {}
+  fixed = decoder.param_table(base(cfg))
+  parts: tuple[dict, dict] = ({}, {})
+  for name, x in decoder.flatten(tree).items():
+    parts[name in fixed][name] = x
+  return decoder.nest(parts[0]), decoder.nest(parts[1])
+
+
+def join(trained: dict, frozen: dict | None) -> dict:
+  """The inverse of `split`; copies no array."""
+  if not frozen:
+    return trained
+  return decoder.nest(decoder.flatten(trained) | decoder.flatten(frozen))
+
+
+def dtypes(cfg: DecoderConfig) -> dict[str, str]:
+  """The dtype of each frozen parameter; others are float32."""
+  fixed = decoder.param_table(base(cfg)) if cfg.lora else {}
+  return {name: cfg.lora.dtype for name in fixed}
+
+
+def init(cfg: DecoderConfig, key, mesh=None) -> dict:
+  """Fresh adapters: A is normal with variance 1 / inputs, B is 0."""
+
+  def fresh():
+    flat = {}
+    for i, (name, (shape, _)) in enumerate(adapter_table(cfg).items()):
+      flat[name] = jnp.zeros(shape, jnp.float32)
+      if name.endswith('a'):
+        normal = jax.random.normal(jax.random.fold_in(key, i), shape)
+        flat[name] = normal / math.sqrt(math.prod(shape[1:-1]))
+    return decoder.nest(flat)
+
+  return jax.jit(fresh, out_shardings=_layout(cfg, mesh))()
+
+
+def adapter_table(cfg: DecoderConfig) -> dict:
+  """The adapters' part of `decoder.param_table`."""
+  return decoder.flatten(split(cfg, decoder.nest(decoder.param_table(cfg)))[0])
+
+
+def _layout(cfg: DecoderConfig, mesh):
+  return mesh and split(cfg, decoder.param_shardings(cfg, mesh))[0]
+
+
+def freeze(cfg: DecoderConfig, params: dict) -> dict:
+  """Parameters of `base(cfg)` in the dtype of frozen ones."""
+  return jax.tree.map(lambda x: x.astype(cfg.lora.dtype), params)
+
+
+def merge(cfg: DecoderConfig, params: dict) -> dict:
+  """float32 parameters of `base(cfg)`: W + scale A B in place of W.
+
+  Without adapters, `params`.
+  """
+  if cfg.lora is None:
+    return params
+  adapters, frozen = split(cfg, params)
+
+  def product(a, b):  # [*I, r], [r, *O] -> [*I, *O]
+    return cfg.lora.scale * jnp.tensordot(a, b, 1, precision='highest')
+
+  @jax.jit
+  def whole(adapters, frozen):
+    flat, low = decoder.flatten(frozen), decoder.flatten(adapters)
+    flat = {name: x.astype(jnp.float32) for name, x in flat.items()}
+    for target in cfg.lora.targets:
+      name = f'layers/{target}'
+      a, b = low[f'{name}_lora_a'], low[f'{name}_lora_b']
+      flat[name] = flat[name] + jax.vmap(product)(a, b)
+    return decoder.nest(flat)
+
+  return whole(adapters, frozen)
+
+
+def served(cfg: DecoderConfig, params: dict) -> tuple[DecoderConfig, dict]:
+  """The same model with the scale in B, as engines take it.
+
+  Servers multiply B by alpha / rank when they load it; with the product
+  published, and a scale of 1, what they hold has the published checksums.
+  params: of the model, or adapters alone.
+  """
+  if cfg.lora is None:
+    return cfg, params
+  scale = cfg.lora.scale
+  flat = {
+    name: x * scale if name.endswith('_lora_b') else x
+    for name, x in decoder.flatten(params).items()
+  }
+  own = dataclasses.replace(cfg.lora, alpha=float(cfg.lora.rank))
+  return dataclasses.replace(cfg, lora=own), decoder.nest(flat)
+
+
+# PEFT's files.
+
+
+def tensor_table(cfg: DecoderConfig) -> dict[str, families.Tensor]:
+  """Every tensor of an adapter by PEFT's name."""
+  found = families.tensors(
+    {k: shape for k, (shape, _) in adapter_table(cfg).items()}
+  )
+  return {_PREFIX + name: tensor for name, tensor in found.items()}
+
+
+def save(
+  path, cfg: DecoderConfig, adapters: dict, *, dtype='float32', model=''
+):
+  """Writes a folder that PEFT and vLLM load, whose name appears when complete.
+
+  Args:
+    adapters: as `split` returns them.
+    dtype: of the stored tensors.
+    model: name or folder of the base model, for PEFT.
+
+  Raises:
+    FileExistsError: `path` exists.
+  """
+  path, host = pathlib.Path(path), {}
+  if path.exists():
+    raise FileExistsError(f'{path} exists; remove it or choose another')
+  part = path.with_name(f'.{path.name}.tmp')
+  shutil.rmtree(part, ignore_errors=True)
+  part.mkdir(parents=True)
+  flat = jax.device_get(decoder.flatten(adapters))
+  table = tensor_table(cfg)
+  for name, tensor in table.items():
+    x = tensor.to_hf(flat[tensor.path][tensor.layer])
+    host[name] = np.ascontiguousarray(x, np.dtype(dtype))
+  safetensors.numpy.save_file(host, part / WEIGHTS, {'format': 'pt'})
+  modules = {name.split('.')[-3] for name in table}
+  fields = {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': model,
+    'r': cfg.lora.rank,
+    'lora_alpha': cfg.lora.alpha,
+    'target_modules': sorted(modules),
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'use_rslora': False,
+    'use_dora': False,
+    'fan_in_fan_out': False,
+    'inference_mode': True,
+  }
+  (part / CONFIG).write_text(json.dumps(fields, indent=2) + '\n')
+  part.rename(path)
+
+
+def load(path, cfg: DecoderConfig, mesh=None) -> dict:
+  """The adapters of a PEFT folder, float32.
+
+  Raises:
+    ValueError: it is of another rank, alpha or set of projections, has a tensor
+      that is missing, surplus or of another shape, or a variant of LoRA that is
+      not implemented; the message names it.
+    FileNotFoundError: it is no such folder.
+  """
+  path = pathlib.Path(path)
+  with lookup.of(f'{path / CONFIG}: not JSON'):
+    fields = json.loads((path / CONFIG).read_text())
+  _check_fields(path / CONFIG, fields, cfg.lora)
+  try:
+    stored = safetensors.numpy.load_file(path / WEIGHTS)
+  except safetensors.SafetensorError as e:
+    raise ValueError(f'{path / WEIGHTS}: truncated or malformed: {e}') from e
+  table = tensor_table(cfg)
+  flat = {
+    k: np.empty(s, np.float32) for k, (s, _) in adapter_table(cfg).items()
+  }
+  for name in sorted(table.keys() | stored.keys()):
+    found = stored[name].shape if name in stored else None
+    wanted = table[name].shape if name in table else None
+    what = f'tensor {name!r} has shape {found}; the config asks for {wanted}'
+    lookup.require(found == wanted, f'{path / WEIGHTS}: {what}')
+    tensor = table[name]
+    flat[tensor.path][tensor.layer] = tensor.to_ours(stored[name])
+  return jax.device_put(decoder.nest(flat), _layout(cfg, mesh))
+
+
+def _check_fields(file, fields: Mapping[str, Any], lora: Lora) -> None:
+  for name, known in _NEUTRAL.items():
+    value = fields.get(name)
+    message = f'{file}: {name}={value!r} is not supported; expected {known[-1]}'
+    lookup.require(value in known, message)
+  for name, value, field in (
+    ('r', lora.rank, 'rank'),
+    ('lora_alpha', lora.alpha, 'alpha'),
+  ):
+    what = (
+      f'{file}: {name}={fields.get(name)!r}, and config.models.lora.{field}'
+    )
+    lookup.require(
+      fields.get(name) == value, f'{what}={value}: make them equal'
+    )
