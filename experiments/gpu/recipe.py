@@ -72,9 +72,9 @@ def get_config(arg=None):
   c.log.tensorboard = False
   if a.small:
     c.model.arch.update(_SMALL)
-    c.env.max_turn_tokens, c.env.max_observation_tokens = 32, 64
-    c.env.max_tokens = c.engine.max_len = 288
-    c.batch.lengths, c.batch.tokens = (64, 128, 192, 288), 1152
+    c.env.max_turn_tokens, c.env.max_observation_tokens = 16, 48
+    c.env.max_tokens = c.engine.max_len = 192
+    c.batch.lengths, c.batch.tokens = (96, 192), 768
     c.batch.head_chunk = 64
     c.engine.slots, c.engine.prefill_rows = 8, 16
     c.rollout.questions, c.rollout.group = 4, 4

@@ -75,8 +75,8 @@ def trajectories(config, rng: np.random.Generator) -> list:
   """Groups of random ids with the lengths of a rollout of the recipe.
 
   0 to `max_turns` searches, mostly the most; observations that nearly fill
-  their limit. A tenth of the trajectories is up to four times as long, as those
-  of a trained policy that thinks at length.
+  their limit. In a fifth of the trajectories the turns are up to four times as
+  long, as those of a policy that thinks at length.
   """
   c, groups = config.env, []
   vocab = config.model.arch.vocab_size
@@ -95,7 +95,7 @@ def trajectories(config, rng: np.random.Generator) -> list:
     prompt = segment('prompt', 'other', int(rng.integers(8, 24)))
     for n in range(config.rollout.group):
       parts, room = [prompt], c.max_tokens - len(prompt.ids)
-      stretch = rng.uniform(1, 4) if rng.random() < 0.1 else 1
+      stretch = rng.uniform(1, 4) if rng.random() < 0.2 else 1
       most = c.max_turns
       searches = rng.choice(most + 1, p=[0.1, 0.3, 0.6]) if most == 2 else most
       for turn in range(searches + 1):
@@ -105,7 +105,7 @@ def trajectories(config, rng: np.random.Generator) -> list:
         room -= len(parts[-1].ids)
         if turn == searches:
           break
-        share = rng.uniform(0.7, 1)
+        share = rng.uniform(0.8, 1)
         tokens = int(share * c.max_observation_tokens)
         parts.append(segment('environment', 'information', min(tokens, room)))
         room -= len(parts[-1].ids)
@@ -195,8 +195,8 @@ def sampler(config, out, small) -> dict:
   """Seconds of a decoded token against reading weights and live cache once.
 
   Live are the positions that hold a token; the program reads the others of a
-  slot too. `typical` has the mean length of Search-R1's contexts, `full` leaves
-  little of the slots empty. The bar is that of `typical`.
+  slot too. Contexts of `typical` have 1,024 tokens on average, as those of
+  Search-R1; those of `full` nearly fill their slots.
   """
   del out
   cfg, mesh, params = policy(config)
@@ -268,8 +268,11 @@ def sampler(config, out, small) -> dict:
       }
     )
     print(common.table(rows[-1:]), flush=True)
-  bar = common.bar('decode_of_roofline', rows[0]['of_roofline'], 0.4)
-  return {'rows': rows, 'bars': [bar]}
+  bars = [
+    common.bar(f'decode_of_roofline_{r["case"]}', r['of_roofline'], 0.4)
+    for r in rows
+  ]
+  return {'rows': rows, 'bars': bars}
 
 
 # A step of GRPO.
@@ -303,7 +306,8 @@ def grpo(config, out, small) -> dict:
         'metrics': step,
       }
     )
-  return {'rows': rows, 'bars': [], 'seconds_in_all': seconds}
+  figure = {'figure': 'seconds of a step', 'value': rows[-1]['step']}
+  return {'rows': rows, 'bars': [], 'figure': figure, 'seconds_in_all': seconds}
 
 
 _SHOWN = (
