@@ -94,7 +94,7 @@ def run(stage: Stage, out: pathlib.Path, small: bool, limit: float) -> dict:
       env=environment(stage, out, small),
       stdout=file,
       stderr=subprocess.STDOUT,
-      start_new_session=True,  # so that what it started ends with it
+      process_group=0,  # so that what it started ends with it
     )
     try:
       status = f'exit status {process.wait(limit)}'
@@ -185,6 +185,8 @@ def main(argv):
   stages = {stage.name: stage for stage in plan(small)}
   if unknown := [n for n in _STAGES.value if n not in stages]:
     raise app.UsageError(f'--stages: {unknown} not in {list(stages)}')
+  # `run` then ends the stage that is running.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   out = pathlib.Path(_OUT.value or ('runs/gpu_small' if small else 'runs/gpu'))
   out = out.resolve()
   out.mkdir(parents=True, exist_ok=True)

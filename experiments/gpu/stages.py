@@ -377,11 +377,12 @@ def memory(config, out, small) -> dict:
     for r in rows
     if peak
   ]
-  if not peak:
-    rows[0]['note'] = 'this device does not report its peak memory'
+  # Where the device does not tell its peak, there is no bar.
+  figure = {'figure': 'GiB predicted', 'value': rows[0]['predicted_gib']}
   return {
     'rows': rows,
     'bars': bars,
+    'figure': figure,
     'programs': programs,
     'device_bytes': costs.device,
   }
