@@ -421,6 +421,9 @@ def main(argv):
   begin = time.monotonic()
   try:
     config = configured(small, _SET.value)
+    # Not before `search`, whose own process needs the device's memory.
+    if not small and name != 'search' and jax.default_backend() == 'cpu':
+      raise RuntimeError('JAX sees no accelerator: its CUDA plugin is missing')
     record['config'] = json.loads(config.to_json_best_effort())
     record |= STAGES[_STAGE.value](config, out, small) | {'status': 'done'}
     local = jax.local_devices()[0]
