@@ -35,8 +35,8 @@ from searchrl_jax.worlds import microworld
 _SMALL = dict(
   hidden_size=64,
   num_hidden_layers=2,
-  num_attention_heads=4,
-  num_key_value_heads=2,
+  num_attention_heads=2,
+  num_key_value_heads=1,
   intermediate_size=128,
   vocab_size=2048,
 )
