@@ -20,6 +20,11 @@ from experiments.benchmarks import LOAD
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
+# What nvidia-smi says of each GPU; clocks in MHz, memory in MiB.
+_GPU = (
+  'name driver_version memory.total clocks.sm clocks.mem clocks.max.sm '
+  'clocks.max.mem power.draw power.limit temperature.gpu'
+).split()
 
 
 def require_idle(max_load: float = 0.3, allow: bool = False) -> float:
@@ -52,7 +57,15 @@ def environment() -> dict[str, Any]:
     'python': platform.python_version(),
     'packages': {p: importlib.metadata.version(p) for p in PACKAGES},
     'load_before': round(LOAD, 2),
+    'gpus': gpus(),
   }
+
+
+def gpus() -> list[dict[str, str]]:
+  """Names, driver and present clocks of the NVIDIA GPUs; [] without any."""
+  query = f'--query-gpu={",".join(_GPU)}'
+  found = _run('nvidia-smi', query, '--format=csv,noheader')
+  return [dict(zip(_GPU, x.split(', '))) for x in found.splitlines()]
 
 
 def _run(*command: str) -> str:
