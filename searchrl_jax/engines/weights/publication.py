@@ -26,7 +26,7 @@ class Publisher:
   """
 
   def __init__(self, folder, cfg: DecoderConfig, dtype: str):
-    self._files = checkpoint.Checkpointer(folder, None, '')
+    self._files = checkpoint.Checkpointer(folder, None, '', alone=True)
     self._cfg, self._dtype = cfg, dtype
     self._written: set[int] = set()  # versions
 

@@ -21,7 +21,7 @@ from searchrl_jax.engines.core import Engine, Sampling, SyncReport
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.checksum import compare as compare
 from searchrl_jax.models import decoder
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, sharding
 from searchrl_jax.types import Prompt, Question
 
 _CANARY = (
@@ -135,11 +135,12 @@ def forward_logps(cfg, mesh=None) -> Callable:
   A full forward pass at temperature 1, in the trainer's dtype; [0] is 0.
   """
 
-  @jax.jit
   def forward(params, ids):
     hidden = decoder.hidden_states(params, cfg, ids[None], mesh=mesh)
     scores = jax.nn.log_softmax(decoder.logits(params, cfg, hidden[0, :-1]))
     logps = jnp.take_along_axis(scores, ids[1:, None], -1)[:, 0]
     return jnp.concatenate([jnp.zeros((1,), logps.dtype), logps])
 
-  return forward
+  if mesh is not None and mesh.is_multi_process:
+    return jax.jit(forward, out_shardings=sharding.replicated(mesh))
+  return jax.jit(forward)
