@@ -279,7 +279,8 @@ class Evaluator:
       if cluster.main():
         content = {'sampling': self.config.eval, 'sets': sets}
         records.write_json(path, content)
-    return Evaluation(groups, rows, *self._values(rows), seconds)
+    sliced, values = self._values(rows)
+    return Evaluation(groups, rows, sliced, values, seconds)
 
   def _own(self) -> tuple[list[Group], list[Row], float]:
     """Plays and scores this process's share of the questions."""

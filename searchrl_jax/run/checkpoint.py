@@ -159,8 +159,8 @@ class Checkpointer:
       arrays=ocp.args.PyTreeSave(item, save_args=save_args),
       meta=ocp.args.JsonSave(meta),
     )
+    self.folder.mkdir(parents=True, exist_ok=True)
     if self._main:
-      self.folder.mkdir(parents=True, exist_ok=True)
       self._clean()
     try:
       with self._orbax(item) as writer:
@@ -292,7 +292,7 @@ def _handler(item: Mapping[str, Any], store) -> ocp.CompositeCheckpointHandler:
     **store,
   )
   processes = store['multiprocessing_options']
-  options = ocp.handlers.CompositeOptions
+  options = ocp.CompositeOptions
   return ocp.CompositeCheckpointHandler(
     arrays=ocp.PyTreeCheckpointHandler(handler_impl=impl, **store),
     meta=ocp.JsonCheckpointHandler(

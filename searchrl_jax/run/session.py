@@ -233,7 +233,8 @@ class Session:
       logps = functools.partial(self._logps, params)
       if self.mesh.is_multi_process:
         # What all processes compute together comes first.
-        own, wanted = self._own(params), np.asarray(logps(self._canary))
+        wanted = np.asarray(logps(np.asarray(self._canary, np.int32)))
+        own = self._own(params)
         checksum.compare(sync.manifest(params), sync.manifest(own), 'a process')
         params, logps = own, lambda ids: wanted
       report = cluster.gather(
