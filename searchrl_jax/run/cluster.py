@@ -328,12 +328,12 @@ def gather(what: str, work: Callable[[], T]) -> list[T]:
   # A stop may only follow from the error of another process.
   first = min(failures, key=lambda i: (failures[i].stopped, i))
   worst = failures[first]
-  if error is None or first != world.rank and not worst.stopped:
-    text = f'process {first}: {worst.message}'
-    made = Stopped(text) if worst.stopped else ProcessError(text, worst.message)
-    error, cause = made, error
-    error.__cause__ = cause
-  raise on_all(error)
+  if worst.stopped:
+    raise on_all(Stopped(worst.message)) from error
+  if first == world.rank:
+    raise on_all(error)
+  text = f'process {first}: {worst.message}'
+  raise ProcessError(text, worst.message) from error
 
 
 def agree(what: str, work: Callable[[], T]) -> T:

@@ -189,11 +189,11 @@ class Session:
 
   def _own(self, params: Any) -> Any:
     """The parameters on this process's devices, for its engine."""
-    own = sharding.own_mesh(self.mesh)
-    if own is self.mesh:
+    if cluster.size() == 1:
       return params
-    layout = decoder.param_shardings(self.cfg, own)
-    return sharding.own_copy(params, self.mesh, layout)
+    layout = decoder.param_shardings(self.cfg, sharding.own_mesh(self.mesh))
+    dtype = self.config.engine.dtype  # to gather no more than it holds
+    return sharding.own_copy(params, self.mesh, layout, dtype)
 
   # The steps.
 
@@ -231,11 +231,12 @@ class Session:
     with self.writer.timer('sync'):
       params, limit = self.trained.params, self.config.engine.canary_tolerance
       logps = functools.partial(self._logps, params)
-      if self.mesh.is_multi_process:
+      if cluster.size() > 1:
         # What all processes compute together comes first.
         wanted = np.asarray(logps(np.asarray(self._canary, np.int32)))
         own = self._own(params)
-        checksum.compare(sync.manifest(params), sync.manifest(own), 'a process')
+        published = sync.manifest(params, self.engine.dtype)
+        checksum.compare(published, sync.manifest(own), 'this process')
         params, logps = own, lambda ids: wanted
       report = cluster.gather(
         'sync',

@@ -114,7 +114,7 @@ def own_mesh(mesh: Mesh) -> Mesh:
   return make_mesh(-1, 1, tensor, devices)
 
 
-def own_copy(tree, mesh: Mesh, layout):
+def own_copy(tree, mesh: Mesh, layout, dtype=None):
   """Arrays on a mesh of several processes, whole on each of them.
 
   All processes have to call it, as it communicates.
@@ -123,6 +123,7 @@ def own_copy(tree, mesh: Mesh, layout):
     tree: of arrays on `mesh`.
     mesh: of all processes, each with as many devices.
     layout: the shardings on `own_mesh(mesh)`.
+    dtype: of the copy; None: that of each array.
   """
   own = own_mesh(mesh)
   every = Mesh(
@@ -131,7 +132,11 @@ def own_copy(tree, mesh: Mesh, layout):
     axis_types=(AxisType.Auto,) * 4,
   )
   everywhere = jax.tree.map(lambda s: NamedSharding(every, s.spec), layout)
-  whole = jax.jit(lambda x: x, out_shardings=everywhere)(tree)
+
+  def cast(tree):
+    return jax.tree.map(lambda x: x.astype(dtype or x.dtype), tree)
+
+  whole = jax.jit(cast, out_shardings=everywhere)(tree)
 
   def here(x, sharding):
     shards = [s.data for s in x.addressable_shards]
