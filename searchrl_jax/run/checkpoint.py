@@ -35,7 +35,12 @@ FORMAT = 2  # version of the content of `meta` and of the names of leaves
 _STEP = '[0-9]' * 8
 _CHUNK = 32 << 20  # bytes per file
 _BUDGET = 256 << 20  # least limit of bytes in transfer to or from the host
-_STORE = {'use_ocdbt': False, 'use_zarr3': False, 'use_compression': False}
+_STORE = {
+  'use_ocdbt': False,
+  'use_zarr3': False,
+  'use_compression': False,
+  'multiprocessing_options': ocp.options.MultiprocessingOptions(),
+}
 # Every save causes a warning about missing OCDBT files.
 logging.get_absl_logger().addFilter(
   lambda record: 'merge of OCDBT' not in str(record.msg)
@@ -58,32 +63,20 @@ class Restored:
 class Checkpointer:
   """Saves and restores the steps of one run.
 
+  Several processes call `save` and `restore` together, on one folder: each
+  writes and reads its shards, and process 0 the rest.
+
   Args:
     folder: created if absent.
     keep: number of latest steps to keep; None = all, until `delete`.
     best: a metric (higher is better) whose best step is kept too; '' = none.
-    alone: of several processes, this one writes and reads arrays on its own
-      devices in a folder of its own. If not, all call `save` and `restore`
-      together, on one folder: each writes and reads its shards.
   """
 
-  def __init__(
-    self, folder, keep: int | None, best: str, *, alone: bool = False
-  ):
+  def __init__(self, folder, keep: int | None, best: str):
     # Orbax requires absolute paths.
     self.folder = pathlib.Path(folder).absolute()
     self.keep = keep
     self.best_metric = best
-    self._main = alone or cluster.main()
-    processes = ocp.options.MultiprocessingOptions()
-    if alone and cluster.size() > 1:
-      here = cluster.rank()
-      processes = ocp.options.MultiprocessingOptions(
-        primary_host=here,
-        active_processes={here},
-        barrier_sync_key_prefix=f'process_{here}',
-      )
-    self._store = _STORE | {'multiprocessing_options': processes}
 
   def steps(self) -> list[int]:
     """The steps of complete checkpoints, in order."""
@@ -160,24 +153,22 @@ class Checkpointer:
       meta=ocp.args.JsonSave(meta),
     )
     self.folder.mkdir(parents=True, exist_ok=True)
-    if self._main:
-      self._clean()
+    self._clean()
     try:
-      with self._orbax(item) as writer:
+      with ocp.Checkpointer(_handler(item)) as writer:
         writer.save(path, args=args)
     # For one full disk, Orbax raises OSError, ValueError (with a status in its
     # text) or JaxRuntimeError, depending on the writer that failed.
     except Exception as e:
       # Orbax may still be writing into the step's folder. The next save
       # removes the rest.
-      if self._main:
-        self._clean(ignore_errors=True)
+      self._clean(ignore_errors=True)
       free = shutil.disk_usage(self.folder).free
       raise CheckpointError(
         f'saving step {step} to {path} failed ({free / 1e9:.2f} GB free '
         f'there): {e}; checkpoints {self.steps()} are intact'
       ) from e
-    if self.keep and self._main:
+    if self.keep and cluster.main():
       kept = {*self.steps()[-self.keep :]}
       kept |= {self.best()} if self.best_metric else set()
       self.delete([s for s in self.steps() if s not in kept])
@@ -190,7 +181,7 @@ class Checkpointer:
 
   def delete(self, steps: Iterable[int]) -> None:
     """Removes checkpoints, each atomically."""
-    for step in steps:
+    for step in steps if cluster.main() else ():
       path = self._path(step)
       path.rename(path.with_name(f'{path.name}.deleted'))
     self._clean()
@@ -229,7 +220,7 @@ class Checkpointer:
       partial_restore=True,
     )
     try:
-      with self._orbax(item) as reader:
+      with ocp.Checkpointer(_handler(item)) as reader:
         restored = reader.restore(path, ocp.args.Composite(arrays=args))
         found = restored['arrays']
     except Exception as e:  # of Orbax or TensorStore, of many types
@@ -268,19 +259,16 @@ class Checkpointer:
     )
     return int(found)
 
-  def _orbax(self, item: Mapping[str, Any]) -> ocp.Checkpointer:
-    options = self._store['multiprocessing_options']
-    handler = _handler(item, self._store)
-    return ocp.Checkpointer(handler, multiprocessing_options=options)
-
   def _clean(self, ignore_errors: bool = False) -> None:
     """Removes the leftovers of saves and deletions that were killed."""
+    if not cluster.main():
+      return
     for kind in 'orbax-checkpoint-tmp*', 'deleted':
       for path in self.folder.glob(f'{_STEP}.{kind}'):
         shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
-def _handler(item: Mapping[str, Any], store) -> ocp.CompositeCheckpointHandler:
+def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
   """A handler that limits the bytes in transfer through the host."""
   sizes = [v.size * np.dtype(v.dtype).itemsize for v in item.values()]
   largest = max(sizes, default=0)
@@ -289,16 +277,11 @@ def _handler(item: Mapping[str, Any], store) -> ocp.CompositeCheckpointHandler:
     save_device_host_concurrent_bytes=max(largest + 1, _BUDGET),
     restore_concurrent_bytes=max(2 * largest + 1, _BUDGET),
     is_prioritized_key_fn=lambda path: False,
-    **store,
+    **_STORE,
   )
-  processes = store['multiprocessing_options']
-  options = ocp.CompositeOptions
   return ocp.CompositeCheckpointHandler(
-    arrays=ocp.PyTreeCheckpointHandler(handler_impl=impl, **store),
-    meta=ocp.JsonCheckpointHandler(
-      filename='meta.json', multiprocessing_options=processes
-    ),
-    composite_options=options(multiprocessing_options=processes),
+    arrays=ocp.PyTreeCheckpointHandler(handler_impl=impl, **_STORE),
+    meta=ocp.JsonCheckpointHandler(filename='meta.json'),
   )
 
 

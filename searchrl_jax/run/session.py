@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.engines.weights import checksum, sync
+from searchrl_jax.engines.weights import publication, sync
 from searchrl_jax.models import decoder
 from searchrl_jax.run import build, cluster, records, sharding, signals
 from searchrl_jax.run.writer import Writer
@@ -89,6 +89,7 @@ class Session:
     self._identity: Mapping[str, Any] = {}
     self._failure: Exception | None = None
     self._report: Any = None
+    self._publisher: publication.Publisher | None = None
     self._late = self._owed = False  # owed: the evaluation of the last step
     self._restore()
 
@@ -169,7 +170,9 @@ class Session:
       params: fixed weights; None: the trained ones.
       folder: below the run folder, for the logs of a further engine.
     """
-    weights = self._own(self.trained.params if params is None else params)
+    weights = self.trained.params if params is None else params
+    if self.config.engine.module == 'jax_sampler':
+      weights = self._own(weights)
     config, cfg, mesh = self.config, self.cfg, self.mesh
     own, folder = sharding.own_mesh(mesh), cluster.folder(self.workdir) / folder
     engine = cluster.agree(
@@ -188,12 +191,19 @@ class Session:
     return engine
 
   def _own(self, params: Any) -> Any:
-    """The parameters on this process's devices, for its engine."""
+    """What the engines of several processes load: one in process a copy on its
+    own devices, servers a folder that all processes write together."""
+    config, cfg = self.config.engine, self.cfg
     if cluster.size() == 1:
       return params
-    layout = decoder.param_shardings(self.cfg, sharding.own_mesh(self.mesh))
-    dtype = self.config.engine.dtype  # to gather no more than it holds
-    return sharding.own_copy(params, self.mesh, layout, dtype)
+    if config.module == 'jax_sampler':
+      layout = decoder.param_shardings(cfg, sharding.own_mesh(self.mesh))
+      return sharding.own_copy(params, self.mesh, layout, config.dtype)
+    if self._publisher is None:
+      folder = self.workdir / 'published'
+      self._publisher = publication.Publisher(folder, cfg, config.dtype)
+      self._stack.callback(self._publisher.clear)
+    return self._publisher.publish(params, self.step).path
 
   # The steps.
 
@@ -230,23 +240,22 @@ class Session:
     """
     with self.writer.timer('sync'):
       params, limit = self.trained.params, self.config.engine.canary_tolerance
-      logps = functools.partial(self._logps, params)
+      logps, published = functools.partial(self._logps, params), None
       if cluster.size() > 1:
         # What all processes compute together comes first.
         wanted = np.asarray(logps(np.asarray(self._canary, np.int32)))
-        own = self._own(params)
         published = sync.manifest(params, self.engine.dtype)
-        checksum.compare(published, sync.manifest(own), 'this process')
-        params, logps = own, lambda ids: wanted
-      report = cluster.gather(
+        params, logps = self._own(params), lambda ids: wanted
+      how = self.step, self._canary, logps, limit, published
+      reports = cluster.gather(
         'sync',
         lambda: self.signals.finish(
-          sync.sync_and_verify(
-            self.engine, params, self.step, self._canary, logps, limit
-          )
+          sync.sync_and_verify(self.engine, params, *how)
         ),
       )
-      self._report = max(report, key=lambda r: r.canary_max_diff)
+      if self._publisher:
+        self._publisher.prune(self.step)
+      self._report = max(reports, key=lambda r: r.canary_max_diff)
 
   def rest(self) -> None:
     """Confirms that a step's rollouts have ended, and lets the engine rest.

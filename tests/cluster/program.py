@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 
+from searchrl_jax.engines.weights import publication
 from searchrl_jax.models import decoder
 from searchrl_jax.run import cluster, sharding
 from tests import test_mesh_update as mesh_test
@@ -43,6 +44,8 @@ def main(folder: str, *shape: str) -> None:
     for path, x in decoder.flatten(tree).items():
       out[f'{name}/{path}'] = np.asarray(x)
   folder = pathlib.Path(folder)
+  publisher = publication.Publisher(folder / 'own', mesh_test.CFG, 'float32')
+  publisher.publish(state.params, 3)
   np.savez(folder / f'{cluster.rank()}.npz', finite=metrics['finite'], **out)
   cluster.leave(None)
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from searchrl_jax.engines.weights import published
 from searchrl_jax.models import decoder
 from searchrl_jax.run import build, records
 from tests.cluster import launch, recipe
@@ -199,8 +200,11 @@ def test_log_probs_gradients_and_updates_agree(shape, program, tmp_path):
   module = 'tests.cluster.program'
   with launch.start(count, tmp_path, module, tmp_path, *shape) as processes:
     end(processes)
+  written = published.open_published(tmp_path / 'own' / '00000003')
+  embedding = written.read('model.embed_tokens.weight')
   for rank in range(count):
     found = np.load(tmp_path / f'{rank}.npz')
+    np.testing.assert_array_equal(embedding, found['params/embed'])
     assert found['finite'] == 1
     for name in program.files:
       a, b = found[name], program[name]

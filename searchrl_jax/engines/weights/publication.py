@@ -13,11 +13,13 @@ import jax
 from searchrl_jax.engines.weights import checksum, published
 from searchrl_jax.models import decoder, families
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import checkpoint
+from searchrl_jax.run import checkpoint, cluster
 
 
 class Publisher:
   """Writes versions into a folder and deletes old ones.
+
+  Several processes call `publish` together; each writes its shards.
 
   Args:
     folder: made if absent; engines must see it under the same path.
@@ -26,7 +28,7 @@ class Publisher:
   """
 
   def __init__(self, folder, cfg: DecoderConfig, dtype: str):
-    self._files = checkpoint.Checkpointer(folder, None, '', alone=True)
+    self._files = checkpoint.Checkpointer(folder, None, '')
     self._cfg, self._dtype = cfg, dtype
     self._written: set[int] = set()  # versions
 
@@ -50,8 +52,8 @@ class Publisher:
       'manifest': checksum.checksums(flat),
     }
     path = self.path(version)
-    if path.exists():
-      self._files.delete([version])
+    old = lambda: path.exists() and self._files.delete([version])
+    cluster.first('publication', old)
     self._files.save(
       version,
       params,

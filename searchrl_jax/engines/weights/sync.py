@@ -8,7 +8,7 @@ handle that was cached under the old weights must be prefilled again, and must
 generate with the log-probs of a full forward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 
@@ -57,6 +57,7 @@ async def sync_and_verify(
   canary_ids: Sequence[int],
   trainer_logps_fn: Callable,
   tolerance: float,
+  published: Mapping[str, str] | None = None,
 ) -> SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
@@ -65,12 +66,14 @@ async def sync_and_verify(
   canary_ids: a fixed sequence of ids. trainer_logps_fn(ids int32 [n]) ->
   float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
   tolerance: largest log-prob difference, config.engine.canary_tolerance.
+  published: the `manifest` of params, if it is known; params may then be the
+  folder of a publication.
 
   Raises:
     SyncError: names the tensor, or the check that failed, and the figures.
   """
   canary = [int(i) for i in canary_ids]
-  published = manifest(params, engine.dtype)
+  published = published or manifest(params, engine.dtype)
   probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
   try:
     # Fill the cache under the old weights.
