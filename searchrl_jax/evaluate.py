@@ -120,6 +120,12 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     ConfigError: a field of the config; nothing was opened.
   """
   checks.check_engine(config)
+  module = config.engine.module
+  lookup.require(
+    cluster.size() == 1 or module == 'jax_sampler',
+    f'config.engine.module={module!r}: evaluate in one process, which may use '
+    'the servers of several nodes (config.engine.url)',
+  )
   tok = build.tokenizer(config, workdir or out)
   cfg = build.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)

@@ -52,8 +52,8 @@ class Publisher:
       'manifest': checksum.checksums(flat),
     }
     path = self.path(version)
-    old = lambda: path.exists() and self._files.delete([version])
-    cluster.first('publication', old)
+    old = [version] if path.exists() else []
+    cluster.first('publication', lambda: self._files.delete(old))
     self._files.save(
       version,
       params,
