@@ -116,10 +116,12 @@ def test_two_processes_do_what_one_does(alone, two):
     np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-4)
 
 
-def test_four_processes_do_what_one_does(alone, tmp_path, url):
-  with launch.train(4, tmp_path, url, steps=1) as processes:
+def test_four_processes_whose_engines_read_files(alone, tmp_path, url):
+  engine = '--config.engine.module=tests.cluster.file_engine'
+  with launch.train(4, tmp_path, url, engine, steps=1) as processes:
     end(processes)
   same_step(tmp_path, alone)
+  assert not [*(tmp_path / 'run' / 'published').iterdir()]
 
 
 def test_a_killed_process_ends_the_others_and_is_made_up_for(
