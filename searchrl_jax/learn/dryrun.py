@@ -70,7 +70,6 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   plan: dict = {'trajectories in flight, at most': flying}
   steps = 1 + r.max_staleness
   if inside:
-    mesh = sharding.own_mesh(mesh)
     cache = caches.abstract(own_cfg, engine.slots, engine.max_len, mesh)
     name = f'engine: cache, {engine.slots} slots x {engine.max_len} tokens'
     rows['engine: weights'] = _bytes(decode.abstract(own_cfg, mesh))

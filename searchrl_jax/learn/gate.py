@@ -89,7 +89,6 @@ def programs(config, cfg, mesh) -> Iterator[Program]:
 
 def _sampler(engine, cfg, mesh) -> Iterator[Program]:
   cfg = dataclasses.replace(cfg, dtype=engine.dtype, remat='none')
-  mesh = sharding.own_mesh(mesh)
   parts = sharding.parts(mesh, engine.slots)
   shape = decode.Shape(
     engine.slots, engine.max_len, engine.chunk, engine.prefill_rows, parts
