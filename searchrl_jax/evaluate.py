@@ -29,9 +29,10 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import grading, ledger, passk
 from searchrl_jax.learn import checks, scoring
+from searchrl_jax.models import decoder
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import build, command, lookup, records
+from searchrl_jax.run import build, cluster, command, lookup, records, sharding
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
 from searchrl_jax.sources.none import NoSource
@@ -119,6 +120,12 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     ConfigError: a field of the config; nothing was opened.
   """
   checks.check_engine(config)
+  module = config.engine.module
+  lookup.require(
+    cluster.size() == 1 or module == 'jax_sampler',
+    f'config.engine.module={module!r}: evaluate in one process, which may use '
+    'the servers of several nodes (config.engine.url)',
+  )
   tok = build.tokenizer(config, workdir or out)
   cfg = build.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)
@@ -128,8 +135,13 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     params = build.restore_params(config, workdir, cfg, mesh, which)
   else:
     params = build.parameters(config, cfg, mesh)
+  own = sharding.own_mesh(mesh)
+  if own is not mesh:  # each process has its own engine
+    layout = decoder.param_shardings(cfg, own)
+    params, mesh = sharding.own_copy(params, mesh, layout), own
   with build.retrieval(config, out) as url, Loop() as loop:
-    engine = build.engine(config, cfg, params, tok, mesh, out)
+    folder = str(cluster.folder(out))
+    engine = build.engine(config, cfg, params, tok, mesh, folder)
     loop.at_exit(engine.shutdown)
     judge = judges.make(config)
     if judge:
@@ -138,7 +150,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     question = Question('canary', 'who ?', messages=messages)
     canary = sync.canary_ids(build.environment(config, tok), [question])
     loop.run(build.first_weights(config, engine, cfg, params, mesh, canary))
-    source = build.source(config, url, lambda: engine, tok, mesh, out)
+    source = build.source(config, url, lambda: engine, tok, mesh, folder)
     identity = dict(loop.open(source).get('identity') or {})
     scorer = None
     if config.eval.best_of or config.env.search_when == 'entropy':
@@ -180,6 +192,7 @@ def evaluate(
   )
   wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
+  build.require_same(config, [q for qs in sets.values() for q in qs])
   if wanted:
     sets = ledger.frozen(sets, wanted, manifest)
     config = config.copy_and_resolve_references()
@@ -204,6 +217,8 @@ def evaluate(
     if workdir:
       about['checkpoint'] = build.saver(config, workdir).resolve(which)
       checkpoint = f'{workdir} step {about["checkpoint"]}'
+    if not cluster.main():
+      return values
     ledger.write_rows(folder, results)
     content = ledger.manifest(
       runs['eval'].sets,
@@ -313,6 +328,8 @@ def main():
     with_controls=_CONTROLS.value,
     manifest=_MANIFEST.value,
   )
+  if not cluster.main():
+    return
   show(json.loads((pathlib.Path(out) / 'eval.json').read_text()))
   print(f'trajectories and figures: {out}')
 
@@ -329,4 +346,5 @@ if __name__ == '__main__':
   _MANIFEST = flags.DEFINE_string(
     'manifest', '', 'Of an evaluation: exactly its questions, on its corpus.'
   )
+  command.define_cluster()
   command.run(main)

@@ -26,7 +26,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import batching, checks
 from searchrl_jax.learn.learner import Learner, own_optim
-from searchrl_jax.run import build, command, lookup
+from searchrl_jax.run import build, cluster, command, lookup
 from searchrl_jax.run.session import Session
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
@@ -199,6 +199,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     c.schedule == 'constant' or c.warmup < c.steps,
     f'config.sft.warmup={c.warmup} has to be below config.sft.steps={c.steps}',
   )
+  build.require_same(config)
   tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
@@ -207,7 +208,8 @@ def sft(config, workdir: str) -> dict[str, float]:
   with build.retrieval(config, workdir) as url:
     source = build.source(config, url)
     asyncio.run(source.check())
-    trajectories = examples(config, env, searcher(source))
+    make = functools.partial(examples, config, env, searcher(source))
+    trajectories = cluster.agree('traces', make)
     asyncio.run(source.close())
 
   mesh = build.mesh(config)
@@ -258,4 +260,5 @@ def main():
 if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir()
+  command.define_cluster()
   command.run(main)

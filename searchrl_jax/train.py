@@ -32,7 +32,8 @@ from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, refill_config, rollout
-from searchrl_jax.run import build, command
+from searchrl_jax.rollout.core import RolloutStats
+from searchrl_jax.run import build, cluster, command
 from searchrl_jax.run.session import Session
 
 
@@ -53,9 +54,10 @@ def train(config, workdir: str) -> dict[str, float]:
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
   rewards.check(config, stream.questions)
+  questions = [*stream.questions, *itertools.chain(*sets.values())]
+  build.require_same(config, questions)
   tok = build.tokenizer(config, workdir)
   env = build.environment(config, tok)
-  questions = [*stream.questions, *itertools.chain(*sets.values())]
   checks.check_prompts(env, questions)
 
   # Policy, reference and critic; the last checkpoint, or the start.
@@ -105,7 +107,7 @@ def train(config, workdir: str) -> dict[str, float]:
       with run.unfinished(functools.partial(rollouts.give_back, run.step)):
         groups, stats, reward = collect(run, config, rollouts, reward_of)
         baseline = greedy_returns(run, config, groups, play, reward_of)
-        run.signals.finish(engine.rest())
+        run.rest()
 
       # Rewards -> fixed-shape microbatches -> log-probs, values -> advantages.
       with run.writer.timer('batch'):
@@ -169,20 +171,36 @@ def collect(run, config, rollouts, reward_of: Callable):
   config.rollout.refill: up to so many rounds of further questions in place of
   groups whose rewards are all equal (DAPO, arXiv 2503.14476, section 3.2).
   """
-  with run.writer.timer('rollout'):
-    groups, stats = rollouts.take(run.step)
-  reward = reward_of(groups)
+  take = functools.partial(rollouts.take, run.step)
+  groups, stats, reward = played(run, take, reward_of)
   for _ in range(config.rollout.refill):
     group_ids, kept, _ = batching.kept_of(groups, reward, config)
     short = config.rollout.questions - len(np.unique(group_ids[kept]))
     if not short:
       break
-    with run.writer.timer('rollout'):
-      again = refill_config(config, groups, short)
-      more = rollouts.more(run.step, short, config=again)
-    reward = rewards.join(reward, reward_of(more.groups))
-    groups, stats = groups + more.groups, stats + more.stats
+    again = refill_config(config, groups, short)
+    take = functools.partial(rollouts.more, run.step, short, config=again)
+    more, seen, earned = played(run, take, reward_of)
+    reward = rewards.join(reward, earned)
+    groups, stats = groups + more, stats + seen
   return groups, stats, reward
+
+
+def played(run, take: Callable, reward_of: Callable, timer: str = 'rollout'):
+  """The groups of all processes, statistics of their rollouts, their rewards.
+
+  take: gives this process's `Rollout`; an error of one process is one of all.
+  """
+
+  def own():
+    with run.writer.timer(timer):
+      groups, stats = take()
+    return groups, stats, reward_of(groups) if groups else None
+
+  groups, stats, reward = zip(*cluster.gather(timer, own))
+  together = functools.reduce(RolloutStats.beside, stats)
+  earned = functools.reduce(rewards.join, filter(None, reward))
+  return [*itertools.chain(*groups)], together, earned
 
 
 def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
@@ -193,10 +211,12 @@ def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
   if 'greedy' not in credit.needs(config.algorithm.advantage):
     return None
   questions = [group[0].question for group in groups]
-  with run.writer.timer('greedy'):
-    played = play(questions, config=greedy(config), step=run.step)
-    answers = run.signals.run(played)
-  reward = reward_of(answers.groups)
+
+  def answers():
+    own = cluster.part(questions)
+    return run.signals.run(play(own, config=greedy(config), step=run.step))
+
+  _, _, reward = played(run, answers, reward_of, 'greedy')
   return np.where(reward.valid, advantages.returns(reward.value), np.nan)
 
 
@@ -218,6 +238,7 @@ def main():
 if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir()
+  command.define_cluster()
   _DRY_RUN = flags.DEFINE_bool(
     'dry_run', False, 'Print memory and how prompts become updates; stop.'
   )

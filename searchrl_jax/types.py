@@ -156,6 +156,10 @@ class Trajectory:
     if self.end not in ENDS:
       raise ValueError(f'Trajectory.end={self.end!r} is none of {ENDS}')
 
+  def __getstate__(self):
+    # An environment, and what it read, belong to their process.
+    return vars(self) | {'parsed': {}}
+
   @property
   def id(self) -> str:
     return f'{self.question.id}/{self.role}/{self.sample}'

@@ -27,6 +27,7 @@ ORDER = (
   'text.parser',
   'run.records',
   'run.signals',
+  'run.cluster',
   'run.writer',
   'run.sharding',
   'models.families',

@@ -23,7 +23,7 @@ from searchrl_jax.rewards import equivalence
 from searchrl_jax.rewards import judge as judging
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.rollout import chains
-from searchrl_jax.run import lookup, records
+from searchrl_jax.run import cluster, lookup, records
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text.env import SearchEnv
@@ -266,11 +266,30 @@ class Evaluator:
     The random streams do not depend on `step`, nor does the result depend on
     the order of the questions.
     """
+    found = cluster.gather(self.name, self._own)
+    groups, rows = ([x for part in found for x in part[i]] for i in (0, 1))
+    seconds = max(part[2] for part in found)
+    if self.writer is not None:
+      self.writer.trajectories(step, groups, name=self.name)
+      path = self.writer.folder / f'{self.name}_ids.json'
+      sets = {
+        label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
+        for label, ids in self.ids.items()
+      }
+      if cluster.main():
+        content = {'sampling': self.config.eval, 'sets': sets}
+        records.write_json(path, content)
+    sliced, values = self._values(rows)
+    return Evaluation(groups, rows, sliced, values, seconds)
+
+  def _own(self) -> tuple[list[Group], list[Row], float]:
+    """Plays and scores this process's share of the questions."""
     e = self.config.eval
-    labels = [label for label, qs in self.sets.items() for _ in qs]
+    own = cluster.part([(x, q) for x, qs in self.sets.items() for q in qs])
+    labels = [label for label, _ in own]
     result = self.runner(
       chains.rollout(
-        [q for questions in self.sets.values() for q in questions],
+        [question for _, question in own],
         env=self.env,
         engine=self.engine,
         source=self.source,
@@ -295,15 +314,11 @@ class Evaluator:
         dataclasses.replace(row, **{name: value})
         for row, value in zip(rows, values, strict=True)
       ]
-    if self.writer is not None:
-      self.writer.trajectories(step, result.groups, name=self.name)
-      sets = {
-        label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
-        for label, ids in self.ids.items()
-      }
-      path = self.writer.folder / f'{self.name}_ids.json'
-      records.write_json(path, {'sampling': e, 'sets': sets})
-    sliced = slices(rows, self.name)
+    return result.groups, rows, result.stats.seconds
+
+  def _values(self, rows: Sequence[Row]):
+    """The rows by label, and the values of each."""
+    e, sliced = self.config.eval, slices(rows, self.name)
     options = dict(resamples=e.bootstrap, seed=e.seed)
     values = []
     for label, part in sliced.items():
@@ -312,7 +327,7 @@ class Evaluator:
       for name, scores in passk.score(part, self._k).items():
         mean = metrics.bootstrap([scores[q] for q in sorted(scores)], **options)
         values += named(f'{label}/{name}', mean)
-    return Evaluation(result.groups, rows, sliced, values, result.stats.seconds)
+    return sliced, values
 
 
 def digest(ids: Sequence[str]) -> str:

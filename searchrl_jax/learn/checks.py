@@ -11,7 +11,7 @@ from searchrl_jax.engines import core as engines
 from searchrl_jax.evaluators import passk
 from searchrl_jax.learn import batching, credit, objectives, optim
 from searchrl_jax.rollout import core as samplers
-from searchrl_jax.run import build, lookup, schema
+from searchrl_jax.run import build, cluster, lookup, schema
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text.env import SearchEnv
@@ -74,8 +74,14 @@ def check(config: ConfigDict) -> None:
     f'config.critic.pretrain_steps={c.pretrain_steps}: fewer than config.train.'
     f'steps={config.train.steps}, and 0 where there is no critic',
   )
+  rank = config.models.lora.rank
   lookup.require(
-    not (config.models.lora.rank and c.path),
+    not rank or cluster.size() == 1,
+    f'config.models.lora.rank={rank}: adapters are trained by one process, with '
+    'all devices of a node; use rank 0 on several',
+  )
+  lookup.require(
+    not (rank and c.path),
     f'config.critic.path={c.path!r} with config.models.lora: the critic has '
     "adapters of its own on the policy's parameters; leave it empty",
   )

@@ -50,7 +50,11 @@ def put_rows(mesh, x) -> jax.Array:
   """An array of rows [B, ...] on the device(s)."""
   if mesh is None:
     return jnp.asarray(x)
-  return jax.device_put(x, _row_layout(mesh, x))
+  layout = _row_layout(mesh, x)
+  if layout.is_fully_addressable:
+    return jax.device_put(x, layout)
+  # Every process has all rows, and puts its own.
+  return jax.make_array_from_callback(x.shape, layout, lambda at: x[at])
 
 
 def like_rows(mesh, x) -> jax.ShapeDtypeStruct:
@@ -303,6 +307,8 @@ class Updater:
       return self._logps(lora.join(params, frozen), arrays, False)[0]
 
     def out():
+      if self.mesh and self.mesh.is_multi_process:
+        return self._whole  # every process reads all rows
       return self.mesh and arrays['mask'].sharding
 
     key = 'score', arrays['ids'].shape

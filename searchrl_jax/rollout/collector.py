@@ -4,7 +4,8 @@ With `max_staleness` = 0 the rollouts of a step start with the step. With n,
 those of the next n steps run at the same time: they start on weights at most n
 versions older than those they will update, and continue with newer ones as
 these are published, between and within the turns of a trajectory. Ended
-trajectories that were not used yet are saved in the checkpoint.
+trajectories that were not used yet are saved in the checkpoint. Of several
+processes each runs the rollouts of its share of the questions.
 """
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from searchrl_jax.data.core import Stream
 from searchrl_jax.rollout.chains import Rollout
-from searchrl_jax.run import records
+from searchrl_jax.run import cluster, records
 from searchrl_jax.run.signals import Signals
 from searchrl_jax.types import Question, Trajectory
 
@@ -88,8 +89,14 @@ class Collector:
     self._stream.restore(state)
 
   def encode(self) -> bytes:
-    """The trajectories that have ended and were not taken."""
-    return encode(self.ended())
+    """The trajectories that have ended and were not taken, on any process."""
+    ended: dict[int, dict] = {}
+    for found in cluster.gather('ended', self.ended):
+      for step, trajectories in found.items():
+        # Those of a start with other shares are known to several.
+        names = {(t.question.id, t.sample): t for t in trajectories}
+        ended[step] = ended.get(step, {}) | names
+    return encode({n: [*ended[n].values()] for n in sorted(ended)})
 
   def decode(self, data: bytes) -> None:
     """Restores what `encode` returned; call it before the first `take`."""
@@ -98,7 +105,7 @@ class Collector:
       self._saved.setdefault(record.step, {})[t.question.id, t.sample] = t
 
   def take(self, step: int) -> Rollout:
-    """The rollouts of `step`; starts all that may start now.
+    """This process's rollouts of `step`; starts all that may start now.
 
     Raises:
       Stopped: by a signal. Any error of the rollout.
@@ -155,7 +162,8 @@ class Collector:
     self, questions: Sequence[Question], step: int, one: _Step, **how
   ) -> futures.Future:
     how |= dict(step=step, ended=dict(one.ended), on_trajectory=one.keep)
-    return self._signals.start(self._counted(questions, **how))
+    own = cluster.part(questions)
+    return self._signals.start(self._counted(own, **how))
 
   async def _counted(self, questions: Sequence[Question], **how) -> Rollout:
     if not self._running:

@@ -90,6 +90,11 @@ class RolloutStats:
     pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
     return RolloutStats(*(a + b for a, b in pairs))
 
+  def beside(self, other: 'RolloutStats') -> 'RolloutStats':
+    """The stats of two rollouts, at the same time in two processes."""
+    seconds = max(self.seconds, other.seconds)
+    return dataclasses.replace(self + other, seconds=seconds)
+
   def metrics(self) -> dict[str, float]:
     """For the log. 'rollout/in_flight' is a mean over the wall time."""
     wall = max(self.seconds, 1e-9)

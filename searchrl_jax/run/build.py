@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import pathlib
@@ -25,7 +26,15 @@ from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, lora, pretrained
 from searchrl_jax.models import shapes as shapes_lib
-from searchrl_jax.run import checkpoint, lookup, records, schema, sharding
+from searchrl_jax.run import (
+  checkpoint,
+  cluster,
+  lookup,
+  records,
+  schema,
+  sharding,
+  writer,
+)
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.tools import Tools
@@ -72,6 +81,26 @@ def _tuples(fields: dict) -> dict:
   return {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
 
 
+def require_same(config: ConfigDict, questions=()) -> None:
+  """Compares config, code and questions of all processes.
+
+  Fields that state where a run runs may differ.
+
+  Raises:
+    ConfigError: names what differs, and on which process.
+  """
+
+  def facts():
+    versions = {'jax': jax.__version__, 'searchrl_jax': cluster.code()}
+    content = repr([(q.id, q.text, q.answers) for q in questions])
+    digest = hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()
+    data = {'questions': len(questions), 'digest': digest[:16]}
+    fields = writer.computed(records.plain(config))
+    return {'config': fields, 'code': versions, 'data': data}
+
+  cluster.require_same(facts)
+
+
 def mesh(config: ConfigDict, devices=None):
   """Makes the mesh; disables TF32 on GPUs if the model is float32.
 
@@ -99,8 +128,13 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   config.source.corpus, config.model.bpe_vocab entries); config.model.path.
   """
   kept = pathlib.Path(workdir) / TOKENIZER
+  cluster.first('tokenizer', lambda: _keep_tokenizer(config, workdir, kept))
+  return tokenizers.load(kept)
+
+
+def _keep_tokenizer(config, workdir: str, kept: pathlib.Path) -> None:
   if kept.exists() and records.begun(workdir):
-    return tokenizers.load(kept)
+    return
   name = config.model.tokenizer or config.model.path
   start = pathlib.Path(config.train.init) / TOKENIZER
   if config.train.init and start.exists():
@@ -116,7 +150,6 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
       _write_tokenizer(name, config, workdir, part)
       shutil.rmtree(kept, ignore_errors=True)  # of a start that failed
       part.rename(kept)
-  return tokenizers.load(kept)
 
 
 def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
@@ -470,7 +503,9 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
 
   If config.source.url is empty, a server process is started for
   config.source.corpus: a path, or 'world' for the generated world of
-  config.data. It ends with the block, or with this process.
+  config.data. It ends with the block, or with this process. Of several
+  processes each starts one for itself, or, with config.source.servers='one',
+  process 0 for all.
   """
   if config.source.module in (none.NONE, simulated.SIMULATED):
     yield ''
@@ -479,11 +514,20 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
   else:
     from retrieval import process  # only needed to start a server
 
-    served = corpus(config, workdir)
-    log = pathlib.Path(workdir) / 'retrieval.log'
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with process.start_server(served, log_path=log) as server:
-      yield server.url
+    folder = cluster.folder(workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+
+      def start(**how) -> str:
+        served, log = corpus(config, str(folder)), folder / 'retrieval.log'
+        server = process.start_server(served, log_path=log, **how)
+        return stack.enter_context(server).url
+
+      if config.source.servers == 'one' and cluster.size() > 1:
+        url = cluster.first('retrieval', lambda: start(host='0.0.0.0'))
+        yield url.replace('0.0.0.0', cluster.host())
+      else:
+        yield cluster.agree('retrieval', start)
 
 
 def corpus(config: ConfigDict, workdir: str) -> str:

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from searchrl_jax.run import lookup, records
+from searchrl_jax.run import cluster, lookup, records
 from searchrl_jax.run.writer import differences
 
 FORMAT = 2  # version of the content of `meta` and of the names of leaves
@@ -62,6 +62,9 @@ class Restored:
 
 class Checkpointer:
   """Saves and restores the steps of one run.
+
+  Several processes call `save` and `restore` together, on one folder: each
+  writes and reads its shards, and process 0 the rest.
 
   Args:
     folder: created if absent.
@@ -165,7 +168,7 @@ class Checkpointer:
         f'saving step {step} to {path} failed ({free / 1e9:.2f} GB free '
         f'there): {e}; checkpoints {self.steps()} are intact'
       ) from e
-    if self.keep:
+    if self.keep and cluster.main():
       kept = {*self.steps()[-self.keep :]}
       kept |= {self.best()} if self.best_metric else set()
       self.delete([s for s in self.steps() if s not in kept])
@@ -178,7 +181,7 @@ class Checkpointer:
 
   def delete(self, steps: Iterable[int]) -> None:
     """Removes checkpoints, each atomically."""
-    for step in steps:
+    for step in steps if cluster.main() else ():
       path = self._path(step)
       path.rename(path.with_name(f'{path.name}.deleted'))
     self._clean()
@@ -258,6 +261,8 @@ class Checkpointer:
 
   def _clean(self, ignore_errors: bool = False) -> None:
     """Removes the leftovers of saves and deletions that were killed."""
+    if not cluster.main():
+      return
     for kind in 'orbax-checkpoint-tmp*', 'deleted':
       for path in self.folder.glob(f'{_STEP}.{kind}'):
         shutil.rmtree(path, ignore_errors=ignore_errors)

@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from searchrl_jax.run import lookup, schema
+from searchrl_jax.run import cluster, lookup, schema
 from searchrl_jax.run.signals import Stopped
 
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
@@ -59,6 +59,15 @@ def define_topology(required: bool = False):
     'h200:1x8, h100:4x8 (nodes x GPUs), v5e:8x8 or v5p:2x2x4.',
     required=required,
   )
+
+
+def define_cluster() -> None:
+  """Defines the flags by which `run` finds the other processes."""
+  flags.DEFINE_string(
+    'coordinator', '', 'HOST:PORT of process 0, if several processes run this.'
+  )
+  flags.DEFINE_integer('processes', 0, 'Their number.')
+  flags.DEFINE_integer('process_id', -1, 'The number of this one, from 0 on.')
 
 
 def parse_defined() -> list[str]:
@@ -119,17 +128,27 @@ def run(main, positional=None):
       flag = flags.FLAGS[positional.name]
       many = isinstance(flag.value, list)
       flag.value = argv[1:] if many else ' '.join(argv[1:])
-    if 'data_dir' in flags.FLAGS and flags.FLAGS.data_dir:
-      os.environ['SEARCHRL_DATA'] = flags.FLAGS.data_dir
+    given = flags.FLAGS
+    if 'data_dir' in given and given.data_dir:
+      os.environ['SEARCHRL_DATA'] = given.data_dir
     try:
-      return main()
+      if 'coordinator' in given:
+        names = given.coordinator, given.processes, given.process_id
+        cluster.initialize(*names)
+      out = main()
+      cluster.leave(None)
+      return out
     except Stopped as e:
-      print(_message(e), file=sys.stderr)
+      if cluster.leave(e):
+        print(_message(e), file=sys.stderr)
       sys.exit(143)  # 128 + SIGTERM, as shells report it
     except Exception as e:
+      tell = cluster.leave(e)
       if not is_user_error(e):
         raise
       logging.debug('traceback of the error below', exc_info=True)
+      if not tell:
+        sys.exit(2)
       fail(_message(e))
 
   logging.set_verbosity(logging.WARNING)

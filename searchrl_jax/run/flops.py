@@ -34,7 +34,7 @@ def peak_flops(device=None, *, measure: bool = False) -> float:
   measure: time a float32 matmul of 1024 (a fraction of a second) where the
   table does not know the device, as on every CPU.
   """
-  device = jax.devices()[0] if device is None else device
+  device = jax.local_devices()[0] if device is None else device
   known = [k for k in PEAK_FLOPS if device.device_kind.startswith(k)]
   if known:
     return PEAK_FLOPS[max(known, key=len)]

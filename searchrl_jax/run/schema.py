@@ -22,6 +22,7 @@ CHOICES = {
   'env.information': ('source', 'policy'),
   'env.answer': ('tags', 'boxed'),
   'env.search_when': ('always', 'entropy'),
+  'source.servers': ('each', 'one'),
   'algorithm.ratio': ('token', 'sequence', 'product'),
   'algorithm.aggregation': ('token', 'sequence', 'sequence_sum'),
   'algorithm.kl': ('none', 'loss', 'reward'),
@@ -189,6 +190,8 @@ def base() -> ConfigDict:
   c.source = ConfigDict()
   c.source.module = 'service'
   c.source.url = ''  # of a running server; '' = start one over `corpus`
+  # Which processes of several start one: each for itself, or one for all.
+  c.source.servers = 'each'  # each, one
   c.source.corpus = ''  # JSONL(.gz), or 'world': the generated one
   c.source.k = 3  # passages for a query
   c.source.timeout = 10.0  # seconds for one attempt

@@ -17,9 +17,9 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import lora
-from searchrl_jax.run import build, records, signals
+from searchrl_jax.engines.weights import publication, sync
+from searchrl_jax.models import decoder, lora
+from searchrl_jax.run import build, cluster, records, sharding, signals
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 
@@ -90,17 +90,20 @@ class Session:
     self._identity: Mapping[str, Any] = {}
     self._failure: Exception | None = None
     self._report: Any = None
+    self._publisher: publication.Publisher | None = None
     self._late = self._owed = False  # owed: the evaluation of the last step
     self._restore()
 
   def _restore(self) -> None:
-    if self._saver.latest() is None:
+    latest = cluster.first('checkpoint', self._saver.latest)
+    if latest is None:
       self.step = 0
-      self.trained.start(build.parameters(self.config, self.cfg, self.mesh))
+      start = lambda: build.parameters(self.config, self.cfg, self.mesh)
+      self.trained.start(cluster.agree('parameters', start))
       build.keep_frozen(self.workdir, self.trained.frozen)
       return
     saved = self._saver.restore(
-      self.trained.like(), 'latest', fingerprint=self._fingerprint
+      self.trained.like(), latest, fingerprint=self._fingerprint
     )
     self.step, self._identity = saved.step, saved.extras.get('served', {})
     self._owed = saved.extras.get('evaluation_owed', False)
@@ -110,7 +113,8 @@ class Session:
     for name, state in self._states.items():
       state.restore(saved.extras[name])
     if self._unused is not None:
-      data = read_aside(self._aside, self.step)
+      read = functools.partial(read_aside, self._aside, self.step)
+      data = cluster.first('unused', read)
       ended = saved.arrays['ended'].tobytes()
       self._unused.decode(ended if data is None else data)
 
@@ -123,6 +127,7 @@ class Session:
       writer = Writer(self.workdir, self.config, **about)
       self.writer = stack.enter_context(writer)
       stack.enter_context(self.signals)
+      stack.enter_context(cluster.attending(self.signals))
       self._stack = stack.pop_all()
     return self
 
@@ -137,11 +142,11 @@ class Session:
     Raises:
       SourceError: it cannot be used, or is not the one of the checkpoint.
     """
-    engine, folder = lambda: self.engine, str(self.workdir)
-    self.source = build.source(
-      self.config, self.url, engine, tok, self.mesh, folder
-    )
-    served = self.signals.open(self.source).get('identity', {})
+    engine, folder = lambda: self.engine, str(cluster.folder(self.workdir))
+    mesh = sharding.own_mesh(self.mesh)
+    self.source = build.source(self.config, self.url, engine, tok, mesh, folder)
+    check = lambda: self.signals.open(self.source).get('identity', {})
+    served = cluster.agree('source', check)
     require_same(self._identity, served)
     self._identity = served
     return self.source
@@ -152,13 +157,15 @@ class Session:
     service: has awaitable `check` and `close`; None: there is none.
     """
     if service:
-      self.signals.open(service)
+      cluster.agree('service', lambda: self.signals.open(service))
     return service
 
   def open_engine(
     self, tok: Any, canary: np.ndarray, params: Any = None, folder: str = ''
   ) -> Any:
     """Opens an engine for the trained weights, or for fixed ones.
+
+    Each process has its own, on its own devices.
 
     Args:
       tok: the tokenizer.
@@ -167,9 +174,14 @@ class Session:
       folder: below the run folder, for the logs of a further engine.
     """
     weights = self.trained.params if params is None else params
+    if self.config.engine.module == 'jax_sampler':
+      weights = self._own(weights)
     config, cfg, mesh = self.config, self.cfg, self.mesh
-    folder = str(self.workdir / folder)
-    engine = build.engine(config, cfg, weights, tok, mesh, folder)
+    own, folder = sharding.own_mesh(mesh), cluster.folder(self.workdir) / folder
+    engine = cluster.agree(
+      'engine',
+      lambda: build.engine(config, cfg, weights, tok, own, str(folder)),
+    )
     self.signals.at_exit(engine.shutdown)
     self._engines.append(engine)
     if params is None:
@@ -177,9 +189,24 @@ class Session:
       self._logps = sync.forward_logps(cfg, mesh)
     else:
       self.signals.finish(
-        build.first_weights(config, engine, cfg, params, mesh, canary)
+        build.first_weights(config, engine, cfg, weights, own, canary)
       )
     return engine
+
+  def _own(self, params: Any) -> Any:
+    """What the engines of several processes load: one in process a copy on its
+    own devices, servers a folder that all processes write together."""
+    config, cfg = self.config.engine, self.cfg
+    if cluster.size() == 1:
+      return params
+    if config.module == 'jax_sampler':
+      layout = decoder.param_shardings(cfg, sharding.own_mesh(self.mesh))
+      return sharding.own_copy(params, self.mesh, layout, config.dtype)
+    if self._publisher is None:
+      folder = self.workdir / 'published'
+      self._publisher = publication.Publisher(folder, cfg, config.dtype)
+      self._stack.callback(self._publisher.clear)
+    return self._publisher.publish(params, self.step).path
 
   # The steps.
 
@@ -203,7 +230,8 @@ class Session:
       self.metrics = self.writer.write(-1, self.evaluate())
     elif self._owed:
       self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
-      self._saver.amend(self.step, self.metrics, evaluation_owed=False)
+      amend = functools.partial(self._saver.amend, evaluation_owed=False)
+      cluster.first('evaluated', lambda: amend(self.step, self.metrics))
 
   @property
   def done(self) -> bool:
@@ -220,15 +248,33 @@ class Session:
     kind = kind or ('adapter' if self.trained.frozen else 'full')
     with self.writer.timer('sync'):
       params, limit = self.trained.params, self.config.engine.canary_tolerance
-      logps = functools.partial(self._logps, params)
+      logps, published = functools.partial(self._logps, params), None
       _, params = lora.served(self.cfg, params)
       if kind == 'adapter':
         params, _ = lora.split(self.cfg, params)
-      self._report = self.signals.finish(
-        sync.sync_and_verify(
-          self.engine, params, self.step, self._canary, logps, limit, kind
-        )
+      if cluster.size() > 1:
+        # What all processes compute together comes first.
+        wanted = np.asarray(logps(np.asarray(self._canary, np.int32)))
+        published = sync.manifest(params, self.engine.dtype)
+        params, logps = self._own(params), lambda ids: wanted
+      how = self.step, self._canary, logps, limit, kind, published
+      reports = cluster.gather(
+        'sync',
+        lambda: self.signals.finish(
+          sync.sync_and_verify(self.engine, params, *how)
+        ),
       )
+      if self._publisher:
+        self._publisher.prune(self.step)
+      self._report = max(reports, key=lambda r: r.canary_max_diff)
+
+  def rest(self) -> None:
+    """Confirms that a step's rollouts have ended, and lets the engine rest.
+
+    Raises:
+      SyncError: other weights than those of the last sync sampled them.
+    """
+    cluster.gather('rest', lambda: self.signals.finish(self.engine.rest()))
 
   def evaluate(self) -> dict[str, float]:
     """The evaluator's values for the last step done."""
@@ -252,7 +298,7 @@ class Session:
       with signals.after(e):
         ended = give_back(not isinstance(e, SyncError))
         self.save()
-        self.writer.trajectories(self.step, [ended])
+        self.writer.trajectories(self.step, [ended], own=True)
       raise
 
   def check_finite(self, metrics: Mapping[str, float], batches) -> None:
@@ -264,10 +310,13 @@ class Session:
     if not metrics['finite']:
       path = self.workdir / f'nonfinite_step{self.step}.npz'
       parts = [(i, vars(b)) for i, b in enumerate(batches)]
-      np.savez(path, **{f'{i}/{k}': v for i, b in parts for k, v in b.items()})
-      raise signals.NonFinite(
-        f'step {self.step}: the loss or its gradient is not finite; nothing '
-        f'was updated. The batch is in {path}'
+      arrays = {f'{i}/{k}': v for i, b in parts for k, v in b.items()}
+      cluster.first('batch', lambda: np.savez(path, **arrays))
+      raise cluster.on_all(
+        signals.NonFinite(
+          f'step {self.step}: the loss or its gradient is not finite; nothing '
+          f'was updated. The batch is in {path}'
+        )
       )
 
   def advance(self) -> None:
@@ -279,8 +328,8 @@ class Session:
     self.step += 1
     self._failure = self._report = None
     try:
-      self.signals.finish(self.engine.wake())
-      if not self.signals.stop:
+      wake = lambda: self.signals.finish(self.engine.wake())
+      if not self._stops('wake', wake):
         self.publish()
     except Exception as e:
       self._failure = e
@@ -308,15 +357,17 @@ class Session:
       differ = report.canary_max_diff if report else np.nan
       metrics['sync/canary_max_diff'] = differ
     failure = self._failure or self._mismatch(metrics)
-    self._late = 0 < self._seconds < time.monotonic() - self._started
+    late = lambda: 0 < self._seconds < time.monotonic() - self._started
+    self._late = cluster.first('time', late)
+    stop = self._stops('stop')
     due = self.done or _due(config.eval.every, self.step)
     self._owed = due = bool(due and self.evaluator)
-    if due and not self.signals.stop and failure is None:
+    if due and not stop and failure is None:
       try:
         metrics |= self.evaluate()
         self._owed = False
       except signals.Stopped:
-        pass  # raised below, after the save
+        stop = True  # raised below, after the save
       except Exception as e:
         failure = e  # raised below: the step itself is complete
     with signals.after(failure):
@@ -326,7 +377,8 @@ class Session:
           self.writer.trajectories(self.step - 1, every=every, **group)
       # Before the save: a resume drops lines of steps that were not saved.
       self.metrics = self.writer.write(self.step - 1, metrics)
-      ends = self.done or self.signals.stop or failure is not None
+      stop = stop or self._stops('stop')
+      ends = self.done or stop or failure is not None
       best = due and not self._owed and config.checkpoint.best
       if ends or best or _due(self._save_every, self.step):
         self.save()
@@ -334,20 +386,32 @@ class Session:
         self.writer.progress(self.metrics, **progress)
     if failure is not None:
       raise failure
-    if self.signals.stop:
-      raise signals.Stopped(
-        f'stopped by a signal after step {self.step}; saved'
+    if stop:
+      raise cluster.on_all(
+        signals.Stopped(f'stopped by a signal after step {self.step}; saved')
       )
+
+  def _stops(self, what: str, work: Callable[[], Any] | None = None) -> bool:
+    """Whether a signal came to any process, after `work` on each."""
+
+    def stops():
+      if work:
+        work()
+      return self.signals.stop
+
+    return any(cluster.gather(what, stops))
 
   def _mismatch(self, metrics: Mapping[str, float]) -> signals.Mismatch | None:
     alarm = self.config.rollout.mismatch_alarm
     differ = metrics.get('train/mismatch_abs', 0.0)
     if not 0 < alarm < differ:
       return None
-    return signals.Mismatch(
-      f'step {self.step - 1}: log-probs of trainer and engine differ by '
-      f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
-      'Raise the alarm, lower max_staleness, or use one dtype for both'
+    return cluster.on_all(
+      signals.Mismatch(
+        f'step {self.step - 1}: log-probs of trainer and engine differ by '
+        f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
+        'Raise the alarm, lower max_staleness, or use one dtype for both'
+      )
     )
 
   def save(self) -> None:
@@ -357,8 +421,9 @@ class Session:
     they are written to a separate file.
     """
     unused = b'' if self._unused is None else self._unused.encode()
-    if self.step in self._saver.steps():
-      write_aside(self._aside, self.step, unused)
+    if self.step in cluster.first('steps', self._saver.steps):
+      aside = functools.partial(write_aside, self._aside, self.step, unused)
+      cluster.first('unused', aside)
       return
     extras = {name: state.state() for name, state in self._states.items()}
     extras |= {'served': self._identity, 'version': self.step}

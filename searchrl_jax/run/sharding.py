@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from searchrl_jax.run import lookup
+from searchrl_jax.run import cluster, lookup
 
 AXES = ('data', 'fsdp', 'tensor')
 
@@ -62,7 +62,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
     ValueError: the sizes ask for more devices than there are, or do not
       divide them.
   """
-  devices = devices or jax.devices()
+  devices = devices or _in_order()
   sizes, count = [data, fsdp, tensor], len(devices)
   known = math.prod(s for s in sizes if s != -1)
   lookup.require(
@@ -77,8 +77,73 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
     f'config.mesh: {count} devices are not divisible by {known}',
   )
   sizes = [count // known if s == -1 else s for s in sizes]
-  grid = np.asarray(devices[: math.prod(sizes)]).reshape(sizes)
+  used = devices[: math.prod(sizes)]
+  lookup.require(
+    cluster.size() == 1
+    or {d.process_index for d in used} == {d.process_index for d in devices},
+    f'config.mesh {dict(zip(AXES, sizes))} takes {len(used)} of {count} '
+    f'devices, and none of some of the {cluster.size()} processes: start fewer '
+    'processes, or set one size to -1',
+  )
+  grid = np.asarray(used).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _in_order() -> list:
+  """All devices, those of a process together.
+
+  The last axes of a mesh, which communicate most, then lie within a process as
+  far as it has devices.
+  """
+  devices = jax.devices()
+  if cluster.size() == 1:
+    return devices
+  return sorted(devices, key=lambda d: (d.process_index, d.id))
+
+
+def own_mesh(mesh: Mesh) -> Mesh:
+  """The mesh of this process's devices, for what each process does alone.
+
+  `mesh` itself, if it is of one process. The devices lie along data, and along
+  tensor as far as `mesh` has that axis within a process.
+  """
+  if mesh is None or not mesh.is_multi_process:
+    return mesh
+  here = jax.process_index()
+  devices = [d for d in mesh.devices.flat if d.process_index == here]
+  tensor = math.gcd(mesh.shape['tensor'], len(devices))
+  return make_mesh(-1, 1, tensor, devices)
+
+
+def own_copy(tree, mesh: Mesh, layout, dtype=None):
+  """Arrays on a mesh of several processes, whole on each of them.
+
+  All processes have to call it, as it communicates.
+
+  Args:
+    tree: of arrays on `mesh`.
+    mesh: of all processes, each with as many devices.
+    layout: the shardings on `own_mesh(mesh)`.
+    dtype: of the copy; None: that of each array.
+  """
+  own = own_mesh(mesh)
+  every = Mesh(
+    mesh.devices.reshape(-1, *own.devices.shape),
+    ('process', *AXES),
+    axis_types=(AxisType.Auto,) * 4,
+  )
+  everywhere = jax.tree.map(lambda s: NamedSharding(every, s.spec), layout)
+
+  def cast(tree):
+    return jax.tree.map(lambda x: x.astype(dtype or x.dtype), tree)
+
+  whole = jax.jit(cast, out_shardings=everywhere)(tree)
+
+  def here(x, sharding):
+    shards = [s.data for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+
+  return jax.tree.map(here, whole, layout)
 
 
 def spec(mesh: Mesh, axes, shape) -> PartitionSpec:

@@ -132,9 +132,8 @@ class Signals(Loop):
 
   def __enter__(self):
     super().__enter__()
-    self._before = {
-      s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)
-    }
+    caught = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    self._before = {s: signal.signal(s, self._handle) for s in caught}
     return self
 
   def __exit__(self, *error):
@@ -147,8 +146,12 @@ class Signals(Loop):
 
   def _handle(self, signum, frame):
     del signum, frame
-    self.stop = True
     self._release()
+    self.interrupt()
+
+  def interrupt(self):
+    """Stops as a signal does; may be called in another thread."""
+    self.stop = True
     if self._waits_for is not None:
       self._waits_for.cancel()
 

@@ -10,6 +10,9 @@ A start at step s removes lines and files of steps >= s, which the run writes
 again. A start at step 0 also removes those of step -1 (an evaluation before
 the first update).
 
+Of several processes, process 0 alone writes all this but the trajectories, of
+which each writes a share.
+
 A thread writes trajectories, one step at a time. The call for the next step
 waits for the previous one and raises its error. Call `flush` before saving a
 checkpoint, so that a resumed run finds the trajectories of all earlier steps.
@@ -37,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import lookup, records, signals
+from searchrl_jax.run import cluster, lookup, records, signals
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -83,29 +86,34 @@ class Writer:
     self._start = self._last = time.monotonic()
     self._first = self._step = step
     self._metrics = self.folder / 'metrics.jsonl'
+    self._trackers: list = []
     with contextlib.ExitStack() as stack, records.explained(self.folder):
-      self.folder.mkdir(parents=True, exist_ok=True)
-      lock = stack.enter_context(open(self.folder / '.lock', 'w'))
-      try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        raise records.RunError(
-          f'{self.folder} is in use by another process; end it, or choose '
-          'another --workdir'
-        ) from error
-      changed = self._write_config(config)
-      path, starts = self.folder / 'environment.json', []
-      if path.exists():
-        starts = json.loads(path.read_text(encoding='utf-8'))['starts']
-      start = {'step': step, 'config_changed': changed, **environment()}
-      records.write_json(path, {'starts': [*starts, start | dict(about or {})]})
-      self._metrics.touch()
-      _drop_from(self._metrics, step or -1)
-      records.drop_steps(self.folder, step or -1)
-      self._trackers = _trackers(self.folder, config, step, stack)
+      cluster.first('writer', lambda: self._open(stack, config, about or {}))
       self._thread = futures.ThreadPoolExecutor(1, 'writer')
       stack.callback(self._thread.shutdown)
       self._stack = stack.pop_all()
+
+  def _open(self, stack, config, about: Mapping[str, Any]) -> None:
+    """Opens the files that one process writes; `stack` closes them."""
+    self.folder.mkdir(parents=True, exist_ok=True)
+    lock = stack.enter_context(open(self.folder / '.lock', 'w'))
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise records.RunError(
+        f'{self.folder} is in use by another process; end it, or choose '
+        'another --workdir'
+      ) from error
+    changed, step = self._write_config(config), self._first
+    path, starts = self.folder / 'environment.json', []
+    if path.exists():
+      starts = json.loads(path.read_text(encoding='utf-8'))['starts']
+    start = {'step': step, 'config_changed': changed, **environment()}
+    records.write_json(path, {'starts': [*starts, start | dict(about)]})
+    self._metrics.touch()
+    _drop_from(self._metrics, step or -1)
+    records.drop_steps(self.folder, step or -1)
+    self._trackers = _trackers(self.folder, config, step, stack)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Writes one step's metrics.
@@ -122,7 +130,8 @@ class Writer:
     self._last, self._step = now, step
     self._seconds.clear()
     values = {k: float(v) for k, v in {**metrics, **seconds}.items()}
-    append(self._metrics, json.dumps({'step': step, **records.plain(values)}))
+    if cluster.main():
+      append(self._metrics, json.dumps({'step': step, **records.plain(values)}))
     self._track(step, values)
     return values
 
@@ -133,6 +142,8 @@ class Writer:
       What was added, as floats.
     """
     values = {k: float(v) for k, v in metrics.items()}
+    if not cluster.main():
+      return values
     *before, last = self._metrics.read_text().splitlines()
     line = json.dumps(json.loads(last) | records.plain(values))
     records.write_text(self._metrics, '\n'.join([*before, line, '']))
@@ -152,6 +163,7 @@ class Writer:
     name: str = 'trajectories',
     part: str = '',
     every: int = 1,
+    own: bool = False,
     **columns: Sequence | None,
   ) -> None:
     """Starts writing the trajectories, in order, to the step's file.
@@ -163,6 +175,8 @@ class Writer:
       name: subfolder; evaluations use their own.
       part: suffix of the file, for a step that writes several.
       every: writes only steps that this divides; 0 = never.
+      own: whether `groups` are those of this process; if not, each process has
+        all and writes a share.
       **columns: B values each, or None, of `records.Record`: kept, advantages
         and trainer_logps.
 
@@ -173,7 +187,10 @@ class Writer:
     if not every or step % every:
       return
     rows = []
-    for i, t in enumerate(t for group in groups for t in group):
+    flat = [*enumerate(t for group in groups for t in group)]
+    if cluster.size() > 1:
+      part = f'{part}{part and "_"}p{cluster.rank():03}'
+    for i, t in flat if own else cluster.part(flat):
       row = {k: v[i] for k, v in columns.items() if v is not None}
       if rewards is not None:
         row |= dict(reward=np.sum(rewards.value[i]), valid=rewards.valid[i])
@@ -213,7 +230,7 @@ class Writer:
       **names: label='metric', in order; metrics that are absent are left out.
         Underscores in labels are printed as spaces.
     """
-    if not self._log.progress:
+    if not (self._log.progress and cluster.main()):
       return
     now, all_ = self._step + 1, self._steps
     parts = [f'step {now}/{all_}' if all_ else f'step {now}']
@@ -260,6 +277,17 @@ class Writer:
           )
     records.write_json(path, now)
     return changed
+
+
+def computed(config: dict) -> dict:
+  """A plain config without the fields that may differ; changes it."""
+  for field in MAY_DIFFER:
+    *path, name = field.split('.')
+    part = config
+    for step in path:
+      part = part[step]
+    part.pop(name, None)
+  return config
 
 
 def append(path: pathlib.Path, line: str) -> None:

@@ -16,13 +16,15 @@ import jax
 from searchrl_jax.engines.weights import checksum, published
 from searchrl_jax.models import decoder, families, lora
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import checkpoint
+from searchrl_jax.run import checkpoint, cluster
 
 _ADAPTERS = 'adapters'  # below the folder: adapters, a folder for each version
 
 
 class Publisher:
   """Writes versions into a folder and deletes old ones.
+
+  Several processes call `publish` together; each writes its shards.
 
   Args:
     folder: made if absent; engines must see it under the same path.
@@ -56,8 +58,8 @@ class Publisher:
       'manifest': checksum.checksums(flat),
     }
     path = self.path(version)
-    if path.exists():
-      self._files.delete([version])
+    old = [version] if path.exists() else []
+    cluster.first('publication', lambda: self._files.delete(old))
     self._files.save(
       version,
       params,

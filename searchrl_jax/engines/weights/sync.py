@@ -8,7 +8,7 @@ handle that was cached under the old weights must be prefilled again, and must
 generate with the log-probs of a full forward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 
@@ -21,7 +21,7 @@ from searchrl_jax.engines.core import Engine, Sampling, SyncReport
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.checksum import compare as compare
 from searchrl_jax.models import decoder
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, sharding
 from searchrl_jax.types import Prompt, Question
 
 _CANARY = (
@@ -58,6 +58,7 @@ async def sync_and_verify(
   trainer_logps_fn: Callable,
   tolerance: float,
   kind: str = 'full',
+  published: Mapping[str, str] | None = None,
 ) -> SyncReport:
   """Publishes `params` to the engine; returns only when all checks pass.
 
@@ -67,12 +68,14 @@ async def sync_and_verify(
   float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
   tolerance: largest log-prob difference, config.engine.canary_tolerance.
   kind: 'adapter' if `params` are adapters alone; the engine keeps the rest.
+  published: the `manifest` of params, if it is known; params may then be the
+  folder of a publication.
 
   Raises:
     SyncError: names the tensor, or the check that failed, and the figures.
   """
   canary = [int(i) for i in canary_ids]
-  published = manifest(params, engine.dtype)
+  published = published or manifest(params, engine.dtype)
   probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
   try:
     # Fill the cache under the old weights.
@@ -137,11 +140,12 @@ def forward_logps(cfg, mesh=None) -> Callable:
   A full forward pass at temperature 1, in the trainer's dtype; [0] is 0.
   """
 
-  @jax.jit
   def forward(params, ids):
     hidden = decoder.hidden_states(params, cfg, ids[None], mesh=mesh)
     scores = jax.nn.log_softmax(decoder.logits(params, cfg, hidden[0, :-1]))
     logps = jnp.take_along_axis(scores, ids[1:, None], -1)[:, 0]
     return jnp.concatenate([jnp.zeros((1,), logps.dtype), logps])
 
-  return forward
+  if mesh is not None and mesh.is_multi_process:
+    return jax.jit(forward, out_shardings=sharding.replicated(mesh))
+  return jax.jit(forward)

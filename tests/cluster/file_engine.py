@@ -1,0 +1,25 @@
+"""The in-process sampler, which reads its weights from files as servers do."""
+
+import jax
+import numpy as np
+
+from searchrl_jax.engines.core import WeightsUpdate
+from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.weights import published
+from searchrl_jax.models import decoder
+
+
+class FileSampler(JaxSampler):
+  def __init__(self, model_cfg, params, *args):
+    nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+    super().__init__(model_cfg, nothing, *args)
+
+  async def sync(self, update):
+    files = published.open_published(update.params)
+    assert files.version == update.version
+    read = {name: files.open(name).read().result() for name in files.shapes}
+    params = decoder.nest(read)
+    return await super().sync(WeightsUpdate(params, update.version))
+
+
+make = FileSampler

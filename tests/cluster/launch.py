@@ -1,0 +1,79 @@
+"""Starts the processes of a run on this machine, two devices each."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from tests.conftest import ROOT
+
+DEVICES = 2  # of each process
+
+
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+@dataclasses.dataclass
+class Processes:
+  """Some processes, which end with the `with` block."""
+
+  running: list
+  logs: list[pathlib.Path]
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    for process in self.running:
+      process.kill()
+      process.wait()
+
+  def wait(self, seconds: float) -> list[int]:
+    """The exit statuses; fails if one does not end in time."""
+    end = time.monotonic() + seconds
+    return [p.wait(max(end - time.monotonic(), 0.01)) for p in self.running]
+
+  def said(self, rank: int) -> str:
+    return self.logs[rank].read_text()
+
+  def send(self, rank: int, number: signal.Signals) -> None:
+    self.running[rank].send_signal(number)
+
+
+def start(count: int, folder: pathlib.Path, module: str, *args, each=None):
+  """Starts `count` processes of `python -m module args`.
+
+  each: rank -> further arguments.
+  """
+  port, folder = free_port(), pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  running, logs = [], []
+  for rank in range(count):
+    flags = f'--xla_force_host_platform_device_count={DEVICES}'
+    env = dict(os.environ, JAX_PLATFORMS='cpu', PYTHONPATH=str(ROOT))
+    env['XLA_FLAGS'] = f'{flags} --xla_backend_optimization_level=0'
+    env |= dict(NNODES=str(count), RANK=str(rank))
+    env |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    more = (each or {}).get(rank, ())
+    command = [sys.executable, '-m', module, *map(str, (*args, *more))]
+    logs.append(folder / f'log_{count}_{rank}_{time.time_ns()}')
+    with open(logs[-1], 'w') as log:
+      options = dict(cwd=ROOT, env=env, stdout=log, stderr=log)
+      running.append(subprocess.Popen(command, **options))
+  return Processes(running, logs)
+
+
+def train(count: int, folder, url: str, *args, steps: int = 2, each=None):
+  """Starts a run of the recipe in `folder`/run."""
+  recipe = ROOT / 'tests' / 'cluster' / 'recipe.py'
+  config = f'--config={recipe}:steps={steps}'
+  where = f'--workdir={folder}/run', f'--config.source.url={url}'
+  module = 'searchrl_jax.train'
+  return start(count, folder, module, config, *where, *args, each=each)

@@ -1,0 +1,54 @@
+"""Log-probs, gradients and an update over the devices of all processes.
+
+  python -m tests.cluster.program FOLDER DATA FSDP TENSOR
+
+Writes what every process sees to FOLDER/RANK.npz.
+"""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from searchrl_jax.engines.weights import publication
+from searchrl_jax.models import decoder
+from searchrl_jax.run import cluster, sharding
+from tests import test_mesh_update as mesh_test
+from tests import test_update as base
+
+
+def main(folder: str, *shape: str) -> None:
+  cluster.initialize()
+  mesh = sharding.make_mesh(*map(int, shape))
+  config = base.config(**mesh_test.KW)
+  updater = base.updater(config, cfg=mesh_test.CFG, mesh=mesh)
+  fresh = jax.jit(
+    lambda key: decoder.init_params(mesh_test.CFG, key, scale=0.3),
+    out_shardings=decoder.param_shardings(mesh_test.CFG, mesh),
+  )
+  state = updater.init(fresh(jax.random.key(0)))
+  batches = base.microbatches(config, shards=updater.shards)
+  scores = np.zeros((12, 16))
+  for b in batches:
+    real = b.rows >= 0
+    scores[b.rows[real]] = updater.score(state.params, b)[real]
+  grads, sums = updater.grads(state, batches)
+  state, metrics = updater.step(state, batches)
+  layout = decoder.param_shardings(mesh_test.CFG, sharding.own_mesh(mesh))
+  out = {'scores': scores, 'loss': np.asarray(sums['loss'])}
+  trees = {'grads': grads, 'params': state.params}
+  for name, tree in trees.items():
+    if cluster.size() > 1:
+      tree = sharding.own_copy(tree, mesh, layout)
+    for path, x in decoder.flatten(tree).items():
+      out[f'{name}/{path}'] = np.asarray(x)
+  folder = pathlib.Path(folder)
+  publisher = publication.Publisher(folder / 'own', mesh_test.CFG, 'float32')
+  publisher.publish(state.params, 3)
+  np.savez(folder / f'{cluster.rank()}.npz', finite=metrics['finite'], **out)
+  cluster.leave(None)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])

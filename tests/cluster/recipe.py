@@ -1,0 +1,20 @@
+"""The tiny run of tests/tiny.py on all devices of all processes."""
+
+from ml_collections import ConfigDict
+
+from searchrl_jax.run import schema
+from tests import tiny
+
+
+def get_config(arg=None):
+  a = schema.parse_arg(arg, steps=2, seed=0)
+  c = tiny.config()
+  c.seed = a.seed
+  c.mesh.data, c.mesh.fsdp = -1, 2
+  # Log-probs before the update, and those of a reference, are in the reward.
+  c.algorithm.update(dict(advantage='rloo', kl='reward', kl_coef=0.05))
+  c.algorithm.advantage_kw = ConfigDict()
+  c.rollout.questions = 6  # not a multiple of four processes
+  c.train.steps = a.steps
+  c.eval.every = 0
+  return c
