@@ -77,8 +77,8 @@ def check(config: ConfigDict) -> None:
   rank = config.models.lora.rank
   lookup.require(
     not rank or cluster.size() == 1,
-    f'config.models.lora.rank={rank}: adapters are trained by one process, with '
-    'all devices of a node; use rank 0 on several',
+    f'config.models.lora.rank={rank}: adapters are trained by one process, '
+    'with all devices of a node; use rank 0 on several',
   )
   lookup.require(
     not (rank and c.path),
