@@ -124,8 +124,8 @@ def test_steps_and_score(shape, reference):
     scores = np.zeros((12, 16))
     for b in r['batches']:
       found = u.score(state.params, b)
-      for r, at in b.spans():
-        scores[r, : b.ids[at].size] = found[at]
+      for i, at in b.spans():
+        scores[i, : b.ids[at].size] = found[at]
     for _ in range(2):
       state, metrics = u.step(state, r['batches'])
       assert metrics['finite'] == 1
