@@ -32,7 +32,8 @@ def export(
     message = f'--adapter: {workdir} has none (config.models.lora.rank=0)'
     lookup.require(cfg.lora, message)
     adapters, _ = lora.split(cfg, params)
-    model = config.model.path
+    # What the adapters belong to: a run that it started from, or the model.
+    model = config.train.init or config.model.path
     lora.save(out, cfg, adapters, dtype=dtype, model=model)
     return
   cfg, params = lora.base(cfg), lora.merge(cfg, params)

@@ -14,6 +14,7 @@ Tags are tokenised as the policy would sample them (Qwen3 has one token for
 import asyncio
 from collections.abc import Sequence
 import functools
+import hashlib
 import math
 import re
 import time
@@ -161,6 +162,12 @@ def examples(config, env, search) -> list[types.Trajectory]:
   return fitting
 
 
+def digest(trajectories: Sequence[types.Trajectory]) -> str:
+  """Of all token ids."""
+  ids = (s.ids.tobytes() for t in trajectories for s in t.trained)
+  return hashlib.sha256(b''.join(ids)).hexdigest()[:16]
+
+
 def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
   """int [steps, rows]: which traces each update takes.
 
@@ -211,6 +218,8 @@ def sft(config, workdir: str) -> dict[str, float]:
     make = functools.partial(examples, config, env, searcher(source))
     trajectories = cluster.agree('traces', make)
     asyncio.run(source.close())
+  # Each process has searched by itself.
+  cluster.require_same(lambda: {'traces': digest(trajectories)})
 
   mesh = build.mesh(config)
   cfg = build.model_config(config, tok.vocab_size)

@@ -76,6 +76,16 @@ def test_a_warm_start_trains_adapters_on_a_base_that_stays(warm):
       assert np.abs(x).max() > 0, name
 
 
+def test_another_dtype_of_the_computation_keeps_the_adapters(warm):
+  c, folder = warm
+  half = c.copy_and_resolve_references()
+  half.model.dtype = 'bfloat16'
+  before, after = (flat(params_of(x, folder)) for x in (c, half))
+  for name, x in after.items():
+    assert x.dtype == ('float32' if '_lora_' in name else 'bfloat16'), name
+    np.testing.assert_array_equal(x, before[name].astype(x.dtype), name)
+
+
 def test_training_goes_on_with_the_adapters_of_the_warm_start(warm, whole):
   c, folder, kinds = whole
   before, after = (flat(params_of(c, f)) for f in (warm[1], folder))

@@ -7,6 +7,8 @@ job() {
     echo "restarted $SLURM_RESTART_COUNT times; not again" >&2
     return 1
   fi
+  # srun does not inherit --cpus-per-task (SLURM 22.05 and newer).
+  export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
   # --kill-on-bad-exit: a process that fails ends the step. The others save or
   # end by themselves before; --wait gives them the time.
   srun --kill-on-bad-exit=0 --wait=120 \

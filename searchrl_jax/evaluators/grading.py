@@ -276,9 +276,8 @@ class Evaluator:
         label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
         for label, ids in self.ids.items()
       }
-      if cluster.main():
-        content = {'sampling': self.config.eval, 'sets': sets}
-        records.write_json(path, content)
+      content = {'sampling': self.config.eval, 'sets': sets}
+      cluster.first('ids', lambda: records.write_json(path, content))
     sliced, values = self._values(rows)
     return Evaluation(groups, rows, sliced, values, seconds)
 

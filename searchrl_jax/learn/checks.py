@@ -74,14 +74,8 @@ def check(config: ConfigDict) -> None:
     f'config.critic.pretrain_steps={c.pretrain_steps}: fewer than config.train.'
     f'steps={config.train.steps}, and 0 where there is no critic',
   )
-  rank = config.models.lora.rank
   lookup.require(
-    not rank or cluster.size() == 1,
-    f'config.models.lora.rank={rank}: adapters are trained by one process, '
-    'with all devices of a node; use rank 0 on several',
-  )
-  lookup.require(
-    not (rank and c.path),
+    not (config.models.lora.rank and c.path),
     f'config.critic.path={c.path!r} with config.models.lora: the critic has '
     "adapters of its own on the policy's parameters; leave it empty",
   )
@@ -183,6 +177,12 @@ def check_engine(config: ConfigDict) -> None:
     )
   if config.source.module == simulated.SIMULATED:
     simulated.check(config.source.simulator)
+  rank = config.models.lora.rank
+  lookup.require(
+    not rank or cluster.size() == 1,
+    f'config.models.lora.rank={rank}: adapters are trained by one process, '
+    'with all devices of a node; use rank 0 on several',
+  )
   env, engine, model = config.env, config.engine, config.model
   searches = env.real_searches or env.information == 'source' and env.max_turns
   lookup.require(

@@ -46,6 +46,8 @@ _NEUTRAL = {
   'layer_replication': (None,),
   'target_parameters': (None, []),
   'trainable_token_indices': (None,),
+  'alora_invocation_tokens': (None,),
+  'use_qalora': (None, False),
 }
 
 

@@ -96,6 +96,10 @@ def require_same(config: ConfigDict, questions=()) -> None:
     digest = hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()
     data = {'questions': len(questions), 'digest': digest[:16]}
     fields = writer.computed(records.plain(config))
+    # These decide what all processes do together.
+    c = config.checkpoint.every, config.rollout.mismatch_alarm
+    names = 'checkpoint.every', 'rollout.mismatch_alarm'
+    fields |= {name: value for name, value in zip(names, c)}
     return {'config': fields, 'code': versions, 'data': data}
 
   cluster.require_same(facts)
@@ -302,10 +306,14 @@ def restore_params(config, workdir: str, cfg, mesh, which='latest') -> dict:
   trained, frozen = lora.split(theirs, shapes(theirs, mesh))
   like = {'state': {'params': trained}}
   restored = files.restore(like, step, fingerprint=model, partial=True)
-  params = lora.join(
-    restored.state['state']['params'], read_frozen(workdir, frozen)
-  )
-  if made == cfg.lora:
+  trained = restored.state['state']['params']
+  frozen = read_frozen(workdir, frozen)
+  # The frozen parameters may be computed with in another dtype.
+  same = made and cfg.lora and dataclasses.replace(made, dtype=cfg.lora.dtype)
+  if same and same == cfg.lora:
+    return lora.join(trained, lora.freeze(cfg, frozen))
+  params = lora.join(trained, frozen)
+  if made == cfg.lora:  # no adapters in either
     return params
   return _with_adapters(config, cfg, lora.merge(theirs, params), mesh)
 
@@ -472,6 +480,11 @@ def simulator(config, policy, tok, mesh, workdir: str):
   path = fields.path
   if not path:
     return simulated.DocumentWriter(policy, tok, None)
+  lookup.require(
+    cluster.size() == 1,
+    f'config.source.simulator.path={path!r}: a simulator with a model of its '
+    'own runs in one process; leave it empty, or start one process',
+  )
   if (pathlib.Path(path) / records.CHECKPOINTS).exists():
     theirs = load_config(path)
     theirs.train.init = path

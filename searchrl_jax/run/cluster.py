@@ -43,6 +43,8 @@ SHUTDOWN_S = 15  # that a process which ends waits for the others
 # collective that will not end.
 GRACE_S = 20
 _POLL_S = 0.5
+# Of one value in the store: a wait of a second includes its transfer.
+_CHUNK = 4 * 2**20
 _PREFIX = 'searchrl'
 
 
@@ -102,15 +104,21 @@ class _World:
     """The values of all processes, in their order."""
     self._calls += 1
     name = lambda call, rank: f'{_PREFIX}/{call}/{rank}'
+    own = name(self._calls, self.rank)
     data = zlib.compress(pickle.dumps((what, value), 5), 1)
+    chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)]
     try:
-      self.client.key_value_set_bytes(name(self._calls, self.rank), data)
+      for i, chunk in enumerate(chunks):
+        self.client.key_value_set_bytes(f'{own}/{i}', chunk)
+      self.client.key_value_set_bytes(f'{own}/count', b'%d' % len(chunks))
     except Exception as e:
       raise _lost(e) from e
     found = []
     for rank in range(self.size):
       if rank != self.rank:
-        data = self._wait(name(self._calls, rank), what, rank)
+        theirs = name(self._calls, rank)
+        count = int(self._wait(f'{theirs}/count'))
+        data = b''.join(self._wait(f'{theirs}/{i}') for i in range(count))
         theirs, other = pickle.loads(zlib.decompress(data))
         at = f'process {rank} is at {theirs!r} and process {self.rank} at'
         lookup.require(theirs == what, f'{at} {what!r}', ProcessError)
@@ -119,7 +127,7 @@ class _World:
     self.client.key_value_delete(name(self._calls - 1, self.rank))
     return found
 
-  def _wait(self, key: str, what: str, rank: int) -> bytes:
+  def _wait(self, key: str) -> bytes:
     while True:
       try:
         # Short waits, between which Python handles signals.
@@ -150,12 +158,13 @@ class _World:
         os._exit(1)
 
   def _pass_stop(self) -> None:
-    if self.signals is None:
+    signals = self.signals  # the main thread may end them meanwhile
+    if signals is None:
       return
-    if self.signals.stop:
+    if signals.stop:
       self.set('stop', str(self.rank))
     elif self.get('stop') is not None:
-      self.signals.interrupt()
+      signals.interrupt()
 
   def leave(self, message: str) -> None:
     """Tells the others that this process ends, and why."""
@@ -205,6 +214,12 @@ def initialize(
   from jax._src import distributed
 
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  # Its handler of SIGTERM would only take note of the signal.
+  jax.config.update('jax_enable_preemption_service', False)
+  address = given.get('coordinator_address', '')
+  if address.startswith(('127.0.0.1:', 'localhost:')):
+    # Otherwise it listens on all addresses.
+    given['coordinator_bind_address'] = address
   try:
     jax.distributed.initialize(
       **given,
@@ -381,6 +396,12 @@ def require_same(facts: Callable[[], Mapping[str, Any]]) -> None:
         )
 
 
+def alone(error: BaseException) -> bool:
+  """Whether this process has an error that the others do not know of."""
+  agreed = getattr(error, 'agreed', False) or isinstance(error, ProcessError)
+  return size() > 1 and not agreed
+
+
 def on_all(error: E) -> E:
   """Marks an error that every process raises by itself."""
   error.agreed = True  # type: ignore[attr-defined]
@@ -428,13 +449,16 @@ def leave(error: BaseException | None) -> bool:
     return True
   message, told = str(error or '') or repr(error), True
   if error is None:
+    _world.exchange('end', None)  # JAX's own barrier waits for SHUTDOWN_S only
     _world.leave('')
   else:
+    if isinstance(error, Stopped) and not alone(error):
+      with contextlib.suppress(ProcessError):
+        _world.exchange('end', None)
     root = getattr(error, 'root', message).encode()
     with contextlib.suppress(ProcessError):
       key = hashlib.sha256(root).hexdigest()
       told = _world.set(f'told/{key}', str(_world.rank))
-    agreed = getattr(error, 'agreed', False) or isinstance(error, ProcessError)
-    _world.leave('' if agreed else message)
+    _world.leave(message if alone(error) else '')
   _world.close()
   return told

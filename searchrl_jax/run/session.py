@@ -96,11 +96,11 @@ class Session:
 
   def _restore(self) -> None:
     latest = cluster.first('checkpoint', self._saver.latest)
+    self._fresh = latest is None
     if latest is None:
       self.step = 0
       start = lambda: build.parameters(self.config, self.cfg, self.mesh)
       self.trained.start(cluster.agree('parameters', start))
-      build.keep_frozen(self.workdir, self.trained.frozen)
       return
     saved = self._saver.restore(
       self.trained.like(), latest, fingerprint=self._fingerprint
@@ -126,6 +126,8 @@ class Session:
       about = {'step': self.step, 'steps': self._steps, 'about': self._about}
       writer = Writer(self.workdir, self.config, **about)
       self.writer = stack.enter_context(writer)
+      if self._fresh:  # while no other start writes to the folder
+        build.keep_frozen(self.workdir, self.trained.frozen)
       stack.enter_context(self.signals)
       stack.enter_context(cluster.attending(self.signals))
       self._stack = stack.pop_all()
@@ -332,6 +334,8 @@ class Session:
       if not self._stops('wake', wake):
         self.publish()
     except Exception as e:
+      if cluster.alone(e):
+        raise  # the others wait for this process
       self._failure = e
 
   def end_step(
@@ -369,6 +373,8 @@ class Session:
       except signals.Stopped:
         stop = True  # raised below, after the save
       except Exception as e:
+        if cluster.alone(e):
+          raise
         failure = e  # raised below: the step itself is complete
     with signals.after(failure):
       with self.writer.timer('write'):

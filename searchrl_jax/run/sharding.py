@@ -7,6 +7,7 @@ case). The constraint helpers do nothing without a mesh.
 """
 
 import contextlib
+import functools
 import math
 
 import jax
@@ -115,6 +116,14 @@ def own_mesh(mesh: Mesh) -> Mesh:
   return make_mesh(-1, 1, tensor, devices)
 
 
+@functools.lru_cache(maxsize=None)  # compiles once, not at every sync
+def _cast(dtype, layouts: tuple[NamedSharding, ...]):
+  def cast(leaves):
+    return [x.astype(dtype or x.dtype) for x in leaves]
+
+  return jax.jit(cast, out_shardings=list(layouts))
+
+
 def own_copy(tree, mesh: Mesh, layout, dtype=None):
   """Arrays on a mesh of several processes, whole on each of them.
 
@@ -132,12 +141,9 @@ def own_copy(tree, mesh: Mesh, layout, dtype=None):
     ('process', *AXES),
     axis_types=(AxisType.Auto,) * 4,
   )
-  everywhere = jax.tree.map(lambda s: NamedSharding(every, s.spec), layout)
-
-  def cast(tree):
-    return jax.tree.map(lambda x: x.astype(dtype or x.dtype), tree)
-
-  whole = jax.jit(cast, out_shardings=everywhere)(tree)
+  layouts = [NamedSharding(every, s.spec) for s in jax.tree.leaves(layout)]
+  leaves, structure = jax.tree.flatten(tree)
+  whole = structure.unflatten(_cast(dtype, tuple(layouts))(leaves))
 
   def here(x, sharding):
     shards = [s.data for s in x.addressable_shards]

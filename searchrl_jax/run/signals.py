@@ -152,8 +152,9 @@ class Signals(Loop):
   def interrupt(self):
     """Stops as a signal does; may be called in another thread."""
     self.stop = True
-    if self._waits_for is not None:
-      self._waits_for.cancel()
+    future = self._waits_for  # the main thread may end the wait meanwhile
+    if future is not None:
+      future.cancel()
 
   def wait(self, future: futures.Future):
     """The result of what `start` started; a signal cancels it.
