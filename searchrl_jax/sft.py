@@ -162,10 +162,10 @@ def examples(config, env, search) -> list[types.Trajectory]:
   return fitting
 
 
-def digest(trajectories: Sequence[types.Trajectory]) -> str:
-  """Of all token ids."""
+def digest(trajectories: Sequence[types.Trajectory]) -> dict[str, str]:
+  """Of all token ids, to compare processes."""
   ids = (s.ids.tobytes() for t in trajectories for s in t.trained)
-  return hashlib.sha256(b''.join(ids)).hexdigest()[:16]
+  return {'traces': hashlib.sha256(b''.join(ids)).hexdigest()[:16]}
 
 
 def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
@@ -219,7 +219,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     trajectories = cluster.agree('traces', make)
     asyncio.run(source.close())
   # Each process has searched by itself.
-  cluster.require_same(lambda: {'traces': digest(trajectories)})
+  cluster.require_same(functools.partial(digest, trajectories))
 
   mesh = build.mesh(config)
   cfg = build.model_config(config, tok.vocab_size)
