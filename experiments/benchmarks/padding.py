@@ -93,7 +93,8 @@ def waste(shards: int, minibatches: int) -> dict:
 
 
 def worker(updates: int) -> None:
-  """Median seconds of an update, on standard output. Runs in both checkouts."""
+  """Prints tokens/s of updates as JSON. Runs on the code of both checkouts,
+  so it uses no helper that the older one lacks."""
   import jax
 
   from searchrl_jax.learn import batching, objectives, optim, update

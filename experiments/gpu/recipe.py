@@ -64,9 +64,8 @@ def get_config(arg=None):
   c.engine.slots = 192
   c.rollout.questions, c.rollout.group = 32, 8
   c.algorithm.minibatches = 1
-  c.optim.warmup = (
-    0  # the first update moves the weights, which are then synced
-  )
+  # The first update moves the weights, which are then synced.
+  c.optim.warmup = 0
   c.train.steps = 2
   c.eval.every = 0
   c.log.tensorboard = False

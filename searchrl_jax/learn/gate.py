@@ -133,8 +133,9 @@ def verify(program: Program, cfg, topology) -> list[Check]:
 
   if 'accumulate' in name or 'score' in name:
     length = int(name[-1])
-    # Where a device's part of a hidden state has the length, it looks alike.
-    least = cfg.n_heads if cfg.d_model % length == 0 else 1
+    # Hidden states of that length, or a device's part of them, look alike.
+    alike = cfg.d_model in (length, length * program.hlo.devices)
+    least = cfg.n_heads if alike else 1
     square = [
       str(shape)
       for _, shape, _ in program.hlo.largest(10**9)

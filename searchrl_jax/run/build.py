@@ -96,10 +96,9 @@ def require_same(config: ConfigDict, questions=()) -> None:
     digest = hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()
     data = {'questions': len(questions), 'digest': digest[:16]}
     fields = writer.computed(records.plain(config))
-    # These decide what all processes do together.
-    c = config.checkpoint.every, config.rollout.mismatch_alarm
-    names = 'checkpoint.every', 'rollout.mismatch_alarm'
-    fields |= {name: value for name, value in zip(names, c)}
+    # A run may go on with others, but processes have to agree when to save.
+    fields['checkpoint.every'] = config.checkpoint.every
+    fields['rollout.mismatch_alarm'] = config.rollout.mismatch_alarm
     return {'config': fields, 'code': versions, 'data': data}
 
   cluster.require_same(facts)
