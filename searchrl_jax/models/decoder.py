@@ -15,6 +15,7 @@ import functools
 import math
 from typing import NamedTuple
 
+from absl import logging
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
@@ -351,6 +352,11 @@ def packed(starts, T: int) -> Packed:
   return Packed(starts, segments, at - first)
 
 
+_UNPACKED = (
+  'cuDNN cannot attend over packed rows on this GPU (it takes compute capability '
+  '9.0, as of H100) or with this version of JAX: XLA does, slower and with more '
+  'memory'
+)
 # What 'auto' is in half precision, by platform.
 _KERNELS = {'gpu': 'cudnn', 'tpu': 'splash'}
 
@@ -379,9 +385,11 @@ def causal_attention(
     else:
       segments = packing.segments
     return splash.attention(q, k, v, segments, mesh)
-  if impl == 'cudnn' and packing is not None and packed_cudnn.available():
-    return packed_cudnn.attention(q, k, v, packing.starts)
-  if impl == 'cudnn' and packing is None:
+  if impl == 'cudnn' and packing is not None:
+    if packed_cudnn.available():
+      return packed_cudnn.attention(q, k, v, packing.starts)
+    logging.warning(_UNPACKED)
+  elif impl == 'cudnn':
     lengths = jnp.maximum(lengths, 1)  # an empty row would give 0 / 0
     own = {'query_seq_lengths': lengths, 'key_value_seq_lengths': lengths}
     return jax.nn.dot_product_attention(
@@ -484,12 +492,13 @@ def hidden_states(
   dtype = jnp.dtype(cfg.dtype)
   x = params['embed'][ids].astype(dtype)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
-  positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-  packing = None
-  if starts is not None:
-    packing = Packed(
-      *(sharding.constrain(x, mesh, 'batch', None) for x in packed(starts, T))
-    )
+  if starts is None:
+    packing = None
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+  else:
+    arrays = packed(starts, T)
+    arrays = (sharding.constrain(a, mesh, 'batch', None) for a in arrays)
+    packing = Packed(*arrays)
     positions = packing.positions
   cos, sin = rope_tables(cfg, positions)
 

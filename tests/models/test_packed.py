@@ -147,4 +147,6 @@ def test_the_program_for_hopper_has_packed_attention_forward_and_backward():
   # Before Hopper, and where JAX has no such function: XLA with a mask.
   assert not packed_cudnn.available()
   jax.clear_caches()
-  assert '__cudnn' not in text()
+  with mock.patch.object(decoder.logging, 'warning') as warned:
+    assert '__cudnn' not in text()
+  warned.assert_called()
