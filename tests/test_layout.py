@@ -34,6 +34,7 @@ ORDER = (
   'models.shapes',
   'models.packed_cudnn',
   'models.splash',
+  'models.attention',
   'models.decoder',
   'models.lora',
   'models.pretrained',

@@ -127,7 +127,7 @@ class Bare:
       def step(_, x):
         for p, cache in zip(weights['layers'], caches):
           q, k, v = (decoder.dense(x, p[name]) for name in 'qkv')
-          o = kv.attention(cfg, q, *cache, last)
+          o = kv.attend(cfg, q, *cache, last)
           o = o + jnp.repeat(k + v, cfg.n_heads // cfg.n_kv_heads, 2)
           x = x + decoder.dense(o, p['o'], 2)
           h = decoder.dense(x, p['gate']) * decoder.dense(x, p['up'])

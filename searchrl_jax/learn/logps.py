@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from searchrl_jax.models import decoder
+from searchrl_jax.models import attention, decoder
 from searchrl_jax.run import sharding
 
 
@@ -76,7 +76,7 @@ def _logits(x, rows, temperature, mesh):
   # Two axes, not three: see `decoder.dense`.
   flat = x.reshape(-1, x.shape[-1])
   table = rows.reshape(-1, rows.shape[-1])
-  z = decoder.einsum32('RD,VD->RV', flat, table)
+  z = attention.einsum32('RD,VD->RV', flat, table)
   if temperature != 1.0:
     z = z * (1.0 / temperature)
   z = z.reshape(*x.shape[:2], *rows.shape[:2])
@@ -87,7 +87,7 @@ def _average(p, rows):
   """p [S, C, ways, Vb] times rows [ways, Vb, D] -> float32 [S, C, D]."""
   flat = p.reshape(math.prod(p.shape[:2]), -1).astype(rows.dtype)
   table = rows.reshape(-1, rows.shape[-1])
-  return decoder.einsum32('RV,VD->RD', flat, table).reshape(*p.shape[:2], -1)
+  return attention.einsum32('RV,VD->RD', flat, table).reshape(*p.shape[:2], -1)
 
 
 def _normaliser(x, w, temperature, chunk, mesh, average: bool):
@@ -184,7 +184,7 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
       dz = dz - more
       dx = dx - _average(more, rows)
     flat = dz.astype(x.dtype).reshape(S * C, -1)
-    dw = decoder.einsum32('RV,RD->VD', flat, x.reshape(S * C, D))
+    dw = attention.einsum32('RV,RD->VD', flat, x.reshape(S * C, D))
     return dx, dw.reshape(rows.shape).astype(w.dtype)
 
   dx = g[..., None] * (w[targets].astype(jnp.float32) - a)

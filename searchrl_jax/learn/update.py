@@ -20,7 +20,7 @@ import optax
 from searchrl_jax.learn import batching, losses, optim
 from searchrl_jax.learn.logps import compact, token_logps
 from searchrl_jax.learn.objectives import Objective
-from searchrl_jax.models import critic, decoder, lora
+from searchrl_jax.models import attention, critic, decoder, lora
 from searchrl_jax.run import sharding
 from searchrl_jax.types import Batch
 
@@ -106,7 +106,7 @@ def by_trajectory(arrays: dict):
   real = at < lengths[..., None]
   index = jnp.where(real, first[..., None] + at, P)
   # And back.
-  packed = decoder.packed(starts, T)
+  packed = attention.packed(starts, T)
   line = row * places + packed.segments
   own = jnp.take_along_axis(lengths, packed.segments, 1)
   inverse = jnp.where(packed.positions < own, line * T + packed.positions, L)

@@ -55,7 +55,7 @@ def attention(q, k, v, starts):
   Args:
     q: [B, T, N, H], bfloat16 or float16.
     k, v: [B, T, K, H].
-    starts: int32 [B, M], see `decoder.Packed`; M is above 1.
+    starts: int32 [B, M], see `attention.Packed`; M is above 1.
 
   Returns:
     [B, T, N, H].

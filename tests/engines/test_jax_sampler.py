@@ -18,7 +18,7 @@ from searchrl_jax.engines.core import (
 )
 from searchrl_jax.engines.handles import StopFinder
 from searchrl_jax.engines.jax import caches, decode, device
-from searchrl_jax.models import decoder
+from searchrl_jax.models import attention, decoder
 from searchrl_jax.run import sharding
 from searchrl_jax.text import tokenizer
 from tests.clock import until
@@ -93,8 +93,8 @@ def test_attention_through_the_cache_in_either_layout(
   positions = np.tile(at, (B, 1))
   slots = np.array([2, 0, 1])  # row r is written to slot slots[r]
   cache = caches.write(cfg, cache, slots, positions, (k, v), None)
-  got = caches.attention(cfg, q, *(x[slots] for x in cache), positions)
-  wanted = decoder.causal_attention(cfg, q, k, v, np.full(B, T))
+  got = caches.attend(cfg, q, *(x[slots] for x in cache), positions)
+  wanted = attention.causal(q, k, v, np.full(B, T))
   np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_how_far_other_rows_are_does_not_show_in_a_row(kv_heads, monkeypatch):
   q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1], 160)
   far = near.copy()
   far[4:, 0] = 159
-  attend = jax.jit(lambda *x: caches.attention(cfg, *x))
+  attend = jax.jit(lambda *x: caches.attend(cfg, *x))
   a, b = attend(q, k, v, near), attend(q, k, v, far)
   np.testing.assert_array_equal(a[:4], b[:4])
   assert (a[4:] != b[4:]).any()
@@ -120,7 +120,7 @@ def test_an_accelerator_reads_the_cache_of_a_token_at_once(
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16, 'gpu': 16})
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
   q, k, v, at = filled(cfg, [3, 16, 17, 40, 5, 160], 160)
-  attend = lambda *x: caches.attention(cfg, *x)
+  attend = lambda *x: caches.attend(cfg, *x)
   wanted = attend(q, k, v, at)
   with sharding.compiling_for('gpu'):
     program = str(jax.make_jaxpr(attend)(q, k, v, at))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.engines.jax import caches
-from searchrl_jax.models import decoder
+from searchrl_jax.models import attention, decoder
 
 CFG = decoder.DecoderConfig(
   vocab_size=8,
@@ -35,8 +35,8 @@ def attended(dtype):
   at = np.broadcast_to(np.arange(T), (B, T))
   cache = caches.make(cfg, B, T)[0]
   cache = caches.write(cfg, cache, np.arange(B), at, (k, v), None)
-  trainer = decoder.causal_attention(cfg, q, k, v, np.full(B, T))
-  return q, k, v, trainer, caches.attention(cfg, q, *cache, at)
+  trainer = attention.causal(q, k, v, np.full(B, T))
+  return q, k, v, trainer, caches.attend(cfg, q, *cache, at)
 
 
 def plain(q, k, v, scale_first: bool):

@@ -1,6 +1,5 @@
 """Packed rows: each sequence as if it were alone."""
 
-import dataclasses
 import functools
 from unittest import mock
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import decoder, packed_cudnn
+from searchrl_jax.models import attention, decoder, packed_cudnn
 from searchrl_jax.run import sharding
 from tests.test_update import CFG, params
 
@@ -78,16 +77,15 @@ def test_a_token_changes_no_bit_of_another_sequence():
 
 
 def test_segments_and_positions_golden():
-  found = decoder.packed(jnp.array([[0, 3, 4, 8], [8, 8, 8, 8]], jnp.int32), 8)
+  found = attention.packed(
+    jnp.array([[0, 3, 4, 8], [8, 8, 8, 8]], jnp.int32), 8
+  )
   np.testing.assert_array_equal(
     found.segments, [[0, 0, 0, 1, 2, 2, 2, 2], [0] * 8]
   )
   np.testing.assert_array_equal(
     found.positions, [[0, 1, 2, 0, 0, 1, 2, 3], [*range(8)]]
   )
-
-
-HALF = dataclasses.replace(CFG, dtype='bfloat16', attention='cudnn')
 
 
 def heads(rng, n):
@@ -123,10 +121,10 @@ def test_the_program_for_hopper_has_packed_attention_forward_and_backward():
   starts = jnp.array([[0, 5, 9, 16], [16, 16, 16, 16]], jnp.int32)
   rng = np.random.default_rng(0)
   q, k = heads(rng, 4), heads(rng, 2)
-  packing = decoder.packed(starts, 16)
+  packing = attention.packed(starts, 16)
 
   def loss(q, k, v):
-    o = decoder.causal_attention(HALF, q, k, v, None, packing)
+    o = attention.causal(q, k, v, None, 'cudnn', packing)
     return jnp.sum(o.astype(jnp.float32))
 
   def text():
@@ -147,6 +145,6 @@ def test_the_program_for_hopper_has_packed_attention_forward_and_backward():
   # Before Hopper, and where JAX has no such function: XLA with a mask.
   assert not packed_cudnn.available()
   jax.clear_caches()
-  with mock.patch.object(decoder.logging, 'warning') as warned:
+  with mock.patch.object(attention.logging, 'warning') as warned:
     assert '__cudnn' not in text()
   warned.assert_called()

@@ -8,7 +8,7 @@ donated by the programs of `engines.decode`: scatters write in place.
 import jax
 import jax.numpy as jnp
 
-from searchrl_jax.models import decoder
+from searchrl_jax.models import attention
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.run import sharding
 
@@ -75,7 +75,7 @@ def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   )
 
 
-def attention(cfg, q, k, v, positions):
+def attend(cfg, q, k, v, positions):
   """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
 
   A long cache is read block by block, with a running maximum, up to the last
@@ -88,12 +88,12 @@ def attention(cfg, q, k, v, positions):
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
   keys = 'BKHS' if time == 3 else 'BKSH'
-  q, S = decoder.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
+  q, S = attention.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
   block = block_size()
 
-  def attend(k, v, first, top):
+  def attend_run(k, v, first, top):
     """Weights of one run of positions, relative to a maximum."""
-    s = decoder.scores(f'BKGTH,{keys}->BKGTS', q, k)
+    s = attention.scores(f'BKGTH,{keys}->BKGTS', q, k)
     seen = first + jnp.arange(v.shape[2])[None, None] <= positions[:, :, None]
     s = jnp.where(seen[:, None, None], s, -jnp.inf)
     top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
@@ -107,12 +107,12 @@ def attention(cfg, q, k, v, positions):
     return top, jnp.sum(w, -1, keepdims=True), o
 
   if S <= 2 * block or (T == 1 and sharding.platform() != 'cpu'):
-    _, total, o = attend(k, v, 0, -jnp.inf)
+    _, total, o = attend_run(k, v, 0, -jnp.inf)
   else:
 
     def step(i, carry):
       top, total, o = carry
-      new, more, add = attend(
+      new, more, add = attend_run(
         jax.lax.dynamic_slice_in_dim(k, i * block, block, time),
         jax.lax.dynamic_slice_in_dim(v, i * block, block, 2),
         i * block,

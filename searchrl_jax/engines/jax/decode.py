@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax.engines.jax import caches as kv
-from searchrl_jax.models import decoder
+from searchrl_jax.models import attention, decoder
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.run import sharding
 
@@ -303,7 +303,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
 
       def attend(q, k, v, cache=cache):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
-        return kv.attention(cfg, q, *new[-1], at)
+        return kv.attend(cfg, q, *new[-1], at)
 
       x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
     # Whole rows for the draw: its branches may contain no collective.
@@ -364,9 +364,9 @@ def prefill(
     def attend(q, k, v, cache=cache):
       new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
       if fresh:
-        return decoder.causal_attention(cfg, q, k, v, lengths)
+        return attention.causal(q, k, v, lengths, cfg.attention)
       rows = [c.at[slots].get(mode='clip') for c in new[-1]]
-      return kv.attention(cfg, q, *rows, at)
+      return kv.attend(cfg, q, *rows, at)
 
     x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
   return new
@@ -378,7 +378,7 @@ def score(weights, ids, *, cfg, mesh=None):
   at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
   cos, sin = decoder.rope_tables(cfg, at)
   attend = functools.partial(
-    decoder.causal_attention, cfg, lengths=jnp.full((R,), W, jnp.int32)
+    attention.causal, lengths=jnp.full((R,), W, jnp.int32), kernel=cfg.attention
   )
   x = weights['embed'][ids]
   for p in weights['layers']:
