@@ -257,7 +257,8 @@ def test_full_disk_is_clear_and_harmless(tmp_path):
   assert ckpt.steps() == [2]
 
 
-def test_no_space_is_passed_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize('background', [False, True])
+def test_no_space_is_passed_on(tmp_path, monkeypatch, background):
   def write(*args, **kw):
     raise OSError(errno.ENOSPC, 'No space left on device')
 
@@ -266,8 +267,42 @@ def test_no_space_is_passed_on(tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint.ocp.JsonCheckpointHandler, 'save', write)
   monkeypatch.setattr(checkpoint.ocp.JsonCheckpointHandler, 'async_save', write)
   with pytest.raises(checkpoint.CheckpointError, match='No space left'):
-    save(ckpt, 2, {'x': jnp.ones(2)})
+    save(ckpt, 2, {'x': jnp.ones(2)}, background=background)
+    ckpt.wait()
   assert ckpt.steps() == [1]
+
+
+def test_a_full_disk_in_the_background_is_raised_by_the_next_call(tmp_path):
+  ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
+  small, large = {'x': jnp.arange(4.0)}, {'x': jnp.ones((512, 1024))}
+  save(ckpt, 1, small)
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+  try:
+    save(ckpt, 2, large, background=True)
+    with pytest.raises(checkpoint.CheckpointError, match='step 2 .*GB free'):
+      save(ckpt, 3, small)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  ckpt.wait()  # raised once
+  assert [p.name for p in tmp_path.iterdir()] == ['00000001']
+
+
+def test_a_background_save_is_of_the_state_at_the_call(tmp_path):
+  ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
+  update = jax.jit(lambda x: x + 1, donate_argnums=0)
+  rng = np.random.default_rng(0)
+  start = rng.normal(size=(16, 512, 1024)).astype(np.float32)
+  state = {'x': jnp.array(start), 'host': np.arange(3)}
+  save(ckpt, 1, state)
+  save(ckpt, 2, state, background=True)
+  for _ in range(5):  # as training goes on
+    state['x'] = update(state['x'])
+  jax.block_until_ready(state)
+  ckpt.wait()
+  assert ckpt.steps() == [2]  # the older one is deleted after the save
+  got = ckpt.restore(state, 2, fingerprint=FINGERPRINT).state
+  assert raw(got['x'])[1:] == raw(start)[1:]
 
 
 KILLED = """
@@ -279,13 +314,15 @@ kw = dict(extras={}, metrics={}, fingerprint={})
 tree = {f'x{i}': jnp.full((2048, 2048), float(i)) for i in range(12)}
 ckpt.save(1, tree, **kw)
 print('saved', flush=True)
-ckpt.save(2, tree, **kw)
+ckpt.save(2, tree, background=sys.argv[2] == 'True', **kw)
+ckpt.wait()
 """
 
 
-def test_a_kill_in_the_middle_of_a_save(tmp_path):
+@pytest.mark.parametrize('background', [False, True])
+def test_a_kill_in_the_middle_of_a_save(tmp_path, background):
   child = subprocess.Popen(
-    [sys.executable, '-c', KILLED, str(tmp_path)],
+    [sys.executable, '-c', KILLED, str(tmp_path), str(background)],
     cwd=ROOT,
     stdout=subprocess.PIPE,
     text=True,

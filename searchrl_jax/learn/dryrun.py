@@ -45,7 +45,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   """
   trained = learner.Learner(config, cfg, mesh)
   like = trained.like()
-  state, ref, critic = like['state'], like['ref'], like['critic']
+  state, critic = like['state'], like['critic']
   own = _bytes(state.params)
   engine, limit, r = config.engine, config.env.max_tokens, config.rollout
   inside = engine.module == 'jax_sampler'
@@ -59,8 +59,8 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   rows = {'parameters (float32)': own}
   if trained.frozen:
     rows[f'frozen parameters ({cfg.lora.dtype})'] = _bytes(trained.frozen)
-  if ref is not None:
-    rows['reference parameters'] = own
+  if ref := trained.fixed['reference']:
+    rows['reference parameters'] = _bytes(ref)
   rows |= {
     'optimizer': _bytes(state.opt_state),
     'gradients, accumulated': own,
@@ -99,6 +99,10 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   rows['in all'] = sum(rows.values())
   size = steps * r.questions * r.group * limit * TOKEN_BYTES
   host[f'trajectories, {steps} steps at {limit} tokens each'] = size
+  if config.checkpoint.background:
+    process = mesh.devices.flat[0].process_index
+    own_devices = [d for d in mesh.devices.flat if d.process_index == process]
+    host['checkpoint in the background'] = _bytes(like) * len(own_devices)
   plan |= batching.plan(config, trained.shards)
   plan['updates in the run'] = optim.updates(config)
   return Costs(rows, host, plan)

@@ -74,6 +74,7 @@ class Learner:
     self._critic = self._critic_shapes = None
     if config.critic.lr and not supervised:
       self._critic, self._critic_shapes = critic_updater(config, cfg, mesh)
+    self._ref = self._shapes if self._has_ref else {}
     self.shards = self.updater.shards
     self._seconds = self._flops = 0.0
     self._freeze(self.frozen)
@@ -96,14 +97,18 @@ class Learner:
   def like(self) -> dict:
     return {
       'state': self.updater.abstract(self._shapes),
-      'ref': self._shapes if self._has_ref else None,
       'critic': self._critic and self._critic.abstract(self._critic_shapes),
     }
 
-  def restore(self, tree: dict, frozen: dict) -> None:
-    self._freeze(frozen)
-    self._state, self._ref = tree['state'], tree['ref']
-    self._critic_state = tree['critic']
+  @property
+  def fixed(self) -> dict[str, dict]:
+    """Subfolder of the run -> parameters that never change, {} for none."""
+    return {build.BASE: self.frozen, 'reference': self._ref}
+
+  def restore(self, tree: dict, fixed: dict) -> None:
+    self._freeze(fixed[build.BASE])
+    self._ref = fixed['reference']
+    self._state, self._critic_state = tree['state'], tree['critic']
 
   def start(self, params: Any) -> None:
     trained, frozen = lora.split(self.cfg, params)
@@ -112,14 +117,13 @@ class Learner:
     # An update donates the state: the reference owns a copy, of the adapters
     # alone if there are any.
     trained = self._state.params
-    self._ref = update.copy(trained) if self._has_ref else None
+    self._ref = update.copy(trained) if self._has_ref else {}
     self._critic_state = self._critic and self._critic.init(
       init_critic(self._config, self.cfg, trained, self.mesh)
     )
 
   def tree(self) -> dict:
-    critic = self._critic_state
-    return {'state': self._state, 'ref': self._ref, 'critic': critic}
+    return {'state': self._state, 'critic': self._critic_state}
 
   def compile(self) -> dict[str, update.Updater]:
     """Compiles every program from shapes; returns the updaters by role.

@@ -46,7 +46,7 @@ from searchrl_jax.types import SEARCH
 _SOURCES = 'searchrl_jax.sources'
 # In a run folder.
 TOKENIZER = 'tokenizer'
-FROZEN = 'base'  # a checkpoint of the parameters beside the adapters
+BASE = 'base'  # a checkpoint of the parameters beside the adapters
 # Fields that define how a model is computed; the others define the model.
 _COMPUTED = ('dtype', 'remat', 'scan_unroll', 'attention')
 
@@ -98,6 +98,7 @@ def require_same(config: ConfigDict, questions=()) -> None:
     fields = writer.computed(records.plain(config))
     # A run may go on with others, but processes have to agree when to save.
     fields['checkpoint.every'] = config.checkpoint.every
+    fields['checkpoint.background'] = config.checkpoint.background
     fields['rollout.mismatch_alarm'] = config.rollout.mismatch_alarm
     return {'config': fields, 'code': versions, 'data': data}
 
@@ -306,7 +307,7 @@ def restore_params(config, workdir: str, cfg, mesh, which='latest') -> dict:
   like = {'state': {'params': trained}}
   restored = files.restore(like, step, fingerprint=model, partial=True)
   trained = restored.state['state']['params']
-  frozen = read_frozen(workdir, frozen)
+  frozen = read_fixed(workdir, {BASE: frozen})[BASE]
   # The frozen parameters may be computed with in another dtype.
   same = made and cfg.lora and dataclasses.replace(made, dtype=cfg.lora.dtype)
   if same and same == cfg.lora:
@@ -317,35 +318,35 @@ def restore_params(config, workdir: str, cfg, mesh, which='latest') -> dict:
   return _with_adapters(config, cfg, lora.merge(theirs, params), mesh)
 
 
-def _frozen(workdir) -> checkpoint.Checkpointer:
-  return checkpoint.Checkpointer(pathlib.Path(workdir) / FROZEN, None, '')
+def keep_fixed(workdir, fixed: dict[str, dict]) -> None:
+  """Writes the parameters that a run does not change to its folder, once.
 
-
-def keep_frozen(workdir, frozen: dict) -> None:
-  """Writes the parameters that a run does not train to its folder, once.
-
-  frozen: {} writes nothing.
+  fixed: subfolder -> parameters; {} writes nothing.
 
   Raises:
     CheckpointError: the disk.
   """
-  if frozen:
-    files = _frozen(workdir)
-    files.delete(files.steps())  # of a start that failed
-    files.save(0, frozen, extras={}, metrics={}, fingerprint={})
+  for name, params in fixed.items():
+    if params:
+      files = checkpoint.Checkpointer(pathlib.Path(workdir) / name, None, '')
+      files.delete(files.steps())  # of a start that failed
+      files.save(0, params, extras={}, metrics={}, fingerprint={})
 
 
-def read_frozen(workdir, like: dict) -> dict:
-  """What `keep_frozen` wrote.
+def read_fixed(workdir, like: dict[str, dict]) -> dict[str, dict]:
+  """What `keep_fixed` wrote.
 
-  like: their shapes; {} reads nothing.
+  like: the shapes of the parameters; {} reads nothing.
 
   Raises:
     CheckpointError: it is absent, or of other shapes or another dtype.
   """
-  if not like:
-    return {}
-  return _frozen(workdir).restore(like, 0, fingerprint=None).state
+  out = dict(like)
+  for name, shapes in like.items():
+    if shapes:
+      files = checkpoint.Checkpointer(pathlib.Path(workdir) / name, None, '')
+      out[name] = files.restore(shapes, 0, fingerprint=None).state
+  return out
 
 
 def shapes(cfg, mesh, model=decoder) -> dict:

@@ -13,7 +13,8 @@ and less time.
 `models.pretrained.save` exports the parameters in the Hugging Face format.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 import json
@@ -35,6 +36,7 @@ FORMAT = 2  # version of the content of `meta` and of the names of leaves
 _STEP = '[0-9]' * 8
 _CHUNK = 32 << 20  # bytes per file
 _BUDGET = 256 << 20  # least limit of bytes in transfer to or from the host
+_TIMEOUT = 3600  # seconds that processes wait for the slowest
 _STORE = {
   'use_ocdbt': False,
   'use_zarr3': False,
@@ -77,6 +79,7 @@ class Checkpointer:
     self.folder = pathlib.Path(folder).absolute()
     self.keep = keep
     self.best_metric = best
+    self._background: tuple[int, ocp.AsyncCheckpointer] | None = None
 
   def steps(self) -> list[int]:
     """The steps of complete checkpoints, in order."""
@@ -113,11 +116,21 @@ class Checkpointer:
     return meta
 
   def save(
-    self, step, state, *, extras, metrics, fingerprint, arrays=None, split=()
+    self,
+    step,
+    state,
+    *,
+    extras,
+    metrics,
+    fingerprint,
+    arrays=None,
+    split=(),
+    background=False,
   ) -> None:
     """Writes one step, then deletes steps that are not kept.
 
-    Needs host memory for the largest array of the state plus about 0.3 GB.
+    Needs host memory for the largest array of the state plus about 0.3 GB; in
+    the background, for a copy of this process's part of the state.
 
     Args:
       step: which has no checkpoint yet.
@@ -129,10 +142,14 @@ class Checkpointer:
       split: leaves whose name starts with one of these ('state.layers.') are
         written in chunks of at most one index of their first axis, so that
         they can be read index by index.
+      background: return once the arrays are copied. `wait` ends the save;
+        before it, no other method sees the step.
 
     Raises:
-      CheckpointError: writing failed; earlier checkpoints are intact.
+      CheckpointError: writing this step, or the one before in the background,
+        failed; earlier checkpoints are intact.
     """
+    self.wait()
     path, leaves = self._path(step), _leaves(state)
     # An array without elements is not stored.
     more = {k: (f'extra.{_safe(k)}', v) for k, v in (arrays or {}).items()}
@@ -154,20 +171,47 @@ class Checkpointer:
     )
     self.folder.mkdir(parents=True, exist_ok=True)
     self._clean()
+    with self._explained(step):
+      if background:
+        saver = ocp.AsyncCheckpointer(_handler(item, copy=True), _TIMEOUT)
+        saver.save(path, args=args)
+        self._background = step, saver
+        return
+      with ocp.Checkpointer(_handler(item)) as saver:
+        saver.save(path, args=args)
+    self._delete_old()
+
+  def wait(self) -> None:
+    """Waits for a save in the background, if there is one.
+
+    Raises:
+      CheckpointError: it failed; earlier checkpoints are intact.
+    """
+    if self._background is None:
+      return
+    (step, saver), self._background = self._background, None
+    with self._explained(step), contextlib.closing(saver):
+      saver.wait_until_finished()
+    self._delete_old()
+
+  @contextlib.contextmanager
+  def _explained(self, step: int) -> Iterator[None]:
+    """Turns any error of a save into a CheckpointError."""
     try:
-      with ocp.Checkpointer(_handler(item)) as writer:
-        writer.save(path, args=args)
+      yield
     # For one full disk, Orbax raises OSError, ValueError (with a status in its
     # text) or JaxRuntimeError, depending on the writer that failed.
     except Exception as e:
       # Orbax may still be writing into the step's folder. The next save
       # removes the rest.
       self._clean(ignore_errors=True)
-      free = shutil.disk_usage(self.folder).free
+      free = f'{shutil.disk_usage(self.folder).free / 1e9:.2f} GB free there'
       raise CheckpointError(
-        f'saving step {step} to {path} failed ({free / 1e9:.2f} GB free '
-        f'there): {e}; checkpoints {self.steps()} are intact'
+        f'saving step {step} to {self._path(step)} failed ({free}): {e}; '
+        f'checkpoints {self.steps()} are intact'
       ) from e
+
+  def _delete_old(self) -> None:
     if self.keep and cluster.main():
       kept = {*self.steps()[-self.keep :]}
       kept |= {self.best()} if self.best_metric else set()
@@ -268,13 +312,20 @@ class Checkpointer:
         shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
-def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
-  """A handler that limits the bytes in transfer through the host."""
+def _handler(
+  item: Mapping[str, Any], copy: bool = False
+) -> ocp.CompositeCheckpointHandler:
+  """A handler that limits the bytes in transfer through the host.
+
+  copy: copies all arrays to the host before `save` returns, without a limit.
+  """
   sizes = [v.size * np.dtype(v.dtype).itemsize for v in item.values()]
   largest = max(sizes, default=0)
   impl = ocp.BasePyTreeCheckpointHandler(
     # Arrays are not split, and a batch must be smaller than the budget.
-    save_device_host_concurrent_bytes=max(largest + 1, _BUDGET),
+    save_device_host_concurrent_bytes=None
+    if copy
+    else max(largest + 1, _BUDGET),
     restore_concurrent_bytes=max(2 * largest + 1, _BUDGET),
     is_prioritized_key_fn=lambda path: False,
     **_STORE,

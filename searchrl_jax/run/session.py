@@ -37,9 +37,9 @@ class Session:
     stage: 'train', 'sft', ...: a checkpoint of another stage is refused.
     trained: parameters and optimizer states (`learn.learner`), restored or
       started here: `cfg`, the policy's `DecoderConfig`, `mesh`, the devices,
-      `params` of the policy, `frozen`, those that are not trained,
-      `start(params)`, `tree()` for a checkpoint, `like()` as its shapes,
-      `restore(tree, frozen)`, and `warmup()`, which compiles.
+      `params` of the policy, `frozen`, those that are not trained, `fixed`,
+      what never changes, `start(params)`, `tree()` for a checkpoint, `like()`
+      as its shapes, `restore(tree, fixed)`, and `warmup()`, which compiles.
     limits: (steps, seconds, every): the run ends after this number of steps
       or seconds (0 = no limit), and is saved after every `every` steps.
     states: name -> state of the recipe between steps, saved in every
@@ -108,8 +108,8 @@ class Session:
     self.step, self._identity = saved.step, saved.extras.get('served', {})
     self._owed = saved.extras.get('evaluation_owed', False)
     self.metrics = saved.metrics
-    frozen = build.read_frozen(self.workdir, self.trained.frozen)
-    self.trained.restore(saved.state, frozen)
+    fixed = build.read_fixed(self.workdir, self.trained.fixed)
+    self.trained.restore(saved.state, fixed)
     for name, state in self._states.items():
       state.restore(saved.extras[name])
     if self._unused is not None:
@@ -127,7 +127,8 @@ class Session:
       writer = Writer(self.workdir, self.config, **about)
       self.writer = stack.enter_context(writer)
       if self._fresh:  # while no other start writes to the folder
-        build.keep_frozen(self.workdir, self.trained.frozen)
+        build.keep_fixed(self.workdir, self.trained.fixed)
+      stack.callback(self._saver.wait)
       stack.enter_context(self.signals)
       stack.enter_context(cluster.attending(self.signals))
       self._stack = stack.pop_all()
@@ -387,7 +388,7 @@ class Session:
       ends = self.done or stop or failure is not None
       best = due and not self._owed and config.checkpoint.best
       if ends or best or _due(self._save_every, self.step):
-        self.save()
+        self.save(background=config.checkpoint.background and not ends)
       if progress:
         self.writer.progress(self.metrics, **progress)
     if failure is not None:
@@ -420,12 +421,16 @@ class Session:
       )
     )
 
-  def save(self) -> None:
+  def save(self, background: bool = False) -> None:
     """Writes a checkpoint of the steps done.
 
     If there is one already, only the unused trajectories may have changed;
     they are written to a separate file.
+
+    background: return once the arrays are copied to the host.
     """
+    with self.writer.timer('checkpoint'):
+      self._saver.wait()
     unused = b'' if self._unused is None else self._unused.encode()
     if self.step in cluster.first('steps', self._saver.steps):
       aside = functools.partial(write_aside, self._aside, self.step, unused)
@@ -442,6 +447,7 @@ class Session:
         extras=extras | {'evaluation_owed': self._owed},
         arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
+        background=background,
       )
 
 

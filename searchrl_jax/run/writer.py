@@ -47,7 +47,8 @@ from searchrl_jax.types import Group, Rewards
 # for how long and what it prints, never what it computes.
 MAY_DIFFER = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
-  'checkpoint.every', 'checkpoint.keep', 'rollout.mismatch_alarm',
+  'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
+  'rollout.mismatch_alarm',
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
