@@ -31,6 +31,7 @@ def chromium(profile: pathlib.Path):
     f'user-data-dir={profile}',
   ):
     options.add_argument(f'--{flag}')
-  options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+  logs = {'browser': 'ALL', 'performance': 'ALL'}  # messages and requests
+  options.set_capability('goog:loggingPrefs', logs)
   service = webdriver.ChromeService(shutil.which('chromedriver'))
   return webdriver.Chrome(options=options, service=service)

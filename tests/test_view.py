@@ -222,7 +222,8 @@ class Page:
     return self.js('decodeURIComponent(location.hash.slice(1))')
 
 
-def test_the_page_shows_what_was_sampled(opened, folder):
+def test_the_page_shows_what_was_sampled(opened, folder, browser):
+  browser.get_log('performance')
   page = opened('one')
   run = read.run(folder / 'one')
   first = run.trajectories().iloc[0]
@@ -235,8 +236,14 @@ def test_the_page_shows_what_was_sampled(opened, folder):
   tokens = tokens[tokens.id == first.id]
   assert page.texts('.text .t') == tokens.text.tolist()
   # Everything comes from disk.
-  urls = page.js("performance.getEntriesByType('resource').map(x => x.name)")
-  assert len(urls) == 2 and all(u.startswith('file:///') for u in urls)
+  log = [json.loads(x['message']) for x in browser.get_log('performance')]
+  events = [x['message']['params'] for x in log]
+  urls = [
+    x['request']['url']
+    for x in events
+    if x.get('documentURL', '').startswith('file:') and 'request' in x
+  ]
+  assert len(urls) == 3 and all(u.startswith('file:') for u in urls)
   # Text can be selected and copied, token numbers cannot get into it.
   page._browser.execute_script(
     'getSelection().selectAllChildren(document.querySelectorAll(".text")[1])'
