@@ -14,7 +14,7 @@ import pytest
 from searchrl_jax import read, view
 from searchrl_jax.run.records import RunError
 from searchrl_jax.types import Passage, SearchRequest, SearchResult
-from tests import browsers, viewed
+from tests import browsers, here, viewed
 
 BIDI = '\u202eevil\u2066'
 SCRIPT = '</script><script>window.owned=1</script><img src=x onerror=owned=1>'
@@ -144,6 +144,20 @@ def test_runs_that_cannot_be_compared(folder, tmp_path):
   with pytest.raises(RunError, match='has no trajectories'):
     view.write(str(tmp_path / 'none'), out)
   assert not out.exists()
+
+
+def test_the_command_prints_the_page_or_one_sentence(folder, tmp_path):
+  command = 'searchrl_jax.view', f'--workdir={folder / "one"}'
+  done = here.run(
+    *command, f'--out={tmp_path}/r.html', f'--against={folder}/two'
+  )
+  assert (done.stdout.strip(), done.returncode) == (f'{tmp_path}/r.html', 0)
+  assert (tmp_path / 'r.html').read_text().count('{{') == 0
+  done = here.run(*command, f'--out={tmp_path}/r')
+  assert 'name a .html file' in done.stderr and done.returncode == 2
+  done = here.run('searchrl_jax.view', f'--workdir={tmp_path}')
+  assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
+  assert 'no config.json; give the --workdir' in done.stderr
 
 
 # In Chromium.
