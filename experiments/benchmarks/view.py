@@ -85,9 +85,9 @@ def main(_):
     folder = pathlib.Path(name)
     make(folder / 'run')
     tokens = read.run(folder / 'run').trajectories().tokens
-    begin = time.monotonic()
+    begin, cpu = time.monotonic(), time.process_time()
     page = view.write(str(folder / 'run'), folder / 'report.html')
-    seconds = time.monotonic() - begin
+    seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
     files = folder / 'report_files'
     with browsers.chromium(folder / 'profile') as browser:
       before['chromium'] = browser.capabilities['browserVersion']
@@ -95,7 +95,8 @@ def main(_):
     index = (files / view.INDEX).stat().st_size
     size = sum(path.stat().st_size for path in files.iterdir())
   about = {'trajectories': len(tokens), 'mean_tokens': float(tokens.mean())}
-  about |= {'write_seconds': seconds, 'index_mb': index / 1e6, 'mb': size / 1e6}
+  about |= {'write_seconds': seconds, 'cpu_seconds': cpu}
+  about |= {'index_mb': index / 1e6, 'mb': size / 1e6}
   worst = {name: max(row[name] for row in rows) for name in rows[0]}
   bar = functools.partial(common.bar, at_most=True)
   common.report(
