@@ -350,15 +350,15 @@ def follow(
       p for run in runs for p in pathlib.Path(run).glob('*/step_*.parquet')
     ]
     files += [pathlib.Path(run) / 'metrics.jsonl' for run in runs]
-    now = {p: p.stat().st_mtime_ns for p in files if p.exists()}
     begin = time.monotonic()
-    if now != seen:
-      try:
+    try:
+      now = {p: p.stat().st_mtime_ns for p in files if p.exists()}
+      if now != seen:
         yield write_page()
         seen = now
-      except (RunError, FileNotFoundError) as e:
-        # No step yet; or a resumed run dropped a file that was listed.
-        print(f'waiting: {e}', flush=True)
+    except (RunError, FileNotFoundError) as e:
+      # No step yet; or a resumed run dropped a file that was listed.
+      print(f'waiting: {e}', flush=True)
     time.sleep(max(_SECONDS, 3 * (time.monotonic() - begin)))
 
 

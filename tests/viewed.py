@@ -1,6 +1,5 @@
 """Run folders as training leaves them, without a model: for read and view."""
 
-import dataclasses
 import io
 import pathlib
 
@@ -173,7 +172,3 @@ def engine(trajectory) -> np.ndarray:
       for s in trajectory.segments
     ]
   )
-
-
-def hostile(question: Question, text: str) -> Question:
-  return dataclasses.replace(question, text=text)
