@@ -16,6 +16,7 @@ which no markup can form, and view.html makes text nodes of it.
 import base64
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import functools
 import html
 import http.server
@@ -378,11 +379,11 @@ def main():
     print(page())
     return
   server = serve(out, _PORT.value)
-  for n, _ in enumerate(follow(page, runs)):
-    if not n:
-      print(
-        f'http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)', flush=True
-      )
+  url = f'http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)'
+  with contextlib.suppress(KeyboardInterrupt):
+    for n, _ in enumerate(follow(page, runs)):
+      if not n:
+        print(url, flush=True)
 
 
 if __name__ == '__main__':
