@@ -99,6 +99,8 @@ def test_quickstart_writes_what_it_promises(run):
     assert summary[name] is not None, name
   assert json.loads((folder / 'summary.json').read_text()) == summary
   assert (folder / 'learning_curve.png').read_bytes()[:4] == b'\x89PNG'
+  assert (folder / 'report_files' / 'index.js').stat().st_size
+  assert (folder / 'report.html').exists()
   shown = {bar['name'] for bar in summary['bars']}
   assert shown == {name for name, *_ in quickstart.BARS}
 
@@ -161,6 +163,7 @@ def test_help_helps():
     'searchrl_jax.evaluate',
     'searchrl_jax.ask',
     'searchrl_jax.export',
+    'searchrl_jax.view',
     'experiments.quickstart.run',
   ):
     assert f'python -m {name}' in importlib.import_module(name).__doc__

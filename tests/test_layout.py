@@ -115,6 +115,8 @@ ORDER = (
   'export',
   'ask',
   'doctor',
+  'read',
+  'view',
 )
 RETRIEVAL_ORDER = (
   'files',

@@ -18,7 +18,7 @@ from rich import console, table
 from rich import text as rich_text
 
 from configs import quickstart as recipe
-from searchrl_jax import evaluate, sft, train
+from searchrl_jax import evaluate, sft, train, view
 from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
 from searchrl_jax.run import build, command, records
@@ -104,6 +104,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   _show_table(out, before, after, summary)
   out.print(f'learning curve: {folder / "learning_curve.png"}')
   out.print(f'figures:        {folder / "summary.json"}')
+  out.print(f'trajectories:   {view.write(workdir, folder / "report.html")}')
   return summary
 
 

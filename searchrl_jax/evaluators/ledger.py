@@ -186,13 +186,11 @@ def write_rows(
   records.write_text(folder / ROWS, ''.join(line + '\n' for line in lines))
 
 
-def read_rows(
-  folder: os.PathLike | str, evaluation: str = 'eval'
-) -> list[grading.Row]:
-  """Reads the rows of one evaluation.
+def read_all(folder: os.PathLike | str) -> dict[str, list[grading.Row]]:
+  """Reads rows.jsonl: evaluation -> rows.
 
   Raises:
-    DataError: there are none.
+    DataError: there is none.
   """
   path = pathlib.Path(folder) / ROWS
   # Files of earlier versions lack some scores.
@@ -210,9 +208,21 @@ def read_rows(
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     number = 1 + sum(map(len, out.values()))
     raise DataError(f'{path}:{number}: no row of `evaluate` ({e})') from e
+  return out
+
+
+def read_rows(
+  folder: os.PathLike | str, evaluation: str = 'eval'
+) -> list[grading.Row]:
+  """Reads the rows of one evaluation.
+
+  Raises:
+    DataError: there are none.
+  """
+  out = read_all(folder)
   lookup.require(
     evaluation in out,
-    f'{path} has no rows of {evaluation!r}; it has '
+    f'{pathlib.Path(folder) / ROWS} has no rows of {evaluation!r}; it has '
     f'{", ".join(map(repr, out)) or "none at all"}',
     DataError,
   )

@@ -305,8 +305,11 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
       with pq.ParquetFile(file) as table:
         for batch in table.iter_batches(256):
           yield from _records(batch)
-    except (pa.ArrowException, KeyError) as error:
-      raise RunError(f'{file} is not a trajectory file: {error}') from error
+    except (pa.ArrowException, KeyError, TypeError) as error:
+      raise RunError(
+        f'{file} is not a trajectory file: {error}; it was cut off, or another '
+        'version wrote it (environment.json names the commit that reads it)'
+      ) from error
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:

@@ -237,6 +237,10 @@ class Tokenizer:
     pieces = (self.token_bytes(int(i)) for i in ids)
     return b''.join(pieces).decode('utf-8', 'replace')
 
+  def control_name(self, token_id: int) -> str:
+    """How a control token is written, such as '<|im_end|>'."""
+    return self._added[token_id]
+
   @functools.cached_property
   def max_token_bytes(self) -> int:
     """An upper bound of the bytes of a token."""
