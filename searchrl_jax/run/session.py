@@ -13,13 +13,21 @@ import time
 from typing import Any
 
 import jax
+from jax import monitoring
 from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.weights import publication, sync
 from searchrl_jax.models import decoder, lora
-from searchrl_jax.run import build, cluster, records, sharding, signals
+from searchrl_jax.run import (
+  build,
+  cluster,
+  progress,
+  records,
+  sharding,
+  signals,
+)
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 
@@ -92,7 +100,8 @@ class Session:
     self._report: Any = None
     self._publisher: publication.Publisher | None = None
     self._late = self._owed = False  # owed: the evaluation of the last step
-    self._restore()
+    with progress.phase('parameters', config.log.progress):
+      self._restore()
 
   def _restore(self) -> None:
     latest = cluster.first('checkpoint', self._saver.latest)
@@ -122,7 +131,8 @@ class Session:
     with contextlib.ExitStack() as stack:
       if self._unused is not None:  # there are rollouts, which search
         retrieval = build.retrieval(self.config, str(self.workdir))
-        self.url = stack.enter_context(retrieval)
+        with progress.phase('retrieval server', self.config.log.progress):
+          self.url = stack.enter_context(retrieval)
       about = {'step': self.step, 'steps': self._steps, 'about': self._about}
       writer = Writer(self.workdir, self.config, **about)
       self.writer = stack.enter_context(writer)
@@ -219,13 +229,38 @@ class Session:
     It is due before step 0, and where a signal or an error prevented the
     evaluation of the last step.
     """
-    with self.writer.timer('compile'):
+    self.writer.say(self._ahead())
+    with compiled() as count, self.writer.timer('compile', count):
       self.trained.warmup()
       for engine in self._engines:
         engine.warmup()
     self._started = time.monotonic()
-    if self.engine is None:
-      return
+    if self.engine is not None:
+      self._serve()
+    self.writer.begin()
+
+  def _ahead(self) -> str:
+    """What this start is about to do."""
+    c, devices = self.config, self.mesh.devices.flat if self.mesh else [None]
+    r, kind = c.rollout, jax.devices()[0].device_kind
+    parts = [
+      f'{self._fingerprint["stage"]} of {c.name} in {self.workdir}: steps '
+      f'{self.step + 1} to {self._steps}, {self.cfg.n_params:,} parameters on '
+      f'{len(devices)} x {kind}'
+    ]
+    if self.engine is not None:
+      parts.append(
+        f'{r.questions} questions x {r.group} trajectories a step, of up to '
+        f'{c.env.max_tokens:,} tokens'
+      )
+    if self.evaluator:
+      asked = sum(map(len, self.evaluator.ids.values())) * c.eval.n
+      often = f'every {c.eval.every} steps' if c.eval.every else 'at the end'
+      parts.append(f'{asked:,} trajectories evaluated {often}')
+    return '; '.join(parts)
+
+  def _serve(self) -> None:
+    """Publishes the weights, and evaluates them if that is due."""
     self.publish('full')
     if self.trained.frozen:
       self.publish()  # compiles what later steps call
@@ -449,6 +484,22 @@ class Session:
         fingerprint=self._fingerprint,
         background=background,
       )
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[progress.Count]:
+  """Yields how many programs XLA has compiled in the block, and 0."""
+  seconds = []
+
+  def heard(event: str, duration: float, **_) -> None:
+    if event.endswith('backend_compile_duration'):
+      seconds.append(duration)
+
+  monitoring.register_event_duration_secs_listener(heard)
+  try:
+    yield lambda: (len(seconds), 0)
+  finally:
+    monitoring.unregister_event_duration_listener(heard)
 
 
 def _due(every: int, step: int) -> bool:
