@@ -111,14 +111,12 @@ def progress(
     total=total,
     desc=what,
     unit=unit,
-    unit_scale=True,
     initial=initial,
     file=stream if terminal else _Lines(stream),
     mininterval=0.2 if terminal else 30.0,
     maxinterval=60.0,
     ncols=None if terminal else 80,
-    delay=1.0,
-    **options,
+    **{'unit_scale': True, 'delay': 1.0} | options,
   )
 
 

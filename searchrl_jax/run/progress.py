@@ -97,7 +97,9 @@ class Progress:
         files.progress(
           total or None,
           phase.name,
-          unit='',
+          unit='it',
+        unit_scale=False,
+        delay=1e-9,  # shown by `refresh` below, erased by `close`
           stream=self._out,
           # Below the last line, which may be of the step before.
           **({'leave': False, 'position': 1} if self._screen else {}),

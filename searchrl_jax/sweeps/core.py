@@ -255,7 +255,7 @@ def _changed(make: Config, fields: Mapping[str, Any], seed: int) -> ConfigDict:
       part, home = part[name], part
     try:
       home[name] = ConfigDict(value) if isinstance(part, ConfigDict) else value
-    except TypeError as e:
+    except (TypeError, AttributeError) as e:
       raise ConfigError(f'config.{field}={value!r}: {e}') from e
   return config
 
