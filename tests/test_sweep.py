@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -39,7 +38,7 @@ def lines(path: pathlib.Path) -> list[dict]:
 
 
 def kill_when(process: subprocess.Popen, condition) -> None:
-  end = time.monotonic() + 120
+  end = time.monotonic() + 400
   while not condition():
     assert process.poll() is None, process.communicate()
     assert time.monotonic() < end, 'waited in vain'
@@ -57,11 +56,12 @@ def whole(tmp_path_factory):
   return folder, process.returncode, out, error
 
 
+@pytest.mark.timeout(900)
 def test_an_arm_that_fails_stops_no_other(whole):
   folder, status, out, error = whole
   assert status == 2
   assert '1 of 4 stages failed' in error and 'Traceback' not in error
-  assert 'arms/broken/0: error: this reward is broken' in error
+  assert 'arms/broken/0: error: config.data.eval.micro' in error
   assert f'{folder}/logs/arms_broken_0.txt' in error
   assert '[1/4] warm/warm/0' in out
   table = (folder / 'table.md').read_text()
@@ -71,6 +71,7 @@ def test_an_arm_that_fails_stops_no_other(whole):
   assert len(lines(folder / 'arms/kl/0/run/metrics.jsonl')) == 1 + 5
 
 
+@pytest.mark.timeout(900)
 def test_a_sweep_killed_twice_ends_with_the_same_table(whole, tmp_path):
   reference, *_ = whole
   kill_when(start(tmp_path), (tmp_path / 'warm/warm/0/run/config.json').exists)
@@ -152,12 +153,13 @@ def test_slurm_gets_warm_starts_first(tmp_path, monkeypatch):
   jobs = sweep.submit(SPEC, made, planned, tmp_path, ['--time=5'])
   assert jobs == ['101', '102']
   first, second = (tmp_path / 'asked').read_text().splitlines()
-  assert '--array=0-0' in first and '--dependency' not in first
-  assert '--array=0-3 ' in second and '--dependency=afterany:101' in second
+  # Those of seed 1 have their warm start already.
+  assert '--array=0-2 ' in first and '--dependency' not in first
+  assert '--array=0-1 ' in second and '--dependency=afterany:101' in second
   assert '--time=5 experiments/cluster/sweep.sbatch' in second
   assert (ROOT / sweep.SBATCH).exists()
   listed = (tmp_path / 'slurm/stages_1.txt').read_text().split()
-  assert listed == ['arms/a/0', 'arms/b/0', 'arms/a/1', 'arms/b/1']
+  assert listed == ['arms/a/0', 'arms/b/0']
   monkeypatch.setenv('REFUSE', '1')
   with pytest.raises(ConfigError, match='sbatch: no such partition'):
     sweep.submit(SPEC, made, planned, tmp_path)
@@ -227,16 +229,20 @@ def test_the_table_tells_how_far_each_stage_is(tmp_path):
   ]  # fmt: skip
 
 
-def test_ctrl_c_lets_processes_save(tmp_path):
-  process = start(tmp_path, '--only=base', start_new_session=True)
-  trained = tmp_path / 'arms/base/0/run/metrics.jsonl'
-  end = time.monotonic() + 120
-  while len(lines(trained)) < 2:
-    assert process.poll() is None and time.monotonic() < end
-    time.sleep(0.02)
-  process.send_signal(signal.SIGINT)
-  process.communicate()
-  assert process.returncode
-  steps = lines(trained)[-1]['step'] + 1
-  assert (trained.parent / f'checkpoints/{steps}').exists()
-  assert not (tmp_path / 'arms/base/0/done.json').exists()
+def test_ctrl_c_lets_processes_save(tmp_path, monkeypatch):
+  made = core.sweep(tiny_sweep.config, [('a', {})], seeds=(0,), warm=False)
+  saves = 'import sys; sys.stdin.read(); open(sys.argv[1], "w").close()'
+
+  def spawn(*_):
+    command = [sys.executable, '-c', saves, str(tmp_path / 'saved')]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+  def interrupt(seconds):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(sweep, 'spawn', spawn)
+  monkeypatch.setattr(stages.Servers, 'url', lambda *_: 'http://127.0.0.1:9')
+  monkeypatch.setattr(sweep.time, 'sleep', interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    sweep.run(SPEC, made, core.plan(made, made.arms), tmp_path)
+  assert (tmp_path / 'saved').exists()

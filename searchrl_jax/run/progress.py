@@ -93,19 +93,18 @@ class Progress:
     done, total = phase.count() if phase.count else (0, 0)
     if self._told is not phase:
       self._close()
-      self._bar, self._told = (
-        files.progress(
-          total or None,
-          phase.name,
-          unit='it',
+      self._told = phase
+      self._bar = files.progress(
+        total or None,
+        phase.name,
+        unit='it',
+        stream=self._out,
         unit_scale=False,
         delay=1e-9,  # shown by `refresh` below, erased by `close`
-          stream=self._out,
-          # Below the last line, which may be of the step before.
-          **({'leave': False, 'position': 1} if self._screen else {}),
-          **({} if phase.count else {'bar_format': '{desc}: {elapsed}'}),
-        ),
-        phase,
+        leave=False,
+        # Below the last line, which may be of the step before.
+        position=int(self._screen),
+        **({} if phase.count else {'bar_format': '{desc}: {elapsed}'}),
       )
       self._bar.start_t = time.time() - (now - phase.begin)
     self._bar.n, self._bar.total = done, total or None
