@@ -2,8 +2,7 @@
 
   python -m searchrl_jax.sweep --sweep=configs/sweeps/kl.py --workdir=runs/kl
   ... --parallel=2              two at a time
-  ... --seeds=11,12             other seeds than those that it lists
-  ... --tune                    its tuning seeds, which are never reported
+  ... --seeds=11,12             others than it reports, to tune or to replicate
   ... --slurm --sbatch='--time=4:00:00 --gpus-per-node=1'
   ... --table                   runs nothing: what is done so far
 
@@ -109,8 +108,7 @@ class Board:
     cases = [stage.rpartition('/')[2] for stage in self._planned]
     shown = table.Table('')
     for case in dict.fromkeys(cases):
-      arm, _ = self._sweep.stage(f'arms/{self._sweep.arms[0].name}/{case}')
-      purpose = self._sweep.purpose(arm, case)
+      purpose = self._sweep.purpose(self._sweep.arms[0], case)
       shown.add_column(f'{case} ({purpose})', justify='right')
     for name in dict.fromkeys(s.rpartition('/')[0] for s in self._planned):
       cells = [self._cell(f'{name}/{case}') for case in dict.fromkeys(cases)]
@@ -293,7 +291,7 @@ def define_flags() -> None:
   flags.DEFINE_integer('parallel', 1, 'Stages that run at a time.', 1)
 
 
-def chosen(sweep: Sweep, tune: bool = False) -> list[str]:
+def chosen(sweep: Sweep) -> list[str]:
   """The stages that the flags name.
 
   Raises:
@@ -302,12 +300,6 @@ def chosen(sweep: Sweep, tune: bool = False) -> list[str]:
   given = flags.FLAGS
   with lookup.of(f'--seeds={",".join(given.seeds)}'):
     seeds = [int(seed) for seed in given.seeds]
-  if tune:
-    lookup.require(
-      sweep.tuning_seeds and not seeds,
-      '--tune: the sweep lists no tuning_seeds, or --seeds is given too',
-    )
-    seeds = [*sweep.tuning_seeds]
   return core.plan(sweep, [*map(sweep.arm, given.only)] or sweep.arms, seeds)
 
 
@@ -319,7 +311,7 @@ def main():
     run_child(given.sweep, given.stage, folder, given.url)
     return
   sweep = core.load(given.sweep)
-  planned = chosen(sweep, given.tune)
+  planned = chosen(sweep)
   if given.slurm:
     jobs = submit(
       given.sweep, sweep, planned, folder, shlex.split(given.sbatch)
@@ -339,7 +331,6 @@ if __name__ == '__main__':
     'sweep', None, 'FILE.py[:ARG] with get_sweep.', required=True
   )
   define_flags()
-  flags.DEFINE_bool('tune', False, 'Run the tuning seeds.')
   flags.DEFINE_bool('slurm', False, 'Submit SLURM arrays instead.')
   flags.DEFINE_string('sbatch', '', 'Further options of sbatch.')
   flags.DEFINE_bool('table', False, 'Run nothing; write what is done so far.')

@@ -94,18 +94,3 @@ def test_an_error_ends_the_phase():
     with pytest.raises(ZeroDivisionError), shown.phase('x'):
       raise ZeroDivisionError
     assert shown._phases == []
-
-
-def test_programs_that_xla_compiles_are_counted():
-  import jax
-  import jax.numpy as jnp
-
-  from searchrl_jax.run import session
-
-  with session.compiled() as count:
-    assert count() == (0, 0)
-    jax.jit(lambda x: x * 3 + 1).lower(jnp.ones(7)).compile()
-    found = count()
-    assert found[0] >= 1
-  jax.jit(lambda x: x * 5 + 1).lower(jnp.ones(7)).compile()
-  assert count() == found

@@ -61,7 +61,7 @@ def test_an_arm_that_fails_stops_no_other(whole):
   folder, status, out, error = whole
   assert status == 2
   assert '1 of 4 stages failed' in error and 'Traceback' not in error
-  assert 'arms/broken/0: error: config.data.eval.micro' in error
+  assert "arms/broken/0: error: set 'micro': n=1000000" in error
   assert f'{folder}/logs/arms_broken_0.txt' in error
   assert '[1/4] warm/warm/0' in out
   table = (folder / 'table.md').read_text()
@@ -193,7 +193,6 @@ def test_a_task_of_an_array_runs_the_stage_of_its_number(tmp_path):
   [
     (['--only=bse'], "arm 'bse': did you mean 'base'?"),
     (['--seeds=one'], '--seeds=one: invalid literal for int'),
-    (['--tune'], '--tune: the sweep lists no tuning_seeds'),
   ],
 )
 def test_flags_that_name_nothing_are_refused(flags, message, tmp_path):

@@ -13,7 +13,6 @@ import time
 from typing import Any
 
 import jax
-from jax import monitoring
 from ml_collections import ConfigDict
 import numpy as np
 
@@ -230,7 +229,7 @@ class Session:
     evaluation of the last step.
     """
     self.writer.say(self._ahead())
-    with compiled() as count, self.writer.timer('compile', count):
+    with self.writer.timer('compile'):
       self.trained.warmup()
       for engine in self._engines:
         engine.warmup()
@@ -241,23 +240,19 @@ class Session:
 
   def _ahead(self) -> str:
     """What this start is about to do."""
-    c, devices = self.config, self.mesh.devices.flat if self.mesh else [None]
-    r, kind = c.rollout, jax.devices()[0].device_kind
-    parts = [
+    c, r = self.config, self.config.rollout
+    text = (
       f'{self._fingerprint["stage"]} of {c.name} in {self.workdir}: steps '
-      f'{self.step + 1} to {self._steps}, {self.cfg.n_params:,} parameters on '
-      f'{len(devices)} x {kind}'
-    ]
+      f'{self.step + 1} to {self._steps}, {self.cfg.n_params:,} parameters'
+    )
     if self.engine is not None:
-      parts.append(
-        f'{r.questions} questions x {r.group} trajectories a step, of up to '
-        f'{c.env.max_tokens:,} tokens'
-      )
+      text += f'; a step is {r.questions} questions x {r.group} trajectories'
+      text += f' of up to {c.env.max_tokens:,} tokens'
     if self.evaluator:
       asked = sum(map(len, self.evaluator.ids.values())) * c.eval.n
       often = f'every {c.eval.every} steps' if c.eval.every else 'at the end'
-      parts.append(f'{asked:,} trajectories evaluated {often}')
-    return '; '.join(parts)
+      text += f'; {asked:,} trajectories are evaluated {often}'
+    return text
 
   def _serve(self) -> None:
     """Publishes the weights, and evaluates them if that is due."""
@@ -484,22 +479,6 @@ class Session:
         fingerprint=self._fingerprint,
         background=background,
       )
-
-
-@contextlib.contextmanager
-def compiled() -> Iterator[progress.Count]:
-  """Yields how many programs XLA has compiled in the block, and 0."""
-  seconds = []
-
-  def heard(event: str, duration: float, **_) -> None:
-    if event.endswith('backend_compile_duration'):
-      seconds.append(duration)
-
-  monitoring.register_event_duration_secs_listener(heard)
-  try:
-    yield lambda: (len(seconds), 0)
-  finally:
-    monitoring.unregister_event_duration_listener(heard)
 
 
 def _due(every: int, step: int) -> bool:
