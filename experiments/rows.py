@@ -70,7 +70,7 @@ def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
 def main():
   module, folder = _ROW.value, pathlib.Path(flags.FLAGS.workdir)
   row, environment = core.load(module), common.environment()
-  planned = sweep.chosen(row)
+  planned = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
   results = lambda: write(row, folder, _OUT.value, environment)
   figures.collect(row, folder)  # also checks the arms that are not chosen
   parallel = flags.FLAGS.parallel

@@ -291,16 +291,17 @@ def define_flags() -> None:
   flags.DEFINE_integer('parallel', 1, 'Stages that run at a time.', 1)
 
 
-def chosen(sweep: Sweep) -> list[str]:
+def chosen(
+  sweep: Sweep, only: Sequence[str], seeds: Sequence[str]
+) -> list[str]:
   """The stages that the flags name.
 
   Raises:
     ConfigError: a flag names what there is not.
   """
-  given = flags.FLAGS
-  with lookup.of(f'--seeds={",".join(given.seeds)}'):
-    seeds = [int(seed) for seed in given.seeds]
-  return core.plan(sweep, [*map(sweep.arm, given.only)] or sweep.arms, seeds)
+  with lookup.of(f'--seeds={",".join(seeds)}'):
+    numbers = [int(seed) for seed in seeds]
+  return core.plan(sweep, [*map(sweep.arm, only)] or sweep.arms, numbers)
 
 
 def main():
@@ -311,7 +312,7 @@ def main():
     run_child(given.sweep, given.stage, folder, given.url)
     return
   sweep = core.load(given.sweep)
-  planned = chosen(sweep)
+  planned = chosen(sweep, given.only, given.seeds)
   if given.slurm:
     jobs = submit(
       given.sweep, sweep, planned, folder, shlex.split(given.sbatch)
