@@ -93,21 +93,30 @@ class _Lines:
 
 
 def progress(
-  total: int | None, what: str, *, unit: str = 'B', initial: int = 0
+  total: int | None,
+  what: str,
+  *,
+  unit: str = 'B',
+  initial: int = 0,
+  stream: TextIO | None = None,
+  **options: Any,
 ) -> tqdm.tqdm:
-  """A progress bar on stderr; in a log file, a line every 30 seconds."""
-  terminal = sys.stderr.isatty()
+  """A progress bar; in a log file, a line every 30 seconds.
+
+  stream: None = stderr. options: further ones of tqdm.
+  """
+  stream = stream or sys.stderr
+  terminal = stream.isatty()
   return tqdm.tqdm(
     total=total,
     desc=what,
     unit=unit,
-    unit_scale=True,
     initial=initial,
-    file=sys.stderr if terminal else _Lines(sys.stderr),
+    file=stream if terminal else _Lines(stream),
     mininterval=0.2 if terminal else 30.0,
     maxinterval=60.0,
     ncols=None if terminal else 80,
-    delay=1.0,
+    **{'unit_scale': True, 'delay': 1.0} | options,
   )
 
 

@@ -20,8 +20,8 @@ import re
 import time
 
 import numpy as np
-import tqdm
 
+from retrieval import files
 from searchrl_jax import types
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
@@ -151,8 +151,11 @@ def examples(config, env, search) -> list[types.Trajectory]:
     envs[name] = type(env)(
       env.tokenizer, template, env.config, env.prompt_mode, env.k
     )
-  shown = tqdm.tqdm(traces, 'traces', unit='trace', disable=None)
-  rendered = [render(t, envs[t.template], i) for i, t in enumerate(shown)]
+  rendered = []
+  with files.progress(len(traces), 'traces', unit='trace') as bar:
+    for i, trace in enumerate(traces):
+      rendered.append(render(trace, envs[trace.template], i))
+      bar.update()
   fitting = [t for t in rendered if t is not None]
   lookup.require(
     len(fitting) >= 0.9 * len(traces),

@@ -172,7 +172,8 @@ def collect(run, config, rollouts, reward_of: Callable):
   groups whose rewards are all equal (DAPO, arXiv 2503.14476, section 3.2).
   """
   take = functools.partial(rollouts.take, run.step)
-  groups, stats, reward = played(run, take, reward_of)
+  count = functools.partial(rollouts.count, config.rollout.group)
+  groups, stats, reward = played(run, take, reward_of, count=count)
   for _ in range(config.rollout.refill):
     group_ids, kept, _ = batching.kept_of(groups, reward, config)
     short = config.rollout.questions - len(np.unique(group_ids[kept]))
@@ -180,20 +181,23 @@ def collect(run, config, rollouts, reward_of: Callable):
       break
     again = refill_config(config, groups, short)
     take = functools.partial(rollouts.more, run.step, short, config=again)
-    more, seen, earned = played(run, take, reward_of)
+    more, seen, earned = played(run, take, reward_of, count=count)
     reward = rewards.join(reward, earned)
     groups, stats = groups + more, stats + seen
   return groups, stats, reward
 
 
-def played(run, take: Callable, reward_of: Callable, timer: str = 'rollout'):
+def played(
+  run, take: Callable, reward_of: Callable, timer='rollout', count=None
+):
   """The groups of all processes, statistics of their rollouts, their rewards.
 
   take: gives this process's `Rollout`; an error of one process is one of all.
+  count: how much of it is done, see `Writer.phase`.
   """
 
   def own():
-    with run.writer.timer(timer):
+    with run.writer.timer(timer, count):
       groups, stats = take()
     return groups, stats, reward_of(groups) if groups else None
 

@@ -28,6 +28,7 @@ ORDER = (
   'run.records',
   'run.signals',
   'run.cluster',
+  'run.progress',
   'run.writer',
   'run.sharding',
   'models.families',
@@ -112,6 +113,10 @@ ORDER = (
   'sft',
   'train',
   'evaluate',
+  'sweeps.core',
+  'sweeps.stages',
+  'sweeps.figures',
+  'sweep',
   'export',
   'ask',
   'doctor',
@@ -326,6 +331,7 @@ EXTRAS = {
   'searchrl_jax/data/tfds.py': ('tfds',),
   'searchrl_jax/engines/vllm/plugin.py': ('vllm',),
   'searchrl_jax/run/writer.py': ('wandb',),
+  'searchrl_jax/sweeps/figures.py': ('sweep',),
 }
 
 

@@ -3,6 +3,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -446,7 +447,8 @@ def test_progress(tmp_path):
     )
   line = 'step 1/4  reward 0.512  tokens s 12,346  ETA 0:'
   assert out.getvalue().startswith(line)
-  assert out.getvalue().endswith('\n') and '\x1b' not in out.getvalue()
+  assert re.search(r' ETA [\d:]+ \([\d.e-]+ s a step\)\n$', out.getvalue())
+  assert '\x1b' not in out.getvalue()
   out = Terminal()
   with writer.Writer(tmp_path / 'b', config(), steps=2, out=out) as w:
     w.progress(w.write(0, {}))

@@ -10,7 +10,6 @@ evaluation on people never asked about before. Every stage resumes.
 import contextlib
 import json
 import pathlib
-import time
 
 from absl import flags
 import jax
@@ -22,6 +21,7 @@ from searchrl_jax import evaluate, sft, train, view
 from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
 from searchrl_jax.run import build, command, records
+from searchrl_jax.sweeps.stages import Clock
 
 # What the project promises of this command; `summary.json` tells what came.
 BARS = (
@@ -106,24 +106,6 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   out.print(f'figures:        {folder / "summary.json"}')
   out.print(f'trajectories:   {view.write(workdir, folder / "report.html")}')
   return summary
-
-
-class Clock:
-  """Seconds of each stage; what a resumed stage takes adds up."""
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self.seconds = json.loads(path.read_text()) if path.exists() else {}
-
-  @contextlib.contextmanager
-  def __call__(self, stage: str):
-    begin = time.monotonic()
-    try:
-      yield
-    finally:
-      spent = self.seconds.get(stage, 0.0) + time.monotonic() - begin
-      self.seconds[stage] = spent
-      records.write_json(self._path, self.seconds)
 
 
 def _sft_only(config, folder: pathlib.Path, seconds: dict) -> dict:

@@ -8,6 +8,7 @@ have no scores and are counted separately.
 import asyncio
 import collections
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -286,17 +287,21 @@ class Evaluator:
     e = self.config.eval
     own = cluster.part([(x, q) for x, qs in self.sets.items() for q in qs])
     labels = [label for label, _ in own]
-    result = self.runner(
-      chains.rollout(
-        [question for _, question in own],
-        env=self.env,
-        engine=self.engine,
-        source=self.source,
-        config=chains.evaluation(self.config),
-        seed=e.seed,
-        step=0,
-      )
+    ended: list[Trajectory] = []
+    played = chains.rollout(
+      [question for _, question in own],
+      env=self.env,
+      engine=self.engine,
+      source=self.source,
+      config=chains.evaluation(self.config),
+      seed=e.seed,
+      step=0,
+      on_trajectory=ended.append,
     )
+    count = lambda: (len(ended), len(own) * e.n)
+    phase = self.writer and self.writer.phase(self.name, count)
+    with phase or contextlib.nullcontext():
+      result = self.runner(played)
     rows = [
       row
       for label, group in zip(labels, result.groups, strict=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 import functools
 
 from ml_collections import ConfigDict
-import tqdm
 
+from retrieval import files
 from retrieval.client import RetrievalClient
 from searchrl_jax.engines import core as engines
 from searchrl_jax.evaluators import passk
@@ -142,13 +142,13 @@ def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
     ConfigError: the number of questions whose prompts do not, and their ids.
   """
   long = {}
-  for q in tqdm.tqdm(
-    questions, 'prompts', unit='question', disable=None, delay=2.0
-  ):
-    try:
-      env.reset(q)
-    except ValueError as e:
-      long[q.id] = str(e)
+  with files.progress(len(questions), 'prompts', unit='question') as bar:
+    for q in questions:
+      try:
+        env.reset(q)
+      except ValueError as e:
+        long[q.id] = str(e)
+      bar.update()
   if long:
     raise ConfigError(
       f'{len(long)} of {len(questions)} questions cannot be asked '

@@ -118,6 +118,15 @@ class Collector:
     self._taken = {step: self._under_way.pop(step)}
     return found
 
+  def count(self, group: int) -> tuple[int, int]:
+    """Of the step that is waited for: trajectories that have ended, and all.
+
+    group: trajectories of a question.
+    """
+    for one in [*self._taken.values(), *self._under_way.values()][:1]:
+      return len(one.seen), group * len(cluster.part([*one.asked]))
+    return 0, 0
+
   def more(self, step: int, n: int, **how) -> Rollout:
     """The rollouts of n further questions for a step that was taken.
 

@@ -19,7 +19,14 @@ import numpy as np
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.weights import publication, sync
 from searchrl_jax.models import decoder, lora
-from searchrl_jax.run import build, cluster, records, sharding, signals
+from searchrl_jax.run import (
+  build,
+  cluster,
+  progress,
+  records,
+  sharding,
+  signals,
+)
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 
@@ -92,7 +99,8 @@ class Session:
     self._report: Any = None
     self._publisher: publication.Publisher | None = None
     self._late = self._owed = False  # owed: the evaluation of the last step
-    self._restore()
+    with progress.phase('parameters', config.log.progress):
+      self._restore()
 
   def _restore(self) -> None:
     latest = cluster.first('checkpoint', self._saver.latest)
@@ -122,7 +130,8 @@ class Session:
     with contextlib.ExitStack() as stack:
       if self._unused is not None:  # there are rollouts, which search
         retrieval = build.retrieval(self.config, str(self.workdir))
-        self.url = stack.enter_context(retrieval)
+        with progress.phase('retrieval server', self.config.log.progress):
+          self.url = stack.enter_context(retrieval)
       about = {'step': self.step, 'steps': self._steps, 'about': self._about}
       writer = Writer(self.workdir, self.config, **about)
       self.writer = stack.enter_context(writer)
@@ -219,13 +228,34 @@ class Session:
     It is due before step 0, and where a signal or an error prevented the
     evaluation of the last step.
     """
+    self.writer.say(self._ahead())
     with self.writer.timer('compile'):
       self.trained.warmup()
       for engine in self._engines:
         engine.warmup()
     self._started = time.monotonic()
-    if self.engine is None:
-      return
+    if self.engine is not None:
+      self._serve()
+    self.writer.begin()
+
+  def _ahead(self) -> str:
+    """What this start is about to do."""
+    c, r = self.config, self.config.rollout
+    text = (
+      f'{self._fingerprint["stage"]} of {c.name} in {self.workdir}: steps '
+      f'{self.step + 1} to {self._steps}, {self.cfg.n_params:,} parameters'
+    )
+    if self.engine is not None:
+      text += f'; a step is {r.questions} questions x {r.group} trajectories'
+      text += f' of up to {c.env.max_tokens:,} tokens'
+    if self.evaluator:
+      asked = sum(map(len, self.evaluator.ids.values())) * c.eval.n
+      often = f'every {c.eval.every} steps' if c.eval.every else 'at the end'
+      text += f'; {asked:,} trajectories are evaluated {often}'
+    return text
+
+  def _serve(self) -> None:
+    """Publishes the weights, and evaluates them if that is due."""
     self.publish('full')
     if self.trained.frozen:
       self.publish()  # compiles what later steps call

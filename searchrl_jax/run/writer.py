@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import cluster, lookup, records, signals
+from searchrl_jax.run import cluster, lookup, progress, records, signals
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -80,18 +80,21 @@ class Writer:
         first field that differs), is in use, or cannot be written to.
     """
     self.folder = pathlib.Path(folder)
-    self._log, self._steps = config.log, steps
+    self._steps = steps
     self._out = sys.stderr if out is None else out
+    self._progress = progress.Progress(out, config.log.progress)
     self._seconds: dict[str, float] = collections.defaultdict(float)
     self._pending: futures.Future | None = None
     self._start = self._last = time.monotonic()
-    self._first = self._step = step
+    self._first = self._next = step
+    self._began = False
     self._metrics = self.folder / 'metrics.jsonl'
     self._trackers: list = []
     with contextlib.ExitStack() as stack, records.explained(self.folder):
       cluster.first('writer', lambda: self._open(stack, config, about or {}))
       self._thread = futures.ThreadPoolExecutor(1, 'writer')
       stack.callback(self._thread.shutdown)
+      stack.enter_context(self._progress)
       self._stack = stack.pop_all()
 
   def _open(self, stack, config, about: Mapping[str, Any]) -> None:
@@ -128,7 +131,7 @@ class Writer:
     now = time.monotonic()
     seconds = {f'time/{k}': v for k, v in self._seconds.items()}
     seconds['time/step'] = now - self._last
-    self._last, self._step = now, step
+    self._last, self._next = now, step + 1
     self._seconds.clear()
     values = {k: float(v) for k, v in {**metrics, **seconds}.items()}
     if cluster.main():
@@ -214,14 +217,34 @@ class Writer:
     if pending:
       pending.result()
 
+  def phase(self, name: str, count: progress.Count | None = None):
+    """A context that is told while it lasts, if config.log.progress.
+
+    count: returns how much of it is done, and of how much (0 = unknown).
+    """
+    if self._began and self._steps:
+      name = f'step {self._next + 1}/{self._steps} {name}'
+    return self._progress.phase(name, count)
+
   @contextlib.contextmanager
-  def timer(self, name: str) -> Iterator[None]:
-    """Adds the seconds of the block to 'time/NAME' of the next `write`."""
+  def timer(
+    self, name: str, count: progress.Count | None = None
+  ) -> Iterator[None]:
+    """A `phase`; adds its seconds to 'time/NAME' of the next `write`."""
     begin = time.monotonic()
     try:
-      yield
+      with self.phase(name, count):
+        yield
     finally:
       self._seconds[name] += time.monotonic() - begin
+
+  def begin(self) -> None:
+    """The steps begin: what came before counts for none of them."""
+    self._began, self._start = True, time.monotonic()
+
+  def say(self, text: str) -> None:
+    """Prints a line, if config.log.progress."""
+    self._progress.print(text)
 
   def progress(self, metrics: Mapping[str, float], **names: str) -> None:
     """Prints a line about the last step, if config.log.progress.
@@ -231,9 +254,7 @@ class Writer:
       **names: label='metric', in order; metrics that are absent are left out.
         Underscores in labels are printed as spaces.
     """
-    if not (self._log.progress and cluster.main()):
-      return
-    now, all_ = self._step + 1, self._steps
+    now, all_ = self._next, self._steps
     parts = [f'step {now}/{all_}' if all_ else f'step {now}']
     parts += [
       f'{label.replace("_", " ")} {_short(metrics[name])}'
@@ -243,11 +264,11 @@ class Writer:
     if now > self._first and all_:
       each = (time.monotonic() - self._start) / (now - self._first)
       left = datetime.timedelta(seconds=round(each * (all_ - now)))
-      parts.append(f'ETA {left}')
+      parts.append(f'ETA {left} ({_short(each)} s a step)')
     screen = self._out.isatty()  # the next line overwrites this one:
     begin = '\r\x1b[K' if screen else ''  # carriage return, erase to the end
     end = '' if screen and now != all_ else '\n'
-    print(begin + '  '.join(parts), end=end, file=self._out, flush=True)
+    self._progress.print(begin + '  '.join(parts), end)
 
   def close(self) -> None:
     """Flushes and closes every file and unlocks the folder."""

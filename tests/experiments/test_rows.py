@@ -10,10 +10,13 @@ import time
 
 import pytest
 
-from experiments import rows
+from experiments import rows, table
 from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.run import records
+from searchrl_jax.sweeps import core, figures, stages
 from tests.conftest import ROOT
 from tests.experiments import tiny_row
+from tests.sweeps.tiny_sweep import complete
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +43,9 @@ def test_seeds_come_one_after_another_and_share_their_starts():
   )
   first = ['warm/early/0', 'warm/late/0', 'arms/a/0', 'arms/b/0', 'arms/c/0']
   second = ['warm/early/1', 'warm/late/1', 'arms/a/1', 'arms/c/1']
-  assert rows.plan(row, row.arms, ()) == first + second
-  assert rows.plan(row, row.arms, (1,)) == second
-  assert rows.plan(row, [row.arm('c')], ()) == ['arms/c/0', 'arms/c/1']
+  assert core.plan(row, row.arms, ()) == first + second
+  assert core.plan(row, row.arms, (1,)) == second
+  assert core.plan(row, [row.arm('c')], ()) == ['arms/c/0', 'arms/c/1']
 
 
 def test_a_shared_start_is_made_once_and_told_to_every_seed(tmp_path):
@@ -55,7 +58,7 @@ def test_a_shared_start_is_made_once_and_told_to_every_seed(tmp_path):
       'own': rows.Start(tiny_row.config, 'early'),
     },
   )
-  assert rows.plan(row, row.arms, ()) == [
+  assert core.plan(row, row.arms, ()) == [
     'warm/early/0',
     'warm/late/0',
     'arms/a/0',
@@ -63,7 +66,7 @@ def test_a_shared_start_is_made_once_and_told_to_every_seed(tmp_path):
     'warm/own/1',
     'arms/b/1',
   ]
-  assert rows.plan(row, [row.arm('a')], (1,)) == [
+  assert core.plan(row, [row.arm('a')], (1,)) == [
     'warm/early/0',
     'warm/late/0',
     'arms/a/1',
@@ -74,7 +77,7 @@ def test_a_shared_start_is_made_once_and_told_to_every_seed(tmp_path):
     ('warm/own/1', 'early/0'),
     ('arms/b/1', 'own/1'),
   ):
-    config = rows.config_of(row, stage, tmp_path)
+    config = stages.config_of(row, stage, tmp_path)
     assert config.train.init == str(tmp_path / 'warm' / start / 'run')
 
 
@@ -94,16 +97,16 @@ def test_folders_of_other_starts_are_made_before_and_told(tmp_path):
       'other': rows.Start(tiny_row.config, folders={'model.path': 'base'}),
     },
   )
-  assert rows.plan(row, row.arms, ()) == [
+  assert core.plan(row, row.arms, ()) == [
     'warm/policy/1',
     'warm/base/1',
     'warm/other/1',
     'arms/a/1',
   ]
-  config = rows.config_of(row, 'arms/a/1', tmp_path)
+  config = stages.config_of(row, 'arms/a/1', tmp_path)
   assert config.train.init == str(tmp_path / 'warm/policy/1/run')
   assert config.critic.path == str(tmp_path / 'warm/other/1/run')
-  other = rows.config_of(row, 'warm/other/1', tmp_path)
+  other = stages.config_of(row, 'warm/other/1', tmp_path)
   assert other.model.path == str(tmp_path / 'warm/base/1/run')
 
 
@@ -126,10 +129,10 @@ def test_an_arm_may_have_a_loop_of_its_own(tmp_path):
       },
     )
   )
-  rows.run_stage(row, 'arms/a/0', tmp_path, 'http://127.0.0.1:9')
+  stages.run_stage(row, 'arms/a/0', tmp_path, 'http://127.0.0.1:9')
   values = json.loads((tmp_path / 'arms/a/0/after/values.json').read_text())
   assert values == {'eval/em': len(tiny_row.config(0).name)}
-  assert rows.done(row, 'arms/a/0', tmp_path)
+  assert stages.done(row, 'arms/a/0', tmp_path)
 
 
 def test_names_that_do_not_exist_are_told_with_near_ones():
@@ -137,26 +140,22 @@ def test_names_that_do_not_exist_are_told_with_near_ones():
   with pytest.raises(ConfigError, match="'pop'.*ppo"):
     row.arm('pop')
   with pytest.raises(ConfigError, match="'wram'.*warm"):
-    rows.plan(row, row.arms, ())
-  with pytest.raises(ConfigError, match='--seeds.*no chosen arm'):
-    rows.run(MODULE, 'nowhere', seeds=[7])
-  with pytest.raises(ConfigError, match='--row=tests.conftest: it has no ROW'):
-    rows.load('tests.conftest')
+    core.plan(row, row.arms, ())
 
 
 def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
   row, stage = row_of(arm('a')), 'arms/a/0'
-  assert not rows.done(row, stage, tmp_path)
-  config = rows.records.plain(rows.config_of(row, stage, tmp_path))
+  assert not stages.done(row, stage, tmp_path)
+  config = records.plain(stages.config_of(row, stage, tmp_path))
   del config['rollout']['refill']  # a field of the schema that came later
-  rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
-  assert not rows.done(row, stage, tmp_path)  # its evaluation is missing
-  rows.records.write_json(tmp_path / stage / 'after' / 'values.json', {})
-  assert rows.done(row, stage, tmp_path)
+  records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  assert not stages.done(row, stage, tmp_path)  # its evaluation is missing
+  records.write_json(tmp_path / stage / 'after' / 'values.json', {})
+  assert stages.done(row, stage, tmp_path)
   config['optim']['lr'], config['source']['url'] = 7.0, 'http://elsewhere'
-  rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  records.write_json(tmp_path / stage / 'done.json', {'config': config})
   with pytest.raises(ConfigError, match='optim.lr was 7.0 and is 0.0003'):
-    rows.done(row, stage, tmp_path)
+    stages.done(row, stage, tmp_path)
 
 
 def test_a_warm_start_stays_when_only_what_comes_after_it_changes(tmp_path):
@@ -164,18 +163,16 @@ def test_a_warm_start_stays_when_only_what_comes_after_it_changes(tmp_path):
     arm('a', 'warm', seeds=(0,)), warm={'warm': rows.Start(tiny_row.config)}
   )
   for stage in ('warm/warm/0', 'arms/a/0'):
-    config = rows.records.plain(rows.config_of(row, stage, tmp_path))
+    config = records.plain(stages.config_of(row, stage, tmp_path))
     config['train']['steps'] += 1
-    rows.records.write_json(tmp_path / stage / 'done.json', {'config': config})
-  assert rows.done(row, 'warm/warm/0', tmp_path)
+    records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  assert stages.done(row, 'warm/warm/0', tmp_path)
   with pytest.raises(ConfigError, match='train.steps was'):
-    rows.done(row, 'arms/a/0', tmp_path)
+    stages.done(row, 'arms/a/0', tmp_path)
   config['sft']['steps'] += 1
-  rows.records.write_json(
-    tmp_path / 'warm/warm/0/done.json', {'config': config}
-  )
+  records.write_json(tmp_path / 'warm/warm/0/done.json', {'config': config})
   with pytest.raises(ConfigError, match='sft.steps was'):
-    rows.done(row, 'warm/warm/0', tmp_path)
+    stages.done(row, 'warm/warm/0', tmp_path)
 
 
 def test_an_arm_of_another_start_is_not_done(tmp_path):
@@ -184,24 +181,41 @@ def test_an_arm_of_another_start_is_not_done(tmp_path):
     warm={'warm': rows.Start(tiny_row.config, shared=True)},
   )
   stage = tmp_path / 'arms/a/1'
-  config = rows.records.plain(rows.config_of(row, 'arms/a/1', tmp_path))
-  rows.records.write_json(stage / 'after' / 'values.json', {})
+  config = records.plain(stages.config_of(row, 'arms/a/1', tmp_path))
+  records.write_json(stage / 'after' / 'values.json', {})
   # The table's folder may have moved since.
   config['train']['init'] = '/elsewhere/warm/warm/0/run'
-  rows.records.write_json(stage / 'done.json', {'config': config})
-  assert rows.done(row, 'arms/a/1', tmp_path)
+  records.write_json(stage / 'done.json', {'config': config})
+  assert stages.done(row, 'arms/a/1', tmp_path)
   config['train']['init'] = str(tmp_path / 'warm/warm/1/run')
-  rows.records.write_json(stage / 'done.json', {'config': config})
+  records.write_json(stage / 'done.json', {'config': config})
   with pytest.raises(ConfigError, match='train.init was .*warm/1/run'):
-    rows.done(row, 'arms/a/1', tmp_path)
+    stages.done(row, 'arms/a/1', tmp_path)
   # Nor is a start told that no arm goes on from.
   for seed in '01':
     folder = tmp_path / 'warm/warm' / seed
-    rows.records.write_json(folder / 'done.json', {'commit': seed})
-    rows.records.write_json(folder / 'seconds.json', {})
-  assert rows.starts(row, tmp_path) == {
+    records.write_json(folder / 'done.json', {'commit': seed})
+    records.write_json(folder / 'seconds.json', {})
+  assert figures.starts(row, tmp_path) == {
     'warm': {'0': {'seconds': {}, 'commit': '0'}}
   }
+
+
+def test_seeds_that_the_table_does_not_list_replicate_it_beside(tmp_path):
+  row = row_of(arm('trained', seeds=(0,)))
+  bar = table.Bar('em', lambda at: at('trained', 'after', 'eval/em').mean, 0.5)
+  row = dataclasses.replace(row, bars=[bar])
+  assert core.plan(row, row.arms, (11,)) == ['arms/trained/11']
+  complete(row, tmp_path, 'arms/trained/0', 0.0, 0.75)
+  found = rows.write(row, tmp_path, '', {})
+  assert 'replication' not in found and found['bars'][0]['holds']
+  complete(row, tmp_path, 'arms/trained/11', 0.0, 0.25)
+  found = rows.write(row, tmp_path, '', {})
+  assert [*found['arms']['trained']['seeds']] == ['0']
+  assert [b['value'] for b in found['bars']] == [0.75]
+  again = found['replication']
+  assert [*again['arms']['trained']['seeds']] == ['11']
+  assert [(b['value'], b['holds']) for b in again['bars']] == [(0.25, False)]
 
 
 def free(folder: pathlib.Path) -> bool:

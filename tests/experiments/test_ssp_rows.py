@@ -6,6 +6,7 @@ import pytest
 
 from experiments import table
 from experiments.ssp import rows
+from searchrl_jax.sweeps import figures
 
 
 def log(folder, steps):
@@ -62,7 +63,7 @@ def test_intervals_apart_are_measured_from_end_to_end():
       str(i): {'values': {'after': {f'{rows.MULTI}/em': v}}}
       for i, v in enumerate(values)
     }
-    return {'seeds': named, 'mean': table.means(named)}
+    return {'seeds': named, 'mean': figures.means(named)}
 
   bar = [b for b in rows.ROW.bars if b.name == 'ssp_vs_frozen']
   arms = {'ssp': seeds(0.8, 0.9, 1.0), 'frozen': seeds(0.5, 0.5, 0.5)}

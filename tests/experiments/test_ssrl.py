@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 
 from configs import ssrl
-from experiments import rows as harness
 from experiments.ssrl import closedbook, curve, rows
 from searchrl_jax import evaluate, sft
 from searchrl_jax.data import core as data
@@ -16,6 +15,7 @@ from searchrl_jax.evaluators import ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.run import build
 from searchrl_jax.sources import none
+from searchrl_jax.sweeps import core
 from searchrl_jax.types import Question, SearchRequest
 
 pytestmark = pytest.mark.slow
@@ -230,7 +230,7 @@ def test_the_table_evaluates_what_the_issue_asks_for():
   assert grpo.config(1).data.world_seed == grpo.config(1).seed == 1
   short = rows.ROW.arm('no_information').config(0)
   assert short.env.max_turn_tokens < grpo.config(0).env.max_turn_tokens
-  stages = harness.plan(rows.ROW, rows.ROW.arms, (0,))
+  stages = core.plan(rows.ROW, rows.ROW.arms, (0,))
   assert stages[0] == 'warm/warm/0' and len(stages) == 5
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from configs import search_r1, zerosearch
-from experiments import rows
 from experiments.zerosearch import check, documents
 from experiments.zerosearch import rows as table
 from searchrl_jax import evaluate, sft, train
@@ -15,6 +14,7 @@ from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import checks
 from searchrl_jax.run import build, records, writer
 from searchrl_jax.sources import simulated
+from searchrl_jax.sweeps import stages
 from searchrl_jax.types import (
   Passage,
   Question,
@@ -359,7 +359,7 @@ def test_no_search_engine_starts_while_it_trains(tmp_path, monkeypatch):
 def test_the_tables_arms_differ_in_what_they_say_alone(tmp_path):
   def of(arm):
     stage = f'arms/{arm}/0'
-    return records.plain(rows.config_of(table.ROW, stage, tmp_path))
+    return records.plain(stages.config_of(table.ROW, stage, tmp_path))
 
   def differ(a, b):
     return set(writer.differences(of(a), of(b)))
@@ -378,7 +378,7 @@ def test_the_tables_arms_differ_in_what_they_say_alone(tmp_path):
     tmp_path / 'warm/simulator/0/run'
   )
   # Search-R1's own warm starts serve.
-  warm = rows.config_of(table.ROW, 'warm/warm/1', tmp_path)
+  warm = stages.config_of(table.ROW, 'warm/warm/1', tmp_path)
   assert records.plain(warm) == records.plain(search_r1.get_config('seed=1'))
 
 

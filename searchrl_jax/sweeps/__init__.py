@@ -1,0 +1,1 @@
+"""Sweeps: arms x seeds, run in processes of their own, and their figures."""

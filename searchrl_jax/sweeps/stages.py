@@ -1,0 +1,173 @@
+"""Runs one stage of a sweep: a warm start, or an arm of one case."""
+
+from collections.abc import Iterator
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+
+from ml_collections import ConfigDict
+
+from searchrl_jax import sft
+from searchrl_jax.run import build, lookup, records, schema, writer
+from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax.sweeps import core
+from searchrl_jax.sweeps.core import Arm, Start, Sweep
+
+# Fields that `sft` does not read, so they do not change a warm start.
+UNREAD = ('eval', 'judge', 'reward', 'selfplay', 'train.steps')
+
+
+class Clock:
+  """Seconds of each stage; what a resumed stage takes adds up."""
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self.seconds = json.loads(path.read_text()) if path.exists() else {}
+
+  @contextlib.contextmanager
+  def __call__(self, stage: str) -> Iterator[None]:
+    begin = time.monotonic()
+    try:
+      yield
+    finally:
+      spent = self.seconds.get(stage, 0.0) + time.monotonic() - begin
+      self.seconds[stage] = spent
+      records.write_json(self._path, self.seconds)
+
+
+def config_of(sweep: Sweep, stage: str, workdir: pathlib.Path) -> ConfigDict:
+  """The stage's config, with the folders of the warm starts that it needs."""
+  one, case = sweep.stage(stage)
+  seed, world = core.parse(case)
+  config = one.config(seed)
+  if world is not None:
+    config.data.world_seed = world
+  needs = sweep.needs(stage).items()
+  config.update_from_flattened_dict(
+    {field: str(workdir / start / 'run') for field, start in needs}
+  )
+  return config
+
+
+def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
+  """Whether a stage is complete.
+
+  Raises:
+    ConfigError: it was run with another config.
+  """
+  folder = workdir / stage
+  if not (folder / 'done.json').exists():
+    return False
+  before = json.loads((folder / 'done.json').read_text())['config']
+  # Fields added to the schema since then get their neutral values.
+  known = schema.base()
+  known.update(before)
+  before = records.plain(known)
+  now = records.plain(config_of(sweep, stage, workdir))
+  one, _ = sweep.stage(stage)
+  free = (*writer.MAY_DIFFER, *(UNREAD if isinstance(one, Start) else ()))
+  free = tuple(f'{field}.' for field in free)
+  for field, (old, new) in writer.differences(before, now).items():
+    moved = field in one.needs and _within(old) == _within(new)
+    if not moved and not f'{field}.'.startswith(free):
+      raise ConfigError(
+        f'{folder} was run with another config: {field} was {old!r} and is '
+        f'{new!r} now; remove that folder, or set another --workdir'
+      )
+  return isinstance(one, Start) or all(
+    (folder / variant / 'values.json').exists() for variant in one.evaluations
+  )
+
+
+def _within(run: str) -> tuple[str, ...]:
+  """The parts of warm/NAME/CASE/run, without the folder of the sweep."""
+  return pathlib.PurePath(run).parts[-4:]
+
+
+def run_stage(
+  sweep: Sweep, stage: str, workdir: pathlib.Path, url: str
+) -> None:
+  """Trains and evaluates one stage; resumes an interrupted one.
+
+  url: of the retrieval server; '' = as the config has it.
+  """
+  folder = workdir / stage
+  folder.mkdir(parents=True, exist_ok=True)
+  with (folder / '.lock').open('w') as lock:
+    # A process whose sweep was killed saves before it ends.
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _run_stage(sweep, stage, folder, config_of(sweep, stage, workdir), url)
+
+
+def _run_stage(sweep, stage: str, folder, config, url: str) -> None:
+  plain = records.plain(config)
+  config.source.url = url or config.source.url
+  clock = Clock(folder / 'seconds.json')
+  one, _ = sweep.stage(stage)
+  arm = one if isinstance(one, Arm) else None
+  run = str(folder / 'run')
+  if not (folder / 'done.json').exists():
+    if arm is None or arm.train:
+      with clock('train'):
+        loop = lookup.function('searchrl_jax', arm.loop) if arm else sft.sft
+        loop(config, run)
+    commit = writer.environment()['commit'] or 'none'
+    content = {'config': plain, 'commit': commit}
+    records.write_json(folder / 'done.json', content)
+  if arm is None:
+    return
+  # An arm without training is its warm start, or a Hugging Face folder ('').
+  run = run if arm.train else config.train.init
+  for variant, measure in arm.evaluations.items():
+    out = folder / variant
+    if (out / 'values.json').exists():
+      continue
+    with clock('evaluate'):
+      values = measure(config, run, str(out))
+    records.write_json(out / 'values.json', values)
+
+
+class Servers:
+  """A retrieval server for each world, started at the first `url` call."""
+
+  def __init__(self, workdir: pathlib.Path):
+    self._folder, self._urls = workdir / 'worlds', {}
+    self._stack = contextlib.ExitStack()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    return self._stack.__exit__(*error)
+
+  def url(self, config: ConfigDict) -> str:
+    world = {
+      k: config.data[k] for k in ('dir', 'world_module', 'world_seed', 'world')
+    }
+    key = json.dumps(
+      records.plain(
+        {'corpus': config.source.corpus, 'url': config.source.url, **world}
+      )
+    )
+    if key not in self._urls:
+      folder = str(self._folder / str(len(self._urls)))
+      self._urls[key] = self._stack.enter_context(
+        build.retrieval(config, folder)
+      )
+    return self._urls[key]
+
+
+def end_with_parent() -> None:
+  """Sends SIGTERM to this process when standard input closes."""
+
+  def watch():
+    while os.read(0, 1):  # sys.stdin's own lock would outlive the process
+      pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=watch, daemon=True).start()
