@@ -86,6 +86,7 @@ class Writer:
     self._pending: futures.Future | None = None
     self._start = self._last = time.monotonic()
     self._first = self._step = step
+    self._waited = cluster.waited()
     self._metrics = self.folder / 'metrics.jsonl'
     self._trackers: list = []
     with contextlib.ExitStack() as stack, records.explained(self.folder):
@@ -120,7 +121,9 @@ class Writer:
     """Writes one step's metrics.
 
     Adds 'time/NAME', the seconds that each timer measured, and 'time/step',
-    the seconds since the previous step.
+    the seconds since the previous step. Of several processes also
+    'time/exchange': of process 0, the seconds in which it waited for what
+    others sent; other timers include a part of them.
 
     Returns:
       What was written, as floats.
@@ -128,6 +131,9 @@ class Writer:
     now = time.monotonic()
     seconds = {f'time/{k}': v for k, v in self._seconds.items()}
     seconds['time/step'] = now - self._last
+    if cluster.size() > 1:
+      seconds['time/exchange'] = cluster.waited() - self._waited
+      self._waited = cluster.waited()
     self._last, self._step = now, step
     self._seconds.clear()
     values = {k: float(v) for k, v in {**metrics, **seconds}.items()}

@@ -15,6 +15,7 @@ def get_config(arg=None):
   c.algorithm.update(dict(advantage='rloo', kl='reward', kl_coef=0.05))
   c.algorithm.advantage_kw = ConfigDict()
   c.rollout.questions = 6  # not a multiple of four processes
-  c.train.steps = a.steps
+  c.train.steps = c.sft.steps = a.steps
+  c.sft.warmup = 1
   c.eval.every = 0
   return c
