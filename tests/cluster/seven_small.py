@@ -12,13 +12,13 @@ def get_config(arg=None):
   c.engine.prefill_rows = 4
   c.env.max_turn_tokens = 8
   c.env.max_observation_tokens = 64
-  c.env.max_tokens = c.engine.max_len = 448
+  c.env.max_tokens = c.engine.max_len = 640
   c.rollout.questions = 4
   c.rollout.group = 2
   c.algorithm.minibatches = 1
   c.optim.warmup = 0
-  c.batch.lengths = (448,)
-  c.batch.tokens = 896
+  c.batch.lengths = (640,)
+  c.batch.tokens = 1280
   c.train.steps = 3
   c.checkpoint.every = 1
   c.eval.every = 0
