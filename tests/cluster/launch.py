@@ -84,7 +84,7 @@ def start(
 def command(name: str, count: int, folder, url: str, *args, steps=2, **how):
   """Starts train or sft with the recipe in `folder`/run."""
   recipe = ROOT / 'tests' / 'cluster' / 'recipe.py'
-  config = f'--config={recipe}:steps={steps}'
+  config = f'--config={recipe}:steps={steps}{",traces" * (name == "sft")}'
   where = f'--workdir={folder}/run', f'--config.source.url={url}'
   module = f'searchrl_jax.{name}'
   return start(count, folder, module, config, *where, *args, **how)

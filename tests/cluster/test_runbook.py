@@ -4,6 +4,7 @@ A local server stands for the hub. It has a checkpoint, questions of the seven
 sets, a corpus, its vectors in two parts, and their encoder.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -104,12 +105,12 @@ def test_the_runbook_leads_to_the_table(stand_in, tmp_path):
     'PYTHON': sys.executable,
     # Programs of the dense index compile for a minute before it is served.
     'SEARCH_FLAGS': '--index=bm25',
-    'XLA_FLAGS': '',  # one device
+    'XLA_FLAGS': '--xla_backend_optimization_level=0',  # and one device
     'HF_ENDPOINT': stand_in.url,
     'HF_HUB_OFFLINE': '0',
     'EVALUATE_FLAGS': '--config.eval.bootstrap=50',
   }
-  said = {}
+  said, training = {}, None
 
   def start(*steps):
     log = open(tmp_path / 'log', 'w')
@@ -140,7 +141,7 @@ def test_the_runbook_leads_to_the_table(stand_in, tmp_path):
     # A signal to the whole group, as a scheduler sends it; then it resumes.
     training = start('train')
     saved = tmp_path / 'run' / 'checkpoints' / '00000001'
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 300
     while not saved.exists():
       assert time.monotonic() < limit and training.poll() is None
       time.sleep(0.05)
@@ -158,6 +159,9 @@ def test_the_runbook_leads_to_the_table(stand_in, tmp_path):
       assert f'set={name}' in said['evaluate']
     assert values['eval/cost/searches'] >= 0
   finally:
+    if training:  # has ended, unless the test failed
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(training.pid, signal.SIGKILL)
     status = take('stop')
   assert status == 0
   assert not (
