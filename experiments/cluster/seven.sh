@@ -10,8 +10,9 @@
 #
 #   DIR             everything is below it; a disk that all nodes share
 #   MODEL, ENCODER  names on the hub; HF_ENDPOINT is a mirror of it
+#   MACHINE         such as h200x8: mesh, slots and adapters of a preset
 #   CONFIG          of the training; layout=flashrag reads what `fetch` brings
-#   TRAIN_FLAGS     for doctor and train, such as mesh and engine
+#   TRAIN_FLAGS     for doctor and train, such as an engine
 #   EVALUATE_FLAGS  for evaluate
 #   SEARCH_FLAGS    for the retrieval server; --index=bm25 needs no accelerator
 #   SEARCH_GPUS     that the retrieval server sees; TRAIN_GPUS: the trainer
@@ -33,8 +34,10 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; then
 fi
 dir=${DIR:-runs/seven} port=${PORT:-8000} python=${PYTHON:-.venv/bin/python}
 model=${MODEL:-Qwen/Qwen2.5-3B} encoder=${ENCODER:-intfloat/e5-base-v2}
-config=${CONFIG:-configs/search_r1.py:layout=flashrag,model=$dir/model}
-encoder_folder=$dir/$(basename "$encoder")  # the name says how it is used
+# Their names say how they are used.
+model_folder=$dir/$(basename "$model") encoder_folder=$dir/$(basename "$encoder")
+config=configs/search_r1.py:layout=flashrag,model=$model_folder
+config=${CONFIG:-$config${MACHINE:+,machine=$MACHINE}}
 search=${SEARCH_FLAGS:---index=dense_jax --encoder=$encoder_folder}
 node=$dir/nodes/$(uname -n)
 on_data="--data_dir=$dir/questions --config.source.url=http://127.0.0.1:$port"
@@ -44,7 +47,7 @@ trap : USR1 TERM INT
 fetch() {
   get="$python -m retrieval.download"
   $get --repo="$model" --repo_type=model --file='*.json' \
-    --file='*.safetensors' --out="$dir/model"
+    --file='*.safetensors' --out="$model_folder"
   $get --repo=RUC-NLPIR/FlashRAG_datasets --out="$dir/questions" \
     --file=nq/train.jsonl --file=nq/test.jsonl --file=triviaqa/test.jsonl \
     --file=popqa/test.jsonl --file=hotpotqa/train.jsonl \
