@@ -105,6 +105,7 @@ train() {
 }
 
 evaluate() {
+  export COLUMNS="${COLUMNS:-320}"  # of the table, which is no terminal's
   trainer evaluate --workdir="$dir/run" --out="$dir/table" $on_data \
     --config.eval.questions=0 ${EVALUATE_FLAGS:-}
 }

@@ -24,7 +24,7 @@ from tests.cluster import launch, recipe
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 STEPS = 4
-START_S = 560  # of a run of a few steps, on two slow cores
+START_S = 240  # of a run of a few steps, on two slow cores
 
 
 def end(processes, seconds=START_S) -> None:

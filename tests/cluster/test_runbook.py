@@ -29,9 +29,12 @@ from tests.retrieval.conftest import write_corpus
 from tests.retrieval.test_download import Server, hub
 from tests.test_wiki import QWEN
 
-pytestmark = [pytest.mark.runbook, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.runbook, pytest.mark.timeout(1800)]
 
+STEP_S = 600  # of a step, on a busy machine
 PEOPLE = [f'king{i}' for i in range(40)]
+# Sets of different sizes: the table shows columns of equal figures once.
+SIZES = {name: 3 + i for i, name in enumerate(seven.SPLITS)}
 STEPS = 'fetch', 'index', 'serve', 'doctor', 'train', 'evaluate', 'stop'
 
 
@@ -39,7 +42,7 @@ def records(name: str, split: str) -> bytes:
   rows = [
     dict(id=f'{split}_{i}', question=f'where was {who} born ?')
     | dict(golden_answers=[f'city{i}'])
-    for i, who in enumerate(PEOPLE[: 8 if split == 'train' else 3])
+    for i, who in enumerate(PEOPLE[: 8 if split == 'train' else SIZES[name]])
   ]
   return ''.join(json.dumps(row) + '\n' for row in rows).encode()
 
@@ -126,7 +129,7 @@ def test_the_runbook_leads_to_the_table(stand_in, tmp_path):
 
   def take(step):
     begin = time.monotonic()
-    status = start(step).wait(300)
+    status = start(step).wait(STEP_S)
     said[step] = (tmp_path / 'log').read_text()
     print(f'{said[step]}({step}: {time.monotonic() - begin:.1f} s)')
     return status
@@ -141,23 +144,23 @@ def test_the_runbook_leads_to_the_table(stand_in, tmp_path):
     # A signal to the whole group, as a scheduler sends it; then it resumes.
     training = start('train')
     saved = tmp_path / 'run' / 'checkpoints' / '00000001'
-    limit = time.monotonic() + 300
+    limit = time.monotonic() + STEP_S
     while not saved.exists():
       assert time.monotonic() < limit and training.poll() is None
       time.sleep(0.05)
     os.killpg(training.pid, signal.SIGUSR1)
-    assert training.wait(60) == 143
+    assert training.wait(STEP_S) == 143
     assert take('train') == 0, said['train']
     lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
     assert [json.loads(line)['step'] for line in lines] == [0, 1, 2]
 
     assert take('evaluate') == 0, said['evaluate']
     values = json.loads((tmp_path / 'table' / 'eval.json').read_text())
-    for name in seven.SPLITS:
+    for name, count in SIZES.items():
       name = 'two_wiki' if name == '2wikimultihopqa' else name
-      assert values[f'eval/set={name}/em/n'] == 3
+      assert values[f'eval/set={name}/em/n'] == count
       assert f'set={name}' in said['evaluate']
-    assert values['eval/cost/searches'] >= 0
+    assert values['eval/em/n'] == sum(SIZES.values())
   finally:
     if training:  # has ended, unless the test failed
       with contextlib.suppress(ProcessLookupError):
