@@ -19,7 +19,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
 .PHONY: help setup quickstart sidecar test test-quick test-parity \
-  test-cluster test-sidecar test-aot aot lint sizes clean
+  test-cluster test-runbook test-sidecar test-aot aot lint sizes clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-quick             a part of them, in 90 s'
 	@echo 'make test-parity            installs torch, compares with it live'
 	@echo 'make test-cluster           several processes on this machine (8 min)'
+	@echo 'make test-runbook           docs/cluster.md at small size, step by step'
 	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
 	@echo 'make aot                    compilers for GPUs and TPUs in .venv-aot (6 GB):'
@@ -80,7 +81,7 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
-test test-quick test-parity test-cluster test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
+test test-quick test-parity test-cluster test-runbook test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
 
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
@@ -90,13 +91,17 @@ test: setup
 # Whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
-	  -m 'not slow and not parity and not sidecar and not aot and not cluster'
+	  -m "not slow and not parity and not sidecar and not aot and not cluster \
+	  and not runbook"
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity
 
 test-cluster: setup
 	$(PY) -m pytest -m cluster
+
+test-runbook: setup
+	$(PY) -m pytest -m runbook -s
 
 test-sidecar: setup sidecar
 	$(PY) -m pytest -m sidecar

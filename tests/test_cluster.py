@@ -3,10 +3,11 @@
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from searchrl_jax.run import cluster
+from searchrl_jax.run import cluster, sharding
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.types import Question, Trajectory
 from tests.conftest import ROOT
@@ -107,6 +108,15 @@ def test_shares_follow_each_other(monkeypatch):
       shares.append(cluster.part(range(10)))
     assert [i for share in shares for i in share] == [*range(10)]
     assert {len(share) for share in shares} <= {10 // size, -(-10 // size)}
+
+
+@pytest.mark.parametrize('size, taken', [(1, [1, 0]), (3, [2, 1])])
+def test_a_mesh_takes_as_much_of_each_process(size, taken, monkeypatch):
+  monkeypatch.setattr(cluster, 'size', lambda: 2)
+  devices = [SimpleNamespace(process_index=i // 2) for i in range(4)]
+  with pytest.raises(ConfigError) as e:
+    sharding.make_mesh(size, 1, 1, devices)
+  assert f'takes {taken} devices of the 2 processes' in str(e.value)
 
 
 def test_one_process_works_alone(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent import futures
+import operator
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import pytest
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import Rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import session
+from searchrl_jax.run import records, session
 from searchrl_jax.run.signals import Loop, Signals, Stopped
 from searchrl_jax.types import Question, Segment, Trajectory
 
@@ -188,6 +189,33 @@ def test_what_other_weights_wrote_is_sampled_again():
     seen = rollouts.give_back(0, False)
     assert len(seen) == 2 and not any(rollouts.ended().values())
     assert rollouts.state() == {'at': 0}
+
+
+def test_the_process_that_plays_a_question_decides_what_is_kept(monkeypatch):
+  """Each of two processes samples its question of a resumed step again."""
+  questions = [Question(f'q{i}', 'who') for i in (0, 1)]
+  saved = collector.encode({0: [trajectory(q) for q in questions]})
+
+  async def again(questions, *, step, ended, on_trajectory):
+    assert [name for name, _ in ended] == [q.id for q in questions]
+    for q in questions:
+      on_trajectory(trajectory(q, version=1))
+    return Rollout([], RolloutStats())
+
+  parts = []
+  for own in (slice(0, 1), slice(1, 2)):
+    share = operator.itemgetter(own)
+    monkeypatch.setattr(collector.cluster, 'part', share)
+    with Signals() as signals:
+      rollouts = make(signals, Stream(), again, 0)
+      rollouts.decode(saved)
+      rollouts.take(0)
+      rollouts.give_back(0, True)
+      parts.append(rollouts.ended())
+  monkeypatch.setattr(collector.cluster, 'gather', lambda *_: parts)
+  kept = [r.trajectory for r in records.read(rollouts.encode())]
+  versions = {t.question.id: t.segments[0].versions.tolist() for t in kept}
+  assert versions == {'q0': [1, 1], 'q1': [1, 1]}
 
 
 def test_what_ended_after_a_checkpoint_lies_beside_it(tmp_path):

@@ -1,7 +1,7 @@
-# Read by the sbatch files. `job FLAGS` runs one process on each node and waits.
-# A run that was stopped by a signal is put into the queue again. PYTHON names
-# the interpreter, MODULE what it runs (default: searchrl_jax.train), RUNS how
-# often a job may start (SLURM counts the restarts).
+# Read by the batch scripts. `job COMMAND` runs it once on each node and waits;
+# `run FLAGS` so trains. A run that was stopped by a signal is put into the queue
+# again. PYTHON names the interpreter, RUNS how often a job may start (SLURM
+# counts the restarts).
 
 job() {
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "${RUNS:-50}" ]; then
@@ -12,12 +12,15 @@ job() {
   export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
   # --kill-on-bad-exit: a process that fails ends the step. The others save or
   # end by themselves before; --wait gives them the time.
-  srun --kill-on-bad-exit=0 --wait=120 \
-    "${PYTHON:-.venv/bin/python}" -m "${MODULE:-searchrl_jax.train}" "$@"
-  status=$?
+  status=0
+  srun --kill-on-bad-exit=0 --wait=120 "$@" || status=$?
   if [ "$status" -eq 143 ]; then
     echo "stopped by a signal; into the queue again"
     scontrol requeue "$SLURM_JOB_ID"
   fi
   return "$status"
+}
+
+run() {
+  job "${PYTHON:-.venv/bin/python}" -m searchrl_jax.train "$@"
 }

@@ -93,7 +93,8 @@ class Collector:
     ended: dict[int, dict] = {}
     for found in cluster.gather('ended', self.ended):
       for step, trajectories in found.items():
-        # Those of a start with other shares are known to several.
+        # Those that an earlier start finished are known to all, until their
+        # question is shared out (`_play`).
         names = {(t.question.id, t.sample): t for t in trajectories}
         ended[step] = ended.get(step, {}) | names
     return encode({n: [*ended[n].values()] for n in sorted(ended)})
@@ -170,8 +171,11 @@ class Collector:
   def _play(
     self, questions: Sequence[Question], step: int, one: _Step, **how
   ) -> futures.Future:
-    how |= dict(step=step, ended=dict(one.ended), on_trajectory=one.keep)
     own = cluster.part(questions)
+    # The process that plays a question decides what is kept of it.
+    others = {q.id for q in questions} - {q.id for q in own}
+    one.ended = {k: t for k, t in one.ended.items() if k[0] not in others}
+    how |= dict(step=step, ended=dict(one.ended), on_trajectory=one.keep)
     return self._signals.start(self._counted(own, **how))
 
   async def _counted(self, questions: Sequence[Question], **how) -> Rollout:

@@ -537,8 +537,10 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
         return stack.enter_context(server).url
 
       if config.source.servers == 'one' and cluster.size() > 1:
-        url = cluster.first('retrieval', lambda: start(host='0.0.0.0'))
-        yield url.replace('0.0.0.0', cluster.host())
+        host = cluster.host()
+        served = host if host in ('127.0.0.1', 'localhost') else '0.0.0.0'
+        url = cluster.first('retrieval', lambda: start(host=served))
+        yield url.replace('0.0.0.0', host)
       else:
         yield cluster.agree('retrieval', start)
 

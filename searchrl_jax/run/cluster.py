@@ -21,6 +21,7 @@ import hashlib
 import os
 import pathlib
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ import zlib
 
 from searchrl_jax.run import lookup
 from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.run.signals import Signals, Stopped
+from searchrl_jax.run.signals import CAUGHT, Signals, Stopped
 
 T = TypeVar('T')
 E = TypeVar('E', bound=Exception)
@@ -46,6 +47,7 @@ _POLL_S = 0.5
 # Of one value in the store: a wait of a second includes its transfer.
 _CHUNK = 4 * 2**20
 _PREFIX = 'searchrl'
+_NOTED = 'stopped by a signal, without a save'
 
 
 class ProcessError(RuntimeError):
@@ -70,6 +72,8 @@ class _World:
   def __init__(self, client, rank: int, size: int, host: str):
     self.client, self.rank, self.size, self.host = client, rank, size, host
     self.signals: Signals | None = None
+    self.noted = False  # a signal came that nobody else handles
+    self.seconds = 0.0  # in exchanges
     self._calls = 0
     self._closed = threading.Event()
     self._left = False
@@ -102,6 +106,7 @@ class _World:
 
   def exchange(self, what: str, value: Any) -> list:
     """The values of all processes, in their order."""
+    begin = time.monotonic()
     self._calls += 1
     name = lambda call, rank: f'{_PREFIX}/{call}/{rank}'
     own = name(self._calls, self.rank)
@@ -125,6 +130,7 @@ class _World:
       found.append(value if rank == self.rank else other)
     # Whoever takes part in this exchange has read all of the last one.
     self.client.key_value_delete(name(self._calls - 1, self.rank))
+    self.seconds += time.monotonic() - begin
     return found
 
   def _wait(self, key: str) -> bytes:
@@ -150,12 +156,15 @@ class _World:
         failed = failed or self.get('failed')
       except ProcessError as e:
         failed = str(e)
+      failed = failed or self.noted and _NOTED
       if failed and not since:
         since = time.monotonic()
       if since and not self._left and time.monotonic() > since + GRACE_S:
         text = f'error: process {self.rank} ends, as it waits in vain: {failed}'
         print(text, file=sys.stderr, flush=True)
-        os._exit(1)
+        if self.noted:
+          self.leave(_NOTED)
+        os._exit(143 if self.noted else 1)
 
   def _pass_stop(self) -> None:
     signals = self.signals  # the main thread may end them meanwhile
@@ -165,6 +174,11 @@ class _World:
       self.set('stop', str(self.rank))
     elif self.get('stop') is not None:
       signals.interrupt()
+
+  def note(self, signum, frame) -> None:
+    """Handles the first signal; a second one ends the process."""
+    signal.signal(signum, signal.SIG_DFL)
+    self.noted = True
 
   def leave(self, message: str) -> None:
     """Tells the others that this process ends, and why."""
@@ -235,6 +249,9 @@ def initialize(
   host = state.coordinator_address.rpartition(':')[0]
   if state.num_processes > 1:
     _world = _World(state.client, state.process_id, state.num_processes, host)
+    # Until the run handles them, the next exchange stops all processes.
+    for number in CAUGHT:
+      signal.signal(number, _world.note)
 
 
 def _given(coordinator: str, processes: int, process_id: int) -> dict | None:
@@ -309,6 +326,11 @@ def folder(workdir) -> pathlib.Path:
   return pathlib.Path(workdir) / own
 
 
+def waited() -> float:
+  """Seconds in which this process waited for what others sent, in all."""
+  return 0.0 if _world is None else _world.seconds
+
+
 def part(items: Sequence[T]) -> Sequence[T]:
   """This process's share of a sequence; shares follow each other."""
   n, ways = len(items), size()
@@ -333,6 +355,8 @@ def gather(what: str, work: Callable[[], T]) -> list[T]:
   error, failure = None, None
   try:
     value = work()
+    if world.noted:
+      raise Stopped(_NOTED)
   except Exception as e:
     error, failure = e, _Failure(isinstance(e, Stopped), str(e) or repr(e))
     world.set('stop', str(world.rank))

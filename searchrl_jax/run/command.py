@@ -40,9 +40,15 @@ def define_data_dir():
 
 
 def define_workdir(required: bool = True):
-  return flags.DEFINE_string(
+  holder = flags.DEFINE_string(
     'workdir', None, 'Run folder; its run is resumed.', required=required
   )
+  flags.register_validator(
+    'workdir',
+    lambda path: '://' not in (path or ''),
+    'a folder is needed, on a disk that all processes share; mount a bucket',
+  )
+  return holder
 
 
 def define_checkpoint():

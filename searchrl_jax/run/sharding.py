@@ -6,6 +6,7 @@ axes do not divide is replicated (KV heads on a wide tensor axis are the usual
 case). The constraint helpers do nothing without a mesh.
 """
 
+import collections
 import contextlib
 import functools
 import math
@@ -60,8 +61,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
   Sizes without a -1 may ask for fewer devices than there are: the first ones.
 
   Raises:
-    ValueError: the sizes ask for more devices than there are, or do not
-      divide them.
+    ValueError: the sizes ask for more devices than there are, do not divide
+      them, or take more of one process than of another.
   """
   devices = devices or _in_order()
   sizes, count = [data, fsdp, tensor], len(devices)
@@ -79,12 +80,14 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
   )
   sizes = [count // known if s == -1 else s for s in sizes]
   used = devices[: math.prod(sizes)]
+  taken = collections.Counter(d.process_index for d in used)
+  by_process = [taken[i] for i in sorted({d.process_index for d in devices})]
   lookup.require(
-    cluster.size() == 1
-    or {d.process_index for d in used} == {d.process_index for d in devices},
-    f'config.mesh {dict(zip(AXES, sizes))} takes {len(used)} of {count} '
-    f'devices, and none of some of the {cluster.size()} processes: start fewer '
-    'processes, or set one size to -1',
+    cluster.size() == 1 or len({*by_process}) == 1,
+    f'config.mesh {dict(zip(AXES, sizes))} takes {by_process} devices of the '
+    f'{len(by_process)} processes, in their order, and has to take equally '
+    'many: set one size to -1, start fewer processes, or give each as many '
+    'devices (CUDA_VISIBLE_DEVICES)',
   )
   grid = np.asarray(used).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)

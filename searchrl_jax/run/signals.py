@@ -12,6 +12,8 @@ import contextlib
 import signal
 import threading
 
+CAUGHT = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
 
 class Stopped(Exception):
   """A signal came; the run is saved, the same command resumes it."""
@@ -132,8 +134,7 @@ class Signals(Loop):
 
   def __enter__(self):
     super().__enter__()
-    caught = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-    self._before = {s: signal.signal(s, self._handle) for s in caught}
+    self._before = {s: signal.signal(s, self._handle) for s in CAUGHT}
     return self
 
   def __exit__(self, *error):

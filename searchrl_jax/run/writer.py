@@ -88,6 +88,7 @@ class Writer:
     self._start = self._last = time.monotonic()
     self._first = self._next = step
     self._began = False
+    self._waited = cluster.waited()
     self._metrics = self.folder / 'metrics.jsonl'
     self._trackers: list = []
     with contextlib.ExitStack() as stack, records.explained(self.folder):
@@ -123,7 +124,9 @@ class Writer:
     """Writes one step's metrics.
 
     Adds 'time/NAME', the seconds that each timer measured, and 'time/step',
-    the seconds since the previous step.
+    the seconds since the previous step. Of several processes also
+    'time/exchange': of process 0, the seconds in which it waited for what
+    others sent; other timers include a part of them.
 
     Returns:
       What was written, as floats.
@@ -131,6 +134,9 @@ class Writer:
     now = time.monotonic()
     seconds = {f'time/{k}': v for k, v in self._seconds.items()}
     seconds['time/step'] = now - self._last
+    if cluster.size() > 1:
+      seconds['time/exchange'] = cluster.waited() - self._waited
+      self._waited = cluster.waited()
     self._last, self._next = now, step + 1
     self._seconds.clear()
     values = {k: float(v) for k, v in {**metrics, **seconds}.items()}

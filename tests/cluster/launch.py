@@ -1,6 +1,7 @@
-"""Starts the processes of a run on this machine, two devices each."""
+"""Starts the processes of a command on this machine."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -47,16 +48,26 @@ class Processes:
     self.running[rank].send_signal(number)
 
 
-def start(count: int, folder: pathlib.Path, module: str, *args, each=None):
+def start(
+  count: int,
+  folder: pathlib.Path,
+  module: str,
+  *args,
+  each=None,
+  devices=DEVICES,
+):
   """Starts `count` processes of `python -m module args`.
 
-  each: rank -> further arguments.
+  Args:
+    each: rank -> further arguments.
+    devices: of each process; a list: of every one by rank.
   """
+  devices = devices if isinstance(devices, list) else [devices] * count
   port, folder = free_port(), pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   running, logs = [], []
   for rank in range(count):
-    flags = f'--xla_force_host_platform_device_count={DEVICES}'
+    flags = f'--xla_force_host_platform_device_count={devices[rank]}'
     env = dict(os.environ, JAX_PLATFORMS='cpu', PYTHONPATH=str(ROOT))
     env['XLA_FLAGS'] = f'{flags} --xla_backend_optimization_level=0'
     env |= dict(NNODES=str(count), RANK=str(rank))
@@ -70,10 +81,14 @@ def start(count: int, folder: pathlib.Path, module: str, *args, each=None):
   return Processes(running, logs)
 
 
-def train(count: int, folder, url: str, *args, steps: int = 2, each=None):
-  """Starts a run of the recipe in `folder`/run."""
+def command(name: str, count: int, folder, url: str, *args, steps=2, **how):
+  """Starts train or sft with the recipe in `folder`/run."""
   recipe = ROOT / 'tests' / 'cluster' / 'recipe.py'
-  config = f'--config={recipe}:steps={steps}'
+  config = f'--config={recipe}:steps={steps}{",traces" * (name == "sft")}'
   where = f'--workdir={folder}/run', f'--config.source.url={url}'
-  module = 'searchrl_jax.train'
-  return start(count, folder, module, config, *where, *args, each=each)
+  module = f'searchrl_jax.{name}'
+  return start(count, folder, module, config, *where, *args, **how)
+
+
+train = functools.partial(command, 'train')
+sft = functools.partial(command, 'sft')

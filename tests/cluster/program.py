@@ -1,8 +1,9 @@
-"""Log-probs, gradients and an update over the devices of all processes.
+"""Log-probs, gradients and updates over the devices of all processes.
 
   python -m tests.cluster.program FOLDER DATA FSDP TENSOR
 
-Writes what every process sees to FOLDER/RANK.npz.
+Writes what every process sees to FOLDER/RANK.npz, and the state after the first
+update as a checkpoint.
 """
 
 import pathlib
@@ -10,10 +11,11 @@ import sys
 
 import jax
 import numpy as np
+import optax
 
 from searchrl_jax.engines.weights import publication
 from searchrl_jax.models import decoder
-from searchrl_jax.run import cluster, sharding
+from searchrl_jax.run import checkpoint, cluster, sharding
 from tests import test_mesh_update as mesh_test
 from tests import test_update as base
 
@@ -39,6 +41,7 @@ def main(folder: str, *shape: str) -> None:
   layout = decoder.param_shardings(mesh_test.CFG, sharding.own_mesh(mesh))
   out = {'scores': scores, 'loss': np.asarray(sums['loss'])}
   trees = {'grads': grads, 'params': state.params}
+  trees |= {k: optax.tree.get(state.opt_state, k) for k in ('mu', 'nu')}
   for name, tree in trees.items():
     if cluster.size() > 1:
       tree = sharding.own_copy(tree, mesh, layout)
@@ -47,6 +50,10 @@ def main(folder: str, *shape: str) -> None:
   folder = pathlib.Path(folder)
   publisher = publication.Publisher(folder / 'own', mesh_test.CFG, 'float32')
   publisher.publish(state.params, 3)
+  saver = checkpoint.Checkpointer(folder / 'checkpoints', None, '')
+  saver.save(1, state, extras={}, metrics={}, fingerprint={})
+  _, after = updater.step(state, batches)
+  out |= {f'next/{k}': after[k] for k in ('loss', 'grad_norm')}
   np.savez(folder / f'{cluster.rank()}.npz', finite=metrics['finite'], **out)
   cluster.leave(None)
 

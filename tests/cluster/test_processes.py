@@ -11,11 +11,14 @@ import time
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from searchrl_jax.engines.weights import published
 from searchrl_jax.models import decoder
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build, checkpoint, records, sharding
+from tests import test_mesh_update as mesh_test
+from tests import test_update as base
 from tests.cluster import launch, recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -105,6 +108,7 @@ def test_two_processes_do_what_one_does(alone, two):
   same_step(two, alone)
   steps = metrics(two)
   assert sorted(steps) == list(range(STEPS))
+  assert all(0 < s['time/exchange'] < s['time/step'] for s in steps.values())
   asked, count = steps[STEPS - 1], metrics(alone)[STEPS - 1]['eval/em/n']
   assert asked['eval/em/n'] == count > 0
   files = sorted(p.name for p in (two / 'run' / 'trajectories').iterdir())
@@ -114,6 +118,55 @@ def test_two_processes_do_what_one_does(alone, two):
   want = params(alone)
   for name, value in params(two).items():
     np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-4)
+
+
+def evaluated(folder) -> tuple[dict, dict]:
+  """The figures but the seconds, and the token ids of each trajectory."""
+  found = json.loads((folder / 'eval.json').read_text())
+  values = {k: v for k, v in found.items() if not k.endswith('seconds')}
+  ids = {
+    r.trajectory.id: [s.ids.tolist() for s in r.trajectory.segments]
+    for r in records.read(folder / 'eval')
+  }
+  return values, ids
+
+
+def test_sft_and_evaluate_do_what_they_do_in_one_process(tmp_path, url):
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  with (
+    launch.sft(1, one, url, steps=3) as first,
+    launch.sft(2, two, url, steps=3) as second,
+  ):
+    end(first), end(second)
+  ours, theirs = metrics(two), metrics(one)
+  assert sorted(ours) == sorted(theirs) == [0, 1, 2]
+  for step, line in theirs.items():
+    for name in ('nll', 'grad_norm', 'tokens'):
+      name = f'sft/{name}'
+      assert ours[step][name] == pytest.approx(line[name], rel=1e-5), name
+  want = params(one)
+  for name, value in params(two).items():
+    np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-4)
+
+  args = [f'--workdir={two}/run', '--config.source.servers=one']
+  args.append('--config.data.eval.micro.n=10')
+  module = 'searchrl_jax.evaluate'
+  with (
+    launch.start(1, one, module, *args, f'--out={one}/out') as first,
+    launch.start(2, two, module, *args, f'--out={two}/out') as second,
+  ):
+    end(first), end(second)
+  values, ids = evaluated(two / 'out')
+  assert (values, ids) == evaluated(one / 'out')
+  assert values['eval/em/n'] == len(ids) == 10
+  parts = sorted(p.name for p in (two / 'out' / 'eval').iterdir())
+  assert parts == [f'step_00000000_p00{i}.parquet' for i in (0, 1)]
+  # One retrieval server for both, which listens where the processes meet.
+  logs = [*(two / 'out').rglob('retrieval.log')]
+  assert logs == [two / 'out' / 'retrieval.log']
+  assert 'WARNING: bound to 0.0.0.0' not in logs[0].read_text()
+  tables = ['exact match' in second.said(rank) for rank in (0, 1)]
+  assert tables == [True, False]
 
 
 def test_four_processes_whose_engines_read_files(alone, tmp_path, url):
@@ -180,12 +233,22 @@ def test_processes_that_differ_say_so_once(argument, message, tmp_path, url):
   assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
 
-def test_a_mesh_without_some_process_is_refused(tmp_path, url):
-  mesh = '--config.mesh.data=1', '--config.mesh.fsdp=1'
-  with launch.train(2, tmp_path, url, *mesh, steps=1) as processes:
+def test_processes_with_unequal_devices_are_refused(tmp_path, url):
+  mesh = '--config.mesh.fsdp=1'
+  with launch.train(2, tmp_path, url, mesh, devices=[2, 1]) as processes:
     assert processes.wait(120) == [2, 2]
     said = ''.join(processes.said(rank) for rank in (0, 1))
-  assert said.count('none of some of the 2 processes') == 1
+  assert said.count('takes [2, 1] devices of the 2 processes') == 1
+
+
+def test_a_signal_before_the_run_begins_ends_all(tmp_path, url):
+  with launch.train(2, tmp_path, url) as processes:
+    wait_for(tmp_path / 'run' / 'tokenizer', processes)
+    processes.send(1, signal.SIGTERM)
+    assert processes.wait(30) == [143, 143], processes.said(0)[-2000:]
+    said = ''.join(processes.said(rank) for rank in (0, 1))
+  assert said.count('stopped by a signal, without a save') == 1
+  assert not (tmp_path / 'run' / 'checkpoints').exists()
 
 
 @pytest.fixture(scope='module')
@@ -198,6 +261,7 @@ def program(tmp_path_factory):
 
 @pytest.mark.parametrize('shape', [(1, 4, 1), (2, 2, 2)])
 def test_log_probs_gradients_and_updates_agree(shape, program, tmp_path):
+  """So do the state that is restored elsewhere, and what follows from it."""
   count = int(np.prod(shape)) // launch.DEVICES
   module = 'tests.cluster.program'
   with launch.start(count, tmp_path, module, tmp_path, *shape) as processes:
@@ -213,3 +277,19 @@ def test_log_probs_gradients_and_updates_agree(shape, program, tmp_path):
       error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-12)
       # Adam divides gradients near 0 by their size.
       assert error <= (1e-4 if name.startswith('params') else 1e-5), name
+  for other in ((1, 1, 1), (2, 1, 2)):
+    mesh = sharding.make_mesh(*other)
+    config = base.config(**mesh_test.KW)
+    updater = base.updater(config, cfg=mesh_test.CFG, mesh=mesh)
+    like = updater.abstract(build.shapes(mesh_test.CFG, mesh))
+    saver = checkpoint.Checkpointer(tmp_path / 'checkpoints', None, '')
+    state = saver.restore(like, 'latest', fingerprint={}).state
+    for name in ('mu', 'nu', 'params'):
+      tree = optax.tree.get(state.opt_state, name, state.params)
+      for path, x in decoder.flatten(tree).items():
+        np.testing.assert_array_equal(x, found[f'{name}/{path}'], name)
+    batches = base.microbatches(config, shards=updater.shards)
+    _, after = updater.step(state, batches)
+    for name in ('loss', 'grad_norm'):
+      want = pytest.approx(float(found[f'next/{name}']), rel=1e-5)
+      assert after[name] == want, (name, other)
