@@ -275,13 +275,14 @@ def test_a_version_that_is_not_there_is_refused(server):
 
 def test_half_a_version_is_refused(server, tmp_path):
   path = damaged(server, tmp_path)
-  shutil.rmtree(path / 'arrays/state.layers.gate')
-  refused(server, path, "'layers/gate' is missing")
+  shutil.rmtree(path / 'arrays/state.model.layers.0.mlp.gate_proj.weight')
+  refused(server, path, "'layers/gate' .* is missing")
 
 
 def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):
   path = damaged(server, tmp_path)
-  (path / 'arrays/state.layers.down/1.0.0').unlink()
+  name = 'model.layers.1.mlp.down_proj.weight'
+  (path / f'arrays/state.{name}/0.0').unlink()
   with pytest.raises(RuntimeError, match='layers.1.mlp.down_proj'):
     server.call('searchrl_load', str(path))
   assert server.call('searchrl_describe')['loaded'] is None

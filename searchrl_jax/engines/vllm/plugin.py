@@ -10,7 +10,9 @@ error in the other. The module depends on three properties of vLLM 0.32:
 
 * On CPU a linear layer packs its matrix for oneDNN and drops the original, so
   no parameter shows the values in use. The checksums multiply unit vectors
-  instead, which returns every element exactly.
+  instead, which returns every element exactly but takes long. The function
+  that multiplies holds the packed copy in its closure; without one, the layer
+  computes with its parameter.
 * On CPU the output head packs its own copy even of an embedding that it is
   tied to; vLLM's reload does not update it. `searchrl_load` packs it again.
 * A tensor that is missing in a reload keeps its old value, with a warning.
@@ -165,7 +167,8 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
   tensors that it holds."""
   groups: dict[tuple[str, str], list] = {}
   table = dict(weights.table)
-  if weights.config['tied']:
+  # A head that computes with the embedding itself has no values of its own.
+  if weights.config['tied'] and (not _tied(model) or _packed(model.lm_head)):
     embed = next(iter(table.values()))
     table[families.TIED_HEAD] = dataclasses.replace(embed, path='head')
   for name, tensor in table.items():
@@ -252,7 +255,7 @@ def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
 
   tensor = getattr(module, kind)
   lookup = type(module) is vocab.VocabParallelEmbedding
-  if kind == 'weight' and hasattr(module, 'cpu_linear') and not lookup:
+  if kind == 'weight' and _packed(module) and not lookup:
     width = module.input_size_per_partition
     step = max(1, _PROBE // sum(module.output_partition_sizes))
     for first in range(0, width, step):
@@ -317,7 +320,6 @@ def _torch_tensors(weights: Published, tied: bool):
   import torch
 
   for name, array in weights.tensors(tied):
-    array = np.ascontiguousarray(array)
     if array.dtype.name == 'bfloat16':  # numpy knows it from ml_dtypes only
       yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
@@ -329,6 +331,12 @@ def _tied(model) -> bool:
   head = getattr(model, 'lm_head', None)
   embed = getattr(model.model, 'embed_tokens', None)
   return getattr(head, 'weight', None) is getattr(embed, 'weight', 0)
+
+
+def _packed(module) -> bool:
+  """Whether a linear layer computes with a packed copy of its matrix."""
+  multiply = getattr(_own(module), 'cpu_linear', None)
+  return bool(getattr(multiply, '__closure__', None))
 
 
 def _dtype_name(dtype) -> str:
