@@ -271,16 +271,18 @@ def _sums(block, part: Part, first: int) -> tuple[int, int]:
   """The two sums of engines/weights/checksum.py, in wrapping int32."""
   import torch
 
-  device = block.device
-  columns, rows = block.shape
-  row_index = _steps(rows, part.row_step, 0, device)
+  device, start = block.device, part.start + first * part.column_step
+  outer, inner = part.column_step, part.row_step
+  if block.stride(0) == 1:  # a transposed matrix: in the order of its memory
+    block, outer, inner = block.T, inner, outer
+  inner_index = _steps(block.shape[1], inner, 0, device)
   low_sum = high_sum = 0
-  step = max(1, (_BLOCK if device.type == 'cpu' else _BLOCK_ELSE) // rows)
-  for c in range(0, columns, step):
-    bits = _bits(block[c : c + step])
-    start = part.start + (first + c) * part.column_step
-    index = _steps(len(bits), part.column_step, start, device)
-    low = _mix(bits + index[:, None] + row_index)
+  step = _BLOCK if device.type == 'cpu' else _BLOCK_ELSE
+  step = max(1, step // block.shape[1])
+  for i in range(0, len(block), step):
+    bits = _bits(block[i : i + step])
+    index = _steps(len(bits), outer, start + i * outer, device)
+    low = _mix(bits + index[:, None] + inner_index)
     low_sum = low_sum + low.sum(dtype=torch.int64)
     high_sum = high_sum + _mix(low ^ bits).sum(dtype=torch.int64)
   return int(low_sum), int(high_sum)

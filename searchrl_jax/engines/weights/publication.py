@@ -22,29 +22,34 @@ import jax.numpy as jnp
 from searchrl_jax.engines.weights import checksum, memory, published
 from searchrl_jax.models import decoder, families, lora
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import checkpoint, cluster
+from searchrl_jax.run import checkpoint, cluster, sharding
 
 _ADAPTERS = 'adapters'  # below the folder: adapters, a folder for each version
 _ROOM = 3  # copies that memory must hold: during a sync there are two
 _log = logging.getLogger(__name__)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _convert(x, layer, tensor: families.Tensor, dtype: str):
-  return tensor.to_hf(x if layer is None else x[layer]).astype(dtype)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _convert(x, layer, tensor: families.Tensor, dtype: str, where):
+  x = tensor.to_hf(x if layer is None else x[layer]).astype(dtype)
+  return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
 def _served(x, tensor: families.Tensor, dtype: str, turn: int) -> jax.Array:
   """A tensor of our array as a server stores it.
 
-  turn: selects the device that collects it, if this process has all shards.
+  If this process has all shards, the devices gather it, and the host takes it
+  from one of them: in turns, so that all links to the host are used.
   """
-  if x.shape != tensor.shape or x.dtype != jnp.dtype(dtype) or tensor.n_in:
+  gather = x.is_fully_addressable and not x.is_fully_replicated
+  same = x.shape == tensor.shape and x.dtype == jnp.dtype(dtype)
+  if gather or not same or tensor.n_in:
+    where = sharding.replicated(x.sharding.mesh) if gather else None
     kind = dataclasses.replace(tensor, name='', layer=None)  # compiled once
-    x = _convert(x, tensor.layer, kind, dtype)
+    x = _convert(x, tensor.layer, kind, dtype, where)
   if x.is_fully_addressable:
-    devices = sorted(x.devices(), key=lambda d: d.id)
-    x = jax.device_put(x, devices[turn % len(devices)])
+    shards = x.addressable_shards
+    x = shards[turn % len(shards)].data
   return x
 
 
