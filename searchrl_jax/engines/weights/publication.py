@@ -90,7 +90,7 @@ class Publisher:
       'dtype': self._dtype,
       'config': families.fields(self._cfg),
       'manifest': checksum.checksums(flat, self._dtype),
-      'shapes': {name: tuple(x.shape) for name, x in flat.items()},
+      'shapes': {name: tuple(flat[name].shape) for name in sorted(flat)},
     }
     done = published.Published(pathlib.Path(), **extras)
     tensors = {
