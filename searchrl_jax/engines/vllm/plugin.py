@@ -39,7 +39,7 @@ _FUSED = {
   'up_proj': ('gate_up_proj', 1),
 }
 # Elements hashed at once: on CPU they stay in the cache.
-_BLOCK, _BLOCK_ELSE = 1 << 17, 1 << 24
+_BLOCK, _BLOCK_ELSE = 1 << 18, 1 << 24
 _PROBE = 1 << 22  # elements of one product with unit vectors
 
 
@@ -282,9 +282,10 @@ def _sums(block, part: Part, first: int) -> tuple[int, int]:
   for i in range(0, len(block), step):
     bits = _bits(block[i : i + step])
     index = _steps(len(bits), outer, start + i * outer, device)
-    low = _mix(bits + index[:, None] + inner_index)
-    low_sum = low_sum + low.sum(dtype=torch.int64)
-    high_sum = high_sum + _mix(low ^ bits).sum(dtype=torch.int64)
+    hashes = _mix(bits + index[:, None] + inner_index)
+    low_sum = low_sum + hashes.sum(dtype=torch.int32)
+    hashes ^= bits
+    high_sum = high_sum + _mix(hashes).sum(dtype=torch.int32)
   return int(low_sum), int(high_sum)
 
 
@@ -310,11 +311,14 @@ def _bits(x):
 
 
 def _mix(h):
-  """MurmurHash3's finaliser."""
+  """MurmurHash3's finaliser, in place."""
   # A shift of int32 copies the sign bit, which the masks remove.
-  h = (h ^ (h >> 16 & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
-  h = (h ^ (h >> 13 & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
-  return h ^ (h >> 16 & 0xFFFF)
+  h ^= (h >> 16).bitwise_and_(0xFFFF)
+  h *= 0x85EBCA6B - (1 << 32)
+  h ^= (h >> 13).bitwise_and_(0x7FFFF)
+  h *= 0xC2B2AE35 - (1 << 32)
+  h ^= (h >> 16).bitwise_and_(0xFFFF)
+  return h
 
 
 def _torch_tensors(weights: Published, tied: bool):
