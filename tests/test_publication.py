@@ -1,4 +1,4 @@
-"""Versions: whole or absent, the engine's dtype, pruned when told, in memory."""
+"""Versions: whole or absent, the engine's dtype, pruned, in memory."""
 
 import dataclasses
 import errno
@@ -239,17 +239,17 @@ def test_versions_lie_in_memory_and_leave_nothing(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
-def test_without_room_they_lie_in_the_run_folder(tmp_path, monkeypatch):
+def test_without_such_a_folder_they_lie_in_the_run_folder(tmp_path):
   pub = in_memory(tmp_path, 'absent')
   assert pub.publish(make_params(), 1).path == tmp_path / 'run' / '00000001'
-  size = 4 * CFG.n_params
-  for room, where in ((2 * size, 'run'), (4 * size, 'memory')):
-    usage = lambda _: types.SimpleNamespace(free=room)
-    monkeypatch.setattr(memory.shutil, 'disk_usage', usage)
-    pub = in_memory(tmp_path)
-    path = pub.publish(make_params(), 1).path
-    assert path.relative_to(tmp_path).parts[0] == where
-    pub.clear()
+
+
+@pytest.mark.parametrize('copies, where', [(2, 'run'), (4, 'memory')])
+def test_memory_must_have_room(copies, where, tmp_path, monkeypatch):
+  usage = types.SimpleNamespace(free=copies * 4 * CFG.n_params)
+  monkeypatch.setattr(memory.shutil, 'disk_usage', lambda _: usage)
+  path = in_memory(tmp_path).publish(make_params(), 1).path
+  assert path.relative_to(tmp_path).parts[0] == where
 
 
 def test_what_a_killed_process_left_goes_with_the_next(tmp_path):

@@ -175,8 +175,7 @@ class Checkpointer:
       'arrays': {k: [key, *_describe(v)] for k, (key, v) in more.items()},
     }
     item = leaves | {key: v for key, v in more.values() if v.size}
-    limit = {k: None if isinstance(v, Deferred) else _CHUNK for k, v in item.items()}
-    save_args = {k: ocp.SaveArgs(chunk_byte_size=n) for k, n in limit.items()}
+    save_args = {k: ocp.SaveArgs(chunk_byte_size=_CHUNK) for k in item}
     args = ocp.args.Composite(
       arrays=ocp.args.PyTreeSave(item, save_args=save_args),
       meta=ocp.args.JsonSave(meta),
@@ -334,8 +333,8 @@ class _DeferredHandler(ocp.type_handlers.ArrayHandler):
       if end == len(values) or sum(x.nbytes for x in arrays) >= _DEFERRED:
         for write in writes:
           await asyncio.to_thread(write.result)
-        part = slice(begin, end)
-        writes = await super().serialize(arrays, infos[part], args[part])
+        # Without args no file is limited, so that a reader can map a shard.
+        writes = await super().serialize(arrays, infos[begin:end])
         arrays, begin = [], end
     return writes
 

@@ -204,7 +204,7 @@ def test_every_bit_pattern_is_read_back_from_packed_matrices(server):
 def test_two_workers_that_pack_nothing_hold_their_parts(
   is_tied, tmp_path, monkeypatch
 ):
-  """As on GPUs: each maps the files, and computes with the matrices as loaded."""
+  """As on GPUs: each maps the files and computes with what it loaded."""
   monkeypatch.setenv('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
   cfg = dataclasses.replace(UNTIED, tied=is_tied)
   plugin = 'experiments.benchmarks.unpacked:Worker'

@@ -84,12 +84,9 @@ class VllmEngine(HandleEngine):
     folder = pathlib.Path(folder).absolute()
     urls, self._sidecars = config.url.split(','), []
     near = all(urlsplit(url).hostname in _HERE for url in urls if url)
-    self._publisher = publication.Publisher(
-      folder / 'published',
-      model_cfg,
-      config.dtype,
-      config.memory if near and cluster.size() == 1 else '',
-    )
+    memory = config.memory if near and cluster.size() == 1 else ''
+    where = folder / 'published', model_cfg, config.dtype, memory
+    self._publisher = publication.Publisher(*where)
     self.version = None  # nothing is loaded yet
     model = {**families.fields(model_cfg), 'dtype': config.dtype}
     if not config.url:

@@ -12,7 +12,6 @@ it is complete. `weights.published` reads it.
 
 import dataclasses
 import functools
-import logging
 import pathlib
 import shutil
 
@@ -26,30 +25,27 @@ from searchrl_jax.run import checkpoint, cluster, sharding
 
 _ADAPTERS = 'adapters'  # below the folder: adapters, a folder for each version
 _ROOM = 3  # copies that memory must hold: during a sync there are two
-_log = logging.getLogger(__name__)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _convert(x, layer, tensor: families.Tensor, dtype: str, where):
+def _convert(x, layer, tensor: families.Tensor, dtype, where):
   x = tensor.to_hf(x if layer is None else x[layer]).astype(dtype)
   return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
-def _served(x, tensor: families.Tensor, dtype: str, turn: int) -> jax.Array:
+def _served(x, tensor: families.Tensor, dtype, turn: int) -> jax.Array:
   """A tensor of our array as a server stores it.
 
   If this process has all shards, the devices gather it, and the host takes it
   from one of them: in turns, so that all links to the host are used.
   """
   gather = x.is_fully_addressable and not x.is_fully_replicated
-  same = x.shape == tensor.shape and x.dtype == jnp.dtype(dtype)
-  if gather or not same or tensor.n_in:
-    where = sharding.replicated(x.sharding.mesh) if gather else None
+  where = sharding.replicated(x.sharding.mesh) if gather else None
+  if where or x.shape != tensor.shape or x.dtype != dtype or tensor.n_in:
     kind = dataclasses.replace(tensor, name='', layer=None)  # compiled once
     x = _convert(x, tensor.layer, kind, dtype, where)
   if x.is_fully_addressable:
-    shards = x.addressable_shards
-    x = shards[turn % len(shards)].data
+    x = x.addressable_shards[turn % len(x.addressable_shards)].data
   return x
 
 
@@ -65,9 +61,7 @@ class Publisher:
     in_memory: a folder in memory, used instead if it has room; '' = none.
   """
 
-  def __init__(
-    self, folder, cfg: DecoderConfig, dtype: str, in_memory: str = ''
-  ):
+  def __init__(self, folder, cfg: DecoderConfig, dtype: str, in_memory=''):
     self._files = checkpoint.Checkpointer(folder, None, '')
     self._cfg, self._dtype, self._in_memory = cfg, dtype, in_memory
     self._memory: memory.Folder | None = None
@@ -93,14 +87,10 @@ class Publisher:
       'shapes': {name: tuple(flat[name].shape) for name in sorted(flat)},
     }
     done = published.Published(pathlib.Path(), **extras)
-    tensors = {
-      t.name: checkpoint.Deferred(
-        t.shape,
-        jnp.dtype(self._dtype),
-        functools.partial(_served, flat[t.path], t, self._dtype, i),
-      )
-      for i, t in enumerate(done.table.values())
-    }
+    dtype, tensors = jnp.dtype(self._dtype), {}
+    for i, t in enumerate(done.table.values()):
+      make = functools.partial(_served, flat[t.path], t, dtype, i)
+      tensors[t.name] = checkpoint.Deferred(t.shape, dtype, make)
     self._choose(_ROOM * done.bytes)
     path = self.path(version)
     old = [version] if path.exists() else []
@@ -117,13 +107,10 @@ class Publisher:
 
   def _choose(self, size: int) -> None:
     """Before the first version: uses memory if it has room."""
-    if not self._in_memory:
-      return
-    self._memory = memory.claim(self._in_memory, size)
-    if self._memory:
+    parent, self._in_memory = self._in_memory, ''
+    self._memory = self._memory or memory.claim(parent, size)
+    if parent and self._memory:
       self._files = checkpoint.Checkpointer(self._memory.path, None, '')
-    _log.info('weights are published in %s', self._files.folder)
-    self._in_memory = ''
 
   def publish_adapter(self, adapters: dict, version: int) -> published.Adapter:
     """Writes adapters alone, see `models.lora`; otherwise as `publish`.
@@ -167,6 +154,7 @@ class Publisher:
     self._delete_adapters([*self._adapters])
     if self._memory:
       self._memory.close()
+      self._memory = None
 
   def _delete_adapters(self, versions: list[int]) -> None:
     for version in versions:

@@ -123,9 +123,11 @@ class Published:
     except (OSError, ValueError) as e:
       line = str(e).partition('\n')[0]
       tensor = self.table[name]
-      what = f'{self.path}: tensor {tensor.path!r} ({name}) is missing or damaged ({line})'
+      what = (
+        f'{self.path}: tensor {tensor.path!r} ({name}) is missing or damaged'
+      )
       fix = f'publish version {self.version} again'
-      raise PublishedError(f'{what}; {fix}') from e
+      raise PublishedError(f'{what} ({line}); {fix}') from e
 
 
 def open_published(path) -> Published:
