@@ -8,7 +8,8 @@ drop the prefix cache, set the version, compare the checksum of every tensor
 that computes with the published one, resume, and one token generated. Engine
 and trainer hold --dtype. The server computes with the matrices as they were
 loaded, as it does on a GPU; --packed packs them, which is vLLM's default on a
-CPU and makes their checksums slow. Memory is what the process (trainer; vLLM's
+CPU and makes their checksums slow. It uses all cores, of which vLLM would leave
+one to others. Memory is what the process (trainer; vLLM's
 worker) held at most during the sync beyond what it held before it, without the
 published files, which lie in /dev/shm if it has room.
 
@@ -23,6 +24,7 @@ sync agrees; adapters take at most a fifth of the bytes and of the time.
 """
 
 import contextlib
+import os
 import pathlib
 import statistics
 import tempfile
@@ -253,6 +255,7 @@ def main(argv):
   del argv
   logging.set_verbosity(logging.WARNING)
   common.require_idle(allow=_LOAD.value)
+  os.environ.setdefault('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
   environment = common.environment()
   rows, bars = [], []
   for case in _CASES.value:

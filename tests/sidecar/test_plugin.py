@@ -194,8 +194,8 @@ def test_every_bit_pattern_is_read_back_from_packed_matrices(server):
   odd = np.float32([0.0, -0.0, 1e-40, -1e-42, 1.2e-38, 3e38, -1e38])
   flat = decoder.flatten(make_params(server.cfg, 4))
   for name, x in flat.items():
-    flat[name] = np.where(
-      rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x
+    flat[name] = jnp.asarray(
+      np.where(rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x)
     )
   assert server.wrong(server.load(4, decoder.nest(flat))) == set()
 
