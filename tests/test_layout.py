@@ -57,6 +57,7 @@ ORDER = (
   'engines.vllm.host',
   'engines.vllm.launcher',
   'engines.weights.checksum',
+  'engines.weights.memory',
   'engines.weights.publication',
   'engines.vllm.transport',
   'engines.vllm.servers',

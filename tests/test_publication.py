@@ -1,8 +1,11 @@
-"""Versions on disk: whole or absent, the engine's dtype, pruned when told."""
+"""Versions: whole or absent, the engine's dtype, pruned, in memory."""
 
 import dataclasses
 import errno
-import json
+import signal
+import subprocess
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from searchrl_jax.engines.weights import checksum, publication, published
+from searchrl_jax.engines.weights import (
+  checksum,
+  memory,
+  publication,
+  published,
+)
 from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import checkpoint, sharding
+from tests import memory as used
+from tests.conftest import ROOT
 from tests.engines.common import CFG, make_params
 
 pytestmark = pytest.mark.slow
@@ -66,13 +76,47 @@ def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
   assert decoder.DecoderConfig(**fields) == cfg
 
 
-def test_a_chunk_holds_one_layer_at_most(tmp_path):
-  done = publisher(tmp_path).publish(make_params(), 0)
-  for name, shape in published.open_published(done.path).shapes.items():
-    store = done.path / 'arrays' / f'state.{name.replace("/", ".")}'
-    chunks = json.loads((store / '.zarray').read_text())['chunks']
-    rows = [1] if name.startswith('layers/') else shape[:1]
-    assert chunks == [*rows, *shape[1:]], name
+def resident(file) -> int:
+  """Bytes of a file's maps that this process has in memory."""
+  size, ours = 0, False
+  for line in open('/proc/self/smaps'):
+    first, *rest = line.split()
+    if '-' in first:
+      ours = bool(rest[4:]) and rest[4] == str(file)
+    elif first == 'Rss:' and ours:
+      size += int(rest[0]) << 10
+  return size
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_a_tensor_is_a_file_of_which_only_what_is_used_is_read(tmp_path):
+  """A worker of several takes its rows; the file is not read as a whole."""
+  cfg = dataclasses.replace(CFG, d_ff=1 << 15, n_layers=1)
+  done = publisher(tmp_path, cfg).publish(make_params(cfg=cfg), 0)
+  name = 'model.layers.0.mlp.gate_proj.weight'
+  file = done.path / 'arrays' / f'state.{name}' / '0.0'
+  array = published.open_published(done.path).read(name)
+  assert array.shape == (1 << 15, cfg.d_model) and array.flags.c_contiguous
+  assert file.read_bytes() == array.tobytes()
+  array = published.open_published(done.path).read(name)
+  assert resident(file) == 0
+  mine = np.array(array[1 << 14 :])
+  assert mine.nbytes <= resident(file) <= 1.1 * mine.nbytes
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_publishing_needs_a_fifth_of_the_weights_as_memory(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(checkpoint, '_DEFERRED', 4 << 20)
+  cfg = dataclasses.replace(CFG, d_model=512, d_ff=2048, n_layers=20)
+  params = jax.block_until_ready(make_params(cfg=cfg))
+  pub = publisher(tmp_path, cfg)
+  size = pub.publish(params, 0).bytes  # compiles
+  assert size > 200 << 20
+  with used.Peak() as peak:
+    pub.publish(params, 1)
+  assert peak.peak - peak.start < 0.2 * size
 
 
 def test_sharded_parameters_are_written_and_cast_where_they_lie(tmp_path):
@@ -83,6 +127,9 @@ def test_sharded_parameters_are_written_and_cast_where_they_lie(tmp_path):
   one = publisher(tmp_path / 'one', dtype='bfloat16').publish(params, 1)
   many = publisher(tmp_path / 'many', dtype='bfloat16').publish(placed, 1)
   assert many.manifest == one.manifest
+  # One process has all shards, so that a server can map each tensor.
+  maps = published.open_published(many.path).tensors()
+  assert all(isinstance(x, np.memmap) for _, x in maps)
   a = published.open_published(one.path).tensors()
   b = published.open_published(many.path).tensors()
   for (name, x), (other, y) in zip(a, b, strict=True):
@@ -167,3 +214,67 @@ def test_a_full_disk_leaves_the_other_versions(tmp_path, monkeypatch):
       pub.publish(make_params(1), 1)
   assert versions(tmp_path) == [0]
   assert pub.publish(make_params(1), 1).version == 1
+
+
+# --- In memory.
+
+
+def in_memory(tmp_path, room='memory'):
+  (tmp_path / 'memory').mkdir(exist_ok=True)
+  where = tmp_path / 'run', CFG, 'float32', str(tmp_path / room)
+  return publication.Publisher(*where)
+
+
+def test_versions_lie_in_memory_and_leave_nothing(tmp_path):
+  one, other = in_memory(tmp_path), in_memory(tmp_path)
+  done = one.publish(make_params(), 1)
+  assert done.path.parent.parent == tmp_path / 'memory'
+  assert done.path.parent != other.publish(make_params(), 1).path.parent
+  one.publish(make_params(1), 2)
+  one.prune(2)
+  assert versions(done.path.parent) == [2]
+  for last in (one, other):
+    last.clear()
+  assert not [*(tmp_path / 'memory').iterdir()]
+  assert not (tmp_path / 'run').exists()
+
+
+def test_without_such_a_folder_they_lie_in_the_run_folder(tmp_path):
+  pub = in_memory(tmp_path, 'absent')
+  assert pub.publish(make_params(), 1).path == tmp_path / 'run' / '00000001'
+
+
+@pytest.mark.parametrize('copies, where', [(2, 'run'), (4, 'memory')])
+def test_memory_must_have_room(copies, where, tmp_path, monkeypatch):
+  usage = types.SimpleNamespace(free=copies * 4 * CFG.n_params)
+  monkeypatch.setattr(memory.shutil, 'disk_usage', lambda _: usage)
+  path = in_memory(tmp_path).publish(make_params(), 1).path
+  assert path.relative_to(tmp_path).parts[0] == where
+
+
+def test_what_a_killed_process_left_goes_with_the_next(tmp_path):
+  code = (
+    'import sys; from searchrl_jax.engines.weights import memory\n'
+    f'folder = memory.claim({str(tmp_path)!r}, 0)\n'
+    '(folder.path / "weights").write_text("old")\n'
+    'print(flush=True); sys.stdin.read()'
+  )
+  start = [sys.executable, '-c', code]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+  with (
+    subprocess.Popen(start, cwd=ROOT, **pipes) as killed,
+    subprocess.Popen(start, cwd=ROOT, **pipes) as alive,
+  ):
+    for process in (killed, alive):
+      process.stdout.readline()
+    assert len([*tmp_path.iterdir()]) == 2
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    folder = memory.claim(str(tmp_path), 0)
+    assert len([*tmp_path.iterdir()]) == 2  # ours, and that of the living
+    assert len([*tmp_path.glob('*/weights')]) == 1
+    folder.close()
+    alive.stdin.close()
+    alive.wait()
+  memory.claim(str(tmp_path), 0).close()
+  assert not [*tmp_path.iterdir()]

@@ -6,19 +6,25 @@ A real vLLM server on this machine's CPU (`make sidecar`), started on random
 weights. Each repetition changes every parameter, then: publish, pause, load,
 drop the prefix cache, set the version, compare the checksum of every tensor
 that computes with the published one, resume, and one token generated. Engine
-and trainer hold --dtype. Memory is what the process (trainer; vLLM's worker)
-held at most during the sync beyond what it held before it.
+and trainer hold --dtype. The server computes with the matrices as they were
+loaded, as it does on a GPU; --packed packs them, which is vLLM's default on a
+CPU and makes their checksums slow. It uses all cores, of which vLLM would leave
+one to others. Memory is what the process (trainer; vLLM's
+worker) held at most during the sync beyond what it held before it, without the
+published files, which lie in /dev/shm if it has room.
 
 With --rank, adapters of that rank (config.models.lora) are also synced alone,
 to a server of their own that holds the base:
 
   python -m experiments.benchmarks.sync --cases=28m --rank=16 --out=...
 
-Bars: at 500M parameters the trainer needs at most half a copy of the weights
-beside them (nothing is gathered); every checksum of every sync agrees; adapters
-take at most a fifth of the bytes and of the time.
+Bars: at 500M parameters a sync takes at most 8 seconds, and the trainer needs
+at most a fifth of a copy of the weights beside them; every checksum of every
+sync agrees; adapters take at most a fifth of the bytes and of the time.
 """
 
+import contextlib
+import os
 import pathlib
 import statistics
 import tempfile
@@ -40,12 +46,14 @@ _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
 _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
 _REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=1)
 _CASES = flags.DEFINE_list('cases', ['1m', '28m', '500m'], 'Which models.')
+_PACKED = flags.DEFINE_bool('packed', False, 'vLLM packs matrices.')
 _RANK = flags.DEFINE_integer('rank', 0, 'Of adapters; 0 = none are synced.')
 _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.'
 )
 
-BAR = 0.5  # copies of the weights
+BAR, SECONDS = 0.2, 8.0  # copies of the weights; of a sync, at 500M
+PLUGIN = 'experiments.benchmarks.unpacked:Worker'
 ADAPTER_BAR = 0.2  # of the bytes, and of the seconds, of every parameter
 CASES = {
   '1m': dict(
@@ -196,12 +204,16 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
     microworld.tokenizer(folder / 'tokenizer'),
     _DTYPE.value,
   )
-  publisher = publication.Publisher(folder / 'published', cfg, _DTYPE.value)
+  publisher = publication.Publisher(
+    folder / 'published', cfg, _DTYPE.value, '/dev/shm'
+  )
   params = decoder.init_params(
     cfg, jax.random.key(0), dtype=jnp.dtype(_DTYPE.value)
   )
   rows = []
-  with launcher.start_sidecar(
+  stack = contextlib.ExitStack()
+  stack.callback(publisher.clear)
+  sidecar = launcher.start_sidecar(
     folder / 'model',
     log_file=folder / 'vllm.log',
     cpu=True,
@@ -209,10 +221,11 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
     max_model_len=512,
     max_num_seqs=8,
     kv_cache_gib=0.5,
-    plugin='searchrl_jax.engines.vllm.plugin:Worker',
+    plugin=launcher.PLUGIN if _PACKED.value else PLUGIN,
     load_format='dummy',
     **client.lora_flags(adapters),
-  ) as process:
+  )
+  with stack, sidecar as process:
     server = Server(process)
     if rank:
       base = publisher.publish(params, 0)
@@ -230,6 +243,7 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
             'parameters': cfg.n_params,
             'rep': rep,
             'dtype': _DTYPE.value,
+            'packed': _PACKED.value,
             'adapter_rank': rank,
             **row,
           }
@@ -241,6 +255,7 @@ def main(argv):
   del argv
   logging.set_verbosity(logging.WARNING)
   common.require_idle(allow=_LOAD.value)
+  os.environ.setdefault('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
   environment = common.environment()
   rows, bars = [], []
   for case in _CASES.value:
@@ -262,6 +277,10 @@ def main(argv):
       share = part / whole
       bars.append(common.bar(label, share, ADAPTER_BAR, at_most=True))
     if case == '500m':
+      seconds = statistics.median(r['total_s'] for r in own)
+      bars.append(
+        common.bar('sync_500m_total_s', seconds, SECONDS, at_most=True)
+      )
       copies = statistics.median(
         r['trainer_extra_bytes'] / r['bytes'] for r in own
       )

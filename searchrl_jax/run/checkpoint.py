@@ -13,7 +13,8 @@ and less time.
 `models.pretrained.save` exports the parameters in the Hugging Face format.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -36,6 +37,7 @@ FORMAT = 2  # version of the content of `meta` and of the names of leaves
 _STEP = '[0-9]' * 8
 _CHUNK = 32 << 20  # bytes per file
 _BUDGET = 256 << 20  # least limit of bytes in transfer to or from the host
+_DEFERRED = 64 << 20  # bytes of deferred leaves that are computed together
 _TIMEOUT = 3600  # seconds that processes wait for the slowest
 _STORE = {
   'use_ocdbt': False,
@@ -60,6 +62,19 @@ class Restored:
   extras: dict[str, Any]
   arrays: dict[str, np.ndarray]
   metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+  """A leaf of a state that is computed when it is written: one file a shard."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  make: Callable[[], jax.Array]
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
 
 
 class Checkpointer:
@@ -124,7 +139,6 @@ class Checkpointer:
     metrics,
     fingerprint,
     arrays=None,
-    split=(),
     background=False,
   ) -> None:
     """Writes one step, then deletes steps that are not kept.
@@ -134,14 +148,12 @@ class Checkpointer:
 
     Args:
       step: which has no checkpoint yet.
-      state: a pytree of arrays with elements (params, opt_state, step).
+      state: a pytree of arrays with elements (params, opt_state, step), or of
+        `Deferred` leaves alone.
       extras: JSON (data cursor, random seeds, pools, weights version).
       metrics: of the last evaluation; they determine the best step.
       fingerprint: JSON that must be equal in a run that restores this step.
       arrays: more numpy arrays by name (bytes: `np.frombuffer`).
-      split: leaves whose name starts with one of these ('state.layers.') are
-        written in chunks of at most one index of their first axis, so that
-        they can be read index by index.
       background: return once the arrays are copied. `wait` ends the save;
         before it, no other method sees the step.
 
@@ -163,8 +175,7 @@ class Checkpointer:
       'arrays': {k: [key, *_describe(v)] for k, (key, v) in more.items()},
     }
     item = leaves | {key: v for key, v in more.values() if v.size}
-    chunks = functools.partial(ocp.SaveArgs, chunk_byte_size=_CHUNK)
-    save_args = {k: chunks(shard_axes=(0,) * k.startswith(split)) for k in item}
+    save_args = {k: ocp.SaveArgs(chunk_byte_size=_CHUNK) for k in item}
     args = ocp.args.Composite(
       arrays=ocp.args.PyTreeSave(item, save_args=save_args),
       meta=ocp.args.JsonSave(meta),
@@ -312,6 +323,22 @@ class Checkpointer:
         shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
+class _DeferredHandler(ocp.type_handlers.ArrayHandler):
+  """Writes deferred leaves some at a time, while the next are computed."""
+
+  async def serialize(self, values, infos, args=None):
+    writes, arrays, begin = [], [], 0
+    for end, leaf in enumerate(values, 1):
+      arrays.append(leaf.make())
+      if end == len(values) or sum(x.nbytes for x in arrays) >= _DEFERRED:
+        for write in writes:
+          await asyncio.to_thread(write.result)
+        # Without args no file is limited, so that a reader can map a shard.
+        writes = await super().serialize(arrays, infos[begin:end])
+        arrays, begin = [], end
+    return writes
+
+
 def _handler(
   item: Mapping[str, Any], copy: bool = False
 ) -> ocp.CompositeCheckpointHandler:
@@ -321,6 +348,12 @@ def _handler(
   """
   sizes = [v.size * np.dtype(v.dtype).itemsize for v in item.values()]
   largest = max(sizes, default=0)
+  more: dict[str, Any] = {}
+  if any(isinstance(v, Deferred) for v in item.values()):
+    own = _DeferredHandler(enable_write_sharding_file=False)
+    types = (Deferred, own), (jax.Array, own)  # Orbax asks for both
+    register = ocp.type_handlers.create_type_handler_registry
+    more['type_handler_registry'] = register(*types)
   impl = ocp.BasePyTreeCheckpointHandler(
     # Arrays are not split, and a batch must be smaller than the budget.
     save_device_host_concurrent_bytes=None
@@ -329,6 +362,7 @@ def _handler(
     restore_concurrent_bytes=max(2 * largest + 1, _BUDGET),
     is_prioritized_key_fn=lambda path: False,
     **_STORE,
+    **more,
   )
   return ocp.CompositeCheckpointHandler(
     arrays=ocp.PyTreeCheckpointHandler(handler_impl=impl, **_STORE),

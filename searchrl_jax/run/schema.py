@@ -252,6 +252,9 @@ def base() -> ConfigDict:
   c.engine.gpu_memory = 0.9  # share of a GPU's memory that a server takes
   c.engine.kv_cache_gib = 1.0  # GiB of cache on CPU
   c.engine.block_size = 32  # tokens of a cached block; shorter prefixes miss
+  # Folder in memory for the weights on their way to servers of this machine;
+  # without room for three copies, or '': 'published' in the run folder.
+  c.engine.memory = '/dev/shm'
   c.engine.sleep = False  # lends its GPU to the update (one GPU for both)
   c.engine.start_seconds = 600.0  # that a server may take to start
   c.engine.timeout = 120.0  # seconds for one attempt at one completion

@@ -52,7 +52,7 @@ MAY_DIFFER = (
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
-  'engine.timeout', 'engine.deadline', 'engine.attempts',
+  'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
 )  # fmt: skip
 _PACKAGES = (
   'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain',

@@ -325,6 +325,7 @@ def config(**changes) -> ConfigDict:
     kv_cache_gib=1.0,
     block_size=32,
     sleep=False,
+    memory='',
     start_seconds=10.0,
   )
   return ConfigDict(fields | changes)

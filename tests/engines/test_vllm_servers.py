@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import types
 
 import pytest
 
@@ -291,6 +292,23 @@ def test_nothing_published_stays_behind(fake, tmp_path):
 
   asyncio.run(main())
   assert not [*(tmp_path / 'published').iterdir()]
+
+
+def test_weights_for_servers_of_this_machine_stay_in_memory(fake, tmp_path):
+  (tmp_path / 'memory').mkdir()
+  engine = make([fake], tmp_path, memory=str(tmp_path / 'memory'))
+
+  async def main():
+    await load(engine, 5)
+    assert fake.loaded.path.parents[1] == tmp_path / 'memory'
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert not [*(tmp_path / 'memory').iterdir()]
+  far = types.SimpleNamespace(url='http://10.0.0.1:8000')
+  far = make([fake, far], tmp_path, memory=str(tmp_path / 'memory'))
+  done = far._publisher.publish(make_params(), 6)
+  assert done.path == tmp_path / 'published' / '00000006'
 
 
 def test_a_server_that_does_not_stop_keeps_no_other_from_it(fake, tmp_path):

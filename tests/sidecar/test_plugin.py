@@ -1,5 +1,6 @@
 """Each way in which a server can hold other weights is planted, and named."""
 
+import contextlib
 import dataclasses
 import shutil
 
@@ -60,13 +61,16 @@ class Server:
     )
 
   def call(self, method, *args, **kwargs):
-    """The result of the one worker; RuntimeError with the server's words."""
+    """The result of the first worker; RuntimeError with the server's words."""
+    return self.calls(method, *args, **kwargs)[0]
+
+  def calls(self, method, *args, **kwargs):
     done = self.http.post(
       '/collective_rpc', json={'method': method, 'args': args, 'kwargs': kwargs}
     )
     if done.status_code != 200:
       raise RuntimeError(done.json()['error']['message'])
-    return done.json()['results'][0]
+    return done.json()['results']
 
   def publish(self, version, params=None):
     params = make_params(self.cfg, version) if params is None else params
@@ -78,7 +82,7 @@ class Server:
     return done
 
   def manifest(self):
-    return checksum.combine([self.call('searchrl_checksums')])
+    return checksum.combine(self.calls('searchrl_checksums'))
 
   def wrong(self, done) -> set[str]:
     """The tensors that are not those published; sync names each of them."""
@@ -115,24 +119,29 @@ class Server:
     np.testing.assert_allclose(self.logps(), want, atol=1e-4)
 
 
-@pytest.fixture(scope='module')
-def untied(tmp_path_factory):
-  """A server of its own, with random weights and a way to load badly."""
-  folder = tmp_path_factory.mktemp('untied')
-  fields = {k: getattr(UNTIED, k) for k in families.FIELDS}
+@contextlib.contextmanager
+def started(folder, cfg, plugin, **flags):
+  """A server of its own, with random weights."""
+  fields = {k: getattr(cfg, k) for k in families.FIELDS}
   published.write_serving_folder(
     folder / 'model',
     fields,
     microworld.tokenizer(folder / 'tokenizer'),
     'float32',
   )
-  flags = FLAGS | dict(
-    plugin='tests.sidecar.faults:Worker', load_format='dummy'
-  )
+  flags = FLAGS | dict(plugin=plugin, load_format='dummy') | flags
   with start_sidecar(
     folder / 'model', log_file=folder / 'vllm.log', **flags
   ) as sidecar:
-    yield Server(folder / 'published', UNTIED, sidecar.url)
+    yield Server(folder / 'published', cfg, sidecar.url)
+
+
+@pytest.fixture(scope='module')
+def untied(tmp_path_factory):
+  """It has a way to load badly."""
+  folder = tmp_path_factory.mktemp('untied')
+  with started(folder, UNTIED, 'tests.sidecar.faults:Worker') as server:
+    yield server
 
 
 @pytest.fixture(scope='module')
@@ -185,10 +194,33 @@ def test_every_bit_pattern_is_read_back_from_packed_matrices(server):
   odd = np.float32([0.0, -0.0, 1e-40, -1e-42, 1.2e-38, 3e38, -1e38])
   flat = decoder.flatten(make_params(server.cfg, 4))
   for name, x in flat.items():
-    flat[name] = np.where(
-      rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x
+    flat[name] = jnp.asarray(
+      np.where(rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x)
     )
   assert server.wrong(server.load(4, decoder.nest(flat))) == set()
+
+
+@pytest.mark.parametrize('is_tied', [True, False])
+def test_two_workers_that_pack_nothing_hold_their_parts(
+  is_tied, tmp_path, monkeypatch
+):
+  """As on GPUs: each maps the files and computes with what it loaded."""
+  monkeypatch.setenv('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
+  cfg = dataclasses.replace(UNTIED, tied=is_tied)
+  plugin = 'experiments.benchmarks.unpacked:Worker'
+  with started(tmp_path, cfg, plugin, tensor_parallel_size=2) as server:
+    for version in (1, 2):
+      done = server.load(version)
+      first, second = server.calls('searchrl_checksums')
+      # A head that computes with the embedding is not hashed twice.
+      assert ('head' in first) == (not is_tied)
+      assert first['layers/up'] != second['layers/up']
+      assert server.wrong(done) == set()
+      server.check_logps(make_params(cfg, version))
+    before = make_params(cfg, 2)
+    after = jax.tree.map(lambda p: p - np.float32(1e-7) * jnp.sign(p), before)
+    done = server.publish(3, after)
+    assert server.wrong(done) == set(done.manifest)
 
 
 # --- Faults.
@@ -275,13 +307,14 @@ def test_a_version_that_is_not_there_is_refused(server):
 
 def test_half_a_version_is_refused(server, tmp_path):
   path = damaged(server, tmp_path)
-  shutil.rmtree(path / 'arrays/state.layers.gate')
-  refused(server, path, "'layers/gate' is missing")
+  shutil.rmtree(path / 'arrays/state.model.layers.0.mlp.gate_proj.weight')
+  refused(server, path, "'layers/gate' .* is missing")
 
 
 def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):
   path = damaged(server, tmp_path)
-  (path / 'arrays/state.layers.down/1.0.0').unlink()
+  name = 'model.layers.1.mlp.down_proj.weight'
+  (path / f'arrays/state.{name}/0.0').unlink()
   with pytest.raises(RuntimeError, match='layers.1.mlp.down_proj'):
     server.call('searchrl_load', str(path))
   assert server.call('searchrl_describe')['loaded'] is None

@@ -27,6 +27,7 @@ import logging
 import pathlib
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -38,7 +39,9 @@ from searchrl_jax.engines.vllm.servers import Handle, Server
 from searchrl_jax.engines.vllm.transport import Down, Output
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.models import decoder, families, lora
+from searchrl_jax.run import cluster
 
+_HERE = ('localhost', launcher.HOST)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 _COUNTERS = """
   requests retries aborted_requests generated_tokens discarded_tokens
@@ -79,12 +82,13 @@ class VllmEngine(HandleEngine):
     self._cfg = model_cfg
     self._base: published.Published | None = None  # below the adapters
     folder = pathlib.Path(folder).absolute()
-    self._publisher = publication.Publisher(
-      folder / 'published', model_cfg, config.dtype
-    )
+    urls, self._sidecars = config.url.split(','), []
+    near = all(urlsplit(url).hostname in _HERE for url in urls if url)
+    memory = config.memory if near and cluster.size() == 1 else ''
+    where = folder / 'published', model_cfg, config.dtype, memory
+    self._publisher = publication.Publisher(*where)
     self.version = None  # nothing is loaded yet
     model = {**families.fields(model_cfg), 'dtype': config.dtype}
-    urls, self._sidecars = config.url.split(','), []
     if not config.url:
       published.write_serving_folder(
         folder / 'serving', model, tokenizer.path, config.dtype

@@ -10,7 +10,9 @@ error in the other. The module depends on three properties of vLLM 0.32:
 
 * On CPU a linear layer packs its matrix for oneDNN and drops the original, so
   no parameter shows the values in use. The checksums multiply unit vectors
-  instead, which returns every element exactly.
+  instead, which returns every element exactly but takes long. The function
+  that multiplies holds the packed copy in its closure; without one, the layer
+  computes with its parameter.
 * On CPU the output head packs its own copy even of an embedding that it is
   tied to; vLLM's reload does not update it. `searchrl_load` packs it again.
 * A tensor that is missing in a reload keeps its old value, with a warning.
@@ -37,7 +39,7 @@ _FUSED = {
   'up_proj': ('gate_up_proj', 1),
 }
 # Elements hashed at once: on CPU they stay in the cache.
-_BLOCK, _BLOCK_ELSE = 1 << 17, 1 << 24
+_BLOCK, _BLOCK_ELSE = 1 << 18, 1 << 24
 _PROBE = 1 << 22  # elements of one product with unit vectors
 
 
@@ -165,7 +167,8 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
   tensors that it holds."""
   groups: dict[tuple[str, str], list] = {}
   table = dict(weights.table)
-  if weights.config['tied']:
+  # A head that computes with the embedding itself has no values of its own.
+  if weights.config['tied'] and (not _tied(model) or _packed(model.lm_head)):
     embed = next(iter(table.values()))
     table[families.TIED_HEAD] = dataclasses.replace(embed, path='head')
   for name, tensor in table.items():
@@ -252,7 +255,7 @@ def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
 
   tensor = getattr(module, kind)
   lookup = type(module) is vocab.VocabParallelEmbedding
-  if kind == 'weight' and hasattr(module, 'cpu_linear') and not lookup:
+  if kind == 'weight' and _packed(module) and not lookup:
     width = module.input_size_per_partition
     step = max(1, _PROBE // sum(module.output_partition_sizes))
     for first in range(0, width, step):
@@ -268,18 +271,21 @@ def _sums(block, part: Part, first: int) -> tuple[int, int]:
   """The two sums of engines/weights/checksum.py, in wrapping int32."""
   import torch
 
-  device = block.device
-  columns, rows = block.shape
-  row_index = _steps(rows, part.row_step, 0, device)
+  device, start = block.device, part.start + first * part.column_step
+  outer, inner = part.column_step, part.row_step
+  if block.stride(0) == 1:  # a transposed matrix: in the order of its memory
+    block, outer, inner = block.T, inner, outer
+  inner_index = _steps(block.shape[1], inner, 0, device)
   low_sum = high_sum = 0
-  step = max(1, (_BLOCK if device.type == 'cpu' else _BLOCK_ELSE) // rows)
-  for c in range(0, columns, step):
-    bits = _bits(block[c : c + step])
-    start = part.start + (first + c) * part.column_step
-    index = _steps(len(bits), part.column_step, start, device)
-    low = _mix(bits + index[:, None] + row_index)
-    low_sum = low_sum + low.sum(dtype=torch.int64)
-    high_sum = high_sum + _mix(low ^ bits).sum(dtype=torch.int64)
+  step = _BLOCK if device.type == 'cpu' else _BLOCK_ELSE
+  step = max(1, step // block.shape[1])
+  for i in range(0, len(block), step):
+    bits = _bits(block[i : i + step])
+    index = _steps(len(bits), outer, start + i * outer, device)
+    hashes = _mix(bits + index[:, None] + inner_index)
+    low_sum = low_sum + hashes.sum(dtype=torch.int32)
+    hashes ^= bits
+    high_sum = high_sum + _mix(hashes).sum(dtype=torch.int32)
   return int(low_sum), int(high_sum)
 
 
@@ -305,11 +311,14 @@ def _bits(x):
 
 
 def _mix(h):
-  """MurmurHash3's finaliser."""
+  """MurmurHash3's finaliser, in place."""
   # A shift of int32 copies the sign bit, which the masks remove.
-  h = (h ^ (h >> 16 & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
-  h = (h ^ (h >> 13 & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
-  return h ^ (h >> 16 & 0xFFFF)
+  h ^= (h >> 16).bitwise_and_(0xFFFF)
+  h *= 0x85EBCA6B - (1 << 32)
+  h ^= (h >> 13).bitwise_and_(0x7FFFF)
+  h *= 0xC2B2AE35 - (1 << 32)
+  h ^= (h >> 16).bitwise_and_(0xFFFF)
+  return h
 
 
 def _torch_tensors(weights: Published, tied: bool):
@@ -317,7 +326,6 @@ def _torch_tensors(weights: Published, tied: bool):
   import torch
 
   for name, array in weights.tensors(tied):
-    array = np.ascontiguousarray(array)
     if array.dtype.name == 'bfloat16':  # numpy knows it from ml_dtypes only
       yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
@@ -329,6 +337,12 @@ def _tied(model) -> bool:
   head = getattr(model, 'lm_head', None)
   embed = getattr(model.model, 'embed_tokens', None)
   return getattr(head, 'weight', None) is getattr(embed, 'weight', 0)
+
+
+def _packed(module) -> bool:
+  """Whether a linear layer computes with a packed copy of its matrix."""
+  multiply = getattr(_own(module), 'cpu_linear', None)
+  return bool(getattr(multiply, '__closure__', None))
 
 
 def _dtype_name(dtype) -> str:

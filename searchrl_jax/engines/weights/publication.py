@@ -1,24 +1,52 @@
 """Publishes versions of the weights on disk, for the engines to load.
 
-    <folder>/00000012/arrays/state.layers.q/...    one zarr store each
-    <folder>/00000012/meta/meta.json               config, dtype, checksums
+    <folder>/00000012/arrays/state.model.norm.weight/...    zarr, one for each
+    <folder>/00000012/meta/meta.json                config, dtype, checksums
 
-A version is an Orbax checkpoint of the parameters alone, cast to the dtype of
-the engine, in chunks of one layer. A version's folder appears only when it is
-complete. `weights.published` reads it.
+A version is an Orbax checkpoint of the tensors as a server stores them: in the
+Hugging Face names and layout, in the dtype of the engine. They are converted on
+their devices, some at a time, and cross the host once; what one process has as
+a whole is one file, which a server maps. A version's folder appears only when
+it is complete. `weights.published` reads it.
 """
 
+import dataclasses
+import functools
 import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 
-from searchrl_jax.engines.weights import checksum, published
+from searchrl_jax.engines.weights import checksum, memory, published
 from searchrl_jax.models import decoder, families, lora
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import checkpoint, cluster
+from searchrl_jax.run import checkpoint, cluster, sharding
 
 _ADAPTERS = 'adapters'  # below the folder: adapters, a folder for each version
+_ROOM = 3  # copies that memory must hold: during a sync there are two
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _convert(x, layer, tensor: families.Tensor, dtype, where):
+  x = tensor.to_hf(x if layer is None else x[layer]).astype(dtype)
+  return x if where is None else jax.lax.with_sharding_constraint(x, where)
+
+
+def _served(x, tensor: families.Tensor, dtype, turn: int) -> jax.Array:
+  """A tensor of our array as a server stores it.
+
+  If this process has all shards, the devices gather it, and the host takes it
+  from one of them: in turns, so that all links to the host are used.
+  """
+  gather = x.is_fully_addressable and not x.is_fully_replicated
+  where = sharding.replicated(x.sharding.mesh) if gather else None
+  if where or x.shape != tensor.shape or x.dtype != dtype or tensor.n_in:
+    kind = dataclasses.replace(tensor, name='', layer=None)  # compiled once
+    x = _convert(x, tensor.layer, kind, dtype, where)
+  if x.is_fully_addressable:
+    x = x.addressable_shards[turn % len(x.addressable_shards)].data
+  return x
 
 
 class Publisher:
@@ -30,11 +58,13 @@ class Publisher:
     folder: made if absent; engines must see it under the same path.
     cfg: of the model.
     dtype: the engine's; parameters are cast to it on their devices.
+    in_memory: a folder in memory, used instead if it has room; '' = none.
   """
 
-  def __init__(self, folder, cfg: DecoderConfig, dtype: str):
+  def __init__(self, folder, cfg: DecoderConfig, dtype: str, in_memory=''):
     self._files = checkpoint.Checkpointer(folder, None, '')
-    self._cfg, self._dtype = cfg, dtype
+    self._cfg, self._dtype, self._in_memory = cfg, dtype, in_memory
+    self._memory: memory.Folder | None = None
     self._written: set[int] = set()  # versions
     self._adapters: dict[int, pathlib.Path] = {}  # version -> folder
 
@@ -48,29 +78,39 @@ class Publisher:
       ValueError: parameters that are not those of the model, by name.
       CheckpointError: the disk; other versions are unchanged.
     """
-    decoder.flatten_checked(lora.base(self._cfg), params)
-    params = jax.tree.map(lambda x: x.astype(self._dtype), params)
-    flat = decoder.flatten(params)
+    flat = decoder.flatten_checked(lora.base(self._cfg), params)
     extras = {
       'version': version,
       'dtype': self._dtype,
       'config': families.fields(self._cfg),
-      'manifest': checksum.checksums(flat),
+      'manifest': checksum.checksums(flat, self._dtype),
+      'shapes': {name: tuple(flat[name].shape) for name in sorted(flat)},
     }
+    done = published.Published(pathlib.Path(), **extras)
+    dtype, tensors = jnp.dtype(self._dtype), {}
+    for i, t in enumerate(done.table.values()):
+      make = functools.partial(_served, flat[t.path], t, dtype, i)
+      tensors[t.name] = checkpoint.Deferred(t.shape, dtype, make)
+    self._choose(_ROOM * done.bytes)
     path = self.path(version)
     old = [version] if path.exists() else []
     cluster.first('publication', lambda: self._files.delete(old))
     self._files.save(
       version,
-      params,
+      tensors,
       extras={'published': published.FORMAT, **extras},
       metrics={},
       fingerprint={},
-      split=(f'{published.PREFIX}.layers.',),
     )
     self._written.add(version)
-    shapes = {name: tuple(x.shape) for name, x in flat.items()}
-    return published.Published(path, **extras, shapes=shapes)
+    return dataclasses.replace(done, path=path)
+
+  def _choose(self, size: int) -> None:
+    """Before the first version: uses memory if it has room."""
+    parent, self._in_memory = self._in_memory, ''
+    self._memory = self._memory or memory.claim(parent, size)
+    if parent and self._memory:
+      self._files = checkpoint.Checkpointer(self._memory.path, None, '')
 
   def publish_adapter(self, adapters: dict, version: int) -> published.Adapter:
     """Writes adapters alone, see `models.lora`; otherwise as `publish`.
@@ -112,6 +152,9 @@ class Publisher:
     """
     self._files.delete(self._written.intersection(self._files.steps()))
     self._delete_adapters([*self._adapters])
+    if self._memory:
+      self._memory.close()
+      self._memory = None
 
   def _delete_adapters(self, versions: list[int]) -> None:
     for version in versions:

@@ -20,7 +20,7 @@ import tensorstore as ts
 from searchrl_jax.models import families
 from searchrl_jax.run import lookup
 
-FORMAT = 1  # of a publication: its metadata, and how tensors are stored
+FORMAT = 2  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
 
 
@@ -75,7 +75,8 @@ class Published:
     """(Hugging Face name, array) of each, one in memory at a time.
 
     A tied model yields its embedding a second time, as the head, since a server
-    may store the two separately; `tied`: it does not.
+    may store the two separately; `tied`: it does not. An array that one process
+    of the trainer wrote is a map of its file: only what is used of it is read.
     """
     for name in self.table:
       yield name, self.read(name)
@@ -83,45 +84,50 @@ class Published:
       yield families.TIED_HEAD, self.read(next(iter(self.table)))  # embedding
 
   def read(self, name: str) -> np.ndarray:
-    """A tensor by its Hugging Face name, in that layout; not contiguous.
+    """A tensor by its Hugging Face name, in that layout.
 
     Raises:
       KeyError: there is no such tensor.
       PublishedError: it is missing, damaged or of another shape.
     """
-    tensor = self.table[name]
-    store = self.open(tensor.path)
-    if tensor.layer is not None:
-      store = store[tensor.layer]
-    with self._checked(f'{tensor.path!r} ({name})'):
-      value = store.read().result()
-    return tensor.to_hf(value)
+    store, shape = self.open(name), self.table[name].shape
+    with self._checked(name):
+      if store.chunk_layout.read_chunk.shape != shape:  # several shards
+        return store.read().result()
+      file = self._folder(name) / '.'.join('0' * len(shape))
+      dtype = store.dtype.numpy_dtype
+      # A private map: torch warns of arrays that it could not write to.
+      return np.memmap(file, dtype, 'c', shape=shape)
 
   def open(self, name: str) -> ts.TensorStore:
-    """The store of a tensor by our name; reads only its description.
+    """The store of a tensor; reads only its description.
 
     Raises:
       PublishedError: it is missing or of another shape or dtype.
     """
-    folder = self.path / 'arrays' / f'{PREFIX}.{name.replace("/", ".")}'
-    kvstore = {'driver': 'file', 'path': str(folder)}
+    kvstore = {'driver': 'file', 'path': str(self._folder(name))}
     # Otherwise a missing chunk would read as zeros.
     spec = dict(driver='zarr', kvstore=kvstore, fill_missing_data_reads=False)
-    expected = dict(dtype=ts.dtype(self.dtype), shape=self.shapes[name])
-    with self._checked(repr(name)):
-      store = ts.open(spec, open=True, read=True, **expected).result()
-    return store
+    expected = dict(dtype=ts.dtype(self.dtype), shape=self.table[name].shape)
+    with self._checked(name):
+      return ts.open(spec, open=True, read=True, **expected).result()
+
+  def _folder(self, name: str) -> pathlib.Path:
+    return self.path / 'arrays' / f'{PREFIX}.{name}'
 
   @contextlib.contextmanager
   def _checked(self, name: str) -> Iterator[None]:
     """Names the tensor in an error of reading it."""
     try:
       yield
-    except ValueError as e:
+    except (OSError, ValueError) as e:
       line = str(e).partition('\n')[0]
-      what = f'{self.path}: tensor {name} is missing or damaged ({line})'
+      tensor = self.table[name]
+      what = (
+        f'{self.path}: tensor {tensor.path!r} ({name}) is missing or damaged'
+      )
       fix = f'publish version {self.version} again'
-      raise PublishedError(f'{what}; {fix}') from e
+      raise PublishedError(f'{what} ({line}); {fix}') from e
 
 
 def open_published(path) -> Published:
@@ -138,10 +144,7 @@ def open_published(path) -> Published:
     format_ = meta['extras'].pop('published')
     if format_ != FORMAT:
       raise ValueError(f'format {format_}; this code reads {FORMAT}')
-    shapes = {
-      k.removeprefix(f'{PREFIX}.').replace('.', '/'): tuple(shape)
-      for k, (shape, _) in meta['tree'].items()
-    }
+    shapes = {k: tuple(v) for k, v in meta['extras'].pop('shapes').items()}
     out = Published(path, **meta['extras'], shapes=shapes)
   except (OSError, ValueError, LookupError, TypeError) as e:
     raise PublishedError(
@@ -149,7 +152,7 @@ def open_published(path) -> Published:
       f'{sorted(p.name for p in path.parent.glob("*"))}. Run trainer and '
       'server from the same commit'
     ) from e
-  for name in out.shapes:
+  for name in out.table:
     out.open(name)
   return out
 
