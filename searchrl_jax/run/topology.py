@@ -101,7 +101,9 @@ class Topology:
     else:
       arguments = {'platform': 'tpu', 'topology_name': self.name}
     try:
-      return list(topologies.get_topology_desc(**arguments).devices)
+      found = topologies.get_topology_desc(**arguments).devices
+      # As a run of several processes has them.
+      return sorted(found, key=lambda d: (d.process_index, d.id))
     except Exception as e:
       raise ConfigError(
         f'--topology={self.name}: {e}. The compilers for GPUs and TPUs are in '
