@@ -23,10 +23,7 @@ TOPOLOGIES = {
   'v5p32': 'v5p:2x2x4',
 }
 # Of the rows of an update, by the tokens of a trajectory at most.
-LENGTHS = {
-  4608: (256, 512, 1024, 2048, 4608),
-  16384: (256, 1024, 4096, 16384),
-}
+LENGTHS = {4608: (256, 512, 1024, 2048, 4608), 16384: (256, 1024, 4096, 16384)}
 
 
 class Preset(NamedTuple):

@@ -409,7 +409,9 @@ def test_dry_run_counts_host_memory_and_what_is_in_flight():
   config.engine.update(module='vllm', slots=1, device='gpus:0;1')
   config.rollout.concurrency = 0
   lines = report(config)
-  assert lines['trajectories in flight in a process, at most'] == '4'  # 2 servers x 2
+  assert (
+    lines['trajectories in flight in a process, at most'] == '4'
+  )  # 2 servers x 2
   assert not any('paused' in name for name in lines)
 
 

@@ -190,7 +190,14 @@ def test_every_program_of_a_run_is_described(monkeypatch):
   cfg = build.model_config(config, 64)
   found = [*gate.programs(config, cfg, build.mesh(config, jax.devices()[:1]))]
   names = {p.name.partition('/')[0] for p in found}
-  assert names >= {'zeros', 'accumulate', 'apply', 'decode', 'prefill', 'search'}
+  assert names >= {
+    'zeros',
+    'accumulate',
+    'apply',
+    'decode',
+    'prefill',
+    'search',
+  }
   (decode,) = (p for p in found if p.name == 'decode')
   cache = cfg.n_layers * 2 * cfg.n_kv_heads * cfg.head_dim * 4
   cache *= config.engine.slots * config.engine.max_len

@@ -39,8 +39,7 @@ def test_a_report_is_of_its_preset_as_it_is(key):
   mesh = str({k: c.mesh[k] for k in ('data', 'fsdp', 'tensor')})
   assert f'mesh {mesh}\n' in text
   rows = batching.rows_of(c.batch, c.mesh.data * c.mesh.fsdp)
-  shapes = ', '.join(f'{rows}x{n}' for n in c.batch.lengths)
-  assert re.search(rf'microbatch shapes rows x tokens +{shapes}\n', text)
+  assert re.search(rf'microbatch shapes .* {rows}x{key[2]}\n', text)
   assert '  memory ' in text and 'exit status 0' in text.splitlines()[-1]
   adapters = 'frozen parameters' in text
   assert adapters == bool(c.models.lora.rank)
