@@ -1,5 +1,6 @@
 """The report on programs that are compiled for a topology."""
 
+import dataclasses
 import importlib.util
 import math
 import re
@@ -147,9 +148,33 @@ def test_gradients_are_told_from_other_sums_by_their_devices():
   assert wrong(scattered, half) == ['gradients are reduced in float32']
 
 
+def test_a_gradient_of_the_embedding_is_no_weight():
+  rows = collective(
+    'all-gather', hlo.Shape('f32', (32, 4608, 2048)), loop=False
+  )
+  update = dict(targets=ATTENTION)
+  scattered = dataclasses.replace(
+    rows, op='jit(f)/transpose(jvp())/scatter-add'
+  )
+  for gathered, wrong in ((scattered, 0), (rows, 1)):
+    moved = gathered, GATHER, SCATTER
+    found = missed(program('accumulate/4608', collectives=moved, **update))
+    assert len(found) == wrong
+
+
+def test_each_part_of_the_weights_along_tensor_is_gathered_twice():
+  mesh = {'fsdp': 4, 'tensor': 2}
+  half = dataclasses.replace(GATHER, times=100)
+  for gathers, wrong in (([half], 0), ([half, half], 1)):
+    update = dict(collectives=[*gathers, SCATTER], targets=ATTENTION, mesh=mesh)
+    assert len(missed(program('accumulate/4608', **update))) == wrong
+
+
 def test_decoding_gathers_nothing_large():
   small = collective('all-gather', hlo.Shape('s32', (8,)))
   assert not missed(program('decode', collectives=[small]))
+  logits = collective('all-gather', hlo.Shape('f32', (64, CFG.vocab_size)))
+  assert not missed(program('decode', collectives=[logits]))
   assert missed(program('decode', collectives=[GATHER])) == [
     'no gathers of weights or caches'
   ]

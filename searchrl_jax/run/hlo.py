@@ -345,16 +345,18 @@ def _grid(sizes: str, order: str | None = None) -> np.ndarray:
 
 
 def _group(attributes: str) -> tuple[int, ...]:
-  """The first group of devices of replica_groups, which XLA prints as a list
-  {{0,1},{2,3}}, as [2,2]<=[2,2]T(1,0), or as axes mesh['a'=2,'b'=2] {'a'}, of
-  devices in another order: mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}."""
+  """The first group of devices of replica_groups.
+
+  XLA prints it as a list {{0,1},{2,3}}, as [2,2]<=[2,2]T(1,0), or as axes
+  mesh['a'=2,'b'=2] {'a'}, with device_ids=([2,2]T(1,0)) if in another order.
+  """
   _, _, text = attributes.partition('replica_groups=')
   if match := re.match(r'\{\{([\d,]+)\}', text):
     return tuple(map(int, match[1].split(',')))
-  if match := re.match(r'\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
-    return tuple(
-      _grid(*match.groups()[1:]).reshape(int(match[1]), -1)[0].tolist()
-    )
+  listed = r'\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?'
+  if match := re.match(listed, text):
+    grid = _grid(match[2], match[3])
+    return tuple(grid.reshape(int(match[1]), -1)[0].tolist())
   order = r'(?:, device_ids=\((\[[^)]*(?:\([\d,]+\))?)\))?'
   if match := re.match(rf'mesh\[([^]]+)\]{order} *\{{([^}}]*)\}}', text):
     axes = re.findall(r"('\w+')=(\d+)", match[1])
