@@ -148,6 +148,20 @@ def test_gradients_are_told_from_other_sums_by_their_devices():
   assert wrong(scattered, half) == ['gradients are reduced in float32']
 
 
+def test_a_ring_gathers_weights_or_scatters_gradients():
+  part = hlo.Shape('bf16', (CFG.n_params // 800,))
+  gather = collective('collective-permute', part, times=1600)
+  scatter = collective('collective-permute', *SCATTER.shapes, times=400)
+  update = dict(targets=ATTENTION)
+  ring = program('accumulate/4608', collectives=[gather, scatter], **update)
+  assert not missed(ring)
+  twice = program('accumulate/4608', collectives=[gather] * 2, **update)
+  assert missed(twice) == [
+    'weights gathered at most 2.2 times',
+    'gradients are reduce-scattered, not all-reduced',
+  ]
+
+
 def test_a_gradient_of_the_embedding_is_no_weight():
   rows = collective(
     'all-gather', hlo.Shape('f32', (32, 4608, 2048)), loop=False

@@ -150,12 +150,18 @@ def verify(program: Program, cfg, topology) -> list[Check]:
 
   name = program.name.split('/')
   gather, scatter = ('all-gather',), ('reduce-scatter', 'all-reduce')
+  # On TPUs a product may gather its operand, or scatter its result, in a ring.
+  ring = ('collective-permute',)
+
+  def float32(c):
+    return any(s.dtype == 'f32' for s in c.shapes)
 
   def weights(c):  # or caches; not the gradient of the embedding
-    return c.nbytes >= MIB and not c.op.endswith('scatter-add')
+    large = c.nbytes * c.times >= MIB
+    return large and not c.op.endswith('scatter-add')
 
   def wide(c):
-    return weights(c) and any(s.dtype == 'f32' for s in c.shapes)
+    return weights(c) and float32(c)
 
   if 'accumulate' in name or 'score' in name:
     length = int(name[-1])
@@ -183,23 +189,23 @@ def verify(program: Program, cfg, topology) -> list[Check]:
       size = moved(gather, wide)
       check('no float32 gathers of weights', not size, f'{size / MIB:,.0f} MiB')
   if 'accumulate' in name and program.hlo.devices > 1:
-    copies = (
-      moved(gather, weights) * program.sizes['tensor'] / (2 * cfg.n_params)
-    )
+    size = moved(gather, weights)
+    size += moved(ring, lambda c: weights(c) and not float32(c))
+    copies = size * program.sizes['tensor'] / (2 * cfg.n_params)
     check('weights gathered at most 2.2 times', copies <= 2.2, f'{copies:.2f}')
     # Along tensor, activations are reduced.
     layers = [
       c
       for c in program.collectives
-      if c.kind in scatter and c.loop and c.sent >= MIB
-      if program.axes(c) - {'tensor'}
+      if c.kind in scatter or c.kind in ring and float32(c)
+      if c.loop and c.sent >= MIB and program.axes(c) - {'tensor'}
     ]
     if program.sizes['fsdp'] > 1:
       # Along data, shards are then added up.
       kinds = {c.kind for c in layers if 'fsdp' in program.axes(c)}
       check(
         'gradients are reduce-scattered, not all-reduced',
-        kinds == {'reduce-scatter'} or cfg.lora and not kinds,
+        kinds and 'all-reduce' not in kinds or cfg.lora and not kinds,
         ', '.join(sorted(kinds)) or 'none of a layer is reduced',
       )
     narrow = {s.dtype for c in layers for s in c.shapes} - {'f32'}
