@@ -46,11 +46,21 @@ def test_the_programs_of_3b_hold(topology, machine, slots):
 
 
 def test_a_token_reads_weights_and_cache_once():
-  """Beside adapters, which XLA would join with copies of the weights."""
-  text, verdicts = report(
+  """Of six layers of the 7B, beside adapters, which XLA would join with copies
+  of the weights."""
+  sizes = dict(
+    hidden_size=3584,
+    num_hidden_layers=6,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    intermediate_size=18944,
+    tie_word_embeddings=False,
+  )
+  _, verdicts = report(
     'h200:1x1',
     'experiments/gpu/recipe.py',
-    '--config.model.arch.num_hidden_layers=12',
+    *(f'--config.model.arch.{name}={size}' for name, size in sizes.items()),
+    '--config.engine.slots=256',
     '--config.models.lora.rank=32',
   )
   (line,) = [line for line in verdicts if 'untruncated token reads' in line]
