@@ -3,11 +3,9 @@
   python -m searchrl_jax.train \\
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-7B,machine=h200x8
 
-CHIPxN is one node of N GPUs, CHIPxNxM M such nodes with a process on each;
-v5e64 and v5p32 are slices of TPUs by their names at Google Cloud (64 and 16
-chips), with a process for every 4 chips. docs/machines.md has what the
-compilers say of each preset; `python -m experiments.benchmarks.machines` makes
-it. Batches are `batch.tokens`, of one device: a row of the longest length.
+CHIPxN is one node of N GPUs, CHIPxNxM M such nodes with a process on each.
+A device computes one row of the longest length at a time. docs/machines.md has
+what the compilers say of each preset.
 """
 
 from typing import NamedTuple
@@ -16,11 +14,8 @@ from typing import NamedTuple
 TOPOLOGIES = {
   'h200x1': 'h200:1x1',
   'h200x8': 'h200:1x8',
-  'h200x8x4': 'h200:4x8',
   'h100x8': 'h100:1x8',
   'h100x8x4': 'h100:4x8',
-  'v5e64': 'v5e:8x8',
-  'v5p32': 'v5p:2x2x4',
 }
 # Of the rows of an update, by the tokens of a trajectory at most.
 LENGTHS = {4608: (256, 512, 1024, 2048, 4608), 16384: (256, 1024, 4096, 16384)}
@@ -44,11 +39,7 @@ PRESETS = {
   ('h200x1', '7b', 4608): Preset((1, 1, 1), 256, rank=32),
   ('h200x1', '7b', 16384): Preset((1, 1, 1), 64, rank=32),
   ('h200x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0),
-  ('h200x8', '3b', 16384): Preset((1, 8, 1), 512, 256.0),
   ('h200x8', '7b', 4608): Preset((1, 8, 1), 1024, 256.0),
-  ('h200x8', '7b', 16384): Preset((1, 8, 1), 512, 256.0),
-  ('h200x8x4', '3b', 4608): Preset((4, 8, 1), 512, 256.0),
-  ('h200x8x4', '7b', 4608): Preset((4, 8, 1), 512, 256.0),
   ('h100x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0),
   ('h100x8', '3b', 16384): Preset((1, 8, 1), 256, 256.0),
   ('h100x8', '7b', 4608): Preset((1, 8, 1), 512, 256.0),
@@ -57,13 +48,6 @@ PRESETS = {
   ('h100x8x4', '3b', 16384): Preset((4, 8, 1), 256, 256.0),
   ('h100x8x4', '7b', 4608): Preset((4, 8, 1), 512, 256.0),
   ('h100x8x4', '7b', 16384): Preset((4, 8, 1), 128, 256.0),
-  ('v5e64', '3b', 4608): Preset((1, 64, 1), 64),
-  ('v5e64', '3b', 16384): Preset((1, 32, 2), 8),
-  ('v5e64', '7b', 4608): Preset((1, 16, 4), 32),
-  ('v5p32', '3b', 4608): Preset((1, 16, 1), 256),
-  ('v5p32', '3b', 16384): Preset((1, 16, 1), 128),
-  ('v5p32', '7b', 4608): Preset((1, 16, 1), 256),
-  ('v5p32', '7b', 16384): Preset((1, 16, 1), 128),
 }
 
 

@@ -45,6 +45,10 @@ def test_a_report_is_of_its_preset_as_it_is(key):
   assert adapters == bool(c.models.lora.rank)
 
 
+def test_every_machine_has_a_preset():
+  assert {key[0] for key in machines.PRESETS} == {*machines.TOPOLOGIES}
+
+
 def test_the_table_is_that_of_the_reports():
   page = (ROOT / 'docs/machines.md').read_text()
   assert '\n'.join(reports.table()) in page
