@@ -176,6 +176,14 @@ def test_a_gradient_of_the_embedding_is_no_weight():
     assert len(found) == wrong
 
 
+def test_log_probs_of_all_rows_are_no_weights():
+  for dims, wrong in (((32, 16384), 0), ((2048, 16384), 1)):
+    gathered = collective('all-gather', hlo.Shape('f32', dims), loop=False)
+    update = dict(mesh={'data': 4}, targets=ATTENTION[:1])
+    score = program('score/16384', collectives=[gathered], **update)
+    assert len(missed(score)) == wrong
+
+
 def test_each_part_of_the_weights_along_tensor_is_gathered_twice():
   mesh = {'fsdp': 4, 'tensor': 2}
   half = dataclasses.replace(GATHER, times=100)
