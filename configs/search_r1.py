@@ -29,6 +29,10 @@ original's scripts. Arguments:
              the README; add version=v0.2 for checkpoints of v0.2
   layout, folder  of the questions, see configs/seven.py: Search-R1's
              train.parquet and test.parquet, or FlashRAG's files
+  machine    mesh, slots and adapters for a machine by its name, such as h200x8
+             (configs/machines.py); training, GRPO or REINFORCE
+  tokens     of a trajectory at most: 4608, the released limits of the context
+             of a last turn (4096) and of its reply; or 16384
   seed
 
 The default is the released behaviour without its bugs. Differences from the
@@ -56,7 +60,7 @@ release:
 
 from ml_collections import ConfigDict
 
-from configs import algorithms, quickstart, seven
+from configs import algorithms, machines, quickstart, seven
 from searchrl_jax.run import schema
 
 ALGORITHMS = {
@@ -94,6 +98,8 @@ def get_config(arg=None):
     profile='',
     layout='search_r1',
     folder='',
+    machine='',
+    tokens=4608,
   )
   for name, known in (
     ('algorithm', ALGORITHMS),
@@ -101,16 +107,19 @@ def get_config(arg=None):
     ('version', VERSIONS),
     ('baseline', BASELINES),
     ('profile', ('', 'search_r1')),
+    ('machine', ('', *machines.TOPOLOGIES)),
+    ('tokens', machines.LENGTHS),
   ):
     if a[name] not in known:
       raise ValueError(
         f'config argument {name}={a[name]!r}: one of '
         f'{", ".join(map(repr, known))}'
       )
-  if a.profile and not a.model:
-    raise ValueError(
-      f'config argument profile={a.profile!r} needs model=PATH: the checkpoint'
-    )
+  for name, none in (('profile', ''), ('machine', ''), ('tokens', 4608)):
+    if a[name] != none and not a.model:
+      raise ValueError(
+        f'config argument {name}={a[name]!r} needs model=PATH: the checkpoint'
+      )
   c = _full(a) if a.model else _small(a)
   c.name = 'search_r1'
   c.seed = a.seed
@@ -160,9 +169,7 @@ def _full(a):
   c.env.max_turns = 2 if a.version == 'released' else 4
   c.env.max_turn_tokens = 500
   c.env.max_observation_tokens = 500
-  # Their limits of the context of a last turn (4096) and of its reply.
-  c.env.max_tokens = 4608
-  c.engine.max_len = 4608
+  c.env.max_tokens = c.engine.max_len = c.batch.tokens = a.tokens
   c.engine.dtype = 'bfloat16'
   c.engine.slots = 256
   # 16 observations in one prefill call.
@@ -183,8 +190,7 @@ def _full(a):
     c.critic.lr = 1e-5
     c.critic.warmup = round(0.015 * 1005) * c.algorithm.minibatches
     c.critic.weight_decay = 0.01
-  c.batch.lengths = (256, 512, 1024, 2048, 4608)
-  c.batch.tokens = 4608
+  c.batch.lengths = machines.LENGTHS[a.tokens]
   c.checkpoint.every = 100
   c.eval.every = 50
   c.eval.questions = 512  # of each set, during training; 0 = all
@@ -192,6 +198,8 @@ def _full(a):
     a.layout, 'train', names=('nq', 'hotpotqa'), folder=a.folder
   )
   c.data.eval = seven.sets(a.layout, folder=a.folder)
+  if a.machine:
+    machines.apply(c, a.machine, a.model, a.tokens)
   if a.profile:
     c.eval.questions = 0
     if not a.template:

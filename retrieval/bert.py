@@ -118,10 +118,6 @@ def load(
       safetensors.safe_open(file, 'np') as stored,
     ):
       tensors |= {name: stored.get_tensor(name) for name in stored.keys()}
-  h, wide = cfg.hidden_size, cfg.intermediate_size
-  prefix = 'bert.' if head else ''
-  # The queries include the attention's 1 / sqrt(head size).
-  scale = 1 / math.sqrt(h // cfg.num_attention_heads)
 
   def take(name, *shape):
     problem = ''
@@ -132,6 +128,27 @@ def load(
     if problem:
       raise ValueError(f'{path}: tensor {name!r} {problem}')
     return tensors.pop(name).astype(dtype)
+
+  prefix = 'bert.' if head else ''
+  params = _assemble(cfg, take, prefix, head)
+  ignored = tuple(prefix + name for name in _IGNORED)
+  if surplus := [name for name in tensors if not name.startswith(ignored)]:
+    problem = f'tensor {surplus[0]!r} is not part of this model (surplus)'
+    raise ValueError(f'{path}: {problem}')
+  return cfg, params
+
+
+def shapes(cfg: BertConfig, dtype) -> dict[str, Any]:
+  """Shapes of the parameters of `load`, without a checkpoint."""
+  params = _assemble(cfg, lambda _, *shape: np.zeros(shape, dtype))
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+
+def _assemble(cfg: BertConfig, take, prefix='', head=False) -> dict[str, Any]:
+  """The parameters, of tensors take(name, *shape)."""
+  h, wide = cfg.hidden_size, cfg.intermediate_size
+  # The queries include the attention's 1 / sqrt(head size).
+  scale = 1 / math.sqrt(h // cfg.num_attention_heads)
 
   def weights(name, out=h, size=h):
     return take(f'{name}.weight', out, size).T, take(f'{name}.bias', out)
@@ -146,7 +163,7 @@ def load(
     names = (f'{at}attention.self.{name}' for name in ('query', 'key', 'value'))
     q, k, v = map(weights, names)
     q = [x * scale for x in q]
-    qkv = (np.concatenate(x, -1).astype(dtype) for x in zip(q, k, v))
+    qkv = (np.concatenate(x, -1).astype(v[0].dtype) for x in zip(q, k, v))
     return {
       'qkv': dict(zip('wb', qkv)),
       'out': linear(f'{at}attention.output.dense'),
@@ -168,11 +185,7 @@ def load(
   if head:
     params['pooler'] = linear('bert.pooler.dense')
     params['classifier'] = linear('classifier', 1)
-  ignored = tuple(prefix + name for name in _IGNORED)
-  if surplus := [name for name in tensors if not name.startswith(ignored)]:
-    problem = f'tensor {surplus[0]!r} is not part of this model (surplus)'
-    raise ValueError(f'{path}: {problem}')
-  return cfg, params
+  return params
 
 
 def _linear(p, x):

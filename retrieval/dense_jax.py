@@ -15,9 +15,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from retrieval import bert
+from retrieval import encoder as encoders
 from retrieval import vectors as vectors_lib
 from retrieval.core import Ranked, check_k
 from retrieval.dense_programs import PRECISIONS, ROWS, Programs
@@ -202,6 +204,35 @@ class DenseJax(vectors_lib.DenseIndex):
   def _fused(self, params, ids, lengths, corpus, c):
     q = self._encoder.embed(params, ids, lengths)
     return q, self._plan.search(q, corpus, c)
+
+
+def trace(
+  mesh: Mesh, cfg: bert.BertConfig, family: str, count: int, rows: int, c: int
+) -> jax.stages.Traced:
+  """The program of `DenseJax.search`, from shapes alone.
+
+  Args:
+    mesh: the devices.
+    cfg, family: of the encoder, in bfloat16.
+    count: passages.
+    rows: queries, of at most 64 tokens.
+    c: candidates for a query.
+  """
+  plan = Programs(count, cfg.hidden_size, mesh, None)
+  usage = encoders.FAMILIES[family]
+
+  def _fused(params, ids, lengths, corpus):
+    q = encoders.embed(params, cfg, usage, ids, lengths)
+    return q, plan.search(q, corpus, c)
+
+  def place(x, *axes):
+    where = NamedSharding(plan.mesh, PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+  params = jax.tree.map(place, bert.shapes(cfg, jnp.bfloat16))
+  texts = np.zeros((rows, 64), np.int32), np.zeros(rows, np.int32)
+  texts = [place(x, 'data') for x in texts]
+  return jax.jit(_fused).trace(params, *texts, plan.arrays())
 
 
 @functools.partial(jax.jit, donate_argnums=0)

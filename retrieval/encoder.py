@@ -247,6 +247,20 @@ def sha256(path: pathlib.Path) -> str:
   return digest.hexdigest()
 
 
+def embed(params, cfg: bert.BertConfig, usage: Family, ids, lengths):
+  """See `Encoder.embed`."""
+  x = bert.encode(params, cfg, ids, lengths).astype(jnp.float32)
+  if usage.pooling == 'cls':
+    x = x[:, 0]
+  else:
+    inside = jnp.arange(ids.shape[1]) < lengths[:, None]
+    x = jnp.where(inside[:, :, None], x, 0).sum(1) / lengths[:, None]
+  if usage.normalise:
+    norm = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
+    x /= jnp.maximum(norm, 1e-12)
+  return x
+
+
 class Encoder:
   """A dual encoder: converts queries and passages to vectors [D]."""
 
@@ -320,16 +334,7 @@ class Encoder:
       ids: int32 [R, T], padded on the right.
       lengths: int32 [R], >= 1.
     """
-    x = bert.encode(params, self.cfg, ids, lengths).astype(jnp.float32)
-    if self.usage.pooling == 'cls':
-      x = x[:, 0]
-    else:
-      inside = jnp.arange(ids.shape[1]) < lengths[:, None]
-      x = jnp.where(inside[:, :, None], x, 0).sum(1) / lengths[:, None]
-    if self.usage.normalise:
-      norm = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
-      x /= jnp.maximum(norm, 1e-12)
-    return x
+    return embed(params, self.cfg, self.usage, ids, lengths)
 
   def batches(
     self, texts: Sequence[str], kind: str

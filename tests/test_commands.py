@@ -20,7 +20,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.jax import device
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.models import decoder, pretrained
-from searchrl_jax.run import build, records, schema
+from searchrl_jax.run import build, records, schema, sharding
 from searchrl_jax.run import command as commands
 from searchrl_jax.run.checkpoint import CheckpointError
 from searchrl_jax.types import Passage, Question
@@ -378,6 +378,26 @@ def test_dry_run_counts_the_engine_as_it_lies_on_the_mesh():
   assert (one[name], many[name]) == ('2', '4')
 
 
+def test_dry_run_counts_the_engine_of_one_of_several_processes():
+  if jax.device_count() < 8:
+    pytest.skip('needs eight devices')
+  config = tiny.config('http://127.0.0.1:9')
+  config.engine.slots = 64
+  config.mesh.update(data=4, fsdp=2)
+  one = report(config)
+
+  def own(mesh):  # of four processes
+    return sharding.make_mesh(devices=list(mesh.devices.flat[:2]))
+
+  with mock.patch.object(sharding, 'own_mesh', own):
+    many = report(config)
+  name = 'engine: cache, 64 slots x 96 tokens'
+  assert float(many[name]) == pytest.approx(4 * float(one[name]), rel=0.01)
+  assert many['parameters (float32)'] == one['parameters (float32)']
+  name = 'trajectories in flight in a process, at most'
+  assert (one[name], many[name]) == ('8', '2')  # of one question
+
+
 def test_dry_run_counts_host_memory_and_what_is_in_flight():
   config = tiny.config('http://127.0.0.1:9')
   config.engine.slots = 2
@@ -385,15 +405,17 @@ def test_dry_run_counts_host_memory_and_what_is_in_flight():
   config.engine.host_gib = 4 * size / 2**30
   lines = report(config)
   # Two in slots, three paused, and room for a call that one of them waits for.
-  assert lines['trajectories in flight, at most'] == '5'
+  assert lines['trajectories in flight in a process, at most'] == '5'
   (name,) = [n for n in lines if n.startswith('engine: 3 paused sequences')]
   assert lines[name] == f'{3 * size / 2**20:,.1f}'
   config.rollout.concurrency = 4
-  assert report(config)['trajectories in flight, at most'] == '4'
+  assert report(config)['trajectories in flight in a process, at most'] == '4'
   config.engine.update(module='vllm', slots=1, device='gpus:0;1')
   config.rollout.concurrency = 0
   lines = report(config)
-  assert lines['trajectories in flight, at most'] == '4'  # 2 servers x 2
+  assert (
+    lines['trajectories in flight in a process, at most'] == '4'
+  )  # 2 servers x 2
   assert not any('paused' in name for name in lines)
 
 

@@ -1,6 +1,8 @@
 """The report on programs that are compiled for a topology."""
 
+import dataclasses
 import importlib.util
+import math
 import re
 import subprocess
 import sys
@@ -10,18 +12,20 @@ import pytest
 
 from configs import search_r1
 from searchrl_jax.learn import gate
-from searchrl_jax.run import build, hlo, topology
+from searchrl_jax.run import build, hlo, sharding, topology
 from tests import tiny
 from tests.conftest import ROOT
 
 H200 = topology.parse('h200:1x8')
 
 
-def program(name, *shapes, collectives=(), targets=(), temporary=0, devices=8):
+def program(name, *shapes, collectives=(), targets=(), temporary=0, mesh=None):
   """A `gate.Program` with these buffers, collectives and library kernels."""
   out = object.__new__(gate.Program)
   out.name, out.collectives, out.temporary = name, list(collectives), temporary
   out.arguments, out.flops = 100, 0
+  out.sizes = {'data': 1, 'fsdp': 8, 'tensor': 1} | (mesh or {})
+  devices = math.prod(out.sizes.values())
   lines = [f'  %b{i} = {s} add(%x, %x)' for i, s in enumerate(shapes)]
   lines += [
     f'  %t{i} = f32[1]{{0}} custom-call(%x), custom_call_target="{t}"'
@@ -40,9 +44,11 @@ def program(name, *shapes, collectives=(), targets=(), temporary=0, devices=8):
   return out
 
 
-def collective(kind, shape, times=1, loop=True):
+def collective(kind, shape, times=1, loop=True, group=()):
   size = shape.nbytes
-  return hlo.Collective(kind, (shape,), size, times, loop, '', sent=7 * size)
+  return hlo.Collective(
+    kind, (shape,), size, times, loop, '', sent=7 * size, group=tuple(group)
+  )
 
 
 CFG = build.model_config(search_r1.get_config('model=qwen2.5-3b'), 1)
@@ -120,9 +126,77 @@ def test_hidden_states_are_no_scores():
   assert missed(scores) == ['no float32 scores of all pairs']
 
 
+def test_gradients_are_told_from_other_sums_by_their_devices():
+  """2 x 4 x 2 devices: along fsdp, devices 0, 2, 4 and 6 have the same data."""
+  mesh = {'data': 2, 'fsdp': 4, 'tensor': 2}
+  f32, bf16 = hlo.Shape('f32', (2**20,)), hlo.Shape('bf16', (2**20,))
+  scattered = collective('reduce-scatter', f32, group=(0, 2, 4, 6))
+  shards = collective('all-reduce', f32, group=(0, 8))
+  activations = collective('all-reduce', bf16, group=(0, 1))
+
+  def wrong(*collectives):
+    update = dict(collectives=collectives, targets=ATTENTION, mesh=mesh)
+    return missed(program('accumulate/4608', **update))
+
+  assert not wrong(scattered, shards, activations)
+  for group in ((0, 2, 4, 6), (0, 2, 4, 6, 8, 10, 12, 14), ()):
+    whole = collective('all-reduce', f32, group=group)
+    assert wrong(scattered, whole) == [
+      'gradients are reduce-scattered, not all-reduced'
+    ]
+  half = collective('all-reduce', bf16, group=(0, 8))
+  assert wrong(scattered, half) == ['gradients are reduced in float32']
+
+
+def test_a_ring_gathers_weights_or_scatters_gradients():
+  part = hlo.Shape('bf16', (CFG.n_params // 800,))
+  gather = collective('collective-permute', part, times=1600)
+  scatter = collective('collective-permute', *SCATTER.shapes, times=400)
+  update = dict(targets=ATTENTION)
+  ring = program('accumulate/4608', collectives=[gather, scatter], **update)
+  assert not missed(ring)
+  twice = program('accumulate/4608', collectives=[gather] * 2, **update)
+  assert missed(twice) == [
+    'weights gathered at most 2.2 times',
+    'gradients are reduce-scattered, not all-reduced',
+  ]
+
+
+def test_a_gradient_of_the_embedding_is_no_weight():
+  rows = collective(
+    'all-gather', hlo.Shape('f32', (32, 4608, 2048)), loop=False
+  )
+  update = dict(targets=ATTENTION)
+  scattered = dataclasses.replace(
+    rows, op='jit(f)/transpose(jvp())/scatter-add'
+  )
+  for gathered, wrong in ((scattered, 0), (rows, 1)):
+    moved = gathered, GATHER, SCATTER
+    found = missed(program('accumulate/4608', collectives=moved, **update))
+    assert len(found) == wrong
+
+
+def test_log_probs_of_all_rows_are_no_weights():
+  for dims, wrong in (((32, 16384), 0), ((2048, 16384), 1)):
+    gathered = collective('all-gather', hlo.Shape('f32', dims), loop=False)
+    update = dict(mesh={'data': 4}, targets=ATTENTION[:1])
+    score = program('score/16384', collectives=[gathered], **update)
+    assert len(missed(score)) == wrong
+
+
+def test_each_part_of_the_weights_along_tensor_is_gathered_twice():
+  mesh = {'fsdp': 4, 'tensor': 2}
+  half = dataclasses.replace(GATHER, times=100)
+  for gathers, wrong in (([half], 0), ([half, half], 1)):
+    update = dict(collectives=[*gathers, SCATTER], targets=ATTENTION, mesh=mesh)
+    assert len(missed(program('accumulate/4608', **update))) == wrong
+
+
 def test_decoding_gathers_nothing_large():
   small = collective('all-gather', hlo.Shape('s32', (8,)))
   assert not missed(program('decode', collectives=[small]))
+  logits = collective('all-gather', hlo.Shape('f32', (64, CFG.vocab_size)))
+  assert not missed(program('decode', collectives=[logits]))
   assert missed(program('decode', collectives=[GATHER])) == [
     'no gathers of weights or caches'
   ]
@@ -140,7 +214,7 @@ def test_decoding_gathers_nothing_large():
 )
 def test_collectives_go_over_links_or_the_network(name, group, speed):
   c = hlo.Collective('x', (), 1, 3, True, '', sent=10**9, group=tuple(group))
-  found = program('accumulate/8', collectives=[c], devices=32)
+  found = program('accumulate/8', collectives=[c], mesh={'data': 4})
   seconds = found.seconds(topology.parse(name))
   assert seconds['links'] == pytest.approx(3e9 / speed)
 
@@ -149,17 +223,28 @@ def test_collectives_go_over_links_or_the_network(name, group, speed):
 def test_results_beside_their_arguments_take_memory(donate):
   f, x = jax.jit(lambda x: x + 1, donate_argnums=donate), jax.numpy.ones(999)
   traced = f.trace(x)
-  found = gate.Program('add', traced, traced.lower().compile(), 1)
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  found = gate.Program('add', traced, traced.lower().compile(), mesh)
   assert found.arguments == x.nbytes
   assert (found.temporary >= x.nbytes) == (not donate)
 
 
-def test_every_program_of_a_run_is_described():
+def test_every_program_of_a_run_is_described(monkeypatch):
+  monkeypatch.setattr(gate, 'ENCODER', (99, 32, 1, 2, 64, 64, 2, 1e-12, 0))
+  monkeypatch.setattr(gate, 'PASSAGES', 5000)
   config = tiny.config()
+  config.source.corpus = ''  # a service with an index of its own
   cfg = build.model_config(config, 64)
   found = [*gate.programs(config, cfg, build.mesh(config, jax.devices()[:1]))]
   names = {p.name.partition('/')[0] for p in found}
-  assert names >= {'zeros', 'accumulate', 'apply', 'decode', 'prefill'}
+  assert names >= {
+    'zeros',
+    'accumulate',
+    'apply',
+    'decode',
+    'prefill',
+    'search',
+  }
   (decode,) = (p for p in found if p.name == 'decode')
   cache = cfg.n_layers * 2 * cfg.n_kv_heads * cfg.head_dim * 4
   cache *= config.engine.slots * config.engine.max_len

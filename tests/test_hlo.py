@@ -44,6 +44,9 @@ def test_kernels_of_a_library_are_counted():
     ("mesh['data'=2,'fsdp'=4,'tensor'=1] {'fsdp'}", (0, 1, 2, 3)),
     ("mesh['data'=2,'fsdp'=4] {'data'}", (0, 4)),
     ("mesh['data'=2,'fsdp'=4] {'data','fsdp'}", tuple(range(8))),
+    # Its axes are those of the devices 0, 4, 1, 5, 2, 6, 3, 7.
+    ("mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}", (0, 1, 2, 3)),
+    ("mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}", (0, 4)),
     ('{}', ()),
   ],
 )

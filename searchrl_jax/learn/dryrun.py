@@ -51,9 +51,11 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   inside = engine.module == 'jax_sampler'
   # Its own copy: the update gives the trainer's away.
   own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
+  # A process has an engine of its own, and a share of the questions.
+  here = sharding.own_mesh(mesh)
   flying = min(
     r.concurrency or engines.module(engine.module).capacity(cfg, engine, limit),
-    r.questions * r.group,
+    -(-r.questions * here.size // mesh.size) * r.group,
   )
   update_name = 'update: activations, head, fresh gradients'
   rows = {'parameters (float32)': own}
@@ -69,12 +71,12 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
     else working,
   }
   host = {}
-  plan: dict = {'trajectories in flight, at most': flying}
+  plan: dict = {'trajectories in flight in a process, at most': flying}
   steps = 1 + r.max_staleness
   if inside:
-    cache = caches.abstract(own_cfg, engine.slots, engine.max_len, mesh)
+    cache = caches.abstract(own_cfg, engine.slots, engine.max_len, here)
     name = f'engine: cache, {engine.slots} slots x {engine.max_len} tokens'
-    rows['engine: weights'] = _bytes(decode.abstract(own_cfg, mesh))
+    rows['engine: weights'] = _bytes(decode.abstract(own_cfg, here))
     rows[name] = _bytes(cache)
     room = device.room(own_cfg, engine)
     paused = min(steps * flying, room.capacity(limit)) - engine.slots
@@ -87,7 +89,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
       engine.max_len,
       engine.chunk,
       engine.prefill_rows,
-      sharding.parts(mesh, engine.slots),
+      sharding.parts(here, engine.slots),
     )
     tokens = min(config.env.max_observation_tokens, shape.widths[-1])
     width = decode.fit(shape.widths, tokens)

@@ -23,6 +23,10 @@ from searchrl_jax.run.topology import GIB, Topology, parse, prepare
 
 BUDGET = 0.9  # of a device's memory
 MIB = 2**20
+# The index of Search-R1: e5-base-v2 and Wikipedia of 2018.
+ENCODER = (30522, 768, 12, 12, 3072, 512, 2, 1e-12, 0)
+PASSAGES = 21_015_324
+QUERIES = 512, 16  # in one call, and candidates for each
 
 
 class Check(NamedTuple):
@@ -42,19 +46,26 @@ class Program:
       do not take the place of a donated argument.
     flops: of the matrix products, on one device.
     hlo: hlo.Program.
+    sizes: of the mesh's axes, by name.
   """
 
   def __init__(
-    self, name: str, traced: Any, compiled: Any, devices: int, unknown: int = 1
+    self, name: str, traced: Any, compiled: Any, mesh: Any, unknown: int = 1
   ):
-    self.name = name
+    self.name, self.sizes = name, dict(mesh.shape)
     self.hlo = hlo.Program(compiled.as_text(), unknown)
     memory = compiled.memory_analysis()
     self.arguments = memory.argument_size_in_bytes
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
     self.temporary = memory.temp_size_in_bytes + kept
-    self.flops = hlo.dot_flops(traced.jaxpr) / devices
+    self.flops = hlo.dot_flops(traced.jaxpr) / mesh.size
     self.collectives = self.hlo.collectives()
+
+  def axes(self, collective: hlo.Collective) -> set[str]:
+    """The axes of the mesh along which its devices differ."""
+    group = collective.group or range(self.hlo.devices)
+    places = np.unravel_index(group, tuple(self.sizes.values()))
+    return {a for a, at in zip(self.sizes, places) if len(set(at)) > 1}
 
   def seconds(self, topology: Topology) -> dict[str, float]:
     """An estimate for each resource alone; the run takes at least the longest.
@@ -83,9 +94,12 @@ def programs(config, cfg, mesh) -> Iterator[Program]:
       # 'apply', or ('accumulate', (B, T)).
       name = (key,) if isinstance(key, str) else (key[0], str(key[1][1]))
       title = '/'.join([role, *name]).lstrip('/')
-      yield Program(title, updater.traced[key], compiled, mesh.size)
+      yield Program(title, updater.traced[key], compiled, mesh)
+  own = sharding.own_mesh(mesh)  # of one process, as engine and search have it
   if config.engine.module == 'jax_sampler':
-    yield from _sampler(config.engine, cfg, mesh)
+    yield from _sampler(config.engine, cfg, own)
+  if config.source.module == 'service' and config.source.corpus != 'world':
+    yield _search(own)
 
 
 def _sampler(engine, cfg, mesh) -> Iterator[Program]:
@@ -111,7 +125,16 @@ def _sampler(engine, cfg, mesh) -> Iterator[Program]:
   ):
     traced = program.trace(*held, *arguments)
     compiled = traced.lower().compile()
-    yield Program(name, traced, compiled, mesh.size, unknown)
+    yield Program(name, traced, compiled, mesh, unknown)
+
+
+def _search(mesh) -> Program:
+  """The search of a service on the devices, over PASSAGES by an E5 encoder."""
+  from retrieval import bert, dense_jax  # only needed here
+
+  encoder = bert.BertConfig(*ENCODER)
+  traced = dense_jax.trace(mesh, encoder, 'e5', PASSAGES, *QUERIES)
+  return Program('search', traced, traced.lower().compile(), mesh)
 
 
 def verify(program: Program, cfg, topology) -> list[Check]:
@@ -127,14 +150,23 @@ def verify(program: Program, cfg, topology) -> list[Check]:
 
   name = program.name.split('/')
   gather, scatter = ('all-gather',), ('reduce-scatter', 'all-reduce')
+  # On TPUs a product may gather its operand, or scatter its result, in a ring.
+  ring = ('collective-permute',)
+
+  def float32(c):
+    return any(s.dtype == 'f32' for s in c.shapes)
+
+  def weights(c):  # or caches; not the gradient of the embedding
+    large = c.nbytes * c.times >= MIB
+    return large and not c.op.endswith('scatter-add')
 
   def wide(c):
-    return c.nbytes >= MIB and any(s.dtype == 'f32' for s in c.shapes)
+    return weights(c) and float32(c)
 
   if 'accumulate' in name or 'score' in name:
     length = int(name[-1])
     # Hidden states of that length, or a device's part of them, look alike.
-    alike = cfg.d_model in (length, length * program.hlo.devices)
+    alike = cfg.d_model in (length, length * program.sizes['fsdp'])
     least = cfg.n_heads if alike else 1
     square = [
       str(shape)
@@ -154,28 +186,44 @@ def verify(program: Program, cfg, topology) -> list[Check]:
         all(w in kernels for w in wanted),
         kernels,
       )
-      size = moved(gather, wide)
+      rows = program.sizes['data'] * program.sizes['fsdp']
+      scores = (rows, length)  # which every process reads whole
+      size = moved(gather, lambda c: wide(c) and c.shapes[0].dims != scores)
       check('no float32 gathers of weights', not size, f'{size / MIB:,.0f} MiB')
   if 'accumulate' in name and program.hlo.devices > 1:
-    copies = moved(gather) / (2 * cfg.n_params)
+    size = moved(gather, weights)
+    size += moved(ring, lambda c: weights(c) and not float32(c))
+    copies = size * program.sizes['tensor'] / (2 * cfg.n_params)
     check('weights gathered at most 2.2 times', copies <= 2.2, f'{copies:.2f}')
+    # Along tensor, activations are reduced.
     layers = [
       c
       for c in program.collectives
-      if c.kind in scatter and c.loop and c.sent >= MIB
+      if c.kind in scatter or c.kind in ring and float32(c)
+      if c.loop and c.sent >= MIB and program.axes(c) - {'tensor'}
     ]
-    kinds = {c.kind for c in layers}
-    check(
-      'gradients are reduce-scattered, not all-reduced',
-      kinds == {'reduce-scatter'} or cfg.lora and not kinds,
-      ', '.join(sorted(kinds)) or 'none of a layer is reduced',
-    )
+    if program.sizes['fsdp'] > 1:
+      # Along data, shards are then added up.
+      kinds = {c.kind for c in layers if 'fsdp' in program.axes(c)}
+      check(
+        'gradients are reduce-scattered, not all-reduced',
+        kinds and 'all-reduce' not in kinds or cfg.lora and not kinds,
+        ', '.join(sorted(kinds)) or 'none of a layer is reduced',
+      )
     narrow = {s.dtype for c in layers for s in c.shapes} - {'f32'}
     check(
       'gradients are reduced in float32', not narrow, ', '.join(sorted(narrow))
     )
   if name[0] in ('decode', 'prefill'):
-    size = moved(gather, lambda c: c.nbytes >= MIB)
+    # Along tensor, logits are gathered for the draw.
+    logits = 'f32', cfg.vocab_size
+    size = moved(
+      gather,
+      lambda c: (
+        c.nbytes >= MIB
+        and (c.shapes[0].dtype, *c.shapes[0].dims[-1:]) != logits
+      ),
+    )
     check('no gathers of weights or caches', not size, f'{size / MIB:,.0f} MiB')
   if name[0] == 'decode':
     # In branches are greedy slots and truncation, which sweeps the logits.
@@ -228,8 +276,9 @@ def show(config, name: str, vocab_size: int) -> int:
   topology = parse(name)
   prepare()
   jax.config.update('jax_platforms', 'cpu')
+  platform = 'gpu' if topology.gpu else 'tpu'
   with (
-    sharding.compiling_for('gpu' if topology.gpu else 'tpu'),
+    sharding.compiling_for(platform, topology.process),
     packed_cudnn.compiling_for_hopper(),
   ):
     mesh = build.mesh(config, topology.devices())

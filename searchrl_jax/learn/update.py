@@ -307,7 +307,7 @@ class Updater:
       return self._logps(lora.join(params, frozen), arrays, False)[0]
 
     def out():
-      if self.mesh and self.mesh.is_multi_process:
+      if sharding.own_mesh(self.mesh) is not self.mesh:
         return self._whole  # every process reads all rows
       return self.mesh and arrays['mask'].sharding
 

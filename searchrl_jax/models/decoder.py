@@ -290,6 +290,9 @@ def project(p: dict, cfg: DecoderConfig, x, name: str):
   """x [B, T, *I] through a projection of a layer, with its adapter if any."""
   y = dense(x, p[name], PROJECTIONS[name])
   if cfg.lora and name in cfg.lora.targets:
+    if sharding.platform() == 'gpu':
+      # Else XLA makes one product of both, and copies the frozen matrix for it.
+      x = jax.lax.optimization_barrier(x)
     low = dense(x, p[f'{name}_lora_a'], PROJECTIONS[name])
     y = y + cfg.lora.scale * dense(low, p[f'{name}_lora_b'])
   return y

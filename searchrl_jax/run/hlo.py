@@ -337,25 +337,33 @@ def _instruction(name: str, rest: str) -> Instruction:
   )
 
 
+def _grid(sizes: str, order: str | None = None) -> np.ndarray:
+  """The devices, of an array of these sizes with its axes in this order."""
+  shape = [int(n) for n in sizes.split(',')]
+  grid = np.arange(math.prod(shape)).reshape(shape)
+  return grid.transpose([int(n) for n in order.split(',')] if order else None)
+
+
 def _group(attributes: str) -> tuple[int, ...]:
-  """The first group of devices of replica_groups, which XLA prints as a list
-  {{0,1},{2,3}}, as [2,2]<=[2,2]T(1,0), or as axes mesh['a'=2,'b'=2] {'a'}."""
+  """The first group of devices of replica_groups.
+
+  XLA prints it as a list {{0,1},{2,3}}, as [2,2]<=[2,2]T(1,0), or as axes
+  mesh['a'=2,'b'=2] {'a'}, with device_ids=([2,2]T(1,0)) if in another order.
+  """
   _, _, text = attributes.partition('replica_groups=')
   if match := re.match(r'\{\{([\d,]+)\}', text):
     return tuple(map(int, match[1].split(',')))
-  if match := re.match(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
-    groups, sizes, order = (
-      [int(n) for n in part.split(',')] if part else None
-      for part in match.groups()
-    )
-    grid = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
-    return tuple(grid.reshape(groups)[0].tolist())
-  if match := re.match(r'mesh\[([^]]+)\] *\{([^}]*)\}', text):
+  listed = r'\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?'
+  if match := re.match(listed, text):
+    grid = _grid(match[2], match[3])
+    return tuple(grid.reshape(int(match[1]), -1)[0].tolist())
+  order = r'(?:, device_ids=\((\[[^)]*(?:\([\d,]+\))?)\))?'
+  if match := re.match(rf'mesh\[([^]]+)\]{order} *\{{([^}}]*)\}}', text):
     axes = re.findall(r"('\w+')=(\d+)", match[1])
     sizes = [int(size) for _, size in axes]
-    grid = np.arange(math.prod(sizes)).reshape(sizes)
-    inside = [slice(None) if axis in match[2] else 0 for axis, _ in axes]
-    return tuple(grid[tuple(inside)].ravel().tolist())
+    grid = _grid(*re.findall(r'[\d,]+', match[2] or str(math.prod(sizes))))
+    inside = [slice(None) if axis in match[3] else 0 for axis, _ in axes]
+    return tuple(grid.reshape(sizes)[tuple(inside)].ravel().tolist())
   return ()
 
 

@@ -37,13 +37,18 @@ RULES = {
 }
 
 
-_target: list[str] = []
+_target: list[tuple[str, int]] = []
 
 
 @contextlib.contextmanager
-def compiling_for(platform: str):
-  """Makes `platform()` that of devices that are only described (`topology`)."""
-  _target.append(platform)
+def compiling_for(platform: str, count: int = 0):
+  """Compiles for devices that are only described (`topology`).
+
+  Args:
+    platform: what `platform()` returns.
+    count: devices of a process; 0: all.
+  """
+  _target.append((platform, count))
   try:
     yield
   finally:
@@ -52,7 +57,7 @@ def compiling_for(platform: str):
 
 def platform() -> str:
   """What programs are compiled for: 'cpu', 'gpu' or 'tpu'."""
-  return _target[-1] if _target else jax.default_backend()
+  return _target[-1][0] if _target else jax.default_backend()
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
@@ -111,10 +116,16 @@ def own_mesh(mesh: Mesh) -> Mesh:
   `mesh` itself, if it is of one process. The devices lie along data, and along
   tensor as far as `mesh` has that axis within a process.
   """
-  if mesh is None or not mesh.is_multi_process:
+  if mesh is not None and _target:
+    count = _target[-1][1] or mesh.size
+    if count >= mesh.size:
+      return mesh
+    devices = list(mesh.devices.flat[:count])
+  elif mesh is None or not mesh.is_multi_process:
     return mesh
-  here = jax.process_index()
-  devices = [d for d in mesh.devices.flat if d.process_index == here]
+  else:
+    here = jax.process_index()
+    devices = [d for d in mesh.devices.flat if d.process_index == here]
   tensor = math.gcd(mesh.shape['tensor'], len(devices))
   return make_mesh(-1, 1, tensor, devices)
 

@@ -79,6 +79,11 @@ class Topology:
     """Devices that `chip.link` connects; the others are behind the network."""
     return self.sizes[1] if self.gpu else len(self)
 
+  @property
+  def process(self) -> int:
+    """Devices of a process: a node of GPUs, or a host of a slice."""
+    return self.node if self.gpu else min(4, len(self))
+
   def __len__(self) -> int:
     return math.prod(self.sizes)
 
@@ -101,13 +106,15 @@ class Topology:
     else:
       arguments = {'platform': 'tpu', 'topology_name': self.name}
     try:
-      return list(topologies.get_topology_desc(**arguments).devices)
+      found = topologies.get_topology_desc(**arguments).devices
     except Exception as e:
       raise ConfigError(
         f'--topology={self.name}: {e}. The compilers for GPUs and TPUs are in '
         'the environment of `make aot`; TPU slices have the shapes that Google '
         'Cloud offers'
       ) from e
+    # As a run of several processes has them.
+    return sorted(found, key=lambda d: (d.process_index, d.id))
 
 
 def parse(name: str) -> Topology:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from retrieval import dense_programs
-from retrieval.dense_jax import DenseJax
+from retrieval.dense_jax import DenseJax, trace
 from retrieval.dense_programs import GROUP, PRECISIONS, Programs, _top
 from retrieval.encoder import Encoder
 from tests import memory
@@ -282,6 +282,17 @@ def test_search_is_encoding_then_searching(encoder, one):
     assert index.search([], 5)[0].shape == (0, 5)
   parameters = json.loads(json.dumps(index.parameters))
   assert parameters['encoder'] == encoder.parameters
+
+
+def test_shapes_alone_give_the_program_of_a_search(tmp_path):
+  folder = encoders.write(tmp_path, 'e5-tiny-v2')
+  encoder = Encoder(folder, query_length=64, dtype='bfloat16')
+  vectors = unit(np.random.default_rng(0).normal(size=(900, 32)))
+  index = DenseJax(vectors, encoder)
+  args = index._params, *encoder.blank(8, 64), index._corpus
+  want = index._encode_and_search.trace(*args, c=16).lower().as_text()
+  found = trace(index._mesh, encoder.cfg, 'e5', 900, 8, 16).lower().as_text()
+  assert '8x64xi32' in found and found == want
 
 
 def test_nothing_compiles_after_the_programs(encoder):

@@ -91,22 +91,25 @@ def attend(cfg, q, k, v, positions):
   q, S = attention.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
   block = block_size()
 
+  def masked(k, first):
+    s = attention.scores(f'BKGTH,{keys}->BKGTS', q, k)
+    at = first + jnp.arange(k.shape[time])[None, None]
+    return jnp.where((at <= positions[:, :, None])[:, None, None], s, -jnp.inf)
+
+  def mixed(w, v):
+    return attention.einsum32('BKGTS,BKSH->BKGTH', w.astype(v.dtype), v)
+
   def attend_run(k, v, first, top):
     """Weights of one run of positions, relative to a maximum."""
-    s = attention.scores(f'BKGTH,{keys}->BKGTS', q, k)
-    seen = first + jnp.arange(v.shape[2])[None, None] <= positions[:, :, None]
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    s = masked(k, first)
     top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
     w = jnp.exp(s - top)
-    o = jnp.einsum(
-      'BKGTS,BKSH->BKGTH',
-      w.astype(v.dtype),
-      v,
-      preferred_element_type=jnp.float32,
-    )
-    return top, jnp.sum(w, -1, keepdims=True), o
+    return top, jnp.sum(w, -1, keepdims=True), mixed(w, v)
 
-  if S <= 2 * block or (T == 1 and sharding.platform() != 'cpu'):
+  if T == 1 and sharding.platform() != 'cpu':
+    # One kernel reads the scores, and writes weights in half precision.
+    total, o = 1.0, mixed(jax.nn.softmax(masked(k, 0)), v)
+  elif S <= 2 * block:
     _, total, o = attend_run(k, v, 0, -jnp.inf)
   else:
 

@@ -1,0 +1,77 @@
+"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B.
+
+  python -m searchrl_jax.train \\
+    --config=configs/search_r1.py:model=Qwen/Qwen2.5-7B,machine=h200x8
+
+CHIPxN is one node of N GPUs, CHIPxNxM M such nodes with a process on each.
+A device computes one row of the longest length at a time. docs/machines.md has
+what the compilers say of each preset.
+"""
+
+from typing import NamedTuple
+
+# What `--topology` calls them.
+TOPOLOGIES = {
+  'h200x1': 'h200:1x1',
+  'h200x8': 'h200:1x8',
+  'h100x8': 'h100:1x8',
+  'h100x8x4': 'h100:4x8',
+}
+# Of the rows of an update, by the tokens of a trajectory at most.
+LENGTHS = {4608: (256, 512, 1024, 2048, 4608), 16384: (256, 1024, 4096, 16384)}
+
+
+class Preset(NamedTuple):
+  """mesh: data, fsdp, tensor; nodes lie along data. slots, host_gib: of the
+  engine of each process, which together limit its concurrency. rank: of
+  adapters; 0: all parameters are trained."""
+
+  mesh: tuple[int, int, int]
+  slots: int
+  host_gib: float = 64.0
+  rank: int = 0
+
+
+# (machine, parameters, tokens of a trajectory at most)
+PRESETS = {
+  ('h200x1', '3b', 4608): Preset((1, 1, 1), 192),
+  ('h200x1', '3b', 16384): Preset((1, 1, 1), 64),
+  ('h200x1', '7b', 4608): Preset((1, 1, 1), 256, rank=32),
+  ('h200x1', '7b', 16384): Preset((1, 1, 1), 64, rank=32),
+  ('h200x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0),
+  ('h200x8', '7b', 4608): Preset((1, 8, 1), 1024, 256.0),
+  ('h100x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0),
+  ('h100x8', '3b', 16384): Preset((1, 8, 1), 256, 256.0),
+  ('h100x8', '7b', 4608): Preset((1, 8, 1), 512, 256.0),
+  ('h100x8', '7b', 16384): Preset((1, 8, 1), 128, 256.0),
+  ('h100x8x4', '3b', 4608): Preset((4, 8, 1), 512, 256.0),
+  ('h100x8x4', '3b', 16384): Preset((4, 8, 1), 256, 256.0),
+  ('h100x8x4', '7b', 4608): Preset((4, 8, 1), 512, 256.0),
+  ('h100x8x4', '7b', 16384): Preset((4, 8, 1), 128, 256.0),
+}
+
+
+def apply(c, machine: str, model: str, tokens: int) -> None:
+  """Sets the fields of config `c` for a machine.
+
+  Args:
+    machine, tokens: of a preset.
+    model: a name or folder that says '3b' or '7b'.
+
+  Raises:
+    ValueError: there is no preset.
+  """
+  sizes = [s for s in ('3b', '7b') if s in model.lower().split('/')[-1]]
+  if len(sizes) != 1 or (machine, sizes[0], tokens) not in PRESETS:
+    raise ValueError(
+      f'config argument machine={machine!r}: no preset for model={model!r} '
+      f'with tokens={tokens}; there are '
+      + ', '.join(' '.join(map(str, key)) for key in PRESETS)
+    )
+  preset = PRESETS[machine, sizes[0], tokens]
+  c.mesh.data, c.mesh.fsdp, c.mesh.tensor = preset.mesh
+  c.engine.slots, c.engine.host_gib = preset.slots, preset.host_gib
+  c.models.lora.rank = preset.rank
+  if preset.rank:
+    c.optim.lr = 1e-5
+  c.model.remat = 'block'

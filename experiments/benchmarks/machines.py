@@ -1,0 +1,136 @@
+"""The presets of configs/machines.py, compiled by the gate; the table of them.
+
+    make aot
+    .venv-aot/bin/python -m experiments.benchmarks.machines --run=h200x8/3b/4608
+    python -m experiments.benchmarks.machines
+
+--run compiles the programs of a preset (a minute on GPUs, many on TPUs) and
+writes the gate's report, with its command, to results/aot_*.txt. Without it,
+the reports are read and the table of docs/machines.md is printed.
+"""
+
+import datetime
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+from absl import app, flags
+
+from configs import machines
+
+RESULTS = pathlib.Path(__file__).parent / 'results'
+_RUN = flags.DEFINE_string('run', '', 'MACHINE/PARAMETERS/TOKENS')
+_SECONDS = flags.DEFINE_integer('seconds', 1200, 'After which it is stopped.')
+
+HEAD = (
+  '| machine | model | tokens | mesh | slots | memory | update | decode '
+  '| search | missed |'
+)
+# Names of checks, as a table has room for.
+SHORT = {
+  'at most 90% of the memory is used': 'memory',
+  'gradients are reduce-scattered, not all-reduced': 'reduce-scatter',
+  'an untruncated token reads at most 1.3 times weights and cache': 'reads',
+}
+
+
+def path(key: tuple) -> pathlib.Path:
+  """The report of a preset."""
+  return RESULTS / f'aot_{"_".join(map(str, key))}.txt'
+
+
+def arguments(key: tuple) -> list[str]:
+  """Of `python -m searchrl_jax.aot`."""
+  machine, size, tokens = key
+  return [
+    f'--topology={machines.TOPOLOGIES[machine]}',
+    '--config=configs/search_r1.py:'
+    f'model=qwen2.5-{size},machine={machine},tokens={tokens}',
+    # Shorter rows take less memory, and minutes to compile for TPUs.
+    f'--config.batch.lengths=({tokens},)',
+  ]
+
+
+def run(key: tuple, seconds: int) -> None:
+  """Writes the report of a preset."""
+  command = ['-m', 'searchrl_jax.aot', *arguments(key)]
+  shown = shlex.join(['.venv-aot/bin/python', *command])
+  begun, partial = time.monotonic(), path(key).with_suffix('.partial')
+  with partial.open('w') as out:
+    print(f'{shown}\n# {datetime.date.today()}', file=out, flush=True)
+    try:
+      done = subprocess.run(
+        [sys.executable, *command], stdout=out, timeout=seconds
+      ).returncode
+    except subprocess.TimeoutExpired:
+      done = 'stopped'
+    took = time.monotonic() - begun
+    print(f'# exit status {done}, {took:.0f} s', file=out)
+  partial.rename(path(key))
+
+
+def row(key: tuple) -> str:
+  """The line of a preset in the table."""
+  machine, size, tokens = key
+  preset, text = machines.PRESETS[key], path(key).read_text()
+
+  def find(pattern, default='', where=text):
+    found = re.search(pattern, where, re.M)
+    return ' '.join(found.groups()) if found else default
+
+  def program(name):
+    return find(rf'^{name}: .* estimate ([\d,.]+ ms \(\w+\))', 'not compiled')
+
+  search = re.search(
+    r'^search: arguments ([\d.]+) GiB, temporary ([\d.]+) GiB', text, re.M
+  )
+  index = sum(map(float, search.groups())) if search else 0.0
+  missed: dict[str, None] = {}
+  for what, found in re.findall(r' MISSED  (.*): (.*)', text):
+    value = f' {found}' if re.fullmatch(r'[\d.]+', found) else ''
+    missed[SHORT.get(what, what) + value] = None
+  parts = ' '.join(
+    f'{name} {n}'
+    for name, n in zip(('data', 'fsdp', 'tensor'), preset.mesh)
+    if n > 1
+  )
+  memory = find(r'is used: ([\d.]+) of (\d+) GiB')
+  columns = [
+    machine,
+    f'{size.upper()}{f", adapters of rank {preset.rank}" * bool(preset.rank)}',
+    f'{tokens:,}',
+    parts or 'one device',
+    f'{preset.slots:,}',
+    '{} of {} GiB'.format(*memory.split()) if memory else 'not known',
+    program(f'accumulate/{tokens}'),
+    program('decode'),
+    f'{index:.1f} GiB' if index else 'not compiled',
+    ', '.join(missed) or ('none' if memory else 'not known'),
+  ]
+  return f'| {" | ".join(columns)} |'
+
+
+def table() -> list[str]:
+  """The lines of the table of all presets."""
+  line = re.sub(r'[^|]+', '---', HEAD)
+  return [HEAD, line, *map(row, machines.PRESETS)]
+
+
+def main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments: {argv[1:]}')
+  if not _RUN.value:
+    print('\n'.join(table()))
+    return
+  machine, size, tokens = _RUN.value.split('/')
+  key = machine, size, int(tokens)
+  if key not in machines.PRESETS:
+    raise app.UsageError(f'--run={_RUN.value}: no such preset')
+  run(key, _SECONDS.value)
+
+
+if __name__ == '__main__':
+  app.run(main)
