@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_preset_is_a_config_of_its_machine(key):
 def test_a_report_is_of_its_preset_as_it_is(key):
   """Else: python -m experiments.benchmarks.machines --run=..."""
   text, c = reports.path(key).read_text(), config(key)
-  assert ' '.join(reports.arguments(key)) in text.splitlines()[0]
+  assert shlex.split(text.splitlines()[0])[3:] == reports.arguments(key)
   assert f'engine: cache, {c.engine.slots} slots x {key[2]} tokens' in text
   mesh = str({k: c.mesh[k] for k in ('data', 'fsdp', 'tensor')})
   assert f'mesh {mesh}\n' in text
