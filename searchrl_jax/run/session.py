@@ -249,9 +249,8 @@ class Session:
       text += f'; a step is {r.questions} questions x {r.group} trajectories'
       text += f' of up to {c.env.max_tokens:,} tokens'
     if self.evaluator:
-      asked = sum(map(len, self.evaluator.ids.values())) * c.eval.n
       often = f'every {c.eval.every} steps' if c.eval.every else 'at the end'
-      text += f'; {asked:,} trajectories are evaluated {often}'
+      text += f'; evaluated {often}'
     return text
 
   def _serve(self) -> None:
