@@ -17,9 +17,14 @@ class FileSampler(JaxSampler):
   async def sync(self, update):
     files = published.open_published(update.params)
     assert files.version == update.version
-    read = {name: files.open(name).read().result() for name in files.shapes}
-    params = decoder.nest(read)
-    return await super().sync(WeightsUpdate(params, update.version))
+    flat = {
+      k: np.zeros(shape, files.dtype) for k, shape in files.shapes.items()
+    }
+    for name, tensor in files.table.items():
+      ours = flat[tensor.path]
+      ours = ours if tensor.layer is None else ours[tensor.layer]
+      ours[...] = tensor.to_ours(files.read(name))
+    return await super().sync(WeightsUpdate(decoder.nest(flat), update.version))
 
 
 make = FileSampler
