@@ -42,10 +42,6 @@ from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.types import SearchError, Segment, Trajectory
 
 TRAIN = 'trajectories'  # the part of a run that was trained on
-_OTHER = (
-  'it was cut off, or another version wrote it; environment.json names the '
-  'commit that reads it'
-)
 
 
 def run(folder: os.PathLike | str, live: bool = False) -> 'Run':
@@ -77,7 +73,7 @@ def run(folder: os.PathLike | str, live: bool = False) -> 'Run':
   try:
     return Run(path, build.load_config(str(path)), live)
   except (ValueError, KeyError) as e:
-    raise RunError(f'{e}: {_OTHER}') from e
+    raise RunError(f'{e}: {records.UNREADABLE}') from e
 
 
 def _in_use(lock: pathlib.Path) -> bool:
@@ -120,7 +116,7 @@ class Run:
     lookup.require(
       self.live or not rest,
       f'{path} ends within a line: its run was killed; start the run again, '
-      'which mends the file, or delete the last line',
+      'which repairs the file, or delete the last line',
       RunError,
     )
     for number, line in enumerate(lines, 1):
@@ -128,7 +124,7 @@ class Run:
         rows.append({'step': int(json.loads(line)['step'])} | json.loads(line))
       except (ValueError, KeyError, TypeError) as e:
         raise RunError(
-          f'{path}:{number}: no metrics of a step: {_OTHER}'
+          f'{path}:{number}: no metrics of a step: {records.UNREADABLE}'
         ) from e
     frame = pd.DataFrame(rows, columns=None if rows else ['step'])
     return frame.set_index('step').astype(float)

@@ -1,5 +1,6 @@
 """Checkpoints: bitwise, whole or absent, kept and deleted as configured."""
 
+import contextlib
 import errno
 import json
 import pathlib
@@ -237,17 +238,23 @@ def test_what_killed_processes_left_is_no_checkpoint(tmp_path):
   }
 
 
+@contextlib.contextmanager
+def small_disk():
+  """No file can have more than one MiB."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_full_disk_is_clear_and_harmless(tmp_path):
   ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
   small, large = {'x': jnp.arange(4.0)}, {'x': jnp.ones((512, 1024))}
   save(ckpt, 1, small)
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-  try:
-    with pytest.raises(checkpoint.CheckpointError) as e:
-      save(ckpt, 2, large)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  with small_disk(), pytest.raises(checkpoint.CheckpointError) as e:
+    save(ckpt, 2, large)
   assert 'step 2' in str(e.value) and 'GB free' in str(e.value)
   assert '[1] are intact' in str(e.value)
   assert [p.name for p in tmp_path.iterdir()] == ['00000001']
@@ -276,14 +283,10 @@ def test_a_full_disk_in_the_background_is_raised_by_the_next_call(tmp_path):
   ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
   small, large = {'x': jnp.arange(4.0)}, {'x': jnp.ones((512, 1024))}
   save(ckpt, 1, small)
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-  try:
+  with small_disk():
     save(ckpt, 2, large, background=True)
     with pytest.raises(checkpoint.CheckpointError, match='step 2 .*GB free'):
       save(ckpt, 3, small)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
   ckpt.wait()  # raised once
   assert [p.name for p in tmp_path.iterdir()] == ['00000001']
 

@@ -50,7 +50,7 @@ def test_lines_are_as_far_apart_as_they_may_be():
     shown.print('a step')  # says enough
     begin = shown._printed
     for now, n in ((0.09, 0), (0.11, 1), (0.2, 1), (0.22, 2)):
-      shown._tell(phase, begin + now)
+      shown._show(phase, begin + now)
       assert out.getvalue().count('compile') == n
 
 

@@ -101,10 +101,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   rows['in all'] = sum(rows.values())
   size = steps * r.questions * r.group * limit * TOKEN_BYTES
   host[f'trajectories, {steps} steps at {limit} tokens each'] = size
-  if config.checkpoint.background:
-    process = mesh.devices.flat[0].process_index
-    own_devices = [d for d in mesh.devices.flat if d.process_index == process]
-    host['checkpoint in the background'] = _bytes(like) * len(own_devices)
+  host['checkpoint, while it is written'] = _bytes(like) * here.size
   plan |= batching.plan(config, trained.shards)
   plan['updates in the run'] = optim.updates(config)
   return Costs(rows, host, plan)

@@ -36,7 +36,7 @@ from searchrl_jax.run.writer import differences
 FORMAT = 2  # version of the content of `meta` and of the names of leaves
 _STEP = '[0-9]' * 8
 _CHUNK = 32 << 20  # bytes per file
-_BUDGET = 256 << 20  # least limit of bytes in transfer to or from the host
+_BUDGET = 256 << 20  # least limit of bytes in transfer from the host
 _DEFERRED = 64 << 20  # bytes of deferred leaves that are computed together
 _TIMEOUT = 3600  # seconds that processes wait for the slowest
 _STORE = {
@@ -143,8 +143,8 @@ class Checkpointer:
   ) -> None:
     """Writes one step, then deletes steps that are not kept.
 
-    Needs host memory for the largest array of the state plus about 0.3 GB; in
-    the background, for a copy of this process's part of the state.
+    Needs host memory for a copy of this process's part of the state, which a
+    CPU shares with its arrays: about 0.3 GB then, if not in the background.
 
     Args:
       step: which has no checkpoint yet.
@@ -184,7 +184,7 @@ class Checkpointer:
     self._clean()
     with self._explained(step):
       if background:
-        saver = ocp.AsyncCheckpointer(_handler(item, copy=True), _TIMEOUT)
+        saver = ocp.AsyncCheckpointer(_handler(item), _TIMEOUT)
         saver.save(path, args=args)
         self._background = step, saver
         return
@@ -339,13 +339,8 @@ class _DeferredHandler(ocp.type_handlers.ArrayHandler):
     return writes
 
 
-def _handler(
-  item: Mapping[str, Any], copy: bool = False
-) -> ocp.CompositeCheckpointHandler:
-  """A handler that limits the bytes in transfer through the host.
-
-  copy: copies all arrays to the host before `save` returns, without a limit.
-  """
+def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
+  """A handler that limits the bytes in transfer of a restore."""
   sizes = [v.size * np.dtype(v.dtype).itemsize for v in item.values()]
   largest = max(sizes, default=0)
   more: dict[str, Any] = {}
@@ -356,11 +351,7 @@ def _handler(
     more['type_handler_registry'] = register(*types)
   impl = ocp.BasePyTreeCheckpointHandler(
     # Arrays are not split, and a batch must be smaller than the budget.
-    save_device_host_concurrent_bytes=None
-    if copy
-    else max(largest + 1, _BUDGET),
     restore_concurrent_bytes=max(2 * largest + 1, _BUDGET),
-    is_prioritized_key_fn=lambda path: False,
     **_STORE,
     **more,
   )

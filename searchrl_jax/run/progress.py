@@ -1,7 +1,7 @@
-"""What takes long is told while it lasts: a bar on a terminal, lines in a log.
+"""Shows the progress of long phases: a bar on a terminal, lines in a log.
 
-A thread looks at the phase that the process is in. The work itself only says
-which phase that is, so telling takes none of its time and changes no figure.
+A thread prints it. The work itself only names the phase that it is in, so that
+printing takes none of its time and changes no figure.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ class _Phase:
 
 
 class Progress:
-  """Tells of the innermost phase that runs; a context manager.
+  """Shows the innermost phase that runs; a context manager.
 
   On a terminal a phase has a bar after `patience` seconds, below the line where
   the cursor is. Elsewhere a line follows whenever nothing was printed for
@@ -40,7 +40,7 @@ class Progress:
     self._screen, self._shown = self._out.isatty(), shown and cluster.main()
     self._phases: list[_Phase] = []
     self._bar: Any = None
-    self._told: _Phase | None = None  # whose bar it is
+    self._shown_phase: _Phase | None = None  # whose bar it is
     self._printed = time.monotonic()
     self._lock, self._stop = threading.Lock(), threading.Event()
 
@@ -66,7 +66,7 @@ class Progress:
       yield
     finally:
       self._phases.remove(phase)
-      if self._told is phase:
+      if self._shown_phase is phase:
         with self._lock:
           self._close()
 
@@ -82,18 +82,18 @@ class Progress:
     while not self._stop.wait(self.tick):
       with self._lock:
         for phase in self._phases[-1:]:
-          self._tell(phase, time.monotonic())
+          self._show(phase, time.monotonic())
 
-  def _tell(self, phase: _Phase, now: float) -> None:
+  def _show(self, phase: _Phase, now: float) -> None:
     due = now - phase.begin >= self.patience
     if not self._screen:
       due = now - self._printed >= self.every
     if not due:
       return
     done, total = phase.count() if phase.count else (0, 0)
-    if self._told is not phase:
+    if self._shown_phase is not phase:
       self._close()
-      self._told = phase
+      self._shown_phase = phase
       self._bar = files.progress(
         total or None,
         phase.name,
@@ -115,7 +115,7 @@ class Progress:
     if self._bar is not None:
       self._bar.close()
       self._printed = time.monotonic()
-    self._bar = self._told = None
+    self._bar = self._shown_phase = None
 
 
 @contextlib.contextmanager

@@ -46,6 +46,10 @@ import pyarrow.parquet as pq
 from searchrl_jax import types
 
 CHECKPOINTS = 'checkpoints'
+UNREADABLE = (
+  'it was cut off, or another version wrote it; environment.json names the '
+  'commit that reads it'
+)
 
 
 class RunError(RuntimeError):
@@ -306,10 +310,8 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
         for batch in table.iter_batches(256):
           yield from _records(batch)
     except (pa.ArrowException, KeyError, TypeError) as error:
-      raise RunError(
-        f'{file} is not a trajectory file: {error}; it was cut off, or another '
-        'version wrote it (environment.json names the commit that reads it)'
-      ) from error
+      what = f'{file} is not a trajectory file: {error}'
+      raise RunError(f'{what}; {UNREADABLE}') from error
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:

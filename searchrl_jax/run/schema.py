@@ -372,8 +372,7 @@ def base() -> ConfigDict:
   c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0 = only at the end
   c.checkpoint.keep = 2  # the last k
-  # Write while training goes on, which takes host memory for a copy of what is
-  # written. False: wait, and copy one array at a time.
+  # Write while training goes on, from a copy in host memory. False: wait.
   c.checkpoint.background = True
   # Also keep the best by this metric (then every evaluated step is saved):
   # eval/set=NAME/em, where NAME of data.eval is only used for the selection

@@ -224,7 +224,7 @@ class Writer:
       pending.result()
 
   def phase(self, name: str, count: progress.Count | None = None):
-    """A context that is told while it lasts, if config.log.progress.
+    """A context whose progress is shown, if config.log.progress.
 
     count: returns how much of it is done, and of how much (0 = unknown).
     """
