@@ -39,7 +39,7 @@ from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
-from searchrl_jax.run import build, command, lookup
+from searchrl_jax.run import build, command, lookup, parameters
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.core import SourceError
@@ -99,7 +99,7 @@ def questions(have) -> str:
 
 def tokenizer(have) -> str:
   have.tok = build.tokenizer(have.config, have.folder)
-  have.cfg = build.model_config(have.config, have.tok.vocab_size)
+  have.cfg = parameters.model_config(have.config, have.tok.vocab_size)
   return f'{have.tok.vocab_size:,} entries'
 
 
@@ -160,7 +160,7 @@ def disk(have) -> str:
 
 def checkpoint(have) -> str:
   begin = time.monotonic()
-  have.params = build.parameters(have.config, have.cfg, have.mesh)
+  have.params = parameters.initial(have.config, have.cfg, have.mesh)
   jax.block_until_ready(have.params)
   seconds = time.monotonic() - begin
   init = have.config.train.init or have.config.model.path or 'fresh'

@@ -32,7 +32,16 @@ from searchrl_jax.learn import checks, scoring
 from searchrl_jax.models import decoder
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import build, cluster, command, lookup, records, sharding
+from searchrl_jax.run import (
+  build,
+  checkpoint,
+  cluster,
+  command,
+  lookup,
+  parameters,
+  records,
+  sharding,
+)
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
 from searchrl_jax.sources.none import NoSource
@@ -127,14 +136,14 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     'the servers of several nodes (config.engine.url)',
   )
   tok = build.tokenizer(config, workdir or out)
-  cfg = build.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)
   if config.env.search_when == 'entropy':  # beside the decoder, the scorer
     build.require_alone(config, mesh, "config.env.search_when='entropy'")
   if workdir:
-    params = build.restore_params(config, workdir, cfg, mesh, which)
+    params = parameters.restore(config, workdir, cfg, mesh, which)
   else:
-    params = build.parameters(config, cfg, mesh)
+    params = parameters.initial(config, cfg, mesh)
   own = sharding.own_mesh(mesh)
   if own is not mesh:  # each process has its own engine
     layout = decoder.param_shardings(cfg, own)
@@ -215,7 +224,7 @@ def evaluate(
     writer.write(0, values | seconds)
     about, checkpoint = {}, config.train.init or config.model.path
     if workdir:
-      about['checkpoint'] = build.saver(config, workdir).resolve(which)
+      about['checkpoint'] = checkpoint.of_run(config, workdir).resolve(which)
       checkpoint = f'{workdir} step {about["checkpoint"]}'
     if not cluster.main():
       return values
@@ -312,7 +321,7 @@ def default_out(config, workdir: str, which: str, manifest: str) -> str:
   """Returns a folder for this checkpoint, config and manifest."""
   text = json.dumps(records.plain(config), sort_keys=True)
   digest = hashlib.sha256((text + manifest).encode()).hexdigest()[:8]
-  step = build.saver(config, workdir).resolve(which)
+  step = checkpoint.of_run(config, workdir).resolve(which)
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 
 

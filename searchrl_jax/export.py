@@ -10,7 +10,7 @@ written alone, for PEFT, vLLM and --config.models.lora.path.
 from absl import flags
 
 from searchrl_jax.models import lora, pretrained
-from searchrl_jax.run import build, command, lookup
+from searchrl_jax.run import build, command, lookup, parameters
 
 
 def export(
@@ -26,8 +26,8 @@ def export(
   """
   config = build.load_config(workdir)
   tok = build.tokenizer(config, workdir)
-  cfg = build.model_config(config, tok.vocab_size)
-  params = build.restore_params(config, workdir, cfg, build.mesh(config), which)
+  cfg = parameters.model_config(config, tok.vocab_size)
+  params = parameters.restore(config, workdir, cfg, build.mesh(config), which)
   if adapter:
     message = f'--adapter: {workdir} has none (config.models.lora.rank=0)'
     lookup.require(cfg.lora, message)
@@ -38,7 +38,7 @@ def export(
     return
   cfg, params = lora.base(cfg), lora.merge(cfg, params)
   if config.model.path:
-    like = pretrained.read_json(build.local(config.model.path))
+    like = pretrained.read_json(parameters.local(config.model.path))
   else:
     like = {**config.model.arch.to_dict(), 'eos_token_id': tok.eos_ids[0]}
   pretrained.save(

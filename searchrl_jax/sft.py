@@ -27,7 +27,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import batching, checks
 from searchrl_jax.learn.learner import Learner, own_optim
-from searchrl_jax.run import build, cluster, command, lookup
+from searchrl_jax.run import build, cluster, command, lookup, parameters
 from searchrl_jax.run.session import Session
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
@@ -225,7 +225,7 @@ def sft(config, workdir: str) -> dict[str, float]:
   cluster.require_same(functools.partial(digest, trajectories))
 
   mesh = build.mesh(config)
-  cfg = build.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size)
   supervised = own_optim(config, c), c.steps
   learner = Learner(config, cfg, mesh, supervised=supervised)
   lengths = np.array([len(t) for t in trajectories])

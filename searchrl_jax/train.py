@@ -33,7 +33,7 @@ from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, refill_config, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import build, cluster, command
+from searchrl_jax.run import build, cluster, command, parameters
 from searchrl_jax.run.session import Session
 
 
@@ -62,7 +62,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # Policy, reference and critic; the last checkpoint, or the start.
   mesh = build.mesh(config)
-  cfg = build.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size)
   learner = Learner(config, cfg, mesh)
   steps, max_staleness = config.train.steps, config.rollout.max_staleness
   rollouts = collector.Collector(
@@ -230,7 +230,7 @@ def main():
     checks.check(config)
     rewards.check(config, ())
     vocab_size = 1  # a shape by name has its own
-    if config.model.tokenizer or not build.names_shape(config):
+    if config.model.tokenizer or not parameters.names_shape(config):
       vocab_size = build.tokenizer(config, workdir).vocab_size
     if _TOPOLOGY.value:
       sys.exit(gate.show(config, _TOPOLOGY.value, vocab_size))

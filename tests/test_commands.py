@@ -20,7 +20,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.jax import device
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.models import decoder, pretrained
-from searchrl_jax.run import build, records, schema, sharding
+from searchrl_jax.run import build, parameters, records, schema, sharding
 from searchrl_jax.run import command as commands
 from searchrl_jax.run.checkpoint import CheckpointError
 from searchrl_jax.types import Passage, Question
@@ -141,7 +141,7 @@ def test_export_loads_back(run, tmp_path):
   export.export(str(folder), f'{tmp_path}/hf', 'latest', 'float32')
   cfg, params = pretrained.load(f'{tmp_path}/hf')
   config = build.load_config(str(folder))
-  mine = build.restore_params(config, str(folder), cfg, build.mesh(config))
+  mine = parameters.restore(config, str(folder), cfg, build.mesh(config))
   for (path, a), b in zip(
     sorted(decoder.flatten(params).items()),
     (v for _, v in sorted(decoder.flatten(mine).items())),
@@ -234,7 +234,7 @@ def test_a_shape_by_name_is_reported_on_and_not_trained(tmp_path):
     )
   assert report.call_args.args[1] == 1  # the vocabulary is the shape's own
   with pytest.raises(checks.ConfigError, match='is a shape for reports'):
-    build.local('qwen2.5-3b')
+    parameters.local('qwen2.5-3b')
 
 
 def test_the_notes_of_an_error_are_printed(tmp_path):
@@ -340,7 +340,9 @@ def test_dry_run_counts_a_critic():
     for words in map(str.split, dryrun.report(config, 700).splitlines())
     if words
   }
-  size = build.model_config(config, 700).n_params + 32 + 1  # the value head
+  size = (
+    parameters.model_config(config, 700).n_params + 32 + 1
+  )  # the value head
   assert lines['critic: parameters, optimizer, gradients'] == (
     f'{4 * 4 * size / 2**20:,.1f}'
   )
@@ -401,7 +403,7 @@ def test_dry_run_counts_the_engine_of_one_of_several_processes():
 def test_dry_run_counts_host_memory_and_what_is_in_flight():
   config = tiny.config('http://127.0.0.1:9')
   config.engine.slots = 2
-  size = 96 * device.bytes_per_token(build.model_config(config, 700))
+  size = 96 * device.bytes_per_token(parameters.model_config(config, 700))
   config.engine.host_gib = 4 * size / 2**30
   lines = report(config)
   # Two in slots, three paused, and room for a call that one of them waits for.
@@ -422,7 +424,7 @@ def test_dry_run_counts_host_memory_and_what_is_in_flight():
 def test_dry_run_counts(tmp_path):
   config = tiny.config('http://127.0.0.1:9')
   text = dryrun.report(config, 700)
-  cfg = build.model_config(config, 700)
+  cfg = parameters.model_config(config, 700)
   assert f'{cfg.n_params:,} parameters' in text
   # 4 questions x 2 trajectories in microbatches of 384 / 96 = 4 rows.
   lines = {
@@ -497,9 +499,9 @@ def test_a_warm_start_of_another_model_is_refused(run):
   config = build.load_config(str(folder))
   config.model.arch.rope_theta = 123.0
   tok = build.tokenizer(config, str(folder))
-  cfg = build.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size)
   with pytest.raises(CheckpointError, match='rope_theta: 100.0 there, 123.0'):
-    build.restore_params(config, str(folder), cfg, build.mesh(config))
+    parameters.restore(config, str(folder), cfg, build.mesh(config))
 
 
 def test_the_control_goes_on_when_started_again(run):

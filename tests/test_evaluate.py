@@ -13,7 +13,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.models import decoder
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build, parameters, records
 from tests import tiny
 from tests.test_commands import command
 
@@ -87,8 +87,8 @@ def test_certainty_is_that_of_the_trainer(done, url):
   folder, _ = done
   c = config(url)
   tok = build.tokenizer(c, str(folder))
-  cfg = build.model_config(c, tok.vocab_size)
-  params = build.parameters(c, cfg, build.mesh(c))
+  cfg = parameters.model_config(c, tok.vocab_size)
+  params = parameters.initial(c, cfg, build.mesh(c))
   trajectory = next(records.read(folder / 'eval')).trajectory
   ids = np.concatenate([s.ids for s in trajectory.segments])
   z = decoder.logits(

@@ -12,7 +12,7 @@ import pytest
 
 from configs import search_r1
 from searchrl_jax.learn import gate
-from searchrl_jax.run import build, hlo, sharding, topology
+from searchrl_jax.run import build, hlo, parameters, sharding, topology
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -51,7 +51,7 @@ def collective(kind, shape, times=1, loop=True, group=()):
   )
 
 
-CFG = build.model_config(search_r1.get_config('model=qwen2.5-3b'), 1)
+CFG = parameters.model_config(search_r1.get_config('model=qwen2.5-3b'), 1)
 ATTENTION = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
 # A bfloat16 copy of the weights in 100 calls, and a gradient of 4 MiB.
 GATHER = collective(
@@ -67,7 +67,7 @@ def missed(found):
 def test_the_shapes_of_known_models():
   assert CFG.n_params == 3_085_938_688  # as its model card: 3.09 billion
   config = search_r1.get_config('model=qwen2.5-7b')
-  assert build.model_config(config, 1).n_params == 7_615_616_512
+  assert parameters.model_config(config, 1).n_params == 7_615_616_512
 
 
 def test_a_good_update_misses_nothing():
@@ -234,7 +234,7 @@ def test_every_program_of_a_run_is_described(monkeypatch):
   monkeypatch.setattr(gate, 'PASSAGES', 5000)
   config = tiny.config()
   config.source.corpus = ''  # a service with an index of its own
-  cfg = build.model_config(config, 64)
+  cfg = parameters.model_config(config, 64)
   found = [*gate.programs(config, cfg, build.mesh(config, jax.devices()[:1]))]
   names = {p.name.partition('/')[0] for p in found}
   assert names >= {

@@ -103,6 +103,7 @@ ORDER = (
   'evaluators.ledger',
   'evaluators.health',
   'rollout.collector',
+  'run.parameters',
   'run.build',
   'learn.checks',
   'run.session',

@@ -16,7 +16,7 @@ from searchrl_jax import evaluate, train
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.learn import checks, objectives, update
 from searchrl_jax.rollout.core import RolloutError
-from searchrl_jax.run import build, records, signals
+from searchrl_jax.run import build, checkpoint, parameters, records, signals
 from searchrl_jax.run.records import RunError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 def params_of(config, workdir):
   tok = build.tokenizer(config, str(workdir))
-  cfg = build.model_config(config, tok.vocab_size)
-  found = build.restore_params(config, str(workdir), cfg, build.mesh(config))
+  cfg = parameters.model_config(config, tok.vocab_size)
+  found = parameters.restore(config, str(workdir), cfg, build.mesh(config))
   return jax.tree.map(np.asarray, found)
 
 
@@ -84,8 +84,8 @@ def test_a_run_leaves_everything_behind(whole):
 
 def params_of_fresh(config, folder):
   tok = build.tokenizer(config, str(folder))
-  cfg = build.model_config(config, tok.vocab_size)
-  found = build.parameters(config, cfg, build.mesh(config))
+  cfg = parameters.model_config(config, tok.vocab_size)
+  found = parameters.initial(config, cfg, build.mesh(config))
   return jax.tree.map(np.asarray, found)
 
 
@@ -223,7 +223,7 @@ def test_a_failed_sync_loses_nothing_of_its_step(url, tmp_path, monkeypatch):
   monkeypatch.setattr(train.sync, 'sync_and_verify', fails)
   with pytest.raises(SyncError, match='tensor x'):
     train.train(config, str(tmp_path))
-  assert build.saver(config, str(tmp_path)).latest() == 2
+  assert checkpoint.of_run(config, str(tmp_path)).latest() == 2
   steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
   assert steps[-2:] == [0, 1]
 
@@ -258,7 +258,7 @@ def test_a_signal_saves_first(url, tmp_path, monkeypatch):
   with pytest.raises(signals.Stopped):
     train.train(config, str(tmp_path))
   assert signal.getsignal(signal.SIGTERM) == before
-  assert build.saver(config, str(tmp_path)).latest() == 1
+  assert checkpoint.of_run(config, str(tmp_path)).latest() == 1
 
 
 def test_a_dead_service_stops_the_run_and_saves(tmp_path):
@@ -280,7 +280,7 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
       m.setattr(train, 'rollout', dead)
       with pytest.raises(RolloutError, match='no route'):
         train.train(config, str(tmp_path))
-  assert build.saver(config, str(tmp_path)).latest() == 0
+  assert checkpoint.of_run(config, str(tmp_path)).latest() == 0
   assert [s['step'] for s in lines(tmp_path / 'metrics.jsonl')] == [-1]
   # What had ended is there to be looked at.
   ended = [*records.read(tmp_path / 'trajectories')]
@@ -463,7 +463,7 @@ def test_a_failed_evaluation_loses_nothing_of_its_step(
   monkeypatch.setattr(train.grading, 'Evaluator', lambda *a, **kw: Fails(fails))
   with pytest.raises(RolloutError, match='is gone'):
     train.train(config, str(tmp_path))
-  assert build.saver(config, str(tmp_path)).latest() == 2
+  assert checkpoint.of_run(config, str(tmp_path)).latest() == 2
   steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
   assert steps[-2:] == [0, 1]
   kept = {r.step for r in records.read(tmp_path / 'trajectories')}
@@ -544,7 +544,7 @@ def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
     m.setattr(update.Updater, 'step', killed)
     with pytest.raises(Killed):
       train.train(config, str(tmp_path))
-  saver = build.saver(config, str(tmp_path))
+  saver = checkpoint.of_run(config, str(tmp_path))
   arrays = (
     saver.restore({}, 1, fingerprint=None, partial=True)
     .arrays['ended']
@@ -570,7 +570,7 @@ def test_the_alarm_pauses_with_a_checkpoint(url, tmp_path):
   config.rollout.mismatch_alarm = 1e-12
   with pytest.raises(signals.Mismatch, match='mismatch_alarm=1e-12'):
     train.train(config, str(tmp_path))
-  assert build.saver(config, str(tmp_path)).latest() == 1
+  assert checkpoint.of_run(config, str(tmp_path)).latest() == 1
   config.rollout.mismatch_alarm = 0.0
   # The same folder goes on once the alarm is raised.
   train.train(config, str(tmp_path))

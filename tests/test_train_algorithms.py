@@ -13,7 +13,7 @@ from configs import algorithms
 from searchrl_jax import train
 from searchrl_jax.learn import update
 from searchrl_jax.models import critic as critics
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build, checkpoint, parameters, records
 from tests import tiny
 from tests.test_train import Killed, lines
 
@@ -32,14 +32,14 @@ def config(url, algorithm, reward, **fields):
 def saved(c, workdir):
   """Everything a checkpoint holds, as one list of arrays."""
   tok = build.tokenizer(c, str(workdir))
-  cfg = build.model_config(c, tok.vocab_size)
+  cfg = parameters.model_config(c, tok.vocab_size)
   mesh = build.mesh(c)
-  like = {'state': {'params': build.shapes(cfg, mesh)}}
+  like = {'state': {'params': parameters.shapes(cfg, mesh)}}
   if c.critic.lr:
     like['critic'] = {
-      'params': build.shapes(critics.config(cfg), mesh, critics)
+      'params': parameters.shapes(critics.config(cfg), mesh, critics)
     }
-  found = build.saver(c, str(workdir)).restore(
+  found = checkpoint.of_run(c, str(workdir)).restore(
     like, 'latest', fingerprint=None, partial=True
   )
   return jax.tree.map(np.asarray, found.state)

@@ -13,7 +13,7 @@ from searchrl_jax import evaluate, export, sft, train
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.learn import checks, dryrun, update
 from searchrl_jax.models import decoder, lora, pretrained
-from searchrl_jax.run import build
+from searchrl_jax.run import build, checkpoint, parameters
 from searchrl_jax.run.lookup import ConfigError
 from tests import tiny
 from tests.test_train import Killed, lines, params_of
@@ -66,8 +66,8 @@ def test_a_warm_start_trains_adapters_on_a_base_that_stays(warm):
   started = c.copy_and_resolve_references()
   started.models.lora.rank = 0
   tok = build.tokenizer(c, str(folder))
-  cfg = build.model_config(started, tok.vocab_size)
-  base = flat(build.parameters(started, cfg, build.mesh(c)))
+  cfg = parameters.model_config(started, tok.vocab_size)
+  base = flat(parameters.initial(started, cfg, build.mesh(c)))
   assert base.keys() < found.keys()
   for name, x in found.items():
     if name in base:
@@ -137,14 +137,14 @@ def test_exports_load_and_evaluate(whole, tmp_path, url):
   export.export(str(folder), f'{tmp_path}/merged', 'latest', 'float32')
   cfg, merged = pretrained.load(tmp_path / 'merged')
   params = params_of(c, folder)
-  own = build.model_config(c, cfg.vocab_size)
+  own = parameters.model_config(c, cfg.vocab_size)
   assert dataclasses.replace(lora.base(own), scan_unroll=1) == cfg
   jax.tree.map(np.testing.assert_array_equal, merged, lora.merge(own, params))
   export.export(str(folder), f'{tmp_path}/peft', 'latest', 'float32', True)
   again = config(url)
   again.models.lora.path = f'{tmp_path}/peft'
   tok = build.tokenizer(c, str(folder))
-  started = build.parameters(again, own, build.mesh(again))
+  started = parameters.initial(again, own, build.mesh(again))
   want, got = (lora.split(own, x)[0] for x in (params, started))
   jax.tree.map(np.testing.assert_array_equal, got, want)
   assert tok.vocab_size == cfg.vocab_size
@@ -159,7 +159,7 @@ def test_full_training_starts_from_merged_adapters(warm):
   full.models.lora.rank = 0
   got = params_of(full, folder)
   tok = build.tokenizer(c, str(folder))
-  cfg = build.model_config(c, tok.vocab_size)
+  cfg = parameters.model_config(c, tok.vocab_size)
   want = lora.merge(cfg, params_of(c, folder))
   jax.tree.map(np.testing.assert_array_equal, got, want)
   # Other adapters start afresh on them.
@@ -179,7 +179,7 @@ def test_a_critic_has_adapters_on_the_same_base(url, tmp_path):
   c.train.steps = 2
   metrics = train.train(c, str(tmp_path))
   assert np.isfinite(metrics['train/critic_loss'])
-  tree = build.saver(c, str(tmp_path)).meta(2)['tree']
+  tree = checkpoint.of_run(c, str(tmp_path)).meta(2)['tree']
   critic = {k for k, (shape, _) in tree.items() if shape and '.critic.' in k}
   assert critic and all('_lora_' in k or '.value' in k for k in critic)
   c.critic.path = 'elsewhere'
@@ -189,7 +189,7 @@ def test_a_critic_has_adapters_on_the_same_base(url, tmp_path):
 
 def test_a_dry_run_counts_the_base_once(url):
   c = config(url)
-  cfg = build.model_config(c, 700)
+  cfg = parameters.model_config(c, 700)
   rows = dryrun.costs(c, cfg, build.mesh(c)).device
   base = 4 * lora.base(cfg).n_params
   assert rows['frozen parameters (float32)'] == base

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax import train
-from searchrl_jax.run import build, records, signals
+from searchrl_jax.run import build, parameters, records, signals
 from searchrl_jax.run.lookup import ConfigError
 from tests import tiny
 from tests.test_samplers import turns
@@ -81,7 +81,7 @@ def test_trees_train_with_grpo(tree):
     for p in r.trajectory.meta['path']
   }
   assert generations == len(nodes) < sum(r.trajectory.turns for r in kept)
-  fresh = build.parameters(c, *_model(c, folder))
+  fresh = parameters.initial(c, *_model(c, folder))
   learnt = saved(c, folder)['state']['params']
   changed = jax.tree.map(lambda a, b: bool((a != b).any()), fresh, learnt)
   assert any(jax.tree.leaves(changed))
@@ -89,7 +89,7 @@ def test_trees_train_with_grpo(tree):
 
 def _model(c, folder):
   tok = build.tokenizer(c, str(folder))
-  return build.model_config(c, tok.vocab_size), build.mesh(c)
+  return parameters.model_config(c, tok.vocab_size), build.mesh(c)
 
 
 @pytest.mark.parametrize('ended', [1, 8])

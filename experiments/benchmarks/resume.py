@@ -75,14 +75,14 @@ def digest(folder: str) -> dict[str, str]:
   import numpy as np
 
   from searchrl_jax.learn import objectives, optim, update
-  from searchrl_jax.run import build, records
+  from searchrl_jax.run import build, checkpoint, parameters, records
   from tests import tiny
 
   config = tiny.config()
   tok = build.tokenizer(config, folder)
-  cfg = build.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)
-  params = build.parameters(config, cfg, mesh)
+  params = parameters.initial(config, cfg, mesh)
   updater = update.Updater(
     cfg,
     config.batch,
@@ -91,7 +91,7 @@ def digest(folder: str) -> dict[str, str]:
     tx=optim.make(config.optim, 4, params),
     objective=objectives.policy(config),
   )
-  saved = build.saver(config, folder).restore(
+  saved = checkpoint.of_run(config, folder).restore(
     {'state': updater.init(params)}, 'latest', fingerprint=None, partial=True
   )
   state = hashlib.sha256()

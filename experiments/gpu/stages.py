@@ -37,7 +37,7 @@ from searchrl_jax.engines.jax import decode, device
 from searchrl_jax.engines.jax.sampler import JaxSampler
 from searchrl_jax.learn import batching, credit, dryrun, gate
 from searchrl_jax.learn.learner import Learner
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build, parameters, records
 from searchrl_jax.run import session as sessions
 from searchrl_jax.types import Prompt, Question, Rewards, Segment, Trajectory
 
@@ -65,8 +65,8 @@ def copy_bandwidth(megabytes: int) -> float:
 def policy(config):
   """(DecoderConfig, mesh, parameters) of a run that starts from nothing."""
   mesh = build.mesh(config)
-  cfg = build.model_config(config, Ids.vocab_size)
-  return cfg, mesh, build.parameters(config, cfg, mesh)
+  cfg = parameters.model_config(config, Ids.vocab_size)
+  return cfg, mesh, parameters.initial(config, cfg, mesh)
 
 
 # The update.
@@ -336,7 +336,7 @@ def memory(config, out, small) -> dict:
   if found.get('status') != 'done':
     raise Skipped('stage grpo has not run')
   mesh = build.mesh(config)
-  cfg = build.model_config(config, Ids.vocab_size)
+  cfg = parameters.model_config(config, Ids.vocab_size)
   programs = [
     {'case': p.name, 'arguments': p.arguments, 'temporary': p.temporary}
     for p in gate.programs(config, cfg, mesh)

@@ -36,7 +36,7 @@ from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import build, command, lookup
+from searchrl_jax.run import build, command, lookup, parameters
 from searchrl_jax.run.session import Session
 from searchrl_jax.types import Group, Rewards, Trajectory
 
@@ -234,11 +234,11 @@ def train(config, workdir: str) -> dict[str, float]:
 
   # One set of weights; the roles that learn, in the order of their updates.
   mesh = build.mesh(config)
-  cfg = build.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size)
   learning = (SOLVER,) if s.frozen else (PROPOSER, SOLVER)
   roles = {role: game.role_config(config, role) for role in learning}
   learner = Learner(config, cfg, mesh, roles=roles)
-  first = build.parameters(config, cfg, mesh) if s.frozen else None
+  first = parameters.initial(config, cfg, mesh) if s.frozen else None
   frozen = start.Frozen(first and sync.manifest(first), config)
   sampler = Sampler(config, envs, stream, pool, oracle)
   with Session(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.jax import caches, decode, device
 from searchrl_jax.learn import batching, checks, learner, optim, update
-from searchrl_jax.run import build, sharding
+from searchrl_jax.run import build, parameters, sharding
 
 # Of a sampled token in a trajectory: its id, log-prob and version.
 TOKEN_BYTES = 4 + 4 + 4
@@ -24,7 +24,7 @@ def report(config, vocab_size: int) -> str:
   program; nothing is run and no parameter is allocated.
   """
   checks.check(config)
-  cfg = build.model_config(config, vocab_size)
+  cfg = parameters.model_config(config, vocab_size)
   mesh = build.mesh(config)
   return render(config, cfg, mesh, costs(config, cfg, mesh))
 

@@ -18,7 +18,7 @@ from searchrl_jax.engines.jax import caches, decode
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.models import packed_cudnn
-from searchrl_jax.run import build, flops, hlo, sharding
+from searchrl_jax.run import build, flops, hlo, parameters, sharding
 from searchrl_jax.run.topology import GIB, Topology, parse, prepare
 
 BUDGET = 0.9  # of a device's memory
@@ -282,7 +282,7 @@ def show(config, name: str, vocab_size: int) -> int:
     packed_cudnn.compiling_for_hopper(),
   ):
     mesh = build.mesh(config, topology.devices())
-    cfg = build.model_config(config, vocab_size)
+    cfg = parameters.model_config(config, vocab_size)
     found, most = [], 0
     print(f'{topology.name}: compiles for {mesh.size} devices', flush=True)
     for program in programs(config, cfg, mesh):

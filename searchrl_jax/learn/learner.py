@@ -15,7 +15,7 @@ from searchrl_jax.learn import batching, objectives, optim, update
 from searchrl_jax.learn.credit import Credit
 from searchrl_jax.models import critic as critics
 from searchrl_jax.models import lora, pretrained
-from searchrl_jax.run import build, flops, lookup
+from searchrl_jax.run import flops, lookup, parameters
 
 
 class Scores(NamedTuple):
@@ -58,7 +58,7 @@ class Learner:
     self._roles, self._supervised = dict(roles or {'': config}), supervised
     updates = sum(map(optim.updates, self._roles.values()))
     self._optim, self._updates = supervised or (config.optim, updates)
-    self._shapes, self.frozen = lora.split(cfg, build.shapes(cfg, mesh))
+    self._shapes, self.frozen = lora.split(cfg, parameters.shapes(cfg, mesh))
     tx = optim.make(self._optim, self._updates, self._shapes)
     temperature = 1.0 if supervised else config.rollout.temperature
     shared = dict(tx=tx, mesh=mesh, temperature=temperature)
@@ -103,10 +103,10 @@ class Learner:
   @property
   def fixed(self) -> dict[str, dict]:
     """Subfolder of the run -> parameters that never change, {} for none."""
-    return {build.BASE: self.frozen, 'reference': self._ref}
+    return {parameters.BASE: self.frozen, 'reference': self._ref}
 
   def restore(self, tree: dict, fixed: dict) -> None:
-    self._freeze(fixed[build.BASE])
+    self._freeze(fixed[parameters.BASE])
     self._ref = fixed['reference']
     self._state, self._critic_state = tree['state'], tree['critic']
 
@@ -271,7 +271,7 @@ def init_critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
   """
   path = config.critic.path
   if path:
-    folder = build.local(path, 'config.critic.path')
+    folder = parameters.local(path, 'config.critic.path')
     with lookup.of(f'config.critic.path={path!r}'):
       _, policy = pretrained.load(folder, mesh, cfg=cfg)
   return critics.init(policy, critics.config(cfg))
@@ -288,7 +288,7 @@ def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:
 def critic_updater(config: ConfigDict, cfg, mesh):
   """(update.Updater of the critic of a policy `cfg`, its shapes)."""
   cfg = critics.config(cfg)
-  shapes, _ = lora.split(cfg, build.shapes(cfg, mesh, critics))
+  shapes, _ = lora.split(cfg, parameters.shapes(cfg, mesh, critics))
   fields = own_optim(config, config.critic)
   fields.freeze = ''
   tx = optim.make(fields, max(optim.critic_updates(config), 1), shapes)

@@ -166,7 +166,7 @@ class Updater:
     return TrainState(params, opt_state, step)
 
   def abstract(self, shapes) -> TrainState:
-    """The shapes of `init` for parameters of these shapes (`build.shapes`).
+    """The shapes of `init` for `parameters.shapes`.
 
     The target for restoring a checkpoint; nothing is allocated.
     """
@@ -318,7 +318,7 @@ class Updater:
     """Compiles every program for every bucket; runs none.
 
     Args:
-      shapes: of the parameters, with shardings (`build.shapes`).
+      shapes: of the parameters, with shardings (`parameters.shapes`).
       score: whether `score` will be called (old or reference log-probs).
     """
     state, divisor = self.abstract(shapes), np.float32(1)

@@ -6,30 +6,25 @@ own flow.
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import pathlib
-import re
 import shutil
 import tempfile
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
-import numpy as np
 
 from searchrl_jax.data import core as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import decoder, lora, pretrained
-from searchrl_jax.models import shapes as shapes_lib
+from searchrl_jax.models import lora
 from searchrl_jax.run import (
-  checkpoint,
   cluster,
   lookup,
+  parameters,
   records,
   schema,
   sharding,
@@ -46,9 +41,6 @@ from searchrl_jax.types import SEARCH
 _SOURCES = 'searchrl_jax.sources'
 # In a run folder.
 TOKENIZER = 'tokenizer'
-BASE = 'base'  # a checkpoint of the parameters beside the adapters
-# Fields that define how a model is computed; the others define the model.
-_COMPUTED = ('dtype', 'remat', 'scan_unroll', 'attention')
 
 
 def load_config(workdir: str) -> ConfigDict:
@@ -66,7 +58,7 @@ def load_config(workdir: str) -> ConfigDict:
   config = schema.base()
   with lookup.of(str(path)):
     try:
-      config.update(json.loads(path.read_text(), object_hook=_tuples))
+      config.update(json.loads(path.read_text(), object_hook=records.tuples))
     except (TypeError, AttributeError) as e:  # a field of another type
       raise ValueError(e) from e
   if config.source.corpus == 'world':
@@ -74,11 +66,6 @@ def load_config(workdir: str) -> ConfigDict:
     # its world although --config.data.world_seed may name another.
     config.source.url = ''
   return config
-
-
-def _tuples(fields: dict) -> dict:
-  """An object of JSON with tuples for its lists, as configs write them."""
-  return {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
 
 
 def require_same(config: ConfigDict, questions=()) -> None:
@@ -166,203 +153,11 @@ def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
     tokenizers.train_bpe(texts, config.model.bpe_vocab, out)
   else:
     field = 'tokenizer' if config.model.tokenizer else 'path'
-    folder = pathlib.Path(local(name, f'config.model.{field}'))
+    folder = pathlib.Path(parameters.local(name, f'config.model.{field}'))
     tokenizers.load(folder).save(out)
     generation = folder / 'generation_config.json'
     if generation.exists():  # it names the tokens that end a turn
       shutil.copy(generation, out)
-
-
-def local(path: str, field: str = 'config.model.path') -> str:
-  """A local Hugging Face folder; a repository of the hub is downloaded.
-
-  huggingface_hub downloads it and reads HF_ENDPOINT, HF_HOME and
-  HF_HUB_OFFLINE.
-
-  Raises:
-    ConfigError: no such folder, and the hub (or its cache) has none either.
-  """
-  if pathlib.Path(path).is_dir():
-    return path
-  lookup.require(
-    path not in shapes_lib.NAMED,
-    f'{field}={path!r} is a shape for reports, without weights or tokenizer; '
-    'give a Hugging Face folder or name, such as Qwen/Qwen2.5-3B',
-  )
-  lookup.require(
-    re.fullmatch(r'[\w.-]+/[\w.-]+', path), f'{field}={path!r}: no such folder'
-  )
-  import huggingface_hub
-  import huggingface_hub.errors
-
-  try:
-    return huggingface_hub.snapshot_download(
-      path, allow_patterns=('*.json', '*.safetensors', '*.txt', '*.jinja')
-    )
-  except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
-    raise ConfigError(
-      f'{field}={path!r} is no folder here and could not be fetched from the '
-      f'hub ({e}); HF_ENDPOINT names a mirror, HF_HOME a cache'
-    ) from e
-
-
-def names_shape(config: ConfigDict) -> bool:
-  """Whether config.model.path is a shape by name (`models/shapes.py`), which
-  has neither weights nor a tokenizer."""
-  path = config.model.path
-  return path in shapes_lib.NAMED and not pathlib.Path(path).is_dir()
-
-
-def model_config(config: ConfigDict, vocab_size: int):
-  """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
-  flags = {name: config.model[name] for name in _COMPUTED}
-  flags['lora'] = lora.parse(config.models.lora, config.model.dtype)
-  path = config.model.path
-  if names_shape(config):
-    cfg = pretrained.decoder_config(shapes_lib.NAMED[path], **flags)
-  elif path:
-    cfg = pretrained.read_config(local(path), **flags)
-  else:
-    lookup.require(config.model.arch, 'config.model needs a path or an arch')
-    arch = {'vocab_size': vocab_size} | config.model.arch.to_dict()
-    cfg = pretrained.decoder_config(arch, **flags)
-  lookup.require(
-    cfg.vocab_size >= vocab_size,
-    f'the tokenizer has {vocab_size} entries and the model '
-    f'{cfg.vocab_size}: config.model.tokenizer does not belong to the model',
-  )
-  return cfg
-
-
-def parameters(config: ConfigDict, cfg, mesh) -> dict:
-  """The parameters to start from: train.init, model.path, or fresh ones.
-
-  Adapters are those of config.models.lora.path, of a run train.init with equal
-  ones, or fresh. Those of another run are merged into its parameters.
-  """
-  init, path = config.train.init, config.models.lora.path
-  lookup.require(
-    cfg.lora or not path,
-    f'config.models.lora.path={path!r} with config.models.lora.rank=0: set the '
-    "adapter's rank",
-  )
-  if init:
-    folder = pathlib.Path(init)
-    if (folder / records.CHECKPOINTS).exists():
-      return restore_params(config, init, cfg, mesh)
-    # Not looked up on the hub: it is a local folder, or a mistake.
-    lookup.require(
-      folder.is_dir() and not (folder / 'environment.json').exists(),
-      f'config.train.init={init!r}: no such folder, or a run without a '
-      'checkpoint; give a run that has finished, or a Hugging Face folder',
-    )
-  model, dtype = lora.base(cfg), cfg.lora.dtype if cfg.lora else 'float32'
-  if init or config.model.path:
-    folder = init or local(config.model.path)
-    _, params = pretrained.load(folder, mesh, np.dtype(dtype), model)
-  else:
-    c = config.model
-    scales = {'scale': c.init_scale, 'embed_scale': c.embed_scale}
-    fresh = functools.partial(decoder.init_params, model, **scales)
-    out = decoder.param_shardings(model, mesh)
-    params = jax.jit(fresh, out_shardings=out)(jax.random.key(config.seed))
-  return _with_adapters(config, cfg, params, mesh)
-
-
-def _with_adapters(config: ConfigDict, cfg, params: dict, mesh) -> dict:
-  """Parameters of `lora.base(cfg)` as those of `cfg`."""
-  if cfg.lora is None:
-    return params
-  path = config.models.lora.path
-  if path:
-    with lookup.of(f'config.models.lora.path={path!r}'):
-      adapters = lora.load(path, cfg, mesh)
-  else:
-    key, _ = jax.random.split(jax.random.key(config.seed))
-    adapters = lora.init(cfg, key, mesh)
-  return lora.join(adapters, lora.freeze(cfg, params))
-
-
-def saver(config: ConfigDict, workdir: str) -> checkpoint.Checkpointer:
-  c = config.checkpoint
-  folder = pathlib.Path(workdir) / records.CHECKPOINTS
-  return checkpoint.Checkpointer(folder, c.keep, c.best)
-
-
-def restore_params(config, workdir: str, cfg, mesh, which='latest') -> dict:
-  """The parameters of a run folder: 'latest', 'best', or a step.
-
-  Raises:
-    CheckpointError: there is none, or it is of another model.
-  """
-  files = saver(config, workdir)
-  step = files.resolve(which)
-  made = files.meta(step)['fingerprint'].get('lora')
-  made = made and decoder.Lora(**_tuples(made))
-  theirs = dataclasses.replace(cfg, lora=made)
-  # Arrays of the same shapes can still be of another model (rope_theta).
-  model = dataclasses.asdict(theirs)
-  model = {k: v for k, v in model.items() if k not in _COMPUTED}
-  trained, frozen = lora.split(theirs, shapes(theirs, mesh))
-  like = {'state': {'params': trained}}
-  restored = files.restore(like, step, fingerprint=model, partial=True)
-  trained = restored.state['state']['params']
-  frozen = read_fixed(workdir, {BASE: frozen})[BASE]
-  # The frozen parameters may be computed with in another dtype.
-  same = made and cfg.lora and dataclasses.replace(made, dtype=cfg.lora.dtype)
-  if same and same == cfg.lora:
-    return lora.join(trained, lora.freeze(cfg, frozen))
-  params = lora.join(trained, frozen)
-  if made == cfg.lora:  # no adapters in either
-    return params
-  return _with_adapters(config, cfg, lora.merge(theirs, params), mesh)
-
-
-def keep_fixed(workdir, fixed: dict[str, dict]) -> None:
-  """Writes the parameters that a run does not change to its folder, once.
-
-  fixed: subfolder -> parameters; {} writes nothing.
-
-  Raises:
-    CheckpointError: the disk.
-  """
-  for name, params in fixed.items():
-    if params:
-      files = checkpoint.Checkpointer(pathlib.Path(workdir) / name, None, '')
-      files.delete(files.steps())  # of a start that failed
-      files.save(0, params, extras={}, metrics={}, fingerprint={})
-
-
-def read_fixed(workdir, like: dict[str, dict]) -> dict[str, dict]:
-  """What `keep_fixed` wrote.
-
-  like: the shapes of the parameters; {} reads nothing.
-
-  Raises:
-    CheckpointError: it is absent, or of other shapes or another dtype.
-  """
-  out = dict(like)
-  for name, shapes in like.items():
-    if shapes:
-      files = checkpoint.Checkpointer(pathlib.Path(workdir) / name, None, '')
-      out[name] = files.restore(shapes, 0, fingerprint=None).state
-  return out
-
-
-def shapes(cfg, mesh, model=decoder) -> dict:
-  """The parameters as shapes with shardings; nothing is allocated.
-
-  model: the module that has their table, `decoder` or `critic`.
-  """
-  layout = decoder.flatten(model.param_shardings(cfg, mesh))
-  table = {k: size for k, (size, _) in model.param_table(cfg).items()}
-  dtypes = dict.fromkeys(table, 'float32') | lora.dtypes(cfg)
-  return decoder.nest(
-    {
-      k: jax.ShapeDtypeStruct(size, jnp.dtype(dtypes[k]), sharding=layout[k])
-      for k, size in table.items()
-    }
-  )
 
 
 def template(config: ConfigDict) -> prompts.Template:
@@ -490,7 +285,7 @@ def simulator(config, policy, tok, mesh, workdir: str):
     theirs.train.init = path
   else:
     theirs = config.copy_and_resolve_references()
-    path = local(path, 'config.source.simulator.path')
+    path = parameters.local(path, 'config.source.simulator.path')
     theirs.model.update(path=path, tokenizer='')
     theirs.models.lora.update(rank=0, path='')
     theirs.train.init = ''
@@ -498,8 +293,8 @@ def simulator(config, policy, tok, mesh, workdir: str):
   theirs.engine.update({'url': ''} | fields.engine.to_dict())
   require_alone(theirs, mesh, f'config.source.simulator.path={path!r}')
   tok = tokenizer(theirs, folder)
-  cfg = model_config(theirs, tok.vocab_size)
-  params = parameters(theirs, cfg, mesh)
+  cfg = parameters.model_config(theirs, tok.vocab_size)
+  params = parameters.initial(theirs, cfg, mesh)
   made = engine(theirs, cfg, params, tok, mesh, folder)
 
   async def start():

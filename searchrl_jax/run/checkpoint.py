@@ -27,6 +27,7 @@ from typing import Any
 
 from absl import logging
 import jax
+from ml_collections import ConfigDict
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -321,6 +322,14 @@ class Checkpointer:
     for kind in 'orbax-checkpoint-tmp*', 'deleted':
       for path in self.folder.glob(f'{_STEP}.{kind}'):
         shutil.rmtree(path, ignore_errors=ignore_errors)
+
+
+def of_run(config: ConfigDict, workdir: str) -> Checkpointer:
+  """The checkpoints of a run folder, as config.checkpoint says."""
+  c = config.checkpoint
+  return Checkpointer(
+    pathlib.Path(workdir) / records.CHECKPOINTS, c.keep, c.best
+  )
 
 
 class _DeferredHandler(ocp.type_handlers.ArrayHandler):

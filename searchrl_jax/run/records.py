@@ -126,6 +126,11 @@ def plain(value: Any) -> Any:
   return plain(np.asarray(value)) if hasattr(value, '__array__') else str(value)
 
 
+def tuples(fields: dict) -> dict:
+  """An object of JSON with tuples for its lists, as configs write them."""
+  return {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
+
+
 def step_file(folder: pathlib.Path, step: int, part: str = '') -> pathlib.Path:
   """The trajectory file of a step; `part` names one of several."""
   return folder / f'step_{step:08d}{part and f"_{part}"}.parquet'

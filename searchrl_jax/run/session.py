@@ -21,7 +21,9 @@ from searchrl_jax.engines.weights import publication, sync
 from searchrl_jax.models import decoder, lora
 from searchrl_jax.run import (
   build,
+  checkpoint,
   cluster,
+  parameters,
   progress,
   records,
   sharding,
@@ -86,7 +88,7 @@ class Session:
     self._about = {'devices': devices, 'parameters': self.cfg.n_params}
     self._about |= about or {}
     self._aside = self.workdir / 'ended.bin'
-    self._saver = build.saver(config, workdir)
+    self._saver = checkpoint.of_run(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
     self.engine: Any = None
     self.source: Any = None
@@ -107,7 +109,7 @@ class Session:
     self._fresh = latest is None
     if latest is None:
       self.step = 0
-      start = lambda: build.parameters(self.config, self.cfg, self.mesh)
+      start = lambda: parameters.initial(self.config, self.cfg, self.mesh)
       self.trained.start(cluster.agree('parameters', start))
       return
     saved = self._saver.restore(
@@ -116,7 +118,7 @@ class Session:
     self.step, self._identity = saved.step, saved.extras.get('served', {})
     self._owed = saved.extras.get('evaluation_owed', False)
     self.metrics = saved.metrics
-    fixed = build.read_fixed(self.workdir, self.trained.fixed)
+    fixed = parameters.read_fixed(self.workdir, self.trained.fixed)
     self.trained.restore(saved.state, fixed)
     for name, state in self._states.items():
       state.restore(saved.extras[name])
@@ -136,7 +138,7 @@ class Session:
       writer = Writer(self.workdir, self.config, **about)
       self.writer = stack.enter_context(writer)
       if self._fresh:  # while no other start writes to the folder
-        build.keep_fixed(self.workdir, self.trained.fixed)
+        parameters.keep_fixed(self.workdir, self.trained.fixed)
       stack.callback(self._saver.wait)
       stack.enter_context(self.signals)
       stack.enter_context(cluster.attending(self.signals))

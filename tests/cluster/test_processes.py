@@ -16,7 +16,7 @@ import pytest
 
 from searchrl_jax.engines.weights import published
 from searchrl_jax.models import decoder
-from searchrl_jax.run import build, checkpoint, records, sharding
+from searchrl_jax.run import build, checkpoint, parameters, records, sharding
 from tests import test_mesh_update as mesh_test
 from tests import test_update as base
 from tests.cluster import launch, recipe
@@ -44,9 +44,9 @@ def params(folder) -> dict[str, np.ndarray]:
   config = recipe.get_config()
   config.mesh.data, config.mesh.fsdp = 1, 1
   tok = build.tokenizer(config, workdir)
-  cfg = build.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size)
   mesh = build.mesh(config, jax.devices()[:1])
-  found = build.restore_params(config, workdir, cfg, mesh)
+  found = parameters.restore(config, workdir, cfg, mesh)
   return {k: np.asarray(v) for k, v in decoder.flatten(found).items()}
 
 
@@ -284,7 +284,7 @@ def test_log_probs_gradients_and_updates_agree(shape, program, tmp_path):
     mesh = sharding.make_mesh(*other)
     config = base.config(**mesh_test.KW)
     updater = base.updater(config, cfg=mesh_test.CFG, mesh=mesh)
-    like = updater.abstract(build.shapes(mesh_test.CFG, mesh))
+    like = updater.abstract(parameters.shapes(mesh_test.CFG, mesh))
     saver = checkpoint.Checkpointer(tmp_path / 'checkpoints', None, '')
     state = saver.restore(like, 'latest', fingerprint={}).state
     for name in ('mu', 'nu', 'params'):

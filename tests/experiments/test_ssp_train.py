@@ -19,7 +19,7 @@ from experiments.ssp import world as worlds
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import update
 from searchrl_jax.learn.checks import ConfigError
-from searchrl_jax.run import build, records, signals
+from searchrl_jax.run import build, checkpoint, parameters, records, signals
 from tests import chat_server
 from tests.experiments import ssp_engine
 
@@ -88,8 +88,8 @@ def tiny(url, **fields):
 
 def params_of(config, workdir):
   tok = build.tokenizer(config, str(workdir))
-  cfg = build.model_config(config, tok.vocab_size)
-  found = build.restore_params(config, str(workdir), cfg, build.mesh(config))
+  cfg = parameters.model_config(config, tok.vocab_size)
+  found = parameters.restore(config, str(workdir), cfg, build.mesh(config))
   return jax.tree.map(np.asarray, found)
 
 
@@ -104,7 +104,7 @@ def lines(path):
 
 
 def pool_of(config, folder):
-  saver = build.saver(config, str(folder))
+  saver = checkpoint.of_run(config, str(folder))
   return saver.meta(saver.latest())['extras']['pool']
 
 

@@ -368,9 +368,9 @@ def runs(tmp_path_factory):
 
 def parameters(c, workdir):
   tok = build.tokenizer(c, str(workdir))
-  cfg = build.model_config(c, tok.vocab_size)
+  cfg = parameters.model_config(c, tok.vocab_size)
   return jax.tree.leaves(
-    build.restore_params(c, str(workdir), cfg, build.mesh(c))
+    parameters.restore(c, str(workdir), cfg, build.mesh(c))
   )
 
 

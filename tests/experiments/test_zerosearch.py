@@ -12,7 +12,7 @@ from searchrl_jax import evaluate, sft, train
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import checks
-from searchrl_jax.run import build, records, writer
+from searchrl_jax.run import build, checkpoint, parameters, records, writer
 from searchrl_jax.sources import simulated
 from searchrl_jax.sweeps import stages
 from searchrl_jax.types import (
@@ -436,7 +436,7 @@ def test_a_run_on_simulated_documents_resumes_bit_for_bit(
   train.train(c, whole)
   c.train.seconds = 1e-9
   train.train(c, parts)
-  assert build.saver(c, parts).latest() == 1
+  assert checkpoint.of_run(c, parts).latest() == 1
   c.train.seconds = 0.0
   train.train(c, parts)
 
@@ -449,9 +449,9 @@ def test_a_run_on_simulated_documents_resumes_bit_for_bit(
     a, b = a.trajectory, b.trajectory
     assert [s.passages for s in a.searches] == [s.passages for s in b.searches]
   mesh = build.mesh(c)
-  cfg = build.model_config(c, build.tokenizer(c, whole).vocab_size)
+  cfg = parameters.model_config(c, build.tokenizer(c, whole).vocab_size)
   a, b = (
-    jax.tree.leaves(build.restore_params(c, run, cfg, mesh))
+    jax.tree.leaves(parameters.restore(c, run, cfg, mesh))
     for run in (whole, parts)
   )
   assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))

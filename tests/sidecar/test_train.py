@@ -5,7 +5,7 @@ import pytest
 from searchrl_jax import train
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.learn import update
-from searchrl_jax.run import build, records
+from searchrl_jax.run import checkpoint, records
 from tests import tiny
 
 pytestmark = pytest.mark.sidecar
@@ -45,7 +45,7 @@ def test_a_run_is_killed_and_goes_on_with_the_checkpoints_version(
   monkeypatch.setattr(VllmEngine, 'sync', sync)
   with pytest.raises(Killed):
     train.train(config, str(tmp_path))
-  assert build.saver(config, str(tmp_path)).latest() == 2
+  assert checkpoint.of_run(config, str(tmp_path)).latest() == 2
   assert syncs == [0, 1, 2]
   metrics = train.train(config, str(tmp_path))
   # Its server holds what the checkpoint has before the first rollout.
