@@ -24,12 +24,14 @@ LENGTHS = {4608: (256, 512, 1024, 2048, 4608), 16384: (256, 1024, 4096, 16384)}
 class Preset(NamedTuple):
   """mesh: data, fsdp, tensor; nodes lie along data. slots, host_gib: of the
   engine of each process, which together limit its concurrency. rank: of
-  adapters; 0: all parameters are trained."""
+  adapters; 0: all parameters are trained. remat: what computes least again of
+  all that fits, by the compiler's report."""
 
   mesh: tuple[int, int, int]
   slots: int
   host_gib: float = 64.0
   rank: int = 0
+  remat: str = 'block'
 
 
 # (machine, parameters, tokens of a trajectory at most)
@@ -74,4 +76,4 @@ def apply(c, machine: str, model: str, tokens: int) -> None:
   c.models.lora.rank = preset.rank
   if preset.rank:
     c.optim.lr = 1e-5
-  c.model.remat = 'block'
+  c.model.remat = preset.remat

@@ -19,7 +19,7 @@ from searchrl_jax.learn import (
   update,
 )
 from searchrl_jax.models import decoder
-from searchrl_jax.run import flops, schema
+from searchrl_jax.run import flops, hlo, schema
 from searchrl_jax.run.schema import CHOICES
 from searchrl_jax.types import Question, Segment, Trajectory
 
@@ -460,21 +460,34 @@ def test_flops_golden():
 
 
 def test_remat_and_bfloat16():
-  """Remat cannot show; bfloat16 activations agree to their precision."""
+  """Remat cannot show, but in the products of a backward pass; bfloat16
+  activations agree to their precision."""
   c = config(**{'batch.lengths': (16,)})
   batches = microbatches(c)
-  out = {}
+  out, products = {}, {}
   for name, kw in (
     ('plain', {}),
-    ('block', {'remat': 'block'}),
-    ('dots', {'remat': 'dots'}),
+    *((name, {'remat': name}) for name in decoder.REMAT),
     ('bf16', {'dtype': 'bfloat16'}),
   ):
     cfg = decoder.DecoderConfig(**{**vars(CFG), **kw})
     u = updater(c, cfg=cfg)
     state = u.init(update.copy(params()))
     out[name] = u.grads(state, batches)[0]
-  close(out['block'], out['plain'])
-  close(out['dots'], out['plain'])
+    gradient = jax.grad(
+      lambda p, cfg=cfg: decoder.hidden_states(p, cfg, batches[0].ids).sum()
+    )
+    products[name] = hlo.dot_flops(jax.make_jaxpr(gradient)(params()))
+  B, T = batches[0].ids.shape
+  again = {name: products[name] - products['plain'] for name in decoder.REMAT}
+  # A product [B, T, D] x [D, F] takes 2 B T D F. Gate and up are two of them,
+  # and q, k and v are (N + 2 K) H wide in all.
+  of_width = 2 * B * T * CFG.d_model * CFG.n_layers
+  heads = (CFG.n_heads + 2 * CFG.n_kv_heads) * CFG.head_dim
+  assert again['block'] - again['mlp'] == of_width * 2 * CFG.d_ff
+  assert again['block'] - again['attention'] >= of_width * heads
+  assert again['attention'] - again['matmuls'] == of_width * 2 * CFG.d_ff
+  for name in decoder.REMAT:
+    close(out[name], out['plain'])
   close(out['bf16'], out['plain'], 0.1)
   assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(out['bf16']))

@@ -5,8 +5,10 @@
     python -m experiments.benchmarks.machines
 
 --run compiles the programs of a preset (a minute on GPUs, many on TPUs) and
-writes the gate's report, with its command, to results/aot_*.txt. Without it,
-the reports are read and the table of docs/machines.md is printed.
+writes the gate's report, with its command, to results/aot_*.txt. Of the values
+of `model.remat` it takes the one that computes least again and fits (--remat
+gives others); the preset has to name it. Without --run, the reports are read
+and the table of docs/machines.md is printed.
 """
 
 import datetime
@@ -23,6 +25,9 @@ from configs import machines
 
 RESULTS = pathlib.Path(__file__).parent / 'results'
 _RUN = flags.DEFINE_string('run', '', 'MACHINE/PARAMETERS/TOKENS')
+_REMAT = flags.DEFINE_list(
+  'remat', ['matmuls', 'mlp', 'attention', 'block'], 'To try, in this order.'
+)
 _SECONDS = flags.DEFINE_integer('seconds', 1200, 'After which it is stopped.')
 
 HEAD = (
@@ -54,9 +59,10 @@ def arguments(key: tuple) -> list[str]:
   ]
 
 
-def run(key: tuple, seconds: int) -> None:
-  """Writes the report of a preset."""
+def run(key: tuple, remat: str, seconds: int) -> bool:
+  """Writes the report of a preset; returns whether it fits."""
   command = ['-m', 'searchrl_jax.aot', *arguments(key)]
+  command.append(f'--config.model.remat={remat}')
   shown = shlex.join(['.venv-aot/bin/python', *command])
   begun, partial = time.monotonic(), path(key).with_suffix('.partial')
   with partial.open('w') as out:
@@ -70,6 +76,7 @@ def run(key: tuple, seconds: int) -> None:
     took = time.monotonic() - begun
     print(f'# exit status {done}, {took:.0f} s', file=out)
   partial.rename(path(key))
+  return done != 2
 
 
 def row(key: tuple) -> str:
@@ -129,7 +136,10 @@ def main(argv):
   key = machine, size, int(tokens)
   if key not in machines.PRESETS:
     raise app.UsageError(f'--run={_RUN.value}: no such preset')
-  run(key, _SECONDS.value)
+  fits = (r for r in _REMAT.value if run(key, r, _SECONDS.value))
+  remat = next(fits, None)
+  print(f'{_RUN.value}: remat={remat!r}, and the preset has', end=' ')
+  print(repr(machines.PRESETS[key].remat))
 
 
 if __name__ == '__main__':

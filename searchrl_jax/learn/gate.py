@@ -45,6 +45,8 @@ class Program:
     arguments, temporary: bytes of one device; temporary includes results that
       do not take the place of a donated argument.
     flops: of the matrix products, on one device.
+    useful: those that a gradient over rows of one sequence each needs
+      (`flops.of_rows`); 0 where that is not known.
     hlo: hlo.Program.
     sizes: of the mesh's axes, by name.
   """
@@ -58,7 +60,7 @@ class Program:
     self.arguments = memory.argument_size_in_bytes
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
     self.temporary = memory.temp_size_in_bytes + kept
-    self.flops = hlo.dot_flops(traced.jaxpr) / mesh.size
+    self.flops, self.useful = hlo.dot_flops(traced.jaxpr) / mesh.size, 0.0
     self.collectives = self.hlo.collectives()
 
   def axes(self, collective: hlo.Collective) -> set[str]:
@@ -94,7 +96,11 @@ def programs(config, cfg, mesh) -> Iterator[Program]:
       # 'apply', or ('accumulate', (B, T)).
       name = (key,) if isinstance(key, str) else (key[0], str(key[1][1]))
       title = '/'.join([role, *name]).lstrip('/')
-      yield Program(title, updater.traced[key], compiled, mesh)
+      program = Program(title, updater.traced[key], compiled, mesh)
+      if name[0] == 'accumulate' and role != 'critic':
+        B, T = key[1]
+        program.useful = flops.of_rows(cfg, [T] * B, B * T) / mesh.size
+      yield program
   own = sharding.own_mesh(mesh)  # of one process, as engine and search have it
   if config.engine.module == 'jax_sampler':
     yield from _sampler(config.engine, cfg, own)
@@ -239,12 +245,14 @@ def verify(program: Program, cfg, topology) -> list[Check]:
 
 def describe(program: Program, topology: Topology) -> list[str]:
   """Lines on one program for the report."""
-  seconds = program.seconds(topology)
+  seconds, useful = program.seconds(topology), ''
+  if program.useful:
+    useful = f' (useful {program.useful / 1e12:,.2f})'
   slowest = max(seconds, key=seconds.__getitem__)
   lines = [
     f'{program.name}: arguments {program.arguments / GIB:.2f} GiB, temporary '
     f'{program.temporary / GIB:.2f} GiB, products '
-    f'{program.flops / 1e12:,.2f} TFLOP; estimate '
+    f'{program.flops / 1e12:,.2f} TFLOP{useful}; estimate '
     f'{1e3 * seconds[slowest]:,.1f} ms ({slowest})'
   ]
   groups: dict[tuple, list[int]] = {}
@@ -298,8 +306,9 @@ def show(config, name: str, vocab_size: int) -> int:
   said = f'{total / GIB:.1f} of {memory / GIB:.0f} GiB'
   if over:
     said += (
-      '; raise config.mesh.fsdp or config.mesh.tensor, or lower '
-      'config.batch.tokens, config.engine.slots or config.engine.max_len'
+      '; raise config.mesh.fsdp or config.mesh.tensor, lower '
+      'config.batch.tokens, config.engine.slots or config.engine.max_len, or '
+      "set config.model.remat='block'"
     )
   what = f'at most {BUDGET:.0%} of the memory is used'
   found.insert(0, Check('memory', what, not over, said))

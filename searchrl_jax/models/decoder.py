@@ -16,6 +16,7 @@ import math
 
 from flax import traverse_util
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from searchrl_jax.models import attention
@@ -70,7 +71,7 @@ class DecoderConfig:
   qk_norm: bool = False
   tied: bool = True
   dtype: str = 'float32'  # of activations; logits are always float32
-  remat: str = 'none'  # none, block, dots
+  remat: str = 'none'  # or a key of REMAT
   scan_unroll: int = 1  # layers unrolled in each step of the scan
   attention: str = 'auto'  # auto, xla, cudnn, splash
   lora: Lora | None = None
@@ -85,11 +86,27 @@ class DecoderConfig:
     return sum(math.prod(s) for s, _ in param_table(self).values())
 
 
+# What a backward pass finds saved of a layer besides its input, by the names
+# that `block` gives; the rest is computed again. From the least memory to the
+# most; 'none' saves everything.
 REMAT = {
-  'none': None,
-  'block': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'block': (),
+  'attention': ('attention',),
+  'mlp': ('mlp',),
+  'matmuls': ('attention', 'mlp'),
 }
+
+
+def _saved(names: tuple[str, ...]) -> Callable[..., bool]:
+  """The policy of `jax.checkpoint` that saves values of these names."""
+  named = jax.checkpoint_policies.save_only_these_names(*names)
+
+  def policy(primitive, *avals, **params):
+    # cuDNN's kernel returns what its gradient needs, which has no name.
+    kernel = primitive.name.startswith('dot_product_attention_fwd')
+    return kernel and 'attention' in names or named(primitive, *avals, **params)
+
+  return policy
 
 
 def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
@@ -320,10 +337,14 @@ def block(
   q = sharding.constrain(q, mesh, 'batch', 'time', 'heads', 'head_dim')
   k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
-  o = attend(q, k, v)
+  q, k, v = (checkpoint_name(y, 'attention') for y in (q, k, v))
+  o = checkpoint_name(attend(q, k, v), 'attention')
   x = x + project(p, cfg, o, 'o')
   h = rms_norm(x, p['mlp_norm'], cfg.norm_eps)
-  h = jax.nn.silu(project(p, cfg, h, 'gate')) * project(p, cfg, h, 'up')
+  gate, up = (
+    checkpoint_name(project(p, cfg, h, name), 'mlp') for name in ('gate', 'up')
+  )
+  h = jax.nn.silu(gate) * up
   h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
   x = x + project(p, cfg, h, 'down')
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
@@ -361,7 +382,8 @@ def hidden_states(
     return block(p, cfg, x, cos, sin, attend, mesh), None
 
   if cfg.remat != 'none':
-    layer = jax.checkpoint(layer, policy=REMAT[cfg.remat], prevent_cse=False)
+    policy = _saved(REMAT[cfg.remat])
+    layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
   x, _ = jax.lax.scan(layer, x, params['layers'], unroll=cfg.scan_unroll)
   return rms_norm(x, params['final_norm'], cfg.norm_eps)
 

@@ -80,5 +80,6 @@ def _kernel(heads: int, length: int, interpret: bool):
       block_sizes=sizes,
       head_shards=1,
       q_seq_shards=1,
+      residual_checkpoint_name='attention',  # as `decoder.block` names it
       interpret=interpret,
     )

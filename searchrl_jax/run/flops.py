@@ -49,20 +49,24 @@ def peak_flops(device=None, *, measure: bool = False) -> float:
 def update_flops(cfg: decoder.DecoderConfig, batches: Sequence[Batch]) -> float:
   """FLOPs of a forward and backward pass over the real tokens of a minibatch.
 
+  See `of_rows`. MFU = this / (seconds x devices x `peak_flops`).
+  """
+  return sum(of_rows(cfg, b.lengths, b.mask.sum()) for b in batches)
+
+
+def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
+  """FLOPs of a forward and backward pass over sequences of these lengths [B].
+
   PaLM, arXiv 2204.02311, appendix B: 6 n for each parameter of the layers'
   matrices and token, 12 L N H n for attention (causality not discounted), and
   6 D V for each loss token, as the head runs on those alone. With adapters, 4
   in place of each 6: frozen matrices have no gradient, and the adapters' own
   products are left out. Recomputation, padding and the optimizer are not
-  counted: MFU = this / (seconds x devices x
-  `peak_flops`). A forward pass alone is a third.
+  counted. A forward pass alone is a third.
   """
   D, H = cfg.d_model, cfg.head_dim
   layer = D * H * (2 * cfg.n_heads + 2 * cfg.n_kv_heads) + 3 * D * cfg.d_ff
-  each, total = 4.0 if cfg.lora else 6.0, 0.0
-  for b in batches:
-    n = b.lengths.astype(np.float64)
-    total += each * cfg.n_layers * layer * n.sum()
-    total += 12 * cfg.n_layers * cfg.n_heads * H * (n * n).sum()
-    total += each * D * cfg.vocab_size * b.mask.sum()
-  return float(total)
+  each, n = 4.0 if cfg.lora else 6.0, np.asarray(lengths, np.float64)
+  total = each * cfg.n_layers * layer * n.sum()
+  total += 12 * cfg.n_layers * cfg.n_heads * H * (n * n).sum()
+  return float(total + each * D * cfg.vocab_size * loss_tokens)

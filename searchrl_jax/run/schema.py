@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from searchrl_jax.run import lookup
 
 CHOICES = {
-  'model.remat': ('none', 'block', 'dots'),
+  'model.remat': ('none', 'block', 'attention', 'mlp', 'matmuls'),
   'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
   'models.lora.dtype': ('', 'float32', 'bfloat16', 'float16'),
   'data.prompt': ('template', 'as_is'),
@@ -138,7 +138,9 @@ def base() -> ConfigDict:
   c.model.init_scale = 0.02  # std of fresh weights
   c.model.embed_scale = 0.02  # std of fresh embeddings
   c.model.dtype = 'float32'  # of activations; parameters are float32
-  c.model.remat = 'none'  # none, block, dots
+  # What of a layer is computed again in the backward pass: none, all (block),
+  # or all but the results of attention, of mlp or of both (matmuls).
+  c.model.remat = 'none'
   c.model.scan_unroll = 1  # layers unrolled in a step of the scan
   c.model.attention = 'auto'  # auto, xla, cudnn, splash
 
