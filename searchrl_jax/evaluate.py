@@ -222,10 +222,10 @@ def evaluate(
       values |= dict(found.values) | dict(ledger.costs(found, name))
       seconds[f'{name}/cost/seconds'] = found.seconds
     writer.write(0, values | seconds)
-    about, checkpoint = {}, config.train.init or config.model.path
+    about, measured = {}, config.train.init or config.model.path
     if workdir:
       about['checkpoint'] = checkpoint.of_run(config, workdir).resolve(which)
-      checkpoint = f'{workdir} step {about["checkpoint"]}'
+      measured = f'{workdir} step {about["checkpoint"]}'
     if not cluster.main():
       return values
     ledger.write_rows(folder, results)
@@ -235,7 +235,7 @@ def evaluate(
       template=build.template(config),
       identity=have.identity,
       commit=environment()['commit'],
-      checkpoint=checkpoint,
+      checkpoint=measured,
     )
     records.write_json(folder / ledger.MANIFEST, content)
     records.write_json(folder / 'eval.json', values | seconds | about)

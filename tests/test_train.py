@@ -114,7 +114,7 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, programs, where):
     owner, name, nth = {
       'update': (update.Updater, 'step', 2),
       'rollout': (train, 'rollout', 3),
-      'save': (train.build.checkpoint.Checkpointer, 'save', 2),
+      'save': (checkpoint.Checkpointer, 'save', 2),
     }[where]
     real, calls = getattr(owner, name), []
 
@@ -190,7 +190,7 @@ def test_an_evaluation_that_a_signal_prevents_is_made_at_the_resume(
   metrics = tmp_path / 'metrics.jsonl'
   before, want = lines(metrics), lines(folder / 'metrics.jsonl')[-1]
   assert 'eval/em' not in before[-1]
-  saver = build.checkpoint.Checkpointer(tmp_path / 'checkpoints', 9, 'eval/em')
+  saver = checkpoint.Checkpointer(tmp_path / 'checkpoints', 9, 'eval/em')
   assert saver.best() is None
   found = train.train(config, str(tmp_path))
   after = lines(metrics)
@@ -441,9 +441,9 @@ def test_the_first_error_is_reported_if_saving_fails_too(
     )
 
   def full(*args, **kw):
-    raise build.checkpoint.CheckpointError('the disk is full')
+    raise checkpoint.CheckpointError('the disk is full')
 
-  monkeypatch.setattr(build.checkpoint.Checkpointer, 'save', full)
+  monkeypatch.setattr(checkpoint.Checkpointer, 'save', full)
   with pytest.raises(RolloutError, match='is gone') as caught:
     train.train(config, str(tmp_path))
   assert 'the disk is full' in caught.value.__notes__[0]

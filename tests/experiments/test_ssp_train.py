@@ -250,10 +250,9 @@ def test_a_resume_takes_up_what_the_judge_had_read(url, tmp_path):
 def test_resume_after_a_kill_is_bitwise(whole, tmp_path, where):
   config, folder, params = whole
   with killed_at(
-    *{
-      'between updates': (4,),
-      'save': (2, train.build.checkpoint.Checkpointer, 'save'),
-    }[where]
+    *{'between updates': (4,), 'save': (2, checkpoint.Checkpointer, 'save')}[
+      where
+    ]
   ):
     train.train(config, str(tmp_path))
   train.train(config, str(tmp_path))

@@ -366,7 +366,7 @@ def runs(tmp_path_factory):
   return folder
 
 
-def parameters(c, workdir):
+def updated(c, workdir):
   tok = build.tokenizer(c, str(workdir))
   cfg = parameters.model_config(c, tok.vocab_size)
   return jax.tree.leaves(
@@ -380,10 +380,10 @@ def lines(path):
 
 @pytest.mark.parametrize('golds', ['shuffled', 'none'])
 def test_golds_change_no_reward_and_no_parameter(runs, golds):
-  own, other = (parameters(tiny(g), runs / g) for g in ('own', golds))
+  own, other = (updated(tiny(g), runs / g) for g in ('own', golds))
   for a, b in zip(own, other, strict=True):
     np.testing.assert_array_equal(a, b)
-  start = parameters(tiny('own'), runs / 'warm')
+  start = updated(tiny('own'), runs / 'warm')
   assert any((a != b).any() for a, b in zip(own, start, strict=True))
   own, other = (
     [
