@@ -20,7 +20,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import checks
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import equivalence
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build, parameters, records
 from searchrl_jax.types import Question
 from searchrl_jax.worlds import microtraces, microworld
 from tests.fakes import make_env, run_script
