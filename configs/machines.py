@@ -4,6 +4,7 @@
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-7B,machine=h200x8
 
 CHIPxN is one node of N GPUs, CHIPxNxM M such nodes with a process on each.
+v5p32 is a TPU slice of 16 chips (its name counts cores).
 A device computes one row of the longest length at a time. docs/machines.md has
 what the compilers say of each preset.
 """
@@ -16,6 +17,7 @@ TOPOLOGIES = {
   'h200x8': 'h200:1x8',
   'h100x8': 'h100:1x8',
   'h100x8x4': 'h100:4x8',
+  'v5p32': 'v5p:2x2x4',
 }
 # Of the rows of an update, by the tokens of a trajectory at most.
 LENGTHS = {4608: (256, 512, 1024, 2048, 4608), 16384: (256, 1024, 4096, 16384)}
@@ -36,20 +38,23 @@ class Preset(NamedTuple):
 
 # (machine, parameters, tokens of a trajectory at most)
 PRESETS = {
-  ('h200x1', '3b', 4608): Preset((1, 1, 1), 192),
-  ('h200x1', '3b', 16384): Preset((1, 1, 1), 64),
-  ('h200x1', '7b', 4608): Preset((1, 1, 1), 256, rank=32),
-  ('h200x1', '7b', 16384): Preset((1, 1, 1), 64, rank=32),
-  ('h200x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0),
-  ('h200x8', '7b', 4608): Preset((1, 8, 1), 1024, 256.0),
-  ('h100x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0),
-  ('h100x8', '3b', 16384): Preset((1, 8, 1), 256, 256.0),
-  ('h100x8', '7b', 4608): Preset((1, 8, 1), 512, 256.0),
-  ('h100x8', '7b', 16384): Preset((1, 8, 1), 128, 256.0),
-  ('h100x8x4', '3b', 4608): Preset((4, 8, 1), 512, 256.0),
-  ('h100x8x4', '3b', 16384): Preset((4, 8, 1), 256, 256.0),
-  ('h100x8x4', '7b', 4608): Preset((4, 8, 1), 512, 256.0),
-  ('h100x8x4', '7b', 16384): Preset((4, 8, 1), 128, 256.0),
+  ('h200x1', '3b', 4608): Preset((1, 1, 1), 192, remat='matmuls'),
+  ('h200x1', '3b', 16384): Preset((1, 1, 1), 64, remat='attention'),
+  ('h200x1', '7b', 4608): Preset((1, 1, 1), 256, rank=32, remat='matmuls'),
+  ('h200x1', '7b', 16384): Preset((1, 1, 1), 64, rank=32, remat='mlp'),
+  ('h200x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0, remat='matmuls'),
+  ('h200x8', '3b', 16384): Preset((1, 8, 1), 512, 256.0, remat='matmuls'),
+  ('h200x8', '7b', 4608): Preset((1, 8, 1), 1024, 256.0, remat='matmuls'),
+  ('h200x8', '7b', 16384): Preset((1, 8, 1), 256, 256.0, remat='matmuls'),
+  ('h100x8', '3b', 4608): Preset((1, 8, 1), 1024, 256.0, remat='matmuls'),
+  ('h100x8', '3b', 16384): Preset((1, 8, 1), 256, 256.0, remat='matmuls'),
+  ('h100x8', '7b', 4608): Preset((1, 8, 1), 512, 256.0, remat='matmuls'),
+  ('h100x8', '7b', 16384): Preset((1, 8, 1), 128, 256.0, remat='attention'),
+  ('h100x8x4', '3b', 4608): Preset((4, 8, 1), 512, 256.0, remat='matmuls'),
+  ('h100x8x4', '3b', 16384): Preset((4, 8, 1), 256, 256.0, remat='matmuls'),
+  ('h100x8x4', '7b', 4608): Preset((4, 8, 1), 512, 256.0, remat='matmuls'),
+  ('h100x8x4', '7b', 16384): Preset((4, 8, 1), 128, 256.0, remat='attention'),
+  ('v5p32', '3b', 4608): Preset((1, 16, 1), 256, remat='matmuls'),
 }
 
 

@@ -35,7 +35,9 @@ def test_a_preset_is_a_config_of_its_machine(key):
 def test_a_report_is_of_its_preset_as_it_is(key):
   """Else: python -m experiments.benchmarks.machines --run=..."""
   text, c = reports.path(key).read_text(), config(key)
-  assert shlex.split(text.splitlines()[0])[3:] == reports.arguments(key)
+  *arguments, remat = shlex.split(text.splitlines()[0])[3:]
+  assert arguments == reports.arguments(key)
+  assert remat == f'--config.model.remat={c.model.remat}'
   assert f'engine: cache, {c.engine.slots} slots x {key[2]} tokens' in text
   mesh = str({k: c.mesh[k] for k in ('data', 'fsdp', 'tensor')})
   assert f'mesh {mesh}\n' in text
