@@ -101,6 +101,7 @@ def resolve(path: str, data) -> str:
 
   Raises:
     DataError: it does not exist; the message says where it was searched.
+    RunError: a location cannot be read.
   """
   if path.startswith('hf://'):
     return _from_hub(path)

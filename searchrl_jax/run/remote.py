@@ -8,7 +8,7 @@ resumes it. Locations have no locks: two starts on one of them are not detected
 across machines.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import functools
 import hashlib
@@ -25,7 +25,7 @@ _MARK = '.location'  # file in the local folder of a run: the location
 # Weights and checkpoints, which are read and written elsewhere.
 _APART = re.compile(r'(^|/)(\d{8}|published)[./]')
 _STEP = re.compile(r'(^|/)step_\d{8}[^/]*\.parquet$')
-_OWNER = re.compile(r'(?:^process_|_p)(\d{3})(?:/|\.parquet$)')
+_OWNER = re.compile(r'(?:(?:^|/)process_|_p)(\d{3})(?:/|\.parquet$)')
 # Run folder -> name -> size and time of the file when it was last the same.
 _same: dict[pathlib.Path, dict[str, tuple[int, int]]] = {}
 
@@ -60,24 +60,19 @@ def _explained(location: str) -> Iterator[None]:
     ) from e
 
 
-def fetch(location: str, only: re.Pattern | None = None) -> str:
+def fetch(location: str) -> str:
   """A local copy of a file or folder, kept below SEARCHRL_CACHE.
 
   Files that are there already with the same size and time are not read again.
-
-  only: names to fetch, relative to the folder; None = all.
 
   Raises:
     RunError: there is no such file, or no access.
   """
   folder = _cache('data', location)
-  with _explained(location):
-    fs, root = _open(location)
-    is_file = fs.isfile(root)
-  # A file keeps its name, since its reader may go by the suffix.
-  base = root.rpartition('/')[0] if is_file else root
-  names = _pull(fs, base, folder, only, [root] if is_file else [])
+  names = _pull(location, folder)
   lookup.require(names, f'{location}: no such file or folder', records.RunError)
+  # A file keeps its name, since its reader may go by the suffix.
+  is_file = location.endswith(f'/{names[0]}')
   return str(folder / names[0] if is_file else folder)
 
 
@@ -105,15 +100,15 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
     records.RunError,
   )
   records.write_text(folder / _MARK, location)
-  with _explained(location):
-    fs, root = _open(location)
-    if writes:  # now, rather than at the first checkpoint
+  if writes:  # now, rather than at the first checkpoint
+    with _explained(location):
+      fs, root = _open(location)
       test = f'{root}/.test_{socket.gethostname()}_{os.getpid()}'
       fs.pipe_file(test, b'writable')
       fs.rm_file(test)
-  _same[folder] = {}
-  for name in _pull(fs, root, folder, None, [], steps):
-    _same[folder][name] = _stamp(folder / name)
+  skip = lambda name: _APART.search(name) or not steps and _STEP.search(name)
+  names = _pull(location, folder, skip)
+  _same[folder] = {name: _stamp(folder / name) for name in names}
   return str(folder)
 
 
@@ -173,8 +168,7 @@ def share(folder: pathlib.Path | str, name: str) -> None:
   if cluster.size() > 1 and is_remote(location):
     cluster.first('share', lambda: push(folder))
     if not cluster.main():
-      fs, root = _open(location)
-      _pull(fs, root, pathlib.Path(folder), re.compile(f'{name}/'), [])
+      _pull(f'{location}/{name}', pathlib.Path(folder) / name)
 
 
 def _cache(kind: str, location: str) -> pathlib.Path:
@@ -189,31 +183,37 @@ def _stamp(path: pathlib.Path) -> tuple[int, int]:
   return found.st_size, found.st_mtime_ns
 
 
-def _pull(fs, root, folder, only, names, steps=True) -> list[str]:
-  """Fetches files below `root`, or `names`; returns their relative names."""
-  from fsspec.callbacks import TqdmCallback
+def _pull(
+  location: str,
+  folder: pathlib.Path,
+  skip: Callable[[str], Any] = lambda name: False,
+) -> list[str]:
+  """Fetches a file, or those below a location; returns their names there."""
+  from fsspec import callbacks
 
   out = []
-  with _explained(f'{fs.unstrip_protocol(root)}'):
-    found = {n: fs.info(n) for n in names} or fs.find(root, detail=True)
+  with _explained(location):
+    fs, root = _open(location)
+    found = fs.find(root, detail=True)
+    base = root.rpartition('/')[0] if root in found else root
     for full, info in sorted(found.items()):
-      name = full[len(root) :].strip('/')
-      if _APART.search(name) or only and not only.match(name):
-        continue
-      if not steps and _STEP.search(name) or not name:
-        continue
+      name = full[len(base) :].strip('/')
+      if not name or '/.' in f'/{name}' or skip(name):
+        continue  # of a folder, or a test of another process
       out.append(name)
       path = folder / name
-      when = info.get('mtime') or info.get('LastModified') or info['created']
-      stamp = info['size'], int(when.timestamp() * 1e6) * 1000
+      times = map(info.get, ('mtime', 'LastModified', 'created'))
+      when = next(filter(None, times), 0)
+      when = when.timestamp() if hasattr(when, 'timestamp') else when
+      stamp = info['size'], int(when * 1e6) * 1000
       if path.exists() and _stamp(path) == stamp:
         continue
       path.parent.mkdir(parents=True, exist_ok=True)
       part = path.with_name(f'.{path.name}.{os.getpid()}')
+      bar = {'desc': name, 'unit': 'B', 'unit_scale': True, 'delay': 2}
+      bar |= {'disable': None, 'leave': False}  # shown in a terminal alone
       try:
-        bar = {'desc': name, 'unit': 'B', 'unit_scale': True, 'delay': 2}
-        bar |= {'disable': None, 'leave': False}  # shown in a terminal alone
-        shown = TqdmCallback(tqdm_kwargs=bar)
+        shown = callbacks.TqdmCallback(tqdm_kwargs=bar)
         fs.get_file(full, str(part), callback=shown)
         os.utime(part, ns=(stamp[1], stamp[1]))
         part.replace(path)
