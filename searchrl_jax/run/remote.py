@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import pathlib
 import re
@@ -40,6 +41,8 @@ def _open(location: str) -> tuple[Any, str]:
 
   for name in 'gs', 'gcs':  # other machines write there too
     fsspec.config.conf.setdefault(name, {})['use_listings_cache'] = False
+  # It prints the traceback of errors that it also raises.
+  logging.getLogger('gcsfs').setLevel(logging.CRITICAL)
   return fsspec.url_to_fs(location)
 
 
