@@ -304,7 +304,7 @@ def define_config_and_workdir():
 
   --config is a file, or, without one, the config of the run in --workdir.
   """
-  workdir = command.define_workdir(required=False)
+  workdir = command.define_workdir(required=False, opens={})
   others = command.parse_defined()
   given = any(re.match('--?config(=|$)', arg) for arg in others)
   if given or not workdir.value:

@@ -53,7 +53,7 @@ def main():
 
 
 if __name__ == '__main__':
-  _WORKDIR = command.define_workdir()
+  _WORKDIR = command.define_workdir(opens={})
   _OUT = flags.DEFINE_string(
     'out', None, 'Folder to write; it must not exist.', required=True
   )

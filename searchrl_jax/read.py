@@ -21,7 +21,6 @@ sample). The formats are those of `run/writer.py`, `run/records.py` and
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
-import fcntl
 import functools
 import itertools
 import json
@@ -65,7 +64,7 @@ def run(folder: os.PathLike | str, live: bool = False) -> 'Run':
     RunError,
   )
   lookup.require(
-    live or not _in_use(path / '.lock'),
+    live or not records.in_use(path),
     f'{path} is being written: wait for its end, or read what is complete with '
     'live=True (`view`: --serve)',
     RunError,
@@ -74,18 +73,6 @@ def run(folder: os.PathLike | str, live: bool = False) -> 'Run':
     return Run(path, build.load_config(str(path)), live)
   except (ValueError, KeyError) as e:
     raise RunError(f'{e}: {records.UNREADABLE}') from e
-
-
-def _in_use(lock: pathlib.Path) -> bool:
-  """Whether a `Writer` has the folder."""
-  try:
-    with open(lock) as file:
-      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return True
-  except OSError:  # none, or a file system without locks
-    pass
-  return False
 
 
 @dataclasses.dataclass(frozen=True)

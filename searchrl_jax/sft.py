@@ -271,6 +271,6 @@ def main():
 
 if __name__ == '__main__':
   _CONFIG = command.define_config()
-  _WORKDIR = command.define_workdir()
+  _WORKDIR = command.define_workdir(opens={'writes': True})
   command.define_cluster()
   command.run(main)

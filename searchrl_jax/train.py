@@ -241,7 +241,7 @@ def main():
 
 if __name__ == '__main__':
   _CONFIG = command.define_config()
-  _WORKDIR = command.define_workdir()
+  _WORKDIR = command.define_workdir(opens={'writes': True})
   command.define_cluster()
   _DRY_RUN = flags.DEFINE_bool(
     'dry_run', False, 'Print memory and how prompts become updates; stop.'

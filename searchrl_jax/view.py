@@ -387,7 +387,7 @@ def main():
 
 
 if __name__ == '__main__':
-  _WORKDIR = command.define_workdir()
+  _WORKDIR = command.define_workdir(opens={'steps': True})
   _OUT = flags.DEFINE_string(
     'out', '', 'The page; default: report.html in --workdir.'
   )

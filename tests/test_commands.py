@@ -195,7 +195,7 @@ def test_help_helps():
     (['--config=configs/quickstart.py:sed=1'], "did you mean 'seed'"),
     (['--dry_run', '--config.reward.em.fn=answer.emm'], "did you mean 'em'"),
     (['--workdr=x'], 'workdir'),
-    (['--workdir=gs://bucket/run'], 'on a disk that all processes share'),
+    (['--workdir=s3://bucket/run'], 'a run folder is gs://BUCKET/FOLDER'),
     (['stray'], 'unexpected argument'),
   ],
 )

@@ -28,6 +28,7 @@ ORDER = (
   'run.records',
   'run.signals',
   'run.cluster',
+  'run.remote',
   'run.progress',
   'run.writer',
   'run.sharding',

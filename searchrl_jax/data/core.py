@@ -27,7 +27,7 @@ from typing import Any
 import zlib
 
 from searchrl_jax.data.checks import DataError, require, unique
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, remote
 from searchrl_jax.types import Passage, Question
 
 PACKAGE = 'searchrl_jax.data'
@@ -95,14 +95,18 @@ def resolve(path: str, data) -> str:
 
   Args:
     path: an absolute path, `hf://datasets/OWNER/NAME/FILE` (from the hub or
-      its cache; uses HF_ENDPOINT and HF_HOME), or a path below the data folder.
+      its cache; uses HF_ENDPOINT and HF_HOME), another location that fsspec
+      opens (`gs://BUCKET/FILE`), or a path below the data folder.
     data: `config.data`.
 
   Raises:
     DataError: it does not exist; the message says where it was searched.
+    RunError: a location cannot be read.
   """
   if path.startswith('hf://'):
     return _from_hub(path)
+  if remote.is_remote(path):
+    return remote.fetch(path)
   full = pathlib.Path(path).expanduser()
   if not full.is_absolute():
     folder = data_dir(data)

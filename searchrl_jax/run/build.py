@@ -26,6 +26,7 @@ from searchrl_jax.run import (
   lookup,
   parameters,
   records,
+  remote,
   schema,
   sharding,
   writer,
@@ -52,8 +53,8 @@ def load_config(workdir: str) -> ConfigDict:
   path = pathlib.Path(workdir) / 'config.json'
   lookup.require(
     path.exists(),
-    f'--workdir={workdir} is no run folder: it has no config.json (a Hugging '
-    'Face folder is a field of --config)',
+    f'--workdir={remote.place(workdir)} is no run folder: it has no '
+    'config.json (a Hugging Face folder is a field of --config)',
   )
   config = schema.base()
   with lookup.of(str(path)):
@@ -120,6 +121,7 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   """
   kept = pathlib.Path(workdir) / TOKENIZER
   cluster.first('tokenizer', lambda: _keep_tokenizer(config, workdir, kept))
+  remote.share(workdir, TOKENIZER)
   return tokenizers.load(kept)
 
 
@@ -127,7 +129,7 @@ def _keep_tokenizer(config, workdir: str, kept: pathlib.Path) -> None:
   if kept.exists() and records.begun(workdir):
     return
   name = config.model.tokenizer or config.model.path
-  start = pathlib.Path(config.train.init) / TOKENIZER
+  start = pathlib.Path(remote.local_run(config.train.init)) / TOKENIZER
   if config.train.init and start.exists():
     name = str(start)
   lookup.require(

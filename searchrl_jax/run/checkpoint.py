@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import orbax.checkpoint as ocp
 
-from searchrl_jax.run import cluster, lookup, records
+from searchrl_jax.run import cluster, lookup, records, remote
 from searchrl_jax.run.writer import differences
 
 FORMAT = 2  # version of the content of `meta` and of the names of leaves
@@ -39,6 +39,7 @@ _STEP = '[0-9]' * 8
 _CHUNK = 32 << 20  # bytes per file
 _BUDGET = 256 << 20  # least limit of bytes in transfer from the host
 _DEFERRED = 64 << 20  # bytes of deferred leaves that are computed together
+_COMMIT = 'commit_success.txt'  # Orbax writes it last, where it cannot rename
 _TIMEOUT = 3600  # seconds that processes wait for the slowest
 _STORE = {
   'use_ocdbt': False,
@@ -85,21 +86,25 @@ class Checkpointer:
   writes and reads its shards, and process 0 the rest.
 
   Args:
-    folder: created if absent.
+    folder: created if absent; a local one or an `epath.Path` of gs://.
     keep: number of latest steps to keep; None = all, until `delete`.
     best: a metric (higher is better) whose best step is kept too; '' = none.
   """
 
   def __init__(self, folder, keep: int | None, best: str):
+    self._remote = remote.is_remote(folder)
     # Orbax requires absolute paths.
-    self.folder = pathlib.Path(folder).absolute()
+    self.folder = folder if self._remote else pathlib.Path(folder).absolute()
     self.keep = keep
     self.best_metric = best
     self._background: tuple[int, ocp.AsyncCheckpointer] | None = None
 
   def steps(self) -> list[int]:
     """The steps of complete checkpoints, in order."""
-    return sorted(int(p.name) for p in self.folder.glob(_STEP) if p.is_dir())
+    return sorted(int(p.name) for p in self.folder.glob(_STEP) if self._ends(p))
+
+  def _ends(self, path) -> bool:
+    return (path / _COMMIT).exists() if self._remote else path.is_dir()
 
   def latest(self) -> int | None:
     return max(self.steps(), default=None)
@@ -217,9 +222,12 @@ class Checkpointer:
       # Orbax may still be writing into the step's folder. The next save
       # removes the rest.
       self._clean(ignore_errors=True)
-      free = f'{shutil.disk_usage(self.folder).free / 1e9:.2f} GB free there'
+      free = ''
+      if not self._remote:
+        gigabytes = shutil.disk_usage(self.folder).free / 1e9
+        free = f' ({gigabytes:.2f} GB free there)'
       raise CheckpointError(
-        f'saving step {step} to {self._path(step)} failed ({free}): {e}; '
+        f'saving step {step} to {self._path(step)} failed{free}: {e}; '
         f'checkpoints {self.steps()} are intact'
       ) from e
 
@@ -233,13 +241,19 @@ class Checkpointer:
     """Replaces the metrics and some extras of a step, atomically."""
     meta = self.meta(step) | {'metrics': metrics}
     meta['extras'] |= extras
-    records.write_text(self._meta(step), json.dumps(meta))
+    write = records.write_text
+    if self._remote:  # an object is replaced as a whole
+      write = lambda path, text: path.write_text(text)
+    write(self._meta(step), json.dumps(meta))
 
   def delete(self, steps: Iterable[int]) -> None:
     """Removes checkpoints, each atomically."""
     for step in steps if cluster.main() else ():
       path = self._path(step)
-      path.rename(path.with_name(f'{path.name}.deleted'))
+      if self._remote:
+        (path / _COMMIT).unlink()
+      else:
+        path.rename(path.with_name(f'{path.name}.deleted'))
     self._clean()
 
   def restore(
@@ -319,17 +333,21 @@ class Checkpointer:
     """Removes the leftovers of saves and deletions that were killed."""
     if not cluster.main():
       return
+    if self._remote:
+      for path in self.folder.glob(_STEP):
+        if not self._ends(path):
+          path.rmtree()
+      return
     for kind in 'orbax-checkpoint-tmp*', 'deleted':
       for path in self.folder.glob(f'{_STEP}.{kind}'):
         shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def of_run(config: ConfigDict, workdir: str) -> Checkpointer:
-  """The checkpoints of a run folder, as config.checkpoint says."""
+  """The checkpoints of a run, as config.checkpoint says."""
   c = config.checkpoint
-  return Checkpointer(
-    pathlib.Path(workdir) / records.CHECKPOINTS, c.keep, c.best
-  )
+  folder = remote.place(workdir) / records.CHECKPOINTS
+  return Checkpointer(folder, c.keep, c.best)
 
 
 class _DeferredHandler(ocp.type_handlers.ArrayHandler):

@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from searchrl_jax.run import cluster, lookup, schema
+from searchrl_jax.run import cluster, lookup, records, remote, schema, signals
 from searchrl_jax.run.signals import Stopped
 
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
@@ -39,16 +39,35 @@ def define_data_dir():
   )
 
 
-def define_workdir(required: bool = True):
-  holder = flags.DEFINE_string(
-    'workdir', None, 'Run folder; its run is resumed.', required=required
-  )
-  flags.register_validator(
+class _Workdir(flags.ArgumentParser):
+  """A local folder: of a gs:// location, one that `remote` fills."""
+
+  def __init__(self, opens: dict[str, bool] | None):
+    self._opens = opens
+
+  def parse(self, argument: str) -> str:
+    if not remote.is_remote(argument):
+      return argument
+    if self._opens is None:
+      raise ValueError('this command needs a local folder; mount the bucket')
+    try:
+      return remote.open_run(argument, **self._opens)
+    except records.RunError as e:
+      raise ValueError(e) from e
+
+
+def define_workdir(required: bool = True, opens: dict | None = None):
+  """Defines --workdir, whose value is a local folder.
+
+  opens: keywords of `remote.open_run`, for a command that takes gs://.
+  """
+  return flags.DEFINE(
+    _Workdir(opens),
     'workdir',
-    lambda path: '://' not in (path or ''),
-    'a folder is needed, on a disk that all processes share; mount a bucket',
+    None,
+    'Run folder, or gs://BUCKET/FOLDER; its run is resumed.',
+    required=required,
   )
-  return holder
 
 
 def define_checkpoint():
@@ -142,14 +161,17 @@ def run(main, positional=None):
         names = given.coordinator, given.processes, given.process_id
         cluster.initialize(*names)
       out = main()
+      remote.push_all()
       cluster.leave(None)
       return out
     except Stopped as e:
+      _push(e)
       if cluster.leave(e):
         print(_message(e), file=sys.stderr)
       sys.exit(143)  # 128 + SIGTERM, as shells report it
     except Exception as e:
       tell = cluster.leave(e)
+      _push(e)
       if not is_user_error(e):
         raise
       logging.debug('traceback of the error below', exc_info=True)
@@ -160,6 +182,12 @@ def run(main, positional=None):
   logging.set_verbosity(logging.WARNING)
   # Replacing the parser keeps absl's --help.
   app.run(guarded, flags_parser=_parse)
+
+
+def _push(error: BaseException) -> None:
+  """Writes what is left of a run to its location, after an error."""
+  with signals.after(error):
+    remote.push_all()
 
 
 def _message(error: BaseException) -> str:

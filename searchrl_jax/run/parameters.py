@@ -12,7 +12,7 @@ import numpy as np
 
 from searchrl_jax.models import decoder, lora, pretrained
 from searchrl_jax.models import shapes as shapes_lib
-from searchrl_jax.run import checkpoint, lookup, records
+from searchrl_jax.run import checkpoint, lookup, records, remote
 from searchrl_jax.run.lookup import ConfigError
 
 BASE = 'base'  # in a run folder: a checkpoint of the parameters beside adapters
@@ -21,7 +21,7 @@ _COMPUTED = ('dtype', 'remat', 'scan_unroll', 'attention')
 
 
 def local(path: str, field: str = 'config.model.path') -> str:
-  """A local Hugging Face folder; a repository of the hub is downloaded.
+  """A local Hugging Face folder; one at gs:// or of the hub is downloaded.
 
   huggingface_hub downloads it and reads HF_ENDPOINT, HF_HOME and
   HF_HUB_OFFLINE.
@@ -31,6 +31,8 @@ def local(path: str, field: str = 'config.model.path') -> str:
   """
   if pathlib.Path(path).is_dir():
     return path
+  if remote.is_remote(path):
+    return remote.fetch(path)
   lookup.require(
     path not in shapes_lib.NAMED,
     f'{field}={path!r} is a shape for reports, without weights or tokenizer; '
@@ -94,8 +96,9 @@ def initial(config: ConfigDict, cfg, mesh) -> dict:
     "adapter's rank",
   )
   if init:
+    init = remote.local_run(init)
     folder = pathlib.Path(init)
-    if (folder / records.CHECKPOINTS).exists():
+    if (remote.place(folder) / records.CHECKPOINTS).exists():
       return restore(config, init, cfg, mesh)
     # Not looked up on the hub: it is a local folder, or a mistake.
     lookup.require(
@@ -169,7 +172,7 @@ def keep_fixed(workdir, fixed: dict[str, dict]) -> None:
   """
   for name, params in fixed.items():
     if params:
-      files = checkpoint.Checkpointer(pathlib.Path(workdir) / name, None, '')
+      files = checkpoint.Checkpointer(remote.place(workdir) / name, None, '')
       files.delete(files.steps())  # of a start that failed
       files.save(0, params, extras={}, metrics={}, fingerprint={})
 
@@ -185,7 +188,7 @@ def read_fixed(workdir, like: dict[str, dict]) -> dict[str, dict]:
   out = dict(like)
   for name, shapes in like.items():
     if shapes:
-      files = checkpoint.Checkpointer(pathlib.Path(workdir) / name, None, '')
+      files = checkpoint.Checkpointer(remote.place(workdir) / name, None, '')
       out[name] = files.restore(shapes, 0, fingerprint=None).state
   return out
 

@@ -31,6 +31,7 @@ position, other columns by dictionary; both are compressed by zstd.
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import fcntl
 import io
 import json
 import math
@@ -65,6 +66,18 @@ def begun(folder: os.PathLike | str) -> bool:
   metrics = folder / 'metrics.jsonl'
   saved = [*(folder / CHECKPOINTS).glob('[0-9]*')]
   return bool(saved) or metrics.exists() and metrics.stat().st_size > 0
+
+
+def in_use(folder: os.PathLike | str) -> bool:
+  """Whether a `Writer` has the folder."""
+  try:
+    with open(pathlib.Path(folder) / '.lock') as file:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:  # none, or a file system without locks
+    pass
+  return False
 
 
 @contextlib.contextmanager

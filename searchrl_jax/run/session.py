@@ -23,9 +23,11 @@ from searchrl_jax.run import (
   build,
   checkpoint,
   cluster,
+  lookup,
   parameters,
   progress,
   records,
+  remote,
   sharding,
   signals,
 )
@@ -217,6 +219,13 @@ class Session:
       layout = decoder.param_shardings(cfg, sharding.own_mesh(self.mesh))
       return sharding.own_copy(params, self.mesh, layout, config.dtype)
     if self._publisher is None:
+      lookup.require(
+        not remote.is_remote(remote.place(self.workdir)),
+        f'--workdir={remote.place(self.workdir)}: the servers of '
+        f'config.engine.module={config.module!r} on several nodes read weights '
+        'from a disk that these share; give a --workdir there, or mount the '
+        'bucket',
+      )
       folder = self.workdir / 'published'
       self._publisher = publication.Publisher(folder, cfg, config.dtype)
       self._stack.callback(self._publisher.clear)
@@ -244,8 +253,9 @@ class Session:
     """What this start is about to do."""
     c, r = self.config, self.config.rollout
     text = (
-      f'{self._fingerprint["stage"]} of {c.name} in {self.workdir}: steps '
-      f'{self.step + 1} to {self._steps}, {self.cfg.n_params:,} parameters'
+      f'{self._fingerprint["stage"]} of {c.name} in '
+      f'{remote.place(self.workdir)}: steps {self.step + 1} to {self._steps}, '
+      f'{self.cfg.n_params:,} parameters'
     )
     if self.engine is not None:
       text += f'; a step is {r.questions} questions x {r.group} trajectories'
@@ -466,11 +476,14 @@ class Session:
     if self.step in cluster.first('steps', self._saver.steps):
       aside = functools.partial(write_aside, self._aside, self.step, unused)
       cluster.first('unused', aside)
+      cluster.agree('push', lambda: remote.push(self.workdir))
       return
     extras = {name: state.state() for name, state in self._states.items()}
     extras |= {'served': self._identity, 'version': self.step}
     with self.writer.timer('checkpoint'):
       self.writer.flush()
+      # The files of steps that a checkpoint counts are there before it.
+      cluster.agree('push', lambda: remote.push(self.workdir))
       self._saver.save(
         self.step,
         self.trained.tree(),

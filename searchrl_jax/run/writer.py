@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import cluster, lookup, progress, records, signals
+from searchrl_jax.run import cluster, lookup, progress, records, remote, signals
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -117,7 +117,8 @@ class Writer:
     records.write_json(path, {'starts': [*starts, start | dict(about)]})
     self._metrics.touch()
     _drop_from(self._metrics, step or -1)
-    records.drop_steps(self.folder, step or -1)
+    for folder in {self.folder, remote.place(self.folder)}:
+      records.drop_steps(folder, step or -1)
     self._trackers = _trackers(self.folder, config, step, stack)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:

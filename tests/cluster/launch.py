@@ -55,12 +55,14 @@ def start(
   *args,
   each=None,
   devices=DEVICES,
+  own=None,
 ):
   """Starts `count` processes of `python -m module args`.
 
   Args:
     each: rank -> further arguments.
     devices: of each process; a list: of every one by rank.
+    own: rank -> further variables of the environment.
   """
   devices = devices if isinstance(devices, list) else [devices] * count
   port, folder = free_port(), pathlib.Path(folder)
@@ -72,6 +74,7 @@ def start(
     env['XLA_FLAGS'] = f'{flags} --xla_backend_optimization_level=0'
     env |= dict(NNODES=str(count), RANK=str(rank))
     env |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    env |= (own or {}).get(rank, {})
     more = (each or {}).get(rank, ())
     command = [sys.executable, '-m', module, *map(str, (*args, *more))]
     logs.append(folder / f'log_{count}_{rank}_{time.time_ns()}')

@@ -38,9 +38,9 @@ def metrics(folder) -> dict[int, dict]:
   return {line['step']: line for line in found}
 
 
-def params(folder) -> dict[str, np.ndarray]:
+def params(workdir) -> dict[str, np.ndarray]:
   """Of the last checkpoint, read by this one process."""
-  workdir = str(pathlib.Path(folder) / 'run')
+  workdir = str(workdir)
   config = recipe.get_config()
   config.mesh.data, config.mesh.fsdp = 1, 1
   tok = build.tokenizer(config, workdir)
@@ -115,8 +115,8 @@ def test_two_processes_do_what_one_does(alone, two):
   assert files[:2] == [f'step_00000000_p00{i}.parquet' for i in (0, 1)]
   starts = json.loads((two / 'run' / 'environment.json').read_text())['starts']
   assert len(starts) == 1
-  want = params(alone)
-  for name, value in params(two).items():
+  want = params(alone / 'run')
+  for name, value in params(two / 'run').items():
     np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-4)
 
 
@@ -144,8 +144,8 @@ def test_sft_and_evaluate_do_what_they_do_in_one_process(tmp_path, url):
     for name in ('nll', 'grad_norm', 'tokens'):
       name = f'sft/{name}'
       assert ours[step][name] == pytest.approx(line[name], rel=1e-5), name
-  want = params(one)
-  for name, value in params(two).items():
+  want = params(one / 'run')
+  for name, value in params(two / 'run').items():
     np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-4)
 
   args = [f'--workdir={two}/run', '--config.source.servers=one']
@@ -191,8 +191,8 @@ def test_a_killed_process_ends_the_others_and_is_made_up_for(
     ), said[-2000:]
   with launch.train(2, tmp_path, url, steps=STEPS) as processes:
     end(processes)
-  want = params(two)
-  for name, value in params(tmp_path).items():
+  want = params(two / 'run')
+  for name, value in params(tmp_path / 'run').items():
     np.testing.assert_array_equal(value, want[name], err_msg=name)
 
 
@@ -209,8 +209,8 @@ def test_a_signal_to_one_saves_all_and_one_process_goes_on(two, tmp_path, url):
   assert int(saved) < STEPS
   with launch.train(1, tmp_path, url, steps=STEPS) as processes:
     end(processes)
-  want = params(two)
-  for name, value in params(tmp_path).items():
+  want = params(two / 'run')
+  for name, value in params(tmp_path / 'run').items():
     np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-4)
   assert sorted(metrics(tmp_path)) == list(range(STEPS))
 

@@ -1,0 +1,225 @@
+"""Run folders and data at locations such as gs://bucket/run.
+
+A run works in a local folder, which `fetch` fills from the location at the
+start. Orbax writes checkpoints to the location itself; every other file goes
+there by `push`, each time as a whole, because object stores do not append. So
+the processes of a run need no common disk, and a machine with an empty disk
+resumes it. Locations have no locks: two starts on one of them are not detected
+across machines.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import re
+import socket
+from typing import Any
+
+from searchrl_jax.run import cluster, lookup, records
+
+CACHE = 'SEARCHRL_CACHE'  # variable: the folder below which `fetch` writes
+_MARK = '.location'  # file in the local folder of a run: the location
+# Weights and checkpoints, which are read and written elsewhere.
+_APART = re.compile(r'(^|/)(\d{8}|published)[./]')
+_STEP = re.compile(r'(^|/)step_\d{8}[^/]*\.parquet$')
+_OWNER = re.compile(r'(?:(?:^|/)process_|_p)(\d{3})(?:/|\.parquet$)')
+# Run folder -> name -> size and time of the file when it was last the same.
+_same: dict[pathlib.Path, dict[str, tuple[int, int]]] = {}
+
+
+def is_remote(path: Any) -> bool:
+  return '://' in str(path)
+
+
+def _open(location: str) -> tuple[Any, str]:
+  """The file system of a location, and its path there."""
+  import fsspec  # takes a while, and most runs are local
+
+  for name in 'gs', 'gcs':  # other machines write there too
+    fsspec.config.conf.setdefault(name, {})['use_listings_cache'] = False
+  # It prints the traceback of errors that it also raises.
+  logging.getLogger('gcsfs').setLevel(logging.CRITICAL)
+  return fsspec.url_to_fs(location)
+
+
+@contextlib.contextmanager
+def _explained(location: str) -> Iterator[None]:
+  try:
+    yield
+  except ImportError as e:
+    raise records.RunError(
+      f"{location}: {e}; pip install 'searchrl_jax[gcs]' has the client of gs://"
+    ) from e
+  except Exception as e:  # each client has its own errors
+    line = (str(e) or type(e).__name__).partition('\n')[0][:200]
+    raise records.RunError(
+      f'{location} cannot be used ({line}): check that the bucket exists, and '
+      'that the credentials may read and write it (gs://: gcloud auth '
+      'application-default login, or GOOGLE_APPLICATION_CREDENTIALS)'
+    ) from e
+
+
+def fetch(location: str) -> str:
+  """A local copy of a file or folder, kept below SEARCHRL_CACHE.
+
+  Files that are there already with the same size and time are not read again.
+
+  Raises:
+    RunError: there is no such file, or no access.
+  """
+  folder = _cache('data', location)
+  names = _pull(location, folder)
+  lookup.require(names, f'{location}: no such file or folder', records.RunError)
+  # A file keeps its name, since its reader may go by the suffix.
+  is_file = location.endswith(f'/{names[0]}')
+  return str(folder / names[0] if is_file else folder)
+
+
+@functools.cache
+def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
+  """The local folder of a run at a location; fetches what it needs.
+
+  Args:
+    writes: this command continues the run, and no other one may.
+    steps: fetch the trajectories too. Checkpoints are never fetched.
+
+  Raises:
+    RunError: the location cannot be used, or a run on this machine uses it.
+  """
+  lookup.require(
+    re.match('gs://[^/]+/.', location),
+    f'{location}: a run folder is gs://BUCKET/FOLDER, or a local one, which '
+    'may be a mounted bucket',
+    records.RunError,
+  )
+  folder = _cache('runs' if writes else 'read', location)
+  lookup.require(
+    not (writes and records.in_use(folder)),
+    f'{location} is in use by another process of this machine',
+    records.RunError,
+  )
+  records.write_text(folder / _MARK, location)
+  if writes:  # now, rather than at the first checkpoint
+    with _explained(location):
+      fs, root = _open(location)
+      test = f'{root}/.test_{socket.gethostname()}_{os.getpid()}'
+      fs.pipe_file(test, b'writable')
+      fs.rm_file(test)
+  skip = lambda name: _APART.search(name) or not steps and _STEP.search(name)
+  names = _pull(location, folder, skip)
+  _same[folder] = {name: _stamp(folder / name) for name in names}
+  return str(folder)
+
+
+def local_run(path: str) -> str:
+  """A local folder for a run, or a model, that another one starts from."""
+  return open_run(path) if is_remote(path) else path
+
+
+def place(folder: pathlib.Path | str) -> Any:
+  """Where the folder of a run is kept: its location, or the folder itself."""
+  mark = pathlib.Path(folder) / _MARK
+  if mark.exists():
+    from etils import epath
+
+    return epath.Path(mark.read_text())
+  return pathlib.Path(folder)
+
+
+def push(folder: pathlib.Path | str) -> None:
+  """Writes files of this process that changed to the location of a run.
+
+  Raises:
+    RunError: the location cannot be written.
+  """
+  folder = pathlib.Path(folder)
+  if not is_remote(place(folder)):
+    return
+  same = _same.setdefault(folder, {})
+  with _explained(str(place(folder))):
+    fs, root = _open(str(place(folder)))
+    for path in sorted(folder.rglob('*')):
+      name = path.relative_to(folder).as_posix()
+      owner = _OWNER.search(name)
+      if int(owner[1] if owner else 0) != cluster.rank():
+        continue
+      if path.name[0] == '.' or _APART.search(name) or not path.is_file():
+        continue
+      stamp = _stamp(path)
+      if same.get(name) != stamp:
+        fs.put_file(str(path), f'{root}/{name}')
+        same[name] = stamp
+
+
+def push_all() -> None:
+  """Calls `push` for every run that this process has opened."""
+  for folder in [*_same]:
+    push(folder)
+
+
+def share(folder: pathlib.Path | str, name: str) -> None:
+  """Brings a subfolder that process 0 wrote to processes on other machines.
+
+  Raises:
+    RunError: the location cannot be used.
+  """
+  location = str(place(folder))
+  if cluster.size() > 1 and is_remote(location):
+    cluster.first('share', lambda: push(folder))
+    if not cluster.main():
+      _pull(f'{location}/{name}', pathlib.Path(folder) / name)
+
+
+def _cache(kind: str, location: str) -> pathlib.Path:
+  base = os.environ.get(CACHE) or '~/.cache/searchrl_jax'
+  digest = hashlib.sha256(location.encode()).hexdigest()[:12]
+  name = re.sub(r'\W+', '_', location.partition('://')[2])[-40:]
+  return pathlib.Path(base).expanduser() / kind / f'{name}_{digest}'
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int]:
+  found = path.stat()
+  return found.st_size, found.st_mtime_ns
+
+
+def _pull(
+  location: str,
+  folder: pathlib.Path,
+  skip: Callable[[str], Any] = lambda name: False,
+) -> list[str]:
+  """Fetches a file, or those below a location; returns their names there."""
+  from fsspec import callbacks
+
+  out = []
+  with _explained(location):
+    fs, root = _open(location)
+    found = fs.find(root, detail=True)
+    base = root.rpartition('/')[0] if root in found else root
+    for full, info in sorted(found.items()):
+      name = full[len(base) :].strip('/')
+      if not name or '/.' in f'/{name}' or skip(name):
+        continue  # of a folder, or a test of another process
+      out.append(name)
+      path = folder / name
+      times = map(info.get, ('mtime', 'LastModified', 'created'))
+      when = next(filter(None, times), 0)
+      when = when.timestamp() if hasattr(when, 'timestamp') else when
+      stamp = info['size'], int(when * 1e6) * 1000
+      if path.exists() and _stamp(path) == stamp:
+        continue
+      path.parent.mkdir(parents=True, exist_ok=True)
+      part = path.with_name(f'.{path.name}.{os.getpid()}')
+      bar = {'desc': name, 'unit': 'B', 'unit_scale': True, 'delay': 2}
+      bar |= {'disable': None, 'leave': False}  # shown in a terminal alone
+      try:
+        shown = callbacks.TqdmCallback(tqdm_kwargs=bar)
+        fs.get_file(full, str(part), callback=shown)
+        os.utime(part, ns=(stamp[1], stamp[1]))
+        part.replace(path)
+      finally:
+        part.unlink(missing_ok=True)
+  return out

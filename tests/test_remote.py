@@ -1,0 +1,112 @@
+"""Files at locations that fsspec opens, and run folders at gs://."""
+
+import os
+import time
+
+import fsspec
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from searchrl_jax.data import core as data
+from searchrl_jax.run import checkpoint, records, remote
+from tests import gcs, tiny
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv(remote.CACHE, str(tmp_path / 'cache'))
+  remote.open_run.cache_clear()
+
+
+@pytest.fixture(scope='module')
+def bucket():
+  with gcs.emulator():
+    yield f'gs://{gcs.BUCKET}'
+
+
+def test_data_is_fetched_once_and_again_if_it_changes():
+  fs = fsspec.filesystem('memory')
+  fs.pipe_file('/sets/20240101/nq.jsonl', b'one\n')
+  fs.pipe_file('/sets/20240101/more/x.jsonl', b'two\n')
+  path = data.resolve('memory://sets/20240101/nq.jsonl', tiny.config().data)
+  assert open(path).read() == 'one\n' and path.endswith('/nq.jsonl')
+  before = os.stat(path)
+  assert data.resolve('memory://sets/20240101/nq.jsonl', None) == path
+  assert os.stat(path).st_ino == before.st_ino  # the file was not replaced
+  time.sleep(0.01)
+  fs.pipe_file('/sets/20240101/nq.jsonl', b'ONE\n')
+  remote.fetch('memory://sets/20240101/nq.jsonl')
+  assert open(path).read() == 'ONE\n'
+  folder = remote.fetch('memory://sets/20240101')
+  assert open(f'{folder}/more/x.jsonl').read() == 'two\n'
+  with pytest.raises(records.RunError, match='none/x.jsonl: no such file'):
+    data.resolve('memory://none/x.jsonl', None)
+
+
+def test_a_run_folder_is_a_bucket_and_a_folder():
+  for wrong in ('s3://bucket/run', 'gs://bucket', 'gs://bucket/'):
+    with pytest.raises(records.RunError, match='gs://BUCKET/FOLDER'):
+      remote.open_run(wrong)
+
+
+@gcs.needed
+def test_files_of_a_run_go_there_and_come_back(bucket, tmp_path, monkeypatch):
+  where = f'{bucket}/runs/files'
+  folder = remote.open_run(where, writes=True)
+  with open(f'{folder}/metrics.jsonl', 'w') as file:
+    file.write('{"step": 0}\n')
+  for name in ('a/step_00000000.parquet', 'a/step_00000001_p001.parquet'):
+    records.write_text(f'{folder}/{name}', name)
+  records.write_text(f'{folder}/published/00000001/x', 'weights')
+  records.write_text(f'{folder}/process_001/log', 'of another process')
+  remote.push(folder)
+  fs = fsspec.filesystem('gs')
+  names = {
+    x.partition('/runs/files/')[2] for x in fs.find(f'{gcs.BUCKET}/runs')
+  }
+  assert names == {'metrics.jsonl', 'a/step_00000000.parquet'}
+  written = fs.info(f'{where}/metrics.jsonl')['generation']
+  remote.push(folder)  # nothing changed
+  assert fs.info(f'{where}/metrics.jsonl')['generation'] == written
+
+  monkeypatch.setenv(remote.CACHE, str(tmp_path / 'other'))
+  remote.open_run.cache_clear()
+  again = remote.open_run(where, writes=True)
+  assert again != folder and sorted(os.listdir(again)) == [
+    '.location',
+    'metrics.jsonl',
+  ]
+  reader = remote.open_run(where, steps=True)
+  assert os.path.exists(f'{reader}/a/step_00000000.parquet')
+
+
+@gcs.needed
+def test_checkpoints_at_a_bucket_are_complete_or_absent(bucket, monkeypatch):
+  folder = remote.open_run(f'{bucket}/runs/saved', writes=True)
+  saver = checkpoint.Checkpointer(
+    remote.place(folder) / 'checkpoints', 2, 'score'
+  )
+  state = {'x': jnp.arange(6.0).reshape(2, 3), 'n': np.array(7)}
+  for step, score in ((1, 0.5), (2, 0.1), (3, 0.2), (4, 0.3)):
+    how = dict(extras={'at': step}, metrics={'score': score}, fingerprint={})
+    saver.save(step, state, **how)
+  assert saver.steps() == [1, 3, 4] and saver.best() == 1
+  saver.amend(4, {'score': 0.9}, at=5)
+  assert saver.best() == 4
+  found = saver.restore(state, 'latest', fingerprint={})
+  assert found.extras == {'at': 5}
+  np.testing.assert_array_equal(found.state['x'], state['x'])
+  # A save that was killed.
+  (saver.folder / '00000004' / 'commit_success.txt').unlink()
+  assert saver.latest() == 3
+  saver.save(4, state, **how)
+  assert saver.latest() == 4
+  saver.delete(saver.steps())
+  assert saver.steps() == [] and not [*saver.folder.glob('*')]
+
+
+@gcs.needed
+def test_a_bucket_that_is_not_there_is_named(bucket):
+  with pytest.raises(records.RunError, match='none/run cannot be used.*bucket'):
+    remote.open_run('gs://none/run', writes=True)
