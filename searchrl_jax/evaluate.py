@@ -44,8 +44,8 @@ from searchrl_jax.run import (
 )
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
+from searchrl_jax.sources import controls
 from searchrl_jax.sources.none import NoSource
-from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
 
 # Scores in the order of the printed table, with descriptions; shares are of
@@ -56,10 +56,14 @@ LABELS = {
   'sub_em': 'answer contained',
   'recall_any': 'a support found',
   'recall_all': 'all supports found',
+  'found': 'support found',
+  'em_found': 'exact match if found',
   'parsed': 'parsed',
   'valid_format': 'valid format',
   'guessed': 'answered unsearched',
   'copied': 'queries that copy',
+  'thoughts_complete': 'thoughts complete',
+  'thoughts_repeated': 'thoughts repeated',
   'searches': 'searches per question',
   'real_searches': 'of them real',
   'tokens': 'tokens sampled',
@@ -84,14 +88,16 @@ class Loaded(NamedTuple):
 def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
   """Returns {name: evaluator}: 'eval', and the controls if requested.
 
-  The controls: passages swapped between questions, and no search.
+  The controls: passages of another question, random ones, none, and no search.
   """
   variants = {'eval': (config, have.source)}
   if with_controls:
     off = config.copy_and_resolve_references()
     off.env.update(max_turns=0, real_searches=0, search_when='always')
     questions = [q for qs in sets.values() for q in qs]
-    variants['shuffled'] = config, Shuffled(have.source, questions)
+    variants['shuffled'] = config, controls.Shuffled(have.source, questions)
+    variants['random'] = config, controls.Random(have.source, questions)
+    variants['empty'] = config, controls.Empty(have.source, questions)
     variants['no_search'] = off, have.source
   out = {}
   for name, (varied, source) in variants.items():
@@ -210,7 +216,7 @@ def evaluate(
     sets.pop(checks.selecting(config), None)
   if with_controls:
     # Raises now if there are too few different answers.
-    Shuffled(NoSource(), [q for qs in sets.values() for q in qs])
+    controls.Shuffled(NoSource(), [q for qs in sets.values() for q in qs])
   services = loaded(config, workdir, out, which)
   with services as have, Writer(out, config) as writer:
     if wanted:
@@ -350,7 +356,7 @@ if __name__ == '__main__':
   )
   _CHECKPOINT = command.define_checkpoint()
   _CONTROLS = flags.DEFINE_bool(
-    'controls', False, 'Also without search, and with shuffled passages.'
+    'controls', False, 'Also without search, and with wrong or no passages.'
   )
   _MANIFEST = flags.DEFINE_string(
     'manifest', '', 'Of an evaluation: exactly its questions, on its corpus.'

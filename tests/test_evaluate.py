@@ -70,7 +70,7 @@ def test_what_an_evaluation_leaves(done, url):
   assert kept['eval/cost/seconds'] > 0
   repeatable = {k: v for k, v in kept.items() if not k.endswith('/seconds')}
   assert repeatable == values
-  for name in ('eval', 'shuffled', 'no_search'):
+  for name in ('eval', 'shuffled', 'random', 'empty', 'no_search'):
     rows = ledger.read_rows(folder, name)
     assert [r.question for r in rows] == [i for i in ids for _ in range(3)]
     tokens = sum(r.tokens for r in rows)

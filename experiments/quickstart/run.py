@@ -70,7 +70,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
     with clock('reinforcement_learning'):
       train.train(run, workdir)
 
-    out.rule('4. controls: no search; passages swapped between questions')
+    out.rule('4. controls: no search; wrong passages; none')
     with clock('controls'):
       after = evaluate.evaluate(
         run, workdir, str(folder / 'evaluation'), with_controls=True
@@ -186,6 +186,8 @@ def _show_table(out, before, after, summary) -> None:
   for label, name in (
     ('search off', 'no_search'),
     ('passages swapped', 'shuffled'),
+    ('random passages', 'random'),
+    ('no passages', 'empty'),
   ):
     key = f'{name}/em'
     shown.add_row(

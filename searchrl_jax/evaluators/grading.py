@@ -59,6 +59,13 @@ class Row:
   # NaN if the supporting passages are unknown; over all searches:
   recall_any: float = NAN
   recall_all: float = NAN
+  # 1 if all supporting passages were retrieved or, where these are unknown, a
+  # passage that states a golden answer; NaN if the policy informs itself:
+  found: float = NAN
+  em_found: float = NAN  # em; NaN unless `found` is 1
+  # Shares of the policy's thoughts; NaN without thoughts:
+  thoughts_complete: float = NAN  # closed, and not empty
+  thoughts_repeated: float = NAN  # equal to an earlier one of the trajectory
   tokens: float = NAN  # number written by the policy
   truncated: float = NAN  # 1 if ended by a limit of tokens or turns
   # Mean self-certainty of the policy's tokens in nats; NaN unless
@@ -111,13 +118,17 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   golds = [a for a in question.answers if a.strip()]
   queries = _queries(trajectory, env)
   copies = [metrics.key(q) == metrics.key(question.text) for q in queries]
-  retrieved = {
-    passage.id
+  passages = [
+    passage
     for search in trajectory.searches
     if isinstance(search, SearchResult)
     for passage in search.passages
-  }
+  ]
+  retrieved = {passage.id for passage in passages}
   supports = [id in retrieved for id in question.supporting]
+  own = [b for b in env.blocks(trajectory) if b.author == 'policy']
+  thoughts = [b for b in own if b.kind == 'think']
+  different = {b.text for b in thoughts}
   written = [s for s in trajectory.segments if s.author == 'policy']
   scores = dict(
     answered=answered,
@@ -129,6 +140,8 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
     copied=_mean(copies),
     recall_any=max(supports, default=NAN),
     recall_all=min(supports, default=NAN),
+    thoughts_complete=_mean([b.complete and b.text != '' for b in thoughts]),
+    thoughts_repeated=1 - len(different) / len(thoughts) if thoughts else NAN,
     tokens=sum(len(s.ids) for s in written),
     truncated=trajectory.end in ('tokens', 'turns'),
   )
@@ -136,6 +149,12 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
     scores['em'] = equivalence.correct(answer, golds, match)
     scores['f1'] = metrics.f1(answer, golds)
     scores['sub_em'] = metrics.sub_exact_match(answer, golds)
+    if env.config.information == 'source' or passages:
+      scores['found'] = scores['recall_all']
+      if not supports:
+        texts = (f'{p.title}\n{p.text}' for p in passages)
+        scores['found'] = any(metrics.states(text, golds) for text in texts)
+      scores['em_found'] = scores['em'] if scores['found'] else NAN
   return {name: float(value) for name, value in scores.items()}
 
 

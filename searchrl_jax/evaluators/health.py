@@ -11,7 +11,8 @@ from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Trajectory
 
 _SCORES = (
-  'answered parsed valid_format guessed searches copied tokens truncated'
+  'answered parsed valid_format guessed searches copied tokens truncated found '
+  'em_found thoughts_complete thoughts_repeated'
 ).split()
 
 
@@ -23,8 +24,12 @@ def signs(
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
-  Means over trajectories that did not fail. `think_tokens` counts the policy's
-  tokens in thoughts; `end_X` is the share of trajectories with this end.
+  Means over trajectories that did not fail; scores are those of `grading.Row`.
+  `think_tokens` counts the policy's tokens in thoughts; `end_X` is the share of
+  trajectories with this end; `logp_right` and `logp_wrong` are mean log-probs,
+  in nats, of the policy's tokens when the engine sampled them, in trajectories
+  with an exact match (without golden answers: a positive reward) and in others;
+  `hops=N/searches` is of questions with N hops, if there are several N.
 
   Args:
     groups: B trajectories in total.
@@ -52,9 +57,38 @@ def signs(
   }
   for name, count in counts.items() if good else ():
     out[name] = statistics.fmean(float(count(t)) for t in good)
+  for label, part in grading.slices(rows, '').items():
+    if '/hops=' in label:
+      searches = statistics.fmean(row.searches for row in part)
+      out[f'{label[1:]}/searches'] = searches
+  earned = np.full(len(flat), math.nan) if values is None else values
+  earned = [value for value, t in zip(earned, flat) if not t.failed]
+  out |= _logps(good, [_right(*known) for known in zip(rows, earned)])
   if values is not None and groups:
     out['zero_variance'] = _zero_variance(groups, values, valid)
   return {f'health/{name}': float(value) for name, value in out.items()}
+
+
+def _right(row: grading.Row, reward: float) -> bool | None:
+  """Whether a trajectory is right; None if that is not known."""
+  value = reward if math.isnan(row.em) else row.em
+  return None if math.isnan(value) else bool(value > 0)
+
+
+def _logps(trajectories, right) -> dict[str, float]:
+  """Mean log-probs of the policy's tokens, where it is right and wrong."""
+  out = {}
+  for name, wanted in (('logp_right', True), ('logp_wrong', False)):
+    parts = [
+      s.logps
+      for t, known in zip(trajectories, right)
+      if known is wanted
+      for s in t.segments
+      if s.author == 'policy' and s.logps is not None and len(s.logps)
+    ]
+    if parts:
+      out[name] = np.concatenate(parts).mean(dtype=np.float64)
+  return out
 
 
 def _think_tokens(trajectory: Trajectory) -> int:

@@ -26,6 +26,7 @@ import datetime
 import fcntl
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import pathlib
@@ -40,7 +41,15 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import cluster, lookup, progress, records, remote, signals
+from searchrl_jax.run import (
+  alarms,
+  cluster,
+  lookup,
+  progress,
+  records,
+  remote,
+  signals,
+)
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
@@ -119,12 +128,15 @@ class Writer:
     _drop_from(self._metrics, step or -1)
     for folder in {self.folder, remote.place(self.folder)}:
       records.drop_steps(folder, step or -1)
+    with open(self._metrics, encoding='utf-8') as lines:
+      self._alarms = alarms.Alarms(map(json.loads, lines))
     self._trackers = _trackers(self.folder, config, step, stack)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Writes one step's metrics.
 
-    Adds 'time/NAME', the seconds that each timer measured, and 'time/step',
+    Warns of a collapse, and adds 'alarm/NAME' (`alarms`; only process 0) and
+    'time/NAME', the seconds that each timer measured, and 'time/step',
     the seconds since the previous step. Of several processes also
     'time/exchange': of process 0, the seconds in which it waited for what
     others sent; other timers include a part of them.
@@ -142,6 +154,10 @@ class Writer:
     self._seconds.clear()
     values = {k: float(v) for k, v in {**metrics, **seconds}.items()}
     if cluster.main():
+      raised, begun = self._alarms(step, values)
+      values |= raised
+      for text in begun:
+        logging.warning(text)
       append(self._metrics, json.dumps({'step': step, **records.plain(values)}))
     self._track(step, values)
     return values

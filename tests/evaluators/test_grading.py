@@ -67,6 +67,43 @@ def test_recall_is_over_the_whole_trajectory():
   assert (none.recall_any, none.recall_all) == (0, 0)
 
 
+def test_the_ceiling_given_what_was_retrieved():
+  turns = ('<search>a</search>', '<search>b</search>', '<answer>Ann</answer>')
+
+  def found(supporting=(), turns=turns, **kw):
+    got = row(*turns, question=question(supporting=supporting), **kw)
+    return got.found, got.em_found
+
+  wrong = (*turns[:2], '<answer>Bo</answer>')
+  assert found(('id-a', 'id-b')) == (1, 1)
+  assert found(('id-a', 'id-b'), wrong) == (1, 0)
+  missed = found(('id-a', 'id-c'))
+  assert missed[0] == 0 and math.isnan(missed[1])
+  # Without supporting passages, one that states the answer in whole words.
+  assert found(passage='it is Ann.') == (1, 1)
+  assert found(passage='annual')[0] == 0
+  # Nothing was retrieved, or the policy informs itself.
+  assert found(turns=('<answer>Ann</answer>',))[0] == 0
+  own = make_env(information='policy')
+  assert math.isnan(found(turns=('<answer>Ann</answer>',), env=own)[0])
+
+
+def test_health_of_thoughts():
+  def thoughts(*turns):
+    got = row(*turns)
+    return got.thoughts_complete, got.thoughts_repeated
+
+  search, answer = '<search>a</search>', '<answer>x</answer>'
+  assert thoughts(THINK + search, '<think>b</think>' + answer) == (1, 0)
+  repeated = thoughts(THINK + search, '<think> a </think>' + search, answer)
+  assert repeated == (1, 0.5)
+  empty = thoughts(
+    THINK + search, '<think> </think>' + search, '<think>open', answer
+  )
+  assert empty == (pytest.approx(1 / 3), 0)
+  assert all(map(math.isnan, thoughts(answer)))
+
+
 @pytest.mark.parametrize('answers', [(), ('',)])
 def test_what_does_not_apply_is_nan(answers):
   found = row('<answer>x</answer>', question=Question('q', 'x?', answers))

@@ -61,6 +61,51 @@ def test_zero_variance_looks_at_each_group_without_failed_ones():
   assert found['health/zero_variance'] == pytest.approx(2 / 3)
 
 
+def test_searches_by_hops():
+  def one(hops, searches):
+    turns = ['<search>a</search>'] * searches + ['<answer>x</answer>']
+    asked = Question(f'q{hops}', 'Who?', ('Ann',), hops=hops)
+    return run_script(turns, env=ENV, question=asked)
+
+  groups = [(one(1, 0), one(1, 1)), (one(2, 3), one(2, 2))]
+  found = health.signs(groups, ENV)
+  assert found['health/hops=1/searches'] == 0.5
+  assert found['health/hops=2/searches'] == 2.5
+  assert 'health/hops=1/searches' not in health.signs(groups[:1], ENV)
+
+
+@pytest.mark.parametrize('labelled', [True, False])
+def test_likelihood_of_right_and_of_wrong_trajectories(labelled):
+  def one(answer):
+    asked = Question('q', 'Who?', ('Ann',) if labelled else ())
+    return run_script(
+      ('<search>a</search>', f'<answer>{answer}</answer>'),
+      env=ENV,
+      question=asked,
+    )
+
+  def mean(*trajectories):
+    return np.mean(
+      np.concatenate(
+        [
+          s.logps
+          for t in trajectories
+          for s in t.segments
+          if s.author == 'policy'
+        ]
+      )
+    )
+
+  a, b, c = one('Ann'), one('Bobby'), one('Cy')
+  # Golden answers decide; without them, rewards do.
+  values = np.float32([0, 5, 5] if labelled else [2, 0, 0])
+  found = health.signs([(a, b, c)], ENV, values, [True] * 3)
+  assert found['health/logp_right'] == pytest.approx(mean(a), rel=1e-6)
+  assert found['health/logp_wrong'] == pytest.approx(mean(b, c), rel=1e-6)
+  if not labelled:
+    assert not any('logp' in name for name in health.signs([(a, b)], ENV))
+
+
 def test_repetition():
   def of(*turns):
     trajectory = run_script(turns, env=ENV, question=question())

@@ -17,7 +17,7 @@ from searchrl_jax.rollout import chains
 from searchrl_jax.run import build, records, schema
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import calculator, none
-from searchrl_jax.sources.shuffled import Shuffled
+from searchrl_jax.sources.controls import Empty, Random, Shuffled
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.text import env as envs
 from searchrl_jax.text import prompts
@@ -446,6 +446,40 @@ def test_the_shuffled_control_swaps_searches_only():
   found = asyncio.run(shuffled.search(requests))
   assert [a.request for a in found] == requests
   assert found[0].passages[0].text == 'where is Bo' and found[1].text == '2'
+
+
+def test_random_passages_are_of_questions_with_other_answers():
+  questions = [QUESTION, Question('same', 'same answer', QUESTION.answers)]
+  questions += [Question(f'p{i}', f'where is {i}', (str(i),)) for i in range(9)]
+  source = fakes.FakeSource()
+  requests = [
+    SearchRequest(f'query {i}', 3, QUESTION, turn=i) for i in range(8)
+  ]
+  found, again = (
+    asyncio.run(Random(source, questions).search(x))
+    for x in (requests, requests[::-1])
+  )
+  assert found == again[::-1]  # of the request alone
+  assert [a.request for a in found] == requests
+  texts = [p.text for a in found for p in a.passages]
+  assert len(texts) == 24 and len({*texts}) > 6
+  assert {*texts} <= {q.text for q in questions[2:]}
+  late = Random(fakes.FakeSource(fails=lambda *_: True), questions)
+  (failed,) = asyncio.run(late.search(requests[:1]))
+  assert failed.request == requests[0] and failed.kind == 'timeout'
+
+
+def test_the_empty_control_finds_nothing_and_leaves_tools_alone():
+  questions = [QUESTION, Question('p', 'where is Bo', ('here',))]
+  requests = [
+    SearchRequest('1 + 1', 3, QUESTION, tool=tool)
+    for tool in ('search', 'calculator')
+  ]
+  empty = Empty(tools(), questions)
+  found = asyncio.run(empty.search(requests))
+  assert [a.request for a in found] == requests
+  assert found[0].passages == () and found[1].text == '2'
+  assert not isinstance(asyncio.run(empty.search(requests[:1]))[0], SearchError)
 
 
 def test_records_keep_the_tool_its_text_and_its_cost(tmp_path, monkeypatch):

@@ -1,0 +1,140 @@
+"""Names a collapse of the policy as it begins, from the metrics of the steps.
+
+The median of the last WINDOW values of a metric is compared with the best such
+median among the MEMORY steps before: an alarm begins where it is worse by the
+limits below and by NOISE x the usual change from step to step. A slow change of
+the same size is no collapse: it is what learning does. Alarms depend on the
+metrics alone, so that a resumed run, which reads them from metrics.jsonl, goes
+on with the same ones.
+"""
+
+import collections
+from collections.abc import Iterable, Mapping
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WINDOW, MEMORY = 5, 100  # steps
+NOISE = 4.0
+
+
+class Sign(NamedTuple):
+  """A metric that has gone wrong beyond `factor` x best + `margin`.
+
+  alarm: whose sign it is. falls: whether it is bad that the metric falls.
+  """
+
+  alarm: str
+  metric: str
+  falls: bool
+  factor: float
+  margin: float
+  means: str
+
+
+SIGNS = (
+  *(
+    sign
+    for role in ('train', 'proposer', 'solver')
+    for sign in (
+      Sign(
+        'entropy',
+        f'{role}/entropy',
+        True,
+        0.15,
+        0.0,
+        'the policy explores less',
+      ),
+      Sign(
+        'entropy', f'{role}/entropy', False, 3.0, 0.3, 'the policy turns random'
+      ),
+    )
+  ),
+  Sign('length', 'health/tokens', True, 0.4, 0.0, 'it writes little'),
+  Sign('length', 'health/tokens', False, 2.5, 0.0, 'it writes at length'),
+  Sign('length', 'health/truncated', False, 1.0, 0.2, 'limits cut it off'),
+  Sign('repetition', 'health/repetition', False, 1.0, 0.2, 'it repeats itself'),
+  Sign(
+    'repetition',
+    'health/thoughts_repeated',
+    False,
+    1.0,
+    0.3,
+    'it repeats its thoughts',
+  ),
+  Sign('format', 'health/valid_format', True, 1.0, -0.2, 'it loses the format'),
+  Sign(
+    'likelihood',
+    'health/logp_right',
+    True,
+    2.0,
+    -0.15,
+    'right trajectories become less likely, which precedes a fall of the score',
+  ),
+)
+
+
+class Alarms:
+  """Which alarms are on; call it with the metrics of each step.
+
+  history: metrics of the steps before, each with its 'step'.
+  """
+
+  def __init__(self, history: Iterable[Mapping[str, Any]] = ()):
+    length = MEMORY + WINDOW
+    self._seen = {
+      sign: collections.deque(maxlen=length)  # (step, value)
+      for sign in SIGNS
+    }
+    self._on: set[Sign] = set()
+    for metrics in history:
+      self(metrics['step'], metrics)
+
+  def __call__(
+    self, step: int, metrics: Mapping[str, float | None]
+  ) -> tuple[dict[str, float], list[str]]:
+    """Takes the metrics of a step.
+
+    Returns:
+      'alarm/NAME': 1.0 while a sign of it lasts, else 0.0; absent before there
+      are enough steps. A sentence for each sign that begins.
+    """
+    flags: dict[str, float] = {}
+    begun = []
+    for sign, seen in self._seen.items():
+      value = metrics.get(sign.metric)
+      if value is not None and math.isfinite(value):
+        seen.append((step, value))
+        text = _found(sign, seen)
+        if text and sign not in self._on:
+          begun.append(text)
+        (self._on.add if text else self._on.discard)(sign)
+      if len(seen) >= 2 * WINDOW:
+        name = f'alarm/{sign.alarm}'
+        flags[name] = max(flags.get(name, 0.0), float(sign in self._on))
+    return flags, begun
+
+
+def _found(sign: Sign, seen: collections.deque) -> str:
+  """What is wrong, or ''."""
+  if len(seen) < 2 * WINDOW:
+    return ''
+  steps, values = zip(*seen)
+  windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW)
+  *before, now = np.median(windows, axis=1).tolist()
+  before = before[: 1 - WINDOW]  # windows that share no step with the last
+  best = max(before) if sign.falls else min(before)
+  limit = sign.factor * best + sign.margin
+  noise = NOISE * np.median(np.abs(np.diff(values)))
+  wrong = now < limit if sign.falls else now > limit
+  if not wrong or abs(now - best) <= noise:
+    return ''
+  at = before.index(best)
+  change = 'fell' if sign.falls else 'rose'
+  return (
+    f'alarm/{sign.alarm} at step {steps[-1]}: {sign.metric} {change} from '
+    f'{best:.3g} (median of steps {steps[at]} to {steps[at + WINDOW - 1]}) to '
+    f'{now:.3g} (steps {steps[-WINDOW]} to {steps[-1]}): {sign.means}; see '
+    'docs/diagnostics.md'
+  )
