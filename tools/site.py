@@ -9,6 +9,7 @@ import pathlib
 import re
 from urllib.parse import unquote
 
+import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ def on_files(files: Files, config) -> Files:
     for link in LINK.findall(page.read_text()):
       if ':' not in link:
         found.add((page.parent / unquote(link)).resolve())
-  theme = [f for f in files if not f.src_dir == config.docs_dir]
+  theme = [f for f in files if f.src_dir != config.docs_dir]
   named = {p.relative_to(ROOT).as_posix(): p for p in found if p.is_file()}
   return Files(
     theme
@@ -37,3 +38,17 @@ def on_files(files: Files, config) -> Files:
       for name in sorted(named)
     ]
   )
+
+
+class Examples(griffe.Extension):
+  """Markdown wants four spaces before an example; our docstrings have two."""
+
+  def on_instance(self, *, obj: griffe.Object, **_) -> None:
+    if obj.docstring:
+      obj.docstring.value = re.sub(
+        r'(?<=\n\n)(?:  .*(?:\n|$))+',
+        lambda example: (
+          re.sub('^', '  ', example[0].rstrip(), flags=re.M) + '\n'
+        ),
+        obj.docstring.value,
+      )
