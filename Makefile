@@ -19,7 +19,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
 .PHONY: help setup quickstart sidecar test test-quick test-parity \
-  test-cluster test-runbook test-sidecar test-aot aot lint sizes clean
+  test-cluster test-runbook test-sidecar test-aot aot docs lint sizes clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
@@ -35,6 +35,7 @@ help:
 	@echo 'make aot                    compilers for GPUs and TPUs in .venv-aot (6 GB):'
 	@echo '                            .venv-aot/bin/python -m searchrl_jax.aot --help'
 	@echo 'make test-aot               compiles the 3B programs for two topologies'
+	@echo 'make docs                   the documentation as a site: site/index.html'
 	@echo 'make lint                   ruff (rules, format), mypy'
 	@echo 'make sizes                  lines of code of each folder'
 	@echo 'make clean                  removes environments and run folders'
@@ -115,6 +116,15 @@ test-aot: aot
 	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-aot requirements-aot.txt
 	@touch $@
 
+.venv-docs/.ready: requirements-docs.txt tools/venv.sh
+	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-docs requirements-docs.txt
+	@touch $@
+
+# --strict: a link that leads nowhere is an error.
+docs: .venv-docs/.ready
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo 'The site: site/index.html'
+
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -124,4 +134,4 @@ sizes:
 	@$(PYTHON) tools/sizes.py
 
 clean:
-	rm -rf .venv .venv-parity .venv-sidecar .venv-aot runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-parity .venv-sidecar .venv-aot .venv-docs site runs .pytest_cache .mypy_cache .ruff_cache
