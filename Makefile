@@ -32,8 +32,8 @@ help:
 	@echo 'make test-cluster           several processes on this machine (8 min)'
 	@echo 'make test-runbook           docs/cluster.md at small size, step by step'
 	@echo 'make setup-notebooks        a kernel for notebooks/ in .venv-notebooks'
-	@echo 'make notebooks              executes them, stores outputs; NOTEBOOKS=1*'
-	@echo 'make test-notebooks         executes them in temporary folders (20 min)'
+	@echo '                            make notebooks stores their outputs'
+	@echo 'make test-notebooks         executes copies of them (10 min)'
 	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
 	@echo 'make aot                    compilers for GPUs and TPUs in .venv-aot (6 GB):'
@@ -121,7 +121,7 @@ notebooks: setup-notebooks
 	.venv-notebooks/bin/python tools/notebooks.py '$(NOTEBOOKS)'
 
 test-notebooks: setup-notebooks
-	.venv-notebooks/bin/python -m pytest -m notebook -s --durations=0
+	.venv-notebooks/bin/python -m pytest -m notebook -k '$(ONLY)' --durations=0 tests/notebooks
 
 test-sidecar: setup sidecar
 	$(PY) -m pytest -m sidecar

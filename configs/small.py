@@ -4,7 +4,7 @@
   python -m searchrl_jax.train --config=configs/small.py \\
     --workdir=runs/small --config.train.init=runs/warm
 
-Three minutes on 2 cores; exact match on 200 held-out questions rises from 0.26
+Three minutes on 2 cores; exact match on 200 held-out questions rises from 0.28
 to 0.55. The last checkpoint is reported: none is selected. Arguments: those of
 configs/quickstart.py.
 """
