@@ -279,9 +279,10 @@ def plot(
 
   An arm that was not trained is a dashed line at its score.
   """
-  from matplotlib.figure import Figure  # no backend, which notebooks set
+  # Neither the backend nor the layout that a notebook has set.
+  from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(4.2 * len(curves), 3.2))
+  figure = Figure(figsize=(4.2 * len(curves), 3.2), layout='none')
   axes = figure.subplots(1, len(curves), squeeze=False)
   for axis, (name, label) in zip(axes[0], curves.items()):
     for n, (arm, found) in enumerate(arms.items()):
