@@ -19,7 +19,8 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
 .PHONY: help setup quickstart sidecar test test-quick test-parity \
-  test-cluster test-runbook test-sidecar test-aot aot docs lint sizes clean
+  test-cluster test-runbook test-notebooks test-sidecar test-aot \
+  setup-notebooks notebooks aot docs lint sizes clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
@@ -30,6 +31,9 @@ help:
 	@echo 'make test-parity            installs torch, compares with it live'
 	@echo 'make test-cluster           several processes on this machine (8 min)'
 	@echo 'make test-runbook           docs/cluster.md at small size, step by step'
+	@echo 'make setup-notebooks        a kernel for notebooks/ in .venv-notebooks'
+	@echo '                            make notebooks stores their outputs'
+	@echo 'make test-notebooks         executes copies of them (10 min)'
 	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
 	@echo 'make aot                    compilers for GPUs and TPUs in .venv-aot (6 GB):'
@@ -52,6 +56,10 @@ $(READY): $(REQUIREMENTS) tools/venv.sh
 
 .venv-parity/.ready: requirements.txt requirements-parity.txt tools/venv.sh
 	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-parity requirements-parity.txt
+	@touch $@
+
+.venv-notebooks/.ready: requirements.txt requirements-notebooks.txt tools/venv.sh
+	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-notebooks requirements-notebooks.txt
 	@touch $@
 
 # SIDECAR=cpu or gpu; without, whatever is there, else what suits the machine.
@@ -82,7 +90,8 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
-test test-quick test-parity test-cluster test-runbook test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
+test test-quick test-parity test-cluster test-runbook test-notebooks notebooks \
+  test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
 
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
@@ -93,7 +102,7 @@ test: setup
 test-quick: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
 	  -m "not slow and not parity and not sidecar and not aot and not cluster \
-	  and not runbook"
+	  and not runbook and not notebook"
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity
@@ -103,6 +112,17 @@ test-cluster: setup
 
 test-runbook: setup
 	$(PY) -m pytest -m runbook -s
+
+setup-notebooks: .venv-notebooks/.ready
+
+# Those that match: the files of notebooks/ without .ipynb.
+NOTEBOOKS ?= *
+
+notebooks: setup-notebooks
+	.venv-notebooks/bin/python tools/notebooks.py '$(NOTEBOOKS)'
+
+test-notebooks: setup-notebooks
+	.venv-notebooks/bin/python -m pytest -m notebook -k '$(ONLY)' --durations=0 tests/notebooks
 
 test-sidecar: setup sidecar
 	$(PY) -m pytest -m sidecar
@@ -134,4 +154,5 @@ sizes:
 	@$(PYTHON) tools/sizes.py
 
 clean:
-	rm -rf .venv .venv-parity .venv-sidecar .venv-aot .venv-docs site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-parity .venv-sidecar .venv-aot .venv-docs \
+	  .venv-notebooks site runs .pytest_cache .mypy_cache .ruff_cache

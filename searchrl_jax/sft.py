@@ -11,8 +11,7 @@ Tags are tokenised as the policy would sample them (Qwen3 has one token for
 `<think>`); contents are always tokenised as text.
 """
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import hashlib
 import math
@@ -29,6 +28,7 @@ from searchrl_jax.learn import batching, checks
 from searchrl_jax.learn.learner import Learner, own_optim
 from searchrl_jax.run import build, cluster, command, lookup, parameters
 from searchrl_jax.run.session import Session
+from searchrl_jax.run.signals import Loop
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.text import prompts
@@ -118,12 +118,15 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
   return env.trajectory(state, sample) if action.end == 'answer' else None
 
 
-def searcher(source):
-  """(queries, k) -> passages of each, through the run's own source."""
+def searcher(source, run: Callable):
+  """(queries, k) -> passages of each, through the run's own source.
+
+  run: runs a coroutine to its end and returns its result.
+  """
 
   def search(queries: Sequence[str], k: int):
     requests = [types.SearchRequest(q, k) for q in queries]
-    found = asyncio.run(source.search(requests))
+    found = run(source.search(requests))
     for answer in found:
       if isinstance(answer, types.SearchError):
         raise SourceError(f'{answer.request.query!r}: {answer.message}')
@@ -215,12 +218,12 @@ def sft(config, workdir: str) -> dict[str, float]:
   taught.env.train_information = True
   taught.env.train_observations = False  # the policy is not to write them
   env = build.environment(taught, tok)
-  with build.retrieval(config, workdir) as url:
+  with build.retrieval(config, workdir) as url, Loop() as loop:
     source = build.source(config, url)
-    asyncio.run(source.check())
-    make = functools.partial(examples, config, env, searcher(source))
+    loop.open(source)
+    search = searcher(source, loop.run)
+    make = functools.partial(examples, config, env, search)
     trajectories = cluster.agree('traces', make)
-    asyncio.run(source.close())
   # Each process has searched by itself.
   cluster.require_same(functools.partial(digest, trajectories))
 

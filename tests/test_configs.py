@@ -13,6 +13,7 @@ RECIPES = {
   'quickstart': ('',),
   'search_r1': ('', 'algorithm=ppo', FULL, f'{FULL},baseline=rag'),
   'seven': ('', FULL),
+  'small': ('',),
   'ssp': ('', 'arm=golds', FULL),
   'ssrl': ('', FULL),
   'ttrl': (

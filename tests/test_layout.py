@@ -434,7 +434,7 @@ def test_declared_packages_are_pinned():
     *(
       packages
       for extra, packages in project['optional-dependencies'].items()
-      if extra not in ('gpu', 'tpu', 'vllm')
+      if extra not in ('gpu', 'notebooks', 'tpu', 'vllm')
     )
   )
   lines = (ROOT / 'requirements.txt').read_text().splitlines()

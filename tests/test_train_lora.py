@@ -1,5 +1,6 @@
 """Adapters through the loops: warm start, training, resume, export."""
 
+import asyncio
 import dataclasses
 import json
 
@@ -36,7 +37,11 @@ def warm(url, tmp_path_factory):
   folder, c = tmp_path_factory.mktemp('warm'), config(url)
   c.sft.data.update(dict(n=40, worlds=2, train=40, relations=3))
   c.sft.update(steps=3, rows=4, warmup=1, save_every=2)
-  sft.sft(c, str(folder))
+
+  async def cell():  # of a notebook, whose kernel runs an event loop
+    sft.sft(c, str(folder))
+
+  asyncio.run(cell())
   return c, folder
 
 

@@ -56,7 +56,7 @@ def load(
   fields = schema.base().source
   fields.url, fields.k = url, k
   source = service.ServiceSource(fields)
-  search = searcher(source)
+  search = searcher(source, asyncio.run)
   out = []
   for at in range(0, len(questions), AT_ONCE):
     part = questions[at : at + AT_ONCE]

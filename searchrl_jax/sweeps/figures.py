@@ -279,14 +279,11 @@ def plot(
 
   An arm that was not trained is a dashed line at its score.
   """
-  import matplotlib
+  # Neither the backend nor the layout that a notebook has set.
+  from matplotlib.figure import Figure
 
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(
-    1, len(curves), figsize=(4.2 * len(curves), 3.2), squeeze=False
-  )
+  figure = Figure(figsize=(4.2 * len(curves), 3.2), layout='none')
+  axes = figure.subplots(1, len(curves), squeeze=False)
   for axis, (name, label) in zip(axes[0], curves.items()):
     for n, (arm, found) in enumerate(arms.items()):
       color = f'C{n % 10}'
@@ -326,4 +323,3 @@ def plot(
     fontsize=8,
   )
   figure.savefig(path, dpi=80)
-  pyplot.close(figure)
