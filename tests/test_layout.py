@@ -49,6 +49,8 @@ ORDER = (
   'data.tfds',
   'worlds.microworld',
   'worlds.microtraces',
+  'worlds.atlas',
+  'worlds.atlas_traces',
   'engines.core',
   'engines.handles',
   'engines.weights.published',
