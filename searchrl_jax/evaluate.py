@@ -44,8 +44,8 @@ from searchrl_jax.run import (
 )
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.run.writer import Writer, environment
+from searchrl_jax.sources import dials
 from searchrl_jax.sources.none import NoSource
-from searchrl_jax.sources.shuffled import Shuffled
 from searchrl_jax.types import Question
 
 # Scores in the order of the printed table, with descriptions; shares are of
@@ -91,7 +91,7 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
     off = config.copy_and_resolve_references()
     off.env.update(max_turns=0, real_searches=0, search_when='always')
     questions = [q for qs in sets.values() for q in qs]
-    variants['shuffled'] = config, Shuffled(have.source, questions)
+    variants['shuffled'] = config, dials.shuffled(have.source, questions)
     variants['no_search'] = off, have.source
   out = {}
   for name, (varied, source) in variants.items():
@@ -210,7 +210,7 @@ def evaluate(
     sets.pop(checks.selecting(config), None)
   if with_controls:
     # Raises now if there are too few different answers.
-    Shuffled(NoSource(), [q for qs in sets.values() for q in qs])
+    dials.shuffled(NoSource(), [q for qs in sets.values() for q in qs])
   services = loaded(config, workdir, out, which)
   with services as have, Writer(out, config) as writer:
     if wanted:

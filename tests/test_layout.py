@@ -74,7 +74,7 @@ ORDER = (
   'sources.calculator',
   'sources.chat',
   'sources.service',
-  'sources.shuffled',
+  'sources.dials',
   'sources.none',
   'sources.simulated',
   'text.states',

@@ -16,8 +16,7 @@ from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.rollout import chains
 from searchrl_jax.run import build, records, schema
 from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.sources import calculator, none
-from searchrl_jax.sources.shuffled import Shuffled
+from searchrl_jax.sources import calculator, dials, none
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.text import env as envs
 from searchrl_jax.text import prompts
@@ -438,7 +437,7 @@ def test_the_environment_is_a_class_that_the_config_names(tmp_path):
 
 def test_the_shuffled_control_swaps_searches_only():
   questions = [QUESTION, Question('p', 'where is Bo', ('here',))]
-  shuffled = Shuffled(tools(), questions)
+  shuffled = dials.shuffled(tools(), questions)
   requests = [
     SearchRequest('1 + 1', 1, QUESTION, tool=tool)
     for tool in ('search', 'calculator')
