@@ -12,7 +12,8 @@ two parts: skills (reading, wording queries, going on to the next hop; known
 facts), which all mixtures of a seed share, and a short one that sets habits
 (searchrl_jax/worlds/atlas_traces.py). GRPO then selects among these, with exact
 match as the only reward, and questions of train people. Evaluation is on
-held-out people, by kind of question. experiments/arena/ has figures. Arguments:
+held-out people, by kind of question, of the last checkpoint: none is selected.
+experiments/arena/ has figures. Arguments:
 
   mix    of the warm start: skills, even, hasty, wanderer
   seed   of the world, and of everything that is drawn
@@ -82,5 +83,5 @@ def get_config(arg=None):
   c.rollout.questions = 16
   c.train.steps = 40
   c.eval.every = 0
-  c.checkpoint.every = 0
+  c.checkpoint.every = 20
   return c
