@@ -10,6 +10,7 @@ from tests.conftest import ROOT
 
 FULL = 'model=x'
 RECIPES = {
+  'atlas': ('', 'mix=skills', 'mix=hasty', 'mix=wanderer'),
   'quickstart': ('',),
   'search_r1': ('', 'algorithm=ppo', FULL, f'{FULL},baseline=rag'),
   'seven': ('', FULL),

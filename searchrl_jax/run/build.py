@@ -32,12 +32,12 @@ from searchrl_jax.run import (
   writer,
 )
 from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.sources import none, simulated
+from searchrl_jax.sources import dials, none, simulated
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.text import prompts
 from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.types import SEARCH
+from searchrl_jax.types import SEARCH, Question
 
 _SOURCES = 'searchrl_jax.sources'
 # In a run folder.
@@ -246,8 +246,9 @@ async def first_weights(config, engine, cfg, params, mesh, canary) -> None:
 
 
 def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
-  """The source that config.source.module names, on this URL; with those of
-  config.tools, if there are any, as `sources.tools.Tools`.
+  """The source that config.source.module names, on this URL, with
+  config.source.dials; with those of config.tools, if there are any, as
+  `sources.tools.Tools`.
 
   The other arguments are for a simulator: a function that returns the policy's
   engine (which is opened later), its tokenizer, its mesh and the run folder.
@@ -256,7 +257,9 @@ def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
   fields.url = url
   writer = functools.partial(simulator, config, engine, tok, mesh, workdir)
   make = _maker(fields, 'config.source')
-  made = {SEARCH: make(fields, seed=config.seed, writer=writer)}
+  search = make(fields, seed=config.seed, writer=writer)
+  asked = functools.partial(_questions, config)
+  made = {SEARCH: dials.wrap(search, fields.dials, config.seed, asked)}
   for name, fields in config.tools.items():
     where = f'config.tools.{name}'
     try:
@@ -264,6 +267,13 @@ def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
     except AttributeError as e:  # a field that it reads and the config lacks
       raise ConfigError(f'{where}: {e}') from e
   return Tools(made) if config.tools else made[SEARCH]
+
+
+def _questions(config: ConfigDict) -> list[Question]:
+  """Those of all sets."""
+  parts = [config.data.train, config.data.eval]
+  loaded = [data.load_sets(sets, config.data) for sets in parts if sets]
+  return [q for sets in loaded for own in sets.values() for q in own]
 
 
 def simulator(config, policy, tok, mesh, workdir: str):

@@ -51,7 +51,7 @@ RANGES = (
     'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
     'judge.attempts judge.concurrency source.simulator.attempts '
     'source.simulator.concurrency source.simulator.max_tokens '
-    'source.simulator.steps checkpoint.keep',
+    'source.simulator.steps source.dials.depth checkpoint.keep',
     lambda x: x >= 1,
     'at least 1',
   ),
@@ -79,7 +79,9 @@ RANGES = (
   ),
   (
     'rollout.max_failed judge.max_failed algorithm.tis_floor '
-    'source.simulator.noise_from source.simulator.noise_to',
+    'source.simulator.noise_from source.simulator.noise_to '
+    'source.dials.random source.dials.empty source.dials.missing '
+    'source.dials.contradict source.dials.rank',
     lambda x: 0 <= x <= 1,
     '0 to 1',
   ),
@@ -200,6 +202,14 @@ def base() -> ConfigDict:
   c.source.deadline = 60.0  # seconds for all attempts at one request
   c.source.attempts = 4  # HTTP requests for one search of the environment
   c.source.batch_ms = 3.0  # wait to gather queries of other trajectories
+  # What results are made worse by, with these probabilities: sources/dials.py.
+  c.source.dials = ConfigDict()
+  c.source.dials.random = 0.0  # the passages of another question
+  c.source.dials.empty = 0.0  # no passages
+  c.source.dials.missing = 0.0  # of a passage: it is not in the corpus
+  c.source.dials.contradict = 0.0  # of a passage: a false copy beside it
+  c.source.dials.rank = 0.0  # candidates in random order
+  c.source.dials.depth = 10  # candidates, for `missing` and `rank`
   # Of module='simulated': a language model writes the passages (ZeroSearch).
   c.source.simulator = ConfigDict()
   c.source.simulator.path = ''  # run or HF folder; '' = the policy's engine

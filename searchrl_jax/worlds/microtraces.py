@@ -97,12 +97,16 @@ def traces(
 
 def searcher(world: microworld.World, splits=('train',)) -> Search:
   """Returns a search with the server's index, over the people of `splits`."""
-  from retrieval.bm25 import BM25Index  # slow to import
-
   people = {n for s in splits for n in microworld.names(world.settings, s)}
   rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
   found = (Passage(id, title.strip('"'), text) for id, title, text in rows)
-  passages = [p for p in found if p.title in people]
+  return indexed([p for p in found if p.title in people])
+
+
+def indexed(passages: Sequence[Passage]) -> Search:
+  """Returns a search of `passages` with the server's index."""
+  from retrieval.bm25 import BM25Index  # slow to import
+
   index = BM25Index([f'"{p.title}"\n{p.text}' for p in passages])
 
   def search(queries: Sequence[str], k: int):
@@ -115,16 +119,22 @@ def searcher(world: microworld.World, splits=('train',)) -> Search:
 def script(world, n: int, seed, search: Search, k, mix: Mix) -> list[Trace]:
   """Returns n traces on the train questions of one world, hops alternating.
 
-  Questions repeat only after all have occurred. The traces advance together,
-  with one search for the queries of a round.
+  Questions repeat only after all have occurred.
   """
   pool = microworld.pick(world, 'train')
   rng = np.random.default_rng(seed)
   streams = (np.random.default_rng(rng.integers(2**63)) for _ in range(n))
   writers = [_Script(world, stream, mix) for stream in streams]
   scripts = [w.trace(pool[i % len(pool)]) for i, w in enumerate(writers)]
+  return together(scripts, search, k)
+
+
+def together(scripts: Sequence['Script'], search: Search, k) -> list[Trace]:
+  """Returns the traces; one search answers the queries of a round."""
   done: dict[int, Trace] = {}
-  results: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(range(n))
+  results: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(
+    range(len(scripts))
+  )
   while results:
     queries = {}
     for i, passages in results.items():
@@ -134,7 +144,7 @@ def script(world, n: int, seed, search: Search, k, mix: Mix) -> list[Trace]:
         done[i] = end.value
     answers = search(list(queries.values()), k) if queries else []
     results = dict(zip(queries, answers, strict=True))
-  return [done[i] for i in range(n)]
+  return [done[i] for i in range(len(scripts))]
 
 
 # Yields queries, receives the passages found, returns the trace.
