@@ -4,13 +4,80 @@
 
 transformers, vLLM and --config.model.path can load the folder. Adapters
 (config.models.lora) are merged into the weights; with --adapter they are
-written alone, for PEFT, vLLM and --config.models.lora.path.
+written alone, for PEFT, vLLM and --config.models.lora.path. The chat template
+renders one message, a question, as the prompts of the run; generation_config
+has what an evaluation samples with; README.md is a model card with the figures
+that the run folder holds.
 """
+
+import json
+import pathlib
 
 from absl import flags
 
 from searchrl_jax.models import lora, pretrained
-from searchrl_jax.run import build, command, lookup, parameters
+from searchrl_jax.run import build, checkpoint, command, lookup, parameters
+from searchrl_jax.text import untrusted
+from searchrl_jax.types import Question
+
+# Stands for the question; no text has it.
+_SLOT = '\ue002'
+_CHAT = """\
+{{%- if messages | length != 1 or messages[0]['role'] != 'user' -%}}
+{{{{- raise_exception('The template takes one message, of the user: a question.\
+') -}}}}
+{{%- endif -%}}
+{{%- set question = messages[0]['content'] | trim -%}}
+{{{{- {before} + question + {mark} + {after} -}}}}"""
+_CARD = """\
+---
+library_name: {library}
+{base}tags:
+- searchrl_jax
+- reinforcement-learning
+- search
+---
+
+# {name}
+
+A policy that answers questions with searches, trained by searchrl_jax: recipe
+`{name}`, checkpoint of step {step}, from {start}. Loss `{loss}`, advantages
+`{advantage}`, reward `{reward}`.
+
+* Training data: {data}.
+* Evaluation data: {eval}.
+* Searches in training: `{source}`.
+
+## Figures
+
+Exact match with 95 % bootstrap intervals, from the run folder.
+
+| evaluation | step | exact match | interval | questions |
+|---|---|---|---|---|
+{figures}
+
+## Use
+
+The model writes {tools} and waits for
+{information}. It needs a loop that answers, and the search that it was trained
+with: `python -m searchrl_jax.evaluate --config.model.path=FOLDER ...` is such a
+loop. Without one it guesses. The chat template renders one user message, the
+question, as in training. A generation ends at one of
+{stops}
+(`stop_strings` in `generation_config.json`; for vLLM `stop`, with
+`include_stop_str_in_output`).
+
+## Limits
+
+* The figures are of the questions above. Other questions, corpora and
+  retrievers were not measured.
+* It repeats what passages say, wrong ones too. Treat passages and answers as
+  untrusted text.
+* The licences of the base model and of the data apply.
+
+## Versions
+
+{versions}"""
 
 
 def export(
@@ -28,21 +95,99 @@ def export(
   tok = build.tokenizer(config, workdir)
   cfg = parameters.model_config(config, tok.vocab_size)
   params = parameters.restore(config, workdir, cfg, build.mesh(config), which)
+  step = checkpoint.of_run(config, workdir).resolve(which)
+  card = {'README.md': model_card(config, workdir, step, adapter)}
   if adapter:
     message = f'--adapter: {workdir} has none (config.models.lora.rank=0)'
     lookup.require(cfg.lora, message)
     adapters, _ = lora.split(cfg, params)
     # What the adapters belong to: a run that it started from, or the model.
     model = config.train.init or config.model.path
-    lora.save(out, cfg, adapters, dtype=dtype, model=model)
+    lora.save(out, cfg, adapters, dtype=dtype, model=model, files=card)
     return
   cfg, params = lora.base(cfg), lora.merge(cfg, params)
   if config.model.path:
     like = pretrained.read_json(parameters.local(config.model.path))
   else:
     like = {**config.model.arch.to_dict(), 'eos_token_id': tok.eos_ids[0]}
-  pretrained.save(
-    out, cfg, params, f'{workdir}/{build.TOKENIZER}', dtype=dtype, like=like
+  generation = {
+    'eos_token_id': tok.eos_ids,
+    'do_sample': config.eval.temperature > 0,
+    'max_new_tokens': config.env.max_turn_tokens,
+    'stop_strings': list(build.template(config).stops),
+  }
+  if generation['do_sample']:
+    names = ('temperature', 'top_p')
+    generation |= {name: config.eval[name] for name in names}
+  files = card | {'generation_config.json': json.dumps(generation, indent=2)}
+  if config.data.prompt == 'template':
+    files['chat_template.jinja'] = chat_template(config, tok)
+  folder = f'{workdir}/{build.TOKENIZER}'
+  pretrained.save(out, cfg, params, folder, dtype=dtype, like=like, files=files)
+
+
+def chat_template(config, tok) -> str:
+  """Jinja that renders a question as the prompts of a run of `config`."""
+  template = build.template(config)
+  parts = untrusted.prompt_parts(
+    template, Question('', _SLOT, ()), 'template', tok
+  )
+  text = ''.join(part for part, _ in parts)
+  # Before the first token of a text, which transformers does not add here.
+  if tok.encode_parts(parts, start=True)[:1] == [tok.bos_id]:
+    bos = tok.control_name(tok.bos_id)
+    text = bos + text.removeprefix(bos)
+  before, _, after = text.partition(template.question(_SLOT))
+  mark = "('' if question.endswith('?') else '?')"
+  literal = lambda x: json.dumps(x, ensure_ascii=False)
+  return _CHAT.format(
+    before=literal(before),
+    mark=mark if template.question_mark else "''",
+    after=literal(after),
+  )
+
+
+def model_card(config, workdir: str, step: int, adapter: bool) -> str:
+  """What a model is, what it was trained on and how well it does."""
+  c, folder = config, pathlib.Path(workdir)
+  template, base = build.template(c), c.model.path
+  values = []
+  with open(folder / 'metrics.jsonl', encoding='utf-8') as lines:
+    for line in map(json.loads, lines):
+      if 'eval/em/low' in line and line['step'] < step:
+        values = [('while it trained', line['step'] + 1, line)]
+  for path in sorted(folder.glob('*/eval.json')):
+    values.append((path.parent.name, '', json.loads(path.read_text())))
+  figures = [
+    f'| {name} | {at} | {v["eval/em"]:.3f} | {v["eval/em/low"]:.3f} to '
+    f'{v["eval/em/high"]:.3f} | {v["eval/em/n"]:.0f} |'
+    for name, at, v in values
+    if 'eval/em/low' in v
+  ]
+  started = json.loads((folder / 'environment.json').read_text())['starts'][-1]
+  versions = {'commit': started['commit'], **started['packages']}
+  kinds = [k for k in template.kinds.values() if k.acts or k.ends]
+
+  def sets(part):
+    return ', '.join(f'`{k}` ({v.module})' for k, v in part.items()) or 'none'
+
+  return _CARD.format(
+    library='peft' if adapter else 'transformers',
+    base=f'base_model: {base}\n' if base else '',
+    name=c.name,
+    step=step,
+    start=f'`{base}`' if base else 'random parameters',
+    loss=c.algorithm.loss,
+    advantage=c.algorithm.advantage,
+    reward=', '.join(part.fn for part in c.reward.values()),
+    data=sets(c.data.train),
+    eval=sets(c.data.eval),
+    source=c.source.module,
+    figures='\n'.join(figures) or '| none in the run folder | | | | |',
+    tools=' and '.join(f'`{k.tags[0]}...{k.tags[1]}`' for k in kinds),
+    information=f'`{template.information[0]}`',
+    stops=', '.join(f'`{x}`' for x in template.stops),
+    versions=''.join(f'* {k}: {v}\n' for k, v in versions.items() if v),
   )
 
 

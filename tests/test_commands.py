@@ -151,6 +151,13 @@ def test_export_loads_back(run, tmp_path):
     f'{tmp_path}/hf/model.safetensors'
   )
   assert build.tokenizers.load(f'{tmp_path}/hf').vocab_size == cfg.vocab_size
+  generation = json.loads((tmp_path / 'hf/generation_config.json').read_text())
+  assert generation['stop_strings'] == ['</search>', '</answer>']
+  assert not generation['do_sample']  # as the evaluation
+  em = json.loads((folder / 'evaluation' / 'eval.json').read_text())['eval/em']
+  card = (tmp_path / 'hf' / 'README.md').read_text()
+  assert f'| evaluation |  | {em:.3f} |' in card
+  assert 'while it trained' in card and 'answer.em' in card
 
 
 def test_help_helps():

@@ -191,7 +191,13 @@ def tensor_table(cfg: DecoderConfig) -> dict[str, families.Tensor]:
 
 
 def save(
-  path, cfg: DecoderConfig, adapters: dict, *, dtype='float32', model=''
+  path,
+  cfg: DecoderConfig,
+  adapters: dict,
+  *,
+  dtype='float32',
+  model='',
+  files: Mapping[str, str] | None = None,
 ):
   """Writes a folder that PEFT and vLLM load, whose name appears when complete.
 
@@ -199,6 +205,7 @@ def save(
     adapters: as `split` returns them.
     dtype: of the stored tensors.
     model: name or folder of the base model, for PEFT.
+    files: name -> text of further files.
 
   Raises:
     FileExistsError: `path` exists.
@@ -230,7 +237,9 @@ def save(
     'fan_in_fan_out': False,
     'inference_mode': True,
   }
-  (part / CONFIG).write_text(json.dumps(fields, indent=2) + '\n')
+  texts = {CONFIG: json.dumps(fields, indent=2) + '\n', **(files or {})}
+  for name, text in texts.items():
+    (part / name).write_text(text, encoding='utf-8')
   part.rename(path)
 
 

@@ -196,6 +196,7 @@ def save(
   max_shard_bytes: float = 5e9,
   dtype='float32',
   like: Mapping[str, Any] | None = None,
+  files: Mapping[str, str] | None = None,
 ):
   """Writes a checkpoint that transformers and vLLM load.
 
@@ -208,6 +209,7 @@ def save(
       separate file.
     dtype: of the stored tensors: float32, bfloat16 or float16.
     like: a config.json (`read_json`) whose other fields are kept.
+    files: name -> text of further files, in place of the tokenizer's.
 
   Raises:
     FileExistsError: `path` exists.
@@ -230,6 +232,8 @@ def save(
     if tokenizer_dir is not None:
       families.copy_tokenizer(tokenizer_dir, tmp)
     _write_json(tmp / 'config.json', config)
+    for name, text in (files or {}).items():
+      (tmp / name).write_text(text, encoding='utf-8')
 
 
 def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
