@@ -476,6 +476,23 @@ def test_tensorboard(tmp_path):
   assert points == [(0, 1.5), (1, 2.5)]
 
 
+def test_tensorboard_shows_trajectories_as_text(tmp_path):
+  with open_writer(tmp_path, config(tensorboard=True)) as w:
+    w.decode = lambda ids: f'<search>\n*{len(list(ids))}*'
+    w.trajectories(2, [[trajectory(i) for i in range(5)]], name='eval')
+  from tensorboard.backend.event_processing import event_accumulator
+
+  board = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard'))
+  board.Reload()
+  assert board.Tags()['tensors'] == ['eval/0', 'eval/1', 'eval/2']
+  [event] = board.Tensors('eval/1')
+  length = sum(len(s.ids) for s in trajectory(1).segments)
+  text = event.tensor_proto.string_val[0].decode()
+  # A code block: neither a tag nor an emphasis of Markdown.
+  assert text == f'    reward None\n    <search>\n    *{length}*'
+  assert event.step == 2
+
+
 @pytest.mark.timeout(120)
 def test_wandb_offline(tmp_path, monkeypatch):
   monkeypatch.setenv('WANDB_MODE', 'offline')

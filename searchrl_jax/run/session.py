@@ -161,6 +161,7 @@ class Session:
     engine, folder = lambda: self.engine, str(cluster.folder(self.workdir))
     mesh = sharding.own_mesh(self.mesh)
     self.source = build.source(self.config, self.url, engine, tok, mesh, folder)
+    self.writer.decode = tok.decode
     check = lambda: self.signals.open(self.source).get('identity', {})
     served = cluster.agree('source', check)
     require_same(self._identity, served)

@@ -19,7 +19,7 @@ checkpoint, so that a resumed run finds the trajectories of all earlier steps.
 """
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import datetime
@@ -36,6 +36,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from typing import Any
 
@@ -63,6 +64,7 @@ MAY_DIFFER = (
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
   'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
 )  # fmt: skip
+_SAMPLES = 3  # trajectories of a file whose text trackers show
 _PACKAGES = (
   'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain',
   'transformers', 'tokenizers', 'bm25s', 'httpx', 'ml_collections',
@@ -99,7 +101,10 @@ class Writer:
     self._began = False
     self._waited = cluster.waited()
     self._metrics = self.folder / 'metrics.jsonl'
+    # Ids -> text. With it, trackers show the first trajectories of a file.
+    self.decode: Callable[[Iterable[int]], str] | None = None
     self._trackers: list = []
+    self._samplers: list = []
     with contextlib.ExitStack() as stack, records.explained(self.folder):
       cluster.first('writer', lambda: self._open(stack, config, about or {}))
       self._thread = futures.ThreadPoolExecutor(1, 'writer')
@@ -130,7 +135,7 @@ class Writer:
       records.drop_steps(folder, step or -1)
     with open(self._metrics, encoding='utf-8') as lines:
       self._alarms = alarms.Alarms(map(json.loads, lines))
-    self._trackers = _trackers(self.folder, config, step, stack)
+    self._trackers, self._samplers = _trackers(self.folder, config, step, stack)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Writes one step's metrics.
@@ -225,6 +230,13 @@ class Writer:
         if rewards.at != 'trajectory':
           row |= dict(earned=rewards.value[i], earned_at=rewards.at)
       rows.append(records.Record(step, t, **row))
+    if self.decode:
+      for n, record in enumerate(rows[:_SAMPLES]):
+        ids = [i for segment in record.trajectory.segments for i in segment.ids]
+        for show in self._samplers:
+          show(
+            step, f'{name}/{n}', f'reward {record.reward}\n{self.decode(ids)}'
+          )
     path = records.step_file(self.folder / name, step, part)
     self._pending = self._thread.submit(
       lambda: records.write_bytes(path, records.encode(rows))
@@ -411,26 +423,32 @@ def _short(value: float) -> str:
   return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.3g}'
 
 
-def _trackers(folder: pathlib.Path, config, step: int, stack) -> list:
+def _trackers(
+  folder: pathlib.Path, config, step: int, stack
+) -> tuple[list, list]:
   """Opens what config.log asks for; `stack` (an ExitStack) closes it.
 
   Returns:
-    Functions that write a step's finite metrics.
+    Functions that write a step's finite metrics, and functions that write a
+    text of a step under a name.
   """
-  found = []
+  found, samplers = [], []
   if config.log.tensorboard:
-    found.append(_tensorboard(folder / 'tensorboard', step, stack))
+    write, show = _tensorboard(folder / 'tensorboard', step, stack)
+    found.append(write)
+    samplers.append(show)
   # The variable of the machine's owner takes precedence over the config.
   mode = os.environ.get('WANDB_MODE') or config.log.wandb
   if mode != 'disabled':
     found.append(_wandb(folder, config, mode, stack))
-  return found
+  return found, samplers
 
 
 def _tensorboard(folder: pathlib.Path, step: int, stack):
   """Writes TensorBoard's event file without TensorFlow or torch."""
   # Imported here because a run without TensorBoard need not install it.
   from tensorboard.compat.proto import event_pb2, summary_pb2
+  from tensorboard.plugins.text import summary_v2
   from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
   writer = stack.enter_context(contextlib.closing(EventFileWriter(str(folder))))
@@ -446,10 +464,14 @@ def _tensorboard(folder: pathlib.Path, step: int, stack):
     values = [value(tag=k, simple_value=v) for k, v in values.items()]
     add(step, summary=summary_pb2.Summary(value=values))
 
+  def show(step, name, text):
+    # It is read as Markdown: as a code block, tags stay text.
+    add(step, summary=summary_v2.text_pb(name, textwrap.indent(text, ' ' * 4)))
+
   # Tells TensorBoard to drop points of steps >= `step` seen before.
   begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
   add(step, session_log=begin)
-  return write
+  return write, show
 
 
 def _wandb(folder: pathlib.Path, config, mode: str, stack):
