@@ -119,6 +119,7 @@ def export(
   if generation['do_sample']:
     names = ('temperature', 'top_p')
     generation |= {name: config.eval[name] for name in names}
+    generation['top_k'] = 0  # none; transformers has 50 without it
   files = card | {'generation_config.json': json.dumps(generation, indent=2)}
   if config.data.prompt == 'template':
     files['chat_template.jinja'] = chat_template(config, tok)
@@ -151,13 +152,16 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
   """What a model is, what it was trained on and how well it does."""
   c, folder = config, pathlib.Path(workdir)
   template, base = build.template(c), c.model.path
+  start = c.train.init or base
   values = []
   with open(folder / 'metrics.jsonl', encoding='utf-8') as lines:
     for line in map(json.loads, lines):
       if 'eval/em/low' in line and line['step'] < step:
         values = [('while it trained', line['step'] + 1, line)]
   for path in sorted(folder.glob('*/eval.json')):
-    values.append((path.parent.name, '', json.loads(path.read_text())))
+    found = json.loads(path.read_text())
+    if found.get('checkpoint') == step:
+      values.append((path.parent.name, step, found))
   figures = [
     f'| {name} | {at} | {v["eval/em"]:.3f} | {v["eval/em/low"]:.3f} to '
     f'{v["eval/em/high"]:.3f} | {v["eval/em/n"]:.0f} |'
@@ -176,7 +180,7 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
     base=f'base_model: {base}\n' if base else '',
     name=c.name,
     step=step,
-    start=f'`{base}`' if base else 'random parameters',
+    start=f'`{start}`' if start else 'random parameters',
     loss=c.algorithm.loss,
     advantage=c.algorithm.advantage,
     reward=', '.join(part.fn for part in c.reward.values()),

@@ -156,8 +156,9 @@ def test_export_loads_back(run, tmp_path):
   assert not generation['do_sample']  # as the evaluation
   em = json.loads((folder / 'evaluation' / 'eval.json').read_text())['eval/em']
   card = (tmp_path / 'hf' / 'README.md').read_text()
-  assert f'| evaluation |  | {em:.3f} |' in card
+  assert f'| evaluation | 1 | {em:.3f} |' in card
   assert 'while it trained' in card and 'answer.em' in card
+  assert f'from `{folder}/warm`' in card
 
 
 def test_help_helps():
@@ -191,7 +192,7 @@ def test_help_helps():
     (['--config.model.path=/nowhere'], 'needs the tokenizer it was trained'),
     (['--config.train.init=runs/wram'], "config.train.init='runs/wram'"),
     (['--config.source.url=http://127.0.0.1:80OO'], 'config.source.url'),
-    (['--config.source.module=shuffled'], 'no function make'),
+    (['--config.source.module=controls'], 'no function make'),
     (
       ['--config.source.url=http://127.0.0.1:9', '--config.source.attempts=1'],
       '127.0.0.1:9',

@@ -40,6 +40,9 @@ def test_data_is_fetched_once_and_again_if_it_changes():
   assert open(path).read() == 'ONE\n'
   folder = remote.fetch('memory://sets/20240101')
   assert open(f'{folder}/more/x.jsonl').read() == 'two\n'
+  fs.rm('/sets/20240101/nq.jsonl')
+  remote.fetch('memory://sets/20240101')
+  assert os.listdir(folder) == ['more']
   with pytest.raises(records.RunError, match='none/x.jsonl: no such file'):
     data.resolve('memory://none/x.jsonl', None)
 
@@ -79,6 +82,19 @@ def test_files_of_a_run_go_there_and_come_back(bucket, tmp_path, monkeypatch):
   ]
   reader = remote.open_run(where, steps=True)
   assert os.path.exists(f'{reader}/a/step_00000000.parquet')
+
+  # A resume writes the step again; a command that reads the run later, without
+  # its trajectories, has the former file and does not bring it back.
+  records.write_text(f'{again}/a/step_00000000.parquet', 'again')
+  remote.push(again)
+  remote.open_run.cache_clear()
+  assert remote.open_run(where) == reader
+  remote.push_all()
+  assert fs.cat(f'{where}/a/step_00000000.parquet') == b'again'
+  fs.rm(f'{where}/a/step_00000000.parquet')
+  remote.open_run.cache_clear()
+  remote.open_run(where, steps=True)
+  assert not os.path.exists(f'{reader}/a/step_00000000.parquet')
 
 
 @gcs.needed

@@ -61,7 +61,10 @@ def signs(
     if '/hops=' in label:
       searches = statistics.fmean(row.searches for row in part)
       out[f'{label[1:]}/searches'] = searches
-  earned = np.full(len(flat), math.nan) if values is None else values
+  earned = np.full(len(flat), math.nan)
+  if values is not None:
+    counts_as = True if valid is None else np.asarray(valid, bool)
+    earned = np.where(counts_as, values, math.nan)
   earned = [value for value, t in zip(earned, flat) if not t.failed]
   out |= _logps(good, [_right(*known) for known in zip(rows, earned)])
   if values is not None and groups:

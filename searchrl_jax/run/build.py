@@ -126,7 +126,7 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
 
 
 def _keep_tokenizer(config, workdir: str, kept: pathlib.Path) -> None:
-  if kept.exists() and records.begun(workdir):
+  if kept.exists() and remote.begun(workdir):
     return
   name = config.model.tokenizer or config.model.path
   start = pathlib.Path(remote.local_run(config.train.init)) / TOKENIZER

@@ -221,14 +221,16 @@ class Checkpointer:
     except Exception as e:
       # Orbax may still be writing into the step's folder. The next save
       # removes the rest.
-      self._clean(ignore_errors=True)
-      free = ''
+      free, intact = '', 'earlier checkpoints'
+      with contextlib.suppress(Exception):  # a bucket may not answer
+        self._clean(ignore_errors=True)
+        intact = f'checkpoints {self.steps()}'
       if not self._remote:
         gigabytes = shutil.disk_usage(self.folder).free / 1e9
         free = f' ({gigabytes:.2f} GB free there)'
       raise CheckpointError(
         f'saving step {step} to {self._path(step)} failed{free}: {e}; '
-        f'checkpoints {self.steps()} are intact'
+        f'{intact} are intact'
       ) from e
 
   def _delete_old(self) -> None:

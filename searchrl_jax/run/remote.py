@@ -76,6 +76,8 @@ def fetch(location: str) -> str:
   lookup.require(names, f'{location}: no such file or folder', records.RunError)
   # A file keeps its name, since its reader may go by the suffix.
   is_file = location.endswith(f'/{names[0]}')
+  if not is_file:
+    _prune(folder, lambda name: name not in names)
   return str(folder / names[0] if is_file else folder)
 
 
@@ -110,8 +112,15 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
       fs.pipe_file(test, b'writable')
       fs.rm_file(test)
   skip = lambda name: _APART.search(name) or not steps and _STEP.search(name)
-  names = _pull(location, folder, skip)
-  _same[folder] = {name: _stamp(folder / name) for name in names}
+  names = {*_pull(location, folder, skip)}
+  # What an earlier start left here is not newer than what is there.
+  drop = lambda name: (
+    name not in names
+    and not _APART.search(name)
+    and (writes or steps or not _STEP.search(name))
+  )
+  _prune(folder, drop)
+  _same[folder] = {name: _stamp(folder / name) for name in _names(folder)}
   return str(folder)
 
 
@@ -130,6 +139,14 @@ def place(folder: pathlib.Path | str) -> Any:
   return pathlib.Path(folder)
 
 
+def begun(folder: pathlib.Path | str) -> bool:
+  """`records.begun`, with the checkpoints at the location of a run."""
+  checkpoints = place(folder) / records.CHECKPOINTS
+  return records.begun(folder) or (
+    is_remote(checkpoints) and any(checkpoints.glob('[0-9]*'))
+  )
+
+
 def push(folder: pathlib.Path | str) -> None:
   """Writes files of this process that changed to the location of a run.
 
@@ -142,16 +159,15 @@ def push(folder: pathlib.Path | str) -> None:
   same = _same.setdefault(folder, {})
   with _explained(str(place(folder))):
     fs, root = _open(str(place(folder)))
-    for path in sorted(folder.rglob('*')):
-      name = path.relative_to(folder).as_posix()
+    for name in _names(folder):
       owner = _OWNER.search(name)
       if int(owner[1] if owner else 0) != cluster.rank():
         continue
-      if path.name[0] == '.' or _APART.search(name) or not path.is_file():
+      if _APART.search(name):
         continue
-      stamp = _stamp(path)
+      stamp = _stamp(folder / name)
       if same.get(name) != stamp:
-        fs.put_file(str(path), f'{root}/{name}')
+        fs.put_file(str(folder / name), f'{root}/{name}')
         same[name] = stamp
 
 
@@ -179,6 +195,18 @@ def _cache(kind: str, location: str) -> pathlib.Path:
   digest = hashlib.sha256(location.encode()).hexdigest()[:12]
   name = re.sub(r'\W+', '_', location.partition('://')[2])[-40:]
   return pathlib.Path(base).expanduser() / kind / f'{name}_{digest}'
+
+
+def _names(folder: pathlib.Path) -> list[str]:
+  """Of the files below a folder, without hidden ones."""
+  paths = (p for p in folder.rglob('*') if p.is_file() and p.name[0] != '.')
+  return sorted(p.relative_to(folder).as_posix() for p in paths)
+
+
+def _prune(folder: pathlib.Path, drop: Callable[[str], bool]) -> None:
+  """Removes files of a local copy by their names."""
+  for name in filter(drop, _names(folder)):
+    (folder / name).unlink()
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int]:

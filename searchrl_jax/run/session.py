@@ -275,6 +275,8 @@ class Session:
       self.metrics = self.writer.write(-1, self.evaluate())
     elif self._owed:
       self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
+      self.writer.flush()
+      cluster.agree('push', lambda: remote.push(self.workdir))
       amend = functools.partial(self._saver.amend, evaluation_owed=False)
       cluster.first('evaluated', lambda: amend(self.step, self.metrics))
 

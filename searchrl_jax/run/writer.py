@@ -321,7 +321,7 @@ class Writer:
     """Writes config.json. Returns changed fields: {field: [before, now]}."""
     path = self.folder / 'config.json'
     now, changed = records.plain(config), {}
-    if path.exists() and records.begun(self.folder):
+    if path.exists() and remote.begun(self.folder):
       with lookup.of(str(path)):
         changed = differences(json.loads(path.read_text()), now)
       for field, values in changed.items():

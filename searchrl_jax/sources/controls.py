@@ -35,7 +35,8 @@ class Shuffled:
     self._ordered = sorted(questions, key=lambda q: q.id)
     self._next = {}
     for i, question in enumerate(self._ordered):
-      for other in self._ordered[i + 1 :] + self._ordered[:i]:
+      for step in range(1, len(self._ordered)):
+        other = self._ordered[(i + step) % len(self._ordered)]
         if not set(other.answers) & set(question.answers):
           self._next[question.id] = other
           break
@@ -66,8 +67,9 @@ class Shuffled:
 class Random(Shuffled):
   """Answers each query with passages of different questions.
 
-  Each passage is the best one for a question drawn at random among those with
-  other answers. Equal requests get equal passages.
+  Each passage is the best one for a question drawn at random, with
+  replacement, among those with other answers. Equal requests get equal
+  passages.
   """
 
   def _instead(self, request: SearchRequest) -> list[str]:

@@ -177,7 +177,8 @@ def _others(questions: Sequence[Question]) -> dict[str, str]:
   """Id of each question -> text of another one with other answers."""
   ordered, out = sorted(questions, key=lambda q: q.id), {}
   for i, question in enumerate(ordered):
-    for other in ordered[i + 1 :] + ordered[:i]:
+    for step in range(1, len(ordered)):
+      other = ordered[(i + step) % len(ordered)]
       if not set(other.answers) & set(question.answers):
         out[_name(question)] = other.text
         break

@@ -123,7 +123,8 @@ def traces(
     search = searcher(world, own, tuple(atlas.ATTRIBUTES))
     key = [seed, worlds]
     out += script(world, pool, asked, key, search, k, turns, behaviour)
-    out += statements(world, known, told, [seed, worlds + 1])
+    if told:
+      out += statements(world, known, told, [seed, worlds + 1])
   return out
 
 
