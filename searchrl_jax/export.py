@@ -203,8 +203,8 @@ def main():
 
 if __name__ == '__main__':
   _WORKDIR = command.define_workdir(opens={})
-  _OUT = flags.DEFINE_string(
-    'out', None, 'Folder to write; it must not exist.', required=True
+  _OUT = command.define_out(
+    None, 'Folder to write; it must not exist.', required=True
   )
   _CHECKPOINT = command.define_checkpoint()
   _DTYPE = flags.DEFINE_enum(

@@ -388,9 +388,7 @@ def main():
 
 if __name__ == '__main__':
   _WORKDIR = command.define_workdir(opens={'steps': True})
-  _OUT = flags.DEFINE_string(
-    'out', '', 'The page; default: report.html in --workdir.'
-  )
+  _OUT = command.define_out('', 'The page; default: report.html in --workdir.')
   _AGAINST = flags.DEFINE_string(
     'against', '', 'Another run, which asked the same questions.'
   )

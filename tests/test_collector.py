@@ -15,7 +15,7 @@ import pytest
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import Rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import records, session
+from searchrl_jax.run import records
 from searchrl_jax.run.signals import Loop, Signals, Stopped
 from searchrl_jax.types import Question, Segment, Trajectory
 
@@ -220,11 +220,11 @@ def test_the_process_that_plays_a_question_decides_what_is_kept(monkeypatch):
 
 def test_what_ended_after_a_checkpoint_lies_beside_it(tmp_path):
   path = tmp_path / 'ended.bin'
-  assert session.read_aside(path, 3) is None
+  assert records.read_aside(path, 3) is None
   ended = collector.encode({3: [trajectory(Question('q', 'wer? \u00e4'))]})
-  session.write_aside(path, 3, ended)
-  assert session.read_aside(path, 3) == ended
-  assert session.read_aside(path, 4) is None  # of another checkpoint
+  records.write_aside(path, 3, ended)
+  assert records.read_aside(path, 3) == ended
+  assert records.read_aside(path, 4) is None  # of another checkpoint
 
 
 async def _later(event):

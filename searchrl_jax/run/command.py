@@ -49,7 +49,7 @@ class _Workdir(flags.ArgumentParser):
     if not remote.is_remote(argument):
       return argument
     if self._opens is None:
-      raise ValueError('this command needs a local folder; mount the bucket')
+      raise ValueError('a local path is needed here; mount the bucket')
     try:
       return remote.open_run(argument, **self._opens)
     except records.RunError as e:
@@ -68,6 +68,11 @@ def define_workdir(required: bool = True, opens: dict | None = None):
     'Run folder, or gs://BUCKET/FOLDER; its run is resumed.',
     required=required,
   )
+
+
+def define_out(default: str | None, text: str, required: bool = False):
+  """Defines --out, a local file or folder."""
+  return flags.DEFINE(_Workdir(None), 'out', default, text, required=required)
 
 
 def define_checkpoint():

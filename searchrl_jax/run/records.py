@@ -403,3 +403,16 @@ def _read_search(record: dict[str, Any], question: types.Question):
     return types.SearchError(request, **error)
   found = tuple(types.Passage(**p) for p in passages)
   return types.SearchResult(request, found, **answer)
+
+
+def write_aside(path: pathlib.Path, step: int, data: bytes) -> None:
+  """Writes the unused trajectories of a checkpoint to a separate file."""
+  write_bytes(path, b'%d\n' % step + data)
+
+
+def read_aside(path: pathlib.Path, step: int) -> bytes | None:
+  """What `write_aside` wrote for `step`; None if it did not."""
+  if not path.exists():
+    return None
+  first, _, rest = path.read_bytes().partition(b'\n')
+  return rest if first == b'%d' % step else None

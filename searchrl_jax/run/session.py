@@ -125,7 +125,7 @@ class Session:
     for name, state in self._states.items():
       state.restore(saved.extras[name])
     if self._unused is not None:
-      read = functools.partial(read_aside, self._aside, self.step)
+      read = lambda: records.read_aside(self._aside, self.step)
       data = cluster.first('unused', read)
       ended = saved.arrays['ended'].tobytes()
       self._unused.decode(ended if data is None else data)
@@ -275,8 +275,7 @@ class Session:
       self.metrics = self.writer.write(-1, self.evaluate())
     elif self._owed:
       self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
-      self.writer.flush()
-      cluster.agree('push', lambda: remote.push(self.workdir))
+      self.writer.sync()
       amend = functools.partial(self._saver.amend, evaluation_owed=False)
       cluster.first('evaluated', lambda: amend(self.step, self.metrics))
 
@@ -477,16 +476,15 @@ class Session:
       self._saver.wait()
     unused = b'' if self._unused is None else self._unused.encode()
     if self.step in cluster.first('steps', self._saver.steps):
-      aside = functools.partial(write_aside, self._aside, self.step, unused)
-      cluster.first('unused', aside)
-      cluster.agree('push', lambda: remote.push(self.workdir))
+      write = lambda: records.write_aside(self._aside, self.step, unused)
+      cluster.first('unused', write)
+      self.writer.sync()
       return
     extras = {name: state.state() for name, state in self._states.items()}
     extras |= {'served': self._identity, 'version': self.step}
     with self.writer.timer('checkpoint'):
-      self.writer.flush()
       # The files of steps that a checkpoint counts are there before it.
-      cluster.agree('push', lambda: remote.push(self.workdir))
+      self.writer.sync()
       self._saver.save(
         self.step,
         self.trained.tree(),
@@ -500,16 +498,3 @@ class Session:
 
 def _due(every: int, step: int) -> bool:
   return bool(every) and step % every == 0
-
-
-def write_aside(path: pathlib.Path, step: int, data: bytes) -> None:
-  """Writes the unused trajectories of a checkpoint to a separate file."""
-  records.write_bytes(path, b'%d\n' % step + data)
-
-
-def read_aside(path: pathlib.Path, step: int) -> bytes | None:
-  """What `write_aside` wrote for `step`; None if it did not."""
-  if not path.exists():
-    return None
-  first, _, rest = path.read_bytes().partition(b'\n')
-  return rest if first == b'%d' % step else None

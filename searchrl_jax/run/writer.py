@@ -32,11 +32,9 @@ import os
 import pathlib
 import platform
 import re
-import secrets
 import shlex
 import subprocess
 import sys
-import textwrap
 import time
 from typing import Any
 
@@ -50,6 +48,7 @@ from searchrl_jax.run import (
   records,
   remote,
   signals,
+  trackers,
 )
 from searchrl_jax.types import Group, Rewards
 
@@ -103,8 +102,7 @@ class Writer:
     self._metrics = self.folder / 'metrics.jsonl'
     # Ids -> text. With it, trackers show the first trajectories of a file.
     self.decode: Callable[[Iterable[int]], str] | None = None
-    self._trackers: list = []
-    self._samplers: list = []
+    self._trackers: list[trackers.Tracker] = []
     with contextlib.ExitStack() as stack, records.explained(self.folder):
       cluster.first('writer', lambda: self._open(stack, config, about or {}))
       self._thread = futures.ThreadPoolExecutor(1, 'writer')
@@ -135,7 +133,7 @@ class Writer:
       records.drop_steps(folder, step or -1)
     with open(self._metrics, encoding='utf-8') as lines:
       self._alarms = alarms.Alarms(map(json.loads, lines))
-    self._trackers, self._samplers = _trackers(self.folder, config, step, stack)
+    self._trackers = trackers.trackers(self.folder, config, step, stack)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Writes one step's metrics.
@@ -184,8 +182,8 @@ class Writer:
 
   def _track(self, step: int, values: Mapping[str, float]) -> None:
     finite = {k: v for k, v in values.items() if math.isfinite(v)}
-    for write in self._trackers:
-      write(step, finite)
+    for tracker in self._trackers:
+      tracker.write(step, finite)
 
   def trajectories(
     self,
@@ -230,13 +228,11 @@ class Writer:
         if rewards.at != 'trajectory':
           row |= dict(earned=rewards.value[i], earned_at=rewards.at)
       rows.append(records.Record(step, t, **row))
-    if self.decode:
-      for n, record in enumerate(rows[:_SAMPLES]):
-        ids = [i for segment in record.trajectory.segments for i in segment.ids]
-        for show in self._samplers:
-          show(
-            step, f'{name}/{n}', f'reward {record.reward}\n{self.decode(ids)}'
-          )
+    shows = [t.show for t in self._trackers if self.decode and t.show]
+    for n, record in enumerate(rows[:_SAMPLES] if shows else ()):
+      ids = [i for segment in record.trajectory.segments for i in segment.ids]
+      for show in shows:
+        show(step, f'{name}/{n}', f'reward {record.reward}\n{self.decode(ids)}')
     path = records.step_file(self.folder / name, step, part)
     self._pending = self._thread.submit(
       lambda: records.write_bytes(path, records.encode(rows))
@@ -251,6 +247,16 @@ class Writer:
     pending, self._pending = self._pending, None
     if pending:
       pending.result()
+
+  def sync(self) -> None:
+    """Waits as `flush` does, then brings the files of all processes to where
+    the run is kept, if that is elsewhere; a collective.
+
+    Raises:
+      RunError: they could not be written.
+    """
+    self.flush()
+    cluster.agree('push', lambda: remote.push(self.folder))
 
   def phase(self, name: str, count: progress.Count | None = None):
     """A context whose progress is shown, if config.log.progress.
@@ -421,86 +427,3 @@ def _git(command: str) -> str | None:
 
 def _short(value: float) -> str:
   return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.3g}'
-
-
-def _trackers(
-  folder: pathlib.Path, config, step: int, stack
-) -> tuple[list, list]:
-  """Opens what config.log asks for; `stack` (an ExitStack) closes it.
-
-  Returns:
-    Functions that write a step's finite metrics, and functions that write a
-    text of a step under a name.
-  """
-  found, samplers = [], []
-  if config.log.tensorboard:
-    write, show = _tensorboard(folder / 'tensorboard', step, stack)
-    found.append(write)
-    samplers.append(show)
-  # The variable of the machine's owner takes precedence over the config.
-  mode = os.environ.get('WANDB_MODE') or config.log.wandb
-  if mode != 'disabled':
-    found.append(_wandb(folder, config, mode, stack))
-  return found, samplers
-
-
-def _tensorboard(folder: pathlib.Path, step: int, stack):
-  """Writes TensorBoard's event file without TensorFlow or torch."""
-  # Imported here because a run without TensorBoard need not install it.
-  from tensorboard.compat.proto import event_pb2, summary_pb2
-  from tensorboard.plugins.text import summary_v2
-  from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-  writer = stack.enter_context(contextlib.closing(EventFileWriter(str(folder))))
-
-  def add(step, **event):
-    event = event_pb2.Event(wall_time=time.time(), step=step, **event)
-    with records.explained(folder):
-      writer.add_event(event)
-      writer.flush()
-
-  def write(step, values):
-    value = summary_pb2.Summary.Value
-    values = [value(tag=k, simple_value=v) for k, v in values.items()]
-    add(step, summary=summary_pb2.Summary(value=values))
-
-  def show(step, name, text):
-    # It is read as Markdown: as a code block, tags stay text.
-    add(step, summary=summary_v2.text_pb(name, textwrap.indent(text, ' ' * 4)))
-
-  # Tells TensorBoard to drop points of steps >= `step` seen before.
-  begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-  add(step, session_log=begin)
-  return write, show
-
-
-def _wandb(folder: pathlib.Path, config, mode: str, stack):
-  """Writes to the wandb run of the folder.
-
-  Raises:
-    RunError: the package is missing, or refuses (no key, no network).
-  """
-  try:
-    import wandb
-  except ImportError as error:
-    raise records.RunError(f'config.log.wandb={mode!r}: {error}') from error
-  name = folder / 'wandb_id.txt'
-  if not name.exists():
-    records.write_text(name, secrets.token_hex(4) + '\n')
-  try:
-    run = wandb.init(
-      project=config.log.project,
-      name=config.name,
-      id=name.read_text().strip(),
-      resume='allow' if mode == 'online' else None,
-      dir=str(folder),
-      mode=mode,
-      config=records.plain(config),
-      settings=wandb.Settings(silent=True),
-    )
-  except wandb.errors.Error as error:
-    raise records.RunError(f'config.log.wandb={mode!r}: {error}') from error
-  stack.callback(run.finish)
-  # Our step is the axis: wandb's own counter cannot go back on a resume.
-  run.define_metric('*', step_metric='step')
-  return lambda step, values: run.log({'step': step, **values})
