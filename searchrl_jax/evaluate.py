@@ -95,9 +95,9 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
     off = config.copy_and_resolve_references()
     off.env.update(max_turns=0, real_searches=0, search_when='always')
     questions = [q for qs in sets.values() for q in qs]
-    variants['shuffled'] = config, controls.Shuffled(have.source, questions)
+    variants['shuffled'] = config, controls.shuffled(have.source, questions)
     variants['random'] = config, controls.Random(have.source, questions)
-    variants['empty'] = config, controls.Empty(have.source, questions)
+    variants['empty'] = config, controls.empty(have.source)
     variants['no_search'] = off, have.source
   out = {}
   for name, (varied, source) in variants.items():
@@ -216,7 +216,7 @@ def evaluate(
     sets.pop(checks.selecting(config), None)
   if with_controls:
     # Raises now if there are too few different answers.
-    controls.Shuffled(NoSource(), [q for qs in sets.values() for q in qs])
+    controls.shuffled(NoSource(), [q for qs in sets.values() for q in qs])
   services = loaded(config, workdir, out, which)
   with services as have, Writer(out, config) as writer:
     if wanted:
@@ -351,8 +351,8 @@ def main():
 
 if __name__ == '__main__':
   _CONFIG, _WORKDIR = define_config_and_workdir()
-  _OUT = flags.DEFINE_string(
-    'out', '', 'Folder for the results; default: a folder in --workdir.'
+  _OUT = command.define_out(
+    '', 'Folder for the results; default: a folder in --workdir.'
   )
   _CHECKPOINT = command.define_checkpoint()
   _CONTROLS = flags.DEFINE_bool(

@@ -1,4 +1,4 @@
-"""Sources that return the wrong passages, or none: controls of an evaluation.
+"""Sources with wrong passages, or none: controls of an evaluation.
 
 A policy that scores as well with them does not use the passages. Tools other
 than search are not changed.
@@ -6,9 +6,11 @@ than search are not changed.
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import random
 
-from searchrl_jax.sources.core import Answer, Source, SourceError
+from searchrl_jax.sources.core import Answer, Source
+from searchrl_jax.sources.dials import Dials, Setting
 from searchrl_jax.types import (
   SEARCH,
   Question,
@@ -18,53 +20,21 @@ from searchrl_jax.types import (
 )
 
 
-class Shuffled:
-  """Answers each query with the passages for another question.
+def shuffled(source: Source, questions: Sequence[Question]) -> Dials:
+  """Every query of a question gets the passages for one other question.
 
-  The other question is the next in the order of ids whose answers differ. It is
-  the same for every query of a question.
+  Raises:
+    SourceError: no two questions have different answers.
   """
-
-  def __init__(self, source: Source, questions: Sequence[Question]):
-    """Wraps `source`, for these questions.
-
-    Raises:
-      SourceError: no two questions have different answers.
-    """
-    self._source, self.check, self.close = source, source.check, source.close
-    self._ordered = sorted(questions, key=lambda q: q.id)
-    self._next = {}
-    for i, question in enumerate(self._ordered):
-      for step in range(1, len(self._ordered)):
-        other = self._ordered[(i + step) % len(self._ordered)]
-        if not set(other.answers) & set(question.answers):
-          self._next[question.id] = other
-          break
-      else:
-        raise SourceError('passages of other questions need two answers')
-
-  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
-    """One answer for each request, joined from those to other queries."""
-    asked = [
-      self._instead(r) if r.tool == SEARCH else [r.query] for r in requests
-    ]
-    sent = [
-      dataclasses.replace(r, query=query, k=-(-r.k // len(queries)))
-      for r, queries in zip(requests, asked)
-      for query in queries
-    ]
-    found = iter(await self._source.search(sent) if sent else ())
-    return [
-      _joined(request, [next(found) for _ in queries])
-      for request, queries in zip(requests, asked)
-    ]
-
-  def _instead(self, request: SearchRequest) -> list[str]:
-    """The queries whose passages the request gets."""
-    return [self._next[request.question.id].text]
+  return Dials(source, Setting(random=1.0), 0, questions)
 
 
-class Random(Shuffled):
+def empty(source: Source) -> Dials:
+  """Finds nothing."""
+  return Dials(source, Setting(empty=1.0), 0)
+
+
+class Random:
   """Answers each query with passages of different questions.
 
   Each passage is the best one for a question drawn at random, with
@@ -72,28 +42,37 @@ class Random(Shuffled):
   passages.
   """
 
-  def _instead(self, request: SearchRequest) -> list[str]:
+  def __init__(self, source: Source, questions: Sequence[Question]):
+    """Wraps `source`; each question needs one with other answers, which
+    `shuffled` checks."""
+    self._source, self.check, self.close = source, source.check, source.close
+    self._questions = sorted(questions, key=lambda q: q.id)
+
+  async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
+    """One answer for each request, joined from those to other queries."""
+    asked = [self._instead(r) if r.tool == SEARCH else [r] for r in requests]
+    found = iter(await self._source.search([*itertools.chain(*asked)]))
+    return [
+      _joined(request, [next(found) for _ in sent])
+      for request, sent in zip(requests, asked, strict=True)
+    ]
+
+  def _instead(self, request: SearchRequest) -> list[SearchRequest]:
+    """The requests whose passages this one gets."""
     own = set(request.question.answers)
     rng = random.Random(f'{request.question.id} {request.turn} {request.query}')
-    queries = []
-    while len(queries) < request.k:  # ends: `_next` is such a question
-      other = rng.choice(self._ordered)
+    out: list[SearchRequest] = []
+    while len(out) < request.k:
+      other = rng.choice(self._questions)
       if not set(other.answers) & own:
-        queries.append(other.text)
-    return queries
-
-
-class Empty(Shuffled):
-  """Finds nothing."""
-
-  def _instead(self, request: SearchRequest) -> list[str]:
-    return []
+        out.append(dataclasses.replace(request, query=other.text, k=1))
+    return out
 
 
 def _joined(request: SearchRequest, answers: Sequence[Answer]) -> Answer:
   """One answer to `request`: the first error, or the passages of all."""
   for answer in answers:
-    if isinstance(answer, SearchError) or len(answers) == 1:
+    if isinstance(answer, SearchError) or request.tool != SEARCH:
       return dataclasses.replace(answer, request=request)
   passages = [p for answer in answers for p in answer.passages]
-  return SearchResult(request, tuple(passages[: request.k]))
+  return SearchResult(request, tuple(passages))

@@ -16,8 +16,7 @@ from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.rollout import chains
 from searchrl_jax.run import build, records, schema
 from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.sources import calculator, none
-from searchrl_jax.sources.controls import Empty, Random, Shuffled
+from searchrl_jax.sources import calculator, controls, none
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.text import env as envs
 from searchrl_jax.text import prompts
@@ -438,7 +437,7 @@ def test_the_environment_is_a_class_that_the_config_names(tmp_path):
 
 def test_the_shuffled_control_swaps_searches_only():
   questions = [QUESTION, Question('p', 'where is Bo', ('here',))]
-  shuffled = Shuffled(tools(), questions)
+  shuffled = controls.shuffled(tools(), questions)
   requests = [
     SearchRequest('1 + 1', 1, QUESTION, tool=tool)
     for tool in ('search', 'calculator')
@@ -456,7 +455,7 @@ def test_random_passages_are_of_questions_with_other_answers():
     SearchRequest(f'query {i}', 3, QUESTION, turn=i) for i in range(8)
   ]
   found, again = (
-    asyncio.run(Random(source, questions).search(x))
+    asyncio.run(controls.Random(source, questions).search(x))
     for x in (requests, requests[::-1])
   )
   assert found == again[::-1]  # of the request alone
@@ -464,18 +463,17 @@ def test_random_passages_are_of_questions_with_other_answers():
   texts = [p.text for a in found for p in a.passages]
   assert len(texts) == 24 and len({*texts}) > 6
   assert {*texts} <= {q.text for q in questions[2:]}
-  late = Random(fakes.FakeSource(fails=lambda *_: True), questions)
+  late = controls.Random(fakes.FakeSource(fails=lambda *_: True), questions)
   (failed,) = asyncio.run(late.search(requests[:1]))
   assert failed.request == requests[0] and failed.kind == 'timeout'
 
 
 def test_the_empty_control_finds_nothing_and_leaves_tools_alone():
-  questions = [QUESTION, Question('p', 'where is Bo', ('here',))]
   requests = [
     SearchRequest('1 + 1', 3, QUESTION, tool=tool)
     for tool in ('search', 'calculator')
   ]
-  empty = Empty(tools(), questions)
+  empty = controls.empty(tools())
   found = asyncio.run(empty.search(requests))
   assert [a.request for a in found] == requests
   assert found[0].passages == () and found[1].text == '2'
