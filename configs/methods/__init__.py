@@ -1,0 +1,1 @@
+"""Published methods for search agents, one file each; see core.py."""
