@@ -284,12 +284,12 @@ def show(config, name: str, vocab_size: int) -> int:
   topology = parse(name)
   prepare()
   jax.config.update('jax_platforms', 'cpu')
-  platform = 'gpu' if topology.gpu else 'tpu'
+  platform, devices = 'gpu' if topology.gpu else 'tpu', topology.devices()
   with (
-    sharding.compiling_for(platform, topology.process),
+    sharding.compiling_for(platform, topology.own(devices)),
     packed_cudnn.compiling_for_hopper(),
   ):
-    mesh = build.mesh(config, topology.devices())
+    mesh = build.mesh(config, devices)
     cfg = parameters.model_config(config, vocab_size)
     found, most = [], 0
     print(f'{topology.name}: compiles for {mesh.size} devices', flush=True)

@@ -7,6 +7,7 @@ case). The constraint helpers do nothing without a mesh.
 """
 
 import collections
+from collections.abc import Sequence
 import contextlib
 import functools
 import math
@@ -41,14 +42,14 @@ _target: list[tuple[str, int]] = []
 
 
 @contextlib.contextmanager
-def compiling_for(platform: str, count: int = 0):
+def compiling_for(platform: str, own: Sequence = ()):
   """Compiles for devices that are only described (`topology`).
 
   Args:
     platform: what `platform()` returns.
-    count: devices of a process; 0: all.
+    own: the devices of a process; (): all.
   """
-  _target.append((platform, count))
+  _target.append((platform, own))
   try:
     yield
   finally:
@@ -117,10 +118,9 @@ def own_mesh(mesh: Mesh) -> Mesh:
   tensor as far as `mesh` has that axis within a process.
   """
   if mesh is not None and _target:
-    count = _target[-1][1] or mesh.size
-    if count >= mesh.size:
+    devices = list(_target[-1][1]) or list(mesh.devices.flat)
+    if len(devices) >= mesh.size:
       return mesh
-    devices = list(mesh.devices.flat[:count])
   elif mesh is None or not mesh.is_multi_process:
     return mesh
   else:

@@ -79,10 +79,17 @@ class Topology:
     """Devices that `chip.link` connects; the others are behind the network."""
     return self.sizes[1] if self.gpu else len(self)
 
-  @property
-  def process(self) -> int:
-    """Devices of a process: a node of GPUs, or a host of a slice."""
-    return self.node if self.gpu else min(4, len(self))
+  def own(self, devices: list) -> list:
+    """The devices of one process: a node of GPUs, or a host of a slice.
+
+    XLA refuses to compile for a part of some slices, so a host is described as
+    a slice of its own.
+    """
+    if self.gpu or len(self) <= 4:
+      return devices[: self.node]
+    sizes = (2, 2, 1)[: len(self.sizes)]
+    name = f'{self.name.partition(":")[0]}:{"x".join(map(str, sizes))}'
+    return Topology(name, self.chip, sizes).devices()
 
   def __len__(self) -> int:
     return math.prod(self.sizes)
