@@ -56,10 +56,11 @@ def get_config(arg=None):
       atlas=dict(module=MODULE, split='heldout', n=300, kinds=kinds, **world)
     )
   )
+  c.env.template = 'micro_notes'  # with notes, and two queries in a search
   c.env.max_turns = 6
   c.env.max_turn_tokens = 32
   c.env.max_tokens = 320
-  c.env.max_observation_tokens = 40
+  c.env.max_observation_tokens = 64  # the longest passages of two queries
   c.engine.max_len = 320
   c.batch.lengths = (64, 128, 192, 320)
   c.batch.loss_fraction = 1.0  # stated facts are all in the loss

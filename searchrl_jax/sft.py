@@ -111,8 +111,11 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
       # What a trace reads: passages, or the text of a tool.
       text = ''.join(x for x in passages if isinstance(x, str))
       found = () if text else tuple(passages)
-      answer = functools.partial(types.SearchResult, passages=found, text=text)
-      state, action = env.step(state, [answer(r) for r in action.requests])
+      # As if the first of several queries had found all of it.
+      first, *others = action.requests
+      answers = [types.SearchResult(first, found, text=text)]
+      answers += [types.SearchResult(r, ()) for r in others]
+      state, action = env.step(state, answers)
   if not isinstance(action, Done):
     raise ValueError(f'trace of {trace.question.id} does not end')
   return env.trajectory(state, sample) if action.end == 'answer' else None

@@ -68,13 +68,13 @@ ATTRIBUTES = microworld.ATTRIBUTES
 KINDS = ('1hop', '2hop', '3hop', '4hop', 'known', 'comparison')
 # Names of each split that are only used for people whose facts are known.
 RESERVED = 60
-# Words besides those of microworld, of questions, passages and thoughts.
+# Words besides those of microworld, of questions, passages, thoughts and notes.
 WORDS = (
   *LINKS,
   *SECTIONS,
   *(w for words in SECTIONS.values() for pair in words.values() for w in pair),
   *(TRAVEL, ASKED, VISITED, 's', 'has', 'as', 'town', 'did', 'and', 'both'),
-  *('visit', 'saw', 'know'),
+  *('visit', 'saw', 'know', '<refine>', '</refine>'),
 )
 Fact = tuple[str, str, str]  # person, relation, value
 

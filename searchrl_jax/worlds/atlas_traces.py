@@ -7,8 +7,13 @@ and goes on to the next relation:
     <search> Mira Dok school </search>  (passage)
     <think> teacher Kova Len; find home </think>
     <search> Kova Len life </search>  (passage)
-    <think> home Mukwick </think>
+    <refine> home Mukwick </refine>
     <answer> Mukwick </answer>
+
+What it read stands in the next thought, or in a note (`refine`) before it. Both
+people of a comparison can be looked up in one search:
+
+    <search> Mira Dok travel & Kova Len travel </search>  (two passages)
 
 A mixture says how often a trace does something else instead (`Mix`); MIXES has
 them by name. All behave well in form, so that only what they earn tells the
@@ -29,6 +34,7 @@ from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import atlas, microtraces, microworld
 
 PACKED = 4  # facts stated in one trace
+SEPARATOR = ' & '  # of queries, in the template micro_notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +51,33 @@ class Mix:
   stop: float  # after each hop but the last: answers with what was read
   guess: float  # answers at once, with one of a few favourites
   recall: float  # a known fact: answers from memory
+  note: float  # what it has read stands in a note
+  split: float  # a comparison: both look-ups in one search
 
 
+# fmt: off
 MIXES = {
   # Every skill, few bad habits: what a warm start of any mixture begins with.
-  'skills': Mix(good=0.85, retry=0.9, waste=0.1, stop=0, guess=0, recall=0.5),
+  'skills': Mix(
+    good=0.85, retry=0.9, waste=0.1, stop=0, guess=0, recall=0.5,
+    note=0.5, split=0.5,
+  ),
   'even': Mix(
-    good=0.6, retry=0.6, waste=0.15, stop=0.15, guess=0.15, recall=0.5
+    good=0.6, retry=0.6, waste=0.15, stop=0.15, guess=0.15, recall=0.5,
+    note=0.5, split=0.5,
   ),
   # Trusts itself: guesses, recalls, and stops early.
   'hasty': Mix(
-    good=0.75, retry=0.6, waste=0.05, stop=0.3, guess=0.35, recall=0.9
+    good=0.75, retry=0.6, waste=0.05, stop=0.3, guess=0.35, recall=0.9,
+    note=0.3, split=0.7,
   ),
   # Searches for everything, poorly, and more than it needs.
   'wanderer': Mix(
-    good=0.45, retry=0.8, waste=0.4, stop=0.1, guess=0.05, recall=0.1
+    good=0.45, retry=0.8, waste=0.4, stop=0.1, guess=0.05, recall=0.1,
+    note=0.5, split=0.2,
   ),
 }
+# fmt: on
 
 
 def traces(
@@ -190,66 +206,95 @@ class _Script:
 
   def trace(self, question: Question) -> microtraces.Script:
     mix, facts = self.mix, question.meta['facts']
+    known, parallel = question.meta['known'], question.meta['parallel']
     self.spare = self.turns - len(facts)  # searches that it may waste
-    lead = ''
-    if question.meta['known'] and self.chance(mix.recall):
-      self.answer(_known(*facts[0]), facts[0][-1])
-      return Trace(question, tuple(self.actions), True)
-    if not question.meta['known'] and self.chance(mix.guess):
+    if known and self.chance(mix.recall):
+      self.say('think', _known(*facts[0]))
+      return self.answer(question, facts[0][-1])
+    if not known and self.chance(mix.guess):
       return self.guess(question)
-    for i, (person, relation, value) in enumerate(facts):
-      if not (yield from self.hop(lead, person, relation)):
+    hops = [([person], *rest) for person, *rest in facts]
+    if parallel and self.chance(mix.split):
+      hops = [([person for person, *_ in facts], *facts[-1][1:])]
+    read = ''
+    for i, (people, relation, value) in enumerate(hops):
+      if not (yield from self.hop(read, people, relation)):
         return self.guess(question)
-      if i + 1 == len(facts):
+      if i + 1 == len(hops):
+        relation = 'both' if parallel else relation
         break
-      if question.meta['parallel']:
-        saw = self.world.facts[person][relation]
+      if parallel:
+        saw = self.world.facts[people[0]][relation]
         value = saw[self.rng.integers(len(saw))]
       else:
-        lead = f'{relation} {value}; '
+        read = f'{relation} {value}'
       if self.chance(mix.stop):
-        self.answer(f'{relation} {value}', value)
-        return Trace(question, tuple(self.actions), False)
-    named = 'both' if question.meta['parallel'] else relation
-    self.answer(f'{named} {value}', value)
-    return Trace(question, tuple(self.actions), self.good)
+        self.good = False
+        break
+    self.say(self.note(), f'{relation} {value}')
+    return self.answer(question, value)
 
   def hop(
-    self, lead: str, person: str, relation: str
+    self, read: str, people: Sequence[str], relation: str
   ) -> Generator[str, tuple[Passage, ...], bool]:
-    """Looks a fact up; returns whether it found the passage."""
+    """Looks up a fact of each person; returns whether it found all passages."""
     section = atlas.SECTION[relation]
-    find = f'{lead}find {relation}'
+    wanted = {f'{person}, {section}' for person in people}
     if self.spare and self.chance(self.mix.waste):
       others = [r for r, s in atlas.SECTION.items() if s != section]
       other = others[self.rng.integers(len(others))]
-      query = f'{person} {atlas.SECTION[other]}'
-      yield from self.look_up(f'{lead}find {other}', query)
+      yield from self.look_up(read, other, people[:1], '{0} {2}')
       self.spend()
     if self.spare and not self.chance(self.mix.good):
-      first = person.split()[0]
-      poor = (person, f'{person} {relation}', f'{first} {section}')
-      found = yield from self.look_up(find, poor[self.rng.integers(3)])
+      poor = ('{0}', '{0} {1}', '{3} {2}')[self.rng.integers(3)]
+      found = yield from self.look_up(read, relation, people, poor)
       self.spend()
-      if any(p.title == f'{person}, {section}' for p in found):
+      if wanted <= found:
         return True
       if not self.chance(self.mix.retry):
         return False
-    found = yield from self.look_up(find, f'{person} {section}')
-    return any(p.title == f'{person}, {section}' for p in found)
+    return wanted <= (
+      yield from self.look_up(read, relation, people, '{0} {2}')
+    )
 
   def spend(self) -> None:
     self.spare -= 1
     self.good = False
 
-  def look_up(self, thought: str, query: str):
-    found = yield query
-    actions = dict(think=thought, search=query, information=found)
-    self.actions += actions.items()
-    return found
+  def note(self) -> str:
+    """Where it says what it has read."""
+    return 'refine' if self.chance(self.mix.note) else 'think'
 
-  def answer(self, thought: str, value: str) -> None:
-    self.actions += [('think', thought), ('answer', value)]
+  def look_up(
+    self, read: str, relation: str, people: Sequence[str], query: str
+  ) -> Generator[str, tuple[Passage, ...], set[str]]:
+    """Searches, once for all people; returns the titles of what it found.
+
+    query: a format of person, relation, section and first name.
+    """
+    section, thought = atlas.SECTION[relation], f'find {relation}'
+    queries = dict.fromkeys(
+      query.format(person, relation, section, person.split()[0])
+      for person in people
+    )
+    if read and self.note() == 'refine':
+      self.say('refine', read)
+    elif read:
+      thought = f'{read}; {thought}'
+    found: tuple[Passage, ...] = ()
+    for each in queries:
+      found += yield each
+    self.say('think', thought)
+    self.say('search', SEPARATOR.join(queries))
+    self.say('information', found)
+    return {passage.title for passage in found}
+
+  def say(self, kind: str, payload) -> None:
+    self.actions.append((kind, payload))
+
+  def answer(self, question: Question, value: str) -> Trace:
+    self.say('answer', value)
+    return Trace(question, tuple(self.actions), self.good, blocks=('refine',))
 
   def guess(self, question: Question) -> Trace:
     """Answers with one of a few values; more would be memorised as facts."""
@@ -259,5 +304,6 @@ class _Script:
     pool = atlas.ATTRIBUTES.get(relation, pool)
     values = pools[pool] if pool else atlas.names('train', False)
     value = values[self.rng.integers(microtraces.FAVOURITES)]
-    self.answer(f'maybe {value}', value)
-    return Trace(question, tuple(self.actions), False)
+    self.good = False
+    self.say('think', f'maybe {value}')
+    return self.answer(question, value)

@@ -1,6 +1,7 @@
 """The atlas: what a question promises, its traces keep."""
 
 import collections
+import dataclasses
 import hashlib
 import re
 import subprocess
@@ -9,10 +10,13 @@ import sys
 import pytest
 
 from configs import atlas as recipe
+from searchrl_jax import sft
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import load_sets
 from searchrl_jax.learn import checks
+from searchrl_jax.run import build
 from searchrl_jax.text.tokenizer import load as load_tokenizer
+from searchrl_jax.types import Passage
 from searchrl_jax.worlds import atlas, atlas_traces, microworld
 from tests.conftest import ROOT
 
@@ -258,8 +262,68 @@ def test_mixtures_behave_as_they_say(mix):
     assert len(actions(t, 'search')) <= 6
     if t.question and t.good:  # it answers correctly, with searches it needs
       assert actions(t, 'answer') == [*t.question.answers]
-      searches = len(actions(t, 'search'))
-      assert searches == t.question.hops or not searches
+      queries = ' & '.join(actions(t, 'search')).split(' & ')
+      assert len(queries) == t.question.hops or queries == ['']
+  # What was read is said in notes; the thought before a search goes on to it.
+  read = [
+    now
+    for t in rest
+    for (before, _), now in zip(t.actions, t.actions[1:])
+    if before == 'information'
+    if now[0] == 'refine' or not now[1].startswith(('find', 'maybe'))
+  ]
+  notes = [text for kind, text in read if kind == 'refine']
+  assert rate(notes, read) == pytest.approx(how.note, abs=0.05)
+  assert not any('find' in text for text in notes)
+  both = [t for t in rest if t.question.meta['parallel']]
+  both = [t for t in both if actions(t, 'search')]
+  split = [t for t in both if ' & ' in ''.join(actions(t, 'search'))]
+  assert rate(split, both) == pytest.approx(how.split, abs=0.1)
+
+
+@pytest.fixture(scope='module')
+def env(tmp_path_factory):
+  config = recipe.get_config()
+  folder = tmp_path_factory.mktemp('tokens')
+  return build.environment(config, load_tokenizer(atlas.tokenizer(folder)))
+
+
+def test_two_queries_in_one_search_are_two_requests(traces, env):
+  split = [
+    (t, sft.render(t, env, i))
+    for i, t in enumerate(traces)
+    if any(k == 'search' and '&' in text for k, text in t.actions)
+  ]
+  assert split
+  for trace, rendered in split:
+    texts = [
+      env.tokenizer.decode(s.ids)
+      for s in rendered.segments
+      if (s.author, s.kind) == ('environment', 'information')
+    ]
+    shown = [x for kind, x in trace.actions if kind == 'information']
+    assert len(texts) == len(shown) < len(rendered.searches)
+    for text, passages in zip(texts, shown):  # each passage once
+      expected = ''.join(f' {p.text}' for p in passages)
+      assert text == f'\n<information>{expected} </information>\n'
+
+
+def test_observations_fit_and_notes_cost_few_tokens(world, env):
+  texts = [row['contents'].split('\n')[1] for row in world.corpus]
+  longest = max(texts, key=lambda text: len(env.tokenizer.encode(text)))
+  two = [Passage(i, '', longest) for i in '01']
+  assert env.observation(two).count(longest) == 2
+  noted = 0
+  for plain in (False, True):
+    mix = dataclasses.replace(atlas_traces.MIXES['even'], note=1 - plain)
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setitem(atlas_traces.MIXES, 'even', mix)
+      found = atlas_traces.traces(
+        world_seed=1, mix='even', worlds=1, n=200, people=60, known=0
+      )
+    tokens = [len(sft.render(t, env, 0)) for t in found]
+    noted, before = sum(tokens), noted
+  assert 0.95 < noted / before < 1.05
 
 
 def test_every_word_is_in_the_vocabulary(world, traces, tmp_path):
