@@ -1,0 +1,123 @@
+"""What an arm of the arena is compared by, from the folder of its run.
+
+Values by name, 'KIND/SCORE' over the held-out questions of the last evaluation:
+`hard` are three and four hops, `all` every kind. Scores:
+
+  em         exact match of the greedy answer
+  found      whether every needed passage was found
+  searches   queries; `needed`: those that the question needs (0 if the policy
+             has read every fact)
+  wasted, repeated   shares of the queries that found no needed fact, or only
+             some that were found before (searchrl_jax/worlds/atlas.progress)
+  search     whether it searched at all
+  thoughts   share of thoughts that are complete and not repeated
+  tokens     that the policy wrote
+  turns      of the policy
+
+and of training ('run/...'): `sampled`, tokens that the policy wrote in all;
+`collapse`, the step at which the reward had fallen below COLLAPSED x its best
+for good, or the number of steps if it never did; `seconds` of all steps.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import math
+import pathlib
+import statistics
+
+import numpy as np
+
+from searchrl_jax import read
+from searchrl_jax.evaluators import grading
+from searchrl_jax.run import build, records
+from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.types import SearchResult, Trajectory
+from searchrl_jax.worlds import atlas
+
+HARD = ('3hop', '4hop')
+COLLAPSED = 0.5
+# Scores by name; see the module.
+SCORES = (
+  'em found searches needed wasted repeated search thoughts tokens turns'
+).split()
+
+
+def measured(config, run: str, out: str) -> dict[str, float]:
+  """The values of a run folder (an `Evaluation` of a sweep)."""
+  del config
+  folder = pathlib.Path(out)
+  found = read.run(run)
+  last = max(found.parts['eval'])
+  env = build.environment(found.config, found.tokenizer)
+  rows = [
+    (r.trajectory.question.source, scores(r.trajectory, env))
+    for r in found.records('eval', [last])
+    if not r.trajectory.failed
+  ]
+  values = dict(of_kinds(rows)) | of_training(found.metrics)
+  folder.mkdir(parents=True, exist_ok=True)
+  records.write_json(
+    folder / 'rows.json', [{'kind': kind, **row} for kind, row in rows]
+  )
+  return values
+
+
+def scores(trajectory: Trajectory, env: SearchEnv) -> dict[str, float]:
+  """The scores of one trajectory."""
+  (row,) = grading.score([trajectory], env)
+  question = trajectory.question
+  results = [s for s in trajectory.searches if isinstance(s, SearchResult)]
+  ids = [[p.id for p in s.passages] for s in results]
+  worth = [w.verdict for w in atlas.progress(question.supporting, ids)]
+  made = len(worth)
+  recalled = question.meta.get('recalled', ())
+  out = dict(
+    em=row.em,
+    found=row.found,
+    searches=row.searches,
+    needed=question.hops - sum(recalled),
+    wasted=worth.count('wasted') / made if made else math.nan,
+    repeated=worth.count('repeated') / made if made else math.nan,
+    search=float(made > 0),
+    thoughts=row.thoughts_complete * (1 - row.thoughts_repeated),
+    tokens=row.tokens,
+    turns=float(trajectory.turns),
+  )
+  return {name: float(value) for name, value in out.items()}
+
+
+def of_kinds(
+  rows: Sequence[tuple[str, Mapping[str, float]]],
+) -> Iterator[tuple[str, float]]:
+  """Means over the questions of each kind, of `hard` and of `all`."""
+  kinds = {kind: (kind,) for kind in atlas.KINDS}
+  for label, members in {**kinds, 'hard': HARD, 'all': atlas.KINDS}.items():
+    chosen = [row for kind, row in rows if kind in members]
+    for name in SCORES:
+      known = [row[name] for row in chosen if not math.isnan(row[name])]
+      if known:
+        yield f'{label}/{name}', statistics.fmean(known)
+
+
+def of_training(metrics) -> dict[str, float]:
+  """Values of training, from a data frame of metrics by step."""
+  steps = metrics[metrics.index >= 0]
+  rewards = steps['reward'].to_numpy()
+  return {
+    'run/sampled': float(steps['rollout/sampled_tokens'].sum()),
+    'run/collapse': float(collapse(rewards)),
+    'run/seconds': float(steps['time/step'].sum()),
+  }
+
+
+def collapse(rewards: np.ndarray) -> int:
+  """The first step from which the reward stays below COLLAPSED x its best.
+
+  Means of three steps are compared; the number of steps if there is none.
+  """
+  n = len(rewards)
+  if n < 3:
+    return n
+  smooth = np.convolve(rewards, np.ones(3) / 3, 'valid')
+  low = smooth < COLLAPSED * np.maximum.accumulate(smooth)
+  lasting = np.flip(np.logical_and.accumulate(np.flip(low)))
+  return int(np.argmax(lasting)) + 2 if lasting.any() else n
