@@ -37,7 +37,6 @@ from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
-from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.run import build, command, lookup, parameters
 from searchrl_jax.run.signals import Loop
@@ -91,7 +90,7 @@ def questions(have) -> str:
   config = have.config
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
-  rewards.check(config, stream.questions)
+  checks.check_data(config, stream.questions)
   have.questions = [*stream.questions, *itertools.chain(*sets.values())]
   counts = [f'{name} {len(qs):,}' for name, qs in sets.items()]
   return ', '.join([f'train {len(stream.questions):,}', *counts])

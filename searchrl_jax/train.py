@@ -53,7 +53,7 @@ def train(config, workdir: str) -> dict[str, float]:
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
-  rewards.check(config, stream.questions)
+  checks.check_data(config, stream.questions)
   questions = [*stream.questions, *itertools.chain(*sets.values())]
   build.require_same(config, questions)
   tok = build.tokenizer(config, workdir)
@@ -228,7 +228,7 @@ def main():
   config, workdir = _CONFIG.value, _WORKDIR.value
   if _DRY_RUN.value:
     checks.check(config)
-    rewards.check(config, ())
+    checks.check_data(config, ())
     vocab_size = 1  # a shape by name has its own
     if config.model.tokenizer or not parameters.names_shape(config):
       vocab_size = build.tokenizer(config, workdir).vocab_size

@@ -4,7 +4,10 @@ import importlib
 
 import pytest
 
+from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import checks
+from searchrl_jax.run import lookup
+from searchrl_jax.types import Question
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -48,6 +51,33 @@ def test_no_recipe_selects_by_what_it_reports(name, arg):
   assert 'selected' in module.__doc__
   # The whole state is written at these steps alone.
   assert c.checkpoint.best == '' and c.checkpoint.every >= 5
+
+
+def needy(logps, old_logps, behaviour_logps, advantages, mask):
+  """A loss that needs a key of each question, and a field of the config."""
+
+
+def _refuse(config, fields):
+  assert not fields
+  lookup.require(config.rollout.group > 2, 'group=2: use 3 or more')
+
+
+needy.needs, needy.check = ('meta.known',), _refuse
+
+
+def test_advantages_and_losses_say_what_they_need():
+  c = tiny.config()
+  c.algorithm.update(loss='tests.test_configs.needy', tis='none')
+  with pytest.raises(
+    checks.ConfigError, match='config.algorithm.loss: group=2: use 3'
+  ):
+    checks.check(c)
+  c.rollout.group = 3
+  checks.check(c)
+  asked = Question('q', 'who?', meta={'known': True})
+  checks.check_data(c, [asked])
+  with pytest.raises(DataError, match="'q-1' has no meta.*algorithm.loss"):
+    checks.check_data(c, [asked, Question('q-1', 'who?')])
 
 
 @pytest.mark.parametrize(

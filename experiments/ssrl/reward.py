@@ -52,8 +52,8 @@ async def binary(
   return _scored(groups, context, format_weight, lambda score: score == 1.0)
 
 
-graded.needs_answers = True
-binary.needs_answers = True
+graded.needs = ('answers',)
+binary.needs = ('answers',)
 
 
 def _scored(groups, context: RewardContext, weight: float, of) -> Rewards:

@@ -94,4 +94,4 @@ def drawn(keys: Sequence[str], question: Question, step: int) -> str | None:
 
 
 golds.check = random.check = random_vote.check = vote.check
-golds.needs_answers = True
+golds.needs = ('answers',)

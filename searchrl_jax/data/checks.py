@@ -226,6 +226,47 @@ def require_answers(questions: Iterable[Question], what: str) -> None:
   require(not bare, f'{what} needs golden answers, but {which}; {fix}')
 
 
+def require_needs(users: Iterable[tuple], questions: Iterable[Question]):
+  """Checks that questions have what the functions of a config need.
+
+  A function says so in an attribute: `fn.needs = ('answers', 'supporting',
+  'meta.known')`, or a function of its fields that returns such names. A key
+  of Question.meta may have any value.
+
+  Args:
+    users: (where the config names it, function, its fields) of each.
+    questions: the questions to check.
+
+  Raises:
+    DataError: names the first question that lacks something, the field of the
+      config, and what would provide it.
+  """
+  wanted = []
+  for where, fn, fields in users:
+    names = getattr(fn, 'needs', ())
+    names = names(fields) if callable(names) else names
+    wanted += [(where, name) for name in names]
+  for question in questions if wanted else ():
+    for where, name in wanted:
+      has, what, fix = _has(question, name)
+      lack = f'question {question.id!r} has no {what}, which {where} needs'
+      require(has, f'{lack}; {fix}')
+
+
+def _has(question: Question, name: str) -> tuple[bool, str, str]:
+  """Whether it has `name`, what this is, and what to do if it has not."""
+  if name == 'answers':
+    has = any(answer.strip() for answer in question.answers)
+    fix = 'leave such questions out, or use another function'
+    return has, 'golden answers', fix
+  if name == 'supporting':
+    fix = 'use a generated world, or a JSONL file with `supporting_ids`'
+    return bool(question.supporting), 'supporting passages', fix
+  key = name.removeprefix('meta.')
+  fix = 'its data module has to set it; so does `metadata` in a JSONL file'
+  return key in question.meta, f'meta[{key!r}]', fix
+
+
 def _shown(value: Any) -> str:
   shown = repr(value)
   return shown if len(shown) <= 60 else shown[:57] + '...'

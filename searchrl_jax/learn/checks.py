@@ -7,9 +7,11 @@ from ml_collections import ConfigDict
 
 from retrieval import files
 from retrieval.client import RetrievalClient
+from searchrl_jax.data import checks as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.evaluators import passk
 from searchrl_jax.learn import batching, credit, objectives, optim
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import core as samplers
 from searchrl_jax.run import build, cluster, lookup, schema
 from searchrl_jax.run.lookup import ConfigError
@@ -48,6 +50,10 @@ def check(config: ConfigDict) -> None:
   )
   objectives.policy(config)
   lookup.require_fields('config.algorithm.advantage_kw', fn, a.advantage_kw)
+  for where, used, fields in _users(config):
+    if hasattr(used, 'check'):  # of the whole config
+      with lookup.of(where):
+        used.check(config, fields)
   lookup.require(
     'critic' not in taken or {'gamma', 'lam'} <= lookup.fields(fn).keys(),
     f'{advantage} takes a critic, which needs the fields gamma and lam',
@@ -115,6 +121,32 @@ def check(config: ConfigDict) -> None:
     f'config.checkpoint.best={config.checkpoint.best!r}: the set {best!r} '
     'has to be in config.data.eval, beside those that are reported',
   )
+
+
+def _users(config: ConfigDict) -> list[tuple]:
+  """(field, function, its fields) of the advantage and of the loss."""
+  a = config.algorithm
+  loss, kw = objectives.policy_loss(a)
+  return [
+    (
+      'config.algorithm.advantage',
+      credit.function(a.advantage),
+      a.advantage_kw,
+    ),
+    ('config.algorithm.loss', loss, kw),
+  ]
+
+
+def check_data(config: ConfigDict, questions: Sequence[Question]) -> None:
+  """Checks the rewards, and what all functions need of the questions.
+
+  Raises:
+    RewardError: an invalid field of config.reward.
+    DataError: a question lacks what a reward, the advantage or the loss needs
+      (`data.checks.require_needs`).
+  """
+  rewards.check(config, questions)
+  data.require_needs(_users(config), questions)
 
 
 def selecting(config: ConfigDict) -> str:

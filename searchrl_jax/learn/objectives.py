@@ -32,6 +32,17 @@ class Objective:
   critic: bool = False  # of models/critic.py, not of a policy
 
 
+def policy_loss(a) -> tuple[Callable, dict]:
+  """The policy loss that config.algorithm names, and its fields.
+
+  Raises:
+    ConfigError: there is none, or config.algorithm lacks a field of it.
+  """
+  with lookup.of(f'config.algorithm.loss={a.loss!r}'):
+    fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
+  return fn, lookup.arguments(fn, a, 'config.algorithm.loss')
+
+
 def policy(config) -> Objective:
   """The objective that config.algorithm describes.
 
@@ -53,10 +64,8 @@ def policy(config) -> Objective:
     f'config.algorithm.tis_floor={a.tis_floor}: above 0 only with '
     f"tis_mode='mask' (it is {a.tis_mode!r})",
   )
-  with lookup.of(f'config.algorithm.loss={a.loss!r}'):
-    fn = lookup.function('searchrl_jax.learn', a.loss, 'losses')
   needs_old = a.minibatches * a.epochs > 1
-  kw = lookup.arguments(fn, a, 'config.algorithm.loss')
+  fn, kw = policy_loss(a)
   for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):
     lookup.require(
       a[field] == neutral or field in kw,

@@ -102,7 +102,7 @@ async def search_r1_format(
 
 
 for _function in (em, f1, sub_em, search_r1_format):
-  _function.needs_answers = True
+  _function.needs = ('answers',)
 
 # Blocks that may follow, state -> {kind: next state}.
 _STRICT = {

@@ -48,5 +48,5 @@ def _check(config: ConfigDict, fields: Mapping[str, Any]) -> None:
   )
 
 
-states_answer.needs_answers = True
+states_answer.needs = ('answers',)
 states_answer.check = _check

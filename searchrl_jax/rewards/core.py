@@ -2,8 +2,9 @@
 
 A reward is `async def fn(groups, context, **fields) -> Rewards`, flat over the
 trajectories in group order. It is awaited because it may call an engine or a
-source. Set `fn.needs_answers = True` if it needs golden answers; a run then
-refuses unlabelled data at its start.
+source. Set `fn.needs = ('answers',)` if it needs golden answers, and names of
+`data.checks.require_needs` for other things; a run then refuses data without
+them at its start.
 
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
@@ -23,6 +24,7 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
+from searchrl_jax.data import checks
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 
@@ -77,7 +79,7 @@ def per_trajectory(
 
 
 def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
-  """Checks config.reward, golden answers and the judge.
+  """Checks config.reward, the judge, and what rewards need of the questions.
 
   Args:
     config: the whole config. config.reward: name -> {fn, weight, ...fields of
@@ -86,7 +88,8 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
     questions: the questions to train on.
 
   Raises:
-    RewardError: names the field, or the first question without answers.
+    RewardError: names the field.
+    DataError: a question lacks what a function needs (`require_needs`).
   """
   terms = _terms(config.reward)
   for name, function, _, fields in terms:
@@ -98,7 +101,7 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
       f'config.reward.{name} needs a judge, but config.judge.url is empty: '
       'set it to the URL of an OpenAI-compatible server',
     )
-  _require_answers(terms, questions)
+  checks.require_needs(_users(terms), questions)
 
 
 async def combine(
@@ -120,12 +123,13 @@ async def combine(
     function returns NaN.
 
   Raises:
-    RewardError: an unknown function or field, a question without the answers
-      that a function needs, or a result of the wrong shape or not finite.
+    RewardError: an unknown function or field, or a result of the wrong shape
+      or not finite.
+    DataError: a question lacks what a function needs (`require_needs`).
   """
   terms = _terms(config)
   trajectories = flat(groups)
-  _require_answers(terms, [t.question for t in trajectories])
+  checks.require_needs(_users(terms), [t.question for t in trajectories])
   valid = alive = np.array([not t.failed for t in trajectories], bool)
   results, parts = [], {}
   for name, function, weight, fields in terms:
@@ -205,14 +209,10 @@ def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   return out
 
 
-def _require_answers(terms, questions: Iterable[Question]) -> None:
-  names = [n for n, fn, _, _ in terms if getattr(fn, 'needs_answers', False)]
-  for question in questions if names else ():
-    require(
-      any(answer.strip() for answer in question.answers),
-      f'question {question.id!r} has no golden answers, which config.reward.'
-      f'{names[0]} needs; leave such questions out, or use another reward',
-    )
+def _users(terms) -> list[tuple[str, Callable, dict]]:
+  return [
+    (f'config.reward.{name}', fn, fields) for name, fn, _, fields in terms
+  ]
 
 
 def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:

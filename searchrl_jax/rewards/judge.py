@@ -209,7 +209,7 @@ async def correct(
   return Rewards(np.nan_to_num(grades), ~np.isnan(grades), parts=parts)
 
 
-correct.needs_answers = True
+correct.needs = ('answers',)
 correct.needs_judge = True
 
 

@@ -160,6 +160,39 @@ def test_answers_where_needed():
     checks.require_answers(some, 'reward answer.em')
 
 
+def test_what_functions_need_of_a_question():
+  def plain():
+    """Needs nothing."""
+
+  def by_field():
+    """Needs what its fields say."""
+
+  by_field.needs = lambda fields: ('supporting',) if fields['oracle'] else ()
+
+  def known():
+    """Needs two things."""
+
+  known.needs = ('answers', 'meta.known')
+  bare = Question('q-7', 'q', ('a',))
+  full = Question('q-8', 'q', ('a',), supporting=('p',), meta={'known': False})
+  users = [
+    ('config.reward.a', plain, {}),
+    ('config.algorithm.loss', by_field, {'oracle': True}),
+    ('config.algorithm.advantage', known, {}),
+  ]
+  checks.require_needs(users, [full])  # False is a value
+  checks.require_needs([('f', by_field, {'oracle': False})], [bare])
+  with pytest.raises(
+    core.DataError,
+    match="'q-7' has no supporting.*config.algorithm.loss needs.*_ids",
+  ):
+    checks.require_needs(users, [full, bare])
+  with pytest.raises(
+    core.DataError, match=r"no meta\['known'\].*config.algorithm.advantage"
+  ):
+    checks.require_needs(users[2:], [bare])
+
+
 def test_choose_draws_by_seed_in_file_order():
   qs = questions(*map(str, range(50)))
   a = checks.choose(qs, path='f', n=10, seed=1)

@@ -130,7 +130,7 @@ def test_graded_and_binary():
 
 
 def test_answers_are_needed_and_found_at_the_start():
-  assert ssrl.graded.needs_answers and ssrl.binary.needs_answers
+  assert ssrl.graded.needs == ssrl.binary.needs == ('answers',)
   config = schema.base()
   config.reward.r = dict(fn='experiments.ssrl.reward.graded', weight=1.0)
   with pytest.raises(core.RewardError, match="no field 'format_weight'"):

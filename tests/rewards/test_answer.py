@@ -166,7 +166,7 @@ def test_parts_are_kept():
 
 def test_rewards_of_answers_say_that_they_need_them():
   needing = [answer.em, answer.f1, answer.sub_em, answer.search_r1_format]
-  assert all(function.needs_answers for function in needing)
+  assert all(function.needs == ('answers',) for function in needing)
   config = schema.base()
   fields = dict(fn='answer.format_valid', weight=1.0, require_think=False)
   config.reward.r = fields

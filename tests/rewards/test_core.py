@@ -4,6 +4,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from searchrl_jax.data import checks
 from searchrl_jax.rewards import core
 from searchrl_jax.run import schema
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
@@ -48,7 +49,7 @@ async def labelled(groups, context):
   return core.per_trajectory(groups, lambda t: 1.0)
 
 
-labelled.needs_answers = True
+labelled.needs = ('answers',)
 
 
 async def by_segment(groups, context):
@@ -135,9 +136,9 @@ def test_a_question_without_answers_is_named(answers):
   bare = trajectory(answers=answers, id='nq-7')
   config = schema.base()
   config.reward.em = fn('labelled')
-  with pytest.raises(core.RewardError, match="'nq-7'.*config.reward.em"):
+  with pytest.raises(checks.DataError, match="'nq-7'.*config.reward.em"):
     combine(config.reward, [(bare,)])
-  with pytest.raises(core.RewardError, match="'nq-7'"):
+  with pytest.raises(checks.DataError, match="'nq-7'"):
     core.check(config, [bare.question])
   config.reward = ConfigDict({'len': fn('length')})
   core.check(config, [bare.question])
