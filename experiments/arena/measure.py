@@ -1,9 +1,9 @@
 """What an arm of the arena is compared by, from the folder of its run.
 
 Values by name, 'KIND/SCORE' over the held-out questions of the last evaluation:
-`hard` are three and four hops, `all` every kind. Scores:
+KIND is a `Question.source`, `hard` (three hops or more) or `all`. Scores:
 
-  em         exact match of the greedy answer
+  em         exact match; the mean over the samples of config.eval
   found      whether every needed passage was found
   searches   queries; `needed`: those that the question needs (0 if the policy
              has read every fact)
@@ -19,6 +19,7 @@ and of training ('run/...'): `sampled`, tokens that the policy wrote in all;
 for good, or the number of steps if it never did; `seconds` of all steps.
 """
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 import math
 import pathlib
@@ -33,7 +34,7 @@ from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import SearchResult, Trajectory
 from searchrl_jax.worlds import atlas
 
-HARD = ('3hop', '4hop')
+HARD = 3  # hops, at least
 COLLAPSED = 0.5
 # Scores by name; see the module.
 SCORES = (
@@ -48,16 +49,16 @@ def measured(config, run: str, out: str) -> dict[str, float]:
   found = read.run(run)
   last = max(found.parts['eval'])
   env = build.environment(found.config, found.tokenizer)
+  alive = (r.trajectory for r in found.records('eval', [last]))
   rows = [
-    (r.trajectory.question.source, scores(r.trajectory, env))
-    for r in found.records('eval', [last])
-    if not r.trajectory.failed
+    (t.question.source, t.question.hops, scores(t, env))
+    for t in alive
+    if not t.failed
   ]
   values = dict(of_kinds(rows)) | of_training(found.metrics)
   folder.mkdir(parents=True, exist_ok=True)
-  records.write_json(
-    folder / 'rows.json', [{'kind': kind, **row} for kind, row in rows]
-  )
+  content = [{'kind': kind, 'hops': hops, **row} for kind, hops, row in rows]
+  records.write_json(folder / 'rows.json', content)
   return values
 
 
@@ -86,12 +87,14 @@ def scores(trajectory: Trajectory, env: SearchEnv) -> dict[str, float]:
 
 
 def of_kinds(
-  rows: Sequence[tuple[str, Mapping[str, float]]],
+  rows: Sequence[tuple[str, int, Mapping[str, float]]],
 ) -> Iterator[tuple[str, float]]:
   """Means over the questions of each kind, of `hard` and of `all`."""
-  kinds = {kind: (kind,) for kind in atlas.KINDS}
-  for label, members in {**kinds, 'hard': HARD, 'all': atlas.KINDS}.items():
-    chosen = [row for kind, row in rows if kind in members]
+  parts = collections.defaultdict(list)
+  for kind, hops, row in rows:
+    for label in (kind, 'all', *(['hard'] if hops >= HARD else [])):
+      parts[label].append(row)
+  for label, chosen in parts.items():
     for name in SCORES:
       known = [row[name] for row in chosen if not math.isnan(row[name])]
       if known:

@@ -229,7 +229,7 @@ def sweep(
     arms=[
       Arm(
         name,
-        functools.partial(_changed, config, fields),
+        functools.partial(changed, config, fields),
         'warm' if warm else '',
         seeds=seeds,
       )
@@ -242,7 +242,7 @@ def sweep(
   )
 
 
-def _changed(make: Config, fields: Mapping[str, Any], seed: int) -> ConfigDict:
+def changed(make: Config, fields: Mapping[str, Any], seed: int) -> ConfigDict:
   config = make(seed)
   for field, value in _flat(fields, schema.base()):
     part: Any = config
@@ -280,12 +280,20 @@ def _flat(fields, known, at: str = '') -> Iterator[tuple[str, Any]]:
 
 
 def load(spec: str) -> Sweep:
+  """The sweep of a file, after `check`; see `read`."""
+  made = read(spec)
+  with lookup.of(spec):
+    check(made)
+  return made
+
+
+def read(spec: str) -> Sweep:
   """The sweep of FILE.py[:ARG], or of a module by its dotted name.
 
   A module may have ROW, a `Sweep`, in place of get_sweep.
 
   Raises:
-    ConfigError: there is no such file, or `check` refuses the sweep.
+    ConfigError: there is no such file, or it has no sweep.
   """
   path, _, arg = spec.partition(':')
   with lookup.of(spec):
@@ -306,7 +314,6 @@ def load(spec: str) -> Sweep:
     make = getattr(module, 'get_sweep', None)
     made = make(arg or None) if make else getattr(module, 'ROW', None)
     lookup.require(made, 'it has neither get_sweep nor ROW')
-    check(made)
   return made
 
 

@@ -121,7 +121,7 @@ def collect(
     names = [path.parent.name for path in found]
     case = re.compile(r'\d+-\d+' if sweep.worlds else r'\d+')
     seeds = {
-      case: _figures(sweep, arm, workdir / f'arms/{arm.name}/{case}')
+      case: of_run(sweep, arm, workdir / f'arms/{arm.name}/{case}')
       for case in sorted(filter(case.fullmatch, names), key=core.parse)
       if sweep.purpose(arm, case) == purpose
       and stages.done(sweep, f'arms/{arm.name}/{case}', workdir)
@@ -148,7 +148,9 @@ def _about(folder: pathlib.Path) -> dict:
   }
 
 
-def _figures(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
+def of_run(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
+  """The figures of a complete run: seconds, commit, values and curve."""
+
   def kept(values):
     return {
       name: value

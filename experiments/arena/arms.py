@@ -1,0 +1,290 @@
+"""The arms of the arena, as sweeps: one for each phase of the comparison.
+
+  python -m experiments.arena.run --phase=tune --workdir=runs/arena
+
+A row of METHODS is a method: its file in configs/methods/, the argument that
+scales its shaping with three values, and the outcome-only row that it is
+compared with, which has the same estimator. Phases:
+
+  assay     before any method is judged: GRPO from each mixture of the warm
+            start, with the oracle's credit for turns, with that credit
+            shuffled, and at the end
+  tune      each row with three learning rates, KL coefficients and scales, one
+            value changed at a time, on TUNING seeds; rows without a scale have
+            as many trials
+  pilot     each row as tuned on PILOT seeds: the spread of paired differences,
+            which fixes the number of reporting seeds
+  report    each row as tuned, its controls, and GRPO on a corpus that lacks
+            passages, on the reporting seeds
+  stress    each row as tuned with STRESS x its learning rate, likewise
+  mixtures  each row as tuned, from the other warm starts
+
+Arms of a seed share its world, warm start and questions, and play as many
+trajectories (Tree-GRPO: sample about as many tokens). Another base recipe can
+take the place of atlas, with a source, data and model of its own and no warm
+start: `--base=base=search_r1,model=Qwen/Qwen2.5-3B`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from configs import atlas as recipe
+from configs.methods import core as methods
+from experiments.arena import measure
+from searchrl_jax.run import lookup
+from searchrl_jax.sweeps import core
+from searchrl_jax.worlds import atlas_traces
+
+TUNED = pathlib.Path(__file__).with_name('tuned.json')
+TUNING, PILOT = (100, 101), (200, 201, 202, 203)
+REPORTING = tuple(range(12))  # the pilot fixes how many
+MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
+MIX = MIXES[0]  # of all phases but the first and the last
+RATES = (3e-4, 1.5e-4, 6e-4)  # the first is atlas's
+MORE_RATES = (0.75e-4, 1.2e-3)  # for arms without a scale
+KLS = (0.0, 0.003, 0.03)
+STRESS = 4  # x the learning rate
+MISSING = 0.1  # share of passages that the incomplete corpus lacks
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """A row.
+
+  scale: an argument of the file, or a field of the config, that scales its
+  shaping, and three values, the default first; None = outcome only. against:
+  the outcome-only row with the same estimator. file: in configs/methods/; '' =
+  the name. fields: of the config, in all its arms. controls: name -> fields of
+  the config: 'shuffled' credit says nothing about what earned it, 'oracle'
+  credit is exact, 'at_end' comes too late to tell turns apart.
+  """
+
+  name: str
+  scale: tuple[str, tuple[float, ...]] | None = None
+  against: str = 'grpo'
+  file: str = ''
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(
+    default_factory=dict
+  )
+
+  @property
+  def default(self) -> dict[str, float]:
+    out = {'lr': RATES[0], 'kl': KLS[0]}
+    return out | ({'scale': self.scale[1][0]} if self.scale else {})
+
+  def trials(self) -> Iterator[dict[str, float]]:
+    """Settings to try: the default, and each with one value changed."""
+    values = {'lr': RATES if self.scale else RATES + MORE_RATES, 'kl': KLS}
+    if self.scale:
+      values['scale'] = self.scale[1]
+    yield self.default
+    for field, options in values.items():
+      yield from (self.default | {field: value} for value in options[1:])
+
+
+def _credit(name: str, *credits: str) -> dict[str, dict]:
+  return {credit: {f'reward.{name}.credit': credit} for credit in credits}
+
+
+_SHUFFLED = {'algorithm.advantage_kw.shuffle': True}
+_PROGRESS = {
+  name: {f'reward.progress.{field}': True}
+  for name, field in (('shuffled', 'shuffle'), ('at_end', 'at_end'))
+}
+# The exact Phi in place of IGPO's, and the same credit, shuffled.
+_ORACLE = {
+  name: {'reward.progress': methods.PROGRESS | fields}
+  for name, fields in (
+    ('oracle', {}),
+    ('oracle-shuffled', {'shuffle': True}),
+    ('oracle-at_end', {'at_end': True}),
+  )
+}
+METHODS = (
+  Method('grpo'),
+  Method('ppo', against=''),
+  Method('reinforce_pp'),
+  Method('grpo4', file='grpo', fields={'algorithm.minibatches': 4}),
+  Method('step_search', ('scale', (0.6, 1.6, 0.2)), 'ppo', controls=_PROGRESS),
+  Method('pica', ('scale', (0.3, 1.3, 0.1)), 'ppo', controls=_PROGRESS),
+  Method('igpo', ('scale', (1.0, 0.3, 3.0)), controls=_PROGRESS | _ORACLE),
+  Method(
+    'gigpo', ('weight', (1.0, 0.3, 3.0)), controls={'shuffled': _SHUFFLED}
+  ),
+  Method(
+    'calib_adv',
+    ('ratio', (1.0, 0.5, 2.0)),
+    controls={
+      'shuffled': _SHUFFLED,
+      'oracle': {'algorithm.advantage_kw.silver': 'oracle'},
+    },
+  ),
+  Method('llds', ('scale', (0.2, 0.05, 0.8)), 'grpo4'),
+  Method(
+    'turn_ppo',
+    ('algorithm.advantage_kw.lam', (0.9, 0.5, 1.0)),
+    'ppo',
+    controls={'shuffled': _SHUFFLED},
+  ),
+  Method(
+    'otc',
+    ('scale', (1.0, 0.3, 0.6)),
+    controls=_credit('otc', 'shuffled', 'oracle'),
+  ),
+  Method(
+    'ikea',
+    ('bonus', (0.6, 0.2, 1.2)),
+    controls=_credit('ikea', 'shuffled', 'oracle'),
+  ),
+  Method(
+    'autorefine',
+    ('bonus', (0.1, 0.03, 0.3)),
+    controls=_credit('autorefine', 'shuffled', 'oracle'),
+  ),
+  Method(
+    'tree_grpo',
+    ('scale', (1.0, 0.3, 3.0)),
+    controls={'shuffled': {'algorithm.advantage_kw.credit': 'shuffled'}},
+  ),
+  Method(
+    'parallel_search',
+    ('scale', (1.0, 0.3, 0.1)),
+    controls=_credit('parallel', 'shuffled'),
+  ),
+)
+
+
+def config(
+  row: Method,
+  setting: Mapping[str, float],
+  fields: Mapping[str, Any],
+  base: str,
+  seed: int,
+) -> ConfigDict:
+  """The config of a row with a setting.
+
+  fields: further changes. base: arguments of the base recipe.
+  """
+  name, value = row.scale[0] if row.scale else '', setting.get('scale')
+  fields = {**row.fields, 'optim.lr': setting['lr'], **fields}
+  if setting['kl']:
+    fields |= {'algorithm.kl': 'loss', 'algorithm.kl_coef': setting['kl']}
+  parts = [f'seed={seed}', base]
+  if '.' in name:
+    fields[name] = value
+  elif name:
+    parts.append(f'{name}={value}')
+  module = importlib.import_module(f'configs.methods.{row.file or row.name}')
+  argument = ','.join(filter(None, parts))
+  c = core.changed(lambda _: module.get_config(argument), fields, seed)
+  return c
+
+
+def tuned(row: Method) -> Mapping[str, float]:
+  """The setting that the tuning chose.
+
+  Raises:
+    ConfigError: it has not run.
+  """
+  known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+  lookup.require(
+    row.name in known.get('settings', {}),
+    f'{TUNED.name} has no setting of {row.name!r}: run --phase=tune first',
+  )
+  return known['settings'][row.name]
+
+
+class Plan(NamedTuple):
+  """An arm before it has a config."""
+
+  name: str
+  row: Method
+  setting: Mapping[str, float]
+  fields: Mapping[str, Any] = {}
+  mix: str = MIX
+
+
+def assay() -> Iterator[Plan]:
+  grpo, igpo = METHODS[0], {m.name: m for m in METHODS}['igpo']
+  for mix in MIXES:
+    yield Plan(f'grpo-{mix}', grpo, grpo.default, mix=mix)
+    for name, fields in _ORACLE.items():
+      yield Plan(f'{name}-{mix}', igpo, igpo.default, fields, mix)
+
+
+def tune() -> Iterator[Plan]:
+  for row in METHODS:
+    for setting in row.trials():
+      changed = (f'{k}={v}' for k, v in setting.items() if v != row.default[k])
+      yield Plan(','.join([row.name, *changed]), row, setting)
+
+
+def pilot() -> Iterator[Plan]:
+  for row in METHODS:
+    yield Plan(row.name, row, tuned(row))
+
+
+def report() -> Iterator[Plan]:
+  yield from pilot()
+  for row in METHODS:
+    for name, fields in row.controls.items():
+      yield Plan(f'{row.name}-{name}', row, tuned(row), fields)
+  lacks = {'source.dials': {'missing': MISSING}}
+  yield Plan('grpo-missing', METHODS[0], tuned(METHODS[0]), lacks)
+
+
+def stress() -> Iterator[Plan]:
+  for plan in pilot():
+    lr = STRESS * plan.setting['lr']
+    yield plan._replace(setting={**plan.setting, 'lr': lr})
+
+
+def mixtures() -> Iterator[Plan]:
+  for mix in MIXES:
+    for plan in pilot() if mix != MIX else ():
+      yield plan._replace(name=f'{plan.name}-{mix}', mix=mix)
+
+
+PHASES: Mapping[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]] = {
+  'assay': (assay, TUNING),
+  'tune': (tune, TUNING),
+  'pilot': (pilot, PILOT),
+  'report': (report, REPORTING),
+  'stress': (stress, REPORTING),
+  'mixtures': (mixtures, REPORTING[:4]),
+}
+
+
+def get_sweep(arg=None) -> core.Sweep:
+  """PHASE, or PHASE with arguments of the base recipe: 'report,model=...'."""
+  phase, _, base = (arg or 'report').partition(',')
+  known = ', '.join(PHASES)
+  lookup.require(phase in PHASES, f'phase {phase!r}: one of {known}')
+  plans, seeds = PHASES[phase]
+  plans, warm = [*plans()], {}
+  if not base:
+    start = lambda mix: lambda seed: recipe.get_config(f'mix={mix},seed={seed}')
+    warm['skills'] = core.Start(start('skills'))
+    for mix in {plan.mix: 0 for plan in plans}:
+      warm[mix] = core.Start(start(mix), 'skills')
+  arms = [
+    core.Arm(
+      # Phases share a folder, and with it warm starts.
+      f'stress-{plan.name}' if phase == 'stress' else plan.name,
+      functools.partial(config, plan.row, plan.setting, plan.fields, base),
+      plan.mix if warm else '',
+      evaluations={'after': measure.measured},
+      seeds=seeds,
+    )
+    for plan in plans
+  ]
+  curves = {'reward': 'reward', 'health/searches': 'searches'}
+  return core.Sweep(warm, arms, measure.SCORES, curves)

@@ -1,0 +1,109 @@
+"""Runs a phase of the arena, and says what came out.
+
+  python -m experiments.arena.run --phase=assay --workdir=runs/arena
+  ... --phase=tune       then --phase=pilot, report, stress, mixtures
+  ... --parallel=2       two arms at a time
+  ... --only=grpo,otc --seeds=0,1
+  ... --base=base=search_r1,model=Qwen/Qwen2.5-3B,folder=...
+
+experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
+(searchrl_jax/sweep.py): the same command goes on where it was stopped. The
+values of arms that are complete are kept in experiments/arena/runs.json, so
+that what one machine has run, another leaves out. Tuning writes tuned.json, and
+every phase results.json: claims with their verdicts so far, the means of all
+arms with intervals, and curves.png.
+"""
+
+import functools
+import json
+import pathlib
+import sys
+
+from absl import flags
+
+from experiments.arena import arms, results
+from experiments.benchmarks import common
+from searchrl_jax import sweep
+from searchrl_jax.run import command, records
+from searchrl_jax.sweeps import core, figures
+
+HERE = pathlib.Path(__file__).parent
+RUNS = 'runs.json'
+
+
+def load_runs(out: pathlib.Path) -> dict:
+  """{phase: {arm: {case: {'values': ..., 'curve': ...}}}}."""
+  path = out / RUNS
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def keep(found: core.Sweep, stages, phase: str, folder, out) -> dict:
+  """Adds what is complete of `stages` to the runs; returns them."""
+  runs = load_runs(out)
+  for stage in stages:
+    _, name, case = stage.split('/')
+    kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
+    values = folder / stage / 'after' / 'values.json'
+    if case not in kept and values.exists():
+      about = figures.of_run(found, found.arm(name), folder / stage)
+      kept[case] = {
+        'values': about['values']['after'],
+        'curve': about['curve']['reward'],
+        'seconds': sum(about['seconds'].values()),
+        'commit': about['commit'],
+      }
+  records.write_json(out / RUNS, runs)
+  return runs
+
+
+def _row(name: str) -> str:
+  """The name of an arm without that of its phase."""
+  return name.removeprefix('stress-')
+
+
+def main():
+  given = flags.FLAGS
+  phase, out = given.phase, pathlib.Path(given.out)
+  arg = ','.join(filter(None, (phase, given.base)))
+  spec = f'experiments/arena/arms.py:{arg}'
+  found, folder = core.load(spec), pathlib.Path(given.workdir)
+  environment = common.environment()
+  out.mkdir(parents=True, exist_ok=True)
+  known = load_runs(out).get(phase, {})
+  chosen = sweep.chosen(found, given.only, given.seeds)
+  wanted = [s for s in chosen if s.startswith('arms/') and not _kept(s, known)]
+  # Warm starts that no arm needs any more are left out with them.
+  needed = [one for stage in wanted for one in _before(found, stage)]
+  planned = [*dict.fromkeys(needed)]
+  update = functools.partial(keep, found, wanted, phase, folder, out)
+  try:
+    if planned:
+      parallel = given.parallel
+      sweep.run(spec, found, planned, folder, parallel=parallel, after=update)
+  finally:
+    runs = update()
+    if phase == 'tune':
+      results.choose(runs[phase], out / arms.TUNED.name, environment)
+    results.write(runs, out, environment, ' '.join(sys.argv[1:]))
+    print(results.show(runs.get(phase, {})))
+
+
+def _kept(stage: str, known: dict) -> bool:
+  _, name, case = stage.split('/')
+  return case in known.get(_row(name), {})
+
+
+def _before(found: core.Sweep, stage: str) -> list[str]:
+  """The stages that a stage needs, in order, and itself."""
+  needed = [s for n in found.needs(stage).values() for s in _before(found, n)]
+  return [*needed, stage]
+
+
+if __name__ == '__main__':
+  flags.DEFINE_enum(
+    'phase', None, [*arms.PHASES], 'See arms.py.', required=True
+  )
+  flags.DEFINE_string('base', '', 'Arguments of another base recipe.')
+  flags.DEFINE_string('out', str(HERE), 'Folder of runs.json and the results.')
+  sweep.define_flags()
+  command.run(main)
