@@ -3,8 +3,8 @@
   python -m experiments.arena.run --phase=tune --workdir=runs/arena
 
 A row of METHODS is a method: its file in configs/methods/, the argument that
-scales its shaping with three values, and the outcome-only row that it is
-compared with, which has the same estimator. Phases:
+scales its shaping with three values, and its claims, against the outcome-only
+row with the same estimator. Phases:
 
   assay     before any method is judged: GRPO from each mixture of the warm
             start, with the oracle's credit for turns, with that credit
@@ -38,6 +38,7 @@ from ml_collections import ConfigDict
 from configs import atlas as recipe
 from configs.methods import core as methods
 from experiments.arena import measure
+from experiments.arena.verdicts import MARGIN, Claim
 from searchrl_jax.run import lookup
 from searchrl_jax.sweeps import core
 from searchrl_jax.worlds import atlas_traces
@@ -59,16 +60,17 @@ class Method:
   """A row.
 
   scale: an argument of the file, or a field of the config, that scales its
-  shaping, and three values, the default first; None = outcome only. against:
-  the outcome-only row with the same estimator. file: in configs/methods/; '' =
-  the name. fields: of the config, in all its arms. controls: name -> fields of
-  the config: 'shuffled' credit says nothing about what earned it, 'oracle'
-  credit is exact, 'at_end' comes too late to tell turns apart.
+  shaping, and three values, the default first; None = outcome only. claims:
+  see verdicts.py; fixed before the reporting seeds run. file: in
+  configs/methods/; '' = the name. fields: of the config, in all its arms.
+  controls: name -> fields of the config: 'shuffled' credit says nothing about
+  what earned it, 'oracle' credit is exact, 'at_end' comes too late to tell
+  turns apart.
   """
 
   name: str
   scale: tuple[str, tuple[float, ...]] | None = None
-  against: str = 'grpo'
+  claims: tuple[Claim, ...] = ()
   file: str = ''
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(
@@ -108,58 +110,137 @@ _ORACLE = {
     ('oracle-at_end', {'at_end': True}),
   )
 }
+
+
+_EXACT = dict(mechanism=True)
+
+
+def _helps(name: str, claim: str, against='grpo', **kw) -> Claim:
+  return Claim(name, claim, against=against, **kw)
+
+
+def _lower(name: str, claim: str, metric: str) -> Claim:
+  return Claim(name, claim, metric, sign=-1)
+
+
+def _not_worse(name: str, metric='hard/em') -> Claim:
+  claim = f'{metric} is at most {MARGIN} worse'
+  return Claim(name, claim, metric, within=True)
+
+
+def _lasts(name: str, against='grpo') -> Claim:
+  claim = f'collapses later at {STRESS} x the learning rate'
+  kw = dict(phase='stress', margin=1.0)
+  return Claim(name, claim, 'run/collapse', against, **kw)
+
+
 METHODS = (
-  Method('grpo'),
-  Method('ppo', against=''),
-  Method('reinforce_pp'),
-  Method('grpo4', file='grpo', fields={'algorithm.minibatches': 4}),
-  Method('step_search', ('scale', (0.6, 1.6, 0.2)), 'ppo', controls=_PROGRESS),
-  Method('pica', ('scale', (0.3, 1.3, 0.1)), 'ppo', controls=_PROGRESS),
-  Method('igpo', ('scale', (1.0, 0.3, 3.0)), controls=_PROGRESS | _ORACLE),
   Method(
-    'gigpo', ('weight', (1.0, 0.3, 3.0)), controls={'shuffled': _SHUFFLED}
+    'grpo',
+    claims=(
+      _helps('grpo', 'a corpus that lacks nothing helps', 'grpo-missing'),
+    ),
+  ),
+  Method('ppo'),
+  Method('reinforce_pp'),
+  # LLDS needs several updates in a step.
+  Method('grpo4', file='grpo', fields={'algorithm.minibatches': 4}),
+  Method(
+    'step_search',
+    ('scale', (0.6, 1.6, 0.2)),
+    (
+      _helps(
+        'step_search', 'a gain for each search helps', 'ppo', mechanism=True
+      ),
+    ),
+    controls=_PROGRESS,
+  ),
+  Method(
+    'pica',
+    ('scale', (0.3, 1.3, 0.1)),
+    (_helps('pica', 'differences of a potential help', 'ppo', **_EXACT),),
+    controls=_PROGRESS,
+  ),
+  Method(
+    'igpo',
+    ('scale', (1.0, 0.3, 3.0)),
+    (_helps('igpo', 'the likelihood of the answer as credit for turns helps'),),
+    controls=_PROGRESS | _ORACLE,
+  ),
+  Method(
+    'gigpo',
+    ('weight', (1.0, 0.3, 3.0)),
+    (_helps('gigpo', 'comparing turns that start alike helps'),),
+    controls={'shuffled': _SHUFFLED},
   ),
   Method(
     'calib_adv',
     ('ratio', (1.0, 0.5, 2.0)),
+    (
+      _helps('calib_adv', 'sparing good searches of wrong trajectories helps'),
+      _lasts('calib_adv'),
+    ),
     controls={
       'shuffled': _SHUFFLED,
       'oracle': {'algorithm.advantage_kw.silver': 'oracle'},
     },
   ),
-  Method('llds', ('scale', (0.2, 0.05, 0.8)), 'grpo4'),
+  Method(
+    'llds',
+    ('scale', (0.2, 0.05, 0.8)),
+    (
+      _helps('llds', 'holding the likelihood of good actions helps', 'grpo4'),
+      _lasts('llds', 'grpo4'),
+    ),
+  ),
   Method(
     'turn_ppo',
     ('algorithm.advantage_kw.lam', (0.9, 0.5, 1.0)),
-    'ppo',
+    (_helps('turn_ppo', 'turns as actions help', 'ppo'),),
     controls={'shuffled': _SHUFFLED},
   ),
   Method(
     'otc',
     ('scale', (1.0, 0.3, 0.6)),
+    (_lower('otc', 'fewer searches', 'all/searches'), _not_worse('otc')),
     controls=_credit('otc', 'shuffled', 'oracle'),
   ),
   Method(
     'ikea',
     ('bonus', (0.6, 0.2, 1.2)),
+    (
+      _lower('ikea', 'known facts are searched for less', 'known/search'),
+      _not_worse('ikea', 'all/em'),
+    ),
     controls=_credit('ikea', 'shuffled', 'oracle'),
   ),
   Method(
     'autorefine',
     ('bonus', (0.1, 0.03, 0.3)),
+    (_helps('autorefine', 'rewarding notes that hold the answer helps'),),
     controls=_credit('autorefine', 'shuffled', 'oracle'),
   ),
   Method(
     'tree_grpo',
     ('scale', (1.0, 0.3, 3.0)),
+    (_helps('tree_grpo', 'comparing leaves that share turns helps'),),
     controls={'shuffled': {'algorithm.advantage_kw.credit': 'shuffled'}},
   ),
   Method(
     'parallel_search',
     ('scale', (1.0, 0.3, 0.1)),
+    (
+      _lower(
+        'parallel_search',
+        'fewer turns where look-ups are independent',
+        'comparison/turns',
+      ),
+      _not_worse('parallel_search', 'comparison/em'),
+    ),
     controls=_credit('parallel', 'shuffled'),
   ),
 )
+CLAIMS = tuple(claim for row in METHODS for claim in row.claims)
 
 
 def config(

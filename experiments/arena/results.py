@@ -1,15 +1,16 @@
 """What the arena's runs say: tuned settings, claims, tables, the figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+import dataclasses
 import pathlib
 import statistics
 from typing import Any
 
-from experiments.arena import arms, claims, verdicts
+from experiments.arena import arms, verdicts
 from searchrl_jax.run import records
 from searchrl_jax.sweeps import figures
 
-SCORE = claims.HARD
+SCORE = 'hard/em'
 COLUMNS = (
   SCORE,
   'all/em',
@@ -63,58 +64,32 @@ def choose(runs: Runs, path: pathlib.Path, environment) -> None:
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
   """Writes results.json and curves.png of what is complete."""
-  judged = judge(runs)
+  every = {phase: values(found) for phase, found in runs.items()}
   table = {
     phase: {arm: _means(cases) for arm, cases in found.items()}
     for phase, found in runs.items()
     if phase != 'tune'
   }
-  pilot = values(runs.get('pilot', {}))
   content = {
     'environment': environment,
     'command': f'python -m experiments.arena.run {command}',
     'margin': verdicts.MARGIN,
-    'claims': judged,
-    'seeds_needed': {
-      row.name: verdicts.seeds_needed(list(x), verdicts.MARGIN)
-      for row in arms.METHODS
-      if row.against and len(x := _paired(row, pilot)) > 1
-    },
+    'claims': verdicts.judge(arms.CLAIMS, every),
+    'seeds_needed': seeds_needed(every.get('pilot', {})),
     'agreement': agreement(runs),
     'table': table,
   }
   records.write_json(out / 'results.json', content)
 
 
-def _paired(row: arms.Method, found) -> Sequence[float]:
-  claim = verdicts.Claim(row.name, '', SCORE, row.against)
-  return verdicts.differences(claim, found)
-
-
-def judge(runs: Mapping[str, Runs]) -> list[dict]:
-  """The claims' records; those of phases that have not run are undecided."""
-  together: dict[str, dict] = {}
-  for phase in ('report', 'stress'):
-    found = values(runs.get(phase, {}))
-    together |= {f'{phase}/{arm}': cases for arm, cases in found.items()}
-  out = verdicts.judge(
-    [
-      verdicts.Claim(
-        c.method,
-        c.claim,
-        c.metric,
-        f'{c.phase}/{c.against}',
-        c.sign,
-        c.margin,
-        f'{c.phase}/{c.method}',
-        c.within,
-      )
-      for c in claims.CLAIMS
-    ],
-    together,
-  )
-  for record, claim in zip(out, claims.CLAIMS, strict=True):
-    record['mechanism'] = claim.mechanism
+def seeds_needed(pilot) -> dict[str, int]:
+  """Method -> runs that give a half interval of the margin; see verdicts.py."""
+  out = {}
+  for claim in arms.CLAIMS:
+    own = dataclasses.replace(claim, phase='pilot', within=False)
+    found = verdicts.differences(own, {'pilot': pilot})
+    if claim.metric == SCORE and len(found) > 1:
+      out[claim.method] = verdicts.seeds_needed(found, verdicts.MARGIN)
   return out
 
 

@@ -22,34 +22,35 @@ from searchrl_jax.sweeps import figures
 
 MARGIN = 0.05
 LEVEL = 0.05
-Values = Mapping[str, Mapping[str, Mapping[str, float]]]  # arm -> case -> name
+# Phase -> arm -> case -> values by name.
+Values = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-  """`method` has a higher `metric` than `against` (sign -1: a lower one).
+  """That `method` has a higher `metric` than `against` (sign -1: a lower one).
 
-  margin: differences below it do not matter. arm: whose runs stand for the
-  method; '' = its own name. within: the claim is that the method is not worse
-  by more than the margin.
+  margin: differences below it do not matter. within: the claim is that the
+  method is not worse by more than the margin. phase: of the runs. mechanism:
+  with an exact oracle in place of a trained scorer, a similarity of texts or a
+  judge, the verdict is about the mechanism, not about the paper.
   """
 
   method: str
   claim: str
-  metric: str
+  metric: str = 'hard/em'
   against: str = 'grpo'
   sign: int = 1
   margin: float = MARGIN
-  arm: str = ''
   within: bool = False
+  phase: str = 'report'
+  mechanism: bool = False
 
 
 def differences(claim: Claim, values: Values) -> np.ndarray:
   """In the claimed direction, for the cases that both arms have."""
-  a, b = (
-    values.get(claim.arm or claim.method, {}),
-    values.get(claim.against, {}),
-  )
+  runs = values.get(claim.phase, {})
+  a, b = runs.get(claim.method, {}), runs.get(claim.against, {})
   cases = [c for c in a if c in b and claim.metric in {*a[c]} & {*b[c]}]
   shift = claim.margin if claim.within else 0.0
   return np.array(

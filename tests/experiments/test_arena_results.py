@@ -1,0 +1,225 @@
+"""Verdicts, measures and phases of the arena."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from experiments.arena import arms, measure, results, run, verdicts
+from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax.sweeps import core
+from tests.conftest import ROOT
+
+
+def cases(*values, name='em'):
+  return {str(i): {name: v} for i, v in enumerate(values)}
+
+
+def test_a_verdict_follows_from_paired_differences():
+  # Differences .1, .2, .3: mean .2, deviation .1, t = .2 / (.1 / sqrt 3) =
+  # 3.464, p = .0742 with 2 degrees of freedom; half an interval is 4.303 x .1 /
+  # sqrt 3 = .2484.
+  values = {'a': cases(0.5, 0.5, 0.5), 'b': cases(0.4, 0.3, 0.2)}
+  claim = verdicts.Claim('a', 'helps', 'em', 'b')
+  (found,) = verdicts.judge([claim], {'report': values})
+  assert found['value'] == pytest.approx(0.2)
+  assert found['interval'] == pytest.approx([-0.0484, 0.4484], abs=1e-4)
+  assert found['p_holm'] == pytest.approx(0.0742, abs=1e-4)
+  assert found['n_seeds'] == 3 and found['verdict'] == 'undecided'
+
+
+@pytest.mark.parametrize(
+  'a, b, sign, within, verdict',
+  [
+    ((0.7, 0.8, 0.7), (0.3, 0.41, 0.31), 1, False, 'shown'),
+    ((0.7, 0.8, 0.7), (0.3, 0.41, 0.31), -1, False, 'contradicted'),
+    ((0.30, 0.41, 0.31), (0.31, 0.40, 0.31), 1, False, 'equivalent'),
+    ((0.30, 0.41, 0.31), (0.31, 0.40, 0.31), 1, True, 'shown'),
+    ((0.20, 0.30, 0.21), (0.31, 0.40, 0.31), 1, True, 'contradicted'),
+    ((0.1, 0.8, 0.3), (0.3, 0.4, 0.3), 1, False, 'undecided'),
+    ((0.3,), (0.1,), 1, False, 'undecided'),
+    ((), (0.1, 0.2), 1, False, 'undecided'),
+  ],
+)
+def test_verdicts(a, b, sign, within, verdict):
+  claim = verdicts.Claim('a', '', 'em', 'b', sign=sign, within=within)
+  runs = {'report': {'a': cases(*a), 'b': cases(*b)}}
+  (found,) = verdicts.judge([claim], runs)
+  assert found['verdict'] == verdict
+
+
+def test_only_cases_that_both_arms_have_are_paired():
+  values = {'a': {'0': {'em': 0.5}, '2': {'em': 0.9}}, 'b': cases(0.1, 0.2)}
+  claim = verdicts.Claim('a', '', 'em', 'b')
+  assert verdicts.differences(claim, {'report': values}) == pytest.approx([0.4])
+
+
+def test_holm_by_hand():
+  # Sorted .01 x 4, .02 x 3, .03 x 2 = .06 (not below .06), .5.
+  assert verdicts.holm([0.03, 0.01, 0.5, 0.02]) == pytest.approx(
+    [0.06, 0.04, 0.5, 0.06]
+  )
+  assert verdicts.holm([]) == []
+  rng = np.random.default_rng(0)
+  ps = rng.random(9) / 20
+  adjusted = verdicts.holm(ps)
+  assert all(q >= p for p, q in zip(ps, adjusted))
+  assert (np.diff(np.array(adjusted)[np.argsort(ps)]) >= 0).all()
+
+
+def test_the_pilot_fixes_the_seeds():
+  spread = np.array([-1.0, 0.0, 1.0]) * 0.1  # deviation .1
+  n = verdicts.seeds_needed(spread, 0.05)
+  half = lambda n: scipy.stats.t.ppf(0.975, n - 1) * 0.1 / math.sqrt(n)
+  assert half(n) <= 0.05 < half(n - 1)
+
+
+def test_agreement_of_mixtures():
+  assert verdicts.agreement([[1, 2, 3]] * 3) == pytest.approx(1.0)
+  # Sums of ranks 4, 4, 4.
+  assert verdicts.agreement([[1, 2, 3], [3, 2, 1]]) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+  'rewards, step',
+  [
+    ([0.1, 0.3, 0.5, 0.6], 4),  # never
+    ([0.6, 0.6, 0.6, 0.6, 0.0, 0.0, 0.0], 5),
+    ([0.6, 0.6, 0.6, 0.0, 0.0, 0.0, 0.6, 0.6, 0.6], 9),  # it recovers
+    ([0.5, 0.1], 2),
+  ],
+)
+def test_collapse_is_a_fall_for_good(rewards, step):
+  assert measure.collapse(np.array(rewards)) == step
+
+
+def test_values_of_training_leave_out_the_first_evaluation():
+  columns = ('reward', 'rollout/sampled_tokens', 'time/step')
+  metrics = pd.DataFrame(
+    [[math.nan] * 3, [0.5, 10, 2.0], [0.6, 12, 1.0], [0.7, 14, 1.0]],
+    columns=columns,
+    index=[-1, 0, 1, 2],
+  )
+  assert measure.of_training(metrics) == {
+    'run/sampled': 36.0,
+    'run/collapse': 3.0,
+    'run/seconds': 4.0,
+  }
+
+
+def test_kinds_and_hard_questions():
+  row = dict.fromkeys(measure.SCORES, math.nan)
+  rows = [
+    ('1hop', 1, row | {'em': 1.0}),
+    ('3hop', 3, row | {'em': 0.0, 'wasted': 0.5}),
+    ('4hop', 4, row | {'em': 1.0}),
+  ]
+  assert dict(measure.of_kinds(rows)) == {
+    '1hop/em': 1.0,
+    '3hop/em': 0.0,
+    '3hop/wasted': 0.5,
+    '4hop/em': 1.0,
+    'hard/em': 0.5,
+    'hard/wasted': 0.5,
+    'all/em': 2 / 3,
+    'all/wasted': 0.5,
+  }
+
+
+def test_every_method_has_a_row_and_every_row_a_claim_or_a_user():
+  files = {p.stem for p in (ROOT / 'configs/methods').glob('[!_]*.py')}
+  rows = {row.file or row.name for row in arms.METHODS}
+  assert rows == files - {'core'}
+  named = {row.name for row in arms.METHODS}
+  assert {c.against for c in arms.CLAIMS} <= named | {'grpo-missing'}
+  assert all(c.method == row.name for row in arms.METHODS for c in row.claims)
+  tested = {c.method for c in arms.CLAIMS}
+  assert len(tested - {'grpo'}) >= 12
+  assert named - tested == {'ppo', 'reinforce_pp', 'grpo4'}
+
+
+def test_outcome_arms_have_as_many_trials():
+  trials = {row.name: len([*row.trials()]) for row in arms.METHODS}
+  assert set(trials.values()) == {7}
+
+
+def test_seeds_of_the_phases_are_apart():
+  assert not {*arms.TUNING} & {*arms.PILOT, *arms.REPORTING}
+  assert not {*arms.PILOT} & {*arms.REPORTING}
+
+
+def test_a_phase_is_a_sweep_of_configs():
+  found = arms.get_sweep('assay')
+  core.check(found)
+  assert found.needs('arms/oracle-hasty/100') == {
+    'train.init': 'warm/hasty/100'
+  }
+  assert found.needs('warm/hasty/100') == {'train.init': 'warm/skills/100'}
+  shuffled = found.arm('oracle-shuffled-even').config(100)
+  assert shuffled.reward.progress.shuffle
+  assert shuffled.reward.progress.phi == 'supporting'
+  with pytest.raises(ConfigError, match='phase .asay.*assay'):
+    arms.get_sweep('asay')
+
+
+def test_phases_after_tuning_need_it(monkeypatch, tmp_path):
+  monkeypatch.setattr(arms, 'TUNED', tmp_path / 'tuned.json')
+  with pytest.raises(ConfigError, match='tuned.json.*--phase=tune'):
+    arms.get_sweep('report')
+
+
+def tune_runs():
+  return {
+    plan.name: {'100': {'values': {'hard/em': 0.4}}} for plan in arms.tune()
+  }
+
+
+def test_tuning_takes_the_best_value_of_each_field(tmp_path):
+  runs = tune_runs()
+  for name, score in (
+    ('otc,lr=0.0006', 0.5),
+    ('otc,scale=0.3', 0.45),
+    ('otc,kl=0.03', 0.4),  # as good as the default, which stays
+  ):
+    runs[name]['100']['values']['hard/em'] = score
+  del runs['igpo,kl=0.03']
+  path = tmp_path / 'tuned.json'
+  results.choose(runs, path, {})
+  settings = json.loads(path.read_text())['settings']
+  assert settings['otc'] == {'lr': 6e-4, 'kl': 0.0, 'scale': 0.3}
+  assert settings['grpo'] == {'lr': 3e-4, 'kl': 0.0}
+  assert 'igpo' not in settings  # a trial of it has not run
+
+
+def test_what_is_kept_is_not_run_again(tmp_path):
+  runs = {'tune': {'grpo': {'100': {'values': {'hard/em': 0.1}}}}}
+  (tmp_path / run.RUNS).write_text(json.dumps(runs))
+  known = run.load_runs(tmp_path)['tune']
+  assert run._kept('arms/grpo/100', known)
+  assert run._kept('arms/stress-grpo/100', known)
+  assert not run._kept('arms/grpo/101', known)
+  assert not run._kept('arms/otc/100', known)
+
+
+def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
+  report = {
+    row.name: {
+      str(i): {'values': {'hard/em': 0.4 + 0.01 * i, 'all/searches': 2.0}}
+      for i in range(3)
+    }
+    for row in arms.METHODS
+  }
+  results.write({'report': report}, tmp_path, {}, '--phase=report')
+  written = json.loads((tmp_path / 'results.json').read_text())
+  assert len(written['claims']) == len(arms.CLAIMS)
+  for record in written['claims']:
+    assert {
+      *('method', 'claim', 'metric', 'value', 'interval', 'n_seeds', 'verdict')
+    } <= record.keys()
+  by = {(c['method'], c['metric']): c for c in written['claims']}
+  assert by['gigpo', 'hard/em']['verdict'] == 'equivalent'
+  assert by['llds', 'run/collapse']['verdict'] == 'undecided'  # did not run
+  assert '| otc | 3 | 0.410' in results.show(report)
