@@ -137,5 +137,10 @@ def test_what_it_needs_and_its_arguments():
   bare = dataclasses.replace(hand.QUESTION, answers=())
   with pytest.raises(DataError, match='golden answers'):
     checks.check_data(c, [bare])
+  exact = igpo.get_config('oracle=True')
+  assert exact.reward.progress.phi == 'supporting'
+  bare = dataclasses.replace(hand.QUESTION, supporting=())
+  with pytest.raises(DataError, match='supporting.*config.reward.progress'):
+    checks.check_data(exact, [bare])
   framed = igpo.get_config('frame=<x><answer>').reward.progress.phi_kw
   assert framed.frame == '<x><answer>'
