@@ -122,7 +122,8 @@ def quality(spans, silver, similar: float) -> dict[int, float]:
     elif span.observes and span.passages:
       now = thoughts.get(span.turn, [])
       earlier = [x for n, x in thoughts.items() if n < span.turn]
-      repeats = any(alike(now, x) > similar for x in earlier)
+      # Without the first and last token, which are tags or parts of them.
+      repeats = any(alike(now[1:-1], x[1:-1]) > similar for x in earlier)
       repeats |= len({*span.passages} & seen) > 1
       new = ({*span.passages} & {*silver}) - seen
       out[span.turn] = 0.0 if repeats else len(new) / len(span.passages)

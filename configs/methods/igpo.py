@@ -11,6 +11,7 @@ broadcast over the turn. Arguments:
            group, and a sum that each observation cuts, so that a turn keeps its
            own reward alone
   scale    of the gains, against the outcome
+  oracle   True: Phi is exact, the share of supporting passages found
   frame    text between history and answer, such as '<answer>'; '' = the
            template's opening tag of an answer
 
@@ -43,7 +44,9 @@ VERSIONS = {
 
 
 def get_config(arg=None):
-  return core.on_base(arg, change, version='as_written', scale=1.0, frame='')
+  return core.on_base(
+    arg, change, version='as_written', scale=1.0, oracle=False, frame=''
+  )
 
 
 def change(c, a):
@@ -53,9 +56,8 @@ def change(c, a):
   likelihood = dict(
     phi='configs.methods.igpo.likelihood', phi_kw=dict(frame=a.frame)
   )
-  c.reward.progress = ConfigDict(
-    core.PROGRESS | likelihood | dict(scale=a.scale)
-  )
+  phi = {} if a.oracle else likelihood
+  c.reward.progress = ConfigDict(core.PROGRESS | phi | dict(scale=a.scale))
 
 
 async def likelihood(trajectories, context, *, frame: str):
