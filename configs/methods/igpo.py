@@ -16,8 +16,9 @@ broadcast over the turn. Arguments:
            template's opening tag of an answer
 
 Departs from both: the outcome is the base recipe's, where they take F1; the
-first golden answer counts; a history without room for it keeps the last Phi.
-The engine scores with its latest weights, those that are to be updated, and at
+first golden answer counts; a history without room for it keeps the last Phi;
+the discount is 1 (advantage_kw.gamma), as no value of theirs was found. The
+engine scores with its latest weights, those that are to be updated, and at
 temperature 1, whatever config.rollout.temperature is.
 """
 
