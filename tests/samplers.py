@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 
+from searchrl_jax.engines.core import Completion
+from searchrl_jax.text.states import Done, Generate
 from searchrl_jax.types import Group
 
 
@@ -91,3 +93,40 @@ async def _chains(questions: Sequence, services) -> list[Group]:
   from searchrl_jax.rollout import chains
 
   return await chains.sample(questions, services)
+
+
+async def scripted(questions, services) -> list[Group]:
+  """First samples search for the person and are right; others guess.
+
+  What the engine would have sampled with is scored by it, so that the trainer
+  can learn from it as from its own.
+  """
+  env, engine = services.env, services.engine
+
+  async def play(start, sample: int) -> None:
+    state, action = start
+    q, right = state.question, sample == 0
+    texts = [
+      f'<answer> {q.answers[0] if right else q.meta["path"][1]} </answer>'
+    ]
+    texts += [f'<search> {q.meta["path"][0]} </search>'] * right
+    while not isinstance(action, Done):
+      if isinstance(action, Generate):
+        text = texts.pop()
+        ids = np.array(env.tokenizer.encode(text), np.int32)
+        history = np.concatenate([s.ids for s in state.segments])
+        logps = await engine.score([*history.tolist(), *ids.tolist()])
+        stop = next(s for s in action.stops if text.endswith(s))
+        versions = np.full(len(ids), engine.version, np.int32)
+        event = Completion(ids, logps[-len(ids) :], stop, versions)
+      else:
+        event = await services.source.search(list(action.requests))
+      state, action = env.step(state, event)
+    services.record(env.trajectory(state, sample))
+
+  starts = services.starts(questions)
+  for start, names in zip(starts, services.names(questions), strict=True):
+    await services.gather(
+      play(start, n) for q, n in names if (q, n) not in services.done
+    )
+  return services.groups(questions)

@@ -8,6 +8,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import checks
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Question
+from searchrl_jax.worlds import atlas
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -38,6 +39,29 @@ def test_every_recipe_is_here():
   assert sorted(RECIPES) == sorted(
     p.stem for p in files if 'def get_config' in p.read_text()
   )
+
+
+METHODS = sorted(
+  p.stem
+  for p in (ROOT / 'configs' / 'methods').glob('*.py')
+  if 'def get_config' in p.read_text()
+)
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_every_method_changes_every_base(name):
+  module = importlib.import_module(f'configs.methods.{name}')
+  world = atlas.load(world_seed=0, split='train', n=6, train=40, heldout=40)
+  for base in ('atlas', f'search_r1,{FULL}'):
+    c = module.get_config(f'base={base},seed=4')
+    assert (c.name, c.seed) == (name, 4)
+    assert c.algorithm.kl == 'none', 'experiments/arena sets it'
+    checks.check(c)
+  checks.check_data(module.get_config(), world)
+  with pytest.raises(ValueError, match="'wieght' is unknown"):
+    module.get_config('wieght=1')
+  # A test of its own, that is deleted with it.
+  assert name == 'grpo' or (ROOT / f'tests/methods/test_{name}.py').exists()
 
 
 @pytest.mark.parametrize(

@@ -276,3 +276,23 @@ def test_no_turns_at_all():
   assert s.over_tokens(np.zeros(0))[0].tolist() == [0, 0, 0]
   none = structure.of([], [])
   assert none.over_tokens(none.discounted(none.totals([]), 0.5)) == []
+
+
+def test_an_order_is_uniform_and_the_same_again():
+  def order(sample, step):
+    return structure.order(searching(sample=sample), 4, step).tolist()
+
+  drawn = np.array([order(s, t) for s in range(20) for t in range(10)])
+  assert drawn.tolist() == [order(s, t) for s in range(20) for t in range(10)]
+  # Each turn has each credit about as often: 1/4 of 200 is 50, deviation 6.
+  for turn in drawn.T:
+    assert all(25 < (turn == x).sum() < 75 for x in range(4))
+
+
+def test_shuffled_values_stay_in_their_trajectory():
+  ts = [searching('a', 'b', 'c', sample=i) for i in range(6)]
+  s = of(*ts)
+  x = np.arange(24.0)
+  moved = s.shuffled(x)
+  assert (np.sort(moved.reshape(6, 4), 1) == x.reshape(6, 4)).all()
+  assert (moved != x).any()

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from configs import algorithms
+from configs.methods import core as methods
+from configs.methods import igpo
 from searchrl_jax import train
 from searchrl_jax.learn import update
 from searchrl_jax.models import critic as critics
@@ -126,6 +128,48 @@ def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
     )
   # Nothing was recorded of them: their weight is 1, their mismatch 0.
   assert steps[2]['train/mismatch_max'] < 1e-3
+
+
+async def likelihood(trajectories, context, *, frame):
+  """IGPO's, of the weights that are about to be updated."""
+  assert context.engine.version == context.step
+  return await igpo.likelihood(trajectories, context, frame=frame)
+
+
+def test_credit_of_searches_reaches_the_critic(url, tmp_path):
+  """Exact and by likelihood; the compiled programs are those of PPO above."""
+  c = config(
+    url,
+    'PPO',
+    'shortness',
+    **{
+      'critic.lr': 1e-3,
+      'critic.pretrain_steps': 1,
+      'algorithm.minibatches': 2,
+      'rollout.sampler': 'tests.samplers.scripted',
+    },
+  )
+  gain = dict(phi=f'{__name__}.likelihood', phi_kw=dict(frame=''), weight=2.0)
+  c.reward = ConfigDict(
+    dict(
+      em=dict(fn='answer.em', weight=1.0),
+      gain=methods.PROGRESS | gain,
+      search=methods.PROGRESS | dict(scale=0.5),
+    )
+  )
+  train.train(c, str(tmp_path))
+  steps = [s for s in lines(tmp_path / 'metrics.jsonl') if s['step'] >= 0]
+  assert len(steps) == 3
+  assert all(s['train/mismatch_max'] < 1e-3 for s in steps[1:])
+  gains = {s['reward/gain'] for s in steps}
+  assert len(gains) == 3 and 0.0 not in gains, 'each step has other weights'
+  assert steps[1]['train/grad_norm'] > 0
+  for s in steps:
+    # One of two samples reads the first passage that its question needs.
+    assert s['reward/em'] == 0.5 and 0.25 <= s['reward/search/phi'] <= 0.5
+    assert s['reward/search'] == pytest.approx(0.5 * s['reward/search/phi'])
+    total = s['reward/em'] + s['reward/search'] + 2 * s['reward/gain']
+    assert s['reward'] == pytest.approx(total, rel=1e-5)
 
 
 def test_remax_learns_from_greedy_answers(url, tmp_path):

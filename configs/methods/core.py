@@ -14,12 +14,32 @@ Its arguments are `base`, the recipe that it changes (atlas, search_r1, ...:
 `configs/BASE.py`), the method's own, and those of the base.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import importlib
+from typing import Any
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.run import schema
+from configs import algorithms
+from searchrl_jax.run import lookup, schema
+
+# GRPO as most releases of search agents have it (configs/methods/grpo.py).
+GRPO = algorithms.GRPO | dict(aggregation='token')
+
+# Credit for searches (searchrl_jax/rewards/progress.py).
+PROGRESS = dict(
+  fn='progress.progress',
+  weight=1.0,
+  phi='supporting',
+  phi_kw={},
+  kind='difference',
+  scale=1.0,
+  redundancy=0.0,
+  forfeit=False,
+  closed=False,
+  shuffle=False,
+  at_end=False,
+)
 
 
 def on_base(
@@ -39,3 +59,30 @@ def on_base(
   c = base.get_config(','.join(p for p in parts if p not in own))
   change(c, a)
   return c
+
+
+def set_algorithm(c: ConfigDict, fields: Mapping[str, Any]) -> None:
+  """Sets config.algorithm; fields of the base's advantage do not stay.
+
+  There is no KL, as in `grpo`; algorithm.kl sets one.
+  """
+  c.algorithm.advantage_kw = {}
+  c.algorithm.update({**fields, 'kl': 'none', 'kl_coef': 0.0})
+
+
+def set_critic(c: ConfigDict) -> None:
+  """Sets the critic's learning rate where the base recipe has none."""
+  c.critic.lr = c.critic.lr or (1e-5 if c.model.path else 1e-3)
+
+
+def chosen(name: str, value: str, of: Mapping[str, Any]) -> Any:
+  """of[value], of a config argument.
+
+  Raises:
+    ConfigError: the argument has another value.
+  """
+  known = ', '.join(of)
+  lookup.require(
+    value in of, f'config argument {name}={value!r}: one of {known}'
+  )
+  return of[value]

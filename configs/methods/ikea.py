@@ -14,14 +14,14 @@ release, the reward itself does not use it. Departures:
 
   * m counts the searches that were made. The release counts opening tags in the
     decoded text, so that it takes a tag in a thought, or in a passage, for a
-    search: variant='as_released'. (Tags in passages are taken apart here.)
+    search: version='as_released'. (Tags in passages are taken apart here.)
   * Malformed is: an invalid action, or no complete thought. The release also
     looks for tags in other brackets, such as "(search".
 
-The algorithm is that of the base: GRPO in atlas, with its own group, learning
-rate and KL. Arguments: bonus, variant (sound, as_released), credit
-(rewards/controls.py; 'oracle' counts only searches beyond those that the
-question needs), and those of the base.
+The algorithm is GRPO, with the base's group and learning rate. Arguments:
+bonus, version (sound, as_released), credit (rewards/controls.py; 'oracle'
+counts only searches beyond those that the question needs), and those of the
+base.
 """
 
 from configs.methods import core
@@ -29,11 +29,12 @@ from searchrl_jax.rewards import controls, efficiency
 
 
 def get_config(arg=None):
-  return core.on_base(arg, change, bonus=0.6, variant='sound', credit='own')
+  return core.on_base(arg, change, bonus=0.6, version='sound', credit='own')
 
 
 def change(c, a):
   c.name = 'ikea'
+  core.set_algorithm(c, core.GRPO)
   c.reward = dict(
     ikea=dict(
       fn='configs.methods.ikea.reward',
@@ -42,14 +43,14 @@ def change(c, a):
       limit=3,
       searched=0.05,
       malformed=-1.0,
-      variant=a.variant,
+      version=a.version,
       credit=a.credit,
     )
   )
 
 
 async def reward(
-  groups, context, *, bonus, limit, searched, malformed, variant, credit
+  groups, context, *, bonus, limit, searched, malformed, version, credit
 ):
   """The table of the module.
 
@@ -59,7 +60,7 @@ async def reward(
     limit: number of searches from which there is no bonus.
     searched: reward of a wrong answer after a search.
     malformed: reward of a malformed trajectory.
-    variant, credit: see the module.
+    version, credit: see the module.
   """
   env = context.env
 
@@ -81,7 +82,7 @@ async def reward(
     value = value if valid else malformed
     return dict(value=value, em=attempt.right, valid=valid)
 
-  count = tags if variant == 'as_released' else efficiency.executed
+  count = tags if version == 'as_released' else efficiency.executed
   return efficiency.compared(groups, context, score, credit=credit, count=count)
 
 
@@ -91,8 +92,8 @@ def _needs(fields):
 
 def _check(config, fields):
   del config
-  variants = ('sound', 'as_released')
-  controls.choose(fields, variant=variants, credit=controls.CREDITS)
+  versions = ('sound', 'as_released')
+  controls.choose(fields, version=versions, credit=controls.CREDITS)
 
 
 reward.needs, reward.check = _needs, _check

@@ -14,28 +14,34 @@ Departures:
     question, which would be state of the reward in the checkpoint.
   * `scale` s interpolates: R (1 - s + s r); the paper's is s = 1. Its factor
     alpha is the term's weight, without effect on normalised advantages.
-  * r multiplies an exact match; `variant='ports'` is the sum of two public
+  * r multiplies an exact match; `version='ports'` is the sum of two public
     ports, (1 - s) R + s r with s = .3, which pays wrong answers too.
 
-The algorithm is that of the base: GRPO in atlas. Arguments: scale, form (grpo,
-ppo), variant (as_written, ports), credit (rewards/controls.py; 'oracle' takes
+The algorithm is GRPO, or PPO with `form=ppo`. Arguments: scale, form (grpo,
+ppo), version (as_written, ports), credit (rewards/controls.py; 'oracle' takes
 the searches that the question needs for n), and those of the base.
 """
 
 import math
 
+from configs import algorithms
 from configs.methods import core
 from searchrl_jax.rewards import controls, efficiency
 from searchrl_jax.run import lookup
 
 
 def get_config(arg=None):
-  known = dict(scale=1.0, form='grpo', variant='as_written', credit='own')
+  known = dict(scale=1.0, form='grpo', version='as_written', credit='own')
   return core.on_base(arg, change, **known)
 
 
 def change(c, a):
   c.name = 'otc'
+  if a.form == 'ppo':
+    core.set_algorithm(c, algorithms.PPO)
+    core.set_critic(c)
+  else:
+    core.set_algorithm(c, core.GRPO)
   c.reward = dict(
     otc=dict(
       fn='configs.methods.otc.reward',
@@ -43,7 +49,7 @@ def change(c, a):
       scale=a.scale,
       smoothing=c.env.get_ref('max_turns'),
       form=a.form,
-      variant=a.variant,
+      version=a.version,
       credit=a.credit,
     )
   )
@@ -56,14 +62,14 @@ def tool(m: int, n: int | None, smoothing: float) -> float:
   return math.sin(m * math.pi / (m + n))
 
 
-async def reward(groups, context, *, scale, smoothing, form, variant, credit):
+async def reward(groups, context, *, scale, smoothing, form, version, credit):
   """Outcome and r of each trajectory; see the module.
 
   Args:
     groups, context: see rewards/core.py.
     scale: s, 0 to 1.
     smoothing: c of the cosine; the paper ties it to the limit of calls.
-    form, variant, credit: see the module.
+    form, version, credit: see the module.
   """
 
   def score(trajectory, attempt):
@@ -71,7 +77,7 @@ async def reward(groups, context, *, scale, smoothing, form, variant, credit):
     n = attempt.fewest if form == 'grpo' else None
     n = n if attempt.needed is None else attempt.needed
     r = tool(attempt.searches, n, smoothing)
-    paid = r * attempt.right if variant == 'as_written' else r
+    paid = r * attempt.right if version == 'as_written' else r
     value = (1 - scale) * attempt.right + scale * paid
     return dict(value=value, em=attempt.right, tool=r)
 
@@ -79,8 +85,8 @@ async def reward(groups, context, *, scale, smoothing, form, variant, credit):
 
 
 def _check(config, fields):
-  forms, variants = ('grpo', 'ppo'), ('as_written', 'ports')
-  controls.choose(fields, form=forms, variant=variants, credit=controls.CREDITS)
+  forms, versions = ('grpo', 'ppo'), ('as_written', 'ports')
+  controls.choose(fields, form=forms, version=versions, credit=controls.CREDITS)
   lookup.require(
     fields['form'] == 'ppo' or config.rollout.group > 1,
     "form='grpo' compares the searches of a group, and config.rollout.group="

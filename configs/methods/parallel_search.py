@@ -11,7 +11,7 @@ template separates; each gets its passages. The reward is
 
 by meta.parallel of the question; n* is 2 in the release. Departures:
 
-  * Only right answers earn the shape. variant='as_released' pays it always: a
+  * Only right answers earn the shape. version='as_released' pays it always: a
     wrong answer in the right shape then earns .9, as much as a right one of
     three separate searches is left with .65.
   * n* is the number of hops of the question, if it is known: not all questions
@@ -20,11 +20,10 @@ by meta.parallel of the question; n* is 2 in the release. Departures:
   * Searches that were made count. The release counts opening tags in prompt
     and text, less the two of its prompt.
 
-The algorithm is that of the base: GRPO in atlas, PPO in the release
-(base=search_r1,algorithm=ppo). At full size the template is `parallel`, and an
-observation may have 1000 tokens. Arguments: scale, variant (sound,
-as_released), credit (own; shuffled, see rewards/controls.py), and those of the
-base.
+The algorithm is GRPO, in the release PPO. At full size the template is
+`parallel`, and an observation may have 1000 tokens. Arguments: scale, version
+(sound, as_released), credit (own; shuffled, see rewards/controls.py), and those
+of the base.
 """
 
 import itertools
@@ -39,11 +38,12 @@ STRUCTURE, SPLIT, COUNT = 0.1, 0.15, 0.35
 
 
 def get_config(arg=None):
-  return core.on_base(arg, change, scale=1.0, variant='sound', credit='own')
+  return core.on_base(arg, change, scale=1.0, version='sound', credit='own')
 
 
 def change(c, a):
   c.name = 'parallel_search'
+  core.set_algorithm(c, core.GRPO)
   if c.model.path and not prompts.load(c.env.template).query_separator:
     c.env.template = 'parallel'
     c.env.max_observation_tokens = 1000
@@ -54,7 +54,7 @@ def change(c, a):
       scale=a.scale,
       # Notes take the place of thoughts in atlas.
       require_think=bool(c.model.path),
-      variant=a.variant,
+      version=a.version,
       credit=a.credit,
     )
   )
@@ -74,17 +74,17 @@ def shape(trajectory, released: bool) -> float:
   return earned + COUNT * (1 - off if released else max(1 - off, 0))
 
 
-async def reward(groups, context, *, scale, require_think, variant, credit):
+async def reward(groups, context, *, scale, require_think, version, credit):
   """Format table and shape of each trajectory; see the module.
 
   Args:
     groups, context: see rewards/core.py.
     scale: of the shape.
     require_think: an action needs a thought before it, as in the release.
-    variant, credit: see the module. 'shuffled': the shape of a trajectory of
+    version, credit: see the module. 'shuffled': the shape of a trajectory of
       the group with the same place in the table.
   """
-  env, found, released = context.env, {}, variant == 'as_released'
+  env, found, released = context.env, {}, version == 'as_released'
   for group in groups:
     alive = [t for t in group if not t.failed]
     table = [
@@ -106,7 +106,7 @@ async def reward(groups, context, *, scale, require_think, variant, credit):
 
 def _check(config, fields):
   controls.choose(
-    fields, variant=('sound', 'as_released'), credit=('own', 'shuffled')
+    fields, version=('sound', 'as_released'), credit=('own', 'shuffled')
   )
   template = prompts.load(config.env.template)
   lookup.require(

@@ -13,13 +13,13 @@ each, with its advantage. Departures:
     are all with the values of its scripts (2 trees, 1 round, 3 leaves).
   * A tree whose other leaves failed gives 0 to the last one. In the release its
     mean is taken as 0 and its deviation as 1, so that the raw reward is pushed.
-  * variant='tree_2norm', an option of the release, normalises among the
+  * version='tree_2norm', an option of the release, normalises among the
     question's leaves and then within trees, which undoes the first: what is
     left compares within trees alone.
   * The reward is the base's; their scripts shape it by the format.
 
 Compare it with others at equal sampled tokens: leaves cost less than chains.
-Arguments: trees, rounds, leaves (of a tree), scale, variant (as_written,
+Arguments: trees, rounds, leaves (of a tree), scale, version (as_written,
 tree_2norm), credit (own; shuffled: the leaves of a question are dealt to its
 trees by their names alone), and those of the base.
 """
@@ -36,7 +36,7 @@ from searchrl_jax.run import lookup
 
 def get_config(arg=None):
   known = dict(trees=2, rounds=1, leaves=3)
-  known |= dict(scale=1.0, variant='as_written', credit='own')
+  known |= dict(scale=1.0, version='as_written', credit='own')
   return core.on_base(arg, change, **known)
 
 
@@ -44,10 +44,11 @@ def change(c, a):
   c.name = 'tree_grpo'
   c.rollout.update(sampler='tree', trees=a.trees, rounds=a.rounds)
   c.rollout.group = a.trees * a.leaves
-  c.algorithm.advantage = 'configs.methods.tree_grpo.advantage'
-  c.algorithm.advantage_kw = dict(
-    eps=1e-6, ddof=1, scale=a.scale, variant=a.variant, credit=a.credit
-  )
+  kw = dict(eps=1e-6, ddof=1)
+  kw |= dict(scale=a.scale, version=a.version, credit=a.credit)
+  name = 'configs.methods.tree_grpo.advantage'
+  fields = dict(advantage=name, advantage_kw=kw)
+  core.set_algorithm(c, core.GRPO | fields)
 
 
 def advantage(
@@ -59,7 +60,7 @@ def advantage(
   eps: float,
   ddof: int,
   scale: float,
-  variant: str,
+  version: str,
   credit: str,
 ):
   """float32 [B]: see the module.
@@ -68,7 +69,7 @@ def advantage(
     values, valid, group_ids, structure: see learn/advantages.py.
     eps, ddof: as in `advantages.grpo`.
     scale: of the comparison within trees.
-    variant, credit: see the module.
+    version, credit: see the module.
   """
   tree = np.full(len(valid), -1)
   tree[structure.row] = structure.labels('tree')
@@ -77,7 +78,7 @@ def advantage(
     tree = _dealt(tree, group_ids, [t.id for t in structure.trajectories])
   cells, z = [group_ids, tree], dict(eps=eps, ddof=ddof)
   between = advantages.normalised(values, valid, group_ids, **z)
-  if variant == 'tree_2norm':
+  if version == 'tree_2norm':
     return advantages.normalised(between, valid, cells, **z).astype(np.float32)
   within = advantages.normalised(values, valid, cells, **z)
   return (between + scale * within).astype(np.float32)
@@ -95,7 +96,7 @@ def _dealt(tree: np.ndarray, group_ids: np.ndarray, names) -> np.ndarray:
 
 def _check(config, fields):
   controls.choose(
-    fields, variant=('as_written', 'tree_2norm'), credit=('own', 'shuffled')
+    fields, version=('as_written', 'tree_2norm'), credit=('own', 'shuffled')
   )
   lookup.require(
     config.rollout.sampler != 'chains',

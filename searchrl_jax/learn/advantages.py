@@ -33,6 +33,9 @@ What the config check has to know of a function are attributes of it:
       with rollout.group = 1 it would give 0 for ever.
     divides_by_spread = True: it divides by a deviation within a cell, which
       would blow up the noise of a KL in the reward (`algorithm.kl`).
+    needs, check: see `data.checks.require_needs` and `learn.checks`.
+    targets(values, valid, [arrays], *, gamma, lam) -> B arrays [n]: what its
+      critic learns; the default is `lambda_returns`.
 
 `by_cell` compares values within the cells of any partition, groups or others.
 

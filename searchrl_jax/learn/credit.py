@@ -89,7 +89,7 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   found = function(a.advantage)(earned, valid, batch.group_ids, *given, **kw)
   targets = None
   if 'critic' in taken:
-    targets = advantages.lambda_returns(
-      earned, valid, masks, arrays['critic'], gamma=kw.gamma, lam=kw.lam
-    )
+    of = getattr(function(a.advantage), 'targets', advantages.lambda_returns)
+    given = [arrays[name] for name in lookup.inputs(of)[2:]]
+    targets = of(earned, valid, *given, gamma=kw.gamma, lam=kw.lam)
   return Credit(found, targets, metrics)

@@ -14,6 +14,7 @@ and number. Values of turns are float [N]:
 from collections.abc import Hashable, Sequence
 import dataclasses
 import itertools
+import zlib
 
 import numpy as np
 
@@ -34,6 +35,16 @@ class Span:
   # Of an observation: ids of the passages that the search found, or the text
   # of a tool, in order. A cut observation does not show all of it.
   passages: tuple[str, ...] = ()
+
+  @property
+  def acts(self) -> bool:
+    """Whether it is part of a turn."""
+    return self.segment.author in ACTORS
+
+  @property
+  def observes(self) -> bool:
+    """Whether it shows what a tool found."""
+    return _observes(self.segment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +77,17 @@ class Structure:
     for i in reversed(range(len(out) - 1)):
       if self.row[i] == self.row[i + 1]:
         out[i] += gamma * out[i + 1]
+    return out
+
+  def shuffled(self, values: np.ndarray) -> np.ndarray:
+    """float64 [N]: a trajectory's values, dealt to its turns by `order`.
+
+    A control: which turn earned what is lost, the sum is not.
+    """
+    out = np.array(values, np.float64)
+    for i, trajectory in enumerate(self.trajectories):
+      at = np.flatnonzero(self.row == i)
+      out[at] = out[at[order(trajectory, len(at))]]
     return out
 
   def over_tokens(self, values: np.ndarray) -> list[np.ndarray]:
@@ -137,7 +159,7 @@ def of(
   listed, turns, n = [np.zeros((3, 0), int)], [], 0
   for i, (found, mask) in enumerate(zip(spans, masks, strict=True)):
     number = np.repeat(
-      [s.turn if s.segment.author in ACTORS else -1 for s in found],
+      [s.turn if s.acts else -1 for s in found],
       [s.end - s.start for s in found],
     )
     at = np.flatnonzero(mask & (number >= 0))
@@ -151,6 +173,12 @@ def of(
     n += len(first)
   row, numbers, start = np.concatenate(listed, axis=1)
   return Structure(trajectories, spans, row, numbers, start, turns)
+
+
+def order(trajectory: Trajectory, n: int, step: int = 0) -> np.ndarray:
+  """A random order of n turns that depends on question, sample and step."""
+  name = zlib.crc32(trajectory.question.id.encode())
+  return np.random.default_rng([name, trajectory.sample, step]).permutation(n)
 
 
 def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:

@@ -29,6 +29,7 @@ and `meta`:
 
   path      person and relations, or the two people of a comparison
   facts     of each needed fact (person, relation, value)
+  queries   of each, wordings of a query that finds it
   false     of each, a false value of the same kind, for contradictory passages
   recalled  of each, whether the policy has read it in its warm start
   known     whether it has read all of them
@@ -249,6 +250,7 @@ def _question(rng, id, row, facts, ids, recalled) -> Question:
   read = tuple((person, relation) in recalled for person, relation, _ in steps)
   meta = dict(path=path, facts=tuple(steps), recalled=read, known=all(read))
   meta['parallel'] = kind == 'comparison'
+  meta['queries'] = tuple((f'{p} {SECTION[r]}',) for p, r, _ in steps)
   meta['false'] = tuple(_false(rng, facts, *step) for step in steps)
   supporting = tuple(ids[p, SECTION[r]] for p, r, _ in steps)
   answers = (steps[-1][-1],)

@@ -135,6 +135,31 @@ def test_an_accelerator_reads_the_cache_of_a_token_at_once(
   np.testing.assert_array_equal(far[:4], got[:4])
 
 
+def test_scores_that_wait_share_a_call(engine, monkeypatch):
+  rng = np.random.default_rng(0)
+  rows = [rng.integers(0, 90, n).tolist() for n in (5, 9, 31, 33, 60, 9, 8, 32)]
+  sizes, real = [], engine._device.score
+
+  def counted(*sequences):
+    sizes.append(len(sequences))
+    return real(*sequences)
+
+  monkeypatch.setattr(engine._device, 'score', counted)
+
+  async def alone():
+    return [await engine.score(row) for row in rows]
+
+  async def together():
+    return await asyncio.gather(*map(engine.score, rows))
+
+  one = asyncio.run(alone())
+  assert sizes == [1] * 8
+  sizes.clear()
+  for a, b in zip(one, asyncio.run(together()), strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert sum(sizes) == 8 and len(sizes) < 8 and not engine._scores
+
+
 @pytest.mark.parametrize('temperature', [1.0, 0.6, 0.0])
 def test_cached_equals_full_forward(engine, temperature):
   async def main():

@@ -223,12 +223,18 @@ class Device:
       self._copy(plan.copies.get(level, []))
       self._prefill(plan.pieces.get(level, []))
 
-  def score(self, ids: list[int]) -> np.ndarray:
-    """Teacher-forced log-probs, float32 [n]."""
-    width = decode.fit(self._shape.score_widths, len(ids))
-    rows = np.zeros((self._shape.rows(width), width), np.int32)
-    rows[0, : len(ids)] = ids
-    return np.asarray(self._programs.score(self._weights, rows))[0, : len(ids)]
+  def score_shape(self, n: int) -> tuple[int, int]:
+    """Rows and width of the call that scores n ids."""
+    width = decode.fit(self._shape.score_widths, n)
+    return self._shape.rows(width), width
+
+  def score(self, *sequences: list[int]) -> list[np.ndarray]:
+    """Teacher-forced log-probs, float32 [n] each, of sequences of one shape."""
+    rows = np.zeros(self.score_shape(len(sequences[0])), np.int32)
+    for row, ids in zip(rows, sequences):
+      row[: len(ids)] = ids
+    found = np.asarray(self._programs.score(self._weights, rows))
+    return [row[: len(ids)] for row, ids in zip(found, sequences)]
 
   def warmup(self) -> None:
     """Compiles every program; the content of the caches is unchanged."""

@@ -76,6 +76,7 @@ class JaxSampler(HandleEngine):
       room(cfg, config), shape.widths[-1], self._counters
     )
     self.replicas = (self,)
+    self._scores: list[_Score] = []  # calls that wait
     self._held = False  # between sync and resume
     self._waiting: list[Request] = []  # by rank, then by arrival
     self._active: dict[int, Request] = {}  # slot -> request
@@ -140,14 +141,18 @@ class JaxSampler(HandleEngine):
   async def score(self, ids) -> np.ndarray:
     """Log-prob of each id given those before it: float32 [n], [0] is 0.
 
-    A full forward pass at temperature 1, without any cache.
+    A full forward pass at temperature 1, without any cache. Calls that wait
+    share one, which does not show in their results.
     """
     ids = self._check_ids(ids, 0, 'score')
     if not ids:
       return np.zeros(0, np.float32)
-    return await asyncio.get_running_loop().run_in_executor(
-      self._worker, self._score, ids
+    call = _Score(ids)
+    self._scores.append(call)
+    await asyncio.get_running_loop().run_in_executor(
+      self._worker, self._score, call
     )
+    return call.logps
 
   async def sync(self, update: core.WeightsUpdate) -> core.SyncReport:
     """Loads new weights (copied; the trainer may donate its own afterwards).
@@ -375,9 +380,31 @@ class JaxSampler(HandleEngine):
       self._seconds['decode'] += time.perf_counter() - middle
       return ids, logps, counts, self.version
 
-  def _score(self, ids: list[int]) -> np.ndarray:
+  def _score(self, call: '_Score') -> None:
+    """Scores a call, and as many that wait as have a place beside it."""
     with self._lock:
-      return self._device.score(ids)
+      if call.logps is not None:
+        return  # beside an earlier one
+      shape = self._device.score_shape(len(call.ids))
+      others = [
+        c
+        for c in self._scores
+        if c is not call and self._device.score_shape(len(c.ids)) == shape
+      ]
+      calls = [call, *others][: shape[0]]
+      # One that the loop adds meanwhile may be lost here; it has its own turn.
+      self._scores = [c for c in self._scores if c not in calls]
+      found = self._device.score(*(c.ids for c in calls))
+      for c, logps in zip(calls, found, strict=True):
+        c.logps = logps
+
+
+@dataclasses.dataclass(eq=False)
+class _Score:
+  """A call of `score` that waits."""
+
+  ids: list[int]
+  logps: np.ndarray | None = None
 
 
 def capacity(model_cfg: DecoderConfig, config, tokens: int) -> int:
