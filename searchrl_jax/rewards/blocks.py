@@ -5,11 +5,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.rewards import scores
+from searchrl_jax.rewards import controls, scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
 from searchrl_jax.run import lookup
 from searchrl_jax.text import prompts
-from searchrl_jax.types import Group, Rewards
+from searchrl_jax.types import Group, Question, Rewards, Trajectory
+
+_OUTCOMES = {'em': scores.exact_match, 'f1': scores.f1}
 
 
 async def states_answer(
@@ -29,24 +31,120 @@ async def states_answer(
 
   def score(trajectory):
     golds = trajectory.question.answers
-    found = (
-      b.text
-      for b in context.env.blocks(trajectory)
-      if b.author == 'policy' and b.kind == block and b.complete
-    )
+    found = _texts(trajectory, context, block)
     return float(any(scores.states(text, golds) for text in found))
 
   return per_trajectory(groups, score)
 
 
+async def outcome_or_evidence(
+  groups: Sequence[Group],
+  context: RewardContext,
+  *,
+  outcome: str,
+  block: str,
+  bonus: float,
+  evidence: str,
+  monotone: bool,
+  credit: str,
+) -> Rewards:
+  """The outcome, else a small bonus if the policy's notes hold a golden answer.
+
+      no answer           0
+      monotone            max(s, bonus * e)
+      else                s if s > 0, else bonus * e
+
+  s is the outcome, e (0 or 1) whether the notes hold a golden answer. Without
+  `monotone`, an answer that shares a word with a golden one (F1 .05) earns less
+  than one that shares none (.1), as in the releases of AutoRefine
+  (arXiv 2505.11277) and others.
+
+  Args:
+    groups: trajectories.
+    context: its env reads answers and blocks.
+    outcome: 'em' or 'f1'.
+    block: name of the template's block for notes, such as 'refine'.
+    bonus: of evidence.
+    evidence: 'words': a golden answer in whole words of one complete block.
+      'substring': in all of them, joined, also within a word.
+    monotone: see above.
+    credit: one of controls.CREDITS. 'shuffled': e is that of a trajectory of
+      the group with the same s. 'oracle': e is the share of the facts that the
+      policy needs, and has not read in its warm start, that a block of their
+      own states and nothing else ("teacher Kova Len"), in a generated world.
+  """
+  found = {}
+  for group in groups:
+    alive = [t for t in group if not t.failed]
+    answers = [context.env.answer(t) for t in alive]
+    earned = [
+      _OUTCOMES[outcome](a, t.question.answers) for a, t in zip(answers, alive)
+    ]
+    holds = [
+      _evidence(_texts(t, context, block), t.question, evidence, credit)
+      for t in alive
+    ]
+    if credit == 'shuffled':
+      same = [*zip(earned, (a is None for a in answers))]
+      holds = [holds[i] for i in controls.drawn(alive, same, context.step)]
+    for t, answer, s, e in zip(alive, answers, earned, holds):
+      value = max(s, bonus * e) if monotone or s <= 0 else s
+      value = value if answer is not None else 0.0
+      found[id(t)] = {'value': value, outcome: s, 'evidence': e}
+  return per_trajectory(groups, lambda t: found[id(t)])
+
+
+def _texts(trajectory: Trajectory, context: RewardContext, block: str):
+  """The texts of the policy's complete blocks of this name."""
+  return [
+    b.text
+    for b in context.env.blocks(trajectory)
+    if b.author == 'policy' and b.kind == block and b.complete
+  ]
+
+
+def _evidence(
+  texts: Sequence[str], question: Question, evidence: str, credit: str
+) -> float:
+  """What notes are worth; see `outcome_or_evidence`."""
+  if credit == 'oracle':
+    noted = {scores.key(text) for text in texts}
+    facts, recalled = question.meta['facts'], question.meta['recalled']
+    needed = [fact for fact, known in zip(facts, recalled) if not known]
+    stated = [
+      # The thought on a comparison names both people's value "both".
+      not noted.isdisjoint(scores.key(f'{r} {value}') for r in (name, 'both'))
+      for _, name, value in needed
+    ]
+    return sum(stated) / len(stated) if stated else 0.0
+  if evidence == 'substring':
+    return float(scores.contains(' '.join(texts), question.answers))
+  return float(any(scores.states(text, question.answers) for text in texts))
+
+
 def _check(config: ConfigDict, fields: Mapping[str, Any]) -> None:
-  kinds = prompts.load(config.env.template).kinds
-  lookup.require(
-    fields['block'] in kinds,
-    f'block={fields["block"]!r} is none of the template config.env.template='
-    f'{config.env.template!r}: {lookup.near(fields["block"], kinds)}',
+  template = config.env.template
+  kinds, block = prompts.load(template).kinds, fields['block']
+  what = f'none of the template config.env.template={template!r}'
+  have = 'refine and micro_notes have "refine"'
+  hint = f'{lookup.near(block, kinds)}; of the templates here, {have}'
+  lookup.require(block in kinds, f'block={block!r} is {what}: {hint}')
+
+
+def _check_evidence(config: ConfigDict, fields: Mapping[str, Any]) -> None:
+  _check(config, fields)
+  evidence = ('words', 'substring')
+  controls.choose(
+    fields, outcome=_OUTCOMES, evidence=evidence, credit=controls.CREDITS
   )
+
+
+def _needs_evidence(fields: Mapping[str, Any]) -> tuple[str, ...]:
+  oracle = ('meta.facts', 'meta.recalled')
+  return 'answers', *(oracle if fields['credit'] == 'oracle' else ())
 
 
 states_answer.needs = ('answers',)
 states_answer.check = _check
+outcome_or_evidence.needs = _needs_evidence
+outcome_or_evidence.check = _check_evidence
