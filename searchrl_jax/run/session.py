@@ -4,6 +4,7 @@ A `Session` has no algorithm: a loop (train.py, sft.py,
 experiments/ssp/train.py) trains one step and calls `end_step`.
 """
 
+import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -26,7 +27,6 @@ from searchrl_jax.run import (
   lookup,
   parameters,
   progress,
-  records,
   remote,
   sharding,
   signals,
@@ -89,7 +89,6 @@ class Session:
     devices = [str(d) for d in jax.devices()]
     self._about = {'devices': devices, 'parameters': self.cfg.n_params}
     self._about |= about or {}
-    self._aside = self.workdir / 'ended.bin'
     self._saver = checkpoint.of_run(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
     self.engine: Any = None
@@ -125,10 +124,9 @@ class Session:
     for name, state in self._states.items():
       state.restore(saved.extras[name])
     if self._unused is not None:
-      read = lambda: records.read_aside(self._aside, self.step)
-      data = cluster.first('unused', read)
-      ended = saved.arrays['ended'].tobytes()
-      self._unused.decode(ended if data is None else data)
+      # Absent in those of earlier versions: their rollouts begin again.
+      ended = saved.extras.get('ended', '')
+      self._unused.decode(base64.b64decode(ended))
 
   def __enter__(self) -> 'Session':
     with contextlib.ExitStack() as stack:
@@ -275,9 +273,13 @@ class Session:
       self.metrics = self.writer.write(-1, self.evaluate())
     elif self._owed:
       self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
-      self.writer.sync()
-      amend = functools.partial(self._saver.amend, evaluation_owed=False)
-      cluster.first('evaluated', lambda: amend(self.step, self.metrics))
+      self._amend(evaluation_owed=False)
+
+  def _amend(self, **extras) -> None:
+    """Replaces the metrics and some extras of the last checkpoint."""
+    self.writer.sync()
+    amend = functools.partial(self._saver.amend, self.step, self.metrics)
+    cluster.first('amend', lambda: amend(**extras))
 
   @property
   def done(self) -> bool:
@@ -467,21 +469,19 @@ class Session:
   def save(self, background: bool = False) -> None:
     """Writes a checkpoint of the steps done.
 
-    If there is one already, only the unused trajectories may have changed;
-    they are written to a separate file.
+    If there is one already, only the unused trajectories may have changed.
 
     background: return once the arrays are copied to the host.
     """
     with self.writer.timer('checkpoint'):
       self._saver.wait()
     unused = b'' if self._unused is None else self._unused.encode()
+    ended = base64.b64encode(unused).decode()
     if self.step in cluster.first('steps', self._saver.steps):
-      write = lambda: records.write_aside(self._aside, self.step, unused)
-      cluster.first('unused', write)
-      self.writer.sync()
+      self._amend(ended=ended)
       return
     extras = {name: state.state() for name, state in self._states.items()}
-    extras |= {'served': self._identity, 'version': self.step}
+    extras |= {'served': self._identity, 'version': self.step, 'ended': ended}
     with self.writer.timer('checkpoint'):
       # The files of steps that a checkpoint counts are there before it.
       self.writer.sync()
@@ -490,7 +490,6 @@ class Session:
         self.trained.tree(),
         metrics=self.metrics,
         extras=extras | {'evaluation_owed': self._owed},
-        arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
         background=background,
       )
