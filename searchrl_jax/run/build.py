@@ -83,7 +83,7 @@ def require_same(config: ConfigDict, questions=()) -> None:
     content = repr([(q.id, q.text, q.answers) for q in questions])
     digest = hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()
     data = {'questions': len(questions), 'digest': digest[:16]}
-    fields = writer.computed(records.plain(config))
+    fields = writer.computed(config)
     # A run may go on with others, but processes have to agree when to save.
     fields['checkpoint.every'] = config.checkpoint.every
     fields['checkpoint.background'] = config.checkpoint.background
