@@ -24,7 +24,7 @@ from retrieval import files
 from searchrl_jax import types
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.learn import batching, checks
+from searchrl_jax.learn import batching, checks, optim
 from searchrl_jax.learn.learner import Learner, own_optim
 from searchrl_jax.run import build, cluster, command, lookup, parameters
 from searchrl_jax.run.session import Session
@@ -208,10 +208,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     "config.source.module='simulated': a warm start reads real passages; give "
     '--config.source.module=service',
   )
-  lookup.require(
-    c.schedule == 'constant' or c.warmup < c.steps,
-    f'config.sft.warmup={c.warmup} has to be below config.sft.steps={c.steps}',
-  )
+  optim.schedule(c, c.steps, 'config.sft')
   build.require_same(config)
   tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
