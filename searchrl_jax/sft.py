@@ -231,12 +231,7 @@ def sft(config, workdir: str) -> dict[str, float]:
   lengths = np.array([len(t) for t in trajectories])
   rows = order(lengths, c.rows, c.steps, config.seed)
   with Session(
-    config,
-    workdir,
-    'sft',
-    learner,
-    limits=(c.steps, c.seconds, c.save_every),
-    about={'traces': len(trajectories)},
+    config, workdir, 'sft', learner, limits=(c.steps, c.seconds, c.save_every)
   ) as run:
     run.begin()
     while not run.done:

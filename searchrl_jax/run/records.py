@@ -127,15 +127,14 @@ def plain(value: Any) -> Any:
     value = value.to_dict()
   if isinstance(value, Mapping):
     return {str(k): plain(v) for k, v in value.items()}
-  if isinstance(value, (np.ndarray, np.generic)):
-    value = value.tolist()
+  if hasattr(value, '__array__'):  # of NumPy or JAX
+    value = np.asarray(value).tolist()
   if isinstance(value, (list, tuple, set, frozenset)):
     return [plain(v) for v in value]
   if isinstance(value, float) and not math.isfinite(value):
     return None
-  if value is None or isinstance(value, (str, int, float)):
-    return value
-  return plain(np.asarray(value)) if hasattr(value, '__array__') else str(value)
+  known = value is None or isinstance(value, (str, int, float))
+  return value if known else str(value)
 
 
 def tuples(fields: dict) -> dict:

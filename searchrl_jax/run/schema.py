@@ -110,12 +110,13 @@ def parse_arg(arg: str | None, **known):
     if not isinstance(known[name], str):
       with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(value)
-    try:
-      if isinstance(value, bool) and type(known[name]) in (int, float):
-        raise TypeError(f'expected a number, as {known[name]}')
-      out[name] = value
-    except TypeError as e:
-      raise ValueError(f'config argument {name}={value!r}: {e}') from e
+    kind = type(known[name])
+    lookup.require(
+      type(value) is kind or kind is float and type(value) is int,
+      f'config argument {name}={value!r}: not of type {kind.__name__}',
+      ValueError,
+    )
+    out[name] = value
   return out
 
 

@@ -57,7 +57,6 @@ class Session:
       checkpoint: `state()` returns JSON, `restore(state)` takes it.
     unused: trajectories that have ended and were not trained on yet:
       `encode()` returns bytes, `decode(data)` takes them.
-    about: further entries of this start in environment.json.
 
   Attributes:
     step: steps done.
@@ -80,7 +79,6 @@ class Session:
     limits: tuple[int, float, int],
     states: Mapping[str, Any] | None = None,
     unused: Any = None,
-    about: Mapping[str, Any] | None = None,
   ):
     self.config, self.workdir = config, pathlib.Path(workdir)
     self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
@@ -88,7 +86,6 @@ class Session:
     self._states, self._unused = dict(states or {}), unused
     devices = [str(d) for d in jax.devices()]
     self._about = {'devices': devices, 'parameters': self.cfg.n_params}
-    self._about |= about or {}
     self._saver = checkpoint.of_run(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
     self.engine: Any = None
@@ -259,9 +256,6 @@ class Session:
     if self.engine is not None:
       text += f'; a step is {r.questions} questions x {r.group} trajectories'
       text += f' of up to {c.env.max_tokens:,} tokens'
-    if self.evaluator:
-      often = f'every {c.eval.every} steps' if c.eval.every else 'at the end'
-      text += f'; evaluated {often}'
     return text
 
   def _serve(self) -> None:
@@ -376,8 +370,8 @@ class Session:
     self.step += 1
     self._failure = self._report = None
     try:
-      wake = lambda: self.signals.finish(self.engine.wake())
-      if not self._stops('wake', wake):
+      cluster.agree('wake', lambda: self.signals.finish(self.engine.wake()))
+      if not self._stops():
         self.publish()
     except Exception as e:
       if cluster.alone(e):
@@ -409,7 +403,7 @@ class Session:
     failure = self._failure or self._mismatch(metrics)
     late = lambda: 0 < self._seconds < time.monotonic() - self._started
     self._late = cluster.first('time', late)
-    stop = self._stops('stop')
+    stop = self._stops()
     due = self.done or _due(config.eval.every, self.step)
     self._owed = due = bool(due and self.evaluator)
     if due and not stop and failure is None:
@@ -429,7 +423,7 @@ class Session:
           self.writer.trajectories(self.step - 1, every=every, **group)
       # Before the save: a resume drops lines of steps that were not saved.
       self.metrics = self.writer.write(self.step - 1, metrics)
-      stop = stop or self._stops('stop')
+      stop = stop or self._stops()
       ends = self.done or stop or failure is not None
       best = due and not self._owed and config.checkpoint.best
       if ends or best or _due(self._save_every, self.step):
@@ -443,15 +437,9 @@ class Session:
         signals.Stopped(f'stopped by a signal after step {self.step}; saved')
       )
 
-  def _stops(self, what: str, work: Callable[[], Any] | None = None) -> bool:
-    """Whether a signal came to any process, after `work` on each."""
-
-    def stops():
-      if work:
-        work()
-      return self.signals.stop
-
-    return any(cluster.gather(what, stops))
+  def _stops(self) -> bool:
+    """Whether a signal came to any process."""
+    return any(cluster.gather('stop', lambda: self.signals.stop))
 
   def _mismatch(self, metrics: Mapping[str, float]) -> signals.Mismatch | None:
     alarm = self.config.rollout.mismatch_alarm
