@@ -403,11 +403,6 @@ def test_timers_and_metrics(tmp_path):
   assert set(second) == {'time/step'}  # a phase counts in one step
 
 
-class Terminal(io.StringIO):
-  def isatty(self):
-    return True
-
-
 def test_progress(tmp_path):
   out = io.StringIO()
   with writer.Writer(tmp_path / 'a', config(), steps=4, out=out) as w:
@@ -420,14 +415,6 @@ def test_progress(tmp_path):
   line = 'step 1/4  reward 0.512  tokens s 12,346  ETA 0:'
   assert out.getvalue().startswith(line)
   assert re.search(r' ETA [\d:]+ \([\d.e-]+ s a step\)\n$', out.getvalue())
-  assert '\x1b' not in out.getvalue()
-  out = Terminal()
-  with writer.Writer(tmp_path / 'b', config(), steps=2, out=out) as w:
-    w.progress(w.write(0, {}))
-    assert out.getvalue().startswith('\r\x1b[Kstep 1/2')
-    assert not out.getvalue().endswith('\n')
-    w.progress(w.write(1, {}))
-  assert out.getvalue().endswith('\n')
   out = io.StringIO()
   with writer.Writer(tmp_path / 'c', config(progress=False), out=out) as w:
     w.progress(w.write(0, {}))

@@ -50,10 +50,7 @@ class _Workdir(flags.ArgumentParser):
       return argument
     if self._opens is None:
       raise ValueError('a local path is needed here; mount the bucket')
-    try:
-      return remote.open_run(argument, **self._opens)
-    except records.RunError as e:
-      raise ValueError(e) from e
+    return remote.open_run(argument, **self._opens)
 
 
 def define_workdir(required: bool = True, opens: dict | None = None):
@@ -104,7 +101,7 @@ def parse_defined() -> list[str]:
   """Parses the flags defined so far and returns the other arguments."""
   try:
     return flags.FLAGS(sys.argv, known_only=True)[1:]
-  except flags.Error as e:
+  except (flags.Error, records.RunError) as e:
     fail(str(e))
 
 
@@ -129,7 +126,7 @@ def _parse(argv):
     text = str(e.args[0] if e.args else e).replace('\\n', ' ')
     text = ' '.join(text.split()).replace("\\'", "'").strip('"\'')
     fail(f'a --config.* flag names no field of the config: {text}')
-  except (ValueError, TypeError, OSError) as e:
+  except (ValueError, TypeError, OSError, records.RunError) as e:
     fail(f'{type(e).__name__}: {e}')
 
 

@@ -91,7 +91,6 @@ class Writer:
     """
     self.folder = pathlib.Path(folder)
     self._steps = steps
-    self._out = sys.stderr if out is None else out
     self._progress = progress.Progress(out, config.log.progress)
     self._seconds: dict[str, float] = collections.defaultdict(float)
     self._pending: futures.Future | None = None
@@ -300,10 +299,7 @@ class Writer:
       each = (time.monotonic() - self._start) / (now - self._first)
       left = datetime.timedelta(seconds=round(each * (all_ - now)))
       parts.append(f'ETA {left} ({_short(each)} s a step)')
-    screen = self._out.isatty()  # the next line overwrites this one:
-    begin = '\r\x1b[K' if screen else ''  # carriage return, erase to the end
-    end = '' if screen and now != all_ else '\n'
-    self._progress.print(begin + '  '.join(parts), end)
+    self._progress.print('  '.join(parts))
 
   def close(self, error: BaseException | None = None) -> None:
     """Flushes and closes every file and unlocks the folder.
