@@ -125,14 +125,10 @@ class Checkpointer:
     file = self._meta(step)
     try:
       meta = json.loads(file.read_text())
-    except (OSError, ValueError) as e:
+      message = f'format version {meta["format"]}; this code reads {FORMAT}'
+      lookup.require(meta['format'] == FORMAT, message)
+    except (OSError, ValueError, KeyError) as e:
       raise CheckpointError(f'{file}: cannot be read ({e})') from e
-    version = meta.get('format')
-    lookup.require(
-      version == FORMAT,
-      f'{file}: format version {version}; this code reads {FORMAT}',
-      CheckpointError,
-    )
     return meta
 
   def save(

@@ -217,10 +217,8 @@ class Session:
     if self._publisher is None:
       lookup.require(
         not remote.is_remote(remote.place(self.workdir)),
-        f'--workdir={remote.place(self.workdir)}: the servers of '
-        f'config.engine.module={config.module!r} on several nodes read weights '
-        'from a disk that these share; give a --workdir there, or mount the '
-        'bucket',
+        f'config.engine.module={config.module!r} on several nodes reads weights'
+        ' from a --workdir on a disk that these share, or a mounted bucket',
       )
       folder = self.workdir / 'published'
       self._publisher = publication.Publisher(folder, cfg, config.dtype)
