@@ -292,15 +292,9 @@ def default_out(config, workdir: str, which: str, manifest: str) -> str:
 def main():
   config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
   lookup.require(workdir or out, '--out is required without --workdir')
-  out = out or default_out(config, workdir, _CHECKPOINT.value, _MANIFEST.value)
-  evaluate(
-    config,
-    workdir,
-    out,
-    which=_CHECKPOINT.value,
-    with_controls=_CONTROLS.value,
-    manifest=_MANIFEST.value,
-  )
+  how = {'which': _CHECKPOINT.value, 'manifest': _MANIFEST.value}
+  out = out or default_out(config, workdir, **how)
+  evaluate(config, workdir, out, with_controls=_CONTROLS.value, **how)
   if not cluster.main():
     return
   show(json.loads((pathlib.Path(out) / 'eval.json').read_text()))

@@ -181,12 +181,10 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
   tokens) share an update, which saves padding: windows of 16 updates are sorted
   by length, then the updates are shuffled.
   """
-  size, out = max(len(lengths), rows), []
-  for epoch in range(math.ceil(steps / (size // rows))):
+  updates, out = max(len(lengths) // rows, 1), []  # of an epoch
+  for epoch in range(math.ceil(steps / updates)):
     rng = np.random.default_rng((seed, epoch))
-    every = np.resize(rng.permutation(len(lengths)), size)[
-      : size // rows * rows
-    ]
+    every = np.resize(rng.permutation(len(lengths)), updates * rows)
     for window in np.split(every, range(16 * rows, len(every), 16 * rows)):
       window[:] = window[np.argsort(lengths[window], kind='stable')]
     out.append(rng.permutation(every.reshape(-1, rows)))

@@ -258,11 +258,8 @@ def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
   asked = functools.partial(_questions, config)
   made = {SEARCH: dials.wrap(search, fields.dials, config.seed, asked)}
   for name, fields in config.tools.items():
-    where = f'config.tools.{name}'
-    try:
-      made[name] = _maker(fields, where)(fields, seed=config.seed)
-    except AttributeError as e:  # a field that it reads and the config lacks
-      raise ConfigError(f'{where}: {e}') from e
+    make = _maker(fields, f'config.tools.{name}')
+    made[name] = make(fields, seed=config.seed)
   return Tools(made) if config.tools else made[SEARCH]
 
 

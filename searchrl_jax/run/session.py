@@ -190,19 +190,16 @@ class Session:
       weights = self._own(weights)
     config, cfg, mesh = self.config, self.cfg, self.mesh
     own, folder = sharding.own_mesh(mesh), cluster.folder(self.workdir) / folder
-    engine = cluster.agree(
-      'engine',
-      lambda: build.engine(config, cfg, weights, tok, own, str(folder)),
-    )
+    make = functools.partial(build.engine, config, cfg, weights, tok, own)
+    engine = cluster.agree('engine', lambda: make(str(folder)))
     self.signals.at_exit(engine.shutdown)
     self._engines.append(engine)
     if params is None:
       self.engine, self._canary = engine, canary
       self._logps = sync.forward_logps(cfg, mesh)
     else:
-      self.signals.finish(
-        build.first_weights(config, engine, cfg, weights, own, canary)
-      )
+      given = build.first_weights(config, engine, cfg, weights, own, canary)
+      self.signals.finish(given)
     return engine
 
   def _own(self, params: Any) -> Any:
@@ -298,12 +295,8 @@ class Session:
         published = sync.manifest(params, self.engine.dtype)
         params, logps = self._own(params), lambda ids: wanted
       how = self.step, self._canary, logps, limit, kind, published
-      reports = cluster.gather(
-        'sync',
-        lambda: self.signals.finish(
-          sync.sync_and_verify(self.engine, params, *how)
-        ),
-      )
+      check = functools.partial(sync.sync_and_verify, self.engine, params, *how)
+      reports = cluster.gather('sync', lambda: self.signals.finish(check()))
       if self._publisher:
         self._publisher.prune(self.step)
       self._report = max(reports, key=lambda r: r.canary_max_diff)
@@ -352,12 +345,11 @@ class Session:
       parts = [(i, vars(b)) for i, b in enumerate(batches)]
       arrays = {f'{i}/{k}': v for i, b in parts for k, v in b.items()}
       cluster.first('batch', lambda: np.savez(path, **arrays))
-      raise cluster.on_all(
-        signals.NonFinite(
-          f'step {self.step}: the loss or its gradient is not finite; nothing '
-          f'was updated. The batch is in {path}'
-        )
+      text = (
+        f'step {self.step}: the loss or its gradient is not finite; nothing '
+        f'was updated. The batch is in {path}'
       )
+      raise cluster.on_all(signals.NonFinite(text))
 
   def advance(self) -> None:
     """Counts the step and publishes its weights.
@@ -431,9 +423,8 @@ class Session:
     if failure is not None:
       raise failure
     if stop:
-      raise cluster.on_all(
-        signals.Stopped(f'stopped by a signal after step {self.step}; saved')
-      )
+      text = f'stopped by a signal after step {self.step}; saved'
+      raise cluster.on_all(signals.Stopped(text))
 
   def _stops(self) -> bool:
     """Whether a signal came to any process."""
@@ -444,13 +435,12 @@ class Session:
     differ = metrics.get('train/mismatch_abs', 0.0)
     if not 0 < alarm < differ:
       return None
-    return cluster.on_all(
-      signals.Mismatch(
-        f'step {self.step - 1}: log-probs of trainer and engine differ by '
-        f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
-        'Raise the alarm, lower max_staleness, or use one dtype for both'
-      )
+    text = (
+      f'step {self.step - 1}: log-probs of trainer and engine differ by '
+      f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
+      'Raise the alarm, lower max_staleness, or use one dtype for both'
     )
+    return cluster.on_all(signals.Mismatch(text))
 
   def save(self, background: bool = False) -> None:
     """Writes a checkpoint of the steps done.

@@ -109,8 +109,8 @@ class Writer:
     """Opens the files that one process writes; `stack` closes them."""
     self.folder.mkdir(parents=True, exist_ok=True)
     lock = stack.enter_context(open(self.folder / '.lock', 'w'))
-    used = f'{self.folder} is in use by another process; end it, or choose '
-    files.lock(lock, records.RunError, f'{used}another --workdir')
+    used = f'{self.folder} is in use by another process; use another --workdir'
+    files.lock(lock, records.RunError, used)
     changed, step = self._write_config(config), self._first
     path = self.folder / 'environment.json'
     starts = (files.read_json(path) or {'starts': []})['starts']
