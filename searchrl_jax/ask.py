@@ -8,7 +8,6 @@ Without a question it reads questions from standard input, one per line.
 """
 
 import contextlib
-import re
 import sys
 import tempfile
 
@@ -16,6 +15,7 @@ from absl import flags
 from rich import console
 from rich import text as rich_text
 
+from retrieval.files import printable
 from searchrl_jax import evaluate
 from searchrl_jax.rollout.chains import evaluation, rollout
 from searchrl_jax.rollout.core import RolloutError
@@ -31,12 +31,6 @@ STYLES = {
   'other': '',
 }
 OTHER = 'magenta'
-_CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')
-
-
-def printable(text: str) -> str:
-  """Replaces control characters, which a terminal would execute."""
-  return _CONTROL.sub('\N{REPLACEMENT CHARACTER}', text)
 
 
 def printer(tok, out: console.Console):

@@ -48,30 +48,6 @@ from searchrl_jax.sources import controls
 from searchrl_jax.sources.none import NoSource
 from searchrl_jax.types import Question
 
-# Scores in the order of the printed table, with descriptions; shares are of
-# questions.
-LABELS = {
-  'em': 'exact match',
-  'f1': 'F1',
-  'sub_em': 'answer contained',
-  'recall_any': 'a support found',
-  'recall_all': 'all supports found',
-  'found': 'support found',
-  'em_found': 'exact match if found',
-  'parsed': 'parsed',
-  'valid_format': 'valid format',
-  'guessed': 'answered unsearched',
-  'copied': 'queries that copy',
-  'thoughts_complete': 'thoughts complete',
-  'thoughts_repeated': 'thoughts repeated',
-  'searches': 'searches per question',
-  'real_searches': 'of them real',
-  'tokens': 'tokens sampled',
-  'truncated': 'cut by a limit',
-  'certainty': 'self-certainty (nats)',
-  'judged': 'right by the judge',
-}
-
 
 class Loaded(NamedTuple):
   """The objects of an evaluation."""
@@ -255,54 +231,36 @@ def show(values, out=None) -> None:
   are hops) is left out.
   """
   out = out or console.Console()
-  slices = {}  # label -> score -> (value, low, high, questions)
-  costs = {}  # label -> cost
+  tables: dict = {}  # evaluation -> slice -> score -> text
+  costs: dict = {}  # evaluation, or a set of it -> cost -> text
   for key, value in values.items():
     label, _, name = key.rpartition('/')
     if f'{key}/n' in values:
-      figures = [values[key + part] for part in ('', '/low', '/high', '/n')]
-      slices.setdefault(label, {})[name] = figures
+      evaluation, _, part = label.partition('/')
+      cells = tables.setdefault(evaluation, {}).setdefault(part or 'all', {})
+      low, high, n = (values[f'{key}/{x}'] for x in ('low', 'high', 'n'))
+      digits = 1 if abs(value) >= 10 else 3
+      cells[name] = f'{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]'
+      if name == 'em':
+        cells['questions'] = f'{n:.0f}'
     elif label.endswith('/cost'):
       text = f'{value:,.{1 if name == "seconds" else 0}f}'
       costs.setdefault(label.removesuffix('/cost'), {})[name] = text
-  at_k = {name for found in slices.values() for name in found if '@' in name}
-  at_k = sorted(at_k, key=lambda x: (x.split('@')[0], int(x.split('@')[1])))
-  for evaluation in dict.fromkeys(label.split('/')[0] for label in slices):
-    columns = {}
-    for label, found in slices.items():
-      if label.split('/')[0] == evaluation and found not in columns.values():
-        columns[label] = found
-    rows = {
-      LABELS.get(name, name): [_cell(c.get(name)) for c in columns.values()]
-      for name in (*LABELS, *at_k)
-    }
-    counted = [c.get('em', c.get('f1', [0])) for c in columns.values()]
-    rows['questions'] = [f'{figures[-1]:.0f}' for figures in counted]
-    heads = [label.partition('/')[2] or 'all' for label in columns]
-    _print(out, f'{evaluation} (95% bootstrap intervals)', heads, rows)
-  rows = {}
-  for name in dict.fromkeys(name for c in costs.values() for name in c):
-    rows[name.replace('_', ' ')] = [c.get(name, '') for c in costs.values()]
-  _print(out, 'costs, as sums', costs, rows)
+  for evaluation, slices in tables.items():
+    shown: dict = {}
+    for part, cells in slices.items():
+      shown |= {} if cells in shown.values() else {part: cells}
+    _print(out, f'{evaluation} (95% bootstrap intervals)', shown)
+  _print(out, 'costs, as sums', costs)
 
 
-def _print(out, title: str, heads, rows) -> None:
-  """Prints the rows that are not empty as a table."""
-  heads = ['', *(table.Column(head, justify='right') for head in heads)]
+def _print(out, title: str, columns) -> None:
+  """Prints columns, {head: {row: text}}, as a table."""
+  heads = ['', *(table.Column(head, justify='right') for head in columns)]
   shown = table.Table(*heads, title=title)
-  for name, cells in rows.items():
-    if any(cells):
-      shown.add_row(name, *cells)
-  if shown.row_count:
-    out.print(shown)
-
-
-def _cell(figures) -> str:
-  if not figures:
-    return ''
-  digits = 1 if abs(figures[0]) >= 10 else 3
-  value, low, high = (f'{x:.{digits}f}' for x in figures[:3])
-  return f'{value} [{low}, {high}]'
+  for name in dict.fromkeys(name for c in columns.values() for name in c):
+    shown.add_row(name, *(c.get(name, '') for c in columns.values()))
+  out.print(shown)
 
 
 def define_config_and_workdir():
@@ -334,15 +292,9 @@ def default_out(config, workdir: str, which: str, manifest: str) -> str:
 def main():
   config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
   lookup.require(workdir or out, '--out is required without --workdir')
-  out = out or default_out(config, workdir, _CHECKPOINT.value, _MANIFEST.value)
-  evaluate(
-    config,
-    workdir,
-    out,
-    which=_CHECKPOINT.value,
-    with_controls=_CONTROLS.value,
-    manifest=_MANIFEST.value,
-  )
+  how = {'which': _CHECKPOINT.value, 'manifest': _MANIFEST.value}
+  out = out or default_out(config, workdir, **how)
+  evaluate(config, workdir, out, with_controls=_CONTROLS.value, **how)
   if not cluster.main():
     return
   show(json.loads((pathlib.Path(out) / 'eval.json').read_text()))

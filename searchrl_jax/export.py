@@ -40,44 +40,28 @@ library_name: {library}
 
 # {name}
 
-A policy that answers questions with searches, trained by searchrl_jax: recipe
-`{name}`, checkpoint of step {step}, from {start}. Loss `{loss}`, advantages
-`{advantage}`, reward `{reward}`.
+A policy that answers questions with searches, trained by searchrl_jax (commit
+{commit}): recipe `{name}`, checkpoint of step {step}, from {start}. Loss
+`{loss}`, advantages `{advantage}`, reward `{reward}`. Training data: {data}.
+Searches in training: `{source}`.
 
-* Training data: {data}.
-* Evaluation data: {eval}.
-* Searches in training: `{source}`.
-
-## Figures
-
-Exact match with 95 % bootstrap intervals, from the run folder.
+Exact match with 95 % bootstrap intervals on {eval}, from the run folder:
 
 | evaluation | step | exact match | interval | questions |
 |---|---|---|---|---|
 {figures}
 
-## Use
-
-The model writes {tools} and waits for
-{information}. It needs a loop that answers, and the search that it was trained
-with: `python -m searchrl_jax.evaluate --config.model.path=FOLDER ...` is such a
-loop. Without one it guesses. The chat template renders one user message, the
-question, as in training. A generation ends at one of
-{stops}
-(`stop_strings` in `generation_config.json`; for vLLM `stop`, with
+The model needs a loop that answers its searches, by the search that it was
+trained with: `python -m searchrl_jax.evaluate --config.model.path=FOLDER ...`
+is such a loop. Without one it guesses. The chat template renders one user
+message, the question, as in training, and a generation ends at one of the
+`stop_strings` in `generation_config.json` (for vLLM `stop`, with
 `include_stop_str_in_output`).
 
-## Limits
-
-* The figures are of the questions above. Other questions, corpora and
-  retrievers were not measured.
-* It repeats what passages say, wrong ones too. Treat passages and answers as
-  untrusted text.
-* The licences of the base model and of the data apply.
-
-## Versions
-
-{versions}"""
+Other questions, corpora and retrievers were not measured. It repeats what
+passages say, wrong ones too: treat passages and answers as untrusted text. The
+licences of the base model and of the data apply.
+"""
 
 
 def export(
@@ -151,7 +135,7 @@ def chat_template(config, tok) -> str:
 def model_card(config, workdir: str, step: int, adapter: bool) -> str:
   """What a model is, what it was trained on and how well it does."""
   c, folder = config, pathlib.Path(workdir)
-  template, base = build.template(c), c.model.path
+  base = c.model.path
   start = c.train.init or base
   values = []
   with open(folder / 'metrics.jsonl', encoding='utf-8') as lines:
@@ -169,8 +153,6 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
     if 'eval/em/low' in v
   ]
   started = json.loads((folder / 'environment.json').read_text())['starts'][-1]
-  versions = {'commit': started['commit'], **started['packages']}
-  kinds = [k for k in template.kinds.values() if k.acts or k.ends]
 
   def sets(part):
     return ', '.join(f'`{k}` ({v.module})' for k, v in part.items()) or 'none'
@@ -188,10 +170,7 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
     eval=sets(c.data.eval),
     source=c.source.module,
     figures='\n'.join(figures) or '| none in the run folder | | | | |',
-    tools=' and '.join(f'`{k.tags[0]}...{k.tags[1]}`' for k in kinds),
-    information=f'`{template.information[0]}`',
-    stops=', '.join(f'`{x}`' for x in template.stops),
-    versions=''.join(f'* {k}: {v}\n' for k, v in versions.items() if v),
+    commit=started['commit'],
   )
 
 

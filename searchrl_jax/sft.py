@@ -24,7 +24,7 @@ from retrieval import files
 from searchrl_jax import types
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.learn import batching, checks
+from searchrl_jax.learn import batching, checks, optim
 from searchrl_jax.learn.learner import Learner, own_optim
 from searchrl_jax.run import build, cluster, command, lookup, parameters
 from searchrl_jax.run.session import Session
@@ -184,12 +184,10 @@ def order(lengths: np.ndarray, rows: int, steps: int, seed: int) -> np.ndarray:
   tokens) share an update, which saves padding: windows of 16 updates are sorted
   by length, then the updates are shuffled.
   """
-  size, out = max(len(lengths), rows), []
-  for epoch in range(math.ceil(steps / (size // rows))):
+  updates, out = max(len(lengths) // rows, 1), []  # of an epoch
+  for epoch in range(math.ceil(steps / updates)):
     rng = np.random.default_rng((seed, epoch))
-    every = np.resize(rng.permutation(len(lengths)), size)[
-      : size // rows * rows
-    ]
+    every = np.resize(rng.permutation(len(lengths)), updates * rows)
     for window in np.split(every, range(16 * rows, len(every), 16 * rows)):
       window[:] = window[np.argsort(lengths[window], kind='stable')]
     out.append(rng.permutation(every.reshape(-1, rows)))
@@ -211,10 +209,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     "config.source.module='simulated': a warm start reads real passages; give "
     '--config.source.module=service',
   )
-  lookup.require(
-    c.schedule == 'constant' or c.warmup < c.steps,
-    f'config.sft.warmup={c.warmup} has to be below config.sft.steps={c.steps}',
-  )
+  optim.schedule(c, c.steps, 'config.sft')
   build.require_same(config)
   tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
@@ -237,12 +232,7 @@ def sft(config, workdir: str) -> dict[str, float]:
   lengths = np.array([len(t) for t in trajectories])
   rows = order(lengths, c.rows, c.steps, config.seed)
   with Session(
-    config,
-    workdir,
-    'sft',
-    learner,
-    limits=(c.steps, c.seconds, c.save_every),
-    about={'traces': len(trajectories)},
+    config, workdir, 'sft', learner, limits=(c.steps, c.seconds, c.save_every)
   ) as run:
     run.begin()
     while not run.done:

@@ -95,7 +95,6 @@ def train(config, workdir: str) -> dict[str, float]:
     rewarded = functools.partial(
       rewards_of, config.reward, env, tok, engine, source, judge
     )
-    reward_of = functools.partial(score, run, rewarded)
     play = functools.partial(
       rollout, **services, seed=config.seed, score=rewarded
     )
@@ -105,8 +104,8 @@ def train(config, workdir: str) -> dict[str, float]:
     while not run.done:
       # Questions -> groups of trajectories -> rewards.
       with run.unfinished(functools.partial(rollouts.give_back, run.step)):
-        groups, stats, reward = collect(run, config, rollouts, reward_of)
-        baseline = greedy_returns(run, config, groups, play, reward_of)
+        groups, stats, reward = collect(run, config, rollouts, rewarded)
+        baseline = greedy_returns(run, config, groups, play, rewarded)
         run.rest()
 
       # Rewards -> fixed-shape microbatches -> log-probs, values -> advantages.
@@ -159,13 +158,7 @@ async def rewards_of(terms, env, tok, engine, source, judge, groups, step):
   return await rewards.combine(terms, groups, context)
 
 
-def score(run, rewarded: Callable, groups):
-  """The rewards of groups of this step."""
-  with run.writer.timer('reward'):
-    return run.signals.run(rewarded(groups, run.step))
-
-
-def collect(run, config, rollouts, reward_of: Callable):
+def collect(run, config, rollouts, rewarded: Callable):
   """The groups of the step, statistics of their rollouts, and their rewards.
 
   config.rollout.refill: up to so many rounds of further questions in place of
@@ -173,7 +166,7 @@ def collect(run, config, rollouts, reward_of: Callable):
   """
   take = functools.partial(rollouts.take, run.step)
   count = functools.partial(rollouts.count, config.rollout.group)
-  groups, stats, reward = played(run, take, reward_of, count=count)
+  groups, stats, reward = played(run, take, rewarded, 'rollout', count)
   for _ in range(config.rollout.refill):
     group_ids, kept, _ = batching.kept_of(groups, reward, config)
     short = config.rollout.questions - len(np.unique(group_ids[kept]))
@@ -181,15 +174,13 @@ def collect(run, config, rollouts, reward_of: Callable):
       break
     again = refill_config(config, groups, short)
     take = functools.partial(rollouts.more, run.step, short, config=again)
-    more, seen, earned = played(run, take, reward_of, count=count)
+    more, seen, earned = played(run, take, rewarded, 'rollout', count)
     reward = rewards.join(reward, earned)
     groups, stats = groups + more, stats + seen
   return groups, stats, reward
 
 
-def played(
-  run, take: Callable, reward_of: Callable, timer='rollout', count=None
-):
+def played(run, take: Callable, rewarded: Callable, timer: str, count=None):
   """The groups of all processes, statistics of their rollouts, their rewards.
 
   take: gives this process's `Rollout`; an error of one process is one of all.
@@ -199,7 +190,10 @@ def played(
   def own():
     with run.writer.timer(timer, count):
       groups, stats = take()
-    return groups, stats, reward_of(groups) if groups else None
+    if not groups:
+      return groups, stats, None
+    with run.writer.timer('reward'):
+      return groups, stats, run.signals.run(rewarded(groups, run.step))
 
   groups, stats, reward = zip(*cluster.gather(timer, own))
   together = functools.reduce(RolloutStats.beside, stats)
@@ -207,7 +201,7 @@ def played(
   return [*itertools.chain(*groups)], together, earned
 
 
-def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
+def greedy_returns(run, config, groups, play: Callable, rewarded: Callable):
   """Returns of one greedy answer to each question, if the advantages take them.
 
   NaN where the answer failed (ReMax, arXiv 2310.10505).
@@ -220,7 +214,7 @@ def greedy_returns(run, config, groups, play: Callable, reward_of: Callable):
     own = cluster.part(questions)
     return run.signals.run(play(own, config=greedy(config), step=run.step))
 
-  _, _, reward = played(run, answers, reward_of, 'greedy')
+  _, _, reward = played(run, answers, rewarded, 'greedy')
   return np.where(reward.valid, advantages.returns(reward.value), np.nan)
 
 

@@ -218,15 +218,6 @@ def test_the_process_that_plays_a_question_decides_what_is_kept(monkeypatch):
   assert versions == {'q0': [1, 1], 'q1': [1, 1]}
 
 
-def test_what_ended_after_a_checkpoint_lies_beside_it(tmp_path):
-  path = tmp_path / 'ended.bin'
-  assert records.read_aside(path, 3) is None
-  ended = collector.encode({3: [trajectory(Question('q', 'wer? \u00e4'))]})
-  records.write_aside(path, 3, ended)
-  assert records.read_aside(path, 3) == ended
-  assert records.read_aside(path, 4) is None  # of another checkpoint
-
-
 async def _later(event):
   await asyncio.sleep(0.02)
   event.set()

@@ -113,7 +113,7 @@ def test_evaluate_on_a_run_and_on_another_world(run):
     '--config.data.world_seed=9',
     '--config.data.eval.micro.n=2',
   )
-  assert 'exact match' in out and 'searches per question' in out
+  assert '│ em ' in out and 'real_searches' in out
   where = pathlib.Path(out.rsplit('trajectories and figures: ')[1].strip())
   record = next(records.read(where / 'eval'))
   assert record.trajectory.question.id.startswith('micro-9-heldout')
@@ -133,7 +133,7 @@ def test_what_a_terminal_would_obey_is_not_printed():
   hostile = 'a\x1b]0;owned\x07\x1b[2Jb\x9b1mc\tand\nlines'
   shown = ask.printable(hostile)
   assert not {'\x1b', '\x07', '\x9b'} & set(shown)
-  assert shown.endswith('c\tand\nlines')
+  assert shown.endswith('c?and\nlines')
 
 
 def test_export_loads_back(run, tmp_path):
@@ -183,7 +183,6 @@ def test_help_helps():
     (['--config.optim.lrr=1'], 'Did you mean "lr"'),
     (['--config.optm.lr=1'], 'Did you mean "optim"'),
     (['--config.optim.lr=fast'], 'fast'),
-    (['--config.critic.alone=1'], 'use config.critic.pretrain_steps'),
     (['--config.rollout.group=1'], 'rollout.group'),
     (
       ['--config.model.path=/nowhere', '--config.model.tokenizer='],
@@ -449,10 +448,10 @@ def test_dry_run_counts(tmp_path):
 def test_unknown_config_arguments_are_refused():
   with pytest.raises(ValueError, match="sed.*did you mean 'seed'"):
     schema.parse_arg('sed=1', seed=0)
-  with pytest.raises(ValueError, match="seed='x'.*class 'int'"):
+  with pytest.raises(ValueError, match="seed='x': not of type int"):
     schema.parse_arg('seed=x', seed=0)
   for arg in ('seed', 'lr'):  # a flag without a value
-    with pytest.raises(ValueError, match=f'{arg}=True: expected a number'):
+    with pytest.raises(ValueError, match=f'{arg}=True: not of type'):
       schema.parse_arg(arg, seed=0, lr=0.1)
   assert schema.parse_arg('lr=1,name=a=b', lr=0.1, name='').lr == 1.0
 

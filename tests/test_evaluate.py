@@ -175,10 +175,9 @@ def test_the_command_prints_scores_and_costs(url, tmp_path):
   )
   for text in (
     'certainty@2',
-    'self-certainty',
     'costs, as sums',
     'searches',
-    'sampled tokens',
+    'sampled_tokens',
     'seconds',
   ):
     assert text in out, out

@@ -341,7 +341,7 @@ EXTRAS = {
   'retrieval': ('retrieval',),
   'searchrl_jax/data/tfds.py': ('tfds',),
   'searchrl_jax/engines/vllm/plugin.py': ('vllm',),
-  'searchrl_jax/run/writer.py': ('wandb',),
+  'searchrl_jax/run/trackers.py': ('wandb',),
   'searchrl_jax/sweeps/figures.py': ('sweep',),
 }
 

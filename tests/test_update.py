@@ -456,7 +456,6 @@ def test_flops_golden():
   want = 6 * 3840 * 8 + 12 * 2 * 16 * (25 + 9) + 6 * 16 * 37 * 2
   assert flops.update_flops(CFG, [b]) == want
   assert flops.peak_flops() == 0.0  # a CPU is in no table
-  assert flops.peak_flops(measure=True) > 1e8
 
 
 def test_remat_and_bfloat16():

@@ -139,7 +139,7 @@ class Learner:
   def warmup(self) -> None:
     self.compile()
     if not self._supervised:
-      self._peak = flops.peak_flops(measure=True) * jax.device_count()
+      self._peak = flops.peak_flops() * jax.device_count()
 
   # A step.
 

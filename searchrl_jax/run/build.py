@@ -12,7 +12,6 @@ import json
 import logging
 import pathlib
 import shutil
-import tempfile
 
 import jax
 from ml_collections import ConfigDict
@@ -57,11 +56,10 @@ def load_config(workdir: str) -> ConfigDict:
     'config.json (a Hugging Face folder is a field of --config)',
   )
   config = schema.base()
-  with lookup.of(str(path)):
-    try:
-      config.update(json.loads(path.read_text(), object_hook=records.tuples))
-    except (TypeError, AttributeError) as e:  # a field of another type
-      raise ValueError(e) from e
+  try:
+    config.update(json.loads(path.read_text(), object_hook=records.tuples))
+  except (ValueError, TypeError, AttributeError) as e:
+    raise ConfigError(f'{path}: {e}') from e  # no JSON, or of another type
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.
@@ -83,7 +81,7 @@ def require_same(config: ConfigDict, questions=()) -> None:
     content = repr([(q.id, q.text, q.answers) for q in questions])
     digest = hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()
     data = {'questions': len(questions), 'digest': digest[:16]}
-    fields = writer.computed(records.plain(config))
+    fields = writer.computed(config)
     # A run may go on with others, but processes have to agree when to save.
     fields['checkpoint.every'] = config.checkpoint.every
     fields['checkpoint.background'] = config.checkpoint.background
@@ -135,14 +133,13 @@ def _keep_tokenizer(config, workdir: str, kept: pathlib.Path) -> None:
   lookup.require(
     name, "config.model.tokenizer is empty: give a folder, 'world' or 'bpe'"
   )
+  part = kept.with_name(f'.{TOKENIZER}')
+  for old in part, kept:  # of a start that failed
+    shutil.rmtree(old, ignore_errors=True)
   with records.explained(kept):
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory('', 'tokenizer.', kept.parent) as folder:
-      part = pathlib.Path(folder) / TOKENIZER
-      part.mkdir()
-      _write_tokenizer(name, config, workdir, part)
-      shutil.rmtree(kept, ignore_errors=True)  # of a start that failed
-      part.rename(kept)
+    part.mkdir(parents=True)
+    _write_tokenizer(name, config, workdir, part)
+    part.rename(kept)
 
 
 def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
@@ -261,11 +258,8 @@ def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
   asked = functools.partial(_questions, config)
   made = {SEARCH: dials.wrap(search, fields.dials, config.seed, asked)}
   for name, fields in config.tools.items():
-    where = f'config.tools.{name}'
-    try:
-      made[name] = _maker(fields, where)(fields, seed=config.seed)
-    except AttributeError as e:  # a field that it reads and the config lacks
-      raise ConfigError(f'{where}: {e}') from e
+    make = _maker(fields, f'config.tools.{name}')
+    made[name] = make(fields, seed=config.seed)
   return Tools(made) if config.tools else made[SEARCH]
 
 

@@ -62,7 +62,6 @@ class Restored:
   step: int
   state: Any  # with the structure and shardings of the target
   extras: dict[str, Any]
-  arrays: dict[str, np.ndarray]
   metrics: dict[str, float]
 
 
@@ -126,26 +125,14 @@ class Checkpointer:
     file = self._meta(step)
     try:
       meta = json.loads(file.read_text())
-    except (OSError, ValueError) as e:
+      message = f'format version {meta["format"]}; this code reads {FORMAT}'
+      lookup.require(meta['format'] == FORMAT, message)
+    except (OSError, ValueError, KeyError) as e:
       raise CheckpointError(f'{file}: cannot be read ({e})') from e
-    version = meta.get('format')
-    lookup.require(
-      version == FORMAT,
-      f'{file}: format version {version}; this code reads {FORMAT}',
-      CheckpointError,
-    )
     return meta
 
   def save(
-    self,
-    step,
-    state,
-    *,
-    extras,
-    metrics,
-    fingerprint,
-    arrays=None,
-    background=False,
+    self, step, state, *, extras, metrics, fingerprint, background=False
   ) -> None:
     """Writes one step, then deletes steps that are not kept.
 
@@ -156,10 +143,9 @@ class Checkpointer:
       step: which has no checkpoint yet.
       state: a pytree of arrays with elements (params, opt_state, step), or of
         `Deferred` leaves alone.
-      extras: JSON (data cursor, random seeds, pools, weights version).
+      extras: JSON (data cursor, pools, trajectories, weights version).
       metrics: of the last evaluation; they determine the best step.
       fingerprint: JSON that must be equal in a run that restores this step.
-      arrays: more numpy arrays by name (bytes: `np.frombuffer`).
       background: return once the arrays are copied. `wait` ends the save;
         before it, no other method sees the step.
 
@@ -169,8 +155,6 @@ class Checkpointer:
     """
     self.wait()
     path, leaves = self._path(step), _leaves(state)
-    # An array without elements is not stored.
-    more = {k: (f'extra.{_safe(k)}', v) for k, v in (arrays or {}).items()}
     meta = {
       'format': FORMAT,
       'step': step,
@@ -178,23 +162,21 @@ class Checkpointer:
       'metrics': metrics,
       'fingerprint': fingerprint,
       'tree': {k: _describe(v) for k, v in leaves.items()},
-      'arrays': {k: [key, *_describe(v)] for k, (key, v) in more.items()},
     }
-    item = leaves | {key: v for key, v in more.values() if v.size}
-    save_args = {k: ocp.SaveArgs(chunk_byte_size=_CHUNK) for k in item}
+    save_args = {k: ocp.SaveArgs(chunk_byte_size=_CHUNK) for k in leaves}
     args = ocp.args.Composite(
-      arrays=ocp.args.PyTreeSave(item, save_args=save_args),
+      arrays=ocp.args.PyTreeSave(leaves, save_args=save_args),
       meta=ocp.args.JsonSave(meta),
     )
     self.folder.mkdir(parents=True, exist_ok=True)
     self._clean()
     with self._explained(step):
       if background:
-        saver = ocp.AsyncCheckpointer(_handler(item), _TIMEOUT)
+        saver = ocp.AsyncCheckpointer(_handler(leaves), _TIMEOUT)
         saver.save(path, args=args)
         self._background = step, saver
         return
-      with ocp.Checkpointer(_handler(item)) as saver:
+      with ocp.Checkpointer(_handler(leaves)) as saver:
         saver.save(path, args=args)
     self._delete_old()
 
@@ -223,7 +205,7 @@ class Checkpointer:
       # removes the rest.
       free, intact = '', 'earlier checkpoints'
       with contextlib.suppress(Exception):  # a bucket may not answer
-        self._clean(ignore_errors=True)
+        self._clean()
         intact = f'checkpoints {self.steps()}'
       if not self._remote:
         gigabytes = shutil.disk_usage(self.folder).free / 1e9
@@ -281,33 +263,22 @@ class Checkpointer:
       _compare(path, meta['fingerprint'], dict(fingerprint), partial)
     wanted = {k: _describe(v) for k, v in leaves.items()}
     _compare(path, meta['tree'], wanted, partial)
-    more = {
-      name: (key, np.zeros(shape, dtype))
-      for name, (key, shape, dtype) in meta['arrays'].items()
-    }
-    item = leaves | {key: v for key, v in more.values() if v.size}
     args = ocp.args.PyTreeRestore(
-      item=item,
-      restore_args={k: _restore_args(v) for k, v in item.items()},
+      item=leaves,
+      restore_args={k: _restore_args(v) for k, v in leaves.items()},
       partial_restore=True,
     )
     try:
-      with ocp.Checkpointer(_handler(item)) as reader:
+      with ocp.Checkpointer(_handler(leaves)) as reader:
         restored = reader.restore(path, ocp.args.Composite(arrays=args))
-        found = restored['arrays']
     except Exception as e:  # of Orbax or TensorStore, of many types
       raise CheckpointError(
         f'{path}: cannot be read ({str(e)[:200]}). If it is damaged, remove it '
         f'to resume from an earlier one; there are steps {self.steps()}'
       ) from e
-    flat = [found[name] for name in leaves]
-    return Restored(
-      step=step,
-      state=jax.tree.unflatten(jax.tree.structure(target), flat),
-      extras=meta['extras'],
-      arrays={name: found.get(key, like) for name, (key, like) in more.items()},
-      metrics=meta['metrics'],
-    )
+    flat = [restored['arrays'][name] for name in leaves]
+    state = jax.tree.unflatten(jax.tree.structure(target), flat)
+    return Restored(step, state, meta['extras'], meta['metrics'])
 
   def _path(self, step: int) -> pathlib.Path:
     return self.folder / f'{step:08d}'
@@ -331,7 +302,7 @@ class Checkpointer:
     )
     return int(found)
 
-  def _clean(self, ignore_errors: bool = False) -> None:
+  def _clean(self) -> None:
     """Removes the leftovers of saves and deletions that were killed."""
     if not cluster.main():
       return
@@ -342,7 +313,7 @@ class Checkpointer:
       return
     for kind in 'orbax-checkpoint-tmp*', 'deleted':
       for path in self.folder.glob(f'{_STEP}.{kind}'):
-        shutil.rmtree(path, ignore_errors=ignore_errors)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def of_run(config: ConfigDict, workdir: str) -> Checkpointer:
@@ -390,15 +361,12 @@ def _handler(item: Mapping[str, Any]) -> ocp.CompositeCheckpointHandler:
   )
 
 
-def _safe(name: str) -> str:
-  return re.sub(r'[^A-Za-z0-9_.-]', '_', name)
-
-
 def _leaves(tree) -> dict[str, Any]:
   """Leaves by name ('state.params.layers.q'), in the tree's order."""
   name = functools.partial(jax.tree_util.keystr, simple=True, separator='.')
+  safe = lambda path: re.sub(r'[^A-Za-z0-9_.-]', '_', name(path))
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {f'state.{_safe(name(path))}': leaf for path, leaf in leaves}
+  return {f'state.{safe(path)}': leaf for path, leaf in leaves}
 
 
 def _describe(x) -> list:

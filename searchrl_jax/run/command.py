@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from searchrl_jax.run import cluster, lookup, records, remote, schema, signals
+from searchrl_jax.run import cluster, lookup, records, remote, signals
 from searchrl_jax.run.signals import Stopped
 
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
@@ -50,10 +50,7 @@ class _Workdir(flags.ArgumentParser):
       return argument
     if self._opens is None:
       raise ValueError('a local path is needed here; mount the bucket')
-    try:
-      return remote.open_run(argument, **self._opens)
-    except records.RunError as e:
-      raise ValueError(e) from e
+    return remote.open_run(argument, **self._opens)
 
 
 def define_workdir(required: bool = True, opens: dict | None = None):
@@ -104,7 +101,7 @@ def parse_defined() -> list[str]:
   """Parses the flags defined so far and returns the other arguments."""
   try:
     return flags.FLAGS(sys.argv, known_only=True)[1:]
-  except flags.Error as e:
+  except (flags.Error, records.RunError) as e:
     fail(str(e))
 
 
@@ -119,8 +116,6 @@ def _parse(argv):
       fail(f'--config={path}: no such file; {lookup.near(str(path), names)}')
   try:
     return flags.FLAGS(argv)
-  except flags.UnrecognizedFlagError as e:
-    fail(f'{e} (--help lists the flags, --helpfull all of them)')
   except flags.Error as e:
     first, *more = str(e).strip().splitlines()
     # The message of a config file that raises ends with a traceback.
@@ -130,11 +125,8 @@ def _parse(argv):
     # ml_collections raises these for unknown fields, with a repr of a repr.
     text = str(e.args[0] if e.args else e).replace('\\n', ' ')
     text = ' '.join(text.split()).replace("\\'", "'").strip('"\'')
-    for name, new in schema.RENAMED.items():
-      if f'--config.{name}' in ' '.join(argv):
-        fail(f'config.{name} has been renamed: use config.{new}')
     fail(f'a --config.* flag names no field of the config: {text}')
-  except (ValueError, TypeError, OSError) as e:
+  except (ValueError, TypeError, OSError, records.RunError) as e:
     fail(f'{type(e).__name__}: {e}')
 
 

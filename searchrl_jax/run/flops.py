@@ -4,10 +4,8 @@ Their quotient is the model FLOPs utilisation (MFU) of the log.
 """
 
 from collections.abc import Sequence
-import timeit
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax.models import decoder
@@ -28,22 +26,11 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(device=None, *, measure: bool = False) -> float:
-  """Peak FLOP/s of a device: from the table, else a measured matmul, else 0.
-
-  measure: time a float32 matmul of 1024 (a fraction of a second) where the
-  table does not know the device, as on every CPU.
-  """
+def peak_flops(device=None) -> float:
+  """Peak FLOP/s of a device (default: the first), 0 if it is in no table."""
   device = jax.local_devices()[0] if device is None else device
   known = [k for k in PEAK_FLOPS if device.device_kind.startswith(k)]
-  if known:
-    return PEAK_FLOPS[max(known, key=len)]
-  if not measure:
-    return 0.0
-  n, matmul = 1024, jax.jit(jnp.matmul)
-  a = jax.device_put(np.ones((n, n), np.float32), device)
-  run = lambda: matmul(a, a).block_until_ready()
-  return 2.0 * n**3 / min(timeit.repeat(run, number=1, repeat=6))
+  return PEAK_FLOPS[max(known, key=len)] if known else 0.0
 
 
 def update_flops(cfg: decoder.DecoderConfig, batches: Sequence[Batch]) -> float:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +37,6 @@ def local(path: str, field: str = 'config.model.path') -> str:
     f'{field}={path!r} is a shape for reports, without weights or tokenizer; '
     'give a Hugging Face folder or name, such as Qwen/Qwen2.5-3B',
   )
-  lookup.require(
-    re.fullmatch(r'[\w.-]+/[\w.-]+', path), f'{field}={path!r}: no such folder'
-  )
   import huggingface_hub
   import huggingface_hub.errors
 
@@ -48,9 +44,10 @@ def local(path: str, field: str = 'config.model.path') -> str:
     return huggingface_hub.snapshot_download(
       path, allow_patterns=('*.json', '*.safetensors', '*.txt', '*.jinja')
     )
-  except (OSError, huggingface_hub.errors.HfHubHTTPError) as e:
+  # ValueError: no name of the hub could be like that.
+  except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as e:
     raise ConfigError(
-      f'{field}={path!r} is no folder here and could not be fetched from the '
+      f'{field}={path!r}: no such folder, and it could not be fetched from the '
       f'hub ({e}); HF_ENDPOINT names a mirror, HF_HOME a cache'
     ) from e
 
@@ -156,10 +153,8 @@ def restore(config, workdir: str, cfg, mesh, which='latest') -> dict:
   same = made and cfg.lora and dataclasses.replace(made, dtype=cfg.lora.dtype)
   if same and same == cfg.lora:
     return lora.join(trained, lora.freeze(cfg, frozen))
-  params = lora.join(trained, frozen)
-  if made == cfg.lora:  # no adapters in either
-    return params
-  return _with_adapters(config, cfg, lora.merge(theirs, params), mesh)
+  params = lora.merge(theirs, lora.join(trained, frozen))
+  return _with_adapters(config, cfg, params, mesh)
 
 
 def keep_fixed(workdir, fixed: dict[str, dict]) -> None:

@@ -28,9 +28,9 @@ class _Phase:
 class Progress:
   """Shows the innermost phase that runs; a context manager.
 
-  On a terminal a phase has a bar after `patience` seconds, below the line where
-  the cursor is. Elsewhere a line follows whenever nothing was printed for
-  `every` seconds. Of several processes, process 0 alone prints.
+  On a terminal a phase has a bar after `patience` seconds. Elsewhere a line
+  follows whenever nothing was printed for `every` seconds. Of several
+  processes, process 0 alone prints.
   """
 
   patience, every, tick = 2.0, 30.0, 1.0
@@ -70,12 +70,12 @@ class Progress:
         with self._lock:
           self._close()
 
-  def print(self, text: str, end: str = '\n') -> None:
+  def print(self, text: str) -> None:
     """Prints a text, not across a bar."""
     if self._shown:
       with self._lock:
         self._close()
-        print(text, end=end, file=self._out, flush=True)
+        print(text, file=self._out, flush=True)
         self._printed = time.monotonic()
 
   def _watch(self) -> None:
@@ -102,8 +102,6 @@ class Progress:
         unit_scale=False,
         delay=1e-9,  # shown by `refresh` below, erased by `close`
         leave=False,
-        # Below the last line, which may be of the step before.
-        position=int(self._screen),
         **({} if phase.count else {'bar_format': '{desc}: {elapsed}'}),
       )
       self._bar.start_t = time.time() - (now - phase.begin)

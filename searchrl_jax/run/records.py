@@ -44,6 +44,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from retrieval import files
 from searchrl_jax import types
 
 CHECKPOINTS = 'checkpoints'
@@ -108,11 +109,9 @@ def write_bytes(path: os.PathLike | str, data: bytes) -> None:
   with explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-      with open(part, 'wb') as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-      part.replace(path)
+      with open(part, 'wb') as file:
+        file.write(data)
+        files.commit(file, part, path)
     finally:
       part.unlink(missing_ok=True)
 
@@ -128,15 +127,14 @@ def plain(value: Any) -> Any:
     value = value.to_dict()
   if isinstance(value, Mapping):
     return {str(k): plain(v) for k, v in value.items()}
-  if isinstance(value, (np.ndarray, np.generic)):
-    value = value.tolist()
+  if hasattr(value, '__array__'):  # of NumPy or JAX
+    value = np.asarray(value).tolist()
   if isinstance(value, (list, tuple, set, frozenset)):
     return [plain(v) for v in value]
   if isinstance(value, float) and not math.isfinite(value):
     return None
-  if value is None or isinstance(value, (str, int, float)):
-    return value
-  return plain(np.asarray(value)) if hasattr(value, '__array__') else str(value)
+  known = value is None or isinstance(value, (str, int, float))
+  return value if known else str(value)
 
 
 def tuples(fields: dict) -> dict:
@@ -299,9 +297,11 @@ def _segments(record: Record, name: str, types_) -> list[dict] | None:
 
 
 def _values(x, dtype) -> np.ndarray | None:
-  if dtype == np.float16 and x is not None:
+  if x is None:
+    return None
+  if dtype == np.float16:
     x = np.clip(x, -65504, 65504)  # a sum of rewards may be outside its range
-  return None if x is None else np.asarray(x, dtype)
+  return np.asarray(x, dtype)
 
 
 def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
@@ -313,16 +313,16 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
     RunError: there are no files, or one is not a trajectory file.
   """
   if isinstance(source, bytes):
-    files: list = [io.BytesIO(source)] if source else []
+    found: list = [io.BytesIO(source)] if source else []
   else:
     source = pathlib.Path(source)
-    files = [source] if source.is_file() else [*source.glob('step_*.parquet')]
-    if not files:
+    found = [source] if source.is_file() else [*source.glob('step_*.parquet')]
+    if not found:
       raise RunError(
         f'{source} holds no trajectories; they are in RUN/trajectories (see '
         'config.log.trajectories_every) and, of an evaluation, in OUT/eval'
       )
-  for file in sorted(files):
+  for file in sorted(found):
     try:
       with pq.ParquetFile(file) as table:
         for batch in table.iter_batches(256):
@@ -333,7 +333,9 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:
-  sequences = [_unpack(batch.column(name)) for name in _SEQUENCES]
+  # pandas has an array where `to_pylist` would have an object for each token.
+  columns = [batch.column(name).to_pandas() for name in _SEQUENCES]
+  sequences = [map(_unpacked, column) for column in columns]
   rows = batch.drop_columns(list(_SEQUENCES)).to_pylist()
   for row, segments, context in zip(rows, *sequences, strict=True):
     question = row.pop('question')
@@ -370,28 +372,15 @@ def _joined(segments, name: str) -> np.ndarray | None:
   return np.concatenate(parts)
 
 
-def _unpack(array: pa.ListArray) -> list:
-  """For each row: its segments, each with its columns in _TRAINER."""
-  struct = array.values
-  columns = {name: struct.field(name).to_pylist() for name in _SEGMENT}
-  for name in _TOKENS:
-    lists = struct.field(name)
-    values = lists.values.to_numpy()
-    if values.dtype == np.float16:
-      values = values.astype(np.float32)
-    columns[name] = _lists(lists, values)
-  rows = [dict(zip(columns, x)) for x in zip(*columns.values(), strict=True)]
-  extra = [{name: r.pop(name) for name in _TRAINER} for r in rows]
-  return _lists(array, [(types.Segment(**r), e) for r, e in zip(rows, extra)])
-
-
-def _lists(array: pa.ListArray, values: Sequence) -> list:
-  """Splits `values` as the list array does; None for null."""
-  ends = array.offsets.to_pylist()
-  known = array.is_valid().to_pylist()
-  return [
-    values[a:b] if valid else None for valid, a, b in zip(known, ends, ends[1:])
-  ]
+def _unpacked(sequence) -> list | None:
+  """The segments of a row, each with its columns in _TRAINER."""
+  if sequence is None:
+    return None
+  for row in sequence:
+    for name in (*_LOGPS, 'advantages'):
+      row[name] = _values(row[name], np.float32)
+  extra = [{name: row.pop(name) for name in _TRAINER} for row in sequence]
+  return [(types.Segment(**row), x) for row, x in zip(sequence, extra)]
 
 
 def _read_search(record: dict[str, Any], question: types.Question):
@@ -403,16 +392,3 @@ def _read_search(record: dict[str, Any], question: types.Question):
     return types.SearchError(request, **error)
   found = tuple(types.Passage(**p) for p in passages)
   return types.SearchResult(request, found, **answer)
-
-
-def write_aside(path: pathlib.Path, step: int, data: bytes) -> None:
-  """Writes the unused trajectories of a checkpoint to a separate file."""
-  write_bytes(path, b'%d\n' % step + data)
-
-
-def read_aside(path: pathlib.Path, step: int) -> bytes | None:
-  """What `write_aside` wrote for `step`; None if it did not."""
-  if not path.exists():
-    return None
-  first, _, rest = path.read_bytes().partition(b'\n')
-  return rest if first == b'%d' % step else None

@@ -14,6 +14,11 @@ from ml_collections import ConfigDict
 
 from searchrl_jax.run import lookup
 
+_PARTS = (
+  'model models mesh data env source engine rollout judge algorithm critic '
+  'batch optim sft train checkpoint eval log'
+)
+
 CHOICES = {
   'model.remat': ('none', 'block', 'attention', 'mlp', 'matmuls'),
   'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
@@ -34,12 +39,6 @@ CHOICES = {
   'sft.schedule': ('constant', 'linear', 'cosine'),
   'eval.best_of': ('', 'certainty'),
   'log.wandb': ('disabled', 'offline', 'online'),
-}
-
-# Former names of fields, and their names now.
-RENAMED = {
-  'algorithm.tis_beyond': 'algorithm.tis_mode',
-  'critic.alone': 'critic.pretrain_steps',
 }
 
 # (fields, whether a value is allowed, which are)
@@ -72,11 +71,7 @@ RANGES = (
     'above 0',
   ),
   ('source.simulator.base', lambda x: x >= 1.001, 'at least 1.001'),
-  (
-    'eval.top_p batch.loss_fraction',
-    lambda x: 0 < x <= 1,
-    'above 0, at most 1',
-  ),
+  ('eval.top_p batch.loss_fraction', lambda x: 0 < x <= 1, 'above 0 to 1'),
   (
     'rollout.max_failed judge.max_failed algorithm.tis_floor '
     'source.simulator.noise_from source.simulator.noise_to '
@@ -115,22 +110,22 @@ def parse_arg(arg: str | None, **known):
     if not isinstance(known[name], str):
       with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(value)
-    try:
-      if isinstance(value, bool) and type(known[name]) in (int, float):
-        raise TypeError(f'expected a number, as {known[name]}')
-      out[name] = value
-    except TypeError as e:
-      raise ValueError(f'config argument {name}={value!r}: {e}') from e
+    kind = type(known[name])
+    lookup.require(
+      type(value) is kind or kind is float and type(value) is int,
+      f'config argument {name}={value!r}: not of type {kind.__name__}',
+      ValueError,
+    )
+    out[name] = value
   return out
 
 
 def base() -> ConfigDict:
   """Every field with its neutral value. Units are in the comments."""
-  c = ConfigDict()
+  c = ConfigDict({part: {} for part in _PARTS.split()})
   c.name = 'base'
   c.seed = 0
 
-  c.model = ConfigDict()
   c.model.path = ''  # a Hugging Face folder; '' = from scratch, by `arch`
   # A Hugging Face folder; '' = model.path; 'world': the generated worlds'
   # words; 'bpe': trained on source.corpus.
@@ -146,7 +141,6 @@ def base() -> ConfigDict:
   c.model.scan_unroll = 1  # layers unrolled in a step of the scan
   c.model.attention = 'auto'  # auto, xla, cudnn, splash
 
-  c.models = ConfigDict()
   # Adapters of the policy and its critic, trained in place of the parameters,
   # which stay as they started (models/lora.py).
   c.models.lora = ConfigDict()
@@ -157,12 +151,11 @@ def base() -> ConfigDict:
   c.models.lora.dtype = ''  # of the frozen parameters; '' = model.dtype
   c.models.lora.path = ''  # a PEFT folder to start from; '' = fresh ones
 
-  c.mesh = ConfigDict()  # devices on each axis; one may be -1, the rest
+  # Devices on each axis; one may be -1, the rest
   c.mesh.data = -1
   c.mesh.fsdp = 1
   c.mesh.tensor = 1
 
-  c.data = ConfigDict()
   c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data, else the hub
   c.data.world_module = 'searchrl_jax.worlds.microworld'  # generates them
   c.data.world_seed = 0  # of a generated world, for `microworld` sets
@@ -172,7 +165,6 @@ def base() -> ConfigDict:
   c.data.eval = ConfigDict()  # name -> {module, ...its own fields}
   c.data.shuffle = True
 
-  c.env = ConfigDict()
   # The class of the environment; called like `text.env.SearchEnv`.
   c.env.module = 'searchrl_jax.text.env.SearchEnv'
   c.env.template = 'base'  # a name in text/templates, or a file
@@ -191,7 +183,6 @@ def base() -> ConfigDict:
   # trainer's old log-probs and weight 1.
   c.env.train_observations = False
 
-  c.source = ConfigDict()
   c.source.module = 'service'
   c.source.url = ''  # of a running server; '' = start one over `corpus`
   # Which processes of several start one: each for itself, or one for all.
@@ -241,7 +232,6 @@ def base() -> ConfigDict:
   # fields}. A block of the template calls one by name.
   c.tools = ConfigDict()
 
-  c.engine = ConfigDict()
   c.engine.module = 'jax_sampler'
   c.engine.slots = 64  # sequences decoded together
   c.engine.max_len = 1024  # tokens in a slot's cache
@@ -273,7 +263,6 @@ def base() -> ConfigDict:
   c.engine.deadline = 900.0  # seconds after which no further one is made
   c.engine.attempts = 4  # of a completion
 
-  c.rollout = ConfigDict()
   c.rollout.questions = 32  # questions in a step
   c.rollout.group = 8  # trajectories of one question
   # What samples the groups in training: a module of searchrl_jax.rollout, or
@@ -304,7 +293,6 @@ def base() -> ConfigDict:
 
   # A language model that judges answers, behind an OpenAI-compatible server:
   # for the reward judge.correct, and beside EM and F1 in every evaluation.
-  c.judge = ConfigDict()
   c.judge.url = ''  # '' = there is none; the token is OPENAI_API_KEY's
   c.judge.model = ''  # '' = the one that is served
   c.judge.timeout = 30.0  # seconds for one attempt
@@ -312,7 +300,6 @@ def base() -> ConfigDict:
   c.judge.concurrency = 32  # requests in flight
   c.judge.max_failed = 0.2  # fraction of missing verdicts that stops
 
-  c.algorithm = ConfigDict()
   c.algorithm.advantage = 'grpo'  # in advantages.py, or a dotted path
   c.algorithm.advantage_kw = ConfigDict()  # that function's own fields
   c.algorithm.loss = 'clip'  # in losses.py, or a dotted path
@@ -335,7 +322,6 @@ def base() -> ConfigDict:
   c.algorithm.drop_zero_variance = False  # leave such groups out of the batch
 
   # The critic of advantage='gae': a backbone and a value head of its own.
-  c.critic = ConfigDict()
   c.critic.path = ''  # a Hugging Face folder; '' = as the policy starts
   c.critic.lr = 0.0  # 0 = there is none
   c.critic.schedule = 'constant'  # as optim.schedule
@@ -344,7 +330,6 @@ def base() -> ConfigDict:
   c.critic.clip = 0.5  # largest step of a value, in returns; 0 = not clipped
   c.critic.pretrain_steps = 0  # first steps, which train only the critic
 
-  c.batch = ConfigDict()
   # Rows that trajectories are packed into, in tokens. The last is the limit of
   # a trajectory and takes most of them, the others what is left.
   c.batch.lengths = (256, 512, 1024)
@@ -352,7 +337,6 @@ def base() -> ConfigDict:
   c.batch.loss_fraction = 0.5  # loss tokens a microbatch holds, of its tokens
   c.batch.head_chunk = 1024  # loss tokens of one device scored at once
 
-  c.optim = ConfigDict()
   c.optim.lr = 1e-6
   c.optim.schedule = 'constant'  # constant, linear, cosine
   c.optim.warmup = 0  # updates
@@ -363,7 +347,6 @@ def base() -> ConfigDict:
   c.optim.clip_norm = 1.0
   c.optim.freeze = ''  # a regex of paths of parameters that stay fixed
 
-  c.sft = ConfigDict()
   c.sft.data = ConfigDict()  # {module, ...its own fields}: scripted traces
   c.sft.steps = 0
   c.sft.rows = 32  # sequences in an update
@@ -375,13 +358,11 @@ def base() -> ConfigDict:
   c.sft.seconds = 0.0  # stop after this time; 0 = no limit
   c.sft.save_every = 0  # steps; 0 = only at the end
 
-  c.train = ConfigDict()
   # Rollouts; optimizer updates = steps x minibatches x epochs.
   c.train.steps = 100
   c.train.seconds = 0.0  # stop after this time; 0 = no limit
   c.train.init = ''  # run folder or HF folder to start from; '' = the model
 
-  c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0 = only at the end
   c.checkpoint.keep = 2  # the last k
   # Write while training goes on, from a copy in host memory. False: wait.
@@ -391,7 +372,6 @@ def base() -> ConfigDict:
   # and is not reported. '' = no.
   c.checkpoint.best = ''
 
-  c.eval = ConfigDict()
   c.eval.every = 50  # steps; 0 = only at the end
   c.eval.questions = 0  # of each set; 0 = all
   c.eval.n = 1  # samples of a question
@@ -406,7 +386,6 @@ def base() -> ConfigDict:
   c.eval.bootstrap = 2000  # resamples behind an interval
   c.eval.seed = 0
 
-  c.log = ConfigDict()
   c.log.tensorboard = True
   c.log.wandb = 'disabled'  # disabled, offline, online
   c.log.project = 'searchrl'
@@ -421,14 +400,8 @@ def check(config: ConfigDict) -> None:
   """Refuses values that a field cannot have, whatever the others are.
 
   Raises:
-    ConfigError: names the field, its value and what is allowed, or the new
-      name of a renamed field.
+    ConfigError: names the field, its value and what is allowed.
   """
-  for old, new in RENAMED.items():
-    part, _, name = old.rpartition('.')
-    known = operator.attrgetter(part)(config)
-    message = f'config.{old} has been renamed: use config.{new}'
-    lookup.require(name not in known, message)
   for field, choices in CHOICES.items():
     value = operator.attrgetter(field)(config)
     hint = lookup.near(str(value), choices)

@@ -4,6 +4,7 @@ A `Session` has no algorithm: a loop (train.py, sft.py,
 experiments/ssp/train.py) trains one step and calls `end_step`.
 """
 
+import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -26,7 +27,6 @@ from searchrl_jax.run import (
   lookup,
   parameters,
   progress,
-  records,
   remote,
   sharding,
   signals,
@@ -57,7 +57,6 @@ class Session:
       checkpoint: `state()` returns JSON, `restore(state)` takes it.
     unused: trajectories that have ended and were not trained on yet:
       `encode()` returns bytes, `decode(data)` takes them.
-    about: further entries of this start in environment.json.
 
   Attributes:
     step: steps done.
@@ -80,7 +79,6 @@ class Session:
     limits: tuple[int, float, int],
     states: Mapping[str, Any] | None = None,
     unused: Any = None,
-    about: Mapping[str, Any] | None = None,
   ):
     self.config, self.workdir = config, pathlib.Path(workdir)
     self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
@@ -88,8 +86,6 @@ class Session:
     self._states, self._unused = dict(states or {}), unused
     devices = [str(d) for d in jax.devices()]
     self._about = {'devices': devices, 'parameters': self.cfg.n_params}
-    self._about |= about or {}
-    self._aside = self.workdir / 'ended.bin'
     self._saver = checkpoint.of_run(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
     self.engine: Any = None
@@ -125,10 +121,9 @@ class Session:
     for name, state in self._states.items():
       state.restore(saved.extras[name])
     if self._unused is not None:
-      read = lambda: records.read_aside(self._aside, self.step)
-      data = cluster.first('unused', read)
-      ended = saved.arrays['ended'].tobytes()
-      self._unused.decode(ended if data is None else data)
+      # Absent in those of earlier versions: their rollouts begin again.
+      ended = saved.extras.get('ended', '')
+      self._unused.decode(base64.b64decode(ended))
 
   def __enter__(self) -> 'Session':
     with contextlib.ExitStack() as stack:
@@ -195,19 +190,16 @@ class Session:
       weights = self._own(weights)
     config, cfg, mesh = self.config, self.cfg, self.mesh
     own, folder = sharding.own_mesh(mesh), cluster.folder(self.workdir) / folder
-    engine = cluster.agree(
-      'engine',
-      lambda: build.engine(config, cfg, weights, tok, own, str(folder)),
-    )
+    make = functools.partial(build.engine, config, cfg, weights, tok, own)
+    engine = cluster.agree('engine', lambda: make(str(folder)))
     self.signals.at_exit(engine.shutdown)
     self._engines.append(engine)
     if params is None:
       self.engine, self._canary = engine, canary
       self._logps = sync.forward_logps(cfg, mesh)
     else:
-      self.signals.finish(
-        build.first_weights(config, engine, cfg, weights, own, canary)
-      )
+      given = build.first_weights(config, engine, cfg, weights, own, canary)
+      self.signals.finish(given)
     return engine
 
   def _own(self, params: Any) -> Any:
@@ -222,10 +214,8 @@ class Session:
     if self._publisher is None:
       lookup.require(
         not remote.is_remote(remote.place(self.workdir)),
-        f'--workdir={remote.place(self.workdir)}: the servers of '
-        f'config.engine.module={config.module!r} on several nodes read weights '
-        'from a disk that these share; give a --workdir there, or mount the '
-        'bucket',
+        f'config.engine.module={config.module!r} on several nodes reads weights'
+        ' from a --workdir on a disk that these share, or a mounted bucket',
       )
       folder = self.workdir / 'published'
       self._publisher = publication.Publisher(folder, cfg, config.dtype)
@@ -261,9 +251,6 @@ class Session:
     if self.engine is not None:
       text += f'; a step is {r.questions} questions x {r.group} trajectories'
       text += f' of up to {c.env.max_tokens:,} tokens'
-    if self.evaluator:
-      often = f'every {c.eval.every} steps' if c.eval.every else 'at the end'
-      text += f'; evaluated {often}'
     return text
 
   def _serve(self) -> None:
@@ -275,9 +262,13 @@ class Session:
       self.metrics = self.writer.write(-1, self.evaluate())
     elif self._owed:
       self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
-      self.writer.sync()
-      amend = functools.partial(self._saver.amend, evaluation_owed=False)
-      cluster.first('evaluated', lambda: amend(self.step, self.metrics))
+      self._amend(evaluation_owed=False)
+
+  def _amend(self, **extras) -> None:
+    """Replaces the metrics and some extras of the last checkpoint."""
+    self.writer.sync()
+    amend = functools.partial(self._saver.amend, self.step, self.metrics)
+    cluster.first('amend', lambda: amend(**extras))
 
   @property
   def done(self) -> bool:
@@ -304,12 +295,8 @@ class Session:
         published = sync.manifest(params, self.engine.dtype)
         params, logps = self._own(params), lambda ids: wanted
       how = self.step, self._canary, logps, limit, kind, published
-      reports = cluster.gather(
-        'sync',
-        lambda: self.signals.finish(
-          sync.sync_and_verify(self.engine, params, *how)
-        ),
-      )
+      check = functools.partial(sync.sync_and_verify, self.engine, params, *how)
+      reports = cluster.gather('sync', lambda: self.signals.finish(check()))
       if self._publisher:
         self._publisher.prune(self.step)
       self._report = max(reports, key=lambda r: r.canary_max_diff)
@@ -358,12 +345,11 @@ class Session:
       parts = [(i, vars(b)) for i, b in enumerate(batches)]
       arrays = {f'{i}/{k}': v for i, b in parts for k, v in b.items()}
       cluster.first('batch', lambda: np.savez(path, **arrays))
-      raise cluster.on_all(
-        signals.NonFinite(
-          f'step {self.step}: the loss or its gradient is not finite; nothing '
-          f'was updated. The batch is in {path}'
-        )
+      text = (
+        f'step {self.step}: the loss or its gradient is not finite; nothing '
+        f'was updated. The batch is in {path}'
       )
+      raise cluster.on_all(signals.NonFinite(text))
 
   def advance(self) -> None:
     """Counts the step and publishes its weights.
@@ -374,8 +360,8 @@ class Session:
     self.step += 1
     self._failure = self._report = None
     try:
-      wake = lambda: self.signals.finish(self.engine.wake())
-      if not self._stops('wake', wake):
+      cluster.agree('wake', lambda: self.signals.finish(self.engine.wake()))
+      if not self._stops():
         self.publish()
     except Exception as e:
       if cluster.alone(e):
@@ -407,7 +393,7 @@ class Session:
     failure = self._failure or self._mismatch(metrics)
     late = lambda: 0 < self._seconds < time.monotonic() - self._started
     self._late = cluster.first('time', late)
-    stop = self._stops('stop')
+    stop = self._stops()
     due = self.done or _due(config.eval.every, self.step)
     self._owed = due = bool(due and self.evaluator)
     if due and not stop and failure is None:
@@ -427,7 +413,7 @@ class Session:
           self.writer.trajectories(self.step - 1, every=every, **group)
       # Before the save: a resume drops lines of steps that were not saved.
       self.metrics = self.writer.write(self.step - 1, metrics)
-      stop = stop or self._stops('stop')
+      stop = stop or self._stops()
       ends = self.done or stop or failure is not None
       best = due and not self._owed and config.checkpoint.best
       if ends or best or _due(self._save_every, self.step):
@@ -437,51 +423,41 @@ class Session:
     if failure is not None:
       raise failure
     if stop:
-      raise cluster.on_all(
-        signals.Stopped(f'stopped by a signal after step {self.step}; saved')
-      )
+      text = f'stopped by a signal after step {self.step}; saved'
+      raise cluster.on_all(signals.Stopped(text))
 
-  def _stops(self, what: str, work: Callable[[], Any] | None = None) -> bool:
-    """Whether a signal came to any process, after `work` on each."""
-
-    def stops():
-      if work:
-        work()
-      return self.signals.stop
-
-    return any(cluster.gather(what, stops))
+  def _stops(self) -> bool:
+    """Whether a signal came to any process."""
+    return any(cluster.gather('stop', lambda: self.signals.stop))
 
   def _mismatch(self, metrics: Mapping[str, float]) -> signals.Mismatch | None:
     alarm = self.config.rollout.mismatch_alarm
     differ = metrics.get('train/mismatch_abs', 0.0)
     if not 0 < alarm < differ:
       return None
-    return cluster.on_all(
-      signals.Mismatch(
-        f'step {self.step - 1}: log-probs of trainer and engine differ by '
-        f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
-        'Raise the alarm, lower max_staleness, or use one dtype for both'
-      )
+    text = (
+      f'step {self.step - 1}: log-probs of trainer and engine differ by '
+      f'{differ} on average (config.rollout.mismatch_alarm={alarm}); saved. '
+      'Raise the alarm, lower max_staleness, or use one dtype for both'
     )
+    return cluster.on_all(signals.Mismatch(text))
 
   def save(self, background: bool = False) -> None:
     """Writes a checkpoint of the steps done.
 
-    If there is one already, only the unused trajectories may have changed;
-    they are written to a separate file.
+    If there is one already, only the unused trajectories may have changed.
 
     background: return once the arrays are copied to the host.
     """
     with self.writer.timer('checkpoint'):
       self._saver.wait()
     unused = b'' if self._unused is None else self._unused.encode()
+    ended = base64.b64encode(unused).decode()
     if self.step in cluster.first('steps', self._saver.steps):
-      write = lambda: records.write_aside(self._aside, self.step, unused)
-      cluster.first('unused', write)
-      self.writer.sync()
+      self._amend(ended=ended)
       return
     extras = {name: state.state() for name, state in self._states.items()}
-    extras |= {'served': self._identity, 'version': self.step}
+    extras |= {'served': self._identity, 'version': self.step, 'ended': ended}
     with self.writer.timer('checkpoint'):
       # The files of steps that a checkpoint counts are there before it.
       self.writer.sync()
@@ -490,7 +466,6 @@ class Session:
         self.trained.tree(),
         metrics=self.metrics,
         extras=extras | {'evaluation_owed': self._owed},
-        arrays={'ended': np.frombuffer(unused, np.uint8)},
         fingerprint=self._fingerprint,
         background=background,
       )

@@ -76,13 +76,9 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None):
   lookup.require(
     all(s > 0 or s == -1 for s in sizes)
     and sizes.count(-1) <= 1
-    and known <= count,
+    and (count % known == 0 if -1 in sizes else known <= count),
     f'config.mesh {dict(zip(AXES, sizes))} with {count} devices: sizes are '
-    'positive, at most one -1, and need no more devices than there are',
-  )
-  lookup.require(
-    -1 not in sizes or count % known == 0,
-    f'config.mesh: {count} devices are not divisible by {known}',
+    'positive, or one is -1, and they divide the devices or need no more',
   )
   sizes = [count // known if s == -1 else s for s in sizes]
   used = devices[: math.prod(sizes)]

@@ -23,15 +23,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import datetime
-import fcntl
+import functools
 import importlib.metadata
 import json
 import logging
 import math
+import operator
 import os
 import pathlib
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from retrieval import files
 from searchrl_jax.run import (
   alarms,
   cluster,
@@ -64,11 +65,6 @@ MAY_DIFFER = (
   'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
 )  # fmt: skip
 _SAMPLES = 3  # trajectories of a file whose text trackers show
-_PACKAGES = (
-  'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain',
-  'transformers', 'tokenizers', 'bm25s', 'httpx', 'ml_collections',
-)  # fmt: skip
-_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
 class Writer:
@@ -91,7 +87,6 @@ class Writer:
     """
     self.folder = pathlib.Path(folder)
     self._steps = steps
-    self._out = sys.stderr if out is None else out
     self._progress = progress.Progress(out, config.log.progress)
     self._seconds: dict[str, float] = collections.defaultdict(float)
     self._pending: futures.Future | None = None
@@ -114,25 +109,17 @@ class Writer:
     """Opens the files that one process writes; `stack` closes them."""
     self.folder.mkdir(parents=True, exist_ok=True)
     lock = stack.enter_context(open(self.folder / '.lock', 'w'))
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise records.RunError(
-        f'{self.folder} is in use by another process; end it, or choose '
-        'another --workdir'
-      ) from error
+    used = f'{self.folder} is in use by another process; use another --workdir'
+    files.lock(lock, records.RunError, used)
     changed, step = self._write_config(config), self._first
-    path, starts = self.folder / 'environment.json', []
-    if path.exists():
-      starts = json.loads(path.read_text(encoding='utf-8'))['starts']
+    path = self.folder / 'environment.json'
+    starts = (files.read_json(path) or {'starts': []})['starts']
     start = {'step': step, 'config_changed': changed, **environment()}
     records.write_json(path, {'starts': [*starts, start | dict(about)]})
     self._metrics.touch()
-    _drop_from(self._metrics, step or -1)
+    self._alarms = alarms.Alarms(_kept(self._metrics, step or -1))
     for folder in {self.folder, remote.place(self.folder)}:
       records.drop_steps(folder, step or -1)
-    with open(self._metrics, encoding='utf-8') as lines:
-      self._alarms = alarms.Alarms(map(json.loads, lines))
     self._trackers = trackers.trackers(self.folder, config, step, stack)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -161,7 +148,9 @@ class Writer:
       values |= raised
       for text in begun:
         logging.warning(text)
-      append(self._metrics, json.dumps({'step': step, **records.plain(values)}))
+      line = json.dumps({'step': step, **records.plain(values)})
+      with records.explained(self._metrics), open(self._metrics, 'a') as file:
+        file.write(f'{line}\n')
     self._track(step, values)
     return values
 
@@ -306,22 +295,21 @@ class Writer:
       each = (time.monotonic() - self._start) / (now - self._first)
       left = datetime.timedelta(seconds=round(each * (all_ - now)))
       parts.append(f'ETA {left} ({_short(each)} s a step)')
-    screen = self._out.isatty()  # the next line overwrites this one:
-    begin = '\r\x1b[K' if screen else ''  # carriage return, erase to the end
-    end = '' if screen and now != all_ else '\n'
-    self._progress.print(begin + '  '.join(parts), end)
+    self._progress.print('  '.join(parts))
 
-  def close(self) -> None:
-    """Flushes and closes every file and unlocks the folder."""
-    with self._stack:
+  def close(self, error: BaseException | None = None) -> None:
+    """Flushes and closes every file and unlocks the folder.
+
+    error: what ended the run; what closing raises becomes a note of it.
+    """
+    with signals.after(error), self._stack:
       self.flush()
 
   def __enter__(self) -> 'Writer':
     return self
 
   def __exit__(self, kind: object, error: BaseException | None, _: object):
-    with signals.after(error):  # keep the error that ended the run
-      self.close()
+    self.close(error)
 
   def _write_config(self, config) -> dict:
     """Writes config.json. Returns changed fields: {field: [before, now]}."""
@@ -331,57 +319,44 @@ class Writer:
       with lookup.of(str(path)):
         changed = differences(json.loads(path.read_text()), now)
       for field, values in changed.items():
-        if not f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER)):
-          old, new = ('absent' if v is None else json.dumps(v) for v in values)
-          raise records.RunError(
-            f'{self.folder} holds a run of another config: config.{field} is '
-            f'{old} there and {new} now. Use the same value to continue that '
-            'run, or choose another --workdir'
-          )
+        old, new = ('absent' if v is None else json.dumps(v) for v in values)
+        lookup.require(
+          f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER)),
+          f'{self.folder} holds a run of another config: config.{field} is '
+          f'{old} there and {new} now. Use the same value to continue that '
+          'run, or choose another --workdir',
+          records.RunError,
+        )
     records.write_json(path, now)
     return changed
 
 
-def computed(config: dict) -> dict:
-  """A plain config without the fields that may differ; changes it."""
+def computed(config) -> dict:
+  """The config as JSON without the fields that may differ."""
+  out = records.plain(config)
   for field in MAY_DIFFER:
     *path, name = field.split('.')
-    part = config
-    for step in path:
-      part = part[step]
-    part.pop(name, None)
-  return config
+    functools.reduce(operator.getitem, path, out).pop(name, None)
+  return out
 
 
-def append(path: pathlib.Path, line: str) -> None:
-  """Appends a line to a file.
-
-  Raises:
-    RunError: the disk is full. No part of the line is left in the file.
-  """
-  with records.explained(path):
-    size = path.stat().st_size if path.exists() else 0
-    try:
-      with open(path, 'a', encoding='utf-8') as file:
-        file.write(f'{line}\n')
-    except OSError:
-      os.truncate(path, size)
-      raise
-
-
-def _drop_from(path: pathlib.Path, step: int) -> None:
-  """Drops lines of steps >= `step`, and a partial line, of metrics.jsonl."""
+def _kept(path: pathlib.Path, step: int) -> list[dict]:
+  """The metrics of steps before `step`; drops what follows in the file."""
+  kept: list[dict] = []
   end = 0
   for line in path.read_bytes().splitlines(keepends=True):
-    match = _STEP.match(line)
-    if not line.endswith(b'\n') or match and int(match[1]) >= step:
-      break  # half a line of a process that was killed; steps increase
-    if not match:
+    try:
+      metrics = json.loads(line) if line.endswith(b'\n') else {'step': step}
+      if metrics['step'] >= step:
+        break  # or half a line of a process that was killed; steps increase
+    except (ValueError, KeyError, TypeError) as error:
       raise records.RunError(
         f'{path}: another program wrote {line[:60]!r}; use another --workdir'
-      )
+      ) from error
+    kept.append(metrics)
     end += len(line)
   os.truncate(path, end)
+  return kept
 
 
 def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
@@ -400,14 +375,14 @@ def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
 
 def environment() -> dict[str, Any]:
   """Versions, commit, machine and command of this process."""
-  installed = importlib.metadata.distributions
+  installed = importlib.metadata.distributions()
   return {
     'time': time.strftime('%Y-%m-%dT%H:%M:%S%z'),
     'command': sys.argv,
     'commit': _git('rev-parse HEAD'),
     'changed_files': (_git('status --porcelain') or '').splitlines(),
     'python': platform.python_version(),
-    'packages': {n: d.version for n in _PACKAGES for d in installed(name=n)},
+    'packages': {d.name: d.version for d in installed},
     'machine': {
       'host': platform.node(),
       'system': platform.platform(),

@@ -377,13 +377,6 @@ def test_a_bad_tool_is_refused(tmp_path, tools, message):
     build.check_environment(c)
 
 
-def test_a_field_that_a_tool_needs_is_named(tmp_path):
-  c = config(tmp_path)
-  del c.tools.calculator.cost
-  with pytest.raises(ConfigError, match='config.tools.calculator: .*cost'):
-    build.source(c, '')
-
-
 def test_without_tools_the_source_is_the_source(tmp_path):
   made = build.source(config(tmp_path, tools=False), '')
   assert type(made) is fakes.FakeSource
