@@ -170,36 +170,15 @@ def certainties(
       tokens before it, of any author.
     scorer: `scoring.Scorer`, at the temperature of the sampling.
   """
-  own: dict[int, np.ndarray] = {}
-  for i, t in enumerate(trajectories):
-    mine = [np.full(len(s.ids), s.author == 'policy') for s in t.segments]
-    if not t.failed and any(x.any() for x in mine):
-      own[i] = np.concatenate(mine)
-  rows = [
-    np.concatenate([s.ids for s in trajectories[i].segments]) for i in own
-  ]
+  alive = {i: t.segments for i, t in enumerate(trajectories) if not t.failed}
+  rows = [np.concatenate([s.ids for s in parts]) for parts in alive.values()]
   out = [NAN] * len(trajectories)
-  for i, stats in zip(own, scorer(rows), strict=True):
-    out[i] = float(stats.certainty[own[i]].mean())
+  for (i, parts), stats in zip(alive.items(), scorer(rows), strict=True):
+    lengths = [len(s.ids) for s in parts]
+    own = np.repeat([s.author == 'policy' for s in parts], lengths)
+    if own.any():
+      out[i] = float(stats.certainty[own].mean())
   return out
-
-
-async def judged(
-  trajectories: Sequence[Trajectory], env: SearchEnv, judge
-) -> list[float]:
-  """Returns the grades of `rewards.judge.grade`.
-
-  NaN also for questions without golden answers.
-  """
-  known = [
-    i
-    for i, t in enumerate(trajectories)
-    if any(a.strip() for a in t.question.answers)
-  ]
-  out = np.full(len(trajectories), NAN)
-  graded = [trajectories[i] for i in known]
-  out[known], _ = await judging.grade(graded, env, judge, after_em=False)
-  return out.tolist()
 
 
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
@@ -221,7 +200,6 @@ def _mean(values: Sequence[float]) -> float:
 class Evaluation(NamedTuple):
   groups: list[Group]
   rows: list[Row]
-  slices: dict[str, list[Row]]  # label -> rows
   values: list[tuple[str, float]]  # (name, value) as `Evaluator.run` yields
   seconds: float  # wall time of the rollout
 
@@ -271,11 +249,6 @@ class Evaluator:
       'no questions to evaluate: config.data.eval has no set, or empty ones',
     )
 
-  @property
-  def ids(self) -> dict[str, list[str]]:
-    """The ids of the questions, by set."""
-    return {k: [q.id for q in v] for k, v in self.sets.items()}
-
   def run(self, step: int) -> Iterator[tuple[str, float]]:
     """Yields (name, value); see the class for the names."""
     yield from self.collect(step).values
@@ -292,14 +265,18 @@ class Evaluator:
     if self.writer is not None:
       self.writer.trajectories(step, groups, name=self.name)
       path = self.writer.folder / f'{self.name}_ids.json'
-      sets = {
-        label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
-        for label, ids in self.ids.items()
-      }
+      sets = {label: asked(qs) for label, qs in self.sets.items()}
       content = {'sampling': self.config.eval, 'sets': sets}
       cluster.first('ids', lambda: records.write_json(path, content))
-    sliced, values = self._values(rows)
-    return Evaluation(groups, rows, sliced, values, seconds)
+    e = self.config.eval
+    values = [
+      value
+      for label, part in slices(rows, self.name).items()
+      for value in summary(
+        part, label, self._k, resamples=e.bootstrap, seed=e.seed
+      )
+    ]
+    return Evaluation(groups, rows, values, seconds)
 
   def _own(self) -> tuple[list[Group], list[Row], float]:
     """Plays and scores this process's share of the questions."""
@@ -331,7 +308,8 @@ class Evaluator:
     if self.scorer is not None:
       late['certainty'] = certainties(flat, self.scorer)
     if self.judge is not None:
-      late['judged'] = self.runner(judged(flat, self.env, self.judge))
+      grades = judging.grade(flat, self.env, self.judge, after_em=False)
+      late['judged'] = self.runner(grades)[0].tolist()
     for name, values in late.items():
       rows = [
         dataclasses.replace(row, **{name: value})
@@ -339,23 +317,12 @@ class Evaluator:
       ]
     return result.groups, rows, result.stats.seconds
 
-  def _values(self, rows: Sequence[Row]):
-    """The rows by label, and the values of each."""
-    e, sliced = self.config.eval, slices(rows, self.name)
-    options = dict(resamples=e.bootstrap, seed=e.seed)
-    values = []
-    for label, part in sliced.items():
-      values += summary(part, label, **options)
-    for label, part in sliced.items():
-      for name, scores in passk.score(part, self._k).items():
-        mean = metrics.bootstrap([scores[q] for q in sorted(scores)], **options)
-        values += named(f'{label}/{name}', mean)
-    return sliced, values
 
-
-def digest(ids: Sequence[str]) -> str:
-  """The SHA-256 of a list of ids."""
-  return hashlib.sha256('\n'.join(ids).encode()).hexdigest()
+def asked(questions: Sequence[Question]) -> dict[str, Any]:
+  """What names the questions of a set: their ids, and a digest of these."""
+  ids = [q.id for q in questions]
+  digest = hashlib.sha256('\n'.join(ids).encode()).hexdigest()
+  return {'n': len(ids), 'sha256': digest, 'ids': ids}
 
 
 def _choose(
@@ -389,25 +356,35 @@ def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
 
 
 def summary(
-  rows: Sequence[Row], label: str, *, resamples: int, seed: int
+  rows: Sequence[Row], label: str, k: Sequence[int], **bootstrap
 ) -> Iterator[tuple[str, float]]:
   """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
 
   Scores that apply to no row are left out. 'LABEL/failed' is the number of
   failed trajectories.
+
+  Args:
+    rows: of one slice.
+    label: of the slice.
+    k: see `passk.score`.
+    **bootstrap: keywords of `metrics.bootstrap`.
   """
-  for name in SCORES:
-    means = list(by_question(rows, name).values())
-    interval = metrics.bootstrap(means, resamples=resamples, seed=seed)
-    yield from named(f'{label}/{name}', interval)
+  found = {name: by_question(rows, name) for name in SCORES}
+  for score, means in (found | passk.score(rows, k)).items():
+    values = [means[question] for question in sorted(means)]
+    interval, name = metrics.bootstrap(values, **bootstrap), f'{label}/{score}'
+    if interval.n:
+      yield name, interval.mean
+      yield f'{name}/low', interval.low
+      yield f'{name}/high', interval.high
+      yield f'{name}/n', float(interval.n)
   yield f'{label}/failed', float(sum(row.failed for row in rows))
 
 
 def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
   """Returns {(set, question id): mean over its samples}, sorted, without NaN.
 
-  The keys pair the values of two evaluations of the same questions, for
-  `metrics.paired_bootstrap`.
+  The keys pair the values of two evaluations of the same questions.
   """
   parts = collections.defaultdict(list)
   for row in rows:
@@ -415,12 +392,3 @@ def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
     if not math.isnan(value):
       parts[row.set, row.question].append(value)
   return {key: _mean(parts[key]) for key in sorted(parts)}
-
-
-def named(name: str, interval: metrics.Interval) -> Iterator[tuple[str, float]]:
-  """Yields the mean as `name`, and /low, /high and /n; nothing if n is 0."""
-  if interval.n:
-    yield name, interval.mean
-    yield f'{name}/low', interval.low
-    yield f'{name}/high', interval.high
-    yield f'{name}/n', float(interval.n)

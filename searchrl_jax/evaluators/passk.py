@@ -7,6 +7,7 @@ whose other form, votes weighted by rank, is not implemented). All are means
 over questions with a bootstrap interval over questions.
 """
 
+import collections
 from collections.abc import Sequence
 import math
 
@@ -60,23 +61,13 @@ def score(
     if not row.failed and not math.isnan(row.em):
       questions.setdefault((row.set, row.question), []).append(row)
   certain = any(not math.isnan(row.certainty) for row in rows)
-  out: dict[str, dict[tuple[str, str], float]] = {}
-  for count in k:
-    names = f'pass@{count}', f'maj@{count}', f'certainty@{count}'
-    passed, voted, chosen = ({}, {}, {})
-    for name, samples in questions.items():
-      n = len(samples)
-      if n < count:
-        continue
-      right = [row.em == 1.0 for row in samples]
-      votes = [row.vote for row in samples]
-      passed[name] = scores.pass_at_k(n, sum(right), count)
-      # A vote for equal answers is right if any of these is right.
-      good = {row.vote for row in samples if row.em == 1.0} - {None}
-      voted[name] = scores.maj_at_k(votes, [v in good for v in votes], count)
+  out: dict[str, dict[tuple[str, str], float]] = collections.defaultdict(dict)
+  for name, samples in questions.items():
+    right = [row.em == 1.0 for row in samples]
+    votes, certainties = zip(*((row.vote, row.certainty) for row in samples))
+    for n in (n for n in k if n <= len(samples)):
+      out[f'pass@{n}'][name] = scores.pass_at_k(len(right), sum(right), n)
+      out[f'maj@{n}'][name] = scores.maj_at_k(votes, right, n)
       if certain:
-        chosen[name] = scores.best_at_k(
-          [row.certainty for row in samples], right, count
-        )
-    out |= zip(names[: 2 + certain], (passed, voted, chosen))
+        out[f'certainty@{n}'][name] = scores.best_at_k(certainties, right, n)
   return out

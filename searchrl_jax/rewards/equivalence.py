@@ -19,13 +19,11 @@ def function(match: str) -> Callable[[str, str], bool]:
   Raises:
     ValueError: there is no such function.
   """
-  try:
+  with lookup.of(
+    f"match={match!r} is neither 'text' nor the dotted name of a function "
+    'equal(a, b), such as experiments.ttrl.mathematics.equal'
+  ):
     return lookup.function('searchrl_jax', match)
-  except ValueError as e:
-    raise ValueError(
-      f"match={match!r} is neither 'text' nor the dotted name of a function "
-      f'equal(a, b), such as experiments.ttrl.mathematics.equal: {e}'
-    ) from e
 
 
 def correct(answer: str | None, golds: Iterable[str], match: str) -> float:

@@ -152,9 +152,7 @@ def labelled(
     if len(alive) == votes:
       parts[f'pass@{votes}'][rows] = any(right)
       parts[f'pass@{train}'][rows] = scores.pass_at_k(votes, sum(right), train)
-      parts[f'maj@{votes}'][rows] = scores.maj_at_k(
-        keys, [key in good for key in keys], votes
-      )
+      parts[f'maj@{votes}'][rows] = scores.maj_at_k(keys, right, votes)
     if label is not None:
       parts['label_accuracy'][rows] = label in good
       parts['reward_accuracy'][trained] = (value[rows] == right)[: len(trained)]
