@@ -66,7 +66,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   rows |= {
     'optimizer': _bytes(state.opt_state),
     'gradients, accumulated': own,
-    update_name: working_memory(trained.updater, state.params)
+    update_name: working_memory(trained.updater)
     if working is None
     else working,
   }
@@ -135,11 +135,11 @@ def render(config, cfg, mesh, found: Costs) -> str:
   return '\n'.join(lines)
 
 
-def working_memory(updater: update.Updater, params) -> int:
+def working_memory(updater: update.Updater) -> int:
   """Bytes that one microbatch needs beyond state and gradients.
 
   Of one device, for the bucket that needs most, as its compiled program says
-  (0 where the backend does not tell). `params` are shapes with shardings.
+  (0 where the backend does not tell).
   """
 
   def accumulate(params, grads, arrays, frozen):
@@ -147,12 +147,11 @@ def working_memory(updater: update.Updater, params) -> int:
     fresh, _ = grad(params, arrays, divisor, frozen)
     return jax.tree.map(jnp.add, grads, fresh)
 
+  params, most = updater.shapes, 0
   layout = jax.tree.map(lambda x: x.sharding, params)
   program = jax.jit(accumulate, donate_argnums=1, out_shardings=layout)
-  most = 0
   for length in updater.batch_config.lengths:
-    empty = batching.empty(updater.batch_config, length, updater.shards)
-    arrays = updater.put(empty, place=update.like_rows)
+    arrays = updater.like(length)
     lowered = program.lower(params, params, arrays, updater.frozen)
     memory = lowered.compile().memory_analysis()
     most = max(most, getattr(memory, 'temp_size_in_bytes', 0))

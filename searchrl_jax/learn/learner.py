@@ -58,8 +58,7 @@ class Learner:
     self._roles, self._supervised = dict(roles or {'': config}), supervised
     updates = sum(map(optim.updates, self._roles.values()))
     self._optim, self._updates = supervised or (config.optim, updates)
-    self._shapes, self.frozen = lora.split(cfg, parameters.shapes(cfg, mesh))
-    tx = optim.make(self._optim, self._updates, self._shapes)
+    tx = optim.make(self._optim, self._updates)
     temperature = 1.0 if supervised else config.rollout.temperature
     shared = dict(tx=tx, mesh=mesh, temperature=temperature)
     self._updaters = {}
@@ -71,13 +70,13 @@ class Learner:
     self._has_ref = not supervised and any(
       c.algorithm.kl != 'none' for c in self._roles.values()
     )
-    self._critic = self._critic_shapes = None
+    self._critic = None
     if config.critic.lr and not supervised:
-      self._critic, self._critic_shapes = critic_updater(config, cfg, mesh)
-    self._ref = self._shapes if self._has_ref else {}
+      self._critic = critic_updater(config, cfg, mesh)
+    self._ref = self.updater.shapes if self._has_ref else {}
     self.shards = self.updater.shards
     self._seconds = self._flops = 0.0
-    self._freeze(self.frozen)
+    self._freeze(self.updater.frozen)
 
   # The life of a run.
 
@@ -96,8 +95,8 @@ class Learner:
 
   def like(self) -> dict:
     return {
-      'state': self.updater.abstract(self._shapes),
-      'critic': self._critic and self._critic.abstract(self._critic_shapes),
+      'state': self.updater.abstract,
+      'critic': self._critic and self._critic.abstract,
     }
 
   @property
@@ -131,9 +130,9 @@ class Learner:
     The critic's has the role 'critic'. No parameter is needed.
     """
     for role, updater in self._updaters.items():
-      updater.warmup(self._shapes, score=self.needs_old(role) or self._has_ref)
+      updater.warmup(score=self.needs_old(role) or self._has_ref)
     if self._critic:
-      self._critic.warmup(self._critic_shapes, score=True)
+      self._critic.warmup(score=True)
     return self._updaters | ({'critic': self._critic} if self._critic else {})
 
   def warmup(self) -> None:
@@ -286,14 +285,15 @@ def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:
 
 
 def critic_updater(config: ConfigDict, cfg, mesh):
-  """(update.Updater of the critic of a policy `cfg`, its shapes)."""
-  cfg = critics.config(cfg)
-  shapes, _ = lora.split(cfg, parameters.shapes(cfg, mesh, critics))
+  """`update.Updater` of the critic of a policy `cfg`."""
   fields = own_optim(config, config.critic)
   fields.freeze = ''
-  tx = optim.make(fields, max(optim.critic_updates(config), 1), shapes)
-  goal = objectives.value(config)
-  updater = update.Updater(
-    cfg, config.batch, temperature=1.0, mesh=mesh, tx=tx, objective=goal
+  tx = optim.make(fields, max(optim.critic_updates(config), 1))
+  return update.Updater(
+    critics.config(cfg),
+    config.batch,
+    temperature=1.0,
+    mesh=mesh,
+    tx=tx,
+    objective=objectives.value(config),
   )
-  return updater, shapes

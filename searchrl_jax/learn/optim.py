@@ -76,15 +76,13 @@ def decayed(params):
   )
 
 
-def make(config, total_updates: int, params) -> optax.GradientTransformation:
-  """The chain for these parameters (arrays or shapes; only paths are read).
+def make(config, total_updates: int) -> optax.GradientTransformation:
+  """The chain.
 
   config: lr, schedule, warmup, b1, b2, eps, weight_decay, clip_norm (0 = no
   clipping), freeze: a regex of paths ('' = nothing). Frozen parameters have no
-  Adam state and do not count in the clipped norm.
-
-  Raises:
-    ValueError: `freeze` matches nothing, or everything.
+  Adam state and do not count in the clipped norm. `init` raises ValueError if
+  `freeze` matches nothing, or everything.
   """
   steps = []
   if config.clip_norm > 0:
@@ -100,12 +98,15 @@ def make(config, total_updates: int, params) -> optax.GradientTransformation:
   def label(path, _):
     return 'frozen' if re.search(config.freeze, name(path)) else 'trained'
 
-  labels = jax.tree.map_with_path(label, params)
-  lookup.require(
-    len(set(jax.tree.leaves(labels))) == 2,
-    f'config.optim.freeze={config.freeze!r} has to match some parameters and '
-    f'leave some; there are: {", ".join(paths(params))}',
-  )
+  def labels(params):
+    out = jax.tree.map_with_path(label, params)
+    lookup.require(
+      len(set(jax.tree.leaves(out))) == 2,
+      f'config.optim.freeze={config.freeze!r} has to match some parameters and '
+      f'leave some; there are: {", ".join(paths(params))}',
+    )
+    return out
+
   return optax.multi_transform(
     {'trained': tx, 'frozen': optax.set_to_zero()}, labels
   )

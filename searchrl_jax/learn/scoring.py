@@ -42,14 +42,14 @@ class Scorer:
   cfg: decoder.DecoderConfig
   params: dict
   _: dataclasses.KW_ONLY
+  mesh: Any
   temperature: float  # of the softmax; above 0
   lengths: Sequence[int]  # the buckets, in tokens; the last: the longest row
   head_chunk: int  # tokens of a shard whose logits are held at once
-  mesh: Any = None
 
   def __post_init__(self):
     self.lengths = sorted(self.lengths)
-    self._shards = update.shards(self.mesh)
+    self._shards = self.mesh.shape['data'] * self.mesh.shape['fsdp']
     self._program = jax.jit(self._stats)
 
   def __call__(self, rows: Sequence[Sequence[int]]) -> list[Stats]:

@@ -152,15 +152,10 @@ def flatten(tree: dict) -> dict:
   return traverse_util.flatten_dict(tree, sep='/')
 
 
-def param_shardings(cfg: DecoderConfig, mesh, table: dict | None = None):
-  """The NamedSharding of every parameter, nested as the parameters are.
-
-  table: as `param_table` returns it, if not that of `cfg`.
-  """
-  table = param_table(cfg) if table is None else table
-  return nest(
-    {k: sharding.named(mesh, axes, shape) for k, (shape, axes) in table.items()}
-  )
+def param_shardings(cfg: DecoderConfig, mesh) -> dict:
+  """The NamedSharding of every parameter, nested as the parameters are."""
+  table = param_table(cfg).items()
+  return nest({k: sharding.named(mesh, axes, s) for k, (s, axes) in table})
 
 
 def flatten_checked(

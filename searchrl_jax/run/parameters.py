@@ -12,7 +12,7 @@ import numpy as np
 
 from searchrl_jax.models import decoder, lora, pretrained
 from searchrl_jax.models import shapes as shapes_lib
-from searchrl_jax.run import checkpoint, lookup, records, remote
+from searchrl_jax.run import checkpoint, lookup, records, remote, sharding
 from searchrl_jax.run.lookup import ConfigError
 
 BASE = 'base'  # in a run folder: a checkpoint of the parameters beside adapters
@@ -198,12 +198,11 @@ def shapes(cfg, mesh, model=decoder) -> dict:
 
   model: the module that has their table, `decoder` or `critic`.
   """
-  layout = decoder.flatten(model.param_shardings(cfg, mesh))
-  table = {k: size for k, (size, _) in model.param_table(cfg).items()}
-  dtypes = dict.fromkeys(table, 'float32') | lora.dtypes(cfg)
-  return decoder.nest(
-    {
-      k: jax.ShapeDtypeStruct(size, jnp.dtype(dtypes[k]), sharding=layout[k])
-      for k, size in table.items()
-    }
-  )
+  dtypes, flat = lora.dtypes(cfg), {}
+  for name, (shape, axes) in model.param_table(cfg).items():
+    flat[name] = jax.ShapeDtypeStruct(
+      shape,
+      jnp.dtype(dtypes.get(name, 'float32')),
+      sharding=sharding.named(mesh, axes, shape),
+    )
+  return decoder.nest(flat)
