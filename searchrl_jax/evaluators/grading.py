@@ -18,7 +18,6 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.engines.core import Engine
-from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import answer as rewards
 from searchrl_jax.rewards import equivalence
 from searchrl_jax.rewards import judge as judging
@@ -118,12 +117,8 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   golds = [a for a in question.answers if a.strip()]
   queries = _queries(trajectory, env)
   copies = [metrics.key(q) == metrics.key(question.text) for q in queries]
-  passages = [
-    passage
-    for search in trajectory.searches
-    if isinstance(search, SearchResult)
-    for passage in search.passages
-  ]
+  results = [s for s in trajectory.searches if isinstance(s, SearchResult)]
+  passages = [passage for result in results for passage in result.passages]
   retrieved = {passage.id for passage in passages}
   supports = [id in retrieved for id in question.supporting]
   own = [b for b in env.blocks(trajectory) if b.author == 'policy']
@@ -197,6 +192,34 @@ def _mean(values: Sequence[float]) -> float:
   return sum(values) / len(values) if values else NAN
 
 
+def check(config: ConfigDict, training: bool = False) -> None:
+  """Checks config.eval, before any model is loaded.
+
+  Args:
+    config: the whole config.
+    training: it is the config of a training run, which has no scorer.
+
+  Raises:
+    ValueError: names the field, its value and the fix.
+  """
+  e = config.eval
+  equivalence.function(e.match)
+  lookup.require(
+    all(1 <= k <= e.n for k in e.k),
+    f'config.eval.k={tuple(e.k)} needs numbers from 1 up to eval.n={e.n}',
+  )
+  lookup.require(
+    not e.best_of or (e.n >= 2 and not training),
+    f'config.eval.best_of={e.best_of!r} chooses among config.eval.n={e.n} '
+    "samples: use 2 or more, and best_of='' in training (`evaluate` takes it)",
+  )
+  lookup.require(
+    e.temperature > 0 or not (e.best_of or max(e.k, default=1) > 1),
+    f'config.eval.k={tuple(e.k)}, best_of={e.best_of!r} with temperature=0, '
+    'which makes all samples of a question equal; use one above 0',
+  )
+
+
 class Evaluation(NamedTuple):
   groups: list[Group]
   rows: list[Row]
@@ -237,7 +260,7 @@ class Evaluator:
       ValueError: there are no questions, or a field of config.eval is wrong.
     """
     e = self.config.eval
-    passk.check(self.config, training=self.scorer is None)
+    check(self.config, training=self.scorer is None)
     self.scorer = self.scorer if e.best_of else None
     self._k = sorted({*e.k, *([e.n] if e.best_of else ())})
     self.sets = {
@@ -268,13 +291,10 @@ class Evaluator:
       sets = {label: asked(qs) for label, qs in self.sets.items()}
       content = {'sampling': self.config.eval, 'sets': sets}
       cluster.first('ids', lambda: records.write_json(path, content))
-    e = self.config.eval
     values = [
       value
       for label, part in slices(rows, self.name).items()
-      for value in summary(
-        part, label, self._k, resamples=e.bootstrap, seed=e.seed
-      )
+      for value in summary(part, label, self._k, self.config.eval)
     ]
     return Evaluation(groups, rows, values, seconds)
 
@@ -356,7 +376,7 @@ def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
 
 
 def summary(
-  rows: Sequence[Row], label: str, k: Sequence[int], **bootstrap
+  rows: Sequence[Row], label: str, k: Sequence[int], e: ConfigDict
 ) -> Iterator[tuple[str, float]]:
   """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
 
@@ -366,13 +386,14 @@ def summary(
   Args:
     rows: of one slice.
     label: of the slice.
-    k: see `passk.score`.
-    **bootstrap: keywords of `metrics.bootstrap`.
+    k: see `at_k`.
+    e: config.eval.
   """
   found = {name: by_question(rows, name) for name in SCORES}
-  for score, means in (found | passk.score(rows, k)).items():
+  for score, means in (found | at_k(rows, k)).items():
     values = [means[question] for question in sorted(means)]
-    interval, name = metrics.bootstrap(values, **bootstrap), f'{label}/{score}'
+    name = f'{label}/{score}'
+    interval = metrics.bootstrap(values, resamples=e.bootstrap, seed=e.seed)
     if interval.n:
       yield name, interval.mean
       yield f'{name}/low', interval.low
@@ -392,3 +413,34 @@ def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
     if not math.isnan(value):
       parts[row.set, row.question].append(value)
   return {key: _mean(parts[key]) for key in sorted(parts)}
+
+
+def at_k(
+  rows: Sequence[Row], k: Sequence[int]
+) -> dict[str, dict[tuple[str, str], float]]:
+  """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
+
+  pass@k is the unbiased estimator of Chen et al. 2021; maj@k is its
+  counterpart for the majority vote (`scores.maj_at_k`), certainty@k that for
+  the sample of greatest self-certainty (Kang et al. 2025, arXiv 2502.18581,
+  whose other form, votes weighted by rank, is not implemented).
+
+  Failed trajectories do not count as samples. A question with fewer than K
+  samples, or without golden answers, has no value at K. 'certainty@K' requires
+  rows with certainty; a sample without one is chosen last.
+  """
+  questions: dict[tuple[str, str], list] = {}
+  for row in rows:
+    if not row.failed and not math.isnan(row.em):
+      questions.setdefault((row.set, row.question), []).append(row)
+  certain = any(not math.isnan(row.certainty) for row in rows)
+  out: dict[str, dict[tuple[str, str], float]] = collections.defaultdict(dict)
+  for name, samples in questions.items():
+    right = [row.em == 1.0 for row in samples]
+    votes, certainties = zip(*((row.vote, row.certainty) for row in samples))
+    for n in (n for n in k if n <= len(samples)):
+      out[f'pass@{n}'][name] = metrics.pass_at_k(len(right), sum(right), n)
+      out[f'maj@{n}'][name] = metrics.maj_at_k(votes, right, n)
+      if certain:
+        out[f'certainty@{n}'][name] = metrics.best_at_k(certainties, right, n)
+  return out

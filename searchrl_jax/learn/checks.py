@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from retrieval import files
 from retrieval.client import RetrievalClient
 from searchrl_jax.engines import core as engines
-from searchrl_jax.evaluators import passk
+from searchrl_jax.evaluators import grading
 from searchrl_jax.learn import batching, credit, objectives, optim
 from searchrl_jax.rollout import core as samplers
 from searchrl_jax.run import build, cluster, lookup, schema
@@ -97,7 +97,7 @@ def check(config: ConfigDict) -> None:
     f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
     'the next step begins before this one is known to be short; use one',
   )
-  passk.check(config, training=True)
+  grading.check(config, training=True)
   lookup.require(
     not (r.max_staleness and config.engine.sleep),
     f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'

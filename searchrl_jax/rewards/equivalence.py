@@ -14,11 +14,13 @@ TEXT = 'text'
 
 
 def function(match: str) -> Callable[[str, str], bool]:
-  """Returns the function of a match other than 'text'.
+  """Returns the function of a match.
 
   Raises:
     ValueError: there is no such function.
   """
+  if match == TEXT:
+    return lambda gold, answer: scores.exact_match(answer, [gold]) == 1.0
   with lookup.of(
     f"match={match!r} is neither 'text' nor the dotted name of a function "
     'equal(a, b), such as experiments.ttrl.mathematics.equal'
@@ -28,8 +30,6 @@ def function(match: str) -> Callable[[str, str], bool]:
 
 def correct(answer: str | None, golds: Iterable[str], match: str) -> float:
   """1.0 if the answer equals a golden answer, else 0.0."""
-  if match == TEXT:
-    return scores.exact_match(answer, golds)
   equal = function(match)
   return float(bool(answer) and any(equal(gold, answer) for gold in golds))
 

@@ -87,13 +87,7 @@ def check(config, fields) -> None:
   require(
     1 <= m <= n, f'train={m} of votes={n}: 1 to {n} samples are trained on'
   )
-  require(
-    config.algorithm.advantage != 'remax',
-    "config.algorithm.advantage='remax' needs the reward of one greedy "
-    'answer, but one answer has no majority; use another advantage',
-  )
-  if fields['match'] != equivalence.TEXT:
-    equivalence.function(fields['match'])
+  equivalence.function(fields['match'])
 
 
 majority.check = check

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.models import decoder, lora, pretrained
-from searchrl_jax.models import shapes as shapes_lib
+from searchrl_jax.models import decoder, families, lora, pretrained
 from searchrl_jax.run import checkpoint, lookup, records, remote, sharding
 from searchrl_jax.run.lookup import ConfigError
 
@@ -34,7 +33,7 @@ def local(path: str, field: str = 'config.model.path') -> str:
   if remote.is_remote(path):
     return remote.fetch(path)
   lookup.require(
-    path not in shapes_lib.NAMED,
+    path not in families.NAMED,
     f'{field}={path!r} is a shape for reports, without weights or tokenizer; '
     'give a Hugging Face folder or name, such as Qwen/Qwen2.5-3B',
   )
@@ -56,10 +55,10 @@ def local(path: str, field: str = 'config.model.path') -> str:
 
 
 def names_shape(config: ConfigDict) -> bool:
-  """Whether config.model.path is a shape by name (`models/shapes.py`), which
+  """Whether config.model.path is a shape by name (`families.NAMED`), which
   has neither weights nor a tokenizer."""
   path = config.model.path
-  return path in shapes_lib.NAMED and not pathlib.Path(path).is_dir()
+  return path in families.NAMED and not pathlib.Path(path).is_dir()
 
 
 def model_config(config: ConfigDict, vocab_size: int):
@@ -68,7 +67,7 @@ def model_config(config: ConfigDict, vocab_size: int):
   flags['lora'] = lora.parse(config.models.lora, config.model.dtype)
   path = config.model.path
   if names_shape(config):
-    cfg = pretrained.decoder_config(shapes_lib.NAMED[path], **flags)
+    cfg = pretrained.decoder_config(families.NAMED[path], **flags)
   elif path:
     cfg = pretrained.read_config(local(path), **flags)
   else:
