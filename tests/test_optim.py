@@ -82,34 +82,12 @@ def test_adamw_equals_numpy():
     np.testing.assert_allclose(got[k], want[k], rtol=2e-4, atol=1e-5)
 
 
-def test_freeze():
-  tx = optim.make(config(lr=0.1, freeze='^embed$|norm'), 10)
-  params = jax.tree.map(jnp.asarray, PARAMS)
-  state = tx.init(params)
-  grads = jax.tree.map(jnp.ones_like, params)
-  updates, state = tx.update(grads, state, params)
-  moved = {
-    k
-    for k, u in zip(optim.paths(updates), jax.tree.leaves(updates))
-    if np.any(np.asarray(u))
-  }
-  assert moved == {'layers/q', 'layers/q_bias'}
-  # No Adam moments for what is frozen.
-  sizes = [x.size for x in jax.tree.leaves(state) if x.ndim]
-  assert sorted(sizes) == sorted(2 * [24, 8])
-
-
 @pytest.mark.parametrize(
-  'fields, message',
-  [
-    (dict(freeze='nothing'), 'match some parameters.* there are: embed'),
-    (dict(freeze='.'), 'leave some'),
-    (dict(schedule='cosine', warmup=10), 'must be fewer'),
-  ],
+  'fields, message', [(dict(schedule='cosine', warmup=10), 'must be fewer')]
 )
 def test_bad_fields(fields, message):
   with pytest.raises(ValueError, match=message):
-    optim.make(config(**fields), 10).init(PARAMS)
+    optim.make(config(**fields), 10)
 
 
 def test_no_clipping():

@@ -90,7 +90,7 @@ def world(seed=0, questions=4, group=3, most=16):
 def microbatches(c, seed=0, shards=1, **kw):
   ts, ids, advantages = world(seed, **kw)
   [part] = batching.make(
-    ts, np.ones(len(ts), bool), ids, c, shards=shards, supervised=True
+    ts, np.ones(len(ts), bool), ids, c.batch, shards=shards
   )
   return batching.set_advantages(part, advantages)
 
@@ -435,9 +435,8 @@ def test_bitwise_repeatable():
 
 
 def test_errors():
-  for field, value in (('tis_cap', 0.0), ('loss', 'clap')):
-    with pytest.raises(ValueError, match=field if field != 'loss' else 'clap'):
-      objectives.policy(config(**{f'algorithm.{field}': value}))
+  with pytest.raises(ValueError, match='clap'):
+    objectives.policy(config(**{'algorithm.loss': 'clap'}))
   with pytest.raises(ValueError, match='horizon'):
     objectives.policy(
       config(

@@ -78,15 +78,10 @@ def by_trajectory(arrays: dict):
     a function of x [B, T] that gives [N, T]: the tokens of each trajectory
     from column 0 on, then zeros.
   """
-  (B, T), N, S = (
-    arrays['ids'].shape,
-    arrays['starts'].size,
-    len(arrays['index']),
-  )
-  places = N // B
-  starts, lengths = (
-    arrays[name].reshape(B, places) for name in ('starts', 'lengths')
-  )
+  (B, T), N = arrays['ids'].shape, arrays['starts'].size
+  S, places = len(arrays['index']), N // B
+  starts = arrays['starts'].reshape(B, places)
+  lengths = arrays['lengths'].reshape(B, places)
   P, L = B * T // S, N * T // S
   at = jnp.arange(T, dtype=jnp.int32)
   row = jnp.arange(B, dtype=jnp.int32)[:, None] % (B // S)
@@ -288,7 +283,6 @@ class Updater:
     score: whether `score` will be called (old or reference log-probs).
     """
     params, frozen, divisor = self.shapes, self.frozen, np.float32(1)
-    sums = self._sums
     self._program('zeros', params)
     for length in self.batch_config.lengths:
       arrays = self.like(length)
@@ -296,9 +290,9 @@ class Updater:
       if score:
         self._program('score', params, arrays, frozen, shape=shape)
       # A gradient lies as its parameter does.
-      args = params, (params, sums), arrays, divisor, frozen
+      args = params, (params, self._sums), arrays, divisor, frozen
       self._program('accumulate', *args, shape=shape)
-    self._program('apply', self.abstract, params, sums['loss'])
+    self._program('apply', self.abstract, params, self._sums['loss'])
 
   # ---- what a loop calls
 

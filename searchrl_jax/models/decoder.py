@@ -346,17 +346,15 @@ def block(
 
 
 def hidden_states(
-  params: dict, cfg: DecoderConfig, ids, lengths=None, mesh=None, starts=None
+  params: dict, cfg: DecoderConfig, ids, mesh=None, starts=None
 ):
-  """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
+  """Final hidden states [B, T, D] of ids int32 [B, T].
 
-  lengths: int32 [B] (None: all T). starts: int32 [B, M] where the rows are
-  packed (`attention.Packed`); lengths are not needed then. The caller applies
-  the head (`head_weight`) to the tokens that need it.
+  Padding on the right is not told: causality hides it from the tokens before.
+  starts: int32 [B, M] where the rows are packed (`attention.Packed`). The
+  caller applies the head to the tokens that need it.
   """
   B, T = ids.shape
-  if lengths is None:
-    lengths = jnp.full((B,), T, jnp.int32)
   dtype = jnp.dtype(cfg.dtype)
   x = params['embed'][ids].astype(dtype)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
@@ -369,6 +367,8 @@ def hidden_states(
     packing = attention.Packed(*arrays)
     positions = packing.positions
   cos, sin = rope_tables(cfg, positions)
+
+  lengths = jnp.full((B,), T, jnp.int32)
 
   def attend(q, k, v):
     return attention.causal(q, k, v, lengths, cfg.attention, packing, mesh)
@@ -383,12 +383,8 @@ def hidden_states(
   return rms_norm(x, params['final_norm'], cfg.norm_eps)
 
 
-def head_weight(params: dict, cfg: DecoderConfig):
-  """The output head [D, V], tied or not."""
-  return params['embed'].T if cfg.tied else params['head']
-
-
 def logits(params: dict, cfg: DecoderConfig, hidden):
   """float32 [..., V] from hidden [..., D]."""
-  w = head_weight(params, cfg).astype(hidden.dtype)
+  w = params['embed'].T if cfg.tied else params['head']
+  w = w.astype(hidden.dtype)
   return attention.einsum32('...D,DV->...V', hidden, w)

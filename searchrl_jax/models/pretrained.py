@@ -79,20 +79,20 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
     ValueError: a file is truncated or malformed.
   """
-  files, holder = [SINGLE], {}
+  holder = {}  # tensor -> its file
   if not (path / SINGLE).exists():
+    lookup.require(
+      (path / INDEX).exists(),
+      f'{path}: contains neither {SINGLE} nor {INDEX}; convert other formats '
+      '(.bin, .gguf) to safetensors',
+      FileNotFoundError,
+    )
     try:
-      index = json.loads((path / INDEX).read_text())
-      holder = index['weight_map']  # tensor -> its file
-      files = sorted(set(holder.values()))
-    except FileNotFoundError as e:
-      what = f'contains neither {SINGLE} nor {INDEX}'
-      fix = 'convert other formats (.bin, .gguf) to safetensors'
-      raise FileNotFoundError(f'{path}: {what}; {fix}') from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      holder = json.loads((path / INDEX).read_text())['weight_map']
+    except (ValueError, KeyError) as e:
       raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
   out = {}
-  for file in files:
+  for file in sorted({*holder.values()}) or [SINGLE]:
     try:
       opened = safetensors.safe_open(path / file, 'np')
     except safetensors.SafetensorError as e:
@@ -105,27 +105,23 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
 def _check_tensors(path, table, stored):
   """Raises ValueError unless `stored` has exactly the tensors of `table`."""
   for name in (*table, *sorted(stored.keys() - table.keys())):
-    if name not in stored:
-      raise ValueError(f'{path}: tensor {name!r} is missing')
-    file, opened = stored[name]
-    entry, problem = opened.get_slice(name), ''
-    shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+    file, opened = stored.get(name, ('', None))
+    entry = opened and opened.get_slice(name)
+    found = entry and (tuple(entry.get_shape()), entry.get_dtype())
+    problem = f'is {found}; the config asks for '
     if name in table:
-      if shape != table[name].shape:
-        problem = f'has shape {shape}; the config asks for {table[name].shape}'
-      elif dtype not in _READ:
-        problem = f'has dtype {dtype}; expected one of {", ".join(_READ)}'
+      good = found and found[0] == table[name].shape and found[1] in _READ
+      problem += f'{table[name].shape}, one of {", ".join(_READ)}'
     elif name == families.TIED_HEAD:
       # Some writers store the tied head again.
       embed = next(iter(table))
       embedding = stored[embed][1].get_tensor(embed)
-      if not np.array_equal(opened.get_tensor(name), embedding):
-        problem = 'differs from the embedding (tie_word_embeddings is set)'
-    # Buffers in old Llama checkpoints; the config determines them.
-    elif not name.endswith('rotary_emb.inv_freq'):
-      problem = 'is not part of this model (surplus)'
-    if problem:
-      raise ValueError(f'{path / file}: tensor {name!r} {problem}')
+      good = np.array_equal(opened.get_tensor(name), embedding)
+      problem = 'differs from the embedding (tie_word_embeddings is set)'
+    else:
+      # Buffers in old Llama checkpoints; the config determines them.
+      good, problem = name.endswith('rotary_emb.inv_freq'), problem + 'none'
+    lookup.require(good, f'{path / file}: tensor {name!r} {problem}')
 
 
 def load(

@@ -179,14 +179,14 @@ Q = 'model.layers.2.self_attn.q_proj.weight'
 @pytest.mark.parametrize(
   'change, named',
   [
-    ({Q: None}, f"{Q}' is missing"),
+    ({Q: None}, f"{Q}' is None; the config asks"),
     ({Q: np.zeros((32, 31), np.float32)}, rf"{Q}'.*\(32, 31\).*\(32, 32\)"),
     ({Q: np.zeros((32, 32), np.int32)}, f"{Q}'.*I32"),
     (
       {'model.layers.3.mlp.up_proj.weight': np.zeros(2, np.float32)},
-      "model.layers.3.mlp.up_proj.weight'.*surplus",
+      "model.layers.3.mlp.up_proj.weight'.*asks for none",
     ),
-    ({'score.weight': np.zeros(2, np.float32)}, "score.weight'.*surplus"),
+    ({'score.weight': np.zeros(2, np.float32)}, "score.weight'.*asks for none"),
     (
       {'lm_head.weight': np.zeros((48, 32), np.float32)},
       "lm_head.weight' differs from the embedding",
@@ -269,7 +269,7 @@ def test_a_broken_index_is_named(tmp_path):
     pretrained.load(out)
   value['weight_map'] = dict.fromkeys(value['weight_map'], files[0])
   index.write_text(json.dumps(value))
-  with pytest.raises(ValueError, match='tensor .* is missing'):
+  with pytest.raises(ValueError, match='tensor .* is None'):
     pretrained.load(out)
   index.write_text('{}')
   with pytest.raises(ValueError, match='malformed index'):
