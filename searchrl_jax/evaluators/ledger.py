@@ -26,7 +26,6 @@ MANIFEST, ROWS = 'manifest.json', 'rows.jsonl'
 _COSTS = (
   'sampled_tokens prompt_tokens observation_tokens searches trajectories'
 ).split()
-_log = logging.getLogger(__name__)
 
 
 def manifest(
@@ -49,6 +48,7 @@ def manifest(
     commit: of the source code.
   """
   identity = dict(identity)
+  digest = hashlib.sha256(f'{template!r}{template.blocks or ""}'.encode())
   return {
     'sets': {name: _frozen(qs) for name, qs in sorted(sets.items())},
     'corpus': identity.pop('corpus', None),
@@ -61,9 +61,7 @@ def manifest(
     'tools': records.plain(config.tools) or None,
     'judge': {k: config.judge[k] for k in ('url', 'model')},
     'env': records.plain(config.env),
-    'template': hashlib.sha256(
-      f'{template!r}{template.blocks or ""}'.encode()
-    ).hexdigest(),
+    'template': digest.hexdigest(),
     'checkpoint': checkpoint,
     'commit': commit,
   }
@@ -128,7 +126,7 @@ def check_corpus(
   """
   wanted, served = manifest['corpus'], identity.get('corpus')
   if wanted is None or served is None:
-    _log.warning(
+    logging.warning(
       f'{path} names the corpus {wanted} and the server {served}: not compared'
     )
   elif wanted != records.plain(served):

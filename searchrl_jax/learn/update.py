@@ -45,11 +45,7 @@ def like_rows(mesh, x) -> jax.ShapeDtypeStruct:
 
 def put_rows(mesh, x) -> jax.Array:
   """An array of rows [B, ...] on the device(s)."""
-  layout = like_rows(mesh, x).sharding
-  if layout.is_fully_addressable:
-    return jax.device_put(x, layout)
-  # Every process has all rows, and puts its own.
-  return jax.make_array_from_callback(x.shape, layout, lambda at: x[at])
+  return sharding.put(x, like_rows(mesh, x).sharding)
 
 
 def compaction(mask: np.ndarray, shards: int, room: int):

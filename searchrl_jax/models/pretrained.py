@@ -22,12 +22,11 @@ import safetensors
 import safetensors.numpy
 
 from searchrl_jax.models import decoder, families
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, sharding
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
-DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
-_READ = (*DTYPES.values(), 'F64')
+_READ = ('F32', 'BF16', 'F16', 'F64')
 _ROWS = 32  # of a file's tensor, transposed at once
 
 
@@ -61,8 +60,7 @@ def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
 def read_config(path, **flags) -> decoder.DecoderConfig:
   """The same, from a checkpoint folder."""
   with lookup.of(str(path)):
-    cfg = decoder_config(read_json(path), **flags)
-  return cfg
+    return decoder_config(read_json(path), **flags)
 
 
 def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
@@ -159,7 +157,10 @@ def load(
     for tensor in (t for t in table.values() if t.path == name):
       part = host if tensor.layer is None else host[tensor.layer]
       _copy(part, tensor, stored[tensor.name][1].get_tensor(tensor.name))
-    flat[name] = _place(host, shardings and shardings[name])
+    layout = shardings and shardings[name]
+    # The host's array is not kept, and is let go before the next is filled.
+    whole = sharding.put(host, layout, may_alias=False)
+    flat[name] = jax.block_until_ready(whole)
   return cfg, decoder.nest(flat)
 
 
@@ -173,15 +174,6 @@ def _copy(ours: np.ndarray, tensor: families.Tensor, theirs: np.ndarray):
   ours = ours.reshape(theirs.shape[::-1])
   for i in range(0, len(theirs), _ROWS):
     ours[:, i : i + _ROWS] = theirs[i : i + _ROWS].T
-
-
-def _place(host: np.ndarray, sharding) -> jax.Array:
-  if sharding is not None and not sharding.is_fully_addressable:
-    # device_put would compare the values of all processes.
-    return jax.make_array_from_callback(
-      host.shape, sharding, lambda at: host[at]
-    )
-  return jax.block_until_ready(jax.device_put(host, sharding, may_alias=False))
 
 
 def save(
@@ -214,8 +206,6 @@ def save(
   """
   path = pathlib.Path(path)
   dtype = np.dtype(dtype)
-  expected = f'expected one of {", ".join(DTYPES)}'
-  lookup.require(dtype.name in DTYPES, f'dtype={dtype}: {expected}')
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   flat = decoder.flatten_checked(cfg, params)
