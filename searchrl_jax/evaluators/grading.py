@@ -96,9 +96,7 @@ def score(
     samples[trajectory.question.id].append(i)
   votes = {}
   for at in samples.values():
-    synonyms = trajectories[at[0]].question.meta.get('synonyms', ())
-    keys = equivalence.keys([answers[i] for i in at], match, synonyms)
-    votes |= zip(at, keys)
+    votes |= zip(at, equivalence.keys([answers[i] for i in at], match))
   return [
     Row(
       *(set, t.question.id, t.question.source, t.question.hops, t.sample),

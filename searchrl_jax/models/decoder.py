@@ -299,7 +299,7 @@ _half_product.defvjp(_half_product_fwd, _half_product_bwd)
 
 
 def project(p: dict, cfg: DecoderConfig, x, name: str):
-  """x [B, T, *I] through a projection of a layer, with its adapter if any."""
+  """x [B, T, *I] through a projection of a layer, with adapter and bias."""
   y = dense(x, p[name], PROJECTIONS[name])
   if cfg.lora and name in cfg.lora.targets:
     if sharding.platform() == 'gpu':
@@ -307,6 +307,8 @@ def project(p: dict, cfg: DecoderConfig, x, name: str):
       x = jax.lax.optimization_barrier(x)
     low = dense(x, p[f'{name}_lora_a'], PROJECTIONS[name])
     y = y + cfg.lora.scale * dense(low, p[f'{name}_lora_b'])
+  if cfg.qkv_bias and name in 'qkv':
+    y = y + p[f'{name}_bias'].astype(y.dtype)
   return y
 
 
@@ -320,10 +322,6 @@ def block(
   """
   h = rms_norm(x, p['attn_norm'], cfg.norm_eps)
   q, k, v = (project(p, cfg, h, name) for name in 'qkv')
-  if cfg.qkv_bias:
-    q, k, v = (
-      y + p[f'{name}_bias'].astype(y.dtype) for y, name in zip((q, k, v), 'qkv')
-    )
   if cfg.qk_norm:
     q = rms_norm(q, p['q_norm'], cfg.norm_eps)
     k = rms_norm(k, p['k_norm'], cfg.norm_eps)

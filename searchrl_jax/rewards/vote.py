@@ -48,9 +48,7 @@ async def majority(
     context: its env reads answers.
     votes: N, equal to config.rollout.group.
     train: M; the reward of samples M and later is invalid.
-    match: 'text' or a function's dotted name; see `equivalence`. With 'text',
-      question.meta['synonyms'], [[name, name, ...], ...], lists names that
-      count as one answer, whether or not it is golden.
+    match: 'text' or a function's dotted name; see `equivalence`.
     max_abstained: allowed share of questions without a vote.
 
   Returns:
@@ -122,7 +120,7 @@ def labelled(
     )
     alive = [i for i, t in enumerate(group) if not t.failed]
     answers = [context.env.answer(group[i]) for i in alive]
-    keys = equivalence.keys(answers, match, question.meta.get('synonyms', ()))
+    keys = equivalence.keys(answers, match)
     rows, at = at + np.array(alive, int), at + votes
     counts = sorted(keys.count(key) for key in set(keys) - {None})
     lead = counts[-1] - sum(counts[-2:-1]) if counts else 0
