@@ -4,10 +4,8 @@ The host holds one stacked parameter (import) or one file (export) beyond the
 parameters themselves, never the model.
 """
 
-from collections.abc import Iterator, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -131,7 +129,7 @@ def load(
   stacked parameter beyond the parameters themselves.
 
   Args:
-    mesh: parameters are laid out by `decoder.param_shardings`; None puts them
+    mesh: parameters are laid out as `decoder.param_table` says; None puts them
       on the default device.
     dtype: of the parameters.
     cfg: a config to use instead of `read_config(path)`, with other flags
@@ -150,14 +148,13 @@ def load(
   lookup.require(not differ, f'{path} holds another model: {"; ".join(differ)}')
   table, stored = tensor_table(cfg), _open_folder(path)
   _check_tensors(path, table, stored)
-  shardings = mesh and decoder.flatten(decoder.param_shardings(cfg, mesh))
   flat = {}
-  for name, (shape, _) in decoder.param_table(cfg).items():
+  for name, (shape, axes) in decoder.param_table(cfg).items():
     host = np.empty(shape, dtype)
     for tensor in (t for t in table.values() if t.path == name):
       part = host if tensor.layer is None else host[tensor.layer]
       _copy(part, tensor, stored[tensor.name][1].get_tensor(tensor.name))
-    layout = shardings and shardings[name]
+    layout = mesh and sharding.named(mesh, axes, shape)
     # The host's array is not kept, and is let go before the next is filled.
     whole = sharding.put(host, layout, may_alias=False)
     flat[name] = jax.block_until_ready(whole)
@@ -212,14 +209,22 @@ def save(
   config = families.format_config(
     dataclasses.asdict(cfg), dtype=dtype.name, like=like
   )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with _whole_folder(path) as tmp:
+  texts = {'config.json': json.dumps(config, indent=2) + '\n', **(files or {})}
+  tmp = path.with_name(f'.{path.name}.tmp')
+  shutil.rmtree(tmp, ignore_errors=True)
+  tmp.mkdir(parents=True)
+  try:
     _write_tensors(tmp, tensor_table(cfg), flat, dtype, max_shard_bytes)
     if tokenizer_dir is not None:
       families.copy_tokenizer(tokenizer_dir, tmp)
-    _write_json(tmp / 'config.json', config)
-    for name, text in (files or {}).items():
+    for name, text in texts.items():
       (tmp / name).write_text(text, encoding='utf-8')
+    os.sync()  # the files are on the disk before the folder has its name
+    tmp.rename(path)
+  except (OSError, safetensors.SafetensorError) as e:
+    raise OSError(f'writing {path} failed: {e}') from e
+  finally:
+    shutil.rmtree(tmp, ignore_errors=True)
 
 
 def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
@@ -240,39 +245,7 @@ def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
       x = np.asarray(x.copy() if t.layer is None else x[t.layer])
       host[t.name] = np.ascontiguousarray(t.to_hf(x), dtype)
     safetensors.numpy.save_file(host, folder / file, {'format': 'pt'})
-    _sync(folder / file)
   if split.is_sharded:
     weight_map = split.tensor_to_filename
     index = {'metadata': split.metadata, 'weight_map': weight_map}
-    _write_json(folder / INDEX, index)
-
-
-def _write_json(file: pathlib.Path, value):
-  file.write_text(json.dumps(value, indent=2) + '\n')
-  _sync(file)
-
-
-def _sync(path: pathlib.Path):
-  """Waits until a file, or the names in a folder, are on the disk."""
-  opened = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(opened)
-  finally:
-    os.close(opened)
-
-
-@contextlib.contextmanager
-def _whole_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A folder to write to, which becomes `path` if the block succeeds."""
-  tmp = path.with_name(f'.{path.name}.tmp')
-  shutil.rmtree(tmp, ignore_errors=True)
-  tmp.mkdir()
-  try:
-    yield tmp
-    tmp.rename(path)
-    _sync(path.parent)
-  except (OSError, safetensors.SafetensorError) as e:
-    number = getattr(e, 'errno', None) or errno.EIO
-    raise OSError(number, f'writing {path} failed: {e}') from e
-  finally:
-    shutil.rmtree(tmp, ignore_errors=True)
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')
