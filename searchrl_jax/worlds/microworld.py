@@ -271,7 +271,7 @@ def pick(world: World, split: str, n=0, kinds=(1, 2)) -> list[Question]:
   each = [[q for q in own if kind in (q.hops, q.source)] for kind in kinds]
   most = min(map(len, each)) * len(each)
   where = f'world {world.seed} has {most}, more with more people'
-  require(0 < most >= n, f'n={n} of {tuple(kinds)} in {split!r}: {where}')
+  require(0 < most >= n, f'n={n} of kinds {tuple(kinds)} in {split!r}: {where}')
   return [q for row in zip(*each) for q in row][: n or most]
 
 
