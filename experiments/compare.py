@@ -115,7 +115,8 @@ def compare(
       x, y = [ours[k] for k in keys], [theirs[k] for k in keys]
       wins = sum(v > u for u, v in zip(x, y, strict=True))
       losses = sum(v < u for u, v in zip(x, y, strict=True))
-      interval = metrics.paired_bootstrap(y, x, resamples=resamples, seed=seed)
+      apart = [v - u for u, v in zip(x, y, strict=True)]
+      interval = metrics.bootstrap(apart, resamples=resamples, seed=seed)
       found[label.removeprefix('all/')] = {
         'n': len(keys),
         'unpaired': len(ours.keys() ^ (theirs.keys() & questions)),

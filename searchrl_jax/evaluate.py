@@ -27,7 +27,7 @@ from rich import console, table
 
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.evaluators import grading, ledger, passk
+from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.learn import checks, scoring
 from searchrl_jax.models import decoder
 from searchrl_jax.rewards import judge as judges
@@ -175,7 +175,7 @@ def evaluate(
     manifest: a manifest.json, to use exactly its questions and corpus.
   """
   checks.check_engine(config)
-  passk.check(config)
+  grading.check(config)
   folder = pathlib.Path(out)
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),

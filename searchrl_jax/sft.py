@@ -243,9 +243,8 @@ def sft(config, workdir: str) -> dict[str, float]:
           part,
           np.ones(len(part), bool),
           np.arange(len(part)),
-          config,
+          config.batch,
           shards=learner.shards,
-          supervised=True,
         )
         learned = learner.step(mini)
       seconds = time.monotonic() - begin

@@ -86,10 +86,15 @@ def contents(batches):
 )
 def test_every_token_once(seed, shards, minibatches, fraction):
   ts, groups = world(seed)
-  c = config(
-    **{'batch.loss_fraction': fraction, 'algorithm.minibatches': minibatches}
+  c = config(**{'batch.loss_fraction': fraction})
+  made = batching.make(
+    ts,
+    np.ones(len(ts), bool),
+    groups,
+    c.batch,
+    minibatches=minibatches,
+    shards=shards,
   )
-  made = batching.make(ts, np.ones(len(ts), bool), groups, c, shards=shards)
   assert len(made) == minibatches
   seen = {}
   for part in made:
@@ -123,12 +128,11 @@ def test_arrival_order_cannot_show(seed, random):
   ts, groups = world(seed)
   order = list(range(len(ts)))
   random.shuffle(order)
-  c = config(**{'algorithm.minibatches': 2})
+  c = config().batch
   ok = np.ones(len(ts), bool)
-  a = batching.make(ts, ok, groups, c, seed=(1, 7))
-  b = batching.make(
-    [ts[i] for i in order], ok, 9 - groups[order], c, seed=(1, 7)
-  )
+  how = dict(minibatches=2, seed=(1, 7))
+  a = batching.make(ts, ok, groups, c, **how)
+  b = batching.make([ts[i] for i in order], ok, 9 - groups[order], c, **how)
   assert len(a) == len(b)
   for x, y in zip(a, b):
     for p, q in zip(x, y, strict=True):
@@ -158,7 +162,7 @@ def test_mask_follows_train_not_text():
   t = dataclasses.replace(
     t, segments=(t.segments[0], t.segments[1], forged, t.segments[3])
   )
-  row = batching.row_of(0, t, True)
+  row = batching.row_of(0, t)
   a, b = len(t.segments[0].ids), len(t.segments[1].ids)
   assert row.mask[a : a + b].all() and not row.mask[a + b : a + 2 * b].any()
 
@@ -169,7 +173,7 @@ def test_first_token_is_never_in_the_loss():
   )
   t = Trajectory(Question('q', ''), (s,), (), 'eos')
   np.testing.assert_array_equal(
-    batching.row_of(0, t, True).mask, [False, True, True, True]
+    batching.row_of(0, t).mask, [False, True, True, True]
   )
 
 
@@ -177,7 +181,7 @@ def test_train_context_replaces_segments():
   rng = np.random.default_rng(0)
   t = trajectory('q', 0, rng, n=20)
   t = dataclasses.replace(t, train_context=t.segments[:2])
-  row = batching.row_of(0, t, True)
+  row = batching.row_of(0, t)
   assert len(row.ids) == len(t.segments[0].ids) + len(t.segments[1].ids)
 
 
@@ -186,7 +190,7 @@ def test_an_unmasked_observation_has_no_logps():
   t = trajectory('q', 0, rng, n=24)
   shown = dataclasses.replace(t.segments[2], train=True)
   t = dataclasses.replace(t, segments=(*t.segments[:2], shown, t.segments[3]))
-  [[b]] = batching.make([t], [True], [0], config())
+  [[b]] = batching.make([t], [True], [0], config().batch)
   inside = b.behaviour_logps[b.mask]
   assert np.isnan(inside).sum() == len(shown.ids)
 
@@ -210,7 +214,7 @@ def test_keep():
 
 def test_advantages_land_on_loss_tokens():
   ts, groups = world(1)
-  [part] = batching.make(ts, np.ones(15, bool), groups, config())
+  [part] = batching.make(ts, np.ones(15, bool), groups, config().batch)
   per_token = [
     np.arange(len(t), dtype=np.float32) + i for i, t in enumerate(ts)
   ]
@@ -227,9 +231,7 @@ def test_rows_undo_the_batch():
   ts, groups = world(2)
   kept = np.ones(15, bool)
   kept[4] = False
-  c = config()
-  c.algorithm.minibatches = 2
-  parts = batching.make(ts, kept, groups, c)
+  parts = batching.make(ts, kept, groups, config().batch, minibatches=2)
   masks = batching.masks(ts)
   found = batching.rows(
     parts, [[b.behaviour_logps for b in mini] for mini in parts], masks
@@ -312,17 +314,17 @@ def test_errors():
   rng = np.random.default_rng(0)
   long = trajectory('long', 2, rng, n=40)
   with pytest.raises(ValueError, match='40 tokens fits none of config.batch'):
-    batching.make([long], [True], [0], config())
+    batching.make([long], [True], [0], config().batch)
   failed = trajectory('q', 1, rng, end='failed')
   with pytest.raises(ValueError, match='q/solver/1 failed'):
-    batching.make([failed], [True], [0], config())
+    batching.make([failed], [True], [0], config().batch)
   bare = dataclasses.replace(
     long,
     segments=tuple(dataclasses.replace(s, logps=None) for s in long.segments),
   )
   with pytest.raises(ValueError, match='long/solver/2: segment 1'):
-    batching.row_of(0, bare, True)
-  batching.row_of(0, bare, False)
+    batching.make([bare], [True], [0], config().batch)
+  assert len(batching.masks([bare])[0]) == 40
 
 
 @pytest.mark.parametrize(
@@ -344,9 +346,9 @@ def test_plan_golden():
   plan = batching.plan(
     config(**{'algorithm.minibatches': 4, 'algorithm.epochs': 2})
   )
-  assert plan['trajectories'] == 256
-  assert plan['trajectories_per_minibatch'] == 64
-  assert plan['microbatch_shapes_rows_x_tokens'] == ((2, 8), (2, 16), (2, 32))
-  assert plan['microbatches_per_update_least'] == 4
-  assert plan['microbatches_per_update_most'] == 32
-  assert plan['updates_per_step'] == 8
+  assert plan['trajectories'] == '256'
+  assert plan['trajectories per minibatch'] == '64'
+  assert plan['microbatch shapes rows x tokens'] == '2x8, 2x16, 2x32'
+  assert plan['microbatches per update least'] == '4'
+  assert plan['microbatches per update most'] == '32'
+  assert plan['updates per step'] == '8'

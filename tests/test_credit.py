@@ -44,7 +44,7 @@ def make(name, **fields):
   c.update_from_flattened_dict(fields)
   flat = [t for g in GROUPS for t in g]
   kept = np.ones(4, bool)
-  return c, batching.make(flat, kept, IDS, c), kept
+  return c, batching.make(flat, kept, IDS, c.batch), kept
 
 
 def step(reward, kept, minibatches):
@@ -170,7 +170,7 @@ def test_what_is_left_out_of_the_batch_is_in_no_statistic():
   c.algorithm.kl, c.algorithm.kl_coef = 'none', 0.0
   kept[2:] = False
   flat = [t for g in GROUPS for t in g]
-  minis = batching.make(flat, kept, IDS, c)
+  minis = batching.make(flat, kept, IDS, c.batch)
   values = arrays(minis, [np.zeros(5)] * 4)
 
   def advantage(last):

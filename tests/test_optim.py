@@ -46,7 +46,7 @@ def test_schedules():
 def test_adamw_equals_numpy():
   c = config(lr=0.1, b1=0.8, b2=0.9, eps=1e-8, weight_decay=0.01, clip_norm=1.0)
   params = jax.tree.map(jnp.asarray, PARAMS)
-  tx = optim.make(c, 10, params)
+  tx = optim.make(c, 10)
   state = tx.init(params)
   want = {
     k: v.astype(np.float64)
@@ -82,38 +82,16 @@ def test_adamw_equals_numpy():
     np.testing.assert_allclose(got[k], want[k], rtol=2e-4, atol=1e-5)
 
 
-def test_freeze():
-  tx = optim.make(config(lr=0.1, freeze='^embed$|norm'), 10, PARAMS)
-  params = jax.tree.map(jnp.asarray, PARAMS)
-  state = tx.init(params)
-  grads = jax.tree.map(jnp.ones_like, params)
-  updates, state = tx.update(grads, state, params)
-  moved = {
-    k
-    for k, u in zip(optim.paths(updates), jax.tree.leaves(updates))
-    if np.any(np.asarray(u))
-  }
-  assert moved == {'layers/q', 'layers/q_bias'}
-  # No Adam moments for what is frozen.
-  sizes = [x.size for x in jax.tree.leaves(state) if x.ndim]
-  assert sorted(sizes) == sorted(2 * [24, 8])
-
-
 @pytest.mark.parametrize(
-  'fields, message',
-  [
-    (dict(freeze='nothing'), 'match some parameters.* there are: embed'),
-    (dict(freeze='.'), 'leave some'),
-    (dict(schedule='cosine', warmup=10), 'must be fewer'),
-  ],
+  'fields, message', [(dict(schedule='cosine', warmup=10), 'must be fewer')]
 )
 def test_bad_fields(fields, message):
   with pytest.raises(ValueError, match=message):
-    optim.make(config(**fields), 10, PARAMS)
+    optim.make(config(**fields), 10)
 
 
 def test_no_clipping():
-  tx = optim.make(config(lr=1.0, clip_norm=0.0, eps=1e30), 1, PARAMS)
+  tx = optim.make(config(lr=1.0, clip_norm=0.0, eps=1e30), 1)
   grads = jax.tree.map(lambda x: np.full_like(x, 1e3), PARAMS)
   updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
   # Adam with a huge eps: -lr * g / eps, so the scale of g shows.

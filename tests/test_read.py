@@ -112,7 +112,7 @@ def test_rows_of_evaluations(tmp_path):
     for i in range(3)
   ]
   for where, names in (('a', ('eval',)), ('b', ('eval', 'shuffled'))):
-    found = {n: grading.Evaluation([], rows, {}, [], 0.0) for n in names}
+    found = {n: grading.Evaluation([], rows, [], 0.0) for n in names}
     ledger.write_rows(tmp_path / where, found)
   frame = read.run(tmp_path).evaluations()
   assert (

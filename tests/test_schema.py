@@ -58,6 +58,7 @@ REFUSED = (
   ('judge.max_failed', 1.5, '0 to 1'),
   ('engine.max_len', 0, 'at least 1'),
   ('eval.n', 0, 'at least 1'),
+  ('algorithm.tis_cap', 0.0, 'above 0'),
   ('eval.bootstrap', 0, 'at least 1'),
   ('eval.questions', -1, 'at least 0'),
   ('eval.temperature', -1.0, 'at least 0'),

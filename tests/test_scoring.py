@@ -22,8 +22,14 @@ def rows(*sizes):
 
 
 def scorer(p, cfg=CFG, temperature=1.0, chunk=24, **kw):
+  alone = sharding.make_mesh(devices=jax.devices()[:1])
   return scoring.Scorer(
-    cfg, p, temperature=temperature, lengths=LENGTHS, head_chunk=chunk, **kw
+    cfg,
+    p,
+    temperature=temperature,
+    lengths=LENGTHS,
+    head_chunk=chunk,
+    **dict(mesh=alone) | kw,
   )
 
 

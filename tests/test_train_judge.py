@@ -16,7 +16,10 @@ pytestmark = pytest.mark.slow
 def config(url, judge):
   c = tiny.config(url)
   c.judge.update(url=judge, attempts=1, timeout=5.0)
-  c.reward = dict(judge=dict(fn='judge.correct', weight=1.0, after_em=True))
+  c.reward = dict(
+    judge=dict(fn='judge.correct', weight=1.0, after_em=True),
+    em=dict(fn='answer.em', weight=0.0),
+  )
   c.eval.every = 0
   return c
 
@@ -48,8 +51,8 @@ def test_verdicts_are_rewards_and_scores(url, tmp_path, monkeypatch):
     values = evaluate.evaluate(c, str(tmp_path / 'run'), str(tmp_path / 'e'))
   assert asked and len(steps) == c.train.steps
   assert all(0 <= s['reward/judge'] <= 1 for s in steps)
-  # Exact match and F1 stand beside it, whatever the judge says.
-  assert all(s['reward/judge/em'] == 0 <= s['reward/judge/f1'] for s in steps)
+  # Exact match stands beside it, whatever the judge says.
+  assert all(s['reward/em'] == 0 for s in steps)
   assert 0 < sum(s['reward'] for s in steps) < len(steps)
   rows = lines(tmp_path / 'e/rows.jsonl')
   assert {row['judged'] for row in rows} <= {0.0, 1.0}

@@ -119,11 +119,11 @@ def worker(updates: int) -> None:
     cfg,
     c.batch,
     temperature=1.0,
-    tx=optim.make(c.optim, 1000, params),
+    tx=optim.make(c.optim, 1000),
     objective=objectives.policy(c),
   )
   state = u.init(params)
-  u.warmup(state.params, score=False)
+  u.warmup(score=False)
   seconds, cpu, tokens, padding = 0.0, 0.0, 0, []
   for seed in range(1 + updates):
     rng = np.random.default_rng(seed)

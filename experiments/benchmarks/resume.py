@@ -88,7 +88,7 @@ def digest(folder: str) -> dict[str, str]:
     config.batch,
     temperature=1.0,
     mesh=mesh,
-    tx=optim.make(config.optim, 4, params),
+    tx=optim.make(config.optim, 4),
     objective=objectives.policy(config),
   )
   saved = checkpoint.of_run(config, folder).restore(

@@ -118,7 +118,7 @@ def worker(case: dict) -> None:
     cfg,
     c.batch,
     temperature=1.0,
-    tx=optim.make(c.optim, 1000, params),
+    tx=optim.make(c.optim, 1000),
     objective=objectives.policy(c),
   )
   state = u.init(params)

@@ -23,7 +23,7 @@ import numpy as np
 from configs import quickstart, search_r1
 from experiments.benchmarks import retrieval_gpu
 from retrieval.dense_jax import DenseJax
-from searchrl_jax.models import shapes
+from searchrl_jax.models import families
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.run import schema
 from searchrl_jax.sources.core import Source
@@ -48,7 +48,7 @@ def get_config(arg=None):
   c = search_r1.get_config('model=qwen2.5-3b')
   c.name = 'gpu'
   c.model.path, c.model.tokenizer = '', 'world'
-  c.model.arch = ConfigDict(shapes.NAMED['qwen2.5-3b'])
+  c.model.arch = ConfigDict(families.NAMED['qwen2.5-3b'])
   c.data = quickstart.get_config().data
   c.data.eval = ConfigDict()
   c.env.module = 'experiments.gpu.recipe.Env'

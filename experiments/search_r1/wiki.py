@@ -127,11 +127,8 @@ def run(workdir: str, minutes: float) -> dict:
     table.append(row)
   f1 = {name: grading.by_question(rows, 'f1') for name, rows in scored.items()}
   both = sorted(set(f1['rl']) & set(f1['warm']))
-  gain = scores.paired_bootstrap(
-    [f1['rl'][k] for k in both],
-    [f1['warm'][k] for k in both],
-    resamples=10_000,
-    seed=0,
+  gain = scores.bootstrap(
+    [f1['rl'][k] - f1['warm'][k] for k in both], resamples=10_000, seed=0
   )
   nq = next(r for r in table if r['source'].startswith('nq'))
   results |= {

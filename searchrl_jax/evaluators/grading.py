@@ -18,7 +18,6 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.engines.core import Engine
-from searchrl_jax.evaluators import passk
 from searchrl_jax.rewards import answer as rewards
 from searchrl_jax.rewards import equivalence
 from searchrl_jax.rewards import judge as judging
@@ -97,9 +96,7 @@ def score(
     samples[trajectory.question.id].append(i)
   votes = {}
   for at in samples.values():
-    synonyms = trajectories[at[0]].question.meta.get('synonyms', ())
-    keys = equivalence.keys([answers[i] for i in at], match, synonyms)
-    votes |= zip(at, keys)
+    votes |= zip(at, equivalence.keys([answers[i] for i in at], match))
   return [
     Row(
       *(set, t.question.id, t.question.source, t.question.hops, t.sample),
@@ -118,12 +115,8 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   golds = [a for a in question.answers if a.strip()]
   queries = _queries(trajectory, env)
   copies = [metrics.key(q) == metrics.key(question.text) for q in queries]
-  passages = [
-    passage
-    for search in trajectory.searches
-    if isinstance(search, SearchResult)
-    for passage in search.passages
-  ]
+  results = [s for s in trajectory.searches if isinstance(s, SearchResult)]
+  passages = [passage for result in results for passage in result.passages]
   retrieved = {passage.id for passage in passages}
   supports = [id in retrieved for id in question.supporting]
   own = [b for b in env.blocks(trajectory) if b.author == 'policy']
@@ -170,36 +163,15 @@ def certainties(
       tokens before it, of any author.
     scorer: `scoring.Scorer`, at the temperature of the sampling.
   """
-  own: dict[int, np.ndarray] = {}
-  for i, t in enumerate(trajectories):
-    mine = [np.full(len(s.ids), s.author == 'policy') for s in t.segments]
-    if not t.failed and any(x.any() for x in mine):
-      own[i] = np.concatenate(mine)
-  rows = [
-    np.concatenate([s.ids for s in trajectories[i].segments]) for i in own
-  ]
+  alive = {i: t.segments for i, t in enumerate(trajectories) if not t.failed}
+  rows = [np.concatenate([s.ids for s in parts]) for parts in alive.values()]
   out = [NAN] * len(trajectories)
-  for i, stats in zip(own, scorer(rows), strict=True):
-    out[i] = float(stats.certainty[own[i]].mean())
+  for (i, parts), stats in zip(alive.items(), scorer(rows), strict=True):
+    lengths = [len(s.ids) for s in parts]
+    own = np.repeat([s.author == 'policy' for s in parts], lengths)
+    if own.any():
+      out[i] = float(stats.certainty[own].mean())
   return out
-
-
-async def judged(
-  trajectories: Sequence[Trajectory], env: SearchEnv, judge
-) -> list[float]:
-  """Returns the grades of `rewards.judge.grade`.
-
-  NaN also for questions without golden answers.
-  """
-  known = [
-    i
-    for i, t in enumerate(trajectories)
-    if any(a.strip() for a in t.question.answers)
-  ]
-  out = np.full(len(trajectories), NAN)
-  graded = [trajectories[i] for i in known]
-  out[known], _ = await judging.grade(graded, env, judge, after_em=False)
-  return out.tolist()
 
 
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
@@ -218,10 +190,37 @@ def _mean(values: Sequence[float]) -> float:
   return sum(values) / len(values) if values else NAN
 
 
+def check(config: ConfigDict, training: bool = False) -> None:
+  """Checks config.eval, before any model is loaded.
+
+  Args:
+    config: the whole config.
+    training: it is the config of a training run, which has no scorer.
+
+  Raises:
+    ValueError: names the field, its value and the fix.
+  """
+  e = config.eval
+  equivalence.function(e.match)
+  lookup.require(
+    all(1 <= k <= e.n for k in e.k),
+    f'config.eval.k={tuple(e.k)} needs numbers from 1 up to eval.n={e.n}',
+  )
+  lookup.require(
+    not e.best_of or (e.n >= 2 and not training),
+    f'config.eval.best_of={e.best_of!r} chooses among config.eval.n={e.n} '
+    "samples: use 2 or more, and best_of='' in training (`evaluate` takes it)",
+  )
+  lookup.require(
+    e.temperature > 0 or not (e.best_of or max(e.k, default=1) > 1),
+    f'config.eval.k={tuple(e.k)}, best_of={e.best_of!r} with temperature=0, '
+    'which makes all samples of a question equal; use one above 0',
+  )
+
+
 class Evaluation(NamedTuple):
   groups: list[Group]
   rows: list[Row]
-  slices: dict[str, list[Row]]  # label -> rows
   values: list[tuple[str, float]]  # (name, value) as `Evaluator.run` yields
   seconds: float  # wall time of the rollout
 
@@ -259,7 +258,7 @@ class Evaluator:
       ValueError: there are no questions, or a field of config.eval is wrong.
     """
     e = self.config.eval
-    passk.check(self.config, training=self.scorer is None)
+    check(self.config, training=self.scorer is None)
     self.scorer = self.scorer if e.best_of else None
     self._k = sorted({*e.k, *([e.n] if e.best_of else ())})
     self.sets = {
@@ -270,11 +269,6 @@ class Evaluator:
       any(self.sets.values()),
       'no questions to evaluate: config.data.eval has no set, or empty ones',
     )
-
-  @property
-  def ids(self) -> dict[str, list[str]]:
-    """The ids of the questions, by set."""
-    return {k: [q.id for q in v] for k, v in self.sets.items()}
 
   def run(self, step: int) -> Iterator[tuple[str, float]]:
     """Yields (name, value); see the class for the names."""
@@ -292,14 +286,15 @@ class Evaluator:
     if self.writer is not None:
       self.writer.trajectories(step, groups, name=self.name)
       path = self.writer.folder / f'{self.name}_ids.json'
-      sets = {
-        label: {'n': len(ids), 'sha256': digest(ids), 'ids': ids}
-        for label, ids in self.ids.items()
-      }
+      sets = {label: asked(qs) for label, qs in self.sets.items()}
       content = {'sampling': self.config.eval, 'sets': sets}
       cluster.first('ids', lambda: records.write_json(path, content))
-    sliced, values = self._values(rows)
-    return Evaluation(groups, rows, sliced, values, seconds)
+    values = [
+      value
+      for label, part in slices(rows, self.name).items()
+      for value in summary(part, label, self._k, self.config.eval)
+    ]
+    return Evaluation(groups, rows, values, seconds)
 
   def _own(self) -> tuple[list[Group], list[Row], float]:
     """Plays and scores this process's share of the questions."""
@@ -331,7 +326,8 @@ class Evaluator:
     if self.scorer is not None:
       late['certainty'] = certainties(flat, self.scorer)
     if self.judge is not None:
-      late['judged'] = self.runner(judged(flat, self.env, self.judge))
+      grades = judging.grade(flat, self.env, self.judge, after_em=False)
+      late['judged'] = self.runner(grades)[0].tolist()
     for name, values in late.items():
       rows = [
         dataclasses.replace(row, **{name: value})
@@ -339,23 +335,12 @@ class Evaluator:
       ]
     return result.groups, rows, result.stats.seconds
 
-  def _values(self, rows: Sequence[Row]):
-    """The rows by label, and the values of each."""
-    e, sliced = self.config.eval, slices(rows, self.name)
-    options = dict(resamples=e.bootstrap, seed=e.seed)
-    values = []
-    for label, part in sliced.items():
-      values += summary(part, label, **options)
-    for label, part in sliced.items():
-      for name, scores in passk.score(part, self._k).items():
-        mean = metrics.bootstrap([scores[q] for q in sorted(scores)], **options)
-        values += named(f'{label}/{name}', mean)
-    return sliced, values
 
-
-def digest(ids: Sequence[str]) -> str:
-  """The SHA-256 of a list of ids."""
-  return hashlib.sha256('\n'.join(ids).encode()).hexdigest()
+def asked(questions: Sequence[Question]) -> dict[str, Any]:
+  """What names the questions of a set: their ids, and a digest of these."""
+  ids = [q.id for q in questions]
+  digest = hashlib.sha256('\n'.join(ids).encode()).hexdigest()
+  return {'n': len(ids), 'sha256': digest, 'ids': ids}
 
 
 def _choose(
@@ -389,25 +374,36 @@ def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
 
 
 def summary(
-  rows: Sequence[Row], label: str, *, resamples: int, seed: int
+  rows: Sequence[Row], label: str, k: Sequence[int], e: ConfigDict
 ) -> Iterator[tuple[str, float]]:
   """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
 
   Scores that apply to no row are left out. 'LABEL/failed' is the number of
   failed trajectories.
+
+  Args:
+    rows: of one slice.
+    label: of the slice.
+    k: see `at_k`.
+    e: config.eval.
   """
-  for name in SCORES:
-    means = list(by_question(rows, name).values())
-    interval = metrics.bootstrap(means, resamples=resamples, seed=seed)
-    yield from named(f'{label}/{name}', interval)
+  found = {name: by_question(rows, name) for name in SCORES}
+  for score, means in (found | at_k(rows, k)).items():
+    values = [means[question] for question in sorted(means)]
+    name = f'{label}/{score}'
+    interval = metrics.bootstrap(values, resamples=e.bootstrap, seed=e.seed)
+    if interval.n:
+      yield name, interval.mean
+      yield f'{name}/low', interval.low
+      yield f'{name}/high', interval.high
+      yield f'{name}/n', float(interval.n)
   yield f'{label}/failed', float(sum(row.failed for row in rows))
 
 
 def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
   """Returns {(set, question id): mean over its samples}, sorted, without NaN.
 
-  The keys pair the values of two evaluations of the same questions, for
-  `metrics.paired_bootstrap`.
+  The keys pair the values of two evaluations of the same questions.
   """
   parts = collections.defaultdict(list)
   for row in rows:
@@ -417,10 +413,32 @@ def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
   return {key: _mean(parts[key]) for key in sorted(parts)}
 
 
-def named(name: str, interval: metrics.Interval) -> Iterator[tuple[str, float]]:
-  """Yields the mean as `name`, and /low, /high and /n; nothing if n is 0."""
-  if interval.n:
-    yield name, interval.mean
-    yield f'{name}/low', interval.low
-    yield f'{name}/high', interval.high
-    yield f'{name}/n', float(interval.n)
+def at_k(
+  rows: Sequence[Row], k: Sequence[int]
+) -> dict[str, dict[tuple[str, str], float]]:
+  """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
+
+  pass@k is the unbiased estimator of Chen et al. 2021; maj@k is its
+  counterpart for the majority vote (`scores.maj_at_k`), certainty@k that for
+  the sample of greatest self-certainty (Kang et al. 2025, arXiv 2502.18581,
+  whose other form, votes weighted by rank, is not implemented).
+
+  Failed trajectories do not count as samples. A question with fewer than K
+  samples, or without golden answers, has no value at K. 'certainty@K' requires
+  rows with certainty; a sample without one is chosen last.
+  """
+  questions: dict[tuple[str, str], list] = {}
+  for row in rows:
+    if not row.failed and not math.isnan(row.em):
+      questions.setdefault((row.set, row.question), []).append(row)
+  certain = any(not math.isnan(row.certainty) for row in rows)
+  out: dict[str, dict[tuple[str, str], float]] = collections.defaultdict(dict)
+  for name, samples in questions.items():
+    right = [row.em == 1.0 for row in samples]
+    votes, certainties = zip(*((row.vote, row.certainty) for row in samples))
+    for n in (n for n in k if n <= len(samples)):
+      out[f'pass@{n}'][name] = metrics.pass_at_k(len(right), sum(right), n)
+      out[f'maj@{n}'][name] = metrics.maj_at_k(votes, right, n)
+      if certain:
+        out[f'certainty@{n}'][name] = metrics.best_at_k(certainties, right, n)
+  return out

@@ -20,10 +20,12 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import grading
 from searchrl_jax.run import lookup, records
 from searchrl_jax.text import prompts
-from searchrl_jax.types import Group, Question
+from searchrl_jax.types import Question
 
 MANIFEST, ROWS = 'manifest.json', 'rows.jsonl'
-_log = logging.getLogger(__name__)
+_COSTS = (
+  'sampled_tokens prompt_tokens observation_tokens searches trajectories'
+).split()
 
 
 def manifest(
@@ -46,6 +48,7 @@ def manifest(
     commit: of the source code.
   """
   identity = dict(identity)
+  digest = hashlib.sha256(f'{template!r}{template.blocks or ""}'.encode())
   return {
     'sets': {name: _frozen(qs) for name, qs in sorted(sets.items())},
     'corpus': identity.pop('corpus', None),
@@ -58,9 +61,7 @@ def manifest(
     'tools': records.plain(config.tools) or None,
     'judge': {k: config.judge[k] for k in ('url', 'model')},
     'env': records.plain(config.env),
-    'template': hashlib.sha256(
-      f'{template!r}{template.blocks or ""}'.encode()
-    ).hexdigest(),
+    'template': digest.hexdigest(),
     'checkpoint': checkpoint,
     'commit': commit,
   }
@@ -69,29 +70,20 @@ def manifest(
 def _frozen(questions: Sequence[Question]) -> dict[str, Any]:
   # Different texts or answers are not visible in the ids alone.
   content = json.dumps([[q.id, q.text, q.answers] for q in questions])
-  ids = [q.id for q in questions]
-  return {
-    'n': len(ids),
-    'sha256': grading.digest(ids),
-    'content_sha256': hashlib.sha256(content.encode()).hexdigest(),
-    'ids': ids,
-  }
+  digest = hashlib.sha256(content.encode()).hexdigest()
+  return grading.asked(questions) | {'content_sha256': digest}
 
 
 def read_manifest(path: os.PathLike | str) -> dict[str, Any]:
   """Reads manifest.json.
 
   Raises:
-    DataError: the file is absent or not a manifest.
+    FileNotFoundError, DataError: the file is absent, or not a manifest.
   """
-  try:
+  with lookup.of(f'{path} is not a manifest of `evaluate`', DataError):
     content = json.loads(pathlib.Path(path).read_text())
-    if not {'sets', 'corpus', 'sampling'} <= content.keys():
-      raise ValueError('it lacks sets, corpus or sampling')
-  except OSError as e:
-    raise DataError(f'{path}: {e.strerror}; `evaluate` writes it') from e
-  except (ValueError, AttributeError) as e:
-    raise DataError(f'{path} is not a manifest of `evaluate`: {e}') from e
+    good = {'sets', 'corpus', 'sampling'} <= {*content}
+    lookup.require(good, 'it lacks sets, corpus or sampling')
   return content
 
 
@@ -134,7 +126,7 @@ def check_corpus(
   """
   wanted, served = manifest['corpus'], identity.get('corpus')
   if wanted is None or served is None:
-    _log.warning(
+    logging.warning(
       f'{path} names the corpus {wanted} and the server {served}: not compared'
     )
   elif wanted != records.plain(served):
@@ -152,26 +144,19 @@ def costs(
   Sums over trajectories, including failed ones: tokens that the policy
   sampled, of prompts, and of observations and feedback; number of queries.
   """
-  parts: dict[str, list] = {name: []}
+  names = {'policy': 'sampled_tokens', 'prompt': 'prompt_tokens'}
+  sums: dict[str, dict[str, float]] = {}
   flat = [t for group in evaluation.groups for t in group]
   for row, trajectory in zip(evaluation.rows, flat, strict=True):
-    parts[name].append(trajectory)
-    parts.setdefault(f'{name}/set={row.set}', []).append(trajectory)
-  for label in parts if len(parts) > 2 else [name]:
-    for what, value in _costs(parts[label]).items():
+    for label in (name, f'{name}/set={row.set}'):
+      own = sums.setdefault(label, dict.fromkeys(_COSTS, 0.0))
+      own['trajectories'] += 1
+      own['searches'] += len(trajectory.searches)
+      for s in trajectory.segments:
+        own[names.get(s.author, 'observation_tokens')] += len(s.ids)
+  for label in sums if len(sums) > 2 else [name]:
+    for what, value in sums[label].items():
       yield f'{label}/cost/{what}', value
-
-
-def _costs(trajectories: Group) -> dict[str, float]:
-  tokens = dict.fromkeys(('sampled', 'prompt', 'observation'), 0.0)
-  names = {'policy': 'sampled', 'prompt': 'prompt'}
-  for trajectory in trajectories:
-    for s in trajectory.segments:
-      tokens[names.get(s.author, 'observation')] += len(s.ids)
-  return {f'{k}_tokens': v for k, v in tokens.items()} | {
-    'searches': float(sum(len(t.searches) for t in trajectories)),
-    'trajectories': float(len(trajectories)),
-  }
 
 
 def write_rows(
@@ -190,24 +175,19 @@ def read_all(folder: os.PathLike | str) -> dict[str, list[grading.Row]]:
   """Reads rows.jsonl: evaluation -> rows.
 
   Raises:
-    DataError: there is none.
+    FileNotFoundError, DataError: there is none, or it is damaged.
   """
   path = pathlib.Path(folder) / ROWS
   # Files of earlier versions lack some scores.
   absent = dict.fromkeys(grading.SCORES, grading.NAN) | {'vote': None}
   out: dict[str, list[grading.Row]] = {}
-  try:
-    for line in path.read_text().splitlines():
+  for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
       known = {k: v for k, v in json.loads(line).items() if v is not None}
       rows = out.setdefault(known.pop('evaluation'), [])
       rows.append(grading.Row(**absent | known))
-  except OSError as e:
-    raise DataError(
-      f'{path}: {e.strerror}; give a folder that `evaluate` wrote'
-    ) from e
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
-    number = 1 + sum(map(len, out.values()))
-    raise DataError(f'{path}:{number}: no row of `evaluate` ({e})') from e
+    except (ValueError, KeyError, TypeError) as e:
+      raise DataError(f'{path}:{number}: no row of `evaluate` ({e!r})') from e
   return out
 
 

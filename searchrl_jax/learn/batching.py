@@ -15,6 +15,7 @@ never crosses devices. config.batch.tokens counts the tokens of one of them.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -95,32 +96,26 @@ class Row(NamedTuple):
   logps: np.ndarray  # float32 [n], NaN where nothing was recorded
 
 
-def row_of(index: int, trajectory: Trajectory, need_logps: bool) -> Row:
+def row_of(index: int, trajectory: Trajectory) -> Row:
   """Joins the segments that the trainer sees; the mask is their `train`.
 
   The first token of a sequence has no prediction and is never in the loss.
 
   Raises:
-    ValueError: need_logps and the policy wrote a trained segment without
-      recording log-probs.
+    ValueError: the policy wrote a trained segment without recording log-probs.
   """
-  segments = trajectory.trained
-  for i, s in enumerate(segments):
+  logps = []
+  for i, s in enumerate(trajectory.trained):
     lookup.require(
-      not (need_logps and s.train and s.author == 'policy' and s.logps is None),
+      s.logps is not None or not s.train or s.author != 'policy',
       f"trajectory {trajectory.id}: segment {i} is the policy's and in the "
       'loss but has no log-probs; the engine must return them',
     )
-
-  lengths = [len(s.ids) for s in segments]
-  mask = np.repeat([s.train for s in segments], lengths).astype(bool)
-  mask[:1] = False
-  logps = [
-    np.full(n, np.nan) if s.logps is None else s.logps
-    for s, n in zip(segments, lengths)
-  ]
-  ids = np.concatenate([s.ids for s in segments]).astype(np.int32)
-  return Row(index, ids, mask, np.concatenate(logps).astype(np.float32))
+    logps.append(np.full(len(s.ids), np.nan) if s.logps is None else s.logps)
+  ids = np.concatenate([s.ids for s in trajectory.trained]).astype(np.int32)
+  logps = np.concatenate(logps).astype(np.float32)
+  [mask] = masks([trajectory])
+  return Row(index, ids, mask, logps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +145,8 @@ def of_step(
   """Batches the trajectories of a step; see `kept_of` and `make`."""
   ids, kept, counts = kept_of(groups, reward, config)
   flat = [t for group in groups for t in group]
-  minis = make(flat, kept, ids, config, shards=shards, seed=seed)
+  n = config.algorithm.minibatches
+  minis = make(flat, kept, ids, config.batch, n, shards=shards, seed=seed)
   returns = advantages.returns(reward.value)
   return StepBatch(
     groups, flat, reward, returns, ids, kept, counts, masks(flat), minis
@@ -185,14 +181,6 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
   return group_ids, kept, counts
 
 
-def _order(trajectories, indices):
-  """By (question, role, sample): the order of arrival cannot show."""
-  t = trajectories
-  return sorted(
-    indices, key=lambda i: (t[i].question.id, t[i].role, t[i].sample)
-  )
-
-
 def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
   """Splits the kept trajectories into minibatches, groups whole.
 
@@ -203,18 +191,20 @@ def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
   Returns:
     a list of lists of indices into `trajectories`.
   """
-  group_ids = np.asarray(group_ids)
-  groups: dict = {}
-  for i in _order(trajectories, np.flatnonzero(kept).tolist()):
-    groups.setdefault(group_ids[i].item(), []).append(i)
-  groups = list(groups.values())
+
+  def key(i):  # the order of arrival cannot show
+    t = trajectories[i]
+    return t.question.id, t.role, t.sample
+
+  order, groups = sorted(np.flatnonzero(kept).tolist(), key=key), {}
+  for rank, i in enumerate(order):
+    groups.setdefault(group_ids[i], []).append(rank)
+  ranks, drawn = list(groups.values()), np.arange(len(groups))
   if minibatches > 1:
-    rng = np.random.default_rng(seed)
-    groups = [groups[i] for i in rng.permutation(len(groups))]
-  parts = np.array_split(np.arange(len(groups)), minibatches)
+    drawn = np.random.default_rng(seed).permutation(drawn)
   return [
-    _order(trajectories, [i for g in part for i in groups[g]])
-    for part in parts
+    [order[rank] for rank in sorted(r for g in part for r in ranks[g])]
+    for part in np.array_split(drawn, minibatches)
     if len(part)
   ]
 
@@ -328,11 +318,11 @@ def make(
   trajectories: Sequence[Trajectory],
   kept,
   group_ids,
-  config,
+  batch_config,
+  minibatches: int = 1,
   *,
   shards: int = 1,
   seed=0,
-  supervised: bool = False,
 ) -> list[list[Batch]]:
   """Trajectories -> minibatches of microbatches, advantages still 0.
 
@@ -340,27 +330,24 @@ def make(
     trajectories: flat, in the order of the groups; `Batch.rows` index them.
     kept: bool [B], from `kept_of`. Failed trajectories must not be in it.
     group_ids: int [B].
-    config: reads config.batch and config.algorithm.minibatches.
+    batch_config: config.batch.
+    minibatches: how many, at most; see `split`.
     shards: devices along (data, fsdp) of the mesh.
     seed: an int or a sequence of ints, e.g. (config.seed, step, epoch).
-    supervised: one minibatch, for which the engine's log-probs need not be
-      there.
 
   Raises:
     ValueError: a kept trajectory failed, is too long or lacks log-probs.
   """
-  for i in np.flatnonzero(kept):
+  for t in itertools.compress(trajectories, kept):
     lookup.require(
-      not trajectories[i].failed,
-      f"trajectory {trajectories[i].id} failed (a service's fault) and "
-      'cannot be trained on; mark it as not valid',
+      not t.failed,
+      f"trajectory {t.id} failed (a service's fault) and cannot be trained on; "
+      'mark it as not valid',
     )
-  minibatches = 1 if supervised else config.algorithm.minibatches
-  out = []
-  for part in split(trajectories, kept, group_ids, minibatches, seed):
-    rows = [row_of(i, trajectories[i], not supervised) for i in part]
-    out.append(pack(rows, config.batch, shards))
-  return out
+  return [
+    pack([row_of(i, trajectories[i]) for i in part], batch_config, shards)
+    for part in split(trajectories, kept, group_ids, minibatches, seed)
+  ]
 
 
 def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:
@@ -381,7 +368,12 @@ def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:
 
 def masks(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
   """Which tokens are in the loss if a trajectory is kept, B bool arrays [n]."""
-  return [row_of(i, t, False).mask for i, t in enumerate(trajectories)]
+  out = []
+  for t in trajectories:
+    lengths = [len(s.ids) for s in t.trained]
+    out.append(np.repeat([s.train for s in t.trained], lengths).astype(bool))
+    out[-1][:1] = False
+  return out
 
 
 def rows(minibatches, arrays, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -405,7 +397,7 @@ def rows(minibatches, arrays, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
   return out
 
 
-def plan(config, shards: int = 1) -> Mapping[str, int | tuple]:
+def plan(config, shards: int = 1) -> dict[str, str]:
   """The arithmetic of one step: prompts -> trajectories -> updates.
 
   Microbatches are bounds: the least, if the longest rows are filled to their
@@ -414,21 +406,19 @@ def plan(config, shards: int = 1) -> Mapping[str, int | tuple]:
   """
   a, b, r = config.algorithm, config.batch, config.rollout
   largest = math.ceil(r.questions / a.minibatches) * r.group
-  B, longest = rows_of(b, shards), b.lengths[-1]
-  return {
+  B = rows_of(b, shards)
+  counts = {
     'questions': r.questions,
-    'trajectories_per_question': r.group,
     'trajectories': r.questions * r.group,
-    'minibatches': a.minibatches,
-    'trajectories_per_minibatch': largest,
-    'microbatch_shapes_rows_x_tokens': tuple((B, n) for n in b.lengths),
-    'microbatch_loss_tokens': tuple(
-      capacity(b, length) * shards for length in b.lengths
+    'trajectories per minibatch': largest,
+    'microbatches per update least': math.ceil(
+      largest / (B * places_of(b, b.lengths[-1]))
     ),
-    'microbatches_per_update_least': math.ceil(
-      largest / (B * places_of(b, longest))
-    ),
-    'microbatches_per_update_most': math.ceil(largest / B),
-    'updates_per_step': a.minibatches * a.epochs,
-    'shards': shards,
+    'microbatches per update most': math.ceil(largest / B),
+    'updates per step': a.minibatches * a.epochs,
+  }
+  room = [f'{capacity(b, length) * shards:,}' for length in b.lengths]
+  return {name: f'{n:,}' for name, n in counts.items()} | {
+    'microbatch shapes rows x tokens': ', '.join(f'{B}x{n}' for n in b.lengths),
+    'microbatch loss tokens': ', '.join(room),
   }

@@ -9,7 +9,7 @@ from retrieval import files
 from retrieval.client import RetrievalClient
 from searchrl_jax.data import checks as data
 from searchrl_jax.engines import core as engines
-from searchrl_jax.evaluators import passk
+from searchrl_jax.evaluators import grading
 from searchrl_jax.learn import batching, credit, objectives, optim
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import core as samplers
@@ -103,7 +103,7 @@ def check(config: ConfigDict) -> None:
     f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
     'the next step begins before this one is known to be short; use one',
   )
-  passk.check(config, training=True)
+  grading.check(config, training=True)
   lookup.require(
     not (r.max_staleness and config.engine.sleep),
     f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'

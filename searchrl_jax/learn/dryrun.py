@@ -1,17 +1,18 @@
 """`train --dry_run`: what a config costs, before anything is allocated."""
 
+from collections.abc import Mapping
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.jax import caches, decode, device
-from searchrl_jax.learn import batching, checks, learner, optim, update
+from searchrl_jax.learn import batching, checks, learner, optim
 from searchrl_jax.run import build, parameters, sharding
 
+_MIB = 2**20
 # Of a sampled token in a trajectory: its id, log-prob and version.
 TOKEN_BYTES = 4 + 4 + 4
 
@@ -34,21 +35,20 @@ class Costs(NamedTuple):
 
   device: dict[str, int]
   host: dict[str, int]
-  step: dict[str, Any]
+  step: dict[str, str]
 
 
 def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   """What a run takes.
 
-  working: bytes of temporaries of the program that needs most; None: of the
-  update, which is compiled for it.
+  working: bytes of temporaries, on one device, of the program that needs most;
+  None: of the update, which is compiled for it.
   """
   trained = learner.Learner(config, cfg, mesh)
   like = trained.like()
   state, critic = like['state'], like['critic']
   own = _bytes(state.params)
   engine, limit, r = config.engine, config.env.max_tokens, config.rollout
-  inside = engine.module == 'jax_sampler'
   # Its own copy: the update gives the trainer's away.
   own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
   # A process has an engine of its own, and a share of the questions.
@@ -57,7 +57,10 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
     r.concurrency or engines.module(engine.module).capacity(cfg, engine, limit),
     -(-r.questions * here.size // mesh.size) * r.group,
   )
-  update_name = 'update: activations, head, fresh gradients'
+  if working is None:  # 0 where the backend does not tell
+    trained.updater.warmup(score=False)
+    found = [p.memory_analysis() for p in trained.updater.programs.values()]
+    working = max(getattr(x, 'temp_size_in_bytes', 0) for x in found)
   rows = {'parameters (float32)': own}
   if trained.frozen:
     rows[f'frozen parameters ({cfg.lora.dtype})'] = _bytes(trained.frozen)
@@ -66,14 +69,12 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   rows |= {
     'optimizer': _bytes(state.opt_state),
     'gradients, accumulated': own,
-    update_name: working_memory(trained.updater, state.params)
-    if working is None
-    else working,
+    'update: activations, head, fresh gradients': working,
   }
   host = {}
-  plan: dict = {'trajectories in flight in a process, at most': flying}
+  plan = {'trajectories in flight in a process, at most': f'{flying:,}'}
   steps = 1 + r.max_staleness
-  if inside:
+  if engine.module == 'jax_sampler':
     cache = caches.abstract(own_cfg, engine.slots, engine.max_len, here)
     name = f'engine: cache, {engine.slots} slots x {engine.max_len} tokens'
     rows['engine: weights'] = _bytes(decode.abstract(own_cfg, here))
@@ -84,16 +85,6 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
     name = f'engine: {paused:,} paused sequences at {limit} tokens each, '
     name += f'of host_gib={engine.host_gib:g}'
     host[name] = paused * room.size(limit) * device.bytes_per_token(own_cfg)
-    shape = decode.Shape(
-      engine.slots,
-      engine.max_len,
-      engine.chunk,
-      engine.prefill_rows,
-      sharding.parts(here, engine.slots),
-    )
-    tokens = min(config.env.max_observation_tokens, shape.widths[-1])
-    width = decode.fit(shape.widths, tokens)
-    plan[f'texts of {tokens} tokens prefilled together'] = shape.rows(width)
   if critic:
     # Its working memory is the policy's without the head: one at a time.
     size = 2 * _bytes(critic.params) + _bytes(critic.opt_state)
@@ -103,7 +94,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   host[f'trajectories, {steps} steps at {limit} tokens each'] = size
   host['checkpoint, while it is written'] = _bytes(like) * here.size
   plan |= batching.plan(config, trained.shards)
-  plan['updates in the run'] = optim.updates(config)
+  plan['updates in the run'] = f'{optim.updates(config):,}'
   return Costs(rows, host, plan)
 
 
@@ -114,49 +105,21 @@ def render(config, cfg, mesh, found: Costs) -> str:
     f'{config.name}: {cfg.n_params:,} parameters, vocabulary '
     f'{cfg.vocab_size:,}, {mesh.size} x '
     f'{mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}',
-    '',
-    'Memory of one device (MiB)',
-    *(f'  {name:<48}{n / 2**20:>12,.1f}' for name, n in found.device.items()),
+    *_table('Memory of one device (MiB)', 48, found.device, _MIB),
   ]
   if engine.module != 'jax_sampler':
     lines.append(
       f'  (the servers of engine {engine.module!r} come on top, on '
       f'{engine.url or engine.device})'
     )
-  lines += ['', 'Memory of the host, of one process (MiB)']
-  lines += [
-    f'  {name:<68}{n / 2**20:>12,.1f}' for name, n in found.host.items()
-  ]
-  lines += ['', 'One step']
-  lines += [
-    f'  {name.replace("_", " "):<48}{_plain(value):>12}'
-    for name, value in found.step.items()
-  ]
-  return '\n'.join(lines)
+  of_host = 'Memory of the host, of one process (MiB)'
+  lines += _table(of_host, 68, found.host, _MIB)
+  return '\n'.join(lines + _table('One step', 48, found.step))
 
 
-def working_memory(updater: update.Updater, params) -> int:
-  """Bytes that one microbatch needs beyond state and gradients.
-
-  Of one device, for the bucket that needs most, as its compiled program says
-  (0 where the backend does not tell). `params` are shapes with shardings.
-  """
-
-  def accumulate(params, grads, arrays, frozen):
-    grad, divisor = jax.grad(updater.loss, has_aux=True), jnp.float32(1)
-    fresh, _ = grad(params, arrays, divisor, frozen)
-    return jax.tree.map(jnp.add, grads, fresh)
-
-  layout = jax.tree.map(lambda x: x.sharding, params)
-  program = jax.jit(accumulate, donate_argnums=1, out_shardings=layout)
-  most = 0
-  for length in updater.batch_config.lengths:
-    empty = batching.empty(updater.batch_config, length, updater.shards)
-    arrays = updater.put(empty, place=update.like_rows)
-    lowered = program.lower(params, params, arrays, updater.frozen)
-    memory = lowered.compile().memory_analysis()
-    most = max(most, getattr(memory, 'temp_size_in_bytes', 0))
-  return most
+def _table(title: str, width: int, rows: Mapping, unit: int = 0) -> list[str]:
+  values = {k: f'{v / unit:,.1f}' if unit else v for k, v in rows.items()}
+  return ['', title, *(f'  {k:<{width}}{v:>12}' for k, v in values.items())]
 
 
 def _bytes(shapes) -> int:
@@ -165,11 +128,3 @@ def _bytes(shapes) -> int:
     x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
     for x in jax.tree.leaves(shapes)
   )
-
-
-def _plain(value) -> str:
-  if isinstance(value, tuple):
-    return ', '.join(
-      'x'.join(map(str, v)) if isinstance(v, tuple) else f'{v:,}' for v in value
-    )
-  return f'{value:,}'

@@ -58,11 +58,10 @@ class Learner:
     self._roles, self._supervised = dict(roles or {'': config}), supervised
     updates = sum(map(optim.updates, self._roles.values()))
     self._optim, self._updates = supervised or (config.optim, updates)
-    self._shapes, self.frozen = lora.split(cfg, parameters.shapes(cfg, mesh))
-    tx = optim.make(self._optim, self._updates, self._shapes)
+    tx = optim.make(self._optim, self._updates)
     temperature = 1.0 if supervised else config.rollout.temperature
     shared = dict(tx=tx, mesh=mesh, temperature=temperature)
-    self._updaters = {}
+    self._updaters: dict[str, update.Updater] = {}
     for role, c in self._roles.items():
       goal = objectives.supervised() if supervised else objectives.policy(c)
       self._updaters[role] = self.updater = update.Updater(
@@ -71,23 +70,28 @@ class Learner:
     self._has_ref = not supervised and any(
       c.algorithm.kl != 'none' for c in self._roles.values()
     )
-    self._critic = self._critic_shapes = None
+    self._critic = None
     if config.critic.lr and not supervised:
-      self._critic, self._critic_shapes = critic_updater(config, cfg, mesh)
-    self._ref = self._shapes if self._has_ref else {}
+      fields = own_optim(config, config.critic)
+      self._critic = self._updaters['critic'] = update.Updater(
+        critics.config(cfg),
+        config.batch,
+        temperature=1.0,
+        mesh=mesh,
+        tx=optim.make(fields, max(optim.critic_updates(config), 1)),
+        objective=objectives.value(config),
+      )
+    self._ref = self.updater.shapes if self._has_ref else {}
     self.shards = self.updater.shards
     self._seconds = self._flops = 0.0
-    self._freeze(self.frozen)
+    self._freeze(self.updater.frozen)
 
   # The life of a run.
 
   def _freeze(self, frozen: dict) -> None:
     self.frozen = frozen
-    for updater in self._updaters.values():
+    for updater in self._updaters.values():  # the critic shares the policy's
       updater.frozen = frozen
-    if self._critic:  # shares the policy's
-      own = {k: v for k, v in frozen.items() if k != 'head'}
-      self._critic.frozen = own
 
   @property
   def params(self) -> Any:
@@ -96,8 +100,8 @@ class Learner:
 
   def like(self) -> dict:
     return {
-      'state': self.updater.abstract(self._shapes),
-      'critic': self._critic and self._critic.abstract(self._critic_shapes),
+      'state': self.updater.abstract,
+      'critic': self._critic and self._critic.abstract,
     }
 
   @property
@@ -111,6 +115,11 @@ class Learner:
     self._state, self._critic_state = tree['state'], tree['critic']
 
   def start(self, params: Any) -> None:
+    """From these parameters; a critic, from config.critic.path or the same.
+
+    Raises:
+      ConfigError: config.critic.path is no folder, or holds another model.
+    """
     trained, frozen = lora.split(self.cfg, params)
     self._freeze(frozen)
     self._state = self.updater.init(trained)
@@ -118,9 +127,15 @@ class Learner:
     # alone if there are any.
     trained = self._state.params
     self._ref = update.copy(trained) if self._has_ref else {}
-    self._critic_state = self._critic and self._critic.init(
-      init_critic(self._config, self.cfg, trained, self.mesh)
-    )
+    self._critic_state = None
+    if self._critic:
+      path = self._config.critic.path
+      if path:
+        folder = parameters.local(path, 'config.critic.path')
+        with lookup.of(f'config.critic.path={path!r}'):
+          _, trained = pretrained.load(folder, self.mesh, cfg=self.cfg)
+      fresh = critics.init(trained, self._critic.cfg)
+      self._critic_state = self._critic.init(fresh)
 
   def tree(self) -> dict:
     return {'state': self._state, 'critic': self._critic_state}
@@ -131,10 +146,9 @@ class Learner:
     The critic's has the role 'critic'. No parameter is needed.
     """
     for role, updater in self._updaters.items():
-      updater.warmup(self._shapes, score=self.needs_old(role) or self._has_ref)
-    if self._critic:
-      self._critic.warmup(self._critic_shapes, score=True)
-    return self._updaters | ({'critic': self._critic} if self._critic else {})
+      values = updater is self._critic
+      updater.warmup(score=values or self._has_ref or self.needs_old(role))
+    return self._updaters
 
   def warmup(self) -> None:
     self.compile()
@@ -254,46 +268,9 @@ def _mean(values: Sequence[float]) -> float:
   return float(np.mean(known)) if known else float('nan')
 
 
-# The critic.
-
-
-def init_critic(config: ConfigDict, cfg, policy: dict, mesh) -> dict:
-  """A fresh critic on the backbone of config.critic.path, or the policy's.
-
-  Args:
-    config: the whole.
-    cfg: the policy's; the critic has the same architecture.
-    policy: the trained parameters that the policy starts from.
-    mesh: for a backbone that is read here.
-
-  Raises:
-    ConfigError: no such folder, or one of another architecture.
-  """
-  path = config.critic.path
-  if path:
-    folder = parameters.local(path, 'config.critic.path')
-    with lookup.of(f'config.critic.path={path!r}'):
-      _, policy = pretrained.load(folder, mesh, cfg=cfg)
-  return critics.init(policy, critics.config(cfg))
-
-
 def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:
   """config.optim with the rate, schedule and decay of `part` of the config."""
   out = config.optim.copy_and_resolve_references()
   for name in ('lr', 'schedule', 'warmup', 'weight_decay'):
     out[name] = part[name]
   return out
-
-
-def critic_updater(config: ConfigDict, cfg, mesh):
-  """(update.Updater of the critic of a policy `cfg`, its shapes)."""
-  cfg = critics.config(cfg)
-  shapes, _ = lora.split(cfg, parameters.shapes(cfg, mesh, critics))
-  fields = own_optim(config, config.critic)
-  fields.freeze = ''
-  tx = optim.make(fields, max(optim.critic_updates(config), 1), shapes)
-  goal = objectives.value(config)
-  updater = update.Updater(
-    cfg, config.batch, temperature=1.0, mesh=mesh, tx=tx, objective=goal
-  )
-  return updater, shapes

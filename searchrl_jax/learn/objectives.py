@@ -56,10 +56,6 @@ def policy(config) -> Objective:
   a = config.algorithm.copy_and_resolve_references()
   losses.denominator([], a.aggregation, a.horizon)
   lookup.require(
-    a.tis == 'none' or a.tis_cap > 0,
-    f'config.algorithm.tis_cap={a.tis_cap}: above 0',
-  )
-  lookup.require(
     not a.tis_floor or a.tis_mode == 'mask',
     f'config.algorithm.tis_floor={a.tis_floor}: above 0 only with '
     f"tis_mode='mask' (it is {a.tis_mode!r})",

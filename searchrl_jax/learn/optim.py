@@ -1,11 +1,10 @@
-"""The optimizer: an optax chain by config, with schedules and freezing.
+"""The optimizer: an optax chain by config, with schedules.
 
-Order: clip by the global norm of the trained gradients, Adam, decoupled
+Order: clip by the global norm of the gradients, Adam, decoupled
 weight decay (AdamW, arXiv 1711.05101) of matrices only, learning rate.
 """
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -76,15 +75,11 @@ def decayed(params):
   )
 
 
-def make(config, total_updates: int, params) -> optax.GradientTransformation:
-  """The chain for these parameters (arrays or shapes; only paths are read).
+def make(config, total_updates: int) -> optax.GradientTransformation:
+  """The chain.
 
   config: lr, schedule, warmup, b1, b2, eps, weight_decay, clip_norm (0 = no
-  clipping), freeze: a regex of paths ('' = nothing). Frozen parameters have no
-  Adam state and do not count in the clipped norm.
-
-  Raises:
-    ValueError: `freeze` matches nothing, or everything.
+  clipping).
   """
   steps = []
   if config.clip_norm > 0:
@@ -93,19 +88,4 @@ def make(config, total_updates: int, params) -> optax.GradientTransformation:
   if config.weight_decay:
     steps.append(optax.add_decayed_weights(config.weight_decay, decayed))
   steps.append(optax.scale_by_learning_rate(schedule(config, total_updates)))
-  tx = optax.chain(*steps)
-  if not config.freeze:
-    return tx
-
-  def label(path, _):
-    return 'frozen' if re.search(config.freeze, name(path)) else 'trained'
-
-  labels = jax.tree.map_with_path(label, params)
-  lookup.require(
-    len(set(jax.tree.leaves(labels))) == 2,
-    f'config.optim.freeze={config.freeze!r} has to match some parameters and '
-    f'leave some; there are: {", ".join(paths(params))}',
-  )
-  return optax.multi_transform(
-    {'trained': tx, 'frozen': optax.set_to_zero()}, labels
-  )
+  return optax.chain(*steps)

@@ -42,14 +42,14 @@ class Scorer:
   cfg: decoder.DecoderConfig
   params: dict
   _: dataclasses.KW_ONLY
+  mesh: Any
   temperature: float  # of the softmax; above 0
   lengths: Sequence[int]  # the buckets, in tokens; the last: the longest row
   head_chunk: int  # tokens of a shard whose logits are held at once
-  mesh: Any = None
 
   def __post_init__(self):
     self.lengths = sorted(self.lengths)
-    self._shards = update.shards(self.mesh)
+    self._shards = self.mesh.shape['data'] * self.mesh.shape['fsdp']
     self._program = jax.jit(self._stats)
 
   def __call__(self, rows: Sequence[Sequence[int]]) -> list[Stats]:
@@ -67,20 +67,18 @@ class Scorer:
       for at in range(0, len(members), B):
         part = members[at : at + B]
         ids = np.zeros((B, length), np.int32)
-        lengths = np.zeros((B,), np.int32)
         for b, i in enumerate(part):
-          lengths[b] = n = len(rows[i])
-          ids[b, :n] = rows[i]
-        arrays = (update.put_rows(self.mesh, x) for x in (ids, lengths))
-        found = np.asarray(self._program(self.params, *arrays))
+          ids[b, : len(rows[i])] = rows[i]
+        ids = update.put_rows(self.mesh, ids)
+        found = np.asarray(self._program(self.params, ids))
         for b, i in enumerate(part):
-          out[i] = Stats(*found[:, b, : lengths[b]])
+          out[i] = Stats(*found[:, b, : len(rows[i])])
     return out
 
-  def _stats(self, params, ids, lengths):
+  def _stats(self, params, ids):
     """float32 [3, B, T]."""
     (B, T), S = ids.shape, self._shards
-    x = decoder.hidden_states(params, self.cfg, ids, lengths, self.mesh)
+    x = decoder.hidden_states(params, self.cfg, ids, self.mesh)
     x = x.reshape(S, B * T // S, -1)
     x = sharding.constrain(x, self.mesh, 'batch', 'time', 'features')
     # A position predicts the token after it; what the last one would predict

@@ -10,6 +10,7 @@ fsdp), C loss tokens of a shard.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from searchrl_jax.learn import batching, losses, optim
 from searchrl_jax.learn.logps import compact, token_logps
 from searchrl_jax.learn.objectives import Objective
 from searchrl_jax.models import attention, critic, decoder, lora
-from searchrl_jax.run import sharding
+from searchrl_jax.run import parameters, sharding
 from searchrl_jax.types import Batch
 
 
@@ -31,36 +32,20 @@ class TrainState(NamedTuple):
   step: jax.Array  # int32 scalar, optimizer updates done
 
 
-def shards(mesh) -> int:
-  """Devices along which the rows of a microbatch lie."""
-  return 1 if mesh is None else mesh.shape['data'] * mesh.shape['fsdp']
-
-
 def copy(params):
   """Copies the parameters, since a donated buffer cannot be read again."""
   return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
-def _row_layout(mesh, x):
-  axes = ('batch', *[None] * (x.ndim - 1))
-  return mesh and sharding.named(mesh, axes, x.shape)
+def like_rows(mesh, x) -> jax.ShapeDtypeStruct:
+  """The shape and layout of `put_rows`."""
+  layout = sharding.named(mesh, ('batch', *[None] * (x.ndim - 1)), x.shape)
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
 
 def put_rows(mesh, x) -> jax.Array:
   """An array of rows [B, ...] on the device(s)."""
-  if mesh is None:
-    return jnp.asarray(x)
-  layout = _row_layout(mesh, x)
-  if layout.is_fully_addressable:
-    return jax.device_put(x, layout)
-  # Every process has all rows, and puts its own.
-  return jax.make_array_from_callback(x.shape, layout, lambda at: x[at])
-
-
-def like_rows(mesh, x) -> jax.ShapeDtypeStruct:
-  """The shape and layout of `put_rows`."""
-  layout = _row_layout(mesh, x)
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+  return sharding.put(x, like_rows(mesh, x).sharding)
 
 
 def compaction(mask: np.ndarray, shards: int, room: int):
@@ -89,15 +74,10 @@ def by_trajectory(arrays: dict):
     a function of x [B, T] that gives [N, T]: the tokens of each trajectory
     from column 0 on, then zeros.
   """
-  (B, T), N, S = (
-    arrays['ids'].shape,
-    arrays['starts'].size,
-    len(arrays['index']),
-  )
-  places = N // B
-  starts, lengths = (
-    arrays[name].reshape(B, places) for name in ('starts', 'lengths')
-  )
+  (B, T), N = arrays['ids'].shape, arrays['starts'].size
+  S, places = len(arrays['index']), N // B
+  starts = arrays['starts'].reshape(B, places)
+  lengths = arrays['lengths'].reshape(B, places)
   P, L = B * T // S, N * T // S
   at = jnp.arange(T, dtype=jnp.int32)
   row = jnp.arange(B, dtype=jnp.int32)[:, None] % (B // S)
@@ -123,8 +103,13 @@ class Updater:
   """The compiled programs of one training run.
 
   Attributes:
-    frozen: parameters (or their shapes) beside those that are trained, see
-      `lora.split`. {}: all are trained.
+    shapes: of the parameters that are trained, with shardings.
+    frozen: parameters (or their shapes) beside them, see `lora.split`. {}: all
+      are trained.
+    abstract: the shapes of `init`, the target for restoring a checkpoint.
+    shards: devices along which the rows of a microbatch lie.
+    programs, traced: by name, or (name, shape of the microbatch); constant
+      after `warmup`.
   """
 
   cfg: decoder.DecoderConfig
@@ -137,19 +122,41 @@ class Updater:
   mesh: Any = None  # None: the default device alone
 
   def __post_init__(self):
-    self.shards = shards(self.mesh)
-    self.frozen: dict = {}
-    self.traced: dict[Any, Any] = {}
-    # What is traced, compiled; constant after `warmup`.
-    self.programs: dict[Any, Any] = {}
-    self._sums = None  # names and shapes of the metrics
-    # Layouts; None without a mesh.
-    self._whole = self.mesh and sharding.replicated(self.mesh)
+    self.mesh = self.mesh or sharding.make_mesh(devices=jax.devices()[:1])
+    self.shards = self.mesh.shape['data'] * self.mesh.shape['fsdp']
     model = critic if self.objective.critic else decoder
-    self._layout = None
-    if self.mesh:
-      layout = model.param_shardings(self.cfg, self.mesh)
-      self._layout, _ = lora.split(self.cfg, layout)
+    shapes = parameters.shapes(self.cfg, self.mesh, model)
+    self.shapes, self.frozen = lora.split(self.cfg, shapes)
+    self.traced: dict[Any, Any] = {}
+    self.programs: dict[Any, Any] = {}
+    whole = sharding.replicated(self.mesh)
+    known = dict(zip(optim.paths(self.shapes), jax.tree.leaves(self.shapes)))
+
+    def placed(path, leaf):
+      # Adam's moments lie as their parameters do, scalars are replicated.
+      name = optim.name(path)
+      owners = [p for p in known if name.endswith('/' + p)]
+      # 'x/head' ends with 'head' alone, but 'layers/q' also with 'q'.
+      owner = max(owners, key=len, default=None)
+      layout = known[owner].sharding if owner and leaf.ndim else whole
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+    moments = jax.eval_shape(self.tx.init, self.shapes)
+    moments = jax.tree.map_with_path(placed, moments)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    self.abstract = TrainState(self.shapes, moments, step)
+    layout = jax.tree.map(lambda x: x.sharding, self.abstract)
+    scores = self.like(self.batch_config.lengths[0])['mask'].sharding
+    if sharding.own_mesh(self.mesh) is not self.mesh:
+      scores = whole  # every process reads all rows
+    sums = layout.params, whole
+    # Name -> (function, layout of its results, donated arguments).
+    self._functions = {
+      'zeros': (self._zeros, sums, ()),
+      'accumulate': (self._accumulate, sums, (1,)),
+      'apply': (self._apply, (layout, whole), (0,)),
+      'score': (self._score, scores, ()),
+    }
 
   # ---- state
 
@@ -159,50 +166,11 @@ class Updater:
     The state owns the arrays, since `step` donates them: another user of the
     same parameters (a reference policy, an engine) needs `copy(params)`.
     """
-    layout = self.shardings(params)
+    layout, _ = self._functions['apply'][1]
     params = jax.device_put(params, layout.params)
     opt_state = jax.jit(self.tx.init, out_shardings=layout.opt_state)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), layout.step)
     return TrainState(params, opt_state, step)
-
-  def abstract(self, shapes) -> TrainState:
-    """The shapes of `init` for `parameters.shapes`.
-
-    The target for restoring a checkpoint; nothing is allocated.
-    """
-    state = TrainState(
-      shapes,
-      jax.eval_shape(self.tx.init, shapes),
-      jax.ShapeDtypeStruct((), jnp.int32),
-    )
-    if self.mesh is None:
-      return state
-    return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      state,
-      self.shardings(shapes),
-    )
-
-  def shardings(self, params) -> TrainState:
-    """The layout of a state with these params (arrays or shapes).
-
-    Adam's moments lie as their parameters do, scalars are replicated. Without
-    a mesh all are None.
-    """
-    if self.mesh is None:
-      return TrainState(None, None, None)  # type: ignore[arg-type]
-    known = dict(zip(optim.paths(params), jax.tree.leaves(self._layout)))
-
-    def of(path, leaf):
-      name = optim.name(path)
-      owners = [p for p in known if name.endswith('/' + p)]
-      # 'x/head' ends with 'head' alone, but 'layers/q' also with 'q'.
-      owner = max(owners, key=len, default=None)
-      return known[owner] if owner and leaf.ndim else self._whole
-
-    shapes = jax.eval_shape(self.tx.init, params)
-    opt_state = jax.tree.map_with_path(of, shapes)
-    return TrainState(self._layout, opt_state, self._whole)
 
   # ---- microbatches
 
@@ -219,6 +187,11 @@ class Updater:
     }
     del arrays['rows']
     return {k: place(self.mesh, v) for k, v in arrays.items()}
+
+  def like(self, length: int) -> dict:
+    """The shapes of `put` for microbatches with rows of this length."""
+    empty = batching.empty(self.batch_config, length, self.shards)
+    return self.put(empty, place=like_rows)
 
   # ---- programs
 
@@ -253,10 +226,20 @@ class Updater:
     fresh, new = grad(params, arrays, divisor, frozen)
     return jax.tree.map(jnp.add, grads, fresh), losses.add(sums, new)
 
-  def _zeros(self, params):
-    return jax.tree.map(jnp.zeros_like, params), {
-      k: jnp.zeros(v.shape, v.dtype) for k, v in self._sums.items()
+  @functools.cached_property
+  def _sums(self) -> dict:
+    """Names and shapes of the metrics."""
+    arrays = self.like(self.batch_config.lengths[0])
+    args = self.shapes, arrays, np.float32(1), self.frozen
+    whole = sharding.replicated(self.mesh)
+    return {
+      k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=whole)
+      for k, v in jax.eval_shape(self.loss, *args)[1].items()
     }
+
+  def _zeros(self, params):
+    sums = {k: jnp.zeros(v.shape, v.dtype) for k, v in self._sums.items()}
+    return jax.tree.map(jnp.zeros_like, params), sums
 
   def _apply(self, state, grads, loss):
     # optax mixes its int32 counters with floats; our own code promotes
@@ -274,68 +257,38 @@ class Updater:
       'finite': finite,
     }
 
-  def _program(self, key, fn, args, out, donate=()):
-    """The program `key`, compiled for the shapes of args the first time."""
+  def _score(self, params, arrays, frozen):
+    return self._logps(lora.join(params, frozen), arrays, False)[0]
+
+  def _program(self, name: str, *args, shape=None):
+    """A program, compiled for the shapes of args the first time.
+
+    shape: of the microbatch among args.
+    """
+    key = name if shape is None else (name, shape)
     if key not in self.programs:
-      jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out())
+      function, out, donated = self._functions[name]
+      jitted = jax.jit(function, out_shardings=out, donate_argnums=donated)
       self.traced[key] = jitted.trace(*args)
       self.programs[key] = self.traced[key].lower().compile()
     return self.programs[key]
 
-  def _acc_layout(self):
-    return self._layout, self._whole
-
-  def _zeros_program(self, params, arrays, divisor):
-    if self._sums is None:
-      args = params, arrays, divisor, self.frozen
-      _, self._sums = jax.eval_shape(self.loss, *args)
-    return self._program('zeros', self._zeros, (params,), self._acc_layout)
-
-  def _accumulate_program(self, params, acc, arrays, divisor):
-    key = 'accumulate', arrays['ids'].shape
-    args = params, acc, arrays, divisor, self.frozen
-    return self._program(key, self._accumulate, args, self._acc_layout, (1,))
-
-  def _apply_program(self, state, grads, loss):
-    def out():
-      return self.shardings(state.params), self._whole
-
-    return self._program('apply', self._apply, (state, grads, loss), out, (0,))
-
-  def _score_program(self, params, arrays):
-    def score(params, arrays, frozen):
-      return self._logps(lora.join(params, frozen), arrays, False)[0]
-
-    def out():
-      if sharding.own_mesh(self.mesh) is not self.mesh:
-        return self._whole  # every process reads all rows
-      return self.mesh and arrays['mask'].sharding
-
-    key = 'score', arrays['ids'].shape
-    return self._program(key, score, (params, arrays, self.frozen), out)
-
-  def warmup(self, shapes, *, score: bool) -> None:
+  def warmup(self, *, score: bool) -> None:
     """Compiles every program for every bucket; runs none.
 
-    Args:
-      shapes: of the parameters, with shardings (`parameters.shapes`).
-      score: whether `score` will be called (old or reference log-probs).
+    score: whether `score` will be called (old or reference log-probs).
     """
-    state, divisor = self.abstract(shapes), np.float32(1)
+    params, frozen, divisor = self.shapes, self.frozen, np.float32(1)
+    self._program('zeros', params)
     for length in self.batch_config.lengths:
-      empty = batching.empty(self.batch_config, length, self.shards)
-      arrays = self.put(empty, place=like_rows)
+      arrays = self.like(length)
+      shape = arrays['ids'].shape
       if score:
-        self._score_program(shapes, arrays)
-      self._zeros_program(shapes, arrays, divisor)
+        self._program('score', params, arrays, frozen, shape=shape)
       # A gradient lies as its parameter does.
-      sums = jax.eval_shape(self._zeros, shapes)[1]
-      sums = {
-        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._whole)
-        for k, v in sums.items()
-      }
-      self._accumulate_program(shapes, (shapes, sums), arrays, divisor)
-    self._apply_program(state, shapes, sums['loss'])
+      args = params, (params, self._sums), arrays, divisor, frozen
+      self._program('accumulate', *args, shape=shape)
+    self._program('apply', self.abstract, params, self._sums['loss'])
 
   # ---- what a loop calls
 
@@ -346,9 +299,9 @@ class Updater:
     For log-probs before a step's first update, a reference policy, or a
     check against the engine's. A critic's values.
     """
-    arrays = self.put(batch)
-    program = self._score_program(params, arrays)
-    return np.asarray(program(params, arrays, self.frozen))
+    args = params, self.put(batch), self.frozen
+    program = self._program('score', *args, shape=batch.ids.shape)
+    return np.asarray(program(*args))
 
   def scores(self, params, minibatches) -> list[list[np.ndarray]]:
     """`score` of every microbatch of some minibatches."""
@@ -375,15 +328,11 @@ class Updater:
     none = [None] * len(batches)
     masks = [b.mask[span] for b in batches for _, span in b.spans()]
     divisor = np.float32(losses.denominator(masks, o.aggregation, o.horizon))
-    params, acc = state.params, None
-    for batch, before, reference in zip(
-      batches, old or none, ref or none, strict=True
-    ):
-      arrays = self.put(batch, before, reference)
-      zeros = self._zeros_program(params, arrays, divisor)
-      acc = acc or zeros(params)
-      program = self._accumulate_program(params, acc, arrays, divisor)
-      acc = program(params, acc, arrays, divisor, self.frozen)
+    acc = self._program('zeros', state.params)(state.params)
+    for given in zip(batches, old or none, ref or none, strict=True):
+      args = state.params, acc, self.put(*given), divisor, self.frozen
+      shape = given[0].ids.shape
+      acc = self._program('accumulate', *args, shape=shape)(*args)
     return acc
 
   def step(
@@ -401,8 +350,8 @@ class Updater:
       the caller saves the batch and stops.
     """
     grads, sums = self.grads(state, batches, old, ref)
-    program = self._apply_program(state, grads, sums['loss'])
-    state, norms = program(state, grads, sums['loss'])
+    args = state, grads, sums['loss']
+    state, norms = self._program('apply', *args)(*args)
     sums, norms = jax.device_get((sums, norms))
     out = losses.summarise(sums) | {k: float(v) for k, v in norms.items()}
     out['microbatches'] = float(len(batches))

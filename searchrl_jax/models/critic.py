@@ -27,11 +27,6 @@ def param_table(cfg: decoder.DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
   }
 
 
-def param_shardings(cfg: decoder.DecoderConfig, mesh) -> dict:
-  """The NamedSharding of every parameter, nested as the parameters are."""
-  return decoder.param_shardings(cfg, mesh, param_table(cfg))
-
-
 def init(params: dict, cfg: decoder.DecoderConfig) -> dict:
   """A critic on a copy of a policy's backbone.
 

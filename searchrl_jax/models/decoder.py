@@ -152,15 +152,10 @@ def flatten(tree: dict) -> dict:
   return traverse_util.flatten_dict(tree, sep='/')
 
 
-def param_shardings(cfg: DecoderConfig, mesh, table: dict | None = None):
-  """The NamedSharding of every parameter, nested as the parameters are.
-
-  table: as `param_table` returns it, if not that of `cfg`.
-  """
-  table = param_table(cfg) if table is None else table
-  return nest(
-    {k: sharding.named(mesh, axes, shape) for k, (shape, axes) in table.items()}
-  )
+def param_shardings(cfg: DecoderConfig, mesh) -> dict:
+  """The NamedSharding of every parameter, nested as the parameters are."""
+  table = param_table(cfg).items()
+  return nest({k: sharding.named(mesh, axes, s) for k, (s, axes) in table})
 
 
 def flatten_checked(
@@ -304,7 +299,7 @@ _half_product.defvjp(_half_product_fwd, _half_product_bwd)
 
 
 def project(p: dict, cfg: DecoderConfig, x, name: str):
-  """x [B, T, *I] through a projection of a layer, with its adapter if any."""
+  """x [B, T, *I] through a projection of a layer, with adapter and bias."""
   y = dense(x, p[name], PROJECTIONS[name])
   if cfg.lora and name in cfg.lora.targets:
     if sharding.platform() == 'gpu':
@@ -312,6 +307,8 @@ def project(p: dict, cfg: DecoderConfig, x, name: str):
       x = jax.lax.optimization_barrier(x)
     low = dense(x, p[f'{name}_lora_a'], PROJECTIONS[name])
     y = y + cfg.lora.scale * dense(low, p[f'{name}_lora_b'])
+  if cfg.qkv_bias and name in 'qkv':
+    y = y + p[f'{name}_bias'].astype(y.dtype)
   return y
 
 
@@ -325,10 +322,6 @@ def block(
   """
   h = rms_norm(x, p['attn_norm'], cfg.norm_eps)
   q, k, v = (project(p, cfg, h, name) for name in 'qkv')
-  if cfg.qkv_bias:
-    q, k, v = (
-      y + p[f'{name}_bias'].astype(y.dtype) for y, name in zip((q, k, v), 'qkv')
-    )
   if cfg.qk_norm:
     q = rms_norm(q, p['q_norm'], cfg.norm_eps)
     k = rms_norm(k, p['k_norm'], cfg.norm_eps)
@@ -351,17 +344,15 @@ def block(
 
 
 def hidden_states(
-  params: dict, cfg: DecoderConfig, ids, lengths=None, mesh=None, starts=None
+  params: dict, cfg: DecoderConfig, ids, mesh=None, starts=None
 ):
-  """Final hidden states [B, T, D] of right-padded ids int32 [B, T].
+  """Final hidden states [B, T, D] of ids int32 [B, T].
 
-  lengths: int32 [B] (None: all T). starts: int32 [B, M] where the rows are
-  packed (`attention.Packed`); lengths are not needed then. The caller applies
-  the head (`head_weight`) to the tokens that need it.
+  Padding on the right is not told: causality hides it from the tokens before.
+  starts: int32 [B, M] where the rows are packed (`attention.Packed`). The
+  caller applies the head to the tokens that need it.
   """
   B, T = ids.shape
-  if lengths is None:
-    lengths = jnp.full((B,), T, jnp.int32)
   dtype = jnp.dtype(cfg.dtype)
   x = params['embed'][ids].astype(dtype)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
@@ -374,6 +365,8 @@ def hidden_states(
     packing = attention.Packed(*arrays)
     positions = packing.positions
   cos, sin = rope_tables(cfg, positions)
+
+  lengths = jnp.full((B,), T, jnp.int32)
 
   def attend(q, k, v):
     return attention.causal(q, k, v, lengths, cfg.attention, packing, mesh)
@@ -388,12 +381,8 @@ def hidden_states(
   return rms_norm(x, params['final_norm'], cfg.norm_eps)
 
 
-def head_weight(params: dict, cfg: DecoderConfig):
-  """The output head [D, V], tied or not."""
-  return params['embed'].T if cfg.tied else params['head']
-
-
 def logits(params: dict, cfg: DecoderConfig, hidden):
   """float32 [..., V] from hidden [..., D]."""
-  w = head_weight(params, cfg).astype(hidden.dtype)
+  w = params['embed'].T if cfg.tied else params['head']
+  w = w.astype(hidden.dtype)
   return attention.einsum32('...D,DV->...V', hidden, w)

@@ -4,10 +4,8 @@ The host holds one stacked parameter (import) or one file (export) beyond the
 parameters themselves, never the model.
 """
 
-from collections.abc import Iterator, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -22,12 +20,11 @@ import safetensors
 import safetensors.numpy
 
 from searchrl_jax.models import decoder, families
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, sharding
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
-DTYPES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
-_READ = (*DTYPES.values(), 'F64')
+_READ = ('F32', 'BF16', 'F16', 'F64')
 _ROWS = 32  # of a file's tensor, transposed at once
 
 
@@ -61,8 +58,7 @@ def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
 def read_config(path, **flags) -> decoder.DecoderConfig:
   """The same, from a checkpoint folder."""
   with lookup.of(str(path)):
-    cfg = decoder_config(read_json(path), **flags)
-  return cfg
+    return decoder_config(read_json(path), **flags)
 
 
 def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
@@ -79,20 +75,20 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
     ValueError: a file is truncated or malformed.
   """
-  files, holder = [SINGLE], {}
+  holder = {}  # tensor -> its file
   if not (path / SINGLE).exists():
+    lookup.require(
+      (path / INDEX).exists(),
+      f'{path}: contains neither {SINGLE} nor {INDEX}; convert other formats '
+      '(.bin, .gguf) to safetensors',
+      FileNotFoundError,
+    )
     try:
-      index = json.loads((path / INDEX).read_text())
-      holder = index['weight_map']  # tensor -> its file
-      files = sorted(set(holder.values()))
-    except FileNotFoundError as e:
-      what = f'contains neither {SINGLE} nor {INDEX}'
-      fix = 'convert other formats (.bin, .gguf) to safetensors'
-      raise FileNotFoundError(f'{path}: {what}; {fix}') from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      holder = json.loads((path / INDEX).read_text())['weight_map']
+    except (ValueError, KeyError) as e:
       raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
   out = {}
-  for file in files:
+  for file in sorted({*holder.values()}) or [SINGLE]:
     try:
       opened = safetensors.safe_open(path / file, 'np')
     except safetensors.SafetensorError as e:
@@ -105,27 +101,23 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
 def _check_tensors(path, table, stored):
   """Raises ValueError unless `stored` has exactly the tensors of `table`."""
   for name in (*table, *sorted(stored.keys() - table.keys())):
-    if name not in stored:
-      raise ValueError(f'{path}: tensor {name!r} is missing')
-    file, opened = stored[name]
-    entry, problem = opened.get_slice(name), ''
-    shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+    file, opened = stored.get(name, ('', None))
+    entry = opened and opened.get_slice(name)
+    found = entry and (tuple(entry.get_shape()), entry.get_dtype())
+    problem = f'is {found}; the config asks for '
     if name in table:
-      if shape != table[name].shape:
-        problem = f'has shape {shape}; the config asks for {table[name].shape}'
-      elif dtype not in _READ:
-        problem = f'has dtype {dtype}; expected one of {", ".join(_READ)}'
+      good = found and found[0] == table[name].shape and found[1] in _READ
+      problem += f'{table[name].shape}, one of {", ".join(_READ)}'
     elif name == families.TIED_HEAD:
       # Some writers store the tied head again.
       embed = next(iter(table))
       embedding = stored[embed][1].get_tensor(embed)
-      if not np.array_equal(opened.get_tensor(name), embedding):
-        problem = 'differs from the embedding (tie_word_embeddings is set)'
-    # Buffers in old Llama checkpoints; the config determines them.
-    elif not name.endswith('rotary_emb.inv_freq'):
-      problem = 'is not part of this model (surplus)'
-    if problem:
-      raise ValueError(f'{path / file}: tensor {name!r} {problem}')
+      good = np.array_equal(opened.get_tensor(name), embedding)
+      problem = 'differs from the embedding (tie_word_embeddings is set)'
+    else:
+      # Buffers in old Llama checkpoints; the config determines them.
+      good, problem = name.endswith('rotary_emb.inv_freq'), problem + 'none'
+    lookup.require(good, f'{path / file}: tensor {name!r} {problem}')
 
 
 def load(
@@ -137,7 +129,7 @@ def load(
   stacked parameter beyond the parameters themselves.
 
   Args:
-    mesh: parameters are laid out by `decoder.param_shardings`; None puts them
+    mesh: parameters are laid out as `decoder.param_table` says; None puts them
       on the default device.
     dtype: of the parameters.
     cfg: a config to use instead of `read_config(path)`, with other flags
@@ -156,14 +148,16 @@ def load(
   lookup.require(not differ, f'{path} holds another model: {"; ".join(differ)}')
   table, stored = tensor_table(cfg), _open_folder(path)
   _check_tensors(path, table, stored)
-  shardings = mesh and decoder.flatten(decoder.param_shardings(cfg, mesh))
   flat = {}
-  for name, (shape, _) in decoder.param_table(cfg).items():
+  for name, (shape, axes) in decoder.param_table(cfg).items():
     host = np.empty(shape, dtype)
     for tensor in (t for t in table.values() if t.path == name):
       part = host if tensor.layer is None else host[tensor.layer]
       _copy(part, tensor, stored[tensor.name][1].get_tensor(tensor.name))
-    flat[name] = _place(host, shardings and shardings[name])
+    layout = mesh and sharding.named(mesh, axes, shape)
+    # The host's array is not kept, and is let go before the next is filled.
+    whole = sharding.put(host, layout, may_alias=False)
+    flat[name] = jax.block_until_ready(whole)
   return cfg, decoder.nest(flat)
 
 
@@ -177,15 +171,6 @@ def _copy(ours: np.ndarray, tensor: families.Tensor, theirs: np.ndarray):
   ours = ours.reshape(theirs.shape[::-1])
   for i in range(0, len(theirs), _ROWS):
     ours[:, i : i + _ROWS] = theirs[i : i + _ROWS].T
-
-
-def _place(host: np.ndarray, sharding) -> jax.Array:
-  if sharding is not None and not sharding.is_fully_addressable:
-    # device_put would compare the values of all processes.
-    return jax.make_array_from_callback(
-      host.shape, sharding, lambda at: host[at]
-    )
-  return jax.block_until_ready(jax.device_put(host, sharding, may_alias=False))
 
 
 def save(
@@ -218,22 +203,28 @@ def save(
   """
   path = pathlib.Path(path)
   dtype = np.dtype(dtype)
-  expected = f'expected one of {", ".join(DTYPES)}'
-  lookup.require(dtype.name in DTYPES, f'dtype={dtype}: {expected}')
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   flat = decoder.flatten_checked(cfg, params)
   config = families.format_config(
     dataclasses.asdict(cfg), dtype=dtype.name, like=like
   )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with _whole_folder(path) as tmp:
+  texts = {'config.json': json.dumps(config, indent=2) + '\n', **(files or {})}
+  tmp = path.with_name(f'.{path.name}.tmp')
+  shutil.rmtree(tmp, ignore_errors=True)
+  tmp.mkdir(parents=True)
+  try:
     _write_tensors(tmp, tensor_table(cfg), flat, dtype, max_shard_bytes)
     if tokenizer_dir is not None:
       families.copy_tokenizer(tokenizer_dir, tmp)
-    _write_json(tmp / 'config.json', config)
-    for name, text in (files or {}).items():
+    for name, text in texts.items():
       (tmp / name).write_text(text, encoding='utf-8')
+    os.sync()  # the files are on the disk before the folder has its name
+    tmp.rename(path)
+  except (OSError, safetensors.SafetensorError) as e:
+    raise OSError(f'writing {path} failed: {e}') from e
+  finally:
+    shutil.rmtree(tmp, ignore_errors=True)
 
 
 def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
@@ -254,39 +245,7 @@ def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
       x = np.asarray(x.copy() if t.layer is None else x[t.layer])
       host[t.name] = np.ascontiguousarray(t.to_hf(x), dtype)
     safetensors.numpy.save_file(host, folder / file, {'format': 'pt'})
-    _sync(folder / file)
   if split.is_sharded:
     weight_map = split.tensor_to_filename
     index = {'metadata': split.metadata, 'weight_map': weight_map}
-    _write_json(folder / INDEX, index)
-
-
-def _write_json(file: pathlib.Path, value):
-  file.write_text(json.dumps(value, indent=2) + '\n')
-  _sync(file)
-
-
-def _sync(path: pathlib.Path):
-  """Waits until a file, or the names in a folder, are on the disk."""
-  opened = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(opened)
-  finally:
-    os.close(opened)
-
-
-@contextlib.contextmanager
-def _whole_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A folder to write to, which becomes `path` if the block succeeds."""
-  tmp = path.with_name(f'.{path.name}.tmp')
-  shutil.rmtree(tmp, ignore_errors=True)
-  tmp.mkdir()
-  try:
-    yield tmp
-    tmp.rename(path)
-    _sync(path.parent)
-  except (OSError, safetensors.SafetensorError) as e:
-    number = getattr(e, 'errno', None) or errno.EIO
-    raise OSError(number, f'writing {path} failed: {e}') from e
-  finally:
-    shutil.rmtree(tmp, ignore_errors=True)
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')

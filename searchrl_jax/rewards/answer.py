@@ -13,7 +13,7 @@ differs from the released code in three ways:
   * Text counts as retrieved only if the environment wrote it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
@@ -23,22 +23,16 @@ from searchrl_jax.types import Group, Rewards, Trajectory
 
 async def em(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """1 if the normalised answer equals a normalised golden answer."""
-  return _scored(groups, context, scores.exact_match)
+  return per_trajectory(
+    groups,
+    lambda t: scores.exact_match(context.env.answer(t), t.question.answers),
+  )
 
 
 async def f1(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """F1 of words, with the best golden answer."""
-  return _scored(groups, context, scores.f1)
-
-
-async def sub_em(groups: Sequence[Group], context: RewardContext) -> Rewards:
-  """1 if the normalised answer contains a normalised golden answer."""
-  return _scored(groups, context, scores.sub_exact_match)
-
-
-def _scored(groups, context: RewardContext, metric: Callable) -> Rewards:
   return per_trajectory(
-    groups, lambda t: metric(context.env.answer(t), t.question.answers)
+    groups, lambda t: scores.f1(context.env.answer(t), t.question.answers)
   )
 
 
@@ -101,7 +95,7 @@ async def search_r1_format(
   return per_trajectory(groups, score)
 
 
-for _function in (em, f1, sub_em, search_r1_format):
+for _function in (em, f1, search_r1_format):
   _function.needs = ('answers',)
 
 # Blocks that may follow, state -> {kind: next state}.

@@ -5,7 +5,7 @@ a function `equal(a, b) -> bool`. `equal(a, a)` is False if a text is not an
 answer. experiments.ttrl.mathematics.equal compares mathematical answers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import lookup
@@ -14,33 +14,27 @@ TEXT = 'text'
 
 
 def function(match: str) -> Callable[[str, str], bool]:
-  """Returns the function of a match other than 'text'.
+  """Returns the function of a match.
 
   Raises:
     ValueError: there is no such function.
   """
-  try:
+  if match == TEXT:
+    return lambda gold, answer: scores.exact_match(answer, [gold]) == 1.0
+  with lookup.of(
+    f"match={match!r} is neither 'text' nor the dotted name of a function "
+    'equal(a, b), such as experiments.ttrl.mathematics.equal'
+  ):
     return lookup.function('searchrl_jax', match)
-  except ValueError as e:
-    raise ValueError(
-      f"match={match!r} is neither 'text' nor the dotted name of a function "
-      f'equal(a, b), such as experiments.ttrl.mathematics.equal: {e}'
-    ) from e
 
 
 def correct(answer: str | None, golds: Iterable[str], match: str) -> float:
   """1.0 if the answer equals a golden answer, else 0.0."""
-  if match == TEXT:
-    return scores.exact_match(answer, golds)
   equal = function(match)
   return float(bool(answer) and any(equal(gold, answer) for gold in golds))
 
 
-def keys(
-  answers: Iterable[str | None],
-  match: str,
-  synonyms: Iterable[Sequence[str]] = (),
-) -> list[str | None]:
+def keys(answers: Iterable[str | None], match: str) -> list[str | None]:
   """Returns a key per answer; equal answers have equal keys.
 
   Equality may not be transitive (for some checkers 50% equals 50 and 0.5). An
@@ -49,23 +43,13 @@ def keys(
   Args:
     answers: None = no answer.
     match: see the module docstring.
-    synonyms: lists of names of the same thing, for 'text'.
 
   Returns:
-    For 'text' the normal form (of the first synonym, if there are any), else
-    the first of the equal answers; None if there is no answer.
-
-  Raises:
-    ValueError: synonyms are not lists.
+    For 'text' the normal form, else the first of the equal answers; None if
+    there is no answer.
   """
   if match == TEXT:
-    if any(isinstance(names, str) for names in synonyms):
-      raise ValueError(
-        f'synonyms={synonyms!r}: expected lists, each with names of one thing'
-      )
-    first = {scores.key(n): scores.key(s[0]) for s in synonyms for n in s}
-    normal = [scores.key(answer or '') for answer in answers]
-    return [first.get(key, key) or None for key in normal]
+    return [scores.key(answer or '') or None for answer in answers]
   equal, firsts, out = function(match), [], []
   for answer in answers:
     same = (f for f in firsts if answer and (f == answer or equal(f, answer)))

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from searchrl_jax.rewards import scores
-from searchrl_jax.rewards.core import RewardContext, flat, per_trajectory
+from searchrl_jax.rewards.core import RewardContext, flat
 from searchrl_jax.sources.chat import Chat, ChatError, payload
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Rewards, Trajectory
@@ -147,12 +147,12 @@ async def grade(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (grades, unusable), float32 [B].
 
-  grades: 1 right, 0 wrong, NaN if the trajectory or the judge failed. A missing
-  answer is wrong, without a request to the judge. An answer without a usable
-  verdict is also wrong, and 1 in `unusable`.
+  grades: 1 right, 0 wrong, NaN if the trajectory or the judge failed, or there
+  are no golden answers. A missing answer is wrong, without a request to the
+  judge. An answer without a usable verdict is also wrong, and 1 in `unusable`.
 
   Args:
-    trajectories: B trajectories with golden answers.
+    trajectories: B trajectories.
     env: reads answers.
     judge: judges them.
     after_em: an exact match is right, without asking the judge.
@@ -161,15 +161,15 @@ async def grade(
     JudgeError: too many verdicts are missing.
   """
   unusable = np.zeros(len(trajectories), np.float32)
-  out, items = np.full_like(unusable, np.nan), {}
+  out, items, among = np.full_like(unusable, np.nan), {}, 0
   for i, t in enumerate(trajectories):
-    if t.failed:
+    if t.failed or not any(a.strip() for a in t.question.answers):
       continue
+    among += 1
     answer, golds = env.answer(t), t.question.answers
     out[i] = float(after_em and scores.exact_match(answer, golds))
     if answer and not out[i]:
       items[i] = (t.question.text, golds, answer)
-  among = sum(not t.failed for t in trajectories)
   verdicts = await judge.verdicts(items.values(), among)
   for i, verdict in zip(items, verdicts, strict=True):
     if isinstance(verdict, ChatError):
@@ -190,23 +190,16 @@ async def correct(
     after_em: an exact match is right, without asking the judge.
 
   Returns:
-    Parts: 'em' and 'f1' of the answer; 'unusable', 1 for answers without a
-    usable verdict.
+    Parts: 'unusable', 1 for answers without a usable verdict.
 
   Raises:
     JudgeError: too many verdicts are missing.
   """
-  env = context.env
-  grades, unusable = await grade(flat(groups), env, context.judge, after_em)
-
-  def score(t):
-    answer, golds = env.answer(t), t.question.answers
-    em, f1 = scores.exact_match(answer, golds), scores.f1(answer, golds)
-    return {'value': 0.0, 'em': em, 'f1': f1}
-
-  beside = per_trajectory(groups, score)
-  parts = {**beside.parts, 'unusable': unusable}
-  return Rewards(np.nan_to_num(grades), ~np.isnan(grades), parts=parts)
+  grades, unusable = await grade(
+    flat(groups), context.env, context.judge, after_em
+  )
+  valid, parts = ~np.isnan(grades), {'unusable': unusable}
+  return Rewards(np.nan_to_num(grades), valid, parts=parts)
 
 
 correct.needs = ('answers',)

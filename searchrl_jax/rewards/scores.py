@@ -109,14 +109,14 @@ def maj_at_k(
 
   Args:
     votes: keys (`key`) of n answers; None = no answer.
-    correct: n flags, equal for equal votes.
+    correct: n flags; a vote is right if that of any equal one is set.
     k: number of votes, at most n.
   """
-  n, right = len(votes), dict(zip(votes, correct, strict=True))
+  n, right = len(votes), {v for v, flag in zip(votes, correct) if flag}
   counts = collections.Counter(v for v in votes if v is not None)
   silent = n - counts.total()
   won = 0.0
-  for vote in filter(right.get, counts):
+  for vote in filter(right.__contains__, counts):
     others = [c for v, c in counts.items() if v != vote]
     for top in range(1, min(counts[vote], k) + 1):
       mine = math.comb(counts[vote], top)
@@ -171,12 +171,13 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def bootstrap(
-  values: Sequence[float], *, resamples: int, seed: int, level: float = 0.95
+  values: Sequence[float], *, resamples: int, seed: int
 ) -> Interval:
-  """Returns the mean of `values` [n] with its percentile bootstrap interval.
+  """Returns the mean of `values` [n] with its 95 % bootstrap interval.
 
-  Values must be independent: one per question, not one per sample. NaN for an
-  empty input. Deterministic in (values, seed).
+  The interval is between percentiles. Values must be independent: one per
+  question, not one per sample; of paired samples, their differences. NaN for
+  an empty input. Deterministic in (values, seed).
   """
   x = np.asarray(values, np.float64)
   if not len(x):
@@ -189,19 +190,6 @@ def bootstrap(
       for i in range(0, resamples, rows)
     ]
   )
-  tail = (1.0 - level) / 2
+  tail = (1.0 - 0.95) / 2
   low, high = np.quantile(means, (tail, 1.0 - tail))
   return Interval(float(x.mean()), float(low), float(high), len(x))
-
-
-def paired_bootstrap(
-  a: Sequence[float],
-  b: Sequence[float],
-  *,
-  resamples: int,
-  seed: int,
-  level: float = 0.95,
-) -> Interval:
-  """Returns the `Interval` of the mean of a - b; a[i] and b[i] are paired."""
-  difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
-  return bootstrap(difference, resamples=resamples, seed=seed, level=level)

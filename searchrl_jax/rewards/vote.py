@@ -48,9 +48,7 @@ async def majority(
     context: its env reads answers.
     votes: N, equal to config.rollout.group.
     train: M; the reward of samples M and later is invalid.
-    match: 'text' or a function's dotted name; see `equivalence`. With 'text',
-      question.meta['synonyms'], [[name, name, ...], ...], lists names that
-      count as one answer, whether or not it is golden.
+    match: 'text' or a function's dotted name; see `equivalence`.
     max_abstained: allowed share of questions without a vote.
 
   Returns:
@@ -87,13 +85,7 @@ def check(config, fields) -> None:
   require(
     1 <= m <= n, f'train={m} of votes={n}: 1 to {n} samples are trained on'
   )
-  require(
-    config.algorithm.advantage != 'remax',
-    "config.algorithm.advantage='remax' needs the reward of one greedy "
-    'answer, but one answer has no majority; use another advantage',
-  )
-  if fields['match'] != equivalence.TEXT:
-    equivalence.function(fields['match'])
+  equivalence.function(fields['match'])
 
 
 majority.check = check
@@ -128,7 +120,7 @@ def labelled(
     )
     alive = [i for i, t in enumerate(group) if not t.failed]
     answers = [context.env.answer(group[i]) for i in alive]
-    keys = equivalence.keys(answers, match, question.meta.get('synonyms', ()))
+    keys = equivalence.keys(answers, match)
     rows, at = at + np.array(alive, int), at + votes
     counts = sorted(keys.count(key) for key in set(keys) - {None})
     lead = counts[-1] - sum(counts[-2:-1]) if counts else 0
@@ -152,9 +144,7 @@ def labelled(
     if len(alive) == votes:
       parts[f'pass@{votes}'][rows] = any(right)
       parts[f'pass@{train}'][rows] = scores.pass_at_k(votes, sum(right), train)
-      parts[f'maj@{votes}'][rows] = scores.maj_at_k(
-        keys, [key in good for key in keys], votes
-      )
+      parts[f'maj@{votes}'][rows] = scores.maj_at_k(keys, right, votes)
     if label is not None:
       parts['label_accuracy'][rows] = label in good
       parts['reward_accuracy'][trained] = (value[rows] == right)[: len(trained)]

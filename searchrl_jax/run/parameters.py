@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.models import decoder, lora, pretrained
-from searchrl_jax.models import shapes as shapes_lib
-from searchrl_jax.run import checkpoint, lookup, records, remote
+from searchrl_jax.models import decoder, families, lora, pretrained
+from searchrl_jax.run import checkpoint, lookup, records, remote, sharding
 from searchrl_jax.run.lookup import ConfigError
 
 BASE = 'base'  # in a run folder: a checkpoint of the parameters beside adapters
@@ -33,7 +32,7 @@ def local(path: str, field: str = 'config.model.path') -> str:
   if remote.is_remote(path):
     return remote.fetch(path)
   lookup.require(
-    path not in shapes_lib.NAMED,
+    path not in families.NAMED,
     f'{field}={path!r} is a shape for reports, without weights or tokenizer; '
     'give a Hugging Face folder or name, such as Qwen/Qwen2.5-3B',
   )
@@ -53,10 +52,10 @@ def local(path: str, field: str = 'config.model.path') -> str:
 
 
 def names_shape(config: ConfigDict) -> bool:
-  """Whether config.model.path is a shape by name (`models/shapes.py`), which
+  """Whether config.model.path is a shape by name (`families.NAMED`), which
   has neither weights nor a tokenizer."""
   path = config.model.path
-  return path in shapes_lib.NAMED and not pathlib.Path(path).is_dir()
+  return path in families.NAMED and not pathlib.Path(path).is_dir()
 
 
 def model_config(config: ConfigDict, vocab_size: int):
@@ -65,7 +64,7 @@ def model_config(config: ConfigDict, vocab_size: int):
   flags['lora'] = lora.parse(config.models.lora, config.model.dtype)
   path = config.model.path
   if names_shape(config):
-    cfg = pretrained.decoder_config(shapes_lib.NAMED[path], **flags)
+    cfg = pretrained.decoder_config(families.NAMED[path], **flags)
   elif path:
     cfg = pretrained.read_config(local(path), **flags)
   else:
@@ -193,12 +192,11 @@ def shapes(cfg, mesh, model=decoder) -> dict:
 
   model: the module that has their table, `decoder` or `critic`.
   """
-  layout = decoder.flatten(model.param_shardings(cfg, mesh))
-  table = {k: size for k, (size, _) in model.param_table(cfg).items()}
-  dtypes = dict.fromkeys(table, 'float32') | lora.dtypes(cfg)
-  return decoder.nest(
-    {
-      k: jax.ShapeDtypeStruct(size, jnp.dtype(dtypes[k]), sharding=layout[k])
-      for k, size in table.items()
-    }
-  )
+  dtypes, flat = lora.dtypes(cfg), {}
+  for name, (shape, axes) in model.param_table(cfg).items():
+    flat[name] = jax.ShapeDtypeStruct(
+      shape,
+      jnp.dtype(dtypes.get(name, 'float32')),
+      sharding=sharding.named(mesh, axes, shape),
+    )
+  return decoder.nest(flat)

@@ -66,7 +66,7 @@ RANGES = (
   ('env.real_searches', lambda x: x >= -1, 'a number, or -1 for all'),
   (
     'optim.lr sft.lr source.timeout source.simulator.timeout judge.timeout '
-    'models.lora.alpha',
+    'models.lora.alpha algorithm.tis_cap',
     lambda x: x > 0,
     'above 0',
   ),
@@ -345,7 +345,6 @@ def base() -> ConfigDict:
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.0
   c.optim.clip_norm = 1.0
-  c.optim.freeze = ''  # a regex of paths of parameters that stay fixed
 
   c.sft.data = ConfigDict()  # {module, ...its own fields}: scripted traces
   c.sft.steps = 0

@@ -237,5 +237,16 @@ def total(x):
   return x if here.empty else jax.lax.psum(x, RULES['batch'])
 
 
+def put(x, layout: NamedSharding | None, **how) -> jax.Array:
+  """An array that every process has, on the device(s); each puts its part.
+
+  how: keywords of `jax.device_put`.
+  """
+  if layout is None or layout.is_fully_addressable:
+    return jax.device_put(x, layout, **how)
+  # device_put would compare the values of all processes.
+  return jax.make_array_from_callback(x.shape, layout, lambda at: x[at])
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())

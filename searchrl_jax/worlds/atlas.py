@@ -48,9 +48,9 @@ import numpy as np
 from searchrl_jax.data.checks import require
 from searchrl_jax.types import Question
 from searchrl_jax.worlds import microworld
-from searchrl_jax.worlds.microworld import SPLITS, STANDARD, World, write
+from searchrl_jax.worlds.microworld import SPLITS, STANDARD, World, pick, write
 
-__all__ = ['generate', 'load', 'progress', 'tokenizer', 'write']
+__all__ = ['generate', 'load', 'pick', 'progress', 'tokenizer', 'write']
 
 # Section -> {relation, as questions name it: its words in passages}.
 SECTIONS = {
@@ -330,16 +330,6 @@ def load(
   require(split in SPLITS, f'split={split!r} must be one of {SPLITS}')
   sizes = dict(train=train, heldout=heldout, known=known, paths=paths)
   return pick(generate(world_seed, **sizes), split, n, kinds)
-
-
-def pick(world: World, split: str, n=0, kinds=KINDS) -> list[Question]:
-  """Returns the first n questions of a split, kinds alternating."""
-  own = world.questions[split]
-  each = [[q for q in own if q.source == kind] for kind in kinds]
-  most = min(map(len, each)) * len(each)
-  where = f'world {world.seed} has {most}, more with more people or paths'
-  require(0 < most >= n, f'n={n} of kinds {tuple(kinds)} in {split!r}: {where}')
-  return [q for row in zip(*each) for q in row][: n or most]
 
 
 def tokenizer(folder: str | os.PathLike) -> str:

@@ -37,9 +37,6 @@ class Mix:
   favourites: int = FAVOURITES  # number of values of a pool that are guessed
 
   def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      good = value >= 1 if name == 'favourites' else 0 <= value <= 1
-      require(good, f'{name}={value} is out of range')
     total = self.good + self.poor + self.guess
     good = abs(total - 1) <= 1e-6
     require(good, f'good + poor + guess = {total:g} must be 1')
@@ -80,7 +77,8 @@ def traces(
     good, poor, guess, tilt, again, short, favourites: see `Mix`.
 
   Raises:
-    DataError: a fraction is out of range, or a world cannot be generated.
+    DataError: good, poor and guess are not shares of a whole, or a world cannot
+      be generated.
   """
   mix = Mix(good, poor, guess, tilt, again, short, favourites)
   good = 1 <= worlds <= n

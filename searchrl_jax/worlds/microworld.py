@@ -262,14 +262,17 @@ def load(
   return pick(generate(world_seed, **sizes), split, n, hops)
 
 
-def pick(world: World, split: str, n=0, hops=(1, 2)) -> list[Question]:
-  """Returns the first n questions of a split, hops alternating; see `load`."""
-  by_hop = [[q for q in world.questions[split] if q.hops == h] for h in hops]
-  most = min(map(len, by_hop)) * len(by_hop)
+def pick(world: World, split: str, n=0, kinds=(1, 2)) -> list[Question]:
+  """Returns the first n questions of a split, kinds alternating; see `load`.
+
+  kinds: numbers of hops, or sources.
+  """
+  own = world.questions[split]
+  each = [[q for q in own if kind in (q.hops, q.source)] for kind in kinds]
+  most = min(map(len, each)) * len(each)
   where = f'world {world.seed} has {most}, more with more people'
-  require(n <= most, f'n={n} of hops {tuple(hops)} in {split!r}: {where}')
-  out = [q for row in zip(*by_hop) for q in row]
-  return out[: n or most]
+  require(0 < most >= n, f'n={n} of kinds {tuple(kinds)} in {split!r}: {where}')
+  return [q for row in zip(*each) for q in row][: n or most]
 
 
 def vocabulary(settings=STANDARD, more: Sequence[str] = ()) -> list[str]:

@@ -284,7 +284,7 @@ def test_log_probs_gradients_and_updates_agree(shape, program, tmp_path):
     mesh = sharding.make_mesh(*other)
     config = base.config(**mesh_test.KW)
     updater = base.updater(config, cfg=mesh_test.CFG, mesh=mesh)
-    like = updater.abstract(parameters.shapes(mesh_test.CFG, mesh))
+    like = updater.abstract
     saver = checkpoint.Checkpointer(tmp_path / 'checkpoints', None, '')
     state = saver.restore(like, 'latest', fingerprint={}).state
     for name in ('mu', 'nu', 'params'):

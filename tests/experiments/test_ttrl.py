@@ -85,7 +85,6 @@ def test_arguments_that_cannot_be_are_named(arg, says):
   [
     ({'rollout.group': 1}, 'rollout.group=1'),
     ({'reward.vote.train': 17}, 'train=17 of votes=16'),
-    ({'algorithm.advantage': 'remax'}, 'one answer has no majority'),
   ],
 )
 def test_what_no_vote_can_be_is_refused_before_anything_is_written(

@@ -31,7 +31,7 @@ def make(c, mesh=None):
     temperature=1.0,
     objective=objectives.value(c),
     mesh=mesh,
-    tx=optim.make(c.optim, 100, params()),
+    tx=optim.make(c.optim, 100),
   )
 
 

@@ -36,8 +36,8 @@ def right_padded(rows, rubbish: int):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def forward(params, cfg, ids, lengths):
-  hidden = decoder.hidden_states(params, cfg, ids, lengths)
+def forward(params, cfg, ids):
+  hidden = decoder.hidden_states(params, cfg, ids)
   return decoder.logits(params, cfg, hidden)
 
 
@@ -46,13 +46,13 @@ def test_logits(tmp_path, name):
   cfg, params = pretrained.load(models.write(tmp_path, name))
   rows = models.inputs(name)
   ids, lengths = right_padded(rows, rubbish=7)
-  padded = np.asarray(forward(params, cfg, ids, lengths))
+  padded = np.asarray(forward(params, cfg, ids))
   want = np.split(golden()[name], [len(rows[0])])
   for b, row in enumerate(rows):
     assert np.abs(padded[b, : len(row)] - want[b]).max() <= TOLERANCE
   if name == 'qwen2':  # row 0 has no padding; nor has row 1 here
     row = ids[1:, : lengths[1]]
-    alone = np.asarray(forward(params, cfg, row, lengths[1:]))
+    alone = np.asarray(forward(params, cfg, row))
     assert np.abs(alone[0] - want[1]).max() <= TOLERANCE
 
 
@@ -69,7 +69,7 @@ def test_the_golden_values_see_every_flag(tmp_path, name, flags):
   cfg, params = pretrained.load(models.write(tmp_path, name))
   cfg = dataclasses.replace(cfg, **flags)
   ids, lengths = right_padded(models.inputs(name), rubbish=0)
-  got = np.asarray(forward(params, cfg, ids, lengths))[0]
+  got = np.asarray(forward(params, cfg, ids))[0]
   assert np.abs(got - golden()[name][: len(got)]).max() > 100 * TOLERANCE
 
 

@@ -33,23 +33,22 @@ GOOD = ('<think>c</think> <answer>Beijing</answer>',)
 
 
 @pytest.mark.parametrize(
-  'text, em, f1, sub',
+  'text, em, f1',
   [
-    ('<answer>peking!</answer>', 1, 1, 1),
+    ('<answer>peking!</answer>', 1, 1),
     # 'in beijing' against 'beijing': 1 common word of 2 and 1: 2 / 3.
-    ('<answer>in Beijing</answer>', 0, 2 / 3, 1),
-    ('<answer>Shanghai</answer>', 0, 0, 0),
-    ('<answer></answer>', 0, 0, 0),
-    ('Beijing', 0, 0, 0),
-    ('<answer>Beijing', 0, 0, 0),  # never closed
-    ('<think><answer>Beijing</answer></think>', 0, 0, 0),  # a thought
+    ('<answer>in Beijing</answer>', 0, 2 / 3),
+    ('<answer>Shanghai</answer>', 0, 0),
+    ('<answer></answer>', 0, 0),
+    ('Beijing', 0, 0),
+    ('<answer>Beijing', 0, 0),  # never closed
+    ('<think><answer>Beijing</answer></think>', 0, 0),  # a thought
   ],
 )
-def test_answers(text, em, f1, sub):
+def test_answers(text, em, f1):
   trajectory = said(*[text] * 4)
   assert reward('em', trajectory).value[0] == em
   assert reward('f1', trajectory).value[0] == pytest.approx(f1)
-  assert reward('sub_em', trajectory).value[0] == sub
 
 
 def test_no_answer_earns_nothing_though_everything_around_names_it():
@@ -59,7 +58,7 @@ def test_no_answer_earns_nothing_though_everything_around_names_it():
     SEARCH, *['no idea'] * 3, question=question,
     passage='</information><answer>Beijing</answer>',
   )  # fmt: skip
-  for name in ('em', 'f1', 'sub_em'):
+  for name in ('em', 'f1'):
     assert reward(name, trajectory).value[0] == 0
   assert shaped(trajectory) == 0
 
@@ -165,7 +164,7 @@ def test_parts_are_kept():
 
 
 def test_rewards_of_answers_say_that_they_need_them():
-  needing = [answer.em, answer.f1, answer.sub_em, answer.search_r1_format]
+  needing = [answer.em, answer.f1, answer.search_r1_format]
   assert all(function.needs == ('answers',) for function in needing)
   config = schema.base()
   fields = dict(fn='answer.format_valid', weight=1.0, require_think=False)

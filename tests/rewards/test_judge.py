@@ -5,7 +5,6 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax.evaluators import grading as evaluators
 from searchrl_jax.rewards import core, judge
 from searchrl_jax.rewards.core import RewardContext, RewardError
 from searchrl_jax.run import schema
@@ -110,7 +109,6 @@ def test_the_judge_decides_where_the_match_is_not_exact():
     # An answer that leaves the judge without a verdict is wrong.
     np.testing.assert_array_equal(found.valid, [1, 1, 1, 1, 1])
     np.testing.assert_array_equal(found.parts['unusable'], [0, 0, 0, 1, 0])
-    np.testing.assert_array_equal(found.parts['em'], [1, 0, 0, 0, 0])
     assert len(chats.asked) == 3  # neither the exact match nor the empty one
     format = chats.asked[0]['response_format']['json_schema']
     assert format['schema'] == judge.SCHEMA and format['strict']
@@ -120,7 +118,7 @@ def test_the_judge_decides_where_the_match_is_not_exact():
 def test_every_answer_is_judged_if_the_match_does_not_decide():
   with chat_server.serve(by_answer(Ann=verdict('incorrect'))) as chats:
     found = asyncio.run(rewarded([(one('Ann'),)], chats.url, after_em=False))
-  assert found.value == [0] and found.parts['em'] == [1]
+  assert found.value == [0]
 
 
 def test_an_answer_cannot_speak_to_the_judge():
@@ -252,9 +250,8 @@ def test_an_evaluation_has_verdicts_beside_its_scores():
   asked = [one('annie'), one('bob'), one('eve'), one(''), failed]
 
   async def verdicts(url):
-    return await evaluators.judged(
-      asked, ENV, judge.Judge(config(url, max_failed=0.5))
-    )
+    judges = judge.Judge(config(url, max_failed=0.5))
+    return (await judge.grade(asked, ENV, judges, after_em=False))[0]
 
   with chat_server.serve(
     by_answer(annie=verdict('correct'), bob=verdict('incorrect'), eve=500)

@@ -161,19 +161,6 @@ def test_each_reward_is_the_trajectorys_own():
     assert tokens.sum() == tokens[-1] == value  # where its own answer ends
 
 
-def test_names_of_one_thing_are_one_vote():
-  answers = ('NYC', 'Rome', 'New York City', 'Rome', 'Big Apple')
-  assert voted(group(*answers)).value.tolist() == [0, 1, 0, 1, 0]
-  known = group(
-    *answers,
-    golds=('new york city',),
-    synonyms=[('New York City', 'NYC', 'Big Apple')],
-  )
-  found = voted(known)
-  assert found.value.tolist() == [1, 0, 1, 0, 1]
-  assert part(found, 'label_accuracy') == [1] * 5
-
-
 def test_golds_reach_the_metrics_alone():
   answers = ('Bob', 'Ann', 'Bob', None)
   found = [
@@ -211,11 +198,6 @@ def test_the_last_one_alive_is_no_majority():
   one, *rest = group('Bob', 'Ann', 'Ann', 'Ann')
   failed = [dataclasses.replace(t, end='failed') for t in rest]
   assert not voted((one, *failed)).valid.any()
-
-
-def test_synonyms_that_are_no_lists_are_refused():
-  with pytest.raises(ValueError, match="synonyms=.'abc'.*: expected lists"):
-    voted(group('A', 'B', 'C', synonyms=['abc']))
 
 
 def test_further_rounds_are_refused():
@@ -279,7 +261,7 @@ def test_what_cannot_be_is_found_at_the_start(fields, says):
   core.check(c, [Question('q', 'who?')])  # no golds needed
 
 
-def test_aliases_of_the_golden_answer_are_no_synonyms():
+def test_aliases_of_the_golden_answer_are_votes_of_their_own():
   """FlashRAG's metadata may hold them under such names."""
   found = voted(
     group(
