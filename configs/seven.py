@@ -114,12 +114,7 @@ def _tfds(folder, name, split):
     module='tfds',
     path=f'{folder}{name}/1.0.0',
     split=split,
-    id='id',
-    question='question',
-    answers='golden_answers',
-    supporting='supporting_ids',
-    source='source',
-    hops='hops',
+    fields=dict(supporting='supporting_ids', source='source', hops='hops'),
   )
 
 

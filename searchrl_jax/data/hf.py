@@ -4,17 +4,24 @@ The library's variables HF_ENDPOINT (a mirror), HF_HOME (the cache) and
 HF_HUB_OFFLINE apply.
 """
 
+from collections.abc import Mapping
 import pathlib
-from typing import Any
 
 from searchrl_jax.data import checks
+from searchrl_jax.types import Question
 
 
-@checks.mapped
 def load(
-  dataset: str, folder: str, split: str, subset='', revision=''
-) -> tuple[str, Any]:
-  """Opens a split; `checks.mapped` has the other fields.
+  dataset: str,
+  folder: str,
+  split: str,
+  subset='',
+  revision='',
+  fields: Mapping[str, str] = checks.FIELDS,
+  n=0,
+  seed=0,
+) -> list[Question]:
+  """Draws n questions of a split, in its order.
 
   Args:
     dataset: a name on the hub ('RUC-NLPIR/FlashRAG_datasets'), or a folder,
@@ -23,9 +30,13 @@ def load(
     split: 'train', 'test[:100]', ...
     subset: the data set's configuration ('nq'); '' = its only one.
     revision: a branch, tag or commit of the hub; '' = the newest.
+    fields: see `checks.mapped`.
+    n: questions drawn without replacement; 0 = all.
+    seed: of the draw.
 
   Raises:
-    DataError: the data set cannot be loaded (offline, wrong name).
+    DataError: the data set cannot be loaded (offline, wrong name), or a row
+      lacks a field.
   """
   import datasets  # slow to import
   from datasets.exceptions import DatasetsError
@@ -48,11 +59,9 @@ def load(
       )
   # OSError includes the errors of huggingface_hub.
   except (OSError, httpx.HTTPError, ValueError, DatasetsError) as e:
-    fix = 'correct the folder, the subset or the split'
-    if not is_local:
-      fix += ', the connection or HF_ENDPOINT, or give a local folder; while '
-      fix += 'offline (HF_HUB_OFFLINE), it must be in the cache (HF_HOME)'
-    why = f'{type(e).__name__}: {str(e)[:300]}'
-    message = f'{path} ({split}): cannot be loaded ({why}); {fix}'
-    raise checks.DataError(message) from e
-  return f'{dataset}/{subset}[{split}]'.replace('/[', '['), rows
+    why = f'cannot be loaded ({type(e).__name__}: {str(e)[:300]})'
+    fix = 'correct the name, the folder, the subset or the split; offline '
+    fix += '(HF_HUB_OFFLINE), it must be in the cache (HF_HOME)'
+    raise checks.DataError(f'{path} ({split}): {why}; {fix}') from e
+  where = f'{dataset}/{subset}[{split}]'.replace('/[', '[')
+  return checks.mapped(rows, where, fields, n=n, seed=seed)

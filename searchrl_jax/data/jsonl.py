@@ -71,30 +71,28 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     data = pathlib.Path(path).read_bytes()
     if data.startswith(_GZIP_MAGIC):
       data = gzip.decompress(data)
-  except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-    damaged = f'{path}: the gzip file is cut short or damaged ({e})'
-    raise DataError(damaged) from None
-  except OSError as e:
-    raise DataError(f'{path}: cannot be read ({e.strerror})') from None
+  except (OSError, EOFError, zlib.error) as e:
+    raise DataError(f'{path}: cannot be read ({e})') from e
   data = data.removeprefix(b'\xef\xbb\xbf')
   if data.lstrip()[:1] == b'[':
-    try:
-      found = [(f'{path}[{i}]', r) for i, r in enumerate(json.loads(data))]
-    except ValueError as e:  # UnicodeDecodeError is one
-      raise DataError(f'{path}: not a JSON array: {e}') from None
+    array = enumerate(_parsed(data, path))
+    found = ((f'{path}[{i}]', record) for i, record in array)
   else:
     # Split at '\n' only: JSON strings may hold other separators (U+2028).
     lines = enumerate(data.split(b'\n'), 1)
-    found = ((f'{path}:{i}', line) for i, line in lines if line.strip())
+    places = ((f'{path}:{i}', line) for i, line in lines if line.strip())
+    found = ((where, _parsed(line, where)) for where, line in places)
   for where, record in found:
-    if isinstance(record, bytes):
-      try:
-        record = json.loads(record)
-      except (ValueError, RecursionError) as e:
-        raise DataError(f'{where}: not JSON, one object a line ({e})') from None
     kind = type(record).__name__
     require(isinstance(record, dict), f'{where}: a JSON {kind}, not an object')
     yield where, record
+
+
+def _parsed(text: bytes, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError) as e:  # UnicodeDecodeError is one
+    raise DataError(f'{where}: not JSON, one object a line ({e})') from None
 
 
 def _required(record: Mapping[str, Any], where: str, *keys: str) -> list[Any]:

@@ -55,7 +55,9 @@ def test_saved_to_disk_and_mapped(tmp_path):
   datasets.DatasetDict(
     {'train': datasets.Dataset.from_list(ROWS)}
   ).save_to_disk(path)
-  found = load(dataset=path, id='', answers='inner.answer', n=2, seed=1)
+  found = load(
+    dataset=path, fields=dict(id='', answers='inner.answer'), n=2, seed=1
+  )
   assert len(found) == 2
   assert all(q.answers == (f'c{q.id}',) for q in found)
   with pytest.raises(DataError, match="no split 'dev': train"):
@@ -65,10 +67,10 @@ def test_saved_to_disk_and_mapped(tmp_path):
 def test_errors(tmp_path):
   at = str(folder(tmp_path))
   with pytest.raises(DataError, match=r"\[train\] row 0.*'question'"):
-    load(dataset=at, question='qestion')
+    load(dataset=at, fields=dict(question='qestion'))
   with pytest.raises(DataError, match=r"'inner.reply' \(looked in 'inner'\)"):
-    load(dataset=at, answers='inner.reply')
-  with pytest.raises(DataError, match='correct the folder, the subset or the'):
+    load(dataset=at, fields=dict(answers='inner.reply'))
+  with pytest.raises(DataError, match='the folder, the subset or the split'):
     load(dataset=at, split='dev')
 
 

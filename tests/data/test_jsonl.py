@@ -88,7 +88,7 @@ def test_bad_files(tmp_path):
     jsonl.load(write(tmp_path / 'e.jsonl'))
   cut = tmp_path / 'cut.jsonl.gz'
   cut.write_bytes(gzip.compress(json.dumps(OURS).encode())[:-9])
-  with pytest.raises(DataError, match='cut short'):
+  with pytest.raises(DataError, match='cannot be read .*end-of-stream'):
     jsonl.load(str(cut))
   latin = tmp_path / 'latin.jsonl'
   latin.write_bytes(b'{"id": "1", "question": "caf\xe9"}\n')

@@ -35,13 +35,8 @@ def prepared(tmp_path_factory):
 
 
 def load(path, **kw):
-  fields = {
-    'supporting': 'supporting_ids',
-    'source': 'source',
-    'hops': 'hops',
-    'split': 'dev',
-  }
-  return tfds.load(path, **{**fields, **kw})
+  fields = {'supporting': 'supporting_ids', 'source': 'source', 'hops': 'hops'}
+  return tfds.load(path, kw.pop('split', 'dev'), fields | kw)
 
 
 def test_round_trip(prepared):
