@@ -196,7 +196,7 @@ class Device:
     return {name: parts[name] for name in wanted}
 
   def decode(self, state: dict):
-    """ids, logps [chunk, B], counts, ended [B] (numpy), and the steps run."""
+    """ids, logps [chunk, B], counts [B] (numpy), and the steps run."""
 
     def run(lane):
       own = {k: v[lane :: self._lanes] for k, v in state.items()}

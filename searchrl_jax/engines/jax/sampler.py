@@ -369,7 +369,7 @@ class JaxSampler(HandleEngine):
       begin = time.perf_counter()
       self._device.run(plan)
       middle = time.perf_counter()
-      ids, logps, counts, _, steps = self._device.decode(state)
+      ids, logps, counts, steps = self._device.decode(state)
       self._counters['decode_steps'] += steps
       self._seconds['prefill'] += middle - begin
       self._seconds['decode'] += time.perf_counter() - middle

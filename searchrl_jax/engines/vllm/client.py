@@ -57,7 +57,7 @@ class VllmEngine(HandleEngine):
 
   Args:
     model_cfg: a `DecoderConfig`; servers of another model are refused.
-    tokenizer: a tokenizer.Tokenizer; servers with another one are refused.
+    tokenizer: a tokenizer.Tokenizer.
     config: config.engine; run/schema.py explains its fields.
     folder: of the run, for the publications and the servers' logs.
 
@@ -97,7 +97,7 @@ class VllmEngine(HandleEngine):
       urls = [sidecar.url for sidecar in self._sidecars]
     del model['tied']  # a server may hold a tied model untied
     self._servers = [
-      Server(url.strip(), model, tokenizer, config, sidecar)
+      Server(url.strip(), model, config, sidecar)
       for url, sidecar in itertools.zip_longest(urls, self._sidecars)
     ]
     self.replicas = tuple(_Replica(self, s) for s in self._servers)
