@@ -14,7 +14,7 @@ Layouts:
             the answer, the id the position in the file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import gzip
 import json
 import pathlib
@@ -49,11 +49,18 @@ def load(
   Raises:
     DataError: the file cannot be used; names file and line.
   """
+  filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
+  return questions(read(path), path, layout, **filters)
+
+
+def questions(
+  records: Iterable[tuple[str, Mapping]], path: str, layout: str, **filters: Any
+) -> list[Question]:
+  """Of (where, record) pairs in a layout, by the filters of `checks.choose`."""
   known = layout in LAYOUTS
   require(known, f'layout {layout!r} is unknown: {near(layout, LAYOUTS)}')
   fields = LAYOUTS[layout]
-  pairs = ((at, make_question(at, **fields(r, at))) for at, r in read(path))
-  filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
+  pairs = ((at, make_question(at, **fields(r, at))) for at, r in records)
   return checks.choose(checks.unique(pairs, path), path=path, **filters)
 
 

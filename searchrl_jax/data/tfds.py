@@ -4,7 +4,6 @@ TFDS stores examples in ArrayRecord files and reads them by index through its
 `data_source`; neither that nor `build` imports TensorFlow.
 """
 
-from collections.abc import Mapping
 import os
 from typing import Any
 
@@ -15,20 +14,20 @@ from searchrl_jax.types import Question
 
 
 def load(
-  path: str, split: str, fields: Mapping[str, str] = checks.FIELDS, n=0, seed=0
+  path: str, split: str, layout='flashrag', n=0, seed=0
 ) -> list[Question]:
   """Draws n questions of a split, in its order.
 
   Args:
     path: the prepared folder, with dataset_info.json and ArrayRecord files.
     split: 'train', 'dev[:100]', ...
-    fields: see `checks.mapped`.
+    layout: of an example; see `jsonl`. `build` writes FlashRAG's.
     n: questions drawn without replacement; 0 = all.
     seed: of the draw.
 
   Raises:
-    DataError: not a prepared folder, an unknown split, or a row that lacks a
-      field.
+    DataError: not a prepared folder, an unknown split, or an example of another
+      layout.
   """
   import tensorflow_datasets as tfds  # slow to import
 
@@ -45,7 +44,8 @@ def load(
     what = f"{str(e)[:300]} (the file_format must be 'array_record')"
     raise checks.DataError(f'{path}: split {split!r}: {what}') from e
   where = f'{path}[{split}]'
-  return checks.mapped(map(_plain, rows), where, fields, n=n, seed=seed)
+  found = ((f'{where} row {i}', _plain(row)) for i, row in enumerate(rows))
+  return jsonl.questions(found, where, layout, n=n, seed=seed)
 
 
 def build(

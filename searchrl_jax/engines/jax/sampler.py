@@ -70,7 +70,6 @@ class JaxSampler(HandleEngine):
     )
     self.version = 0
     cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
-    self._adapters = cfg.lora is not None
     self._token_bytes = bytes_per_token(cfg)
     self._table = slots_lib.SlotTable(
       room(cfg, config), shape.widths[-1], self._counters
@@ -159,12 +158,7 @@ class JaxSampler(HandleEngine):
 
     Raises:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
-      EngineError: an update of a kind that this engine does not take.
     """
-    kinds = ('full', 'adapter') if self._adapters else ('full',)
-    good = update.kind in kinds and isinstance(update.params, dict)
-    got = f'kind={update.kind!r}, {type(update.params).__name__}'
-    core.require(good, f'this engine takes a dict of kind {kinds}; got {got}')
     start = time.perf_counter()
     with self._lock:
       self._device.load(update.params, update.kind)
