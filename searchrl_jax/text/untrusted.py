@@ -16,8 +16,6 @@ from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage, Question
 
 Part = tuple[str, bool]  # text, and whether it is ours (not outside text)
-_CACHED = 4096  # observations in the cache
-_SMALL = 10_000  # limit in characters for those
 
 
 # Prompts.
@@ -95,8 +93,6 @@ class Observer:
     # Number of tokens that every observation needs.
     shortest = [(template.no_results, True)], self._line(1, Passage(*'xxx'))
     self.least = max(len(self._encode(body)) for body in shortest)
-    # The samples of a question often search for the same.
-    self._cached = functools.lru_cache(_CACHED)(self._observation)
 
   def __call__(self, passages: Sequence[Passage | str], limit: int):
     """Returns at most `limit` ids, and whether passages were left out or cut.
@@ -109,15 +105,6 @@ class Observer:
     ids of the observation. The text of a tool is a passage without the
     template's passage line.
     """
-    sizes = (
-      len(p) if isinstance(p, str) else len(p.title) + len(p.text)
-      for p in passages
-    )
-    observe = self._cached if sum(sizes) <= _SMALL else self._observation
-    ids, short = observe(tuple(passages), limit)
-    return list(ids), short
-
-  def _observation(self, passages: tuple[Passage | str, ...], limit: int):
     sep = (self.template.passage_separator, True)
     passages, short = self._clipped(passages, limit)
     lines = [self._line(i, p) for i, p in enumerate(passages, 1)]
