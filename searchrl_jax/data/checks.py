@@ -95,53 +95,6 @@ def hops_of(metadata: Mapping[str, Any]) -> int:
 PASSAGES = ('context', 'question_decomposition')
 
 
-def pick(record: Mapping[str, Any], field: str, where: str) -> Any:
-  """Returns record['a']['b'] for the field 'a.b'.
-
-  Raises:
-    DataError: there is no such field; the message lists those that exist.
-  """
-  value: Any = record
-  keys = field.split('.')
-  for i, key in enumerate(keys):
-    if not isinstance(value, Mapping) or key not in value:
-      inside = f' (looked in {".".join(keys[:i])!r})' if i else ''
-      hint = lookup.near(key, value if isinstance(value, Mapping) else ())
-      raise DataError(f'{where}: no field {field!r}{inside}; {hint}')
-    value = value[key]
-  return value
-
-
-# Fields of a row of FlashRAG; `mapped` reads others by name.
-FIELDS = {'id': 'id', 'question': 'question', 'answers': 'golden_answers'}
-
-
-def mapped(
-  rows: Iterable[Mapping], where: str, fields: Mapping[str, str], **draw: int
-) -> list[Question]:
-  """Makes the questions of a data set's rows.
-
-  Args:
-    where: the data set, for errors.
-    fields: where a row has them, if not as in `FIELDS`: id ('' = the row's
-      number), question, answers, supporting, source, hops ('' = unknown).
-      'a.b' reaches inside.
-    **draw: n and seed, as of `choose`.
-
-  Raises:
-    DataError: a field is absent or has the wrong type; names the row.
-  """
-
-  def pairs():
-    for i, row in enumerate(rows):
-      at, named = f'{where} row {i}', {**FIELDS, **fields}
-      values = {k: pick(row, name, at) for k, name in named.items() if name}
-      text = values.pop('question', None)
-      yield at, make_question(at, text=text, **{'id': i, **values})
-
-  return choose(unique(pairs(), where), path=where, **draw)
-
-
 def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
   """Returns the questions of (where, question) pairs.
 
