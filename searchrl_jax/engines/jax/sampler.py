@@ -57,17 +57,11 @@ class JaxSampler(HandleEngine):
     self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
-    ids, rows = tokenizer.vocab_size, model_cfg.vocab_size
-    fix = 'use the tokenizer of this model'
-    message = f'the tokenizer has {ids} ids, the model only {rows}; {fix}'
-    core.require(ids <= rows, message)
     shape = decode.Shape(
       config.slots, config.max_len, config.chunk, config.prefill_rows
     )
-    seconds = 'decode prefill sync'
-    super().__init__(
-      model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
-    )
+    names = _COUNTERS, 'decode prefill sync'
+    super().__init__(model_cfg.vocab_size, tokenizer, config, *names)
     self.version = 0
     cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
     self._token_bytes = bytes_per_token(cfg)

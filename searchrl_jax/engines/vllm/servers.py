@@ -42,14 +42,19 @@ class Server:
     model: the fields (families.FIELDS, and dtype) of the model that it must
       serve.
     config: config.engine.
+    counters: of the engine; `restarts` is how often a server came back as
+      another process.
     sidecar: the launcher.Sidecar that restarts it; None: not started by us.
   """
 
-  def __init__(self, url: str, model: dict[str, Any], config, sidecar=None):
+  def __init__(
+    self, url: str, model: dict[str, Any], config, counters, sidecar=None
+  ):
     good = url.startswith('http')
     require(good, f'config.engine.url: {url!r} is no http://host:port')
     self.url = url
     self._model, self._config, self._sidecar = model, config, sidecar
+    self._counters = counters
     self._nonce = uuid.uuid4().hex  # distinguishes our weights from others'
     self._target: Published | None = None  # the weights of the last sync
     self.ready = False  # may get requests
@@ -57,7 +62,6 @@ class Server:
     self.model = ''  # to ask for: that name, or that of the loaded adapter
     self._base: Any = None  # path of the weights below the adapter
     self.version = -1  # of verified weights under that name; -1: its own
-    self.restarts = 0  # how often it came back as another process
     self.handles = 0  # whose prefixes it caches
     self.prefilled = 0  # prompt tokens computed
 
@@ -148,7 +152,7 @@ class Server:
         if name != self.name:
           self.ready, self.version, self._base = False, -1, None
           await self._check_model(name, max_len)
-          self.restarts += self.name != ''
+          self._counters['restarts'] += self.name != ''
           self.name = self.model = name
         # Ends a sleep and a pause: ours, or those of a trainer that died.
         if (await self.http.get('/is_sleeping'))['is_sleeping']:
