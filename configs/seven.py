@@ -111,15 +111,7 @@ def _search_r1(folder, name, split):
 
 def _tfds(folder, name, split):
   return dict(
-    module='tfds',
-    path=f'{folder}{name}/1.0.0',
-    split=split,
-    id='id',
-    question='question',
-    answers='golden_answers',
-    supporting='supporting_ids',
-    source='source',
-    hops='hops',
+    module='tfds', path=f'{folder}{name}/1.0.0', split=split, layout='flashrag'
   )
 
 

@@ -169,8 +169,8 @@ def test_outside_text_cannot_write_a_block(tok):
   ours = env.template.prompt + env.template.observation
   assert outside.count('<refine>') == ours.count('<refine>') == 1
   assert reward(env, t) == 0.0
-  clean = untrusted.neutraliser(env.template)
-  assert '<refine>' not in clean.text(forged)
+  parts = untrusted.neutralised(env.template, [(forged, False)])
+  assert '<refine>' not in parts[0][0]
 
 
 def test_records_and_warm_starts_keep_the_name(tok):

@@ -130,7 +130,7 @@ def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
     rollouts.take(0)
     while len(start.sampled) < 6:
       time.sleep(0.001)
-    cursor, kept = rollouts.state(), collector.encode(rollouts.ended())
+    cursor, kept = rollouts.state(), rollouts.encode()
     rollouts.stop()
   assert sorted(start.cancelled) == [1, 2]  # tasks end in any order
   assert cursor == {'at': 2}
@@ -143,7 +143,7 @@ def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
     rollouts = make(signals, stream, again, 2)
     rollouts.decode(kept)
     # Before its step begins it is still there, for the next checkpoint.
-    assert collector.encode(rollouts.ended()) == kept
+    assert rollouts.encode() == kept
     first, second = rollouts.take(1), rollouts.take(2)
   got = [g[0] for r in (first, second) for g in r.groups]
   assert [t.question.id for t in got] == ['q2', 'q3', 'q4', 'q5']
@@ -162,7 +162,7 @@ def test_what_a_service_failed_is_sampled_again():
     seen = rollouts.give_back(0, True)
     assert [t.question.id for t in seen] == ['q0', 'q1']
     assert rollouts.state() == {'at': 0}
-    (kept,) = rollouts.ended()[0]
+    (kept,) = rollouts.ended()[0].values()
     assert kept.question.id == 'q0'  # q1 failed
 
 
@@ -384,7 +384,7 @@ def test_further_questions_of_a_step_are_its_own_when_it_is_taken_again():
     ended = one.give_back(0, True)
     assert [t.question.id for t in ended] == ['q0', 'q1', 'q2', 'q3']
     assert one.state() == before
-    kept = collector.encode(one.ended())
+    kept = one.encode()
   start, stream = Rollouts(), Stream()
   for go in start.go.values():
     go.set()

@@ -47,7 +47,6 @@ ORDER = (
   'data.core',
   'data.jsonl',
   'data.parquet',
-  'data.hf',
   'data.tfds',
   'worlds.microworld',
   'worlds.microtraces',

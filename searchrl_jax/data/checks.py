@@ -1,9 +1,7 @@
 """Builds checked Questions from raw fields, for every data module."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 import fnmatch
-import functools
-import inspect
 from typing import Any
 
 import numpy as np
@@ -40,10 +38,10 @@ def make_question(
   """
   good = isinstance(id, (str, int, np.integer)) and type(id) is not bool
   of = f'of question {str(id)!r}'
-  require(good and id != '', f'{where}: the id is {_shown(id)}; give a string')
+  require(good and id != '', f'{where}: the id is {id!r:.60}; give a string')
   good = isinstance(hops or 0, (int, np.integer))
-  require(good, f'{where}: the hops {of} are {_shown(hops)}, not an integer')
-  good, found = isinstance(text, str) and text.strip(), _shown(text)
+  require(good, f'{where}: the hops {of} are {hops!r:.60}, not an integer')
+  good, found = isinstance(text, str) and text.strip(), f'{text!r:.60}'
   require(good, f'{where}: question {str(id)!r} has no text (found {found})')
   return Question(
     id=str(id),
@@ -66,14 +64,14 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
   good = isinstance(value, (list, tuple)) and all(
     isinstance(v, known) and not isinstance(v, bool) for v in value
   )
-  require(good, f'{what} are {_shown(value)}; give a list of strings')
+  require(good, f'{what} are {value!r:.60}; give a list of strings')
   return tuple(map(str, value))
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
   """Converts None or a mapping to a dict."""
   good = value is None or isinstance(value, Mapping)
-  require(good, f'{what} is {_shown(value)}; give an object')
+  require(good, f'{what} is {value!r:.60}; give an object')
   return dict(value or {})
 
 
@@ -95,67 +93,6 @@ def hops_of(metadata: Mapping[str, Any]) -> int:
 # Fields of FlashRAG's metadata that hold passages. They are left out because a
 # log of trajectories would repeat them in every sample.
 PASSAGES = ('context', 'question_decomposition')
-
-
-def pick(record: Mapping[str, Any], field: str, where: str) -> Any:
-  """Returns record['a']['b'] for the field 'a.b'.
-
-  Raises:
-    DataError: there is no such field; the message lists those that exist.
-  """
-  value: Any = record
-  keys = field.split('.')
-  for i, key in enumerate(keys):
-    if not isinstance(value, Mapping) or key not in value:
-      inside = f' (looked in {".".join(keys[:i])!r})' if i else ''
-      hint = lookup.near(key, value if isinstance(value, Mapping) else ())
-      raise DataError(f'{where}: no field {field!r}{inside}; {hint}')
-    value = value[key]
-  return value
-
-
-def mapped(read: Callable) -> Callable[..., list[Question]]:
-  """Makes `load` of a function that returns (name, rows), a data set.
-
-  `load` takes the arguments of `read`, draws as `choose` does, and makes
-  questions, given the names of fields ('a.b' reaches inside).
-
-  Args:
-    id: the field of the id; '' = the row's number.
-    question: the field of the question.
-    answers: the field of the answers, a str or a list; '' = unlabelled.
-    supporting: the field of the supporting corpus ids; '' = unknown.
-    source: the field of the source; '' = the set's name.
-    hops: the field of the hops; '' = unknown.
-    n: questions drawn without replacement, in order; 0 = all.
-    seed: of the draw.
-
-  Raises:
-    DataError: a field is absent or has the wrong type; names the row.
-  """
-  names = dict(id='id', question='question', answers='golden_answers')
-  names |= dict(supporting='', source='', hops='', n=0, seed=0)
-
-  def load(*args, **fields):
-    named = names | {k: fields.pop(k) for k in names if k in fields}
-    n, seed = named.pop('n'), named.pop('seed')
-    where, rows = read(*args, **fields)
-
-    def pairs():
-      for i, row in enumerate(rows):
-        at = f'{where} row {i}'
-        values = {k: pick(row, name, at) for k, name in named.items() if name}
-        text = values.pop('question', None)
-        yield at, make_question(at, text=text, **{'id': i, **values})
-
-    return choose(unique(pairs(), where), path=where, n=n, seed=seed)
-
-  kind = inspect.Parameter.KEYWORD_ONLY
-  more = (inspect.Parameter(k, kind, default=v) for k, v in names.items())
-  own = inspect.signature(read).parameters.values()
-  out: Any = functools.wraps(read)(load)
-  out.__signature__ = inspect.Signature([*own, *more])
-  return out
 
 
 def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
@@ -265,8 +202,3 @@ def _has(question: Question, name: str) -> tuple[bool, str, str]:
   key = name.removeprefix('meta.')
   fix = 'its data module has to set it; so does `metadata` in a JSONL file'
   return key in question.meta, f'meta[{key!r}]', fix
-
-
-def _shown(value: Any) -> str:
-  shown = repr(value)
-  return shown if len(shown) <= 60 else shown[:57] + '...'

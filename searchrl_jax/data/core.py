@@ -128,8 +128,7 @@ def _from_hub(path: str) -> str:
     return huggingface_hub.hf_hub_download(repo, file, repo_type='dataset')
   except OSError as e:  # HfHubHTTPError is one
     fix = 'check the name and HF_ENDPOINT (a mirror), or give a local path'
-    why = f'{type(e).__name__}: {e}'
-    raise DataError(f'{path}: not on the hub, nor kept ({why}); {fix}') from e
+    raise DataError(f'{path}: not on the hub, nor kept ({e}); {fix}') from e
 
 
 def _call(name, fields, data, function: str, search: Search | None = None):

@@ -5,9 +5,6 @@ Layouts:
             follow from the metadata, whose passages are left out. This
             project's files add `supporting_ids`, `source`, `hops`, `split`.
             Only `id` and `question` are required.
-  hotpotqa  HotpotQA (Yang et al., EMNLP 2018).
-  2wiki     2WikiMultihopQA (Ho et al., COLING 2020).
-  musique   MuSiQue (Trivedi et al., TACL 2022).
   ttrl      TTRL (Zuo et al. 2025): AIME, AMC, MATH-500 and GPQA with `prompt`,
             `answer`, `source`, `id`; MATH-L1 to L5 with `unique_id`, and
             `answer` or else the box in `solution`. A prompt is a bare
@@ -17,7 +14,7 @@ Layouts:
             the answer, the id the position in the file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import gzip
 import json
 import pathlib
@@ -52,11 +49,18 @@ def load(
   Raises:
     DataError: the file cannot be used; names file and line.
   """
+  filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
+  return questions(read(path), path, layout, **filters)
+
+
+def questions(
+  records: Iterable[tuple[str, Mapping]], path: str, layout: str, **filters: Any
+) -> list[Question]:
+  """Of (where, record) pairs in a layout, by the filters of `checks.choose`."""
   known = layout in LAYOUTS
   require(known, f'layout {layout!r} is unknown: {near(layout, LAYOUTS)}')
   fields = LAYOUTS[layout]
-  pairs = ((at, make_question(at, **fields(r, at))) for at, r in read(path))
-  filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
+  pairs = ((at, make_question(at, **fields(r, at))) for at, r in records)
   return checks.choose(checks.unique(pairs, path), path=path, **filters)
 
 
@@ -71,30 +75,28 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     data = pathlib.Path(path).read_bytes()
     if data.startswith(_GZIP_MAGIC):
       data = gzip.decompress(data)
-  except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-    damaged = f'{path}: the gzip file is cut short or damaged ({e})'
-    raise DataError(damaged) from None
-  except OSError as e:
-    raise DataError(f'{path}: cannot be read ({e.strerror})') from None
+  except (OSError, EOFError, zlib.error) as e:
+    raise DataError(f'{path}: cannot be read ({e})') from e
   data = data.removeprefix(b'\xef\xbb\xbf')
   if data.lstrip()[:1] == b'[':
-    try:
-      found = [(f'{path}[{i}]', r) for i, r in enumerate(json.loads(data))]
-    except ValueError as e:  # UnicodeDecodeError is one
-      raise DataError(f'{path}: not a JSON array: {e}') from None
+    array = enumerate(_parsed(data, path))
+    found = ((f'{path}[{i}]', record) for i, record in array)
   else:
     # Split at '\n' only: JSON strings may hold other separators (U+2028).
     lines = enumerate(data.split(b'\n'), 1)
-    found = ((f'{path}:{i}', line) for i, line in lines if line.strip())
+    places = ((f'{path}:{i}', line) for i, line in lines if line.strip())
+    found = ((where, _parsed(line, where)) for where, line in places)
   for where, record in found:
-    if isinstance(record, bytes):
-      try:
-        record = json.loads(record)
-      except (ValueError, RecursionError) as e:
-        raise DataError(f'{where}: not JSON, one object a line ({e})') from None
     kind = type(record).__name__
     require(isinstance(record, dict), f'{where}: a JSON {kind}, not an object')
     yield where, record
+
+
+def _parsed(text: bytes, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError) as e:  # UnicodeDecodeError is one
+    raise DataError(f'{where}: not JSON, one object a line ({e})') from None
 
 
 def _required(record: Mapping[str, Any], where: str, *keys: str) -> list[Any]:
@@ -123,43 +125,6 @@ def flashrag(record: Mapping[str, Any], where: str) -> dict:
     hops=hops,
     supporting=record.get('supporting_ids', ()),
     meta=meta,
-  )
-
-
-def _titled(record, where: str, **about) -> dict:
-  """Of a question whose supporting paragraphs have titles, not corpus ids."""
-  keys = ('_id', 'question', 'supporting_facts')
-  name, text, facts = _required(record, where, *keys)
-  titles = list(dict.fromkeys(title for title, _ in facts))
-  meta = {'supporting_titles': titles, 'type': record.get('type', '')}
-  answers = record.get('answer')
-  return dict(id=name, text=text, answers=answers, meta=meta, **about)
-
-
-def hotpotqa(record: Mapping[str, Any], where: str) -> dict:
-  return _titled(record, where, source='hotpotqa', hops=2)
-
-
-def two_wiki(record: Mapping[str, Any], where: str) -> dict:
-  hops = 4 if record.get('type') == 'bridge_comparison' else 2
-  return _titled(record, where, source='2wikimultihopqa', hops=hops)
-
-
-def musique(record: Mapping[str, Any], where: str) -> dict:
-  keys = ('id', 'question', 'paragraphs')
-  name, text, paragraphs = _required(record, where, *keys)
-  titles = [p['title'] for p in paragraphs if p.get('is_supporting')]
-  answers = ()
-  for field in ('answer', 'answer_aliases'):
-    answers += checks.strings(record.get(field), f'{where}: the field {field}')
-  answerable = record.get('answerable', True)
-  return dict(
-    id=str(name),
-    text=text,
-    answers=answers,
-    source='musique',
-    hops=int(str(name)[0]) if str(name)[:1].isdigit() else 0,  # '2hop__...'
-    meta={'supporting_titles': titles, 'answerable': answerable},
   )
 
 
@@ -196,6 +161,4 @@ def ssp(record: Mapping[str, Any], where: str) -> dict:
   )
 
 
-LAYOUTS = dict(
-  flashrag=flashrag, hotpotqa=hotpotqa, musique=musique, ttrl=ttrl, ssp=ssp
-) | {'2wiki': two_wiki}
+LAYOUTS = {'flashrag': flashrag, 'ttrl': ttrl, 'ssp': ssp}

@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 
 from searchrl_jax.data import checks, jsonl
+from searchrl_jax.types import Question
 
 
-@checks.mapped
-def load(path: str, split: str) -> tuple[str, Any]:
-  """Opens a split; `checks.mapped` has the other fields.
+def load(
+  path: str, split: str, layout='flashrag', n=0, seed=0
+) -> list[Question]:
+  """Draws n questions of a split, in its order.
 
   Args:
     path: the prepared folder, with dataset_info.json and ArrayRecord files.
     split: 'train', 'dev[:100]', ...
+    layout: of an example; see `jsonl`. `build` writes FlashRAG's.
+    n: questions drawn without replacement; 0 = all.
+    seed: of the draw.
 
   Raises:
-    DataError: not a prepared folder, or an unknown split.
+    DataError: not a prepared folder, an unknown split, or an example of another
+      layout.
   """
   import tensorflow_datasets as tfds  # slow to import
 
@@ -37,7 +43,9 @@ def load(path: str, split: str) -> tuple[str, Any]:
   except (ValueError, NotImplementedError) as e:  # a TFRecord has no index
     what = f"{str(e)[:300]} (the file_format must be 'array_record')"
     raise checks.DataError(f'{path}: split {split!r}: {what}') from e
-  return f'{path}[{split}]', (_plain(r) for r in rows)
+  where = f'{path}[{split}]'
+  found = ((f'{where} row {i}', _plain(row)) for i, row in enumerate(rows))
+  return jsonl.questions(found, where, layout, n=n, seed=seed)
 
 
 def build(
@@ -73,32 +81,30 @@ def build(
     for q in jsonl.load(jsonl_path, layout=layout)
   ]
 
-  class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    VERSION = tfds.core.Version('1.0.0')
+  class Builder(tfds.dataset_builders.AdhocBuilder, skip_registration=True):
     # TFDS 4.9.10 searches the source of a builder through importlib_resources,
     # which it does not require; this builder has no source files.
     code_path = None
 
     def _info(self):
-      info = tfds.core.DatasetInfo(
-        builder=self,
-        features=tfds.features.FeaturesDict(fields),
-        disable_shuffling=True,
-        description=f'Questions of {os.path.basename(jsonl_path)}.',
-      )
+      info = super()._info()
       # TFDS would look for a public data set of this name, over the network,
       # and leave an empty temporary folder.
       info.initialize_from_bucket = lambda: None
       return info
 
     def _split_generators(self, dl_manager):
-      return {split: enumerate(examples)}
+      return {split: enumerate(examples)}  # the base class needs TensorFlow
 
-    def _generate_examples(self):
-      raise NotImplementedError('the split already holds the examples')
-
-  Builder.name = name
-  builder = Builder(data_dir=folder, file_format='array_record')
+  builder = Builder(
+    name=name,
+    version='1.0.0',
+    features=tfds.features.FeaturesDict(fields),
+    split_datasets={},
+    data_dir=folder,
+    disable_shuffling=True,
+    file_format='array_record',
+  )
   builder.download_and_prepare(
     download_config=tfds.download.DownloadConfig(try_download_gcs=False)
   )

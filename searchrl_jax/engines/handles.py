@@ -77,10 +77,7 @@ class Request:
       self.logps.append(logp)
       self.versions.append(version)
       if s.stops:
-        # A model may have more ids than its tokenizer: those are padding.
-        known = token < tokenizer.vocab_size
-        text = tokenizer.token_bytes(token) if known else b''
-        self.stop = self._find_stop(text) or ''
+        self.stop = self._find_stop(tokenizer.token_bytes(token)) or ''
       if not self.stop and token in s.stop_ids:
         self.stop = 'eos'
       if not self.stop and len(self.ids) >= s.max_tokens:

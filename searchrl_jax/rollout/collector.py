@@ -90,13 +90,12 @@ class Collector:
 
   def encode(self) -> bytes:
     """The trajectories that have ended and were not taken, on any process."""
-    ended: dict[int, dict] = {}
+    ended: dict[int, Ended] = {}
     for found in cluster.gather('ended', self.ended):
-      for step, trajectories in found.items():
+      for step, own in found.items():
         # Those that an earlier start finished are known to all, until their
         # question is shared out (`_play`).
-        names = {(t.question.id, t.sample): t for t in trajectories}
-        ended[step] = ended.get(step, {}) | names
+        ended.setdefault(step, {}).update(own)
     return encode({n: [*ended[n].values()] for n in sorted(ended)})
 
   def decode(self, data: bytes) -> None:
@@ -200,10 +199,10 @@ class Collector:
       idle, self._idle_since = idle + now - self._idle_since, now
     return idle
 
-  def ended(self) -> dict[int, list[Trajectory]]:
+  def ended(self) -> dict[int, Ended]:
     """Trajectories that have ended and were not taken, by step."""
     steps = {n: s.ended for n, s in self._under_way.items()} | self._saved
-    return {n: list(dict(ended).values()) for n, ended in sorted(steps.items())}
+    return {n: dict(ended) for n, ended in sorted(steps.items())}
 
 
 def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:

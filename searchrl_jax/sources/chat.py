@@ -17,6 +17,7 @@ import json
 import os
 import re
 from typing import Any
+from urllib.parse import urlsplit
 import weakref
 
 import httpx
@@ -86,17 +87,14 @@ class Chat:
     Raises:
       ValueError: the URL is invalid.
     """
-    try:
-      url = httpx.URL(config.url)
-      good = url.scheme in ('http', 'https') and url.host
-      good = good and (url.port is None or 0 < url.port < 65536)
-    except httpx.InvalidURL:
-      good = False
+    with lookup.of(f'{where}.url={config.url!r}'):
+      url = urlsplit(config.url)
+      good = url.scheme in ('http', 'https') and url.hostname and url.port != 0
     server = 'must be http(s)://host[:port] of an OpenAI-compatible server'
     lookup.require(good, f'{where}.url={config.url!r} {server}')
     self._config, self._where = config, where
     self.url = config.url.rstrip('/').removesuffix('/v1') + '/v1'
-    self._use_proxy = url.host not in _LOOPBACK
+    self._use_proxy = url.hostname not in _LOOPBACK
     self._model = config.model
     # Connections belong to the event loop that opened them.
     self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

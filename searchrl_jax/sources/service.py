@@ -9,7 +9,6 @@ import collections
 from collections.abc import Mapping, Sequence
 import logging
 import time
-import weakref
 
 from ml_collections import ConfigDict
 
@@ -46,21 +45,20 @@ class ServiceSource:
     retries = config.attempts - 1
     self._client = RetrievalClient(config.url, retries=retries, **seconds)
     self._batch_s = config.batch_ms / 1000
-    # Of each event loop: k -> (queries and how many wait for each, the task
-    # that will send them), and all tasks, to which a loop has weak references.
-    self._loops: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+    # k -> queries and how many wait for each, and the task that will send them.
+    self._batches: dict[int, tuple[collections.Counter, asyncio.Task]] = {}
+    self._tasks: set[asyncio.Task] = set()  # a loop has weak references
 
   async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     """Returns one answer per request, in order; does not raise for a query."""
-    loop, begin = asyncio.get_running_loop(), time.monotonic()
-    batches, tasks = self._loops.setdefault(loop, ({}, set()))
-    for k in {request.k for request in requests} - batches.keys():
+    begin = time.monotonic()
+    for k in {request.k for request in requests} - self._batches.keys():
       queries: collections.Counter[str] = collections.Counter()
-      task = loop.create_task(self._send(batches, k, queries))
-      batches[k] = queries, task
-      tasks.add(task)
-      task.add_done_callback(tasks.discard)
-    asked = [(request, *batches[request.k]) for request in requests]
+      task = asyncio.create_task(self._send(k, queries))
+      self._batches[k] = queries, task
+      self._tasks.add(task)
+      task.add_done_callback(self._tasks.discard)
+    asked = [(request, *self._batches[request.k]) for request in requests]
     for request, queries, _ in asked:
       queries[request.query] += 1
     try:
@@ -119,15 +117,16 @@ class ServiceSource:
 
   async def close(self) -> None:
     """Cancels the requests and closes the connections of this event loop."""
-    _, tasks = self._loops.pop(asyncio.get_running_loop(), ({}, ()))
-    for task in tasks:
+    for task in self._tasks:
       task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*self._tasks, return_exceptions=True)
     await self._client.close()
 
-  async def _send(self, batches: dict, k: int, queries: collections.Counter):
-    await asyncio.sleep(self._batch_s)
-    del batches[k]
+  async def _send(self, k: int, queries: collections.Counter):
+    try:
+      await asyncio.sleep(self._batch_s)
+    finally:
+      del self._batches[k]
     return await self._ask([*+queries], k)  # those that somebody waits for
 
   async def _ask(self, queries: list[str], k: int) -> dict:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from searchrl_jax.run import lookup
 from searchrl_jax.sources.core import Answer, Source
 from searchrl_jax.types import SEARCH, SearchRequest
 
@@ -19,15 +18,12 @@ class Tools:
     """One answer for each request, in order.
 
     Raises:
-      ValueError: there is no such tool, or it gave too few answers.
+      KeyError: there is no such tool.
+      ValueError: a tool gave too few answers.
     """
     places: dict[str, list[int]] = {}
     for i, request in enumerate(requests):
       places.setdefault(request.tool, []).append(i)
-    for name in places:
-      if name not in self._tools:
-        near = lookup.near(name, self._tools)
-        raise ValueError(f'no tool {name!r} in config.tools: {near}')
     calls = (
       self._tools[name].search([requests[i] for i in at])
       for name, at in places.items()

@@ -14,7 +14,7 @@ import re
 import string
 from typing import Any
 
-from searchrl_jax.run.lookup import near, require
+from searchrl_jax.run.lookup import near, of, require
 from searchrl_jax.types import SEARCH
 
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'
@@ -142,6 +142,7 @@ def load(name_or_path: str) -> Template:
   Raises:
     ValueError: no such template, or a field is missing, unknown or wrong; names
       file and field.
+    OSError: the file cannot be read.
   """
   path = pathlib.Path(name_or_path)
   if not name_or_path.endswith('.json'):
@@ -150,12 +151,8 @@ def load(name_or_path: str) -> Template:
     hint = f'{what}: {near(name_or_path, names)}'
     require(name_or_path in names, f'env.template={name_or_path!r} is {hint}')
     path = TEMPLATES / f'{name_or_path}.json'
-  try:
+  with of(f'template {path} is not JSON'):
     data = json.loads(path.read_text('utf-8'))
-  except OSError as e:
-    raise ValueError(f'template {path} cannot be read: {e.strerror}') from e
-  except ValueError as e:
-    raise ValueError(f'template {path} is not JSON: {e}') from e
   return parse(data, path.stem, str(path))
 
 
@@ -163,7 +160,7 @@ def parse(data: Any, name: str, where: str) -> Template:
   """Checks the fields of a template; `where` names it in errors."""
 
   def check(good, field, message):
-    require(good, f'template {where}, field {field!r}: {message}', ValueError)
+    require(good, f'template {where}, field {field!r}: {message}')
 
   def pair(value, field):
     good = isinstance(value, list) and len(value) == 2
@@ -171,8 +168,7 @@ def parse(data: Any, name: str, where: str) -> Template:
     check(good, field, f'expected ["open tag", "close tag"], got {value!r}')
     return tuple(value)
 
-  if not isinstance(data, dict):
-    raise ValueError(f'template {where}: expected a JSON object')
+  require(isinstance(data, dict), f'template {where}: expected a JSON object')
   types = {f.name: f.type for f in dataclasses.fields(Template)[1:]}
   texts = {str: 'text', bool: 'true or false', int: 'a count > 0'}
   data = {'blocks': {}} | data
@@ -206,12 +202,11 @@ def parse(data: Any, name: str, where: str) -> Template:
   if isinstance(prompt, list):
     for message in prompt:
       good = isinstance(message, dict) and message.keys() == {'role', 'content'}
-      good = good and all(isinstance(v, str) for v in message.values())
       check(good, 'prompt', f'expected {{"role", "content"}}, got {message!r}')
     data['prompt'] = tuple((m['role'], m['content']) for m in prompt)
     prompt = ''.join(content for _, content in data['prompt'])
-  good = isinstance(prompt, str)
-  check(good, 'prompt', 'expected text, or a list of messages')
+  text = isinstance(prompt, str)
+  check(text, 'prompt', 'expected text, or a list of messages')
   n = prompt.count(SLOT)
   check(n == 1, 'prompt', f'needs {SLOT} once, has it {n} times')
 

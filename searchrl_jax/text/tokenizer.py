@@ -10,7 +10,7 @@ and `<tool_call>`.
 can be found without decoding sequences again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import functools
 import json
 import os
@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from searchrl_jax.run.lookup import require
+from searchrl_jax.run.lookup import of, require
 
 # Tokens that end a turn in the chat formats of the supported families, if the
 # tokenizer marks them as special.
@@ -65,18 +65,6 @@ def _without_prefix(part: dict[str, Any]) -> dict[str, Any]:
     part.pop('add_prefix_space', None)
     return part | {'prepend_scheme': 'never'}
   return part | ({'add_prefix_space': False} if kind == 'ByteLevel' else {})
-
-
-class _TokenBytes(dict):
-  """Token id -> bytes; `find` is called once for each id."""
-
-  def __init__(self, find: Callable[[int], bytes]):
-    super().__init__()
-    self._find = find
-
-  def __missing__(self, token_id: int) -> bytes:
-    value = self[token_id] = self._find(token_id)
-    return value
 
 
 class Tokenizer:
@@ -135,9 +123,7 @@ class Tokenizer:
     # The default cache of 10,000 words is too small for passages.
     if hasattr(self._backend.model, '_resize_cache'):  # BPE and Unigram
       self._backend.model._resize_cache(1 << 17)
-    # A host step of full size asks for some ten million tokens twice: a dict
-    # answers in half the time of functools.cache.
-    self.token_bytes = _TokenBytes(self._find_bytes).__getitem__
+    self.token_bytes = functools.cache(self._find_bytes)
 
     special = {self._added[i]: i for i in self.control}
     ends = [hf.eos_token_id, *eos, *map(special.get, END_OF_TURN)]
@@ -301,10 +287,8 @@ def load(path: str | os.PathLike) -> Tokenizer:
   require(fast, f'{path} holds no fast tokenizer ({files}); {fix}')
   generation, eos = folder / 'generation_config.json', None
   if generation.is_file():
-    try:
+    with of(f'{generation}: not JSON'):
       eos = json.loads(generation.read_text('utf-8')).get('eos_token_id')
-    except json.JSONDecodeError as e:
-      raise ValueError(f'{generation}: not JSON: {e}') from e
   return Tokenizer(hf, path, eos if isinstance(eos, list) else [eos])
 
 

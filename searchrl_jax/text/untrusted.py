@@ -16,8 +16,6 @@ from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage, Question
 
 Part = tuple[str, bool]  # text, and whether it is ours (not outside text)
-_CACHED = 4096  # observations in the cache
-_SMALL = 10_000  # limit in characters for those
 
 
 # Prompts.
@@ -54,7 +52,7 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   else:
     messages = [(role, fill(content)) for role, content in template.prompt]
     parts = chat_parts(tokenizer, messages)
-  return neutraliser(template).parts(parts)
+  return neutralised(template, parts)
 
 
 def chat_parts(tokenizer, messages) -> list[Part]:
@@ -90,14 +88,11 @@ class Observer:
 
   def __init__(self, tokenizer, template):
     self.tokenizer, self.template = tokenizer, template
-    self._clean = neutraliser(template)
     before, _, after = template.observation.partition('{passages}')
     self._before, self._after = (before, True), (after, True)
     # Number of tokens that every observation needs.
     shortest = [(template.no_results, True)], self._line(1, Passage(*'xxx'))
     self.least = max(len(self._encode(body)) for body in shortest)
-    # The samples of a question often search for the same.
-    self._cached = functools.lru_cache(_CACHED)(self._observation)
 
   def __call__(self, passages: Sequence[Passage | str], limit: int):
     """Returns at most `limit` ids, and whether passages were left out or cut.
@@ -110,15 +105,6 @@ class Observer:
     ids of the observation. The text of a tool is a passage without the
     template's passage line.
     """
-    sizes = (
-      len(p) if isinstance(p, str) else len(p.title) + len(p.text)
-      for p in passages
-    )
-    observe = self._cached if sum(sizes) <= _SMALL else self._observation
-    ids, short = observe(tuple(passages), limit)
-    return list(ids), short
-
-  def _observation(self, passages: tuple[Passage | str, ...], limit: int):
     sep = (self.template.passage_separator, True)
     passages, short = self._clipped(passages, limit)
     lines = [self._line(i, p) for i, p in enumerate(passages, 1)]
@@ -186,7 +172,8 @@ class Observer:
 
   def _cleaned(self, body: Sequence[Part]) -> list[Part]:
     """Neutralises the body, as part of the text with the tags around it."""
-    return self._clean.parts([self._before, *body, self._after])[1:-1]
+    body = [self._before, *body, self._after]
+    return neutralised(self.template, body)[1:-1]
 
   def _encode(self, body: Sequence[Part]) -> list[int]:
     return self.tokenizer.encode_parts([self._before, *body, self._after])
@@ -223,7 +210,12 @@ _HIDDEN = re.compile(
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
-class Neutraliser:
+@functools.cache
+def _tags(template) -> re.Pattern:
+  return re.compile('|'.join(map(re.escape, template.protected)))
+
+
+def neutralised(template, parts: Iterable[Part]) -> list[Part]:
   """Replaces the delimiters of the protocol's tags in outside text by spaces.
 
   Tags are matched exactly, like in the parser. Similar text has no effect,
@@ -232,35 +224,23 @@ class Neutraliser:
   those that span a title and a text, or outside text and ours. Our text and all
   words are kept.
   """
-
-  def __init__(self, tags: Iterable[str]):
-    self._re = re.compile('|'.join(map(re.escape, tags)))
-
-  def text(self, text: str) -> str:
-    return self.parts([(text, False)])[0][0]
-
-  def parts(self, parts: Iterable[Part]) -> list[Part]:
-    parts = [(t if ours else _clean(t), ours) for t, ours in parts]
-    whole, before = ''.join(t for t, _ in parts), None
-    if not self._re.search(whole):
-      return parts
-    ours = [is_ours for t, is_ours in parts for _ in t]
-    while whole != before:  # a replacement may create a tag of several words
-      before, chars = whole, list(whole)
-      for match in self._re.finditer(whole):
-        for n in range(*match.span()):
-          if not (ours[n] or chars[n].isalnum()):
-            chars[n] = ' '
-      whole = ''.join(chars)
-    rest = iter(whole)
-    return [(''.join(itertools.islice(rest, len(t))), m) for t, m in parts]
+  tags = _tags(template)
+  parts = [(t if ours else _clean(t), ours) for t, ours in parts]
+  whole, before = ''.join(t for t, _ in parts), None
+  if not tags.search(whole):
+    return parts
+  ours = [is_ours for t, is_ours in parts for _ in t]
+  while whole != before:  # a replacement may create a tag of several words
+    before, chars = whole, list(whole)
+    for match in tags.finditer(whole):
+      for n in range(*match.span()):
+        if not (ours[n] or chars[n].isalnum()):
+          chars[n] = ' '
+    whole = ''.join(chars)
+  rest = iter(whole)
+  return [(''.join(itertools.islice(rest, len(t))), m) for t, m in parts]
 
 
 def _clean(text: str) -> str:
   text = text.replace('\r\n', '\n').replace('\r', '\n')
   return _SURROGATE.sub('\ufffd', _HIDDEN.sub('', text))
-
-
-@functools.lru_cache(maxsize=64)
-def neutraliser(template) -> Neutraliser:
-  return Neutraliser(template.protected)

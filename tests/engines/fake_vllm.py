@@ -48,7 +48,6 @@ class FakeVllm:
 
   def __init__(self):
     self.name, self.max_len, self.delay = 'searchrl-0', 65, 0.0
-    self.tokenizer_shift = 0
     self.queues_when_paused = True  # 0.33: answers 503
     self.late = False  # the next request gets its place after the next pause
     self.stalls_at = 10**9  # tokens after which a request waits to be ended
@@ -130,12 +129,6 @@ class FakeVllm:
       else:
         self.adapters[body['lora_name']] = pathlib.Path(body['lora_path'])
       return fastapi.Response('Success')  # text, as vLLM answers
-
-    @app.post('/detokenize')
-    async def detokenize(request: fastapi.Request):
-      ids = (await request.json())['tokens']
-      shift = 33 + self.tokenizer_shift
-      return {'prompt': ''.join(chr(shift + i) for i in ids)}
 
     @app.api_route('/{route}', methods=['GET', 'POST'])
     async def other(route: str, request: fastapi.Request):
@@ -334,7 +327,7 @@ def config(**changes) -> ConfigDict:
 def server() -> FakeVllm:
   fake = FakeVllm()
   model = {k: getattr(CFG, k) for k in families.FIELDS}
-  fake.describes = {'model': {**model, 'tied': False}, 'dtype': 'float32'}
+  fake.describes = {**model, 'tied': False, 'dtype': 'float32'}
   return fake
 
 

@@ -579,7 +579,6 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
     (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*vllm.launcher"),
     (dict(max_len=None, name='gguf'), "serves 'gguf'.*vllm.launcher"),
     (dict(max_len=64), 'max_model_len=64.*config.engine.max_len=64'),
-    (dict(tokenizer_shift=1), 'another tokenizer'),
     (dict(vocab_size=91), 'vocab_size=91, expected 90'),
     (dict(n_layers=3), 'n_layers=3, expected 2'),
     (dict(dtype='bfloat16'), "dtype='bfloat16', expected 'float32'"),
@@ -588,10 +587,8 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
 )
 def test_a_server_that_is_not_ours_is_refused(fake, tmp_path, fields, message):
   for name, value in fields.items():
-    if name in families.FIELDS:
-      fake.describes['model'][name] = value
-    elif name == 'dtype':
-      fake.describes['dtype'] = value
+    if name in (*families.FIELDS, 'dtype'):
+      fake.describes[name] = value
     else:
       setattr(fake, name, value)
   engine = make([fake], tmp_path)

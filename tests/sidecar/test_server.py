@@ -70,7 +70,7 @@ def test_a_seed_is_a_request_s_own(served):
 
 def test_the_plugin_is_in_the_worker(served):
   [found] = served.rpc('searchrl_describe')
-  assert found['dtype'] == 'float32' and found['model']['vocab_size'] == 300
+  assert found['dtype'] == 'float32' and found['vocab_size'] == 300
 
 
 def test_blocks_are_as_short_as_asked(served):

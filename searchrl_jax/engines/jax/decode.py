@@ -283,8 +283,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
   [B, MAX_STOP_IDS] (-1 = none).
 
   Returns caches, ids int32 [chunk, B], logps float32 [chunk, B], counts int32
-  [B] (tokens sampled), ended bool [B] (the last one is a stop id), and the
-  steps that were run, int32 [1].
+  [B] (tokens sampled), and the steps that were run, int32 [1].
   """
   B, S, n = len(state['token']), kv.length(shape.max_len), shape.chunk
   slots = jnp.arange(B)
@@ -336,8 +335,8 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     jnp.zeros((n, B), jnp.int32),
     jnp.zeros((n, B), jnp.float32),
   )
-  t, _, counts, ended, caches, ids, logps = jax.lax.while_loop(go, step, carry)
-  return caches, ids, logps, counts, ended, t[None]
+  t, _, counts, _, caches, ids, logps = jax.lax.while_loop(go, step, carry)
+  return caches, ids, logps, counts, t[None]
 
 
 def prefill(
@@ -415,7 +414,7 @@ class Programs:
       f = sharding.by_rows(f, mesh, shape.slots, ins, outs)
       return jax.jit(f, donate_argnums=donate)
 
-    self.decode = program(decode, (-1, 0, 0), (0, 1, 1, 0, 0, 0), shape=shape)
+    self.decode = program(decode, (-1, 0, 0), (0, 1, 1, 0, 0), shape=shape)
     self.fresh, self.extend = (
       program(prefill, (-1, 0, 0, 0, 0, 0), 0, fresh=fresh)
       for fresh in (True, False)

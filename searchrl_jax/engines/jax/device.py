@@ -73,36 +73,6 @@ def _indices(caches, slots, start):
   return jnp.stack([slots, jnp.full_like(slots, start)], -1)
 
 
-def _read(cfg, caches, slots, start, size):
-  """(k, v) of each layer, [R, ...]: `size` positions from `start` of rows."""
-  at = _indices(caches, slots, start)
-
-  def read(cache, names):
-    time = names.index('time')
-    shape = [1, *cache.shape[1:]]
-    shape[time] = size
-    numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time))
-    return sharding.total(
-      lax.gather(cache, at, numbers, tuple(shape), mode='fill', fill_value=0)
-    )
-
-  return [tuple(map(read, pair, kv.axes(cfg))) for pair in caches]
-
-
-def _write(cfg, caches, pairs, slots, start, mesh):
-  """The inverse of `_read`; skips slots that do not exist."""
-  at = _indices(caches, slots, start)
-
-  def write(cache, new, names):
-    time = names.index('time')
-    numbers = lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, time))
-    out = lax.scatter(cache, at, new, numbers, mode='drop')
-    return sharding.constrain(out, mesh, *names)
-
-  axes = kv.axes(cfg)
-  return [tuple(map(write, *pair, axes)) for pair in zip(caches, pairs)]
-
-
 def _on_own_devices(f, mesh, caches, *args, out=0):
   """f(caches, *args), for each part of the slots on its own devices."""
   ins = (0, *[-1] * len(args))
@@ -111,10 +81,23 @@ def _on_own_devices(f, mesh, caches, *args, out=0):
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def read_piece(cfg, caches, slots, start, size, mesh):
-  """Keys and values [L, R, ...] of a piece of the slots int32 [R]."""
+  """Keys and values [L, R, ...] of a piece, `size` positions from `start`, of
+  the slots int32 [R]."""
 
-  def read(*args):
-    return tuple(map(jnp.stack, zip(*_read(cfg, *args, size))))
+  def read(caches, slots, start):
+    at = _indices(caches, slots, start)
+
+    def one(cache, names):
+      time = names.index('time')
+      shape = [1, *cache.shape[1:]]
+      shape[time] = size
+      numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time))
+      return sharding.total(
+        lax.gather(cache, at, numbers, tuple(shape), mode='fill', fill_value=0)
+      )
+
+    pairs = [tuple(map(one, pair, kv.axes(cfg))) for pair in caches]
+    return tuple(map(jnp.stack, zip(*pairs)))
 
   return _on_own_devices(read, mesh, caches, slots, start, out=-1)
 
@@ -123,8 +106,17 @@ def read_piece(cfg, caches, slots, start, size, mesh):
 def write_piece(cfg, caches, piece, slots, start, mesh):
   """Writes the result of `read_piece`, bit for bit; skips missing slots."""
 
-  def write(caches, piece, *where):
-    return _write(cfg, caches, zip(*piece), *where, mesh)
+  def write(caches, piece, slots, start):
+    at = _indices(caches, slots, start)
+
+    def one(cache, new, names):
+      time = names.index('time')
+      numbers = lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, time))
+      out = lax.scatter(cache, at, new, numbers, mode='drop')
+      return sharding.constrain(out, mesh, *names)
+
+    axes, pairs = kv.axes(cfg), zip(caches, zip(*piece))
+    return [tuple(map(one, *pair, axes)) for pair in pairs]
 
   return _on_own_devices(write, mesh, caches, piece, slots, start)
 
@@ -196,7 +188,7 @@ class Device:
     return {name: parts[name] for name in wanted}
 
   def decode(self, state: dict):
-    """ids, logps [chunk, B], counts, ended [B] (numpy), and the steps run."""
+    """ids, logps [chunk, B], counts [B] (numpy), and the steps run."""
 
     def run(lane):
       own = {k: v[lane :: self._lanes] for k, v in state.items()}

@@ -57,20 +57,13 @@ class JaxSampler(HandleEngine):
     self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
-    ids, rows = tokenizer.vocab_size, model_cfg.vocab_size
-    fix = 'use the tokenizer of this model'
-    message = f'the tokenizer has {ids} ids, the model only {rows}; {fix}'
-    core.require(ids <= rows, message)
     shape = decode.Shape(
       config.slots, config.max_len, config.chunk, config.prefill_rows
     )
-    seconds = 'decode prefill sync'
-    super().__init__(
-      model_cfg.vocab_size, tokenizer, config, _COUNTERS, seconds
-    )
+    names = _COUNTERS, 'decode prefill sync'
+    super().__init__(model_cfg.vocab_size, tokenizer, config, *names)
     self.version = 0
     cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
-    self._adapters = cfg.lora is not None
     self._token_bytes = bytes_per_token(cfg)
     self._table = slots_lib.SlotTable(
       room(cfg, config), shape.widths[-1], self._counters
@@ -164,12 +157,7 @@ class JaxSampler(HandleEngine):
 
     Raises:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
-      EngineError: an update of a kind that this engine does not take.
     """
-    kinds = ('full', 'adapter') if self._adapters else ('full',)
-    good = update.kind in kinds and isinstance(update.params, dict)
-    got = f'kind={update.kind!r}, {type(update.params).__name__}'
-    core.require(good, f'this engine takes a dict of kind {kinds}; got {got}')
     start = time.perf_counter()
     with self._lock:
       self._device.load(update.params, update.kind)
@@ -374,7 +362,7 @@ class JaxSampler(HandleEngine):
       begin = time.perf_counter()
       self._device.run(plan)
       middle = time.perf_counter()
-      ids, logps, counts, _, steps = self._device.decode(state)
+      ids, logps, counts, steps = self._device.decode(state)
       self._counters['decode_steps'] += steps
       self._seconds['prefill'] += middle - begin
       self._seconds['decode'] += time.perf_counter() - middle

@@ -45,7 +45,7 @@ _HERE = ('localhost', launcher.HOST)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 _COUNTERS = """
   requests retries aborted_requests generated_tokens discarded_tokens
-  prefilled_tokens prefix_tokens scored_tokens syncs
+  prefilled_tokens prefix_tokens scored_tokens syncs restarts
 """
 _log = logging.getLogger(__name__)
 
@@ -53,11 +53,16 @@ _log = logging.getLogger(__name__)
 class VllmEngine(HandleEngine):
   """See engines/core.py. The weights come with the first `sync`.
 
+  Of `stats`, prefix_tokens are prompt tokens found in a server's cache, and
+  prefilled_tokens the other ones; restarts are servers that came back as other
+  processes; discarded_tokens were sampled past a stop that began in an earlier
+  request.
+
   It is used from one event loop at a time.
 
   Args:
     model_cfg: a `DecoderConfig`; servers of another model are refused.
-    tokenizer: a tokenizer.Tokenizer; servers with another one are refused.
+    tokenizer: a tokenizer.Tokenizer.
     config: config.engine; run/schema.py explains its fields.
     folder: of the run, for the publications and the servers' logs.
 
@@ -97,7 +102,7 @@ class VllmEngine(HandleEngine):
       urls = [sidecar.url for sidecar in self._sidecars]
     del model['tied']  # a server may hold a tied model untied
     self._servers = [
-      Server(url.strip(), model, tokenizer, config, sidecar)
+      Server(url.strip(), model, config, self._counters, sidecar)
       for url, sidecar in itertools.zip_longest(urls, self._sidecars)
     ]
     self.replicas = tuple(_Replica(self, s) for s in self._servers)
@@ -242,16 +247,6 @@ class VllmEngine(HandleEngine):
         stack.push_async_callback(asyncio.to_thread, last)
       if self._loop is asyncio.get_running_loop():
         await self._all(lambda server: server.http.close())
-
-  def stats(self) -> dict[str, float]:
-    """Counters since the start, in tokens, requests or seconds.
-
-    prefix_tokens: prompt tokens found in a server's cache; prefilled_tokens:
-    the other ones. restarts: servers that came back as other processes.
-    discarded_tokens: sampled past a stop that began in an earlier request.
-    """
-    restarts = sum(s.restarts for s in self._servers)
-    return super().stats() | {'restarts': restarts}
 
   def capacity(self, tokens: int) -> int:
     return capacity(None, self._config, tokens)

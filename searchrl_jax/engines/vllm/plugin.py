@@ -47,17 +47,15 @@ class Worker:
   """Mixed into vLLM's worker; arguments and results are JSON."""
 
   def searchrl_describe(self) -> dict[str, Any]:
-    """The served model: its fields and dtype.
-
-    loaded: the version that `searchrl_load` loaded last, None before.
-    """
+    """The served model: its fields, dtype, and the version that is `loaded`,
+    None before `searchrl_load`."""
     config = self.model_config
     weights = getattr(self, '_searchrl_published', None)
-    return {
-      'model': families.parse_config(config.hf_config.to_dict()),
+    about = {
       'dtype': _dtype_name(config.dtype),
       'loaded': weights and weights.version,
     }
+    return families.parse_config(config.hf_config.to_dict()) | about
 
   def searchrl_load(self, path: str) -> None:
     """Loads a publication of the served model, tensor by tensor, in place.

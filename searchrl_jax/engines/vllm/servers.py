@@ -16,12 +16,11 @@ from searchrl_jax.engines import handles
 from searchrl_jax.engines.core import EngineError, SyncError, require
 from searchrl_jax.engines.vllm.transport import Client, Down
 from searchrl_jax.engines.weights import checksum
-from searchrl_jax.engines.weights.published import Adapter, Published
+from searchrl_jax.engines.weights.published import Published, Weights
 
 REQUESTS_PER_SLOT = 2  # at a server: the one that it serves, and the next
 POLL = 0.2  # seconds between attempts to reach a server
 _NAME = 'searchrl-'  # prefix of the model names that launcher.py assigns
-_PROBED = 256  # ids whose text identifies a tokenizer
 
 
 class Handle(handles.Handle):
@@ -42,19 +41,20 @@ class Server:
   Args:
     model: the fields (families.FIELDS, and dtype) of the model that it must
       serve.
-    tokenizer: the tokenizer.Tokenizer that it must have.
     config: config.engine.
+    counters: of the engine; `restarts` is how often a server came back as
+      another process.
     sidecar: the launcher.Sidecar that restarts it; None: not started by us.
   """
 
   def __init__(
-    self, url: str, model: dict[str, Any], tokenizer, config, sidecar=None
+    self, url: str, model: dict[str, Any], config, counters, sidecar=None
   ):
     good = url.startswith('http')
     require(good, f'config.engine.url: {url!r} is no http://host:port')
     self.url = url
-    self._model, self._tokenizer, self._config = model, tokenizer, config
-    self._sidecar = sidecar
+    self._model, self._config, self._sidecar = model, config, sidecar
+    self._counters = counters
     self._nonce = uuid.uuid4().hex  # distinguishes our weights from others'
     self._target: Published | None = None  # the weights of the last sync
     self.ready = False  # may get requests
@@ -62,13 +62,12 @@ class Server:
     self.model = ''  # to ask for: that name, or that of the loaded adapter
     self._base: Any = None  # path of the weights below the adapter
     self.version = -1  # of verified weights under that name; -1: its own
-    self.restarts = 0  # how often it came back as another process
     self.handles = 0  # whose prefixes it caches
     self.prefilled = 0  # prompt tokens computed
 
   def enter(self) -> None:
     """Creates the objects that belong to the running event loop."""
-    self.http = Client(self.url, self._config.timeout)
+    self.http = Client(self.url, self._config)
     # For requests that sample. Others wait in this process, because a wait at
     # the server would count towards their timeout.
     self.places = asyncio.Semaphore(REQUESTS_PER_SLOT * self._config.slots)
@@ -153,7 +152,7 @@ class Server:
         if name != self.name:
           self.ready, self.version, self._base = False, -1, None
           await self._check_model(name, max_len)
-          self.restarts += self.name != ''
+          self._counters['restarts'] += self.name != ''
           self.name = self.model = name
         # Ends a sleep and a pause: ours, or those of a trainer that died.
         if (await self.http.get('/is_sleeping'))['is_sleeping']:
@@ -165,10 +164,6 @@ class Server:
         if failure or time.monotonic() > end:
           raise EngineError(f'{late} ({failure or e})') from e
       await asyncio.sleep(POLL)
-
-  async def _rpc(self, method: str, *args: Any) -> list[Any]:
-    seconds = self._config.start_seconds
-    return await self.http.rpc(method, *args, timeout=seconds)
 
   async def _pause(self) -> None:
     """Returns when the server is paused and every answer has arrived.
@@ -189,7 +184,7 @@ class Server:
     try:
       if base:
         self._base = None
-        await self._rpc('searchrl_load', str(target.path.absolute()))
+        await self.http.rpc('searchrl_load', str(target.path.absolute()))
       if adapter:
         await self._load_adapter(adapter)
       if not (await self.http.post('/reset_prefix_cache'))['success']:
@@ -199,10 +194,10 @@ class Server:
       await self.http.post('/resume')
       loaded, wanted = {}, {}
       if base:
-        loaded = checksum.combine(await self._rpc('searchrl_checksums'))
+        loaded = checksum.combine(await self.http.rpc('searchrl_checksums'))
         wanted = dict(target.manifest)
       if adapter:
-        sums = await self._rpc('searchrl_adapter_checksums', adapter.shapes)
+        sums = await self.http.rpc('searchrl_adapter_checksums', adapter.shapes)
         loaded |= checksum.combine(sums)
         wanted |= adapter.manifest
     except Down:
@@ -215,7 +210,7 @@ class Server:
     self._base = target.path if adapter else None
     return loaded
 
-  async def _load_adapter(self, adapter: Adapter) -> None:
+  async def _load_adapter(self, adapter: Weights) -> None:
     """Loads it in place of another; the server must be paused."""
     # A name that it had before would keep the adapter, and caches, of then.
     name, before = f'{self.name}-{uuid.uuid4().hex}', self.model
@@ -230,26 +225,15 @@ class Server:
     ours = name.startswith(_NAME)  # another one at each start
     fix = 'start it with python -m searchrl_jax.engines.vllm.launcher'
     require(ours, f'{self.url}: serves {name!r}; {fix}')
-    workers = await self._rpc('searchrl_describe')
-    # The text of ids spread over the vocabulary. Some decoders drop the first
-    # space of a text.
-    tok = self._tokenizer
-    step = max(1, tok.vocab_size // _PROBED)
-    ids = [i for i in range(0, tok.vocab_size, step) if tok.token_bytes(i)]
-    text = b''.join(map(tok.token_bytes, ids)).decode('utf-8', 'replace')
-    answer = await self.http.post('/detokenize', {'model': name, 'tokens': ids})
     differ = [
       f'{field}={served.get(field)!r}, expected {expected!r}'
-      for worker in workers
-      for served in [{**worker['model'], 'dtype': worker['dtype']}]
+      for served in await self.http.rpc('searchrl_describe')
       for field, expected in self._model.items()
       if served.get(field) != expected
     ]
     if max_len <= self._config.max_len:
       least = f'more than config.engine.max_len={self._config.max_len}'
       differ.append(f'max_model_len={max_len}, expected {least}, for scoring')
-    if answer['prompt'].lstrip(' ') != text.lstrip(' '):
-      differ.append('another tokenizer')
     what = f'serves another model: {"; ".join(differ)}'
     fix = "set config.engine.url to another URL, or to '' to start servers"
     require(not differ, f'{self.url}: {what}; {fix}')

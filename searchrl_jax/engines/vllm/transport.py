@@ -38,7 +38,7 @@ class Client:
 
   Args:
     url: http://host:port.
-    timeout: maximum seconds of a call that names no other.
+    config: config.engine: `timeout` of a call, `start_seconds` of `rpc`.
 
   Methods raise:
     Down: see there.
@@ -46,11 +46,11 @@ class Client:
       change.
   """
 
-  def __init__(self, url: str, timeout: float):
-    self.url = url
+  def __init__(self, url: str, config):
+    self.url, self._config = url, config
     limits = httpx.Limits(keepalive_expiry=_KEEPALIVE)  # their number: none
     self._http = httpx.AsyncClient(  # never through a proxy
-      base_url=url, timeout=timeout, limits=limits, trust_env=False
+      base_url=url, timeout=config.timeout, limits=limits, trust_env=False
     )
     self.close = self._http.aclose
 
@@ -62,10 +62,11 @@ class Client:
     """As `get`; `params` are those of the URL."""
     return await self._call('POST', path, json=body, params=params)
 
-  async def rpc(self, method: str, *args: Any, timeout: float) -> list[Any]:
+  async def rpc(self, method: str, *args: Any) -> list[Any]:
     """The results of each worker's `method`, see plugin.py."""
-    request = dict(json={'method': method, 'args': args}, timeout=timeout)
-    return (await self._call('POST', '/collective_rpc', **request))['results']
+    body, seconds = {'method': method, 'args': args}, self._config.start_seconds
+    how = dict(json=body, timeout=seconds)
+    return (await self._call('POST', '/collective_rpc', **how))['results']
 
   async def complete(
     self,

@@ -112,7 +112,7 @@ class Publisher:
     if parent and self._memory:
       self._files = checkpoint.Checkpointer(self._memory.path, None, '')
 
-  def publish_adapter(self, adapters: dict, version: int) -> published.Adapter:
+  def publish_adapter(self, adapters: dict, version: int) -> published.Weights:
     """Writes adapters alone, see `models.lora`; otherwise as `publish`.
 
     They must have a scale of 1 (`lora.served`): a server multiplies B by it.
@@ -124,7 +124,7 @@ class Publisher:
     shutil.rmtree(path, ignore_errors=True)
     lora.save(path, self._cfg, adapters, dtype=self._dtype)
     self._adapters[version] = path
-    return published.Adapter(
+    return published.Weights(
       path,
       self._dtype,
       manifest=checksum.checksums(flat),

@@ -29,8 +29,8 @@ class PublishedError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapter:
-  """Adapters in a folder as PEFT writes it, of a scale of 1."""
+class Weights:
+  """Tensors in a folder: adapters as PEFT writes them, of a scale of 1."""
 
   path: pathlib.Path
   dtype: str
@@ -39,29 +39,17 @@ class Adapter:
 
   @property
   def bytes(self) -> int:
-    return _bytes(self.shapes, self.dtype)
-
-
-def _bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-  elements = sum(map(math.prod, shapes.values()))
-  return elements * (4 if dtype == 'float32' else 2)
+    elements = sum(map(math.prod, self.shapes.values()))
+    return elements * (4 if self.dtype == 'float32' else 2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Published:
+class Published(Weights):
   """One version; `tensors` reads its arrays."""
 
-  path: pathlib.Path
   version: int
-  dtype: str
   config: Mapping[str, Any]  # families.FIELDS of the model
-  manifest: Mapping[str, str]  # our tensor name -> checksum
-  shapes: Mapping[str, tuple[int, ...]]  # our tensor name -> shape
-  adapter: Adapter | None = None  # on these weights, of the same version
-
-  @property
-  def bytes(self) -> int:
-    return _bytes(self.shapes, self.dtype)
+  adapter: Weights | None = None  # on these weights, of the same version
 
   @functools.cached_property
   def table(self) -> dict[str, families.Tensor]:
