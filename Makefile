@@ -81,12 +81,12 @@ quickstart: setup
 # order of files is that of tests/conftest.py: slow ones first.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Programs that run once for a moment are not worth XLA's optimizations, which
-# took half of all the time; `make test TEST_XLA_FLAGS=` runs with them, as
+# took half of all the time, nor the work of compiling one in parts; `make test TEST_XLA_FLAGS=` runs with them, as
 # test-parity, test-sidecar and whoever uses the package do. So do the tests
 # that ask for equal bits whatever shares a batch: unoptimized code, which is
 # not vectorized, could not break that.
 TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
-  --xla_cpu_use_fusion_emitters=false
+  --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.

@@ -10,6 +10,7 @@ if _FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}=8'
 
 import atexit  # noqa: E402
+import gc  # noqa: E402
 import pathlib  # noqa: E402
 import shutil  # noqa: E402
 import sys  # noqa: E402
@@ -28,12 +29,12 @@ _COMPILED = 'compiled_'
 if not _WORKER:
   os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix=_COMPILED)
 # Where Python may not write bytecode (containers often ask for this), each
-# process compiles all that it imports: importing JAX takes 4 s instead of 1 s.
-# The tests write theirs to a folder, which they remove.
+# process compiles all that it imports: importing JAX takes 4 s instead of 1 s,
+# and the tests 25 s instead of 10 s. Theirs stays for the next time.
 if sys.dont_write_bytecode:
   sys.dont_write_bytecode = False
-  sys.pycache_prefix = tempfile.mkdtemp(prefix=_COMPILED)
-  os.environ['PYTHONPYCACHEPREFIX'] = sys.pycache_prefix
+  kept = pathlib.Path(__file__).resolve().parent.parent / '.pytest_cache'
+  sys.pycache_prefix = os.environ['PYTHONPYCACHEPREFIX'] = f'{kept}/bytecode'
   os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
@@ -43,6 +44,10 @@ import pytest  # noqa: E402
 
 hypothesis.settings.register_profile('untimed', deadline=None)
 hypothesis.settings.load_profile('untimed')
+
+# Tracing makes many objects and little garbage: looking for it less often
+# saves 7 % of all the time.
+gc.set_threshold(50_000, 20, 20)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Models and losses must not mix dtypes by accident.
@@ -63,6 +68,10 @@ def pytest_xdist_setupnodes():
   # fork server's socket). xdist kills it after 10 s, which can be too early on
   # a busy machine.
   workermanage.NodeManager.EXIT_TIMEOUT = 120
+
+
+def pytest_collection_finish():
+  gc.freeze()  # what was imported stays
 
 
 def pytest_collection_modifyitems(items):
