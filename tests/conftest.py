@@ -131,24 +131,29 @@ def url(tmp_path_factory):
 # Parts of a config that no compiled update depends on.
 _NOT_COMPILED = (
   'name', 'source', 'checkpoint', 'eval', 'log', 'data', 'engine', 'env',
-  'reward',
+  'reward', 'seed', 'sft', 'judge', 'tools',
 )  # fmt: skip
+_PROGRAMS: dict = {}  # of all modules that a process tests
 
 
 @pytest.fixture(scope='module')
 def programs():
-  """Lets the runs of a module share the compiled updates of equal configs.
+  """Lets the runs of such modules share the compiled updates of equal configs.
 
   Tracing them takes half of the time of a run of a few steps. `.clear()` makes
   the next run compile its own.
   """
   from searchrl_jax.learn import learner, objectives
 
-  kept, make = {}, learner.Learner.__init__
+  kept, make = _PROGRAMS, learner.Learner.__init__
 
   def read(config):
     fields = config.to_dict().items()
-    return {k: v for k, v in fields if k not in _NOT_COMPILED}
+    found = {k: v for k, v in fields if k not in _NOT_COMPILED}
+    found['rollout'] = config.rollout.temperature
+    if config.optim.schedule == 'constant':  # of whatever number of updates
+      found['train'] = None
+    return found
 
   def init(self, config, cfg, mesh, *, roles=None, supervised=None):
     make(self, config, cfg, mesh, roles=roles, supervised=supervised)
