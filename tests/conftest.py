@@ -12,6 +12,7 @@ if _FLAG not in os.environ.get('XLA_FLAGS', ''):
 import atexit  # noqa: E402
 import gc  # noqa: E402
 import pathlib  # noqa: E402
+import re  # noqa: E402
 import shutil  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
@@ -68,6 +69,17 @@ def pytest_xdist_setupnodes():
   # fork server's socket). xdist kills it after 10 s, which can be too early on
   # a busy machine.
   workermanage.NodeManager.EXIT_TIMEOUT = 120
+
+
+def pytest_ignore_collect(collection_path, config):
+  """Files that are deselected as a whole are not imported."""
+  if collection_path.suffix != '.py':
+    return None
+  left_out = re.findall(r'not (\w+)', config.option.markexpr)
+  text = collection_path.read_text()
+  whole = re.search(r'^pytestmark = (\[[^]]*\]|.*)', text, re.MULTILINE)
+  marks = re.findall(r'mark\.(\w+)', whole[1]) if whole else ()
+  return True if {*left_out} & {*marks} else None
 
 
 def pytest_collection_finish():
