@@ -84,9 +84,11 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # took half of all the time; `make test TEST_XLA_FLAGS=` runs with them, as
 # test-parity, test-sidecar and whoever uses the package do. So do the tests
 # that ask for equal bits whatever shares a batch: unoptimized code, which is
-# not vectorized, could not break that.
+# not vectorized, could not break that. No program is worth compiling in parts,
+# each on a core of its own.
+ONE_PART := --xla_cpu_parallel_codegen_split_count=1
 TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
-  --xla_cpu_use_fusion_emitters=false
+  --xla_cpu_use_fusion_emitters=false $(ONE_PART)
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
@@ -96,7 +98,7 @@ test test-quick test-parity test-cluster test-runbook test-notebooks notebooks \
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
 	  $(PY) -m pytest $(WORKERS) $(addprefix --ignore=,$(OPTIMIZED))
-	$(PY) -m pytest $(WORKERS) $(OPTIMIZED)
+	XLA_FLAGS="$(ONE_PART) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) $(OPTIMIZED)
 
 # Whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup

@@ -1,15 +1,13 @@
 """compose.yaml and the Dockerfiles name files, flags and fields that exist."""
 
 import fnmatch
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from searchrl_jax.engines.vllm import launcher
+from tests import here
 from tests.conftest import ROOT
 
 DOCKERFILES = ('Dockerfile', 'Dockerfile.sidecar')
@@ -72,24 +70,19 @@ def test_what_compose_builds_has_its_arguments(name):
 )
 def test_commands_of_compose_are_accepted(name, further, missing, tmp_path):
   """They fail at the first file of /data: flags and fields were read."""
-  python, *command = SERVICES[name]['command']
-  assert python == 'python'
+  python, dash_m, module, *command = SERVICES[name]['command']
+  assert (python, dash_m) == ('python', '-m')
   if name == 'trainer':
     further = [*further, f'--workdir={tmp_path}']
 
   def run(*wrong):
-    done = subprocess.run(
-      [sys.executable, *command, *further, *wrong],
-      cwd=ROOT,
-      env={**os.environ, 'HF_HUB_OFFLINE': '1', 'JAX_PLATFORMS': 'cpu'},
-      capture_output=True,
-      text=True,
-    )
+    done = here.run(module, *command, *further, *wrong)
     assert done.returncode
     return done.stdout + done.stderr
 
   assert missing in run().splitlines()[-1]
-  assert 'prot' in run('--prot=1') and missing not in run('--prot=1')
+  said = run('--prot=1')
+  assert 'prot' in said and missing not in said
 
 
 def test_the_sidecar_and_the_trainer_agree():

@@ -33,7 +33,7 @@ from searchrl_jax.types import SearchError
 from searchrl_jax.worlds import microworld
 from tests import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 WHOLE = os.environ.get('FAULTS') == 'quickstart'
 TIMEOUT_S = 1.5

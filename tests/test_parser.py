@@ -72,7 +72,7 @@ def run(chunks):
   return kinds + more, found + blocks
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
   st.lists(st.sampled_from(PIECES), max_size=24),
   st.lists(st.integers(1, 5), min_size=24, max_size=24),

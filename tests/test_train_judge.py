@@ -10,7 +10,7 @@ from searchrl_jax.sources.chat import ChatError
 from tests import chat_server, tiny
 from tests.test_train import lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 
 def config(url, judge):

@@ -140,8 +140,8 @@ def plain_logps(p, cfg, batch, temperature=1.0):
   return [pack(jnp.pad(x, ((0, 0), (1, 0)))) for x in (picked, entropy)]
 
 
-@pytest.mark.parametrize('tied', [True, False])
-@pytest.mark.parametrize('chunk', [1000, 10])  # blocks: 1, many, padded
+# Blocks: 1; many, padded.
+@pytest.mark.parametrize('tied, chunk', [(False, 1000), (True, 10)])
 def test_log_probs_and_their_gradients(tied, chunk):
   """Chunked and gathered = full; the hand-written gradient = autodiff."""
   cfg, p = (CFG if tied else UNTIED), params(tied)
@@ -301,7 +301,13 @@ def test_zero_advantages_give_zero_gradients():
 
 def test_score_is_what_the_step_sees():
   """With scored old log-probs, the first update is on policy: ratio 1."""
-  c = config(**{'algorithm.minibatches': 2, 'rollout.temperature': 0.8})
+  c = config(
+    **{
+      'algorithm.minibatches': 2,
+      'rollout.temperature': 0.8,
+      'batch.lengths': (16,),
+    }
+  )
   u = updater(c, temperature=0.8)
   state = u.init(update.copy(params()))
   batches = microbatches(c)
@@ -325,7 +331,9 @@ def test_score_is_what_the_step_sees():
 
 
 def test_kl_in_the_loss():
-  c = config(**{'algorithm.kl': 'loss', 'algorithm.kl_coef': 0.5})
+  c = config(
+    **{'algorithm.kl': 'loss', 'algorithm.kl_coef': 0.5, 'batch.lengths': (16,)}
+  )
   u = updater(c)
   other = decoder.init_params(CFG, jax.random.key(1), scale=0.3)
   state = u.init(update.copy(params()))
@@ -344,7 +352,7 @@ def test_kl_in_the_loss():
 
 
 def test_supervised_learns_by_heart():
-  c = config(**{'optim.lr': 3e-2})
+  c = config(**{'optim.lr': 3e-2, 'batch.lengths': (16,)})
   u = updater(c, supervised=True)
   state = u.init(update.copy(params()))
   batches = microbatches(c, questions=1, group=2)
@@ -461,22 +469,21 @@ def test_remat_and_bfloat16():
   activations agree to their precision."""
   c = config(**{'batch.lengths': (16,)})
   batches = microbatches(c)
+  ids = batches[0].ids
+  B, T = ids.shape
+  rng = np.random.default_rng(0)
+  weights = rng.normal(size=(B, T, CFG.d_model)).astype(np.float32)
   out, products = {}, {}
-  for name, kw in (
-    ('plain', {}),
-    *((name, {'remat': name}) for name in decoder.REMAT),
-    ('bf16', {'dtype': 'bfloat16'}),
-  ):
-    cfg = decoder.DecoderConfig(**{**vars(CFG), **kw})
-    u = updater(c, cfg=cfg)
-    state = u.init(update.copy(params()))
-    out[name] = u.grads(state, batches)[0]
-    gradient = jax.grad(
-      lambda p, cfg=cfg: decoder.hidden_states(p, cfg, batches[0].ids).sum()
-    )
-    products[name] = hlo.dot_flops(jax.make_jaxpr(gradient)(params()))
-  B, T = batches[0].ids.shape
-  again = {name: products[name] - products['plain'] for name in decoder.REMAT}
+  for name in ('none', *decoder.REMAT):
+    cfg = dataclasses.replace(CFG, remat=name)
+
+    def weighed(p, cfg=cfg):
+      return jnp.sum(decoder.hidden_states(p, cfg, ids) * weights)
+
+    traced = jax.jit(jax.grad(weighed)).trace(params())
+    products[name] = hlo.dot_flops(traced.jaxpr)
+    out[name] = traced.lower().compile()(params())
+  again = {name: products[name] - products['none'] for name in decoder.REMAT}
   # A product [B, T, D] x [D, F] takes 2 B T D F. Gate and up are two of them,
   # and q, k and v are (N + 2 K) H wide in all.
   of_width = 2 * B * T * CFG.d_model * CFG.n_layers
@@ -485,6 +492,9 @@ def test_remat_and_bfloat16():
   assert again['block'] - again['attention'] >= of_width * heads
   assert again['attention'] - again['matmuls'] == of_width * 2 * CFG.d_ff
   for name in decoder.REMAT:
-    close(out[name], out['plain'])
-  close(out['bf16'], out['plain'], 0.1)
-  assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(out['bf16']))
+    close(out[name], out['none'])
+  for dtype in ('float32', 'bfloat16'):
+    u = updater(c, cfg=dataclasses.replace(CFG, dtype=dtype))
+    out[dtype], _ = u.grads(u.init(update.copy(params())), batches)
+  close(out['bfloat16'], out['float32'], 0.1)
+  assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(out['bfloat16']))

@@ -23,7 +23,7 @@ from searchrl_jax.run import build, records, schema
 from tests import tiny
 from tests.test_commands import command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 # Qwen2.5-0.5B's config.json with small sizes. Its embedding has more rows
 # (padding) than the tokenizer has entries, 151,665.

@@ -199,6 +199,9 @@ def test_threefry_known_answers():
     assert tuple(int(w) for w in got) == want
 
 
+draw = jax.jit(decode.draw)
+
+
 def draw_many(logits, n, **changes):
   """n draws of one distribution: ids [n], logps [n]."""
   state = decode.idle_state(n)
@@ -208,7 +211,7 @@ def draw_many(logits, n, **changes):
   u = decode.uniforms(jnp.asarray(state['seed']), jnp.arange(n))
   x = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, len(logits)))
   state = jax.tree.map(jnp.asarray, state)
-  ids, logps = jax.jit(decode.draw)(x, u, state)
+  ids, logps = draw(x, u, state)
   return np.asarray(ids), np.asarray(logps)
 
 
@@ -291,7 +294,6 @@ def test_edges_of_the_stream_never_give_an_impossible_id(vocab):
   only = np.full(vocab, -np.inf, np.float32)
   only[vocab // 2] = 0.0
   peaked = np.where(np.isinf(only), np.float32(-80), only)
-  draw = jax.jit(decode.draw)
   ids, logps = draw(jnp.tile(only, (16, 1)), u, state)
   assert set(ids.tolist()) == {vocab // 2} and set(logps.tolist()) == {0.0}
   ids, logps = draw(jnp.tile(peaked, (16, 1)), u, state)

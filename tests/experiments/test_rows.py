@@ -14,6 +14,7 @@ from experiments import rows, table
 from searchrl_jax.learn.checks import ConfigError
 from searchrl_jax.run import records
 from searchrl_jax.sweeps import core, figures, stages
+from tests import here
 from tests.conftest import ROOT
 from tests.experiments import tiny_row
 from tests.sweeps.tiny_sweep import complete
@@ -241,14 +242,8 @@ def lines(path):
 
 def test_a_killed_table_goes_on_and_says_all(tmp_path):
   folder, out = tmp_path / 'runs', tmp_path / 'out' / 'results.json'
-  command = [
-    sys.executable,
-    '-m',
-    'experiments.rows',
-    f'--row={MODULE}',
-    f'--workdir={folder}',
-    f'--out={out}',
-  ]
+  flags = f'--row={MODULE}', f'--workdir={folder}', f'--out={out}'
+  command = [sys.executable, '-m', 'experiments.rows', *flags]
   with (tmp_path / 'log').open('w') as log:
     killed = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
   trained = folder / 'arms/trained/0'
@@ -271,7 +266,7 @@ def test_a_killed_table_goes_on_and_says_all(tmp_path):
   assert list(seen['arms']) == ['untrained']
   assert [b['value'] for b in seen['bars']] == [None, None]
 
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  done = here.run('experiments.rows', *flags)
   assert done.returncode == 0, done.stderr
   # What was whole was left alone; the rest went on from its checkpoint.
   assert '[1/1] arms/trained/0' in done.stdout

@@ -25,7 +25,7 @@ from searchrl_jax.types import Question
 from searchrl_jax.worlds import microtraces, microworld
 from tests.fakes import make_env, run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 MATH = 'experiments.ttrl.mathematics.equal'
 WORLD = dict(train=60, heldout=20, relations=4)

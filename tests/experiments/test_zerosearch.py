@@ -26,7 +26,7 @@ from searchrl_jax.types import (
 from searchrl_jax.worlds import microworld
 from tests import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 FIELDS = dict(world_seed=3, worlds=2, n=400, train=40, relations=4)
 

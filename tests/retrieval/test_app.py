@@ -217,7 +217,7 @@ near_requests = st.fixed_dictionaries(
   },
 )
 fuzz = settings(
-  max_examples=300,
+  max_examples=60,
   deadline=None,
   suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -180,7 +180,7 @@ SCORE = st.floats(allow_nan=False, allow_infinity=False)
 FOUND = st.builds(Found, TEXT, TEXT, SCORE)
 
 
-@hypothesis.settings(max_examples=80, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(
   st.dictionaries(TEXT, st.lists(FOUND, max_size=4), max_size=6),
   st.integers(1, 10**9),

@@ -42,41 +42,45 @@ def programs(folder):
   return {f.name for f in folder.rglob('*-cache')}
 
 
-def test_programs_are_kept_for_the_next_process(tmp_path):
-  cache = tmp_path / 'cache'
+@pytest.fixture(scope='module')
+def kept(tmp_path_factory):
+  """A folder that two processes have filled at the same time."""
+  cache = tmp_path_factory.mktemp('kept') / 'cache'
   two = [
     subprocess.Popen(command(cache), cwd=ROOT, stdout=subprocess.DEVNULL)
     for _ in range(2)
   ]
   assert [process.wait(120) for process in two] == [0, 0]
-  kept = programs(cache)
-  assert len(kept) == 8
-  events, _ = run(cache)
+  return cache
+
+
+def test_the_programs_used_last_are_kept_within_a_bound(kept, tmp_path):
+  size = sum(f.stat().st_size for f in kept.rglob('*-cache'))
+  run(tmp_path, size // 2)
+  found = [f.stat().st_size for f in tmp_path.rglob('*-cache')]
+  assert 2 <= len(found) < 8 and sum(found) <= size // 2
+
+
+def test_a_program_that_a_kill_left_without_its_time_stops_no_other(kept):
+  (kind,) = kept.iterdir()
+  found = programs(kept)
+  next(kind.glob('*-cache')).unlink()
+  (kind / 'other-cache').write_bytes(b'x')
+  assert 'other' not in run(kept)[1]
+  assert programs(kept) == found
+
+
+def test_programs_are_kept_for_the_next_process(kept):
+  found = programs(kept)
+  assert len(found) == 8
+  events, _ = run(kept)
   assert 'cache_hits' in events and 'cache_misses' not in events
-  assert programs(cache) == kept
-  (kind,) = cache.iterdir()  # of this CPU, for this user alone
+  assert programs(kept) == found
+  (kind,) = kept.iterdir()  # of this CPU, for this user alone
   assert kind.stat().st_mode & 0o077 == 0
   for file in kind.glob('*-cache'):  # a process was killed as it wrote
     file.write_bytes(file.read_bytes()[:100])
-  assert 'cache_hits' not in run(cache)[0]
-
-
-def test_a_program_that_a_kill_left_without_its_time_stops_no_other(tmp_path):
-  run(tmp_path)
-  (kind,) = tmp_path.iterdir()
-  kept = programs(tmp_path)
-  next(kind.glob('*-cache')).unlink()
-  (kind / 'other-cache').write_bytes(b'x')
-  assert 'other' not in run(tmp_path)[1]
-  assert programs(tmp_path) == kept
-
-
-def test_the_programs_used_last_are_kept_within_a_bound(tmp_path):
-  run(tmp_path / 'all')
-  size = sum(f.stat().st_size for f in (tmp_path / 'all').rglob('*-cache'))
-  run(tmp_path / 'some', size // 2)
-  kept = [f.stat().st_size for f in (tmp_path / 'some').rglob('*-cache')]
-  assert 2 <= len(kept) < 8 and sum(kept) <= size // 2
+  assert 'cache_hits' not in run(kept)[0]
 
 
 @pytest.fixture
