@@ -5,6 +5,9 @@ Layouts:
             follow from the metadata, whose passages are left out. This
             project's files add `supporting_ids`, `source`, `hops`, `split`.
             Only `id` and `question` are required.
+  hotpotqa  HotpotQA (Yang et al., EMNLP 2018).
+  2wiki     2WikiMultihopQA (Ho et al., COLING 2020).
+  musique   MuSiQue (Trivedi et al., TACL 2022).
   ttrl      TTRL (Zuo et al. 2025): AIME, AMC, MATH-500 and GPQA with `prompt`,
             `answer`, `source`, `id`; MATH-L1 to L5 with `unique_id`, and
             `answer` or else the box in `solution`. A prompt is a bare
@@ -128,6 +131,43 @@ def flashrag(record: Mapping[str, Any], where: str) -> dict:
   )
 
 
+def _titled(record, where: str, **about) -> dict:
+  """Of a question whose supporting paragraphs have titles, not corpus ids."""
+  keys = ('_id', 'question', 'supporting_facts')
+  name, text, facts = _required(record, where, *keys)
+  titles = list(dict.fromkeys(title for title, _ in facts))
+  meta = {'supporting_titles': titles, 'type': record.get('type', '')}
+  answers = record.get('answer')
+  return dict(id=name, text=text, answers=answers, meta=meta, **about)
+
+
+def hotpotqa(record: Mapping[str, Any], where: str) -> dict:
+  return _titled(record, where, source='hotpotqa', hops=2)
+
+
+def two_wiki(record: Mapping[str, Any], where: str) -> dict:
+  hops = 4 if record.get('type') == 'bridge_comparison' else 2
+  return _titled(record, where, source='2wikimultihopqa', hops=hops)
+
+
+def musique(record: Mapping[str, Any], where: str) -> dict:
+  keys = ('id', 'question', 'paragraphs')
+  name, text, paragraphs = _required(record, where, *keys)
+  titles = [p['title'] for p in paragraphs if p.get('is_supporting')]
+  answers = ()
+  for field in ('answer', 'answer_aliases'):
+    answers += checks.strings(record.get(field), f'{where}: the field {field}')
+  answerable = record.get('answerable', True)
+  return dict(
+    id=str(name),
+    text=text,
+    answers=answers,
+    source='musique',
+    hops=int(str(name)[0]) if str(name)[:1].isdigit() else 0,  # '2hop__...'
+    meta={'supporting_titles': titles, 'answerable': answerable},
+  )
+
+
 def ttrl(record: Mapping[str, Any], where: str) -> dict:
   key = 'id' if 'id' in record else 'unique_id'
   text, name = _required(record, where, 'prompt', key)
@@ -161,4 +201,6 @@ def ssp(record: Mapping[str, Any], where: str) -> dict:
   )
 
 
-LAYOUTS = {'flashrag': flashrag, 'ttrl': ttrl, 'ssp': ssp}
+LAYOUTS = dict(
+  flashrag=flashrag, hotpotqa=hotpotqa, musique=musique, ttrl=ttrl, ssp=ssp
+) | {'2wiki': two_wiki}

@@ -1,4 +1,4 @@
-"""JSON lines in three layouts, and everything that can be wrong with them."""
+"""JSON lines in four layouts, and everything that can be wrong with them."""
 
 import gzip
 import json
@@ -119,18 +119,56 @@ def test_filters(tmp_path):
       found(**kw)
 
 
+def test_multihop_layouts(tmp_path):
+  hotpot = {
+    '_id': 'h',
+    'question': 'q',
+    'answer': 'yes',
+    'type': 'bridge',
+    'supporting_facts': [['T', 0], ['T', 2], ['U', 1]],
+    'context': [],
+  }
+  (q,) = jsonl.load(
+    write(tmp_path / 'h.json', json.dumps([hotpot])), layout='hotpotqa'
+  )
+  assert (q.id, q.answers, q.hops) == ('h', ('yes',), 2)
+  assert q.meta['supporting_titles'] == ['T', 'U']
+  two = {**hotpot, 'type': 'bridge_comparison'}
+  (q,) = jsonl.load(write(tmp_path / 'w.jsonl', two), layout='2wiki')
+  assert (q.source, q.hops) == ('2wikimultihopqa', 4)
+  musique = {
+    'id': '3hop1__1_2_3',
+    'question': 'q',
+    'answer': 'A',
+    'answer_aliases': ['B'],
+    'answerable': True,
+    'paragraphs': [
+      {'title': 'T', 'is_supporting': True},
+      {'title': 'U', 'is_supporting': False},
+    ],
+  }
+  (q,) = jsonl.load(write(tmp_path / 'm.jsonl', musique), layout='musique')
+  assert (q.answers, q.hops) == (('A', 'B'), 3)
+  assert q.meta['supporting_titles'] == ['T']
+  with pytest.raises(DataError, match=r"m\.jsonl:1: there is no '_id'"):
+    jsonl.load(str(tmp_path / 'm.jsonl'), layout='hotpotqa')
+
+
 @pytest.mark.skipif(shared_data() is None, reason='no real data at hand')
 @pytest.mark.parametrize(
-  'name, count',
+  'name, layout, count',
   [
-    ('qa_train.jsonl.gz', 7347),
-    ('qa_dev.jsonl.gz', 1247),
-    ('bamboogle_test.jsonl', 125),
-    ('popqa_test_1000.jsonl', 1000),
+    ('qa_train.jsonl.gz', 'flashrag', 7347),
+    ('qa_dev.jsonl.gz', 'flashrag', 1247),
+    ('bamboogle_test.jsonl', 'flashrag', 125),
+    ('popqa_test_1000.jsonl', 'flashrag', 1000),
+    ('multihop/hotpotqa_dev_200_distractor.json', 'hotpotqa', 200),
+    ('multihop/2wikimultihopqa_dev_200.json', '2wiki', 200),
+    ('multihop/musique_dev_200.json', 'musique', 200),
   ],
 )
-def test_real_files(name, count):
-  found = jsonl.load(str(shared_data() / name))
+def test_real_files(name, layout, count):
+  found = jsonl.load(str(shared_data() / name), layout=layout)
   assert len(found) == count and all(q.answers for q in found)
 
 
