@@ -4,6 +4,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 
 from ml_collections import ConfigDict
