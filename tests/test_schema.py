@@ -77,6 +77,15 @@ def test_a_value_is_refused_by_its_field(field, value, message):
     schema.check(config)
 
 
+@pytest.mark.parametrize('old, new', schema.RENAMED.items())
+def test_a_renamed_field_is_refused_with_its_new_name(old, new):
+  config = schema.base()
+  operator.attrgetter(new)(config)
+  config.update_from_flattened_dict({old: 1})  # in a recipe, or a run folder
+  with pytest.raises(ConfigError, match=f'config.{old} .*use config.{new}'):
+    schema.check(config)
+
+
 def test_no_field_is_in_two_ranges():
   named = [f for fields, _, _ in schema.RANGES for f in fields.split()]
   assert len(set(named)) == len(named)

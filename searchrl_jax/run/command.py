@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from searchrl_jax.run import cluster, lookup, records, remote, signals
+from searchrl_jax.run import cluster, lookup, records, remote, schema, signals
 from searchrl_jax.run.signals import Stopped
 
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
@@ -125,6 +125,9 @@ def _parse(argv):
     # ml_collections raises these for unknown fields, with a repr of a repr.
     text = str(e.args[0] if e.args else e).replace('\\n', ' ')
     text = ' '.join(text.split()).replace("\\'", "'").strip('"\'')
+    for name, new in schema.RENAMED.items():
+      if f'--config.{name}' in ' '.join(argv):
+        fail(f'config.{name} has been renamed: use config.{new}')
     fail(f'a --config.* flag names no field of the config: {text}')
   except (ValueError, TypeError, OSError, records.RunError) as e:
     fail(f'{type(e).__name__}: {e}')

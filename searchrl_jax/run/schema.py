@@ -41,6 +41,12 @@ CHOICES = {
   'log.wandb': ('disabled', 'offline', 'online'),
 }
 
+# Former names of fields, and their names now.
+RENAMED = {
+  'algorithm.tis_beyond': 'algorithm.tis_mode',
+  'critic.alone': 'critic.pretrain_steps',
+}
+
 # (fields, whether a value is allowed, which are)
 RANGES = (
   (
@@ -399,8 +405,14 @@ def check(config: ConfigDict) -> None:
   """Refuses values that a field cannot have, whatever the others are.
 
   Raises:
-    ConfigError: names the field, its value and what is allowed.
+    ConfigError: names the field, its value and what is allowed, or the new
+      name of a renamed field.
   """
+  for old, new in RENAMED.items():
+    part, _, name = old.rpartition('.')
+    known = operator.attrgetter(part)(config)
+    message = f'config.{old} has been renamed: use config.{new}'
+    lookup.require(name not in known, message)
   for field, choices in CHOICES.items():
     value = operator.attrgetter(field)(config)
     hint = lookup.near(str(value), choices)
