@@ -368,4 +368,4 @@ def get_sweep(arg=None) -> core.Sweep:
     for plan in plans
   ]
   curves = {'reward': 'reward', 'health/searches': 'searches'}
-  return core.Sweep(warm, arms, measure.SCORES, curves)
+  return core.Sweep(warm, arms, measure.SCORES + measure.TRAINING, curves)

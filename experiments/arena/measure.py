@@ -40,6 +40,7 @@ COLLAPSED = 0.5
 SCORES = (
   'em found searches needed wasted repeated search thoughts tokens turns'
 ).split()
+TRAINING = ['sampled', 'collapse', 'seconds']
 
 
 def measured(config, run: str, out: str) -> dict[str, float]:
