@@ -1,6 +1,7 @@
 """The self-play loop end to end, on a tiny model whose proposer is scripted."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -368,7 +369,8 @@ def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
 
 def test_a_dry_run_tells_what_both_roles_cost():
   def report(argument):
-    with mock.patch.object(dryrun, 'working_memory', return_value=0):
+    uncompiled = functools.partial(dryrun.costs, working=0)
+    with mock.patch.object(dryrun, 'costs', uncompiled):
       return start.report(ssp.get_config(argument), 300)
 
   found = report('pairing=grpo+grpo')

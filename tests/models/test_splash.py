@@ -86,8 +86,8 @@ def test_packed_rows_through_the_decoder(tensor):
   p = base.params()
 
   def states(cfg, mesh=None):
-    return jax.jit(decoder.hidden_states, static_argnums=(1, 4))(
-      p, cfg, ids, None, mesh, starts
+    return jax.jit(decoder.hidden_states, static_argnums=(1, 3))(
+      p, cfg, ids, mesh, starts
     )
 
   found = states(dataclasses.replace(CFG, attention='splash'), mesh)
