@@ -39,6 +39,7 @@ from searchrl_jax.run import (
   command,
   lookup,
   parameters,
+  progress,
   records,
   sharding,
 )
@@ -194,7 +195,10 @@ def evaluate(
     # Raises now if there are too few different answers.
     controls.shuffled(NoSource(), [q for qs in sets.values() for q in qs])
   services = loaded(config, workdir, out, which)
-  with services as have, Writer(out, config) as writer:
+  with contextlib.ExitStack() as stack:
+    with progress.phase('model and services', config.log.progress):
+      have = stack.enter_context(services)
+    writer = stack.enter_context(Writer(out, config))
     if wanted:
       ledger.check_corpus(wanted, have.identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)

@@ -12,6 +12,7 @@ Tags are tokenised as the policy would sample them (Qwen3 has one token for
 """
 
 from collections.abc import Callable, Sequence
+import contextlib
 import functools
 import hashlib
 import math
@@ -26,7 +27,14 @@ from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import batching, checks, optim
 from searchrl_jax.learn.learner import Learner, own_optim
-from searchrl_jax.run import build, cluster, command, lookup, parameters
+from searchrl_jax.run import (
+  build,
+  cluster,
+  command,
+  lookup,
+  parameters,
+  progress,
+)
 from searchrl_jax.run.session import Session
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.sources import simulated
@@ -216,7 +224,10 @@ def sft(config, workdir: str) -> dict[str, float]:
   taught.env.train_information = True
   taught.env.train_observations = False  # the policy is not to write them
   env = build.environment(taught, tok)
-  with build.retrieval(config, workdir) as url, Loop() as loop:
+  with contextlib.ExitStack() as stack:
+    with progress.phase('retrieval server', config.log.progress):
+      url = stack.enter_context(build.retrieval(config, workdir))
+    loop = stack.enter_context(Loop())
     source = build.source(config, url)
     loop.open(source)
     search = searcher(source, loop.run)

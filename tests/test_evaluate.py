@@ -14,6 +14,7 @@ from searchrl_jax.evaluators import ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.models import decoder
 from searchrl_jax.run import build, parameters, records
+from searchrl_jax.run.progress import Progress
 from tests import tiny
 from tests.test_commands import command
 
@@ -51,6 +52,16 @@ def test_what_selected_a_checkpoint_does_not_report_on_it(url, tmp_path):
   assert {
     row['set'] for row in map(json.loads, (tmp_path / 'e/rows.jsonl').open())
   } == {'other'}
+
+
+def test_every_long_phase_is_told(url, tmp_path, monkeypatch, capsys):
+  for name in ('every', 'tick'):  # so that a phase of 10 ms is a long one
+    monkeypatch.setattr(Progress, name, 0.001)
+  c = config(url, **{'log.progress': True, 'eval.best_of': 'certainty'})
+  evaluate.evaluate(c, '', str(tmp_path / 'e'))
+  told = capsys.readouterr().err
+  for name in ('model and services', 'eval', 'eval certainty'):
+    assert f'\n{name}: ' in f'\n{told}', name
 
 
 def test_fields_are_checked_before_data_are_read(url, tmp_path):

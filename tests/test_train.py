@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 
@@ -18,6 +19,7 @@ from searchrl_jax.engines.core import SyncError
 from searchrl_jax.learn import checks, objectives, update
 from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, checkpoint, parameters, records, signals
+from searchrl_jax.run.progress import Progress
 from searchrl_jax.run.records import RunError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
@@ -81,6 +83,23 @@ def test_a_run_leaves_everything_behind(whole):
     (a != b).any()
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(started))
   ), 'training changed nothing'
+
+
+def test_a_log_tells_what_comes_and_every_long_phase(
+  url, tmp_path, monkeypatch, capsys
+):
+  for name in ('every', 'tick'):  # so that a phase of 10 ms is a long one
+    monkeypatch.setattr(Progress, name, 0.001)
+  config = tiny.config(url)
+  config.log.progress = True
+  train.train(config, str(tmp_path))
+  told = capsys.readouterr().err
+  (begin,) = re.findall(r'^train of .*', told, re.M)
+  assert f'in {tmp_path}: steps 1 to 3, ' in begin
+  assert re.search(r'a step is \d+ questions x \d+ trajectories', begin)
+  for name in ('compile', 'eval', r'step \d/3 rollout', r'step \d/3 update'):
+    assert re.search(f'^{name}: ', told, re.M), name
+  assert re.search(r'^step 1/3  .*\(\S+ s a step\)$', told, re.M)
 
 
 def params_of_fresh(config, folder):

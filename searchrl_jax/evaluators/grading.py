@@ -313,8 +313,7 @@ class Evaluator:
       on_trajectory=ended.append,
     )
     count = lambda: (len(ended), len(own) * e.n)
-    phase = self.writer and self.writer.phase(self.name, count)
-    with phase or contextlib.nullcontext():
+    with self._phase(self.name, count):
       result = self.runner(played)
     rows = [
       row
@@ -324,16 +323,24 @@ class Evaluator:
     flat = [t for group in result.groups for t in group]
     late = {}
     if self.scorer is not None:
-      late['certainty'] = certainties(flat, self.scorer)
+      with self._phase(f'{self.name} certainty'):
+        late['certainty'] = certainties(flat, self.scorer)
     if self.judge is not None:
       grades = judging.grade(flat, self.env, self.judge, after_em=False)
-      late['judged'] = self.runner(grades)[0].tolist()
+      with self._phase(f'{self.name} judge'):
+        late['judged'] = self.runner(grades)[0].tolist()
     for name, values in late.items():
       rows = [
         dataclasses.replace(row, **{name: value})
         for row, value in zip(rows, values, strict=True)
       ]
     return result.groups, rows, result.stats.seconds
+
+  def _phase(self, name: str, count=None):
+    """`Writer.phase`, if there is a writer."""
+    if self.writer is None:
+      return contextlib.nullcontext()
+    return self.writer.phase(name, count)
 
 
 def asked(questions: Sequence[Question]) -> dict[str, Any]:
