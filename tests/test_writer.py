@@ -466,8 +466,10 @@ def test_wandb_sync_accepts_an_offline_folder(tmp_path, monkeypatch):
   id = (tmp_path / 'wandb_id.txt').read_text().strip()
   with wandb_server.serve() as server:
     client = [sys.executable, '-m', 'wandb', 'sync', '--yes', str(found)]
-    env = os.environ | {'WANDB_BASE_URL': server.url, 'TMPDIR': str(tmp_path)}
-    env['WANDB_API_KEY'] = 'a' * 40
+    # Not the service of this process, which the variables name.
+    env = {k: v for k, v in os.environ.items() if not k.startswith('WANDB_')}
+    env |= {'WANDB_BASE_URL': server.url, 'WANDB_API_KEY': 'a' * 40}
+    env['TMPDIR'] = str(tmp_path)
     done = subprocess.run(client, env=env, capture_output=True, timeout=100)
   assert done.returncode == 0, done.stderr
   assert f'[searchrl/{id}]'.encode() in done.stderr
