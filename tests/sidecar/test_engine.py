@@ -462,7 +462,7 @@ def test_a_death_in_a_sync_ends_it_and_the_next_one_loads(
   """The API lives on for a moment and answers with errors."""
   rpc, killed = Client.rpc, []
 
-  async def deadly(self, method, *args, timeout):
+  async def deadly(self, method, *args):
     if method == call and not killed:
       api = psutil.Process(served.sidecar.server_pid)
       killed.extend(
@@ -470,7 +470,7 @@ def test_a_death_in_a_sync_ends_it_and_the_next_one_loads(
       )
       for process in killed:
         process.kill()
-    return await rpc(self, method, *args, timeout=timeout)
+    return await rpc(self, method, *args)
 
   monkeypatch.setattr(Client, 'rpc', deadly)
   before = served.sidecar.restarts
