@@ -165,7 +165,7 @@ def test_sft_and_evaluate_do_what_they_do_in_one_process(tmp_path, url):
   logs = [*(two / 'out').rglob('retrieval.log')]
   assert logs == [two / 'out' / 'retrieval.log']
   assert 'WARNING: bound to 0.0.0.0' not in logs[0].read_text()
-  tables = ['exact match' in second.said(rank) for rank in (0, 1)]
+  tables = ['bootstrap intervals' in second.said(rank) for rank in (0, 1)]
   assert tables == [True, False]
 
 
