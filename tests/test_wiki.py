@@ -167,7 +167,9 @@ def test_evaluate_takes_a_hugging_face_checkpoint(checkpoint, server, tmp_path):
     f'--config.source.url={server.url}',
     *flags,
   )
-  assert 'bootstrap intervals' in out and f'{tmp_path}/out' in out.replace('\n', '')
+  assert 'bootstrap intervals' in out and f'{tmp_path}/out' in out.replace(
+    '\n', ''
+  )
   scores = json.loads((tmp_path / 'out' / 'eval.json').read_text())
   assert scores['eval/em/n'] == 2
   assert 0 <= scores['eval/f1/low'] <= scores['eval/f1/high'] <= 1

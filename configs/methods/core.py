@@ -7,11 +7,12 @@
 
 A file of this folder is a method: its docstring has the source and where it
 departs from it, `get_config` its fields, and functions that no other method
-uses stand beside it (`configs.methods.NAME.fn` in the config). It is deleted
-with its row in experiments/arena/.
+uses stand beside it (`configs.methods.NAME.fn` in the config). To delete a
+method, delete the file, its test and its row in experiments/arena/arms.py.
 
 Its arguments are `base`, the recipe that it changes (atlas, search_r1, ...:
-`configs/BASE.py`), the method's own, and those of the base.
+`configs/BASE.py`), the method's own, and those of the base. An argument that
+both have (`version` of search_r1) is the method's.
 """
 
 from collections.abc import Callable, Mapping

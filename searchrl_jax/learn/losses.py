@@ -7,9 +7,9 @@ minibatch. So microbatches add up to the minibatch exactly, on any mesh, and
 an empty microbatch gives 0, not 0/0.
 
 No loss is named after an algorithm: GRPO and PPO are `clip` with an advantage
-and an aggregation (configs/algorithms.py). train.train calls Learner.update and
-that Updater.step, whose compiled program calls the objective of
-`objectives.policy`, which calls the loss.
+and an aggregation (configs/algorithms.py). `train.train` calls
+`Learner.update`, which calls `Updater.step`; its compiled program calls the
+objective of `objectives.policy`, which calls the loss.
 
 Axes: B sequences, T tokens. mask [B, T] is True for target tokens in the loss.
 Log-probs are natural logarithms, float32, of the token at the same position,
