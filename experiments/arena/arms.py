@@ -20,9 +20,10 @@ row with the same estimator. Phases:
   mixtures  each row as tuned, from the other warm starts
 
 Arms of a seed share its world, warm start and questions, and play as many
-trajectories (Tree-GRPO: sample about as many tokens). Another base recipe can
-take the place of atlas, with a source, data and model of its own and no warm
-start: `--base=base=search_r1,model=Qwen/Qwen2.5-3B`.
+trajectories; the tokens that they sample are among the values (leaves of a tree
+share some). Another base recipe can take the place of atlas, with a source,
+data and model of its own, no warm start, and the settings tuned on atlas:
+`--base=base=search_r1,model=Qwen/Qwen2.5-3B`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +49,8 @@ TUNING, PILOT = (100, 101), (200, 201, 202, 203)
 REPORTING = tuple(range(12))  # the pilot fixes how many
 MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
 MIX = MIXES[0]  # of all phases but the first and the last
-RATES = (3e-4, 1.5e-4, 6e-4)  # the first is atlas's
-MORE_RATES = (0.75e-4, 1.2e-3)  # for arms without a scale
+RATES = (1.0, 0.5, 2.0)  # x the learning rate of the base recipe
+MORE_RATES = (0.25, 4.0)  # for arms without a scale
 KLS = (0.0, 0.003, 0.03)
 STRESS = 4  # x the learning rate
 MISSING = 0.1  # share of passages that the incomplete corpus lacks
@@ -112,9 +113,6 @@ _ORACLE = {
 }
 
 
-_EXACT = dict(mechanism=True)
-
-
 def _helps(name: str, claim: str, against='grpo', **kw) -> Claim:
   return Claim(name, claim, against=against, **kw)
 
@@ -158,7 +156,7 @@ METHODS = (
   Method(
     'pica',
     ('scale', (0.3, 1.3, 0.1)),
-    (_helps('pica', 'differences of a potential help', 'ppo', **_EXACT),),
+    (_helps('pica', 'differences of a potential help', 'ppo', mechanism=True),),
     controls=_PROGRESS,
   ),
   Method(
@@ -224,6 +222,7 @@ METHODS = (
     'tree_grpo',
     ('scale', (1.0, 0.3, 3.0)),
     (_helps('tree_grpo', 'comparing leaves that share turns helps'),),
+    fields={'rollout.group': 8},  # two trees of four leaves
     controls={'shuffled': {'algorithm.advantage_kw.credit': 'shuffled'}},
   ),
   Method(
@@ -255,7 +254,7 @@ def config(
   fields: further changes. base: arguments of the base recipe.
   """
   name, value = row.scale[0] if row.scale else '', setting.get('scale')
-  fields = {**row.fields, 'optim.lr': setting['lr'], **fields}
+  fields = {**row.fields, **fields}
   if setting['kl']:
     fields |= {'algorithm.kl': 'loss', 'algorithm.kl_coef': setting['kl']}
   parts = [f'seed={seed}', base]
@@ -266,6 +265,7 @@ def config(
   module = importlib.import_module(f'configs.methods.{row.file or row.name}')
   argument = ','.join(filter(None, parts))
   c = core.changed(lambda _: module.get_config(argument), fields, seed)
+  c.optim.lr *= setting['lr']
   return c
 
 

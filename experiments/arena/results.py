@@ -1,4 +1,4 @@
-"""What the arena's runs say: tuned settings, claims, tables, the figure."""
+"""What the arena's runs say: tuned settings, claims, tables."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -35,22 +35,21 @@ def values(runs: Runs) -> dict[str, dict[str, dict[str, float]]]:
 def choose(runs: Runs, path: pathlib.Path, environment) -> None:
   """Writes the setting of each row that all of its trials are complete of.
 
-  Of each field, the value whose arm has the highest mean of SCORE, the default
-  where it is as high; fields were changed one at a time.
+  Of each field, the value whose arm has the highest mean of SCORE over the
+  cases that all trials of the row have, the default where it is as high; fields
+  were changed one at a time.
   """
   settings, trials = {}, {}
   for row in arms.METHODS:
     plans = [p for p in arms.tune() if p.row is row]
+    cases = set.intersection(*({*runs.get(p.name, {})} for p in plans))
+    if not cases:
+      continue
     means = {
-      p.name: statistics.fmean(
-        run['values'][SCORE] for run in runs[p.name].values()
-      )
+      p.name: statistics.fmean(runs[p.name][c]['values'][SCORE] for c in cases)
       for p in plans
-      if p.name in runs
     }
     trials[row.name] = means
-    if len(means) < len(plans):
-      continue
     best = dict(row.default)
     for field, default in row.default.items():
       others = (p for p in plans if p.setting[field] != default)
@@ -63,7 +62,7 @@ def choose(runs: Runs, path: pathlib.Path, environment) -> None:
 
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
-  """Writes results.json and curves.png of what is complete."""
+  """Writes results.json of what is complete."""
   every = {phase: values(found) for phase, found in runs.items()}
   table = {
     phase: {arm: _means(cases) for arm, cases in found.items()}

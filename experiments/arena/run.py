@@ -10,8 +10,8 @@ experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
 (searchrl_jax/sweep.py): the same command goes on where it was stopped. The
 values of arms that are complete are kept in experiments/arena/runs.json, so
 that what one machine has run, another leaves out. Tuning writes tuned.json, and
-every phase results.json: claims with their verdicts so far, the means of all
-arms with intervals, and curves.png.
+every phase results.json: claims with their verdicts so far, and the means of
+all arms with intervals. With another base both lie in --workdir.
 """
 
 import functools
@@ -42,10 +42,10 @@ def keep(found: core.Sweep, stages, phase: str, folder, out) -> dict:
   runs = load_runs(out)
   for stage in stages:
     _, name, case = stage.split('/')
-    kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
     values = folder / stage / 'after' / 'values.json'
-    if case not in kept and values.exists():
+    if values.exists():
       about = figures.of_run(found, found.arm(name), folder / stage)
+      kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
       kept[case] = {
         'values': about['values']['after'],
         'curve': about['curve']['reward'],
@@ -63,10 +63,11 @@ def _row(name: str) -> str:
 
 def main():
   given = flags.FLAGS
-  phase, out = given.phase, pathlib.Path(given.out)
+  phase, folder = given.phase, pathlib.Path(given.workdir)
+  out = folder if given.base else HERE
   arg = ','.join(filter(None, (phase, given.base)))
   spec = f'experiments/arena/arms.py:{arg}'
-  found, folder = core.load(spec), pathlib.Path(given.workdir)
+  found = core.load(spec)
   environment = common.environment()
   out.mkdir(parents=True, exist_ok=True)
   known = load_runs(out).get(phase, {})
@@ -83,7 +84,8 @@ def main():
   finally:
     runs = update()
     if phase == 'tune':
-      results.choose(runs[phase], out / arms.TUNED.name, environment)
+      tried = runs.get(phase, {})
+      results.choose(tried, out / arms.TUNED.name, environment)
     results.write(runs, out, environment, ' '.join(sys.argv[1:]))
     print(results.show(runs.get(phase, {})))
 
@@ -104,6 +106,5 @@ if __name__ == '__main__':
     'phase', None, [*arms.PHASES], 'See arms.py.', required=True
   )
   flags.DEFINE_string('base', '', 'Arguments of another base recipe.')
-  flags.DEFINE_string('out', str(HERE), 'Folder of runs.json and the results.')
   sweep.define_flags()
   command.run(main)

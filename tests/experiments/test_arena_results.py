@@ -180,7 +180,7 @@ def tune_runs():
 def test_tuning_takes_the_best_value_of_each_field(tmp_path):
   runs = tune_runs()
   for name, score in (
-    ('otc,lr=0.0006', 0.5),
+    ('otc,lr=2.0', 0.5),
     ('otc,scale=0.3', 0.45),
     ('otc,kl=0.03', 0.4),  # as good as the default, which stays
   ):
@@ -189,8 +189,8 @@ def test_tuning_takes_the_best_value_of_each_field(tmp_path):
   path = tmp_path / 'tuned.json'
   results.choose(runs, path, {})
   settings = json.loads(path.read_text())['settings']
-  assert settings['otc'] == {'lr': 6e-4, 'kl': 0.0, 'scale': 0.3}
-  assert settings['grpo'] == {'lr': 3e-4, 'kl': 0.0}
+  assert settings['otc'] == {'lr': 2.0, 'kl': 0.0, 'scale': 0.3}
+  assert settings['grpo'] == {'lr': 1.0, 'kl': 0.0}
   assert 'igpo' not in settings  # a trial of it has not run
 
 
@@ -223,3 +223,31 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   assert by['gigpo', 'hard/em']['verdict'] == 'equivalent'
   assert by['llds', 'run/collapse']['verdict'] == 'undecided'  # did not run
   assert '| otc | 3 | 0.410' in results.show(report)
+
+
+def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
+  """Arms that have not ended are in no table, and tuning leaves them out."""
+  found = arms.get_sweep('tune')
+  runs = run.keep(found, ['arms/otc/100'], 'tune', tmp_path / 'w', tmp_path)
+  assert runs == {}
+  results.choose({}, tmp_path / 'tuned.json', {})
+  results.write(runs, tmp_path, {}, '--phase=tune')
+  assert json.loads((tmp_path / 'tuned.json').read_text())['settings'] == {}
+
+
+def test_trials_are_compared_by_the_seeds_that_all_have(tmp_path):
+  runs = tune_runs()
+  runs['otc,lr=2.0']['101'] = {'values': {'hard/em': 0.9}}
+  results.choose(runs, tmp_path / 'tuned.json', {})
+  tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
+  assert tuned['otc']['lr'] == 1.0
+
+
+def test_rates_are_relative_to_the_base_recipe():
+  row = arms.METHODS[0]
+  small, full = (
+    arms.config(row, {'lr': 2.0, 'kl': 0.0}, {}, base, 0)
+    for base in ('', 'base=search_r1,model=x')
+  )
+  assert small.optim.lr == pytest.approx(6e-4)
+  assert full.optim.lr == pytest.approx(2e-6)
