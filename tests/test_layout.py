@@ -85,7 +85,7 @@ ORDER = (
   'rollout.chains',
   'rollout.tree',
   'rewards.core',
-  'rewards.controls',
+  'rewards.ablations',
   'learn.structure',
   'rewards.answer',
   'rewards.blocks',

@@ -13,12 +13,12 @@ if the notes hold a golden answer, else 0 (rewards/blocks.py). Departures:
 The algorithm is GRPO; the release has 5 trajectories of 5 turns and a KL of
 .001. At full size the template is `refine`.
 Arguments: bonus, outcome (f1, em: that of the base recipe), version (sound,
-as_released), credit (rewards/controls.py; 'oracle': notes that state each
+as_released), credit (rewards/ablations.py; 'oracle': notes that state each
 needed fact and nothing else), and those of the base.
 """
 
 from configs.methods import core
-from searchrl_jax.rewards import controls
+from searchrl_jax.rewards import ablations
 from searchrl_jax.text import prompts
 
 
@@ -30,7 +30,7 @@ def get_config(arg=None):
 def change(c, a):
   c.name = 'autorefine'
   core.set_algorithm(c, core.GRPO)
-  controls.choose(a, version=('sound', 'as_released'))
+  ablations.choose(a, version=('sound', 'as_released'))
   if c.model.path and 'refine' not in prompts.load(c.env.template).kinds:
     c.env.template = 'refine'
   sound = a.version == 'sound'

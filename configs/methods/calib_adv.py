@@ -27,6 +27,7 @@ import numpy as np
 from configs import algorithms
 from configs.methods import core
 from searchrl_jax.learn.advantages import normalised, returns
+from searchrl_jax.rewards import ablations
 
 VERSIONS = {'sound': False, 'as_released': True}
 
@@ -45,7 +46,7 @@ def get_config(arg=None):
 
 def change(c, a):
   c.name = 'calib_adv'
-  core.chosen('silver', a.silver, {'group': 0, 'oracle': 0})
+  ablations.choose(a, silver=('group', 'oracle'))
   kw = {name: a[name] for name in ('soft', 'rebalance', 'silver', 'ratio')}
   kw |= dict(released=core.chosen('version', a.version, VERSIONS))
   kw |= dict(least=0.7, similar=0.5, eps=1e-6, ddof=1, shuffle=False)

@@ -19,13 +19,13 @@ release, the reward itself does not use it. Departures:
     looks for tags in other brackets, such as "(search".
 
 The algorithm is GRPO, with the base's group and learning rate. Arguments:
-bonus, version (sound, as_released), credit (rewards/controls.py; 'oracle'
+bonus, version (sound, as_released), credit (rewards/ablations.py; 'oracle'
 counts only searches beyond those that the question needs), and those of the
 base.
 """
 
 from configs.methods import core
-from searchrl_jax.rewards import controls, efficiency
+from searchrl_jax.rewards import ablations, efficiency
 
 
 def get_config(arg=None):
@@ -93,7 +93,7 @@ def _needs(fields):
 def _check(config, fields):
   del config
   versions = ('sound', 'as_released')
-  controls.choose(fields, version=versions, credit=controls.CREDITS)
+  ablations.choose(fields, version=versions, credit=ablations.CREDITS)
 
 
 reward.needs, reward.check = _needs, _check

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from configs import algorithms
 from configs.methods import core
 from searchrl_jax.learn import losses
+from searchrl_jax.rewards import ablations
 from searchrl_jax.run import lookup
 
 VERSIONS = {
@@ -40,7 +41,7 @@ def get_config(arg=None):
 
 def change(c, a):
   c.name = 'llds'
-  core.chosen('gate', a.gate, {'run': 0, 'row': 0})
+  ablations.choose(a, gate=('run', 'row'))
   fields = dict(aggregation='token', loss='configs.methods.llds.held')
   fields |= dict(llds_coef=a.scale, llds_gate=a.gate)
   fields |= core.chosen('version', a.version, VERSIONS)

@@ -18,7 +18,7 @@ Departures:
     ports, (1 - s) R + s r with s = .3, which pays wrong answers too.
 
 The algorithm is GRPO, or PPO with `form=ppo`. Arguments: scale, form (grpo,
-ppo), version (as_written, ports), credit (rewards/controls.py; 'oracle' takes
+ppo), version (as_written, ports), credit (rewards/ablations.py; 'oracle' takes
 the searches that the question needs for n), and those of the base.
 """
 
@@ -26,7 +26,7 @@ import math
 
 from configs import algorithms
 from configs.methods import core
-from searchrl_jax.rewards import controls, efficiency
+from searchrl_jax.rewards import ablations, efficiency
 from searchrl_jax.run import lookup
 
 
@@ -86,7 +86,9 @@ async def reward(groups, context, *, scale, smoothing, form, version, credit):
 
 def _check(config, fields):
   forms, versions = ('grpo', 'ppo'), ('as_written', 'ports')
-  controls.choose(fields, form=forms, version=versions, credit=controls.CREDITS)
+  ablations.choose(
+    fields, form=forms, version=versions, credit=ablations.CREDITS
+  )
   lookup.require(
     fields['form'] == 'ppo' or config.rollout.group > 1,
     "form='grpo' compares the searches of a group, and config.rollout.group="

@@ -22,14 +22,14 @@ by meta.parallel of the question; n* is 2 in the release. Departures:
 
 The algorithm is GRPO, in the release PPO. At full size the template is
 `parallel`, and an observation may have 1000 tokens. Arguments: scale, version
-(sound, as_released), credit (own; shuffled, see rewards/controls.py), and those
-of the base.
+(sound, as_released), credit (own; shuffled, see rewards/ablations.py), and
+those of the base.
 """
 
 import itertools
 
 from configs.methods import core
-from searchrl_jax.rewards import answer, controls, scores
+from searchrl_jax.rewards import ablations, answer, scores
 from searchrl_jax.rewards.core import per_trajectory
 from searchrl_jax.run import lookup
 from searchrl_jax.text import prompts
@@ -96,7 +96,7 @@ async def reward(groups, context, *, scale, require_think, version, credit):
     ]
     shapes = [shape(t, released) for t in alive]
     if credit == 'shuffled':
-      shapes = [shapes[i] for i in controls.drawn(alive, table, context.step)]
+      shapes = [shapes[i] for i in ablations.drawn(alive, table, context.step)]
     for t, (right, valid), earned in zip(alive, table, shapes):
       value = 1 - STRUCTURE * (not valid) if right else STRUCTURE * valid
       value += scale * earned * (right or released)
@@ -105,7 +105,7 @@ async def reward(groups, context, *, scale, require_think, version, credit):
 
 
 def _check(config, fields):
-  controls.choose(
+  ablations.choose(
     fields, version=('sound', 'as_released'), credit=('own', 'shuffled')
   )
   template = prompts.load(config.env.template)

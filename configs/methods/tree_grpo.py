@@ -30,7 +30,7 @@ import numpy as np
 
 from configs.methods import core
 from searchrl_jax.learn import advantages
-from searchrl_jax.rewards import controls
+from searchrl_jax.rewards import ablations
 from searchrl_jax.run import lookup
 
 
@@ -95,7 +95,7 @@ def _dealt(tree: np.ndarray, group_ids: np.ndarray, names) -> np.ndarray:
 
 
 def _check(config, fields):
-  controls.choose(
+  ablations.choose(
     fields, version=('as_written', 'tree_2norm'), credit=('own', 'shuffled')
   )
   lookup.require(

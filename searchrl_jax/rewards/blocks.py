@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.rewards import controls, scores
+from searchrl_jax.rewards import ablations, scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
 from searchrl_jax.run import lookup
 from searchrl_jax.text import prompts
@@ -68,7 +68,7 @@ async def outcome_or_evidence(
     evidence: 'words': a golden answer in whole words of one complete block.
       'substring': in all of them, joined, also within a word.
     monotone: see above.
-    credit: one of controls.CREDITS. 'shuffled': e is that of a trajectory of
+    credit: one of ablations.CREDITS. 'shuffled': e is that of a trajectory of
       the group with the same s. 'oracle': e is the share of the facts that the
       policy needs, and has not read in its warm start, that a block of their
       own states and nothing else ("teacher Kova Len"), in a generated world.
@@ -86,7 +86,7 @@ async def outcome_or_evidence(
     ]
     if credit == 'shuffled':
       same = [*zip(earned, (a is None for a in answers))]
-      holds = [holds[i] for i in controls.drawn(alive, same, context.step)]
+      holds = [holds[i] for i in ablations.drawn(alive, same, context.step)]
     for t, answer, s, e in zip(alive, answers, earned, holds):
       value = max(s, bonus * e) if monotone or s <= 0 else s
       value = value if answer is not None else 0.0
@@ -134,8 +134,8 @@ def _check(config: ConfigDict, fields: Mapping[str, Any]) -> None:
 def _check_evidence(config: ConfigDict, fields: Mapping[str, Any]) -> None:
   _check(config, fields)
   evidence = ('words', 'substring')
-  controls.choose(
-    fields, outcome=_OUTCOMES, evidence=evidence, credit=controls.CREDITS
+  ablations.choose(
+    fields, outcome=_OUTCOMES, evidence=evidence, credit=ablations.CREDITS
   )
 
 

@@ -7,7 +7,7 @@ differ in one function of an `Attempt`, which a method gives to `compared`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from searchrl_jax.rewards import controls, scores
+from searchrl_jax.rewards import ablations, scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 
@@ -52,7 +52,7 @@ def compared(
     groups: trajectories.
     context: its env reads answers.
     score: returns {'value': the reward, part: value, ...}.
-    credit: one of controls.CREDITS. 'shuffled': `searches` is that of a
+    credit: one of ablations.CREDITS. 'shuffled': `searches` is that of a
       trajectory of the group that is right, or wrong, too.
     count: the number of searches of a trajectory.
   """
@@ -66,7 +66,7 @@ def compared(
     counts = [count(t) for t in alive]
     fewest = min((n for n, ok in zip(counts, right) if ok), default=None)
     if credit == 'shuffled':
-      counts = [counts[i] for i in controls.drawn(alive, right, context.step)]
+      counts = [counts[i] for i in ablations.drawn(alive, right, context.step)]
     for t, ok, n in zip(alive, right, counts):
       least = needed(t.question) if credit == 'oracle' else None
       attempts[id(t)] = Attempt(ok, n, fewest, least)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
-from searchrl_jax.rewards import controls
+from searchrl_jax.rewards import ablations
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.types import Question, Trajectory
 
@@ -18,15 +18,15 @@ def group(n, id='q'):
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(0, 99))
 def test_a_draw_has_the_same_outcome_and_depends_on_names_alone(outcomes, step):
-  found = controls.drawn(group(len(outcomes)), outcomes, step)
+  found = ablations.drawn(group(len(outcomes)), outcomes, step)
   assert [outcomes[i] for i in found] == outcomes
-  assert found == controls.drawn(group(len(outcomes)), outcomes, step)
+  assert found == ablations.drawn(group(len(outcomes)), outcomes, step)
 
 
 def test_every_one_of_the_outcome_is_drawn_as_often_itself_included():
   counts = collections.Counter()
   for step in range(600):
-    found = controls.drawn(group(4), 'aaba', step)
+    found = ablations.drawn(group(4), 'aaba', step)
     assert found[2] == 2
     counts.update((i, found[i]) for i in (0, 1, 3))
   # 600 draws over 3: 200, with a deviation of sqrt(600 / 3 * 2 / 3) = 12.
@@ -36,7 +36,7 @@ def test_every_one_of_the_outcome_is_drawn_as_often_itself_included():
 
 def test_questions_and_steps_draw_apart():
   every = {
-    tuple(controls.drawn(group(8, id), 'a' * 8, step))
+    tuple(ablations.drawn(group(8, id), 'a' * 8, step))
     for id in 'qr'
     for step in range(4)
   }
@@ -45,4 +45,4 @@ def test_questions_and_steps_draw_apart():
 
 def test_a_value_that_is_not_allowed_is_named():
   with pytest.raises(ConfigError, match="credit='shufled'.*'shuffled'"):
-    controls.choose({'credit': 'shufled'}, credit=controls.CREDITS)
+    ablations.choose({'credit': 'shufled'}, credit=ablations.CREDITS)
