@@ -251,6 +251,9 @@ class Session:
     if self.engine is not None:
       text += f'; a step is {r.questions} questions x {r.group} trajectories'
       text += f' of up to {c.env.max_tokens:,} tokens'
+    if self.evaluator:
+      often = f'every {c.eval.every} steps' if c.eval.every else 'at the end'
+      text += f'; evaluated {often}'
     return text
 
   def _serve(self) -> None:
