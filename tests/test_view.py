@@ -20,6 +20,9 @@ BIDI = '\u202eevil\u2066'
 SCRIPT = '</script><script>window.owned=1</script><img src=x onerror=owned=1>'
 HOSTILE = f'{SCRIPT}{BIDI}\u2028-->\u2029{{{{nonce}}}}'
 
+# Hops, end and searches of trajectories.
+KINDS = [(1, 'answer', 1), (2, 'turns', 3), (2, 'answer', 2), (3, 'tokens', 1)]
+
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
@@ -38,6 +41,13 @@ def folder(tmp_path_factory):
   )
   made.trajectories(0, [(t,)])
   made.write(0, {f'reward/{HOSTILE}': 1.0})
+  made.close()
+  tok, made = viewed.write_run(folder / 'kinds', steps=0, open_=True)
+  groups = []
+  for (q, p), (hops, end, n) in zip(viewed.questions(4), KINDS):
+    t = viewed.attempt(tok, dataclasses.replace(q, hops=hops), p, rng)
+    groups.append((dataclasses.replace(t, end=end, searches=t.searches * n),))
+  made.trajectories(0, groups)
   made.close()
   return folder
 
@@ -322,6 +332,21 @@ def test_filters_and_order(opened, folder):
   assert len(listed()) == (frame.question == frame.question[0]).sum()
   page.set('f-text', 'nothing has this')
   assert 'No trajectory' in page.texts('#list')[0]
+
+
+def test_filters_by_hops_end_and_searches(opened):
+  page = opened('kinds')
+  for i, field in enumerate(('hops', 'end', 'searches')):
+    column = [row[i] for row in KINDS]
+    for value in {*column}:
+      page.set(f'f-{field}', f'{value}')
+      found = page.js(f'shown.map(row => row.{field})')
+      assert found == [value] * column.count(value)
+    page.press('c')
+    assert page.js('shown.length') == len(KINDS)
+  page.set('f-hops', '2')
+  page.set('f-end', 'answer')
+  assert page.js('shown.map(row => row.searches)') == [2]
 
 
 def test_siblings_side_by_side_and_keys(opened, folder):

@@ -66,6 +66,8 @@ class Row:
   thoughts_complete: float = NAN  # closed, and not empty
   thoughts_repeated: float = NAN  # equal to an earlier one of the trajectory
   tokens: float = NAN  # number written by the policy
+  # Mean log-prob of these, in nats, as sampled; NaN unless em is 1:
+  logp_right: float = NAN
   truncated: float = NAN  # 1 if ended by a limit of tokens or turns
   # Mean self-certainty of the policy's tokens in nats; NaN unless
   # config.eval.best_of needs it:
@@ -140,6 +142,9 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   )
   if golds:
     scores['em'] = equivalence.correct(answer, golds, match)
+    logps = [s.logps for s in written if s.logps is not None]
+    if scores['em'] and logps:
+      scores['logp_right'] = np.concatenate(logps).mean(dtype=np.float64)
     scores['f1'] = metrics.f1(answer, golds)
     scores['sub_em'] = metrics.sub_exact_match(answer, golds)
     if env.config.information == 'source' or passages:

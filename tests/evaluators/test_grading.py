@@ -88,6 +88,16 @@ def test_the_ceiling_given_what_was_retrieved():
   assert math.isnan(found(turns=('<answer>Ann</answer>',), env=own)[0])
 
 
+def test_likelihood_of_right_answers():
+  turns, asked = ('<search>a</search>', '<answer>Ann</answer>'), question()
+  right = run_script(turns, env=ENV, question=asked)
+  own = [s.logps for s in right.segments if s.author == 'policy']
+  wrong = run_script((turns[0], '<answer>x</answer>'), env=ENV, question=asked)
+  found = [r.logp_right for r in grading.score([right, wrong], ENV)]
+  assert found[0] == pytest.approx(np.concatenate(own).mean()) != 0
+  assert math.isnan(found[1])
+
+
 def test_health_of_thoughts():
   def thoughts(*turns):
     got = row(*turns)
