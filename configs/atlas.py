@@ -81,11 +81,11 @@ def get_config(arg=None):
     c.sft.steps, c.sft.lr, c.sft.warmup = 150, 1e-3, 10
 
   c.rollout.questions = 16
-  c.train.steps = 14
+  c.train.steps = 20
   c.eval.every = 0
   # As in training: greedy answers of a warm start whose most frequent behaviour
   # is good hide what RL changes.
   c.eval.n = 2
   c.eval.temperature = 1.0
-  c.checkpoint.every = 14
+  c.checkpoint.every = 20
   return c

@@ -7,8 +7,8 @@ scales its shaping with three values, and its claims, against the outcome-only
 row with the same estimator. Phases:
 
   assay     before any method is judged: GRPO from each mixture of the warm
-            start, with the oracle's credit for turns, with that credit
-            shuffled, and at the end
+            start, with exact credit for turns, and with that credit shuffled
+            (oracle.py), on ASSAY seeds
   tune      each row with three learning rates, KL coefficients and scales, one
             value changed at a time, on TUNING seeds; rows without a scale have
             as many trials
@@ -38,14 +38,15 @@ from ml_collections import ConfigDict
 
 from configs import atlas as recipe
 from configs.methods import core as methods
-from experiments.arena import measure
+from experiments.arena import measure, oracle
 from experiments.arena.verdicts import MARGIN, Claim
 from searchrl_jax.run import lookup
 from searchrl_jax.sweeps import core
 from searchrl_jax.worlds import atlas_traces
 
 TUNED = pathlib.Path(__file__).with_name('tuned.json')
-TUNING, PILOT = (100, 101), (200, 201, 202, 203)
+ASSAY, TUNING = (100, 101, 102, 103, 104, 105), (100, 101)
+PILOT = (200, 201, 202, 203)
 REPORTING = tuple(range(12))  # the pilot fixes how many
 MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
 MIX = MIXES[0]  # of all phases but the first and the last
@@ -294,11 +295,11 @@ class Plan(NamedTuple):
 
 
 def assay() -> Iterator[Plan]:
-  grpo, igpo = METHODS[0], {m.name: m for m in METHODS}['igpo']
+  grpo = METHODS[0]
   for mix in MIXES:
     yield Plan(f'grpo-{mix}', grpo, grpo.default, mix=mix)
-    for name, fields in _ORACLE.items():
-      yield Plan(f'{name}-{mix}', igpo, igpo.default, fields, mix)
+    for name, fields in oracle.ARMS.items():
+      yield Plan(f'{name}-{mix}', grpo, grpo.default, fields, mix)
 
 
 def tune() -> Iterator[Plan]:
@@ -335,7 +336,7 @@ def mixtures() -> Iterator[Plan]:
 
 
 PHASES: Mapping[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]] = {
-  'assay': (assay, TUNING),
+  'assay': (assay, ASSAY),
   'tune': (tune, TUNING),
   'pilot': (pilot, PILOT),
   'report': (report, REPORTING),

@@ -147,7 +147,7 @@ def test_outcome_arms_have_as_many_trials():
 
 
 def test_seeds_of_the_phases_are_apart():
-  assert not {*arms.TUNING} & {*arms.PILOT, *arms.REPORTING}
+  assert not {*arms.ASSAY, *arms.TUNING} & {*arms.PILOT, *arms.REPORTING}
   assert not {*arms.PILOT} & {*arms.REPORTING}
 
 
@@ -158,9 +158,9 @@ def test_a_phase_is_a_sweep_of_configs():
     'train.init': 'warm/hasty/100'
   }
   assert found.needs('warm/hasty/100') == {'train.init': 'warm/skills/100'}
-  shuffled = found.arm('oracle-shuffled-even').config(100)
-  assert shuffled.reward.progress.shuffle
-  assert shuffled.reward.progress.phi == 'supporting'
+  shuffled = found.arm('shuffled-even').config(100)
+  assert shuffled.algorithm.advantage == 'experiments.arena.oracle.credited'
+  assert shuffled.algorithm.advantage_kw.shuffle
   with pytest.raises(ConfigError, match='phase .asay.*assay'):
     arms.get_sweep('asay')
 
