@@ -15,8 +15,10 @@ KIND is a `Question.source`, `hard` (three hops or more) or `all`. Scores:
   turns      of the policy
 
 and of training ('run/...'): `sampled`, tokens that the policy wrote in all;
-`collapse`, the step at which the reward had fallen below COLLAPSED x its best
-for good, or the number of steps if it never did; `seconds` of all steps.
+`collapse`, the step at which exact match in training had fallen below COLLAPSED
+x its best for good, or the number of steps if it never did (the reward where
+there is none; rewards of methods differ, and may lie below 0); `seconds` of all
+steps.
 """
 
 import collections
@@ -105,7 +107,13 @@ def of_kinds(
 def of_training(metrics) -> dict[str, float]:
   """Values of training, from a data frame of metrics by step."""
   steps = metrics[metrics.index >= 0]
-  rewards = steps['reward'].to_numpy()
+  matches = [
+    name
+    for name in steps
+    if name.startswith('reward/') and name.endswith('/em')
+  ]
+  name = 'reward/em' if 'reward/em' in steps else [*matches, 'reward'][0]
+  rewards = steps[name].to_numpy()
   return {
     'run/sampled': float(steps['rollout/sampled_tokens'].sum()),
     'run/collapse': float(collapse(rewards)),
@@ -116,12 +124,14 @@ def of_training(metrics) -> dict[str, float]:
 def collapse(rewards: np.ndarray) -> int:
   """The first step from which the reward stays below COLLAPSED x its best.
 
-  Means of three steps are compared; the number of steps if there is none.
+  Means of three steps are compared; the number of steps if there is none. A
+  best of 0 or less is no height to fall from.
   """
   n = len(rewards)
   if n < 3:
     return n
   smooth = np.convolve(rewards, np.ones(3) / 3, 'valid')
-  low = smooth < COLLAPSED * np.maximum.accumulate(smooth)
+  best = np.maximum.accumulate(smooth)
+  low = (best > 0) & (smooth < COLLAPSED * best)
   lasting = np.flip(np.logical_and.accumulate(np.flip(low)))
   return int(np.argmax(lasting)) + 2 if lasting.any() else n

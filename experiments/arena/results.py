@@ -1,6 +1,7 @@
 """What the arena's runs say: tuned settings, claims, tables."""
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Iterator, Mapping
 import dataclasses
 import pathlib
 import statistics
@@ -33,17 +34,17 @@ def values(runs: Runs) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def choose(runs: Runs, path: pathlib.Path, environment) -> None:
-  """Writes the setting of each row that all of its trials are complete of.
+  """Writes the setting of each row of which all trials are complete.
 
-  Of each field, the value whose arm has the highest mean of SCORE over the
-  cases that all trials of the row have, the default where it is as high; fields
-  were changed one at a time.
+  That is, with all TUNING seeds. Of each field, the value whose arm has the
+  highest mean of SCORE over the cases that all trials of the row have, the
+  default where it is as high; fields were changed one at a time.
   """
-  settings, trials = {}, {}
+  settings, trials, seeds = {}, {}, {*map(str, arms.TUNING)}
   for row in arms.METHODS:
     plans = [p for p in arms.tune() if p.row is row]
     cases = set.intersection(*({*runs.get(p.name, {})} for p in plans))
-    if not cases:
+    if not seeds <= cases:
       continue
     means = {
       p.name: statistics.fmean(runs[p.name][c]['values'][SCORE] for c in cases)
@@ -76,48 +77,92 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'claims': verdicts.judge(arms.CLAIMS, every),
     'seeds_needed': seeds_needed(every.get('pilot', {})),
     'agreement': agreement(runs),
+    'contrasts': [*contrasts(every.get('report', {}))],
     'table': table,
   }
   records.write_json(out / 'results.json', content)
 
 
-def seeds_needed(pilot) -> dict[str, int]:
-  """Method -> runs that give a half interval of the margin; see verdicts.py."""
-  out = {}
-  for claim in arms.CLAIMS:
-    own = dataclasses.replace(claim, phase='pilot', within=False)
-    found = verdicts.differences(own, {'pilot': pilot})
-    if claim.metric == SCORE and len(found) > 1:
-      out[claim.method] = verdicts.seeds_needed(found, verdicts.MARGIN)
-  return out
+def seeds_needed(pilot) -> int | None:
+  """Runs that give a half interval of the margin, over the claims on SCORE."""
+  found = [
+    verdicts.differences(
+      dataclasses.replace(claim, phase='pilot'), {'pilot': pilot}
+    )
+    for claim in arms.CLAIMS
+    if claim.metric == SCORE
+  ]
+  known = [x for x in found if len(x) > 1]
+  return verdicts.seeds_needed(known, verdicts.MARGIN) if known else None
 
 
-def agreement(runs: Mapping[str, Runs]) -> float | None:
-  """Kendall's W of the order of rows from the mixtures of the warm start."""
+def contrasts(report) -> Iterator[dict[str, Any]]:
+  """Of each row, paired differences of SCORE beside the claims.
+
+  That to each of its controls; and 'corpus', how much more the corpus that
+  lacks nothing gains GRPO than the row gains on what it is claimed against.
+  Intervals are not corrected: that the corpus gains more than every method is
+  shown if all of these lie above 0.
+  """
+  corpus = {'grpo': 1, 'grpo-missing': -1}
+  for row in arms.METHODS:
+    for control in row.controls:
+      weights = {row.name: 1, f'{row.name}-{control}': -1}
+      yield from _contrast(row.name, control, weights, report)
+    for claim in row.claims:
+      if row.name != 'grpo' and (claim.metric, claim.within) == (SCORE, False):
+        if claim.phase == 'report':
+          weights = collections.Counter(corpus)
+          weights.update({row.name: -1, claim.against: 1})
+          yield from _contrast(row.name, 'corpus', weights, report)
+
+
+def _contrast(method: str, name: str, weights, report):
+  found = [report.get(arm, {}) for arm in weights]
+  column = [
+    sum(w * report[arm][case][SCORE] for arm, w in weights.items())
+    for case in found[0]
+    if all(case in cases for cases in found)
+  ]
+  if column:
+    about = dict(method=method, contrast=name, metric=SCORE)
+    yield about | figures.interval(column)._asdict()
+
+
+def agreement(runs: Mapping[str, Runs]) -> dict[str, float] | None:
+  """Kendall's W of the order of rows from the mixtures of the warm start.
+
+  Over the cases that all rows have from all mixtures.
+  """
   main = values(runs.get('report', {}))
   others = values(runs.get('mixtures', {}))
-  ranks = []
-  for mix in arms.MIXES:
-    found, suffix = (main, '') if mix == arms.MIX else (others, f'-{mix}')
-    scores = [
-      [v[SCORE] for v in found.get(row.name + suffix, {}).values()]
-      for row in arms.METHODS
+  found = [
+    [main.get(row.name, {}) for row in arms.METHODS]
+    if mix == arms.MIX
+    else [others.get(f'{row.name}-{mix}', {}) for row in arms.METHODS]
+    for mix in arms.MIXES
+  ]
+  shared = set.intersection(*({*run} for judge in found for run in judge))
+  if not shared:
+    return None
+  return verdicts.agreement(
+    [
+      [statistics.fmean(run[c][SCORE] for c in shared) for run in judge]
+      for judge in found
     ]
-    if not all(scores):
-      return None
-    ranks.append([statistics.fmean(s) for s in scores])
-  return verdicts.agreement(ranks)
+  )
 
 
 def _means(cases: Mapping[str, Any]) -> dict[str, dict]:
-  """{name: mean, t interval and interquartile mean over the worlds}."""
+  """{name: mean and t interval over the worlds}; SCORE: interquartile mean."""
   found = [run['values'] for run in cases.values()]
   shared = [n for n in found[0] if all(n in v for v in found)]
   out = {}
   for name in shared:
     column = [v[name] for v in found]
     out[name] = figures.interval(column)._asdict()
-    out[name]['interquartile'] = figures.interquartile([column])._asdict()
+    if name == SCORE:
+      out[name]['interquartile'] = figures.interquartile([column])._asdict()
   return out
 
 

@@ -3,12 +3,15 @@
 A claim says that an arm has a higher (or lower) value of a metric than another
 arm. Runs are paired by case: seed, and with it world, warm start and questions.
 The interval is Student's t over the differences, 95 %; the p-value is two-sided
-and corrected over all claims (Holm 1979). MARGIN is in units of the metric.
+and corrected over all claims of all phases (Holm 1979). MARGIN is in units of
+the metric. b is 0; of a claim `within` a margin, it is minus the margin.
 
-    shown         p <= 0.05 after the correction, and the claimed direction
-    contradicted  the interval lies on the other side of 0
-    equivalent    the interval lies within the margin
-    undecided     else
+    shown         above b with p <= 0.05 after the correction
+    contradicted  the interval, uncorrected, lies below b
+    equivalent    the interval lies within the margin, and b is 0
+    undecided     else; also where all differences are equal: they say nothing
+                  of their spread (two arms that never collapse; an arm whose
+                  method never acts)
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,19 +55,26 @@ def differences(claim: Claim, values: Values) -> np.ndarray:
   runs = values.get(claim.phase, {})
   a, b = runs.get(claim.method, {}), runs.get(claim.against, {})
   cases = [c for c in a if c in b and claim.metric in {*a[c]} & {*b[c]}]
-  shift = claim.margin if claim.within else 0.0
   return np.array(
     [claim.sign * (a[c][claim.metric] - b[c][claim.metric]) for c in cases]
-  ) + (shift if cases else 0.0)
+  )
 
 
-def p_value(x: np.ndarray) -> float:
-  """Two-sided, that the mean difference is 0; 1 if nothing differs."""
-  if len(x) < 2 or not np.any(x):
+def bound(claim: Claim) -> float:
+  """What the mean difference has to be above."""
+  return -claim.margin if claim.within else 0.0
+
+
+def spreads(x: np.ndarray) -> bool:
+  """Whether differences have a spread, but for rounding."""
+  return len(x) > 1 and float(np.ptp(x)) > 1e-9
+
+
+def p_value(x: np.ndarray, bound: float = 0.0) -> float:
+  """Two-sided, that the mean difference is `bound`; 1 if it cannot be told."""
+  if not spreads(x):
     return 1.0
-  if np.ptp(x) == 0:
-    return 0.0
-  return float(scipy.stats.ttest_1samp(x, 0.0).pvalue)
+  return float(scipy.stats.ttest_1samp(x, bound).pvalue)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -79,53 +89,63 @@ def holm(ps: Sequence[float]) -> list[float]:
 def judge(claims: Sequence[Claim], values: Values) -> list[dict]:
   """A record for each claim, as results.json has them.
 
-  value and interval are in the claimed direction: above 0 supports the claim.
-  Of a claim `within` a margin, they include the margin.
+  value (the mean), interval and interquartile mean are of the differences in
+  the claimed direction, without the margin.
   """
   found = [differences(claim, values) for claim in claims]
-  adjusted = holm([p_value(x) for x in found])
+  adjusted = holm(
+    [p_value(x, bound(c)) for c, x in zip(claims, found, strict=True)]
+  )
   out = []
   for claim, x, p in zip(claims, found, adjusted, strict=True):
     record = dataclasses.asdict(claim) | {'n_seeds': len(x), 'p_holm': p}
-    if len(x) < 2:
-      record |= {'value': None, 'interval': None, 'verdict': 'undecided'}
-    else:
+    record |= {'value': None, 'interval': None, 'interquartile': None}
+    record['verdict'] = 'undecided'
+    if len(x):
+      record['value'] = float(np.mean(x))
+    if spreads(x):
       mean, low, high, _ = figures.interval(x)
-      record |= {'value': mean, 'interval': [low, high]}
+      record['interval'] = [low, high]
+      record['interquartile'] = figures.interquartile([x])._asdict()
       record['verdict'] = verdict(claim, mean, low, high, p)
     out.append(record)
   return out
 
 
 def verdict(claim: Claim, mean: float, low: float, high: float, p: float):
-  if p <= LEVEL and mean > 0:
+  if p <= LEVEL and mean > bound(claim):
     return 'shown'
-  if high < 0:
+  if high < bound(claim):
     return 'contradicted'
   if not claim.within and -claim.margin <= low and high <= claim.margin:
     return 'equivalent'
   return 'undecided'
 
 
-def seeds_needed(differences: Sequence[float], half: float) -> int:
-  """Runs for which a t interval (95 %) of such differences is +- half at most.
+def seeds_needed(pilot: Sequence[Sequence[float]], half: float) -> int:
+  """Runs for which a t interval (95 %) of paired differences is +- half.
 
-  From the standard deviation of a pilot's paired differences.
+  pilot: differences of each of several claims, whose variances are averaged: of
+  one claim and four runs, the number would lie anywhere between 4 and 18 where
+  11 are needed.
   """
-  spread = float(np.std(differences, ddof=1))
+  spread = math.sqrt(np.mean([np.var(x, ddof=1) for x in pilot]))
   n = 2
   while scipy.stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n) > half:
     n += 1
   return n
 
 
-def agreement(ranks: Sequence[Sequence[float]]) -> float:
-  """Kendall's W of the scores that several judges give to the same arms.
+def agreement(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+  """Kendall's W, corrected for ties, of judges' scores of the same arms.
 
-  ranks: of each judge (a warm-start mixture), a score of each arm. 1: all
-  order them alike; 0: no agreement. Ties share their mean rank, uncorrected.
+  scores: of each judge (a warm-start mixture), of each of 3 arms or more.
+
+  Returns:
+    W: 1: all order the arms alike; about 1 / judges if they order by chance;
+    and p, that it is chance (Friedman's test).
   """
-  table = np.array([scipy.stats.rankdata(r) for r in ranks])
-  m, n = table.shape
-  sums = table.sum(0)
-  return float(12 * np.sum((sums - sums.mean()) ** 2) / (m**2 * (n**3 - n)))
+  found = scipy.stats.friedmanchisquare(*zip(*scores, strict=True))
+  judges, arms = len(scores), len(scores[0])
+  w = float(found.statistic) / (judges * (arms - 1))
+  return {'w': w, 'p': float(found.pvalue)}

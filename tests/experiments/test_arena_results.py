@@ -42,6 +42,10 @@ def test_a_verdict_follows_from_paired_differences():
     ((0.1, 0.8, 0.3), (0.3, 0.4, 0.3), 1, False, 'undecided'),
     ((0.3,), (0.1,), 1, False, 'undecided'),
     ((), (0.1, 0.2), 1, False, 'undecided'),
+    # All differences are equal (one is .1 + 3e-17): no spread to judge by.
+    ((0.5, 0.6), (0.4, 0.5), 1, False, 'undecided'),
+    ((0.5, 0.6), (0.5, 0.6), 1, False, 'undecided'),
+    ((0.5, 0.6), (0.5, 0.6), 1, True, 'undecided'),
   ],
 )
 def test_verdicts(a, b, sign, within, verdict):
@@ -55,6 +59,17 @@ def test_only_cases_that_both_arms_have_are_paired():
   values = {'a': {'0': {'em': 0.5}, '2': {'em': 0.9}}, 'b': cases(0.1, 0.2)}
   claim = verdicts.Claim('a', '', 'em', 'b')
   assert verdicts.differences(claim, {'report': values}) == pytest.approx([0.4])
+
+
+def test_a_claim_within_a_margin_has_the_difference_as_its_value():
+  # -.01, .01, 0: mean 0, deviation .01; half an interval .0248. The test is
+  # against -.05: t = .05 / (.01 / sqrt 3) = 8.66, p = .0131.
+  values = {'a': cases(0.30, 0.41, 0.31), 'b': cases(0.31, 0.40, 0.31)}
+  claim = verdicts.Claim('a', '', 'em', 'b', within=True)
+  (found,) = verdicts.judge([claim], {'report': values})
+  assert found['value'] == pytest.approx(0.0, abs=1e-9)
+  assert found['interval'] == pytest.approx([-0.0248, 0.0248], abs=1e-4)
+  assert found['p_holm'] == pytest.approx(0.0131, abs=1e-4)
 
 
 def test_holm_by_hand():
@@ -72,15 +87,23 @@ def test_holm_by_hand():
 
 def test_the_pilot_fixes_the_seeds():
   spread = np.array([-1.0, 0.0, 1.0]) * 0.1  # deviation .1
-  n = verdicts.seeds_needed(spread, 0.05)
+  n = verdicts.seeds_needed([spread], 0.05)
   half = lambda n: scipy.stats.t.ppf(0.975, n - 1) * 0.1 / math.sqrt(n)
   assert half(n) <= 0.05 < half(n - 1)
+  # Variances of .01 and .0004 x .01: the mean of .0052 has a deviation of .072.
+  assert verdicts.seeds_needed([spread, 0.2 * spread], 0.072) == (
+    verdicts.seeds_needed([np.sqrt(0.52) * spread], 0.072)
+  )
 
 
 def test_agreement_of_mixtures():
-  assert verdicts.agreement([[1, 2, 3]] * 3) == pytest.approx(1.0)
+  found = verdicts.agreement([[1, 2, 3]] * 3)
+  # Friedman's statistic is judges (arms - 1) W = 6, with 2 degrees of freedom.
+  assert found == pytest.approx({'w': 1.0, 'p': math.exp(-3)})
   # Sums of ranks 4, 4, 4.
-  assert verdicts.agreement([[1, 2, 3], [3, 2, 1]]) == pytest.approx(0.0)
+  assert verdicts.agreement([[1, 2, 3], [3, 2, 1]])['w'] == pytest.approx(0.0)
+  # Both judges order alike, with a tie.
+  assert verdicts.agreement([[1, 1, 2]] * 2)['w'] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +113,9 @@ def test_agreement_of_mixtures():
     ([0.6, 0.6, 0.6, 0.6, 0.0, 0.0, 0.0], 5),
     ([0.6, 0.6, 0.6, 0.0, 0.0, 0.0, 0.6, 0.6, 0.6], 9),  # it recovers
     ([0.5, 0.1], 2),
+    ([-0.2] * 6, 6),  # a reward that is always below 0 does not fall
+    ([-0.5, -0.4, -0.2, -0.1, -0.1, -0.1], 6),
+    ([0.0] * 5, 5),  # it never rises
   ],
 )
 def test_collapse_is_a_fall_for_good(rewards, step):
@@ -108,6 +134,16 @@ def test_values_of_training_leave_out_the_first_evaluation():
     'run/collapse': 3.0,
     'run/seconds': 4.0,
   }
+
+
+@pytest.mark.parametrize(
+  'column, step', [('reward/em', 4), ('reward/otc/em', 4), ('reward/otc', 6)]
+)
+def test_collapse_is_of_exact_match_where_it_is_known(column, step):
+  columns = ['reward', 'rollout/sampled_tokens', 'time/step', column]
+  rows = [[0.9, 1, 1.0, em] for em in (0.6, 0.6, 0.0, 0.0, 0.0, 0.0)]
+  metrics = pd.DataFrame(rows, columns=columns)
+  assert measure.of_training(metrics)['run/collapse'] == step
 
 
 def test_kinds_and_hard_questions():
@@ -173,7 +209,8 @@ def test_phases_after_tuning_need_it(monkeypatch, tmp_path):
 
 def tune_runs():
   return {
-    plan.name: {'100': {'values': {'hard/em': 0.4}}} for plan in arms.tune()
+    plan.name: {str(seed): {'values': {'hard/em': 0.4}} for seed in arms.TUNING}
+    for plan in arms.tune()
   }
 
 
@@ -184,7 +221,8 @@ def test_tuning_takes_the_best_value_of_each_field(tmp_path):
     ('otc,scale=0.3', 0.45),
     ('otc,kl=0.03', 0.4),  # as good as the default, which stays
   ):
-    runs[name]['100']['values']['hard/em'] = score
+    for run_ in runs[name].values():
+      run_['values']['hard/em'] = score
   del runs['igpo,kl=0.03']
   path = tmp_path / 'tuned.json'
   results.choose(runs, path, {})
@@ -207,10 +245,10 @@ def test_what_is_kept_is_not_run_again(tmp_path):
 def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   report = {
     row.name: {
-      str(i): {'values': {'hard/em': 0.4 + 0.01 * i, 'all/searches': 2.0}}
+      str(i): {'values': {'hard/em': 0.4 + 1e-3 * i * n, 'all/searches': 2.0}}
       for i in range(3)
     }
-    for row in arms.METHODS
+    for n, row in enumerate(arms.METHODS)
   }
   results.write({'report': report}, tmp_path, {}, '--phase=report')
   written = json.loads((tmp_path / 'results.json').read_text())
@@ -222,7 +260,7 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   by = {(c['method'], c['metric']): c for c in written['claims']}
   assert by['gigpo', 'hard/em']['verdict'] == 'equivalent'
   assert by['llds', 'run/collapse']['verdict'] == 'undecided'  # did not run
-  assert '| otc | 3 | 0.410' in results.show(report)
+  assert '| otc | 3 | 0.411' in results.show(report)
 
 
 def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
@@ -235,12 +273,64 @@ def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
   assert json.loads((tmp_path / 'tuned.json').read_text())['settings'] == {}
 
 
+def test_a_row_is_tuned_when_all_tuning_seeds_have_run(tmp_path):
+  runs = tune_runs()
+  del runs['otc,lr=2.0']['101']
+  results.choose(runs, tmp_path / 'tuned.json', {})
+  tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
+  assert 'otc' not in tuned and 'igpo' in tuned
+
+
 def test_trials_are_compared_by_the_seeds_that_all_have(tmp_path):
   runs = tune_runs()
-  runs['otc,lr=2.0']['101'] = {'values': {'hard/em': 0.9}}
+  runs['otc,lr=2.0']['102'] = {'values': {'hard/em': 0.9}}
   results.choose(runs, tmp_path / 'tuned.json', {})
   tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
   assert tuned['otc']['lr'] == 1.0
+
+
+def hard(*scores):
+  return {str(i): {'hard/em': v} for i, v in enumerate(scores)}
+
+
+def test_contrasts_with_controls_and_with_the_corpus():
+  report = {
+    'grpo': hard(0.5, 0.4),
+    'grpo-missing': hard(0.2, 0.3),
+    'gigpo': hard(0.6, 0.4),
+    'gigpo-shuffled': hard(0.3, 0.3, 0.9),
+    'ppo': hard(0.1, 0.2),
+    'pica': hard(0.2, 0.6),
+  }
+  found = {(c['method'], c['contrast']): c for c in results.contrasts(report)}
+  assert set(found) == {
+    ('gigpo', 'shuffled'), ('gigpo', 'corpus'), ('pica', 'corpus'),
+  }  # fmt: skip
+  assert found['gigpo', 'shuffled']['n'] == 2
+  assert found['gigpo', 'shuffled']['mean'] == pytest.approx((0.3 + 0.1) / 2)
+  # (.5 - .2) - (.6 - .5), (.4 - .3) - (.4 - .4); against ppo for pica.
+  assert found['gigpo', 'corpus']['mean'] == pytest.approx((0.2 + 0.1) / 2)
+  assert found['pica', 'corpus']['mean'] == pytest.approx((0.2 - 0.3) / 2)
+
+
+def test_mixtures_are_compared_by_the_seeds_that_all_have():
+  runs = {'report': {}, 'mixtures': {}}
+  for i, row in enumerate(arms.METHODS):
+    # Seed 1, which mixtures lack, has another order.
+    scores = {'0': i / 100, '1': -i}
+    for phase, names in (
+      ('report', [row.name]),
+      ('mixtures', [f'{row.name}-{m}' for m in arms.MIXES if m != arms.MIX]),
+    ):
+      for name in names:
+        runs[phase][name] = {
+          seed: {'values': {'hard/em': v}}
+          for seed, v in scores.items()
+          if phase == 'report' or seed == '0'
+        }
+  assert results.agreement(runs)['w'] == pytest.approx(1.0)
+  del runs['mixtures'][f'grpo-{arms.MIXES[-1]}']
+  assert results.agreement(runs) is None
 
 
 def test_rates_are_relative_to_the_base_recipe():
