@@ -3,15 +3,19 @@
 import collections
 from collections.abc import Iterator, Mapping
 import dataclasses
+import itertools
 import pathlib
 import statistics
 from typing import Any
 
-from experiments.arena import arms, verdicts
+import numpy as np
+
+from experiments.arena import arms, oracle, verdicts
 from searchrl_jax.run import records
 from searchrl_jax.sweeps import figures
 
 SCORE = 'hard/em'
+WINDOW = (0.3, 0.7)  # of GRPO's SCORE, which leaves room to both sides
 COLUMNS = (
   SCORE,
   'all/em',
@@ -37,8 +41,9 @@ def choose(runs: Runs, path: pathlib.Path, environment) -> None:
   """Writes the setting of each row of which all trials are complete.
 
   That is, with all TUNING seeds. Of each field, the value whose arm has the
-  highest mean of SCORE over the cases that all trials of the row have, the
-  default where it is as high; fields were changed one at a time.
+  highest mean of SCORE over the cases that all trials of the row have, if it is
+  above the default's by more than the margin: the best of several noisy means
+  is above it by chance. Fields were changed one at a time.
   """
   settings, trials, seeds = {}, {}, {*map(str, arms.TUNING)}
   for row in arms.METHODS:
@@ -55,7 +60,7 @@ def choose(runs: Runs, path: pathlib.Path, environment) -> None:
     for field, default in row.default.items():
       others = (p for p in plans if p.setting[field] != default)
       top = max(others, key=lambda p: means[p.name])
-      if means[top.name] > means[row.name]:
+      if means[top.name] > means[row.name] + verdicts.MARGIN:
         best[field] = top.setting[field]
     settings[row.name] = best
   content = {'environment': environment, 'score': SCORE, 'seeds': arms.TUNING}
@@ -74,6 +79,7 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'environment': environment,
     'command': f'python -m experiments.arena.run {command}',
     'margin': verdicts.MARGIN,
+    'assay': assay(every.get('assay', {})),
     'claims': verdicts.judge(arms.CLAIMS, every),
     'seeds_needed': seeds_needed(every.get('pilot', {})),
     'agreement': agreement(runs),
@@ -81,6 +87,35 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'table': table,
   }
   records.write_json(out / 'results.json', content)
+
+
+def assay(found) -> dict[str, Any]:
+  """Of each mixture: paired differences of SCORE, and whether it is sensitive.
+
+  GRPO has to end within WINDOW, exact credit to be better than GRPO and than
+  the same credit shuffled, and shuffled credit not to be better than GRPO.
+  """
+  out = {}
+  for mix in arms.MIXES:
+    runs = {a: found.get(f'{a}-{mix}', {}) for a in ('grpo', *oracle.ARMS)}
+    cases = set.intersection(*({*run} for run in runs.values()))
+    if len(cases) < 2:
+      continue
+    score = {a: [run[c][SCORE] for c in cases] for a, run in runs.items()}
+    gains = {
+      f'{a} - {b}': figures.interval(np.subtract(score[a], score[b]))
+      for a, b in itertools.combinations(('oracle', 'shuffled', 'grpo'), 2)
+    }
+    grpo = figures.interval(score['grpo'])
+    out[mix] = {
+      'grpo': grpo._asdict(),
+      **{name: gain._asdict() for name, gain in gains.items()},
+      'sensitive': WINDOW[0] <= grpo.mean <= WINDOW[1]
+      and gains['oracle - grpo'].low > 0
+      and gains['oracle - shuffled'].low > 0
+      and gains['shuffled - grpo'].low <= 0,
+    }
+  return out
 
 
 def seeds_needed(pilot) -> int | None:

@@ -9,12 +9,14 @@
 experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
 (searchrl_jax/sweep.py): the same command goes on where it was stopped. The
 values of arms that are complete are kept in experiments/arena/runs.json, so
-that what one machine has run, another leaves out. Tuning writes tuned.json, and
+that what one machine has run, another leaves out; an arm whose config has
+changed since runs again. Tuning writes tuned.json, and
 every phase results.json: claims with their verdicts so far, and the means of
 all arms with intervals. With another base both lie in --workdir.
 """
 
 import functools
+import hashlib
 import json
 import pathlib
 import sys
@@ -32,7 +34,7 @@ RUNS = 'runs.json'
 
 
 def load_runs(out: pathlib.Path) -> dict:
-  """{phase: {arm: {case: {'values': ..., 'curve': ...}}}}."""
+  """{phase: {arm: {case: {'values': ..., 'curve': ..., ...}}}}."""
   path = out / RUNS
   return json.loads(path.read_text()) if path.exists() else {}
 
@@ -51,9 +53,17 @@ def keep(found: core.Sweep, stages, phase: str, folder, out) -> dict:
         'curve': about['curve']['reward'],
         'seconds': sum(about['seconds'].values()),
         'commit': about['commit'],
+        'config': digest(found, name, case),
       }
   records.write_json(out / RUNS, runs)
   return runs
+
+
+def digest(found: core.Sweep, name: str, case: str) -> str:
+  """What names the config of an arm with a seed."""
+  config = found.arm(name).config(int(case)).to_dict()
+  text = json.dumps(config, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _row(name: str) -> str:
@@ -72,7 +82,8 @@ def main():
   out.mkdir(parents=True, exist_ok=True)
   known = load_runs(out).get(phase, {})
   chosen = sweep.chosen(found, given.only, given.seeds)
-  wanted = [s for s in chosen if s.startswith('arms/') and not _kept(s, known)]
+  every = [stage for stage in chosen if stage.startswith('arms/')]
+  wanted = [stage for stage in every if not _kept(found, stage, known)]
   # Warm starts that no arm needs any more are left out with them.
   needed = [one for stage in wanted for one in _before(found, stage)]
   planned = [*dict.fromkeys(needed)]
@@ -90,9 +101,10 @@ def main():
     print(results.show(runs.get(phase, {})))
 
 
-def _kept(stage: str, known: dict) -> bool:
+def _kept(found: core.Sweep, stage: str, known: dict) -> bool:
   _, name, case = stage.split('/')
-  return case in known.get(_row(name), {})
+  run = known.get(_row(name), {}).get(case, {})
+  return run.get('config') == digest(found, name, case)
 
 
 def _before(found: core.Sweep, stage: str) -> list[str]:

@@ -218,8 +218,8 @@ def test_tuning_takes_the_best_value_of_each_field(tmp_path):
   runs = tune_runs()
   for name, score in (
     ('otc,lr=2.0', 0.5),
-    ('otc,scale=0.3', 0.45),
-    ('otc,kl=0.03', 0.4),  # as good as the default, which stays
+    ('otc,scale=0.3', 0.46),
+    ('otc,kl=0.03', 0.44),  # 0.04 above the default, which stays
   ):
     for run_ in runs[name].values():
       run_['values']['hard/em'] = score
@@ -232,14 +232,36 @@ def test_tuning_takes_the_best_value_of_each_field(tmp_path):
   assert 'igpo' not in settings  # a trial of it has not run
 
 
-def test_what_is_kept_is_not_run_again(tmp_path):
-  runs = {'tune': {'grpo': {'100': {'values': {'hard/em': 0.1}}}}}
+def test_what_is_kept_is_not_run_again_unless_its_config_changed(tmp_path):
+  found = arms.get_sweep('tune')
+  config = run.digest(found, 'grpo', '100')
+  assert config != run.digest(found, 'otc', '100')
+  runs = {'tune': {'grpo': {'100': {'config': config}}}}
   (tmp_path / run.RUNS).write_text(json.dumps(runs))
   known = run.load_runs(tmp_path)['tune']
-  assert run._kept('arms/grpo/100', known)
-  assert run._kept('arms/stress-grpo/100', known)
-  assert not run._kept('arms/grpo/101', known)
-  assert not run._kept('arms/otc/100', known)
+  assert run._kept(found, 'arms/grpo/100', known)
+  assert not run._kept(found, 'arms/grpo/101', known)
+  assert not run._kept(found, 'arms/otc/100', known)
+  known['grpo']['100']['config'] = 'of another recipe'
+  assert not run._kept(found, 'arms/grpo/100', known)
+
+
+@pytest.mark.parametrize(
+  'grpo, oracle, shuffled, sensitive',
+  [
+    ((0.4, 0.5, 0.45), (0.5, 0.62, 0.54), (0.41, 0.49, 0.45), True),
+    # Below the window; no better than GRPO; no better than shuffled credit.
+    ((0.1, 0.2, 0.15), (0.2, 0.32, 0.24), (0.11, 0.19, 0.15), False),
+    ((0.4, 0.5, 0.45), (0.5, 0.4, 0.45), (0.2, 0.2, 0.2), False),
+    ((0.4, 0.5, 0.45), (0.5, 0.62, 0.54), (0.5, 0.6, 0.56), False),
+  ],
+)
+def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive):
+  runs = {'grpo-even': grpo, 'oracle-even': oracle, 'shuffled-even': shuffled}
+  found = results.assay({name: hard(*x) for name, x in runs.items()})
+  assert [*found] == ['even'] and found['even']['sensitive'] == sensitive
+  gain = found['even']['oracle - grpo']['mean']
+  assert gain == pytest.approx(np.mean(oracle) - np.mean(grpo))
 
 
 def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
