@@ -2,6 +2,8 @@
 
 A claim says that an arm has a higher (or lower) value of a metric than another
 arm. Runs are paired by case: seed, and with it world, warm start and questions.
+An arm that many claims are against may have further runs of a case, whose
+samples differ (REPEATS): their mean is compared, which has less noise.
 The interval is Student's t over the differences, 95 %; the p-value is two-sided
 and corrected over all claims of all phases (Holm 1979). MARGIN is in units of
 the metric. b is 0; of a claim `within` a margin, it is minus the margin.
@@ -17,6 +19,7 @@ the metric. b is 0; of a claim `within` a margin, it is minus the margin.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
+import statistics
 
 import numpy as np
 import scipy.stats
@@ -25,6 +28,7 @@ from searchrl_jax.sweeps import figures
 
 MARGIN = 0.05
 LEVEL = 0.05
+REPEATS = ('-2', '-3')  # after the name of an arm: further runs of its cases
 # Phase -> arm -> case -> values by name.
 Values = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 
@@ -52,12 +56,13 @@ class Claim:
 
 def differences(claim: Claim, values: Values) -> np.ndarray:
   """In the claimed direction, for the cases that both arms have."""
-  runs = values.get(claim.phase, {})
-  a, b = runs.get(claim.method, {}), runs.get(claim.against, {})
-  cases = [c for c in a if c in b and claim.metric in {*a[c]} & {*b[c]}]
-  return np.array(
-    [claim.sign * (a[c][claim.metric] - b[c][claim.metric]) for c in cases]
-  )
+  runs, name, out = values.get(claim.phase, {}), claim.metric, []
+  against = [runs.get(claim.against + n, {}) for n in ('', *REPEATS)]
+  for case, own in runs.get(claim.method, {}).items():
+    others = [b[case][name] for b in against if name in b.get(case, {})]
+    if name in own and name in against[0].get(case, {}):
+      out.append(claim.sign * (own[name] - statistics.fmean(others)))
+  return np.array(out)
 
 
 def bound(claim: Claim) -> float:
