@@ -124,14 +124,13 @@ def of_training(metrics) -> dict[str, float]:
 def collapse(rewards: np.ndarray) -> int:
   """The first step from which the reward stays below COLLAPSED x its best.
 
-  Means of three steps are compared; the number of steps if there is none. A
-  best of 0 or less is no height to fall from.
+  Means of three steps, at the start of fewer, are compared: a fall in the first
+  steps is one too. The number of steps if there is none. A best of 0 or less is
+  no height to fall from.
   """
   n = len(rewards)
-  if n < 3:
-    return n
-  smooth = np.convolve(rewards, np.ones(3) / 3, 'valid')
+  smooth = np.array([rewards[max(i - 2, 0) : i + 1].mean() for i in range(n)])
   best = np.maximum.accumulate(smooth)
   low = (best > 0) & (smooth < COLLAPSED * best)
   lasting = np.flip(np.logical_and.accumulate(np.flip(low)))
-  return int(np.argmax(lasting)) + 2 if lasting.any() else n
+  return int(np.argmax(lasting)) if lasting.any() else n

@@ -80,13 +80,35 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'command': f'python -m experiments.arena.run {command}',
     'margin': verdicts.MARGIN,
     'assay': assay(every.get('assay', {})),
-    'claims': verdicts.judge(arms.CLAIMS, every),
+    'claims': judge(every),
     'seeds_needed': seeds_needed(every.get('pilot', {})),
     'agreement': agreement(runs),
     'contrasts': [*contrasts(every.get('report', {}))],
     'table': table,
   }
   records.write_json(out / 'results.json', content)
+
+
+def judge(every: verdicts.Values) -> list[dict]:
+  """Records of the claims, with `n_planned`, the number of the phase's seeds.
+
+  Other seeds do not count, and a claim is undecided until all have run: a
+  verdict that may fall after any seed is wrong several times as often.
+  """
+  seeds = {phase: {*map(str, s)} for phase, (_, s) in arms.PHASES.items()}
+  listed = {
+    phase: {
+      arm: {case: v for case, v in cases.items() if case in seeds[phase]}
+      for arm, cases in found.items()
+    }
+    for phase, found in every.items()
+  }
+  out = verdicts.judge(arms.CLAIMS, listed)
+  for record in out:
+    record['n_planned'] = len(seeds[record['phase']])
+    if record['n_seeds'] < record['n_planned']:
+      record['verdict'] = 'undecided'
+  return out
 
 
 def assay(found) -> dict[str, Any]:

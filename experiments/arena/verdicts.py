@@ -10,7 +10,7 @@ the metric. b is 0; of a claim `within` a margin, it is minus the margin.
 
     shown         above b with p <= 0.05 after the correction
     contradicted  the interval, uncorrected, lies below b
-    equivalent    the interval lies within the margin, and b is 0
+    equivalent    the interval, uncorrected, lies within the margin
     undecided     else; also where all differences are equal: they say nothing
                   of their spread (two arms that never collapse; an arm whose
                   method never acts)
@@ -122,7 +122,7 @@ def verdict(claim: Claim, mean: float, low: float, high: float, p: float):
     return 'shown'
   if high < bound(claim):
     return 'contradicted'
-  if not claim.within and -claim.margin <= low and high <= claim.margin:
+  if -claim.margin <= low and high <= claim.margin:
     return 'equivalent'
   return 'undecided'
 

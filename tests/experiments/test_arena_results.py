@@ -85,6 +85,19 @@ def test_a_claim_within_a_margin_has_the_difference_as_its_value():
   assert found['p_holm'] == pytest.approx(0.0131, abs=1e-4)
 
 
+def test_a_claim_within_a_margin_can_be_equivalent():
+  # -.02, .02, -.01, .01: half an interval .029, p = .0119 against -.05, which
+  # Holm's correction multiplies by 5.
+  b = (0.3, 0.4, 0.5, 0.6)
+  a = np.add(b, (-0.02, 0.02, -0.01, 0.01))
+  claim = verdicts.Claim('a', '', 'em', 'b', within=True)
+  others = [verdicts.Claim('did not run', '', 'em', 'b')] * 4
+  runs = {'report': {'a': cases(*a), 'b': cases(*b)}}
+  found, *_ = verdicts.judge([claim, *others], runs)
+  assert found['p_holm'] == pytest.approx(5 * 0.0119, abs=1e-3)
+  assert found['verdict'] == 'equivalent'
+
+
 def test_holm_by_hand():
   # Sorted .01 x 4, .02 x 3, .03 x 2 = .06 (not below .06), .5.
   assert verdicts.holm([0.03, 0.01, 0.5, 0.02]) == pytest.approx(
@@ -126,6 +139,7 @@ def test_agreement_of_mixtures():
     ([0.6, 0.6, 0.6, 0.6, 0.0, 0.0, 0.0], 5),
     ([0.6, 0.6, 0.6, 0.0, 0.0, 0.0, 0.6, 0.6, 0.6], 9),  # it recovers
     ([0.5, 0.1], 2),
+    ([0.3, 0.08, 0.08, 0.08, 0.08, 0.08], 3),  # it falls at once
     ([-0.2] * 6, 6),  # a reward that is always below 0 does not fall
     ([-0.5, -0.4, -0.2, -0.1, -0.1, -0.1], 6),
     ([0.0] * 5, 5),  # it never rises
@@ -150,7 +164,7 @@ def test_values_of_training_leave_out_the_first_evaluation():
 
 
 @pytest.mark.parametrize(
-  'column, step', [('reward/em', 4), ('reward/otc/em', 4), ('reward/otc', 6)]
+  'column, step', [('reward/em', 3), ('reward/otc/em', 3), ('reward/otc', 6)]
 )
 def test_collapse_is_of_exact_match_where_it_is_known(column, step):
   columns = ['reward', 'rollout/sampled_tokens', 'time/step', column]
@@ -280,8 +294,10 @@ def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive):
 def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   report = {
     row.name: {
-      str(i): {'values': {'hard/em': 0.4 + 1e-3 * i * n, 'all/searches': 2.0}}
-      for i in range(3)
+      str(i): {
+        'values': {'hard/em': 0.4 + 1e-3 * (-1) ** i * n, 'all/searches': 2.0}
+      }
+      for i in arms.REPORTING
     }
     for n, row in enumerate(arms.METHODS)
   }
@@ -296,7 +312,23 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   assert by['gigpo', 'hard/em']['verdict'] == 'equivalent'
   stress = by['llds', 'hard/em']  # of the last claim
   assert (stress['phase'], stress['verdict']) == ('stress', 'undecided')
-  assert '| otc | 3 | 0.411' in results.show(report)
+  assert f'| otc | {len(arms.REPORTING)} | 0.400' in results.show(report)
+
+
+def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
+  def verdict(seeds):
+    report = {
+      'gigpo': {str(s): {'hard/em': 0.6 + s / 1e3} for s in seeds},
+      'grpo': {str(s): {'hard/em': 0.3} for s in seeds},
+    }
+    by = {c['method']: c for c in results.judge({'report': report})}
+    return by['gigpo']['n_seeds'], by['gigpo']['verdict']
+
+  n = len(arms.REPORTING)
+  assert verdict(arms.REPORTING) == (n, 'shown')
+  assert verdict(arms.REPORTING[1:]) == (n - 1, 'undecided')
+  # A seed that was not planned does not stand in for one.
+  assert verdict((*arms.REPORTING[1:], 50)) == (n - 1, 'undecided')
 
 
 def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
