@@ -26,8 +26,8 @@ from absl import flags
 from experiments.arena import arms, results
 from experiments.benchmarks import common
 from searchrl_jax import sweep
-from searchrl_jax.run import command, records
-from searchrl_jax.sweeps import core, figures
+from searchrl_jax.run import command, lookup, records
+from searchrl_jax.sweeps import core, figures, stages
 
 HERE = pathlib.Path(__file__).parent
 RUNS = 'runs.json'
@@ -39,13 +39,12 @@ def load_runs(out: pathlib.Path) -> dict:
   return json.loads(path.read_text()) if path.exists() else {}
 
 
-def keep(found: core.Sweep, stages, phase: str, folder, out) -> dict:
-  """Adds what is complete of `stages` to the runs; returns them."""
+def keep(found: core.Sweep, wanted, phase: str, folder, out) -> dict:
+  """Adds what is complete of the stages `wanted` to the runs; returns them."""
   runs = load_runs(out)
-  for stage in stages:
+  for stage in wanted:
     _, name, case = stage.split('/')
-    values = folder / stage / 'after' / 'values.json'
-    if values.exists():
+    if _done(found, stage, folder):
       about = figures.of_run(found, found.arm(name), folder / stage)
       kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
       kept[case] = {
@@ -57,6 +56,13 @@ def keep(found: core.Sweep, stages, phase: str, folder, out) -> dict:
       }
   records.write_json(out / RUNS, runs)
   return runs
+
+
+def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
+  try:
+    return stages.done(found, stage, folder)
+  except lookup.ConfigError:  # of another config; the sweep refuses the folder
+    return False
 
 
 def digest(found: core.Sweep, name: str, case: str) -> str:

@@ -9,8 +9,9 @@ import pytest
 import scipy.stats
 
 from experiments.arena import arms, measure, results, run, verdicts
+from searchrl_jax.run import records
 from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.sweeps import core
+from searchrl_jax.sweeps import core, stages
 from tests.conftest import ROOT
 
 
@@ -339,6 +340,23 @@ def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
   results.choose({}, tmp_path / 'tuned.json', {})
   results.write(runs, tmp_path, {}, '--phase=tune')
   assert json.loads((tmp_path / 'tuned.json').read_text())['settings'] == {}
+
+
+@pytest.mark.parametrize('steps, kept', [(20, True), (14, False)])
+def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
+  found, stage = arms.get_sweep('tune'), 'arms/grpo/100'
+  config = stages.config_of(found, stage, tmp_path)
+  config.train.steps = steps
+  records.write_json(
+    tmp_path / stage / 'done.json',
+    {'config': records.plain(config), 'commit': '0'},
+  )
+  for name in ('after/values.json', 'seconds.json'):
+    records.write_json(tmp_path / stage / name, {'train': 1.0})
+  (tmp_path / stage / 'run').mkdir()
+  (tmp_path / stage / 'run' / 'metrics.jsonl').write_text('{"step": 0}\n')
+  runs = run.keep(found, [stage], 'tune', tmp_path, tmp_path)
+  assert ('tune' in runs) == kept
 
 
 def test_a_row_is_tuned_when_all_tuning_seeds_have_run(tmp_path):
