@@ -9,9 +9,9 @@ best score of the group have read, if that is high enough. Rebalance: over the
 last turns of a group, the positive advantages are scaled to the sum of the
 negative ones; if there are none of one sign, they are all 0. Arguments:
 
-  version  sound: only last turns that answer are rebalanced; ratio is that of
-           positive to negative sums
-           as_released: a run cut short too; the inverse of ratio
+  version  sound: only last turns of well-formed trajectories are rebalanced,
+           which all answer; ratio is that of positive to negative sums
+           as_released: of all, runs cut short too; the inverse of ratio
   soft, rebalance  False: without this part
   silver   group; oracle: Question.supporting
   ratio    lambda; 1 = equal sums
@@ -28,25 +28,18 @@ from configs import algorithms
 from configs.methods import core
 from searchrl_jax.learn.advantages import normalised, returns
 from searchrl_jax.rewards import ablations
+from searchrl_jax.run import lookup
 
 VERSIONS = {'sound': False, 'as_released': True}
 
 
 def get_config(arg=None):
-  return core.on_base(
-    arg,
-    change,
-    version='sound',
-    soft=True,
-    rebalance=True,
-    silver='group',
-    ratio=1.0,
-  )
+  known = dict(soft=True, rebalance=True, silver='group', ratio=1.0)
+  return core.on_base(arg, change, version='sound', **known)
 
 
 def change(c, a):
   c.name = 'calib_adv'
-  ablations.choose(a, silver=('group', 'oracle'))
   kw = {name: a[name] for name in ('soft', 'rebalance', 'silver', 'ratio')}
   kw |= dict(released=core.chosen('version', a.version, VERSIONS))
   kw |= dict(least=0.7, similar=0.5, eps=1e-6, ddof=1, shuffle=False)
@@ -146,5 +139,13 @@ def _needs(fields):
   return ('supporting',) if fields['silver'] == 'oracle' else ()
 
 
-calibrated.needs, calibrated.needs_group = _needs, True
+def _check(config, fields):
+  del config
+  ablations.choose(fields, silver=('group', 'oracle'))
+  ratio = fields['ratio']
+  lookup.require(ratio > 0, f'ratio={ratio} must be above 0')
+
+
+calibrated.needs, calibrated.check = _needs, _check
+calibrated.needs_group = True
 calibrated.divides_by_spread = True

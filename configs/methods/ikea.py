@@ -15,8 +15,8 @@ release, the reward itself does not use it. Departures:
   * m counts the searches that were made. The release counts opening tags in the
     decoded text, so that it takes a tag in a thought, or in a passage, for a
     search: version='as_released'. (Tags in passages are taken apart here.)
-  * Malformed is: an invalid action, or no complete thought. The release also
-    looks for tags in other brackets, such as "(search".
+  * Malformed is: an invalid action, or no complete thought that holds text. The
+    release also looks for tags in other brackets, such as "(search".
 
 The algorithm is GRPO, with the base's group and learning rate. Arguments:
 bonus, version (sound, as_released), credit (rewards/ablations.py; 'oracle'

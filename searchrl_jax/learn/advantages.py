@@ -48,7 +48,8 @@ the first one follows from no action and counts for nothing.
 A group in which one valid row is left has no baseline: its advantage is 0
 for every function that needs a group (Search-R1 takes mean 0 and std 1
 there, so a lone row is pushed by its raw reward: not kept). A group whose
-values are all equal gets exactly 0.
+values are all equal gets exactly 0. A function that compares turns compares
+those of one trajectory too: `turn_normalised` of a lone row need not be 0.
 """
 
 from collections.abc import Callable

@@ -52,6 +52,19 @@ def test_a_golden_answer_within_a_word_is_no_evidence():
   assert earned('version=as_released', *group) == pytest.approx([0.1])
 
 
+def test_any_complete_note_counts():
+  first = played.attempt(
+    played.search(),
+    f'<refine>it is no</refine>\n{played.search()}',
+    f'<refine>hm</refine>\n{played.says("Bob")}',
+    question=ASKED,
+  )
+  turns = played.search(), '<refine>it is no', played.says('Bob')
+  for arg in ('', 'version=as_released'):
+    found = earned(arg, first, played.attempt(*turns, question=ASKED))
+    assert found == pytest.approx([0.1, 0])
+
+
 WORDS = GOLD.split()
 
 

@@ -18,12 +18,16 @@ A, B = 1.154699, -0.577350  # GRPO's of 1 0 0: 2/3 and -1/3 over sqrt(1/3)
 LAST = len('<think>so</think><answer>Ann</answer>')  # tokens; Bobby has 2 more
 
 
-def turns(arg='', group=GROUP, outcome=(1, 0, 0), **fields):
+def turns(arg='', group=GROUP, outcome=(1, 0, 0), ids=None, **fields):
   kw = calib_adv.get_config(arg).algorithm.advantage_kw.to_dict()
   kw |= dict(similar=1.0, eps=0.0) | fields
   s, _ = hand.arrays(group)
   found = calib_adv.calibrated(
-    np.array(outcome, float), [True] * len(group), [0] * len(group), s, **kw
+    np.array(outcome, float),
+    [True] * len(group),
+    ids or [0] * len(group),
+    s,
+    **kw,
   )
   return hand.by_turn(s, found)
 
@@ -42,8 +46,38 @@ def test_golden_soft_penalty():
   )  # fmt: skip
   # The oracle set is a b: x is not in it.
   same(turns('rebalance=False,silver=oracle'), [[A] * 3, [B, B, B], [B]])
-  # Nobody reaches 0.7: no silver set.
+  # 0.7 makes a silver set, and nobody reaches it here: none.
+  assert turns('rebalance=False', outcome=(0.7, 0, 0))[1][0] > B
   same(turns('rebalance=False', outcome=(0.6, 0, 0)), [[A] * 3, [B] * 3, [B]])
+
+
+def test_golden_passages_that_come_back():
+  # x is of the silver set: q = 1. Then x came back, one alone, and a is new:
+  # 1/2 of a x.
+  again = hand.play(('w', 'x'), ('w', 'ax'), answer='Bob', sample=1)
+  found = turns('rebalance=False', (RIGHT, again, IDLE))
+  same(found[1:], [[0, B / 2, B], [B]])
+
+
+def test_questions_are_compared_apart():
+  # In the other one, nobody reaches 0.7.
+  other, scores = (WRONG, RIGHT), (0, 0.6)
+  both = (*GROUP, *other), (1, 0, 0, *scores)
+  alone = turns() + turns('', other, scores)
+  same(turns('', *both, ids=[0] * 3 + [1] * 2), alone)
+
+
+def test_the_control_moves_what_is_spared_between_turns_alone():
+  # The wrong one has q = 1/2 0 0.
+  found = set()
+  for i in range(12):
+    searches = ('who wrote', 'xz'), ('who', 'axz')
+    wrong = hand.play(*searches, answer='Bob', sample=i)
+    group = RIGHT, wrong, IDLE
+    moved = turns('rebalance=False', group, shuffle=True)[1]
+    found.add(tuple(np.round(moved, 3).tolist()))
+  low, high = -0.577, -0.289
+  assert found == {(high, low, low), (low, high, low), (low, low, high)}
 
 
 def test_golden_rebalance():
@@ -110,6 +144,8 @@ def test_only_wrong_trajectories_are_spared_and_never_pushed_up(
 def test_a_malformed_trajectory_is_not_spared_and_makes_no_silver_set():
   bad = dataclasses.replace(WRONG, invalid_actions=1)
   same(turns('rebalance=False', (RIGHT, bad, IDLE))[1:], [[B] * 3, [B]])
+  cut = dataclasses.replace(WRONG, end='tokens')
+  same(turns('rebalance=False', (RIGHT, cut, IDLE))[1:], [[B] * 3, [B]])
   bad = dataclasses.replace(RIGHT, invalid_actions=1)
   same(turns('rebalance=False', (bad, WRONG, IDLE))[1:], [[B] * 3, [B]])
 
@@ -138,9 +174,15 @@ def test_a_repeated_thought_makes_its_search_worthless():
       dataclasses.replace(t, searches=(t.searches[0],) + RIGHT.searches[1:])
     )
 
-  # The second search found b y, both of the silver set.
-  for ids, q in (([5, 6], 1.0), ([1, 2, 3, 4], 0.0), ([1, 2, 9, 9], 1.0)):
-    assert calib_adv.quality(thinking(ids), 'by', 0.5) == {0: 0.0, 1: q}
+  # The second search found b y, both of the silver set; 3/4 and 1/2 are alike.
+  similar = calib_adv.get_config().algorithm.advantage_kw.similar
+  for ids, q in (
+    ([5, 6], 1.0),
+    ([1, 2, 3, 4], 0.0),
+    ([1, 2, 3, 9], 0.0),
+    ([1, 2, 9, 9], 1.0),
+  ):
+    assert calib_adv.quality(thinking(ids), 'by', similar) == {0: 0.0, 1: q}
 
 
 def test_what_it_needs_and_its_arguments():
@@ -150,5 +192,10 @@ def test_what_it_needs_and_its_arguments():
   checks.check(c)
   with pytest.raises(DataError, match='supporting.*config.algorithm.advantage'):
     checks.check_data(c, [bare])
-  with pytest.raises(ValueError, match="silver='gold'.*group, oracle"):
-    calib_adv.get_config('silver=gold')
+  for field, value, what in (
+    ('silver', 'gold', "silver='gold'.*group, oracle"),
+    ('ratio', 0.0, 'ratio=0.0 must be above 0'),
+  ):
+    c = calib_adv.get_config(f'{field}={value}')
+    with pytest.raises(ValueError, match=what):
+      checks.check(c)

@@ -6,14 +6,16 @@ import numpy as np
 
 from configs.methods import gigpo
 from tests.methods import group as hand
-from tests.methods.group import GROUP
+from tests.methods.group import GROUP, IDLE, RIGHT, WRONG
 
 
-def turns(arg='', group=GROUP, outcome=(1, 0, 0), valid=None, **fields):
+def turns(
+  arg='', group=GROUP, outcome=(1, 0, 0), valid=None, ids=None, **fields
+):
   kw = gigpo.get_config(arg).algorithm.advantage_kw.to_dict() | fields
   s, masks = hand.arrays(group)
   valid = [True] * len(group) if valid is None else valid
-  values, ids = hand.outcome(group, outcome), [0] * len(group)
+  values, ids = hand.outcome(group, outcome), ids or [0] * len(group)
   found = gigpo.two_levels(values, valid, ids, masks, s, **kw)
   return hand.by_turn(s, found)
 
@@ -31,6 +33,25 @@ def test_golden_values():
   a = 1.1547
   same(turns(), [[2 * a, a, a], [-a, -a / 2, -a / 2], [-a]])
   same(turns('weight=0'), [[a] * 3, [-a / 2] * 3, [-a / 2]])
+
+
+def test_golden_discount():
+  # Both are right, after two searches and one. First turns: .81 .9 0, mean .57,
+  # squared deviations .0576 + .1089 + .3249 = .4914, / 2, root .49568: .48418
+  # .66575 -1.14993. Episode, 1 1 0: mean 2/3, root 1/3 = .57735: .57735 twice,
+  # -1.15470. No other turns are alike.
+  short = hand.play(('who wrote it', 'a'), sample=1)
+  e, group = 0.57735, (RIGHT, short, IDLE)
+  wanted = [[e + 0.48418, e, e], [e + 0.66575, e], [-1.15470 - 1.14993]]
+  same(turns(group=group, outcome=(1, 1, 0)), wanted)
+
+
+def test_questions_are_compared_apart():
+  other = (WRONG, RIGHT)
+  both = (*GROUP, *other), (1, 0, 0, 0, 1)
+  for arg in ('', 'version=as_released'):
+    alone = turns(arg) + turns(arg, other, (0, 1))
+    same(turns(arg, *both, ids=[0, 0, 0, 1, 1]), alone)
 
 
 def test_golden_as_released():

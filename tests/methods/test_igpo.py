@@ -23,14 +23,14 @@ class Scorer:
 
   max_len = 10**6
 
-  def __init__(self):
-    self.asked = []
+  def __init__(self, found=FOUND):
+    self.asked, self.found = [], found
 
   async def score(self, ids):
     text = bytes(ids).decode()
     self.asked.append(text)
     assert text.endswith('<answer> Ann')
-    p = FOUND[sum(f'text of {i}' in text for i in 'ab')]
+    p = self.found[sum(f'text of {i}' in text for i in 'ab')]
     out = np.full(len(ids), -99.0, np.float32)  # outside the answer
     # A mean of log-probs, not of probabilities.
     out[-4:] = np.log(p) + np.array([1.0, -1.0, 0.5, -0.5])
@@ -83,13 +83,30 @@ def test_golden_as_released():
   # 1.1547, -.5774, -.5774 whatever x is.
   values = [np.array([0, 0.3, 0, 1.0]), np.zeros(4), np.zeros(2)]
   masks = [np.array(m, bool) for m in ([0, 1, 0, 1], [0, 1, 1, 1], [0, 1])]
-  found = igpo.by_position(values, [True] * 3, [0] * 3, masks, eps=0.0, ddof=1)
+  kw = igpo.VERSIONS['as_released']['advantage_kw']
+  found = igpo.by_position(values, [True] * 3, [0] * 3, masks, **kw)
   # An observation cuts the first sum; the second runs through.
   np.testing.assert_allclose(found[0], [0, 1.1547, 0, 1.1547], atol=1e-4)
   np.testing.assert_allclose(
     found[1], [0, -1.1547, -0.5774, -0.5774], atol=1e-4
   )
   np.testing.assert_allclose(found[2], [0, -0.5774], atol=1e-4)
+
+
+def test_as_released_failed_rows_and_other_questions_play_no_part():
+  values = [np.array([0, 0.3, 1.0]), np.zeros(3), np.array([0, 5.0, 5.0])]
+  masks, kw = [np.array([0, 1, 1], bool)] * 3, dict(eps=0.0, ddof=1)
+  pair = igpo.by_position(values[:2], [True] * 2, [0] * 2, masks[:2], **kw)
+  for valid, ids in (([1, 1, 0], [0, 0, 0]), ([1, 1, 1], [0, 0, 1])):
+    found = igpo.by_position(values, np.array(valid, bool), ids, masks, **kw)
+    np.testing.assert_array_equal(found, [*pair, np.zeros(3)])
+
+
+def test_a_search_that_misleads_costs_and_the_first_answer_counts():
+  asked = dataclasses.replace(hand.QUESTION, answers=('Ann', 'Anna'))
+  group = tuple(dataclasses.replace(t, question=asked) for t in GROUP)
+  found = hand.credits(rewards(Scorer((0.4, 0.1, 0.9)), group), group)
+  np.testing.assert_allclose(found[0], [-0.3, 0.8, 1], atol=1e-6)
 
 
 @settings(max_examples=20, deadline=None)

@@ -25,14 +25,15 @@ def after(n, text='Ann', thought='so'):
 
 def test_golden_values():
   # Right: 1 + .6, .4, .2, 0, 0; wrong .05 or 0; an invalid turn -1, though the
-  # answer is right; no thought -1.
+  # answer is right; no thought, or an empty one, -1.
   group = [after(n) for n in (0, 1, 2, 3, 4)]
   group += [after(1, 'Bob'), after(0, 'Bob')]
   group += [
     played.attempt('hm', played.says('Ann'), question=ASKED),
     played.attempt('<answer>Ann</answer>', question=ASKED),
+    after(0, thought=''),
   ]
-  wanted = [1.6, 1.4, 1.2, 1, 1, 0.05, 0, -1, -1]
+  wanted = [1.6, 1.4, 1.2, 1, 1, 0.05, 0, -1, -1, -1]
   assert earned('', *group) == pytest.approx(wanted)
   assert earned('version=as_released', *group) == pytest.approx(wanted)
   assert earned('bonus=0.3', *group[:2]) == pytest.approx([1.3, 1.2])

@@ -42,6 +42,23 @@ def test_golden_values_of_the_ports():
   assert found == pytest.approx([1, 0.95981, 0.25981, 0], abs=1e-5)
 
 
+def test_what_counts_and_the_constant():
+  # A search for two things is two: n = 1, m = 2: sin(2 pi / 3) = .86603.
+  found = earned(otc, '', attempt(search('a & b'), says('Ann')), after(1))
+  assert found == pytest.approx([0.86603, 1], abs=1e-5)
+  c = otc.get_config()
+  c.env.max_turns = 3
+  assert c.reward.otc.smoothing == 3
+
+
+def test_shuffled_searches_stay_among_equal_outcomes():
+  paid = {
+    tuple(round(x, 3) for x in earned(otc, 'credit=shuffled', *GROUP, step=i))
+    for i in range(20)
+  }
+  assert paid == {(a, b, 0, 0) for a in (1, 0.866) for b in (1, 0.866)}
+
+
 @settings(max_examples=30, deadline=None)
 @given(
   st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=5),

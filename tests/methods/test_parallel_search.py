@@ -44,6 +44,11 @@ def test_golden_values_of_the_release():
   assert earned('scale=0.5', *group[:2]) == pytest.approx([1.4, 1])
 
 
+def test_the_first_search_is_the_one_to_split():
+  # 1 + 0 + .35 (1 - 1).
+  assert earned('', made('c', 'a & b')) == [1]
+
+
 def test_golden_values_of_a_chain():
   # Not split: .15. Released: two or more searches .35, one 0, none -.35.
   group = [made(*'abcd'[:n], question=CHAIN) for n in (0, 1, 2, 4)]
@@ -51,6 +56,10 @@ def test_golden_values_of_a_chain():
   assert earned('version=as_released', *group) == pytest.approx(
     [0.8, 1.15, 1.5, 1.5, 1.35]
   )
+  # A chain of unknown length needs two.
+  unknown = dataclasses.replace(CHAIN, hops=0)
+  found = earned('', *[made(*'ab'[:n], question=unknown) for n in (1, 2)])
+  assert found == pytest.approx([1.15, 1.5])
   # Three hops: 3 or more searches .35, two 0.
   assert earned('', *group) == pytest.approx([1.15, 1.15, 1.15, 1.5, 1])
 

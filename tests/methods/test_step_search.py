@@ -58,6 +58,13 @@ def test_without_an_answer_the_end_is_minus_one_and_searches_earn_nothing():
   assert credit[-1] == -1 and not any(credit[:-1])
 
 
+def test_a_passage_twice_in_a_search_is_redundant():
+  # Gain 1/2, less 1/3: a of a x a came back; K = 1 / 2.
+  twice = hand.play(('who wrote it', 'axa'), answer='Bob')
+  [credit], _ = rewards(group=(twice,))
+  np.testing.assert_allclose(credit, [0.6 * (1 / 2 - 1 / 3), 0.309], atol=1e-6)
+
+
 WORDS = st.lists(
   st.sampled_from('who wrote it where is Ann x'.split()), min_size=1
 )

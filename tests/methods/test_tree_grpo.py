@@ -14,14 +14,14 @@ from tests.test_structure import searching
 TREES = (0, 0, 0, 3, 3, 3)
 
 
-def credit(arg, rewards, trees=TREES, valid=None, **fields):
+def credit(arg, rewards, trees=TREES, valid=None, ids=None, **fields):
   rows = [
     searching('a', sample=i, meta={'tree': t}) for i, t in enumerate(trees)
   ]
   kw = tree_grpo.get_config(arg).algorithm.advantage_kw.to_dict() | fields
   found = structure.of(rows, batching.masks(rows))
   valid = np.ones(len(rows), bool) if valid is None else np.array(valid)
-  ids = np.zeros(len(rows), int)
+  ids = np.zeros(len(rows), int) if ids is None else np.array(ids)
   return tree_grpo.advantage(np.array(rewards, float), valid, ids, found, **kw)
 
 
@@ -52,6 +52,19 @@ def test_golden_values():
   np.testing.assert_allclose(
     credit('version=tree_2norm', rewards), [b, -c, -c, c, c, -b], atol=1e-4
   )
+
+
+def test_questions_are_compared_apart():
+  # Samples, and so trees, have the same numbers in each question.
+  rewards = [1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0]
+  for arg in ('', 'version=tree_2norm'):
+    both = credit(arg, sum(rewards, []), TREES * 2, ids=[0] * 6 + [1] * 6)
+    alone = [credit(arg, r) for r in rewards]
+    np.testing.assert_allclose(both, np.concatenate(alone), atol=1e-5)
+  dealt = tree_grpo._dealt(
+    np.array([0, 1, 2, 3]), np.array([0, 0, 1, 1]), 'abcd'
+  )
+  assert {*dealt[:2]} == {0, 1} and {*dealt[2:]} == {2, 3}
 
 
 @settings(max_examples=30, deadline=None)

@@ -49,6 +49,14 @@ def test_golden_values():
     np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+def test_golden_values_of_the_config():
+  # G_1 = .99 (.1 x .6 + .9) = .9504; G_0 = .99 (.1 x .4 + .9 x .9504) = .88641.
+  kw = turn_ppo.get_config().algorithm.advantage_kw
+  kw = dict(gamma=kw.gamma, lam=kw.lam)
+  a, _ = raw(GROUP[:1], (1,), [0.2, 0.4, 0.6], **kw)
+  np.testing.assert_allclose(a, [0.68641, 0.5504, 0.4], atol=1e-5)
+
+
 def test_advantages_are_whitened_over_turns_and_shared_by_tokens():
   s, masks = hand.arrays()
   values = [0.2, 0.4, 0.6, 0.3, 0.1, 0.5, 0.1]
