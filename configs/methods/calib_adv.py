@@ -9,9 +9,9 @@ best score of the group have read, if that is high enough. Rebalance: over the
 last turns of a group, the positive advantages are scaled to the sum of the
 negative ones; if there are none of one sign, they are all 0. Arguments:
 
-  version  sound: only last turns of well-formed trajectories are rebalanced,
-           which all answer; ratio is that of positive to negative sums
-           as_released: of all, runs cut short too; the inverse of ratio
+  version  sound: only last turns that answer are rebalanced; ratio is that of
+           positive to negative sums
+           as_released: a run cut short too; the inverse of ratio
   soft, rebalance  False: without this part
   silver   group; oracle: Question.supporting
   ratio    lambda; 1 = equal sums
@@ -76,8 +76,8 @@ def calibrated(
   s, score, valid = structure, returns(values), np.asarray(valid, bool)
   group, row = np.asarray(group_ids), structure.row
   a = normalised(score, valid, group, eps=eps, ddof=ddof)[row]
-  good = np.array([t.end == 'answer' and not t.invalid_actions
-                   for t in s.trajectories]) & valid  # fmt: skip
+  answers = np.array([t.end == 'answer' for t in s.trajectories]) & valid
+  good = answers & [not t.invalid_actions for t in s.trajectories]
   if soft:
     q = np.zeros(len(row))
     for g in np.unique(group[good]):
@@ -96,7 +96,7 @@ def calibrated(
   if rebalance:
     tokens = np.bincount(np.concatenate(s.turns) + 1, minlength=len(row) + 1)
     last = np.append(row[1:] != row[:-1], True)[: len(row)]
-    last &= valid[row] if released else good[row]
+    last &= valid[row] if released else answers[row]
     for g in np.unique(group):
       at = last & (group[row] == g)
       up, down = ((tokens[1:] * a)[at & (f * a > 0)].sum() for f in (1, -1))

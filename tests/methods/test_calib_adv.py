@@ -109,6 +109,13 @@ def test_a_run_cut_short_is_rebalanced_as_released_alone():
   assert released[0][-1] == pytest.approx(-B * 40 / 37, abs=1e-5)
 
 
+def test_an_answer_after_an_invalid_action_is_rebalanced():
+  group = [dataclasses.replace(t, invalid_actions=1) for t in (WRONG, IDLE)]
+  # 76 tokens of B against 37 of A, as in the golden values.
+  found = turns('soft=False', (RIGHT, *group))
+  same(found, [[A, A, A * 76 / 74], [B] * 3, [B]])
+
+
 @settings(max_examples=20, deadline=None)
 @given(
   st.floats(0.25, 4.0), st.lists(st.integers(0, 1), min_size=4, max_size=4)
