@@ -59,6 +59,7 @@ MAY_DIFFER = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
   'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
   'rollout.mismatch_alarm',
+  'eval.best_of',  # of earlier versions, and never of training
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
