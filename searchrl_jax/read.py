@@ -56,18 +56,16 @@ def run(folder: os.PathLike | str, live: bool = False) -> 'Run':
   """
   path = pathlib.Path(folder)
   config = path / 'config.json'
-  lookup.require(path.is_dir(), f'{path}: no such folder', RunError)
-  lookup.require(
+  records.require(path.is_dir(), f'{path}: no such folder')
+  records.require(
     config.exists(),
     f'{path} is no run folder: it has no config.json; give the --workdir of a '
     'run or the --out of an evaluation',
-    RunError,
   )
-  lookup.require(
+  records.require(
     live or not records.in_use(path),
     f'{path} is being written: wait for its end, or read what is complete with '
     'live=True (`view`: --serve)',
-    RunError,
   )
   try:
     return Run(path, build.load_config(str(path)), live)
@@ -96,15 +94,12 @@ class Run:
       RunError: the file is absent, or a line of it is not complete.
     """
     path, rows = self.folder / 'metrics.jsonl', []
-    lookup.require(
-      path.exists(), f'{self.folder} has no metrics.jsonl yet', RunError
-    )
+    records.require(path.exists(), f'{self.folder} has no metrics.jsonl yet')
     *lines, rest = path.read_text('utf-8').split('\n')
-    lookup.require(
+    records.require(
       self.live or not rest,
       f'{path} ends within a line: its run was killed; start the run again, '
       'which repairs the file, or delete the last line',
-      RunError,
     )
     for number, line in enumerate(lines, 1):
       try:
@@ -145,11 +140,10 @@ class Run:
   ) -> Iterator[Record]:
     """Yields the records of trajectories, in the order of the steps."""
     files = self.files(part)
-    lookup.require(
+    records.require(
       files,
       f'{self.folder} has no trajectories in {part!r}; there are: '
       f'{", ".join(self.parts) or "none (see config.log.trajectories_every)"}',
-      RunError,
     )
     for step in files if steps is None else sorted(files.keys() & {*steps}):
       for path in files[step]:
@@ -266,11 +260,10 @@ class Run:
       RunError: there is none.
     """
     paths = sorted(self.folder.glob(f'**/{ledger.ROWS}'))
-    lookup.require(
+    records.require(
       paths,
       f'{self.folder} holds no evaluation ({ledger.ROWS}): `evaluate` writes '
       'one; those made while it trained are in `metrics` and the part eval',
-      RunError,
     )
     return pd.DataFrame(
       {'folder': str(path.parent), 'evaluation': name} | dataclasses.asdict(row)

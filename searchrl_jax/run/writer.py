@@ -326,12 +326,11 @@ class Writer:
         changed = differences(json.loads(path.read_text()), now)
       for field, values in changed.items():
         old, new = ('absent' if v is None else json.dumps(v) for v in values)
-        lookup.require(
+        records.require(
           f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER)),
           f'{self.folder} holds a run of another config: config.{field} is '
           f'{old} there and {new} now. Use the same value to continue that '
           'run, or choose another --workdir',
-          records.RunError,
         )
     records.write_json(path, now)
     return changed
