@@ -59,10 +59,9 @@ def check(config: ConfigDict) -> None:
     good, where = {'query'} <= used <= {*SLOTS}, f'{_WHERE}.{name}'
     what = f'must contain {{query}}, and may contain any of {SLOTS}'
     lookup.require(good, f'{where}={config[name]!r} {what}')
-  try:
+  where = f'{_WHERE}.document: no regular expression'
+  with lookup.of(where, caught=re.error):
     pattern = re.compile(config.document)
-  except re.error as e:
-    raise ValueError(f'{_WHERE}.document: no regular expression: {e}') from e
   named = pattern.groupindex
   good = pattern.groups and ('text' in named or 'title' not in named)
   what = f'{_WHERE}.document={config.document!r}: needs a group for the text of'

@@ -253,10 +253,9 @@ def changed(make: Config, fields: Mapping[str, Any], seed: int) -> ConfigDict:
         f'config has no field {field!r}; {lookup.near(name, known)}',
       )
       part, home = part[name], part
-    try:
+    where = f'config.{field}={value!r}'
+    with lookup.of(where, caught=(TypeError, AttributeError)):
       home[name] = ConfigDict(value) if isinstance(part, ConfigDict) else value
-    except (TypeError, AttributeError) as e:
-      raise ConfigError(f'config.{field}={value!r}: {e}') from e
   return config
 
 
@@ -296,7 +295,7 @@ def read(spec: str) -> Sweep:
     ConfigError: there is no such file, or it has no sweep.
   """
   path, _, arg = spec.partition(':')
-  with lookup.of(spec):
+  with lookup.of(spec, caught=(ValueError, ModuleNotFoundError)):
     if path.endswith('.py'):
       file = pathlib.Path(path)
       known = map(str, file.parent.glob('[!_]*.py'))
@@ -307,10 +306,7 @@ def read(spec: str) -> Sweep:
       module = importlib.util.module_from_spec(found)
       found.loader.exec_module(module)
     else:
-      try:
-        module = importlib.import_module(path)
-      except ModuleNotFoundError as e:
-        raise ConfigError(str(e)) from e
+      module = importlib.import_module(path)
     make = getattr(module, 'get_sweep', None)
     made = make(arg or None) if make else getattr(module, 'ROW', None)
     lookup.require(made, 'it has neither get_sweep nor ROW')
