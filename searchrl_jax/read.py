@@ -19,7 +19,7 @@ sample). The formats are those of `run/writer.py`, `run/records.py` and
 """
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import functools
 import itertools
@@ -290,8 +290,17 @@ class Run:
     return build.template(self.config)
 
   @functools.cached_property
-  def _pieces(self) -> '_Pieces':
-    return _Pieces(self.tokenizer)
+  def _piece(self) -> Callable[[int], str | None]:
+    """Token id -> its text; None if it is a part of a character."""
+
+    @functools.cache
+    def piece(token: int) -> str | None:
+      try:
+        return self.tokenizer.token_bytes(token).decode()
+      except UnicodeDecodeError:
+        return None
+
+    return piece
 
   def pieces(self, ids: np.ndarray) -> list[str]:
     """The text of each token; together, that of the ids.
@@ -299,7 +308,7 @@ class Run:
     A character of several tokens is in the last of them; control tokens have
     no text.
     """
-    found = [*map(self._pieces.__getitem__, ids.tolist())]
+    found = [*map(self._piece, ids.tolist())]
     if None not in found:
       return found
     decode = codecs.getincrementaldecoder('utf-8')('replace').decode
@@ -317,22 +326,6 @@ class Run:
     if not golds or trajectory.failed:
       return np.nan
     return equivalence.correct(answer, golds, self.config.eval.match)
-
-
-class _Pieces(dict):
-  """Token id -> its text; None if it is a part of a character."""
-
-  def __init__(self, tokenizer: tokenizers.Tokenizer):
-    super().__init__()
-    self._bytes = tokenizer.token_bytes
-
-  def __missing__(self, token: int) -> str | None:
-    try:
-      value = self._bytes(token).decode()
-    except UnicodeDecodeError:
-      value = None
-    self[token] = value
-    return value
 
 
 def by_segment(

@@ -22,15 +22,15 @@ import importlib.util
 import itertools
 import pathlib
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
 from searchrl_jax import evaluate
 from searchrl_jax.learn import checks
 from searchrl_jax.run import lookup, schema
-from searchrl_jax.run.lookup import ConfigError
 
+T = TypeVar('T')
 Config = Callable[[int], ConfigDict]  # of a seed
 # (config, run folder, output folder) -> scores by name.
 Evaluation = Callable[[ConfigDict, str, str], Mapping[str, float]]
@@ -114,17 +114,10 @@ class Sweep:
   tuning_seeds: Sequence[int] = ()
 
   def arm(self, name: str) -> Arm:
-    for arm in self.arms:
-      if arm.name == name:
-        return arm
-    raise ConfigError(
-      f'arm {name!r}: {lookup.near(name, [a.name for a in self.arms])}'
-    )
+    return _named('arm', name, {arm.name: arm for arm in self.arms})
 
   def start(self, name: str) -> Start:
-    if name not in self.warm:
-      raise ConfigError(f'warm start {name!r}: {lookup.near(name, self.warm)}')
-    return self.warm[name]
+    return _named('warm start', name, self.warm)
 
   def stage(self, stage: str) -> tuple[Arm | Start, str]:
     """What a stage runs, and its case."""
@@ -154,6 +147,11 @@ class Sweep:
     if seed in arm.seeds:
       return REPORT
     return TUNING if seed in self.tuning_seeds else REPLICATION
+
+
+def _named(what: str, name: str, known: Mapping[str, T]) -> T:
+  lookup.require(name in known, f'{what} {name!r}: {lookup.near(name, known)}')
+  return known[name]
 
 
 def parse(case: str) -> tuple[int, int | None]:
