@@ -76,21 +76,15 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
     variants['random'] = config, controls.Random(have.source, questions)
     variants['empty'] = config, controls.empty(have.source)
     variants['no_search'] = off, have.source
+  shared = {'engine': have.engine, 'runner': have.run, 'judge': have.judge}
+  shared['writer'] = writer
   out = {}
   for name, (varied, source) in variants.items():
     env = build.environment(varied, have.tok)
     if have.scorer:
       env.entropy = lambda ids: have.scorer([ids])[0].entropy
     out[name] = grading.Evaluator(
-      sets,
-      config=varied,
-      env=env,
-      source=source,
-      engine=have.engine,
-      writer=writer,
-      runner=have.run,
-      name=name,
-      judge=have.judge,
+      sets, config=varied, env=env, source=source, name=name, **shared
     )
   return out
 
