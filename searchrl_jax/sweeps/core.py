@@ -63,10 +63,6 @@ class Start:
   folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
   shared: bool = False
 
-  @property
-  def needs(self) -> dict[str, str]:
-    return {**({'train.init': self.init} if self.init else {}), **self.folders}
-
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
@@ -90,10 +86,6 @@ class Arm:
   seeds: Sequence[int] = (0, 1, 2)
   folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
   loop: str = 'train.train'
-
-  @property
-  def needs(self) -> dict[str, str]:
-    return {**({'train.init': self.warm} if self.warm else {}), **self.folders}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +116,15 @@ class Sweep:
     kind, name, case = stage.split('/')
     return (self.start if kind == 'warm' else self.arm)(name), case
 
-  def warm_stage(self, name: str, case: str) -> str:
-    """The stage of a warm start that stages of this case use."""
-    return f'warm/{name}/{0 if self.start(name).shared else case}'
-
   def needs(self, stage: str) -> dict[str, str]:
     """{config field: the stage whose run folder is its value}."""
     one, case = self.stage(stage)
-    return {k: self.warm_stage(name, case) for k, name in one.needs.items()}
+    init = one.warm if isinstance(one, Arm) else one.init
+    names = {**({'train.init': init} if init else {}), **one.folders}
+    return {
+      field: f'warm/{name}/{0 if self.start(name).shared else case}'
+      for field, name in names.items()
+    }
 
   def seeds(self, arm: Arm, wanted: Sequence[int] = ()) -> list[int]:
     """Those of `wanted` that an arm lists, and those that no arm lists.

@@ -73,7 +73,7 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   free = (*writer.MAY_DIFFER, *(UNREAD if isinstance(one, Start) else ()))
   free = tuple(f'{field}.' for field in free)
   for field, (old, new) in writer.differences(before, now).items():
-    moved = field in one.needs and _within(old) == _within(new)
+    moved = field in sweep.needs(stage) and _within(old) == _within(new)
     if not moved and not f'{field}.'.startswith(free):
       raise ConfigError(
         f'{folder} was run with another config: {field} was {old!r} and is '
