@@ -117,8 +117,9 @@ def memory(have) -> str:
   if limit is None:  # a CPU, whose devices share the host's memory
     host, device = host + device * have.mesh.size, 0
   free = psutil.virtual_memory().available
-  rows = [('host', host, free), ('device', device, limit)]
-  for where, need, has in rows if limit else rows[:1]:
+  rows = [('device', device, limit)] if limit else []
+  rows += [('host', host, free)]
+  for where, need, has in rows:
     lookup.require(
       need <= 0.9 * has,
       f'the {where} needs {need / GIB:.2f} of {has / GIB:.1f} GiB: lower '
@@ -126,10 +127,9 @@ def memory(have) -> str:
       "config.model.remat='block', or raise config.mesh.fsdp; `train "
       '--dry_run` lists what takes how much',
     )
-  text = f'host {host / GIB:.2f} of {free / GIB:.1f} GiB'
-  if limit:
-    text = f'device {device / GIB:.2f} of {limit / GIB:.1f} GiB, {text}'
-  return text
+  return ', '.join(
+    f'{x} {n / GIB:.2f} of {h / GIB:.1f} GiB' for x, n, h in rows
+  )
 
 
 def disk(have) -> str:

@@ -58,7 +58,7 @@ class Loaded(NamedTuple):
   source: Any
   run: Any  # runs a coroutine that uses them
   identity: dict  # of the retrieval server; {} = unknown
-  scorer: scoring.Scorer | None  # if best_of or search_when needs it
+  scorer: scoring.Scorer | None  # if config.env.search_when needs it
   judge: Any  # rewards.judge.Judge, if config.judge.url is set
 
 
@@ -76,22 +76,15 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
     variants['random'] = config, controls.Random(have.source, questions)
     variants['empty'] = config, controls.empty(have.source)
     variants['no_search'] = off, have.source
+  shared = {'engine': have.engine, 'runner': have.run, 'judge': have.judge}
+  shared['writer'] = writer
   out = {}
   for name, (varied, source) in variants.items():
     env = build.environment(varied, have.tok)
-    if have.scorer:  # for search_when='entropy'
+    if have.scorer:
       env.entropy = lambda ids: have.scorer([ids])[0].entropy
     out[name] = grading.Evaluator(
-      sets,
-      config=varied,
-      env=env,
-      source=source,
-      engine=have.engine,
-      writer=writer,
-      runner=have.run,
-      name=name,
-      scorer=have.scorer,
-      judge=have.judge,
+      sets, config=varied, env=env, source=source, name=name, **shared
     )
   return out
 
@@ -145,7 +138,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     source = build.source(config, url, lambda: engine, tok, mesh, folder)
     identity = dict(loop.open(source).get('identity') or {})
     scorer = None
-    if config.eval.best_of or config.env.search_when == 'entropy':
+    if config.env.search_when == 'entropy':
       longest = config.env.max_tokens
       scorer = scoring.Scorer(
         cfg,

@@ -19,7 +19,7 @@ sample). The formats are those of `run/writer.py`, `run/records.py` and
 """
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import functools
 import itertools
@@ -56,18 +56,16 @@ def run(folder: os.PathLike | str, live: bool = False) -> 'Run':
   """
   path = pathlib.Path(folder)
   config = path / 'config.json'
-  lookup.require(path.is_dir(), f'{path}: no such folder', RunError)
-  lookup.require(
+  records.require(path.is_dir(), f'{path}: no such folder')
+  records.require(
     config.exists(),
     f'{path} is no run folder: it has no config.json; give the --workdir of a '
     'run or the --out of an evaluation',
-    RunError,
   )
-  lookup.require(
+  records.require(
     live or not records.in_use(path),
     f'{path} is being written: wait for its end, or read what is complete with '
     'live=True (`view`: --serve)',
-    RunError,
   )
   try:
     return Run(path, build.load_config(str(path)), live)
@@ -96,15 +94,12 @@ class Run:
       RunError: the file is absent, or a line of it is not complete.
     """
     path, rows = self.folder / 'metrics.jsonl', []
-    lookup.require(
-      path.exists(), f'{self.folder} has no metrics.jsonl yet', RunError
-    )
+    records.require(path.exists(), f'{self.folder} has no metrics.jsonl yet')
     *lines, rest = path.read_text('utf-8').split('\n')
-    lookup.require(
+    records.require(
       self.live or not rest,
       f'{path} ends within a line: its run was killed; start the run again, '
       'which repairs the file, or delete the last line',
-      RunError,
     )
     for number, line in enumerate(lines, 1):
       try:
@@ -145,11 +140,10 @@ class Run:
   ) -> Iterator[Record]:
     """Yields the records of trajectories, in the order of the steps."""
     files = self.files(part)
-    lookup.require(
+    records.require(
       files,
       f'{self.folder} has no trajectories in {part!r}; there are: '
       f'{", ".join(self.parts) or "none (see config.log.trajectories_every)"}',
-      RunError,
     )
     for step in files if steps is None else sorted(files.keys() & {*steps}):
       for path in files[step]:
@@ -266,11 +260,10 @@ class Run:
       RunError: there is none.
     """
     paths = sorted(self.folder.glob(f'**/{ledger.ROWS}'))
-    lookup.require(
+    records.require(
       paths,
       f'{self.folder} holds no evaluation ({ledger.ROWS}): `evaluate` writes '
       'one; those made while it trained are in `metrics` and the part eval',
-      RunError,
     )
     return pd.DataFrame(
       {'folder': str(path.parent), 'evaluation': name} | dataclasses.asdict(row)
@@ -297,8 +290,17 @@ class Run:
     return build.template(self.config)
 
   @functools.cached_property
-  def _pieces(self) -> '_Pieces':
-    return _Pieces(self.tokenizer)
+  def _piece(self) -> Callable[[int], str | None]:
+    """Token id -> its text; None if it is a part of a character."""
+
+    @functools.cache
+    def piece(token: int) -> str | None:
+      try:
+        return self.tokenizer.token_bytes(token).decode()
+      except UnicodeDecodeError:
+        return None
+
+    return piece
 
   def pieces(self, ids: np.ndarray) -> list[str]:
     """The text of each token; together, that of the ids.
@@ -306,7 +308,7 @@ class Run:
     A character of several tokens is in the last of them; control tokens have
     no text.
     """
-    found = [*map(self._pieces.__getitem__, ids.tolist())]
+    found = [*map(self._piece, ids.tolist())]
     if None not in found:
       return found
     decode = codecs.getincrementaldecoder('utf-8')('replace').decode
@@ -324,22 +326,6 @@ class Run:
     if not golds or trajectory.failed:
       return np.nan
     return equivalence.correct(answer, golds, self.config.eval.match)
-
-
-class _Pieces(dict):
-  """Token id -> its text; None if it is a part of a character."""
-
-  def __init__(self, tokenizer: tokenizers.Tokenizer):
-    super().__init__()
-    self._bytes = tokenizer.token_bytes
-
-  def __missing__(self, token: int) -> str | None:
-    try:
-      value = self._bytes(token).decode()
-    except UnicodeDecodeError:
-      value = None
-    self[token] = value
-    return value
 
 
 def by_segment(

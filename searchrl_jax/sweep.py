@@ -12,7 +12,7 @@ of each process is in WORKDIR/logs. sweeps/core.py says what a sweep is, and
 sweeps/figures.py what is written.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import json
 import os
@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
 from absl import flags
 from rich import live, table
@@ -50,18 +51,13 @@ class Board:
     self._cells = {stage: self._score(stage) for stage in planned}
     self._begun, self._left = 0, sum(not x for x in self._cells.values())
 
-  def __enter__(self) -> 'Board':
-    with contextlib.ExitStack() as stack:
-      stack.enter_context(self._lines)
-      stack.enter_context(self._lines.phase('stages', self._count))
-      if self._screen:
-        shown = live.Live(get_renderable=self.table, refresh_per_second=1)
-        stack.enter_context(shown)
-      self._stack = stack.pop_all()
-    return self
-
-  def __exit__(self, *error):
-    return self._stack.__exit__(*error)
+  @contextlib.contextmanager
+  def shown(self) -> Iterator[None]:
+    screen: Any = contextlib.nullcontext()
+    if self._screen:
+      screen = live.Live(get_renderable=self.table, refresh_per_second=1)
+    with self._lines, self._lines.phase('stages', self._count), screen:
+      yield
 
   @property
   def left(self) -> list[str]:
@@ -139,7 +135,7 @@ def run(
     board = Board(sweep, planned, folder)
     left = board.left
     servers = stack.enter_context(stages.Servers(folder))
-    stack.enter_context(board)
+    stack.enter_context(board.shown())
     stack.callback(end, running)
 
     def fail(stage, error):

@@ -79,11 +79,10 @@ def write(
   rows: list[dict[str, Any]] = []
   for n, run in enumerate(runs):
     chosen = _chosen(run, trajectories)
-    lookup.require(
+    records.require(
       chosen,
       f'{run.folder} has no trajectories: it has not finished a step, or '
       'config.log.trajectories_every is 0',
-      RunError,
     )
     for part, step, count in chosen:
       stem = folder / f'{n}_{part}_{step}'
@@ -250,17 +249,15 @@ def _require_same(runs: Sequence[read.Run], rows: Sequence[Mapping]) -> None:
     {r['asked'][0]: r['asked'] for r in rows if r['run'] == n} for n in (0, 1)
   )
   for id in a.keys() & b.keys():
-    lookup.require(
+    records.require(
       a[id][:3] == b[id][:3],
       f'{names} are of two worlds: question {id!r} is {a[id][1:3]} in one and '
       f'{b[id][1:3]} in the other; compare runs on the same data',
-      RunError,
     )
-  lookup.require(
+  records.require(
     a.keys() & b.keys(),
     f'{names} share no question among those shown; compare runs on the same '
     'data, or show more (--trajectories)',
-    RunError,
   )
 
 

@@ -3,8 +3,6 @@
 import json
 import pathlib
 
-import jax
-import numpy as np
 import pytest
 
 from experiments import compare
@@ -12,8 +10,7 @@ from searchrl_jax import evaluate
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import ledger
 from searchrl_jax.learn import checks
-from searchrl_jax.models import decoder
-from searchrl_jax.run import build, parameters, records
+from searchrl_jax.run import build
 from searchrl_jax.run.progress import Progress
 from tests import tiny
 from tests.test_commands import command
@@ -37,7 +34,7 @@ def config(url, **fields):
 def done(url, tmp_path_factory):
   """An evaluation with everything: (folder, what it returned)."""
   out = tmp_path_factory.mktemp('evaluations') / 'a'
-  c = config(url, **{'eval.best_of': 'certainty'})
+  c = config(url)
   return out, evaluate.evaluate(c, '', str(out), with_controls=True)
 
 
@@ -57,10 +54,10 @@ def test_what_selected_a_checkpoint_does_not_report_on_it(url, tmp_path):
 def test_every_long_phase_is_told(url, tmp_path, monkeypatch, capsys):
   for name in ('every', 'tick'):  # so that a phase of 10 ms is a long one
     monkeypatch.setattr(Progress, name, 0.001)
-  c = config(url, **{'log.progress': True, 'eval.best_of': 'certainty'})
+  c = config(url, **{'log.progress': True})
   evaluate.evaluate(c, '', str(tmp_path / 'e'))
   told = capsys.readouterr().err
-  for name in ('model and services', 'eval', 'eval certainty'):
+  for name in ('model and services', 'eval'):
     assert f'\n{name}: ' in f'\n{told}', name
 
 
@@ -86,35 +83,10 @@ def test_what_an_evaluation_leaves(done, url):
     assert [r.question for r in rows] == [i for i in ids for _ in range(3)]
     tokens = sum(r.tokens for r in rows)
     assert values[f'{name}/cost/sampled_tokens'] == tokens > 0
-    assert 0 < values[f'{name}/certainty'] < 10
     assert {
-      f'{name}/{x}@{k}' for x in ('pass', 'maj', 'certainty') for k in (1, 2, 3)
+      f'{name}/{x}@{k}' for x in ('pass', 'maj') for k in (1, 2)
     } <= values.keys()
   assert values['no_search/cost/searches'] == 0
-
-
-def test_certainty_is_that_of_the_trainer(done, url):
-  """The mean over a row's own tokens, by full logits."""
-  folder, _ = done
-  c = config(url)
-  tok = build.tokenizer(c, str(folder))
-  cfg = parameters.model_config(c, tok.vocab_size)
-  params = parameters.initial(c, cfg, build.mesh(c))
-  trajectory = next(records.read(folder / 'eval')).trajectory
-  ids = np.concatenate([s.ids for s in trajectory.segments])
-  z = decoder.logits(
-    params, cfg, decoder.hidden_states(params, cfg, ids[None])
-  )[0, :-1]
-  logp = jax.nn.log_softmax(z)
-  certainty = -np.log(cfg.vocab_size) - logp.mean(-1)
-  own = np.concatenate(
-    [np.full(len(s.ids), s.author == 'policy') for s in trajectory.segments]
-  )
-  row = ledger.read_rows(folder)[0]
-  assert row.sample == trajectory.sample
-  assert row.certainty == pytest.approx(
-    float(certainty[own[1:]].mean()), rel=1e-4
-  )
 
 
 def test_a_manifest_fixes_the_questions(done, url, tmp_path):
@@ -144,14 +116,11 @@ def test_what_cannot_be_is_refused_before_any_model_loads(
   url, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(build, 'tokenizer', None)
-  for fields, message in (
-    ({'eval.k': (4,)}, 'config.eval.k=.4,. needs numbers'),
-    ({'eval.best_of': 'certainty', 'eval.n': 1, 'eval.k': ()}, 'best_of'),
-  ):
-    with pytest.raises(ValueError, match=message):
-      evaluate.evaluate(config(url, **fields), '', str(tmp_path))
-    with pytest.raises(ValueError, match=message):
-      checks.check(config(url, **fields))
+  c, message = config(url, **{'eval.k': (4,)}), 'eval.k=.4,. needs numbers'
+  with pytest.raises(ValueError, match=message):
+    evaluate.evaluate(c, '', str(tmp_path))
+  with pytest.raises(ValueError, match=message):
+    checks.check(c)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +151,10 @@ def test_the_command_prints_scores_and_costs(url, tmp_path):
     *flags(url),
     '--config.eval.n=2',
     '--config.eval.temperature=1.0',
-    '--config.eval.best_of=certainty',
+    '--config.eval.k=2',
   )
   for text in (
-    'certainty@2',
+    'maj@2',
     'costs, as sums',
     'searches',
     'sampled_tokens',

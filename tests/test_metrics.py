@@ -140,23 +140,6 @@ def test_differences_of_pairs_have_a_narrower_interval():
   assert metrics.bootstrap(a, resamples=500, seed=0).low < 0
 
 
-def test_the_best_of_k_is_the_mean_over_all_subsets():
-  rng = np.random.default_rng(0)
-  for n in range(1, 7):
-    scores = rng.permutation(n).astype(float).tolist()
-    right = (rng.random(n) < 0.4).tolist()
-    for k in range(1, n + 1):
-      subsets = list(itertools.combinations(range(n), k))
-      want = np.mean([right[max(s, key=scores.__getitem__)] for s in subsets])
-      assert metrics.best_at_k(scores, right, k) == pytest.approx(want)
-
-
-def test_a_sample_without_a_score_is_chosen_last():
-  scores = [1.0, math.nan, 0.5]
-  assert metrics.best_at_k(scores, [False, True, False], 3) == 0.0
-  assert metrics.best_at_k(scores, [True, False, False], 3) == 1.0
-
-
 def test_the_sign_test_is_the_exact_binomial():
   assert metrics.sign_test(0, 0) == metrics.sign_test(5, 5) == 1.0
   assert metrics.sign_test(5, 0) == metrics.sign_test(0, 5) == 2 / 32

@@ -15,7 +15,6 @@ import math
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
-import numpy as np
 
 from searchrl_jax.engines.core import Engine
 from searchrl_jax.rewards import answer as rewards
@@ -69,9 +68,6 @@ class Row:
   # Mean log-prob of these, in nats, as sampled; NaN unless em is 1:
   logp_right: float = NAN
   truncated: float = NAN  # 1 if ended by a limit of tokens or turns
-  # Mean self-certainty of the policy's tokens in nats; NaN unless
-  # config.eval.best_of needs it:
-  certainty: float = NAN
   judged: float = NAN  # 1 if right by config.judge; NaN without a verdict
 
 
@@ -111,7 +107,7 @@ def score(
 
 
 def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
-  """The entries of SCORES that apply and need neither scorer nor judge."""
+  """The entries of SCORES that apply and need no judge."""
   question = trajectory.question
   answered = float(bool(answer))  # an empty block answers nothing
   golds = [a for a in question.answers if a.strip()]
@@ -156,29 +152,6 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   return {name: float(value) for name, value in scores.items()}
 
 
-def certainties(
-  trajectories: Sequence[Trajectory], scorer: Callable
-) -> list[float]:
-  """Returns the mean self-certainty of the policy's tokens, in nats.
-
-  NaN for failed trajectories and for those without tokens of the policy.
-
-  Args:
-    trajectories: as they were sampled. Every token is conditioned on all
-      tokens before it, of any author.
-    scorer: `scoring.Scorer`, at the temperature of the sampling.
-  """
-  alive = {i: t.segments for i, t in enumerate(trajectories) if not t.failed}
-  rows = [np.concatenate([s.ids for s in parts]) for parts in alive.values()]
-  out = [NAN] * len(trajectories)
-  for (i, parts), stats in zip(alive.items(), scorer(rows), strict=True):
-    lengths = [len(s.ids) for s in parts]
-    own = np.repeat([s.author == 'policy' for s in parts], lengths)
-    if own.any():
-      out[i] = float(stats.certainty[own].mean())
-  return out
-
-
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
   """The queries that were sent, or that the policy answered itself."""
   if env.config.information == 'source':
@@ -195,12 +168,11 @@ def _mean(values: Sequence[float]) -> float:
   return sum(values) / len(values) if values else NAN
 
 
-def check(config: ConfigDict, training: bool = False) -> None:
+def check(config: ConfigDict) -> None:
   """Checks config.eval, before any model is loaded.
 
   Args:
     config: the whole config.
-    training: it is the config of a training run, which has no scorer.
 
   Raises:
     ValueError: names the field, its value and the fix.
@@ -212,13 +184,8 @@ def check(config: ConfigDict, training: bool = False) -> None:
     f'config.eval.k={tuple(e.k)} needs numbers from 1 up to eval.n={e.n}',
   )
   lookup.require(
-    not e.best_of or (e.n >= 2 and not training),
-    f'config.eval.best_of={e.best_of!r} chooses among config.eval.n={e.n} '
-    "samples: use 2 or more, and best_of='' in training (`evaluate` takes it)",
-  )
-  lookup.require(
-    e.temperature > 0 or not (e.best_of or max(e.k, default=1) > 1),
-    f'config.eval.k={tuple(e.k)}, best_of={e.best_of!r} with temperature=0, '
+    e.temperature > 0 or max(e.k, default=1) == 1,
+    f'config.eval.k={tuple(e.k)} with temperature=0, '
     'which makes all samples of a question equal; use one above 0',
   )
 
@@ -251,9 +218,6 @@ class Evaluator:
   # Runs a coroutine, such as `asyncio.Runner().run`.
   runner: Callable[[Coroutine], Any] = asyncio.run
   name: str = 'eval'  # prefix of the names of values and files
-  # `scoring.Scorer` of the policy, to fill in `certainty`, which
-  # config.eval.best_of needs.
-  scorer: Callable | None = None
   judge: Any = None  # `rewards.judge.Judge`, to fill in `judged`
 
   def __post_init__(self):
@@ -263,9 +227,7 @@ class Evaluator:
       ValueError: there are no questions, or a field of config.eval is wrong.
     """
     e = self.config.eval
-    check(self.config, training=self.scorer is None)
-    self.scorer = self.scorer if e.best_of else None
-    self._k = sorted({*e.k, *([e.n] if e.best_of else ())})
+    check(self.config)
     self.sets = {
       label: _choose(questions, e.questions, e.seed)
       for label, questions in sorted(self.sets.items())
@@ -297,7 +259,7 @@ class Evaluator:
     values = [
       value
       for label, part in slices(rows, self.name).items()
-      for value in summary(part, label, self._k, self.config.eval)
+      for value in summary(part, label, self.config.eval)
     ]
     return Evaluation(groups, rows, values, seconds)
 
@@ -326,18 +288,13 @@ class Evaluator:
       for row in score(group, self.env, label, e.match)
     ]
     flat = [t for group in result.groups for t in group]
-    late = {}
-    if self.scorer is not None:
-      with self._phase(f'{self.name} certainty'):
-        late['certainty'] = certainties(flat, self.scorer)
     if self.judge is not None:
       grades = judging.grade(flat, self.env, self.judge, after_em=False)
       with self._phase(f'{self.name} judge'):
-        late['judged'] = self.runner(grades)[0].tolist()
-    for name, values in late.items():
+        judged = self.runner(grades)[0].tolist()
       rows = [
-        dataclasses.replace(row, **{name: value})
-        for row, value in zip(rows, values, strict=True)
+        dataclasses.replace(row, judged=value)
+        for row, value in zip(rows, judged, strict=True)
       ]
     return result.groups, rows, result.stats.seconds
 
@@ -386,7 +343,7 @@ def slices(rows: Sequence[Row], name: str) -> dict[str, list[Row]]:
 
 
 def summary(
-  rows: Sequence[Row], label: str, k: Sequence[int], e: ConfigDict
+  rows: Sequence[Row], label: str, e: ConfigDict
 ) -> Iterator[tuple[str, float]]:
   """Yields 'LABEL/SCORE' and its /low, /high and /n, over questions.
 
@@ -396,11 +353,10 @@ def summary(
   Args:
     rows: of one slice.
     label: of the slice.
-    k: see `at_k`.
     e: config.eval.
   """
   found = {name: by_question(rows, name) for name in SCORES}
-  for score, means in (found | at_k(rows, k)).items():
+  for score, means in (found | at_k(rows, sorted({*e.k}))).items():
     values = [means[question] for question in sorted(means)]
     name = f'{label}/{score}'
     interval = metrics.bootstrap(values, resamples=e.bootstrap, seed=e.seed)
@@ -428,29 +384,23 @@ def by_question(rows: Sequence[Row], name: str) -> dict[tuple[str, str], float]:
 def at_k(
   rows: Sequence[Row], k: Sequence[int]
 ) -> dict[str, dict[tuple[str, str], float]]:
-  """Returns {'pass@K', 'maj@K', 'certainty@K': {(set, question id): value}}.
+  """Returns {'pass@K', 'maj@K': {(set, question id): value}}.
 
   pass@k is the unbiased estimator of Chen et al. 2021; maj@k is its
-  counterpart for the majority vote (`scores.maj_at_k`), certainty@k that for
-  the sample of greatest self-certainty (Kang et al. 2025, arXiv 2502.18581,
-  whose other form, votes weighted by rank, is not implemented).
+  counterpart for the majority vote (`scores.maj_at_k`).
 
   Failed trajectories do not count as samples. A question with fewer than K
-  samples, or without golden answers, has no value at K. 'certainty@K' requires
-  rows with certainty; a sample without one is chosen last.
+  samples, or without golden answers, has no value at K.
   """
   questions: dict[tuple[str, str], list] = {}
   for row in rows:
     if not row.failed and not math.isnan(row.em):
       questions.setdefault((row.set, row.question), []).append(row)
-  certain = any(not math.isnan(row.certainty) for row in rows)
   out: dict[str, dict[tuple[str, str], float]] = collections.defaultdict(dict)
   for name, samples in questions.items():
     right = [row.em == 1.0 for row in samples]
-    votes, certainties = zip(*((row.vote, row.certainty) for row in samples))
+    votes = [row.vote for row in samples]
     for n in (n for n in k if n <= len(samples)):
       out[f'pass@{n}'][name] = metrics.pass_at_k(len(right), sum(right), n)
       out[f'maj@{n}'][name] = metrics.maj_at_k(votes, right, n)
-      if certain:
-        out[f'certainty@{n}'][name] = metrics.best_at_k(certainties, right, n)
   return out

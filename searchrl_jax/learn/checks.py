@@ -103,7 +103,7 @@ def check(config: ConfigDict) -> None:
     f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
     'the next step begins before this one is known to be short; use one',
   )
-  grading.check(config, training=True)
+  grading.check(config)
   lookup.require(
     not (r.max_staleness and config.engine.sleep),
     f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'

@@ -1,9 +1,7 @@
 """Statistics of the policy's distributions at given tokens.
 
 Rows are teacher-forced as a whole; logits of all tokens are never in memory at
-the same time (`logps.head_logps`). The certainty needs no second pass: the mean
-log-prob over the vocabulary is x times the mean row of the head, minus the
-log-sum-exp.
+the same time (`logps.head_logps`).
 """
 
 from collections.abc import Sequence
@@ -25,9 +23,6 @@ class Stats(NamedTuple):
 
   logps: np.ndarray  # float32 [n], nats
   entropy: np.ndarray  # float32 [n], nats
-  # float32 [n], nats: KL(uniform || p) = -log V - mean_v log p_v, the
-  # self-certainty of Kang et al. 2025, arXiv 2502.18581, eq. 7.
-  certainty: np.ndarray
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,7 +71,7 @@ class Scorer:
     return out
 
   def _stats(self, params, ids):
-    """float32 [3, B, T]."""
+    """float32 [2, B, T]."""
     (B, T), S = ids.shape, self._shards
     x = decoder.hidden_states(params, self.cfg, ids, self.mesh)
     x = x.reshape(S, B * T // S, -1)
@@ -88,11 +83,7 @@ class Scorer:
     logps, entropy = head_logps(
       x, w, targets, self.temperature, self.head_chunk, False, self.mesh
     )
-    # In the dtype that the logits were made in, as they must cancel.
-    w = w.astype(x.dtype).astype(jnp.float32)
-    lean = jnp.sum(x.astype(jnp.float32) * (w[targets] - w.mean(0)), -1)
-    certainty = lean / self.temperature - logps - jnp.log(jnp.float32(len(w)))
-    stats = jnp.stack([logps, entropy, certainty]).reshape(3, B, T)
+    stats = jnp.stack([logps, entropy]).reshape(2, B, T)
     return jnp.pad(
       stats[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=jnp.nan
     )

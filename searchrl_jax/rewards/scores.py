@@ -143,23 +143,6 @@ def _at_most(
   return out
 
 
-def best_at_k(
-  scores: Sequence[float], correct: Sequence[bool], k: int
-) -> float:
-  """Expected correctness of the sample that scores highest among k of the n.
-
-  Exact: the mean over all C(n, k) subsets, in which the sample of rank r
-  (from 1, the lowest) is the best of C(r - 1, k - 1). NaN ranks lowest; of
-  equal scores the earlier sample ranks lower. 1 <= k <= n.
-  """
-  ranked = sorted(
-    zip(scores, correct, strict=True),
-    key=lambda x: -math.inf if math.isnan(x[0]) else x[0],
-  )
-  won = sum(math.comb(r, k - 1) for r, (_, flag) in enumerate(ranked) if flag)
-  return won / math.comb(len(scores), k)
-
-
 def sign_test(wins: int, losses: int) -> float:
   """Two-sided exact p-value for a fair coin, without ties.
 

@@ -10,6 +10,7 @@ on with the same ones.
 
 import collections
 from collections.abc import Iterable, Mapping
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -33,45 +34,29 @@ class Sign(NamedTuple):
   means: str
 
 
+_ENTROPY = (
+  (True, 0.15, 0.0, 'the policy explores less'),
+  (False, 3.0, 0.3, 'the policy turns random'),
+)
+_LESS_LIKELY = (
+  'right trajectories become less likely, which precedes a fall of the score'
+)
+_HEALTH = (
+  ('length', 'tokens', True, 0.4, 0.0, 'it writes little'),
+  ('length', 'tokens', False, 2.5, 0.0, 'it writes at length'),
+  ('length', 'truncated', False, 1.0, 0.2, 'limits cut it off'),
+  ('repetition', 'repetition', False, 1.0, 0.2, 'it repeats itself'),
+  ('repetition', 'thoughts_repeated', False, 1.0, 0.3, 'its thoughts repeat'),
+  ('format', 'valid_format', True, 1.0, -0.2, 'it loses the format'),
+  ('likelihood', 'logp_right', True, 2.0, -0.15, _LESS_LIKELY),
+)
 SIGNS = (
   *(
-    sign
+    Sign('entropy', f'{role}/entropy', *limits)
     for role in ('train', 'proposer', 'solver')
-    for sign in (
-      Sign(
-        'entropy',
-        f'{role}/entropy',
-        True,
-        0.15,
-        0.0,
-        'the policy explores less',
-      ),
-      Sign(
-        'entropy', f'{role}/entropy', False, 3.0, 0.3, 'the policy turns random'
-      ),
-    )
+    for limits in _ENTROPY
   ),
-  Sign('length', 'health/tokens', True, 0.4, 0.0, 'it writes little'),
-  Sign('length', 'health/tokens', False, 2.5, 0.0, 'it writes at length'),
-  Sign('length', 'health/truncated', False, 1.0, 0.2, 'limits cut it off'),
-  Sign('repetition', 'health/repetition', False, 1.0, 0.2, 'it repeats itself'),
-  Sign(
-    'repetition',
-    'health/thoughts_repeated',
-    False,
-    1.0,
-    0.3,
-    'it repeats its thoughts',
-  ),
-  Sign('format', 'health/valid_format', True, 1.0, -0.2, 'it loses the format'),
-  Sign(
-    'likelihood',
-    'health/logp_right',
-    True,
-    2.0,
-    -0.15,
-    'right trajectories become less likely, which precedes a fall of the score',
-  ),
+  *(Sign(alarm, f'health/{name}', *limits) for alarm, name, *limits in _HEALTH),
 )
 
 
@@ -82,11 +67,8 @@ class Alarms:
   """
 
   def __init__(self, history: Iterable[Mapping[str, Any]] = ()):
-    length = MEMORY + WINDOW
-    self._seen = {
-      sign: collections.deque(maxlen=length)  # (step, value)
-      for sign in SIGNS
-    }
+    seen = functools.partial(collections.deque, maxlen=MEMORY + WINDOW)
+    self._seen = {sign: seen() for sign in SIGNS}  # of (step, value)
     self._on: set[Sign] = set()
     for metrics in history:
       self(metrics['step'], metrics)

@@ -30,7 +30,6 @@ from searchrl_jax.run import (
   sharding,
   writer,
 )
-from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import dials, none, simulated
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.text import prompts
@@ -56,10 +55,9 @@ def load_config(workdir: str) -> ConfigDict:
     'config.json (a Hugging Face folder is a field of --config)',
   )
   config = schema.base()
-  try:
+  wrong = ValueError, TypeError, AttributeError  # no JSON, or of another type
+  with lookup.of(str(path), caught=wrong):
     config.update(json.loads(path.read_text(), object_hook=records.tuples))
-  except (ValueError, TypeError, AttributeError) as e:
-    raise ConfigError(f'{path}: {e}') from e  # no JSON, or of another type
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.

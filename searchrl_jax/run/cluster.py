@@ -16,7 +16,6 @@ Processes trust each other: what they exchange is pickled.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
 import hashlib
 import os
 import pathlib
@@ -56,14 +55,6 @@ class ProcessError(RuntimeError):
   def __init__(self, message: str, root: str = ''):
     super().__init__(message)
     self.root = root or message  # the error there
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-  """An error, for the other processes."""
-
-  stopped: bool  # by a signal
-  message: str
 
 
 class _World:
@@ -358,21 +349,19 @@ def gather(what: str, work: Callable[[], T]) -> list[T]:
     if world.noted:
       raise Stopped(_NOTED)
   except Exception as e:
-    error, failure = e, _Failure(isinstance(e, Stopped), str(e) or repr(e))
+    error, failure = e, (isinstance(e, Stopped), world.rank, str(e) or repr(e))
     world.set('stop', str(world.rank))
   found = world.exchange(what, (value, failure))
-  failures = {i: f for i, (_, f) in enumerate(found) if f is not None}
+  failures = [failure for _, failure in found if failure is not None]
   if not failures:
     return [value for value, _ in found]
   # A stop may only follow from the error of another process.
-  first = min(failures, key=lambda i: (failures[i].stopped, i))
-  worst = failures[first]
-  if worst.stopped:
-    raise on_all(Stopped(worst.message)) from error
+  stopped, first, message = min(failures)
+  if stopped:
+    raise on_all(Stopped(message)) from error
   if first == world.rank:
     raise on_all(error)
-  text = f'process {first}: {worst.message}'
-  raise ProcessError(text, worst.message) from error
+  raise ProcessError(f'process {first}: {message}', message) from error
 
 
 def agree(what: str, work: Callable[[], T]) -> T:
@@ -411,13 +400,12 @@ def require_same(facts: Callable[[], Mapping[str, Any]]) -> None:
   for i, other in enumerate(others, 1):
     for name in sorted({*first, *other}):
       a, b = (x.get(name, 'absent') for x in (first, other))
+      text = (
+        f'{name} is {a!r} on process 0 and {b!r} on process {i}: start every '
+        'process with the same config, code and data'
+      )
       if a != b:
-        raise on_all(
-          ConfigError(
-            f'{name} is {a!r} on process 0 and {b!r} on process {i}: start '
-            'every process with the same config, code and data'
-          )
-        )
+        raise on_all(ConfigError(text))
 
 
 def alone(error: BaseException) -> bool:

@@ -20,11 +20,16 @@ def require(good: Any, message: str, error: type[Exception] = ConfigError):
 
 
 @contextlib.contextmanager
-def of(field: str, error: type[Exception] = ConfigError) -> Iterator[None]:
-  """Names the field, or the file, in an error of what it names or holds."""
+def of(
+  field: str, error: type[Exception] = ConfigError, caught: Any = ValueError
+) -> Iterator[None]:
+  """Names the field, or the file, in an error of what it names or holds.
+
+  caught: the type of such errors, or several.
+  """
   try:
     yield
-  except ValueError as e:
+  except caught as e:
     raise error(f'{field}: {e}') from e
 
 

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import io
 import json
 import math
@@ -46,6 +47,7 @@ import pyarrow.parquet as pq
 
 from retrieval import files
 from searchrl_jax import types
+from searchrl_jax.run import lookup
 
 CHECKPOINTS = 'checkpoints'
 UNREADABLE = (
@@ -56,6 +58,9 @@ UNREADABLE = (
 
 class RunError(RuntimeError):
   """The run folder cannot be used; the message names the file and the fix."""
+
+
+require = functools.partial(lookup.require, error=RunError)  # good, message
 
 
 def begun(folder: os.PathLike | str) -> bool:

@@ -19,7 +19,7 @@ import re
 import socket
 from typing import Any
 
-from searchrl_jax.run import cluster, lookup, records
+from searchrl_jax.run import cluster, records
 
 CACHE = 'SEARCHRL_CACHE'  # variable: the folder below which `fetch` writes
 _MARK = '.location'  # file in the local folder of a run: the location
@@ -73,7 +73,7 @@ def fetch(location: str) -> str:
   """
   folder = _cache('data', location)
   names = _pull(location, folder)
-  lookup.require(names, f'{location}: no such file or folder', records.RunError)
+  records.require(names, f'{location}: no such file or folder')
   # A file keeps its name, since its reader may go by the suffix.
   is_file = location.endswith(f'/{names[0]}')
   if not is_file:
@@ -92,17 +92,15 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
   Raises:
     RunError: the location cannot be used, or a run on this machine uses it.
   """
-  lookup.require(
+  records.require(
     re.match('gs://[^/]+/.', location),
     f'{location}: a run folder is gs://BUCKET/FOLDER, or a local one, which '
     'may be a mounted bucket',
-    records.RunError,
   )
   folder = _cache('runs' if writes else 'read', location)
-  lookup.require(
+  records.require(
     not (writes and records.in_use(folder)),
     f'{location} is in use by another process of this machine',
-    records.RunError,
   )
   records.write_text(folder / _MARK, location)
   if writes:  # now, rather than at the first checkpoint

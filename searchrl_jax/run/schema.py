@@ -37,7 +37,6 @@ CHOICES = {
   'critic.schedule': ('constant', 'linear', 'cosine'),
   'optim.schedule': ('constant', 'linear', 'cosine'),
   'sft.schedule': ('constant', 'linear', 'cosine'),
-  'eval.best_of': ('', 'certainty'),
   'log.wandb': ('disabled', 'offline', 'online'),
 }
 
@@ -386,8 +385,6 @@ def base() -> ConfigDict:
   # What makes answers equal: 'text', or a function's dotted name, such as
   # experiments.ttrl.mathematics.equal.
   c.eval.match = 'text'
-  # Also choose among the samples, by self-certainty: '', certainty.
-  c.eval.best_of = ''
   c.eval.bootstrap = 2000  # resamples behind an interval
   c.eval.seed = 0
 

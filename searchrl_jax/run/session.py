@@ -84,8 +84,6 @@ class Session:
     self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
     self._steps, self._seconds, self._save_every = limits
     self._states, self._unused = dict(states or {}), unused
-    devices = [str(d) for d in jax.devices()]
-    self._about = {'devices': devices, 'parameters': self.cfg.n_params}
     self._saver = checkpoint.of_run(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
     self.engine: Any = None
@@ -131,8 +129,10 @@ class Session:
         retrieval = build.retrieval(self.config, str(self.workdir))
         with progress.phase('retrieval server', self.config.log.progress):
           self.url = stack.enter_context(retrieval)
-      about = {'step': self.step, 'steps': self._steps, 'about': self._about}
-      writer = Writer(self.workdir, self.config, **about)
+      devices = [str(d) for d in jax.devices()]
+      about = {'devices': devices, 'parameters': self.cfg.n_params}
+      how = {'step': self.step, 'steps': self._steps, 'about': about}
+      writer = Writer(self.workdir, self.config, **how)
       self.writer = stack.enter_context(writer)
       if self._fresh:  # while no other start writes to the folder
         parameters.keep_fixed(self.workdir, self.trained.fixed)

@@ -9,7 +9,7 @@ import textwrap
 import time
 from typing import NamedTuple
 
-from searchrl_jax.run import records
+from searchrl_jax.run import lookup, records
 
 
 class Tracker(NamedTuple):
@@ -74,14 +74,13 @@ def _wandb(folder: pathlib.Path, config, mode: str, stack) -> Tracker:
   Raises:
     RunError: the package is missing, or refuses (no key, no network).
   """
-  try:
+  where = f'config.log.wandb={mode!r}', records.RunError
+  with lookup.of(*where, ImportError):
     import wandb
-  except ImportError as error:
-    raise records.RunError(f'config.log.wandb={mode!r}: {error}') from error
   name = folder / 'wandb_id.txt'
   if not name.exists():
     records.write_text(name, secrets.token_hex(4) + '\n')
-  try:
+  with lookup.of(*where, wandb.errors.Error):
     run = wandb.init(
       project=config.log.project,
       name=config.name,
@@ -92,8 +91,6 @@ def _wandb(folder: pathlib.Path, config, mode: str, stack) -> Tracker:
       config=records.plain(config),
       settings=wandb.Settings(silent=True),
     )
-  except wandb.errors.Error as error:
-    raise records.RunError(f'config.log.wandb={mode!r}: {error}') from error
   stack.callback(run.finish)
   # Our step is the axis: wandb's own counter cannot go back on a resume.
   run.define_metric('*', step_metric='step')

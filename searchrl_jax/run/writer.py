@@ -59,6 +59,7 @@ MAY_DIFFER = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
   'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
   'rollout.mismatch_alarm',
+  'eval.best_of',  # of earlier versions, and never of training
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
@@ -325,12 +326,11 @@ class Writer:
         changed = differences(json.loads(path.read_text()), now)
       for field, values in changed.items():
         old, new = ('absent' if v is None else json.dumps(v) for v in values)
-        lookup.require(
+        records.require(
           f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER)),
           f'{self.folder} holds a run of another config: config.{field} is '
           f'{old} there and {new} now. Use the same value to continue that '
           'run, or choose another --workdir',
-          records.RunError,
         )
     records.write_json(path, now)
     return changed

@@ -20,7 +20,8 @@ finds earlier results in them. This is correct for a retry, a resumed run and a
 branch of a tree, which the trajectory's name does not distinguish.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+import hashlib
 from typing import Protocol
 
 from searchrl_jax.run import lookup
@@ -55,6 +56,12 @@ def require_same(before: Mapping, now: Mapping) -> None:
     '--workdir with --config.train.init=THIS_RUN',
     SourceError,
   )
+
+
+def draw(*key: Hashable) -> float:
+  """A number in [0, 1), a multiple of 2**-32, that depends on the key."""
+  digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
+  return int.from_bytes(digest) / 2**32
 
 
 class Source(Protocol):

@@ -24,11 +24,10 @@ its draws.
 
 from collections.abc import Hashable, Mapping, Sequence
 import dataclasses
-import hashlib
 import re
 
 from searchrl_jax.run import lookup
-from searchrl_jax.sources.core import Answer, Source, SourceError
+from searchrl_jax.sources.core import Answer, Source, SourceError, draw
 from searchrl_jax.types import (
   SEARCH,
   Passage,
@@ -49,14 +48,6 @@ class Setting:
   rank: float = 0.0
   depth: int = 1  # candidates; at least k are asked for
 
-  @property
-  def probabilities(self) -> dict[str, float]:
-    return {k: v for k, v in vars(self).items() if k != 'depth'}
-
-  @property
-  def needs_questions(self) -> bool:
-    return bool(self.random or self.contradict)
-
 
 class Dials:
   """Wraps a source. Tools other than search are not changed."""
@@ -74,7 +65,7 @@ class Dials:
       source: answers the queries.
       setting: what happens to its answers.
       seed: of the draws.
-      questions: if `setting.needs_questions`, those that will be asked. A
+      questions: for `random` and `contradict`, those that will be asked. A
         random result is of the next one in the order of ids whose answers
         differ; it is the same for every query of a question.
 
@@ -114,14 +105,9 @@ class Dials:
     dials = dataclasses.asdict(self._setting)
     return found | {'identity': {**found.get('identity', {}), 'dials': dials}}
 
-  def _draw(self, *key: Hashable) -> float:
-    """A number in [0, 1), a multiple of 2**-32, that depends on the key."""
-    name = repr((self._seed, *key)).encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) / 2**32
-
   def _turned(self, dial: str, *key: Hashable) -> bool:
     chance = getattr(self._setting, dial)
-    return chance > 0 and self._draw(dial, *key) < chance
+    return chance > 0 and draw(self._seed, dial, *key) < chance
 
   def _asked(self, request: SearchRequest) -> SearchRequest:
     s, name = self._setting, _name(request.question)
@@ -145,7 +131,7 @@ class Dials:
         if not self._turned('missing', passage.id):
           passages += self._versions(passage, request.question)
     if self._turned('rank', *key):
-      passages.sort(key=lambda p: self._draw('order', *key, p.id))
+      passages.sort(key=lambda p: draw(self._seed, 'order', *key, p.id))
     shown = tuple(passages[: request.k])
     return dataclasses.replace(answer, request=request, passages=shown)
 
@@ -164,7 +150,7 @@ class Dials:
     if text == passage.text:
       return [passage]
     copy = dataclasses.replace(passage, id=f'{passage.id}~false', text=text)
-    first = self._draw('first', *key) < 0.5
+    first = draw(self._seed, 'first', *key) < 0.5
     return [copy, passage] if first else [passage, copy]
 
 
@@ -196,7 +182,7 @@ def wrap(source: Source, fields, seed: int, questions) -> Source:
   """
   with lookup.of('config.source.dials', SourceError):
     setting = Setting(**fields)
-    if not any(setting.probabilities.values()):
+    if setting == Setting(depth=setting.depth):
       return source
-    needed = questions() if setting.needs_questions else ()
+    needed = questions() if setting.random or setting.contradict else ()
     return Dials(source, setting, seed, needed)

@@ -14,7 +14,6 @@ are sent to a server as the inside of a JSON string (chat.payload).
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-import hashlib
 import logging
 import re
 import time
@@ -26,7 +25,7 @@ from searchrl_jax import types
 from searchrl_jax.engines.core import Engine, EngineError, Sampling
 from searchrl_jax.run import lookup
 from searchrl_jax.sources.chat import Chat, ChatError, payload
-from searchrl_jax.sources.core import Answer, SourceError
+from searchrl_jax.sources.core import Answer, SourceError, draw
 from searchrl_jax.text import untrusted
 from searchrl_jax.text.prompts import slots
 from searchrl_jax.types import SearchRequest as Request
@@ -59,10 +58,9 @@ def check(config: ConfigDict) -> None:
     good, where = {'query'} <= used <= {*SLOTS}, f'{_WHERE}.{name}'
     what = f'must contain {{query}}, and may contain any of {SLOTS}'
     lookup.require(good, f'{where}={config[name]!r} {what}')
-  try:
+  where = f'{_WHERE}.document: no regular expression'
+  with lookup.of(where, caught=re.error):
     pattern = re.compile(config.document)
-  except re.error as e:
-    raise ValueError(f'{_WHERE}.document: no regular expression: {e}') from e
   named = pattern.groupindex
   good = pattern.groups and ('text' in named or 'title' not in named)
   what = f'{_WHERE}.document={config.document!r}: needs a group for the text of'
@@ -181,10 +179,9 @@ class SimulatedSource:
     return types.SearchResult(request, (), time.monotonic() - begin)
 
   def _draw(self, request: Request, *key) -> float:
-    """A number in [0, 1), a multiple of 2**-32, that depends on the request."""
-    name = (self._seed, request.trajectory, request.turn, request.step, *key)
-    digest = hashlib.blake2b(repr(name).encode(), digest_size=4).digest()
-    return int.from_bytes(digest) / 2**32
+    """As `sources.core.draw`, by the request."""
+    name = self._seed, request.trajectory, request.turn, request.step
+    return draw(*name, *key)
 
   async def _write(self, parts: Sequence[untrusted.Part], seed: int) -> str:
     """Returns a complete reply.

@@ -22,15 +22,15 @@ import importlib.util
 import itertools
 import pathlib
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
 from searchrl_jax import evaluate
 from searchrl_jax.learn import checks
 from searchrl_jax.run import lookup, schema
-from searchrl_jax.run.lookup import ConfigError
 
+T = TypeVar('T')
 Config = Callable[[int], ConfigDict]  # of a seed
 # (config, run folder, output folder) -> scores by name.
 Evaluation = Callable[[ConfigDict, str, str], Mapping[str, float]]
@@ -63,10 +63,6 @@ class Start:
   folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
   shared: bool = False
 
-  @property
-  def needs(self) -> dict[str, str]:
-    return {**({'train.init': self.init} if self.init else {}), **self.folders}
-
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
@@ -91,10 +87,6 @@ class Arm:
   folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
   loop: str = 'train.train'
 
-  @property
-  def needs(self) -> dict[str, str]:
-    return {**({'train.init': self.warm} if self.warm else {}), **self.folders}
-
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
@@ -114,31 +106,25 @@ class Sweep:
   tuning_seeds: Sequence[int] = ()
 
   def arm(self, name: str) -> Arm:
-    for arm in self.arms:
-      if arm.name == name:
-        return arm
-    raise ConfigError(
-      f'arm {name!r}: {lookup.near(name, [a.name for a in self.arms])}'
-    )
+    return _named('arm', name, {arm.name: arm for arm in self.arms})
 
   def start(self, name: str) -> Start:
-    if name not in self.warm:
-      raise ConfigError(f'warm start {name!r}: {lookup.near(name, self.warm)}')
-    return self.warm[name]
+    return _named('warm start', name, self.warm)
 
   def stage(self, stage: str) -> tuple[Arm | Start, str]:
     """What a stage runs, and its case."""
     kind, name, case = stage.split('/')
     return (self.start if kind == 'warm' else self.arm)(name), case
 
-  def warm_stage(self, name: str, case: str) -> str:
-    """The stage of a warm start that stages of this case use."""
-    return f'warm/{name}/{0 if self.start(name).shared else case}'
-
   def needs(self, stage: str) -> dict[str, str]:
     """{config field: the stage whose run folder is its value}."""
     one, case = self.stage(stage)
-    return {k: self.warm_stage(name, case) for k, name in one.needs.items()}
+    init = one.warm if isinstance(one, Arm) else one.init
+    names = {**({'train.init': init} if init else {}), **one.folders}
+    return {
+      field: f'warm/{name}/{0 if self.start(name).shared else case}'
+      for field, name in names.items()
+    }
 
   def seeds(self, arm: Arm, wanted: Sequence[int] = ()) -> list[int]:
     """Those of `wanted` that an arm lists, and those that no arm lists.
@@ -154,6 +140,11 @@ class Sweep:
     if seed in arm.seeds:
       return REPORT
     return TUNING if seed in self.tuning_seeds else REPLICATION
+
+
+def _named(what: str, name: str, known: Mapping[str, T]) -> T:
+  lookup.require(name in known, f'{what} {name!r}: {lookup.near(name, known)}')
+  return known[name]
 
 
 def parse(case: str) -> tuple[int, int | None]:
@@ -253,10 +244,9 @@ def changed(make: Config, fields: Mapping[str, Any], seed: int) -> ConfigDict:
         f'config has no field {field!r}; {lookup.near(name, known)}',
       )
       part, home = part[name], part
-    try:
+    where = f'config.{field}={value!r}'
+    with lookup.of(where, caught=(TypeError, AttributeError)):
       home[name] = ConfigDict(value) if isinstance(part, ConfigDict) else value
-    except (TypeError, AttributeError) as e:
-      raise ConfigError(f'config.{field}={value!r}: {e}') from e
   return config
 
 
@@ -296,7 +286,7 @@ def read(spec: str) -> Sweep:
     ConfigError: there is no such file, or it has no sweep.
   """
   path, _, arg = spec.partition(':')
-  with lookup.of(spec):
+  with lookup.of(spec, caught=(ValueError, ModuleNotFoundError)):
     if path.endswith('.py'):
       file = pathlib.Path(path)
       known = map(str, file.parent.glob('[!_]*.py'))
@@ -307,10 +297,7 @@ def read(spec: str) -> Sweep:
       module = importlib.util.module_from_spec(found)
       found.loader.exec_module(module)
     else:
-      try:
-        module = importlib.import_module(path)
-      except ModuleNotFoundError as e:
-        raise ConfigError(str(e)) from e
+      module = importlib.import_module(path)
     make = getattr(module, 'get_sweep', None)
     made = make(arg or None) if make else getattr(module, 'ROW', None)
     lookup.require(made, 'it has neither get_sweep nor ROW')

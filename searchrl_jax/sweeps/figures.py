@@ -168,13 +168,9 @@ def of_run(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
       steps = [json.loads(line) for line in lines]
     before = kept(steps[0]) if steps[0]['step'] == -1 else {}
     if before:
-      values = {
-        'before': before,
-        **values,
-        'gain': {
-          k: v - before[k] for k, v in values['after'].items() if k in before
-        },
-      }
+      both = [k for k in values['after'] if k in before]
+      gain = {k: values['after'][k] - before[k] for k in both}
+      values = {'before': before, **values, 'gain': gain}
     curve = {
       name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
       for name in sweep.curves

@@ -73,7 +73,7 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   free = (*writer.MAY_DIFFER, *(UNREAD if isinstance(one, Start) else ()))
   free = tuple(f'{field}.' for field in free)
   for field, (old, new) in writer.differences(before, now).items():
-    moved = field in one.needs and _within(old) == _within(new)
+    moved = field in sweep.needs(stage) and _within(old) == _within(new)
     if not moved and not f'{field}.'.startswith(free):
       raise ConfigError(
         f'{folder} was run with another config: {field} was {old!r} and is '
@@ -132,33 +132,21 @@ def _run_stage(sweep, stage: str, folder, config, url: str) -> None:
     records.write_json(out / 'values.json', values)
 
 
-class Servers:
+class Servers(contextlib.ExitStack):
   """A retrieval server for each world, started at the first `url` call."""
 
   def __init__(self, workdir: pathlib.Path):
+    super().__init__()
     self._folder, self._urls = workdir / 'worlds', {}
-    self._stack = contextlib.ExitStack()
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *error):
-    return self._stack.__exit__(*error)
 
   def url(self, config: ConfigDict) -> str:
-    world = {
-      k: config.data[k] for k in ('dir', 'world_module', 'world_seed', 'world')
-    }
-    key = json.dumps(
-      records.plain(
-        {'corpus': config.source.corpus, 'url': config.source.url, **world}
-      )
-    )
+    data, source = config.data, config.source
+    world = data.dir, data.world_module, data.world_seed, data.world
+    key = json.dumps(records.plain([source.corpus, source.url, *world]))
     if key not in self._urls:
       folder = str(self._folder / str(len(self._urls)))
-      self._urls[key] = self._stack.enter_context(
-        build.retrieval(config, folder)
-      )
+      server = build.retrieval(config, folder)
+      self._urls[key] = self.enter_context(server)
     return self._urls[key]
 
 

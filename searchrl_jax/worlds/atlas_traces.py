@@ -24,6 +24,7 @@ recalled in answers to questions about known people of the train split.
 
 from collections.abc import Generator, Sequence
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -55,29 +56,15 @@ class Mix:
   split: float  # a comparison: both look-ups in one search
 
 
-# fmt: off
-MIXES = {
+MIXES = {  # good, retry, waste, stop, guess, recall, note, split
   # Every skill, few bad habits: what a warm start of any mixture begins with.
-  'skills': Mix(
-    good=0.85, retry=0.9, waste=0.1, stop=0, guess=0, recall=0.5,
-    note=0.5, split=0.5,
-  ),
-  'even': Mix(
-    good=0.6, retry=0.6, waste=0.15, stop=0.15, guess=0.15, recall=0.5,
-    note=0.5, split=0.5,
-  ),
+  'skills': Mix(0.85, 0.9, 0.1, 0, 0, 0.5, 0.5, 0.5),
+  'even': Mix(0.6, 0.6, 0.15, 0.15, 0.15, 0.5, 0.5, 0.5),
   # Trusts itself: guesses, recalls, and stops early.
-  'hasty': Mix(
-    good=0.75, retry=0.6, waste=0.05, stop=0.3, guess=0.35, recall=0.9,
-    note=0.3, split=0.7,
-  ),
+  'hasty': Mix(0.75, 0.6, 0.05, 0.3, 0.35, 0.9, 0.3, 0.7),
   # Searches for everything, poorly, and more than it needs.
-  'wanderer': Mix(
-    good=0.45, retry=0.8, waste=0.4, stop=0.1, guess=0.05, recall=0.1,
-    note=0.5, split=0.2,
-  ),
+  'wanderer': Mix(0.45, 0.8, 0.4, 0.1, 0.05, 0.1, 0.5, 0.2),
 }
-# fmt: on
 
 
 def traces(
@@ -129,7 +116,8 @@ def traces(
     kinds = [kind for kind in atlas.KINDS if kind != 'known']
     pool = atlas.pick(world, 'train', kinds=kinds)
     search = searcher(world, atlas.names('train', False), tuple(atlas.SECTION))
-    out += script(world, pool, count, [seed, i], search, k, turns, behaviour)
+    writer = functools.partial(_Script, world, behaviour, turns)
+    out += microtraces.together(writer, pool, count, [seed, i], search, k)
   if known:
     sizes = dict(train=train, heldout=heldout, known=known)
     world = atlas.generate(world_seed, **sizes)
@@ -137,8 +125,8 @@ def traces(
     own = atlas.names('train', True)[:known]
     # Passages of other sections would show facts that are not to be known.
     search = searcher(world, own, tuple(atlas.ATTRIBUTES))
-    key = [seed, worlds]
-    out += script(world, pool, asked, key, search, k, turns, behaviour)
+    writer = functools.partial(_Script, world, behaviour, turns)
+    out += microtraces.together(writer, pool, asked, [seed, worlds], search, k)
     if told:
       out += statements(world, known, told, [seed, worlds + 1])
   return out
@@ -169,33 +157,14 @@ def _known(person: str, relation: str, value: str) -> str:
 def searcher(world, people: Sequence[str], relations: Sequence[str]) -> Search:
   """Returns a search over passages of `people` on `relations`, and `asked`."""
   sections = {atlas.ASKED, *(atlas.SECTION[r] for r in relations)}
-  people, passages = {*people}, []
-  for row in world.corpus:
-    title, text = row['contents'].split('\n')
-    title = title.strip('"')
-    person, section = title.split(', ')
-    if person in people and section in sections:
-      passages.append(Passage(row['id'], title, text))
-  return microtraces.indexed(passages)
-
-
-def script(
-  world, pool: Sequence[Question], n: int, seed, search, k, turns, mix: Mix
-) -> list[Trace]:
-  """Returns n traces on the questions of `pool` in turn."""
-  rng = np.random.default_rng(seed)
-  streams = [np.random.default_rng(rng.integers(2**63)) for _ in range(n)]
-  scripts = [
-    _Script(world, stream, mix, turns).trace(pool[i % len(pool)])
-    for i, stream in enumerate(streams)
-  ]
-  return microtraces.together(scripts, search, k)
+  titles = {f'{p}, {section}' for p in people for section in sections}
+  return microtraces.indexed(world, titles)
 
 
 class _Script:
   """Writes one trace."""
 
-  def __init__(self, world, rng, mix: Mix, turns: int):
+  def __init__(self, world, mix: Mix, turns: int, rng):
     self.world, self.rng, self.mix = world, rng, mix
     self.turns = turns
     self.actions: list = []

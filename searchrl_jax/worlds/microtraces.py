@@ -4,8 +4,9 @@ They mix good searches, poor searches and guesses, as base models do, so that RL
 has behaviours to select from. Passages in traces are real search results.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -96,15 +97,16 @@ def traces(
 def searcher(world: microworld.World, splits=('train',)) -> Search:
   """Returns a search with the server's index, over the people of `splits`."""
   people = {n for s in splits for n in microworld.names(world.settings, s)}
-  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
-  found = (Passage(id, title.strip('"'), text) for id, title, text in rows)
-  return indexed([p for p in found if p.title in people])
+  return indexed(world, people)
 
 
-def indexed(passages: Sequence[Passage]) -> Search:
-  """Returns a search of `passages` with the server's index."""
+def indexed(world: microworld.World, titles: Container[str]) -> Search:
+  """Returns a search with the server's index, over passages by their titles."""
   from retrieval.bm25 import BM25Index  # slow to import
 
+  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
+  found = (Passage(id, title.strip('"'), text) for id, title, text in rows)
+  passages = [p for p in found if p.title in titles]
   index = BM25Index([f'"{p.title}"\n{p.text}' for p in passages])
 
   def search(queries: Sequence[str], k: int):
@@ -115,24 +117,30 @@ def indexed(passages: Sequence[Passage]) -> Search:
 
 
 def script(world, n: int, seed, search: Search, k, mix: Mix) -> list[Trace]:
-  """Returns n traces on the train questions of one world, hops alternating.
-
-  Questions repeat only after all have occurred.
-  """
+  """Returns n traces on the train questions of one world, hops alternating."""
   pool = microworld.pick(world, 'train')
+  return together(
+    functools.partial(_Script, world, mix), pool, n, seed, search, k
+  )
+
+
+def together(
+  writer: Callable, pool: Sequence[Question], n: int, seed, search: Search, k
+) -> list[Trace]:
+  """Returns n traces; one search answers the queries of a round.
+
+  Questions of the pool repeat only after all have occurred.
+
+  writer: of one trace, from its random stream; `trace` is a `Script`.
+  """
   rng = np.random.default_rng(seed)
   streams = (np.random.default_rng(rng.integers(2**63)) for _ in range(n))
-  writers = [_Script(world, stream, mix) for stream in streams]
-  scripts = [w.trace(pool[i % len(pool)]) for i, w in enumerate(writers)]
-  return together(scripts, search, k)
-
-
-def together(scripts: Sequence['Script'], search: Search, k) -> list[Trace]:
-  """Returns the traces; one search answers the queries of a round."""
+  scripts = [
+    writer(stream).trace(pool[i % len(pool)])
+    for i, stream in enumerate(streams)
+  ]
   done: dict[int, Trace] = {}
-  results: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(
-    range(len(scripts))
-  )
+  results: dict[int, tuple[Passage, ...] | None] = dict.fromkeys(range(n))
   while results:
     queries = {}
     for i, passages in results.items():
@@ -142,7 +150,7 @@ def together(scripts: Sequence['Script'], search: Search, k) -> list[Trace]:
         done[i] = end.value
     answers = search(list(queries.values()), k) if queries else []
     results = dict(zip(queries, answers, strict=True))
-  return [done[i] for i in range(len(scripts))]
+  return [done[i] for i in range(n)]
 
 
 # Yields queries, receives the passages found, returns the trace.
@@ -152,7 +160,7 @@ Script = Generator[str, tuple[Passage, ...], Trace]
 class _Script:
   """Writes one trace."""
 
-  def __init__(self, world: microworld.World, rng, mix: Mix):
+  def __init__(self, world: microworld.World, mix: Mix, rng):
     self.world, self.rng, self.mix = world, rng, mix
     self.actions = []
 

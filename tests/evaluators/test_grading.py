@@ -3,9 +3,7 @@ import hashlib
 import io
 import json
 import math
-import types
 
-import numpy as np
 import pytest
 
 from searchrl_jax.evaluators import grading
@@ -133,7 +131,7 @@ def test_a_failed_trajectory_scores_nothing():
   source = FakeSource(fails=lambda q, attempt: True)
   found = row('<search>a</search>', source=source)
   assert found.failed and math.isnan(found.em) and math.isnan(found.searches)
-  values = dict(grading.summary([found], 'eval', (), schema.base().eval))
+  values = dict(grading.summary([found], 'eval', schema.base().eval))
   assert values == {'eval/failed': 1.0}
 
 
@@ -302,99 +300,11 @@ def test_a_question_without_answers_has_no_pass_at_k():
     (dict(k=(1, 4)), r'config.eval.k=\(1, 4\) .*eval.n=\d'),
     (dict(k=(0,)), 'config.eval.k=.*from 1 up'),
     (dict(k=(2,), temperature=0.0), 'k=.*temperature=0, which makes all'),
-    (dict(best_of='certainty', temperature=0.0), 'best_of.*temperature=0'),
-    (dict(best_of='certainty', n=1), 'best_of.*among config.eval.n=1 samples'),
   ],
 )
 def test_bad_fields_are_named_before_anything_runs(fields, message):
   with pytest.raises(ValueError, match=message):
     grading.check(config(**fields))
-
-
-def test_a_training_run_does_not_choose_by_certainty():
-  c = config(best_of='certainty')
-  grading.check(c)
-  with pytest.raises(ValueError, match="best_of='' in training"):
-    grading.check(c, training=True)
-  with pytest.raises(ValueError, match="best_of='' in training"):
-    grading.Evaluator(sets(), config=c, env=ENV, engine=None, source=None)
-
-
-class Certain:
-  """Is as certain of each token as its row is long, but of the first."""
-
-  def __call__(self, rows):
-    self.rows = [r.tolist() for r in rows]
-    return [
-      scoring_stats(np.array([np.nan] + [float(len(r))] * (len(r) - 1)))
-      for r in rows
-    ]
-
-
-def scoring_stats(certainty):
-  return types.SimpleNamespace(certainty=certainty)
-
-
-def test_the_sample_of_greatest_certainty_is_chosen():
-  c = config(best_of='certainty', n=3)
-  scorer = Certain()
-  made = grading.Evaluator(
-    sets(),
-    config=c,
-    env=ENV,
-    engine=FakeEngine(guesser),
-    scorer=scorer,
-    source=FakeSource(fails=lambda q, attempt: q == 'fails'),
-  )
-  found = made.collect(0)
-  flat = [t for g in found.groups for t in g if not t.failed]
-  # Whole trajectories are scored, failed ones not.
-  assert [len(r) for r in scorer.rows] == [len(t) for t in flat]
-  questions = {}
-  for row, t in zip(
-    found.rows, [t for g in found.groups for t in g], strict=True
-  ):
-    if row.failed:
-      assert math.isnan(row.certainty)
-    else:
-      assert row.certainty == len(t)
-      questions.setdefault(row.question, []).append(row)
-  best = [
-    max(rows, key=lambda r: (r.certainty, r.sample)).em
-    for _, rows in sorted(questions.items())
-  ]
-  values = dict(found.values)
-  assert values['eval/certainty@3'] == pytest.approx(sum(best) / 5)
-  assert values['eval/certainty@3/n'] == 5  # q9 failed
-  assert {'eval/pass@3', 'eval/maj@3', 'eval/certainty'} <= values.keys()
-  unasked = grading.Evaluator(
-    sets(),
-    config=config(k=(1,)),
-    env=ENV,
-    engine=FakeEngine(guesser),
-    source=FakeSource(),
-    scorer=scorer,
-  )
-  assert not any('certainty' in name for name, _ in unasked.run(0))
-
-
-def test_certainty_is_the_mean_over_the_policys_own_tokens():
-  trajectory = run_script(
-    ('<search>ann</search>', '<answer>Ann</answer>'),
-    env=ENV,
-    question=question(),
-  )
-
-  def scorer(rows):
-    (row,) = rows
-    at, certainty = 0, []
-    for s in trajectory.segments:
-      certainty += [1.0 if s.author == 'policy' else 9.0] * len(s.ids)
-      at += len(s.ids)
-    assert at == len(row)
-    return [scoring_stats(np.array(certainty))]
-
-  assert grading.certainties([trajectory], scorer) == [1.0]
 
 
 def test_one_question_in_two_sets_stays_two():
