@@ -46,7 +46,5 @@ def token_values(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   arrays: as `logps.gather` takes them.
   """
   x, spread = logps.gather(params, cfg, arrays, mesh)
-  value = jnp.sum(
-    x.astype(jnp.float32) * params['value'].astype(jnp.float32), -1
-  )
-  return spread(value + params['value_bias'].astype(jnp.float32))
+  w, b = (params[k].astype(jnp.float32) for k in ('value', 'value_bias'))
+  return spread(jnp.sum(x.astype(jnp.float32) * w, -1) + b)

@@ -70,14 +70,9 @@ def attention(q, k, v, starts):
   lengths = jnp.where(real, ends - starts, -1)
   offsets = jnp.where(real, starts, -1)
   offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+  rows = dict.fromkeys(('q_seqlen', 'kv_seqlen'), lengths)
+  rows |= dict.fromkeys(('q_offsets', 'kv_offsets'), offsets)
+  mask, scale = _fused.MaskType.PADDING_CAUSAL, 1.0 / math.sqrt(H)
   return _fused.dot_product_attention(
-    q,
-    k,
-    v,
-    q_seqlen=lengths,
-    kv_seqlen=lengths,
-    q_offsets=offsets,
-    kv_offsets=offsets,
-    scale=1.0 / math.sqrt(H),
-    mask_type=_fused.MaskType.PADDING_CAUSAL,
+    q, k, v, scale=scale, mask_type=mask, **rows
   )
