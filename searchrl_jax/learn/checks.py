@@ -125,16 +125,10 @@ def check(config: ConfigDict) -> None:
 
 def _users(config: ConfigDict) -> list[tuple]:
   """(field, function, its fields) of the advantage and of the loss."""
-  a = config.algorithm
-  loss, kw = objectives.policy_loss(a)
-  return [
-    (
-      'config.algorithm.advantage',
-      credit.function(a.advantage),
-      a.advantage_kw,
-    ),
-    ('config.algorithm.loss', loss, kw),
-  ]
+  a, where = config.algorithm, 'config.algorithm'
+  advantage = credit.function(a.advantage), a.advantage_kw
+  loss = objectives.policy_loss(a)
+  return [(f'{where}.advantage', *advantage), (f'{where}.loss', *loss)]
 
 
 def check_data(config: ConfigDict, questions: Sequence[Question]) -> None:

@@ -99,10 +99,8 @@ class Learner:
     return lora.join(self._state.params, self.frozen)
 
   def like(self) -> dict:
-    return {
-      'state': self.updater.abstract,
-      'critic': self._critic and self._critic.abstract,
-    }
+    critic = self._critic and self._critic.abstract
+    return {'state': self.updater.abstract, 'critic': critic}
 
   @property
   def fixed(self) -> dict[str, dict]:
@@ -256,10 +254,8 @@ class Learner:
     self._flops = self._seconds = 0.0
     rate = optim.schedule(self._optim, self._updates)
     share = done / seconds / self._peak if self._peak and seconds else 0.0
-    return {
-      'train/lr': float(rate(max(int(self._state.step) - 1, 0))),
-      'train/mfu': share,
-    }
+    last = max(int(self._state.step) - 1, 0)
+    return {'train/lr': float(rate(last)), 'train/mfu': share}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -93,6 +93,5 @@ class Scorer:
     lean = jnp.sum(x.astype(jnp.float32) * (w[targets] - w.mean(0)), -1)
     certainty = lean / self.temperature - logps - jnp.log(jnp.float32(len(w)))
     stats = jnp.stack([logps, entropy, certainty]).reshape(3, B, T)
-    return jnp.pad(
-      stats[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=jnp.nan
-    )
+    first = ((0, 0), (0, 0), (1, 0))
+    return jnp.pad(stats[..., :-1], first, constant_values=jnp.nan)
