@@ -52,12 +52,8 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   """Shapes and shardings of the result of `make`."""
-  sizes = {
-    'batch': slots,
-    'kv_heads': cfg.n_kv_heads,
-    'time': length(max_len),
-    'head_dim': cfg.head_dim,
-  }
+  sizes = {'batch': slots, 'kv_heads': cfg.n_kv_heads}
+  sizes |= {'time': length(max_len), 'head_dim': cfg.head_dim}
 
   def leaf(names):
     dims = tuple(sizes[name] for name in names)
@@ -69,10 +65,8 @@ def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
 
 def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`."""
-  return jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-    abstract(cfg, slots, max_len, mesh),
-  )
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+  return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh))
 
 
 def attend(cfg, q, k, v, positions):
@@ -115,12 +109,10 @@ def attend(cfg, q, k, v, positions):
 
     def step(i, carry):
       top, total, o = carry
-      new, more, add = attend_run(
-        jax.lax.dynamic_slice_in_dim(k, i * block, block, time),
-        jax.lax.dynamic_slice_in_dim(v, i * block, block, 2),
-        i * block,
-        top,
-      )
+      at = i * block
+      keys = jax.lax.dynamic_slice_in_dim(k, at, block, time)
+      values = jax.lax.dynamic_slice_in_dim(v, at, block, 2)
+      new, more, add = attend_run(keys, values, at, top)
       shrink = jnp.exp(top - new)
       return new, total * shrink + more, o * shrink + add
 
