@@ -59,8 +59,8 @@ def signs(
     out[name] = statistics.fmean(float(count(t)) for t in good)
   for label, part in grading.slices(rows, '').items():
     if '/hops=' in label:
-      searches = statistics.fmean(row.searches for row in part)
-      out[f'{label[1:]}/searches'] = searches
+      searches = [row.searches for row in part]
+      out[f'{label[1:]}/searches'] = statistics.fmean(searches)
   earned = np.full(len(flat), math.nan)
   if values is not None:
     counts_as = True if valid is None else np.asarray(valid, bool)
@@ -82,24 +82,17 @@ def _logps(trajectories, right) -> dict[str, float]:
   """Mean log-probs of the policy's tokens, where it is right and wrong."""
   out = {}
   for name, wanted in (('logp_right', True), ('logp_wrong', False)):
-    parts = [
-      s.logps
-      for t, known in zip(trajectories, right)
-      if known is wanted
-      for s in t.segments
-      if s.author == 'policy' and s.logps is not None and len(s.logps)
-    ]
+    chosen = [t for t, known in zip(trajectories, right) if known is wanted]
+    own = [s for t in chosen for s in t.segments if s.author == 'policy']
+    parts = [s.logps for s in own if s.logps is not None and len(s.logps)]
     if parts:
       out[name] = np.concatenate(parts).mean(dtype=np.float64)
   return out
 
 
 def _think_tokens(trajectory: Trajectory) -> int:
-  return sum(
-    len(s.ids)
-    for s in trajectory.segments
-    if s.author == 'policy' and s.kind == 'think'
-  )
+  own = (s for s in trajectory.segments if s.author == 'policy')
+  return sum(len(s.ids) for s in own if s.kind == 'think')
 
 
 def repetition(trajectory: Trajectory, n: int = 4) -> float:

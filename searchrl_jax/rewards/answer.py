@@ -23,9 +23,9 @@ from searchrl_jax.types import Group, Rewards, Trajectory
 
 async def em(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """1 if the normalised answer equals a normalised golden answer."""
+  answer = context.env.answer
   return per_trajectory(
-    groups,
-    lambda t: scores.exact_match(context.env.answer(t), t.question.answers),
+    groups, lambda t: scores.exact_match(answer(t), t.question.answers)
   )
 
 

@@ -152,10 +152,8 @@ def best_at_k(
   (from 1, the lowest) is the best of C(r - 1, k - 1). NaN ranks lowest; of
   equal scores the earlier sample ranks lower. 1 <= k <= n.
   """
-  ranked = sorted(
-    zip(scores, correct, strict=True),
-    key=lambda x: -math.inf if math.isnan(x[0]) else x[0],
-  )
+  pairs = zip(scores, correct, strict=True)
+  ranked = sorted(pairs, key=lambda x: -math.inf if math.isnan(x[0]) else x[0])
   won = sum(math.comb(r, k - 1) for r, (_, flag) in enumerate(ranked) if flag)
   return won / math.comb(len(scores), k)
 
@@ -184,11 +182,9 @@ def bootstrap(
     return Interval(math.nan, math.nan, math.nan, 0)
   rng = np.random.default_rng(seed)
   rows = max(1, _CHUNK // len(x))
+  sizes = [min(rows, resamples - i) for i in range(0, resamples, rows)]
   means = np.concatenate(
-    [
-      x[rng.integers(len(x), size=(min(rows, resamples - i), len(x)))].mean(1)
-      for i in range(0, resamples, rows)
-    ]
+    [x[rng.integers(len(x), size=(n, len(x)))].mean(1) for n in sizes]
   )
   tail = (1.0 - 0.95) / 2
   low, high = np.quantile(means, (tail, 1.0 - tail))

@@ -106,9 +106,8 @@ class Tokenizer:
     self.vocab_size = max(len(hf), max(self._vocab.values()) + 1)
     added = hf.backend_tokenizer.get_added_tokens_decoder()
     self._added = {i: t.content for i, t in added.items()}
-    self.control = frozenset(
-      i for i, t in added.items() if t.special and i != self._unk
-    )
+    special_ids = {i for i, t in added.items() if t.special}
+    self.control = frozenset(special_ids - {self._unk})
     self._flags = {t.content: (i, t) for i, t in added.items()}
     names = sorted(self._flags, key=len, reverse=True)
     # '(?!)' never matches.
@@ -117,9 +116,10 @@ class Tokenizer:
     # Appended text has no space before it, unlike the start of a sequence.
     inner = json.dumps(json.loads(first, object_hook=_without_prefix))
     self._backend = tokenizers.Tokenizer.from_str(inner)
-    self._start = self._backend
-    if first != inner:
-      self._start = tokenizers.Tokenizer.from_str(first)
+    same = first == inner
+    self._start = (
+      self._backend if same else tokenizers.Tokenizer.from_str(first)
+    )
     # The default cache of 10,000 words is too small for passages.
     if hasattr(self._backend.model, '_resize_cache'):  # BPE and Unigram
       self._backend.model._resize_cache(1 << 17)

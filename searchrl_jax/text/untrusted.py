@@ -73,11 +73,9 @@ def chat_parts(tokenizer, messages) -> list[Part]:
   texts = [parts[n][0][:60] for n in lost]
   what = f'the chat template of {tokenizer.path} leaves out {texts}'
   require(not lost, f'{what}; use other roles')
-  out = [
-    parts[int(piece)] if n % 2 else (piece, True)
-    for n, piece in enumerate(pieces)
-  ]
-  return [p for p in out if p[0]]
+  for n, piece in enumerate(pieces):
+    pieces[n] = parts[int(piece)] if n % 2 else (piece, True)
+  return [p for p in pieces if p[0]]
 
 
 # Observations.
