@@ -15,10 +15,7 @@ import numpy as np
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Prompt
 
-MODULES = {
-  'jax_sampler': 'searchrl_jax.engines.jax.sampler',
-  'vllm': 'searchrl_jax.engines.vllm.client',
-}
+MODULES = {'jax_sampler': 'jax.sampler', 'vllm': 'vllm.client'}
 
 
 def module(name: str) -> Any:
@@ -30,7 +27,9 @@ def module(name: str) -> Any:
   message = f'no module {name!r} in searchrl_jax.engines: '
   good = '.' in name or name in MODULES
   lookup.require(good, message + lookup.near(name, MODULES), ValueError)
-  return lookup.module('searchrl_jax.engines', MODULES.get(name, name))
+  if name in MODULES:
+    name = f'searchrl_jax.engines.{MODULES[name]}'
+  return lookup.module('searchrl_jax.engines', name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -319,13 +319,13 @@ def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
 
 
 def make(
-  trajectories: Sequence[Trajectory],
+  trajectories,
   kept,
   group_ids,
   batch_config,
-  minibatches: int = 1,
+  minibatches=1,
   *,
-  shards: int = 1,
+  shards=1,
   seed=0,
 ) -> list[list[Batch]]:
   """Trajectories -> minibatches of microbatches, advantages still 0.

@@ -242,12 +242,7 @@ class Services:
       )
 
   async def attempt(
-    self,
-    handle: Handle,
-    state: State,
-    action: Action,
-    sample: int,
-    branch: Sequence[str | int] = (),
+    self, handle: Handle, state: State, action: Action, sample: int, branch=()
   ) -> Trajectory:
     """Plays to the end and closes the handle. Does not record the result."""
     begin = time.monotonic()
@@ -259,12 +254,7 @@ class Services:
     return self.env.trajectory(state, sample, time.monotonic() - begin)
 
   async def turn(
-    self,
-    handle: Handle,
-    state: State,
-    action: Action,
-    sample: int,
-    branch: Sequence[str | int] = (),
+    self, handle: Handle, state: State, action: Action, sample: int, branch=()
   ) -> tuple[State, Action]:
     """Plays one turn and the search that it asks for.
 

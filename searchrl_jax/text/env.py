@@ -33,10 +33,9 @@ States are immutable, so an older state can be stepped again (a tree). Ids of
 the policy are recorded as sampled and never encoded again. Imports no JAX.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -139,11 +138,7 @@ class SearchEnv:
     raise ValueError(f'trajectory {state.name}: {what}')
 
   def trajectory(
-    self,
-    state: State,
-    sample: int = 0,
-    seconds: float = 0.0,
-    meta: Mapping[str, Any] | None = None,
+    self, state: State, sample: int = 0, seconds: float = 0.0, meta=None
   ) -> types.Trajectory:
     """Returns the record of a finished attempt.
 

@@ -169,10 +169,7 @@ def make_block(parsed, author: str, turn: int) -> Block:
 
 
 def blocks(
-  segments: Sequence[Segment],
-  template,
-  tokenizer,
-  known: Sequence[Block] | None = None,
+  segments: Sequence[Segment], template, tokenizer, known=None
 ) -> tuple[Block, ...]:
   """Returns the blocks after the prompt.
 

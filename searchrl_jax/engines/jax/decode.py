@@ -86,17 +86,11 @@ def abstract(cfg: DecoderConfig, mesh=None) -> dict:
   On a mesh, weights are sharded only along the axis `tensor`: otherwise every
   token would wait for weights from other devices.
   """
-
-  def leaf(shape, axes):
-    axes = [None if a == 'embed' else a for a in axes]
-    return jax.ShapeDtypeStruct(
-      shape, jnp.dtype(cfg.dtype), sharding=kv.place(mesh, axes, shape)
-    )
-
   out = {}
   for name, (shape, axes) in decoder.param_table(cfg).items():
     first = int(axes[0] == 'layers')
-    out[name] = leaf(shape[first:], axes[first:])
+    axes = [None if a == 'embed' else a for a in axes]
+    out[name] = kv.like(cfg, mesh, axes[first:], shape[first:])
   out = decoder.nest(out)
   return out | {'layers': [out['layers']] * cfg.n_layers}
 
