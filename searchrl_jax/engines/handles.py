@@ -21,11 +21,8 @@ class StopFinder:
     Returns None if the text so far contains no stop string.
     """
     text = self._tail + text
-    matches = [
-      (at + len(b), -len(b), s)
-      for s, b in self._stops
-      if (at := text.find(b)) >= 0
-    ]
+    found = ((text.find(b), len(b), s) for s, b in self._stops)
+    matches = [(at + n, -n, s) for at, n, s in found if at >= 0]
     keep = self._longest - 1
     self._tail = text[-keep:] if keep > 0 else b''
     return min(matches)[2] if matches else None

@@ -17,10 +17,7 @@ _SCORES = (
 
 
 def signs(
-  groups: Sequence[Group],
-  env: SearchEnv,
-  values: Sequence[float] | None = None,
-  valid: Sequence[bool] | None = None,
+  groups: Sequence[Group], env: SearchEnv, values=None, valid=None
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
@@ -35,7 +32,7 @@ def signs(
     groups: B trajectories in total.
     env: reads answers and blocks.
     values: rewards [B], for the share of groups whose rewards are all equal.
-    valid: [B], which rewards count.
+    valid: bool [B], which rewards count; given with values.
   """
   flat = [t for group in groups for t in group]
   good = [t for t in flat if not t.failed]
@@ -63,8 +60,7 @@ def signs(
       out[f'{label[1:]}/searches'] = statistics.fmean(searches)
   earned = np.full(len(flat), math.nan)
   if values is not None:
-    counts_as = True if valid is None else np.asarray(valid, bool)
-    earned = np.where(counts_as, values, math.nan)
+    earned = np.where(valid, values, math.nan)
   earned = [value for value, t in zip(earned, flat) if not t.failed]
   out |= _logps(good, [_right(*known) for known in zip(rows, earned)])
   if values is not None and groups:

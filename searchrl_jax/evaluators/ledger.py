@@ -193,11 +193,8 @@ def read_rows(
   Raises:
     DataError: there are none.
   """
-  out = read_all(folder)
-  lookup.require(
-    evaluation in out,
-    f'{pathlib.Path(folder) / ROWS} has no rows of {evaluation!r}; it has '
-    f'{", ".join(map(repr, out)) or "none at all"}',
-    DataError,
-  )
+  out, path = read_all(folder), pathlib.Path(folder) / ROWS
+  has = ', '.join(map(repr, out)) or 'none at all'
+  what = f'{path} has no rows of {evaluation!r}; it has {has}'
+  lookup.require(evaluation in out, what, DataError)
   return out[evaluation]

@@ -171,9 +171,8 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
   group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
   values = advantages.returns(reward.value)
   valid = np.asarray(reward.valid, bool)
-  varies = [
-    len(set(values[valid & (group_ids == g)])) > 1 for g in range(len(groups))
-  ]
+  of_group = (values[valid & (group_ids == g)] for g in range(len(groups)))
+  varies = [len(set(own)) > 1 for own in of_group]
   kept = valid.copy()
   if config.algorithm.drop_zero_variance:
     kept &= np.array(varies, bool)[group_ids]
@@ -319,13 +318,13 @@ def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
 
 
 def make(
-  trajectories,
+  trajectories: Sequence[Trajectory],
   kept,
   group_ids,
   batch_config,
-  minibatches=1,
+  minibatches: int = 1,
   *,
-  shards=1,
+  shards: int = 1,
   seed=0,
 ) -> list[list[Batch]]:
   """Trajectories -> minibatches of microbatches, advantages still 0.

@@ -221,12 +221,10 @@ class Learner:
           self._flops += flops.update_flops(self.cfg, mini)
           metrics |= learned
         per_update.append(metrics)
-    return {
-      name: (np.max if name.endswith('_max') else _mean)(
-        [metrics[name] for metrics in per_update]
-      )
-      for name in (per_update[0] if per_update else ())
-    }
+    names = per_update[0] if per_update else ()
+    found = {name: [metrics[name] for metrics in per_update] for name in names}
+    join = lambda name: np.max if name.endswith('_max') else _mean
+    return {name: join(name)(values) for name, values in found.items()}
 
   def record(
     self, batch: batching.StepBatch, scores: Scores, credit: Credit, role=''

@@ -138,9 +138,7 @@ class Structure:
     return label
 
 
-def of(
-  trajectories: Sequence[Trajectory], masks: Sequence[np.ndarray]
-) -> Structure:
+def of(trajectories: Sequence[Trajectory], masks: Sequence) -> Structure:
   """The structure of B trajectories.
 
   Args:

@@ -326,10 +326,8 @@ def block(p: dict, cfg: DecoderConfig, x, cos, sin, attend, mesh=None):
     k = rms_norm(k, p['k_norm'], cfg.norm_eps)
   q, k = (apply_rope(y, cos, sin) for y in (q, k))
   q = sharding.constrain(q, mesh, 'batch', 'time', 'heads', 'head_dim')
-  k, v = (
-    sharding.constrain(y, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
-    for y in (k, v)
-  )
+  k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
+  v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   q, k, v = (checkpoint_name(y, 'attention') for y in (q, k, v))
   o = checkpoint_name(attend(q, k, v), 'attention')
   x = x + project(p, cfg, o, 'o')

@@ -72,7 +72,6 @@ def attention(q, k, v, starts):
   offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
   rows = dict.fromkeys(('q_seqlen', 'kv_seqlen'), lengths)
   rows |= dict.fromkeys(('q_offsets', 'kv_offsets'), offsets)
-  mask, scale = _fused.MaskType.PADDING_CAUSAL, 1.0 / math.sqrt(H)
-  return _fused.dot_product_attention(
-    q, k, v, scale=scale, mask_type=mask, **rows
-  )
+  how = rows | {'scale': 1.0 / math.sqrt(H)}
+  mask = _fused.MaskType.PADDING_CAUSAL
+  return _fused.dot_product_attention(q, k, v, mask_type=mask, **how)

@@ -202,9 +202,8 @@ def save(
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   flat = decoder.flatten_checked(cfg, params)
-  config = families.format_config(
-    dataclasses.asdict(cfg), dtype=dtype.name, like=like
-  )
+  fields = dataclasses.asdict(cfg)
+  config = families.format_config(fields, dtype=dtype.name, like=like)
   texts = {'config.json': json.dumps(config, indent=2) + '\n', **(files or {})}
   tmp = path.with_name(f'.{path.name}.tmp')
   shutil.rmtree(tmp, ignore_errors=True)

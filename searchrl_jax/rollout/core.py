@@ -286,11 +286,10 @@ class Services:
     if action.append:
       self.engine.append(handle, action.append)
       self.stats.outside_tokens += len(action.append)
+    names = ('temperature', 'top_p', 'top_k')
     sampling = Sampling(
+      **{name: self.config[name] for name in names},
       max_tokens=action.max_tokens,
-      temperature=self.config.temperature,
-      top_p=self.config.top_p,
-      top_k=self.config.top_k,
       stops=action.stops,
       stop_ids=action.stop_ids,
       seed=seed,

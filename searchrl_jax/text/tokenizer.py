@@ -116,10 +116,9 @@ class Tokenizer:
     # Appended text has no space before it, unlike the start of a sequence.
     inner = json.dumps(json.loads(first, object_hook=_without_prefix))
     self._backend = tokenizers.Tokenizer.from_str(inner)
-    same = first == inner
-    self._start = (
-      self._backend if same else tokenizers.Tokenizer.from_str(first)
-    )
+    self._start = self._backend
+    if first != inner:
+      self._start = tokenizers.Tokenizer.from_str(first)
     # The default cache of 10,000 words is too small for passages.
     if hasattr(self._backend.model, '_resize_cache'):  # BPE and Unigram
       self._backend.model._resize_cache(1 << 17)

@@ -152,12 +152,8 @@ class Observer:
         return text
       return start[: len(self.tokenizer.decode(ids[:limit]))]
 
-    out = [
-      clip(p)
-      if isinstance(p, str)
-      else Passage(p.id, clip(p.title), clip(p.text), p.score)
-      for p in passages
-    ]
+    clipped = lambda p: Passage(p.id, clip(p.title), clip(p.text), p.score)
+    out = [clip(p) if isinstance(p, str) else clipped(p) for p in passages]
     return out, out != [*passages]
 
   def _line(self, i: int, passage: Passage | str) -> list[Part]:
