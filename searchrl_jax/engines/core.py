@@ -121,9 +121,8 @@ class Engine(Protocol):
   are served meanwhile, so that the weights can be verified before other tokens
   are sampled with them.
 
-  What only checks arguments, changes ids or counts is here; the engines do the
-  rest. Nothing in the package asks for more than the methods of this class, so
-  that another class with the same methods will do.
+  Methods that only check arguments, change ids or count are defined here. An
+  engine need not be a subclass: any class with the public methods will do.
 
   Args:
     config: config.engine.
@@ -174,7 +173,7 @@ class Engine(Protocol):
       handle.closed = True
       self._release(handle)
 
-  def _release(self, handle: Handle) -> None: ...  # what a closed one holds
+  def _release(self, handle: Handle) -> None: ...  # frees what it holds
 
   def stats(self) -> dict[str, float]:
     """Counters since the start."""
