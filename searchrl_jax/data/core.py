@@ -146,9 +146,8 @@ def _call(name, fields, data, function: str, search: Search | None = None):
   takes_search = known.pop('search', None)  # a callable, not a field
   names = [*known, 'module', 'weight']
   for key in fields:
-    if key not in names:
-      hint = lookup.near(key, names)
-      raise DataError(f'{where} has no field {key!r}; {hint}')
+    hint = lookup.near(key, names)
+    require(key in names, f'{where} has no field {key!r}; {hint}')
   # The set takes precedence over config.data, and that over the defaults.
   given = {'world_seed': data.world_seed, 'prompt': data.prompt}
   given |= {'folder': data_dir(data), **fields}

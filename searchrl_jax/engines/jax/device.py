@@ -15,7 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from searchrl_jax.engines.core import EngineError, SyncError
+from searchrl_jax.engines.core import SyncError, require
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
@@ -44,12 +44,12 @@ def room(cfg: DecoderConfig, config) -> Room:
   held = int(config.host_gib * 2**30 / size)
   out = Room(config.slots, held, piece, config.max_len)
   least = out.size(config.max_len)
-  if out.tokens < least:
-    raise EngineError(
-      f'config.engine.host_gib={config.host_gib}: at least '
-      f'{least * size / 2**30:.3g}, which one paused sequence of '
-      f'config.engine.max_len={config.max_len} tokens takes'
-    )
+  require(
+    out.tokens >= least,
+    f'config.engine.host_gib={config.host_gib}: at least '
+    f'{least * size / 2**30:.3g}, which one paused sequence of '
+    f'config.engine.max_len={config.max_len} tokens takes',
+  )
   return out
 
 
