@@ -14,6 +14,7 @@ from searchrl_jax.learn import batching, credit, objectives, optim
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import core as samplers
 from searchrl_jax.run import build, cluster, lookup, schema
+from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Question
@@ -176,7 +177,7 @@ def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
       bar.update()
   which, why = ', '.join([*long][:5]), next(iter(long.values()), '')
   what = f'{len(long)} of {len(questions)} questions cannot be asked'
-  lookup.require(not long, f'{what} ({which}, ...): {why}')
+  lookup.require(not long, f'{what} ({which}, ...): {why}', ConfigError)
 
 
 def check_engine(config: ConfigDict) -> None:
