@@ -10,11 +10,13 @@ import pytest
 
 from searchrl_jax.learn import advantages
 
-WHOLE = ('grpo', 'dr_grpo', 'rloo', 'reinforce', 'whitened')
+WHOLE = ('grpo', 'dr_grpo', 'rloo', 'reinforce')
 BATCH = dict(eps=1e-6, ddof=1)
+WHITENED = functools.partial(advantages.whitened, eps=1e-8, ddof=0)
 # Functions that give one advantage for a trajectory, by name.
 ROWS = {
   **{name: getattr(advantages, name) for name in WHOLE},
+  'whitened': WHITENED,
   'reinforce_pp_baseline': functools.partial(
     advantages.reinforce_pp_baseline, **BATCH
   ),
@@ -81,7 +83,7 @@ def test_golden_dr_grpo_and_rloo():
 
 def test_golden_whitened():
   # 0 2 4: mean 2, biased variance (4 + 0 + 4) / 3.
-  got = advantages.whitened(np.array([0.0, 2, 4]), np.ones(3, bool), ids(3))
+  got = WHITENED(np.array([0.0, 2, 4]), np.ones(3, bool), ids(3))
   s = math.sqrt(8 / 3)
   np.testing.assert_allclose(got, [-2 / s, 0, 2 / s], rtol=1e-6)
 

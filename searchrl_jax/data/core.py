@@ -146,9 +146,8 @@ def _call(name, fields, data, function: str, search: Search | None = None):
   takes_search = known.pop('search', None)  # a callable, not a field
   names = [*known, 'module', 'weight']
   for key in fields:
-    if key not in names:
-      hint = lookup.near(key, names)
-      raise DataError(f'{where} has no field {key!r}; {hint}')
+    hint = lookup.near(key, names)
+    require(key in names, f'{where} has no field {key!r}; {hint}')
   # The set takes precedence over config.data, and that over the defaults.
   given = {'world_seed': data.world_seed, 'prompt': data.prompt}
   given |= {'folder': data_dir(data), **fields}
@@ -204,13 +203,9 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
       dataclasses.replace(q, id=f'{name}/{q.id}') if count[q.id] > 1 else q
       for q in questions
     ]
-  _require_unique(loaded)
-  return loaded
-
-
-def _require_unique(sets: Mapping[str, Sequence[Question]]) -> None:
-  pairs = ((f'set {name!r}', q) for name, qs in sets.items() for q in qs)
+  pairs = ((f'set {name!r}', q) for name, qs in loaded.items() for q in qs)
   unique(pairs, 'the sets')
+  return loaded
 
 
 def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
@@ -236,29 +231,24 @@ class Stream:
   one set.
   """
 
-  def __init__(
-    self, sets: dict[str, list[Question]], *, seed: int, shuffle, weights=None
-  ):
+  def __init__(self, sets: dict, *, seed: int, shuffle: bool, weights=None):
     """Makes the stream, at position 0.
 
     Args:
-      sets: name -> questions, whose ids are all different.
+      sets: name -> questions, as `load_sets` returns them.
       seed: of the shuffles.
       shuffle: False = in the given order.
       weights: name -> share of the stream (need not sum to 1); None = by size.
 
     Raises:
-      DataError: a set is empty, an id occurs twice, or a weight is missing or
-        not above 0.
+      DataError: a weight is missing or not above 0.
     """
     import grain  # slow to import, and only training needs it
 
-    _require_unique(sets)
-    for name, questions in sets.items():
-      require(questions, f'set {name!r} is empty')
-      weight = weights.get(name, 0) if weights else 1
-      what = f'set {name!r} has weight {weight}'
-      require(weight > 0, f'{what}; give every set one above 0, or none')
+    for name in sets if weights else ():
+      what = f'set {name!r} has weight {weights.get(name, 0)}'
+      good = weights.get(name, 0) > 0
+      require(good, f'{what}; give every set one above 0, or none')
 
     def endless(name, questions):
       # Each set has its own seed, so adding a set does not change the others.
@@ -267,13 +257,12 @@ class Stream:
       return (ds.shuffle() if shuffle else ds).repeat()
 
     self.questions = [q for questions in sets.values() for q in questions]
-    if weights is None:
-      self._ds = endless('', self.questions)
+    if weights:
+      shares = [float(weights[name]) for name in sets]
+      parts = [endless(*item) for item in sets.items()]
+      self._ds = grain.MapDataset.mix(parts, shares)
     else:
-      self._ds = grain.MapDataset.mix(
-        [endless(name, questions) for name, questions in sets.items()],
-        [float(weights[name]) for name in sets],
-      )
+      self._ds = endless('', self.questions)
     fields = [seed, bool(shuffle), dict(weights or {})]
     digest = hashlib.sha256(json.dumps(fields).encode())
     for name, questions in sets.items():
@@ -317,4 +306,4 @@ def open_stream(data, seed: int) -> Stream:
   """Returns the stream of `config.data.train`."""
   weights = {k: v['weight'] for k, v in data.train.items() if 'weight' in v}
   sets = load_sets(data.train, data)
-  return Stream(sets, seed=seed, shuffle=data.shuffle, weights=weights or None)
+  return Stream(sets, seed=seed, shuffle=data.shuffle, weights=weights)

@@ -186,10 +186,8 @@ def ttrl(record: Mapping[str, Any], where: str) -> dict:
 def ssp(record: Mapping[str, Any], where: str) -> dict:
   keys = ('ground_truth', 'sys_question_example', 'search_turns')
   *texts, turns = _required(record, where, *keys)
-  answers, examples = (
-    checks.strings(text, f'{where}: the {name}')
-    for name, text in zip(keys, texts)
-  )
+  listed = lambda name, text: checks.strings(text, f'{where}: the {name}')
+  answers, examples = map(listed, keys, texts)
   good = re.fullmatch('0*[1-9][0-9]*', str(turns))
   require(good, f'{where}: search_turns={turns!r} must be an integer above 0')
   return dict(

@@ -74,9 +74,7 @@ def load(
   return checks.choose(checks.unique(rows(), path), path=path, **filters)
 
 
-def make(
-  record: Mapping[str, Any], where: str, row: int, prompt: str
-) -> Question:
+def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
   """Makes the Question of one row."""
   extra, reward, metadata = (
     mapping(record.get(column), f'{where}: {column}')

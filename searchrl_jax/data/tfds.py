@@ -13,9 +13,7 @@ from searchrl_jax.data import checks, jsonl
 from searchrl_jax.types import Question
 
 
-def load(
-  path: str, split: str, layout='flashrag', n=0, seed=0
-) -> list[Question]:
+def load(path, split: str, layout='flashrag', n=0, seed=0) -> list[Question]:
   """Draws n questions of a split, in its order.
 
   Args:
@@ -105,9 +103,8 @@ def build(
     disable_shuffling=True,
     file_format='array_record',
   )
-  builder.download_and_prepare(
-    download_config=tfds.download.DownloadConfig(try_download_gcs=False)
-  )
+  config = tfds.download.DownloadConfig(try_download_gcs=False)
+  builder.download_and_prepare(download_config=config)
   return target
 
 

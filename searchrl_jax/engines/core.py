@@ -6,6 +6,8 @@ decoded and encoded again; text is used only to find stop strings.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
+import time
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +15,7 @@ import numpy as np
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Prompt
 
-MODULES = {
-  'jax_sampler': 'searchrl_jax.engines.jax.sampler',
-  'vllm': 'searchrl_jax.engines.vllm.client',
-}
+MODULES = {'jax_sampler': 'jax.sampler', 'vllm': 'vllm.client'}
 
 
 def module(name: str) -> Any:
@@ -28,7 +27,9 @@ def module(name: str) -> Any:
   message = f'no module {name!r} in searchrl_jax.engines: '
   good = '.' in name or name in MODULES
   lookup.require(good, message + lookup.near(name, MODULES), ValueError)
-  return lookup.module('searchrl_jax.engines', MODULES.get(name, name))
+  if name in MODULES:
+    name = f'searchrl_jax.engines.{MODULES[name]}'
+  return lookup.module('searchrl_jax.engines', name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,13 @@ class Engine(Protocol):
   pause, and continue within the same call after `resume`; probes and `score`
   are served meanwhile, so that the weights can be verified before other tokens
   are sampled with them.
+
+  Methods that only check arguments, change ids or count are defined here. An
+  engine need not be a subclass: any class with the public methods will do.
+
+  Args:
+    config: config.engine.
+    counters, seconds: names of entries of `stats`, separated by spaces.
   """
 
   version: int | None  # of the loaded weights; None: none yet
@@ -126,20 +134,97 @@ class Engine(Protocol):
   max_len: int  # tokens that one handle can hold
   dtype: str | None  # of its copy of the weights; None = the trainer's
   replicas: Sequence['Engine']  # verified one by one; itself, if there is one
+  handle_type: type  # of `handles.Handle`
+  # The lowest temperature above 0 that the engine distinguishes from 0.
+  min_temperature: float
+  _tokenizer: Any
+  _config: Any  # config.engine
+  _counters: dict[str, float]
+  _seconds: dict[str, float]
 
-  def open(self, prompt: Prompt) -> Handle: ...
+  def __init__(self, vocab_size: int, tokenizer, config, counters, seconds):
+    self._tokenizer, self._config = tokenizer, config
+    self.vocab_size, self.max_len = vocab_size, config.max_len
+    self.dtype = config.dtype  # of its copy of the weights
+    self._counters = dict.fromkeys(counters.split(), 0)
+    self._seconds = dict.fromkeys(seconds.split(), 0.0)
+
+  def open(self, prompt: Prompt) -> Handle:
+    """Raises EngineError: no ids, ids out of range, or too many."""
+    require(not prompt.media, 'Prompt.media must be (): it is not supported')
+    require(prompt.ids, 'the prompt is empty; it needs at least one token')
+    return self.handle_type(self._check_ids(prompt.ids, 0, 'the prompt'))
+
+  def truncate(self, handle: Any, n: int) -> None:
+    """Keeps the first n tokens (1 <= n <= len(handle))."""
+    self._check_open(handle)
+    has = f'the handle has {len(handle)} tokens, at least 1 must stay'
+    require(1 <= n <= len(handle), f'truncate to {n}: {has}')
+    del handle.ids[n:]
+
+  def append(self, handle: Handle, ids) -> None:
+    self._check_open(handle)
+    handle.ids.extend(self._check_ids(ids, len(handle), 'append'))
+
+  def close(self, handle: Handle) -> None:
+    """Frees what the handle holds. Closing it again has no effect."""
+    if not handle.closed:
+      self._check_open(handle)
+      handle.closed = True
+      self._release(handle)
+
+  def _release(self, handle: Handle) -> None: ...  # frees what it holds
+
+  def stats(self) -> dict[str, float]:
+    """Counters since the start."""
+    seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
+    return {**self._counters, **seconds}
+
+  def _sync_report(self, version: int, start: float, size: int, manifest):
+    """start: time.perf_counter() at the start of the sync. size: in bytes."""
+    seconds = time.perf_counter() - start
+    self._counters['syncs'] += 1
+    self._seconds['sync'] += seconds
+    return SyncReport(version, seconds, len(manifest), size, math.nan, manifest)
+
+  def _check_open(self, handle: Handle) -> None:
+    """Raises EngineError unless the handle is open and not generating."""
+    require(not handle.closed, 'the handle is closed; open or fork another')
+    require(not handle.busy, 'the handle is generating; await that call first')
+
+  def _check_ids(self, ids, n_before: int, what: str) -> list[int]:
+    """The ids as a list; EngineError if they do not fit after n_before."""
+    ids, last = [int(i) for i in ids], self.vocab_size - 1
+    fits = n_before + len(ids) <= self.max_len
+    more = f'{n_before} + {len(ids)} tokens are more than'
+    require(fits, f'{what}: {more} config.engine.max_len={self.max_len}')
+    wrong = [i for i in ids if not 0 <= i <= last]
+    require(not wrong, f'{what}: ids {wrong[:9]} are not in 0..{last}')
+    return ids
+
+  def _check_sampling(self, handle: Handle, s: Sampling) -> None:
+    """Raises EngineError unless `s` can be sampled after the handle's ids."""
+    low, most = self.min_temperature, self.max_len
+    total = len(handle) + s.max_tokens
+    fits = s.max_tokens >= 1 and total <= (s.limit or most) <= most
+    warm = s.temperature == 0 or low <= s.temperature < math.inf
+    good = fits and warm and 0 < s.top_p <= 1 and s.top_k >= 0 and all(s.stops)
+    if not good:  # so that the message is not written at every call
+      raise EngineError(
+        f'{s} after {len(handle)} tokens: expected at least 1 of max_tokens, '
+        f'all within limit and config.engine.max_len={most}; temperature 0 '
+        f'(greedy) or from {low}; top_p in (0, 1]; top_k from 0; no empty stop'
+      )
+
+  # What each engine does in its own way.
+
   def fork(self, handle: Handle) -> Handle: ...
-  def truncate(self, handle: Handle, n: int) -> None: ...
-  async def generate(
-    self, handle: Handle, sampling: Sampling
-  ) -> Completion: ...
-  def append(self, handle: Handle, ids) -> None: ...
+  async def generate(self, handle, sampling: Sampling) -> Completion: ...
   # The number of handles of up to `tokens` tokens that it serves without
   # recomputing caches. The module also has a function of this name, of
   # (model_cfg, config.engine, tokens), for a dry run.
   def capacity(self, tokens: int) -> int: ...
   async def score(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
-  def close(self, handle: Handle) -> None: ...
   async def sync(self, update: WeightsUpdate) -> SyncReport: ...
   async def resume(self) -> None: ...
   # Called after a step's rollouts: confirms that the synced weights sampled
@@ -147,5 +232,4 @@ class Engine(Protocol):
   async def rest(self) -> None: ...
   async def wake(self) -> None: ...
   async def shutdown(self) -> None: ...  # ends what it started
-  def stats(self) -> Mapping[str, float]: ...  # counters since the start
   def warmup(self) -> None: ...  # compiles all programs of a run

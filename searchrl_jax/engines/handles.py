@@ -1,15 +1,10 @@
-"""What both engines share: handles, requests, and checks of their arguments."""
+"""What both engines share beside `core.Engine`: handles and requests."""
 
-import abc
-import math
-import time
 from typing import Any
 
 import numpy as np
 
-from searchrl_jax.engines import core
-from searchrl_jax.engines.core import Completion, Sampling, require
-from searchrl_jax.types import Prompt
+from searchrl_jax.engines.core import Completion, Sampling
 
 
 class StopFinder:
@@ -26,11 +21,8 @@ class StopFinder:
     Returns None if the text so far contains no stop string.
     """
     text = self._tail + text
-    matches = [
-      (at + len(b), -len(b), s)
-      for s, b in self._stops
-      if (at := text.find(b)) >= 0
-    ]
+    found = ((text.find(b), len(b), s) for s, b in self._stops)
+    matches = [(at + n, -n, s) for at, n, s in found if at >= 0]
     keep = self._longest - 1
     self._tail = text[-keep:] if keep > 0 else b''
     return min(matches)[2] if matches else None
@@ -90,97 +82,3 @@ class Request:
     ids, versions = (np.array(x, np.int32) for x in (self.ids, self.versions))
     logps = np.array(self.logps, np.float32)
     return Completion(ids, logps, self.stop, versions)
-
-
-class HandleEngine(core.Engine):
-  """The methods of an engine that only check arguments, change ids or count.
-
-  Args:
-    config: config.engine.
-    counters, seconds: names of entries of `stats`, separated by spaces.
-  """
-
-  handle_type: type[Handle] = Handle
-  # The lowest temperature above 0 that the engine distinguishes from 0.
-  min_temperature: float
-
-  def __init__(
-    self, vocab_size: int, tokenizer, config, counters: str, seconds: str
-  ):
-    self._tokenizer, self._config = tokenizer, config
-    self.vocab_size, self.max_len = vocab_size, config.max_len
-    self.dtype = config.dtype  # of its copy of the weights
-    self._counters = dict.fromkeys(counters.split(), 0)
-    self._seconds = dict.fromkeys(seconds.split(), 0.0)
-
-  def open(self, prompt: Prompt) -> Handle:
-    """Raises EngineError: no ids, ids out of range, or too many."""
-    require(not prompt.media, 'Prompt.media must be (): it is not supported')
-    require(prompt.ids, 'the prompt is empty; it needs at least one token')
-    return self.handle_type(self._check_ids(prompt.ids, 0, 'the prompt'))
-
-  def truncate(self, handle: Any, n: int) -> None:
-    """Keeps the first n tokens (1 <= n <= len(handle))."""
-    self._check_open(handle)
-    has = f'the handle has {len(handle)} tokens, at least 1 must stay'
-    require(1 <= n <= len(handle), f'truncate to {n}: {has}')
-    del handle.ids[n:]
-
-  def append(self, handle: Handle, ids) -> None:
-    self._check_open(handle)
-    handle.ids.extend(self._check_ids(ids, len(handle), 'append'))
-
-  def close(self, handle: Handle) -> None:
-    """Frees what the handle holds. Closing it again has no effect."""
-    if not handle.closed:
-      self._check_open(handle)
-      handle.closed = True
-      self._release(handle)
-
-  @abc.abstractmethod
-  def _release(self, handle: Any) -> None:
-    """Frees what a closed handle holds."""
-
-  def stats(self) -> dict[str, float]:
-    seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
-    return {**self._counters, **seconds}
-
-  def _sync_report(
-    self, version: int, start: float, n_bytes: int, manifest
-  ) -> core.SyncReport:
-    """start: time.perf_counter() at the start of the sync."""
-    seconds = time.perf_counter() - start
-    self._counters['syncs'] += 1
-    self._seconds['sync'] += seconds
-    return core.SyncReport(
-      version, seconds, len(manifest), n_bytes, math.nan, manifest
-    )
-
-  def _check_open(self, handle: Handle) -> None:
-    """Raises EngineError unless the handle is open and not generating."""
-    require(not handle.closed, 'the handle is closed; open or fork another')
-    require(not handle.busy, 'the handle is generating; await that call first')
-
-  def _check_ids(self, ids, n_before: int, what: str) -> list[int]:
-    """The ids as a list; EngineError if they do not fit after n_before."""
-    ids, last = [int(i) for i in ids], self.vocab_size - 1
-    fits = n_before + len(ids) <= self.max_len
-    more = f'{n_before} + {len(ids)} tokens are more than'
-    require(fits, f'{what}: {more} config.engine.max_len={self.max_len}')
-    wrong = [i for i in ids if not 0 <= i <= last]
-    require(not wrong, f'{what}: ids {wrong[:9]} are not in 0..{last}')
-    return ids
-
-  def _check_sampling(self, handle: Handle, s: Sampling) -> None:
-    """Raises EngineError unless `s` can be sampled after the handle's ids."""
-    low, most = self.min_temperature, self.max_len
-    total = len(handle) + s.max_tokens
-    fits = s.max_tokens >= 1 and total <= (s.limit or most) <= most
-    warm = s.temperature == 0 or low <= s.temperature < math.inf
-    good = fits and warm and 0 < s.top_p <= 1 and s.top_k >= 0 and all(s.stops)
-    if not good:  # so that the message is not written at every call
-      raise core.EngineError(
-        f'{s} after {len(handle)} tokens: expected at least 1 of max_tokens, '
-        f'all within limit and config.engine.max_len={most}; temperature 0 '
-        f'(greedy) or from {low}; top_p in (0, 1]; top_k from 0; no empty stop'
-      )

@@ -17,10 +17,7 @@ _SCORES = (
 
 
 def signs(
-  groups: Sequence[Group],
-  env: SearchEnv,
-  values: Sequence[float] | None = None,
-  valid: Sequence[bool] | None = None,
+  groups: Sequence[Group], env: SearchEnv, values=None, valid=None
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
@@ -35,7 +32,7 @@ def signs(
     groups: B trajectories in total.
     env: reads answers and blocks.
     values: rewards [B], for the share of groups whose rewards are all equal.
-    valid: [B], which rewards count.
+    valid: bool [B], which rewards count; given with values.
   """
   flat = [t for group in groups for t in group]
   good = [t for t in flat if not t.failed]
@@ -59,12 +56,11 @@ def signs(
     out[name] = statistics.fmean(float(count(t)) for t in good)
   for label, part in grading.slices(rows, '').items():
     if '/hops=' in label:
-      searches = statistics.fmean(row.searches for row in part)
-      out[f'{label[1:]}/searches'] = searches
+      searches = [row.searches for row in part]
+      out[f'{label[1:]}/searches'] = statistics.fmean(searches)
   earned = np.full(len(flat), math.nan)
   if values is not None:
-    counts_as = True if valid is None else np.asarray(valid, bool)
-    earned = np.where(counts_as, values, math.nan)
+    earned = np.where(valid, values, math.nan)
   earned = [value for value, t in zip(earned, flat) if not t.failed]
   out |= _logps(good, [_right(*known) for known in zip(rows, earned)])
   if values is not None and groups:
@@ -82,24 +78,17 @@ def _logps(trajectories, right) -> dict[str, float]:
   """Mean log-probs of the policy's tokens, where it is right and wrong."""
   out = {}
   for name, wanted in (('logp_right', True), ('logp_wrong', False)):
-    parts = [
-      s.logps
-      for t, known in zip(trajectories, right)
-      if known is wanted
-      for s in t.segments
-      if s.author == 'policy' and s.logps is not None and len(s.logps)
-    ]
+    chosen = [t for t, known in zip(trajectories, right) if known is wanted]
+    own = [s for t in chosen for s in t.segments if s.author == 'policy']
+    parts = [s.logps for s in own if s.logps is not None and len(s.logps)]
     if parts:
       out[name] = np.concatenate(parts).mean(dtype=np.float64)
   return out
 
 
 def _think_tokens(trajectory: Trajectory) -> int:
-  return sum(
-    len(s.ids)
-    for s in trajectory.segments
-    if s.author == 'policy' and s.kind == 'think'
-  )
+  own = (s for s in trajectory.segments if s.author == 'policy')
+  return sum(len(s.ids) for s in own if s.kind == 'think')
 
 
 def repetition(trajectory: Trajectory, n: int = 4) -> float:

@@ -23,6 +23,7 @@ from searchrl_jax.text import prompts
 from searchrl_jax.types import Question
 
 MANIFEST, ROWS = 'manifest.json', 'rows.jsonl'
+_SAMPLING = ('n', 'temperature', 'top_p', 'seed', 'match')
 _COSTS = (
   'sampled_tokens prompt_tokens observation_tokens searches trajectories'
 ).split()
@@ -52,9 +53,7 @@ def manifest(
   return {
     'sets': {name: _frozen(qs) for name, qs in sorted(sets.items())},
     'corpus': identity.pop('corpus', None),
-    'sampling': {
-      k: config.eval[k] for k in ('n', 'temperature', 'top_p', 'seed', 'match')
-    },
+    'sampling': {name: config.eval[name] for name in _SAMPLING},
     'index': identity or None,
     'k': config.source.k,
     'source': config.source.module,
@@ -98,11 +97,8 @@ def frozen(
   """
   out = {}
   for name, wanted in manifest['sets'].items():
-    lookup.require(
-      name in sets,
-      f'{path} names the set {name!r}, and config.data.eval has {[*sets]}',
-      DataError,
-    )
+    what = f'{path} names the set {name!r}, and config.data.eval has {[*sets]}'
+    lookup.require(name in sets, what, DataError)
     by_id = {q.id: q for q in sets[name]}
     out[name] = [by_id[id] for id in wanted['ids'] if id in by_id]
     absent = [id for id in wanted['ids'] if id not in by_id]
@@ -159,9 +155,7 @@ def costs(
       yield f'{label}/cost/{what}', value
 
 
-def write_rows(
-  folder: pathlib.Path, evaluations: Mapping[str, grading.Evaluation]
-) -> None:
+def write_rows(folder: pathlib.Path, evaluations: Mapping) -> None:
   """Writes rows.jsonl."""
   lines = [
     json.dumps(records.plain({'evaluation': name} | dataclasses.asdict(row)))
@@ -200,11 +194,8 @@ def read_rows(
   Raises:
     DataError: there are none.
   """
-  out = read_all(folder)
-  lookup.require(
-    evaluation in out,
-    f'{pathlib.Path(folder) / ROWS} has no rows of {evaluation!r}; it has '
-    f'{", ".join(map(repr, out)) or "none at all"}',
-    DataError,
-  )
+  out, path = read_all(folder), pathlib.Path(folder) / ROWS
+  has = ', '.join(map(repr, out)) or 'none at all'
+  what = f'{path} has no rows of {evaluation!r}; it has {has}'
+  lookup.require(evaluation in out, what, DataError)
   return out[evaluation]

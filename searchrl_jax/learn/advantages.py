@@ -114,10 +114,7 @@ def centred(values, valid, partition) -> np.ndarray:
 
 def normalised(values, valid, partition, *, eps: float, ddof: int):
   """(x - mean(x)) / (std(x) + eps) within the cells; see `by_cell`."""
-
-  def fn(s, v):
-    return (v - s.mean()) / (s.std(ddof=ddof) + eps)
-
+  fn = lambda s, v: (v - s.mean()) / (s.std(ddof=ddof) + eps)
   return by_cell(values, valid, partition, fn)
 
 
@@ -156,10 +153,7 @@ def rloo(values, valid, group_ids):
 
   Leave-one-out, arXiv 2402.14740, section 3.3 (Kool et al., 2019).
   """
-
-  def fn(s, v):
-    return (v - s.mean()) * (len(s) / (len(s) - 1))
-
+  fn = lambda s, v: (v - s.mean()) * (len(s) / (len(s) - 1))
   return by_cell(values, valid, group_ids, fn).astype(np.float32)
 
 
@@ -174,7 +168,7 @@ def reinforce(values, valid, group_ids):
   return rloo(values, valid, np.zeros(np.shape(group_ids), int))
 
 
-def whitened(values, valid, group_ids, *, eps: float = 1e-8, ddof: int = 0):
+def whitened(values, valid, group_ids, *, eps: float, ddof: int):
   """A = (R - mean(R)) / (std(R) + eps) over the whole batch.
 
   REINFORCE++, arXiv 2501.03262, equation 9, for outcome rewards; over the
@@ -258,11 +252,9 @@ def lambda_returns(
       v[i, : len(at)] = np.asarray(critic[i], np.float64)[at]
   for t in reversed(range(longest)):
     g[:, t] = r[:, t] + gamma * ((1 - lam) * v[:, t + 1] + lam * g[:, t + 1])
-  out = []
+  out = [np.zeros(len(m)) for m in mask]
   for i, at in enumerate(steps):
-    row = np.zeros(len(mask[i]))
-    row[at] = g[i, : len(at)]
-    out.append(row)
+    out[i][at] = g[i, : len(at)]
   return out
 
 
@@ -278,10 +270,8 @@ def _earned(value, mask) -> np.ndarray:
 
 def _whiten_tokens(rows, mask, valid, eps: float) -> list[np.ndarray]:
   """`_whiten` over the loss tokens of all valid rows; float32 [n] each."""
-  kept = np.concatenate(
-    [np.asarray(m, bool) & ok for m, ok in zip(mask, valid)]
-  )
-  flat = _whiten(np.concatenate(rows), kept, eps, 0)
+  kept = [np.asarray(m, bool) & ok for m, ok in zip(mask, valid)]
+  flat = _whiten(np.concatenate(rows), np.concatenate(kept), eps, 0)
   return np.split(flat, np.cumsum([len(m) for m in mask])[:-1])
 
 

@@ -15,7 +15,6 @@ never crosses devices. config.batch.tokens counts the tokens of one of them.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import itertools
 import math
 from typing import NamedTuple
 
@@ -104,6 +103,11 @@ def row_of(index: int, trajectory: Trajectory) -> Row:
   Raises:
     ValueError: the policy wrote a trained segment without recording log-probs.
   """
+  lookup.require(
+    not trajectory.failed,
+    f"trajectory {trajectory.id} failed (a service's fault) and cannot be "
+    'trained on; mark it as not valid',
+  )
   logps = []
   for i, s in enumerate(trajectory.trained):
     lookup.require(
@@ -167,9 +171,8 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
   group_ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
   values = advantages.returns(reward.value)
   valid = np.asarray(reward.valid, bool)
-  varies = [
-    len(set(values[valid & (group_ids == g)])) > 1 for g in range(len(groups))
-  ]
+  of_group = (values[valid & (group_ids == g)] for g in range(len(groups)))
+  varies = [len(set(own)) > 1 for own in of_group]
   kept = valid.copy()
   if config.algorithm.drop_zero_variance:
     kept &= np.array(varies, bool)[group_ids]
@@ -338,12 +341,6 @@ def make(
   Raises:
     ValueError: a kept trajectory failed, is too long or lacks log-probs.
   """
-  for t in itertools.compress(trajectories, kept):
-    lookup.require(
-      not t.failed,
-      f"trajectory {t.id} failed (a service's fault) and cannot be trained on; "
-      'mark it as not valid',
-    )
   return [
     pack([row_of(i, trajectories[i]) for i in part], batch_config, shards)
     for part in split(trajectories, kept, group_ids, minibatches, seed)
@@ -407,13 +404,12 @@ def plan(config, shards: int = 1) -> dict[str, str]:
   a, b, r = config.algorithm, config.batch, config.rollout
   largest = math.ceil(r.questions / a.minibatches) * r.group
   B = rows_of(b, shards)
+  most = B * places_of(b, b.lengths[-1])  # in a microbatch
   counts = {
     'questions': r.questions,
     'trajectories': r.questions * r.group,
     'trajectories per minibatch': largest,
-    'microbatches per update least': math.ceil(
-      largest / (B * places_of(b, b.lengths[-1]))
-    ),
+    'microbatches per update least': math.ceil(largest / most),
     'microbatches per update most': math.ceil(largest / B),
     'updates per step': a.minibatches * a.epochs,
   }

@@ -125,16 +125,10 @@ def check(config: ConfigDict) -> None:
 
 def _users(config: ConfigDict) -> list[tuple]:
   """(field, function, its fields) of the advantage and of the loss."""
-  a = config.algorithm
-  loss, kw = objectives.policy_loss(a)
-  return [
-    (
-      'config.algorithm.advantage',
-      credit.function(a.advantage),
-      a.advantage_kw,
-    ),
-    ('config.algorithm.loss', loss, kw),
-  ]
+  a, where = config.algorithm, 'config.algorithm'
+  advantage = credit.function(a.advantage), a.advantage_kw
+  loss = objectives.policy_loss(a)
+  return [(f'{where}.advantage', *advantage), (f'{where}.loss', *loss)]
 
 
 def check_data(config: ConfigDict, questions: Sequence[Question]) -> None:
@@ -181,11 +175,9 @@ def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
       except ValueError as e:
         long[q.id] = str(e)
       bar.update()
-  if long:
-    raise ConfigError(
-      f'{len(long)} of {len(questions)} questions cannot be asked '
-      f'({", ".join([*long][:5])}, ...): {next(iter(long.values()))}'
-    )
+  which, why = ', '.join([*long][:5]), next(iter(long.values()), '')
+  what = f'{len(long)} of {len(questions)} questions cannot be asked'
+  lookup.require(not long, f'{what} ({which}, ...): {why}', ConfigError)
 
 
 def check_engine(config: ConfigDict) -> None:

@@ -65,10 +65,8 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   earned, masks, minibatches = batch.returns, batch.masks, batch.minibatches
   metrics, penalty = {}, None
   if a.kl == 'reward':
-    found = [
-      [losses.kl(x, r, a.kl_estimator) for x, r in zip(xs, rs)]
-      for xs, rs in zip(old, ref)
-    ]
+    kl = lambda x, r: losses.kl(x, r, a.kl_estimator)
+    found = [[*map(kl, xs, rs)] for xs, rs in zip(old, ref)]
     penalty = batching.rows(minibatches, found, masks)
     tokens = sum(int(b.mask.sum()) for mini in minibatches for b in mini)
     metrics['kl_ref'] = sum(x.sum() for x in penalty) / max(tokens, 1)

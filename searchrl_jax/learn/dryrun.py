@@ -124,7 +124,5 @@ def _table(title: str, width: int, rows: Mapping, unit: int = 0) -> list[str]:
 
 def _bytes(shapes) -> int:
   """Of one device."""
-  return sum(
-    x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-    for x in jax.tree.leaves(shapes)
-  )
+  own = lambda x: math.prod(x.sharding.shard_shape(x.shape))
+  return sum(own(x) * x.dtype.itemsize for x in jax.tree.leaves(shapes))

@@ -9,7 +9,7 @@ the chip's data sheet.
 from collections.abc import Iterator
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,13 @@ MIB = 2**20
 ENCODER = (30522, 768, 12, 12, 3072, 512, 2, 1e-12, 0)
 PASSAGES = 21_015_324
 QUERIES = 512, 16  # in one call, and candidates for each
+
+
+_FIX = (
+  '; raise config.mesh.fsdp or config.mesh.tensor, lower config.batch.tokens, '
+  'config.engine.slots or config.engine.max_len, or set '
+  "config.model.remat='block'"
+)
 
 
 class Check(NamedTuple):
@@ -51,9 +58,7 @@ class Program:
     sizes: of the mesh's axes, by name.
   """
 
-  def __init__(
-    self, name: str, traced: Any, compiled: Any, mesh: Any, unknown: int = 1
-  ):
+  def __init__(self, name: str, traced, compiled, mesh, unknown: int = 1):
     self.name, self.sizes = name, dict(mesh.shape)
     self.hlo = hlo.Program(compiled.as_text(), unknown)
     memory = compiled.memory_analysis()
@@ -115,10 +120,8 @@ def _sampler(engine, cfg, mesh) -> Iterator[Program]:
     engine.slots, engine.max_len, engine.chunk, engine.prefill_rows, parts
   )
   jitted = decode.programs(cfg, shape, mesh)
-  held = (
-    decode.abstract(cfg, mesh),
-    caches.abstract(cfg, engine.slots, engine.max_len, mesh),
-  )
+  cache = caches.abstract(cfg, engine.slots, engine.max_len, mesh)
+  held = decode.abstract(cfg, mesh), cache
   blocks = caches.length(engine.max_len) // caches.block_size()
   width = shape.widths[-1]
   one = np.zeros(shape.rows(width), np.int32)
@@ -187,11 +190,8 @@ def verify(program: Program, cfg, topology) -> list[Check]:
       wanted = ['fmhaSoftmax'] if topology.gpu else ['tpu_custom_call']
       if 'accumulate' in name and topology.gpu:
         wanted.append('fmhaSoftmaxBackward')
-      check(
-        f'attention by {" and ".join(wanted)}',
-        all(w in kernels for w in wanted),
-        kernels,
-      )
+      used = all(kernel in kernels for kernel in wanted)
+      check(f'attention by {" and ".join(wanted)}', used, kernels)
       rows = program.sizes['data'] * program.sizes['fsdp']
       scores = (rows, length)  # which every process reads whole
       size = moved(gather, lambda c: wide(c) and c.shapes[0].dims != scores)
@@ -216,30 +216,19 @@ def verify(program: Program, cfg, topology) -> list[Check]:
         kinds and 'all-reduce' not in kinds or cfg.lora and not kinds,
         ', '.join(sorted(kinds)) or 'none of a layer is reduced',
       )
-    narrow = {s.dtype for c in layers for s in c.shapes} - {'f32'}
-    check(
-      'gradients are reduced in float32', not narrow, ', '.join(sorted(narrow))
-    )
+    narrow = sorted({s.dtype for c in layers for s in c.shapes} - {'f32'})
+    check('gradients are reduced in float32', not narrow, ', '.join(narrow))
   if name[0] in ('decode', 'prefill'):
     # Along tensor, logits are gathered for the draw.
-    logits = 'f32', cfg.vocab_size
-    size = moved(
-      gather,
-      lambda c: (
-        c.nbytes >= MIB
-        and (c.shapes[0].dtype, *c.shapes[0].dims[-1:]) != logits
-      ),
-    )
+    unlike = lambda s: (s.dtype, *s.dims[-1:]) != ('f32', cfg.vocab_size)
+    size = moved(gather, lambda c: c.nbytes >= MIB and unlike(c.shapes[0]))
     check('no gathers of weights or caches', not size, f'{size / MIB:,.0f} MiB')
   if name[0] == 'decode':
     # In branches are greedy slots and truncation, which sweeps the logits.
     read = program.hlo.traffic(lambda loop, branch: loop and not branch)
     share = read / program.arguments
-    check(
-      'an untruncated token reads at most 1.3 times weights and cache',
-      share <= 1.3,
-      f'{share:.2f}',
-    )
+    what = 'an untruncated token reads at most 1.3 times weights and cache'
+    check(what, share <= 1.3, f'{share:.2f}')
   return out
 
 
@@ -303,13 +292,7 @@ def show(config, name: str, vocab_size: int) -> int:
     print(f'\n{dryrun.render(config, cfg, mesh, costs)}\n\nChecks')
   total, memory = costs.device['in all'], topology.chip.memory
   over = total > BUDGET * memory
-  said = f'{total / GIB:.1f} of {memory / GIB:.0f} GiB'
-  if over:
-    said += (
-      '; raise config.mesh.fsdp or config.mesh.tensor, lower '
-      'config.batch.tokens, config.engine.slots or config.engine.max_len, or '
-      "set config.model.remat='block'"
-    )
+  said = f'{total / GIB:.1f} of {memory / GIB:.0f} GiB' + _FIX * over
   what = f'at most {BUDGET:.0%} of the memory is used'
   found.insert(0, Check('memory', what, not over, said))
   width = max(len(c.program) for c in found) + 2

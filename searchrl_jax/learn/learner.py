@@ -99,10 +99,8 @@ class Learner:
     return lora.join(self._state.params, self.frozen)
 
   def like(self) -> dict:
-    return {
-      'state': self.updater.abstract,
-      'critic': self._critic and self._critic.abstract,
-    }
+    critic = self._critic and self._critic.abstract
+    return {'state': self.updater.abstract, 'critic': critic}
 
   @property
   def fixed(self) -> dict[str, dict]:
@@ -223,12 +221,10 @@ class Learner:
           self._flops += flops.update_flops(self.cfg, mini)
           metrics |= learned
         per_update.append(metrics)
-    return {
-      name: (np.max if name.endswith('_max') else _mean)(
-        [metrics[name] for metrics in per_update]
-      )
-      for name in (per_update[0] if per_update else ())
-    }
+    names = per_update[0] if per_update else ()
+    found = {name: [metrics[name] for metrics in per_update] for name in names}
+    join = lambda name: np.max if name.endswith('_max') else _mean
+    return {name: join(name)(values) for name, values in found.items()}
 
   def record(
     self, batch: batching.StepBatch, scores: Scores, credit: Credit, role=''
@@ -256,10 +252,8 @@ class Learner:
     self._flops = self._seconds = 0.0
     rate = optim.schedule(self._optim, self._updates)
     share = done / seconds / self._peak if self._peak and seconds else 0.0
-    return {
-      'train/lr': float(rate(max(int(self._state.step) - 1, 0))),
-      'train/mfu': share,
-    }
+    last = max(int(self._state.step) - 1, 0)
+    return {'train/lr': float(rate(last)), 'train/mfu': share}
 
 
 def _mean(values: Sequence[float]) -> float:

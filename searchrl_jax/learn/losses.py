@@ -223,10 +223,9 @@ def cispo(
   )
   bounded = jax.lax.stop_gradient(jnp.clip(r, 1 - clip_low, 1 + clip_high))
   loss = jnp.where(mask, -weights * bounded * advantages * logps, 0.0)
-  sums = _metrics(logps, old_logps, weights, truncated, mask) | {
-    'clip_low': _sum(r < 1 - clip_low, mask),
-    'clip_high': _sum(r > 1 + clip_high, mask),
-  }
+  sums = _metrics(logps, old_logps, weights, truncated, mask)
+  sums['clip_low'] = _sum(r < 1 - clip_low, mask)
+  sums['clip_high'] = _sum(r > 1 + clip_high, mask)
   return loss, jax.lax.stop_gradient(sums)
 
 

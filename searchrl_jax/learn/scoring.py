@@ -84,6 +84,5 @@ class Scorer:
       x, w, targets, self.temperature, self.head_chunk, False, self.mesh
     )
     stats = jnp.stack([logps, entropy]).reshape(2, B, T)
-    return jnp.pad(
-      stats[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=jnp.nan
-    )
+    first = ((0, 0), (0, 0), (1, 0))
+    return jnp.pad(stats[..., :-1], first, constant_values=jnp.nan)

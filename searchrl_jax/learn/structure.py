@@ -110,10 +110,8 @@ class Structure:
     Raises:
       ValueError: a trajectory lacks the label, or has not one for each turn.
     """
-    labels = [
-      self._label(name, row, number)
-      for row, number in zip(self.row.tolist(), self.number.tolist())
-    ]
+    turns = zip(self.row.tolist(), self.number.tolist())
+    labels = [self._label(name, *turn) for turn in turns]
     first = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     return np.array([first[label] for label in labels], int)
 
@@ -122,11 +120,8 @@ class Structure:
     if name == 'role':
       return trajectory.role
     if name == 'anchor':
-      read = [
-        s
-        for s in spans
-        if s.turn == number - 1 and s.segment.author == 'environment'
-      ]
+      before = [s for s in spans if s.turn == number - 1]
+      read = [s for s in before if s.segment.author == 'environment']
       found = frozenset(p for s in read for p in s.passages)
       return number > 0, tuple(s.segment.kind for s in read), found
     label = trajectory.meta.get(name)
@@ -143,9 +138,7 @@ class Structure:
     return label
 
 
-def of(
-  trajectories: Sequence[Trajectory], masks: Sequence[np.ndarray]
-) -> Structure:
+def of(trajectories: Sequence[Trajectory], masks: Sequence) -> Structure:
   """The structure of B trajectories.
 
   Args:
@@ -158,10 +151,8 @@ def of(
   spans = [spans_of(t) for t in trajectories]
   listed, turns, n = [np.zeros((3, 0), int)], [], 0
   for i, (found, mask) in enumerate(zip(spans, masks, strict=True)):
-    number = np.repeat(
-      [s.turn if s.acts else -1 for s in found],
-      [s.end - s.start for s in found],
-    )
+    turns_of = [s.turn if s.acts else -1 for s in found]
+    number = np.repeat(turns_of, [s.end - s.start for s in found])
     at = np.flatnonzero(mask & (number >= 0))
     present, first, index = np.unique(
       number[at], return_index=True, return_inverse=True
@@ -188,18 +179,13 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
     ValueError: it has observations that no search of it explains.
   """
   found = []
-  for _, results in itertools.groupby(
-    trajectory.searches, key=lambda r: r.request.turn
-  ):
+  searches = itertools.groupby(trajectory.searches, lambda r: r.request.turn)
+  for _, results in searches:
     answers = [r for r in results if isinstance(r, SearchResult)]
-    shown = [
-      [*(p.id for p in r.passages), *filter(None, [r.text])] for r in answers
-    ]
-    found.append(tuple(itertools.chain(*shown)))
+    found.append(sum(map(_shown, answers), ()))
   # The last search may have none: it failed, or there was no room.
-  here, all_ = (
-    sum(map(_observes, x)) for x in (trajectory.trained, trajectory.segments)
-  )
+  here = sum(map(_observes, trajectory.trained))
+  all_ = sum(map(_observes, trajectory.segments))
   lookup.require(
     here == all_ <= len(found),
     f'trajectory {trajectory.id} trains on {here} of {all_} observations, with '
@@ -217,6 +203,10 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
     out.append(Span(at, at + len(s.ids), turn, s, ids))
     at += len(s.ids)
   return tuple(out)
+
+
+def _shown(result: SearchResult) -> tuple[str, ...]:
+  return *(p.id for p in result.passages), *filter(None, [result.text])
 
 
 def _observes(segment: Segment) -> bool:

@@ -251,11 +251,8 @@ class Updater:
     params = optax.apply_updates(state.params, updates)
     new = TrainState(params, opt_state, state.step + 1)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-    return new, {
-      'grad_norm': norm,
-      'update_norm': optax.global_norm(updates),
-      'finite': finite,
-    }
+    norms = {'grad_norm': norm, 'update_norm': optax.global_norm(updates)}
+    return new, norms | {'finite': finite}
 
   def _score(self, params, arrays, frozen):
     return self._logps(lora.join(params, frozen), arrays, False)[0]
@@ -321,10 +318,7 @@ class Updater:
     """
     o = self.objective
     if (o.needs_old and old is None) or (o.needs_ref and ref is None):
-      raise ValueError(
-        'this objective needs old or ref: an array [B, T] for each microbatch, '
-        'from Updater.score'
-      )
+      raise ValueError('this objective needs old or ref, of Updater.scores')
     none = [None] * len(batches)
     masks = [b.mask[span] for b in batches for _, span in b.spans()]
     divisor = np.float32(losses.denominator(masks, o.aggregation, o.horizon))
@@ -355,7 +349,6 @@ class Updater:
     sums, norms = jax.device_get((sums, norms))
     out = losses.summarise(sums) | {k: float(v) for k, v in norms.items()}
     out['microbatches'] = float(len(batches))
-    out['padding'] = 1.0 - sum(int(b.lengths.sum()) for b in batches) / sum(
-      b.ids.size for b in batches
-    )
+    used = sum(int(b.lengths.sum()) for b in batches)
+    out['padding'] = 1.0 - used / sum(b.ids.size for b in batches)
     return state, out

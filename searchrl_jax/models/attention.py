@@ -50,13 +50,7 @@ _KERNELS = {'gpu': 'cudnn', 'tpu': 'splash'}
 
 
 def causal(
-  q,
-  k,
-  v,
-  lengths,
-  kernel: str = 'auto',
-  packing: Packed | None = None,
-  mesh=None,
+  q, k, v, lengths, kernel='auto', packing: Packed | None = None, mesh=None
 ):
   """Causal attention over right-padded rows; softmax in float32.
 
@@ -70,14 +64,13 @@ def causal(
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     kernel = _KERNELS.get(sharding.platform(), 'xla') if half else 'xla'
   if kernel in _KERNELS.values():
-    k, v = _divisible_heads(q, k, v, mesh)
+    k, v = (_divisible_heads(x, q.shape[2], mesh) for x in (k, v))
   if kernel == 'splash':
     from searchrl_jax.models import splash  # takes seconds to import
 
-    if packing is None:
+    segments = packing and packing.segments
+    if segments is None:
       segments = (jnp.arange(q.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    else:
-      segments = packing.segments
     return splash.attention(q, k, v, segments, mesh)
   if kernel == 'cudnn' and packing is not None:
     if packed_cudnn.available():
@@ -110,22 +103,17 @@ def causal(
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def _divisible_heads(q, k, v, mesh):
-  """k, v [B, T, K, H] with heads repeated until `tensor` divides them.
+def _divisible_heads(x, query_heads: int, mesh):
+  """Keys or values [B, T, K, H], repeated until `tensor` divides the heads.
 
   Kernels need queries and keys cut alike; KV heads that the axis does not
   divide are replicated (`sharding.spec`).
   """
-  N, K = q.shape[2], k.shape[2]
-  tensor = mesh.shape['tensor'] if mesh else 1
-  if K % tensor == 0 or N % tensor:
-    return k, v
-  times = math.lcm(K, tensor) // K
-  axes = 'batch', 'time', 'heads', 'head_dim'
-  return tuple(
-    sharding.constrain(jnp.repeat(x, times, axis=2), mesh, *axes)
-    for x in (k, v)
-  )
+  K, tensor = x.shape[2], mesh.shape['tensor'] if mesh else 1
+  if K % tensor == 0 or query_heads % tensor:
+    return x
+  x = jnp.repeat(x, math.lcm(K, tensor) // K, axis=2)
+  return sharding.constrain(x, mesh, 'batch', 'time', 'heads', 'head_dim')
 
 
 def grouped_queries(q, kv_heads: int):

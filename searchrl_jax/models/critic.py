@@ -34,10 +34,9 @@ def init(params: dict, cfg: decoder.DecoderConfig) -> dict:
   lambda = 1 then gives plain returns, where a random head would add noise.
   """
   backbone = {k: v for k, v in params.items() if k != 'head'}
-  return jax.tree.map(lambda x: jnp.array(x, copy=True), backbone) | {
-    'value': jnp.zeros(cfg.d_model, jnp.float32),
-    'value_bias': jnp.zeros(1, jnp.float32),
-  }
+  backbone = jax.tree.map(lambda x: jnp.array(x, copy=True), backbone)
+  sizes = {'value': cfg.d_model, 'value_bias': 1}
+  return backbone | {k: jnp.zeros(n, jnp.float32) for k, n in sizes.items()}
 
 
 def token_values(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
@@ -46,7 +45,5 @@ def token_values(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   arrays: as `logps.gather` takes them.
   """
   x, spread = logps.gather(params, cfg, arrays, mesh)
-  value = jnp.sum(
-    x.astype(jnp.float32) * params['value'].astype(jnp.float32), -1
-  )
-  return spread(value + params['value_bias'].astype(jnp.float32))
+  w, b = (params[k].astype(jnp.float32) for k in ('value', 'value_bias'))
+  return spread(jnp.sum(x.astype(jnp.float32) * w, -1) + b)

@@ -158,31 +158,32 @@ def param_shardings(cfg: DecoderConfig, mesh) -> dict:
   return nest({k: sharding.named(mesh, axes, s) for k, (s, axes) in table})
 
 
-def flatten_checked(
-  cfg: DecoderConfig, params: dict, table: dict | None = None
-) -> dict:
+def shapes_of(table: dict) -> dict[str, tuple[int, ...]]:
+  """Name -> shape, of a table as `param_table` returns it."""
+  return {name: shape for name, (shape, _) in table.items()}
+
+
+def check_shapes(what: str, arrays: dict, want: dict) -> None:
+  """Raises ConfigError unless the arrays have these names and shapes."""
+  have = {name: tuple(x.shape) for name, x in arrays.items()}
+  for name in sorted(want.keys() | have.keys()):
+    found, wanted = have.get(name), want.get(name)
+    asks = f'has shape {found}; the config asks for {wanted}'
+    lookup.require(found == wanted, f'{what} {name!r} {asks}')
+
+
+def flatten_checked(cfg: DecoderConfig, params: dict, table=None) -> dict:
   """`flatten(params)`; raises ValueError unless names and shapes are cfg's.
 
   table: of the parameters to expect; None: `param_table(cfg)`.
   """
   flat = flatten(params)
-  table = param_table(cfg) if table is None else table
-  want = {name: shape for name, (shape, _) in table.items()}
-  have = {name: tuple(x.shape) for name, x in flat.items()}
-  for name in sorted(want.keys() | have.keys()):
-    found, wanted = have.get(name), want.get(name)
-    what = f'parameter {name!r} has shape {found}; the config asks for {wanted}'
-    lookup.require(found == wanted, what)
+  check_shapes('parameter', flat, shapes_of(table or param_table(cfg)))
   return flat
 
 
 def init_params(
-  cfg: DecoderConfig,
-  key,
-  *,
-  scale: float = 0.02,
-  embed_scale: float | None = None,
-  dtype=jnp.float32,
+  cfg: DecoderConfig, key, *, scale=0.02, embed_scale=None, dtype=jnp.float32
 ) -> dict:
   """Initial parameters: normal(scale), norms 1, biases 0; no adapters.
 
@@ -312,9 +313,7 @@ def project(p: dict, cfg: DecoderConfig, x, name: str):
   return y
 
 
-def block(
-  p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None
-):
+def block(p: dict, cfg: DecoderConfig, x, cos, sin, attend, mesh=None):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
 
   attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
@@ -325,8 +324,7 @@ def block(
   if cfg.qk_norm:
     q = rms_norm(q, p['q_norm'], cfg.norm_eps)
     k = rms_norm(k, p['k_norm'], cfg.norm_eps)
-  q = apply_rope(q, cos, sin)
-  k = apply_rope(k, cos, sin)
+  q, k = (apply_rope(y, cos, sin) for y in (q, k))
   q = sharding.constrain(q, mesh, 'batch', 'time', 'heads', 'head_dim')
   k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
@@ -334,18 +332,14 @@ def block(
   o = checkpoint_name(attend(q, k, v), 'attention')
   x = x + project(p, cfg, o, 'o')
   h = rms_norm(x, p['mlp_norm'], cfg.norm_eps)
-  gate, up = (
-    checkpoint_name(project(p, cfg, h, name), 'mlp') for name in ('gate', 'up')
-  )
-  h = jax.nn.silu(gate) * up
+  gate, up = (project(p, cfg, h, name) for name in ('gate', 'up'))
+  h = jax.nn.silu(checkpoint_name(gate, 'mlp')) * checkpoint_name(up, 'mlp')
   h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
   x = x + project(p, cfg, h, 'down')
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
 
-def hidden_states(
-  params: dict, cfg: DecoderConfig, ids, mesh=None, starts=None
-):
+def hidden_states(params, cfg: DecoderConfig, ids, mesh=None, starts=None):
   """Final hidden states [B, T, D] of ids int32 [B, T].
 
   Padding on the right is not told: causality hides it from the tokens before.
@@ -353,8 +347,7 @@ def hidden_states(
   caller applies the head to the tokens that need it.
   """
   B, T = ids.shape
-  dtype = jnp.dtype(cfg.dtype)
-  x = params['embed'][ids].astype(dtype)
+  x = params['embed'][ids].astype(cfg.dtype)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
   if starts is None:
     packing = None
@@ -384,5 +377,4 @@ def hidden_states(
 def logits(params: dict, cfg: DecoderConfig, hidden):
   """float32 [..., V] from hidden [..., D]."""
   w = params['embed'].T if cfg.tied else params['head']
-  w = w.astype(hidden.dtype)
-  return attention.einsum32('...D,DV->...V', hidden, w)
+  return attention.einsum32('...D,DV->...V', hidden, w.astype(hidden.dtype))

@@ -184,20 +184,12 @@ def served(cfg: DecoderConfig, params: dict) -> tuple[DecoderConfig, dict]:
 
 def tensor_table(cfg: DecoderConfig) -> dict[str, families.Tensor]:
   """Every tensor of an adapter by PEFT's name."""
-  found = families.tensors(
-    {k: shape for k, (shape, _) in adapter_table(cfg).items()}
-  )
+  found = families.tensors(decoder.shapes_of(adapter_table(cfg)))
   return {_PREFIX + name: tensor for name, tensor in found.items()}
 
 
 def save(
-  path,
-  cfg: DecoderConfig,
-  adapters: dict,
-  *,
-  dtype='float32',
-  model='',
-  files: Mapping[str, str] | None = None,
+  path, cfg: DecoderConfig, adapters, *, dtype='float32', model='', files=None
 ):
   """Writes a folder that PEFT and vLLM load, whose name appears when complete.
 
@@ -232,9 +224,7 @@ def save(
     'target_modules': sorted(modules),
     'lora_dropout': 0.0,
     'bias': 'none',
-    'use_rslora': False,
-    'use_dora': False,
-    'fan_in_fan_out': False,
+    **dict.fromkeys(('use_rslora', 'use_dora', 'fan_in_fan_out'), False),
     'inference_mode': True,
   }
   texts = {CONFIG: json.dumps(fields, indent=2) + '\n', **(files or {})}
@@ -260,16 +250,11 @@ def load(path, cfg: DecoderConfig, mesh=None) -> dict:
     stored = safetensors.numpy.load_file(path / WEIGHTS)
   except safetensors.SafetensorError as e:
     raise ValueError(f'{path / WEIGHTS}: truncated or malformed: {e}') from e
-  table = tensor_table(cfg)
-  flat = {
-    k: np.empty(s, np.float32) for k, (s, _) in adapter_table(cfg).items()
-  }
-  for name in sorted(table.keys() | stored.keys()):
-    found = stored[name].shape if name in stored else None
-    wanted = table[name].shape if name in table else None
-    what = f'tensor {name!r} has shape {found}; the config asks for {wanted}'
-    lookup.require(found == wanted, f'{path / WEIGHTS}: {what}')
-    tensor = table[name]
+  table, shapes = tensor_table(cfg), decoder.shapes_of(adapter_table(cfg))
+  want = {name: tensor.shape for name, tensor in table.items()}
+  decoder.check_shapes(f'{path / WEIGHTS}: tensor', stored, want)
+  flat = {path: np.empty(s, np.float32) for path, s in shapes.items()}
+  for name, tensor in table.items():
     flat[tensor.path][tensor.layer] = tensor.to_ours(stored[name])
   return jax.device_put(decoder.nest(flat), _layout(cfg, mesh))
 
@@ -279,13 +264,7 @@ def _check_fields(file, fields: Mapping[str, Any], lora: Lora) -> None:
     value = fields.get(name)
     message = f'{file}: {name}={value!r} is not supported; expected {known[-1]}'
     lookup.require(value in known, message)
-  for name, value, field in (
-    ('r', lora.rank, 'rank'),
-    ('lora_alpha', lora.alpha, 'alpha'),
-  ):
-    what = (
-      f'{file}: {name}={fields.get(name)!r}, and config.models.lora.{field}'
-    )
-    lookup.require(
-      fields.get(name) == value, f'{what}={value}: make them equal'
-    )
+  for name, field in (('r', 'rank'), ('lora_alpha', 'alpha')):
+    value, wanted = fields.get(name), getattr(lora, field)
+    ours = f'config.models.lora.{field}={wanted}: make them equal'
+    lookup.require(value == wanted, f'{file}: {name}={value!r}, and {ours}')

@@ -63,9 +63,7 @@ def read_config(path, **flags) -> decoder.DecoderConfig:
 
 def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
   """Every tensor of the checkpoint of such a model, by its name."""
-  return families.tensors(
-    {path: shape for path, (shape, _) in decoder.param_table(cfg).items()}
-  )
+  return families.tensors(decoder.shapes_of(decoder.param_table(cfg)))
 
 
 def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
@@ -120,9 +118,7 @@ def _check_tensors(path, table, stored):
     lookup.require(good, f'{path / file}: tensor {name!r} {problem}')
 
 
-def load(
-  path, mesh=None, dtype=jnp.float32, cfg: decoder.DecoderConfig | None = None
-):
+def load(path, mesh=None, dtype=jnp.float32, cfg=None):
   """(DecoderConfig, params) of a Hugging Face checkpoint folder.
 
   Checks all files before it allocates memory. Needs host memory for one
@@ -206,9 +202,8 @@ def save(
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   flat = decoder.flatten_checked(cfg, params)
-  config = families.format_config(
-    dataclasses.asdict(cfg), dtype=dtype.name, like=like
-  )
+  fields = dataclasses.asdict(cfg)
+  config = families.format_config(fields, dtype=dtype.name, like=like)
   texts = {'config.json': json.dumps(config, indent=2) + '\n', **(files or {})}
   tmp = path.with_name(f'.{path.name}.tmp')
   shutil.rmtree(tmp, ignore_errors=True)

@@ -8,12 +8,7 @@ import functools
 import math
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-  splash_attention_kernel as kernels,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-  splash_attention_mask as masks,
-)
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import jax.numpy as jnp
 
 from searchrl_jax.run import sharding
@@ -47,7 +42,7 @@ def attention(q, k, v, segments, mesh=None):
 
   def local(q, k, v, segments):
     kernel = _kernel(q.shape[1], T + extra, sharding.platform() == 'cpu')
-    pair = kernels.SegmentIds(segments, segments)
+    pair = splash.SegmentIds(segments, segments)
     return jax.vmap(kernel)(q, k, v, pair)
 
   if mesh is not None and mesh.size > 1:
@@ -65,17 +60,11 @@ def attention(q, k, v, segments, mesh=None):
 def _kernel(heads: int, length: int, interpret: bool):
   """The kernel for `heads` query heads; length: a multiple of _LANES."""
   block = next(n for n in (512, 384, 256, _LANES) if length % n == 0)
-  sizes = kernels.BlockSizes(
-    block_q=block,
-    block_kv=block,
-    block_q_dkv=block,
-    block_kv_dkv=block,
-    block_q_dq=block,
-    block_kv_dq=block,
-  )
-  causal = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+  names = 'block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq'
+  sizes = splash.BlockSizes(**dict.fromkeys(names.split(), block))
+  causal = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
   with jax.ensure_compile_time_eval():  # the tables of blocks are constants
-    return kernels.make_splash_mha(
+    return splash.make_splash_mha(
       causal,
       block_sizes=sizes,
       head_shards=1,

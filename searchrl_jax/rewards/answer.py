@@ -13,7 +13,7 @@ differs from the released code in three ways:
   * Text counts as retrieved only if the environment wrote it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
@@ -23,17 +23,17 @@ from searchrl_jax.types import Group, Rewards, Trajectory
 
 async def em(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """1 if the normalised answer equals a normalised golden answer."""
-  return per_trajectory(
-    groups,
-    lambda t: scores.exact_match(context.env.answer(t), t.question.answers),
-  )
+  return _compared(groups, context, scores.exact_match)
 
 
 async def f1(groups: Sequence[Group], context: RewardContext) -> Rewards:
   """F1 of words, with the best golden answer."""
-  return per_trajectory(
-    groups, lambda t: scores.f1(context.env.answer(t), t.question.answers)
-  )
+  return _compared(groups, context, scores.f1)
+
+
+def _compared(groups, context: RewardContext, score: Callable) -> Rewards:
+  answer = context.env.answer
+  return per_trajectory(groups, lambda t: score(answer(t), t.question.answers))
 
 
 async def format_valid(

@@ -77,13 +77,11 @@ async def outcome_or_evidence(
   for group in groups:
     alive = [t for t in group if not t.failed]
     answers = [context.env.answer(t) for t in alive]
-    earned = [
-      _OUTCOMES[outcome](a, t.question.answers) for a, t in zip(answers, alive)
-    ]
-    holds = [
-      _evidence(_texts(t, context, block), t.question, evidence, credit)
-      for t in alive
-    ]
+    golds = [t.question.answers for t in alive]
+    earned = [*map(_OUTCOMES[outcome], answers, golds)]
+    texts = [_texts(t, context, block) for t in alive]
+    how = evidence, credit
+    holds = [_evidence(x, t.question, *how) for x, t in zip(texts, alive)]
     if credit == 'shuffled':
       same = [*zip(earned, (a is None for a in answers))]
       holds = [holds[i] for i in ablations.drawn(alive, same, context.step)]
@@ -133,10 +131,8 @@ def _check(config: ConfigDict, fields: Mapping[str, Any]) -> None:
 
 def _check_evidence(config: ConfigDict, fields: Mapping[str, Any]) -> None:
   _check(config, fields)
-  evidence = ('words', 'substring')
-  ablations.choose(
-    fields, outcome=_OUTCOMES, evidence=evidence, credit=ablations.CREDITS
-  )
+  allowed = dict(outcome=_OUTCOMES, evidence=('words', 'substring'))
+  ablations.choose(fields, **allowed, credit=ablations.CREDITS)
 
 
 def _needs_evidence(fields: Mapping[str, Any]) -> tuple[str, ...]:

@@ -210,9 +210,7 @@ def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
 
 
 def _users(terms) -> list[tuple[str, Callable, dict]]:
-  return [
-    (f'config.reward.{name}', fn, fields) for name, fn, _, fields in terms
-  ]
+  return [(f'config.reward.{n}', fn, fields) for n, fn, _, fields in terms]
 
 
 def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:
@@ -222,9 +220,7 @@ def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:
   return (len(lengths) if at == 'segment' else sum(lengths),)
 
 
-def _check_result(
-  name: str, result: Rewards, trajectories: Sequence[Trajectory]
-) -> None:
+def _check_result(name: str, result: Rewards, trajectories: Sequence):
   where = f'config.reward.{name}'
   columns = {'value': result.value, 'valid': result.valid, **result.parts}
   for label, column in columns.items():
@@ -246,9 +242,7 @@ def _check_result(
     )
 
 
-def _place(
-  trajectory: Trajectory, value: Any, source: str, target: str
-) -> np.ndarray:
+def _place(trajectory: Trajectory, value, source: str, target: str):
   """Converts a value at level `source` to a finer level with the same sum."""
   value = np.asarray(value, np.float32)
   if source == target:
@@ -258,12 +252,10 @@ def _place(
   ends = np.cumsum([len(s.ids) for s in segments], dtype=int)
   if source == 'segment':
     for segment, end, part in zip(segments, ends, value, strict=True):
+      what = f'trajectory {trajectory.id!r}: an empty segment has a reward'
+      require(len(segment.ids) or not part, what)
       if len(segment.ids):
         out[end - 1] += part
-      elif part:
-        raise RewardError(
-          f'trajectory {trajectory.id!r}: an empty segment has a reward'
-        )
     return out
   trained = [i for i, s in enumerate(segments) if s.train and len(s.ids)]
   if trained:  # a trajectory without trained tokens gets no reward

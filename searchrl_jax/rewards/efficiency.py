@@ -59,10 +59,8 @@ def compared(
   attempts = {}
   for group in groups:
     alive = [t for t in group if not t.failed]
-    right = [
-      scores.exact_match(context.env.answer(t), t.question.answers) > 0
-      for t in alive
-    ]
+    pairs = [(context.env.answer(t), t.question.answers) for t in alive]
+    right = [scores.exact_match(*pair) > 0 for pair in pairs]
     counts = [count(t) for t in alive]
     fewest = min((n for n, ok in zip(counts, right) if ok), default=None)
     if credit == 'shuffled':

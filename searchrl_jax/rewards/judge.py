@@ -86,9 +86,8 @@ class Judge:
     self._cache |= {i: v for i, v in replies.items() if isinstance(v, bool)}
     while len(self._cache) > KEPT:  # drop the oldest
       del self._cache[next(iter(self._cache))]
-    errors = [
-      v for v in out if isinstance(v, ChatError) and v.kind != 'unusable'
-    ]
+    errors = [v for v in out if isinstance(v, ChatError)]
+    errors = [v for v in errors if v.kind != 'unusable']
     if len(errors) > self._max_failed * among:
       raise JudgeError(
         f'{len(errors)} verdicts on {among} answers are missing, more than '
@@ -108,15 +107,11 @@ class Judge:
 
   async def _ask(self, item: Item) -> bool | ChatError:
     content = payload(dict(zip(('question', 'golden_answers', 'answer'), item)))
-    messages = [
-      {'role': 'system', 'content': SYSTEM},
-      {'role': 'user', 'content': content},
-    ]
+    texts = {'system': SYSTEM, 'user': content}
+    messages = [{'role': r, 'content': text} for r, text in texts.items()]
+    how = dict(max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA)
     try:
-      reply = await self._chat.reply(
-        messages, max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA
-      )
-      return read(reply)
+      return read(await self._chat.reply(messages, **how))
     except ChatError as e:
       return e
 
@@ -140,10 +135,7 @@ def read(reply: str) -> bool:
 
 
 async def grade(
-  trajectories: Sequence[Trajectory],
-  env: SearchEnv,
-  judge: Judge,
-  after_em: bool,
+  trajectories: Sequence[Trajectory], env: SearchEnv, judge: Judge, after_em
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (grades, unusable), float32 [B].
 
@@ -195,9 +187,8 @@ async def correct(
   Raises:
     JudgeError: too many verdicts are missing.
   """
-  grades, unusable = await grade(
-    flat(groups), context.env, context.judge, after_em
-  )
+  services = context.env, context.judge
+  grades, unusable = await grade(flat(groups), *services, after_em)
   valid, parts = ~np.isnan(grades), {'unusable': unusable}
   return Rewards(np.nan_to_num(grades), valid, parts=parts)
 

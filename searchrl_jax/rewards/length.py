@@ -29,10 +29,8 @@ async def overlong(
     RewardError: cache is not in 1..limit.
   """
   del context
-  require(
-    0 < cache <= limit,
-    f'overlong: cache={cache} must lie in 1..limit={limit} (tokens)',
-  )
+  what = f'overlong: cache={cache} must lie in 1..limit={limit} (tokens)'
+  require(0 < cache <= limit, what)
 
   def score(trajectory):
     n = sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')

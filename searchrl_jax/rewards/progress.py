@@ -102,13 +102,8 @@ async def progress(
   trajectories = flat(groups)
   valid = np.array([not t.failed for t in trajectories], bool)
   alive = [t for t in trajectories if not t.failed]
-  levels = dict(
-    zip(
-      np.flatnonzero(valid).tolist(),
-      await potential(phi)(alive, context, **phi_kw),
-      strict=True,
-    )
-  )
+  found = await potential(phi)(alive, context, **phi_kw)
+  levels = dict(zip(np.flatnonzero(valid).tolist(), found, strict=True))
   value = [np.zeros(len(t.trained), np.float32) for t in trajectories]
   parts = {n: np.zeros(len(valid), np.float32) for n in ('phi', 'redundant')}
   for i, level in levels.items():
@@ -166,9 +161,8 @@ def check(config: ConfigDict, fields: Mapping[str, Any]) -> None:
   shuffle, at_end = fields['shuffle'], fields['at_end']
   lookup.require_fields('phi_kw', fn, fields['phi_kw'])
   require(kind in KINDS, f'kind={kind!r}: {lookup.near(kind, KINDS)}')
-  require(
-    not (shuffle and at_end), 'shuffle and at_end are two controls: use one'
-  )
+  both = shuffle and at_end
+  require(not both, 'shuffle and at_end are two controls: use one')
   advantage = config.algorithm.advantage
   fn = lookup.function('searchrl_jax.learn', advantage, 'advantages')
   require(

@@ -167,12 +167,9 @@ def bootstrap(
     return Interval(math.nan, math.nan, math.nan, 0)
   rng = np.random.default_rng(seed)
   rows = max(1, _CHUNK // len(x))
-  means = np.concatenate(
-    [
-      x[rng.integers(len(x), size=(min(rows, resamples - i), len(x)))].mean(1)
-      for i in range(0, resamples, rows)
-    ]
-  )
+  sizes = [min(rows, resamples - i) for i in range(0, resamples, rows)]
+  draws = (rng.integers(len(x), size=(n, len(x))) for n in sizes)
+  means = np.concatenate([x[drawn].mean(1) for drawn in draws])
   tail = (1.0 - 0.95) / 2
   low, high = np.quantile(means, (tail, 1.0 - tail))
   return Interval(float(x.mean()), float(low), float(high), len(x))

@@ -60,9 +60,8 @@ async def majority(
   Raises:
     RewardError: a group of another size, or too many questions without a vote.
   """
-  return labelled(
-    groups, context, most_frequent, votes, train, match, max_abstained
-  )
+  fields = votes, train, match, max_abstained
+  return labelled(groups, context, most_frequent, *fields)
 
 
 def check(config, fields) -> None:
@@ -82,9 +81,8 @@ def check(config, fields) -> None:
     f'votes={n} with config.rollout.refill={rollout.refill}: max_abstained '
     'is meaningless for the few questions of a refill; use refill=0',
   )
-  require(
-    1 <= m <= n, f'train={m} of votes={n}: 1 to {n} samples are trained on'
-  )
+  what = f'train={m} of votes={n}: 1 to {n} samples are trained on'
+  require(1 <= m <= n, what)
   equivalence.function(fields['match'])
 
 

@@ -242,12 +242,7 @@ class Services:
       )
 
   async def attempt(
-    self,
-    handle: Handle,
-    state: State,
-    action: Action,
-    sample: int,
-    branch: Sequence[str | int] = (),
+    self, handle: Handle, state: State, action: Action, sample: int, branch=()
   ) -> Trajectory:
     """Plays to the end and closes the handle. Does not record the result."""
     begin = time.monotonic()
@@ -259,12 +254,7 @@ class Services:
     return self.env.trajectory(state, sample, time.monotonic() - begin)
 
   async def turn(
-    self,
-    handle: Handle,
-    state: State,
-    action: Action,
-    sample: int,
-    branch: Sequence[str | int] = (),
+    self, handle: Handle, state: State, action: Action, sample: int, branch=()
   ) -> tuple[State, Action]:
     """Plays one turn and the search that it asks for.
 
@@ -296,11 +286,10 @@ class Services:
     if action.append:
       self.engine.append(handle, action.append)
       self.stats.outside_tokens += len(action.append)
+    names = ('temperature', 'top_p', 'top_k')
     sampling = Sampling(
+      **{name: self.config[name] for name in names},
       max_tokens=action.max_tokens,
-      temperature=self.config.temperature,
-      top_p=self.config.top_p,
-      top_k=self.config.top_k,
       stops=action.stops,
       stop_ids=action.stop_ids,
       seed=seed,

@@ -44,17 +44,13 @@ async def sample(
       leaves = await _grow(services, start, samples, rounds)
     services.record(*leaves)
 
-  parts = [
-    (start, names[i : i + size])
-    for start, names in zip(starts, services.names(questions), strict=True)
-    for i in range(0, len(names), size)
-  ]
-  # Other weights may have sampled what is done: a tree is used whole.
-  await services.gather(
-    grow(start, [n for _, n in names])
-    for start, names in parts
-    if any(name not in services.done for name in names)
-  )
+  work = []
+  for start, group in zip(starts, services.names(questions), strict=True):
+    for names in (group[i : i + size] for i in range(0, len(group), size)):
+      # Other weights may have sampled what is done: a tree is used whole.
+      if any(name not in services.done for name in names):
+        work.append(grow(start, [n for _, n in names]))
+  await services.gather(work)
   return services.groups(questions)
 
 
@@ -105,9 +101,8 @@ async def _grow(
       action = dataclasses.replace(action, append=())
     begin, nodes = time.monotonic(), []
     while not isinstance(action, Done):
-      state, action = await services.turn(
-        handle, state, action, sample, node.path
-      )
+      begun = state, action, sample, node.path
+      state, action = await services.turn(handle, *begun)
       path = (*path, f'{sample}.{len(path)}')
       nodes.append(_Node(handle, state, action, path))
     seconds = time.monotonic() - begin

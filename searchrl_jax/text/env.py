@@ -33,10 +33,9 @@ States are immutable, so an older state can be stepped again (a tree). Ids of
 the policy are recorded as sampled and never encoded again. Imports no JAX.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -93,9 +92,9 @@ class SearchEnv:
       lookup.require(not further, f"{what}; use 'source'")
     if self._searching or real:
       least = self._observe.least
-      what = f'below {least} tokens of one without passages'
+      what = f'is below {least} tokens of one without passages'
       lookup.require(
-        limit >= least, f'env.max_observation_tokens={limit} is {what}'
+        limit >= least, f'env.max_observation_tokens={limit} {what}'
       )
 
   def reset(
@@ -120,9 +119,8 @@ class SearchEnv:
     fix = f'env.max_tokens={most}; increase it or leave the question out'
     lookup.require(len(ids) < most, f'{what} {fix}')
     parser = parsing.start(self._tags, ''.join(text for text, _ in parts))
-    state = State(
-      question, role, agent, segments, len(ids), parser, Done('tokens')
-    )
+    begun = segments, len(ids), parser
+    state = State(question, role, agent, *begun, pending=Done('tokens'))
     return _next(state, self._generate(state, prompt=types.Prompt(ids)))
 
   def step(self, state: State, event) -> tuple[State, Action]:
@@ -140,11 +138,7 @@ class SearchEnv:
     raise ValueError(f'trajectory {state.name}: {what}')
 
   def trajectory(
-    self,
-    state: State,
-    sample: int = 0,
-    seconds: float = 0.0,
-    meta: Mapping[str, Any] | None = None,
+    self, state: State, sample: int = 0, seconds: float = 0.0, meta=None
   ) -> types.Trajectory:
     """Returns the record of a finished attempt.
 
@@ -238,10 +232,8 @@ class SearchEnv:
     if self._room(state) < self._observe.least:
       return _next(state, Done('tokens'))
     about = dict(turn=state.turn, tool=kind.tool, earlier=state.searches)
-    requests = (
-      types.SearchRequest(query, self.k, state.question, **about)
-      for query in self._queries(action)
-    )
+    about |= dict(k=self.k, question=state.question)
+    requests = [types.SearchRequest(q, **about) for q in self._queries(action)]
     return _next(state, Search(tuple(requests)))
 
   def _action(self, state: State, blocks: Sequence[Block]) -> Block | None:

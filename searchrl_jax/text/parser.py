@@ -65,10 +65,8 @@ def tags_of(template) -> Tags:
 
 def _held(data: bytes, tags: Iterable[bytes]) -> int:
   """Number of bytes at the end of `data` that may start one of `tags`."""
-  lengths = (
-    n for tag in tags for n in range(1, len(tag)) if data.endswith(tag[:n])
-  )
-  return max(lengths, default=0)
+  starts = (tag[:n] for tag in tags for n in range(1, len(tag)))
+  return max(map(len, filter(data.endswith, starts)), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +169,7 @@ def make_block(parsed, author: str, turn: int) -> Block:
 
 
 def blocks(
-  segments: Sequence[Segment],
-  template,
-  tokenizer,
-  known: Sequence[Block] | None = None,
+  segments: Sequence[Segment], template, tokenizer, known=None
 ) -> tuple[Block, ...]:
   """Returns the blocks after the prompt.
 

@@ -106,9 +106,8 @@ class Tokenizer:
     self.vocab_size = max(len(hf), max(self._vocab.values()) + 1)
     added = hf.backend_tokenizer.get_added_tokens_decoder()
     self._added = {i: t.content for i, t in added.items()}
-    self.control = frozenset(
-      i for i, t in added.items() if t.special and i != self._unk
-    )
+    special_ids = {i for i, t in added.items() if t.special}
+    self.control = frozenset(special_ids - {self._unk})
     self._flags = {t.content: (i, t) for i, t in added.items()}
     names = sorted(self._flags, key=len, reverse=True)
     # '(?!)' never matches.

@@ -73,11 +73,9 @@ def chat_parts(tokenizer, messages) -> list[Part]:
   texts = [parts[n][0][:60] for n in lost]
   what = f'the chat template of {tokenizer.path} leaves out {texts}'
   require(not lost, f'{what}; use other roles')
-  out = [
-    parts[int(piece)] if n % 2 else (piece, True)
-    for n, piece in enumerate(pieces)
-  ]
-  return [p for p in out if p[0]]
+  for n, piece in enumerate(pieces):
+    pieces[n] = parts[int(piece)] if n % 2 else (piece, True)
+  return [p for p in pieces if p[0]]
 
 
 # Observations.
@@ -154,12 +152,8 @@ class Observer:
         return text
       return start[: len(self.tokenizer.decode(ids[:limit]))]
 
-    out = [
-      clip(p)
-      if isinstance(p, str)
-      else Passage(p.id, clip(p.title), clip(p.text), p.score)
-      for p in passages
-    ]
+    clipped = lambda p: Passage(p.id, clip(p.title), clip(p.text), p.score)
+    out = [clip(p) if isinstance(p, str) else clipped(p) for p in passages]
     return out, out != [*passages]
 
   def _line(self, i: int, passage: Passage | str) -> list[Part]:

@@ -332,9 +332,6 @@ def test_a_cursor_of_other_data_is_refused(change):
 @pytest.mark.parametrize(
   'sets, weights, says',
   [
-    ({'a': []}, None, 'no question'),
-    ({'a': questions('1'), 'b': []}, None, "'b' is empty"),
-    ({'a': questions('1'), 'b': questions('1')}, None, "'1' was already used"),
     ({'a': questions('1'), 'b': questions('2')}, {'a': 1.0}, "'b' has weight"),
     ({'a': questions('1')}, {'a': 0.0}, 'weight 0'),
   ],

@@ -28,13 +28,14 @@ def length(max_len: int) -> int:
   return max_len if max_len <= 2 * block else -(-max_len // block) * block
 
 
-def place(mesh, axes, shape) -> jax.sharding.Sharding:
-  """The sharding of an array. Without a mesh it names the device, because an
+def like(cfg: DecoderConfig, mesh, axes, shape) -> jax.ShapeDtypeStruct:
+  """An array in cfg.dtype. Without a mesh its sharding names the device: an
   array that is not committed to a device causes another compilation."""
-  if mesh is not None:
-    return sharding.named(mesh, axes, shape)
   device = jax.config.jax_default_device or jax.local_devices()[0]
-  return jax.sharding.SingleDeviceSharding(device)
+  where = jax.sharding.SingleDeviceSharding(device)
+  if mesh is not None:
+    where = sharding.named(mesh, axes, shape)
+  return jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype), sharding=where)
 
 
 def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -52,27 +53,18 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   """Shapes and shardings of the result of `make`."""
-  sizes = {
-    'batch': slots,
-    'kv_heads': cfg.n_kv_heads,
-    'time': length(max_len),
-    'head_dim': cfg.head_dim,
-  }
+  sizes = {'batch': slots, 'kv_heads': cfg.n_kv_heads}
+  sizes |= {'time': length(max_len), 'head_dim': cfg.head_dim}
 
-  def leaf(names):
-    dims = tuple(sizes[name] for name in names)
-    where = place(mesh, names, dims)
-    return jax.ShapeDtypeStruct(dims, jnp.dtype(cfg.dtype), sharding=where)
-
-  return [tuple(map(leaf, axes(cfg)))] * cfg.n_layers
+  shape = lambda names: tuple(sizes[name] for name in names)
+  pair = (like(cfg, mesh, names, shape(names)) for names in axes(cfg))
+  return [tuple(pair)] * cfg.n_layers
 
 
 def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`."""
-  return jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-    abstract(cfg, slots, max_len, mesh),
-  )
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+  return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh))
 
 
 def attend(cfg, q, k, v, positions):
@@ -115,12 +107,10 @@ def attend(cfg, q, k, v, positions):
 
     def step(i, carry):
       top, total, o = carry
-      new, more, add = attend_run(
-        jax.lax.dynamic_slice_in_dim(k, i * block, block, time),
-        jax.lax.dynamic_slice_in_dim(v, i * block, block, 2),
-        i * block,
-        top,
-      )
+      at = i * block
+      keys = jax.lax.dynamic_slice_in_dim(k, at, block, time)
+      values = jax.lax.dynamic_slice_in_dim(v, at, block, 2)
+      new, more, add = attend_run(keys, values, at, top)
       shrink = jnp.exp(top - new)
       return new, total * shrink + more, o * shrink + add
 

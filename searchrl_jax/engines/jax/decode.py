@@ -86,17 +86,11 @@ def abstract(cfg: DecoderConfig, mesh=None) -> dict:
   On a mesh, weights are sharded only along the axis `tensor`: otherwise every
   token would wait for weights from other devices.
   """
-
-  def leaf(shape, axes):
-    axes = [None if a == 'embed' else a for a in axes]
-    return jax.ShapeDtypeStruct(
-      shape, jnp.dtype(cfg.dtype), sharding=kv.place(mesh, axes, shape)
-    )
-
   out = {}
   for name, (shape, axes) in decoder.param_table(cfg).items():
     first = int(axes[0] == 'layers')
-    out[name] = leaf(shape[first:], axes[first:])
+    axes = [None if a == 'embed' else a for a in axes]
+    out[name] = kv.like(cfg, mesh, axes[first:], shape[first:])
   out = decoder.nest(out)
   return out | {'layers': [out['layers']] * cfg.n_layers}
 
@@ -112,10 +106,8 @@ def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
   """
   tree, whole = _split(params, cfg.dtype, cfg.n_layers), abstract(cfg, mesh)
   where = {k: whole[k].sharding for k in tree if k != 'layers'}
-  where['layers'] = [
-    {k: like[k].sharding for k in own}
-    for own, like in zip(tree['layers'], whole['layers'])
-  ]
+  layers = zip(tree['layers'], whole['layers'])
+  where['layers'] = [{k: all_[k].sharding for k in own} for own, all_ in layers]
   return jax.device_put(tree, where)
 
 
@@ -140,9 +132,8 @@ def threefry(key, count):
 def uniforms(seed, position):
   """Two float32 in [0, 1) for each (seed [..., 2] uint32, position)."""
   position = position.astype(jnp.uint32)
-  words = threefry(
-    (seed[..., 0], seed[..., 1]), (position, jnp.zeros_like(position))
-  )
+  key = seed[..., 0], seed[..., 1]
+  words = threefry(key, (position, jnp.zeros_like(position)))
   return tuple((w >> 8).astype(jnp.float32) * 2.0**-24 for w in words)
 
 
@@ -203,14 +194,12 @@ def truncation(x, top_k, top_p):
   key = ordered(x)
   mass = jnp.exp(x - jnp.max(x, -1, keepdims=True))
   k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
-  by_k = bisect(
-    lambda t: jnp.sum(key >= t[:, None], -1, dtype=jnp.int32) >= k, B
-  )
+  count = lambda t: jnp.sum(key >= t[:, None], -1, dtype=jnp.int32)
+  by_k = bisect(lambda t: count(t) >= k, B)
   kept = jnp.where(key >= by_k[:, None], mass, 0.0)
   goal = top_p * jnp.sum(kept, -1)
-  by_p = bisect(
-    lambda t: jnp.sum(jnp.where(key >= t[:, None], kept, 0.0), -1) >= goal, B
-  )
+  share = lambda t: jnp.sum(jnp.where(key >= t[:, None], kept, 0.0), -1)
+  by_p = bisect(lambda t: share(t) >= goal, B)
   lowest = jnp.iinfo(jnp.int32).min
   # top_p = 1 keeps the tail that float32 sums lose.
   by_p = jnp.where(top_p < 1.0, by_p, lowest)
@@ -255,13 +244,12 @@ def draw(logits, u, state):
 
   greedy = state['greedy']
   index = jnp.arange(x.shape[1] * C, dtype=jnp.int32).reshape(-1, C)
-  best = jax.lax.cond(
-    jnp.any(greedy),
-    lambda: jnp.min(
-      jnp.min(jnp.where(x == top[:, None, None], index, V - 1), axis=1), -1
-    ),
-    lambda: ids,
-  )
+
+  def first_of_largest():
+    at = jnp.where(x == top[:, None, None], index, V - 1)
+    return jnp.min(jnp.min(at, axis=1), -1)
+
+  best = jax.lax.cond(jnp.any(greedy), first_of_largest, lambda: ids)
   ids = jnp.where(greedy, best, ids)
   chosen = jnp.where(greedy, top, chosen)
   return ids, chosen - top - jnp.log(jnp.sum(sums, -1))
@@ -339,9 +327,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
   return caches, ids, logps, counts, t[None]
 
 
-def prefill(
-  weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh=None
-):
+def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh):
   """Writes the K/V of ids [R, W] to rows `slots` from position `start`.
 
   lengths [R]: real tokens of a row; an empty row has slot == B. fresh: every
@@ -376,9 +362,8 @@ def score(weights, ids, *, cfg, mesh=None):
   R, W = ids.shape
   at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
   cos, sin = decoder.rope_tables(cfg, at)
-  attend = functools.partial(
-    attention.causal, lengths=jnp.full((R,), W, jnp.int32), kernel=cfg.attention
-  )
+  how = dict(lengths=jnp.full((R,), W, jnp.int32), kernel=cfg.attention)
+  attend = functools.partial(attention.causal, **how)
   x = weights['embed'][ids]
   for p in weights['layers']:
     x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
@@ -392,10 +377,8 @@ def score(weights, ids, *, cfg, mesh=None):
     return chosen - jax.nn.logsumexp(logits, -1)
 
   n = math.gcd(R * W, SCORE_TOKENS)
-  logps = jax.lax.map(
-    head, (x.reshape(-1, n, x.shape[-1]), targets.reshape(-1, n))
-  )
-  logps = logps.reshape(R, W)[:, :-1]
+  pairs = x.reshape(-1, n, x.shape[-1]), targets.reshape(-1, n)
+  logps = jax.lax.map(head, pairs).reshape(R, W)[:, :-1]
   return jnp.pad(logps, ((0, 0), (1, 0)))
 
 
@@ -415,10 +398,8 @@ class Programs:
       return jax.jit(f, donate_argnums=donate)
 
     self.decode = program(decode, (-1, 0, 0), (0, 1, 1, 0, 0), shape=shape)
-    self.fresh, self.extend = (
-      program(prefill, (-1, 0, 0, 0, 0, 0), 0, fresh=fresh)
-      for fresh in (True, False)
-    )
+    prefills = functools.partial(program, prefill, (-1, 0, 0, 0, 0, 0), 0)
+    self.fresh, self.extend = prefills(fresh=True), prefills(fresh=False)
     self.score = program(score, (-1, 0), 0, donate=())
 
 

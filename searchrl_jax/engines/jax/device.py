@@ -15,7 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from searchrl_jax.engines.core import EngineError, SyncError
+from searchrl_jax.engines.core import SyncError, require
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
@@ -41,16 +41,15 @@ def room(cfg: DecoderConfig, config) -> Room:
   """
   size = bytes_per_token(cfg)
   piece = min(PIECE, kv.length(config.max_len))
-  out = Room(
-    config.slots, int(config.host_gib * 2**30 / size), piece, config.max_len
-  )
+  held = int(config.host_gib * 2**30 / size)
+  out = Room(config.slots, held, piece, config.max_len)
   least = out.size(config.max_len)
-  if out.tokens < least:
-    raise EngineError(
-      f'config.engine.host_gib={config.host_gib}: at least '
-      f'{least * size / 2**30:.3g}, which one paused sequence of '
-      f'config.engine.max_len={config.max_len} tokens takes'
-    )
+  require(
+    out.tokens >= least,
+    f'config.engine.host_gib={config.host_gib}: at least '
+    f'{least * size / 2**30:.3g}, which one paused sequence of '
+    f'config.engine.max_len={config.max_len} tokens takes',
+  )
   return out
 
 
@@ -128,11 +127,8 @@ class Device:
     self._lanes = lanes(cfg, shape.slots, mesh)
     # Slot s is row s // lanes of lane s % lanes, so that few sequences are
     # divided evenly too.
-    shape = dataclasses.replace(
-      shape,
-      slots=shape.slots // self._lanes,
-      parts=sharding.parts(mesh, shape.slots),
-    )
+    slots, parts = shape.slots // self._lanes, sharding.parts(mesh, shape.slots)
+    shape = dataclasses.replace(shape, slots=slots, parts=parts)
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
     self._pool = futures.ThreadPoolExecutor(self._lanes, 'jax_sampler')
     self._programs = decode.programs(cfg, shape, mesh)
@@ -150,10 +146,9 @@ class Device:
       SyncError: a missing, surplus or misshapen tensor; nothing is loaded.
     """
     cfg, adapter = self._cfg, kind == 'adapter'
+    table = lora.adapter_table(cfg) if adapter else None
     try:
-      decoder.flatten_checked(
-        cfg, params, lora.adapter_table(cfg) if adapter else None
-      )
+      decoder.flatten_checked(cfg, params, table)
     except ValueError as e:
       raise SyncError(f'the weights do not fit the model: {e}') from e
     if adapter:
@@ -261,7 +256,9 @@ class Device:
         self._write(piece, [c.target], 1, start)
     for group in groups.values():
       for start in self._starts(max(c.length for c in group)):
-        for batch in _batches([c for c in group if c.length > start], rows):
+        longer = [c for c in group if c.length > start]
+        for i in range(0, len(longer), rows):
+          batch = longer[i : i + rows]
           piece = self._read([c.source for c in batch], rows, start)
           self._write(piece, [c.target for c in batch], rows, start)
 
@@ -329,8 +326,3 @@ class Device:
       ids[i, :n] = piece.ids
       slots[i], start[i], lengths[i] = piece.slot, piece.start, n
     return ids, slots, start, lengths
-
-
-def _batches(items: list, size: int):
-  for i in range(0, len(items), size):
-    yield items[i : i + size]

@@ -24,7 +24,6 @@ import numpy as np
 
 from searchrl_jax.engines import core
 from searchrl_jax.engines.core import Completion, EngineError, Sampling
-from searchrl_jax.engines.handles import HandleEngine
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax import slots as slots_lib
 from searchrl_jax.engines.jax.device import Device, bytes_per_token, room
@@ -40,7 +39,7 @@ _COUNTERS = """
 _rank = operator.attrgetter('rank')
 
 
-class JaxSampler(HandleEngine):
+class JaxSampler(core.Engine):
   """See engines/core.py. `config` is config.engine; `tokenizer` needs
   `token_bytes(id) -> bytes` and `vocab_size`. `rest` and `wake` have no effect:
   the memory belongs to the trainer's process.
@@ -57,17 +56,15 @@ class JaxSampler(HandleEngine):
     self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
-    shape = decode.Shape(
-      config.slots, config.max_len, config.chunk, config.prefill_rows
-    )
+    sizes = config.slots, config.max_len, config.chunk, config.prefill_rows
+    shape = decode.Shape(*sizes)
     names = _COUNTERS, 'decode prefill sync'
     super().__init__(model_cfg.vocab_size, tokenizer, config, *names)
     self.version = 0
     cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
     self._token_bytes = bytes_per_token(cfg)
-    self._table = slots_lib.SlotTable(
-      room(cfg, config), shape.widths[-1], self._counters
-    )
+    places, width = room(cfg, config), shape.widths[-1]
+    self._table = slots_lib.SlotTable(places, width, self._counters)
     self.replicas = (self,)
     self._scores: list[_Score] = []  # calls that wait
     self._held = False  # between sync and resume
@@ -142,9 +139,8 @@ class JaxSampler(HandleEngine):
       return np.zeros(0, np.float32)
     call = _Score(ids)
     self._scores.append(call)
-    await asyncio.get_running_loop().run_in_executor(
-      self._worker, self._score, call
-    )
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(self._worker, self._score, call)
     return call.logps
 
   async def sync(self, update: core.WeightsUpdate) -> core.SyncReport:
@@ -164,10 +160,9 @@ class JaxSampler(HandleEngine):
       self._drop_caches()
       self.version = update.version
       self._held = True
-    device, kind = self._device, update.kind
-    return self._sync_report(
-      update.version, start, device.nbytes(kind), device.manifest(kind)
-    )
+    kind, device = update.kind, self._device
+    size, manifest = device.nbytes(kind), device.manifest(kind)
+    return self._sync_report(update.version, start, size, manifest)
 
   async def resume(self) -> None:
     self._held = False
@@ -268,9 +263,8 @@ class JaxSampler(HandleEngine):
   def _start(self, r: Request) -> bool:
     """Reserves room for the request's sequence; False if there is none."""
     # A probe needs no room: calls that wait for its sync may hold all of it.
-    return r.sampling.probe or self._table.start(
-      r.handle, r.limit, not r.sampling.limit
-    )
+    last = not r.sampling.limit
+    return r.sampling.probe or self._table.start(r.handle, r.limit, last)
 
   def _before(self, rank: int) -> int:
     """The number of waiting requests before a rank."""
@@ -308,10 +302,8 @@ class JaxSampler(HandleEngine):
       admit(request)
     # Requests that still have their slot come before those that need one, so
     # that no slot is evicted just before its use.
-    for request in sorted(
-      ready[probes : self._before(CALL)],
-      key=lambda r: not table.settled(r.handle),
-    ):
+    begun = ready[probes : self._before(CALL)]
+    for request in sorted(begun, key=lambda r: not table.settled(r.handle)):
       if not admit(request):
         break
     self._waiting = [r for r in self._waiting if r not in admitted]
@@ -373,13 +365,11 @@ class JaxSampler(HandleEngine):
     with self._lock:
       if call.logps is not None:
         return  # beside an earlier one
-      shape = self._device.score_shape(len(call.ids))
-      others = [
-        c
-        for c in self._scores
-        if c is not call and self._device.score_shape(len(c.ids)) == shape
-      ]
-      calls = [call, *others][: shape[0]]
+      shape_of = lambda c: self._device.score_shape(len(c.ids))
+      shape = shape_of(call)
+      others = [c for c in self._scores if c is not call]
+      alike = [c for c in others if shape_of(c) == shape]
+      calls = [call, *alike][: shape[0]]
       # One that the loop adds meanwhile may be lost here; it has its own turn.
       self._scores = [c for c in self._scores if c not in calls]
       found = self._device.score(*(c.ids for c in calls))

@@ -233,10 +233,8 @@ class SlotTable:
     free for calls that others wait for.
     """
     size, spare = self.room.size(limit), self.room.size(self.room.max_len)
-    new = [size] if last else [size, spare]
-    if not self.started(handle) and not self.room.holds(
-      [*self._sizes.values(), *new]
-    ):
+    sizes = [*self._sizes.values(), size, *([] if last else [spare])]
+    if not self.started(handle) and not self.room.holds(sizes):
       return False
     self._sizes[handle] = max(self._sizes.get(handle, 0), size)
     return True
@@ -337,9 +335,8 @@ class SlotTable:
     while handle.cached < end:
       start, stop = handle.cached, min(end, handle.cached + self._max_width)
       level += 1
-      plan.pieces.setdefault(level, []).append(
-        Piece(handle.rows.slot, start, tuple(tokens[start:stop]))
-      )
+      piece = Piece(handle.rows.slot, start, tuple(tokens[start:stop]))
+      plan.pieces.setdefault(level, []).append(piece)
       self._counters['prefilled_tokens'] += stop - start
       recomputed = min(stop, handle.computed) - start
       self._counters['recomputed_tokens'] += max(0, recomputed)

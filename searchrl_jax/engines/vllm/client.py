@@ -33,7 +33,7 @@ import numpy as np
 
 from searchrl_jax.engines import core
 from searchrl_jax.engines.core import Completion, EngineError, Sampling
-from searchrl_jax.engines.handles import HandleEngine, Request
+from searchrl_jax.engines.handles import Request
 from searchrl_jax.engines.vllm import launcher, servers
 from searchrl_jax.engines.vllm.servers import Handle, Server
 from searchrl_jax.engines.vllm.transport import Down, Output
@@ -50,7 +50,7 @@ _COUNTERS = """
 _log = logging.getLogger(__name__)
 
 
-class VllmEngine(HandleEngine):
+class VllmEngine(core.Engine):
   """See engines/core.py. The weights come with the first `sync`.
 
   Of `stats`, prefix_tokens are prompt tokens found in a server's cache, and
