@@ -15,6 +15,7 @@ import math
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
+import numpy as np
 
 from searchrl_jax.engines.core import Engine
 from searchrl_jax.rewards import answer as rewards

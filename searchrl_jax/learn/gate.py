@@ -292,7 +292,7 @@ def show(config, name: str, vocab_size: int) -> int:
     print(f'\n{dryrun.render(config, cfg, mesh, costs)}\n\nChecks')
   total, memory = costs.device['in all'], topology.chip.memory
   over = total > BUDGET * memory
-  said = f'{total / GIB:.1f} of {memory / GIB:.0f} GiB' + _FIX * over
+  said = f'{total / GIB:.1f} of {memory / GIB:.0f} GiB' + (_FIX if over else '')
   what = f'at most {BUDGET:.0%} of the memory is used'
   found.insert(0, Check('memory', what, not over, said))
   width = max(len(c.program) for c in found) + 2

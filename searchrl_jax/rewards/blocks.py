@@ -80,8 +80,9 @@ async def outcome_or_evidence(
     golds = [t.question.answers for t in alive]
     earned = [*map(_OUTCOMES[outcome], answers, golds)]
     texts = [_texts(t, context, block) for t in alive]
-    how = evidence, credit
-    holds = [_evidence(x, t.question, *how) for x, t in zip(texts, alive)]
+    holds = [
+      _evidence(x, t.question, evidence, credit) for x, t in zip(texts, alive)
+    ]
     if credit == 'shuffled':
       same = [*zip(earned, (a is None for a in answers))]
       holds = [holds[i] for i in ablations.drawn(alive, same, context.step)]

@@ -220,7 +220,7 @@ def _shape(trajectory: Trajectory, at: str) -> tuple[int, ...]:
   return (len(lengths) if at == 'segment' else sum(lengths),)
 
 
-def _check_result(name: str, result: Rewards, trajectories: Sequence):
+def _check_result(name: str, result: Rewards, trajectories: Sequence) -> None:
   where = f'config.reward.{name}'
   columns = {'value': result.value, 'valid': result.valid, **result.parts}
   for label, column in columns.items():
@@ -242,7 +242,9 @@ def _check_result(name: str, result: Rewards, trajectories: Sequence):
     )
 
 
-def _place(trajectory: Trajectory, value, source: str, target: str):
+def _place(
+  trajectory: Trajectory, value: Any, source: str, target: str
+) -> np.ndarray:
   """Converts a value at level `source` to a finer level with the same sum."""
   value = np.asarray(value, np.float32)
   if source == target:

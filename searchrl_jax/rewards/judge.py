@@ -107,8 +107,10 @@ class Judge:
 
   async def _ask(self, item: Item) -> bool | ChatError:
     content = payload(dict(zip(('question', 'golden_answers', 'answer'), item)))
-    texts = {'system': SYSTEM, 'user': content}
-    messages = [{'role': r, 'content': text} for r, text in texts.items()]
+    messages = [
+      {'role': 'system', 'content': SYSTEM},
+      {'role': 'user', 'content': content},
+    ]
     how = dict(max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA)
     try:
       return read(await self._chat.reply(messages, **how))
@@ -135,7 +137,10 @@ def read(reply: str) -> bool:
 
 
 async def grade(
-  trajectories: Sequence[Trajectory], env: SearchEnv, judge: Judge, after_em
+  trajectories: Sequence[Trajectory],
+  env: SearchEnv,
+  judge: Judge,
+  after_em: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (grades, unusable), float32 [B].
 
@@ -187,8 +192,9 @@ async def correct(
   Raises:
     JudgeError: too many verdicts are missing.
   """
-  services = context.env, context.judge
-  grades, unusable = await grade(flat(groups), *services, after_em)
+  grades, unusable = await grade(
+    flat(groups), context.env, context.judge, after_em
+  )
   valid, parts = ~np.isnan(grades), {'unusable': unusable}
   return Rewards(np.nan_to_num(grades), valid, parts=parts)
 

@@ -60,8 +60,9 @@ async def majority(
   Raises:
     RewardError: a group of another size, or too many questions without a vote.
   """
-  fields = votes, train, match, max_abstained
-  return labelled(groups, context, most_frequent, *fields)
+  return labelled(
+    groups, context, most_frequent, votes, train, match, max_abstained
+  )
 
 
 def check(config, fields) -> None:

@@ -242,7 +242,12 @@ class Services:
       )
 
   async def attempt(
-    self, handle: Handle, state: State, action: Action, sample: int, branch=()
+    self,
+    handle: Handle,
+    state: State,
+    action: Action,
+    sample: int,
+    branch: Sequence[str | int] = (),
   ) -> Trajectory:
     """Plays to the end and closes the handle. Does not record the result."""
     begin = time.monotonic()
@@ -254,7 +259,12 @@ class Services:
     return self.env.trajectory(state, sample, time.monotonic() - begin)
 
   async def turn(
-    self, handle: Handle, state: State, action: Action, sample: int, branch=()
+    self,
+    handle: Handle,
+    state: State,
+    action: Action,
+    sample: int,
+    branch: Sequence[str | int] = (),
   ) -> tuple[State, Action]:
     """Plays one turn and the search that it asks for.
 
@@ -286,9 +296,10 @@ class Services:
     if action.append:
       self.engine.append(handle, action.append)
       self.stats.outside_tokens += len(action.append)
-    names = ('temperature', 'top_p', 'top_k')
     sampling = Sampling(
-      **{name: self.config[name] for name in names},
+      temperature=self.config.temperature,
+      top_p=self.config.top_p,
+      top_k=self.config.top_k,
       max_tokens=action.max_tokens,
       stops=action.stops,
       stop_ids=action.stop_ids,

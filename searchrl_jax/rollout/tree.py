@@ -101,8 +101,9 @@ async def _grow(
       action = dataclasses.replace(action, append=())
     begin, nodes = time.monotonic(), []
     while not isinstance(action, Done):
-      begun = state, action, sample, node.path
-      state, action = await services.turn(handle, *begun)
+      state, action = await services.turn(
+        handle, state, action, sample, node.path
+      )
       path = (*path, f'{sample}.{len(path)}')
       nodes.append(_Node(handle, state, action, path))
     seconds = time.monotonic() - begin

@@ -33,7 +33,7 @@ States are immutable, so an older state can be stepped again (a tree). Ids of
 the policy are recorded as sampled and never encoded again. Imports no JAX.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
 
@@ -119,8 +119,9 @@ class SearchEnv:
     fix = f'env.max_tokens={most}; increase it or leave the question out'
     lookup.require(len(ids) < most, f'{what} {fix}')
     parser = parsing.start(self._tags, ''.join(text for text, _ in parts))
-    begun = segments, len(ids), parser
-    state = State(question, role, agent, *begun, pending=Done('tokens'))
+    state = State(
+      question, role, agent, segments, len(ids), parser, Done('tokens')
+    )
     return _next(state, self._generate(state, prompt=types.Prompt(ids)))
 
   def step(self, state: State, event) -> tuple[State, Action]:
@@ -138,7 +139,11 @@ class SearchEnv:
     raise ValueError(f'trajectory {state.name}: {what}')
 
   def trajectory(
-    self, state: State, sample: int = 0, seconds: float = 0.0, meta=None
+    self,
+    state: State,
+    sample: int = 0,
+    seconds: float = 0.0,
+    meta: Mapping | None = None,
   ) -> types.Trajectory:
     """Returns the record of a finished attempt.
 

@@ -169,7 +169,10 @@ def make_block(parsed, author: str, turn: int) -> Block:
 
 
 def blocks(
-  segments: Sequence[Segment], template, tokenizer, known=None
+  segments: Sequence[Segment],
+  template,
+  tokenizer,
+  known: Sequence[Block] | None = None,
 ) -> tuple[Block, ...]:
   """Returns the blocks after the prompt.
 

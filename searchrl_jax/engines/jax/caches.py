@@ -31,9 +31,10 @@ def length(max_len: int) -> int:
 def like(cfg: DecoderConfig, mesh, axes, shape) -> jax.ShapeDtypeStruct:
   """An array in cfg.dtype. Without a mesh its sharding names the device: an
   array that is not committed to a device causes another compilation."""
-  device = jax.config.jax_default_device or jax.local_devices()[0]
-  where = jax.sharding.SingleDeviceSharding(device)
-  if mesh is not None:
+  if mesh is None:
+    device = jax.config.jax_default_device or jax.local_devices()[0]
+    where: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(device)
+  else:
     where = sharding.named(mesh, axes, shape)
   return jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype), sharding=where)
 

@@ -362,8 +362,10 @@ def score(weights, ids, *, cfg, mesh=None):
   R, W = ids.shape
   at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
   cos, sin = decoder.rope_tables(cfg, at)
-  how = dict(lengths=jnp.full((R,), W, jnp.int32), kernel=cfg.attention)
-  attend = functools.partial(attention.causal, **how)
+  lengths = jnp.full((R,), W, jnp.int32)
+  attend = functools.partial(
+    attention.causal, lengths=lengths, kernel=cfg.attention
+  )
   x = weights['embed'][ids]
   for p in weights['layers']:
     x = decoder.block(p, cfg, x, cos, sin, attend, mesh)

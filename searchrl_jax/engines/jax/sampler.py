@@ -56,8 +56,9 @@ class JaxSampler(core.Engine):
     self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
-    sizes = config.slots, config.max_len, config.chunk, config.prefill_rows
-    shape = decode.Shape(*sizes)
+    shape = decode.Shape(
+      config.slots, config.max_len, config.chunk, config.prefill_rows
+    )
     names = _COUNTERS, 'decode prefill sync'
     super().__init__(model_cfg.vocab_size, tokenizer, config, *names)
     self.version = 0
