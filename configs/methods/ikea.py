@@ -12,9 +12,10 @@ questions that the model can answer alone, mixed with others that it cannot, and
 refuses data that does not say which (meta.known, as atlas has); as in the
 release, the reward itself does not use it. Departures:
 
-  * m counts the searches that were made. The release counts opening tags in the
-    decoded text, so that it takes a tag in a thought, or in a passage, for a
-    search: version='as_released'. (Tags in passages are taken apart here.)
+  * m counts the queries that were answered: a search for two things is two. The
+    release counts opening tags in the decoded text, so that such a search is
+    one, and a tag in a thought, or in a passage, is a search as well:
+    version='as_released'. (Tags in passages are taken apart here.)
   * Malformed is: an invalid action, or no complete thought that holds text. The
     release also looks for tags in other brackets, such as "(search".
 

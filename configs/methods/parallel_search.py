@@ -12,8 +12,8 @@ template separates; each gets its passages. The reward is
 by meta.parallel of the question; n* is 2 in the release. Departures:
 
   * Only right answers earn the shape. version='as_released' pays it always: a
-    wrong answer in the right shape then earns .9, as much as a right one of
-    three separate searches is left with .65.
+    wrong answer in the right shape then earns .9, more than a right one of
+    three separate searches, .65.
   * n* is the number of hops of the question, if it is known: not all questions
     here need two searches. What a number of searches adds is 0 at least; in the
     release it falls without bound (n = 5: -1.05).

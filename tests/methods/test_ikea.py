@@ -43,6 +43,15 @@ def earned(arg, *group):
   return played.earned(ikea, arg, *group)
 
 
+def test_a_search_for_two_things_is_two():
+  """As released it is one, by its tag."""
+  both = played.attempt(
+    played.search('a & b'), played.says('Ann'), question=ASKED
+  )
+  assert earned('', both) == pytest.approx([1.2])
+  assert earned('version=as_released', both) == pytest.approx([1.4])
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 3))
 def test_a_tag_in_a_thought_is_no_search(searches, forged):

@@ -39,6 +39,8 @@ def test_golden_values_of_the_release():
   assert earned('version=as_released', *group) == pytest.approx(
     [1.8, 1, 0.55, 0.9, 0.1]
   )
+  three = made('a', 'b', 'c')
+  assert earned('version=as_released', three) == pytest.approx([0.65])
   # Right ones alone earn the shape, and three searches subtract nothing.
   assert earned('', *group) == pytest.approx([1.8, 1, 0.9, 0.1, 0.1])
   assert earned('scale=0.5', *group[:2]) == pytest.approx([1.4, 1])
