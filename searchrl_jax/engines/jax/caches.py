@@ -108,10 +108,9 @@ def attend(cfg, q, k, v, positions):
 
     def step(i, carry):
       top, total, o = carry
-      at = i * block
-      keys = jax.lax.dynamic_slice_in_dim(k, at, block, time)
-      values = jax.lax.dynamic_slice_in_dim(v, at, block, 2)
-      new, more, add = attend_run(keys, values, at, top)
+      part = jax.lax.dynamic_slice_in_dim(k, i * block, block, time)
+      values = jax.lax.dynamic_slice_in_dim(v, i * block, block, 2)
+      new, more, add = attend_run(part, values, i * block, top)
       shrink = jnp.exp(top - new)
       return new, total * shrink + more, o * shrink + add
 
