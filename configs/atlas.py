@@ -85,7 +85,7 @@ def get_config(arg=None):
   c.eval.every = 0
   # As in training: greedy answers of a warm start whose most frequent behaviour
   # is good hide what RL changes.
-  c.eval.n = 2
+  c.eval.n = 4
   c.eval.temperature = 1.0
   c.checkpoint.every = 20
   return c

@@ -29,7 +29,7 @@ import statistics
 
 import numpy as np
 
-from searchrl_jax import read
+from searchrl_jax import evaluate, read
 from searchrl_jax.evaluators import grading
 from searchrl_jax.run import build, records
 from searchrl_jax.text.env import SearchEnv
@@ -48,21 +48,40 @@ TRAINING = ['sampled', 'collapse', 'seconds']
 def measured(config, run: str, out: str) -> dict[str, float]:
   """The values of a run folder (an `Evaluation` of a sweep)."""
   del config
+  trained = read.run(run)
+  return _values(trained, trained, out) | of_training(trained.metrics)
+
+
+def on_whole_corpus(config, run: str, out: str) -> dict[str, float]:
+  """As `measured`, but evaluated on a corpus that lacks nothing.
+
+  Where the policy was trained without some passages, evaluation on the same
+  corpus is limited by what it lacks: that value is 'incomplete/hard/em'.
+  """
+  whole = config.copy_and_resolve_references()
+  whole.source.dials.missing = 0.0
+  evaluate.evaluate(whole, run, out)
+  values = measured(config, run, f'{out}/incomplete')
+  lacking = values['hard/em']
+  values |= _values(read.run(out), read.run(run), out)
+  return values | {'incomplete/hard/em': lacking}
+
+
+def _values(found: read.Run, trained: read.Run, out: str) -> dict[str, float]:
+  """Of the last evaluation that is found; OUT/rows.json has each row's."""
   folder = pathlib.Path(out)
-  found = read.run(run)
   last = max(found.parts['eval'])
-  env = build.environment(found.config, found.tokenizer)
+  env = build.environment(trained.config, trained.tokenizer)
   alive = (r.trajectory for r in found.records('eval', [last]))
   rows = [
     (t.question.source, t.question.hops, scores(t, env))
     for t in alive
     if not t.failed
   ]
-  values = dict(of_kinds(rows)) | of_training(found.metrics)
   folder.mkdir(parents=True, exist_ok=True)
   content = [{'kind': kind, 'hops': hops, **row} for kind, hops, row in rows]
   records.write_json(folder / 'rows.json', content)
-  return values
+  return dict(of_kinds(rows))
 
 
 def scores(trajectory: Trajectory, env: SearchEnv) -> dict[str, float]:

@@ -40,10 +40,11 @@ def values(runs: Runs) -> dict[str, dict[str, dict[str, float]]]:
 def choose(runs: Runs, path: pathlib.Path, environment) -> None:
   """Writes the setting of each row of which all trials are complete.
 
-  That is, with all TUNING seeds. Of each field, the value whose arm has the
-  highest mean of SCORE over the cases that all trials of the row have, if it is
-  above the default's by more than the margin: the best of several noisy means
-  is above it by chance. Fields were changed one at a time.
+  That is, with all TUNING seeds. It is the trial with the best mean of the
+  metric of the row's first claim over the cases that all of its trials have, if
+  that is better than the default's by more than the claim's margin: the best of
+  several noisy means is so by chance. Where the claim is on another metric than
+  SCORE, SCORE may be lower than the default's by the margin.
   """
   settings, trials, seeds = {}, {}, {*map(str, arms.TUNING)}
   for row in arms.METHODS:
@@ -51,20 +52,32 @@ def choose(runs: Runs, path: pathlib.Path, environment) -> None:
     cases = set.intersection(*({*runs.get(p.name, {})} for p in plans))
     if not seeds <= cases:
       continue
+
     means = {
-      p.name: statistics.fmean(runs[p.name][c]['values'][SCORE] for c in cases)
+      p.name: {
+        metric: statistics.fmean(
+          runs[p.name][case]['values'][metric] for case in cases
+        )
+        for metric in (SCORE, row.goal.metric)
+      }
       for p in plans
     }
+    settings[row.name] = _best(row.goal, plans, means).setting
     trials[row.name] = means
-    best = dict(row.default)
-    for field, default in row.default.items():
-      others = (p for p in plans if p.setting[field] != default)
-      top = max(others, key=lambda p: means[p.name])
-      if means[top.name] > means[row.name] + verdicts.MARGIN:
-        best[field] = top.setting[field]
-    settings[row.name] = best
-  content = {'environment': environment, 'score': SCORE, 'seeds': arms.TUNING}
+  content = {'environment': environment, 'seeds': arms.TUNING}
   records.write_json(path, content | {'settings': settings, 'trials': trials})
+
+
+def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
+  default = means[plans[0].name]
+
+  def gain(plan: arms.Plan) -> float:
+    own = means[plan.name]
+    return goal.sign * (own[goal.metric] - default[goal.metric])
+
+  least = default[SCORE] - verdicts.MARGIN
+  best = max((p for p in plans if means[p.name][SCORE] >= least), key=gain)
+  return best if gain(best) > goal.margin else plans[0]
 
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
