@@ -14,8 +14,9 @@ row with the same estimator. Phases:
             as many trials
   pilot     each row as tuned on PILOT seeds: the spread of paired differences,
             which fixes the number of reporting seeds
-  report    each row as tuned, its controls, further runs of GRPO, and GRPO on a
-            corpus that lacks passages, on the reporting seeds
+  report    each row as tuned, its controls, further runs of those that claims
+            are against, and GRPO on a corpus that lacks passages, on the
+            reporting seeds
   stress    each row as tuned, but for STRESS x the base's learning rate
   mixtures  each row as tuned, from the other warm starts
 

@@ -63,7 +63,8 @@ def found(structure: Structure) -> tuple[np.ndarray, np.ndarray]:
   for i, trajectory in enumerate(structure.trajectories):
     question = trajectory.question
     recalled = question.meta.get('recalled', [False] * len(question.supporting))
-    needed = {p for p, r in zip(question.supporting, recalled) if not r}
+    passages = zip(question.supporting, recalled, strict=True)
+    needed = {passage for passage, read in passages if not read}
     seen: frozenset[str] = frozenset()
     for n in structure.number[structure.row == i]:
       here = {

@@ -188,11 +188,11 @@ def contrasts(report) -> Iterator[dict[str, Any]]:
 
 
 def _contrast(method: str, name: str, weights, report):
-  found = [report.get(arm, {}) for arm in weights]
+  found = {arm: verdicts.by_case(report, arm, SCORE) for arm in weights}
   column = [
-    sum(w * report[arm][case][SCORE] for arm, w in weights.items())
-    for case in found[0]
-    if all(case in cases for cases in found)
+    sum(w * found[arm][case] for arm, w in weights.items())
+    for case in found[method]
+    if all(case in cases for cases in found.values())
   ]
   if column:
     about = dict(method=method, contrast=name, metric=SCORE)

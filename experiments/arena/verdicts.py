@@ -56,13 +56,21 @@ class Claim:
 
 def differences(claim: Claim, values: Values) -> np.ndarray:
   """In the claimed direction, for the cases that both arms have."""
-  runs, name, out = values.get(claim.phase, {}), claim.metric, []
-  against = [runs.get(claim.against + n, {}) for n in ('', *REPEATS)]
-  for case, own in runs.get(claim.method, {}).items():
-    others = [b[case][name] for b in against if name in b.get(case, {})]
-    if name in own and name in against[0].get(case, {}):
-      out.append(claim.sign * (own[name] - statistics.fmean(others)))
-  return np.array(out)
+  runs = values.get(claim.phase, {})
+  a, b = (by_case(runs, x, claim.metric) for x in (claim.method, claim.against))
+  return np.array([claim.sign * (a[case] - b[case]) for case in a if case in b])
+
+
+def by_case(runs, arm: str, metric: str) -> dict[str, float]:
+  """{case: value of an arm}: the mean of its run and of further ones."""
+  again = [runs.get(arm + suffix, {}) for suffix in ('', *REPEATS)]
+  return {
+    case: statistics.fmean(
+      run[case][metric] for run in again if metric in run.get(case, {})
+    )
+    for case, found in again[0].items()
+    if metric in found
+  }
 
 
 def bound(claim: Claim) -> float:

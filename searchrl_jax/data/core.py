@@ -231,7 +231,14 @@ class Stream:
   one set.
   """
 
-  def __init__(self, sets: dict, *, seed: int, shuffle: bool, weights=None):
+  def __init__(
+    self,
+    sets: dict[str, list[Question]],
+    *,
+    seed: int,
+    shuffle: bool,
+    weights: Mapping[str, float] | None = None,
+  ):
     """Makes the stream, at position 0.
 
     Args:

@@ -13,7 +13,9 @@ from searchrl_jax.data import checks, jsonl
 from searchrl_jax.types import Question
 
 
-def load(path, split: str, layout='flashrag', n=0, seed=0) -> list[Question]:
+def load(
+  path: str, split: str, layout='flashrag', n=0, seed=0
+) -> list[Question]:
   """Draws n questions of a split, in its order.
 
   Args:

@@ -9,7 +9,7 @@ the chip's data sheet.
 from collections.abc import Iterator
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,7 +58,9 @@ class Program:
     sizes: of the mesh's axes, by name.
   """
 
-  def __init__(self, name: str, traced, compiled, mesh, unknown: int = 1):
+  def __init__(
+    self, name: str, traced: Any, compiled: Any, mesh: Any, unknown: int = 1
+  ):
     self.name, self.sizes = name, dict(mesh.shape)
     self.hlo = hlo.Program(compiled.as_text(), unknown)
     memory = compiled.memory_analysis()

@@ -114,8 +114,11 @@ def value(config) -> Objective:
     loss, sums = losses.value(values, arrays['old'], returns, mask, clip=clip)
     # For the explained variance, 1 - E (G - V)^2 / Var G.
     returns = jnp.where(mask, returns, 0.0)
-    found = {'value': jnp.sum(values), 'return': jnp.sum(returns)}
-    return loss, sums | found | {'return_squared': jnp.sum(returns**2)}
+    return loss, dict(sums) | {
+      'value': jnp.sum(values),
+      'return': jnp.sum(returns),
+      'return_squared': jnp.sum(returns**2),
+    }
 
   return Objective(objective, 'token', needs_old=True, critic=True)
 

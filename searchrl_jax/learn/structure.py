@@ -138,7 +138,9 @@ class Structure:
     return label
 
 
-def of(trajectories: Sequence[Trajectory], masks: Sequence) -> Structure:
+def of(
+  trajectories: Sequence[Trajectory], masks: Sequence[np.ndarray]
+) -> Structure:
   """The structure of B trajectories.
 
   Args:

@@ -251,8 +251,11 @@ class Updater:
     params = optax.apply_updates(state.params, updates)
     new = TrainState(params, opt_state, state.step + 1)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-    norms = {'grad_norm': norm, 'update_norm': optax.global_norm(updates)}
-    return new, norms | {'finite': finite}
+    return new, {
+      'grad_norm': norm,
+      'update_norm': optax.global_norm(updates),
+      'finite': finite,
+    }
 
   def _score(self, params, arrays, frozen):
     return self._logps(lora.join(params, frozen), arrays, False)[0]
@@ -318,7 +321,10 @@ class Updater:
     """
     o = self.objective
     if (o.needs_old and old is None) or (o.needs_ref and ref is None):
-      raise ValueError('this objective needs old or ref, of Updater.scores')
+      raise ValueError(
+        'this objective needs old or ref: an array [B, T] for each microbatch, '
+        'from Updater.score'
+      )
     none = [None] * len(batches)
     masks = [b.mask[span] for b in batches for _, span in b.spans()]
     divisor = np.float32(losses.denominator(masks, o.aggregation, o.horizon))

@@ -50,7 +50,13 @@ _KERNELS = {'gpu': 'cudnn', 'tpu': 'splash'}
 
 
 def causal(
-  q, k, v, lengths, kernel='auto', packing: Packed | None = None, mesh=None
+  q,
+  k,
+  v,
+  lengths,
+  kernel: str = 'auto',
+  packing: Packed | None = None,
+  mesh=None,
 ):
   """Causal attention over right-padded rows; softmax in float32.
 

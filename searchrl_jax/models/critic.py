@@ -35,8 +35,8 @@ def init(params: dict, cfg: decoder.DecoderConfig) -> dict:
   """
   backbone = {k: v for k, v in params.items() if k != 'head'}
   backbone = jax.tree.map(lambda x: jnp.array(x, copy=True), backbone)
-  sizes = {'value': cfg.d_model, 'value_bias': 1}
-  return backbone | {k: jnp.zeros(n, jnp.float32) for k, n in sizes.items()}
+  value, bias = (jnp.zeros(n, jnp.float32) for n in (cfg.d_model, 1))
+  return backbone | {'value': value, 'value_bias': bias}
 
 
 def token_values(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):

@@ -172,7 +172,9 @@ def check_shapes(what: str, arrays: dict, want: dict) -> None:
     lookup.require(found == wanted, f'{what} {name!r} {asks}')
 
 
-def flatten_checked(cfg: DecoderConfig, params: dict, table=None) -> dict:
+def flatten_checked(
+  cfg: DecoderConfig, params: dict, table: dict | None = None
+) -> dict:
   """`flatten(params)`; raises ValueError unless names and shapes are cfg's.
 
   table: of the parameters to expect; None: `param_table(cfg)`.
@@ -183,7 +185,12 @@ def flatten_checked(cfg: DecoderConfig, params: dict, table=None) -> dict:
 
 
 def init_params(
-  cfg: DecoderConfig, key, *, scale=0.02, embed_scale=None, dtype=jnp.float32
+  cfg: DecoderConfig,
+  key,
+  *,
+  scale: float = 0.02,
+  embed_scale: float | None = None,
+  dtype=jnp.float32,
 ) -> dict:
   """Initial parameters: normal(scale), norms 1, biases 0; no adapters.
 
@@ -313,7 +320,9 @@ def project(p: dict, cfg: DecoderConfig, x, name: str):
   return y
 
 
-def block(p: dict, cfg: DecoderConfig, x, cos, sin, attend, mesh=None):
+def block(
+  p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None
+):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
 
   attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
@@ -339,7 +348,9 @@ def block(p: dict, cfg: DecoderConfig, x, cos, sin, attend, mesh=None):
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
 
-def hidden_states(params, cfg: DecoderConfig, ids, mesh=None, starts=None):
+def hidden_states(
+  params: dict, cfg: DecoderConfig, ids, mesh=None, starts=None
+):
   """Final hidden states [B, T, D] of ids int32 [B, T].
 
   Padding on the right is not told: causality hides it from the tokens before.

@@ -143,7 +143,10 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_config(
-  fields: Mapping[str, Any], *, dtype='float32', like: Mapping | None = None
+  fields: Mapping[str, Any],
+  *,
+  dtype: str = 'float32',
+  like: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
   """The inverse: a config.json that transformers and vLLM load.
 
@@ -223,11 +226,15 @@ _NAMES = {
   'head': ('lm_head.weight', 1),
 }
 # Those of adapters are PEFT's: '...q_proj.lora_A.weight'.
-for _ours, (_theirs, _n_in) in [*_NAMES.items()]:
-  _name, _, _kind = _theirs.rpartition('_proj.')
-  if _kind == 'weight':
-    _NAMES[f'{_ours}_lora_a'] = f'{_name}_proj.lora_A.weight', _n_in
-    _NAMES[f'{_ours}_lora_b'] = f'{_name}_proj.lora_B.weight', 1
+_NAMES |= {
+  f'{x}_lora_{kind}': (
+    name.replace('.weight', f'.lora_{kind.upper()}.weight'),
+    n,
+  )
+  for x, (name, n_in) in [*_NAMES.items()]
+  if '_proj.weight' in name
+  for kind, n in (('a', n_in), ('b', 1))
+}
 TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
 
 

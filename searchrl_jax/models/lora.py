@@ -189,7 +189,13 @@ def tensor_table(cfg: DecoderConfig) -> dict[str, families.Tensor]:
 
 
 def save(
-  path, cfg: DecoderConfig, adapters, *, dtype='float32', model='', files=None
+  path,
+  cfg: DecoderConfig,
+  adapters: dict,
+  *,
+  dtype='float32',
+  model='',
+  files: Mapping[str, str] | None = None,
 ):
   """Writes a folder that PEFT and vLLM load, whose name appears when complete.
 
@@ -224,7 +230,9 @@ def save(
     'target_modules': sorted(modules),
     'lora_dropout': 0.0,
     'bias': 'none',
-    **dict.fromkeys(('use_rslora', 'use_dora', 'fan_in_fan_out'), False),
+    'use_rslora': False,
+    'use_dora': False,
+    'fan_in_fan_out': False,
     'inference_mode': True,
   }
   texts = {CONFIG: json.dumps(fields, indent=2) + '\n', **(files or {})}

@@ -70,8 +70,14 @@ def attention(q, k, v, starts):
   lengths = jnp.where(real, ends - starts, -1)
   offsets = jnp.where(real, starts, -1)
   offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
-  rows = dict.fromkeys(('q_seqlen', 'kv_seqlen'), lengths)
-  rows |= dict.fromkeys(('q_offsets', 'kv_offsets'), offsets)
-  how = rows | {'scale': 1.0 / math.sqrt(H)}
-  mask = _fused.MaskType.PADDING_CAUSAL
-  return _fused.dot_product_attention(q, k, v, mask_type=mask, **how)
+  return _fused.dot_product_attention(
+    q,
+    k,
+    v,
+    q_seqlen=lengths,
+    kv_seqlen=lengths,
+    q_offsets=offsets,
+    kv_offsets=offsets,
+    scale=1.0 / math.sqrt(H),
+    mask_type=_fused.MaskType.PADDING_CAUSAL,
+  )

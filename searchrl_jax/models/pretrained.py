@@ -118,7 +118,9 @@ def _check_tensors(path, table, stored):
     lookup.require(good, f'{path / file}: tensor {name!r} {problem}')
 
 
-def load(path, mesh=None, dtype=jnp.float32, cfg=None):
+def load(
+  path, mesh=None, dtype=jnp.float32, cfg: decoder.DecoderConfig | None = None
+):
   """(DecoderConfig, params) of a Hugging Face checkpoint folder.
 
   Checks all files before it allocates memory. Needs host memory for one

@@ -60,8 +60,14 @@ def attention(q, k, v, segments, mesh=None):
 def _kernel(heads: int, length: int, interpret: bool):
   """The kernel for `heads` query heads; length: a multiple of _LANES."""
   block = next(n for n in (512, 384, 256, _LANES) if length % n == 0)
-  names = 'block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq'
-  sizes = splash.BlockSizes(**dict.fromkeys(names.split(), block))
+  sizes = splash.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )
   causal = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
   with jax.ensure_compile_time_eval():  # the tables of blocks are constants
     return splash.make_splash_mha(

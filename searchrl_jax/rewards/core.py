@@ -254,10 +254,12 @@ def _place(
   ends = np.cumsum([len(s.ids) for s in segments], dtype=int)
   if source == 'segment':
     for segment, end, part in zip(segments, ends, value, strict=True):
-      what = f'trajectory {trajectory.id!r}: an empty segment has a reward'
-      require(len(segment.ids) or not part, what)
       if len(segment.ids):
         out[end - 1] += part
+      elif part:
+        raise RewardError(
+          f'trajectory {trajectory.id!r}: an empty segment has a reward'
+        )
     return out
   trained = [i for i, s in enumerate(segments) if s.train and len(s.ids)]
   if trained:  # a trajectory without trained tokens gets no reward

@@ -111,9 +111,11 @@ class Judge:
       {'role': 'system', 'content': SYSTEM},
       {'role': 'user', 'content': content},
     ]
-    how = dict(max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA)
     try:
-      return read(await self._chat.reply(messages, **how))
+      reply = await self._chat.reply(
+        messages, max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA
+      )
+      return read(reply)
     except ChatError as e:
       return e
 

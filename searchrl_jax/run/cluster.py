@@ -400,11 +400,11 @@ def require_same(facts: Callable[[], Mapping[str, Any]]) -> None:
   for i, other in enumerate(others, 1):
     for name in sorted({*first, *other}):
       a, b = (x.get(name, 'absent') for x in (first, other))
-      text = (
-        f'{name} is {a!r} on process 0 and {b!r} on process {i}: start every '
-        'process with the same config, code and data'
-      )
       if a != b:
+        text = (
+          f'{name} is {a!r} on process 0 and {b!r} on process {i}: start every '
+          'process with the same config, code and data'
+        )
         raise on_all(ConfigError(text))
 
 

@@ -56,15 +56,29 @@ class Mix:
   split: float  # a comparison: both look-ups in one search
 
 
-MIXES = {  # good, retry, waste, stop, guess, recall, note, split
+# fmt: off
+MIXES = {
   # Every skill, few bad habits: what a warm start of any mixture begins with.
-  'skills': Mix(0.85, 0.9, 0.1, 0, 0, 0.5, 0.5, 0.5),
-  'even': Mix(0.6, 0.6, 0.15, 0.15, 0.15, 0.5, 0.5, 0.5),
+  'skills': Mix(
+    good=0.85, retry=0.9, waste=0.1, stop=0, guess=0, recall=0.5,
+    note=0.5, split=0.5,
+  ),
+  'even': Mix(
+    good=0.6, retry=0.6, waste=0.15, stop=0.15, guess=0.15, recall=0.5,
+    note=0.5, split=0.5,
+  ),
   # Trusts itself: guesses, recalls, and stops early.
-  'hasty': Mix(0.75, 0.6, 0.05, 0.3, 0.35, 0.9, 0.3, 0.7),
+  'hasty': Mix(
+    good=0.75, retry=0.6, waste=0.05, stop=0.3, guess=0.35, recall=0.9,
+    note=0.3, split=0.7,
+  ),
   # Searches for everything, poorly, and more than it needs.
-  'wanderer': Mix(0.45, 0.8, 0.4, 0.1, 0.05, 0.1, 0.5, 0.2),
+  'wanderer': Mix(
+    good=0.45, retry=0.8, waste=0.4, stop=0.1, guess=0.05, recall=0.1,
+    note=0.5, split=0.2,
+  ),
 }
+# fmt: on
 
 
 def traces(

@@ -429,6 +429,11 @@ def test_contrasts_with_controls_and_with_the_corpus():
   # (.5 - .2) - (.6 - .5), (.4 - .3) - (.4 - .4); against ppo for pica.
   assert found['gigpo', 'corpus']['mean'] == pytest.approx((0.2 + 0.1) / 2)
   assert found['pica', 'corpus']['mean'] == pytest.approx((0.2 - 0.3) / 2)
+  # A further run of GRPO: 0.6 instead of 0.5, and 0.4 as before.
+  report['grpo-2'] = hard(0.7)
+  again = {(c['method'], c['contrast']): c for c in results.contrasts(report)}
+  # (.6 - .2) - (.6 - .6), as before.
+  assert again['gigpo', 'corpus']['mean'] == pytest.approx((0.4 + 0.1) / 2)
 
 
 def test_mixtures_are_compared_by_the_seeds_that_all_have():
