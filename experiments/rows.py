@@ -22,7 +22,7 @@ the arm. Intervals are Student's t over seeds, 95%. curves.png is in the folder
 of the JSON.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
 import sys
@@ -67,6 +67,17 @@ def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
   return record
 
 
+def columns(row: Row, arms: Mapping[str, dict]) -> list[str]:
+  """The row's first score after training, of all questions and of slices."""
+  after = (found['mean'].get('after', {}) for found in arms.values())
+  names = dict.fromkeys(name for values in after for name in values)
+  return [
+    f'after:{name}'
+    for name in names
+    if name.rpartition('/')[2] == row.scores[0]
+  ]
+
+
 def main():
   module, folder = _ROW.value, pathlib.Path(flags.FLAGS.workdir)
   row, environment = core.load(module), common.environment()
@@ -80,8 +91,7 @@ def main():
     record = results()
     for found in (record, record.get('replication')):
       if found:
-        scores = [f'after:{c}' for c in row.curves]
-        print(figures.show(found['arms'], scores))
+        print(figures.show(found['arms'], columns(row, found['arms'])))
         print(*found['bars'], sep='\n')
 
 

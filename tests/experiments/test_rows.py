@@ -136,6 +136,18 @@ def test_an_arm_may_have_a_loop_of_its_own(tmp_path):
   assert stages.done(row, 'arms/a/0', tmp_path)
 
 
+def test_the_table_has_the_first_score_of_everything_and_of_slices():
+  names = 'eval/em', 'eval/f1', 'eval/hops=1/em'
+  arms = {
+    'a': {'mean': {'after': dict.fromkeys(names[:2]), 'gain': {'eval/em': 0}}},
+    'b': {'mean': {'after': dict.fromkeys(names)}},
+    'untrained': {'mean': {'before': dict.fromkeys(names)}},
+  }
+  row = dataclasses.replace(tiny_row.ROW, scores=('em', 'f1'))
+  found = rows.columns(row, arms)
+  assert found == ['after:eval/em', 'after:eval/hops=1/em']
+
+
 def test_names_that_do_not_exist_are_told_with_near_ones():
   row = row_of(arm('ppo', 'wram'), warm={'warm': rows.Start(tiny_row.config)})
   with pytest.raises(ConfigError, match="'pop'.*ppo"):
