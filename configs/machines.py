@@ -18,6 +18,7 @@ TOPOLOGIES = {
   'h100x8': 'h100:1x8',
   'h100x8x4': 'h100:4x8',
   'v5p32': 'v5p:2x2x4',
+  'v5e64': 'v5e:8x8',
 }
 # Of the rows of an update, by the tokens of a trajectory at most.
 LENGTHS = {4608: (256, 512, 1024, 2048, 4608), 16384: (256, 1024, 4096, 16384)}
@@ -55,6 +56,13 @@ PRESETS = {
   ('h100x8x4', '7b', 4608): Preset((4, 8, 1), 512, 256.0, remat='matmuls'),
   ('h100x8x4', '7b', 16384): Preset((4, 8, 1), 128, 256.0, remat='attention'),
   ('v5p32', '3b', 4608): Preset((1, 16, 1), 256, remat='matmuls'),
+  ('v5p32', '3b', 16384): Preset((1, 16, 1), 64, remat='matmuls'),
+  ('v5p32', '7b', 4608): Preset((1, 16, 1), 128, remat='matmuls'),
+  ('v5p32', '7b', 16384): Preset((1, 16, 1), 32, remat='attention'),
+  ('v5e64', '3b', 4608): Preset((1, 32, 2), 64),
+  ('v5e64', '3b', 16384): Preset((1, 32, 2), 16),
+  ('v5e64', '7b', 4608): Preset((1, 16, 4), 64),
+  ('v5e64', '7b', 16384): Preset((1, 16, 4), 4),
 }
 
 

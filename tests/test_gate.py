@@ -195,8 +195,10 @@ def test_each_part_of_the_weights_along_tensor_is_gathered_twice():
 def test_decoding_gathers_nothing_large():
   small = collective('all-gather', hlo.Shape('s32', (8,)))
   assert not missed(program('decode', collectives=[small]))
-  logits = collective('all-gather', hlo.Shape('f32', (64, CFG.vocab_size)))
-  assert not missed(program('decode', collectives=[logits]))
+  # In parts of the vocabulary, as XLA for TPUs leaves them.
+  for dims in ((64, CFG.vocab_size), (2, CFG.vocab_size // 2, 64)):
+    logits = collective('all-gather', hlo.Shape('f32', dims))
+    assert not missed(program('decode', collectives=[logits]))
   assert missed(program('decode', collectives=[GATHER])) == [
     'no gathers of weights or caches'
   ]

@@ -18,6 +18,9 @@ TEXT = (DATA / 'loop.hlo').read_text()
 # As XLA prints it for TPUs: a loop of 3 steps by its condition alone, a gather
 # in two fusions, a gather as a sum, and results in on-chip memory (S(1)).
 TPU = (DATA / 'tpu.hlo').read_text()
+# Likewise: 3 layers. In each a ring of 8 steps, two in every turn of its loop,
+# sends parts of 2 x 8 bfloat16, and a gather of 16 x 8 runs beside it.
+RING = (DATA / 'ring.hlo').read_text()
 
 
 def test_collectives_count_as_often_as_their_loops_run():
@@ -153,6 +156,18 @@ def test_a_gather_in_several_fusions_of_a_tpu_counts_once():
   # A sum of parts with zeros is a gather that sends as an all-reduce does:
   # 8 x 4 x 2 bytes, three quarters of them twice.
   assert (summed.kind, summed.nbytes, summed.sent) == ('all-gather', 64, 96)
+
+
+def test_a_ring_whose_steps_are_unrolled_counts_its_turns():
+  gather, *sent = hlo.Program(RING).collectives()
+  assert [c.kind for c in sent] == 2 * ['collective-permute']
+  # 3 layers x 8 / 2 turns, of 2 x 8 x 2 bytes.
+  assert [(c.times, c.nbytes) for c in sent] == 2 * [(12, 32)]
+  # Once a layer, although its steps are in the ring.
+  assert (gather.kind, gather.times, gather.nbytes) == ('all-gather', 3, 256)
+  # Of one layer.
+  gather, *sent = hlo.Program(RING, once=True).collectives()
+  assert [c.times for c in (gather, *sent)] == [1, 4, 4] and gather.loop
 
 
 def test_on_chip_memory_of_a_tpu_is_no_traffic():

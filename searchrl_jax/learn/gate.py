@@ -62,7 +62,9 @@ class Program:
     self, name: str, traced: Any, compiled: Any, mesh: Any, unknown: int = 1
   ):
     self.name, self.sizes = name, dict(mesh.shape)
-    self.hlo = hlo.Program(compiled.as_text(), unknown)
+    # The loop of decoding is over tokens: one.
+    once = name == 'decode'
+    self.hlo = hlo.Program(compiled.as_text(), unknown, once)
     memory = compiled.memory_analysis()
     self.arguments = memory.argument_size_in_bytes
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -129,9 +131,9 @@ def _sampler(engine, cfg, mesh) -> Iterator[Program]:
   one = np.zeros(shape.rows(width), np.int32)
   rows = np.zeros((len(one), width), np.int32), one, one, one
   for name, program, unknown, *arguments in (
-    # The loop over tokens: one. Attention of `extend` loops over blocks.
     ('decode', jitted.decode, 1, decode.idle_state(engine.slots)),
     (f'prefill/{width}', jitted.fresh, 1, *rows),
+    # Its attention loops over blocks.
     (f'prefill/{width}/extend', jitted.extend, blocks, *rows),
   ):
     traced = program.trace(*held, *arguments)
@@ -195,8 +197,8 @@ def verify(program: Program, cfg, topology) -> list[Check]:
       used = all(kernel in kernels for kernel in wanted)
       check(f'attention by {" and ".join(wanted)}', used, kernels)
       rows = program.sizes['data'] * program.sizes['fsdp']
-      scores = (rows, length)  # which every process reads whole
-      size = moved(gather, lambda c: wide(c) and c.shapes[0].dims != scores)
+      scores = 4 * rows * length  # which every process reads whole
+      size = moved(gather, lambda c: wide(c) and c.nbytes != scores)
       check('no float32 gathers of weights', not size, f'{size / MIB:,.0f} MiB')
   if 'accumulate' in name and program.hlo.devices > 1:
     size = moved(gather, weights)
@@ -221,9 +223,11 @@ def verify(program: Program, cfg, topology) -> list[Check]:
     narrow = sorted({s.dtype for c in layers for s in c.shapes} - {'f32'})
     check('gradients are reduced in float32', not narrow, ', '.join(narrow))
   if name[0] in ('decode', 'prefill'):
-    # Along tensor, logits are gathered for the draw.
-    unlike = lambda s: (s.dtype, *s.dims[-1:]) != ('f32', cfg.vocab_size)
-    size = moved(gather, lambda c: c.nbytes >= MIB and unlike(c.shapes[0]))
+
+    def logits(c):  # which are gathered along tensor for the draw
+      return float32(c) and not math.prod(c.shapes[0].dims) % cfg.vocab_size
+
+    size = moved(gather, lambda c: c.nbytes >= MIB and not logits(c))
     check('no gathers of weights or caches', not size, f'{size / MIB:,.0f} MiB')
   if name[0] == 'decode':
     # In branches are greedy slots and truncation, which sweeps the logits.

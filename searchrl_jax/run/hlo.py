@@ -4,7 +4,7 @@ XLA's cost analysis is absent for GPUs and counts the body of a loop once. Here
 every instruction counts as often as the loops around it run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import math
@@ -60,7 +60,7 @@ class Instruction:
   op: str
   group: tuple[int, ...]  # of a collective
   channel: str = ''  # of a collective
-  value: int | None = None  # of an integer constant
+  value: int | None = None  # of an integer constant; of a tuple's element
 
   @property
   def results(self) -> tuple[Shape, ...]:
@@ -117,10 +117,11 @@ class Program:
   Args:
     text: `jax.stages.Compiled.as_text()`.
     unknown: how often a loop of unknown length runs.
+    once: whether loops that are in no other one count as one step of theirs.
   """
 
-  def __init__(self, text: str, unknown: int = 1):
-    self._unknown = unknown
+  def __init__(self, text: str, unknown: int = 1, once: bool = False):
+    self._unknown, self._once = unknown, once
     self.computations: dict[str, dict[str, Instruction]] = {}
     self.entry, current = '', None
     header = re.search(r'\bnum_partitions=(\d+)', text)
@@ -150,7 +151,7 @@ class Program:
       out[name] = before + times, loop or looped, branch
       for i in self.computations[name].values():
         if i.opcode == 'while':
-          trips = self._trips(i)
+          trips = 1 if self._once and not loop else self._trips(i)
           waiting += [(c, times * trips, True, branch) for c in i.called]
         elif i.opcode in ('call', 'conditional', 'async-start'):
           inside = branch or i.opcode == 'conditional'
@@ -159,18 +160,23 @@ class Program:
 
   def _trips(self, loop: Instruction) -> int:
     """How often a loop runs. XLA's compiler for TPUs does not print it: there,
-    the bound that the condition compares a counter with."""
+    the bound that the condition compares a counter with, by what the body adds
+    to the counter (2 in a ring whose steps XLA has unrolled)."""
     if loop.trips is not None:
       return loop.trips
-    condition = self.computations[loop.called[0]]
-    root = list(condition.values())[-1]
-    bounds = [
-      condition[o].value
-      for o in root.operands
-      if root.opcode == 'compare' and o in condition
-    ]
-    known = [b for b in bounds if b is not None]
-    return known[0] if known else self._unknown
+    condition, body = (self.computations[c] for c in loop.called)
+    *_, root = condition.values()
+    *_, result = body.values()
+    bounds = _values(condition, root.operands, 'constant')
+    if root.opcode != 'compare' or not bounds:
+      return self._unknown
+    counters = _values(condition, root.operands, 'get-tuple-element')
+    steps: list[int] = []
+    if counters and result.opcode == 'tuple':
+      after = body.get(result.operands[counters[0]])
+      if after and after.opcode == 'add':
+        steps = _values(body, after.operands, 'constant')
+    return -(-bounds[0] // (steps[0] if steps else 1))
 
   def instructions(self) -> Iterator[tuple[Instruction, int, bool]]:
     """Every instruction that runs, how often, and whether in a loop."""
@@ -180,9 +186,12 @@ class Program:
 
   def collectives(self) -> list[Collective]:
     """Largest first."""
-    out = []
-    for name, (times, loop, _) in self.times.items():
-      for i, members in self._communicating(name):
+    out: list[Collective] = []
+    seen: set[str] = set()
+    # Of the parts of one, in a body and in a loop within, the first count.
+    places = sorted(self.times.items(), key=lambda place: place[1][0])
+    for name, (times, loop, _) in places:
+      for i, members in self._communicating(name, seen):
         kind = i.opcode.removesuffix('-start')
         given = [members[o] for o in i.operands if o in members]
         sent = max(i.nbytes, sum(g.nbytes for g in given))
@@ -197,13 +206,14 @@ class Program:
         out.append(Collective(*found))
     return sorted(out, key=lambda c: -c.nbytes * c.times)
 
-  def _communicating(self, name: str) -> Iterator[tuple[Instruction, dict]]:
+  def _communicating(
+    self, name: str, seen: set[str]
+  ) -> Iterator[tuple[Instruction, dict]]:
     """The collectives of a computation, each with its neighbours.
 
     On TPUs, the steps of one that runs beside other work are in several
-    fusions, with the same channel.
+    fusions, with the same channel, which is `seen` after the first.
     """
-    seen = set()
     for i in self.computations[name].values():
       place = self.computations[name]
       inside = [i]
@@ -333,8 +343,24 @@ def _instruction(name: str, rest: str) -> Instruction:
     op[1] if op else '',
     _group(attributes),
     channel[1] if channel else '',
-    int(inside) if opcode == 'constant' and inside.isdecimal() else None,
+    _value(opcode, inside, attributes),
   )
+
+
+def _values(
+  place: dict[str, Instruction], names: Sequence[str], opcode: str
+) -> list[int]:
+  """Of those of the named instructions that have the opcode and a value."""
+  found = (place[name] for name in names if name in place)
+  return [i.value for i in found if i.opcode == opcode and i.value is not None]
+
+
+def _value(opcode: str, inside: str, attributes: str) -> int | None:
+  if opcode == 'get-tuple-element':
+    inside = re.search(r'\bindex=(\d+)', attributes)[1]
+  elif opcode != 'constant':
+    return None
+  return int(inside) if inside.isdecimal() else None
 
 
 def _grid(sizes: str, order: str | None = None) -> np.ndarray:

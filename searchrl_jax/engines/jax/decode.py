@@ -293,8 +293,10 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
         return kv.attend(cfg, q, *new[-1], at)
 
       x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
-    # Whole rows for the draw: its branches may contain no collective.
+    # Whole rows for the draw: its branches may contain no collective. Gathered
+    # are the logits: without the first constraint XLA gathers the head.
     logits = finish(weights, cfg, x[:, 0])
+    logits = sharding.constrain(logits, mesh, 'batch', 'vocab')
     logits = sharding.constrain(logits, mesh, 'batch', 'features')
     # An active slot has sampled in every step so far: counts == t.
     token_, logp = draw(logits, (u[0][t], u[1][t]), state)
