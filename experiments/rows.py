@@ -25,7 +25,6 @@ of the JSON.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
-import sys
 
 from absl import flags
 
@@ -52,7 +51,7 @@ def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
   arms = figures.collect(row, workdir)
   record = {
     'environment': environment,
-    'command': ' '.join(['python', '-m', 'experiments.rows', *sys.argv[1:]]),
+    'command': common.command('experiments.rows'),
     'warm': figures.starts(row, workdir),
     'arms': arms,
     'bars': table.judge(row.bars, arms),

@@ -90,7 +90,7 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
   }
   content = {
     'environment': environment,
-    'command': f'python -m experiments.arena.run {command}',
+    'command': command,
     'margin': verdicts.MARGIN,
     'assay': assay(every.get('assay', {})),
     'claims': judge(every),

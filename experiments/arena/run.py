@@ -19,7 +19,6 @@ import functools
 import hashlib
 import json
 import pathlib
-import sys
 
 from absl import flags
 
@@ -103,7 +102,8 @@ def main():
     if phase == 'tune':
       tried = runs.get(phase, {})
       results.choose(tried, out / arms.TUNED.name, environment)
-    results.write(runs, out, environment, ' '.join(sys.argv[1:]))
+    said = common.command('experiments.arena.run')
+    results.write(runs, out, environment, said)
     print(results.show(runs.get(phase, {})))
 
 

@@ -154,7 +154,7 @@ def main():
       pathlib.Path(_OUT.value),
       {
         'environment': common.environment(),
-        'command': ' '.join(['python', '-m', __spec__.name, *sys.argv[1:]]),
+        'command': common.command(__spec__.name),
         'bar': BAR,
         'above_bar': failed,
         'shortcuts': measured,

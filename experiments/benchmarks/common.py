@@ -14,6 +14,7 @@ import pathlib
 import platform
 import statistics
 import subprocess
+import sys
 from typing import Any
 
 from experiments.benchmarks import LOAD
@@ -41,6 +42,17 @@ def require_idle(max_load: float = 0.3, allow: bool = False) -> float:
       'comparison; wait, or pass --allow_load and say so beside the figures'
     )
   return LOAD
+
+
+def command(module: str) -> str:
+  """This process's, for a record: folders elsewhere are shown under runs/."""
+
+  def shown(argument: str) -> str:
+    flag, _, value = argument.partition('=')
+    path = pathlib.PurePath(value)
+    return f'{flag}=runs/{path.name}' if path.is_absolute() else argument
+
+  return ' '.join(['python', '-m', module, *map(shown, sys.argv[1:])])
 
 
 def environment() -> dict[str, Any]:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from experiments.benchmarks import common
 from tests.conftest import ROOT
 
 CODE = """
@@ -39,3 +40,12 @@ def test_no_benchmark_reads_the_load_itself():
     if 'getloadavg' in path.read_text()
   ]
   assert reading == ['__init__.py']
+
+
+def test_a_command_names_no_folder_of_its_machine(monkeypatch):
+  given = '--only=a,b', '--workdir=/home/me/arena', '--out=results.json'
+  monkeypatch.setattr('sys.argv', ['/venv/bin/x.py', *given])
+  assert common.command('experiments.rows') == (
+    'python -m experiments.rows --only=a,b --workdir=runs/arena '
+    '--out=results.json'
+  )
