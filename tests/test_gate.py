@@ -232,6 +232,16 @@ def test_results_beside_their_arguments_take_memory(donate):
   assert (found.temporary >= x.nbytes) == (not donate)
 
 
+@pytest.mark.parametrize('name, times', [('decode', 1), ('score/99', 5)])
+def test_decoding_counts_one_token_of_its_chunk(name, times):
+  w = jax.numpy.ones((64, 64))
+  f = jax.jit(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: x @ w, x))
+  traced = f.trace(w)
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  found = gate.Program(name, traced, traced.lower().compile(), mesh)
+  assert max(n for n, *_ in found.hlo.times.values()) == times
+
+
 def test_every_program_of_a_run_is_described(monkeypatch):
   monkeypatch.setattr(gate, 'ENCODER', (99, 32, 1, 2, 64, 64, 2, 1e-12, 0))
   monkeypatch.setattr(gate, 'PASSAGES', 5000)
