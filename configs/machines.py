@@ -58,10 +58,10 @@ PRESETS = {
   ('v5p32', '3b', 4608): Preset((1, 16, 1), 256, remat='matmuls'),
   ('v5p32', '3b', 16384): Preset((1, 16, 1), 64, remat='matmuls'),
   ('v5p32', '7b', 4608): Preset((1, 16, 1), 128, remat='matmuls'),
-  ('v5p32', '7b', 16384): Preset((1, 16, 1), 32, remat='attention'),
-  ('v5e64', '3b', 4608): Preset((1, 32, 2), 64),
+  ('v5p32', '7b', 16384): Preset((1, 16, 1), 32, remat='matmuls'),
+  ('v5e64', '3b', 4608): Preset((1, 32, 2), 64, remat='matmuls'),
   ('v5e64', '3b', 16384): Preset((1, 32, 2), 16),
-  ('v5e64', '7b', 4608): Preset((1, 16, 4), 64),
+  ('v5e64', '7b', 4608): Preset((1, 16, 4), 64, remat='attention'),
   ('v5e64', '7b', 16384): Preset((1, 16, 4), 4),
 }
 

@@ -183,6 +183,11 @@ def test_log_probs_of_all_rows_are_no_weights():
     update = dict(mesh={'data': 4}, targets=ATTENTION[:1])
     score = program('score/16384', collectives=[gathered], **update)
     assert len(missed(score)) == wrong
+  # The size of these scores, in every layer: a weight.
+  weight = collective('all-gather', hlo.Shape('f32', (2048, 256)), times=72)
+  update['targets'] = ATTENTION[:1]
+  score = program('score/16384', collectives=[weight], **update)
+  assert missed(score) == ['no float32 gathers of weights']
 
 
 def test_each_part_of_the_weights_along_tensor_is_gathered_twice():
@@ -200,9 +205,13 @@ def test_decoding_gathers_nothing_large():
   for dims in ((64, CFG.vocab_size), (2, CFG.vocab_size // 2, 64)):
     logits = collective('all-gather', hlo.Shape('f32', dims))
     assert not missed(program('decode', collectives=[logits]))
-  assert missed(program('decode', collectives=[GATHER])) == [
-    'no gathers of weights or caches'
-  ]
+  head, part = (CFG.vocab_size, CFG.d_model), (64, CFG.vocab_size)
+  shapes = ('bf16', head), ('f32', head), ('bf16', part)
+  wrong = [collective('all-gather', hlo.Shape(*shape)) for shape in shapes]
+  for gathered in (GATHER, *wrong):
+    assert missed(program('decode', collectives=[gathered])) == [
+      'no gathers of weights or caches'
+    ]
 
 
 @pytest.mark.parametrize(

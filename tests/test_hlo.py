@@ -170,6 +170,52 @@ def test_a_ring_whose_steps_are_unrolled_counts_its_turns():
   assert [c.times for c in (gather, *sent)] == [1, 4, 4] and gather.loop
 
 
+@pytest.mark.parametrize(
+  'bound, step, turns', [(8, 2, 4), (7, 2, 4), (7, 1, 7)]
+)
+def test_turns_of_a_ring(bound, step, turns):
+  text = RING.replace(
+    '%eight = u32[]{:T(128)} constant(8)',
+    f'%eight = u32[]{{:T(128)}} constant({bound})',
+  )
+  text = text.replace(
+    '%two = u32[]{:T(128)} constant(2)',
+    f'%two = u32[]{{:T(128)}} constant({step})',
+  )
+  times = {c.times for c in hlo.Program(text).collectives()}
+  assert times == {3, 3 * turns}
+
+
+def test_a_loop_that_counts_down_is_of_unknown_length():
+  text = RING.replace('constant(8)', 'constant(0)')
+  times = {c.times for c in hlo.Program(text, unknown=9).collectives()}
+  assert times == {3, 3 * 9}
+
+
+def test_collectives_of_a_shard_map_share_a_channel_and_all_count():
+  @jax.jit
+  def f(x):
+    def turn(_, y):
+      return jax.lax.psum(y, 'a')
+
+    def inner(x):
+      rows = jax.lax.all_gather(x, 'a').sum(0)
+      return jax.lax.fori_loop(0, 5, turn, jax.lax.psum(rows, 'a') + 1)
+
+    return jax.shard_map(
+      inner, mesh=mesh, in_specs=P('a'), out_specs=P(), check_vma=False
+    )(x)
+
+  mesh = jax.sharding.Mesh(jax.devices()[:4], 'a')
+  text = f.lower(jnp.ones((4, 8))).compile().as_text()
+  found = hlo.Program(text).collectives()
+  assert sorted((c.kind, c.times) for c in found) == [
+    ('all-gather', 1),
+    ('all-reduce', 1),
+    ('all-reduce', 5),
+  ]
+
+
 def test_on_chip_memory_of_a_tpu_is_no_traffic():
   program = hlo.Program(TPU)
   # A step: 32 read and written by the start, 32 read by the end, 256 read by

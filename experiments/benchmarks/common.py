@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -45,14 +46,10 @@ def require_idle(max_load: float = 0.3, allow: bool = False) -> float:
 
 
 def command(module: str) -> str:
-  """This process's, for a record: folders elsewhere are shown under runs/."""
-
-  def shown(argument: str) -> str:
-    flag, _, value = argument.partition('=')
-    path = pathlib.PurePath(value)
-    return f'{flag}=runs/{path.name}' if path.is_absolute() else argument
-
-  return ' '.join(['python', '-m', module, *map(shown, sys.argv[1:])])
+  """This process's, for a record: what lies elsewhere is shown under runs/."""
+  elsewhere = r'(^|[=,:])/(?:[^/=,:]+/)*([^/=,:]+)'
+  given = [re.sub(elsewhere, r'\1runs/\2', a) for a in sys.argv[1:]]
+  return ' '.join(['python', '-m', module, *given])
 
 
 def environment() -> dict[str, Any]:

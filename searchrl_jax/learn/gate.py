@@ -198,7 +198,8 @@ def verify(program: Program, cfg, topology) -> list[Check]:
       check(f'attention by {" and ".join(wanted)}', used, kernels)
       rows = program.sizes['data'] * program.sizes['fsdp']
       scores = 4 * rows * length  # which every process reads whole
-      size = moved(gather, lambda c: wide(c) and c.nbytes != scores)
+      alone = lambda c: c.nbytes == scores and not c.loop
+      size = moved(gather, lambda c: wide(c) and not alone(c))
       check('no float32 gathers of weights', not size, f'{size / MIB:,.0f} MiB')
   if 'accumulate' in name and program.hlo.devices > 1:
     size = moved(gather, weights)
@@ -224,8 +225,9 @@ def verify(program: Program, cfg, topology) -> list[Check]:
     check('gradients are reduced in float32', not narrow, ', '.join(narrow))
   if name[0] in ('decode', 'prefill'):
 
-    def logits(c):  # which are gathered along tensor for the draw
-      return float32(c) and not math.prod(c.shapes[0].dims) % cfg.vocab_size
+    def logits(c):  # of the slots, gathered along tensor for the draw
+      slots, rest = divmod(math.prod(c.shapes[0].dims), cfg.vocab_size)
+      return float32(c) and not rest and slots < cfg.d_model
 
     size = moved(gather, lambda c: c.nbytes >= MIB and not logits(c))
     check('no gathers of weights or caches', not size, f'{size / MIB:,.0f} MiB')

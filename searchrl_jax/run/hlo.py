@@ -160,8 +160,8 @@ class Program:
 
   def _trips(self, loop: Instruction) -> int:
     """How often a loop runs. XLA's compiler for TPUs does not print it: there,
-    the bound that the condition compares a counter with, by what the body adds
-    to the counter (2 in a ring whose steps XLA has unrolled)."""
+    the bound that the condition compares a counter from 0 with, by what the
+    body adds to it (2 in a ring whose steps XLA has unrolled)."""
     if loop.trips is not None:
       return loop.trips
     condition, body = (self.computations[c] for c in loop.called)
@@ -176,7 +176,8 @@ class Program:
       after = body.get(result.operands[counters[0]])
       if after and after.opcode == 'add':
         steps = _values(body, after.operands, 'constant')
-    return -(-bounds[0] // (steps[0] if steps else 1))
+    # 0: it counts down.
+    return -(-bounds[0] // (steps[0] if steps else 1)) or self._unknown
 
   def instructions(self) -> Iterator[tuple[Instruction, int, bool]]:
     """Every instruction that runs, how often, and whether in a loop."""
@@ -188,9 +189,8 @@ class Program:
     """Largest first."""
     out: list[Collective] = []
     seen: set[str] = set()
-    # Of the parts of one, in a body and in a loop within, the first count.
-    places = sorted(self.times.items(), key=lambda place: place[1][0])
-    for name, (times, loop, _) in places:
+    # A body comes before the loops in it, where parts of a collective may be.
+    for name, (times, loop, _) in self.times.items():
       for i, members in self._communicating(name, seen):
         kind = i.opcode.removesuffix('-start')
         given = [members[o] for o in i.operands if o in members]
@@ -212,7 +212,8 @@ class Program:
     """The collectives of a computation, each with its neighbours.
 
     On TPUs, the steps of one that runs beside other work are in several
-    fusions, with the same channel, which is `seen` after the first.
+    fusions, with the same channel, which is `seen` after the first. Outside
+    fusions, all that JAX's `shard_map` asks for have the same channel.
     """
     for i in self.computations[name].values():
       place = self.computations[name]
@@ -222,7 +223,7 @@ class Program:
         inside = list(place.values())
       for c in inside:
         if c.opcode.removesuffix('-start') in _COLLECTIVES:
-          if not c.channel or c.channel not in seen:
+          if c is i or not c.channel or c.channel not in seen:
             yield c, place
           seen.add(c.channel)
 

@@ -43,9 +43,11 @@ def test_no_benchmark_reads_the_load_itself():
 
 
 def test_a_command_names_no_folder_of_its_machine(monkeypatch):
-  given = '--only=a,b', '--workdir=/home/me/arena', '--out=results.json'
-  monkeypatch.setattr('sys.argv', ['/venv/bin/x.py', *given])
+  given = '--only=a,b', '--workdir=/home/me/arena', '--out', '/tmp/out.json'
+  config = '--config=/home/me/c.py:model=/home/me/Qwen,data=gs://bucket/data'
+  monkeypatch.setattr('sys.argv', ['/venv/bin/x.py', *given, config])
   assert common.command('experiments.rows') == (
     'python -m experiments.rows --only=a,b --workdir=runs/arena '
-    '--out=results.json'
+    '--out runs/out.json '
+    '--config=runs/c.py:model=runs/Qwen,data=gs://bucket/data'
   )
