@@ -61,6 +61,10 @@ def get_config(arg=None):
   c.env.max_tokens = 320
   c.env.max_observation_tokens = 64  # the longest passages of two queries
   c.engine.max_len = 320
+  # On a CPU, all slots are computed for every token, and long trajectories are
+  # few: with 128, three of four would be empty.
+  c.engine.slots = 32
+  c.batch.tokens = 512  # small microbatches stay within the CPU's caches
   c.batch.lengths = (64, 128, 192, 320)
   c.batch.loss_fraction = 1.0  # stated facts are all in the loss
 

@@ -270,9 +270,10 @@ def run_child(spec: str, stage: str, folder: pathlib.Path, url: str) -> None:
   """A stage in this process."""
   import jax
 
-  # Stages compile the same programs.
+  # Stages compile the same programs, most of them in less than the second from
+  # which JAX would keep them.
   jax.config.update('jax_compilation_cache_dir', str(folder / 'compiled'))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   # The sweep that started this process has checked it.
   stages.run_stage(core.read(spec), stage, folder, url)
 
