@@ -49,6 +49,7 @@ TUNED = pathlib.Path(__file__).with_name('tuned.json')
 ASSAY, TUNING = (100, 101, 102, 103, 104, 105), (100, 101)
 PILOT = (200, 201, 202, 203)
 REPORTING = tuple(range(12))  # the pilot fixes how many
+CONTROLS = REPORTING[:6]  # which no verdict needs
 MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
 MIX = MIXES[0]  # of all phases but the first and the last
 RATES = (1.0, 0.5, 2.0)  # x the learning rate of the base recipe
@@ -303,13 +304,14 @@ def _evaluation(plan: 'Plan') -> core.Evaluation:
 
 
 class Plan(NamedTuple):
-  """An arm before it has a config."""
+  """An arm before it has a config. seeds: () = all of its phase."""
 
   name: str
   row: Method
   setting: Mapping[str, float]
   fields: Mapping[str, Any] = {}
   mix: str = MIX
+  seeds: tuple[int, ...] = ()
 
 
 def assay() -> Iterator[Plan]:
@@ -340,14 +342,19 @@ def report() -> Iterator[Plan]:
       yield Plan(f'{row.name}{suffix}', row, tuned(row), again)
   for row in METHODS:
     for name, fields in row.controls.items():
-      yield Plan(f'{row.name}-{name}', row, tuned(row), fields)
+      arm = f'{row.name}-{name}'
+      yield Plan(arm, row, tuned(row), fields, seeds=CONTROLS)
   lacks = {'source.dials': {'missing': MISSING}}
   yield Plan('grpo-missing', METHODS[0], tuned(METHODS[0]), lacks)
 
 
 def stress() -> Iterator[Plan]:
+  judged = [claim for claim in CLAIMS if claim.phase == 'stress']
+  needed = {name for c in judged for name in (c.method, c.against)}
   for plan in pilot():
-    yield plan._replace(setting={**plan.setting, 'lr': STRESS})
+    setting = {**plan.setting, 'lr': STRESS}
+    seeds = () if plan.name in needed else REPORTING[:4]
+    yield plan._replace(setting=setting, seeds=seeds)
 
 
 def mixtures() -> Iterator[Plan]:
@@ -385,7 +392,7 @@ def get_sweep(arg=None) -> core.Sweep:
       functools.partial(config, plan.row, plan.setting, plan.fields, base),
       plan.mix if warm else '',
       evaluations={'after': _evaluation(plan)},
-      seeds=seeds,
+      seeds=plan.seeds or seeds,
     )
     for plan in plans
   ]

@@ -38,12 +38,13 @@ def load_runs(out: pathlib.Path) -> dict:
   return json.loads(path.read_text()) if path.exists() else {}
 
 
-def keep(found: core.Sweep, wanted, phase: str, folder, out) -> dict:
-  """Adds what is complete of the stages `wanted` to the runs; returns them."""
+def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
+  """Moves what is complete of the stages `left` to the runs; returns them."""
   runs = load_runs(out)
-  for stage in wanted:
+  for stage in sorted(left):
     _, name, case = stage.split('/')
     if _done(found, stage, folder):
+      left.remove(stage)
       about = figures.of_run(found, found.arm(name), folder / stage)
       kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
       kept[case] = {
@@ -92,7 +93,7 @@ def main():
   # Warm starts that no arm needs any more are left out with them.
   needed = [one for stage in wanted for one in _before(found, stage)]
   planned = [*dict.fromkeys(needed)]
-  update = functools.partial(keep, found, wanted, phase, folder, out)
+  update = functools.partial(keep, found, {*wanted}, phase, folder, out)
   try:
     if planned:
       parallel = given.parallel

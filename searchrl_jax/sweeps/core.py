@@ -143,7 +143,8 @@ class Sweep:
 
 
 def _named(what: str, name: str, known: Mapping[str, T]) -> T:
-  lookup.require(name in known, f'{what} {name!r}: {lookup.near(name, known)}')
+  if name not in known:  # sought only then: `run` asks ten times a second
+    raise lookup.ConfigError(f'{what} {name!r}: {lookup.near(name, known)}')
   return known[name]
 
 

@@ -367,7 +367,7 @@ def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
 def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
   """Arms that have not ended are in no table, and tuning leaves them out."""
   found = arms.get_sweep('tune')
-  runs = run.keep(found, ['arms/otc/100'], 'tune', tmp_path / 'w', tmp_path)
+  runs = run.keep(found, {'arms/otc/100'}, 'tune', tmp_path / 'w', tmp_path)
   assert runs == {}
   results.choose({}, tmp_path / 'tuned.json', {})
   results.write(runs, tmp_path, {}, '--phase=tune')
@@ -387,7 +387,7 @@ def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
     records.write_json(tmp_path / stage / name, {'train': 1.0})
   (tmp_path / stage / 'run').mkdir()
   (tmp_path / stage / 'run' / 'metrics.jsonl').write_text('{"step": 0}\n')
-  runs = run.keep(found, [stage], 'tune', tmp_path, tmp_path)
+  runs = run.keep(found, {stage}, 'tune', tmp_path, tmp_path)
   assert ('tune' in runs) == kept
 
 
