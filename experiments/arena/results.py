@@ -1,7 +1,7 @@
 """What the arena's runs say: tuned settings, claims, tables."""
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import pathlib
@@ -81,7 +81,7 @@ def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
 
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
-  """Writes results.json of what is complete."""
+  """Writes results.json of what is complete; returns its content."""
   every = {phase: values(found) for phase, found in runs.items()}
   table = {
     phase: {arm: _means(cases) for arm, cases in found.items()}
@@ -100,6 +100,7 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'table': table,
   }
   records.write_json(out / 'results.json', content)
+  return content
 
 
 def judge(every: verdicts.Values) -> list[dict]:
@@ -236,6 +237,20 @@ def _means(cases: Mapping[str, Any]) -> dict[str, dict]:
   return out
 
 
+def show_claims(records: Sequence[Mapping[str, Any]]) -> str:
+  """Markdown: a line per claim that has runs."""
+  head = ['method', 'claim', 'against', 'metric', 'difference', 'verdict']
+  lines = [head, ['---'] * len(head)]
+  for record in records:
+    if record['interval']:
+      low, high = record['interval']
+      about = [record[name] for name in head[:4]]
+      value = f'{record["value"]:.3f} ({low:.3f} to {high:.3f})'
+      kind = ' (mechanism)' if record['mechanism'] else ''
+      lines.append([*about, value, record['verdict'] + kind])
+  return _markdown(lines)
+
+
 def show(runs: Runs) -> str:
   """Markdown: a line per arm."""
   lines = [['arm', 'runs', *COLUMNS], ['---'] * (2 + len(COLUMNS))]
@@ -247,4 +262,8 @@ def show(runs: Runs) -> str:
       ]
       line.append(str(figures.interval(column)) if column else '')
     lines.append(line)
+  return _markdown(lines)
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
   return '\n'.join(f'| {" | ".join(line)} |' for line in lines)

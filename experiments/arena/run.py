@@ -104,8 +104,9 @@ def main():
       tried = runs.get(phase, {})
       results.choose(tried, out / arms.TUNED.name, environment)
     said = common.command('experiments.arena.run')
-    results.write(runs, out, environment, said)
+    found = results.write(runs, out, environment, said)
     print(results.show(runs.get(phase, {})))
+    print(results.show_claims(found['claims']))
 
 
 def _kept(found: core.Sweep, stage: str, known: dict) -> bool:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from experiments.arena import arms, measure, results, run, verdicts
+from experiments.arena import arms, figure, measure, results, run, verdicts
 from searchrl_jax.run import records
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sweeps import core, stages
@@ -324,18 +324,22 @@ def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive):
   assert gain == pytest.approx(np.mean(oracle) - np.mean(grpo))
 
 
-def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
-  report = {
+def report_runs():
+  """Exact match of row n differs from GRPO's by +-0.001 n, by turns."""
+  common = {'all/searches': 2.0, 'all/em': 0.5}
+  return {
     row.name: {
-      str(i): {
-        'values': {'hard/em': 0.4 + 1e-3 * (-1) ** i * n, 'all/searches': 2.0}
-      }
+      str(i): {'values': {'hard/em': 0.4 + 1e-3 * (-1) ** i * n} | common}
       for i in arms.REPORTING
     }
     for n, row in enumerate(arms.METHODS)
   }
-  results.write({'report': report}, tmp_path, {}, '--phase=report')
-  written = json.loads((tmp_path / 'results.json').read_text())
+
+
+def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
+  report = report_runs()
+  written = results.write({'report': report}, tmp_path, {}, '--phase')
+  assert written == json.loads((tmp_path / 'results.json').read_text())
   assert len(written['claims']) == len(arms.CLAIMS)
   for record in written['claims']:
     assert {
@@ -346,6 +350,26 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   stress = by['llds', 'hard/em']  # of the last claim
   assert (stress['phase'], stress['verdict']) == ('stress', 'undecided')
   assert f'| otc | {len(arms.REPORTING)} | 0.400' in results.show(report)
+  # Row 7: +-0.007 by turns is 0 on average; half = 2.201 x 0.00731 / 12 ** 0.5.
+  told = results.show_claims(written['claims'])
+  assert '| 0.000 (-0.005 to 0.005) | equivalent |' in told
+
+
+def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
+  report = report_runs()
+  report['gigpo-shuffled'] = report['gigpo']
+  found = results.write({'report': report}, tmp_path, {}, '')
+  left, right = figure.draw(found, report).axes
+  names = [label.get_text() for label in left.get_yticklabels()]
+  on = [c for c in arms.CLAIMS if (c.metric, c.phase) == ('hard/em', 'report')]
+  wanted = {f'{c.method} - {c.against}' for c in on if not c.within}
+  assert {*names} == wanted - {'grpo - grpo-missing'}  # which has not run
+  (shuffled,) = (
+    x for x in left.lines if x.get_marker() == 'x' and len(x.get_xdata())
+  )
+  assert shuffled.get_ydata()[0] == names.index('gigpo - grpo') + 0.3
+  shown = {text.get_text() for text in right.texts}
+  assert shown == {row.name for row in arms.METHODS} - {'grpo'}
 
 
 def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
