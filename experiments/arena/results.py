@@ -203,7 +203,9 @@ def _contrast(method: str, name: str, weights, report):
 def agreement(runs: Mapping[str, Runs]) -> dict[str, float] | None:
   """Kendall's W of the order of rows from the mixtures of the warm start.
 
-  Over the cases that all rows have from all mixtures.
+  Over the cases that all rows have from all mixtures. `w_same`: of disjoint
+  sets of as many cases from one mixture, if there are enough: what the noise of
+  the runs leaves.
   """
   main = values(runs.get('report', {}))
   others = values(runs.get('mixtures', {}))
@@ -216,12 +218,18 @@ def agreement(runs: Mapping[str, Runs]) -> dict[str, float] | None:
   shared = set.intersection(*({*run} for judge in found for run in judge))
   if not shared:
     return None
-  return verdicts.agreement(
-    [
-      [statistics.fmean(run[c][SCORE] for c in shared) for run in judge]
-      for judge in found
-    ]
-  )
+
+  def score(judge, cases):
+    return [statistics.fmean(run[c][SCORE] for c in cases) for run in judge]
+
+  out = verdicts.agreement([score(judge, shared) for judge in found])
+  own = found[arms.MIXES.index(arms.MIX)]
+  known = sorted(set.intersection(*({*run} for run in own)))
+  parts = [known[i :: len(found)][: len(shared)] for i in range(len(found))]
+  if len(parts[-1]) == len(shared):
+    same = verdicts.agreement([score(own, part) for part in parts])
+    out['w_same'] = same['w']
+  return out
 
 
 def _means(cases: Mapping[str, Any]) -> dict[str, dict]:

@@ -476,6 +476,15 @@ def test_mixtures_are_compared_by_the_seeds_that_all_have():
           if phase == 'report' or seed == '0'
         }
   assert results.agreement(runs)['w'] == pytest.approx(1.0)
+  assert 'w_same' not in results.agreement(runs)  # it needs three seeds
+  # Of seeds 0, 1, 2 from one mixture the second orders rows in reverse: ranks
+  # sum to n + 1 + r; the squares of their deviations are those of one judge,
+  # where three that agree would have 9 times as much.
+  for i, row in enumerate(arms.METHODS):
+    runs['report'][row.name]['2'] = {'values': {'hard/em': i}}
+  found = results.agreement(runs)
+  assert found['w'] == pytest.approx(1.0)
+  assert found['w_same'] == pytest.approx(1 / 9)
   del runs['mixtures'][f'grpo-{arms.MIXES[-1]}']
   assert results.agreement(runs) is None
 
