@@ -45,6 +45,8 @@ _RETRIED = {429: 'overloaded', 503: 'overloaded'}
 _RETRIED |= {502: 'unreachable', 504: 'timeout'}
 _SURROGATE = re.compile('[\ud800-\udfff]')
 _LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+# Reading the certificates takes 20 ms, which each event loop would spend again.
+_tls = functools.cache(httpx.create_ssl_context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ class RetrievalClient:
     self.backoff_s, self.max_backoff_s = backoff_s, max_backoff_s
     self.max_queries = max_queries
     ca_file = ca_file or os.environ.get('RETRIEVAL_CA_FILE')
-    self._verify = True
+    self._verify = _tls()
     problem = f'ca_file={ca_file!r} (RETRIEVAL_CA_FILE) cannot be read: {{}}'
     if ca_file:
       with convert(OSError, ValueError, problem):
