@@ -17,6 +17,7 @@ from typing import Any
 
 from absl import flags
 from rich import console, table
+from scipy import stats
 
 from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.learn import checks
@@ -115,6 +116,7 @@ def compare(
       x, y = [ours[k] for k in keys], [theirs[k] for k in keys]
       wins = sum(v > u for u, v in zip(x, y, strict=True))
       losses = sum(v < u for u, v in zip(x, y, strict=True))
+      n = wins + losses
       apart = [v - u for u, v in zip(x, y, strict=True)]
       interval = metrics.bootstrap(apart, resamples=resamples, seed=seed)
       found[label.removeprefix('all/')] = {
@@ -128,7 +130,7 @@ def compare(
         'wins': wins,
         'losses': losses,
         'ties': len(keys) - wins - losses,
-        'p': metrics.sign_test(wins, losses),
+        'p': stats.binomtest(wins, n).pvalue if n else 1.0,
       }
     out[score] = found
   return out

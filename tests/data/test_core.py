@@ -149,17 +149,6 @@ def test_strings_refuses(value):
     checks.strings(value, 'f:3: the answers')
 
 
-def test_answers_where_needed():
-  some = [
-    Question('1', 'q', ('a',)),
-    Question('2', 'q'),
-    Question('3', 'q', (' ',)),
-  ]
-  checks.require_answers(some[:1], 'reward answer.em')
-  with pytest.raises(core.DataError, match="answer.em .* 2 .*'2', '3'"):
-    checks.require_answers(some, 'reward answer.em')
-
-
 def test_what_functions_need_of_a_question():
   def plain():
     """Needs nothing."""
