@@ -23,7 +23,6 @@ from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import command, lookup, records
-from searchrl_jax.run.writer import differences
 
 # Entries of a manifest that must be equal, and entries of which differences are
 # shown.
@@ -56,7 +55,7 @@ def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
   apart = {}
   for name in SAME:
     if name not in allow:
-      apart |= differences(one[name], other[name], name)
+      apart |= lookup.differences(one[name], other[name], name)
   if apart:
     # Different ids are more informative than their digests.
     plain = [
@@ -169,7 +168,7 @@ def against(
         'differs': {
           k: v
           for name in (*SHOWN, *allow)
-          for k, v in differences(
+          for k, v in lookup.differences(
             base.get(name), manifest.get(name), name
           ).items()
         },
