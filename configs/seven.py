@@ -12,7 +12,7 @@ The server holds the passages (retrieval/README.md). Arguments:
   layout    flashrag   NAME/SPLIT.jsonl, as FlashRAG publishes them
             hub        the same files, from the Hugging Face hub
             search_r1  Search-R1's test.parquet or train.parquet
-            tfds       NAME/1.0.0, ArrayRecord made by searchrl_jax.data.tfds
+            tfds       NAME/1.0.0, ArrayRecord that TFDS prepared
   folder    their path below the data folder ('a/b/')
   split     '' = test if it exists, else dev, as in Search-R1; train, dev, test:
             only the sets that have this split

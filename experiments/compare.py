@@ -17,12 +17,12 @@ from typing import Any
 
 from absl import flags
 from rich import console, table
+from scipy import stats
 
 from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import command, lookup, records
-from searchrl_jax.run.writer import differences
 
 # Entries of a manifest that must be equal, and entries of which differences are
 # shown.
@@ -55,7 +55,7 @@ def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
   apart = {}
   for name in SAME:
     if name not in allow:
-      apart |= differences(one[name], other[name], name)
+      apart |= lookup.differences(one[name], other[name], name)
   if apart:
     # Different ids are more informative than their digests.
     plain = [
@@ -115,6 +115,7 @@ def compare(
       x, y = [ours[k] for k in keys], [theirs[k] for k in keys]
       wins = sum(v > u for u, v in zip(x, y, strict=True))
       losses = sum(v < u for u, v in zip(x, y, strict=True))
+      n = wins + losses
       apart = [v - u for u, v in zip(x, y, strict=True)]
       interval = metrics.bootstrap(apart, resamples=resamples, seed=seed)
       found[label.removeprefix('all/')] = {
@@ -128,7 +129,7 @@ def compare(
         'wins': wins,
         'losses': losses,
         'ties': len(keys) - wins - losses,
-        'p': metrics.sign_test(wins, losses),
+        'p': stats.binomtest(wins, n).pvalue if n else 1.0,
       }
     out[score] = found
   return out
@@ -167,7 +168,7 @@ def against(
         'differs': {
           k: v
           for name in (*SHOWN, *allow)
-          for k, v in differences(
+          for k, v in lookup.differences(
             base.get(name), manifest.get(name), name
           ).items()
         },

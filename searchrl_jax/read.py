@@ -338,15 +338,10 @@ def by_segment(
   t, at = record.trajectory, 0
   segments: Sequence[Segment] = t.trained if trained else t.segments
   seen = segments is t.trained
+  columns = (record.trainer_logps, record.advantages) if seen else (None, None)
   for s in segments:
     part = slice(at, at := at + len(s.ids))
-    yield (
-      s,
-      *(
-        None if x is None or not seen else x[part]
-        for x in (record.trainer_logps, record.advantages)
-      ),
-    )
+    yield s, *(None if x is None else x[part] for x in columns)
 
 
 def _mean(values: np.ndarray | None) -> float:

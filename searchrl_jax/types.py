@@ -191,9 +191,8 @@ class Rewards:
   value: Any
   valid: np.ndarray  # bool [B]: False = left out of statistics and loss
   at: str = 'trajectory'
-  parts: Mapping[str, np.ndarray] = dataclasses.field(
-    default_factory=dict
-  )  # name -> float [B], what the reward is made of, for the log
+  # name -> float [B], what the reward is made of, for the log
+  parts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

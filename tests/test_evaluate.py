@@ -5,12 +5,11 @@ import pathlib
 
 import pytest
 
-from experiments import compare
 from searchrl_jax import evaluate
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import ledger
 from searchrl_jax.learn import checks
-from searchrl_jax.run import build
+from searchrl_jax.run import build, lookup
 from searchrl_jax.run.progress import Progress
 from tests import tiny
 from tests.test_commands import command
@@ -98,7 +97,7 @@ def test_a_manifest_fixes_the_questions(done, url, tmp_path):
   assert found['eval/em/n'] == 4
   assert found['eval/tokens'] == values['eval/tokens']  # the same samples
   same = read(tmp_path / 'b', 'manifest.json')
-  assert compare.differences(read(folder, 'manifest.json'), same) == {}
+  assert lookup.differences(read(folder, 'manifest.json'), same) == {}
 
 
 def test_another_corpus_than_the_manifests_is_refused(done, url, tmp_path):

@@ -138,13 +138,3 @@ def test_differences_of_pairs_have_a_narrower_interval():
   paired = metrics.bootstrap(a - b, resamples=500, seed=0)
   assert 0.04 < paired.low < paired.mean < paired.high < 0.06
   assert metrics.bootstrap(a, resamples=500, seed=0).low < 0
-
-
-def test_the_sign_test_is_the_exact_binomial():
-  assert metrics.sign_test(0, 0) == metrics.sign_test(5, 5) == 1.0
-  assert metrics.sign_test(5, 0) == metrics.sign_test(0, 5) == 2 / 32
-  # 2 (C(10,0) + C(10,1) + C(10,2)) / 2^10 = 2 * 56 / 1024
-  assert metrics.sign_test(8, 2) == 112 / 1024
-  assert metrics.sign_test(6, 5) == 1.0
-  # 2^2400 is no float.
-  assert 0 < metrics.sign_test(1400, 1000) < 1e-4

@@ -148,6 +148,9 @@ def briefs(answers: Sequence[Question], config: ConfigDict) -> list[Question]:
   ]
 
 
+briefs.needs = ('answers',)
+
+
 def read(
   trajectory: Trajectory, env: SearchEnv, config: ConfigDict, step: int
 ) -> Proposal:

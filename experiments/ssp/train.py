@@ -26,7 +26,7 @@ from experiments.ssp import game, start, verify
 from experiments.ssp.game import PROPOSER, SOLVER, VERIFIER
 from experiments.ssp.pool import Pool
 from searchrl_jax.data import core as data
-from searchrl_jax.data.checks import require_answers
+from searchrl_jax.data.checks import require_needs
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluators import grading
 from searchrl_jax.learn import batching, checks, credit
@@ -222,7 +222,7 @@ def train(config, workdir: str) -> dict[str, float]:
   sets = (
     data.load_sets(config.data.eval, config.data) if config.data.eval else {}
   )
-  require_answers(stream.questions, 'self-play')
+  require_needs([('self-play', game.briefs, {})], stream.questions)
   rewards.check(config, stream.questions)
   tok = build.tokenizer(config, workdir)
   envs = game.environments(config, tok)

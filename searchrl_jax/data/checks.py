@@ -147,22 +147,6 @@ def choose(
   return [kept[i] for i in sorted(drawn)]
 
 
-def require_answers(questions: Iterable[Question], what: str) -> None:
-  """Checks that every question has a golden answer.
-
-  Args:
-    questions: the questions to check.
-    what: what needs the answers, for the error ('reward answer.em').
-
-  Raises:
-    DataError: names the first questions without an answer.
-  """
-  bare = [q.id for q in questions if not any(a.strip() for a in q.answers)]
-  which = f'{len(bare)} questions have none, such as {str(bare[:5])[1:-1]}'
-  fix = 'leave them out, or use a reward without answers'
-  require(not bare, f'{what} needs golden answers, but {which}; {fix}')
-
-
 def require_needs(users: Iterable[tuple], questions: Iterable[Question]):
   """Checks that questions have what the functions of a config need.
 

@@ -8,11 +8,11 @@ and, if it can script a warm start,
 
     traces(**fields) -> list[Trace]
 
-A set is a config `{module, weight, ...fields}`. Its fields are the keyword
-arguments of `load` (of `traces` for `config.sft.data`). If the set omits
-`world_seed`, `prompt` or `folder` (the data folder, '' = none), they are taken
-from `config.data`. `path` is resolved against the data folder; `search` is
-passed to `traces`.
+A set is a config `{module, ...fields}`. Its fields are the keyword arguments of
+`load` (of `traces` for `config.sft.data`). If the set omits `world_seed`,
+`prompt` or `folder` (the data folder, '' = none), they are taken from
+`config.data`. `path` is resolved against the data folder; `search` is passed to
+`traces`.
 """
 
 import collections
@@ -138,13 +138,13 @@ def _call(name, fields, data, function: str, search: Search | None = None):
     ValueError: the module or a field is unknown (suggests similar names), or a
       field that the module requires is missing.
   """
-  fields = {'module': '', 'weight': None, **fields}
+  fields = {'module': '', **fields}
   require(fields['module'], f'set {name!r} has no field module (jsonl, ...)')
   where = f'set {name!r}: module {fields["module"]!r}'
   call = lookup.function(PACKAGE, f'{fields["module"]}.{function}')
   known = {**inspect.signature(call).parameters}
   takes_search = known.pop('search', None)  # a callable, not a field
-  names = [*known, 'module', 'weight']
+  names = [*known, 'module']
   for key in fields:
     hint = lookup.near(key, names)
     require(key in names, f'{where} has no field {key!r}; {hint}')
@@ -174,7 +174,7 @@ def load_sets(sets, data) -> dict[str, list[Question]]:
   gets the name of its set.
 
   Args:
-    sets: name -> {module, weight, ...fields}.
+    sets: name -> {module, ...fields}.
     data: `config.data`.
 
   Raises:
@@ -223,21 +223,15 @@ def load_traces(fields, data, search: Search | None = None) -> list[Trace]:
 
 
 class Stream:
-  """An endless, resumable stream of questions over a mixture of sets.
+  """An endless, resumable stream of the questions of all sets.
 
-  The question at a position depends only on (sets, weights, seed, position)
-  (grain's MapDataset), so the state is the position. An epoch of a set has
-  each of its questions once, in a new order. Without weights, all sets form
-  one set.
+  The question at a position depends only on (sets, seed, position) (grain's
+  MapDataset), so the state is the position. An epoch has each question once,
+  in a new order.
   """
 
   def __init__(
-    self,
-    sets: dict[str, list[Question]],
-    *,
-    seed: int,
-    shuffle: bool,
-    weights: Mapping[str, float] | None = None,
+    self, sets: dict[str, list[Question]], *, seed: int, shuffle: bool
   ):
     """Makes the stream, at position 0.
 
@@ -245,33 +239,15 @@ class Stream:
       sets: name -> questions, as `load_sets` returns them.
       seed: of the shuffles.
       shuffle: False = in the given order.
-      weights: name -> share of the stream (need not sum to 1); None = by size.
-
-    Raises:
-      DataError: a weight is missing or not above 0.
     """
     import grain  # slow to import, and only training needs it
 
-    for name in sets if weights else ():
-      what = f'set {name!r} has weight {weights.get(name, 0)}'
-      good = weights.get(name, 0) > 0
-      require(good, f'{what}; give every set one above 0, or none')
-
-    def endless(name, questions):
-      # Each set has its own seed, so adding a set does not change the others.
-      ds = grain.MapDataset.source(list(questions))
-      ds = ds.seed(zlib.crc32(f'{seed}/{name}'.encode()))
-      return (ds.shuffle() if shuffle else ds).repeat()
-
     self.questions = [q for questions in sets.values() for q in questions]
-    if weights:
-      shares = [float(weights[name]) for name in sets]
-      parts = [endless(*item) for item in sets.items()]
-      self._ds = grain.MapDataset.mix(parts, shares)
-    else:
-      self._ds = endless('', self.questions)
-    fields = [seed, bool(shuffle), dict(weights or {})]
-    digest = hashlib.sha256(json.dumps(fields).encode())
+    ds = grain.MapDataset.source(self.questions)
+    ds = ds.seed(zlib.crc32(f'{seed}/'.encode()))
+    self._ds = (ds.shuffle() if shuffle else ds).repeat()
+    # {}: earlier versions had weights of the sets there.
+    digest = hashlib.sha256(json.dumps([seed, bool(shuffle), {}]).encode())
     for name, questions in sets.items():
       digest.update(json.dumps([name, [q.id for q in questions]]).encode())
     self.fingerprint = digest.hexdigest()[:16]
@@ -301,9 +277,9 @@ class Stream:
     """Moves to the position of a saved state.
 
     Raises:
-      DataError: the questions, weights, seed or shuffle differ.
+      DataError: the questions, seed or shuffle differ.
     """
-    what = 'belongs to other questions, weights, seed or shuffle; resume'
+    what = 'belongs to other questions, seed or shuffle; resume'
     message = f'the saved data position {what} with its data, or start anew'
     require(state['fingerprint'] == self.fingerprint, message)
     self.position = int(state['position'])
@@ -311,6 +287,5 @@ class Stream:
 
 def open_stream(data, seed: int) -> Stream:
   """Returns the stream of `config.data.train`."""
-  weights = {k: v['weight'] for k, v in data.train.items() if 'weight' in v}
   sets = load_sets(data.train, data)
-  return Stream(sets, seed=seed, shuffle=data.shuffle, weights=weights)
+  return Stream(sets, seed=seed, shuffle=data.shuffle)

@@ -298,15 +298,14 @@ def mismatch(old_logps, behaviour_logps, mask):
   """
   d = jnp.where(mask, old_logps - behaviour_logps, 0.0)
   w = _exp(d)
-  return jax.lax.stop_gradient(
-    {
-      'mismatch_abs': jnp.sum(jnp.abs(d)),
-      'mismatch_max': jnp.max(jnp.abs(d), initial=0.0),
-      'mismatch_outside': _sum((w < 0.9) | (w > 1.1), mask),
-      'mismatch_w': _sum(w, mask),
-      'mismatch_w2': _sum(w * w, mask),
-    }
-  )
+  sums = {
+    'mismatch_abs': jnp.sum(jnp.abs(d)),
+    'mismatch_max': jnp.max(jnp.abs(d), initial=0.0),
+    'mismatch_outside': _sum((w < 0.9) | (w > 1.1), mask),
+    'mismatch_w': _sum(w, mask),
+    'mismatch_w2': _sum(w * w, mask),
+  }
+  return jax.lax.stop_gradient(sums)
 
 
 def aggregate(loss, mask, aggregation: str):

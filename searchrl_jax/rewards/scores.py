@@ -143,16 +143,6 @@ def _at_most(
   return out
 
 
-def sign_test(wins: int, losses: int) -> float:
-  """Two-sided exact p-value for a fair coin, without ties.
-
-  For paired right-or-wrong answers it is the exact McNemar test.
-  """
-  n = wins + losses
-  tail = sum(math.comb(n, i) for i in range(min(wins, losses) + 1))
-  return min(1.0, 2 * tail / 2**n)
-
-
 def bootstrap(
   values: Sequence[float], *, resamples: int, seed: int
 ) -> Interval:

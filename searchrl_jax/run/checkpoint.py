@@ -32,7 +32,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from searchrl_jax.run import cluster, lookup, records, remote
-from searchrl_jax.run.writer import differences
 
 FORMAT = 2  # version of the content of `meta` and of the names of leaves
 _STEP = '[0-9]' * 8
@@ -386,7 +385,7 @@ def _compare(path, saved: dict, ours: dict, partial: bool) -> None:
   """Raises CheckpointError naming what differs."""
   if partial:
     saved = {k: v for k, v in saved.items() if k in ours}
-  found = differences(saved, json.loads(json.dumps(ours))).items()
+  found = lookup.differences(saved, json.loads(json.dumps(ours))).items()
   show = lambda value: 'absent' if value is None else repr(value)
   lines = [f'{k}: {show(a)} there, {show(b)} here' for k, (a, b) in found]
   text = '; '.join(lines[:9])

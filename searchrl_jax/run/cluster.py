@@ -66,7 +66,7 @@ class _World:
     self.noted = False  # a signal came that nobody else handles
     self.seconds = 0.0  # in exchanges
     self._calls = 0
-    self._closed = threading.Event()
+    self.closed = threading.Event()
     self._left = False
     threading.Thread(target=self._watch, name='cluster', daemon=True).start()
 
@@ -141,7 +141,7 @@ class _World:
   def _watch(self) -> None:
     """In a thread: passes stops on, and ends a process that waits in vain."""
     failed, since = None, 0.0
-    while not self._closed.wait(_POLL_S):
+    while not self.closed.wait(_POLL_S):
       try:
         self._pass_stop()
         failed = failed or self.get('failed')
@@ -178,9 +178,6 @@ class _World:
       if message:
         self.set('failed', f'process {self.rank}: {message}')
         time.sleep(2 * _POLL_S)  # the coordinator ends with process 0
-
-  def close(self) -> None:
-    self._closed.set()
 
 
 def _lost(error: Exception) -> ProcessError:
@@ -396,16 +393,14 @@ def require_same(facts: Callable[[], Mapping[str, Any]]) -> None:
   """
   if _world is None:
     return
-  first, *others = gather('comparison', lambda: dict(_flat(facts())))
+  first, *others = gather('comparison', facts)
   for i, other in enumerate(others, 1):
-    for name in sorted({*first, *other}):
-      a, b = (x.get(name, 'absent') for x in (first, other))
-      if a != b:
-        text = (
-          f'{name} is {a!r} on process 0 and {b!r} on process {i}: start every '
-          'process with the same config, code and data'
-        )
-        raise on_all(ConfigError(text))
+    for name, (a, b) in lookup.differences(first, other).items():
+      text = (
+        f'{name} is {a!r} on process 0 and {b!r} on process {i}: start every '
+        'process with the same config, code and data'
+      )
+      raise on_all(ConfigError(text))
 
 
 def alone(error: BaseException) -> bool:
@@ -418,14 +413,6 @@ def on_all(error: E) -> E:
   """Marks an error that every process raises by itself."""
   error.agreed = True  # type: ignore[attr-defined]
   return error
-
-
-def _flat(value: Any, at: str = '') -> Iterator[tuple[str, Any]]:
-  if not isinstance(value, Mapping):
-    yield at, value
-    return
-  for name, inner in value.items():
-    yield from _flat(inner, f'{at}.{name}' if at else str(name))
 
 
 def code() -> str:
@@ -472,5 +459,5 @@ def leave(error: BaseException | None) -> bool:
       key = hashlib.sha256(root).hexdigest()
       told = _world.set(f'told/{key}', str(_world.rank))
     _world.leave(message if alone(error) else '')
-  _world.close()
+  _world.closed.set()
   return told

@@ -165,13 +165,15 @@ def run(main, positional=None):
       cluster.leave(None)
       return out
     except Stopped as e:
-      _push(e)
+      with signals.after(e):  # what is left of a run
+        remote.push_all()
       if cluster.leave(e):
         print(_message(e), file=sys.stderr)
       sys.exit(143)  # 128 + SIGTERM, as shells report it
     except Exception as e:
       tell = cluster.leave(e)
-      _push(e)
+      with signals.after(e):  # what is left of a run
+        remote.push_all()
       if not is_user_error(e):
         raise
       logging.debug('traceback of the error below', exc_info=True)
@@ -182,12 +184,6 @@ def run(main, positional=None):
   logging.set_verbosity(logging.WARNING)
   # Replacing the parser keeps absl's --help.
   app.run(guarded, flags_parser=_parse)
-
-
-def _push(error: BaseException) -> None:
-  """Writes what is left of a run to its location, after an error."""
-  with signals.after(error):
-    remote.push_all()
 
 
 def _message(error: BaseException) -> str:

@@ -179,11 +179,10 @@ class Program:
     # 0: it counts down.
     return -(-bounds[0] // (steps[0] if steps else 1)) or self._unknown
 
-  def instructions(self) -> Iterator[tuple[Instruction, int, bool]]:
-    """Every instruction that runs, how often, and whether in a loop."""
-    for name, (times, loop, _) in self.times.items():
-      for i in self.computations[name].values():
-        yield i, times, loop
+  def instructions(self) -> Iterator[Instruction]:
+    """Every instruction that runs."""
+    for name in self.times:
+      yield from self.computations[name].values()
 
   def collectives(self) -> list[Collective]:
     """Largest first."""
@@ -236,23 +235,17 @@ class Program:
   def largest(self, count: int) -> list[tuple[int, Shape, str]]:
     """The largest results of kernels: (bytes, shape, operation)."""
     found: dict[tuple[Shape, str], int] = {}
-    for i, _, _ in self.instructions():
-      if i.opcode not in _FREE:
-        found |= {
-          (shape, i.op or i.name): shape.nbytes
-          for shape in i.results
-          if not shape.near
-        }
+    for i in self.instructions():
+      for shape in () if i.opcode in _FREE else i.results:
+        if not shape.near:
+          found[shape, i.op or i.name] = shape.nbytes
     ranked = sorted(found.items(), key=lambda item: -item[1])[:count]
     return [(size, *key) for key, size in ranked]
 
-  def targets(self) -> dict[str, int]:
-    """Names of the library kernels, and how often each runs."""
-    out: dict[str, int] = {}
-    for i, times, _ in self.instructions():
-      if i.target:
-        out[i.target] = out.get(i.target, 0) + times
-    return out
+  def targets(self) -> list[str]:
+    """Names of the library kernels."""
+    names = dict.fromkeys(i.target for i in self.instructions())
+    return [*filter(None, names)]
 
   def traffic(self, where=lambda loop, branch: True) -> int:
     """Bytes that kernels read and write, as if no kernel's data stayed in a
@@ -406,12 +399,8 @@ def dot_flops(jaxpr: Any, times: int = 1) -> int:
     if name == 'dot_general':
       (contracted, _), _ = eqn.params['dimension_numbers']
       left = eqn.invars[0].aval.shape
-      total += (
-        2
-        * times
-        * math.prod(eqn.outvars[0].aval.shape)
-        * math.prod(left[d] for d in contracted)
-      )
+      products = 2 * times * math.prod(left[d] for d in contracted)
+      total += products * math.prod(eqn.outvars[0].aval.shape)
       continue
     if name.startswith('dot_product_attention'):
       B, T, N, H = eqn.invars[0].aval.shape

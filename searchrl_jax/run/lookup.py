@@ -138,3 +138,17 @@ def require_fields(
       f'{where} has no field {name!r}, which {fn.__name__} needs',
       error,
     )
+
+
+def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
+  """Fields in which two JSON values differ: {path: [before, now]}.
+
+  None stands for a field that is absent.
+  """
+  if not (isinstance(before, dict) and isinstance(now, dict)):
+    return {} if before == now else {at: [before, now]}
+  out = {}
+  for name in sorted({*before, *now}):
+    path = f'{at}.{name}' if at else name
+    out |= differences(before.get(name), now.get(name), path)
+  return out

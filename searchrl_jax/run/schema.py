@@ -166,7 +166,7 @@ def base() -> ConfigDict:
   c.data.world_seed = 0  # of a generated world, for `microworld` sets
   c.data.world = ConfigDict()  # its other settings (microworld.generate)
   c.data.prompt = 'template'  # template, as_is (the data's own messages)
-  c.data.train = ConfigDict()  # name -> {module, weight, ...its own fields}
+  c.data.train = ConfigDict()  # name -> {module, ...its own fields}
   c.data.eval = ConfigDict()  # name -> {module, ...its own fields}
   c.data.shuffle = True
 

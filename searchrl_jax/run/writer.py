@@ -323,7 +323,7 @@ class Writer:
     now, changed = records.plain(config), {}
     if path.exists() and remote.begun(self.folder):
       with lookup.of(str(path)):
-        changed = differences(json.loads(path.read_text()), now)
+        changed = lookup.differences(json.loads(path.read_text()), now)
       for field, values in changed.items():
         old, new = ('absent' if v is None else json.dumps(v) for v in values)
         records.require(
@@ -362,20 +362,6 @@ def _kept(path: pathlib.Path, step: int) -> list[dict]:
     end += len(line)
   os.truncate(path, end)
   return kept
-
-
-def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
-  """Fields in which two JSON values differ: {path: [before, now]}.
-
-  None stands for a field that is absent.
-  """
-  if not (isinstance(before, dict) and isinstance(now, dict)):
-    return {} if before == now else {at: [before, now]}
-  out = {}
-  for name in sorted({*before, *now}):
-    path = f'{at}.{name}' if at else name
-    out |= differences(before.get(name), now.get(name), path)
-  return out
 
 
 def environment() -> dict[str, Any]:

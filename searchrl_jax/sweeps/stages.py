@@ -72,7 +72,7 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   one, _ = sweep.stage(stage)
   free = (*writer.MAY_DIFFER, *(UNREAD if isinstance(one, Start) else ()))
   free = tuple(f'{field}.' for field in free)
-  for field, (old, new) in writer.differences(before, now).items():
+  for field, (old, new) in lookup.differences(before, now).items():
     moved = field in sweep.needs(stage) and _within(old) == _within(new)
     if not moved and not f'{field}.'.startswith(free):
       raise ConfigError(

@@ -1,6 +1,5 @@
 """Sets, paths, ids, the stream."""
 
-import collections
 import json
 
 import hypothesis
@@ -46,7 +45,7 @@ def test_sets_load_by_module_and_field(tmp_path):
   write(tmp_path / 'a.jsonl', row('1', hops=1), row('2', hops=2))
   data = data_config(dir=str(tmp_path))
   data.train = ConfigDict(
-    {'a': {'module': 'jsonl', 'path': 'a.jsonl', 'hops': 2, 'weight': 1.0}}
+    {'a': {'module': 'jsonl', 'path': 'a.jsonl', 'hops': 2}}
   )
   found = core.load_sets(data.train, data)
   assert ids(found['a']) == ['2']
@@ -67,7 +66,7 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
   'fields, says',
   [
     ({'module': 'jsonl', 'pth': 'a'}, "'pth'; did you mean 'path'"),
-    ({'module': 'jsonl', 'wieght': 1}, "'wieght'; did you mean 'weight'"),
+    ({'module': 'jsonl', 'layuot': 1}, "'layuot'; did you mean 'layout'"),
     ({'module': 'jsnl'}, "did you mean 'jsonl'"),
     ({'path': 'a'}, 'no field module'),
     ({'module': 'jsonl'}, "needs the field 'path'"),
@@ -147,17 +146,6 @@ def test_strings(value, want):
 def test_strings_refuses(value):
   with pytest.raises(core.DataError, match='f:3: the answers'):
     checks.strings(value, 'f:3: the answers')
-
-
-def test_answers_where_needed():
-  some = [
-    Question('1', 'q', ('a',)),
-    Question('2', 'q'),
-    Question('3', 'q', (' ',)),
-  ]
-  checks.require_answers(some[:1], 'reward answer.em')
-  with pytest.raises(core.DataError, match="answer.em .* 2 .*'2', '3'"):
-    checks.require_answers(some, 'reward answer.em')
 
 
 def test_what_functions_need_of_a_question():
@@ -250,40 +238,11 @@ def test_every_question_once_an_epoch(sizes, seed, shuffle, step):
       assert part == [q.id for qs in sets.values() for q in qs]
 
 
-def test_weights_share_the_stream_and_keep_epochs():
-  sets = {
-    'a': questions(*(f'a{i}' for i in range(7))),
-    'b': questions(*(f'b{i}' for i in range(5))),
-  }
-  stream = core.Stream(sets, seed=0, shuffle=True, weights={'a': 3.0, 'b': 1.0})
-  drawn = [stream.next(1)[0].id for _ in range(400)]
-  count = collections.Counter(i[0] for i in drawn)
-  assert (count['a'], count['b']) == (300, 100)
-  for name, size in (('a', 7), ('b', 5)):
-    own = [i for i in drawn if i[0] == name]
-    for k in range(len(own) // size):
-      assert len(set(own[k * size : (k + 1) * size])) == size
-
-
-def test_another_set_leaves_the_order_of_the_first():
-  a, b = questions(*'abcdefgh'), questions(*'xyz')
-  alone = core.Stream({'a': a}, seed=3, shuffle=True, weights={'a': 1})
-  both = core.Stream(
-    {'a': a, 'b': b}, seed=3, shuffle=True, weights={'a': 1, 'b': 1}
-  )
-  mixed = [q.id for _ in range(16) for q in both.next(1) if q.id in 'abcdefgh']
-  assert mixed == ids(alone.next(8))
-
-
 @hypothesis.settings(max_examples=25, deadline=None)
-@hypothesis.given(
-  before=st.integers(0, 30), after=st.integers(1, 30), weighted=st.booleans()
-)
-def test_resume_is_exact(before, after, weighted):
+@hypothesis.given(before=st.integers(0, 30), after=st.integers(1, 30))
+def test_resume_is_exact(before, after):
   sets = {'a': questions(*'abcdefg'), 'b': questions(*'vwxyz')}
-  make = lambda: core.Stream(
-    sets, seed=1, shuffle=True, weights={'a': 2, 'b': 1} if weighted else None
-  )
+  make = lambda: core.Stream(sets, seed=1, shuffle=True)
   stream = make()
   if before:
     stream.next(before)
@@ -310,35 +269,17 @@ def test_seeds_differ_and_shuffle_shuffles():
   [
     {'seed': 2},
     {'shuffle': False},
-    {'weights': {'a': 1}},
     {'sets': {'a': questions(*'abd')}},
     {'sets': {'b': questions(*'abc')}},
   ],
 )
 def test_a_cursor_of_other_data_is_refused(change):
-  fields = {
-    'sets': {'a': questions(*'abc')},
-    'seed': 1,
-    'shuffle': True,
-    'weights': None,
-  }
+  fields = {'sets': {'a': questions(*'abc')}, 'seed': 1, 'shuffle': True}
   make = lambda sets, **kw: core.Stream(sets, **kw)
   state = make(**fields).state()
   make(**fields).restore(state)
   with pytest.raises(core.DataError, match='data position belongs to other'):
     make(**{**fields, **change}).restore(state)
-
-
-@pytest.mark.parametrize(
-  'sets, weights, says',
-  [
-    ({'a': questions('1'), 'b': questions('2')}, {'a': 1.0}, "'b' has weight"),
-    ({'a': questions('1')}, {'a': 0.0}, 'weight 0'),
-  ],
-)
-def test_bad_streams(sets, weights, says):
-  with pytest.raises(core.DataError, match=says):
-    core.Stream(sets, seed=0, shuffle=True, weights=weights)
 
 
 def test_open_stream(tmp_path):

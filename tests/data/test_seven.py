@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs import seven
-from searchrl_jax.data import core, jsonl, tfds
+from searchrl_jax.data import core, jsonl
 from searchrl_jax.run import schema
 from tests.conftest import shared_data
+from tests.data import array_records
 from tests.test_commands import command
 
 
@@ -132,13 +133,7 @@ def lay_out(folder, records):
     (folder / name).mkdir()
     path = folder / name / f'{split}.jsonl'
     path.write_text(''.join(json.dumps(r) + '\n' for r in found))
-    tfds.build(
-      str(path),
-      str(folder / 'arrays'),
-      name=name,
-      split=split,
-      layout='flashrag',
-    )
+    array_records.build(path, folder / 'arrays', name=name, split=split)
     rows += [
       r
       | {

@@ -1,4 +1,4 @@
-"""ArrayRecord through TFDS, made and read without TensorFlow."""
+"""ArrayRecord through TFDS, read without TensorFlow."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 from searchrl_jax.data import jsonl, tfds
 from searchrl_jax.data.checks import DataError
 from tests.conftest import ROOT
+from tests.data import array_records
 
 ROWS = [
   {
@@ -28,9 +29,7 @@ def prepared(tmp_path_factory):
   at = tmp_path_factory.mktemp('tfds')
   file = at / 'x.jsonl'
   file.write_text(''.join(json.dumps(r) + '\n' for r in ROWS))
-  path = tfds.build(
-    str(file), str(at / 'out'), name='some', split='dev', layout='flashrag'
-  )
+  path = array_records.build(file, at / 'out', name='some', split='dev')
   return str(file), path
 
 
@@ -70,10 +69,6 @@ def test_errors(prepared, fields, says):
     load(prepared[1], **fields)
 
 
-def test_nothing_is_overwritten(prepared, tmp_path):
-  file, path = prepared
-  folder = path.removesuffix('/some/1.0.0')
-  with pytest.raises(DataError, match='exists; remove'):
-    tfds.build(file, folder, name='some', split='dev', layout='flashrag')
+def test_it_needs_a_prepared_folder(tmp_path):
   with pytest.raises(DataError, match='no dataset_info.json'):
     load(str(tmp_path))

@@ -433,7 +433,9 @@ def test_answers_are_needed(url, tmp_path):
   config.data.train = ConfigDict(
     dict(bare=dict(module='jsonl', path=str(path)))
   )
-  with pytest.raises(DataError, match='self-play needs golden answers'):
+  with pytest.raises(
+    DataError, match='no golden answers, which self-play needs'
+  ):
     train.train(config, str(tmp_path / 'run'))
 
 

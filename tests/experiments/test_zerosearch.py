@@ -12,7 +12,7 @@ from searchrl_jax import evaluate, sft, train
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.learn import checks
-from searchrl_jax.run import build, checkpoint, parameters, records, writer
+from searchrl_jax.run import build, checkpoint, lookup, parameters, records
 from searchrl_jax.sources import simulated
 from searchrl_jax.sweeps import stages
 from searchrl_jax.types import (
@@ -362,7 +362,7 @@ def test_the_tables_arms_differ_in_what_they_say_alone(tmp_path):
     return records.plain(stages.config_of(table.ROW, stage, tmp_path))
 
   def differ(a, b):
-    return set(writer.differences(of(a), of(b)))
+    return set(lookup.differences(of(a), of(b)))
 
   assert differ('curriculum', 'p0') == {'source.simulator.noise_to'}
   assert differ('p0', 'p1') == {
