@@ -214,12 +214,12 @@ class Batch:
   mask: np.ndarray  # bool [B, T]
   behaviour_logps: np.ndarray  # float32 [B, T], 0 outside mask
   advantages: np.ndarray  # float32 [B, T], 0 outside mask
-  rows: np.ndarray  # int32 [N], index of the trajectory; -1 = none
+  owner: np.ndarray  # int32 [N], index of the trajectory; -1 = none
 
   def spans(self) -> Iterator[tuple[int, tuple[int, slice]]]:
     """Each trajectory: its index, and where its tokens are in arrays [B, T]."""
-    places = len(self.rows) // len(self.ids)
-    for n in np.flatnonzero(self.rows >= 0).tolist():
+    places = len(self.owner) // len(self.ids)
+    for n in np.flatnonzero(self.owner >= 0).tolist():
       start = int(self.starts[n])
       span = slice(start, start + int(self.lengths[n]))
-      yield int(self.rows[n]), (n // places, span)
+      yield int(self.owner[n]), (n // places, span)

@@ -68,7 +68,7 @@ def contents(batches):
     for x in (b.ids, b.mask, b.behaviour_logps):
       assert not x[~held].any()
     assert (np.diff(held.astype(int)) <= 0).all()  # one after another
-    none = b.rows < 0
+    none = b.owner < 0
     assert (b.starts[none] == b.ids.shape[1]).all() and not b.lengths[
       none
     ].any()
@@ -138,7 +138,7 @@ def test_arrival_order_cannot_show(seed, random):
     for p, q in zip(x, y, strict=True):
       for f in dataclasses.fields(p):
         v, w = getattr(p, f.name), getattr(q, f.name)
-        if f.name == 'rows':
+        if f.name == 'owner':
           w = np.where(w >= 0, np.array(order)[w], -1)
         np.testing.assert_array_equal(v, w)
 
@@ -162,7 +162,7 @@ def test_mask_follows_train_not_text():
   t = dataclasses.replace(
     t, segments=(t.segments[0], t.segments[1], forged, t.segments[3])
   )
-  row = batching.row_of(0, t)
+  row = batching.tokens_of(0, t)
   a, b = len(t.segments[0].ids), len(t.segments[1].ids)
   assert row.mask[a : a + b].all() and not row.mask[a + b : a + 2 * b].any()
 
@@ -173,7 +173,7 @@ def test_first_token_is_never_in_the_loss():
   )
   t = Trajectory(Question('q', ''), (s,), (), 'eos')
   np.testing.assert_array_equal(
-    batching.row_of(0, t).mask, [False, True, True, True]
+    batching.tokens_of(0, t).mask, [False, True, True, True]
   )
 
 
@@ -181,7 +181,7 @@ def test_train_context_replaces_segments():
   rng = np.random.default_rng(0)
   t = trajectory('q', 0, rng, n=20)
   t = dataclasses.replace(t, train_context=t.segments[:2])
-  row = batching.row_of(0, t)
+  row = batching.tokens_of(0, t)
   assert len(row.ids) == len(t.segments[0].ids) + len(t.segments[1].ids)
 
 
@@ -233,7 +233,7 @@ def test_rows_undo_the_batch():
   kept[4] = False
   parts = batching.make(ts, kept, groups, config().batch, minibatches=2)
   masks = batching.masks(ts)
-  found = batching.rows(
+  found = batching.unpacked(
     parts, [[b.behaviour_logps for b in mini] for mini in parts], masks
   )
   for i, t in enumerate(ts):
@@ -249,7 +249,9 @@ def test_rows_undo_the_batch():
 def plain(lengths, loss=0):
   """Trajectories of these lengths, of which the last `loss` are in the loss."""
   return [
-    batching.Row(i, np.ones(n, np.int32), np.arange(n) >= n - loss, np.zeros(n))
+    batching.Tokens(
+      i, np.ones(n, np.int32), np.arange(n) >= n - loss, np.zeros(n)
+    )
     for i, n in enumerate(lengths)
   ]
 

@@ -211,7 +211,7 @@ def test_faults_cost_trajectories_and_never_a_false_reward(
 
   def make(trajectories, kept, *args, **kw):
     batches = real(trajectories, kept, *args, **kw)
-    rows = {r for mini in batches for b in mini for r in b.rows if r >= 0}
+    rows = {r for mini in batches for b in mini for r in b.owner if r >= 0}
     assert rows == set(np.flatnonzero(kept))
     trained.extend(trajectories[r] for r in rows)
     failed.extend(t for t in trajectories if t.failed)

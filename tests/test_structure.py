@@ -158,7 +158,7 @@ def test_values_of_turns_land_on_their_loss_tokens(train):
   """Also where observations are in the loss: they are no one's turn."""
   a, b = searching('a', train=train), searching(train=train, note=1)
   s = of(a, b)
-  assert (s.row.tolist(), s.number.tolist()) == ([0, 0, 1], [0, 1, 0])
+  assert (s.owner.tolist(), s.number.tolist()) == ([0, 0, 1], [0, 1, 0])
   first, second = s.over_tokens(np.array([1.0, 2.0, 3.0]))
   assert first.dtype == np.float32
   assert first.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 2, 2]
@@ -188,19 +188,23 @@ def test_properties_of_turns(searches, seed):
   masks = batching.masks(ts)
   s = structure.of(ts, masks)
   rng = np.random.default_rng(seed)
-  assert len(s.row) == sum(searches) + len(ts)
-  values = rng.normal(size=len(s.row))
+  assert len(s.owner) == sum(searches) + len(ts)
+  values = rng.normal(size=len(s.owner))
   rows = s.over_tokens(values)
   for i, (row, mask, t) in enumerate(zip(rows, masks, ts)):
     assert len(row) == len(t) and not row[~mask].any() and row[mask].all()
     # One value for each turn, in order, from its first loss token on.
-    assert (row[s.start[s.row == i]] == np.float32(values[s.row == i])).all()
-    assert len(set(row[mask])) == (s.row == i).sum()
+    assert (
+      row[s.start[s.owner == i]] == np.float32(values[s.owner == i])
+    ).all()
+    assert len(set(row[mask])) == (s.owner == i).sum()
   earned = [rng.normal(size=len(t)) for t in ts]
   for i, value in enumerate(earned):
     value[:2] = 0.0
     np.testing.assert_allclose(
-      s.discounted(s.totals(earned), 1.0)[s.row == i][0], value.sum(), atol=1e-9
+      s.discounted(s.totals(earned), 1.0)[s.owner == i][0],
+      value.sum(),
+      atol=1e-9,
     )
 
 
@@ -261,8 +265,8 @@ def test_turns_of_one_anchor_are_compared():
   s = of(searching('a'), searching('a'), searching('b'))
   returns = np.array([1.0, 0.0, 4.0])
   left = np.array([1, 0, 1, 0, 1, 0])  # turns that follow
-  x = 0.5**left * returns[s.row]  # 0.5 1 | 0 0 | 2 4
-  cells = [np.zeros(3, int)[s.row], s.labels('anchor')]
+  x = 0.5**left * returns[s.owner]  # 0.5 1 | 0 0 | 2 4
+  cells = [np.zeros(3, int)[s.owner], s.labels('anchor')]
   got = advantages.normalised(x, np.ones(6, bool), cells, eps=0.0, ddof=0)
   # First turns 0.5 0 2: mean 5/6, squares 17/4, variance 17/12 - 25/36 = 26/36.
   std = np.sqrt(26 / 36)

@@ -102,7 +102,7 @@ def first_turn(values, valid, group_ids, structure, *, scale: float):
   from searchrl_jax.learn import advantages
 
   x = scale * advantages.centred(values, valid, group_ids)
-  return structure.over_tokens(x[structure.row] * (structure.number == 0))
+  return structure.over_tokens(x[structure.owner] * (structure.number == 0))
 
 
 first_turn.needs_group = True

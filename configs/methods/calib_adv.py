@@ -74,12 +74,12 @@ def calibrated(
     shuffle: control: a trajectory's q go to its turns at random.
   """
   s, score, valid = structure, returns(values), np.asarray(valid, bool)
-  group, row = np.asarray(group_ids), structure.row
-  a = normalised(score, valid, group, eps=eps, ddof=ddof)[row]
+  group, owner = np.asarray(group_ids), structure.owner
+  a = normalised(score, valid, group, eps=eps, ddof=ddof)[owner]
   answers = np.array([t.end == 'answer' for t in s.trajectories]) & valid
   good = answers & [not t.invalid_actions for t in s.trajectories]
   if soft:
-    q = np.zeros(len(row))
+    q = np.zeros(len(owner))
     for g in np.unique(group[good]):
       members = np.flatnonzero(good & (group == g))
       best = score[valid & (group == g)].max()
@@ -89,16 +89,16 @@ def calibrated(
         found = {*s.trajectories[members[0]].question.supporting}
       for i in members:
         worth = quality(s.spans[i], found, similar)
-        at = np.flatnonzero(row == i)
+        at = np.flatnonzero(owner == i)
         q[at] = [worth.get(n, 0.0) for n in s.number[at]]
     q = s.shuffled(q) if shuffle else q
     a = np.where(a < 0, a * (1 - q), a)
   if rebalance:
-    tokens = np.bincount(np.concatenate(s.turns) + 1, minlength=len(row) + 1)
-    last = np.append(row[1:] != row[:-1], True)[: len(row)]
-    last &= valid[row] if released else answers[row]
+    tokens = np.bincount(np.concatenate(s.turns) + 1, minlength=len(owner) + 1)
+    last = np.append(owner[1:] != owner[:-1], True)[: len(owner)]
+    last &= valid[owner] if released else answers[owner]
     for g in np.unique(group):
-      at = last & (group[row] == g)
+      at = last & (group[owner] == g)
       up, down = ((tokens[1:] * a)[at & (f * a > 0)].sum() for f in (1, -1))
       if not (up and down):
         a[at] = 0.0

@@ -76,16 +76,16 @@ def two_levels(
     shuffle: control: a trajectory's A_step go to its turns at random.
   """
   del mask
-  row, total = structure.row, returns(values)
+  owner, total = structure.owner, returns(values)
   valid, group = np.asarray(valid, bool), np.asarray(group_ids)
   how = dict(eps=eps, ddof=ddof)
   if by_turn:
-    episode = normalised(total[row], valid[row], group[row], **how)
+    episode = normalised(total[owner], valid[owner], group[owner], **how)
   else:
-    episode = normalised(total, valid, group, **how)[row]
+    episode = normalised(total, valid, group, **how)[owner]
   earned = structure.discounted(structure.totals(values), gamma)
-  cells = [group[row], structure.labels('anchor')]
-  step = normalised(earned, valid[row], cells, **how)
+  cells = [group[owner], structure.labels('anchor')]
+  step = normalised(earned, valid[owner], cells, **how)
   step = structure.shuffled(step) if shuffle else step
   return structure.over_tokens(episode + weight * step)
 

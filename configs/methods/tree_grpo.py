@@ -72,7 +72,7 @@ def advantage(
     version, credit: see the module.
   """
   tree = np.full(len(valid), -1)
-  tree[structure.row] = structure.labels('tree')
+  tree[structure.owner] = structure.labels('tree')
   group_ids = np.asarray(group_ids)
   if credit == 'shuffled':
     tree = _dealt(tree, group_ids, [t.id for t in structure.trajectories])

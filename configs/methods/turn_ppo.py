@@ -42,11 +42,11 @@ def _returns(values, critic, structure, gamma: float, lam: float):
 
   G_k = r_k + gamma ((1 - lam) V_(k+1) + lam G_(k+1)), 0 after the last turn.
   """
-  row, start = structure.row, structure.start
-  v = np.array([critic[i][t] for i, t in zip(row, start)], np.float64)
+  owner, start = structure.owner, structure.start
+  v = np.array([critic[i][t] for i, t in zip(owner, start)], np.float64)
   g = structure.totals(values)
   for k in reversed(range(len(g) - 1)):
-    if row[k] == row[k + 1]:
+    if owner[k] == owner[k + 1]:
       g[k] += gamma * ((1 - lam) * v[k + 1] + lam * g[k + 1])
   return g, v
 
@@ -75,7 +75,7 @@ def turn_gae(
   """
   del group_ids, mask
   g, v = _returns(values, critic, structure, gamma, lam)
-  kept = np.asarray(valid, bool)[structure.row]
+  kept = np.asarray(valid, bool)[structure.owner]
   a = normalised(g - v, kept, np.zeros(len(g), int), eps=eps, ddof=0)
   return structure.over_tokens(structure.shuffled(a) if shuffle else a)
 
@@ -84,7 +84,7 @@ def targets(values, valid, mask, critic, structure, *, gamma, lam):
   """What the critic learns: G_k at each loss token of turn k."""
   del mask
   g, _ = _returns(values, critic, structure, gamma, lam)
-  kept = np.asarray(valid, bool)[structure.row]
+  kept = np.asarray(valid, bool)[structure.owner]
   return structure.over_tokens(np.where(kept, g, 0.0))
 
 

@@ -43,12 +43,12 @@ def credited(
     eps, ddof: of both normalisations.
     shuffle: a trajectory's z go to its turns at random.
   """
-  row, how = structure.row, dict(eps=eps, ddof=ddof)
+  owner, how = structure.owner, dict(eps=eps, ddof=ddof)
   valid, group = np.asarray(valid, bool), np.asarray(group_ids)
-  outcome = normalised(values, valid, group, **how)[row]
+  outcome = normalised(values, valid, group, **how)[owner]
   before, new = found(structure)
-  cells = [group[row], before]
-  z = normalised(new, valid[row], cells, **how)
+  cells = [group[owner], before]
+  z = normalised(new, valid[owner], cells, **how)
   z = structure.shuffled(z) if shuffle else z
   return structure.over_tokens(outcome + weight * z)
 
@@ -66,7 +66,7 @@ def found(structure: Structure) -> tuple[np.ndarray, np.ndarray]:
     passages = zip(question.supporting, recalled, strict=True)
     needed = {passage for passage, read in passages if not read}
     seen: frozenset[str] = frozenset()
-    for n in structure.number[structure.row == i]:
+    for n in structure.number[structure.owner == i]:
       here = {
         p for s in structure.spans[i] if s.turn == n for p in s.passages
       } & needed

@@ -277,7 +277,7 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
         reward,
         kept=batch.kept,
         advantages=given.advantages,
-        trainer_logps=batching.rows(batches, old, batch.masks),
+        trainer_logps=batching.unpacked(batches, old, batch.masks),
         every=config.log.trajectories_every,
       ),
       writer.write(0, metrics),

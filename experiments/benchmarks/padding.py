@@ -66,7 +66,7 @@ def waste(shards: int, minibatches: int) -> dict:
     rng = np.random.default_rng(seed)
     for sizes in np.array_split(lengths(rng, 2560), minibatches):
       trajectories = [
-        batching.Row(
+        batching.Tokens(
           i, np.ones(n, np.int32), np.arange(n) >= n // 2, np.zeros(n)
         )
         for i, n in enumerate(sizes)
@@ -132,7 +132,7 @@ def worker(updates: int) -> None:
       mask = np.zeros(n, bool)
       mask[1:] = rng.permutation(n - 1) < n * 0.4
       ids = rng.integers(0, cfg.vocab_size, n).astype(np.int32)
-      rows.append(batching.Row(i, ids, mask, np.full(n, -8.0, np.float32)))
+      rows.append(batching.Tokens(i, ids, mask, np.full(n, -8.0, np.float32)))
     batches = batching.pack(rows, c.batch)
     batches = batching.set_advantages(batches, rng.normal(size=256))
     start, busy = time.perf_counter(), time.process_time()

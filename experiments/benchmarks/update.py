@@ -129,11 +129,11 @@ def worker(case: dict) -> None:
   def batch():
     b = batching.empty(c.batch, T)
     b.ids[:] = rng.integers(0, case['vocab'], (B, T))
-    first = np.arange(B) * (len(b.rows) // B)  # one sequence in each row
+    first = np.arange(B) * (len(b.owner) // B)  # one sequence in each row
     b.starts[first], b.lengths[first] = 0, T
     order = rng.random((B, T - 1)).argsort(1).argsort(1)
     b.mask[:, 1:] = order < T // 2
-    b.rows[first] = np.arange(B)
+    b.owner[first] = np.arange(B)
     b.behaviour_logps[b.mask] = -8.0
     [b] = batching.set_advantages([b], rng.normal(size=B))
     return b

@@ -1,4 +1,4 @@
-"""Advantages of flat rows (`config.algorithm.advantage`).
+"""Advantages of trajectories (`config.algorithm.advantage`).
 
 A config names a function of this module, or any other by its dotted path.
 Every function takes
@@ -6,26 +6,26 @@ Every function takes
     values: float [B], or per-token values float [B, T], or B arrays (one for
       each segment or token): the last two are summed into a return for each
       trajectory, as GRPO does with outcome rewards (R = sum of r).
-    valid: bool [B]; a row that is not valid is in no statistic and gets 0.
+    valid: bool [B]; a trajectory that is not is in no statistic and gets 0.
     group_ids: int [B]; equal ids are the trajectories of one question. Groups
       need not be contiguous or of one size: they shrink when a service fails.
 
-then the arrays that it alone needs, each for all B rows (the batch is flat
-and not cut into microbatches yet), then the fields of
-`config.algorithm.advantage_kw`, by keyword. These arrays are:
+then the arrays that it alone needs, each for all B trajectories (not yet cut
+into microbatches), then the fields of `config.algorithm.advantage_kw`, by
+keyword. These arrays are:
 
     greedy: float [n_groups], indexed by group id: the return of the policy's
       greedy answer to that question, NaN where a service failed it (`remax`).
-    mask: B bool arrays [n], the loss tokens of a row of n tokens, as
-      `batching.row_of` has them.
+    mask: B bool arrays [n], the loss tokens of a trajectory of n tokens, as
+      `batching.tokens_of` has them.
     critic: B float arrays [n]: at a loss token, the critic's value of what
       stands before it. Elsewhere anything, NaN included (`gae`).
-    structure: the `structure.Structure` of the rows: segments and their
+    structure: the `structure.Structure` of the batch: segments and their
       spans, turns, passages, and labels to group turns by (`turn_normalised`).
 
 It returns float32 [B], which `batching` broadcasts over the loss tokens of a
-row, or B float32 arrays [n]. NumPy in float64, so that the result does not
-depend on the device or on the order of the rows.
+trajectory, or B float32 arrays [n]. NumPy in float64, so that the result
+depends neither on the device nor on the order of the trajectories.
 
 What the config check has to know of a function are attributes of it:
 
@@ -45,11 +45,11 @@ alone: what stands between two of them is skipped, not decayed through, and a
 reward given there is earned by the loss token before it. A reward given before
 the first one follows from no action and counts for nothing.
 
-A group in which one valid row is left has no baseline: its advantage is 0
-for every function that needs a group (Search-R1 takes mean 0 and std 1
-there, so a lone row is pushed by its raw reward: not kept). A group whose
-values are all equal gets exactly 0. A function that compares turns compares
-those of one trajectory too: `turn_normalised` of a lone row need not be 0.
+A group in which one valid trajectory is left has no baseline: its advantage is
+0 for every function that needs a group (Search-R1 takes mean 0 and std 1 there,
+so its raw reward pushes it: not kept). A group whose values are all equal gets
+exactly 0. A function that compares turns compares those of one trajectory too:
+`turn_normalised` of a lone one need not be 0.
 """
 
 from collections.abc import Callable
@@ -84,10 +84,10 @@ def by_cell(values, valid, partition, fn: Callable) -> np.ndarray:
     values: float [N], of trajectories or of turns (see `returns`).
     valid: bool [N]; the others are in no statistic and get 0.
     partition: labels [N], or K kinds of them [K, N]: a cell is where all are
-      equal. `group_ids` is one; of turns, `[group_ids[structure.row],
+      equal. `group_ids` is one; of turns, `[group_ids[structure.owner],
       structure.number]` is another.
     fn: (s, v) -> float [n]. v are the values of a cell and s the same in
-      increasing order: a statistic of s does not depend on the order of rows.
+      increasing order: a statistic of s does not depend on the order of values.
 
   Returns:
     float64 [N]; 0 in a cell with one valid value, and where all are equal.
@@ -98,12 +98,12 @@ def by_cell(values, valid, partition, fn: Callable) -> np.ndarray:
   values, valid, cells = _prepare(values, valid, cells)
   out = np.zeros_like(values)
   for cell in np.unique(cells[valid]):
-    rows = np.flatnonzero(valid & (cells == cell))
-    v = values[rows]
+    own = np.flatnonzero(valid & (cells == cell))
+    v = values[own]
     # Equal values differ from their own mean by rounding alone, which a
     # division by a tiny standard deviation would blow up.
-    if len(rows) > 1 and v.max() > v.min():
-      out[rows] = fn(np.sort(v), v)
+    if len(own) > 1 and v.max() > v.min():
+      out[own] = fn(np.sort(v), v)
   return out
 
 
@@ -118,14 +118,14 @@ def normalised(values, valid, partition, *, eps: float, ddof: int):
   return by_cell(values, valid, partition, fn)
 
 
-def _whiten(x: np.ndarray, rows: np.ndarray, eps: float, ddof: int):
-  """(x - mean) / (std + eps) over the True rows; float32, 0 elsewhere.
+def _whiten(x: np.ndarray, chosen: np.ndarray, eps: float, ddof: int):
+  """(x - mean) / (std + eps) over the chosen ones; float32, 0 elsewhere.
 
   0 where all are equal. Sums are over sorted values: their order cannot show.
   """
-  out, s = np.zeros(x.shape, np.float32), np.sort(x[rows])
+  out, s = np.zeros(x.shape, np.float32), np.sort(x[chosen])
   if s.size and s[0] != s[-1]:
-    out[rows] = (x[rows] - s.mean()) / (s.std(ddof=ddof) + eps)
+    out[chosen] = (x[chosen] - s.mean()) / (s.std(ddof=ddof) + eps)
   return out
 
 
@@ -161,7 +161,7 @@ def reinforce(values, valid, group_ids):
   """A_i = R_i - b_i, b_i the mean of all other R of the batch.
 
   REINFORCE with a baseline (Williams, "Simple statistical gradient-following
-  algorithms for connectionist reinforcement learning", 1992). A row's own
+  algorithms for connectionist reinforcement learning", 1992). Its own
   return is not in its baseline, so that the gradient stays unbiased. Groups
   play no part, and one trajectory a question is enough.
   """
@@ -214,7 +214,7 @@ def remax(values, valid, group_ids, greedy):
   """A = R - R of the policy's greedy answer to the same question.
 
   ReMax, arXiv 2310.10505, algorithm 1. Groups of one will do. A question whose
-  greedy answer failed (NaN) has no baseline: its rows get 0.
+  greedy answer failed (NaN) has no baseline: its trajectories get 0.
   """
   values, valid, group_ids = _prepare(values, valid, group_ids)
   baseline = np.asarray(greedy, np.float64)[group_ids]
@@ -238,7 +238,7 @@ def lambda_returns(
     gamma: discount for each loss token. lam: 1 = Monte Carlo, 0 = TD(0).
 
   Returns:
-    B float64 arrays [n], 0 off the loss tokens and in rows not valid.
+    B float64 arrays [n], 0 off the loss tokens and in trajectories not valid.
   """
   steps = [
     np.flatnonzero(m) if ok else [] for m, ok in zip(mask, valid, strict=True)
@@ -259,7 +259,7 @@ def lambda_returns(
 
 
 def _earned(value, mask) -> np.ndarray:
-  """Rewards of the tokens of a row [n], from one for each or for all."""
+  """Rewards of the tokens of a trajectory [n], from one for each or for all."""
   value = np.asarray(value, np.float64)
   if value.ndim:
     return value
@@ -268,10 +268,10 @@ def _earned(value, mask) -> np.ndarray:
   return out
 
 
-def _whiten_tokens(rows, mask, valid, eps: float) -> list[np.ndarray]:
-  """`_whiten` over the loss tokens of all valid rows; float32 [n] each."""
+def _whiten_tokens(values, mask, valid, eps: float) -> list[np.ndarray]:
+  """`_whiten` over the loss tokens of what is valid; float32 [n] each."""
   kept = [np.asarray(m, bool) & ok for m, ok in zip(mask, valid)]
-  flat = _whiten(np.concatenate(rows), np.concatenate(kept), eps, 0)
+  flat = _whiten(np.concatenate(values), np.concatenate(kept), eps, 0)
   return np.split(flat, np.cumsum([len(m) for m in mask])[:-1])
 
 
@@ -317,13 +317,13 @@ def gae(
   """
   _, valid, _ = _prepare(values, valid, group_ids)
   targets = lambda_returns(values, valid, mask, critic, gamma=gamma, lam=lam)
-  rows = [
+  found = [
     np.where(np.asarray(m, bool) & ok, target - np.asarray(v, np.float64), 0.0)
     for m, ok, target, v in zip(mask, valid, targets, critic)
   ]
   if whiten:
-    return _whiten_tokens(rows, mask, valid, eps)
-  return [x.astype(np.float32) for x in rows]
+    return _whiten_tokens(found, mask, valid, eps)
+  return [x.astype(np.float32) for x in found]
 
 
 def turn_normalised(
@@ -360,9 +360,9 @@ def turn_normalised(
   """
   _, valid, group_ids = _prepare(values, valid, group_ids)
   earned = structure.totals([_earned(v, m) for v, m in zip(values, mask)])
-  group = group_ids[structure.row]
+  group = group_ids[structure.owner]
   cells = [group, structure.number] if same_turn else group
-  z = normalised(earned, valid[structure.row], cells, eps=eps, ddof=ddof)
+  z = normalised(earned, valid[structure.owner], cells, eps=eps, ddof=ddof)
   return structure.over_tokens(structure.discounted(z, gamma))
 
 

@@ -86,7 +86,7 @@ def bucket_of(lengths: Sequence[int], n: int) -> int:
   return next(length for length in lengths if n <= length)
 
 
-class Row(NamedTuple):
+class Tokens(NamedTuple):
   """One trajectory as arrays of its own length n."""
 
   index: int  # of the trajectory, in the flat order of the groups
@@ -95,7 +95,7 @@ class Row(NamedTuple):
   logps: np.ndarray  # float32 [n], NaN where nothing was recorded
 
 
-def row_of(index: int, trajectory: Trajectory) -> Row:
+def tokens_of(index: int, trajectory: Trajectory) -> Tokens:
   """Joins the segments that the trainer sees; the mask is their `train`.
 
   The first token of a sequence has no prediction and is never in the loss.
@@ -119,7 +119,7 @@ def row_of(index: int, trajectory: Trajectory) -> Row:
   ids = np.concatenate([s.ids for s in trajectory.trained]).astype(np.int32)
   logps = np.concatenate(logps).astype(np.float32)
   [mask] = masks([trajectory])
-  return Row(index, ids, mask, logps)
+  return Tokens(index, ids, mask, logps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,29 +223,29 @@ def empty(batch_config, length: int, shards: int = 1) -> Batch:
     mask=np.zeros(shape, bool),
     behaviour_logps=np.zeros(shape, np.float32),
     advantages=np.zeros(shape, np.float32),
-    rows=np.full(places, -1, np.int32),
+    owner=np.full(places, -1, np.int32),
   )
 
 
-def add(b: Batch, row: int, trajectory: Row) -> None:
+def add(b: Batch, row: int, trajectory: Tokens) -> None:
   """Puts a trajectory behind those of a row, which has to have room for it."""
-  places = len(b.rows) // len(b.ids)
+  places = len(b.owner) // len(b.ids)
   first = row * places
-  n = first + int((b.rows[first : first + places] >= 0).sum())
+  n = first + int((b.owner[first : first + places] >= 0).sum())
   start = b.lengths[first:n].sum()
   b.starts[n], b.lengths[n] = start, len(trajectory.ids)
-  b.rows[n] = trajectory.index
+  b.owner[n] = trajectory.index
   at = row, slice(start, start + len(trajectory.ids))
   mask = trajectory.mask
   b.ids[at], b.mask[at] = trajectory.ids, mask
   b.behaviour_logps[at] = np.where(mask, trajectory.logps, 0.0)
 
 
-def _place(batch_config, rows: Sequence[Row], shards: int, buckets):
+def _place(batch_config, parts: Sequence[Tokens], shards: int, buckets):
   """Best fit: each trajectory in the row where it leaves the least.
 
   Args:
-    rows: the trajectories, longest first.
+    parts: the trajectories, longest first.
     buckets: the lengths of the microbatches.
 
   Returns:
@@ -258,8 +258,8 @@ def _place(batch_config, rows: Sequence[Row], shards: int, buckets):
   left = np.repeat([capacity(batch_config, n) for n in buckets], S)
   shard = np.arange(len(free)) // (B // S)
   out = []
-  for row in rows:
-    n, loss = len(row.ids), row.mask.sum()
+  for part in parts:
+    n, loss = len(part.ids), part.mask.sum()
     fits = (free >= n) & (places > 0) & (left[shard] >= loss)
     r = np.where(fits, free, buckets[0] + buckets[-1]).argmin()
     if not fits[r]:
@@ -285,7 +285,7 @@ def _buckets(lengths: Sequence[int], tokens: int) -> list[int]:
   return [lengths[-1]] * n + short
 
 
-def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
+def pack(parts: Sequence[Tokens], batch_config, shards: int = 1) -> list[Batch]:
   """Trajectories of one minibatch -> microbatches, shortest rows first.
 
   As few tokens as best fit decreasing finds room in: from the least that
@@ -294,26 +294,26 @@ def pack(rows: Sequence[Row], batch_config, shards: int = 1) -> list[Batch]:
   Raises:
     ValueError: a trajectory is longer than the last bucket.
   """
-  if not rows:
+  if not parts:
     return []
   lengths, B = list(batch_config.lengths), rows_of(batch_config, shards)
-  sizes = [len(row.ids) for row in rows]
+  sizes = [len(part.ids) for part in parts]
   bucket_of(lengths, max(sizes))
-  rows = sorted(rows, key=lambda row: -len(row.ids))
-  loss = sum(int(row.mask.sum()) for row in rows)
+  parts = sorted(parts, key=lambda part: -len(part.ids))
+  loss = sum(int(part.mask.sum()) for part in parts)
   places = places_of(batch_config, lengths[-1]) / lengths[-1]
   room = shards * capacity(batch_config, lengths[-1]) / (B * lengths[-1])
   # Of one row of each microbatch, all together.
-  tokens = math.ceil(max(sum(sizes), len(rows) / places, loss / room) / B)
+  tokens = math.ceil(max(sum(sizes), len(parts) / places, loss / room) / B)
   while True:
     buckets = _buckets(lengths, tokens)
-    found = _place(batch_config, rows, shards, buckets)
+    found = _place(batch_config, parts, shards, buckets)
     if found is not None:
       break
     tokens = sum(buckets) + max(1, sum(buckets) // 256)
   out = [empty(batch_config, length, shards) for length in buckets]
-  for row, r in zip(rows, found):
-    add(out[r // B], r % B, row)
+  for part, r in zip(parts, found):
+    add(out[r // B], r % B, part)
   return [b for b in reversed(out) if b.lengths.any()]
 
 
@@ -330,7 +330,7 @@ def make(
   """Trajectories -> minibatches of microbatches, advantages still 0.
 
   Args:
-    trajectories: flat, in the order of the groups; `Batch.rows` index them.
+    trajectories: flat, in the order of the groups; `Batch.owner` indexes them.
     kept: bool [B], from `kept_of`. Failed trajectories must not be in it.
     group_ids: int [B].
     batch_config: config.batch.
@@ -342,7 +342,7 @@ def make(
     ValueError: a kept trajectory failed, is too long or lacks log-probs.
   """
   return [
-    pack([row_of(i, trajectories[i]) for i in part], batch_config, shards)
+    pack([tokens_of(i, trajectories[i]) for i in part], batch_config, shards)
     for part in split(trajectories, kept, group_ids, minibatches, seed)
   ]
 
@@ -373,7 +373,9 @@ def masks(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
   return out
 
 
-def rows(minibatches, arrays, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+def unpacked(
+  minibatches, arrays, masks: Sequence[np.ndarray]
+) -> list[np.ndarray]:
   """Arrays [B, T] of microbatches, cut to trajectories: float64 [n] each.
 
   Args:

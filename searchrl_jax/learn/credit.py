@@ -67,7 +67,7 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   if a.kl == 'reward':
     kl = lambda x, r: losses.kl(x, r, a.kl_estimator)
     found = [[*map(kl, xs, rs)] for xs, rs in zip(old, ref)]
-    penalty = batching.rows(minibatches, found, masks)
+    penalty = batching.unpacked(minibatches, found, masks)
     tokens = sum(int(b.mask.sum()) for mini in minibatches for b in mini)
     metrics['kl_ref'] = sum(x.sum() for x in penalty) / max(tokens, 1)
   if 'mask' in taken:
@@ -80,7 +80,7 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   if 'structure' in taken:
     arrays['structure'] = structure.of(batch.trajectories, masks)
   if values is not None:
-    arrays['critic'] = batching.rows(minibatches, values, masks)
+    arrays['critic'] = batching.unpacked(minibatches, values, masks)
   # What is left out of the batch is in no statistic: its KL is not known.
   valid, given = batch.kept, [arrays[name] for name in taken]
   kw = a.advantage_kw

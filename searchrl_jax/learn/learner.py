@@ -237,7 +237,7 @@ class Learner:
       'kept': batch.kept,
       'advantages': credit.advantages,
       'trainer_logps': old
-      and batching.rows(batch.minibatches, old, batch.masks),
+      and batching.unpacked(batch.minibatches, old, batch.masks),
     }
 
   def step(self, mini: Sequence) -> dict[str, float]:

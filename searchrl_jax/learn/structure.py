@@ -6,8 +6,9 @@ that have a loss token are listed for the whole batch, N in all, by trajectory
 and number. Values of turns are float [N]:
 
     x = structure.totals(values)  # what each turn earned
-    cells = [group_ids[structure.row], structure.labels('anchor')]
-    x = advantages.normalised(x, valid[structure.row], cells, eps=..., ddof=...)
+    cells = [group_ids[structure.owner], structure.labels('anchor')]
+    valid = valid[structure.owner]
+    x = advantages.normalised(x, valid, cells, eps=..., ddof=...)
     return structure.over_tokens(structure.discounted(x, gamma))
 """
 
@@ -26,7 +27,7 @@ ACTORS = ('policy', 'teacher')  # authors of turns
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-  """A segment that the trainer sees: tokens start <= t < end of its row."""
+  """A segment that the trainer sees: tokens start <= t < end."""
 
   start: int
   end: int
@@ -53,7 +54,7 @@ class Structure:
 
   trajectories: Sequence[Trajectory]  # B: question, role, meta, searches
   spans: Sequence[tuple[Span, ...]]  # of each trajectory
-  row: np.ndarray  # int [N]: the trajectory of a turn, increasing
+  owner: np.ndarray  # int [N]: the trajectory of a turn, increasing
   number: np.ndarray  # int [N]: of the turn within its trajectory
   start: np.ndarray  # int [N]: its first loss token
   turns: Sequence[np.ndarray]  # B int [n]: index (< N) at loss tokens, else -1
@@ -66,7 +67,7 @@ class Structure:
     """
     out = [np.zeros(0)]
     for i, value in enumerate(values):
-      at = self.start[self.row == i]
+      at = self.start[self.owner == i]
       if len(at):
         out.append(np.add.reduceat(np.asarray(value, np.float64), at))
     return np.concatenate(out)
@@ -75,7 +76,7 @@ class Structure:
     """float64 [N]: x_k + gamma x_(k+1) + ... over a trajectory's turns."""
     out = np.array(values, np.float64)
     for i in reversed(range(len(out) - 1)):
-      if self.row[i] == self.row[i + 1]:
+      if self.owner[i] == self.owner[i + 1]:
         out[i] += gamma * out[i + 1]
     return out
 
@@ -86,7 +87,7 @@ class Structure:
     """
     out = np.array(values, np.float64)
     for i, trajectory in enumerate(self.trajectories):
-      at = np.flatnonzero(self.row == i)
+      at = np.flatnonzero(self.owner == i)
       out[at] = out[at[order(trajectory, len(at))]]
     return out
 
@@ -110,13 +111,13 @@ class Structure:
     Raises:
       ValueError: a trajectory lacks the label, or has not one for each turn.
     """
-    turns = zip(self.row.tolist(), self.number.tolist())
+    turns = zip(self.owner.tolist(), self.number.tolist())
     labels = [self._label(name, *turn) for turn in turns]
     first = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     return np.array([first[label] for label in labels], int)
 
-  def _label(self, name: str, row: int, number: int) -> Hashable:
-    trajectory, spans = self.trajectories[row], self.spans[row]
+  def _label(self, name: str, owner: int, number: int) -> Hashable:
+    trajectory, spans = self.trajectories[owner], self.spans[owner]
     if name == 'role':
       return trajectory.role
     if name == 'anchor':
@@ -144,7 +145,7 @@ def of(
   """The structure of B trajectories.
 
   Args:
-    trajectories: in the order of the rows.
+    trajectories: in the order of the batch.
     masks: B bool arrays [n], their loss tokens (`batching.masks`).
 
   Raises:
@@ -164,8 +165,8 @@ def of(
     turn[at] = n + index
     turns.append(turn)
     n += len(first)
-  row, numbers, start = np.concatenate(listed, axis=1)
-  return Structure(trajectories, spans, row, numbers, start, turns)
+  owner, numbers, start = np.concatenate(listed, axis=1)
+  return Structure(trajectories, spans, owner, numbers, start, turns)
 
 
 def order(trajectory: Trajectory, n: int, step: int = 0) -> np.ndarray:

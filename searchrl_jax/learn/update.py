@@ -185,7 +185,7 @@ class Updater:
       'old': zeros if old is None else old,
       'ref': zeros if ref is None else ref,
     }
-    del arrays['rows']
+    del arrays['owner']
     return {k: place(self.mesh, v) for k, v in arrays.items()}
 
   def like(self, length: int) -> dict:

@@ -70,7 +70,7 @@ def outcome(group, values):
 def by_turn(s, tokens):
   """For each trajectory, what all tokens of each turn have; 0 elsewhere."""
   out = [[] for _ in s.trajectories]
-  for turn, row in enumerate(s.row):
+  for turn, row in enumerate(s.owner):
     own = np.asarray(tokens[row])[s.turns[row] == turn]
     assert (own == own[0]).all()
     out[row].append(float(own[0]))

@@ -121,7 +121,7 @@ def test_a_longer_thought_changes_no_statistic(longer):
     s, masks = hand.arrays(group)
     values = hand.outcome(group, [1.0, 0.0])
     for row, x in enumerate((0.5, 0.2)):  # of the first turns, at their end
-      first = np.flatnonzero(s.row == row)[0]
+      first = np.flatnonzero(s.owner == row)[0]
       values[row][np.flatnonzero(s.turns[row] == first)[-1]] = x
     fn = advantages.turn_normalised
     if name == 'as_released':

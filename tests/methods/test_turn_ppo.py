@@ -17,7 +17,7 @@ KW = turn_ppo.ADVANTAGE['advantage_kw'] | dict(gamma=0.9, lam=0.5)
 def critic(s, values):
   """A critic with these values at the first tokens of turns, NaN elsewhere."""
   out = [np.full(len(t), np.nan) for t in s.turns]
-  for row, start, v in zip(s.row, s.start, values, strict=True):
+  for row, start, v in zip(s.owner, s.start, values, strict=True):
     out[row][start] = v
   return out
 

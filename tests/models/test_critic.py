@@ -135,7 +135,7 @@ def test_a_mesh_does_not_show():
   for u, batches in ((alone, one), (wide, many)):
     state = u.init(update.copy(p))
     old = [u.score(state.params, b) for b in batches]
-    found.append(batching.rows([batches], [old], masks))
+    found.append(batching.unpacked([batches], [old], masks))
     state, metrics = u.step(state, batches, old)
     found[-1].append(np.asarray(state.params['layers']['q']).ravel())
     found[-1].append(np.array([metrics['loss']]))
