@@ -266,7 +266,7 @@ def _small(c, a):
   c.env.max_turn_tokens = 40
   c.env.max_tokens = 320
   c.env.max_observation_tokens = 48
-  c.engine.slots = 128
+  c.engine.slots = 32
   c.engine.max_len = 320
   c.engine.chunk = 8
   c.engine.prefill_rows = 16

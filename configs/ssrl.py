@@ -131,7 +131,7 @@ def _small(c, a):
   c.env.max_turn_tokens = 14 if a.no_information else 112
   c.env.max_tokens = 128
   c.env.max_observation_tokens = 48
-  c.engine.slots = 128
+  c.engine.slots = 32
   c.engine.max_len = 128
   c.engine.chunk = 8
   c.engine.prefill_rows = 16
