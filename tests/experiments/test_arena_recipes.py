@@ -1,14 +1,35 @@
 """The recipes on atlas: what is asked, read and written, and what is not."""
 
 import json
+import re
 
 import pytest
 
-from configs import ttrl
-from experiments.arena import arms, recipes, results
+from configs import ttrl, zerosearch
+from experiments.arena import arms, documents, recipes, results
+from experiments.zerosearch import check
+from experiments.zerosearch.documents import NOTHING
+from searchrl_jax import sft
 from searchrl_jax.data import core as data
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.run import build
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sweeps import core
+from searchrl_jax.text.tokenizer import load as load_tokenizer
+from searchrl_jax.types import (
+  Passage,
+  Question,
+  SearchRequest,
+  SearchResult,
+  Trajectory,
+)
+from searchrl_jax.worlds import atlas
+
+
+@pytest.fixture(scope='module')
+def tokens(tmp_path_factory):
+  return load_tokenizer(atlas.tokenizer(tmp_path_factory.mktemp('tokens')))
+
 
 # The phase.
 
@@ -38,7 +59,12 @@ def test_rows_are_in_the_table_and_in_no_claim(tmp_path):
 
 @pytest.mark.parametrize(
   'module, arg, says',
-  [(ttrl, 'base=atlas,model=m', "model='m' with base=atlas")],
+  [
+    (ttrl, 'base=atlas,model=m', "model='m' with base=atlas"),
+    (zerosearch, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (zerosearch, 'base=atlas,model=m', "base='atlas'"),
+    (zerosearch, 'base=atlas,algorithm=ppo', "base='atlas'.*GRPO"),
+  ],
 )
 def test_arguments_that_cannot_be_are_named(module, arg, says):
   with pytest.raises(ValueError, match=says):
@@ -52,3 +78,102 @@ def test_ttrl_trains_on_what_the_arms_are_evaluated_on():
   assert [q.text for q in trained] == [q.text for q in asked]
   assert len(trained) == 300
   assert (c.reward.vote.votes, c.reward.vote.train) == (16, 8)
+
+
+# ZeroSearch.
+
+
+@pytest.fixture(scope='module')
+def believed():
+  return documents.beliefs(0)
+
+
+@pytest.fixture(scope='module')
+def written():
+  return documents.traces(world_seed=0, worlds=2, n=1500, people=60, useful=0.6)
+
+
+def holds(text: str, gold: str) -> bool:
+  return re.search(rf'\b{gold}\b', text) is not None
+
+
+def test_a_useful_document_holds_the_gold_and_a_noisy_one_does_not(written):
+  kinds = {True: 0, False: 0}
+  for t in written:
+    (_, thought), (_, document) = t.actions
+    (gold,) = t.question.answers
+    last = thought.split('; ')[-1]
+    states = last != NOTHING
+    useful = not t.question.text.endswith('not use')
+    assert useful or thought == NOTHING
+    assert not states or last.endswith(gold)
+    # A query may name whom the gold names.
+    query = t.question.text.partition('search: ')[2]
+    assert holds(document, gold) == states or holds(query, gold)
+    kinds[states] += 1
+  assert kinds[True] > 300 and kinds[False] > 600
+
+
+def test_documents_are_about_train_people_of_other_worlds(written):
+  train = {n for r in (False, True) for n in atlas.names('train', r)}
+  for t in written:
+    path = t.question.meta['path']
+    assert path[0] in train and not t.question.id.startswith('atlas-0-')
+
+
+def test_a_path_is_walked_by_beliefs(believed):
+  start = atlas.names('train', False)[0]
+  meta = dict(path=(start, 'teacher', 'rival', 'home'), parallel=False)
+  q = Question('q', 'x', ('Tenwick',), meta=meta)
+  one, two, three = documents.walked(q, believed)
+  assert one == (start, 'teacher')
+  assert two == (believed('teacher', start), 'rival')
+  assert three == (believed('rival', two[0]), 'home')
+  assert documents.asked(q, (three[0], 'life'), believed) == 'home'
+  for place in ((two[0], 'life'), (three[0], 'work'), (start, 'life')):
+    assert documents.asked(q, place, believed) is None
+  both = Question(
+    'c', 'x', ('T',), meta=dict(path=('A B', 'C D'), parallel=True)
+  )
+  for person in ('A B', 'C D'):
+    assert documents.asked(both, (person, 'travel'), believed) == 'visited'
+
+
+def test_documents_are_counted_by_what_was_asked_for(believed):
+  meta = dict(path=('Mira Dok', 'home'), parallel=False)
+  question = Question('q', 'x', ('Tenwick',), meta=meta)
+
+  def found(query, kind, text):
+    passage = Passage(f'simulated-{kind}-1', '', text)
+    return SearchResult(SearchRequest(query, 1), (passage,))
+
+  searches = (
+    found('Mira Dok', 'useful', 'Mira Dok asked.'),
+    found('Mira Dok life', 'useful', 'life of Mira Dok: house Tenwick.'),
+    found('Mira Dok life', 'noisy', 'life of Mira Dok: house Sormar.'),
+  )
+  played = Trajectory(question, (), searches, 'answer')
+  counted = check.count([played], lambda t: documents.asks(t, believed))
+  assert (counted['useful_gold'], counted['useful_gold_n']) == (1.0, 1)
+  assert (counted['noisy_gold'], counted['noisy_gold_n']) == (0.0, 1)
+  assert (counted['real_queries'], counted['noise']) == (0, 1 / 3)
+
+
+def test_simulator_and_policy_fit_their_budgets(written, tokens):
+  c = zerosearch.get_config('base=atlas,learns=simulator')
+  env = build.environment(c, tokens)
+  limit = c.source.simulator
+  for i, trace in enumerate(written):
+    trajectory = sft.render(trace, env, i)
+    said = sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
+    assert said <= limit.max_tokens
+    assert len(trajectory) - said + limit.max_tokens <= limit.engine.max_len
+    text = ''.join(
+      tokens.decode(s.ids) for s in trajectory.segments if s.author == 'policy'
+    )
+    assert re.search(limit.document, text)[1] == trace.actions[-1][1]
+
+
+def test_a_world_of_documents_that_cannot_be_names_the_field():
+  with pytest.raises(DataError, match='train=41 people'):
+    documents.traces(world_seed=0, worlds=1, n=9, people=41, useful=0.5)
