@@ -1,4 +1,4 @@
-"""TTRL and ZeroSearch on atlas: rows outside the comparison.
+"""TTRL, SSRL and ZeroSearch on atlas: rows outside the comparison.
 
   python -m experiments.arena.run --phase=recipes --workdir=runs/arena
 
@@ -11,6 +11,8 @@ after the last, and
         questions, without their answers, are what it trains on. It starts from
         `skills`: from `even`, most votes on a hard question are one of three
         guesses, and all that is learnt is to guess (experiments/LOG.md).
+  ssrl  'real/...': the same policy, all of whose searches are answered by the
+        real source (sim-to-real).
   zerosearch  evaluated on the real source, which it never met in training:
         'documents/real_queries' is 0. 'documents/...' says how many documents
         held the golden answer (experiments/zerosearch/check.py).
@@ -64,6 +66,14 @@ def voted(config, run: str, out: str) -> Mapping[str, float]:
   return measure.compared(config, run, out) | means
 
 
+def recited(config, run: str, out: str) -> Mapping[str, float]:
+  """SSRL: with itself, and with the real source."""
+  real = measure.evaluated(
+    config, {'env.real_searches': -1}, run, f'{out}/real'
+  )
+  return measure.compared(config, run, out) | measure.prefixed('real', real)
+
+
 def simulated(config, run: str, out: str) -> Mapping[str, float]:
   """ZeroSearch: on the real source, and what the documents were worth."""
   fields = {'source.module': 'service', 'eval.questions': 0}
@@ -90,6 +100,7 @@ def get_sweep() -> core.Sweep:
     warm={
       'skills': core.Start(start('skills')),
       'even': core.Start(start('even'), 'skills'),
+      'recitals': core.Start(of('ssrl'), 'skills'),
       # One for all seeds: it reads nothing of their worlds.
       'simulator': core.Start(
         lambda seed: of('zerosearch', 'learns=simulator')(SIMULATOR_SEED),
@@ -99,6 +110,7 @@ def get_sweep() -> core.Sweep:
     },
     arms=[
       arm('ttrl', of('ttrl'), 'skills', evaluations={'after': voted}),
+      arm('ssrl', of('ssrl'), 'recitals', evaluations={'after': recited}),
       arm(
         'zerosearch',
         zerosearch,

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from configs import ttrl, zerosearch
-from experiments.arena import arms, documents, recipes, results
+from configs import ssrl, ttrl, zerosearch
+from experiments.arena import arms, documents, recipes, recitals, results
 from experiments.zerosearch import check
 from experiments.zerosearch.documents import NOTHING
 from searchrl_jax import sft
@@ -24,6 +24,8 @@ from searchrl_jax.types import (
   Trajectory,
 )
 from searchrl_jax.worlds import atlas
+
+SMALL = dict(train=60, heldout=40, known=20)
 
 
 @pytest.fixture(scope='module')
@@ -61,6 +63,9 @@ def test_rows_are_in_the_table_and_in_no_claim(tmp_path):
   'module, arg, says',
   [
     (ttrl, 'base=atlas,model=m', "model='m' with base=atlas"),
+    (ssrl, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (ssrl, 'base=atlas,model=m', "base='atlas'"),
+    (ssrl, 'base=atlas,shuffled', "base='atlas'.*shuffled"),
     (zerosearch, 'base=maps', "base='maps': one of '', 'atlas'"),
     (zerosearch, 'base=atlas,model=m', "base='atlas'"),
     (zerosearch, 'base=atlas,algorithm=ppo', "base='atlas'.*GRPO"),
@@ -78,6 +83,61 @@ def test_ttrl_trains_on_what_the_arms_are_evaluated_on():
   assert [q.text for q in trained] == [q.text for q in asked]
   assert len(trained) == 300
   assert (c.reward.vote.votes, c.reward.vote.train) == (16, 8)
+
+
+# SSRL.
+
+
+@pytest.fixture(scope='module')
+def world():
+  return atlas.generate(3, **SMALL)
+
+
+@pytest.fixture(scope='module')
+def recited():
+  return recitals.traces(
+    world_seed=3, mix='even', n=300, queries=50, recitals=2, **SMALL
+  )
+
+
+def test_each_passage_is_recited_as_often(world, recited):
+  pairs = [
+    (query, passage)
+    for t in recited
+    if t.actions[0][0] == 'search'
+    for (_, query), (_, (passage,)) in zip(t.actions[::2], t.actions[1::2])
+  ]
+  for query, passage in pairs:
+    assert passage.title.replace(',', '') == query
+  told = sorted(passage.text for _, passage in pairs)
+  texts = [row['contents'].split('\n') for row in world.corpus]
+  stated = [text for title, text in texts if not title.endswith('asked"')]
+  assert told == sorted(2 * stated) and len(stated) == 5 * len(world.facts)
+
+
+def test_nothing_held_out_is_asked(recited):
+  people = {n for r in (False, True) for n in atlas.names('heldout', r)}
+  asked = [t for t in recited if t.actions[0][0] != 'search']
+  for t in asked:
+    said = ' '.join(x for _, x in t.actions if isinstance(x, str))
+    assert not {*re.findall(r'[A-Z]\w+ [A-Z]\w+', said)} & people
+    if not t.question:  # no more than a query is written
+      assert said.startswith('Question: What ')
+      assert all(kind != 'information' for kind, _ in t.actions)
+  of = [t.question for t in asked if t.question]
+  assert all(q.id.startswith('atlas-3-train-') for q in of)
+  assert (len(of), len(asked)) == (300, 350)
+
+
+def test_information_is_in_the_loss_of_the_start(recited, tokens):
+  c = ssrl.get_config('base=atlas')
+  c.env.train_information = True  # as sft sets it
+  env = build.environment(c, tokens)
+  for i, trace in enumerate(recited[::20]):
+    written = sft.render(trace, env, i)
+    assert all(s.train or s.author == 'prompt' for s in written.segments)
+    if trace.question:
+      assert env.answer(written) == dict(trace.actions)['answer']
 
 
 # ZeroSearch.
