@@ -21,6 +21,9 @@ requirements and the original's figures. Arguments:
                   binary: the paper's form
   shuffled        a control with permuted golden answers (small form)
   no_information  a control with turns too short for information (small form)
+  base            '' = the above; atlas: the world and budgets of
+                  configs/atlas.py, from a warm start that continues its
+                  `skills` (experiments/arena/recitals.py)
   seed
 
 The recipe differs from Search-R1 in three fields: env.information='policy',
@@ -51,16 +54,23 @@ release:
 
 from ml_collections import ConfigDict
 
-from configs import algorithms
+from configs import algorithms, atlas
 from searchrl_jax.run import schema
 
 WORLD = dict(warm=240, rl=160, heldout=100, unseen=80)
 REWARDS = ('graded', 'binary')
+BASES = ('', 'atlas')
 
 
 def get_config(arg=None):
   a = schema.parse_arg(
-    arg, seed=0, model='', reward='graded', shuffled=False, no_information=False
+    arg,
+    seed=0,
+    model='',
+    reward='graded',
+    shuffled=False,
+    no_information=False,
+    base='',
   )
   if a.reward not in REWARDS:
     raise ValueError(
@@ -71,7 +81,12 @@ def get_config(arg=None):
       'config arguments shuffled and no_information are controls of the small '
       'form; leave model out'
     )
-  c = schema.base()
+  if a.base not in BASES or a.base and (a.model or a.shuffled):
+    raise ValueError(
+      f'config argument base={a.base!r}: one of {", ".join(map(repr, BASES))}, '
+      'without model or shuffled'
+    )
+  c = atlas.get_config(f'seed={a.seed}') if a.base else schema.base()
   c.name = 'ssrl'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last checkpoint is reported
@@ -80,12 +95,15 @@ def get_config(arg=None):
   c.algorithm.update(
     algorithms.GRPO | dict(aggregation='token', clip_dual=3.0, kl_coef=0.001)
   )
-  c.reward.ssrl = ConfigDict(
+  c.reward = ConfigDict(
     dict(
-      fn=f'experiments.ssrl.reward.{a.reward}', weight=1.0, format_weight=0.1
+      ssrl=dict(
+        fn=f'experiments.ssrl.reward.{a.reward}', weight=1.0, format_weight=0.1
+      )
     )
   )
-  (_full if a.model else _small)(c, a)
+  form = _full if a.model else _atlas if a.base else _small
+  form(c, a)
   return c
 
 
@@ -167,6 +185,25 @@ def _small(c, a):
   c.train.steps = 30
   c.eval.every = 10
   c.checkpoint.every = 10
+
+
+def _atlas(c, a):
+  # A whole attempt is one generation.
+  c.env.max_turn_tokens = 14 if a.no_information else 288
+  c.sft.data = ConfigDict(
+    dict(
+      module='experiments.arena.recitals',
+      mix='even',
+      n=6_000,
+      queries=2_000,
+      recitals=40,
+      turns=6,  # env.max_turns is 0
+      **{name: c.data.world.get_ref(name) for name in atlas.WORLD},
+    )
+  )
+  # Many small updates: facts are learned by repetition.
+  c.sft.steps, c.sft.rows, c.sft.lr = 1900, 16, 2.5e-3
+  c.eval.every = c.train.get_ref('steps')  # before and after
 
 
 def _full(c, a):

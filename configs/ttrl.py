@@ -18,7 +18,9 @@ Arguments:
   model    '' = the small form
   base     search: searches on a server, as configs/search_r1.py; ssrl: the
            policy writes its information, as configs/ssrl.py; math: boxed
-           answers, no search
+           answers, no search; atlas: the world and warm starts of
+           configs/atlas.py, whose held-out questions are the test-time set
+           (small form)
   path     the folder of train.json and test.json (base=math at full size)
   heldout  a folder with another test.json, also evaluated
   algorithm  grpo, ppo, reinforce
@@ -50,10 +52,10 @@ minutes. rewards/vote.py lists differences from the released code. Others:
 
 from ml_collections import ConfigDict
 
-from configs import algorithms, quickstart, search_r1, ssrl
+from configs import algorithms, atlas, quickstart, search_r1, ssrl
 from searchrl_jax.run import schema
 
-BASES = ('search', 'ssrl', 'math')
+BASES = ('search', 'ssrl', 'math', 'atlas')
 LABELS = {
   'majority': 'vote.majority',
   'golds': 'experiments.ttrl.controls.golds',
@@ -100,12 +102,18 @@ def get_config(arg=None):
     raise ValueError(
       f'config argument heldout={a.heldout!r}: a folder beside that of path'
     )
+  if a.model and a.base == 'atlas':
+    raise ValueError(
+      f'config argument model={a.model!r} with base=atlas, a small form: leave '
+      'one of them out'
+    )
   if a.planted and (a.base != 'search' or a.model):
     raise ValueError(
       f'config argument planted={a.planted}: a control of the small form on '
       'search questions; leave base and model out'
     )
-  c = {'search': _search, 'ssrl': _ssrl, 'math': _math}[a.base](a)
+  forms = {'search': _search, 'ssrl': _ssrl, 'math': _math, 'atlas': _atlas}
+  c = forms[a.base](a)
   c.name = 'ttrl'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last checkpoint is reported
@@ -178,6 +186,15 @@ def _ssrl(a):
   )
   c.rollout.questions = 16
   c.train.steps = 30
+  return c
+
+
+def _atlas(a):
+  c = atlas.get_config(f'seed={a.seed}')
+  c.data.train = ConfigDict(dict(test=c.data.eval.atlas))
+  c.rollout.questions = 8  # 128 trajectories, as the arms of the arena
+  c.train.steps = 40  # half of them are trained on
+  c.eval.every = c.train.get_ref('steps')  # before and after
   return c
 
 

@@ -30,6 +30,9 @@ and the full-size commands. Arguments:
              folder: on a separate engine; '' = the policy itself
   layout, folder  of the questions, see configs/seven.py
   learns     policy; simulator: the warm start of the small simulator
+  base       '' = the above; atlas: world, policy and warm start of
+             configs/atlas.py (small form, GRPO), and documents of
+             experiments/arena/documents.py
   seed
 
 The default is the released behaviour without its bugs. Differences from the
@@ -51,7 +54,7 @@ release:
 
 from ml_collections import ConfigDict
 
-from configs import search_r1
+from configs import atlas, search_r1
 from experiments.zerosearch import documents
 from searchrl_jax.run import schema
 
@@ -95,8 +98,13 @@ def get_config(arg=None):
     layout='search_r1',
     folder='',
     learns='policy',
+    base='',
   )
-  for name, known in (('reward', REWARDS), ('learns', ('policy', 'simulator'))):
+  for name, known in (
+    ('reward', REWARDS),
+    ('learns', ('policy', 'simulator')),
+    ('base', ('', 'atlas')),
+  ):
     if a[name] not in known:
       raise ValueError(
         f'config argument {name}={a[name]!r}: one of '
@@ -107,10 +115,19 @@ def get_config(arg=None):
       'config argument learns=simulator is the small form; leave model out (at '
       'full size a simulator is a checkpoint, prompted or tuned elsewhere)'
     )
-  c = search_r1.get_config(
-    f'seed={a.seed},model={a.model},algorithm={a.algorithm},'
-    f'layout={a.layout},folder={a.folder}'
-  )
+  if a.base and (a.model or a.algorithm != 'grpo'):
+    raise ValueError(
+      f'config argument base={a.base!r} is a small form with GRPO; leave model '
+      'and algorithm out'
+    )
+  if a.base:
+    c = atlas.get_config(f'seed={a.seed}')
+    c.algorithm.update(search_r1.ALGORITHMS[a.algorithm])
+  else:
+    c = search_r1.get_config(
+      f'seed={a.seed},model={a.model},algorithm={a.algorithm},'
+      f'layout={a.layout},folder={a.folder}'
+    )
   c.name = 'zerosearch'
   c.reward = ConfigDict({a.reward: REWARDS[a.reward]})
   c.rollout.search_attempts = 1  # the source itself retries
@@ -122,7 +139,7 @@ def get_config(arg=None):
   s.steps = c.train.get_ref('steps')
   if a.noise != 'curriculum':
     s.noise_from = s.noise_to = _share(a.noise)
-  (_full if a.model else _small)(c, s, a)
+  (_full if a.model else _atlas if a.base else _small)(c, s, a)
   # Evaluations during training would use simulated searches; the simulator
   # knows the golden answers, so their scores would be meaningless.
   c.eval.every = 0
@@ -171,6 +188,29 @@ def _small(c, s, a):
     c.sft.lr = 3e-3
     c.batch.lengths = (64, 96)
     c.batch.tokens = 2048
+
+
+def _atlas(c, s, a):
+  steps = c.train.steps
+  _small(c, s, a)
+  c.train.steps = steps
+  s.max_tokens = 80  # the walk, and the longest document
+  s.engine = ConfigDict(dict(slots=32, max_len=128, prefill_rows=16))
+  if a.learns == 'simulator':
+    c.env.max_turn_tokens = s.max_tokens
+    c.env.max_tokens = c.engine.max_len = 128
+    c.sft.data = ConfigDict(
+      dict(
+        module='experiments.arena.documents',
+        n=26_000,
+        worlds=26,
+        people=200,
+        useful=0.65,
+      )
+    )
+    c.sft.steps, c.sft.lr = 800, 2e-3
+    c.batch.lengths = (64, 128)
+    c.batch.tokens = 512
 
 
 def _full(c, s, a):

@@ -19,6 +19,7 @@ row with the same estimator. Phases:
             reporting seeds
   stress    each row as tuned, but for STRESS x the base's learning rate
   mixtures  each row as tuned, from the other warm starts
+  recipes   rows outside the comparison (recipes.py)
 
 Arms of a seed share its world, warm start and questions, and play as many
 trajectories; the tokens that they sample are among the values (leaves of a tree
@@ -39,7 +40,7 @@ from ml_collections import ConfigDict
 
 from configs import atlas as recipe
 from configs.methods import core as methods
-from experiments.arena import measure, oracle, verdicts
+from experiments.arena import measure, oracle, recipes, verdicts
 from experiments.arena.verdicts import MARGIN, Claim
 from searchrl_jax.run import lookup
 from searchrl_jax.sweeps import core
@@ -376,7 +377,10 @@ PHASES: Mapping[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]] = {
 def get_sweep(arg=None) -> core.Sweep:
   """PHASE, or PHASE with arguments of the base recipe: 'report,model=...'."""
   phase, _, base = (arg or 'report').partition(',')
-  known = ', '.join(PHASES)
+  if phase == recipes.PHASE:
+    lookup.require(not base, f'phase {phase!r} is of atlas: leave --base out')
+    return recipes.get_sweep()
+  known = ', '.join([*PHASES, recipes.PHASE])
   lookup.require(phase in PHASES, f'phase {phase!r}: one of {known}')
   plans, seeds = PHASES[phase]
   plans, warm = [*plans()], {}

@@ -52,27 +52,46 @@ def measured(config, run: str, out: str) -> dict[str, float]:
   return _values(trained, trained, out) | of_training(trained.metrics)
 
 
+def compared(config, run: str, out: str) -> dict[str, float]:
+  """As `measured`, with 'before/...' of the first evaluation."""
+  trained = read.run(run)
+  before = _values(trained, trained, f'{out}/before', min)
+  return measured(config, run, out) | prefixed('before', before)
+
+
+def prefixed(name: str, values: Mapping[str, float]) -> dict[str, float]:
+  return {f'{name}/{key}': value for key, value in values.items()}
+
+
+def evaluated(
+  config, fields: Mapping[str, object], run: str, out: str
+) -> dict[str, float]:
+  """The values of another evaluation of a run, with changed fields."""
+  changed = config.copy_and_resolve_references()
+  changed.update_from_flattened_dict(dict(fields))
+  evaluate.evaluate(changed, run, out)
+  return _values(read.run(out), read.run(run), out)
+
+
 def on_whole_corpus(config, run: str, out: str) -> dict[str, float]:
   """As `measured`, but evaluated on a corpus that lacks nothing.
 
   Where the policy was trained without some passages, evaluation on the same
   corpus is limited by what it lacks: that value is 'incomplete/hard/em'.
   """
-  whole = config.copy_and_resolve_references()
-  whole.source.dials.missing = 0.0
-  evaluate.evaluate(whole, run, out)
+  whole = evaluated(config, {'source.dials.missing': 0.0}, run, out)
   values = measured(config, run, f'{out}/incomplete')
-  lacking = values['hard/em']
-  values |= _values(read.run(out), read.run(run), out)
-  return values | {'incomplete/hard/em': lacking}
+  return values | whole | {'incomplete/hard/em': values['hard/em']}
 
 
-def _values(found: read.Run, trained: read.Run, out: str) -> dict[str, float]:
+def _values(
+  found: read.Run, trained: read.Run, out: str, which=max
+) -> dict[str, float]:
   """Of the last evaluation that is found; OUT/rows.json has each row's."""
   folder = pathlib.Path(out)
-  last = max(found.parts['eval'])
+  step = which(found.parts['eval'])
   env = build.environment(trained.config, trained.tokenizer)
-  alive = (r.trajectory for r in found.records('eval', [last]))
+  alive = (r.trajectory for r in found.records('eval', [step]))
   rows = [
     (t.question.source, t.question.hops, scores(t, env))
     for t in alive

@@ -116,6 +116,7 @@ def judge(every: verdicts.Values) -> list[dict]:
       for arm, cases in found.items()
     }
     for phase, found in every.items()
+    if phase in seeds
   }
   out = verdicts.judge(arms.CLAIMS, listed)
   for record in out:

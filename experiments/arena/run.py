@@ -2,6 +2,7 @@
 
   python -m experiments.arena.run --phase=assay --workdir=runs/arena
   ... --phase=tune       then --phase=pilot, report, stress, mixtures
+  ... --phase=recipes    rows outside the comparison
   ... --parallel=2       two arms at a time
   ... --only=grpo,otc --seeds=0,1
   ... --base=base=search_r1,model=Qwen/Qwen2.5-3B,folder=...
@@ -22,7 +23,7 @@ import pathlib
 
 from absl import flags
 
-from experiments.arena import arms, results
+from experiments.arena import arms, recipes, results
 from experiments.benchmarks import common
 from searchrl_jax import sweep
 from searchrl_jax.run import command, lookup, records
@@ -123,7 +124,7 @@ def _before(found: core.Sweep, stage: str) -> list[str]:
 
 if __name__ == '__main__':
   flags.DEFINE_enum(
-    'phase', None, [*arms.PHASES], 'See arms.py.', required=True
+    'phase', None, [*arms.PHASES, recipes.PHASE], 'See arms.py.', required=True
   )
   flags.DEFINE_string('base', '', 'Arguments of another base recipe.')
   sweep.define_flags()

@@ -5,7 +5,7 @@
 counts the documents that a training run has asked for (its trajectories).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import json
 import pathlib
 
@@ -14,14 +14,34 @@ from searchrl_jax.run import command, records
 from searchrl_jax.types import SearchResult, Trajectory
 
 
-def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
+def asks(trajectory: Trajectory) -> Iterator[bool]:
+  """Of each search, whether it asks for what the gold answers.
+
+  Such a query names the person whose relation the gold is: that of the
+  question, if it has one hop; if two, the person that a useful document on the
+  first one has named. Only generated worlds know (meta['path']).
+  """
+  person, *path = trajectory.question.meta.get('path', (None,))
+  holder = person if len(path) == 1 else None
+  for search in trajectory.searches:
+    query = search.request.query
+    yield query == holder
+    found = getattr(search, 'passages', ())
+    if len(path) == 2 and query == person and found:
+      if found[0].id.startswith('simulated-useful'):
+        text = ' '.join(p.text for p in found)
+        _, linked, after = text.partition(f'{path[0]} ')
+        holder = after.split(';')[0].rstrip('.') if linked else None
+
+
+def count(
+  trajectories: Iterable[Trajectory],
+  asks: Callable[[Trajectory], Iterable[bool]] = asks,
+) -> dict[str, float | None]:
   """Shares of documents that hold the gold, and what they are shares of.
 
-  useful_gold, noisy_gold: among queries that ask for what the gold answers,
-  of those that were to get useful or noisy documents. Such a query names the
-  person whose relation the gold is: that of the question, if it has one hop;
-  if two, the person that a useful document on the first one has named. Only
-  generated worlds know (meta['path']); of others these two are None.
+  useful_gold, noisy_gold: among queries that ask for what the gold answers
+  (`asks`), of those that were to get useful or noisy documents.
   useful_gold_all, noisy_gold_all: among all queries. None: there are none.
   Names with '_n' are the numbers of queries. real_queries: those that a
   search engine answered; noise: share of noisy ones among the others; failed:
@@ -38,9 +58,7 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
   }
   real = failed = 0
   for trajectory in trajectories:
-    person, *path = trajectory.question.meta.get('path', (None,))
-    holder = person if len(path) == 1 else None
-    for search in trajectory.searches:
+    for search, right in zip(trajectory.searches, asks(trajectory)):
       if not isinstance(search, SearchResult):
         failed += 1
         continue
@@ -54,13 +72,9 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
         f' {normalise(a)} ' in f' {normalise(text)} '
         for a in trajectory.question.answers
       )
-      query = search.request.query
       found[f'{kind}_gold_all'].append(holds)
-      if query == holder:
+      if right:
         found[f'{kind}_gold'].append(holds)
-      if kind == 'useful' and len(path) == 2 and query == person:
-        _, linked, after = text.partition(f'{path[0]} ')
-        holder = after.split(';')[0].rstrip('.') if linked else None
   out = {}
   for name, held in found.items():
     out[name] = sum(held) / len(held) if held else None
@@ -70,11 +84,13 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, float | None]:
   return out | dict(real_queries=real, failed=failed, noise=noise)
 
 
-def read(run: str, name: str = 'trajectories') -> dict[str, float | None]:
+def read(
+  run: str, name: str = 'trajectories', asks=asks
+) -> dict[str, float | None]:
   """`count` of all trajectories that a run was trained on ('eval': was
   evaluated with)."""
   found = records.read(pathlib.Path(run) / name)
-  return count(record.trajectory for record in found)
+  return count((record.trajectory for record in found), asks)
 
 
 def measure(config, run: str, out: str) -> Mapping[str, float | None]:

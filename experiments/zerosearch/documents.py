@@ -47,9 +47,11 @@ class Beliefs:
   words: Mapping[str, Mapping[str, str]]  # link -> word -> word
 
   @classmethod
-  def of(cls, seed: int, settings: microworld.Settings) -> 'Beliefs':
+  def of(
+    cls, seed: int, settings: microworld.Settings, links=microworld.LINKS
+  ) -> 'Beliefs':
     rng = np.random.default_rng([seed, 22])
-    words = {link: {} for link in microworld.LINKS}
+    words = {link: {} for link in links}
     for known in words.values():
       for kind in ('first', 'second'):
         pool = microworld.invented(getattr(settings, kind), kind)

@@ -129,9 +129,9 @@ def traces(
     count = rest * (i + 1) // worlds - rest * i // worlds
     kinds = [kind for kind in atlas.KINDS if kind != 'known']
     pool = atlas.pick(world, 'train', kinds=kinds)
-    search = searcher(world, atlas.names('train', False), tuple(atlas.SECTION))
-    writer = functools.partial(_Script, world, behaviour, turns)
-    out += microtraces.together(writer, pool, count, [seed, i], search, k)
+    own, relations = atlas.names('train', False), tuple(atlas.SECTION)
+    search = searcher(world, own, relations)
+    out += script(world, behaviour, turns, pool, count, [seed, i], search, k)
   if known:
     sizes = dict(train=train, heldout=heldout, known=known)
     world = atlas.generate(world_seed, **sizes)
@@ -139,11 +139,26 @@ def traces(
     own = atlas.names('train', True)[:known]
     # Passages of other sections would show facts that are not to be known.
     search = searcher(world, own, tuple(atlas.ATTRIBUTES))
-    writer = functools.partial(_Script, world, behaviour, turns)
-    out += microtraces.together(writer, pool, asked, [seed, worlds], search, k)
+    start = [seed, worlds]
+    out += script(world, behaviour, turns, pool, asked, start, search, k)
     if told:
       out += statements(world, known, told, [seed, worlds + 1])
   return out
+
+
+def script(
+  world,
+  mix: Mix,
+  turns: int,
+  pool: Sequence[Question],
+  n: int,
+  seed,
+  search: Search,
+  k: int,
+) -> list[Trace]:
+  """Returns n traces on questions of one world; see `traces`."""
+  writer = functools.partial(_Script, world, mix, turns)
+  return microtraces.together(writer, pool, n, seed, search, k)
 
 
 def statements(world, known: int, n: int, seed) -> list[Trace]:

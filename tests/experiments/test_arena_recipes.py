@@ -1,0 +1,239 @@
+"""The recipes on atlas: what is asked, read and written, and what is not."""
+
+import json
+import re
+
+import pytest
+
+from configs import ssrl, ttrl, zerosearch
+from experiments.arena import arms, documents, recipes, recitals, results
+from experiments.zerosearch import check
+from experiments.zerosearch.documents import NOTHING
+from searchrl_jax import sft
+from searchrl_jax.data import core as data
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.run import build
+from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax.sweeps import core
+from searchrl_jax.text.tokenizer import load as load_tokenizer
+from searchrl_jax.types import (
+  Passage,
+  Question,
+  SearchRequest,
+  SearchResult,
+  Trajectory,
+)
+from searchrl_jax.worlds import atlas
+
+SMALL = dict(train=60, heldout=40, known=20)
+
+
+@pytest.fixture(scope='module')
+def tokens(tmp_path_factory):
+  return load_tokenizer(atlas.tokenizer(tmp_path_factory.mktemp('tokens')))
+
+
+# The phase.
+
+
+def test_the_phase_is_a_sweep_of_configs_that_can_run():
+  found = arms.get_sweep(recipes.PHASE)
+  core.check(found)
+  for arm in found.arms:
+    c = arm.config(2)
+    assert c.seed == c.data.world_seed == 2
+    assert c.rollout.questions * c.rollout.group == 128
+    assert c.data.world.to_dict() == dict(train=300, heldout=150, known=40)
+  with pytest.raises(ConfigError, match="'recipes' is of atlas"):
+    arms.get_sweep('recipes,base=search_r1')
+
+
+def test_rows_are_in_the_table_and_in_no_claim(tmp_path):
+  values = {'hard/em': 0.4, 'before/hard/em': 0.1}
+  runs = {'recipes': {'ttrl': {'0': {'values': values}}}}
+  results.write(runs, tmp_path, {}, '--phase=recipes')
+  written = json.loads((tmp_path / 'results.json').read_text())
+  row = written['table']['recipes']['ttrl']
+  assert row['hard/em']['mean'] == 0.4
+  assert row['before/hard/em']['mean'] == 0.1
+  assert all(record['n_seeds'] == 0 for record in written['claims'])
+
+
+@pytest.mark.parametrize(
+  'module, arg, says',
+  [
+    (ttrl, 'base=atlas,model=m', "model='m' with base=atlas"),
+    (ssrl, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (ssrl, 'base=atlas,model=m', "base='atlas'"),
+    (ssrl, 'base=atlas,shuffled', "base='atlas'.*shuffled"),
+    (zerosearch, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (zerosearch, 'base=atlas,model=m', "base='atlas'"),
+    (zerosearch, 'base=atlas,algorithm=ppo', "base='atlas'.*GRPO"),
+  ],
+)
+def test_arguments_that_cannot_be_are_named(module, arg, says):
+  with pytest.raises(ValueError, match=says):
+    module.get_config(arg)
+
+
+def test_ttrl_trains_on_what_the_arms_are_evaluated_on():
+  c = ttrl.get_config('base=atlas,seed=1')
+  (trained,) = data.load_sets(c.data.train, c.data).values()
+  (asked,) = data.load_sets(c.data.eval, c.data).values()
+  assert [q.text for q in trained] == [q.text for q in asked]
+  assert len(trained) == 300
+  assert (c.reward.vote.votes, c.reward.vote.train) == (16, 8)
+
+
+# SSRL.
+
+
+@pytest.fixture(scope='module')
+def world():
+  return atlas.generate(3, **SMALL)
+
+
+@pytest.fixture(scope='module')
+def recited():
+  return recitals.traces(
+    world_seed=3, mix='even', n=300, queries=50, recitals=2, **SMALL
+  )
+
+
+def test_each_passage_is_recited_as_often(world, recited):
+  pairs = [
+    (query, passage)
+    for t in recited
+    if t.actions[0][0] == 'search'
+    for (_, query), (_, (passage,)) in zip(t.actions[::2], t.actions[1::2])
+  ]
+  for query, passage in pairs:
+    assert passage.title.replace(',', '') == query
+  told = sorted(passage.text for _, passage in pairs)
+  texts = [row['contents'].split('\n') for row in world.corpus]
+  stated = [text for title, text in texts if not title.endswith('asked"')]
+  assert told == sorted(2 * stated) and len(stated) == 5 * len(world.facts)
+
+
+def test_nothing_held_out_is_asked(recited):
+  people = {n for r in (False, True) for n in atlas.names('heldout', r)}
+  asked = [t for t in recited if t.actions[0][0] != 'search']
+  for t in asked:
+    said = ' '.join(x for _, x in t.actions if isinstance(x, str))
+    assert not {*re.findall(r'[A-Z]\w+ [A-Z]\w+', said)} & people
+    if not t.question:  # no more than a query is written
+      assert said.startswith('Question: What ')
+      assert all(kind != 'information' for kind, _ in t.actions)
+  of = [t.question for t in asked if t.question]
+  assert all(q.id.startswith('atlas-3-train-') for q in of)
+  assert (len(of), len(asked)) == (300, 350)
+
+
+def test_information_is_in_the_loss_of_the_start(recited, tokens):
+  c = ssrl.get_config('base=atlas')
+  c.env.train_information = True  # as sft sets it
+  env = build.environment(c, tokens)
+  for i, trace in enumerate(recited[::20]):
+    written = sft.render(trace, env, i)
+    assert all(s.train or s.author == 'prompt' for s in written.segments)
+    if trace.question:
+      assert env.answer(written) == dict(trace.actions)['answer']
+
+
+# ZeroSearch.
+
+
+@pytest.fixture(scope='module')
+def believed():
+  return documents.beliefs(0)
+
+
+@pytest.fixture(scope='module')
+def written():
+  return documents.traces(world_seed=0, worlds=2, n=1500, people=60, useful=0.6)
+
+
+def holds(text: str, gold: str) -> bool:
+  return re.search(rf'\b{gold}\b', text) is not None
+
+
+def test_a_useful_document_holds_the_gold_and_a_noisy_one_does_not(written):
+  kinds = {True: 0, False: 0}
+  for t in written:
+    (_, thought), (_, document) = t.actions
+    (gold,) = t.question.answers
+    last = thought.split('; ')[-1]
+    states = last != NOTHING
+    useful = not t.question.text.endswith('not use')
+    assert useful or thought == NOTHING
+    assert not states or last.endswith(gold)
+    # A query may name whom the gold names.
+    query = t.question.text.partition('search: ')[2]
+    assert holds(document, gold) == states or holds(query, gold)
+    kinds[states] += 1
+  assert kinds[True] > 300 and kinds[False] > 600
+
+
+def test_documents_are_about_train_people_of_other_worlds(written):
+  train = {n for r in (False, True) for n in atlas.names('train', r)}
+  for t in written:
+    path = t.question.meta['path']
+    assert path[0] in train and not t.question.id.startswith('atlas-0-')
+
+
+def test_a_path_is_walked_by_beliefs(believed):
+  start = atlas.names('train', False)[0]
+  meta = dict(path=(start, 'teacher', 'rival', 'home'), parallel=False)
+  q = Question('q', 'x', ('Tenwick',), meta=meta)
+  one, two, three = documents.walked(q, believed)
+  assert one == (start, 'teacher')
+  assert two == (believed('teacher', start), 'rival')
+  assert three == (believed('rival', two[0]), 'home')
+  assert documents.asked(q, (three[0], 'life'), believed) == 'home'
+  for place in ((two[0], 'life'), (three[0], 'work'), (start, 'life')):
+    assert documents.asked(q, place, believed) is None
+  both = Question(
+    'c', 'x', ('T',), meta=dict(path=('A B', 'C D'), parallel=True)
+  )
+  for person in ('A B', 'C D'):
+    assert documents.asked(both, (person, 'travel'), believed) == 'visited'
+
+
+def test_documents_are_counted_by_what_was_asked_for(believed):
+  meta = dict(path=('Mira Dok', 'home'), parallel=False)
+  question = Question('q', 'x', ('Tenwick',), meta=meta)
+
+  def found(query, kind, text):
+    passage = Passage(f'simulated-{kind}-1', '', text)
+    return SearchResult(SearchRequest(query, 1), (passage,))
+
+  searches = (
+    found('Mira Dok', 'useful', 'Mira Dok asked.'),
+    found('Mira Dok life', 'useful', 'life of Mira Dok: house Tenwick.'),
+    found('Mira Dok life', 'noisy', 'life of Mira Dok: house Sormar.'),
+  )
+  played = Trajectory(question, (), searches, 'answer')
+  counted = check.count([played], lambda t: documents.asks(t, believed))
+  assert (counted['useful_gold'], counted['useful_gold_n']) == (1.0, 1)
+  assert (counted['noisy_gold'], counted['noisy_gold_n']) == (0.0, 1)
+  assert (counted['real_queries'], counted['noise']) == (0, 1 / 3)
+
+
+def test_simulator_and_policy_fit_their_budgets(written, tokens):
+  c = zerosearch.get_config('base=atlas,learns=simulator')
+  env = build.environment(c, tokens)
+  limit = c.source.simulator
+  for i, trace in enumerate(written):
+    trajectory = sft.render(trace, env, i)
+    said = sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
+    assert said <= limit.max_tokens
+    assert len(trajectory) - said + limit.max_tokens <= limit.engine.max_len
+    text = ''.join(
+      tokens.decode(s.ids) for s in trajectory.segments if s.author == 'policy'
+    )
+    assert re.search(limit.document, text)[1] == trace.actions[-1][1]
+
+
+def test_a_world_of_documents_that_cannot_be_names_the_field():
+  with pytest.raises(DataError, match='train=41 people'):
+    documents.traces(world_seed=0, worlds=1, n=9, people=41, useful=0.5)
