@@ -31,6 +31,9 @@ the loop, figures and memory requirements. Arguments:
             the small form, because there 1-acc teaches the proposer to fool
             the verifier (README)
   part      of the small form's warm start, 1 to 4; see PARTS
+  base      '' = the above; atlas: the world and budgets of configs/atlas.py,
+            with a warm start that continues its `skills`
+            (experiments/arena/selfplay.py)
   layout, folder  of the seven evaluation sets, see seven.py
   seed
 
@@ -77,7 +80,7 @@ Differences from SSP's release that affect results (each file has more):
 
 from ml_collections import ConfigDict
 
-from configs import algorithms, seven
+from configs import algorithms, atlas, seven
 from searchrl_jax.run import schema
 
 WORLD = dict(play=300, heldout=150)
@@ -128,6 +131,8 @@ PARTS = (
     5e-4,
   ),
 )
+# Of the small forms.
+RULES = dict(noise=1, penalty=-0.25, dummy='What is not')
 ARMS = ('ssp', 'frozen', 'frozen_twice', 'no_verifier', 'golds')
 
 
@@ -142,8 +147,13 @@ def get_config(arg=None):
     part=4,
     layout='flashrag',
     folder='',
+    base='',
   )
-  for name, known in (('pairing', PAIRINGS), ('arm', ARMS)):
+  for name, known in (
+    ('pairing', PAIRINGS),
+    ('arm', ARMS),
+    ('base', ('', 'atlas')),
+  ):
     if a[name] not in known:
       raise ValueError(
         f'config argument {name}={a[name]!r}: one of '
@@ -154,13 +164,18 @@ def get_config(arg=None):
       "config argument arm='golds' is a control of the small form, whose "
       'questions are known; leave model out'
     )
+  if a.base and (a.model or a.arm == 'golds'):
+    raise ValueError(
+      f'config argument base={a.base!r} is a small form of self-play; leave '
+      "model and arm='golds' out (GRPO of the arena is that arm)"
+    )
   if not 1 <= a.part <= len(PARTS):
     raise ValueError(f'config argument part={a.part}: 1 to {len(PARTS)}')
-  c = schema.base()
+  c = atlas.get_config(f'seed={a.seed}') if a.base else schema.base()
   c.name = 'ssp'
   c.seed = a.seed
   c.checkpoint.best = ''  # the last checkpoint is reported
-  c.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
+  c.reward = ConfigDict(dict(em=dict(fn='answer.em', weight=1.0)))
   c.selfplay = selfplay()
   c.selfplay.reward = a.reward or (
     '1-acc' if a.model else 'intermediate_difficulty'
@@ -168,7 +183,7 @@ def get_config(arg=None):
   solver, proposer = PAIRINGS[a.pairing]
   c.algorithm.update(solver)
   c.selfplay.algorithm.update(proposer)
-  (_full if a.model else _small)(c, a)
+  (_full if a.model else _atlas if a.base else _small)(c, a)
   if a.pairing == 'grpo+grpo':
     c.selfplay.n = c.rollout.group
     c.rollout.questions //= c.rollout.group
@@ -291,12 +306,7 @@ def _small(c, a):
   c.sft.warmup = 50
   c.sft.save_every = 250
 
-  c.selfplay.min_words = 7
-  c.selfplay.noise = 1
-  c.selfplay.penalty = -0.25
-  c.selfplay.dummy = 'What is not'
-  c.selfplay.oracle = 'experiments.ssp.oracle.make'
-
+  c.selfplay.update(RULES, min_words=7, oracle='experiments.ssp.oracle.make')
   c.rollout.questions = 48
   c.rollout.group = 4
   for one in (c.algorithm, c.selfplay.algorithm):
@@ -309,6 +319,50 @@ def _small(c, a):
   c.train.steps = 20
   c.eval.every = 5
   c.checkpoint.every = 5
+
+
+def _atlas(c, a):
+  module = 'experiments.arena.selfplay'
+  world = {name: c.data.world.get_ref(name) for name in atlas.WORLD}
+  c.data.world_module = module
+  c.data.train = ConfigDict(
+    dict(answers=dict(module=module, split='train', **world))
+  )
+  c.env.max_turn_tokens = 48  # a question of four hops, and a thought
+  c.sft.data = ConfigDict(
+    dict(
+      module=module,
+      mix='even',
+      roles=dict(
+        solver=0.3,
+        proposer=0.25,
+        drill=0.15,
+        proposed=(0.6, 0.3, 0.1),
+        wrong=0.05,
+        absent=0.2,
+      ),
+      n=16_000,
+      worlds=40,
+      turns=c.env.get_ref('max_turns'),
+      people=200,
+      **world,
+    )
+  )
+  c.sft.steps = 500
+  c.sft.lr = 2e-3
+  c.selfplay.update(
+    RULES,
+    template='experiments/arena/proposer.json',
+    tag='refine',  # the vocabulary has no tag for a question
+    min_words=5,
+    min_searches=1,
+    oracle=f'{module}.make',
+  )
+  c.rollout.questions = 24
+  c.rollout.group = 4
+  for one in (c.algorithm, c.selfplay.algorithm):
+    one.update(dict(kl='none', kl_coef=0.0))
+  c.eval.every = c.train.get_ref('steps')  # before and after
 
 
 def _golds(c):

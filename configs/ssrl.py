@@ -193,7 +193,7 @@ def _atlas(c, a):
   c.sft.data = ConfigDict(
     dict(
       module='experiments.arena.recitals',
-      mix='even',
+      mix='skills',
       n=6_000,
       queries=2_000,
       recitals=40,

@@ -1,4 +1,4 @@
-"""TTRL, SSRL and ZeroSearch on atlas: rows outside the comparison.
+"""TTRL, SSRL, ZeroSearch and SSP on atlas: rows outside the comparison.
 
   python -m experiments.arena.run --phase=recipes --workdir=runs/arena
 
@@ -16,6 +16,7 @@ after the last, and
   zerosearch  evaluated on the real source, which it never met in training:
         'documents/real_queries' is 0. 'documents/...' says how many documents
         held the golden answer (experiments/zerosearch/check.py).
+  ssp   'game/...': what its proposals were like (experiments/ssp/rows.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from ml_collections import ConfigDict
 
 from configs import atlas
 from experiments.arena import documents, measure
+from experiments.ssp import rows as ssp
 from experiments.zerosearch import check
 from searchrl_jax import read
 from searchrl_jax.sweeps import core
@@ -93,6 +95,11 @@ def simulated(config, run: str, out: str) -> Mapping[str, float]:
   }
 
 
+def played(config, run: str, out: str) -> Mapping[str, float]:
+  """SSP: the solver, and the game."""
+  return measure.compared(config, run, out) | ssp.game(config, run, out)
+
+
 def get_sweep() -> core.Sweep:
   """The rows, with warm starts of their own where they need them."""
   arm = functools.partial(core.Arm, seeds=SEEDS)
@@ -107,6 +114,7 @@ def get_sweep() -> core.Sweep:
         'skills',
         shared=True,
       ),
+      'roles': core.Start(of('ssp'), 'skills'),
     },
     arms=[
       arm('ttrl', of('ttrl'), 'skills', evaluations={'after': voted}),
@@ -118,7 +126,10 @@ def get_sweep() -> core.Sweep:
         evaluations={'after': simulated},
         folders={'source.simulator.path': 'simulator'},
       ),
+      arm(
+        'ssp', of('ssp'), 'roles', evaluations={'after': played}, loop=ssp.LOOP
+      ),
     ],
-    scores=[*measure.SCORES, *measure.TRAINING, *SCORES],
+    scores=[*measure.SCORES, *measure.TRAINING, *SCORES, *ssp.ROW.scores],
     curves={'reward': 'reward', 'health/searches': 'searches'},
   )

@@ -11,7 +11,7 @@ relations from X over everything that passages state, and tells
            of the guide of X" is X again: 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import re
 
@@ -33,14 +33,29 @@ class Verdict:
   start: str
 
 
-class Oracle:
-  """Of a graph: facts[name] = ((relation, name), ...)."""
+def parse(text: str) -> tuple[str, list[str]] | None:
+  """(the person it starts from, its relations from there), or None."""
+  match = _QUESTION.fullmatch(' '.join(text.split()))
+  if match is None:
+    return None
+  return match[2], _RELATION.findall(match[1])[::-1]
 
-  def __init__(self, facts: Mapping[str, Sequence[tuple[str, str]]]):
-    self.facts = facts
+
+class Oracle:
+  """Of a graph: facts[name] = ((relation, name), ...).
+
+  parse: reads questions, as `parse` does.
+  """
+
+  def __init__(
+    self,
+    facts: Mapping[str, Sequence[tuple[str, str]]],
+    parse: Callable[[str], tuple[str, list[str]] | None] = parse,
+  ):
+    self.facts, self._parse = facts, parse
 
   def judge(self, text: str, answers: Sequence[str]) -> Verdict:
-    read = parse(text)
+    read = self._parse(text)
     if read is None or read[0] not in self.facts:
       return Verdict(False, False, False, 0, '')
     start, relations = read
@@ -69,14 +84,6 @@ class Oracle:
       seen |= edge
       steps += 1
     return steps
-
-
-def parse(text: str) -> tuple[str, list[str]] | None:
-  """(the person it starts from, its relations from there), or None."""
-  match = _QUESTION.fullmatch(' '.join(text.split()))
-  if match is None:
-    return None
-  return match[2], _RELATION.findall(match[1])[::-1]
 
 
 def make(config) -> Oracle:

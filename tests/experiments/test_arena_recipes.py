@@ -1,12 +1,21 @@
 """The recipes on atlas: what is asked, read and written, and what is not."""
 
+import collections
 import json
 import re
 
 import pytest
 
-from configs import ssrl, ttrl, zerosearch
-from experiments.arena import arms, documents, recipes, recitals, results
+from configs import ssp, ssrl, ttrl, zerosearch
+from experiments.arena import (
+  arms,
+  documents,
+  recipes,
+  recitals,
+  results,
+  selfplay,
+)
+from experiments.ssp import game, start
 from experiments.zerosearch import check
 from experiments.zerosearch.documents import NOTHING
 from searchrl_jax import sft
@@ -23,7 +32,7 @@ from searchrl_jax.types import (
   SearchResult,
   Trajectory,
 )
-from searchrl_jax.worlds import atlas
+from searchrl_jax.worlds import atlas, atlas_traces, microtraces
 
 SMALL = dict(train=60, heldout=40, known=20)
 
@@ -42,7 +51,9 @@ def test_the_phase_is_a_sweep_of_configs_that_can_run():
   for arm in found.arms:
     c = arm.config(2)
     assert c.seed == c.data.world_seed == 2
-    assert c.rollout.questions * c.rollout.group == 128
+    # A proposal for each question of self-play is a trajectory too.
+    group = c.rollout.group + (arm.name == 'ssp')
+    assert 120 <= c.rollout.questions * group <= 128
     assert c.data.world.to_dict() == dict(train=300, heldout=150, known=40)
   with pytest.raises(ConfigError, match="'recipes' is of atlas"):
     arms.get_sweep('recipes,base=search_r1')
@@ -68,6 +79,8 @@ def test_rows_are_in_the_table_and_in_no_claim(tmp_path):
     (ssrl, 'base=atlas,shuffled', "base='atlas'.*shuffled"),
     (zerosearch, 'base=maps', "base='maps': one of '', 'atlas'"),
     (zerosearch, 'base=atlas,model=m', "base='atlas'"),
+    (ssp, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (ssp, 'base=atlas,arm=golds', "base='atlas'.*golds"),
     (zerosearch, 'base=atlas,algorithm=ppo', "base='atlas'.*GRPO"),
   ],
 )
@@ -237,3 +250,105 @@ def test_simulator_and_policy_fit_their_budgets(written, tokens):
 def test_a_world_of_documents_that_cannot_be_names_the_field():
   with pytest.raises(DataError, match='train=41 people'):
     documents.traces(world_seed=0, worlds=1, n=9, people=41, useful=0.5)
+
+
+# SSP.
+
+
+ROLES = dict(
+  solver=0.2, proposer=0.4, drill=0.1, proposed=(0.4, 0.4, 0.2), wrong=0.1,
+  absent=0.2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def roles():
+  return selfplay.traces(
+    world_seed=3, mix='even', roles=ROLES, n=900, worlds=2, turns=6, people=60,
+    **SMALL,
+  )  # fmt: skip
+
+
+def test_who_leads_to_somebody_can_be_searched_for(world):
+  wider = selfplay.generate(3, **SMALL)
+  assert wider.corpus[: len(world.corpus)] == world.corpus
+  assert wider.questions == world.questions
+  search = microtraces.indexed(
+    wider, {row['contents'].split('"')[1] for row in wider.corpus}
+  )
+  people, known = [*world.facts], selfplay.backlinks(world)
+  leads = selfplay.leading(world.facts)
+  for name, (found,) in zip(people, search([f'{n} know' for n in people], 1)):
+    assert (found.id, found.text) == (known[name].id, known[name].text)
+    for who, link in leads[name]:
+      assert world.facts[who][link] == name
+      assert f'{who} {selfplay.WORD[link]} {name}' in found.text
+  # All other queries find what they find in atlas.
+  before = atlas_traces.searcher(world, people, tuple(atlas.SECTION))
+  queries = [f'{n} {s}' for n in people for s in (*atlas.SECTIONS, 'travel')]
+  for old, new in zip(before(queries, 1), search(queries, 1), strict=True):
+    assert old[0].title == new[0].title
+
+
+def test_proposals_lead_to_their_answers_and_verifiers_read_them(roles):
+  hops = collections.Counter()
+  for t in roles:
+    if t.template == selfplay.TEMPLATE:
+      start, path = selfplay.parse(dict(t.actions)['answer'])
+      assert len(path) == sum(kind == 'search' for kind, _ in t.actions)
+      hops[len(path)] += 1
+      own = stated(
+        ' '.join(p[0].text for kind, p in t.actions if kind == 'information')
+      )
+      assert (walk(own, start, path) == t.question.answers[0]) == t.good
+  assert hops[1] > hops[3] > 20 and hops.total() > 300
+  readings = [t for t in roles if t.template == 'micro_evidence']
+  absent = 0
+  for t in readings:
+    evidence, _, question = t.question.text.rpartition('\nQuestion: ')
+    found = walk(stated(evidence), *selfplay.parse(question))
+    assert dict(t.actions)['answer'] == (found or 'not found')
+    absent += not found
+  assert 0.1 < absent / len(readings) < 0.3
+
+
+def stated(text):
+  """(person, link) -> person, of passages of who leads to whom."""
+  link = {word: link for link, word in selfplay.WORD.items()}
+  found = re.findall(r'([A-Z]\w+ [A-Z]\w+) ([a-z]+) ([A-Z]\w+ [A-Z]\w+)', text)
+  return {(who, link[word]): name for who, word, name in found}
+
+
+def walk(links, at, path):
+  for link in path:
+    at = links.get((at, link))
+  return at
+
+
+def test_the_oracle_reads_questions_of_atlas():
+  config = ssp.get_config('base=atlas,seed=1')
+  config.data.world.update(SMALL)
+  judge = selfplay.make(config).judge
+  facts = atlas.generate(1, **SMALL).facts
+  name = [*facts][0]
+  teacher = facts[name]['teacher']
+  good = judge(f"What is {name}'s teacher?", [teacher])
+  assert (good.valid, good.unique, good.hops) == (True, True, 1)
+  rival = judge(f"What is {name}'s teacher's rival?", [facts[teacher]['rival']])
+  assert rival.valid and rival.start == name
+  assert not judge(f"What is {name}'s rival?", [teacher]).valid
+  assert not judge('What is not', [teacher]).known
+
+
+def test_roles_fit_their_budgets(roles, tokens):
+  c = ssp.get_config('base=atlas')
+  start.check(c)
+  envs = game.environments(c, tokens)
+  role = {'': 'solver', selfplay.TEMPLATE: 'proposer'}
+  for i, trace in enumerate(roles):
+    env = envs[role.get(trace.template, 'verifier')]
+    written = sft.render(trace, env, i)
+    if trace.question:
+      assert env.answer(written) == dict(trace.actions)['answer']
+    if trace.template == selfplay.TEMPLATE and trace.good:
+      assert game.read(written, env, c, 0).reason in ('', 'leak')

@@ -1,0 +1,307 @@
+"""SSP on atlas: who names whom can be searched for, and traces of its roles.
+
+Links of atlas lead forward only: a search for a person finds what they are
+named in by nothing, so that a proposer who begins with an answer would never
+find a question. The corpus of this world therefore has one more passage of each
+person, which says who leads to them:
+
+    "Kova Len, know"
+    Mira Dok mentor Kova Len, Tusa Bal ally Kova Len, ...
+
+All else is atlas, the questions and the vocabulary too (so the section is named
+by a word that there is). A proposer walks backwards from an answer:
+
+    <think> Kova Len </think>
+    <search> Kova Len know </search>  (passage)
+    <think> Mira Dok's teacher </think>
+    <search> Mira Dok know </search>  (passage)
+    <think> Tusa Bal's friend's teacher </think>
+    <refine> What is Tusa Bal's friend's teacher? </refine>
+
+The vocabulary has no tag for a question: proposer.json takes that of notes. A
+verifier reads the same passages in its prompt, and walks forward.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import re
+import zlib
+
+import numpy as np
+
+from experiments.ssp import oracle
+from experiments.ssp.traces import NOTHING
+from searchrl_jax.data.core import Trace
+from searchrl_jax.types import Passage, Question
+from searchrl_jax.worlds import atlas, atlas_traces, microtraces, microworld
+from searchrl_jax.worlds.microworld import World
+
+KNOW = 'know'
+# Link -> its word in these passages.
+WORD = {
+  link: words[0]
+  for relations in atlas.SECTIONS.values()
+  for link, words in relations.items()
+  if link in atlas.LINKS
+}
+MOST = len(atlas.LINKS)  # hops: no relation repeats
+TEMPLATE = 'experiments/arena/proposer.json'
+write, tokenizer = microworld.write, atlas.tokenizer
+
+
+def generate(seed: int, **sizes) -> World:
+  """The world of `atlas.generate`, with passages of who leads to whom."""
+  world = atlas.generate(seed, **sizes)
+  more = (
+    {'id': p.id, 'contents': f'"{p.title}"\n{p.text}'}
+    for p in backlinks(world).values()
+  )
+  return dataclasses.replace(world, corpus=(*world.corpus, *more))
+
+
+def leading(facts) -> dict[str, list[tuple[str, str]]]:
+  """Person -> (person, link) of each link that leads to them, shuffled."""
+  out: dict[str, list] = {name: [] for name in facts}
+  for name, own in facts.items():
+    for link in atlas.LINKS:
+      out[own[link]].append((name, link))
+  for name, leads in out.items():
+    leads.sort(key=lambda lead: zlib.crc32(f'{name} {lead}'.encode()))
+  return out
+
+
+def backlinks(world: World) -> dict[str, Passage]:
+  """Person -> the passage of who leads to them."""
+  first = len(world.corpus)
+  return {
+    name: Passage(
+      str(first + i),
+      f'{name}, {KNOW}',
+      ', '.join(f'{who} {WORD[link]} {name}' for who, link in leads) + '.',
+    )
+    for i, (name, leads) in enumerate(leading(world.facts).items())
+  }
+
+
+def load(
+  *, world_seed: int, split: str, train=300, heldout=150, known=40
+) -> list[Question]:
+  """Returns what self-play begins with: each person of a split is an answer.
+
+  Args:
+    world_seed: see `atlas.generate`.
+    split: 'train' or 'heldout'.
+    train, heldout, known: see `atlas.generate`.
+  """
+  sizes = dict(train=train, heldout=heldout, known=known)
+  facts = atlas.generate(world_seed, **sizes).facts
+  own = {n for r in (False, True) for n in atlas.names(split, r)}
+  return [
+    Question(f'answer-{world_seed}-{split}-{i}', name, (name,), 'answer')
+    for i, name in enumerate(n for n in facts if n in own)
+  ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+  """How the traces behave.
+
+  solver, proposer, drill: shares of the traces; the rest is the verifier's.
+  proposed: shares of proposals of 1, 2, ... hops. wrong: of those that name
+  somebody else. absent: of a verifier's questions without an answer in what it
+  reads.
+  """
+
+  solver: float
+  proposer: float
+  drill: float
+  proposed: Sequence[float]
+  wrong: float
+  absent: float
+
+
+def traces(
+  *,
+  world_seed: int,
+  mix: str,
+  roles: Mapping,
+  n: int,
+  worlds: int,
+  turns: int,
+  people: int,
+  seed=0,
+  train=300,
+  heldout=150,
+  known=40,
+) -> list[Trace]:
+  """Returns traces of all roles.
+
+  Args:
+    world_seed: of the run's world; those of the traces follow from it.
+    mix: of the solver's habits, a name in atlas_traces.MIXES.
+    roles: the fields of `Mix`.
+    n: number of traces.
+    worlds: number of worlds, which share n evenly.
+    turns: searches of a solver's trace, at most.
+    people: of the train split of each world; see `atlas.generate`.
+    seed: of the behaviours.
+    train, heldout, known: of the run's world; see `atlas.generate`.
+
+  Raises:
+    DataError: a world that cannot be generated.
+  """
+  how = Mix(**roles)
+  out = atlas_traces.traces(
+    world_seed=world_seed,
+    mix=mix,
+    worlds=worlds,
+    n=int(n * how.solver),
+    seed=seed,
+    turns=turns,
+    people=people,
+    train=train,
+    heldout=heldout,
+    known=known,
+  )
+  rest = n - len(out)
+  for i in range(worlds):
+    world = atlas.generate(
+      microtraces.TRACE_WORLDS + world_seed * 1000 + i,
+      train=people,
+      heldout=40,
+      known=0,
+    )
+    writer = _Writer(world, how, np.random.default_rng([seed, i, 31]))
+    out += [
+      writer.trace()
+      for _ in range(rest * (i + 1) // worlds - rest * i // worlds)
+    ]
+  return out
+
+
+class _Writer:
+  """Writes traces of one world's train people."""
+
+  def __init__(self, world: World, mix: Mix, rng):
+    self.mix, self.rng = mix, rng
+    own = set(atlas.names('train', False))
+    self.leads = leading({n: f for n, f in world.facts.items() if n in own})
+    self.passages, self.people = backlinks(world), [*self.leads]
+
+  def chance(self, p: float) -> bool:
+    return self.rng.random() < p
+
+  def one(self, among: Sequence):
+    return among[self.rng.integers(len(among))]
+
+  def trace(self) -> Trace:
+    draw = self.rng.random() * (1 - self.mix.solver)
+    if draw < self.mix.proposer:
+      return self.proposer()
+    if draw < self.mix.proposer + self.mix.drill:
+      return self.drill()
+    return self.verifier()
+
+  def back(self, answer: str, hops: int) -> list[tuple[str, str]]:
+    """[(person, link)] backwards: the first one's link is the answer."""
+    out: list[tuple[str, str]] = []
+    at = answer
+    for _ in range(hops):
+      met = {answer, *(person for person, _ in out)}
+      used = {link for _, link in out}
+      free = [
+        (person, link)
+        for person, link in self.leads[at]
+        if link not in used and person not in met
+      ]
+      if not free:
+        break
+      out.append(free[0])  # which one is random, and easily copied
+      at = out[-1][0]
+    return out
+
+  def drill(self) -> Trace:
+    """Passages, then what they state in the words of questions."""
+    names = [self.one(self.people) for _ in range(self.rng.integers(1, 6))]
+    names = [*dict.fromkeys(names)]
+    facts = [f'{p} {link} {n}' for n in names for p, link in self.leads[n]]
+    said = '; '.join(facts[i] for i in self.rng.permutation(len(facts)))
+    read = '\n'.join(self.passages[name].text for name in names)
+    return Trace(None, (('other', read), ('think', said)))
+
+  def proposer(self) -> Trace:
+    hops = 1 + int(self.rng.choice(len(self.mix.proposed), p=self.mix.proposed))
+    answer = self.one(self.people)
+    steps, at, actions, said = self.back(answer, hops), answer, [], answer
+    for n in range(len(steps)):
+      actions += [
+        ('think', said),
+        ('search', f'{at} {KNOW}'),
+        ('information', (self.passages[at],)),
+      ]
+      at, path = steps[n][0], [link for _, link in steps[n::-1]]
+      said = "'s ".join([at, *path])
+    actions.append(('think', said))
+    wrong = self.chance(self.mix.wrong)
+    others = [name for name in self.people if name != at]
+    start = self.one(others) if wrong else at
+    actions.append(('answer', atlas.text('', [start, *path])))
+    question = Question('trace', answer, (answer,))
+    return Trace(question, tuple(actions), not wrong, template=TEMPLATE)
+
+  def verifier(self) -> Trace:
+    answer, steps = self.drawn()
+    start, path = steps[-1][0], [link for _, link in reversed(steps)]
+    own = [answer, *(person for person, _ in steps[:-1])]
+    bundles = [own]
+    if self.chance(0.5):  # another proposal's
+      other, more = self.drawn()
+      bundles.append([other, *(person for person, _ in more[:-1])])
+    order = [bundles[i] for i in self.rng.permutation(len(bundles))]
+    evidence = [*dict.fromkeys(name for bundle in order for name in bundle)]
+    if self.chance(self.mix.absent):
+      start = self.one(self.people)
+    states = {
+      (person, link): name
+      for name in evidence
+      for person, link in self.leads[name]
+    }
+    text = '\n'.join(
+      [self.passages[name].text for name in evidence]
+      + [f'Question: {atlas.text("", [start, *path])}']
+    )
+    read, at = [], start
+    for link in path:
+      at = states.get((at, link), NOTHING)
+      read.append(f'{link} {at}')
+      if at == NOTHING:
+        break
+    actions = (('think', '; '.join(read)), ('answer', at))
+    question = Question('trace', text, (at,))
+    return Trace(question, actions, template='micro_evidence')
+
+  def drawn(self) -> tuple[str, list[tuple[str, str]]]:
+    answer = self.one(self.people)
+    return answer, self.back(answer, int(self.rng.integers(1, MOST + 1)))
+
+
+# What a question means, for metrics alone.
+
+_QUESTION = re.compile(r"What is (\w+ \w+)((?:'s \w+)+) ?\?")
+
+
+def parse(text: str) -> tuple[str, list[str]] | None:
+  """(the person it starts from, its relations from there), or None."""
+  match = _QUESTION.fullmatch(' '.join(text.split()))
+  return match and (match[1], re.findall(r"'s (\w+)", match[2]))
+
+
+def make(config) -> oracle.Oracle:
+  """Of the links of the world that a config's runs search."""
+  sizes = config.data.world.to_dict()
+  facts = atlas.generate(config.data.world_seed, **sizes).facts
+  links = {
+    name: tuple((link, own[link]) for link in atlas.LINKS)
+    for name, own in facts.items()
+  }
+  return oracle.Oracle(links, parse)
