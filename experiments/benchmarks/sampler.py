@@ -11,8 +11,9 @@ new tokens by the median time.
 
 `bare` is one loop of 64 steps over weights and caches of the same sizes, with
 the matrix products only: no prefill, positions, writes to the caches, draw, or
-host. `of_bare` is the sampler's tokens/s divided by that of `bare`; `host` is
-the share of a batch in which the device is idle.
+host. It runs all rows in one program, where the sampler may use two lanes
+(`engines.jax.device.lanes`). `of_bare` is the sampler's tokens/s divided by
+that of `bare`; `host` is the share of a batch in which the device is idle.
 """
 
 import asyncio

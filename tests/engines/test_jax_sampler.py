@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -507,7 +508,8 @@ async def branching(engine, i, slots, synced):
   return out
 
 
-def test_order_does_not_show_among_many_slots(monkeypatch):
+def test_neither_lane_nor_order_shows(monkeypatch):
+  """64 slots on a CPU are two lanes."""
   monkeypatch.setattr(device, 'PIECE', 16)
   count, paused = 56, 56
   budget = (paused * 48 + 64) * device.bytes_per_token(CFG)
@@ -522,7 +524,7 @@ def test_order_does_not_show_among_many_slots(monkeypatch):
     await load(engine, make_params(1), 1)
     await synced.wait()
     found = dict(zip(order, await asyncio.gather(*running)))
-    assert engine._table._sizes == {}
+    assert engine._device._lanes == 2 and engine._table._sizes == {}
     return found, engine.stats()['evictions']
 
   want, _ = asyncio.run(main(1, range(count)))
@@ -773,6 +775,26 @@ def test_a_device_failure_reaches_every_caller(monkeypatch):
       assert 'out of memory' in str(error)
   for done in asyncio.run(main()):  # and it works again
     assert len(done.ids) == 3
+
+
+def test_after_a_failure_in_one_lane_none_runs(monkeypatch):
+  engine = make_engine(slots=64)
+  made, ended = engine._device, []
+  decode = made._programs.decode
+
+  def broken(weights, caches, state):
+    if caches is made._caches[0]:
+      raise RuntimeError('out of memory')
+    time.sleep(0.2)
+    out = decode(weights, caches, state)
+    ended.append(1)
+    return out
+
+  programs = types.SimpleNamespace(**vars(made._programs) | {'decode': broken})
+  monkeypatch.setattr(made, '_programs', programs)
+  with pytest.raises(EngineError, match='out of memory'):
+    asyncio.run(once(engine, [1, 2], Sampling(max_tokens=3)))
+  assert made._lanes == 2 and ended == [1]
 
 
 def test_the_loop_stays_live_while_decoding(engine, monkeypatch):

@@ -93,7 +93,7 @@ COLLECTIVE = re.compile(
 def test_no_weight_and_no_cache_travels(shape):
   device = engine_on(sharding.make_mesh(*shape))._device
   programs, tensor = device._programs, shape[2]
-  weights, caches = device._weights, device._caches
+  weights, (caches,) = device._weights, device._caches
   held = {
     tuple(s)
     for x in jax.tree.leaves((weights, caches))

@@ -2,9 +2,11 @@
 
 Prefixes are copied between slots, and to and from host memory, in pieces of
 `PIECE` positions: one program for each direction, and only cached positions.
+On a CPU the slots are divided into lanes (`lanes`), each with its own caches.
 Axis letters: R rows, L layers, K kv heads, S positions of a piece, H head dim.
 """
 
+from concurrent import futures
 import dataclasses
 import functools
 
@@ -49,6 +51,19 @@ def room(cfg: DecoderConfig, config) -> Room:
     f'config.engine.max_len={config.max_len} tokens takes',
   )
   return out
+
+
+def lanes(cfg: DecoderConfig, slots: int, mesh) -> int:
+  """Parts of the slots whose programs run at once, each in a thread: 1 or 2.
+
+  XLA runs the products of a decode step of a small model on one core of a CPU.
+  Two threads take half the time, unless the weights exceed the CPU's caches.
+  The cores do not set the number, because the rows of a product can change the
+  last bits of its result; a lane has at least 32.
+  """
+  small = cfg.n_params * jnp.dtype(cfg.dtype).itemsize <= 2**25
+  alone = sharding.platform() == 'cpu' and (mesh is None or mesh.size == 1)
+  return 2 if alone and small and slots >= 64 and slots % 2 == 0 else 1
 
 
 def _indices(caches, slots, start):
@@ -109,14 +124,18 @@ class Device:
   """The engine's copy of the weights, and the caches; one caller at a time."""
 
   def __init__(self, cfg: DecoderConfig, shape: decode.Shape, mesh, params):
-    parts = sharding.parts(mesh, shape.slots)
-    shape = dataclasses.replace(shape, parts=parts)
+    self._lanes = lanes(cfg, shape.slots, mesh)
+    # Slot s is row s // lanes of lane s % lanes, so that few sequences are
+    # divided evenly too.
+    slots, parts = shape.slots // self._lanes, sharding.parts(mesh, shape.slots)
+    shape = dataclasses.replace(shape, slots=slots, parts=parts)
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
+    self._pool = futures.ThreadPoolExecutor(self._lanes, 'jax_sampler')
     self._programs = decode.programs(cfg, shape, mesh)
     self._length = kv.length(shape.max_len)
     self._piece = min(PIECE, self._length)
     self._weights = None
-    self._caches: list = []
+    self._caches: list[list] = []  # of each lane
     self.load(params)
     self.reset()
 
@@ -142,9 +161,11 @@ class Device:
 
   def reset(self) -> None:
     """Fills the caches with zeros, so that no NaN of old weights remains."""
-    shape = self._shape
-    self._caches = []  # frees them before others are made
-    self._caches = kv.make(self._cfg, shape.slots, shape.max_len, self._mesh)
+    self._caches = []
+    self._caches = [
+      kv.make(self._cfg, self._shape.slots, self._shape.max_len, self._mesh)
+      for _ in range(self._lanes)
+    ]
 
   def nbytes(self, kind: str = 'full') -> int:
     """Of the loaded weights; kind='adapter': of the adapters alone."""
@@ -164,11 +185,23 @@ class Device:
   def decode(self, state: dict):
     """ids, logps [chunk, B], counts [B] (numpy), and the steps run."""
 
-    self._caches, *out = self._programs.decode(
-      self._weights, self._caches, state
-    )
-    ids, logps, counts, steps = jax.device_get(out)
-    return ids, logps, counts, int(np.max(steps))
+    def run(lane):
+      own = {k: v[lane :: self._lanes] for k, v in state.items()}
+      self._caches[lane], *out = self._programs.decode(
+        self._weights, self._caches[lane], own
+      )
+      return jax.device_get(out)
+
+    *arrays, steps = zip(*self._each_lane(run))
+    merged = (np.stack(x, -1).reshape(*x[0].shape[:-1], -1) for x in arrays)
+    return *merged, int(np.max(steps))
+
+  def _each_lane(self, f) -> list:
+    if self._lanes == 1:
+      return [f(0)]
+    jobs = [self._pool.submit(f, lane) for lane in range(self._lanes)]
+    futures.wait(jobs)  # after an error too: no lane may run during `reset`
+    return [job.result() for job in jobs]
 
   def run(self, plan: Plan) -> None:
     """Evicts, restores, copies and prefills."""
@@ -193,12 +226,12 @@ class Device:
   def warmup(self) -> None:
     """Compiles every program; the content of the caches is unchanged."""
     p, shape = self._programs, self._shape
-    self.decode(decode.idle_state(shape.slots))
+    self.decode(decode.idle_state(shape.slots * self._lanes))
     for width in shape.widths:
       args = self._arrays([], shape.rows(width), width)
       for program in (p.fresh, p.extend):
-        self._caches = program(self._weights, self._caches, *args)
-    none, box, plan = shape.slots, Box(1), Plan(0)  # none: no such slot
+        self._caches[0] = program(self._weights, self._caches[0], *args)
+    none, box, plan = shape.slots * self._lanes, Box(1), Plan(0)  # no such slot
     plan.evictions = [(0, box)]
     plan.copies = {1: [Copy(None, box, none, 1), Copy(none, None, none, 1)]}
     self.run(plan)
@@ -213,34 +246,38 @@ class Device:
       box.data = jax.device_get(pieces)
 
   def _copy(self, copies: list[Copy]) -> None:
-    rows, between = self._shape.rows(self._piece), []
+    rows, groups = self._shape.rows(self._piece), {}
     for c in copies:
       if c.box is None:
-        between.append(c)
+        lanes = c.source % self._lanes, c.target % self._lanes
+        groups.setdefault(lanes, []).append(c)
         continue
       for piece, start in zip(c.box.data, self._starts(c.length)):
         self._write(piece, [c.target], 1, start)
-    for start in self._starts(max((c.length for c in between), default=0)):
-      longer = [c for c in between if c.length > start]
-      for i in range(0, len(longer), rows):
-        batch = longer[i : i + rows]
-        piece = self._read([c.source for c in batch], rows, start)
-        self._write(piece, [c.target for c in batch], rows, start)
+    for group in groups.values():
+      for start in self._starts(max(c.length for c in group)):
+        longer = [c for c in group if c.length > start]
+        for i in range(0, len(longer), rows):
+          batch = longer[i : i + rows]
+          piece = self._read([c.source for c in batch], rows, start)
+          self._write(piece, [c.target for c in batch], rows, start)
 
   def _read(self, slots: list[int], rows: int, start):
-    """`read_piece` of slots, in `rows` rows."""
-    args = self._at(slots, rows), start, self._piece, self._mesh
-    return read_piece(self._cfg, self._caches, *args)
+    """`read_piece` of slots of one lane, in `rows` rows."""
+    lane, at = self._at(slots, rows)
+    args = start, self._piece, self._mesh
+    return read_piece(self._cfg, self._caches[lane], at, *args)
 
   def _write(self, piece, slots: list[int], rows: int, start) -> None:
-    args = piece, self._at(slots, rows), start, self._mesh
-    self._caches = write_piece(self._cfg, self._caches, *args)
+    lane, at = self._at(slots, rows)
+    args = piece, at, start, self._mesh
+    self._caches[lane] = write_piece(self._cfg, self._caches[lane], *args)
 
-  def _at(self, slots: list[int], rows: int) -> np.ndarray:
-    """The slots, int32 [rows]; no such slot in further rows."""
+  def _at(self, slots: list[int], rows: int):
+    """The lane of slots and their rows in it, int32 [rows]."""
     at = np.full(rows, self._shape.slots, np.int32)
-    at[: len(slots)] = slots
-    return at
+    at[: len(slots)] = np.array(slots) // self._lanes
+    return slots[0] % self._lanes, at
 
   def _starts(self, length: int) -> list[np.int32]:
     """The first positions of a prefix's pieces; the last two may overlap."""
@@ -248,16 +285,23 @@ class Device:
     return [np.int32(min(i, last)) for i in range(0, length, self._piece)]
 
   def _prefill(self, pieces: list[Piece]) -> None:
-    groups: dict[tuple[bool, int], list[Piece]] = {}
+    groups = [{} for _ in range(self._lanes)]
     for piece in pieces:
       width = decode.fit(self._shape.widths, len(piece.ids))
-      groups.setdefault((piece.start == 0, width), []).append(piece)
-    for (fresh, width), members in groups.items():
-      program = self._programs.fresh if fresh else self._programs.extend
-      rows = self._shape.rows(width)
-      for batch in self._deal(members, rows):
-        args = self._arrays(batch, rows, width)
-        self._caches = program(self._weights, self._caches, *args)
+      group = groups[piece.slot % self._lanes]
+      piece = dataclasses.replace(piece, slot=piece.slot // self._lanes)
+      group.setdefault((piece.start == 0, width), []).append(piece)
+
+    def run(lane):
+      for (fresh, width), members in groups[lane].items():
+        program = self._programs.fresh if fresh else self._programs.extend
+        rows = self._shape.rows(width)
+        for batch in self._deal(members, rows):
+          self._caches[lane] = program(
+            self._weights, self._caches[lane], *self._arrays(batch, rows, width)
+          )
+
+    self._each_lane(run)
 
   def _deal(self, pieces: list[Piece], rows: int):
     """Batches of (row, piece): rows of the part that the piece's slot is in."""

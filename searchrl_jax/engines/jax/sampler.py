@@ -2,10 +2,10 @@
 
 The result of a generate call is a function of only the history of its handle
 (prompt, sampled and appended tokens, seeds, versions): decoding always runs all
-slots, prefill at a row count and width from the row's own length, the random
-stream at (seed, position), and evicted prefixes come back from host memory bit
-for bit (see slots.py). Arrival order, concurrency, slots and evictions
-therefore have no effect (design 5.5, 5.10).
+slots of a lane (`device.lanes`), prefill at a row count and width from the
+row's own length, the random stream at (seed, position), and evicted prefixes
+come back from host memory bit for bit (see slots.py). Arrival order,
+concurrency, slots and evictions therefore have no effect (design 5.5, 5.10).
 
 All methods belong to one thread, that of the event loop; device work runs in
 a worker thread, so that the loop stays responsive. The engine may be used from
