@@ -140,11 +140,10 @@ class RetrievalClient:
     self.backoff_s, self.max_backoff_s = backoff_s, max_backoff_s
     self.max_queries = max_queries
     ca_file = ca_file or os.environ.get('RETRIEVAL_CA_FILE')
-    self._verify = _tls()
     problem = f'ca_file={ca_file!r} (RETRIEVAL_CA_FILE) cannot be read: {{}}'
-    if ca_file:
-      with convert(OSError, ValueError, problem):
-        self._verify = ssl.create_default_context(cafile=ca_file)
+    with convert(OSError, ValueError, problem):
+      own = ca_file and ssl.create_default_context(cafile=ca_file)
+    self._verify = own or _tls()
     most = ('max_connections', 'max_keepalive_connections')
     most = dict.fromkeys(most, max_connections)
     # Below the 75 s of the server.

@@ -374,14 +374,17 @@ PHASES: Mapping[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]] = {
 }
 
 
+NAMES = (*PHASES, recipes.PHASE)
+
+
 def get_sweep(arg=None) -> core.Sweep:
   """PHASE, or PHASE with arguments of the base recipe: 'report,model=...'."""
   phase, _, base = (arg or 'report').partition(',')
   if phase == recipes.PHASE:
     lookup.require(not base, f'phase {phase!r} is of atlas: leave --base out')
     return recipes.get_sweep()
-  known = ', '.join([*PHASES, recipes.PHASE])
-  lookup.require(phase in PHASES, f'phase {phase!r}: one of {known}')
+  known = ', '.join(NAMES)
+  lookup.require(phase in NAMES, f'phase {phase!r}: one of {known}')
   plans, seeds = PHASES[phase]
   plans, warm = [*plans()], {}
   if not base:

@@ -15,14 +15,21 @@ import pathlib
 from absl import flags
 
 from experiments.arena import arms, results, run, verdicts
-from searchrl_jax.run import command
+from searchrl_jax.run import command, lookup
 from searchrl_jax.sweeps import figures
 
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
 def draw(found: dict, report: results.Runs):
-  """found: the content of results.json; report: the runs of that phase."""
+  """found: the content of results.json; report: the runs of that phase.
+
+  Raises:
+    ConfigError: no claim has two runs.
+  """
+  judged = any(claim['interval'] for claim in found['claims'])
+  message = 'results.json has no interval of a claim: run --phase=report first'
+  lookup.require(judged, message)
   # Neither the backend nor the layout that a notebook has set.
   from matplotlib.figure import Figure
 

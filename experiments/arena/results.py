@@ -247,7 +247,7 @@ def _means(cases: Mapping[str, Any]) -> dict[str, dict]:
 
 
 def show_claims(records: Sequence[Mapping[str, Any]]) -> str:
-  """Markdown: a line per claim that has runs."""
+  """Markdown: a line per claim that has two runs; '' if none has."""
   head = ['method', 'claim', 'against', 'metric', 'difference', 'verdict']
   lines = [head, ['---'] * len(head)]
   for record in records:
@@ -257,7 +257,7 @@ def show_claims(records: Sequence[Mapping[str, Any]]) -> str:
       value = f'{record["value"]:.3f} ({low:.3f} to {high:.3f})'
       kind = ' (mechanism)' if record['mechanism'] else ''
       lines.append([*about, value, record['verdict'] + kind])
-  return _markdown(lines)
+  return _markdown(lines) if lines[2:] else ''
 
 
 def show(runs: Runs) -> str:

@@ -23,7 +23,7 @@ import pathlib
 
 from absl import flags
 
-from experiments.arena import arms, recipes, results
+from experiments.arena import arms, results
 from experiments.benchmarks import common
 from searchrl_jax import sweep
 from searchrl_jax.run import command, lookup, records
@@ -123,9 +123,7 @@ def _before(found: core.Sweep, stage: str) -> list[str]:
 
 
 if __name__ == '__main__':
-  flags.DEFINE_enum(
-    'phase', None, [*arms.PHASES, recipes.PHASE], 'See arms.py.', required=True
-  )
+  flags.DEFINE_enum('phase', None, arms.NAMES, 'See arms.py.', required=True)
   flags.DEFINE_string('base', '', 'Arguments of another base recipe.')
   sweep.define_flags()
   command.run(main)

@@ -120,37 +120,33 @@ def labelled(
     alive = [i for i, t in enumerate(group) if not t.failed]
     answers = [context.env.answer(group[i]) for i in alive]
     keys = equivalence.keys(answers, match)
-    voters, at = at + np.array(alive, int), at + votes
+    own, at = at + np.array(alive, int), at + votes
     counts = sorted(keys.count(key) for key in set(keys) - {None})
     lead = counts[-1] - sum(counts[-2:-1]) if counts else 0
     sure = len(alive) == votes or lead > votes - len(alive)
     label = choose(keys, question, context.step) if sure else None
-    parts['abstained'][voters] = label is None
+    parts['abstained'][own] = label is None
     if alive and not counts:
       silent.append(question.id)
-    trained = voters[np.array(alive, int) < train]
+    trained = own[np.array(alive, int) < train]
     if label is not None:
       valid[trained] = True
-      value[voters] = [key == label for key in keys]
-      parts['tie'][voters] = not lead
-      parts['majority_ratio'][voters] = keys.count(label) / votes
+      value[own] = [key == label for key in keys]
+      parts['tie'][own] = not lead
+      parts['majority_ratio'][own] = keys.count(label) / votes
     if not any(a.strip() for a in question.answers):
       continue
     golds = question.answers
     right = [bool(equivalence.correct(a, golds, match)) for a in answers]
-    good = {key for key, own in zip(keys, right) if own} - {None}
-    parts['right'][voters] = right
+    good = {key for key, ok in zip(keys, right) if ok} - {None}
+    parts['right'][own] = right
     if len(alive) == votes:
-      parts[f'pass@{votes}'][voters] = any(right)
-      parts[f'pass@{train}'][voters] = scores.pass_at_k(
-        votes, sum(right), train
-      )
-      parts[f'maj@{votes}'][voters] = scores.maj_at_k(keys, right, votes)
+      parts[f'pass@{votes}'][own] = any(right)
+      parts[f'pass@{train}'][own] = scores.pass_at_k(votes, sum(right), train)
+      parts[f'maj@{votes}'][own] = scores.maj_at_k(keys, right, votes)
     if label is not None:
-      parts['label_accuracy'][voters] = label in good
-      parts['reward_accuracy'][trained] = (value[voters] == right)[
-        : len(trained)
-      ]
+      parts['label_accuracy'][own] = label in good
+      parts['reward_accuracy'][trained] = (value[own] == right)[: len(trained)]
   require(
     len(silent) <= max_abstained * len(groups),
     f'{len(silent)} of {len(groups)} questions have no vote under '

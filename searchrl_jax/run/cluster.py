@@ -395,9 +395,10 @@ def require_same(facts: Callable[[], Mapping[str, Any]]) -> None:
     return
   first, *others = gather('comparison', facts)
   for i, other in enumerate(others, 1):
-    for name, (a, b) in lookup.differences(first, other).items():
+    for name, values in lookup.differences(first, other).items():
+      a, b = ('absent' if v is None else repr(v) for v in values)
       text = (
-        f'{name} is {a!r} on process 0 and {b!r} on process {i}: start every '
+        f'{name} is {a} on process 0 and {b} on process {i}: start every '
         'process with the same config, code and data'
       )
       raise on_all(ConfigError(text))

@@ -372,6 +372,13 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   assert shown == {row.name for row in arms.METHODS} - {'grpo'}
 
 
+def test_before_the_report_there_is_nothing_to_draw(tmp_path):
+  found = results.write({}, tmp_path, {}, '')
+  assert results.show_claims(found['claims']) == ''
+  with pytest.raises(ConfigError, match='run --phase=report'):
+    figure.draw(found, {})
+
+
 def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
   def verdict(seeds):
     report = {
