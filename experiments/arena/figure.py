@@ -2,11 +2,11 @@
 
   python -m experiments.arena.figure
 
-Left, from results.json: the paired difference of each claim on exact match over
+From results.json. Left: the paired difference of each claim on exact match over
 three and four hops, with its interval, the margin shaded; below them, what
 completing the corpus gains. Below a method, in grey, its credit shuffled over
-turns, and exact. Right, from runs.json: paired differences to GRPO, over all
-questions, of exact match and of searches.
+turns, and exact. Right: paired differences to GRPO, over all questions, of
+exact match and of searches.
 """
 
 import json
@@ -14,15 +14,14 @@ import pathlib
 
 from absl import flags
 
-from experiments.arena import arms, results, run, verdicts
+from experiments.arena import arms, results
 from searchrl_jax.run import command, lookup
-from searchrl_jax.sweeps import figures
 
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
-def draw(found: dict, report: results.Runs):
-  """found: the content of results.json; report: the runs of that phase.
+def draw(found: dict):
+  """found: the content of results.json.
 
   Raises:
     ConfigError: no claim has two runs.
@@ -35,16 +34,17 @@ def draw(found: dict, report: results.Runs):
 
   figure = Figure(figsize=(7.2, 4.2), layout='constrained')
   left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
-  values = results.values(report)
-  _differences(found, values, left)
-  _economy(values, right)
-  figure.legend(loc='outside lower left', ncols=6, fontsize=7, frameon=False)
+  named = ('arm', 'against', 'metric')
+  gains = {tuple(g[name] for name in named): g for g in found['gains']}
+  _differences(found, gains, left)
+  _economy(gains, right)
+  figure.legend(loc='outside lower left', ncols=8, fontsize=6, frameon=False)
   for axis in left, right:
     axis.spines[['top', 'right']].set_visible(False)
   return figure
 
 
-def _differences(found: dict, report, axis) -> None:
+def _differences(found: dict, gains, axis) -> None:
   claims = [c for c in found['claims'] if c['interval']]
   claims = [c for c in claims if c['metric'] == results.SCORE]
   claims = [c for c in claims if not c['within']]
@@ -58,11 +58,11 @@ def _differences(found: dict, report, axis) -> None:
     axis.plot(claim['interval'], (y, y), color=color, lw=1.5)
     face = color if full else 'white'
     axis.plot(claim['value'], y, 'o', color=color, mfc=face, ms=5)
-    for control, marker in (('shuffled', 'x'), ('oracle', '^')):
+    for control, marker in zip(results.FIGURED, 'x^', strict=True):
       arm = f'{claim["method"]}-{control}'
-      gain = _gain(report, arm, claim['against'], results.SCORE)
+      gain = gains.get((arm, claim['against'], results.SCORE))
       if gain and claim['phase'] == 'report':
-        axis.plot(gain.mean, y + 0.3, marker, color='0.6', ms=3.5)
+        axis.plot(gain['mean'], y + 0.3, marker, color='0.6', ms=3.5)
     stress = f' (lr x {arms.STRESS})' if claim['phase'] == 'stress' else ''
     corpus = claim['method'] == 'grpo'
     name = f'{claim["method"]}{stress} - {claim["against"]}'
@@ -77,36 +77,31 @@ def _differences(found: dict, report, axis) -> None:
   axis.plot([], [], '^', color='0.6', label='exact credit')
 
 
-def _economy(report, axis) -> None:
+def _economy(gains, axis) -> None:
   axis.axvline(0, color='0.5', lw=0.8)
   axis.axhline(0, color='0.5', lw=0.8)
   for row in arms.METHODS:
-    names = 'all/searches', 'all/em'
-    gains = [_gain(report, row.name, 'grpo', name) for name in names]
-    if row.name != 'grpo' and all(gains):
-      at = [gain.mean for gain in gains]
-      half = [gain.high - gain.mean if gain.high else 0.0 for gain in gains]
+    pair = [gains.get((row.name, 'grpo', name)) for name in results.ECONOMY]
+    if all(pair):
+      at = [gain['mean'] for gain in pair]
       color = 'C1' if row.scale else 'black'
-      bars = dict(xerr=half[0], yerr=half[1], lw=0.6, alpha=0.4)
-      axis.errorbar(*at, color=color, **bars)
+      sides = zip(('xerr', 'yerr'), pair, strict=True)
+      bars = {k: g['high'] - g['mean'] for k, g in sides if g['n'] > 1}
+      axis.errorbar(*at, color=color, lw=0.6, alpha=0.4, **bars)
       axis.plot(*at, 'o', color=color, ms=3.5)
       offset = dict(xytext=(3, 3), textcoords='offset points')
       axis.annotate(row.name, at, fontsize=6, color=color, **offset)
+  axis.plot([], [], 'o', color='black', ms=3.5, label='outcome only')
+  axis.plot([], [], 'o', color='C1', ms=3.5, label='method')
   axis.set_xlabel('searches per question, - GRPO')
   axis.set_ylabel('exact match, all questions, - GRPO')
-
-
-def _gain(report, arm: str, against: str, metric: str):
-  pair = (verdicts.by_case(report, one, metric) for one in (arm, against))
-  return figures.paired(*pair)
 
 
 def main():
   folder = pathlib.Path(__file__).parent
   source = pathlib.Path(flags.FLAGS.results or folder / 'results.json')
   path = source.with_name('figure.png')
-  report = run.load_runs(source.parent).get('report', {})
-  draw(json.loads(source.read_text()), report).savefig(path, dpi=200)
+  draw(json.loads(source.read_text())).savefig(path, dpi=200)
   print(path)
 
 

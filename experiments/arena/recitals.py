@@ -41,7 +41,7 @@ def traces(
     world_seed: of the run's world, whose passages these are.
     mix: of the habits, a name in atlas_traces.MIXES.
     n: traces on questions; a question repeats only after all have occurred.
-    queries: beginnings of traces.
+    queries: beginnings of traces; fewer where a trace has no query.
     recitals: how often each passage is recited.
     pack: recitals in one trace.
     seed: of the behaviours and of the order.
@@ -56,14 +56,16 @@ def traces(
   world = atlas.generate(world_seed, **sizes)
   everybody = [n for split in atlas.SPLITS for n in _names(split)]
   search = atlas_traces.searcher(world, everybody, tuple(atlas.SECTION))
-  pool = atlas.pick(world, 'train')
+  pool = atlas.pick(world, 'train', kinds=atlas.KINDS)
   habits = atlas_traces.MIXES[mix]
   out = atlas_traces.script(world, habits, turns, pool, n, [seed], search, k)
+  others = atlas_traces.traces(
+    world_seed=world_seed, mix=mix, worlds=2, n=queries, seed=seed, known=0
+  )
   out += [
-    Trace(None, (('other', f'Question: {t.question.text}'), *begun(t)))
-    for t in atlas_traces.traces(
-      world_seed=world_seed, mix=mix, worlds=2, n=queries, seed=seed, known=0
-    )
+    Trace(None, (('other', f'Question: {t.question.text}'), *actions))
+    for t in others
+    if (actions := begun(t))
   ]
   rng, read = np.random.default_rng([world_seed, seed, 29]), passages(world)
   order = [i for _ in range(recitals) for i in rng.permutation(len(read))]
@@ -78,10 +80,9 @@ def traces(
 
 
 def begun(trace: Trace) -> tuple:
-  """The actions up to the first query, which is nobody's information."""
+  """The actions up to the first query; () if there is none."""
   kinds = [kind for kind, _ in trace.actions]
-  at = kinds.index('search') if 'search' in kinds else len(kinds) - 1
-  return trace.actions[: at + 1]
+  return trace.actions[: kinds.index('search') + 1 if 'search' in kinds else 0]
 
 
 def _names(split: str) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ COLUMNS = (
   'run/sampled',
   'run/collapse',
 )
+ECONOMY = 'all/searches', 'all/em'
+FIGURED = 'shuffled', 'oracle'  # controls
 Runs = Mapping[str, Mapping[str, Any]]  # arm -> case -> {'values', ...}
 
 
@@ -82,7 +84,7 @@ def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
   """Writes results.json of what is complete; returns its content."""
-  every = {phase: values(found) for phase, found in runs.items()}
+  every = planned({phase: values(found) for phase, found in runs.items()})
   table = {
     phase: {arm: _means(cases) for arm, cases in found.items()}
     for phase, found in runs.items()
@@ -97,20 +99,17 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'seeds_needed': seeds_needed(every.get('pilot', {})),
     'agreement': agreement(runs),
     'contrasts': [*contrasts(every.get('report', {}))],
+    'gains': [*gains(every.get('report', {}))],
     'table': table,
   }
   records.write_json(out / 'results.json', content)
   return content
 
 
-def judge(every: verdicts.Values) -> list[dict]:
-  """Records of the claims, with `n_planned`, the number of the phase's seeds.
-
-  Other seeds do not count, and a claim is undecided until all have run: a
-  verdict that may fall after any seed is wrong several times as often.
-  """
+def planned(every: verdicts.Values) -> verdicts.Values:
+  """Of the phases that verdicts rest on, the seeds that arms.py lists."""
   seeds = {phase: {*map(str, s)} for phase, (_, s) in arms.PHASES.items()}
-  listed = {
+  return {
     phase: {
       arm: {case: v for case, v in cases.items() if case in seeds[phase]}
       for arm, cases in found.items()
@@ -118,9 +117,18 @@ def judge(every: verdicts.Values) -> list[dict]:
     for phase, found in every.items()
     if phase in seeds
   }
-  out = verdicts.judge(arms.CLAIMS, listed)
+
+
+def judge(every: verdicts.Values) -> list[dict]:
+  """Records of the claims, with `n_planned`, the number of the phase's seeds.
+
+  every: of `planned` seeds. A claim is undecided until all have run: a verdict
+  that may fall after any seed is wrong several times as often.
+  """
+  out = verdicts.judge(arms.CLAIMS, every)
   for record in out:
-    record['n_planned'] = len(seeds[record['phase']])
+    _, seeds = arms.PHASES[record['phase']]
+    record['n_planned'] = len(seeds)
     if record['n_seeds'] < record['n_planned']:
       record['verdict'] = 'undecided'
   return out
@@ -199,6 +207,27 @@ def _contrast(method: str, name: str, weights, report):
   if column:
     about = dict(method=method, contrast=name, metric=SCORE)
     yield about | figures.interval(column)._asdict()
+
+
+def gains(report) -> Iterator[dict[str, Any]]:
+  """Paired differences that the figure shows beside the claims.
+
+  Of each row to GRPO, and of its shuffled and exact credit to what its first
+  claim is against.
+  """
+  pairs = [
+    (row.name, 'grpo', metric) for row in arms.METHODS[1:] for metric in ECONOMY
+  ]
+  pairs += [
+    (f'{row.name}-{control}', row.goal.against, SCORE)
+    for row in arms.METHODS
+    for control in FIGURED
+  ]
+  for arm, against, metric in pairs:
+    found = (verdicts.by_case(report, x, metric) for x in (arm, against))
+    if gain := figures.paired(*found):
+      about = dict(arm=arm, against=against, metric=metric)
+      yield about | gain._asdict()
 
 
 def agreement(runs: Mapping[str, Runs]) -> dict[str, float] | None:

@@ -10,10 +10,11 @@
 experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
 (searchrl_jax/sweep.py): the same command goes on where it was stopped. The
 values of arms that are complete are kept in experiments/arena/runs.json, so
-that what one machine has run, another leaves out; an arm whose config has
-changed since runs again. Tuning writes tuned.json, and
-every phase results.json: claims with their verdicts so far, and the means of
-all arms with intervals. With another base both lie in --workdir.
+that what one machine has run, another leaves out. An arm whose config has
+changed since runs again, and what it was before counts no more; verdicts leave
+out seeds that no phase lists. Tuning writes tuned.json, and every phase
+results.json: claims with their verdicts so far, and the means of all arms with
+intervals. With another base both lie in --workdir.
 """
 
 import functools
@@ -59,6 +60,25 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
   return runs
 
 
+def current(runs, base: str = '') -> dict:
+  """Those of `load_runs` that count: with the configs that arms.py has now.
+
+  base: arguments of another base recipe.
+  """
+  out: dict = {}
+  for phase, kept in runs.items():
+    found = arms.get_sweep(','.join(filter(None, (phase, base))))
+    for arm in found.arms:
+      cases = {
+        case: run
+        for case, run in kept.get(_row(arm.name), {}).items()
+        if run['config'] == digest(found, arm.name, case)
+      }
+      if cases:
+        out.setdefault(phase, {})[_row(arm.name)] = cases
+  return out
+
+
 def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
   try:
     return stages.done(found, stage, folder)
@@ -102,12 +122,13 @@ def main():
   finally:
     runs = update()
     if phase == 'tune':
-      tried = runs.get(phase, {})
+      tried = current({phase: runs.get(phase, {})}, given.base).get(phase, {})
       results.choose(tried, out / arms.TUNED.name, environment)
     said = common.command('experiments.arena.run')
-    found = results.write(runs, out, environment, said)
+    counted = current(runs, given.base)
+    written = results.write(counted, out, environment, said)
     print(results.show(runs.get(phase, {})))
-    print(results.show_claims(found['claims']))
+    print(results.show_claims(written['claims']))
 
 
 def _kept(found: core.Sweep, stage: str, known: dict) -> bool:

@@ -8,8 +8,11 @@ person, which says who leads to them:
     "Kova Len, know"
     Mira Dok mentor Kova Len, Tusa Bal ally Kova Len, ...
 
-All else is atlas, the questions and the vocabulary too (so the section is named
-by a word that there is). A proposer walks backwards from an answer:
+A person with a section or a relation finds what it finds in atlas; a person
+alone, a poor query of the solver, finds this passage instead of one of the
+sections. All else is atlas, the questions and the vocabulary too (so the
+section is named by a word that there is). A proposer walks backwards from an
+answer:
 
     <think> Kova Len </think>
     <search> Kova Len know </search>  (passage)

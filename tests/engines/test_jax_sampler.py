@@ -758,6 +758,19 @@ def test_a_run_that_ends_in_the_middle_harms_no_later_one(monkeypatch):
   assert again.ids.tolist() == fresh.ids.tolist()
 
 
+def test_no_nan_of_old_weights_is_left_in_the_caches():
+  """Masked positions have weight 0, but 0 x NaN is NaN."""
+  engine = make_engine()
+  ask = lambda e: once(e, [1, 2, 3], Sampling(max_tokens=4, seed=5))
+  want = asyncio.run(ask(make_engine()))
+  made = engine._device
+  made._caches = jax.tree.map(lambda x: x * np.nan, made._caches)
+  asyncio.run(load(engine, make_params(), 1))
+  found = asyncio.run(ask(engine))
+  np.testing.assert_array_equal(found.logps, want.logps)
+  assert found.ids.tolist() == want.ids.tolist()
+
+
 def test_a_device_failure_reaches_every_caller(monkeypatch):
   engine = make_engine()
 

@@ -251,6 +251,27 @@ def test_a_phase_is_a_sweep_of_configs():
     arms.get_sweep('asay')
 
 
+def test_seeds_of_arms(monkeypatch):
+  """All that a claim needs; fewer of what none does."""
+  monkeypatch.setattr(arms, 'tuned', lambda row: row.default)
+  report = {arm.name: arm.seeds for arm in arms.get_sweep('report').arms}
+  assert report['gigpo'] == report['grpo-2'] == arms.REPORTING
+  assert report['grpo-missing'] == arms.REPORTING
+  assert report['gigpo-shuffled'] == tuple(range(6))
+  stress = {arm.name: arm.seeds for arm in arms.get_sweep('stress').arms}
+  full = {name for name, seeds in stress.items() if seeds == arms.REPORTING}
+  assert full == {f'stress-{n}' for n in ('grpo', 'grpo4', 'llds', 'calib_adv')}
+  assert {len(s) for n, s in stress.items() if n not in full} == {4}
+
+
+def test_only_runs_of_present_configs_count():
+  found = arms.get_sweep('tune')
+  old, new = {'config': 'x'}, {'config': run.digest(found, 'grpo', '100')}
+  kept = {'grpo': {'100': new, '101': old}}
+  kept |= {'otc': {'100': old}, 'gone': {'100': old}}
+  assert run.current({'tune': kept}) == {'tune': {'grpo': {'100': new}}}
+
+
 def test_phases_after_tuning_need_it(monkeypatch, tmp_path):
   monkeypatch.setattr(arms, 'TUNED', tmp_path / 'tuned.json')
   with pytest.raises(ConfigError, match='tuned.json.*--phase=tune'):
@@ -358,8 +379,10 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
 def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   report = report_runs()
   report['gigpo-shuffled'] = report['gigpo']
+  for run_ in report['otc'].values():  # one search less, and more is right
+    run_['values'] = run_['values'] | {'all/searches': 1.0, 'all/em': 0.6}
   found = results.write({'report': report}, tmp_path, {}, '')
-  left, right = figure.draw(found, report).axes
+  left, right = figure.draw(found).axes
   names = [label.get_text() for label in left.get_yticklabels()]
   on = [c for c in arms.CLAIMS if (c.metric, c.phase) == ('hard/em', 'report')]
   wanted = {f'{c.method} - {c.against}' for c in on if not c.within}
@@ -368,15 +391,26 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
     x for x in left.lines if x.get_marker() == 'x' and len(x.get_xdata())
   )
   assert shuffled.get_ydata()[0] == names.index('gigpo - grpo') + 0.3
-  shown = {text.get_text() for text in right.texts}
-  assert shown == {row.name for row in arms.METHODS} - {'grpo'}
+  shown = {text.get_text(): text.xy for text in right.texts}
+  assert {*shown} == {row.name for row in arms.METHODS} - {'grpo'}
+  assert shown['otc'] == pytest.approx((-1.0, 0.1)) and shown['ppo'] == (0, 0)
+
+
+def test_seeds_that_were_not_planned_are_in_no_difference(tmp_path):
+  report = report_runs()
+  want = results.write({'report': report}, tmp_path, {}, '')
+  for cases in report.values():
+    cases['50'] = {'values': {'hard/em': 9.0, 'all/searches': 9, 'all/em': 9}}
+  report['gigpo']['50']['values'] |= {'hard/em': 0.0}
+  found = results.write({'report': report}, tmp_path, {}, '')
+  assert all(found[x] == want[x] for x in ('claims', 'contrasts', 'gains'))
 
 
 def test_before_the_report_there_is_nothing_to_draw(tmp_path):
   found = results.write({}, tmp_path, {}, '')
   assert results.show_claims(found['claims']) == ''
   with pytest.raises(ConfigError, match='run --phase=report'):
-    figure.draw(found, {})
+    figure.draw(found)
 
 
 def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
@@ -385,7 +419,8 @@ def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
       'gigpo': {str(s): {'hard/em': 0.6 + s / 1e3} for s in seeds},
       'grpo': {str(s): {'hard/em': 0.3} for s in seeds},
     }
-    by = {c['method']: c for c in results.judge({'report': report})}
+    every = results.planned({'report': report})
+    by = {c['method']: c for c in results.judge(every)}
     return by['gigpo']['n_seeds'], by['gigpo']['verdict']
 
   n = len(arms.REPORTING)
