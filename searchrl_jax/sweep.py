@@ -199,7 +199,7 @@ def spawn(
   if len(devices.split(',')) >= slots > 1:
     env['CUDA_VISIBLE_DEVICES'] = ','.join(devices.split(',')[slot::slots])
   with log.open('w') as out:
-    return subprocess.Popen(
+    process = subprocess.Popen(
       [
         *(sys.executable, '-m', 'searchrl_jax.sweep', f'--sweep={spec}'),
         *(f'--workdir={folder}', f'--stage={stage}', f'--url={url}'),
@@ -213,6 +213,13 @@ def spawn(
       stderr=out,
       env=env,
     )
+  # Before it imports JAX, which starts a thread for each of its cores. Where
+  # two processes share cores, handing work to such threads costs a third.
+  if hasattr(os, 'sched_setaffinity'):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= slots > 1:
+      os.sched_setaffinity(process.pid, cores[slot::slots])
+  return process
 
 
 def end(running: dict[str, tuple[subprocess.Popen, int]]) -> None:

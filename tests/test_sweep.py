@@ -127,14 +127,17 @@ def test_what_needs_a_failed_warm_start_fails_with_its_name(
 
 
 @pytest.mark.parametrize('given, seen', [('0,1,2,3', '1,3'), ('0', '0')])
-def test_processes_share_out_the_gpus_that_are_named(
+def test_processes_share_out_the_cores_and_the_gpus_that_are_named(
   given, seen, tmp_path, monkeypatch
 ):
   monkeypatch.setenv('CUDA_VISIBLE_DEVICES', given)
   monkeypatch.setattr(sys, 'executable', str(tmp_path / 'show'))
-  (tmp_path / 'show').write_text('#!/bin/sh\necho $CUDA_VISIBLE_DEVICES')
+  (tmp_path / 'show').write_text('#!/bin/sh\ncat\necho $CUDA_VISIBLE_DEVICES')
   (tmp_path / 'show').chmod(0o755)
   process = sweep.spawn(SPEC, 'arms/a/0', tmp_path, '', 1, 2)
+  cores = sorted(os.sched_getaffinity(0))
+  of_one = set(cores[1::2]) if len(cores) > 1 else set(cores)
+  assert os.sched_getaffinity(process.pid) == of_one
   process.stdin.close()
   assert process.wait() == 0
   assert sweep.log_of(tmp_path, 'arms/a/0').read_text() == f'{seen}\n'
