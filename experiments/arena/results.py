@@ -42,23 +42,22 @@ def values(runs: Runs) -> dict[str, dict[str, dict[str, float]]]:
 def choose(runs: Runs, path: pathlib.Path, environment) -> None:
   """Writes the setting of each row of which all trials are complete.
 
-  That is, with all TUNING seeds. It is the trial with the best mean of the
-  metric of the row's first claim over the cases that all of its trials have, if
-  that is better than the default's by more than the claim's margin: the best of
-  several noisy means is so by chance. Where the claim is on another metric than
-  SCORE, SCORE may be lower than the default's by the margin.
+  That is, with all TUNING seeds. It is the trial with the best mean over them
+  of the metric of the row's first claim, if that is better than the default's
+  by more than the claim's margin: the best of several noisy means is so by
+  chance. Where the claim is on another metric than SCORE, SCORE may be lower
+  than the default's by the margin.
   """
   settings, trials, seeds = {}, {}, {*map(str, arms.TUNING)}
   for row in arms.METHODS:
     plans = [p for p in arms.tune() if p.row is row]
-    cases = set.intersection(*({*runs.get(p.name, {})} for p in plans))
-    if not seeds <= cases:
+    if not all(seeds <= {*runs.get(p.name, {})} for p in plans):
       continue
 
     means = {
       p.name: {
         metric: statistics.fmean(
-          runs[p.name][case]['values'][metric] for case in cases
+          runs[p.name][case]['values'][metric] for case in seeds
         )
         for metric in (SCORE, row.goal.metric)
       }
@@ -97,7 +96,7 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'assay': assay(every.get('assay', {})),
     'claims': judge(every),
     'seeds_needed': seeds_needed(every.get('pilot', {})),
-    'agreement': agreement(runs),
+    'agreement': agreement(every),
     'contrasts': [*contrasts(every.get('report', {}))],
     'gains': [*gains(every.get('report', {}))],
     'table': table,
@@ -230,15 +229,14 @@ def gains(report) -> Iterator[dict[str, Any]]:
       yield about | gain._asdict()
 
 
-def agreement(runs: Mapping[str, Runs]) -> dict[str, float] | None:
+def agreement(every: verdicts.Values) -> dict[str, float] | None:
   """Kendall's W of the order of rows from the mixtures of the warm start.
 
   Over the cases that all rows have from all mixtures. `w_same`: of disjoint
   sets of as many cases from one mixture, if there are enough: what the noise of
   the runs leaves.
   """
-  main = values(runs.get('report', {}))
-  others = values(runs.get('mixtures', {}))
+  main, others = every.get('report', {}), every.get('mixtures', {})
   found = [
     [main.get(row.name, {}) for row in arms.METHODS]
     if mix == arms.MIX

@@ -1,5 +1,6 @@
 """Verdicts, measures and phases of the arena."""
 
+import copy
 import json
 import math
 
@@ -465,9 +466,12 @@ def test_a_row_is_tuned_when_all_tuning_seeds_have_run(tmp_path):
   assert 'otc' not in tuned and 'igpo' in tuned
 
 
-def test_trials_are_compared_by_the_seeds_that_all_have(tmp_path):
+def test_trials_are_compared_by_the_tuning_seeds_alone(tmp_path):
   runs = tune_runs()
-  runs['otc,lr=2.0']['102'] = {'values': {'hard/em': 0.9}}
+  for name, cases in runs.items():
+    cases['102'] = copy.deepcopy(cases['101'])
+    if name == 'otc,lr=2.0':
+      cases['102']['values'] |= {'hard/em': 0.9, 'all/searches': 0.0}
   results.choose(runs, tmp_path / 'tuned.json', {})
   tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
   assert tuned['otc']['lr'] == 1.0
@@ -513,7 +517,7 @@ def test_mixtures_are_compared_by_the_seeds_that_all_have():
     ):
       for name in names:
         runs[phase][name] = {
-          seed: {'values': {'hard/em': v}}
+          seed: {'hard/em': v}
           for seed, v in scores.items()
           if phase == 'report' or seed == '0'
         }
@@ -523,7 +527,7 @@ def test_mixtures_are_compared_by_the_seeds_that_all_have():
   # sum to n + 1 + r; the squares of their deviations are those of one judge,
   # where three that agree would have 9 times as much.
   for i, row in enumerate(arms.METHODS):
-    runs['report'][row.name]['2'] = {'values': {'hard/em': i}}
+    runs['report'][row.name]['2'] = {'hard/em': i}
   found = results.agreement(runs)
   assert found['w'] == pytest.approx(1.0)
   assert found['w_same'] == pytest.approx(1 / 9)
