@@ -12,6 +12,8 @@ row with the same estimator. Phases:
   tune      each row with three learning rates, KL coefficients and scales, one
             value changed at a time, on TUNING seeds; rows without a scale have
             as many trials
+  confirm   the trials that were better than a default, and the default, on
+            CONFIRMING seeds: the best of noisy means is so by chance, too
   pilot     each row as tuned on PILOT seeds: the spread of paired differences,
             which fixes the number of reporting seeds
   report    each row as tuned, its controls, further runs of those that claims
@@ -47,7 +49,8 @@ from searchrl_jax.sweeps import core
 from searchrl_jax.worlds import atlas_traces
 
 TUNED = pathlib.Path(__file__).with_name('tuned.json')
-ASSAY, TUNING = (100, 101, 102, 103, 104, 105), (100, 101)
+ASSAY = (100, 101, 102, 103, 104, 105)
+TUNING, CONFIRMING = ASSAY[:2], ASSAY[2:]
 PILOT = (200, 201, 202, 203)
 REPORTING = tuple(range(12))  # the pilot fixes how many
 CONTROLS = REPORTING[:6]  # which no verdict needs
@@ -285,18 +288,22 @@ def config(
   return c
 
 
+def _chosen(what: str, row: Method, phase: str) -> Any:
+  known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+  lookup.require(
+    row.name in known.get(what, {}),
+    f'{TUNED.name} has no {what} of {row.name!r}: run --phase={phase} first',
+  )
+  return known[what][row.name]
+
+
 def tuned(row: Method) -> Mapping[str, float]:
   """The setting that the tuning chose.
 
   Raises:
     ConfigError: it has not run.
   """
-  known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
-  lookup.require(
-    row.name in known.get('settings', {}),
-    f'{TUNED.name} has no setting of {row.name!r}: run --phase=tune first',
-  )
-  return known['settings'][row.name]
+  return _chosen('settings', row, 'confirm')
 
 
 def _evaluation(plan: 'Plan') -> core.Evaluation:
@@ -328,6 +335,13 @@ def tune() -> Iterator[Plan]:
     for setting in row.trials():
       changed = (f'{k}={v}' for k, v in setting.items() if v != row.default[k])
       yield Plan(','.join([row.name, *changed]), row, setting)
+
+
+def confirm() -> Iterator[Plan]:
+  for row in METHODS:
+    default, best = row.name, _chosen('best', row, 'tune')
+    if best != default:
+      yield from (p for p in tune() if p.name in (default, best))
 
 
 def pilot() -> Iterator[Plan]:
@@ -367,13 +381,13 @@ def mixtures() -> Iterator[Plan]:
 PHASES: Mapping[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]] = {
   'assay': (assay, ASSAY),
   'tune': (tune, TUNING),
+  'confirm': (confirm, CONFIRMING),
   'pilot': (pilot, PILOT),
   'report': (report, REPORTING),
   'stress': (stress, REPORTING),
   'mixtures': (mixtures, REPORTING[:4]),
 }
-
-
+TRIALS = 'tune', 'confirm'  # the phases that choose settings
 NAMES = (*PHASES, recipes.PHASE)
 
 

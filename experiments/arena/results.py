@@ -39,46 +39,68 @@ def values(runs: Runs) -> dict[str, dict[str, dict[str, float]]]:
   }
 
 
-def choose(runs: Runs, path: pathlib.Path, environment) -> None:
+def choose(tried: Runs, again: Runs, path: pathlib.Path, environment) -> None:
   """Writes the setting of each row of which all trials are complete.
 
-  That is, with all TUNING seeds. It is the trial with the best mean over them
-  of the metric of the row's first claim, if that is better than the default's
-  by more than the claim's margin: the best of several noisy means is so by
-  chance. Where the claim is on another metric than SCORE, SCORE may be lower
-  than the default's by the margin.
+  The best trial has the best mean over the TUNING seeds of the metric of the
+  row's first claim, if that is better than the default's by more than the
+  claim's margin. Where the claim is on another metric than SCORE, SCORE may be
+  lower than the default's by the margin. It is the setting if it is better than
+  the default on the CONFIRMING seeds (`again`), too.
   """
-  settings, trials, seeds = {}, {}, {*map(str, arms.TUNING)}
+  settings, trials, bests, confirmed = {}, {}, {}, {}
   for row in arms.METHODS:
     plans = [p for p in arms.tune() if p.row is row]
-    if not all(seeds <= {*runs.get(p.name, {})} for p in plans):
+    means = _trial_means(plans, tried, row, arms.TUNING)
+    if not means:
       continue
+    best, trials[row.name] = _best(row.goal, plans, means), means
+    bests[row.name] = best.name
+    if best is not plans[0]:
+      means = _trial_means([plans[0], best], again, row, arms.CONFIRMING)
+      if not means:
+        continue
+      confirmed[row.name] = means
+      if _gain(row.goal, best, means, plans[0]) <= 0:
+        best = plans[0]
+    settings[row.name] = best.setting
+  content = {
+    'environment': environment,
+    'seeds': {'tune': arms.TUNING, 'confirm': arms.CONFIRMING},
+    'settings': settings,
+    'best': bests,
+    'confirmed': confirmed,
+    'trials': trials,
+  }
+  records.write_json(path, content)
 
-    means = {
-      p.name: {
-        metric: statistics.fmean(
-          runs[p.name][case]['values'][metric] for case in seeds
-        )
-        for metric in (SCORE, row.goal.metric)
-      }
-      for p in plans
+
+def _trial_means(plans, runs: Runs, row, seeds) -> dict[str, dict[str, float]]:
+  """{trial: {metric: mean over the seeds}}; empty if one has not run."""
+  cases = [*map(str, seeds)]
+  if not all({*cases} <= {*runs.get(p.name, {})} for p in plans):
+    return {}
+  return {
+    p.name: {
+      metric: statistics.fmean(
+        runs[p.name][case]['values'][metric] for case in cases
+      )
+      for metric in (SCORE, row.goal.metric)
     }
-    settings[row.name] = _best(row.goal, plans, means).setting
-    trials[row.name] = means
-  content = {'environment': environment, 'seeds': arms.TUNING}
-  records.write_json(path, content | {'settings': settings, 'trials': trials})
+    for p in plans
+  }
+
+
+def _gain(goal: verdicts.Claim, plan, means, default) -> float:
+  own, other = means[plan.name], means[default.name]
+  return goal.sign * (own[goal.metric] - other[goal.metric])
 
 
 def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
-  default = means[plans[0].name]
-
-  def gain(plan: arms.Plan) -> float:
-    own = means[plan.name]
-    return goal.sign * (own[goal.metric] - default[goal.metric])
-
-  least = default[SCORE] - verdicts.MARGIN
-  best = max((p for p in plans if means[p.name][SCORE] >= least), key=gain)
-  return best if gain(best) > goal.margin else plans[0]
+  least = means[plans[0].name][SCORE] - verdicts.MARGIN
+  allowed = [p for p in plans if means[p.name][SCORE] >= least]
+  best = max(allowed, key=lambda plan: _gain(goal, plan, means, plans[0]))
+  return best if _gain(goal, best, means, plans[0]) > goal.margin else plans[0]
 
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
@@ -87,7 +109,7 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
   table = {
     phase: {arm: _means(cases) for arm, cases in found.items()}
     for phase, found in runs.items()
-    if phase != 'tune'
+    if phase not in arms.TRIALS
   }
   content = {
     'environment': environment,

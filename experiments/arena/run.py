@@ -1,7 +1,7 @@
 """Runs a phase of the arena, and says what came out.
 
   python -m experiments.arena.run --phase=assay --workdir=runs/arena
-  ... --phase=tune       then --phase=pilot, report, stress, mixtures
+  ... --phase=tune       then --phase=confirm, pilot, report, stress, mixtures
   ... --phase=recipes    rows outside the comparison
   ... --parallel=2       two arms at a time
   ... --only=grpo,otc --seeds=0,1
@@ -67,7 +67,12 @@ def current(runs, base: str = '') -> dict:
   """
   out: dict = {}
   for phase, kept in runs.items():
-    found = arms.get_sweep(','.join(filter(None, (phase, base))))
+    # What a trial is does not depend on which are confirmed.
+    name = 'tune' if phase == 'confirm' else phase
+    try:
+      found = arms.get_sweep(','.join(filter(None, (name, base))))
+    except lookup.ConfigError:  # the tuning has not chosen its settings yet
+      continue
     for arm in found.arms:
       cases = {
         case: run
@@ -121,9 +126,10 @@ def main():
       sweep.run(spec, found, planned, folder, parallel=parallel, after=update)
   finally:
     runs = update()
-    if phase == 'tune':
-      tried = current({phase: runs.get(phase, {})}, given.base).get(phase, {})
-      results.choose(tried, out / arms.TUNED.name, environment)
+    if phase in arms.TRIALS:
+      tried = {name: runs.get(name, {}) for name in arms.TRIALS}
+      tried = [current(tried, given.base).get(name, {}) for name in arms.TRIALS]
+      results.choose(*tried, out / arms.TUNED.name, environment)
     said = common.command('experiments.arena.run')
     counted = current(runs, given.base)
     written = results.write(counted, out, environment, said)

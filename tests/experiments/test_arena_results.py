@@ -275,8 +275,10 @@ def test_only_runs_of_present_configs_count():
 
 def test_phases_after_tuning_need_it(monkeypatch, tmp_path):
   monkeypatch.setattr(arms, 'TUNED', tmp_path / 'tuned.json')
-  with pytest.raises(ConfigError, match='tuned.json.*--phase=tune'):
+  with pytest.raises(ConfigError, match='tuned.json.*--phase=confirm'):
     arms.get_sweep('report')
+  with pytest.raises(ConfigError, match='tuned.json.*--phase=tune'):
+    arms.get_sweep('confirm')
 
 
 def tune_runs():
@@ -287,7 +289,7 @@ def tune_runs():
   }
 
 
-def test_tuning_takes_the_best_trial(tmp_path):
+def test_tuning_takes_the_best_trial(tmp_path, monkeypatch):
   runs = tune_runs()
   for name, metric, value in (
     ('gigpo,lr=2.0', 'hard/em', 0.46),
@@ -303,9 +305,27 @@ def test_tuning_takes_the_best_trial(tmp_path):
   ):
     for run_ in runs[name].values():
       run_['values'][metric] = value
-  del runs['igpo,kl=0.03']
   path = tmp_path / 'tuned.json'
-  results.choose(runs, path, {})
+  results.choose(runs, {}, path, {})
+  content = json.loads(path.read_text())
+  assert {*content['best']} - {*content['settings']} == {'gigpo', 'otc'}
+  monkeypatch.setattr(arms, 'TUNED', path)
+  confirmed = [arm.name for arm in arms.get_sweep('confirm').arms]
+  assert confirmed == ['gigpo', 'gigpo,scale=0.3', 'otc', 'otc,scale=0.6']
+
+  again = {
+    name: {str(seed): {'values': {'hard/em': 0.4, 'all/searches': value}}
+           for seed in arms.CONFIRMING}
+    for name, value in zip(confirmed, (2.0, 2.0, 1.9, 1.8), strict=True)
+  }  # fmt: skip
+  again['gigpo,scale=0.3']['105']['values']['hard/em'] = 0.39
+  results.choose(runs, again, path, {})
+  settings = json.loads(path.read_text())['settings']
+  # As good as the default but for one run of four.
+  assert settings['gigpo'] == {'lr': 1.0, 'kl': 0.0, 'scale': 1.0}
+  again['gigpo,scale=0.3']['104']['values']['hard/em'] = 0.42
+  del runs['igpo,kl=0.03']
+  results.choose(runs, again, path, {})
   settings = json.loads(path.read_text())['settings']
   assert settings['gigpo'] == {'lr': 1.0, 'kl': 0.0, 'scale': 0.3}
   assert settings['otc'] == {'lr': 1.0, 'kl': 0.0, 'scale': 0.6}
@@ -436,7 +456,7 @@ def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
   found = arms.get_sweep('tune')
   runs = run.keep(found, {'arms/otc/100'}, 'tune', tmp_path / 'w', tmp_path)
   assert runs == {}
-  results.choose({}, tmp_path / 'tuned.json', {})
+  results.choose({}, {}, tmp_path / 'tuned.json', {})
   results.write(runs, tmp_path, {}, '--phase=tune')
   assert json.loads((tmp_path / 'tuned.json').read_text())['settings'] == {}
 
@@ -461,7 +481,7 @@ def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
 def test_a_row_is_tuned_when_all_tuning_seeds_have_run(tmp_path):
   runs = tune_runs()
   del runs['otc,lr=2.0']['101']
-  results.choose(runs, tmp_path / 'tuned.json', {})
+  results.choose(runs, {}, tmp_path / 'tuned.json', {})
   tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
   assert 'otc' not in tuned and 'igpo' in tuned
 
@@ -472,7 +492,7 @@ def test_trials_are_compared_by_the_tuning_seeds_alone(tmp_path):
     cases['102'] = copy.deepcopy(cases['101'])
     if name == 'otc,lr=2.0':
       cases['102']['values'] |= {'hard/em': 0.9, 'all/searches': 0.0}
-  results.choose(runs, tmp_path / 'tuned.json', {})
+  results.choose(runs, {}, tmp_path / 'tuned.json', {})
   tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
   assert tuned['otc']['lr'] == 1.0
 
