@@ -97,7 +97,8 @@ def pytest_sessionfinish(session, exitstatus):
   left = [
     path
     for path in sorted(pathlib.Path(tempfile.gettempdir()).iterdir())
-    if not path.name.startswith(_COMPILED)
+    # Without workers, multiprocessing still has its own, until Python exits.
+    if not path.name.startswith((_COMPILED, 'pymp-'))
   ]
   # torch and vLLM, which the other suites run, keep caches there.
   ours = 'not parity' in session.config.option.markexpr
