@@ -7,7 +7,7 @@ import threading
 import time
 
 _SECONDS = 0.005  # between samples
-_LIBC = ctypes.CDLL('libc.so.6')
+_LIBC = ctypes.CDLL(None)
 _PR_SET_THP_DISABLE = 41
 
 

@@ -50,14 +50,28 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
       about = figures.of_run(found, found.arm(name), folder / stage)
       kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
       kept[case] = {
-        'values': about['values']['after'],
+        'values': {k: round(v, 6) for k, v in about['values']['after'].items()},
         'curve': about['curve']['reward'],
         'seconds': sum(about['seconds'].values()),
         'commit': about['commit'],
         'config': digest(found, name, case),
       }
-  records.write_json(out / RUNS, runs)
+  save_runs(out, runs)
   return runs
+
+
+def save_runs(out: pathlib.Path, runs: dict) -> None:
+  """Writes what `load_runs` reads: a line for each arm of a phase."""
+  phases = (
+    ',\n'.join(
+      f'{json.dumps(arm)}: {json.dumps(records.plain(kept))}'
+      for arm, kept in x.items()
+    )
+    for x in runs.values()
+  )
+  named = zip(map(json.dumps, runs), phases, strict=True)
+  text = ',\n'.join(f'{phase}: {{\n{lines}\n}}' for phase, lines in named)
+  records.write_text(out / RUNS, f'{{\n{text}\n}}\n')
 
 
 def current(runs, base: str = '') -> dict:
