@@ -19,8 +19,7 @@ if ls -d "$venv"/lib/python*/site-packages/"$other"*.dist-info \
   rm -rf "$venv"
 fi
 build() {
-  # Compiled now, vLLM's 8,000 files need not be at each start.
-  sh "$here/venv.sh" "$venv" "$@" --compile-bytecode
+  sh "$here/venv.sh" "$venv" "$@"
 }
 case $kind in
 gpu)
