@@ -270,10 +270,11 @@ def config(
 ) -> ConfigDict:
   """The config of a row with a setting.
 
-  fields: further changes. base: arguments of the base recipe.
+  fields: further changes; `seed` is added to the case's, which the world keeps.
+  base: arguments of the base recipe.
   """
   name, value = row.scale[0] if row.scale else '', setting.get('scale')
-  fields = {**row.fields, **fields}
+  fields = {**row.fields, **fields, 'seed': seed + fields.get('seed', 0)}
   if setting['kl']:
     fields |= {'algorithm.kl': 'loss', 'algorithm.kl_coef': setting['kl']}
   parts = [f'seed={seed}', base]
@@ -353,7 +354,7 @@ def report() -> Iterator[Plan]:
   yield from pilot()
   for row in METHODS:
     for n, suffix in enumerate(verdicts.REPEATS[: row.repeats], 1):
-      again = {'seed': 10_000 * n}  # of what is sampled, not of the world
+      again = {'seed': 10_000 * n}  # of samples and the questions' order
       yield Plan(f'{row.name}{suffix}', row, tuned(row), again)
   for row in METHODS:
     for name, fields in row.controls.items():
