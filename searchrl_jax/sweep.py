@@ -163,8 +163,10 @@ def run(
       for stage, (process, _) in [*running.items()]:
         if process.poll() is not None:
           del running[stage]
-          if process.returncode:
-            fail(stage, f'{reason(folder, stage)} ({log_of(folder, stage)})')
+          if code := process.returncode:
+            killed = f'killed by signal {-code}: ' if code < 0 else ''
+            said = f'{killed}{reason(folder, stage)}'
+            fail(stage, f'{said} ({log_of(folder, stage)})')
           else:
             board.ended(stage)
           after()
@@ -217,8 +219,9 @@ def spawn(
   # two processes share cores, handing work to such threads costs a third.
   if hasattr(os, 'sched_setaffinity'):
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= slots > 1:
-      os.sched_setaffinity(process.pid, cores[slot::slots])
+    each = len(cores) // slots  # as many for all: bits can depend on it
+    if each and slots > 1:
+      os.sched_setaffinity(process.pid, cores[slot * each :][:each])
   return process
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_what_needs_a_failed_warm_start_fails_with_its_name(
 
 
 @pytest.mark.parametrize('given, seen', [('0,1,2,3', '1,3'), ('0', '0')])
-def test_processes_share_out_the_cores_and_the_gpus_that_are_named(
+def test_processes_share_out_the_gpus_that_are_named(
   given, seen, tmp_path, monkeypatch
 ):
   monkeypatch.setenv('CUDA_VISIBLE_DEVICES', given)
@@ -135,12 +136,31 @@ def test_processes_share_out_the_cores_and_the_gpus_that_are_named(
   (tmp_path / 'show').write_text('#!/bin/sh\ncat\necho $CUDA_VISIBLE_DEVICES')
   (tmp_path / 'show').chmod(0o755)
   process = sweep.spawn(SPEC, 'arms/a/0', tmp_path, '', 1, 2)
-  cores = sorted(os.sched_getaffinity(0))
-  of_one = set(cores[1::2]) if len(cores) > 1 else set(cores)
-  assert os.sched_getaffinity(process.pid) == of_one
   process.stdin.close()
   assert process.wait() == 0
   assert sweep.log_of(tmp_path, 'arms/a/0').read_text() == f'{seen}\n'
+
+
+@pytest.mark.parametrize(
+  'cores, slots, shares',
+  [
+    ({4, 5, 8, 9}, 2, [[4, 5], [8, 9]]),
+    # As many for all: equal bits whichever slot a stage has when it goes on.
+    ({0, 1, 2}, 2, [[0], [1]]),
+    ({7}, 2, []),
+    ({0, 1}, 1, []),
+  ],
+)
+def test_processes_share_out_cores(cores, slots, shares, tmp_path, monkeypatch):
+  seen = []
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: cores, raising=False)
+  monkeypatch.setattr(
+    os, 'sched_setaffinity', lambda _, own: seen.append(own), raising=False
+  )
+  monkeypatch.setattr(subprocess, 'Popen', mock.Mock())
+  for slot in range(slots):
+    sweep.spawn(SPEC, 'arms/a/0', tmp_path, '', slot, slots)
+  assert seen == shares
 
 
 SBATCH = """#!/bin/bash

@@ -12,10 +12,11 @@ row with the same estimator. Phases:
   tune      each row with three learning rates, KL coefficients and scales, one
             value changed at a time, on TUNING seeds; rows without a scale have
             as many trials
-  confirm   the trials that were better than a default, and the default, on
-            CONFIRMING seeds: the best of noisy means is so by chance, too
+  confirm   the best trial of each row where it is not the default, and the
+            default, on CONFIRMING seeds: the best of noisy means is so by
+            chance, too
   pilot     each row as tuned on PILOT seeds: the spread of paired differences,
-            which fixes the number of reporting seeds
+            which says how many reporting seeds are needed
   report    each row as tuned, its controls, further runs of those that claims
             are against, and GRPO on a corpus that lacks passages, on the
             reporting seeds
@@ -52,7 +53,7 @@ TUNED = pathlib.Path(__file__).with_name('tuned.json')
 ASSAY = (100, 101, 102, 103, 104, 105)
 TUNING, CONFIRMING = ASSAY[:2], ASSAY[2:]
 PILOT = (200, 201, 202, 203)
-REPORTING = tuple(range(12))  # the pilot fixes how many
+REPORTING = tuple(range(12))  # the pilot needs 8; the rest is for Holm's p
 CONTROLS = REPORTING[:6]  # which no verdict needs
 MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
 MIX = MIXES[0]  # of all phases but the first and the last
@@ -73,8 +74,8 @@ class Method:
   configs/methods/; '' = the name. fields: of the config, in all its arms.
   controls: name -> fields of the config: 'shuffled' credit says nothing about
   what earned it, 'oracle' credit is exact, 'at_end' comes too late to tell
-  turns apart. repeats: further runs of each seed (verdicts.REPEATS), of a row
-  that claims are against.
+  turns apart. repeats: further runs of each reporting seed (verdicts.REPEATS),
+  of a row that claims are against.
   """
 
   name: str
@@ -151,6 +152,8 @@ METHODS = (
     claims=(
       _helps('grpo', 'a corpus that lacks nothing helps', 'grpo-missing'),
     ),
+    # The assay, against the baseline as it is tuned.
+    controls=oracle.ARMS,
     repeats=2,
   ),
   Method('ppo', repeats=1),
@@ -369,7 +372,7 @@ def stress() -> Iterator[Plan]:
   needed = {name for c in judged for name in (c.method, c.against)}
   for plan in pilot():
     setting = {**plan.setting, 'lr': STRESS}
-    seeds = () if plan.name in needed else REPORTING[:4]
+    seeds = () if plan.name in needed else REPORTING[:3]
     yield plan._replace(setting=setting, seeds=seeds)
 
 
@@ -386,20 +389,22 @@ PHASES: Mapping[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]] = {
   'pilot': (pilot, PILOT),
   'report': (report, REPORTING),
   'stress': (stress, REPORTING),
-  'mixtures': (mixtures, REPORTING[:4]),
+  'mixtures': (mixtures, REPORTING[:3]),
 }
 TRIALS = 'tune', 'confirm'  # the phases that choose settings
+OF_ANY_BASE = 'pilot', 'report', 'stress'  # others need atlas's warm starts
 NAMES = (*PHASES, recipes.PHASE)
 
 
 def get_sweep(arg=None) -> core.Sweep:
   """PHASE, or PHASE with arguments of the base recipe: 'report,model=...'."""
   phase, _, base = (arg or 'report').partition(',')
-  if phase == recipes.PHASE:
-    lookup.require(not base, f'phase {phase!r} is of atlas: leave --base out')
-    return recipes.get_sweep()
   known = ', '.join(NAMES)
   lookup.require(phase in NAMES, f'phase {phase!r}: one of {known}')
+  message = f'phase {phase!r} is of atlas: leave --base out'
+  lookup.require(not base or phase in OF_ANY_BASE, message)
+  if phase == recipes.PHASE:
+    return recipes.get_sweep()
   plans, seeds = PHASES[phase]
   plans, warm = [*plans()], {}
   if not base:

@@ -107,8 +107,8 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
   """Writes results.json of what is complete; returns its content."""
   every = planned({phase: values(found) for phase, found in runs.items()})
   table = {
-    phase: {arm: _means(cases) for arm, cases in found.items()}
-    for phase, found in runs.items()
+    phase: {arm: _means(cases) for arm, cases in found.items() if cases}
+    for phase, found in every.items()
     if phase not in arms.TRIALS
   }
   content = {
@@ -129,43 +129,57 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
 
 def planned(every: verdicts.Values) -> verdicts.Values:
   """Of the phases that verdicts rest on, the seeds that arms.py lists."""
-  seeds = {phase: {*map(str, s)} for phase, (_, s) in arms.PHASES.items()}
+  phases = {phase: seeds for phase, (_, seeds) in arms.PHASES.items()}
+  phases[arms.recipes.PHASE] = arms.recipes.SEEDS
   return {
     phase: {
-      arm: {case: v for case, v in cases.items() if case in seeds[phase]}
+      arm: {case: v for case, v in cases.items() if int(case) in phases[phase]}
       for arm, cases in found.items()
     }
     for phase, found in every.items()
-    if phase in seeds
   }
 
 
 def judge(every: verdicts.Values) -> list[dict]:
   """Records of the claims, with `n_planned`, the number of the phase's seeds.
 
-  every: of `planned` seeds. A claim is undecided until all have run: a verdict
-  that may fall after any seed is wrong several times as often.
+  every: of `planned` seeds.
   """
-  out = verdicts.judge(arms.CLAIMS, every)
+  complete = [_complete(claim, every) for claim in arms.CLAIMS]
+  out = verdicts.judge(arms.CLAIMS, every, complete)
   for record in out:
     _, seeds = arms.PHASES[record['phase']]
     record['n_planned'] = len(seeds)
-    if record['n_seeds'] < record['n_planned']:
-      record['verdict'] = 'undecided'
   return out
+
+
+def _complete(claim: verdicts.Claim, every: verdicts.Values) -> bool:
+  """Whether both arms have all seeds of the phase, and all repeats."""
+  _, seeds = arms.PHASES[claim.phase]
+  repeats = {row.name: row.repeats for row in arms.METHODS}
+  names = [claim.method, claim.against]
+  if claim.phase == 'report':
+    names += [
+      name + suffix
+      for name in names
+      for suffix in verdicts.REPEATS[: repeats.get(name, 0)]
+    ]
+  found = every.get(claim.phase, {})
+  return all({*map(str, seeds)} <= {*found.get(name, {})} for name in names)
 
 
 def assay(found) -> dict[str, Any]:
   """Of each mixture: paired differences of SCORE, and whether it is sensitive.
 
-  GRPO has to end within WINDOW, exact credit to be better than GRPO and than
-  the same credit shuffled, and shuffled credit not to be better than GRPO.
+  The mean of GRPO has to lie within WINDOW, exact credit to be better than GRPO
+  and than the same credit shuffled, and shuffled credit not to be better than
+  GRPO. A mixture is left out until all seeds have run.
   """
   out = {}
   for mix in arms.MIXES:
     runs = {a: found.get(f'{a}-{mix}', {}) for a in ('grpo', *oracle.ARMS)}
-    cases = set.intersection(*({*run} for run in runs.values()))
-    if len(cases) < 2:
+    cases = [*map(str, arms.ASSAY)]
+    if not all({*cases} <= {*run} for run in runs.values()):
       continue
     score = {a: [run[c][SCORE] for c in cases] for a, run in runs.items()}
     gains = {
@@ -220,10 +234,10 @@ def contrasts(report) -> Iterator[dict[str, Any]]:
 
 def _contrast(method: str, name: str, weights, report):
   found = {arm: verdicts.by_case(report, arm, SCORE) for arm in weights}
+  shared = set.intersection(*({*cases} for cases in found.values()))
   column = [
     sum(w * found[arm][case] for arm, w in weights.items())
-    for case in found[method]
-    if all(case in cases for cases in found.values())
+    for case in sorted(shared, key=int)
   ]
   if column:
     about = dict(method=method, contrast=name, metric=SCORE)
@@ -234,13 +248,13 @@ def gains(report) -> Iterator[dict[str, Any]]:
   """Paired differences that the figure shows beside the claims.
 
   Of each row to GRPO, and of its shuffled and exact credit to what its first
-  claim is against.
+  claim is against (of GRPO's, to GRPO).
   """
   pairs = [
     (row.name, 'grpo', metric) for row in arms.METHODS[1:] for metric in ECONOMY
   ]
   pairs += [
-    (f'{row.name}-{control}', row.goal.against, SCORE)
+    (f'{row.name}-{control}', row.goal.against if row.scale else 'grpo', SCORE)
     for row in arms.METHODS
     for control in FIGURED
   ]
@@ -284,7 +298,7 @@ def agreement(every: verdicts.Values) -> dict[str, float] | None:
 
 def _means(cases: Mapping[str, Any]) -> dict[str, dict]:
   """{name: mean and t interval over the worlds}; SCORE: interquartile mean."""
-  found = [run['values'] for run in cases.values()]
+  found = [cases[case] for case in sorted(cases, key=int)]
   shared = [n for n in found[0] if all(n in v for v in found)]
   out = {}
   for name in shared:

@@ -10,11 +10,13 @@
 experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
 (searchrl_jax/sweep.py): the same command goes on where it was stopped. The
 values of arms that are complete are kept in experiments/arena/runs.json, so
-that what one machine has run, another leaves out. An arm whose config has
-changed since runs again, and what it was before counts no more; verdicts leave
-out seeds that no phase lists. Tuning writes tuned.json, and every phase
-results.json: claims with their verdicts so far, and the means of all arms with
-intervals. With another base both lie in --workdir.
+that what one machine has run, another leaves out (it trains the warm starts of
+what is left again). An arm whose config has changed since runs again, in
+another --workdir or after its folder is removed, and what it was before counts
+no more; results leave out seeds that no phase lists. Tuning writes tuned.json,
+and every phase results.json: claims with their verdicts so far, and the means
+of all arms with intervals. With another base runs.json and results.json lie in
+--workdir.
 """
 
 import functools
@@ -142,12 +144,12 @@ def main():
     runs = update()
     if phase in arms.TRIALS:
       tried = {name: runs.get(name, {}) for name in arms.TRIALS}
-      tried = [current(tried, given.base).get(name, {}) for name in arms.TRIALS]
-      results.choose(*tried, out / arms.TUNED.name, environment)
+      tried = [current(tried).get(name, {}) for name in arms.TRIALS]
+      results.choose(*tried, arms.TUNED, environment)
     said = common.command('experiments.arena.run')
     counted = current(runs, given.base)
     written = results.write(counted, out, environment, said)
-    print(results.show(runs.get(phase, {})))
+    print(results.show(counted.get(phase, {})))
     print(results.show_claims(written['claims']))
 
 

@@ -10,10 +10,12 @@ the metric. b is 0; of a claim `within` a margin, it is minus the margin.
 
     shown         above b with p <= 0.05 after the correction
     contradicted  the interval, uncorrected, lies below b
-    equivalent    the interval, uncorrected, lies within the margin
+    equivalent    the interval, uncorrected, lies within the claim's margin
     undecided     else; also where all differences are equal: they say nothing
                   of their spread (two arms that never collapse; an arm whose
-                  method never acts)
+                  method never acts); and while runs of the claim are left: a
+                  verdict that may fall after any seed is wrong several times
+                  as often
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +60,8 @@ def differences(claim: Claim, values: Values) -> np.ndarray:
   """In the claimed direction, for the cases that both arms have."""
   runs = values.get(claim.phase, {})
   a, b = (by_case(runs, x, claim.metric) for x in (claim.method, claim.against))
-  return np.array([claim.sign * (a[case] - b[case]) for case in a if case in b])
+  cases = sorted(a.keys() & b.keys(), key=int)
+  return np.array([claim.sign * (a[case] - b[case]) for case in cases])
 
 
 def by_case(runs, arm: str, metric: str) -> dict[str, float]:
@@ -99,18 +102,25 @@ def holm(ps: Sequence[float]) -> list[float]:
   return out
 
 
-def judge(claims: Sequence[Claim], values: Values) -> list[dict]:
+def judge(
+  claims: Sequence[Claim], values: Values, complete: Sequence[bool]
+) -> list[dict]:
   """A record for each claim, as results.json has them.
 
   value (the mean), interval and interquartile mean are of the differences in
-  the claimed direction, without the margin.
+  the claimed direction, without the margin. complete: whether all runs of a
+  claim are there. If not, it is undecided, and has a p of 1: what is corrected
+  for it becomes no worse when it is complete.
   """
   found = [differences(claim, values) for claim in claims]
   adjusted = holm(
-    [p_value(x, bound(c)) for c, x in zip(claims, found, strict=True)]
+    [
+      p_value(x, bound(claim)) if whole else 1.0
+      for claim, x, whole in zip(claims, found, complete, strict=True)
+    ]
   )
   out = []
-  for claim, x, p in zip(claims, found, adjusted, strict=True):
+  for claim, x, p, whole in zip(claims, found, adjusted, complete, strict=True):
     record = dataclasses.asdict(claim) | {'n_seeds': len(x), 'p_holm': p}
     record |= {'value': None, 'interval': None, 'interquartile': None}
     record['verdict'] = 'undecided'
@@ -120,7 +130,8 @@ def judge(claims: Sequence[Claim], values: Values) -> list[dict]:
       mean, low, high, _ = figures.interval(x)
       record['interval'] = [low, high]
       record['interquartile'] = figures.interquartile([x])._asdict()
-      record['verdict'] = verdict(claim, mean, low, high, p)
+      if whole:
+        record['verdict'] = verdict(claim, mean, low, high, p)
     out.append(record)
   return out
 

@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from experiments.benchmarks import LOAD
+from searchrl_jax.run import writer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
@@ -61,7 +62,7 @@ def environment() -> dict[str, Any]:
     'changed_files': len(_run('git', 'status', '--porcelain').splitlines()),
     'machine': platform.platform(),
     'cpu': _field('/proc/cpuinfo', 'model name') or platform.processor(),
-    'cores': len(os.sched_getaffinity(0)),
+    'cores': writer.cores(),
     'memory': _field('/proc/meminfo', 'MemTotal'),
     'python': platform.python_version(),
     'packages': {p: importlib.metadata.version(p) for p in PACKAGES},

@@ -364,6 +364,13 @@ def _kept(path: pathlib.Path, step: int) -> list[dict]:
   return kept
 
 
+def cores() -> int | None:
+  """How many CPU cores this process may use."""
+  if hasattr(os, 'sched_getaffinity'):  # not on macOS
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count()
+
+
 def environment() -> dict[str, Any]:
   """Versions, commit, machine and command of this process."""
   installed = importlib.metadata.distributions
@@ -378,7 +385,7 @@ def environment() -> dict[str, Any]:
       'host': platform.node(),
       'system': platform.platform(),
       'processor': platform.machine(),
-      'cores': os.cpu_count(),
+      'cores': cores(),
       'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
     },
   }

@@ -20,13 +20,19 @@ def cases(*values, name='em'):
   return {str(i): {name: v} for i, v in enumerate(values)}
 
 
+def judged(claim, values, *others):
+  """The record of a claim, where all runs of all claims are there."""
+  claims = [claim, *others]
+  return verdicts.judge(claims, values, [True] * len(claims))[0]
+
+
 def test_a_verdict_follows_from_paired_differences():
   # Differences .1, .2, .3: mean .2, deviation .1, t = .2 / (.1 / sqrt 3) =
   # 3.464, p = .0742 with 2 degrees of freedom; half an interval is 4.303 x .1 /
   # sqrt 3 = .2484.
   values = {'a': cases(0.5, 0.5, 0.5), 'b': cases(0.4, 0.3, 0.2)}
   claim = verdicts.Claim('a', 'helps', 'em', 'b')
-  (found,) = verdicts.judge([claim], {'report': values})
+  found = judged(claim, {'report': values})
   assert found['value'] == pytest.approx(0.2)
   assert found['interval'] == pytest.approx([-0.0484, 0.4484], abs=1e-4)
   assert found['p_holm'] == pytest.approx(0.0742, abs=1e-4)
@@ -53,7 +59,7 @@ def test_a_verdict_follows_from_paired_differences():
 def test_verdicts(a, b, sign, within, verdict):
   claim = verdicts.Claim('a', '', 'em', 'b', sign=sign, within=within)
   runs = {'report': {'a': cases(*a), 'b': cases(*b)}}
-  (found,) = verdicts.judge([claim], runs)
+  found = judged(claim, runs)
   assert found['verdict'] == verdict
 
 
@@ -81,7 +87,7 @@ def test_a_claim_within_a_margin_has_the_difference_as_its_value():
   # against -.05: t = .05 / (.01 / sqrt 3) = 8.66, p = .0131.
   values = {'a': cases(0.30, 0.41, 0.31), 'b': cases(0.31, 0.40, 0.31)}
   claim = verdicts.Claim('a', '', 'em', 'b', within=True)
-  (found,) = verdicts.judge([claim], {'report': values})
+  found = judged(claim, {'report': values})
   assert found['value'] == pytest.approx(0.0, abs=1e-9)
   assert found['interval'] == pytest.approx([-0.0248, 0.0248], abs=1e-4)
   assert found['p_holm'] == pytest.approx(0.0131, abs=1e-4)
@@ -95,9 +101,24 @@ def test_a_claim_within_a_margin_can_be_equivalent():
   claim = verdicts.Claim('a', '', 'em', 'b', within=True)
   others = [verdicts.Claim('did not run', '', 'em', 'b')] * 4
   runs = {'report': {'a': cases(*a), 'b': cases(*b)}}
-  found, *_ = verdicts.judge([claim, *others], runs)
+  found = judged(claim, runs, *others)
   assert found['p_holm'] == pytest.approx(5 * 0.0119, abs=1e-3)
   assert found['verdict'] == 'equivalent'
+
+
+def test_a_claim_that_is_incomplete_helps_no_other():
+  """Its p is 1 until it is complete, whatever its runs say so far."""
+  base = {'b': cases(0.3, 0.4, 0.5, 0.6)}
+  base['good'] = cases(0.5, 0.59, 0.71, 0.8)
+  base['part'] = cases(0.9, 1.0, 1.1001)
+  claims = [verdicts.Claim(name, '', 'em', 'b') for name in ('good', 'part')]
+  found, part = verdicts.judge(claims, {'report': base}, [True, False])
+  # .2, .19, .21, .2: t = .2 / (.00816 / 2) = 49, p = 1.87e-5, twice.
+  assert found['p_holm'] == pytest.approx(2 * 1.87e-5, rel=1e-2)
+  assert (part['p_holm'], part['verdict'], part['n_seeds']) == (
+    1.0, 'undecided', 3,
+  )  # fmt: skip
+  assert part['value'] == pytest.approx(0.6, abs=1e-3)
 
 
 def test_holm_by_hand():
@@ -235,6 +256,7 @@ def test_outcome_arms_have_as_many_trials():
 
 def test_seeds_of_the_phases_are_apart():
   assert not {*arms.ASSAY, *arms.TUNING} & {*arms.PILOT, *arms.REPORTING}
+  assert not {*arms.TUNING} & {*arms.CONFIRMING}
   assert not {*arms.PILOT} & {*arms.REPORTING}
 
 
@@ -262,7 +284,24 @@ def test_seeds_of_arms(monkeypatch):
   stress = {arm.name: arm.seeds for arm in arms.get_sweep('stress').arms}
   full = {name for name, seeds in stress.items() if seeds == arms.REPORTING}
   assert full == {f'stress-{n}' for n in ('grpo', 'grpo4', 'llds', 'calib_adv')}
-  assert {len(s) for n, s in stress.items() if n not in full} == {4}
+  assert {len(s) for n, s in stress.items() if n not in full} == {3}
+
+
+def test_repeats_differ_in_every_case():
+  """With one seed for all, their error would be the same in all cases."""
+  found = arms.get_sweep('report')
+  names = ['grpo', 'grpo-2', 'grpo-3']
+  made = [found.arm(n).config(c) for n in names for c in arms.REPORTING]
+  assert len({c.seed for c in made}) == len(made) == 3 * len(arms.REPORTING)
+  assert [c.data.world_seed for c in made] == [*arms.REPORTING] * 3
+
+
+def test_only_atlas_has_warm_starts_and_trials():
+  base = 'base=search_r1,model=x'
+  assert not arms.get_sweep(f'pilot,{base}').warm
+  for phase in ('assay', 'tune', 'confirm', 'mixtures', 'recipes'):
+    with pytest.raises(ConfigError, match=f'{phase}.*leave --base out'):
+      arms.get_sweep(f'{phase},{base}')
 
 
 def test_only_runs_of_present_configs_count():
@@ -358,9 +397,13 @@ def test_what_is_kept_is_not_run_again_unless_its_config_changed(tmp_path):
     ((0.4, 0.5, 0.45), (0.5, 0.62, 0.54), (0.5, 0.6, 0.56), False),
   ],
 )
-def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive):
+def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive, monkeypatch):
   runs = {'grpo-even': grpo, 'oracle-even': oracle, 'shuffled-even': shuffled}
-  found = results.assay({name: hard(*x) for name, x in runs.items()})
+  runs = {name: hard(*x) for name, x in runs.items()}
+  monkeypatch.setattr(arms, 'ASSAY', (0, 1, 2, 3))
+  assert results.assay(runs) == {}  # seed 3 is left
+  monkeypatch.setattr(arms, 'ASSAY', (0, 1, 2))
+  found = results.assay(runs)
   assert [*found] == ['even'] and found['even']['sensitive'] == sensitive
   gain = found['even']['oracle - grpo']['mean']
   assert gain == pytest.approx(np.mean(oracle) - np.mean(grpo))
@@ -370,11 +413,12 @@ def report_runs():
   """Exact match of row n differs from GRPO's by +-0.001 n, by turns."""
   common = {'all/searches': 2.0, 'all/em': 0.5}
   return {
-    row.name: {
+    f'{row.name}{suffix}': {
       str(i): {'values': {'hard/em': 0.4 + 1e-3 * (-1) ** i * n} | common}
       for i in arms.REPORTING
     }
     for n, row in enumerate(arms.METHODS)
+    for suffix in ('', *verdicts.REPEATS[: row.repeats])
   }
 
 
@@ -393,8 +437,10 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   assert (stress['phase'], stress['verdict']) == ('stress', 'undecided')
   assert f'| otc | {len(arms.REPORTING)} | 0.400' in results.show(report)
   # Row 7: +-0.007 by turns is 0 on average; half = 2.201 x 0.00731 / 12 ** 0.5.
+  interval = by['gigpo', 'hard/em']['interval']
+  assert interval == pytest.approx([-0.00464, 0.00464], abs=1e-5)
   told = results.show_claims(written['claims'])
-  assert '| 0.000 (-0.005 to 0.005) | equivalent |' in told
+  assert '0.000 (-0.005 to 0.005) | equivalent |' in told
 
 
 def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
@@ -424,7 +470,8 @@ def test_seeds_that_were_not_planned_are_in_no_difference(tmp_path):
     cases['50'] = {'values': {'hard/em': 9.0, 'all/searches': 9, 'all/em': 9}}
   report['gigpo']['50']['values'] |= {'hard/em': 0.0}
   found = results.write({'report': report}, tmp_path, {}, '')
-  assert all(found[x] == want[x] for x in ('claims', 'contrasts', 'gains'))
+  names = 'claims', 'contrasts', 'gains', 'table'
+  assert all(found[name] == want[name] for name in names)
 
 
 def test_before_the_report_there_is_nothing_to_draw(tmp_path):
@@ -435,10 +482,12 @@ def test_before_the_report_there_is_nothing_to_draw(tmp_path):
 
 
 def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
-  def verdict(seeds):
+  def verdict(seeds, repeated=arms.REPORTING):
     report = {
       'gigpo': {str(s): {'hard/em': 0.6 + s / 1e3} for s in seeds},
       'grpo': {str(s): {'hard/em': 0.3} for s in seeds},
+      'grpo-2': {str(s): {'hard/em': 0.3} for s in seeds},
+      'grpo-3': {str(s): {'hard/em': 0.3} for s in repeated},
     }
     every = results.planned({'report': report})
     by = {c['method']: c for c in results.judge(every)}
@@ -447,6 +496,7 @@ def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
   n = len(arms.REPORTING)
   assert verdict(arms.REPORTING) == (n, 'shown')
   assert verdict(arms.REPORTING[1:]) == (n - 1, 'undecided')
+  assert verdict(arms.REPORTING, arms.REPORTING[1:]) == (n, 'undecided')
   # A seed that was not planned does not stand in for one.
   assert verdict((*arms.REPORTING[1:], 50)) == (n - 1, 'undecided')
 
@@ -476,6 +526,7 @@ def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
   (tmp_path / stage / 'run' / 'metrics.jsonl').write_text('{"step": 0}\n')
   runs = run.keep(found, {stage}, 'tune', tmp_path, tmp_path)
   assert ('tune' in runs) == kept
+  assert run.load_runs(tmp_path) == runs
 
 
 def test_a_row_is_tuned_when_all_tuning_seeds_have_run(tmp_path):
