@@ -133,7 +133,7 @@ def _run_stage(sweep, stage: str, folder, config, url: str) -> None:
 
 
 class Servers(contextlib.ExitStack):
-  """A retrieval server for each world, started at the first `url` call."""
+  """A retrieval server for each world and kind of source, started by `url`."""
 
   def __init__(self, workdir: pathlib.Path):
     super().__init__()
@@ -142,7 +142,8 @@ class Servers(contextlib.ExitStack):
   def url(self, config: ConfigDict) -> str:
     data, source = config.data, config.source
     world = data.dir, data.world_module, data.world_seed, data.world
-    key = json.dumps(records.plain([source.corpus, source.url, *world]))
+    where = source.module, source.corpus, source.url
+    key = json.dumps(records.plain([*where, *world]))
     if key not in self._urls:
       folder = str(self._folder / str(len(self._urls)))
       server = build.retrieval(config, folder)

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 
 import pytest
@@ -119,3 +120,22 @@ def test_files_of_sweeps_are_found_with_their_argument(tmp_path):
     core.load('tests.conftest')
   with pytest.raises(ConfigError, match='tests.nothing: No module named'):
     core.load('tests.nothing')
+
+
+def test_a_server_is_started_for_each_world_that_needs_one(
+  tmp_path, monkeypatch
+):
+  made = []
+
+  @contextlib.contextmanager
+  def retrieval(c, folder):
+    made.append(folder)
+    yield '' if c.source.module == 'simulated' else folder
+
+  monkeypatch.setattr(stages.build, 'retrieval', retrieval)
+  simulated = config(0)
+  simulated.source.module = 'simulated'
+  with stages.Servers(tmp_path) as servers:
+    found = [servers.url(c) for c in (simulated, config(0), config(0))]
+    assert servers.url(simulated) == ''
+  assert found == ['', made[1], made[1]] and len(made) == 2
