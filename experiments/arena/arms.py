@@ -43,8 +43,8 @@ from ml_collections import ConfigDict
 
 from configs import atlas as recipe
 from configs.methods import core as methods
-from experiments.arena import measure, oracle, recipes, verdicts
-from experiments.arena.verdicts import MARGIN, Claim
+from experiments.arena import measure, oracle, recipes
+from experiments.arena.verdicts import MARGIN, REPEATS, Claim
 from searchrl_jax.run import lookup
 from searchrl_jax.sweeps import core
 from searchrl_jax.worlds import atlas_traces
@@ -74,8 +74,8 @@ class Method:
   configs/methods/; '' = the name. fields: of the config, in all its arms.
   controls: name -> fields of the config: 'shuffled' credit says nothing about
   what earned it, 'oracle' credit is exact, 'at_end' comes too late to tell
-  turns apart. repeats: further runs of each reporting seed (verdicts.REPEATS),
-  of a row that claims are against.
+  turns apart. repeats: further runs of each reporting seed, of a row that
+  claims are against.
   """
 
   name: str
@@ -97,6 +97,11 @@ class Method:
   def default(self) -> dict[str, float]:
     out = {'lr': RATES[0], 'kl': KLS[0]}
     return out | ({'scale': self.scale[1][0]} if self.scale else {})
+
+  @property
+  def again(self) -> tuple[str, ...]:
+    """The arms of its further runs."""
+    return tuple(self.name + suffix for suffix in REPEATS[: self.repeats])
 
   def trials(self) -> Iterator[dict[str, float]]:
     """Settings to try: the default, and each with one value changed."""
@@ -356,9 +361,9 @@ def pilot() -> Iterator[Plan]:
 def report() -> Iterator[Plan]:
   yield from pilot()
   for row in METHODS:
-    for n, suffix in enumerate(verdicts.REPEATS[: row.repeats], 1):
+    for n, name in enumerate(row.again, 1):
       again = {'seed': 10_000 * n}  # of samples and the questions' order
-      yield Plan(f'{row.name}{suffix}', row, tuned(row), again)
+      yield Plan(name, row, tuned(row), again)
   for row in METHODS:
     for name, fields in row.controls.items():
       arm = f'{row.name}-{name}'

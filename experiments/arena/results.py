@@ -9,6 +9,7 @@ import statistics
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from experiments.arena import arms, oracle, verdicts
 from searchrl_jax.run import records
@@ -104,13 +105,14 @@ def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
 
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
-  """Writes results.json of what is complete; returns its content."""
+  """Writes results.json and means.csv of what is complete.
+
+  Returns:
+    The content of results.json.
+  """
   every = planned({phase: values(found) for phase, found in runs.items()})
-  table = {
-    phase: {arm: _means(cases) for arm, cases in found.items() if cases}
-    for phase, found in every.items()
-    if phase not in arms.TRIALS
-  }
+  table = pd.DataFrame(_means(every)).to_csv(index=False, float_format='%.6g')
+  records.write_text(out / 'means.csv', table)
   content = {
     'environment': environment,
     'command': command,
@@ -121,7 +123,6 @@ def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
     'agreement': agreement(every),
     'contrasts': [*contrasts(every.get('report', {}))],
     'gains': [*gains(every.get('report', {}))],
-    'table': table,
   }
   records.write_json(out / 'results.json', content)
   return content
@@ -156,14 +157,10 @@ def judge(every: verdicts.Values) -> list[dict]:
 def _complete(claim: verdicts.Claim, every: verdicts.Values) -> bool:
   """Whether both arms have all seeds of the phase, and all repeats."""
   _, seeds = arms.PHASES[claim.phase]
-  repeats = {row.name: row.repeats for row in arms.METHODS}
-  names = [claim.method, claim.against]
+  names = {claim.method, claim.against}
   if claim.phase == 'report':
-    names += [
-      name + suffix
-      for name in names
-      for suffix in verdicts.REPEATS[: repeats.get(name, 0)]
-    ]
+    again = [row.again for row in arms.METHODS if row.name in names]
+    names.update(*again)
   found = every.get(claim.phase, {})
   return all({*map(str, seeds)} <= {*found.get(name, {})} for name in names)
 
@@ -296,17 +293,24 @@ def agreement(every: verdicts.Values) -> dict[str, float] | None:
   return out
 
 
-def _means(cases: Mapping[str, Any]) -> dict[str, dict]:
-  """{name: mean and t interval over the worlds}; SCORE: interquartile mean."""
-  found = [cases[case] for case in sorted(cases, key=int)]
-  shared = [n for n in found[0] if all(n in v for v in found)]
-  out = {}
-  for name in shared:
-    column = [v[name] for v in found]
-    out[name] = figures.interval(column)._asdict()
-    if name == SCORE:
-      out[name]['interquartile'] = figures.interquartile([column])._asdict()
-  return out
+def _means(every: verdicts.Values) -> Iterator[dict[str, Any]]:
+  """Rows: the mean over an arm's runs of a metric that all have.
+
+  Of SCORE the interquartile mean, too.
+  """
+  for phase, found in every.items():
+    for arm, cases in found.items() if phase not in arms.TRIALS else ():
+      runs = [cases[case] for case in sorted(cases, key=int)]
+      for metric in runs[0] if runs else ():
+        if all(metric in run for run in runs):
+          about = dict(phase=phase, arm=arm, metric=metric)
+          column = [run[metric] for run in runs]
+          kinds = {'mean': figures.interval(column)}
+          if metric == SCORE:
+            kinds['interquartile mean'] = figures.interquartile([column])
+          for name, of in kinds.items():
+            bounds = dict(value=of.mean, low=of.low, high=of.high, n=of.n)
+            yield about | {'statistic': name} | bounds
 
 
 def show_claims(records: Sequence[Mapping[str, Any]]) -> str:

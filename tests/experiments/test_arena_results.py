@@ -377,14 +377,27 @@ def test_what_is_kept_is_not_run_again_unless_its_config_changed(tmp_path):
   found = arms.get_sweep('tune')
   config = run.digest(found, 'grpo', '100')
   assert config != run.digest(found, 'otc', '100')
-  runs = {'tune': {'grpo': {'100': {'config': config}}}}
-  (tmp_path / run.RUNS).write_text(json.dumps(runs))
-  known = run.load_runs(tmp_path)['tune']
+  known = {'grpo': {'100': {'config': config}}}
   assert run._kept(found, 'arms/grpo/100', known)
   assert not run._kept(found, 'arms/grpo/101', known)
   assert not run._kept(found, 'arms/otc/100', known)
   known['grpo']['100']['config'] = 'of another recipe'
   assert not run._kept(found, 'arms/grpo/100', known)
+
+
+def test_kept_runs_are_read_as_they_were_written(tmp_path):
+  """Rows of the recipes have values that others do not."""
+  about = dict(config='c', commit='d', seconds=1.5, rewards=[0.25, 1.0])
+  runs = {
+    'report': {
+      'otc': {'0': {**about, 'values': {'all/em': 0.1234}}},
+      'grpo': {'11': {**about, 'rewards': [], 'values': {'all/em': 0.0}}},
+    },
+    'recipes': {'ssp': {'0': {**about, 'values': {'before/all/em': 1.0}}}},
+  }
+  run.save_runs(tmp_path, runs)
+  assert run.load_runs(tmp_path) == runs
+  assert len((tmp_path / run.RUNS).read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(
@@ -469,9 +482,9 @@ def test_seeds_that_were_not_planned_are_in_no_difference(tmp_path):
   for cases in report.values():
     cases['50'] = {'values': {'hard/em': 9.0, 'all/searches': 9, 'all/em': 9}}
   report['gigpo']['50']['values'] |= {'hard/em': 0.0}
+  means = (tmp_path / 'means.csv').read_text()
   found = results.write({'report': report}, tmp_path, {}, '')
-  names = 'claims', 'contrasts', 'gains', 'table'
-  assert all(found[name] == want[name] for name in names)
+  assert found == want and (tmp_path / 'means.csv').read_text() == means
 
 
 def test_before_the_report_there_is_nothing_to_draw(tmp_path):
