@@ -462,7 +462,7 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   for run_ in report['otc'].values():  # one search less, and more is right
     run_['values'] = run_['values'] | {'all/searches': 1.0, 'all/em': 0.6}
   found = results.write({'report': report}, tmp_path, {}, '')
-  left, right = figure.draw(found).axes
+  left, *right = figure.draw(found).axes
   names = [label.get_text() for label in left.get_yticklabels()]
   on = [c for c in arms.CLAIMS if (c.metric, c.phase) == ('hard/em', 'report')]
   wanted = {f'{c.method} - {c.against}' for c in on if not c.within}
@@ -471,9 +471,13 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
     x for x in left.lines if x.get_marker() == 'x' and len(x.get_xdata())
   )
   assert shuffled.get_ydata()[0] == names.index('gigpo - grpo') + 0.3
-  shown = {text.get_text(): text.xy for text in right.texts}
-  assert {*shown} == {row.name for row in arms.METHODS} - {'grpo'}
-  assert shown['otc'] == pytest.approx((-1.0, 0.1)) and shown['ppo'] == (0, 0)
+  rows = [label.get_text() for label in right[0].get_yticklabels()]
+  assert {*rows} == {row.name for row in arms.METHODS} - {'grpo'}
+  assert rows[0] == 'otc'  # the most exact match
+  for axis, difference in zip(right, (-1.0, 0.1), strict=True):
+    dots = [x for x in axis.lines if x.get_marker() == 'o']
+    shown = {rows[int(y)]: x for dot in dots for x, y in [*dot.get_xydata()]}
+    assert shown['otc'] == pytest.approx(difference) and shown['ppo'] == 0
 
 
 def test_seeds_that_were_not_planned_are_in_no_difference(tmp_path):
