@@ -4,9 +4,9 @@
 
 From results.json. Left: the paired difference of each claim on exact match over
 three and four hops, with its interval, the margin shaded; below them, what
-completing the corpus gains. Below a method, in grey, its credit shuffled over
-turns, and exact. Right: paired differences to GRPO, over all questions, of
-searches and of exact match.
+completing the corpus gains, and exact credit. Below a method, in grey, its
+credit shuffled over turns, and exact. Right: paired differences to GRPO, over
+all questions, of searches and of exact match.
 """
 
 import json
@@ -70,6 +70,14 @@ def _differences(found: dict, gains, axis) -> None:
     corpus = claim['method'] == 'grpo'
     name = f'{claim["method"]}{stress} - {claim["against"]}'
     labels.append('complete - incomplete corpus' if corpus else name)
+  exact = gains.get(('grpo-oracle', 'grpo', results.SCORE))
+  if exact and exact['n'] > 1:
+    y = len(labels)
+    axis.plot((exact['low'], exact['high']), (y, y), color='0.6', lw=1.5)
+    axis.plot(exact['mean'], y, '^', color='0.6', ms=5)
+    if shuffled := gains.get(('grpo-shuffled', 'grpo', results.SCORE)):
+      axis.plot(shuffled['mean'], y + 0.3, 'x', color='0.6', ms=3.5)
+    labels.append('grpo, exact credit - grpo')
   axis.set_yticks(range(len(labels)), labels)
   axis.invert_yaxis()
   axis.set_xlabel('difference of exact match, 3 and 4 hops')

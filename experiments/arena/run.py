@@ -31,7 +31,7 @@ import pandas as pd
 from experiments.arena import arms, results
 from experiments.benchmarks import common
 from searchrl_jax import sweep
-from searchrl_jax.run import command, lookup, records
+from searchrl_jax.run import command, lookup, records, schema
 from searchrl_jax.sweeps import core, figures, stages
 
 HERE = pathlib.Path(__file__).parent
@@ -123,9 +123,14 @@ def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
 
 
 def digest(found: core.Sweep, name: str, case: str) -> str:
-  """What names the config of an arm with a seed."""
-  config = found.arm(name).config(int(case)).to_dict()
-  text = json.dumps(config, sort_keys=True)
+  """What names the config of an arm with a seed.
+
+  Of the fields that differ from the schema's neutral values: a field that the
+  schema gains later changes none.
+  """
+  config = found.arm(name).config(int(case))
+  base, now = records.plain(schema.base()), records.plain(config)
+  text = json.dumps(lookup.differences(base, now), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -164,7 +169,8 @@ def main():
     said = common.command('experiments.arena.run')
     counted = current(runs, given.base)
     written = results.write(counted, out, environment, said)
-    print(results.show(counted.get(phase, {})))
+    every = results.averaged(results.planned(counted))
+    print(results.show(every.get(phase, {})))
     print(results.show_claims(written['claims']))
 
 
