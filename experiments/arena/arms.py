@@ -18,8 +18,9 @@ row with the same estimator. Phases:
   pilot     each row as tuned on PILOT seeds: the spread of paired differences,
             which says how many reporting seeds are needed
   report    each row as tuned, its controls, further runs of those that claims
-            are against, and GRPO on a corpus that lacks passages, on the
-            reporting seeds
+            are against, these with default settings where the tuning chose
+            others, and GRPO on a corpus that lacks passages, on the reporting
+            seeds
   stress    each row as tuned, but for STRESS x the base's learning rate
   mixtures  each row as tuned, from the other warm starts
   recipes   rows outside the comparison (recipes.py)
@@ -43,7 +44,7 @@ from ml_collections import ConfigDict
 
 from configs import atlas as recipe
 from configs.methods import core as methods
-from experiments.arena import measure, oracle, recipes, verdicts
+from experiments.arena import measure, oracle, recipes
 from experiments.arena.verdicts import MARGIN, Claim
 from searchrl_jax.run import lookup
 from searchrl_jax.sweeps import core
@@ -54,7 +55,7 @@ ASSAY = (100, 101, 102, 103, 104, 105)
 TUNING, CONFIRMING = ASSAY[:2], ASSAY[2:]
 PILOT = (200, 201, 202, 203)
 REPORTING = tuple(range(12))  # the pilot needs 8; the rest is for Holm's p
-CONTROLS = REPORTING[:6]  # which no verdict needs
+CONTROLS = REPORTING[:6]  # which no verdict needs, but for those of GRPO
 MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
 MIX = MIXES[0]  # of all phases but the first and the last
 RATES = (1.0, 0.5, 2.0)  # x the learning rate of the base recipe
@@ -74,8 +75,8 @@ class Method:
   configs/methods/; '' = the name. fields: of the config, in all its arms.
   controls: name -> fields of the config: 'shuffled' credit says nothing about
   what earned it, 'oracle' credit is exact, 'at_end' comes too late to tell
-  turns apart. repeats: further runs of each reporting seed (verdicts.REPEATS),
-  of a row that claims are against.
+  turns apart. repeats: further runs of each reporting seed, of a row that
+  claims are against.
   """
 
   name: str
@@ -97,6 +98,11 @@ class Method:
   def default(self) -> dict[str, float]:
     out = {'lr': RATES[0], 'kl': KLS[0]}
     return out | ({'scale': self.scale[1][0]} if self.scale else {})
+
+  @property
+  def again(self) -> tuple[str, ...]:
+    """The arms of its further runs."""
+    return tuple(f'{self.name}-{n + 2}' for n in range(self.repeats))
 
   def trials(self) -> Iterator[dict[str, float]]:
     """Settings to try: the default, and each with one value changed."""
@@ -356,13 +362,15 @@ def pilot() -> Iterator[Plan]:
 def report() -> Iterator[Plan]:
   yield from pilot()
   for row in METHODS:
-    for n, suffix in enumerate(verdicts.REPEATS[: row.repeats], 1):
+    for n, name in enumerate(row.again, 1):
       again = {'seed': 10_000 * n}  # of samples and the questions' order
-      yield Plan(f'{row.name}{suffix}', row, tuned(row), again)
+      yield Plan(name, row, tuned(row), again)
+    if row.repeats and tuned(row) != row.default:
+      yield Plan(f'{row.name}-default', row, row.default)
   for row in METHODS:
     for name, fields in row.controls.items():
-      arm = f'{row.name}-{name}'
-      yield Plan(arm, row, tuned(row), fields, seeds=CONTROLS)
+      arm, seeds = f'{row.name}-{name}', CONTROLS if row.scale else ()
+      yield Plan(arm, row, tuned(row), fields, seeds=seeds)
   lacks = {'source.dials': {'missing': MISSING}}
   yield Plan('grpo-missing', METHODS[0], tuned(METHODS[0]), lacks)
 

@@ -4,9 +4,9 @@
 
 From results.json. Left: the paired difference of each claim on exact match over
 three and four hops, with its interval, the margin shaded; below them, what
-completing the corpus gains. Below a method, in grey, its credit shuffled over
-turns, and exact. Right: paired differences to GRPO, over all questions, of
-exact match and of searches.
+completing the corpus gains, and exact credit. Below a method, in grey, its
+credit shuffled over turns, and exact. Right: paired differences to GRPO, over
+all questions, of searches and of exact match.
 """
 
 import json
@@ -17,6 +17,7 @@ from absl import flags
 from experiments.arena import arms, results
 from searchrl_jax.run import command, lookup
 
+SHOWN = 'searches, - GRPO', 'exact match, all, - GRPO'  # of ECONOMY
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
@@ -32,15 +33,17 @@ def draw(found: dict):
   # Neither the backend nor the layout that a notebook has set.
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(7.2, 4.2), layout='constrained')
-  left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
+  figure = Figure(figsize=(7.2, 3.6), layout='constrained')
+  left, *right = figure.subplots(1, 3, width_ratios=(2, 1, 1))
   named = ('arm', 'against', 'metric')
   gains = {tuple(g[name] for name in named): g for g in found['gains']}
   _differences(found, gains, left)
   _economy(gains, right)
   figure.legend(loc='outside lower left', ncols=8, fontsize=6, frameon=False)
-  for axis in left, right:
+  for axis in left, *right:
     axis.spines[['top', 'right']].set_visible(False)
+    axis.tick_params(labelsize=7)
+    axis.xaxis.label.set_size(7)
   return figure
 
 
@@ -67,7 +70,15 @@ def _differences(found: dict, gains, axis) -> None:
     corpus = claim['method'] == 'grpo'
     name = f'{claim["method"]}{stress} - {claim["against"]}'
     labels.append('complete - incomplete corpus' if corpus else name)
-  axis.set_yticks(range(len(labels)), labels, fontsize=7)
+  exact = gains.get(('grpo-oracle', 'grpo', results.SCORE))
+  if exact and exact['n'] > 1:
+    y = len(labels)
+    axis.plot((exact['low'], exact['high']), (y, y), color='0.6', lw=1.5)
+    axis.plot(exact['mean'], y, '^', color='0.6', ms=5)
+    if shuffled := gains.get(('grpo-shuffled', 'grpo', results.SCORE)):
+      axis.plot(shuffled['mean'], y + 0.3, 'x', color='0.6', ms=3.5)
+    labels.append('grpo, exact credit - grpo')
+  axis.set_yticks(range(len(labels)), labels)
   axis.invert_yaxis()
   axis.set_xlabel('difference of exact match, 3 and 4 hops')
   for verdict, color in COLORS.items():
@@ -77,24 +88,29 @@ def _differences(found: dict, gains, axis) -> None:
   axis.plot([], [], '^', color='0.6', label='exact credit')
 
 
-def _economy(gains, axis) -> None:
-  axis.axvline(0, color='0.5', lw=0.8)
-  axis.axhline(0, color='0.5', lw=0.8)
-  for row in arms.METHODS:
-    pair = [gains.get((row.name, 'grpo', name)) for name in results.ECONOMY]
-    if all(pair):
-      at = [gain['mean'] for gain in pair]
+def _economy(gains, axes) -> None:
+  """axes: one for each of results.ECONOMY."""
+  rows = [
+    (row, [gains.get((row.name, 'grpo', name)) for name in results.ECONOMY])
+    for row in arms.METHODS
+  ]
+  rows = [(row, found) for row, found in rows if all(found)]
+  rows.sort(key=lambda pair: -pair[1][-1]['mean'])
+  for axis, label, *column in zip(
+    axes, SHOWN, *(x for _, x in rows), strict=True
+  ):
+    axis.axvline(0, color='0.5', lw=0.8)
+    for y, ((row, _), gain) in enumerate(zip(rows, column, strict=True)):
       color = 'C1' if row.scale else 'black'
-      sides = zip(('xerr', 'yerr'), pair, strict=True)
-      bars = {k: g['high'] - g['mean'] for k, g in sides if g['n'] > 1}
-      axis.errorbar(*at, color=color, lw=0.6, alpha=0.4, **bars)
-      axis.plot(*at, 'o', color=color, ms=3.5)
-      offset = dict(xytext=(3, 3), textcoords='offset points')
-      axis.annotate(row.name, at, fontsize=6, color=color, **offset)
-  axis.plot([], [], 'o', color='black', ms=3.5, label='outcome only')
-  axis.plot([], [], 'o', color='C1', ms=3.5, label='method')
-  axis.set_xlabel('searches per question, - GRPO')
-  axis.set_ylabel('exact match, all questions, - GRPO')
+      axis.plot(gain['mean'], y, 'o', color=color, ms=3.5)
+      if gain['n'] > 1:
+        axis.plot((gain['low'], gain['high']), (y, y), color=color, lw=1)
+    axis.set_yticks(range(len(rows)), [row.name for row, _ in rows])
+    axis.tick_params(labelleft=axis is axes[0])
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
+  axes[0].plot([], [], 'o', color='black', ms=3.5, label='outcome only')
+  axes[0].plot([], [], 'o', color='C1', ms=3.5, label='method')
 
 
 def main():

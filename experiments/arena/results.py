@@ -9,6 +9,7 @@ import statistics
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from experiments.arena import arms, oracle, verdicts
 from searchrl_jax.run import records
@@ -29,14 +30,6 @@ COLUMNS = (
 ECONOMY = 'all/searches', 'all/em'
 FIGURED = 'shuffled', 'oracle'  # controls
 Runs = Mapping[str, Mapping[str, Any]]  # arm -> case -> {'values', ...}
-
-
-def values(runs: Runs) -> dict[str, dict[str, dict[str, float]]]:
-  """{arm: {case: {name: value}}}."""
-  return {
-    arm: {case: run['values'] for case, run in cases.items()}
-    for arm, cases in runs.items()
-  }
 
 
 def choose(tried: Runs, again: Runs, path: pathlib.Path, environment) -> None:
@@ -104,40 +97,69 @@ def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
 
 
 def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
-  """Writes results.json of what is complete; returns its content."""
-  every = planned({phase: values(found) for phase, found in runs.items()})
-  table = {
-    phase: {arm: _means(cases) for arm, cases in found.items() if cases}
-    for phase, found in every.items()
-    if phase not in arms.TRIALS
-  }
+  """Writes results.json and means.csv of what is complete.
+
+  Returns:
+    The content of results.json.
+  """
+  found = planned(runs)
+  every = averaged(found)
+  table = pd.DataFrame(_means(every)).to_csv(index=False, float_format='%.6g')
+  records.write_text(out / 'means.csv', table)
   content = {
     'environment': environment,
     'command': command,
     'margin': verdicts.MARGIN,
-    'assay': assay(every.get('assay', {})),
-    'claims': judge(every),
+    'assay': assay(every),
+    'claims': judge(found),
     'seeds_needed': seeds_needed(every.get('pilot', {})),
-    'agreement': agreement(every),
-    'contrasts': [*contrasts(every.get('report', {}))],
+    'agreement': agreement(found),
     'gains': [*gains(every.get('report', {}))],
-    'table': table,
+    'corpus': [*corpus(every.get('report', {}))],
   }
   records.write_json(out / 'results.json', content)
   return content
 
 
-def planned(every: verdicts.Values) -> verdicts.Values:
-  """Of the phases that verdicts rest on, the seeds that arms.py lists."""
+def planned(runs: Mapping[str, Runs]) -> verdicts.Values:
+  """The values of the seeds that arms.py lists for each phase."""
   phases = {phase: seeds for phase, (_, seeds) in arms.PHASES.items()}
   phases[arms.recipes.PHASE] = arms.recipes.SEEDS
   return {
     phase: {
-      arm: {case: v for case, v in cases.items() if int(case) in phases[phase]}
+      arm: {
+        case: run['values']
+        for case, run in cases.items()
+        if int(case) in phases[phase]
+      }
       for arm, cases in found.items()
     }
-    for phase, found in every.items()
+    for phase, found in runs.items()
   }
+
+
+def averaged(every: verdicts.Values) -> verdicts.Values:
+  """With the mean over all runs of a case in the place of a row's first run.
+
+  Of the cases that all of its arms have that have begun; the other arms are
+  left out.
+  """
+  report = {**every.get('report', {})}
+  for row in arms.METHODS:
+    runs = [report.get(row.name, {})]
+    runs += [x for name in row.again if (x := report.pop(name, {}))]
+    shared = set.intersection(*({*cases} for cases in runs))
+    if runs[1:]:
+      report[row.name] = {
+        case: {
+          metric: statistics.fmean(run[case][metric] for run in runs)
+          for metric in first
+          if all(metric in run[case] for run in runs)
+        }
+        for case, first in runs[0].items()
+        if case in shared
+      }
+  return {**every, 'report': report}
 
 
 def judge(every: verdicts.Values) -> list[dict]:
@@ -146,7 +168,7 @@ def judge(every: verdicts.Values) -> list[dict]:
   every: of `planned` seeds.
   """
   complete = [_complete(claim, every) for claim in arms.CLAIMS]
-  out = verdicts.judge(arms.CLAIMS, every, complete)
+  out = verdicts.judge(arms.CLAIMS, averaged(every), complete)
   for record in out:
     _, seeds = arms.PHASES[record['phase']]
     record['n_planned'] = len(seeds)
@@ -156,38 +178,44 @@ def judge(every: verdicts.Values) -> list[dict]:
 def _complete(claim: verdicts.Claim, every: verdicts.Values) -> bool:
   """Whether both arms have all seeds of the phase, and all repeats."""
   _, seeds = arms.PHASES[claim.phase]
-  repeats = {row.name: row.repeats for row in arms.METHODS}
-  names = [claim.method, claim.against]
+  names = {claim.method, claim.against}
   if claim.phase == 'report':
-    names += [
-      name + suffix
-      for name in names
-      for suffix in verdicts.REPEATS[: repeats.get(name, 0)]
-    ]
+    again = [row.again for row in arms.METHODS if row.name in names]
+    names.update(*again)
   found = every.get(claim.phase, {})
-  return all({*map(str, seeds)} <= {*found.get(name, {})} for name in names)
+  known = [verdicts.by_case(found, name, claim.metric) for name in names]
+  return all({*map(str, seeds)} <= {*cases} for cases in known)
 
 
-def assay(found) -> dict[str, Any]:
-  """Of each mixture: paired differences of SCORE, and whether it is sensitive.
+def assay(every: verdicts.Values) -> dict[str, Any]:
+  """Paired differences of SCORE, and whether they are sensitive.
 
-  The mean of GRPO has to lie within WINDOW, exact credit to be better than GRPO
-  and than the same credit shuffled, and shuffled credit not to be better than
-  GRPO. A mixture is left out until all seeds have run.
+  Of each mixture with GRPO's default setting, and ('tuned') of the reporting
+  runs, with the one that claims are against. The mean of GRPO has to lie within
+  WINDOW, exact credit to be better than GRPO and than the same credit shuffled,
+  and shuffled credit not to be better than GRPO. What has not run on all seeds
+  is left out.
   """
+  found, report = every.get('assay', {}), every.get('report', {})
+  sets = {
+    mix: ([f'{a}-{mix}' for a in ('grpo', *oracle.ARMS)], found, arms.ASSAY)
+    for mix in arms.MIXES
+  }
+  names = ['grpo', *(f'grpo-{a}' for a in oracle.ARMS)]
+  sets['tuned'] = names, report, arms.REPORTING
   out = {}
-  for mix in arms.MIXES:
-    runs = {a: found.get(f'{a}-{mix}', {}) for a in ('grpo', *oracle.ARMS)}
-    cases = [*map(str, arms.ASSAY)]
-    if not all({*cases} <= {*run} for run in runs.values()):
+  for key, (names, runs, seeds) in sets.items():
+    by = [verdicts.by_case(runs, name, SCORE) for name in names]
+    if not all({*map(str, seeds)} <= {*cases} for cases in by):
       continue
-    score = {a: [run[c][SCORE] for c in cases] for a, run in runs.items()}
+    columns = [[cases[str(seed)] for seed in seeds] for cases in by]
+    score = dict(zip(('grpo', *oracle.ARMS), columns, strict=True))
     gains = {
       f'{a} - {b}': figures.interval(np.subtract(score[a], score[b]))
       for a, b in itertools.combinations(('oracle', 'shuffled', 'grpo'), 2)
     }
     grpo = figures.interval(score['grpo'])
-    out[mix] = {
+    out[key] = {
       'grpo': grpo._asdict(),
       **{name: gain._asdict() for name, gain in gains.items()},
       'sensitive': WINDOW[0] <= grpo.mean <= WINDOW[1]
@@ -211,53 +239,26 @@ def seeds_needed(pilot) -> int | None:
   return verdicts.seeds_needed(known, verdicts.MARGIN) if known else None
 
 
-def contrasts(report) -> Iterator[dict[str, Any]]:
-  """Of each row, paired differences of SCORE beside the claims.
-
-  That to each of its controls; and 'corpus', how much more the corpus that
-  lacks nothing gains GRPO than the row gains on what it is claimed against.
-  Intervals are not corrected: that the corpus gains more than every method is
-  shown if all of these lie above 0.
-  """
-  corpus = {'grpo': 1, 'grpo-missing': -1}
-  for row in arms.METHODS:
-    for control in row.controls:
-      weights = {row.name: 1, f'{row.name}-{control}': -1}
-      yield from _contrast(row.name, control, weights, report)
-    for claim in row.claims:
-      if row.name != 'grpo' and (claim.metric, claim.within) == (SCORE, False):
-        if claim.phase == 'report':
-          weights = collections.Counter(corpus)
-          weights.update({row.name: -1, claim.against: 1})
-          yield from _contrast(row.name, 'corpus', weights, report)
-
-
-def _contrast(method: str, name: str, weights, report):
-  found = {arm: verdicts.by_case(report, arm, SCORE) for arm in weights}
-  shared = set.intersection(*({*cases} for cases in found.values()))
-  column = [
-    sum(w * found[arm][case] for arm, w in weights.items())
-    for case in sorted(shared, key=int)
-  ]
-  if column:
-    about = dict(method=method, contrast=name, metric=SCORE)
-    yield about | figures.interval(column)._asdict()
-
-
 def gains(report) -> Iterator[dict[str, Any]]:
-  """Paired differences that the figure shows beside the claims.
+  """Paired differences beside the claims: of `arm` - `against`.
 
-  Of each row to GRPO, and of its shuffled and exact credit to what its first
-  claim is against (of GRPO's, to GRPO).
+  Of each row to GRPO on ECONOMY; and on SCORE and the metric of the row's first
+  claim: of the row to its controls, of these to what the claim is against, and
+  of the row to that with its default setting. Intervals are not corrected.
   """
   pairs = [
     (row.name, 'grpo', metric) for row in arms.METHODS[1:] for metric in ECONOMY
   ]
-  pairs += [
-    (f'{row.name}-{control}', row.goal.against if row.scale else 'grpo', SCORE)
-    for row in arms.METHODS
-    for control in FIGURED
-  ]
+  for row in arms.METHODS:
+    base = row.goal.against if row.scale else row.name
+    for metric in dict.fromkeys((SCORE, row.goal.metric)):
+      for control in row.controls:
+        arm = f'{row.name}-{control}'
+        pairs.append((arm, base, metric))
+        parent = arm.rpartition('-')[0]  # X-oracle of X-oracle-shuffled
+        if parent != base:
+          pairs.append((parent, arm, metric))
+      pairs.append((row.name, f'{base}-default', metric))
   for arm, against, metric in pairs:
     found = (verdicts.by_case(report, x, metric) for x in (arm, against))
     if gain := figures.paired(*found):
@@ -265,12 +266,35 @@ def gains(report) -> Iterator[dict[str, Any]]:
       yield about | gain._asdict()
 
 
-def agreement(every: verdicts.Values) -> dict[str, float] | None:
-  """Kendall's W of the order of rows from the mixtures of the warm start.
+def corpus(report) -> Iterator[dict[str, Any]]:
+  """How much more the corpus that lacks nothing gains GRPO than a row gains.
 
-  Over the cases that all rows have from all mixtures. `w_same`: of disjoint
-  sets of as many cases from one mixture, if there are enough: what the noise of
-  the runs leaves.
+  Of each row with a claim on SCORE, against what that claim is against. That
+  the corpus gains more than every one of them is shown if all intervals lie
+  above 0: they need no correction.
+  """
+  for row in arms.METHODS:
+    goal = row.goal
+    if row.scale and goal.metric == SCORE:
+      weights = collections.Counter({'grpo': 1, 'grpo-missing': -1})
+      weights.update({row.name: -1, goal.against: 1})
+      found = {arm: verdicts.by_case(report, arm, SCORE) for arm in weights}
+      shared = set.intersection(*({*cases} for cases in found.values()))
+      column = [
+        sum(w * found[arm][case] for arm, w in weights.items())
+        for case in sorted(shared, key=int)
+      ]
+      if column:
+        yield {'method': row.name} | figures.interval(column)._asdict()
+
+
+def agreement(every: verdicts.Values) -> dict[str, float] | None:
+  """Kendall's W of the order of rows by SCORE, from three runs of each.
+
+  w: each run from another mixture of the warm start and another seed, the mean
+  over all ways to choose seeds that all rows have from all mixtures. w_same:
+  from one mixture and three seeds, the mean over all choices: what mixtures
+  that order rows alike would give.
   """
   main, others = every.get('report', {}), every.get('mixtures', {})
   found = [
@@ -280,58 +304,72 @@ def agreement(every: verdicts.Values) -> dict[str, float] | None:
     for mix in arms.MIXES
   ]
   shared = set.intersection(*({*run} for judge in found for run in judge))
-  if not shared:
+  if len(shared) < len(found):
     return None
 
-  def score(judge, cases):
-    return [statistics.fmean(run[c][SCORE] for c in cases) for run in judge]
+  def w(judges, cases):
+    pairs = zip(judges, cases, strict=True)
+    return verdicts.agreement(
+      [[run[case][SCORE] for run in judge] for judge, case in pairs]
+    )
 
-  out = verdicts.agreement([score(judge, shared) for judge in found])
-  own = found[arms.MIXES.index(arms.MIX)]
-  known = sorted(set.intersection(*({*run} for run in own)))
-  parts = [known[i :: len(found)][: len(shared)] for i in range(len(found))]
-  if len(parts[-1]) == len(shared):
-    same = verdicts.agreement([score(own, part) for part in parts])
-    out['w_same'] = same['w']
-  return out
+  n, own = len(found), found[arms.MIXES.index(arms.MIX)]
+  known = sorted(set.intersection(*({*run} for run in own)), key=int)
+  orders = itertools.permutations(sorted(shared, key=int), n)
+  sets = itertools.combinations(known, n)
+  return {
+    'w': statistics.fmean(w(found, cases) for cases in orders),
+    'w_same': statistics.fmean(w([own] * n, cases) for cases in sets),
+  }
 
 
-def _means(cases: Mapping[str, Any]) -> dict[str, dict]:
-  """{name: mean and t interval over the worlds}; SCORE: interquartile mean."""
-  found = [cases[case] for case in sorted(cases, key=int)]
-  shared = [n for n in found[0] if all(n in v for v in found)]
-  out = {}
-  for name in shared:
-    column = [v[name] for v in found]
-    out[name] = figures.interval(column)._asdict()
-    if name == SCORE:
-      out[name]['interquartile'] = figures.interquartile([column])._asdict()
-  return out
+def _means(every: verdicts.Values) -> Iterator[dict[str, Any]]:
+  """Rows: the mean over an arm's runs of a metric that all have.
+
+  Of SCORE the interquartile mean, too.
+  """
+  for phase, found in every.items():
+    for arm, cases in found.items() if phase not in arms.TRIALS else ():
+      runs = [cases[case] for case in sorted(cases, key=int)]
+      for metric in runs[0] if runs else ():
+        if all(metric in run for run in runs):
+          about = dict(phase=phase, arm=arm, metric=metric)
+          column = [run[metric] for run in runs]
+          kinds = {'mean': figures.interval(column)}
+          if metric == SCORE:
+            kinds['interquartile mean'] = figures.interquartile([column])
+          for name, of in kinds.items():
+            bounds = dict(value=of.mean, low=of.low, high=of.high, n=of.n)
+            yield about | {'statistic': name} | bounds
 
 
 def show_claims(records: Sequence[Mapping[str, Any]]) -> str:
-  """Markdown: a line per claim that has two runs; '' if none has."""
-  head = ['method', 'claim', 'against', 'metric', 'difference', 'verdict']
+  """Markdown: a line per claim that has two runs; '' if none has.
+
+  Differences are in the claimed direction.
+  """
+  head = ['method', 'claim', 'against', 'metric', 'gain', 'verdict']
   lines = [head, ['---'] * len(head)]
   for record in records:
     if record['interval']:
       low, high = record['interval']
       about = [record[name] for name in head[:4]]
       value = f'{record["value"]:.3f} ({low:.3f} to {high:.3f})'
+      said = record['verdict']
+      if said in ('shown', 'contradicted') and record['small']:
+        said += ', below the margin' if not record['within'] else ''
       kind = ' (mechanism)' if record['mechanism'] else ''
-      lines.append([*about, value, record['verdict'] + kind])
+      lines.append([*about, value, said + kind])
   return _markdown(lines) if lines[2:] else ''
 
 
-def show(runs: Runs) -> str:
-  """Markdown: a line per arm."""
+def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+  """Markdown: a line per arm of a phase."""
   lines = [['arm', 'runs', *COLUMNS], ['---'] * (2 + len(COLUMNS))]
-  for arm, cases in runs.items():
+  for arm, cases in found.items():
     line = [arm, str(len(cases))]
     for name in COLUMNS:
-      column = [
-        run['values'][name] for run in cases.values() if name in run['values']
-      ]
+      column = [*verdicts.by_case(found, arm, name).values()]
       line.append(str(figures.interval(column)) if column else '')
     lines.append(line)
   return _markdown(lines)

@@ -9,37 +9,66 @@
 
 experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
 (searchrl_jax/sweep.py): the same command goes on where it was stopped. The
-values of arms that are complete are kept in experiments/arena/runs.json, so
+values of arms that are complete are kept in experiments/arena/runs.csv, so
 that what one machine has run, another leaves out (it trains the warm starts of
 what is left again). An arm whose config has changed since runs again, in
 another --workdir or after its folder is removed, and what it was before counts
 no more; results leave out seeds that no phase lists. Tuning writes tuned.json,
-and every phase results.json: claims with their verdicts so far, and the means
-of all arms with intervals. With another base runs.json and results.json lie in
+and every phase results.json, claims with their verdicts so far, and means.csv,
+the means of all arms with intervals. With another base these files lie in
 --workdir.
 """
 
+import csv
 import functools
 import hashlib
 import json
 import pathlib
 
 from absl import flags
+import pandas as pd
 
 from experiments.arena import arms, results
 from experiments.benchmarks import common
 from searchrl_jax import sweep
-from searchrl_jax.run import command, lookup, records
+from searchrl_jax.run import command, lookup, records, schema
 from searchrl_jax.sweeps import core, figures, stages
 
 HERE = pathlib.Path(__file__).parent
-RUNS = 'runs.json'
+RUNS = 'runs.csv'
+_NAMED = 'phase', 'arm', 'case'
 
 
 def load_runs(out: pathlib.Path) -> dict:
-  """{phase: {arm: {case: {'values': ..., 'curve': ..., ...}}}}."""
-  path = out / RUNS
-  return json.loads(path.read_text()) if path.exists() else {}
+  """{phase: {arm: {case: {'values', 'rewards' (of each step), ...}}}}."""
+  path, runs = out / RUNS, {}
+  if path.exists():
+    with path.open(newline='') as file:
+      for line in csv.DictReader(file):
+        phase, arm, case = (line.pop(name) for name in _NAMED)
+        about = {name: line.pop(name) for name in ('config', 'commit')}
+        about['seconds'] = float(line.pop('seconds'))
+        about['rewards'] = [float(x) for x in line.pop('rewards').split()]
+        about['values'] = {k: float(v) for k, v in line.items() if v}
+        runs.setdefault(phase, {}).setdefault(arm, {})[case] = about
+  return runs
+
+
+def save_runs(out: pathlib.Path, runs: dict) -> None:
+  """Writes what `load_runs` reads: a line for each run."""
+  lines = [
+    {
+      **dict(zip(_NAMED, (phase, arm, case), strict=True)),
+      **{k: v for k, v in about.items() if k != 'values'},
+      'rewards': ' '.join(map(str, about['rewards'])),
+      **about['values'],
+    }
+    for phase, kept in runs.items()
+    for arm, cases in kept.items()
+    for case, about in cases.items()
+  ]
+  table = pd.DataFrame(lines).to_csv(index=False)
+  records.write_text(out / RUNS, table)
 
 
 def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
@@ -52,28 +81,14 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
       about = figures.of_run(found, found.arm(name), folder / stage)
       kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
       kept[case] = {
-        'values': {k: round(v, 6) for k, v in about['values']['after'].items()},
-        'curve': about['curve']['reward'],
-        'seconds': sum(about['seconds'].values()),
-        'commit': about['commit'],
         'config': digest(found, name, case),
+        'commit': about['commit'],
+        'seconds': round(sum(about['seconds'].values()), 1),
+        'rewards': [round(v, 4) for _, v in about['curve']['reward']],
+        'values': {k: round(v, 6) for k, v in about['values']['after'].items()},
       }
   save_runs(out, runs)
   return runs
-
-
-def save_runs(out: pathlib.Path, runs: dict) -> None:
-  """Writes what `load_runs` reads: a line for each arm of a phase."""
-  phases = (
-    ',\n'.join(
-      f'{json.dumps(arm)}: {json.dumps(records.plain(kept))}'
-      for arm, kept in x.items()
-    )
-    for x in runs.values()
-  )
-  named = zip(map(json.dumps, runs), phases, strict=True)
-  text = ',\n'.join(f'{phase}: {{\n{lines}\n}}' for phase, lines in named)
-  records.write_text(out / RUNS, f'{{\n{text}\n}}\n')
 
 
 def current(runs, base: str = '') -> dict:
@@ -108,9 +123,14 @@ def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
 
 
 def digest(found: core.Sweep, name: str, case: str) -> str:
-  """What names the config of an arm with a seed."""
-  config = found.arm(name).config(int(case)).to_dict()
-  text = json.dumps(config, sort_keys=True)
+  """What names the config of an arm with a seed.
+
+  Of the fields that differ from the schema's neutral values: a field that the
+  schema gains later changes none.
+  """
+  config = found.arm(name).config(int(case))
+  base, now = records.plain(schema.base()), records.plain(config)
+  text = json.dumps(lookup.differences(base, now), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -149,7 +169,8 @@ def main():
     said = common.command('experiments.arena.run')
     counted = current(runs, given.base)
     written = results.write(counted, out, environment, said)
-    print(results.show(counted.get(phase, {})))
+    every = results.averaged(results.planned(counted))
+    print(results.show(every.get(phase, {})))
     print(results.show_claims(written['claims']))
 
 

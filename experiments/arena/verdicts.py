@@ -2,26 +2,29 @@
 
 A claim says that an arm has a higher (or lower) value of a metric than another
 arm. Runs are paired by case: seed, and with it world, warm start and questions.
-An arm that many claims are against may have further runs of a case, whose
-samples differ (REPEATS): their mean is compared, which has less noise.
 The interval is Student's t over the differences, 95 %; the p-value is two-sided
 and corrected over all claims of all phases (Holm 1979). MARGIN is in units of
-the metric. b is 0; of a claim `within` a margin, it is minus the margin.
+the metric. b is 0; of a claim `within` a margin, it is minus the margin. The
+verdict is the first of these that holds:
 
     shown         above b with p <= 0.05 after the correction
     contradicted  the interval, uncorrected, lies below b
-    equivalent    the interval, uncorrected, lies within the claim's margin
+    equivalent    the interval, uncorrected, lies within the claim's margin, and
+                  the mean of one of the arms above it: two arms that have both
+                  collapsed are equal, which says nothing of a claim
     undecided     else; also where all differences are equal: they say nothing
                   of their spread (two arms that never collapse; an arm whose
                   method never acts); and while runs of the claim are left: a
                   verdict that may fall after any seed is wrong several times
                   as often
+
+A difference that is shown or contradicted may still lie within the margin:
+`small` says so.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
-import statistics
 
 import numpy as np
 import scipy.stats
@@ -30,7 +33,6 @@ from searchrl_jax.sweeps import figures
 
 MARGIN = 0.05
 LEVEL = 0.05
-REPEATS = ('-2', '-3')  # after the name of an arm: further runs of its cases
 # Phase -> arm -> case -> values by name.
 Values = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 
@@ -56,24 +58,24 @@ class Claim:
   mechanism: bool = False
 
 
-def differences(claim: Claim, values: Values) -> np.ndarray:
-  """In the claimed direction, for the cases that both arms have."""
+def pairs(claim: Claim, values: Values) -> np.ndarray:
+  """[n, 2]: the metric of both arms, for the cases that both have."""
   runs = values.get(claim.phase, {})
   a, b = (by_case(runs, x, claim.metric) for x in (claim.method, claim.against))
   cases = sorted(a.keys() & b.keys(), key=int)
-  return np.array([claim.sign * (a[case] - b[case]) for case in cases])
+  return np.array([(a[case], b[case]) for case in cases]).reshape(-1, 2)
+
+
+def differences(claim: Claim, values: Values) -> np.ndarray:
+  """In the claimed direction, for the cases that both arms have."""
+  own, other = pairs(claim, values).T
+  return claim.sign * (own - other)
 
 
 def by_case(runs, arm: str, metric: str) -> dict[str, float]:
-  """{case: value of an arm}: the mean of its run and of further ones."""
-  again = [runs.get(arm + suffix, {}) for suffix in ('', *REPEATS)]
-  return {
-    case: statistics.fmean(
-      run[case][metric] for run in again if metric in run.get(case, {})
-    )
-    for case, found in again[0].items()
-    if metric in found
-  }
+  """{case: value of an arm}."""
+  found = runs.get(arm, {}).items()
+  return {case: run[metric] for case, run in found if metric in run}
 
 
 def bound(claim: Claim) -> float:
@@ -109,8 +111,8 @@ def judge(
 
   value (the mean), interval and interquartile mean are of the differences in
   the claimed direction, without the margin. complete: whether all runs of a
-  claim are there. If not, it is undecided, and has a p of 1: what is corrected
-  for it becomes no worse when it is complete.
+  claim are there. If not, it is undecided, p_holm is None, and its p is 1 for
+  the others, for which it becomes no worse when it is complete.
   """
   found = [differences(claim, values) for claim in claims]
   adjusted = holm(
@@ -121,17 +123,22 @@ def judge(
   )
   out = []
   for claim, x, p, whole in zip(claims, found, adjusted, complete, strict=True):
-    record = dataclasses.asdict(claim) | {'n_seeds': len(x), 'p_holm': p}
+    record = dataclasses.asdict(claim) | {'n_seeds': len(x)}
     record |= {'value': None, 'interval': None, 'interquartile': None}
-    record['verdict'] = 'undecided'
+    record |= {'p_holm': p if whole else None, 'verdict': 'undecided'}
+    record['small'] = None
     if len(x):
       record['value'] = float(np.mean(x))
     if spreads(x):
       mean, low, high, _ = figures.interval(x)
       record['interval'] = [low, high]
       record['interquartile'] = figures.interquartile([x])._asdict()
+      record['small'] = -claim.margin <= low and high <= claim.margin
       if whole:
         record['verdict'] = verdict(claim, mean, low, high, p)
+        highest = pairs(claim, values).mean(0).max()
+        if record['verdict'] == 'equivalent' and highest <= claim.margin:
+          record['verdict'] = 'undecided'
     out.append(record)
   return out
 
@@ -160,16 +167,14 @@ def seeds_needed(pilot: Sequence[Sequence[float]], half: float) -> int:
   return n
 
 
-def agreement(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+def agreement(scores: Sequence[Sequence[float]]) -> float:
   """Kendall's W, corrected for ties, of judges' scores of the same arms.
 
-  scores: of each judge (a warm-start mixture), of each of 3 arms or more.
+  scores: of each judge, of each of 3 arms or more.
 
   Returns:
-    W: 1: all order the arms alike; about 1 / judges if they order by chance;
-    and p, that it is chance (Friedman's test).
+    1 if all order the arms alike; about 1 / judges if they order by chance.
   """
   found = scipy.stats.friedmanchisquare(*zip(*scores, strict=True))
   judges, arms = len(scores), len(scores[0])
-  w = float(found.statistic) / (judges * (arms - 1))
-  return {'w': w, 'p': float(found.pvalue)}
+  return float(found.statistic) / (judges * (arms - 1))

@@ -5,6 +5,7 @@ import json
 import re
 import types
 
+import pandas as pd
 import pytest
 
 from configs import ssp, ssrl, ttrl, zerosearch
@@ -109,9 +110,10 @@ def test_rows_are_in_the_table_and_in_no_claim(tmp_path):
   runs = {'recipes': {'ttrl': {'0': {'values': values}}}}
   results.write(runs, tmp_path, {}, '--phase=recipes')
   written = json.loads((tmp_path / 'results.json').read_text())
-  row = written['table']['recipes']['ttrl']
-  assert row['hard/em']['mean'] == 0.4
-  assert row['before/hard/em']['mean'] == 0.1
+  table = pd.read_csv(tmp_path / 'means.csv')
+  table = table[table.statistic == 'mean'].set_index('metric')
+  assert {*table.arm} == {'ttrl'} and {*table.phase} == {'recipes'}
+  assert table.value['hard/em'] == 0.4 and table.value['before/hard/em'] == 0.1
   assert all(record['n_seeds'] == 0 for record in written['claims'])
 
 
