@@ -425,3 +425,25 @@ def test_what_failed_takes_the_place_of_what_an_earlier_start_ended():
   one.keep(trajectory(q, sample=1))
   one.keep(trajectory(q, sample=0, end='failed'))
   assert list(one.ended) == [('q', 1)] and len(one.seen) == 3
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_seen():
+  """As if it had come just before that thread blocked."""
+
+  async def signalled():
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(60)
+
+  blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+  try:
+    with Signals() as signals:
+      # Its thread takes the signal; only Python's main thread handles it.
+      signals.start(_unblock()).result()
+      with pytest.raises(Stopped):
+        signals.run(signalled())
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+async def _unblock():
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -167,6 +167,10 @@ class Signals(Loop):
     try:
       if self.stop:  # checked after the assignment: a signal may come between
         raise Stopped('stopped by a signal')
+      # Python handles a signal between two of its instructions. One that comes
+      # just before this thread blocks would else wait for the future's end.
+      while not futures.wait([future], timeout=1).done:
+        pass
       return future.result()
     except BaseException as e:
       self.cancel(future)
