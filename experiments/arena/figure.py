@@ -5,8 +5,9 @@
 From results.json. Left: the paired difference of each claim on exact match over
 three and four hops, with its interval, the margin shaded; below them, what
 completing the corpus gains, and exact credit. Below a method, in grey, its
-credit shuffled over turns, and exact. Right: paired differences to GRPO, over
-all questions, of searches and of exact match.
+credit shuffled over turns, and exact: as far from it as their paired difference
+is, which has fewer seeds. Right: paired differences to GRPO, over all
+questions, of searches and of exact match.
 """
 
 import json
@@ -63,9 +64,10 @@ def _differences(found: dict, gains, axis) -> None:
     axis.plot(claim['value'], y, 'o', color=color, mfc=face, ms=5)
     for control, marker in zip(results.FIGURED, 'x^', strict=True):
       arm = f'{claim["method"]}-{control}'
-      gain = gains.get((arm, claim['against'], results.SCORE))
-      if gain and claim['phase'] == 'report':
-        axis.plot(gain['mean'], y + 0.3, marker, color='0.6', ms=3.5)
+      gain = gains.get((claim['method'], arm, results.SCORE))
+      if gain and claim['phase'] == 'report' and claim['method'] != 'grpo':
+        at = claim['value'] - gain['mean']
+        axis.plot(at, y + 0.3, marker, color='0.6', ms=3.5)
     stress = f' (lr x {arms.STRESS})' if claim['phase'] == 'stress' else ''
     corpus = claim['method'] == 'grpo'
     name = f'{claim["method"]}{stress} - {claim["against"]}'

@@ -328,19 +328,21 @@ def _means(every: verdicts.Values) -> Iterator[dict[str, Any]]:
 
   Of SCORE the interquartile mean, too.
   """
-  for phase, found in every.items():
-    for arm, cases in found.items() if phase not in arms.TRIALS else ():
-      runs = [cases[case] for case in sorted(cases, key=int)]
-      for metric in runs[0] if runs else ():
-        if all(metric in run for run in runs):
-          about = dict(phase=phase, arm=arm, metric=metric)
-          column = [run[metric] for run in runs]
-          kinds = {'mean': figures.interval(column)}
-          if metric == SCORE:
-            kinds['interquartile mean'] = figures.interquartile([column])
-          for name, of in kinds.items():
-            bounds = dict(value=of.mean, low=of.low, high=of.high, n=of.n)
-            yield about | {'statistic': name} | bounds
+  found = [
+    (phase, arm, [cases[case] for case in sorted(cases, key=int)])
+    for phase, kept in every.items()
+    for arm, cases in kept.items()
+    if phase not in arms.TRIALS and cases
+  ]
+  for phase, arm, runs in found:
+    for metric in (m for m in runs[0] if all(m in run for run in runs)):
+      column = [run[metric] for run in runs]
+      kinds = {'mean': figures.interval(column)}
+      if metric == SCORE:
+        kinds['interquartile mean'] = figures.interquartile([column])
+      for kind, (value, low, high, n) in kinds.items():
+        about = dict(phase=phase, arm=arm, metric=metric, statistic=kind)
+        yield about | dict(value=value, low=low, high=high, n=n)
 
 
 def show_claims(records: Sequence[Mapping[str, Any]]) -> str:

@@ -125,12 +125,14 @@ def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
 def digest(found: core.Sweep, name: str, case: str) -> str:
   """What names the config of an arm with a seed.
 
-  Of the fields that differ from the schema's neutral values: a field that the
-  schema gains later changes none.
+  Of the fields that differ from the schema's neutral values, so that a field
+  that the schema gains changes none. A neutral value that is changed goes
+  unseen: remove the runs that it concerns from the file.
   """
   config = found.arm(name).config(int(case))
   base, now = records.plain(schema.base()), records.plain(config)
-  text = json.dumps(lookup.differences(base, now), sort_keys=True)
+  changed = {k: new for k, (_, new) in lookup.differences(base, now).items()}
+  text = json.dumps(changed, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

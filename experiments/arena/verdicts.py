@@ -9,17 +9,17 @@ verdict is the first of these that holds:
 
     shown         above b with p <= 0.05 after the correction
     contradicted  the interval, uncorrected, lies below b
-    equivalent    the interval, uncorrected, lies within the claim's margin, and
-                  the mean of one of the arms above it: two arms that have both
-                  collapsed are equal, which says nothing of a claim
+    equivalent    the interval, uncorrected, lies within the claim's margin
     undecided     else; also where all differences are equal: they say nothing
                   of their spread (two arms that never collapse; an arm whose
                   method never acts); and while runs of the claim are left: a
                   verdict that may fall after any seed is wrong several times
                   as often
 
-A difference that is shown or contradicted may still lie within the margin:
-`small` says so.
+Where more is better and the means of both arms are at most the margin, both
+have collapsed: that they are equal, or not worse by a margin, says nothing, and
+is undecided. A difference that is shown or contradicted may still lie within
+the margin: `small` says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,20 +135,20 @@ def judge(
       record['interquartile'] = figures.interquartile([x])._asdict()
       record['small'] = -claim.margin <= low and high <= claim.margin
       if whole:
-        record['verdict'] = verdict(claim, mean, low, high, p)
-        highest = pairs(claim, values).mean(0).max()
-        if record['verdict'] == 'equivalent' and highest <= claim.margin:
-          record['verdict'] = 'undecided'
+        highest = pairs(claim, values).mean(axis=0).max()
+        record['verdict'] = verdict(claim, mean, low, high, p, highest)
     out.append(record)
   return out
 
 
-def verdict(claim: Claim, mean: float, low: float, high: float, p: float):
-  if p <= LEVEL and mean > bound(claim):
+def verdict(claim: Claim, mean, low, high, p: float, highest: float) -> str:
+  """highest: the higher mean of the metric of both arms."""
+  collapsed = claim.sign > 0 and highest <= claim.margin
+  if p <= LEVEL and mean > bound(claim) and not (claim.within and collapsed):
     return 'shown'
   if high < bound(claim):
     return 'contradicted'
-  if -claim.margin <= low and high <= claim.margin:
+  if -claim.margin <= low and high <= claim.margin and not collapsed:
     return 'equivalent'
   return 'undecided'
 

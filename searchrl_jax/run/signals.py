@@ -169,8 +169,8 @@ class Signals(Loop):
         raise Stopped('stopped by a signal')
       # Python handles a signal between two of its instructions. One that comes
       # just before this thread blocks would else wait for the future's end.
-      while not futures.wait([future], timeout=1).done:
-        pass
+      while not future.done():
+        futures.wait([future], timeout=1)
       return future.result()
     except BaseException as e:
       self.cancel(future)

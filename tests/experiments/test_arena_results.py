@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from experiments.arena import arms, figure, measure, results, run, verdicts
-from searchrl_jax.run import records
+from searchrl_jax.run import records, schema
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sweeps import core, stages
 from tests.conftest import ROOT
@@ -87,11 +87,18 @@ def test_further_runs_of_a_baseline_are_averaged():
   assert {*report} == {'gigpo', 'grpo', 'grpo-2', 'grpo-3'}
 
 
-def test_two_arms_that_collapsed_are_not_equivalent():
+def test_two_arms_that_collapsed_say_nothing():
+  """But for a metric of which less is better."""
   low = (0.02, 0.0, 0.01), (0.01, 0.01, 0.0)
-  for shift, verdict in ((0.0, 'undecided'), (0.3, 'equivalent')):
+  for shift, sign, within, verdict in (
+    (0.0, 1, False, 'undecided'),
+    (0.0, 1, True, 'undecided'),
+    (0.0, -1, False, 'equivalent'),
+    (0.3, 1, False, 'equivalent'),
+    (0.3, 1, True, 'shown'),
+  ):
     a, b = (cases(*np.add(x, shift)) for x in low)
-    claim = verdicts.Claim('a', '', 'em', 'b')
+    claim = verdicts.Claim('a', '', 'em', 'b', sign=sign, within=within)
     found = judged(claim, {'report': {'a': a, 'b': b}})
     assert found['verdict'] == verdict and found['small']
 
@@ -415,6 +422,34 @@ def test_what_is_kept_is_not_run_again_unless_its_config_changed(tmp_path):
   assert not run._kept(found, 'arms/grpo/100', known)
 
 
+def test_a_field_that_the_schema_gains_drops_no_run(monkeypatch):
+  found = arms.get_sweep('tune')
+  before = run.digest(found, 'grpo', '100')
+  base = schema.base
+
+  def later():
+    config = base()
+    with config.unlocked():
+      config.train.later = 0.0
+    return config
+
+  monkeypatch.setattr(schema, 'base', later)
+  config = found.arm('grpo').config(100)
+  assert config.train.later == 0.0
+  assert run.digest(found, 'grpo', '100') == before
+
+
+def test_configs_of_a_phase_have_digests_of_their_own():
+  for phase in ('assay', 'tune', 'report', 'stress', 'mixtures'):
+    found = arms.get_sweep(phase)
+    # Arms from other warm starts have one config: train.init is set later.
+    made = {
+      arm.name: (arm.warm, run.digest(found, arm.name, '0'))
+      for arm in found.arms
+    }
+    assert len({*made.values()}) == len(made)
+
+
 def test_kept_runs_are_read_as_they_were_written(tmp_path):
   """Rows of the recipes have values that others do not."""
   about = dict(config='c', commit='d', seconds=1.5, rewards=[0.25, 1.0])
@@ -493,7 +528,11 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
 
 def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   report = report_runs()
-  report['gigpo-shuffled'] = report['gigpo']
+  report['gigpo-shuffled'] = {
+    str(i): {'values': {**report['gigpo'][str(i)]['values'], 'hard/em': 0.3}}
+    for i in arms.CONTROLS
+  }
+  report['grpo-oracle'] = report['llds']
   for run_ in report['otc'].values():  # one search less, and more is right
     run_['values'] = run_['values'] | {'all/searches': 1.0, 'all/em': 0.6}
   found = results.write({'report': report}, tmp_path, {}, '')
@@ -501,11 +540,14 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   names = [label.get_text() for label in left.get_yticklabels()]
   on = [c for c in arms.CLAIMS if (c.metric, c.phase) == ('hard/em', 'report')]
   wanted = {f'{c.method} - {c.against}' for c in on if not c.within}
-  assert {*names} == wanted - {'grpo - grpo-missing'}  # which has not run
+  wanted.remove('grpo - grpo-missing')  # which has not run
+  assert {*names[:-1]} == wanted and names[-1] == 'grpo, exact credit - grpo'
   (shuffled,) = (
     x for x in left.lines if x.get_marker() == 'x' and len(x.get_xdata())
   )
   assert shuffled.get_ydata()[0] == names.index('gigpo - grpo') + 0.3
+  # gigpo's mean is that of grpo, and 0.1 above the control's six seeds.
+  assert shuffled.get_xdata()[0] == pytest.approx(-0.1)
   rows = [label.get_text() for label in right[0].get_yticklabels()]
   assert {*rows} == {row.name for row in arms.METHODS} - {'grpo'}
   assert rows[0] == 'otc'  # the most exact match
@@ -667,22 +709,33 @@ def test_rows_and_their_controls_are_compared():
   )
 
 
-def test_mixtures_are_compared_as_runs_of_one_mixture_are():
+def agreement(order):
+  """Of rows with scores n (order 1) or -n, by mixture and seed."""
   runs = {'report': {}, 'mixtures': {}}
-  for i, row in enumerate(arms.METHODS):
-    # Seed 3, which mixtures lack, orders rows in reverse.
-    scores = {'0': i, '1': i / 100, '2': i + 1, '3': -i}
-    runs['report'][row.name] = {s: {'hard/em': v} for s, v in scores.items()}
-    for mix in (mix for mix in arms.MIXES if mix != arms.MIX):
-      kept = {s: {'hard/em': v} for s, v in scores.items() if s != '3'}
-      runs['mixtures'][f'{row.name}-{mix}'] = kept
-  found = results.agreement(runs)
-  assert found['w'] == pytest.approx(1.0)
-  # Of the four ways to take three seeds, three have the reversed one: ranks sum
-  # to n + 1 + r; the squares of their deviations are those of one judge, where
-  # three that agree would have 9 times as much.
-  assert found['w_same'] == pytest.approx((1 + 3 / 9) / 4)
-  del runs['mixtures'][f'grpo-{arms.MIXES[-1]}']['0']
+  for n, row in enumerate(arms.METHODS):
+    for mix in arms.MIXES:
+      name = row.name if mix == arms.MIX else f'{row.name}-{mix}'
+      seeds = arms.REPORTING[: 4 if mix == arms.MIX else 3]
+      phase = 'report' if mix == arms.MIX else 'mixtures'
+      runs[phase][name] = {
+        str(seed): {'hard/em': n * order(mix, seed)} for seed in seeds
+      }
+  return runs, results.agreement(runs)
+
+
+def test_mixtures_are_compared_as_runs_of_one_mixture_are():
+  # One of three judges in reverse: ranks sum to n + 1 + r; the squares of their
+  # deviations are those of one judge, where three that agree have 9 times that.
+  other = arms.MIXES[-1]
+  _, found = agreement(lambda mix, seed: -1 if mix == other else 1)
+  assert found == pytest.approx({'w': 1 / 9, 'w_same': 1.0})
+  # Each judge has another seed, and one of them this one.
+  _, found = agreement(lambda mix, seed: -1 if seed == 1 else 1)
+  # Of the four ways to take three seeds of one mixture, three have it.
+  assert found == pytest.approx({'w': 1 / 9, 'w_same': (1 + 3 / 9) / 4})
+  runs, found = agreement(lambda mix, seed: 1)
+  assert found == pytest.approx({'w': 1.0, 'w_same': 1.0})
+  del runs['mixtures'][f'grpo-{other}']['0']
   assert results.agreement(runs) is None
 
 
