@@ -49,9 +49,10 @@ class Interval(NamedTuple):
   n: int
 
   def __str__(self) -> str:
+    form = ',.0f' if abs(self.mean) >= 1000 else '.3f'
     if self.low is None:
-      return f'{self.mean:.3f}'
-    return f'{self.mean:.3f} ± {self.high - self.mean:.3f}'
+      return f'{self.mean:{form}}'
+    return f'{self.mean:{form}} ± {self.high - self.mean:{form}}'
 
 
 def interval(values: Sequence[float]) -> Interval:

@@ -526,6 +526,17 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   assert '0.000 (-0.005 to 0.005) | equivalent |' in told
 
 
+def test_the_page_has_the_committed_results():
+  page = (ROOT / 'docs/arena.md').read_text().splitlines()
+  found = json.loads((run.HERE / 'results.json').read_text())
+  assert {*results.show_claims(found['claims']).splitlines()} <= {*page}
+  every = results.averaged(results.planned(run.load_runs(run.HERE)))
+  for phase in ('report', 'stress'):
+    names = [row.name for row in arms.METHODS]
+    rows = {x: cases for x, cases in every.get(phase, {}).items() if x in names}
+    assert {*results.show(rows).splitlines()} <= {*page}
+
+
 def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   report = report_runs()
   report['gigpo-shuffled'] = {
