@@ -2,11 +2,11 @@
 
   python -m experiments.arena.figure
 
-From results.json. Left: the paired difference of each claim on exact match over
-three and four hops, with its interval, the margin shaded; below them, what
+From results.json. Left: the paired difference of each claim to more exact match
+over three and four hops, with its interval, the margin shaded; below them, what
 completing the corpus gains, and exact credit. Below a method, in grey, its
-credit shuffled over turns, and exact: as far from it as their paired difference
-is, which has fewer seeds. Right: paired differences to GRPO, over all
+credit shuffled, and exact: as far from it as their paired difference is, which
+has fewer seeds. Right: paired differences to GRPO, over all
 questions, of searches and of exact match.
 """
 

@@ -28,6 +28,7 @@ COLUMNS = (
   'run/collapse',
 )
 ECONOMY = 'all/searches', 'all/em'
+BASES = 'grpo', 'grpo-default', 'grpo4'  # what each row is compared with
 FIGURED = 'shuffled', 'oracle'  # controls
 Runs = Mapping[str, Mapping[str, Any]]  # arm -> case -> {'values', ...}
 
@@ -242,14 +243,15 @@ def seeds_needed(pilot) -> int | None:
 def gains(report) -> Iterator[dict[str, Any]]:
   """Paired differences beside the claims: of `arm` - `against`.
 
-  Of each row to GRPO on ECONOMY; and on SCORE and the metric of the row's first
-  claim: of the row to its controls, of these to what the claim is against, and
-  of the row to that with its default setting. Intervals are not corrected.
+  Of each row to BASES on SCORE, ECONOMY and the metrics of its claims; and on
+  SCORE and the metric of the row's first claim: of the row to its controls, and
+  of these to what the claim is against. Intervals are not corrected.
   """
-  pairs = [
-    (row.name, 'grpo', metric) for row in arms.METHODS[1:] for metric in ECONOMY
-  ]
+  pairs = []
   for row in arms.METHODS:
+    claimed = (claim.metric for claim in row.claims)
+    for metric in dict.fromkeys((SCORE, *ECONOMY, *claimed)):
+      pairs += [(row.name, x, metric) for x in BASES if x != row.name]
     base = row.goal.against if row.scale else row.name
     for metric in dict.fromkeys((SCORE, row.goal.metric)):
       for control in row.controls:
@@ -258,7 +260,6 @@ def gains(report) -> Iterator[dict[str, Any]]:
         parent = arm.rpartition('-')[0]  # X-oracle of X-oracle-shuffled
         if parent != base:
           pairs.append((parent, arm, metric))
-      pairs.append((row.name, f'{base}-default', metric))
   for arm, against, metric in pairs:
     found = (verdicts.by_case(report, x, metric) for x in (arm, against))
     if gain := figures.paired(*found):
@@ -345,29 +346,43 @@ def _means(every: verdicts.Values) -> Iterator[dict[str, Any]]:
         yield about | dict(value=value, low=low, high=high, n=n)
 
 
-def show_claims(records: Sequence[Mapping[str, Any]]) -> str:
+def show_claims(content: Mapping[str, Any]) -> str:
   """Markdown: a line per claim that has two runs; '' if none has.
 
-  Differences are in the claimed direction.
+  Differences are in the claimed direction. The last column: of claims against
+  GRPO as tuned, the difference to GRPO with its default setting.
+
+  Args:
+    content: of results.json.
   """
+  gain = {(g['arm'], g['against'], g['metric']): g for g in content['gains']}
   head = ['method', 'claim', 'against', 'metric', 'gain', 'verdict']
+  head.append('gain at the default rate')
   lines = [head, ['---'] * len(head)]
-  for record in records:
+  for record in content['claims']:
     if record['interval']:
-      low, high = record['interval']
       about = [record[name] for name in head[:4]]
-      value = f'{record["value"]:.3f} ({low:.3f} to {high:.3f})'
       said = record['verdict']
       if said in ('shown', 'contradicted') and record['small']:
         said += ', below the margin' if not record['within'] else ''
       kind = ' (mechanism)' if record['mechanism'] else ''
-      lines.append([*about, value, said + kind])
+      value = _with_interval(record['value'], *record['interval'])
+      method, _, against, metric = about
+      other, rate = gain.get((method, f'{against}-default', metric)), ''
+      if other and record['phase'] == 'report':
+        ends = sorted(record['sign'] * other[x] for x in ('low', 'high'))
+        rate = _with_interval(record['sign'] * other['mean'], *ends)
+      lines.append([*about, value, said + kind, rate])
   return _markdown(lines) if lines[2:] else ''
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+  return f'{value:.3f} ({low:.3f} to {high:.3f})'
 
 
 def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
   """Markdown: a line per arm of a phase."""
-  lines = [['arm', 'runs', *COLUMNS], ['---'] * (2 + len(COLUMNS))]
+  lines = [['arm', 'seeds', *COLUMNS], ['---'] * (2 + len(COLUMNS))]
   for arm, cases in found.items():
     line = [arm, str(len(cases))]
     for name in COLUMNS:

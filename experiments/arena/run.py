@@ -173,7 +173,7 @@ def main():
     written = results.write(counted, out, environment, said)
     every = results.averaged(results.planned(counted))
     print(results.show(every.get(phase, {})))
-    print(results.show_claims(written['claims']))
+    print(results.show_claims(written))
 
 
 def _kept(found: core.Sweep, stage: str, known: dict) -> bool:

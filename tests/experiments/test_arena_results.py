@@ -109,7 +109,8 @@ def test_what_is_shown_may_be_below_the_margin():
   claim = verdicts.Claim('a', 'helps', 'em', 'b')
   found = judged(claim, {'report': {'a': a, 'b': b}})
   assert found['verdict'] == 'shown' and found['small']
-  assert '| shown, below the margin |' in results.show_claims([found])
+  told = results.show_claims({'claims': [found], 'gains': []})
+  assert '| shown, below the margin |' in told
 
 
 def test_a_claim_within_a_margin_has_the_difference_as_its_value():
@@ -522,14 +523,31 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   # Row 7: +-0.007 by turns is 0 on average; half = 2.201 x 0.00731 / 12 ** 0.5.
   interval = by['gigpo', 'hard/em']['interval']
   assert interval == pytest.approx([-0.00464, 0.00464], abs=1e-5)
-  told = results.show_claims(written['claims'])
+  told = results.show_claims(written)
   assert '0.000 (-0.005 to 0.005) | equivalent |' in told
+
+
+def test_claims_are_shown_at_the_default_rate_too(tmp_path):
+  report = report_runs()
+  for name, value in (('grpo-default', 0.3), ('otc', 0.4)):
+    report[name] = {
+      str(i): {'values': {'hard/em': value, 'all/searches': 10 * value + i % 2}}
+      for i in arms.REPORTING
+    }
+  found = results.write({'report': report}, tmp_path, {}, '')
+  (line,) = (
+    line
+    for line in results.show_claims(found).splitlines()
+    if line.startswith('| otc | fewer searches')
+  )
+  # 4 + i % 2 searches against 3 + i % 2: one more, where fewer is claimed.
+  assert line.endswith('| -1.000 (-1.000 to -1.000) |')
 
 
 def test_the_page_has_the_committed_results():
   page = (ROOT / 'docs/arena.md').read_text().splitlines()
   found = json.loads((run.HERE / 'results.json').read_text())
-  assert {*results.show_claims(found['claims']).splitlines()} <= {*page}
+  assert {*results.show_claims(found).splitlines()} <= {*page}
   every = results.averaged(results.planned(run.load_runs(run.HERE)))
   for phase in ('report', 'stress'):
     names = [row.name for row in arms.METHODS]
@@ -581,7 +599,7 @@ def test_seeds_that_were_not_planned_are_in_no_difference(tmp_path):
 
 def test_before_the_report_there_is_nothing_to_draw(tmp_path):
   found = results.write({}, tmp_path, {}, '')
-  assert results.show_claims(found['claims']) == ''
+  assert results.show_claims(found) == ''
   with pytest.raises(ConfigError, match='run --phase=report'):
     figure.draw(found)
 
@@ -706,6 +724,8 @@ def test_rows_and_their_controls_are_compared():
   assert found == pytest.approx(
     {
       ('grpo', 'grpo-default', 'hard/em'): (0.2 + 0.1) / 2,
+      ('gigpo', 'grpo', 'hard/em'): 0.1 / 2,
+      ('otc', 'grpo', 'hard/em'): -0.1,
       ('gigpo-shuffled', 'grpo', 'hard/em'): (-0.2 - 0.1) / 2,
       ('gigpo', 'gigpo-shuffled', 'hard/em'): (0.3 + 0.1) / 2,
       ('gigpo', 'grpo-default', 'hard/em'): (0.3 + 0.1) / 2,
