@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -549,8 +550,13 @@ def test_the_page_has_the_committed_results():
   found = json.loads((run.HERE / 'results.json').read_text())
   assert {*results.show_claims(found).splitlines()} <= {*page}
   every = results.averaged(results.planned(run.load_runs(run.HERE)))
+  names = [row.name for row in arms.METHODS]
+  known = {
+    line for x in every.values() for line in results.show(x).splitlines()
+  }
+  of_arms = [line for line in page if re.match(r'\| [\w-]+ \| \d+ \| ', line)]
+  assert {*of_arms} <= known  # no line of an earlier state
   for phase in ('report', 'stress'):
-    names = [row.name for row in arms.METHODS]
     rows = {x: cases for x, cases in every.get(phase, {}).items() if x in names}
     assert {*results.show(rows).splitlines()} <= {*page}
 
