@@ -38,6 +38,10 @@ SCORES = (
   *('label_accuracy', 'majority_ratio'),
   *('useful_gold', 'noisy_gold', 'noise', 'real_queries'),
 )
+COLUMNS = (
+  *('before/all/em', 'all/em', 'real/all/em'),
+  *('before/hard/em', 'hard/em', 'real/hard/em'),
+)
 
 
 def of(name: str, arg: str = '') -> Callable[[int], ConfigDict]:

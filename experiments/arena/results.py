@@ -289,38 +289,51 @@ def corpus(report) -> Iterator[dict[str, Any]]:
         yield {'method': row.name} | figures.interval(column)._asdict()
 
 
-def agreement(every: verdicts.Values) -> dict[str, float] | None:
-  """Kendall's W of the order of rows by SCORE, from three runs of each.
+def agreement(every: verdicts.Values) -> dict[str, Any] | None:
+  """Kendall's W of the order of rows by SCORE, from as many runs as mixtures.
 
-  w: each run from another mixture of the warm start and another seed, the mean
-  over all ways to choose seeds that all rows have from all mixtures. w_same:
-  from one mixture and three seeds, the mean over all choices: what mixtures
-  that order rows alike would give.
+  Of the first run of each row, with seeds that all rows have from all mixtures.
+
+  Returns:
+    w: each run from another mixture of the warm start and another seed, the
+    mean over all ways to choose the seeds. w_same: {mixture: the same, with all
+    runs from this one}, which says how much the seeds alone change the order.
+    scores: {row: {mixture: the mean of SCORE}}. None if seeds are missing.
   """
   main, others = every.get('report', {}), every.get('mixtures', {})
-  found = [
-    [main.get(row.name, {}) for row in arms.METHODS]
-    if mix == arms.MIX
-    else [others.get(f'{row.name}-{mix}', {}) for row in arms.METHODS]
+  found = {
+    mix: [
+      main.get(row.name, {})
+      if mix == arms.MIX
+      else others.get(f'{row.name}-{mix}', {})
+      for row in arms.METHODS
+    ]
     for mix in arms.MIXES
-  ]
-  shared = set.intersection(*({*run} for judge in found for run in judge))
-  if len(shared) < len(found):
+  }
+  cases = set.intersection(*({*x} for runs in found.values() for x in runs))
+  n = len(found)
+  if len(cases) < n:
     return None
 
-  def w(judges, cases):
-    pairs = zip(judges, cases, strict=True)
-    return verdicts.agreement(
-      [[run[case][SCORE] for run in judge] for judge, case in pairs]
+  def w(judges):
+    orders = itertools.permutations(sorted(cases, key=int), n)
+    return statistics.fmean(
+      verdicts.agreement(
+        [[x[case][SCORE] for x in judge] for judge, case in zip(judges, order)]
+      )
+      for order in orders
     )
 
-  n, own = len(found), found[arms.MIXES.index(arms.MIX)]
-  known = sorted(set.intersection(*({*run} for run in own)), key=int)
-  orders = itertools.permutations(sorted(shared, key=int), n)
-  sets = itertools.combinations(known, n)
   return {
-    'w': statistics.fmean(w(found, cases) for cases in orders),
-    'w_same': statistics.fmean(w([own] * n, cases) for cases in sets),
+    'w': w([*found.values()]),
+    'w_same': {mix: w([runs] * n) for mix, runs in found.items()},
+    'scores': {
+      row.name: {
+        mix: statistics.fmean(runs[i][case][SCORE] for case in cases)
+        for mix, runs in found.items()
+      }
+      for i, row in enumerate(arms.METHODS)
+    },
   }
 
 
@@ -380,15 +393,32 @@ def _with_interval(value: float, low: float, high: float) -> str:
   return f'{value:.3f} ({low:.3f} to {high:.3f})'
 
 
-def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-  """Markdown: a line per arm of a phase."""
-  lines = [['arm', 'seeds', *COLUMNS], ['---'] * (2 + len(COLUMNS))]
+def show(
+  found: Mapping[str, Mapping[str, Mapping[str, float]]],
+  columns: Sequence[str] = COLUMNS,
+) -> str:
+  """Markdown: a line per arm of a phase, with the means of its metrics."""
+  lines = [['arm', 'seeds', *columns], ['---'] * (2 + len(columns))]
   for arm, cases in found.items():
     line = [arm, str(len(cases))]
-    for name in COLUMNS:
+    for name in columns:
       column = [*verdicts.by_case(found, arm, name).values()]
       line.append(str(figures.interval(column)) if column else '')
     lines.append(line)
+  return _markdown(lines)
+
+
+def show_mixtures(content: Mapping[str, Any]) -> str:
+  """Markdown: SCORE of each row from each mixture; '' if one has not run.
+
+  Args:
+    content: of results.json.
+  """
+  if not content['agreement']:
+    return ''
+  lines = [['method', *arms.MIXES], ['---'] * (1 + len(arms.MIXES))]
+  for name, found in content['agreement']['scores'].items():
+    lines.append([name, *(f'{found[mix]:.3f}' for mix in arms.MIXES)])
   return _markdown(lines)
 
 

@@ -172,8 +172,11 @@ def main():
     counted = current(runs, given.base)
     written = results.write(counted, out, environment, said)
     every = results.averaged(results.planned(counted))
-    print(results.show(every.get(phase, {})))
+    other = phase == arms.recipes.PHASE
+    columns = arms.recipes.COLUMNS if other else results.COLUMNS
+    print(results.show(every.get(phase, {}), columns))
     print(results.show_claims(written))
+    print(results.show_mixtures(written))
 
 
 def _kept(found: core.Sweep, stage: str, known: dict) -> bool:

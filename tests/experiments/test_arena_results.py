@@ -549,13 +549,17 @@ def test_the_page_has_the_committed_results():
   page = (ROOT / 'docs/arena.md').read_text().splitlines()
   found = json.loads((run.HERE / 'results.json').read_text())
   assert {*results.show_claims(found).splitlines()} <= {*page}
+  mixtures = results.show_mixtures(found)
+  assert mixtures and f'\n\n{mixtures}\n\n' in '\n'.join(page)
   every = results.averaged(results.planned(run.load_runs(run.HERE)))
   names = [row.name for row in arms.METHODS]
+  recipes = results.show(every['recipes'], arms.recipes.COLUMNS).splitlines()
+  assert {*recipes} <= {*page}
   known = {
     line for x in every.values() for line in results.show(x).splitlines()
   }
   of_arms = [line for line in page if re.match(r'\| [\w-]+ \| \d+ \| ', line)]
-  assert {*of_arms} <= known  # no line of an earlier state
+  assert {*of_arms} <= known | {*recipes}  # no line of an earlier state
   for phase in ('report', 'stress'):
     rows = {x: cases for x, cases in every.get(phase, {}).items() if x in names}
     assert {*results.show(rows).splitlines()} <= {*page}
@@ -763,17 +767,29 @@ def agreement(order):
 def test_mixtures_are_compared_as_runs_of_one_mixture_are():
   # One of three judges in reverse: ranks sum to n + 1 + r; the squares of their
   # deviations are those of one judge, where three that agree have 9 times that.
-  other = arms.MIXES[-1]
+  other, last = arms.MIXES[-1], arms.METHODS[-1].name
+  n = len(arms.METHODS) - 1
   _, found = agreement(lambda mix, seed: -1 if mix == other else 1)
-  assert found == pytest.approx({'w': 1 / 9, 'w_same': 1.0})
-  # Each judge has another seed, and one of them this one.
+  assert found['w'] == pytest.approx(1 / 9)
+  assert found['w_same'] == pytest.approx(dict.fromkeys(arms.MIXES, 1.0))
+  assert found['scores'][last] == {
+    mix: -n if mix == other else n for mix in arms.MIXES
+  }
+  # Each judge has another seed, and one of them this one. The fourth seed has
+  # run from one mixture only. The mean is that of -n, n and n.
   _, found = agreement(lambda mix, seed: -1 if seed == 1 else 1)
-  # Of the four ways to take three seeds of one mixture, three have it.
-  assert found == pytest.approx({'w': 1 / 9, 'w_same': (1 + 3 / 9) / 4})
+  assert found['w'] == pytest.approx(1 / 9)
+  assert found['w_same'] == pytest.approx(dict.fromkeys(arms.MIXES, 1 / 9))
+  assert found['scores'][last] == pytest.approx(
+    dict.fromkeys(arms.MIXES, n / 3)
+  )
   runs, found = agreement(lambda mix, seed: 1)
-  assert found == pytest.approx({'w': 1.0, 'w_same': 1.0})
+  assert found['w'] == pytest.approx(1.0)
+  lines = results.show_mixtures({'agreement': found}).splitlines()
+  assert lines[-1] == f'| {last} | {n:.3f} | {n:.3f} | {n:.3f} |'
   del runs['mixtures'][f'grpo-{other}']['0']
-  assert results.agreement(runs) is None
+  found = results.agreement(runs)
+  assert found is None and results.show_mixtures({'agreement': found}) == ''
 
 
 def test_rates_are_relative_to_the_base_recipe():
