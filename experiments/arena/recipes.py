@@ -10,7 +10,8 @@ after the last, and
   ttrl  'run/label_accuracy' and 'run/majority_ratio' of all steps. The held-out
         questions, without their answers, are what it trains on. It starts from
         `skills`: from `even`, most votes on a hard question are one of three
-        guesses, and all that is learnt is to guess (experiments/LOG.md).
+        guesses, and all that is learnt is to guess (experiments/LOG.md). From
+        `skills`, two of four seeds lose the questions of three and four hops.
   ssrl  'real/...': the same policy, all of whose searches are answered by the
         real source (sim-to-real).
   zerosearch  evaluated on the real source, which it never met in training:

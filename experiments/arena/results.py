@@ -319,7 +319,10 @@ def agreement(every: verdicts.Values) -> dict[str, Any] | None:
     orders = itertools.permutations(sorted(cases, key=int), n)
     return statistics.fmean(
       verdicts.agreement(
-        [[x[case][SCORE] for x in judge] for judge, case in zip(judges, order)]
+        [
+          [x[case][SCORE] for x in judge]
+          for judge, case in zip(judges, order, strict=True)
+        ]
       )
       for order in orders
     )
