@@ -8,7 +8,8 @@ row with the same estimator. Phases:
 
   assay     before any method is judged: GRPO from each mixture of the warm
             start, with exact credit for turns, and with that credit shuffled
-            (oracle.py), on ASSAY seeds
+            (oracle.py), on ASSAY seeds; three of them from other mixtures than
+            that of the comparison
   tune      each row with three learning rates, KL coefficients and scales, one
             value changed at a time, on TUNING seeds; rows without a scale have
             as many trials
@@ -335,9 +336,9 @@ class Plan(NamedTuple):
 def assay() -> Iterator[Plan]:
   grpo = METHODS[0]
   for mix in MIXES:
-    yield Plan(f'grpo-{mix}', grpo, grpo.default, mix=mix)
-    for name, fields in oracle.ARMS.items():
-      yield Plan(f'{name}-{mix}', grpo, grpo.default, fields, mix)
+    seeds = ASSAY if mix == MIX else ASSAY[:3]
+    for name, fields in {'grpo': {}, **oracle.ARMS}.items():
+      yield Plan(f'{name}-{mix}', grpo, grpo.default, fields, mix, seeds)
 
 
 def tune() -> Iterator[Plan]:

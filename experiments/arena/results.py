@@ -199,8 +199,12 @@ def assay(every: verdicts.Values) -> dict[str, Any]:
   """
   found, report = every.get('assay', {}), every.get('report', {})
   sets = {
-    mix: ([f'{a}-{mix}' for a in ('grpo', *oracle.ARMS)], found, arms.ASSAY)
-    for mix in arms.MIXES
+    plan.mix: (
+      [f'{a}-{plan.mix}' for a in ('grpo', *oracle.ARMS)],
+      found,
+      plan.seeds,
+    )
+    for plan in arms.assay()
   }
   names = ['grpo', *(f'grpo-{a}' for a in oracle.ARMS)]
   sets['tuned'] = names, report, arms.REPORTING

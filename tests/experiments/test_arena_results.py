@@ -296,6 +296,8 @@ def test_a_phase_is_a_sweep_of_configs():
     'train.init': 'warm/hasty/100'
   }
   assert found.needs('warm/hasty/100') == {'train.init': 'warm/skills/100'}
+  assert found.arm('oracle-even').seeds == arms.ASSAY
+  assert found.arm('oracle-hasty').seeds == arms.ASSAY[:3]
   shuffled = found.arm('shuffled-even').config(100)
   assert shuffled.algorithm.advantage == 'experiments.arena.oracle.credited'
   assert shuffled.algorithm.advantage_kw.shuffle
@@ -491,6 +493,14 @@ def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive, monkeypatch):
     assert [*found] == [key] and found[key]['sensitive'] == sensitive
     gain = found[key]['oracle - grpo']['mean']
     assert gain == pytest.approx(np.mean(oracle) - np.mean(grpo))
+
+
+def test_an_assay_from_another_mixture_needs_three_seeds(monkeypatch):
+  monkeypatch.setattr(arms, 'ASSAY', (0, 1, 2, 3))
+  run_ = hard(0.4, 0.5, 0.45)
+  for mix, found in (('even', []), ('hasty', ['hasty'])):
+    runs = {f'{name}-{mix}': run_ for name in ('grpo', 'oracle', 'shuffled')}
+    assert [*results.assay({'assay': runs})] == found
 
 
 def report_runs():
