@@ -198,13 +198,10 @@ def assay(every: verdicts.Values) -> dict[str, Any]:
   is left out.
   """
   found, report = every.get('assay', {}), every.get('report', {})
+  seeds = {plan.mix: plan.seeds for plan in arms.assay()}
   sets = {
-    plan.mix: (
-      [f'{a}-{plan.mix}' for a in ('grpo', *oracle.ARMS)],
-      found,
-      plan.seeds,
-    )
-    for plan in arms.assay()
+    mix: ([f'{a}-{mix}' for a in ('grpo', *oracle.ARMS)], found, seeds[mix])
+    for mix in arms.MIXES
   }
   names = ['grpo', *(f'grpo-{a}' for a in oracle.ARMS)]
   sets['tuned'] = names, report, arms.REPORTING
