@@ -561,6 +561,14 @@ def test_the_page_has_the_committed_results():
   assert {*results.show_claims(found).splitlines()} <= {*page}
   mixtures = results.show_mixtures(found)
   assert mixtures and f'\n\n{mixtures}\n\n' in '\n'.join(page)
+  for name in ('oracle - grpo', 'oracle - shuffled', 'shuffled - grpo'):
+    gains = [
+      found['assay'][mix][name] for mix in ('even', 'tuned', *arms.MIXES[1:])
+    ]
+    ends = [
+      f'{g["mean"]:.3f} ({g["low"]:.3f} to {g["high"]:.3f})' for g in gains
+    ]
+    assert any(line.endswith(f'| {" | ".join(ends)} |') for line in page)
   every = results.averaged(results.planned(run.load_runs(run.HERE)))
   names = [row.name for row in arms.METHODS]
   recipes = every.pop('recipes')
