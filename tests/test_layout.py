@@ -34,6 +34,7 @@ ORDER = (
   'run.trackers',
   'run.writer',
   'run.sharding',
+  'run.compiling',
   'models.families',
   'models.packed_cudnn',
   'models.splash',

@@ -1,4 +1,4 @@
-"""Search-R1's GRPO at Qwen2.5-3B's shape, without files: random weights.
+"""Search-R1's GRPO at the shape of Qwen2.5, without files: random weights.
 
 Lengths, optimizer, engine and batches are those of configs/search_r1.py;
 questions, tokenizer and the texts of passages are those of the generated
@@ -7,6 +7,7 @@ weights writes no blocks, so `Env` ends its turns; `Search` ranks vectors on the
 device that trains; `parity` is a reward in which trajectories of a group
 differ. Arguments:
 
+  model   qwen2.5-3b for an H200, qwen2.5-1.5b for a GPU of 80 GB
   small   a model, lengths and an index that a CPU computes in seconds
 """
 
@@ -40,15 +41,17 @@ _SMALL = dict(
   intermediate_size=128,
   vocab_size=2048,
 )
+# Slots and remat; more would take more than 90 % of the memory.
+_MACHINES = {'qwen2.5-3b': (192, 'matmuls'), 'qwen2.5-1.5b': (128, 'matmuls')}
 _LINES = 5  # of the world's corpus, 25 tokens each, in a passage
 
 
 def get_config(arg=None):
-  a = schema.parse_arg(arg, small=False)
-  c = search_r1.get_config('model=qwen2.5-3b')
+  a = schema.parse_arg(arg, model='qwen2.5-3b', small=False)
+  c = search_r1.get_config(f'model={a.model}')
   c.name = 'gpu'
   c.model.path, c.model.tokenizer = '', 'world'
-  c.model.arch = ConfigDict(families.NAMED['qwen2.5-3b'])
+  c.model.arch = ConfigDict(families.NAMED[a.model])
   c.data = quickstart.get_config().data
   c.data.eval = ConfigDict()
   c.env.module = 'experiments.gpu.recipe.Env'
@@ -60,8 +63,10 @@ def get_config(arg=None):
   c.reward = ConfigDict(
     dict(parity=dict(fn='experiments.gpu.recipe.parity', weight=1.0))
   )
-  # 256 slots would take 11 GiB more, and 87 % of an H200 in all.
-  c.engine.slots = 192
+  c.engine.slots, c.model.remat = _MACHINES[a.model]
+  # Packed rows leave 2 % of their tokens unused, and each length is two more
+  # programs to compile.
+  c.batch.lengths = (c.batch.tokens,)
   c.rollout.questions, c.rollout.group = 32, 8
   c.algorithm.minibatches = 1
   # The first update moves the weights, which are then synced.

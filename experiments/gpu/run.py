@@ -35,17 +35,20 @@ class Stage:
   """One process: `of` is a function of stages.py, `fields` of its config.
 
   memory: the share of a GPU's memory that JAX may take.
+  model: of the recipe.
   """
 
   name: str
   of: str = ''
   fields: Sequence[str] = ()
   memory: float = 0.95
+  model: str = 'qwen2.5-3b'
 
   def command(self, out: pathlib.Path, small: bool) -> list[str]:
     command = [sys.executable, '-m', 'experiments.gpu.stages']
     command += [f'--stage={self.of or self.name}', f'--name={self.name}']
-    command += [f'--out={out}', *(['--small'] if small else [])]
+    command += [f'--out={out}', f'--model={self.model}']
+    command += ['--small'] if small else []
     return command + [f'--set={field}' for field in self.fields]
 
 
@@ -59,13 +62,20 @@ def plan(small: bool) -> tuple[Stage, ...]:
   )
   return (
     Stage('update'),
+    Stage('grpo'),
     Stage('search'),
     Stage('sampler'),
-    Stage('grpo'),
     Stage('memory'),
     Stage('lora', 'grpo', ('models.lora.rank=32',)),
     Stage('vllm', fields=vllm, memory=0.65),
   )
+
+
+def model() -> str:
+  """The recipe's model for the memory of the first GPU here."""
+  gpus = common.gpus()
+  large = not gpus or float(gpus[0]['memory.total'].split()[0]) > 100_000
+  return 'qwen2.5-3b' if large else 'qwen2.5-1.5b'
 
 
 def environment(stage: Stage, out: pathlib.Path, small: bool) -> dict[str, str]:
@@ -191,7 +201,11 @@ def main(argv):
   out = pathlib.Path(_OUT.value or ('runs/gpu_small' if small else 'runs/gpu'))
   out = out.resolve()
   out.mkdir(parents=True, exist_ok=True)
-  chosen = [stages[n] for n in _STAGES.value or stages]
+  fitting = _MODEL.value or model()
+  chosen = [
+    dataclasses.replace(stages[n], model=fitting)
+    for n in _STAGES.value or stages
+  ]
   records = run_all(chosen, out, small, _SECONDS.value)
   everything = {n: read(out / f'{n}.json') for n in stages}
   everything = {n: found for n, found in everything.items() if found}
@@ -207,6 +221,7 @@ if __name__ == '__main__':
   small = os.environ.get('SMALL', '') not in ('', '0')
   _OUT = flags.DEFINE_string('out', '', 'Folder; default: runs/gpu[_small].')
   _SMALL = flags.DEFINE_bool('small', small, 'Sizes for a CPU (SMALL=1).')
+  _MODEL = flags.DEFINE_string('model', '', "Default: by the GPU's memory.")
   _STAGES = flags.DEFINE_list('stages', [], 'Which; default: all.')
   _SECONDS = flags.DEFINE_float('seconds', 1500, 'For all stages together.', 1)
   app.run(main)

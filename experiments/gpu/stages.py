@@ -41,7 +41,8 @@ from searchrl_jax.run import build, parameters, records
 from searchrl_jax.run import session as sessions
 from searchrl_jax.types import Prompt, Question, Rewards, Segment, Trajectory
 
-GATE = pathlib.Path(__file__).with_name('gate.txt')  # of searchrl_jax.aot
+# Of searchrl_jax.aot, by model.
+GATES = {'qwen2.5-3b': 'gate.txt', 'qwen2.5-1.5b': 'gate_h100.txt'}
 NEW = 64  # tokens decoded while the sampler is timed
 
 
@@ -143,7 +144,7 @@ def update(config, out, small) -> dict:
     step=0, writer=types.SimpleNamespace(timer=timer), check_finite=check_finite
   )
   rows = []
-  for i in range(4):  # the first is a warm-up
+  for i in range(3):  # the first is a warm-up
     groups, seconds = trajectories(config, rng), {}
     tokens = sum(len(t) for group in groups for t in group)
     n = config.rollout.questions * config.rollout.group
@@ -350,7 +351,8 @@ def memory(config, out, small) -> dict:
   peak, rows = found['peak_bytes'], []
   predicted = {'device': costs.device['in all']}
   if not small:
-    said = re.search(r'in all +([\d,.]+)', GATE.read_text())
+    file = pathlib.Path(__file__).with_name(GATES[_MODEL.value])
+    said = re.search(r'in all +([\d,.]+)', file.read_text())
     predicted['gate'] = int(float(said[1].replace(',', '')) * 2**20)
   for name, nbytes in predicted.items():
     ratio = peak / (nbytes + index)
@@ -386,13 +388,13 @@ def memory(config, out, small) -> dict:
 STAGES = {f.__name__: f for f in (update, search, sampler, grpo, memory, vllm)}
 
 
-def configured(small: bool, overrides) -> ConfigDict:
+def configured(model: str, small: bool, overrides) -> ConfigDict:
   """The recipe with fields set: each override is `dotted.name=value`.
 
   Raises:
     Skipped: there is no such field.
   """
-  config = recipe.get_config('small' if small else None)
+  config = recipe.get_config(f'model={model},small={small}')
   for override in overrides:
     name, _, value = override.partition('=')
     part, _, field = name.rpartition('.')
@@ -415,7 +417,7 @@ def main(argv):
   record['environment'] = common.environment()
   begin = time.monotonic()
   try:
-    config = configured(small, _SET.value)
+    config = configured(_MODEL.value, small, _SET.value)
     # Not before `search`, whose own process needs the device's memory.
     if not small and name != 'search' and jax.default_backend() == 'cpu':
       raise RuntimeError('JAX sees no accelerator: its CUDA plugin is missing')
@@ -440,6 +442,7 @@ if __name__ == '__main__':
   _NAME = flags.DEFINE_string('name', '', 'Of the file; empty: as the stage.')
   _OUT = flags.DEFINE_string('out', None, 'Folder of the records.')
   _SMALL = flags.DEFINE_bool('small', False, 'Sizes for a CPU.')
+  _MODEL = flags.DEFINE_enum('model', 'qwen2.5-3b', list(GATES), 'Its shape.')
   _SET = flags.DEFINE_multi_string('set', [], 'A field: dotted.name=value.')
   flags.mark_flags_as_required(['stage', 'out'])
   app.run(main)

@@ -22,7 +22,7 @@ from searchrl_jax.learn import batching, losses, optim
 from searchrl_jax.learn.logps import compact, token_logps
 from searchrl_jax.learn.objectives import Objective
 from searchrl_jax.models import attention, critic, decoder, lora
-from searchrl_jax.run import parameters, sharding
+from searchrl_jax.run import compiling, parameters, sharding
 from searchrl_jax.types import Batch
 
 
@@ -260,6 +260,14 @@ class Updater:
   def _score(self, params, arrays, frozen):
     return self._logps(lora.join(params, frozen), arrays, False)[0]
 
+  def _lower(self, key, *args):
+    """A program by its key, ready to be compiled for the shapes of args."""
+    name = key if isinstance(key, str) else key[0]
+    function, out, donated = self._functions[name]
+    jitted = jax.jit(function, out_shardings=out, donate_argnums=donated)
+    self.traced[key] = jitted.trace(*args)
+    return self.traced[key].lower()
+
   def _program(self, name: str, *args, shape=None):
     """A program, compiled for the shapes of args the first time.
 
@@ -267,10 +275,7 @@ class Updater:
     """
     key = name if shape is None else (name, shape)
     if key not in self.programs:
-      function, out, donated = self._functions[name]
-      jitted = jax.jit(function, out_shardings=out, donate_argnums=donated)
-      self.traced[key] = jitted.trace(*args)
-      self.programs[key] = self.traced[key].lower().compile()
+      self.programs[key] = self._lower(key, *args).compile()
     return self.programs[key]
 
   def warmup(self, *, score: bool) -> None:
@@ -279,16 +284,19 @@ class Updater:
     score: whether `score` will be called (old or reference log-probs).
     """
     params, frozen, divisor = self.shapes, self.frozen, np.float32(1)
-    self._program('zeros', params)
+    wanted = {'zeros': (params,)}
     for length in self.batch_config.lengths:
       arrays = self.like(length)
       shape = arrays['ids'].shape
       if score:
-        self._program('score', params, arrays, frozen, shape=shape)
+        wanted['score', shape] = params, arrays, frozen
       # A gradient lies as its parameter does.
-      args = params, (params, self._sums), arrays, divisor, frozen
-      self._program('accumulate', *args, shape=shape)
-    self._program('apply', self.abstract, params, self._sums['loss'])
+      sums = params, self._sums
+      wanted['accumulate', shape] = params, sums, arrays, divisor, frozen
+    wanted['apply'] = self.abstract, params, self._sums['loss']
+    missing = {k: v for k, v in wanted.items() if k not in self.programs}
+    lowered = (self._lower(key, *args) for key, args in missing.items())
+    self.programs |= zip(missing, compiling.concurrently(lowered))
 
   # ---- what a loop calls
 

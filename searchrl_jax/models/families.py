@@ -58,6 +58,7 @@ NAMED = {
     **dict(zip(_SIZES.values(), sizes)),
   }
   for name, tied, *sizes in (
+    ('qwen2.5-1.5b', True, 151936, 1536, 28, 12, 2, 128, 8960),
     ('qwen2.5-3b', True, 151936, 2048, 36, 16, 2, 128, 11008),
     ('qwen2.5-7b', False, 152064, 3584, 28, 28, 4, 128, 18944),
   )

@@ -22,7 +22,7 @@ from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.models import decoder, lora
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import sharding
+from searchrl_jax.run import compiling, sharding
 
 PIECE = 256
 
@@ -225,12 +225,21 @@ class Device:
 
   def warmup(self) -> None:
     """Compiles every program; the content of the caches is unchanged."""
-    p, shape = self._programs, self._shape
-    self.decode(decode.idle_state(shape.slots * self._lanes))
+    p, shape, idle = self._programs, self._shape, decode.idle_state
+    prefills = []
     for width in shape.widths:
       args = self._arrays([], shape.rows(width), width)
-      for program in (p.fresh, p.extend):
-        self._caches[0] = program(self._weights, self._caches[0], *args)
+      prefills += [(program, args) for program in (p.fresh, p.extend)]
+    held = self._weights, self._caches[0]
+    calls = [(p.decode, (*held, idle(shape.slots)))]
+    calls += [(program, (*held, *args)) for program, args in prefills]
+    for width in shape.score_widths:
+      ids = np.zeros((shape.rows(width), width), np.int32)
+      calls.append((p.score, (self._weights, ids)))
+    compiling.concurrently(program.lower(*args) for program, args in calls)
+    self.decode(idle(shape.slots * self._lanes))
+    for program, args in prefills:
+      self._caches[0] = program(self._weights, self._caches[0], *args)
     none, box, plan = shape.slots * self._lanes, Box(1), Plan(0)  # no such slot
     plan.evictions = [(0, box)]
     plan.copies = {1: [Copy(None, box, none, 1), Copy(none, None, none, 1)]}
