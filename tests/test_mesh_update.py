@@ -32,8 +32,7 @@ CFG = decoder.DecoderConfig(
   n_kv_heads=2,
   head_dim=4,
   d_ff=24,
-  qkv_bias=True,
-  qk_norm=True,
+  family='qwen2',
 )
 KW = {
   'batch.lengths': (16,),

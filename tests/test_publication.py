@@ -30,11 +30,10 @@ pytestmark = pytest.mark.slow
 UNTIED = dataclasses.replace(
   CFG,
   tied=False,
-  qkv_bias=False,
-  qk_norm=True,
+  family='qwen3',
   n_heads=2,
   head_dim=16,
-  rope_scaling=decoder.RopeScaling(8.0, 1.0, 4.0, 64),
+  rope_scaling=decoder.RopeScaling('llama3', 8.0, 1.0, 4.0, 64),
 )
 
 

@@ -33,7 +33,7 @@ CFG = decoder.DecoderConfig(
   n_kv_heads=2,
   head_dim=4,
   d_ff=24,
-  qkv_bias=True,
+  family='qwen2',
 )
 
 

@@ -77,7 +77,7 @@ def partings(cfg, params, prompts, ours, theirs) -> list[dict]:
 
 
 def measure(dtype: str, folder: pathlib.Path, peer: str) -> list[dict]:
-  cfg = decoder.DecoderConfig(**CASES['1m'], qkv_bias=True)
+  cfg = decoder.DecoderConfig(**CASES['1m'], family='qwen2')
   params = decoder.init_params(cfg, jax.random.key(0), scale=0.1)
   tok = make_tokenizer(folder / 'tokenizer')
   config = config_lib.base().engine

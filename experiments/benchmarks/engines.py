@@ -135,7 +135,7 @@ class Side:
 
 
 def measure(case: str, folder: pathlib.Path, reps: int) -> list[dict]:
-  cfg = decoder.DecoderConfig(**CASES[case], qkv_bias=True)
+  cfg = decoder.DecoderConfig(**CASES[case], family='qwen2')
   params = decoder.init_params(cfg, jax.random.key(0))
   tok = make_tokenizer(folder / 'tokenizer')
   config = config_lib.base().engine

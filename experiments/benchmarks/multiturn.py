@@ -54,7 +54,7 @@ LIMIT = PROMPT + SEARCHES * (OBSERVATION + LONGEST) + LONGEST
 SLOTS, TRAJECTORIES = 32, 256  # eight for each slot
 MODEL = decoder.DecoderConfig(
   vocab_size=VOCAB, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
-  head_dim=32, d_ff=512, qkv_bias=True,
+  head_dim=32, d_ff=512, family='qwen2',
 )  # fmt: skip
 SECONDS = 0.5  # a search takes half to one and a half times as long
 

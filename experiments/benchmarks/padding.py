@@ -111,7 +111,7 @@ def worker(updates: int) -> None:
     n_kv_heads=2,
     head_dim=32,
     d_ff=416,
-    qkv_bias=True,
+    family='qwen2',
     scan_unroll=4,
   )
   params = jax.jit(lambda key: decoder.init_params(cfg, key))(jax.random.key(0))

@@ -76,7 +76,7 @@ class Ours:
   """One batch through the engine's own interface."""
 
   def __init__(self, case: dict):
-    cfg = decoder.DecoderConfig(**case, qkv_bias=True)
+    cfg = decoder.DecoderConfig(**case, family='qwen2')
     config = config_lib.base().engine
     config.slots, config.max_len, config.chunk = ROWS, PROMPT + NEW, CHUNK
     config.prefill_rows = ROWS
@@ -117,7 +117,7 @@ class Bare:
   """The products of matrices of NEW steps, and little else."""
 
   def __init__(self, case: dict):
-    cfg = decoder.DecoderConfig(**case, qkv_bias=True)
+    cfg = decoder.DecoderConfig(**case, family='qwen2')
     weights = decode.load(decoder.init_params(cfg, jax.random.key(0)), cfg)
     caches = kv.make(cfg, ROWS, PROMPT + NEW)
     last = np.full((ROWS, 1), PROMPT + NEW - 1)

@@ -195,7 +195,7 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
   targets = tuple(decoder.PROJECTIONS)
   adapters = decoder.Lora(rank, rank, targets, _DTYPE.value) if rank else None
   cfg = decoder.DecoderConfig(
-    **CASES[case], qkv_bias=True, dtype=_DTYPE.value, lora=adapters
+    **CASES[case], family='qwen2', dtype=_DTYPE.value, lora=adapters
   )
   fields = {k: getattr(cfg, k) for k in families.FIELDS}
   published.write_serving_folder(

@@ -110,7 +110,7 @@ def worker(case: dict) -> None:
     n_kv_heads=case['kv_heads'],
     head_dim=case['d_model'] // case['heads'],
     d_ff=case['d_ff'],
-    qkv_bias=True,
+    family='qwen2',
     scan_unroll=case['layers'],
   )
   params = jax.jit(lambda key: decoder.init_params(cfg, key))(jax.random.key(0))

@@ -57,6 +57,7 @@ def causal(
   kernel: str = 'auto',
   packing: Packed | None = None,
   mesh=None,
+  window: int = 0,
 ):
   """Causal attention over right-padded rows; softmax in float32.
 
@@ -65,7 +66,9 @@ def causal(
   Rows past `lengths` hold finite, meaningless values, which no loss may use.
   With `packing`, tokens of a row see their own sequence only, and `lengths` is
   not read; where cuDNN cannot do that (`packed_cudnn.available`), XLA does.
+  window: tokens that a token sees, itself included; 0: all before it.
   """
+  window = window if window < q.shape[1] else 0
   if kernel == 'auto':
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     kernel = _KERNELS.get(sharding.platform(), 'xla') if half else 'xla'
@@ -77,14 +80,15 @@ def causal(
     segments = packing and packing.segments
     if segments is None:
       segments = (jnp.arange(q.shape[1]) < lengths[:, None]).astype(jnp.int32)
-    return splash.attention(q, k, v, segments, mesh)
+    return splash.attention(q, k, v, segments, mesh, window)
   if kernel == 'cudnn' and packing is not None:
     if packed_cudnn.available():
-      return packed_cudnn.attention(q, k, v, packing.starts)
+      return packed_cudnn.attention(q, k, v, packing.starts, window)
     logging.warning(_UNPACKED)
   elif kernel == 'cudnn':
     lengths = jnp.maximum(lengths, 1)  # an empty row would give 0 / 0
     own = {'query_seq_lengths': lengths, 'key_value_seq_lengths': lengths}
+    own |= {'local_window_size': (window - 1, 0)} if window else {}
     return jax.nn.dot_product_attention(
       q, k, v, is_causal=True, implementation='cudnn', **own
     )
@@ -99,12 +103,13 @@ def causal(
   out = []
   for i in range(0, T, step):
     end = i + step
-    block = q[:, :, :, i:end], k[:, :, :end], v[:, :, :end]
+    first = max(0, i - window + 1) if window else 0
+    block = q[:, :, :, i:end], k[:, :, first:end], v[:, :, first:end]
     same = None
     if packing is not None:
       s = packing.segments
-      same = s[:, i:end, None] == s[:, None, :end]
-    out.append(_attend_block(*block, i, same))
+      same = s[:, i:end, None] == s[:, None, first:end]
+    out.append(_attend_block(*block, i - first, same, window))
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -144,8 +149,8 @@ def scores(axes: str, q, k):
   return s if q.dtype == jnp.float32 else s * (1.0 / math.sqrt(q.shape[-1]))
 
 
-def _attend_block(q, k, v, start: int, same=None):
-  """q [B, K, G, T, H], whose first position is `start`; k, v [B, K, S, H].
+def _attend_block(q, k, v, start: int, same=None, window: int = 0):
+  """q [B, K, G, T, H], the first at key `start`; k, v [B, K, S, H].
 
   same: bool [B, T, S], the keys that a query may see besides; None: all.
   """
@@ -155,6 +160,8 @@ def _attend_block(q, k, v, start: int, same=None):
   s = s.reshape(B, K, G, T, S)
   at = start + jnp.arange(T)[:, None]
   seen = at >= jnp.arange(S)
+  if window:
+    seen &= at - jnp.arange(S) < window
   if same is not None:
     seen = (seen & same)[:, None, None]
   s = jnp.where(seen, s, -1e30)

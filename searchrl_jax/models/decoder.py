@@ -1,4 +1,4 @@
-"""One decoder for Qwen2/2.5/3 and Llama 2/3.x, chosen by flags.
+"""One decoder for Qwen2/2.5/3, Llama 2/3.x and Gemma 3.
 
 Axis letters: B sequences, T query tokens, S key tokens, V vocabulary, D model,
 N/K query/kv heads, H head dim, F feed-forward, L layers.
@@ -6,31 +6,35 @@ N/K query/kv heads, H head dim, F feed-forward, L layers.
 The parameters are a nested dict of arrays, layers stacked on a leading L (so
 that training scans over them). `block` is the one definition of a layer:
 training and the sampler differ in the `attend` function that they pass to it
-(full causal, or through a cache).
+(full causal, or through a cache). What a family fixes is in `families.Family`;
+layers of one model may differ in their window and RoPE (`Layer`).
 """
 
 from collections.abc import Callable
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 from flax import traverse_util
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from searchrl_jax.models import attention
+from searchrl_jax.models import attention, families
 from searchrl_jax.run import lookup, sharding
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """Llama 3.1's frequency scaling (arXiv 2407.21783; 'llama3' in HF)."""
+  """Frequency scaling: Llama 3.1's (arXiv 2407.21783; 'llama3' in HF), or
+  'linear', which divides all frequencies by `factor`."""
 
+  kind: str
   factor: float
-  low_freq_factor: float
-  high_freq_factor: float
-  original_max_position: int
+  low_freq_factor: float = 0.0
+  high_freq_factor: float = 0.0
+  original_max_position: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,21 @@ PROJECTIONS = {n: 1 + (n == 'o') for n in 'q k v o gate up down'.split()}
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
+  """An architecture, and how it is computed.
+
+  Attributes:
+    family: a key of `families.FAMILIES`.
+    query_scale: of the queries, beside 1 / sqrt(head_dim).
+    window: tokens that a local layer attends to, itself included.
+    global_every: of so many layers the last is global and the others are local;
+      1: all are global.
+    local_theta: RoPE of local layers, which have no rope_scaling.
+    dtype: of activations; logits are always float32.
+    remat: 'none' or a key of REMAT.
+    scan_unroll: layers unrolled in each step of the scan.
+    attention: auto, xla, cudnn, splash.
+  """
+
   vocab_size: int
   d_model: int
   n_layers: int
@@ -64,22 +83,33 @@ class DecoderConfig:
   n_kv_heads: int
   head_dim: int
   d_ff: int
+  family: str = 'llama'
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | None = None
   norm_eps: float = 1e-6
-  qkv_bias: bool = False
-  qk_norm: bool = False
   tied: bool = True
-  dtype: str = 'float32'  # of activations; logits are always float32
-  remat: str = 'none'  # or a key of REMAT
-  scan_unroll: int = 1  # layers unrolled in each step of the scan
-  attention: str = 'auto'  # auto, xla, cudnn, splash
+  query_scale: float = 1.0
+  window: int = 0
+  global_every: int = 1
+  local_theta: float = 10_000.0
+  dtype: str = 'float32'
+  remat: str = 'none'
+  scan_unroll: int = 1
+  attention: str = 'auto'
   lora: Lora | None = None
 
   def __post_init__(self):
     N, K, H = self.n_heads, self.n_kv_heads, self.head_dim
     lookup.require(N % K == 0, f'n_heads={N} is no multiple of n_kv_heads={K}')
     lookup.require(H % 2 == 0, f'head_dim={H} must be even for RoPE')
+
+  @property
+  def traits(self) -> families.Family:
+    return families.FAMILIES[self.family]
+
+  def window_of(self, layer: int) -> int:
+    """The window of a layer; 0: it is global."""
+    return self.window if (layer + 1) % self.global_every else 0
 
   @property
   def n_params(self) -> int:
@@ -124,10 +154,12 @@ def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
     'up': ((D, F), ('embed', 'mlp')),
     'down': ((F, D), ('mlp', 'embed')),
   }
-  if cfg.qkv_bias:  # of the output axes
+  if cfg.traits.qkv_bias:  # of the output axes
     layers |= {f'{n}_bias': tuple(x[1:] for x in layers[n]) for n in 'qkv'}
-  if cfg.qk_norm:
+  if cfg.traits.qk_norm:
     layers |= {f'{n}_norm': ((H,), ('norm',)) for n in 'qk'}
+  if cfg.traits.post_norms:
+    layers |= {f'{n}_post_norm': ((D,), ('norm',)) for n in ('attn', 'mlp')}
   if cfg.lora:
     for name in cfg.lora.targets:
       (shape, axes), n, r = layers[name], PROJECTIONS[name], cfg.lora.rank
@@ -192,7 +224,8 @@ def init_params(
   embed_scale: float | None = None,
   dtype=jnp.float32,
 ) -> dict:
-  """Initial parameters: normal(scale), norms 1, biases 0; no adapters.
+  """Initial parameters: normal(scale), factors of norms 1, biases 0; no
+  adapters.
 
   `o` and `down` are divided by sqrt(2 L), as GPT-2 does. embed_scale (of the
   embedding and an untied head) defaults to `scale`.
@@ -205,7 +238,8 @@ def init_params(
   for i, (path, (shape, _)) in enumerate(table.items()):
     name = path.rsplit('/', 1)[-1]
     if name.endswith(('norm', 'bias')):
-      flat[path] = jnp.full(shape, float(name.endswith('norm')), dtype)
+      one = 1.0 - cfg.traits.norm_offset
+      flat[path] = jnp.full(shape, one * name.endswith('norm'), dtype)
     else:
       normal = jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
       flat[path] = scales.get(name, scale) * normal
@@ -219,13 +253,32 @@ def rms_norm(x, weight, eps: float):
   return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
-def rope_frequencies(cfg: DecoderConfig):
-  """float32 [H / 2]: radians per position."""
-  H = cfg.head_dim
-  freq = 1.0 / cfg.rope_theta ** (jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+def norm(cfg: DecoderConfig, x, weight):
+  """The model's RMS norm. Gemma's factor is 1 + weight, in float32."""
+  offset = cfg.traits.norm_offset
+  if not offset:
+    return rms_norm(x, weight, cfg.norm_eps)
+  factor = weight.astype(jnp.float32) + offset
+  return rms_norm(x.astype(jnp.float32), factor, cfg.norm_eps).astype(x.dtype)
+
+
+def embed(params: dict, cfg: DecoderConfig, ids):
+  """The residual stream [..., D] before the first layer, in cfg.dtype."""
+  x = params['embed'][ids].astype(cfg.dtype)
+  if cfg.traits.scaled_embedding:
+    x = x * jnp.asarray(math.sqrt(cfg.d_model), cfg.dtype)
+  return x
+
+
+def rope_frequencies(cfg: DecoderConfig, local: bool = False):
+  """float32 [H / 2]: radians per position, in a global or a local layer."""
+  H, theta = cfg.head_dim, cfg.local_theta if local else cfg.rope_theta
+  freq = 1.0 / theta ** (jnp.arange(0, H, 2, dtype=jnp.float32) / H)
   s = cfg.rope_scaling
-  if s is None:
+  if s is None or local:
     return freq
+  if s.kind == 'linear':
+    return freq / s.factor
   wave = 2 * math.pi / freq
   low = s.original_max_position / s.low_freq_factor
   high = s.original_max_position / s.high_freq_factor
@@ -237,10 +290,25 @@ def rope_frequencies(cfg: DecoderConfig):
   return jnp.where((wave <= low) & (wave >= high), mid, freq)
 
 
-def rope_tables(cfg: DecoderConfig, positions):
+def rope_tables(cfg: DecoderConfig, positions, local: bool = False):
   """cos, sin: float32 [..., H / 2] for integer positions [...]."""
-  angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
+  frequencies = rope_frequencies(cfg, local)
+  angle = positions[..., None].astype(jnp.float32) * frequencies
   return jnp.cos(angle), jnp.sin(angle)
+
+
+class Layer(NamedTuple):
+  """What a layer has beside its parameters."""
+
+  window: int  # 0: it is global
+  rope: tuple[jax.Array, jax.Array]  # `rope_tables`
+
+
+def layers_of(cfg: DecoderConfig, positions) -> list[Layer]:
+  """Every layer, at these positions; layers of one kind share their tables."""
+  windows = [cfg.window_of(i) for i in range(cfg.n_layers)]
+  kinds = {w: Layer(w, rope_tables(cfg, positions, w > 0)) for w in {*windows}}
+  return [kinds[w] for w in windows]
 
 
 @jax.custom_vjp
@@ -315,36 +383,46 @@ def project(p: dict, cfg: DecoderConfig, x, name: str):
       x = jax.lax.optimization_barrier(x)
     low = dense(x, p[f'{name}_lora_a'], PROJECTIONS[name])
     y = y + cfg.lora.scale * dense(low, p[f'{name}_lora_b'])
-  if cfg.qkv_bias and name in 'qkv':
+  if cfg.traits.qkv_bias and name in 'qkv':
     y = y + p[f'{name}_bias'].astype(y.dtype)
   return y
 
 
-def block(
-  p: dict, cfg: DecoderConfig, x, cos, sin, attend: Callable, mesh=None
-):
+ACTIVATIONS = {
+  'silu': jax.nn.silu,
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def block(p: dict, cfg: DecoderConfig, x, rope, attend: Callable, mesh=None):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
 
+  rope: `Layer.rope`.
   attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
   may also write k and v to a cache.
   """
-  h = rms_norm(x, p['attn_norm'], cfg.norm_eps)
+  traits = cfg.traits
+  h = norm(cfg, x, p['attn_norm'])
   q, k, v = (project(p, cfg, h, name) for name in 'qkv')
-  if cfg.qk_norm:
-    q = rms_norm(q, p['q_norm'], cfg.norm_eps)
-    k = rms_norm(k, p['k_norm'], cfg.norm_eps)
-  q, k = (apply_rope(y, cos, sin) for y in (q, k))
+  if traits.qk_norm:
+    q, k = norm(cfg, q, p['q_norm']), norm(cfg, k, p['k_norm'])
+  if cfg.query_scale != 1.0:
+    q = q * jnp.asarray(cfg.query_scale, q.dtype)
+  q, k = (apply_rope(y, *rope) for y in (q, k))
   q = sharding.constrain(q, mesh, 'batch', 'time', 'heads', 'head_dim')
   k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   q, k, v = (checkpoint_name(y, 'attention') for y in (q, k, v))
   o = checkpoint_name(attend(q, k, v), 'attention')
-  x = x + project(p, cfg, o, 'o')
-  h = rms_norm(x, p['mlp_norm'], cfg.norm_eps)
+  o = project(p, cfg, o, 'o')
+  x = x + (norm(cfg, o, p['attn_post_norm']) if traits.post_norms else o)
+  h = norm(cfg, x, p['mlp_norm'])
   gate, up = (project(p, cfg, h, name) for name in ('gate', 'up'))
-  h = jax.nn.silu(checkpoint_name(gate, 'mlp')) * checkpoint_name(up, 'mlp')
+  activation = ACTIVATIONS[traits.activation]
+  h = activation(checkpoint_name(gate, 'mlp')) * checkpoint_name(up, 'mlp')
   h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
-  x = x + project(p, cfg, h, 'down')
+  h = project(p, cfg, h, 'down')
+  x = x + (norm(cfg, h, p['mlp_post_norm']) if traits.post_norms else h)
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
 
@@ -358,7 +436,7 @@ def hidden_states(
   caller applies the head to the tokens that need it.
   """
   B, T = ids.shape
-  x = params['embed'][ids].astype(cfg.dtype)
+  x = embed(params, cfg, ids)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
   if starts is None:
     packing = None
@@ -368,21 +446,71 @@ def hidden_states(
     arrays = (sharding.constrain(a, mesh, 'batch', None) for a in arrays)
     packing = attention.Packed(*arrays)
     positions = packing.positions
-  cos, sin = rope_tables(cfg, positions)
-
+  layers = layers_of(cfg, positions)
   lengths = jnp.full((B,), T, jnp.int32)
 
-  def attend(q, k, v):
-    return attention.causal(q, k, v, lengths, cfg.attention, packing, mesh)
-
-  def layer(x, p):
-    return block(p, cfg, x, cos, sin, attend, mesh), None
+  def apply(x, p, rope, window):
+    attend = functools.partial(
+      attention.causal,
+      lengths=lengths,
+      kernel=cfg.attention,
+      packing=packing,
+      mesh=mesh,
+      window=window,
+    )
+    return block(p, cfg, x, rope, attend, mesh)
 
   if cfg.remat != 'none':
     policy = _saved(REMAT[cfg.remat])
-    layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-  x, _ = jax.lax.scan(layer, x, params['layers'], unroll=cfg.scan_unroll)
-  return rms_norm(x, params['final_norm'], cfg.norm_eps)
+    apply = jax.checkpoint(
+      apply, policy=policy, prevent_cse=False, static_argnums=(3,)
+    )
+  x = _through(cfg, apply, x, params['layers'], layers, T)
+  return norm(cfg, x, params['final_norm'])
+
+
+def _through(cfg, apply: Callable, x, stacked: dict, layers: list[Layer], T):
+  """x after all layers; apply(x, p, rope, window) is one of them.
+
+  A scan over layers, in which RoPE may differ. A window within the row is a
+  constant of its kernel, so the scan is then over periods of `global_every`
+  layers, and layers after the last whole period follow it.
+  """
+  L, P = cfg.n_layers, cfg.global_every
+  if not 0 < cfg.window < T or P == 1:
+    kinds = list(dict.fromkeys(layer.window for layer in layers))
+    ropes = [next(y.rope for y in layers if y.window == w) for w in kinds]
+    which = None
+    if len(ropes) > 1:
+      which = jnp.array([kinds.index(y.window) for y in layers])
+
+    def step(x, layer):
+      p, own = layer
+      rope = ropes[0]
+      if own is not None:
+        rope = jax.tree.map(lambda a, b: jnp.where(own, b, a), *ropes)
+      return apply(x, p, rope, 0), None
+
+    scanned = stacked, which
+    return jax.lax.scan(step, x, scanned, unroll=cfg.scan_unroll)[0]
+
+  def some(x, ps, count):  # layers one by one, from the first of a period
+    for i in range(count):
+      p = {name: value[i] for name, value in ps.items()}
+      x = apply(x, p, layers[i].rope, layers[i].window)
+    return x
+
+  n = L // P
+  whole = {
+    k: v[: n * P].reshape(n, P, *v.shape[1:]) for k, v in stacked.items()
+  }
+  x, _ = jax.lax.scan(
+    lambda x, ps: (some(x, ps, P), None),
+    x,
+    whole,
+    unroll=max(1, cfg.scan_unroll // P),
+  )
+  return some(x, {k: v[n * P :] for k, v in stacked.items()}, L - n * P)
 
 
 def logits(params: dict, cfg: DecoderConfig, hidden):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import dataclasses
 import math
 import pathlib
+import re
 import shutil
 from typing import Any, NamedTuple
 
@@ -22,18 +23,61 @@ from searchrl_jax.run import lookup
 
 
 class Family(NamedTuple):
-  """Properties that a `model_type` determines, independent of its config."""
+  """What a `model_type` determines, independent of its config.
 
+  Attributes:
+    architecture: of the class in transformers and vLLM, without 'ForCausalLM'.
+    head_dim: where the config has none; None: hidden_size / heads.
+    tied: whether embedding and head are one where the config does not say.
+    post_norms: norms after attention and feed-forward too, before the sums.
+    norm_offset: the factor of a norm is this + its weight.
+    scaled_embedding: embeddings are multiplied by sqrt(d_model).
+    names: of tensors that differ from `_NAMES`.
+  """
+
+  architecture: str
   qkv_bias: bool = False
   qk_norm: bool = False
-  head_dim: int | None = None  # default; None = hidden_size / heads
+  head_dim: int | None = None
+  tied: bool = False
+  activation: str = 'silu'
+  post_norms: bool = False
+  norm_offset: float = 0.0
+  scaled_embedding: bool = False
+  names: Mapping[str, tuple[str, int]] = {}
 
 
 FAMILIES = {
-  'llama': Family(),
-  'qwen2': Family(qkv_bias=True),
-  'qwen3': Family(qk_norm=True, head_dim=128),
+  'llama': Family('Llama'),
+  'qwen2': Family('Qwen2', qkv_bias=True),
+  'qwen3': Family('Qwen3', qk_norm=True, head_dim=128),
+  'gemma3_text': Family(
+    'Gemma3',
+    qk_norm=True,
+    head_dim=256,
+    tied=True,
+    activation='gelu_tanh',
+    post_norms=True,
+    norm_offset=1.0,
+    scaled_embedding=True,
+    names={
+      'attn_post_norm': ('post_attention_layernorm.weight', 0),
+      'mlp_norm': ('pre_feedforward_layernorm.weight', 0),
+      'mlp_post_norm': ('post_feedforward_layernorm.weight', 0),
+    },
+  ),
 }
+GEMMA = 'gemma3_text'
+# A model of text and images -> the family of its text.
+_TEXT = {'gemma3': GEMMA}
+# Of such a checkpoint: where it has the text (transformers 4 and 5), and what
+# is no text.
+_PREFIXES = {
+  'language_model.model.': 'model.',
+  'model.language_model.': 'model.',
+  'language_model.lm_head.': 'lm_head.',
+}
+_NOT_TEXT = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
 
 # Sizes in `DecoderConfig` -> in config.json.
 _SIZES = {
@@ -63,9 +107,29 @@ NAMED = {
     ('qwen2.5-7b', False, 152064, 3584, 28, 28, 4, 128, 18944),
   )
 }
+NAMED |= {
+  name: {
+    'model_type': GEMMA,
+    'rope_theta': 1e6,
+    'rope_scaling': factor and {'rope_type': 'linear', 'factor': factor},
+    'rms_norm_eps': 1e-6,
+    'max_position_embeddings': 32768,
+    'query_pre_attn_scalar': 256,
+    'sliding_window': window,
+    **dict(zip(_SIZES.values(), sizes)),
+  }
+  for name, factor, window, *sizes in (
+    ('gemma-3-270m', None, 512, 262144, 640, 18, 4, 1, 256, 2048),
+    ('gemma-3-1b', None, 512, 262144, 1152, 26, 4, 1, 256, 6912),
+    ('gemma-3-4b', 8.0, 1024, 262208, 2560, 34, 8, 4, 256, 10240),
+  )
+}
 # The result of `parse_config`: the architecture, not how it is run.
-_FLAGS = 'rope_theta rope_scaling norm_eps qkv_bias qk_norm tied'
-FIELDS = (*_SIZES, *_FLAGS.split())
+_REST = (
+  'family rope_theta rope_scaling norm_eps tied query_scale window '
+  'global_every local_theta'
+)
+FIELDS = (*_SIZES, *_REST.split())
 # File names of tokenizers of every kind.
 _TOKENIZER = (
   'tokenizer* vocab.json merges.txt special_tokens_map.json added_tokens.json '
@@ -74,7 +138,6 @@ _TOKENIZER = (
 
 # The values of these fields that the decoder implements.
 _NEUTRAL = {
-  'hidden_act': (None, 'silu'),
   'attention_bias': (None, False),
   'mlp_bias': (None, False),
   'partial_rotary_factor': (None, 1, 1.0),
@@ -85,10 +148,20 @@ _NEUTRAL = {
   'logits_scaling': (None, 1, 1.0),
   'final_logit_softcapping': (None,),
   'attn_logit_softcapping': (None,),
+  'use_bidirectional_attention': (None, False),
+}
+# The field of the activation, and its values, by that of a family.
+_ACTIVATIONS = {
+  'silu': ('hidden_act', (None, 'silu')),
+  'gelu_tanh': ('hidden_activation', (None, 'gelu_pytorch_tanh')),
 }
 
-_FULL = 'full_attention'
-_LLAMA3 = ('factor', 'low_freq_factor', 'high_freq_factor')
+_FULL, _LOCAL = 'full_attention', 'sliding_attention'
+# Numbers of `RopeScaling` that have the same name in a config.json, by kind.
+_SCALED = {
+  'llama3': ('factor', 'low_freq_factor', 'high_freq_factor'),
+  'linear': ('factor',),
+}
 _ORIGINAL = 'original_max_position_embeddings'
 
 
@@ -116,9 +189,15 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
       that the decoder does not implement; the message names the field.
   """
   name = hf.get('model_type')
-  _require(name in FAMILIES, f'model_type={name!r}', ', '.join(FAMILIES))
+  if name in _TEXT:
+    hf = hf.get('text_config') or {}
+    name = _TEXT[name]
+  _require(
+    name in FAMILIES, f'model_type={name!r}', ', '.join([*FAMILIES, *_TEXT])
+  )
   family = FAMILIES[name]
-  for field, neutral in _NEUTRAL.items():
+  known = dict([*_NEUTRAL.items(), _ACTIVATIONS[family.activation]])
+  for field, neutral in known.items():
     value, wanted = hf.get(field), f'{neutral[-1]!r} or no such field'
     _require(value in neutral, f'{field}={value!r}', wanted)
   sizes: dict[str, int] = {}
@@ -131,15 +210,23 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     good = type(value) is int and value >= 1
     _require(good, f'{field}={value!r}', 'a positive integer')
     sizes[size] = value
-  _refuse_sliding_window(hf, name == 'llama', sizes['n_layers'])
+  local = {'window': 0, 'global_every': 1, 'local_theta': 1e4}
+  scale = 1.0
+  if name == GEMMA:
+    local, hf = _local_layers(hf, sizes['n_layers'])
+    scalar = hf.get('query_pre_attn_scalar', 256)
+    scale = math.sqrt(sizes['head_dim'] / scalar)
+  else:
+    _refuse_sliding_window(hf, name == 'llama', sizes['n_layers'])
   theta, scaling = _rope(hf)
   return sizes | {
+    'family': name,
     'rope_theta': theta,
     'rope_scaling': scaling,
     'norm_eps': float(hf.get('rms_norm_eps', 1e-6)),
-    'qkv_bias': family.qkv_bias,
-    'qk_norm': family.qk_norm,
-    'tied': bool(hf.get('tie_word_embeddings', False)),
+    'tied': bool(hf.get('tie_word_embeddings', family.tied)),
+    'query_scale': scale,
+    **local,
   }
 
 
@@ -157,32 +244,43 @@ def format_config(
     like: a config.json whose other fields (token ids, context length, ...) are
       kept; None writes max_position_embeddings = 32768 and no token ids.
   """
-  by_flags = {(f.qkv_bias, f.qk_norm): n for n, f in FAMILIES.items()}
-  name = by_flags[fields['qkv_bias'], fields['qk_norm']]
+  name = fields['family']
   theta, scaling = fields['rope_theta'], fields['rope_scaling']
   rope = {'rope_type': 'default', 'rope_theta': theta}
   if scaling is not None:
-    rope |= {'rope_type': 'llama3', **{k: scaling[k] for k in _LLAMA3}}
-    rope[_ORIGINAL] = scaling['original_max_position']
+    kind = scaling['kind']
+    rope |= {'rope_type': kind, **{k: scaling[k] for k in _SCALED[kind]}}
+    if kind == 'llama3':
+      rope[_ORIGINAL] = scaling['original_max_position']
+  if like and like.get('model_type') in _TEXT:
+    ids = {k: v for k, v in like.items() if k.endswith('_token_id')}
+    like = {**like['text_config'], **ids}
+  field, known = _ACTIVATIONS[FAMILIES[name].activation]
   out = {
     'max_position_embeddings': 32768,
     'bos_token_id': None,
     'eos_token_id': None,
     **(like or {}),
-    'architectures': [f'{name.capitalize()}ForCausalLM'],
+    'architectures': [f'{FAMILIES[name].architecture}ForCausalLM'],
     'model_type': name,
     'torch_dtype': dtype,
     **{field: fields[size] for size, field in _SIZES.items()},
-    'hidden_act': 'silu',
+    field: known[-1],
     'rms_norm_eps': fields['norm_eps'],
     'tie_word_embeddings': fields['tied'],
     'rope_theta': theta,
     'rope_scaling': rope if scaling is not None else None,
     'rope_parameters': rope,
     'attention_dropout': 0.0,
-    'mlp_bias' if name == 'llama' else 'use_sliding_window': False,
-  } | ({'attention_bias': False} if name != 'qwen2' else {})
-  other = ('dtype', 'layer_types', 'transformers_version', 'auto_map')
+  }
+  other = ['dtype', 'transformers_version', 'auto_map']
+  if name == GEMMA:
+    out |= _local_fields(fields, rope)
+  else:
+    out['mlp_bias' if name == 'llama' else 'use_sliding_window'] = False
+    other.append('layer_types')
+  if name != 'qwen2':
+    out['attention_bias'] = False
   return {k: v for k, v in out.items() if k not in other}
 
 
@@ -239,10 +337,21 @@ _NAMES |= {
 TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
 
 
-def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def text_name(name: str) -> str:
+  """A tensor's name in a model of text alone; '': it has none."""
+  for prefix, own in _PREFIXES.items():
+    if name.startswith(prefix):
+      return own + name.removeprefix(prefix)
+  return '' if _NOT_TEXT.match(name) else name
+
+
+def tensors(
+  shapes: Mapping[str, tuple[int, ...]], family: str
+) -> dict[str, Tensor]:
   """Every tensor of a checkpoint by its name, in the order of the layers.
 
   Args:
+    family: of FAMILIES.
     shapes: our path -> shape, stacked, as `decoder.param_table` gives them:
       of the whole model, or of its layers alone.
   """
@@ -251,9 +360,9 @@ def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
   places: list[tuple[str, int | None]] = [('embed', None)] * ('embed' in shapes)
   places += [(path, i) for i in range(n_layers) for path in stacked]
   places += [(p, None) for p in ('final_norm', 'head') if p in shapes]
-  out = {}
+  names, out = {**_NAMES, **FAMILIES[family].names}, {}
   for path, layer in places:
-    name, n_in = _NAMES[path.split('/')[-1]]
+    name, n_in = names[path.split('/')[-1]]
     shape = tuple(shapes[path])
     if layer is not None:
       name, shape = f'model.layers.{layer}.{name}', shape[1:]
@@ -269,6 +378,54 @@ def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
 def _require(good, found: str, expected: str) -> None:
   message = f'config.json: {found} is not supported; expected {expected}'
   lookup.require(good, message)
+
+
+def _local_layers(hf: Mapping[str, Any], n_layers: int):
+  """Gemma's local layers: fields of `DecoderConfig`, and the config that is
+  left for its global ones."""
+  hf = {'rope_theta': 1e6, **hf}
+  # transformers writes back what it read as the second.
+  every = hf.get('sliding_window_pattern', hf.get('_sliding_window_pattern'))
+  every, found = 6 if every is None else every, hf.get('layer_types')
+  if found:
+    every = found.index(_FULL) + 1 if _FULL in found else len(found) + 1
+  types = [_LOCAL if (i + 1) % every else _FULL for i in range(n_layers)]
+  _require(
+    not found or found == types,
+    f'layer_types={found}',
+    f'{_FULL} at equal distances',
+  )
+  window = hf.get('sliding_window', 4096)
+  theta = hf.get('rope_local_base_freq', 1e4)
+  good = type(window) is int and window >= 1
+  _require(good, f'sliding_window={window!r}', 'a positive integer')
+  # transformers 5 has the RoPE of either kind of layer.
+  rope = hf.get('rope_parameters') or {}
+  if _FULL in rope:
+    own = rope.get(_LOCAL, {})
+    theta = own.get('rope_theta', theta)
+    kind = own.get('rope_type', 'default')
+    field = f'rope_parameters.{_LOCAL}.rope_type={kind!r}'
+    _require(kind == 'default', field, 'default')
+    hf['rope_parameters'] = rope[_FULL]
+    hf['rope_theta'] = rope[_FULL].get('rope_theta', hf['rope_theta'])
+  out = {'window': window, 'global_every': every, 'local_theta': float(theta)}
+  return out, hf
+
+
+def _local_fields(fields: Mapping[str, Any], rope: Mapping[str, Any]):
+  """The inverse, for readers of either generation."""
+  every, n = fields['global_every'], fields['n_layers']
+  scalar = fields['head_dim'] / fields['query_scale'] ** 2
+  own = {'rope_type': 'default', 'rope_theta': fields['local_theta']}
+  return {
+    'query_pre_attn_scalar': round(scalar),
+    'sliding_window': fields['window'],
+    'sliding_window_pattern': every,
+    'layer_types': [_LOCAL if (i + 1) % every else _FULL for i in range(n)],
+    'rope_local_base_freq': fields['local_theta'],
+    'rope_parameters': {_FULL: dict(rope), _LOCAL: own},
+  }
 
 
 def _refuse_sliding_window(hf: Mapping[str, Any], llama: bool, n_layers: int):
@@ -302,9 +459,9 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   """(theta or None, RopeScaling fields or None) of one dict."""
   kind = rope.get('rope_type', rope.get('type', 'default'))
-  good = kind in ('default', 'llama3')
-  _require(good, f'{field}.rope_type={kind!r}', 'default or llama3')
-  scaled = (*_LLAMA3, _ORIGINAL) if kind == 'llama3' else ()
+  good = kind in ('default', *_SCALED)
+  _require(good, f'{field}.rope_type={kind!r}', 'default, llama3 or linear')
+  scaled = _SCALED.get(kind, ()) + (_ORIGINAL,) * (kind == 'llama3')
   known = ('rope_type', 'type', 'rope_theta', *scaled)
   for name, value in rope.items():
     neutral = name == 'partial_rotary_factor' and value in _NEUTRAL[name]
@@ -314,7 +471,10 @@ def _rope_fields(field: str, rope: Mapping[str, Any], hf: Mapping[str, Any]):
   for name, value in values.items():
     good = isinstance(value, (int, float)) and value > 0
     _require(good, f'{field}.{name}={value!r}', 'a positive number')
-  scaling = {k: float(values[k]) for k in _LLAMA3 if scaled}
+  scaling = None
   if scaled:
-    scaling['original_max_position'] = int(values[_ORIGINAL])
-  return rope.get('rope_theta'), scaling or None
+    scaling = dict.fromkeys(('low_freq_factor', 'high_freq_factor'), 0.0)
+    scaling |= {k: float(values[k]) for k in _SCALED[kind]}
+    scaling['kind'] = kind
+    scaling['original_max_position'] = int(values.get(_ORIGINAL, 0))
+  return rope.get('rope_theta'), scaling

@@ -184,7 +184,8 @@ def served(cfg: DecoderConfig, params: dict) -> tuple[DecoderConfig, dict]:
 
 def tensor_table(cfg: DecoderConfig) -> dict[str, families.Tensor]:
   """Every tensor of an adapter by PEFT's name."""
-  found = families.tensors(decoder.shapes_of(adapter_table(cfg)))
+  shapes = decoder.shapes_of(adapter_table(cfg))
+  found = families.tensors(shapes, cfg.family)
   return {_PREFIX + name: tensor for name, tensor in found.items()}
 
 

@@ -45,7 +45,7 @@ def compiling_for_hopper() -> Iterator[None]:
     _fused.check_compute_capability = asked
 
 
-def attention(q, k, v, starts):
+def attention(q, k, v, starts, window: int = 0):
   """Each token attends to those of its own sequence up to itself.
 
   Padding is part of the sequence before it, so that every token has finite
@@ -80,4 +80,5 @@ def attention(q, k, v, starts):
     kv_offsets=offsets,
     scale=1.0 / math.sqrt(H),
     mask_type=_fused.MaskType.PADDING_CAUSAL,
+    sliding_window_length=window or None,
   )

@@ -4,14 +4,15 @@ The host holds one stacked parameter (import) or one file (export) beyond the
 parameters themselves, never the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +64,23 @@ def read_config(path, **flags) -> decoder.DecoderConfig:
 
 def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
   """Every tensor of the checkpoint of such a model, by its name."""
-  return families.tensors(decoder.shapes_of(decoder.param_table(cfg)))
+  shapes = decoder.shapes_of(decoder.param_table(cfg))
+  return families.tensors(shapes, cfg.family)
 
 
-def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
-  """Tensor name -> (its file, the file opened by safetensors).
+class Stored(NamedTuple):
+  """A tensor of a checkpoint, before it is read."""
+
+  file: str
+  shape: tuple[int, ...]
+  dtype: str
+  read: Callable[[], np.ndarray]
+
+
+def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
+  """The tensors of a model of text, by name.
+
+  Those of a checkpoint that has images too are renamed, or left out.
 
   Raises:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
@@ -78,7 +91,7 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
     lookup.require(
       (path / INDEX).exists(),
       f'{path}: contains neither {SINGLE} nor {INDEX}; convert other formats '
-      '(.bin, .gguf) to safetensors',
+      '(.bin) to safetensors, and name a .gguf file itself',
       FileNotFoundError,
     )
     try:
@@ -91,31 +104,35 @@ def _open_folder(path: pathlib.Path) -> dict[str, tuple[str, Any]]:
       opened = safetensors.safe_open(path / file, 'np')
     except safetensors.SafetensorError as e:
       raise ValueError(f'{path / file}: truncated or malformed: {e}') from e
-    names = [n for n in opened.keys() if holder.get(n, file) == file]
-    out |= dict.fromkeys(names, (file, opened))
+    for name in opened.keys():
+      ours = families.text_name(name)
+      if ours and holder.get(name, file) == file:
+        entry = opened.get_slice(name)
+        read = functools.partial(opened.get_tensor, name)
+        shape = tuple(entry.get_shape())
+        out[ours] = Stored(file, shape, entry.get_dtype(), read)
   return out
 
 
-def _check_tensors(path, table, stored):
+def _check_tensors(path, table, stored: dict[str, Stored]):
   """Raises ValueError unless `stored` has exactly the tensors of `table`."""
   for name in (*table, *sorted(stored.keys() - table.keys())):
-    file, opened = stored.get(name, ('', None))
-    entry = opened and opened.get_slice(name)
-    found = entry and (tuple(entry.get_shape()), entry.get_dtype())
-    problem = f'is {found}; the config asks for '
+    entry = stored.get(name)
+    problem = f'is {entry and (entry.shape, entry.dtype)}; the config asks for '
     if name in table:
-      good = found and found[0] == table[name].shape and found[1] in _READ
+      good = entry and entry.shape == table[name].shape
+      good = good and entry.dtype in _READ
       problem += f'{table[name].shape}, one of {", ".join(_READ)}'
     elif name == families.TIED_HEAD:
       # Some writers store the tied head again.
-      embed = next(iter(table))
-      embedding = stored[embed][1].get_tensor(embed)
-      good = np.array_equal(opened.get_tensor(name), embedding)
+      embedding = stored[next(iter(table))].read()
+      good = np.array_equal(entry.read(), embedding)
       problem = 'differs from the embedding (tie_word_embeddings is set)'
     else:
       # Buffers in old Llama checkpoints; the config determines them.
       good, problem = name.endswith('rotary_emb.inv_freq'), problem + 'none'
-    lookup.require(good, f'{path / file}: tensor {name!r} {problem}')
+    file = path / entry.file if entry else path
+    lookup.require(good, f'{file}: tensor {name!r} {problem}')
 
 
 def load(
@@ -151,7 +168,7 @@ def load(
     host = np.empty(shape, dtype)
     for tensor in (t for t in table.values() if t.path == name):
       part = host if tensor.layer is None else host[tensor.layer]
-      _copy(part, tensor, stored[tensor.name][1].get_tensor(tensor.name))
+      _copy(part, tensor, stored[tensor.name].read())
     layout = mesh and sharding.named(mesh, axes, shape)
     # The host's array is not kept, and is let go before the next is filled.
     whole = sharding.put(host, layout, may_alias=False)

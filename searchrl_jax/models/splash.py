@@ -16,7 +16,7 @@ from searchrl_jax.run import sharding
 _LANES = 128  # the kernel's blocks are multiples of it
 
 
-def attention(q, k, v, segments, mesh=None):
+def attention(q, k, v, segments, mesh=None, window: int = 0):
   """Attention of each token to the tokens before it in its segment.
 
   The kernel has no scale of its own: q is scaled before the product, and in
@@ -41,7 +41,8 @@ def attention(q, k, v, segments, mesh=None):
   segments = jnp.pad(segments, ((0, 0), (0, extra)), constant_values=-1)
 
   def local(q, k, v, segments):
-    kernel = _kernel(q.shape[1], T + extra, sharding.platform() == 'cpu')
+    cpu = sharding.platform() == 'cpu'
+    kernel = _kernel(q.shape[1], T + extra, cpu, window)
     pair = splash.SegmentIds(segments, segments)
     return jax.vmap(kernel)(q, k, v, pair)
 
@@ -57,7 +58,7 @@ def attention(q, k, v, segments, mesh=None):
 
 
 @functools.cache
-def _kernel(heads: int, length: int, interpret: bool):
+def _kernel(heads: int, length: int, interpret: bool, window: int):
   """The kernel for `heads` query heads; length: a multiple of _LANES."""
   block = next(n for n in (512, 384, 256, _LANES) if length % n == 0)
   sizes = splash.BlockSizes(
@@ -68,7 +69,13 @@ def _kernel(heads: int, length: int, interpret: bool):
     block_q_dq=block,
     block_kv_dq=block,
   )
-  causal = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+  square = (length, length)
+  mask = (
+    splash.LocalMask(square, (window - 1, 0), 0)
+    if window
+    else splash.CausalMask(square)
+  )
+  causal = splash.MultiHeadMask([mask] * heads)
   with jax.ensure_compile_time_eval():  # the tables of blocks are constants
     return splash.make_splash_mha(
       causal,

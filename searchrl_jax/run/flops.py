@@ -45,7 +45,8 @@ def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
   """FLOPs of a forward and backward pass over sequences of these lengths [B].
 
   PaLM, arXiv 2204.02311, appendix B: 6 n for each parameter of the layers'
-  matrices and token, 12 L N H n for attention (causality not discounted), and
+  matrices and token, 12 N H n^2 for the attention of a layer (causality not
+  discounted; n times the window, where that is shorter than the sequence), and
   6 D V for each loss token, as the head runs on those alone. With adapters, 4
   in place of each 6: frozen matrices have no gradient, and the adapters' own
   products are left out. Recomputation, padding and the optimizer are not
@@ -55,5 +56,7 @@ def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
   layer = D * H * (2 * cfg.n_heads + 2 * cfg.n_kv_heads) + 3 * D * cfg.d_ff
   each, n = 4.0 if cfg.lora else 6.0, np.asarray(lengths, np.float64)
   total = each * cfg.n_layers * layer * n.sum()
-  total += 12 * cfg.n_layers * cfg.n_heads * H * (n * n).sum()
+  for i in range(cfg.n_layers):
+    seen = np.minimum(n, cfg.window_of(i) or np.inf)
+    total += 12 * cfg.n_heads * H * (n * seen).sum()
   return float(total + each * D * cfg.vocab_size * loss_tokens)

@@ -14,7 +14,7 @@ CFG = decoder.DecoderConfig(
   n_kv_heads=2,
   head_dim=8,
   d_ff=48,
-  qkv_bias=True,
+  family='qwen2',
 )
 
 

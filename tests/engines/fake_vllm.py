@@ -201,7 +201,7 @@ class FakeVllm:
     stored = safetensors.numpy.load_file(folder / lora.WEIGHTS)
     parts = {}
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    for name, tensor in families.tensors(shapes).items():
+    for name, tensor in families.tensors(shapes, CFG.family).items():
       theirs = stored[f'base_model.model.{name}']
       parts.setdefault(tensor.path, []).append(tensor.to_ours(theirs))
     return checksum.checksums(parts)

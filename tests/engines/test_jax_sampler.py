@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import time
 import types
 
@@ -47,18 +48,18 @@ async def load(engine, params, version):
   await engine.resume()
 
 
-@jax.jit
-def full_logits(params, ids):
-  hidden = decoder.hidden_states(params, CFG, ids)
-  return decoder.logits(params, CFG, hidden)
+@functools.partial(jax.jit, static_argnums=2)
+def full_logits(params, ids, cfg):
+  hidden = decoder.hidden_states(params, cfg, ids)
+  return decoder.logits(params, cfg, hidden)
 
 
-def full_logps(ids, temperature=1.0, params=None):
+def full_logps(ids, temperature=1.0, params=None, cfg=CFG):
   """Log-probs [T, V] of the next token, by the uncached decoder and numpy."""
-  params = make_params() if params is None else params
+  params = make_params(cfg=cfg) if params is None else params
   padded = np.zeros((1, 64), np.int32)  # one program for all lengths
   padded[0, : len(ids)] = ids
-  x = np.asarray(full_logits(params, padded), np.float64)[0, : len(ids)]
+  x = np.asarray(full_logits(params, padded, cfg), np.float64)[0, : len(ids)]
   x = x / temperature
   x = x - x.max(-1, keepdims=True)
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
@@ -96,6 +97,28 @@ def test_attention_through_the_cache_in_either_layout(
   got = caches.attend(cfg, q, *(x[slots] for x in cache), positions)
   wanted = attention.causal(q, k, v, np.full(B, T))
   np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize('window', [1, 5, 40])
+@pytest.mark.parametrize('block', [4, 100])
+def test_a_window_through_the_cache(window, block, monkeypatch):
+  """Each row at a place of its own; blocks before all windows are not read."""
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': block})
+  lengths = [17, 18, 23, 31]
+  q, k, v, at = filled(CFG, lengths, 32)
+  got = caches.attend(CFG, q, k, v, at, window)
+  keys = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)
+  for b, n in enumerate(lengths):
+    first = max(0, n - window)
+    some = [x[b : b + 1, first:n] for x in keys]
+    whole = np.repeat(q[b : b + 1], n - first, 1)  # of which the last counts
+    want = attention.causal(whole, *some, np.array([n - first]))[:, -1]
+    np.testing.assert_allclose(got[b], want, atol=1e-6)
+  # Blocks that no window reaches, where there are several.
+  unread = max(0, 17 - window) // 4 * 4 if block == 4 else 0
+  dark = k.at[..., :unread].set(np.nan), v.at[:, :, :unread].set(np.nan)
+  again = caches.attend(CFG, q, *dark, at, window)
+  np.testing.assert_array_equal(again, got)
 
 
 @pytest.mark.parametrize('kv_heads', [4, 2])
@@ -183,6 +206,39 @@ def test_cached_equals_full_forward(engine, temperature):
     np.testing.assert_allclose(part.logps, want[at - 1, part.ids], atol=1e-5)
     if temperature == 0:
       assert part.ids.tolist() == want[at - 1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize('block', [8, 128])
+def test_local_layers_with_forks_and_cuts(block, monkeypatch):
+  """Windows of 7 tokens; what is cut off and said again is as if never said."""
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': block})
+  cfg = dataclasses.replace(
+    CFG, family='gemma3_text', n_layers=5, window=7, global_every=2
+  )
+  engine = make_engine(cfg=cfg, slots=2)
+  sampling = Sampling(max_tokens=12, temperature=0.9, seed=4)
+
+  async def main():
+    handle = engine.open(prompt(engine, 30))
+    first = await engine.generate(handle, sampling)
+    fork = engine.fork(handle)
+    engine.truncate(fork, 33)
+    again = await engine.generate(
+      fork, dataclasses.replace(sampling, max_tokens=9)
+    )
+    engine.append(handle, range(9))
+    more = await engine.generate(handle, sampling)
+    return handle.ids, first, again, more, await engine.score(handle.ids)
+
+  ids, first, again, more, scored = asyncio.run(main())
+  assert again.ids.tolist() == first.ids[3:].tolist()
+  np.testing.assert_allclose(again.logps, first.logps[3:], atol=1e-5)
+  want = full_logps(ids, 0.9, cfg=cfg)
+  for start, part in ((30, first), (51, more)):
+    at = np.arange(start, start + len(part.ids))
+    np.testing.assert_allclose(part.logps, want[at - 1, part.ids], atol=1e-5)
+  plain = full_logps(ids, cfg=cfg)[np.arange(len(ids) - 1), ids[1:]]
+  np.testing.assert_allclose(scored[1:], plain, atol=1e-5)
 
 
 # --- The draw.

@@ -66,7 +66,7 @@ def test_a_checkpoint_of_training_is_no_publication(path):
 
 def test_another_format_is_refused_by_its_number(path):
   edit(path, lambda meta: meta['extras'].update(published=99))
-  with pytest.raises(PublishedError, match='format 99; this code reads 2'):
+  with pytest.raises(PublishedError, match='format 99; this code reads 3'):
     published.open_published(path)
 
 

@@ -43,6 +43,21 @@ QWEN3 = BASE | {
   'attention_bias': False,
   'head_dim': 16,
 }
+# Windows of 12 tokens, so that rows of 40 and 17 reach past them. The 270m has
+# 18 layers, of which each sixth is global; here each third of 7 is.
+GEMMA3 = {k: v for k, v in BASE.items() if k != 'hidden_act'} | {
+  'architectures': ['Gemma3ForCausalLM'],
+  'model_type': 'gemma3_text',
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'head_dim': 12,
+  'num_hidden_layers': 7,
+  'num_key_value_heads': 1,
+  'query_pre_attn_scalar': 16,
+  'sliding_window': 12,
+  'attention_bias': False,
+  'rope_theta': 1000000.0,
+  'rope_local_base_freq': 100.0,
+}
 # The context of the pretraining is short, so that 40 tokens reach past it.
 LLAMA3_SCALING = {
   'factor': 8.0,
@@ -78,6 +93,25 @@ CONFIGS = {
   },
   'qwen3': QWEN3 | {'rope_theta': 1000000.0, 'tie_word_embeddings': True},
   'qwen3.untied': QWEN3 | {'rope_theta': 50000.0, 'head_dim': 12},
+  'gemma3': GEMMA3 | {'sliding_window_pattern': 3},
+  # As transformers 5 writes it; the scaling of 4b and larger.
+  'gemma3.linear': {
+    k: v for k, v in GEMMA3.items() if not k.startswith('rope_')
+  }
+  | {
+    'layer_types': (
+      ['sliding_attention', 'sliding_attention', 'full_attention'] * 3
+    )[:7],
+    'tie_word_embeddings': True,
+    'rope_parameters': {
+      'full_attention': {
+        'rope_type': 'linear',
+        'factor': 8.0,
+        'rope_theta': 1000000.0,
+      },
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0},
+    },
+  },
 }
 LENGTHS = (40, 17)  # tokens of the two rows of every case
 
@@ -106,23 +140,28 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     if config['model_type'] == 'qwen2':
       for name, n in (('q', N * H), ('k', K * H), ('v', K * H)):
         out[f'{at}self_attn.{name}_proj.bias'] = (n,)
-    if config['model_type'] == 'qwen3':
+    if config['model_type'] in ('qwen3', 'gemma3_text'):
       out[f'{at}self_attn.q_norm.weight'] = (H,)
       out[f'{at}self_attn.k_norm.weight'] = (H,)
+    if config['model_type'] == 'gemma3_text':
+      out[f'{at}pre_feedforward_layernorm.weight'] = (D,)
+      out[f'{at}post_feedforward_layernorm.weight'] = (D,)
   out['model.norm.weight'] = (D,)
-  if not config.get('tie_word_embeddings', False):
+  tied = config['model_type'] == 'gemma3_text'  # unless the config says more
+  if not config.get('tie_word_embeddings', tied):
     out['lm_head.weight'] = (V, D)
   return out
 
 
 def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
   """float32 weights of a case."""
-  rng = np.random.default_rng([seed, sorted(CONFIGS).index(name)])
+  rng = np.random.default_rng([seed, list(CONFIGS).index(name)])
   out = {}
   for key, shape in shapes(CONFIGS[name]).items():
     x = rng.standard_normal(shape)
     if key.endswith('norm.weight'):
-      x = 1 + 0.3 * x
+      gemma = CONFIGS[name]['model_type'] == 'gemma3_text'
+      x = 0.3 * x + (not gemma)  # its factors are 1 + weight
     elif 'embed' not in key and 'lm_head' not in key:
       x = 0.2 * x  # a little above 1 / sqrt(D): every part matters
     out[key] = x.astype(np.float32)
@@ -131,7 +170,7 @@ def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
 
 def inputs(name: str) -> list[np.ndarray]:
   """Token ids of the two rows of a case."""
-  rng = np.random.default_rng([1, sorted(CONFIGS).index(name)])
+  rng = np.random.default_rng([1, list(CONFIGS).index(name)])
   return [rng.integers(0, CONFIGS[name]['vocab_size'], n) for n in LENGTHS]
 
 

@@ -13,6 +13,7 @@ from tests.golden import models
 LLAMA = models.CONFIGS['llama3.1']
 QWEN2 = models.CONFIGS['qwen2']
 QWEN3 = models.CONFIGS['qwen3']
+GEMMA = models.CONFIGS['gemma3']
 
 
 def shapes(fields):
@@ -32,14 +33,16 @@ def shapes(fields):
     'layers/down': (L, F, D),
     'final_norm': (D,),
   }
-  if fields['qkv_bias']:
+  if fields['family'] == 'qwen2':
     out |= {
       'layers/q_bias': (L, N, H),
       'layers/k_bias': (L, K, H),
       'layers/v_bias': (L, K, H),
     }
-  if fields['qk_norm']:
+  if fields['family'] in ('qwen3', 'gemma3_text'):
     out |= {'layers/q_norm': (L, H), 'layers/k_norm': (L, H)}
+  if fields['family'] == 'gemma3_text':
+    out |= {f'layers/{n}_post_norm': (L, D) for n in ('attn', 'mlp')}
   if not fields['tied']:
     out['head'] = (D, fields['vocab_size'])
   return out
@@ -73,12 +76,15 @@ def test_published_configs():
     'n_kv_heads': 2,
     'head_dim': 128,
     'd_ff': 11008,
+    'family': 'qwen2',
     'rope_theta': 1e6,
     'rope_scaling': None,
     'norm_eps': 1e-6,
-    'qkv_bias': True,
-    'qk_norm': False,
     'tied': True,
+    'query_scale': 1.0,
+    'window': 0,
+    'global_every': 1,
+    'local_theta': 1e4,
   }
   assert tuple(qwen) == families.FIELDS
   llama = families.parse_config(
@@ -105,12 +111,38 @@ def test_published_configs():
     }
   )  # Llama-3.2-1B
   assert llama['rope_scaling'] == {
+    'kind': 'llama3',
     'factor': 32.0,
     'low_freq_factor': 1.0,
     'high_freq_factor': 4.0,
     'original_max_position': 8192,
   }
-  assert (llama['qkv_bias'], llama['qk_norm']) == (False, False)
+  assert llama['family'] == 'llama'
+
+
+def test_gemma_by_its_card():
+  """gemma-3-4b: text and images; each sixth of 34 layers is global."""
+  text = {
+    'model_type': 'gemma3_text',
+    'hidden_size': 2560,
+    'intermediate_size': 10240,
+    'num_attention_heads': 8,
+    'num_hidden_layers': 34,
+    'num_key_value_heads': 4,
+    'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'},
+    'sliding_window': 1024,
+    'vocab_size': 262208,
+  }
+  config = {'model_type': 'gemma3', 'text_config': text, 'eos_token_id': [1]}
+  got = families.parse_config(config)
+  assert got == families.parse_config(families.NAMED['gemma-3-4b'])
+  assert (got['window'], got['global_every']) == (1024, 6)
+  assert got['head_dim'] == 256 and got['tied'] and got['query_scale'] == 1.0
+  assert got['rope_theta'] == 1e6 and got['local_theta'] == 1e4
+  written = families.format_config(got, like=config)
+  assert written['architectures'] == ['Gemma3ForCausalLM']
+  assert written['eos_token_id'] == [1] and 'text_config' not in written
+  assert families.parse_config(written) == got
 
 
 def test_defaults_are_those_of_transformers():
@@ -144,8 +176,9 @@ def test_the_inverse(name):
   assert out['eos_token_id'] == [5, 6]
   assert out['max_position_embeddings'] == 256
   assert out['architectures'] == config['architectures']
-  # Readers of either generation find theta and scaling.
-  for drop in (('rope_parameters',), ('rope_theta', 'rope_scaling')):
+  # Readers of either generation find theta, scaling and windows.
+  old = 'rope_theta', 'rope_scaling', 'rope_local_base_freq'
+  for drop in (('rope_parameters', 'layer_types'), old):
     part = {k: v for k, v in out.items() if k not in drop}
     assert families.parse_config(part) == fields
 
@@ -174,8 +207,17 @@ def test_the_inverse(name):
     (LLAMA, {'num_key_value_heads': 0}, 'num_key_value_heads=0'),
     (
       LLAMA,
-      {'rope_scaling': {'type': 'linear', 'factor': 2.0}},
-      "rope_scaling.rope_type='linear'",
+      {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}},
+      "rope_scaling.rope_type='dynamic'",
+    ),
+    (GEMMA, {'sliding_window': None}, 'sliding_window=None'),
+    (GEMMA, {'hidden_activation': 'gelu'}, "hidden_activation='gelu'"),
+    (GEMMA, {'use_bidirectional_attention': True}, 'bidirectional'),
+    (GEMMA, {'attn_logit_softcapping': 50.0}, 'attn_logit_softcapping=50'),
+    (
+      GEMMA,
+      {'layer_types': ['full_attention', 'sliding_attention'] * 3},
+      'layer_types=.*equal distances',
     ),
     (LLAMA, {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "'yarn'"),
     (
@@ -225,13 +267,15 @@ def test_what_does_not_matter_is_left_alone(config, change):
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_names_and_shapes_are_those_of_the_checkpoint(name):
-  table = families.tensors(shapes(families.parse_config(models.CONFIGS[name])))
+  fields = families.parse_config(models.CONFIGS[name])
+  table = families.tensors(shapes(fields), fields['family'])
   assert {n: t.shape for n, t in table.items()} == models.shapes(
     models.CONFIGS[name]
   )
   for path in {t.path for t in table.values()}:
     layers = [t.layer for t in table.values() if t.path == path]
-    assert layers == ([0, 1, 2] if path.startswith('layers/') else [None])
+    each = [*range(fields['n_layers'])]
+    assert layers == (each if path.startswith('layers/') else [None])
 
 
 @hypothesis.settings(max_examples=20, deadline=None)
@@ -251,7 +295,7 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
     'head_dim': 2 * half,
     'd_model': data.draw(st.integers(1, 5)),
   }
-  for tensor in families.tensors(shapes(fields)).values():
+  for tensor in families.tensors(shapes(fields), fields['family']).values():
     x = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
     ours = tensor.to_ours(x)
     assert ours.shape == tensor.ours
@@ -267,7 +311,7 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
 def test_a_projection_by_hand():
   """q_proj [N H, D] -> [D, N, H]: row n H + h, column d."""
   fields = families.parse_config(QWEN3)
-  table = families.tensors(shapes(fields))
+  table = families.tensors(shapes(fields), 'qwen3')
   D, N, H = 32, 4, 16
   tensor = table['model.layers.1.self_attn.q_proj.weight']
   x = np.arange(N * H * D).reshape(N * H, D)

@@ -1,5 +1,6 @@
 """Packed rows: each sequence as if it were alone."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -46,17 +47,25 @@ def alone(p, cfg, ids):
   return decoder.hidden_states(p, cfg, ids)
 
 
+# Periods of two layers and one that remains; windows within the sequences.
+LOCAL = dataclasses.replace(
+  CFG, family='gemma3_text', n_layers=3, window=30, global_every=2
+)
+
+
+@pytest.mark.parametrize('cfg', [CFG, LOCAL], ids=['global', 'local'])
 @settings(max_examples=10)
 @given(st.integers(0, 10**6))
-def test_hidden_states_are_those_of_the_sequence_alone(seed):
+def test_hidden_states_are_those_of_the_sequence_alone(cfg, seed):
   ids, starts, parts = rows(seed)
-  found = np.asarray(forward(params(), CFG, ids, starts))
+  p = decoder.init_params(cfg, jax.random.key(0), scale=0.3)
+  found = np.asarray(forward(p, cfg, ids, starts))
   assert np.isfinite(found).all()
   for b, at in parts:
     n = at.stop - at.start
     one = np.zeros((1, T), np.int32)
     one[0, :n] = ids[b, at]
-    want = alone(params(), CFG, one)[0, :n]
+    want = alone(p, cfg, one)[0, :n]
     np.testing.assert_allclose(found[b, at], want, rtol=1e-5, atol=1e-5)
 
 

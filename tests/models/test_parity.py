@@ -63,6 +63,11 @@ def test_logits(tmp_path, name):
     ('llama3.2', {'rope_theta': 10_000.0}),
     ('qwen2', {'rope_theta': 10_000.0}),
     ('llama2', {'norm_eps': 1e-2}),
+    ('gemma3', {'window': 13}),
+    ('gemma3', {'global_every': 4}),
+    ('gemma3', {'query_scale': 1.0}),
+    ('gemma3', {'local_theta': 1e6}),
+    ('gemma3.linear', {'rope_scaling': None}),
   ],
 )
 def test_the_golden_values_see_every_flag(tmp_path, name, flags):
@@ -86,7 +91,7 @@ def test_llama3_scaling_against_its_formula(theta):
     head_dim=H,
     d_ff=8,
     rope_theta=theta,
-    rope_scaling=decoder.RopeScaling(factor, low, high, original),
+    rope_scaling=decoder.RopeScaling('llama3', factor, low, high, original),
   )
   got = np.asarray(decoder.rope_frequencies(cfg), np.float64)
   kinds = set()

@@ -39,9 +39,13 @@ def stacked(tensors, name):
   layers = {
     'attn_norm': each('input_layernorm.weight'),
     'mlp_norm': each('post_attention_layernorm.weight'),
-    'q_norm': each('self_attn.q_norm.weight') if 'qwen3' in name else None,
-    'k_norm': each('self_attn.k_norm.weight') if 'qwen3' in name else None,
   }
+  if name.startswith(('qwen3', 'gemma3')):
+    layers |= {f'{x}_norm': each(f'self_attn.{x}_norm.weight') for x in 'qk'}
+  if name.startswith('gemma3'):
+    layers['attn_post_norm'] = layers['mlp_norm']
+    layers['mlp_norm'] = each('pre_feedforward_layernorm.weight')
+    layers['mlp_post_norm'] = each('post_feedforward_layernorm.weight')
   for x in ('gate', 'up', 'down'):
     layers[x] = [w.T for w in each(f'mlp.{x}_proj.weight')]
   for x in ('q', 'k', 'v'):
@@ -55,7 +59,7 @@ def stacked(tensors, name):
   layers['o'] = [w.T.reshape(N, H, D) for w in each('self_attn.o_proj.weight')]
   out = {
     'embed': tensors['model.embed_tokens.weight'],
-    'layers': {k: np.stack(v) for k, v in layers.items() if v is not None},
+    'layers': {k: np.stack(v) for k, v in layers.items()},
     'final_norm': tensors['model.norm.weight'],
   }
   if 'lm_head.weight' in tensors:
@@ -77,6 +81,23 @@ def test_load_is_exact(tmp_path, name):
   assert_equal(params, stacked(models.weights(name), name))
   like = decoder.init_params(cfg, jax.random.key(0))
   assert jax.tree.structure(params) == jax.tree.structure(like)
+
+
+@pytest.mark.parametrize(
+  'prefix', ['language_model.model.', 'model.language_model.']
+)
+def test_the_text_of_a_model_with_images(tmp_path, prefix):
+  """As published, and as transformers 5 saves it."""
+  own = models.weights('gemma3')
+  tensors = {f'{prefix}{k.removeprefix("model.")}': v for k, v in own.items()}
+  tensors |= {f'{p}vision_tower.x': np.zeros(3) for p in ('', 'model.')}
+  config = {'model_type': 'gemma3', 'text_config': models.CONFIGS['gemma3']}
+  folder = models.write(tmp_path, 'gemma3', tensors=tensors, config=config)
+  cfg, params = pretrained.load(folder)
+  assert_equal(params, stacked(own, 'gemma3'))
+  out = tmp_path / 'out'
+  pretrained.save(out, cfg, params, like=pretrained.read_json(folder))
+  assert_equal(pretrained.load(out)[1], params)
 
 
 @pytest.mark.parametrize('dtype', [np.float16, ml_dtypes.bfloat16])

@@ -1,6 +1,7 @@
 """Splash attention, interpreted, against the formula and the decoder's own."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +30,25 @@ def segments(T):
   return jnp.asarray(rows, jnp.int32)
 
 
-def reference(q, k, v, segments):
+def reference(q, k, v, segments, window=0):
   """Softmax over the tokens before and of the same segment, all at once."""
   T = q.shape[1]
   k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
   s = jnp.einsum('BTNH,BSNH->BNTS', q, k) / np.sqrt(H)
   own = segments[:, None, :, None] == segments[:, None, None, :]
-  s = jnp.where(own & np.tril(np.ones((T, T), bool)), s, -np.inf)
+  seen = np.tril(np.ones((T, T), bool))
+  if window:
+    seen &= np.triu(seen, 1 - window)
+  s = jnp.where(own & seen, s, -np.inf)
   return jnp.einsum('BNTS,BSNH->BTNH', jax.nn.softmax(s), v)
 
 
-@pytest.mark.parametrize('T', [128, 200])
-def test_values_and_gradients_are_those_of_the_formula(T):
+@pytest.mark.parametrize('T, window', [(128, 0), (200, 0), (200, 33)])
+def test_values_and_gradients_are_those_of_the_formula(T, window):
   q, k, v = inputs(T)
   own = segments(T)
+  attend = functools.partial(splash.attention, window=window)
+  formula = functools.partial(reference, window=window)
 
   def total(f):
     # A weight for each output, so that no gradient cancels.
@@ -50,10 +56,10 @@ def test_values_and_gradients_are_those_of_the_formula(T):
     return lambda *a: jnp.sum(weight * f(*a, own))
 
   np.testing.assert_allclose(
-    splash.attention(q, k, v, own), reference(q, k, v, own), atol=2e-6
+    attend(q, k, v, own), formula(q, k, v, own), atol=2e-6
   )
-  got = jax.grad(total(splash.attention), (0, 1, 2))(q, k, v)
-  want = jax.grad(total(reference), (0, 1, 2))(q, k, v)
+  got = jax.grad(total(attend), (0, 1, 2))(q, k, v)
+  want = jax.grad(total(formula), (0, 1, 2))(q, k, v)
   for a, b in zip(got, want):
     np.testing.assert_allclose(a, b, atol=1e-5)
 

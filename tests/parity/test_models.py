@@ -56,6 +56,7 @@ def test_golden_values_are_current(tmp_path, name):
     ('llama3.1', 'bfloat16'),
     ('qwen2.5', 'bfloat16'),
     ('qwen3', 'bfloat16'),
+    ('gemma3', 'bfloat16'),
   ],
 )
 def test_what_we_export_transformers_loads(tmp_path, name, dtype):
@@ -105,7 +106,7 @@ def test_fresh_parameters_make_a_loadable_model(tmp_path):
 
 def test_what_transformers_saves_we_load(tmp_path):
   """Its own writer: rope_parameters, layer_types, shards of its making."""
-  for name in ('llama3.1', 'qwen2.5', 'qwen3'):
+  for name in ('llama3.1', 'qwen2.5', 'qwen3', 'gemma3', 'gemma3.linear'):
     model = make_models.reference(models.write(tmp_path / name, name))
     model.save_pretrained(tmp_path / f'{name}.saved', max_shard_size='40KB')
     rows = models.inputs(name)

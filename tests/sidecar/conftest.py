@@ -34,7 +34,7 @@ CFG = decoder.DecoderConfig(
   n_kv_heads=2,
   head_dim=32,
   d_ff=96,
-  qkv_bias=True,
+  family='qwen2',
   tied=True,
 )
 

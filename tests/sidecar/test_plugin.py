@@ -28,7 +28,7 @@ UNTIED = decoder.DecoderConfig(
   n_kv_heads=2,
   head_dim=32,
   d_ff=192,
-  qkv_bias=True,
+  family='qwen2',
   tied=False,
 )
 IDS = [5, 17, 80, 3, 41, 250, 8, 66]

@@ -68,7 +68,7 @@ def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh))
 
 
-def attend(cfg, q, k, v, positions):
+def attend(cfg, q, k, v, positions, window: int = 0):
   """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
 
   A long cache is read block by block, with a running maximum, up to the last
@@ -77,6 +77,7 @@ def attend(cfg, q, k, v, positions):
   them. A position beyond a row's own changes nothing in that row (a weight of
   0, a factor of 1), so that a row's result does not depend on the positions of
   other rows (design 5.10).
+  window: tokens that a token sees, itself included; 0: all before it.
   """
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
@@ -87,7 +88,13 @@ def attend(cfg, q, k, v, positions):
   def masked(k, first):
     s = attention.scores(f'BKGTH,{keys}->BKGTS', q, k)
     at = first + jnp.arange(k.shape[time])[None, None]
-    return jnp.where((at <= positions[:, :, None])[:, None, None], s, -jnp.inf)
+    seen = at <= positions[:, :, None]
+    if window:
+      seen &= at > positions[:, :, None] - window
+    # A run of positions may lie before the window as a whole: their weights of
+    # 1, relative to a maximum of -1e30, are lost at the first that is seen.
+    hidden = -1e30 if window else -jnp.inf
+    return jnp.where(seen[:, None, None], s, hidden)
 
   def mixed(w, v):
     return attention.einsum32('BKGTS,BKSH->BKGTH', w.astype(v.dtype), v)
@@ -116,9 +123,11 @@ def attend(cfg, q, k, v, positions):
 
     zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
     blocks = jnp.minimum(jnp.max(positions) // block + 1, S // block)
-    _, total, o = jax.lax.fori_loop(
-      0, blocks, step, (zero - jnp.inf, zero, jnp.zeros(q.shape, jnp.float32))
-    )
+    first = 0
+    if window:
+      first = jnp.maximum(jnp.min(positions) - window + 1, 0) // block
+    start = zero - jnp.inf, zero, jnp.zeros(q.shape, jnp.float32)
+    _, total, o = jax.lax.fori_loop(first, blocks, step, start)
   o = o / total  # last: H numbers a head rather than S
   return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 

@@ -257,7 +257,7 @@ def draw(logits, u, state):
 
 def finish(weights, cfg, x):
   """float32 logits from the residual stream x [..., D]."""
-  x = decoder.rms_norm(x, weights['final_norm'], cfg.norm_eps)
+  x = decoder.norm(cfg, x, weights['final_norm'])
   return decoder.logits(weights, cfg, x)
 
 
@@ -283,16 +283,17 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     active = (counts < state['left']) & ~ended
     at = (state['length'] + counts - 1)[:, None]
     put = jnp.where(active[:, None], at, S)  # S: out of bounds, dropped
-    x = weights['embed'][token][:, None]
-    cos, sin = decoder.rope_tables(cfg, at)
+    x = decoder.embed(weights, cfg, token)[:, None]
     new = []
-    for p, cache in zip(weights['layers'], caches):
+    for p, cache, layer in zip(
+      weights['layers'], caches, decoder.layers_of(cfg, at)
+    ):
 
-      def attend(q, k, v, cache=cache):
+      def attend(q, k, v, cache=cache, window=layer.window):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
-        return kv.attend(cfg, q, *new[-1], at)
+        return kv.attend(cfg, q, *new[-1], at, window)
 
-      x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
+      x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
     # Whole rows for the draw: its branches may contain no collective. Gathered
     # are the logits: without the first constraint XLA gathers the head.
     logits = finish(weights, cfg, x[:, 0])
@@ -343,19 +344,21 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh):
   index = jnp.arange(W)[None]
   at = start[:, None] + index
   put = jnp.where(index < lengths[:, None], at, S)
-  x = weights['embed'][ids]
-  cos, sin = decoder.rope_tables(cfg, at)
+  x = decoder.embed(weights, cfg, ids)
   new = []
-  for p, cache in zip(weights['layers'], caches):
+  for p, cache, layer in zip(
+    weights['layers'], caches, decoder.layers_of(cfg, at)
+  ):
 
-    def attend(q, k, v, cache=cache):
+    def attend(q, k, v, cache=cache, window=layer.window):
       new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
       if fresh:
-        return attention.causal(q, k, v, lengths, cfg.attention)
+        own = lengths, cfg.attention
+        return attention.causal(q, k, v, *own, window=window)
       rows = [c.at[slots].get(mode='clip') for c in new[-1]]
-      return kv.attend(cfg, q, *rows, at)
+      return kv.attend(cfg, q, *rows, at, window)
 
-    x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
+    x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
   return new
 
 
@@ -363,14 +366,16 @@ def score(weights, ids, *, cfg, mesh=None):
   """Teacher-forced log-probs float32 [R, W] of right-padded ids ([:, 0]: 0)."""
   R, W = ids.shape
   at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
-  cos, sin = decoder.rope_tables(cfg, at)
   lengths = jnp.full((R,), W, jnp.int32)
-  attend = functools.partial(
-    attention.causal, lengths=lengths, kernel=cfg.attention
-  )
-  x = weights['embed'][ids]
-  for p in weights['layers']:
-    x = decoder.block(p, cfg, x, cos, sin, attend, mesh)
+  x = decoder.embed(weights, cfg, ids)
+  for p, layer in zip(weights['layers'], decoder.layers_of(cfg, at)):
+    attend = functools.partial(
+      attention.causal,
+      lengths=lengths,
+      kernel=cfg.attention,
+      window=layer.window,
+    )
+    x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
   targets = jnp.pad(ids[:, 1:], ((0, 0), (0, 1))).reshape(-1)
   x = x.reshape(R * W, -1)
 

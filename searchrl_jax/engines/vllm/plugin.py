@@ -120,7 +120,9 @@ class Worker:
     """
     model = self.model_runner.get_model()
     sums: dict[str, list[int]] = {name: [0, 0] for name in shapes}
-    table = families.tensors({k: tuple(v) for k, v in shapes.items()})
+    family = self._searchrl_published.config['family']
+    ours = {k: tuple(v) for k, v in shapes.items()}
+    table = families.tensors(ours, family)
     for name, tensor in table.items():
       *parents, leaf, kind, _ = name.split('.')
       leaf, n = _FUSED.get(leaf, (leaf, 0))

@@ -20,7 +20,7 @@ import tensorstore as ts
 from searchrl_jax.models import families
 from searchrl_jax.run import lookup
 
-FORMAT = 2  # of a publication: its metadata, and how tensors are stored
+FORMAT = 3  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
 
 
@@ -57,7 +57,7 @@ class Published(Weights):
 
     A tied head is not included.
     """
-    return families.tensors(self.shapes)
+    return families.tensors(self.shapes, self.config['family'])
 
   def tensors(self, tied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """(Hugging Face name, array) of each, one in memory at a time.
@@ -163,7 +163,7 @@ def write_serving_folder(
   n, H, D = (config[name] for name in ('n_heads', 'head_dim', 'd_model'))
   what = f'n_heads={n} times head_dim={H} is {n * H}, d_model is {D}'
   why = 'vLLM computes the head_dim of a Qwen2 as d_model / n_heads'
-  good = n * H == D or not config['qkv_bias']
+  good = n * H == D or config['family'] != 'qwen2'
   lookup.require(good, f'{what}: {why}; make them equal')
   text = json.dumps(families.format_config(config, dtype=dtype), indent=2)
   path = pathlib.Path(path)
