@@ -15,7 +15,8 @@ With a pretrained model, no warm start is needed:
 
 uses its tokenizer, longer turns, and learning rates for a model of a few
 billion parameters; `model=...,template=chat` is for an instruction-tuned model,
-whose chat template then renders the prompt.
+whose chat template then renders the prompt. `model=...,size=small` is for some
+100 million parameters on a CPU (configs/gemma.py has a warm start for one).
 
 Without pretrained weights a decoder of about a million parameters starts from
 scratch: it must learn to copy a question into a query and a span of a passage
@@ -28,11 +29,16 @@ selected.
 
 from ml_collections import ConfigDict
 
+from configs import machines
 from searchrl_jax.run import schema
 
 
 def get_config(arg=None):
-  a = schema.parse_arg(arg, model='', template='')
+  a = schema.parse_arg(arg, model='', template='', size='')
+  if a.size not in ('', 'small') or a.size and not a.model:
+    raise ValueError(
+      f"config argument size={a.size!r}: '' or small, with model=PATH"
+    )
   c = schema.base()
   c.name = 'wiki_nq'
   c.source.corpus = 'corpus.jsonl.gz'
@@ -148,4 +154,7 @@ def _pretrained(c, a):
   c.train.steps = 200
   c.eval.every = 50
   c.checkpoint.every = 25
+  if a.size:
+    machines.small(c)
+    c.env.template = a.template or c.env.template
   return c

@@ -216,23 +216,58 @@ def save(
     ValueError: parameters that are not those of `cfg`, by name.
     OSError: the disk.
   """
-  path = pathlib.Path(path)
-  dtype = np.dtype(dtype)
+  flat, table = decoder.flatten_checked(cfg, params), tensor_table(cfg)
+  config = families.format_config(dataclasses.asdict(cfg), like=like)
+
+  def read(name: str) -> np.ndarray:
+    x, tensor = flat[table[name].path], table[name]
+    # A copy, since JAX would keep the host's with the parameter.
+    x = np.asarray(x.copy() if tensor.layer is None else x[tensor.layer])
+    return tensor.to_hf(x)
+
+  def write(folder: pathlib.Path) -> None:
+    if tokenizer_dir is not None:
+      families.copy_tokenizer(tokenizer_dir, folder)
+    for name, text in (files or {}).items():
+      (folder / name).write_text(text, encoding='utf-8')
+
+  write_folder(path, config, table, read, dtype, write, max_shard_bytes)
+
+
+def write_folder(
+  path,
+  config: Mapping[str, Any],
+  table: Mapping[str, families.Tensor],
+  read: Callable[[str], np.ndarray],
+  dtype='float32',
+  write: Callable[[pathlib.Path], None] = lambda folder: None,
+  max_shard_bytes: float = 5e9,
+) -> None:
+  """Writes config.json and tensors beside `path`, which then gets its name.
+
+  Args:
+    config: of `families.format_config`.
+    table: the tensors by name.
+    read: name -> the tensor in Hugging Face's layout.
+    dtype: of the stored tensors.
+    write: adds other files to the folder that is made.
+    max_shard_bytes: see `save`.
+
+  Raises:
+    FileExistsError: `path` exists.
+    OSError: the disk.
+  """
+  path, dtype = pathlib.Path(path), np.dtype(dtype)
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
-  flat = decoder.flatten_checked(cfg, params)
-  fields = dataclasses.asdict(cfg)
-  config = families.format_config(fields, dtype=dtype.name, like=like)
-  texts = {'config.json': json.dumps(config, indent=2) + '\n', **(files or {})}
+  text = json.dumps({**config, 'torch_dtype': dtype.name}, indent=2)
   tmp = path.with_name(f'.{path.name}.tmp')
   shutil.rmtree(tmp, ignore_errors=True)
   tmp.mkdir(parents=True)
   try:
-    _write_tensors(tmp, tensor_table(cfg), flat, dtype, max_shard_bytes)
-    if tokenizer_dir is not None:
-      families.copy_tokenizer(tokenizer_dir, tmp)
-    for name, text in texts.items():
-      (tmp / name).write_text(text, encoding='utf-8')
+    _write_tensors(tmp, table, read, dtype, max_shard_bytes)
+    (tmp / 'config.json').write_text(f'{text}\n', encoding='utf-8')
+    write(tmp)
     os.sync()  # the files are on the disk before the folder has its name
     tmp.rename(path)
   except (OSError, safetensors.SafetensorError) as e:
@@ -241,7 +276,7 @@ def save(
     shutil.rmtree(tmp, ignore_errors=True)
 
 
-def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
+def _write_tensors(folder, tensors, read, dtype: np.dtype, most: float):
   """Writes one file, or shards of at most `most` bytes with an index."""
   from huggingface_hub import split_state_dict_into_shards_factory  # slow
 
@@ -252,12 +287,7 @@ def _write_tensors(folder, tensors, flat, dtype: np.dtype, most: float):
     max_shard_size=int(most),
   )
   for file, names in split.filename_to_tensors.items():
-    host = {}
-    for t in map(tensors.get, names):
-      x = flat[t.path]
-      # A copy, since JAX would keep the host's with the parameter.
-      x = np.asarray(x.copy() if t.layer is None else x[t.layer])
-      host[t.name] = np.ascontiguousarray(t.to_hf(x), dtype)
+    host = {name: np.ascontiguousarray(read(name), dtype) for name in names}
     safetensors.numpy.save_file(host, folder / file, {'format': 'pt'})
   if split.is_sharded:
     weight_map = split.tensor_to_filename

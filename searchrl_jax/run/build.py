@@ -92,18 +92,18 @@ def require_same(config: ConfigDict, questions=()) -> None:
 def mesh(config: ConfigDict, devices=None):
   """Makes the mesh; disables TF32 on GPUs if the model is float32.
 
-  On accelerators, compiled programs are kept for the next start where the
-  retrieval service keeps its own: those of a 3B model take minutes to compile.
+  Compiled programs are kept for the next start where the retrieval service
+  keeps its own: those of a pretrained model take minutes to compile.
+  JAX_ENABLE_COMPILATION_CACHE=false keeps none.
   """
   if config.model.dtype == 'float32':
     jax.config.update('jax_default_matmul_precision', 'highest')
-  if jax.default_backend() != 'cpu':
-    from retrieval import devices as programs
+  from retrieval import devices as programs
 
-    try:
-      programs.keep_programs(None)
-    except (OSError, RuntimeError) as e:
-      logging.warning('compiled programs are not kept: %s', e)
+  try:
+    programs.keep_programs(None)
+  except (OSError, RuntimeError) as e:
+    logging.warning('compiled programs are not kept: %s', e)
   return sharding.make_mesh(**config.mesh.to_dict(), devices=devices)
 
 

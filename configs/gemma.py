@@ -1,0 +1,92 @@
+"""Gemma 3 270M (base) learns to search Wikipedia for real questions.
+
+  python -m searchrl_jax.fetch gemma-3-270m --out=gemma-3-270m
+  python -m searchrl_jax.prune --model=gemma-3-270m --out=gemma-small ...
+  python -m searchrl_jax.sft --config=configs/gemma.py:model=gemma-small \\
+    --workdir=runs/good
+  python -m searchrl_jax.train --config=configs/gemma.py:model=gemma-small \\
+    --workdir=runs/grpo --config.train.init=runs/good
+
+on a laptop overnight; `python -m experiments.gemma.run` (make realistic) does
+all of it, with controls. docs/real_model.md has the figures. It needs the files
+corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz of config.data.dir, or
+others in these formats (docs/data.md). Arguments:
+
+  model    a Hugging Face folder; the figures are of the small version (`prune`)
+  start    of the warm start: good, all attempts search and answer right; or
+           hesitant, a part answers at once from memory or searches for too
+           little
+  closed_book  the answers from memory, for start=hesitant
+  arm      what is evaluated and trained: search; closed_book, few_shot, rag,
+           gold: baselines that read the passage in the prompt, or none; ttrl,
+           ssrl: those recipes
+  machine  cpu; gpu: bfloat16, and 32 x 8 trajectories a step
+  seed
+"""
+
+from ml_collections import ConfigDict
+
+from configs import wiki_nq
+from searchrl_jax.run import schema
+
+# Shares of the attempts of start='hesitant', fixed by the greedy search rate on
+# tuning questions before any RL (experiments/LOG.md).
+HESITANT = dict(memory=0.5, poor=0.1)
+ARMS = 'search closed_book rag gold ttrl ssrl'.split()
+
+
+def get_config(arg=None):
+  a = schema.parse_arg(
+    arg,
+    model='gemma-small',
+    start='good',
+    closed_book='',
+    arm='search',
+    machine='cpu',
+    seed=0,
+  )
+  for name, known in (
+    ('start', ('good', 'hesitant')),
+    ('arm', ARMS),
+    ('machine', ('cpu', 'gpu')),
+  ):
+    if a[name] not in known:
+      raise ValueError(
+        f'config argument {name}={a[name]!r}: one of {", ".join(known)}'
+      )
+  c = wiki_nq.get_config(f'model={a.model},size=small')
+  c.name, c.seed = 'gemma', a.seed
+  module = 'experiments.gemma.questions'
+  c.data.train = ConfigDict(
+    dict(
+      nq=dict(module=module, path='qa_train.jsonl.gz', part='train', short=True)
+    )
+  )
+  c.data.eval = ConfigDict(
+    dict(tune=dict(module=module, path='qa_train.jsonl.gz', part='tune', n=0))
+  )
+  del c.reward.em
+  c.reward.f1 = ConfigDict(dict(fn='answer.f1', weight=1.0))
+  c.reward.format = ConfigDict(
+    dict(fn='answer.format_valid', weight=0.1, require_think=False)
+  )
+  c.sft.data = ConfigDict(
+    dict(
+      module=module,
+      path='qa_train.jsonl.gz',
+      n=128,
+      seed=0,
+      k=1,
+      memory=0.0,
+      poor=0.0,
+      closed_book=a.closed_book,
+      read=75,
+    )
+  )
+  if a.start == 'hesitant':
+    c.sft.data.update(HESITANT)
+  c.sft.steps = 16
+  c.sft.rows = 8
+  c.sft.lr = 2e-5
+  c.sft.warmup = 2
+  return c

@@ -1,0 +1,209 @@
+"""Natural Questions for a small pretrained model, and its warm starts.
+
+A data module. `load` takes parts of a file that share no question, and, if
+asked, only questions that a model can be rewarded for: the shortest answer is
+short and stands early in the passage that supports it. `traces` scripts warm
+starts without thoughts, which cost such a model tokens and help it little:
+a search with the question, what was found, the answer in it.
+"""
+
+from collections.abc import Iterator, Sequence
+import functools
+import json
+import pathlib
+import zlib
+
+import numpy as np
+
+from experiments.search_r1.wiki_traces import content_words
+from retrieval import corpus as passages
+from searchrl_jax.data import jsonl
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.core import Search, Trace
+from searchrl_jax.types import Passage, Question
+
+TUNE = 12  # one of so many questions of the training file is for tuning
+WORDS, EARLY = 5, 60  # of an answer; words of a passage that hold it
+_QUERY_WORDS = 0.3  # share of good queries without the question's stop words
+
+
+@functools.lru_cache(maxsize=2)
+def texts(path: str) -> dict[str, str]:
+  """The passages of a corpus by id."""
+  found = passages.read_corpus(path)
+  return dict(zip(found.ids, found.contents, strict=True))
+
+
+def load(
+  path: str,
+  folder: str,
+  source: str = 'nq*',
+  part: str = '',
+  short: bool = False,
+  corpus: str = 'corpus.jsonl.gz',
+  n: int = 0,
+  seed: int = 0,
+) -> list[Question]:
+  """The questions of a file (`jsonl.load`).
+
+  Args:
+    path: the file.
+    folder: of the data; `corpus` is below it.
+    source: see `jsonl.load`.
+    part: 'train' or 'tune', which share no question; '' = all.
+    short: only those whose shortest answer has at most WORDS words and occurs
+      in the first EARLY words of a supporting passage.
+    corpus: the passages, for `short`.
+    n, seed: draws n of them; 0 = all.
+
+  Raises:
+    DataError: an unknown part, no question is left, or the corpus has none of
+      the supporting passages.
+  """
+  if part not in ('', 'train', 'tune'):
+    raise DataError(f"part={part!r} is none of '', 'train', 'tune'")
+  found = jsonl.load(path, source=source)
+  if part:
+    tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in found]
+    found = [q for q, t in zip(found, tune) if t == (part == 'tune')]
+  if short:
+    every = texts(str(pathlib.Path(folder) / corpus))
+    if not any(p in every for q in found for p in q.supporting):
+      raise DataError(
+        f'{corpus} has none of the passages that support the questions of '
+        f'{path}: give the corpus that belongs to them'
+      )
+    found = [q for q in found if shown(q, early(q, every))]
+  if not found:
+    raise DataError(f'{path}: no question of source={source!r} is left')
+  if n:
+    chosen = np.random.default_rng(seed).permutation(len(found))[:n]
+    found = [found[i] for i in sorted(chosen)]
+  return found
+
+
+def early(question: Question, every: dict[str, str]) -> str:
+  """The first EARLY words of each supporting passage."""
+  found = (every[p] for p in question.supporting if p in every)
+  return '\n'.join(' '.join(text.split()[:EARLY]) for text in found)
+
+
+def shown(question: Question, text: str) -> str:
+  """The shortest answer of at most WORDS words that a text has; '': none."""
+  known = [a for a in question.answers if a and len(a.split()) <= WORDS]
+  return min((a for a in known if a in text), key=len, default='')
+
+
+def traces(
+  path: str,
+  search: Search,
+  folder: str,
+  n: int,
+  seed: int,
+  k: int = 1,
+  memory: float = 0.0,
+  poor: float = 0.0,
+  closed_book: str = '',
+  read: int = 75,
+  source: str = 'nq*',
+) -> list[Trace]:
+  """n scripted attempts at questions of the part 'train'.
+
+  A good one searches with the question, and answers with what was found. Each
+  answer stands in the passage that it follows: where the search does not find
+  one, the question is passed over.
+
+  Args:
+    path: see `load`.
+    search: (queries, k) -> passages of each.
+    folder: of the data.
+    n: how many.
+    seed: of every draw.
+    k: passages of a search.
+    memory: share that answers at once, with the answer of `closed_book`.
+    poor: share that first searches with one or two words, and then again.
+    closed_book: JSON lines of {id, answer}, the model's own without a search.
+    read: words of an observation that answers are taken from, see
+      `wiki_traces.traces`.
+    source: see `load`.
+
+  Raises:
+    DataError: shares out of range, or fewer than n attempts can be scripted.
+  """
+  if min(memory, poor) < 0 or memory + poor > 1:
+    raise DataError(f'memory={memory}, poor={poor}: shares, at most 1 together')
+  known = answers(closed_book) if memory else {}
+  questions = load(path, folder, source, 'train')
+  rng = np.random.default_rng(seed)
+  out: list[Trace] = []
+  for i in rng.permutation(len(questions)):
+    if len(out) == n:
+      return out
+    question, draw = questions[i], rng.random()
+    if draw < memory:
+      said = known.get(question.id)
+      actions = said and [('answer', said)]
+    else:
+      words = [poor_query(question, rng)] if draw < memory + poor else []
+      queries = [*words, query(question, rng)]
+      actions = attempt(question, queries, search, k, read)
+    if actions:
+      out.append(Trace(question, tuple(actions), good=draw >= memory + poor))
+  if len(out) < n:
+    raise DataError(
+      f'n={n}: the questions give {len(out)} attempts; lower n, or give '
+      'closed_book more answers'
+    )
+  return out
+
+
+def answers(closed_book: str) -> dict[str, str]:
+  """Question id -> answer, of JSON lines."""
+  if not pathlib.Path(closed_book).is_file():
+    raise DataError(
+      f'closed_book={closed_book!r}: no such file; experiments.gemma.run makes '
+      'it'
+    )
+  return {r['id']: r['answer'] for _, r in jsonl.read(closed_book)}
+
+
+def query(question: Question, rng: np.random.Generator) -> str:
+  words = content_words(question.text)
+  if words and rng.random() < _QUERY_WORDS:
+    return ' '.join(words)
+  return question.text.rstrip(' ?')
+
+
+def poor_query(question: Question, rng: np.random.Generator) -> str:
+  words = content_words(question.text) or question.text.split()
+  return ' '.join(words[: 1 + rng.integers(2)])
+
+
+def attempt(
+  question: Question, queries: Sequence[str], search: Search, k: int, read: int
+) -> list[tuple]:
+  """Searches in turn and the answer that the last one shows; []: none does."""
+  actions: list[tuple] = []
+  for text, found in zip(queries, search(queries, k), strict=True):
+    actions += [('search', text), ('information', tuple(found))]
+  answer = shown(question, '\n'.join(visible(found, read)))
+  return [*actions, ('answer', answer)] if answer else []
+
+
+def visible(found: Sequence[Passage], words: int) -> Iterator[str]:
+  """The passages within the first `words` words of an observation."""
+  for passage in found:
+    text = f'{passage.title}\n{passage.text}'.split(' ')[: max(words, 0)]
+    words -= len(text)
+    yield ' '.join(text)
+
+
+def write_answers(rows, path) -> int:
+  """Writes JSON lines of {id, answer} of an evaluation's rows; their number."""
+  lines = [
+    json.dumps({'id': r['id'], 'answer': r['answer']})
+    for r in rows
+    if r['answer']
+  ]
+  pathlib.Path(path).write_text('\n'.join(lines) + '\n', 'utf-8')
+  return len(lines)
