@@ -71,8 +71,9 @@ def small(c) -> None:
   million parameters) on a CPU, or on one GPU of any size.
 
   Half precision gains nothing in XLA's products on a CPU. Trajectories are
-  short: one passage a search, two searches, and an answer. They are packed into
-  rows of one length, so that each program is compiled once.
+  short: one passage a search, two searches, and an answer. What those of a
+  group have in common (the prompt, often a query and its passage) is computed
+  once, and each program is compiled for one length.
   """
   c.model.dtype = c.engine.dtype = 'float32'
   c.model.remat = 'none'
@@ -84,14 +85,14 @@ def small(c) -> None:
   c.env.max_tokens = c.engine.max_len = 384
   c.source.k = 1
   c.engine.slots = 64
-  c.engine.prefill_rows = 32
+  c.engine.prefill_rows = 8
   c.engine.canary_tolerance = 1e-2
   c.rollout.questions, c.rollout.group = 8, 8
   c.algorithm.minibatches = 1
   c.algorithm.kl, c.algorithm.kl_coef = 'none', 0.0
   c.batch.lengths = (384,)
-  c.batch.tokens = 1536
-  c.batch.loss_fraction = 0.3
+  c.batch.prefix_tokens = 768
+  c.batch.loss_fraction = 0.16
   c.optim.lr, c.optim.warmup, c.optim.weight_decay = 3e-6, 5, 0.0
   c.train.steps = 60
   c.eval.every = 0

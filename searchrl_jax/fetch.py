@@ -82,8 +82,8 @@ def download(packages: Packages, folder: pathlib.Path) -> list[pathlib.Path]:
       lines = [x for x in done.stderr.splitlines() if x.strip()] or ['?']
       lookup.require(
         done.returncode == 0 and wheels,
-        f'{name} could not be downloaded: {lines[-1]}; the same command goes on '
-        f'with what is in {folder}',
+        f'{name} could not be downloaded: {lines[-1]}; run the same command '
+        f'again, which goes on with what is in {folder}',
       )
       found = [wheels[0].rename(folder / wheels[0].name)]
       shutil.rmtree(part, ignore_errors=True)

@@ -6,7 +6,7 @@ segment. This module does not import JAX.
 
 from collections.abc import Iterator, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -195,6 +195,21 @@ class Rewards:
   parts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
+class PrefixTree(NamedTuple):
+  """The trajectories of a microbatch without what they repeat: S rows, one for
+  each device along data and fsdp, of M tokens.
+
+  A row holds the nodes of a prefix tree, a token each, in depth-first order.
+  Node j is on the way to node i if j <= i < ends[j]; padding is on the way to
+  itself alone.
+  """
+
+  ids: np.ndarray  # int32 [S, M]
+  depths: np.ndarray  # int32 [S, M], a token's position in its trajectories
+  ends: np.ndarray  # int32 [S, M]
+  at: np.ndarray  # int32 [B, T], the node of each token of the packed rows
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
   """Fixed-shape arrays for one update: B packed rows of T tokens.
@@ -215,6 +230,8 @@ class Batch:
   behaviour_logps: np.ndarray  # float32 [B, T], 0 outside mask
   advantages: np.ndarray  # float32 [B, T], 0 outside mask
   owner: np.ndarray  # int32 [N], index of the trajectory; -1 = none
+  # Where equal beginnings are computed once; None: each row is computed.
+  tree: PrefixTree | None = None
 
   def spans(self) -> Iterator[tuple[int, tuple[int, slice]]]:
     """Each trajectory: its index, and where its tokens are in arrays [B, T]."""
@@ -223,3 +240,15 @@ class Batch:
       start = int(self.starts[n])
       span = slice(start, start + int(self.lengths[n]))
       yield int(self.owner[n]), (n // places, span)
+
+  def nodes(self) -> np.ndarray:
+    """bool [S, M]: which tokens of the prefix tree are no padding."""
+    if self.tree is None:
+      raise ValueError('the batch has no prefix tree')
+    at = self.tree.at.reshape(len(self.tree.ids), -1)
+    out, filled = np.zeros(self.tree.ids.shape, bool), np.zeros(at.shape, bool)
+    for _, span in self.spans():
+      filled.reshape(self.ids.shape)[span] = True
+    for own, places, real in zip(out, at, filled):
+      own[places[real]] = True
+    return out

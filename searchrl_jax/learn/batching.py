@@ -4,7 +4,10 @@ A row of a microbatch holds several trajectories, one after another. Rows have
 one of config.batch.lengths (a bucket), and a microbatch has equally many in
 every bucket: as many of the longest as config.batch.tokens has room for.
 Almost all trajectories go into the longest rows; shorter ones take the rest,
-so that few computed tokens are padding (`pack`). The loss tokens of a
+so that few computed tokens are padding (`pack`). With
+config.batch.prefix_tokens the model runs on a prefix tree of a microbatch's
+trajectories, which share a prompt, and often a query and its passages; losses
+see the packed rows all the same. The loss tokens of a
 microbatch fit a static size (`capacity`), so that the head runs on loss tokens
 only and each bucket compiles once. No token is ever dropped.
 
@@ -22,7 +25,7 @@ import numpy as np
 
 from searchrl_jax.learn import advantages
 from searchrl_jax.run import lookup
-from searchrl_jax.types import Batch, Group, Rewards, Trajectory
+from searchrl_jax.types import Batch, Group, PrefixTree, Rewards, Trajectory
 
 PLACES = 8  # trajectories that any row has room for
 
@@ -41,6 +44,12 @@ def check(config) -> None:
     f'config.batch.lengths={lengths}: a trajectory might fit no bucket; '
     'raise the last length or lower env.max_tokens',
   )
+  lookup.require(
+    not b.prefix_tokens or b.prefix_tokens >= lengths[-1],
+    f'config.batch.prefix_tokens={b.prefix_tokens} is below the last of '
+    f'config.batch.lengths={lengths}: a trajectory might not fit; raise it, or '
+    'set 0',
+  )
   a = config.algorithm
   lookup.require(
     1 <= a.minibatches <= config.rollout.questions,
@@ -50,7 +59,13 @@ def check(config) -> None:
 
 
 def rows_of(batch_config, shards: int = 1) -> int:
-  """Rows of a microbatch, in every bucket: a multiple of `shards`."""
+  """Rows of a microbatch, in every bucket: a multiple of `shards`.
+
+  With a prefix tree, of which many rows can be parts: four times its tokens.
+  """
+  if batch_config.prefix_tokens:
+    tokens = 4 * batch_config.prefix_tokens
+    return shards * max(1, tokens // batch_config.lengths[-1])
   return shards * max(1, batch_config.tokens // batch_config.lengths[-1])
 
 
@@ -216,6 +231,12 @@ def empty(batch_config, length: int, shards: int = 1) -> Batch:
   """A microbatch without a single trajectory."""
   shape = B, _ = rows_of(batch_config, shards), length
   places = B * places_of(batch_config, length)
+  M, tree = batch_config.prefix_tokens, None
+  if M:
+    nodes = np.broadcast_to(np.arange(M, dtype=np.int32), (shards, M))
+    ids, depths, at = np.zeros((3, shards, M), np.int32)
+    at = np.zeros(shape, np.int32)
+    tree = PrefixTree(ids, depths, nodes + np.int32(1), at)
   return Batch(
     ids=np.zeros(shape, np.int32),
     starts=np.full(places, length, np.int32),
@@ -224,6 +245,7 @@ def empty(batch_config, length: int, shards: int = 1) -> Batch:
     behaviour_logps=np.zeros(shape, np.float32),
     advantages=np.zeros(shape, np.float32),
     owner=np.full(places, -1, np.int32),
+    tree=tree,
   )
 
 
@@ -296,6 +318,8 @@ def pack(parts: Sequence[Tokens], batch_config, shards: int = 1) -> list[Batch]:
   """
   if not parts:
     return []
+  if batch_config.prefix_tokens:
+    return _pack_trees(parts, batch_config, shards)
   lengths, B = list(batch_config.lengths), rows_of(batch_config, shards)
   sizes = [len(part.ids) for part in parts]
   bucket_of(lengths, max(sizes))
@@ -315,6 +339,57 @@ def pack(parts: Sequence[Tokens], batch_config, shards: int = 1) -> list[Batch]:
   for part, r in zip(parts, found):
     add(out[r // B], r % B, part)
   return [b for b in reversed(out) if b.lengths.any()]
+
+
+def _pack_trees(
+  parts: Sequence[Tokens], batch_config, shards: int
+) -> list[Batch]:
+  """The same with a prefix tree for each device.
+
+  In the order of their ids, a trajectory has most in common with the one
+  before it. Each goes into the tree, and into the first row with room, of the
+  device at hand; where one of the two is full, the next device follows.
+  """
+  length, M = batch_config.lengths[-1], batch_config.prefix_tokens
+  bucket_of(batch_config.lengths, max(len(part.ids) for part in parts))
+  rows = rows_of(batch_config)
+  most, loss = places_of(batch_config, length), capacity(batch_config, length)
+  out: list[Batch] = []
+  s, used, last = shards - 1, M, np.zeros(0, np.int32)  # as if all were full
+  path, left, free, places = last, 0, np.zeros(rows, int), np.zeros(rows, int)
+  for part in sorted(parts, key=lambda p: p.ids.astype('>i4').tobytes()):
+    common = _common(last, part.ids)
+    fits = np.flatnonzero((free >= len(part.ids)) & (places > 0))
+    full = used + len(part.ids) - common > M or part.mask.sum() > left
+    if full or not fits.size:
+      s, used, common, left = (s + 1) % shards, 0, 0, loss
+      if s == 0:
+        out.append(empty(batch_config, length, shards))
+      path, free, places = last[:0], np.full(rows, length), np.full(rows, most)
+      fits = np.arange(rows)
+    batch, r = out[-1], int(fits[0])
+    assert batch.tree is not None
+    new = np.arange(used, used + len(part.ids) - common, dtype=np.int32)
+    path = np.concatenate([path[:common], new])
+    used += len(new)
+    batch.tree.ids[s, new] = part.ids[common:]
+    batch.tree.depths[s, new] = np.arange(common, len(part.ids))
+    batch.tree.ends[s, path] = used
+    start = length - free[r]
+    batch.tree.at[s * rows + r, start : start + len(path)] = path
+    add(batch, s * rows + r, part)
+    free[r] -= len(part.ids)
+    places[r] -= 1
+    left -= int(part.mask.sum())
+    last = part.ids
+  return out
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+  """Length of the longest beginning that two arrays share."""
+  n = min(len(a), len(b))
+  differ = np.flatnonzero(a[:n] != b[:n])
+  return int(differ[0]) if differ.size else n
 
 
 def make(
@@ -345,6 +420,17 @@ def make(
     pack([tokens_of(i, trajectories[i]) for i in part], batch_config, shards)
     for part in split(trajectories, kept, group_ids, minibatches, seed)
   ]
+
+
+def shares(batches: Sequence[Batch]) -> dict[str, float]:
+  """Of a minibatch: the share of computed tokens that are padding, and of its
+  tokens that were not computed again (`shared`, with prefix trees)."""
+  tokens = sum(int(b.lengths.sum()) for b in batches)
+  if batches[0].tree is None:
+    return {'padding': 1.0 - tokens / sum(b.ids.size for b in batches)}
+  once = sum(int(b.nodes().sum()) for b in batches)
+  size = sum(b.tree.ids.size for b in batches if b.tree is not None)
+  return {'padding': 1.0 - once / size, 'shared': 1.0 - once / tokens}
 
 
 def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:

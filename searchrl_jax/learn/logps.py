@@ -213,15 +213,26 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   ids, index, inverse = arrays['ids'], arrays['index'], arrays['inverse']
   (B, T), (S, C) = ids.shape, index.shape
   P = B * T // S
-  starts = arrays['starts'].reshape(B, -1)
-  x = decoder.hidden_states(params, cfg, ids, mesh=mesh, starts=starts)
   # The token at p is predicted from p - 1. No loss token stands first in its
   # trajectory, so the step back never leaves it.
   before = jnp.where(index < P, index - 1, P)
-  after = jnp.concatenate(
-    [inverse[:, 1:], jnp.full((S, 1), C, inverse.dtype)], 1
-  )
-  x = compact(x.reshape(S, P, -1), before, after)
+  if arrays['tree'] is not None:
+    tree = arrays['tree']
+    nodes = attention.Nodes(tree.depths, tree.ends)
+    x = decoder.hidden_states(
+      params, cfg, tree.ids, mesh=mesh, tree=nodes, longest=T
+    )
+    # Trajectories share nodes: gradients are summed.
+    M = tree.ids.shape[1]
+    at = tree.at.reshape(S, P)
+    x = _take(x, jnp.where(index < P, _take(at, before), M))
+  else:
+    starts = arrays['starts'].reshape(B, -1)
+    x = decoder.hidden_states(params, cfg, ids, mesh=mesh, starts=starts)
+    after = jnp.concatenate(
+      [inverse[:, 1:], jnp.full((S, 1), C, inverse.dtype)], 1
+    )
+    x = compact(x.reshape(S, P, -1), before, after)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
   def spread(y):

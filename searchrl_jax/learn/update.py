@@ -179,14 +179,14 @@ class Updater:
     room = batching.capacity(self.batch_config, batch.ids.shape[1])
     index, inverse = compaction(batch.mask, self.shards, room)
     zeros = np.zeros(batch.ids.shape, np.float32)
-    arrays = vars(batch) | {
+    arrays: dict[str, Any] = vars(batch) | {
       'index': index,
       'inverse': inverse,
       'old': zeros if old is None else old,
       'ref': zeros if ref is None else ref,
     }
     del arrays['owner']
-    return {k: place(self.mesh, v) for k, v in arrays.items()}
+    return jax.tree.map(functools.partial(place, self.mesh), arrays)
 
   def like(self, length: int) -> dict:
     """The shapes of `put` for microbatches with rows of this length."""
@@ -363,6 +363,5 @@ class Updater:
     sums, norms = jax.device_get((sums, norms))
     out = losses.summarise(sums) | {k: float(v) for k, v in norms.items()}
     out['microbatches'] = float(len(batches))
-    used = sum(int(b.lengths.sum()) for b in batches)
-    out['padding'] = 1.0 - used / sum(b.ids.size for b in batches)
+    out |= batching.shares(batches)
     return state, out

@@ -31,6 +31,13 @@ class Packed(NamedTuple):
   positions: jax.Array  # int32 [B, T], of each token in its sequence
 
 
+class Nodes(NamedTuple):
+  """Rows that are prefix trees, see `types.PrefixTree`."""
+
+  positions: jax.Array  # int32 [B, T], the depth of each token
+  ends: jax.Array  # int32 [B, T]
+
+
 def packed(starts, T: int) -> Packed:
   """From starts [B, M] in rows of T tokens."""
   at = jnp.arange(T, dtype=jnp.int32)
@@ -55,7 +62,7 @@ def causal(
   v,
   lengths,
   kernel: str = 'auto',
-  packing: Packed | None = None,
+  packing: Packed | Nodes | None = None,
   mesh=None,
   window: int = 0,
 ):
@@ -65,10 +72,14 @@ def causal(
   splash attention on TPU, XLA elsewhere.
   Rows past `lengths` hold finite, meaningless values, which no loss may use.
   With `packing`, tokens of a row see their own sequence only, and `lengths` is
-  not read; where cuDNN cannot do that (`packed_cudnn.available`), XLA does.
+  not read; where cuDNN cannot do that (`packed_cudnn.available`), XLA does. In
+  a prefix tree tokens see those on the way to them, by XLA.
   window: tokens that a token sees, itself included; 0: all before it.
   """
   window = window if window < q.shape[1] else 0
+  tree = isinstance(packing, Nodes)
+  if tree:
+    kernel = 'xla'
   if kernel == 'auto':
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     kernel = _KERNELS.get(sharding.platform(), 'xla') if half else 'xla'
@@ -103,13 +114,19 @@ def causal(
   out = []
   for i in range(0, T, step):
     end = i + step
-    first = max(0, i - window + 1) if window else 0
+    first = max(0, i - window + 1) if window and not tree else 0
     block = q[:, :, :, i:end], k[:, :, first:end], v[:, :, first:end]
     same = None
-    if packing is not None:
+    if isinstance(packing, Nodes):
+      nodes = jnp.arange(i, min(end, T))[None, :, None]
+      same = nodes < packing.ends[:, None, :end]
+      if window:  # distances are those of positions, not of places in the row
+        at = packing.positions
+        same &= at[:, i:end, None] - at[:, None, :end] < window
+    elif packing is not None:
       s = packing.segments
       same = s[:, i:end, None] == s[:, None, first:end]
-    out.append(_attend_block(*block, i - first, same, window))
+    out.append(_attend_block(*block, i - first, same, 0 if tree else window))
   o = out[0] if len(out) == 1 else jnp.concatenate(out, 3)
   return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 

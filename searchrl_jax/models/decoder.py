@@ -427,19 +427,28 @@ def block(p: dict, cfg: DecoderConfig, x, rope, attend: Callable, mesh=None):
 
 
 def hidden_states(
-  params: dict, cfg: DecoderConfig, ids, mesh=None, starts=None
+  params: dict,
+  cfg: DecoderConfig,
+  ids,
+  mesh=None,
+  starts=None,
+  tree: attention.Nodes | None = None,
+  longest: int = 0,
 ):
   """Final hidden states [B, T, D] of ids int32 [B, T].
 
   Padding on the right is not told: causality hides it from the tokens before.
-  starts: int32 [B, M] where the rows are packed (`attention.Packed`). The
-  caller applies the head to the tokens that need it.
+  starts: int32 [B, M] where the rows are packed (`attention.Packed`). tree:
+  where they are prefix trees. longest: tokens of a sequence in such a row, at
+  most; 0: T. The caller applies the head to the tokens that need it.
   """
   B, T = ids.shape
   x = embed(params, cfg, ids)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
-  if starts is None:
-    packing = None
+  packing: attention.Packed | attention.Nodes | None = tree
+  if tree is not None:
+    positions = tree.positions
+  elif starts is None:
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
   else:
     arrays = attention.packed(starts, T)
@@ -465,19 +474,21 @@ def hidden_states(
     apply = jax.checkpoint(
       apply, policy=policy, prevent_cse=False, static_argnums=(3,)
     )
-  x = _through(cfg, apply, x, params['layers'], layers, T)
+  x = _through(cfg, apply, x, params['layers'], layers, longest or T)
   return norm(cfg, x, params['final_norm'])
 
 
-def _through(cfg, apply: Callable, x, stacked: dict, layers: list[Layer], T):
+def _through(
+  cfg, apply: Callable, x, stacked: dict, layers: list[Layer], longest: int
+):
   """x after all layers; apply(x, p, rope, window) is one of them.
 
-  A scan over layers, in which RoPE may differ. A window within the row is a
+  A scan over layers, in which RoPE may differ. A window within a sequence is a
   constant of its kernel, so the scan is then over periods of `global_every`
   layers, and layers after the last whole period follow it.
   """
   L, P = cfg.n_layers, cfg.global_every
-  if not 0 < cfg.window < T or P == 1:
+  if not 0 < cfg.window < longest or P == 1:
     kinds = list(dict.fromkeys(layer.window for layer in layers))
     ropes = [next(y.rope for y in layers if y.window == w) for w in kinds]
     which = None

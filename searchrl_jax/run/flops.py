@@ -3,7 +3,7 @@
 Their quotient is the model FLOPs utilisation (MFU) of the log.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -34,11 +34,20 @@ def peak_flops(device=None) -> float:
 
 
 def update_flops(cfg: decoder.DecoderConfig, batches: Sequence[Batch]) -> float:
-  """FLOPs of a forward and backward pass over the real tokens of a minibatch.
+  """FLOPs of a forward and backward pass over the tokens of a minibatch that
+  are computed: none of padding, and a shared beginning once.
 
   See `of_rows`. MFU = this / (seconds x devices x `peak_flops`).
   """
-  return sum(of_rows(cfg, b.lengths, b.mask.sum()) for b in batches)
+  total = 0.0
+  for b in batches:
+    if b.tree is None:
+      total += of_rows(cfg, b.lengths, b.mask.sum())
+      continue
+    depths = b.tree.depths[b.nodes()].astype(np.float64)
+    pairs = lambda window, d=depths: (2 * np.minimum(d, window) + 1).sum()
+    total += _flops(cfg, depths.size, pairs, b.mask.sum())
+  return total
 
 
 def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
@@ -52,11 +61,17 @@ def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
   products are left out. Recomputation, padding and the optimizer are not
   counted. A forward pass alone is a third.
   """
-  D, H = cfg.d_model, cfg.head_dim
+  n = np.asarray(lengths, np.float64)
+  pairs = lambda window: (n * np.minimum(n, window)).sum()
+  return _flops(cfg, n.sum(), pairs, loss_tokens)
+
+
+def _flops(cfg, tokens, pairs: Callable, loss_tokens) -> float:
+  """pairs(window): pairs of tokens that attend, twice those that a causal
+  mask lets through."""
+  D, H, each = cfg.d_model, cfg.head_dim, 4.0 if cfg.lora else 6.0
   layer = D * H * (2 * cfg.n_heads + 2 * cfg.n_kv_heads) + 3 * D * cfg.d_ff
-  each, n = 4.0 if cfg.lora else 6.0, np.asarray(lengths, np.float64)
-  total = each * cfg.n_layers * layer * n.sum()
+  total = each * cfg.n_layers * layer * tokens
   for i in range(cfg.n_layers):
-    seen = np.minimum(n, cfg.window_of(i) or np.inf)
-    total += 12 * cfg.n_heads * H * (n * seen).sum()
+    total += 12 * cfg.n_heads * H * pairs(cfg.window_of(i) or np.inf)
   return float(total + each * D * cfg.vocab_size * loss_tokens)

@@ -339,6 +339,10 @@ def base() -> ConfigDict:
   # a trajectory and takes most of them, the others what is left.
   c.batch.lengths = (256, 512, 1024)
   c.batch.tokens = 8192  # of one device in the largest microbatch
+  # Tokens of one device in a microbatch whose trajectories are computed once
+  # where they begin alike, with XLA's attention; batch.tokens and all lengths
+  # but the last are then not read. 0 = each trajectory is computed.
+  c.batch.prefix_tokens = 0
   c.batch.loss_fraction = 0.5  # loss tokens a microbatch holds, of its tokens
   c.batch.head_chunk = 1024  # loss tokens of one device scored at once
 

@@ -346,7 +346,9 @@ class Session:
     if not metrics['finite']:
       path = self.workdir / f'nonfinite_step{self.step}.npz'
       parts = [(i, vars(b)) for i, b in enumerate(batches)]
-      arrays = {f'{i}/{k}': v for i, b in parts for k, v in b.items()}
+      arrays = {
+        f'{i}/{k}': v for i, b in parts for k, v in b.items() if k != 'tree'
+      }
       cluster.first('batch', lambda: np.savez(path, **arrays))
       text = (
         f'step {self.step}: the loss or its gradient is not finite; nothing '
