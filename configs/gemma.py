@@ -17,22 +17,18 @@ others in these formats (docs/data.md). Arguments:
            hesitant, a part answers at once from memory or searches for too
            little
   closed_book  the answers from memory, for start=hesitant
-  arm      what is evaluated and trained: search; closed_book, few_shot, rag,
-           gold: baselines that read the passage in the prompt, or none; ttrl,
-           ssrl: those recipes
-  machine  cpu; gpu: bfloat16, and 32 x 8 trajectories a step
+  machine  cpu; gpu: 32 x 8 trajectories a step
   seed
 """
 
 from ml_collections import ConfigDict
 
-from configs import wiki_nq
+from configs import machines, wiki_nq
 from searchrl_jax.run import schema
 
 # Shares of the attempts of start='hesitant', fixed by the greedy search rate on
 # tuning questions before any RL (experiments/LOG.md).
 HESITANT = dict(memory=0.5, poor=0.1)
-ARMS = 'search closed_book rag gold ttrl ssrl'.split()
 
 
 def get_config(arg=None):
@@ -41,13 +37,11 @@ def get_config(arg=None):
     model='gemma-small',
     start='good',
     closed_book='',
-    arm='search',
     machine='cpu',
     seed=0,
   )
   for name, known in (
     ('start', ('good', 'hesitant')),
-    ('arm', ARMS),
     ('machine', ('cpu', 'gpu')),
   ):
     if a[name] not in known:
@@ -55,6 +49,8 @@ def get_config(arg=None):
         f'config argument {name}={a[name]!r}: one of {", ".join(known)}'
       )
   c = wiki_nq.get_config(f'model={a.model},size=small')
+  if a.machine == 'gpu':
+    machines.small_on_gpu(c)
   c.name, c.seed = 'gemma', a.seed
   module = 'experiments.gemma.questions'
   c.data.train = ConfigDict(

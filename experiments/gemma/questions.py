@@ -9,7 +9,6 @@ a search with the question, what was found, the answer in it.
 
 from collections.abc import Iterator, Sequence
 import functools
-import json
 import pathlib
 import zlib
 
@@ -196,14 +195,3 @@ def visible(found: Sequence[Passage], words: int) -> Iterator[str]:
     text = f'{passage.title}\n{passage.text}'.split(' ')[: max(words, 0)]
     words -= len(text)
     yield ' '.join(text)
-
-
-def write_answers(rows, path) -> int:
-  """Writes JSON lines of {id, answer} of an evaluation's rows; their number."""
-  lines = [
-    json.dumps({'id': r['id'], 'answer': r['answer']})
-    for r in rows
-    if r['answer']
-  ]
-  pathlib.Path(path).write_text('\n'.join(lines) + '\n', 'utf-8')
-  return len(lines)

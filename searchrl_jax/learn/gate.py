@@ -281,6 +281,8 @@ def show(config, name: str, vocab_size: int) -> int:
   topology = parse(name)
   prepare()
   jax.config.update('jax_platforms', 'cpu')
+  # What was compiled for a device that is not here cannot be loaded.
+  jax.config.update('jax_enable_compilation_cache', False)
   platform, devices = 'gpu' if topology.gpu else 'tpu', topology.devices()
   with (
     sharding.compiling_for(platform, topology.own(devices)),

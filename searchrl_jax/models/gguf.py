@@ -59,6 +59,7 @@ _NAMES = {
   'mlp_post_norm': 'post_ffw_norm.weight',
   **{x: f'ffn_{x}.weight' for x in ('gate', 'up', 'down')},
 }
+EMBEDDING = _NAMES['embed']
 _TOKENS = 'tokenizer.ggml.'
 _SPECIAL = {
   'bos_token': 'bos_token_id',
@@ -85,20 +86,21 @@ def to_folder(file, out, dtype: str = 'float32') -> None:
   file, out = pathlib.Path(file), pathlib.Path(out)
   if out.exists():
     raise FileExistsError(f'{out} exists; remove it or choose another')
-  fields, tensors = _read(file)
+  fields, tensors = read(file)
   with lookup.of(str(file)):
     config = config_of(fields, tensors)
     cfg = pretrained.decoder_config(config)
     table = pretrained.tensor_table(cfg)
     stored = _match(table, tensors)
 
-  def read(name: str) -> np.ndarray:
-    return _weights(cfg, table[name], stored[name])
+  def read_one(name: str) -> np.ndarray:
+    found = stored[name]
+    return weights(cfg, table[name], found.data, found.tensor_type)
 
   def write(folder: pathlib.Path) -> None:
     _write_tokenizer(fields, folder)
 
-  pretrained.write_folder(out, config, table, read, dtype, write)
+  pretrained.write_folder(out, config, table, read_one, dtype, write)
 
 
 def _library():
@@ -111,7 +113,7 @@ def _library():
   return gguf
 
 
-def _read(file: pathlib.Path):
+def read(file: pathlib.Path):
   """(fields by name, tensors by name) of a file."""
   gguf, found = _library(), f'{file}: a truncated or malformed GGUF file'
   lookup.require(file.is_file(), f'{file}: no such file', FileNotFoundError)
@@ -173,6 +175,12 @@ def config_of(fields: dict[str, Any], tensors) -> dict[str, Any]:
   return families.format_config(full, like={**out, **ids})
 
 
+def name_of(tensor: families.Tensor) -> str:
+  """Of a tensor of ours, in the file."""
+  name = _NAMES[tensor.path.split('/')[-1]]
+  return name if tensor.layer is None else f'blk.{tensor.layer}.{name}'
+
+
 def _match(table: dict[str, families.Tensor], tensors) -> dict[str, Any]:
   """The file's tensor of each of the model's."""
   lookup.require(
@@ -183,9 +191,7 @@ def _match(table: dict[str, families.Tensor], tensors) -> dict[str, Any]:
   )
   out = {}
   for name, tensor in table.items():
-    theirs = _NAMES[tensor.path.split('/')[-1]]
-    if tensor.layer is not None:
-      theirs = f'blk.{tensor.layer}.{theirs}'
+    theirs = name_of(tensor)
     found = tensors.get(theirs)
     shape = found and tuple(int(n) for n in reversed(found.shape))
     lookup.require(
@@ -207,16 +213,20 @@ def _match(table: dict[str, families.Tensor], tensors) -> dict[str, Any]:
   return out
 
 
-def _weights(cfg, tensor: families.Tensor, found) -> np.ndarray:
-  """A tensor in Hugging Face's layout, float32."""
-  x = _library().quants.dequantize(found.data, found.tensor_type)
+def weights(cfg, tensor: families.Tensor, raw, kind) -> np.ndarray:
+  """A tensor in Hugging Face's layout, float32.
+
+  raw: as the file has it. kind: a gguf.GGMLQuantizationType, or its number.
+  """
+  gguf = _library()
+  x = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))
   x = x.reshape(tensor.shape)
-  kind = tensor.path.split('/')[-1]
-  if kind.endswith('norm'):
+  name = tensor.path.split('/')[-1]
+  if name.endswith('norm'):
     return x - np.float32(cfg.traits.norm_offset)
-  if cfg.family == 'llama' and kind in ('q', 'k'):
+  if cfg.family == 'llama' and name in ('q', 'k'):
     # llama.cpp rotates neighbours, and has the halves of a head interleaved.
-    heads = cfg.n_heads if kind == 'q' else cfg.n_kv_heads
+    heads = cfg.n_heads if name == 'q' else cfg.n_kv_heads
     x = x.reshape(heads, -1, 2, tensor.shape[1]).swapaxes(1, 2)
   return np.ascontiguousarray(x.reshape(tensor.shape))
 

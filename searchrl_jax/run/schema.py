@@ -248,7 +248,9 @@ def base() -> ConfigDict:
   # and slots limit the sequences in flight, of env.max_tokens tokens each.
   c.engine.host_gib = 16.0
   c.engine.dtype = 'float32'  # of activations and cache
-  c.engine.canary_tolerance = 1e-3  # log-prob difference that stops a run
+  # The difference of engine and trainer that stops a run: of a log-prob, or of
+  # its relative error where that is below -1.
+  c.engine.canary_tolerance = 1e-3
   # The following fields are for servers (module = 'vllm'). Their URLs,
   # separated by commas; '' = start servers that end with the run.
   c.engine.url = ''

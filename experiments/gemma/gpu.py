@@ -1,0 +1,112 @@
+"""The warm start and GRPO on one GPU; see gpu.sh.
+
+OUT/gpu.json has, as far as it got, seconds of each stage, the steps, exact
+match on the 683 dev questions before and after (greedy), and the GPU.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+from absl import flags
+
+from experiments.benchmarks import common
+from experiments.gemma import carry
+from searchrl_jax.run import command, records
+
+CONFIG = 'configs/gemma.py'
+# A CPU tries the commands with these.
+TRY = (
+  'rollout.questions=2 rollout.group=4 train.steps=2 eval.questions=8 '
+  'engine.slots=8 engine.prefill_rows=16 sft.steps=2 sft.warmup=0 '
+  'optim.warmup=0 batch.tokens=768 sft.data.n=16'
+).split()
+
+
+def main():
+  begin = time.monotonic()
+  out, carried = pathlib.Path(_OUT.value).resolve(), _CARRIED.value
+  out.mkdir(parents=True, exist_ok=True)
+  os.environ['SEARCHRL_DATA'] = str(pathlib.Path(carried).resolve())
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(out / 'programs'))
+  seconds: dict[str, float] = {}
+
+  def left() -> float:
+    return _SECONDS.value - (time.monotonic() - begin)
+
+  def run(stage: str, module: str, *arguments: str) -> None:
+    started = time.monotonic()
+    print(f'{stage} ...', flush=True)
+    call = [sys.executable, '-m', module, f'--config={config}', *arguments]
+    status = subprocess.run(call, cwd=common.ROOT).returncode
+    seconds[stage] = time.monotonic() - started
+    report(out, seconds, begin)
+    if status:
+      raise SystemExit(
+        f'{stage}: exit status {status}; what it had is in {out}'
+      )
+
+  model = out / 'model'
+  if not model.exists():
+    started = time.monotonic()
+    carry.unpack(pathlib.Path(carried), model)
+    seconds['unpack'] = time.monotonic() - started
+  config = f'{CONFIG}:model={model},machine=gpu'
+  small = [f'--config.{field}' for field in TRY] if _SMALL.value else []
+  warm, run_ = out / 'warm', out / 'grpo'
+  shared = [
+    *small,
+    '--config.log.tensorboard=False',
+    f'--config.seed={_SEED.value}',
+  ]
+  if not (warm / 'checkpoints').exists():
+    shutil.rmtree(warm, ignore_errors=True)  # of a start that failed
+    run('warm start', 'searchrl_jax.sft', f'--workdir={warm}', *shared)
+  run(
+    'grpo',
+    'searchrl_jax.train',
+    f'--workdir={run_}',
+    f'--config.train.init={warm}',
+    f'--config.train.seconds={max(left() - _END.value, 1):.0f}',
+    '--config.eval.every=20',
+    '--config.data.eval.tune.path=qa_dev.jsonl.gz',
+    '--config.data.eval.tune.part=',
+    *shared,
+  )
+  print(f'{time.monotonic() - begin:.0f} s in all; {out / "gpu.json"}')
+
+
+def report(out: pathlib.Path, seconds: dict, begin: float) -> None:
+  """Writes gpu.json from what the stages have left."""
+  log = out / 'grpo' / 'metrics.jsonl'
+  lines = log.read_text().splitlines() if log.exists() else []
+  steps = [json.loads(line) for line in lines]
+  scored = [s for s in steps if 'eval/em' in s]
+  shown = ('eval/em', 'eval/em/low', 'eval/em/high', 'eval/em/n', 'eval/f1')
+  record = {
+    'environment': common.environment(),
+    'command': common.command('experiments.gemma.gpu'),
+    'seconds': {**seconds, 'in all': time.monotonic() - begin},
+    'evaluations': [
+      {'step': s['step'] + 1} | {k: s.get(k) for k in shown} for s in scored
+    ],
+    'steps': steps,
+  }
+  records.write_json(out / 'gpu.json', record)
+  for row in record['evaluations']:
+    print(row, flush=True)
+
+
+if __name__ == '__main__':
+  small = os.environ.get('SMALL', '') not in ('', '0')
+  _CARRIED = flags.DEFINE_string('carried', None, 'Of carry.', required=True)
+  _OUT = command.define_out('runs/gemma_gpu', 'Folder of model, runs, record.')
+  _SMALL = flags.DEFINE_bool('small', small, 'Sizes for a CPU (SMALL=1).')
+  _SECONDS = flags.DEFINE_float('seconds', 360, 'For everything.', 1)
+  _END = flags.DEFINE_float('end', 30, 'Of these, for what ends the run.', 0)
+  _SEED = flags.DEFINE_integer('seed', 0, 'Of the run.')
+  command.run(main)

@@ -1,0 +1,183 @@
+"""The arms of the experiment, as a sweep; `run` makes what it needs first.
+
+  python -m searchrl_jax.sweep --workdir=runs/gemma/sweep \\
+    --sweep=experiments/gemma/rows.py:model=runs/gemma/small,\\
+made=runs/gemma/made --only=grpo_good
+
+Questions: `tune` chooses settings, selects epochs and draws the curve; `dev`,
+683 questions of Natural Questions of which training has none, is reported.
+"""
+
+from collections.abc import Mapping
+import functools
+import pathlib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from configs import gemma
+from experiments import rows
+from searchrl_jax import evaluate
+from searchrl_jax.data import core as data
+from searchrl_jax.run import schema
+
+MODULE = 'experiments.gemma'
+# File of the data, and the questions of it.
+SETS = {
+  'dev': ('qa_dev.jsonl.gz', {'source': 'nq*'}),
+  'tune': ('qa_train.jsonl.gz', {'part': 'tune', 'n': 300}),
+  'hotpotqa': ('qa_dev.jsonl.gz', {'source': 'hotpotqa*'}),
+  '2wiki': ('qa_dev.jsonl.gz', {'source': '2wiki*'}),
+  'musique': ('qa_dev.jsonl.gz', {'source': 'musique*'}),
+}
+ROLLOUTS = {'eval.temperature': 1.0}
+
+
+def asked(name: str, module: str = 'questions', **fields) -> ConfigDict:
+  """A set of questions as `config.data.eval` has it."""
+  path, chosen = SETS[name]
+  own = {'module': f'{MODULE}.{module}', 'path': path, **chosen, **fields}
+  return ConfigDict({name: own})
+
+
+def on(name: str, fields: Mapping[str, Any] | None = None, **of):
+  """An evaluation on one set; fields of the config that it changes.
+
+  of: of the set, such as module='baselines'.
+  """
+
+  def run(config, workdir, out):
+    changed = config.copy_and_resolve_references()
+    changed.data.eval = asked(name, **of)
+    changed.eval.questions = 0
+    changed.update_from_flattened_dict(dict(fields or {}))
+    if changed.source.module != 'service':
+      corpus = changed.source.corpus
+      changed.source.corpus = data.resolve(corpus, changed.data)
+    return evaluate.evaluate(changed, workdir, out)
+
+  return run
+
+
+def controls(config, workdir, out):
+  """No search, random passages, those of other questions, and none."""
+  changed = config.copy_and_resolve_references()
+  changed.data.eval, changed.eval.questions = asked('dev'), 0
+  return evaluate.evaluate(changed, workdir, out, with_controls=True)
+
+
+GOLD = {'source.module': f'{MODULE}.baselines'}
+# pass@8 of 200 questions at the rollouts' temperature.
+PASS = ROLLOUTS | {'eval.n': 8, 'eval.k': (1, 8)}
+POLICY = {'after': on('dev'), 'sampled': on('dev', ROLLOUTS)}
+WHOLE = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
+TRANSFER = {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
+
+
+def get_sweep(arg=None):
+  a = schema.parse_arg(arg, model='gemma-small', made='', steps=60)
+  made = pathlib.Path(a.made).resolve()
+
+  def config(start='good', fields: Mapping[str, Any] | None = None):
+    def of(seed: int):
+      book = made / 'closed_book.jsonl'
+      c = gemma.get_config(
+        f'model={a.model},seed={seed},start={start},closed_book={book}'
+      )
+      c.train.steps = a.steps
+      c.eval.every, c.eval.questions = 20, 200
+      c.update_from_flattened_dict(dict(fields or {}))
+      return c
+
+    return of
+
+  def prompted(template: str, passage: bool, seed: int):
+    c = config()(seed)
+    c.env.template = str(made / template)
+    c.env.max_turns = 0
+    c.env.max_tokens = c.engine.max_len = 768 if passage else 256
+    c.engine.slots = 32
+    return c
+
+  def reading(seed: int):
+    """Fine-tuned to answer from the passage in its prompt."""
+    c = config()(seed)
+    c.env.template = str(pathlib.Path(__file__).with_name('rag.json'))
+    c.env.max_turns = 0
+    c.sft.data = ConfigDict(
+      dict(
+        module=f'{MODULE}.baselines', path='qa_train.jsonl.gz', n=1024, seed=0
+      )
+    )
+    c.sft.steps = 128
+    return c
+
+  def more(start: str):
+    """More of the warm start in place of RL."""
+    return config(start, {'sft.data.n': 1024, 'sft.steps': 112})
+
+  lora = {'models.lora.rank': 32, 'optim.lr': 2e-4}
+  starts = {
+    'good': rows.Start(config('good'), shared=True),
+    'hesitant': rows.Start(config('hesitant'), shared=True),
+    'reading': rows.Start(reading, shared=True),
+    'more_good': rows.Start(more('good'), init='good', shared=True),
+    'more_hesitant': rows.Start(more('hesitant'), init='hesitant', shared=True),
+  }
+  passages = {'module': 'baselines'}
+  baseline = functools.partial(rows.Arm, train=False, seeds=(0,))
+  arms = (
+    baseline(
+      'closed_book',
+      functools.partial(prompted, 'closed_book.json', False),
+      evaluations={'after': on('dev')},
+    ),
+    baseline(
+      'rag_few_shot',
+      functools.partial(prompted, 'rag.json', True),
+      evaluations={
+        'after': on('dev', **passages),
+        'gold': on('dev', gold=True, **passages),
+      },
+    ),
+    baseline(
+      'rag_fine_tuned',
+      reading,
+      'reading',
+      evaluations={
+        'after': on('dev', **passages),
+        'gold': on('dev', gold=True, **passages),
+      },
+    ),
+    baseline('good', config('good'), 'good', evaluations=WHOLE | TRANSFER),
+    baseline(
+      'hesitant', config('hesitant'), 'hesitant', evaluations=WHOLE | TRANSFER
+    ),
+    rows.Arm(
+      'grpo_good',
+      config('good'),
+      'good',
+      evaluations=WHOLE | TRANSFER | {'controls': controls},
+      seeds=(0, 1),
+    ),
+    rows.Arm(
+      'grpo_hesitant',
+      config('hesitant'),
+      'hesitant',
+      evaluations=WHOLE | TRANSFER | {'controls': controls},
+      seeds=(0, 1),
+    ),
+    rows.Arm(
+      'lora_good', config('good', lora), 'good', evaluations=POLICY, seeds=(0,)
+    ),
+    baseline('more_good', config('good'), 'more_good', evaluations=POLICY),
+    baseline(
+      'more_hesitant', config('hesitant'), 'more_hesitant', evaluations=POLICY
+    ),
+  )
+  return rows.Row(
+    warm=starts,
+    arms=arms,
+    scores=('em', 'f1', 'searches', 'found', 'em_found', 'tokens', 'pass'),
+    curves={'eval/em': 'exact match', 'reward': 'reward'},
+  )
