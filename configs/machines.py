@@ -112,6 +112,7 @@ def small_on_gpu(c) -> None:
   c.batch.prefix_tokens = 0
   c.batch.tokens = 48 * c.batch.lengths[-1]
   c.batch.loss_fraction = 0.3
+  c.optim.lr = 1e-5  # of four times as many questions
   c.train.steps = 40
   c.checkpoint.every = 20
 
