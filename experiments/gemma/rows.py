@@ -26,6 +26,7 @@ MODULE = 'experiments.gemma'
 SETS = {
   'dev': ('qa_dev.jsonl.gz', {'source': 'nq*'}),
   'tune': ('qa_train.jsonl.gz', {'part': 'tune', 'n': 300}),
+  'train': ('qa_train.jsonl.gz', {'part': 'train'}),
   'hotpotqa': ('qa_dev.jsonl.gz', {'source': 'hotpotqa*'}),
   '2wiki': ('qa_dev.jsonl.gz', {'source': '2wiki*'}),
   'musique': ('qa_dev.jsonl.gz', {'source': 'musique*'}),

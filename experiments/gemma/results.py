@@ -1,0 +1,257 @@
+"""What the experiment found: results.json, hits.json and curves.png.
+
+results.json
+  environment, vocabulary (entries of the model that ran)
+  warm   name -> seed -> {seconds, commit}
+  arms   [{arm, seed, set, evaluation, n, em, em_interval, f1, f1_interval,
+         searches, found, em_found, steps, seconds, commit, vocabulary}]; set
+         'dev_short': the questions of 'dev' with a short answer that stands
+         early in their passage
+  gains  [{arm, start, evaluation, seeds, n, gain, interval, wins, losses}]
+  curves arm -> seed -> metric -> [[step, value]]
+  bars   [{name, value, low, bar, holds}]
+hits.json
+  ids, and for each arm/seed/evaluation on 'dev' a string of 0 and 1: whether
+  the answer to the question at this place of ids matched exactly
+
+Intervals are 95 %, percentile bootstrap over questions; those of gains are of
+the differences of each question, averaged over seeds first.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from experiments.gemma import questions
+from searchrl_jax.data import core as data
+from searchrl_jax.evaluators import grading, ledger
+from searchrl_jax.rewards import scores
+from searchrl_jax.run import records, schema
+from searchrl_jax.sweeps import core, figures, stages
+
+RESAMPLES = 10_000
+Hits = Mapping[str, float]  # question -> exact match, the mean of its samples
+# (trained arm, its start, gain of exact match that is expected of it)
+GAINS = ('grpo_hesitant', 'hesitant', 0.08), ('grpo_good', 'good', 0.03)
+# Without what they search, policies are expected to know at most this.
+BLIND = 0.05
+
+
+def complete(sweep: core.Sweep, workdir: pathlib.Path):
+  """(arm, case, evaluation, its folder) of all that is done."""
+  for arm in sweep.arms:
+    for folder in sorted((workdir / 'arms' / arm.name).glob('*')):
+      if not stages.done(sweep, f'arms/{arm.name}/{folder.name}', workdir):
+        continue
+      for name in arm.evaluations:
+        yield arm, folder.name, name, folder / name
+
+
+def hits(folder: pathlib.Path, evaluation: str = 'eval') -> dict[str, float]:
+  """Exact match by question."""
+  rows = ledger.read_rows(str(folder), evaluation)
+  return {q: em for (_, q), em in grading.by_question(rows, 'em').items()}
+
+
+def short_dev() -> set[str]:
+  """Ids of 'dev_short'."""
+  found = data.resolve('qa_dev.jsonl.gz', schema.base().data)
+  folder = data.data_dir(schema.base().data)
+  return {q.id for q in questions.load(found, folder, short=True)}
+
+
+def mean(values: Sequence[float]) -> scores.Interval:
+  return scores.bootstrap(values, resamples=RESAMPLES, seed=0)
+
+
+def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
+  """The entries of `arms` for one evaluation: one of each set and control."""
+  values = json.loads((folder / 'values.json').read_text())
+  rows = json.loads((folder / ledger.MANIFEST).read_text())
+  done = json.loads((folder.parent / 'done.json').read_text())
+  seconds = json.loads((folder.parent / 'seconds.json').read_text())
+  (where,) = rows['sets']
+  out = []
+  for label in ('eval', 'shuffled', 'random', 'empty', 'no_search'):
+    if f'{label}/em' not in values:
+      continue
+    parts = {where: None}
+    if where == 'dev':
+      parts['dev_short'] = short
+    for part, ids in parts.items():
+      kept = [
+        row
+        for row in ledger.read_rows(str(folder), label)
+        if ids is None or row.question in ids
+      ]
+      entry: dict[str, Any] = {
+        'arm': arm.name,
+        'seed': int(case),
+        'set': part,
+        'evaluation': name if label == 'eval' else label,
+      }
+      for score in ('em', 'f1', 'searches', 'found', 'em_found'):
+        found = mean([*grading.by_question(kept, score).values()])
+        entry |= {'n': found.n} if score == 'em' else {}
+        entry[score] = None if np.isnan(found.mean) else round(found.mean, 4)
+        if score in ('em', 'f1'):
+          entry[f'{score}_interval'] = [
+            round(found.low, 4),
+            round(found.high, 4),
+          ]
+      if f'{label}/pass@8' in values and ids is None:
+        entry['pass@8'] = values[f'{label}/pass@8']
+      entry['steps'] = done['config']['train']['steps'] if arm.train else 0
+      entry['seconds'] = round(seconds.get('train', 0.0))
+      entry['commit'] = done['commit']
+      out.append(entry)
+  return out
+
+
+def gain(ours: Sequence[Hits], theirs: Sequence[Hits]) -> dict[str, Any]:
+  """Of the first against the second, each a run per seed, by question."""
+  runs = (*ours, *theirs)
+  ids = sorted(set.intersection(*(set(run) for run in runs)))
+  of = lambda runs: np.array([[run[i] for i in ids] for run in runs]).mean(0)
+  apart = of(ours) - of(theirs)
+  found = mean(apart.tolist())
+  return {
+    'seeds': len(ours),
+    'n': len(ids),
+    'gain': round(found.mean, 4),
+    'interval': [round(found.low, 4), round(found.high, 4)],
+    'wins': int((apart > 0).sum()),
+    'losses': int((apart < 0).sum()),
+  }
+
+
+def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
+  """The bars; one whose arms are not complete has no value."""
+  out = []
+
+  def add(name, found, bar, sign=1):
+    value = found and found['gain']
+    low = found and found['interval'][0]
+    holds = bool(found) and value * sign >= bar * sign
+    holds = holds and (sign < 0 or low > 0)
+    out.append(
+      {'name': name, 'value': value, 'low': low, 'bar': bar, 'holds': holds}
+    )
+
+  for arm, start, bar in GAINS:
+    for evaluation in ('after', 'sampled'):
+      if evaluation == 'sampled' and start == 'good':
+        continue
+      found = [
+        g
+        for g in gains
+        if (g['arm'], g['start'], g['evaluation']) == (arm, start, evaluation)
+        and g['seeds'] >= 2
+      ]
+      add(f'{arm} - {start} ({evaluation})', (found or [None])[0], bar)
+  over = [g for g in gains if g['start'] == 'rag_few_shot' and g['seeds'] >= 2]
+  best = max(over, key=lambda g: g['gain'], default=None)
+  add('the better GRPO - rag_few_shot', best, 0.0)
+  for control in ('no_search', 'random'):
+    found = [
+      a['em']
+      for a in arms
+      if (a['evaluation'], a['set']) == (control, 'dev')
+      and a['arm'] in [arm for arm, _, _ in GAINS]
+    ]
+    worst = {'gain': max(found), 'interval': [None, None]} if found else None
+    add(f'{control}: exact match', worst, BLIND, -1)
+  return out
+
+
+def write(sweep: core.Sweep, workdir, out: pathlib.Path, about) -> dict:
+  """Writes the three files to `out`; returns the content of results.json."""
+  done = list(complete(sweep, workdir))
+  short = short_dev() if done else set()
+  arms: list[dict] = []
+  by: dict[tuple[str, str], dict[str, Hits]] = {}
+  for arm, case, name, folder in done:
+    found = entries(arm, case, name, folder, short)
+    arms += [entry | {'vocabulary': about['vocabulary']} for entry in found]
+    if found and found[0]['set'] == 'dev':
+      by.setdefault((arm.name, name), {})[case] = hits(folder)
+  pairs = [(arm, start) for arm, start, _ in GAINS]
+  pairs += [('lora_good', 'good')]
+  pairs += [(f'more_{s}', s) for s in ('good', 'hesitant')]
+  pairs += [(a, f'more_{s}') for a, s, _ in GAINS]
+  pairs += [(a, f'rag_{kind}') for a, *_ in GAINS for kind in _RAG]
+  gains = []
+  for arm, start in pairs:
+    for evaluation in ('after', 'sampled'):
+      two = by.get((arm, evaluation)), by.get((start, evaluation))
+      if all(two):
+        ours, theirs = ([*x.values()] for x in two)
+        named = {'arm': arm, 'start': start, 'evaluation': evaluation}
+        gains.append(named | gain(ours, theirs))
+  found = figures.collect(sweep, workdir)
+  record = {
+    **about,
+    'warm': figures.starts(sweep, workdir),
+    'arms': arms,
+    'gains': gains,
+    'curves': {
+      arm: {case: s['curve'] for case, s in x['seeds'].items() if s['curve']}
+      for arm, x in found.items()
+    },
+    'bars': judge(gains, arms),
+  }
+  records.write_json(out / 'results.json', record)
+  ids = sorted(set().union(*(h for x in by.values() for h in x.values())))
+  marks = {
+    '/'.join((arm, case, evaluation)): ''.join(
+      '-' if i not in run else str(round(run[i])) for i in ids
+    )
+    for (arm, evaluation), runs in by.items()
+    for case, run in runs.items()
+    if evaluation in ('after', 'sampled', 'gold')
+  }
+  records.write_json(out / 'hits.json', {'ids': ids, **marks})
+  if any(s['curve'] for x in found.values() for s in x['seeds'].values()):
+    figures.plot(sweep.curves, found, out / 'curves.png')
+  return record
+
+
+_RAG = 'few_shot', 'fine_tuned'
+
+
+def show(record: Mapping[str, Any]) -> str:
+  """Markdown: the arms on 'dev', the gains, the bars."""
+  head = (
+    'arm',
+    'seed',
+    'evaluation',
+    'EM',
+    'F1',
+    'searches',
+    'found',
+    'EM, found',
+  )
+  lines = [head, ['---'] * len(head)]
+  for a in record['arms']:
+    if a['set'] == 'dev':
+      low, high = a['em_interval']
+      cells = (a[k] for k in ('f1', 'searches', 'found', 'em_found'))
+      lines.append(
+        [
+          *(a['arm'], str(a['seed']), a['evaluation']),
+          f'{a["em"]:.3f} [{low:.3f}, {high:.3f}]',
+          *('' if x is None else f'{x:.3f}' for x in cells),
+        ]
+      )
+  text = ['| ' + ' | '.join(line) + ' |' for line in lines]
+  for g in record['gains']:
+    low, high = g['interval']
+    text.append(
+      f'{g["arm"]} - {g["start"]} ({g["evaluation"]}, {g["seeds"]} seeds): '
+      f'{g["gain"]:+.3f} [{low:+.3f}, {high:+.3f}]'
+    )
+  text += [str(bar) for bar in record['bars']]
+  return '\n'.join(text)

@@ -1,0 +1,122 @@
+"""The whole experiment: the model, its warm starts, GRPO, controls, the table.
+
+  python -m experiments.gemma.run --workdir=runs/gemma
+  ... --only=grpo_good,grpo_hesitant --seeds=0
+  ... --report                 nothing is trained: the table of what is done
+  ... --model=FOLDER           another small model, in place of the fetched one
+
+It needs corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz in --data_dir
+(or SEARCHRL_DATA), or others in these formats (docs/data.md). The same command
+goes on where it stopped. In --workdir are
+
+  model, small   the fetched model, and its version with fewer entries
+  made           prompts with examples, and the model's answers from memory
+  warm, arms     the stages (searchrl_jax.sweep)
+
+All that is done so far is in results.json (`results`) of --out.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+
+from experiments.benchmarks import common
+from experiments.gemma import baselines, questions, results, rows
+from searchrl_jax import evaluate, fetch, prune, sweep
+from searchrl_jax.data import core as data
+from searchrl_jax.models import pretrained
+from searchrl_jax.run import build, command, lookup, records, schema
+
+MODEL = 'gemma-3-270m'
+FILES = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'
+# Others whose words the small version keeps, where they are.
+MORE = 'popqa_test_1000.jsonl', 'gsm8k_train.jsonl.gz'
+TEMPLATE = 'searchrl_jax/text/templates/plain.json'
+SHOTS = 8
+# Questions that are answered from memory: the warm start asks them in the order
+# of their draw (`questions.traces`), and the longest asks 1,400.
+MEMORY = 1600
+
+
+def require_data() -> pathlib.Path:
+  """The folder of the data.
+
+  Raises:
+    ConfigError: a file is missing.
+  """
+  folder = pathlib.Path(data.data_dir(schema.base().data))
+  missing = [name for name in FILES if not (folder / name).is_file()]
+  lookup.require(
+    not missing,
+    f'{folder} lacks {", ".join(missing)}; name a folder that has them with '
+    '--data_dir (docs/data.md has the formats), or make them from Natural '
+    'Questions and wiki-18 (docs/real_model.md)',
+  )
+  return folder
+
+
+def small(folder: pathlib.Path, texts: pathlib.Path, workdir) -> None:
+  """Fetches the model and makes its small version, where they are not there."""
+  whole = workdir / 'model'
+  if (folder / 'config.json').exists():
+    return
+  print(fetch.fetch(MODEL, whole, 'float32'), flush=True)
+  named = [texts / name for name in (*FILES, *MORE)]
+  there = [str(path) for path in named if path.exists()]
+  print(prune.prune(str(whole), str(folder), there, [TEMPLATE], 4), flush=True)
+
+
+def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
+  """Prompts with examples, and what the model answers from memory."""
+  for name, passage in (('closed_book', False), ('rag', True)):
+    path = made / f'{name}.json'
+    if not path.exists():
+      baselines.few_shot(str(folder), path, SHOTS, passage)
+  book = made / 'closed_book.jsonl'
+  if book.exists():
+    return
+  arm = rows.get_sweep(f'model={model},made={made}').arm('closed_book')
+  config, out = arm.config(0), made / 'from_memory'
+  config.data.eval = rows.asked('train')
+  config.data.eval.train.n = MEMORY
+  print(f'{MEMORY} questions from memory ...', flush=True)
+  evaluate.evaluate(config, '', str(out))
+  env = build.environment(config, build.tokenizer(config, ''))
+  lines = []
+  for record in records.read(out / 'eval'):
+    said = env.answer(record.trajectory)
+    if said and len(said.split()) <= questions.WORDS:
+      question = record.trajectory.question.id
+      lines.append(json.dumps({'id': question, 'answer': said.strip()}) + '\n')
+  records.write_text(book, ''.join(lines))
+
+
+def main():
+  workdir = pathlib.Path(flags.FLAGS.workdir).resolve()
+  model = pathlib.Path(_MODEL.value or workdir / 'small').resolve()
+  made, out = workdir / 'made', pathlib.Path(_OUT.value)
+  environment = common.environment()
+  if not _REPORT.value:
+    texts = require_data()
+    small(model, texts, workdir)
+    prepare(made, texts, str(model))
+  spec = f'experiments/gemma/rows.py:model={model},made={made}'
+  table = rows.get_sweep(spec.partition(':')[2])
+  planned = sweep.chosen(table, flags.FLAGS.only, flags.FLAGS.seeds)
+  vocabulary = pretrained.read_config(model).vocab_size
+  about = {'environment': environment, 'vocabulary': vocabulary}
+  report = lambda: results.write(table, workdir, out, about)
+  try:
+    if not _REPORT.value:
+      sweep.run(spec, table, planned, workdir, after=report)
+  finally:
+    print(results.show(report()))
+
+
+if __name__ == '__main__':
+  sweep.define_flags()
+  _MODEL = flags.DEFINE_string('model', '', 'A small model that is there.')
+  _REPORT = flags.DEFINE_bool('report', False, 'Only write the table.')
+  _OUT = command.define_out('experiments/gemma', 'Folder of results.json.')
+  command.run(main)
