@@ -46,7 +46,8 @@ def pack(
   lookup.require(not out.exists(), f'{out} exists; remove it')
   ids = np.array(json.loads((small / prune.KEPT).read_text())['ids'])
   _, tensors = gguf.read(pathlib.Path(file))
-  rows, halves, sizes = gguf.EMBEDDING, ({}, {}), [0, 0]
+  rows, sizes = gguf.EMBEDDING, [0, 0]
+  halves: tuple[dict[str, np.ndarray], ...] = ({}, {})
   kinds: dict[str, str] = {}
   for name, tensor in sorted(tensors.items(), key=lambda x: -x[1].n_bytes):
     raw = np.asarray(tensor.data)

@@ -191,7 +191,7 @@ def write(sweep: core.Sweep, workdir, out: pathlib.Path, about) -> dict:
         ours, theirs = ([*x.values()] for x in two)
         named = {'arm': arm, 'start': start, 'evaluation': evaluation}
         gains.append(named | gain(ours, theirs))
-  found = figures.collect(sweep, workdir)
+  collected = figures.collect(sweep, workdir)
   record = {
     **about,
     'warm': figures.starts(sweep, workdir),
@@ -199,7 +199,7 @@ def write(sweep: core.Sweep, workdir, out: pathlib.Path, about) -> dict:
     'gains': gains,
     'curves': {
       arm: {case: s['curve'] for case, s in x['seeds'].items() if s['curve']}
-      for arm, x in found.items()
+      for arm, x in collected.items()
     },
     'bars': judge(gains, arms),
   }
@@ -214,8 +214,8 @@ def write(sweep: core.Sweep, workdir, out: pathlib.Path, about) -> dict:
     if evaluation in ('after', 'sampled', 'gold')
   }
   records.write_json(out / 'hits.json', {'ids': ids, **marks})
-  if any(s['curve'] for x in found.values() for s in x['seeds'].values()):
-    figures.plot(sweep.curves, found, out / 'curves.png')
+  if any(s['curve'] for x in collected.values() for s in x['seeds'].values()):
+    figures.plot(sweep.curves, collected, out / 'curves.png')
   return record
 
 

@@ -164,7 +164,7 @@ def parse(data: Any, name: str, where: str) -> Template:
 
   def pair(value, field):
     good = isinstance(value, list) and len(value) == 2
-    good = good and all(isinstance(t, str) and t.strip() for t in value)
+    good = good and all(isinstance(t, str) and t for t in value)
     check(good, field, f'expected ["open tag", "close tag"], got {value!r}')
     return tuple(value)
 
