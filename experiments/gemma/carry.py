@@ -61,9 +61,9 @@ def pack(
   shutil.copytree(
     small, part / _MODEL, ignore=shutil.ignore_patterns('*.safetensors')
   )
-  for name, half in zip(HALVES, halves):
-    own = {k: kinds[k] for k in half}
-    safetensors.numpy.save_file(half, part / name, own)
+  for name, own in zip(HALVES, halves):
+    about = {key: kinds[key] for key in own}
+    safetensors.numpy.save_file(own, part / name, about)
   for name in DATA:
     shutil.copy(pathlib.Path(folder) / name, part / name)
   part.rename(out)

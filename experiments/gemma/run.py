@@ -79,7 +79,7 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
   arm = rows.get_sweep(f'model={model},made={made}').arm('closed_book')
   config, out = arm.config(0), made / 'from_memory'
   config.data.eval = rows.asked('train')
-  config.data.eval.train.n = MEMORY
+  config.data.eval.train.n, config.eval.questions = MEMORY, 0
   print(f'{MEMORY} questions from memory ...', flush=True)
   evaluate.evaluate(config, '', str(out))
   env = build.environment(config, build.tokenizer(config, ''))
