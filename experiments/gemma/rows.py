@@ -115,7 +115,7 @@ def get_sweep(arg=None):
 
   def more(start: str):
     """More of the warm start in place of RL."""
-    return config(start, {'sft.data.n': 1024, 'sft.steps': 112})
+    return config(start, {'sft.data.n': 512, 'sft.steps': 112})
 
   lora = {'models.lora.rank': 32, 'optim.lr': 2e-4}
   starts = {

@@ -33,10 +33,10 @@ FILES = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'
 # Others whose words the small version keeps, where they are.
 MORE = 'popqa_test_1000.jsonl', 'gsm8k_train.jsonl.gz'
 TEMPLATE = 'searchrl_jax/text/templates/plain.json'
-SHOTS = 8
+SHOTS = 4  # examples of a prompt
 # Questions that are answered from memory: the warm start asks them in the order
-# of their draw (`questions.traces`), and the longest asks 1,400.
-MEMORY = 1600
+# of their draw (`questions.traces`), and the longest asks some 700.
+MEMORY = 800
 
 
 def require_data() -> pathlib.Path:
