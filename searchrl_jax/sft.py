@@ -17,6 +17,7 @@ import functools
 import hashlib
 import math
 import re
+import sys
 import time
 
 import numpy as np
@@ -25,6 +26,7 @@ from retrieval import files
 from searchrl_jax import types
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.core import Completion
+from searchrl_jax.evaluators import grading
 from searchrl_jax.learn import batching, checks, optim
 from searchrl_jax.learn.learner import Learner, own_optim
 from searchrl_jax.run import (
@@ -179,6 +181,31 @@ def examples(config, env, search) -> list[types.Trajectory]:
   return fitting
 
 
+def kinds(trajectories: Sequence[types.Trajectory], env: SearchEnv) -> str:
+  """A line that says what the traces teach.
+
+  A blind answer follows a search and is right, though nothing that was found
+  states it: it teaches to guess.
+  """
+  rows = grading.score(trajectories, env)
+  scored = [row for row in rows if not math.isnan(row.em)]
+  searched = [row for row in scored if row.searches]
+  read = [row for row in searched if row.found]
+  counts = {
+    'search, find it and answer right': sum(row.em for row in read),
+    'search, find it and answer otherwise': sum(not row.em for row in read),
+    'search, do not find it and answer right (blind)': sum(
+      row.em for row in searched if not row.found
+    ),
+    'search, do not find it and answer otherwise': sum(
+      not row.em for row in searched if not row.found
+    ),
+    'answer without a search': sum(row.guessed for row in scored),
+  }
+  parts = [f'{count:.0f} {what}' for what, count in counts.items() if count]
+  return ', '.join([f'{len(rows)} traces', *parts])
+
+
 def digest(trajectories: Sequence[types.Trajectory]) -> dict[str, str]:
   """Of all token ids, to compare processes."""
   ids = (s.ids.tobytes() for t in trajectories for s in t.trained)
@@ -233,6 +260,8 @@ def sft(config, workdir: str) -> dict[str, float]:
     search = searcher(source, loop.run)
     make = functools.partial(examples, config, env, search)
     trajectories = cluster.agree('traces', make)
+  if config.log.progress and cluster.main():
+    print(kinds(trajectories, env), file=sys.stderr, flush=True)
   # Each process has searched by itself.
   cluster.require_same(functools.partial(digest, trajectories))
 

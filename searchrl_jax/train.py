@@ -142,6 +142,7 @@ def train(config, workdir: str) -> dict[str, float]:
         reward='reward',
         em='reward/em',
         searches='health/searches',
+        gradient_groups='train/gradient_groups',
         tok_s='rollout/tokens_per_second',
         eval_em='eval/em',
       )

@@ -103,6 +103,20 @@ def test_the_quickstart_raises_no_alarm():
   }
 
 
+def test_groups_that_teach_nothing_are_named_once():
+  lines = [
+    {'step': t, 'train/gradient_groups': 0.2 if 6 <= t < 14 else 0.5}
+    for t in range(20)
+  ]
+  begun, flags = run(lines)
+  ((step, text),) = begun
+  # The third of five values below the limit moves their median.
+  assert step == 8 and 'train/gradient_groups is 0.2' in text
+  assert [f.get('alarm/groups') for f in flags[:5]] == [None] * 4 + [0.0]
+  on = [t for t, f in enumerate(flags) if f.get('alarm/groups')]
+  assert on == list(range(8, 16))
+
+
 def test_steps_without_a_value_are_skipped():
   """No trajectory was right, or the mean is not finite."""
   lines = [*history(60, **{'health/logp_right': lambda t: -0.25 - 0.1 * t})]

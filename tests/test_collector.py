@@ -223,7 +223,7 @@ async def _later(event):
   event.set()
 
 
-def test_a_signal_ends_the_wait_and_keeps_the_step():
+def test_a_signal_ends_the_wait_and_keeps_the_step(capfd):
   start = Rollouts()
   timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
   with Signals() as signals:
@@ -237,6 +237,7 @@ def test_a_signal_ends_the_wait_and_keeps_the_step():
     assert sorted(rollouts.ended()) == [0, 1]
     with pytest.raises(Stopped):
       signals.run(asyncio.sleep(0))
+  assert 'SIGTERM: rollouts end now' in capfd.readouterr().err
 
 
 def test_an_error_of_a_step_ahead_comes_with_its_step():

@@ -203,6 +203,8 @@ def test_help_helps():
     (['--config=configs/quickstar.py'], "did you mean 'configs/quickstart.py'"),
     (['--config=configs/quickstart.py:sed=1'], "did you mean 'seed'"),
     (['--dry_run', '--config.reward.em.fn=answer.emm'], "did you mean 'em'"),
+    (['--dry_run', '--config.reward.more.fn=answer.emm'], "did you mean 'em'"),
+    (['--dry_run', '--config.reward.em.wieght=2'], 'wieght'),
     (['--workdr=x'], 'workdir'),
     (['--workdir=s3://bucket/run'], 'a run folder is gs://BUCKET/FOLDER'),
     (['stray'], 'unexpected argument'),

@@ -43,6 +43,29 @@ def written(trajectory):
   ]
 
 
+def test_a_line_says_what_the_traces_teach(tok):
+  env = scripted.make(tok, max_turns=4, train_information=False)
+  elsewhere = (Passage('2', 'Another book', 'Nobody knows.'),)
+
+  def about(passages, answer):
+    actions = ('search', 'the book'), ('information', passages)
+    actions = actions if passages else ()
+    return Trace(scripted.QUESTION, (*actions, ('answer', answer)))
+
+  (right, *_), wrong = scripted.QUESTION.answers, 'nothing of the kind'
+  traces = [about(FOUND, right)] * 3 + [
+    about(FOUND, wrong),
+    about(elsewhere, right),
+    about((), right),
+  ]
+  taught = [sft.render(t, env, i) for i, t in enumerate(traces)]
+  assert sft.kinds(taught, env) == (
+    '6 traces, 3 search, find it and answer right, 1 search, find it and '
+    'answer otherwise, 1 search, do not find it and answer right (blind), 1 '
+    'answer without a search'
+  )
+
+
 @pytest.mark.parametrize('recalls', [False, True])
 def test_tags_are_taught_as_a_policy_samples_them(tok, recalls):
   env = scripted.make(

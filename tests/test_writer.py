@@ -1,9 +1,11 @@
+import contextlib
 import dataclasses
 import errno
 import io
 import json
 import os
 import re
+import shutil
 import threading
 
 from ml_collections import ConfigDict
@@ -374,6 +376,23 @@ def test_two_processes_cannot_share_a_folder(tmp_path):
     with pytest.raises(RunError, match='in use by another process'):
       open_writer(tmp_path)
   open_writer(tmp_path).close()
+
+
+@pytest.mark.parametrize('again', [False, True])
+def test_a_removed_folder_stops_its_run(tmp_path, again):
+  folder = tmp_path / 'run'
+  with contextlib.ExitStack() as stack:
+    first = stack.enter_context(open_writer(folder))
+    shutil.rmtree(folder)
+    if again:  # another start has the folder now, and the lock
+      stack.enter_context(open_writer(folder))
+    for write in (first.write, first.trajectories):
+      with pytest.raises(RunError, match='was removed while'):
+        write(0, {} if write == first.write else [])
+  assert (
+    not (folder / 'metrics.jsonl').exists()
+    or not (folder / 'metrics.jsonl').read_text()
+  )
 
 
 def test_a_small_file_is_whole_or_absent(tmp_path, monkeypatch):

@@ -85,6 +85,9 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   valid, given = batch.kept, [arrays[name] for name in taken]
   kw = a.advantage_kw
   found = function(a.advantage)(earned, valid, batch.group_ids, *given, **kw)
+  carries = np.array([bool(np.any(x)) for x in found])
+  carrying = np.unique(batch.group_ids[carries]).size
+  metrics['gradient_groups'] = carrying / max(len(batch.groups), 1)
   targets = None
   if 'critic' in taken:
     of = getattr(function(a.advantage), 'targets', advantages.lambda_returns)

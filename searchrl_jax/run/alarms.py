@@ -29,7 +29,7 @@ class Sign(NamedTuple):
   alarm: str
   metric: str
   falls: bool
-  factor: float
+  factor: float  # 0: `margin` is a limit, whatever was before
   margin: float
   means: str
 
@@ -50,6 +50,10 @@ _HEALTH = (
   ('format', 'valid_format', True, 1.0, -0.2, 'it loses the format'),
   ('likelihood', 'logp_right', True, 2.0, -0.15, _LESS_LIKELY),
 )
+_EQUAL = (
+  'in the other groups all rewards are equal, which teaches nothing; ask other '
+  'questions, sample more of each, or add a reward that is not all or nothing'
+)
 SIGNS = (
   *(
     Sign('entropy', f'{role}/entropy', *limits)
@@ -57,6 +61,7 @@ SIGNS = (
     for limits in _ENTROPY
   ),
   *(Sign(alarm, f'health/{name}', *limits) for alarm, name, *limits in _HEALTH),
+  Sign('groups', 'train/gradient_groups', True, 0.0, 0.25, _EQUAL),
 )
 
 
@@ -92,17 +97,30 @@ class Alarms:
         if text and sign not in self._on:
           begun.append(text)
         (self._on.add if text else self._on.discard)(sign)
-      if len(seen) >= 2 * WINDOW:
+      if len(seen) >= _least(sign):
         name = f'alarm/{sign.alarm}'
         flags[name] = max(flags.get(name, 0.0), float(sign in self._on))
     return flags, begun
 
 
+def _least(sign: Sign) -> int:
+  """Steps that it takes to judge."""
+  return 2 * WINDOW if sign.factor else WINDOW
+
+
 def _found(sign: Sign, seen: collections.deque) -> str:
   """What is wrong, or ''."""
-  if len(seen) < 2 * WINDOW:
+  if len(seen) < _least(sign):
     return ''
   steps, values = zip(*seen)
+  if not sign.factor:
+    now = float(np.median(values[-WINDOW:]))
+    wrong = now < sign.margin if sign.falls else now > sign.margin
+    return (
+      f'alarm/{sign.alarm} at step {steps[-1]}: {sign.metric} is {now:.3g} '
+      f'(median of steps {steps[-WINDOW]} to {steps[-1]}), beyond '
+      f'{sign.margin:g}: {sign.means}; see docs/diagnostics.md'
+    ) * wrong
   windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW)
   *before, now = np.median(windows, axis=1).tolist()
   before = before[: 1 - WINDOW]  # windows that share no step with the last

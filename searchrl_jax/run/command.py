@@ -5,14 +5,17 @@ traceback (--verbosity=1 shows it). Any other error is a bug and keeps its
 traceback.
 """
 
+import ast
+import contextlib
 import os
 import pathlib
+import re
 import sys
 import traceback
 from typing import NoReturn
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from searchrl_jax.run import cluster, lookup, records, remote, schema, signals
 from searchrl_jax.run.signals import Stopped
@@ -30,6 +33,8 @@ def define_config():
     'with --config.path.to.field=value. The docstring has the command.',
   )
   flags.mark_flag_as_required('config')
+  flag = flags.FLAGS['config']
+  flag.parser = _Rewards(flag.parser)
   return holder
 
 
@@ -37,6 +42,36 @@ def define_data_dir():
   return flags.DEFINE_string(
     'data_dir', '', 'Folder of data files, as SEARCHRL_DATA names it.'
   )
+
+
+class _Rewards(flags.ArgumentParser):
+  """Reads a config file; --config.reward.NAME.FIELD=... may add to it.
+
+  ml_collections refuses flags of fields that a config does not have, and the
+  names of rewards are free.
+  """
+
+  def __init__(self, file: flags.ArgumentParser):
+    self._file = file
+    self.syntactic_help = file.syntactic_help
+
+  def parse(self, argument: str):
+    config = self._file.parse(argument)
+    for text in sys.argv:
+      found = re.fullmatch(r'--config\.reward\.(\w+)\.(\w+)=(.*)', text, re.S)
+      if not found or 'reward' not in config:
+        continue
+      name, field, value = found.groups()
+      with config.unlocked(), contextlib.suppress(ValueError, SyntaxError):
+        reward = config.reward.get(name)
+        if reward is None:
+          reward = config.reward[name] = ConfigDict(dict(fn='', weight=1.0))
+        if field not in reward:  # its type is that of the value
+          reward[field] = value if field == 'fn' else ast.literal_eval(value)
+    return config
+
+  def flag_type(self) -> str:
+    return self._file.flag_type()
 
 
 class _Workdir(flags.ArgumentParser):

@@ -9,9 +9,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent import futures
 import contextlib
+import os
 import signal
 import threading
 
+_ANSWER = (
+  'rollouts end now and an update at its end; then the run is saved. A second '
+  'signal ends it at once'
+)
 CAUGHT = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 
@@ -146,8 +151,11 @@ class Signals(Loop):
       signal.signal(s, handler)
 
   def _handle(self, signum, frame):
-    del signum, frame
+    del frame
     self._release()
+    # Not `print`: the signal may have come in the middle of one.
+    name = signal.Signals(signum).name
+    os.write(2, f'\n{name}: {_ANSWER}\n'.encode())
     self.interrupt()
 
   def interrupt(self):

@@ -101,6 +101,7 @@ class Writer:
     self._began = False
     self._waited = cluster.waited()
     self._metrics = self.folder / 'metrics.jsonl'
+    self._lock: Any = None  # the open file, of the process that has it
     # Ids -> text. With it, trackers show the first trajectories of a file.
     self.decode: Callable[[Iterable[int]], str] | None = None
     self._trackers: list[trackers.Tracker] = []
@@ -115,6 +116,7 @@ class Writer:
     """Opens the files that one process writes; `stack` closes them."""
     self.folder.mkdir(parents=True, exist_ok=True)
     lock = stack.enter_context(open(self.folder / '.lock', 'w'))
+    self._lock = lock
     used = f'{self.folder} is in use by another process; use another --workdir'
     files.lock(lock, records.RunError, used)
     changed, step = self._write_config(config), self._first
@@ -140,6 +142,7 @@ class Writer:
     Returns:
       What was written, as floats.
     """
+    self._require_folder()
     now = time.monotonic()
     seconds = {f'time/{k}': v for k, v in self._seconds.items()}
     seconds['time/step'] = now - self._last
@@ -175,6 +178,16 @@ class Writer:
     self._track(step, values)
     return values
 
+  def _require_folder(self) -> None:
+    """Raises RunError if the folder was removed while the run had it.
+
+    Another start may have made it anew, which this one must not write to.
+    """
+    if self._lock is not None and not os.fstat(self._lock.fileno()).st_nlink:
+      raise records.RunError(
+        f'{self.folder} was removed while this run was writing to it; it stops'
+      )
+
   def _track(self, step: int, values: Mapping[str, float]) -> None:
     finite = {k: v for k, v in values.items() if math.isfinite(v)}
     for tracker in self._trackers:
@@ -209,6 +222,7 @@ class Writer:
       RunError: the previous trajectories could not be written.
     """
     self.flush()
+    self._require_folder()
     if not every or step % every:
       return
     rows = []
