@@ -18,7 +18,7 @@ ifeq ($(shell uname -s),Linux)
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
-.PHONY: help setup quickstart sidecar test test-quick test-parity \
+.PHONY: help setup quickstart realistic sidecar test test-quick test-parity \
   test-cluster test-runbook test-notebooks test-sidecar test-aot \
   setup-notebooks notebooks aot docs lint sizes clean
 
@@ -26,6 +26,7 @@ help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
 	@echo '                            GPU if there is one, ACCELERATOR=cpu|gpu'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
+	@echo 'make realistic              a real language model learns to search (hours)'
 	@echo 'make test                   the tests (no network, GPU or torch)'
 	@echo 'make test-quick             a part of them, in 90 s'
 	@echo 'make test-parity            installs torch, compares with it live'
@@ -76,6 +77,13 @@ sidecar: $(SIDECAR_READY)
 quickstart: setup
 	$(PY) -m experiments.quickstart.run --workdir=$(WORKDIR) \
 	  $(if $(filter-out 0,$(CONTROLS)),--controls)
+
+# Gemma 3 270M learns to search: some hours. ARGS="--only=grpo_hesitant" does a
+# part of it, DATA names the folder of the questions and passages.
+realistic: setup
+	@$(PY) -c 'import gguf' 2>/dev/null || $(PY) -m pip install -q gguf==0.19.0
+	$(PY) -m experiments.gemma.run --workdir=runs/gemma \
+	  $(if $(DATA),--data_dir=$(DATA)) $(ARGS)
 
 # Two at a time: many tests wait for a process or a compiler of one thread. The
 # order of files is that of tests/conftest.py: slow ones first.

@@ -42,6 +42,7 @@ ORDER = (
   'models.decoder',
   'models.lora',
   'models.pretrained',
+  'models.gguf',
   'learn.optim',
   'run.checkpoint',
   'data.checks',
@@ -127,6 +128,8 @@ ORDER = (
   'sweeps.figures',
   'sweep',
   'export',
+  'fetch',
+  'prune',
   'ask',
   'doctor',
   'read',
@@ -339,6 +342,7 @@ EXTRAS = {
   'retrieval': ('retrieval',),
   'searchrl_jax/data/tfds.py': ('tfds',),
   'searchrl_jax/engines/vllm/plugin.py': ('vllm',),
+  'searchrl_jax/models/gguf.py': ('gguf',),
   'searchrl_jax/run/trackers.py': ('wandb',),
   'searchrl_jax/sweeps/figures.py': ('sweep',),
 }
@@ -439,7 +443,7 @@ def test_declared_packages_are_pinned():
     *(
       packages
       for extra, packages in project['optional-dependencies'].items()
-      if extra not in ('gpu', 'notebooks', 'tpu', 'vllm')
+      if extra not in ('gguf', 'gpu', 'notebooks', 'tpu', 'vllm')
     )
   )
   lines = (ROOT / 'requirements.txt').read_text().splitlines()

@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's format) as Hugging Face folders.
 
-Weights are de-quantised by the library `gguf`, which is optional
-(requirements-gguf.txt); the tokenizer is made by transformers from the file's
+Weights are de-quantised by the library `gguf`, which is optional (`pip install
+searchrl_jax[gguf]`); the tokenizer is made by transformers from the file's
 vocabulary. Nothing of a file that changes the computation is ignored: other
 families, fields and tensors are refused by name.
 """
@@ -108,7 +108,7 @@ def _library():
     import gguf
   except ImportError as e:
     raise lookup.ConfigError(
-      'a GGUF file needs the library gguf: pip install gguf'
+      'a GGUF file needs the library gguf: pip install "gguf>=0.17"'
     ) from e
   return gguf
 
@@ -136,8 +136,10 @@ def config_of(fields: dict[str, Any], tensors) -> dict[str, Any]:
     f'general.architecture={name!r} is not supported; expected one of {known}',
   )
   family = _FAMILIES[name]
+  # Of float32, such as 9.99999997e-07, as it is written in a config.json.
+  plain = lambda v: float(f'{v:.7g}') if isinstance(v, float) else v
   own = {
-    k.removeprefix(f'{name}.'): v
+    k.removeprefix(f'{name}.'): plain(v)
     for k, v in fields.items()
     if k.startswith(f'{name}.')
   }

