@@ -109,18 +109,16 @@ def params_of_fresh(config, folder):
   return jax.tree.map(np.asarray, found)
 
 
-@pytest.mark.parametrize('backend, kept', [('gpu', 1), ('tpu', 1), ('cpu', 0)])
-def test_accelerators_keep_their_programs(backend, kept, monkeypatch, caplog):
+def test_a_run_keeps_its_programs(monkeypatch, caplog):
   def keep(folder):
     calls.append(folder)
     raise PermissionError('others may write')
 
   calls = []
-  monkeypatch.setattr(jax, 'default_backend', lambda: backend)
   monkeypatch.setattr(devices, 'keep_programs', keep)
   build.mesh(tiny.config())  # a folder that cannot be used stops no run
-  assert len(calls) == kept
-  assert caplog.text.count('are not kept: others may write') == kept
+  assert len(calls) == 1
+  assert caplog.text.count('are not kept: others may write') == 1
 
 
 class Killed(BaseException):

@@ -287,8 +287,11 @@ def _write_tensors(folder, tensors, read, dtype: np.dtype, most: float):
     max_shard_size=int(most),
   )
   for file, names in split.filename_to_tensors.items():
-    host = {name: np.ascontiguousarray(read(name), dtype) for name in names}
-    safetensors.numpy.save_file(host, folder / file, {'format': 'pt'})
+    safetensors.numpy.save_file(  # the tensors of one file are held at a time
+      {name: np.ascontiguousarray(read(name), dtype) for name in names},
+      folder / file,
+      {'format': 'pt'},
+    )
   if split.is_sharded:
     weight_map = split.tensor_to_filename
     index = {'metadata': split.metadata, 'weight_map': weight_map}
