@@ -11,6 +11,7 @@ Tags are tokenised as the policy would sample them (Qwen3 has one token for
 `<think>`); contents are always tokenised as text.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 import contextlib
 import functools
@@ -29,6 +30,7 @@ from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluators import grading
 from searchrl_jax.learn import batching, checks, optim
 from searchrl_jax.learn.learner import Learner, own_optim
+from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import (
   build,
   cluster,
@@ -184,26 +186,25 @@ def examples(config, env, search) -> list[types.Trajectory]:
 def kinds(trajectories: Sequence[types.Trajectory], env: SearchEnv) -> str:
   """A line that says what the traces teach.
 
-  A blind answer follows a search and is right, though nothing that was found
-  states it: it teaches to guess.
+  A blind answer follows a search and is stated by nothing that was found: it
+  teaches to guess.
   """
-  rows = grading.score(trajectories, env)
-  scored = [row for row in rows if not math.isnan(row.em)]
-  searched = [row for row in scored if row.searches]
-  read = [row for row in searched if row.found]
-  counts = {
-    'search, find it and answer right': sum(row.em for row in read),
-    'search, find it and answer otherwise': sum(not row.em for row in read),
-    'search, do not find it and answer right (blind)': sum(
-      row.em for row in searched if not row.found
-    ),
-    'search, do not find it and answer otherwise': sum(
-      not row.em for row in searched if not row.found
-    ),
-    'answer without a search': sum(row.guessed for row in scored),
-  }
-  parts = [f'{count:.0f} {what}' for what, count in counts.items() if count]
-  return ', '.join([f'{len(rows)} traces', *parts])
+  counts = collections.Counter[str]()
+  for t, row in zip(trajectories, grading.score(trajectories, env)):
+    found = [s for s in t.searches if isinstance(s, types.SearchResult)]
+    texts = [f'{p.title}\n{p.text}' for s in found for p in s.passages]
+    read = metrics.states('\n'.join(texts), [env.answer(t) or ''])
+    if not row.searches:
+      counts['answer without a search'] += 1
+    elif not texts:
+      counts['read no passage'] += 1  # of a tool, or of the policy itself
+    elif not read:
+      counts['answer blindly, with nothing that they found'] += 1
+    else:
+      right = 'otherwise' if row.em == 0 else 'right'
+      counts[f'search and answer {right} with what they found'] += 1
+  parts = [f'{count} {what}' for what, count in counts.most_common()]
+  return ', '.join([f'{len(trajectories)} traces', *parts])
 
 
 def digest(trajectories: Sequence[types.Trajectory]) -> dict[str, str]:

@@ -60,9 +60,8 @@ def test_a_line_says_what_the_traces_teach(tok):
   ]
   taught = [sft.render(t, env, i) for i, t in enumerate(traces)]
   assert sft.kinds(taught, env) == (
-    '6 traces, 3 search, find it and answer right, 1 search, find it and '
-    'answer otherwise, 1 search, do not find it and answer right (blind), 1 '
-    'answer without a search'
+    '6 traces, 3 search and answer right with what they found, 2 answer '
+    'blindly, with nothing that they found, 1 answer without a search'
   )
 
 

@@ -135,10 +135,11 @@ def traces(
   questions = load(path, folder, source, 'train')
   rng = np.random.default_rng(seed)
   out: list[Trace] = []
+  draw = rng.random()  # of the next attempt, whichever question allows it
   for i in rng.permutation(len(questions)):
     if len(out) == n:
       return out
-    question, draw = questions[i], rng.random()
+    question = questions[i]
     if draw < memory:
       said = known.get(question.id)
       actions = said and [('answer', said)]
@@ -148,6 +149,7 @@ def traces(
       actions = attempt(question, queries, search, k, read)
     if actions:
       out.append(Trace(question, tuple(actions), good=draw >= memory + poor))
+      draw = rng.random()
   if len(out) < n:
     raise DataError(
       f'n={n}: the questions give {len(out)} attempts; lower n, or give '
