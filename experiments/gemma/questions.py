@@ -135,21 +135,25 @@ def traces(
   questions = load(path, folder, source, 'train')
   rng = np.random.default_rng(seed)
   out: list[Trace] = []
-  draw = rng.random()  # of the next attempt, whichever question allows it
+  shares = {'good': 1 - memory - poor, 'memory': memory, 'poor': poor}
+  made = dict.fromkeys(shares, 0)
   for i in rng.permutation(len(questions)):
     if len(out) == n:
       return out
     question = questions[i]
-    if draw < memory:
+    # The shares hold for every beginning of the list, whichever questions the
+    # kinds pass over.
+    kind = max(shares, key=lambda k: shares[k] * (len(out) + 1) - made[k])
+    if kind == 'memory':
       said = known.get(question.id)
       actions = said and [('answer', said)]
     else:
-      words = [poor_query(question, rng)] if draw < memory + poor else []
+      words = [poor_query(question, rng)] if kind == 'poor' else []
       queries = [*words, query(question, rng)]
       actions = attempt(question, queries, search, k, read)
     if actions:
-      out.append(Trace(question, tuple(actions), good=draw >= memory + poor))
-      draw = rng.random()
+      out.append(Trace(question, tuple(actions), good=kind == 'good'))
+      made[kind] += 1
   if len(out) < n:
     raise DataError(
       f'n={n}: the questions give {len(out)} attempts; lower n, or give '
