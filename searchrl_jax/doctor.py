@@ -38,7 +38,7 @@ from searchrl_jax.engines.weights import sync
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import judge as judges
-from searchrl_jax.run import build, command, lookup, parameters
+from searchrl_jax.run import build, command, lookup, parameters, progress
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.core import SourceError
@@ -252,7 +252,7 @@ def examine(config, workdir: str, out: console.Console) -> list[str]:
         show('skipped', 'yellow', name, f'it needs {", ".join(missing)}')
         continue
       try:
-        with out.status(f'{name} ...'):
+        with progress.phase(name, shown=True):
           text = function(have)
       except Exception as e:  # reported, and the next check follows
         logging.debug('traceback of the problem below', exc_info=True)

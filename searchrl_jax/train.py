@@ -33,7 +33,7 @@ from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, refill_config, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import build, cluster, command, parameters
+from searchrl_jax.run import build, cluster, command, parameters, progress
 from searchrl_jax.run.session import Session
 
 
@@ -229,7 +229,9 @@ def main():
       vocab_size = build.tokenizer(config, workdir).vocab_size
     if _TOPOLOGY.value:
       sys.exit(gate.show(config, _TOPOLOGY.value, vocab_size))
-    print(dryrun.report(config, vocab_size))
+    with progress.phase('compile', config.log.progress):
+      report = dryrun.report(config, vocab_size)
+    print(report)
     return
   train(config, workdir)
 

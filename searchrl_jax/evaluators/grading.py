@@ -27,7 +27,14 @@ from searchrl_jax.run import cluster, lookup, records
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.types import SEARCH, Group, Question, SearchResult, Trajectory
+from searchrl_jax.types import (
+  SEARCH,
+  Group,
+  Question,
+  SearchResult,
+  Segment,
+  Trajectory,
+)
 
 NAN = math.nan
 
@@ -270,6 +277,20 @@ class Evaluator:
     own = cluster.part([(x, q) for x, qs in self.sets.items() for q in qs])
     labels = [label for label, _ in own]
     ended: list[Trajectory] = []
+    # Observations of the others: hundreds begin together, and end late.
+    read = collections.Counter[str]()
+
+    def on_trajectory(trajectory):
+      ended.append(trajectory)
+      read.pop(trajectory.id, None)
+
+    def on_event(name, event):
+      read[name] += isinstance(event, Segment) and event.author != 'policy'
+
+    def count():
+      parts = sum([*read.values()]) // (self.env.config.max_turns + 1)
+      return len(ended) + parts, len(own) * e.n
+
     played = chains.rollout(
       [question for _, question in own],
       env=self.env,
@@ -278,9 +299,9 @@ class Evaluator:
       config=chains.evaluation(self.config),
       seed=e.seed,
       step=0,
-      on_trajectory=ended.append,
+      on_trajectory=on_trajectory,
+      on_event=on_event,
     )
-    count = lambda: (len(ended), len(own) * e.n)
     with self._phase(self.name, count):
       result = self.runner(played)
     rows = [
