@@ -10,7 +10,8 @@
 on a laptop overnight; `python -m experiments.gemma.run` (make realistic) does
 all of it, with controls. docs/real_model.md has the figures. It needs the files
 corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz of config.data.dir, or
-others in these formats (docs/data.md). Arguments:
+others in these formats (docs/data.md). Every run is reported as it is after its
+last step; no checkpoint is selected. Arguments:
 
   model    a Hugging Face folder; the figures are of the small version (`prune`)
   start    of the warm start: good, all attempts search and answer right; or

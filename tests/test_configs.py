@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 FULL = 'model=x'
 RECIPES = {
   'atlas': ('', 'mix=skills', 'mix=hasty', 'mix=wanderer'),
+  'gemma': ('', 'start=hesitant', 'machine=gpu'),
   'quickstart': ('',),
   'search_r1': ('', 'algorithm=ppo', FULL, f'{FULL},baseline=rag'),
   'seven': ('', FULL),

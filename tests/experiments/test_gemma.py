@@ -1,0 +1,165 @@
+"""The experiment with a real model: its questions, starts, arms and report."""
+
+import collections
+import gzip
+import json
+
+import pytest
+
+from experiments.gemma import questions, results, rows
+from searchrl_jax.data.checks import DataError
+from searchrl_jax.sweeps import core
+from searchrl_jax.types import Passage
+
+N = 120
+
+
+def passage(i):
+  # The passages of every third question state no answer.
+  mayor = f'Mayor John Gray{i}' if i % 3 else 'A mayor'
+  return (
+    f'"Town {i}"\nTown {i} is a small town of the north . {mayor} opened it .'
+  )
+
+
+@pytest.fixture
+def folder(tmp_path):
+  corpus = [{'id': str(i), 'contents': passage(i)} for i in range(N)]
+  asked = [
+    {
+      'id': f'q{i}',
+      'question': f'who is the mayor of Town {i}',
+      'golden_answers': [f'John Gray{i}'],
+      'supporting_ids': [str(i)],
+      'source': 'nq_train',
+    }
+    for i in range(N)
+  ]
+  for name, lines in (('corpus', corpus), ('qa_train', asked)):
+    with gzip.open(tmp_path / f'{name}.jsonl.gz', 'wt') as file:
+      file.writelines(json.dumps(line) + '\n' for line in lines)
+  book = ({'id': f'q{i}', 'answer': f'Ann{i}'} for i in range(N))
+  text = ''.join(json.dumps(line) + '\n' for line in book)
+  (tmp_path / 'book.jsonl').write_text(text)
+  return tmp_path
+
+
+def search(queries, k):
+  """The town that a query names."""
+  out = []
+  for query in queries:
+    (i, *_) = [w for w in query.split() if w.isdigit()] or ['0']
+    title, text = passage(int(i)).split('\n')
+    out.append([Passage(i, title.strip('"'), text)][:k])
+  return out
+
+
+def load(folder, **fields):
+  path = str(folder / 'qa_train.jsonl.gz')
+  return questions.load(path, str(folder), **fields)
+
+
+def test_parts_share_no_question(folder):
+  train, tune, whole = (
+    {q.id for q in load(folder, part=part)} for part in ('train', 'tune', '')
+  )
+  assert train | tune == whole and not train & tune and tune
+  assert {q.id for q in load(folder, short=True)} == {
+    f'q{i}' for i in range(N) if i % 3
+  }
+  drawn = [q.id for q in load(folder, part='train', n=5, seed=1)]
+  assert len(drawn) == 5 and {*drawn} <= train
+
+
+def test_a_corpus_of_other_questions_is_refused(folder):
+  with gzip.open(folder / 'corpus.jsonl.gz', 'wt') as file:
+    file.write(json.dumps({'id': 'x', 'contents': '"A"\nb'}) + '\n')
+  with pytest.raises(DataError, match='none of the passages that support'):
+    load(folder, short=True)
+
+
+@pytest.mark.parametrize('memory, poor', [(0, 0), (0.5, 0.25), (0.3, 0)])
+def test_shares_are_those_of_the_traces(folder, memory, poor):
+  """Also where questions are passed over, and none answers blindly."""
+  made = questions.traces(
+    str(folder / 'qa_train.jsonl.gz'),
+    search,
+    str(folder),
+    n=40,
+    seed=0,
+    memory=memory,
+    poor=poor,
+    closed_book=str(folder / 'book.jsonl'),
+  )
+  kinds = collections.Counter()
+  for trace in made:
+    searches = [x for kind, x in trace.actions if kind == 'search']
+    *_, (_, answer) = trace.actions
+    if not searches:
+      kinds['memory'] += 1
+      assert answer == f'Ann{trace.question.id[1:]}' and not trace.good
+    else:
+      kinds['poor' if len(searches) == 2 else 'good'] += 1
+      (*_, (_, found), _) = trace.actions
+      assert answer in found[0].text and trace.good == (len(searches) == 1)
+  assert kinds['memory'] == 40 * memory and kinds['poor'] == 40 * poor
+  assert made == questions.traces(
+    str(folder / 'qa_train.jsonl.gz'),
+    search,
+    str(folder),
+    n=40,
+    seed=0,
+    memory=memory,
+    poor=poor,
+    closed_book=str(folder / 'book.jsonl'),
+  )
+
+
+def test_answers_from_memory_have_to_be_there(folder):
+  with pytest.raises(DataError, match='no such file; experiments.gemma.run'):
+    questions.traces(
+      str(folder / 'qa_train.jsonl.gz'),
+      search,
+      str(folder),
+      n=4,
+      seed=0,
+      memory=0.5,
+    )
+
+
+def test_every_arm_can_run(tmp_path):
+  core.check(rows.get_sweep(f'model=small,made={tmp_path}'))
+
+
+def test_a_gain_is_paired_by_question():
+  """Two seeds against one start, of three questions that all have.
+
+  Differences: q1 (1 + 0) / 2 - 0 = 0.5, q2 1 - 1 = 0, q3 1 - 0 = 1; the mean
+  is 0.5.
+  """
+  ours = {'q1': 1, 'q2': 1, 'q3': 1}, {'q1': 0, 'q2': 1, 'q3': 1, 'q4': 1}
+  found = results.gain(ours, [{'q1': 0, 'q2': 1, 'q3': 0}])
+  assert (found['gain'], found['n'], found['seeds']) == (0.5, 3, 2)
+  assert (found['wins'], found['losses']) == (2, 0)
+  assert 0 <= found['interval'][0] <= 0.5 <= found['interval'][1] <= 1
+
+
+def test_bars_hold_by_the_interval_too():
+  def one(gain, low, seeds=2):
+    found = {'arm': 'grpo_hesitant', 'start': 'hesitant', 'evaluation': 'after'}
+    return found | {'gain': gain, 'interval': [low, 1], 'seeds': seeds}
+
+  for given, holds in (
+    ([one(0.09, 0.01)], True),
+    ([one(0.09, -0.01)], False),
+    ([one(0.07, 0.01)], False),
+    ([one(0.09, 0.01, seeds=1)], False),
+    ([], False),
+  ):
+    (first, *others) = results.judge(given, [])
+    assert first['holds'] == holds
+    assert not any(bar['holds'] for bar in others)
+  blind = {'arm': 'grpo_good', 'set': 'dev', 'evaluation': 'no_search'}
+  for em, holds in ((0.04, True), (0.06, False)):
+    *_, bar, _ = results.judge([], [blind | {'em': em}])
+    assert (bar['value'], bar['holds']) == (em, holds)
