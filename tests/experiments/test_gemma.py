@@ -17,9 +17,7 @@ N = 120
 def passage(i):
   # The passages of every third question state no answer.
   mayor = f'Mayor John Gray{i}' if i % 3 else 'A mayor'
-  return (
-    f'"Town {i}"\nTown {i} is a small town of the north . {mayor} opened it .'
-  )
+  return f'"Town {i}"\nTown {i} is a small town . {mayor} opened it .'
 
 
 @pytest.fixture
