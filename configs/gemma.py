@@ -29,7 +29,7 @@ from searchrl_jax.run import schema
 
 # Shares of the attempts of start='hesitant', fixed by the greedy search rate on
 # tuning questions before any RL (experiments/LOG.md).
-HESITANT = dict(memory=0.5, poor=0.1)
+HESITANT = dict(memory=0.54, poor=0.05)
 
 
 def get_config(arg=None):
