@@ -19,7 +19,9 @@ from searchrl_jax.sweeps import core
 from searchrl_jax.sweeps.core import Arm, Start, Sweep
 
 # Fields that `sft` does not read, so they do not change a warm start.
-UNREAD = ('eval', 'judge', 'reward', 'selfplay', 'train.steps')
+UNREAD = (
+  'algorithm', 'eval', 'judge', 'reward', 'rollout', 'selfplay', 'train.steps',
+)  # fmt: skip
 
 
 class Clock:
