@@ -27,6 +27,8 @@ SETS = {
   'dev': ('qa_dev.jsonl.gz', {'source': 'nq*'}),
   'tune': ('qa_train.jsonl.gz', {'part': 'tune', 'n': 300}),
   'train': ('qa_train.jsonl.gz', {'part': 'train'}),
+  # What TTRL asks, without answers.
+  'asked': ('qa_dev.jsonl.gz', {'source': 'nq*', 'n': 160}),
   'hotpotqa': ('qa_dev.jsonl.gz', {'source': 'hotpotqa*'}),
   '2wiki': ('qa_dev.jsonl.gz', {'source': '2wiki*'}),
   'musique': ('qa_dev.jsonl.gz', {'source': 'musique*'}),
@@ -74,6 +76,8 @@ POLICY = {'after': on('dev'), 'sampled': on('dev', ROLLOUTS)}
 WHOLE = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
 TRANSFER = {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
 
+VOTE = {'asked': on('asked'), 'tune': on('tune')}
+
 
 def get_sweep(arg=None):
   a = schema.parse_arg(arg, model='gemma-small', made='', steps=60)
@@ -117,15 +121,40 @@ def get_sweep(arg=None):
     """More of the warm start in place of RL."""
     return config(start, {'sft.data.n': 512, 'sft.steps': 112})
 
+  def ttrl(seed: int):
+    """Rewarded by the vote of eight samples, on questions of 'asked'."""
+    c = config(fields={'train.steps': 20})(seed)
+    c.data.train = asked('asked')
+    del c.reward.f1
+    vote = dict(fn='vote.majority', weight=1.0, match='text')
+    c.reward.vote = ConfigDict(
+      vote | dict(votes=c.rollout.group, train=c.rollout.group)
+    )
+    return c
+
+  def own(seed: int):
+    """The policy writes what its searches find (SSRL)."""
+    c = config(fields={'train.steps': 20})(seed)
+    c.env.information = 'policy'
+    c.env.max_turns, c.env.max_turn_tokens = 0, 256
+    return c
+
+  real = {
+    'env.information': 'source',
+    'env.max_turns': 2,
+    'env.max_turn_tokens': 48,
+  }
   lora = {'models.lora.rank': 32, 'optim.lr': 2e-4}
   starts = {
     'good': rows.Start(config('good'), shared=True),
     'hesitant': rows.Start(config('hesitant'), shared=True),
     'reading': rows.Start(reading, shared=True),
+    'own': rows.Start(own, shared=True),
     'more_good': rows.Start(more('good'), init='good', shared=True),
     'more_hesitant': rows.Start(more('hesitant'), init='hesitant', shared=True),
   }
   passages = {'module': 'baselines'}
+  both = {'after': on('dev'), 'real': on('dev', real)}
   baseline = functools.partial(rows.Arm, train=False, seeds=(0,))
   arms = (
     baseline(
@@ -150,7 +179,9 @@ def get_sweep(arg=None):
         'gold': on('dev', gold=True, **passages),
       },
     ),
-    baseline('good', config('good'), 'good', evaluations=WHOLE | TRANSFER),
+    baseline(
+      'good', config('good'), 'good', evaluations=WHOLE | TRANSFER | VOTE
+    ),
     baseline(
       'hesitant', config('hesitant'), 'hesitant', evaluations=WHOLE | TRANSFER
     ),
@@ -171,6 +202,9 @@ def get_sweep(arg=None):
     rows.Arm(
       'lora_good', config('good', lora), 'good', evaluations=POLICY, seeds=(0,)
     ),
+    rows.Arm('ttrl', ttrl, 'good', evaluations=POLICY | VOTE, seeds=(0,)),
+    baseline('own', own, 'own', evaluations=both),
+    rows.Arm('ssrl', own, 'own', evaluations=both, seeds=(0,)),
     baseline('more_good', config('good'), 'more_good', evaluations=POLICY),
     baseline(
       'more_hesitant', config('hesitant'), 'more_hesitant', evaluations=POLICY
