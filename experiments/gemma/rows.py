@@ -76,6 +76,7 @@ POLICY = {'after': on('dev'), 'sampled': on('dev', ROLLOUTS)}
 WHOLE = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
 TRANSFER = {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
 
+START = WHOLE | TRANSFER
 VOTE = {'asked': on('asked'), 'tune': on('tune')}
 
 
@@ -126,9 +127,16 @@ def get_sweep(arg=None):
     c = config(fields={'train.steps': 20})(seed)
     c.data.train = asked('asked')
     del c.reward.f1
-    vote = dict(fn='vote.majority', weight=1.0, match='text')
+    group = c.rollout.group
     c.reward.vote = ConfigDict(
-      vote | dict(votes=c.rollout.group, train=c.rollout.group)
+      dict(
+        fn='vote.majority',
+        weight=1.0,
+        votes=group,
+        train=group,
+        match='text',
+        max_abstained=0.5,
+      )
     )
     return c
 
@@ -179,24 +187,20 @@ def get_sweep(arg=None):
         'gold': on('dev', gold=True, **passages),
       },
     ),
-    baseline(
-      'good', config('good'), 'good', evaluations=WHOLE | TRANSFER | VOTE
-    ),
-    baseline(
-      'hesitant', config('hesitant'), 'hesitant', evaluations=WHOLE | TRANSFER
-    ),
+    baseline('good', config('good'), 'good', evaluations=START | VOTE),
+    baseline('hesitant', config('hesitant'), 'hesitant', evaluations=START),
     rows.Arm(
       'grpo_good',
       config('good'),
       'good',
-      evaluations=WHOLE | TRANSFER | {'controls': controls},
+      evaluations=START | {'controls': controls},
       seeds=(0, 1),
     ),
     rows.Arm(
       'grpo_hesitant',
       config('hesitant'),
       'hesitant',
-      evaluations=WHOLE | TRANSFER | {'controls': controls},
+      evaluations=START | {'controls': controls},
       seeds=(0, 1),
     ),
     rows.Arm(
