@@ -29,9 +29,9 @@ SETS = {
   'train': ('qa_train.jsonl.gz', {'part': 'train'}),
   # What TTRL asks, without answers.
   'asked': ('qa_dev.jsonl.gz', {'source': 'nq*', 'n': 160}),
-  'hotpotqa': ('qa_dev.jsonl.gz', {'source': 'hotpotqa*'}),
-  '2wiki': ('qa_dev.jsonl.gz', {'source': '2wiki*'}),
-  'musique': ('qa_dev.jsonl.gz', {'source': 'musique*'}),
+  'hotpotqa': ('qa_dev.jsonl.gz', {'source': 'hotpotqa*', 'n': 300}),
+  '2wiki': ('qa_dev.jsonl.gz', {'source': '2wiki*', 'n': 300}),
+  'musique': ('qa_dev.jsonl.gz', {'source': 'musique*', 'n': 300}),
 }
 ROLLOUTS = {'eval.temperature': 1.0}
 
@@ -63,9 +63,12 @@ def on(name: str, fields: Mapping[str, Any] | None = None, **of):
 
 
 def controls(config, workdir, out):
-  """No search, random passages, those of other questions, and none."""
+  """No search, random passages, those of other questions, and none.
+
+  Of 200 questions: these are five evaluations.
+  """
   changed = config.copy_and_resolve_references()
-  changed.data.eval, changed.eval.questions = asked('dev'), 0
+  changed.data.eval, changed.eval.questions = asked('dev', n=200), 0
   return evaluate.evaluate(changed, workdir, out, with_controls=True)
 
 
