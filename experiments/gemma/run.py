@@ -13,7 +13,8 @@ goes on where it stopped. In --workdir are
   made           prompts with examples, and the model's answers from memory
   warm, arms     the stages (searchrl_jax.sweep)
 
-All that is done so far is in results.json (`results`) of --out.
+All that is done so far is in results.json (`results`) of --out; report.html
+beside each trained run shows its trajectories.
 """
 
 import json
@@ -23,7 +24,7 @@ from absl import flags
 
 from experiments.benchmarks import common
 from experiments.gemma import baselines, questions, results, rows
-from searchrl_jax import evaluate, fetch, prune, sweep
+from searchrl_jax import evaluate, fetch, prune, read, sweep, view
 from searchrl_jax.data import core as data
 from searchrl_jax.models import pretrained
 from searchrl_jax.run import build, command, lookup, records, schema
@@ -112,6 +113,10 @@ def main():
       sweep.run(spec, table, planned, workdir, after=report)
   finally:
     print(results.show(report()))
+    for done in sorted((workdir / 'arms').glob('*/*/done.json')):
+      run = done.parent / 'run'
+      if (run / read.TRAIN).exists():
+        print(view.write(str(run), done.parent / 'report.html'))
 
 
 if __name__ == '__main__':
