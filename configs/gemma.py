@@ -8,7 +8,7 @@
     --workdir=runs/grpo --config.train.init=runs/good
 
 on a laptop overnight; `python -m experiments.gemma.run` (make realistic) does
-all of it, with controls. docs/real_model.md has the figures. It needs the files
+all of it, with controls. docs/real_model.md tells it. It needs the files
 corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz of config.data.dir, or
 others in these formats (docs/data.md). Every run is reported as it is after its
 last step; no checkpoint is selected. Arguments:
@@ -27,8 +27,8 @@ from ml_collections import ConfigDict
 from configs import machines, wiki_nq
 from searchrl_jax.run import schema
 
-# Shares of the attempts of start='hesitant', fixed by the greedy search rate on
-# tuning questions before any RL (experiments/LOG.md).
+# Shares of the attempts of start='hesitant'. To be fixed by the greedy search
+# rate on tuning questions before any RL: experiments/LOG.md has the trials.
 HESITANT = dict(memory=0.54, poor=0.05)
 
 

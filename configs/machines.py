@@ -1,4 +1,5 @@
-"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B.
+"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B, and `small`
+ones for a pretrained model of some 100 million parameters.
 
   python -m searchrl_jax.train \\
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-7B,machine=h200x8
@@ -89,7 +90,8 @@ def small(c) -> None:
   c.engine.canary_tolerance = 1e-2
   c.rollout.questions, c.rollout.group = 8, 8
   c.algorithm.minibatches = 1
-  # Up to half of the groups: what they would add to a gradient is 0.
+  # Up to half of the groups, whose gradient is 0. The loss is a mean over the
+  # tokens that are left, so the others count for more.
   c.algorithm.drop_zero_variance = True
   c.algorithm.kl, c.algorithm.kl_coef = 'none', 0.0
   c.batch.lengths = (384,)

@@ -163,10 +163,11 @@ def _from_hub(name: str, out: pathlib.Path) -> str:
   import huggingface_hub.errors
 
   known = ', '.join(KNOWN)
+  part = out.with_name(f'.{out.name}.parts')
   try:
     huggingface_hub.snapshot_download(
       name,
-      local_dir=out,
+      local_dir=part,
       allow_patterns=(
         '*.json',
         '*.safetensors',
@@ -181,6 +182,7 @@ def _from_hub(name: str, out: pathlib.Path) -> str:
       f'{name!r} is none of {known}, no .gguf file, and could not be fetched '
       f'from the hub ({line}); HF_ENDPOINT names a mirror'
     ) from e
+  part.rename(out)
   return f'{out}: {name}, as published'
 
 

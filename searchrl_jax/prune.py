@@ -111,7 +111,11 @@ def ways(model: Mapping[str, Any]) -> dict[int, list[int]]:
 
 
 def choose(
-  spec: Mapping[str, Any], counts: np.ndarray, needed: np.ndarray, least: int
+  spec: Mapping[str, Any],
+  counts: np.ndarray,
+  needed: np.ndarray,
+  least: int,
+  entries: int,
 ) -> list[int]:
   """The ids to keep, ascending; a multiple of MULTIPLE of them.
 
@@ -120,6 +124,7 @@ def choose(
     counts: of every id, in the texts.
     needed: the same, in texts of which every entry is kept.
     least: the lowest count that is kept.
+    entries: of the model; special tokens beyond them have no embedding.
 
   Raises:
     ConfigError: it is no BPE.
@@ -128,7 +133,7 @@ def choose(
   kind = model['type']
   lookup.require(kind == 'BPE', f'a tokenizer of type {kind}: expected a BPE')
   vocab, through = model['vocab'], ways(model)
-  special = {t['id'] for t in added if t['special']}
+  special = {t['id'] for t in added if t['special'] and t['id'] < entries}
   unused = {t['id'] for t in added if _UNUSED.search(t['content'])} & special
   single = tokenizers.pre_tokenizers.ByteLevel.alphabet()
   kept = special - unused
@@ -202,7 +207,8 @@ def prune(
   of = lambda files: (text for file in files for text in read_texts(file))
   whole, size = without_added(spec), max(tok.vocab_size, cfg.vocab_size)
   counts = count(whole, of(texts), size)
-  ids = choose(spec, counts, count(whole, of(always), size), least)
+  needed = count(whole, of(always), size)
+  ids = choose(spec, counts, needed, least, cfg.vocab_size)
   place, new = {old: i for i, old in enumerate(ids)}, smaller(spec, ids)
   after = int(count(without_added(new), of(texts), len(ids)).sum())
   _, params = pretrained.load(folder)

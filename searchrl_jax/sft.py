@@ -201,8 +201,8 @@ def kinds(trajectories: Sequence[types.Trajectory], env: SearchEnv) -> str:
     elif not read:
       counts['answer blindly, with nothing that they found'] += 1
     else:
-      right = 'otherwise' if row.em == 0 else 'right'
-      counts[f'search and answer {right} with what they found'] += 1
+      right = {0.0: ' otherwise', 1.0: ' right'}.get(row.em, '')
+      counts[f'search and answer{right} with what they found'] += 1
   parts = [f'{count} {what}' for what, count in counts.most_common()]
   return ', '.join([f'{len(trajectories)} traces', *parts])
 

@@ -237,7 +237,7 @@ def test_a_signal_ends_the_wait_and_keeps_the_step(capfd):
     assert sorted(rollouts.ended()) == [0, 1]
     with pytest.raises(Stopped):
       signals.run(asyncio.sleep(0))
-  assert 'SIGTERM: rollouts end now' in capfd.readouterr().err
+  assert 'SIGTERM: sampling ends now' in capfd.readouterr().err
 
 
 def test_an_error_of_a_step_ahead_comes_with_its_step():

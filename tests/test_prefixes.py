@@ -149,7 +149,8 @@ def test_a_token_changes_no_bit_of_a_branch_without_it():
       assert not changed[row, span].any()
 
 
-def test_work_is_that_of_the_nodes():
+@pytest.mark.parametrize('cfg', [CFG, LOCAL], ids=['global', 'local'])
+def test_work_is_that_of_the_nodes(cfg):
   """One trajectory: that of its row. Two that are equal: of one."""
   config = base.config(**KW, **{'batch.prefix_tokens': 40})
   trajectories, ids, _ = world(0)
@@ -159,8 +160,8 @@ def test_work_is_that_of_the_nodes():
     kept = np.isin(np.arange(len(ids)), chosen)
     [mini] = batching.make(trajectories, kept, ids, config.batch)
     loss = sum(int(b.mask.sum()) for b in mini)
-    head = 6 * CFG.d_model * CFG.vocab_size * loss
-    return flops.update_flops(CFG, mini) - head
+    head = 6 * cfg.d_model * cfg.vocab_size * loss
+    return flops.update_flops(cfg, mini) - head
 
   assert of([0], config) == pytest.approx(of([0], plain))
   trajectories[1] = dataclasses.replace(trajectories[0], sample=1)
@@ -171,3 +172,17 @@ def test_a_tree_below_a_trajectory_is_refused():
   config = base.config(**KW, **{'batch.prefix_tokens': 15})
   with pytest.raises(ValueError, match='prefix_tokens=15 is below'):
     batching.check(config)
+
+
+def test_a_model_of_local_layers_alone():
+  """Two layers of a period of six. With windows of 3, a token sees 4 back."""
+  cfg = dataclasses.replace(LOCAL, n_layers=2, window=3, global_every=6)
+  params = decoder.init_params(cfg, jax.random.key(0))
+  ids = np.arange(1, 13, dtype=np.int32)[None]
+  other = ids.copy()
+  other[0, 0] += 7
+  a, b = (
+    np.asarray(decoder.hidden_states(params, cfg, x))[0] for x in (ids, other)
+  )
+  differ = np.abs(a - b).max(-1) > 0
+  assert differ.tolist() == [True] * 5 + [False] * 7

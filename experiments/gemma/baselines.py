@@ -9,7 +9,6 @@ examples; they hold text of the data, so they are made where it is.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import json
 import pathlib
 from typing import Any
 
@@ -20,6 +19,7 @@ from retrieval import bm25
 from retrieval import corpus as corpora
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
+from searchrl_jax.run import records
 from searchrl_jax.sources.core import Source
 from searchrl_jax.types import Passage, Question, SearchRequest, SearchResult
 
@@ -55,6 +55,11 @@ def behind(question: Question, contents: str) -> Question:
   text = ' '.join(text.split()[:WORDS])
   passage = f'Passage: {title} : {text}\nQuestion: {question.text.strip()}'
   return dataclasses.replace(question, text=passage)
+
+
+def answer_in_passage(question: Question) -> str:
+  """The short answer that the passage before a question shows; '': none."""
+  return questions.shown(question, question.text.rpartition('\nQuestion:')[0])
 
 
 def load(
@@ -100,9 +105,7 @@ def traces(
   order = np.random.default_rng(seed).permutation(len(asked))
   out = []
   for i in order:
-    answer = questions.shown(
-      asked[i], asked[i].text.partition('\nQuestion:')[0]
-    )
+    answer = answer_in_passage(asked[i])
     if answer:
       out.append(Trace(asked[i], (('answer', answer),)))
     if len(out) == n:
@@ -126,16 +129,15 @@ def few_shot(
   module = load if passage else questions.load
   asked = {q.id: q for q in module(path, folder, part='train', short=True)}
   if passage:  # only those whose passage shows an answer
-    asked = {i: q for i, q in asked.items() if questions.shown(q, q.text)}
+    asked = {i: q for i, q in asked.items() if answer_in_passage(q)}
   ids = np.random.default_rng(seed).permutation(sorted(asked))[:shots]
   text = ''
   for q in map(asked.get, ids):
     answer = min(q.answers, key=len)
     if passage:
-      answer = questions.shown(q, q.text)
+      answer = answer_in_passage(q)
     question = q.text.strip() + '?' * (not q.text.strip().endswith('?'))
     text += f'{"" if passage else "Question: "}{question}\nAnswer: {answer}\n\n'
-  text = text.replace('{', '{{').replace('}', '}}')
   text += '{question}\n' if passage else 'Question: {question}\n'
   template = {
     **_UNUSED,
@@ -143,8 +145,7 @@ def few_shot(
     'prompt': text,
     'stops': ['</search>', '\n'],
   }
-  out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(json.dumps(template, indent=1) + '\n')
+  records.write_json(out, template)
   return out
 
 

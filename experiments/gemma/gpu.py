@@ -7,7 +7,6 @@ match on the 683 dev questions before and after (greedy), and the GPU.
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import time
@@ -66,9 +65,9 @@ def main():
     '--config.log.tensorboard=False',
     f'--config.seed={_SEED.value}',
   ]
-  if not (warm / 'checkpoints').exists():
-    shutil.rmtree(warm, ignore_errors=True)  # of a start that failed
+  if not (out / 'warm.done').exists():
     run('warm start', 'searchrl_jax.sft', f'--workdir={warm}', *shared)
+    (out / 'warm.done').touch()
   run(
     'grpo',
     'searchrl_jax.train',

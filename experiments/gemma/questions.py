@@ -42,6 +42,7 @@ def load(
   corpus: str = 'corpus.jsonl.gz',
   n: int = 0,
   seed: int = 0,
+  rest: bool = False,
 ) -> list[Question]:
   """The questions of a file (`jsonl.load`).
 
@@ -54,6 +55,7 @@ def load(
       in the first EARLY words of a supporting passage.
     corpus: the passages, for `short`.
     n, seed: draws n of them; 0 = all.
+    rest: those that the draw leaves, in place of those that it takes.
 
   Raises:
     DataError: an unknown part, no question is left, or the corpus has none of
@@ -76,7 +78,8 @@ def load(
   if not found:
     raise DataError(f'{path}: no question of source={source!r} is left')
   if n:
-    chosen = np.random.default_rng(seed).permutation(len(found))[:n]
+    order = np.random.default_rng(seed).permutation(len(found))
+    chosen = order[n:] if rest else order[:n]
     found = [found[i] for i in sorted(chosen)]
   return found
 

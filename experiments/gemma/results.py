@@ -4,7 +4,8 @@ results.json
   environment, vocabulary (entries of the model that ran)
   warm   name -> seed -> {seconds, commit}
   arms   [{arm, seed, set, evaluation, n, em, em_interval, f1, f1_interval,
-         searches, found, em_found, steps, seconds, commit, vocabulary}]; set
+         searches, found, em_found, [pass@8], steps, seconds, commit,
+         vocabulary}]; set
          'dev_short': the questions of 'dev' with a short answer that stands
          early in their passage
   gains  [{arm, start, evaluation, seeds, n, gain, interval, wins, losses}]
@@ -12,7 +13,7 @@ results.json
   bars   [{name, value, low, bar, holds}]
 hits.json
   ids, and for each arm/seed/evaluation on 'dev' a string of 0 and 1: whether
-  the answer to the question at this place of ids matched exactly
+  the answer to the question at this place of ids matched exactly (-: not asked)
 
 Intervals are 95 %, percentile bootstrap over questions; those of gains are of
 the differences of each question, averaged over seeds first.
@@ -44,6 +45,8 @@ def complete(sweep: core.Sweep, workdir: pathlib.Path):
   """(arm, case, evaluation, its folder) of all that is done."""
   for arm in sweep.arms:
     for folder in sorted((workdir / 'arms' / arm.name).glob('*')):
+      if sweep.purpose(arm, folder.name) != core.REPORT:
+        continue
       if not stages.done(sweep, f'arms/{arm.name}/{folder.name}', workdir):
         continue
       for name in arm.evaluations:
@@ -152,8 +155,14 @@ def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
         and g['seeds'] >= 2
       ]
       add(f'{arm} - {start} ({evaluation})', (found or [None])[0], bar)
-  over = [g for g in gains if g['start'] == 'rag_few_shot' and g['seeds'] >= 2]
-  best = max(over, key=lambda g: g['gain'], default=None)
+  over = [
+    g
+    for g in gains
+    if (g['start'], g['evaluation']) == ('rag_few_shot', 'after')
+    and g['seeds'] >= 2
+  ]
+  # Of two, and the interval is that of the better one alone.
+  best = max(over, key=lambda g: g['gain']) if len(over) == len(GAINS) else None
   add('the better GRPO - rag_few_shot', best, 0.0)
   for control in ('no_search', 'random'):
     found = [
@@ -162,15 +171,20 @@ def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
       if (a['evaluation'], a['set']) == (control, 'dev')
       and a['arm'] in [arm for arm, _, _ in GAINS]
     ]
-    worst = {'gain': max(found), 'interval': [None, None]} if found else None
+    complete = len(found) >= 2 * len(GAINS)  # of both arms both seeds
+    worst = {'gain': max(found), 'interval': [None, None]} if complete else None
     add(f'{control}: exact match', worst, BLIND, -1)
   return out
 
 
-def write(sweep: core.Sweep, workdir, out: pathlib.Path, about) -> dict:
-  """Writes the three files to `out`; returns the content of results.json."""
+def write(
+  sweep: core.Sweep, workdir, out: pathlib.Path, about, short: set[str]
+) -> dict:
+  """Writes the three files to `out`; returns the content of results.json.
+
+  about: environment and vocabulary. short: the ids of 'dev_short'.
+  """
   done = list(complete(sweep, workdir))
-  short = short_dev() if done else set()
   arms: list[dict] = []
   by: dict[tuple[str, str], dict[str, Hits]] = {}
   for arm, case, name, folder in done:

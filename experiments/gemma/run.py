@@ -18,6 +18,7 @@ beside each trained run shows its trajectories.
 """
 
 import json
+import os
 import pathlib
 
 from absl import flags
@@ -38,6 +39,8 @@ SHOTS = 4  # examples of a prompt
 # Questions that are answered from memory: the warm start asks them in the order
 # of their draw (`questions.traces`), and the longest asks some 700.
 MEMORY = 800
+# Of `made`: the model, its vocabulary, and which questions of dev are short.
+ABOUT = 'about.json'
 
 
 def require_data() -> pathlib.Path:
@@ -62,6 +65,9 @@ def small(folder: pathlib.Path, texts: pathlib.Path, workdir) -> None:
   whole = workdir / 'model'
   if (folder / 'config.json').exists():
     return
+  lookup.require(
+    not _MODEL.value, f'--model={_MODEL.value}: no such Hugging Face folder'
+  )
   print(fetch.fetch(MODEL, whole, 'float32'), flush=True)
   named = [texts / name for name in (*FILES, *MORE)]
   there = [str(path) for path in named if path.exists()]
@@ -69,7 +75,23 @@ def small(folder: pathlib.Path, texts: pathlib.Path, workdir) -> None:
 
 
 def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
-  """Prompts with examples, and what the model answers from memory."""
+  """Prompts with examples, and what the model answers from memory.
+
+  Raises:
+    ConfigError: `made` is of another model.
+  """
+  about = made / ABOUT
+  if not about.exists():
+    vocabulary = pretrained.read_config(model).vocab_size
+    short = sorted(results.short_dev())
+    records.write_json(
+      about, {'model': model, 'vocabulary': vocabulary, 'short_dev': short}
+    )
+  before = json.loads(about.read_text())['model']
+  lookup.require(
+    before == model,
+    f'{made} was made with {before}, not {model}: choose another --workdir',
+  )
   for name, passage in (('closed_book', False), ('rag', True)):
     path = made / f'{name}.json'
     if not path.exists():
@@ -97,6 +119,8 @@ def main():
   workdir = pathlib.Path(flags.FLAGS.workdir).resolve()
   model = pathlib.Path(_MODEL.value or workdir / 'small').resolve()
   made, out = workdir / 'made', pathlib.Path(_OUT.value)
+  # This process computes little on a GPU, and its stages need the memory.
+  os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
   environment = common.environment()
   if not _REPORT.value:
     texts = require_data()
@@ -105,9 +129,10 @@ def main():
   spec = f'experiments/gemma/rows.py:model={model},made={made}'
   table = rows.get_sweep(spec.partition(':')[2])
   planned = sweep.chosen(table, flags.FLAGS.only, flags.FLAGS.seeds)
-  vocabulary = pretrained.read_config(model).vocab_size
-  about = {'environment': environment, 'vocabulary': vocabulary}
-  report = lambda: results.write(table, workdir, out, about)
+  known = json.loads((made / ABOUT).read_text())
+  about = {'environment': environment, 'vocabulary': known['vocabulary']}
+  short = {*known['short_dev']}
+  report = lambda: results.write(table, workdir, out, about, short)
   try:
     if not _REPORT.value:
       sweep.run(spec, table, planned, workdir, after=report)

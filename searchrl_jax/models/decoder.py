@@ -469,19 +469,28 @@ def hidden_states(
     )
     return block(p, cfg, x, rope, attend, mesh)
 
+  alone = apply
   if cfg.remat != 'none':
-    policy = _saved(REMAT[cfg.remat])
-    apply = jax.checkpoint(
-      apply, policy=policy, prevent_cse=False, static_argnums=(3,)
-    )
-  x = _through(cfg, apply, x, params['layers'], layers, longest or T)
+    fields = dict(policy=_saved(REMAT[cfg.remat]), static_argnums=(3,))
+    alone = jax.checkpoint(apply, **fields)
+    # Within a scan, nothing can be merged with what is computed again.
+    apply = jax.checkpoint(apply, prevent_cse=False, **fields)
+  x = _through(cfg, apply, alone, x, params['layers'], layers, longest or T)
   return norm(cfg, x, params['final_norm'])
 
 
 def _through(
-  cfg, apply: Callable, x, stacked: dict, layers: list[Layer], longest: int
+  cfg,
+  apply: Callable,
+  alone: Callable,
+  x,
+  stacked: dict,
+  layers: list[Layer],
+  longest: int,
 ):
   """x after all layers; apply(x, p, rope, window) is one of them.
+
+  alone: the same for a layer outside the scan.
 
   A scan over layers, in which RoPE may differ. A window within a sequence is a
   constant of its kernel, so the scan is then over periods of `global_every`
@@ -505,23 +514,25 @@ def _through(
     scanned = stacked, which
     return jax.lax.scan(step, x, scanned, unroll=cfg.scan_unroll)[0]
 
-  def some(x, ps, count):  # layers one by one, from the first of a period
+  def some(apply, x, ps, count):  # one by one, from the first of a period
     for i in range(count):
       p = {name: value[i] for name, value in ps.items()}
       x = apply(x, p, layers[i].rope, layers[i].window)
     return x
 
   n = L // P
-  whole = {
-    k: v[: n * P].reshape(n, P, *v.shape[1:]) for k, v in stacked.items()
-  }
-  x, _ = jax.lax.scan(
-    lambda x, ps: (some(x, ps, P), None),
-    x,
-    whole,
-    unroll=max(1, cfg.scan_unroll // P),
-  )
-  return some(x, {k: v[n * P :] for k, v in stacked.items()}, L - n * P)
+  if n:
+    whole = {
+      k: v[: n * P].reshape(n, P, *v.shape[1:]) for k, v in stacked.items()
+    }
+    x, _ = jax.lax.scan(
+      lambda x, ps: (some(apply, x, ps, P), None),
+      x,
+      whole,
+      unroll=max(1, cfg.scan_unroll // P),
+    )
+  rest = {k: v[n * P :] for k, v in stacked.items()}
+  return some(alone, x, rest, L - n * P)
 
 
 def logits(params: dict, cfg: DecoderConfig, hidden):

@@ -70,6 +70,18 @@ FAMILIES = {
 GEMMA = 'gemma3_text'
 # A model of text and images -> the family of its text.
 _TEXT = {'gemma3': GEMMA}
+# What the published configs leave out: defaults of Gemma3TextConfig of
+# transformers.
+_TEXT_DEFAULTS = {
+  'vocab_size': 262_208,
+  'hidden_size': 2304,
+  'intermediate_size': 9216,
+  'num_hidden_layers': 26,
+  'num_attention_heads': 8,
+  'num_key_value_heads': 4,
+  'head_dim': 256,
+  'sliding_window': 4096,
+}
 # Of such a checkpoint: where it has the text (transformers 4 and 5), and what
 # is no text.
 _PREFIXES = {
@@ -190,7 +202,7 @@ def parse_config(hf: Mapping[str, Any]) -> dict[str, Any]:
   """
   name = hf.get('model_type')
   if name in _TEXT:
-    hf = hf.get('text_config') or {}
+    hf = _TEXT_DEFAULTS | (hf.get('text_config') or {})
     name = _TEXT[name]
   _require(
     name in FAMILIES, f'model_type={name!r}', ', '.join([*FAMILIES, *_TEXT])

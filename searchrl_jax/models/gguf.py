@@ -15,6 +15,7 @@ import numpy as np
 from searchrl_jax.models import families, pretrained
 from searchrl_jax.run import lookup
 
+VERSION = 1  # of what `to_folder` makes of a file
 _FAMILIES = {
   'llama': 'llama',
   'qwen2': 'qwen2',
@@ -244,6 +245,13 @@ def _write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     for k, own in names
     if f'tokenizer.{k}' in fields
   }
+  kind, pre = fields[f'{_TOKENS}model'], fields.get(f'{_TOKENS}pre', 'default')
+  known = {'default', *mapping.GGUF_PRE_TOKENIZER_SPLITS}
+  lookup.require(
+    kind != 'gpt2' or pre in known,
+    f'{_TOKENS}pre={pre!r} is not supported; expected one of '
+    f'{", ".join(sorted(known))}',
+  )
   backend, _ = mapping.convert_gguf_tokenizer(
     fields['general.architecture'], about
   )
@@ -253,7 +261,7 @@ def _write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     for name, key in _SPECIAL.items()
     if _TOKENS + key in fields
   }
-  if fields.get(f'{_TOKENS}add_bos_token', 'bos_token' in special):
+  if fields.get(f'{_TOKENS}add_bos_token', kind == 'llama'):
     from tokenizers import processors
 
     bos = special['bos_token']

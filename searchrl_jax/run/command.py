@@ -62,12 +62,14 @@ class _Rewards(flags.ArgumentParser):
       if not found or 'reward' not in config:
         continue
       name, field, value = found.groups()
-      with config.unlocked(), contextlib.suppress(ValueError, SyntaxError):
+      with config.unlocked():
         reward = config.reward.get(name)
         if reward is None:
           reward = config.reward[name] = ConfigDict(dict(fn='', weight=1.0))
         if field not in reward:  # its type is that of the value
-          reward[field] = value if field == 'fn' else ast.literal_eval(value)
+          with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+          reward[field] = value
     return config
 
   def flag_type(self) -> str:

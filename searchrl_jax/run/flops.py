@@ -45,7 +45,7 @@ def update_flops(cfg: decoder.DecoderConfig, batches: Sequence[Batch]) -> float:
       total += of_rows(cfg, b.lengths, b.mask.sum())
       continue
     depths = b.tree.depths[b.nodes()].astype(np.float64)
-    pairs = lambda window, d=depths: (2 * np.minimum(d, window) + 1).sum()
+    pairs = lambda window, d=depths: np.minimum(2 * d + 1, 2 * window).sum()
     total += _flops(cfg, depths.size, pairs, b.mask.sum())
   return total
 
@@ -55,14 +55,18 @@ def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
 
   PaLM, arXiv 2204.02311, appendix B: 6 n for each parameter of the layers'
   matrices and token, 12 N H n^2 for the attention of a layer (causality not
-  discounted; n times the window, where that is shorter than the sequence), and
-  6 D V for each loss token, as the head runs on those alone. With adapters, 4
-  in place of each 6: frozen matrices have no gradient, and the adapters' own
-  products are left out. Recomputation, padding and the optimizer are not
-  counted. A forward pass alone is a third.
+  discounted; of a shorter window w: 2 n w - w^2 in place of n^2), and 6 D V for
+  each loss token, as the head runs on those alone. With adapters, 4 in place of
+  each 6: frozen matrices have no gradient, and the adapters' own products are
+  left out. Recomputation, padding and the optimizer are not counted. A forward
+  pass alone is a third.
   """
   n = np.asarray(lengths, np.float64)
-  pairs = lambda window: (n * np.minimum(n, window)).sum()
+
+  def pairs(window):
+    m = np.minimum(n, window)
+    return (m * (2 * n - m)).sum()
+
   return _flops(cfg, n.sum(), pairs, loss_tokens)
 
 

@@ -1,6 +1,7 @@
 """The parameters of a run: of which model, from where, and kept where."""
 
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -67,13 +68,17 @@ def local(path: str, field: str = 'config.model.path') -> str:
 
 def _converted(file: pathlib.Path) -> pathlib.Path:
   """The Hugging Face folder of a GGUF file, converted if it is not there."""
-  about = file.resolve(), (found := file.stat()).st_size, found.st_mtime_ns
+  found = file.stat()
+  about = gguf.VERSION, file.resolve(), found.st_size, found.st_mtime_ns
   base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
   out = pathlib.Path(base, 'searchrl_jax', 'gguf', name)
-  if not out.exists():
-    with progress.phase(f'converting {file.name}', shown=True):
-      gguf.to_folder(file, out)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  with out.with_suffix('.lock').open('w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one converts it
+    if not out.exists():
+      with progress.phase(f'converting {file.name}', shown=True):
+        gguf.to_folder(file, out)
   return out
 
 

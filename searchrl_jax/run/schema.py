@@ -342,8 +342,8 @@ def base() -> ConfigDict:
   c.batch.lengths = (256, 512, 1024)
   c.batch.tokens = 8192  # of one device in the largest microbatch
   # Tokens of one device in a microbatch whose trajectories are computed once
-  # where they begin alike, with XLA's attention; batch.tokens and all lengths
-  # but the last are then not read. 0 = each trajectory is computed.
+  # where they begin alike, with XLA's attention, in rows of one length;
+  # batch.tokens is then not read. 0 = each trajectory is computed.
   c.batch.prefix_tokens = 0
   c.batch.loss_fraction = 0.5  # loss tokens a microbatch holds, of its tokens
   c.batch.head_chunk = 1024  # loss tokens of one device scored at once
@@ -393,6 +393,9 @@ def base() -> ConfigDict:
   c.eval.match = 'text'
   c.eval.bootstrap = 2000  # resamples behind an interval
   c.eval.seed = 0
+  # Questions of each set that are also asked at rollout.temperature before the
+  # first step; 0 = none. RL learns from such samples.
+  c.eval.sampled = 64
 
   c.log.tensorboard = True
   c.log.wandb = 'disabled'  # disabled, offline, online

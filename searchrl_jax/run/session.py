@@ -35,8 +35,6 @@ from searchrl_jax.run import (
 from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 
-_SAMPLED = 64  # questions that are sampled before the first step
-
 
 class Session:
   """One start of a run, in its folder; a context manager.
@@ -332,12 +330,12 @@ class Session:
     greedy: what `evaluate` returned.
     """
     e, r = self.config.eval, self.config.rollout
-    if not self.evaluator or e.temperature == r.temperature:
+    if not (self.evaluator and e.sampled) or e.temperature == r.temperature:
       return {}
     config = self.config.copy_and_resolve_references()
     config.eval.update(n=1, k=(), temperature=r.temperature, top_p=r.top_p)
-    config.eval.questions = min(e.questions or _SAMPLED, _SAMPLED)
-    changed = dict(config=config, name='sampled', writer=None)
+    config.eval.questions = min(e.questions or e.sampled, e.sampled)
+    changed = dict(config=config, name='sampled')
     with self.writer.timer('evaluate'):
       other = dataclasses.replace(self.evaluator, **changed)
       values = dict(other.run(self.step - 1))

@@ -14,7 +14,7 @@ import signal
 import threading
 
 _ANSWER = (
-  'rollouts end now and an update at its end; then the run is saved. A second '
+  'sampling ends now, and an update at its end; then the run is saved. Another '
   'signal ends it at once'
 )
 CAUGHT = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1

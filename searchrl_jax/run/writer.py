@@ -265,6 +265,7 @@ class Writer:
       RunError: they could not be written.
     """
     self.flush()
+    self._require_folder()  # before a checkpoint is written to it
     cluster.agree('push', lambda: remote.push(self.folder))
 
   def phase(self, name: str, count: progress.Count | None = None):

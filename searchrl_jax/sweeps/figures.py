@@ -168,6 +168,7 @@ def of_run(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
     with (folder / 'run' / 'metrics.jsonl').open() as lines:
       steps = [json.loads(line) for line in lines]
     before = kept(steps[0]) if steps[0]['step'] == -1 else {}
+    before = {k: v for k, v in before.items() if not k.startswith('sampled/')}
     if before:
       both = [k for k in values['after'] if k in before]
       gain = {k: values['after'][k] - before[k] for k in both}

@@ -131,7 +131,7 @@ class Template:
   def protected(self) -> tuple[str, ...]:
     """Tags that are neutralised in outside text: those of the protocol, and
     those in the passage line and the observation."""
-    tags = [tag for pair in self.tags.values() for tag in pair]
+    tags = [tag for pair in self.tags.values() for tag in pair if tag.strip()]
     tags += re.findall(r'</?\w[\w-]*>', self.passage + self.observation)
     return tuple(dict.fromkeys(tags))
 
