@@ -47,7 +47,7 @@ def test_other_layouts_are_files():
     ({'answer': None}, r"own.json, field 'answer': missing"),
     ({'anwser': ['<a>', '</a>']}, r"'anwser': unknown; did you mean 'answer'"),
     ({'answer': '<answer>'}, r"'answer': expected \["),
-    ({'answer': ['<answer>', ' ']}, r"'answer': expected \["),
+    ({'answer': ['<answer>', '']}, r"'answer': expected \["),
     ({'answer': ['<think>', '</a>']}, r"tag '<think>' is part of"),
     ({'think': ['<s', '</think>']}, r"'think': tag '<s' is part of tag '<sea"),
     ({'prompt': 'no slot'}, r'needs \{question\} once, has it 0 times'),
@@ -191,6 +191,11 @@ def test_tags_lose_their_delimiters(tag):
     assert not any(t in text for t in TAGS)
     assert text.startswith('one ') and text.endswith(' two')
     assert clean(text) == text
+
+
+def test_white_space_that_ends_a_block_stays_in_outside_text(tmp_path):
+  template = prompts.load(own(tmp_path, answer=['Answer:', '\n']))
+  assert clean('Answer: a\nb', template) == 'Answer  a\nb'
 
 
 def test_words_survive():

@@ -441,6 +441,7 @@ def test_the_first_error_is_reported_if_saving_fails_too(
 ):
   config = tiny.config(url)
   config.eval.every = 1 if where == 'evaluation' else 0
+  config.eval.sampled = 0
   if where == 'rollout':
 
     async def fails(*args, **kw):
@@ -471,7 +472,7 @@ def test_a_failed_evaluation_loses_nothing_of_its_step(
   url, tmp_path, monkeypatch
 ):
   config = tiny.config(url)
-  config.eval.every = 2
+  config.eval.every, config.eval.sampled = 2, 0
 
   def fails(evaluator, step):
     if step < 0:

@@ -3,6 +3,7 @@
 import collections
 import gzip
 import json
+import shutil
 
 import pytest
 
@@ -10,6 +11,7 @@ from experiments.gemma import questions, results, rows
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.sweeps import core
 from searchrl_jax.types import Passage
+from tests.conftest import ROOT
 
 N = 120
 
@@ -126,6 +128,8 @@ def test_answers_from_memory_have_to_be_there(folder):
 
 
 def test_every_arm_can_run(tmp_path):
+  for name in ('closed_book.json', 'rag.json'):  # of `baselines.few_shot`
+    shutil.copy(ROOT / 'experiments/gemma/rag.json', tmp_path / name)
   core.check(rows.get_sweep(f'model=small,made={tmp_path}'))
 
 
@@ -157,7 +161,13 @@ def test_bars_hold_by_the_interval_too():
     (first, *others) = results.judge(given, [])
     assert first['holds'] == holds
     assert not any(bar['holds'] for bar in others)
-  blind = {'arm': 'grpo_good', 'set': 'dev', 'evaluation': 'no_search'}
+  blind = [
+    {'arm': arm, 'set': 'dev', 'evaluation': 'no_search', 'em': 0.01}
+    for arm in ('grpo_good', 'grpo_hesitant')
+    for _ in range(2)
+  ]
   for em, holds in ((0.04, True), (0.06, False)):
-    *_, bar, _ = results.judge([], [blind | {'em': em}])
+    *_, bar, _ = results.judge([], [blind[0] | {'em': em}, *blind[1:]])
     assert (bar['value'], bar['holds']) == (em, holds)
+  *_, bar, _ = results.judge([], blind[1:])  # of one seed there is none yet
+  assert not bar['holds']
