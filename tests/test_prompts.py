@@ -194,7 +194,8 @@ def test_tags_lose_their_delimiters(tag):
 
 
 def test_white_space_that_ends_a_block_stays_in_outside_text(tmp_path):
-  template = prompts.load(own(tmp_path, answer=['Answer:', '\n']))
+  fields = {'answer': ['Answer:', '\n'], 'stops': ['</search>', '\n']}
+  template = prompts.load(own(tmp_path, **fields))
   assert clean('Answer: a\nb', template) == 'Answer  a\nb'
 
 
