@@ -156,6 +156,7 @@ def test_log_probs_and_their_gradients(tied, chunk):
     'starts': batch.starts,
     'index': index,
     'inverse': inverse,
+    'tree': None,
   }
   rng = np.random.default_rng(0)
   u, v = rng.normal(size=(2, *batch.ids.shape)).astype(np.float32)

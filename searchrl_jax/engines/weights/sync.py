@@ -110,8 +110,8 @@ def _compare_logps(got, want, tolerance: float, message: str) -> float:
   diff = np.abs(got - want) / np.maximum(1.0, np.abs(want))
   worst = float(np.max(np.where(np.isnan(diff), np.inf, diff)))
   limit = f'config.engine.canary_tolerance={tolerance}'
-  what = f'{worst}, relative where they are below -1'
-  _require(worst <= tolerance, f'{message}: by {what} ({limit})')
+  limit += ', relative where they are below -1'
+  _require(worst <= tolerance, f'{message}: by {worst} ({limit})')
   return worst
 
 
