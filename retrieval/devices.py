@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from retrieval import files
 from retrieval.files import PathLike
 
 _KEPT_BYTES = 1 << 30  # of cached programs; those of a small model take 5 MB
@@ -59,8 +60,7 @@ def keep_programs(folder: PathLike | None) -> None:
     return
   folder = folder or jax.config.jax_compilation_cache_dir
   if not folder:
-    base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-    folder = pathlib.Path(base, 'searchrl_retrieval')
+    folder = files.cache_folder('searchrl_retrieval')
   cpu = platform.machine()
   if os.path.exists('/proc/cpuinfo'):
     with open('/proc/cpuinfo') as file:

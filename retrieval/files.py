@@ -66,6 +66,16 @@ def run_command(who: str, argv: Sequence[str], run: Callable[[], Any]) -> int:
   return 0
 
 
+def cache_folder(name: str) -> pathlib.Path:
+  """A folder of the user's cache: XDG_CACHE_HOME, else ~/.cache.
+
+  Raises:
+    RuntimeError: this user has no home folder.
+  """
+  base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(base, name)
+
+
 def lock(file: Any, kind: type[Exception], message: str) -> None:
   """Locks an open file until it is closed; raises `kind` if it is locked."""
   with convert(OSError, kind, message):

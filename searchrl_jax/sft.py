@@ -239,6 +239,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     Stopped: by a signal; the run is saved.
   """
   checks.check_engine(config)
+  batching.check(config)
   c = config.sft
   lookup.require(
     config.source.module != simulated.SIMULATED,

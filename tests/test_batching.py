@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from searchrl_jax.learn import batching
+from searchrl_jax.learn import batching, dryrun
 from searchrl_jax.run import schema
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
@@ -345,7 +345,7 @@ def test_check(field, value, message):
 def test_plan_golden():
   # 32 questions x 8 = 256 trajectories, 4 minibatches of 64; 64 tokens hold 2
   # rows of 32 with up to 8 trajectories each: 4 to 32 microbatches.
-  plan = batching.plan(
+  plan = dryrun.arithmetic(
     config(**{'algorithm.minibatches': 4, 'algorithm.epochs': 2})
   )
   assert plan['trajectories'] == '256'

@@ -39,6 +39,7 @@ ORDER = (
   'models.packed_cudnn',
   'models.splash',
   'models.attention',
+  'models.rotary',
   'models.decoder',
   'models.lora',
   'models.pretrained',

@@ -19,7 +19,7 @@ from searchrl_jax.engines.weights import (
   publication,
   published,
 )
-from searchrl_jax.models import decoder, pretrained
+from searchrl_jax.models import decoder, pretrained, rotary
 from searchrl_jax.run import checkpoint, sharding
 from tests import memory as used
 from tests.conftest import ROOT
@@ -33,7 +33,7 @@ UNTIED = dataclasses.replace(
   family='qwen3',
   n_heads=2,
   head_dim=16,
-  rope_scaling=decoder.RopeScaling('llama3', 8.0, 1.0, 4.0, 64),
+  rope_scaling=rotary.RopeScaling('llama3', 8.0, 1.0, 4.0, 64),
 )
 
 
@@ -71,7 +71,7 @@ def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
   assert done.bytes == cfg.n_params * np.dtype(jnp.dtype(dtype)).itemsize
   fields = dict(found.config)
   if fields['rope_scaling']:
-    fields['rope_scaling'] = decoder.RopeScaling(**fields['rope_scaling'])
+    fields['rope_scaling'] = rotary.RopeScaling(**fields['rope_scaling'])
   assert decoder.DecoderConfig(**fields) == cfg
 
 

@@ -32,7 +32,8 @@ def main():
   out.mkdir(parents=True, exist_ok=True)
   os.environ['SEARCHRL_DATA'] = str(pathlib.Path(carried).resolve())
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(out / 'programs'))
-  # Choosing among Triton's products, by measuring them, took most of 140 s.
+  # Fewer kernels to measure: compiling took most of 150 s (docs/gpu.md). What
+  # this saves is not known yet.
   no_triton = '--xla_gpu_enable_triton_gemm=false'
   os.environ['XLA_FLAGS'] = f'{no_triton} {os.environ.get("XLA_FLAGS", "")}'
   seconds: dict[str, float] = {}

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.benchmarks import common
 from experiments.gemma import questions
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import grading, ledger
@@ -35,8 +36,14 @@ from searchrl_jax.sweeps import core, figures, stages
 
 RESAMPLES = 10_000
 Hits = Mapping[str, float]  # question -> exact match, the mean of its samples
-# (trained arm, its start, gain of exact match that is expected of it)
-GAINS = ('grpo_hesitant', 'hesitant', 0.08), ('grpo_good', 'good', 0.03)
+SEEDS = 2  # of the trained arms
+TRAINED = {'grpo_hesitant': 'hesitant', 'grpo_good': 'good'}  # arm -> its start
+# (trained arm, start, evaluation, gain of exact match that is expected)
+GAINS = (
+  ('grpo_hesitant', 'hesitant', 'after', 0.08),
+  ('grpo_hesitant', 'hesitant', 'sampled', 0.08),
+  ('grpo_good', 'good', 'after', 0.03),
+)
 # Without what they search, policies are expected to know at most this.
 BLIND = 0.05
 
@@ -132,48 +139,43 @@ def gain(ours: Sequence[Hits], theirs: Sequence[Hits]) -> dict[str, Any]:
 
 
 def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
-  """The bars; one whose arms are not complete has no value."""
+  """The bars; one whose arms are not complete has no value.
+
+  A gain holds if also the low end of its interval is above 0.
+  """
   out = []
 
-  def add(name, found, bar, sign=1):
-    value = found and found['gain']
-    low = found and found['interval'][0]
-    holds = bool(found) and value * sign >= bar * sign
-    holds = holds and (sign < 0 or low > 0)
-    out.append(
-      {'name': name, 'value': value, 'low': low, 'bar': bar, 'holds': holds}
-    )
+  def missing(name: str, bar: float) -> None:
+    out.append({'name': name, 'value': None, 'bar': bar, 'holds': False})
 
-  for arm, start, bar in GAINS:
-    for evaluation in ('after', 'sampled'):
-      if evaluation == 'sampled' and start == 'good':
-        continue
-      found = [
-        g
-        for g in gains
-        if (g['arm'], g['start'], g['evaluation']) == (arm, start, evaluation)
-        and g['seeds'] >= 2
-      ]
-      add(f'{arm} - {start} ({evaluation})', (found or [None])[0], bar)
-  over = [
-    g
+  def above(name: str, found: Mapping[str, Any] | None, bar: float) -> None:
+    if found is None:
+      return missing(name, bar)
+    (low, _), judged = found['interval'], common.bar(name, found['gain'], bar)
+    out.append(judged | {'low': low, 'holds': judged['holds'] and low > 0})
+
+  known = {
+    (g['arm'], g['start'], g['evaluation']): g
     for g in gains
-    if (g['start'], g['evaluation']) == ('rag_few_shot', 'after')
-    and g['seeds'] >= 2
-  ]
+    if g['seeds'] == SEEDS
+  }
+  for *names, bar in GAINS:
+    above('{} - {} ({})'.format(*names), known.get(tuple(names)), bar)
+  over = [known.get((arm, 'rag_few_shot', 'after')) for arm in TRAINED]
   # Of two, and the interval is that of the better one alone.
-  best = max(over, key=lambda g: g['gain']) if len(over) == len(GAINS) else None
-  add('the better GRPO - rag_few_shot', best, 0.0)
+  best = max(over, key=lambda g: g['gain']) if all(over) else None
+  above('the better GRPO - rag_few_shot', best, 0.0)
   for control in ('no_search', 'random'):
     found = [
       a['em']
       for a in arms
-      if (a['evaluation'], a['set']) == (control, 'dev')
-      and a['arm'] in [arm for arm, _, _ in GAINS]
+      if (a['evaluation'], a['set']) == (control, 'dev') and a['arm'] in TRAINED
     ]
-    complete = len(found) >= 2 * len(GAINS)  # of both arms both seeds
-    worst = {'gain': max(found), 'interval': [None, None]} if complete else None
-    add(f'{control}: exact match', worst, BLIND, -1)
+    name = f'{control}: exact match'
+    if len(found) == SEEDS * len(TRAINED):
+      out.append(common.bar(name, max(found), BLIND, at_most=True))
+    else:
+      missing(name, BLIND)
   return out
 
 
@@ -192,11 +194,11 @@ def write(
     arms += [entry | {'vocabulary': about['vocabulary']} for entry in found]
     if found and found[0]['set'] == 'dev':
       by.setdefault((arm.name, name), {})[case] = hits(folder)
-  pairs = [(arm, start) for arm, start, _ in GAINS]
-  pairs += [('lora_good', 'good')]
-  pairs += [(f'more_{s}', s) for s in ('good', 'hesitant')]
-  pairs += [(a, f'more_{s}') for a, s, _ in GAINS]
-  pairs += [(a, f'rag_{kind}') for a, *_ in GAINS for kind in _RAG]
+  pairs = [('lora_good', 'good')]
+  for arm_name, start in TRAINED.items():
+    pairs += [(arm_name, start), (f'more_{start}', start)]
+    others = f'more_{start}', 'rag_few_shot', 'rag_fine_tuned'
+    pairs += [(arm_name, other) for other in others]
   gains = []
   for arm, start in pairs:
     for evaluation in ('after', 'sampled'):
@@ -233,39 +235,21 @@ def write(
   return record
 
 
-_RAG = 'few_shot', 'fine_tuned'
-
-
 def show(record: Mapping[str, Any]) -> str:
-  """Markdown: the arms on 'dev', the gains, the bars."""
-  head = (
-    'arm',
-    'seed',
-    'evaluation',
-    'EM',
-    'F1',
-    'searches',
-    'found',
-    'EM, found',
+  """The arms on 'dev', the gains, the bars, as tables."""
+
+  def line(entry, shown):
+    cells = {k: entry[k] for k in shown.split() if entry.get(k) is not None}
+    return {
+      k: '{:.3f} to {:.3f}'.format(*v) if isinstance(v, list) else v
+      for k, v in cells.items()
+    }
+
+  scored = 'arm seed evaluation em em_interval f1 searches found em_found'
+  gained = 'arm start evaluation seeds n gain interval wins losses'
+  tables = (
+    [line(a, scored) for a in record['arms'] if a['set'] == 'dev'],
+    [line(g, gained) for g in record['gains']],
+    record['bars'],
   )
-  lines = [head, ['---'] * len(head)]
-  for a in record['arms']:
-    if a['set'] == 'dev':
-      low, high = a['em_interval']
-      cells = (a[k] for k in ('f1', 'searches', 'found', 'em_found'))
-      lines.append(
-        [
-          *(a['arm'], str(a['seed']), a['evaluation']),
-          f'{a["em"]:.3f} [{low:.3f}, {high:.3f}]',
-          *('' if x is None else f'{x:.3f}' for x in cells),
-        ]
-      )
-  text = ['| ' + ' | '.join(line) + ' |' for line in lines]
-  for g in record['gains']:
-    low, high = g['interval']
-    text.append(
-      f'{g["arm"]} - {g["start"]} ({g["evaluation"]}, {g["seeds"]} seeds): '
-      f'{g["gain"]:+.3f} [{low:+.3f}, {high:+.3f}]'
-    )
-  text += [str(bar) for bar in record['bars']]
-  return '\n'.join(text)
+  return '\n\n'.join(common.table(rows) for rows in tables if rows)

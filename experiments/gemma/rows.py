@@ -196,19 +196,15 @@ def get_sweep(arg=None):
     ),
     baseline('good', config('good'), 'good', evaluations=START | VOTE),
     baseline('hesitant', config('hesitant'), 'hesitant', evaluations=START),
-    rows.Arm(
-      'grpo_good',
-      config('good'),
-      'good',
-      evaluations=START | {'controls': controls},
-      seeds=(0, 1),
-    ),
-    rows.Arm(
-      'grpo_hesitant',
-      config('hesitant'),
-      'hesitant',
-      evaluations=START | {'controls': controls},
-      seeds=(0, 1),
+    *(
+      rows.Arm(
+        f'grpo_{start}',
+        config(start),
+        start,
+        evaluations=START | {'controls': controls},
+        seeds=(0, 1),
+      )
+      for start in ('good', 'hesitant')
     ),
     rows.Arm(
       'lora_good', config('good', lora), 'good', evaluations=POLICY, seeds=(0,)

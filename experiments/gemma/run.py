@@ -39,7 +39,7 @@ SHOTS = 4  # examples of a prompt
 # Questions that are answered from memory: the warm start asks them in the order
 # of their draw (`questions.traces`), and the longest asks some 700.
 MEMORY = 800
-# Of `made`: the model, its vocabulary, and which questions of dev are short.
+# Of `made`: the model's config.json, and which questions of dev are short.
 ABOUT = 'about.json'
 
 
@@ -54,8 +54,7 @@ def require_data() -> pathlib.Path:
   lookup.require(
     not missing,
     f'{folder} lacks {", ".join(missing)}; name a folder that has them with '
-    '--data_dir (docs/data.md has the formats), or make them from Natural '
-    'Questions and wiki-18 (docs/real_model.md)',
+    '--data_dir (docs/data.md has the formats)',
   )
   return folder
 
@@ -65,9 +64,6 @@ def small(folder: pathlib.Path, texts: pathlib.Path, workdir) -> None:
   whole = workdir / 'model'
   if (folder / 'config.json').exists():
     return
-  lookup.require(
-    not _MODEL.value, f'--model={_MODEL.value}: no such Hugging Face folder'
-  )
   print(fetch.fetch(MODEL, whole, 'float32'), flush=True)
   named = [texts / name for name in (*FILES, *MORE)]
   there = [str(path) for path in named if path.exists()]
@@ -81,16 +77,14 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
     ConfigError: `made` is of another model.
   """
   about = made / ABOUT
+  config = pretrained.read_json(model)
   if not about.exists():
-    vocabulary = pretrained.read_config(model).vocab_size
     short = sorted(results.short_dev())
-    records.write_json(
-      about, {'model': model, 'vocabulary': vocabulary, 'short_dev': short}
-    )
-  before = json.loads(about.read_text())['model']
+    records.write_json(about, {'model': config, 'short_dev': short})
   lookup.require(
-    before == model,
-    f'{made} was made with {before}, not {model}: choose another --workdir',
+    json.loads(about.read_text())['model'] == config,
+    f'{made} was made with another model than {model}: choose another '
+    '--workdir',
   )
   for name, passage in (('closed_book', False), ('rag', True)):
     path = made / f'{name}.json'
@@ -124,13 +118,22 @@ def main():
   environment = common.environment()
   if not _REPORT.value:
     texts = require_data()
-    small(model, texts, workdir)
+    if _MODEL.value:
+      pretrained.read_json(model)  # there is such a folder
+    else:
+      small(model, texts, workdir)
     prepare(made, texts, str(model))
   spec = f'experiments/gemma/rows.py:model={model},made={made}'
   table = rows.get_sweep(spec.partition(':')[2])
   planned = sweep.chosen(table, flags.FLAGS.only, flags.FLAGS.seeds)
+  lookup.require(
+    (made / ABOUT).exists(), f'{workdir} has no run yet; leave --report out'
+  )
   known = json.loads((made / ABOUT).read_text())
-  about = {'environment': environment, 'vocabulary': known['vocabulary']}
+  about = {
+    'environment': environment,
+    'vocabulary': known['model']['vocab_size'],
+  }
   short = {*known['short_dev']}
   report = lambda: results.write(table, workdir, out, about, short)
   try:

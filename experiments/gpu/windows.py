@@ -3,8 +3,7 @@
   python -m experiments.gpu.windows [--out=FILE.json]
 
 The sizes of Gemma 3 270M: rows of 1,024 tokens, a window of 512, in bfloat16;
-each row alone and packed, values and gradients. There are reports of gradients
-that are NaN for this head size (docs/gpu.md). The error of a tensor is the
+each row alone and packed, values and gradients. The error of a tensor is the
 norm of its difference to float32 by XLA over that tensor's norm.
 """
 

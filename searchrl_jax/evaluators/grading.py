@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -248,6 +249,33 @@ class Evaluator:
   def run(self, step: int) -> Iterator[tuple[str, float]]:
     """Yields (name, value); see the class for the names."""
     yield from self.collect(step).values
+
+  def sampled(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+    """'sampled/SCORE' of config.eval.sampled questions of each set, at the
+    temperature of the rollouts.
+
+    Warns if these answers are far worse: RL learns from such samples.
+
+    values: what `run` gave.
+    """
+    config = self.config.copy_and_resolve_references()
+    e, r = config.eval, config.rollout
+    if not e.sampled or e.temperature == r.temperature:
+      return {}
+    e.update(n=1, k=(), temperature=r.temperature, top_p=r.top_p)
+    e.questions = min(e.questions or e.sampled, e.sampled)
+    other = dataclasses.replace(self, config=config, name='sampled')
+    found = {k: v for k, v in other.run(step) if '=' not in k}
+    low, high = values.get('eval/f1/low', 0.0), found.get('sampled/f1/high')
+    if high is not None and high < low / 2:
+      logging.warning(
+        f'at config.rollout.temperature={r.temperature:g} the policy has F1 '
+        f'{found["sampled/f1"]:.3f}, and {values["eval/f1"]:.3f} at '
+        f'{self.config.eval.temperature:g}: RL learns from such samples, and '
+        'may find little in them. Lower the temperature, or warm-start for '
+        'longer (config.sft)'
+      )
+    return found
 
   def collect(self, step: int) -> Evaluation:
     """Runs the questions.

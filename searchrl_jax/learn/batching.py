@@ -356,13 +356,7 @@ def _pack_trees(
   device at hand; where one of the two is full, the next device follows.
   """
   length, M = batch_config.lengths[-1], batch_config.prefix_tokens
-  longest = max(len(part.ids) for part in parts)
-  bucket_of(batch_config.lengths, longest)
-  lookup.require(
-    longest <= M,
-    f'a sequence of {longest} tokens does not fit config.batch.prefix_tokens='
-    f'{M}; raise it, or set 0',
-  )
+  bucket_of(batch_config.lengths, max(len(part.ids) for part in parts))
   rows = rows_of(batch_config)
   most, loss = places_of(batch_config, length), capacity(batch_config, length)
   out: list[Batch] = []
@@ -491,33 +485,3 @@ def unpacked(
       for r, span in b.spans():
         out[r][:] = x[span]
   return out
-
-
-def plan(config, shards: int = 1) -> dict[str, str]:
-  """The arithmetic of one step: prompts -> trajectories -> updates.
-
-  Microbatches are bounds: the least, if the longest rows are filled to their
-  last place, and the most by length, if every trajectory needs a
-  row, or the tokens of a tree, for itself.
-  More loss tokens than `loss_fraction` of a microbatch open further ones.
-  """
-  a, b, r = config.algorithm, config.batch, config.rollout
-  largest = math.ceil(r.questions / a.minibatches) * r.group
-  B = rows_of(b, shards)
-  most = B * places_of(b, b.lengths[-1])  # in a microbatch
-  alone = B  # trajectories of a microbatch that share nothing
-  if b.prefix_tokens:
-    alone = shards * (b.prefix_tokens // b.lengths[-1])
-  counts = {
-    'questions': r.questions,
-    'trajectories': r.questions * r.group,
-    'trajectories per minibatch': largest,
-    'microbatches per update least': math.ceil(largest / most),
-    'microbatches per update most': math.ceil(largest / alone),
-    'updates per step': a.minibatches * a.epochs,
-  }
-  room = [f'{capacity(b, length) * shards:,}' for length in b.lengths]
-  return {name: f'{n:,}' for name, n in counts.items()} | {
-    'microbatch shapes rows x tokens': ', '.join(f'{B}x{n}' for n in b.lengths),
-    'microbatch loss tokens': ', '.join(room),
-  }

@@ -93,7 +93,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
   size = steps * r.questions * r.group * limit * TOKEN_BYTES
   host[f'trajectories, {steps} steps at {limit} tokens each'] = size
   host['checkpoint, while it is written'] = _bytes(like) * here.size
-  plan |= batching.plan(config, trained.shards)
+  plan |= arithmetic(config, trained.shards)
   plan['updates in the run'] = f'{optim.updates(config):,}'
   return Costs(rows, host, plan)
 
@@ -115,6 +115,36 @@ def render(config, cfg, mesh, found: Costs) -> str:
   of_host = 'Memory of the host, of one process (MiB)'
   lines += _table(of_host, 68, found.host, _MIB)
   return '\n'.join(lines + _table('One step', 48, found.step))
+
+
+def arithmetic(config, shards: int = 1) -> dict[str, str]:
+  """The arithmetic of one step: prompts -> trajectories -> updates.
+
+  Microbatches are bounds: the least, if the longest rows are filled to their
+  last place, and the most by length, if every trajectory needs a row, or the
+  tokens of a tree, for itself. More loss tokens than `loss_fraction` of a
+  microbatch open further ones.
+  """
+  a, b, r = config.algorithm, config.batch, config.rollout
+  largest = math.ceil(r.questions / a.minibatches) * r.group
+  B = batching.rows_of(b, shards)
+  most = B * batching.places_of(b, b.lengths[-1])  # in a microbatch
+  alone = B  # trajectories of a microbatch that share nothing
+  if b.prefix_tokens:
+    alone = shards * (b.prefix_tokens // b.lengths[-1])
+  counts = {
+    'questions': r.questions,
+    'trajectories': r.questions * r.group,
+    'trajectories per minibatch': largest,
+    'microbatches per update least': math.ceil(largest / most),
+    'microbatches per update most': math.ceil(largest / alone),
+    'updates per step': a.minibatches * a.epochs,
+  }
+  room = [f'{batching.capacity(b, length) * shards:,}' for length in b.lengths]
+  return {name: f'{n:,}' for name, n in counts.items()} | {
+    'microbatch shapes rows x tokens': ', '.join(f'{B}x{n}' for n in b.lengths),
+    'microbatch loss tokens': ', '.join(room),
+  }
 
 
 def _table(title: str, width: int, rows: Mapping, unit: int = 0) -> list[str]:

@@ -21,20 +21,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from searchrl_jax.models import attention, families
+from searchrl_jax.models import attention, families, rotary
 from searchrl_jax.run import lookup, sharding
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-  """Frequency scaling: Llama 3.1's (arXiv 2407.21783; 'llama3' in HF), or
-  'linear', which divides all frequencies by `factor`."""
-
-  kind: str
-  factor: float
-  low_freq_factor: float = 0.0
-  high_freq_factor: float = 0.0
-  original_max_position: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +73,7 @@ class DecoderConfig:
   d_ff: int
   family: str = 'llama'
   rope_theta: float = 10_000.0
-  rope_scaling: RopeScaling | None = None
+  rope_scaling: rotary.RopeScaling | None = None
   norm_eps: float = 1e-6
   tied: bool = True
   query_scale: float = 1.0
@@ -270,68 +258,20 @@ def embed(params: dict, cfg: DecoderConfig, ids):
   return x
 
 
-def rope_frequencies(cfg: DecoderConfig, local: bool = False):
-  """float32 [H / 2]: radians per position, in a global or a local layer."""
-  H, theta = cfg.head_dim, cfg.local_theta if local else cfg.rope_theta
-  freq = 1.0 / theta ** (jnp.arange(0, H, 2, dtype=jnp.float32) / H)
-  s = cfg.rope_scaling
-  if s is None or local:
-    return freq
-  if s.kind == 'linear':
-    return freq / s.factor
-  wave = 2 * math.pi / freq
-  low = s.original_max_position / s.low_freq_factor
-  high = s.original_max_position / s.high_freq_factor
-  smooth = (s.original_max_position / wave - s.low_freq_factor) / (
-    s.high_freq_factor - s.low_freq_factor
-  )
-  mid = (1 - smooth) * freq / s.factor + smooth * freq
-  freq = jnp.where(wave > low, freq / s.factor, freq)
-  return jnp.where((wave <= low) & (wave >= high), mid, freq)
-
-
-def rope_tables(cfg: DecoderConfig, positions, local: bool = False):
-  """cos, sin: float32 [..., H / 2] for integer positions [...]."""
-  frequencies = rope_frequencies(cfg, local)
-  angle = positions[..., None].astype(jnp.float32) * frequencies
-  return jnp.cos(angle), jnp.sin(angle)
-
-
 class Layer(NamedTuple):
   """What a layer has beside its parameters."""
 
   window: int  # 0: it is global
-  rope: tuple[jax.Array, jax.Array]  # `rope_tables`
+  rope: tuple[jax.Array, jax.Array]  # `rotary.tables`
 
 
 def layers_of(cfg: DecoderConfig, positions) -> list[Layer]:
   """Every layer, at these positions; layers of one kind share their tables."""
   windows = [cfg.window_of(i) for i in range(cfg.n_layers)]
-  kinds = {w: Layer(w, rope_tables(cfg, positions, w > 0)) for w in {*windows}}
+  kinds = {
+    w: Layer(w, rotary.tables(cfg, positions, w > 0)) for w in {*windows}
+  }
   return [kinds[w] for w in windows]
-
-
-@jax.custom_vjp
-def apply_rope(x, cos, sin):
-  """Rotates halves (HF's layout). x [B, T, heads, H]; cos, sin [B, T, H/2].
-
-  The gradient is the rotation back: autodiff would pad and add halves, which
-  costs time on a CPU. cos and sin pass none.
-  """
-  return _rotate(x, cos, sin)
-
-
-def _rotate(x, cos, sin):
-  x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  cos, sin = cos[..., None, :], sin[..., None, :]
-  out = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-  return out.astype(x.dtype)
-
-
-apply_rope.defvjp(
-  lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)),
-  lambda saved, g: (_rotate(g, saved[0], -saved[1]), None, None),
-)
 
 
 def dense(x, w, contract: int = 1):
@@ -408,7 +348,7 @@ def block(p: dict, cfg: DecoderConfig, x, rope, attend: Callable, mesh=None):
     q, k = norm(cfg, q, p['q_norm']), norm(cfg, k, p['k_norm'])
   if cfg.query_scale != 1.0:
     q = q * jnp.asarray(cfg.query_scale, q.dtype)
-  q, k = (apply_rope(y, *rope) for y in (q, k))
+  q, k = (rotary.apply(y, *rope) for y in (q, k))
   q = sharding.constrain(q, mesh, 'batch', 'time', 'heads', 'head_dim')
   k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')

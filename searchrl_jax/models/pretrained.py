@@ -20,7 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from searchrl_jax.models import decoder, families
+from searchrl_jax.models import decoder, families, rotary
 from searchrl_jax.run import lookup, sharding
 
 INDEX = 'model.safetensors.index.json'
@@ -52,7 +52,7 @@ def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
   """
   fields = families.parse_config(hf)
   if fields['rope_scaling'] is not None:
-    fields['rope_scaling'] = decoder.RopeScaling(**fields['rope_scaling'])
+    fields['rope_scaling'] = rotary.RopeScaling(**fields['rope_scaling'])
   return decoder.DecoderConfig(**fields, **flags)
 
 

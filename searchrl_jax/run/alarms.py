@@ -115,12 +115,13 @@ def _found(sign: Sign, seen: collections.deque) -> str:
   steps, values = zip(*seen)
   if not sign.factor:
     now = float(np.median(values[-WINDOW:]))
-    wrong = now < sign.margin if sign.falls else now > sign.margin
+    if not (now < sign.margin if sign.falls else now > sign.margin):
+      return ''
     return (
       f'alarm/{sign.alarm} at step {steps[-1]}: {sign.metric} is {now:.3g} '
       f'(median of steps {steps[-WINDOW]} to {steps[-1]}), beyond '
       f'{sign.margin:g}: {sign.means}; see docs/diagnostics.md'
-    ) * wrong
+    )
   windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW)
   *before, now = np.median(windows, axis=1).tolist()
   before = before[: 1 - WINDOW]  # windows that share no step with the last

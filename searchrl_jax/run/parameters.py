@@ -4,7 +4,6 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
-import os
 import pathlib
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
+from retrieval import files
 from searchrl_jax.models import decoder, families, gguf, lora, pretrained
 from searchrl_jax.run import (
   checkpoint,
@@ -70,9 +70,8 @@ def _converted(file: pathlib.Path) -> pathlib.Path:
   """The Hugging Face folder of a GGUF file, converted if it is not there."""
   found = file.stat()
   about = gguf.VERSION, file.resolve(), found.st_size, found.st_mtime_ns
-  base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-  out = pathlib.Path(base, 'searchrl_jax', 'gguf', name)
+  out = files.cache_folder('searchrl_jax') / 'gguf' / name
   out.parent.mkdir(parents=True, exist_ok=True)
   with out.with_suffix('.lock').open('w') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one converts it

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
-import logging
 import pathlib
 import time
 from typing import Any
@@ -264,7 +263,9 @@ class Session:
       self.publish()  # compiles what later steps call
     if self.step == 0 and self.config.eval.every:
       values = self.evaluate()
-      values |= self.sampled(values)
+      if self.evaluator:
+        with self.writer.timer('evaluate'):
+          values |= self.evaluator.sampled(self.step - 1, values)
       self.metrics = self.writer.write(-1, values)
     elif self._owed:
       self.metrics |= self.writer.amend(self.step - 1, self.evaluate())
@@ -321,33 +322,6 @@ class Session:
       return {}
     with self.writer.timer('evaluate'):
       return dict(self.evaluator.run(self.step - 1))
-
-  def sampled(self, greedy: Mapping[str, float]) -> dict[str, float]:
-    """'sampled/SCORE' of some questions at the temperature of the rollouts.
-
-    Warns if these answers are far worse than greedy ones: RL learns from them.
-
-    greedy: what `evaluate` returned.
-    """
-    e, r = self.config.eval, self.config.rollout
-    if not (self.evaluator and e.sampled) or e.temperature == r.temperature:
-      return {}
-    config = self.config.copy_and_resolve_references()
-    config.eval.update(n=1, k=(), temperature=r.temperature, top_p=r.top_p)
-    config.eval.questions = min(e.questions or e.sampled, e.sampled)
-    changed = dict(config=config, name='sampled')
-    with self.writer.timer('evaluate'):
-      other = dataclasses.replace(self.evaluator, **changed)
-      values = dict(other.run(self.step - 1))
-    low, high = greedy.get('eval/f1/low', 0.0), values.get('sampled/f1/high')
-    if high is not None and high < low / 2:
-      logging.warning(
-        f'at config.rollout.temperature={r.temperature:g} the policy has F1 '
-        f'{values["sampled/f1"]:.3f}, and {greedy["eval/f1"]:.3f} at '
-        f'{e.temperature:g}: RL learns from such samples, and may find little '
-        'in them. Lower the temperature, or warm-start for longer (config.sft)'
-      )
-    return {k: v for k, v in values.items() if '=' not in k}
 
   @contextlib.contextmanager
   def unfinished(self, give_back: Callable[[bool], Sequence]) -> Iterator[None]:

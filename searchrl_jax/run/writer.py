@@ -265,8 +265,12 @@ class Writer:
       RunError: they could not be written.
     """
     self.flush()
-    self._require_folder()  # before a checkpoint is written to it
-    cluster.agree('push', lambda: remote.push(self.folder))
+
+    def push():
+      self._require_folder()  # before a checkpoint is written to it
+      remote.push(self.folder)
+
+    cluster.agree('push', push)
 
   def phase(self, name: str, count: progress.Count | None = None):
     """A context whose progress is shown, if config.log.progress.

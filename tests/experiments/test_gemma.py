@@ -78,19 +78,17 @@ def test_a_corpus_of_other_questions_is_refused(folder):
     load(folder, short=True)
 
 
+def traces(folder, **fields):
+  path = str(folder / 'qa_train.jsonl.gz')
+  return questions.traces(path, search, str(folder), seed=0, **fields)
+
+
 @pytest.mark.parametrize('memory, poor', [(0, 0), (0.5, 0.25), (0.3, 0)])
 def test_shares_are_those_of_the_traces(folder, memory, poor):
   """Also where questions are passed over, and none answers blindly."""
-  made = questions.traces(
-    str(folder / 'qa_train.jsonl.gz'),
-    search,
-    str(folder),
-    n=40,
-    seed=0,
-    memory=memory,
-    poor=poor,
-    closed_book=str(folder / 'book.jsonl'),
-  )
+  fields = dict(n=40, memory=memory, poor=poor)
+  fields['closed_book'] = str(folder / 'book.jsonl')
+  made = traces(folder, **fields)
   kinds = collections.Counter()
   for trace in made:
     searches = [x for kind, x in trace.actions if kind == 'search']
@@ -103,28 +101,12 @@ def test_shares_are_those_of_the_traces(folder, memory, poor):
       (*_, (_, found), _) = trace.actions
       assert answer in found[0].text and trace.good == (len(searches) == 1)
   assert kinds['memory'] == 40 * memory and kinds['poor'] == 40 * poor
-  assert made == questions.traces(
-    str(folder / 'qa_train.jsonl.gz'),
-    search,
-    str(folder),
-    n=40,
-    seed=0,
-    memory=memory,
-    poor=poor,
-    closed_book=str(folder / 'book.jsonl'),
-  )
+  assert made == traces(folder, **fields)
 
 
 def test_answers_from_memory_have_to_be_there(folder):
   with pytest.raises(DataError, match='no such file; experiments.gemma.run'):
-    questions.traces(
-      str(folder / 'qa_train.jsonl.gz'),
-      search,
-      str(folder),
-      n=4,
-      seed=0,
-      memory=0.5,
-    )
+    traces(folder, n=4, memory=0.5)
 
 
 def test_every_arm_can_run(tmp_path):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import decoder, pretrained
+from searchrl_jax.models import decoder, pretrained, rotary
 from tests.golden import models
 
 pytestmark = pytest.mark.slow
@@ -91,9 +91,9 @@ def test_llama3_scaling_against_its_formula(theta):
     head_dim=H,
     d_ff=8,
     rope_theta=theta,
-    rope_scaling=decoder.RopeScaling('llama3', factor, low, high, original),
+    rope_scaling=rotary.RopeScaling('llama3', factor, low, high, original),
   )
-  got = np.asarray(decoder.rope_frequencies(cfg), np.float64)
+  got = np.asarray(rotary.frequencies(cfg), np.float64)
   kinds = set()
   for i in range(H // 2):
     freq = theta ** (-2 * i / H)
@@ -143,10 +143,10 @@ def test_the_gradient_of_rotary_positions_is_autodiffs(dtype):
     head_dim=8,
     d_ff=8,
   )
-  tables = decoder.rope_tables(cfg, jnp.tile(jnp.arange(5), (2, 1)))
+  tables = rotary.tables(cfg, jnp.tile(jnp.arange(5), (2, 1)))
   got, wanted = (
     jax.vjp(lambda y, f=f: f(y, *tables), x)[1](g)[0]
-    for f in (decoder.apply_rope, decoder._rotate)
+    for f in (rotary.apply, rotary._rotate)
   )
   assert got.dtype == x.dtype
   tolerance = 1e-6 if dtype == 'float32' else 2e-2

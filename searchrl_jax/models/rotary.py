@@ -1,0 +1,72 @@
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864).
+
+`cfg` is a `decoder.DecoderConfig`: head_dim H, rope_theta, rope_scaling and,
+for local layers, local_theta.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Frequency scaling: Llama 3.1's (arXiv 2407.21783; 'llama3' in HF), or
+  'linear', which divides all frequencies by `factor`."""
+
+  kind: str
+  factor: float
+  low_freq_factor: float = 0.0
+  high_freq_factor: float = 0.0
+  original_max_position: int = 0
+
+
+def frequencies(cfg, local: bool = False):
+  """float32 [H / 2]: radians per position, in a global or a local layer."""
+  H, theta = cfg.head_dim, cfg.local_theta if local else cfg.rope_theta
+  freq = 1.0 / theta ** (jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+  s = cfg.rope_scaling
+  if s is None or local:
+    return freq
+  if s.kind == 'linear':
+    return freq / s.factor
+  wave = 2 * math.pi / freq
+  low = s.original_max_position / s.low_freq_factor
+  high = s.original_max_position / s.high_freq_factor
+  smooth = (s.original_max_position / wave - s.low_freq_factor) / (
+    s.high_freq_factor - s.low_freq_factor
+  )
+  mid = (1 - smooth) * freq / s.factor + smooth * freq
+  freq = jnp.where(wave > low, freq / s.factor, freq)
+  return jnp.where((wave <= low) & (wave >= high), mid, freq)
+
+
+def tables(cfg, positions, local: bool = False):
+  """cos, sin: float32 [..., H / 2] for integer positions [...]."""
+  angle = positions[..., None].astype(jnp.float32) * frequencies(cfg, local)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+@jax.custom_vjp
+def apply(x, cos, sin):
+  """Rotates halves (HF's layout). x [B, T, heads, H]; cos, sin [B, T, H/2].
+
+  The gradient is the rotation back: autodiff would pad and add halves, which
+  costs time on a CPU. cos and sin pass none.
+  """
+  return _rotate(x, cos, sin)
+
+
+def _rotate(x, cos, sin):
+  x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = cos[..., None, :], sin[..., None, :]
+  out = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+  return out.astype(x.dtype)
+
+
+apply.defvjp(
+  lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)),
+  lambda saved, g: (_rotate(g, saved[0], -saved[1]), None, None),
+)
