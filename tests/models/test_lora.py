@@ -19,13 +19,19 @@ LORA = decoder.Lora(4, 8.0, tuple(decoder.PROJECTIONS), 'float32')
 CFG = dataclasses.replace(common.CFG, lora=LORA)
 
 
-def base_params(seed=0):
-  return decoder.init_params(lora.base(CFG), jax.random.key(seed), scale=0.2)
+# Windows, norms behind the products, scaled embeddings.
+GEMMA = dataclasses.replace(
+  CFG, family='gemma3_text', n_layers=3, window=4, global_every=2
+)
 
 
-def random_adapters(seed=1):
+def base_params(seed=0, cfg=CFG):
+  return decoder.init_params(lora.base(cfg), jax.random.key(seed), scale=0.2)
+
+
+def random_adapters(seed=1, cfg=CFG):
   """Adapters whose B is not 0."""
-  fresh = lora.init(CFG, jax.random.key(seed))
+  fresh = lora.init(cfg, jax.random.key(seed))
   keys = jax.random.split(jax.random.key(seed + 1), 100)
   return jax.tree.map(
     lambda x, k: x + 0.1 * jax.random.normal(k, x.shape),
@@ -50,15 +56,17 @@ def test_fresh_adapters_change_no_bit():
   np.testing.assert_array_equal(logits(CFG, params), want)
 
 
-def test_adapters_compute_what_merged_and_scaled_weights_do():
-  params = lora.join(random_adapters(), base_params())
-  got = logits(CFG, params)
-  assert np.abs(got - logits(lora.base(CFG), base_params())).max() > 0.1
-  merged = lora.merge(CFG, params)
-  np.testing.assert_allclose(logits(lora.base(CFG), merged), got, atol=2e-5)
-  cfg, served = lora.served(CFG, params)
-  assert cfg.lora.scale == 1.0
-  np.testing.assert_allclose(logits(cfg, served), got, atol=1e-6)
+@pytest.mark.parametrize('cfg', [CFG, GEMMA], ids=['llama', 'gemma'])
+def test_adapters_compute_what_merged_and_scaled_weights_do(cfg):
+  plain = base_params(cfg=cfg)
+  params = lora.join(random_adapters(cfg=cfg), plain)
+  got = logits(cfg, params)
+  assert np.abs(got - logits(lora.base(cfg), plain)).max() > 0.1
+  merged = lora.merge(cfg, params)
+  np.testing.assert_allclose(logits(lora.base(cfg), merged), got, atol=2e-5)
+  scaled, served = lora.served(cfg, params)
+  assert scaled.lora.scale == 1.0
+  np.testing.assert_allclose(logits(scaled, served), got, atol=1e-6)
   a = np.einsum(
     'LDR,LRNH->LDNH', params['layers']['q_lora_a'], params['layers']['q_lora_b']
   )

@@ -11,10 +11,11 @@ torch = pytest.importorskip('torch', reason='torch is not installed')
 gguf = pytest.importorskip('gguf', reason='gguf is not installed')
 transformers = pytest.importorskip('transformers')
 
+from experiments.gemma import carry  # noqa: E402
 from searchrl_jax import fetch, prune  # noqa: E402
 from searchrl_jax.models import gguf as ours  # noqa: E402
 from searchrl_jax.models import pretrained  # noqa: E402
-from searchrl_jax.run import lookup  # noqa: E402
+from searchrl_jax.run import lookup, parameters  # noqa: E402
 from searchrl_jax.text import tokenizer  # noqa: E402
 from tests.golden import make_models, models  # noqa: E402
 from tests.models import test_parity as golden  # noqa: E402
@@ -154,10 +155,58 @@ def test_quantised_tensors_are_the_librarys(tmp_path, kind):
     np.testing.assert_array_equal(x, kept[key])
 
 
+def test_what_is_carried_is_the_small_version_bit_for_bit(tmp_path):
+  file, whole, small = (tmp_path / x for x in ('m.gguf', 'whole', 'small'))
+  write(file, 'gemma3', quantised='Q8_0')
+  ours.to_folder(file, whole)
+  (tmp_path / 'text.txt').write_text('ABCDABCD')
+  prune.prune(str(whole), str(small), [str(tmp_path / 'text.txt')], [], 2)
+  assert len(tokenizer.load(small)._vocab) < len(tokenizer.load(whole)._vocab)
+  data = tmp_path / 'data'
+  data.mkdir()
+  for name in carry.DATA:
+    (data / name).write_text(name)
+  carried, out = tmp_path / 'carried', tmp_path / 'out'
+  carry.pack(str(file), small, str(data), carried)
+  sizes = [(carried / half).stat().st_size for half in carry.HALVES]
+  assert min(sizes) > 0.3 * max(sizes)
+  carry.unpack(carried, out)
+  from safetensors.numpy import load_file
+
+  want, found = (load_file(x / 'model.safetensors') for x in (small, out))
+  assert want.keys() == found.keys()
+  for key, x in want.items():
+    np.testing.assert_array_equal(found[key], x)
+  for name in ('config.json', 'tokenizer.json', prune.KEPT):
+    assert (out / name).read_text() == (small / name).read_text(), name
+  (carried / carry.HALVES[1]).unlink()
+  with pytest.raises(FileNotFoundError, match='b.safetensors is missing'):
+    carry.unpack(carried, tmp_path / 'again')
+
+
+def test_a_file_is_a_model_path(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  write(tmp_path / 'm.gguf', 'llama2')
+  folder = parameters.local(str(tmp_path / 'm.gguf'))
+  cfg, _ = pretrained.load(folder)
+  assert cfg.family == 'llama'
+  made = pathlib.Path(folder).stat().st_mtime_ns
+  assert parameters.local(str(tmp_path / 'm.gguf')) == folder
+  assert pathlib.Path(folder).stat().st_mtime_ns == made
+  write(tmp_path / 'm.gguf', 'qwen2')  # another file of the same name
+  assert pretrained.load(parameters.local(str(tmp_path / 'm.gguf')))[0].family
+  (tmp_path / 'cut.gguf').write_bytes((tmp_path / 'm.gguf').read_bytes()[:999])
+  with pytest.raises(lookup.ConfigError, match=r"model.path='.*cut.gguf'"):
+    parameters.local(str(tmp_path / 'cut.gguf'))
+  with pytest.raises(lookup.ConfigError, match=r"model.path='.*none.gguf'"):
+    parameters.local(str(tmp_path / 'none.gguf'))
+
+
 @pytest.mark.parametrize(
   'change, named',
   [
     ([('add_expert_count', 8)], r'llama.expert_count=8'),
+    ([('add_tokenizer_pre', 'smollm')], r"ggml.pre='smollm' is not supported"),
     ([('add_rope_scaling_type', gguf.RopeScalingType.YARN)], "'yarn'"),
     ([('add_rope_dimension_count', 4)], r'rope.dimension_count=4.*expected 8'),
     (
