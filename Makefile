@@ -26,7 +26,7 @@ help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
 	@echo '                            GPU if there is one, ACCELERATOR=cpu|gpu'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
-	@echo 'make realistic              a real language model learns to search (hours)'
+	@echo 'make realistic              GRPO of a real language model on real text (hours)'
 	@echo 'make test                   the tests (no network, GPU or torch)'
 	@echo 'make test-quick             a part of them, in 90 s'
 	@echo 'make test-parity            installs torch, compares with it live'
@@ -78,7 +78,7 @@ quickstart: setup
 	$(PY) -m experiments.quickstart.run --workdir=$(WORKDIR) \
 	  $(if $(filter-out 0,$(CONTROLS)),--controls)
 
-# Gemma 3 270M learns to search: some hours. ARGS="--only=grpo_hesitant" does a
+# Gemma 3 270M on real questions: some hours. ARGS="--only=grpo_hesitant" does a
 # part of it, DATA names the folder of the questions and passages.
 realistic: setup
 	@$(PY) -c 'import gguf' 2>/dev/null || $(PY) -m pip install -q gguf==0.19.0

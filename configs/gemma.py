@@ -1,4 +1,4 @@
-"""Gemma 3 270M (base) learns to search Wikipedia for real questions.
+"""Gemma 3 270M (base) searches Wikipedia for real questions.
 
   python -m searchrl_jax.fetch gemma-3-270m --out=gemma-3-270m
   python -m searchrl_jax.prune --model=gemma-3-270m --out=gemma-small ...
@@ -7,7 +7,7 @@
   python -m searchrl_jax.train --config=configs/gemma.py:model=gemma-small \\
     --workdir=runs/grpo --config.train.init=runs/good
 
-on a laptop overnight; `python -m experiments.gemma.run` (make realistic) does
+on two cores, in some hours; `python -m experiments.gemma.run` (make realistic) does
 all of it, with controls. docs/real_model.md tells it. It needs the files
 corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz of config.data.dir, or
 others in these formats (docs/data.md). Every run is reported as it is after its
