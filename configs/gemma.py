@@ -7,8 +7,8 @@
   python -m searchrl_jax.train --config=configs/gemma.py:model=gemma-small \\
     --workdir=runs/grpo --config.train.init=runs/good
 
-on two cores, in some hours; `python -m experiments.gemma.run` (make realistic) does
-all of it, with controls. docs/real_model.md tells it. It needs the files
+on two cores, in some hours; `python -m experiments.gemma.run` (make realistic)
+does all of it, with controls. docs/real_model.md tells it. It needs the files
 corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz of config.data.dir, or
 others in these formats (docs/data.md). Every run is reported as it is after its
 last step; no checkpoint is selected. Arguments:
