@@ -103,8 +103,12 @@ def test_whole_trajectories_see_returns_less_the_kl_of_all_their_tokens():
   )
   np.testing.assert_allclose(found.advantages, [1, -1, 0, 0], atol=1e-6)
   assert found.targets is None
-  # (2 x 3 x 0.5 + 2 x 3 x 1.0) / 12 tokens
-  assert found.metrics == {'kl_ref': pytest.approx(0.75)}
+  # kl_ref: (2 x 3 x 0.5 + 2 x 3 x 1.0) / 12 tokens. The second of two groups
+  # has no advantage other than 0.
+  assert found.metrics == {
+    'kl_ref': pytest.approx(0.75),
+    'gradient_groups': 0.5,
+  }
 
 
 def test_gae_sees_what_each_token_earned_and_its_own_kl():
