@@ -450,6 +450,49 @@ def test_a_group_prefills_its_prompt_once():
   assert alone.logps.tobytes() == group[7].logps.tobytes()
 
 
+async def twin(engine, i):
+  """Three turns that several trajectories begin alike; returns every bit."""
+  rng, handle = np.random.default_rng(i), engine.open(prompt(engine, 8))
+  out = []
+  for _ in range(3):
+    # Greedy: samples differ where the tokens before them do.
+    done = await engine.generate(
+      handle, Sampling(max_tokens=6, temperature=0.0, limit=64)
+    )
+    out.append((done.ids.tolist(), done.logps.tobytes()))
+    engine.truncate(handle, len(handle) - int(rng.random() < 0.3))
+    engine.append(handle, range(5 + rng.integers(2)))
+    if rng.random() < 0.3:  # within what was appended, perhaps
+      # A truncated turn: what is appended now is another prefill.
+      await engine.generate(handle, Sampling(max_tokens=1, limit=64))
+      engine.truncate(handle, len(handle) - 3)
+      engine.append(handle, [3, 4])
+    await asyncio.sleep(0.001 * rng.integers(3))
+  engine.close(handle)
+  return out
+
+
+def test_what_two_samples_are_given_alike_is_computed_once(monkeypatch):
+  monkeypatch.setattr(device, 'PIECE', 16)
+  count = 24
+  engine = make_engine(slots=6)
+
+  async def main(order):
+    found = await asyncio.gather(*[twin(engine, i) for i in order])
+    return dict(zip(order, found))
+
+  want = {}
+  for i in range(count):
+    want |= asyncio.run(main([i]))
+  alone = engine.stats()
+  for order in (range(count), range(count)[::-1]):
+    assert asyncio.run(asyncio.wait_for(main(order), 300)) == want
+  stats = engine.stats()
+  computed = (stats['prefilled_tokens'] - alone['prefilled_tokens']) / 2
+  assert computed < 0.7 * alone['prefilled_tokens']
+  assert stats['evictions'] > 0 and stats['recomputed_tokens'] == 0
+
+
 async def searching(engine, i, search, limit=0):
   """Three turns with a search between them; returns every bit of it."""
   handle = engine.open(prompt(engine, 8, seed=i // 2))

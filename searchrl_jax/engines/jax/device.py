@@ -262,10 +262,11 @@ class Device:
         groups.setdefault(lanes, []).append(c)
         continue
       for piece, start in zip(c.box.data, self._starts(c.length)):
-        self._write(piece, [c.target], 1, start)
+        if start + self._piece > c.start:
+          self._write(piece, [c.target], 1, start)
     for group in groups.values():
       for start in self._starts(max(c.length for c in group)):
-        longer = [c for c in group if c.length > start]
+        longer = [c for c in group if c.start - self._piece < start < c.length]
         for i in range(0, len(longer), rows):
           batch = longer[i : i + rows]
           piece = self._read([c.source for c in batch], rows, start)

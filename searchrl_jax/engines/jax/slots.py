@@ -2,7 +2,9 @@
 
 A `Rows` is the K/V of one prefix, in a slot or in host memory. Handles share
 one until a handle writes below what another still reads (copy on write). A
-fork, or a second `open` of the same prompt, copies instead of computing.
+fork, a second `open` of the same prompt, and tokens that another handle with
+the same past has been given too (what two samples of a group found with one
+query) copy instead of computing.
 
 The content of a cache must not depend on the order of arrival (design 5.10):
 
@@ -65,6 +67,8 @@ class Handle(handles.Handle):
     self.prompt = tuple(ids)  # prefilled as one unit, shared by equal prompts
     self.rows: Rows | None = None
     self.cached = 0  # leading tokens whose K/V `rows` holds for this handle
+    # [start, stop) of each prefill after the prompt. `cached` may be less.
+    self.pieces: tuple[tuple[int, int], ...] = ()
     self.computed = 0  # the maximum of `cached` over all versions
 
 
@@ -111,6 +115,7 @@ class Copy:
   box: Box | None
   target: int
   length: int  # positions
+  start: int = 0  # the target has those before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +136,7 @@ class Plan:
     self.copies: dict[int, list[Copy]] = {}
     self.pieces: dict[int, list[Piece]] = {}
     self.ready: dict[Rows, int] = {}  # level at which a prompt is complete
+    self.filled: dict[Rows, int] = {}  # level at which all is
 
 
 class SlotTable:
@@ -173,6 +179,7 @@ class SlotTable:
     child.prompt = handle.prompt
     if handle.rows is not None:
       self._share(child, handle.rows, handle.cached)
+      child.pieces = handle.pieces
       self._sizes[child] = self._sizes.get(handle, 0)  # of the shared rows
     self.add(child)
     return child
@@ -188,8 +195,13 @@ class SlotTable:
 
   def rewind(self, handle: Handle) -> None:
     """Treats the tokens from the last one on as not cached."""
-    handle.cached = min(handle.cached, len(handle) - 1)
+    handle.cached = cached = min(handle.cached, len(handle) - 1)
     handle.computed = min(handle.computed, len(handle) - 1)
+    # What follows within a piece was not prefilled with it: an empty one says
+    # so.
+    cut = any(start < cached < stop for start, stop in handle.pieces)
+    handle.pieces = tuple(p for p in handle.pieces if p[0] < cached)
+    handle.pieces += ((cached, cached),) * cut
 
   def drop(self, handle: Handle) -> None:
     """Releases the handle's rows; the last user frees the slot."""
@@ -210,10 +222,15 @@ class SlotTable:
 
   def _share(self, handle: Handle, rows: Rows, cached: int) -> None:
     rows.users.add(handle)
-    handle.rows, handle.cached = rows, cached
+    handle.rows = rows
+    self._hit(handle, cached, cached)
+
+  def _hit(self, handle: Handle, cached: int, tokens: int) -> None:
+    """Counts tokens that are not computed, up to the position `cached`."""
+    handle.cached = cached
     handle.computed = max(handle.computed, cached)
     self._counters['prefix_hits'] += 1
-    self._counters['prefix_tokens'] += cached
+    self._counters['prefix_tokens'] += tokens
 
   # Planning.
 
@@ -265,8 +282,43 @@ class SlotTable:
     if handle.cached < prompt:
       level = self._prefill(handle, tokens, prompt, level, plan)
       plan.ready[rows] = level
-    self._prefill(handle, tokens, len(tokens) - 1, level, plan)
+    plan.filled[rows] = self._append(handle, tokens, level, plan)
     return True
+
+  def _append(self, handle: Handle, tokens, level: int, plan: Plan) -> int:
+    """Plans what follows the prompt; returns the level at which it is there.
+
+    Content that differs in last bits must not be taken for the same: the twin
+    has prefilled the same pieces, and sampled the other tokens.
+    """
+    start, end = handle.cached, len(tokens) - 1
+    pieces = tuple(p for p in handle.pieces if p[0] < start)
+    pieces += tuple(self._pieces(start, end))
+    handle.pieces = pieces
+
+    def same(other: Handle) -> bool:
+      return (
+        other is not handle
+        and other.cached >= end
+        and tuple(p for p in other.pieces if p[0] < end) == pieces
+        and other.ids[:end] == tokens[:end]
+      )
+
+    twins = filter(same, self._prompts[handle.prompt]) if start < end else ()
+    filled = lambda other: plan.filled.get(other.rows, 0)
+    twin = min(twins, key=filled, default=None)
+    if twin is None:
+      return self._prefill(handle, tokens, end, level, plan)
+    rows, level = twin.rows, max(level, filled(twin)) + 1
+    copy = Copy(rows.slot, rows.box, handle.rows.slot, end, start)
+    plan.copies.setdefault(level, []).append(copy)
+    self._hit(handle, end, end - start)
+    return level
+
+  def _pieces(self, start: int, end: int) -> Iterable[tuple[int, int]]:
+    """What is prefilled in one call each."""
+    for first in range(start, end, self._max_width):
+      yield first, min(end, first + self._max_width)
 
   def _place(self, handle: Handle, plan: Plan, busy) -> bool:
     """Gives the handle a slot and copies an existing prefix into it."""
@@ -332,8 +384,7 @@ class SlotTable:
 
   def _prefill(self, handle, tokens, end: int, level: int, plan: Plan) -> int:
     """Plans pieces up to `end`; returns the level of the last one."""
-    while handle.cached < end:
-      start, stop = handle.cached, min(end, handle.cached + self._max_width)
+    for start, stop in self._pieces(handle.cached, end):
       level += 1
       piece = Piece(handle.rows.slot, start, tuple(tokens[start:stop]))
       plan.pieces.setdefault(level, []).append(piece)
