@@ -28,6 +28,7 @@ import numpy as np
 
 from experiments.benchmarks import common
 from experiments.gemma import questions
+from experiments.gemma.rows import TRAINED
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluators import grading, ledger
 from searchrl_jax.rewards import scores
@@ -37,7 +38,6 @@ from searchrl_jax.sweeps import core, figures, stages
 RESAMPLES = 10_000
 Hits = Mapping[str, float]  # question -> exact match, the mean of its samples
 SEEDS = 2  # of the trained arms
-TRAINED = {'grpo_hesitant': 'hesitant', 'grpo_good': 'good'}  # arm -> its start
 # (trained arm, start, evaluation, gain of exact match that is expected)
 GAINS = (
   ('grpo_hesitant', 'hesitant', 'after', 0.08),
@@ -121,6 +121,12 @@ def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
   return out
 
 
+def chosen(name: str, arms: Sequence[dict]) -> str:
+  """Of the arms NAME_*, that with the most exact matches on 'tune'."""
+  of = [a for a in arms if a['set'] == 'tune' and a['arm'].startswith(name)]
+  return max(of, key=lambda a: a['em'])['arm'] if of else name
+
+
 def gain(ours: Sequence[Hits], theirs: Sequence[Hits]) -> dict[str, Any]:
   """Of the first against the second, each a run per seed, by question."""
   runs = (*ours, *theirs)
@@ -195,9 +201,11 @@ def write(
     if found and found[0]['set'] == 'dev':
       by.setdefault((arm.name, name), {})[case] = hits(folder)
   pairs = [('lora_good', 'good')]
+  fine_tuned = chosen('rag_fine_tuned', arms)
   for arm_name, start in TRAINED.items():
-    pairs += [(arm_name, start), (f'more_{start}', start)]
-    others = f'more_{start}', 'rag_few_shot', 'rag_fine_tuned'
+    more = chosen(f'more_{start}', arms)
+    pairs += [(arm_name, start), (more, start)]
+    others = more, 'rag_few_shot', fine_tuned
     pairs += [(arm_name, other) for other in others]
   gains = []
   for arm, start in pairs:

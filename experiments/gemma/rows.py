@@ -36,6 +36,7 @@ SETS = {
   'musique': ('qa_dev.jsonl.gz', {'source': 'musique*', 'n': 300}),
 }
 ROLLOUTS = {'eval.temperature': 1.0}
+TRAINED = {'grpo_hesitant': 'hesitant', 'grpo_good': 'good'}  # arm -> its start
 
 
 def asked(name: str, module: str = 'questions', **fields) -> ConfigDict:
@@ -82,6 +83,11 @@ WHOLE = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
 TRANSFER = {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
 
 START = WHOLE | TRANSFER
+# Numbers of traces of supervised arms. 'tune' chooses one (`results.chosen`).
+READING = (256, 1024)
+MORE = {'good': (512, 2048), 'hesitant': (512,)}
+CHOICE = {'tune': on('tune')}
+
 # The first is what the table of a sweep shows.
 TTRL = {'after': on('rest'), 'asked': on('asked')}
 VOTE = {'asked': on('asked'), 'rest': on('rest')}
@@ -112,22 +118,22 @@ def get_sweep(arg=None):
     c.engine.slots = 32
     return c
 
-  def reading(seed: int):
-    """Fine-tuned to answer from the passage in its prompt."""
+  def reading(n: int, seed: int):
+    """Fine-tuned on n questions to answer from the passage in its prompt."""
     c = config()(seed)
     c.env.template = str(pathlib.Path(__file__).with_name('rag.json'))
     c.env.max_turns = 0
     c.sft.data = ConfigDict(
-      dict(
-        module=f'{MODULE}.baselines', path='qa_train.jsonl.gz', n=1024, seed=0
-      )
+      dict(module=f'{MODULE}.baselines', path='qa_train.jsonl.gz', n=n, seed=0)
     )
-    c.sft.steps = 128
+    c.sft.steps = n // c.sft.rows
     return c
 
-  def more(start: str):
-    """More of the warm start in place of RL."""
-    return config(start, {'sft.data.n': 512, 'sft.steps': 112})
+  def more(start: str, n: int):
+    """n more traces of the warm start in place of RL."""
+    first, rows = 128, 8
+    fields = {'sft.data.n': first + n, 'sft.steps': (first + n) // rows}
+    return config(start, fields)
 
   def ttrl(seed: int):
     """Rewarded by the vote of eight samples, on questions of 'asked'."""
@@ -163,11 +169,14 @@ def get_sweep(arg=None):
   starts = {
     'good': rows.Start(config('good'), shared=True),
     'hesitant': rows.Start(config('hesitant'), shared=True),
-    'reading': rows.Start(reading, shared=True),
     'own': rows.Start(own, shared=True),
-    'more_good': rows.Start(more('good'), init='good', shared=True),
-    'more_hesitant': rows.Start(more('hesitant'), init='hesitant', shared=True),
   }
+  for n in READING:
+    of = functools.partial(reading, n)
+    starts[f'reading_{n}'] = rows.Start(of, shared=True)
+  more_of = [(start, n) for start, sizes in MORE.items() for n in sizes]
+  for start, n in more_of:
+    starts[f'more_{start}_{n}'] = rows.Start(more(start, n), shared=True)
   passages = {'module': 'baselines'}
   both = {'after': on('dev'), 'real': on('dev', real)}
   baseline = functools.partial(rows.Arm, train=False, seeds=(0,))
@@ -185,26 +194,30 @@ def get_sweep(arg=None):
         'gold': on('dev', gold=True, **passages),
       },
     ),
-    baseline(
-      'rag_fine_tuned',
-      reading,
-      'reading',
-      evaluations={
-        'after': on('dev', **passages),
-        'gold': on('dev', gold=True, **passages),
-      },
+    *(
+      baseline(
+        f'rag_fine_tuned_{n}',
+        functools.partial(reading, n),
+        f'reading_{n}',
+        evaluations={
+          'after': on('dev', **passages),
+          'gold': on('dev', gold=True, **passages),
+          'tune': on('tune', **passages),
+        },
+      )
+      for n in READING
     ),
     baseline('good', config('good'), 'good', evaluations=START | VOTE),
     baseline('hesitant', config('hesitant'), 'hesitant', evaluations=START),
     *(
       rows.Arm(
-        f'grpo_{start}',
+        arm,
         config(start),
         start,
         evaluations=START | {'controls': controls},
         seeds=(0, 1),
       )
-      for start in ('good', 'hesitant')
+      for arm, start in TRAINED.items()
     ),
     rows.Arm(
       'lora_good', config('good', lora), 'good', evaluations=POLICY, seeds=(0,)
@@ -212,9 +225,14 @@ def get_sweep(arg=None):
     rows.Arm('ttrl', ttrl, 'good', evaluations=TTRL, seeds=(0,)),
     baseline('own', own, 'own', evaluations=both),
     rows.Arm('ssrl', own, 'own', evaluations=both, seeds=(0,)),
-    baseline('more_good', config('good'), 'more_good', evaluations=POLICY),
-    baseline(
-      'more_hesitant', config('hesitant'), 'more_hesitant', evaluations=POLICY
+    *(
+      baseline(
+        f'more_{start}_{n}',
+        more(start, n),
+        f'more_{start}_{n}',
+        evaluations=POLICY | CHOICE,
+      )
+      for start, n in more_of
     ),
   )
   return rows.Row(

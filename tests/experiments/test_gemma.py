@@ -104,6 +104,12 @@ def test_shares_are_those_of_the_traces(folder, memory, poor):
   assert made == traces(folder, **fields)
 
 
+def test_memory_answers_some_kinds_of_questions(folder):
+  fields = dict(n=40, memory=1, closed_book=str(folder / 'book.jsonl'))
+  assert all(t.good for t in traces(folder, known=('when',), **fields))
+  assert not any(t.good for t in traces(folder, known=('who',), **fields))
+
+
 def test_answers_from_memory_have_to_be_there(folder):
   with pytest.raises(DataError, match='no such file; experiments.gemma.run'):
     traces(folder, n=4, memory=0.5)
@@ -153,3 +159,13 @@ def test_bars_hold_by_the_interval_too():
     assert (bar['value'], bar['holds']) == (em, holds)
   *_, bar, _ = results.judge([], blind[1:])  # of one seed there is none yet
   assert not bar['holds']
+
+
+def test_supervised_arms_are_chosen_on_tuning_questions():
+  def of(arm, where, em):
+    return {'arm': arm, 'set': where, 'em': em}
+
+  arms = [of('more_good_512', 'tune', 0.2), of('more_good_2048', 'tune', 0.3)]
+  arms += [of('more_good_512', 'dev', 0.9), of('more_hesitant_512', 'tune', 1)]
+  assert results.chosen('more_good', arms) == 'more_good_2048'
+  assert results.chosen('rag_fine_tuned', arms) == 'rag_fine_tuned'
