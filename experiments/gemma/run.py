@@ -99,7 +99,7 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
   config.data.eval.train.n, config.eval.questions = MEMORY, 0
   print(f'{MEMORY} questions from memory ...', flush=True)
   evaluate.evaluate(config, '', str(out))
-  env = build.environment(config, build.tokenizer(config, ''))
+  env = build.environment(config, build.tokenizer(config, str(out)))
   lines = []
   for record in records.read(out / 'eval'):
     said = env.answer(record.trajectory)
