@@ -15,8 +15,8 @@ last step; no checkpoint is selected. Arguments:
 
   model    a Hugging Face folder; the figures are of the small version (`prune`)
   start    of the warm start: good, all attempts search and answer right; or
-           hesitant, most of those at questions that begin with who, when or
-           where answer at once from memory, and some search for too little
+           hesitant, many answer questions that begin with who, when or where
+           at once from memory, and some search for too little
   closed_book  the answers from memory, for start=hesitant
   machine  cpu; gpu: 32 x 8 trajectories a step
   seed
@@ -30,7 +30,7 @@ from searchrl_jax.run import schema
 # Of the attempts of start='hesitant': it trusts its memory for some kinds of
 # questions. Fixed by the greedy search rate on tuning questions before any RL:
 # experiments/LOG.md has the trials.
-HESITANT = dict(memory=0.85, known=('who', 'when', 'where'), poor=0.05)
+HESITANT = dict(memory=0.6, known=('who', 'when', 'where'), poor=0.05)
 
 
 def get_config(arg=None):

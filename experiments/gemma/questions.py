@@ -123,9 +123,9 @@ def traces(
     n: how many.
     seed: of every draw.
     k: passages of a search.
-    memory: share that answers at once, with the answer of `closed_book`; of
-      the questions that begin with a word of `known`, and none of the others.
-    known: such as ('who', 'when'); () = all questions.
+    memory: share that answers at once, with the answer of `closed_book`.
+    known: first words of the questions that are answered so, such as
+      ('who', 'when'), where all kinds are searched; () = all.
     poor: share that first searches with one or two words, and then again.
     closed_book: JSON lines of {id, answer}, the model's own without a search.
     read: words of an observation that answers are taken from, see
@@ -141,24 +141,18 @@ def traces(
   questions = load(path, folder, source, 'train')
   rng = np.random.default_rng(seed)
   out: list[Trace] = []
-  # Of questions that are answered from memory, and of the others.
-  parts = {
-    True: {'good': 1 - memory - poor, 'memory': memory, 'poor': poor},
-    False: {'good': 1 - poor, 'poor': poor},
-  }
-  made = {part: dict.fromkeys(shares, 0) for part, shares in parts.items()}
+  shares = {'good': 1 - memory - poor, 'memory': memory, 'poor': poor}
+  made = dict.fromkeys(shares, 0)
   for i in rng.permutation(len(questions)):
     if len(out) == n:
       return out
     question = questions[i]
-    part = not known or question.text.lower().split()[0] in known
-    shares, own = parts[part], made[part]
     # The shares hold for every beginning of the list, whichever questions the
     # kinds pass over.
-    following = sum(own.values()) + 1
-    kind = max(shares, key=lambda k: shares[k] * following - own[k])
+    kind = max(shares, key=lambda k: shares[k] * (len(out) + 1) - made[k])
     if kind == 'memory':
-      answer = said.get(question.id)
+      asked = not known or question.text.lower().split()[0] in known
+      answer = asked and said.get(question.id)
       actions = answer and [('answer', answer)]
     else:
       words = [poor_query(question, rng)] if kind == 'poor' else []
@@ -166,7 +160,7 @@ def traces(
       actions = attempt(question, queries, search, k, read)
     if actions:
       out.append(Trace(question, tuple(actions), good=kind == 'good'))
-      own[kind] += 1
+      made[kind] += 1
   if len(out) < n:
     raise DataError(
       f'n={n}: the questions give {len(out)} attempts; lower n, or give '
