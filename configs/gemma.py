@@ -30,7 +30,7 @@ from searchrl_jax.run import schema
 # Of the attempts of start='hesitant': it trusts its memory for some kinds of
 # questions. Fixed by the greedy search rate on tuning questions before any RL:
 # experiments/LOG.md has the trials.
-HESITANT = dict(memory=0.6, known=('who', 'when', 'where'), poor=0.05)
+HESITANT = dict(memory=0.55, known=('who', 'when', 'where'), poor=0.05)
 
 
 def get_config(arg=None):
@@ -86,6 +86,8 @@ def get_config(arg=None):
     c.sft.data.update(HESITANT)
   c.sft.steps = 16
   c.sft.rows = 8
+  # Else an update has answers from memory alone, or searches alone.
+  c.sft.by_length = False
   c.sft.lr = 2e-5
   c.sft.warmup = 2
   return c
