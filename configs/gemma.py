@@ -86,8 +86,9 @@ def get_config(arg=None):
     c.sft.data.update(HESITANT)
   c.sft.steps = 16
   c.sft.rows = 8
-  # Else an update has answers from memory alone, or searches alone.
-  c.sft.by_length = False
+  # Each update has all kinds of traces. What the policy prefers in the end
+  # would else depend on the order of the kinds.
+  c.sft.order = 'given'
   c.sft.lr = 2e-5
   c.sft.warmup = 2
   return c

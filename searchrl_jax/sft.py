@@ -214,20 +214,29 @@ def digest(trajectories: Sequence[types.Trajectory]) -> dict[str, str]:
 
 
 def order(
-  lengths: np.ndarray, rows: int, steps: int, seed: int, by_length: bool = True
+  lengths: np.ndarray, rows: int, steps: int, seed: int, kind: str = 'length'
 ) -> np.ndarray:
   """int [steps, rows]: which traces each update takes.
 
-  Each epoch takes all traces in a new order. by_length: traces of similar
-  length (in tokens) share an update, which saves padding: windows of 16 updates
-  are sorted by length, then the updates are shuffled.
+  kind: 'given': each epoch takes all traces in their order. 'length': in a new
+  order, in which traces of similar length (in tokens) share an update, which
+  saves padding: windows of 16 updates are sorted by length, then the updates
+  are shuffled.
+
+  Raises:
+    ConfigError: there is no such kind.
   """
+  kinds = 'length', 'given'
+  lookup.require(
+    kind in kinds, f'config.sft.order={kind!r}: {lookup.near(kind, kinds)}'
+  )
+  if kind == 'given':
+    return np.resize(np.arange(len(lengths)), (steps, rows))
   updates, out = max(len(lengths) // rows, 1), []  # of an epoch
   for epoch in range(math.ceil(steps / updates)):
     rng = np.random.default_rng((seed, epoch))
     every = np.resize(rng.permutation(len(lengths)), updates * rows)
-    windows = np.split(every, range(16 * rows, len(every), 16 * rows))
-    for window in windows if by_length else ():
+    for window in np.split(every, range(16 * rows, len(every), 16 * rows)):
       window[:] = window[np.argsort(lengths[window], kind='stable')]
     out.append(rng.permutation(every.reshape(-1, rows)))
   return np.concatenate(out)[:steps]
@@ -275,7 +284,7 @@ def sft(config, workdir: str) -> dict[str, float]:
   supervised = own_optim(config, c), c.steps
   learner = Learner(config, cfg, mesh, supervised=supervised)
   lengths = np.array([len(t) for t in trajectories])
-  rows = order(lengths, c.rows, c.steps, config.seed, c.by_length)
+  rows = order(lengths, c.rows, c.steps, config.seed, c.order)
   with Session(
     config, workdir, 'sft', learner, limits=(c.steps, c.seconds, c.save_every)
   ) as run:

@@ -360,9 +360,10 @@ def base() -> ConfigDict:
   c.sft.data = ConfigDict()  # {module, ...its own fields}: scripted traces
   c.sft.steps = 0
   c.sft.rows = 32  # sequences in an update
-  # Traces of like length share an update: less padding. False where kinds of
-  # traces differ in length, and each update is to have all kinds.
-  c.sft.by_length = True
+  # 'length': shuffled, and traces of like length share an update (less
+  # padding). 'given': as config.sft.data has them, for a mixture or a curriculum
+  # that holds within few updates.
+  c.sft.order = 'length'
   c.sft.lr = 1e-3
   c.sft.schedule = 'cosine'
   c.sft.warmup = 20
