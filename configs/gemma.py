@@ -30,7 +30,7 @@ from searchrl_jax.run import schema
 # Of the attempts of start='hesitant': it trusts its memory for some kinds of
 # questions. Fixed by the greedy search rate on tuning questions before any RL:
 # experiments/LOG.md has the trials.
-HESITANT = dict(memory=0.55, known=('who', 'when', 'where'), poor=0.05)
+HESITANT = dict(memory=0.57, known=('who', 'when', 'where'), poor=0.05)
 
 
 def get_config(arg=None):

@@ -5,6 +5,7 @@ import pytest
 
 from searchrl_jax import sft
 from searchrl_jax.data.core import Trace
+from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.text.tokenizer import load, train_bpe
 from searchrl_jax.types import Passage
 from tests import scripted
@@ -100,3 +101,14 @@ def test_contents_are_text_whatever_they_spell(tok):
   assert taught.end == 'answer' and np.all(
     [s.train for s in taught.segments if s.author == 'policy']
   )
+
+
+def test_updates_take_all_traces_of_an_epoch():
+  lengths = np.array([9, 1, 8, 2, 7, 3, 6, 4])
+  given = sft.order(lengths, 3, 4, seed=0, kind='given')
+  assert given.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 2, 3]]
+  for epoch in np.split(sft.order(lengths, 4, 4, seed=0), 2):
+    short, long = sorted(epoch.tolist(), key=lambda row: lengths[row].sum())
+    assert {*short} == {1, 3, 5, 7} and {*long} == {0, 2, 4, 6}
+  with pytest.raises(ConfigError, match="order='size': there are: given, len"):
+    sft.order(lengths, 4, 4, seed=0, kind='size')

@@ -361,8 +361,8 @@ def base() -> ConfigDict:
   c.sft.steps = 0
   c.sft.rows = 32  # sequences in an update
   # 'length': shuffled, and traces of like length share an update (less
-  # padding). 'given': as config.sft.data has them, for a mixture or a curriculum
-  # that holds within few updates.
+  # padding). 'given': as config.sft.data has them, so that each update has its
+  # mixture, or for a curriculum.
   c.sft.order = 'length'
   c.sft.lr = 1e-3
   c.sft.schedule = 'cosine'
