@@ -493,6 +493,38 @@ def test_what_two_samples_are_given_alike_is_computed_once(monkeypatch):
   assert stats['evictions'] > 0 and stats['recomputed_tokens'] == 0
 
 
+def test_what_was_sampled_is_not_taken_for_what_was_given(engine):
+  """Equal ids, of which one handle sampled two that the other was given."""
+  start, given = prompt(engine, 8), [1, 2, 3, 4, 5, 6]
+
+  async def cut(handle, ids, keep, n):
+    """Prefills ids, goes back to the first `keep` of them, samples n."""
+    whole = len(handle) + keep
+    engine.append(handle, ids)
+    for tokens in (1, n):
+      sampling = Sampling(max_tokens=tokens, temperature=0.0)
+      done = await engine.generate(handle, sampling)
+      if tokens == 1:
+        engine.truncate(handle, whole)
+    return done.ids.tolist()
+
+  async def main():
+    one, two = engine.open(start), engine.open(start)
+    sampled = await cut(one, given, 3, 4)
+    await cut(two, [*given[:3], *sampled[:2], 6], 5, 2)
+    assert one.ids == two.ids
+    before = engine.stats()['prefilled_tokens']
+    for handle in (one, two):
+      engine.append(handle, [7, 8, 9])
+      await engine.generate(handle, Sampling(max_tokens=1))
+    computed = engine.stats()['prefilled_tokens'] - before
+    engine.close(one)
+    engine.close(two)
+    return computed
+
+  assert asyncio.run(main()) == 6  # three for each
+
+
 async def searching(engine, i, search, limit=0):
   """Three turns with a search between them; returns every bit of it."""
   handle = engine.open(prompt(engine, 8, seed=i // 2))

@@ -135,8 +135,7 @@ class Plan:
     self.evictions: list[tuple[int, Box]] = []  # before every level
     self.copies: dict[int, list[Copy]] = {}
     self.pieces: dict[int, list[Piece]] = {}
-    self.ready: dict[Rows, int] = {}  # level at which a prompt is complete
-    self.filled: dict[Rows, int] = {}  # level at which all is
+    self.ready: dict[Rows, int] = {}  # level at which they are complete
 
 
 class SlotTable:
@@ -156,7 +155,7 @@ class SlotTable:
     """Forgets every cached prefix (the weights or the caches are new)."""
     self.epoch += 1
     for handle in itertools.chain.from_iterable(self._prompts.values()):
-      handle.rows, handle.cached = None, 0
+      handle.rows, handle.cached, handle.pieces = None, 0, ()
     self._free = list(range(self.room.slots))
     self._held: dict[int, Rows] = {}  # slot -> rows
     self._paused = 0  # tokens in host memory
@@ -197,8 +196,8 @@ class SlotTable:
     """Treats the tokens from the last one on as not cached."""
     handle.cached = cached = min(handle.cached, len(handle) - 1)
     handle.computed = min(handle.computed, len(handle) - 1)
-    # What follows within a piece was not prefilled with it: an empty one says
-    # so.
+    # The rest of a piece that is cut is not prefilled with it: an empty piece
+    # says so.
     cut = any(start < cached < stop for start, stop in handle.pieces)
     handle.pieces = tuple(p for p in handle.pieces if p[0] < cached)
     handle.pieces += ((cached, cached),) * cut
@@ -281,8 +280,7 @@ class SlotTable:
     prompt = len(handle.prompt) - 1
     if handle.cached < prompt:
       level = self._prefill(handle, tokens, prompt, level, plan)
-      plan.ready[rows] = level
-    plan.filled[rows] = self._append(handle, tokens, level, plan)
+    plan.ready[rows] = self._append(handle, tokens, level, plan)
     return True
 
   def _append(self, handle: Handle, tokens, level: int, plan: Plan) -> int:
@@ -292,24 +290,22 @@ class SlotTable:
     has prefilled the same pieces, and sampled the other tokens.
     """
     start, end = handle.cached, len(tokens) - 1
-    pieces = tuple(p for p in handle.pieces if p[0] < start)
-    pieces += tuple(self._pieces(start, end))
-    handle.pieces = pieces
+    handle.pieces += tuple(self._pieces(start, end))
 
     def same(other: Handle) -> bool:
       return (
         other is not handle
         and other.cached >= end
-        and tuple(p for p in other.pieces if p[0] < end) == pieces
+        and tuple(p for p in other.pieces if p[0] < end) == handle.pieces
         and other.ids[:end] == tokens[:end]
       )
 
     twins = filter(same, self._prompts[handle.prompt]) if start < end else ()
-    filled = lambda other: plan.filled.get(other.rows, 0)
-    twin = min(twins, key=filled, default=None)
+    ready = lambda other: plan.ready.get(other.rows, 0)
+    twin = min(twins, key=ready, default=None)
     if twin is None:
       return self._prefill(handle, tokens, end, level, plan)
-    rows, level = twin.rows, max(level, filled(twin)) + 1
+    rows, level = twin.rows, max(level, ready(twin)) + 1
     copy = Copy(rows.slot, rows.box, handle.rows.slot, end, start)
     plan.copies.setdefault(level, []).append(copy)
     self._hit(handle, end, end - start)
