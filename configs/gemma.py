@@ -86,8 +86,8 @@ def get_config(arg=None):
     c.sft.data.update(HESITANT)
   c.sft.steps = 16
   c.sft.rows = 8
-  # Each update has all kinds of traces. What the policy prefers in the end
-  # would else depend on the order of the kinds.
+  # Each update has all kinds of traces. Otherwise what the policy prefers in
+  # the end seems to depend on their order (experiments/LOG.md).
   c.sft.order = 'given'
   c.sft.lr = 2e-5
   c.sft.warmup = 2

@@ -36,6 +36,9 @@ SETS = {
   'musique': ('qa_dev.jsonl.gz', {'source': 'musique*', 'n': 300}),
 }
 ROLLOUTS = {'eval.temperature': 1.0}
+# Numbers of traces of supervised arms. 'tune' chooses one (`results.chosen`).
+READING = (256, 1024)
+MORE = {'good': (512, 2048), 'hesitant': (512,)}
 TRAINED = {'grpo_hesitant': 'hesitant', 'grpo_good': 'good'}  # arm -> its start
 
 
@@ -83,11 +86,6 @@ WHOLE = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
 TRANSFER = {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
 
 START = WHOLE | TRANSFER
-# Numbers of traces of supervised arms. 'tune' chooses one (`results.chosen`).
-READING = (256, 1024)
-MORE = {'good': (512, 2048), 'hesitant': (512,)}
-CHOICE = {'tune': on('tune')}
-
 # The first is what the table of a sweep shows.
 TTRL = {'after': on('rest'), 'asked': on('asked')}
 VOTE = {'asked': on('asked'), 'rest': on('rest')}
@@ -129,11 +127,12 @@ def get_sweep(arg=None):
     c.sft.steps = n // c.sft.rows
     return c
 
-  def more(start: str, n: int):
+  def more(start: str, n: int, seed: int):
     """n more traces of the warm start in place of RL."""
-    first, rows = 128, 8
-    fields = {'sft.data.n': first + n, 'sft.steps': (first + n) // rows}
-    return config(start, fields)
+    c = config(start)(seed)
+    c.sft.data.n += n
+    c.sft.steps = c.sft.data.n // c.sft.rows
+    return c
 
   def ttrl(seed: int):
     """Rewarded by the vote of eight samples, on questions of 'asked'."""
@@ -176,7 +175,8 @@ def get_sweep(arg=None):
     starts[f'reading_{n}'] = rows.Start(of, shared=True)
   more_of = [(start, n) for start, sizes in MORE.items() for n in sizes]
   for start, n in more_of:
-    starts[f'more_{start}_{n}'] = rows.Start(more(start, n), shared=True)
+    of = functools.partial(more, start, n)
+    starts[f'more_{start}_{n}'] = rows.Start(of, shared=True)
   passages = {'module': 'baselines'}
   both = {'after': on('dev'), 'real': on('dev', real)}
   baseline = functools.partial(rows.Arm, train=False, seeds=(0,))
@@ -228,9 +228,9 @@ def get_sweep(arg=None):
     *(
       baseline(
         f'more_{start}_{n}',
-        more(start, n),
+        functools.partial(more, start, n),
         f'more_{start}_{n}',
-        evaluations=POLICY | CHOICE,
+        evaluations=POLICY | {'tune': on('tune')},
       )
       for start, n in more_of
     ),

@@ -37,8 +37,9 @@ MORE = 'popqa_test_1000.jsonl', 'gsm8k_train.jsonl.gz'
 TEMPLATE = 'searchrl_jax/text/templates/plain.json'
 SHOTS = 4  # examples of a prompt
 # Questions that are answered from memory: the warm start asks them in the order
-# of their draw (`questions.traces`), and the longest asks some 700.
-MEMORY = 800
+# of their draw (`questions.traces`), and the longest, `more_hesitant_512`, goes
+# through some 1,300.
+MEMORY = 1400
 # Of `made`: the model's config.json, and which questions of dev are short.
 ABOUT = 'about.json'
 
