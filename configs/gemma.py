@@ -51,8 +51,6 @@ def get_config(arg=None):
         f'config argument {name}={a[name]!r}: one of {", ".join(known)}'
       )
   c = wiki_nq.get_config(f'model={a.model},size=small')
-  if a.machine == 'gpu':
-    machines.small_on_gpu(c)
   c.name, c.seed = 'gemma', a.seed
   module = 'experiments.gemma.questions'
   c.data.train = ConfigDict(
@@ -63,6 +61,11 @@ def get_config(arg=None):
   c.data.eval = ConfigDict(
     dict(tune=dict(module=module, path='qa_train.jsonl.gz', part='tune', n=0))
   )
+  if a.machine == 'gpu':
+    machines.small_on_gpu(c)
+    # An evaluation takes seconds: also of the questions that are reported.
+    c.data.eval.tune.n = 300
+    c.data.eval.dev = ConfigDict(dict(module=module, path='qa_dev.jsonl.gz'))
   del c.reward.em
   c.reward.f1 = ConfigDict(dict(fn='answer.f1', weight=1.0))
   c.reward.format = ConfigDict(

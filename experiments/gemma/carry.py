@@ -27,11 +27,16 @@ from searchrl_jax.run import command, lookup, schema
 
 HALVES = 'a.safetensors', 'b.safetensors'
 DATA = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'
+CLOSED_BOOK = 'closed_book.jsonl'  # of experiments.gemma.run, if it is given
 _MODEL = 'model'  # the small version's files but its weights
 
 
 def pack(
-  file: str, small: pathlib.Path, folder: str, out: pathlib.Path
+  file: str,
+  small: pathlib.Path,
+  folder: str,
+  out: pathlib.Path,
+  closed_book: str = '',
 ) -> None:
   """Writes the folder.
 
@@ -39,6 +44,7 @@ def pack(
     file: GGUF, of the whole model.
     small: its small version, by `prune`.
     folder: of the data.
+    closed_book: answers from memory, which start=hesitant needs; '' = none.
 
   Raises:
     ConfigError: the two do not belong together.
@@ -66,6 +72,8 @@ def pack(
     safetensors.numpy.save_file(own, part / name, about)
   for name in DATA:
     shutil.copy(pathlib.Path(folder) / name, part / name)
+  if closed_book:
+    shutil.copy(closed_book, part / CLOSED_BOOK)
   part.rename(out)
 
 
@@ -106,7 +114,8 @@ def main():
   if _PACK.value:
     folder = data.data_dir(schema.base().data)
     small = pathlib.Path(_SMALL.value)
-    pack(_GGUF.value, small, folder, pathlib.Path(_PACK.value))
+    out = pathlib.Path(_PACK.value)
+    pack(_GGUF.value, small, folder, out, _CLOSED_BOOK.value)
     size = sum(
       x.stat().st_size
       for x in pathlib.Path(_PACK.value).rglob('*')
@@ -122,6 +131,9 @@ if __name__ == '__main__':
   _PACK = flags.DEFINE_string('pack', '', 'The folder to write.')
   _GGUF = flags.DEFINE_string('gguf', '', 'The whole model.')
   _SMALL = flags.DEFINE_string('small', '', 'Its small version.')
+  _CLOSED_BOOK = flags.DEFINE_string(
+    'closed_book', '', 'Answers from memory, for start=hesitant.'
+  )
   _UNPACK = flags.DEFINE_string('unpack', '', 'The folder to read.')
   _OUT = command.define_out('', 'The Hugging Face folder to write.')
   command.run(main)

@@ -1,7 +1,8 @@
 """The warm start and GRPO on one GPU; see gpu.sh.
 
 OUT/gpu.json has, as far as it got, seconds of each stage, the steps, exact
-match on the 683 dev questions before and after (greedy), and the GPU.
+match on the 683 dev questions and on 300 tuning questions before and after,
+greedy and as in rollouts, and the GPU.
 """
 
 import json
@@ -44,7 +45,7 @@ def main():
   def run(stage: str, module: str, *arguments: str) -> None:
     started = time.monotonic()
     print(f'{stage} ...', flush=True)
-    call = [sys.executable, '-m', module, f'--config={config}', *arguments]
+    call = [sys.executable, '-m', module, *arguments]
     status = subprocess.run(call, cwd=common.ROOT).returncode
     seconds[stage] = time.monotonic() - started
     report(out, seconds, begin)
@@ -58,10 +59,13 @@ def main():
     started = time.monotonic()
     carry.unpack(pathlib.Path(carried), model)
     seconds['unpack'] = time.monotonic() - started
-  config = f'{CONFIG}:model={model},machine=gpu'
+  start = _START.value
+  config = f'{CONFIG}:model={model},machine=gpu,start={start}'
+  config += f',closed_book={os.environ["SEARCHRL_DATA"]}/{carry.CLOSED_BOOK}'
   small = [f'--config.{field}' for field in TRY] if _SMALL.value else []
-  warm, run_ = out / 'warm', out / 'grpo'
+  warm, run_ = out / start, out / 'grpo'
   shared = [
+    f'--config={config}',
     *small,
     '--config.log.tensorboard=False',
     f'--config.seed={_SEED.value}',
@@ -76,10 +80,18 @@ def main():
     f'--config.train.init={warm}',
     f'--config.train.seconds={max(left() - _END.value, 1):.0f}',
     '--config.eval.every=20',
-    '--config.data.eval.tune.path=qa_dev.jsonl.gz',
-    '--config.data.eval.tune.part=',
+    '--config.eval.sampled=683',
     *shared,
+    *(f'--config.{field}' for field in _SET.value),
   )
+  if left() > _LEAST.value:
+    run(
+      'sampled',
+      'searchrl_jax.evaluate',
+      f'--workdir={run_}',
+      f'--out={out / "sampled"}',
+      '--config.eval.temperature=1',
+    )
   print(f'{time.monotonic() - begin:.0f} s in all; {out / "gpu.json"}')
 
 
@@ -88,14 +100,22 @@ def report(out: pathlib.Path, seconds: dict, begin: float) -> None:
   log = out / 'grpo' / 'metrics.jsonl'
   lines = log.read_text().splitlines() if log.exists() else []
   steps = [json.loads(line) for line in lines]
-  scored = [s for s in steps if 'eval/em' in s]
-  shown = ('eval/em', 'eval/em/low', 'eval/em/high', 'eval/em/n', 'eval/f1')
+  sampled = out / 'sampled' / 'eval.json'
+  scored = [s | {'step': s['step'] + 1} for s in steps if 'eval/em' in s]
+  if sampled.exists():
+    after = json.loads(sampled.read_text())
+    scored.append({'step': len(steps) - 1, 'sampled': True} | after)
+  shown = [
+    f'eval/set={name}/{score}'
+    for name in ('dev', 'tune')
+    for score in ('em', 'em/low', 'em/high', 'em/n', 'f1', 'searches')
+  ]
   record = {
     'environment': common.environment(),
     'command': common.command('experiments.gemma.gpu'),
     'seconds': {**seconds, 'in all': time.monotonic() - begin},
     'evaluations': [
-      {'step': s['step'] + 1} | {k: s.get(k) for k in shown} for s in scored
+      {k: s[k] for k in ('step', 'sampled', *shown) if k in s} for s in scored
     ],
     'steps': steps,
   }
@@ -111,5 +131,10 @@ if __name__ == '__main__':
   _SMALL = flags.DEFINE_bool('small', small, 'Sizes for a CPU (SMALL=1).')
   _SECONDS = flags.DEFINE_float('seconds', 360, 'For everything.', 1)
   _END = flags.DEFINE_float('end', 30, 'Of these, for what ends the run.', 0)
+  _LEAST = flags.DEFINE_float(
+    'least', 60, 'Left after GRPO, with which samples are evaluated too.', 0
+  )
+  _START = flags.DEFINE_enum('start', 'good', ('good', 'hesitant'), 'Which.')
+  _SET = flags.DEFINE_multi_string('set', [], 'FIELD=VALUE of the config.')
   _SEED = flags.DEFINE_integer('seed', 0, 'Of the run.')
   command.run(main)
