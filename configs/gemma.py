@@ -66,8 +66,9 @@ def get_config(arg=None):
     # An evaluation takes seconds: also of the questions that are reported.
     c.data.eval.tune.n = 300
     c.data.eval.dev = ConfigDict(dict(module=module, path='qa_dev.jsonl.gz'))
-  del c.reward.em
-  c.reward.f1 = ConfigDict(dict(fn='answer.f1', weight=1.0))
+  # F1 alone also pays for answers that are longer than the right ones.
+  c.reward.em.weight = 0.5
+  c.reward.f1 = ConfigDict(dict(fn='answer.f1', weight=0.5))
   c.reward.format = ConfigDict(
     dict(fn='answer.format_valid', weight=0.1, require_think=False)
   )

@@ -97,7 +97,7 @@ def small(c) -> None:
   c.batch.lengths = (384,)
   c.batch.prefix_tokens = 768
   c.batch.loss_fraction = 0.12
-  c.optim.lr, c.optim.warmup, c.optim.weight_decay = 1e-5, 5, 0.0
+  c.optim.lr, c.optim.warmup, c.optim.weight_decay = 5e-6, 5, 0.0
   c.train.steps = 60
   c.eval.every = 0
   c.checkpoint.every = 10

@@ -138,7 +138,7 @@ def get_sweep(arg=None):
     """Rewarded by the vote of eight samples, on questions of 'asked'."""
     c = config(fields={'train.steps': 20})(seed)
     c.data.train = asked('asked')
-    del c.reward.f1
+    del c.reward.em, c.reward.f1
     group = c.rollout.group
     c.reward.vote = ConfigDict(
       dict(
