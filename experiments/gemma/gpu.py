@@ -1,8 +1,8 @@
 """The warm start and GRPO on one GPU; see gpu.sh.
 
-OUT/gpu.json has, as far as it got, seconds of each stage, the steps, exact
-match on the 683 dev questions and on 300 tuning questions before and after,
-greedy and as in rollouts, and the GPU.
+OUT/gpu.json has, as far as it got, seconds of each stage, the steps, the GPU,
+and exact match on the 683 dev questions and on 300 tuning questions: greedy
+before, during and after, and, if time is left, as in rollouts after.
 """
 
 import json
@@ -16,7 +16,7 @@ from absl import flags
 
 from experiments.benchmarks import common
 from experiments.gemma import carry
-from searchrl_jax.run import command, records
+from searchrl_jax.run import command, lookup, records
 
 CONFIG = 'configs/gemma.py'
 # A CPU tries the commands with these.
@@ -33,8 +33,8 @@ def main():
   out.mkdir(parents=True, exist_ok=True)
   os.environ['SEARCHRL_DATA'] = str(pathlib.Path(carried).resolve())
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(out / 'programs'))
-  # Fewer kernels to measure: compiling took most of 150 s (docs/gpu.md). What
-  # this saves is not known yet.
+  # Fewer kernels to measure, so that a warm start takes 50 s instead of 150 s
+  # (docs/gpu.md; on two kinds of GPU).
   no_triton = '--xla_gpu_enable_triton_gemm=false'
   os.environ['XLA_FLAGS'] = f'{no_triton} {os.environ.get("XLA_FLAGS", "")}'
   seconds: dict[str, float] = {}
@@ -54,14 +54,19 @@ def main():
         f'{stage}: exit status {status}; what it had is in {out}'
       )
 
+  start, book = _START.value, pathlib.Path(carried).resolve()
+  book /= carry.CLOSED_BOOK
+  lookup.require(
+    start == 'good' or book.is_file(),
+    f'--start={start} needs {book}: pack it with --closed_book (carry)',
+  )
   model = out / 'model'
   if not model.exists():
     started = time.monotonic()
     carry.unpack(pathlib.Path(carried), model)
     seconds['unpack'] = time.monotonic() - started
-  start = _START.value
   config = f'{CONFIG}:model={model},machine=gpu,start={start}'
-  config += f',closed_book={os.environ["SEARCHRL_DATA"]}/{carry.CLOSED_BOOK}'
+  config += f',closed_book={book}'
   small = [f'--config.{field}' for field in TRY] if _SMALL.value else []
   warm, run_ = out / start, out / 'grpo'
   shared = [
@@ -80,7 +85,6 @@ def main():
     f'--config.train.init={warm}',
     f'--config.train.seconds={max(left() - _END.value, 1):.0f}',
     '--config.eval.every=20',
-    '--config.eval.sampled=683',
     *shared,
     *(f'--config.{field}' for field in _SET.value),
   )
@@ -104,7 +108,7 @@ def report(out: pathlib.Path, seconds: dict, begin: float) -> None:
   scored = [s | {'step': s['step'] + 1} for s in steps if 'eval/em' in s]
   if sampled.exists():
     after = json.loads(sampled.read_text())
-    scored.append({'step': len(steps) - 1, 'sampled': True} | after)
+    scored.append({'step': steps[-1]['step'] + 1, 'sampled': True} | after)
   shown = [
     f'eval/set={name}/{score}'
     for name in ('dev', 'tune')
@@ -132,9 +136,9 @@ if __name__ == '__main__':
   _SECONDS = flags.DEFINE_float('seconds', 360, 'For everything.', 1)
   _END = flags.DEFINE_float('end', 30, 'Of these, for what ends the run.', 0)
   _LEAST = flags.DEFINE_float(
-    'least', 60, 'Left after GRPO, with which samples are evaluated too.', 0
+    'least', 60, 'Seconds left after GRPO that evaluate samples too.', 0
   )
-  _START = flags.DEFINE_enum('start', 'good', ('good', 'hesitant'), 'Which.')
+  _START = flags.DEFINE_enum('start', 'good', ('good', 'hesitant'), 'Traces.')
   _SET = flags.DEFINE_multi_string('set', [], 'FIELD=VALUE of the config.')
   _SEED = flags.DEFINE_integer('seed', 0, 'Of the run.')
   command.run(main)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Gemma 3 270M on one GPU of 80 GB, without network: a warm start and 40 GRPO
-# steps of 32 x 8. The same command goes on. docs/gpu.md says how far it got.
+# steps of 32 x 8. The same command goes on. docs/gpu.md has its times.
 #
 #   sh experiments/gemma/gpu.sh --carried=FOLDER [--out=FOLDER] [--seconds=N]
 #   SMALL=1 sh experiments/gemma/gpu.sh ...    at a size for a CPU, to try it

@@ -124,8 +124,8 @@ def traces(
     seed: of every draw.
     k: passages of a search.
     memory: share that answers at once, with the answer of `closed_book`.
-    known: first words of the questions that are answered so, such as
-      ('who', 'when'), where all kinds are searched; () = all.
+    known: only questions with these first words are answered so, such as
+      ('who', 'when'); every kind may be searched for. () = all.
     poor: share that first searches with one or two words, and then again.
     closed_book: JSON lines of {id, answer}, the model's own without a search.
     read: words of an observation that answers are taken from, see
@@ -174,7 +174,7 @@ def answers(closed_book: str) -> dict[str, str]:
   if not pathlib.Path(closed_book).is_file():
     raise DataError(
       f'closed_book={closed_book!r}: no such file; experiments.gemma.run makes '
-      'it'
+      'it (made/closed_book.jsonl)'
     )
   return {r['id']: r['answer'] for _, r in jsonl.read(closed_book)}
 

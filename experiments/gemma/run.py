@@ -34,13 +34,13 @@ MODEL = 'gemma-3-270m'
 FILES = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'
 # Others whose words the small version keeps, where they are.
 MORE = 'popqa_test_1000.jsonl', 'gsm8k_train.jsonl.gz'
-TEMPLATE = 'searchrl_jax/text/templates/plain.json'
+TEMPLATE = str(common.ROOT / 'searchrl_jax/text/templates/plain.json')
 SHOTS = 4  # examples of a prompt
 # Questions that are answered from memory: the warm start asks them in the order
 # of their draw (`questions.traces`), and the longest, `more_hesitant_512`, goes
 # through some 1,300.
 MEMORY = 1400
-# Of `made`: the model's config.json, and which questions of dev are short.
+# Of `made`: the model's config.json, MEMORY, which questions of dev are short.
 ABOUT = 'about.json'
 
 
@@ -77,15 +77,16 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
   Raises:
     ConfigError: `made` is of another model.
   """
-  about = made / ABOUT
-  config = pretrained.read_json(model)
+  about, of = made / ABOUT, {'model': pretrained.read_json(model)}
+  of |= {'memory': MEMORY}
   if not about.exists():
-    short = sorted(results.short_dev())
-    records.write_json(about, {'model': config, 'short_dev': short})
+    records.write_json(about, of | {'short_dev': sorted(results.short_dev())})
+  known = json.loads(about.read_text())
   lookup.require(
-    json.loads(about.read_text())['model'] == config,
-    f'{made} was made with another model than {model}: choose another '
-    '--workdir',
+    {key: known.get(key) for key in of} == of,
+    f'{made} was made with another model than {model}, or with another number '
+    f'of questions from memory than {MEMORY}: choose another --workdir, or '
+    'remove that folder',
   )
   for name, passage in (('closed_book', False), ('rag', True)):
     path = made / f'{name}.json'

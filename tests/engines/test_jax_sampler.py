@@ -461,7 +461,11 @@ async def twin(engine, i):
     )
     out.append((done.ids.tolist(), done.logps.tobytes()))
     engine.truncate(handle, len(handle) - int(rng.random() < 0.3))
-    engine.append(handle, range(5 + rng.integers(2)))
+    # One of two texts, which differ in their first token.
+    engine.append(handle, [rng.integers(2), *range(1, 5 + rng.integers(2))])
+    if rng.random() < 0.3:  # before anything of it is prefilled
+      parent, handle = handle, engine.fork(handle)
+      engine.close(parent)
     if rng.random() < 0.3:  # within what was appended, perhaps
       # A truncated turn: what is appended now is another prefill.
       await engine.generate(handle, Sampling(max_tokens=1, limit=64))
@@ -520,6 +524,28 @@ def test_what_was_sampled_is_not_taken_for_what_was_given(engine):
     computed = engine.stats()['prefilled_tokens'] - before
     engine.close(one)
     engine.close(two)
+    return computed
+
+  assert asyncio.run(main()) == 6  # three for each
+
+
+def test_a_fork_of_what_was_given_is_not_taken_for_what_was_sampled(engine):
+  start, greedy = prompt(engine, 8), {'temperature': 0.0}
+
+  async def main():
+    one, given = engine.open(start), engine.open(start)
+    done = await engine.generate(one, Sampling(max_tokens=3, **greedy))
+    engine.append(given, done.ids[:2])
+    await engine.generate(given, Sampling(max_tokens=1, **greedy))
+    two = engine.fork(given)
+    assert one.ids == two.ids
+    before = engine.stats()['prefilled_tokens']
+    for handle in (one, two):
+      engine.append(handle, [7, 8, 9])
+      await engine.generate(handle, Sampling(max_tokens=1))
+    computed = engine.stats()['prefilled_tokens'] - before
+    for handle in (one, given, two):
+      engine.close(handle)
     return computed
 
   assert asyncio.run(main()) == 6  # three for each

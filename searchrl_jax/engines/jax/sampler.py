@@ -107,7 +107,8 @@ class JaxSampler(core.Engine):
     Log-probs are float32, of the distribution sampled from (temperature and
     truncation included; logits that tie with the last one kept by top-k or
     top-p are kept). Greedy: of the argmax, at temperature 1, untruncated.
-    A cancelled call leaves the handle as it was.
+    A cancelled call leaves the handle as it was, and what it has prefilled; how
+    a prefill is divided shows in the last bits of log-probs.
 
     Raises:
       EngineError: invalid sampling, a handle that would exceed max_len, or a
