@@ -31,6 +31,20 @@ UNTIED = decoder.DecoderConfig(
   family='qwen2',
   tied=False,
 )
+# Windows shorter than IDS, and both kinds of layers.
+GEMMA = decoder.DecoderConfig(
+  vocab_size=527,
+  d_model=128,
+  n_layers=4,
+  n_heads=4,
+  n_kv_heads=2,
+  head_dim=32,
+  d_ff=192,
+  family=families.GEMMA,
+  rope_theta=1e6,
+  window=4,
+  global_every=2,
+)
 IDS = [5, 17, 80, 3, 41, 250, 8, 66]
 
 
@@ -152,7 +166,14 @@ def tied(served, tmp_path_factory):
   one.load(0, served.params)
 
 
-@pytest.fixture(params=['untied', 'tied'])
+@pytest.fixture(scope='module')
+def gemma(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('gemma')
+  with started(folder, GEMMA, 'tests.sidecar.faults:Worker') as server:
+    yield server
+
+
+@pytest.fixture(params=['untied', 'tied', 'gemma'])
 def server(request):
   return request.getfixturevalue(request.param)
 
@@ -266,7 +287,9 @@ def test_a_transposed_matrix_is_named(server):
   params = make_params(server.cfg, 9)
   right = checksum.checksums(decoder.flatten(params))
   o = params['layers']['o']
-  params['layers']['o'] = o.reshape(2, 128, 128).swapaxes(1, 2).reshape(o.shape)
+  params['layers']['o'] = (
+    o.reshape(-1, 128, 128).swapaxes(1, 2).reshape(o.shape)
+  )
   done = server.load(9, params)
   assert server.wrong(done) == set()  # what was loaded is what was published
   assert server.wrong(dataclasses.replace(done, manifest=right)) == {'layers/o'}
