@@ -75,9 +75,10 @@ def main():
     '--config.log.tensorboard=False',
     f'--config.seed={_SEED.value}',
   ]
-  if not (out / 'warm.done').exists():
+  done = out / f'{start}.done'
+  if not done.exists():
     run('warm start', 'searchrl_jax.sft', f'--workdir={warm}', *shared)
-    (out / 'warm.done').touch()
+    done.touch()
   run(
     'grpo',
     'searchrl_jax.train',

@@ -75,10 +75,10 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
   """Prompts with examples, and what the model answers from memory.
 
   Raises:
-    ConfigError: `made` is of another model.
+    ConfigError: `made` is of another model, or of another MEMORY.
   """
-  about, of = made / ABOUT, {'model': pretrained.read_json(model)}
-  of |= {'memory': MEMORY}
+  about = made / ABOUT
+  of = {'model': pretrained.read_json(model), 'memory': MEMORY}
   if not about.exists():
     records.write_json(about, of | {'short_dev': sorted(results.short_dev())})
   known = json.loads(about.read_text())

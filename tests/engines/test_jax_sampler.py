@@ -497,6 +497,15 @@ def test_what_two_samples_are_given_alike_is_computed_once(monkeypatch):
   assert stats['evictions'] > 0 and stats['recomputed_tokens'] == 0
 
 
+async def computed_of(engine, *handles):
+  """Tokens that are prefilled where each of them is given the same three."""
+  before = engine.stats()['prefilled_tokens']
+  for handle in handles:
+    engine.append(handle, [7, 8, 9])
+    await engine.generate(handle, Sampling(max_tokens=1))
+  return engine.stats()['prefilled_tokens'] - before
+
+
 def test_what_was_sampled_is_not_taken_for_what_was_given(engine):
   """Equal ids, of which one handle sampled two that the other was given."""
   start, given = prompt(engine, 8), [1, 2, 3, 4, 5, 6]
@@ -517,11 +526,7 @@ def test_what_was_sampled_is_not_taken_for_what_was_given(engine):
     sampled = await cut(one, given, 3, 4)
     await cut(two, [*given[:3], *sampled[:2], 6], 5, 2)
     assert one.ids == two.ids
-    before = engine.stats()['prefilled_tokens']
-    for handle in (one, two):
-      engine.append(handle, [7, 8, 9])
-      await engine.generate(handle, Sampling(max_tokens=1))
-    computed = engine.stats()['prefilled_tokens'] - before
+    computed = await computed_of(engine, one, two)
     engine.close(one)
     engine.close(two)
     return computed
@@ -539,11 +544,7 @@ def test_a_fork_of_what_was_given_is_not_taken_for_what_was_sampled(engine):
     await engine.generate(given, Sampling(max_tokens=1, **greedy))
     two = engine.fork(given)
     assert one.ids == two.ids
-    before = engine.stats()['prefilled_tokens']
-    for handle in (one, two):
-      engine.append(handle, [7, 8, 9])
-      await engine.generate(handle, Sampling(max_tokens=1))
-    computed = engine.stats()['prefilled_tokens'] - before
+    computed = await computed_of(engine, one, two)
     for handle in (one, given, two):
       engine.close(handle)
     return computed

@@ -32,15 +32,11 @@ UNTIED = decoder.DecoderConfig(
   tied=False,
 )
 # Windows shorter than IDS, and both kinds of layers.
-GEMMA = decoder.DecoderConfig(
-  vocab_size=527,
-  d_model=128,
+GEMMA = dataclasses.replace(
+  UNTIED,
   n_layers=4,
-  n_heads=4,
-  n_kv_heads=2,
-  head_dim=32,
-  d_ff=192,
   family=families.GEMMA,
+  tied=True,
   rope_theta=1e6,
   window=4,
   global_every=2,
