@@ -153,12 +153,11 @@ def test_bars_hold_by_the_interval_too():
   blind = [
     {'arm': arm, 'set': 'dev', 'evaluation': 'no_search', 'em': 0.01}
     for arm in ('grpo_good', 'grpo_hesitant')
-    for _ in range(2)
   ]
   for em, holds in ((0.04, True), (0.06, False)):
     *_, bar, _ = results.judge([], [blind[0] | {'em': em}, *blind[1:]])
     assert (bar['value'], bar['holds']) == (em, holds)
-  *_, bar, _ = results.judge([], blind[1:])  # of one seed there is none yet
+  *_, bar, _ = results.judge([], blind[1:])  # of one arm there is none yet
   assert not bar['holds']
 
 
