@@ -124,16 +124,15 @@ def train(config, workdir: str) -> dict[str, float]:
       learned = learner.update(batch.minibatches, scores, given, run)
       run.advance()
 
-      valid = batch.returns[reward.valid]
       metrics = {
         **{f'train/{k}': v for k, v in (learned | given.metrics).items()},
-        **{f'reward/{k}': np.nanmean(v) for k, v in reward.parts.items()},
+        **{f'reward/{k}': rewards.mean(v) for k, v in reward.parts.items()},
         **{f'batch/{k}': v for k, v in batch.counts.items()},
         **stats.metrics(),
         **health.signs(groups, env, batch.returns, reward.valid),
         **collector.staleness(groups, run.step - 1, max_staleness),
         'time/engine_idle': rollouts.idle_seconds(),
-        'reward': valid.mean() if valid.size else 0.0,
+        'reward': rewards.mean(batch.returns[reward.valid]),
         **learner.rates(),
       }
       run.end_step(

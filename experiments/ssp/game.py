@@ -29,6 +29,7 @@ from experiments.ssp.pool import Pool
 from searchrl_jax.evaluators import health
 from searchrl_jax.learn import advantages, credit
 from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import records
 from searchrl_jax.text import prompts
@@ -336,9 +337,7 @@ def solved(
   )
   out['reward'] = mean_of(dataclasses.replace(reward, valid=rows))
   for name, value in reward.parts.items():
-    out[f'reward/{name}'] = (
-      float(np.nanmean(value[rows])) if rows.any() else (math.nan)
-    )
+    out[f'reward/{name}'] = rewards.mean(value[rows])
   return out
 
 
