@@ -31,7 +31,7 @@ from searchrl_jax.learn import advantages, credit
 from searchrl_jax.learn.checks import ConfigError
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import records
+from searchrl_jax.rollout import collector
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
@@ -127,7 +127,7 @@ def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
 
 def ended(data: bytes) -> dict[tuple[str, str, int], Trajectory]:
   """`collector.encode` of a step, by (role, question id, sample)."""
-  found = [r.trajectory for r in records.read(data)]
+  found = (t for _, t in collector.decode(data))
   return {(t.role, t.question.id, t.sample): t for t in found}
 
 
