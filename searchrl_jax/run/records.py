@@ -44,6 +44,7 @@ import re
 import shutil
 import socket
 import tempfile
+import time
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -99,12 +100,14 @@ def in_use(folder: os.PathLike | str) -> bool:
 
 
 @contextlib.contextmanager
-def locked(folder: os.PathLike | str) -> Iterator[Any]:
+def locked(folder: os.PathLike | str, wait: bool = False) -> Iterator[Any]:
   """Holds the lock of a folder, which is made if it is absent.
 
   No other process has it meanwhile. What is called within the block takes part
   in it: a command holds its folder before it reads or writes anything there.
   The lock ends with the process, however that ends.
+
+  wait: until another process that has it ends.
 
   Yields:
     the open lock file.
@@ -122,7 +125,9 @@ def locked(folder: os.PathLike | str) -> Iterator[Any]:
     with explained(path):
       path.mkdir(parents=True, exist_ok=True)
       file = stack.enter_context(open(path / _LOCK, 'a'))
-      _lock(file, path, stack)
+      while said := _taken(file, path, stack):
+        require(wait, said)
+        time.sleep(0.2)
     _held[name] = file
     try:
       yield file
@@ -131,30 +136,36 @@ def locked(folder: os.PathLike | str) -> Iterator[Any]:
         del _held[name]
 
 
-def _lock(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
-  """Locks the open lock file of a folder until `stack` closes."""
+def _taken(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
+  """Locks the open lock file of a folder until `stack` closes.
+
+  Returns:
+    '', or that another process has it.
+  """
   used = (
     f'{folder} is in use by another process; wait for its end, or use another '
     '--workdir'
   )
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return
+    return ''
   except BlockingIOError:
-    raise RunError(used) from None
+    return used
   except OSError as e:
     # Of a file system without locks (some NFS, FUSE and Lustre mounts).
     if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
       raise
   path, owner = folder / _OWNER, _owner(folder)
-  require(not owner, f'{used} ({owner}; if it has ended, remove {path})')
+  if owner:
+    return f'{used} ({owner}; if it has ended, remove {path})'
   path.unlink(missing_ok=True)  # of a process that died
   try:
     with open(path, 'x') as mine:
       json.dump([socket.gethostname(), os.getpid()], mine)
   except FileExistsError:
-    raise RunError(used) from None
+    return used
   stack.callback(path.unlink, missing_ok=True)
+  return ''
 
 
 def _owner(folder: pathlib.Path) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
@@ -148,11 +147,8 @@ def run_stage(
 
   url: of the retrieval server; '' = as the config has it.
   """
-  folder = workdir / stage
-  folder.mkdir(parents=True, exist_ok=True)
-  with (folder / '.lock').open('w') as lock:
-    # A process whose sweep was killed saves before it ends.
-    fcntl.flock(lock, fcntl.LOCK_EX)
+  # A process whose sweep was killed saves before it ends.
+  with records.locked(workdir / stage, wait=True):
     _run_stage(sweep, stage, workdir, url)
 
 
