@@ -268,6 +268,7 @@ def sft(config, workdir: str) -> dict[str, float]:
 
 
 def _sft(config, workdir: str) -> dict[str, float]:
+  """`sft`, in a folder that this process has."""
   c = config.sft
   build.require_same(config)
   tok = build.tokenizer(config, workdir)
@@ -288,7 +289,7 @@ def _sft(config, workdir: str) -> dict[str, float]:
     print(kinds(trajectories, env), file=sys.stderr, flush=True)
   traces = digest(trajectories)
   # Each process has searched by itself.
-  cluster.require_same(lambda: {'traces': traces})
+  cluster.require_same(functools.partial(dict, traces=traces))
 
   mesh = build.mesh(config)
   cfg = parameters.model_config(config, tok.vocab_size)

@@ -61,6 +61,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
 
 def _train(config, workdir: str) -> dict[str, float]:
+  """`train`, in a folder that this process has."""
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)

@@ -220,6 +220,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
 
 def _train(config, workdir: str) -> dict[str, float]:
+  """`train`, in a folder that this process has."""
   s = config.selfplay
 
   # Data, tokens, environments: everything that can fail early.
