@@ -158,7 +158,7 @@ def of_training(metrics, starts: int = 1) -> dict[str, float]:
   name = 'reward/em' if 'reward/em' in steps else [*matches, 'reward'][0]
   rewards = steps[name].to_numpy()
   out = {}
-  if starts == 1 or 'rollout/earlier_tokens' in steps:
+  if starts < 2 or 'rollout/earlier_tokens' in steps:
     out['run/sampled'] = float(steps['rollout/sampled_tokens'].sum())
   return out | {
     'run/collapse': float(collapse(rewards)),
