@@ -243,6 +243,12 @@ def evaluate(
   services = loaded(config, workdir, out, which)
   with contextlib.ExitStack() as stack:
     stack.enter_context(lock(out))
+    before = (folder / 'environment.json').exists()  # of an evaluation
+    for path in (folder / name for name in RESULTS):
+      records.require(
+        before or not path.exists(),
+        f'{path} is in the way: no evaluation wrote it. Use another --out',
+      )
     with progress.phase('model and services', config.log.progress):
       have = stack.enter_context(services)
     if have.identity.get('corpus'):

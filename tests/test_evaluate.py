@@ -103,6 +103,14 @@ def test_another_evaluation_does_not_replace_one(done, url, tmp_path):
   assert all(kept[p] == before[p] for p in kept if p.suffix != '.log')
 
 
+def test_the_manifest_of_something_else_stays(url, tmp_path):
+  path = tmp_path / 'manifest.json'
+  path.write_text('{"index": "bm25"}')
+  with pytest.raises(RunError, match=f'{path} is in the way: no evaluation'):
+    evaluate.evaluate(config(url), '', str(tmp_path))
+  assert path.read_text() == '{"index": "bm25"}'
+
+
 def test_a_killed_evaluation_leaves_no_scores(done, url, tmp_path, monkeypatch):
   folder, _ = done
   again = tmp_path / 'again'
