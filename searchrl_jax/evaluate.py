@@ -156,24 +156,32 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     yield Loaded(tok, engine, source, loop.run, identity, scorer, judge)
 
 
+class Asked(NamedTuple):
+  """What an evaluation asks.
+
+  about: what decides its results beside the config, by content: see `Writer`.
+  manifest: the file that names the questions; '' = none.
+  """
+
+  sets: dict[str, list[Question]]
+  about: dict[str, Any]
+  manifest: str
+
+
 def asked(
   config, workdir: str, *, which='latest', with_controls=False, manifest=''
-):
-  """The sets of an evaluation, and what decides its results beside config.
-
-  Args: see `evaluate`.
-
-  Returns:
-    set -> questions; name -> JSON, by content, see `Writer`.
-  """
+) -> Asked:
+  """Reads what an evaluation asks; see `evaluate`. Loads no model."""
+  checks.check_engine(config)
+  grading.check(config)
   about: dict[str, Any] = {'--controls': with_controls}
   if workdir:
     about['--checkpoint'] = checkpoint.of_run(config, workdir).resolve(which)
   else:
     about |= parameters.contents(config)
+  wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
-  if manifest:
-    wanted = ledger.read_manifest(manifest)
+  if wanted:
     about['--manifest'] = records.digest(wanted)
     sets = ledger.frozen(sets, wanted, manifest)
   selecting = checks.selecting(config) if which == 'best' else ''
@@ -184,7 +192,11 @@ def asked(
     ', and config.data.eval has no other: name a step, or latest',
   )
   questions = [q for own in sets.values() for q in own]
-  return sets, about | build.contents(config, {'data.eval': questions})
+  about |= build.contents(config, {'data.eval': questions})
+  if with_controls:
+    # Raises now if there are too few different answers.
+    controls.shuffled(NoSource(), questions)
+  return Asked(sets, about, manifest)
 
 
 def warn_of_template(workdir: str, about: Mapping[str, Any]) -> None:
@@ -220,27 +232,25 @@ def evaluate(
     with_controls: also evaluate the controls; see `evaluators`.
     manifest: a manifest.json, to use exactly its questions and corpus.
   """
-  checks.check_engine(config)
-  grading.check(config)
-  folder = pathlib.Path(out)
+  how = {'which': which, 'with_controls': with_controls, 'manifest': manifest}
+  return answer(config, workdir, out, asked(config, workdir, **how))
+
+
+def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
+  """`evaluate`, of what is asked."""
+  sets, about, manifest = what
+  folder, with_controls = pathlib.Path(out), about['--controls']
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),
     f'--out={out} is the folder of a run, which keeps its logs; use another',
   )
-  wanted = ledger.read_manifest(manifest) if manifest else None
-  how = {'which': which, 'with_controls': with_controls, 'manifest': manifest}
-  sets, about = asked(config, workdir, **how)
   if workdir:
     warn_of_template(workdir, about)
-  questions = [q for qs in sets.values() for q in qs]
-  build.require_same(config, questions)
-  if wanted:
+  build.require_same(config, [q for qs in sets.values() for q in qs])
+  if manifest:
     config = config.copy_and_resolve_references()
     config.eval.questions = 0
-  if with_controls:
-    # Raises now if there are too few different answers.
-    controls.shuffled(NoSource(), questions)
-  services = loaded(config, workdir, out, which)
+  services = loaded(config, workdir, out, about.get('--checkpoint', ''))
   with contextlib.ExitStack() as stack:
     stack.enter_context(lock(out))
     before = (folder / 'environment.json').exists()  # of an evaluation
@@ -252,13 +262,14 @@ def evaluate(
     with progress.phase('model and services', config.log.progress):
       have = stack.enter_context(services)
     if have.identity.get('corpus'):
-      about['corpus'] = have.identity['corpus']
+      about = about | {'corpus': have.identity['corpus']}
     writer = stack.enter_context(Writer(out, config, contents=about))
     if cluster.main():
-      # What is left of an evaluation that is made again, and killed, is none.
+      # One that is made again, and killed, leaves none of the former one's.
       for name in RESULTS:
         (folder / name).unlink(missing_ok=True)
-    if wanted:
+    if manifest:
+      wanted = ledger.read_manifest(manifest)
       ledger.check_corpus(wanted, have.identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
     results = {name: evaluator.collect(0) for name, evaluator in runs.items()}
@@ -344,14 +355,10 @@ def define_config_and_workdir():
   return config_flags.DEFINE_config_dict('config', config), workdir
 
 
-def default_out(config, workdir: str, **how) -> str:
-  """Returns a folder for this config and what `asked` says of this evaluation.
-
-  how: see `asked`.
-  """
-  _, about = asked(config, workdir, **how)
-  digest = records.digest([records.plain(config), about])[:8]
-  step = about['--checkpoint']
+def default_out(config, workdir: str, what: Asked) -> str:
+  """Returns a folder for this config, checkpoint and what is asked."""
+  digest = records.digest([records.plain(config), what.about])[:8]
+  step = what.about['--checkpoint']
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 
 
@@ -360,8 +367,9 @@ def main():
   lookup.require(workdir or out, '--out is required without --workdir')
   how = {'which': _CHECKPOINT.value, 'manifest': _MANIFEST.value}
   how['with_controls'] = _CONTROLS.value
-  out = out or default_out(config, workdir, **how)
-  evaluate(config, workdir, out, **how)
+  what = asked(config, workdir, **how)
+  out = out or default_out(config, workdir, what)
+  answer(config, workdir, out, what)
   if not cluster.main():
     return
   show(json.loads((pathlib.Path(out) / EVAL).read_text()))

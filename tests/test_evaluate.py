@@ -135,7 +135,10 @@ def test_what_decides_an_evaluation_is_in_the_name_of_its_folder(
   base = json.loads((prompts.TEMPLATES / 'base.json').read_text())
   template.write_text(json.dumps(base))
   c.env.template = str(template)
-  name = lambda **how: evaluate.default_out(c, str(tmp_path), **how)
+  run = str(tmp_path)
+  name = lambda **how: evaluate.default_out(
+    c, run, evaluate.asked(c, run, **how)
+  )
   names = [name(), name(which='best'), name(with_controls=True)]
   assert name() == names[0] and 'evaluate_7_' in names[0]
   template.write_text(json.dumps(base | {'invalid': 'No.'}))
