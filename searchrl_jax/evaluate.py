@@ -176,7 +176,9 @@ def asked(
   grading.check(config)
   about: dict[str, Any] = {'--controls': with_controls}
   if workdir:
-    about['--checkpoint'] = checkpoint.of_run(config, workdir).resolve(which)
+    step = checkpoint.of_run(config, workdir).resolve(which)
+    weights = parameters.digest(workdir, step)
+    about |= {'--checkpoint': step, 'weights': weights}
   else:
     about |= parameters.contents(config)
   wanted = ledger.read_manifest(manifest) if manifest else None
@@ -239,6 +241,7 @@ def evaluate(
 def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
   """`evaluate`, of what is asked."""
   sets, about, manifest = what
+  wanted = ledger.read_manifest(manifest) if manifest else None
   folder, with_controls = pathlib.Path(out), about['--controls']
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),
@@ -247,7 +250,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
   if workdir:
     warn_of_template(workdir, about)
   build.require_same(config, [q for qs in sets.values() for q in qs])
-  if manifest:
+  if wanted:
     config = config.copy_and_resolve_references()
     config.eval.questions = 0
   services = loaded(config, workdir, out, about.get('--checkpoint', ''))
@@ -268,8 +271,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
       # One that is made again, and killed, leaves none of the former one's.
       for name in RESULTS:
         (folder / name).unlink(missing_ok=True)
-    if manifest:
-      wanted = ledger.read_manifest(manifest)
+    if wanted:
       ledger.check_corpus(wanted, have.identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
     results = {name: evaluator.collect(0) for name, evaluator in runs.items()}

@@ -175,14 +175,16 @@ def contents(config: ConfigDict) -> dict[str, str]:
   return {field: value for field, value in found.items() if value}
 
 
-def digest(path: str) -> str:
-  """Names the weights of a run (its last checkpoint), a Hugging Face folder or
-  a file by samples of their bytes; '' if they are not on this machine."""
+def digest(path: str, step: int | None = None) -> str:
+  """Names the weights of a run (of a step; None: the last one), a Hugging Face
+  folder or a file by samples of their bytes; '' if they are not on this
+  machine."""
   folder = pathlib.Path(path)
   if (folder / records.CHECKPOINTS).is_dir():
     saved = checkpoint.Checkpointer(folder / records.CHECKPOINTS, None, '')
-    step = f'{saved.latest() or 0:08d}'
-    weights = saved.folder.glob(f'{step}/arrays/state.state.params*/**/*')
+    step = saved.latest() if step is None else step
+    name = f'{step or 0:08d}/arrays/state.state.params*/**/*'
+    weights = saved.folder.glob(name)
   else:
     weights = folder.glob('*.safetensors') if folder.is_dir() else [folder]
   about = ((path, path.stat()) for path in sorted(weights) if path.is_file())
