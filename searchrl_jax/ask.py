@@ -8,6 +8,7 @@ Without a question it reads questions from standard input, one per line.
 """
 
 import contextlib
+import os
 import sys
 import tempfile
 
@@ -65,7 +66,11 @@ def main():
   show = lambda text, style: out.print(rich_text.Text(text, style))
   with contextlib.ExitStack() as stack:
     workdir = _WORKDIR.value
-    folder = workdir or stack.enter_context(tempfile.TemporaryDirectory())
+    if workdir:  # apart from what a run writes, which may be under way
+      folder = f'{workdir}/ask'
+      os.makedirs(folder, exist_ok=True)
+    else:
+      folder = stack.enter_context(tempfile.TemporaryDirectory())
     services = evaluate.loaded(config, workdir, folder, _CHECKPOINT.value)
     have = stack.enter_context(services)
     env = build.environment(config, have.tok)

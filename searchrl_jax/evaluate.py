@@ -14,9 +14,10 @@ reproducible and do not depend on the order of the questions.
 """
 
 import collections
+from collections.abc import Mapping
 import contextlib
-import hashlib
 import json
+import logging
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -44,10 +45,13 @@ from searchrl_jax.run import (
   sharding,
 )
 from searchrl_jax.run.signals import Loop
-from searchrl_jax.run.writer import Writer, environment
+from searchrl_jax.run.writer import Writer, environment, lock
 from searchrl_jax.sources import controls
 from searchrl_jax.sources.none import NoSource
 from searchrl_jax.types import Question
+
+EVAL = 'eval.json'  # scores and costs
+RESULTS = EVAL, ledger.ROWS, ledger.MANIFEST
 
 
 class Loaded(NamedTuple):
@@ -152,6 +156,68 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     yield Loaded(tok, engine, source, loop.run, identity, scorer, judge)
 
 
+class Asked(NamedTuple):
+  """What an evaluation asks.
+
+  about: what decides its results beside the config, by content: see `Writer`.
+  manifest: the file that names the questions; '' = none.
+  """
+
+  sets: dict[str, list[Question]]
+  about: dict[str, Any]
+  manifest: str
+
+
+def asked(
+  config, workdir: str, *, which='latest', with_controls=False, manifest=''
+) -> Asked:
+  """Reads what an evaluation asks; see `evaluate`. Loads no model."""
+  checks.check_engine(config)
+  grading.check(config)
+  about: dict[str, Any] = {'--controls': with_controls}
+  if workdir:
+    step = checkpoint.of_run(config, workdir).resolve(which)
+    weights = parameters.digest(workdir, step)
+    about |= {'--checkpoint': step, 'weights': weights}
+  else:
+    about |= parameters.contents(config)
+  wanted = ledger.read_manifest(manifest) if manifest else None
+  sets = data.load_sets(config.data.eval, config.data)
+  if wanted:
+    about['--manifest'] = records.digest(wanted)
+    sets = ledger.frozen(sets, wanted, manifest)
+  selecting = checks.selecting(config) if which == 'best' else ''
+  sets.pop(selecting, None)
+  lookup.require(
+    sets,
+    f'--checkpoint=best leaves out the set {selecting!r}, by which it is chosen'
+    ', and config.data.eval has no other: name a step, or latest',
+  )
+  questions = [q for own in sets.values() for q in own]
+  about |= build.contents(config, {'data.eval': questions})
+  if with_controls:
+    # Raises now if there are too few different answers.
+    controls.shuffled(NoSource(), questions)
+  return Asked(sets, about, manifest)
+
+
+def warn_of_template(workdir: str, about: Mapping[str, Any]) -> None:
+  """Warns if the file of a run's template is not what the run was trained with.
+
+  about: of `asked`.
+  """
+  path, name = pathlib.Path(workdir, 'environment.json'), 'config.env.template'
+  starts = json.loads(path.read_text())['starts'] if path.exists() else ()
+  found = about[name]
+  for start in starts:  # those of earlier versions do not say
+    found = start.get('contents', {}).get(name, found)
+  if found != about[name]:
+    logging.warning(
+      f'{name} has another content than the run in {workdir} was trained with: '
+      f'{found} there and {about[name]} now'
+    )
+
+
 def evaluate(
   config, workdir, out, *, which='latest', with_controls=False, manifest=''
 ) -> dict[str, float]:
@@ -168,30 +234,43 @@ def evaluate(
     with_controls: also evaluate the controls; see `evaluators`.
     manifest: a manifest.json, to use exactly its questions and corpus.
   """
-  checks.check_engine(config)
-  grading.check(config)
-  folder = pathlib.Path(out)
+  how = {'which': which, 'with_controls': with_controls, 'manifest': manifest}
+  return answer(config, workdir, out, asked(config, workdir, **how))
+
+
+def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
+  """`evaluate`, of what is asked."""
+  sets, about, manifest = what
+  wanted = ledger.read_manifest(manifest) if manifest else None
+  folder, with_controls = pathlib.Path(out), about['--controls']
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),
     f'--out={out} is the folder of a run, which keeps its logs; use another',
   )
-  wanted = ledger.read_manifest(manifest) if manifest else None
-  sets = data.load_sets(config.data.eval, config.data)
+  if workdir:
+    warn_of_template(workdir, about)
   build.require_same(config, [q for qs in sets.values() for q in qs])
   if wanted:
-    sets = ledger.frozen(sets, wanted, manifest)
     config = config.copy_and_resolve_references()
     config.eval.questions = 0
-  if which == 'best':
-    sets.pop(checks.selecting(config), None)
-  if with_controls:
-    # Raises now if there are too few different answers.
-    controls.shuffled(NoSource(), [q for qs in sets.values() for q in qs])
-  services = loaded(config, workdir, out, which)
+  services = loaded(config, workdir, out, about.get('--checkpoint', ''))
   with contextlib.ExitStack() as stack:
+    stack.enter_context(lock(out))
+    before = (folder / 'environment.json').exists()  # of an evaluation
+    for path in (folder / name for name in RESULTS):
+      records.require(
+        before or not path.exists(),
+        f'{path} is in the way: no evaluation wrote it. Use another --out',
+      )
     with progress.phase('model and services', config.log.progress):
       have = stack.enter_context(services)
-    writer = stack.enter_context(Writer(out, config))
+    if have.identity.get('corpus'):
+      about = about | {'corpus': have.identity['corpus']}
+    writer = stack.enter_context(Writer(out, config, contents=about))
+    if cluster.main():
+      # One that is made again, and killed, leaves none of the former one's.
+      for name in RESULTS:
+        (folder / name).unlink(missing_ok=True)
     if wanted:
       ledger.check_corpus(wanted, have.identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
@@ -201,10 +280,10 @@ def evaluate(
       values |= dict(found.values) | dict(ledger.costs(found, name))
       seconds[f'{name}/cost/seconds'] = found.seconds
     writer.write(0, values | seconds)
-    about, measured = {}, config.train.init or config.model.path
+    step, measured = {}, config.train.init or config.model.path
     if workdir:
-      about['checkpoint'] = checkpoint.of_run(config, workdir).resolve(which)
-      measured = f'{workdir} step {about["checkpoint"]}'
+      step['checkpoint'] = about['--checkpoint']
+      measured = f'{workdir} step {about["--checkpoint"]}'
     if not cluster.main():
       return values
     ledger.write_rows(folder, results)
@@ -217,7 +296,7 @@ def evaluate(
       checkpoint=measured,
     )
     records.write_json(folder / ledger.MANIFEST, content)
-    records.write_json(folder / 'eval.json', values | seconds | about)
+    records.write_json(folder / EVAL, values | seconds | step)
   return values
 
 
@@ -278,11 +357,10 @@ def define_config_and_workdir():
   return config_flags.DEFINE_config_dict('config', config), workdir
 
 
-def default_out(config, workdir: str, which: str, manifest: str) -> str:
-  """Returns a folder for this checkpoint, config and manifest."""
-  text = json.dumps(records.plain(config), sort_keys=True)
-  digest = hashlib.sha256((text + manifest).encode()).hexdigest()[:8]
-  step = checkpoint.of_run(config, workdir).resolve(which)
+def default_out(config, workdir: str, what: Asked) -> str:
+  """Returns a folder for this config, checkpoint and what is asked."""
+  digest = records.digest([records.plain(config), what.about])[:8]
+  step = what.about['--checkpoint']
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 
 
@@ -290,11 +368,13 @@ def main():
   config, workdir, out = _CONFIG.value, _WORKDIR.value, _OUT.value
   lookup.require(workdir or out, '--out is required without --workdir')
   how = {'which': _CHECKPOINT.value, 'manifest': _MANIFEST.value}
-  out = out or default_out(config, workdir, **how)
-  evaluate(config, workdir, out, with_controls=_CONTROLS.value, **how)
+  how['with_controls'] = _CONTROLS.value
+  what = asked(config, workdir, **how)
+  out = out or default_out(config, workdir, what)
+  answer(config, workdir, out, what)
   if not cluster.main():
     return
-  show(json.loads((pathlib.Path(out) / 'eval.json').read_text()))
+  show(json.loads((pathlib.Path(out) / EVAL).read_text()))
   print(f'trajectories and figures: {out}')
 
 

@@ -16,7 +16,14 @@ import pathlib
 from absl import flags
 
 from searchrl_jax.models import lora, pretrained
-from searchrl_jax.run import build, checkpoint, command, lookup, parameters
+from searchrl_jax.run import (
+  build,
+  checkpoint,
+  command,
+  lookup,
+  parameters,
+  records,
+)
 from searchrl_jax.text import untrusted
 from searchrl_jax.types import Question
 
@@ -107,7 +114,7 @@ def export(
   files = card | {'generation_config.json': json.dumps(generation, indent=2)}
   if config.data.prompt == 'template':
     files['chat_template.jinja'] = chat_template(config, tok)
-  folder = f'{workdir}/{build.TOKENIZER}'
+  folder = f'{workdir}/{records.TOKENIZER}'
   pretrained.save(out, cfg, params, folder, dtype=dtype, like=like, files=files)
 
 

@@ -278,11 +278,11 @@ class Run:
   def tokenizer(self) -> tokenizers.Tokenizer:
     """That of the run; an evaluation uses that of the folder above it."""
     for folder in (self.folder, self.folder.absolute().parent):
-      if (folder / build.TOKENIZER).is_dir():
-        return tokenizers.load(folder / build.TOKENIZER)
+      if (folder / records.TOKENIZER).is_dir():
+        return tokenizers.load(folder / records.TOKENIZER)
     raise RunError(
-      f'{self.folder} has no folder {build.TOKENIZER!r}: copy that of its run '
-      'into it'
+      f'{self.folder} has no folder {records.TOKENIZER!r}: copy that of its '
+      'run into it'
     )
 
   @functools.cached_property

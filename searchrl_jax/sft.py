@@ -38,6 +38,7 @@ from searchrl_jax.run import (
   lookup,
   parameters,
   progress,
+  writer,
 )
 from searchrl_jax.run.session import Session
 from searchrl_jax.run.signals import Loop
@@ -207,10 +208,10 @@ def kinds(trajectories: Sequence[types.Trajectory], env: SearchEnv) -> str:
   return ', '.join([f'{len(trajectories)} traces', *parts])
 
 
-def digest(trajectories: Sequence[types.Trajectory]) -> dict[str, str]:
-  """Of all token ids, to compare processes."""
+def digest(trajectories: Sequence[types.Trajectory]) -> str:
+  """Names the traces, by all token ids."""
   ids = (s.ids.tobytes() for t in trajectories for s in t.trained)
-  return {'traces': hashlib.sha256(b''.join(ids)).hexdigest()[:16]}
+  return hashlib.sha256(b''.join(ids)).hexdigest()[:16]
 
 
 def order(
@@ -258,7 +259,17 @@ def sft(config, workdir: str) -> dict[str, float]:
     "config.source.module='simulated': a warm start reads real passages; give "
     '--config.source.module=service',
   )
+  lookup.require(
+    c.steps > 0, f'config.sft.steps={c.steps}: there is nothing to train'
+  )
   optim.schedule(c, c.steps, 'config.sft')
+  with writer.lock(workdir):
+    return _sft(config, workdir)
+
+
+def _sft(config, workdir: str) -> dict[str, float]:
+  """`sft`, in a folder that this process has."""
+  c = config.sft
   build.require_same(config)
   tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
@@ -270,14 +281,15 @@ def sft(config, workdir: str) -> dict[str, float]:
       url = stack.enter_context(build.retrieval(config, workdir))
     loop = stack.enter_context(Loop())
     source = build.source(config, url)
-    loop.open(source)
+    served = loop.open(source).get('identity') or {}
     search = searcher(source, loop.run)
     make = functools.partial(examples, config, env, search)
     trajectories = cluster.agree('traces', make)
   if config.log.progress and cluster.main():
     print(kinds(trajectories, env), file=sys.stderr, flush=True)
+  traces = digest(trajectories)
   # Each process has searched by itself.
-  cluster.require_same(functools.partial(digest, trajectories))
+  cluster.require_same(functools.partial(dict, traces=traces))
 
   mesh = build.mesh(config)
   cfg = parameters.model_config(config, tok.vocab_size)
@@ -286,8 +298,14 @@ def sft(config, workdir: str) -> dict[str, float]:
   lengths = np.array([len(t) for t in trajectories])
   rows = order(lengths, c.rows, c.steps, config.seed, c.order)
   with Session(
-    config, workdir, 'sft', learner, limits=(c.steps, c.seconds, c.save_every)
+    config,
+    workdir,
+    'sft',
+    learner,
+    limits=(c.steps, c.seconds, c.save_every),
+    contents=build.contents(config, {}) | {'config.sft.data': traces},
   ) as run:
+    run.searched(served)
     run.begin()
     while not run.done:
       begin = time.monotonic()

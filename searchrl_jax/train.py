@@ -33,7 +33,14 @@ from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, refill_config, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import build, cluster, command, parameters, progress
+from searchrl_jax.run import (
+  build,
+  cluster,
+  command,
+  parameters,
+  progress,
+  writer,
+)
 from searchrl_jax.run.session import Session
 
 
@@ -49,12 +56,21 @@ def train(config, workdir: str) -> dict[str, float]:
     Stopped: by a signal; the run is saved.
   """
   checks.check(config)
+  with writer.lock(workdir):
+    return _train(config, workdir)
 
+
+def _train(config, workdir: str) -> dict[str, float]:
+  """`train`, in a folder that this process has."""
   # Data, tokens, environment: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
   checks.check_data(config, stream.questions)
-  questions = [*stream.questions, *itertools.chain(*sets.values())]
+  asked = {
+    'data.train': stream.questions,
+    'data.eval': [*itertools.chain(*sets.values())],
+  }
+  questions = [*itertools.chain(*asked.values())]
   build.require_same(config, questions)
   tok = build.tokenizer(config, workdir)
   env = build.environment(config, tok)
@@ -79,6 +95,7 @@ def train(config, workdir: str) -> dict[str, float]:
     limits=(steps, config.train.seconds, config.checkpoint.every),
     states={'stream': rollouts},
     unused=rollouts,
+    contents=build.contents(config, asked),
   ) as run:
     source = run.open_source(tok)
     judge = run.open(judges.make(config))
@@ -124,16 +141,15 @@ def train(config, workdir: str) -> dict[str, float]:
       learned = learner.update(batch.minibatches, scores, given, run)
       run.advance()
 
-      valid = batch.returns[reward.valid]
       metrics = {
         **{f'train/{k}': v for k, v in (learned | given.metrics).items()},
-        **{f'reward/{k}': np.nanmean(v) for k, v in reward.parts.items()},
+        **{f'reward/{k}': rewards.mean(v) for k, v in reward.parts.items()},
         **{f'batch/{k}': v for k, v in batch.counts.items()},
         **stats.metrics(),
         **health.signs(groups, env, batch.returns, reward.valid),
         **collector.staleness(groups, run.step - 1, max_staleness),
         'time/engine_idle': rollouts.idle_seconds(),
-        'reward': valid.mean() if valid.size else 0.0,
+        'reward': rewards.mean(batch.returns[reward.valid]),
         **learner.rates(),
       }
       run.end_step(

@@ -147,6 +147,11 @@ class Trajectory:
   # (e.g. a hint that it was sampled with but is not trained with).
   train_context: tuple[Segment, ...] | None = None
   meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # What it took to sample it, by the counters of `rollout.core.RolloutStats`:
+  # for a later start of its step. In no file but a checkpoint.
+  spent: dict = dataclasses.field(
+    default_factory=dict, init=False, repr=False, compare=False
+  )
   # Environment -> the blocks that it reads in it (`SearchEnv.blocks`).
   parsed: dict = dataclasses.field(
     default_factory=dict, init=False, repr=False, compare=False

@@ -176,6 +176,20 @@ def test_flags_of_earlier_checkpoints_are_a_family(tmp_path):
       ckpt.restore(tree, 1, fingerprint=now[family])
 
 
+def test_the_tokenizer_is_compared_where_it_is_known(tmp_path):
+  ckpt = checkpoint.Checkpointer(tmp_path, 2, '')
+  tree, named = {'x': jnp.ones(2)}, FINGERPRINT | {'tokenizer': 'a'}
+  save(ckpt, 1, tree)  # of an earlier version
+  assert_same(ckpt.restore(tree, 1, fingerprint=named).state, tree)
+  save(ckpt, 2, tree, fingerprint=named)
+  assert_same(ckpt.restore(tree, 2, fingerprint=named).state, tree)
+  other = named | {'tokenizer': 'b'}
+  with pytest.raises(
+    checkpoint.CheckpointError, match="tokenizer: 'a' there, 'b' here"
+  ):
+    ckpt.restore(tree, 2, fingerprint=other)
+
+
 def test_another_model_or_config_is_named(tmp_path):
   ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
   tree = {'params': {'q': jnp.ones((2, 3)), 'k': jnp.ones(2)}}

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -24,6 +25,8 @@ from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.run import build, parameters, records, schema, sharding
 from searchrl_jax.run import command as commands
 from searchrl_jax.run.checkpoint import CheckpointError
+from searchrl_jax.sources.core import SourceError
+from searchrl_jax.sources.service import ServiceSource
 from searchrl_jax.types import Passage, Question
 from tests import here, tiny
 from tests.conftest import ROOT
@@ -506,6 +509,55 @@ def test_a_warm_start_of_another_model_is_refused(run):
   cfg = parameters.model_config(config, tok.vocab_size)
   with pytest.raises(CheckpointError, match='rope_theta: 100.0 there, 123.0'):
     parameters.restore(config, str(folder), cfg, build.mesh(config))
+
+
+def test_a_warm_start_keeps_to_its_corpus_and_traces(
+  run, tmp_path, monkeypatch
+):
+  folder, _ = run
+  shutil.copytree(folder / 'warm', tmp_path / 'warm')
+  config = build.load_config(str(tmp_path / 'warm'))
+  with monkeypatch.context() as m:
+    m.setattr(sft, 'digest', lambda traces: 'other')
+    with pytest.raises(records.RunError, match='sft.data: .* and other now'):
+      sft.sft(config, str(tmp_path / 'warm'))
+  real = ServiceSource.check
+
+  async def moved(self):
+    said = dict(await real(self))
+    return said | {'identity': said['identity'] | {'corpus': 'another'}}
+
+  monkeypatch.setattr(ServiceSource, 'check', moved)
+  with pytest.raises(SourceError, match="corpus: .* before, 'another' now"):
+    sft.sft(config, str(tmp_path / 'warm'))
+
+
+def test_another_tokenizer_in_the_folder_of_a_run_is_not_read(run, tmp_path):
+  folder, _ = run
+  shutil.copytree(folder, tmp_path / 'run')
+  config = build.load_config(str(tmp_path / 'run'))
+  file = tmp_path / 'run' / records.TOKENIZER / 'tokenizer_config.json'
+  file.write_text(file.read_text() + '\n')
+  _, err = command(
+    'export', f'--workdir={tmp_path}/run', f'--out={tmp_path}/hf', status=2
+  )
+  assert "tokenizer: '" in err and 'there, ' in err
+  with pytest.raises(CheckpointError, match="tokenizer: '.*' there, '.*' here"):
+    train.train(config, str(tmp_path / 'run'))
+
+
+def test_a_folder_where_the_tokenizer_is_to_be_stays(tmp_path):
+  config = tiny.config()
+  mine = tmp_path / 'run' / 'tokenizer'
+  build.tokenizer(config, str(tmp_path / 'other'))
+  shutil.copytree(tmp_path / 'other' / 'tokenizer', mine)
+  (mine / '.made').unlink()
+  (mine / 'notes.txt').write_text('mine')
+  config.model.tokenizer = str(mine)
+  with pytest.raises(records.RunError, match=f'{mine} is in the way: no run'):
+    build.tokenizer(config, str(tmp_path / 'run'))
+  assert (mine / 'notes.txt').read_text() == 'mine'
+  assert build.tokenizers.load(mine).vocab_size
 
 
 def test_the_control_goes_on_when_started_again(run):

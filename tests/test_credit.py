@@ -1,11 +1,18 @@
 """What each advantage function is handed, with the arithmetic shown."""
 
+import collections
+import contextlib
+import functools
+import types
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 
 from configs import algorithms
-from searchrl_jax.learn import advantages, batching, credit
-from searchrl_jax.run import schema
+from searchrl_jax.learn import advantages, batching, credit, learner, update
+from searchrl_jax.run import parameters, records, schema
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
 
@@ -272,3 +279,102 @@ def test_a_turn_left_out_of_the_batch_is_in_no_statistic():
     np.testing.assert_array_equal(a, b)
   assert not got[0].any() and not got[1].any()  # alone; left out
   np.testing.assert_allclose(got[3], [0, 1, 1, 0, 0], atol=1e-6)
+
+
+# --- Steps in which little or nothing is kept.
+
+
+class Programs:
+  """In place of `update.Updater`: computes nothing."""
+
+  shapes: dict = {}
+  frozen: dict = {}
+  shards = 1
+
+  def __init__(self, cfg, batch, *, objective, **_):
+    self.objective = objective
+
+  def scores(self, params, minibatches):
+    score = lambda b: np.where(b.mask, np.float32(-1.0), 0)
+    return [[score(b) for b in mini] for mini in minibatches]
+
+  def step(self, state, batches, old=None, ref=None):
+    assert batches and any(b.mask.any() for b in batches)
+    return state, collections.defaultdict(float, loss=0.5, finite=1.0)
+
+
+@functools.cache
+def made(name, kl, minibatches, epochs, dropped):
+  """A config and its learner."""
+  c, *_ = make(name)
+  c.algorithm.update(
+    kl=kl,
+    kl_coef=0.1 * (kl != 'none'),
+    minibatches=minibatches,
+    epochs=epochs,
+    drop_zero_variance=dropped,
+    horizon=5,
+  )
+  c.model.arch.update(
+    model_type='llama',
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+  )
+  c.critic.lr = 1e-3 if 'critic' in credit.needs(c.algorithm.advantage) else 0.0
+  with pytest.MonkeyPatch.context() as m:
+    m.setattr(update, 'Updater', Programs)
+    found = learner.Learner(c, parameters.model_config(c, 300), None)
+  found._state = found._critic_state = types.SimpleNamespace(params={}, step=0)
+  found._peak = 0.0
+  return c, found
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_step_keeps_what_can_be_used_if_that_is_nothing_too(data):
+  draw = lambda *values: data.draw(st.sampled_from(values))
+  names = [n for n in vars(algorithms) if n.isupper() and n[0] != '_']
+  name, kl = draw(*names), draw('none', 'loss', 'reward')
+  c, own = made(name, kl, draw(1, 2), draw(1, 2), draw(False, True))
+  at = draw('trajectory', 'segment', 'token')
+  size = {'trajectory': (), 'segment': (4,), 'token': (5,)}[at]
+  each = draw((0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 2, 2), (3, 1, 0, 2))
+  value = [np.full(size, x, np.float32) for x in each]
+  valid = np.array(data.draw(st.lists(st.booleans(), min_size=4, max_size=4)))
+  valid &= draw(False, True)
+  reward = Rewards(np.array(value) if not size else tuple(value), valid, at)
+
+  run = types.SimpleNamespace(step=0, check_finite=lambda *_: None)
+  run.writer = types.SimpleNamespace(timer=lambda _: contextlib.nullcontext())
+  batch = batching.of_step(GROUPS, reward, c, shards=1, seed=0)
+  scores = own.scores(batch.minibatches, run.writer.timer)
+  found = credit.assign(
+    c, batch, **scores._asdict(), greedy=np.array([np.nan, 1.0])
+  )
+  learned = own.update(batch.minibatches, scores, found, run)
+  row = own.record(batch, scores, found)
+  kept = row['kept']
+  assert not (kept & ~valid).any()
+  assert bool(learned) == bool(batch.minibatches) == kept.any()
+  for i in range(4):
+    assert np.isfinite(found.advantages[i]).all()
+    assert kept[i] or not np.any(found.advantages[i])
+  logps = row['trainer_logps']
+  assert (logps is None) == (not own.needs_old())
+  rows = [
+    records.Record(
+      0,
+      batch.trajectories[i],
+      kept=kept[i],
+      advantages=found.advantages[i],
+      trainer_logps=None if logps is None else logps[i],
+    )
+    for i in range(4)
+  ]
+  written = [*records.read(records.encode(rows))]
+  assert [r.kept for r in written] == kept.tolist()
+  for r in written:
+    assert (r.advantages is not None) == r.kept
+    assert (r.trainer_logps is not None) == (r.kept and own.needs_old())

@@ -1,7 +1,9 @@
 """The evaluate and compare commands on an untrained policy."""
 
+import dataclasses
 import json
 import pathlib
+import shutil
 
 import pytest
 
@@ -11,6 +13,8 @@ from searchrl_jax.evaluators import ledger
 from searchrl_jax.learn import checks
 from searchrl_jax.run import build, lookup
 from searchrl_jax.run.progress import Progress
+from searchrl_jax.run.records import RunError
+from searchrl_jax.text import prompts
 from tests import tiny
 from tests.test_commands import command
 
@@ -86,6 +90,79 @@ def test_what_an_evaluation_leaves(done, url):
       f'{name}/{x}@{k}' for x in ('pass', 'maj') for k in (1, 2)
     } <= values.keys()
   assert values['no_search/cost/searches'] == 0
+
+
+def test_another_evaluation_does_not_replace_one(done, url, tmp_path):
+  folder, _ = done
+  before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+  message = 'another content of --controls: True there and False now'
+  with pytest.raises(RunError, match=message):
+    evaluate.evaluate(config(url), '', str(folder))
+  kept = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+  assert kept.keys() == before.keys()
+  assert all(kept[p] == before[p] for p in kept if p.suffix != '.log')
+
+
+def test_the_manifest_of_something_else_stays(url, tmp_path):
+  path = tmp_path / 'manifest.json'
+  path.write_text('{"index": "bm25"}')
+  with pytest.raises(RunError, match=f'{path} is in the way: no evaluation'):
+    evaluate.evaluate(config(url), '', str(tmp_path))
+  assert path.read_text() == '{"index": "bm25"}'
+
+
+def test_a_killed_evaluation_leaves_no_scores(done, url, tmp_path, monkeypatch):
+  folder, _ = done
+  again = tmp_path / 'again'
+  shutil.copytree(folder, again)
+
+  def killed(evaluator, step):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(evaluate.grading.Evaluator, 'collect', killed)
+  with pytest.raises(KeyboardInterrupt):
+    evaluate.evaluate(config(url), '', str(again), with_controls=True)
+  assert not any((again / name).exists() for name in evaluate.RESULTS)
+
+
+def test_what_decides_an_evaluation_is_in_the_name_of_its_folder(
+  url, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(evaluate.checkpoint.Checkpointer, 'resolve', lambda *_: 7)
+  c = config(url, **{'checkpoint.best': 'eval/set=micro/em'})
+  c.data.eval.other = dict(c.data.eval.micro, split='train')
+  template = tmp_path / 'mine.json'
+  base = json.loads((prompts.TEMPLATES / 'base.json').read_text())
+  template.write_text(json.dumps(base))
+  c.env.template = str(template)
+  run = str(tmp_path)
+  name = lambda **how: evaluate.default_out(
+    c, run, evaluate.asked(c, run, **how)
+  )
+  names = [name(), name(which='best'), name(with_controls=True)]
+  assert name() == names[0] and 'evaluate_7_' in names[0]
+  template.write_text(json.dumps(base | {'invalid': 'No.'}))
+  names.append(name())
+  template.write_text(json.dumps(base))
+  # Another code of the world: equal ids, another answer.
+  real = evaluate.data.load_sets
+
+  def changed(*args):
+    found = real(*args)
+    first, *others = found['micro']
+    found['micro'] = [dataclasses.replace(first, answers=('x',)), *others]
+    return found
+
+  monkeypatch.setattr(evaluate.data, 'load_sets', changed)
+  names.append(name())
+  assert len({*names}) == 5
+
+
+def test_best_needs_a_set_that_did_not_choose_it(url, tmp_path):
+  c = config(url, **{'checkpoint.best': 'eval/set=micro/em'})
+  with pytest.raises(checks.ConfigError, match="best leaves out the set 'micr"):
+    evaluate.evaluate(c, '', str(tmp_path / 'e'), which='best')
+  assert not (tmp_path / 'e').exists()
 
 
 def test_a_manifest_fixes_the_questions(done, url, tmp_path):

@@ -355,9 +355,9 @@ def names(requirements) -> set[str]:
 
 
 LOOPS = {
-  'searchrl_jax/train.py': 'train',
-  'searchrl_jax/sft.py': 'sft',
-  'experiments/ssp/train.py': 'train',
+  'searchrl_jax/train.py': '_train',
+  'searchrl_jax/sft.py': '_sft',
+  'experiments/ssp/train.py': '_train',
 }
 
 

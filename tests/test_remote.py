@@ -116,10 +116,14 @@ def test_checkpoints_at_a_bucket_are_complete_or_absent(bucket, monkeypatch):
   # A save that was killed.
   (saver.folder / '00000004' / 'commit_success.txt').unlink()
   assert saver.latest() == 3
+  # Another machine is writing this one.
+  other = saver.folder / '00000009' / 'part'
+  other.write_text('half of it')
   saver.save(4, state, **how)
   assert saver.latest() == 4
   saver.delete(saver.steps())
-  assert saver.steps() == [] and not [*saver.folder.glob('*')]
+  assert saver.steps() == [] and other.read_text() == 'half of it'
+  assert [path.name for path in saver.folder.glob('*')] == ['00000009']
 
 
 @gcs.needed

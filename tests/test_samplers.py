@@ -11,7 +11,7 @@ import pytest
 from searchrl_jax.engines.core import EngineError
 from searchrl_jax.engines.jax import device
 from searchrl_jax.learn import batching
-from searchrl_jax.rollout import chains, core
+from searchrl_jax.rollout import chains, collector, core
 from searchrl_jax.run import schema
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.types import Rewards, SearchError
@@ -187,19 +187,33 @@ def test_each_end_is_told_once(name):
   )
 
 
+def counted(stats) -> dict[str, float]:
+  """The counters of a step, without times."""
+  found = dataclasses.asdict(stats)
+  apart = 'seconds', 'earlier'
+  return {k: v for k, v in found.items() if not any(x in k for x in apart)}
+
+
 @EVERY
 def test_what_an_earlier_start_ended_is_not_sampled_again(name):
   whole = play(name)
-  done = {(t.question.id, t.sample): t for g in whole.groups for t in g}
+  kept = collector.encode({5: [t for g in whole.groups for t in g]})
+  done = {(t.question.id, t.sample): t for _, t in collector.decode(kept)}
   engine = FakeEngine(searcher)
   again = play(name, engine=engine, ended=done)
-  assert again.groups == whole.groups and not engine.opened
+  assert seen(again.groups) == seen(whole.groups) and not engine.opened
+  # Counters are those of the step, rates those of this start.
+  assert counted(again.stats) == counted(whole.stats)
+  assert again.stats.sampled_tokens > 0
+  assert again.stats.metrics()['rollout/tokens_per_second'] == 0.0
   # One trajectory is missing: it is sampled again, with those it depends on.
   lost = done.pop(('q2', 1))
   told = []
   again = play(name, ended=done, on_trajectory=told.append)
   assert seen(again.groups) == seen(whole.groups)
-  assert len(told) == again.stats.trajectories == DEPEND.get(name, 1)
+  assert counted(again.stats) == counted(whole.stats)
+  sampled = again.stats.trajectories - again.stats.earlier_trajectories
+  assert len(told) == sampled == DEPEND.get(name, 1)
   assert lost.id in {t.id for t in told}
   assert {t.question.id for t in told} == {'q2'}
 

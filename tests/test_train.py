@@ -1,6 +1,7 @@
 """The loop end to end on a tiny model and a real retrieval server."""
 
 import base64
+import fcntl
 import json
 import os
 import pathlib
@@ -13,16 +14,21 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from configs import ssp
+from experiments.ssp import train as selfplay
 from retrieval import devices
-from searchrl_jax import evaluate, train
+from searchrl_jax import evaluate, sft, train
+from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.learn import checks, objectives, update
 from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, checkpoint, parameters, records, signals
 from searchrl_jax.run.progress import Progress
 from searchrl_jax.run.records import RunError
+from searchrl_jax.run.session import Session
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
+from searchrl_jax.text import prompts
 from tests import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
@@ -244,6 +250,123 @@ def test_a_failed_sync_loses_nothing_of_its_step(url, tmp_path, monkeypatch):
   assert checkpoint.of_run(config, str(tmp_path)).latest() == 2
   steps = [s['step'] for s in lines(tmp_path / 'metrics.jsonl')]
   assert steps[-2:] == [0, 1]
+
+
+def test_more_steps_continue_as_if_they_had_been_asked_for(whole, tmp_path):
+  config, folder, params = whole
+  fewer = config.copy_and_resolve_references()
+  fewer.train.steps = 1
+  train.train(fewer, str(tmp_path))
+  train.train(config, str(tmp_path))
+  resumed = params_of(config, tmp_path)
+  for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(resumed)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_what_a_config_names_by_path_is_compared_at_a_resume(url, tmp_path):
+  config, folder = tiny.config(url), str(tmp_path / 'run')
+  template = tmp_path / 'mine.json'
+  base = (prompts.TEMPLATES / 'base.json').read_text()
+  template.write_text(base)
+  asked = tmp_path / 'asked.jsonl'
+  rows = [
+    {'id': i, 'question': f'who {i} ?', 'golden_answers': ['drummer']}
+    for i in range(4)
+  ]
+  write = lambda rows: asked.write_text('\n'.join(map(json.dumps, rows)))
+  write(rows)
+  config.env.template, config.train.steps = str(template), 1
+  config.data.train = ConfigDict(
+    dict(mine=dict(module='jsonl', path=str(asked)))
+  )
+  config.data.eval = ConfigDict()
+  train.train(config, folder)
+  config.train.steps = 2
+  before = (tmp_path / 'run/metrics.jsonl').read_text()
+  template.write_text(json.dumps(json.loads(base) | {'invalid': 'No.'}))
+  other = 'was made with another content of config.{}: \\w+ there and \\w+ now'
+  with pytest.raises(RunError, match=other.format('env.template')):
+    train.train(config, folder)
+  template.write_text(base)
+  write([*rows[1:], rows[0] | {'golden_answers': ['singer']}])
+  with pytest.raises(DataError, match='other questions'):  # in another order
+    train.train(config, folder)
+  write([rows[0] | {'golden_answers': ['singer']}, *rows[1:]])
+  with pytest.raises(RunError, match=other.format('data.train')):
+    train.train(config, folder)
+  assert (tmp_path / 'run/metrics.jsonl').read_text() == before
+  write(rows)
+  train.train(config, folder)
+
+
+def test_a_second_start_at_any_moment_touches_nothing(
+  url, tmp_path, monkeypatch
+):
+  """Before each step of a start another process starts in the same folder."""
+  config, other = tiny.config(url), tiny.config(url)
+  config.train.steps = 1
+  config.source.update(url='', corpus='world')
+  other.model.update(tokenizer='bpe', bpe_vocab=300)
+  other.source.update(url='', corpus='world')
+
+  def files():
+    # What the first start writes by the way is left out.
+    apart = {*records.PARTS, 'retrieval.log'}
+    paths = [p for p in tmp_path.rglob('*') if p.is_file()]
+    paths = [p for p in paths if not apart & {*p.relative_to(tmp_path).parts}]
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in paths}
+
+  refused = []
+
+  def watch(owner, name):
+    real = getattr(owner, name)
+
+    def call(*args, **kw):
+      with monkeypatch.context() as m:
+        m.setattr(records, '_held', {})  # as another process has it
+        for again in (config, other):
+          before = files()
+          with pytest.raises(RunError, match='in use by another process'):
+            train.train(again, str(tmp_path))
+          assert files() == before
+      refused.append(name)
+      return real(*args, **kw)
+
+    monkeypatch.setattr(owner, name, call)
+
+  for owner, name in (
+    (train.data, 'open_stream'),
+    (build, 'tokenizer'),
+    (parameters, 'model_config'),
+    (checkpoint.Checkpointer, 'latest'),
+    (parameters, 'initial'),
+    (build, 'corpus'),
+    (build, 'source'),
+    (build, 'engine'),
+    (Session, 'begin'),
+    (update.Updater, 'step'),
+    (checkpoint.Checkpointer, 'save'),
+  ):
+    watch(owner, name)
+  train.train(config, str(tmp_path))
+  assert len({*refused}) == 11
+  assert [s['step'] for s in lines(tmp_path / 'metrics.jsonl')] == [-1, 0]
+
+
+@pytest.mark.parametrize('loop', ['train', 'sft', 'selfplay', 'evaluate'])
+def test_every_loop_locks_its_folder_first(tmp_path, loop):
+  config, folder = tiny.config('http://127.0.0.1:9'), str(tmp_path)
+  start = {
+    'train': lambda: train.train(config, folder),
+    'sft': lambda: sft.sft(config, folder),
+    'selfplay': lambda: selfplay.train(ssp.get_config(), folder),
+    'evaluate': lambda: evaluate.evaluate(config, '', folder),
+  }[loop]
+  with open(tmp_path / '.lock', 'w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(RunError, match='in use by another process'):
+      start()
+  assert [path.name for path in tmp_path.iterdir()] == ['.lock']
 
 
 def test_another_corpus_is_not_trained_on(whole, tmp_path, monkeypatch):

@@ -210,6 +210,31 @@ def test_dapo_fills_up_for_groups_of_equal_rewards(url, tmp_path, monkeypatch):
   assert any(s['batch/groups'] > 4 for s in steps)
 
 
+@pytest.mark.parametrize(
+  'algorithm, reward, fields',
+  [
+    ('DAPO', 'same', {'algorithm.minibatches': 2, 'rollout.refill': 1}),
+    ('RLOO', 'unusable', {}),  # a KL in the reward
+  ],
+)
+def test_a_step_in_which_nothing_is_kept_is_a_step(
+  url, tmp_path, algorithm, reward, fields
+):
+  c = config(url, algorithm, reward, **{'train.steps': 2, **fields})
+  train.train(c, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  assert [s['step'] for s in steps] == [-1, 0, 1]
+  kept = [*records.read(tmp_path / 'trajectories')]
+  for s in steps[1:]:
+    assert s['train/gradient_groups'] == 0.0 and 'train/loss' not in s
+    assert s['reward'] == (1.0 if reward == 'same' else None)
+    assert s['reward/r/half'] == (0.5 if reward == 'same' else None)
+    assert s['batch/groups'] * 2 == sum(r.step == s['step'] for r in kept)
+  assert not any(r.kept for r in kept)
+  assert all(r.advantages is r.trainer_logps is None for r in kept)
+  assert checkpoint.of_run(c, str(tmp_path)).latest() == 2
+
+
 def by_turns(record):
   """The advantages of each turn's loss tokens; none elsewhere."""
   turns, at, answered = [], 0, True

@@ -1,11 +1,14 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import io
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 
 from ml_collections import ConfigDict
@@ -25,6 +28,7 @@ from searchrl_jax.types import (
   Segment,
   Trajectory,
 )
+from tests.conftest import ROOT
 
 
 def config(**log):
@@ -371,11 +375,128 @@ def test_fields_that_may_differ_are_noted(tmp_path):
     open_writer(tmp_path, moved)
 
 
-def test_two_processes_cannot_share_a_folder(tmp_path):
+HOLDS = """
+import fcntl, sys, time
+from searchrl_jax.run import records
+def flock(*_):
+  raise OSError(int(sys.argv[2]), 'No locks available')
+if int(sys.argv[2]):
+  fcntl.flock = flock
+with records.locked(sys.argv[1]):
+  print('held', flush=True)
+  time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize('error', [0, errno.ENOLCK])
+def test_two_processes_cannot_share_a_folder(tmp_path, monkeypatch, error):
+  """Also where the file system has no locks; a process that died keeps none."""
+
+  def flock(*_):
+    raise OSError(error, 'No locks available')
+
+  if error:
+    monkeypatch.setattr(fcntl, 'flock', flock)
+  command = [sys.executable, '-c', HOLDS, str(tmp_path), str(error)]
+  make = lambda: records.make(tmp_path / 'made', lambda x: (x / 'a').touch())
+  other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+  with other, contextlib.ExitStack() as stack:
+    stack.callback(other.kill)
+    assert other.stdout.readline() == 'held\n'
+    assert records.in_use(tmp_path)
+    for start in (lambda: open_writer(tmp_path), make):
+      with pytest.raises(RunError, match='in use by another process; wait'):
+        start()
+  assert not records.in_use(tmp_path) and not (tmp_path / 'made').exists()
   with open_writer(tmp_path):
-    with pytest.raises(RunError, match='in use by another process'):
-      open_writer(tmp_path)
+    make()  # by the process that has the folder
   open_writer(tmp_path).close()
+
+
+def test_without_locks_another_machine_is_named(tmp_path, monkeypatch):
+  def flock(*_):
+    raise OSError(errno.ENOTSUP, 'Operation not supported')
+
+  monkeypatch.setattr(fcntl, 'flock', flock)
+  owner = tmp_path / '.owner'
+  owner.write_text('["elsewhere", 7]')
+  with pytest.raises(RunError, match=f'7 on elsewhere; .* remove {owner}'):
+    open_writer(tmp_path)
+  owner.unlink()
+  open_writer(tmp_path).close()
+  assert not owner.exists()
+
+
+def test_a_folder_is_made_where_nothing_else_is(tmp_path):
+  folder, write = tmp_path / 'tokenizer', lambda x: (x / 'a').write_text('a')
+  records.make(folder, write)
+  before = os.stat(folder / 'a')
+  records.make(folder, write)  # the same: it is left alone
+  assert os.stat(folder / 'a').st_ino == before.st_ino
+  other = lambda x: (x / 'b').write_text('b')
+  records.make(folder, other)
+  assert (folder / 'b').read_text() == 'b' and not (folder / 'a').exists()
+  (folder / 'notes').write_text('mine')
+  for _ in range(2):
+    with pytest.raises(RunError, match='tokenizer is in the way: no run made'):
+      records.make(folder, write)
+    assert (folder / 'notes').read_text() == 'mine'
+    (folder / '.made').unlink(missing_ok=True)
+  left = sorted(path.name for path in tmp_path.iterdir())
+  assert left == ['.lock', 'tokenizer']
+
+
+def test_what_no_run_wrote_stays(tmp_path):
+  mine = tmp_path / 'backup' / 'step_00000003.parquet'
+  records.write_text(mine, 'mine')
+  model = tmp_path / 'config.json'
+  model.write_text('{"model_type": "llama"}')
+  with pytest.raises(RunError, match='config.json is in the way: no run wrote'):
+    open_writer(tmp_path)
+  assert json.loads(model.read_text()) == {'model_type': 'llama'}
+  model.unlink()
+  open_writer(tmp_path).close()
+  assert mine.read_text() == 'mine'
+
+
+def test_other_contents_are_refused_by_name(tmp_path):
+  with open_writer(tmp_path, contents={'config.env.template': 'a1'}) as w:
+    w.write(0, {})
+  about = {'config.env.template': 'a1', 'config.data.train': 'b1'}
+  with open_writer(tmp_path, step=1, contents=about) as w:
+    w.write(1, {})
+  open_writer(tmp_path, step=2).close()  # what is not known is kept
+  message = 'another content of config.data.train: b1 there and b2 now'
+  with pytest.raises(RunError, match=message):
+    open_writer(tmp_path, step=2, contents=about | {'config.data.train': 'b2'})
+  assert len(lines(tmp_path / 'metrics.jsonl')) == 2
+  # A start that failed claims nothing.
+  (tmp_path / 'metrics.jsonl').write_text('')
+  open_writer(tmp_path, contents={'config.env.template': 'a2'}).close()
+
+
+@pytest.mark.parametrize('schedule', ['constant', 'linear'])
+def test_a_run_gets_more_steps_if_no_schedule_ends_with_them(
+  tmp_path, schedule
+):
+  c = config()
+  c.optim.schedule, c.critic.schedule = schedule, 'cosine'  # without a critic
+  c.train.steps = 3
+  with open_writer(tmp_path, c, steps=3) as w:
+    w.write(2, {})
+  c.train.steps = 5
+  if schedule == 'linear':
+    message = "3 there and 5 now, and config.optim.schedule='linear' ends"
+    with pytest.raises(RunError, match=message):
+      open_writer(tmp_path, c, step=3, steps=5)
+    return
+  with open_writer(tmp_path, c, step=3, steps=5) as w:
+    w.write(3, {})
+  starts = json.loads((tmp_path / 'environment.json').read_text())['starts']
+  assert starts[1]['config_changed'] == {'train.steps': [3, 5]}
+  c.train.steps = 2
+  with pytest.raises(RunError, match='has done 4 steps: .*steps is 5 there'):
+    open_writer(tmp_path, c, step=4, steps=2)
 
 
 @pytest.mark.parametrize('again', [False, True])

@@ -71,6 +71,24 @@ async def by_turn(groups, context):
   return Rewards(value, np.array([not t.failed for t in flat]), 'segment')
 
 
+async def same(groups, context):
+  """A reward that all trajectories earn alike."""
+  from searchrl_jax.rewards import core
+
+  del context
+  return core.per_trajectory(groups, lambda t: {'value': 1.0, 'half': 0.5})
+
+
+async def unusable(groups, context):
+  """A reward that can be used of no trajectory."""
+  from searchrl_jax.types import Rewards
+
+  del context
+  n = sum(map(len, groups))
+  nothing = np.full(n, np.nan, np.float32)
+  return Rewards(np.zeros(n), np.zeros(n, bool), parts={'half': nothing})
+
+
 async def odd(groups, context):
   """1 or 0: many groups earn all the same."""
   from searchrl_jax.rewards import core

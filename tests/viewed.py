@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import build, writer
+from searchrl_jax.run import records, writer
 from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.types import (
   Passage,
@@ -43,7 +43,7 @@ def questions(count: int) -> list[tuple[Question, Passage]]:
 def tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
   """A byte-level BPE, which any text can be encoded with."""
   texts = [f'Question: {q.text}\n{p.text}' for q, p in questions(30)]
-  return tokenizers.train_bpe(texts, 600, folder / build.TOKENIZER)
+  return tokenizers.train_bpe(texts, 600, folder / records.TOKENIZER)
 
 
 def segments(tok, parts, rng, version: int = 0) -> tuple[Segment, ...]:

@@ -78,6 +78,8 @@ async def end(groups, context, *, key: float, match: str, unanswered: float):
 def matched(trajectory, match: str) -> float:
   """K, 0 to 1; meta['queries'] has the wordings of each needed look-up."""
   golds, found = trajectory.question.meta['queries'], {}
+  if not golds:  # nothing has to be looked up
+    return 0.0
   for result in trajectory.searches:
     if result.request.tool == SEARCH:
       each = [scores.f1(result.request.query, words) for words in golds]

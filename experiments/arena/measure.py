@@ -49,7 +49,8 @@ def measured(config, run: str, out: str) -> dict[str, float]:
   """The values of a run folder (an `Evaluation` of a sweep)."""
   del config
   trained = read.run(run)
-  return _values(trained, trained, out) | of_training(trained.metrics)
+  training = of_training(trained.metrics, len(trained.starts))
+  return _values(trained, trained, out) | training
 
 
 def compared(config, run: str, out: str) -> dict[str, float]:
@@ -142,8 +143,12 @@ def of_kinds(
         yield f'{label}/{name}', statistics.fmean(known)
 
 
-def of_training(metrics) -> dict[str, float]:
-  """Values of training, from a data frame of metrics by step."""
+def of_training(metrics, starts: int = 1) -> dict[str, float]:
+  """Values of training, from a data frame of metrics by step.
+
+  Without `sampled` where a run had several starts by earlier code, of which
+  each counted what itself had sampled.
+  """
   steps = metrics[metrics.index >= 0]
   matches = [
     name
@@ -152,8 +157,10 @@ def of_training(metrics) -> dict[str, float]:
   ]
   name = 'reward/em' if 'reward/em' in steps else [*matches, 'reward'][0]
   rewards = steps[name].to_numpy()
-  return {
-    'run/sampled': float(steps['rollout/sampled_tokens'].sum()),
+  out = {}
+  if starts < 2 or 'rollout/earlier_tokens' in steps:
+    out['run/sampled'] = float(steps['rollout/sampled_tokens'].sum())
+  return out | {
     'run/collapse': float(collapse(rewards)),
     'run/seconds': float(steps['time/step'].sum()),
   }

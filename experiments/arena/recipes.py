@@ -92,11 +92,12 @@ def simulated(config, run: str, out: str) -> Mapping[str, float]:
   asks = functools.partial(documents.asks, believed=believed)
   found = check.read(run, asks=asks)
   known = {name: value for name, value in found.items() if value is not None}
+  trained = read.run(run)
   return {
     **after,
     **measure.prefixed('before', before),
     **measure.prefixed('documents', known),
-    **measure.of_training(read.run(run).metrics),
+    **measure.of_training(trained.metrics, len(trained.starts)),
   }
 
 

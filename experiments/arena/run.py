@@ -47,6 +47,8 @@ def load_runs(out: pathlib.Path) -> dict:
       for line in csv.DictReader(file):
         phase, arm, case = (line.pop(name) for name in _NAMED)
         about = {name: line.pop(name) for name in ('config', 'commit')}
+        if code := line.pop('code', ''):
+          about['code'] = code
         about['seconds'] = float(line.pop('seconds'))
         about['rewards'] = [float(x) for x in line.pop('rewards').split()]
         about['values'] = {k: float(v) for k, v in line.items() if v}
@@ -83,6 +85,7 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
       kept[case] = {
         'config': digest(found, name, case),
         'commit': about['commit'],
+        **({'code': about['code']} if 'code' in about else {}),
         'seconds': round(sum(about['seconds'].values()), 1),
         'rewards': [round(v, 4) for _, v in about['curve']['reward']],
         'values': {k: round(v, 6) for k, v in about['values']['after'].items()},
@@ -175,6 +178,10 @@ def main():
     other = phase == arms.recipes.PHASE
     columns = arms.recipes.COLUMNS if other else results.COLUMNS
     print(results.show(every.get(phase, {}), columns))
+    runs = counted.get(phase, {})
+    named = {f'{a}/{c}': x for a, own in runs.items() for c, x in own.items()}
+    if made := figures.versions(named):
+      print(made)
     print(results.show_claims(written))
     print(results.show_mixtures(written))
 

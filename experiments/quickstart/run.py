@@ -20,7 +20,7 @@ from configs import quickstart as recipe
 from searchrl_jax import evaluate, sft, train, view
 from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
-from searchrl_jax.run import build, command, records
+from searchrl_jax.run import build, command, records, writer
 from searchrl_jax.sweeps.stages import Clock
 
 # What the project promises of this command; `summary.json` tells what came.
@@ -46,6 +46,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   clock = Clock(folder / 'seconds.json')
 
   with contextlib.ExitStack() as stack:
+    stack.enter_context(writer.lock(workdir))
     out.rule('1. a world and its retrieval server')
     with clock('world'):
       url = stack.enter_context(build.retrieval(config, workdir))

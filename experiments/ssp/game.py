@@ -29,8 +29,9 @@ from experiments.ssp.pool import Pool
 from searchrl_jax.evaluators import health
 from searchrl_jax.learn import advantages, credit
 from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import records
+from searchrl_jax.rollout import collector
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
@@ -126,7 +127,7 @@ def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
 
 def ended(data: bytes) -> dict[tuple[str, str, int], Trajectory]:
   """`collector.encode` of a step, by (role, question id, sample)."""
-  found = [r.trajectory for r in records.read(data)]
+  found = (t for _, t in collector.decode(data))
   return {(t.role, t.question.id, t.sample): t for t in found}
 
 
@@ -336,9 +337,7 @@ def solved(
   )
   out['reward'] = mean_of(dataclasses.replace(reward, valid=rows))
   for name, value in reward.parts.items():
-    out[f'reward/{name}'] = (
-      float(np.nanmean(value[rows])) if rows.any() else (math.nan)
-    )
+    out[f'reward/{name}'] = rewards.mean(value[rows])
   return out
 
 

@@ -36,7 +36,7 @@ from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import build, command, lookup, parameters
+from searchrl_jax.run import build, command, lookup, parameters, writer
 from searchrl_jax.run.session import Session
 from searchrl_jax.types import Group, Rewards, Trajectory
 
@@ -215,6 +215,12 @@ def train(config, workdir: str) -> dict[str, float]:
     As searchrl_jax.train.train; JudgeError where a judge verifies.
   """
   start.check(config)
+  with writer.lock(workdir):
+    return _train(config, workdir)
+
+
+def _train(config, workdir: str) -> dict[str, float]:
+  """`train`, in a folder that this process has."""
   s = config.selfplay
 
   # Data, tokens, environments: everything that can fail early.
@@ -249,6 +255,14 @@ def train(config, workdir: str) -> dict[str, float]:
     limits=(config.train.steps, config.train.seconds, config.checkpoint.every),
     states={'stream': stream, 'pool': pool, 'frozen': frozen},
     unused=sampler,
+    contents=build.contents(
+      config,
+      {
+        'data.train': stream.questions,
+        'data.eval': [*itertools.chain(*sets.values())],
+      },
+      ('env.template', 'selfplay.template', 'selfplay.reader'),
+    ),
   ) as run:
     run.open_source(tok)
     judge = run.open(judges.make(config))

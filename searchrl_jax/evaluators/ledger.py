@@ -49,7 +49,6 @@ def manifest(
     commit: of the source code.
   """
   identity = dict(identity)
-  digest = hashlib.sha256(f'{template!r}{template.blocks or ""}'.encode())
   return {
     'sets': {name: _frozen(qs) for name, qs in sorted(sets.items())},
     'corpus': identity.pop('corpus', None),
@@ -60,7 +59,7 @@ def manifest(
     'tools': records.plain(config.tools) or None,
     'judge': {k: config.judge[k] for k in ('url', 'model')},
     'env': records.plain(config.env),
-    'template': digest.hexdigest(),
+    'template': template.digest,
     'checkpoint': checkpoint,
     'commit': commit,
   }

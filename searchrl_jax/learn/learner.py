@@ -230,14 +230,15 @@ class Learner:
     self, batch: batching.StepBatch, scores: Scores, credit: Credit, role=''
   ) -> dict[str, Any]:
     """Keywords of `Writer.trajectories` for a step."""
-    old = scores.old if self.needs_old(role) else None
+    logps = None
+    if self.needs_old(role):  # of no minibatch: nothing is kept
+      logps = batching.unpacked(batch.minibatches, scores.old, batch.masks)
     return {
       'groups': batch.groups,
       'rewards': batch.reward,
       'kept': batch.kept,
       'advantages': credit.advantages,
-      'trainer_logps': old
-      and batching.unpacked(batch.minibatches, old, batch.masks),
+      'trainer_logps': logps,
     }
 
   def step(self, mini: Sequence) -> dict[str, float]:

@@ -185,6 +185,12 @@ def join(first: Rewards, second: Rewards) -> Rewards:
   )
 
 
+def mean(values: np.ndarray) -> float:
+  """The mean of the values that are not NaN; NaN if all are."""
+  known = not np.isnan(values).all()
+  return float(np.nanmean(values)) if known else math.nan
+
+
 def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   """Returns [(name, function, weight, fields of the function)]."""
   require(

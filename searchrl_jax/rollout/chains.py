@@ -106,6 +106,7 @@ async def rollout(
   run = core.Services(
     config=config, done=dict(ended or {}), total=total, rewards=score, **fields
   )
+  asked = run.names(questions)
   begin = time.monotonic()
   try:
     groups = await sampler(questions, run)
@@ -113,11 +114,15 @@ async def rollout(
     for handle in [*run.handles]:
       run.close(handle)
   run.stats.seconds = time.monotonic() - begin
+  for name in (name for group in asked for name in group):
+    earlier = (ended or {}).get(name)
+    if earlier is not None and run.done[name] is earlier:
+      run.stats.resume(earlier)
   found = [[(t.question.id, t.sample) for t in group] for group in groups]
-  if found != (names := run.names(questions)):
+  if found != asked:
     raise ValueError(
       f'config.rollout.sampler={config.sampler!r} returned groups of '
-      f'{str(found)[:300]}; it was asked for {str(names)[:300]}, in this order'
+      f'{str(found)[:300]}; it was asked for {str(asked)[:300]}, in this order'
     )
   return Rollout(groups, run.stats)
 

@@ -8,7 +8,7 @@ trajectories that were not used yet are saved in the checkpoint. Of several
 processes each runs the rollouts of its share of the questions.
 """
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import itertools
@@ -22,6 +22,7 @@ from searchrl_jax.run import cluster, records
 from searchrl_jax.run.signals import Signals
 from searchrl_jax.types import Question, Trajectory
 
+_SPENT = 'spent'  # in the `meta` of encoded trajectories
 # (question id, sample) -> trajectory that has ended.
 Ended = dict[tuple[str, int], Trajectory]
 
@@ -100,9 +101,8 @@ class Collector:
 
   def decode(self, data: bytes) -> None:
     """Restores what `encode` returned; call it before the first `take`."""
-    for record in records.read(data):
-      t = record.trajectory
-      self._saved.setdefault(record.step, {})[t.question.id, t.sample] = t
+    for step, t in decode(data):
+      self._saved.setdefault(step, {})[t.question.id, t.sample] = t
 
   def take(self, step: int) -> Rollout:
     """This process's rollouts of `step`; starts all that may start now.
@@ -206,9 +206,21 @@ class Collector:
 
 
 def encode(ended: Mapping[int, Sequence[Trajectory]]) -> bytes:
-  """Encodes `Collector.ended` exactly, for `Collector.decode`."""
+  """Encodes `Collector.ended` exactly, for `decode`."""
   pairs = [(step, t) for step, found in ended.items() for t in found]
-  return records.encode([records.Record(*x) for x in pairs], exact=True)
+  kept = []
+  for step, t in pairs:
+    meta = {**t.meta, _SPENT: dict(t.spent)} if t.spent else t.meta
+    kept.append(records.Record(step, dataclasses.replace(t, meta=meta)))
+  return records.encode(kept, exact=True)
+
+
+def decode(data: bytes) -> Iterator[tuple[int, Trajectory]]:
+  """Yields (step, trajectory) of what `encode` returned."""
+  for record in records.read(data):
+    t = record.trajectory
+    t.spent.update(t.meta.pop(_SPENT, {}))
+    yield record.step, t
 
 
 def staleness(

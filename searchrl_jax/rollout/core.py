@@ -66,8 +66,10 @@ class RolloutError(RuntimeError):
 class RolloutStats:
   """Counters and times of a rollout.
 
-  Waiting times are sums over concurrent trajectories. Divided by `seconds` they
-  are the mean number of trajectories that wait.
+  Counters are those of the step, whatever start of the run sampled; times, and
+  rates by time, are of this start alone. Waiting times are sums over concurrent
+  trajectories. Divided by `seconds` they are the mean number of trajectories
+  that wait.
   """
 
   seconds: float = 0.0  # wall time
@@ -84,6 +86,20 @@ class RolloutStats:
   engine_seconds: float = 0.0  # sum of waiting for the engine
   search_seconds: float = 0.0  # sum of waiting for the source
   trajectory_seconds: float = 0.0  # sum of durations
+  # What an earlier start sampled, of `trajectories` and `sampled_tokens`.
+  earlier_trajectories: int = 0
+  earlier_tokens: int = 0
+
+  def count(self, **counts: float) -> None:
+    """Adds to counters."""
+    for name, n in counts.items():
+      setattr(self, name, getattr(self, name) + n)
+
+  def resume(self, trajectory: Trajectory) -> None:
+    """Counts a trajectory that an earlier start sampled."""
+    tokens = trajectory.spent.get('sampled_tokens', 0)
+    self.count(trajectories=1, earlier_trajectories=1, earlier_tokens=tokens)
+    self.count(**trajectory.spent)
 
   def __add__(self, other: 'RolloutStats') -> 'RolloutStats':
     """The stats of two rollouts, one after the other."""
@@ -99,12 +115,14 @@ class RolloutStats:
     """For the log. 'rollout/in_flight' is a mean over the wall time."""
     wall = max(self.seconds, 1e-9)
     values = dataclasses.asdict(self)
+    tokens = self.sampled_tokens - self.earlier_tokens
+    ended = self.trajectories - self.earlier_trajectories
     values |= {
       'in_flight': self.trajectory_seconds / wall,
       'waiting_for_engine': self.engine_seconds / wall,
       'waiting_for_search': self.search_seconds / wall,
-      'tokens_per_second': self.sampled_tokens / wall,
-      'trajectories_per_second': self.trajectories / wall,
+      'tokens_per_second': tokens / wall,
+      'trajectories_per_second': ended / wall,
       'failed_fraction': self.failed / max(self.trajectories, 1),
     }
     return {f'rollout/{name}': float(v) for name, v in values.items()}
@@ -129,6 +147,10 @@ class Services:
   on_event: Callable[[str, Event], None] | None = None
   rewards: Score | None = None
   stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
+  # The counters of what was played under a name and is not recorded yet.
+  spent: dict[Name, collections.Counter] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(collections.Counter)
+  )
   handles: list[Handle] = dataclasses.field(default_factory=list)  # open ones
   last_error: types.SearchError | None = None
 
@@ -230,7 +252,9 @@ class Services:
       stats.trajectories += 1
       stats.failed += trajectory.failed
       stats.trajectory_seconds += trajectory.seconds
-      self.done[trajectory.question.id, trajectory.sample] = trajectory
+      name = trajectory.question.id, trajectory.sample
+      trajectory.spent.update(self.spent.pop(name, {}))
+      self.done[name] = trajectory
       if self.on_trajectory is not None:
         self.on_trajectory(trajectory)
     if stats.failed > self.config.max_failed * self.total:
@@ -273,13 +297,14 @@ class Services:
       last state, and `Done`.
     """
     name = f'{state.name}/{sample}'  # Trajectory.id
+    count = functools.partial(self._count, (state.question.id, sample))
     seed = self.stream(state.question, sample, branch)
     turn, reported = state.turn, state.length
     while state.turn == turn and not isinstance(action, Done):
       if isinstance(action, Generate):
-        event = await self._generate(handle, action, seed)
+        event = await self._generate(handle, action, seed, count)
       else:
-        event = await self._search(name, action)
+        event = await self._search(name, action, count)
       state, action = self.env.step(state, event)
       self._tell(name, _after(state.segments, reported))
       reported = state.length
@@ -290,12 +315,16 @@ class Services:
       for event in events:
         self.on_event(name, event)
 
+  def _count(self, name: Name, **counts: float) -> None:
+    self.stats.count(**counts)
+    self.spent[name].update(counts)
+
   async def _generate(
-    self, handle: Handle, action: Generate, seed: int
+    self, handle: Handle, action: Generate, seed: int, count: Callable
   ) -> Completion:
     if action.append:
       self.engine.append(handle, action.append)
-      self.stats.outside_tokens += len(action.append)
+      count(outside_tokens=len(action.append))
     sampling = Sampling(
       temperature=self.config.temperature,
       top_p=self.config.top_p,
@@ -310,11 +339,12 @@ class Services:
     begin = time.monotonic()
     completion = await self.engine.generate(handle, sampling)
     self.stats.engine_seconds += time.monotonic() - begin
-    self.stats.generations += 1
-    self.stats.sampled_tokens += len(completion.ids)
+    count(generations=1, sampled_tokens=len(completion.ids))
     return completion
 
-  async def _search(self, name: str, action: Search) -> tuple[Answer, ...]:
+  async def _search(
+    self, name: str, action: Search, count: Callable
+  ) -> tuple[Answer, ...]:
     """Returns one answer per request, after retries of failed ones."""
     origin = dict(trajectory=name, step=self.step)
     requests = [dataclasses.replace(r, **origin) for r in action.requests]
@@ -323,7 +353,7 @@ class Services:
     open_ = list(range(len(requests)))
     begin = time.monotonic()
     for attempt in range(self.config.search_attempts):
-      self.stats.search_retries += len(open_) if attempt else 0
+      count(search_retries=len(open_) if attempt else 0)
       new = await self.source.search([requests[i] for i in open_])
       what = f'gave {len(new)} answers to {len(open_)} requests'
       message = f'source {type(self.source).__name__} {what}'
@@ -333,11 +363,13 @@ class Services:
       if not open_:
         break
     self.stats.search_seconds += time.monotonic() - begin
-    self.stats.searches += len(requests)
-    self.stats.failed_searches += len(open_)
     results = [a for a in answers.values() if isinstance(a, types.SearchResult)]
-    self.stats.empty_searches += sum(not a.shown for a in results)
-    self.stats.tool_cost += sum(a.cost for a in results)
+    count(
+      searches=len(requests),
+      failed_searches=len(open_),
+      empty_searches=sum(not a.shown for a in results),
+      tool_cost=sum(a.cost for a in results),
+    )
     ordered = tuple(answers[i] for i in range(len(requests)))
     if open_:
       self.last_error = answers[open_[-1]]

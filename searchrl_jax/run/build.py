@@ -4,12 +4,13 @@ Shared by train, sft, evaluate and ask, so that each of them shows only its
 own flow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import hashlib
 import json
 import logging
+import operator
 import pathlib
 import shutil
 
@@ -38,8 +39,6 @@ from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import SEARCH, Question
 
 _SOURCES = 'searchrl_jax.sources'
-# In a run folder.
-TOKENIZER = 'tokenizer'
 
 
 def load_config(workdir: str) -> ConfigDict:
@@ -63,6 +62,30 @@ def load_config(workdir: str) -> ConfigDict:
     # its world although --config.data.world_seed may name another.
     config.source.url = ''
   return config
+
+
+def contents(
+  config: ConfigDict,
+  questions: Mapping[str, Iterable[Question]],
+  templates: Sequence[str] = ('env.template',),
+) -> dict[str, str]:
+  """What fields name, by content: 'config.FIELD' -> digest, for `Writer`.
+
+  Args:
+    config: the whole config.
+    questions: field -> the questions that it names.
+    templates: fields that name templates.
+  """
+  found = {}
+  for field in templates:
+    template = prompts.load(operator.attrgetter(field)(config))
+    found[field] = template.digest[:16]
+  for field, asked in questions.items():
+    found[field] = records.digest([[*vars(q).values()] for q in asked])
+  if config.source.module == simulated.SIMULATED:
+    path = config.source.simulator.path
+    found['source.simulator.path'] = path and parameters.digest(path)
+  return {f'config.{field}': value for field, value in found.items() if value}
 
 
 def require_same(config: ConfigDict, questions=()) -> None:
@@ -115,9 +138,9 @@ def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:
   folder, 'world' (the words of the generated worlds) or 'bpe' (trained on
   config.source.corpus, config.model.bpe_vocab entries); config.model.path.
   """
-  kept = pathlib.Path(workdir) / TOKENIZER
+  kept = pathlib.Path(workdir) / records.TOKENIZER
   cluster.first('tokenizer', lambda: _keep_tokenizer(config, workdir, kept))
-  remote.share(workdir, TOKENIZER)
+  remote.share(workdir, records.TOKENIZER)
   return tokenizers.load(kept)
 
 
@@ -125,19 +148,14 @@ def _keep_tokenizer(config, workdir: str, kept: pathlib.Path) -> None:
   if kept.exists() and remote.begun(workdir):
     return
   name = config.model.tokenizer or config.model.path
-  start = pathlib.Path(remote.local_run(config.train.init)) / TOKENIZER
+  start = remote.local_run(config.train.init)
+  start = pathlib.Path(start) / records.TOKENIZER
   if config.train.init and start.exists():
     name = str(start)
   lookup.require(
     name, "config.model.tokenizer is empty: give a folder, 'world' or 'bpe'"
   )
-  part = kept.with_name(f'.{TOKENIZER}')
-  for old in part, kept:  # of a start that failed
-    shutil.rmtree(old, ignore_errors=True)
-  with records.explained(kept):
-    part.mkdir(parents=True)
-    _write_tokenizer(name, config, workdir, part)
-    part.rename(kept)
+  records.make(kept, lambda out: _write_tokenizer(name, config, workdir, out))
 
 
 def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
@@ -354,10 +372,15 @@ def corpus(config: ConfigDict, workdir: str) -> str:
     )
     return data.resolve(config.source.corpus, config.data)
   made, seed = world(config), config.data.world_seed
-  folder = pathlib.Path(workdir) / f'world_{seed}'
-  with records.explained(folder):
+  folder, names = pathlib.Path(workdir) / f'world_{seed}', []
+
+  def write(out: pathlib.Path) -> None:
     generated = made.generate(seed, **config.data.world.to_dict())
-    return made.write(generated, folder)['corpus']
+    path = pathlib.Path(made.write(generated, out)['corpus'])
+    names.append(path.relative_to(out))
+
+  records.make(folder, write)
+  return str(folder / names[0])
 
 
 def world(config: ConfigDict):

@@ -39,6 +39,7 @@ _CHUNK = 32 << 20  # bytes per file
 _BUDGET = 256 << 20  # least limit of bytes in transfer from the host
 _DEFERRED = 64 << 20  # bytes of deferred leaves that are computed together
 _COMMIT = 'commit_success.txt'  # Orbax writes it last, where it cannot rename
+_DELETED = 'deleted.txt'  # written before the former is removed
 _TIMEOUT = 3600  # seconds that processes wait for the slowest
 _STORE = {
   'use_ocdbt': False,
@@ -168,7 +169,7 @@ class Checkpointer:
       meta=ocp.args.JsonSave(meta),
     )
     self.folder.mkdir(parents=True, exist_ok=True)
-    self._clean()
+    self._clean(step)
     with self._explained(step):
       if background:
         saver = ocp.AsyncCheckpointer(_handler(leaves), _TIMEOUT)
@@ -204,7 +205,7 @@ class Checkpointer:
       # removes the rest.
       free, intact = '', 'earlier checkpoints'
       with contextlib.suppress(Exception):  # a bucket may not answer
-        self._clean()
+        self._clean(step)
         intact = f'checkpoints {self.steps()}'
       if not self._remote:
         gigabytes = shutil.disk_usage(self.folder).free / 1e9
@@ -234,6 +235,7 @@ class Checkpointer:
     for step in steps if cluster.main() else ():
       path = self._path(step)
       if self._remote:
+        (path / _DELETED).write_text('')
         (path / _COMMIT).unlink()
       else:
         path.rename(path.with_name(f'{path.name}.deleted'))
@@ -301,13 +303,19 @@ class Checkpointer:
     )
     return int(found)
 
-  def _clean(self) -> None:
-    """Removes the leftovers of saves and deletions that were killed."""
+  def _clean(self, step: int | None = None) -> None:
+    """Removes the leftovers of saves and deletions that were killed.
+
+    Of saves at a location, those of `step` alone: another machine may be
+    writing others.
+    """
     if not cluster.main():
       return
     if self._remote:
+      own = None if step is None else self._path(step).name
       for path in self.folder.glob(_STEP):
-        if not self._ends(path):
+        gone = path.name == own or (path / _DELETED).exists()
+        if gone and not self._ends(path):
           path.rmtree()
       return
     for kind in 'orbax-checkpoint-tmp*', 'deleted':
@@ -398,6 +406,8 @@ def _compare(path, saved: dict, ours: dict, partial: bool) -> None:
   """Raises CheckpointError naming what differs."""
   if 'qkv_bias' in saved:  # before there were families with other traits
     saved = _with_family(saved, ours)
+  if 'tokenizer' not in saved:  # of an earlier version
+    ours = {k: v for k, v in ours.items() if k != 'tokenizer'}
   if partial:
     saved = {k: v for k, v in saved.items() if k in ours}
   found = lookup.differences(saved, json.loads(json.dumps(ours))).items()

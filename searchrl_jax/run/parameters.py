@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import operator
 import pathlib
 
 import jax
@@ -26,6 +27,8 @@ from searchrl_jax.run.lookup import ConfigError
 BASE = 'base'  # in a run folder: a checkpoint of the parameters beside adapters
 # Fields that define how a model is computed; the others define the model.
 _COMPUTED = ('dtype', 'remat', 'scan_unroll', 'attention')
+# Fields that name weights which a run starts from.
+_STARTS = 'train.init', 'model.path', 'models.lora.path', 'critic.path'
 
 
 def local(path: str, field: str = 'config.model.path') -> str:
@@ -159,6 +162,41 @@ def _with_adapters(config: ConfigDict, cfg, params: dict, mesh) -> dict:
   return lora.join(adapters, lora.freeze(cfg, params))
 
 
+def tokenizer(workdir) -> dict[str, str]:
+  """The part of a checkpoint's fingerprint that its run folder decides."""
+  folder = pathlib.Path(workdir) / records.TOKENIZER
+  return {'tokenizer': records.digest(folder)} if folder.is_dir() else {}
+
+
+def contents(config: ConfigDict) -> dict[str, str]:
+  """What a run starts from, by content: 'config.FIELD' -> digest."""
+  named = ((field, operator.attrgetter(field)(config)) for field in _STARTS)
+  found = {f'config.{field}': digest(path) for field, path in named if path}
+  return {field: value for field, value in found.items() if value}
+
+
+def digest(path: str, step: int | None = None) -> str:
+  """Names the weights of a run (of a step; None: the last one), a Hugging Face
+  folder or a file by samples of their bytes; '' if they are not on this
+  machine."""
+  folder = pathlib.Path(path)
+  if (folder / records.CHECKPOINTS).is_dir():
+    saved = checkpoint.Checkpointer(folder / records.CHECKPOINTS, None, '')
+    step = saved.latest() if step is None else step
+    name = f'{step or 0:08d}/arrays/state.state.params*/**/*'
+    weights = saved.folder.glob(name)
+  else:
+    weights = folder.glob('*.safetensors') if folder.is_dir() else [folder]
+  about = ((path, path.stat()) for path in sorted(weights) if path.is_file())
+  stamps = tuple((path, s.st_size, s.st_mtime_ns) for path, s in about)
+  return _sampled(stamps) if stamps else ''
+
+
+@functools.lru_cache
+def _sampled(stamps: tuple[tuple[pathlib.Path, int, int], ...]) -> str:
+  return files.sample_sha256(*(path for path, *_ in stamps))[:16]
+
+
 def restore(config, workdir: str, cfg, mesh, which='latest') -> dict:
   """The parameters of a run folder: 'latest', 'best', or a step.
 
@@ -173,6 +211,7 @@ def restore(config, workdir: str, cfg, mesh, which='latest') -> dict:
   # Arrays of the same shapes can still be of another model (rope_theta).
   model = dataclasses.asdict(theirs)
   model = {k: v for k, v in model.items() if k not in _COMPUTED}
+  model |= tokenizer(workdir)
   trained, frozen = lora.split(theirs, shapes(theirs, mesh))
   like = {'state': {'params': trained}}
   restored = files.restore(like, step, fingerprint=model, partial=True)
@@ -192,12 +231,13 @@ def keep_fixed(workdir, fixed: dict[str, dict]) -> None:
   fixed: subfolder -> parameters; {} writes nothing.
 
   Raises:
-    CheckpointError: the disk.
+    CheckpointError: the disk, or something else is there.
   """
   for name, params in fixed.items():
     if params:
       files = checkpoint.Checkpointer(remote.place(workdir) / name, None, '')
-      files.delete(files.steps())  # of a start that failed
+      old = [step for step in files.steps() if files.meta(step)]
+      files.delete(old)  # of a start that failed
       files.save(0, params, extras={}, metrics={}, fingerprint={})
 
 

@@ -28,16 +28,23 @@ Log-probs and advantages are float16; log-probs that a run resumes from
 position, other columns by dictionary; both are compressed by zstd.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
+import hashlib
 import io
 import json
 import math
 import os
 import pathlib
+import re
+import shutil
+import socket
+import tempfile
+import time
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -49,7 +56,12 @@ from retrieval import files
 from searchrl_jax import types
 from searchrl_jax.run import lookup
 
-CHECKPOINTS = 'checkpoints'
+CHECKPOINTS, TOKENIZER = 'checkpoints', 'tokenizer'
+# Folders of trajectories: of training, evaluations and controls.
+PARTS = ('trajectories eval sampled shuffled random empty no_search').split()
+_STEP = re.compile(r'step_(\d{8})(_\w+)?\.parquet')
+_LOCK, _OWNER, _MADE = '.lock', '.owner', '.made'
+_held: dict[pathlib.Path, Any] = {}  # folder -> its lock file, of this process
 UNREADABLE = (
   'it was cut off, or another version wrote it; environment.json names the '
   'commit that reads it'
@@ -75,15 +87,103 @@ def begun(folder: os.PathLike | str) -> bool:
 
 
 def in_use(folder: os.PathLike | str) -> bool:
-  """Whether a `Writer` has the folder."""
+  """Whether a command writes to the folder."""
+  folder = pathlib.Path(folder)
   try:
-    with open(pathlib.Path(folder) / '.lock') as file:
+    with open(folder / _LOCK) as file:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
   except BlockingIOError:
     return True
   except OSError:  # none, or a file system without locks
-    pass
+    return bool(_owner(folder))
   return False
+
+
+@contextlib.contextmanager
+def locked(folder: os.PathLike | str, wait: bool = False) -> Iterator[Any]:
+  """Holds the lock of a folder, which is made if it is absent.
+
+  No other process has it meanwhile. What is called within the block takes part
+  in it: a command holds its folder before it reads or writes anything there.
+  The lock ends with the process, however that ends.
+
+  wait: until another process that has it ends.
+
+  Yields:
+    the open lock file.
+
+  Raises:
+    RunError: another process has the folder, or it cannot be written to.
+  """
+  path = pathlib.Path(folder)
+  name = path.resolve()
+  held = _held.get(name)
+  if held is not None and os.fstat(held.fileno()).st_nlink:
+    yield held
+    return
+  with contextlib.ExitStack() as stack:
+    with explained(path):
+      path.mkdir(parents=True, exist_ok=True)
+      file = stack.enter_context(open(path / _LOCK, 'a'))
+      while said := _taken(file, path, stack):
+        require(wait, said)
+        time.sleep(0.2)
+    _held[name] = file
+    try:
+      yield file
+    finally:
+      if _held.get(name) is file:  # else it was removed, and made anew
+        del _held[name]
+
+
+def _taken(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
+  """Locks the open lock file of a folder until `stack` closes.
+
+  Returns:
+    '', or that another process has it.
+  """
+  used = (
+    f'{folder} is in use by another process; wait for its end, or use another '
+    '--workdir'
+  )
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return ''
+  except BlockingIOError:
+    return used
+  except OSError as e:
+    # Of a file system without locks (some NFS, FUSE and Lustre mounts).
+    if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+      raise
+  path, owner = folder / _OWNER, _owner(folder)
+  if owner:
+    return f'{used} ({owner}; if it has ended, remove {path})'
+  path.unlink(missing_ok=True)  # of a process that died
+  try:
+    with open(path, 'x') as mine:
+      json.dump([socket.gethostname(), os.getpid()], mine)
+  except FileExistsError:
+    return used
+  stack.callback(path.unlink, missing_ok=True)
+  return ''
+
+
+def _owner(folder: pathlib.Path) -> str:
+  """Who has a folder without locks; '' if nobody has, or is known to live."""
+  try:
+    host, process = json.loads((folder / _OWNER).read_text())
+  except (OSError, ValueError, TypeError):
+    return ''
+  if host == socket.gethostname():
+    try:
+      os.kill(process, 0)  # asks whether it lives
+    except ProcessLookupError:
+      return ''
+    except PermissionError:
+      pass  # it does, and is another user's
+    if process == os.getpid():  # before a restart of the machine
+      return ''
+  return f'{process} on {host}'
 
 
 @contextlib.contextmanager
@@ -153,10 +253,68 @@ def step_file(folder: pathlib.Path, step: int, part: str = '') -> pathlib.Path:
 
 
 def drop_steps(folder: pathlib.Path, step: int) -> None:
-  """Removes trajectory files of steps >= `step` and partial files."""
-  for path in [*folder.glob('*/step_*.parquet'), *folder.glob('*/.step_*')]:
-    if path.name[0] == '.' or int(path.stem.split('_')[1]) >= step:
+  """Removes trajectory files of steps >= `step`, and partial ones, in PARTS."""
+  for path in (path for name in PARTS for path in (folder / name).glob('*')):
+    found = _STEP.fullmatch(path.name)
+    if path.name.startswith('.step_') or found and int(found[1]) >= step:
       path.unlink()
+
+
+def digest(content: Any) -> str:
+  """Names a content: of the files of a folder but hidden ones, or of values
+  that JSON holds; of a value of another type, the type counts alone."""
+  found = hashlib.sha256()
+  if isinstance(content, pathlib.Path):
+    for path in sorted(content.rglob('[!.]*')):
+      if path.is_file():
+        found.update(f'{path.relative_to(content)}\n'.encode())
+        found.update(path.read_bytes())
+  else:
+    text = json.dumps(content, skipkeys=True, default=_stable)
+    found.update(text.encode())
+  return found.hexdigest()[:16]
+
+
+def _stable(value: Any) -> Any:
+  """What JSON has no type for, equal in every process."""
+  if isinstance(value, (set, frozenset)):
+    return sorted(map(str, value))
+  if isinstance(value, Mapping):
+    return dict(value)
+  if hasattr(value, '__array__'):
+    return np.asarray(value).tolist()
+  return type(value).__name__
+
+
+def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
+  """Makes a folder by write(folder), instead of what an earlier call made.
+
+  Nothing is touched if it is there already, with the same content.
+
+  Raises:
+    RunError: something else is there, which is left as it is; another process
+      has the folder around it; or the disk.
+  """
+  with explained(folder):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = dict(dir=folder.parent, prefix=f'.{folder.name}.')
+    with tempfile.TemporaryDirectory(**beside) as home:
+      part = pathlib.Path(home, folder.name)
+      part.mkdir()
+      write(part)
+      if folder.exists() and digest(folder) == digest(part):
+        return
+      with locked(folder.parent):
+        if folder.exists():
+          mark = folder / _MADE
+          require(
+            mark.exists() and mark.read_text() == digest(folder),
+            f'{folder} is in the way: no run made it, or it was changed since. '
+            'Move it to another place, or use another --workdir',
+          )
+          shutil.rmtree(folder)
+        (part / _MADE).write_text(digest(part))
+        part.rename(folder)
 
 
 @dataclasses.dataclass(frozen=True)

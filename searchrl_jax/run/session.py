@@ -31,16 +31,17 @@ from searchrl_jax.run import (
   sharding,
   signals,
 )
-from searchrl_jax.run.writer import Writer
+from searchrl_jax.run.writer import Writer, lock
 from searchrl_jax.sources.core import require_same
 
 
 class Session:
   """One start of a run, in its folder; a context manager.
 
-  The constructor restores the last checkpoint of the folder, or starts the
-  parameters that the config names. Entering opens the retrieval server, the
-  writer and the event loop; leaving closes them, engines and sources first.
+  Entering locks the folder (a loop that reads or writes there before does so by
+  `writer.lock`), restores its last checkpoint, or starts the parameters that
+  the config names, and opens the retrieval server, the writer and the event
+  loop. Leaving closes them, engines and sources first.
 
   Args:
     config: the resolved config.
@@ -57,6 +58,7 @@ class Session:
       checkpoint: `state()` returns JSON, `restore(state)` takes it.
     unused: trajectories that have ended and were not trained on yet:
       `encode()` returns bytes, `decode(data)` takes them.
+    contents: see `Writer`.
 
   Attributes:
     step: steps done.
@@ -79,11 +81,13 @@ class Session:
     limits: tuple[int, float, int],
     states: Mapping[str, Any] | None = None,
     unused: Any = None,
+    contents: Mapping[str, Any] | None = None,
   ):
     self.config, self.workdir = config, pathlib.Path(workdir)
     self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
     self._steps, self._seconds, self._save_every = limits
     self._states, self._unused = dict(states or {}), unused
+    self._contents = dict(contents or {})
     self._saver = checkpoint.of_run(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
     self.engine: Any = None
@@ -97,16 +101,17 @@ class Session:
     self._report: Any = None
     self._publisher: publication.Publisher | None = None
     self._late = self._owed = False  # owed: the evaluation of the last step
-    with progress.phase('parameters', config.log.progress):
-      self._restore()
 
   def _restore(self) -> None:
+    self._fingerprint |= parameters.tokenizer(self.workdir)
     latest = cluster.first('checkpoint', self._saver.latest)
     self._fresh = latest is None
     if latest is None:
       self.step = 0
       start = lambda: parameters.initial(self.config, self.cfg, self.mesh)
       self.trained.start(cluster.agree('parameters', start))
+      started = lambda: parameters.contents(self.config)
+      self._contents |= cluster.first('contents', started)
       return
     saved = self._saver.restore(
       self.trained.like(), latest, fingerprint=self._fingerprint
@@ -125,6 +130,9 @@ class Session:
 
   def __enter__(self) -> 'Session':
     with contextlib.ExitStack() as stack:
+      stack.enter_context(lock(self.workdir))
+      with progress.phase('parameters', self.config.log.progress):
+        self._restore()
       if self._unused is not None:  # there are rollouts, which search
         retrieval = build.retrieval(self.config, str(self.workdir))
         with progress.phase('retrieval server', self.config.log.progress):
@@ -132,6 +140,7 @@ class Session:
       devices = [str(d) for d in jax.devices()]
       about = {'devices': devices, 'parameters': self.cfg.n_params}
       how = {'step': self.step, 'steps': self._steps, 'about': about}
+      how['contents'] = self._contents
       writer = Writer(self.workdir, self.config, **how)
       self.writer = stack.enter_context(writer)
       if self._fresh:  # while no other start writes to the folder
@@ -158,10 +167,17 @@ class Session:
     self.source = build.source(self.config, self.url, engine, tok, mesh, folder)
     self.writer.decode = tok.decode
     check = lambda: self.signals.open(self.source).get('identity', {})
-    served = cluster.agree('source', check)
+    self.searched(cluster.agree('source', check))
+    return self.source
+
+  def searched(self, served: Mapping[str, Any]) -> None:
+    """Takes the identity of the source that the run searches.
+
+    Raises:
+      SourceError: it is not the one of the checkpoint.
+    """
     require_same(self._identity, served)
     self._identity = served
-    return self.source
 
   def open(self, service: Any) -> Any:
     """Checks a service (a judge, a reader) and closes it at the end.

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import datetime
+import fnmatch
 import functools
 import importlib.metadata
 import json
@@ -54,17 +55,22 @@ from searchrl_jax.run import (
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may change between two starts of a run. They state where it runs,
-# for how long and what it prints, never what it computes.
+# for how long, what stops it and what it prints, never what it computes.
 MAY_DIFFER = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
   'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
-  'rollout.mismatch_alarm',
+  'rollout.mismatch_alarm', 'rollout.max_failed', 'judge.max_failed',
   'eval.best_of',  # of earlier versions, and never of training
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
   'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
 )  # fmt: skip
+# A number of steps -> the fields that depend on it, unless they are 'constant'.
+_ENDS = {
+  'train.steps': ('optim.schedule', 'critic.schedule'),
+  'sft.steps': ('sft.schedule',),
+}
 _SAMPLES = 3  # trajectories of a file whose text trackers show
 # To read the metadata of all that is installed takes up to 2 s of a start.
 _PACKAGES = (
@@ -76,8 +82,18 @@ _PACKAGES = (
 class Writer:
   """Writes everything that a run stores but checkpoints; a context manager."""
 
-  def __init__(self, folder, config, *, step=0, steps=0, about=None, out=None):
-    """Opens or creates the folder.
+  def __init__(
+    self,
+    folder,
+    config,
+    *,
+    step=0,
+    steps=0,
+    about=None,
+    contents=None,
+    out=None,
+  ):
+    """Opens or creates the folder, and holds its lock.
 
     Args:
       folder: the run folder.
@@ -85,11 +101,14 @@ class Writer:
       step: the first step that will be written; later lines are removed.
       steps: total number, for the remaining time; 0 = unknown.
       about: more to record about this start in environment.json (devices, ...).
+      contents: what decides the results and no field holds: name -> JSON, such
+        as a digest of what a field names. A start with others is refused.
       out: stream for progress; None = standard error.
 
     Raises:
-      RunError: the folder holds a run of another config (the message names the
-        first field that differs), is in use, or cannot be written to.
+      RunError: the folder holds a run of another config or of other contents
+        (the message names the first that differs), or a config.json that no run
+        wrote; it is in use, or cannot be written to.
     """
     self.folder = pathlib.Path(folder)
     self._steps = steps
@@ -106,24 +125,35 @@ class Writer:
     self.decode: Callable[[Iterable[int]], str] | None = None
     self._trackers: list[trackers.Tracker] = []
     with contextlib.ExitStack() as stack, records.explained(self.folder):
-      cluster.first('writer', lambda: self._open(stack, config, about or {}))
+      about, contents = dict(about or {}), dict(contents or {})
+      open_ = lambda: self._open(stack, config, about, contents)
+      cluster.first('writer', open_)
       self._thread = futures.ThreadPoolExecutor(1, 'writer')
       stack.callback(self._thread.shutdown)
       stack.enter_context(self._progress)
       self._stack = stack.pop_all()
 
-  def _open(self, stack, config, about: Mapping[str, Any]) -> None:
+  def _open(self, stack, config, about: dict, contents: dict) -> None:
     """Opens the files that one process writes; `stack` closes them."""
-    self.folder.mkdir(parents=True, exist_ok=True)
-    lock = stack.enter_context(open(self.folder / '.lock', 'w'))
-    self._lock = lock
-    used = f'{self.folder} is in use by another process; use another --workdir'
-    files.lock(lock, records.RunError, used)
-    changed, step = self._write_config(config), self._first
-    path = self.folder / 'environment.json'
+    self._lock = stack.enter_context(records.locked(self.folder))
+    path, step = self.folder / 'environment.json', self._first
     starts = (files.read_json(path) or {'starts': []})['starts']
+    file = self.folder / 'config.json'
+    begun = remote.begun(self.folder)
+    records.require(
+      begun or starts or not file.exists(),
+      f'{file} is in the way: no run wrote it. Use another folder',
+    )
+    changed, before = {}, {}
+    if begun:
+      changed = self._changed(file, config)
+      for start in starts:
+        before |= start.get('contents', {})
+      self._require_same(before, records.plain(contents))
     start = {'step': step, 'config_changed': changed, **environment()}
-    records.write_json(path, {'starts': [*starts, start | dict(about)]})
+    start |= {**about, 'contents': before | contents}
+    records.write_json(path, {'starts': [*starts, start]})
+    records.write_json(file, config)
     self._metrics.touch()
     self._alarms = alarms.Alarms(_kept(self._metrics, step or -1))
     for folder in {self.folder, remote.place(self.folder)}:
@@ -336,23 +366,72 @@ class Writer:
   def __exit__(self, kind: object, error: BaseException | None, _: object):
     self.close(error)
 
-  def _write_config(self, config) -> dict:
-    """Writes config.json. Returns changed fields: {field: [before, now]}."""
-    path = self.folder / 'config.json'
-    now, changed = records.plain(config), {}
-    if path.exists() and remote.begun(self.folder):
+  def _changed(self, path: pathlib.Path, config) -> dict:
+    """Compares with config.json; the changed fields: {field: [before, now]}."""
+    changed = {}
+    if path.exists():
       with lookup.of(str(path)):
-        changed = lookup.differences(json.loads(path.read_text()), now)
-      for field, values in changed.items():
-        old, new = ('absent' if v is None else json.dumps(v) for v in values)
-        records.require(
-          f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER)),
-          f'{self.folder} holds a run of another config: config.{field} is '
-          f'{old} there and {new} now. Use the same value to continue that '
-          'run, or choose another --workdir',
-        )
-    records.write_json(path, now)
+        before = json.loads(path.read_text())
+        changed = lookup.differences(before, records.plain(config))
+    for field, values in changed.items():
+      old, new = ('absent' if v is None else json.dumps(v) for v in values)
+      what = f'config.{field} is {old} there and {new} now'
+      part, _, _ = field.partition('.')
+      if field in _ENDS and config[part].steps == self._steps:
+        self._require_open_end(field, what, config)
+        continue
+      records.require(
+        f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER))
+        or fnmatch.fnmatchcase(field, 'reward.*.max_abstained'),
+        f'{self.folder} holds a run of another config: {what}. Use the same '
+        'value to continue that run, or choose another --workdir',
+      )
     return changed
+
+  def _require_open_end(self, field: str, what: str, config) -> None:
+    """Refuses another number of steps if steps would have been others with it.
+
+    What a step computes does not depend on how many follow, unless a schedule
+    ends with the last one.
+    """
+    part, _, _ = field.partition('.')
+    steps = config[part].steps
+    records.require(
+      steps >= self._first,
+      f'{self.folder} has done {self._first} steps: {what}',
+    )
+    for schedule in _ENDS[field]:
+      part, _, _ = schedule.partition('.')
+      records.require(
+        config[part].schedule == 'constant' or not config[part].lr,
+        f'{self.folder}: {what}, and config.{schedule}='
+        f'{config[part].schedule!r} ends with the last step: the learning rates'
+        f' of its {self._first} steps would have been others. Use the same '
+        'value, or train on in another --workdir with --config.train.init='
+        f'{self.folder}, which begins with a new optimizer',
+      )
+
+  def _require_same(self, before: dict, now: dict) -> None:
+    """Compares contents; those that one of the two lacks are not known."""
+    for name in before.keys() & now.keys():
+      records.require(
+        before[name] == now[name],
+        f'{self.folder} was made with another content of {name}: '
+        f'{before[name]} there and {now[name]} now. Restore what it was, or '
+        'choose another folder',
+      )
+
+
+@contextlib.contextmanager
+def lock(folder: pathlib.Path | str) -> Iterator[None]:
+  """`records.locked`, by process 0 for all."""
+  with contextlib.ExitStack() as stack:
+
+    def hold() -> None:
+      stack.enter_context(records.locked(folder))
+
+    cluster.first('lock', hold)
+    yield
 
 
 def computed(config) -> dict:

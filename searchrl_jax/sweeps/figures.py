@@ -6,7 +6,8 @@
       config's), seed, purpose (report, tuning, replication), evaluation
       ('before' the first update, 'after', 'gain' = after - before, further ones
       of the arm, or 'curve'), metric, step (of a curve; updates done), value
-  table.md    per arm: mean, interquartile mean, difference from the first arm
+  table.md    per arm: mean, interquartile mean, difference from the first arm;
+      and which code made which runs, if they are not of the same
   curves.png  means over runs, shaded from lowest to highest
 
 Intervals are 95 %: Student's t over runs for means and paired differences. The
@@ -143,10 +144,26 @@ def starts(sweep: Sweep, workdir: pathlib.Path) -> dict:
 
 
 def _about(folder: pathlib.Path) -> dict:
+  done = json.loads((folder / 'done.json').read_text())
   return {
     'seconds': json.loads((folder / 'seconds.json').read_text()),
-    'commit': json.loads((folder / 'done.json').read_text())['commit'],
+    # Those of earlier versions do not name the code.
+    **{name: done[name] for name in ('commit', 'code') if name in done},
   }
+
+
+def versions(runs: Mapping[str, Mapping]) -> str:
+  """A line if the code of the runs differs; '' if not, or if it is not known.
+
+  runs: name -> its `commit` and `code`.
+  """
+  by_code: dict[str, list[str]] = {}
+  for name, about in runs.items():
+    if 'code' in about:
+      made = f'{about["code"]} (commit {about["commit"][:8]})'
+      by_code.setdefault(made, []).append(name)
+  parts = [f'{made}: {" ".join(names)}' for made, names in by_code.items()]
+  return f'Made by different code. {"; ".join(parts)}' if parts[1:] else ''
 
 
 def of_run(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
@@ -207,6 +224,13 @@ def write(sweep: Sweep, workdir: pathlib.Path) -> str:
   if found[core.REPORT]:
     plot(sweep.curves, found[core.REPORT], workdir / 'curves.png')
   text = compare(found, next(iter(sweep.curves)), sweep.arms[0].name)
+  made = {
+    f'{arm}/{case}': about
+    for arms in found.values()
+    for arm, x in arms.items()
+    for case, about in x['seeds'].items()
+  }
+  text = '\n\n'.join(filter(None, (text, versions(made))))
   records.write_text(workdir / 'table.md', f'{text}\n')
   return text
 

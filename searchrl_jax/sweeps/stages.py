@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
@@ -13,7 +12,16 @@ import time
 from ml_collections import ConfigDict
 
 from searchrl_jax import sft
-from searchrl_jax.run import build, lookup, records, schema, writer
+from searchrl_jax.data import core as data
+from searchrl_jax.run import (
+  build,
+  cluster,
+  lookup,
+  parameters,
+  records,
+  schema,
+  writer,
+)
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.sweeps import core
 from searchrl_jax.sweeps.core import Arm, Start, Sweep
@@ -56,16 +64,48 @@ def config_of(sweep: Sweep, stage: str, workdir: pathlib.Path) -> ConfigDict:
   return config
 
 
+# JSON of the parts of a config that name questions and templates -> digests.
+_contents: dict[str, dict[str, str]] = {}
+
+
+def contents(sweep: Sweep, stage: str, workdir: pathlib.Path) -> dict[str, str]:
+  """What the stage's config names, by content: 'config.FIELD' -> digest.
+
+  What is not at hand is left out: data of another machine, warm starts that
+  are not complete.
+  """
+  config = config_of(sweep, stage, workdir)
+  one, _ = sweep.stage(stage)
+  sets = {'data.train': config.data.train, 'data.eval': config.data.eval}
+  sets = {} if isinstance(one, Start) else {k: v for k, v in sets.items() if v}
+  parts = [*sets], config.data, config.env.template, config.source
+  key = json.dumps(records.plain(parts))
+  if key not in _contents:
+    found = {}
+    with contextlib.suppress(ValueError, OSError, RuntimeError):
+      for field, named in sets.items():
+        loaded = data.load_sets(named, config.data).values()
+        found[field] = [q for questions in loaded for q in questions]
+      _contents[key] = build.contents(config, found)
+  out = dict(_contents.get(key, {}))
+  for field, start in sweep.needs(stage).items():
+    if (workdir / start / 'done.json').exists():
+      out[f'config.{field}'] = parameters.digest(str(workdir / start / 'run'))
+  return {field: value for field, value in out.items() if value}
+
+
 def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   """Whether a stage is complete.
 
   Raises:
-    ConfigError: it was run with another config.
+    ConfigError: it was run with another config, or with other contents of
+      what that names.
   """
   folder = workdir / stage
   if not (folder / 'done.json').exists():
     return False
-  before = json.loads((folder / 'done.json').read_text())['config']
+  about = json.loads((folder / 'done.json').read_text())
+  before = about['config']
   # Fields added to the schema since then get their neutral values.
   known = schema.base()
   known.update(before)
@@ -81,6 +121,15 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
         f'{folder} was run with another config: {field} was {old!r} and is '
         f'{new!r} now; remove that folder, or set another --workdir'
       )
+  made = about.get('contents', {})  # none in those of earlier versions
+  named = contents(sweep, stage, workdir) if made else {}
+  for field in made.keys() & named.keys():
+    lookup.require(
+      made[field] == named[field],
+      f'{folder} was run with another content of {field}: {made[field]}, and '
+      f'{named[field]} now; restore it, remove that folder, or set another '
+      '--workdir',
+    )
   return isinstance(one, Start) or all(
     (folder / variant / 'values.json').exists() for variant in one.evaluations
   )
@@ -98,15 +147,13 @@ def run_stage(
 
   url: of the retrieval server; '' = as the config has it.
   """
-  folder = workdir / stage
-  folder.mkdir(parents=True, exist_ok=True)
-  with (folder / '.lock').open('w') as lock:
-    # A process whose sweep was killed saves before it ends.
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    _run_stage(sweep, stage, folder, config_of(sweep, stage, workdir), url)
+  # A process whose sweep was killed saves before it ends.
+  with records.locked(workdir / stage, wait=True):
+    _run_stage(sweep, stage, workdir, url)
 
 
-def _run_stage(sweep, stage: str, folder, config, url: str) -> None:
+def _run_stage(sweep, stage: str, workdir: pathlib.Path, url: str) -> None:
+  folder, config = workdir / stage, config_of(sweep, stage, workdir)
   plain = records.plain(config)
   config.source.url = url or config.source.url
   clock = Clock(folder / 'seconds.json')
@@ -114,13 +161,13 @@ def _run_stage(sweep, stage: str, folder, config, url: str) -> None:
   arm = one if isinstance(one, Arm) else None
   run = str(folder / 'run')
   if not (folder / 'done.json').exists():
+    content = {'config': plain, 'contents': contents(sweep, stage, workdir)}
     if arm is None or arm.train:
       with clock('train'):
         loop = lookup.function('searchrl_jax', arm.loop) if arm else sft.sft
         loop(config, run)
-    commit = writer.environment()['commit'] or 'none'
-    content = {'config': plain, 'commit': commit}
-    records.write_json(folder / 'done.json', content)
+    content['commit'] = writer.environment()['commit'] or 'none'
+    records.write_json(folder / 'done.json', content | {'code': cluster.code()})
   if arm is None:
     return
   # An arm without training is its warm start, or a Hugging Face folder ('').

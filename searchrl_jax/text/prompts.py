@@ -7,6 +7,7 @@ templates/. A user's file must define every field but `blocks`.
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import pathlib
@@ -107,6 +108,12 @@ class Template:
     does = {'search': dict(tool=SEARCH), 'answer': dict(ends=True)}
     four = [Kind(n, getattr(self, n), **does.get(n, {})) for n in BLOCKS]
     return {kind.name: kind for kind in (*four, *self.blocks)}
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """The SHA-256 of its fields, which names its content."""
+    text = f'{self!r}{self.blocks or ""}'
+    return hashlib.sha256(text.encode()).hexdigest()
 
   @property
   def tags(self) -> dict[str, tuple[str, str]]:

@@ -208,11 +208,12 @@ def test_values_of_training_leave_out_the_first_evaluation():
     columns=columns,
     index=[-1, 0, 1, 2],
   )
-  assert measure.of_training(metrics) == {
-    'run/sampled': 36.0,
-    'run/collapse': 3.0,
-    'run/seconds': 4.0,
-  }
+  known = {'run/sampled': 36.0, 'run/collapse': 3.0, 'run/seconds': 4.0}
+  assert measure.of_training(metrics) == known
+  # Each of several starts counted its own tokens, before they counted all.
+  assert 'run/sampled' not in measure.of_training(metrics, starts=2)
+  metrics['rollout/earlier_tokens'] = 0.0
+  assert measure.of_training(metrics, starts=2) == known
 
 
 @pytest.mark.parametrize(

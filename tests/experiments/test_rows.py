@@ -171,6 +171,37 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
     stages.done(row, stage, tmp_path)
 
 
+def test_what_was_done_with_other_contents_is_refused_by_field(tmp_path):
+  row = row_of(
+    arm('a', 'warm', seeds=(0,)), warm={'warm': rows.Start(tiny_row.config)}
+  )
+  warm, stage = 'warm/warm/0', 'arms/a/0'
+  weights = tmp_path / warm / 'run' / 'model.safetensors'
+  records.write_text(weights, 'weights')
+  found = stages.contents(row, stage, tmp_path)
+  assert {*found} == {
+    'config.env.template', 'config.data.train', 'config.data.eval'
+  }  # fmt: skip
+  records.write_json(tmp_path / warm / 'done.json', {})
+  content = {
+    'config': records.plain(stages.config_of(row, stage, tmp_path)),
+    'contents': stages.contents(row, stage, tmp_path),
+  }
+  assert content['contents'].items() > found.items()
+  records.write_json(tmp_path / stage / 'done.json', content)
+  records.write_json(tmp_path / stage / 'after' / 'values.json', {})
+  assert stages.done(row, stage, tmp_path)
+  records.write_text(weights, 'others')
+  with pytest.raises(ConfigError, match='another content of config.train.init'):
+    stages.done(row, stage, tmp_path)
+  weights.unlink()  # not at hand: not compared
+  assert stages.done(row, stage, tmp_path)
+  content['contents']['config.data.eval'] = 'before'
+  records.write_json(tmp_path / stage / 'done.json', content)
+  with pytest.raises(ConfigError, match='config.data.eval: before, and'):
+    stages.done(row, stage, tmp_path)
+
+
 def test_a_warm_start_stays_when_only_what_comes_after_it_changes(tmp_path):
   row = row_of(
     arm('a', 'warm', seeds=(0,)), warm={'warm': rows.Start(tiny_row.config)}

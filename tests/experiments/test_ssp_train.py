@@ -426,6 +426,22 @@ def test_a_pool_of_another_config_is_refused(whole, tmp_path, monkeypatch):
     train.train(config, str(tmp_path / 'run'))
 
 
+def test_a_step_of_which_no_reward_can_be_used_is_a_step(url, tmp_path):
+  config = tiny(url, **{'train.steps': 2, 'algorithm.minibatches': 2})
+  config.reward = ConfigDict(
+    dict(none=dict(fn='tests.tiny.unusable', weight=1.0))
+  )
+  train.train(config, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  assert len(steps) == 2 and sum(s['selfplay/stand'] for s in steps) > 0
+  for s in steps:
+    assert s['selfplay/solver_success'] is s['reward/none/half'] is None
+    assert s['solver/gradient_groups'] == 0 and 'solver/loss' not in s
+  kept = [*records.read(tmp_path / 'trajectories')]
+  solved = [r for r in kept if r.trajectory.role == 'solver']
+  assert solved and not any(r.kept or r.valid for r in solved)
+
+
 def test_answers_are_needed(url, tmp_path):
   path = tmp_path / 'questions.jsonl'
   path.write_text('{"id": "1", "question": "Who?", "golden_answers": []}\n')

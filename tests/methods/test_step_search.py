@@ -94,6 +94,13 @@ def test_the_last_query_replaces_a_better_one_as_released():
   assert step_search.matched(other, 'last') == 0.5
 
 
+def test_where_nothing_has_to_be_looked_up_no_query_earns():
+  t = hand.play(('who wrote it', ''))
+  question = core.dataclasses.replace(t.question, meta={'queries': ()})
+  t = core.dataclasses.replace(t, question=question)
+  assert step_search.matched(t, 'best') == 0.0
+
+
 def test_what_data_it_needs():
   c = step_search.get_config()
   checks.check_data(c, [hand.QUESTION])

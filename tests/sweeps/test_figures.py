@@ -88,6 +88,15 @@ def test_the_table_shows_what_is_asked_for_and_leaves_the_rest_blank():
   ]
 
 
+def test_runs_by_different_code_are_named():
+  one = dict(commit='0123456789', code='a')
+  runs = {'a/0': one, 'a/1': {'commit': 'before the code was named'}}
+  assert figures.versions(runs) == ''
+  assert figures.versions(runs | {'b/0': one | {'code': 'b'}}) == (
+    'Made by different code. a (commit 01234567): a/0; b (commit 01234567): b/0'
+  )
+
+
 def test_curves_are_a_small_picture(tmp_path):
   arms = {
     **{

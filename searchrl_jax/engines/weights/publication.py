@@ -148,7 +148,7 @@ class Publisher:
   def clear(self) -> None:
     """Deletes the versions that this process wrote.
 
-    Another may use the folder: `ask` about a run that is being trained.
+    Another may use the folder: a second `ask` about a run.
     """
     self._files.delete(self._written.intersection(self._files.steps()))
     self._delete_adapters([*self._adapters])
