@@ -78,13 +78,12 @@ async def end(groups, context, *, key: float, match: str, unanswered: float):
 def matched(trajectory, match: str) -> float:
   """K, 0 to 1; meta['queries'] has the wordings of each needed look-up."""
   golds, found = trajectory.question.meta['queries'], {}
-  for result in trajectory.searches:
-    if result.request.tool == SEARCH:
-      each = [scores.f1(result.request.query, words) for words in golds]
-      score = max(each)
-      best = each.index(score)
-      if score > (0.0 if match == 'last' else found.get(best, 0.0)):
-        found[best] = score
+  for result in trajectory.calls(SEARCH):
+    each = [scores.f1(result.request.query, words) for words in golds]
+    score = max(each)
+    best = each.index(score)
+    if score > (0.0 if match == 'last' else found.get(best, 0.0)):
+      found[best] = score
   return sum(found.values()) / len(golds)
 
 
