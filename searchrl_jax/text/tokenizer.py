@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from searchrl_jax.run.lookup import of, require
+from searchrl_jax.run.lookup import of, require, require_content
 
 # Tokens that end a turn in the chat formats of the supported families, if the
 # tokenizer marks them as special.
@@ -274,6 +274,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
   # build another backend.
   kind = transformers.AutoTokenizer
   if (folder / 'tokenizer.json').is_file():
+    require_content(folder / 'tokenizer.json')
     kind = transformers.PreTrainedTokenizerFast
   try:
     hf = kind.from_pretrained(path, local_files_only=folder.is_dir())
