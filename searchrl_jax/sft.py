@@ -222,7 +222,8 @@ def order(
   kind: 'given': each epoch takes all traces in their order. 'length': in a new
   order, in which traces of similar length (in tokens) share an update, which
   saves padding: windows of 16 updates are sorted by length, then the updates
-  are shuffled.
+  are shuffled. An epoch has whole updates: it leaves out the last len % rows
+  traces of its order, others in each epoch.
 
   Raises:
     ConfigError: there is no such kind.

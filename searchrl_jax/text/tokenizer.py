@@ -173,6 +173,11 @@ class Tokenizer:
       ids += [run] if isinstance(run, int) else self._encode_text(run)
     return ids
 
+  def normalised(self, text: str) -> str:
+    """What the tokenizer's normaliser makes of text before it is encoded."""
+    normaliser = self._backend.normalizer
+    return normaliser.normalize_str(_whole(text)) if normaliser else text
+
   def _encode_text(self, text: str, backend=None) -> list[int]:
     if not text:
       return []
