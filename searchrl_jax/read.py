@@ -169,7 +169,7 @@ class Run:
     row |= {'question': q.text, 'answers': q.answers, 'source': q.source}
     row |= {'hops': q.hops, 'role': t.role, 'sample': t.sample, 'end': t.end}
     row |= {'turns': t.turns, 'invalid_actions': t.invalid_actions}
-    row |= {'searches': len(t.searches), 'seconds': t.seconds}
+    row |= {'searches': len(t.calls(SEARCH)), 'seconds': t.seconds}
     own = [len(s.ids) for s in t.segments if s.author == 'policy']
     row |= {'tokens': len(t), 'sampled': sum(own)}
     row |= {'answer': answer, 'em': self.em(t, answer)}
