@@ -288,8 +288,9 @@ def _check_known(hf: Mapping[str, Any], name: str, used: Iterable[str]) -> None:
 
 def context(hf: Mapping[str, Any]) -> int | None:
   """The positions that a model was trained for, if its config.json says so."""
-  own = hf.get('text_config') if hf.get('model_type') in _TEXT else hf
-  return (own or {}).get('max_position_embeddings')
+  own = _object(hf, 'text_config') if hf.get('model_type') in _TEXT else hf
+  found = own.get('max_position_embeddings')
+  return found if type(found) is int else None
 
 
 def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
