@@ -191,8 +191,8 @@ def kinds(trajectories: Sequence[types.Trajectory], env: SearchEnv) -> str:
   """
   counts = collections.Counter[str]()
   for t, row in zip(trajectories, grading.score(trajectories, env)):
-    found = t.calls(types.SEARCH)
-    found = [s for s in found if isinstance(s, types.SearchResult)]
+    searched = t.calls(types.SEARCH)
+    found = [s for s in searched if isinstance(s, types.SearchResult)]
     texts = [f'{p.title}\n{p.text}' for s in found for p in s.passages]
     read = metrics.states('\n'.join(texts), [env.answer(t) or ''])
     if not row.searches:

@@ -117,7 +117,7 @@ class Dials:
       ids = _ids(request.question.id)
       found = next((id for id in ids if id in self._other), None)
       lookup.require(
-        found,
+        found is not None,
         f'config.source.dials.random={s.random}: question {name!r} is in no '
         'set of config.data; questions that a policy asks have no other one',
         SourceError,
