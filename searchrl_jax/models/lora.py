@@ -265,6 +265,11 @@ def load(path, cfg: DecoderConfig, mesh=None) -> dict:
     FileNotFoundError: it is no such folder.
   """
   path = pathlib.Path(path)
+  lookup.require(
+    (path / CONFIG).exists(),
+    f'{path / CONFIG}: no such file; give a folder that PEFT wrote',
+    FileNotFoundError,
+  )
   with lookup.of(f'{path / CONFIG}: not JSON'):
     fields = json.loads((path / CONFIG).read_text())
   _check_fields(path / CONFIG, fields, cfg.lora)

@@ -27,6 +27,7 @@ from searchrl_jax.run import lookup, sharding
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
 _SHARDS = re.compile(r'model-\d+-of-(\d+)\.safetensors')  # of one checkpoint
+_VERL = {'fsdp': 'model_world_size_*_rank_*.pt', 'megatron': 'dist_ckpt'}
 _READ = ('F32', 'BF16', 'F16', 'F64')
 _ROWS = 32  # of a file's tensor, transposed at once
 
@@ -93,13 +94,15 @@ def _what(folder: pathlib.Path) -> str:
     )
   if within := has('*/model*.safetensors') or has('*/*/model*.safetensors'):
     return f'; {within.parent} holds one: give that folder'
+  # `actor/huggingface` has the config, and the shards lie beside it.
   for place in folder, folder / 'actor', folder.parent:
-    if any(place.glob('model_world_size_*_rank_*.pt')):  # huggingface/ is in it
-      merge = 'python -m verl.model_merger merge --backend fsdp'
-      return (
-        f'; {place} holds shards of verl: merge them by `{merge} --local_dir '
-        f'{place} --target_dir OUT`, and give OUT'
-      )
+    for backend, shards in _VERL.items():
+      if any(place.glob(shards)):
+        merge = f'python -m verl.model_merger merge --backend {backend}'
+        return (
+          f'; {place} holds shards of verl: merge them by `{merge} --local_dir '
+          f'{place} --target_dir OUT`, and give OUT'
+        )
   if found := has('*.gguf'):
     return f'; give the file {found} itself'
   if has('*.bin') or has('*.pt') or has('*.pth'):

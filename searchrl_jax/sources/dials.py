@@ -114,15 +114,14 @@ class Dials:
     query, k = request.query, request.k
     if request.question and self._turned('random', name, query):
       # Ids of the data may end like the suffixes of `_name`.
-      ids = _ids(request.question.id)
-      found = next((id for id in ids if id in self._other), None)
+      known = [id for id in _ids(request.question.id) if id in self._other]
       lookup.require(
-        found is not None,
+        known,
         f'config.source.dials.random={s.random}: question {name!r} is in no '
         'set of config.data; questions that a policy asks have no other one',
         SourceError,
       )
-      query = self._other[found]
+      query = self._other[known[0]]
     if s.missing or s.rank:
       k = max(k, s.depth)
     return dataclasses.replace(request, query=query, k=k)
