@@ -198,7 +198,8 @@ class Learner:
     """
     config, updater = self._roles[role], self._updaters[role]
     timer, per_update = run.writer.timer, []
-    self._move_schedules(role, run.step)
+    if minibatches:
+      self._move_schedules(role, run.step)
     for _ in range(config.algorithm.epochs):
       for i, mini in enumerate(minibatches):
         metrics = {}
