@@ -38,7 +38,7 @@ from searchrl_jax.run import build, lookup, records
 from searchrl_jax.run.records import Record, RunError
 from searchrl_jax.text import parser
 from searchrl_jax.text import tokenizer as tokenizers
-from searchrl_jax.types import SearchError, Segment, Trajectory
+from searchrl_jax.types import SEARCH, SearchError, Segment, Trajectory
 
 TRAIN = 'trajectories'  # the part of a run that was trained on
 
@@ -169,7 +169,7 @@ class Run:
     row |= {'question': q.text, 'answers': q.answers, 'source': q.source}
     row |= {'hops': q.hops, 'role': t.role, 'sample': t.sample, 'end': t.end}
     row |= {'turns': t.turns, 'invalid_actions': t.invalid_actions}
-    row |= {'searches': len(t.searches), 'seconds': t.seconds}
+    row |= {'searches': len(t.calls(SEARCH)), 'seconds': t.seconds}
     own = [len(s.ids) for s in t.segments if s.author == 'policy']
     row |= {'tokens': len(t), 'sampled': sum(own)}
     row |= {'answer': answer, 'em': self.em(t, answer)}
@@ -245,7 +245,8 @@ class Run:
         for rank, p in enumerate(found.passages):
           place = {'rank': rank, 'passage': p.id, 'title': p.title}
           place |= {'text': p.text, 'score': p.score}
-          rows.append(row | place | {'supporting': p.id in supporting})
+          gold = ask.tool == SEARCH and p.id in supporting
+          rows.append(row | place | {'supporting': gold})
         if not found.passages:
           rows.append(row | {'text': found.text})
     return pd.DataFrame(rows)

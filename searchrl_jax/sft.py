@@ -192,7 +192,8 @@ def kinds(trajectories: Sequence[types.Trajectory], env: SearchEnv) -> str:
   """
   counts = collections.Counter[str]()
   for t, row in zip(trajectories, grading.score(trajectories, env)):
-    found = [s for s in t.searches if isinstance(s, types.SearchResult)]
+    searched = t.calls(types.SEARCH)
+    found = [s for s in searched if isinstance(s, types.SearchResult)]
     texts = [f'{p.title}\n{p.text}' for s in found for p in s.passages]
     read = metrics.states('\n'.join(texts), [env.answer(t) or ''])
     if not row.searches:
@@ -222,7 +223,8 @@ def order(
   kind: 'given': each epoch takes all traces in their order. 'length': in a new
   order, in which traces of similar length (in tokens) share an update, which
   saves padding: windows of 16 updates are sorted by length, then the updates
-  are shuffled.
+  are shuffled. An epoch has whole updates: it leaves out the last len % rows
+  traces of its order, others in each epoch.
 
   Raises:
     ConfigError: there is no such kind.

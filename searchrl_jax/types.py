@@ -136,7 +136,7 @@ class Trajectory:
 
   question: Question
   segments: tuple[Segment, ...]
-  searches: tuple[SearchResult | SearchError, ...]
+  searches: tuple[SearchResult | SearchError, ...]  # of all tools; see `calls`
   end: str  # one of ENDS
   sample: int = 0  # index within its group
   role: str = 'solver'
@@ -177,6 +177,10 @@ class Trajectory:
   def trained(self) -> tuple[Segment, ...]:
     """The segments that the trainer sees."""
     return self.segments if self.train_context is None else self.train_context
+
+  def calls(self, tool: str) -> tuple[SearchResult | SearchError, ...]:
+    """What a tool answered, in order; that of SEARCH is what was searched."""
+    return tuple(s for s in self.searches if s.request.tool == tool)
 
   def __len__(self) -> int:
     return sum(len(s.ids) for s in self.segments)

@@ -34,7 +34,7 @@ import numpy as np
 from searchrl_jax import read
 from searchrl_jax.run import command, lookup, records
 from searchrl_jax.run.records import Record, RunError
-from searchrl_jax.types import SearchError
+from searchrl_jax.types import SEARCH, SearchError
 
 PAGE = pathlib.Path(__file__).with_suffix('.html')
 INDEX, LIVE = 'index.js', 'live.js'
@@ -237,7 +237,8 @@ def _search(found, supporting: Sequence[str]) -> dict[str, Any]:
   out = {k: getattr(found.request, k) for k in ('query', 'tool', 'turn')}
   if isinstance(found, SearchError):
     return out | {'error': f'{found.kind}: {found.message}'}
-  passages = [vars(p) | {'gold': p.id in supporting} for p in found.passages]
+  golds = supporting if found.request.tool == SEARCH else ()
+  passages = [vars(p) | {'gold': p.id in golds} for p in found.passages]
   seconds = round(found.seconds, 3)
   return out | {'passages': passages, 'seconds': seconds, 'text': found.text}
 

@@ -106,6 +106,20 @@ def test_a_group_of_one_gets_zero(fn):
 
 
 @pytest.mark.parametrize('fn', CENTRED)
+def test_sums_that_round_differently_are_equal(fn):
+  third, fifth = np.float32(1 / 3), np.float32(0.2)
+  parts = [[third] * 3, [1.0], [third, np.float32(2 / 3)], [fifth] * 5]
+  parts += [[1.0, third, np.float32(-1 / 3)], [2 / 3 + third, 0.0]]
+  values = np.array([np.float32(x) for x in parts], object)
+  assert len({*advantages.returns(values)}) > 1
+  found = fn(values, np.ones(6, bool), np.zeros(6, int))
+  assert not np.asarray(found).any()
+  # Rewards that differ do so by more, however large they are.
+  for x in [0.0, 1e-5], [1.0, 1.00001], [1e6, 1e6 + 0.5]:
+    assert advantages.differ(np.array(x)), x
+
+
+@pytest.mark.parametrize('fn', CENTRED)
 def test_zero_variance_gets_exactly_zero(fn):
   # The mean of five 0.1 is not 0.1 in binary.
   for value in (0.1, 1 / 3, 1e6 + 0.1):

@@ -351,6 +351,17 @@ def report(config) -> dict[str, str]:
   return {' '.join(words[:-1]): words[-1] for words in lines if words}
 
 
+def test_more_tokens_than_a_model_was_trained_on_are_warned_of(caplog):
+  config = tiny.config()
+  config.model.arch.max_position_embeddings = 96
+  parameters.model_config(config, 700)
+  assert not caplog.records
+  config.model.arch.max_position_embeddings = 95
+  parameters.model_config(config, 700)
+  [warned] = caplog.messages
+  assert 'max_tokens=96 is above max_position_embeddings=95' in warned
+
+
 def test_dry_run_counts_a_critic():
   """Parameters, gradients and two moments, as the policy has them."""
   config = tiny.config('http://127.0.0.1:9')

@@ -1,5 +1,8 @@
 """Schedules by arithmetic, AdamW against NumPy, freezing, bad fields."""
 
+import contextlib
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,9 @@ import optax
 import pytest
 
 from searchrl_jax.learn import optim
-from searchrl_jax.run import schema
+from searchrl_jax.learn.learner import Learner, Scores
+from searchrl_jax.run import parameters, schema
+from tests import tiny
 
 PARAMS = {
   'embed': np.ones((4, 3), np.float32),
@@ -88,6 +93,43 @@ def test_adamw_equals_numpy():
 def test_bad_fields(fields, message):
   with pytest.raises(ValueError, match=message):
     optim.make(config(**fields), 10)
+
+
+@pytest.mark.parametrize(
+  'kind, rates',
+  # 4 updates a step, 12 in all: 1 of the first step took place, none of the
+  # second, 2 of the third.
+  [('linear', [1, 1, 1 - 9 / 12]), ('constant', [1, 1, 1])],
+)
+def test_a_schedule_goes_on_where_minibatches_fall_away(kind, rates):
+  c = tiny.config()
+  c.optim.update(lr=1.0, schedule=kind)
+  c.algorithm.minibatches = 4
+  learner = Learner(c, parameters.model_config(c, 8), None)
+  updater, learner._peak = learner.updater, 0.0
+  zeros = lambda: jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), updater.shapes
+  )
+  learner.start(zeros())
+
+  def step(state, mini, old, ref):
+    _, moments = updater.tx.update(zeros(), state.opt_state, state.params)
+    return state._replace(opt_state=moments, step=state.step + 1), {}
+
+  updater.step = step
+  credit = types.SimpleNamespace(advantages=None, targets=None)
+  timer = types.SimpleNamespace(timer=lambda name: contextlib.nullcontext())
+  for number, (kept, rate) in enumerate(zip((1, 0, 2), rates, strict=True)):
+    run = types.SimpleNamespace(
+      step=number, writer=timer, check_finite=lambda *batch: None
+    )
+    scores = Scores([None] * kept, [None] * kept, None)
+    learner.update([[]] * kept, scores, credit, run)
+    assert learner.rates()['train/lr'] == pytest.approx(rate)
+  state = learner.tree()['state']
+  is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
+  [adam] = filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam))
+  assert int(state.step) == int(adam.count) == 3
 
 
 def test_no_clipping():

@@ -110,5 +110,9 @@ def test_updates_take_all_traces_of_an_epoch():
   for epoch in np.split(sft.order(lengths, 4, 4, seed=0), 2):
     short, long = sorted(epoch.tolist(), key=lambda row: lengths[row].sum())
     assert {*short} == {1, 3, 5, 7} and {*long} == {0, 2, 4, 6}
+  # Of ten, two updates of four take eight, in each epoch others.
+  epochs = sft.order(np.ones(10), 4, 40, seed=0).reshape(20, 8).tolist()
+  assert {len({*taken}) for taken in epochs} == {8}
+  assert {i for taken in epochs for i in taken} == {*range(10)}
   with pytest.raises(ConfigError, match="order='size': there are: given, len"):
     sft.order(lengths, 4, 4, seed=0, kind='size')

@@ -1,6 +1,7 @@
 """Turns, spans and labels of trajectories, and what is broadcast over them."""
 
 import dataclasses
+import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +26,8 @@ def segment(n, author, kind='other', train=None):
   return Segment(np.arange(n, dtype=np.int32), author, kind, train=train)
 
 
-def search(turn, *ids, error=False):
-  request = SearchRequest('q', 3, turn=turn)
+def search(turn, *ids, error=False, tool='search'):
+  request = SearchRequest('q', 3, turn=turn, tool=tool)
   if error:
     return SearchError(request, 'timeout', '')
   return SearchResult(request, tuple(Passage(i, '', '') for i in ids))
@@ -238,6 +239,16 @@ def test_anchors_tell_texts_of_tools_apart():
   s = of(told('4 km'), told('error: no unit'), told('4 km'))
   first, four, first_, error, *again = s.labels('anchor').tolist()
   assert again == [first, four] and first == first_ and four != error
+
+
+def test_what_two_tools_found_is_not_the_same():
+  cases = itertools.product(('a', ''), ('search', 'web'))
+  found = [search(0, *ids, tool=tool) for ids, tool in cases]
+  s = of(*(dataclasses.replace(searching('a'), searches=(x,)) for x in found))
+  assert len(set(s.labels('anchor')[1::2].tolist())) == 4
+  shown = [spans[3] for spans in s.spans]
+  assert [x.searched for x in shown] == [True, False] * 2
+  assert [x.passages for x in shown] == [('a',), (), (), ()]
 
 
 def test_labels_of_roles_and_of_samplers():

@@ -154,6 +154,10 @@ def test_load_says_what_is_wrong(tmp_path):
   (tmp_path / 'tokenizer.json').write_text('{"broken": ')
   with pytest.raises(ValueError, match='no tokenizer could be read'):
     tokenizing.load(tmp_path)
+  pointer = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\n'
+  (tmp_path / 'tokenizer.json').write_text(pointer)
+  with pytest.raises(ValueError, match='tokenizer.json: a Git LFS pointer'):
+    tokenizing.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """OTC: an answer is worth more the fewer tool calls it took.
 
 Wang et al., arXiv 2504.14870. The reward is the outcome times r, for m queries
-and n, the fewest of a correct trajectory of the group:
+of searches (calls of other tools are free) and n, the fewest of a correct
+trajectory of the group:
 
     n > 0: r = sin(f pi / (2 n)), f = 2 n m / (m + n): 1 at m = n
     n = 0: r = cos(m pi / (2 m + smoothing)): 1 at m = 0

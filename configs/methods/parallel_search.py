@@ -33,6 +33,7 @@ from searchrl_jax.rewards import ablations, answer, scores
 from searchrl_jax.rewards.core import per_trajectory
 from searchrl_jax.run import lookup
 from searchrl_jax.text import prompts
+from searchrl_jax.types import SEARCH
 
 STRUCTURE, SPLIT, COUNT = 0.1, 0.15, 0.35
 
@@ -63,7 +64,8 @@ def change(c, a):
 def shape(trajectory, released: bool) -> float:
   """What the shape of a trajectory's searches earns; see the module."""
   question = trajectory.question
-  runs = itertools.groupby(trajectory.searches, lambda s: s.request.turn)
+  searches = trajectory.calls(SEARCH)
+  runs = itertools.groupby(searches, lambda s: s.request.turn)
   queries = [len([*run]) for _, run in runs]
   n, split = len(queries), queries[:1] > [1]
   if question.meta['parallel']:

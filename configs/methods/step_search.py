@@ -80,13 +80,12 @@ def matched(trajectory, match: str) -> float:
   golds, found = trajectory.question.meta['queries'], {}
   if not golds:  # nothing has to be looked up
     return 0.0
-  for result in trajectory.searches:
-    if result.request.tool == SEARCH:
-      each = [scores.f1(result.request.query, words) for words in golds]
-      score = max(each)
-      best = each.index(score)
-      if score > (0.0 if match == 'last' else found.get(best, 0.0)):
-        found[best] = score
+  for result in trajectory.calls(SEARCH):
+    each = [scores.f1(result.request.query, words) for words in golds]
+    score = max(each)
+    best = each.index(score)
+    if score > (0.0 if match == 'last' else found.get(best, 0.0)):
+      found[best] = score
   return sum(found.values()) / len(golds)
 
 

@@ -9,7 +9,8 @@ All tokens of the turn share A_k, and gamma and lambda count turns. gamma 0.99
 and lambda 0.9 are those that summaries of the paper name; its text and code
 were not read. Departs from the paper, as far as these say: the ratio is clipped
 for each token, not for the turn. The critic learns the turn's return at each
-token of the turn, and is read at the first one.
+token of the turn, and is read at the first one. An observation is of no turn,
+so none is in the loss.
 
 Its shaping is lambda: algorithm.advantage_kw.lam.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from configs import algorithms
 from configs.methods import core
 from searchrl_jax.learn.advantages import normalised
+from searchrl_jax.run import lookup
 
 ADVANTAGE = dict(
   advantage='configs.methods.turn_ppo.turn_gae',
@@ -88,4 +90,13 @@ def targets(values, valid, mask, critic, structure, *, gamma, lam):
   return structure.over_tokens(np.where(kept, g, 0.0))
 
 
-turn_gae.targets = targets
+def _check(config, fields):
+  del fields
+  lookup.require(
+    not config.env.train_observations,
+    'config.env.train_observations with turn_gae: an observation is part of no '
+    'turn, and its values would be trained towards 0; set it to False',
+  )
+
+
+turn_gae.targets, turn_gae.check = targets, _check

@@ -26,7 +26,7 @@ from experiments.zerosearch.documents import (
   Beliefs,
 )
 from searchrl_jax.data.core import Trace
-from searchrl_jax.types import Question, Trajectory
+from searchrl_jax.types import SEARCH, Question, Trajectory
 from searchrl_jax.worlds import atlas, microworld
 
 SECTIONS = (*atlas.SECTIONS, atlas.TRAVEL)
@@ -64,7 +64,7 @@ def asked(
 
 def asks(trajectory: Trajectory, believed: Beliefs) -> Iterator[bool]:
   """Of each search, whether it names the person and section of the gold."""
-  for search in trajectory.searches:
+  for search in trajectory.calls(SEARCH):
     person, _, section = search.request.query.rpartition(' ')
     yield bool(asked(trajectory.question, (person, section), believed))
 

@@ -33,7 +33,7 @@ from searchrl_jax import evaluate, read
 from searchrl_jax.evaluators import grading
 from searchrl_jax.run import build, records
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.types import SearchResult, Trajectory
+from searchrl_jax.types import SEARCH, SearchResult, Trajectory
 from searchrl_jax.worlds import atlas
 
 HARD = 3  # hops, at least
@@ -108,7 +108,8 @@ def scores(trajectory: Trajectory, env: SearchEnv) -> dict[str, float]:
   """The scores of one trajectory."""
   (row,) = grading.score([trajectory], env)
   question = trajectory.question
-  results = [s for s in trajectory.searches if isinstance(s, SearchResult)]
+  searched = trajectory.calls(SEARCH)
+  results = [s for s in searched if isinstance(s, SearchResult)]
   ids = [[p.id for p in s.passages] for s in results]
   worth = [w.verdict for w in atlas.progress(question.supporting, ids)]
   made = len(worth)

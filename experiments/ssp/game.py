@@ -34,7 +34,7 @@ from searchrl_jax.rewards import scores
 from searchrl_jax.rollout import collector
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.types import Group, Question, Rewards, Trajectory
+from searchrl_jax.types import SEARCH, Group, Question, Rewards, Trajectory
 
 PROPOSER, VERIFIER, SOLVER = 'proposer', 'verifier', 'solver'
 # Why a proposal does not stand, in the order in which it is looked for.
@@ -161,13 +161,8 @@ def read(
   question = text and Question(
     f'{source.id}@{step}.{trajectory.sample}', text, source.answers, 'selfplay'
   )
-  evidence = [
-    b.text
-    for b in env.blocks(trajectory)
-    if b.author == 'environment'
-    and b.kind == 'information'
-    and b.text != env.template.no_results.strip()
-  ]
+  nothing = env.template.no_results.strip()
+  evidence = [text for text in env.retrieved(trajectory) if text != nothing]
   return Proposal(
     trajectory,
     question or None,
@@ -190,7 +185,7 @@ def _reason(trajectory, text, evidence, s) -> str:
     return 'leak'
   if not any(evidence):
     return 'evidence'
-  queries = [found.request.query for found in trajectory.searches]
+  queries = [found.request.query for found in trajectory.calls(SEARCH)]
   if len(queries) < s.min_searches:
     return 'searches'
   if len(set(queries)) < len(queries):
@@ -360,7 +355,7 @@ def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
     'proposals': len(proposals),
     'stand': len(stand),
     'valid_share': mean([not p.reason for p in proposals]),
-    'searches': mean([len(p.trajectory.searches) for p in proposals]),
+    'searches': mean([len(p.trajectory.calls(SEARCH)) for p in proposals]),
     'distinct': len({p.question.text for p in stand}) / len(stand)
     if stand
     else math.nan,

@@ -11,7 +11,7 @@ import pathlib
 
 from searchrl_jax.rewards.scores import normalise
 from searchrl_jax.run import command, records
-from searchrl_jax.types import SearchResult, Trajectory
+from searchrl_jax.types import SEARCH, SearchResult, Trajectory
 
 
 def asks(trajectory: Trajectory) -> Iterator[bool]:
@@ -23,7 +23,7 @@ def asks(trajectory: Trajectory) -> Iterator[bool]:
   """
   person, *path = trajectory.question.meta.get('path', (None,))
   holder = person if len(path) == 1 else None
-  for search in trajectory.searches:
+  for search in trajectory.calls(SEARCH):
     query = search.request.query
     yield query == holder
     found = getattr(search, 'passages', ())
@@ -58,7 +58,7 @@ def count(
   }
   real = failed = 0
   for trajectory in trajectories:
-    for search, right in zip(trajectory.searches, asks(trajectory)):
+    for search, right in zip(trajectory.calls(SEARCH), asks(trajectory)):
       if not isinstance(search, SearchResult):
         failed += 1
         continue

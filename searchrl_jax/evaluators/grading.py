@@ -122,7 +122,8 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
   golds = [a for a in question.answers if a.strip()]
   queries = _queries(trajectory, env)
   copies = [metrics.key(q) == metrics.key(question.text) for q in queries]
-  results = [s for s in trajectory.searches if isinstance(s, SearchResult)]
+  searched = trajectory.calls(SEARCH)
+  results = [s for s in searched if isinstance(s, SearchResult)]
   passages = [passage for result in results for passage in result.passages]
   retrieved = {passage.id for passage in passages}
   supports = [id in retrieved for id in question.supporting]
@@ -136,7 +137,7 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
     valid_format=rewards.valid_format(trajectory, env, require_think=False),
     guessed=answered * (not queries),
     searches=len(queries),
-    real_searches=len(trajectory.searches),
+    real_searches=len(searched),
     copied=_mean(copies),
     recall_any=max(supports, default=NAN),
     recall_all=min(supports, default=NAN),
@@ -164,8 +165,7 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
 def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
   """The queries that were sent, or that the policy answered itself."""
   if env.config.information == 'source':
-    requests = [search.request for search in trajectory.searches]
-    return [r.query for r in requests if r.tool == SEARCH]
+    return [search.request.query for search in trajectory.calls(SEARCH)]
   return [
     block.text
     for block in env.blocks(trajectory)

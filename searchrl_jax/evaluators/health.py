@@ -7,6 +7,7 @@ import statistics
 import numpy as np
 
 from searchrl_jax.evaluators import grading
+from searchrl_jax.learn.advantages import differ
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Trajectory
 
@@ -31,7 +32,8 @@ def signs(
   Args:
     groups: B trajectories in total.
     env: reads answers and blocks.
-    values: rewards [B], for the share of groups whose rewards are all equal.
+    values: rewards [B], for the share of groups whose rewards are all equal
+      but for rounding.
     valid: bool [B], which rewards count; given with values.
   """
   flat = [t for group in groups for t in group]
@@ -119,5 +121,5 @@ def _zero_variance(groups: Sequence[Group], values, valid) -> float:
   """Share of groups of two or more whose valid rewards are all equal."""
   ends = np.cumsum([len(group) for group in groups])[:-1]
   parts = zip(np.split(values, ends), np.split(valid, ends))
-  flags = [len(set(v[ok])) == 1 for v, ok in parts if sum(ok) > 1]
+  flags = [not differ(v[ok]) for v, ok in parts if sum(ok) > 1]
   return statistics.fmean(flags) if flags else 0.0

@@ -20,7 +20,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluators import grading
 from searchrl_jax.run import lookup, records
 from searchrl_jax.text import prompts
-from searchrl_jax.types import Question
+from searchrl_jax.types import SEARCH, Question
 
 MANIFEST, ROWS = 'manifest.json', 'rows.jsonl'
 _SAMPLING = ('n', 'temperature', 'top_p', 'seed', 'match')
@@ -146,7 +146,7 @@ def costs(
     for label in (name, f'{name}/set={row.set}'):
       own = sums.setdefault(label, dict.fromkeys(_COSTS, 0.0))
       own['trajectories'] += 1
-      own['searches'] += len(trajectory.searches)
+      own['searches'] += len(trajectory.calls(SEARCH))
       for s in trajectory.segments:
         own[names.get(s.author, 'observation_tokens')] += len(s.ids)
   for label in sums if len(sums) > 2 else [name]:

@@ -72,6 +72,14 @@ def returns(values) -> np.ndarray:
   return np.array([np.sum(v, dtype=np.float64) for v in values], np.float64)
 
 
+def differ(values: np.ndarray) -> bool:
+  """Whether values differ by more than their sums are rounded.
+
+  Rewards are float32: 3 x 1/3 and 2/3 + 1/3 differ in the eighth digit.
+  """
+  return bool(np.ptp(values) > max(1e-6, 4e-7 * np.abs(values).max()))
+
+
 def _prepare(values, valid, group_ids):
   valid, group_ids = np.asarray(valid, bool), np.asarray(group_ids)
   return np.where(valid, returns(values), 0.0), valid, group_ids
@@ -100,9 +108,9 @@ def by_cell(values, valid, partition, fn: Callable) -> np.ndarray:
   for cell in np.unique(cells[valid]):
     own = np.flatnonzero(valid & (cells == cell))
     v = values[own]
-    # Equal values differ from their own mean by rounding alone, which a
-    # division by a tiny standard deviation would blow up.
-    if len(own) > 1 and v.max() > v.min():
+    # Equal values differ from each other and from their mean by rounding alone,
+    # which a division by a tiny standard deviation would blow up.
+    if differ(v):
       out[own] = fn(np.sort(v), v)
   return out
 
@@ -124,7 +132,7 @@ def _whiten(x: np.ndarray, chosen: np.ndarray, eps: float, ddof: int):
   0 where all are equal. Sums are over sorted values: their order cannot show.
   """
   out, s = np.zeros(x.shape, np.float32), np.sort(x[chosen])
-  if s.size and s[0] != s[-1]:
+  if s.size and differ(s):
     out[chosen] = (x[chosen] - s.mean()) / (s.std(ddof=ddof) + eps)
   return out
 

@@ -182,7 +182,7 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
 
   Left out are those that are not valid (a failed service, an unusable reward)
   and, with config.algorithm.drop_zero_variance, groups whose valid values are
-  all equal (no gradient: DAPO, arXiv 2503.14476, section 3.2).
+  all equal but for rounding (no gradient: DAPO, arXiv 2503.14476, section 3.2).
 
   Returns:
     group_ids [B], kept [B], and counts for the log: `groups`,
@@ -192,7 +192,7 @@ def kept_of(groups: Sequence[Group], reward: Rewards, config):
   values = advantages.returns(reward.value)
   valid = np.asarray(reward.valid, bool)
   of_group = (values[valid & (group_ids == g)] for g in range(len(groups)))
-  varies = [len(set(own)) > 1 for own in of_group]
+  varies = [len(own) > 1 and advantages.differ(own) for own in of_group]
   kept = valid.copy()
   if config.algorithm.drop_zero_variance:
     kept &= np.array(varies, bool)[group_ids]

@@ -73,6 +73,7 @@ class Learner:
     self._critic = None
     if config.critic.lr and not supervised:
       fields = own_optim(config, config.critic)
+      self._critic_optim = fields
       self._critic = self._updaters['critic'] = update.Updater(
         critics.config(cfg),
         config.batch,
@@ -197,6 +198,8 @@ class Learner:
     """
     config, updater = self._roles[role], self._updaters[role]
     timer, per_update = run.writer.timer, []
+    if minibatches:
+      self._move_schedules(role, run.step)
     for _ in range(config.algorithm.epochs):
       for i, mini in enumerate(minibatches):
         metrics = {}
@@ -226,6 +229,20 @@ class Learner:
     join = lambda name: np.max if name.endswith('_max') else _mean
     return {name: join(name)(values) for name, values in found.items()}
 
+  def _move_schedules(self, role: str, step: int) -> None:
+    """To where a role's updates of a step begin, if none of any fell away."""
+    each = {name: optim.step_updates(c) for name, c in self._roles.items()}
+    names = [*each]
+    earlier = sum(each[name] for name in names[: names.index(role)])
+    steps = max(step - self._config.critic.pretrain_steps, 0)
+    at = steps * sum(each.values()) + earlier
+    moved = optim.move(self._optim, self._state.opt_state, at)
+    self._state = self._state._replace(opt_state=moved)
+    if self._roles[role].critic.lr:
+      old, at = self._critic_state, step * each[role]
+      moved = optim.move(self._critic_optim, old.opt_state, at)
+      self._critic_state = old._replace(opt_state=moved)
+
   def record(
     self, batch: batching.StepBatch, scores: Scores, credit: Credit, role=''
   ) -> dict[str, Any]:
@@ -253,7 +270,7 @@ class Learner:
     self._flops = self._seconds = 0.0
     rate = optim.schedule(self._optim, self._updates)
     share = done / seconds / self._peak if self._peak and seconds else 0.0
-    last = max(int(self._state.step) - 1, 0)
+    last = max(optim.scheduled(self._state.opt_state) - 1, 0)
     return {'train/lr': float(rate(last)), 'train/mfu': share}
 
 

@@ -8,9 +8,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, sharding
 
 
 def schedule(config, total_updates: int, where: str = 'config.optim'):
@@ -42,17 +43,20 @@ def schedule(config, total_updates: int, where: str = 'config.optim'):
   return rate
 
 
+def step_updates(config) -> int:
+  """The optimizer updates of a step; fewer, if minibatches have no group."""
+  return config.algorithm.minibatches * config.algorithm.epochs
+
+
 def updates(config) -> int:
   """The policy's optimizer updates in the whole training run of a config."""
-  a = config.algorithm
   steps = config.train.steps - config.critic.pretrain_steps
-  return steps * a.minibatches * a.epochs
+  return steps * step_updates(config)
 
 
 def critic_updates(config) -> int:
   """The critic's updates, of the steps before the policy's too."""
-  a = config.algorithm
-  return config.train.steps * a.minibatches * a.epochs
+  return config.train.steps * step_updates(config)
 
 
 def paths(params) -> list[str]:
@@ -73,6 +77,34 @@ def decayed(params):
   return jax.tree.map_with_path(
     lambda path, _: not name(path).endswith(('norm', 'bias')), params
   )
+
+
+def _is_schedule(state) -> bool:
+  return isinstance(state, optax.ScaleByScheduleState)
+
+
+def scheduled(opt_state) -> int:
+  """The update that the schedule has reached."""
+  leaves = jax.tree.leaves(opt_state, is_leaf=_is_schedule)
+  return int(next(filter(_is_schedule, leaves)).count)
+
+
+def move(config, opt_state, update: int):
+  """The state of `make`, its schedule at this update of the run.
+
+  Updates that did not take place count for the schedule, not for Adam. A
+  constant rate stays where it is: its warm-up counts updates.
+  """
+  if config.schedule == 'constant' or scheduled(opt_state) == update:
+    return opt_state
+
+  def moved(x):
+    if not _is_schedule(x):
+      return x
+    count = np.asarray(update, x.count.dtype)
+    return x._replace(count=sharding.put(count, x.count.sharding))
+
+  return jax.tree.map(moved, opt_state, is_leaf=_is_schedule)
 
 
 def make(config, total_updates: int) -> optax.GradientTransformation:

@@ -20,7 +20,7 @@ import zlib
 import numpy as np
 
 from searchrl_jax.run import lookup
-from searchrl_jax.types import SearchResult, Segment, Trajectory
+from searchrl_jax.types import SEARCH, SearchResult, Segment, Trajectory
 
 ACTORS = ('policy', 'teacher')  # authors of turns
 
@@ -33,9 +33,9 @@ class Span:
   end: int
   turn: int  # that it is part of, or follows; -1 before the first turn
   segment: Segment
-  # Of an observation: ids of the passages that the search found, or the text
-  # of a tool, in order. A cut observation does not show all of it.
-  passages: tuple[str, ...] = ()
+  # Of an observation: the answers of the turn's tool, in order. A cut one does
+  # not show all of them.
+  results: tuple[SearchResult, ...] = ()
 
   @property
   def acts(self) -> bool:
@@ -46,6 +46,21 @@ class Span:
   def observes(self) -> bool:
     """Whether it shows what a tool found."""
     return _observes(self.segment)
+
+  @property
+  def searched(self) -> bool:
+    """Whether it shows what a search found, not another tool."""
+    return any(r.request.tool == SEARCH for r in self.results)
+
+  @property
+  def passages(self) -> tuple[str, ...]:
+    """Ids of the passages that a search found, in order.
+
+    They name passages of config.source: another tool's ids, and its texts, are
+    names of something else.
+    """
+    own = (r for r in self.results if r.request.tool == SEARCH)
+    return tuple(p.id for r in own for p in r.passages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +117,9 @@ class Structure:
     Args:
       name: 'role' of the trajectory; 'anchor', what the turn follows (GiGPO,
         arXiv 2505.10978, groups by it): the kinds of the environment's
-        segments, the set of passages found there and the texts of tools,
-        compared exactly, where the paper's search variant compares texts of
-        passages too; or a name in
+        segments, and the set of what each tool found there: the ids of
+        passages, and texts, compared exactly, where the paper's search
+        variant compares texts of passages too; or a name in
         `Trajectory.meta`, where a sampler has put a label, or a list with one
         for each turn (a tree, its nodes). Failed trajectories need none.
 
@@ -123,7 +138,7 @@ class Structure:
     if name == 'anchor':
       before = [s for s in spans if s.turn == number - 1]
       read = [s for s in before if s.segment.author == 'environment']
-      found = frozenset(p for s in read for p in s.passages)
+      found = frozenset(x for s in read for r in s.results for x in _names(r))
       return number > 0, tuple(s.segment.kind for s in read), found
     label = trajectory.meta.get(name)
     if trajectory.failed:  # in no statistic
@@ -183,9 +198,8 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
   """
   found = []
   searches = itertools.groupby(trajectory.searches, lambda r: r.request.turn)
-  for _, results in searches:
-    answers = [r for r in results if isinstance(r, SearchResult)]
-    found.append(sum(map(_shown, answers), ()))
+  for _, answers in searches:
+    found.append(tuple(r for r in answers if isinstance(r, SearchResult)))
   # The last search may have none: it failed, or there was no room.
   here = sum(map(_observes, trajectory.trained))
   all_ = sum(map(_observes, trajectory.segments))
@@ -194,7 +208,7 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
     f'trajectory {trajectory.id} trains on {here} of {all_} observations, with '
     f'searches in {len(found)} turns: which passages they show is unknown',
   )
-  passages, out = iter(found), []
+  shown, out = iter(found), []
   at, turn, answered = 0, -1, True
   for s in trajectory.trained:
     if s.author in ACTORS:
@@ -202,14 +216,17 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
       answered = False
     elif s.author == 'environment':
       answered = True
-    ids = next(passages) if _observes(s) else ()
-    out.append(Span(at, at + len(s.ids), turn, s, ids))
+    results = next(shown) if _observes(s) else ()
+    out.append(Span(at, at + len(s.ids), turn, s, results))
     at += len(s.ids)
   return tuple(out)
 
 
-def _shown(result: SearchResult) -> tuple[str, ...]:
-  return *(p.id for p in result.passages), *filter(None, [result.text])
+def _names(result: SearchResult) -> list[tuple[str, str, str]]:
+  """Whose an answer is, its text, and its passages by source and id."""
+  tool = result.request.tool
+  found = [(tool, 'passage', p.id) for p in result.passages]
+  return [(tool, 'text', result.text), *found]
 
 
 def _observes(segment: Segment) -> bool:

@@ -118,6 +118,7 @@ def read(file: pathlib.Path):
   """(fields by name, tensors by name) of a file."""
   gguf, found = _library(), f'{file}: a truncated or malformed GGUF file'
   lookup.require(file.is_file(), f'{file}: no such file', FileNotFoundError)
+  lookup.require_content(file)
   try:
     reader = gguf.GGUFReader(file)
     fields = {k: x.contents() for k, x in reader.fields.items()}

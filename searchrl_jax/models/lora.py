@@ -32,7 +32,7 @@ CONFIG = 'adapter_config.json'
 WEIGHTS = 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'  # of PEFT's tensor names
 # Fields of an adapter_config.json that change the computation -> the values
-# that are implemented.
+# that are implemented. Any other field has to be in _IGNORED, or off.
 _NEUTRAL = {
   'peft_type': ('LORA',),
   'bias': (None, 'none'),
@@ -48,7 +48,20 @@ _NEUTRAL = {
   'trainable_token_indices': (None,),
   'alora_invocation_tokens': (None,),
   'use_qalora': (None, False),
+  'lora_bias': (None, False),
+  'ensure_weight_tying': (None, False),
+  # Those that leave the base as it is. Others (pissa, olora, corda, loftq,
+  # lora_ga) take from it what the fresh adapter adds.
+  'init_lora_weights': (None, False, 'gaussian', 'eva', 'orthogonal', True),
 }
+_IGNORED = frozenset(
+  """
+  auto_mapping base_model_name_or_path corda_config eva_config exclude_modules
+  inference_mode layers_pattern lora_alpha lora_dropout lora_ga_config
+  loftq_config megatron_config megatron_core peft_version qalora_group_size r
+  revision runtime_config target_modules task_type
+  """.split()
+)
 
 
 def parse(fields, dtype: str) -> Lora | None:
@@ -252,9 +265,21 @@ def load(path, cfg: DecoderConfig, mesh=None) -> dict:
     FileNotFoundError: it is no such folder.
   """
   path = pathlib.Path(path)
+  lookup.require(
+    (path / CONFIG).exists(),
+    f'{path / CONFIG}: no such file; give a folder that PEFT wrote',
+    FileNotFoundError,
+  )
   with lookup.of(f'{path / CONFIG}: not JSON'):
     fields = json.loads((path / CONFIG).read_text())
   _check_fields(path / CONFIG, fields, cfg.lora)
+  lookup.require(
+    (path / WEIGHTS).exists(),
+    f'{path / WEIGHTS}: no such file; load other formats (.bin) with PEFT and '
+    'call save_pretrained',
+    FileNotFoundError,
+  )
+  lookup.require_content(path / WEIGHTS)
   try:
     stored = safetensors.numpy.load_file(path / WEIGHTS)
   except safetensors.SafetensorError as e:
@@ -269,10 +294,19 @@ def load(path, cfg: DecoderConfig, mesh=None) -> dict:
 
 
 def _check_fields(file, fields: Mapping[str, Any], lora: Lora) -> None:
+  moved = (
+    '. It may have changed the base model: save it by PEFT with '
+    'path_initial_model_for_weight_conversion'
+  )
   for name, known in _NEUTRAL.items():
     value = fields.get(name)
     message = f'{file}: {name}={value!r} is not supported; expected {known[-1]}'
+    message += moved if name == 'init_lora_weights' else ''
     lookup.require(value in known, message)
+  # What PEFT adds to LoRA is off where a field is empty.
+  for name in fields.keys() - _NEUTRAL.keys() - _IGNORED:
+    message = f'{file}: {name}={fields[name]!r} is not known; expected none'
+    lookup.require(not fields[name], message)
   for name, field in (('r', 'rank'), ('lora_alpha', 'alpha')):
     value, wanted = fields.get(name), getattr(lora, field)
     ours = f'config.models.lora.{field}={wanted}: make them equal'

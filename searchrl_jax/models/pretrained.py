@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from searchrl_jax.run import lookup, sharding
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
+_SHARDS = re.compile(r'model-\d+-of-(\d+)\.safetensors')  # of one checkpoint
+_VERL = {'fsdp': 'model_world_size_*_rank_*.pt', 'megatron': 'dist_ckpt'}
 _READ = ('F32', 'BF16', 'F16', 'F64')
 _ROWS = 32  # of a file's tensor, transposed at once
 
@@ -35,7 +38,11 @@ def read_json(path) -> dict[str, Any]:
   Raises:
     FileNotFoundError, ValueError: it is absent, or not a JSON object.
   """
-  path = pathlib.Path(path) / 'config.json'
+  folder = pathlib.Path(path)
+  path = folder / 'config.json'
+  lookup.require(
+    path.exists(), f'{path}: no such file{_what(folder)}', FileNotFoundError
+  )
   with lookup.of(f'{path}: not JSON'):
     value = json.loads(path.read_text())
   lookup.require(isinstance(value, dict), f'{path}: expected a JSON object')
@@ -77,29 +84,80 @@ class Stored(NamedTuple):
   read: Callable[[], np.ndarray]
 
 
+def _what(folder: pathlib.Path) -> str:
+  """What a folder without a checkpoint holds, and what to do, as '; ...'."""
+  has = lambda pattern: next(folder.glob(pattern), None)
+  if has('adapter_config.json'):
+    return (
+      '; it holds an adapter: give the folder as config.models.lora.path, and '
+      'the model that it was trained on as config.model.path'
+    )
+  if within := has('*/model*.safetensors') or has('*/*/model*.safetensors'):
+    return f'; {within.parent} holds one: give that folder'
+  # `actor/huggingface` has the config, and the shards lie beside it.
+  for place in folder, folder / 'actor', folder.parent:
+    for backend, shards in _VERL.items():
+      if any(place.glob(shards)):
+        merge = f'python -m verl.model_merger merge --backend {backend}'
+        return (
+          f'; {place} holds shards of verl: merge them by `{merge} --local_dir '
+          f'{place} --target_dir OUT`, and give OUT'
+        )
+  if found := has('*.gguf'):
+    return f'; give the file {found} itself'
+  if has('*.bin') or has('*.pt') or has('*.pth'):
+    return (
+      '; convert the weights (.bin) to safetensors: load the folder with '
+      'transformers and call save_pretrained'
+    )
+  return '; give the folder of a Hugging Face checkpoint, with all its files'
+
+
+def _files(path: pathlib.Path) -> tuple[list[str], dict[str, str]]:
+  """The files of a checkpoint, and the index: tensor -> file, if it has one.
+
+  Raises:
+    FileNotFoundError: there are none, or not all shards.
+    ValueError: the index is malformed.
+  """
+  if (path / SINGLE).exists():
+    return [SINGLE], {}
+  if (path / INDEX).exists():
+    try:
+      holder = json.loads((path / INDEX).read_text())['weight_map']
+      return sorted({*holder.values()}), holder
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
+  names = sorted(p.name for p in path.glob('model-*.safetensors'))
+  counts = {int(found[1]) for n in names if (found := _SHARDS.fullmatch(n))}
+  lookup.require(
+    names,
+    f'{path}: contains neither {SINGLE} nor {INDEX}{_what(path)}',
+    FileNotFoundError,
+  )
+  lookup.require(
+    counts == {len(names)},
+    f'{path}: {", ".join(names)} without {INDEX}: are these all files of one '
+    'checkpoint? Download the rest, and the index',
+    FileNotFoundError,
+  )
+  return names, {}
+
+
 def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
   """The tensors of a model of text, by name.
 
-  Those of a checkpoint that has images too are renamed, or left out.
+  Those of a checkpoint that has images too, or that a wrapper saved, are
+  renamed, or left out.
 
   Raises:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
-    ValueError: a file is truncated or malformed.
+    ValueError: a file is truncated or malformed, or two tensors are the same.
   """
-  holder = {}  # tensor -> its file
-  if not (path / SINGLE).exists():
-    lookup.require(
-      (path / INDEX).exists(),
-      f'{path}: contains neither {SINGLE} nor {INDEX}; convert other formats '
-      '(.bin) to safetensors, and name a .gguf file itself',
-      FileNotFoundError,
-    )
-    try:
-      holder = json.loads((path / INDEX).read_text())['weight_map']
-    except (ValueError, KeyError) as e:
-      raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
-  out = {}
-  for file in sorted({*holder.values()}) or [SINGLE]:
+  files, holder = _files(path)
+  out: dict[str, Stored] = {}
+  for file in files:
+    lookup.require_content(path / file)
     try:
       opened = safetensors.safe_open(path / file, 'np')
     except safetensors.SafetensorError as e:
@@ -110,8 +168,28 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
         entry = opened.get_slice(name)
         read = functools.partial(opened.get_tensor, name)
         shape = tuple(entry.get_shape())
+        lookup.require(
+          ours not in out,
+          f'{path / file}: tensor {name!r} is there twice, with and without a '
+          'prefix, or in two files',
+          ValueError,
+        )
         out[ours] = Stored(file, shape, entry.get_dtype(), read)
   return out
+
+
+def _missing(name: str, stored: Mapping[str, Stored]) -> str:
+  """What to say of a tensor that is not there."""
+  if name == families.TIED_HEAD:
+    return (
+      'is missing, and tie_word_embeddings is false in config.json: set it to '
+      'true if the head is the embedding, or add the tensor'
+    )
+  for found in sorted(stored):
+    prefix = found.removesuffix(name)
+    if prefix != found:
+      return f'is missing; there is {found!r}: remove the prefix {prefix!r}'
+  return f'is missing; there is {min(stored, default=None)!r}'
 
 
 def _check_tensors(path, table, stored: dict[str, Stored]):
@@ -119,9 +197,10 @@ def _check_tensors(path, table, stored: dict[str, Stored]):
   for name in (*table, *sorted(stored.keys() - table.keys())):
     entry = stored.get(name)
     problem = f'is {entry and (entry.shape, entry.dtype)}; the config asks for '
-    if name in table:
-      good = entry and entry.shape == table[name].shape
-      good = good and entry.dtype in _READ
+    if entry is None:
+      good, problem = False, _missing(name, stored)
+    elif name in table:
+      good = entry.shape == table[name].shape and entry.dtype in _READ
       problem += f'{table[name].shape}, one of {", ".join(_READ)}'
     elif name == families.TIED_HEAD:
       # Some writers store the tied head again.

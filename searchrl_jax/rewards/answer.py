@@ -10,7 +10,8 @@ differs from the released code in three ways:
     extracts the example of the template, so it never uses the last row of its
     table, and text without an answer earns `final`. `released` restores that.
   * The answer is searched in the policy's text, not in prompt and passages.
-  * Text counts as retrieved only if the environment wrote it.
+  * Text counts as retrieved only if a search found it: not what the policy
+    wrote, nor what another tool answered.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,11 +80,8 @@ async def search_r1_format(
     answer, golds = env.answer(trajectory), trajectory.question.answers
     right = scores.exact_match(answer, golds)
     valid = valid_format(trajectory, env, require_think)
-    retrieved = any(
-      scores.contains(block.text, golds)
-      for block in env.blocks(trajectory)
-      if block.author == 'environment' and block.kind == 'information'
-    )
+    found = env.retrieved(trajectory)
+    retrieved = any(scores.contains(text, golds) for text in found)
     if right:
       value = 1.0 if valid else 1.0 - structure
     elif valid:

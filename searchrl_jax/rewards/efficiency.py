@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from searchrl_jax.rewards import ablations, scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
-from searchrl_jax.types import Group, Question, Rewards, Trajectory
+from searchrl_jax.types import SEARCH, Group, Question, Rewards, Trajectory
 
 
 class Attempt(NamedTuple):
@@ -29,8 +29,11 @@ class Attempt(NamedTuple):
 
 
 def executed(trajectory: Trajectory) -> int:
-  """The number of queries that were answered; a search may hold several."""
-  return len(trajectory.searches)
+  """The number of queries that were answered; a search may hold several.
+
+  Calls of other tools are no searches.
+  """
+  return len(trajectory.calls(SEARCH))
 
 
 def needed(question: Question) -> int:

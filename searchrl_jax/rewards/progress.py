@@ -2,8 +2,8 @@
 
 StepSearch (arXiv 2505.15107), PiCA (2605.09287) and IGPO (2510.14967) differ
 in their potential Phi, in how a step of it becomes a reward, and in scale. With
-Phi_0 before the first search and Phi_t once the policy has read what search t
-found, search t earns
+Phi_0 before the first call of a tool and Phi_t once the policy has read what
+call t found, a search t earns
 
     scale (step_t - redundancy u_t)
 
@@ -14,7 +14,8 @@ found, search t earns
 u_t is the share of the passages of search t that an earlier search, or an
 earlier place of its own results, has shown. Credit lies on the last segment
 that the policy wrote before the observation. A search without an observation
-(there was no room for it) earns nothing.
+(there was no room for it) earns nothing. A call of another tool earns its own
+step of Phi, so that no search does, but no level.
 
 Only the differences add up to what was reached, Phi_m - Phi_0. The level pays
 again for each further search, and so does the gain where Phi can fall: both can
@@ -113,7 +114,8 @@ async def progress(
     parts['phi'][i], parts['redundant'][i] = level[-1], again.sum()
     if not last or (forfeit and context.env.answer(t) is None):
       continue
-    step = level[1:] if kind == 'level' else np.diff(level)
+    searched = np.array([span.searched for span in read], bool)
+    step = level[1:] * searched if kind == 'level' else np.diff(level)
     step = np.maximum(step, 0.0) if kind == 'gain' else step
     credit = dict.fromkeys(last, 0.0)
     for span, x in zip(read, step - redundancy * again, strict=True):

@@ -79,7 +79,8 @@ class RolloutStats:
   sampled_tokens: int = 0
   outside_tokens: int = 0  # observations and feedback, without prompts
   searches: int = 0  # queries, without retries
-  search_retries: int = 0  # retries of queries
+  tool_calls: int = 0  # of other tools, without retries
+  search_retries: int = 0  # of any tool, as the failed ones
   failed_searches: int = 0  # queries without an answer after all attempts
   empty_searches: int = 0  # queries without passages or text
   tool_cost: float = 0.0  # sum of what the calls of tools cost
@@ -363,11 +364,15 @@ class Services:
       if not open_:
         break
     self.stats.search_seconds += time.monotonic() - begin
+    searched = [r.tool == types.SEARCH for r in requests]
     results = [a for a in answers.values() if isinstance(a, types.SearchResult)]
     count(
-      searches=len(requests),
+      searches=sum(searched),
+      tool_calls=len(requests) - sum(searched),
       failed_searches=len(open_),
-      empty_searches=sum(not a.shown for a in results),
+      empty_searches=sum(
+        a.request.tool == types.SEARCH and not a.shown for a in results
+      ),
       tool_cost=sum(a.cost for a in results),
     )
     ordered = tuple(answers[i] for i in range(len(requests)))

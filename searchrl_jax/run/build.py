@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from searchrl_jax.data import core as data
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import lora
+from searchrl_jax.models import lora, pretrained
 from searchrl_jax.run import (
   cluster,
   lookup,
@@ -169,6 +169,8 @@ def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
   else:
     field = 'tokenizer' if config.model.tokenizer else 'path'
     folder = pathlib.Path(parameters.local(name, f'config.model.{field}'))
+    if name == config.model.path:
+      pretrained.read_json(folder)  # else it says what the folder is instead
     tokenizers.load(folder).save(out)
     generation = folder / 'generation_config.json'
     if generation.exists():  # it names the tokens that end a turn

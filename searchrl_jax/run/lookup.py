@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import pathlib
 import pkgutil
 from typing import Any
 
@@ -31,6 +32,18 @@ def of(
     yield
   except caught as e:
     raise error(f'{field}: {e}') from e
+
+
+def require_content(file: pathlib.Path) -> None:
+  """Raises ConfigError if a file is what Git LFS left in its place."""
+  pointer = b'version https://git-lfs.github.com/spec/'
+  if file.is_file():
+    with file.open('rb') as opened:
+      require(
+        opened.read(len(pointer)) != pointer,
+        f'{file}: a Git LFS pointer in place of the file; run `git lfs pull` '
+        'in that clone, or download it from the hub',
+      )
 
 
 def near(name: str, names) -> str:

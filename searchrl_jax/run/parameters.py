@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import logging
 import operator
 import pathlib
 
@@ -95,15 +96,23 @@ def model_config(config: ConfigDict, vocab_size: int):
   """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
   flags = {name: config.model[name] for name in _COMPUTED}
   flags['lora'] = lora.parse(config.models.lora, config.model.dtype)
-  path = config.model.path
+  path, where = config.model.path, 'config.model.arch'
   if names_shape(config):
-    cfg = pretrained.decoder_config(families.NAMED[path], **flags)
+    hf = families.NAMED[path]
   elif path:
-    cfg = pretrained.read_config(local(path), **flags)
+    where = local(path)
+    hf = pretrained.read_json(where)
   else:
     lookup.require(config.model.arch, 'config.model needs a path or an arch')
-    arch = {'vocab_size': vocab_size} | config.model.arch.to_dict()
-    cfg = pretrained.decoder_config(arch, **flags)
+    hf = {'vocab_size': vocab_size} | config.model.arch.to_dict()
+  with lookup.of(where):
+    cfg = pretrained.decoder_config(hf, **flags)
+  most, trained = config.env.max_tokens, families.context(hf)
+  if trained and most > trained:
+    logging.warning(
+      f'config.env.max_tokens={most} is above max_position_embeddings={trained}'
+      ': the model was not trained on positions that far; lower the first'
+    )
   lookup.require(
     cfg.vocab_size >= vocab_size,
     f'the tokenizer has {vocab_size} entries and the model '

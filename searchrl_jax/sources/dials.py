@@ -113,13 +113,15 @@ class Dials:
     s, name = self._setting, _name(request.question)
     query, k = request.query, request.k
     if request.question and self._turned('random', name, query):
+      # Ids of the data may end like the suffixes of `_name`.
+      known = [id for id in _ids(request.question.id) if id in self._other]
       lookup.require(
-        name in self._other,
+        known,
         f'config.source.dials.random={s.random}: question {name!r} is in no '
         'set of config.data; questions that a policy asks have no other one',
         SourceError,
       )
-      query = self._other[name]
+      query = self._other[known[0]]
     if s.missing or s.rank:
       k = max(k, s.depth)
     return dataclasses.replace(request, query=query, k=k)
@@ -154,9 +156,18 @@ class Dials:
     return [copy, passage] if first else [passage, copy]
 
 
+def _ids(id: str) -> list[str]:
+  """An id, and what it may be without the '#2' of a question that a step asks
+  again; there are several of them if the step asked for questions again."""
+  out = [id]
+  while re.search(r'#\d+$', out[-1]):
+    out.append(out[-1].rpartition('#')[0])
+  return out
+
+
 def _name(question: Question | None) -> str:
   """A question's id, the same for each time that a step asks it."""
-  return re.sub(r'#\d+$', '', question.id) if question else ''
+  return _ids(question.id)[-1] if question else ''
 
 
 def _others(questions: Sequence[Question]) -> dict[str, str]:
@@ -166,7 +177,7 @@ def _others(questions: Sequence[Question]) -> dict[str, str]:
     for step in range(1, len(ordered)):
       other = ordered[(i + step) % len(ordered)]
       if not set(other.answers) & set(question.answers):
-        out[_name(question)] = other.text
+        out[question.id] = other.text
         break
     else:
       raise SourceError('random passages need two different answers')

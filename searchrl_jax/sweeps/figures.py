@@ -10,13 +10,14 @@
       and which code made which runs, if they are not of the same
   curves.png  means over runs, shaded from lowest to highest
 
-Intervals are 95 %: Student's t over runs for means and paired differences. The
-interquartile mean has a percentile bootstrap that resamples the runs of each
-world by themselves (Agarwal et al. 2021, arXiv 2108.13264). Seeds of different
-purposes never share a line.
+Intervals are 95 %: Student's t for means and paired differences, over runs, or,
+of several worlds, over the means of these (`over_worlds`). The interquartile
+mean has a percentile bootstrap that resamples the runs of each world by
+themselves (Agarwal et al. 2021, arXiv 2108.13264), and so holds for these
+worlds. Seeds of different purposes never share a line.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import io
 import json
 import pathlib
@@ -42,7 +43,7 @@ _SCHEMA = pa.schema({
 
 
 class Interval(NamedTuple):
-  """Over n runs; low and high are None where these do not give them."""
+  """Over n runs or worlds; low and high are None where these give none."""
 
   mean: float
   low: float | None
@@ -65,10 +66,28 @@ def interval(values: Sequence[float]) -> Interval:
   return Interval(mean, mean - float(half), mean + float(half), n)
 
 
+def by_world(runs: Mapping[str, float]) -> list[list[float]]:
+  """The values of the runs of each world, by case."""
+  worlds: dict[int | None, list[float]] = {}
+  for case, value in runs.items():
+    worlds.setdefault(core.parse(case)[1], []).append(value)
+  return [*worlds.values()]
+
+
+def over_worlds(runs: Mapping[str, float]) -> Interval:
+  """The `interval` of values by case.
+
+  Runs of one world have that world in common: of several worlds, the interval
+  is that of the means of each, and holds for other worlds too.
+  """
+  first, *others = worlds = by_world(runs)
+  return interval([*map(np.mean, worlds)] if others else first)
+
+
 def paired(a: Mapping[str, float], b: Mapping[str, float]) -> Interval | None:
-  """The `interval` of a - b over the cases of both; None: they share none."""
-  differences = [a[case] - b[case] for case in a if case in b]
-  return interval(differences) if differences else None
+  """`over_worlds` of a - b, for the cases of both; None: they share none."""
+  differences = {case: a[case] - b[case] for case in a if case in b}
+  return over_worlds(differences) if differences else None
 
 
 def interquartile(
@@ -99,14 +118,17 @@ def _middle(*worlds, axis: int):
 
 def means(seeds: Mapping[str, dict]) -> dict:
   """{evaluation: {score: Interval as a dict}}; scores that all seeds have."""
-  every = [s['values'] for s in seeds.values()]
+  every = {case: s['values'] for case, s in seeds.items()}
+  first, *_ = every.values()
   return {
     variant: {
-      score: interval([v[variant][score] for v in every])._asdict()
+      score: over_worlds(
+        {c: v[variant][score] for c, v in every.items()}
+      )._asdict()
       for score in values
-      if all(score in v.get(variant, {}) for v in every)
+      if all(score in v.get(variant, {}) for v in every.values())
     }
-    for variant, values in every[0].items()
+    for variant, values in first.items()
   }
 
 
@@ -237,11 +259,17 @@ def write(sweep: Sweep, workdir: pathlib.Path) -> str:
 
 # ---- Tables and curves.
 
+_OF_WORLDS = (
+  '± of several worlds is over the mean of each, and holds for other worlds; '
+  'of one, and [ ], it is over seeds, and holds for these worlds.'
+)
+
 
 def compare(found: Mapping[str, dict], score: str, baseline: str) -> str:
   """Markdown: a line per purpose and arm.
 
   found: purpose -> what `collect` returns. score: of the evaluation 'after'.
+  In a sweep with worlds a sentence below says what the intervals hold for.
   """
   lines = []
   for purpose, arms in found.items():
@@ -256,24 +284,32 @@ def compare(found: Mapping[str, dict], score: str, baseline: str) -> str:
     for arm, runs in values.items():
       if not runs:
         continue
-      worlds: dict[int | None, list[float]] = {}
-      for case, value in runs.items():
-        worlds.setdefault(core.parse(case)[1], []).append(value)
-      middle, difference = interquartile([*worlds.values()]), None
-      if arm != baseline:
-        difference = paired(runs, values.get(baseline, {}))
+      middle, shown = interquartile(by_world(runs)), ''
+      both = [case for case in runs if case in values.get(baseline, {})]
+      if arm != baseline and both:
+        pairs = _worlds(both) or f' ({len(both)} pairs)'
+        shown = f'{paired(runs, values[baseline])}{pairs}'
       bounds = ''
       if middle.low is not None:
         bounds = f' [{middle.low:.3f}, {middle.high:.3f}]'
       lines.append(
         (
-          *(arm, purpose, ' '.join(runs), str(interval([*runs.values()]))),
+          *(arm, purpose, ' '.join(runs)),
+          f'{over_worlds(runs)}{_worlds(runs)}',
           f'{middle.mean:.3f}{bounds}',
-          f'{difference} ({difference.n} pairs)' if difference else '',
+          shown,
         )
       )
   head = 'arm', 'for', 'runs', score, 'interquartile mean', f'- {baseline}'
-  return _markdown([head, ['---'] * len(head), *lines])
+  table = _markdown([head, ['---'] * len(head), *lines])
+  shown = [x['seeds'] for arms in found.values() for x in arms.values()]
+  return f'{table}\n\n{_OF_WORLDS}' if any(map(_worlds, shown)) else table
+
+
+def _worlds(cases: Iterable[str]) -> str:
+  """' (2 worlds)', of cases that name theirs, else ''."""
+  n = len({core.parse(case)[1] for case in cases} - {None})
+  return f' ({n} world{"s" * (n > 1)})' if n else ''
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -186,6 +186,16 @@ class SearchEnv:
     """The policy's last complete answer, or None. Rewards use only this."""
     return parsing.answer(self.blocks(trajectory), self.config.answer)
 
+  def retrieved(self, trajectory: types.Trajectory) -> list[str]:
+    """The texts of observations that show what a search found."""
+    turns = {s.request.turn for s in trajectory.calls(types.SEARCH)}
+    kind = 'environment', 'information'
+    return [
+      block.text
+      for block in self.blocks(trajectory)
+      if (block.author, block.kind) == kind and block.turn in turns
+    ]
+
   def observation(self, passages: Sequence[types.Passage | str]) -> str:
     """The text of an observation with these passages, or a tool's text."""
     limit = self.config.max_observation_tokens

@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from searchrl_jax.run.lookup import of, require
+from searchrl_jax.run.lookup import of, require, require_content
 
 # Tokens that end a turn in the chat formats of the supported families, if the
 # tokenizer marks them as special.
@@ -173,6 +173,11 @@ class Tokenizer:
       ids += [run] if isinstance(run, int) else self._encode_text(run)
     return ids
 
+  def normalised(self, text: str) -> str:
+    """What the tokenizer's normaliser makes of text before it is encoded."""
+    normaliser = self._backend.normalizer
+    return normaliser.normalize_str(_whole(text)) if normaliser else text
+
   def _encode_text(self, text: str, backend=None) -> list[int]:
     if not text:
       return []
@@ -274,6 +279,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
   # build another backend.
   kind = transformers.AutoTokenizer
   if (folder / 'tokenizer.json').is_file():
+    require_content(folder / 'tokenizer.json')
     kind = transformers.PreTrainedTokenizerFast
   try:
     hf = kind.from_pretrained(path, local_files_only=folder.is_dir())

@@ -6,7 +6,7 @@ parsed in our text only (tokenizer.encode_parts), and tags of the protocol are
 neutralised in outside text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import itertools
 import re
@@ -52,7 +52,7 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   else:
     messages = [(role, fill(content)) for role, content in template.prompt]
     parts = chat_parts(tokenizer, messages)
-  return neutralised(template, parts)
+  return neutralised(template, parts, tokenizer.normalised)
 
 
 def chat_parts(tokenizer, messages) -> list[Part]:
@@ -167,7 +167,7 @@ class Observer:
   def _cleaned(self, body: Sequence[Part]) -> list[Part]:
     """Neutralises the body, as part of the text with the tags around it."""
     body = [self._before, *body, self._after]
-    return neutralised(self.template, body)[1:-1]
+    return neutralised(self.template, body, self.tokenizer.normalised)[1:-1]
 
   def _encode(self, body: Sequence[Part]) -> list[int]:
     return self.tokenizer.encode_parts([self._before, *body, self._after])
@@ -209,7 +209,11 @@ def _tags(template) -> re.Pattern:
   return re.compile('|'.join(map(re.escape, template.protected)))
 
 
-def neutralised(template, parts: Iterable[Part]) -> list[Part]:
+def neutralised(
+  template,
+  parts: Iterable[Part],
+  normalise: Callable[[str], str] = lambda text: text,
+) -> list[Part]:
   """Replaces the delimiters of the protocol's tags in outside text by spaces.
 
   Tags are matched exactly, like in the parser. Similar text has no effect,
@@ -217,9 +221,19 @@ def neutralised(template, parts: Iterable[Part]) -> list[Part]:
   token (tokenizer.encode_parts). Tags are searched in the whole text, to find
   those that span a title and a text, or outside text and ours. Our text and all
   words are kept.
+
+  normalise: what the tokenizer does to text before it encodes it, such as NFKC
+    or lower case. Where that would make a tag, outside text becomes normalised.
   """
+  cleaned = [(t if ours else _clean(t), ours) for t, ours in parts]
+  parts = _taken_apart(template, cleaned)
+  read = [(t if ours else normalise(t), ours) for t, ours in parts]
+  safe = _taken_apart(template, read)
+  return parts if safe == read else safe
+
+
+def _taken_apart(template, parts: list[Part]) -> list[Part]:
   tags = _tags(template)
-  parts = [(t if ours else _clean(t), ours) for t, ours in parts]
   whole, before = ''.join(t for t, _ in parts), None
   if not tags.search(whole):
     return parts

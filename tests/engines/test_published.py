@@ -129,9 +129,11 @@ def test_a_server_starts_with_the_config_and_the_tokenizers_files(tmp_path):
     (source / name).write_text(name)
   (source / 'model.safetensors').write_text('not this one')
   for _ in range(2):  # a run that is resumed writes it again
-    published.write_serving_folder(tmp_path / 's', FIELDS, source, 'bfloat16')
+    where = tmp_path / 's', FIELDS, source
+    published.write_serving_folder(*where, 'bfloat16', max_len=40_000)
   config = json.loads((tmp_path / 's/config.json').read_text())
   assert config['torch_dtype'] == 'bfloat16'
+  assert config['max_position_embeddings'] == 40_000
   assert families.parse_config(config) == FIELDS
   assert {p.name for p in (tmp_path / 's').iterdir()} == {
     'config.json',

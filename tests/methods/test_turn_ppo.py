@@ -3,9 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
+import pytest
 
 from configs.methods import turn_ppo
-from searchrl_jax.learn import advantages, credit
+from searchrl_jax.learn import advantages, checks, credit
 from searchrl_jax.types import Rewards
 from tests import test_credit
 from tests.methods import group as hand
@@ -71,6 +72,14 @@ def test_advantages_are_whitened_over_turns_and_shared_by_tokens():
   moved = turn_ppo.turn_gae(earned, *given, **(KW | dict(shuffle=True)))
   for x, y in zip(hand.by_turn(s, moved), hand.by_turn(s, found), strict=True):
     assert sorted(x) == sorted(y)
+
+
+def test_observations_in_the_loss_are_refused():
+  c = turn_ppo.get_config()
+  checks.check(c)
+  c.env.train_observations = True
+  with pytest.raises(ValueError, match='env.train_observations with turn_gae'):
+    checks.check(c)
 
 
 def test_a_failed_trajectory_is_left_out():

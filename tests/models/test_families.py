@@ -145,6 +145,95 @@ def test_gemma_by_its_card():
   assert families.parse_config(written) == got
 
 
+PUBLISHED = {
+  'Llama-2-7b': dict(
+    LLAMA, _name_or_path='x', bos_token_id=1, initializer_range=0.02,
+    max_sequence_length=2048, pad_token_id=0, pretraining_tp=1,
+    transformers_version='4.31.0', use_cache=True,
+  ),
+  'SmolLM2': {
+    **LLAMA, 'is_llama_config': True, 'rope_interleaved': False,
+    'transformers.js_config': {'dtype': 'q4'}, 'attention_dropout': 0.0,
+  },
+  'Qwen2.5-Math': dict(
+    QWEN2, attention_dropout=0.0, eos_token_id=5, use_mrope=False,
+    unsloth_fixed=True,
+  ),
+  'Qwen3': dict(
+    QWEN3, max_window_layers=3, rope_scaling=None, sliding_window=None,
+    use_sliding_window=False, layer_types=['full_attention'] * 3,
+    architectures=['FSDPQwen3ForCausalLM'], dtype='bfloat16',
+    id2label={'0': 'LABEL_0'}, _attn_implementation_autoset=True,
+  ),
+  'gemma-3-270m': dict(
+    GEMMA, _sliding_window_pattern=3, attn_logit_softcapping=None,
+    final_logit_softcapping=None, use_bidirectional_attention=False,
+    cache_implementation='hybrid', attention_dropout=0.0, use_cache=True,
+  ),
+  'gemma-3-4b': dict(
+    architectures=['Gemma3ForConditionalGeneration'], model_type='gemma3',
+    boi_token_index=1, eoi_token_index=2, image_token_index=3,
+    eos_token_id=[1, 106], initializer_range=0.02, mm_tokens_per_image=256,
+    torch_dtype='bfloat16', vision_config={'model_type': 'siglip', 'x': 1},
+    text_config=dict(GEMMA, cache_implementation='hybrid'),
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_fields_of_published_models_are_known(name):
+  config = PUBLISHED[name]
+  bare = {'gemma3': GEMMA, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA}
+  want = bare.get(config['model_type'], GEMMA)
+  assert families.parse_config(config) == families.parse_config(want)
+
+
+@pytest.mark.parametrize(
+  'name', ['Llama', 'Qwen2', 'Qwen3', 'Gemma3Text', 'Gemma3']
+)
+def test_all_that_transformers_writes_is_known(name):
+  import transformers
+
+  made = getattr(transformers, f'{name}Config')()
+  for fields in made.to_dict(), made.to_diff_dict():
+    got = families.parse_config(fields)
+    assert got['n_layers'] == made.get_text_config().num_hidden_layers
+
+
+@pytest.mark.parametrize(
+  'field, value',
+  [
+    ('auto_map', {'AutoModelForCausalLM': 'modeling.Own'}),
+    ('architectures', ['LlamaBidirectionalModel']),
+    ('architectures', ['LlamaForCausalLM', 'LlamaForSequenceClassification']),
+    ('use_bidirectional_attention', True),
+    ('attention_multiplier', 0.1),
+    ('residual_multiplier', 0.2),
+    ('embedding_multiplier', 12),
+    ('logit_scale', 0.5),
+    ('rope_interleaved', True),
+    ('rotary_dim', 4),
+    ('query_pre_attn_scalar', 64),
+    ('no_rope_layers', [1, 0]),
+    ('attention_chunk_size', 8),
+    ('per_layer_config', {'1': {'hidden_act': 'gelu'}}),
+    ('dual_chunk_attention_config', {'chunk_size': 8}),
+    ('some_flag_of_a_fork', False),
+  ],
+)
+@pytest.mark.parametrize('inner', [False, True])
+def test_a_field_that_is_not_known_is_refused(field, value, inner):
+  config = LLAMA | {field: value}
+  if inner:  # of a model of text and images: outside of its text
+    config = dict(PUBLISHED['gemma-3-4b'], **{field: value})
+  with pytest.raises(ValueError, match=f'config.json: {field}='):
+    families.parse_config(config)
+  assert families.parse_config(LLAMA | {field: None})
+  if not inner and field not in families._NEUTRAL:
+    # A server adds fields of its own to what it says.
+    assert families.parse_config(config, strict=False)
+
+
 def test_defaults_are_those_of_transformers():
   bare = {
     'model_type': 'llama',
@@ -201,6 +290,41 @@ def test_the_inverse(name):
       QWEN2,
       {'layer_types': ['full_attention', 'sliding_attention']},
       'layer_types',
+    ),
+    (
+      QWEN2,
+      {'layer_types': ['full_attention'] * 2},
+      'layer_types=.*each of 3 layers',
+    ),
+    (LLAMA, {'rms_norm_eps': None}, 'rms_norm_eps=None'),
+    (LLAMA, {'rope_theta': '1e4'}, "rope_theta='1e4'"),
+    (LLAMA, {'rope_scaling': 'linear'}, "rope_scaling='linear'"),
+    (LLAMA, {'tie_word_embeddings': 'no'}, "tie_word_embeddings='no'"),
+    (GEMMA, {'query_pre_attn_scalar': None}, 'query_pre_attn_scalar=None'),
+    (GEMMA, {'sliding_window_pattern': 0}, 'sliding_window_pattern=0'),
+    (
+      PUBLISHED['gemma-3-4b'],
+      {'tie_word_embeddings': False},
+      'tie_word_embeddings=False.*the same in text_config',
+    ),
+    # Readers differ in which of the two they take, or in what stands for it.
+    (
+      LLAMA,
+      {'original_max_position_embeddings': 4096},
+      'original_max_position_embeddings=4096.*expected 24',
+    ),
+    (
+      LLAMA,
+      {
+        'original_max_position_embeddings': 24,
+        'rope_scaling': {
+          'rope_type': 'llama3',
+          'factor': 8.0,
+          'low_freq_factor': 1.0,
+          'high_freq_factor': 4.0,
+        },
+      },
+      'rope_scaling.original_max_position_embeddings=None',
     ),
     (LLAMA, {'hidden_size': None}, 'hidden_size=None'),
     (LLAMA, {'num_hidden_layers': '3'}, "num_hidden_layers='3'"),
@@ -259,10 +383,37 @@ def test_what_is_not_supported_is_named(config, change, named):
     (QWEN2, {'layer_types': ['full_attention'] * 3}),
     (LLAMA, {'sliding_window': None, 'attention_dropout': 0.1}),
     (LLAMA, {'pretraining_tp': 2, 'head_dim': None}),
+    (QWEN2, {'original_max_position_embeddings': 64}),
+    (GEMMA, {'rope_theta': None}),
   ],
 )
 def test_what_does_not_matter_is_left_alone(config, change):
   assert families.parse_config(config | change) == families.parse_config(config)
+
+
+def test_how_far_a_model_was_trained():
+  assert families.context(LLAMA) == families.context(PUBLISHED['gemma-3-4b'])
+  assert families.context(LLAMA) == 256 and families.context({}) is None
+
+
+@pytest.mark.parametrize(
+  'name, own',
+  [
+    ('_orig_mod.model.layers.1.mlp.up_proj.weight', None),
+    ('module._orig_mod.model.layers.1.mlp.up_proj.weight', None),
+    ('model.layers.1._checkpoint_wrapped_module.mlp.up_proj.weight', None),
+    ('layers.1.mlp.up_proj.weight', None),
+    ('language_model.layers.1.mlp.up_proj.weight', None),
+    ('embed_tokens.weight', 'model.embed_tokens.weight'),
+    ('norm.weight', 'model.norm.weight'),
+    ('module.lm_head.weight', 'lm_head.weight'),
+    ('_orig_mod.vision_tower.x', ''),
+    ('policy.model.norm.weight', 'policy.model.norm.weight'),
+  ],
+)
+def test_what_wrappers_add_to_names_is_taken_off(name, own):
+  want = 'model.layers.1.mlp.up_proj.weight' if own is None else own
+  assert families.text_name(name) == want
 
 
 @pytest.mark.parametrize('name', models.CONFIGS)

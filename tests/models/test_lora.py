@@ -168,6 +168,14 @@ def test_peft_files_round_trip(tmp_path):
     ('lora_alpha', 4, 'config.models.lora.alpha=8.0'),
     ('use_dora', True, 'use_dora=True is not supported'),
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
+    # Their base is not the model: it lacks what the fresh adapter adds.
+    ('init_lora_weights', 'pissa', "'pissa' .*path_initial_model_for_weight"),
+    ('init_lora_weights', 'pissa_niter_4', "init_lora_weights='pissa_niter_4'"),
+    ('init_lora_weights', 'olora', "init_lora_weights='olora'"),
+    ('init_lora_weights', 'loftq', "init_lora_weights='loftq'"),
+    ('init_lora_weights', 'of_2027', "init_lora_weights='of_2027'"),
+    ('lora_bias', True, 'lora_bias=True'),
+    ('kasa_config', {'beta': 1.0}, r"kasa_config=\{'beta': 1.0\} is not known"),
   ],
 )
 def test_another_adapter_is_refused(tmp_path, field, value, match):
@@ -175,6 +183,25 @@ def test_another_adapter_is_refused(tmp_path, field, value, match):
   file = tmp_path / 'a' / lora.CONFIG
   file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
   with pytest.raises(ValueError, match=match):
+    lora.load(tmp_path / 'a', CFG)
+
+
+def test_what_peft_writes_of_plain_lora_is_known(tmp_path):
+  adapters = random_adapters()
+  lora.save(tmp_path / 'a', CFG, adapters)
+  file = tmp_path / 'a' / lora.CONFIG
+  fields = json.loads(file.read_text()) | {
+    'auto_mapping': None, 'corda_config': None, 'eva_config': {'rho': 2.0},
+    'exclude_modules': None, 'init_lora_weights': 'eva', 'kasa_config': None,
+    'loftq_config': {}, 'megatron_core': 'megatron.core', 'lora_dropout': 0.1,
+    'peft_version': '0.21.2', 'qalora_group_size': 16, 'revision': None,
+    'target_parameters': None, 'use_bdlora': None, 'use_of_2027': False,
+  }  # fmt: skip
+  file.write_text(json.dumps(fields))
+  found = lora.load(tmp_path / 'a', CFG)
+  jax.tree.map(np.testing.assert_array_equal, found, adapters)
+  (tmp_path / 'a' / lora.WEIGHTS).unlink()
+  with pytest.raises(FileNotFoundError, match='load other formats'):
     lora.load(tmp_path / 'a', CFG)
 
 

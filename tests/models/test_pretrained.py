@@ -200,7 +200,15 @@ Q = 'model.layers.2.self_attn.q_proj.weight'
 @pytest.mark.parametrize(
   'change, named',
   [
-    ({Q: None}, f"{Q}' is None; the config asks"),
+    ({Q: None}, f"{Q}' is missing; there is 'model.embed_tokens.weight'"),
+    (
+      {Q: None, f'actor.{Q}': np.zeros((32, 32), np.float32)},
+      f"{Q}' is missing; there is 'actor.{Q}': remove the prefix 'actor.'",
+    ),
+    (
+      {f'module.{Q}': np.zeros((32, 32), np.float32)},
+      f"'module.{Q}' is there twice|'{Q}' is there twice",
+    ),
     ({Q: np.zeros((32, 31), np.float32)}, rf"{Q}'.*\(32, 31\).*\(32, 32\)"),
     ({Q: np.zeros((32, 32), np.int32)}, f"{Q}'.*I32"),
     (
@@ -236,6 +244,73 @@ def test_harmless_extras_are_accepted(tmp_path):
   )
   cfg, params = pretrained.load(tmp_path)
   assert cfg.tied and 'head' not in params
+
+
+@pytest.mark.parametrize(
+  'renamed',
+  [
+    lambda name: f'_orig_mod.{name}',
+    lambda name: f'module.{name}',
+    lambda name: name.removeprefix('model.'),  # AutoModel's
+  ],
+)
+def test_names_of_wrappers_load(tmp_path, renamed):
+  own = models.weights(TIED)
+  models.write(tmp_path, TIED, tensors={renamed(k): v for k, v in own.items()})
+  assert_equal(pretrained.load(tmp_path)[1], stacked(own, TIED))
+
+
+def test_shards_without_an_index_load_if_all_are_there(tmp_path):
+  cfg, params = pretrained.load(models.write(tmp_path / 'm', 'qwen2'))
+  pretrained.save(tmp_path / 'out', cfg, params, max_shard_bytes=40_000)
+  (tmp_path / 'out' / pretrained.INDEX).unlink()
+  assert_equal(pretrained.load(tmp_path / 'out')[1], params)
+  first, *_ = (tmp_path / 'out').glob('model-00001-of-*.safetensors')
+  first.unlink()
+  with pytest.raises(FileNotFoundError, match=f'without {pretrained.INDEX}'):
+    pretrained.load(tmp_path / 'out')
+
+
+def test_an_untied_model_without_a_head_is_named(tmp_path):
+  config = models.CONFIGS[TIED] | {'tie_word_embeddings': False}
+  models.write(tmp_path, TIED, config=config)
+  with pytest.raises(ValueError, match='tie_word_embeddings is false'):
+    pretrained.load(tmp_path)
+
+
+POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
+
+
+@pytest.mark.parametrize(
+  'files, named',
+  [
+    (
+      ['adapter_config.json', 'adapter_model.safetensors'],
+      'config.models.lora.path',
+    ),
+    (['../model_world_size_2_rank_0.pt'], 'verl.model_merger'),
+    (['actor/model_world_size_2_rank_0.pt'], 'local_dir .*actor --target'),
+    (['checkpoint-5/model.safetensors'], 'checkpoint-5 holds one'),
+    (['tiny.gguf'], 'give the file .*tiny.gguf'),
+    (['pytorch_model.bin'], 'safetensors: load'),
+    (['notes.txt'], 'a Hugging Face checkpoint, with all its files'),
+    ([pretrained.SINGLE], f'{pretrained.SINGLE}: a Git LFS pointer.*lfs pull'),
+  ],
+)
+@pytest.mark.parametrize('config', [False, True])
+def test_a_folder_without_a_checkpoint_is_explained(
+  tmp_path, config, files, named
+):
+  folder = models.write(tmp_path / 'run' / 'm', TIED)
+  (folder / pretrained.SINGLE).unlink()
+  for name in files:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(POINTER)
+  if not config:
+    (folder / 'config.json').unlink()
+    named = 'config.json' if files == [pretrained.SINGLE] else named
+  with pytest.raises((ValueError, FileNotFoundError), match=named):
+    pretrained.load(folder)
 
 
 def test_broken_files_are_named(tmp_path):
@@ -290,7 +365,7 @@ def test_a_broken_index_is_named(tmp_path):
     pretrained.load(out)
   value['weight_map'] = dict.fromkeys(value['weight_map'], files[0])
   index.write_text(json.dumps(value))
-  with pytest.raises(ValueError, match='tensor .* is None'):
+  with pytest.raises(ValueError, match='tensor .* is missing'):
     pretrained.load(out)
   index.write_text('{}')
   with pytest.raises(ValueError, match='malformed index'):

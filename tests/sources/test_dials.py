@@ -158,10 +158,21 @@ def test_draws_depend_on_seed_question_and_query_alone():
   found = ask(['q', *MANY], **ALL)
   assert ask(['q', *MANY], **ALL) == found
   assert ask([*MANY, 'q'][::-1], **ALL) == [found[0], *found[:0:-1]]
-  # A question that a step asks twice has a suffix.
-  twice = dataclasses.replace(QUESTION, id='a#2')
-  assert ask(['q', *MANY], question=twice, **ALL) == found
+  # A question that a step asks twice has a suffix, or two.
+  for id in 'a#2', 'a#2#3':
+    twice = dataclasses.replace(QUESTION, id=id)
+    assert ask(['q', *MANY], question=twice, **ALL) == found
   assert ask(['q', *MANY], seed=1, **ALL) != found
+
+
+def test_random_passages_are_not_those_of_a_question_with_a_similar_id():
+  asked = [Question(f'q#{i}', f'who is {i}?', (str(i),)) for i in (1, 2)]
+  dials = Dials(Listing(), Setting(random=1.0), 0, asked)
+  for question, other in zip(asked, asked[::-1]):
+    for id in question.id, f'{question.id}#2':
+      again = dataclasses.replace(question, id=id)
+      [found] = asyncio.run(dials.search([SearchRequest('x', 1, again)]))
+      assert found.passages[0].text.startswith(other.text)
 
 
 def test_more_of_a_dial_changes_what_less_changed_too():

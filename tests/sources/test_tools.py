@@ -8,11 +8,15 @@ from ml_collections import ConfigDict
 import pytest
 
 from configs import quickstart, ssp
+from configs.methods import parallel_search
+from configs.methods.core import PROGRESS
 from experiments.ssp import start
 from searchrl_jax import evaluate, sft, train
 from searchrl_jax.data.core import Trace
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluators import grading, ledger
+from searchrl_jax.learn import structure
+from searchrl_jax.rewards import answer, core, efficiency, progress
 from searchrl_jax.rollout import chains
 from searchrl_jax.run import build, records, schema
 from searchrl_jax.run.lookup import ConfigError
@@ -199,9 +203,63 @@ def test_search_and_calculator_in_one_trajectory(tmp_path):
     row = grading.score([t], env)[0]
     assert (row.searches, row.guessed, row.valid_format) == (1, 0, 1)
   stats = found.stats
-  assert (stats.searches, stats.empty_searches, stats.failed) == (4, 0, 0)
+  assert (stats.searches, stats.tool_calls, stats.failed) == (2, 2, 0)
   assert stats.tool_cost == 2 * 0.25
   assert (stats + stats).metrics()['rollout/tool_cost'] == 1.0
+
+
+class Archive(Session):
+  """Passages under ids of its own."""
+
+  async def search(self, requests):
+    found = (Passage('7', 'Ann', 'was 81'),)
+    return [SearchResult(r, found) for r in requests]
+
+
+@pytest.mark.parametrize('searching', [fakes.FakeSource(), Archive()])
+def test_only_what_a_search_finds_is_found(tmp_path, searching):
+  """The golden passage has the id 7, and the golden answer is 81."""
+  asked = dataclasses.replace(
+    QUESTION, supporting=('7',), meta={'parallel': False}
+  )
+  opens = {'open': {'tags': ['<open>', '</open>'], 'tool': 'archive'}}
+  c = config(tmp_path, blocks=BLOCKS | opens, stops=[*STOPS, '</open>'])
+  source = Tools(
+    {
+      'search': searching,
+      'calculator': calculator.Calculator(0.0),
+      'archive': Archive(),
+    }
+  )
+  turns = [f'<calc>{sum}</calc>' for sum in ('3 + 4', '3 + 4', '80 + 1')]
+  turns = [TURNS[0], *turns, '<open>7</open>', '<answer>80</answer>']
+  env, found = play(c, turns, source, asked)
+  [[t, _]] = found.groups
+  gold = isinstance(searching, Archive)
+  assert len(t.searches) == 5 and efficiency.executed(t) == 1
+  [row] = grading.score([t], env)
+  assert (row.searches, row.real_searches) == (1, 1)
+  assert (row.recall_any, row.found) == (gold, gold)
+  # Not split, .15; one search where two are needed, .35 (1 - 1).
+  assert parallel_search.shape(t, False) == 0.15
+  seen = [s for s in structure.spans_of(t) if s.observes]
+  assert [s.searched for s in seen] == [True] + [False] * 4
+  assert [s.passages for s in seen[1:]] == [()] * 4
+
+  def paid(fn, **fields):
+    context = core.RewardContext(env=env)
+    return asyncio.run(fn([(t,)], context, **fields))
+
+  for kind in progress.KINDS:
+    fields = dict(PROGRESS, kind=kind, redundancy=1.0)
+    del fields['fn'], fields['weight']
+    credit = paid(progress.progress, **fields).value[0]
+    assert credit.sum() == gold, kind
+  shaped = paid(
+    answer.search_r1_format, structure=0.2, retrieval=0.4, final=0.1,
+    require_think=False, released=False,
+  )  # fmt: skip
+  assert shaped.value[0] == pytest.approx(0.2 + 0.4 * gold)
 
 
 def test_an_error_of_the_policy_is_text_that_it_reads(tmp_path):
@@ -283,7 +341,7 @@ def test_the_text_of_a_tool_cannot_act_and_is_cut(tmp_path, template, text):
 def test_a_text_without_content_is_an_empty_result(tmp_path):
   source = Tools({'search': fakes.FakeSource(), 'calculator': Says('')})
   env, found = play(config(tmp_path), TURNS, source)
-  assert found.stats.empty_searches == 2
+  assert (found.stats.searches, found.stats.empty_searches) == (2, 0)
   t = found.groups[0][0]
   read = [b.text for b in env.blocks(t) if b.kind == 'information']
   assert read[1] == env.template.no_results

@@ -28,6 +28,25 @@ def test_paired_runs_have_the_interval_of_their_differences():
   assert figures.paired({'0': 1.0}, {'1': 1.0}) is None
 
 
+def test_intervals_over_worlds_cover_the_mean_over_worlds():
+  """Worlds that differ as much as seeds; each effect is 0 in the mean."""
+  rng = np.random.default_rng(0)
+  covered = []
+  for _ in range(300):
+    runs = rng.normal(size=(3, 1)) + rng.normal(size=(3, 4))
+    a = {f'{w}-{s}': runs[w, s] for w in range(3) for s in range(4)}
+    found = figures.paired(a, dict.fromkeys(a, 0.0))
+    assert found.n == 3 and found.mean == pytest.approx(runs.mean())
+    covered.append(found.low < 0 < found.high)
+  # As independent, the 12 runs cover in 3 of 4 cases.
+  assert 0.92 < np.mean(covered) < 0.98
+  means = figures.means({k: {'values': {'after': {'x': a[k]}}} for k in a})
+  assert means['after']['x'] == found._asdict()
+  # Seeds of one world, or without a world's name, are what there is.
+  one = {'5-0': 1.0, '5-1': 2.0, '5-2': 3.0}
+  assert figures.over_worlds(one) == figures.interval([1.0, 2.0, 3.0])
+
+
 def test_the_interquartile_mean_resamples_within_worlds():
   # Of 0.1, 0.3, 0.5, 0.9 the middle two. All 2^2 x 2^2 resamples of two runs
   # of each world are equally likely.
@@ -137,16 +156,18 @@ def test_a_tidy_file_and_a_table_keep_purposes_apart(tmp_path):
       complete(made, tmp_path, f'arms/{arm}/{case}', 0.0, value)
   (tmp_path / 'arms/base/5-1.old').mkdir()  # someone's copy
   text = figures.write(made, tmp_path)
-  # Student's t over 0.25, 0.5, 0.5, 0.75: s = 0.204, 3.182 s / 2 = 0.325. The
+  # Student's t over the worlds' 0.375 and 0.625: 12.706 * 0.177 / 1.414. The
   # least of 16 resamples is 0.25 twice and 0.5 twice, whose middle is 0.375.
-  assert text.splitlines()[2:] == [
-    '| base | report | 5-0 7-0 5-1 7-1 | 0.500 ± 0.325 | 0.500 '
+  *lines, empty, note = text.splitlines()[2:]
+  assert lines == [
+    '| base | report | 5-0 7-0 5-1 7-1 | 0.500 ± 1.588 (2 worlds) | 0.500 '
     '[0.375, 0.625] |  |',
-    '| fast | report | 5-0 7-0 5-1 7-1 | 0.750 ± 0.325 | 0.750 '
-    '[0.625, 0.875] | 0.250 ± 0.000 (4 pairs) |',
-    '| fast | replication | 7-11 | 0.000 | 0.000 |  |',
-    '| base | tuning | 5-100 | 1.000 | 1.000 |  |',
+    '| fast | report | 5-0 7-0 5-1 7-1 | 0.750 ± 1.588 (2 worlds) | 0.750 '
+    '[0.625, 0.875] | 0.250 ± 0.000 (2 worlds) |',
+    '| fast | replication | 7-11 | 0.000 (1 world) | 0.000 |  |',
+    '| base | tuning | 5-100 | 1.000 (1 world) | 1.000 |  |',
   ]
+  assert not empty and note.startswith('± of several worlds')
   assert (tmp_path / 'table.md').read_text() == f'{text}\n'
   with (tmp_path / 'results.csv').open() as lines:
     rows = [*csv.DictReader(lines)]

@@ -96,7 +96,9 @@ class VllmEngine(core.Engine):
     model = {**families.fields(model_cfg), 'dtype': config.dtype}
     if not config.url:
       published.write_serving_folder(
-        folder / 'serving', model, tokenizer.path, config.dtype
+        *(folder / 'serving', model, tokenizer.path),
+        config.dtype,
+        config.max_len,
       )
       self._sidecars = _start(config, folder, model_cfg.lora)
       urls = [sidecar.url for sidecar in self._sidecars]

@@ -55,7 +55,8 @@ class Worker:
       'dtype': _dtype_name(config.dtype),
       'loaded': weights and weights.version,
     }
-    return families.parse_config(config.hf_config.to_dict()) | about
+    served = config.hf_config.to_dict()
+    return families.parse_config(served, strict=False) | about
 
   def searchrl_load(self, path: str) -> None:
     """Loads a publication of the served model, tensor by tensor, in place.

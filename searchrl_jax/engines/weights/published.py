@@ -146,7 +146,7 @@ def open_published(path) -> Published:
 
 
 def write_serving_folder(
-  path, config: Mapping[str, Any], tokenizer_dir, dtype: str
+  path, config: Mapping[str, Any], tokenizer_dir, dtype: str, max_len: int = 0
 ) -> None:
   """Writes the folder that a server starts on before it gets weights.
 
@@ -156,6 +156,8 @@ def write_serving_folder(
     config: families.FIELDS of the model.
     tokenizer_dir: a folder with the tokenizer's files.
     dtype: of the weights.
+    max_len: tokens of a sequence. A server refuses more than config.json
+      states, and no log-prob depends on that.
 
   Raises:
     ValueError: a model that no family, or no server, can represent.
@@ -165,7 +167,9 @@ def write_serving_folder(
   why = 'vLLM computes the head_dim of a Qwen2 as d_model / n_heads'
   good = n * H == D or config['family'] != 'qwen2'
   lookup.require(good, f'{what}: {why}; make them equal')
-  text = json.dumps(families.format_config(config, dtype=dtype), indent=2)
+  fields = families.format_config(config, dtype=dtype)
+  field = 'max_position_embeddings'
+  text = json.dumps(fields | {field: max(fields[field], max_len)}, indent=2)
   path = pathlib.Path(path)
   path.mkdir(parents=True, exist_ok=True)
   families.copy_tokenizer(tokenizer_dir, path)
