@@ -135,6 +135,11 @@ class Tokenizer:
 
   # Text to ids.
 
+  def normalised(self, text: str) -> str:
+    """What the tokenizer makes of a text before it looks for tokens."""
+    normalizer = self._backend.normalizer
+    return normalizer.normalize_str(text) if normalizer else text
+
   def encode(self, text: str) -> list[int]:
     """Encodes outside text, without control and added tokens."""
     return self.encode_parts([(text, False)])

@@ -6,7 +6,7 @@ parsed in our text only (tokenizer.encode_parts), and tags of the protocol are
 neutralised in outside text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import itertools
 import re
@@ -16,6 +16,7 @@ from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage, Question
 
 Part = tuple[str, bool]  # text, and whether it is ours (not outside text)
+_ASSISTANT = 'assistant'  # the policy's role in a chat
 
 
 # Prompts.
@@ -28,7 +29,8 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   neutralised. mode 'as_is': the question's messages, which contain their own
   instructions, rendered by the tokenizer's chat template, or joined by newlines
   if there is none. They are outside text, so control tokens have no effect, but
-  their tags are kept, because they explain the protocol.
+  their tags are kept, because they explain the protocol. A last message of the
+  assistant is the beginning of the reply (`begun`), which the policy continues.
 
   Raises:
     ValueError: 'as_is' without messages; a chat template that is missing or
@@ -52,15 +54,30 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   else:
     messages = [(role, fill(content)) for role, content in template.prompt]
     parts = chat_parts(tokenizer, messages)
-  return neutralised(template, parts)
+  return neutralised(template, parts, tokenizer.normalised)
+
+
+def begun(template, question: Question, mode: str) -> str:
+  """The beginning of the policy's reply that a prompt ends with, or ''."""
+  messages = template.prompt
+  if mode == 'as_is':
+    messages = [(m['role'], m['content']) for m in question.messages]
+  if isinstance(messages, str) or not messages:
+    return ''
+  role, content = messages[-1]
+  return content if role == _ASSISTANT else ''
 
 
 def chat_parts(tokenizer, messages) -> list[Part]:
   """Renders messages, (role, parts) each, with placeholders, and fills these.
 
   Outside text does not pass through the chat template, so the rendered text
-  that is ours (control tokens) stays separate from it.
+  that is ours (control tokens) stays separate from it. A last message of the
+  assistant follows what begins its reply.
   """
+  reply: list[Part] = []
+  if messages[-1][0] == _ASSISTANT:
+    *messages, (_, reply) = messages
   parts = [p for _, content in messages for p in content]
   marks = map('\ue000{}\ue001'.format, itertools.count())
   marked = [
@@ -75,7 +92,7 @@ def chat_parts(tokenizer, messages) -> list[Part]:
   require(not lost, f'{what}; use other roles')
   for n, piece in enumerate(pieces):
     pieces[n] = parts[int(piece)] if n % 2 else (piece, True)
-  return [p for p in pieces if p[0]]
+  return [p for p in (*pieces, *reply) if p[0]]
 
 
 # Observations.
@@ -167,7 +184,7 @@ class Observer:
   def _cleaned(self, body: Sequence[Part]) -> list[Part]:
     """Neutralises the body, as part of the text with the tags around it."""
     body = [self._before, *body, self._after]
-    return neutralised(self.template, body)[1:-1]
+    return neutralised(self.template, body, self.tokenizer.normalised)[1:-1]
 
   def _encode(self, body: Sequence[Part]) -> list[int]:
     return self.tokenizer.encode_parts([self._before, *body, self._after])
@@ -209,7 +226,9 @@ def _tags(template) -> re.Pattern:
   return re.compile('|'.join(map(re.escape, template.protected)))
 
 
-def neutralised(template, parts: Iterable[Part]) -> list[Part]:
+def neutralised(
+  template, parts: Iterable[Part], normalised: Callable[[str], str] = str
+) -> list[Part]:
   """Replaces the delimiters of the protocol's tags in outside text by spaces.
 
   Tags are matched exactly, like in the parser. Similar text has no effect,
@@ -217,9 +236,21 @@ def neutralised(template, parts: Iterable[Part]) -> list[Part]:
   token (tokenizer.encode_parts). Tags are searched in the whole text, to find
   those that span a title and a text, or outside text and ours. Our text and all
   words are kept.
+
+  normalised: what the tokenizer makes of a text. Where that has a tag that the
+  text has not (NFKC makes `<answer>` of full-width characters), outside text is
+  normalised here, and tags are searched again.
   """
   tags = _tags(template)
   parts = [(t if ours else _clean(t), ours) for t, ours in parts]
+  parts = _without_tags(tags, parts)
+  read = [(t if ours else normalised(t), ours) for t, ours in parts]
+  if read != parts and (safe := _without_tags(tags, read)) != read:
+    return neutralised(template, safe, normalised)
+  return parts
+
+
+def _without_tags(tags: re.Pattern, parts: list[Part]) -> list[Part]:
   whole, before = ''.join(t for t, _ in parts), None
   if not tags.search(whole):
     return parts
