@@ -76,9 +76,10 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
     value = value.tolist()
   if value is None:
     return ()
-  alone, out = isinstance(value, str), []
+  alone = isinstance(value, str)
   wrong = f'{what} are {value!r:.60}; give a list of strings'
   require(alone or isinstance(value, (list, tuple)), wrong)
+  out: list[str] = []
   for entry in [value] if alone else value:
     found = unpacked(entry, wrong) if isinstance(entry, str) else entry
     if isinstance(entry, str) and isinstance(found, list):

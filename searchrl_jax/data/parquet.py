@@ -93,19 +93,20 @@ def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
       # its instructions, because the position of the question is unknown.
       text = [m['content'] for m in messages if m['role'] == 'user'][-1]
   # What a reward compares with: the target, else golden_answers.
-  truth = reward.get('ground_truth')
+  truth, golds = reward.get('ground_truth'), record.get('golden_answers')
+  wrong = f'{where}: ground_truth is {truth!r:.60}; give a target, or a text'
   if isinstance(truth, str):
-    wrong = f'{where}: ground_truth is {truth!r:.60}; give its target'
     given = checks.unpacked(truth, wrong)
-    # As one entry it may be an interval, "[-2, 7]".
+    # In a list, as it may be an interval, "[-2, 7]".
     truth = given if isinstance(given, Mapping) else [truth]
   if isinstance(truth, Mapping):
+    require('target' in truth or golds is not None, wrong)
     truth = truth.get('target')
   return checks.make_question(
     where,
     id=f'{source}/{name}' if source else str(name),
     text=text,
-    answers=record.get('golden_answers') if truth is None else truth,
+    answers=golds if truth is None else truth,
     source=source,
     hops=checks.hops_of(metadata),
     messages=messages,

@@ -109,6 +109,19 @@ def test_targets(tmp_path, truth, want):
   assert q.answers == want
 
 
+@pytest.mark.parametrize(
+  'truth', [{'value': 'Ann'}, '{"value": "Ann"}', "['Ann' 'B']"]
+)
+def test_a_ground_truth_of_another_form_is_not_dropped(tmp_path, truth):
+  rows = [{**row(), 'reward_model': {'ground_truth': truth}}]
+  with pytest.raises(DataError, match=r'train\.parquet row 0: .*ground_truth'):
+    parquet.load(write(tmp_path, rows), prompt='as_is')
+  rows[0]['golden_answers'] = ['Ann']
+  if 'value' in truth:
+    (q,) = parquet.load(write(tmp_path, rows), prompt='as_is')
+    assert q.answers == ('Ann',)
+
+
 def test_golden_answers_where_there_is_no_reward_model(tmp_path):
   path = write(
     tmp_path, [{'id': 'a', 'question': 'q', 'golden_answers': ['x', 'y']}]
