@@ -84,6 +84,11 @@ def composed(text: str) -> str:
   return unicodedata.normalize('NFC', text)
 
 
+def _prepared(text: str) -> str:
+  """What `SCRIPTS` looks at."""
+  return _UNSEEN.sub('', composed(text)).lower()
+
+
 @functools.cache
 def _patterns() -> tuple[re.Pattern, re.Pattern, re.Pattern]:
   """Of a letter with its marks, of a run of words, of what needs `SCRIPTS`.
@@ -156,7 +161,7 @@ class Analyzer:
       return WORD.findall(text.lower())
     letter, run, _ = _patterns()
     out: list[str] = []
-    for match in run.finditer(_UNSEEN.sub('', composed(text)).lower()):
+    for match in run.finditer(_prepared(text)):
       if not match[1]:
         out.append(match[0])
         continue
@@ -172,19 +177,20 @@ class Analyzer:
 
   def spans(self, text: str, terms: set[str]) -> list[tuple[int, int]]:
     """The (start, end) of what of `text` has a term in `terms`, in order."""
-    letter, run, _ = _patterns() if self.kind == SCRIPTS else (None, WORD, None)
+    if self.kind == WORDS:
+      found = WORD.finditer(text)
+      return [word.span() for word in found if self.term(word[0]) in terms]
+    letter, run, _ = _patterns()
     out: list[tuple[int, int]] = []
     for match in run.finditer(text):
-      # Of a script without spaces, a letter is marked, or a pair of letters.
-      unspaced = letter and match[1]
-      parts = letter.findall(match[0]) if unspaced else [match[0]]
-      pairs = ['', *map(''.join, itertools.pairwise(parts)), '']
-      end = match.start()
-      for part, *both in zip(parts, pairs, pairs[1:]):
+      parts = letter.findall(match[1] or '') or [match[0]]
+      pairs, end = map(''.join, itertools.pairwise(parts)), match.start()
+      around = ['', *pairs, '']
+      for part, *both in zip(parts, around, around[1:]):
         start, end = end, end + len(part)
-        if terms.isdisjoint(self(' '.join([part, *both]))):
+        if terms.isdisjoint(self.term(_prepared(x)) for x in (part, *both)):
           continue
-        if out and out[-1][1] == start:
+        if out and out[-1][1] == start:  # letters side by side
           start = out.pop()[0]
         out.append((start, end))
     return out
