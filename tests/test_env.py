@@ -304,24 +304,21 @@ def continued(tok, begun, *scripts):
 
 
 @pytest.mark.parametrize(
-  'begun, script, kinds, query',
+  'begun, script, kinds',
   [
-    ('<think>\n', 'hm</think><search>q</search>', ['think', 'search'], 'q'),
+    ('<think>\n', 'hm</think><search>q</search>', ['think', 'search']),
     (
       'First:\n<think>So <search>',
       'x</search> hm</think><search>q</search>',
       ['think', 'search'],
-      'q',
     ),
-    ('<think>hm</think>\n', '<search>q</search>', ['search'], 'q'),
-    ('<think>hm</think><search>', ' q </search>', ['search'], 'q'),
-    ('I know', '.<search>q</search>', ['other', 'search'], 'q'),
-    ('', '<search>q</search>', ['search'], 'q'),
+    ('<think>hm</think>\n', '<search>q</search>', ['search']),
+    ('<think>hm</think><search>', ' q </search>', ['search']),
+    ('I know', '.<search>q</search>', ['other', 'search']),
+    ('', '<search>q</search>', ['search']),
   ],
 )
-def test_a_reply_goes_on_where_the_prompt_began_it(
-  tok, begun, script, kinds, query
-):
+def test_a_reply_goes_on_where_the_prompt_began_it(tok, begun, script, kinds):
   env, t = continued(tok, begun, script, ANSWER)
   prompt = tok.decode(t.segments[0].ids)
   assert prompt.rstrip().endswith(begun.rstrip())
@@ -330,7 +327,7 @@ def test_a_reply_goes_on_where_the_prompt_began_it(
   assert len(ended) == tok.has_chat
   own = [b for b in env.blocks(t) if b.author == 'policy']
   assert [b.kind for b in own][: len(kinds)] == kinds
-  assert [s.request.query for s in t.searches] == [query]
+  assert [s.request.query for s in t.searches] == ['q']
   assert (t.invalid_actions, env.answer(t)) == (0, 'Ann')
   # As read from a file, without what the rollout kept.
   t.parsed.clear()
