@@ -1,10 +1,26 @@
-"""Converts text to the terms that BM25 compares."""
+"""Converts text to the terms that BM25 compares.
 
-from collections.abc import Iterator
+There are two ways to part text into words:
+
+  words    runs of letters and digits
+  scripts  the same, with three differences. In scripts without spaces between
+           words, each letter and each pair of letters is a word (Savoy, 2005:
+           both together find most in Chinese and Japanese). A combining mark
+           belongs to its letter. Unicode forms do not matter: text is composed
+           (NFC), and full-width characters are the usual ones.
+
+An index is built with the first unless its passages need the second
+(`choose`), so that English ones have the same terms as ever.
+"""
+
+from collections.abc import Iterator, Sequence
 import contextlib
+import functools
+import itertools
 import re
 import sys
 import threading
+import unicodedata
 
 import Stemmer
 
@@ -38,24 +54,94 @@ STOP_WORDS = {
   'english_plus': frozenset(STOPWORDS_EN_PLUS),
 }
 STEMMERS = ('none', *Stemmer.algorithms())
+KINDS = WORDS, SCRIPTS = 'words', 'scripts'
+
+# Letters of scripts without spaces between words, and of Korean, whose words
+# have particles: Thai, Lao, Myanmar, Khmer, Han and kana, Hangul.
+_UNSPACED = (
+  '\u0e01-\u0e3a\u0e40-\u0e4e\u0e80-\u0ecf\u0edc-\u0edf'
+  '\u1000-\u103f\u1050-\u108f\u109a-\u109f\u1780-\u17d3\u17d7\u17dc\u17dd'
+  '\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff'
+  '\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7a3'
+  '\U00020000-\U000323af'
+)
+_WIDE = '\uff01-\uffee'  # full-width and half-width forms
+# Soft hyphen, joiners, variation selectors.
+_UNSEEN = re.compile(
+  '[\u00ad\u200c\u200d\u2060\ufe00-\ufe0f\U000e0100-\U000e01ef]'
+)
+_SAMPLE = 10_000  # passages, at least, by which an analyzer is chosen
+
+
+def composed(text: str) -> str:
+  """Text in NFC, in which full-width and half-width forms are the usual ones.
+
+  Not NFKC, which joins "x™" to "xTM" and makes "1½" two words.
+  """
+  if not text.isascii():
+    usual = lambda match: unicodedata.normalize('NFKC', match[0])
+    text = re.sub(f'[{_WIDE}]+', usual, text)
+  return unicodedata.normalize('NFC', text)
+
+
+def _prepared(text: str) -> str:
+  """What `SCRIPTS` looks at."""
+  return _UNSEEN.sub('', composed(text)).lower()
+
+
+@functools.cache
+def _patterns() -> tuple[re.Pattern, re.Pattern, re.Pattern]:
+  """Of a letter with its marks, of a run of words, of what needs `SCRIPTS`.
+
+  A run has the group 1 if its letters have no spaces between words.
+  """
+  every = map(chr, range(0x300, 0x20000))
+  marks = ''.join(c for c in every if unicodedata.category(c) in ('Mn', 'Mc'))
+  letter = f'[{_UNSPACED}][{marks}]*'
+  run = f'((?:{letter})+)|(?:[^\\W{_UNSPACED}][{marks}]*)+'
+  needs = f'[{_UNSPACED}{_WIDE}{marks}]'
+  return re.compile(letter), re.compile(run), re.compile(needs)
+
+
+def needs_scripts(text: str) -> bool:
+  """Whether `WORDS` would not find many of its words."""
+  if text.isascii():
+    return False
+  if not unicodedata.is_normalized('NFC', text):
+    return True
+  return 5 * len(_patterns()[2].findall(text)) >= len(text)
+
+
+def choose(texts: Sequence[str]) -> str:
+  """The kind of analyzer for passages: `SCRIPTS` if one in 200 needs it."""
+  step = max(1, len(texts) // _SAMPLE)
+  found = [needs_scripts(texts[i]) for i in range(0, len(texts), step)]
+  return SCRIPTS if 200 * sum(found) > len(found) else WORDS
 
 
 class Analyzer:
   """Lowercases, removes stop words and stems."""
 
-  def __init__(self, stemmer: str = 'english', stop_words: str = 'english'):
+  def __init__(
+    self,
+    stemmer: str = 'english',
+    stop_words: str = 'english',
+    kind: str = WORDS,
+  ):
     """Makes an analyzer.
 
     Args:
       stemmer: 'none' or the name of a Snowball algorithm (`STEMMERS`).
       stop_words: a key of `STOP_WORDS`.
+      kind: one of `KINDS`, which the module explains.
 
     Raises:
       ValueError: an unknown name; the message lists the known ones.
     """
     require_one_of('stemmer', stemmer, STEMMERS)
     require_one_of('stop_words', stop_words, STOP_WORDS)
-    self.stemmer, self.stop_words = stemmer, stop_words
+    require_one_of('analyzer', kind, KINDS)
+    self.stemmer, self.stop_words, self.kind = stemmer, stop_words, kind
     self._stop = STOP_WORDS[stop_words]
     stems = stemmer != 'none'
     self._stem = Stemmer.Stemmer(stemmer).stemWord if stems else str
@@ -69,12 +155,42 @@ class Analyzer:
     with self._lock:
       return self._stem(word)
 
+  def words(self, text: str) -> list[str]:
+    """The words of `text` in lower case, with repetitions."""
+    if self.kind == WORDS:
+      return WORD.findall(text.lower())
+    letter, run, _ = _patterns()
+    out: list[str] = []
+    for match in run.finditer(_prepared(text)):
+      if not match[1]:
+        out.append(match[0])
+        continue
+      letters = letter.findall(match[1])
+      out += letters
+      out += map(''.join, itertools.pairwise(letters))
+    return out
+
   def __call__(self, text: str) -> list[str]:
-    """The terms of `text` in order, with repetitions."""
-    terms = (self.term(word) for word in WORD.findall(text))
+    """The terms of `text`, with repetitions."""
+    terms = map(self.term, self.words(text))
     return [term for term in terms if term is not None]
 
   def spans(self, text: str, terms: set[str]) -> list[tuple[int, int]]:
-    """The (start, end) of the words of `text` whose term is in `terms`."""
-    found = WORD.finditer(text)
-    return [word.span() for word in found if self.term(word.group()) in terms]
+    """The (start, end) of what of `text` has a term in `terms`, in order."""
+    if self.kind == WORDS:
+      found = WORD.finditer(text)
+      return [word.span() for word in found if self.term(word[0]) in terms]
+    letter, run, _ = _patterns()
+    out: list[tuple[int, int]] = []
+    for match in run.finditer(text):
+      parts = letter.findall(match[1] or '') or [match[0]]
+      pairs, end = map(''.join, itertools.pairwise(parts)), match.start()
+      around = ['', *pairs, '']
+      for part, *both in zip(parts, around, around[1:]):
+        start, end = end, end + len(part)
+        if terms.isdisjoint(self.term(_prepared(x)) for x in (part, *both)):
+          continue
+        if out and out[-1][1] == start:  # letters side by side
+          start = out.pop()[0]
+        out.append((start, end))
+    return out

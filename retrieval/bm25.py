@@ -39,7 +39,16 @@ import numba
 import numpy as np
 
 from retrieval import files
-from retrieval.analyzer import STEMMERS, STOP_WORDS, WORD, Analyzer
+from retrieval.analyzer import (
+  KINDS,
+  STEMMERS,
+  STOP_WORDS,
+  WORDS,
+  Analyzer,
+  choose,
+  composed,
+  needs_scripts,
+)
 from retrieval.core import Ranked, check_k, no_results
 from retrieval.metrics import stage
 
@@ -54,6 +63,7 @@ _WORDS = 1 << 20  # words whose terms are cached, at most 150 MB
 _CACHED, _LONG = 1 << 16, 40  # cached words of queries; the longest of them
 _LEAST = np.nextafter(np.float32(0), np.float32(1))  # score above 0
 _FORMAT = 1
+_AUTO = 'auto'  # of --analyzer: as the passages need it
 # The arrays of an index with N scores of T terms.
 _ARRAYS = {
   'values': np.float32,  # [N] what a term adds, by term, then by passage
@@ -74,6 +84,8 @@ def define_flags(note: str = '') -> None:
   choice('bm25_preset', 'lucene', [*PRESETS], f'{note}k1 and b.')
   number('k1', None, f'{note}saturation of repeated words.', 0)
   number('b', None, f'{note}discount of long passages.', 0, 1)
+  kinds = f'{note}how text is parted into words; auto: as passages need it.'
+  choice('analyzer', _AUTO, [_AUTO, *KINDS], kinds)
   choice('stemmer', 'english', STEMMERS, f'{note}word stems.')
   choice('stop_words', 'english', [*STOP_WORDS], f'{note}ignored words.')
 
@@ -83,6 +95,8 @@ def options(args: Any) -> dict[str, Any]:
   k1, b = PRESETS[args.bm25_preset]
   k1, b = k1 if args.k1 is None else args.k1, b if args.b is None else args.b
   words = {'stemmer': args.stemmer, 'stop_words': args.stop_words}
+  if args.analyzer != _AUTO:
+    words['analyzer'] = args.analyzer
   return {'k1': k1, 'b': b, **words}
 
 
@@ -97,9 +111,10 @@ class BM25Index:
     Args:
       texts: [P] passages, including titles, P >= 1.
       options: k1 (1.2), the saturation of repeated words, >= 0; b (0.75), the
-        discount of long passages, 0 to 1; stemmer and stop_words of `Analyzer`.
+        discount of long passages, 0 to 1; stemmer and stop_words of `Analyzer`;
+        analyzer, its kind (what `analyzer.choose` says of the texts).
     """
-    self._configure(len(texts), **options)
+    self._configure(texts, **options)
     make = lambda name, length: np.empty(length, _ARRAYS[name])
     self._load(_build(texts, self, io.BytesIO(), make))
 
@@ -114,7 +129,7 @@ class BM25Index:
     build. An incomplete folder is not recognised as an index.
     """
     self, folder = cls.__new__(cls), pathlib.Path(folder)
-    self._configure(len(texts), **options)
+    self._configure(texts, **options)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ('bm25.json', *(f'{name}.npy' for name in _ARRAYS)):
       (folder / name).unlink(missing_ok=True)  # open maps remain valid
@@ -156,7 +171,8 @@ class BM25Index:
     with files.convert(damaged, ValueError, problem):
       if (form := about['format']) != _FORMAT:
         raise ValueError(f'format {form!r}, this version reads {_FORMAT}')
-      self._configure(about['count'], **about['parameters'])
+      recorded = {'analyzer': WORDS} | about['parameters']
+      self._configure(range(about['count']), **recorded)
       arrays = {}
       for name, length in about['lengths'].items():
         found = np.load(folder / f'{name}.npy', mmap_mode='r')
@@ -189,7 +205,11 @@ class BM25Index:
     found = [[None] * len(shards) for _ in queries]
     add = _add.py_func if self._count <= _TINY else _add
     with stage('search'):
+      queries = [composed(query) for query in queries]
       asked = [self._postings(query) for query in queries]
+      for query, (edges, _) in zip(queries, asked):
+        if not len(edges):
+          self._warn(query)
       todo = [(row, shard) for row in range(len(queries)) for shard in shards]
       rest = iter(todo)
 
@@ -217,12 +237,21 @@ class BM25Index:
     return ids, scores
 
   def _configure(
-    self, count, k1=1.2, b=0.75, stemmer='english', stop_words='english'
+    self,
+    texts: Sequence,
+    k1=1.2,
+    b=0.75,
+    stemmer='english',
+    stop_words='english',
+    analyzer=None,
   ) -> None:
-    self.k1, self.b, self._count = float(k1), float(b), count
-    self.analyzer = Analyzer(stemmer, stop_words)
+    self.k1, self.b, self._count = float(k1), float(b), len(texts)
+    self.analyzer = Analyzer(stemmer, stop_words, analyzer or choose(texts))
     words = {'stemmer': stemmer, 'stop_words': stop_words}
     self._options = {'k1': self.k1, 'b': self.b, **words}
+    if self.analyzer.kind != WORDS:  # earlier versions had only this kind
+      self._options['analyzer'] = self.analyzer.kind
+    self._warned: set[str] = set()
 
   def _load(self, arrays: dict[str, np.ndarray]) -> None:
     for found in arrays.values():  # like mapped files: `_add` compiles once
@@ -239,6 +268,18 @@ class BM25Index:
     self._cached = functools.lru_cache(_CACHED)(self._edges)
     self._threads = numba.config.NUMBA_NUM_THREADS
 
+  def _warn(self, query: str) -> None:
+    """Says why a query cannot find anything in any passage, each cause once."""
+    cause = ''
+    if not self.analyzer(query):
+      cause = 'has no word but stop words'
+    elif self.analyzer.kind == WORDS and needs_scripts(query):
+      cause = 'needs an index that is built with --analyzer=scripts'
+    if cause and query.strip() and cause not in self._warned:
+      self._warned.add(cause)
+      said = f'WARNING: the query {query[:80]!r} {cause}; it finds nothing'
+      files.say('retrieval.bm25', said)
+
   def _postings(self, query: str) -> tuple[np.ndarray, np.ndarray]:
     """Edges [T, shards + 1] and counts float32 [T] of a query's terms.
 
@@ -247,7 +288,7 @@ class BM25Index:
     counts = collections.Counter(
       # Queries are not trusted: very long words are not cached.
       (self._cached if len(word) <= _LONG else self._edges)(word)
-      for word in WORD.findall(query.lower())
+      for word in self.analyzer.words(query)
     )
     del counts[()]
     edges = sorted(counts)
@@ -279,12 +320,12 @@ class _TermIds(dict):
 
   def __init__(self, analyzer: Analyzer):
     super().__init__()
-    self._analyzer, self.terms = analyzer, {}
+    self.analyzer, self.terms = analyzer, {}
 
   def __missing__(self, word: str) -> int:
     if len(self) >= _WORDS:
       self.clear()
-    term = self._analyzer.term(word)
+    term = self.analyzer.term(word)
     found = -1
     if term is not None:
       found = self.terms.setdefault(term, len(self.terms))
@@ -343,7 +384,7 @@ def _counted(
   while block := list(itertools.islice(texts, _BLOCK)):
     flat, words = array.array('i'), array.array('i')
     for text in block:
-      found = WORD.findall(text.lower())
+      found = ids.analyzer.words(text)
       flat.extend([ids[word] for word in found])
       words.append(len(found))
     term = np.frombuffer(flat, np.int32)

@@ -31,7 +31,7 @@ import weakref
 import httpx
 
 from retrieval.core import IDENTITY_HEADER
-from retrieval.corpus import split_contents
+from retrieval.corpus import split_contents, titled
 from retrieval.files import convert
 from retrieval.replicas import Failure, Replica, Replicas, RetrievalError
 from retrieval.retry import retry_after
@@ -51,7 +51,7 @@ _tls = functools.cache(httpx.create_ssl_context)
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-  """A passage: `contents` as sent, and its `title` and `text`."""
+  """A passage: its `contents`, and their `title` and `text`."""
 
   id: str
   contents: str
@@ -368,6 +368,8 @@ def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:
 def _hit(item: Any, where: str) -> Hit:
   document = _field(item, 'document', dict, where)
   contents = _field(document, 'contents', str, where)
+  if document.get('title') is not None:  # other servers of the protocol
+    contents = titled(_field(document, 'title', str, where), contents)
   score = float(_field(item, 'score', (int, float), where))
   if not math.isfinite(score):
     raise ValueError(f'{where}.score is not finite')

@@ -4,7 +4,8 @@ A passage has a string `id` and string `contents`, `"Title"\\ntext`. It is a
 line `{"id": "7", "contents": "\\"Title\\"\\ntext"}` of a JSONL file (plain,
 gzipped or in a tar), or a row of a Parquet file, of an Arrow IPC file (`store`)
 or of a Hugging Face dataset. Formats are recognised by the first bytes of a
-file, not by its name: Search-R1's wiki-18.jsonl.gz is reportedly a tar. Other
+file, not by its name: Search-R1's wiki-18.jsonl.gz is reportedly a tar. A field
+`title` is put before contents that do not begin with it (`titled`); other
 fields are ignored. An invalid passage stops the reading, with its file and its
 line or row (from 1) in the error: an index built around it would silently
 return the wrong passages.
@@ -23,6 +24,7 @@ import os
 import shlex
 import tarfile
 from typing import Any
+import unicodedata
 import zlib
 
 import numpy as np
@@ -31,6 +33,7 @@ from retrieval.files import PathLike, convert, progress, shown
 
 _GZIP, _PARQUET, _ARROW = b'\x1f\x8b', b'PAR1', b'ARROW1'
 _COLUMNS = ['id', 'contents']
+_TITLE = 'title'  # a field that a passage may have
 _ROWS = 1024  # read at once
 MOST = 2_000_000  # passages to index in memory: more take minutes each time
 
@@ -71,15 +74,29 @@ def split_contents(contents: str) -> tuple[str, str]:
   head, newline, text = contents.partition('\n')
   if not newline:
     return '', contents
-  title = head.strip()
-  if len(title) >= 2 and title[0] == title[-1] == '"':
-    title = title[1:-1]
-  return title, text
+  return _unquoted(head.strip()), text
 
 
 def join_contents(title: str, text: str) -> str:
   """The inverse of `split_contents`: `"Title"\\ntext`."""
   return f'"{title}"\n{text}'
+
+
+def titled(title: str, contents: str) -> str:
+  """Contents with a title that was in a field of its own, unless they have it.
+
+  Line breaks in the title become spaces, because a title is one line.
+  """
+  line = lambda text: unicodedata.normalize('NFC', ' '.join(text.split()))
+  title = _unquoted(' '.join(title.split()))
+  if not title or line(split_contents(contents)[0]) == line(title):
+    return contents
+  return join_contents(title, contents)
+
+
+def _unquoted(title: str) -> str:
+  quoted = len(title) >= 2 and title[0] == title[-1] == '"'
+  return title[1:-1] if quoted else title
 
 
 class Digest:
@@ -168,13 +185,14 @@ def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
     for name in _COLUMNS:
       if name not in names:
         raise CorpusError(f'{path}: no column {_missing(name, names)}')
-    rows = (row for t in tables() for row in zip(*(t[c] for c in _COLUMNS)))
+    columns = [*_COLUMNS, _TITLE] if _TITLE in names else _COLUMNS
+    rows = (row for t in tables() for row in zip(*(t[c] for c in columns)))
     with progress(count, 'corpus', unit=' rows') as bar:
       for number, row in enumerate(rows, 1):
         where = f'{path}: row {number}'
         wrong = f'{where}: not UTF-8. Write the column as text.'
         with convert(UnicodeDecodeError, CorpusError, wrong):
-          record = dict(zip(_COLUMNS, (value.as_py() for value in row)))
+          record = dict(zip(columns, (value.as_py() for value in row)))
         bar.update()
         yield where, f'row {number}', _document(record, where)
 
@@ -197,7 +215,8 @@ def _tables(path: str, magic: bytes) -> Iterator[tuple]:
       # Mapped and not buffered ahead: a row group may be the whole corpus.
       options = {'memory_map': True, 'pre_buffer': False}
       with parquet.ParquetFile(path, **options) as file:
-        get = functools.partial(file.iter_batches, _ROWS, columns=_COLUMNS)
+        some = [*_COLUMNS, _TITLE]  # absent ones are left out
+        get = functools.partial(file.iter_batches, _ROWS, columns=some)
         yield file.metadata.num_rows, file.schema_arrow.names, get
     else:
       rows = _dataset(path)
@@ -301,19 +320,22 @@ def _parse(line: bytes, where: str) -> Document:
 
 def _document(record: dict, where: str) -> Document:
   fields = {}
-  for name in _COLUMNS:
-    if name not in record:
+  for name in (*_COLUMNS, _TITLE):
+    if name not in record and name != _TITLE:
       raise CorpusError(f'{where}: no field {_missing(name, record)}')
-    value = record[name]
+    value = record.get(name)
     # Some published corpora have integer ids; the protocol requires strings.
-    if name == 'id' and type(value) is int:
+    if name != 'contents' and type(value) is int:
       value = str(value)
+    if name == _TITLE and value is None:
+      value = ''
     if not isinstance(value, str) or (name == 'id' and not value):
       kind = 'non-empty string' if name == 'id' else 'string'
       found = shown(repr(value), 40)
       raise CorpusError(f'{where}: field {name!r} is {found}, not a {kind}.')
     fields[name] = value
-  return Document(**fields)
+  contents = titled(fields[_TITLE], fields['contents'])
+  return Document(fields['id'], contents)
 
 
 def _missing(name: str, names: Iterable[str]) -> str:

@@ -133,8 +133,8 @@ def open_index(
     encoder: of dense indexes: an `encoder.Encoder`, or the folder of a model,
       used according to the manifest.
     options: of the index: precision (dense_jax), nprobe or ef_search
-      (dense_faiss), uri (milvus), ...; k1, b, stemmer and stop_words of bm25
-      must be those of the build.
+      (dense_faiss), uri (milvus), ...; k1, b, analyzer, stemmer and stop_words
+      of bm25 must be those of the build.
 
   Raises:
     FolderError: the folder has no such index, or it does not match its corpus,

@@ -19,7 +19,7 @@ import rich.padding
 import rich.text
 
 from retrieval import files, server
-from retrieval.bm25 import Analyzer
+from retrieval.bm25 import WORDS, Analyzer
 from retrieval.client import Hit, RetrievalError, health_sync, retrieve_sync
 from retrieval.core import SearchFailed
 from retrieval.corpus import split_contents
@@ -57,7 +57,8 @@ def search_server(url: str, queries: Sequence[str], k: int) -> Results:
   hits = retrieve_sync(url, queries, k, retries=1)
   try:
     index = health_sync(url, retries=0).get('index')
-    return hits, Analyzer(index['stemmer'], index['stop_words'])
+    kind = index.get('analyzer', WORDS)  # absent: an earlier version
+    return hits, Analyzer(index['stemmer'], index['stop_words'], kind)
   except (RetrievalError, KeyError, TypeError, ValueError):
     # Another server of the protocol; its passages are still shown.
     return hits, Analyzer()

@@ -45,7 +45,7 @@ _NEEDS = {  # flag -> flags that require it
   'index_folder': """index encoder precision nprobe ef_search faiss_gpu
     milvus_uri rerank rerank_n rerank_dtype""",
   'encoder': 'dtype query_length',
-  'corpus': 'bm25_preset k1 b stemmer stop_words',
+  'corpus': 'bm25_preset k1 b analyzer stemmer stop_words',
   'web': """web_mode web_rate web_concurrency web_max_calls web_max_cost
     web_price web_ledger""",
   'replay': 'replay_identity',

@@ -36,7 +36,7 @@ from searchrl_jax.evaluators import ledger
 from searchrl_jax.rewards import equivalence
 from searchrl_jax.run import build, lookup, records
 from searchrl_jax.run.records import Record, RunError
-from searchrl_jax.text import parser
+from searchrl_jax.text import parser, untrusted
 from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.types import SEARCH, SearchError, Segment, Trajectory
 
@@ -318,7 +318,14 @@ class Run:
 
   def answer(self, trajectory: Trajectory) -> str | None:
     """The policy's last answer, as `SearchEnv.answer` finds it."""
-    found = parser.blocks(trajectory.segments, self._template, self.tokenizer)
+    found = parser.blocks(
+      trajectory.segments,
+      self._template,
+      self.tokenizer,
+      begun=untrusted.begun(
+        self._template, trajectory.question, self.config.data.prompt
+      ),
+    )
     return parser.answer(found, self.config.env.answer)
 
   def em(self, trajectory: Trajectory, answer: str | None) -> float:

@@ -20,7 +20,10 @@ class ByteTokenizer:
   """One token for each byte, and eos."""
 
   path, vocab_size, eos_ids, max_token_bytes = 'bytes', 257, (EOS,), 1
-  has_chat = False
+  has_chat, control = False, frozenset()
+
+  def normalised(self, text):
+    return text
 
   def encode_parts(self, parts, start=False):
     return list(''.join(text for text, _ in parts).encode())

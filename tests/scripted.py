@@ -37,6 +37,24 @@ def tokenizer(name: str) -> tokenizing.Tokenizer:
   return tokenizing.load(data / name)
 
 
+def altered(
+  folder: pathlib.Path, normalizer=None, special=()
+) -> tokenizing.Tokenizer:
+  """'bpe' with a normaliser, and with these texts as special tokens."""
+  backend = tokenizers.Tokenizer.from_str(
+    tokenizer('bpe')._hf.backend_tokenizer.to_str()
+  )
+  if normalizer is not None:
+    backend.normalizer = normalizer
+  hf = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='<|eos|>', pad_token='<|pad|>'
+  )
+  if special:
+    hf.add_special_tokens({'additional_special_tokens': [*special]})
+  hf.save_pretrained(folder)
+  return tokenizing.load(folder)
+
+
 def word_level(folder: pathlib.Path, words) -> tokenizing.Tokenizer:
   """Whole words with their leading space, as the generated world has."""
   special = ['<|pad|>', '<|eos|>', '<|unk|>']

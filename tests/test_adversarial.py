@@ -9,6 +9,8 @@ import re
 import time
 
 import pytest
+import tokenizers
+from tokenizers import normalizers
 
 from searchrl_jax.text import env as envs
 from searchrl_jax.text import prompts, untrusted
@@ -209,6 +211,37 @@ def test_questions_cannot_act(env, tok, name):
   assert as_is.answer(t) is None
   if not tok.has_chat:
     assert not set(start.segments[0].ids[1:].tolist()) & tok.control
+
+
+NORMALIZERS = {
+  'NFKC': normalizers.NFKC(),
+  'lower case': normalizers.Lowercase(),
+  'no accents': normalizers.Sequence(
+    [normalizers.NFD(), normalizers.StripAccents()]
+  ),
+  'nothing unseen': normalizers.Replace(
+    tokenizers.Regex('[\u00ad\u200b-\u200d\u2060\ufeff]'), ''
+  ),
+}
+
+
+@pytest.mark.parametrize('name', NORMALIZERS)
+def test_tags_that_a_normaliser_makes_are_taken_apart(tmp_path, name):
+  tok = scripted.altered(tmp_path, NORMALIZERS[name])
+  env = make(tok, max_observation_tokens=300)
+  ours = list(env.template.tags.values())
+  found = lambda ids: visible_tags(tok.decode(ids), ours)
+  harmless = found(env._observe([Passage('1', 'T', 'text')], 300)[0])
+  question, _ = env.reset(Question('q', 'x'))
+  made = 0
+  for attack in (a for n, a in CORPUS.items() if 'giant' not in n):
+    for passages in passages_of(attack):
+      ids, _ = env._observe(passages, 300)
+      assert found(ids) == harmless, attack
+    state, _ = env.reset(Question('q', attack))
+    assert found(state.segments[0].ids) == found(question.segments[0].ids)
+    made += found(tok.encode(attack)) != visible_tags(attack, ours)
+  assert made  # the normaliser makes tags
 
 
 def test_a_policy_that_repeats_an_attack_owns_it(tok):

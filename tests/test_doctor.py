@@ -2,13 +2,14 @@
 
 from importlib import metadata
 import io
+import types
 
 import psutil
 import pytest
 from rich import console
 
 from searchrl_jax import doctor
-from tests import tiny
+from tests import scripted, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +68,13 @@ def test_services_and_room(tmp_path, monkeypatch):
   assert 'lower config.batch.tokens' in found['memory'][1]
   assert 'http://127.0.0.1:9' in found['search'][1]
   assert found['generation'][0] == 'ok'
+
+
+def test_tags_that_the_tokenizer_hides_are_a_problem(tmp_path):
+  tok = scripted.altered(tmp_path, special=['<search>', '</search>'])
+  have = types.SimpleNamespace(config=tiny.config(), tok=tok, questions=[])
+  with pytest.raises(ValueError, match="'</search>'. of the template 'micro'"):
+    doctor.prompts(have)
 
 
 def test_a_policy_that_answers_its_own_searches_needs_no_service(tmp_path):

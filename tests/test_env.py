@@ -1,6 +1,7 @@
 """The environment: protocol, budgets, exact ids."""
 
 import dataclasses
+import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,6 +237,106 @@ def test_no_room_for_the_prompt_names_the_question(tok):
 def test_an_observation_limit_below_the_template_is_refused(tok):
   with pytest.raises(ValueError, match='max_observation_tokens=3 is below'):
     make(tok, max_observation_tokens=3)
+
+
+@pytest.mark.parametrize(
+  'tags',
+  [
+    ('<search>', '</search>'),
+    ('</answer>',),
+    ('<think>', '</think>'),
+    ('<information>',),
+    ('</sea',),  # a part of a tag
+  ],
+)
+def test_tags_that_are_special_tokens_are_refused(tmp_path, tags):
+  """Such a token has no text: every search would be an invalid action."""
+  tok = scripted.altered(tmp_path, special=tags)
+  with pytest.raises(ValueError, match='template .base. are special tokens'):
+    make(tok)
+  # What the message says.
+  path = tmp_path / 'tokenizer.json'
+  spec = json.loads(path.read_text())
+  for token in spec['added_tokens']:
+    token['special'] &= token['content'] not in tags
+  path.write_text(json.dumps(spec))
+  path = tmp_path / 'tokenizer_config.json'
+  config = json.loads(path.read_text())
+  for name in ('extra_special_tokens', 'additional_special_tokens'):
+    config.pop(name, None)
+  for token in config.get('added_tokens_decoder', {}).values():
+    token['special'] &= token['content'] not in tags
+  path.write_text(json.dumps(config))
+  env = make(scripted.tokenizing.load(tmp_path))
+  ids = env.tokenizer.encode_template(SEARCH)
+  state, actions = play(env, [ids, ANSWER], [passage('by Ann')])
+  assert (state.invalid_actions, len(state.searches)) == (0, 1)
+
+
+def test_a_stop_that_ends_a_turn_may_be_a_special_token(tmp_path):
+  template = prompts.load('base')
+  with_stop = lambda stop: dataclasses.replace(
+    template, stops=(*template.stops, stop)
+  )
+  tok = scripted.tokenizer('bpe')
+  make(tok, with_stop('<|eos|>'))
+  with pytest.raises(ValueError, match=r"\['<\|pad\|>'\] of the template"):
+    make(tok, with_stop('<|pad|>'))
+
+
+# The beginning of a reply in a prompt.
+
+
+def continued(tok, begun, *scripts):
+  """The trajectory of a policy that goes on from a prefilled reply."""
+  if tok.has_chat:
+    pytest.importorskip('jinja2', reason='chat templates need jinja2')
+  env = make(tok, 'base', 'as_is')
+  roles = ('user', 'Who wrote the book?'), ('assistant', begun)
+  messages = tuple({'role': role, 'content': text} for role, text in roles)
+  state, action = env.reset(dataclasses.replace(QUESTION, messages=messages))
+  for script in scripts:
+    state, action = env.step(state, scripted.sample(env, action, script))
+    if isinstance(action, envs.Search):
+      found = [SearchResult(r, (passage('x'),)) for r in action.requests]
+      state, action = env.step(state, found)
+  return env, env.trajectory(state)
+
+
+@pytest.mark.parametrize(
+  'begun, script, kinds',
+  [
+    ('<think>\n', 'hm</think><search>q</search>', ['think', 'search']),
+    (
+      'First:\n<think>So <search>',
+      'x</search> hm</think><search>q</search>',
+      ['think', 'search'],
+    ),
+    ('<think>hm</think>\n', '<search>q</search>', ['search']),
+    ('<think>hm</think><search>', ' q </search>', ['search']),
+    ('I know', '.<search>q</search>', ['other', 'search']),
+    ('', '<search>q</search>', ['search']),
+  ],
+)
+def test_a_reply_goes_on_where_the_prompt_began_it(tok, begun, script, kinds):
+  env, t = continued(tok, begun, script, ANSWER)
+  prompt = tok.decode(t.segments[0].ids)
+  assert prompt.rstrip().endswith(begun.rstrip())
+  ended = [i for i in t.segments[0].ids.tolist() if i in tok.eos_ids]
+  # Of the user's turn, where there is a chat template.
+  assert len(ended) == tok.has_chat
+  own = [b for b in env.blocks(t) if b.author == 'policy']
+  assert [b.kind for b in own][: len(kinds)] == kinds
+  assert [s.request.query for s in t.searches] == ['q']
+  assert (t.invalid_actions, env.answer(t)) == (0, 'Ann')
+  # As read from a file, without what the rollout kept.
+  t.parsed.clear()
+  assert [b for b in env.blocks(t) if b.author == 'policy'] == own
+
+
+def test_an_answer_that_the_prompt_began_is_the_policys_part_of_it(tok):
+  env, t = continued(tok, '<answer>Ann', ' Lee</answer>')
+  assert (t.end, env.answer(t)) == ('answer', 'Lee')
 
 
 # Observations.

@@ -2,12 +2,14 @@ import itertools
 import math
 import re
 import string
+import unicodedata
 
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from searchrl_jax.rewards import equivalence
 from searchrl_jax.rewards import scores as metrics
 
 
@@ -33,9 +35,33 @@ def test_normalise_golden(text, normal):
   assert metrics.normalise(text) == normal
 
 
-@given(st.text())
-def test_normalise_is_squads(text):
-  assert metrics.normalise(text) == squad_normalise(text)
+FORMS = 'NFC', 'NFD', 'NFKC', 'NFKD'
+
+
+@given(st.text(st.characters(max_codepoint=127)), st.text())
+def test_normalise_is_squads(ascii_text, text):
+  assert metrics.normalise(ascii_text) == squad_normalise(ascii_text)
+  one_form = unicodedata.normalize('NFKC', text)
+  assert metrics.normalise(text) == squad_normalise(one_form)
+
+
+@given(st.text(), st.sampled_from(FORMS))
+def test_the_unicode_form_of_an_answer_does_not_matter(text, form):
+  assert metrics.key(unicodedata.normalize(form, text)) == metrics.key(text)
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('gold', ['Beyoncé', 'à propos', '２０２０', 'ガス'])
+def test_scores_compare_both_sides_in_one_form(gold, form):
+  said = unicodedata.normalize(form, gold)
+  for pair in ((gold, said), (said, gold)):
+    assert metrics.exact_match(pair[0], [pair[1]])
+    assert metrics.f1(f'it is {pair[0]}', [pair[1]]) > 0
+    assert metrics.sub_exact_match(f'it is {pair[0]}.', [pair[1]])
+    assert metrics.states(f'it is {pair[0]}.', [pair[1]])
+    one, other = equivalence.keys(pair, equivalence.TEXT)
+    assert one == other is not None
+  assert not metrics.exact_match('Beyonce', ['Beyoncé'])
 
 
 def test_exact_match_over_several_golds():

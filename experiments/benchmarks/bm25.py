@@ -98,7 +98,8 @@ def open_index(count: int, words: list[str]) -> bm25.BM25Index:
   try:
     return bm25.BM25Index.open(folder)
   except ValueError:  # there is none, or of another format
-    return bm25.BM25Index.build(Passages(count, words), folder)
+    passages = Passages(count, words)
+    return bm25.BM25Index.build(passages, folder, analyzer=bm25.WORDS)
 
 
 class Peer:

@@ -214,7 +214,8 @@ _LETTER = r'[^\W_\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]'
 def _words(text: str) -> str:
   # "Mira-Dok", "Mira Dok's" and "the Mira Doks" all say "Mira Dok", as "US"
   # says "U.S." by the normal form.
-  return scores.normalise(re.sub(r"['\u2019]s\b|[^\w\s]|_", ' ', text))
+  text = re.sub(r"['\u2019]s\b|[^\w\s]|_", ' ', scores.folded(text))
+  return scores.normalise(text)
 
 
 def fill(

@@ -1,13 +1,22 @@
 """Builds checked Questions from raw fields, for every data module."""
 
+import ast
 from collections.abc import Iterable, Mapping
 import fnmatch
+import json
+import math
+import re
 from typing import Any
 
 import numpy as np
 
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Question
+
+# Begins and ends like the text of a list of texts or of objects.
+_LISTED = re.compile(
+  r'array\(\[.*|[\[{]\s*(["\'].*["\']|{\s*["\'].*})\s*[\]}]', re.DOTALL
+)
 
 
 class DataError(ValueError):
@@ -55,23 +64,77 @@ def make_question(
 
 
 def strings(value: Any, what: str) -> tuple[str, ...]:
-  """Converts None, a str or a sequence of str and numbers to a tuple of str."""
+  """Converts None, a str or a sequence of str and numbers to a tuple of str.
+
+  The text of a list (see `unpacked`) is this list. In a list, that of a list of
+  numbers stays a string: it may be an interval, "[-2, 7]".
+
+  Raises:
+    DataError: it is anything else, or a number is not finite; names `what`.
+  """
   if isinstance(value, np.ndarray):
     value = value.tolist()
-  if value is None or isinstance(value, str):
-    return () if value is None else (value,)
+  if value is None:
+    return ()
+  alone = isinstance(value, str)
+  wrong = f'{what} are {value!r:.60}; give a list of strings'
+  require(alone or isinstance(value, (list, tuple)), wrong)
+  out: list[str] = []
+  for entry in [value] if alone else value:
+    found = unpacked(entry, wrong) if isinstance(entry, str) else entry
+    if isinstance(entry, str) and isinstance(found, list):
+      several = alone or any(isinstance(x, str) for x in found)
+      out += [_string(x, wrong) for x in found] if several else [entry]
+    else:
+      out.append(_string(found, wrong))
+  return tuple(out)
+
+
+def _string(value: Any, wrong: str) -> str:
+  """A whole float was an integer before pandas or JSON: 1995.0 is "1995"."""
   known = (str, int, float, np.number)
-  good = isinstance(value, (list, tuple)) and all(
-    isinstance(v, known) and not isinstance(v, bool) for v in value
-  )
-  require(good, f'{what} are {value!r:.60}; give a list of strings')
-  return tuple(map(str, value))
+  require(isinstance(value, known) and not isinstance(value, bool), wrong)
+  if isinstance(value, (float, np.floating)):
+    require(math.isfinite(value), wrong)
+    value = int(value) if value == int(value) else value
+  return str(value)
+
+
+def unpacked(text: str, wrong: str) -> Any:
+  """The list or dict that `text` is the JSON or Python form of, else `text`.
+
+  Tables (CSV, pandas) hold lists in this form.
+
+  Raises:
+    DataError(wrong): it looks like one and cannot be read as one.
+  """
+  bare = text.strip()
+  if not bare.startswith(('[', '{', '(', 'array(')):
+    return text
+  try:
+    return json.loads(bare)
+  except (ValueError, RecursionError):
+    pass
+  try:
+    found = ast.literal_eval(bare)
+  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    found = None
+  # Python joins texts that stand side by side: NumPy's "['a' 'b']" is ['ab'].
+  if ''.join(repr(found).split()) == ''.join(bare.split()):
+    if isinstance(found, (list, dict)):
+      return found
+    # "(1, 2)" is a point.
+    if isinstance(found, tuple) and any(isinstance(x, str) for x in found):
+      return [*found]
+  require(not _LISTED.fullmatch(bare), wrong)
+  return text
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
-  """Converts None or a mapping to a dict."""
-  good = value is None or isinstance(value, Mapping)
-  require(good, f'{what} is {value!r:.60}; give an object')
+  """Converts None, a mapping or the text of one to a dict."""
+  wrong = f'{what} is {value!r:.60}; give an object'
+  value = unpacked(value, wrong) if isinstance(value, str) else value
+  require(value is None or isinstance(value, Mapping), wrong)
   return dict(value or {})
 
 
@@ -112,12 +175,20 @@ def unique(pairs: Iterable[tuple[str, Question]], path: str) -> list[Question]:
 
 
 def choose(
-  questions: list[Question], *, path, source='', hops=0, split='', n=0, seed=0
+  pairs: Iterable[tuple[str, Question]],
+  *,
+  path,
+  source='',
+  hops=0,
+  split='',
+  n=0,
+  seed=0,
 ) -> list[Question]:
   """Filters questions, then draws n without replacement, in file order.
 
   Args:
-    questions: in file order.
+    pairs: (where, question), in file order. Ids have to differ among those that
+      pass the filters: a file of several sources may count each from 0.
     path: for errors.
     source: keep this source ('nq*' = by prefix); '' = all.
     hops: keep this number of hops; 0 = all.
@@ -126,25 +197,26 @@ def choose(
     seed: of the draw.
 
   Raises:
-    DataError: no question passes a filter, or fewer than n do.
+    DataError: no question passes a filter, or fewer than n do; see `unique`.
   """
-  kept = questions
+  kept = [*pairs]
   for name, wanted, field in (
     ('source', source, lambda q: q.source),
     ('hops', hops, lambda q: q.hops),
     ('split', split, lambda q: q.meta.get('split', '')),
   ):
-    if not wanted:
+    if not wanted or not kept:
       continue
-    values = {field(q) for q in kept}
+    values = {field(q) for _, q in kept}
     matching = {v for v in values if fnmatch.fnmatchcase(str(v), str(wanted))}
     hint = lookup.near(str(wanted), map(str, values))
     require(matching, f'{path}: no question has {name}={wanted!r}; {hint}')
-    kept = [q for q in kept if field(q) in matching]
-  good, there = 0 <= n <= len(kept), f'{len(kept)} available; n=0 takes all'
+    kept = [(where, q) for where, q in kept if field(q) in matching]
+  left = unique(kept, path)
+  good, there = 0 <= n <= len(left), f'{len(left)} available; n=0 takes all'
   require(good, f'{path}: n={n} questions requested, {there}')
-  drawn = np.random.default_rng(seed).permutation(len(kept))[: n or None]
-  return [kept[i] for i in sorted(drawn)]
+  drawn = np.random.default_rng(seed).permutation(len(left))[: n or None]
+  return [left[i] for i in sorted(drawn)]
 
 
 def require_needs(users: Iterable[tuple], questions: Iterable[Question]):

@@ -64,7 +64,7 @@ def questions(
   require(known, f'layout {layout!r} is unknown: {near(layout, LAYOUTS)}')
   fields = LAYOUTS[layout]
   pairs = ((at, make_question(at, **fields(r, at))) for at, r in records)
-  return checks.choose(checks.unique(pairs, path), path=path, **filters)
+  return checks.choose(pairs, path=path, **filters)
 
 
 def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,10 +120,14 @@ def flashrag(record: Mapping[str, Any], where: str) -> dict:
   meta = {k: v for k, v in meta.items() if k not in checks.PASSAGES}
   if record.get('split'):
     meta['split'] = record['split']
+  key = next((k for k in _ANSWERS if k in record), '')
+  answers = record.get(key, ())
+  if key == 'answer' and isinstance(answers, str):
+    answers = [answers]  # one answer, which may be an interval, "[-2, 7]"
   return dict(
     id=name,
     text=text,
-    answers=next((record[k] for k in _ANSWERS if k in record), ()),
+    answers=answers,
     source=record.get('source', ''),
     hops=hops,
     supporting=record.get('supporting_ids', ()),

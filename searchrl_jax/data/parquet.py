@@ -4,7 +4,8 @@ A row of Search-R1 has data_source, prompt = [{role, content}], ability,
 reward_model = {style, ground_truth: {target: [str]}} and extra_info = {split,
 index}. Its merged sets add id, question, golden_answers and metadata, from
 which the number of hops follows. In SSRL the target is a string or a list; in
-verl's data ground_truth may be the answer itself.
+verl's data ground_truth may be the answer itself. A list or an object may also
+be written as text (JSON, or Python's form).
 
 `prompt` already contains instructions, so `config.data.prompt` selects one of
   as_is     the messages of the row, without a template
@@ -92,14 +93,20 @@ def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
       # its instructions, because the position of the question is unknown.
       text = [m['content'] for m in messages if m['role'] == 'user'][-1]
   # What a reward compares with: the target, else golden_answers.
-  truth = reward.get('ground_truth')
+  truth, golds = reward.get('ground_truth'), record.get('golden_answers')
+  wrong = f'{where}: ground_truth is {truth!r:.60}; give a target, or a text'
+  if isinstance(truth, str):
+    given = checks.unpacked(truth, wrong)
+    # In a list, as it may be an interval, "[-2, 7]".
+    truth = given if isinstance(given, Mapping) else [truth]
   if isinstance(truth, Mapping):
+    require('target' in truth or golds is not None, wrong)
     truth = truth.get('target')
   return checks.make_question(
     where,
     id=f'{source}/{name}' if source else str(name),
     text=text,
-    answers=record.get('golden_answers') if truth is None else truth,
+    answers=golds if truth is None else truth,
     source=source,
     hops=checks.hops_of(metadata),
     messages=messages,
@@ -108,8 +115,12 @@ def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
 
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
-  if isinstance(value, str):  # a prompt without roles is a user's message
-    value = [{'role': 'user', 'content': value}]
+  wrong = f"{where}: 'prompt' is no list of {{role, content}} with a user"
+  if isinstance(value, str):
+    given = checks.unpacked(value, wrong)
+    listed = isinstance(given, list) and any(isinstance(m, dict) for m in given)
+    # A prompt without roles is a user's message.
+    value = given if listed else [{'role': 'user', 'content': value}]
   keys = ('role', 'content')
   good = (
     isinstance(value, list)
@@ -117,6 +128,5 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
     and all(isinstance(m.get(k), str) for m in value for k in keys)
     and any(m['role'] == 'user' for m in value)
   )
-  what = "'prompt' is no list of {role, content} with a user"
-  require(good, f'{where}: {what}')
+  require(good, wrong)
   return tuple({k: m[k] for k in keys} for m in value)

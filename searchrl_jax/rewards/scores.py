@@ -1,10 +1,14 @@
 """Answer metrics and their uncertainty, in pure Python and numpy.
 
 `normalise`, `exact_match` and `f1` follow SQuAD's evaluation script
-(Rajpurkar et al. 2016), with one difference: text whose normal form is empty
+(Rajpurkar et al. 2016), with two differences. Text whose normal form is empty
 ("The", "A", "!!!") is compared without normalisation, and an empty prediction
 matches nothing. In SQuAD's and Search-R1's scripts any two such texts are
-equal, and such a golden answer is a substring of every prediction.
+equal, and such a golden answer is a substring of every prediction. And texts
+that differ in their Unicode form alone are equal ("é" as one character or as
+two, full-width digits): both sides are compared in NFKC, because a tokenizer
+that writes one form (Qwen's NFC, SentencePiece's NFKC) cannot write a golden
+answer in another. ASCII text has one form.
 """
 
 import collections
@@ -13,6 +17,7 @@ import math
 import re
 import string
 from typing import NamedTuple
+import unicodedata
 
 import numpy as np
 
@@ -30,21 +35,26 @@ class Interval(NamedTuple):
   n: int
 
 
+def folded(text: str) -> str:
+  """Lower case in Unicode's NFKC, in which all answers are compared."""
+  return unicodedata.normalize('NFKC', text).lower()
+
+
 def normalise(text: str) -> str:
-  """Lower case, without ASCII punctuation and articles, with single spaces.
+  """Folded, without ASCII punctuation and articles, with single spaces.
 
   Punctuation is deleted, not replaced: "U.S.-based" becomes "usbased".
   """
-  text = text.lower().translate(_PUNCTUATION)
+  text = folded(text).translate(_PUNCTUATION)
   return ' '.join(_ARTICLES.sub(' ', text).split())
 
 
 def key(text: str) -> str:
   """Returns the key of an answer; answers with equal keys match exactly.
 
-  The normal form, or the lower-case text if the normal form is empty.
+  The normal form, or the folded text if the normal form is empty.
   """
-  return normalise(text) or ' '.join(text.lower().split())
+  return normalise(text) or ' '.join(folded(text).split())
 
 
 def exact_match(prediction: str | None, golds: Iterable[str]) -> float:

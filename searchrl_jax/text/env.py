@@ -73,6 +73,7 @@ class SearchEnv:
     self._searching = config.information == 'source'
     self._guided = config.search_when == 'entropy'
     self._tags = parsing.tags_of(template)
+    self._check_tags()
     self._observe = untrusted.Observer(tokenizer, template)
     self._invalid = tokenizer.encode_template(template.invalid)
     note = template.last_turn if self._searching else ''
@@ -118,7 +119,9 @@ class SearchEnv:
     what = f'question {question.id!r}: its prompt has {len(ids)} tokens of'
     fix = f'env.max_tokens={most}; increase it or leave the question out'
     lookup.require(len(ids) < most, f'{what} {fix}')
-    parser = parsing.start(self._tags, ''.join(text for text, _ in parts))
+    begun = untrusted.begun(self.template, question, self.prompt_mode)
+    text = ''.join(text for text, _ in parts)
+    parser = parsing.start(self._tags, text, begun)
     state = State(
       question, role, agent, segments, len(ids), parser, Done('tokens')
     )
@@ -178,8 +181,13 @@ class SearchEnv:
     """The blocks after the prompt; see parser.blocks. Parsed only once."""
     parsed = trajectory.parsed
     if self not in parsed:
-      segments = trajectory.segments
-      parsed[self] = parsing.blocks(segments, self.template, self.tokenizer)
+      asked = trajectory.question, self.prompt_mode
+      parsed[self] = parsing.blocks(
+        trajectory.segments,
+        self.template,
+        self.tokenizer,
+        begun=untrusted.begun(self.template, *asked),
+      )
     return parsed[self]
 
   def answer(self, trajectory: types.Trajectory) -> str | None:
@@ -200,6 +208,25 @@ class SearchEnv:
     """The text of an observation with these passages, or a tool's text."""
     limit = self.config.max_observation_tokens
     return self.tokenizer.decode(self._observe(passages, limit)[0])
+
+  def _check_tags(self) -> None:
+    """Raises ValueError if the parser or an engine could not see a tag.
+
+    A control token has no bytes. A stop string may hold one that ends a turn.
+    """
+    tok, stops = self.tokenizer, self.template.stops
+    control = lambda text: tok.control.intersection(tok.encode_template(text))
+    tags = itertools.chain(*self.template.tags.values())
+    unseen = [tag for tag in tags if control(tag)]
+    unseen += [s for s in stops if control(s).difference(tok.eos_ids)]
+    what = f'{[*dict.fromkeys(unseen)]} of the template {self.template.name!r}'
+    lookup.require(
+      not unseen,
+      f'tokenizer {tok.path}: {what} are special tokens, whose text is never '
+      'seen. In a copy of the tokenizer, write "special": false for them in '
+      'tokenizer.json and tokenizer_config.json, take them out of the lists of '
+      'special tokens there, and give --config.model.tokenizer=COPY',
+    )
 
   def _completed(self, state: State, completion: Completion):
     n, limit = len(completion.ids), state.pending.max_tokens

@@ -140,11 +140,16 @@ class Parser:
     return Parser(tags, block, inner, data[at:], left), kinds, blocks
 
 
-def start(tags: Tags, prompt: str) -> Parser:
+def start(tags: Tags, prompt: str, begun: str = '') -> Parser:
   """Returns the parser of a first turn.
 
-  It starts inside a thought if the chat template opened one for the policy.
+  It starts inside a thought if the chat template opened one for the policy, and
+  inside the block that `begun`, the beginning of the reply in a prompt
+  (`untrusted.begun`), leaves open. Only the policy's part of it is its text.
   """
+  if begun:
+    opened, *_ = Parser(tags).feed([begun.encode('utf-8', 'replace')])
+    return Parser(tags, opened.block)
   text = prompt.rstrip().encode('utf-8', 'replace')
   for opening, kind in tags.open.items():
     if kind == 'think' and text.endswith(opening):
@@ -173,6 +178,7 @@ def blocks(
   template,
   tokenizer,
   known: Sequence[Block] | None = None,
+  begun: str = '',
 ) -> tuple[Block, ...]:
   """Returns the blocks after the prompt.
 
@@ -180,7 +186,7 @@ def blocks(
   as during the rollout. Text between its blocks is a Block of kind 'other',
   unless it is white space. Observations of the environment have kind
   'information' (the text between the tags), its feedback has kind 'other'.
-  known: the policy's blocks, if the rollout has kept them.
+  known: the policy's blocks, if the rollout has kept them. begun: see `start`.
   """
   tags = tags_of(template)
   out: list[Block] = []
@@ -193,7 +199,7 @@ def blocks(
         continue
       parser = Parser(tags)
       if turn == 0:
-        parser = start(tags, prompt.decode('utf-8', 'replace'))
+        parser = start(tags, prompt.decode('utf-8', 'replace'), begun)
       ids = itertools.chain.from_iterable(s.ids.tolist() for s in run)
       # As one piece, because the kinds of tokens are not needed.
       ended = parser._advance([_bytes(ids, tokenizer)], final=True)[2]

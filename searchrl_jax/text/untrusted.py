@@ -16,6 +16,7 @@ from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage, Question
 
 Part = tuple[str, bool]  # text, and whether it is ours (not outside text)
+_ASSISTANT = 'assistant'  # the policy's role in a chat
 
 
 # Prompts.
@@ -28,7 +29,8 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   neutralised. mode 'as_is': the question's messages, which contain their own
   instructions, rendered by the tokenizer's chat template, or joined by newlines
   if there is none. They are outside text, so control tokens have no effect, but
-  their tags are kept, because they explain the protocol.
+  their tags are kept, because they explain the protocol. A last message of the
+  assistant is the beginning of the reply (`begun`), which the policy continues.
 
   Raises:
     ValueError: 'as_is' without messages; a chat template that is missing or
@@ -55,12 +57,27 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   return neutralised(template, parts, tokenizer.normalised)
 
 
+def begun(template, question: Question, mode: str) -> str:
+  """The beginning of the policy's reply that a prompt ends with, or ''."""
+  messages = template.prompt
+  if mode == 'as_is':
+    messages = [(m['role'], m['content']) for m in question.messages]
+  if isinstance(messages, str) or not messages:
+    return ''
+  role, content = messages[-1]
+  return content if role == _ASSISTANT else ''
+
+
 def chat_parts(tokenizer, messages) -> list[Part]:
   """Renders messages, (role, parts) each, with placeholders, and fills these.
 
   Outside text does not pass through the chat template, so the rendered text
-  that is ours (control tokens) stays separate from it.
+  that is ours (control tokens) stays separate from it. A last message of the
+  assistant follows what begins its reply.
   """
+  reply: list[Part] = []
+  if messages[-1][0] == _ASSISTANT:
+    *messages, (_, reply) = messages
   parts = [p for _, content in messages for p in content]
   marks = map('\ue000{}\ue001'.format, itertools.count())
   marked = [
@@ -75,7 +92,7 @@ def chat_parts(tokenizer, messages) -> list[Part]:
   require(not lost, f'{what}; use other roles')
   for n, piece in enumerate(pieces):
     pieces[n] = parts[int(piece)] if n % 2 else (piece, True)
-  return [p for p in pieces if p[0]]
+  return [p for p in (*pieces, *reply) if p[0]]
 
 
 # Observations.

@@ -1,6 +1,7 @@
 """Sets, paths, ids, the stream."""
 
 import json
+import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -136,13 +137,49 @@ def test_hub_path_errors_name_the_mirror(monkeypatch):
     (np.array(['a', 'b']), ('a', 'b')),
     (np.array(['a'], object), ('a',)),
     ([1, 2.5], ('1', '2.5')),
+    ([1995.0, np.float32(7), -0.0], ('1995', '7', '0')),
+    # Lists as the text that a table has of them.
+    ('["a", "b\'s"]', ('a', "b's")),
+    (" ['a', \"b's\", 1995.0]\n", ('a', "b's", '1995')),
+    ("('a', 'b')", ('a', 'b')),
+    ('[1995, 2.5]', ('1995', '2.5')),
+    ('[]', ()),
+    (['["a", "b"]', 'c'], ('a', 'b', 'c')),
+    # Texts that are none.
+    (['[-2, 7]', '[]'], ('[-2, 7]', '[]')),
+    ('(1, 2)', ('(1, 2)',)),
+    ('[sic] "a"', ('[sic] "a"',)),
+    ('"Heroes"', ('"Heroes"',)),
+    (r'(-\infty, 3]', (r'(-\infty, 3]',)),
   ],
 )
 def test_strings(value, want):
   assert checks.strings(value, 'x') == want
 
 
-@pytest.mark.parametrize('value', [{'a': 1}, 3, [['a']], [None], b'a', [True]])
+@pytest.mark.parametrize(
+  'value',
+  [
+    {'a': 1},
+    3,
+    [['a']],
+    [None],
+    b'a',
+    [True],
+    math.nan,
+    ['a', math.nan],
+    [np.float32('inf')],
+    '["a", NaN]',
+    '["a", null]',
+    '[["a"]]',
+    '[{"a": "b"}]',
+    '{"value": "a"}',
+    "{'a', 'b'}",
+    "['a' 'b']",  # NumPy's form, which Python reads as ['ab']
+    "array(['a'], dtype=object)",
+    ["['a'\n 'b']"],
+  ],
+)
 def test_strings_refuses(value):
   with pytest.raises(core.DataError, match='f:3: the answers'):
     checks.strings(value, 'f:3: the answers')
@@ -182,7 +219,7 @@ def test_what_functions_need_of_a_question():
 
 
 def test_choose_draws_by_seed_in_file_order():
-  qs = questions(*map(str, range(50)))
+  qs = [('f', q) for q in questions(*map(str, range(50)))]
   a = checks.choose(qs, path='f', n=10, seed=1)
   assert ids(a) == ids(checks.choose(qs, path='f', n=10, seed=1))
   assert ids(a) != ids(checks.choose(qs, path='f', n=10, seed=2))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pytest
 
@@ -49,6 +50,21 @@ def test_gzip_is_told_by_content_and_arrays_load(tmp_path):
   assert jsonl.load(str(named_wrong)) == plain == jsonl.load(array)
 
 
+def test_lists_that_a_table_wrote_as_text(tmp_path):
+  rows = [
+    {'id': '1', 'question': 'q', 'golden_answers': '["a", "b"]'},
+    {'id': '2', 'question': 'q', 'answers': "['a', 'b']"},
+    {'id': '3', 'question': 'q', 'answer': '[-2, 7]'},  # one answer
+    {'id': '4', 'question': 'q', 'golden_answers': [1995.0]},
+    {'id': '5', 'question': 'q', 'metadata': '{"level": "hard"}'},
+  ]
+  found = jsonl.load(write(tmp_path / 'x.jsonl', *rows))
+  assert [q.answers for q in found] == [
+    ('a', 'b'), ('a', 'b'), ('[-2, 7]',), ('1995',), (),
+  ]  # fmt: skip
+  assert found[-1].meta == {'level': 'hard'}
+
+
 def test_line_separators_inside_strings(tmp_path):
   odd = {**FLASHRAG, 'question': 'a\u2028b\x85c'}
   path = tmp_path / 'x.jsonl'
@@ -69,6 +85,14 @@ def test_line_separators_inside_strings(tmp_path):
     ({'id': '', 'question': 'q'}, r"x\.jsonl:2: the id is ''"),
     (
       {**FLASHRAG, 'id': '1', 'golden_answers': {'a': 1}},
+      r"x\.jsonl:2: the answers of question '1'",
+    ),
+    (
+      {**FLASHRAG, 'id': '1', 'golden_answers': [math.nan]},
+      r"x\.jsonl:2: the answers of question '1' are \[nan\]",
+    ),
+    (
+      {**FLASHRAG, 'id': '1', 'golden_answers': "['a' 'b']"},
       r"x\.jsonl:2: the answers of question '1'",
     ),
     ({**FLASHRAG, 'id': '1', 'metadata': 'x'}, r'x\.jsonl:2: the metadata'),
@@ -109,6 +133,12 @@ def test_filters(tmp_path):
   assert found(source='hotpot') == ['2']
   assert found(hops=1, split='dev') == ['0']
   assert len(found(n=2, seed=1)) == 2
+  # Each source counts from 0: ids differ among those that a filter leaves.
+  same = write(tmp_path / 'y.jsonl', *({**row, 'id': '0'} for row in rows))
+  (q,) = jsonl.load(same, source='hotpot')
+  assert (q.id, q.source) == ('0', 'hotpot')
+  with pytest.raises(DataError, match=r"y\.jsonl:2: id '0' .*y\.jsonl:1$"):
+    jsonl.load(same, source='nq*')
   for kw, says in (
     ({'source': 'hotpt'}, "did you mean 'hotpot'"),
     ({'hops': 3}, r'hops=3; there are: 1, 2'),
@@ -197,7 +227,7 @@ def test_ttrls_json_is_read_unchanged(tmp_path):
   assert [(q.id, q.source, q.answers) for q in found] == [
     ('test/algebra/1.json', 'math', (r'\frac{14}{3}',)),
     ('60', 'AIME2024', ('033',)),
-    ('0', 'AMC', ('142.0',)),
+    ('0', 'AMC', ('142',)),
     ('g', 'gpqa', ('B',)),
     ('test/geometry/2.json', '', (r'\frac12',)),
   ]

@@ -1,5 +1,7 @@
 """Search-R1's parquet and its relatives, read unchanged."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -93,6 +95,11 @@ def test_merged_sets_count_each_source_from_zero(tmp_path):
     ({'target': np.array(['Ann'])}, ('Ann',)),
     ('Ann', ('Ann',)),
     (['Ann', 'B'], ('Ann', 'B')),
+    # As text, which pandas writes for lists and objects.
+    ({'target': '["Ann", "B"]'}, ('Ann', 'B')),
+    ("['Ann', 'B']", ('Ann', 'B')),
+    ('{"target": ["Ann", "B"]}', ('Ann', 'B')),
+    ('[-2, 7]', ('[-2, 7]',)),  # an interval
   ],
 )
 def test_targets(tmp_path, truth, want):
@@ -100,6 +107,19 @@ def test_targets(tmp_path, truth, want):
   rows = [{**row(), 'reward_model': {'style': 'rule', 'ground_truth': truth}}]
   (q,) = parquet.load(write(tmp_path, rows), prompt='as_is')
   assert q.answers == want
+
+
+@pytest.mark.parametrize(
+  'truth', [{'value': 'Ann'}, '{"value": "Ann"}', "['Ann' 'B']"]
+)
+def test_a_ground_truth_of_another_form_is_not_dropped(tmp_path, truth):
+  rows = [{**row(), 'reward_model': {'ground_truth': truth}}]
+  with pytest.raises(DataError, match=r'train\.parquet row 0: .*ground_truth'):
+    parquet.load(write(tmp_path, rows), prompt='as_is')
+  rows[0]['golden_answers'] = ['Ann']
+  if 'value' in truth:
+    (q,) = parquet.load(write(tmp_path, rows), prompt='as_is')
+    assert q.answers == ('Ann',)
 
 
 def test_golden_answers_where_there_is_no_reward_model(tmp_path):
@@ -111,24 +131,46 @@ def test_golden_answers_where_there_is_no_reward_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'prompt', [[], [{'role': 'system', 'content': 'x'}], [{'role': 'user'}]]
+  'prompt',
+  [
+    [],
+    [{'role': 'system', 'content': 'x'}],
+    [{'role': 'user'}],
+    '[{"role": "user"}]',
+    "[{'role': 'user', 'content': 'x'}\n {'role': 'user', 'content': 'y'}]",
+  ],
 )
 def test_bad_prompts_name_the_row(tmp_path, prompt):
   good = [{'role': 'user', 'content': 'x', 'other': 'y'}]
+  good = json.dumps(good) if isinstance(prompt, str) else good
   path = write(tmp_path, [row(prompt=good), row(index=1, prompt=prompt)])
   with pytest.raises(DataError, match=r"train\.parquet row 1: 'prompt'"):
     parquet.load(path, prompt='as_is')
 
 
 def test_a_plain_string_is_the_users_turn(tmp_path):
-  (q,) = parquet.load(write(tmp_path, [row(prompt='hi')]), prompt='as_is')
-  assert q.messages == ({'role': 'user', 'content': 'hi'},)
+  for text in ('hi', '[1, 2] is a list', '{"a": 1}'):
+    (q,) = parquet.load(write(tmp_path, [row(prompt=text)]), prompt='as_is')
+    assert q.messages == ({'role': 'user', 'content': text},)
+
+
+@pytest.mark.parametrize('form', [json.dumps, str])
+def test_messages_that_a_table_wrote_as_text(tmp_path, form):
+  path = write(tmp_path, [row(prompt=form(PROMPT))])
+  (q,) = parquet.load(path, prompt='as_is')
+  assert q.messages == tuple(PROMPT)
 
 
 def test_filters_and_bad_files(tmp_path):
   path = write(tmp_path, [row('nq', i) for i in range(9)] + [row('pop', 9)])
   ids = lambda **kw: [q.id for q in parquet.load(path, prompt='as_is', **kw)]
   assert ids(source='pop') == ['pop/9'] and len(ids(n=4, seed=1)) == 4
+  other = row('nq', 0)
+  other['extra_info'] = {'split': 'test', 'index': 0}
+  both = write(tmp_path, [row('nq', 0), other], 'both.parquet')
+  for split in ('train', 'test'):
+    (q,) = parquet.load(both, prompt='as_is', split=split)
+    assert (q.id, q.meta) == ('nq/0', {'split': split})
   with pytest.raises(DataError, match="did you mean 'train'"):
     ids(split='trian')
   cut = tmp_path / 'cut.parquet'

@@ -5,12 +5,14 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import types
+import unicodedata
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +63,9 @@ def test_golden_score_of_search_r1():
   #   score = ln 2 * 2 / (2 + 0.972) = 0.693147 * 0.672948 = 0.466452
   # Text 0: norm = 0.9 * (0.6 + 0.4 * 2 / 2.5) = 0.9 * 0.92 = 0.828
   #   score = ln 2 / 1.828 = 0.379183
-  given = dict(bm25_preset='search_r1', k1=None, b=None, **PLAIN)
+  given = dict(
+    bm25_preset='search_r1', k1=None, b=None, analyzer='auto', **PLAIN
+  )
   options = bm25.options(types.SimpleNamespace(**given))
   assert options == dict(k1=0.9, b=0.4, **PLAIN)
   found = ranked(BM25Index(TEXTS, **options), 'fish')
@@ -69,8 +73,9 @@ def test_golden_score_of_search_r1():
   assert found[0][1] == pytest.approx(0.466452, abs=1e-6)
   assert found[1][1] == pytest.approx(0.379183, abs=1e-6)
   # A parameter that is given goes before the preset, 0 too.
-  given |= dict(b=0.0)
-  assert bm25.options(types.SimpleNamespace(**given))['b'] == 0
+  given |= dict(b=0.0, analyzer='scripts')
+  options = bm25.options(types.SimpleNamespace(**given))
+  assert options['b'] == 0 and options['analyzer'] == 'scripts'
 
 
 def reference(texts, query, k1, b):
@@ -221,6 +226,7 @@ def test_corpus_without_any_term(text):
   [
     (dict(stemmer='klingon'), 'klingon.*english'),
     (dict(stop_words='x'), 'english_plus'),
+    (dict(analyzer='x'), 'words, scripts'),
   ],
 )
 def test_bad_options(options, said):
@@ -231,6 +237,95 @@ def test_bad_options(options, said):
 def test_spans_mark_what_matched():
   text = 'Swimming, the SWIM!'
   assert Analyzer().spans(text, {'swim'}) == [(0, 8), (14, 18)]
+  other = Analyzer(kind='scripts')
+  assert other.spans(text, {'swim'}) == [(0, 8), (14, 18)]
+  marked = lambda text, query: [
+    text[start:end] for start, end in other.spans(text, {*other(query)})
+  ]
+  assert marked('中国的首都是北京。', '北京') == ['北京']
+  assert marked('A Cafe\u0301 in 2020年', 'caf\u00e9 ２０２０') == [
+    'Cafe\u0301', '2020',
+  ]  # fmt: skip
+
+
+# Passages that have almost the same letters, of which the first is asked for.
+SCRIPTS = {
+  'Chinese': (
+    ['北京是中华人民共和国的首都。', '南京是江苏省的省会。', '猫喜欢吃鱼。'],
+    ['中国的首都是哪里', '首都', '北京'],
+  ),
+  'one letter': (['猫は動物です。', '犬は動物です。'], ['猫', '猫？']),
+  'Japanese': (
+    ['東京は日本の首都です。', '京都は日本の古い都です。', 'ｶﾞｽ'],
+    ['日本の首都', '東京', '日本の首都はどこですか'],
+  ),
+  'half width': (['ガスの料金', '水道の料金'], ['ｶﾞｽ', 'カ\u3099ス']),
+  'Korean': (
+    ['서울은 대한민국의 수도이다.', '부산은 항구 도시이다.'],
+    ['대한민국 수도', '서울', '서울의 인구'],
+  ),
+  'Korean, NFD': (
+    [unicodedata.normalize('NFD', '서울은 수도이다.'), '부산은 도시이다.'],
+    ['서울', unicodedata.normalize('NFD', '서울')],
+  ),
+  'Thai': (
+    ['กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย', 'เชียงใหม่เป็นจังหวัดทางภาคเหนือ'],
+    ['เมืองหลวงของประเทศไทย', 'กรุงเทพ', 'เมืองหลวงคือที่ไหน'],
+  ),
+  'Hindi': (
+    ['दिल्ली भारत की राजधानी है।', 'दिल की बात भारी है।', 'भर दो'],
+    ['दिल्ली', 'राजधानी', 'भारत की राजधानी'],
+  ),
+  'NFD': (['Zu\u0308rich lies on a lake.', 'Zu is rich.'], ['Z\u00fcrich']),
+  'full width': (['２０２０年のＴＶ', '２０２１年'], ['2020', 'tv']),
+  'mixed': (['The Great Wall, 长城', '长江是河流。'], ['长城', 'great wall']),
+}
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_every_script_is_found(name, saved):
+  texts, queries = SCRIPTS[name]
+  # A few such passages among English ones are enough.
+  texts = ['The capital of France is Paris.'] * 100 + texts
+  for index in (BM25Index(texts), BM25Index.open(saved(texts))):
+    assert index.parameters['analyzer'] == 'scripts'
+    for query in queries:
+      assert ranked(index, query)[0][0] == 100, query
+    assert ranked(index, 'the capitals')[0][0] == 0
+
+
+def test_a_letter_keeps_its_marks():
+  """A day (दिन) is not in the world (दुनिया), of the letters द, न and य."""
+  index = BM25Index(['दुनिया', 'दिन'])
+  assert [i for i, _ in ranked(index, 'दिन')] == [1]
+  assert Analyzer(kind='scripts')('दुनिया') == ['दुनिया']
+
+
+def test_english_is_what_it_was(saved):
+  rare = ['Ti\u0301khon (Ти\u0301хон)', 'Tokyo (東京)', 'नमस्ते']
+  texts = [text + ' naïve' for text in many_texts()] + rare
+  index = BM25Index(texts)
+  assert set(index.parameters) == {'name', 'k1', 'b', 'stemmer', 'stop_words'}
+  for text in texts:
+    assert index.analyzer.words(text) == re.findall(r'\w+', text.lower())
+  # A query in another Unicode form finds what is written in the usual one.
+  for query in ('nai\u0308ve', 'ｎaïve', '東京'):
+    assert ranked(index, query), query
+  # An index of an earlier version does not say how it was made.
+  folder = saved(SCRIPTS['NFD'][0], analyzer='words')
+  assert 'analyzer' not in json.loads((folder / 'bm25.json').read_text())
+  assert ranked(BM25Index.open(folder), 'Z\u00fcrich') == []
+
+
+def test_a_query_that_cannot_find_anything_is_named_once(capsys):
+  index = BM25Index(['Paris is a city'])
+  index.search(['Paris', 'London', '', '首都', '首都は', '?!', 'the', ' '], 3)
+  asked = capsys.readouterr().err.splitlines()
+  assert [line.split(' WARNING: ')[1] for line in asked] == [
+    "the query '首都' needs an index that is built with --analyzer=scripts; it "
+    'finds nothing',
+    "the query '?!' has no word but stop words; it finds nothing",
+  ]
 
 
 def test_scores_are_those_of_bm25s_to_the_bit():
@@ -505,7 +600,7 @@ def memory_of(folder):
   # Compiles, which a tiny index would not.
   BM25Index.build(['warm'] * 999, folder / 'warm').search(['warm'], 1)
   with Peak() as building:
-    index = BM25Index.build(Texts(), folder / 'bm25', **PLAIN)
+    index = BM25Index.build(Texts(), folder / 'bm25', analyzer='words', **PLAIN)
   size = sum(f.stat().st_size for f in (folder / 'bm25').iterdir())
   with Peak() as searching:
     for i in range(200):

@@ -36,6 +36,7 @@ DEFAULTS = dict(
   bm25_preset='lucene',
   k1=None,
   b=None,
+  analyzer='auto',
   stemmer='english',
   stop_words='english',
   milvus_uri=None,
@@ -441,6 +442,19 @@ def test_other_options_of_bm25_are_not_passed_over(source, tmp_path):
   with pytest.raises(ValueError, match='k1 was 0.9, is 1.2'):
     build(tmp_path, index=['bm25'])
   build(tmp_path, index=['bm25'], k1=0.9)
+
+
+def test_the_analyzer_is_that_of_the_build(source, tmp_path):
+  build(tmp_path, corpus=source, index=['bm25'])
+  build(tmp_path, index=['bm25'], analyzer='words')  # what auto was
+  with pytest.raises(ValueError, match="analyzer was 'words', is 'scripts'"):
+    build(tmp_path, index=['bm25'], analyzer='scripts')
+  build(
+    tmp_path, restart=True, corpus=source, index=['bm25'], analyzer='scripts'
+  )
+  assert manifest(tmp_path)['indexes']['bm25']['analyzer'] == 'scripts'
+  build(tmp_path, index=['bm25'])
+  assert open_index(open_folder(tmp_path), 'bm25').analyzer.kind == 'scripts'
 
 
 def test_the_manifest_states_the_parameters_of_a_preset(source, tmp_path):

@@ -246,6 +246,7 @@ def test_proxies_of_the_environment_are_not_asked_for_loopback(monkeypatch):
     {'result': [[hit(document={'id': 1, 'contents': 'x'})]]},
     {'result': [[hit(document={'id': '1'})]]},
     {'result': [[hit(document={'id': '1', 'contents': None})]]},
+    {'result': [[hit(document={'id': '1', 'contents': 'x', 'title': ['T']})]]},
     {'result': [[hit(score=None)]]},
     {'result': [[hit(score='1')]]},
     {'result': [[hit(score=True)]]},
@@ -258,6 +259,15 @@ def test_garbage_is_a_bad_response_and_not_asked_again(answer):
   with Faults(reply(answer)) as faults:
     assert failure(faults.url).kind == 'bad_response'
     assert len(faults.requests) == 1
+
+
+def test_a_title_beside_the_contents_is_kept():
+  document = {'id': '7', 'title': 'Hamlet', 'contents': 'A play.'}
+  for given in (document, document | {'contents': '"Hamlet"\nA play.'}):
+    with Faults(reply({'result': [[hit(document=given)]]})) as faults:
+      [[found]] = retrieve_sync(faults.url, ['x'], 1, **FAST)
+    assert (found.title, found.text) == ('Hamlet', 'A play.')
+    assert found.contents == '"Hamlet"\nA play.'
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def test_blank_lines_marks_and_numbers_are_tolerated(tmp_path):
     ('{"contents": "x"}', "no field 'id'"),
     ('{"id": "b", "contents": 3}', "'contents' is 3, not a string"),
     ('{"id": "b", "contents": null}', "'contents' is None"),
+    ('{"id": "b", "contents": "x", "title": ["y"]}', "'title' is ['y'], not a"),
+    ('{"id": "b", "contents": "x", "title": NaN}', "'title' is nan, not a"),
     ('{"id": true, "contents": "x"}', "'id' is True"),
     ('{"id": "", "contents": "x"}', "'id' is ''"),
     ('{"id": "a", "contents": "y"}', "'a' was already used on line 1"),
@@ -254,6 +256,25 @@ def test_split_contents(contents, parts):
   assert split_contents(contents) == parts
 
 
+@pytest.mark.parametrize(
+  'title, contents, want',
+  [
+    ('Hamlet', 'A play.', '"Hamlet"\nA play.'),
+    ('Hamlet', 'A play.\nOld.', '"Hamlet"\nA play.\nOld.'),
+    ('Hamlet', '"Hamlet"\nA play.', '"Hamlet"\nA play.'),
+    ('"Hamlet"', ' Hamlet \nA play.', ' Hamlet \nA play.'),
+    ('Cafe\u0301', '"Caf\u00e9"\nx', '"Caf\u00e9"\nx'),
+    ('a\nb', 'x', '"a b"\nx'),
+    (1984, 'A novel.', '"1984"\nA novel.'),
+    (' ', 'x', 'x'),
+    (None, 'x', 'x'),
+  ],
+)
+def test_a_title_in_a_field_of_its_own(tmp_path, title, contents, want):
+  record = {'id': '0', 'title': title, 'contents': contents}
+  assert read_corpus(write(tmp_path, json.dumps(record))).contents == (want,)
+
+
 def test_join_is_the_inverse_of_split():
   assert split_contents(join_contents('T', 'a\nb')) == ('T', 'a\nb')
 
@@ -300,6 +321,12 @@ def test_every_form_holds_the_same_corpus(corpus, save):
   other = read_corpus(save(as_table(rows)))
   assert other.ids == corpus.ids and other.contents == corpus.contents
   assert other.sha256 == corpus.sha256
+
+
+def test_every_form_may_have_a_column_of_titles(save):
+  table = as_table([('a', 'x'), ('b', '"T"\ny'), ('c', 'z')])
+  path = save(table.append_column('title', pa.array(['S', 'T', None])))
+  assert read_corpus(path).contents == ('"S"\nx', '"T"\ny', 'z')
 
 
 @pytest.mark.parametrize(
