@@ -20,7 +20,7 @@ import urllib.parse
 
 import httpx
 
-from retrieval import files
+from retrieval import files, proxies
 from retrieval.core import identity_hash
 
 _log = logging.getLogger(__name__)
@@ -53,9 +53,11 @@ class RetrievalError(RuntimeError):
       named them: the others may be asked without them.
   """
 
-  def __init__(self, kind: str, url: str, problem: str, attempts=1, queries=()):
+  def __init__(
+    self, kind: str, url: str, problem: str, attempts=1, queries=(), fix=''
+  ):
     tried = f' after {attempts} attempts' if attempts > 1 else ''
-    super().__init__(f'{url}: {problem}{tried} [{kind}]. {_FIX[kind]}')
+    super().__init__(f'{url}: {problem}{tried} [{kind}]. {fix or _FIX[kind]}')
     self.kind, self.url, self.problem = kind, url, problem
     self.attempts, self.queries = attempts, tuple(queries)
     # Whether another replica may answer.
@@ -238,7 +240,9 @@ class Replicas:
 
 
 def _checked_url(url: str) -> str:
-  url = url.strip().rstrip('/')
+  # Search-R1's own setting is the address with the path of the request.
+  url = url.strip().rstrip('/').removesuffix('/retrieve').rstrip('/')
+  url = proxies.askable(url)
   problem = f'url {url!r} is not of the form http://host:port'
   with files.convert((ValueError, httpx.InvalidURL), ValueError, problem):
     parts, _ = urllib.parse.urlsplit(url), httpx.URL(url)
