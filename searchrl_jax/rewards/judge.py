@@ -85,8 +85,10 @@ class Judge:
       JudgeError: the judge failed on more than the share
         config.judge.max_failed of `among`; 'unusable' replies do not count.
     """
-    # A judge that repeats the answer must not end its thoughts by that.
-    items = [(q, tuple(g), without_tags(a[:MOST])) for q, g, a in items]
+    # A judge that repeats what a policy wrote must not end its thoughts by it.
+    items = [
+      (without_tags(q), tuple(g), without_tags(a[:MOST])) for q, g, a in items
+    ]
     new = list(dict.fromkeys(i for i in items if i not in self._cache))
     replies = dict(zip(new, await asyncio.gather(*map(self._ask, new))))
     out = [replies.get(i, self._cache.get(i)) for i in items]
