@@ -112,7 +112,9 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
     problem = f'a FAISS index of metric {metric}, not of inner product'
     raise AdoptError(f'{path}: {problem}. Adopt the saved embeddings instead.')
   exact = not isinstance(index, faiss.IndexIVFPQ)
-  problem = f'{path}: FAISS gives no vectors ({{}}). Adopt the saved embeddings.'
+  problem = (
+    f'{path}: FAISS gives no vectors ({{}}). Adopt the saved embeddings.'
+  )
 
   def rows(start: int, count: int) -> np.ndarray:
     with faiss_build.converted(AdoptError, problem):

@@ -26,7 +26,6 @@ from retrieval.batcher import Batcher
 from retrieval.core import LocalSearcher, Searcher
 from retrieval.protocol import Limits, Rejected, bad_request
 
-LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 _log = logging.getLogger(__name__)
 _COMPILERS = 8  # threads; XLA uses about one thread for a program
 _OPEN = ('/health', '/ready')  # answered without the token, with less content

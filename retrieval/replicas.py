@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Sequence
 import dataclasses
 import logging
 import math
+import re
 from typing import Any
 import urllib.parse
 
@@ -39,6 +40,7 @@ _FIX = {  # kind of an error -> what to do
   'different': 'Serve the previous corpus and index, and start again.',
 }
 KINDS = (*_FIX,)
+_PATH = re.compile('(?<![:/])(/retrieve)?/*$')
 
 
 class RetrievalError(RuntimeError):
@@ -241,8 +243,7 @@ class Replicas:
 
 def _checked_url(url: str) -> str:
   # Search-R1's own setting is the address with the path of the request.
-  url = url.strip().rstrip('/').removesuffix('/retrieve').rstrip('/')
-  url = proxies.askable(url)
+  url = _PATH.sub('', proxies.askable(url.strip()))
   problem = f'url {url!r} is not of the form http://host:port'
   with files.convert((ValueError, httpx.InvalidURL), ValueError, problem):
     parts, _ = urllib.parse.urlsplit(url), httpx.URL(url)

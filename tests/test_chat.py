@@ -97,6 +97,7 @@ def test_no_reply_is_an_error_of_its_kind():
     ('http://0.0.0.0:1/v1', 'http://127.0.0.1:1/v1'),
     ('http://[::]', 'http://[::1]/v1'),
     ('http://h/xv1', 'http://h/xv1/v1'),
+    ('http://v1', 'http://v1/v1'),
   ],
 )
 def test_addresses_that_mean_the_server(given, asked):

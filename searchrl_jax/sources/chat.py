@@ -34,7 +34,7 @@ _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 _SPELLING = re.compile('[<|\\[＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Ends of paths that other clients of such servers are given.
-_PATH = re.compile('/+(v1/*)?(chat/completions/*)?$')
+_PATH = re.compile('(?<![:/])/+(v1/*)?(chat/completions/*)?$')
 _THOUGHT = re.compile('</?think(?:ing)?>')
 
 # HTTP statuses of a request that is too long or filtered, and the finish

@@ -268,7 +268,12 @@ def test_addresses_that_mean_the_server(server, corpus):
     f'http://0.0.0.0:{port}',
   ):
     assert ask(url, ['hamlet prince'])[0][0].contents == corpus[2].contents
-  assert RetrievalClient('http://[::]:80/p/retrieve').url == 'http://[::1]:80/p'
+  for given, asked in (
+    ('http://[::]:80/p/retrieve', 'http://[::1]:80/p'),
+    ('http://retrieve', 'http://retrieve'),
+    ('http://h//', 'http://h'),
+  ):
+    assert RetrievalClient(given).url == asked
 
 
 def test_refusals_have_a_remedy(server):
